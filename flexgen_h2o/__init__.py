@@ -1,0 +1,32 @@
+"""flexgen_h2o: high-throughput offloading inference with heavy-hitter KV caches."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import TYPE_CHECKING, Any
+
+# Spinning OpenMP workers steal the cores from the transfer threads; it must be set before torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from flexgen_h2o.config import MemoryBudget, Policy
+    from flexgen_h2o.kvcache.eviction import H2O, Full, Local
+    from flexgen_h2o.llm import LLM
+    from flexgen_h2o.prompts import Completion
+    from flexgen_h2o.sampling import SamplingParams
+
+__all__ = ["H2O", "LLM", "Completion", "Full", "Local", "MemoryBudget", "Policy", "SamplingParams"]
+
+_HOMES = {
+    "H2O": "kvcache.eviction", "Full": "kvcache.eviction", "Local": "kvcache.eviction", "LLM": "llm",
+    "Completion": "prompts", "MemoryBudget": "config", "Policy": "config", "SamplingParams": "sampling",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

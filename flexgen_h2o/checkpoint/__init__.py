@@ -1,0 +1,45 @@
+"""Checkpoints: finding a model's folder, its tensors by byte range, importing .bin files, random weights.
+
+Model families and tiers are not known here: a spec says which tensors, the tiers read them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flexgen_h2o.checkpoint.bin_import import BIN_NAME, has_bin, import_bin
+from flexgen_h2o.checkpoint.match import match
+from flexgen_h2o.checkpoint.random_weights import write_random_checkpoint
+from flexgen_h2o.checkpoint.resolve import ModelSource, resolve
+from flexgen_h2o.checkpoint.safetensors_format import SINGLE_NAME
+from flexgen_h2o.checkpoint.safetensors_index import has_safetensors, read_index
+from flexgen_h2o.checkpoint.stored import Checkpoint, StoredTensor
+from flexgen_h2o.config import ModelSpec
+from flexgen_h2o.errors import UsageError
+
+__all__ = [
+    "Checkpoint",
+    "ModelSource",
+    "StoredTensor",
+    "import_bin",
+    "match",
+    "open_checkpoint",
+    "read_index",
+    "resolve",
+    "write_random_checkpoint",
+]
+
+
+def open_checkpoint(spec: ModelSpec, folder: Path, cache_dir: Path) -> Checkpoint:
+    """The tensors of `spec` in `folder`: safetensors in place, or .bin files imported once under `cache_dir`.
+
+    Raises UsageError that names the folder, file or tensor: no weights, damaged, missing, wrong shape or dtype;
+    DoesNotFitError when an import fills the disk.
+    """
+    if not has_safetensors(folder):
+        if not has_bin(folder):
+            raise UsageError(
+                f"--model {folder}: no weights there (no {SINGLE_NAME}, no {BIN_NAME}, no index of either)"
+            )
+        folder = import_bin(folder, cache_dir)
+    return match(spec, read_index(folder), folder)

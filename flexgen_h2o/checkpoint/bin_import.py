@@ -1,0 +1,220 @@
+"""Turns a pytorch_model.bin checkpoint into a safetensors folder, once. Never runs pickled code; knows no model.
+
+torch is imported where it is used: what only looks at folders must not pay for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import mmap
+import pickle
+import shutil
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flexgen_h2o.checkpoint.atomic_folder import building
+from flexgen_h2o.checkpoint.file_writer import FileWriter, reserve
+from flexgen_h2o.checkpoint.safetensors_format import (
+    INDEX_NAME,
+    Entry,
+    header,
+    shard_name,
+    write_index,
+)
+from flexgen_h2o.checkpoint.safetensors_index import read_weight_map, shard_path
+from flexgen_h2o.errors import UsageError
+from flexgen_h2o.units import MIB
+
+if TYPE_CHECKING:
+    import torch
+
+BIN_NAME = "pytorch_model.bin"
+BIN_INDEX_NAME = "pytorch_model.bin.index.json"
+
+_ZIP_MAGIC = b"PK\x03\x04"
+# Tokenizers reach tens of MB; anything larger is weights of some other format.
+_CARRIED_BYTES = 64 * MIB
+_NOT_CARRIED = {".bin", ".safetensors", ".h5", ".msgpack", ".pt", ".pth", ".ckpt", ".onnx", ".ot", ".gguf"}
+_TORCH_TO_SAFETENSORS = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "bool": "BOOL",
+    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """One .bin file; `names`: the tensors its index wants from it (None: there is no index, all)."""
+
+    path: Path
+    names: frozenset[str] | None
+
+
+def has_bin(folder: Path) -> bool:
+    """Whether `folder` holds a .bin checkpoint (single file or index); nothing is opened."""
+    return any((folder / name).is_file() for name in (BIN_NAME, BIN_INDEX_NAME))
+
+
+def import_bin(folder: Path, cache_dir: Path) -> Path:
+    """The safetensors copy of the .bin checkpoint in `folder`; made at the first call, found by later ones.
+
+    It lies in `cache_dir`/imported/<folder>-<fingerprint>/, one file a shard, with an index and every small file that
+    is not weights (config, tokenizer): a full Hugging Face folder. A source that changes gets a new copy; the old one
+    stays. Dtypes and values are kept.
+
+    Memory: files in torch's zip format (torch >= 1.6) are mapped and leave RAM tensor by tensor; older ones cannot be
+    mapped, and then a whole shard is in RAM at a time.
+
+    Raises UsageError that names the file: missing, truncated, not plain tensors (pickled code is refused, never run).
+    DoesNotFitError: the disk of `cache_dir` is full. Nothing is left behind then.
+    """
+    shards = _shards(folder)
+    carried = _carried_files(folder)
+    sources = [shard.path for shard in shards]
+    target = cache_dir / "imported" / f"{folder.resolve().name}-{_fingerprint([*sources, *carried])}"
+    with building(target, sum(path.stat().st_size for path in sources)) as temp:
+        if temp is not None:
+            for path in carried:
+                shutil.copyfile(path, temp / path.name)
+            _convert(shards, temp)
+    return target
+
+
+def _shards(folder: Path) -> list[_Shard]:
+    single, index = folder / BIN_NAME, folder / BIN_INDEX_NAME
+    if single.is_file():
+        return [_Shard(single, None)]
+    if not index.is_file():
+        raise UsageError(f"{folder}: there is no {BIN_NAME} and no {BIN_INDEX_NAME}; give a folder that has one")
+    weight_map = read_weight_map(index)
+    return [
+        _Shard(shard_path(index, file), frozenset(name for name, home in weight_map.items() if home == file))
+        for file in sorted(set(weight_map.values()))
+    ]
+
+
+def _carried_files(folder: Path) -> list[Path]:
+    return sorted(
+        path
+        for path in folder.iterdir()
+        if path.is_file()
+        and not path.name.startswith(".")
+        and path.suffix not in _NOT_CARRIED
+        and path.name not in (BIN_INDEX_NAME, INDEX_NAME)
+        and path.stat().st_size <= _CARRIED_BYTES
+    )
+
+
+def _fingerprint(paths: list[Path]) -> str:
+    facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+
+def _convert(shards: list[_Shard], out: Path) -> None:
+    weight_map: dict[str, str] = {}
+    nbytes = 0
+    for i, shard in enumerate(shards):
+        name = shard_name(i, len(shards))
+        for entry in _convert_shard(shard, out / name):
+            weight_map[entry.name] = name
+            nbytes += entry.nbytes
+    write_index(out, weight_map, nbytes)
+
+
+def _convert_shard(shard: _Shard, out: Path) -> list[Entry]:
+    """Write one shard's tensors; a tied one (same storage, offset, shape) once, its other names in the metadata."""
+    tensors, mapped = _load(shard)
+    every = [_entry(shard.path, name, tensor) for name, tensor in tensors.items()]
+    kept: dict[tuple[object, ...], str] = {}
+    aliases: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        first = kept.setdefault(_identity(name, tensor), name)
+        if first != name:
+            aliases[name] = first
+    entries = [entry for entry in every if entry.name not in aliases]
+    head = header(entries, aliases)
+    reserve(out, len(head) + sum(entry.nbytes for entry in entries))
+    with FileWriter(out) as file:
+        file.write(head)
+        for entry in entries:
+            _write_tensor(file, tensors[entry.name])
+            if mapped:
+                _forget(tensors[entry.name])
+    return entries
+
+
+def _identity(name: str, tensor: torch.Tensor) -> tuple[object, ...]:
+    """Equal for tensors that are the very same bytes read the same way; empty ones have no bytes to tell by."""
+    if not tensor.numel():
+        return (name,)
+    address = tensor.untyped_storage().data_ptr()
+    return (address, tensor.storage_offset(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+
+def _entry(path: Path, name: str, tensor: torch.Tensor) -> Entry:
+    dtype = _TORCH_TO_SAFETENSORS.get(str(tensor.dtype).removeprefix("torch."))
+    if dtype is None or tensor.is_sparse or tensor.is_quantized:
+        raise UsageError(f"{path}: tensor {name!r} is {tensor.dtype} ({tensor.layout}), which cannot be imported")
+    return Entry(name, dtype, tuple(tensor.shape))
+
+
+def _write_tensor(file: FileWriter, tensor: torch.Tensor) -> None:
+    import torch
+
+    if tensor.numel():
+        file.write(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _load(shard: _Shard) -> tuple[dict[str, torch.Tensor], bool]:
+    """The tensors of a .bin file by name, and whether they are mapped from the file."""
+    import torch
+
+    path = shard.path
+    try:
+        with path.open("rb") as file:
+            mapped = file.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except MemoryError:
+        raise
+    except pickle.UnpicklingError as error:
+        raise UsageError(
+            f"{path}: damaged, or it holds more than plain tensors, and pickled code is never run; download it again"
+            " or get the model as safetensors"
+        ) from error
+    except Exception as error:  # a damaged file can fail anywhere inside torch
+        raise UsageError(
+            f"{path}: truncated or damaged, torch cannot read it ({type(error).__name__}); download it again"
+        ) from error
+    found = state.items() if isinstance(state, dict) else ()
+    tensors = {name: t for name, t in found if isinstance(name, str) and isinstance(t, torch.Tensor)}
+    if not tensors:
+        raise UsageError(f"{path}: it holds no named tensors; give a folder with a model's state_dict")
+    if shard.names is None:
+        return tensors, mapped
+    missing = sorted(shard.names - set(tensors))
+    if missing:
+        raise UsageError(
+            f"{path}: {BIN_INDEX_NAME} says that tensor {missing[0]!r} is in it, but it is not; download it again"
+        )
+    return {name: t for name, t in tensors.items() if name in shard.names}, mapped
+
+
+def _forget(tensor: torch.Tensor) -> None:
+    """Drop a mapped tensor's pages, or they would count as this process's RAM; the file still has them.
+
+    Only for a tensor of a file mapping: any other memory would be zeroed.
+    """
+    storage = tensor.untyped_storage()
+    page = mmap.PAGESIZE
+    begin = -(-storage.data_ptr() // page) * page
+    length = (storage.data_ptr() + storage.nbytes()) // page * page - begin
+    if length > 0:
+        libc = ctypes.CDLL(None)
+        libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), ctypes.c_int(mmap.MADV_DONTNEED))

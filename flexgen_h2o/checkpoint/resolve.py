@@ -1,0 +1,153 @@
+"""Finds the folder that a model's name stands for: packaged, local, under --path, or from the hub. Opens no weights."""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flexgen_h2o.checkpoint.bin_import import BIN_INDEX_NAME, BIN_NAME, has_bin
+from flexgen_h2o.checkpoint.safetensors_format import INDEX_NAME, SINGLE_NAME
+from flexgen_h2o.checkpoint.safetensors_index import has_safetensors, read_weight_map
+from flexgen_h2o.errors import DoesNotFitError, FlexgenError, UsageError
+
+DUMMY = "_DUMMY_"
+CONFIG_NAME = "config.json"
+# Models that come with the package, by name.
+PACKAGED = {"opt-tiny": Path(__file__).resolve().parent.parent / "assets" / "opt-tiny"}
+
+_SMALL_FILES = ["*.json", "*.txt", "*.model", "tokenizer*"]
+_SAFETENSORS = [*_SMALL_FILES, "*.safetensors"]
+_BIN = [*_SMALL_FILES, "pytorch_model*.bin"]
+_SUBFOLDERS = ["*/*"]
+_HUB_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model comes from. folder: None means random weights at the shape of the built-in table."""
+
+    name: str
+    folder: Path | None
+    random: bool
+
+
+def resolve(model: str, path: str | None, revision: str | None = None, weights: bool = True) -> ModelSource:
+    """The source of `model` (--model) given `path` (--path).
+
+    A local folder, a packaged name, or a hub id, which is looked for as `path`, `path`/org/name and `path`/name, then
+    in the hub's cache, then on the hub (HF_HUB_OFFLINE and HF_HOME count; `revision` is a branch, tag or commit).
+    A `path` with "_DUMMY_" in it asks for random weights, with the config of the folder where `model` is one.
+    weights: False is content with config and tokenizer when it has to go to the hub.
+
+    Raises UsageError in one line with the way out: no such folder, no config.json in it, not cached and not to be
+    had from the hub. DoesNotFitError: the disk filled up during the download.
+    """
+    if not model:
+        raise UsageError("--model: a name is missing; give a hub id like org/name or a local folder")
+    folder = _local(model)
+    if path is not None and DUMMY in path:
+        return ModelSource(model, folder, random=True)
+    if folder is None and path is not None:
+        folder = _under(Path(path).expanduser(), model)
+    if folder is None:
+        folder = _from_hub(model, revision, weights)
+    return ModelSource(model, folder, random=False)
+
+
+def _local(model: str) -> Path | None:
+    """The folder that `model` itself names: local first, packaged second; None: it must be a hub id."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return _with_config(folder, f"--model {model}")
+    if model in PACKAGED:
+        if not PACKAGED[model].is_dir():
+            raise UsageError(f"--model {model}: {PACKAGED[model]} is missing; install the package again")
+        return _with_config(PACKAGED[model], f"--model {model}")
+    if model.startswith(("/", ".", "~")) or folder.exists():
+        raise UsageError(f"--model {model}: there is no such folder; give a folder with {CONFIG_NAME} or a hub id")
+    return None
+
+
+def _with_config(folder: Path, what: str) -> Path:
+    if not (folder / CONFIG_NAME).is_file():
+        raise UsageError(f"{what}: there is no {CONFIG_NAME} in this folder; give a Hugging Face model folder")
+    return folder
+
+
+def _under(path: Path, model: str) -> Path | None:
+    for folder in (path, path / model, path / model.rpartition("/")[2]):
+        if (folder / CONFIG_NAME).is_file():
+            return folder
+    return None
+
+
+def _from_hub(model: str, revision: str | None, weights: bool) -> Path:
+    try:
+        return _cached(model, revision, weights) or _downloaded(model, revision, weights)
+    except FlexgenError:
+        raise
+    except Exception as error:  # the hub's own errors, its HTTP library's and the system's have no common base
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DoesNotFitError(
+                f"--model {model}: the disk is full, the download stopped; set HF_HOME to a folder with more room"
+            ) from error
+        raise UsageError(
+            f"--model {model}: not complete in the local cache, and not to be had from the hub ({_reason(error)});"
+            f" download it elsewhere and give its folder with --model, set HF_HOME to a cache that has it,"
+            f" or use --path {DUMMY} for random weights"
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    # The library's messages run over several lines of advice; the cause says what happened.
+    while isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
+
+
+def _cached(model: str, revision: str | None, weights: bool) -> Path | None:
+    """The hub cache's folder if it has all that is needed; no network."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    patterns = _SAFETENSORS if weights else _SMALL_FILES
+    try:
+        found = snapshot_download(
+            model, revision=revision, allow_patterns=patterns, ignore_patterns=_SUBFOLDERS, local_files_only=True
+        )
+    except LocalEntryNotFoundError:
+        return None
+    folder = Path(found)
+    complete = (folder / CONFIG_NAME).is_file() and (not weights or _has_weights(folder))
+    return folder if complete else None
+
+
+def _has_weights(folder: Path) -> bool:
+    """Whether every file of a checkpoint is there: a download may have stopped in between."""
+    if not has_safetensors(folder) and not has_bin(folder):
+        return False
+    if any((folder / name).is_file() for name in (SINGLE_NAME, BIN_NAME)):
+        return True
+    index = folder / (INDEX_NAME if (folder / INDEX_NAME).is_file() else BIN_INDEX_NAME)
+    return all((folder / shard).is_file() for shard in read_weight_map(index).values())
+
+
+def _downloaded(model: str, revision: str | None, weights: bool) -> Path:
+    from huggingface_hub import HfApi, snapshot_download
+
+    # Asked first because it takes a timeout: snapshot_download alone would wait for a silent network without end.
+    info: Any = HfApi().model_info(model, revision=revision, timeout=_HUB_SECONDS)
+    files = {sibling.rfilename for sibling in info.siblings or ()}
+    has_safe = not files.isdisjoint((SINGLE_NAME, INDEX_NAME))
+    patterns = (_SAFETENSORS if has_safe else _BIN) if weights else _SMALL_FILES
+    found = snapshot_download(
+        model,
+        revision=revision,
+        allow_patterns=patterns,
+        ignore_patterns=_SUBFOLDERS,
+        etag_timeout=_HUB_SECONDS,
+    )
+    return _with_config(Path(found), f"--model {model}")

@@ -1,0 +1,144 @@
+"""Finds every tensor of a safetensors checkpoint by byte range and refuses damaged files before the run.
+
+Reads headers and the index only, never a tensor; knows no model.
+"""
+
+from __future__ import annotations
+
+import json
+from math import prod
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from flexgen_h2o.checkpoint.safetensors_format import (
+    DTYPE_BITS,
+    INDEX_NAME,
+    LENGTH_BYTES,
+    MAX_HEADER_BYTES,
+    SINGLE_NAME,
+    TO_ENGINE,
+)
+from flexgen_h2o.checkpoint.stored import StoredTensor
+from flexgen_h2o.errors import UsageError
+
+_AGAIN = "download it again"
+
+
+def has_safetensors(folder: Path) -> bool:
+    """Whether `folder` holds a safetensors checkpoint (single file or index); nothing is opened."""
+    return any((folder / name).is_file() for name in (SINGLE_NAME, INDEX_NAME))
+
+
+def read_index(folder: Path) -> dict[str, StoredTensor]:
+    """Every tensor of the checkpoint in `folder`, by its name in the files.
+
+    A name that the file's metadata gives as another name of a stored tensor (tied weights) points at the same bytes.
+    Raises UsageError that names the file: missing or truncated shard, damaged header or index.
+    """
+    single = folder / SINGLE_NAME
+    if single.is_file():
+        return read_file(single)
+    index = folder / INDEX_NAME
+    if not index.is_file():
+        raise UsageError(f"{folder}: there is no {SINGLE_NAME} and no {INDEX_NAME}; give a folder that has one")
+    weight_map = read_weight_map(index)
+    found: dict[str, StoredTensor] = {}
+    extra: dict[str, StoredTensor] = {}
+    for shard in sorted(set(weight_map.values())):
+        path = shard_path(index, shard)
+        tensors = read_file(path)
+        listed = [name for name, home in weight_map.items() if home == shard]
+        for name in listed:
+            if name not in tensors:
+                raise UsageError(f"{path}: {INDEX_NAME} says that tensor {name!r} is in it, but it is not; {_AGAIN}")
+            found[name] = tensors[name]
+        extra.update(tensors)
+    return {**extra, **found}
+
+
+def read_weight_map(index: Path) -> dict[str, str]:
+    """The `weight_map` of an index file: tensor name -> file name. Raises UsageError that names the file."""
+    try:
+        body = json.loads(index.read_bytes())
+    except OSError as error:
+        raise UsageError(f"{index}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UsageError(f"{index}: not a JSON file ({error}); {_AGAIN}") from error
+    weight_map = body.get("weight_map") if isinstance(body, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
+        raise UsageError(f"{index}: weight_map is missing or not a table of file names; {_AGAIN}")
+    return weight_map
+
+
+def shard_path(index: Path, shard: str) -> Path:
+    """Where the shard `shard` of `index` lies. Raises UsageError: not there, or a name that leaves the folder."""
+    path = index.parent / shard
+    if Path(shard).name != shard:
+        raise UsageError(f"{index}: {shard!r} is not a plain file name; {_AGAIN}")
+    if not path.is_file():
+        raise UsageError(f"{path}: {index.name} lists this shard, but it is missing; {_AGAIN}")
+    return path
+
+
+def read_file(path: Path) -> dict[str, StoredTensor]:
+    """Every tensor of one safetensors file. Raises UsageError that names the file and what is wrong with it."""
+    head, start, size = _read_header(path)
+    metadata = head.pop("__metadata__", None)
+    tensors = {name: _stored(path, name, entry, start) for name, entry in head.items()}
+    end = max((t.offset + t.nbytes for t in tensors.values()), default=start)
+    if size != end:
+        what = "is truncated" if size < end else "has bytes that belong to no tensor"
+        raise UsageError(f"{path}: {what}: {size} bytes, {end} expected; {_AGAIN}")
+    if isinstance(metadata, dict):
+        # safetensors.torch.save_model notes tied weights this way; the import of .bin files does too.
+        aliases = {a: tensors[kept] for a, kept in metadata.items() if isinstance(kept, str) and kept in tensors}
+        tensors = {**aliases, **tensors}
+    return tensors
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
+    """The parsed header, where the data start and the size of the file (bytes)."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(0)
+            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+            sane = 2 <= length <= min(MAX_HEADER_BYTES, size - LENGTH_BYTES)
+            text = file.read(length) if sane else b""
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}") from error
+    if not sane:
+        raise UsageError(
+            f"{path}: truncated or not a safetensors file (a git-lfs pointer?): a header of {length} bytes in a file"
+            f" of {size} bytes; {_AGAIN}"
+        )
+    try:
+        head = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: the safetensors header is damaged ({error}); {_AGAIN}") from error
+    if not isinstance(head, dict):
+        raise UsageError(f"{path}: the safetensors header is damaged (not a table); {_AGAIN}")
+    return head, LENGTH_BYTES + length, size
+
+
+def _stored(path: Path, name: str, entry: Any, start: int) -> StoredTensor:
+    """One header entry, checked: its range must have the bytes that shape x dtype needs."""
+    bad = UsageError(f"{path}: the header entry of tensor {name!r} is damaged; {_AGAIN}")
+    if not isinstance(entry, dict):
+        raise bad
+    dtype, shape, span = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not isinstance(dtype, str) or not _naturals(shape) or not _naturals(span) or len(span) != 2:
+        raise bad
+    begin, end = span
+    nbytes = end - begin
+    wanted = -(-prod(shape) * DTYPE_BITS[dtype] // 8) if dtype in DTYPE_BITS else nbytes
+    if nbytes < 0 or nbytes != wanted:
+        raise UsageError(
+            f"{path}: tensor {name!r} takes {nbytes} bytes, but {dtype} of shape {tuple(shape)} needs {wanted};"
+            f" {_AGAIN}"
+        )
+    return StoredTensor(path, start + begin, nbytes, TO_ENGINE.get(dtype, dtype), tuple(shape))
+
+
+def _naturals(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(v) is int and v >= 0 for v in value)

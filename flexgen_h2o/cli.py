@@ -1,0 +1,54 @@
+"""The console command `flexgen-h2o VERB ...`: hands the rest of the line to the verb's module, imported only then."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from importlib import metadata
+
+from flexgen_h2o.errors import EXIT_DONE, EXIT_USAGE
+
+# verb -> (module with `main(argv) -> int`, one line of help)
+VERBS: dict[str, tuple[str, str]] = {
+    "flex-opt": ("flexgen_h2o.flex_opt", "generate text for prompts, or run the fixed-length benchmark"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one verb and return its exit code."""
+    args = sys.argv[1:] if argv is None else argv
+    if not args:
+        print(_usage(), file=sys.stderr)
+        return EXIT_USAGE
+    verb, *rest = args
+    if verb in ("-h", "--help"):
+        print(_usage())
+        return EXIT_DONE
+    if verb == "--version":
+        print(f"flexgen-h2o {_version()}")
+        return EXIT_DONE
+    if verb not in VERBS:
+        print(f"flexgen-h2o: unknown verb {verb!r}; known: {', '.join(VERBS)}", file=sys.stderr)
+        return EXIT_USAGE
+    # Before torch is imported: idle OpenMP workers must sleep, not spin on the cores that move the bytes.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    code: int = importlib.import_module(VERBS[verb][0]).main(rest)
+    return code
+
+
+def _usage() -> str:
+    width = max(map(len, VERBS))
+    verbs = "\n".join(f"  {verb:{width}}  {text}" for verb, (_, text) in VERBS.items())
+    return f"usage: flexgen-h2o VERB ... | --help | --version\n\n{verbs}\n\nflexgen-h2o VERB --help lists its flags."
+
+
+def _version() -> str:
+    try:
+        return metadata.version("flexgen-h2o")
+    except metadata.PackageNotFoundError:
+        return "(run from source, not installed)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

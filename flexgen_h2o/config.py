@@ -1,0 +1,291 @@
+"""What a run is made of, as frozen data: model shape, workload, policy, budgets. No torch, no I/O but JSON.
+
+Values are checked where they enter: constructing one of these with a number out of range raises UsageError.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from flexgen_h2o.errors import UsageError
+from flexgen_h2o.units import parse_bytes
+
+DType = Literal["float32", "bfloat16", "float16"]
+DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+TIERS = ("device", "host", "disk")
+POLICY_SCHEMA = 1
+
+LayerKind = Literal["embedding", "attention", "mlp", "block", "head"]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of a layer: the `role` its forward asks for, its `name` in the checkpoint, its shape."""
+
+    role: str
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class WeightUnit:
+    """The tensors that move as one piece."""
+
+    name: str
+    tensors: tuple[TensorSpec, ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(t.numel for t in self.tensors)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One step of a sweep. `block` is the transformer block it belongs to (-1: embedding or head).
+
+    `unit` indexes `LayerPlan.units`; embedding and head share one when the model ties them.
+    """
+
+    kind: LayerKind
+    block: int
+    unit: int
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """The layers of one sweep in order, and the weight units they read."""
+
+    layers: tuple[Layer, ...]
+    units: tuple[WeightUnit, ...]
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The shape of a model, all that the planner and the engine need to know of it.
+
+    family: key of `models.FAMILIES`, which knows names and forward. Widths are in elements.
+    options: what only the family reads (activation, norm placement, ...), as sorted pairs.
+    """
+
+    name: str
+    family: str
+    num_blocks: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    vocab_size: int
+    max_positions: int
+    embedding: tuple[TensorSpec, ...]
+    attention: tuple[tuple[TensorSpec, ...], ...]
+    mlp: tuple[tuple[TensorSpec, ...], ...]
+    head: tuple[TensorSpec, ...]
+    tied: bool
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def option(self, key: str) -> Any:
+        return dict(self.options)[key]
+
+    @property
+    def num_weights(self) -> int:
+        """Elements of all weights, tied tensors counted once."""
+        return sum(unit.numel for unit in self.layers(sep_layer=False).units)
+
+    def kv_bytes_per_token(self, itemsize: int) -> int:
+        """Bytes of K and V that one token adds over all blocks."""
+        return 2 * self.num_blocks * self.num_kv_heads * self.head_dim * itemsize
+
+    def layers(self, sep_layer: bool) -> LayerPlan:
+        """The layers of a sweep. `sep_layer`: attention and MLP are two steps with a weight unit each."""
+        units: list[WeightUnit] = []
+        layers: list[Layer] = []
+
+        def add(kind: LayerKind, block: int, name: str, tensors: tuple[TensorSpec, ...]) -> None:
+            units.append(WeightUnit(name, tensors))
+            layers.append(Layer(kind, block, len(units) - 1))
+
+        names = {t.name for t in self.embedding}
+        extra_head = tuple(t for t in self.head if t.name not in names)
+        add("embedding", -1, "embedding", self.embedding + (extra_head if self.tied else ()))
+        for i, (attention, mlp) in enumerate(zip(self.attention, self.mlp, strict=True)):
+            if sep_layer:
+                add("attention", i, f"block {i} attention", attention)
+                add("mlp", i, f"block {i} mlp", mlp)
+            else:
+                add("block", i, f"block {i}", attention + mlp)
+        if self.tied:
+            layers.append(Layer("head", -1, 0))
+        else:
+            add("head", -1, "head", self.head)
+        return LayerPlan(tuple(layers), tuple(units))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is asked of the model: rows, the longest prompt and the most new tokens (both in tokens)."""
+
+    num_prompts: int
+    prompt_len: int
+    gen_len: int
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            check_int(f.name, getattr(self, f.name), low=1)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The whole offloading plan. `percent`: weights, KV cache and hidden states on device and host; the rest is disk.
+
+    gpu_batch_size rows make a micro-batch, num_gpu_batches micro-batches a block. Field names are FlexGen's.
+    """
+
+    gpu_batch_size: int = 4
+    num_gpu_batches: int = 1
+    percent: tuple[int, int, int, int, int, int] = (100, 0, 100, 0, 100, 0)
+    compress_weight: bool = False
+    compress_cache: bool = False
+    cpu_cache_compute: bool = False
+    overlap: bool = True
+    sep_layer: bool = True
+    pin_weight: bool = True
+    attn_sparsity: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_int("gpu_batch_size", self.gpu_batch_size, low=1, high=2**20)
+        check_int("num_gpu_batches", self.num_gpu_batches, low=1, high=2**20)
+        object.__setattr__(self, "percent", check_percent(self.percent))
+        for f in fields(self):
+            if f.type == "bool" and not isinstance(getattr(self, f.name), bool):
+                raise UsageError(f"{f.name}: {getattr(self, f.name)!r} is not true or false")
+        sparsity = self.attn_sparsity
+        if isinstance(sparsity, bool) or not isinstance(sparsity, int | float) or not 0 < sparsity <= 1:
+            raise UsageError(f"attn_sparsity: {sparsity!r} is not in (0, 1]")
+
+    @property
+    def weight_shares(self) -> tuple[float, float, float]:
+        """Shares of weights on device, host and disk; their sum is 1."""
+        return _shares(self.percent[0], self.percent[1])
+
+    @property
+    def cache_shares(self) -> tuple[float, float, float]:
+        """Shares of the KV cache on device, host and disk."""
+        return _shares(self.percent[2], self.percent[3])
+
+    @property
+    def hidden_shares(self) -> tuple[float, float, float]:
+        """Shares of the hidden states on device, host and disk."""
+        return _shares(self.percent[4], self.percent[5])
+
+    @property
+    def block_size(self) -> int:
+        """Rows of a full block."""
+        return self.gpu_batch_size * self.num_gpu_batches
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "percent": list(self.percent)}
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """Bytes each tier may hold; `16GiB` and plain ints are taken. None: what is free, less a margin.
+
+    On a CPU, `device` left out means that the device *is* host memory (two tiers); given, a device tier of
+    ordinary memory with that budget stands in for a card (three tiers).
+    """
+
+    device: int | None = None
+    host: int | None = None
+    disk: int | None = None
+
+    def __init__(
+        self, device: str | int | None = None, host: str | int | None = None, disk: str | int | None = None
+    ) -> None:
+        for tier, size in (("device", device), ("host", host), ("disk", disk)):
+            object.__setattr__(self, tier, None if size is None else parse_bytes(size, f"--{tier}-mem"))
+
+
+@dataclass(frozen=True)
+class SavedPolicy:
+    """A policy file: the policy, and what it was found for (free-form, kept as it is)."""
+
+    policy: Policy
+    model: str | None = None
+    workload: dict[str, Any] | None = None
+    profile: str | None = None
+    predicted: dict[str, Any] | None = None
+
+
+def _shares(first: int, second: int) -> tuple[float, float, float]:
+    return first / 100, second / 100, (100 - first - second) / 100
+
+
+def check_int(name: str, value: object, low: int, high: int | None = None) -> int:
+    """`value` as an int in [low, high]; raises UsageError that names `name`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise UsageError(f"{name}: {value!r} is not a whole number")
+    if value < low or (high is not None and value > high):
+        bounds = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise UsageError(f"{name}: {value} must be {bounds}")
+    return value
+
+
+def check_percent(values: object) -> tuple[int, int, int, int, int, int]:
+    """Six whole numbers WG WC CG CC HG HC: each pair is at most 100 together, the remainder is disk."""
+    if not isinstance(values, tuple | list) or len(values) != 6:
+        raise UsageError(f"percent: six whole numbers WG WC CG CC HG HC are needed, not {values!r}")
+    six = tuple(check_int("percent", v, 0, 100) for v in values)
+    for what, first, second in zip(("weights", "cache", "hidden"), six[::2], six[1::2], strict=True):
+        if first + second > 100:
+            raise UsageError(f"percent: {what} on device and host are {first} + {second} > 100")
+    return six  # type: ignore[return-value]
+
+
+def write_policy(path: Path, saved: SavedPolicy) -> None:
+    """Write a policy file (JSON, DESIGN 3.3)."""
+    body = {
+        "schema": POLICY_SCHEMA,
+        **saved.policy.to_json(),
+        "model": saved.model,
+        "workload": saved.workload,
+        "profile": saved.profile,
+        "predicted": saved.predicted,
+    }
+    path.write_text(json.dumps(body, indent=2) + "\n")
+
+
+def read_policy(path: Path) -> SavedPolicy:
+    """Read and validate a policy file; UsageError names the file and the unknown, missing or bad field."""
+    try:
+        body = json.loads(path.read_text())
+    except OSError as error:
+        raise UsageError(f"--policy {path}: {error.strerror or error}") from error
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UsageError(f"--policy {path}: not a JSON file ({error})") from error
+    if not isinstance(body, dict):
+        raise UsageError(f"--policy {path}: a JSON object is expected")
+    if body.get("schema") != POLICY_SCHEMA:
+        raise UsageError(f"--policy {path}: schema is {body.get('schema')!r}, this version reads {POLICY_SCHEMA}")
+    names = [f.name for f in fields(Policy)]
+    about = ("model", "workload", "profile", "predicted")
+    unknown = sorted(set(body) - {*names, *about, "schema"})
+    missing = sorted(set(names) - set(body))
+    if unknown or missing:
+        problem = f"unknown field {unknown[0]!r}" if unknown else f"field {missing[0]!r} is missing"
+        raise UsageError(f"--policy {path}: {problem}")
+    try:
+        policy = Policy(**{name: body[name] for name in names})
+    except UsageError as error:
+        raise UsageError(f"--policy {path}: {error}") from error
+    return SavedPolicy(policy, **{key: body.get(key) for key in about})

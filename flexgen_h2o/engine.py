@@ -1,0 +1,131 @@
+"""Everything a run holds: tiers with their buffers, lanes, weights, cache and hidden stores. Opened once, closed once.
+
+Every byte is taken here, from the memory plan, before the first sweep. Computes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from flexgen_h2o.checkpoint.stored import Checkpoint
+from flexgen_h2o.config import TIERS, ModelSpec, Policy
+from flexgen_h2o.hidden import HiddenStore
+from flexgen_h2o.kernels.workspace import Workspace
+from flexgen_h2o.kvcache.store import CacheStore
+from flexgen_h2o.planner.memory import MemoryPlan, is_streamed, tier_shares
+from flexgen_h2o.tiers.buffers import Ledger, host_buffer
+from flexgen_h2o.tiers.device import Device
+from flexgen_h2o.tiers.disk import DirectFile, Scratch
+from flexgen_h2o.tiers.mover import READ_THREADS, WRITE_THREADS, Mover
+from flexgen_h2o.tiers.ring import Ring
+from flexgen_h2o.tiers.transfer import Lanes
+from flexgen_h2o.timeline import Timeline
+from flexgen_h2o.weights import WeightStore
+
+LANE_THREADS = {"disk_read": READ_THREADS, "disk_write": WRITE_THREADS, "h2d": 1, "d2h": 1}
+
+
+class Engine:
+    """Resources of a run. A context manager: leaving it ends the worker threads and removes the scratch folder."""
+
+    def __init__(
+        self, spec: ModelSpec, checkpoint: Checkpoint, policy: Policy, plan: MemoryPlan, dtype: torch.dtype,
+        device: Device, budgets: dict[str, int | None], offload_dir: Path, timeline: Timeline,
+    ) -> None:  # fmt: skip
+        plan.check(budgets)
+        self.spec, self.policy, self.plan, self.dtype, self.device = spec, policy, plan, dtype, device
+        self.timeline = timeline
+        self.ledger = Ledger(budgets)
+        self.layers = spec.layers(policy.sep_layer)
+        with contextlib.ExitStack() as stack:
+            self._scratch = Scratch(offload_dir)
+            stack.callback(self._scratch.close)
+            self.lanes = Lanes(LANE_THREADS, timeline)
+            stack.callback(self.lanes.close)
+            self.mover = Mover(device, self.lanes)
+            self._take_buffers(stack)
+            self.weights = self._open_weights(checkpoint, stack)
+            self.cache, self.hidden = self._open_cache(), self._open_hidden()
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    @property
+    def io_bytes(self) -> dict[str, int]:
+        return dict(self.lanes.bytes_moved)
+
+    @property
+    def peak_bytes(self) -> dict[str, int]:
+        """Most bytes that each tier held. Weights that stay in the checkpoint count as disk."""
+        return {tier: self.ledger.peak[tier] for tier in TIERS}
+
+    def _take_buffers(self, stack: contextlib.ExitStack) -> None:
+        self._buffers: dict[tuple[str, str], torch.Tensor] = {}
+        self._files: dict[str, DirectFile] = {}
+        for b in self.plan.buffers:
+            self.ledger.charge(b.tier, b.nbytes, b.name)
+        for b in self.plan.buffers:
+            if b.tier == "disk":
+                self._files[b.name] = self._scratch.create(f"{b.name}.bin", b.nbytes)
+                stack.callback(self._files[b.name].close)
+            elif b.name not in ("temporaries", "staging"):  # these two are taken by their users
+                self._buffers[b.name, b.tier] = self._allocate(b.name, b.tier, b.nbytes)
+
+    def _allocate(self, name: str, tier: str, nbytes: int) -> torch.Tensor:
+        if tier == self.device.tier:
+            return self.device.buffer(nbytes)
+        pinned = name == "weights" and self.policy.pin_weight
+        return self.device.host_staging(nbytes) if pinned else host_buffer(nbytes)
+
+    def _open_weights(self, checkpoint: Checkpoint, stack: contextlib.ExitStack) -> WeightStore:
+        shares = tier_shares(self.policy.weight_shares, self.device.is_host)
+        store = WeightStore(self.layers, checkpoint, shares, self.dtype, self.mover)
+        stack.callback(store.close)
+        memory = self._arenas("weights")
+        store.load_resident(memory)
+        return store
+
+    def _open_cache(self) -> CacheStore:
+        on_host = self.device.is_host or self.policy.cpu_cache_compute
+        streamed = frozenset(t for t in TIERS if is_streamed(t, on_host))
+        overlay = self._buffers.get(("cache overlay", "host"), torch.empty(0, dtype=torch.uint8))
+        return CacheStore(
+            self.mover, self.dtype, self._arenas("cache"), self._files.get("cache"), overlay, streamed
+        )
+
+    def _open_hidden(self) -> HiddenStore:
+        shares = tier_shares(self.policy.hidden_shares, self.device.is_host)
+        return HiddenStore(
+            self.mover, self.dtype, self.spec.hidden_size, shares, len(self.layers.layers), self._arenas("hidden"),
+            self._files.get("hidden"),
+        )  # fmt: skip
+
+    def _arenas(self, name: str) -> dict[str, torch.Tensor]:
+        return {tier: buffer for (what, tier), buffer in self._buffers.items() if what == name}
+
+    def _ring(self, name: str) -> Ring | None:
+        buffers = list(self._arenas(name).values())
+        return Ring(buffers[0]) if buffers else None
+
+    def weight_ring(self) -> Ring | None:
+        return self._ring("weight ring")
+
+    def cache_ring(self) -> Ring | None:
+        return self._ring("cache ring") or self._ring("cache host ring")
+
+    def hidden_ring(self) -> Ring | None:
+        return self._ring("hidden ring")
+
+    def workspace(self) -> Workspace:
+        sizes = dict(self.plan.workspace)
+        return Workspace(self._buffers["workspace", self.device.tier], sizes, self.dtype)

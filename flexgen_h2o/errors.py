@@ -1,0 +1,32 @@
+"""The errors that a door turns into an exit code and one line on stderr."""
+
+from __future__ import annotations
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_DOES_NOT_FIT = 3
+EXIT_SIGINT = 130
+EXIT_SIGTERM = 143
+
+
+class FlexgenError(Exception):
+    """Base of the package's own errors; `exit_code` is what a door exits with."""
+
+    exit_code = EXIT_FAILED
+
+
+class UsageError(FlexgenError, ValueError):
+    """Wrong use or unusable input. The message names the flag or file and what to do."""
+
+    exit_code = EXIT_USAGE
+
+
+class DoesNotFitError(FlexgenError):
+    """A tier's budget is too small. The message says by how much and which flag would help."""
+
+    exit_code = EXIT_DOES_NOT_FIT
+
+
+class TransferError(FlexgenError):
+    """Moving bytes failed during the run (a disk error, a truncated file, a worker that raised)."""

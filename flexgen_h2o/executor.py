@@ -1,0 +1,219 @@
+"""Walks the zig-zag order: loads ahead, computes, stores behind. One loop for sequential and overlapped runs.
+
+Knows tiers and rows; of the model it knows only that a family computes a layer from named tensors.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+
+from flexgen_h2o.config import Layer
+from flexgen_h2o.engine import Engine
+from flexgen_h2o.generation import Decoding, MicroBatch, Row, SweepInput
+from flexgen_h2o.kernels.attention import slot_attention, sparse_slot_attention
+from flexgen_h2o.kernels.linear import RowParts
+from flexgen_h2o.kvcache.attend import SlotAttention, attend_prompts, attend_slots
+from flexgen_h2o.kvcache.layout import UnitLayout
+from flexgen_h2o.kvcache.store import CacheKey, PartView
+from flexgen_h2o.hidden import HiddenKey
+from flexgen_h2o.models import Weights, family_of
+from flexgen_h2o.planner.memory import kv_layout, tier_shares
+from flexgen_h2o.schedule import Step, weight_sequence, zigzag
+from flexgen_h2o.tiers.stream import Stream
+from flexgen_h2o.weights import WeightStream
+
+ATTENTION_KINDS = ("attention", "block")
+OnFinished = Callable[[list[Row]], None]
+
+
+class Executor:
+    """Runs blocks on an engine, one after another.
+
+    max_sweeps: an upper bound of sweeps over all blocks (weights are loaded ahead across blocks). on_finished gets
+    rows as they finish. After each block `sweep_seconds` holds the seconds of its sweeps.
+    """
+
+    def __init__(self, engine: Engine, decoding: Decoding, on_finished: OnFinished, max_sweeps: int) -> None:
+        self._engine, self._decoding, self._on_finished = engine, decoding, on_finished
+        self._family = family_of(engine.spec)
+        self._workspace = engine.workspace()
+        self._layers: tuple[Layer, ...] = engine.layers.layers
+        self._overlap = engine.policy.overlap
+        units = tuple(layer.unit for layer in self._layers)
+        ahead = len(units) if self._overlap else 0
+        self._weights = WeightStream(engine.weights, engine.weight_ring(), weight_sequence(max_sweeps, units), ahead)
+        sparsity = engine.policy.attn_sparsity
+        self._slot_attention: SlotAttention = (
+            slot_attention if sparsity == 1 else partial(sparse_slot_attention, share=sparsity)
+        )
+        self._scale = engine.spec.head_dim**-0.5
+        self.sweep_seconds: list[float] = []
+        self.layer_seconds: list[float] = []
+
+    def run_block(
+        self, rows: Sequence[Sequence[Row]], slots: Sequence[int], order: Iterator[Step] | None = None,
+        on_tokens: Callable[[int], None] = lambda count: None,
+    ) -> None:  # fmt: skip
+        """Generate for the rows of a block: micro-batches of rows, and the KV slots that each micro-batch needs.
+
+        `order` may cut the schedule short (debug modes); by default it runs until every row has finished.
+        on_tokens hears how many tokens a micro-batch has got.
+        """
+        self._on_tokens = on_tokens
+        self._batches = [MicroBatch(r) for r in rows]
+        sweeps = max(r.max_new for batch in rows for r in batch)
+        self._begin(slots, sweeps)
+        self.sweep_seconds, self.layer_seconds = [], []
+        sweep_start = layer_start = time.perf_counter()
+        for step in order or zigzag(sweeps, len(self._layers), len(rows)):
+            if self._batches[step.micro_batch].rows:
+                self._run_step(step)
+            if step.micro_batch == len(rows) - 1:
+                now = time.perf_counter()
+                self.layer_seconds.append(now - layer_start)
+                layer_start = now
+                if step.layer == len(self._layers) - 1:
+                    self.sweep_seconds.append(now - sweep_start)
+                    sweep_start = now
+                    if not any(batch.rows for batch in self._batches):
+                        break
+        self._cache.drain()
+        self._hidden.drain()
+
+    def finish(self) -> None:
+        """Wait for loads still under way; call once after the last block."""
+        self._weights.drain()
+
+    def facts(self) -> dict[str, object]:
+        """How the last block went, for the report: seconds waited for transfers, and of each sweep."""
+        timeline = self._engine.timeline
+        return {
+            "sweep_seconds": [round(s, 6) for s in self.sweep_seconds],
+            "compute_s": timeline.seconds("compute"),
+            "wait_s": timeline.seconds("wait"),
+            "depth": vars(self._engine.plan.depth),
+        }
+
+    def _begin(self, slots: Sequence[int], sweeps: int) -> None:
+        engine, spec, count = self._engine, self._engine.spec, len(self._batches)
+        shares = tier_shares(engine.policy.cache_shares, engine.device.is_host)
+        layouts: list[UnitLayout] = [
+            kv_layout(spec, len(batch.rows), capacity, shares, engine.dtype.itemsize)
+            for batch, capacity in zip(self._batches, slots, strict=True)
+        ]
+        engine.cache.begin_block(spec.num_blocks, layouts)
+        engine.hidden.begin_block([b.prompt_tokens for b in self._batches], [len(b.rows) for b in self._batches])
+        self._inputs: list[SweepInput | None] = [None] * count
+        self._slots: list[tuple[torch.Tensor, torch.Tensor, int] | None] = [None] * count
+        ahead = (engine.plan.depth.cache, engine.plan.depth.hidden) if self._overlap else (0, 0)
+        self._cache: Stream[CacheKey] = Stream(
+            engine.cache_ring(), self._cache_keys(sweeps, count), engine.cache, ahead[0]
+        )
+        self._hidden: Stream[HiddenKey] = Stream(
+            engine.hidden_ring(), self._hidden_keys(sweeps, count), engine.hidden, ahead[1]
+        )
+
+    def _cache_keys(self, sweeps: int, count: int) -> Iterator[CacheKey]:
+        for s in zigzag(sweeps, len(self._layers), count):
+            layer = self._layers[s.layer]
+            if layer.kind in ATTENTION_KINDS:
+                yield s.sweep, layer.block, s.micro_batch
+
+    def _hidden_keys(self, sweeps: int, count: int) -> Iterator[HiddenKey]:
+        for s in zigzag(sweeps, len(self._layers), count):
+            yield s.sweep, s.layer, s.micro_batch
+
+    def _run_step(self, step: Step) -> None:
+        engine, layer, k = self._engine, self._layers[step.layer], step.micro_batch
+        for stream in (self._weights, self._cache, self._hidden):
+            stream.prefetch()
+        timeline, key = engine.timeline, (step.sweep, step.layer, step.micro_batch)
+        if layer.kind == "embedding":
+            self._begin_sweep(k)
+        with timeline.span("wait", "weights"):
+            w = self._weights.open(layer.unit, engine.device.fence())
+        with timeline.span("wait", "hidden"):
+            region = self._hidden.take(key)
+            x = engine.hidden.open(key, region)
+        phase = "prefill" if self._input(k).is_prefill else "decode"
+        start = time.perf_counter()
+        self._compute(step, layer, w, x)
+        timeline.record("compute", f"{layer.kind} {phase}", start, time.perf_counter())
+        stores = engine.hidden.close(key, region, engine.device.fence())
+        self._hidden.give_back(region, stores)
+        if not self._overlap:
+            for event in stores:
+                event.wait()
+
+    def _begin_sweep(self, k: int) -> None:
+        """Fix what micro-batch `k` feeds into this sweep and which slots its new columns take."""
+        fed = self._batches[k].sweep_input()
+        kv_heads = self._engine.spec.num_kv_heads
+        slots = torch.tensor(fed.past).repeat_interleave(kv_heads)
+        self._inputs[k] = fed
+        self._slots[k] = (slots, slots + 1, max(fed.past) + 1)
+        self._engine.hidden.begin_sweep(k, len(fed.ids))
+
+    def _input(self, k: int) -> SweepInput:
+        fed = self._inputs[k]
+        assert fed is not None
+        return fed
+
+    def _compute(self, step: Step, layer: Layer, w: Weights, x: torch.Tensor) -> None:
+        spec, family, ws, k = self._engine.spec, self._family, self._workspace, step.micro_batch
+        if layer.kind == "embedding":
+            fed, where = self._input(k), x.device
+            family.embed(spec, w, fed.ids.to(where), fed.positions.to(where), x, ws)
+        elif layer.kind == "head":
+            self._head(k, w, x)
+        elif layer.kind == "mlp":
+            family.mlp(spec, w, x, ws)
+        else:
+            self._attention(step, layer, w, x)
+            if layer.kind == "block":
+                family.mlp(spec, w, x, ws)
+
+    def _attention(self, step: Step, layer: Layer, w: dict[str, RowParts] | Weights, x: torch.Tensor) -> None:
+        engine, k = self._engine, step.micro_batch
+        key: CacheKey = (step.sweep, layer.block, k)
+        with engine.timeline.span("wait", "cache"):
+            region = self._cache.take(key)
+            views, whole = engine.cache.open(key, region)
+        fed = self._input(k)
+        out = self._workspace.get("mixed", len(x), engine.spec.num_heads * engine.spec.head_dim)
+        attend = self._attend_prompts if fed.is_prefill else self._attend_slots
+        self._family.attention(engine.spec, w, x, partial(attend, k, views, out), self._workspace)
+        slots = None if self._slots[k] is None else self._slots[k][0]  # type: ignore[index]
+        stores = engine.cache.close(key, region, slots, whole, engine.device.fence())
+        self._cache.give_back(region, stores)
+        if not self._overlap:
+            for event in stores:
+                event.wait()
+
+    def _attend_prompts(
+        self, k: int, views: list[PartView], out: torch.Tensor, *qkv: torch.Tensor
+    ) -> torch.Tensor:
+        return attend_prompts(*qkv, self._input(k).counts, views, self._scale, out)
+
+    def _attend_slots(self, k: int, views: list[PartView], out: torch.Tensor, *qkv: torch.Tensor) -> torch.Tensor:
+        placed = self._slots[k]
+        assert placed is not None
+        slots, filled, longest = placed
+        return attend_slots(*qkv, slots, filled, longest, views, self._scale, self._slot_attention, out)
+
+    def _head(self, k: int, w: Weights, x: torch.Tensor) -> None:
+        batch = self._batches[k]
+        last = x.index_select(0, self._input(k).last().to(x.device))
+        logits = self._family.head(self._engine.spec, w, last, self._workspace)
+        tokens = self._decoding.choose(batch, logits)
+        finished, moves = batch.accept(tokens, self._decoding.end)
+        self._on_tokens(len(tokens))
+        if finished:
+            self._engine.cache.compact(k, moves, len(batch.rows))
+            self._on_finished(finished)
+        if not batch.rows:
+            self._engine.hidden.begin_sweep(k, 0)

@@ -1,0 +1,110 @@
+"""The rows of a block: what each feeds into the next sweep, what it has generated, and when it leaves.
+
+Knows nothing of layers, tiers or weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from flexgen_h2o.kvcache.moves import Move, plan_moves
+from flexgen_h2o.prompts import Prompt
+from flexgen_h2o.sampling import SamplingParams, StopStrings, TokenChooser
+
+
+@dataclass(eq=False)
+class Row:
+    """A prompt with what has been generated for it. `max_new`: tokens it may still grow to, at least 1."""
+
+    prompt: Prompt
+    max_new: int
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt.token_ids) + len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class SweepInput:
+    """What a micro-batch feeds into one sweep, its rows' tokens packed one after the other.
+
+    ids, positions: (tokens,) int64; counts: tokens of each row; past: columns each row has in the cache before.
+    """
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    counts: tuple[int, ...]
+    past: tuple[int, ...]
+
+    @property
+    def is_prefill(self) -> bool:
+        return self.past[0] == 0
+
+    def last(self) -> torch.Tensor:
+        """(rows,) int64: where each row's newest token stands in the packed order."""
+        return torch.tensor(self.counts).cumsum(0) - 1
+
+
+class MicroBatch:
+    """Rows computed together. They leave as they finish; the others close ranks."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows = list(rows)
+        self._in_cache = False
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(r.prompt.token_ids) for r in self.rows)
+
+    def sweep_input(self) -> SweepInput:
+        """The prompts before the first sweep, the newest token of each row after it."""
+        fed = [r.token_ids[-1:] if self._in_cache else list(r.prompt.token_ids) for r in self.rows]
+        past = tuple(r.length - 1 if self._in_cache else 0 for r in self.rows)
+        positions = torch.cat([torch.arange(p, p + len(f)) for p, f in zip(past, fed, strict=True)])
+        ids = torch.tensor([i for f in fed for i in f])
+        return SweepInput(ids, positions, tuple(map(len, fed)), past)
+
+    def accept(self, tokens: Sequence[int], finish: Callable[[Row], str | None]) -> tuple[list[Row], list[Move]]:
+        """Append each row's new token. Returns the rows that finish with it and the moves that fill their places."""
+        self._in_cache = True
+        for row, token in zip(self.rows, tokens, strict=True):
+            row.token_ids.append(token)
+            row.finish_reason = finish(row)
+        leaving = [i for i, row in enumerate(self.rows) if row.finish_reason is not None]
+        finished = [self.rows[i] for i in leaving]
+        moves, order = plan_moves(leaving, len(self.rows))
+        self.rows = [self.rows[i] for i in order]
+        return finished, moves
+
+
+class RowEnd:
+    """When a row is done: end-of-sequence token or stop string ("stop"), or its length ("length")."""
+
+    def __init__(self, params: SamplingParams, eos_token_ids: Sequence[int], stop: StopStrings) -> None:
+        self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
+        self._stop = stop
+
+    def __call__(self, row: Row) -> str | None:
+        if row.token_ids[-1] in self._eos or self._stop.found(row.token_ids):
+            return "stop"
+        return "length" if len(row.token_ids) >= row.max_new else None
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How tokens are chosen and rows end. `watch` sees every step's logits: (prompt indices, (rows, vocab))."""
+
+    chooser: TokenChooser
+    end: RowEnd
+    watch: Callable[[list[int], torch.Tensor], None] | None = None
+
+    def choose(self, micro_batch: MicroBatch, logits: torch.Tensor) -> list[int]:
+        rows = [r.prompt.index for r in micro_batch.rows]
+        if self.watch is not None:
+            self.watch(rows, logits)
+        return self.chooser.choose(logits, rows, [len(r.token_ids) for r in micro_batch.rows])

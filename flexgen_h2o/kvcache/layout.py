@@ -1,0 +1,49 @@
+"""Where the slots of one KV unit lie: geometry in bytes, no tensors.
+
+A unit is one (layer, micro-batch). Its rows are (sequence, kv-head) pairs, cut into at most three parts by the cache
+shares. A part is two areas, keys then values, each (rows, slots, head width), each starting on a page so that it can be
+read and written with O_DIRECT.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flexgen_h2o.tiers.placement import Part, Shares, split_rows
+from flexgen_h2o.units import round_up
+
+PAGE = 4096
+WRITE_BACK_STEPS = 16  # decode steps whose columns wait in the overlay before a disk unit is written back
+
+
+@dataclass(frozen=True)
+class UnitLayout:
+    """`rows` = sequences x kv_heads. Sizes in bytes unless named otherwise."""
+
+    sequences: int
+    kv_heads: int
+    slots: int
+    width: int
+    itemsize: int
+    parts: tuple[Part, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        """Keys (or values) of one row."""
+        return self.slots * self.width * self.itemsize
+
+    def area_bytes(self, part: Part) -> int:
+        """The key (or value) area of a part, whole pages."""
+        return round_up(part.rows * self.row_bytes, PAGE)
+
+    def part_bytes(self, part: Part) -> int:
+        return 2 * self.area_bytes(part)
+
+    def overlay_bytes(self, part: Part) -> int:
+        """RAM for the columns of a disk part that wait to be written back, with their slot numbers (int64)."""
+        return part.rows * WRITE_BACK_STEPS * (2 * self.width * self.itemsize + 8)
+
+
+def unit_layout(sequences: int, kv_heads: int, slots: int, width: int, itemsize: int, shares: Shares) -> UnitLayout:
+    parts = split_rows(sequences * kv_heads, shares)
+    return UnitLayout(sequences, kv_heads, slots, width, itemsize, parts)

@@ -1,0 +1,51 @@
+"""Compaction: rows that remain are moved over those that left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+Move = tuple[int, int]  # from sequence, to sequence
+
+
+class _View(Protocol):
+    @property
+    def start(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+    @property
+    def keys(self) -> torch.Tensor: ...
+    @property
+    def values(self) -> torch.Tensor: ...
+
+
+def plan_moves(leaving: Sequence[int], count: int) -> tuple[list[Move], list[int]]:
+    """Fill the places of `leaving` (indices of `count` sequences) from the end.
+
+    Returns the moves and, for each remaining place, the sequence that stands there now.
+    """
+    gone = set(leaving)
+    order, moves = list(range(count)), []
+    remaining = count - len(gone)
+    donors = [i for i in range(count - 1, remaining - 1, -1) if i not in gone]
+    for place, donor in zip(sorted(i for i in gone if i < remaining), donors, strict=True):
+        moves.append((donor, place))
+        order[place] = donor
+    return moves, order[:remaining]
+
+
+def move_rows(views: Sequence[_View], moves: Sequence[Move], kv_heads: int) -> None:
+    """Copy the `kv_heads` rows of each moved sequence, across parts where they are split."""
+    for source, target in moves:
+        done = 0
+        while done < kv_heads:
+            src_row, dst_row = source * kv_heads + done, target * kv_heads + done
+            src = next(v for v in views if v.start <= src_row < v.end)
+            dst = next(v for v in views if v.start <= dst_row < v.end)
+            n = min(kv_heads - done, src.end - src_row, dst.end - dst_row)
+            a, b = src_row - src.start, dst_row - dst.start
+            dst.keys[b : b + n].copy_(src.keys[a : a + n])
+            dst.values[b : b + n].copy_(src.values[a : a + n])
+            done += n

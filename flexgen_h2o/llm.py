@@ -1,0 +1,257 @@
+"""The public face: a model that generates for any number of prompts under byte budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from flexgen_h2o.config import DTYPE_BYTES, MemoryBudget, Policy, read_policy
+from flexgen_h2o.engine import Engine
+from flexgen_h2o.errors import UsageError
+from flexgen_h2o.executor import Executor
+from flexgen_h2o.generation import Decoding, Row, RowEnd
+from flexgen_h2o.kvcache.eviction import check_eviction
+from flexgen_h2o.planner.memory import MemoryPlan, Shape, plan_within
+from flexgen_h2o.planner.rule import Need, choose_policy
+from flexgen_h2o.progress import Progress
+from flexgen_h2o.prompts import Completion, Prompt, make_blocks, prompts_from_python
+from flexgen_h2o.report import PhaseReport, RunReport
+from flexgen_h2o.sampling import SamplingParams, StopStrings, TokenChooser, decode_text
+from flexgen_h2o.schedule import Step
+from flexgen_h2o.source import Model, find_checkpoint, find_model
+from flexgen_h2o.tiers.device import open_device
+from flexgen_h2o.tiers.machine import resolve_budgets
+from flexgen_h2o.timeline import Timeline
+
+DEFAULT_OFFLOAD_DIR = Path("~/flexgen_h2o_offload_dir")
+LogitsWatch = Callable[[list[int], torch.Tensor], None]
+
+
+class LLM:
+    """A model under a policy and budgets.
+
+    model: hub id, local Hugging Face folder, or `opt-tiny` (shipped). path: where checkpoints are; `_DUMMY_` asks for
+    random weights at the true shape. policy: a `Policy`, "auto", or a policy file. dtype: "auto" takes the
+    checkpoint's (float16 becomes bfloat16 on a CPU). budget: bytes by tier, by default what is free less a margin.
+
+    Raises UsageError (unusable input) here, DoesNotFitError here or at `generate`. Nothing big is allocated before
+    the first `generate`. Close it, or use it as a context manager, to give memory and scratch files back.
+    """
+
+    def __init__(
+        self, model: str = "opt-tiny", policy: Policy | str | Path = "auto", eviction: object = None,
+        device: str = "auto", dtype: str = "auto", budget: MemoryBudget | None = None,
+        offload_dir: str | Path | None = None, path: str | None = None, revision: str | None = None,
+        weight_seed: int = 0,
+    ) -> None:  # fmt: skip
+        self.eviction = check_eviction(eviction)
+        self._asked_policy = _read_policy_argument(policy)
+        self._budget = budget or MemoryBudget()
+        self._device = open_device(device, separate_budget=self._budget.device is not None)
+        self.offload_dir = Path(offload_dir or DEFAULT_OFFLOAD_DIR).expanduser()
+        self.model: Model = find_model(model, path, revision)
+        self._weight_seed = weight_seed
+        self._asked_dtype = _check_dtype(dtype, self._device.torch_device.type == "cpu")
+        self.timeline = Timeline()
+        self.report: RunReport | None = None
+        self._policy: Policy | None = self._asked_policy
+        self._engine: Engine | None = None
+        self._dtype: str | None = None
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def policy(self) -> Policy | None:
+        """The policy in use; with "auto", None until the first `generate`."""
+        return self._policy
+
+    @property
+    def dtype(self) -> str:
+        """The compute dtype, which weights and KV are held in."""
+        if self._dtype is None:
+            self._open_checkpoint()
+        assert self._dtype is not None
+        return self._dtype
+
+    def generate(
+        self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | None = None,
+        watch_logits: LogitsWatch | None = None,
+    ) -> list[Completion]:  # fmt: skip
+        """Generate for text prompts and lists of token ids, in any mix and number; results in the order of `prompts`.
+
+        watch_logits sees every step's logits: (indices of the rows, (rows, vocab) in the compute dtype).
+        """
+        encode = self.model.encode if self.model.tokenizer is not None else None
+        read = prompts_from_python(prompts, encode, self.model.spec.vocab_size)
+        done: list[Completion] = []
+        if read:
+            self.run(read, params or SamplingParams(), done.extend, watch_logits=watch_logits)
+        return sorted(done, key=lambda c: c.index)
+
+    def run(
+        self, prompts: Sequence[Prompt], params: SamplingParams, on_finished: Callable[[list[Completion]], None],
+        watch_logits: LogitsWatch | None = None, order: Callable[[int, int], Any] | None = None,
+    ) -> RunReport:  # fmt: skip
+        """`generate` for read prompts: completions are handed out as rows finish, the report is returned.
+
+        order: (layers, micro-batches) -> the steps to run instead of the whole schedule (debug modes).
+        """
+        stop = StopStrings(self.model.tokenizer, params.stop)
+        rows = [Row(p, self._most_new_tokens(p, params)) for p in prompts]
+        engine = self._ready(rows)
+        policy = engine.policy
+        by_index = {row.prompt.index: row for row in rows}
+        blocks = [
+            [[by_index[p.index] for p in batch] for batch in block]
+            for block in make_blocks(prompts, policy.gpu_batch_size, policy.num_gpu_batches)
+        ]
+        end = RowEnd(params, self.model.spec.eos_token_ids, stop)
+        sweeps = sum(max(r.max_new for batch in block for r in batch) for block in blocks)
+        before = engine.io_bytes
+        with Progress(sum(r.max_new for r in rows)) as progress:
+
+            def hand_out(finished: list[Row]) -> None:
+                progress.finish(finished)
+                on_finished([self._completion(row, stop) for row in finished])
+
+            decoding = Decoding(TokenChooser(params), end, watch_logits)
+            executor = Executor(engine, decoding, hand_out, sweeps)
+            prefill, decode = 0.0, 0.0
+            try:
+                for block in blocks:
+                    steps = order(len(engine.layers.layers), len(block)) if order else None
+                    with torch.inference_mode():
+                        executor.run_block(block, [self._slots(batch) for batch in block], steps, progress.sweep)
+                    prefill += sum(executor.sweep_seconds[:1])
+                    decode += sum(executor.sweep_seconds[1:])
+                executor.finish()
+            except BaseException:
+                self.close()
+                raise
+        self.executor_facts = executor.facts()
+        moved = {lane: n - before[lane] for lane, n in engine.io_bytes.items()}
+        self.report = self._make_report(rows, params, engine, prefill, decode, moved)
+        return self.report
+
+    def close(self) -> None:
+        """Give back memory, worker threads and scratch files. The LLM can be used again."""
+        if self._engine is not None:
+            self._engine.__exit__(None, None, None)
+            self._engine = None
+
+    def _ready(self, rows: Sequence[Row]) -> Engine:
+        """An engine whose buffers cover these rows: the open one if it does, else a new one."""
+        spec, budgets = self.model.spec, resolve_budgets(self._budget, self._device, self.offload_dir)
+        itemsize = DTYPE_BYTES[self.dtype]
+        if self._engine is not None:
+            if self._engine.plan.shape.covers(self._shape(rows, self._engine.policy)):
+                return self._engine
+            self.close()
+        need = Need(len(rows), max(len(r.prompt.token_ids) for r in rows), self._slots(rows))
+        policy = self._asked_policy or choose_policy(spec, need, itemsize, self._device.is_host, budgets)
+        shape = self._shape(rows, policy)
+        plan: MemoryPlan = plan_within(spec, policy, shape, itemsize, self._device.is_host, budgets)
+        self._policy = policy
+        self._engine = Engine(
+            spec, self._checkpoint, policy, plan, getattr(torch, self.dtype), self._device, budgets, self.offload_dir,
+            self.timeline,
+        )  # fmt: skip
+        return self._engine
+
+    def _shape(self, rows: Sequence[Row], policy: Policy) -> Shape:
+        blocks = make_blocks([r.prompt for r in rows], policy.gpu_batch_size, policy.num_gpu_batches)
+        batches = [batch for block in blocks for batch in block]
+        return Shape(
+            rows=max(map(len, batches)),
+            micro_batches=max(map(len, blocks)),
+            tokens=max(sum(len(p.token_ids) for p in batch) for batch in batches),
+            slots=self._slots(rows),
+        )
+
+    def _slots(self, rows: Sequence[Row]) -> int:
+        return max(self.eviction.slots(len(r.prompt.token_ids), r.max_new) for r in rows)
+
+    def _open_checkpoint(self) -> None:
+        wanted = self._asked_dtype or "bfloat16"
+        show = Progress.on_terminal()
+        self._checkpoint = find_checkpoint(self.model, wanted, self.offload_dir, self._weight_seed, show)
+        stored = self._checkpoint.dtype
+        on_cpu = self._device.torch_device.type == "cpu"
+        self._dtype = self._asked_dtype or ("bfloat16" if stored == "float16" and on_cpu else stored)
+
+    def _most_new_tokens(self, prompt: Prompt, params: SamplingParams) -> int:
+        """The newest token needs no position of its own, so a prompt that fills all positions still gets one."""
+        length, positions = len(prompt.token_ids), self.model.spec.max_positions
+        if length > positions:
+            raise UsageError(
+                f"prompt {prompt.index} has {length} tokens, {self.model.name} has {positions} positions: shorten it"
+            )
+        return min(params.max_tokens, positions - length + 1)
+
+    def _completion(self, row: Row, stop: StopStrings) -> Completion:
+        assert row.finish_reason is not None
+        text = None
+        if self.model.tokenizer is not None:
+            text = stop.cut(decode_text(self.model.tokenizer, row.token_ids))
+        return Completion(row.prompt.index, row.prompt.text, text, list(row.token_ids), row.finish_reason)
+
+    def _make_report(
+        self, rows: Sequence[Row], params: SamplingParams, engine: Engine, prefill: float, decode: float,
+        moved: dict[str, int],
+    ) -> RunReport:  # fmt: skip
+        spec, plan = self.model.spec, engine.plan
+        itemsize = engine.dtype.itemsize
+        prompt_tokens = sum(len(r.prompt.token_ids) for r in rows)
+        held = plan.size("cache")
+        column = spec.kv_bytes_per_token(itemsize)
+        return RunReport(
+            model=self.model.name,
+            policy=engine.policy,
+            eviction=self.eviction.to_json(),
+            prompt_len=max(len(r.prompt.token_ids) for r in rows),
+            gen_len=max(r.max_new for r in rows),
+            num_prompts=len(rows),
+            prefill=PhaseReport(prefill, prompt_tokens),
+            decode=PhaseReport(decode, sum(max(0, len(r.token_ids) - 1) for r in rows)),
+            peak_bytes=engine.peak_bytes,
+            io_bytes=moved,
+            kv={"slots": plan.shape.slots, "bytes": held, "full_bytes": held},
+            predicted={"prefill_s": None, "decode_s": None},
+            model_bytes=spec.num_weights * itemsize,
+            cache_bytes=sum(column * (len(r.prompt.token_ids) + r.max_new) for r in rows),
+            hidden_bytes=sum(len(r.prompt.token_ids) + r.max_new for r in rows) * spec.hidden_size * itemsize,
+            extra={"dtype": self.dtype, "device": str(engine.device.torch_device), **self.executor_facts},
+        )
+
+
+def _read_policy_argument(policy: Policy | str | Path) -> Policy | None:
+    """None means auto. UsageError for a bad file and for what this version does not run."""
+    if policy == "auto":
+        return None
+    found = policy if isinstance(policy, Policy) else read_policy(Path(policy)).policy
+    for name in ("compress_weight", "compress_cache"):
+        if getattr(found, name):
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(f"{flag}: compression is not in this version; leave it off")
+    return found
+
+
+def _check_dtype(dtype: str, on_cpu: bool) -> str | None:
+    """None means auto."""
+    if dtype == "auto":
+        return None
+    if dtype not in DTYPE_BYTES:
+        raise UsageError(f"--dtype {dtype}: not one of auto, {', '.join(DTYPE_BYTES)}")
+    if dtype == "float16" and on_cpu:
+        raise UsageError("--dtype float16: far too slow on a CPU; use bfloat16 or float32")
+    return dtype

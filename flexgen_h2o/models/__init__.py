@@ -1,0 +1,101 @@
+"""Model families: one file each. `FAMILIES` maps a Hugging Face `model_type` to the module that knows it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+
+from flexgen_h2o.config import ModelSpec
+from flexgen_h2o.errors import UsageError
+from flexgen_h2o.kernels.linear import RowParts
+from flexgen_h2o.kernels.workspace import Workspace
+
+FAMILIES = {"opt": "flexgen_h2o.models.opt"}
+
+Weights = Mapping[str, RowParts]
+# (q, k, v), each (tokens, heads, d) -> (tokens, heads x d)
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Family(Protocol):
+    """What a file in this folder offers. All functions are pure but for the tensors they are told to fill.
+
+    Weights map a TensorSpec's role to the row parts of that tensor (a vector has one part). `x` is (tokens, width),
+    the residual stream, changed in place.
+    """
+
+    BUILT_IN: dict[str, dict[str, Any]]  # public config by model id
+
+    def read_spec(self, name: str, config: Mapping[str, Any]) -> ModelSpec: ...
+
+    def embed(
+        self, spec: ModelSpec, w: Weights, ids: torch.Tensor, positions: torch.Tensor, x: torch.Tensor, ws: Workspace
+    ) -> None: ...
+
+    def attention(self, spec: ModelSpec, w: Weights, x: torch.Tensor, attend: Attend, ws: Workspace) -> None: ...
+
+    def mlp(self, spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> None: ...
+
+    def head(self, spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> torch.Tensor: ...
+
+
+def family_of(spec: ModelSpec) -> Family:
+    return _load(spec.family)
+
+
+def spec_from_config(name: str, config: Mapping[str, Any], where: str) -> ModelSpec:
+    """The shape of the model that a Hugging Face config describes; `where` names its file in errors."""
+    model_type = config.get("model_type")
+    if model_type not in FAMILIES:
+        raise UsageError(f"{where}: model_type {model_type!r} is not supported (known: {', '.join(sorted(FAMILIES))})")
+    try:
+        return _load(str(model_type)).read_spec(name, config)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from error
+
+
+def spec_from_folder(name: str, folder: Path) -> tuple[ModelSpec, dict[str, Any]]:
+    """Read `config.json` of a checkpoint folder, its defaults filled in by transformers."""
+    path = folder / "config.json"
+    try:
+        raw = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UsageError(f"{path}: not a readable JSON file ({error})") from error
+    if not isinstance(raw, dict):
+        raise UsageError(f"{path}: a JSON object is expected")
+    if raw.get("model_type") not in FAMILIES:
+        return spec_from_config(name, raw, str(path)), raw
+    config = _with_defaults(raw, str(path))
+    return spec_from_config(name, config, str(path)), config
+
+
+def built_in_spec(name: str) -> tuple[ModelSpec, dict[str, Any]] | None:
+    """Spec and config of a public model by its hub id (with or without the organisation), or None."""
+    for family in FAMILIES:
+        for known, raw in _load(family).BUILT_IN.items():
+            if name.lower() in (known, known.split("/")[-1]):
+                config = _with_defaults({"model_type": family, **raw}, known)
+                return spec_from_config(known, config, known), config
+    return None
+
+
+def built_in_names() -> list[str]:
+    return [name for family in FAMILIES for name in _load(family).BUILT_IN]
+
+
+def _load(family: str) -> Family:
+    return cast(Family, importlib.import_module(FAMILIES[family]))
+
+
+def _with_defaults(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+    from transformers import AutoConfig
+
+    try:
+        return dict(AutoConfig.for_model(**raw).to_dict())
+    except Exception as error:  # transformers raises many kinds for a bad field
+        raise UsageError(f"{where}: transformers cannot read this config ({str(error).splitlines()[0]})") from error

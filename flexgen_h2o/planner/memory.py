@@ -1,0 +1,265 @@
+"""Bytes of every buffer of a run by tier. The engine allocates exactly this list, so what fits here runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass
+
+from flexgen_h2o.config import TIERS, ModelSpec, Policy, TensorSpec, WeightUnit
+from flexgen_h2o.errors import DoesNotFitError
+from flexgen_h2o.kvcache.layout import PAGE, UnitLayout, unit_layout
+from flexgen_h2o.tiers.placement import Part, Shares, on_host_device, split_rows
+from flexgen_h2o.units import MIB, format_bytes, round_up
+
+ROW_BLOCK = 16  # matrices are split at multiples of this many rows
+ALIGN = 64
+STAGING_BYTES = 3 * (4 * MIB + 2 * PAGE)  # mover.py: two readers, one writer
+TOKEN_CHUNK = 1024  # models/chunks.py
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The largest block of a run: rows and tokens (in its prefill sweep) of a micro-batch, micro-batches, slots of a row."""
+
+    rows: int
+    micro_batches: int
+    tokens: int
+    slots: int
+
+    def covers(self, other: Shape) -> bool:
+        """Do buffers of this shape serve the other one too?"""
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return all(mine >= theirs for mine, theirs in pairs)
+
+
+@dataclass(frozen=True)
+class Depth:
+    """How many units each ring holds: 1 means that a load waits for the unit before it."""
+
+    weights: int
+    cache: int
+    hidden: int
+
+
+SEQUENTIAL = Depth(1, 1, 1)
+OVERLAPPED = (Depth(6, 4, 4), Depth(4, 3, 3), Depth(3, 3, 3), Depth(2, 2, 2), SEQUENTIAL)
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One allocation: `name` says what for, `tier` whose budget it is charged to."""
+
+    name: str
+    tier: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """All buffers of a run and the shapes that they were sized for."""
+
+    buffers: tuple[Buffer, ...]
+    workspace: tuple[tuple[str, int], ...]
+    shape: Shape
+    depth: Depth
+
+    def bytes_on(self, tier: str) -> int:
+        return sum(b.nbytes for b in self.buffers if b.tier == tier)
+
+    def size(self, name: str) -> int:
+        """Bytes of the buffer called `name` over all tiers."""
+        return sum(b.nbytes for b in self.buffers if b.name == name)
+
+    def overflow(self, budgets: dict[str, int | None]) -> dict[str, int]:
+        """Bytes over budget by tier; empty when the plan fits."""
+        over = {}
+        for tier in TIERS:
+            budget = budgets.get(tier)
+            if budget is not None and self.bytes_on(tier) > budget:
+                over[tier] = self.bytes_on(tier) - budget
+        return over
+
+    def check(self, budgets: dict[str, int | None]) -> None:
+        """Raise DoesNotFitError with the numbers and the flags that would help."""
+        over = self.overflow(budgets)
+        if not over:
+            return
+        tier, excess = next(iter(over.items()))
+        largest = sorted((b for b in self.buffers if b.tier == tier), key=lambda b: -b.nbytes)[:4]
+        parts = ", ".join(f"{b.name} {format_bytes(b.nbytes)}" for b in largest)
+        raise DoesNotFitError(
+            f"the policy needs {format_bytes(self.bytes_on(tier))} on the {tier} tier ({parts}), "
+            f"{format_bytes(excess)} more than its budget of {format_bytes(budgets[tier] or 0)}; raise --{tier}-mem, "
+            "lower --gpu-batch-size or --num-gpu-batches, or move shares down with --percent"
+        )
+
+
+def weight_parts(tensor: TensorSpec, shares: Shares) -> tuple[Part, ...]:
+    """Homes of a tensor's rows: matrices are split by the shares, vectors stay with the device."""
+    if len(tensor.shape) < 2:
+        return split_rows(tensor.shape[0], (1.0, 0.0, 0.0))
+    return split_rows(tensor.shape[0], shares, ROW_BLOCK)
+
+
+def tier_shares(shares: Shares, device_is_host: bool) -> Shares:
+    """Shares as placed: where the device is host memory its share counts as host."""
+    return on_host_device(shares) if device_is_host else shares
+
+
+def is_streamed(tier: str, device_is_host: bool) -> bool:
+    """Must bytes with this home be brought to the device before a layer can use them?"""
+    return tier == "disk" or (tier == "host" and not device_is_host)
+
+
+def part_bytes(tensor: TensorSpec, part: Part, itemsize: int) -> int:
+    return part.rows * (tensor.numel // tensor.shape[0]) * itemsize
+
+
+def streamed_bytes(unit: WeightUnit, shares: Shares, itemsize: int, device_is_host: bool) -> int:
+    """Ring bytes that one load of the unit takes: each streamed part with room for its aligned file range."""
+    return sum(
+        round_up(part_bytes(t, p, itemsize) + PAGE, PAGE)
+        for t, p in _parts_of(unit, shares)
+        if is_streamed(p.tier, device_is_host)
+    )
+
+
+def workspace_sizes(spec: ModelSpec, shape: Shape, itemsize: int) -> dict[str, int]:
+    """Bytes of the named step buffers (kernels/workspace.py) for the largest micro-batch."""
+    tokens, chunk = max(shape.tokens, shape.rows), min(TOKEN_CHUNK, max(shape.tokens, shape.rows))
+    q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    widths = {
+        "q": tokens * q_width,
+        "k": tokens * kv_width,
+        "v": tokens * kv_width,
+        "mixed": tokens * q_width,
+        "normed": max(chunk, shape.rows) * spec.hidden_size,
+        "ffn": chunk * max(spec.ffn_size, spec.hidden_size),
+        "logits": shape.rows * spec.vocab_size,
+    }
+    return {name: round_up(count * itemsize, ALIGN) for name, count in widths.items()}
+
+
+def temporary_bytes(spec: ModelSpec, shape: Shape, itemsize: int) -> int:
+    """Upper estimate of what torch allocates and frees inside one step: attention output or scores, logits in fp32."""
+    q_width = spec.num_heads * spec.head_dim
+    prefill = shape.tokens * (q_width * itemsize + 4 * spec.num_heads)
+    decode = shape.rows * spec.num_heads * shape.slots * (4 + 4 + itemsize)
+    sampling = shape.rows * spec.vocab_size * 8
+    return max(prefill, decode, sampling) + 3 * TOKEN_CHUNK * spec.hidden_size * itemsize
+
+
+def hidden_home_bytes(tokens: int, shares: Shares, row_bytes: int) -> dict[str, int]:
+    """Bytes that each tier sets aside for a micro-batch of at most `tokens`.
+
+    A row more than the share: with fewer tokens, rounding may give a tier one row more.
+    """
+    return {
+        tier: round_up((math.ceil(tokens * share) + 1) * row_bytes, PAGE)
+        for tier, share in zip(TIERS, shares, strict=True)
+        if share > 0
+    }
+
+
+def hidden_is_streamed(shares: Shares, device_is_host: bool) -> bool:
+    return any(s > 0 and is_streamed(t, device_is_host) for t, s in zip(TIERS, shares, strict=True))
+
+
+def kv_layout(spec: ModelSpec, sequences: int, slots: int, shares: Shares, itemsize: int) -> UnitLayout:
+    return unit_layout(sequences, spec.num_kv_heads, slots, spec.head_dim, itemsize, shares)
+
+
+def memory_plan(
+    spec: ModelSpec, policy: Policy, shape: Shape, itemsize: int, device_is_host: bool, depth: Depth
+) -> MemoryPlan:
+    """All buffers of a run. `itemsize`: bytes of the compute dtype, which weights and KV are held in."""
+    workspace = workspace_sizes(spec, shape, itemsize)
+    buffers = [
+        *_weight_buffers(spec, policy, itemsize, device_is_host, depth.weights),
+        *_cache_buffers(spec, policy, shape, itemsize, device_is_host, depth.cache),
+        *_hidden_buffers(spec, policy, shape, itemsize, device_is_host, depth.hidden),
+        Buffer("workspace", "device", sum(workspace.values())),
+        Buffer("temporaries", "device", temporary_bytes(spec, shape, itemsize)),
+        Buffer("staging", "host", STAGING_BYTES),
+    ]
+    on_host = {"device": "host"} if device_is_host else {}
+    merged: dict[tuple[str, str], int] = {}
+    for b in buffers:
+        if b.nbytes:
+            place = (b.name, on_host.get(b.tier, b.tier))
+            merged[place] = merged.get(place, 0) + b.nbytes
+    placed = tuple(Buffer(name, tier, nbytes) for (name, tier), nbytes in merged.items())
+    return MemoryPlan(placed, tuple(workspace.items()), shape, depth)
+
+
+def plan_within(
+    spec: ModelSpec, policy: Policy, shape: Shape, itemsize: int, device_is_host: bool, budgets: dict[str, int | None]
+) -> MemoryPlan:
+    """The plan with the deepest look-ahead that fits the budgets. DoesNotFitError when not even the shallowest does."""
+    for depth in OVERLAPPED if policy.overlap else (SEQUENTIAL,):
+        plan = memory_plan(spec, policy, shape, itemsize, device_is_host, depth)
+        if not plan.overflow(budgets):
+            return plan
+    plan.check(budgets)
+    return plan
+
+
+def _parts_of(unit: WeightUnit, shares: Shares) -> Iterator[tuple[TensorSpec, Part]]:
+    for tensor in unit.tensors:
+        for part in weight_parts(tensor, shares):
+            yield tensor, part
+
+
+def _weight_buffers(
+    spec: ModelSpec, policy: Policy, itemsize: int, device_is_host: bool, depth: int
+) -> list[Buffer]:
+    shares = tier_shares(policy.weight_shares, device_is_host)
+    plan = spec.layers(policy.sep_layer)
+    resident = {"device": 0, "host": 0, "disk": 0}
+    regions = []
+    for unit in plan.units:
+        for tensor, part in _parts_of(unit, shares):
+            resident[part.tier] += round_up(part_bytes(tensor, part, itemsize), ALIGN)
+        regions.append(streamed_bytes(unit, shares, itemsize, device_is_host))
+    cycle = [regions[layer.unit] for layer in plan.layers]
+    windows = [sum((cycle + cycle)[i : i + depth]) for i in range(len(cycle))] if depth < len(cycle) else [sum(cycle)]
+    return [
+        Buffer("weights", "device", resident["device"]),
+        Buffer("weights", "host", resident["host"]),
+        Buffer("weight ring", "device", max(windows)),
+    ]
+
+
+def _cache_buffers(
+    spec: ModelSpec, policy: Policy, shape: Shape, itemsize: int, device_is_host: bool, depth: int
+) -> list[Buffer]:
+    layout = kv_layout(spec, shape.rows, shape.slots, tier_shares(policy.cache_shares, device_is_host), itemsize)
+    units = spec.num_blocks * shape.micro_batches
+    found, ring, overlay = [], {"device": 0, "host": 0}, 0
+    for part in layout.parts:
+        found.append(Buffer("cache", part.tier, units * layout.part_bytes(part)))
+        on_host = device_is_host or policy.cpu_cache_compute
+        if part.tier == "disk":
+            overlay += units * layout.overlay_bytes(part)
+            ring["host" if on_host else "device"] += layout.part_bytes(part)
+        elif part.tier == "host" and not on_host:
+            ring["device"] += layout.part_bytes(part)
+    return [
+        *found,
+        Buffer("cache ring", "device", depth * ring["device"]),
+        Buffer("cache host ring", "host", depth * ring["host"]),
+        Buffer("cache overlay", "host", overlay),
+    ]
+
+
+def _hidden_buffers(
+    spec: ModelSpec, policy: Policy, shape: Shape, itemsize: int, device_is_host: bool, depth: int
+) -> list[Buffer]:
+    shares = tier_shares(policy.hidden_shares, device_is_host)
+    tokens, row = max(shape.tokens, shape.rows), spec.hidden_size * itemsize
+    homes = hidden_home_bytes(tokens, shares, row)
+    found = [Buffer("hidden", tier, shape.micro_batches * nbytes) for tier, nbytes in homes.items()]
+    if hidden_is_streamed(shares, device_is_host):
+        found.append(Buffer("hidden ring", "device", depth * round_up(tokens * row, PAGE)))
+    return found

@@ -1,0 +1,200 @@
+"""The facts of a finished run: the run report as JSON, FlexGen's summary and log lines, projections of cut runs.
+
+Knows nothing of how a run is executed: it is handed numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flexgen_h2o.config import TIERS, Policy
+from flexgen_h2o.errors import FlexgenError, UsageError
+from flexgen_h2o.units import GIB
+
+IO_LINKS = ("disk_read", "disk_write", "h2d", "d2h")
+KV_FACTS = ("slots", "bytes", "full_bytes")
+PREDICTIONS = ("prefill_s", "decode_s")
+# FlexGen's first two decode sweeps are counted as measured; the mean of the later ones stands for the rest.
+_WARM_SWEEPS = 2
+
+
+@dataclass(frozen=True)
+class PhaseReport:
+    """One phase of a run. tokens: prompt tokens processed (prefill) or tokens generated (decode, total)."""
+
+    seconds: float
+    tokens: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens a second; 0.0 for a phase that took no time, so that it stays a JSON number."""
+        return self.tokens / self.seconds if self.seconds > 0 and math.isfinite(self.seconds) else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return {"seconds": self.seconds, "tokens_per_s": self.tokens_per_s, "tokens": self.tokens}
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """The run report of DESIGN 3.3. Bytes are ints, times seconds; mappings must have exactly the keys named here.
+
+    prompt_len, gen_len: the longest prompt and the most new tokens asked for. decode.tokens: tokens generated after
+    each row's first one. peak_bytes: `TIERS`; io_bytes: `IO_LINKS`; kv: `KV_FACTS`; predicted: `PREDICTIONS`, None
+    where nothing was predicted. projected: decode was cut short and scaled up. model_bytes, cache_bytes, hidden_bytes:
+    the sizes of FlexGen's summary. extra: more facts, JSON values. Raises ValueError for a mapping with other keys.
+    """
+
+    model: str
+    policy: Policy
+    eviction: Mapping[str, Any]
+    prompt_len: int
+    gen_len: int
+    num_prompts: int
+    prefill: PhaseReport
+    decode: PhaseReport
+    peak_bytes: Mapping[str, int]
+    io_bytes: Mapping[str, int]
+    kv: Mapping[str, int]
+    predicted: Mapping[str, float | None]
+    model_bytes: int
+    cache_bytes: int
+    hidden_bytes: int
+    projected: bool = False
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, keys in (("peak_bytes", TIERS), ("io_bytes", IO_LINKS), ("kv", KV_FACTS), ("predicted", PREDICTIONS)):
+            if set(getattr(self, name)) != set(keys):
+                raise ValueError(f"{name} has the keys {sorted(getattr(self, name))}, not {sorted(keys)}")
+
+    @property
+    def total(self) -> PhaseReport:
+        """Generated tokens over prefill + decode time, as FlexGen counts: prefill gives each row its first token."""
+        return PhaseReport(self.prefill.seconds + self.decode.seconds, self.num_prompts + self.decode.tokens)
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON values; a number that JSON cannot hold (NaN, infinity) becomes None."""
+        body = {
+            "model": self.model,
+            "policy": self.policy.to_json(),
+            "eviction": self.eviction,
+            "prompt_len": self.prompt_len,
+            "gen_len": self.gen_len,
+            "num_prompts": self.num_prompts,
+            "prefill": self.prefill.to_json(),
+            "decode": self.decode.to_json(),
+            "total": self.total.to_json(),
+            "peak_bytes": self.peak_bytes,
+            "io_bytes": self.io_bytes,
+            "kv": self.kv,
+            "predicted": self.predicted,
+            "projected": self.projected,
+            "model_bytes": self.model_bytes,
+            "cache_bytes": self.cache_bytes,
+            "hidden_bytes": self.hidden_bytes,
+            "extra": self.extra,
+        }
+        return {key: _json_safe(value) for key, value in body.items()}
+
+
+def sizes_line(model_bytes: int, cache_bytes: int, hidden_bytes: int) -> str:
+    """FlexGen's line before the run (GB is 2**30 bytes there)."""
+    return (
+        f"model size: {model_bytes / GIB:.3f} GB, cache size: {cache_bytes / GIB:.3f} GB, "
+        f"hidden size (prefill): {hidden_bytes / GIB:.3f} GB"
+    )
+
+
+def log_block(report: RunReport) -> str:
+    """FlexGen's five tab-separated log lines, without a newline at the end; its own scripts parse lines 3 to 5."""
+    sizes = (
+        f"model size: {report.model_bytes / GIB:.3f} GB\tcache size: {report.cache_bytes / GIB:.3f} GB\t"
+        f"hidden size (p): {report.hidden_bytes / GIB:.3f} GB"
+    )
+    peak = f"peak gpu mem: {report.peak_bytes['device'] / GIB:.3f} GB\tprojected: {report.projected}"
+    phases = (("prefill", report.prefill), ("decode", report.decode), ("total", report.total))
+    rates = [
+        f"{name} latency: {phase.seconds:.3f} s\t{name} throughput: {phase.tokens_per_s:.3f} token/s"
+        for name, phase in phases
+    ]
+    return "\n".join([sizes, peak, *rates])
+
+
+def log_file_name(model: str, policy: Policy, prompt_len: int, gen_len: int) -> str:
+    """FlexGen's automatic name, such as fo-30b-gbs4-ngbs2-prompt512-gen32-percent-0-100-0-100-0-100-cpu-cache.log.
+
+    model: a hub id or a folder; what follows the last hyphen of its last part names the size.
+    """
+    last = model.replace("\\", "/").rstrip("/").rsplit("/", 1)[-1]
+    size = re.sub(r"[^A-Za-z0-9._]", "_", last.rsplit("-", 1)[-1]) or "model"
+    name = (
+        f"fo-{size}-gbs{policy.gpu_batch_size}-ngbs{policy.num_gpu_batches}-prompt{prompt_len}-gen{gen_len}-percent-"
+        + "".join(f"{share}-" for share in policy.percent)
+        + ("cpu-cache" if policy.cpu_cache_compute else "gpu-cache")
+    )
+    return name + "-compw" * policy.compress_weight + "-compc" * policy.compress_cache + ".log"
+
+
+def append_log(path: Path, report: RunReport) -> None:
+    """Append the log block to a file. Raises FlexgenError naming it."""
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(log_block(report) + "\n")
+    except OSError as error:
+        raise FlexgenError(f"--log-file {path}: {error.strerror or error}") from error
+
+
+def write_json(path: Path, report: RunReport) -> None:
+    """Write the run report. Raises FlexgenError naming the file."""
+    try:
+        path.write_text(json.dumps(report.to_json(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise FlexgenError(f"--json {path}: {error.strerror or error}") from error
+
+
+def check_writable(path: Path, flag: str) -> None:
+    """Refuse, before the run, a file that could not be written after it: UsageError naming `flag`. Creates nothing."""
+    folder = path.absolute().parent
+    if path.is_dir():
+        raise UsageError(f"{flag} {path}: is a folder; name a file in it")
+    if not folder.is_dir():
+        raise UsageError(f"{flag} {path}: the folder {folder} does not exist; create it first")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise UsageError(f"{flag} {path}: no permission to write there")
+
+
+def project_decode_seconds(sweep_seconds: Sequence[float], gen_len: int) -> float:
+    """Seconds that all gen_len - 1 decode sweeps would take, from those of the first few (--cut-gen-len).
+
+    sweep_seconds: measured decode sweeps in order, without the prefill sweep. As FlexGen: the first two as they
+    are, the mean of the others for each of the rest; with one or two sweeps the last stands for the rest.
+    Raises UsageError when decode sweeps are needed and none was measured.
+    """
+    needed = gen_len - 1
+    if needed <= len(sweep_seconds):
+        return math.fsum(sweep_seconds[: max(needed, 0)])
+    if not sweep_seconds:
+        raise UsageError("--cut-gen-len: 1 measures no decode sweep to project from; give at least 2")
+    first = sweep_seconds[:_WARM_SWEEPS]
+    rest = sweep_seconds[_WARM_SWEEPS:] or sweep_seconds[-1:]
+    return math.fsum(first) + math.fsum(rest) / len(rest) * (needed - len(first))
+
+
+def _json_safe(value: Any) -> Any:
+    """`value` in JSON's own types; numbers of other libraries by their `item`, anything unknown as text."""
+    if isinstance(value, Mapping):
+        return {str(key): _json_safe(v) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_safe(v) for v in value]
+    if hasattr(value, "tolist"):
+        return _json_safe(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, str | bool | int) else str(value)

@@ -1,0 +1,44 @@
+"""The zig-zag order as plain data: which (sweep, layer, micro-batch) comes after which. No tensors, no time.
+
+FlexGen's block schedule (Sheng et al. 2023, section 4.1): all micro-batches of a block go through a layer before
+the next layer is touched, so each weight load serves the whole block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Step:
+    """One unit of compute: `sweep` 0 fills the KV cache of rows that enter with it, later sweeps decode.
+
+    What a micro-batch's rows do in a sweep (prefill or decode) belongs to the rows, not to the order, so one
+    sweep may mix both.
+    """
+
+    sweep: int
+    layer: int
+    micro_batch: int
+
+
+def zigzag(num_sweeps: int, num_layers: int, num_micro_batches: int) -> Iterator[Step]:
+    """Steps of one block in compute order; every consumer (loads, compute, stores) walks the same order."""
+    for sweep in range(num_sweeps):
+        for layer in range(num_layers):
+            for micro_batch in range(num_micro_batches):
+                yield Step(sweep, layer, micro_batch)
+
+
+def weight_sequence(num_sweeps: int, unit_of_layer: tuple[int, ...]) -> Iterator[int]:
+    """Weight units in the order they are needed, a unit that stays in place between two layers named once.
+
+    With tied embeddings the head of a sweep and the embedding of the next share one load.
+    """
+    last = None
+    for _ in range(num_sweeps):
+        for unit in unit_of_layer:
+            if unit != last:
+                yield unit
+                last = unit

@@ -1,0 +1,76 @@
+"""A model as it is found: its shape, its checkpoint folder and its tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flexgen_h2o.checkpoint import Checkpoint, ModelSource, open_checkpoint, resolve, write_random_checkpoint
+from flexgen_h2o.config import ModelSpec
+from flexgen_h2o.errors import UsageError
+from flexgen_h2o.models import built_in_names, built_in_spec, spec_from_folder
+
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "tokenizer_config.json")
+
+
+@dataclass(frozen=True)
+class Model:
+    """`folder` is None for random weights of a built-in shape that no folder describes."""
+
+    name: str
+    spec: ModelSpec
+    config: dict[str, Any]
+    folder: Path | None
+    random: bool
+    tokenizer: Any | None
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt with the tokenizer's own special tokens."""
+        assert self.tokenizer is not None
+        return list(self.tokenizer(text)["input_ids"])
+
+
+def find_model(model: str, path: str | None, revision: str | None = None) -> Model:
+    """Locate a model and read its shape; no weights are read. UsageError says what is wrong and the way out."""
+    source: ModelSource = resolve(model, path, revision)
+    if source.folder is not None:
+        spec, config = spec_from_folder(source.name, source.folder)
+        return Model(source.name, spec, config, source.folder, source.random, _load_tokenizer(source.folder))
+    built_in = built_in_spec(source.name)
+    if built_in is None:
+        raise UsageError(
+            f"--model {model}: random weights (--path _DUMMY_) need a local model folder or one of the built-in "
+            f"shapes: {', '.join(built_in_names())}"
+        )
+    return Model(built_in[0].name, *built_in, None, True, None)
+
+
+def find_checkpoint(model: Model, dtype: str, offload_dir: Path, seed: int, progress: bool) -> Checkpoint:
+    """The checkpoint on disk: in place, imported from .bin, or written with seeded random weights of `dtype`."""
+    cache = offload_dir / "weights"
+    if not model.random:
+        assert model.folder is not None
+        return open_checkpoint(model.spec, model.folder, cache)
+    label = f"{model.name.replace('/', '--')}-{dtype}-seed{seed}-{shape_fingerprint(model.config)}"
+    folder = write_random_checkpoint(model.spec, model.config, cache / "random" / label, dtype, seed, progress)
+    return open_checkpoint(model.spec, folder, cache)
+
+
+def shape_fingerprint(config: dict[str, Any]) -> str:
+    """Short hash of a config, so that random weights made for another shape are never reused."""
+    import hashlib
+    import json
+
+    return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:8]
+
+
+def _load_tokenizer(folder: Path) -> Any | None:
+    if not any((folder / name).exists() for name in TOKENIZER_FILES):
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # transformers and tokenizers raise many kinds for a bad file
+        raise UsageError(f"{folder}: its tokenizer cannot be read ({str(error).splitlines()[0]})") from error

@@ -1,0 +1,133 @@
+"""The device tier: where layers are computed. Host memory itself, ordinary memory with its own budget, or CUDA.
+
+The rest of the engine asks only what is here; it never asks which kind it has.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+
+import torch
+
+from flexgen_h2o.errors import UsageError
+from flexgen_h2o.tiers.buffers import host_buffer
+from flexgen_h2o.tiers.transfer import NOTHING, Waitable
+
+
+class Device(ABC):
+    """Memory that layers are computed in.
+
+    is_host: host memory is computed on in place, nothing is copied to or from this device.
+    tier: the budget that its buffers are charged to.
+    """
+
+    torch_device: torch.device
+    is_host: bool
+    tier: str
+
+    @abstractmethod
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        """A uint8 buffer in device memory."""
+
+    @abstractmethod
+    def host_staging(self, nbytes: int) -> torch.Tensor:
+        """A uint8 host buffer that copies to and from this device at full speed (pinned for CUDA)."""
+
+    @abstractmethod
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Copy between host and device, any dtypes, on a worker thread; returns when the bytes are there."""
+
+    @abstractmethod
+    def fence(self) -> Waitable:
+        """Done when all compute issued so far is."""
+
+
+class _OrdinaryMemory(Device):
+    torch_device = torch.device("cpu")
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        return host_buffer(nbytes)
+
+    def host_staging(self, nbytes: int) -> torch.Tensor:
+        return host_buffer(nbytes)
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        dst.copy_(src)
+
+    def fence(self) -> Waitable:
+        return NOTHING  # CPU operators return when they are done
+
+
+class HostDevice(_OrdinaryMemory):
+    """The CPU computes where the host tier lives: two tiers."""
+
+    is_host = True
+    tier = "host"
+
+
+class StandInDevice(_OrdinaryMemory):
+    """A device tier made of ordinary memory with its own budget: three tiers without a card."""
+
+    is_host = False
+    tier = "device"
+
+
+class CudaDevice(Device):
+    """One CUDA card. Copies run on a side stream of the worker thread that issues them."""
+
+    is_host = False
+    tier = "device"
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cuda", torch.cuda.current_device())
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8, device=self.torch_device)
+
+    def host_staging(self, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        stream = _thread_stream(self.torch_device)
+        with torch.cuda.stream(stream):
+            dst.copy_(src, non_blocking=True)
+        stream.synchronize()
+
+    def fence(self) -> Waitable:
+        event = torch.cuda.Event()
+        event.record()
+        return _CudaFence(event)
+
+
+class _CudaFence:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+    @property
+    def is_done(self) -> bool:
+        return bool(self._event.query())
+
+
+_LOCAL = threading.local()
+
+
+def _thread_stream(device: torch.device) -> torch.cuda.Stream:
+    if not hasattr(_LOCAL, "stream"):
+        _LOCAL.stream = torch.cuda.Stream(device)
+    stream: torch.cuda.Stream = _LOCAL.stream
+    return stream
+
+
+def open_device(name: str, separate_budget: bool) -> Device:
+    """`auto`, `cpu` or `cuda`. On a CPU, `separate_budget` (a --device-mem was given) makes the stand-in device."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"--device: {name!r} is not one of auto, cpu, cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: no CUDA device is usable here; use --device cpu or auto")
+    if name != "cpu" and torch.cuda.is_available():
+        return CudaDevice()
+    return StandInDevice() if separate_budget else HostDevice()

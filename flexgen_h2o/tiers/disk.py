@@ -1,0 +1,138 @@
+"""Files read and written around the page cache, and the run's own scratch folder on the disk tier."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+from flexgen_h2o.errors import DoesNotFitError, TransferError, UsageError
+from flexgen_h2o.tiers.buffers import PAGE
+from flexgen_h2o.units import format_bytes
+
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
+
+
+class DirectFile:
+    """A file opened with O_DIRECT where the file system takes it, else buffered (and dropped from the page cache).
+
+    Offsets, lengths and buffer addresses are multiples of 4 KiB; only the end of the file may be short.
+    """
+
+    def __init__(self, path: Path, writable: bool = False) -> None:
+        self.path = path
+        self._flags = os.O_RDWR if writable else os.O_RDONLY
+        try:
+            self.fd = os.open(path, self._flags | _O_DIRECT)
+            self.direct = bool(_O_DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise UsageError(f"{path}: cannot be opened ({error.strerror})") from error
+            self.fd = os.open(path, self._flags)
+            self.direct = False
+
+    def read(self, data: torch.Tensor, offset: int, needed: int) -> int:
+        """Fill `data` (uint8, contiguous) from `offset`; at least `needed` bytes must be there. Returns bytes read.
+
+        Raises TransferError when the file ends early or the read fails.
+        """
+        view, got = memoryview(data.numpy()), 0
+        while got < needed:
+            count = self._retry_buffered(lambda got=got: os.preadv(self.fd, [view[got:]], offset + got), "read")  # type: ignore[misc]
+            if count == 0:
+                raise TransferError(f"{self.path}: ends at byte {offset + got}, {offset + needed} are needed")
+            got += count
+        self._forget(offset, got)
+        return got
+
+    def write(self, data: torch.Tensor, offset: int) -> int:
+        """Write all of `data` (uint8, contiguous) at `offset`. Raises TransferError (DoesNotFitError: disk full)."""
+        view, put = memoryview(data.numpy()), 0
+        while put < len(view):
+            put += self._retry_buffered(lambda put=put: os.pwritev(self.fd, [view[put:]], offset + put), "write")  # type: ignore[misc]
+        if not self.direct:
+            os.fdatasync(self.fd)
+            self._forget(offset, put)
+        return put
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+    def _retry_buffered(self, move, what: str) -> int:  # type: ignore[no-untyped-def]
+        try:
+            return int(move())
+        except OSError as error:
+            if error.errno == errno.EINVAL and self.direct:
+                fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~_O_DIRECT)
+                self.direct = False
+                return int(move())
+            if error.errno == errno.ENOSPC:
+                raise DoesNotFitError(f"{self.path.parent}: the disk is full; free space or move --offload-dir") from error
+            raise TransferError(f"{self.path}: {what} failed ({error.strerror})") from error
+
+    def _forget(self, offset: int, length: int) -> None:
+        # Buffered pages would count against the machine's RAM and hide the disk from the next sweep.
+        if not self.direct:
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(self.fd, offset, length, os.POSIX_FADV_DONTNEED)
+
+
+class Scratch:
+    """A folder of this run alone inside the offload dir, removed at the end.
+
+    Every run has its own, held by a lock, so two runs may share an offload dir; folders whose run is dead
+    (killed with -9) are removed by the next run.
+    """
+
+    def __init__(self, offload_dir: Path) -> None:
+        try:
+            offload_dir.mkdir(parents=True, exist_ok=True)
+            self._remove_dead(offload_dir)
+            self.folder = offload_dir / f"run-{os.getpid()}-{os.urandom(4).hex()}"
+            # The lock file comes first: a folder without one is dead.
+            self._lock_path = offload_dir / f"{self.folder.name}.lock"
+            self._lock = open(self._lock_path, "w")  # noqa: SIM115 - held for the life of the run
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.folder.mkdir()
+        except OSError as error:
+            raise UsageError(f"--offload-dir {offload_dir}: cannot be used ({error.strerror})") from error
+
+    def create(self, name: str, nbytes: int) -> DirectFile:
+        """A file of `nbytes`, its space taken now so that the run cannot fill the disk half-way."""
+        path = self.folder / name
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, max(1, nbytes))
+        except OSError as error:
+            free = shutil.disk_usage(self.folder).free
+            raise DoesNotFitError(
+                f"--offload-dir {self.folder.parent}: {format_bytes(nbytes)} are needed on disk, "
+                f"{format_bytes(free)} are free ({error.strerror}); lower the disk shares of --percent"
+            ) from error
+        finally:
+            os.close(fd)
+        return DirectFile(path, writable=True)
+
+    def close(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._lock_path.unlink(missing_ok=True)
+        self._lock.close()
+
+    @staticmethod
+    def _remove_dead(offload_dir: Path) -> None:
+        for lock_path in offload_dir.glob("run-*.lock"):
+            with contextlib.suppress(OSError), open(lock_path) as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while its run lives
+                shutil.rmtree(lock_path.with_suffix(""), ignore_errors=True)
+                lock_path.unlink(missing_ok=True)
+
+
+def aligned_range(offset: int, nbytes: int) -> tuple[int, int]:
+    """The smallest 4 KiB aligned (start, length) that covers the bytes."""
+    start = offset // PAGE * PAGE
+    return start, -(-(offset + nbytes) // PAGE) * PAGE - start

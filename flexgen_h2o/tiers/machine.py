@@ -1,0 +1,54 @@
+"""How much of this machine a run may hold when no budget was given: what is free, less a margin."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import psutil
+import torch
+
+from flexgen_h2o.config import MemoryBudget
+from flexgen_h2o.tiers.device import Device
+from flexgen_h2o.units import GIB
+
+MARGIN_SHARE = 0.1
+MARGIN_BYTES = GIB // 2
+DISK_MARGIN_BYTES = 2 * GIB
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def resolve_budgets(budget: MemoryBudget, device: Device, offload_dir: Path) -> dict[str, int | None]:
+    """Bytes by tier: the given budgets, and what is free less a margin for the others.
+
+    Where the device is host memory there is no device tier (0).
+    """
+    host = budget.host if budget.host is not None else _less_margin(free_host_bytes())
+    disk = budget.disk
+    if disk is None:
+        folder = next(p for p in (offload_dir, *offload_dir.absolute().parents) if p.exists())
+        disk = max(0, shutil.disk_usage(folder).free - DISK_MARGIN_BYTES)
+    if device.is_host:
+        return {"device": 0, "host": host, "disk": disk}
+    on_device = budget.device if budget.device is not None else _less_margin(_free_device_bytes(device))
+    return {"device": on_device, "host": host, "disk": disk}
+
+
+def free_host_bytes() -> int:
+    """RAM that can be taken now: what the machine has available, or the cgroup's limit leaves."""
+    free = int(psutil.virtual_memory().available)
+    try:
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        if limit != "max":
+            free = min(free, int(limit) - int((_CGROUP / "memory.current").read_text()))
+    except (OSError, ValueError):
+        pass  # no cgroup limit
+    return free
+
+
+def _free_device_bytes(device: Device) -> int:
+    return int(torch.cuda.mem_get_info(device.torch_device)[0])
+
+
+def _less_margin(free: int) -> int:
+    return max(0, int(free - max(MARGIN_BYTES, MARGIN_SHARE * free)))

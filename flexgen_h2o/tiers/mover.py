@@ -1,0 +1,136 @@
+"""Moves bytes between files, host and device memory on the lanes: chunked, direct where alignment allows, else staged."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+from flexgen_h2o.tiers.buffers import PAGE
+from flexgen_h2o.tiers.device import Device
+from flexgen_h2o.tiers.disk import DirectFile, aligned_range
+from flexgen_h2o.tiers.transfer import Done, Lanes, Waitable
+from flexgen_h2o.units import round_up
+
+CHUNK = 4 * 2**20
+READ_THREADS, WRITE_THREADS = 2, 1
+STAGING_BYTES = (READ_THREADS + WRITE_THREADS) * (CHUNK + 2 * PAGE)
+
+
+class Mover:
+    """All traffic of a run. Every method queues the work and returns its `Done`."""
+
+    def __init__(self, device: Device, lanes: Lanes) -> None:
+        self.device = device
+        self.lanes = lanes
+        self._staging = threading.local()
+
+    def read(
+        self, name: str, dst: torch.Tensor, file: DirectFile, offset: int, nbytes: int,
+        dtype: torch.dtype = torch.uint8, after: Sequence[Waitable] = (),
+    ) -> Done:  # fmt: skip
+        """Fill `dst` from file bytes [offset, offset + nbytes), which hold `dtype` values.
+
+        Straight into `dst` when it is page-aligned host bytes with room for the aligned range; otherwise chunk by
+        chunk through the worker's staging buffer, converted to dst's dtype and copied to dst's memory.
+        """
+        if dtype == torch.uint8 and _takes_direct(dst, offset, nbytes):
+            jobs = [_bind(file.read, dst[a:b], offset + a, min(b, nbytes) - a) for a, b in _even_chunks(dst.numel())]
+        else:
+            flat = dst.view(-1) if dtype != torch.uint8 else dst.view(-1)[:nbytes]
+            step = CHUNK // dtype.itemsize
+            jobs = [
+                _bind(self._staged_read, flat[a:b], file, offset + a * dtype.itemsize, dtype)
+                for a, b in _chunks(flat.numel(), step)
+            ]
+        return self.lanes.submit("disk_read", name, jobs, after)
+
+    def write(
+        self, name: str, file: DirectFile, offset: int, src: torch.Tensor, after: Sequence[Waitable] = ()
+    ) -> Done:
+        """Write `src` (uint8) to the file at `offset` (a multiple of 4 KiB).
+
+        Whole pages are written: the file's bytes behind a `src` that ends inside one are undefined.
+        """
+        if src.device.type == "cpu" and src.data_ptr() % PAGE == 0 and src.numel() % PAGE == 0:
+            jobs = [_bind(file.write, src[a:b], offset + a) for a, b in _chunks(src.numel(), CHUNK)]
+        else:
+            jobs = [_bind(self._staged_write, src[a:b], file, offset + a) for a, b in _chunks(src.numel(), CHUNK)]
+        return self.lanes.submit("disk_write", name, jobs, after)
+
+    def copy(
+        self, lane: str, name: str, dst: torch.Tensor, src: torch.Tensor, after: Sequence[Waitable] = ()
+    ) -> Done:
+        """Copy between host and device memory on lane `h2d` or `d2h`."""
+
+        def job() -> int:
+            self.device.copy(dst, src)
+            return src.numel() * src.element_size()
+
+        return self.lanes.submit(lane, name, [job], after)
+
+    def copy_columns(
+        self, name: str, dst: tuple[torch.Tensor, ...], src: tuple[torch.Tensor, ...], slots: torch.Tensor,
+        after: Sequence[Waitable],
+    ) -> Done:  # fmt: skip
+        """Copy dst[r, slots[r]] = src[r, slots[r]] for tensors (rows, slots, width), device to host."""
+
+        def job() -> int:
+            moved = 0
+            on_host = slots.cpu()
+            for target, source in zip(dst, src, strict=True):
+                rows = torch.arange(len(source))
+                columns = source[rows.to(source.device), slots.to(source.device)].to(target.device)
+                target[rows, on_host] = columns
+                moved += columns.numel() * columns.element_size()
+            return moved
+
+        return self.lanes.submit("d2h", name, [job], after)
+
+    def _staged_read(self, dst: torch.Tensor, file: DirectFile, offset: int, dtype: torch.dtype) -> int:
+        nbytes = dst.numel() * dtype.itemsize
+        start, length = aligned_range(offset, nbytes)
+        staging = self._thread_staging()[:length]
+        got = file.read(staging, start, offset - start + nbytes)
+        source = staging[offset - start : offset - start + nbytes]
+        if source.data_ptr() % dtype.itemsize:
+            source = source.clone()  # safetensors promises no alignment
+        self.device.copy(dst, source.view(dtype))
+        return got
+
+    def _staged_write(self, src: torch.Tensor, file: DirectFile, offset: int) -> int:
+        staging = self._thread_staging()[: round_up(src.numel(), PAGE)]
+        self.device.copy(staging[: src.numel()], src)
+        return file.write(staging, offset)
+
+    def _thread_staging(self) -> torch.Tensor:
+        if not hasattr(self._staging, "buffer"):
+            self._staging.buffer = self.device.host_staging(CHUNK + 2 * PAGE)
+        buffer: torch.Tensor = self._staging.buffer
+        return buffer
+
+
+def _takes_direct(dst: torch.Tensor, offset: int, nbytes: int) -> bool:
+    return (
+        dst.device.type == "cpu"
+        and dst.dtype == torch.uint8
+        and dst.is_contiguous()
+        and dst.data_ptr() % PAGE == 0
+        and dst.numel() % PAGE == 0
+        and offset % PAGE == 0
+        and dst.numel() >= nbytes
+    )
+
+
+def _chunks(total: int, step: int) -> list[tuple[int, int]]:
+    return [(a, min(a + step, total)) for a in range(0, total, step)]
+
+
+def _even_chunks(total: int) -> list[tuple[int, int]]:
+    """Page-aligned runs of about CHUNK bytes, none much shorter than the others: small requests are slow ones."""
+    return _chunks(total, round_up(-(-total // max(1, total // CHUNK)), PAGE))
+
+
+def _bind(call: Callable[..., int], *args: object) -> Callable[[], int]:
+    return lambda: call(*args)

@@ -1,0 +1,129 @@
+"""Transfer lanes: worker threads that move bytes, and the events that order them.
+
+Events, not barriers: an operation names what must be done before it (a buffer's last reader or writer), waits for
+that on its own worker, and signals its own `Done`. The first failure ends every lane: whoever waits gets that error.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+import torch
+
+from flexgen_h2o.timeline import Timeline
+
+
+class Waitable(Protocol):
+    def wait(self) -> None: ...
+
+    @property
+    def is_done(self) -> bool: ...
+
+
+class Done:
+    """An event that may carry an error. `parts`: how many operations must finish first."""
+
+    def __init__(self, parts: int = 1) -> None:
+        self._event = threading.Event()
+        self._lock = threading.Lock()
+        self._left = parts
+        self._error: BaseException | None = None
+        if parts == 0:
+            self._event.set()
+
+    def finish_one(self, error: BaseException | None = None) -> None:
+        with self._lock:
+            self._left -= 1
+            if error is not None and self._error is None:
+                self._error = error
+            if self._left <= 0 or error is not None:
+                self._event.set()
+
+    def wait(self) -> None:
+        """Block until done; raises the operation's error."""
+        # A timeout keeps the main thread open to signals on every platform.
+        while not self._event.wait(1.0):
+            pass
+        if self._error is not None:
+            raise self._error
+
+    @property
+    def is_done(self) -> bool:
+        return self._event.is_set()
+
+
+NOTHING = Done(0)
+
+
+def wait_all(events: Iterable[Waitable]) -> None:
+    for event in events:
+        event.wait()
+
+
+class _Cancelled(Exception):
+    """Set on operations dropped because another one failed or the lanes were closed."""
+
+
+class Lanes:
+    """Named worker queues (`disk_read`, `disk_write`, `h2d`, `d2h`), each with its own threads and byte counter."""
+
+    def __init__(self, threads: dict[str, int], timeline: Timeline) -> None:
+        self.timeline = timeline
+        self.bytes_moved = dict.fromkeys(threads, 0)
+        self._queues: dict[str, queue.SimpleQueue[_Job | None]] = {lane: queue.SimpleQueue() for lane in threads}
+        self._failure: BaseException | None = None
+        self._lock = threading.Lock()
+        self._threads = [
+            threading.Thread(target=self._work, args=(lane,), name=f"{lane}-{i}", daemon=True)
+            for lane, count in threads.items()
+            for i in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(
+        self, lane: str, name: str, jobs: Sequence[Callable[[], int]], after: Sequence[Waitable] = ()
+    ) -> Done:
+        """Queue `jobs` (each returns the bytes it moved) on a lane; they start once `after` is done, in queue order."""
+        done = Done(len(jobs))
+        for job in jobs:
+            self._queues[lane].put(_Job(name, job, after, done))
+        return done
+
+    def close(self) -> None:
+        """Drop what is queued, end the threads and wait for them."""
+        with self._lock:
+            self._failure = self._failure or _Cancelled("the run has ended")
+        for thread in self._threads:
+            self._queues[thread.name.rsplit("-", 1)[0]].put(None)
+        for thread in self._threads:
+            thread.join()
+
+    @torch.inference_mode()  # as the compute thread, whose views it fills
+    def _work(self, lane: str) -> None:
+        while (job := self._queues[lane].get()) is not None:
+            if self._failure is not None:
+                job.done.finish_one(self._failure)
+                continue
+            try:
+                wait_all(job.after)
+                start = time.perf_counter()
+                moved = job.run()
+                self.timeline.record(lane, job.name, start, time.perf_counter())
+            except BaseException as error:
+                with self._lock:
+                    self._failure = self._failure or error
+                job.done.finish_one(self._failure)
+                continue
+            with self._lock:
+                self.bytes_moved[lane] += moved
+            job.done.finish_one()
+
+
+class _Job:
+    def __init__(self, name: str, run: Callable[[], int], after: Sequence[Waitable], done: Done) -> None:
+        self.name, self.run, self.after, self.done = name, run, after, done

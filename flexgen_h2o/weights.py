@@ -1,0 +1,188 @@
+"""Weights on their home tiers, brought to the device unit by unit in schedule order.
+
+Resident rows are read once; streamed rows (on disk, and on host where the device is not host memory) are loaded into a
+ring ahead of the compute that needs them. Knows nothing of file formats (it is given byte ranges) nor of models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from flexgen_h2o.checkpoint.stored import Checkpoint, StoredTensor
+from flexgen_h2o.config import LayerPlan, TensorSpec, WeightUnit
+from flexgen_h2o.kernels.linear import RowParts
+from flexgen_h2o.planner.memory import ALIGN, PAGE, is_streamed, part_bytes, streamed_bytes, weight_parts
+from flexgen_h2o.tiers.disk import DirectFile, aligned_range
+from flexgen_h2o.tiers.mover import Mover
+from flexgen_h2o.tiers.placement import Part, Shares
+from flexgen_h2o.tiers.ring import Region, Ring
+from flexgen_h2o.tiers.stream import Stream
+from flexgen_h2o.tiers.transfer import Done, Waitable, wait_all
+from flexgen_h2o.units import round_up
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Streamed rows of one tensor: where they lie in a load's region, and how they get there."""
+
+    tensor: TensorSpec
+    part: Part
+    offset: int  # of the values in the region
+    span: int  # region bytes set aside, from `start`
+    start: int
+
+
+class WeightStore:
+    """Homes of all units. `open_unit` gives the tensors of a unit from its resident rows and a loaded region."""
+
+    def __init__(
+        self, plan: LayerPlan, checkpoint: Checkpoint, shares: Shares, dtype: torch.dtype, mover: Mover
+    ) -> None:
+        self.plan, self.dtype, self._mover = plan, dtype, mover
+        self._checkpoint, self._shares = checkpoint, shares
+        self._is_host = mover.device.is_host
+        self._files: dict[Path, DirectFile] = {}
+        self._resident: dict[tuple[str, int], torch.Tensor] = {}
+        self._pieces = [self._lay_out(unit) for unit in plan.units]
+        self._sizes = [streamed_bytes(unit, shares, dtype.itemsize, self._is_host) for unit in plan.units]
+
+    def load_resident(self, memory: dict[str, torch.Tensor]) -> None:
+        """Read every row whose home is device or host memory into `memory` (uint8 by tier); waits for the reads.
+
+        Where the device is host memory, what belongs to the device is in `host` too.
+        """
+        used = dict.fromkeys(memory, 0)
+        reads = []
+        for unit in self.plan.units:
+            for tensor in unit.tensors:
+                for part in weight_parts(tensor, self._shares):
+                    if part.tier == "disk":
+                        continue
+                    nbytes = part_bytes(tensor, part, self.dtype.itemsize)
+                    tier = part.tier if part.tier in memory else "host"
+                    start = used[tier]
+                    used[tier] += round_up(nbytes, ALIGN)
+                    dst = memory[tier][start : start + nbytes].view(self.dtype)
+                    self._resident[tensor.name, part.start] = dst.view(part.rows, *tensor.shape[1:])
+                    reads.append(self._read(tensor, part, dst, ()))
+        wait_all(reads)
+
+    def nbytes(self, key: int) -> int:
+        """Ring bytes of one load of a unit; 0 when all its rows are used where they live."""
+        return self._sizes[key]
+
+    def is_wanted(self, key: int) -> bool:
+        return True
+
+    def is_ready(self, key: int) -> bool:
+        return True
+
+    def load(self, key: int, region: Region) -> list[Done]:
+        """Start bringing the streamed rows of unit `key` into `region`."""
+        return [self._load_piece(piece, region) for piece in self._pieces[key]]
+
+    def open_unit(self, unit: int, region: Region | None) -> dict[str, RowParts]:
+        """Tensors of a loaded unit by role, each as row parts in order."""
+        streamed = {(p.tensor.name, p.part.start): p for p in self._pieces[unit]}
+        found: dict[str, RowParts] = {}
+        for tensor in self.plan.units[unit].tensors:
+            parts = []
+            for part in weight_parts(tensor, self._shares):
+                piece = streamed.get((tensor.name, part.start))
+                if piece is None:
+                    parts.append(self._resident[tensor.name, part.start])
+                else:
+                    assert region is not None
+                    parts.append(self._view(piece, region))
+            found[tensor.role] = tuple(parts)
+        return found
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _lay_out(self, unit: WeightUnit) -> tuple[_Piece, ...]:
+        pieces, start = [], 0
+        for tensor in unit.tensors:
+            for part in weight_parts(tensor, self._shares):
+                if not is_streamed(part.tier, self._is_host):
+                    continue
+                span = round_up(part_bytes(tensor, part, self.dtype.itemsize) + PAGE, PAGE)
+                shift = self._file_range(tensor, part)[0] % PAGE if self._is_direct(tensor, part) else 0
+                pieces.append(_Piece(tensor, part, start + shift, span, start))
+                start += span
+        return tuple(pieces)
+
+    def _load_piece(self, piece: _Piece, region: Region) -> Done:
+        tensor, part = piece.tensor, piece.part
+        if part.tier == "host":
+            src = self._resident[tensor.name, part.start]
+            return self._mover.copy("h2d", "load_weight", self._view(piece, region), src, region.after)
+        if self._is_direct(tensor, part):
+            offset, nbytes = self._file_range(tensor, part)
+            start, length = aligned_range(offset, nbytes)
+            dst = region.data[piece.start : piece.start + length]
+            file = self._file(tensor)
+            return self._mover.read("load_weight", dst, file, start, offset - start + nbytes, after=region.after)
+        return self._read(tensor, part, self._view(piece, region).view(-1), region.after)
+
+    def _read(self, tensor: TensorSpec, part: Part, dst: torch.Tensor, after: tuple[Waitable, ...] | list[Waitable]) -> Done:
+        offset, nbytes = self._file_range(tensor, part)
+        stored = getattr(torch, self._stored(tensor).dtype)
+        return self._mover.read("load_weight", dst, self._file(tensor), offset, nbytes, stored, after)
+
+    def _view(self, piece: _Piece, region: Region) -> torch.Tensor:
+        nbytes = part_bytes(piece.tensor, piece.part, self.dtype.itemsize)
+        flat = region.data[piece.offset : piece.offset + nbytes].view(self.dtype)
+        return flat.view(piece.part.rows, *piece.tensor.shape[1:])
+
+    def _is_direct(self, tensor: TensorSpec, part: Part) -> bool:
+        """May the file's bytes be computed on as they are, where the reader puts them?"""
+        stored = self._stored(tensor)
+        same = getattr(torch, stored.dtype) == self.dtype
+        return part.tier == "disk" and self._is_host and same and stored.offset % self.dtype.itemsize == 0
+
+    def _stored(self, tensor: TensorSpec) -> StoredTensor:
+        return self._checkpoint.tensors[tensor.name]
+
+    def _file(self, tensor: TensorSpec) -> DirectFile:
+        path = self._stored(tensor).path
+        if path not in self._files:
+            self._files[path] = DirectFile(path)
+        return self._files[path]
+
+    def _file_range(self, tensor: TensorSpec, part: Part) -> tuple[int, int]:
+        stored = self._stored(tensor)
+        row = stored.nbytes // tensor.shape[0]
+        return stored.offset + part.start * row, part.rows * row
+
+
+class WeightStream:
+    """The open unit, and the loads ahead of it."""
+
+    def __init__(self, store: WeightStore, ring: Ring | None, sequence: Iterator[int], ahead: int) -> None:
+        self._store = store
+        self._stream: Stream[int] = Stream(ring, sequence, store, ahead)
+        self._unit: int | None = None
+        self._region: Region | None = None
+        self._tensors: Mapping[str, RowParts] = {}
+
+    def prefetch(self) -> None:
+        self._stream.prefetch()
+
+    def open(self, unit: int, fence: Waitable) -> Mapping[str, RowParts]:
+        """The tensors of `unit`, loaded. Another unit that is open is closed: its last reader is done with `fence`."""
+        if unit != self._unit:
+            self._stream.give_back(self._region, [fence])
+            self._region = self._stream.take(unit)
+            self._unit, self._tensors = unit, self._store.open_unit(unit, self._region)
+        return self._tensors
+
+    def drain(self) -> None:
+        """Wait for loads under way, so that nothing writes into the ring any more."""
+        self._stream.drain()

@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# The tests marked slow, which the default suite leaves out; further arguments go to pytest.
+#   bash scripts/slow_tests.sh [-k NAME ...]        (FLEXGEN_VENV=DIR: the environment to use or make)
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
+use_venv dev
+cd "$ROOT"
+exec "$PYTHON" -m pytest -m "slow and not gpu" --timeout 1800 "$@"

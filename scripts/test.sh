@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# The default test suite (CPU, no network, a few minutes); further arguments go to pytest.
+#   bash scripts/test.sh [-k NAME ...]        (FLEXGEN_VENV=DIR: the environment to use or make)
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
+use_venv dev
+cd "$ROOT"
+exec "$PYTHON" -m pytest "$@"

@@ -1,0 +1,31 @@
+"""Settings every test runs under: offline, two torch threads, fixed seeds."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch, numba and transformers are imported; child processes of the tests inherit them.
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import random
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+
+torch.set_num_threads(2)
+
+# The same examples in every run, and no time limit per example: the machines have noisy neighbours.
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """Each test starts from the same random state, whichever tests ran before it."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)

@@ -1,0 +1,154 @@
+"""A built folder is complete or absent, is built once, and nobody's left-overs stay."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from flexgen_h2o.checkpoint.atomic_folder import building
+from flexgen_h2o.errors import DoesNotFitError, UsageError
+
+
+def build(folder: Path, pause: float = 0.0) -> bool:
+    """Whether this call did the building."""
+    with building(folder) as temp:
+        if temp is None:
+            return False
+        (temp / "half").write_text("1")
+        time.sleep(pause)
+        (temp / "whole").write_text("2")
+    return True
+
+
+def count_builds(folder: Path, log: Path) -> None:
+    if build(folder, pause=0.2):
+        with log.open("a") as file:
+            file.write("built\n")
+
+
+def test_built_once_then_found(tmp_path: Path, names_in) -> None:
+    folder = tmp_path / "deep" / "down" / "made"
+    assert build(folder)
+    assert not build(folder)
+    assert names_in(tmp_path) == ["deep/down/made/half", "deep/down/made/whole"]
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt(), SystemExit(143)], ids=repr)
+def test_failure_leaves_nothing(tmp_path: Path, names_in, error: BaseException) -> None:
+    def fail() -> None:
+        with building(tmp_path / "made") as temp:
+            assert temp is not None
+            (temp / "half").write_text("1")
+            raise error
+
+    with pytest.raises(type(error)):
+        fail()
+    assert names_in(tmp_path) == []
+    assert build(tmp_path / "made")
+
+
+def test_full_disk_names_the_flag(tmp_path: Path, names_in) -> None:
+    def fail() -> None:
+        with building(tmp_path / "made", nbytes=10):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(DoesNotFitError, match=rf"--offload-dir {tmp_path}: made: needs 10 B, .* are free"):
+        fail()
+    assert names_in(tmp_path) == []
+
+
+def test_too_large_is_refused_before_writing(tmp_path: Path, names_in) -> None:
+    def refuse() -> None:
+        with building(tmp_path / "made", nbytes=2**60):
+            pytest.fail("must not be reached")
+
+    with pytest.raises(DoesNotFitError, match="--offload-dir"):
+        refuse()
+    assert names_in(tmp_path) == []
+
+
+def test_parent_that_cannot_be_written_to(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"--offload-dir .*file/sub: cannot be written to"):
+        build(tmp_path / "file" / "sub" / "made")
+
+
+def test_a_file_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "made").write_text("")
+    with pytest.raises(UsageError, match="made is in the way"):
+        build(tmp_path / "made")
+
+
+def test_two_processes_build_once(tmp_path: Path, names_in) -> None:
+    context = multiprocessing.get_context("fork")
+    log = tmp_path / "log"
+    workers = [context.Process(target=count_builds, args=(tmp_path / "p" / "made", log)) for _ in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(20)
+    assert [worker.exitcode for worker in workers] == [0, 0, 0]
+    assert log.read_text() == "built\n"
+    assert names_in(tmp_path / "p") == ["made/half", "made/whole"]
+
+
+def test_two_threads_build_once(tmp_path: Path) -> None:
+    built: list[bool] = []
+    threads = [threading.Thread(target=lambda: built.append(build(tmp_path / "made", 0.1))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert sorted(built) == [False, False, True]
+
+
+def test_a_failing_builder_hands_over(tmp_path: Path) -> None:
+    inside, leave = threading.Event(), threading.Event()
+
+    def fail() -> None:
+        with contextlib.suppress(ValueError), building(tmp_path / "made"):
+            inside.set()
+            leave.wait(10)
+            raise ValueError("mine")
+
+    first = threading.Thread(target=fail)
+    first.start()
+    assert inside.wait(10)
+    second = threading.Thread(target=build, args=(tmp_path / "made",))
+    second.start()
+    leave.set()
+    first.join(10)
+    second.join(10)
+    assert (tmp_path / "made" / "whole").exists()
+
+
+@pytest.mark.parametrize("following", ["made", "other"])
+def test_what_a_killed_builder_left_is_removed(tmp_path: Path, names_in, following: str) -> None:
+    worker = multiprocessing.get_context("fork").Process(target=build, args=(tmp_path / "made", 60))
+    worker.start()
+    deadline = time.monotonic() + 20
+    while not any(name.endswith("/half") for name in names_in(tmp_path)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGKILL)
+    worker.join(20)
+    assert names_in(tmp_path), "the kill must leave something, or this tests nothing"
+    assert build(tmp_path / following)
+    assert names_in(tmp_path) == [f"{following}/half", f"{following}/whole"]
+
+
+def test_a_living_builders_folder_is_left_alone(tmp_path: Path) -> None:
+    with building(tmp_path / "slow") as temp:
+        assert temp is not None
+        assert build(tmp_path / "quick")
+        assert temp.is_dir()
+        (temp / "done").write_text("")
+    assert (tmp_path / "slow" / "done").exists()

@@ -1,0 +1,156 @@
+"""Random weights are a real checkpoint: seeded, at the true shape, opened by us and by transformers."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from flexgen_h2o.checkpoint import file_writer, open_checkpoint, random_weights, write_random_checkpoint
+from flexgen_h2o.checkpoint.atomic_folder import building
+from flexgen_h2o.errors import DoesNotFitError, UsageError
+
+
+@pytest.fixture(autouse=True)
+def _small_table(monkeypatch) -> None:
+    # Smaller than a matrix of the tiny model, so that tensors wrap around it.
+    monkeypatch.setattr(random_weights, "TABLE_VALUES", 509)
+
+
+@pytest.fixture
+def write(spec, config_json, tmp_path: Path):
+    def write_to(name: str, dtype: str = "float32", **options) -> Path:
+        return write_random_checkpoint(spec, config_json, tmp_path / name, dtype, **options)
+
+    return write_to
+
+
+def values(spec, folder: Path, read) -> dict[str, torch.Tensor]:
+    checkpoint = open_checkpoint(spec, folder, folder.parent / "cache")
+    return {name: read(tensor) for name, tensor in checkpoint.tensors.items()}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_transformers_opens_it(write, spec, read, dtype: str) -> None:
+    folder = write("m", dtype)
+    ours = values(spec, folder, read)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict()
+    assert theirs["model.decoder.embed_tokens.weight"].dtype == getattr(torch, dtype)
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
+def test_seeded(write, spec, read) -> None:
+    first, second, other = (values(spec, write(n, seed=s), read) for n, s in (("a", 1), ("b", 1), ("c", 2)))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not any(torch.equal(first[name], other[name]) for name in first)
+
+
+def test_each_tensor_has_its_own_values(write, spec, read) -> None:
+    found = values(spec, write("m"), read)
+    q, k = (found[f"model.decoder.layers.0.self_attn.{x}_proj.weight"] for x in "qk")
+    assert not torch.equal(q, k)
+
+
+def test_distributions(write, spec, read, monkeypatch) -> None:
+    monkeypatch.setattr(random_weights, "TABLE_VALUES", 65_521)
+    found = values(spec, write("m"), read)
+    matrices = torch.cat([t.flatten() for t in found.values() if t.dim() == 2])
+    norms = torch.cat([t for name, t in found.items() if name.endswith("norm.weight")])
+    biases = torch.cat([t for name, t in found.items() if name.endswith(".bias")])
+    for sample, mean, std in ((matrices, 0, 0.02), (norms, 1, 0.02), (biases, 0, 0.01)):
+        assert sample.mean().item() == pytest.approx(mean, abs=0.005)
+        assert sample.std().item() == pytest.approx(std, rel=0.3)
+
+
+def test_shards(write, spec, read, monkeypatch) -> None:
+    whole = values(spec, write("whole"), read)
+    monkeypatch.setattr(random_weights, "SHARD_BYTES", 4000)
+    folder = write("parts")
+    files = list(folder.glob("model-*.safetensors"))
+    assert len(files) > 3
+    parts = values(spec, folder, read)
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_found_again_and_another_refused(write, tmp_path: Path) -> None:
+    folder = write("m")
+    before = (folder / "model.safetensors").stat().st_mtime_ns
+    assert write("m") == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == before
+    with pytest.raises(UsageError, match=rf"{folder}: holds something else"):
+        write("m", seed=5)
+
+
+def test_a_folder_of_somebody_else_is_not_taken(write, tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match="holds something else"):
+        write("m")
+    assert (tmp_path / "m" / "notes.txt").read_text() == "mine"
+
+
+def test_unknown_dtype(write) -> None:
+    with pytest.raises(UsageError, match="--dtype int8"):
+        write("m", "int8")
+
+
+@pytest.mark.parametrize("call", ["posix_fallocate", "write"])
+def test_full_disk(write, tmp_path: Path, names_in, monkeypatch, call: str) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, call, full)
+    with pytest.raises(DoesNotFitError, match=r"--offload-dir .* needs .* are free"):
+        write("m")
+    assert names_in(tmp_path) == []
+
+
+def test_too_large_is_refused_before_writing(write, tmp_path: Path, names_in, monkeypatch) -> None:
+    monkeypatch.setattr(random_weights, "building", lambda folder, nbytes: building(folder, nbytes + 2**60))
+    with pytest.raises(DoesNotFitError, match="--offload-dir"):
+        write("m")
+    assert names_in(tmp_path) == []
+
+
+def test_interrupt_leaves_nothing(write, tmp_path: Path, names_in, monkeypatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "write", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write("m")
+    assert names_in(tmp_path) == []
+
+
+def test_progress_goes_to_stderr(write, capfd) -> None:
+    write("m", progress=True)
+    write("n")
+    out, err = capfd.readouterr()
+    assert "random weights m" in err
+    assert "random weights n" not in err
+    assert not out
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_writer_keeps_every_byte(tmp_path: Path, monkeypatch, direct: bool) -> None:
+    monkeypatch.setattr(file_writer, "BUFFER_BYTES", 8192)
+    if not direct:
+        real = os.open
+
+        def refuse(path, flags, *rest):
+            if flags & os.O_DIRECT:
+                raise OSError(errno.EINVAL, "Invalid argument")
+            return real(path, flags, *rest)
+
+        monkeypatch.setattr(os, "open", refuse)
+    pieces = [os.urandom(n) for n in (5, 8192, 20_000, 0, 1)]
+    file_writer.reserve(tmp_path / "f", sum(map(len, pieces)))
+    with file_writer.FileWriter(tmp_path / "f") as file:
+        for piece in pieces:
+            file.write(piece)
+    assert (tmp_path / "f").read_bytes() == b"".join(pieces)

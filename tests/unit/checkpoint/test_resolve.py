@@ -1,0 +1,203 @@
+"""Which folder a model's name stands for, and a way out in one line where there is none."""
+
+from __future__ import annotations
+
+import errno
+import json
+import socket
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+
+from flexgen_h2o.checkpoint import ModelSource, resolve
+from flexgen_h2o.checkpoint.resolve import PACKAGED
+from flexgen_h2o.errors import DoesNotFitError, UsageError
+
+ID = "someone/some-model"
+
+
+def make(folder: Path, *files: str) -> Path:
+    folder.mkdir(parents=True)
+    for name in ("config.json", *files):
+        (folder / name).write_text("{}")
+    return folder
+
+
+def cached(home: Path, *files: str) -> Path:
+    """A snapshot in a hub cache, as huggingface_hub lays it out."""
+    root = home / "hub" / "models--someone--some-model"
+    (root / "refs").mkdir(parents=True)
+    (root / "refs" / "main").write_text("0" * 40)
+    return make(root / "snapshots" / ("0" * 40), *files)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch) -> Path:
+    """An empty hub cache, offline."""
+    folder = tmp_path / "home"
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(folder / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    return folder
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A hub that offers files; records what is asked of it."""
+    asked: list[dict] = []
+
+    def install(folder: Path, *files: str, error: Exception | None = None) -> list[dict]:
+        def info(self, model, revision=None, timeout=None):
+            assert timeout
+            return SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in files])
+
+        def download(model, **options):
+            if options.get("local_files_only"):
+                raise LocalEntryNotFoundError("not cached")
+            if error is not None:
+                raise error
+            asked.append({"model": model, **options})
+            return str(folder)
+
+        monkeypatch.setattr(huggingface_hub.HfApi, "model_info", info)
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+        return asked
+
+    return install
+
+
+def test_local_folder(tmp_path: Path) -> None:
+    folder = make(tmp_path / "m")
+    assert resolve(str(folder), None) == ModelSource(str(folder), folder, random=False)
+
+
+def test_local_folder_without_config(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=rf"--model {tmp_path}: there is no config.json"):
+        resolve(str(tmp_path), None)
+
+
+@pytest.mark.parametrize("model", ["/no/such/folder", "./nowhere", "~/no-such-folder-here", ""])
+def test_no_such_folder(model: str) -> None:
+    with pytest.raises(UsageError, match="--model"):
+        resolve(model, None)
+
+
+def test_packaged(tmp_path: Path, monkeypatch) -> None:
+    folder = make(tmp_path / "assets")
+    monkeypatch.setitem(PACKAGED, "opt-tiny", folder)
+    assert resolve("opt-tiny", None).folder == folder
+    assert resolve("opt-tiny", "_DUMMY_") == ModelSource("opt-tiny", folder, random=True)
+
+
+def test_packaged_but_missing(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setitem(PACKAGED, "opt-tiny", tmp_path / "gone")
+    with pytest.raises(UsageError, match="install the package again"):
+        resolve("opt-tiny", None)
+
+
+def test_local_folder_comes_before_packaged(tmp_path: Path, monkeypatch) -> None:
+    make(tmp_path / "opt-tiny")
+    monkeypatch.chdir(tmp_path)
+    assert resolve("opt-tiny", None).folder == Path("opt-tiny")
+
+
+def test_dummy(tmp_path: Path) -> None:
+    folder = make(tmp_path / "m")
+    assert resolve(str(folder), "_DUMMY_") == ModelSource(str(folder), folder, random=True)
+    assert resolve(ID, "x/_DUMMY_") == ModelSource(ID, None, random=True)
+
+
+@pytest.mark.parametrize("where", ["", ID, "some-model"])
+def test_under_path(tmp_path: Path, where: str) -> None:
+    folder = make(tmp_path / "weights" / where)
+    assert resolve(ID, str(tmp_path / "weights")).folder == folder
+
+
+def test_cached(home: Path) -> None:
+    folder = cached(home, "model.safetensors")
+    assert resolve(ID, None).folder == folder
+    assert resolve(ID, str(home / "nothing here")).folder == folder
+
+
+def test_cached_bin_files(home: Path) -> None:
+    folder = cached(home, "pytorch_model.bin")
+    assert resolve(ID, None).folder == folder
+
+
+def test_cached_without_weights_is_enough_for_a_plan(home: Path) -> None:
+    folder = cached(home)
+    assert resolve(ID, None, weights=False).folder == folder
+    with pytest.raises(UsageError, match="not complete in the local cache"):
+        resolve(ID, None)
+
+
+def test_cached_in_part(home: Path) -> None:
+    folder = cached(home, "a.safetensors")
+    index = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UsageError, match="not complete in the local cache"):
+        resolve(ID, None)
+    (folder / "b.safetensors").write_text("")
+    assert resolve(ID, None).folder == folder
+
+
+@pytest.mark.parametrize("model", [ID, "bad id//x", "no-such-packaged-model"])
+@pytest.mark.parametrize("offline", [True, False])
+def test_not_to_be_had(monkeypatch, model: str, offline: bool) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
+    if not offline:
+        # A port where nobody listens: the same failure as no network, on any machine.
+        monkeypatch.setattr(huggingface_hub.HfApi, "__init__", _with_endpoint("http://127.0.0.1:9"))
+    started = time.monotonic()
+    with pytest.raises(UsageError, match=rf"--model {model}: .*--path _DUMMY_") as caught:
+        resolve(model, None)
+    assert time.monotonic() - started < 15
+    assert "\n" not in str(caught.value)
+
+
+def test_a_silent_network_does_not_hang(monkeypatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setitem(resolve.__globals__, "_HUB_SECONDS", 0.3)
+    started = time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setattr(huggingface_hub.HfApi, "__init__", _with_endpoint(endpoint))
+        with pytest.raises(UsageError, match="Timeout"):
+            resolve(ID, None)
+    assert time.monotonic() - started < 10
+
+
+def _with_endpoint(endpoint: str, init=huggingface_hub.HfApi.__init__):
+    return lambda self, *args, **options: init(self, *args, **{**options, "endpoint": endpoint})
+
+
+@pytest.mark.parametrize(
+    ("files", "wanted", "unwanted"),
+    [
+        (("model.safetensors", BIN := "pytorch_model.bin"), "*.safetensors", "pytorch_model*.bin"),
+        ((BIN,), "pytorch_model*.bin", "*.safetensors"),
+    ],
+)
+def test_downloads_one_format(tmp_path: Path, hub, files, wanted: str, unwanted: str) -> None:
+    folder = make(tmp_path / "got")
+    asked = hub(folder, *files)
+    assert resolve(ID, None, revision="v1").folder == folder
+    assert asked[0]["revision"] == "v1"
+    assert wanted in asked[0]["allow_patterns"]
+    assert unwanted not in asked[0]["allow_patterns"]
+
+
+def test_full_disk_during_download(tmp_path: Path, hub) -> None:
+    hub(tmp_path, error=OSError(errno.ENOSPC, "No space left on device"))
+    with pytest.raises(DoesNotFitError, match="HF_HOME"):
+        resolve(ID, None)
+
+
+def test_no_such_repository(monkeypatch, hub, tmp_path: Path) -> None:
+    response = SimpleNamespace(headers={}, request=None, status_code=404)
+    hub(tmp_path, error=RepositoryNotFoundError("404 Client Error.\n\nLong advice.", response=response))
+    with pytest.raises(UsageError, match=r"RepositoryNotFoundError: 404 Client Error\)"):
+        resolve(ID, None)

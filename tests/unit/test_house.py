@@ -1,0 +1,366 @@
+"""The rules of the house: who may import whom, how large things get, where names may be compared.
+
+Every rule is a function from sources to problems. One test runs it on the tree, another on a bad snippet, so that the
+rule itself is known to be able to fail.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = "flexgen_h2o"
+
+# Floors of the house, top first. A room (a file or folder of the package) imports from its own floor and those below,
+# and rooms of one floor form no circle.
+FLOORS: tuple[frozenset[str], ...] = (
+    frozenset({"flex_opt", "policy_search", "hardware", "batch", "evaluate", "cli"}),
+    frozenset({"llm", "jobs", "evaluation", "integrations", "report", "prompts"}),
+    frozenset({"executor", "generation"}),
+    frozenset({"weights", "kvcache", "hidden", "models", "planner"}),
+    frozenset({"kernels", "tiers", "checkpoint", "schedule", "timeline", "sampling"}),
+    frozenset({"config", "units", "errors"}),
+)
+FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_ARGUMENTS = 400, 60, 10
+MAX_TRACKED_BYTES = 15_000_000
+
+FAMILY = re.compile(r"(opt|llama|gpt_?neox|neox|mistral|qwen\d?|galactica)", re.IGNORECASE)
+FAMILY_FIELDS = {"model_type", "family"}
+DEVICE = re.compile(r"(cuda|cpu|mps)(:\d+)?")
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import: `target` is dotted and absolute, `lazy` means inside a function."""
+
+    line: int
+    target: str
+    lazy: bool
+
+
+@dataclass(frozen=True)
+class Source:
+    """One Python file: its path from the repository root, and its text."""
+
+    path: str
+    text: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text, self.path)
+
+    @property
+    def module(self) -> str:
+        return self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+    @property
+    def room(self) -> str | None:
+        """The room of the package it belongs to; None for the package's own `__init__.py` and outside it."""
+        parts = self.module.split(".")
+        return parts[1] if parts[0] == PACKAGE and len(parts) > 1 else None
+
+    @cached_property
+    def imports(self) -> list[Import]:
+        """All imports but those for type checkers only."""
+        return list(self._imports(self.tree, lazy=False))
+
+    def _imports(self, node: ast.AST, lazy: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                yield from (Import(child.lineno, alias.name, lazy) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                base = self._absolute(child)
+                yield from (Import(child.lineno, f"{base}.{alias.name}", lazy) for alias in child.names)
+            elif isinstance(child, ast.If) and ast.unparse(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+                for other in child.orelse:
+                    yield from self._imports(ast.Module([other], []), lazy)
+            else:
+                yield from self._imports(child, lazy or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
+
+    def _absolute(self, node: ast.ImportFrom) -> str:
+        """`from ..tiers import x`, found in `flexgen_h2o.kvcache.slots`, names `flexgen_h2o.tiers`."""
+        if not node.level:
+            return node.module or ""
+        up = node.level - self.path.endswith("/__init__.py")
+        parts = self.module.split(".")
+        return ".".join(parts[: len(parts) - up] + ([node.module] if node.module else []))
+
+
+def python_files(*folders: str) -> list[Source]:
+    paths = (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py")))
+    return [Source(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")) for path in paths]
+
+
+def room_imports(source: Source) -> Iterator[tuple[Import, str]]:
+    """The imports that lead into the package, each with the room it enters."""
+    for imported in source.imports:
+        parts = imported.target.split(".")
+        if parts[0] == PACKAGE and len(parts) > 1 and parts[1] != source.room:
+            yield imported, parts[1]
+
+
+def unplaced_rooms(sources: Iterable[Source]) -> list[str]:
+    rooms = {source.room for source in sources} - {None}
+    return sorted(f"{PACKAGE}/{room}: a new room; place it in FLOORS" for room in rooms if room not in FLOOR_OF)
+
+
+def upward_imports(sources: Iterable[Source]) -> list[str]:
+    found = []
+    for source in sources:
+        if source.room not in FLOOR_OF:
+            continue
+        for imported, room in room_imports(source):
+            where = f"{source.path}:{imported.line}"
+            if room not in FLOOR_OF:
+                found.append(f"{where}: {imported.target} is not a room; import the name from the room that has it")
+            elif FLOOR_OF[room] < FLOOR_OF[source.room]:
+                found.append(f"{where}: {source.room} must not know {room}, which is {_above(source.room, room)}")
+    return list(dict.fromkeys(found))
+
+
+def _above(low: str, high: str) -> str:
+    floors = FLOOR_OF[low] - FLOOR_OF[high]
+    return f"{floors} floor{'s' if floors > 1 else ''} above it"
+
+
+def import_circles(sources: Iterable[Source]) -> list[str]:
+    graph: dict[str, set[str]] = {}
+    for source in sources:
+        if source.room is not None:
+            graph.setdefault(source.room, set()).update(room for _, room in room_imports(source))
+    circles = []
+    for start in sorted(graph):
+        chain = path_between(graph, start, {start})
+        if chain and start == min(chain):
+            circles.append(" -> ".join(chain))
+    return circles
+
+
+def path_between(graph: dict[str, set[str]], start: str, goals: set[str]) -> list[str]:
+    """The shortest chain of at least one step from `start` to any of `goals`; empty when there is none."""
+    chains, seen = [[start]], {start}
+    for chain in chains:
+        for following in sorted(graph.get(chain[-1], ())):
+            if following in goals:
+                return [*chain, following]
+            if following not in seen:
+                seen.add(following)
+                chains.append([*chain, following])
+    return []
+
+
+def torch_in_planner(sources: Iterable[Source]) -> list[str]:
+    """Chains of imports from the planner to torch. Lazy ones count in the planner itself, not further down."""
+    by_module = {source.module: source for source in sources}
+    heavy = {"torch", "transformers"}
+    graph: dict[str, set[str]] = {}
+    for module, source in by_module.items():
+        reached = graph.setdefault(module, set())
+        targets = [i.target for i in source.imports if not i.lazy or source.room == "planner"]
+        for target in [module, *targets]:  # importing a.b.c runs a, a.b and a.b.c
+            parts = target.split(".")
+            prefixes = {".".join(parts[:n]) for n in range(1, len(parts) + 1)}
+            reached.update((prefixes & by_module.keys()) - {module})
+            reached.update({parts[0], target} & (heavy | {"safetensors.torch"}))
+    planner = sorted(module for module, source in by_module.items() if source.room == "planner")
+    chains = [path_between(graph, module, heavy | {"safetensors.torch"}) for module in planner]
+    return [" -> ".join(chain) for chain in chains if chain]
+
+
+def long_files(sources: Iterable[Source]) -> list[str]:
+    counted = [(source.path, len(source.text.splitlines())) for source in sources]
+    return [f"{path}: {lines} lines, at most {MAX_FILE_LINES}" for path, lines in counted if lines > MAX_FILE_LINES]
+
+
+def functions(source: Source) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield f"{source.path}:{node.lineno}: {node.name}", node
+
+
+def long_functions(sources: Iterable[Source]) -> list[str]:
+    counted = [
+        (name, (node.end_lineno or 0) - node.lineno + 1) for source in sources for name, node in functions(source)
+    ]
+    return [f"{name} has {n} lines, at most {MAX_FUNCTION_LINES}" for name, n in counted if n > MAX_FUNCTION_LINES]
+
+
+def many_arguments(sources: Iterable[Source]) -> list[str]:
+    found = []
+    for name, node in (pair for source in sources for pair in functions(source)):
+        spec = node.args
+        names = [a.arg for a in (*spec.posonlyargs, *spec.args, *spec.kwonlyargs, spec.vararg, spec.kwarg) if a]
+        count = len(names) - (names[:1] in (["self"], ["cls"]))
+        if count > MAX_ARGUMENTS:
+            found.append(f"{name} takes {count} arguments, at most {MAX_ARGUMENTS}")
+    return found
+
+
+def comparisons(source: Source) -> Iterator[tuple[int, list[ast.AST]]]:
+    """What is compared with what: `==`, `in`, `match`, `startswith`. Literal tuples, lists and sets are opened."""
+    for node in ast.walk(source.tree):
+        operands: list[ast.AST] = []
+        if isinstance(node, ast.Compare):
+            operands = [node.left, *node.comparators]
+        elif isinstance(node, ast.MatchValue):
+            operands = [node.value]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            operands = [*node.args] if node.func.attr in ("startswith", "endswith") else []
+        for operand in list(operands):
+            if isinstance(operand, ast.Tuple | ast.List | ast.Set):
+                operands.extend(operand.elts)
+        if operands:
+            yield getattr(node, "lineno", 0), operands
+
+
+def compared(sources: Iterable[Source], text: re.Pattern[str], names: set[str], advice: str) -> list[str]:
+    """Comparisons with a string that is `text`, or of something called one of `names`."""
+
+    def forbidden(node: ast.AST) -> bool:
+        match node:
+            case ast.Constant(value=str(value)):
+                return text.fullmatch(value) is not None
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.Subscript(slice=ast.Constant(value=name)):
+                return name in names
+            case ast.Call(func=ast.Attribute(attr="get" | "lower"), args=args):
+                return any(isinstance(arg, ast.Constant) and arg.value in names for arg in args)
+        return False
+
+    found = []
+    for source in sources:
+        for line, operands in comparisons(source):
+            bad = [ast.unparse(node) for node in operands if forbidden(node)]
+            found += [f"{source.path}:{line}: compares {bad[0]}; {advice}"] if bad else []
+    return found
+
+
+def family_comparisons(sources: Iterable[Source]) -> list[str]:
+    outside = [source for source in sources if source.room not in {"models", "integrations"}]
+    return compared(outside, FAMILY, FAMILY_FIELDS, "ask the family's object, only models/ knows families by name")
+
+
+def device_comparisons(sources: Iterable[Source]) -> list[str]:
+    outside = [source for source in sources if source.room not in {"tiers", "kernels"}]
+    return compared(outside, DEVICE, set(), "give the tier or kernel a method, only they know devices by name")
+
+
+def folders_without_init(sources: Iterable[Source]) -> list[str]:
+    paths = {source.path for source in sources}
+    folders = sorted({path.rpartition("/")[0] for path in paths})
+    return [
+        f"{f}/__init__.py is missing: setup.py would not install it" for f in folders if f"{f}/__init__.py" not in paths
+    ]
+
+
+def large_files(sizes: dict[str, int]) -> list[str]:
+    return [f"{path}: {n:,} bytes, at most {MAX_TRACKED_BYTES:,}" for path, n in sizes.items() if n > MAX_TRACKED_BYTES]
+
+
+PACKAGE_RULES = (
+    unplaced_rooms,
+    upward_imports,
+    import_circles,
+    torch_in_planner,
+    family_comparisons,
+    device_comparisons,
+    folders_without_init,
+)
+SIZE_RULES = (long_files, long_functions, many_arguments)
+
+
+@pytest.mark.parametrize("rule", PACKAGE_RULES, ids=lambda rule: rule.__name__)
+def test_package(rule) -> None:
+    problems = rule(python_files(PACKAGE))
+    assert not problems, "\n" + "\n".join(problems)
+
+
+@pytest.mark.parametrize("rule", SIZE_RULES, ids=lambda rule: rule.__name__)
+def test_sizes(rule) -> None:
+    problems = rule(python_files(PACKAGE, "scripts", "bench", "tests"))
+    assert not problems, "\n" + "\n".join(problems)
+
+
+def test_tracked_files_are_small() -> None:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    paths = [ROOT / name for name in listed.stdout.split("\0") if name]
+    problems = large_files({str(path.relative_to(ROOT)): path.stat().st_size for path in paths if path.is_file()})
+    assert not problems, "\n" + "\n".join(problems)
+
+
+# (rule, path of the bad snippet, the snippet, what the problem says)
+BAD = [
+    (unplaced_rooms, "utils.py", "", "place it in FLOORS"),
+    (upward_imports, "tiers/disk.py", "from flexgen_h2o.llm import LLM", "3 floors above"),
+    (upward_imports, "tiers/disk.py", "from ..executor import run", "must not know executor"),
+    (upward_imports, "tiers/__init__.py", "from .. import weights", "must not know weights"),
+    (upward_imports, "config.py", "def f():\n    import flexgen_h2o.schedule", "config.py:2: config"),
+    (upward_imports, "llm.py", "from flexgen_h2o import Policy", "is not a room"),
+    (upward_imports, "tiers/disk.py", "if not TYPE_CHECKING:\n    import flexgen_h2o.llm", "must not know llm"),
+    (import_circles, "units.py", "import flexgen_h2o.errors", "errors -> units -> errors"),
+    (torch_in_planner, "planner/lp.py", "def f():\n    import torch.nn", "planner.lp -> torch"),
+    (torch_in_planner, "planner/lp.py", "from flexgen_h2o.schedule import order", "schedule -> torch"),
+    (long_files, "a.py", "\n" * 401, "401 lines"),
+    (long_functions, "a.py", "def f():\n" + "    x = 1\n" * 60, "f has 61 lines"),
+    (many_arguments, "a.py", "def f(self, a, b, c, d, e, f, g, h, i, *, j, **k): ...", "takes 11 arguments"),
+    (family_comparisons, "executor.py", "if name == 'opt': ...", "compares 'opt'"),
+    (family_comparisons, "executor.py", "x = 1 if spec.family in names else 2", "compares spec.family"),
+    (family_comparisons, "llm.py", "while config['model_type'] != x: ...", "compares config['model_type']"),
+    (family_comparisons, "llm.py", "y = [m for m in ms if m.lower() in ('gpt2', 'llama')]", "compares 'llama'"),
+    (family_comparisons, "llm.py", "if config.get('model_type') == kind: ...", "compares config.get('model_type')"),
+    (family_comparisons, "llm.py", "match kind:\n    case 'gpt_neox': ...", "compares 'gpt_neox'"),
+    (device_comparisons, "executor.py", "if device == 'cuda': ...", "compares 'cuda'"),
+    (device_comparisons, "llm.py", "if str(device).startswith('cuda'): ...", "compares 'cuda'"),
+    (device_comparisons, "llm.py", "assert device in {'cpu', 'cuda:0'}", "compares 'cpu'"),
+    (folders_without_init, "tiers/disk.py", "", "tiers/__init__.py is missing"),
+]
+OTHERS = [Source(f"{PACKAGE}/errors.py", "import flexgen_h2o.units"), Source(f"{PACKAGE}/schedule.py", "import torch")]
+
+
+@pytest.mark.parametrize(("rule", "path", "text", "says"), BAD)
+def test_rule_finds_bad_snippet(rule, path: str, text: str, says: str) -> None:
+    problems = rule([Source(f"{PACKAGE}/{path}", text), *OTHERS])
+    assert any(says in problem for problem in problems), problems
+
+
+# (rule, path, a snippet that is allowed)
+GOOD = [
+    (unplaced_rooms, "kvcache/eviction/full.py", ""),
+    (unplaced_rooms, "__init__.py", "from flexgen_h2o.llm import LLM"),
+    (upward_imports, "__init__.py", "from flexgen_h2o.llm import LLM"),
+    (upward_imports, "tiers/disk.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..llm import LLM"),
+    (
+        upward_imports,
+        "kvcache/eviction/h2o.py",
+        "from ..slots import Slots\nfrom flexgen_h2o.weights import x\nimport numpy",
+    ),
+    (torch_in_planner, "planner/lp.py", "import pulp\nfrom flexgen_h2o.errors import UsageError"),
+    (long_functions, "a.py", "def f():\n" + "    x = 1\n" * 59),
+    (many_arguments, "a.py", "def f(self, a, b, c, d, e, f, g, h, i, *, j): ..."),
+    (family_comparisons, "models/opt.py", "if config.model_type == 'opt': ..."),
+    (family_comparisons, "llm.py", "family = FAMILIES[spec.family]\nif name == 'option': ..."),
+    (device_comparisons, "tiers/device.py", "if device.type == 'cuda': ..."),
+    (device_comparisons, "llm.py", "device = 'cuda' if torch.cuda.is_available() else 'cpu'\nif device == 'auto': ..."),
+]
+
+
+@pytest.mark.parametrize(("rule", "path", "text"), GOOD)
+def test_rule_lets_good_snippet_pass(rule, path: str, text: str) -> None:
+    assert not rule([Source(f"{PACKAGE}/{path}", text)])
+
+
+def test_large_files_are_found() -> None:
+    assert large_files({"a.bin": MAX_TRACKED_BYTES + 1, "b.bin": MAX_TRACKED_BYTES}) == [
+        "a.bin: 15,000,001 bytes, at most 15,000,000"
+    ]

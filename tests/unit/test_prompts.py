@@ -1,0 +1,283 @@
+"""Prompts from files and from Python, the benchmark prompt, blocks, and the output file."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from flexgen_h2o.errors import FlexgenError, UsageError
+from flexgen_h2o.prompts import (
+    BENCHMARK_TEXT,
+    Completion,
+    Prompt,
+    benchmark_prompts,
+    check_output_path,
+    make_blocks,
+    prompts_from_python,
+    read_prompts,
+    write_outputs,
+)
+
+VOCAB = 300
+
+
+def encode(text: str) -> list[int]:
+    """A BOS (2), then a token a byte."""
+    return [2, *(b + 4 for b in text.encode())]
+
+
+def put(folder: Path, name: str, content: str | bytes) -> Path:
+    path = folder / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+# ---- reading
+
+
+def test_text_file_keeps_spaces_and_skips_blank_lines(tmp_path: Path) -> None:
+    path = put(tmp_path, "p.TXT", b"\xef\xbb\xbffirst\r\n\n  \t\n  two \xe2\x80\xa8 2\xc2\x85 \nlast")
+    found = read_prompts(path, encode, VOCAB)
+    assert [p.text for p in found] == ["first", "  two \u2028 2\x85 ", "last"]
+    assert [p.index for p in found] == [0, 1, 2]
+    assert [p.token_ids for p in found] == [tuple(encode(p.text or "")) for p in found]
+
+
+def test_jsonl_takes_text_and_token_ids(tmp_path: Path) -> None:
+    lines = [{"prompt": "a\nb", "id": 7}, {"prompt_token_ids": [0, 299], "prompt": None}, {"prompt": ""}]
+    path = put(tmp_path, "p.jsonl", "\n\n".join(map(json.dumps, lines)) + "\n")
+    assert read_prompts(path, encode, VOCAB) == [
+        Prompt(0, tuple(encode("a\nb")), "a\nb"),
+        Prompt(1, (0, 299), None),
+        Prompt(2, (2,), ""),
+    ]
+    ids_only = put(tmp_path, "ids.jsonl", '{"prompt_token_ids": [1]}')
+    assert read_prompts(ids_only, None, VOCAB) == [Prompt(0, (1,), None)]
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("{", "JSON"),
+        ("[" * 100_000, "JSON"),
+        ('{"prompt_token_ids": [' + "9" * 5000 + "]}", "JSON"),
+        ('"text"', "object"),
+        ("{}", "neither"),
+        ('{"text": "x"}', "neither"),
+        ('{"prompt": null}', "neither"),
+        ('{"prompt": "x", "prompt_token_ids": [1]}', "both"),
+        ('{"prompt": 5}', "prompt must be a string"),
+        ('{"prompt": [1, 2]}', "use prompt_token_ids"),
+        ('{"prompt_token_ids": "12"}', "list"),
+        ('{"prompt_token_ids": 12}', "list"),
+        ('{"prompt_token_ids": []}', "no tokens"),
+        ('{"prompt_token_ids": [1, 2.0]}', "2.0 is not a whole number"),
+        ('{"prompt_token_ids": [1, true]}', "True is not a whole number"),
+        ('{"prompt_token_ids": [1, "2"]}', "'2' is not a whole number"),
+        ('{"prompt_token_ids": [1, [2]]}', "not a whole number"),
+        ('{"prompt_token_ids": [-1]}', "token id -1 is outside the model's vocabulary of 300"),
+        ('{"prompt_token_ids": [300]}', "token id 300 is outside"),
+        ('{"prompt": "\\ud83d"}', "surrogate"),
+        (b'{"prompt": "\xff"}', "UTF-8"),
+    ],
+)
+def test_bad_lines_are_named_by_file_and_line(tmp_path: Path, line: str | bytes, says: str) -> None:
+    raw = line.encode() if isinstance(line, str) else line
+    path = put(tmp_path, "p.jsonl", b'{"prompt": "ok"}\n\n' + raw + b'\n{"prompt": "ok"}\n')
+    with pytest.raises(UsageError) as error:
+        read_prompts(path, encode, VOCAB)
+    message = str(error.value)
+    assert message.startswith(f"--prompts {path}:3: ") and says in message
+    assert "\n" not in message and len(message) < 300
+
+
+def test_text_without_a_tokenizer_and_not_utf8(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"p\.txt:2: .*give prompt_token_ids"):
+        read_prompts(put(tmp_path, "p.txt", "\nhello"), None, VOCAB)
+    with pytest.raises(UsageError, match=r"q\.txt:2: .*UTF-8"):
+        read_prompts(put(tmp_path, "q.txt", b"ok\n\xe9t\xe9\n"), encode, VOCAB)
+    with pytest.raises(UsageError, match=r"r\.txt:1: the prompt has no tokens"):
+        read_prompts(put(tmp_path, "r.txt", "x"), lambda text: [], VOCAB)
+
+
+@pytest.mark.parametrize("name", ["p.csv", "p", "p.json", "txt"])
+def test_other_file_names_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageError, match=r"^--prompts .*\.txt .*\.jsonl"):
+        read_prompts(put(tmp_path, name, "x"), encode, VOCAB)
+
+
+def test_missing_empty_and_folder(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"^--prompts .*none\.txt: No such file"):
+        read_prompts(tmp_path / "none.txt", encode, VOCAB)
+    for content in ("", "\n \n\n"):
+        with pytest.raises(UsageError, match=r"^--prompts .*p\.jsonl: no prompt in it"):
+            read_prompts(put(tmp_path, "p.jsonl", content), encode, VOCAB)
+    (tmp_path / "d.txt").mkdir()
+    with pytest.raises(UsageError, match=r"^--prompts .*d\.txt: "):
+        read_prompts(tmp_path / "d.txt", encode, VOCAB)
+
+
+def test_python_inputs_of_every_kind() -> None:
+    given: list[Any] = ["hi", [1, 2], (3,), np.array([4, 5]), torch.tensor([6]), [np.int64(7), torch.tensor(8)]]
+    found = prompts_from_python(given, encode, VOCAB)
+    assert [p.token_ids for p in found] == [tuple(encode("hi")), (1, 2), (3,), (4, 5), (6,), (7, 8)]
+    assert [p.text for p in found] == ["hi"] + [None] * 5
+    assert all(type(i) is int for p in found for i in p.token_ids)
+    assert prompts_from_python([], encode, VOCAB) == []
+    assert [p.token_ids for p in prompts_from_python(torch.tensor([[1, 2], [3, 4]]), None, VOCAB)] == [(1, 2), (3, 4)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        ([], "no tokens"),
+        (5, "not int"),
+        (None, "not NoneType"),
+        (b"x", "not bytes"),
+        ([VOCAB], "outside"),
+        ([True], "whole number"),
+        ([torch.tensor(True)], "whole number"),
+        (np.array([1.0]), "whole number"),
+        (torch.tensor([[1]]), "whole number"),
+        (torch.tensor(1), "not Tensor"),
+        ({1, 2}, "not set"),
+        ("\ud800", "surrogate"),
+    ],
+)
+def test_bad_python_inputs_are_named_by_place(bad: Any, says: str) -> None:
+    with pytest.raises(UsageError, match=r"^prompts\[3\]: ") as error:
+        prompts_from_python([[1], [1], [1], bad], encode, VOCAB)
+    assert says in str(error.value)
+
+
+def test_one_string_is_not_a_list_of_prompts() -> None:
+    with pytest.raises(UsageError, match=r"^prompts: a list"):
+        prompts_from_python("hello", encode, VOCAB)
+
+
+# ---- benchmark prompt
+
+
+@pytest.mark.parametrize("length", [1, 2, 10, 28, 29, 30, 100])
+def test_benchmark_prompt_has_the_length_and_one_bos(length: int) -> None:
+    body = encode(BENCHMARK_TEXT)[1:]
+    found = benchmark_prompts(3, length, encode, VOCAB)
+    assert [p.index for p in found] == [0, 1, 2] and len({p.token_ids for p in found}) == 1
+    assert found[0].token_ids == tuple([2, *(body * 5)][:length])
+    assert found[0].text == (BENCHMARK_TEXT if length == len(body) + 1 else None)
+
+
+def test_benchmark_prompt_without_bos() -> None:
+    [found] = benchmark_prompts(1, 60, lambda text: list(text.encode()), VOCAB)
+    assert bytes(found.token_ids) == (BENCHMARK_TEXT * 3).encode()[:60]
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 4, 5, 50_000])
+def test_benchmark_ids_without_a_tokenizer(vocab: int) -> None:
+    first, second = benchmark_prompts(2, 64, None, vocab)
+    assert first.token_ids == second.token_ids and len(first.token_ids) == 64 and first.text is None
+    low = 4 if vocab > 4 else 0
+    assert all(low <= i < vocab for i in first.token_ids)
+    assert benchmark_prompts(1, 64, None, vocab)[0] == first
+    assert vocab < 50_000 or len(set(first.token_ids)) > 50
+
+
+def test_benchmark_prompt_refuses_bad_arguments() -> None:
+    with pytest.raises(UsageError, match="--prompt-len"):
+        benchmark_prompts(1, 0, None, VOCAB)
+    with pytest.raises(UsageError, match="tokenizer does not belong to the model"):
+        benchmark_prompts(1, 8, encode, 50)
+
+
+# ---- blocks
+
+
+def test_blocks_are_sorted_full_and_complete() -> None:
+    lengths = [3, 9, 9, 1, 5, 9, 2, 7, 4, 6, 8]
+    rows = [Prompt(i, (1,) * n, None) for i, n in enumerate(lengths)]
+    blocks = make_blocks(rows, gpu_batch_size=2, num_gpu_batches=2)
+    assert [[[p.index for p in mb] for mb in block] for block in blocks] == [
+        [[1, 2], [5, 10]],
+        [[7, 9], [4, 8]],
+        [[0, 6], [3]],
+    ]
+
+
+@pytest.mark.parametrize(("count", "gbs", "k"), [(0, 4, 2), (1, 4, 2), (8, 4, 2), (9, 4, 2), (13, 3, 4), (5, 1, 1)])
+def test_blocks_hold_every_row_once(count: int, gbs: int, k: int) -> None:
+    rows = [Prompt(i, (1,) * (1 + i * 7 % 5), None) for i in range(count)]
+    blocks = make_blocks(rows, gbs, k)
+    flat = [p for block in blocks for mb in block for p in mb]
+    assert flat == sorted(rows, key=lambda p: (-len(p.token_ids), p.index))
+    sizes = [len(mb) for block in blocks for mb in block]
+    assert all(size == gbs for size in sizes[:-1]) and all(0 < size <= gbs for size in sizes)
+    assert all(len(block) == k for block in blocks[:-1]) and all(0 < len(block) <= k for block in blocks)
+
+
+# ---- output file
+
+
+DONE = [Completion(1, None, None, [3], "length"), Completion(0, "été", "a\nb\u2028", [1, 2], "stop")]
+
+
+def test_outputs_are_in_input_order_and_replace_the_old_file(tmp_path: Path) -> None:
+    path = put(tmp_path, "out.jsonl", "old")
+    write_outputs(path, iter(DONE))
+    lines = path.read_bytes().decode().split("\n")
+    assert lines.pop() == ""
+    assert [json.loads(line) for line in lines] == [
+        {"index": 0, "prompt": "été", "text": "a\nb\u2028", "token_ids": [1, 2], "finish_reason": "stop"},
+        {"index": 1, "prompt": None, "text": None, "token_ids": [3], "finish_reason": "length"},
+    ]
+    assert list(json.loads(lines[0])) == ["index", "prompt", "text", "token_ids", "finish_reason"]
+    assert os.listdir(tmp_path) == ["out.jsonl"]
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = put(tmp_path, "out.jsonl", "old")
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(FlexgenError, match=r"^--output .*out\.jsonl: No space left") as error:
+        write_outputs(path, DONE)
+    assert not isinstance(error.value, UsageError)
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["out.jsonl"]
+
+
+def test_outputs_follow_a_link(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    link = tmp_path / "out.jsonl"
+    link.symlink_to(tmp_path / "real" / "target.jsonl")
+    check_output_path(link)
+    write_outputs(link, DONE)
+    assert link.is_symlink() and len((tmp_path / "real" / "target.jsonl").read_text().splitlines()) == 3
+
+
+def test_output_path_is_checked_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_output_path(tmp_path / "out.jsonl")
+    monkeypatch.chdir(tmp_path)
+    check_output_path(Path("out.jsonl"))
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(UsageError, match=r"^--output .*must end in \.jsonl"):
+        check_output_path(tmp_path / "out.json")
+    with pytest.raises(UsageError, match=r"^--output .*does not exist"):
+        check_output_path(tmp_path / "no" / "out.jsonl")
+    (tmp_path / "d.jsonl").mkdir()
+    with pytest.raises(UsageError, match=r"^--output .*is a folder"):
+        check_output_path(tmp_path / "d.jsonl")
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(UsageError, match=r"^--output .*no permission"):
+        check_output_path(tmp_path / "out.jsonl")
+
+
+def test_finish_reason_is_one_of_two() -> None:
+    with pytest.raises(ValueError, match="finish_reason: 'eos'"):
+        Completion(0, None, None, [], "eos")

@@ -1,0 +1,232 @@
+"""The run report's JSON contract, FlexGen's lines as its own parser reads them, and projections."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flexgen_h2o.config import Policy
+from flexgen_h2o.errors import FlexgenError, UsageError
+from flexgen_h2o.report import (
+    PhaseReport,
+    RunReport,
+    append_log,
+    check_writable,
+    log_block,
+    log_file_name,
+    project_decode_seconds,
+    sizes_line,
+    write_json,
+)
+
+GB = 2**30
+
+
+def make_report(**changes: Any) -> RunReport:
+    facts: dict[str, Any] = {
+        "model": "facebook/opt-30b",
+        "policy": Policy(gpu_batch_size=48, num_gpu_batches=3, percent=(20, 80, 0, 100, 0, 100)),
+        "eviction": {"name": "full"},
+        "prompt_len": 512,
+        "gen_len": 32,
+        "num_prompts": 144,
+        "prefill": PhaseReport(100.0, 144 * 512),
+        "decode": PhaseReport(500.0, 144 * 31),
+        "peak_bytes": {"device": 3 * GB // 2, "host": 10, "disk": 0},
+        "io_bytes": {"disk_read": 1, "disk_write": 2, "h2d": 3, "d2h": 4},
+        "kv": {"slots": 543, "bytes": 5, "full_bytes": 5},
+        "predicted": {"prefill_s": 90.0, "decode_s": None},
+        "model_bytes": int(55.803 * GB),
+        "cache_bytes": GB,
+        "hidden_bytes": GB // 8,
+    }
+    return RunReport(**{**facts, **changes})
+
+
+# ---- JSON
+
+
+def test_json_has_the_names_of_the_contract() -> None:
+    body = make_report().to_json()
+    contract = (
+        "model policy eviction prompt_len gen_len num_prompts prefill decode total peak_bytes io_bytes kv predicted"
+    )
+    ours = "projected model_bytes cache_bytes hidden_bytes extra"
+    assert list(body) == [*contract.split(), *ours.split()]
+    for phase in ("prefill", "decode", "total"):
+        assert list(body[phase]) == ["seconds", "tokens_per_s", "tokens"]
+    assert body["policy"] == Policy(**body["policy"]).to_json()
+    assert json.loads(json.dumps(body)) == body
+
+
+def test_total_counts_generated_tokens_over_both_phases() -> None:
+    body = make_report().to_json()
+    assert body["total"] == {"seconds": 600.0, "tokens": 144 * 32, "tokens_per_s": 144 * 32 / 600}
+    assert body["prefill"]["tokens_per_s"] == 144 * 512 / 100
+    assert body["decode"]["tokens_per_s"] == 144 * 31 / 500
+
+
+@pytest.mark.parametrize("seconds", [0.0, math.nan, math.inf])
+def test_no_rate_without_a_time(seconds: float) -> None:
+    assert PhaseReport(seconds, 5).tokens_per_s == 0.0
+
+
+def test_json_is_safe_whatever_the_extra_facts_are(tmp_path: Path) -> None:
+    extra = {
+        "sweeps": (1.0, math.nan),
+        "efficiency": np.float32(0.5),
+        "counts": np.arange(2),
+        "nested": {"bad": [math.inf], 3: True},
+        "path": tmp_path,
+        "nothing": None,
+    }
+    report = make_report(extra=extra, prefill=PhaseReport(0.0, 5), decode=PhaseReport(math.inf, 0))
+    path = tmp_path / "run.json"
+    write_json(path, report)
+    body = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert body["extra"] == {
+        "sweeps": [1.0, None],
+        "efficiency": 0.5,
+        "counts": [0, 1],
+        "nested": {"bad": [None], "3": True},
+        "path": str(tmp_path),
+        "nothing": None,
+    }
+    assert body["decode"] == {"seconds": None, "tokens_per_s": 0.0, "tokens": 0}
+
+
+@pytest.mark.parametrize("name", ["peak_bytes", "io_bytes", "kv", "predicted"])
+def test_a_mapping_with_other_keys_is_refused(name: str) -> None:
+    good = dict(getattr(make_report(), name))
+    for bad in ({**good, "more": 1}, dict(list(good.items())[1:])):
+        with pytest.raises(ValueError, match=name):
+            make_report(**{name: bad})
+
+
+# ---- FlexGen's text
+
+
+def read_as_flexgen_does(block: str) -> list[tuple[float, float]]:
+    """Lines 2..4: what stands between ': ' and ' ' of both halves."""
+    return [
+        (float(a[a.index(": ") + 2 : a.index(" s")]), float(b[b.index(": ") + 2 : b.index(" to")]))
+        for a, b in (line.split("\t") for line in block.split("\n")[2:5])
+    ]
+
+
+def test_log_block_is_flexgens_to_the_letter() -> None:
+    assert log_block(make_report(projected=True)).split("\n") == [
+        "model size: 55.803 GB\tcache size: 1.000 GB\thidden size (p): 0.125 GB",
+        "peak gpu mem: 1.500 GB\tprojected: True",
+        "prefill latency: 100.000 s\tprefill throughput: 737.280 token/s",
+        "decode latency: 500.000 s\tdecode throughput: 8.928 token/s",
+        "total latency: 600.000 s\ttotal throughput: 7.680 token/s",
+    ]
+    assert "\tprojected: False\n" in log_block(make_report())
+
+
+def test_log_block_round_trips_through_flexgens_parser() -> None:
+    report = make_report(prefill=PhaseReport(1.23456, 1000), decode=PhaseReport(0.0, 0))
+    phases = (report.prefill, report.decode, report.total)
+    wanted = [(round(p.seconds, 3), round(p.tokens_per_s, 3)) for p in phases]
+    assert read_as_flexgen_does(log_block(report)) == wanted
+
+
+def test_log_is_appended_five_lines_a_run(tmp_path: Path) -> None:
+    path = tmp_path / "run.log"
+    first, second = make_report(), make_report(projected=True)
+    append_log(path, first)
+    append_log(path, second)
+    assert path.read_text() == log_block(first) + "\n" + log_block(second) + "\n"
+    assert len(path.read_text().splitlines()) == 10
+
+
+def test_sizes_line() -> None:
+    assert sizes_line(int(12.386 * GB) + 1, GB // 2, GB // 1000) == (
+        "model size: 12.386 GB, cache size: 0.500 GB, hidden size (prefill): 0.001 GB"
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "name"),
+    [
+        ("facebook/opt-30b", {}, "fo-30b-gbs48-ngbs3-prompt512-gen32-percent-20-80-0-100-0-100-gpu-cache.log"),
+        (
+            "/models/opt-6.7b/",
+            {"cpu_cache_compute": True},
+            "fo-6.7b-gbs48-ngbs3-prompt512-gen32-percent-20-80-0-100-0-100-cpu-cache.log",
+        ),
+        (
+            "plain",
+            {"compress_weight": True, "compress_cache": True, "percent": (0, 100, 100, 0, 100, 0)},
+            "fo-plain-gbs48-ngbs3-prompt512-gen32-percent-0-100-100-0-100-0-gpu-cache-compw-compc.log",
+        ),
+        ("x/we ird-a b", {}, "fo-a_b-gbs48-ngbs3-prompt512-gen32-percent-20-80-0-100-0-100-gpu-cache.log"),
+        ("/", {}, "fo-model-gbs48-ngbs3-prompt512-gen32-percent-20-80-0-100-0-100-gpu-cache.log"),
+    ],
+)
+def test_log_file_name(model: str, changes: dict[str, Any], name: str) -> None:
+    assert log_file_name(model, replace(make_report().policy, **changes), 512, 32) == name
+
+
+# ---- projection
+
+
+@pytest.mark.parametrize(
+    ("sweeps", "gen_len", "seconds"),
+    [
+        ([5.0, 3.0, 1.0, 2.0, 3.0], 32, 5 + 3 + 2 * 29),
+        ([5.0, 3.0, 1.0], 4, 9.0),
+        ([5.0, 3.0, 1.0], 3, 8.0),
+        ([5.0, 3.0], 32, 5 + 3 * 30),
+        ([5.0], 32, 5.0 * 31),
+        ([5.0], 1, 0.0),
+        ([], 1, 0.0),
+    ],
+)
+def test_projection(sweeps: list[float], gen_len: int, seconds: float) -> None:
+    assert project_decode_seconds(sweeps, gen_len) == pytest.approx(seconds)
+
+
+def test_nothing_to_project_from() -> None:
+    with pytest.raises(UsageError, match=r"^--cut-gen-len: "):
+        project_decode_seconds([], 2)
+
+
+# ---- files
+
+
+def test_check_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run.json"
+    check_writable(path, "--json")
+    monkeypatch.chdir(tmp_path)
+    check_writable(Path("run.json"), "--json")
+    assert os.listdir(tmp_path) == []
+    check_writable(Path("/dev/null"), "--log-file")
+    with pytest.raises(UsageError, match=r"^--trace .*does not exist"):
+        check_writable(tmp_path / "no" / "x", "--trace")
+    with pytest.raises(UsageError, match=r"^--json .*is a folder"):
+        check_writable(tmp_path, "--json")
+    # As root everything may be written: permissions are played.
+    monkeypatch.setattr("os.access", lambda asked, mode: asked != tmp_path)
+    with pytest.raises(UsageError, match=r"^--json .*no permission"):
+        check_writable(path, "--json")
+    path.touch()
+    check_writable(path, "--json")
+    monkeypatch.setattr("os.access", lambda asked, mode: asked != path)
+    with pytest.raises(UsageError, match=r"^--json .*no permission"):
+        check_writable(path, "--json")
+
+
+def test_files_that_cannot_be_written_are_named(tmp_path: Path) -> None:
+    with pytest.raises(FlexgenError, match=r"^--json .*: Is a directory"):
+        write_json(tmp_path, make_report())
+    with pytest.raises(FlexgenError, match=r"^--log-file .*: Is a directory"):
+        append_log(tmp_path, make_report())

@@ -1,0 +1,302 @@
+"""Token choice against a slow reference, independence of batching, stop strings on a real byte-level tokenizer."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from flexgen_h2o.errors import EXIT_FAILED, FlexgenError, UsageError
+from flexgen_h2o.sampling import SamplingParams, StopStrings, TokenChooser, decode_text, kept_probabilities
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A GPT-2-like byte-level BPE of 300 entries; id 0 is its special token."""
+    raw = Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    lines = ["the quick brown fox jumps over the lazy dog", "### the end of the story ###", "over and over again"]
+    raw.train_from_iterator(lines, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>")  # type: ignore[no-untyped-call]
+
+
+# ---- parameters
+
+
+def test_defaults_are_greedy_and_off() -> None:
+    params = SamplingParams()
+    assert (params.max_tokens, params.temperature, params.top_p, params.top_k) == (32, 0.0, 1.0, 0)
+    assert (params.seed, params.stop, params.ignore_eos, params.greedy) == (0, (), False, True)
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"), [(None, ()), ("a", ("a",)), (["a", "b"], ("a", "b")), (("a",), ("a",)), ([], ())]
+)
+def test_stop_is_taken_in_every_spelling(given: Any, kept: tuple[str, ...]) -> None:
+    assert SamplingParams(stop=given).stop == kept
+
+
+def test_whole_numbers_and_numpy_numbers_become_floats() -> None:
+    params = SamplingParams(temperature=1, top_p=np.float32(0.5))  # type: ignore[arg-type]
+    assert (type(params.temperature), type(params.top_p), params.top_p) == (float, float, 0.5)
+    assert hash(SamplingParams(stop=["x"])) == hash(SamplingParams(stop=("x",)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *[("max_tokens", v) for v in (0, -1, True, 1.0, "3", None)],
+        *[("temperature", v) for v in (-0.1, math.nan, math.inf, True, "1", None, 10**400)],
+        *[("top_p", v) for v in (-0.1, 1.01, math.nan, math.inf, False, None)],
+        *[("top_k", v) for v in (-1, 2.0, True, None)],
+        *[("seed", v) for v in (-1, 2**63, 1.0, True, None)],
+        *[("stop", v) for v in ("", [""], ["a", ""], [1], 3, {"a"}, b"a")],
+        *[("ignore_eos", v) for v in (1, 0, None, "no")],
+    ],
+)
+def test_bad_values_are_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(UsageError, match=f"^{field}: ") as error:
+        SamplingParams(**{field: value})
+    assert "\n" not in str(error.value)
+
+
+def test_largest_seed_works() -> None:
+    chooser = TokenChooser(SamplingParams(temperature=1.0, seed=2**63 - 1))
+    assert chooser.choose(torch.zeros(1, 5), [2**40], [0])[0] in range(5)
+
+
+# ---- greedy
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("temperature", [0.0, 9.9e-6])
+def test_greedy_takes_the_lowest_of_equal_maxima(dtype: torch.dtype, temperature: float) -> None:
+    logits = torch.randint(0, 4, (9, 5003), generator=torch.Generator().manual_seed(0)).to(dtype)
+    chosen = TokenChooser(SamplingParams(temperature=temperature)).choose(logits, range(9), [0] * 9)
+    assert chosen == [int((row == row.max()).nonzero()[0]) for row in logits]
+    assert all(type(token) is int for token in chosen)
+
+
+# ---- sampling
+
+
+def slow_probabilities(row: list[float], temperature: float, top_k: int, top_p: float) -> list[float]:
+    """What top-k and then top-p leave of one row, one step after the other."""
+    top = max(row)
+    weight = [math.exp((x - top) / temperature) for x in row]
+    order = sorted(range(len(row)), key=lambda i: (-row[i], i))
+    if top_k:
+        order = order[:top_k]
+    mass = sum(weight[i] for i in order)
+    kept, reached = [], 0.0
+    for i in order:
+        kept.append(i)
+        reached += weight[i] / mass
+        if reached >= top_p:
+            break
+    if top_p == 1.0:
+        kept = order
+    mass = sum(weight[i] for i in kept)
+    return [weight[i] / mass if i in kept else 0.0 for i in range(len(row))]
+
+
+@pytest.mark.parametrize("top_k", [0, 1, 3, 40, 50, 99])
+@pytest.mark.parametrize("top_p", [0.0, 1e-9, 0.3, 0.9, 0.999, 1.0])
+@pytest.mark.parametrize("ties", [False, True])
+def test_kept_probabilities_equal_the_slow_reference(top_k: int, top_p: float, ties: bool) -> None:
+    logits = torch.randn(12, 50, generator=torch.Generator().manual_seed(top_k)) * 3
+    if ties:
+        # Values no sum of which falls on top_p itself: rounding must not decide the test.
+        logits = (logits / 2).round()
+    params = SamplingParams(temperature=0.7, top_k=top_k, top_p=top_p)
+    found = kept_probabilities(logits, params)
+    wanted = torch.tensor([slow_probabilities(row, 0.7, top_k, top_p) for row in logits.tolist()])
+    assert torch.equal(found > 0, wanted > 0)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
+
+
+def test_nucleus_wider_than_the_first_guess() -> None:
+    logits = torch.stack([torch.zeros(5000), torch.linspace(0, 30, 5000)])
+    found = kept_probabilities(logits, SamplingParams(temperature=1.0, top_p=0.5001))
+    assert int((found[0] > 0).sum()) == 2501 and bool((found[0, :2501] > 0).all())
+    alone = kept_probabilities(logits[1:], SamplingParams(temperature=1.0, top_p=0.5001))
+    assert torch.equal(found[1:], alone)
+
+
+def test_distribution_follows_the_probabilities() -> None:
+    row = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -math.inf])
+    draws = 20_000
+    params = SamplingParams(temperature=1.3, top_k=4, top_p=0.95, seed=11)
+    chosen = TokenChooser(params).choose(row.expand(draws, 6), range(draws), [7] * draws)
+    wanted = np.array(slow_probabilities(row.tolist(), 1.3, 4, 0.95))
+    counts = np.bincount(chosen, minlength=6)
+    assert (counts[wanted == 0] == 0).all() and (wanted > 0).sum() == 4
+    expected = wanted[wanted > 0] * draws
+    # chi-square, 3 degrees of freedom: 16.3 is passed once in a thousand; the seed is fixed.
+    assert float((((counts[wanted > 0] - expected) ** 2) / expected).sum()) < 16.3
+
+
+def test_steps_rows_and_seeds_draw_independently() -> None:
+    """Neighbouring rows, steps and seeds must not share or shift one stream."""
+    logits = torch.zeros(1, 2**20)
+    drawn = {
+        (seed, row, step): TokenChooser(SamplingParams(temperature=1.0, seed=seed)).choose(logits, [row], [step])[0]
+        for seed in range(4)
+        for row in range(4)
+        for step in range(4)
+    }
+    assert len(set(drawn.values())) >= 63
+
+
+def test_batching_and_order_do_not_change_a_token() -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(37, 1031, generator=generator).to(torch.bfloat16)
+    rows, steps = list(range(100, 137)), [i % 5 for i in range(37)]
+    chooser = TokenChooser(SamplingParams(temperature=0.9, top_k=200, top_p=0.9, seed=5))
+    together = chooser.choose(logits, rows, steps)
+    assert len(set(together)) > 15
+    alone = [chooser.choose(logits[i : i + 1], [rows[i]], [steps[i]])[0] for i in range(37)]
+    shuffled = torch.randperm(37, generator=generator).tolist()
+    mixed = chooser.choose(logits[shuffled], [rows[i] for i in shuffled], [steps[i] for i in shuffled])
+    assert alone == together
+    assert mixed == [together[i] for i in shuffled]
+
+
+def test_chunks_of_rows_do_not_change_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(10, 100, generator=torch.Generator().manual_seed(0))
+    chooser = TokenChooser(SamplingParams(temperature=1.0, top_p=0.8))
+    whole = chooser.choose(logits, range(10), range(10))
+    monkeypatch.setattr("flexgen_h2o.sampling._CHUNK_ELEMENTS", 300)
+    assert chooser.choose(logits, range(10), range(10)) == whole
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_card_chooses_what_the_cpu_chooses(temperature: float) -> None:
+    logits = torch.randn(16, 4099, generator=torch.Generator().manual_seed(1)).half()
+    chooser = TokenChooser(SamplingParams(temperature=temperature, top_k=2000, top_p=0.9))
+    assert chooser.choose(logits.cuda(), range(16), range(16)) == chooser.choose(logits, range(16), range(16))
+
+
+def test_the_extreme_draws_stay_in_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.tensor([[-math.inf, 0.0, 0.3, -math.inf]])
+    chooser = TokenChooser(SamplingParams(temperature=1.0))
+    for number, token in ((0.0, 1), (1 - 2.0**-53, 2), (1.0, 2)):
+        monkeypatch.setattr("flexgen_h2o.sampling._uniform", lambda *_, number=number: number)
+        assert chooser.choose(logits, [0], [0]) == [token]
+
+
+def test_low_temperature_does_not_overflow() -> None:
+    logits = torch.tensor([[1e35, 9e34, -1e35]])
+    assert TokenChooser(SamplingParams(temperature=1e-5)).choose(logits, [0], [0]) == [0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_logits_that_are_not_finite_end_the_run(temperature: float, value: float) -> None:
+    logits = torch.zeros(3, 8)
+    logits[1, 5] = value
+    with pytest.raises(FlexgenError, match="row 41 at step 6 are not finite") as error:
+        TokenChooser(SamplingParams(temperature=temperature)).choose(logits, [40, 41, 42], [6, 6, 6])
+    assert error.value.exit_code == EXIT_FAILED
+
+
+def test_a_row_of_forbidden_tokens_only_is_refused_and_lengths_are_checked() -> None:
+    chooser = TokenChooser(SamplingParams())
+    with pytest.raises(FlexgenError, match="not finite"):
+        chooser.choose(torch.full((1, 4), -math.inf), [0], [0])
+    with pytest.raises(ValueError, match="for 1 rows and 2 steps"):
+        chooser.choose(torch.zeros(2, 4), [0], [0, 0])
+    assert chooser.choose(torch.zeros(0, 4), [], []) == []
+
+
+# ---- stop strings
+
+
+def first_step_found(tokenizer: Any, stop: tuple[str, ...], ids: list[int]) -> int | None:
+    """The number of tokens after which a stop string is first reported."""
+    stops = StopStrings(tokenizer, stop)
+    return next((n for n in range(1, len(ids) + 1) if stops.found(ids[:n])), None)
+
+
+def first_step_in_text(tokenizer: Any, stop: tuple[str, ...], ids: list[int]) -> int | None:
+    """The same by decoding everything each time."""
+    texts = (decode_text(tokenizer, ids[:n]) for n in range(1, len(ids) + 1))
+    return next((n for n, text in enumerate(texts, 1) if any(s in text for s in stop)), None)
+
+
+@pytest.mark.parametrize(
+    "stop", [("###",), ("e end of",), (" dog",), ("é",), ("日本語の",), ("\n",), ("zz", "fox j"), ("🦊!",), ("never",)]
+)
+def test_found_at_the_same_token_as_in_the_whole_text(tokenizer: Any, stop: tuple[str, ...]) -> None:
+    text = "the quick brown fox jumps é over 日本語の 🦊! dog\n### the end of the story ###" + " the lazy" * 20
+    ids = tokenizer.encode(text)
+    assert len(ids) < len(text.encode()), "merged tokens are part of the test"
+    step = first_step_found(tokenizer, stop, ids)
+    assert step == first_step_in_text(tokenizer, stop, ids)
+    assert (step is None) == (stop == ("never",))
+
+
+def test_found_on_random_tokens(tokenizer: Any) -> None:
+    """Any bytes in any order, mostly not UTF-8, with special tokens and ids beyond the tokenizer between."""
+    generator = random.Random(0)
+    hits = 0
+    for _ in range(150):
+        stop = ("".join(generator.choice("thé o") for _ in range(generator.randint(1, 3))),)
+        pieces = [tokenizer.encode(c) for c in "th o"] + [tokenizer.encode("é")] * 2 + [[0], [305], [200], [130]]
+        ids = [i for _ in range(60) for i in generator.choice(pieces)]
+        step = first_step_found(tokenizer, stop, ids)
+        assert step == first_step_in_text(tokenizer, stop, ids), (stop, ids)
+        hits += step is not None
+    assert 75 < hits < 150
+
+
+def test_tokens_without_text_do_not_push_a_stop_string_out(tokenizer: Any) -> None:
+    start, end = tokenizer.encode("##"), tokenizer.encode("#")
+    assert StopStrings(tokenizer, ("###",)).found([*start, *[0] * 50, *[305] * 50, *end])
+
+
+def test_found_decodes_a_short_tail_only(tokenizer: Any) -> None:
+    lengths: list[int] = []
+
+    class Counting:
+        all_special_ids = tokenizer.all_special_ids
+
+        def __len__(self) -> int:
+            return len(tokenizer)
+
+        def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+            lengths.append(len(token_ids))
+            return str(tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+    ids = tokenizer.encode("the lazy dog " * 200)
+    assert not StopStrings(Counting(), ("###", "é")).found(ids)
+    assert 0 < max(lengths) < 20 < len(ids)
+
+
+@pytest.mark.parametrize(
+    ("stop", "kept"),
+    [(("c",), "ab"), (("cd", "b"), "a"), (("a",), ""), (("x",), "abcdabcd"), ((), "abcdabcd"), (("da",), "abc")],
+)
+def test_cut_at_the_earliest(tokenizer: Any, stop: tuple[str, ...], kept: str) -> None:
+    assert StopStrings(tokenizer, stop).cut("abcdabcd") == kept
+
+
+def test_stop_strings_need_a_tokenizer() -> None:
+    with pytest.raises(UsageError, match=r"^--stop: .*tokenizer"):
+        StopStrings(None, ("x",))
+    none = StopStrings(None, ())
+    assert not none.found([1, 2, 3]) and none.cut("text") == "text"
