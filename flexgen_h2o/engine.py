@@ -16,11 +16,12 @@ from flexgen_h2o.config import TIERS, ModelSpec, Policy
 from flexgen_h2o.hidden import HiddenStore
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.kvcache.store import CacheStore
+from flexgen_h2o.limits import READ_THREADS, WRITE_THREADS
 from flexgen_h2o.planner.memory import MemoryPlan, is_streamed, tier_shares
 from flexgen_h2o.tiers.buffers import Ledger, host_buffer
 from flexgen_h2o.tiers.device import Device
 from flexgen_h2o.tiers.disk import DirectFile, Scratch
-from flexgen_h2o.tiers.mover import READ_THREADS, WRITE_THREADS, Mover
+from flexgen_h2o.tiers.mover import Mover
 from flexgen_h2o.tiers.ring import Ring
 from flexgen_h2o.tiers.transfer import Lanes
 from flexgen_h2o.timeline import Timeline
@@ -99,9 +100,7 @@ class Engine:
         on_host = self.device.is_host or self.policy.cpu_cache_compute
         streamed = frozenset(t for t in TIERS if is_streamed(t, on_host))
         overlay = self._buffers.get(("cache overlay", "host"), torch.empty(0, dtype=torch.uint8))
-        return CacheStore(
-            self.mover, self.dtype, self._arenas("cache"), self._files.get("cache"), overlay, streamed
-        )
+        return CacheStore(self.mover, self.dtype, self._arenas("cache"), self._files.get("cache"), overlay, streamed)
 
     def _open_hidden(self) -> HiddenStore:
         shares = tier_shares(self.policy.hidden_shares, self.device.is_host)

@@ -6,7 +6,8 @@ Knows tiers and rows; of the model it knows only that a family computes a layer 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -14,27 +15,35 @@ import torch
 from flexgen_h2o.config import Layer
 from flexgen_h2o.engine import Engine
 from flexgen_h2o.generation import Decoding, MicroBatch, Row, SweepInput
+from flexgen_h2o.hidden import HiddenKey
 from flexgen_h2o.kernels.attention import slot_attention, sparse_slot_attention
-from flexgen_h2o.kernels.linear import RowParts
 from flexgen_h2o.kvcache.attend import SlotAttention, attend_prompts, attend_slots
 from flexgen_h2o.kvcache.layout import UnitLayout
-from flexgen_h2o.kvcache.store import CacheKey, PartView
-from flexgen_h2o.hidden import HiddenKey
+from flexgen_h2o.kvcache.store import CacheKey
 from flexgen_h2o.models import Weights, family_of
 from flexgen_h2o.planner.memory import kv_layout, tier_shares
 from flexgen_h2o.schedule import Step, weight_sequence, zigzag
 from flexgen_h2o.tiers.stream import Stream
+from flexgen_h2o.tiers.transfer import Waitable, wait_all
 from flexgen_h2o.weights import WeightStream
 
 ATTENTION_KINDS = ("attention", "block")
 OnFinished = Callable[[list[Row]], None]
 
 
+@dataclass(frozen=True)
+class BlockTimes:
+    """Seconds of each sweep of a block, and of each layer of each sweep (all its micro-batches)."""
+
+    sweeps: list[float]
+    layers: list[float]
+
+
 class Executor:
     """Runs blocks on an engine, one after another.
 
     max_sweeps: an upper bound of sweeps over all blocks (weights are loaded ahead across blocks). on_finished gets
-    rows as they finish. After each block `sweep_seconds` holds the seconds of its sweeps.
+    rows as they finish. After each block `times` holds its seconds.
     """
 
     def __init__(self, engine: Engine, decoding: Decoding, on_finished: OnFinished, max_sweeps: int) -> None:
@@ -51,8 +60,7 @@ class Executor:
             slot_attention if sparsity == 1 else partial(sparse_slot_attention, share=sparsity)
         )
         self._scale = engine.spec.head_dim**-0.5
-        self.sweep_seconds: list[float] = []
-        self.layer_seconds: list[float] = []
+        self.times = BlockTimes([], [])
 
     def run_block(
         self, rows: Sequence[Sequence[Row]], slots: Sequence[int], order: Iterator[Step] | None = None,
@@ -67,17 +75,17 @@ class Executor:
         self._batches = [MicroBatch(r) for r in rows]
         sweeps = max(r.max_new for batch in rows for r in batch)
         self._begin(slots, sweeps)
-        self.sweep_seconds, self.layer_seconds = [], []
+        self.times = BlockTimes([], [])
         sweep_start = layer_start = time.perf_counter()
         for step in order or zigzag(sweeps, len(self._layers), len(rows)):
             if self._batches[step.micro_batch].rows:
                 self._run_step(step)
             if step.micro_batch == len(rows) - 1:
                 now = time.perf_counter()
-                self.layer_seconds.append(now - layer_start)
+                self.times.layers.append(now - layer_start)
                 layer_start = now
                 if step.layer == len(self._layers) - 1:
-                    self.sweep_seconds.append(now - sweep_start)
+                    self.times.sweeps.append(now - sweep_start)
                     sweep_start = now
                     if not any(batch.rows for batch in self._batches):
                         break
@@ -88,16 +96,6 @@ class Executor:
         """Wait for loads still under way; call once after the last block."""
         self._weights.drain()
 
-    def facts(self) -> dict[str, object]:
-        """How the last block went, for the report: seconds waited for transfers, and of each sweep."""
-        timeline = self._engine.timeline
-        return {
-            "sweep_seconds": [round(s, 6) for s in self.sweep_seconds],
-            "compute_s": timeline.seconds("compute"),
-            "wait_s": timeline.seconds("wait"),
-            "depth": vars(self._engine.plan.depth),
-        }
-
     def _begin(self, slots: Sequence[int], sweeps: int) -> None:
         engine, spec, count = self._engine, self._engine.spec, len(self._batches)
         shares = tier_shares(engine.policy.cache_shares, engine.device.is_host)
@@ -107,8 +105,8 @@ class Executor:
         ]
         engine.cache.begin_block(spec.num_blocks, layouts)
         engine.hidden.begin_block([b.prompt_tokens for b in self._batches], [len(b.rows) for b in self._batches])
-        self._inputs: list[SweepInput | None] = [None] * count
-        self._slots: list[tuple[torch.Tensor, torch.Tensor, int] | None] = [None] * count
+        self._inputs: dict[int, SweepInput] = {}
+        self._slots: dict[int, torch.Tensor] = {}
         ahead = (engine.plan.depth.cache, engine.plan.depth.hidden) if self._overlap else (0, 0)
         self._cache: Stream[CacheKey] = Stream(
             engine.cache_ring(), self._cache_keys(sweeps, count), engine.cache, ahead[0]
@@ -131,83 +129,75 @@ class Executor:
         engine, layer, k = self._engine, self._layers[step.layer], step.micro_batch
         for stream in (self._weights, self._cache, self._hidden):
             stream.prefetch()
-        timeline, key = engine.timeline, (step.sweep, step.layer, step.micro_batch)
         if layer.kind == "embedding":
             self._begin_sweep(k)
-        with timeline.span("wait", "weights"):
+        phase = "prefill" if self._inputs[k].is_prefill else "decode"
+        span, key = engine.timeline.span, (step.sweep, step.layer, k)
+        with span("wait", "load_weight"):
             w = self._weights.open(layer.unit, engine.device.fence())
-        with timeline.span("wait", "hidden"):
+        with span("wait", f"load_hidden {phase}"):
             region = self._hidden.take(key)
             x = engine.hidden.open(key, region)
-        phase = "prefill" if self._input(k).is_prefill else "decode"
-        start = time.perf_counter()
-        self._compute(step, layer, w, x)
-        timeline.record("compute", f"{layer.kind} {phase}", start, time.perf_counter())
-        stores = engine.hidden.close(key, region, engine.device.fence())
-        self._hidden.give_back(region, stores)
+        if layer.kind in ATTENTION_KINDS:
+            with span("wait", f"load_cache {phase}"):
+                self._open_cache(step, layer)
+        with span("compute", f"compute_layer {phase}"):
+            self._compute(k, layer, w, x)
+        if layer.kind in ATTENTION_KINDS:
+            with span("wait", f"store_cache {phase}"):
+                self._close_cache(step, layer)
+        with span("wait", f"store_hidden {phase}"):
+            stores = engine.hidden.close(key, region, engine.device.fence())
+            self._hidden.give_back(region, stores)
+            self._settle(stores)
+
+    def _settle(self, stores: Iterable[Waitable]) -> None:
+        """Without overlap every transfer ends before the next step begins."""
         if not self._overlap:
-            for event in stores:
-                event.wait()
+            wait_all(stores)
+
+    def _open_cache(self, step: Step, layer: Layer) -> None:
+        key = (step.sweep, layer.block, step.micro_batch)
+        self._cache_region = self._cache.take(key)
+        self._views, self._store_whole = self._engine.cache.open(key, self._cache_region)
+
+    def _close_cache(self, step: Step, layer: Layer) -> None:
+        key, engine = (step.sweep, layer.block, step.micro_batch), self._engine
+        slots, fence = self._slots[step.micro_batch], engine.device.fence()
+        stores = engine.cache.close(key, self._cache_region, slots, self._store_whole, fence)
+        self._cache.give_back(self._cache_region, stores)
+        self._settle(stores)
 
     def _begin_sweep(self, k: int) -> None:
         """Fix what micro-batch `k` feeds into this sweep and which slots its new columns take."""
         fed = self._batches[k].sweep_input()
-        kv_heads = self._engine.spec.num_kv_heads
-        slots = torch.tensor(fed.past).repeat_interleave(kv_heads)
         self._inputs[k] = fed
-        self._slots[k] = (slots, slots + 1, max(fed.past) + 1)
+        self._slots[k] = torch.tensor(fed.past).repeat_interleave(self._engine.spec.num_kv_heads)
         self._engine.hidden.begin_sweep(k, len(fed.ids))
 
-    def _input(self, k: int) -> SweepInput:
-        fed = self._inputs[k]
-        assert fed is not None
-        return fed
-
-    def _compute(self, step: Step, layer: Layer, w: Weights, x: torch.Tensor) -> None:
-        spec, family, ws, k = self._engine.spec, self._family, self._workspace, step.micro_batch
+    def _compute(self, k: int, layer: Layer, w: Weights, x: torch.Tensor) -> None:
+        spec, family, ws, fed = self._engine.spec, self._family, self._workspace, self._inputs[k]
         if layer.kind == "embedding":
-            fed, where = self._input(k), x.device
-            family.embed(spec, w, fed.ids.to(where), fed.positions.to(where), x, ws)
-        elif layer.kind == "head":
-            self._head(k, w, x)
-        elif layer.kind == "mlp":
+            family.embed(spec, w, fed.ids.to(x.device), fed.positions.to(x.device), x, ws)
+        if layer.kind in ATTENTION_KINDS:
+            attend = self._attend_prompts if fed.is_prefill else self._attend_slots
+            out = ws.get("mixed", len(x), spec.num_heads * spec.head_dim)
+            family.attention(spec, w, x, partial(attend, k, out), ws)
+        if layer.kind in ("mlp", "block"):
             family.mlp(spec, w, x, ws)
-        else:
-            self._attention(step, layer, w, x)
-            if layer.kind == "block":
-                family.mlp(spec, w, x, ws)
+        if layer.kind == "head":
+            self._head(k, w, x)
 
-    def _attention(self, step: Step, layer: Layer, w: dict[str, RowParts] | Weights, x: torch.Tensor) -> None:
-        engine, k = self._engine, step.micro_batch
-        key: CacheKey = (step.sweep, layer.block, k)
-        with engine.timeline.span("wait", "cache"):
-            region = self._cache.take(key)
-            views, whole = engine.cache.open(key, region)
-        fed = self._input(k)
-        out = self._workspace.get("mixed", len(x), engine.spec.num_heads * engine.spec.head_dim)
-        attend = self._attend_prompts if fed.is_prefill else self._attend_slots
-        self._family.attention(engine.spec, w, x, partial(attend, k, views, out), self._workspace)
-        slots = None if self._slots[k] is None else self._slots[k][0]  # type: ignore[index]
-        stores = engine.cache.close(key, region, slots, whole, engine.device.fence())
-        self._cache.give_back(region, stores)
-        if not self._overlap:
-            for event in stores:
-                event.wait()
+    def _attend_prompts(self, k: int, out: torch.Tensor, *qkv: torch.Tensor) -> torch.Tensor:
+        return attend_prompts(qkv, self._inputs[k].counts, self._views, self._scale, out)
 
-    def _attend_prompts(
-        self, k: int, views: list[PartView], out: torch.Tensor, *qkv: torch.Tensor
-    ) -> torch.Tensor:
-        return attend_prompts(*qkv, self._input(k).counts, views, self._scale, out)
-
-    def _attend_slots(self, k: int, views: list[PartView], out: torch.Tensor, *qkv: torch.Tensor) -> torch.Tensor:
-        placed = self._slots[k]
-        assert placed is not None
-        slots, filled, longest = placed
-        return attend_slots(*qkv, slots, filled, longest, views, self._scale, self._slot_attention, out)
+    def _attend_slots(self, k: int, out: torch.Tensor, *qkv: torch.Tensor) -> torch.Tensor:
+        slots, longest = self._slots[k], max(self._inputs[k].past) + 1
+        return attend_slots(qkv, slots, slots + 1, longest, self._views, self._scale, self._slot_attention, out)
 
     def _head(self, k: int, w: Weights, x: torch.Tensor) -> None:
         batch = self._batches[k]
-        last = x.index_select(0, self._input(k).last().to(x.device))
+        last = x.index_select(0, self._inputs[k].last().to(x.device))
         logits = self._family.head(self._engine.spec, w, last, self._workspace)
         tokens = self._decoding.choose(batch, logits)
         finished, moves = batch.accept(tokens, self._decoding.end)

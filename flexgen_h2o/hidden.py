@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from flexgen_h2o.planner.memory import PAGE, hidden_home_bytes, hidden_is_streamed
+from flexgen_h2o.limits import PAGE
+from flexgen_h2o.planner.memory import hidden_home_bytes, hidden_is_streamed
 from flexgen_h2o.tiers.disk import DirectFile
 from flexgen_h2o.tiers.mover import Mover
 from flexgen_h2o.tiers.placement import Part, Shares, split_rows
@@ -76,9 +77,7 @@ class HiddenStore:
             else:
                 assert self._file is not None
                 offset = self._offsets[key[2]]["disk"]
-                loads.append(
-                    self._mover.read("load_hidden", data, self._file, offset, data.numel(), after=after)
-                )
+                loads.append(self._mover.read("load_hidden", data, self._file, offset, data.numel(), after=after))
         return loads
 
     # Compute side
@@ -104,9 +103,7 @@ class HiddenStore:
             for part, data in self._slices(k, region):
                 memory = self._home(k, part)
                 if memory is not None:
-                    stores.append(
-                        self._mover.copy("d2h", "store_hidden", memory[: data.numel()], data, [fence])
-                    )
+                    stores.append(self._mover.copy("d2h", "store_hidden", memory[: data.numel()], data, [fence]))
                 else:
                     assert self._file is not None
                     offset = self._offsets[k]["disk"]

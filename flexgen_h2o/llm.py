@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch
 
 from flexgen_h2o.config import DTYPE_BYTES, MemoryBudget, Policy, read_policy
 from flexgen_h2o.engine import Engine
 from flexgen_h2o.errors import UsageError
-from flexgen_h2o.executor import Executor
+from flexgen_h2o.executor import BlockTimes, Executor
 from flexgen_h2o.generation import Decoding, Row, RowEnd
 from flexgen_h2o.kvcache.eviction import check_eviction
 from flexgen_h2o.planner.memory import MemoryPlan, Shape, plan_within
-from flexgen_h2o.planner.rule import Need, choose_policy
+from flexgen_h2o.planner.rule import AutoPolicy, Need, choose_policy
 from flexgen_h2o.progress import Progress
 from flexgen_h2o.prompts import Completion, Prompt, make_blocks, prompts_from_python
 from flexgen_h2o.report import PhaseReport, RunReport
@@ -25,28 +25,30 @@ from flexgen_h2o.schedule import Step
 from flexgen_h2o.source import Model, find_checkpoint, find_model
 from flexgen_h2o.tiers.device import open_device
 from flexgen_h2o.tiers.machine import resolve_budgets
-from flexgen_h2o.timeline import Timeline
+from flexgen_h2o.timeline import LANES, Timeline
 
+RANDOM_WEIGHTS_SEED = 0
 DEFAULT_OFFLOAD_DIR = Path("~/flexgen_h2o_offload_dir")
 LogitsWatch = Callable[[list[int], torch.Tensor], None]
+Order = Callable[[int, int], Iterator[Step]]
 
 
 class LLM:
     """A model under a policy and budgets.
 
     model: hub id, local Hugging Face folder, or `opt-tiny` (shipped). path: where checkpoints are; `_DUMMY_` asks for
-    random weights at the true shape. policy: a `Policy`, "auto", or a policy file. dtype: "auto" takes the
-    checkpoint's (float16 becomes bfloat16 on a CPU). budget: bytes by tier, by default what is free less a margin.
+    random weights at the true shape. policy: a `Policy`, "auto", a policy file, or `AutoPolicy(base)`. dtype: "auto"
+    takes the checkpoint's (float16 becomes bfloat16 on a CPU). budget: bytes by tier, by default what is free less a
+    margin.
 
-    Raises UsageError (unusable input) here, DoesNotFitError here or at `generate`. Nothing big is allocated before
-    the first `generate`. Close it, or use it as a context manager, to give memory and scratch files back.
+    Raises UsageError (unusable input) here, DoesNotFitError here or at `generate`. Nothing big is allocated before the
+    first `generate`. Close it, or use it as a context manager, to give memory and scratch files back.
     """
 
     def __init__(
-        self, model: str = "opt-tiny", policy: Policy | str | Path = "auto", eviction: object = None,
+        self, model: str = "opt-tiny", policy: Policy | AutoPolicy | str | Path = "auto", eviction: object = None,
         device: str = "auto", dtype: str = "auto", budget: MemoryBudget | None = None,
         offload_dir: str | Path | None = None, path: str | None = None, revision: str | None = None,
-        weight_seed: int = 0,
     ) -> None:  # fmt: skip
         self.eviction = check_eviction(eviction)
         self._asked_policy = _read_policy_argument(policy)
@@ -54,13 +56,14 @@ class LLM:
         self._device = open_device(device, separate_budget=self._budget.device is not None)
         self.offload_dir = Path(offload_dir or DEFAULT_OFFLOAD_DIR).expanduser()
         self.model: Model = find_model(model, path, revision)
-        self._weight_seed = weight_seed
-        self._asked_dtype = _check_dtype(dtype, self._device.torch_device.type == "cpu")
+        self._asked_dtype = _check_dtype(dtype)
         self.timeline = Timeline()
         self.report: RunReport | None = None
-        self._policy: Policy | None = self._asked_policy
+        self._policy = self._asked_policy if isinstance(self._asked_policy, Policy) else None
         self._engine: Engine | None = None
         self._dtype: str | None = None
+        self._planned_rows = 0
+        self.times: list[BlockTimes] = []
 
     def __enter__(self) -> LLM:
         return self
@@ -83,6 +86,22 @@ class LLM:
         assert self._dtype is not None
         return self._dtype
 
+    @property
+    def num_layers(self) -> int:
+        """Layers of a sweep under the policy in use."""
+        sep_layer = self._policy.sep_layer if self._policy is not None else True
+        return len(self.model.spec.layers(sep_layer).layers)
+
+    def sizes(self, prompts: Sequence[Prompt], params: SamplingParams) -> tuple[int, int, int]:
+        """Bytes of weights, of the full KV cache and of the hidden states of all rows: FlexGen's summary."""
+        spec, itemsize = self.model.spec, DTYPE_BYTES[self.dtype]
+        tokens = sum(len(p.token_ids) + self._most_new_tokens(p, params) for p in prompts)
+        return (
+            spec.num_weights * itemsize,
+            tokens * spec.kv_bytes_per_token(itemsize),
+            tokens * spec.hidden_size * itemsize,
+        )
+
     def generate(
         self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | None = None,
         watch_logits: LogitsWatch | None = None,
@@ -100,11 +119,12 @@ class LLM:
 
     def run(
         self, prompts: Sequence[Prompt], params: SamplingParams, on_finished: Callable[[list[Completion]], None],
-        watch_logits: LogitsWatch | None = None, order: Callable[[int, int], Any] | None = None,
+        watch_logits: LogitsWatch | None = None, order: Order | None = None,
     ) -> RunReport:  # fmt: skip
         """`generate` for read prompts: completions are handed out as rows finish, the report is returned.
 
-        order: (layers, micro-batches) -> the steps to run instead of the whole schedule (debug modes).
+        order: the steps to run of a block instead of its whole schedule, from its numbers of layers and
+        micro-batches; rows that it cuts short are handed out at the end, as of length.
         """
         stop = StopStrings(self.model.tokenizer, params.stop)
         rows = [Row(p, self._most_new_tokens(p, params)) for p in prompts]
@@ -126,21 +146,23 @@ class LLM:
 
             decoding = Decoding(TokenChooser(params), end, watch_logits)
             executor = Executor(engine, decoding, hand_out, sweeps)
-            prefill, decode = 0.0, 0.0
+            self.times = []
             try:
                 for block in blocks:
                     steps = order(len(engine.layers.layers), len(block)) if order else None
                     with torch.inference_mode():
                         executor.run_block(block, [self._slots(batch) for batch in block], steps, progress.sweep)
-                    prefill += sum(executor.sweep_seconds[:1])
-                    decode += sum(executor.sweep_seconds[1:])
+                    self.times.append(executor.times)
                 executor.finish()
             except BaseException:
                 self.close()
                 raise
-        self.executor_facts = executor.facts()
+        cut_short = [row for row in rows if row.finish_reason is None]
+        for row in cut_short:
+            row.finish_reason = "length"
+        on_finished([self._completion(row, stop) for row in cut_short])
         moved = {lane: n - before[lane] for lane, n in engine.io_bytes.items()}
-        self.report = self._make_report(rows, params, engine, prefill, decode, moved)
+        self.report = self._make_report(rows, params, engine, moved)
         return self.report
 
     def close(self) -> None:
@@ -151,22 +173,27 @@ class LLM:
 
     def _ready(self, rows: Sequence[Row]) -> Engine:
         """An engine whose buffers cover these rows: the open one if it does, else a new one."""
-        spec, budgets = self.model.spec, resolve_budgets(self._budget, self._device, self.offload_dir)
-        itemsize = DTYPE_BYTES[self.dtype]
-        if self._engine is not None:
-            if self._engine.plan.shape.covers(self._shape(rows, self._engine.policy)):
-                return self._engine
-            self.close()
         need = Need(len(rows), max(len(r.prompt.token_ids) for r in rows), self._slots(rows))
-        policy = self._asked_policy or choose_policy(spec, need, itemsize, self._device.is_host, budgets)
+        if self._engine is not None and self._serves(self._engine, need, rows):
+            return self._engine
+        self.close()
+        spec, itemsize, policy = self.model.spec, DTYPE_BYTES[self.dtype], self._asked_policy
+        budgets = resolve_budgets(self._budget, self._device, self.offload_dir)
+        if isinstance(policy, AutoPolicy):
+            policy = choose_policy(spec, need, policy.base, itemsize, self._device.is_host, budgets)
         shape = self._shape(rows, policy)
         plan: MemoryPlan = plan_within(spec, policy, shape, itemsize, self._device.is_host, budgets)
-        self._policy = policy
+        self._policy, self._planned_rows = policy, need.rows
         self._engine = Engine(
             spec, self._checkpoint, policy, plan, getattr(torch, self.dtype), self._device, budgets, self.offload_dir,
             self.timeline,
         )  # fmt: skip
         return self._engine
+
+    def _serves(self, engine: Engine, need: Need, rows: Sequence[Row]) -> bool:
+        """Do the buffers suffice, and was the policy not chosen for fewer rows?"""
+        enough = engine.plan.shape.covers(self._shape(rows, engine.policy))
+        return enough and (self._asked_policy == engine.policy or need.rows <= self._planned_rows)
 
     def _shape(self, rows: Sequence[Row], policy: Policy) -> Shape:
         blocks = make_blocks([r.prompt for r in rows], policy.gpu_batch_size, policy.num_gpu_batches)
@@ -182,12 +209,10 @@ class LLM:
         return max(self.eviction.slots(len(r.prompt.token_ids), r.max_new) for r in rows)
 
     def _open_checkpoint(self) -> None:
-        wanted = self._asked_dtype or "bfloat16"
+        wanted = self._device.compute_dtype(self._asked_dtype, "bfloat16")
         show = Progress.on_terminal()
-        self._checkpoint = find_checkpoint(self.model, wanted, self.offload_dir, self._weight_seed, show)
-        stored = self._checkpoint.dtype
-        on_cpu = self._device.torch_device.type == "cpu"
-        self._dtype = self._asked_dtype or ("bfloat16" if stored == "float16" and on_cpu else stored)
+        self._checkpoint = find_checkpoint(self.model, wanted, self.offload_dir, RANDOM_WEIGHTS_SEED, show)
+        self._dtype = self._device.compute_dtype(self._asked_dtype, self._checkpoint.dtype)
 
     def _most_new_tokens(self, prompt: Prompt, params: SamplingParams) -> int:
         """The newest token needs no position of its own, so a prompt that fills all positions still gets one."""
@@ -206,14 +231,13 @@ class LLM:
         return Completion(row.prompt.index, row.prompt.text, text, list(row.token_ids), row.finish_reason)
 
     def _make_report(
-        self, rows: Sequence[Row], params: SamplingParams, engine: Engine, prefill: float, decode: float,
-        moved: dict[str, int],
-    ) -> RunReport:  # fmt: skip
-        spec, plan = self.model.spec, engine.plan
-        itemsize = engine.dtype.itemsize
+        self, rows: Sequence[Row], params: SamplingParams, engine: Engine, moved: dict[str, int]
+    ) -> RunReport:
+        prefill = sum(sum(t.sweeps[:1]) for t in self.times)
+        decode = sum(sum(t.sweeps[1:]) for t in self.times)
+        plan, held = engine.plan, engine.plan.size("cache")
         prompt_tokens = sum(len(r.prompt.token_ids) for r in rows)
-        held = plan.size("cache")
-        column = spec.kv_bytes_per_token(itemsize)
+        model_bytes, cache_bytes, hidden_bytes = self.sizes([r.prompt for r in rows], params)
         return RunReport(
             model=self.model.name,
             policy=engine.policy,
@@ -227,31 +251,36 @@ class LLM:
             io_bytes=moved,
             kv={"slots": plan.shape.slots, "bytes": held, "full_bytes": held},
             predicted={"prefill_s": None, "decode_s": None},
-            model_bytes=spec.num_weights * itemsize,
-            cache_bytes=sum(column * (len(r.prompt.token_ids) + r.max_new) for r in rows),
-            hidden_bytes=sum(len(r.prompt.token_ids) + r.max_new for r in rows) * spec.hidden_size * itemsize,
-            extra={"dtype": self.dtype, "device": str(engine.device.torch_device), **self.executor_facts},
+            model_bytes=model_bytes,
+            cache_bytes=cache_bytes,
+            hidden_bytes=hidden_bytes,
+            extra={
+                "dtype": self.dtype,
+                "device": str(engine.device.torch_device),
+                "blocks": len(self.times),
+                "look_ahead_units": asdict(plan.depth),
+                "busy_s": {lane: engine.timeline.seconds(lane) for lane in LANES},
+            },
         )
 
 
-def _read_policy_argument(policy: Policy | str | Path) -> Policy | None:
-    """None means auto. UsageError for a bad file and for what this version does not run."""
+def _read_policy_argument(policy: Policy | AutoPolicy | str | Path) -> Policy | AutoPolicy:
+    """UsageError for a bad file and for what this version does not run."""
     if policy == "auto":
-        return None
+        return AutoPolicy()
+    if isinstance(policy, AutoPolicy):
+        return policy
     found = policy if isinstance(policy, Policy) else read_policy(Path(policy)).policy
     for name in ("compress_weight", "compress_cache"):
         if getattr(found, name):
-            flag = "--" + name.replace("_", "-")
-            raise UsageError(f"{flag}: compression is not in this version; leave it off")
+            raise UsageError(f"{name}: compression is not in this version; leave it off")
     return found
 
 
-def _check_dtype(dtype: str, on_cpu: bool) -> str | None:
+def _check_dtype(dtype: str) -> str | None:
     """None means auto."""
     if dtype == "auto":
         return None
     if dtype not in DTYPE_BYTES:
         raise UsageError(f"--dtype {dtype}: not one of auto, {', '.join(DTYPE_BYTES)}")
-    if dtype == "float16" and on_cpu:
-        raise UsageError("--dtype float16: far too slow on a CPU; use bfloat16 or float32")
     return dtype

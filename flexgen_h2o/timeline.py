@@ -31,8 +31,8 @@ class Span:
 class Timeline:
     """Collects spans from any thread."""
 
-    def __init__(self, keep_spans: bool = False) -> None:
-        self._keep = keep_spans
+    def __init__(self) -> None:
+        self.keep_spans = False  # set it before the run for a trace
         self._lock = threading.Lock()
         self.spans: list[Span] = []
         self._busy: dict[tuple[str, str], tuple[float, int]] = defaultdict(lambda: (0.0, 0))
@@ -42,7 +42,7 @@ class Timeline:
         with self._lock:
             seconds, count = self._busy[lane, name]
             self._busy[lane, name] = (seconds + end - start, count + 1)
-            if self._keep:
+            if self.keep_spans:
                 self.spans.append(Span(lane, name, start, end))
 
     @contextmanager

@@ -15,7 +15,8 @@ import torch
 from flexgen_h2o.checkpoint.stored import Checkpoint, StoredTensor
 from flexgen_h2o.config import LayerPlan, TensorSpec, WeightUnit
 from flexgen_h2o.kernels.linear import RowParts
-from flexgen_h2o.planner.memory import ALIGN, PAGE, is_streamed, part_bytes, streamed_bytes, weight_parts
+from flexgen_h2o.limits import ALIGN, PAGE
+from flexgen_h2o.planner.memory import is_streamed, part_bytes, streamed_bytes, weight_parts
 from flexgen_h2o.tiers.disk import DirectFile, aligned_range
 from flexgen_h2o.tiers.mover import Mover
 from flexgen_h2o.tiers.placement import Part, Shares
@@ -131,7 +132,9 @@ class WeightStore:
             return self._mover.read("load_weight", dst, file, start, offset - start + nbytes, after=region.after)
         return self._read(tensor, part, self._view(piece, region).view(-1), region.after)
 
-    def _read(self, tensor: TensorSpec, part: Part, dst: torch.Tensor, after: tuple[Waitable, ...] | list[Waitable]) -> Done:
+    def _read(
+        self, tensor: TensorSpec, part: Part, dst: torch.Tensor, after: tuple[Waitable, ...] | list[Waitable]
+    ) -> Done:
         offset, nbytes = self._file_range(tensor, part)
         stored = getattr(torch, self._stored(tensor).dtype)
         return self._mover.read("load_weight", dst, self._file(tensor), offset, nbytes, stored, after)

@@ -89,7 +89,9 @@ def build_corpus(tokenizer: Tokenizer, files: list[Path]) -> Corpus:
     return Corpus(torch.tensor(streams[False]), torch.tensor(streams[True]), len(files))
 
 
-def recall_row(rng: random.Random, tokenizer: Tokenizer, code: torch.Tensor, length: int) -> tuple[list[int], list[int]]:
+def recall_row(
+    rng: random.Random, tokenizer: Tokenizer, code: torch.Tensor, length: int
+) -> tuple[list[int], list[int]]:
     """Pairs, then a stretch of code, then the same pairs asked for in another order.
 
     Returns `length` token ids and the positions of the answer digits that were asked for.
@@ -227,7 +229,12 @@ def save(model: OPTForCausalLM, tokenizer: Tokenizer, output: Path, card: str) -
     state.load_state_dict(model.state_dict())
     state.to(torch.bfloat16).save_pretrained(output)
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, pad_token=PAD, unk_token=UNK, model_max_length=LONG_ROW
+        tokenizer_object=tokenizer,
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token=PAD,
+        unk_token=UNK,
+        model_max_length=LONG_ROW,
     )
     fast.save_pretrained(output)
     (output / "README.md").write_text(card)

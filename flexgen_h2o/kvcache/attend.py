@@ -15,7 +15,7 @@ SlotAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 
 
 def attend_prompts(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, counts: Sequence[int], views: Sequence[PartView], scale: float,
+    qkv: Sequence[torch.Tensor], counts: Sequence[int], views: Sequence[PartView], scale: float,
     out: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """Causal attention of packed prompts, their KV columns written to slots 0, 1, ... of each row.
@@ -23,6 +23,7 @@ def attend_prompts(
     q: (tokens, heads, d); k, v: (tokens, kv_heads, d); `counts`: tokens of each sequence; out: (tokens, heads x d).
     Neighbours of equal length are computed together; nothing is ever padded.
     """
+    q, k, v = qkv
     mixed = out.view(q.shape)
     start = 0
     for count, same in groupby(counts):
@@ -37,7 +38,7 @@ def attend_prompts(
 
 
 def attend_slots(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, filled: torch.Tensor, longest: int,
+    qkv: Sequence[torch.Tensor], slots: torch.Tensor, filled: torch.Tensor, longest: int,
     views: Sequence[PartView], scale: float, attention: SlotAttention, out: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """Put each row's new column into its slot and attend over its filled slots, part by part where the part lies.
@@ -45,6 +46,7 @@ def attend_slots(
     q: (sequences, heads, d); k, v: (sequences, kv_heads, d); slots, filled: (sequences x kv_heads,) int64 on the host;
     out: (sequences, heads x d).
     """
+    q, k, v = qkv
     rows, width = k.shape[0] * k.shape[1], k.shape[2]
     group = q.shape[1] // k.shape[1]
     q, k, v, mixed = q.view(rows, group, width), k.view(rows, width), v.view(rows, width), out.view(rows, group, width)

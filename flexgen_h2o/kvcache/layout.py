@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flexgen_h2o.limits import PAGE, WRITE_BACK_STEPS
 from flexgen_h2o.tiers.placement import Part, Shares, split_rows
 from flexgen_h2o.units import round_up
-
-PAGE = 4096
-WRITE_BACK_STEPS = 16  # decode steps whose columns wait in the overlay before a disk unit is written back
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from flexgen_h2o.kvcache.layout import WRITE_BACK_STEPS, UnitLayout
+from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.kvcache.moves import Move, move_rows
+from flexgen_h2o.limits import PAGE, WRITE_BACK_STEPS
 from flexgen_h2o.tiers.disk import DirectFile
 from flexgen_h2o.tiers.mover import Mover
 from flexgen_h2o.tiers.placement import Part
 from flexgen_h2o.tiers.ring import Region
 from flexgen_h2o.tiers.transfer import Done, Waitable
+from flexgen_h2o.units import round_up
 
 CacheKey = tuple[int, int, int]  # sweep, transformer block, micro-batch
 
@@ -110,7 +112,7 @@ class CacheStore:
         }
 
     def compact(self, micro_batch: int, moves: list[Move], sequences: int) -> None:
-        """Rows have left: `moves` brings the others to the front, `sequences` remain. Each unit follows when next used."""
+        """Rows have left: `moves` bring the others to the front, `sequences` remain. Units follow at their next use."""
         self._compactions[micro_batch].append(moves)
         self._live[micro_batch] = sequences
 
@@ -156,7 +158,7 @@ class CacheStore:
         return self._live_views(unit, views), bool(pending) or not unit.filled
 
     def close(
-        self, key: CacheKey, region: Region | None, slots: torch.Tensor | None, whole: bool, fence: Waitable
+        self, key: CacheKey, region: Region | None, slots: torch.Tensor, whole: bool, fence: Waitable
     ) -> list[Waitable]:
         """Bring what compute changed back to its homes: whole parts, or the columns at `slots` ((rows,) int64).
 
@@ -218,7 +220,9 @@ class CacheStore:
     @staticmethod
     def _live_views(unit: Unit, views: list[PartView]) -> list[PartView]:
         rows = unit.sequences * unit.layout.kv_heads
-        return [PartView(v.start, v.keys[: rows - v.start], v.values[: rows - v.start]) for v in views if v.start < rows]
+        return [
+            PartView(v.start, v.keys[: rows - v.start], v.values[: rows - v.start]) for v in views if v.start < rows
+        ]
 
     def _load_part(self, unit: Unit, home: _Home, data: torch.Tensor, after: list[Waitable]) -> list[Done]:
         """Bring the live rows of one part; keys and values are two areas."""
@@ -234,25 +238,25 @@ class CacheStore:
                 loads.append(self._mover.copy("h2d", "load_cache", data[start : start + size], source, after))
             else:
                 assert self._file is not None
-                dst = data[start : start + min(area, -(-size // 4096) * 4096)]
+                dst = data[start : start + min(area, round_up(size, PAGE))]
                 loads.append(self._mover.read("load_cache", dst, self._file, home.offset + start, size, after=after))
         return loads
 
     def _store_part(
-        self, unit: Unit, home: _Home, view: PartView, data: torch.Tensor, slots: torch.Tensor | None, whole: bool,
+        self, unit: Unit, home: _Home, view: PartView, data: torch.Tensor, slots: torch.Tensor, whole: bool,
         fence: Waitable,
     ) -> list[Waitable]:  # fmt: skip
-        columns = None if slots is None else slots[view.start : view.end]
+        columns = slots[view.start : view.end]
         if home.overlay is not None:
             assert self._file is not None
-            if not whole and columns is not None:
+            if not whole:
                 home.overlay.add(view, columns)
                 if home.overlay.used < WRITE_BACK_STEPS:
                     return []
             home.overlay.used = 0
             return [self._mover.write("store_cache", self._file, home.offset, data, [fence])]
         assert home.memory is not None
-        if whole or columns is None:
+        if whole:
             return [self._mover.copy("d2h", "store_cache", home.memory, data, [fence])]
         target = self._view(unit.layout, home.part, home.memory)
         pair = (target.keys[: len(columns)], target.values[: len(columns)])

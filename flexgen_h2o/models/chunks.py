@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-TOKEN_CHUNK = 1024
+from flexgen_h2o.limits import TOKEN_CHUNK
 
 
 def token_chunks(tokens: int) -> Iterator[tuple[int, int]]:

@@ -90,7 +90,7 @@ def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
 
     def mlp_tensors(prefix: str) -> tuple[TensorSpec, ...]:
         found = [*matrix("fc1", prefix, ffn, hidden), *matrix("fc2", prefix, hidden, ffn)]
-        return tuple([*found, *norm("final_layer_norm", prefix)])
+        return (*found, *norm("final_layer_norm", prefix))
 
     token_table = TensorSpec("embed_tokens.weight", f"{root}embed_tokens.weight", (vocab, narrow))
     head_table = token_table if tied else TensorSpec("lm_head.weight", "lm_head.weight", (vocab, narrow))
@@ -171,10 +171,13 @@ def head(spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> torch.T
 
 
 def _norm(w: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
-    weight, bias = w.get(f"{name}.weight"), w.get(f"{name}.bias")
-    return F.layer_norm(x, (x.shape[-1],), weight and weight[0], bias and bias[0], LAYER_NORM_EPS)
+    return F.layer_norm(x, (x.shape[-1],), _vector(w, f"{name}.weight"), _vector(w, f"{name}.bias"), LAYER_NORM_EPS)
 
 
 def _bias(w: Weights, name: str) -> torch.Tensor | None:
-    bias = w.get(f"{name}.bias")
-    return bias[0] if bias else None
+    return _vector(w, f"{name}.bias")
+
+
+def _vector(w: Weights, role: str) -> torch.Tensor | None:
+    parts = w.get(role)
+    return parts[0] if parts else None

@@ -8,19 +8,15 @@ from dataclasses import astuple, dataclass
 
 from flexgen_h2o.config import TIERS, ModelSpec, Policy, TensorSpec, WeightUnit
 from flexgen_h2o.errors import DoesNotFitError
-from flexgen_h2o.kvcache.layout import PAGE, UnitLayout, unit_layout
+from flexgen_h2o.kvcache.layout import UnitLayout, unit_layout
+from flexgen_h2o.limits import ALIGN, PAGE, READ_THREADS, ROW_BLOCK, STAGING_BYTES, TOKEN_CHUNK, WRITE_THREADS
 from flexgen_h2o.tiers.placement import Part, Shares, on_host_device, split_rows
-from flexgen_h2o.units import MIB, format_bytes, round_up
-
-ROW_BLOCK = 16  # matrices are split at multiples of this many rows
-ALIGN = 64
-STAGING_BYTES = 3 * (4 * MIB + 2 * PAGE)  # mover.py: two readers, one writer
-TOKEN_CHUNK = 1024  # models/chunks.py
+from flexgen_h2o.units import format_bytes, round_up
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The largest block of a run: rows and tokens (in its prefill sweep) of a micro-batch, micro-batches, slots of a row."""
+    """The largest block of a run. `rows` and `tokens` (of the prefill sweep) of a micro-batch, KV `slots` of a row."""
 
     rows: int
     micro_batches: int
@@ -181,7 +177,7 @@ def memory_plan(
         *_hidden_buffers(spec, policy, shape, itemsize, device_is_host, depth.hidden),
         Buffer("workspace", "device", sum(workspace.values())),
         Buffer("temporaries", "device", temporary_bytes(spec, shape, itemsize)),
-        Buffer("staging", "host", STAGING_BYTES),
+        Buffer("staging", "host", (READ_THREADS + WRITE_THREADS) * STAGING_BYTES),
     ]
     on_host = {"device": "host"} if device_is_host else {}
     merged: dict[tuple[str, str], int] = {}
@@ -211,9 +207,7 @@ def _parts_of(unit: WeightUnit, shares: Shares) -> Iterator[tuple[TensorSpec, Pa
             yield tensor, part
 
 
-def _weight_buffers(
-    spec: ModelSpec, policy: Policy, itemsize: int, device_is_host: bool, depth: int
-) -> list[Buffer]:
+def _weight_buffers(spec: ModelSpec, policy: Policy, itemsize: int, device_is_host: bool, depth: int) -> list[Buffer]:
     shares = tier_shares(policy.weight_shares, device_is_host)
     plan = spec.layers(policy.sep_layer)
     resident = {"device": 0, "host": 0, "disk": 0}

@@ -7,11 +7,11 @@ plan, and the one whose decode sweep costs the least time a row wins, at nominal
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from flexgen_h2o.config import ModelSpec, Policy
 from flexgen_h2o.errors import DoesNotFitError
-from flexgen_h2o.planner.memory import Shape, memory_plan, plan_within, tier_shares, OVERLAPPED
+from flexgen_h2o.planner.memory import OVERLAPPED, Shape, memory_plan, plan_within, tier_shares
 
 MOST_ROWS = 256
 MICRO_BATCH = 32
@@ -30,12 +30,22 @@ class Need:
     slots: int
 
 
+@dataclass(frozen=True)
+class AutoPolicy:
+    """Batch sizes and shares are chosen for each workload; everything else is taken from `base`."""
+
+    base: Policy = field(default_factory=Policy)
+
+
 def choose_policy(
-    spec: ModelSpec, need: Need, itemsize: int, device_is_host: bool, budgets: dict[str, int | None]
+    spec: ModelSpec, need: Need, base: Policy, itemsize: int, device_is_host: bool, budgets: dict[str, int | None]
 ) -> Policy:
-    """The candidate with the cheapest decode sweep a row. DoesNotFitError when none fits."""
+    """`base` with batch sizes and shares of the candidate whose decode sweep is the cheapest a row.
+
+    DoesNotFitError when none fits.
+    """
     best: tuple[float, Policy] | None = None
-    for policy in _candidates(need, device_is_host):
+    for policy in _candidates(need, base, device_is_host):
         shape = shape_of(policy, need)
         filled = _fill_weights(spec, policy, shape, itemsize, device_is_host, budgets)
         if filled is None:
@@ -44,7 +54,7 @@ def choose_policy(
         if best is None or cost < best[0] * 0.999:
             best = (cost, filled)
     if best is None:
-        smallest = Policy(1, 1, (0, 0, 0, 0, 0, 0))
+        smallest = replace(base, gpu_batch_size=1, num_gpu_batches=1, percent=(0, 0, 0, 0, 0, 0))
         plan_within(spec, smallest, shape_of(smallest, need), itemsize, device_is_host, budgets)
         raise DoesNotFitError("no placement fits the budgets; raise --host-mem or --disk-mem")
     return best[1]
@@ -56,7 +66,7 @@ def shape_of(policy: Policy, need: Need) -> Shape:
     return Shape(rows, batches, rows * need.prompt_len, need.slots)
 
 
-def _candidates(need: Need, device_is_host: bool) -> Iterator[Policy]:
+def _candidates(need: Need, base: Policy, device_is_host: bool) -> Iterator[Policy]:
     """Policies without weight shares, larger blocks first."""
     places = [(100, 0), (0, 0)] if device_is_host else [(100, 0), (0, 100), (0, 0)]
     rows = min(need.rows, MOST_ROWS)
@@ -64,7 +74,9 @@ def _candidates(need: Need, device_is_host: bool) -> Iterator[Policy]:
         gbs = min(rows, MICRO_BATCH)
         for cache in places:
             for hidden in places:
-                yield Policy(gbs, -(-rows // gbs), (0, 0, *cache, *hidden))
+                yield replace(
+                    base, gpu_batch_size=gbs, num_gpu_batches=-(-rows // gbs), percent=(0, 0, *cache, *hidden)
+                )
         rows //= 2
 
 

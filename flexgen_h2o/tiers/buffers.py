@@ -8,10 +8,10 @@ from collections import defaultdict
 import torch
 
 from flexgen_h2o.errors import DoesNotFitError
+from flexgen_h2o.limits import PAGE
 from flexgen_h2o.units import format_bytes, round_up
 
 HUGE_PAGE = 2 * 2**20
-PAGE = 4096
 
 
 def host_buffer(nbytes: int) -> torch.Tensor:

@@ -26,6 +26,10 @@ class Device(ABC):
     is_host: bool
     tier: str
 
+    def compute_dtype(self, asked: str | None, stored: str) -> str:
+        """The dtype to compute in: as asked, else as stored where this device is fast with it."""
+        return asked or stored
+
     @abstractmethod
     def buffer(self, nbytes: int) -> torch.Tensor:
         """A uint8 buffer in device memory."""
@@ -45,6 +49,12 @@ class Device(ABC):
 
 class _OrdinaryMemory(Device):
     torch_device = torch.device("cpu")
+
+    def compute_dtype(self, asked: str | None, stored: str) -> str:
+        """CPUs compute float16 many times slower than bfloat16: refused when asked for, replaced when stored."""
+        if asked == "float16":
+            raise UsageError("--dtype float16: far too slow on a CPU; use bfloat16, or float32 to lose nothing")
+        return asked or ("bfloat16" if stored == "float16" else stored)
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         return host_buffer(nbytes)

@@ -7,12 +7,13 @@ import errno
 import fcntl
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from flexgen_h2o.errors import DoesNotFitError, TransferError, UsageError
-from flexgen_h2o.tiers.buffers import PAGE
+from flexgen_h2o.limits import PAGE
 from flexgen_h2o.units import format_bytes
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
@@ -41,9 +42,9 @@ class DirectFile:
 
         Raises TransferError when the file ends early or the read fails.
         """
-        view, got = memoryview(data.numpy()), 0
+        view, got = data.numpy().data, 0
         while got < needed:
-            count = self._retry_buffered(lambda got=got: os.preadv(self.fd, [view[got:]], offset + got), "read")  # type: ignore[misc]
+            count = self._move(os.preadv, view[got:], offset + got)
             if count == 0:
                 raise TransferError(f"{self.path}: ends at byte {offset + got}, {offset + needed} are needed")
             got += count
@@ -52,9 +53,9 @@ class DirectFile:
 
     def write(self, data: torch.Tensor, offset: int) -> int:
         """Write all of `data` (uint8, contiguous) at `offset`. Raises TransferError (DoesNotFitError: disk full)."""
-        view, put = memoryview(data.numpy()), 0
+        view, put = data.numpy().data, 0
         while put < len(view):
-            put += self._retry_buffered(lambda put=put: os.pwritev(self.fd, [view[put:]], offset + put), "write")  # type: ignore[misc]
+            put += self._move(os.pwritev, view[put:], offset + put)
         if not self.direct:
             os.fdatasync(self.fd)
             self._forget(offset, put)
@@ -63,17 +64,20 @@ class DirectFile:
     def close(self) -> None:
         os.close(self.fd)
 
-    def _retry_buffered(self, move, what: str) -> int:  # type: ignore[no-untyped-def]
+    def _move(self, call: Callable[[int, list[memoryview], int], int], view: memoryview, offset: int) -> int:
+        """One preadv or pwritev; buffered from now on where the file system refuses O_DIRECT only here."""
         try:
-            return int(move())
+            return call(self.fd, [view], offset)
         except OSError as error:
             if error.errno == errno.EINVAL and self.direct:
                 fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~_O_DIRECT)
                 self.direct = False
-                return int(move())
+                return call(self.fd, [view], offset)
             if error.errno == errno.ENOSPC:
-                raise DoesNotFitError(f"{self.path.parent}: the disk is full; free space or move --offload-dir") from error
-            raise TransferError(f"{self.path}: {what} failed ({error.strerror})") from error
+                raise DoesNotFitError(
+                    f"{self.path.parent}: the disk is full; free space or move --offload-dir"
+                ) from error
+            raise TransferError(f"{self.path}: {call.__name__} failed ({error.strerror})") from error
 
     def _forget(self, offset: int, length: int) -> None:
         # Buffered pages would count against the machine's RAM and hide the disk from the next sweep.

@@ -1,4 +1,4 @@
-"""Moves bytes between files, host and device memory on the lanes: chunked, direct where alignment allows, else staged."""
+"""Moves bytes between files, host and device memory: in chunks, directly where alignment allows, else staged."""
 
 from __future__ import annotations
 
@@ -7,15 +7,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from flexgen_h2o.tiers.buffers import PAGE
+from flexgen_h2o.limits import PAGE, STAGING_BYTES, TRANSFER_CHUNK
 from flexgen_h2o.tiers.device import Device
 from flexgen_h2o.tiers.disk import DirectFile, aligned_range
 from flexgen_h2o.tiers.transfer import Done, Lanes, Waitable
 from flexgen_h2o.units import round_up
-
-CHUNK = 4 * 2**20
-READ_THREADS, WRITE_THREADS = 2, 1
-STAGING_BYTES = (READ_THREADS + WRITE_THREADS) * (CHUNK + 2 * PAGE)
 
 
 class Mover:
@@ -39,7 +35,7 @@ class Mover:
             jobs = [_bind(file.read, dst[a:b], offset + a, min(b, nbytes) - a) for a, b in _even_chunks(dst.numel())]
         else:
             flat = dst.view(-1) if dtype != torch.uint8 else dst.view(-1)[:nbytes]
-            step = CHUNK // dtype.itemsize
+            step = TRANSFER_CHUNK // dtype.itemsize
             jobs = [
                 _bind(self._staged_read, flat[a:b], file, offset + a * dtype.itemsize, dtype)
                 for a, b in _chunks(flat.numel(), step)
@@ -54,14 +50,14 @@ class Mover:
         Whole pages are written: the file's bytes behind a `src` that ends inside one are undefined.
         """
         if src.device.type == "cpu" and src.data_ptr() % PAGE == 0 and src.numel() % PAGE == 0:
-            jobs = [_bind(file.write, src[a:b], offset + a) for a, b in _chunks(src.numel(), CHUNK)]
+            jobs = [_bind(file.write, src[a:b], offset + a) for a, b in _chunks(src.numel(), TRANSFER_CHUNK)]
         else:
-            jobs = [_bind(self._staged_write, src[a:b], file, offset + a) for a, b in _chunks(src.numel(), CHUNK)]
+            jobs = [
+                _bind(self._staged_write, src[a:b], file, offset + a) for a, b in _chunks(src.numel(), TRANSFER_CHUNK)
+            ]
         return self.lanes.submit("disk_write", name, jobs, after)
 
-    def copy(
-        self, lane: str, name: str, dst: torch.Tensor, src: torch.Tensor, after: Sequence[Waitable] = ()
-    ) -> Done:
+    def copy(self, lane: str, name: str, dst: torch.Tensor, src: torch.Tensor, after: Sequence[Waitable] = ()) -> Done:
         """Copy between host and device memory on lane `h2d` or `d2h`."""
 
         def job() -> int:
@@ -106,7 +102,7 @@ class Mover:
 
     def _thread_staging(self) -> torch.Tensor:
         if not hasattr(self._staging, "buffer"):
-            self._staging.buffer = self.device.host_staging(CHUNK + 2 * PAGE)
+            self._staging.buffer = self.device.host_staging(STAGING_BYTES)
         buffer: torch.Tensor = self._staging.buffer
         return buffer
 
@@ -128,8 +124,8 @@ def _chunks(total: int, step: int) -> list[tuple[int, int]]:
 
 
 def _even_chunks(total: int) -> list[tuple[int, int]]:
-    """Page-aligned runs of about CHUNK bytes, none much shorter than the others: small requests are slow ones."""
-    return _chunks(total, round_up(-(-total // max(1, total // CHUNK)), PAGE))
+    """Page-aligned runs of about TRANSFER_CHUNK bytes, none much shorter than the others: short requests are slow."""
+    return _chunks(total, round_up(-(-total // max(1, total // TRANSFER_CHUNK)), PAGE))
 
 
 def _bind(call: Callable[..., int], *args: object) -> Callable[[], int]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from flexgen_h2o.tiers.buffers import PAGE
+from flexgen_h2o.limits import PAGE
 from flexgen_h2o.tiers.transfer import Waitable
 from flexgen_h2o.units import round_up
 

@@ -85,9 +85,7 @@ class Lanes:
         for thread in self._threads:
             thread.start()
 
-    def submit(
-        self, lane: str, name: str, jobs: Sequence[Callable[[], int]], after: Sequence[Waitable] = ()
-    ) -> Done:
+    def submit(self, lane: str, name: str, jobs: Sequence[Callable[[], int]], after: Sequence[Waitable] = ()) -> Done:
         """Queue `jobs` (each returns the bytes it moved) on a lane; they start once `after` is done, in queue order."""
         done = Done(len(jobs))
         for job in jobs:

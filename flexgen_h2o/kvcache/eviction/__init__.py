@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.kvcache.eviction.full import Full
 
+__all__ = ["H2O", "POLICIES", "Full", "Local", "check_eviction"]
+
 POLICIES = {Full.name: Full}
 
 

@@ -1,0 +1,184 @@
+"""What all command lines share: one-line errors, exit codes, signals, and the flags of the engine.
+
+Imports nothing heavy, so that `--help` and wrong flags answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from flexgen_h2o.config import DTYPE_BYTES, MemoryBudget, Policy, read_policy
+from flexgen_h2o.errors import EXIT_FAILED, EXIT_SIGINT, EXIT_SIGTERM, EXIT_USAGE, FlexgenError, UsageError
+
+
+class Terminated(BaseException):
+    """SIGTERM arrived; raised in the main thread so that everything is closed on the way out."""
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Wrong flags end with one line on stderr and exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+def run_door(name: str, body: Callable[[list[str] | None], int], argv: list[str] | None) -> int:
+    """Run a door's body; every failure becomes its exit code and one line on stderr (a traceback for our own bugs)."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    before = _handle_sigterm()
+    try:
+        return body(argv)
+    except FlexgenError as error:
+        print(f"{name}: {error}".replace("\n", " "), file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        return EXIT_SIGINT
+    except Terminated:
+        print(f"{name}: terminated", file=sys.stderr)
+        return EXIT_SIGTERM
+    except SystemExit as stop:  # argparse: --help
+        return stop.code if isinstance(stop.code, int) else EXIT_USAGE
+    except MemoryError:
+        print(f"{name}: the machine ran out of memory; lower --host-mem", file=sys.stderr)
+        return EXIT_FAILED
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _handle_sigterm() -> Any:
+    def terminate(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    try:
+        return signal.signal(signal.SIGTERM, terminate)
+    except ValueError:  # not the main thread: whoever embeds us handles signals
+        return None
+
+
+def boolean(text: str) -> bool:
+    """`true/false`, `yes/no`, `1/0` and so on, as FlexGen's flags take them."""
+    if text.lower() in ("true", "t", "yes", "y", "1", "on"):
+        return True
+    if text.lower() in ("false", "f", "no", "n", "0", "off"):
+        return False
+    raise argparse.ArgumentTypeError(f"{text!r} is not true or false")
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return value
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """Model, tiers and policy: the flags that every command which runs the engine takes. FlexGen's keep their names."""
+    add = parser.add_argument
+    add("--model", default="opt-tiny", help="hub id, local Hugging Face folder, or opt-tiny (shipped)")
+    add("--path", help="folder with checkpoints; _DUMMY_: random weights at the model's true shape")
+    add("--revision", help="branch, tag or commit of a hub id")
+    add("--offload-dir", help="disk tier, imported and random weights (default ~/flexgen_h2o_offload_dir)")
+    add("--device", default="auto", help="auto, cpu or cuda")
+    add("--dtype", default="auto", help=f"auto, {', '.join(DTYPE_BYTES)}")
+    add("--device-mem", help="budget of the device tier, for example 15GiB; on a CPU it makes a device tier of RAM")
+    add("--host-mem", help="budget of RAM, for example 12GiB (default: what is free, less a margin)")
+    add("--disk-mem", help="budget of the offload dir (default: what is free, less a margin)")
+    add("--policy", help="a policy file, or auto (the default when no placement flag is given)")
+    add("--gpu-batch-size", type=positive, help="rows of a micro-batch (4)")
+    add("--num-gpu-batches", type=positive, help="micro-batches of a block (1)")
+    names = ("WG", "WC", "CG", "CC", "HG", "HC")
+    add(
+        "--percent",
+        nargs=6,
+        type=int,
+        metavar=names,
+        help="weights, KV cache, hidden states on device and host; the rest is on disk",
+    )
+    add("--sep-layer", type=boolean, nargs="?", const=True, help="attention and MLP are two schedule steps (true)")
+    add("--pin-weight", type=boolean, nargs="?", const=True, help="pin host weights, with a card (true)")
+    add("--cpu-cache-compute", action="store_true", default=None, help="attend on the host to KV that lives there")
+    add("--attn-sparsity", type=float, help="share of past values read by decode attention (1.0)")
+    add("--overlap", type=boolean, nargs="?", const=True, help="move and compute at the same time (true)")
+    add("--compress-weight", action="store_true", help="not in this version")
+    add("--compress-cache", action="store_true", help="not in this version")
+    add("--eviction", default="full", help="which KV columns are kept: full")
+    add("--hh-ratio", type=float, help="not in this version")
+    add("--recent-ratio", type=float, help="not in this version")
+    add("--hh-size", type=int, help="not in this version")
+    add("--recent-size", type=int, help="not in this version")
+    add("--hh-all", action="store_true", help="not in this version")
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    add("--top-p", type=float, default=1.0)
+    add("--top-k", type=int, default=0, help="0 is off")
+    add("--seed", type=int, default=0)
+    add("--stop", action="append", default=[], metavar="TEXT", help="end a row at this text; may be repeated")
+    add("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
+
+
+def budget_of(args: argparse.Namespace) -> MemoryBudget:
+    return MemoryBudget(args.device_mem, args.host_mem, args.disk_mem)
+
+
+def refuse_missing_features(args: argparse.Namespace) -> None:
+    """H2O and compression flags are known but not built yet: UsageError, never silently ignored."""
+    given = [
+        *(
+            f"--{n.replace('_', '-')}"
+            for n in ("hh_ratio", "recent_ratio", "hh_size", "recent_size")
+            if getattr(args, n) is not None
+        ),
+        *(f"--{n.replace('_', '-')}" for n in ("hh_all", "compress_weight", "compress_cache") if getattr(args, n)),
+    ]
+    if args.eviction != "full":
+        given.append(f"--eviction {args.eviction}")
+    if given:
+        raise UsageError(
+            f"{given[0]}: not in this version yet; leave it out (the full cache, uncompressed, is what runs)"
+        )
+
+
+def policy_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The policy fields that were given as flags."""
+    names = ("gpu_batch_size", "num_gpu_batches", "percent", "sep_layer", "pin_weight", "cpu_cache_compute",
+             "attn_sparsity", "overlap")  # fmt: skip
+    found = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if "percent" in found:
+        found["percent"] = tuple(found["percent"])
+    return found
+
+
+PLACEMENT = ("gpu_batch_size", "num_gpu_batches", "percent")
+
+
+def policy_of(args: argparse.Namespace) -> tuple[Policy, bool]:
+    """The policy to run with, and whether its placement is still to be chosen (`auto`).
+
+    `--policy FILE` stands alone; `--policy auto` goes with all flags but the placement's; without `--policy`, a
+    placement flag means FlexGen's defaults for the others. UsageError for a mixture.
+    """
+    given = policy_settings(args)
+    placed = [name for name in PLACEMENT if name in given]
+    if args.policy not in (None, "auto"):
+        if given:
+            raise UsageError(f"--policy {args.policy} and --{next(iter(given)).replace('_', '-')}: give one of them")
+        return read_policy(Path(args.policy)).policy, False
+    if args.policy == "auto" and placed:
+        raise UsageError(f"--policy auto and --{placed[0].replace('_', '-')}: give one of them")
+    return Policy(**given), not placed

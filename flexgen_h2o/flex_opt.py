@@ -1,0 +1,244 @@
+"""`python -m flexgen_h2o.flex_opt`: generate for a prompt file, or run FlexGen's fixed-length benchmark."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flexgen_h2o.doors import (
+    OneLineParser,
+    add_engine_flags,
+    add_sampling_flags,
+    budget_of,
+    policy_of,
+    positive,
+    refuse_missing_features,
+    run_door,
+)
+from flexgen_h2o.errors import EXIT_DONE, UsageError
+
+if TYPE_CHECKING:
+    from flexgen_h2o.llm import LLM
+    from flexgen_h2o.prompts import Completion, Prompt
+    from flexgen_h2o.report import RunReport
+    from flexgen_h2o.sampling import SamplingParams
+    from flexgen_h2o.schedule import Step
+
+RULE = "-" * 70
+DEBUG_LAYER_STEPS = 20  # FlexGen's --debug-mode measures this many decode layers
+AUTO_BENCHMARK_ROWS = 32  # without a prompt file and with --policy auto nothing else says how many
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code (DESIGN 3.1)."""
+    return run_door("flex_opt", _run, argv)
+
+
+def _parser() -> OneLineParser:
+    parser = OneLineParser(prog="flex_opt", description=__doc__)
+    add_engine_flags(parser)
+    add = parser.add_argument
+    add(
+        "--prompts",
+        type=Path,
+        help=".txt (a prompt a line) or .jsonl (prompt or prompt_token_ids); every prompt keeps its length",
+    )
+    add("--output", type=Path, help=".jsonl in input order: index, prompt, text, token_ids, finish_reason")
+    add("--prompt-len", type=positive, default=512, help="tokens of the benchmark prompt (512)")
+    add("--gen-len", type=positive, default=32, help="most new tokens of a row (32)")
+    add("--cut-gen-len", type=positive, help="run only so many tokens and project the decode time")
+    add(
+        "--debug-mode",
+        choices=("fewer_batch", "breakdown"),
+        help="fewer_batch: 20 decode layers, projected; breakdown: serial, seconds by kind",
+    )
+    add_sampling_flags(parser)
+    add("--json", type=Path, help="write the run report")
+    add("--trace", type=Path, help="write a Chrome trace (opens in Perfetto)")
+    add("--log-file", default="auto", help="append FlexGen's log lines here (auto: FlexGen's name)")
+    add("--no-log", action="store_true", help="write no log file")
+    add("--verbose", type=int, default=2, help="0: nothing, 1: log lines, 2: also the first and last text (2)")
+    return parser
+
+
+@dataclass
+class _Outputs:
+    """Completions as rows finish; written also when the run is interrupted."""
+
+    path: Path | None
+    done: list[Completion] = field(default_factory=list)
+
+    def write(self) -> None:
+        from flexgen_h2o.prompts import write_outputs
+
+        if self.path is not None:
+            write_outputs(self.path, self.done)
+
+
+def _run(argv: list[str] | None) -> int:
+    args = _parser().parse_args(argv)
+    refuse_missing_features(args)
+    _check(args)
+    from flexgen_h2o.llm import LLM
+    from flexgen_h2o.planner.rule import AutoPolicy
+    from flexgen_h2o.report import sizes_line
+    from flexgen_h2o.sampling import SamplingParams
+
+    params = SamplingParams(
+        args.gen_len, args.temperature, args.top_p, args.top_k, args.seed, tuple(args.stop),
+        args.ignore_eos or args.prompts is None,
+    )  # fmt: skip
+    policy, is_auto = policy_of(args)
+    if args.debug_mode == "breakdown":
+        policy = replace(policy, overlap=False)
+    outputs = _Outputs(args.output)
+    with LLM(
+        args.model, AutoPolicy(policy) if is_auto else policy, device=args.device, dtype=args.dtype,
+        budget=budget_of(args), offload_dir=args.offload_dir, path=args.path, revision=args.revision,
+    ) as llm:  # fmt: skip
+        llm.timeline.keep_spans = args.trace is not None
+        prompts = _prompts(args, llm, AUTO_BENCHMARK_ROWS if is_auto else policy.block_size)
+        if args.verbose >= 1:
+            print(f"<run_flexgen_h2o>: args.model: {args.model}")
+            print(sizes_line(*llm.sizes(prompts, params)))
+            print("benchmark - generate" if args.prompts is None else "generate", flush=True)
+        report = _generate(args, llm, prompts, params, outputs)
+    _show(args, llm, report, outputs.done)
+    return EXIT_DONE
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Everything that can be wrong with files and combinations, before anything is loaded."""
+    from flexgen_h2o.prompts import check_output_path
+    from flexgen_h2o.report import check_writable
+
+    cut_short = "--cut-gen-len" if args.cut_gen_len else "--debug-mode" if args.debug_mode else None
+    if cut_short and args.prompts is not None:
+        raise UsageError(f"{cut_short}: only for the benchmark; leave --prompts out")
+    if args.cut_gen_len and args.debug_mode:
+        raise UsageError("--cut-gen-len and --debug-mode: give one of them")
+    if args.cut_gen_len and (args.cut_gen_len < 2 or args.cut_gen_len > args.gen_len):
+        raise UsageError(f"--cut-gen-len: {args.cut_gen_len} must be between 2 and --gen-len {args.gen_len}")
+    if args.debug_mode and args.gen_len < 2:
+        raise UsageError(f"--debug-mode {args.debug_mode}: measures decoding; --gen-len must be at least 2")
+    if args.output is not None:
+        check_output_path(args.output)
+    for flag, path in (("--json", args.json), ("--trace", args.trace)):
+        if path is not None:
+            check_writable(path, flag)
+    if args.log_file != "auto" and not args.no_log:
+        check_writable(Path(args.log_file), "--log-file")
+
+
+def _prompts(args: argparse.Namespace, llm: LLM, rows: int) -> list[Prompt]:
+    from flexgen_h2o.prompts import benchmark_prompts, read_prompts
+
+    spec = llm.model.spec
+    encode = llm.model.encode if llm.model.tokenizer is not None else None
+    if args.prompts is not None:
+        return read_prompts(args.prompts, encode, spec.vocab_size)
+    if args.prompt_len + args.gen_len - 1 > spec.max_positions:
+        raise UsageError(
+            f"--prompt-len {args.prompt_len} and --gen-len {args.gen_len}: {llm.model.name} has "
+            f"{spec.max_positions} positions; lower one of them"
+        )
+    return benchmark_prompts(rows, args.prompt_len, encode, spec.vocab_size)
+
+
+def _generate(
+    args: argparse.Namespace, llm: LLM, prompts: list[Prompt], params: SamplingParams, outputs: _Outputs
+) -> RunReport:
+    """Run, and project what was cut short. Rows that have finished are written even when the run does not end well."""
+    try:
+        report = llm.run(prompts, params, outputs.done.extend, order=_order(args))
+    finally:
+        outputs.write()
+    if args.cut_gen_len:
+        return _projected(report, _project_sweeps(llm, args.gen_len), args.gen_len)
+    if args.debug_mode:
+        return _projected(report, _project_layers(llm, args.gen_len), args.gen_len)
+    return report
+
+
+def _order(args: argparse.Namespace):  # type: ignore[no-untyped-def]
+    """The steps of a run that is cut short; None for a whole one."""
+    from flexgen_h2o.schedule import zigzag
+
+    def some_sweeps(layers: int, batches: int) -> Iterator[Step]:
+        return zigzag(args.cut_gen_len, layers, batches)
+
+    def some_layers(layers: int, batches: int) -> Iterator[Step]:
+        return islice(zigzag(args.gen_len, layers, batches), (layers + DEBUG_LAYER_STEPS) * batches)
+
+    return some_sweeps if args.cut_gen_len else some_layers if args.debug_mode else None
+
+
+def _project_sweeps(llm: LLM, gen_len: int) -> float:
+    from flexgen_h2o.report import project_decode_seconds
+
+    return sum(project_decode_seconds(times.sweeps[1:], gen_len) for times in llm.times)
+
+
+def _project_layers(llm: LLM, gen_len: int) -> float:
+    """FlexGen's fewer_batch: the mean decode layer of the second half measured stands for all."""
+    seconds, layers = 0.0, llm.num_layers
+    for times in llm.times:
+        decode = times.layers[layers:]
+        settled = decode[len(decode) // 2 :]
+        seconds += sum(settled) / len(settled) * layers * (gen_len - 1)
+    return seconds
+
+
+def _projected(report: RunReport, decode_seconds: float, gen_len: int) -> RunReport:
+    from flexgen_h2o.report import PhaseReport
+
+    return replace(report, decode=PhaseReport(decode_seconds, report.num_prompts * (gen_len - 1)), projected=True)
+
+
+def _show(args: argparse.Namespace, llm: LLM, report: RunReport, done: list[Completion]) -> None:
+    from flexgen_h2o.report import append_log, log_block, log_file_name, write_json
+
+    if args.verbose >= 2:
+        _show_texts(done)
+    if args.debug_mode == "breakdown":
+        _show_breakdown(llm)
+    if args.verbose >= 1:
+        print(log_block(report))
+    if not args.no_log:
+        name = log_file_name(args.model, report.policy, report.prompt_len, report.gen_len)
+        append_log(Path(name if args.log_file == "auto" else args.log_file), report)
+    if args.json is not None:
+        write_json(args.json, report)
+    if args.trace is not None:
+        llm.timeline.write_chrome_trace(args.trace)
+
+
+def _show_texts(done: list[Completion]) -> None:
+    """The first and the last text, as FlexGen prints them; token ids where there is no tokenizer."""
+    ordered = sorted(done, key=lambda c: c.index)
+    print(f"Outputs:\n{RULE}")
+    for one in dict.fromkeys(c.index for c in (ordered[0], ordered[-1])):
+        found = next(c for c in ordered if c.index == one)
+        text = found.token_ids if found.text is None else f"{found.prompt or ''}{found.text}"
+        print(f"{found.index}: {text}\n{RULE}")
+    sys.stdout.flush()
+
+
+def _show_breakdown(llm: LLM) -> None:
+    """Mean seconds of each kind of step; the run was serial, so that waiting is the transfer itself."""
+    print(f"#layers: {llm.num_layers}")
+    mean = llm.timeline.mean_seconds
+    print(f"load_weight (per-layer): {mean('wait', 'load_weight'):.6f} s")
+    for phase in ("prefill", "decode"):
+        print(f"compute_layer_{phase} (per-batch): {mean('compute', f'compute_layer {phase}'):.6f} s")
+        for kind in ("load_cache", "store_cache", "load_hidden", "store_hidden"):
+            print(f"{kind}_{phase} (per-batch): {mean('wait', f'{kind} {phase}'):.6f} s")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

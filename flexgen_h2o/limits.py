@@ -1,0 +1,12 @@
+"""Sizes that the engine takes and the planner counts: one place, so that they cannot drift apart."""
+
+from __future__ import annotations
+
+PAGE = 4096  # bytes; alignment of O_DIRECT reads and writes
+ALIGN = 64  # bytes; alignment of tensors that are packed side by side
+TRANSFER_CHUNK = 4 * 2**20  # bytes of one disk request
+READ_THREADS, WRITE_THREADS = 2, 1
+STAGING_BYTES = TRANSFER_CHUNK + 2 * PAGE  # of one disk thread: a chunk and its ragged ends
+TOKEN_CHUNK = 1024  # tokens whose wide activations exist at a time
+ROW_BLOCK = 16  # matrices are split over tiers at multiples of this many rows
+WRITE_BACK_STEPS = 16  # decode steps whose columns wait in RAM before a disk unit of the KV cache is written back
