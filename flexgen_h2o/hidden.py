@@ -77,7 +77,9 @@ class HiddenStore:
             else:
                 assert self._file is not None
                 offset = self._offsets[key[2]]["disk"]
-                loads.append(self._mover.read("load_hidden", data, self._file, offset, data.numel(), after=after))
+                loads.append(
+                    self._mover.read("load_hidden", data, "device", self._file, offset, data.numel(), after=after)
+                )
         return loads
 
     # Compute side
@@ -107,7 +109,7 @@ class HiddenStore:
                 else:
                     assert self._file is not None
                     offset = self._offsets[k]["disk"]
-                    stores.append(self._mover.write("store_hidden", self._file, offset, data, [fence]))
+                    stores.append(self._mover.write("store_hidden", self._file, offset, data, "device", [fence]))
         self._closed[k], self._stores[k] = (sweep, layer), stores
         return [fence, *stores]
 

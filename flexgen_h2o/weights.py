@@ -6,7 +6,7 @@ ring ahead of the compute that needs them. Knows nothing of file formats (it is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,10 +16,10 @@ from flexgen_h2o.checkpoint.stored import Checkpoint, StoredTensor
 from flexgen_h2o.config import LayerPlan, TensorSpec, WeightUnit
 from flexgen_h2o.kernels.linear import RowParts
 from flexgen_h2o.limits import ALIGN, PAGE
-from flexgen_h2o.planner.memory import is_streamed, part_bytes, streamed_bytes, weight_parts
+from flexgen_h2o.planner.memory import part_bytes, streamed_bytes, weight_parts
 from flexgen_h2o.tiers.disk import DirectFile, aligned_range
-from flexgen_h2o.tiers.mover import Mover
-from flexgen_h2o.tiers.placement import Part, Shares
+from flexgen_h2o.tiers.mover import Memory, Mover
+from flexgen_h2o.tiers.placement import Part, Shares, is_streamed
 from flexgen_h2o.tiers.ring import Region, Ring
 from flexgen_h2o.tiers.stream import Stream
 from flexgen_h2o.tiers.transfer import Done, Waitable, wait_all
@@ -69,7 +69,8 @@ class WeightStore:
                     used[tier] += round_up(nbytes, ALIGN)
                     dst = memory[tier][start : start + nbytes].view(self.dtype)
                     self._resident[tensor.name, part.start] = dst.view(part.rows, *tensor.shape[1:])
-                    reads.append(self._read(tensor, part, dst, ()))
+                    home: Memory = "host" if part.tier == "host" else "device"
+                    reads.append(self._read(tensor, part, dst, home, ()))
         wait_all(reads)
 
     def nbytes(self, key: int) -> int:
@@ -129,15 +130,17 @@ class WeightStore:
             start, length = aligned_range(offset, nbytes)
             dst = region.data[piece.start : piece.start + length]
             file = self._file(tensor)
-            return self._mover.read("load_weight", dst, file, start, offset - start + nbytes, after=region.after)
-        return self._read(tensor, part, self._view(piece, region).view(-1), region.after)
+            return self._mover.read(
+                "load_weight", dst, "device", file, start, offset - start + nbytes, after=region.after
+            )
+        return self._read(tensor, part, self._view(piece, region).view(-1), "device", region.after)
 
     def _read(
-        self, tensor: TensorSpec, part: Part, dst: torch.Tensor, after: tuple[Waitable, ...] | list[Waitable]
+        self, tensor: TensorSpec, part: Part, dst: torch.Tensor, memory: Memory, after: Sequence[Waitable]
     ) -> Done:
         offset, nbytes = self._file_range(tensor, part)
         stored = getattr(torch, self._stored(tensor).dtype)
-        return self._mover.read("load_weight", dst, self._file(tensor), offset, nbytes, stored, after)
+        return self._mover.read("load_weight", dst, memory, self._file(tensor), offset, nbytes, stored, after)
 
     def _view(self, piece: _Piece, region: Region) -> torch.Tensor:
         nbytes = part_bytes(piece.tensor, piece.part, self.dtype.itemsize)

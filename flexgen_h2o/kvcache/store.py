@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 
 import torch
 
+from flexgen_h2o.config import TIERS
 from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.kvcache.moves import Move, move_rows
 from flexgen_h2o.limits import PAGE, WRITE_BACK_STEPS
 from flexgen_h2o.tiers.disk import DirectFile
-from flexgen_h2o.tiers.mover import Mover
-from flexgen_h2o.tiers.placement import Part
+from flexgen_h2o.tiers.mover import Memory, Mover
+from flexgen_h2o.tiers.placement import Part, is_streamed
 from flexgen_h2o.tiers.ring import Region
 from flexgen_h2o.tiers.transfer import Done, Waitable
 from flexgen_h2o.units import round_up
@@ -56,10 +57,11 @@ class _Overlay:
             view.values[index] = self.values[: len(view.keys), :n].to(view.keys.device)
 
     def add(self, view: PartView, slots: torch.Tensor) -> None:
-        rows, n = torch.arange(len(view.keys), device=view.keys.device), self.used
-        self.slots[: len(rows), n] = slots
-        self.keys[: len(rows), n] = view.keys[rows, slots]
-        self.values[: len(rows), n] = view.values[rows, slots]
+        where, n = view.keys.device, self.used
+        index = (torch.arange(len(view.keys), device=where), slots.to(where))
+        self.slots[: len(slots), n] = slots
+        self.keys[: len(slots), n] = view.keys[index]
+        self.values[: len(slots), n] = view.values[index]
         self.used += 1
 
 
@@ -92,10 +94,13 @@ class CacheStore:
 
     def __init__(
         self, mover: Mover, dtype: torch.dtype, memory: dict[str, torch.Tensor], file: DirectFile | None,
-        overlay: torch.Tensor, streamed_tiers: frozenset[str],
+        overlay: torch.Tensor, attends_on_host: bool,
     ) -> None:  # fmt: skip
         self._mover, self._dtype, self._memory, self._file = mover, dtype, memory, file
-        self._overlay, self._streamed_tiers = overlay, streamed_tiers
+        self._overlay = overlay
+        # Attention runs on the host where the device is host memory and with --cpu-cache-compute.
+        self._streamed_tiers = frozenset(t for t in TIERS if is_streamed(t, attends_on_host))
+        self._ring_memory: Memory = "host" if attends_on_host else "device"
         self._units: dict[tuple[int, int], Unit] = {}
         self._compactions: list[list[list[Move]]] = []
         self._live: list[int] = []
@@ -239,7 +244,11 @@ class CacheStore:
             else:
                 assert self._file is not None
                 dst = data[start : start + min(area, round_up(size, PAGE))]
-                loads.append(self._mover.read("load_cache", dst, self._file, home.offset + start, size, after=after))
+                loads.append(
+                    self._mover.read(
+                        "load_cache", dst, self._ring_memory, self._file, home.offset + start, size, after=after
+                    )
+                )
         return loads
 
     def _store_part(
@@ -254,7 +263,7 @@ class CacheStore:
                 if home.overlay.used < WRITE_BACK_STEPS:
                     return []
             home.overlay.used = 0
-            return [self._mover.write("store_cache", self._file, home.offset, data, [fence])]
+            return [self._mover.write("store_cache", self._file, home.offset, data, self._ring_memory, [fence])]
         assert home.memory is not None
         if whole:
             return [self._mover.copy("d2h", "store_cache", home.memory, data, [fence])]

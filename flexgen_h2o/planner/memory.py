@@ -10,7 +10,7 @@ from flexgen_h2o.config import TIERS, ModelSpec, Policy, TensorSpec, WeightUnit
 from flexgen_h2o.errors import DoesNotFitError
 from flexgen_h2o.kvcache.layout import UnitLayout, unit_layout
 from flexgen_h2o.limits import ALIGN, PAGE, READ_THREADS, ROW_BLOCK, STAGING_BYTES, TOKEN_CHUNK, WRITE_THREADS
-from flexgen_h2o.tiers.placement import Part, Shares, on_host_device, split_rows
+from flexgen_h2o.tiers.placement import Part, Shares, is_streamed, on_host_device, split_rows
 from flexgen_h2o.units import format_bytes, round_up
 
 
@@ -101,11 +101,6 @@ def weight_parts(tensor: TensorSpec, shares: Shares) -> tuple[Part, ...]:
 def tier_shares(shares: Shares, device_is_host: bool) -> Shares:
     """Shares as placed: where the device is host memory its share counts as host."""
     return on_host_device(shares) if device_is_host else shares
-
-
-def is_streamed(tier: str, device_is_host: bool) -> bool:
-    """Must bytes with this home be brought to the device before a layer can use them?"""
-    return tier == "disk" or (tier == "host" and not device_is_host)
 
 
 def part_bytes(tensor: TensorSpec, part: Part, itemsize: int) -> int:

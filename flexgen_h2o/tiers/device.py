@@ -93,7 +93,9 @@ class CudaDevice(Device):
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
 
     def buffer(self, nbytes: int) -> torch.Tensor:
-        return torch.zeros(nbytes, dtype=torch.uint8, device=self.torch_device)
+        memory = torch.zeros(nbytes, dtype=torch.uint8, device=self.torch_device)
+        torch.cuda.synchronize()  # the fill must not overtake the first copy, which runs on another stream
+        return memory
 
     def host_staging(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 
@@ -12,6 +13,8 @@ from flexgen_h2o.tiers.device import Device
 from flexgen_h2o.tiers.disk import DirectFile, aligned_range
 from flexgen_h2o.tiers.transfer import Done, Lanes, Waitable
 from flexgen_h2o.units import round_up
+
+Memory = Literal["device", "host"]
 
 
 class Mover:
@@ -23,39 +26,47 @@ class Mover:
         self._staging = threading.local()
 
     def read(
-        self, name: str, dst: torch.Tensor, file: DirectFile, offset: int, nbytes: int,
+        self, name: str, dst: torch.Tensor, memory: Memory, file: DirectFile, offset: int, nbytes: int,
         dtype: torch.dtype = torch.uint8, after: Sequence[Waitable] = (),
     ) -> Done:  # fmt: skip
-        """Fill `dst` from file bytes [offset, offset + nbytes), which hold `dtype` values.
+        """Fill `dst`, which lies in `memory`, from file bytes [offset, offset + nbytes), which hold `dtype` values.
 
         Straight into `dst` when it is page-aligned host bytes with room for the aligned range; otherwise chunk by
         chunk through the worker's staging buffer, converted to dst's dtype and copied to dst's memory.
         """
-        if dtype == torch.uint8 and _takes_direct(dst, offset, nbytes):
+        crosses = self._crosses(memory)
+        if dtype == torch.uint8 and not crosses and _takes_direct(dst, offset, nbytes):
             jobs = [_bind(file.read, dst[a:b], offset + a, min(b, nbytes) - a) for a, b in _even_chunks(dst.numel())]
         else:
             flat = dst.view(-1) if dtype != torch.uint8 else dst.view(-1)[:nbytes]
             step = TRANSFER_CHUNK // dtype.itemsize
             jobs = [
-                _bind(self._staged_read, flat[a:b], file, offset + a * dtype.itemsize, dtype)
+                _bind(self._staged_read, flat[a:b], file, offset + a * dtype.itemsize, dtype, crosses)
                 for a, b in _chunks(flat.numel(), step)
             ]
         return self.lanes.submit("disk_read", name, jobs, after)
 
     def write(
-        self, name: str, file: DirectFile, offset: int, src: torch.Tensor, after: Sequence[Waitable] = ()
-    ) -> Done:
-        """Write `src` (uint8) to the file at `offset` (a multiple of 4 KiB).
+        self, name: str, file: DirectFile, offset: int, src: torch.Tensor, memory: Memory,
+        after: Sequence[Waitable] = (),
+    ) -> Done:  # fmt: skip
+        """Write `src` (uint8), which lies in `memory`, to the file at `offset` (a multiple of 4 KiB).
 
         Whole pages are written: the file's bytes behind a `src` that ends inside one are undefined.
         """
-        if src.device.type == "cpu" and src.data_ptr() % PAGE == 0 and src.numel() % PAGE == 0:
-            jobs = [_bind(file.write, src[a:b], offset + a) for a, b in _chunks(src.numel(), TRANSFER_CHUNK)]
+        crosses = self._crosses(memory)
+        if not crosses and src.data_ptr() % PAGE == 0 and src.numel() % PAGE == 0:
+            jobs = [_bind(file.write, src[a:b], offset + a) for a, b in _even_chunks(src.numel())]
         else:
             jobs = [
-                _bind(self._staged_write, src[a:b], file, offset + a) for a, b in _chunks(src.numel(), TRANSFER_CHUNK)
+                _bind(self._staged_write, src[a:b], file, offset + a, crosses)
+                for a, b in _chunks(src.numel(), TRANSFER_CHUNK)
             ]
         return self.lanes.submit("disk_write", name, jobs, after)
+
+    def _crosses(self, memory: Memory) -> bool:
+        """Do bytes between a file and `memory` cross the link between host and device?"""
+        return memory == "device" and not self.device.is_host
 
     def copy(self, lane: str, name: str, dst: torch.Tensor, src: torch.Tensor, after: Sequence[Waitable] = ()) -> Done:
         """Copy between host and device memory on lane `h2d` or `d2h`."""
@@ -84,7 +95,7 @@ class Mover:
 
         return self.lanes.submit("d2h", name, [job], after)
 
-    def _staged_read(self, dst: torch.Tensor, file: DirectFile, offset: int, dtype: torch.dtype) -> int:
+    def _staged_read(self, dst: torch.Tensor, file: DirectFile, offset: int, dtype: torch.dtype, crosses: bool) -> int:
         nbytes = dst.numel() * dtype.itemsize
         start, length = aligned_range(offset, nbytes)
         staging = self._thread_staging()[:length]
@@ -93,11 +104,15 @@ class Mover:
         if source.data_ptr() % dtype.itemsize:
             source = source.clone()  # safetensors promises no alignment
         self.device.copy(dst, source.view(dtype))
+        if crosses:
+            self.lanes.count("h2d", dst.numel() * dst.element_size())
         return got
 
-    def _staged_write(self, src: torch.Tensor, file: DirectFile, offset: int) -> int:
+    def _staged_write(self, src: torch.Tensor, file: DirectFile, offset: int, crosses: bool) -> int:
         staging = self._thread_staging()[: round_up(src.numel(), PAGE)]
         self.device.copy(staging[: src.numel()], src)
+        if crosses:
+            self.lanes.count("d2h", src.numel())
         return file.write(staging, offset)
 
     def _thread_staging(self) -> torch.Tensor:
@@ -109,8 +124,7 @@ class Mover:
 
 def _takes_direct(dst: torch.Tensor, offset: int, nbytes: int) -> bool:
     return (
-        dst.device.type == "cpu"
-        and dst.dtype == torch.uint8
+        dst.dtype == torch.uint8
         and dst.is_contiguous()
         and dst.data_ptr() % PAGE == 0
         and dst.numel() % PAGE == 0

@@ -42,3 +42,8 @@ def split_rows(count: int, shares: Shares, multiple: int = 1) -> tuple[Part, ...
 def on_host_device(shares: Shares) -> Shares:
     """The shares when the device is host memory: both are one tier."""
     return (0.0, shares[0] + shares[1], shares[2])
+
+
+def is_streamed(tier: str, device_is_host: bool) -> bool:
+    """Must bytes with this home be brought to the device before a layer can use them?"""
+    return tier == "disk" or (tier == "host" and not device_is_host)

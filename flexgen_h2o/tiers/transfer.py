@@ -92,6 +92,11 @@ class Lanes:
             self._queues[lane].put(_Job(name, job, after, done))
         return done
 
+    def count(self, lane: str, nbytes: int) -> None:
+        """Count bytes that crossed a lane's link inside a job of another lane."""
+        with self._lock:
+            self.bytes_moved[lane] += nbytes
+
     def close(self) -> None:
         """Drop what is queued, end the threads and wait for them."""
         with self._lock:
@@ -117,8 +122,7 @@ class Lanes:
                     self._failure = self._failure or error
                 job.done.finish_one(self._failure)
                 continue
-            with self._lock:
-                self.bytes_moved[lane] += moved
+            self.count(lane, moved)
             job.done.finish_one()
 
 
