@@ -43,12 +43,10 @@ class Engine:
         self.ledger = Ledger(budgets)
         self.layers = spec.layers(policy.sep_layer)
         with contextlib.ExitStack() as stack:
-            self._scratch = Scratch(offload_dir)
-            stack.callback(self._scratch.close)
             self.lanes = Lanes(LANE_THREADS, timeline)
             stack.callback(self.lanes.close)
             self.mover = Mover(device, self.lanes)
-            self._take_buffers(stack)
+            self._take_buffers(offload_dir, stack)
             self.weights = self._open_weights(checkpoint, stack)
             self.cache, self.hidden = self._open_cache(), self._open_hidden()
             self._stack = stack.pop_all()
@@ -70,16 +68,20 @@ class Engine:
         """Most bytes that each tier held. Weights that stay in the checkpoint count as disk."""
         return {tier: self.ledger.peak[tier] for tier in TIERS}
 
-    def _take_buffers(self, stack: contextlib.ExitStack) -> None:
+    def _take_buffers(self, offload_dir: Path, stack: contextlib.ExitStack) -> None:
         self._buffers: dict[tuple[str, str], torch.Tensor] = {}
         self._files: dict[str, DirectFile] = {}
+        on_disk = [b for b in self.plan.buffers if b.tier == "disk"]
+        if on_disk:
+            scratch = Scratch(offload_dir)
+            stack.callback(scratch.close)
         for b in self.plan.buffers:
             self.ledger.charge(b.tier, b.nbytes, b.name)
+        for b in on_disk:
+            self._files[b.name] = scratch.create(f"{b.name}.bin", b.nbytes)
+            stack.callback(self._files[b.name].close)
         for b in self.plan.buffers:
-            if b.tier == "disk":
-                self._files[b.name] = self._scratch.create(f"{b.name}.bin", b.nbytes)
-                stack.callback(self._files[b.name].close)
-            elif b.name not in ("temporaries", "staging"):  # these two are taken by their users
+            if b.tier != "disk" and b.name not in ("temporaries", "staging"):  # these two are taken by their users
                 self._buffers[b.name, b.tier] = self._allocate(b.name, b.tier, b.nbytes)
 
     def _allocate(self, name: str, tier: str, nbytes: int) -> torch.Tensor:
