@@ -7,19 +7,15 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
+from flexgen_h2o import interrupts
 from flexgen_h2o.config import DTYPE_BYTES, MemoryBudget, Policy, read_policy
-from flexgen_h2o.errors import EXIT_FAILED, EXIT_SIGINT, EXIT_SIGTERM, EXIT_USAGE, FlexgenError, UsageError
-
-
-class Terminated(BaseException):
-    """SIGTERM arrived; raised in the main thread so that everything is closed on the way out."""
+from flexgen_h2o.errors import EXIT_FAILED, EXIT_USAGE, SIGNAL_BASE, FlexgenError, UsageError
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -32,36 +28,30 @@ class OneLineParser(argparse.ArgumentParser):
 def run_door(name: str, body: Callable[[list[str] | None], int], argv: list[str] | None) -> int:
     """Run a door's body; every failure becomes its exit code and one line on stderr (a traceback for our own bugs)."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    before = _handle_sigterm()
     try:
-        return body(argv)
+        with interrupts.as_exceptions():
+            return body(argv)
     except FlexgenError as error:
         print(f"{name}: {error}".replace("\n", " "), file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        print(f"{name}: interrupted", file=sys.stderr)
-        return EXIT_SIGINT
-    except Terminated:
-        print(f"{name}: terminated", file=sys.stderr)
-        return EXIT_SIGTERM
+    except interrupts.Interrupted as signal:
+        print(f"{name}: ended by {signal}", file=sys.stderr)
+        return SIGNAL_BASE + signal.number
     except SystemExit as stop:  # argparse: --help
         return stop.code if isinstance(stop.code, int) else EXIT_USAGE
     except MemoryError:
         print(f"{name}: the machine ran out of memory; lower --host-mem", file=sys.stderr)
         return EXIT_FAILED
-    finally:
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)
 
 
-def _handle_sigterm() -> Any:
-    def terminate(number: int, frame: FrameType | None) -> None:
-        raise Terminated
-
+@contextmanager
+def naming_flags(**flags: str) -> Iterator[None]:
+    """A UsageError that begins with a field's name (`top_p: ...`) names the flag instead (`--top-p: ...`)."""
     try:
-        return signal.signal(signal.SIGTERM, terminate)
-    except ValueError:  # not the main thread: whoever embeds us handles signals
-        return None
+        yield
+    except UsageError as error:
+        field, _, rest = str(error).partition(":")
+        raise UsageError(f"{flags.get(field, '--' + field.replace('_', '-'))}:{rest}") from error
 
 
 def boolean(text: str) -> bool:
@@ -181,4 +171,5 @@ def policy_of(args: argparse.Namespace) -> tuple[Policy, bool]:
         return read_policy(Path(args.policy)).policy, False
     if args.policy == "auto" and placed:
         raise UsageError(f"--policy auto and --{placed[0].replace('_', '-')}: give one of them")
-    return Policy(**given), not placed
+    with naming_flags():
+        return Policy(**given), not placed

@@ -42,12 +42,19 @@ class Engine:
         self.timeline = timeline
         self.ledger = Ledger(budgets)
         self.layers = spec.layers(policy.sep_layer)
+        self._buffers: dict[tuple[str, str], torch.Tensor] = {}
+        self._files: dict[str, DirectFile] = {}
+        self._scratch: Scratch | None = None
+        self.lanes = Lanes(LANE_THREADS, timeline)
+        self.mover = Mover(device, self.lanes)
+        shares = tier_shares(policy.weight_shares, device.is_host)
+        self.weights = WeightStore(self.layers, checkpoint, shares, dtype, self.mover)
         with contextlib.ExitStack() as stack:
-            self.lanes = Lanes(LANE_THREADS, timeline)
+            # Left in reverse: the threads end before the files that they use are closed.
+            stack.callback(self._close_files)
             stack.callback(self.lanes.close)
-            self.mover = Mover(device, self.lanes)
-            self._take_buffers(offload_dir, stack)
-            self.weights = self._open_weights(checkpoint, stack)
+            self._take_buffers(offload_dir)
+            self.weights.load_resident(self._arenas("weights"))
             self.cache, self.hidden = self._open_cache(), self._open_hidden()
             self._stack = stack.pop_all()
 
@@ -65,38 +72,34 @@ class Engine:
 
     @property
     def peak_bytes(self) -> dict[str, int]:
-        """Most bytes that each tier held. Weights that stay in the checkpoint count as disk."""
+        """Most bytes that each tier held; disk is the offload dir, without the checkpoint itself."""
         return {tier: self.ledger.peak[tier] for tier in TIERS}
 
-    def _take_buffers(self, offload_dir: Path, stack: contextlib.ExitStack) -> None:
-        self._buffers: dict[tuple[str, str], torch.Tensor] = {}
-        self._files: dict[str, DirectFile] = {}
-        on_disk = [b for b in self.plan.buffers if b.tier == "disk"]
-        if on_disk:
-            scratch = Scratch(offload_dir)
-            stack.callback(scratch.close)
+    def _take_buffers(self, offload_dir: Path) -> None:
         for b in self.plan.buffers:
             self.ledger.charge(b.tier, b.nbytes, b.name)
+        on_disk = [b for b in self.plan.buffers if b.tier == "disk"]
+        if on_disk:
+            self._scratch = Scratch(offload_dir)
         for b in on_disk:
-            self._files[b.name] = scratch.create(f"{b.name}.bin", b.nbytes)
-            stack.callback(self._files[b.name].close)
+            assert self._scratch is not None
+            self._files[b.name] = self._scratch.create(f"{b.name}.bin", b.nbytes)
         for b in self.plan.buffers:
             if b.tier != "disk" and b.name not in ("temporaries", "staging"):  # these two are taken by their users
                 self._buffers[b.name, b.tier] = self._allocate(b.name, b.tier, b.nbytes)
+
+    def _close_files(self) -> None:
+        self.weights.close()
+        for file in self._files.values():
+            file.close()
+        if self._scratch is not None:
+            self._scratch.close()
 
     def _allocate(self, name: str, tier: str, nbytes: int) -> torch.Tensor:
         if tier == self.device.tier:
             return self.device.buffer(nbytes)
         pinned = name == "weights" and self.policy.pin_weight
         return self.device.host_staging(nbytes) if pinned else host_buffer(nbytes)
-
-    def _open_weights(self, checkpoint: Checkpoint, stack: contextlib.ExitStack) -> WeightStore:
-        shares = tier_shares(self.policy.weight_shares, self.device.is_host)
-        store = WeightStore(self.layers, checkpoint, shares, self.dtype, self.mover)
-        stack.callback(store.close)
-        memory = self._arenas("weights")
-        store.load_resident(memory)
-        return store
 
     def _open_cache(self) -> CacheStore:
         on_host = self.device.is_host or self.policy.cpu_cache_compute
@@ -121,7 +124,7 @@ class Engine:
         return self._ring("weight ring")
 
     def cache_ring(self) -> Ring | None:
-        return self._ring("cache ring") or self._ring("cache host ring")
+        return self._ring("cache ring")
 
     def hidden_ring(self) -> Ring | None:
         return self._ring("hidden ring")

@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 
+from flexgen_h2o import interrupts
 from flexgen_h2o.config import Layer
 from flexgen_h2o.engine import Engine
 from flexgen_h2o.generation import Decoding, MicroBatch, Row, SweepInput
@@ -78,6 +79,7 @@ class Executor:
         self.times = BlockTimes([], [])
         sweep_start = layer_start = time.perf_counter()
         for step in order or zigzag(sweeps, len(self._layers), len(rows)):
+            interrupts.check()
             if self._batches[step.micro_batch].rows:
                 self._run_step(step)
             if step.micro_batch == len(rows) - 1:
@@ -89,8 +91,9 @@ class Executor:
                     sweep_start = now
                     if not any(batch.rows for batch in self._batches):
                         break
-        self._cache.drain()
-        self._hidden.drain()
+        for stream, store in ((self._cache, self._engine.cache), (self._hidden, self._engine.hidden)):
+            stream.drain()
+            store.settle()
 
     def finish(self) -> None:
         """Wait for loads still under way; call once after the last block."""

@@ -15,6 +15,7 @@ from flexgen_h2o.doors import (
     add_engine_flags,
     add_sampling_flags,
     budget_of,
+    naming_flags,
     policy_of,
     positive,
     refuse_missing_features,
@@ -23,7 +24,7 @@ from flexgen_h2o.doors import (
 from flexgen_h2o.errors import EXIT_DONE, UsageError
 
 if TYPE_CHECKING:
-    from flexgen_h2o.llm import LLM
+    from flexgen_h2o.llm import LLM, Order
     from flexgen_h2o.prompts import Completion, Prompt
     from flexgen_h2o.report import RunReport
     from flexgen_h2o.sampling import SamplingParams
@@ -74,9 +75,10 @@ class _Outputs:
     done: list[Completion] = field(default_factory=list)
 
     def write(self) -> None:
+        """Nothing finished, nothing written: a run that is refused leaves an older file as it is."""
         from flexgen_h2o.prompts import write_outputs
 
-        if self.path is not None:
+        if self.path is not None and self.done:
             write_outputs(self.path, self.done)
 
 
@@ -89,7 +91,8 @@ def _run(argv: list[str] | None) -> int:
     from flexgen_h2o.report import sizes_line
     from flexgen_h2o.sampling import SamplingParams
 
-    params = SamplingParams(
+    with naming_flags(max_tokens="--gen-len"):
+        params = SamplingParams(
         args.gen_len, args.temperature, args.top_p, args.top_k, args.seed, tuple(args.stop),
         args.ignore_eos or args.prompts is None,
     )  # fmt: skip
@@ -101,6 +104,8 @@ def _run(argv: list[str] | None) -> int:
         args.model, AutoPolicy(policy) if is_auto else policy, device=args.device, dtype=args.dtype,
         budget=budget_of(args), offload_dir=args.offload_dir, path=args.path, revision=args.revision,
     ) as llm:  # fmt: skip
+        if llm.precision_note and args.verbose >= 1:
+            print(f"flex_opt: {llm.precision_note}", file=sys.stderr)
         llm.timeline.keep_spans = args.trace is not None
         prompts = _prompts(args, llm, AUTO_BENCHMARK_ROWS if is_auto else policy.block_size)
         if args.verbose >= 1:
@@ -165,7 +170,7 @@ def _generate(
     return report
 
 
-def _order(args: argparse.Namespace):  # type: ignore[no-untyped-def]
+def _order(args: argparse.Namespace) -> Order | None:
     """The steps of a run that is cut short; None for a whole one."""
     from flexgen_h2o.schedule import zigzag
 
@@ -209,13 +214,13 @@ def _show(args: argparse.Namespace, llm: LLM, report: RunReport, done: list[Comp
         _show_breakdown(llm)
     if args.verbose >= 1:
         print(log_block(report))
-    if not args.no_log:
-        name = log_file_name(args.model, report.policy, report.prompt_len, report.gen_len)
-        append_log(Path(name if args.log_file == "auto" else args.log_file), report)
     if args.json is not None:
         write_json(args.json, report)
     if args.trace is not None:
         llm.timeline.write_chrome_trace(args.trace)
+    if not args.no_log:
+        name = log_file_name(args.model, report.policy, report.prompt_len, report.gen_len)
+        append_log(Path(name if args.log_file == "auto" else args.log_file), report)
 
 
 def _show_texts(done: list[Completion]) -> None:
@@ -231,7 +236,8 @@ def _show_texts(done: list[Completion]) -> None:
 
 def _show_breakdown(llm: LLM) -> None:
     """Mean seconds of each kind of step; the run was serial, so that waiting is the transfer itself."""
-    print(f"#layers: {llm.num_layers}")
+    prefill_steps, decode_steps = (llm.timeline.count("compute", f"compute_layer {p}") for p in ("prefill", "decode"))
+    print(f"#layers: {llm.num_layers}\n#batches prefill: {prefill_steps}\n#batches decoding: {decode_steps}")
     mean = llm.timeline.mean_seconds
     print(f"load_weight (per-layer): {mean('wait', 'load_weight'):.6f} s")
     for phase in ("prefill", "decode"):

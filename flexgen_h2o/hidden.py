@@ -14,7 +14,7 @@ from flexgen_h2o.tiers.disk import DirectFile
 from flexgen_h2o.tiers.mover import Mover
 from flexgen_h2o.tiers.placement import Part, Shares, split_rows
 from flexgen_h2o.tiers.ring import Region
-from flexgen_h2o.tiers.transfer import Done, Waitable
+from flexgen_h2o.tiers.transfer import Done, Waitable, wait_all
 from flexgen_h2o.units import round_up
 
 HiddenKey = tuple[int, int, int]  # sweep, layer, micro-batch
@@ -112,6 +112,11 @@ class HiddenStore:
                     stores.append(self._mover.write("store_hidden", self._file, offset, data, "device", [fence]))
         self._closed[k], self._stores[k] = (sweep, layer), stores
         return [fence, *stores]
+
+    def settle(self) -> None:
+        """Wait for stores under way, so that the next block may use the homes anew."""
+        for stores in self._stores:
+            wait_all(stores)
 
     def _slices(self, k: int, region: Region) -> list[tuple[Part, torch.Tensor]]:
         parts = split_rows(self._now[k], self._shares)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 
 import torch
 
+from flexgen_h2o.checkpoint import Checkpoint
 from flexgen_h2o.config import DTYPE_BYTES, MemoryBudget, Policy, read_policy
 from flexgen_h2o.engine import Engine
 from flexgen_h2o.errors import UsageError
@@ -28,6 +30,7 @@ from flexgen_h2o.tiers.machine import resolve_budgets
 from flexgen_h2o.timeline import LANES, Timeline
 
 RANDOM_WEIGHTS_SEED = 0
+RANDOM_DTYPE = "bfloat16"  # of random weights, unless another is asked for
 DEFAULT_OFFLOAD_DIR = Path("~/flexgen_h2o_offload_dir")
 LogitsWatch = Callable[[list[int], torch.Tensor], None]
 Order = Callable[[int, int], Iterator[Step]]
@@ -61,7 +64,6 @@ class LLM:
         self.report: RunReport | None = None
         self._policy = self._asked_policy if isinstance(self._asked_policy, Policy) else None
         self._engine: Engine | None = None
-        self._dtype: str | None = None
         self._planned_rows = 0
         self.times: list[BlockTimes] = []
 
@@ -81,10 +83,15 @@ class LLM:
     @property
     def dtype(self) -> str:
         """The compute dtype, which weights and KV are held in."""
-        if self._dtype is None:
-            self._open_checkpoint()
-        assert self._dtype is not None
-        return self._dtype
+        stored = RANDOM_DTYPE if self.model.random else self._checkpoint.dtype
+        return self._device.compute_dtype(self._asked_dtype, stored)
+
+    @property
+    def precision_note(self) -> str | None:
+        """What "auto" changed about the checkpoint's precision, for the user to know; None when nothing."""
+        if self.model.random or self._asked_dtype is not None or self.dtype == self._checkpoint.dtype:
+            return None
+        return f"{self._checkpoint.dtype} weights are computed in {self.dtype} here; --dtype float32 loses nothing"
 
     @property
     def num_layers(self) -> int:
@@ -147,12 +154,16 @@ class LLM:
             decoding = Decoding(TokenChooser(params), end, watch_logits)
             executor = Executor(engine, decoding, hand_out, sweeps)
             self.times = []
+            engine.timeline.reset()
             try:
                 for block in blocks:
                     steps = order(len(engine.layers.layers), len(block)) if order else None
                     with torch.inference_mode():
                         executor.run_block(block, [self._slots(batch) for batch in block], steps, progress.sweep)
                     self.times.append(executor.times)
+                    if order:  # it may end within a sweep: the next block's weights begin anew
+                        executor.finish()
+                        executor = Executor(engine, decoding, hand_out, sweeps)
                 executor.finish()
             except BaseException:
                 self.close()
@@ -208,11 +219,13 @@ class LLM:
     def _slots(self, rows: Sequence[Row]) -> int:
         return max(self.eviction.slots(len(r.prompt.token_ids), r.max_new) for r in rows)
 
-    def _open_checkpoint(self) -> None:
-        wanted = self._device.compute_dtype(self._asked_dtype, "bfloat16")
-        show = Progress.on_terminal()
-        self._checkpoint = find_checkpoint(self.model, wanted, self.offload_dir, RANDOM_WEIGHTS_SEED, show)
-        self._dtype = self._device.compute_dtype(self._asked_dtype, self._checkpoint.dtype)
+    @cached_property
+    def _checkpoint(self) -> Checkpoint:
+        """Opened at first use; with random weights that is after the memory plan, since it may write many GB."""
+        return find_checkpoint(
+            self.model, self.dtype if self.model.random else "", self.offload_dir, RANDOM_WEIGHTS_SEED,
+            Progress.on_terminal(),
+        )  # fmt: skip
 
     def _most_new_tokens(self, prompt: Prompt, params: SamplingParams) -> int:
         """The newest token needs no position of its own, so a prompt that fills all positions still gets one."""

@@ -126,7 +126,7 @@ def benchmark_prompts(count: int, length: int, encode: Encode | None, vocab_size
 def make_blocks(prompts: Sequence[Prompt], gpu_batch_size: int, num_gpu_batches: int) -> list[list[list[Prompt]]]:
     """Blocks of at most `num_gpu_batches` micro-batches of at most `gpu_batch_size` prompts each.
 
-    Longest first, equal lengths in input order, so neighbours need little padding and the block that needs the most
+    Longest first, equal lengths in input order, so neighbours are computed together and the block that needs the most
     memory comes first. Every micro-batch but the last of all is full.
     """
     gbs, block = gpu_batch_size, gpu_batch_size * num_gpu_batches

@@ -15,14 +15,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from flexgen_h2o.errors import FlexgenError
+
 LANES = ("compute", "disk_read", "disk_write", "h2d", "d2h", "wait")
 
 
 @dataclass(frozen=True)
 class Span:
-    """`start` and `end` in seconds of `time.perf_counter`."""
+    """A line of the trace (`row`) was busy from `start` to `end`, in seconds of `time.perf_counter`."""
 
-    lane: str
+    row: str
     name: str
     start: float
     end: float
@@ -37,13 +39,22 @@ class Timeline:
         self.spans: list[Span] = []
         self._busy: dict[tuple[str, str], tuple[float, int]] = defaultdict(lambda: (0.0, 0))
 
-    def record(self, lane: str, name: str, start: float, end: float) -> None:
-        """Add a span; `name` groups the sums, so keep it free of indices (`load_weight`, not `load_weight 3`)."""
+    def reset(self) -> None:
+        """Forget all spans and sums."""
+        with self._lock:
+            self.spans.clear()
+            self._busy.clear()
+
+    def record(self, lane: str, name: str, start: float, end: float, row: str | None = None) -> None:
+        """Add a span; `name` groups the sums, so keep it free of indices (`load_weight`, not `load_weight 3`).
+
+        row: the line of the trace where several threads serve the lane, whose spans overlap.
+        """
         with self._lock:
             seconds, count = self._busy[lane, name]
             self._busy[lane, name] = (seconds + end - start, count + 1)
             if self.keep_spans:
-                self.spans.append(Span(lane, name, start, end))
+                self.spans.append(Span(row or lane, name, start, end))
 
     @contextmanager
     def span(self, lane: str, name: str) -> Iterator[None]:
@@ -58,6 +69,11 @@ class Timeline:
         with self._lock:
             return sum(s for (on, what), (s, _) in self._busy.items() if on == lane and name in (None, what))
 
+    def count(self, lane: str, name: str) -> int:
+        """How many spans of one kind there were."""
+        with self._lock:
+            return self._busy.get((lane, name), (0.0, 0))[1]
+
     def mean_seconds(self, lane: str, name: str) -> float:
         """Mean seconds of one kind of span; 0 when there was none."""
         with self._lock:
@@ -65,18 +81,24 @@ class Timeline:
         return seconds / count if count else 0.0
 
     def write_chrome_trace(self, path: Path) -> None:
-        """Write the spans as Chrome trace events (JSON; opens in Perfetto): a lane is a thread row, times in us."""
+        """Write the spans as Chrome trace events (JSON; opens in Perfetto), a line for each worker, times in us.
+
+        Raises FlexgenError naming the file.
+        """
         origin = min((s.start for s in self.spans), default=0.0)
-        lanes = [*LANES, *sorted({s.lane for s in self.spans} - set(LANES))]
+        others = sorted({s.row for s in self.spans} - set(LANES))
+        rows = [row for lane in LANES for row in (lane, *(r for r in others if r.startswith(lane)))]
         events: list[dict[str, object]] = [
-            {"ph": "M", "pid": 1, "tid": i, "name": "thread_name", "args": {"name": lane}}
-            for i, lane in enumerate(lanes)
+            {"ph": "M", "pid": 1, "tid": i, "name": "thread_name", "args": {"name": row}} for i, row in enumerate(rows)
         ]
         for s in self.spans:
             events.append(
                 {
-                    "ph": "X", "pid": 1, "tid": lanes.index(s.lane), "name": s.name,
+                    "ph": "X", "pid": 1, "tid": rows.index(s.row), "name": s.name,
                     "ts": (s.start - origin) * 1e6, "dur": (s.end - s.start) * 1e6,
                 }
             )  # fmt: skip
-        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        try:
+            path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        except OSError as error:
+            raise FlexgenError(f"--trace {path}: {error.strerror or error}") from error

@@ -16,7 +16,7 @@ from flexgen_h2o.checkpoint.stored import Checkpoint, StoredTensor
 from flexgen_h2o.config import LayerPlan, TensorSpec, WeightUnit
 from flexgen_h2o.kernels.linear import RowParts
 from flexgen_h2o.limits import ALIGN, PAGE
-from flexgen_h2o.planner.memory import part_bytes, streamed_bytes, weight_parts
+from flexgen_h2o.planner.memory import part_bytes, streamed_bytes, streamed_part_bytes, weight_parts
 from flexgen_h2o.tiers.disk import DirectFile, aligned_range
 from flexgen_h2o.tiers.mover import Memory, Mover
 from flexgen_h2o.tiers.placement import Part, Shares, is_streamed
@@ -28,13 +28,12 @@ from flexgen_h2o.units import round_up
 
 @dataclass(frozen=True)
 class _Piece:
-    """Streamed rows of one tensor: where they lie in a load's region, and how they get there."""
+    """Streamed rows of one tensor in a load's region: set aside from `start`, the values themselves at `offset`."""
 
     tensor: TensorSpec
     part: Part
-    offset: int  # of the values in the region
-    span: int  # region bytes set aside, from `start`
     start: int
+    offset: int
 
 
 class WeightStore:
@@ -114,10 +113,9 @@ class WeightStore:
             for part in weight_parts(tensor, self._shares):
                 if not is_streamed(part.tier, self._is_host):
                     continue
-                span = round_up(part_bytes(tensor, part, self.dtype.itemsize) + PAGE, PAGE)
                 shift = self._file_range(tensor, part)[0] % PAGE if self._is_direct(tensor, part) else 0
-                pieces.append(_Piece(tensor, part, start + shift, span, start))
-                start += span
+                pieces.append(_Piece(tensor, part, start, start + shift))
+                start += streamed_part_bytes(tensor, part, self.dtype.itemsize)
         return tuple(pieces)
 
     def _load_piece(self, piece: _Piece, region: Region) -> Done:

@@ -42,7 +42,7 @@ def sparse_slot_attention(
     newest = (filled - 1).view(rows, 1, 1).expand(rows, group, 1)
     newest_weight = probabilities.gather(2, newest)
     past = probabilities.scatter(2, newest, -1.0)
-    keep = (share * (filled - 1)).long()
+    keep = (share * (filled - 1).double()).long()
     weights, slots = past.topk(max(1, int(keep.max())), dim=2)
     allowed = torch.arange(weights.shape[2], device=q.device) < keep.view(rows, 1, 1)
     weights = torch.where(allowed, weights, 0.0)

@@ -7,6 +7,7 @@ read and written with O_DIRECT.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from flexgen_h2o.limits import PAGE, WRITE_BACK_STEPS
@@ -36,6 +37,14 @@ class UnitLayout:
 
     def part_bytes(self, part: Part) -> int:
         return 2 * self.area_bytes(part)
+
+    def most_part_rows(self, share: float) -> int:
+        """Most rows that the tier with this share gets of a unit of these or fewer rows.
+
+        With fewer rows, rounding may give a part one more than here.
+        """
+        rows = self.sequences * self.kv_heads
+        return min(rows, math.ceil(rows * share) + 1) if 0 < share < 1 else round(rows * share)
 
     def overlay_bytes(self, part: Part) -> int:
         """RAM for the columns of a disk part that wait to be written back, with their slot numbers (int64)."""

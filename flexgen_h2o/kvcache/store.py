@@ -19,7 +19,7 @@ from flexgen_h2o.tiers.disk import DirectFile
 from flexgen_h2o.tiers.mover import Memory, Mover
 from flexgen_h2o.tiers.placement import Part, is_streamed
 from flexgen_h2o.tiers.ring import Region
-from flexgen_h2o.tiers.transfer import Done, Waitable
+from flexgen_h2o.tiers.transfer import Done, Waitable, wait_all
 from flexgen_h2o.units import round_up
 
 CacheKey = tuple[int, int, int]  # sweep, transformer block, micro-batch
@@ -152,7 +152,8 @@ class CacheStore:
         for event in [] if unit.filled or region is None else region.after:
             event.wait()
         views = self._views(unit, region)
-        for home, view in zip(unit.homes, views, strict=True):
+        # The overlay holds columns of the rows that are in the unit now, as before any compaction still to come.
+        for home, view in zip(unit.homes, self._live_views(unit, views), strict=False):
             if home.overlay is not None:
                 home.overlay.apply(view)
         pending = self._compactions[key[2]][unit.version :]
@@ -179,6 +180,11 @@ class CacheStore:
                     stores += self._store_part(unit, home, view, slices[id(home)], slots, whole, fence)
         unit.in_use, unit.filled, unit.last_store = False, True, stores[1:]
         return stores
+
+    def settle(self) -> None:
+        """Wait for stores under way, so that the next block may carve the homes anew."""
+        for unit in self._units.values():
+            wait_all(unit.last_store)
 
     def _carve(self, layout: UnitLayout, part: Part, used: dict[str, int]) -> _Home:
         nbytes = layout.part_bytes(part)

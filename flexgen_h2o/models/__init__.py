@@ -51,10 +51,10 @@ def family_of(spec: ModelSpec) -> Family:
 def spec_from_config(name: str, config: Mapping[str, Any], where: str) -> ModelSpec:
     """The shape of the model that a Hugging Face config describes; `where` names its file in errors."""
     model_type = config.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UsageError(f"{where}: model_type {model_type!r} is not supported (known: {', '.join(sorted(FAMILIES))})")
     try:
-        return _load(str(model_type)).read_spec(name, config)
+        return _load(model_type).read_spec(name, config)
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from error
 
@@ -68,9 +68,8 @@ def spec_from_folder(name: str, folder: Path) -> tuple[ModelSpec, dict[str, Any]
         raise UsageError(f"{path}: not a readable JSON file ({error})") from error
     if not isinstance(raw, dict):
         raise UsageError(f"{path}: a JSON object is expected")
-    if raw.get("model_type") not in FAMILIES:
-        return spec_from_config(name, raw, str(path)), raw
-    config = _with_defaults(raw, str(path))
+    known = isinstance(raw.get("model_type"), str) and raw["model_type"] in FAMILIES
+    config = _with_defaults(raw, str(path)) if known else raw
     return spec_from_config(name, config, str(path)), config
 
 

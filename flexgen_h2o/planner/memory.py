@@ -87,7 +87,7 @@ class MemoryPlan:
         raise DoesNotFitError(
             f"the policy needs {format_bytes(self.bytes_on(tier))} on the {tier} tier ({parts}), "
             f"{format_bytes(excess)} more than its budget of {format_bytes(budgets[tier] or 0)}; raise --{tier}-mem, "
-            "lower --gpu-batch-size or --num-gpu-batches, or move shares down with --percent"
+            "lower --gpu-batch-size or --num-gpu-batches, or move shares to another tier with --percent"
         )
 
 
@@ -107,12 +107,15 @@ def part_bytes(tensor: TensorSpec, part: Part, itemsize: int) -> int:
     return part.rows * (tensor.numel // tensor.shape[0]) * itemsize
 
 
+def streamed_part_bytes(tensor: TensorSpec, part: Part, itemsize: int) -> int:
+    """Ring bytes of a streamed part: room for its page-aligned file range, wherever in a page it begins."""
+    return round_up(part_bytes(tensor, part, itemsize) + PAGE, PAGE)
+
+
 def streamed_bytes(unit: WeightUnit, shares: Shares, itemsize: int, device_is_host: bool) -> int:
-    """Ring bytes that one load of the unit takes: each streamed part with room for its aligned file range."""
+    """Ring bytes that one load of the unit takes."""
     return sum(
-        round_up(part_bytes(t, p, itemsize) + PAGE, PAGE)
-        for t, p in _parts_of(unit, shares)
-        if is_streamed(p.tier, device_is_host)
+        streamed_part_bytes(t, p, itemsize) for t, p in _parts_of(unit, shares) if is_streamed(p.tier, device_is_host)
     )
 
 
@@ -120,13 +123,14 @@ def workspace_sizes(spec: ModelSpec, shape: Shape, itemsize: int) -> dict[str, i
     """Bytes of the named step buffers (kernels/workspace.py) for the largest micro-batch."""
     tokens, chunk = max(shape.tokens, shape.rows), min(TOKEN_CHUNK, max(shape.tokens, shape.rows))
     q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    embedding = max(t.shape[-1] for t in spec.embedding)
     widths = {
         "q": tokens * q_width,
         "k": tokens * kv_width,
         "v": tokens * kv_width,
         "mixed": tokens * q_width,
-        "normed": max(chunk, shape.rows) * spec.hidden_size,
-        "ffn": chunk * max(spec.ffn_size, spec.hidden_size),
+        "normed": max(chunk, shape.rows) * max(spec.hidden_size, embedding),
+        "ffn": chunk * max(spec.ffn_size, spec.hidden_size, embedding),
         "logits": shape.rows * spec.vocab_size,
     }
     return {name: round_up(count * itemsize, ALIGN) for name, count in widths.items()}
@@ -138,7 +142,8 @@ def temporary_bytes(spec: ModelSpec, shape: Shape, itemsize: int) -> int:
     prefill = shape.tokens * (q_width * itemsize + 4 * spec.num_heads)
     decode = shape.rows * spec.num_heads * shape.slots * (4 + 4 + itemsize)
     sampling = shape.rows * spec.vocab_size * 8
-    return max(prefill, decode, sampling) + 3 * TOKEN_CHUNK * spec.hidden_size * itemsize
+    chunk = min(TOKEN_CHUNK, max(shape.tokens, shape.rows))
+    return max(prefill, decode, sampling) + chunk * (3 * spec.hidden_size + spec.ffn_size) * itemsize
 
 
 def hidden_home_bytes(tokens: int, shares: Shares, row_bytes: int) -> dict[str, int]:
@@ -223,21 +228,21 @@ def _weight_buffers(spec: ModelSpec, policy: Policy, itemsize: int, device_is_ho
 def _cache_buffers(
     spec: ModelSpec, policy: Policy, shape: Shape, itemsize: int, device_is_host: bool, depth: int
 ) -> list[Buffer]:
-    layout = kv_layout(spec, shape.rows, shape.slots, tier_shares(policy.cache_shares, device_is_host), itemsize)
+    shares = tier_shares(policy.cache_shares, device_is_host)
+    layout = kv_layout(spec, shape.rows, shape.slots, shares, itemsize)
     units = spec.num_blocks * shape.micro_batches
-    found, ring, overlay = [], {"device": 0, "host": 0}, 0
-    for part in layout.parts:
-        found.append(Buffer("cache", part.tier, units * layout.part_bytes(part)))
-        on_host = device_is_host or policy.cpu_cache_compute
-        if part.tier == "disk":
+    attends_on_host = device_is_host or policy.cpu_cache_compute
+    found, ring, overlay = [], 0, 0
+    for tier, share in zip(TIERS, shares, strict=True):
+        part = Part(tier, 0, layout.most_part_rows(share))
+        found.append(Buffer("cache", tier, units * layout.part_bytes(part)))
+        if is_streamed(tier, attends_on_host):
+            ring += layout.part_bytes(part)
+        if tier == "disk":
             overlay += units * layout.overlay_bytes(part)
-            ring["host" if on_host else "device"] += layout.part_bytes(part)
-        elif part.tier == "host" and not on_host:
-            ring["device"] += layout.part_bytes(part)
     return [
         *found,
-        Buffer("cache ring", "device", depth * ring["device"]),
-        Buffer("cache host ring", "host", depth * ring["host"]),
+        Buffer("cache ring", "host" if attends_on_host else "device", depth * ring),
         Buffer("cache overlay", "host", overlay),
     ]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from flexgen_h2o.config import ModelSpec, Policy
 from flexgen_h2o.errors import DoesNotFitError
-from flexgen_h2o.planner.memory import OVERLAPPED, Shape, memory_plan, plan_within, tier_shares
+from flexgen_h2o.planner.memory import OVERLAPPED, Depth, Shape, memory_plan, plan_within, tier_shares
 
 MOST_ROWS = 256
 MICRO_BATCH = 32
@@ -19,6 +19,7 @@ DISK_BYTES_PER_S = 2e9
 LINK_BYTES_PER_S = 1e10
 FLOPS_PER_S = 4e11
 SHARE_STEP = 5
+LOOK_AHEADS = OVERLAPPED[1:]
 
 
 @dataclass(frozen=True)
@@ -85,17 +86,18 @@ def _fill_weights(
 ) -> Policy | None:
     """The policy with as much of the weights on the fast tiers as fits; None when not even all on disk fits."""
 
-    def fits(device: int, host: int) -> bool:
+    def fits(device: int, host: int, depth: Depth) -> bool:
         tried = _with_weights(policy, device, host)
-        depth = OVERLAPPED[1] if device + host < 100 or not device_is_host else OVERLAPPED[-1]
         return not memory_plan(spec, tried, shape, itemsize, device_is_host, depth).overflow(budgets)
 
-    if not fits(0, 0):
+    # Look-ahead before resident weights, as long as both are to be had.
+    depth = next((d for d in LOOK_AHEADS if fits(0, 0, d)), None)
+    if depth is None:
         return None
-    device = max(share for share in range(0, 101, SHARE_STEP) if share == 0 or fits(share, 0))
+    device = max(share for share in range(0, 101, SHARE_STEP) if share == 0 or fits(share, 0, depth))
     host = 0
     if not device_is_host:
-        host = max(share for share in range(0, 101 - device, SHARE_STEP) if share == 0 or fits(device, share))
+        host = max(share for share in range(0, 101 - device, SHARE_STEP) if share == 0 or fits(device, share, depth))
     return _with_weights(policy, device, host)
 
 

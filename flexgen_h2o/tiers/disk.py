@@ -7,7 +7,7 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -67,12 +67,16 @@ class DirectFile:
     def _move(self, call: Callable[[int, list[memoryview], int], int], view: memoryview, offset: int) -> int:
         """One preadv or pwritev; buffered from now on where the file system refuses O_DIRECT only here."""
         try:
-            return call(self.fd, [view], offset)
-        except OSError as error:
-            if error.errno == errno.EINVAL and self.direct:
+            try:
+                return call(self.fd, [view], offset)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                # Another thread may have switched already; this request was refused all the same.
                 fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~_O_DIRECT)
                 self.direct = False
                 return call(self.fd, [view], offset)
+        except OSError as error:
             if error.errno == errno.ENOSPC:
                 raise DoesNotFitError(
                     f"{self.path.parent}: the disk is full; free space or move --offload-dir"
@@ -96,13 +100,14 @@ class Scratch:
     def __init__(self, offload_dir: Path) -> None:
         try:
             offload_dir.mkdir(parents=True, exist_ok=True)
-            self._remove_dead(offload_dir)
-            self.folder = offload_dir / f"run-{os.getpid()}-{os.urandom(4).hex()}"
-            # The lock file comes first: a folder without one is dead.
-            self._lock_path = offload_dir / f"{self.folder.name}.lock"
-            self._lock = open(self._lock_path, "w")  # noqa: SIM115 - held for the life of the run
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self.folder.mkdir()
+            with _locked_folder(offload_dir):
+                # One at a time: a run between making its lock and holding it would look dead to another.
+                self._remove_dead(offload_dir)
+                self.folder = offload_dir / f"run-{os.getpid()}-{os.urandom(4).hex()}"
+                self._lock_path = self.folder.with_name(f"{self.folder.name}.lock")
+                self._lock = open(self._lock_path, "w")  # noqa: SIM115 - held for the life of the run
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self.folder.mkdir()
         except OSError as error:
             raise UsageError(f"--offload-dir {offload_dir}: cannot be used ({error.strerror})") from error
 
@@ -134,6 +139,16 @@ class Scratch:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while its run lives
                 shutil.rmtree(lock_path.with_suffix(""), ignore_errors=True)
                 lock_path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _locked_folder(folder: Path) -> Iterator[None]:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
 
 
 def aligned_range(offset: int, nbytes: int) -> tuple[int, int]:

@@ -82,20 +82,25 @@ class Stream(Generic[Key]):
             self.give_back(entry.region)
 
     def _start_one(self) -> bool:
+        key = self._next_wanted()
+        if key is None or not self._source.is_ready(key):
+            return False
+        assert self._ring is not None
+        region = self._ring.take(self._source.nbytes(key))
+        if region is None:
+            return False
+        self._entries.append(_Entry(key, region, self._source.load(key, region)))
+        self._pending = None
+        return True
+
+    def _next_wanted(self) -> Key | None:
+        """The next key that takes ring space and is still wanted; it stays pending until it is started."""
+        if self._pending is not None and not self._source.is_wanted(self._pending):
+            self._pending = None
         while self._pending is None:
             key = next(self._sequence, None)
             if key is None:
-                return False
-            self._pending = key if self._source.nbytes(key) else None
-        if not self._source.is_wanted(self._pending):
-            self._pending = None
-            return self._start_one()
-        if not self._source.is_ready(self._pending):
-            return False
-        assert self._ring is not None
-        region = self._ring.take(self._source.nbytes(self._pending))
-        if region is None:
-            return False
-        self._entries.append(_Entry(self._pending, region, self._source.load(self._pending, region)))
-        self._pending = None
-        return True
+                return None
+            if self._source.nbytes(key) and self._source.is_wanted(key):
+                self._pending = key
+        return self._pending

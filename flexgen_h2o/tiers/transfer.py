@@ -77,11 +77,9 @@ class Lanes:
         self._queues: dict[str, queue.SimpleQueue[_Job | None]] = {lane: queue.SimpleQueue() for lane in threads}
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
-        self._threads = [
-            threading.Thread(target=self._work, args=(lane,), name=f"{lane}-{i}", daemon=True)
-            for lane, count in threads.items()
-            for i in range(count)
-        ]
+        rows = [(lane, f"{lane} {i + 1}" if i else lane) for lane, count in threads.items() for i in range(count)]
+        self._threads = [threading.Thread(target=self._work, args=row, name=row[1], daemon=True) for row in rows]
+        self._lane_of_thread = [lane for lane, _ in rows]
         for thread in self._threads:
             thread.start()
 
@@ -101,13 +99,13 @@ class Lanes:
         """Drop what is queued, end the threads and wait for them."""
         with self._lock:
             self._failure = self._failure or _Cancelled("the run has ended")
-        for thread in self._threads:
-            self._queues[thread.name.rsplit("-", 1)[0]].put(None)
+        for lane in self._lane_of_thread:
+            self._queues[lane].put(None)
         for thread in self._threads:
             thread.join()
 
     @torch.inference_mode()  # as the compute thread, whose views it fills
-    def _work(self, lane: str) -> None:
+    def _work(self, lane: str, row: str) -> None:
         while (job := self._queues[lane].get()) is not None:
             if self._failure is not None:
                 job.done.finish_one(self._failure)
@@ -116,7 +114,7 @@ class Lanes:
                 wait_all(job.after)
                 start = time.perf_counter()
                 moved = job.run()
-                self.timeline.record(lane, job.name, start, time.perf_counter())
+                self.timeline.record(lane, job.name, start, time.perf_counter(), row)
             except BaseException as error:
                 with self._lock:
                     self._failure = self._failure or error

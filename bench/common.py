@@ -1,0 +1,277 @@
+"""Shared by the benchmarks: flags, quiet cores, marks at the end of sweeps, peak memory, tables, the JSON line.
+
+Import it before torch: it tells idle OpenMP workers to sleep, as the package's command lines do.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flexgen_h2o.config import DTYPE_BYTES, TIERS, ModelSpec, Policy
+from flexgen_h2o.llm import LLM
+from flexgen_h2o.planner.memory import part_bytes, tier_shares, weight_parts
+from flexgen_h2o.prompts import benchmark_prompts
+from flexgen_h2o.sampling import SamplingParams
+from flexgen_h2o.schedule import Step, zigzag
+
+ROOT = Path(__file__).resolve().parent.parent
+MB, GB = 10**6, 10**9
+QUIET_BELOW = 0.10  # busy share of all cores
+QUIET_SAMPLE_S = 2.0
+
+
+def add_flags(parser: argparse.ArgumentParser, model: str | None, host_mem: str | None) -> None:
+    """The flags that every benchmark takes, the issue's setting as default (model None: it has several)."""
+    add = parser.add_argument
+    add("--model", default=model, help=f"hub id of a built-in shape, or a folder ({model or 'those of the issue'})")
+    add("--path", default="_DUMMY_", help="where checkpoints are (_DUMMY_: random weights at the true shape)")
+    add("--offload-dir", type=Path, default=Path("~/flexgen_h2o_offload_dir").expanduser(), help="weights, disk tier")
+    add("--host-mem", default=host_mem, help=f"budget of RAM ({host_mem or 'what is free, less a margin'})")
+    add("--quiet-wait", type=float, default=120.0, metavar="S", help="most seconds to wait for quiet cores (120)")
+    add("--output", type=Path, help="also write the JSON object here")
+
+
+def finish(result: dict[str, Any], output: Path | None) -> None:
+    """Print the result as the last line of stdout, and write it where --output says."""
+    whole = {**result, "machine": machine_facts(), "command": [Path(sys.argv[0]).name, *sys.argv[1:]]}
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(whole, indent=2) + "\n")
+    print(json.dumps(whole), flush=True)
+
+
+def machine_facts() -> dict[str, Any]:
+    """What a figure depends on besides the code, and the code's commit."""
+    model = next((x.split(":")[1].strip() for x in _lines("/proc/cpuinfo") if x.startswith("model name")), "")
+    total = next((int(x.split()[1]) * 1024 for x in _lines("/proc/meminfo") if x.startswith("MemTotal")), 0)
+    huge = "".join(_lines("/sys/kernel/mm/transparent_hugepage/enabled"))
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "ram_bytes": total,
+        "kernel": platform.release(),
+        "huge_pages": huge[huge.find("[") + 1 : huge.find("]")],
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "commit": commit.stdout.strip() or None,
+    }
+
+
+def table(title: str, rows: Sequence[tuple[str, str]]) -> None:
+    """Print lines of a name and a value."""
+    print(f"\n{title}")
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        print(f"  {name:<{width}}  {value}")
+    sys.stdout.flush()
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Repeats of one figure."""
+
+    values: list[float]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    def show(self, unit: str, digits: int = 2, scale: float = 1.0) -> str:
+        low, high = min(self.values) / scale, max(self.values) / scale
+        return f"{self.median / scale:.{digits}f} {unit} ({low:.{digits}f} - {high:.{digits}f})"
+
+    def to_json(self) -> dict[str, Any]:
+        return {"median": self.median, "min": min(self.values), "max": max(self.values), "values": self.values}
+
+
+def wait_for_quiet(limit_s: float) -> float:
+    """Wait until other processes leave the cores alone, at most `limit_s`. Returns the last busy share, and prints it.
+
+    Call it while this process itself is idle.
+    """
+    start = time.monotonic()
+    while True:
+        busy = _busy_share(min(QUIET_SAMPLE_S, max(0.1, limit_s)))
+        waited = time.monotonic() - start
+        if busy < QUIET_BELOW or waited >= limit_s:
+            state = "quiet" if busy < QUIET_BELOW else "NOT QUIET, measured anyway"
+            print(f"# cores {busy:.0%} busy after waiting {waited:.0f} s: {state}", flush=True)
+            return busy
+
+
+class Neighbours:
+    """What others took of the machine while a `with` block ran: shares of all cores. 0.0 each on a quiet machine."""
+
+    def __enter__(self) -> Neighbours:
+        self._start = (_cpu_seconds(), _own_seconds(), time.monotonic())
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        (busy, steal), own, start = self._start
+        (busy_now, steal_now), own_now = _cpu_seconds(), _own_seconds()
+        cores = (time.monotonic() - start) * (os.cpu_count() or 1)
+        self.others = max(0.0, (busy_now - busy) - (own_now - own)) / cores
+        self.stolen = (steal_now - steal) / cores
+
+
+def _cpu_seconds() -> tuple[float, float]:
+    """Busy and stolen seconds of all cores since boot."""
+    ticks = [int(x) / os.sysconf("SC_CLK_TCK") for x in _lines("/proc/stat")[0].split()[1:9]]
+    user, nice, system, _idle, _iowait, irq, softirq, steal = ticks
+    return user + nice + system + irq + softirq + steal, steal
+
+
+def _own_seconds() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def _busy_share(seconds: float) -> float:
+    with Neighbours() as watched:
+        time.sleep(seconds)
+    return watched.others
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []
+
+
+def memory_status() -> dict[str, int]:
+    """Bytes of this process: peak resident (hwm), resident now, and its anonymous and file-backed parts."""
+    keys = {"VmHWM": "hwm", "VmRSS": "rss", "RssAnon": "anon", "RssFile": "file"}
+    pairs = (line.split(":") for line in _lines("/proc/self/status"))
+    return {keys[k]: int(v.split()[0]) * 1024 for k, v in pairs if k in keys}
+
+
+def storage_read_bytes() -> int:
+    """Bytes that this process made the kernel fetch from storage (/proc/self/io): page cache hits do not count."""
+    return next((int(x.split()[1]) for x in _lines("/proc/self/io") if x.startswith("read_bytes")), 0)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A micro-batch's logits are there. rows: rows that had logits since the start of the run, these included."""
+
+    rows: int
+    at: float
+    read_bytes: int
+    memory: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Steady:
+    """Decode sweeps after the first one, which starts with what was loaded ahead during prefill."""
+
+    seconds: list[float]
+    read_bytes: list[int]
+    start: float
+    end: float
+
+    @property
+    def seconds_a_sweep(self) -> float:
+        return sum(self.seconds) / len(self.seconds)
+
+    @property
+    def bytes_per_s(self) -> float:
+        return sum(self.read_bytes) / sum(self.seconds)
+
+
+def steady(marks: Sequence[Mark]) -> Steady:
+    """The steady decode sweeps of a run that was cut short (so that it loaded ahead to its very end)."""
+    chosen = marks[1:]
+    pairs = list(pairwise(chosen))
+    if not pairs:
+        raise SystemExit("at least 3 sweeps are needed: prefill, a decode sweep, and one to measure")
+    return Steady(
+        [b.at - a.at for a, b in pairs],
+        [b.read_bytes - a.read_bytes for a, b in pairs],
+        chosen[0].at,
+        chosen[-1].at,
+    )
+
+
+def run_sweeps(llm: LLM, rows: int, prompt_len: int, sweeps: int) -> list[Mark]:
+    """Prefill and `sweeps` - 1 decode sweeps of benchmark prompts. Returns the ends of the first block's sweeps.
+
+    Rows could go on when they are cut short, so that every sweep loads ahead for the next.
+    """
+    prompts = benchmark_prompts(rows, prompt_len, None, llm.model.spec.vocab_size)
+    marks: list[Mark] = []
+
+    def mark(indices: list[int], logits: torch.Tensor) -> None:
+        seen = len(indices) + (marks[-1].rows if marks else 0)
+        marks.append(Mark(seen, time.perf_counter(), storage_read_bytes(), memory_status()))
+
+    def some_sweeps(layers: int, batches: int) -> Iterator[Step]:
+        return zigzag(sweeps, layers, batches)
+
+    llm.run(
+        prompts, SamplingParams(sweeps + 2, ignore_eos=True), lambda done: None, watch_logits=mark, order=some_sweeps
+    )
+    assert llm.policy is not None
+    block = min(rows, llm.policy.block_size)
+    return [m for m in marks if m.rows % block == 0][:sweeps]
+
+
+def disk_weight_bytes(spec: ModelSpec, policy: Policy, dtype: str, device_is_host: bool) -> int:
+    """Bytes of weights whose home is the disk: what each decode sweep has to read, page rounding aside."""
+    shares = tier_shares(policy.weight_shares, device_is_host)
+    return sum(
+        part_bytes(tensor, part, DTYPE_BYTES[dtype])
+        for unit in spec.layers(policy.sep_layer).units
+        for tensor in unit.tensors
+        for part in weight_parts(tensor, shares)
+        if part.tier == TIERS[2]
+    )
+
+
+def alternate(repeats: int, parts: Sequence[Callable[[], None]], quiet_wait: float) -> list[dict[str, float]]:
+    """Run all `parts` `repeats` times, in turn forwards and backwards. Returns what neighbours did in each round."""
+    rounds = []
+    for i in range(repeats):
+        busy = wait_for_quiet(quiet_wait)
+        with Neighbours() as seen:
+            for part in parts if i % 2 == 0 else list(reversed(parts)):
+                part()
+        rounds.append({"busy_before": busy, "others": seen.others, "stolen": seen.stolen})
+    return rounds
+
+
+def measured_run(flags: Sequence[str]) -> dict[str, Any]:
+    """Run measured_run.py in a process of its own and return its JSON; {"error", "exit_code"} when it failed."""
+    command = [sys.executable, str(Path(__file__).with_name("measured_run.py")), *flags]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        return {"error": f"measured_run.py ended with exit code {done.returncode}", "exit_code": done.returncode}
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def show_rounds(rounds: Sequence[dict[str, float]]) -> str:
+    return ", ".join(f"{r['others']:.0%}" for r in rounds) + " of the cores, round by round"

@@ -1,0 +1,53 @@
+"""SIGINT and SIGTERM as exceptions that cannot get lost.
+
+A signal handler raises in whatever code the main thread runs; inside a finaliser Python swallows that. So the signal
+is also remembered, and the engine asks at every step.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupted(BaseException):
+    """A signal asked the run to end; `number` says which."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+_arrived: list[int] = []
+
+
+def check() -> None:
+    """Raise Interrupted if a signal has arrived and its exception was swallowed."""
+    if _arrived:
+        raise Interrupted(_arrived[0])
+
+
+@contextmanager
+def as_exceptions() -> Iterator[None]:
+    """The first SIGINT or SIGTERM raises Interrupted in the main thread; later ones do not disturb the cleaning up."""
+
+    def arrive(number: int, frame: FrameType | None) -> None:
+        if not _arrived:
+            _arrived.append(number)
+            raise Interrupted(number)
+
+    try:
+        before = {number: signal.signal(number, arrive) for number in SIGNALS}
+    except ValueError:  # not the main thread: whoever embeds us handles signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        _arrived.clear()
+        for number, handler in before.items():
+            signal.signal(number, handler)

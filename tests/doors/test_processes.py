@@ -1,0 +1,103 @@
+"""The command lines as a shell runs them, in processes of their own; and the verbs of `flexgen-h2o`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flexgen_h2o import cli, flex_opt
+
+RUN = "flexgen_h2o.flex_opt --dtype float32 --gpu-batch-size 2 --percent 30 30 30 30 30 30 --device-mem 32MiB"
+COMMANDS = {
+    "run": f"{RUN} --prompts prompts.jsonl --output out.jsonl --gen-len 4",
+    "refused": "flexgen_h2o.cli flex-opt --percent 100 0 100 0",
+    "unknown verb": "flexgen_h2o.cli flux-opt",
+}
+
+
+@pytest.fixture(scope="module")
+def finished(
+    ids_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[subprocess.CompletedProcess[str], Path]]:
+    """Every command with its own working folder, all at the same time: importing torch is most of what they do."""
+    started = {}
+    for name, command in COMMANDS.items():
+        folder = tmp_path_factory.mktemp("cwd")
+        (folder / "prompts.jsonl").write_text('{"prompt_token_ids": [5, 6]}\n{"prompt_token_ids": [7]}\n')
+        module, *flags = command.replace("MODEL", str(ids_model)).split()
+        if name == "run":
+            flags += ["--model", str(ids_model), "--offload-dir", "offload"]
+        argv = [sys.executable, "-m", module, *flags]
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(argv, cwd=folder, stdout=pipe, stderr=pipe, stdin=subprocess.DEVNULL, text=True)
+        started[name] = (process, folder)
+    done = {}
+    for name, (process, folder) in started.items():
+        out, err = process.communicate(timeout=100)
+        done[name] = (subprocess.CompletedProcess(process.args, process.returncode, out, err), folder)
+    return done
+
+
+def test_a_run(finished) -> None:
+    process, folder = finished["run"]
+    assert (process.returncode, process.stderr) == (0, "")
+    assert [json.loads(line)["index"] for line in (folder / "out.jsonl").read_text().splitlines()] == [0, 1]
+    assert "total throughput:" in process.stdout
+    assert len(list(folder.glob("fo-ids-gbs2-*.log"))) == 1
+    assert not list((folder / "offload").iterdir())
+
+
+def test_one_line_and_no_traceback(finished) -> None:
+    process, _ = finished["refused"]
+    assert process.returncode == 2
+    [line] = process.stderr.splitlines()
+    assert line.startswith("flex_opt: ") and "--percent" in line
+
+
+def test_an_unknown_verb(finished) -> None:
+    process, _ = finished["unknown verb"]
+    assert (process.returncode, process.stdout) == (2, "")
+    [line] = process.stderr.splitlines()
+    assert "flux-opt" in line and "flex-opt" in line
+
+
+def test_help_of_every_door(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == cli.main(["-h"]) == 0
+    assert "flex-opt" in capsys.readouterr().out
+    assert cli.main(["flex-opt", "--help"]) == flex_opt.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for flag in ("--percent", "--prompts", "--hh-ratio", "--trace"):
+        assert flag in shown
+
+
+def test_version_and_no_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("flexgen-h2o ")
+    assert cli.main([]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and "usage: flexgen-h2o VERB" in said.err
+
+
+def test_a_verb_hands_its_flags_and_exit_code_on(
+    ids_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    common = ["flex-opt", "--model", str(ids_model), "--prompt-len", "8", "--offload-dir", "offload", "--no-log"]
+    assert cli.main([*common, "--gen-len", "2"]) == 0
+    assert "total latency" in capsys.readouterr().out
+    assert cli.main([*common, "--gen-len", "0"]) == 2
+    assert cli.main([*common, "--host-mem", "1KiB"]) == 3
+
+
+def test_the_door_is_quiet_about_signals_afterwards(door: Callable) -> None:
+    """An embedding program's SIGTERM handler is back in place."""
+    import signal
+
+    before = signal.getsignal(signal.SIGTERM)
+    assert door("--no-log").code == 0
+    assert signal.getsignal(signal.SIGTERM) is before

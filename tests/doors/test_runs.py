@@ -1,0 +1,166 @@
+"""flex_opt run to its end: prompts in, completions out, policy files, random weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, OPTForCausalLM
+
+from flexgen_h2o.config import Policy, SavedPolicy, write_policy
+from tests.doors.conftest import POSITIONS, Answer
+from tests.parity.reference import greedy
+
+FIELDS = ["index", "prompt", "text", "token_ids", "finish_reason"]
+TEXTS = ["import os", "  def f(x):", "a", "for line in open(path):", "return [x for x in y]"]
+IDS = [[5, 6, 7], [8], [9, 10, 11, 12], [5, 6, 7], [4] * 20]
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def reference_model(folder: Path) -> OPTForCausalLM:
+    return OPTForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def assert_done(answer: Answer) -> None:
+    assert (answer.code, answer.err) == (0, ""), answer
+    assert not list(Path("offload").glob("run-*"))
+
+
+def test_text_prompts_in_text_completions_out(door: Callable[..., Answer], words_model: Path) -> None:
+    Path("prompts.txt").write_text("\n".join([*TEXTS[:2], "", *TEXTS[2:]]) + "\n", encoding="utf-8")
+    flags = ("--dtype", "float32", "--gpu-batch-size", 2, "--num-gpu-batches", 2)
+    assert_done(door("--prompts", "prompts.txt", "--output", "out.jsonl", *flags, model=words_model))
+    rows, tokenizer, model = (
+        read_jsonl(Path("out.jsonl")),
+        AutoTokenizer.from_pretrained(words_model),
+        reference_model(words_model),
+    )
+    assert [list(row) for row in rows] == [FIELDS] * len(TEXTS)
+    assert [(row["index"], row["prompt"]) for row in rows] == list(enumerate(TEXTS))
+    for row in rows:
+        assert row["token_ids"] == greedy(model, tokenizer(row["prompt"])["input_ids"], 4)
+        assert row["text"] == tokenizer.decode(row["token_ids"], skip_special_tokens=True)
+        assert row["finish_reason"] == "length"
+
+
+def test_token_ids_need_no_tokenizer(
+    door: Callable[..., Answer], write_jsonl: Callable[..., Path], ids_model: Path
+) -> None:
+    prompts = write_jsonl(*({"prompt_token_ids": ids, "id": "kept out"} for ids in IDS))
+    assert_done(door("--prompts", prompts, "--output", "out.jsonl", "--dtype", "float32", "--percent", *[0] * 6))
+    rows, model = read_jsonl(Path("out.jsonl")), reference_model(ids_model)
+    assert [row["token_ids"] for row in rows] == [greedy(model, ids, 4) for ids in IDS]
+    assert all(row["text"] is None and row["prompt"] is None for row in rows)
+
+
+def test_texts_and_token_ids_in_one_file(
+    door: Callable[..., Answer], write_jsonl: Callable[..., Path], words_model: Path
+) -> None:
+    prompts = write_jsonl({"prompt": TEXTS[0]}, {"prompt_token_ids": IDS[0]})
+    assert_done(door("--prompts", prompts, "--output", "out.jsonl", model=words_model))
+    rows = read_jsonl(Path("out.jsonl"))
+    assert [row["prompt"] for row in rows] == [TEXTS[0], None]
+    assert all(isinstance(row["text"], str) for row in rows)
+
+
+def test_a_stop_string_ends_a_row_and_is_cut_off(door: Callable[..., Answer], words_model: Path) -> None:
+    Path("prompts.txt").write_text(TEXTS[0] + "\n")
+    flags = ("--prompts", "prompts.txt", "--output", "out.jsonl", "--gen-len", 12)
+    assert_done(door(*flags, model=words_model))
+    [free] = read_jsonl(Path("out.jsonl"))
+    middle = free["text"][len(free["text"]) // 2 :][:3]
+    assert_done(door(*flags, "--stop", middle, "--stop", "never said", model=words_model))
+    [stopped] = read_jsonl(Path("out.jsonl"))
+    assert stopped["finish_reason"] == "stop" and len(stopped["token_ids"]) < len(free["token_ids"])
+    assert stopped["text"] == free["text"][: free["text"].index(middle)]
+
+
+def test_sampling_follows_its_seed(door: Callable[..., Answer], write_jsonl: Callable[..., Path]) -> None:
+    prompts = write_jsonl(*({"prompt_token_ids": ids} for ids in IDS))
+
+    def drawn(seed: int, *more: object) -> list[list[int]]:
+        flags = ("--temperature", 1.5, "--top-p", 0.95, "--top-k", 50, "--dtype", "float32")
+        assert_done(door("--prompts", prompts, "--output", "out.jsonl", *flags, "--seed", seed, *more))
+        return [row["token_ids"] for row in read_jsonl(Path("out.jsonl"))]
+
+    first = drawn(1)
+    assert drawn(1, "--percent", 0, 0, 0, 0, 0, 0, "--gpu-batch-size", 2) == first != drawn(2)
+    assert first[0] != first[3], "rows with one prompt must draw differently"
+
+
+def test_every_engine_flag_is_taken(door: Callable[..., Answer], write_jsonl: Callable[..., Path]) -> None:
+    prompts = write_jsonl(*({"prompt_token_ids": ids} for ids in IDS))
+    flags = (
+        "--percent 30 30 30 30 30 30 --gpu-batch-size 2 --num-gpu-batches 2 --sep-layer false --pin-weight no "
+        "--cpu-cache-compute --attn-sparsity 0.5 --overlap 0 --device cpu --dtype bfloat16 --device-mem 64MiB "
+        "--host-mem 64MiB --disk-mem 0.5GiB --eviction full --ignore-eos --revision main --path . --verbose 1"
+    )
+    assert_done(door("--prompts", prompts, "--json", "report.json", *flags.split()))
+    policy = json.loads(Path("report.json").read_text())["policy"]
+    assert policy == Policy(
+        2, 2, (30, 30, 30, 30, 30, 30), sep_layer=False, pin_weight=False, cpu_cache_compute=True, attn_sparsity=0.5,
+        overlap=False,
+    ).to_json()  # fmt: skip
+
+
+def test_policy_file_round_trip(door: Callable[..., Answer], tmp_path: Path) -> None:
+    saved = Policy(3, 2, (50, 0, 0, 50, 0, 0), cpu_cache_compute=True, overlap=False, attn_sparsity=0.75)
+    write_policy(tmp_path / "policy.json", SavedPolicy(saved, "tiny", {"num_prompts": 6}, "here", {"prefill_s": 1.0}))
+    assert_done(door("--policy", "policy.json", "--json", "report.json"))
+    report = json.loads(Path("report.json").read_text())
+    assert report["policy"] == saved.to_json()
+    assert report["num_prompts"] == saved.block_size
+
+
+@pytest.mark.parametrize("flags", ["", "--policy auto", "--overlap false --cpu-cache-compute"])
+def test_auto_is_the_default_without_a_placement_flag(flags: str, door: Callable[..., Answer]) -> None:
+    assert_done(door(*flags.split(), "--json", "report.json"))
+    policy = json.loads(Path("report.json").read_text())["policy"]
+    assert policy["gpu_batch_size"] * policy["num_gpu_batches"] == 32
+    assert policy["overlap"] is (not flags.startswith("--overlap"))
+
+
+def test_random_weights_for_a_folder_that_has_none(
+    door: Callable[..., Answer], ids_model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "bare"
+    folder.mkdir()
+    (folder / "config.json").write_text((ids_model / "config.json").read_text())
+    flags = ("--path", "_DUMMY_", "--percent", 0, 0, 100, 0, 100, 0, "--json", "report.json")
+    assert_done(door(*flags, model=folder))
+    [written] = Path("offload").rglob("*.safetensors")
+    made = written.stat().st_mtime_ns
+    assert_done(door(*flags, model=folder))
+    assert written.stat().st_mtime_ns == made, "the random weights must be written once"
+    assert json.loads(Path("report.json").read_text())["io_bytes"]["disk_read"] > 0
+
+
+def test_shipped_model_is_the_default(door: Callable[..., Answer]) -> None:
+    Path("prompts.txt").write_text("import os\n")
+    answer = door("--prompts", "prompts.txt", "--output", "out.jsonl", model="opt-tiny")
+    assert_done(answer)
+    assert read_jsonl(Path("out.jsonl"))[0]["text"]
+
+
+def test_the_output_is_replaced_and_nothing_else_left(
+    door: Callable[..., Answer], write_jsonl: Callable[..., Path], tmp_path: Path
+) -> None:
+    prompts = write_jsonl({"prompt_token_ids": [4, 5]})
+    Path("out.jsonl").write_text("old\n" * 99)
+    assert_done(door("--prompts", prompts, "--output", "out.jsonl", "--no-log"))
+    assert len(read_jsonl(Path("out.jsonl"))) == 1
+    assert {p.name for p in tmp_path.iterdir()} - {"offload"} == {"out.jsonl", "prompts.jsonl"}
+    assert not Path("offload").exists() or not list(Path("offload").iterdir())
+
+
+def test_a_full_context_is_used_up(door: Callable[..., Answer], write_jsonl: Callable[..., Path]) -> None:
+    prompts = write_jsonl({"prompt_token_ids": [4] * POSITIONS}, {"prompt_token_ids": [4] * (POSITIONS - 2)})
+    assert_done(door("--prompts", prompts, "--output", "out.jsonl"))
+    assert [len(row["token_ids"]) for row in read_jsonl(Path("out.jsonl"))] == [1, 3]

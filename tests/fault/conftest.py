@@ -1,0 +1,42 @@
+"""A tiny model whose right tokens are known, and what must be gone after every failure."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from flexgen_h2o.engine import LANE_THREADS
+from tests.parity.reference import Reference, make_reference, random_model, random_prompts
+
+NEW_TOKENS = 5
+
+
+@pytest.fixture(scope="session")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    prompts = random_prompts((5, 9, 9, 1, 12))
+    return make_reference(random_model(), tmp_path_factory.mktemp("models") / "opt-known", prompts, NEW_TOKENS)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Models this small lose more by waking a second thread than they gain."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def assert_clean(tmp_path: Path) -> Callable[[], None]:
+    """No worker thread lives, nothing of a run is in the offload dir `tmp_path / "offload"`."""
+
+    def check() -> None:
+        alive = [t.name for t in threading.enumerate() if t.name.rsplit("-", 1)[0] in LANE_THREADS]
+        assert not alive
+        assert not [p.name for p in tmp_path.glob("offload/*") if p.name.startswith(("run-", "."))]
+
+    return check

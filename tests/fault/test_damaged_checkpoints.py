@@ -1,0 +1,155 @@
+"""Checkpoints with something wrong are refused before the run, by name; one that breaks during it ends the run."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from flexgen_h2o import LLM, Policy, SamplingParams, flex_opt
+from flexgen_h2o.errors import TransferError
+from tests.fault.conftest import NEW_TOKENS
+from tests.parity.reference import Reference, tokens_of
+
+FC1, KEYS = "model.decoder.layers.1.fc1.weight", "model.decoder.layers.0.self_attn.k_proj.bias"
+
+
+def shards(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def shard_with(folder: Path, tensor: str) -> Path:
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    return folder / index["weight_map"][tensor]
+
+
+def change_tensor(folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> str:
+    path = shard_with(folder, name)
+    state = load_file(path)
+    changed = change(state.pop(name))
+    save_file(state if changed is None else {**state, name: changed.contiguous()}, path, metadata={"format": "pt"})
+    return path.name
+
+
+def truncated_shard(folder: Path) -> tuple[str, ...]:
+    path = shards(folder)[1]
+    os.truncate(path, path.stat().st_size - 1)
+    return path.name, "truncated"
+
+
+def truncated_header(folder: Path) -> tuple[str, ...]:
+    path = shards(folder)[1]
+    os.truncate(path, 20)
+    return path.name, "truncated"
+
+
+def empty_shard(folder: Path) -> tuple[str, ...]:
+    path = shards(folder)[0]
+    path.write_bytes(b"")
+    return (path.name,)
+
+
+def lfs_pointer(folder: Path) -> tuple[str, ...]:
+    path = shards(folder)[0]
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1000000\n")
+    return path.name, "git-lfs"
+
+
+def missing_shard(folder: Path) -> tuple[str, ...]:
+    path = shards(folder)[-1]
+    path.unlink()
+    return path.name, "missing"
+
+
+def missing_tensor(folder: Path) -> tuple[str, ...]:
+    return change_tensor(folder, FC1, lambda value: None), FC1
+
+
+def integers(folder: Path) -> tuple[str, ...]:
+    return change_tensor(folder, FC1, lambda value: value.to(torch.int8)), FC1, "I8"
+
+
+def transposed(folder: Path) -> tuple[str, ...]:
+    return change_tensor(folder, FC1, lambda value: value.t()), FC1, "(48, 96)", "(96, 48)"
+
+
+def shorter_bias(folder: Path) -> tuple[str, ...]:
+    return change_tensor(folder, KEYS, lambda value: value[:-1]), KEYS, "(47,)"
+
+
+def broken_index(folder: Path) -> tuple[str, ...]:
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": ')
+    return ("model.safetensors.index.json",)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        truncated_shard, truncated_header, empty_shard, lfs_pointer, missing_shard, missing_tensor, integers,
+        transposed, shorter_bias, broken_index,
+    ],
+)  # fmt: skip
+def test_refused_before_the_run(
+    damage: Callable[[Path], tuple[str, ...]],
+    known: Reference,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    assert_clean: Callable[[], None],
+) -> None:
+    folder = tmp_path / "model"
+    known.model.save_pretrained(folder, max_shard_size="30KB")
+    says = damage(folder)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt_token_ids": [4, 5]}\n')
+    capfd.readouterr()
+    argv = ["--model", str(folder), "--prompts", str(tmp_path / "prompts.jsonl"), "--no-log", "--percent", *"000000"]
+    code = flex_opt.main([*argv, "--offload-dir", str(tmp_path / "offload")])
+    [line] = capfd.readouterr().err.splitlines()
+    assert code == 2, line
+    assert all(text in line for text in says), line
+    assert_clean()
+
+
+def test_a_damaged_bin_file(known: Reference, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text((known.folder / "config.json").read_text())
+    torch.save(known.model.state_dict(), folder / "pytorch_model.bin")
+    os.truncate(folder / "pytorch_model.bin", 50_000)
+    capfd.readouterr()
+    offload = tmp_path / "offload"
+    assert flex_opt.main(["--model", str(folder), "--prompt-len", "4", "--offload-dir", str(offload)]) == 2
+    [line] = capfd.readouterr().err.splitlines()
+    assert "pytorch_model.bin" in line and "truncated" in line
+    assert not [p for p in offload.rglob("*") if p.is_file()]
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_checkpoint_truncated_during_the_run(
+    overlap: bool, known: Reference, tmp_path: Path, assert_clean: Callable[[], None]
+) -> None:
+    folder = tmp_path / "model"
+    known.model.save_pretrained(folder)
+    path, steps = folder / "model.safetensors", 0
+    whole = path.read_bytes()
+
+    def truncate(rows: list[int], logits: torch.Tensor) -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 3:
+            os.truncate(path, len(whole) // 2)
+
+    params = SamplingParams(max_tokens=NEW_TOKENS)
+    policy = Policy(2, 2, (0, 0, 0, 0, 0, 0), overlap=overlap)
+    with LLM(str(folder), policy, dtype="float32", offload_dir=tmp_path / "offload") as llm:
+        with pytest.raises(TransferError, match=f"{path.name}: ends at byte"):
+            llm.generate(known.prompts, params, watch_logits=truncate)
+        assert_clean()
+        path.write_bytes(whole)
+        assert tokens_of(llm.generate(known.prompts, params)) == known.tokens
+    assert_clean()

@@ -1,0 +1,111 @@
+"""The offload dir between runs: shared by two at a time, cleaned after a killed one, refused when unusable."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flexgen_h2o import LLM, Policy, SamplingParams, flex_opt
+from flexgen_h2o.tiers.disk import Scratch
+from tests.fault.conftest import NEW_TOKENS
+from tests.parity.reference import Reference, tokens_of
+
+PARAMS = SamplingParams(max_tokens=NEW_TOKENS)
+ALL_ON_DISK = Policy(2, 2, (0, 0, 0, 0, 0, 0))
+
+
+def generate(folder: Path, known: Reference, offload_dir: Path) -> list[list[int]]:
+    with LLM(str(folder), ALL_ON_DISK, dtype="float32", offload_dir=offload_dir) as llm:
+        return tokens_of(llm.generate(known.prompts, PARAMS))
+
+
+@pytest.mark.timeout(60)
+def test_two_runs_at_the_same_time(known: Reference, tmp_path: Path, assert_clean: Callable[[], None]) -> None:
+    """From one .bin checkpoint too: one imports it, the other waits and uses the import."""
+    folder, offload = tmp_path / "model", tmp_path / "offload"
+    folder.mkdir()
+    (folder / "config.json").write_text((known.folder / "config.json").read_text())
+    torch.save(known.model.state_dict(), folder / "pytorch_model.bin")
+    results: list[Any] = []
+    barrier = threading.Barrier(2)
+
+    def one_run() -> None:
+        try:
+            barrier.wait()
+            results.append(generate(folder, known, offload))
+        except BaseException as error:
+            results.append(error)
+
+    runs = [threading.Thread(target=one_run) for _ in range(2)]
+    for run in runs:
+        run.start()
+    for run in runs:
+        run.join()
+    assert results == [known.tokens] * 2
+    assert_clean()
+    assert len(list(offload.rglob("*.safetensors"))) == 1
+
+
+@pytest.mark.xfail(raises=AssertionError, reason="between making its lock file and locking it a run looks dead")
+def test_a_run_starts_while_another_cleans_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one must neither remove the newcomer's lock nor make it fail."""
+    lock, others = fcntl.flock, []
+
+    def interrupted(*args: Any) -> None:
+        if not others:
+            others.append(None)
+            others[0] = Scratch(tmp_path)
+        lock(*args)
+
+    monkeypatch.setattr(fcntl, "flock", interrupted)
+    with contextlib.ExitStack() as stack:
+        newcomer = Scratch(tmp_path)
+        stack.callback(newcomer.close)
+        stack.callback(others[0].close)
+        assert newcomer.folder.is_dir()
+        stack.callback(Scratch(tmp_path).close)
+        assert len(list(tmp_path.glob("run-*.lock"))) == 3, "without a lock file nobody will clean up after a kill -9"
+    assert not list(tmp_path.iterdir())
+
+
+def test_folders_of_live_and_dead_runs(known: Reference, tmp_path: Path) -> None:
+    """What looks like a run's folder is removed only if its lock can be taken; anything else is not ours."""
+    offload = tmp_path / "offload"
+    alive = Scratch(offload)
+    (alive.folder / "cache.bin").write_bytes(b"in use")
+    dead = offload / "run-1-dead"
+    dead.mkdir()
+    (dead / "cache.bin").write_bytes(b"left")
+    (offload / "run-1-dead.lock").touch()
+    (offload / "run-of-somebody-else").mkdir()
+    assert generate(known.folder, known, offload) == known.tokens
+    assert sorted(p.name for p in offload.iterdir()) == sorted(
+        [alive.folder.name, f"{alive.folder.name}.lock", "run-of-somebody-else"]
+    )
+    assert (alive.folder / "cache.bin").read_bytes() == b"in use"
+    alive.close()
+
+
+@pytest.mark.parametrize("place", ["file", "file/inside", "read-only"])
+def test_an_offload_dir_that_cannot_be_used(
+    place: str, known: Reference, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    (tmp_path / "read-only").mkdir(mode=0o555)
+    if place == "read-only" and os.access(tmp_path / "read-only", os.W_OK):
+        pytest.skip("root may write everywhere")
+    offload = tmp_path / place
+    capfd.readouterr()
+    argv = ["--model", str(known.folder), "--prompt-len", "4", "--gen-len", "2", "--percent", *"000000", "--no-log"]
+    assert flex_opt.main([*argv, "--offload-dir", str(offload)]) == 2
+    [line] = capfd.readouterr().err.splitlines()
+    assert f"--offload-dir {offload}" in line
+    assert (tmp_path / "file").read_text() == "in the way"

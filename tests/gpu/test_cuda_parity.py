@@ -1,0 +1,132 @@
+"""The same tokens on a card as on the CPU, for placements that send every kind of bytes over every link.
+
+Run by scripts/gpu_suite.sh. FLEXGEN_GPU_TEST_DEVICE=cpu runs them on the stand-in device instead (a device tier of
+ordinary memory), which checks the tests themselves where there is no card.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
+
+DEVICE = os.environ.get("FLEXGEN_GPU_TEST_DEVICE", "cuda")
+ON_CARD = DEVICE == "cuda"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(ON_CARD and not torch.cuda.is_available(), reason="no CUDA device is usable here"),
+]
+
+CONFIG = {
+    "model_type": "opt", "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "ffn_dim": 512,
+    "vocab_size": 1000, "max_position_embeddings": 128, "word_embed_proj_dim": 128,
+}  # fmt: skip
+POST_NORM = {**CONFIG, "word_embed_proj_dim": 64, "do_layer_norm_before": False}
+PROMPT_LENGTHS = (23, 5, 41, 5, 17, 1, 30)  # not divisible by gbs x K = 6, and one row of a single token
+NEW_TOKENS = 20  # more than the steps after which a disk part of the KV cache is written back
+BUDGET = MemoryBudget(device="64MiB", host="1GiB")
+
+# percent: weights, KV cache, hidden states on device and host; the rest is on disk
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "all on the device": {"percent": (100, 0, 100, 0, 100, 0)},
+    "weights on host, pinned": {"percent": (0, 100, 100, 0, 100, 0)},
+    "weights on host, not pinned": {"percent": (0, 100, 100, 0, 100, 0), "pin_weight": False},
+    "weights on disk": {"percent": (0, 0, 100, 0, 100, 0)},
+    "weights split three ways": {"percent": (30, 40, 100, 0, 100, 0)},
+    "KV on host": {"percent": (100, 0, 0, 100, 100, 0)},
+    "KV on disk": {"percent": (100, 0, 0, 0, 100, 0)},
+    "KV split three ways": {"percent": (100, 0, 40, 30, 100, 0)},
+    "attention on the CPU, KV on host": {"percent": (100, 0, 0, 100, 100, 0), "cpu_cache_compute": True},
+    "attention on the CPU, KV split": {"percent": (100, 0, 30, 30, 100, 0), "cpu_cache_compute": True},
+    "hidden states split three ways": {"percent": (100, 0, 100, 0, 30, 30)},
+    "hidden states on disk": {"percent": (100, 0, 100, 0, 0, 0)},
+    "everything split": {"percent": (30, 30, 30, 30, 30, 30)},
+    "everything split, one after another": {"percent": (30, 30, 30, 30, 30, 30), "overlap": False},
+    "everything on disk": {"percent": (0, 0, 0, 0, 0, 0), "sep_layer": False},
+}
+
+
+class Watched:
+    """Collects every step's logits by row."""
+
+    def __init__(self) -> None:
+        self.steps: dict[int, list[torch.Tensor]] = {}
+
+    def __call__(self, rows: list[int], logits: torch.Tensor) -> None:
+        for row, values in zip(rows, logits.float().cpu(), strict=True):
+            self.steps.setdefault(row, []).append(values.clone())
+
+    @property
+    def of_rows(self) -> list[torch.Tensor]:
+        """(steps, vocab) of each row."""
+        return [torch.stack(self.steps[row]) for row in sorted(self.steps)]
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(4, 1000, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
+
+
+def generate(folder: Path, policy: Policy, device: str, budget: MemoryBudget, dtype: str = "float32"):
+    """Tokens and logits of every row, and the report. The random checkpoint beside `folder` is shared by all runs."""
+    watched = Watched()
+    with LLM(
+        str(folder), policy, device=device, dtype=dtype, budget=budget, path="_DUMMY_", offload_dir=folder.parent
+    ) as llm:
+        outs = llm.generate(prompts(), SamplingParams(NEW_TOKENS, ignore_eos=True), watch_logits=watched)
+        return [out.token_ids for out in outs], watched.of_rows, llm.report
+
+
+def model_folder(parent: Path, config: dict[str, Any]) -> Path:
+    folder = parent / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module", params=[CONFIG, POST_NORM], ids=["normal", "post-norm"])
+def expected(request, tmp_path_factory):
+    """The model folder, and what the CPU engine generates with everything in RAM."""
+    folder = model_folder(tmp_path_factory.mktemp("parity"), request.param)
+    return folder, *generate(folder, Policy(4, 1), "cpu", MemoryBudget(host="1GiB"))[:2]
+
+
+@pytest.mark.parametrize("settings", PLACEMENTS.values(), ids=PLACEMENTS.keys())
+def test_tokens_equal_the_cpu_engine(expected, settings) -> None:
+    folder, tokens, logits = expected
+    got, got_logits, report = generate(folder, Policy(3, 2, **settings), DEVICE, BUDGET)
+    for row, (mine, theirs) in enumerate(zip(got_logits, logits, strict=True)):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-4, msg=lambda text, row=row: f"row {row}: {text}")
+    assert got == tokens
+    assert report.peak_bytes["device"] <= BUDGET.device
+    streams = settings["percent"] != (100, 0, 100, 0, 100, 0)
+    assert (report.io_bytes["h2d"] > 0) == streams or settings.get("cpu_cache_compute", False)
+
+
+@pytest.mark.parametrize("percent", [(100, 0, 100, 0, 100, 0), (30, 30, 30, 30, 30, 30)], ids=["device", "split"])
+def test_half_precision_is_finite(tmp_path, percent) -> None:
+    dtype = "float16" if ON_CARD else "bfloat16"  # float16 is refused where the CPU computes
+    folder = model_folder(tmp_path, CONFIG)
+    tokens, logits, report = generate(folder, Policy(3, 2, percent=percent), DEVICE, BUDGET, dtype)
+    assert all(len(row) == NEW_TOKENS for row in tokens)
+    assert all(torch.isfinite(row).all() for row in logits)
+    assert report.extra["dtype"] == dtype
+
+
+@pytest.mark.skipif(not ON_CARD, reason="counts the card's own bytes")
+def test_card_holds_no_more_than_the_budget(tmp_path) -> None:
+    folder = model_folder(tmp_path, CONFIG)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    generate(folder, Policy(3, 2, percent=(30, 30, 30, 30, 30, 30)), DEVICE, BUDGET)
+    taken = torch.cuda.max_memory_allocated() - before
+    library = 64 * 2**20  # cuBLAS takes a workspace through torch's allocator, up to 32 MiB a stream
+    assert taken <= BUDGET.device + library

@@ -1,0 +1,104 @@
+"""What parity is checked over, as data: model shapes, placements, configurations.
+
+The whole product would take an hour, so it is covered by two planes of it: every placement x configuration with the
+normal shape, and every placement x other shape with one configuration each, which changes from pair to pair so that
+every shape meets (nearly) every configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from flexgen_h2o.config import MemoryBudget, Policy
+
+# OPTConfig: three blocks of 16 rows in a matrix, so that a split three ways is one.
+BASE: dict[str, Any] = {
+    "vocab_size": 120, "hidden_size": 48, "word_embed_proj_dim": 48, "num_hidden_layers": 2, "ffn_dim": 96,
+    "num_attention_heads": 4, "max_position_embeddings": 64, "bos_token_id": 2, "eos_token_id": None,
+    "pad_token_id": 1,
+}  # fmt: skip
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "normal": {},
+    "post-norm, narrow embedding (350m)": {"do_layer_norm_before": False, "word_embed_proj_dim": 32},
+    "odd sizes": {
+        "hidden_size": 60, "word_embed_proj_dim": 60, "num_attention_heads": 3, "ffn_dim": 83, "vocab_size": 127,
+    },
+    "one layer": {"num_hidden_layers": 1},
+    "no bias, gelu (Galactica)": {"enable_bias": False, "activation_function": "gelu"},
+    "norms without weights, none at the end": {
+        "layer_norm_elementwise_affine": False, "_remove_final_layer_norm": True,
+    },
+    "untied head": {"tie_word_embeddings": False},
+}  # fmt: skip
+
+# Shares of weights, KV cache and hidden states on device and host; the rest is on disk.
+PLACEMENTS: dict[str, tuple[int, int, int, int, int, int]] = {
+    "all on device": (100, 0, 100, 0, 100, 0),
+    "all on host": (0, 100, 0, 100, 0, 100),
+    "all on disk": (0, 0, 0, 0, 0, 0),
+    "everything split 30/30": (30, 30, 30, 30, 30, 30),
+    "weights on host": (0, 100, 100, 0, 100, 0),
+    "weights on disk": (0, 0, 100, 0, 100, 0),
+    "weights split three ways": (40, 30, 100, 0, 100, 0),
+    "kv on host": (100, 0, 0, 100, 100, 0),
+    "kv on disk": (100, 0, 0, 0, 100, 0),
+    "kv split three ways": (100, 0, 40, 30, 100, 0),
+    "kv on host and disk": (100, 0, 0, 60, 100, 0),
+    "hidden on host": (100, 0, 100, 0, 0, 100),
+    "hidden on disk": (100, 0, 100, 0, 0, 0),
+    "hidden split three ways": (100, 0, 100, 0, 40, 30),
+    "device and disk in halves": (50, 0, 50, 0, 50, 0),
+    "each kind elsewhere": (20, 0, 0, 60, 0, 100),
+}
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A policy but for its placement. `stand_in`: a device tier of ordinary memory, else the device is host memory."""
+
+    gbs: int
+    num_batches: int
+    stand_in: bool = False
+    switches: dict[str, bool] = field(default_factory=dict)
+
+    def policy(self, percent: tuple[int, int, int, int, int, int], **more: Any) -> Policy:
+        return Policy(self.gbs, self.num_batches, percent, **self.switches, **more)
+
+    @property
+    def budget(self) -> MemoryBudget:
+        return MemoryBudget("64MiB" if self.stand_in else None, "64MiB", "64MiB")
+
+
+# Five prompts: no block but "one batch" is filled evenly.
+CONFIGURATIONS: dict[str, Configuration] = {
+    "2x2": Configuration(2, 2),
+    "one batch, sequential": Configuration(8, 1, switches={"overlap": False}),
+    "3x1, joined": Configuration(3, 1, switches={"sep_layer": False}),
+    "1x3, sequential, joined": Configuration(1, 3, switches={"overlap": False, "sep_layer": False}),
+    "2x3, attends on host": Configuration(2, 3, switches={"cpu_cache_compute": True}),
+    "device, 2x2": Configuration(2, 2, True),
+    "device, 1x4": Configuration(1, 4, True),
+    "device, 2x3, sequential": Configuration(2, 3, True, {"overlap": False}),
+    "device, 4x1, joined": Configuration(4, 1, True, {"sep_layer": False}),
+    "device, 2x3, attends on host": Configuration(2, 3, True, {"cpu_cache_compute": True}),
+    "device, 5x1, attends on host, sequential, joined": Configuration(
+        5, 1, True, {"cpu_cache_compute": True, "overlap": False, "sep_layer": False}
+    ),
+}
+
+
+def plane_of_shapes() -> Iterator[tuple[str, str, str]]:
+    """(shape, placement, configuration) of every shape but the normal one."""
+    names = list(CONFIGURATIONS)
+    for s, shape in enumerate(list(SHAPES)[1:]):
+        for p, placement in enumerate(PLACEMENTS):
+            yield shape, placement, names[(p + 2 * s) % len(names)]
+
+
+def plane_of_configurations() -> Iterator[tuple[str, str]]:
+    for placement in PLACEMENTS:
+        for configuration in CONFIGURATIONS:
+            yield placement, configuration

@@ -1,0 +1,57 @@
+"""References by shape, made once for the whole session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+
+import pytest
+import torch
+
+from tests.parity.cases import SHAPES
+from tests.parity.reference import (
+    LONG,
+    Ended,
+    Reference,
+    folder_with_eos,
+    greedy,
+    make_reference,
+    random_model,
+    random_prompts,
+    token_that_ends,
+)
+
+LENGTHS = (5, 9, 9, 1, 12)
+NEW_TOKENS = 5
+EOS_LENGTHS = (17, 3, 9, 9, 1, 12, 5, 9, 2)
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+    """The reference of a shape by its name."""
+
+    @cache
+    def made(shape: str) -> Reference:
+        model = random_model(**SHAPES[shape])
+        return make_reference(model, tmp_path_factory.mktemp("model"), random_prompts(LENGTHS), NEW_TOKENS)
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def ended(reference: Callable[[str], Reference], tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    known, prompts = reference("normal"), random_prompts(EOS_LENGTHS, seed=2)
+    eos = token_that_ends([greedy(known.model, p, LONG) for p in prompts])
+    tokens = [greedy(known.model, p, LONG, eos) for p in prompts]
+    assert len({len(row) for row in tokens}) >= 4 and max(map(len, tokens)) == LONG > min(map(len, tokens))
+    folder = folder_with_eos(known.folder, tmp_path_factory.mktemp("eos") / "model", eos)
+    return Ended(folder, eos, prompts, tokens)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Models this small lose more by waking a second thread than they gain."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

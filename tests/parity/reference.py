@@ -1,0 +1,140 @@
+"""Tiny random OPT models, what transformers generates with them, and one checked run of our engine."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import OPTConfig, OPTForCausalLM
+
+from flexgen_h2o import LLM, Completion, MemoryBudget, Policy, SamplingParams
+from tests.parity.cases import BASE
+
+LOGIT_TOLERANCE = 1e-4
+# Two tokens nearer than this could change places by rounding alone: no honest reference.
+LEAST_GAP = 1e-3
+LONG = 24  # more new tokens than a disk unit's overlay holds
+
+
+def random_prompts(lengths: Sequence[int], seed: int = 1) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(4, BASE["vocab_size"], (n,), generator=generator).tolist() for n in lengths]
+
+
+def random_model(seed: int = 0, **shape: Any) -> OPTForCausalLM:
+    """fp32 values large enough that tokens vary: with transformers' own std of 0.02 greedy repeats one token."""
+    model = OPTForCausalLM(OPTConfig(**{**BASE, **shape})).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            value.normal_(0, 0.2, generator=generator)
+            if name.endswith("norm.weight"):
+                value.add_(1)
+    return model
+
+
+def greedy(model: OPTForCausalLM, prompt: Sequence[int], max_new: int, eos: int | None = None) -> list[int]:
+    """transformers' tokens for a single prompt, without padding."""
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new, do_sample=False, eos_token_id=eos,
+        pad_token_id=1,
+    )  # fmt: skip
+    return out[0, len(prompt) :].tolist()
+
+
+@torch.no_grad()
+def teacher_forced(model: OPTForCausalLM, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
+    """(tokens, vocab): the logits that each generated token was chosen from."""
+    logits = model(torch.tensor([[*prompt, *tokens[:-1]]])).logits[0]
+    return logits[len(prompt) - 1 :]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A model on disk, prompts, and what transformers makes of them; `tokens` and `logits` by prompt."""
+
+    folder: Path
+    model: OPTForCausalLM
+    prompts: list[list[int]]
+    tokens: list[list[int]]
+    logits: list[torch.Tensor]
+
+
+def make_reference(model: OPTForCausalLM, folder: Path, prompts: list[list[int]], max_new: int) -> Reference:
+    """Saves `model` in `folder` and runs transformers. Refuses references that could not tell right from wrong."""
+    model.save_pretrained(folder)
+    tokens = [greedy(model, p, max_new) for p in prompts]
+    logits = [teacher_forced(model, p, t) for p, t in zip(prompts, tokens, strict=True)]
+    assert len({token for row in tokens for token in row}) > 3, "greedy repeats itself: take another seed"
+    best = torch.cat(logits).topk(2).values
+    assert (best[:, 0] - best[:, 1]).min() > LEAST_GAP, "a near tie: take another seed"
+    return Reference(folder, model, prompts, tokens, logits)
+
+
+class LogitsByRow:
+    """Collects what `LLM.generate` shows of every step's logits."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, list[torch.Tensor]] = defaultdict(list)
+
+    def __call__(self, rows: list[int], logits: torch.Tensor) -> None:
+        for row, values in zip(rows, logits.float().clone(), strict=True):
+            self.rows[row].append(values)
+
+
+def run(
+    folder: Path, prompts: Sequence[Sequence[int]], policy: Policy | str, offload_dir: Path, params: SamplingParams,
+    budget: MemoryBudget | None = None, watch: LogitsByRow | None = None,
+) -> list[Completion]:  # fmt: skip
+    with LLM(str(folder), policy, dtype="float32", budget=budget, offload_dir=offload_dir) as llm:
+        return llm.generate(prompts, params, watch_logits=watch)
+
+
+def tokens_of(completions: Sequence[Completion]) -> list[list[int]]:
+    return [c.token_ids for c in completions]
+
+
+def assert_equal(reference: Reference, policy: Policy, budget: MemoryBudget, offload_dir: Path) -> None:
+    """The engine gives the reference's tokens, and its logits within 1e-4."""
+    watch, params = LogitsByRow(), SamplingParams(max_tokens=len(reference.tokens[0]))
+    out = run(reference.folder, reference.prompts, policy, offload_dir, params, budget, watch)
+    assert tokens_of(out) == reference.tokens
+    for row, want in enumerate(reference.logits):
+        assert (torch.stack(watch.rows[row]) - want).abs().max() <= LOGIT_TOLERANCE, f"row {row}"
+
+
+# ---- Rows that end at an end-of-sequence token
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A folder whose config names `eos`, and what transformers generates with it."""
+
+    folder: Path
+    eos: int
+    prompts: list[list[int]]
+    tokens: list[list[int]]
+
+
+def folder_with_eos(source: Path, folder: Path, eos: int | list[int]) -> Path:
+    folder.mkdir()
+    (folder / "model.safetensors").symlink_to(source / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": eos}))
+    return folder
+
+
+def token_that_ends(rows: Sequence[Sequence[int]]) -> int:
+    """The token that makes rows end at the most different steps, while one at least goes on to its length."""
+
+    def lengths(token: int) -> set[int]:
+        return {row.index(token) if token in row else len(row) for row in rows}
+
+    everywhere = Counter(t for row in rows for t in set(row))
+    return max((t for t, n in everywhere.items() if n < len(rows)), key=lambda t: (len(lengths(t)), -t))

@@ -1,0 +1,90 @@
+"""The forward of OPT's layers, on matrices in one piece and in row parts, against transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import OPTConfig, OPTForCausalLM
+
+from flexgen_h2o.config import ModelSpec, TensorSpec
+from flexgen_h2o.kernels.attention import causal_attention
+from flexgen_h2o.kernels.linear import RowParts
+from flexgen_h2o.kernels.workspace import Workspace
+from flexgen_h2o.limits import TOKEN_CHUNK
+from flexgen_h2o.models import family_of, spec_from_config
+from flexgen_h2o.models.chunks import token_chunks
+from flexgen_h2o.planner.memory import Shape, workspace_sizes
+
+SHAPE = {
+    "vocab_size": 50, "hidden_size": 24, "num_hidden_layers": 2, "ffn_dim": 40, "max_position_embeddings": 32,
+    "num_attention_heads": 3, "word_embed_proj_dim": 24, "init_std": 0.2, "dropout": 0.0,
+}  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "post-norm, narrow": {"word_embed_proj_dim": 10, "do_layer_norm_before": False},
+    "galactica": {"activation_function": "gelu", "enable_bias": False},
+    "untied, norms without weights": {"tie_word_embeddings": False, "layer_norm_elementwise_affine": False},
+}
+Split = Callable[[torch.Tensor], RowParts]
+
+
+def whole(t: torch.Tensor) -> RowParts:
+    return (t,)
+
+
+def in_three(t: torch.Tensor) -> RowParts:
+    """Uneven parts for a matrix; a vector is never split."""
+    n = len(t)
+    return (t,) if t.dim() == 1 else tuple(t.split([n // 3, 1, n - n // 3 - 1]))
+
+
+def logits_of(spec: ModelSpec, tensors: dict[str, torch.Tensor], ids: torch.Tensor, split: Split) -> torch.Tensor:
+    """The model's layers one after the other, as the executor calls them for one prompt."""
+    family, n = family_of(spec), len(ids)
+    sizes = workspace_sizes(spec, Shape(rows=n, micro_batches=1, tokens=n, slots=n), 4)
+    ws = Workspace(torch.zeros(sum(sizes.values()), dtype=torch.uint8), sizes, torch.float32)
+
+    def roles(specs: tuple[TensorSpec, ...]) -> dict[str, RowParts]:
+        return {t.role: split(tensors[t.name]) for t in specs}
+
+    def attend(*qkv: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in qkv)
+        return causal_attention(q, k, v, spec.head_dim**-0.5)[0].transpose(0, 1).reshape(n, -1)
+
+    x = torch.empty(n, spec.hidden_size)
+    family.embed(spec, roles(spec.embedding), ids, torch.arange(n), x, ws)
+    for attention, mlp in zip(spec.attention, spec.mlp, strict=True):
+        family.attention(spec, roles(attention), x, attend, ws)
+        family.mlp(spec, roles(mlp), x, ws)
+    before = x.clone()
+    logits = family.head(spec, roles(spec.embedding + spec.head), x, ws).clone()
+    assert torch.equal(x, before)  # the head leaves the hidden states as they are
+    return logits
+
+
+@pytest.mark.parametrize("split", [whole, in_three])
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_equal_transformers(kind: str, split: Split, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flexgen_h2o.models.chunks.TOKEN_CHUNK", 4)  # 11 tokens: two whole runs and a short one
+    config = OPTConfig(**{**SHAPE, **KINDS[kind]})
+    model = OPTForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.dim() == 1:  # the initial 0 and 1 of biases and norms would hide a swap
+                p.normal_(1.0 if "norm.weight" in name else 0.0, 0.3)
+        ids = torch.randint(0, 50, (11,))
+        expected = model(ids[None]).logits[0]
+        spec = spec_from_config("m", config.to_dict(), "here")
+        actual = logits_of(spec, dict(model.named_parameters()), ids, split)
+    assert (actual - expected).abs().max() < 1e-4
+    assert expected.std() > 0.1
+
+
+@pytest.mark.parametrize("tokens", [0, 1, TOKEN_CHUNK, TOKEN_CHUNK + 1, 3 * TOKEN_CHUNK - 1])
+def test_token_chunks_cover_all_tokens_in_order(tokens: int) -> None:
+    chunks = list(token_chunks(tokens))
+    assert [i for a, b in chunks for i in range(a, b)] == list(range(tokens))
+    assert all(0 < b - a <= TOKEN_CHUNK for a, b in chunks)

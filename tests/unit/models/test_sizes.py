@@ -1,0 +1,78 @@
+"""A spec's sizes against transformers' own parameters and against FlexGen's published figures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import OPTConfig, OPTForCausalLM
+
+from flexgen_h2o.config import ModelSpec
+from flexgen_h2o.models import built_in_spec, spec_from_config
+from flexgen_h2o.units import GIB
+
+SMALL = {
+    "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 3, "ffn_dim": 24, "max_position_embeddings": 20,
+    "num_attention_heads": 4, "word_embed_proj_dim": 16,
+}  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "untied": {"tie_word_embeddings": False},
+    "narrow": {"word_embed_proj_dim": 8, "do_layer_norm_before": False},
+    "narrow and untied": {"word_embed_proj_dim": 8, "tie_word_embeddings": False},
+    "no bias": {"enable_bias": False},
+    "plain norms": {"layer_norm_elementwise_affine": False},
+    "no last norm": {"_remove_final_layer_norm": True},
+    "one layer": {"num_hidden_layers": 1},
+}
+
+
+def published(name: str) -> ModelSpec:
+    found = built_in_spec(name)
+    assert found is not None
+    return found[0]
+
+
+def on_meta(config: OPTConfig) -> OPTForCausalLM:
+    with torch.device("meta"):
+        return OPTForCausalLM(config)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_tensor_of_transformers_is_there_once(kind: str) -> None:
+    config = OPTConfig(**{**SMALL, **KINDS[kind]})
+    spec = spec_from_config("m", config.to_dict(), "here")
+    theirs = {name: tuple(p.shape) for name, p in on_meta(config).named_parameters()}
+    ours = {t.name: t.shape for unit in spec.layers(sep_layer=True).units for t in unit.tensors}
+    assert ours == theirs
+    assert spec.num_weights == sum(p.numel() for p in on_meta(config).parameters())
+
+
+@pytest.mark.parametrize("name", ["opt-125m", "opt-350m", "opt-30b", "galactica-6.7b"])
+def test_public_shapes_have_as_many_weights_as_in_transformers(name: str) -> None:
+    found = built_in_spec(name)
+    assert found is not None
+    model = on_meta(OPTConfig(**found[1]))
+    assert found[0].num_weights == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "gib"), [("opt-1.3b", 2.443), ("opt-6.7b", 12.386), ("opt-30b", 55.803), ("opt-175b", 325.175)]
+)
+def test_the_difference_to_the_published_figures_is_known_to_the_byte(name: str, gib: float) -> None:
+    """FlexGen's formula leaves out the positions and the last norm, and counts biases and vocabulary in its own way."""
+    spec = published(name)
+    layers, h, vocab = spec.num_blocks, spec.hidden_size, spec.vocab_size
+    layer = h * (3 * h + 1) + h * (h + 1) + h * (4 * h + 1) + 4 * h * (h + 1) + 4 * h
+    flexgen = 2 * (layers * layer + vocab * (h + 1))
+    assert round(flexgen / GIB, 3) == gib
+    positions_and_norm = (2048 + 2) * h + 2 * h
+    biases = 2 * h * layers  # q, k, v have 3h and fc1 4h, fc2 h: 13h with out_proj and the norms' 4h, not 11h
+    assert 2 * spec.num_weights - flexgen == 2 * (positions_and_norm + biases - vocab)
+
+
+def test_published_cache_bytes() -> None:
+    """4 b (P + G) L h bytes for b rows in two-byte elements."""
+    spec = published("opt-30b")
+    assert 64 * (512 + 32) * spec.kv_bytes_per_token(2) == 4 * 64 * (512 + 32) * 48 * 7168

@@ -1,0 +1,191 @@
+"""The memory plan: grows with the work, shrinks with the look-ahead, and says what does not fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from flexgen_h2o.config import TIERS, ModelSpec, Policy
+from flexgen_h2o.errors import DoesNotFitError
+from flexgen_h2o.models import spec_from_config
+from flexgen_h2o.planner.memory import (
+    OVERLAPPED,
+    SEQUENTIAL,
+    Depth,
+    MemoryPlan,
+    Shape,
+    kv_layout,
+    memory_plan,
+    plan_within,
+    streamed_bytes,
+    workspace_sizes,
+)
+
+CONFIG: dict[str, Any] = {
+    "model_type": "opt", "vocab_size": 90, "hidden_size": 48, "num_hidden_layers": 2, "ffn_dim": 96,
+    "max_position_embeddings": 30, "num_attention_heads": 4, "word_embed_proj_dim": 48, "activation_function": "relu",
+    "enable_bias": True, "layer_norm_elementwise_affine": True, "do_layer_norm_before": True,
+}  # fmt: skip
+UNLIMITED: dict[str, int | None] = dict.fromkeys(TIERS)
+
+
+def make_spec(**changes: Any) -> ModelSpec:
+    return spec_from_config("tiny", {**CONFIG, **changes}, "here")
+
+
+SPEC = make_spec()
+pairs = st.integers(0, 100).flatmap(lambda a: st.tuples(st.just(a), st.integers(0, 100 - a)))
+percents = st.tuples(pairs, pairs, pairs).map(lambda three: sum(three, ()))
+policies = st.builds(Policy, percent=percents, sep_layer=st.booleans(), cpu_cache_compute=st.booleans())
+shapes = st.builds(
+    Shape, rows=st.integers(1, 9), micro_batches=st.integers(1, 4), tokens=st.integers(1, 60), slots=st.integers(1, 30)
+)
+
+
+def make_plan(policy: Policy, shape: Shape, is_host: bool, depth: Depth = OVERLAPPED[2]) -> MemoryPlan:
+    return memory_plan(SPEC, policy, shape, 4, is_host, depth)
+
+
+def totals(plan: MemoryPlan) -> list[int]:
+    return [plan.bytes_on(tier) for tier in TIERS]
+
+
+# ---- what grows
+
+
+@given(policies, shapes, st.sampled_from(["rows", "micro_batches", "tokens", "slots"]), st.booleans())
+def test_more_of_anything_needs_no_less_of_any_tier(policy: Policy, shape: Shape, field: str, is_host: bool) -> None:
+    on_device, on_host = policy.percent[2:4]
+    in_three = on_device and on_host and on_device + on_host < 100 and not is_host
+    assume(field != "rows" or not in_three)  # see test_smaller_micro_batches_fit_too
+    more = replace(shape, **{field: getattr(shape, field) + 1})
+    assert more.covers(shape) and not shape.covers(more)
+    small, large = totals(make_plan(policy, shape, is_host)), totals(make_plan(policy, more, is_host))
+    assert all(b >= a for a, b in zip(small, large, strict=True))
+
+
+def test_smaller_micro_batches_fit_too() -> None:
+    """The last micro-batch of a run is carved from the homes of the largest."""
+    spec = make_spec(num_attention_heads=2)
+    for pair in [(25, 50), *((on_device, 5) for on_device in range(5, 95, 10))]:
+        policy = Policy(percent=(100, 0, *pair, 100, 0))
+        for most in range(1, 16):
+            plan = memory_plan(spec, policy, Shape(most, 1, 10, 50), 4, False, SEQUENTIAL)
+            homes = {b.tier: b.nbytes for b in plan.buffers if b.name == "cache"}
+            for rows in range(1, most + 1):
+                layout = kv_layout(spec, rows, 50, policy.cache_shares, 4)
+                for part in layout.parts:
+                    assert spec.num_blocks * layout.part_bytes(part) <= homes.get(part.tier, 0)
+
+
+@given(policies, shapes, st.booleans())
+def test_a_shallower_ring_needs_no_more(policy: Policy, shape: Shape, is_host: bool) -> None:
+    sizes = [totals(make_plan(policy, shape, is_host, depth)) for depth in OVERLAPPED]
+    for deep, shallow in pairwise(sizes):
+        assert all(b <= a for a, b in zip(deep, shallow, strict=True))
+
+
+@pytest.mark.parametrize("is_host", [False, True])
+@pytest.mark.parametrize("kind", [0, 2, 4])
+def test_bytes_follow_the_shares(kind: int, is_host: bool) -> None:
+    """Moving weights, cache or hidden states from disk up makes the faster tier's homes larger, never smaller."""
+    name = {0: "weights", 2: "cache", 4: "hidden"}[kind]
+    shape, before = Shape(6, 2, 60, 30), -1
+    for share in range(0, 101, 5):
+        percent = [0] * 6
+        percent[kind] = share
+        plan = make_plan(Policy(percent=tuple(percent)), shape, is_host)  # type: ignore[arg-type]
+        home = next((b.nbytes for b in plan.buffers if b.name == name and b.tier != "disk"), 0)
+        assert home >= before
+        before = home
+    assert before > 0 and all(b.tier != "disk" for b in plan.buffers if b.name == name)
+
+
+# ---- what is in it
+
+
+@given(policies, shapes, st.booleans())
+def test_where_the_device_is_host_memory_it_holds_nothing(policy: Policy, shape: Shape, is_host: bool) -> None:
+    plan = make_plan(policy, shape, is_host)
+    assert (plan.bytes_on("device") == 0) is is_host
+    assert len({(b.name, b.tier) for b in plan.buffers}) == len(plan.buffers)
+    assert all(b.nbytes > 0 for b in plan.buffers)
+    assert sum(totals(plan)) == sum(plan.size(name) for name in {b.name for b in plan.buffers})
+    assert plan.size("workspace") == sum(n for _, n in plan.workspace)
+
+
+def test_all_on_the_device_needs_no_ring_no_overlay_and_no_disk() -> None:
+    plan = make_plan(Policy(), Shape(4, 2, 40, 20), is_host=False)
+    assert {b.name for b in plan.buffers} == {"weights", "cache", "hidden", "workspace", "temporaries", "staging"}
+    assert plan.bytes_on("disk") == 0 and {b.name for b in plan.buffers if b.tier == "host"} == {"staging"}
+    assert plan.size("weights") >= SPEC.num_weights * 4
+    assert plan.size("cache") >= 2 * 4 * 20 * SPEC.kv_bytes_per_token(4)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("depth", [1, 2, 3, 4, 6, 50])
+def test_the_weight_ring_holds_any_so_many_neighbours_of_the_cycle(depth: int, tied: bool) -> None:
+    """Sweeps follow one another: behind the head comes the embedding."""
+    spec = make_spec(tie_word_embeddings=tied, vocab_size=900)
+    policy = Policy(percent=(0, 0, 100, 0, 100, 0))
+    ring = memory_plan(spec, policy, Shape(1, 1, 1, 1), 4, True, Depth(depth, 1, 1)).size("weight ring")
+    layers = spec.layers(True)
+    sizes = [streamed_bytes(u, policy.weight_shares, 4, True) for u in layers.units]
+    cycle = [sizes[layer.unit] for layer in layers.layers] * 2
+    count = min(depth, len(layers.layers))
+    assert ring == max(sum(cycle[i : i + count]) for i in range(len(layers.layers)))
+
+
+def test_attention_on_the_host_brings_cache_to_the_host() -> None:
+    policy, shape = Policy(percent=(100, 0, 0, 50, 100, 0)), Shape(4, 2, 40, 20)
+    for on_host in (False, True):
+        plan = make_plan(replace(policy, cpu_cache_compute=on_host), shape, is_host=False)
+        rings = {b.name: b.tier for b in plan.buffers if "ring" in b.name}
+        assert rings == {"cache ring": "host" if on_host else "device"}
+        assert plan.size("cache overlay") > 0
+
+
+def test_a_workspace_has_the_widest_values_of_a_step() -> None:
+    sizes = workspace_sizes(SPEC, Shape(rows=3, micro_batches=9, tokens=2000, slots=9), 2)
+    assert sizes["q"] == 2000 * 48 * 2 and sizes["ffn"] == 1024 * 96 * 2 and sizes["logits"] >= 3 * 90 * 2
+    assert sizes["normed"] == 1024 * 48 * 2 and all(n % 64 == 0 for n in sizes.values())
+
+
+# ---- what fits
+
+
+def test_a_refusal_names_tier_numbers_and_flags() -> None:
+    plan = make_plan(Policy(), Shape(4, 2, 40, 20), is_host=False)
+    need = plan.bytes_on("device")
+    plan.check({"device": need, "host": None, "disk": 0})
+    budgets = {"device": need - 2048, "host": None, "disk": 0}
+    assert plan.overflow(budgets) == {"device": 2048}
+    with pytest.raises(DoesNotFitError) as caught:
+        plan.check(budgets)
+    text = str(caught.value)
+    for part in ("on the device tier", "2.00 KiB more than its budget", "--device-mem", "--gpu-batch-size",
+                 "--num-gpu-batches", "--percent", "weights "):  # fmt: skip
+        assert part in text
+    assert caught.value.exit_code == 3
+
+
+@pytest.mark.parametrize("is_host", [False, True])
+def test_look_ahead_shrinks_with_the_budget_before_anything_is_refused(is_host: bool) -> None:
+    policy, shape = Policy(percent=(0, 0, 0, 0, 0, 0)), Shape(4, 2, 40, 20)
+    tier = "host" if is_host else "device"
+    plans = [make_plan(policy, shape, is_host, depth) for depth in OVERLAPPED]
+    for depth, plan in zip(OVERLAPPED, plans, strict=True):
+        budgets = {**UNLIMITED, tier: plan.bytes_on(tier)}
+        assert plan_within(SPEC, policy, shape, 4, is_host, budgets).depth == depth
+    with pytest.raises(DoesNotFitError, match=f"on the {tier} tier"):
+        plan_within(SPEC, policy, shape, 4, is_host, {**UNLIMITED, tier: plans[-1].bytes_on(tier) - 1})
+
+
+def test_without_overlap_nothing_is_loaded_ahead() -> None:
+    plan = plan_within(SPEC, Policy(overlap=False), Shape(1, 1, 1, 1), 4, True, UNLIMITED)
+    assert plan.depth == SEQUENTIAL

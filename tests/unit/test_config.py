@@ -1,0 +1,169 @@
+"""The data of a run: ranges are checked where values enter, layers and shares follow from them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import FrozenInstanceError, replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexgen_h2o.config import (
+    MemoryBudget,
+    ModelSpec,
+    Policy,
+    TensorSpec,
+    WeightUnit,
+    Workload,
+    check_int,
+    check_percent,
+)
+from flexgen_h2o.errors import UsageError
+from flexgen_h2o.units import GIB
+
+
+def small_spec(tied: bool) -> ModelSpec:
+    """Two blocks; the head has a norm of its own and, when tied, the embedding's table."""
+    table = TensorSpec("table", "table", (10, 4))
+    head_table = table if tied else TensorSpec("head_table", "head_table", (10, 4))
+    return ModelSpec(
+        name="small", family="any", num_blocks=2, hidden_size=4, num_heads=2, num_kv_heads=1, head_dim=2, ffn_size=8,
+        vocab_size=10, max_positions=6,
+        embedding=(table, TensorSpec("positions", "positions", (6, 4))),
+        attention=tuple((TensorSpec("q", f"q{i}", (4, 4)),) for i in range(2)),
+        mlp=tuple((TensorSpec("up", f"up{i}", (8, 4)), TensorSpec("bias", f"bias{i}", (8,))) for i in range(2)),
+        head=(TensorSpec("norm", "norm", (4,)), head_table),
+        tied=tied,
+        options=(("activation", "relu"),),
+    )  # fmt: skip
+
+
+# ---- policy
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("gpu_batch_size", 0),
+        ("gpu_batch_size", 2**20 + 1),
+        ("gpu_batch_size", 1.0),
+        ("gpu_batch_size", True),
+        ("num_gpu_batches", 0),
+        ("num_gpu_batches", "2"),
+        ("percent", (0, 0, 0, 0, 0)),
+        ("percent", "001122"),
+        ("percent", (60, 41, 0, 0, 0, 0)),
+        ("percent", (0, 0, 60, 41, 0, 0)),
+        ("percent", (0, 0, 0, 0, 60, 41)),
+        ("percent", (-1, 0, 0, 0, 0, 0)),
+        ("percent", (101, 0, 0, 0, 0, 0)),
+        ("percent", (0.5, 0, 0, 0, 0, 0)),
+        ("overlap", 1),
+        ("sep_layer", None),
+        ("pin_weight", "true"),
+        ("compress_weight", 0),
+        ("compress_cache", "no"),
+        ("cpu_cache_compute", 1),
+        ("attn_sparsity", 0),
+        ("attn_sparsity", 1.01),
+        ("attn_sparsity", math.nan),
+        ("attn_sparsity", True),
+        ("attn_sparsity", "half"),
+    ],
+)
+def test_policy_refuses_by_the_name_of_the_field(field: str, value: Any) -> None:
+    with pytest.raises(UsageError, match=rf"^{field}: "):
+        Policy(**{field: value})
+
+
+@given(st.lists(st.integers(0, 100), min_size=6, max_size=6))
+def test_shares_are_what_percent_says(six: list[int]) -> None:
+    pairs = list(zip(six[::2], six[1::2], strict=True))
+    if any(a + b > 100 for a, b in pairs):
+        with pytest.raises(UsageError, match="> 100"):
+            check_percent(six)
+        return
+    policy = Policy(percent=six)  # type: ignore[arg-type]
+    assert policy.percent == tuple(six)
+    for (a, b), shares in zip(pairs, (policy.weight_shares, policy.cache_shares, policy.hidden_shares), strict=True):
+        assert shares == (a / 100, b / 100, (100 - a - b) / 100)
+        assert math.isclose(sum(shares), 1)
+
+
+def test_a_policy_is_a_value() -> None:
+    policy = Policy(gpu_batch_size=3, num_gpu_batches=5, percent=[20, 80, 0, 100, 0, 100])  # type: ignore[arg-type]
+    assert policy.block_size == 15 and policy == replace(policy) and hash(policy) == hash(replace(policy))
+    with pytest.raises(FrozenInstanceError):
+        policy.overlap = False  # type: ignore[misc]
+
+
+# ---- numbers, workload, budget
+
+
+@pytest.mark.parametrize(("value", "says"), [(0, "at least 1"), (True, "whole"), (1.0, "whole"), (None, "whole")])
+def test_check_int(value: object, says: str) -> None:
+    with pytest.raises(UsageError, match=f"^rows: .*{says}"):
+        check_int("rows", value, low=1)
+
+
+def test_check_int_names_both_bounds() -> None:
+    assert check_int("rows", 9, 1, 9) == 9
+    with pytest.raises(UsageError, match="between 1 and 9"):
+        check_int("rows", 10, 1, 9)
+
+
+@pytest.mark.parametrize("field", ["num_prompts", "prompt_len", "gen_len"])
+def test_workload_needs_at_least_one_of_each(field: str) -> None:
+    with pytest.raises(UsageError, match=field):
+        Workload(**{"num_prompts": 1, "prompt_len": 1, "gen_len": 1, field: 0})
+
+
+def test_budget_reads_sizes_and_names_the_flag() -> None:
+    budget = MemoryBudget(device="1GiB", host=2 * GIB)
+    assert (budget.device, budget.host, budget.disk) == (GIB, 2 * GIB, None)
+    assert budget == MemoryBudget(2**30, "2g") and budget != MemoryBudget()
+    for tier in ("device", "host", "disk"):
+        with pytest.raises(UsageError, match=f"^--{tier}-mem: "):
+            MemoryBudget(**{tier: "much"})  # type: ignore[arg-type]
+
+
+# ---- layers
+
+
+def test_tied_head_reads_the_embedding_unit() -> None:
+    plan = small_spec(tied=True).layers(sep_layer=True)
+    assert [(layer.kind, layer.block, layer.unit) for layer in plan.layers] == [
+        ("embedding", -1, 0), ("attention", 0, 1), ("mlp", 0, 2), ("attention", 1, 3), ("mlp", 1, 4), ("head", -1, 0),
+    ]  # fmt: skip
+    assert [t.name for t in plan.units[0].tensors] == ["table", "positions", "norm"]
+
+
+def test_untied_head_is_a_unit_of_its_own() -> None:
+    plan = small_spec(tied=False).layers(sep_layer=False)
+    assert [(layer.kind, layer.block, layer.unit) for layer in plan.layers] == [
+        ("embedding", -1, 0), ("block", 0, 1), ("block", 1, 2), ("head", -1, 3),
+    ]  # fmt: skip
+    assert [t.name for t in plan.units[3].tensors] == ["norm", "head_table"]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("sep_layer", [True, False])
+def test_each_tensor_is_in_one_unit_and_each_unit_is_used(tied: bool, sep_layer: bool) -> None:
+    spec = small_spec(tied)
+    plan = spec.layers(sep_layer)
+    names = [t.name for unit in plan.units for t in unit.tensors]
+    every = {t.name for t in (*spec.embedding, *sum(spec.attention, ()), *sum(spec.mlp, ()), *spec.head)}
+    assert len(names) == len(set(names)) and set(names) == every
+    assert {layer.unit for layer in plan.layers} == set(range(len(plan.units)))
+    assert sum(unit.numel for unit in plan.units) == spec.num_weights == 40 + 24 + 2 * (16 + 40) + 4 + 40 * (not tied)
+
+
+def test_sizes_and_options() -> None:
+    spec = small_spec(tied=True)
+    assert WeightUnit("u", (TensorSpec("a", "a", (3, 5)), TensorSpec("b", "b", (7,)))).numel == 22
+    assert spec.kv_bytes_per_token(2) == 2 * 2 * 1 * 2 * 2  # K and V, blocks, kv-heads, width, bytes
+    assert spec.option("activation") == "relu"
+    with pytest.raises(KeyError):
+        spec.option("none")

@@ -1,0 +1,136 @@
+"""The engine holds what the plan says, buffer by buffer, and gives all of it back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from flexgen_h2o.checkpoint import Checkpoint, match, read_index
+from flexgen_h2o.config import TIERS, ModelSpec, Policy
+from flexgen_h2o.engine import Engine
+from flexgen_h2o.errors import DoesNotFitError
+from flexgen_h2o.limits import READ_THREADS, STAGING_BYTES, WRITE_THREADS
+from flexgen_h2o.models import spec_from_config
+from flexgen_h2o.planner.memory import OVERLAPPED, MemoryPlan, Shape, memory_plan
+from flexgen_h2o.tiers.device import Device, HostDevice, StandInDevice
+from flexgen_h2o.tiers.disk import DirectFile
+from flexgen_h2o.timeline import Timeline
+
+CONFIG: dict[str, Any] = {
+    "model_type": "opt", "vocab_size": 90, "hidden_size": 48, "num_hidden_layers": 2, "ffn_dim": 96,
+    "max_position_embeddings": 30, "num_attention_heads": 4, "word_embed_proj_dim": 48, "activation_function": "relu",
+    "enable_bias": True, "layer_norm_elementwise_affine": True, "do_layer_norm_before": True,
+}  # fmt: skip
+SHAPE = Shape(rows=3, micro_batches=2, tokens=20, slots=15)
+UNLIMITED: dict[str, int | None] = dict.fromkeys(TIERS)
+PERCENTS = [
+    (100, 0, 100, 0, 100, 0), (0, 100, 0, 100, 0, 100), (0, 0, 0, 0, 0, 0), (30, 30, 30, 30, 30, 30),
+    (0, 50, 50, 0, 0, 100), (100, 0, 0, 50, 0, 0),
+]  # fmt: skip
+TAKEN_BY_USERS = ("temporaries", "staging")
+Open = Callable[..., Engine]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelSpec, Checkpoint]:
+    folder, spec = tmp_path_factory.mktemp("model"), spec_from_config("tiny", CONFIG, "here")
+    tensors = {t.name: torch.randn(t.shape) for unit in spec.layers(True).units for t in unit.tensors}
+    save_file(tensors, folder / "model.safetensors")
+    return spec, match(spec, read_index(folder), folder)
+
+
+@pytest.fixture
+def open_engine(model: tuple[ModelSpec, Checkpoint], tmp_path: Path) -> Open:
+    spec, checkpoint = model
+
+    def open_one(policy: Policy, device: Device, budgets: dict[str, int | None] = UNLIMITED) -> Engine:
+        plan = memory_plan(spec, policy, SHAPE, 4, device.is_host, OVERLAPPED[0])
+        return Engine(spec, checkpoint, policy, plan, torch.float32, device, budgets, tmp_path / "offload", Timeline())
+
+    return open_one
+
+
+def planned(plan: MemoryPlan) -> dict[tuple[str, str], int]:
+    return {(b.name, b.tier): b.nbytes for b in plan.buffers}
+
+
+def names_in(offload: Path) -> list[str]:
+    return [p.name for p in offload.iterdir()]
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+@pytest.mark.parametrize("device", [HostDevice, StandInDevice])
+@pytest.mark.parametrize("percent", PERCENTS)
+def test_every_planned_buffer_is_taken_at_its_size(
+    open_engine: Open, percent: tuple[int, ...], device: type[Device], on_host: bool
+) -> None:
+    policy = Policy(percent=percent, cpu_cache_compute=on_host)  # type: ignore[arg-type]
+    with open_engine(policy, device()) as engine:
+        plan = planned(engine.plan)
+        memory = {place: buffer.numel() for place, buffer in engine._buffers.items()}
+        files = {(name, "disk"): file.path.stat().st_size for name, file in engine._files.items()}
+        assert not any(tier == "disk" for _, tier in memory)
+        assert {**memory, **files} == {place: n for place, n in plan.items() if place[0] not in TAKEN_BY_USERS}
+        assert engine.peak_bytes == {tier: engine.plan.bytes_on(tier) for tier in TIERS}
+        assert plan["staging", "host"] == (READ_THREADS + WRITE_THREADS) * STAGING_BYTES
+        ringed = {"weight": engine.weight_ring(), "cache": engine.cache_ring(), "hidden": engine.hidden_ring()}
+        for name, ring in ringed.items():
+            assert (ring.capacity if ring is not None else 0) == engine.plan.size(f"{name} ring")
+
+
+def test_the_workspace_is_carved_from_its_buffer(open_engine: Open) -> None:
+    with open_engine(Policy(), HostDevice()) as engine:
+        workspace = engine.workspace()
+        for name, nbytes in engine.plan.workspace:
+            workspace.get(name, nbytes // 4).fill_(1)
+
+
+def test_a_plan_over_budget_takes_nothing(open_engine: Open, tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    with pytest.raises(DoesNotFitError, match="on the disk tier"):
+        open_engine(Policy(percent=(0, 0, 0, 0, 0, 0)), HostDevice(), {"device": 0, "host": None, "disk": 1})
+    assert set(threading.enumerate()) == before and not (tmp_path / "offload").exists()
+
+
+def test_an_engine_leaves_no_thread_no_file_and_no_descriptor(open_engine: Open, tmp_path: Path) -> None:
+    threads, files = set(threading.enumerate()), len(list(Path("/proc/self/fd").iterdir()))
+    with open_engine(Policy(percent=(0, 0, 0, 0, 0, 0)), StandInDevice()) as engine:
+        assert len(threading.enumerate()) > len(threads)
+        assert len(names_in(tmp_path / "offload")) == 2  # its folder and its lock
+        assert engine.io_bytes["disk_read"] > 0
+    assert set(threading.enumerate()) == threads and names_in(tmp_path / "offload") == []
+    assert len(list(Path("/proc/self/fd").iterdir())) == files
+
+
+def test_an_engine_that_does_not_open_leaves_nothing_either(
+    open_engine: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> int:
+        raise OSError("no reads today")
+
+    threads, files = set(threading.enumerate()), len(list(Path("/proc/self/fd").iterdir()))
+    monkeypatch.setattr(DirectFile, "read", fail)
+    with pytest.raises(OSError, match="no reads today"):
+        open_engine(Policy(percent=(50, 0, 0, 0, 0, 0)), HostDevice())
+    assert set(threading.enumerate()) == threads and names_in(tmp_path / "offload") == []
+    assert len(list(Path("/proc/self/fd").iterdir())) == files
+
+
+def test_files_outlive_the_threads_that_use_them(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A descriptor closed under a worker may be another file's a moment later."""
+    alive: list[bool] = []
+    close = DirectFile.close
+
+    def watched(file: DirectFile) -> None:
+        alive.append(any(thread.name.startswith("disk_") for thread in threading.enumerate()))
+        close(file)
+
+    with open_engine(Policy(percent=(0, 0, 0, 0, 0, 0)), HostDevice()):
+        monkeypatch.setattr(DirectFile, "close", watched)
+    assert alive and not any(alive)

@@ -1,0 +1,87 @@
+"""Policy files: what is written reads back, and every damaged field is named with its file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexgen_h2o.config import Policy, SavedPolicy, read_policy, write_policy
+from flexgen_h2o.errors import UsageError
+
+pairs = st.integers(0, 100).flatmap(lambda a: st.tuples(st.just(a), st.integers(0, 100 - a)))
+policies = st.builds(
+    Policy,
+    gpu_batch_size=st.integers(1, 2**20),
+    num_gpu_batches=st.integers(1, 2**20),
+    percent=st.tuples(pairs, pairs, pairs).map(lambda three: sum(three, ())),
+    **{name: st.booleans() for name in ("compress_weight", "cpu_cache_compute", "overlap", "sep_layer", "pin_weight")},
+    attn_sparsity=st.floats(0, 1, exclude_min=True),
+)
+
+
+@given(policies)
+def test_what_is_written_reads_back(tmp_path_factory: pytest.TempPathFactory, policy: Policy) -> None:
+    path = tmp_path_factory.mktemp("policy") / "p.json"
+    saved = SavedPolicy(policy, "m", {"prompt_len": 3}, "here", {"tokens_per_s": 1.5})
+    write_policy(path, saved)
+    assert read_policy(path) == saved
+    assert set(json.loads(path.read_text())) == {f.name for f in fields(Policy)} | {
+        "schema", "model", "workload", "profile", "predicted",
+    }  # fmt: skip
+
+
+def test_what_it_was_found_for_may_be_left_out(tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_text(json.dumps({"schema": 1, **Policy().to_json()}))
+    assert read_policy(tmp_path / "p.json") == SavedPolicy(Policy())
+
+
+def damaged(body: dict[str, Any], change: dict[str, Any], drop: str | None) -> str:
+    return json.dumps({k: v for k, v in {**body, **change}.items() if k != drop})
+
+
+@pytest.mark.parametrize(
+    ("change", "drop", "says"),
+    [
+        ({}, "overlap", "field 'overlap' is missing"),
+        ({"gbs": 4}, None, "unknown field 'gbs'"),
+        ({"schema": 2}, None, "schema is 2"),
+        ({}, "schema", "schema is None"),
+        ({"percent": [1, 2, 3]}, None, "percent: six"),
+        ({"percent": [90, 20, 0, 0, 0, 0]}, None, "90 [+] 20 > 100"),
+        ({"gpu_batch_size": 4.5}, None, "gpu_batch_size: 4.5"),
+        ({"gpu_batch_size": None}, None, "gpu_batch_size"),
+        ({"overlap": "yes"}, None, "overlap: 'yes'"),
+        ({"attn_sparsity": 2}, None, "attn_sparsity: 2"),
+    ],
+)
+def test_a_bad_field_is_named_with_its_file(
+    tmp_path: Path, change: dict[str, Any], drop: str | None, says: str
+) -> None:
+    path = tmp_path / "p.json"
+    path.write_text(damaged({"schema": 1, **Policy().to_json()}, change, drop))
+    with pytest.raises(UsageError, match=says) as caught:
+        read_policy(path)
+    assert str(caught.value).startswith(f"--policy {path}: ")
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"\xff\xfe", b"not json"])
+def test_no_json_is_said(tmp_path: Path, raw: bytes) -> None:
+    (tmp_path / "p.json").write_bytes(raw)
+    with pytest.raises(UsageError, match=r"p\.json: not a JSON file"):
+        read_policy(tmp_path / "p.json")
+
+
+def test_a_list_a_folder_and_nothing_at_all(tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_text("[]")
+    with pytest.raises(UsageError, match="object is expected"):
+        read_policy(tmp_path / "p.json")
+    with pytest.raises(UsageError, match=f"--policy {tmp_path}: Is a directory"):
+        read_policy(tmp_path)
+    with pytest.raises(UsageError, match=r"none\.json: No such file"):
+        read_policy(tmp_path / "none.json")

@@ -1,0 +1,90 @@
+"""Spans: sums by lane and kind, and a Chrome trace that other tools can read."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from flexgen_h2o.errors import FlexgenError
+from flexgen_h2o.timeline import Span, Timeline
+
+
+def test_seconds_are_summed_by_lane_and_kind() -> None:
+    line = Timeline()
+    line.record("compute", "a", 1, 3)
+    line.record("compute", "b", 3, 4)
+    line.record("h2d", "a", 0, 5)
+    line.record("compute", "a", 9, 10)
+    assert (line.seconds("compute"), line.seconds("compute", "a"), line.seconds("h2d")) == (4, 3, 5)
+    assert (line.mean_seconds("compute", "a"), line.mean_seconds("compute", "none"), line.seconds("d2h")) == (1.5, 0, 0)
+
+
+def test_spans_are_kept_only_for_a_trace() -> None:
+    line = Timeline()
+    line.record("compute", "before", 0, 1)
+    line.keep_spans = True
+    line.record("compute", "after", 1, 2)
+    assert line.spans == [Span("compute", "after", 1, 2)]
+    assert line.seconds("compute") == 2
+
+
+def test_a_span_counts_when_its_body_raises() -> None:
+    line = Timeline()
+    line.keep_spans = True
+    with pytest.raises(KeyError), line.span("wait", "x"):
+        raise KeyError
+    assert [s.name for s in line.spans] == ["x"] and line.spans[0].end >= line.spans[0].start
+
+
+def test_threads_do_not_lose_each_others_spans() -> None:
+    line = Timeline()
+    line.keep_spans = True
+
+    def work() -> None:
+        for i in range(500):
+            line.record("disk_read", "r", i, i + 1)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert line.seconds("disk_read") == len(line.spans) == 2000
+
+
+def test_the_trace_has_a_line_for_each_worker_and_keeps_starts_and_lengths(tmp_path: Path) -> None:
+    line = Timeline()
+    line.keep_spans = True
+    line.record("h2d", "load", 100.5, 100.75)
+    for row in ("disk_read 2", "disk_read"):
+        line.record("disk_read", "read", 100.25, 101.25, row)
+    line.write_chrome_trace(tmp_path / "t.json")
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    rows = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
+    assert list(rows.values()) == ["compute", "disk_read", "disk_read 2", "disk_write", "h2d", "d2h", "wait"]
+    spans = {rows[e["tid"]]: (e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"}
+    reads = {row: ("read", 0, 1e6) for row in ("disk_read", "disk_read 2")}
+    assert spans == {**reads, "h2d": ("load", 0.25e6, 0.25e6)}
+    assert line.seconds("disk_read") == 2 and line.count("disk_read", "read") == 2
+
+
+def test_a_trace_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    with pytest.raises(FlexgenError, match=f"--trace {tmp_path}: Is a directory"):
+        Timeline().write_chrome_trace(tmp_path)
+
+
+def test_reset_forgets_spans_and_sums() -> None:
+    line = Timeline()
+    line.keep_spans = True
+    line.record("h2d", "load", 0, 1)
+    line.reset()
+    line.record("h2d", "load", 5, 7)
+    assert (line.seconds("h2d"), line.count("h2d", "load"), len(line.spans)) == (2, 1, 1)
+
+
+def test_an_empty_trace_is_a_trace(tmp_path: Path) -> None:
+    Timeline().write_chrome_trace(tmp_path / "t.json")
+    assert json.loads((tmp_path / "t.json").read_text())["traceEvents"] == []

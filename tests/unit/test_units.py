@@ -1,0 +1,68 @@
+"""Byte sizes: what people write, what the engine counts."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexgen_h2o.errors import UsageError
+from flexgen_h2o.units import GIB, KIB, MIB, TIB, format_bytes, parse_bytes, round_up
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("12GiB", 12 * GIB),
+        ("12g", 12 * GIB),
+        ("12GB", 12 * 10**9),
+        ("1.5m", 3 * MIB // 2),
+        (".5KiB", KIB // 2),
+        ("2 tib", 2 * TIB),
+        ("3TB", 3 * 10**12),
+        (" 7 ", 7),
+        ("7b", 7),
+        ("10kb", 10**4),
+        (4096, 4096),
+        ("1.9", 1),
+    ],
+)
+def test_sizes_as_people_write_them(text: str | int, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@given(st.integers(1, 2**53))
+def test_a_plain_count_is_exact(size: int) -> None:
+    assert parse_bytes(size) == parse_bytes(str(size)) == size
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "-1", "-1GiB", "1e9", "0", "0.2", 0, -5, "12 giga", "1,5g", "0x10", "inf", "nan", True, 1.5j]
+)
+def test_anything_else_is_refused_by_the_name_of_its_flag(text: object) -> None:
+    with pytest.raises(UsageError, match=r"^--host-mem: "):
+        parse_bytes(text, "--host-mem")  # type: ignore[arg-type]
+
+
+def test_a_number_beyond_all_floats_is_refused_too() -> None:
+    with pytest.raises(UsageError):
+        parse_bytes("9" * 400)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (3 * MIB // 2, "1.50 MiB"), (5 * TIB, "5.00 TiB")],
+)
+def test_sizes_for_people(size: int, text: str) -> None:
+    assert format_bytes(size) == text
+
+
+@given(st.integers(1, 2**50))
+def test_a_printed_size_reads_back_to_within_half_a_hundredth(size: int) -> None:
+    assert abs(parse_bytes(format_bytes(size)) - size) <= 0.0051 * max(size, 1)
+
+
+@given(st.integers(0, 10**12), st.integers(1, 10**6))
+def test_round_up_is_the_smallest_multiple_not_below(size: int, multiple: int) -> None:
+    rounded = round_up(size, multiple)
+    assert rounded % multiple == 0 and size <= rounded < size + multiple

@@ -1,0 +1,224 @@
+"""Files around the page cache: odd sizes, short and truncated files, and file systems that refuse O_DIRECT."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexgen_h2o.errors import DoesNotFitError, TransferError, UsageError
+from flexgen_h2o.limits import PAGE
+from flexgen_h2o.tiers.buffers import host_buffer
+from flexgen_h2o.tiers.disk import DirectFile, aligned_range
+from flexgen_h2o.units import round_up
+
+SIZES = [1, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE + 77]
+Refuse = Callable[[str], None]
+
+
+def content(nbytes: int) -> bytes:
+    return bytes(torch.randint(0, 256, (nbytes,), dtype=torch.uint8).tolist())
+
+
+def as_bytes(data: torch.Tensor) -> bytes:
+    return bytes(data.tolist())
+
+
+@pytest.fixture
+def refuse(monkeypatch: pytest.MonkeyPatch) -> Refuse:
+    """Makes the file system refuse O_DIRECT when files are opened (`open`), or only when they are used (`use`)."""
+
+    def refuse_at(when: str) -> None:
+        if when == "open":
+            monkeypatch.setattr(os, "open", refusing_direct(os.open, lambda path, flags, *rest: flags))
+        elif when == "use":
+            import fcntl
+
+            for name in ("preadv", "pwritev"):
+                at_use = refusing_direct(getattr(os, name), lambda fd, *rest: fcntl.fcntl(fd, fcntl.F_GETFL))
+                at_use.__name__ = name
+                monkeypatch.setattr(os, name, at_use)
+
+    return refuse_at
+
+
+def refusing_direct(call: Callable[..., Any], flags_of: Callable[..., int]) -> Callable[..., Any]:
+    def refusing(*args: Any) -> Any:
+        if flags_of(*args) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return call(*args)
+
+    return refusing
+
+
+@pytest.fixture(params=["", "open", "use"])
+def anywhere(request: pytest.FixtureRequest, refuse: Refuse) -> None:
+    """The test runs with O_DIRECT, without it, and where it is refused only at the first read or write."""
+    refuse(request.param)
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[..., DirectFile]]:
+    files: list[DirectFile] = []
+
+    def open_file(path: Path, writable: bool = False) -> DirectFile:
+        files.append(DirectFile(path, writable))
+        return files[-1]
+
+    yield open_file
+    for file in files:
+        file.close()
+
+
+# ---- reading
+
+
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_the_end_of_a_file_may_be_short(tmp_path: Path, opened: Callable[..., DirectFile], nbytes: int) -> None:
+    data = content(nbytes)
+    (tmp_path / "f").write_bytes(data)
+    buffer = host_buffer(round_up(nbytes, PAGE) + PAGE)
+    assert opened(tmp_path / "f").read(buffer, 0, nbytes) == nbytes
+    assert as_bytes(buffer[:nbytes]) == data
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_a_range_in_the_middle(tmp_path: Path, opened: Callable[..., DirectFile]) -> None:
+    data = content(5 * PAGE)
+    (tmp_path / "f").write_bytes(data)
+    buffer = host_buffer(2 * PAGE)
+    assert opened(tmp_path / "f").read(buffer, 2 * PAGE, 2 * PAGE) == 2 * PAGE
+    assert as_bytes(buffer) == data[2 * PAGE : 4 * PAGE]
+
+
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize("have", [0, 1, PAGE, 2 * PAGE - 1])
+def test_a_truncated_file_is_an_error_with_its_name_and_size(
+    tmp_path: Path, opened: Callable[..., DirectFile], have: int
+) -> None:
+    (tmp_path / "f").write_bytes(content(have))
+    with pytest.raises(TransferError, match=f"{tmp_path / 'f'}: ends at byte {have}, {2 * PAGE} are needed"):
+        opened(tmp_path / "f").read(host_buffer(2 * PAGE), 0, 2 * PAGE)
+
+
+def test_what_comes_in_pieces_is_put_together(
+    tmp_path: Path, opened: Callable[..., DirectFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel may move less than it was asked for."""
+    data = content(3 * PAGE)
+    preadv, pwritev = os.preadv, os.pwritev
+    monkeypatch.setattr(os, "preadv", lambda fd, views, at: preadv(fd, [views[0][:PAGE]], at))
+    monkeypatch.setattr(os, "pwritev", lambda fd, views, at: pwritev(fd, [views[0][:PAGE]], at))
+    (tmp_path / "f").touch()
+    file, source = opened(tmp_path / "f", writable=True), host_buffer(3 * PAGE)
+    source.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    assert file.write(source, 0) == 3 * PAGE
+    assert (tmp_path / "f").read_bytes() == data
+    source.zero_()
+    assert file.read(source, 0, 3 * PAGE) == 3 * PAGE and as_bytes(source) == data
+
+
+# ---- writing
+
+
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize("pages", [1, 3])
+def test_what_is_written_is_in_the_file(tmp_path: Path, opened: Callable[..., DirectFile], pages: int) -> None:
+    (tmp_path / "f").write_bytes(b"x" * 6 * PAGE)
+    data, buffer = content(pages * PAGE), host_buffer(pages * PAGE)
+    buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    assert opened(tmp_path / "f", writable=True).write(buffer, 2 * PAGE) == pages * PAGE
+    expected = b"x" * 2 * PAGE + data + b"x" * (4 - pages) * PAGE
+    assert (tmp_path / "f").read_bytes() == expected
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "says"),
+    [(errno.ENOSPC, DoesNotFitError, "the disk is full.*--offload-dir"), (errno.EIO, TransferError, "pwritev failed")],
+)
+def test_a_failing_write_names_the_place(
+    tmp_path: Path, opened: Callable[..., DirectFile], monkeypatch: pytest.MonkeyPatch, number: int,
+    kind: type[Exception], says: str,
+) -> None:  # fmt: skip
+    def pwritev(*args: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    (tmp_path / "f").touch()
+    file = opened(tmp_path / "f", writable=True)
+    monkeypatch.setattr(os, "pwritev", pwritev)
+    with pytest.raises(kind, match=f"{tmp_path}.*{says}"):
+        file.write(host_buffer(PAGE), 0)
+
+
+# ---- opening
+
+
+@pytest.mark.parametrize("when", ["open", "use"])
+def test_it_goes_on_buffered_where_direct_is_refused(
+    tmp_path: Path, opened: Callable[..., DirectFile], refuse: Refuse, when: str
+) -> None:
+    (tmp_path / "f").write_bytes(content(PAGE))
+    refuse(when)
+    file = opened(tmp_path / "f")
+    if when == "use" and not file.direct:
+        pytest.skip("this file system refuses O_DIRECT already at open")
+    assert file.direct is (when == "use")
+    file.read(host_buffer(PAGE), 0, PAGE)
+    assert file.direct is False
+
+
+def test_shared_memory_is_read_whether_or_not_it_takes_direct(opened: Callable[..., DirectFile]) -> None:
+    path = Path("/dev/shm") / f"flexgen-test-{os.getpid()}"
+    if not path.parent.is_dir():
+        pytest.skip("no /dev/shm here")
+    data = content(PAGE + 5)
+    path.write_bytes(data)
+    try:
+        buffer = host_buffer(2 * PAGE)
+        opened(path).read(buffer, 0, PAGE + 5)
+        assert as_bytes(buffer[: PAGE + 5]) == data
+    finally:
+        path.unlink()
+
+
+def test_a_file_that_cannot_be_opened_is_unusable_input(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=f"{tmp_path / 'none'}: cannot be opened .No such file"):
+        DirectFile(tmp_path / "none")
+
+
+def test_two_threads_refused_at_once_both_go_on_buffered(
+    tmp_path: Path, opened: Callable[..., DirectFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other thread turned `direct` off while this one's request was being refused."""
+    (tmp_path / "f").write_bytes(content(PAGE))
+    file, preadv, calls = opened(tmp_path / "f"), os.preadv, [0]
+
+    def refused_once(*args: Any) -> int:
+        calls[0] += 1
+        if calls[0] == 1:
+            file.direct = False
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return preadv(*args)
+
+    refused_once.__name__ = "preadv"
+    monkeypatch.setattr(os, "preadv", refused_once)
+    assert file.read(host_buffer(PAGE), 0, PAGE) == PAGE
+
+
+# ---- ranges
+
+
+@given(st.integers(0, 10**7), st.integers(0, 10**6))
+def test_the_aligned_range_is_the_smallest_that_covers(offset: int, nbytes: int) -> None:
+    start, length = aligned_range(offset, nbytes)
+    assert start % PAGE == length % PAGE == 0
+    assert start <= offset and offset + nbytes <= start + length
+    assert offset - start < PAGE and start + length - offset - nbytes < PAGE

@@ -1,0 +1,245 @@
+"""Moving bytes: straight and staged paths bring the same values, whatever the offset, size, dtype and alignment."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexgen_h2o.errors import TransferError
+from flexgen_h2o.limits import PAGE, STAGING_BYTES
+from flexgen_h2o.tiers import mover as mover_module
+from flexgen_h2o.tiers.buffers import host_buffer
+from flexgen_h2o.tiers.device import HostDevice, StandInDevice
+from flexgen_h2o.tiers.disk import DirectFile
+from flexgen_h2o.tiers.mover import Memory, Mover
+from flexgen_h2o.tiers.transfer import Done, Lanes
+from flexgen_h2o.timeline import Timeline
+
+pytestmark = pytest.mark.timeout(60)
+
+CHUNK = 2 * PAGE  # of these tests, so that a few pages are several requests
+FILE_BYTES = 40 * PAGE + 123
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+class CountingDevice(StandInDevice):
+    """Counts copies, and staging buffers by thread."""
+
+    def __init__(self) -> None:
+        self.copies = 0
+        self.staging: list[tuple[int, int]] = []
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        self.copies += 1
+        super().copy(dst, src)
+
+    def host_staging(self, nbytes: int) -> torch.Tensor:
+        self.staging.append((threading.get_ident(), nbytes))
+        return super().host_staging(nbytes)
+
+
+@dataclass
+class Room:
+    """A mover, its device, a file of known bytes and one to write to."""
+
+    mover: Mover
+    device: CountingDevice
+    source: DirectFile
+    target: DirectFile
+    data: torch.Tensor = field(repr=False)
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Room]:
+    folder: Path = tmp_path_factory.mktemp("mover")
+    # Exponents that all three dtypes have, so that bytes read as numbers are no infinities: conversions stay exact.
+    values = (torch.randint(-60, 60, (FILE_BYTES,), generator=torch.Generator().manual_seed(1))).to(torch.int8)
+    data = values.view(torch.uint8)
+    (folder / "source").write_bytes(bytes(data.tolist()))
+    (folder / "target").write_bytes(bytes(FILE_BYTES))
+    lanes, device = Lanes({"disk_read": 2, "disk_write": 1, "h2d": 1, "d2h": 1}, Timeline()), CountingDevice()
+    files = DirectFile(folder / "source"), DirectFile(folder / "target", writable=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mover_module, "TRANSFER_CHUNK", CHUNK)
+        yield Room(Mover(device, lanes), device, *files, data)
+    lanes.close()
+    for file in files:
+        file.close()
+
+
+def misaligned(nbytes: int, shift: int) -> torch.Tensor:
+    """A uint8 buffer of `nbytes` that starts `shift` bytes after a page."""
+    return host_buffer(nbytes + shift)[shift:]
+
+
+# ---- reading
+
+
+memories = st.sampled_from(["host", "device"])
+
+
+@given(st.integers(0, 20 * PAGE), st.integers(1, 10 * PAGE), st.sampled_from([0, 1, 64, PAGE]), memories)
+def test_any_bytes_come_as_they_are(room: Room, offset: int, nbytes: int, shift: int, memory: Memory) -> None:
+    buffer = misaligned(nbytes, shift)
+    room.mover.read("r", buffer, memory, room.source, offset, nbytes).wait()
+    assert torch.equal(buffer, room.data[offset : offset + nbytes])
+
+
+@given(st.integers(0, 1000), st.integers(1, 3 * CHUNK), st.sampled_from(DTYPES), st.sampled_from(DTYPES), st.booleans())
+def test_values_are_converted_on_the_way(
+    room: Room, offset: int, count: int, stored: torch.dtype, wanted: torch.dtype, aligned: bool
+) -> None:
+    """safetensors promises no alignment: an odd offset of the file is as good as any."""
+    nbytes = count * stored.itemsize
+    raw = room.data[offset : offset + nbytes].clone()
+    buffer = misaligned(count * wanted.itemsize, 0 if aligned else 64).view(wanted)
+    room.mover.read("r", buffer, "host", room.source, offset, nbytes, stored).wait()
+    assert torch.equal(buffer.view(torch.uint8), raw.view(stored).to(wanted).view(torch.uint8))
+
+
+def test_whole_pages_into_whole_pages_are_read_in_place(room: Room) -> None:
+    buffer, copies = host_buffer(5 * PAGE), room.device.copies
+    before = room.mover.lanes.bytes_moved["disk_read"]
+    room.mover.read("r", buffer, "host", room.source, 3 * PAGE, 4 * PAGE + 7).wait()
+    assert room.device.copies == copies  # nothing was staged
+    assert torch.equal(buffer, room.data[3 * PAGE : 8 * PAGE])
+    assert room.mover.lanes.bytes_moved["disk_read"] - before == 5 * PAGE
+    room.mover.read("r", buffer[1:], "host", room.source, 3 * PAGE, 4 * PAGE).wait()
+    assert room.device.copies > copies
+
+
+def test_an_odd_offset_does_not_cost_a_file_its_direct_reads(room: Room) -> None:
+    """The file system would refuse it, and the file be read through the page cache from then on."""
+    before = room.source.direct
+    room.mover.read("r", host_buffer(PAGE), "host", room.source, 100, PAGE).wait()
+    assert room.source.direct is before
+
+
+def test_a_range_that_ends_with_the_file_may_have_room_behind_it(room: Room) -> None:
+    buffer = host_buffer(4 * PAGE)
+    room.mover.read("r", buffer, "host", room.source, 39 * PAGE, PAGE + 123).wait()
+    assert torch.equal(buffer[: PAGE + 123], room.data[39 * PAGE :])
+
+
+@pytest.mark.parametrize("shift", [0, 64])
+def test_bytes_that_the_file_does_not_have_are_an_error(room: Room, shift: int) -> None:
+    lanes = Lanes({"disk_read": 2}, Timeline())
+    mover = Mover(StandInDevice(), lanes)
+    with pytest.raises(TransferError, match=f"source: ends at byte {FILE_BYTES}, "):
+        mover.read("r", misaligned(2 * PAGE, shift), "host", room.source, 39 * PAGE, 2 * PAGE).wait()
+    lanes.close()
+
+
+# ---- writing
+
+
+@given(st.integers(0, 20), st.integers(1, 10 * PAGE), st.sampled_from([0, 1, 64]), st.integers(0, 255), memories)
+def test_what_is_written_is_read_back(
+    room: Room, page: int, nbytes: int, shift: int, seed: int, memory: Memory
+) -> None:
+    data = misaligned(nbytes, shift)
+    data.copy_(torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)))
+    room.mover.write("w", room.target, page * PAGE, data, memory).wait()
+    back = torch.empty(nbytes, dtype=torch.uint8)
+    room.mover.read("r", back, "host", room.target, page * PAGE, nbytes).wait()
+    assert torch.equal(back, data)
+
+
+def test_a_write_touches_no_page_beyond_its_own(room: Room) -> None:
+    marks = host_buffer(4 * PAGE)
+    marks.fill_(9)
+    room.mover.write("w", room.target, 20 * PAGE, marks, "host").wait()
+    room.mover.write("w", room.target, 21 * PAGE, torch.ones(PAGE + 1, dtype=torch.uint8), "host").wait()
+    back = host_buffer(4 * PAGE)
+    room.mover.read("r", back, "host", room.target, 20 * PAGE, 4 * PAGE).wait()
+    assert bool((back[:PAGE] == 9).all() and (back[PAGE : 2 * PAGE + 1] == 1).all() and (back[3 * PAGE :] == 9).all())
+
+
+# ---- the link between host and device
+
+
+def moved(room: Room) -> dict[str, int]:
+    return dict(room.mover.lanes.bytes_moved)
+
+
+def test_disk_traffic_of_the_device_is_staged_and_counted_on_the_link_too(room: Room) -> None:
+    """However well the buffer is aligned: a card's memory takes nothing straight from a file."""
+    buffer, copies, before = host_buffer(5 * PAGE), room.device.copies, moved(room)
+    room.mover.read("r", buffer, "device", room.source, 0, 5 * PAGE).wait()
+    room.mover.write("w", room.target, 0, buffer, "device").wait()
+    assert room.device.copies - copies == 2 * 3  # chunks of two pages
+    assert {lane: n - before[lane] for lane, n in moved(room).items()} == dict.fromkeys(before, 5 * PAGE)
+    values = torch.zeros(10)
+    room.mover.read("r", values, "device", room.source, 0, 20, torch.bfloat16).wait()
+    assert moved(room)["h2d"] - before["h2d"] == 5 * PAGE + 40  # as converted
+
+
+def test_disk_traffic_of_the_host_crosses_no_link(room: Room) -> None:
+    before = moved(room)
+    room.mover.read("r", misaligned(PAGE, 1), "host", room.source, 1, PAGE).wait()
+    room.mover.write("w", room.target, 0, misaligned(PAGE, 1), "host").wait()
+    assert {lane for lane, n in moved(room).items() if n > before[lane]} == {"disk_read", "disk_write"}
+
+
+def test_where_the_device_is_host_memory_there_is_no_link(room: Room) -> None:
+    lanes = Lanes({"disk_read": 1, "h2d": 1, "d2h": 1}, Timeline())
+    Mover(HostDevice(), lanes).read("r", misaligned(PAGE, 1), "device", room.source, 0, PAGE).wait()
+    lanes.close()
+    assert lanes.bytes_moved == {"disk_read": PAGE, "h2d": 0, "d2h": 0}
+
+
+# ---- copies
+
+
+def test_copies_convert_and_count_the_bytes_of_the_source(room: Room) -> None:
+    source, target = torch.randn(50).bfloat16(), torch.zeros(50)
+    before = room.mover.lanes.bytes_moved["h2d"]
+    room.mover.copy("h2d", "c", target, source).wait()
+    assert torch.equal(target, source.float())
+    assert room.mover.lanes.bytes_moved["h2d"] - before == 100
+
+
+@given(st.integers(1, 6), st.integers(1, 9), st.data())
+def test_only_the_named_columns_are_copied(room: Room, rows: int, slots: int, data: st.DataObject) -> None:
+    chosen = torch.tensor(data.draw(st.lists(st.integers(0, slots - 1), min_size=rows, max_size=rows)))
+    sources = tuple(torch.randn(rows, slots, 4) for _ in range(2))
+    targets = tuple(torch.zeros(rows, slots, 4) for _ in range(2))
+    before = room.mover.lanes.bytes_moved["d2h"]
+    room.mover.copy_columns("c", targets, sources, chosen, []).wait()
+    for target, source in zip(targets, sources, strict=True):
+        expected = torch.zeros(rows, slots, 4)
+        for row in range(rows):
+            expected[row, chosen[row]] = source[row, chosen[row]]
+        assert torch.equal(target, expected)
+    assert room.mover.lanes.bytes_moved["d2h"] - before == 2 * rows * 4 * 4
+
+
+def test_every_kind_of_traffic_waits_for_what_it_comes_after(room: Room) -> None:
+    gate, buffer, t = Done(), host_buffer(PAGE), torch.zeros(2, 3, 4)
+    started = [
+        room.mover.read("r", buffer, "host", room.source, 0, PAGE, after=[gate]),
+        room.mover.write("w", room.target, 0, buffer, "host", [gate]),
+        room.mover.copy("h2d", "c", t, t, [gate]),
+        room.mover.copy_columns("c", (t,), (t,), torch.zeros(2, dtype=torch.int64), [gate]),
+    ]
+    threading.Event().wait(0.03)
+    assert not any(done.is_done for done in started)
+    gate.finish_one()
+    for done in started:
+        done.wait()
+
+
+def test_a_thread_takes_one_staging_buffer_of_the_size_that_is_planned(room: Room) -> None:
+    for _ in range(20):
+        room.mover.read("r", misaligned(5 * PAGE, 1), "host", room.source, 1, 5 * PAGE).wait()
+        room.mover.write("w", room.target, 0, misaligned(PAGE, 1), "device").wait()
+    threads = [thread for thread, _ in room.device.staging]
+    assert len(set(threads)) == len(threads) <= 3
+    assert {nbytes for _, nbytes in room.device.staging} == {STAGING_BYTES}
