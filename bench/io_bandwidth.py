@@ -101,12 +101,11 @@ def _parse() -> argparse.Namespace:
 
 
 def _engine_sweeps(llm: LLM, args: argparse.Namespace, into: Measured) -> None:
-    llm.timeline.spans.clear()
     rows = args.gpu_batch_size * args.num_gpu_batches
     found = steady(run_sweeps(llm, rows, args.prompt_len, args.sweeps))
     window = found.end - found.start
-    gaps = _gaps([s for s in llm.timeline.spans if s.lane == "disk_read"], found.start, found.end)
-    computing = sum(s.end - s.start for s in llm.timeline.spans if s.lane == "compute" and s.start >= found.start)
+    gaps = _gaps([s for s in llm.timeline.spans if s.row.startswith("disk_read")], found.start, found.end)
+    computing = sum(s.end - s.start for s in llm.timeline.spans if s.row == "compute" and s.start >= found.start)
     into.engine.append(found.bytes_per_s)
     into.idle.append(sum(gaps) / window)
     into.longest_gap.append(max(gaps, default=0.0))

@@ -28,20 +28,35 @@ class OneLineParser(argparse.ArgumentParser):
 def run_door(name: str, body: Callable[[list[str] | None], int], argv: list[str] | None) -> int:
     """Run a door's body; every failure becomes its exit code and one line on stderr (a traceback for our own bugs)."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    with interrupts.as_exceptions():
+        try:
+            return _exit_code(name, body, argv)
+        except Exception:
+            # An exception that a signal turned into on its way is still that signal.
+            signal = interrupts.arrived()
+            if signal is None:
+                raise
+            return _ended_by(name, signal)
+
+
+def _exit_code(name: str, body: Callable[[list[str] | None], int], argv: list[str] | None) -> int:
     try:
-        with interrupts.as_exceptions():
-            return body(argv)
+        return body(argv)
     except FlexgenError as error:
         print(f"{name}: {error}".replace("\n", " "), file=sys.stderr)
         return error.exit_code
     except interrupts.Interrupted as signal:
-        print(f"{name}: ended by {signal}", file=sys.stderr)
-        return SIGNAL_BASE + signal.number
+        return _ended_by(name, signal)
     except SystemExit as stop:  # argparse: --help
         return stop.code if isinstance(stop.code, int) else EXIT_USAGE
     except MemoryError:
         print(f"{name}: the machine ran out of memory; lower --host-mem", file=sys.stderr)
         return EXIT_FAILED
+
+
+def _ended_by(name: str, signal: interrupts.Interrupted) -> int:
+    print(f"{name}: ended by {signal}", file=sys.stderr)
+    return SIGNAL_BASE + signal.number
 
 
 @contextmanager

@@ -23,12 +23,30 @@ class Interrupted(BaseException):
 
 
 _arrived: list[int] = []
+_held = 0
+
+
+def arrived() -> Interrupted | None:
+    """The signal that has arrived, whatever became of its exception."""
+    return Interrupted(_arrived[0]) if _arrived else None
 
 
 def check() -> None:
     """Raise Interrupted if a signal has arrived and its exception was swallowed."""
-    if _arrived:
-        raise Interrupted(_arrived[0])
+    found = arrived()
+    if found is not None:
+        raise found
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """A signal that arrives in here is remembered and not raised: for cleaning up, which must not be cut short."""
+    global _held
+    _held += 1
+    try:
+        yield
+    finally:
+        _held -= 1
 
 
 @contextmanager
@@ -38,7 +56,8 @@ def as_exceptions() -> Iterator[None]:
     def arrive(number: int, frame: FrameType | None) -> None:
         if not _arrived:
             _arrived.append(number)
-            raise Interrupted(number)
+            if not _held:
+                raise Interrupted(number)
 
     try:
         before = {number: signal.signal(number, arrive) for number in SIGNALS}

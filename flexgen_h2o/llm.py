@@ -10,6 +10,7 @@ from types import TracebackType
 
 import torch
 
+from flexgen_h2o import interrupts
 from flexgen_h2o.checkpoint import Checkpoint
 from flexgen_h2o.config import DTYPE_BYTES, MemoryBudget, Policy, read_policy
 from flexgen_h2o.engine import Engine
@@ -178,9 +179,10 @@ class LLM:
 
     def close(self) -> None:
         """Give back memory, worker threads and scratch files. The LLM can be used again."""
-        if self._engine is not None:
-            self._engine.__exit__(None, None, None)
-            self._engine = None
+        with interrupts.held():
+            if self._engine is not None:
+                self._engine.__exit__(None, None, None)
+                self._engine = None
 
     def _ready(self, rows: Sequence[Row]) -> Engine:
         """An engine whose buffers cover these rows: the open one if it does, else a new one."""

@@ -7,7 +7,11 @@ back in the KV cache matter and an eviction policy that drops them is seen to lo
 Everything is seeded; the data depends only on the Python version. Writes a Hugging Face folder
 (config, safetensors in bf16, byte-level BPE tokenizer, model card):
 
-    python scripts/train_tiny_opt.py --output flexgen_h2o/assets/opt-tiny
+    python scripts/train_tiny_opt.py --output FOLDER
+    python scripts/train_tiny_opt.py --output flexgen_h2o/assets/opt-tiny --init-from FOLDER --steps 1000 \\
+        --peak-rate 1e-3 --short-share 0 --seed 1
+
+made the shipped model: a first run mostly on short rows, and a second one on rows of the full context.
 """
 
 from __future__ import annotations
@@ -29,13 +33,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 
 BOS, PAD, EOS, UNK = "<s>", "<pad>", "</s>", "<unk>"
 SHORT_ROW, LONG_ROW = 384, 1024
 RECALL_SHARE = 0.30
 EVAL_ROWS = 64
+RUNS_NAME = "training_runs.json"
 
 
 @dataclass(frozen=True)
@@ -148,14 +153,14 @@ def build_model(vocab_size: int, layers: int, width: int, heads: int) -> OPTForC
     return OPTForCausalLM(config)
 
 
-def optimizers(model: OPTForCausalLM) -> list[torch.optim.Optimizer]:
+def optimizers(model: OPTForCausalLM, rate: float) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside the blocks, AdamW for embeddings, norms and biases."""
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "layers." in n]
     ids = {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in ids]
     return [
-        torch.optim.Muon(matrices, lr=2e-3, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.0),
+        torch.optim.Muon(matrices, lr=rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 
 
@@ -165,9 +170,9 @@ def learning_rate_scale(step: int, steps: int) -> float:
     return min(1.0, share / 0.02, max(0.0, (1 - share) / 0.45))
 
 
-def row_shape(step: int, steps: int) -> tuple[int, int]:
-    """Short rows first (cheap), the full context for the last 30% so that every position is trained."""
-    return (12, SHORT_ROW) if step < 0.7 * steps else (5, LONG_ROW)
+def row_shape(step: int, steps: int, short_share: float) -> tuple[int, int]:
+    """(rows, tokens) of a step: short rows first (cheap), then the full context so that every position is trained."""
+    return (12, SHORT_ROW) if step < short_share * steps else (5, LONG_ROW)
 
 
 def loss_of(model: OPTForCausalLM, ids: torch.Tensor) -> torch.Tensor:
@@ -200,8 +205,9 @@ def evaluate(model: OPTForCausalLM, tokenizer: Tokenizer, corpus: Corpus) -> dic
     }
 
 
-def model_card(config: dict[str, object], result: dict[str, object]) -> str:
-    facts = "\n".join(f"| {k} | {v} |" for k, v in {**config, **result}.items())
+def model_card(runs: list[dict[str, object]]) -> str:
+    facts = "\n".join(f"| {key} | " + " | ".join(str(run.get(key, "")) for run in runs) + " |" for key in runs[-1])
+    head = "| | " + " | ".join(f"run {i + 1}" for i in range(len(runs))) + " |\n|" + "---|" * (len(runs) + 1)
     return f"""---
 license: apache-2.0
 tags: [opt, tiny, test-fixture]
@@ -215,16 +221,19 @@ Data: the source files of Python's standard library (the Python Software Foundat
 model holds statistics of it), {RECALL_SHARE:.0%} of rows are synthetic recall rows: `let qf = 37` lines, a stretch of
 code, then `ask qf = 37` in another order. One file in 40 is held out by a hash of its name.
 
-| | |
-|---|---|
+{head}
 {facts}
 
 `recall_digit_accuracy` is the share of answer digits that greedy decoding gets right (chance: 0.1).
 """
 
 
-def save(model: OPTForCausalLM, tokenizer: Tokenizer, output: Path, card: str) -> None:
+def save(model: OPTForCausalLM, tokenizer: Tokenizer, output: Path, runs: list[dict[str, object]]) -> None:
+    """Write the Hugging Face folder. The saved tokenizer puts BOS first, as every training row begins with it."""
     output.mkdir(parents=True, exist_ok=True)
+    bos = (BOS, tokenizer.token_to_id(BOS))
+    tokenizer = Tokenizer.from_str(tokenizer.to_str())
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[bos])
     state = OPTForCausalLM(model.config)
     state.load_state_dict(model.state_dict())
     state.to(torch.bfloat16).save_pretrained(output)
@@ -237,19 +246,31 @@ def save(model: OPTForCausalLM, tokenizer: Tokenizer, output: Path, card: str) -
         model_max_length=LONG_ROW,
     )
     fast.save_pretrained(output)
-    (output / "README.md").write_text(card)
+    (output / "README.md").write_text(model_card(runs))
+    (output / RUNS_NAME).write_text(json.dumps(runs, indent=2) + "\n")
+    (output / "model.safetensors").chmod(0o644)
+
+
+def start(args: argparse.Namespace, files: list[Path]) -> tuple[Tokenizer, OPTForCausalLM, list[dict[str, object]]]:
+    """A new model and tokenizer, or those of --init-from with the runs that made them."""
+    if args.init_from is None:
+        tokenizer = train_tokenizer([read_text(p) for p in files if not is_held_out(p)], args.vocab_size)
+        return tokenizer, build_model(args.vocab_size, args.layers, args.width, args.heads), []
+    tokenizer = Tokenizer.from_file(str(args.init_from / "tokenizer.json"))
+    tokenizer.post_processor = processors.Sequence([])  # rows get their BOS here, not from the tokenizer
+    model = OPTForCausalLM.from_pretrained(args.init_from, dtype=torch.float32)
+    return tokenizer, model.train(), json.loads((args.init_from / RUNS_NAME).read_text())
 
 
 def train(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.threads)
     files = stdlib_files()
-    tokenizer = train_tokenizer([read_text(p) for p in files if not is_held_out(p)], args.vocab_size)
+    tokenizer, model, runs = start(args, files)
     corpus = build_corpus(tokenizer, files)
     print(f"{corpus.files} files, {len(corpus.train)} + {len(corpus.held_out)} tokens", flush=True)
-    model = build_model(args.vocab_size, args.layers, args.width, args.heads)
     params = sum(p.numel() for p in model.parameters())
-    optims, batches = optimizers(model), Batches(tokenizer, corpus.train, args.seed)
+    optims, batches = optimizers(model, args.peak_rate), Batches(tokenizer, corpus.train, args.seed)
     base_rates = [o.param_groups[0]["lr"] for o in optims]
     setting = {
         "parameters": params, "width": args.width, "layers": args.layers, "heads": args.heads, "context": LONG_ROW,
@@ -258,7 +279,7 @@ def train(args: argparse.Namespace) -> None:
     }  # fmt: skip
     began, tokens, window = time.time(), 0, []
     for step in range(args.steps):
-        ids = batches.next(*row_shape(step, args.steps))
+        ids = batches.next(*row_shape(step, args.steps, args.short_share))
         loss = loss_of(model, ids).mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -278,7 +299,7 @@ def train(args: argparse.Namespace) -> None:
         if (step + 1) % args.eval_every == 0 or step + 1 == args.steps:
             seen = {"step": step + 1, "tokens_seen": tokens, "seconds": round(time.time() - began)}
             result = {**evaluate(model, tokenizer, corpus), **seen}
-            save(model, tokenizer, args.output, model_card(setting, result))
+            save(model, tokenizer, args.output, [*runs, {**setting, **result}])
             print(json.dumps(result), flush=True)
 
 
@@ -286,6 +307,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("flexgen_h2o/assets/opt-tiny"))
     parser.add_argument("--steps", type=int, default=2800)
+    parser.add_argument("--init-from", type=Path, help="go on from this folder, which an earlier run has written")
+    parser.add_argument("--peak-rate", type=float, default=2e-3, help="learning rate between warm-up and decay")
+    parser.add_argument("--short-share", type=float, default=0.7, help="share of the steps on short rows")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--heads", type=int, default=8)

@@ -99,15 +99,14 @@ def test_log_file_is_named_as_flexgen_names_it(door: Callable[..., Answer]) -> N
 
 
 def test_where_the_log_goes(door: Callable[..., Answer]) -> None:
-    assert_done(door("--no-log"))
-    assert_done(door("--no-log", "--log-file", "never.txt"))
+    assert_done(door("--no-log", "--log-file", "never.txt", "--gpu-batch-size", 1))
     assert not list(Path().glob("*.log")) and not Path("never.txt").exists()
-    assert_done(door("--log-file", "mine.txt"))
+    assert_done(door("--log-file", "mine.txt", "--gpu-batch-size", 1))
     assert len(Path("mine.txt").read_text().splitlines()) == len(LOG_LINES)
 
 
 def test_how_much_is_printed(door: Callable[..., Answer]) -> None:
-    silent, lines, all_of_it = (door("--no-log", "--verbose", n) for n in (0, 1, 2))
+    silent, lines, all_of_it = (door("--no-log", "--gpu-batch-size", 1, "--verbose", n) for n in (0, 1, 2))
     for answer in (silent, lines, all_of_it):
         assert_done(answer)
     assert silent.out == ""
@@ -146,17 +145,7 @@ def test_debug_modes_project(mode: str, door: Callable[..., Answer]) -> None:
         assert all(float(seconds[name]) > 0 for name in ("load_weight", "compute_layer_decode", "store_cache_prefill"))
 
 
-stopped_midway = pytest.mark.xfail(raises=AssertionError, reason="the next block asks for weights out of order")
-
-
-@pytest.mark.parametrize(
-    "mode",
-    [
-        "--cut-gen-len 4",
-        pytest.param("--debug-mode fewer_batch", marks=stopped_midway),
-        pytest.param("--debug-mode breakdown", marks=stopped_midway),
-    ],
-)
+@pytest.mark.parametrize("mode", ["--cut-gen-len 2", "--debug-mode fewer_batch", "--debug-mode breakdown"])
 def test_cut_runs_of_several_blocks(mode: str, door: Callable[..., Answer], ids_model: Path, tmp_path: Path) -> None:
     """With --policy auto and little RAM the 32 benchmark rows are several blocks, whose weights come from disk."""
     folder, new = tmp_path / "deep", 40
@@ -181,14 +170,17 @@ def test_cut_runs_of_several_blocks(mode: str, door: Callable[..., Answer], ids_
 def test_trace_opens_in_a_viewer(door: Callable[..., Answer]) -> None:
     assert_done(door("--percent", *[30] * 6, "--device-mem", "32MiB", "--trace", "trace.json"))
     events = json.loads(Path("trace.json").read_text())["traceEvents"]
-    lanes = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
-    assert list(lanes.values()) == ["compute", "disk_read", "disk_read 2", "disk_write", "h2d", "d2h", "wait"]
-    spans = [e for e in events if e["ph"] == "X"]
-    assert {lanes[e["tid"]].split()[0] for e in spans} == set(LANES)
-    assert all(e["ts"] >= 0 and e["dur"] >= 0 for e in spans) and min(e["ts"] for e in spans) == 0
-    computed = sorted((e["ts"], e["ts"] + e["dur"]) for e in spans if lanes[e["tid"]] == "compute")
+    rows = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
+    assert {name.split()[0] for name in rows.values()} == set(LANES)
+    spans: dict[str, list[tuple[float, float]]] = {name: [] for name in rows.values()}
+    for e in events:
+        if e["ph"] == "X":
+            spans[rows[e["tid"]]].append((e["ts"], e["ts"] + e["dur"]))
+    assert all(spans[lane] for lane in LANES), "something happened on every lane"
+    assert min(start for row in spans.values() for start, _ in row) == 0
     rounding = 1e-3
-    assert all(end <= start + rounding for (_, end), (start, _) in pairwise(computed))
+    for name, row in spans.items():
+        assert all(end <= start + rounding for (_, end), (start, _) in pairwise(sorted(row))), name
 
 
 # ---- Budgets
@@ -211,7 +203,6 @@ def test_what_does_not_fit(flags: str, tier: str, door: Callable[..., Answer]) -
     assert not Path("offload").exists() or not list(Path("offload").iterdir())
 
 
-@pytest.mark.xfail(raises=AssertionError, reason="a refused run replaces the last output by an empty file")
 def test_a_refused_run_leaves_the_last_output_alone(
     door: Callable[..., Answer], write_jsonl: Callable[..., Path]
 ) -> None:
@@ -221,7 +212,7 @@ def test_a_refused_run_leaves_the_last_output_alone(
     assert Path("out.jsonl").read_text() == "yesterday's work\n"
 
 
-@pytest.mark.xfail(raises=AssertionError, reason="60 GB of random weights may be written before the refusal")
 def test_random_weights_are_not_written_for_a_refused_run(door: Callable[..., Answer]) -> None:
+    """It could be 60 GB, for nothing."""
     assert door("--path", "_DUMMY_", "--host-mem", "1MiB").code == 3
     assert not list(Path("offload").rglob("*.safetensors"))

@@ -15,6 +15,11 @@ from tests.parity.reference import Reference, make_reference, random_model, rand
 NEW_TOKENS = 5
 
 
+def workers() -> list[str]:
+    """Names of the engine's threads that live."""
+    return [t.name for t in threading.enumerate() if t.name.startswith(tuple(LANE_THREADS))]
+
+
 @pytest.fixture(scope="session")
 def known(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     prompts = random_prompts((5, 9, 9, 1, 12))
@@ -35,8 +40,7 @@ def assert_clean(tmp_path: Path) -> Callable[[], None]:
     """No worker thread lives, nothing of a run is in the offload dir `tmp_path / "offload"`."""
 
     def check() -> None:
-        alive = [t.name for t in threading.enumerate() if t.name.rsplit("-", 1)[0] in LANE_THREADS]
-        assert not alive
+        assert not workers()
         assert not [p.name for p in tmp_path.glob("offload/*") if p.name.startswith(("run-", "."))]
 
     return check

@@ -72,7 +72,6 @@ def test_one_signal(number: int, code: int, run_until, assert_clean: Callable[[]
     assert_clean()
 
 
-@pytest.mark.xfail(raises=AssertionError, reason="a second signal interrupts the cleaning up after the first")
 @pytest.mark.parametrize(("number", "code"), SIGNALS, ids=["SIGTERM", "SIGINT"])
 def test_an_impatient_user(
     number: int, code: int, run_until, monkeypatch: pytest.MonkeyPatch, assert_clean: Callable[[], None]
@@ -90,7 +89,6 @@ def test_an_impatient_user(
     assert_clean()
 
 
-@pytest.mark.xfail(raises=AssertionError, reason="raised where Python ignores exceptions, the signal is lost")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(("number", "code"), SIGNALS, ids=["SIGTERM", "SIGINT"])
 def test_a_signal_inside_a_finaliser(number: int, code: int, run_until, assert_clean: Callable[[], None]) -> None:
@@ -103,4 +101,38 @@ def test_a_signal_inside_a_finaliser(number: int, code: int, run_until, assert_c
     ended, err, rows = run_until(Dying)
     assert ended == code, err
     assert rows < ROWS
+    assert_clean()
+
+
+@pytest.mark.parametrize(("number", "code"), SIGNALS, ids=["SIGTERM", "SIGINT"])
+def test_a_signal_that_comes_out_as_another_error(
+    number: int, code: int, run_until, assert_clean: Callable[[], None]
+) -> None:
+    """As when it falls into `threading`'s own bookkeeping: RuntimeError, release unlocked lock."""
+
+    def turned() -> None:
+        try:
+            os.kill(os.getpid(), number)
+        except BaseException as error:
+            raise RuntimeError("release unlocked lock") from error
+
+    ended, err, rows = run_until(turned)
+    assert (ended, rows) == (code, ROWS // 2), err
+    assert len(err.splitlines()) == 1
+    assert_clean()
+
+
+@pytest.mark.parametrize(("number", "code"), SIGNALS, ids=["SIGTERM", "SIGINT"])
+def test_a_signal_while_a_finished_run_cleans_up(
+    number: int, code: int, run_until, monkeypatch: pytest.MonkeyPatch, assert_clean: Callable[[], None]
+) -> None:
+    remove = shutil.rmtree
+
+    def rmtree(*args: Any, **kwargs: Any) -> None:
+        os.kill(os.getpid(), number)
+        remove(*args, **kwargs)
+
+    monkeypatch.setattr(disk.shutil, "rmtree", rmtree)
+    ended, err, rows = run_until(lambda: None)
+    assert ended in (0, code) and rows == ROWS, err
     assert_clean()

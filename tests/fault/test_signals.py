@@ -1,13 +1,15 @@
-"""SIGTERM, SIGINT and kill -9 in the middle of a run, in real processes."""
+"""SIGTERM, SIGINT and kill -9 in the middle of a run, in processes of their own."""
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,89 +17,109 @@ import pytest
 from flexgen_h2o import LLM, Policy, SamplingParams
 from tests.parity.reference import Reference, tokens_of
 
-PROMPTS, ROWS, NEW_TOKENS = [[5, 6, 7], [8, 9], [10]], 30_000, 3
+PROMPTS, ROWS, NEW_TOKENS = [[5, 6, 7], [8, 9], [10]], 8_000, 3
 FINISHED_BLOCKS = 5
 SIGNALS = {"SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT, "SIGKILL": signal.SIGKILL}
 EXIT_CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGKILL": -9}
 
+# Imports torch once and then forks a run for each folder of argv. Says their process ids, then how each ended.
+FORKS = """
+import json, os, signal, sys
+from transformers import AutoConfig
+from flexgen_h2o import flex_opt, llm
+folders, flags = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+names = {}
+for folder in folders:
+    pid = os.fork()
+    if not pid:
+        # A shell that runs the tests in the background has SIGINT ignored, and children inherit that.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.chdir(folder)
+        for number, name in ((1, "stdout"), (2, "stderr")):
+            os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), number)
+        sys.exit(flex_opt.main(flags))
+    names[pid] = folder
+    print(json.dumps([folder, pid]), flush=True)
+for _ in folders:
+    pid, status = os.wait()
+    print(json.dumps([names[pid], os.waitstatus_to_exitcode(status)]), flush=True)
+"""
 
-def wait_until_midway(process: subprocess.Popen[str], folder: Path) -> None:
+
+@dataclass(frozen=True)
+class Ended:
+    folder: Path
+    code: int
+    err: str
+    seconds: float
+
+
+def wait_until_midway(folder: Path) -> None:
     """Until some blocks are done: a block writes its KV four times, and as many times at least are seen for each."""
     seen: set[int] = set()
     end = time.monotonic() + 60
     while len(seen) < 4 * FINISHED_BLOCKS:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < end, "the run did not begin"
+        assert time.monotonic() < end, (folder / "stderr").read_text()
         seen.update(path.stat().st_mtime_ns for path in folder.glob("offload/run-*/cache.bin"))
         time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")
-def running(
-    known: Reference, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, tuple[subprocess.Popen[str], Path]]]:
-    """A run for each signal, all started at once: importing torch is most of their time."""
-    started = {}
-    for name in SIGNALS:
-        folder = tmp_path_factory.mktemp(name)
+def ended(known: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ended]]:
+    """A run for each signal, sent in the middle of it."""
+    folders = {str(tmp_path_factory.mktemp(name)): name for name in SIGNALS}
+    for folder in folders:
         lines = [json.dumps({"prompt_token_ids": PROMPTS[i % len(PROMPTS)]}) for i in range(ROWS)]
-        (folder / "prompts.jsonl").write_text("\n".join(lines))
-        argv = [sys.executable, "-m", "flexgen_h2o.flex_opt", "--model", str(known.folder), "--dtype", "float32"]
-        argv += [
-            "--percent",
-            *"000000",
-            "--gpu-batch-size",
-            "2",
-            "--num-gpu-batches",
-            "2",
-            "--gen-len",
-            str(NEW_TOKENS),
-        ]
-        argv += ["--prompts", "prompts.jsonl", "--output", "out.jsonl", "--offload-dir", "offload"]
-        process = subprocess.Popen(
-            argv, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            # A shell that runs the tests in the background has SIGINT ignored, and children inherit that.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )  # fmt: skip
-        started[name] = (process, folder)
-    yield started
-    for process, _ in started.values():
-        process.kill()
-        process.communicate()
-
-
-def stop_midway(process: subprocess.Popen[str], folder: Path, number: int) -> tuple[int, str]:
-    """Send the signal in the middle of the run. Returns the exit code and stderr."""
-    wait_until_midway(process, folder)
-    process.send_signal(number)
-    _, err = process.communicate(timeout=15)
-    return process.returncode, err
+        (Path(folder) / "prompts.jsonl").write_text("\n".join(lines))
+    flags = ["--model", str(known.folder), "--dtype", "float32", "--prompts", "prompts.jsonl", "--output", "out.jsonl"]
+    flags += ["--percent", *"000000", "--gpu-batch-size", "2", "--num-gpu-batches", "2", "--gen-len", str(NEW_TOKENS)]
+    argv = [sys.executable, "-c", FORKS, json.dumps(list(folders)), json.dumps([*flags, "--offload-dir", "offload"])]
+    pids: dict[str, int] = {}
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, env=env) as process:
+        assert process.stdout is not None
+        try:
+            pids.update(json.loads(process.stdout.readline()) for _ in folders)
+            for folder in folders:
+                wait_until_midway(Path(folder))
+            sent, found = time.monotonic(), {}
+            for folder, pid in pids.items():
+                os.kill(pid, SIGNALS[folders[folder]])
+            for _ in folders:
+                folder, code = json.loads(process.stdout.readline())
+                del pids[folder]
+                err = (Path(folder) / "stderr").read_text()
+                found[folders[folder]] = Ended(Path(folder), code, err, time.monotonic() - sent)
+            yield found
+        finally:
+            for pid in pids.values():
+                os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_finished_rows_are_kept_and_nothing_else(name: str, known: Reference, running, tmp_path: Path) -> None:
-    process, folder = running[name]
-    code, err = stop_midway(process, folder, SIGNALS[name])
-    assert code == EXIT_CODES[name], err
-    [line] = err.splitlines()
+def test_finished_rows_are_kept_and_nothing_else(
+    name: str, known: Reference, ended: dict[str, Ended], tmp_path: Path
+) -> None:
+    run = ended[name]
+    assert run.code == EXIT_CODES[name], run.err
+    assert run.seconds < 10
+    [line] = run.err.splitlines()
     assert line.startswith("flex_opt: ")
-    rows = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (run.folder / "out.jsonl").read_text().splitlines()]
     assert 0 < len(rows) < ROWS, len(rows)
     indices = [row["index"] for row in rows]
     assert indices == sorted(set(indices)) and len(rows) % 4 == 0, "rows of whole blocks, in input order"
     with LLM(str(known.folder), Policy(1, 1), dtype="float32", offload_dir=tmp_path) as llm:
         want = tokens_of(llm.generate(PROMPTS, SamplingParams(max_tokens=NEW_TOKENS)))
     assert all(row["token_ids"] == want[row["index"] % len(PROMPTS)] for row in rows)
-    assert not list((folder / "offload").iterdir())
+    assert not list((run.folder / "offload").iterdir())
 
 
-def test_the_next_run_cleans_up_after_kill_9(known: Reference, running) -> None:
-    process, folder = running["SIGKILL"]
-    code, _ = stop_midway(process, folder, SIGNALS["SIGKILL"])
-    assert code == EXIT_CODES["SIGKILL"]
-    left = [p.name for p in (folder / "offload").iterdir()]
-    assert any(name.startswith("run-") for name in left)
-    policy = Policy(2, 2, (0, 0, 0, 0, 0, 0))
-    with LLM(str(known.folder), policy, dtype="float32", offload_dir=folder / "offload") as llm:
+def test_the_next_run_cleans_up_after_kill_9(known: Reference, ended: dict[str, Ended]) -> None:
+    run = ended["SIGKILL"]
+    assert run.code == EXIT_CODES["SIGKILL"]
+    offload = run.folder / "offload"
+    assert any(path.name.startswith("run-") for path in offload.iterdir())
+    with LLM(str(known.folder), Policy(2, 2, (0,) * 6), dtype="float32", offload_dir=offload) as llm:
         llm.generate(PROMPTS, SamplingParams(max_tokens=1))
-    assert not list((folder / "offload").iterdir())
+    assert not list(offload.iterdir())

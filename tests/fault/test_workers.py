@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,10 @@ from typing import Any
 import pytest
 
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams, flex_opt
-from flexgen_h2o.engine import LANE_THREADS
 from flexgen_h2o.errors import DoesNotFitError, TransferError
 from flexgen_h2o.tiers.device import StandInDevice
 from flexgen_h2o.tiers.disk import DirectFile
-from tests.fault.conftest import NEW_TOKENS
+from tests.fault.conftest import NEW_TOKENS, workers
 from tests.parity.reference import Reference, tokens_of
 
 pytestmark = pytest.mark.timeout(30)
@@ -67,7 +65,7 @@ def calls_of_a_run(known: Reference, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "sequential"])
-@pytest.mark.parametrize("share", [0, 0.1, 0.5, 0.9])
+@pytest.mark.parametrize("share", [0, 0.4, 0.9])
 @pytest.mark.parametrize("work", OWNERS)
 def test_its_error_reaches_the_caller(
     work: str, share: float, overlap: bool, calls_of_a_run, known: Reference, tmp_path: Path, monkeypatch, assert_clean
@@ -102,7 +100,6 @@ def test_an_error_of_the_caller_passes_through(step: int, known: Reference, tmp_
         assert_clean()
 
 
-@pytest.mark.xfail(raises=AssertionError, reason="files are closed before the lanes")
 def test_workers_end_before_their_files_are_closed(
     known: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,16 +108,16 @@ def test_workers_end_before_their_files_are_closed(
     close = DirectFile.close
 
     def watched(file: DirectFile) -> None:
-        alive.extend(t.name for t in threading.enumerate() if t.name.rsplit("-", 1)[0] in LANE_THREADS)
+        alive.extend(workers())
         close(file)
 
     def interrupt(rows: list[int], logits: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(DirectFile, "close", watched)
-    with LLM(str(known.folder), Policy(2, 2, (0,) * 6), dtype="float32", offload_dir=tmp_path / "offload") as llm:
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate(known.prompts, PARAMS, watch_logits=interrupt)
+    llm = LLM(str(known.folder), Policy(2, 2, (0,) * 6), dtype="float32", offload_dir=tmp_path / "offload")
+    with llm, pytest.raises(KeyboardInterrupt):
+        llm.generate(known.prompts, PARAMS, watch_logits=interrupt)
     assert not alive
 
 

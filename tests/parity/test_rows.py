@@ -92,7 +92,6 @@ def test_no_prompts_give_no_completions(reference: Callable[[str], Reference], t
     assert run(reference("normal").folder, [], Policy(), tmp_path, SamplingParams()) == []
 
 
-@pytest.mark.xfail(raises=IndexError, reason="the overlay of rows that left holds slots of an earlier block")
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("placement", ["kv on disk"])
 def test_rows_leave_a_later_block_of_shorter_prompts(

@@ -33,10 +33,18 @@ def delay(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, share: float)
     monkeypatch.setattr(owner, name, slow)
 
 
-@pytest.mark.parametrize("slow", [("read",), ("write",), ("copy",), ("read", "write", "copy")], ids="+".join)
-@pytest.mark.parametrize("percent", [(0, 0, 0, 0, 0, 0), (0, 100, 0, 100, 0, 100), (30, 30, 30, 30, 30, 30)], ids=str)
+@pytest.mark.parametrize(
+    ("percent", "slow"),
+    [
+        ((0, 0, 0, 0, 0, 0), ("read",)),
+        ((0, 0, 0, 0, 0, 0), ("write",)),
+        ((0, 100, 0, 100, 0, 100), ("copy",)),
+        ((30, 30, 30, 30, 30, 30), ("read", "write", "copy")),
+    ],
+    ids=str,
+)
 def test_slow_transfers(
-    slow: tuple[str, ...], percent: tuple[int, int, int, int, int, int], ended: Ended, tmp_path: Path, monkeypatch
+    percent: tuple[int, int, int, int, int, int], slow: tuple[str, ...], ended: Ended, tmp_path: Path, monkeypatch
 ) -> None:
     for name in slow:
         delay(monkeypatch, WORK[name], name, 0.05)

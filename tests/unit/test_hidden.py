@@ -143,10 +143,10 @@ def test_a_block_is_settled_when_its_stores_are_done(bench: Callable[[str], Benc
     settling = threading.Thread(target=one.store.settle, daemon=True)
     settling.start()
     settling.join(0.05)
-    assert settling.is_alive()
+    waited = settling.is_alive()
     gate.finish_one()
     settling.join(10)
-    assert not settling.is_alive()
+    assert waited and not settling.is_alive()
 
 
 @pytest.mark.parametrize("shares", [*(place[1] for place in PLACES.values()), (0.25, 0.5, 0.25)], ids=str)

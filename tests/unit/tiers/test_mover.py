@@ -230,10 +230,11 @@ def test_every_kind_of_traffic_waits_for_what_it_comes_after(room: Room) -> None
         room.mover.copy_columns("c", (t,), (t,), torch.zeros(2, dtype=torch.int64), [gate]),
     ]
     threading.Event().wait(0.03)
-    assert not any(done.is_done for done in started)
+    early = [done.is_done for done in started]
     gate.finish_one()
     for done in started:
         done.wait()
+    assert not any(early)
 
 
 def test_a_thread_takes_one_staging_buffer_of_the_size_that_is_planned(room: Room) -> None:

@@ -24,6 +24,14 @@ def lanes() -> Iterator[Lanes]:
     opened.close()
 
 
+@pytest.fixture
+def gate(lanes: Lanes) -> Iterator[Done]:
+    """Holds jobs back. Opened at the end, or a test that fails would leave the lanes waiting for it."""
+    opened = Done()
+    yield opened
+    opened.finish_one()
+
+
 def appends(log: list[object], what: object) -> Callable[[], int]:
     def job() -> int:
         log.append(what)
@@ -93,9 +101,8 @@ def test_two_threads_work_at_the_same_time(lanes: Lanes) -> None:
     lanes.submit("disk_read", "x", [job, job]).wait()
 
 
-def test_an_operation_starts_after_what_it_names_on_another_lane(lanes: Lanes) -> None:
+def test_an_operation_starts_after_what_it_names_on_another_lane(lanes: Lanes, gate: Done) -> None:
     log: list[object] = []
-    gate = Done()
     read = lanes.submit("disk_read", "read", [appends(log, "read"), appends(log, "read")], [gate])
     copied = lanes.submit("h2d", "copy", [appends(log, "copy")], [read])
     written = lanes.submit("disk_write", "write", [appends(log, "write")], [copied, read])
@@ -112,8 +119,7 @@ def test_bytes_and_time_are_counted_by_lane(lanes: Lanes) -> None:
     assert lanes.timeline.seconds("disk_read", "load") > 0 == lanes.timeline.seconds("disk_write")
 
 
-def test_time_spent_waiting_is_not_time_spent_moving(lanes: Lanes) -> None:
-    gate = Done()
+def test_time_spent_waiting_is_not_time_spent_moving(lanes: Lanes, gate: Done) -> None:
     done = lanes.submit("h2d", "copy", [lambda: 1], [gate])
     time.sleep(0.1)
     gate.finish_one()
@@ -135,9 +141,8 @@ def test_workers_are_in_inference_mode_like_the_compute_thread(lanes: Lanes) -> 
 # ---- failure
 
 
-def test_the_first_failure_reaches_everyone_who_waits(lanes: Lanes) -> None:
+def test_the_first_failure_reaches_everyone_who_waits(lanes: Lanes, gate: Done) -> None:
     log: list[object] = []
-    gate = Done()
     failed = lanes.submit("disk_read", "x", [fails(OSError("the first one"))], [gate])
     behind = lanes.submit("h2d", "x", [appends(log, "behind")], [failed])
     queued = lanes.submit("h2d", "x", [appends(log, "queued")])
