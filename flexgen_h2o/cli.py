@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from importlib import metadata
 
@@ -31,8 +30,6 @@ def main(argv: list[str] | None = None) -> int:
     if verb not in VERBS:
         print(f"flexgen-h2o: unknown verb {verb!r}; known: {', '.join(VERBS)}", file=sys.stderr)
         return EXIT_USAGE
-    # Before torch is imported: idle OpenMP workers must sleep, not spin on the cores that move the bytes.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     code: int = importlib.import_module(VERBS[verb][0]).main(rest)
     return code
 

@@ -6,7 +6,6 @@ Imports nothing heavy, so that `--help` and wrong flags answer at once.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,7 +26,6 @@ class OneLineParser(argparse.ArgumentParser):
 
 def run_door(name: str, body: Callable[[list[str] | None], int], argv: list[str] | None) -> int:
     """Run a door's body; every failure becomes its exit code and one line on stderr (a traceback for our own bugs)."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with interrupts.as_exceptions():
         try:
             return _exit_code(name, body, argv)

@@ -138,6 +138,7 @@ class Executor:
         span, key = engine.timeline.span, (step.sweep, step.layer, k)
         with span("wait", "load_weight"):
             w = self._weights.open(layer.unit, engine.device.fence())
+        self._weights.prefetch()  # into the space of the unit that has just been closed
         with span("wait", f"load_hidden {phase}"):
             region = self._hidden.take(key)
             x = engine.hidden.open(key, region)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import re
 
 from flexgen_h2o.errors import UsageError
 
+MOST_BYTES = 2**63
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 
 _UNITS = {
@@ -25,14 +25,14 @@ def parse_bytes(text: str | int, what: str = "size") -> int:
     `what` names the flag in the error. Raises UsageError for anything else, zero and negative sizes.
     """
     if isinstance(text, int) and not isinstance(text, bool):
-        size = float(text)
+        size: float = text
     else:
         match = _SIZE.fullmatch(str(text).strip())
         if match is None or match[2].lower() not in _UNITS:
             raise UsageError(f"{what}: {text!r} is not a size; write for example 12GiB, 800MiB or 4e9 as 4GB")
         size = float(match[1]) * _UNITS[match[2].lower()]
-    if not math.isfinite(size) or size < 1:
-        raise UsageError(f"{what}: {text!r} must be at least one byte")
+    if size < 1 or size > MOST_BYTES:
+        raise UsageError(f"{what}: {text!r} must be from 1 byte to 2**63 bytes")
     return int(size)
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from flexgen_h2o.units import round_up
+
 
 def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
     """Causal attention of whole prompts, O(n) memory.
@@ -21,10 +23,12 @@ def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: f
 def slot_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, filled: torch.Tensor, longest: int, scale: float
 ) -> torch.Tensor:
-    """One query per head over the first `filled` slots of its kv-head.
+    """One query per head over the first `filled` slots of its kv-head. All slots must hold numbers, the empty ones too.
 
     q: (R, g, d); k, v: (R, C, d); filled: (R,) int64, at most `longest` = filled.max(). Returns (R, g, d) in q's dtype.
     """
+    # oneDNN keeps a compiled kernel for every new shape; in steps of 32 a long generation needs few.
+    longest = min(k.shape[1], round_up(longest, 32))
     probabilities = _slot_probabilities(q, k, filled, longest, scale)
     return torch.bmm(probabilities.to(v.dtype), v[:, :longest])
 

@@ -216,7 +216,10 @@ def _weight_buffers(spec: ModelSpec, policy: Policy, itemsize: int, device_is_ho
         for tensor, part in _parts_of(unit, shares):
             resident[part.tier] += round_up(part_bytes(tensor, part, itemsize), ALIGN)
         regions.append(streamed_bytes(unit, shares, itemsize, device_is_host))
-    cycle = [regions[layer.unit] for layer in plan.layers]
+    # A unit that two layers share (tied head and next embedding) is loaded once.
+    used = [layer.unit for layer in plan.layers]
+    cycle = [regions[unit] for unit, before in zip(used, [used[-1], *used], strict=False) if unit != before]
+    cycle = cycle or [regions[used[0]]]
     windows = [sum((cycle + cycle)[i : i + depth]) for i in range(len(cycle))] if depth < len(cycle) else [sum(cycle)]
     return [
         Buffer("weights", "device", resident["device"]),

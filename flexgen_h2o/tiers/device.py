@@ -6,6 +6,7 @@ The rest of the engine asks only what is here; it never asks which kind it has.
 from __future__ import annotations
 
 import threading
+import weakref
 from abc import ABC, abstractmethod
 
 import torch
@@ -98,7 +99,13 @@ class CudaDevice(Device):
         return memory
 
     def host_staging(self, nbytes: int) -> torch.Tensor:
-        return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+        # Registered rather than allocated by torch, which rounds pinned memory up to a power of two and keeps it.
+        memory, runtime = host_buffer(nbytes), torch.cuda.cudart()
+        code = int(runtime.cudaHostRegister(memory.data_ptr(), nbytes, 0))
+        if code:
+            raise UsageError(f"--pin-weight: {nbytes} bytes cannot be pinned (CUDA error {code}); use --pin-weight 0")
+        weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr())
+        return memory
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         stream = _thread_stream(self.torch_device)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flexgen_h2o.errors import FlexgenError
-from flexgen_h2o.timeline import Span, Timeline
+from flexgen_h2o.timeline import LANES, Span, Timeline
 
 
 def test_seconds_are_summed_by_lane_and_kind() -> None:
@@ -66,7 +66,7 @@ def test_the_trace_has_a_line_for_each_worker_and_keeps_starts_and_lengths(tmp_p
     rows = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
     assert list(rows.values()) == ["compute", "disk_read", "disk_read 2", "disk_write", "h2d", "d2h", "wait"]
     spans = {rows[e["tid"]]: (e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"}
-    reads = {row: ("read", 0, 1e6) for row in ("disk_read", "disk_read 2")}
+    reads = dict.fromkeys(("disk_read", "disk_read 2"), ("read", 0, 1e6))
     assert spans == {**reads, "h2d": ("load", 0.25e6, 0.25e6)}
     assert line.seconds("disk_read") == 2 and line.count("disk_read", "read") == 2
 
@@ -87,4 +87,5 @@ def test_reset_forgets_spans_and_sums() -> None:
 
 def test_an_empty_trace_is_a_trace(tmp_path: Path) -> None:
     Timeline().write_chrome_trace(tmp_path / "t.json")
-    assert json.loads((tmp_path / "t.json").read_text())["traceEvents"] == []
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert [(e["ph"], e["args"]["name"]) for e in events] == [("M", lane) for lane in LANES]

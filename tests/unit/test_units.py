@@ -49,6 +49,12 @@ def test_a_number_beyond_all_floats_is_refused_too() -> None:
         parse_bytes("9" * 400)
 
 
+def test_whole_numbers_are_exact_or_refused_at_any_size() -> None:
+    assert parse_bytes(2**60 + 1) == 2**60 + 1
+    with pytest.raises(UsageError):
+        parse_bytes(-(10**400))
+
+
 @pytest.mark.parametrize(
     ("size", "text"),
     [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (3 * MIB // 2, "1.50 MiB"), (5 * TIB, "5.00 TiB")],
