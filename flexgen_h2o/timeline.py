@@ -88,6 +88,7 @@ class Timeline:
         origin = min((s.start for s in self.spans), default=0.0)
         others = sorted({s.row for s in self.spans} - set(LANES))
         rows = [row for lane in LANES for row in (lane, *(r for r in others if r.startswith(lane)))]
+        rows += [row for row in others if row not in rows]
         events: list[dict[str, object]] = [
             {"ph": "M", "pid": 1, "tid": i, "name": "thread_name", "args": {"name": row}} for i, row in enumerate(rows)
         ]

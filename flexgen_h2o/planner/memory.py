@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
+from functools import lru_cache
 
 from flexgen_h2o.config import TIERS, ModelSpec, Policy, TensorSpec, WeightUnit
 from flexgen_h2o.errors import DoesNotFitError
@@ -209,23 +210,44 @@ def _parts_of(unit: WeightUnit, shares: Shares) -> Iterator[tuple[TensorSpec, Pa
 
 def _weight_buffers(spec: ModelSpec, policy: Policy, itemsize: int, device_is_host: bool, depth: int) -> list[Buffer]:
     shares = tier_shares(policy.weight_shares, device_is_host)
-    plan = spec.layers(policy.sep_layer)
-    resident = {"device": 0, "host": 0, "disk": 0}
-    regions = []
-    for unit in plan.units:
-        for tensor, part in _parts_of(unit, shares):
-            resident[part.tier] += round_up(part_bytes(tensor, part, itemsize), ALIGN)
-        regions.append(streamed_bytes(unit, shares, itemsize, device_is_host))
+    units, used = _unit_shapes(spec, policy.sep_layer)
+    sizes = [_unit_bytes(shapes, shares, itemsize, device_is_host) for shapes in units]
     # A unit that two layers share (tied head and next embedding) is loaded once.
-    used = [layer.unit for layer in plan.layers]
-    cycle = [regions[unit] for unit, before in zip(used, [used[-1], *used], strict=False) if unit != before]
-    cycle = cycle or [regions[used[0]]]
+    cycle = [sizes[unit].ring for unit, before in zip(used, [used[-1], *used], strict=False) if unit != before]
+    cycle = cycle or [sizes[used[0]].ring]
     windows = [sum((cycle + cycle)[i : i + depth]) for i in range(len(cycle))] if depth < len(cycle) else [sum(cycle)]
     return [
-        Buffer("weights", "device", resident["device"]),
-        Buffer("weights", "host", resident["host"]),
+        Buffer("weights", "device", sum(s.device for s in sizes)),
+        Buffer("weights", "host", sum(s.host for s in sizes)),
         Buffer("weight ring", "device", max(windows)),
     ]
+
+
+@dataclass(frozen=True)
+class _UnitBytes:
+    """What one weight unit takes: resident on device and host, and in the ring for a load."""
+
+    device: int
+    host: int
+    ring: int
+
+
+# A search plans thousands of policies for one model, whose units are of four kinds or so.
+@lru_cache(maxsize=16)
+def _unit_shapes(spec: ModelSpec, sep_layer: bool) -> tuple[list[tuple[tuple[int, ...], ...]], list[int]]:
+    """The tensor shapes of each weight unit, and the unit of each layer."""
+    plan = spec.layers(sep_layer)
+    return [tuple(t.shape for t in unit.tensors) for unit in plan.units], [layer.unit for layer in plan.layers]
+
+
+@lru_cache(maxsize=4096)
+def _unit_bytes(shapes: tuple[tuple[int, ...], ...], shares: Shares, itemsize: int, device_is_host: bool) -> _UnitBytes:
+    unit = WeightUnit("", tuple(TensorSpec("", "", shape) for shape in shapes))
+    resident = dict.fromkeys(TIERS, 0)
+    for tensor, part in _parts_of(unit, shares):
+        resident[part.tier] += round_up(part_bytes(tensor, part, itemsize), ALIGN)
+    ring = streamed_bytes(unit, shares, itemsize, device_is_host)
+    return _UnitBytes(resident["device"], resident["host"], ring)
 
 
 def _cache_buffers(

@@ -46,7 +46,8 @@ class DirectFile:
         while got < needed:
             count = self._move(os.preadv, view[got:], offset + got)
             if count == 0:
-                raise TransferError(f"{self.path}: ends at byte {offset + got}, {offset + needed} are needed")
+                size = os.fstat(self.fd).st_size
+                raise TransferError(f"{self.path}: ends at byte {size}, {offset + needed} are needed")
             got += count
         self._forget(offset, got)
         return got

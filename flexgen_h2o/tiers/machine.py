@@ -40,7 +40,10 @@ def free_host_bytes() -> int:
     try:
         limit = (_CGROUP / "memory.max").read_text().strip()
         if limit != "max":
-            free = min(free, int(limit) - int((_CGROUP / "memory.current").read_text()))
+            stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+            # Clean page cache counts as used there, but is given back when memory is asked for.
+            used = int((_CGROUP / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
+            free = min(free, int(limit) - used)
     except (OSError, ValueError):
         pass  # no cgroup limit
     return free

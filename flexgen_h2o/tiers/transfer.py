@@ -76,6 +76,7 @@ class Lanes:
         self.bytes_moved = dict.fromkeys(threads, 0)
         self._queues: dict[str, queue.SimpleQueue[_Job | None]] = {lane: queue.SimpleQueue() for lane in threads}
         self._failure: BaseException | None = None
+        self._closed = False
         self._lock = threading.Lock()
         rows = [(lane, f"{lane} {i + 1}" if i else lane) for lane, count in threads.items() for i in range(count)]
         self._threads = [threading.Thread(target=self._work, args=row, name=row[1], daemon=True) for row in rows]
@@ -86,8 +87,12 @@ class Lanes:
     def submit(self, lane: str, name: str, jobs: Sequence[Callable[[], int]], after: Sequence[Waitable] = ()) -> Done:
         """Queue `jobs` (each returns the bytes it moved) on a lane; they start once `after` is done, in queue order."""
         done = Done(len(jobs))
-        for job in jobs:
-            self._queues[lane].put(_Job(name, job, after, done))
+        with self._lock:
+            if self._closed:  # nobody is left to serve it
+                done.finish_one(self._failure)
+                return done
+            for job in jobs:
+                self._queues[lane].put(_Job(name, job, after, done))
         return done
 
     def count(self, lane: str, nbytes: int) -> None:
@@ -99,6 +104,7 @@ class Lanes:
         """Drop what is queued, end the threads and wait for them."""
         with self._lock:
             self._failure = self._failure or _Cancelled("the run has ended")
+            self._closed = True
         for lane in self._lane_of_thread:
             self._queues[lane].put(None)
         for thread in self._threads:

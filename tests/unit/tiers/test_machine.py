@@ -66,15 +66,21 @@ def test_the_disk_is_the_one_of_the_folder_to_be(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("limit", "current", "free"),
-    [("max", "5", 90), (None, None, 90), ("40", "10", 30), ("500", "10", 90), ("garbage", "10", 90), ("40", None, 90)],
-)
+    ("limit", "current", "cached", "free"),
+    [
+        ("max", "5", 0, 90), (None, None, 0, 90), ("40", "10", 0, 30), ("500", "10", 0, 90), ("garbage", "10", 0, 90),
+        ("40", None, 0, 90), ("40", "38", 30, 32),
+    ],
+)  # fmt: skip
 def test_a_container_has_what_its_limit_leaves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str | None, current: str | None, free: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str | None, current: str | None, cached: int, free: int
 ) -> None:
+    """Clean page cache counts as used by the container and is there to be had all the same."""
     monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory(90))
     monkeypatch.setattr(machine, "_CGROUP", tmp_path)
-    for name, text in (("memory.max", limit), ("memory.current", current)):
+    for name, text in (
+        ("memory.max", limit), ("memory.current", current), ("memory.stat", f"anon 7\ninactive_file {cached}"),
+    ):  # fmt: skip
         if text is not None:
             (tmp_path / name).write_text(f"{text}\n")
     assert free_host_bytes() == free

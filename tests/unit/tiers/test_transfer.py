@@ -239,3 +239,10 @@ def test_close_twice_is_harmless() -> None:
     lanes = Lanes(THREADS, Timeline())
     lanes.close()
     lanes.close()
+
+
+def test_what_is_submitted_after_the_end_is_refused_and_not_waited_for() -> None:
+    lanes = Lanes({"h2d": 1}, Timeline())
+    lanes.close()
+    with pytest.raises(Exception, match="the run has ended"):
+        lanes.submit("h2d", "late", [lambda: 0]).wait()
