@@ -39,9 +39,9 @@ QUIET_SAMPLE_S = 2.0
 
 
 def add_flags(parser: argparse.ArgumentParser, model: str | None, host_mem: str | None) -> None:
-    """The flags that every benchmark takes, the issue's setting as default (model None: it has several)."""
+    """The flags that every benchmark takes, the claim's setting as default (model None: it has several)."""
     add = parser.add_argument
-    add("--model", default=model, help=f"hub id of a built-in shape, or a folder ({model or 'those of the issue'})")
+    add("--model", default=model, help=f"hub id of a built-in shape, or a folder ({model or 'those of the claim'})")
     add("--path", default="_DUMMY_", help="where checkpoints are (_DUMMY_: random weights at the true shape)")
     add("--offload-dir", type=Path, default=Path("~/flexgen_h2o_offload_dir").expanduser(), help="weights, disk tier")
     add("--host-mem", default=host_mem, help=f"budget of RAM ({host_mem or 'what is free, less a margin'})")

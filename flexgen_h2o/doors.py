@@ -6,9 +6,10 @@ Imports nothing heavy, so that `--help` and wrong flags answer at once.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -47,9 +48,18 @@ def _exit_code(name: str, body: Callable[[list[str] | None], int], argv: list[st
         return _ended_by(name, signal)
     except SystemExit as stop:  # argparse: --help
         return stop.code if isinstance(stop.code, int) else EXIT_USAGE
+    except BrokenPipeError:  # nobody reads what is printed: `| head`
+        _silence_stdout()
+        return EXIT_FAILED
     except MemoryError:
         print(f"{name}: the machine ran out of memory; lower --host-mem", file=sys.stderr)
         return EXIT_FAILED
+
+
+def _silence_stdout() -> None:
+    """Let Python's own flush at exit go nowhere, so that it does not complain."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _ended_by(name: str, signal: interrupts.Interrupted) -> int:
@@ -57,7 +67,7 @@ def _ended_by(name: str, signal: interrupts.Interrupted) -> int:
     return SIGNAL_BASE + signal.number
 
 
-@contextmanager
+@contextlib.contextmanager
 def naming_flags(**flags: str) -> Iterator[None]:
     """A UsageError that begins with a field's name (`top_p: ...`) names the flag instead (`--top-p: ...`)."""
     try:

@@ -86,19 +86,20 @@ def _run(argv: list[str] | None) -> int:
     args = _parser().parse_args(argv)
     refuse_missing_features(args)
     _check(args)
-    from flexgen_h2o.llm import LLM
-    from flexgen_h2o.planner.rule import AutoPolicy
-    from flexgen_h2o.report import sizes_line
+    policy, is_auto = policy_of(args)
+    if args.debug_mode == "breakdown":
+        policy = replace(policy, overlap=False)
     from flexgen_h2o.sampling import SamplingParams
 
     with naming_flags(max_tokens="--gen-len"):
         params = SamplingParams(
-        args.gen_len, args.temperature, args.top_p, args.top_k, args.seed, tuple(args.stop),
-        args.ignore_eos or args.prompts is None,
-    )  # fmt: skip
-    policy, is_auto = policy_of(args)
-    if args.debug_mode == "breakdown":
-        policy = replace(policy, overlap=False)
+            args.gen_len, args.temperature, args.top_p, args.top_k, args.seed, tuple(args.stop),
+            args.ignore_eos or args.prompts is None,
+        )  # fmt: skip
+    from flexgen_h2o.llm import LLM
+    from flexgen_h2o.planner.rule import AutoPolicy
+    from flexgen_h2o.report import sizes_line
+
     outputs = _Outputs(args.output)
     with LLM(
         args.model, AutoPolicy(policy) if is_auto else policy, device=args.device, dtype=args.dtype,
@@ -108,9 +109,11 @@ def _run(argv: list[str] | None) -> int:
             print(f"flex_opt: {llm.precision_note}", file=sys.stderr)
         llm.timeline.keep_spans = args.trace is not None
         prompts = _prompts(args, llm, AUTO_BENCHMARK_ROWS if is_auto else policy.block_size)
+        with naming_flags():  # a prompt longer than the model's positions
+            sizes = llm.sizes(prompts, params)
         if args.verbose >= 1:
             print(f"<run_flexgen_h2o>: args.model: {args.model}")
-            print(sizes_line(*llm.sizes(prompts, params)))
+            print(sizes_line(*sizes))
             print("benchmark - generate" if args.prompts is None else "generate", flush=True)
         report = _generate(args, llm, prompts, params, outputs)
     _show(args, llm, report, outputs.done)
@@ -133,6 +136,8 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(f"--debug-mode {args.debug_mode}: measures decoding; --gen-len must be at least 2")
     if args.output is not None:
         check_output_path(args.output)
+        if args.prompts is not None and args.prompts.resolve() == args.output.resolve():
+            raise UsageError(f"--output {args.output}: is the --prompts file; give another name")
     for flag, path in (("--json", args.json), ("--trace", args.trace)):
         if path is not None:
             check_writable(path, flag)

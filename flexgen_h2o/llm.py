@@ -234,7 +234,7 @@ class LLM:
         length, positions = len(prompt.token_ids), self.model.spec.max_positions
         if length > positions:
             raise UsageError(
-                f"prompt {prompt.index} has {length} tokens, {self.model.name} has {positions} positions: shorten it"
+                f"prompts[{prompt.index}]: {length} tokens, but {self.model.name} has {positions} positions; shorten it"
             )
         return min(params.max_tokens, positions - length + 1)
 

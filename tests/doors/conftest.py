@@ -65,6 +65,7 @@ def door(
 ) -> Callable[..., Answer]:
     """flex_opt in the working folder `tmp_path`; by default a short benchmark of the model without a tokenizer."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
     def call(*flags: object, model: Path | str | None = None) -> Answer:
         short = ["--offload-dir", "offload", "--prompt-len", "8", "--gen-len", "4"]

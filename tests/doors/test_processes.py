@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,9 +13,11 @@ import pytest
 
 from flexgen_h2o import cli, flex_opt
 
-RUN = "flexgen_h2o.flex_opt --dtype float32 --gpu-batch-size 2 --percent 30 30 30 30 30 30 --device-mem 32MiB"
+RUN = "flexgen_h2o.flex_opt --device cpu --dtype float32 --gpu-batch-size 2 --percent 30 30 30 30 30 30"
+# Found from any working folder, whether the package is installed or not.
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
 COMMANDS = {
-    "run": f"{RUN} --prompts prompts.jsonl --output out.jsonl --gen-len 4",
+    "run": f"{RUN} --device-mem 32MiB --prompts prompts.jsonl --output out.jsonl --gen-len 4",
     "refused": "flexgen_h2o.cli flex-opt --percent 100 0 100 0",
     "unknown verb": "flexgen_h2o.cli flux-opt",
 }
@@ -34,7 +37,9 @@ def finished(
             flags += ["--model", str(ids_model), "--offload-dir", "offload"]
         argv = [sys.executable, "-m", module, *flags]
         pipe = subprocess.PIPE
-        process = subprocess.Popen(argv, cwd=folder, stdout=pipe, stderr=pipe, stdin=subprocess.DEVNULL, text=True)
+        process = subprocess.Popen(
+            argv, cwd=folder, env=ENVIRONMENT, stdout=pipe, stderr=pipe, stdin=subprocess.DEVNULL, text=True
+        )  # fmt: skip
         started[name] = (process, folder)
     done = {}
     for name, (process, folder) in started.items():
@@ -88,6 +93,7 @@ def test_a_verb_hands_its_flags_and_exit_code_on(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     common = ["flex-opt", "--model", str(ids_model), "--prompt-len", "8", "--offload-dir", "offload", "--no-log"]
+    common += ["--device", "cpu"]
     assert cli.main([*common, "--gen-len", "2"]) == 0
     assert "total latency" in capsys.readouterr().out
     assert cli.main([*common, "--gen-len", "0"]) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections.abc import Callable
@@ -112,6 +113,18 @@ def test_how_much_is_printed(door: Callable[..., Answer]) -> None:
     assert silent.out == ""
     assert "model size:" in lines.out and "total throughput:" in lines.out and "Outputs:" not in lines.out
     assert "Outputs:" in all_of_it.out
+
+
+def test_nobody_reads_what_is_printed(
+    door: Callable[..., Answer], write_jsonl: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr("sys.stdout", Gone())
+    answer = door("--prompts", write_jsonl({"prompt_token_ids": [4, 5]}), "--output", "out.jsonl", "--no-log")
+    assert answer.code != 2 and len(answer.err.splitlines()) <= 1
 
 
 # ---- Cut runs

@@ -14,10 +14,15 @@ from pathlib import Path
 
 import pytest
 
+import flexgen_h2o
 from flexgen_h2o import LLM, Policy, SamplingParams
 from tests.parity.reference import Reference, tokens_of
 
 PROMPTS, ROWS, NEW_TOKENS = [[5, 6, 7], [8, 9], [10]], 8_000, 3
+FLAGS = (
+    "--device cpu --dtype float32 --percent 0 0 0 0 0 0 --gpu-batch-size 2 --num-gpu-batches 2 "
+    "--prompts prompts.jsonl --output out.jsonl --offload-dir offload"
+)
 FINISHED_BLOCKS = 5
 SIGNALS = {"SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT, "SIGKILL": signal.SIGKILL}
 EXIT_CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGKILL": -9}
@@ -71,11 +76,10 @@ def ended(known: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     for folder in folders:
         lines = [json.dumps({"prompt_token_ids": PROMPTS[i % len(PROMPTS)]}) for i in range(ROWS)]
         (Path(folder) / "prompts.jsonl").write_text("\n".join(lines))
-    flags = ["--model", str(known.folder), "--dtype", "float32", "--prompts", "prompts.jsonl", "--output", "out.jsonl"]
-    flags += ["--percent", *"000000", "--gpu-batch-size", "2", "--num-gpu-batches", "2", "--gen-len", str(NEW_TOKENS)]
-    argv = [sys.executable, "-c", FORKS, json.dumps(list(folders)), json.dumps([*flags, "--offload-dir", "offload"])]
+    flags = ["--model", str(known.folder), *FLAGS.split(), "--gen-len", str(NEW_TOKENS)]
+    argv = [sys.executable, "-c", FORKS, json.dumps(list(folders)), json.dumps(flags)]
     pids: dict[str, int] = {}
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(flexgen_h2o.__file__).parents[1])}
     with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, env=env) as process:
         assert process.stdout is not None
         try:

@@ -56,7 +56,7 @@ def calls_of_a_run(known: Reference, tmp_path_factory: pytest.TempPathFactory) -
         with pytest.MonkeyPatch.context() as patch:
             made = fail_after(patch, owner, work, 10**9, OnFireError())
             with LLM(
-                str(known.folder), Policy(2, 2, SPLIT), dtype="float32", budget=STAND_IN,
+                str(known.folder), Policy(2, 2, SPLIT), device="cpu", dtype="float32", budget=STAND_IN,
                 offload_dir=tmp_path_factory.mktemp("offload"),
             ) as llm:  # fmt: skip
                 assert tokens_of(llm.generate(known.prompts, PARAMS)) == known.tokens

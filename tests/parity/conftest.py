@@ -49,8 +49,9 @@ def ended(reference: Callable[[str], Reference], tmp_path_factory: pytest.TempPa
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Models this small lose more by waking a second thread than they gain."""
+def _plain_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The reference is the CPU's; and models this small lose more by waking a second thread than they gain."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

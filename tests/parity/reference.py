@@ -26,13 +26,13 @@ def random_prompts(lengths: Sequence[int], seed: int = 1) -> list[list[int]]:
     return [torch.randint(4, BASE["vocab_size"], (n,), generator=generator).tolist() for n in lengths]
 
 
-def random_model(seed: int = 0, **shape: Any) -> OPTForCausalLM:
+def random_model(seed: int = 0, std: float = 0.2, **shape: Any) -> OPTForCausalLM:
     """fp32 values large enough that tokens vary: with transformers' own std of 0.02 greedy repeats one token."""
     model = OPTForCausalLM(OPTConfig(**{**BASE, **shape})).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, value in model.named_parameters():
-            value.normal_(0, 0.2, generator=generator)
+            value.normal_(0, std, generator=generator)
             if name.endswith("norm.weight"):
                 value.add_(1)
     return model

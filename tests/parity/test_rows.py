@@ -70,7 +70,7 @@ def test_the_last_position_ends_a_row(
 
 def test_a_prompt_longer_than_the_positions_is_refused(reference: Callable[[str], Reference], tmp_path: Path) -> None:
     prompts = random_prompts([3, POSITIONS + 1])
-    with pytest.raises(UsageError, match=f"prompt 1 has {POSITIONS + 1} tokens.*{POSITIONS} positions"):
+    with pytest.raises(UsageError, match=f"{POSITIONS + 1} tokens.*{POSITIONS} positions"):
         run(reference("normal").folder, prompts, Policy(), tmp_path, SamplingParams())
 
 

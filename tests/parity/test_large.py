@@ -1,0 +1,56 @@
+"""Prompts, matrices and KV units larger than the pieces that they are computed and moved in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from flexgen_h2o import MemoryBudget, Policy
+from flexgen_h2o.limits import TOKEN_CHUNK, TRANSFER_CHUNK
+from tests.parity.cases import PLACEMENTS
+from tests.parity.reference import Reference, assert_equal, make_reference, random_model, random_prompts
+from tests.parity.test_checkpoints import save_safetensors
+
+WIDE = {
+    "hidden_size": 256, "word_embed_proj_dim": 256, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "vocab_size": 4999, "max_position_embeddings": 1100,
+}  # fmt: skip
+LENGTHS = (1050, 1050, 990, 1051, 3)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    assert min(TOKEN_CHUNK, LENGTHS[0]) == TOKEN_CHUNK, "a prompt alone must be more than a chunk of tokens"
+    assert WIDE["vocab_size"] * WIDE["hidden_size"] * 4 > TRANSFER_CHUNK
+    assert len(LENGTHS) * max(LENGTHS) * WIDE["hidden_size"] * 4 > TRANSFER_CHUNK
+    model = random_model(std=0.1, **WIDE)
+    return make_reference(model, tmp_path_factory.mktemp("model"), random_prompts(LENGTHS, seed=8), 3)
+
+
+@pytest.mark.parametrize(
+    ("policy", "budget"),
+    [
+        (Policy(5, 1, PLACEMENTS["all on disk"]), MemoryBudget()),
+        (Policy(2, 3, PLACEMENTS["all on disk"]), MemoryBudget("256MiB", "256MiB", "256MiB")),
+        (Policy(5, 1, PLACEMENTS["everything split 30/30"]), MemoryBudget("256MiB", "256MiB", "256MiB")),
+    ],
+    ids=["one batch", "three batches, device", "split, device"],
+)
+def test_larger_than_a_chunk(policy: Policy, budget: MemoryBudget, large: Reference, tmp_path: Path) -> None:
+    assert_equal(large, policy, budget, tmp_path)
+
+
+def test_conversion_of_more_than_a_chunk(large: Reference, tmp_path: Path) -> None:
+    """bfloat16 values that are exact in the reference: its own, rounded."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    model = random_model(std=0.1, **WIDE)
+    with torch.no_grad():
+        for value in model.parameters():
+            value.copy_(value.bfloat16())
+    rounded = make_reference(model, tmp_path / "rounded", large.prompts[3:], 3)
+    save_safetensors(rounded.folder, folder, lambda name, value: (name, value.bfloat16()))
+    stored = Reference(folder, model, rounded.prompts, rounded.tokens, rounded.logits)
+    assert_equal(stored, Policy(2, 1, PLACEMENTS["weights on disk"]), MemoryBudget(), tmp_path / "offload")
