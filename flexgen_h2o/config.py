@@ -18,6 +18,7 @@ DType = Literal["float32", "bfloat16", "float16"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 TIERS = ("device", "host", "disk")
 POLICY_SCHEMA = 1
+MOST_ROWS = 2**16  # of a block
 
 LayerKind = Literal["embedding", "attention", "mlp", "block", "head"]
 
@@ -165,6 +166,7 @@ class Policy:
     def __post_init__(self) -> None:
         check_int("gpu_batch_size", self.gpu_batch_size, low=1, high=2**20)
         check_int("num_gpu_batches", self.num_gpu_batches, low=1, high=2**20)
+        check_int("gpu_batch_size x num_gpu_batches", self.block_size, low=1, high=MOST_ROWS)
         object.__setattr__(self, "percent", check_percent(self.percent))
         for f in fields(self):
             if f.type == "bool" and not isinstance(getattr(self, f.name), bool):
@@ -271,11 +273,11 @@ def read_policy(path: Path) -> SavedPolicy:
         body = json.loads(path.read_text())
     except OSError as error:
         raise UsageError(f"--policy {path}: {error.strerror or error}") from error
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"--policy {path}: not a JSON file ({error})") from error
     if not isinstance(body, dict):
         raise UsageError(f"--policy {path}: a JSON object is expected")
-    if body.get("schema") != POLICY_SCHEMA:
+    if body.get("schema") is True or body.get("schema") != POLICY_SCHEMA:
         raise UsageError(f"--policy {path}: schema is {body.get('schema')!r}, this version reads {POLICY_SCHEMA}")
     names = [f.name for f in fields(Policy)]
     about = ("model", "workload", "profile", "predicted")

@@ -10,12 +10,12 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NoReturn
 
 from flexgen_h2o import interrupts
 from flexgen_h2o.config import DTYPE_BYTES, MemoryBudget, Policy, read_policy
 from flexgen_h2o.errors import EXIT_FAILED, EXIT_USAGE, SIGNAL_BASE, FlexgenError, UsageError
+from flexgen_h2o.paths import usable_path
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -191,8 +191,14 @@ def policy_of(args: argparse.Namespace) -> tuple[Policy, bool]:
     if args.policy not in (None, "auto"):
         if given:
             raise UsageError(f"--policy {args.policy} and --{next(iter(given)).replace('_', '-')}: give one of them")
-        return read_policy(Path(args.policy)).policy, False
+        return read_policy(usable_path(args.policy, "--policy")).policy, False
     if args.policy == "auto" and placed:
         raise UsageError(f"--policy auto and --{placed[0].replace('_', '-')}: give one of them")
     with naming_flags():
         return Policy(**given), not placed
+
+
+def as_flags(policy: Policy) -> str:
+    """A policy's placement as flags that can be pasted."""
+    percent = " ".join(map(str, policy.percent))
+    return f"--percent {percent} --gpu-batch-size {policy.gpu_batch_size} --num-gpu-batches {policy.num_gpu_batches}"

@@ -14,6 +14,7 @@ from flexgen_h2o.doors import (
     OneLineParser,
     add_engine_flags,
     add_sampling_flags,
+    as_flags,
     budget_of,
     naming_flags,
     policy_of,
@@ -22,6 +23,7 @@ from flexgen_h2o.doors import (
     run_door,
 )
 from flexgen_h2o.errors import EXIT_DONE, UsageError
+from flexgen_h2o.paths import usable_path
 
 if TYPE_CHECKING:
     from flexgen_h2o.llm import LLM, Order
@@ -125,6 +127,9 @@ def _check(args: argparse.Namespace) -> None:
     from flexgen_h2o.prompts import check_output_path
     from flexgen_h2o.report import check_writable
 
+    for flag in ("prompts", "output", "json", "trace", "log_file"):
+        if getattr(args, flag) is not None:
+            usable_path(getattr(args, flag), f"--{flag.replace('_', '-')}")
     cut_short = "--cut-gen-len" if args.cut_gen_len else "--debug-mode" if args.debug_mode else None
     if cut_short and args.prompts is not None:
         raise UsageError(f"{cut_short}: only for the benchmark; leave --prompts out")
@@ -218,6 +223,7 @@ def _show(args: argparse.Namespace, llm: LLM, report: RunReport, done: list[Comp
     if args.debug_mode == "breakdown":
         _show_breakdown(llm)
     if args.verbose >= 1:
+        print(f"policy: {as_flags(report.policy)}")
         print(log_block(report))
     if args.json is not None:
         write_json(args.json, report)

@@ -18,6 +18,7 @@ from flexgen_h2o.errors import UsageError
 from flexgen_h2o.executor import BlockTimes, Executor
 from flexgen_h2o.generation import Decoding, Row, RowEnd
 from flexgen_h2o.kvcache.eviction import check_eviction
+from flexgen_h2o.paths import usable_path
 from flexgen_h2o.planner.memory import MemoryPlan, Shape, plan_within
 from flexgen_h2o.planner.rule import AutoPolicy, Need, choose_policy
 from flexgen_h2o.progress import Progress
@@ -58,7 +59,7 @@ class LLM:
         self._asked_policy = _read_policy_argument(policy)
         self._budget = budget or MemoryBudget()
         self._device = open_device(device, separate_budget=self._budget.device is not None)
-        self.offload_dir = Path(offload_dir or DEFAULT_OFFLOAD_DIR).expanduser()
+        self.offload_dir = usable_path(offload_dir or DEFAULT_OFFLOAD_DIR, "--offload-dir")
         self.model: Model = find_model(model, path, revision)
         self._asked_dtype = _check_dtype(dtype)
         self.timeline = Timeline()
@@ -285,7 +286,7 @@ def _read_policy_argument(policy: Policy | AutoPolicy | str | Path) -> Policy | 
         return AutoPolicy()
     if isinstance(policy, AutoPolicy):
         return policy
-    found = policy if isinstance(policy, Policy) else read_policy(Path(policy)).policy
+    found = policy if isinstance(policy, Policy) else read_policy(usable_path(policy, "--policy")).policy
     for name in ("compress_weight", "compress_cache"):
         if getattr(found, name):
             raise UsageError(f"{name}: compression is not in this version; leave it off")

@@ -193,7 +193,9 @@ def _make_prompt(index: int, given: object, encode: Encode | None, vocab_size: i
     if not isinstance(given, str):
         return Prompt(index, _check_ids(given, vocab_size), None)
     if encode is None:
-        raise UsageError("a text prompt needs a tokenizer and the model's folder has none; give prompt_token_ids")
+        raise UsageError(
+            "a text prompt needs a tokenizer and this model has none (random weights never do); give prompt_token_ids"
+        )
     if any("\ud800" <= c <= "\udfff" for c in given):
         raise UsageError("the prompt holds half of a surrogate pair, which is not text")
     return Prompt(index, _check_ids(encode(given), vocab_size), given)

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from flexgen_h2o.config import check_int
 from flexgen_h2o.errors import FlexgenError, UsageError
+from flexgen_h2o.limits import SAMPLING_CHUNK
 
 GREEDY_BELOW = 1e-5
 _NUCLEUS_GUESS = 1024
-_CHUNK_ELEMENTS = 2**21
 # Tokens looked at beyond the longest stop string: a UTF-8 character cut at the window's start spoils up to 4 of them.
 _WINDOW_MARGIN = 8
 
@@ -97,7 +97,7 @@ class TokenChooser:
             return [int(token) for token in tokens.tolist()]
         uniform = [_uniform(self._params.seed, row, step) for row, step in zip(rows, steps, strict=True)]
         draws = torch.tensor(uniform, dtype=torch.float64, device=logits.device)
-        height = max(1, _CHUNK_ELEMENTS // logits.shape[1])
+        height = max(1, SAMPLING_CHUNK // logits.shape[1])
         chosen: list[int] = []
         # Rows are independent; in chunks, the temporaries stay small however many rows a micro-batch has.
         for part, drawn in zip(torch.split(logits, height), torch.split(draws, height), strict=True):

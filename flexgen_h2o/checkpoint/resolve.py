@@ -11,6 +11,7 @@ from flexgen_h2o.checkpoint.bin_import import BIN_INDEX_NAME, BIN_NAME, has_bin
 from flexgen_h2o.checkpoint.safetensors_format import INDEX_NAME, SINGLE_NAME
 from flexgen_h2o.checkpoint.safetensors_index import has_safetensors, read_weight_map
 from flexgen_h2o.errors import DoesNotFitError, FlexgenError, UsageError
+from flexgen_h2o.paths import usable_path
 
 DUMMY = "_DUMMY_"
 CONFIG_NAME = "config.json"
@@ -50,7 +51,7 @@ def resolve(model: str, path: str | None, revision: str | None = None, weights: 
     if path is not None and DUMMY in path:
         return ModelSource(model, folder, random=True)
     if folder is None and path is not None:
-        folder = _under(Path(path).expanduser(), model)
+        folder = _under(usable_path(path, "--path"), model)
     if folder is None:
         folder = _from_hub(model, revision, weights)
     return ModelSource(model, folder, random=False)
@@ -58,7 +59,7 @@ def resolve(model: str, path: str | None, revision: str | None = None, weights: 
 
 def _local(model: str) -> Path | None:
     """The folder that `model` itself names: local first, packaged second; None: it must be a hub id."""
-    folder = Path(model).expanduser()
+    folder = usable_path(model, "--model")
     if folder.is_dir():
         return _with_config(folder, f"--model {model}")
     if model in PACKAGED:

@@ -62,7 +62,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
         body = json.loads(index.read_bytes())
     except OSError as error:
         raise UsageError(f"{index}: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{index}: not a JSON file ({error}); {_AGAIN}") from error
     weight_map = body.get("weight_map") if isinstance(body, dict) else None
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):

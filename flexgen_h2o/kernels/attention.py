@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from flexgen_h2o.limits import SPARSE_CHUNK
 from flexgen_h2o.units import round_up
 
 
@@ -52,8 +53,13 @@ def sparse_slot_attention(
     weights = torch.where(allowed, weights, 0.0)
     weights = torch.cat([weights, newest_weight], dim=2)
     slots = torch.cat([slots, newest], dim=2)
-    values = v.gather(1, slots.view(rows, -1, 1).expand(-1, -1, width)).view(rows, group, -1, width)
-    return torch.einsum("rgs,rgsd->rgd", weights, values.float()).to(q.dtype)
+    out = torch.empty_like(q)
+    step = max(1, SPARSE_CHUNK // (group * slots.shape[2] * width))
+    for a in range(0, rows, step):
+        chosen = slots[a : a + step].reshape(-1, group * slots.shape[2], 1).expand(-1, -1, width)
+        values = v[a : a + step].gather(1, chosen).view(-1, group, slots.shape[2], width)
+        out[a : a + step] = torch.einsum("rgs,rgsd->rgd", weights[a : a + step], values.float())
+    return out
 
 
 def _slot_probabilities(

@@ -64,7 +64,7 @@ def spec_from_folder(name: str, folder: Path) -> tuple[ModelSpec, dict[str, Any]
     path = folder / "config.json"
     try:
         raw = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path}: not a readable JSON file ({error})") from error
     if not isinstance(raw, dict):
         raise UsageError(f"{path}: a JSON object is expected")
@@ -97,4 +97,9 @@ def _with_defaults(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     try:
         return dict(AutoConfig.for_model(**raw).to_dict())
     except Exception as error:  # transformers raises many kinds for a bad field
-        raise UsageError(f"{where}: transformers cannot read this config ({str(error).splitlines()[0]})") from error
+        raise UsageError(f"{where}: transformers cannot read this config ({one_line(error)})") from error
+
+
+def one_line(error: Exception) -> str:
+    """The first two lines of a message, where transformers says what is wrong."""
+    return " ".join(line.strip() for line in str(error).splitlines()[:2])

@@ -21,6 +21,11 @@ from flexgen_h2o.models.chunks import token_chunks
 
 POSITION_OFFSET = 2  # learned positions start at row 2 of their table
 LAYER_NORM_EPS = 1e-5
+# Far beyond any OPT: a damaged config must not keep the reader busy for minutes.
+MOST = {
+    "hidden_size": 2**18, "num_hidden_layers": 2**12, "num_attention_heads": 2**12, "ffn_dim": 2**20,
+    "vocab_size": 2**24,
+}  # fmt: skip
 
 _ACTIVATIONS = {"relu": torch.relu_, "gelu": F.gelu}
 
@@ -60,7 +65,7 @@ BUILT_IN: dict[str, dict[str, Any]] = {
 def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
     """ModelSpec of an OPT config (transformers' field names, defaults filled in). UsageError names a bad field."""
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "ffn_dim", "vocab_size")
-    hidden, blocks, heads, ffn, vocab = (check_int(n, config.get(n), low=1) for n in names)
+    hidden, blocks, heads, ffn, vocab = (check_int(n, config.get(n), low=1, high=MOST[n]) for n in names)
     positions = check_int("max_position_embeddings", config.get("max_position_embeddings"), low=1)
     narrow = check_int("word_embed_proj_dim", config.get("word_embed_proj_dim") or hidden, low=1)
     if hidden % heads:

@@ -10,7 +10,17 @@ from functools import lru_cache
 from flexgen_h2o.config import TIERS, ModelSpec, Policy, TensorSpec, WeightUnit
 from flexgen_h2o.errors import DoesNotFitError
 from flexgen_h2o.kvcache.layout import UnitLayout, unit_layout
-from flexgen_h2o.limits import ALIGN, PAGE, READ_THREADS, ROW_BLOCK, STAGING_BYTES, TOKEN_CHUNK, WRITE_THREADS
+from flexgen_h2o.limits import (
+    ALIGN,
+    PAGE,
+    READ_THREADS,
+    ROW_BLOCK,
+    SAMPLING_CHUNK,
+    SPARSE_CHUNK,
+    STAGING_BYTES,
+    TOKEN_CHUNK,
+    WRITE_THREADS,
+)
 from flexgen_h2o.tiers.placement import Part, Shares, is_streamed, on_host_device, split_rows
 from flexgen_h2o.units import format_bytes, round_up
 
@@ -77,6 +87,15 @@ class MemoryPlan:
                 over[tier] = self.bytes_on(tier) - budget
         return over
 
+    def _other_ways(self, tier: str) -> str:
+        """Flags besides the budget that would still lower what this tier holds."""
+        ways = []
+        if self.shape.rows * self.shape.micro_batches > 1:
+            ways.append("lower --gpu-batch-size or --num-gpu-batches")
+        if any(b.tier == tier and b.name in ("weights", "cache", "hidden") for b in self.buffers):
+            ways.append("move shares to another tier with --percent")
+        return "".join(f", or {way}" for way in ways)
+
     def check(self, budgets: dict[str, int | None]) -> None:
         """Raise DoesNotFitError with the numbers and the flags that would help."""
         over = self.overflow(budgets)
@@ -87,8 +106,8 @@ class MemoryPlan:
         parts = ", ".join(f"{b.name} {format_bytes(b.nbytes)}" for b in largest)
         raise DoesNotFitError(
             f"the policy needs {format_bytes(self.bytes_on(tier))} on the {tier} tier ({parts}), "
-            f"{format_bytes(excess)} more than its budget of {format_bytes(budgets[tier] or 0)}; raise --{tier}-mem, "
-            "lower --gpu-batch-size or --num-gpu-batches, or move shares to another tier with --percent"
+            f"{format_bytes(excess)} more than its budget of {format_bytes(budgets[tier] or 0)}; raise --{tier}-mem"
+            f"{self._other_ways(tier)}"
         )
 
 
@@ -137,12 +156,17 @@ def workspace_sizes(spec: ModelSpec, shape: Shape, itemsize: int) -> dict[str, i
     return {name: round_up(count * itemsize, ALIGN) for name, count in widths.items()}
 
 
-def temporary_bytes(spec: ModelSpec, shape: Shape, itemsize: int) -> int:
-    """Upper estimate of what torch allocates and frees inside one step: attention output or scores, logits in fp32."""
+def temporary_bytes(spec: ModelSpec, shape: Shape, itemsize: int, attn_sparsity: float) -> int:
+    """Upper estimate of what torch allocates and frees inside one step: attention, sampling, norms and activations."""
     q_width = spec.num_heads * spec.head_dim
     prefill = shape.tokens * (q_width * itemsize + 4 * spec.num_heads)
-    decode = shape.rows * spec.num_heads * shape.slots * (4 + 4 + itemsize)
-    sampling = shape.rows * spec.vocab_size * 8
+    scores = shape.rows * spec.num_heads * shape.slots
+    decode = scores * (8 + itemsize)
+    if attn_sparsity < 1:  # probabilities, their order, and a chunk of gathered values in two dtypes
+        gathered = min(scores * spec.head_dim, max(SPARSE_CHUNK, shape.slots * spec.head_dim))
+        decode = scores * 36 + gathered * (4 + itemsize)
+    # Probabilities, sorted and summed in float64 with their indices.
+    sampling = 50 * min(shape.rows * spec.vocab_size, max(SAMPLING_CHUNK, spec.vocab_size))
     chunk = min(TOKEN_CHUNK, max(shape.tokens, shape.rows))
     return max(prefill, decode, sampling) + chunk * (3 * spec.hidden_size + spec.ffn_size) * itemsize
 
@@ -177,7 +201,7 @@ def memory_plan(
         *_cache_buffers(spec, policy, shape, itemsize, device_is_host, depth.cache),
         *_hidden_buffers(spec, policy, shape, itemsize, device_is_host, depth.hidden),
         Buffer("workspace", "device", sum(workspace.values())),
-        Buffer("temporaries", "device", temporary_bytes(spec, shape, itemsize)),
+        Buffer("temporaries", "device", temporary_bytes(spec, shape, itemsize, policy.attn_sparsity)),
         Buffer("staging", "host", (READ_THREADS + WRITE_THREADS) * STAGING_BYTES),
     ]
     on_host = {"device": "host"} if device_is_host else {}

@@ -75,6 +75,11 @@ WRONG = [
     "--top-p nan",
     "--top-k -1",
     "--seed -1",
+    "--gpu-batch-size 1048576 --num-gpu-batches 1048576",
+    f"--json {'j' * 300}",
+    "--offload-dir ~nosuchuser-at-all/x",
+    f"--model {'m' * 5000}",
+    f"--output {'o' * 300}.jsonl",
 ]
 
 

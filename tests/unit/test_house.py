@@ -27,7 +27,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"executor", "engine", "generation"}),
     frozenset({"weights", "kvcache", "hidden", "models", "planner"}),
     frozenset({"kernels", "tiers", "checkpoint", "schedule", "timeline", "sampling", "prompts"}),
-    frozenset({"config", "interrupts", "limits", "units", "errors"}),
+    frozenset({"config", "interrupts", "limits", "paths", "units", "errors"}),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 

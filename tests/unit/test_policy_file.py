@@ -17,8 +17,8 @@ from flexgen_h2o.errors import UsageError
 pairs = st.integers(0, 100).flatmap(lambda a: st.tuples(st.just(a), st.integers(0, 100 - a)))
 policies = st.builds(
     Policy,
-    gpu_batch_size=st.integers(1, 2**20),
-    num_gpu_batches=st.integers(1, 2**20),
+    gpu_batch_size=st.integers(1, 2**8),
+    num_gpu_batches=st.integers(1, 2**8),
     percent=st.tuples(pairs, pairs, pairs).map(lambda three: sum(three, ())),
     **{name: st.booleans() for name in ("compress_weight", "cpu_cache_compute", "overlap", "sep_layer", "pin_weight")},
     attn_sparsity=st.floats(0, 1, exclude_min=True),
@@ -56,6 +56,8 @@ def damaged(body: dict[str, Any], change: dict[str, Any], drop: str | None) -> s
         ({"percent": [90, 20, 0, 0, 0, 0]}, None, "90 [+] 20 > 100"),
         ({"gpu_batch_size": 4.5}, None, "gpu_batch_size: 4.5"),
         ({"gpu_batch_size": None}, None, "gpu_batch_size"),
+        ({"gpu_batch_size": 2**9, "num_gpu_batches": 2**9}, None, "gpu_batch_size x num_gpu_batches: 262144"),
+        ({"schema": True}, None, "schema is True"),
         ({"overlap": "yes"}, None, "overlap: 'yes'"),
         ({"attn_sparsity": 2}, None, "attn_sparsity: 2"),
     ],

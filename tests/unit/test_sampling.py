@@ -179,7 +179,7 @@ def test_chunks_of_rows_do_not_change_a_token(monkeypatch: pytest.MonkeyPatch) -
     logits = torch.randn(10, 100, generator=torch.Generator().manual_seed(0))
     chooser = TokenChooser(SamplingParams(temperature=1.0, top_p=0.8))
     whole = chooser.choose(logits, range(10), range(10))
-    monkeypatch.setattr("flexgen_h2o.sampling._CHUNK_ELEMENTS", 300)
+    monkeypatch.setattr("flexgen_h2o.sampling.SAMPLING_CHUNK", 300)
     assert chooser.choose(logits, range(10), range(10)) == whole
 
 

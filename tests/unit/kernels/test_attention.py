@@ -102,3 +102,11 @@ def test_the_number_of_kept_slots_is_pythons_int_of_the_product() -> None:
     k, v = torch.zeros(1, 101, 8), torch.ones(1, 101, 8)
     actual = sparse_slot_attention(q, k, v, torch.tensor([101]), 101, 1.0, share=0.29)
     assert torch.allclose(actual, torch.tensor((int(0.29 * 100) + 1) / 101))
+
+
+def test_sparse_slots_in_chunks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = slots_of(7, 2, 12, torch.float32)
+    filled = torch.tensor([5, 12, 1, 9, 3, 12, 7])
+    whole = sparse_slot_attention(q, k, v, filled, 12, 0.4, 0.5)
+    monkeypatch.setattr("flexgen_h2o.kernels.attention.SPARSE_CHUNK", 400)
+    assert torch.equal(sparse_slot_attention(q, k, v, filled, 12, 0.4, 0.5), whole)

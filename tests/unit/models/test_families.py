@@ -143,3 +143,15 @@ def test_no_json_object_is_refused(tmp_path: Path, raw: bytes) -> None:
 def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"config\.json: .*No such file"):
         spec_from_folder("m", tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"model_type": "opt", "vocab_size": ' + "9" * 5000 + "}"])
+def test_json_that_python_cannot_hold_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UsageError, match=r"config\.json"):
+        spec_from_folder("m", tmp_path)
+
+
+def test_a_damaged_number_of_layers_is_refused_at_once() -> None:
+    with pytest.raises(UsageError, match="num_hidden_layers: 1000000"):
+        spec_from_config("m", {"model_type": "opt", **OPTConfig().to_dict(), "num_hidden_layers": 10**6}, "here")

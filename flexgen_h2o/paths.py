@@ -1,0 +1,23 @@
+"""Paths as users write them: `~` expanded, and refused at the door when no file could ever have that name."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from flexgen_h2o.errors import UsageError
+
+
+def usable_path(text: str | Path, what: str) -> Path:
+    """`text` with `~` expanded. `what` names the flag in the error.
+
+    Raises UsageError for an unknown user, a name that is too long or holds a NUL byte.
+    """
+    try:
+        path = Path(text).expanduser()
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+            path.stat()
+    except (RuntimeError, OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"{what} {str(text)[:60]!r}: not a usable path ({reason})") from error
+    return path
