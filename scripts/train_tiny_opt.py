@@ -8,7 +8,7 @@ Everything is seeded; the data depends only on the Python version. Writes a Hugg
 (config, safetensors in bf16, byte-level BPE tokenizer, model card):
 
     python scripts/train_tiny_opt.py --output FOLDER
-    python scripts/train_tiny_opt.py --output flexgen_h2o/assets/opt-tiny --init-from FOLDER --steps 1000 \\
+    python scripts/train_tiny_opt.py --output flexgen_h2o/assets/opt-tiny --init-from FOLDER --steps 600 \\
         --peak-rate 1e-3 --short-share 0 --seed 1
 
 made the shipped model: a first run mostly on short rows, and a second one on rows of the full context.
