@@ -67,6 +67,11 @@ def _ended_by(name: str, signal: interrupts.Interrupted) -> int:
     return SIGNAL_BASE + signal.number
 
 
+def flag_of(field: str) -> str:
+    """The flag that sets a field: `top_p` -> `--top-p`."""
+    return "--" + field.replace("_", "-")
+
+
 @contextlib.contextmanager
 def naming_flags(**flags: str) -> Iterator[None]:
     """A UsageError that begins with a field's name (`top_p: ...`) names the flag instead (`--top-p: ...`)."""
@@ -74,7 +79,7 @@ def naming_flags(**flags: str) -> Iterator[None]:
         yield
     except UsageError as error:
         field, _, rest = str(error).partition(":")
-        raise UsageError(f"{flags.get(field, '--' + field.replace('_', '-'))}:{rest}") from error
+        raise UsageError(f"{flags.get(field, flag_of(field))}:{rest}") from error
 
 
 def boolean(text: str) -> bool:
@@ -151,14 +156,10 @@ def budget_of(args: argparse.Namespace) -> MemoryBudget:
 
 def refuse_missing_features(args: argparse.Namespace) -> None:
     """H2O and compression flags are known but not built yet: UsageError, never silently ignored."""
-    given = [
-        *(
-            f"--{n.replace('_', '-')}"
-            for n in ("hh_ratio", "recent_ratio", "hh_size", "recent_size")
-            if getattr(args, n) is not None
-        ),
-        *(f"--{n.replace('_', '-')}" for n in ("hh_all", "compress_weight", "compress_cache") if getattr(args, n)),
-    ]
+    numbers = ("hh_ratio", "recent_ratio", "hh_size", "recent_size")
+    switches = ("hh_all", "compress_weight", "compress_cache")
+    given = [flag_of(n) for n in numbers if getattr(args, n) is not None]
+    given += [flag_of(n) for n in switches if getattr(args, n)]
     if args.eviction != "full":
         given.append(f"--eviction {args.eviction}")
     if given:
@@ -190,10 +191,10 @@ def policy_of(args: argparse.Namespace) -> tuple[Policy, bool]:
     placed = [name for name in PLACEMENT if name in given]
     if args.policy not in (None, "auto"):
         if given:
-            raise UsageError(f"--policy {args.policy} and --{next(iter(given)).replace('_', '-')}: give one of them")
+            raise UsageError(f"--policy {args.policy} and {flag_of(next(iter(given)))}: give one of them")
         return read_policy(usable_path(args.policy, "--policy")).policy, False
     if args.policy == "auto" and placed:
-        raise UsageError(f"--policy auto and --{placed[0].replace('_', '-')}: give one of them")
+        raise UsageError(f"--policy auto and {flag_of(placed[0])}: give one of them")
     with naming_flags():
         return Policy(**given), not placed
 

@@ -16,6 +16,7 @@ from flexgen_h2o.doors import (
     add_sampling_flags,
     as_flags,
     budget_of,
+    flag_of,
     naming_flags,
     policy_of,
     positive,
@@ -129,7 +130,7 @@ def _check(args: argparse.Namespace) -> None:
 
     for flag in ("prompts", "output", "json", "trace", "log_file"):
         if getattr(args, flag) is not None:
-            usable_path(getattr(args, flag), f"--{flag.replace('_', '-')}")
+            usable_path(getattr(args, flag), flag_of(flag))
     cut_short = "--cut-gen-len" if args.cut_gen_len else "--debug-mode" if args.debug_mode else None
     if cut_short and args.prompts is not None:
         raise UsageError(f"{cut_short}: only for the benchmark; leave --prompts out")

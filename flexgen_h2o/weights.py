@@ -43,10 +43,11 @@ class WeightStore:
         self, plan: LayerPlan, checkpoint: Checkpoint, shares: Shares, dtype: torch.dtype, mover: Mover
     ) -> None:
         self.plan, self.dtype, self._mover = plan, dtype, mover
-        self._checkpoint, self._shares = checkpoint, shares
+        self._checkpoint = checkpoint
         self._is_host = mover.device.is_host
         self._files: dict[Path, DirectFile] = {}
         self._resident: dict[tuple[str, int], torch.Tensor] = {}
+        self._parts = {t.name: weight_parts(t, shares) for unit in plan.units for t in unit.tensors}
         self._pieces = [self._lay_out(unit) for unit in plan.units]
         self._sizes = [streamed_bytes(unit, shares, dtype.itemsize, self._is_host) for unit in plan.units]
 
@@ -59,7 +60,7 @@ class WeightStore:
         reads = []
         for unit in self.plan.units:
             for tensor in unit.tensors:
-                for part in weight_parts(tensor, self._shares):
+                for part in self._parts[tensor.name]:
                     if part.tier == "disk":
                         continue
                     nbytes = part_bytes(tensor, part, self.dtype.itemsize)
@@ -84,15 +85,15 @@ class WeightStore:
 
     def load(self, key: int, region: Region) -> list[Done]:
         """Start bringing the streamed rows of unit `key` into `region`."""
-        return [self._load_piece(piece, region) for piece in self._pieces[key]]
+        return [self._load_piece(piece, region) for piece in self._pieces[key].values()]
 
     def open_unit(self, unit: int, region: Region | None) -> dict[str, RowParts]:
         """Tensors of a loaded unit by role, each as row parts in order."""
-        streamed = {(p.tensor.name, p.part.start): p for p in self._pieces[unit]}
+        streamed = self._pieces[unit]
         found: dict[str, RowParts] = {}
         for tensor in self.plan.units[unit].tensors:
             parts = []
-            for part in weight_parts(tensor, self._shares):
+            for part in self._parts[tensor.name]:
                 piece = streamed.get((tensor.name, part.start))
                 if piece is None:
                     parts.append(self._resident[tensor.name, part.start])
@@ -107,16 +108,17 @@ class WeightStore:
             file.close()
         self._files.clear()
 
-    def _lay_out(self, unit: WeightUnit) -> tuple[_Piece, ...]:
-        pieces, start = [], 0
+    def _lay_out(self, unit: WeightUnit) -> dict[tuple[str, int], _Piece]:
+        """The streamed pieces of a unit by tensor name and first row, in the order of their place in a region."""
+        pieces, start = {}, 0
         for tensor in unit.tensors:
-            for part in weight_parts(tensor, self._shares):
+            for part in self._parts[tensor.name]:
                 if not is_streamed(part.tier, self._is_host):
                     continue
                 shift = self._file_range(tensor, part)[0] % PAGE if self._is_direct(tensor, part) else 0
-                pieces.append(_Piece(tensor, part, start, start + shift))
+                pieces[tensor.name, part.start] = _Piece(tensor, part, start, start + shift)
                 start += streamed_part_bytes(tensor, part, self.dtype.itemsize)
-        return tuple(pieces)
+        return pieces
 
     def _load_piece(self, piece: _Piece, region: Region) -> Done:
         tensor, part = piece.tensor, piece.part

@@ -10,6 +10,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import random
+from collections.abc import Iterator
 
 import hypothesis
 import numpy as np
@@ -29,3 +30,13 @@ def _seeded() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def plain_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The reference is the CPU's; and models this small lose more by waking a second thread than they gain."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

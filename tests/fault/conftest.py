@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from flexgen_h2o.engine import LANE_THREADS
 from tests.parity.reference import Reference, make_reference, random_model, random_prompts
@@ -27,13 +26,8 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 
 @pytest.fixture(autouse=True)
-def _plain_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The reference is the CPU's; and models this small lose more by waking a second thread than they gain."""
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def _plain_cpu(plain_cpu: None) -> None:
+    """Every test here."""
 
 
 @pytest.fixture

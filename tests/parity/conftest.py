@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 
 import pytest
-import torch
 
 from tests.parity.cases import SHAPES
 from tests.parity.reference import (
@@ -49,10 +48,5 @@ def ended(reference: Callable[[str], Reference], tmp_path_factory: pytest.TempPa
 
 
 @pytest.fixture(autouse=True)
-def _plain_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The reference is the CPU's; and models this small lose more by waking a second thread than they gain."""
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def _plain_cpu(plain_cpu: None) -> None:
+    """Every test here."""
