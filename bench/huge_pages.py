@@ -16,8 +16,10 @@ import mmap
 import time
 from collections.abc import Callable
 
-import torch
 from common import GB, Neighbours, Spread, add_flags, finish, table, wait_for_quiet
+
+# isort: split
+import torch
 
 from flexgen_h2o.limits import TRANSFER_CHUNK
 from flexgen_h2o.llm import RANDOM_WEIGHTS_SEED

@@ -10,7 +10,7 @@ import torch
 from transformers import OPTConfig, OPTForCausalLM
 
 from flexgen_h2o.config import ModelSpec, TensorSpec
-from flexgen_h2o.kernels.attention import causal_attention
+from flexgen_h2o.kernels.causal import causal_attention
 from flexgen_h2o.kernels.linear import RowParts
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.limits import TOKEN_CHUNK
@@ -44,7 +44,7 @@ def in_three(t: torch.Tensor) -> RowParts:
 def logits_of(spec: ModelSpec, tensors: dict[str, torch.Tensor], ids: torch.Tensor, split: Split) -> torch.Tensor:
     """The model's layers one after the other, as the executor calls them for one prompt."""
     family, n = family_of(spec), len(ids)
-    sizes = workspace_sizes(spec, Shape(rows=n, micro_batches=1, tokens=n, slots=n), 4)
+    sizes = workspace_sizes(spec, Shape(rows=n, micro_batches=1, tokens=n, slots=(n,)), 4)
     ws = Workspace(torch.zeros(sum(sizes.values()), dtype=torch.uint8), sizes, torch.float32)
 
     def roles(specs: tuple[TensorSpec, ...]) -> dict[str, RowParts]:

@@ -1,0 +1,166 @@
+"""Claim: decode attention over slots runs at >= 0.7 of the memory's speed, >= 3x torch's SDPA; scoring costs little.
+
+Method: KV caches of some layers' heads, larger than the last cache, all slots filled; in turn, in one process and with
+the same threads: a plain sum over the same bytes (torch.sum of int64: the probe of the memory), `attend`,
+`attend_scored`, `attend_reference` (torch: bmm, softmax, bmm) and SDPA with one query, on the better of two layouts
+(heads apart, tokens apart). All in bytes of keys and values per second. Medians of the ratios of each round.
+
+Then `column_sums` of a prefill, as a share of the matrix products and the attention of one layer (measured on 1,024
+tokens, scaled to the micro-batch), in turn in each round.
+
+    python bench/decode_kernel.py [--repeats 9] [--dtype bf16] [--mib 256] [--output FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+from common import GB, Neighbours, Spread, add_flags, finish, table, wait_for_quiet
+
+# isort: split
+import torch
+
+from flexgen_h2o.kernels.causal import causal_attention, causal_attention_lse
+from flexgen_h2o.kernels.column_sums import column_sums
+from flexgen_h2o.kernels.slots import ScoreBook, attend, attend_reference, attend_scored
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+HEADS = {"opt-1.3b": (32, 64), "opt-6.7b": (32, 128), "opt-30b": (56, 128)}  # heads, width
+SLOTS = (103, 1100)
+LAYERS = {"opt-1.3b": (32, 64, 8192, 8192), "opt-6.7b": (32, 128, 16384, 4096)}  # heads, width, ffn, tokens
+PROMPTS = (512, 1024)
+CHUNK = 1024  # tokens whose matrix products are timed
+Seconds = dict[str, list[float]]
+
+
+def main() -> None:
+    args = _parse()
+    wait_for_quiet(args.quiet_wait)
+    dtype, decode, prefill = DTYPES[args.dtype], [], []
+    with torch.inference_mode(), Neighbours() as seen:
+        for model in HEADS:
+            for slots in SLOTS:
+                decode.append(_decode(model, slots, dtype, args.mib * 2**20, args.repeats))
+        for model in LAYERS:
+            for prompt in PROMPTS:
+                prefill.append(_prefill(model, prompt, dtype, args.repeats))
+    print(f"\n# other processes took {seen.others:.0%} of the cores")
+    result = {"benchmark": "decode_kernel", "dtype": args.dtype, "decode": decode, "prefill": prefill}
+    finish({**result, "neighbours": seen.others}, args.output)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_flags(parser, None, None)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--mib", type=int, default=256, help="MiB of keys and values (256)")
+    return parser.parse_args()
+
+
+def _in_turn(repeats: int, parts: dict[str, Callable[[], object]]) -> Seconds:
+    """Seconds of each part, one value a round; a first round is not counted."""
+    seconds: Seconds = {name: [] for name in parts}
+    for i in range(repeats + 1):
+        order = list(parts) if i % 2 else list(reversed(parts))
+        for name in order:
+            start = time.perf_counter()
+            parts[name]()
+            if i:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def _ratio(seconds: Seconds, fast: str, slow: str) -> Spread:
+    """How many times faster `fast` was, round by round."""
+    return Spread([b / a for a, b in zip(seconds[fast], seconds[slow], strict=True)])
+
+
+def _decode(model: str, slots: int, dtype: torch.dtype, nbytes: int, repeats: int) -> dict[str, Any]:
+    heads, width = HEADS[model]
+    batch = max(1, nbytes // (2 * heads * slots * width * dtype.itemsize))
+    rows, scale = batch * heads, width**-0.5
+    keys, values = (torch.randn(1, rows, slots, width, dtype=dtype) for _ in range(2))
+    q, filled = torch.randn(rows, 1, width, dtype=dtype), torch.full((rows,), slots, dtype=torch.int32)
+    ends = torch.zeros(rows, dtype=torch.int32), torch.full((rows,), slots * 9 // 10, dtype=torch.int32)
+    positions = torch.arange(slots, dtype=torch.int32).repeat(rows, 1)
+    book = ScoreBook(torch.rand(rows, slots), positions, *ends, 1.0, 1.0, torch.empty(rows, dtype=torch.int32))
+    apart = [t.view(batch, heads, -1, width) for t in (q, keys, values)]
+    tokens = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in apart]
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    seconds = _in_turn(
+        repeats,
+        {
+            "memory": lambda: [t.view(torch.int64).sum() for t in (keys, values)],
+            "attend": lambda: attend(q, keys, values, filled, scale),
+            "attend_scored": lambda: attend_scored(q, keys, values, filled, scale, book),
+            "torch": lambda: attend_reference(q, keys, values, filled, scale),
+            "sdpa_heads": lambda: sdpa(*apart, scale=scale),
+            "sdpa_tokens": lambda: sdpa(*tokens, scale=scale),
+        },
+    )
+    seconds["sdpa"] = min(seconds["sdpa_heads"], seconds["sdpa_tokens"], key=lambda s: Spread(s).median)
+    moved = keys.numel() * 2 * dtype.itemsize
+    speeds = {name: Spread([moved / s for s in values]) for name, values in seconds.items()}
+    ratios = {
+        "attend_of_memory": _ratio(seconds, "attend", "memory"),
+        "attend_over_sdpa": _ratio(seconds, "attend", "sdpa"),
+        "attend_over_torch": _ratio(seconds, "attend", "torch"),
+        "scored_time_over_unscored": _ratio(seconds, "attend", "attend_scored"),
+    }
+    table(
+        f"{model}: {batch} x {heads} heads, {slots} slots, {moved / 2**20:.0f} MiB",
+        [(name, speed.show("GB/s", 1, GB)) for name, speed in speeds.items()]
+        + [(name, ratio.show("", 3)) for name, ratio in ratios.items()],
+    )
+    return {
+        "model": model,
+        "slots": slots,
+        "batch": batch,
+        "bytes_per_s": {name: speed.to_json() for name, speed in speeds.items()},
+        "ratios": {name: ratio.to_json() for name, ratio in ratios.items()},
+    }
+
+
+def _prefill(model: str, prompt: int, dtype: torch.dtype, repeats: int) -> dict[str, Any]:
+    heads, width, ffn, tokens = LAYERS[model]
+    hidden, batch, scale = heads * width, tokens // prompt, width**-0.5
+    q, k, v = (torch.randn(batch, prompt, heads, width, dtype=dtype).transpose(1, 2) for _ in range(3))
+    lse = causal_attention_lse(q, k, v, scale)[1]
+    x, wide = torch.randn(CHUNK, hidden, dtype=dtype), torch.randn(CHUNK, ffn, dtype=dtype)
+    square, up, down = (torch.randn(a, b, dtype=dtype) for a, b in ((hidden, hidden), (ffn, hidden), (hidden, ffn)))
+
+    def products() -> None:
+        for inputs, weight in ((x, square), (x, square), (x, square), (x, square), (x, up), (wide, down)):
+            torch.nn.functional.linear(inputs, weight)
+
+    seconds = _in_turn(
+        repeats,
+        {
+            "products": products,
+            "attention": lambda: causal_attention(q, k, v, scale),
+            "attention_lse": lambda: causal_attention_lse(q, k, v, scale),
+            "column_sums": lambda: column_sums(q, k, lse, scale),
+        },
+    )
+    rounds = zip(seconds["products"], seconds["attention"], seconds["column_sums"], strict=True)
+    share = Spread([sums / (gemm * tokens / CHUNK + attention) for gemm, attention, sums in rounds])
+    table(
+        f"{model}: prefill of {batch} x {prompt} tokens, one layer",
+        [(name, Spread(values).show("ms", 1, 1e-3)) for name, values in seconds.items()]
+        + [(f"column_sums / (products x {tokens // CHUNK} + attention)", share.show("", 4))],
+    )
+    return {
+        "model": model,
+        "prompt": prompt,
+        "batch": batch,
+        "seconds": {name: Spread(values).to_json() for name, values in seconds.items()},
+        "share": share.to_json(),
+    }
+
+
+if __name__ == "__main__":
+    main()

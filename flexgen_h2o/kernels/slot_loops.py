@@ -1,0 +1,263 @@
+"""The compiled loops of `slots`: one pass over the keys and one over the values of each row.
+
+What a row gets depends on that row alone: slots are always taken in the same eights, whatever the segments.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from flexgen_h2o.kernels import vectors
+from flexgen_h2o.kernels.jit import bits_to_float, exp2, float_to_bits, floats_at, ints_at, jit, ordered, words_at
+
+_BLOCK = 2 * vectors.SLOTS  # slots that are looked up together
+_QUERIES = 4  # that are worked on together, where a kv-head has as many
+_AHEAD = 2048  # bytes of slots that are asked for before they are needed: into the next segment, pass and row
+_SCORES_AHEAD = 512  # bytes of a row's scores, and of its positions
+_LINE = 64  # bytes
+_LOG2_E = np.float32(1.4426950408889634)
+_NONE = np.iinfo(np.int64).max
+
+
+class Slots(NamedTuple):
+    """What `attend_rows` reads and writes: sizes, then addresses. A word is 4 bytes: one fp32 number or two in bf16."""
+
+    group: int
+    words: int  # of a slot
+    per_segment: int
+    segment_words: int  # from one segment to the next
+    most: int  # the largest of `filled`
+    q: int
+    keys: int
+    values: int
+    filled: int
+    out: int
+
+
+class Scores(NamedTuple):
+    """The addresses of a ScoreBook's tensors and its numbers; `columns` is 0 where nothing is scored."""
+
+    columns: int
+    scores: int
+    positions: int
+    oldest: int
+    newest: int
+    victims: int
+    fade: float
+    gain: float
+
+
+NO_SCORES = Scores(0, 0, 0, 0, 0, 0, 0.0, 0.0)
+
+
+@jit
+def attend_rows(element, slots, scale, book, first, end):  # type: ignore[no-untyped-def]
+    """`attend` or `attend_scored` for the rows first..end-1.
+
+    element: a number whose type says what slots hold: uint16 for bf16 (then d is even), float32 for fp32.
+    """
+    planes, lanes = vectors.planes(element), 16 if slots.words >= 16 else 1
+    ahead = max(1, _AHEAD // (_BLOCK * 4 * slots.words)) * _BLOCK
+    chunks = -(-slots.words // lanes)
+    query = np.empty((slots.group, chunks, planes, lanes), np.float32)
+    mixed = np.empty((slots.group, chunks, planes, lanes), np.float32)
+    p = np.empty((slots.group, -(-slots.most // _BLOCK) * _BLOCK), np.float32)
+    few = np.empty(_BLOCK * slots.words, np.uint32)
+    for r in range(first, end):
+        filled = ints_at(slots.filled)[r]
+        at = r * slots.group * slots.words * 4
+        _unpack(element, slots.q + at, slots.words, query)
+        if book.columns:
+            _fetch_scores(book, r)
+        for j in range(0, filled, _BLOCK):
+            coming = _coming(slots, slots.keys, r, slots.values, r, j + ahead, filled)
+            block = _take(slots, slots.keys, r, j, filled, few)
+            _dots(element, block, slots.words, query, p, j, coming)
+        _softmax(p, filled, np.float32(scale))
+        mixed[:] = 0
+        for j in range(0, filled, _BLOCK):
+            coming = _coming(slots, slots.values, r, slots.keys, r + 1, j + ahead, filled)
+            block = _take(slots, slots.values, r, j, filled, few)
+            _mix(element, block, slots.words, mixed, p, j, coming)
+        _pack(element, mixed, slots.words, slots.out + at)
+        if book.columns:
+            _score(book, r, filled, p)
+
+
+@jit
+def _unpack(element, at, words, query):  # type: ignore[no-untyped-def]
+    """Spread the queries at address `at` over planes; lanes that the last chunk shares with the one before are 0."""
+    lanes = query.shape[3]
+    for g in range(query.shape[0]):
+        done = 0
+        for c in range(query.shape[1]):
+            start = min(c * lanes, words - lanes)
+            for i in range(lanes):
+                word = words_at(at)[g * words + start + i] if start + i >= done else np.uint32(0)
+                if vectors.planes(element) == 2:
+                    query[g, c, 0, i] = bits_to_float(word << np.uint32(16))
+                    query[g, c, 1, i] = bits_to_float(word & np.uint32(0xFFFF0000))
+                else:
+                    query[g, c, 0, i] = bits_to_float(word)
+            done = start + lanes
+
+
+@jit
+def _pack(element, mixed, words, at):  # type: ignore[no-untyped-def]
+    """Write the sums to address `at` in the dtype of the slots."""
+    lanes = mixed.shape[3]
+    for g in range(mixed.shape[0]):
+        for c in range(mixed.shape[1]):
+            start = g * words + min(c * lanes, words - lanes)
+            for i in range(lanes):
+                if vectors.planes(element) == 2:
+                    low, high = _bf16(mixed[g, c, 0, i]), _bf16(mixed[g, c, 1, i])
+                    words_at(at)[start + i] = (low >> np.uint32(16)) | (high & np.uint32(0xFFFF0000))
+                else:
+                    floats_at(at)[start + i] = mixed[g, c, 0, i]
+
+
+@jit
+def _bf16(x):  # type: ignore[no-untyped-def]
+    """x rounded to bf16, half to even: the high half of the result."""
+    bits = np.uint32(float_to_bits(x))
+    return bits | np.uint32(0x400000) if x != x else bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+
+
+@jit
+def _coming(slots, memory, r, next_memory, next_row, j, filled):  # type: ignore[no-untyped-def]
+    """The address of slots j..j+7 of row r; beyond its end, of the first of what is read next."""
+    if j >= filled:
+        memory, r, j = next_memory, next_row, max(0, j - -(-filled // _BLOCK) * _BLOCK)
+    segment = j // slots.per_segment
+    offset = segment * slots.segment_words + (r * slots.per_segment + j - segment * slots.per_segment) * slots.words
+    return memory + 4 * offset
+
+
+@jit
+def _fetch(at, size):  # type: ignore[no-untyped-def]
+    """Ask for the cache lines of some bytes; of a tile's at most, as more would hold up what is needed now."""
+    for line in range(at, at + size, _LINE):
+        vectors.prefetch(line)
+
+
+@jit
+def _fetch_scores(book, r):  # type: ignore[no-untyped-def]
+    """Ask for the beginning of row r's scores and positions; from there on the hardware fetches ahead."""
+    start = 4 * r * book.columns
+    _fetch(book.scores + start, min(_SCORES_AHEAD, 4 * book.columns))
+    _fetch(book.positions + start, min(_SCORES_AHEAD, 4 * book.columns))
+    _fetch(book.oldest + 4 * r, 1)
+    _fetch(book.newest + 4 * r, 1)
+    _fetch(book.victims + 4 * r, 1)
+
+
+@jit
+def _take(slots, memory, r, j, filled, few):  # type: ignore[no-untyped-def]
+    """The address of slots j..j+7 of row r, side by side; beyond `filled` they are zero, and nothing is read there."""
+    segment = j // slots.per_segment
+    inside = j - segment * slots.per_segment
+    words = slots.words
+    at = memory + 4 * (segment * slots.segment_words + (r * slots.per_segment + inside) * words)
+    if inside + _BLOCK <= slots.per_segment and j + _BLOCK <= filled:
+        return at
+    for s in range(_BLOCK):
+        for i in range(words):
+            few[s * words + i] = words_at(at)[i] if j + s < filled else np.uint32(0)
+        inside += 1
+        at += 4 * words
+        if inside == slots.per_segment:
+            inside = 0
+            at += 4 * (slots.segment_words - slots.per_segment * words)
+    return few.ctypes.data
+
+
+@jit
+def _dots(element, block, words, query, p, j, coming):  # type: ignore[no-untyped-def]
+    """p[g, j..j+7] = q[g] . key, for all g while the block is in the nearest cache."""
+    group, stride = p.shape
+    step = query.itemsize * (query.size // group)
+    size = vectors.SLOTS * 4 * words
+    for start in range(j, j + _BLOCK, vectors.SLOTS):
+        _fetch(coming, size)
+        asked, to, g = query.ctypes.data, p.ctypes.data + p.itemsize * start, 0
+        while g < group:
+            together = 1
+            if words < 16:
+                vectors.dots_narrow(element, block, words, asked, to, stride)
+            elif g + _QUERIES <= group:
+                vectors.dots_four(element, block, words, asked, to, stride)
+                together = _QUERIES
+            else:
+                vectors.dots_one(element, block, words, asked, to, stride)
+            g, asked, to = g + together, asked + together * step, to + together * p.itemsize * stride
+        block, coming = block + size, coming + size
+
+
+@jit
+def _mix(element, block, words, mixed, p, j, coming):  # type: ignore[no-untyped-def]
+    """mixed[g] += sum over slots j..j+7 of p[g, slot] x value."""
+    group, stride = p.shape
+    step = mixed.itemsize * (mixed.size // group)
+    size = vectors.SLOTS * 4 * words
+    for start in range(j, j + _BLOCK, vectors.SLOTS):
+        _fetch(coming, size)
+        total, share, g = mixed.ctypes.data, p.ctypes.data + p.itemsize * start, 0
+        while g < group:
+            together = 1
+            if words < 16:
+                vectors.mix_narrow(element, block, words, total, share, stride)
+            elif g + _QUERIES <= group:
+                vectors.mix_four(element, block, words, total, share, stride)
+                together = _QUERIES
+            else:
+                vectors.mix_one(element, block, words, total, share, stride)
+            g, total, share = g + together, total + together * step, share + together * p.itemsize * stride
+        block, coming = block + size, coming + size
+
+
+@jit
+def _softmax(p, filled, scale):  # type: ignore[no-untyped-def]
+    """p[g, :filled] = softmax(scale x p[g, :filled]); the rest of the last block is 0."""
+    factor = scale * _LOG2_E
+    for g in range(p.shape[0]):
+        row = p[g]
+        largest = np.int32(-(2**31))
+        for j in range(filled):
+            row[j] *= factor
+            largest = max(largest, ordered(float_to_bits(row[j])))
+        top = bits_to_float(np.uint32(ordered(largest)))
+        total = np.float32(0)
+        for j in range(filled):
+            row[j] = exp2(row[j] - top)
+            total += row[j]
+        share = np.float32(1) / total
+        for j in range(filled):
+            row[j] *= share
+        row[filled : -(-filled // _BLOCK) * _BLOCK] = 0
+
+
+@jit
+def _score(book, r, filled, p):  # type: ignore[no-untyped-def]
+    """The column scores of row r, and its victim. `ordered` integers and 64-bit pairs make all of it vectorise."""
+    scores, positions = floats_at(book.scores + 4 * r * book.columns), ints_at(book.positions + 4 * r * book.columns)
+    oldest, newest = ints_at(book.oldest)[r], ints_at(book.newest)[r]
+    fade, gain = np.float32(book.fade), np.float32(book.gain)
+    lowest = np.int32(2**31 - 1)
+    for g in range(1, p.shape[0]):
+        for j in range(filled):
+            p[0, j] += p[g, j]
+    received = p[0]
+    for j in range(filled):
+        score = fade * scores[j] + gain * received[j]
+        scores[j] = score
+        allowed = (oldest <= positions[j]) & (positions[j] <= newest)
+        lowest = min(lowest, ordered(float_to_bits(score)) if allowed else np.int32(2**31 - 1))
+    floor = bits_to_float(np.uint32(ordered(lowest)))
+    best = np.int64(_NONE)
+    for j in range(filled):
+        allowed = (oldest <= positions[j]) & (positions[j] <= newest) & (scores[j] == floor)
+        best = min(best, (np.int64(positions[j]) << np.int64(32)) + np.int64(j) if allowed else np.int64(_NONE))
+    ints_at(book.victims)[r] = np.int32(-1) if best == _NONE else np.int32(best & np.int64(0xFFFFFFFF))

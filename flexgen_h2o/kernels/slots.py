@@ -1,0 +1,190 @@
+"""Decode attention: one query a head over KV slots; column scores and a victim where an eviction policy wants them.
+
+R = rows: sequences x kv-heads; g = query heads of one kv-head; d = head width; C = slots of a row, held in segments of
+S: slot j of row r is at [j // S, r, j % S]. Softmax and sums in fp32.
+
+On the CPU, fp32 and bf16 go through one compiled pass over the keys and one over the values (`slot_loops`); everything
+else through the torch operations of `attend_reference` and `attend_scored_reference`, which mean the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from flexgen_h2o.kernels.threads import share_rows
+
+if TYPE_CHECKING:
+    from flexgen_h2o.kernels.slot_loops import Scores
+
+_WORD = 4  # bytes: the compiled loops take slots in such steps
+
+
+@dataclass(frozen=True)
+class ScoreBook:
+    """Column scores of R rows with C slots, on the device of the keys, each tensor contiguous; updated in place.
+
+    scores: (R, C) fp32. positions: (R, C) int32, distinct within a row and not negative. oldest, newest: (R,) int32,
+    the positions between which, both included, a row may lose a slot. victims: (R,) int32, written.
+    """
+
+    scores: torch.Tensor
+    positions: torch.Tensor
+    oldest: torch.Tensor
+    newest: torch.Tensor
+    fade: float
+    gain: float
+    victims: torch.Tensor
+
+
+def attend(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Attention of each row's queries over its slots 0..filled-1; the others are not read and may hold anything.
+
+    q: (R, g, d). keys, values: (segments, R, S, d) in q's dtype, each segment contiguous, any stride between segments,
+    the same for both. filled: (R,) int32, from 1 to segments x S. Returns (R, g, d) in q's dtype. A row's result
+    depends on that row alone, not on S, on other rows or on threads.
+    """
+    if not _is_compiled(q, keys, values):
+        return attend_reference(q, keys, values, filled, scale)
+    return _attend_compiled(q, keys, values, filled, scale, None)
+
+
+def attend_scored(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float, book: ScoreBook
+) -> torch.Tensor:
+    """`attend`, bit for bit, which also keeps the book.
+
+    scores[r, j] = fade x scores[r, j] + gain x (sum over g of the probability of slot j), for j < filled; victims[r] =
+    the slot j < filled of the lowest new score among those with oldest <= positions[r, j] <= newest, on equal scores
+    the one of the lowest position; -1 if there is none.
+    """
+    if not _is_compiled(q, keys, values):
+        return attend_scored_reference(q, keys, values, filled, scale, book)
+    return _attend_compiled(q, keys, values, filled, scale, book)
+
+
+def attend_reference(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """`attend` in torch operations, a segment at a time. Products are rounded to q's dtype."""
+    return _mix(slot_probabilities(q, keys, filled, scale), values, filled).to(q.dtype)
+
+
+def attend_scored_reference(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float, book: ScoreBook
+) -> torch.Tensor:
+    """`attend_scored` in torch operations."""
+    p = slot_probabilities(q, keys, filled, scale)
+    longest = p.shape[2]
+    scores, positions = book.scores[:, :longest], book.positions[:, :longest]
+    used = torch.arange(longest, device=q.device) < filled.unsqueeze(1)
+    scores.copy_(torch.where(used, book.fade * scores + book.gain * p.sum(dim=1), scores))
+    allowed = used & (positions >= book.oldest.unsqueeze(1)) & (positions <= book.newest.unsqueeze(1))
+    lowest = scores.masked_fill(~allowed, float("inf")).amin(dim=1, keepdim=True)
+    candidates = allowed & (scores == lowest)
+    earliest = positions.masked_fill(~candidates, torch.iinfo(torch.int32).max).argmin(dim=1)
+    book.victims.copy_(torch.where(candidates.any(dim=1), earliest, -1))
+    return _mix(p, values, filled).to(q.dtype)
+
+
+def slot_probabilities(q: torch.Tensor, keys: torch.Tensor, filled: torch.Tensor, scale: float) -> torch.Tensor:
+    """(R, g, longest) fp32, where longest = filled.max(); slots from `filled` on have probability 0."""
+    length, longest = keys.shape[2], int(filled.max())
+    parts = [torch.bmm(q, keys[i, :, : longest - i * length].transpose(1, 2)) for i in range(-(-longest // length))]
+    products = torch.cat(parts, dim=2).float().mul_(scale)
+    empty = torch.arange(longest, device=q.device) >= filled.view(-1, 1, 1)
+    return torch.softmax(products.masked_fill_(empty, float("-inf")), dim=2)
+
+
+def _mix(p: torch.Tensor, values: torch.Tensor, filled: torch.Tensor) -> torch.Tensor:
+    """(R, g, d): the values weighed with p. A value of weight 0 can be NaN, so what is not filled is made 0 first."""
+    length, longest, least = values.shape[2], p.shape[2], int(filled.min())
+    out = torch.zeros(*p.shape[:2], values.shape[3], device=p.device)
+    for start in range(0, longest, length):
+        end = min(longest, start + length)
+        part = values[start // length, :, : end - start]
+        if least < end:
+            empty = torch.arange(start, end, device=p.device) >= filled.unsqueeze(1)
+            part = part.masked_fill(empty.unsqueeze(2), 0)
+        out += torch.bmm(p[:, :, start:end].to(part.dtype), part)
+    return out
+
+
+def _is_compiled(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether the compiled loops can read these: in the CPU's memory, slots of whole words."""
+    if q.device.type != "cpu" or q.dtype not in (torch.float32, torch.bfloat16):
+        return False
+    places = (t.data_ptr() for t in (q, keys, values))
+    return not any(size * q.itemsize % _WORD for size in (q.shape[2], keys.stride(0))) and not any(
+        place % _WORD for place in places
+    )
+
+
+def _attend_compiled(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    filled: torch.Tensor,
+    scale: float,
+    book: ScoreBook | None,
+) -> torch.Tensor:
+    import numpy as np
+
+    from flexgen_h2o.kernels import slot_loops
+
+    q, filled = q.contiguous(), filled.contiguous()
+    rows, group, width = q.shape
+    most = int(filled.max())
+    _check_slots(q, keys, values, filled, most)
+    out = torch.empty_like(q)
+    slots = slot_loops.Slots(
+        group, q.itemsize * width // _WORD, keys.shape[2], q.itemsize * keys.stride(0) // _WORD, most,
+        q.data_ptr(), keys.data_ptr(), values.data_ptr(), filled.data_ptr(), out.data_ptr(),
+    )  # fmt: skip
+    scores = slot_loops.NO_SCORES if book is None else _addresses(book, rows, most)
+    element = np.float32(0) if q.dtype == torch.float32 else np.uint16(0)
+    share_rows(
+        lambda first, end: slot_loops.attend_rows(element, slots, scale, scores, first, end),
+        rows,
+        2 * most * width * q.itemsize,
+    )
+    return out
+
+
+# What the loops read goes by address: a wrong shape would be memory out of bounds, so all of it is checked.
+
+
+def _check_slots(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, most: int) -> None:
+    """Raises ValueError."""
+    rows, _, width = q.shape
+    segments, _, length, _ = keys.shape
+    ok = keys.shape == values.shape == (segments, rows, length, width) and most <= segments * length
+    ok = ok and all(t.dtype == q.dtype and t[0].is_contiguous() for t in (keys, values))
+    ok = ok and (segments == 1 or keys.stride(0) == values.stride(0))
+    if not ok or filled.dtype != torch.int32 or filled.shape != (rows,):
+        shapes = (f"{tuple(t.shape)} {t.dtype} strides {t.stride()}" for t in (q, keys, values, filled))
+        raise ValueError("attend: q, keys, values, filled do not go together: {}; {}; {}; {}".format(*shapes))
+
+
+def _addresses(book: ScoreBook, rows: int, most: int) -> Scores:
+    """Raises ValueError."""
+    from flexgen_h2o.kernels.slot_loops import Scores
+
+    columns = book.scores.shape[1]
+    whole, single = (rows, columns), (rows,)
+    wanted = {
+        "scores": (whole, torch.float32), "positions": (whole, torch.int32), "oldest": (single, torch.int32),
+        "newest": (single, torch.int32), "victims": (single, torch.int32),
+    }  # fmt: skip
+    for name in wanted:
+        tensor = getattr(book, name)
+        if (tuple(tensor.shape), tensor.dtype) != wanted[name] or not tensor.is_contiguous() or columns < most:
+            raise ValueError(f"attend_scored: {name} is {tuple(tensor.shape)} {tensor.dtype}, not {wanted[name]}")
+    return Scores(
+        columns, book.scores.data_ptr(), book.positions.data_ptr(), book.oldest.data_ptr(), book.newest.data_ptr(),
+        book.victims.data_ptr(), float(book.fade), float(book.gain),
+    )  # fmt: skip

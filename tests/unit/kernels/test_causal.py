@@ -1,0 +1,87 @@
+"""Causal attention with its log-sum-exp: fused and tiled against each other and against the definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexgen_h2o.kernels import causal
+from flexgen_h2o.kernels.causal import causal_attention, causal_attention_lse, causal_attention_lse_reference
+
+DTYPES = [torch.float32, torch.bfloat16]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.03}
+
+
+def prompts(batch: int, heads: int, group: int, n: int, d: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """q, k, v as the engine has them: heads side by side in a token."""
+    return tuple(torch.randn(batch, n, h, d).to(dtype).transpose(1, 2) for h in (heads * group, heads, heads))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.integers(1, 40), st.sampled_from([1, 8, 15, 20, 64]),
+    st.sampled_from(DTYPES), st.sampled_from([causal_attention_lse, causal_attention_lse_reference]),
+)  # fmt: skip
+def test_against_the_definition(batch: int, heads: int, group: int, n: int, d: int, dtype, function) -> None:
+    q, k, v = prompts(batch, heads, group, n, d, dtype)
+    out, lse = function(q, k, v, 0.3)
+    products = 0.3 * q.double() @ k.double().repeat_interleave(group, dim=1).transpose(2, 3)
+    products.masked_fill_(torch.ones(n, n, dtype=torch.bool).triu(1), float("-inf"))
+    expected = torch.softmax(products, dim=3) @ v.double().repeat_interleave(group, dim=1)
+    assert out.shape == q.shape and out.dtype == dtype and lse.shape == q.shape[:3] and lse.dtype == torch.float32
+    assert (out.double() - expected).abs().max() < TOLERANCE[dtype]
+    assert (lse.double() - products.logsumexp(dim=3)).abs().max() < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tiles_join(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = prompts(2, 2, 2, 50, 16, dtype)
+    whole = causal_attention_lse_reference(q, k, v, 0.3)
+    monkeypatch.setattr(causal, "REFERENCE_ROWS", 7)
+    for tiled, one in zip(causal_attention_lse_reference(q, k, v, 0.3), whole, strict=True):
+        assert torch.allclose(tiled, one, atol=TOLERANCE[dtype], rtol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group", [1, 4])
+def test_batches_are_prompts_and_lse_changes_nothing(group: int, dtype: torch.dtype) -> None:
+    q, k, v = prompts(5, 2, group, 70, 64, dtype)
+    out, lse = causal_attention_lse(q, k, v, 0.125)
+    assert torch.equal(out, causal_attention(q, k, v, 0.125))
+    for b in range(5):
+        alone = causal_attention_lse(q[b : b + 1], k[b : b + 1], v[b : b + 1], 0.125)
+        assert torch.equal(alone[0], out[b : b + 1]) and torch.equal(alone[1], lse[b : b + 1])
+
+
+def missing(*_args: object, **_kwargs: object) -> causal.Result:
+    raise RuntimeError("no such operator")
+
+
+def wrong(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> causal.Result:
+    out, lse = causal_attention_lse_reference(q, k, v, scale)
+    return out, lse / 0.693  # in base 2
+
+
+def misshapen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> causal.Result:
+    out, lse = causal_attention_lse_reference(q, k, v, scale)
+    return out, lse.transpose(1, 2)
+
+
+@pytest.mark.parametrize("fused", [missing, wrong, misshapen])
+def test_a_private_operation_that_changed_is_left_alone(fused, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(causal._FUSED, "cpu", (fused, (torch.float32,)))
+    causal._checked.cache_clear()
+    try:
+        q, k, v = prompts(1, 2, 2, 9, 16, torch.float32)
+        for a, b in zip(causal_attention_lse(q, k, v, 0.3), causal_attention_lse_reference(q, k, v, 0.3), strict=True):
+            assert torch.equal(a, b)
+    finally:
+        causal._checked.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_fused_operation_of_this_torch_is_in_use(dtype: torch.dtype) -> None:
+    assert causal._checked("cpu", dtype, False) is causal._fused_cpu
+    assert causal._checked("cpu", dtype, True) is causal._fused_cpu
