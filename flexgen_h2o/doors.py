@@ -10,12 +10,18 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from flexgen_h2o import interrupts
 from flexgen_h2o.config import DTYPE_BYTES, MemoryBudget, Policy, read_policy
 from flexgen_h2o.errors import EXIT_FAILED, EXIT_USAGE, SIGNAL_BASE, FlexgenError, UsageError
 from flexgen_h2o.paths import usable_path
+
+if TYPE_CHECKING:
+    from flexgen_h2o.kvcache.eviction import Eviction
+
+# The rows of kvcache.eviction.POLICIES, here as well so that --help need not import torch; a test compares them.
+EVICTIONS = ("full", "local", "h2o", "h2o-norm", "tova", "snapkv", "h2o-v", "random")
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -132,12 +138,14 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--overlap", type=boolean, nargs="?", const=True, help="move and compute at the same time (true)")
     add("--compress-weight", action="store_true", help="not in this version")
     add("--compress-cache", action="store_true", help="not in this version")
-    add("--eviction", default="full", help="which KV columns are kept: full")
-    add("--hh-ratio", type=float, help="not in this version")
-    add("--recent-ratio", type=float, help="not in this version")
-    add("--hh-size", type=int, help="not in this version")
-    add("--recent-size", type=int, help="not in this version")
-    add("--hh-all", action="store_true", help="not in this version")
+    add("--hh-ratio", type=float, help="keep int(R x prompt) heavy-hitter KV columns a row, and as many recent (H2O)")
+    add("--recent-ratio", type=float, help="recent columns a row, as a share of its prompt (as --hh-ratio)")
+    add("--hh-size", type=int, metavar="N", help="heavy-hitter columns a row, a count; 0 keeps recent ones only")
+    add("--recent-size", type=int, metavar="N", help="recent columns a row, a count")
+    add("--hh-all", type=boolean, nargs="?", const=True, help="false: drop columns of the prompt only (true)")
+    evictions = ", ".join(EVICTIONS)
+    add("--eviction", metavar="NAME", help=f"which columns stay: {evictions} (h2o with a --hh flag, else full)")
+    add("--kv-layer-schedule", metavar="NAME", help="uniform, or pyramid: lower layers keep more (uniform)")
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
@@ -155,17 +163,36 @@ def budget_of(args: argparse.Namespace) -> MemoryBudget:
 
 
 def refuse_missing_features(args: argparse.Namespace) -> None:
-    """H2O and compression flags are known but not built yet: UsageError, never silently ignored."""
-    numbers = ("hh_ratio", "recent_ratio", "hh_size", "recent_size")
-    switches = ("hh_all", "compress_weight", "compress_cache")
-    given = [flag_of(n) for n in numbers if getattr(args, n) is not None]
-    given += [flag_of(n) for n in switches if getattr(args, n)]
-    if args.eviction != "full":
-        given.append(f"--eviction {args.eviction}")
+    """Compression flags are known but not built yet: UsageError, never silently ignored."""
+    given = [flag_of(n) for n in ("compress_weight", "compress_cache") if getattr(args, n)]
     if given:
-        raise UsageError(
-            f"{given[0]}: not in this version yet; leave it out (the full cache, uncompressed, is what runs)"
-        )
+        raise UsageError(f"{given[0]}: not in this version yet; leave it out (uncompressed is what runs)")
+
+
+# Fields of an eviction policy by the flag that sets them.
+EVICTION_FLAGS = {
+    "heavy_ratio": "--hh-ratio", "recent_ratio": "--recent-ratio", "heavy_size": "--hh-size",
+    "recent_size": "--recent-size", "while_decoding": "--hh-all", "layer_schedule": "--kv-layer-schedule",
+}  # fmt: skip
+
+
+def eviction_of(args: argparse.Namespace) -> Eviction:
+    """The eviction policy that the flags ask for: h2o where they say how much is kept, else the full cache."""
+    from flexgen_h2o.kvcache.eviction import EVICTING, Full
+
+    attributes = {field: flag.removeprefix("--").replace("-", "_") for field, flag in EVICTION_FLAGS.items()}
+    given = {field: getattr(args, a) for field, a in attributes.items() if getattr(args, a) is not None}
+    name = args.eviction or ("h2o" if given else "full")
+    if name not in EVICTIONS:
+        raise UsageError(f"--eviction {name}: not one of {', '.join(EVICTIONS)}")
+    if name == "full":
+        if given:
+            raise UsageError(f"{EVICTION_FLAGS[next(iter(given))]} and --eviction full: give one of them")
+        return Full()
+    if args.attn_sparsity not in (None, 1.0):
+        raise UsageError(f"--attn-sparsity: is for the full cache, not for {name}; leave one of them out")
+    with naming_flags(**EVICTION_FLAGS):
+        return EVICTING[name](**given)
 
 
 def policy_settings(args: argparse.Namespace) -> dict[str, Any]:

@@ -104,7 +104,10 @@ class Engine:
     def _open_cache(self) -> CacheStore:
         on_host = self.device.is_host or self.policy.cpu_cache_compute
         overlay = self._buffers.get(("cache overlay", "host"), torch.empty(0, dtype=torch.uint8))
-        return CacheStore(self.mover, self.dtype, self._arenas("cache"), self._files.get("cache"), overlay, on_host)
+        return CacheStore(
+            self.mover, self.dtype, self._arenas("cache"), self._files.get("cache"), overlay,
+            self._arenas("cache record"), on_host,
+        )  # fmt: skip
 
     def _open_hidden(self) -> HiddenStore:
         shares = tier_shares(self.policy.hidden_shares, self.device.is_host)

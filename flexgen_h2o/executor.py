@@ -17,13 +17,18 @@ from flexgen_h2o.config import Layer
 from flexgen_h2o.engine import Engine
 from flexgen_h2o.generation import Decoding, MicroBatch, Row, SweepInput
 from flexgen_h2o.hidden import HiddenKey
-from flexgen_h2o.kernels.attention import slot_attention, sparse_slot_attention
+from flexgen_h2o.kernels import slots as slot_kernels
+from flexgen_h2o.kernels.sparse_slots import attend_sparse
 from flexgen_h2o.kvcache.attend import SlotAttention, attend_prompts, attend_slots
-from flexgen_h2o.kvcache.layout import UnitLayout
+from flexgen_h2o.kvcache.eviction import Eviction
+from flexgen_h2o.kvcache.hook import Hook, unit_columns
+from flexgen_h2o.kvcache.slots import Joining, SlotTable, joining
 from flexgen_h2o.kvcache.store import CacheKey
+from flexgen_h2o.kvcache.view import PartView
 from flexgen_h2o.models import Weights, family_of
 from flexgen_h2o.planner.memory import kv_layout, tier_shares
 from flexgen_h2o.schedule import Step, weight_sequence, zigzag
+from flexgen_h2o.tiers.ring import Region
 from flexgen_h2o.tiers.stream import Stream
 from flexgen_h2o.tiers.transfer import Waitable, wait_all
 from flexgen_h2o.weights import WeightStream
@@ -40,15 +45,45 @@ class BlockTimes:
     layers: list[float]
 
 
+@dataclass(frozen=True)
+class KvUse:
+    """KV columns that the rows of a block held in each sweep, and those that the full cache would have held.
+
+    Columns of all rows and layers; a column is one key and one value of every kv-head.
+    """
+
+    held: list[int]
+    full: list[int]
+
+
+@dataclass(frozen=True)
+class _CacheStep:
+    """The KV unit of one attention layer while it is computed. new, slots: None in the prefill sweep."""
+
+    hook: Hook
+    region: Region | None
+    views: list[PartView]
+    store_whole: bool
+    new: Joining | None = None
+    slots: list[torch.Tensor] | None = None
+
+    @property
+    def columns(self) -> int:
+        """Slots in use of the fullest row, once the layer is computed."""
+        return int((self.hook.rows.kept if self.new is None else self.new.filled).max())
+
+
 class Executor:
     """Runs blocks on an engine, one after another.
 
     max_sweeps: an upper bound of sweeps over all blocks (weights are loaded ahead across blocks). on_finished gets
-    rows as they finish. After each block `times` holds its seconds.
+    rows as they finish. After each block `times` holds its seconds and `kv_use` its columns.
     """
 
-    def __init__(self, engine: Engine, decoding: Decoding, on_finished: OnFinished, max_sweeps: int) -> None:
-        self._engine, self._decoding, self._on_finished = engine, decoding, on_finished
+    def __init__(
+        self, engine: Engine, eviction: Eviction, decoding: Decoding, on_finished: OnFinished, max_sweeps: int
+    ) -> None:
+        self._engine, self._eviction, self._decoding, self._on_finished = engine, eviction, decoding, on_finished
         self._family = family_of(engine.spec)
         self._workspace = engine.workspace()
         self._layers: tuple[Layer, ...] = engine.layers.layers
@@ -58,16 +93,17 @@ class Executor:
         self._weights = WeightStream(engine.weights, engine.weight_ring(), weight_sequence(max_sweeps, units), ahead)
         sparsity = engine.policy.attn_sparsity
         self._slot_attention: SlotAttention = (
-            slot_attention if sparsity == 1 else partial(sparse_slot_attention, share=sparsity)
+            slot_kernels.attend if sparsity == 1 else partial(attend_sparse, share=sparsity)
         )
         self._scale = engine.spec.head_dim**-0.5
         self.times = BlockTimes([], [])
+        self.kv_use = KvUse([], [])
 
     def run_block(
-        self, rows: Sequence[Sequence[Row]], slots: Sequence[int], order: Iterator[Step] | None = None,
+        self, rows: Sequence[Sequence[Row]], order: Iterator[Step] | None = None,
         on_tokens: Callable[[int], None] = lambda count: None,
     ) -> None:  # fmt: skip
-        """Generate for the rows of a block: micro-batches of rows, and the KV slots that each micro-batch needs.
+        """Generate for the rows of a block, given as micro-batches.
 
         `order` may cut the schedule short (debug modes); by default it runs until every row has finished.
         on_tokens hears how many tokens a micro-batch has got.
@@ -75,8 +111,8 @@ class Executor:
         self._on_tokens = on_tokens
         self._batches = [MicroBatch(r) for r in rows]
         sweeps = max(r.max_new for batch in rows for r in batch)
-        self._begin(slots, sweeps)
-        self.times = BlockTimes([], [])
+        self._begin(sweeps)
+        self.times, self.kv_use = BlockTimes([], []), KvUse([], [])
         sweep_start = layer_start = time.perf_counter()
         for step in order or zigzag(sweeps, len(self._layers), len(rows)):
             interrupts.check()
@@ -99,17 +135,26 @@ class Executor:
         """Wait for loads still under way; call once after the last block."""
         self._weights.drain()
 
-    def _begin(self, slots: Sequence[int], sweeps: int) -> None:
+    def _begin(self, sweeps: int) -> None:
         engine, spec, count = self._engine, self._engine.spec, len(self._batches)
         shares = tier_shares(engine.policy.cache_shares, engine.device.is_host)
-        layouts: list[UnitLayout] = [
-            kv_layout(spec, len(batch.rows), capacity, shares, engine.dtype.itemsize)
-            for batch, capacity in zip(self._batches, slots, strict=True)
+        record = self._eviction.needs.record
+        self._tables = [
+            SlotTable(self._eviction, [(len(r.prompt.token_ids), r.max_new) for r in b.rows], spec.num_blocks)
+            for b in self._batches
         ]
-        engine.cache.begin_block(spec.num_blocks, layouts)
+        self._places = {id(row): place for b in self._batches for place, row in enumerate(b.rows)}
+        engine.cache.begin_block(
+            [
+                [
+                    kv_layout(spec, len(b.rows), table.most_slots(block), shares, engine.dtype.itemsize, record)
+                    for b, table in zip(self._batches, self._tables, strict=True)
+                ]
+                for block in range(spec.num_blocks)
+            ]
+        )
         engine.hidden.begin_block([b.prompt_tokens for b in self._batches], [len(b.rows) for b in self._batches])
         self._inputs: dict[int, SweepInput] = {}
-        self._slots: dict[int, torch.Tensor] = {}
         ahead = (engine.plan.depth.cache, engine.plan.depth.hidden) if self._overlap else (0, 0)
         self._cache: Stream[CacheKey] = Stream(
             engine.cache_ring(), self._cache_keys(sweeps, count), engine.cache, ahead[0]
@@ -142,14 +187,16 @@ class Executor:
         with span("wait", f"load_hidden {phase}"):
             region = self._hidden.take(key)
             x = engine.hidden.open(key, region)
+        cache: _CacheStep | None = None
         if layer.kind in ATTENTION_KINDS:
             with span("wait", f"load_cache {phase}"):
-                self._open_cache(step, layer)
+                cache = self._open_cache(step, layer)
         with span("compute", f"compute_layer {phase}"):
-            self._compute(k, layer, w, x)
-        if layer.kind in ATTENTION_KINDS:
+            self._compute(k, layer, w, x, cache)
+        if cache is not None:
+            self._watch_slots(k, cache)
             with span("wait", f"store_cache {phase}"):
-                self._close_cache(step, layer)
+                self._close_cache(step, layer, cache)
         with span("wait", f"store_hidden {phase}"):
             stores = engine.hidden.close(key, region, engine.device.fence())
             self._hidden.give_back(region, stores)
@@ -160,44 +207,67 @@ class Executor:
         if not self._overlap:
             wait_all(stores)
 
-    def _open_cache(self, step: Step, layer: Layer) -> None:
-        key = (step.sweep, layer.block, step.micro_batch)
-        self._cache_region = self._cache.take(key)
-        self._views, self._store_whole = self._engine.cache.open(key, self._cache_region)
+    def _open_cache(self, step: Step, layer: Layer) -> _CacheStep:
+        k, fed = step.micro_batch, self._inputs[step.micro_batch]
+        key = (step.sweep, layer.block, k)
+        region = self._cache.take(key)
+        views, store_whole = self._engine.cache.open(key, region)
+        places = [self._places[id(row)] for row in self._batches[k].rows]
+        rows = self._tables[k].at(layer.block, places)
+        hook = Hook(self._eviction, layer.block, rows, self._engine.spec.num_kv_heads)
+        if fed.is_prefill:
+            self._count_columns(step.sweep, rows.kept, fed)
+            return _CacheStep(hook, region, views, store_whole)
+        new = joining(rows, torch.tensor(fed.past))
+        self._count_columns(step.sweep, new.filled, fed)
+        return _CacheStep(hook, region, views, store_whole, new, hook.next_slots(views, new))
 
-    def _close_cache(self, step: Step, layer: Layer) -> None:
+    def _close_cache(self, step: Step, layer: Layer, cache: _CacheStep) -> None:
         key, engine = (step.sweep, layer.block, step.micro_batch), self._engine
-        slots, fence = self._slots[step.micro_batch], engine.device.fence()
-        stores = engine.cache.close(key, self._cache_region, slots, self._store_whole, fence)
-        self._cache.give_back(self._cache_region, stores)
+        slots = None if cache.store_whole else cache.slots
+        stores = engine.cache.close(key, cache.region, cache.columns, slots, engine.device.fence())
+        self._cache.give_back(cache.region, stores)
         self._settle(stores)
 
+    def _count_columns(self, sweep: int, held: torch.Tensor, fed: SweepInput) -> None:
+        """held: (sequences,) columns of one layer."""
+        if len(self.kv_use.held) <= sweep:
+            self.kv_use.held.append(0)
+            self.kv_use.full.append(0)
+        self.kv_use.held[sweep] += int(held.sum())
+        self.kv_use.full[sweep] += sum(fed.past) + sum(fed.counts)
+
+    def _watch_slots(self, k: int, cache: _CacheStep) -> None:
+        """Show what a decode step's attention saw to whoever watches."""
+        watch = self._decoding.watch_slots
+        if watch is not None and cache.new is not None:
+            rows = [r.prompt.index for r in self._batches[k].rows]
+            watch(rows, cache.new.filled, unit_columns(cache.hook, cache.views, cache.new))
+
     def _begin_sweep(self, k: int) -> None:
-        """Fix what micro-batch `k` feeds into this sweep and which slots its new columns take."""
+        """Fix what micro-batch `k` feeds into this sweep."""
         fed = self._batches[k].sweep_input()
         self._inputs[k] = fed
-        self._slots[k] = torch.tensor(fed.past).repeat_interleave(self._engine.spec.num_kv_heads)
         self._engine.hidden.begin_sweep(k, len(fed.ids))
 
-    def _compute(self, k: int, layer: Layer, w: Weights, x: torch.Tensor) -> None:
+    def _compute(self, k: int, layer: Layer, w: Weights, x: torch.Tensor, cache: _CacheStep | None) -> None:
         spec, family, ws, fed = self._engine.spec, self._family, self._workspace, self._inputs[k]
         if layer.kind == "embedding":
             family.embed(spec, w, fed.ids.to(x.device), fed.positions.to(x.device), x, ws)
-        if layer.kind in ATTENTION_KINDS:
-            attend = self._attend_prompts if fed.is_prefill else self._attend_slots
+        if cache is not None:
             out = ws.get("mixed", len(x), spec.num_heads * spec.head_dim)
-            family.attention(spec, w, x, partial(attend, k, out), ws)
+            family.attention(spec, w, x, partial(self._attend, fed, cache, out), ws)
         if layer.kind in ("mlp", "block"):
             family.mlp(spec, w, x, ws)
         if layer.kind == "head":
             self._head(k, w, x)
 
-    def _attend_prompts(self, k: int, out: torch.Tensor, *qkv: torch.Tensor) -> torch.Tensor:
-        return attend_prompts(qkv, self._inputs[k].counts, self._views, self._scale, out)
-
-    def _attend_slots(self, k: int, out: torch.Tensor, *qkv: torch.Tensor) -> torch.Tensor:
-        slots, longest = self._slots[k], max(self._inputs[k].past) + 1
-        return attend_slots(qkv, slots, slots + 1, longest, self._views, self._scale, self._slot_attention, out)
+    def _attend(self, fed: SweepInput, cache: _CacheStep, out: torch.Tensor, *qkv: torch.Tensor) -> torch.Tensor:
+        if cache.new is None or cache.slots is None:
+            return attend_prompts(qkv, fed.counts, cache.views, cache.hook, self._scale, out)
+        return attend_slots(
+            qkv, cache.new, cache.slots, cache.views, cache.hook, self._scale, self._slot_attention, out
+        )
 
     def _head(self, k: int, w: Weights, x: torch.Tensor) -> None:
         batch = self._batches[k]

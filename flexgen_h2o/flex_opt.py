@@ -16,6 +16,7 @@ from flexgen_h2o.doors import (
     add_sampling_flags,
     as_flags,
     budget_of,
+    eviction_of,
     flag_of,
     naming_flags,
     policy_of,
@@ -105,7 +106,7 @@ def _run(argv: list[str] | None) -> int:
 
     outputs = _Outputs(args.output)
     with LLM(
-        args.model, AutoPolicy(policy) if is_auto else policy, device=args.device, dtype=args.dtype,
+        args.model, AutoPolicy(policy) if is_auto else policy, eviction_of(args), device=args.device, dtype=args.dtype,
         budget=budget_of(args), offload_dir=args.offload_dir, path=args.path, revision=args.revision,
     ) as llm:  # fmt: skip
         if llm.precision_note and args.verbose >= 1:

@@ -7,12 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
+from flexgen_h2o.kvcache.eviction.policy import Columns
 from flexgen_h2o.kvcache.moves import Move, plan_moves
 from flexgen_h2o.prompts import Prompt
-from flexgen_h2o.sampling import SamplingParams, StopStrings, TokenChooser
+from flexgen_h2o.sampling import SamplingParams, StopStrings
+
+LogitsWatch = Callable[[list[int], torch.Tensor], None]
+SlotsWatch = Callable[[list[int], torch.Tensor, Columns], None]
 
 
 @dataclass(eq=False)
@@ -82,6 +87,12 @@ class MicroBatch:
         return finished, moves
 
 
+class Chooser(Protocol):
+    """Chooses the next token of each row; sampling.TokenChooser and sampling.ForcedTokens."""
+
+    def choose(self, logits: torch.Tensor, rows: Sequence[int], steps: Sequence[int]) -> list[int]: ...
+
+
 class RowEnd:
     """When a row is done: end-of-sequence token or stop string ("stop"), or its length ("length")."""
 
@@ -97,11 +108,17 @@ class RowEnd:
 
 @dataclass(frozen=True)
 class Decoding:
-    """How tokens are chosen and rows end. `watch` sees every step's logits: (prompt indices, (rows, vocab))."""
+    """How tokens are chosen and rows end.
 
-    chooser: TokenChooser
+    watch sees every step's logits: (prompt indices, (rows, vocab)). watch_slots sees what the attention of each layer
+    of a decode sweep saw: (prompt indices, (rows,) slots that are filled, the columns of these rows); it may not keep
+    the tensors.
+    """
+
+    chooser: Chooser
     end: RowEnd
-    watch: Callable[[list[int], torch.Tensor], None] | None = None
+    watch: LogitsWatch | None = None
+    watch_slots: SlotsWatch | None = None
 
     def choose(self, micro_batch: MicroBatch, logits: torch.Tensor) -> list[int]:
         rows = [r.prompt.index for r in micro_batch.rows]

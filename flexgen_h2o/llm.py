@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -15,16 +15,16 @@ from flexgen_h2o.checkpoint import Checkpoint
 from flexgen_h2o.config import DTYPE_BYTES, MemoryBudget, Policy, read_policy
 from flexgen_h2o.engine import Engine
 from flexgen_h2o.errors import UsageError
-from flexgen_h2o.executor import BlockTimes, Executor
-from flexgen_h2o.generation import Decoding, Row, RowEnd
-from flexgen_h2o.kvcache.eviction import check_eviction
+from flexgen_h2o.executor import BlockTimes, Executor, KvUse
+from flexgen_h2o.generation import Chooser, Decoding, LogitsWatch, Row, RowEnd, SlotsWatch
+from flexgen_h2o.kvcache.eviction import Eviction, check_eviction
 from flexgen_h2o.paths import usable_path
 from flexgen_h2o.planner.memory import MemoryPlan, Shape, plan_within
 from flexgen_h2o.planner.rule import AutoPolicy, Need, choose_policy
 from flexgen_h2o.progress import Progress
 from flexgen_h2o.prompts import Completion, Prompt, make_blocks, prompts_from_python
 from flexgen_h2o.report import PhaseReport, RunReport
-from flexgen_h2o.sampling import SamplingParams, StopStrings, TokenChooser, decode_text
+from flexgen_h2o.sampling import ForcedTokens, SamplingParams, StopStrings, TokenChooser, decode_text
 from flexgen_h2o.schedule import Step
 from flexgen_h2o.source import Model, find_checkpoint, find_model
 from flexgen_h2o.tiers.device import open_device
@@ -34,7 +34,6 @@ from flexgen_h2o.timeline import LANES, Timeline
 RANDOM_WEIGHTS_SEED = 0
 RANDOM_DTYPE = "bfloat16"  # of random weights, unless another is asked for
 DEFAULT_OFFLOAD_DIR = Path("~/flexgen_h2o_offload_dir")
-LogitsWatch = Callable[[list[int], torch.Tensor], None]
 Order = Callable[[int, int], Iterator[Step]]
 
 
@@ -57,6 +56,7 @@ class LLM:
     ) -> None:  # fmt: skip
         self.eviction = check_eviction(eviction)
         self._asked_policy = _read_policy_argument(policy)
+        _check_together(self._asked_policy, self.eviction)
         self._budget = budget or MemoryBudget()
         self._device = open_device(device, separate_budget=self._budget.device is not None)
         self.offload_dir = usable_path(offload_dir or DEFAULT_OFFLOAD_DIR, "--offload-dir")
@@ -68,6 +68,7 @@ class LLM:
         self._engine: Engine | None = None
         self._planned_rows = 0
         self.times: list[BlockTimes] = []
+        self._kv_use: list[KvUse] = []
 
     def __enter__(self) -> LLM:
         return self
@@ -126,17 +127,41 @@ class LLM:
             self.run(read, params or SamplingParams(), done.extend, watch_logits=watch_logits)
         return sorted(done, key=lambda c: c.index)
 
+    def follow(
+        self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]], watch_logits: LogitsWatch,
+        watch_slots: SlotsWatch | None = None,
+    ) -> RunReport:  # fmt: skip
+        """Teacher forcing: run `prompts` as `generate` does, but each row takes the tokens of its continuation.
+
+        The t-th time that watch_logits sees a row, its logits are those that continuations[row][t] follows on.
+        watch_slots sees what the attention of each transformer block of a decode sweep saw (generation.Decoding).
+        """
+        read = prompts_from_python(prompts, None, self.model.spec.vocab_size)
+        after = prompts_from_python(continuations, None, self.model.spec.vocab_size)
+        if len(read) != len(after):
+            raise UsageError(f"continuations: {len(after)} for {len(read)} prompts")
+        positions = self.model.spec.max_positions
+        for prompt, more in zip(read, after, strict=True):
+            if len(prompt.token_ids) + len(more.token_ids) - 1 > positions:
+                raise UsageError(f"prompts[{prompt.index}]: with its continuation longer than {positions} positions")
+        forced = {p.index: p.token_ids for p in after}
+        params = SamplingParams(max_tokens=max(map(len, forced.values())), ignore_eos=True)
+        return self.run(read, params, lambda done: None, watch_logits, None, forced, watch_slots)
+
     def run(
         self, prompts: Sequence[Prompt], params: SamplingParams, on_finished: Callable[[list[Completion]], None],
         watch_logits: LogitsWatch | None = None, order: Order | None = None,
+        forced: Mapping[int, Sequence[int]] | None = None, watch_slots: SlotsWatch | None = None,
     ) -> RunReport:  # fmt: skip
         """`generate` for read prompts: completions are handed out as rows finish, the report is returned.
 
-        order: the steps to run of a block instead of its whole schedule, from its numbers of layers and
-        micro-batches; rows that it cuts short are handed out at the end, as of length.
+        forced: the tokens that rows take, by index, instead of choosing; a row ends with its last. order: the steps to
+        run of a block instead of its whole schedule, from its numbers of layers and micro-batches; rows that it cuts
+        short are handed out at the end, as of length.
         """
         stop = StopStrings(self.model.tokenizer, params.stop)
-        rows = [Row(p, self._most_new_tokens(p, params)) for p in prompts]
+        most = [self._most_new_tokens(p, params) if forced is None else len(forced[p.index]) for p in prompts]
+        rows = [Row(p, new) for p, new in zip(prompts, most, strict=True)]
         engine = self._ready(rows)
         policy = engine.policy
         by_index = {row.prompt.index: row for row in rows}
@@ -153,19 +178,21 @@ class LLM:
                 progress.finish(finished)
                 on_finished([self._completion(row, stop) for row in finished])
 
-            decoding = Decoding(TokenChooser(params), end, watch_logits)
-            executor = Executor(engine, decoding, hand_out, sweeps)
-            self.times = []
+            chooser: Chooser = TokenChooser(params) if forced is None else ForcedTokens(forced)
+            decoding = Decoding(chooser, end, watch_logits, watch_slots)
+            executor = Executor(engine, self.eviction, decoding, hand_out, sweeps)
+            self.times, self._kv_use = [], []
             engine.timeline.reset()
             try:
                 for block in blocks:
                     steps = order(len(engine.layers.layers), len(block)) if order else None
                     with torch.inference_mode():
-                        executor.run_block(block, [self._slots(batch) for batch in block], steps, progress.sweep)
+                        executor.run_block(block, steps, progress.sweep)
                     self.times.append(executor.times)
+                    self._kv_use.append(executor.kv_use)
                     if order:  # it may end within a sweep: the next block's weights begin anew
                         executor.finish()
-                        executor = Executor(engine, decoding, hand_out, sweeps)
+                        executor = Executor(engine, self.eviction, decoding, hand_out, sweeps)
                 executor.finish()
             except BaseException:
                 self.close()
@@ -187,7 +214,8 @@ class LLM:
 
     def _ready(self, rows: Sequence[Row]) -> Engine:
         """An engine whose buffers cover these rows: the open one if it does, else a new one."""
-        need = Need(len(rows), max(len(r.prompt.token_ids) for r in rows), self._slots(rows))
+        longest = max(len(r.prompt.token_ids) for r in rows)
+        need = Need(len(rows), longest, self._slots(rows), self.eviction.needs.record)
         if self._engine is not None and self._serves(self._engine, need, rows):
             return self._engine
         self.close()
@@ -217,10 +245,14 @@ class LLM:
             micro_batches=max(map(len, blocks)),
             tokens=max(sum(len(p.token_ids) for p in batch) for batch in batches),
             slots=self._slots(rows),
+            record=self.eviction.needs.record,
         )
 
-    def _slots(self, rows: Sequence[Row]) -> int:
-        return max(self.eviction.slots(len(r.prompt.token_ids), r.max_new) for r in rows)
+    def _slots(self, rows: Sequence[Row]) -> tuple[int, ...]:
+        """Slots that the neediest row has in each transformer block."""
+        sizes = {(len(r.prompt.token_ids), r.max_new) for r in rows}
+        blocks = self.model.spec.num_blocks
+        return tuple(max(self.eviction.slots(*size, block, blocks) for size in sizes) for block in range(blocks))
 
     @cached_property
     def _checkpoint(self) -> Checkpoint:
@@ -251,7 +283,7 @@ class LLM:
     ) -> RunReport:
         prefill = sum(sum(t.sweeps[:1]) for t in self.times)
         decode = sum(sum(t.sweeps[1:]) for t in self.times)
-        plan, held = engine.plan, engine.plan.size("cache")
+        plan = engine.plan
         prompt_tokens = sum(len(r.prompt.token_ids) for r in rows)
         model_bytes, cache_bytes, hidden_bytes = self.sizes([r.prompt for r in rows], params)
         return RunReport(
@@ -265,7 +297,7 @@ class LLM:
             decode=PhaseReport(decode, sum(max(0, len(r.token_ids) - 1) for r in rows)),
             peak_bytes=engine.peak_bytes,
             io_bytes=moved,
-            kv={"slots": plan.shape.slots, "bytes": held, "full_bytes": held},
+            kv=self._kv_facts(rows),
             predicted={"prefill_s": None, "decode_s": None},
             model_bytes=model_bytes,
             cache_bytes=cache_bytes,
@@ -274,10 +306,21 @@ class LLM:
                 "dtype": self.dtype,
                 "device": str(engine.device.torch_device),
                 "blocks": len(self.times),
+                "kv_reserved_bytes": plan.size("cache"),
                 "look_ahead_units": asdict(plan.depth),
                 "busy_s": {lane: engine.timeline.seconds(lane) for lane in LANES},
             },
         )
+
+    def _kv_facts(self, rows: Sequence[Row]) -> dict[str, int]:
+        """Slots of the neediest row; mean bytes of KV held in a decode sweep, and of what the full cache would hold."""
+        column = self.model.spec.kv_bytes_per_token(DTYPE_BYTES[self.dtype]) // self.model.spec.num_blocks
+        facts = {"slots": max(self._slots(rows))}
+        for name, kind in (("bytes", "held"), ("full_bytes", "full")):
+            sweeps = [n for use in self._kv_use for n in getattr(use, kind)[1:]]
+            sweeps = sweeps or [n for use in self._kv_use for n in getattr(use, kind)]
+            facts[name] = column * sum(sweeps) // max(1, len(sweeps))
+        return facts
 
 
 def _read_policy_argument(policy: Policy | AutoPolicy | str | Path) -> Policy | AutoPolicy:
@@ -291,6 +334,12 @@ def _read_policy_argument(policy: Policy | AutoPolicy | str | Path) -> Policy | 
         if getattr(found, name):
             raise UsageError(f"{name}: compression is not in this version; leave it off")
     return found
+
+
+def _check_together(policy: Policy | AutoPolicy, eviction: Eviction) -> None:
+    chosen = policy.base if isinstance(policy, AutoPolicy) else policy
+    if chosen.attn_sparsity != 1 and eviction.needs.record:
+        raise UsageError(f"attn_sparsity: is for the full cache, not for {eviction.name}; leave one of them out")
 
 
 def _check_dtype(dtype: str) -> str | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -106,6 +106,16 @@ class TokenChooser:
             target = torch.minimum(drawn * total, total.nextafter(torch.zeros_like(total)))
             chosen += torch.searchsorted(cumulative, target[:, None], right=True).flatten().tolist()
         return chosen
+
+
+class ForcedTokens:
+    """Chooses the tokens that it is given, whatever the logits: `tokens[row][step]`."""
+
+    def __init__(self, tokens: Mapping[int, Sequence[int]]) -> None:
+        self._tokens = tokens
+
+    def choose(self, logits: Tensor, rows: Sequence[int], steps: Sequence[int]) -> list[int]:
+        return [self._tokens[row][step] for row, step in zip(rows, steps, strict=True)]
 
 
 def kept_probabilities(logits: Tensor, params: SamplingParams) -> Tensor:

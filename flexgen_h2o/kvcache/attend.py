@@ -7,69 +7,112 @@ from itertools import groupby
 
 import torch
 
-from flexgen_h2o.kernels.attention import causal_attention
-from flexgen_h2o.kvcache.store import PartView
+from flexgen_h2o.kernels.causal import causal_attention, causal_attention_lse
+from flexgen_h2o.kernels.slots import ScoreBook, attend_scored
+from flexgen_h2o.kvcache.hook import (
+    Hook,
+    KeptColumns,
+    keep_prompt_columns,
+    rank_victims,
+    record_columns,
+    record_prompt,
+)
+from flexgen_h2o.kvcache.slots import Joining
+from flexgen_h2o.kvcache.view import PartView, put_columns, put_first_columns
 
-# (q, k, v, filled, longest, scale) -> (R, g, d); kernels/attention.py
-SlotAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, float], torch.Tensor]
+# (q, keys, values, filled, scale) -> (R, g, d); kernels/slots.py
+SlotAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 
 
 def attend_prompts(
-    qkv: Sequence[torch.Tensor], counts: Sequence[int], views: Sequence[PartView], scale: float,
+    qkv: Sequence[torch.Tensor], counts: Sequence[int], views: Sequence[PartView], hook: Hook, scale: float,
     out: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """Causal attention of packed prompts, their KV columns written to slots 0, 1, ... of each row.
+    """Causal attention of packed prompts; the columns that the policy keeps go to slots 0, 1, ... of each row.
 
     q: (tokens, heads, d); k, v: (tokens, kv_heads, d); `counts`: tokens of each sequence; out: (tokens, heads x d).
     Neighbours of equal length are computed together; nothing is ever padded.
     """
-    q, k, v = qkv
-    mixed = out.view(q.shape)
-    start = 0
+    mixed = out.view(qkv[0].shape)
+    start = sequence = 0
     for count, same in groupby(counts):
         number = len(list(same))
         end = start + number * count
-        qs, ks, vs = (t[start:end].view(number, count, t.shape[1], -1).transpose(1, 2) for t in (q, k, v))
-        mixed[start:end].view(number, count, q.shape[1], -1).copy_(causal_attention(qs, ks, vs, scale).transpose(1, 2))
-        start = end
-    for view in views:
-        _write_prompts(view, k, v, counts)
+        packed = [t[start:end].view(number, count, t.shape[1], -1) for t in qkv]
+        q, k, v = (t.transpose(1, 2) for t in packed)
+        lse = None
+        if hook.scores_prompts:
+            attended, lse = causal_attention_lse(q, k, v, scale)
+        else:
+            attended = causal_attention(q, k, v, scale)
+        mixed[start:end].view(packed[0].shape).copy_(attended.transpose(1, 2))
+        kept = keep_prompt_columns(hook, sequence, (q, k, v), lse, scale)
+        for view in views:
+            _write_prompts(view, sequence, packed[1], packed[2], kept)
+        start, sequence = end, sequence + number
     return out
 
 
 def attend_slots(
-    qkv: Sequence[torch.Tensor], slots: torch.Tensor, filled: torch.Tensor, longest: int,
-    views: Sequence[PartView], scale: float, attention: SlotAttention, out: torch.Tensor,
+    qkv: Sequence[torch.Tensor], new: Joining, slots: Sequence[torch.Tensor], views: Sequence[PartView], hook: Hook,
+    scale: float, attention: SlotAttention, out: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """Put each row's new column into its slot and attend over its filled slots, part by part where the part lies.
 
-    q: (sequences, heads, d); k, v: (sequences, kv_heads, d); slots, filled: (sequences x kv_heads,) int64 on the host;
-    out: (sequences, heads x d).
+    Where the policy scores, the slots' scores grow by what they received and each row's next victim is named.
+
+    q: (sequences, heads, d); k, v: (sequences, kv_heads, d); slots: of `Hook.next_slots`; out: (sequences, heads x d).
     """
     q, k, v = qkv
     rows, width = k.shape[0] * k.shape[1], k.shape[2]
     group = q.shape[1] // k.shape[1]
     q, k, v, mixed = q.view(rows, group, width), k.view(rows, width), v.view(rows, width), out.view(rows, group, width)
-    for view in views:
-        here = slice(view.start, view.end)
-        where = view.keys.device
-        index = (torch.arange(len(view.keys), device=where), slots[here].to(where))
-        view.keys[index] = k[here].to(where)
-        view.values[index] = v[here].to(where)
+    past, filled = (t.repeat_interleave(hook.kv_heads) for t in (new.past, new.filled.int()))
+    for view, taken in zip(views, slots, strict=True):
+        here, where = slice(view.start, view.end), view.keys.device
+        queries, keys, values = (t[here].to(where) for t in (q, k, v))
+        put_columns(view, taken, keys, values)
+        if view.record is not None:
+            record_columns(view, taken, past[here].to(where), values)
         seen = filled[here].to(where)
-        mixed[here].copy_(attention(q[here].to(where), view.keys, view.values, seen, longest, scale))
+        if view.record is None or view.record.scores is None:
+            mixed[here].copy_(attention(queries, view.keys, view.values, seen, scale))
+        else:
+            book = _book(hook, view, view.record.scores, past[here])
+            mixed[here].copy_(attend_scored(queries, view.keys, view.values, seen, scale, book))
+    if hook.policy.needs.record and not hook.policy.needs.ranks_by_score:
+        rank_victims(hook, views, new)
     return out
 
 
-def _write_prompts(view: PartView, k: torch.Tensor, v: torch.Tensor, counts: Sequence[int]) -> None:
-    kv_heads, start = k.shape[1], 0
-    for sequence, count in enumerate(counts):
-        first, last = sequence * kv_heads, (sequence + 1) * kv_heads
-        a, b = max(first, view.start), min(last, view.end)
-        if a < b:
-            rows = slice(a - view.start, b - view.start)
-            for target, source in ((view.keys, k), (view.values, v)):
-                target[rows, :count].copy_(source[start : start + count, a - first : b - first].transpose(0, 1))
-                # Empty slots are read (with weight 0) beside longer rows: they must hold numbers.
-                target[rows, count:].zero_()
-        start += count
+def _book(hook: Hook, view: PartView, scores: torch.Tensor, past: torch.Tensor) -> ScoreBook:
+    """What the decode kernel needs to keep the scores of a view's rows; past: (rows,) int64 on the host."""
+    assert view.record is not None
+    needs, where = hook.policy.needs, view.keys.device
+    sinks, recent = (
+        t.repeat_interleave(hook.kv_heads)[view.start : view.end] for t in (hook.rows.sinks, hook.rows.recent)
+    )
+    oldest, newest = (t.int().to(where) for t in (sinks, past - recent))
+    return ScoreBook(
+        scores, view.record.positions, oldest, newest, needs.fade, needs.gain, view.record.victims
+    )  # fmt: skip
+
+
+def _write_prompts(view: PartView, sequence: int, k: torch.Tensor, v: torch.Tensor, kept: KeptColumns) -> None:
+    """Put what is kept of prompts into the rows that the view has of them. k, v: (b, n, kv_heads, d)."""
+    n, kv_heads, width = k.shape[1:]
+    for i, (keys, values) in enumerate(zip(k, v, strict=True)):
+        first = (sequence + i) * kv_heads
+        a, b = max(first, view.start), min(first + kv_heads, view.end)
+        if a >= b:
+            continue
+        heads, rows = slice(a - first, b - first), slice(a - view.start, b - view.start)
+        if kept.positions.shape[-1] == n:
+            put_first_columns(view, rows.start, rows.stop, *(t[:, heads].transpose(0, 1) for t in (keys, values)))
+        else:
+            positions = kept.positions[i, heads]
+            index = positions * kv_heads + torch.arange(a - first, b - first, device=positions.device).unsqueeze(1)
+            chosen = (t.reshape(-1, width).index_select(0, index.flatten()) for t in (keys, values))
+            put_first_columns(view, rows.start, rows.stop, *(t.view(b - a, -1, width) for t in chosen))
+        if view.record is not None:
+            record_prompt(view, rows, kept, i, heads)

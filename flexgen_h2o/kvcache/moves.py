@@ -3,22 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
-import torch
+from flexgen_h2o.kvcache.view import PartView
 
 Move = tuple[int, int]  # from sequence, to sequence
-
-
-class _View(Protocol):
-    @property
-    def start(self) -> int: ...
-    @property
-    def end(self) -> int: ...
-    @property
-    def keys(self) -> torch.Tensor: ...
-    @property
-    def values(self) -> torch.Tensor: ...
 
 
 def plan_moves(leaving: Sequence[int], count: int) -> tuple[list[Move], list[int]]:
@@ -36,8 +24,8 @@ def plan_moves(leaving: Sequence[int], count: int) -> tuple[list[Move], list[int
     return moves, order[:remaining]
 
 
-def move_rows(views: Sequence[_View], moves: Sequence[Move], kv_heads: int) -> None:
-    """Copy the `kv_heads` rows of each moved sequence, across parts where they are split."""
+def move_rows(views: Sequence[PartView], moves: Sequence[Move], kv_heads: int) -> None:
+    """Copy the `kv_heads` rows of each moved sequence, and their records, across parts where they are split."""
     for source, target in moves:
         done = 0
         while done < kv_heads:
@@ -46,6 +34,6 @@ def move_rows(views: Sequence[_View], moves: Sequence[Move], kv_heads: int) -> N
             dst = next(v for v in views if v.start <= dst_row < v.end)
             n = min(kv_heads - done, src.end - src_row, dst.end - dst_row)
             a, b = src_row - src.start, dst_row - dst.start
-            dst.keys[b : b + n].copy_(src.keys[a : a + n])
-            dst.values[b : b + n].copy_(src.values[a : a + n])
+            for there, here in zip(dst.row_tensors(), src.row_tensors(), strict=True):
+                there[b : b + n].copy_(here[a : a + n])
             done += n

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 
 from flexgen_h2o.config import TIERS, ModelSpec, Policy, TensorSpec, WeightUnit
@@ -16,6 +17,7 @@ from flexgen_h2o.limits import (
     READ_THREADS,
     ROW_BLOCK,
     SAMPLING_CHUNK,
+    SCORE_TILE_BYTES,
     SPARSE_CHUNK,
     STAGING_BYTES,
     TOKEN_CHUNK,
@@ -27,17 +29,29 @@ from flexgen_h2o.units import format_bytes, round_up
 
 @dataclass(frozen=True)
 class Shape:
-    """The largest block of a run. `rows` and `tokens` (of the prefill sweep) of a micro-batch, KV `slots` of a row."""
+    """The largest block of a run. `rows` and `tokens` (of the prefill sweep) of a micro-batch.
+
+    slots: KV slots of a row in each transformer block; record: what is kept of each slot besides its column
+    (kvcache/layout.UnitLayout).
+    """
 
     rows: int
     micro_batches: int
     tokens: int
-    slots: int
+    slots: tuple[int, ...]
+    record: tuple[str, ...] = ()
+
+    @property
+    def most_slots(self) -> int:
+        return max(self.slots)
 
     def covers(self, other: Shape) -> bool:
         """Do buffers of this shape serve the other one too?"""
-        pairs = zip(astuple(self), astuple(other), strict=True)
-        return all(mine >= theirs for mine, theirs in pairs)
+        mine, theirs = ((s.rows, s.micro_batches, s.tokens, *s.slots) for s in (self, other))
+        return self.record == other.record and all(a >= b for a, b in zip(mine, theirs, strict=True))
+
+
+RANK_BYTES = 48  # of a column while it is ranked: sums, ranks, sorted copies of both and int64 indices
 
 
 @dataclass(frozen=True)
@@ -160,10 +174,15 @@ def temporary_bytes(spec: ModelSpec, shape: Shape, itemsize: int, attn_sparsity:
     """Upper estimate of what torch allocates and frees inside one step: attention, sampling, norms and activations."""
     q_width = spec.num_heads * spec.head_dim
     prefill = shape.tokens * (q_width * itemsize + 4 * spec.num_heads)
-    scores = shape.rows * spec.num_heads * shape.slots
+    scores = shape.rows * spec.num_heads * shape.most_slots
     decode = scores * (8 + itemsize)
+    if shape.record:  # column sums with the tile that they are summed in, ranks and their order
+        prefill += shape.tokens * spec.num_kv_heads * RANK_BYTES + 2 * SCORE_TILE_BYTES
+        decode += shape.rows * spec.num_kv_heads * shape.most_slots * RANK_BYTES
+    if "norms" in shape.record:
+        prefill += shape.tokens * spec.num_kv_heads * spec.head_dim * 4
     if attn_sparsity < 1:  # probabilities, their order, and a chunk of gathered values in two dtypes
-        gathered = min(scores * spec.head_dim, max(SPARSE_CHUNK, shape.slots * spec.head_dim))
+        gathered = min(scores * spec.head_dim, max(SPARSE_CHUNK, shape.most_slots * spec.head_dim))
         decode = scores * 36 + gathered * (4 + itemsize)
     # Probabilities, sorted and summed in float64 with their indices.
     sampling = 50 * min(shape.rows * spec.vocab_size, max(SAMPLING_CHUNK, spec.vocab_size))
@@ -187,8 +206,10 @@ def hidden_is_streamed(shares: Shares, device_is_host: bool) -> bool:
     return any(s > 0 and is_streamed(t, device_is_host) for t, s in zip(TIERS, shares, strict=True))
 
 
-def kv_layout(spec: ModelSpec, sequences: int, slots: int, shares: Shares, itemsize: int) -> UnitLayout:
-    return unit_layout(sequences, spec.num_kv_heads, slots, spec.head_dim, itemsize, shares)
+def kv_layout(
+    spec: ModelSpec, sequences: int, slots: int, shares: Shares, itemsize: int, record: tuple[str, ...] = ()
+) -> UnitLayout:
+    return unit_layout(sequences, spec.num_kv_heads, slots, spec.head_dim, itemsize, shares, record)
 
 
 def memory_plan(
@@ -278,22 +299,23 @@ def _cache_buffers(
     spec: ModelSpec, policy: Policy, shape: Shape, itemsize: int, device_is_host: bool, depth: int
 ) -> list[Buffer]:
     shares = tier_shares(policy.cache_shares, device_is_host)
-    layout = kv_layout(spec, shape.rows, shape.slots, shares, itemsize)
-    units = spec.num_blocks * shape.micro_batches
     attends_on_host = device_is_host or policy.cpu_cache_compute
-    found, ring, overlay = [], 0, 0
-    for tier, share in zip(TIERS, shares, strict=True):
-        part = Part(tier, 0, layout.most_part_rows(share))
-        found.append(Buffer("cache", tier, units * layout.part_bytes(part)))
-        if is_streamed(tier, attends_on_host):
-            ring += layout.part_bytes(part)
-        if tier == "disk":
-            overlay += units * layout.overlay_bytes(part)
-    return [
-        *found,
-        Buffer("cache ring", "host" if attends_on_host else "device", depth * ring),
-        Buffer("cache overlay", "host", overlay),
-    ]
+    attends_on = "host" if attends_on_host else "device"
+    found, ring = [], 0
+    for slots, blocks in Counter(shape.slots).items():
+        layout = kv_layout(spec, shape.rows, slots, shares, itemsize, shape.record)
+        units, streamed = blocks * shape.micro_batches, 0
+        for tier, share in zip(TIERS, shares, strict=True):
+            part = Part(tier, 0, layout.most_part_rows(share))
+            is_brought = is_streamed(tier, attends_on_host)
+            found.append(Buffer("cache", tier, round_up(units * layout.room_bytes(part), PAGE) if part.rows else 0))
+            found.append(Buffer("cache record", attends_on if is_brought else tier, units * layout.record_bytes(part)))
+            if is_brought:
+                streamed += round_up(layout.room_bytes(part), PAGE) if part.rows else 0
+            if tier == "disk":
+                found.append(Buffer("cache overlay", "host", units * layout.overlay_bytes(part)))
+        ring = max(ring, streamed)
+    return [*found, Buffer("cache ring", attends_on, depth * ring)]
 
 
 def _hidden_buffers(

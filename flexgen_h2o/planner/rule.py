@@ -28,7 +28,8 @@ class Need:
 
     rows: int
     prompt_len: int
-    slots: int
+    slots: tuple[int, ...]
+    record: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def choose_policy(
 def shape_of(policy: Policy, need: Need) -> Shape:
     rows = min(policy.gpu_batch_size, need.rows)
     batches = min(policy.num_gpu_batches, -(-need.rows // policy.gpu_batch_size))
-    return Shape(rows, batches, rows * need.prompt_len, need.slots)
+    return Shape(rows, batches, rows * need.prompt_len, need.slots, need.record)
 
 
 def _candidates(need: Need, base: Policy, device_is_host: bool) -> Iterator[Policy]:
@@ -109,7 +110,7 @@ def _seconds_a_row(spec: ModelSpec, policy: Policy, shape: Shape, itemsize: int,
     """Seconds of one decode sweep over its rows: the slowest of disk, link and compute (all overlap)."""
     rows = shape.rows * shape.micro_batches
     weights = spec.num_weights * itemsize
-    cache = rows * shape.slots * spec.kv_bytes_per_token(itemsize)
+    cache = rows * sum(shape.slots) * spec.kv_bytes_per_token(itemsize) / spec.num_blocks
     hidden = 2 * rows * spec.hidden_size * itemsize * spec.num_blocks
     disk = link = 0.0
     for nbytes, shares in (

@@ -77,20 +77,18 @@ class Mover:
 
         return self.lanes.submit(lane, name, [job], after)
 
-    def copy_columns(
-        self, name: str, dst: tuple[torch.Tensor, ...], src: tuple[torch.Tensor, ...], slots: torch.Tensor,
+    def copy_indexed(
+        self, name: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], index: tuple[torch.Tensor, ...],
         after: Sequence[Waitable],
     ) -> Done:  # fmt: skip
-        """Copy dst[r, slots[r]] = src[r, slots[r]] for tensors (rows, slots, width), device to host."""
+        """Copy dst[index] = src[index] for each (dst, src), from device to host memory. index: as torch takes it."""
 
         def job() -> int:
             moved = 0
-            on_host = slots.cpu()
-            for target, source in zip(dst, src, strict=True):
-                rows = torch.arange(len(source))
-                columns = source[rows.to(source.device), slots.to(source.device)].to(target.device)
-                target[rows, on_host] = columns
-                moved += columns.numel() * columns.element_size()
+            for target, source in pairs:
+                values = source[tuple(i.to(source.device) for i in index)].to(target.device)
+                target[tuple(i.to(target.device) for i in index)] = values
+                moved += values.numel() * values.element_size()
             return moved
 
         return self.lanes.submit("d2h", name, [job], after)

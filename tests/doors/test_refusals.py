@@ -10,9 +10,12 @@ import pytest
 
 from tests.doors.conftest import POSITIONS, Answer
 
-NOT_BUILT = [
-    "--hh-ratio 0.1", "--hh-ratio 0", "--recent-ratio 0.1", "--hh-size 0", "--recent-size 4", "--hh-all",
-    "--compress-weight", "--compress-cache", "--eviction h2o", "--eviction nonsense",
+NOT_BUILT = ["--compress-weight", "--compress-cache"]
+EVICTION = [
+    "--hh-ratio 0", "--hh-ratio 1.5", "--hh-ratio nan", "--hh-ratio -0.1", "--hh-ratio some", "--recent-ratio 0",
+    "--hh-size 0", "--hh-size -1", "--hh-size 2.5", "--recent-size 0", "--hh-size 4 --hh-ratio 0.1",
+    "--hh-all maybe", "--eviction nonsense", "--hh-ratio 0.1 --eviction full", "--attn-sparsity 0.5 --eviction h2o",
+    "--kv-layer-schedule steps", "--kv-layer-schedule pyramid --eviction full",
 ]  # fmt: skip
 WRONG = [
     "--percent 100 0 100 0 100",
@@ -92,7 +95,7 @@ def assert_refused(answer: Answer, *says: str) -> None:
     assert not list(Path().glob("*.log"))
 
 
-@pytest.mark.parametrize("flags", [*NOT_BUILT, *WRONG])
+@pytest.mark.parametrize("flags", [*NOT_BUILT, *EVICTION, *WRONG])
 def test_wrong_flag(flags: str, door: Callable[..., Answer]) -> None:
     assert_refused(door(*flags.split()), flags.split()[0])
 

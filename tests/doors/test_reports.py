@@ -58,7 +58,9 @@ def test_report_of_a_run_with_everything_on_disk(door: Callable[..., Answer], id
     assert report["io_bytes"]["disk_read"] >= GEN_LEN * matrices, "blocks' weights come from disk in every sweep"
     assert report["io_bytes"]["disk_write"] > 0 and report["io_bytes"]["h2d"] == 0
     assert 0 < report["peak_bytes"]["host"] <= 64 * 2**20 and report["peak_bytes"]["device"] == 0
-    assert report["peak_bytes"]["disk"] >= report["kv"]["bytes"] >= report["cache_bytes"] > 0
+    assert report["peak_bytes"]["disk"] >= report["extra"]["kv_reserved_bytes"] >= report["cache_bytes"] > 0
+    assert report["kv"]["slots"] == PROMPT_LEN + GEN_LEN - 1
+    assert 0 < report["kv"]["bytes"] == report["kv"]["full_bytes"] <= report["cache_bytes"]
     assert report["kv"]["slots"] == PROMPT_LEN + GEN_LEN - 1 and report["kv"]["full_bytes"] == report["kv"]["bytes"]
     assert report["model_bytes"] == sum(t.nbytes for t in stored.values())
 
@@ -166,7 +168,7 @@ def test_cut_runs_of_several_blocks(mode: str, door: Callable[..., Answer], ids_
     config = json.loads((ids_model / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 12}))
     spec = find_model(str(folder), None).spec
-    shape = Shape(1, 1, PROMPT_LEN, PROMPT_LEN + new - 1)
+    shape = Shape(1, 1, PROMPT_LEN, (PROMPT_LEN + new - 1,) * spec.num_blocks)
     plan = memory_plan(spec, Policy(1, 1, (0, 0, 0, 0, 100, 0)), shape, 4, True, OVERLAPPED[1])
     host = plan.bytes_on("host") + spec.num_weights
     flags = (*mode.split(), "--path", "_DUMMY_", "--gen-len", new, "--host-mem", host, "--dtype", "float32")

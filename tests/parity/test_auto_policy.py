@@ -24,7 +24,8 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 def budget(known: Reference, stand_in: bool, depth: Depth, weight_share: float) -> MemoryBudget:
     """What one row at a time takes with everything on disk, and on the computing tier a share of the weights more."""
-    spec, shape = find_model(str(known.folder), None).spec, Shape(1, 1, max(LENGTHS), max(LENGTHS) + NEW_TOKENS - 1)
+    spec = find_model(str(known.folder), None).spec
+    shape = Shape(1, 1, max(LENGTHS), (max(LENGTHS) + NEW_TOKENS - 1,) * spec.num_blocks)
     plan = memory_plan(spec, Policy(1, 1, (0,) * 6), shape, 4, not stand_in, depth)
     more = int(weight_share * spec.num_weights * 4)
     host, device = plan.bytes_on("host"), plan.bytes_on("device")

@@ -66,7 +66,7 @@ class Room:
         depth: int = 3, sep_layer: bool = True,
     ) -> None:  # fmt: skip
         policy = Policy(percent=(*place, 100, 0, 100, 0), sep_layer=sep_layer)
-        shape = Shape(rows=1, micro_batches=1, tokens=1, slots=1)
+        shape = Shape(rows=1, micro_batches=1, tokens=1, slots=(1,))
         plan = memory_plan(spec, policy, shape, dtype.itemsize, device.is_host, Depth(depth, 1, 1))
         self.memory = {b.tier: host_buffer(b.nbytes) for b in plan.buffers if b.name == "weights"}
         self.ring = Ring(host_buffer(plan.size("weight ring"))) if plan.size("weight ring") else None

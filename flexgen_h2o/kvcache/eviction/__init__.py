@@ -1,39 +1,34 @@
-"""Which KV columns are kept. One file a policy; `POLICIES` names those that the engine runs."""
+"""Which KV columns are kept. One file a policy; `POLICIES` names them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from flexgen_h2o.errors import UsageError
+from flexgen_h2o.kvcache.eviction.evicting import Evicting
 from flexgen_h2o.kvcache.eviction.full import Full
+from flexgen_h2o.kvcache.eviction.h2o import H2O
+from flexgen_h2o.kvcache.eviction.h2o_norm import H2ONorm
+from flexgen_h2o.kvcache.eviction.local import Local
+from flexgen_h2o.kvcache.eviction.policy import Eviction
+from flexgen_h2o.kvcache.eviction.random_columns import Random
+from flexgen_h2o.kvcache.eviction.snapkv import SnapKV
+from flexgen_h2o.kvcache.eviction.tova import Tova
+from flexgen_h2o.kvcache.eviction.value_h2o import ValueH2O
 
-__all__ = ["H2O", "POLICIES", "Full", "Local", "check_eviction"]
+__all__ = [
+    "EVICTING", "H2O", "POLICIES", "Evicting", "Eviction", "Full", "H2ONorm", "Local", "Random", "SnapKV", "Tova",
+    "ValueH2O", "check_eviction",
+]  # fmt: skip
 
-POLICIES = {Full.name: Full}
-
-
-@dataclass(frozen=True)
-class H2O:
-    """Heavy hitters and recent columns, as shares of the prompt. Its settings; the engine does not run it yet."""
-
-    heavy_ratio: float = 0.1
-    recent_ratio: float = 0.1
-
-
-@dataclass(frozen=True)
-class Local:
-    """Sinks and a window of recent columns. Its settings; the engine does not run it yet."""
-
-    recent_ratio: float = 0.2
-    sinks: int = 0
+EVICTING: dict[str, type[Evicting]] = {
+    policy.name: policy for policy in (Local, H2O, H2ONorm, Tova, SnapKV, ValueH2O, Random)
+}
+POLICIES: tuple[str, ...] = (Full.name, *EVICTING)
 
 
-def check_eviction(eviction: object) -> Full:
-    """The policy that the engine runs; UsageError for one it does not know or does not run yet."""
+def check_eviction(eviction: object) -> Eviction:
+    """The policy to run with, None being the full cache; UsageError for what is no eviction policy."""
     if eviction is None:
         return Full()
-    if isinstance(eviction, Full):
-        return eviction
-    if isinstance(eviction, H2O | Local):
-        raise UsageError(f"eviction {type(eviction).__name__} is not in this version; use Full() (--eviction full)")
-    raise UsageError(f"eviction {eviction!r} is not an eviction policy; use Full()")
+    if not all(hasattr(eviction, member) for member in ("needs", "budget", "slots", "prompt_scores", "rank")):
+        raise UsageError(f"eviction: {eviction!r} is not an eviction policy; use H2O(...) or another of {POLICIES}")
+    return eviction  # type: ignore[return-value]

@@ -5,16 +5,32 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+
+from flexgen_h2o.kvcache.eviction.policy import Columns, Needs, RowBudget
+
 
 @dataclass(frozen=True)
 class Full:
-    """Keep all columns. The newest token's column is never read again, so it needs no slot."""
+    """Keep all columns."""
 
     name: ClassVar[str] = "full"
 
-    def slots(self, prompt_len: int, gen_len: int) -> int:
-        """Slots that a row of `prompt_len` tokens needs to generate `gen_len` more."""
+    @property
+    def needs(self) -> Needs:
+        return Needs()
+
+    def budget(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> RowBudget:
+        return RowBudget(0, 0, prompt_len + gen_len)
+
+    def slots(self, prompt_len: int, gen_len: int, block: int = 0, num_blocks: int = 1) -> int:
         return max(1, prompt_len + gen_len - 1)
+
+    def prompt_scores(self, sums: torch.Tensor, query_rows: int) -> torch.Tensor:
+        raise AssertionError("the full cache scores nothing")
+
+    def rank(self, columns: Columns) -> torch.Tensor:
+        raise AssertionError("the full cache ranks nothing")
 
     def to_json(self) -> dict[str, object]:
         return {"name": self.name}

@@ -1,32 +1,328 @@
-"""The full cache: one slot a column, and clear ends for what is not run yet."""
+"""Eviction policies: how much is kept, what is refused, and what each ranks by, worked out by hand."""
 
 from __future__ import annotations
 
+import math
+from itertools import pairwise
+from typing import Any
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flexgen_h2o import doors
 from flexgen_h2o.errors import UsageError
-from flexgen_h2o.kvcache.eviction import H2O, POLICIES, Full, Local, check_eviction
+from flexgen_h2o.kvcache.eviction import (
+    EVICTING,
+    H2O,
+    POLICIES,
+    Evicting,
+    Full,
+    H2ONorm,
+    Local,
+    Random,
+    SnapKV,
+    Tova,
+    ValueH2O,
+    check_eviction,
+)
+from flexgen_h2o.kvcache.eviction.policy import Columns, RowBudget
+
+any_policy = pytest.mark.parametrize("policy", EVICTING.values(), ids=EVICTING)
+
+
+def str_of(value: object) -> str:
+    return str(value)[:9]
+
+
+def columns_of(policy: Evicting, prompt_len: int, block: int = 0, num_blocks: int = 1) -> int:
+    return policy.budget(prompt_len, 7, block, num_blocks).columns
+
+
+# ---- the full cache, and the names
 
 
 @given(st.integers(1, 100), st.integers(1, 100))
 def test_full_has_a_slot_for_every_column_that_is_read(prompt_len: int, gen_len: int) -> None:
     """The columns of the prompt, and of each new token but the last, which is never fed."""
     columns = prompt_len + (gen_len - 1)
-    assert Full().slots(prompt_len, gen_len) == columns
+    assert Full().slots(prompt_len, gen_len) == Full().slots(prompt_len, gen_len, 3, 4) == columns
+    assert Full().budget(prompt_len, gen_len, 0, 1).columns >= columns
+
+
+def test_the_names_are_those_of_the_command_line() -> None:
+    assert doors.EVICTIONS == POLICIES == ("full", *EVICTING)
+    assert {name: policy.name for name, policy in EVICTING.items()} == {name: name for name in EVICTING}
+    assert Full.name == "full"
 
 
 def test_what_the_engine_runs() -> None:
-    full = Full()
-    assert check_eviction(full) is full and check_eviction(None) == full
-    assert full.to_json() == {"name": "full"} and POLICIES["full"] is Full
+    for policy in (Full(), *(kind() for kind in EVICTING.values())):
+        assert check_eviction(policy) is policy
+    assert check_eviction(None) == Full() and Full().to_json() == {"name": "full"} and not Full().needs.record
+
+
+@pytest.mark.parametrize("wrong", ["h2o", 0, 0.2, {"name": "h2o"}, object()])
+def test_what_is_no_policy_is_refused(wrong: object) -> None:
+    with pytest.raises(UsageError, match=r"eviction: .*not an eviction policy"):
+        check_eviction(wrong)
+
+
+# ---- settings
+
+
+@pytest.mark.parametrize("field", ["heavy_ratio", "recent_ratio"])
+@pytest.mark.parametrize("ratio", [0, 0.0, -0.1, 1.5, math.nan, math.inf, True, "0.2", (0.2,), 10**400], ids=str_of)
+def test_a_ratio_is_more_than_nothing_and_at_most_the_prompt(field: str, ratio: Any) -> None:
+    with pytest.raises(UsageError, match=rf"^{field}: .*not in \(0, 1\]"):
+        H2O(**{field: ratio})
+
+
+@pytest.mark.parametrize("field", ["heavy_size", "recent_size"])
+@pytest.mark.parametrize("size", [-1, 2**30 + 1, True, 1.0, math.nan, "4"])
+def test_a_size_is_a_count(field: str, size: Any) -> None:
+    with pytest.raises(UsageError, match=f"^{field}: "):
+        H2O(**{"recent_size": 4, field: size})
 
 
 @pytest.mark.parametrize(
-    ("given_one", "says"),
-    [(H2O(), "H2O is not in this version"), (Local(), "Local is not in"), ("full", "'full'"), (0, "0 is not")],
+    ("field", "settings"),
+    [
+        ("heavy_size", {"heavy_ratio": 0.1, "heavy_size": 4}),
+        ("recent_size", {"recent_ratio": 0.1, "recent_size": 4}),
+        ("heavy_size", {"heavy_size": 0}),
+        ("recent_size", {"heavy_size": 0, "recent_size": 0}),
+        ("layer_schedule", {"layer_schedule": "cone"}),
+        ("layer_schedule", {"layer_schedule": None}),
+        ("while_decoding", {"while_decoding": 1}),
+    ],
 )
-def test_anything_else_is_refused(given_one: object, says: str) -> None:
-    with pytest.raises(UsageError, match=says):
-        check_eviction(given_one)
+@any_policy
+def test_settings_that_do_not_go_together(policy: type[Evicting], field: str, settings: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=f"^{field}: "):
+        policy(**settings)
+
+
+@pytest.mark.parametrize(
+    ("policy", "field", "values"),
+    [
+        (Local, "sinks", (-1, 1.5, True)),
+        (H2ONorm, "sinks", (-1, "4")),
+        (H2ONorm, "grace", (-1, 0.5)),
+        (H2ONorm, "decay", (0, -1, 1.5, math.nan, math.inf, True, "0.9")),
+        (ValueH2O, "decay", (0,)),
+        (SnapKV, "window", (0, 1.5)),
+        (SnapKV, "kernel", (0, 2, 8, -1)),
+        (Random, "seed", (-1, 0.5, 2**31 + 1)),
+    ],
+)
+def test_a_policys_own_settings(policy: type[Evicting], field: str, values: tuple[Any, ...]) -> None:
+    for value in values:
+        with pytest.raises(UsageError, match=f"^{field}: "):
+            policy(**{field: value})
+
+
+@any_policy
+def test_to_json_is_what_was_set(policy: type[Evicting]) -> None:
+    settings = {"heavy_ratio": 0.25, "recent_size": 8, "layer_schedule": "pyramid", "while_decoding": False}
+    found = policy(**settings).to_json()  # type: ignore[arg-type]
+    assert found.pop("name") == policy.name and found.items() >= settings.items()
+    assert "recent_ratio" not in found and policy(**found) == policy(**settings)  # type: ignore[arg-type]
+
+
+# ---- budgets
+
+
+@pytest.mark.parametrize(
+    ("settings", "prompt", "heavy", "recent"),
+    [
+        ({}, 100, 10, 10),
+        ({}, 9, 1, 1),  # at least one of each
+        ({"heavy_ratio": 0.2}, 19, 3, 3),
+        ({"heavy_ratio": 0.2, "recent_ratio": 0.5}, 20, 4, 10),
+        ({"recent_ratio": 0.5}, 20, 2, 10),
+        ({"heavy_size": 7}, 100, 7, 7),
+        ({"heavy_size": 0, "recent_size": 5}, 100, 0, 5),
+        ({"heavy_size": 0, "recent_ratio": 0.3}, 10, 0, 3),
+        ({"heavy_ratio": 1}, 10, 10, 10),
+        ({"heavy_ratio": 0.001}, 10, 1, 1),
+        ({"heavy_size": 50}, 10, 50, 50),
+    ],
+)
+def test_ratios_are_of_the_prompt_and_sizes_are_counts(
+    settings: dict[str, Any], prompt: int, heavy: int, recent: int
+) -> None:
+    for gen_len in (1, 50):
+        for block in (0, 3):
+            assert H2O(**settings).budget(prompt, gen_len, block, 4) == RowBudget(0, heavy, recent)
+
+
+@any_policy
+@given(
+    share=st.one_of(st.floats(0.01, 1), st.integers(1, 30)), recent=st.integers(1, 30), prompt=st.integers(1, 200),
+    block=st.integers(0, 3),
+)  # fmt: skip
+def test_every_policy_keeps_as_many_columns(
+    policy: type[Evicting], share: float, recent: int, prompt: int, block: int
+) -> None:
+    """So that what is compared is their choice, not their budget; grace and sinks come out of it."""
+    settings: dict[str, Any] = {"heavy_ratio" if isinstance(share, float) else "heavy_size": share}
+    settings["recent_size"] = recent
+    expected = H2O(**settings).budget(prompt, 7, 0, 4)
+    found = policy(**settings).budget(prompt, 7, block, 4)
+    assert found.columns == expected.columns
+    assert min(found.sinks, found.heavy) >= 0 and found.recent >= 1
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        (Local(heavy_size=4, recent_size=4), (4, 0, 4)),
+        (Local(heavy_size=1, recent_size=1), (1, 0, 1)),
+        (Local(recent_size=6, sinks=2), (2, 0, 4)),  # a window alone is not widened by a default
+        (Local(recent_ratio=0.1), (4, 0, 6)),
+        (Local(heavy_size=5, sinks=0), (0, 0, 10)),
+        (Tova(heavy_size=4, recent_size=3), (0, 6, 1)),
+        (SnapKV(heavy_size=4, recent_size=3), (0, 4, 3)),
+        (Random(heavy_size=4, recent_size=3), (0, 4, 3)),
+        (H2ONorm(heavy_size=20, recent_size=20), (4, 16, 20)),
+        (H2ONorm(heavy_size=20, recent_size=10), (4, 10, 16)),
+        (H2ONorm(heavy_size=20, recent_size=2), (4, 8, 10)),  # grace leaves half to the heavy hitters
+        (H2ONorm(heavy_size=3, recent_size=2), (3, 0, 2)),
+        (H2ONorm(heavy_size=9, recent_size=2, sinks=0, grace=0), (0, 9, 2)),
+        (ValueH2O(heavy_size=20, recent_size=10), (4, 10, 16)),
+    ],
+)
+def test_how_a_policy_uses_its_budget(policy: Evicting, expected: tuple[int, int, int]) -> None:
+    assert policy.budget(100, 10, 0, 1) == RowBudget(*expected)
+
+
+@given(st.integers(0, 60), st.integers(1, 60), st.integers(1, 100), st.integers(1, 40))
+def test_pyramid_falls_in_a_line_and_keeps_as_many_in_sum(heavy: int, recent: int, prompt: int, blocks: int) -> None:
+    policy = H2O(heavy_size=heavy, recent_size=recent, layer_schedule="pyramid")
+    found = [policy.budget(prompt, 7, block, blocks) for block in range(blocks)]
+    kept = [budget.heavy for budget in found]
+    assert sum(kept) == blocks * heavy and {(b.sinks, b.recent) for b in found} == {(0, recent)}
+    assert all(b <= a + 1 for a, b in pairwise(kept)) and min(kept) >= 0
+    assert max(kept, default=0) <= max(heavy, prompt - recent)
+    if heavy + recent <= prompt:
+        assert all(b.columns <= prompt for b in found)
+    if blocks == 1:
+        assert kept == [heavy]
+
+
+def test_a_pyramid_of_five_blocks() -> None:
+    policy = H2O(heavy_size=100, recent_size=10, layer_schedule="pyramid")
+    assert [policy.budget(1000, 9, b, 5).heavy for b in range(5)] == [195, 147, 100, 53, 5]
+    # No block keeps more than the prompt has; what the lower ones cannot use goes to the upper ones.
+    assert [policy.budget(130, 9, b, 5).heavy for b in range(5)] == [120, 110, 100, 90, 80]
+
+
+@any_policy
+@given(
+    prompt=st.integers(1, 200), gen=st.integers(1, 50), ratio=st.floats(0.01, 1), decoding=st.booleans(),
+    schedule=st.sampled_from(["uniform", "pyramid"]), block=st.integers(0, 3),
+)  # fmt: skip
+def test_slots_are_no_more_than_those_of_the_full_cache(
+    policy: type[Evicting], prompt: int, gen: int, ratio: float, decoding: bool, schedule: str, block: int
+) -> None:
+    one = policy(heavy_ratio=ratio, layer_schedule=schedule, while_decoding=decoding)
+    slots, columns = one.slots(prompt, gen, block, 4), columns_of(one, prompt, block, 4)
+    assert min(prompt, columns) <= slots <= Full().slots(prompt, gen)
+    assert decoding is False or slots <= columns + 1
+
+
+# ---- ranks
+
+
+def make_columns(
+    positions: Any, scores: Any = None, norms: Any = None, heavy: int = 2, newest: int = 9, leave: Any = None,
+    block: int = 0,
+) -> Columns:  # fmt: skip
+    """One sequence; lists are (kv_heads, n)."""
+    place = torch.tensor([positions], dtype=torch.int32)
+    return Columns(
+        block, place, torch.ones_like(place, dtype=torch.bool) if leave is None else torch.tensor([leave]),
+        torch.tensor([newest]), torch.tensor([heavy]),
+        None if scores is None else torch.tensor([scores]), None if norms is None else torch.tensor([norms]),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", [H2O(), SnapKV()])
+def test_h2o_and_snapkv_rank_by_the_score(policy: Evicting) -> None:
+    scores = [[0.5, 0.2, 0.9], [3.0, 1.0, 2.0]]
+    assert policy.rank(make_columns([[0, 4, 2]] * 2, scores))[0].tolist() == torch.tensor(scores).tolist()
+    assert policy.needs.ranks_by_score and policy.needs.record == ("positions", "scores")
+
+
+def test_h2o_norm_divides_by_the_queries_that_saw_a_column() -> None:
+    columns = make_columns([[0, 5, 9]], [[5.0, 3.0, 0.5]], newest=9)
+    assert H2ONorm().rank(columns)[0, 0].tolist() == pytest.approx([5 / 10, 3 / 5, 0.5 / 1])
+    weights = [sum(0.5**i for i in range(seen)) for seen in (10, 5, 1)]
+    expected = [score / weight for score, weight in zip((5.0, 3.0, 0.5), weights, strict=True)]
+    assert H2ONorm(decay=0.5).rank(columns)[0, 0].tolist() == pytest.approx(expected)
+
+
+def test_what_decays_decays_alike_in_prompt_and_decoding() -> None:
+    needs = H2ONorm(decay=0.5).needs
+    assert (needs.query_rows, needs.query_fade, needs.fade, needs.gain) == (None, 0.5, 0.5, 1.0)
+    assert not needs.ranks_by_score and ValueH2O(decay=0.5).needs.fade == 0.5
+    assert H2O().needs.query_fade == H2O().needs.fade == H2ONorm().needs.fade == 1.0
+
+
+def test_tova_ranks_all_heads_alike_by_the_newest_query() -> None:
+    rank = Tova().rank(make_columns([[0, 4, 2]] * 2, [[0.5, 0.2, 0.9], [0.1, 0.8, 0.1]]))
+    assert torch.allclose(rank[0], torch.tensor([[0.3, 0.5, 0.5]] * 2))
+    assert (Tova().needs.query_rows, Tova().needs.fade, Tova().needs.gain) == (1, 0.0, 1.0)
+
+
+def test_snapkv_pools_the_mean_of_its_window_over_the_columns_before_it() -> None:
+    sums = torch.tensor([[[2.0, 4.0, 12.0, 0.0, 2.0]]])
+    before = sums.clone()
+    pooled = SnapKV(window=2, kernel=3).prompt_scores(sums, 2)
+    assert pooled[0, 0].tolist() == pytest.approx([3 / 3, 9 / 3, 8 / 3, 0, 1])  # zeros count beyond both ends
+    assert SnapKV(window=1, kernel=7).prompt_scores(sums, 1)[0, 0].tolist() == pytest.approx([18 / 7] * 4 + [2])
+    assert SnapKV(window=2, kernel=1).prompt_scores(sums, 2)[0, 0].tolist() == [1, 2, 6, 0, 1]
+    # A prompt within the window: its few queries are what there is, and nothing lies before them.
+    assert SnapKV(window=8, kernel=3).prompt_scores(sums, 5)[0, 0].tolist() == pytest.approx([0.4, 0.8, 2.4, 0, 0.4])
+    assert torch.equal(sums, before)
+
+
+def test_snapkv_goes_on_with_a_moving_average() -> None:
+    needs = SnapKV(window=8).needs
+    assert (needs.query_rows, needs.fade, needs.gain) == (8, 7 / 8, 1 / 8)
+    assert SnapKV(window=1).needs.fade == 0
+
+
+def test_value_h2o_chooses_one_half_by_score_and_one_by_score_times_value() -> None:
+    # All columns were seen once: positions do not count. Column 0 is protected, 1 and 2 have the best scores.
+    scores, norms = [[9.0, 4.0, 3.0, 2.0, 1.0, 0.0]], [[1.0, 0.1, 0.1, 1.0, 9.0, 50.0]]
+    leave = [[False, True, True, True, True, True]]
+    columns = make_columns([[9] * 6], scores, norms, heavy=4, newest=9, leave=leave)
+    rank = ValueH2O().rank(columns)[0, 0]
+    assert rank[1:].tolist() == pytest.approx([math.inf, math.inf, 2.0001, 9.0009, 0.005])
+    stays = sorted(range(1, 6), key=lambda i: -float(rank[i]))[:4]
+    assert stays[:2] == [1, 2] and stays[2:] == [4, 3]
+    odd = ValueH2O().rank(make_columns([[9] * 6], scores, norms, heavy=1, leave=leave))[0, 0]
+    assert not odd[1:].isinf().any()  # half of one is none
+    assert ValueH2O().needs.record == ("positions", "scores", "norms")
+
+
+def test_local_ranks_by_age() -> None:
+    assert Local().rank(make_columns([[3, 0, 7]]))[0].tolist() == [[3.0, 0.0, 7.0]]
+    assert Local().needs.record == ("positions",) and Local().needs.query_rows == 0
+
+
+def test_random_is_the_same_again_and_another_elsewhere() -> None:
+    positions = [list(range(200))] * 2
+    rank = Random().rank(make_columns(positions))[0]
+    assert torch.equal(rank, Random().rank(make_columns(positions, heavy=5, newest=500))[0])
+    drawn = [rank[0], rank[1], Random().rank(make_columns(positions, block=1))[0, 0]]
+    drawn.append(Random(seed=1).rank(make_columns(positions))[0, 0])
+    for i, one in enumerate(drawn):
+        assert len(set(one.tolist())) > 195 and bool(((one >= 0) & (one < 2**24)).all())
+        assert all(abs(float(torch.corrcoef(torch.stack([one, other]))[0, 1])) < 0.25 for other in drawn[:i])
+        assert abs(float(torch.corrcoef(torch.stack([one, torch.arange(200.0)]))[0, 1])) < 0.25
+    # A column's rank is its own, whatever slot it lies in.
+    assert torch.equal(Random().rank(make_columns([[5, 3], [3, 5]]))[0, 0], rank[0, [5, 3]])

@@ -1,29 +1,98 @@
-"""Geometry of KV units: areas on pages, rows covered once, bytes for the overlay."""
+"""Geometry of KV units: segments on pages, rows covered once, what moves of a part, bytes for overlay and record."""
 
 from __future__ import annotations
 
+from itertools import pairwise
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_h2o.config import Policy
-from flexgen_h2o.kvcache.layout import unit_layout
-from flexgen_h2o.limits import PAGE, WRITE_BACK_STEPS
+from flexgen_h2o.kvcache.layout import UnitLayout, unit_layout
+from flexgen_h2o.limits import ALIGN, PAGE, SEGMENT_SLOTS, WRITE_BACK_STEPS
 
 pairs = st.integers(0, 100).flatmap(lambda a: st.tuples(st.just(a), st.integers(0, 100 - a)))
 few = st.integers(1, 40)
+records = st.sampled_from([(), ("positions",), ("positions", "scores"), ("positions", "scores", "norms")])
+all_shares = pairs.map(lambda pair: Policy(percent=(0, 0, *pair, 0, 0)).cache_shares)
+layouts = st.builds(
+    unit_layout, sequences=few, kv_heads=few, slots=st.integers(1, 300), width=st.sampled_from([1, 8, 80, 128]),
+    itemsize=st.sampled_from([2, 4]), shares=all_shares, record=records,
+)  # fmt: skip
 
 
-@given(few, few, few, st.sampled_from([1, 8, 80, 128]), st.sampled_from([2, 4]), pairs)
-def test_areas(sequences: int, kv_heads: int, slots: int, width: int, itemsize: int, pair: tuple[int, int]) -> None:
-    shares = Policy(percent=(0, 0, *pair, 0, 0)).cache_shares
-    layout = unit_layout(sequences, kv_heads, slots, width, itemsize, shares)
-    assert sum(part.rows for part in layout.parts) == sequences * kv_heads
+@given(layouts)
+def test_areas(layout: UnitLayout) -> None:
+    assert sum(part.rows for part in layout.parts) == layout.sequences * layout.kv_heads
+    assert layout.row_bytes == layout.segment_slots * layout.width * layout.itemsize
     for part in layout.parts:
-        values = part.rows * slots * width * itemsize
-        assert layout.area_bytes(part) % PAGE == 0 and 0 <= layout.area_bytes(part) - values < PAGE
-        assert layout.part_bytes(part) == 2 * layout.area_bytes(part)
+        area = layout.area_bytes(part)
+        assert area % PAGE == 0 and 0 <= area - part.rows * layout.row_bytes < PAGE
+        assert layout.part_bytes(part) == 2 * layout.segments * area
+        columns = part.rows * WRITE_BACK_STEPS
+        assert layout.overlay_bytes(part) == 2 * columns * layout.width * layout.itemsize + 8 * columns
+        words = part.rows * (layout.slots * len(layout.record) + 1) if layout.record else 0
+        assert layout.record_bytes(part) % ALIGN == 0 and 0 <= layout.record_bytes(part) - 4 * words < ALIGN
+
+
+@given(few, few, all_shares)
+def test_rows_follow_the_shares(sequences: int, kv_heads: int, shares: tuple[float, float, float]) -> None:
+    layout = unit_layout(sequences, kv_heads, 5, 8, 2, shares)
+    for part in layout.parts:
         share = dict(zip(("device", "host", "disk"), shares, strict=True))[part.tier]
         assert abs(part.rows - share * sequences * kv_heads) <= 1
-        columns = part.rows * WRITE_BACK_STEPS
-        assert layout.overlay_bytes(part) == 2 * columns * width * itemsize + 8 * columns
-    assert layout.row_bytes == slots * width * itemsize
+        assert part.rows <= layout.most_part_rows(share)
+
+
+@pytest.mark.parametrize("slots", [1, 2, SEGMENT_SLOTS, SEGMENT_SLOTS + 1, 3 * SEGMENT_SLOTS, 1000])
+def test_segments_are_equal_and_hold_every_slot(slots: int) -> None:
+    layout = unit_layout(1, 1, slots, 8, 2, (0.0, 1.0, 0.0))
+    assert layout.segment_slots <= SEGMENT_SLOTS
+    assert (layout.segments - 1) * layout.segment_slots < slots <= layout.segments * layout.segment_slots
+    assert layout.segments * layout.segment_slots - slots < layout.segments
+
+
+# ---- what moves
+
+
+def live_bytes(layout: UnitLayout, index: int, sequences: int, columns: int) -> set[tuple[int, int]]:
+    """[start, end) of the rows that hold the first columns of the first sequences, area by area, one by one."""
+    part, area = layout.parts[index], layout.area_bytes(layout.parts[index])
+    live = min(part.rows, max(0, sequences * layout.kv_heads - part.start))
+    rows = set()
+    for segment in range(layout.segments):
+        if segment * layout.segment_slots < columns:
+            for kind in range(2):
+                start = (2 * segment + kind) * area
+                rows |= {(start + r * layout.row_bytes, start + (r + 1) * layout.row_bytes) for r in range(live)}
+    return rows
+
+
+@given(layouts, st.data())
+def test_live_ranges_hold_the_live_rows_and_no_other(layout: UnitLayout, data: st.DataObject) -> None:
+    """Pages are moved whole, so what two ranges share but a page's end is one range."""
+    sequences = data.draw(st.integers(0, layout.sequences))
+    columns = data.draw(st.integers(0, layout.slots))
+    for index, part in enumerate(layout.parts):
+        ranges = [(start, start + size) for start, size in layout.live_ranges(part, sequences, columns)]
+        live = live_bytes(layout, index, sequences, columns)
+        assert all(start % PAGE == 0 and start < end for start, end in ranges)
+        assert all(start >= 0 and -(-end // PAGE) * PAGE <= layout.part_bytes(part) for start, end in ranges)
+        # Apart by at least a page, so that neighbours whose pages touch are one range.
+        assert all(-(-end // PAGE) * PAGE < start for (_, end), (start, _) in pairwise(ranges))
+        assert all(any(a <= start and end <= b for a, b in ranges) for start, end in live)
+        # Nothing else but the ends of pages.
+        moved = sum(end - start for start, end in ranges)
+        assert 0 <= moved - sum(end - start for start, end in live) < PAGE * 2 * layout.segments
+        assert bool(ranges) is bool(live)
+        assert {end for _, end in ranges} <= {end for _, end in live}
+
+
+def test_a_cache_that_grows_moves_the_segments_that_it_fills() -> None:
+    layout = unit_layout(2, 3, 4 * SEGMENT_SLOTS, 16, 4, (0.0, 0.0, 1.0))
+    (part,), area = layout.parts, layout.area_bytes(layout.parts[0])
+    whole = [sum(size for _, size in layout.live_ranges(part, 2, n)) for n in (1, 64, 65, 128, 129, 256)]
+    assert whole == [2 * area, 2 * area, 4 * area, 4 * area, 6 * area, 8 * area]
+    assert layout.live_ranges(part, 1, 65) == [(i * area, 3 * layout.row_bytes) for i in range(4)]
+    assert layout.live_ranges(part, 0, 65) == layout.live_ranges(part, 2, 0) == []

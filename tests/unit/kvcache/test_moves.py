@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -10,23 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_h2o.kvcache.moves import move_rows, plan_moves
+from flexgen_h2o.kvcache.view import PartView, Record
 
 SLOTS, WIDTH = 3, 2
 
 batches = st.integers(1, 12).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1))))
-
-
-@dataclass
-class View:
-    """Rows [start, end) as tensors of their own."""
-
-    start: int
-    keys: torch.Tensor
-    values: torch.Tensor
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.keys)
 
 
 @given(batches)
@@ -47,16 +34,32 @@ def test_the_order_of_leaving_does_not_matter() -> None:
     assert plan_moves([4, 0, 2], 5) == plan_moves([0, 2, 4], 5) == ([(3, 0)], [3, 1])
 
 
-@given(batches, st.integers(1, 4), st.lists(st.integers(0, 48), max_size=2))
-def test_rows_arrive_whole_across_parts(batch: tuple[int, set[int]], kv_heads: int, cuts: list[int]) -> None:
-    """Parts are cut anywhere, in the middle of a sequence's heads too."""
+def random_record(rows: int) -> Record:
+    positions = torch.randint(0, 99, (rows, SLOTS), dtype=torch.int32)
+    return Record(positions, positions[:, 0].clone(), torch.randn(rows, SLOTS), torch.randn(rows, SLOTS))
+
+
+@given(batches, st.integers(1, 4), st.lists(st.integers(0, 48), max_size=2), st.booleans())
+def test_rows_arrive_whole_across_parts(
+    batch: tuple[int, set[int]], kv_heads: int, cuts: list[int], records: bool
+) -> None:
+    """Parts are cut anywhere, in the middle of a sequence's heads too; what is recorded of a row follows it."""
     count, leaving = batch
     rows = count * kv_heads
-    keys, values = torch.randn(rows, SLOTS, WIDTH), torch.randn(rows, SLOTS, WIDTH)
+    keys, values = torch.randn(2, rows, SLOTS, WIDTH), torch.randn(2, rows, SLOTS, WIDTH)
+    whole = PartView(0, keys, values, random_record(rows) if records else None)
     bounds = sorted({0, rows, *(c for c in cuts if c < rows)})
-    views = [View(a, keys[a:b].clone(), values[a:b].clone()) for a, b in pairwise(bounds)]
+    views = [
+        PartView(
+            a, keys[:, a:b].clone(), values[:, a:b].clone(),
+            Record(*(t[a:b].clone() for t in whole.record.tensors())) if whole.record else None,
+        )
+        for a, b in pairwise(bounds)
+    ]  # fmt: skip
+    before = [t.clone() for t in whole.row_tensors()]
     moves, order = plan_moves(sorted(leaving), count)
     move_rows(views, moves, kv_heads)
-    for whole, parts in ((keys, [v.keys for v in views]), (values, [v.values for v in views])):
-        expected = whole.view(count, kv_heads, SLOTS, WIDTH)[order].view(-1, SLOTS, WIDTH)
-        assert torch.equal(torch.cat(parts)[: len(order) * kv_heads], expected)
+    parts = zip(*(view.row_tensors() for view in views), strict=True)
+    for tensor, arrived in zip(before, parts, strict=True):
+        expected = tensor.unflatten(0, (count, kv_heads))[order].flatten(0, 1)
+        assert torch.equal(torch.cat(arrived)[: len(order) * kv_heads], expected)

@@ -7,11 +7,13 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from flexgen_h2o.config import TIERS, ModelSpec, Policy
 from flexgen_h2o.errors import DoesNotFitError
+from flexgen_h2o.kvcache.store import CacheStore
 from flexgen_h2o.models import spec_from_config
 from flexgen_h2o.planner.memory import (
     OVERLAPPED,
@@ -23,9 +25,14 @@ from flexgen_h2o.planner.memory import (
     memory_plan,
     plan_within,
     streamed_bytes,
+    tier_shares,
     workspace_sizes,
 )
 from flexgen_h2o.schedule import weight_sequence
+from flexgen_h2o.tiers.device import HostDevice, StandInDevice
+from flexgen_h2o.tiers.mover import Mover
+from flexgen_h2o.tiers.transfer import Lanes
+from flexgen_h2o.timeline import Timeline
 
 CONFIG: dict[str, Any] = {
     "model_type": "opt", "vocab_size": 90, "hidden_size": 48, "num_hidden_layers": 2, "ffn_dim": 96,
@@ -43,9 +50,12 @@ SPEC = make_spec()
 pairs = st.integers(0, 100).flatmap(lambda a: st.tuples(st.just(a), st.integers(0, 100 - a)))
 percents = st.tuples(pairs, pairs, pairs).map(lambda three: sum(three, ()))
 policies = st.builds(Policy, percent=percents, sep_layer=st.booleans(), cpu_cache_compute=st.booleans())
+slot_counts = st.tuples(st.integers(1, 90), st.integers(1, 90))  # of each of the two blocks
+records = st.sampled_from([(), ("positions",), ("positions", "scores"), ("positions", "scores", "norms")])
 shapes = st.builds(
-    Shape, rows=st.integers(1, 9), micro_batches=st.integers(1, 4), tokens=st.integers(1, 60), slots=st.integers(1, 30)
-)
+    Shape, rows=st.integers(1, 9), micro_batches=st.integers(1, 4), tokens=st.integers(1, 60),
+    slots=slot_counts, record=records,
+)  # fmt: skip
 
 
 def make_plan(policy: Policy, shape: Shape, is_host: bool, depth: Depth = OVERLAPPED[2]) -> MemoryPlan:
@@ -59,12 +69,22 @@ def totals(plan: MemoryPlan) -> list[int]:
 # ---- what grows
 
 
-@given(policies, shapes, st.sampled_from(["rows", "micro_batches", "tokens", "slots"]), st.booleans())
+def one_more(shape: Shape, field: str) -> Shape:
+    """The shape with one more of a number; "slots 1" stands for those of block 1."""
+    name, _, place = field.partition(" ")
+    if not place:
+        return replace(shape, **{name: getattr(shape, name) + 1})
+    slots = list(shape.slots)
+    slots[int(place)] += 1
+    return replace(shape, slots=tuple(slots))
+
+
+@given(policies, shapes, st.sampled_from(["rows", "micro_batches", "tokens", "slots 0", "slots 1"]), st.booleans())
 def test_more_of_anything_needs_no_less_of_any_tier(policy: Policy, shape: Shape, field: str, is_host: bool) -> None:
     on_device, on_host = policy.percent[2:4]
     in_three = on_device and on_host and on_device + on_host < 100 and not is_host
     assume(field != "rows" or not in_three)  # see test_smaller_micro_batches_fit_too
-    more = replace(shape, **{field: getattr(shape, field) + 1})
+    more = one_more(shape, field)
     assert more.covers(shape) and not shape.covers(more)
     small, large = totals(make_plan(policy, shape, is_host)), totals(make_plan(policy, more, is_host))
     assert all(b >= a for a, b in zip(small, large, strict=True))
@@ -76,12 +96,31 @@ def test_smaller_micro_batches_fit_too() -> None:
     for pair in [(25, 50), *((on_device, 5) for on_device in range(5, 95, 10))]:
         policy = Policy(percent=(100, 0, *pair, 100, 0))
         for most in range(1, 16):
-            plan = memory_plan(spec, policy, Shape(most, 1, 10, 50), 4, False, SEQUENTIAL)
+            plan = memory_plan(spec, policy, Shape(most, 1, 10, (50, 50)), 4, False, SEQUENTIAL)
             homes = {b.tier: b.nbytes for b in plan.buffers if b.name == "cache"}
             for rows in range(1, most + 1):
                 layout = kv_layout(spec, rows, 50, policy.cache_shares, 4)
                 for part in layout.parts:
                     assert spec.num_blocks * layout.part_bytes(part) <= homes.get(part.tier, 0)
+
+
+@pytest.mark.parametrize("most", [65, 129, 193])
+def test_shorter_rows_fit_too(most: int) -> None:
+    """A micro-batch whose rows need fewer slots is carved from the homes of the neediest, and comes through its ring.
+
+    Its slots may be cut into fewer segments, whose areas end elsewhere in a page.
+    """
+    spec = make_spec(num_attention_heads=1, hidden_size=20, word_embed_proj_dim=20)
+    for percent in ((0, 0, 0, 0, 0, 0), (0, 0, 0, 60, 0, 0)):
+        policy = Policy(percent=percent)
+        for rows in (1, 2, 5):
+            plan = memory_plan(spec, policy, Shape(rows, 1, 10, (most, most)), 4, False, SEQUENTIAL)
+            homes = {b.tier: b.nbytes for b in plan.buffers if b.name == "cache"}
+            for slots in range(1, most + 1):
+                layout = kv_layout(spec, rows, slots, policy.cache_shares, 4)
+                for part in layout.parts:
+                    assert spec.num_blocks * layout.part_bytes(part) <= homes.get(part.tier, 0), slots
+                assert sum(map(layout.part_bytes, layout.parts)) <= plan.size("cache ring")
 
 
 @given(policies, shapes, st.booleans())
@@ -96,7 +135,7 @@ def test_a_shallower_ring_needs_no_more(policy: Policy, shape: Shape, is_host: b
 def test_bytes_follow_the_shares(kind: int, is_host: bool) -> None:
     """Moving weights, cache or hidden states from disk up makes the faster tier's homes larger, never smaller."""
     name = {0: "weights", 2: "cache", 4: "hidden"}[kind]
-    shape, before = Shape(6, 2, 60, 30), -1
+    shape, before = Shape(6, 2, 60, (30, 30)), -1
     for share in range(0, 101, 5):
         percent = [0] * 6
         percent[kind] = share
@@ -105,6 +144,16 @@ def test_bytes_follow_the_shares(kind: int, is_host: bool) -> None:
         assert home >= before
         before = home
     assert before > 0 and all(b.tier != "disk" for b in plan.buffers if b.name == name)
+
+
+def test_buffers_serve_what_is_smaller_in_every_way() -> None:
+    shape = Shape(4, 2, 40, (30, 20), ("positions",))
+    assert shape.covers(shape) and shape.most_slots == 30
+    for fewer in ({"rows": 3}, {"micro_batches": 1}, {"tokens": 39}, {"slots": (30, 19)}, {"slots": (29, 20)}):
+        less = replace(shape, **fewer)
+        assert shape.covers(less) and not less.covers(shape)
+    for other in ({"slots": (29, 21)}, {"record": ()}, {"record": ("positions", "scores")}):
+        assert not shape.covers(replace(shape, **other))
 
 
 # ---- what is in it
@@ -121,7 +170,7 @@ def test_where_the_device_is_host_memory_it_holds_nothing(policy: Policy, shape:
 
 
 def test_all_on_the_device_needs_no_ring_no_overlay_and_no_disk() -> None:
-    plan = make_plan(Policy(), Shape(4, 2, 40, 20), is_host=False)
+    plan = make_plan(Policy(), Shape(4, 2, 40, (20, 20)), is_host=False)
     assert {b.name for b in plan.buffers} == {"weights", "cache", "hidden", "workspace", "temporaries", "staging"}
     assert plan.bytes_on("disk") == 0 and {b.name for b in plan.buffers if b.tier == "host"} == {"staging"}
     assert plan.size("weights") >= SPEC.num_weights * 4
@@ -134,7 +183,7 @@ def test_the_weight_ring_holds_any_so_many_neighbours_of_the_cycle(depth: int, t
     """Sweeps follow one another: behind the head comes the embedding, in one load when they are tied."""
     spec = make_spec(tie_word_embeddings=tied, vocab_size=900)
     policy = Policy(percent=(0, 0, 100, 0, 100, 0))
-    ring = memory_plan(spec, policy, Shape(1, 1, 1, 1), 4, True, Depth(depth, 1, 1)).size("weight ring")
+    ring = memory_plan(spec, policy, Shape(1, 1, 1, (1, 1)), 4, True, Depth(depth, 1, 1)).size("weight ring")
     layers = spec.layers(True)
     sizes = [streamed_bytes(u, policy.weight_shares, 4, True) for u in layers.units]
     loads = list(weight_sequence(5, tuple(layer.unit for layer in layers.layers)))[1:]
@@ -143,7 +192,7 @@ def test_the_weight_ring_holds_any_so_many_neighbours_of_the_cycle(depth: int, t
 
 
 def test_attention_on_the_host_brings_cache_to_the_host() -> None:
-    policy, shape = Policy(percent=(100, 0, 0, 50, 100, 0)), Shape(4, 2, 40, 20)
+    policy, shape = Policy(percent=(100, 0, 0, 50, 100, 0)), Shape(4, 2, 40, (20, 20))
     for on_host in (False, True):
         plan = make_plan(replace(policy, cpu_cache_compute=on_host), shape, is_host=False)
         rings = {b.name: b.tier for b in plan.buffers if "ring" in b.name}
@@ -151,8 +200,42 @@ def test_attention_on_the_host_brings_cache_to_the_host() -> None:
         assert plan.size("cache overlay") > 0
 
 
+@given(policies, shapes.filter(lambda s: s.record), st.booleans(), st.data())
+def test_records_and_overlays_are_taken_from_what_is_planned_for_them(
+    policy: Policy, shape: Shape, is_host: bool, data: st.DataObject
+) -> None:
+    """The store carves the record of each part where attention runs on it: every tier's arena holds its parts."""
+    plan, shares = make_plan(policy, shape, is_host), tier_shares(policy.cache_shares, is_host)
+    arenas = {b.tier: torch.empty(b.nbytes, dtype=torch.uint8) for b in plan.buffers if b.name == "cache record"}
+    homes = {b.tier: torch.empty(b.nbytes, dtype=torch.uint8) for b in plan.buffers if b.name == "cache"}
+    homes.pop("disk", None)
+    overlay, lanes = torch.empty(plan.size("cache overlay"), dtype=torch.uint8), Lanes({}, Timeline())
+    device, attends_on_host = HostDevice() if is_host else StandInDevice(), is_host or policy.cpu_cache_compute
+    store = CacheStore(Mover(device, lanes), torch.float32, homes, None, overlay, arenas, attends_on_host)
+    rows = data.draw(st.lists(st.integers(1, shape.rows), min_size=1, max_size=shape.micro_batches))
+    rows[0] = shape.rows
+    layouts = [[kv_layout(SPEC, n, slots, shares, 4, shape.record) for n in rows] for slots in shape.slots]
+    store.begin_block(layouts)
+    for unit in store._units.values():
+        for home in unit.homes:
+            assert home.record is not None and home.record.victims.shape == (home.part.rows,)
+            for name in shape.record:
+                assert getattr(home.record, name).shape == (home.part.rows, unit.layout.slots)
+            tier = home.part.tier if not home.streamed else "host" if attends_on_host else "device"
+            arena = arenas[tier].untyped_storage().data_ptr()
+            assert {t.untyped_storage().data_ptr() for t in home.record.tensors()} == {arena}
+    lanes.close()
+
+
+def test_a_policy_that_records_nothing_plans_nothing_for_it() -> None:
+    assert make_plan(Policy(), Shape(4, 2, 40, (20, 20)), is_host=False).size("cache record") == 0
+    plan = make_plan(Policy(), Shape(4, 2, 40, (20, 20), ("positions", "scores")), is_host=False)
+    words = 2 * 2 * 4 * 4 * (2 * 20 + 1)  # blocks, micro-batches, sequences, kv-heads
+    assert plan.size("cache record") == 4 * words + 4 * (-4 * 16 * 41 % 64)
+
+
 def test_a_workspace_has_the_widest_values_of_a_step() -> None:
-    sizes = workspace_sizes(SPEC, Shape(rows=3, micro_batches=9, tokens=2000, slots=9), 2)
+    sizes = workspace_sizes(SPEC, Shape(rows=3, micro_batches=9, tokens=2000, slots=(9, 9)), 2)
     assert sizes["q"] == 2000 * 48 * 2 and sizes["ffn"] == 1024 * 96 * 2 and sizes["logits"] >= 3 * 90 * 2
     assert sizes["normed"] == 1024 * 48 * 2 and all(n % 64 == 0 for n in sizes.values())
 
@@ -161,7 +244,7 @@ def test_a_workspace_has_the_widest_values_of_a_step() -> None:
 
 
 def test_a_refusal_names_tier_numbers_and_flags() -> None:
-    plan = make_plan(Policy(), Shape(4, 2, 40, 20), is_host=False)
+    plan = make_plan(Policy(), Shape(4, 2, 40, (20, 20)), is_host=False)
     need = plan.bytes_on("device")
     plan.check({"device": need, "host": None, "disk": 0})
     budgets = {"device": need - 2048, "host": None, "disk": 0}
@@ -177,7 +260,7 @@ def test_a_refusal_names_tier_numbers_and_flags() -> None:
 
 @pytest.mark.parametrize("is_host", [False, True])
 def test_look_ahead_shrinks_with_the_budget_before_anything_is_refused(is_host: bool) -> None:
-    policy, shape = Policy(percent=(0, 0, 0, 0, 0, 0)), Shape(4, 2, 40, 20)
+    policy, shape = Policy(percent=(0, 0, 0, 0, 0, 0)), Shape(4, 2, 40, (20, 20))
     tier = "host" if is_host else "device"
     plans = [make_plan(policy, shape, is_host, depth) for depth in OVERLAPPED]
     for depth, plan in zip(OVERLAPPED, plans, strict=True):
@@ -188,5 +271,5 @@ def test_look_ahead_shrinks_with_the_budget_before_anything_is_refused(is_host: 
 
 
 def test_without_overlap_nothing_is_loaded_ahead() -> None:
-    plan = plan_within(SPEC, Policy(overlap=False), Shape(1, 1, 1, 1), 4, True, UNLIMITED)
+    plan = plan_within(SPEC, Policy(overlap=False), Shape(1, 1, 1, (1, 1)), 4, True, UNLIMITED)
     assert plan.depth == SEQUENTIAL

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,12 +22,13 @@ CONFIG: dict[str, Any] = {
     "enable_bias": True, "layer_norm_elementwise_affine": True, "do_layer_norm_before": True,
 }  # fmt: skip
 SPEC: ModelSpec = spec_from_config("tiny", CONFIG, "here")
-NEED = Need(rows=2, prompt_len=20, slots=40)
+BLOCKS = SPEC.num_blocks
+NEED = Need(rows=2, prompt_len=20, slots=(40,) * BLOCKS)
 HUGE = {"device": 100 * GIB, "host": 100 * GIB, "disk": 100 * GIB}
 
 
-def choose(budgets: dict[str, int | None], is_host: bool, need: Need = NEED, base: Policy | None = None) -> Policy:
-    return choose_policy(SPEC, need, base or Policy(), 4, is_host, budgets)
+def choose(budgets: Mapping[str, int | None], is_host: bool, need: Need = NEED, base: Policy | None = None) -> Policy:
+    return choose_policy(SPEC, need, base or Policy(), 4, is_host, dict(budgets))
 
 
 def least(tier: str, is_host: bool, percent: tuple[int, ...], need: Need = NEED) -> int:
@@ -38,6 +40,16 @@ def least(tier: str, is_host: bool, percent: tuple[int, ...], need: Need = NEED)
 @pytest.mark.parametrize("is_host", [True, False])
 def test_with_room_for_everything_everything_is_resident(is_host: bool) -> None:
     assert choose(HUGE, is_host) == Policy(2, 1, (100, 0, 100, 0, 100, 0))
+
+
+def test_fewer_slots_leave_room_for_weights() -> None:
+    """Each block is counted by its own slots, with what a policy keeps of them."""
+    record, everything = ("positions", "scores"), (100, 0, 100, 0, 100, 0)
+    full, few = Need(1, 20, (8000,) * BLOCKS), Need(1, 20, (160,) * BLOCKS, record)
+    pyramid = Need(1, 20, (220, 180, 140, 100), record)
+    room = least("host", True, everything, few) + MIB // 2
+    by_need = [choose({**HUGE, "device": 0, "host": room}, True, need).percent for need in (full, few, pyramid)]
+    assert by_need[0] != everything and by_need[1:] == [everything, everything]
 
 
 def test_what_does_not_fit_the_device_goes_to_the_host_before_the_disk() -> None:
@@ -63,7 +75,7 @@ def test_what_is_chosen_fits(seed: int) -> None:
     """Budgets from what the smallest policy needs up to where everything is resident."""
     draw = random.Random(seed)
     is_host, rows, overlap = seed % 2 == 0, draw.randint(1, 4), draw.random() < 0.7
-    need, base = Need(rows, 20, 40), Policy(overlap=overlap)
+    need, base = Need(rows, 20, (40,) * BLOCKS), Policy(overlap=overlap)
     least_of = {tier: least(tier, is_host, (0,) * 6, need) for tier in HUGE}
     budgets: dict[str, int | None] = {t: n + draw.randint(0, 5 * MIB) for t, n in least_of.items()}
     policy = choose(budgets, is_host, need, base)
@@ -85,10 +97,10 @@ def test_less_look_ahead_is_tried_before_a_refusal() -> None:
 
 
 def test_everything_but_batches_and_shares_is_the_base_policys() -> None:
-    others = {"cpu_cache_compute": True, "sep_layer": False, "pin_weight": False, "attn_sparsity": 0.5}
-    base = Policy(7, 9, (1, 2, 3, 4, 5, 6), **others)  # type: ignore[arg-type]
+    others: dict[str, Any] = {"cpu_cache_compute": True, "sep_layer": False, "pin_weight": False, "attn_sparsity": 0.5}
+    base = Policy(7, 9, (1, 2, 3, 4, 5, 6), **others)
     chosen = choose(HUGE, is_host=False, base=base)
-    same = {"gpu_batch_size": 7, "num_gpu_batches": 9, "percent": (1, 2, 3, 4, 5, 6)}
+    same: dict[str, Any] = {"gpu_batch_size": 7, "num_gpu_batches": 9, "percent": (1, 2, 3, 4, 5, 6)}
     assert chosen != base and replace(chosen, **same) == base
     assert AutoPolicy().base == Policy()
 
@@ -98,11 +110,13 @@ def test_everything_but_batches_and_shares_is_the_base_policys() -> None:
     [(4, 2, 8, (4, 2)), (4, 2, 100, (4, 2)), (4, 2, 3, (3, 1)), (4, 3, 5, (4, 2)), (1, 9, 4, (1, 4))],
 )
 def test_the_shape_is_of_the_rows_there_are(gbs: int, batches: int, rows: int, shape: tuple[int, int]) -> None:
-    found = shape_of(Policy(gbs, batches), Need(rows, 10, 30))
-    assert (found.rows, found.micro_batches, found.tokens, found.slots) == (*shape, 10 * shape[0], 30)
+    record = ("positions", "scores")
+    found = shape_of(Policy(gbs, batches), Need(rows, 10, (30, 29, 28, 30), record))
+    assert (found.rows, found.micro_batches, found.tokens) == (*shape, 10 * shape[0])
+    assert (found.slots, found.record) == ((30, 29, 28, 30), record)
 
 
 def test_a_long_pile_is_cut_into_blocks_of_bounded_size() -> None:
-    policy = choose(HUGE, is_host=True, need=Need(10_000, 2, 3))
+    policy = choose(HUGE, is_host=True, need=Need(10_000, 2, (3,) * BLOCKS))
     assert (policy.gpu_batch_size, policy.block_size) == (MICRO_BATCH, MOST_ROWS)
     assert policy.percent[0] % SHARE_STEP == 0

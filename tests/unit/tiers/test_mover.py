@@ -206,19 +206,25 @@ def test_copies_convert_and_count_the_bytes_of_the_source(room: Room) -> None:
     assert room.mover.lanes.bytes_moved["h2d"] - before == 100
 
 
-@given(st.integers(1, 6), st.integers(1, 9), st.data())
-def test_only_the_named_columns_are_copied(room: Room, rows: int, slots: int, data: st.DataObject) -> None:
-    chosen = torch.tensor(data.draw(st.lists(st.integers(0, slots - 1), min_size=rows, max_size=rows)))
-    sources = tuple(torch.randn(rows, slots, 4) for _ in range(2))
-    targets = tuple(torch.zeros(rows, slots, 4) for _ in range(2))
+@given(st.integers(1, 3), st.integers(1, 6), st.integers(1, 9), st.data())
+def test_only_the_named_columns_are_copied(
+    room: Room, segments: int, rows: int, slots: int, data: st.DataObject
+) -> None:
+    """One column a row, found by segment and place; the copy lands in the target itself, not in one of its own."""
+    places = st.lists(st.integers(0, segments * slots - 1), min_size=rows, max_size=rows)
+    chosen = torch.tensor(data.draw(places))
+    index = (chosen // slots, torch.arange(rows), chosen % slots)
+    sources = tuple(torch.randn(segments, rows, slots, 4).bfloat16() for _ in range(2))
+    targets = tuple(torch.zeros(segments, rows, slots, 4).bfloat16() for _ in range(2))
     before = room.mover.lanes.bytes_moved["d2h"]
-    room.mover.copy_columns("c", targets, sources, chosen, []).wait()
+    room.mover.copy_indexed("c", list(zip(targets, sources, strict=True)), index, []).wait()
     for target, source in zip(targets, sources, strict=True):
-        expected = torch.zeros(rows, slots, 4)
+        expected = torch.zeros_like(target)
         for row in range(rows):
-            expected[row, chosen[row]] = source[row, chosen[row]]
+            segment, slot = divmod(int(chosen[row]), slots)
+            expected[segment, row, slot] = source[segment, row, slot]
         assert torch.equal(target, expected)
-    assert room.mover.lanes.bytes_moved["d2h"] - before == 2 * rows * 4 * 4
+    assert room.mover.lanes.bytes_moved["d2h"] - before == 2 * rows * 4 * 2
 
 
 def test_every_kind_of_traffic_waits_for_what_it_comes_after(room: Room) -> None:
@@ -227,7 +233,7 @@ def test_every_kind_of_traffic_waits_for_what_it_comes_after(room: Room) -> None
         room.mover.read("r", buffer, "host", room.source, 0, PAGE, after=[gate]),
         room.mover.write("w", room.target, 0, buffer, "host", [gate]),
         room.mover.copy("h2d", "c", t, t, [gate]),
-        room.mover.copy_columns("c", (t,), (t,), torch.zeros(2, dtype=torch.int64), [gate]),
+        room.mover.copy_indexed("c", [(t, t)], (torch.zeros(2, dtype=torch.int64),), [gate]),
     ]
     threading.Event().wait(0.03)
     early = [done.is_done for done in started]

@@ -1,0 +1,200 @@
+"""Claim: keeping 20% of the KV cache as H2O does makes decoding several times faster, and choosing costs little.
+
+Method: the shape of a public OPT, bf16, cut to `--layers` transformer blocks so that prefill takes minutes, not hours
+(every block is the same; embedding and head stay whole). In one process and alternating, the same prompts through
+- full: every column is kept;
+- h2o: --hh-ratio and as many recent (0.1 + 0.1 is 20% of the prompt);
+- scored: H2O with a budget for everything, so that it differs from `full` by its scoring alone.
+Settings: `ram`, weights and KV in RAM; `disk`, weights in RAM and KV on disk. All have the same batch, and each its own
+memory plan. Figures are ratios within a round: decode tokens/s of h2o over full, and seconds of scored over full for
+prefill and for decode.
+
+`traffic` counts bytes instead (no clock): KV that the tiers moved in a decode sweep, full and h2o, with KV on disk, and
+on host with a device tier of its own; beside it slots / (prompt + mean of the tokens generated so far).
+
+    python bench/h2o_vs_full.py ram --model facebook/opt-1.3b [--layers 4] [--rows 64] [--output FILE]
+    python bench/h2o_vs_full.py disk --model facebook/opt-6.7b
+    python bench/h2o_vs_full.py traffic --prompt-len 512 --gen-len 512 --rows 8
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from common import Spread, add_flags, alternate, finish, show_rounds, table
+
+from flexgen_h2o.config import MemoryBudget, Policy
+from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
+from flexgen_h2o.llm import LLM
+from flexgen_h2o.models import built_in_spec
+from flexgen_h2o.prompts import benchmark_prompts
+from flexgen_h2o.report import RunReport
+from flexgen_h2o.sampling import SamplingParams
+from flexgen_h2o.units import GIB
+
+# Shares of weights, KV cache and hidden states on device and host.
+PLACES = {"ram": (0, 100, 0, 100, 0, 100), "disk": (0, 100, 0, 0, 0, 100)}
+LENGTHS = {"ram": (1024, 256), "disk": (512, 24), "traffic": (512, 512)}
+# Only KV moves. A device tier of its own makes host KV travel.
+TRAFFIC_PLACES = {"disk": (PLACES["disk"], None), "host": ((100, 0, 0, 100, 100, 0), "6GiB")}
+LINKS = {"disk": ("disk_read", "disk_write"), "host": ("h2d", "d2h")}
+
+
+def main() -> None:
+    args = _parse()
+    args.folder = cut_model(args.model, args.layers, args.offload_dir)
+    result = _traffic(args) if args.setting == "traffic" else _speed(args)
+    finish({"benchmark": f"h2o_vs_full {args.setting}", **_facts(args), **result}, args.output)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("setting", choices=("ram", "disk", "traffic"))
+    add_flags(parser, "facebook/opt-1.3b", None)
+    add = parser.add_argument
+    add("--layers", type=int, default=4, help="transformer blocks of the cut model (4)")
+    add("--rows", type=int, default=64, help="rows of the block (64)")
+    add("--num-gpu-batches", type=int, default=2, help="micro-batches that the rows are cut into (2)")
+    add("--prompt-len", type=int, help="1024 in ram, 512 on disk and for traffic")
+    add("--gen-len", type=int, help="256 in ram, 24 on disk, 512 for traffic")
+    add("--hh-ratio", type=float, default=0.1, help="heavy columns of the prompt, and as many recent (0.1)")
+    add("--repeats", type=int, default=3)
+    args = parser.parse_args()
+    prompt_len, gen_len = LENGTHS[args.setting]
+    args.prompt_len, args.gen_len = args.prompt_len or prompt_len, args.gen_len or gen_len
+    return args
+
+
+def cut_model(model: str, layers: int, offload_dir: Path) -> Path:
+    """A model folder with the config of a built-in shape but fewer transformer blocks; weights are made at random."""
+    built_in = built_in_spec(model)
+    if built_in is None:
+        raise SystemExit(f"--model {model}: name one of the built-in shapes")
+    folder = offload_dir / "cut" / f"{model.split('/')[-1]}-{layers}-layers"
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {**built_in[1], "model_type": built_in[0].family, "num_hidden_layers": layers}
+    (folder / "config.json").write_text(json.dumps(config, default=str))
+    return folder
+
+
+def _evictions(args: argparse.Namespace) -> dict[str, Eviction]:
+    everything = args.prompt_len + args.gen_len
+    return {
+        "full": Full(),
+        "h2o": H2O(heavy_ratio=args.hh_ratio, recent_ratio=args.hh_ratio),
+        "scored": H2O(heavy_size=everything, recent_size=1),
+    }
+
+
+def _open(args: argparse.Namespace, eviction: Eviction, percent: tuple[int, ...], budget: MemoryBudget) -> LLM:
+    policy = Policy(-(-args.rows // args.num_gpu_batches), args.num_gpu_batches, percent=percent)  # type: ignore[arg-type]
+    return LLM(
+        str(args.folder), policy, eviction, device="cpu", dtype="bfloat16", budget=budget, path="_DUMMY_",
+        offload_dir=args.offload_dir,
+    )  # fmt: skip
+
+
+def _run(args: argparse.Namespace, llm: LLM, gen_len: int) -> RunReport:
+    prompts = benchmark_prompts(args.rows, args.prompt_len, None, llm.model.spec.vocab_size)
+    return llm.run(prompts, SamplingParams(gen_len, ignore_eos=True), lambda done: None)
+
+
+def _speed(args: argparse.Namespace) -> dict[str, Any]:
+    reports: dict[str, list[RunReport]] = {name: [] for name in _evictions(args)}
+
+    def run(name: str) -> None:
+        # One engine at a time holds memory: each is opened anew, its weights from the page cache.
+        with _open(args, _evictions(args)[name], PLACES[args.setting], MemoryBudget(host=args.host_mem)) as llm:
+            _run(args, llm, 2)
+            reports[name].append(_run(args, llm, args.gen_len))
+
+    parts = [lambda name=name: run(name) for name in reports]  # type: ignore[misc]
+    rounds = alternate(args.repeats, parts, args.quiet_wait)
+    ratios = {
+        "decode_speedup": _ratios(reports["h2o"], reports["full"], lambda r: r.decode.tokens_per_s),
+        "total_speedup": _ratios(reports["h2o"], reports["full"], lambda r: r.total.tokens_per_s),
+        "prefill_with_scores": _ratios(reports["scored"], reports["full"], lambda r: r.prefill.seconds),
+        "decode_with_scores": _ratios(reports["scored"], reports["full"], lambda r: r.decode.seconds),
+        "kv_bytes": _ratios(reports["h2o"], reports["full"], lambda r: r.kv["bytes"]),
+    }
+    _show_speed(args, reports, ratios, rounds)
+    return {
+        "ratios": {name: ratio.to_json() for name, ratio in ratios.items()},
+        "reports": {name: [_short(r) for r in found] for name, found in reports.items()},
+        "rounds": rounds,
+    }
+
+
+def _ratios(upper: list[RunReport], lower: list[RunReport], figure: Any) -> Spread:
+    return Spread([figure(a) / figure(b) for a, b in zip(upper, lower, strict=True)])
+
+
+def _short(report: RunReport) -> dict[str, Any]:
+    keys = ("eviction", "prefill", "decode", "peak_bytes", "io_bytes", "kv")
+    whole = report.to_json()
+    return {key: whole[key] for key in keys}
+
+
+def _show_speed(
+    args: argparse.Namespace, reports: dict[str, list[RunReport]], ratios: dict[str, Spread], rounds: Any
+) -> None:
+    rows = [
+        (f"{name}: prefill, decode", ", ".join(
+            Spread(values).show("s") for values in (
+                [r.prefill.seconds for r in found], [r.decode.seconds for r in found])
+        ))
+        for name, found in reports.items()
+    ]  # fmt: skip
+    rows += [
+        ("decode tokens/s, h2o / full", ratios["decode_speedup"].show("")),
+        ("all tokens/s, h2o / full", ratios["total_speedup"].show("")),
+        ("prefill seconds, scored / full", ratios["prefill_with_scores"].show("", 3)),
+        ("decode seconds, scored / full", ratios["decode_with_scores"].show("", 3)),
+        ("KV held, h2o / full", ratios["kv_bytes"].show("", 3)),
+        ("host tier, full and h2o", ", ".join(
+            f"{reports[name][0].peak_bytes['host'] / GIB:.2f} GiB" for name in ("full", "h2o")
+        )),
+        ("other processes took", show_rounds(rounds)),
+    ]  # fmt: skip
+    table(f"{_title(args)}, KV in {args.setting}; median (min - max) of {args.repeats} rounds", rows)
+
+
+def _traffic(args: argparse.Namespace) -> dict[str, Any]:
+    """KV bytes that a decode sweep moves: what a run with all decode sweeps moved less what one without them did."""
+    found: dict[str, Any] = {}
+    for place, (percent, device_mem) in TRAFFIC_PLACES.items():
+        for name, eviction in list(_evictions(args).items())[:2]:
+            with _open(args, eviction, percent, MemoryBudget(device_mem, args.host_mem)) as llm:
+                whole, short = _run(args, llm, args.gen_len), _run(args, llm, 1)
+            moved = [(whole.io_bytes[link] - short.io_bytes[link]) / (args.gen_len - 1) for link in LINKS[place]]
+            found[f"{place} {name}"] = {"read": moved[0], "written": moved[1], "kv": dict(whole.kv)}
+    slots = found["disk h2o"]["kv"]["slots"]
+    expected = slots / (args.prompt_len + args.gen_len / 2)
+    ratios = {
+        "expected": expected,
+        "kv_bytes": found["disk h2o"]["kv"]["bytes"] / found["disk h2o"]["kv"]["full_bytes"],
+        **{
+            f"{place} {way}": found[f"{place} h2o"][way] / found[f"{place} full"][way]
+            for place in TRAFFIC_PLACES
+            for way in ("read", "written")
+        },
+    }
+    rows = [(name, f"{ratio:.4f} ({ratio / expected - 1:+.1%})") for name, ratio in ratios.items()]
+    table(f"{_title(args)}, {slots} slots: h2o / full, and how far it is from expected", rows)
+    return {"ratios": ratios, "moved": found}
+
+
+def _title(args: argparse.Namespace) -> str:
+    return f"{args.model}, {args.layers} layers, {args.rows} rows, {args.prompt_len} + {args.gen_len} tokens"
+
+
+def _facts(args: argparse.Namespace) -> dict[str, Any]:
+    names = ("model", "layers", "rows", "num_gpu_batches", "prompt_len", "gen_len", "hh_ratio")
+    return {name: getattr(args, name) for name in names}
+
+
+if __name__ == "__main__":
+    main()

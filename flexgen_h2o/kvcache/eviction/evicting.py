@@ -1,0 +1,113 @@
+"""What all policies that drop columns share: the budget of a row, over its prompt's length and the layers."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from flexgen_h2o.config import check_int
+from flexgen_h2o.errors import UsageError
+from flexgen_h2o.kvcache.eviction.policy import Columns, Needs, RowBudget
+
+DEFAULT_RATIO = 0.1
+SCHEDULES = ("uniform", "pyramid")
+PYRAMID_BETA = 20  # PyramidKV: the last layer's heavy budget is the mean / beta
+MOST_COLUMNS = 2**30
+
+
+@dataclass(frozen=True)
+class Evicting:
+    """Settings of a policy that keeps heavy + recent columns a row: as shares of the row's prompt, or as counts.
+
+    heavy_ratio, recent_ratio: in (0, 1]; int(ratio x prompt tokens) columns, at least 1. heavy_size, recent_size:
+    columns; heavy 0 is what the H2O paper calls "local". What is not given of recent is as heavy; nothing at all is
+    0.1 each. layer_schedule: "uniform", or "pyramid", where lower layers keep more heavy columns and upper ones fewer,
+    as many in sum (PyramidKV, Cai et al. 2024, arXiv 2406.02069). while_decoding: False drops columns of the prompt
+    only and keeps all that are generated (FlexGen's H2O without --hh-all).
+
+    Raises UsageError for a setting out of range.
+    """
+
+    name: ClassVar[str] = ""
+
+    heavy_ratio: float | None = None
+    recent_ratio: float | None = None
+    heavy_size: int | None = None
+    recent_size: int | None = None
+    layer_schedule: str = "uniform"
+    while_decoding: bool = True
+
+    def __post_init__(self) -> None:
+        for kind in ("heavy", "recent"):
+            ratio, size = getattr(self, f"{kind}_ratio"), getattr(self, f"{kind}_size")
+            if ratio is not None and size is not None:
+                raise UsageError(f"{kind}_size: both a count and a share of {kind} columns are given; give one of them")
+            if ratio is not None:
+                _check_ratio(f"{kind}_ratio", ratio)
+            if size is not None:
+                check_int(f"{kind}_size", size, low=0 if kind == "heavy" else 1, high=MOST_COLUMNS)
+        if self.heavy_size == 0 and self.recent_size is None and self.recent_ratio is None:
+            raise UsageError("heavy_size: 0 alone leaves nothing; say how many recent columns stay")
+        if self.layer_schedule not in SCHEDULES:
+            raise UsageError(f"layer_schedule: {self.layer_schedule!r} is not one of {', '.join(SCHEDULES)}")
+        if not isinstance(self.while_decoding, bool):
+            raise UsageError(f"while_decoding: {self.while_decoding!r} is not true or false")
+
+    @property
+    def needs(self) -> Needs:
+        raise NotImplementedError
+
+    def split(self, heavy: int, recent: int) -> RowBudget:
+        """How the policy uses heavy + recent columns."""
+        return RowBudget(0, heavy, recent)
+
+    def budget(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> RowBudget:
+        heavy, recent = self._count("heavy", prompt_len), self._count("recent", prompt_len)
+        if self.layer_schedule == "pyramid":
+            heavy = _pyramid(heavy, prompt_len - recent, block, num_blocks)
+        return self.split(heavy, recent)
+
+    def slots(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> int:
+        columns = self.budget(prompt_len, gen_len, block, num_blocks).columns
+        if self.while_decoding:
+            return max(1, min(columns + 1, prompt_len + gen_len - 1))
+        return max(1, min(columns, prompt_len) + gen_len - 1)
+
+    def prompt_scores(self, sums: torch.Tensor, query_rows: int) -> torch.Tensor:
+        return sums
+
+    def rank(self, columns: Columns) -> torch.Tensor:
+        assert columns.scores is not None
+        return columns.scores
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, **{k: v for k, v in asdict(self).items() if v is not None}}
+
+    def _count(self, kind: str, prompt_len: int) -> int:
+        ratio, size = getattr(self, f"{kind}_ratio"), getattr(self, f"{kind}_size")
+        if ratio is None and size is None and kind == "recent":
+            ratio, size = self.heavy_ratio, self.heavy_size
+        if size is not None:
+            return int(size)
+        return max(1, int((DEFAULT_RATIO if ratio is None else ratio) * prompt_len))
+
+
+def _check_ratio(name: str, ratio: object) -> None:
+    if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 < ratio <= 1:
+        raise UsageError(f"{name}: {ratio!r} is not in (0, 1]")
+
+
+def _pyramid(heavy: int, most: int, block: int, num_blocks: int) -> int:
+    """The heavy columns of one block: falling in a line, `num_blocks * heavy` in sum, no block above `most`."""
+    if num_blocks == 1:
+        return heavy
+    high = min(2 * heavy - heavy / PYRAMID_BETA, max(heavy, most))
+    step = 2 * (high - heavy) / (num_blocks - 1)
+
+    def below(blocks: int) -> int:
+        """Heavy columns of the first `blocks`, rounded so that every sum is a whole number."""
+        return round(blocks * high - step * blocks * (blocks - 1) / 2)
+
+    return below(block + 1) - below(block)

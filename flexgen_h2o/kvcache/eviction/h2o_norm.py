@@ -1,0 +1,57 @@
+"""H2O with its age bias taken out: a column's score per query that saw it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from flexgen_h2o.config import check_int
+from flexgen_h2o.errors import UsageError
+from flexgen_h2o.kvcache.eviction.evicting import MOST_COLUMNS, Evicting
+from flexgen_h2o.kvcache.eviction.policy import POSITIONS, SCORES, Columns, Needs, RowBudget
+
+
+@dataclass(frozen=True)
+class H2ONorm(Evicting):
+    """H2O whose sums are divided by the number of queries behind them, which favour old columns otherwise.
+
+    The normalisation is that of OpenVINO GenAI (AggregationMode.NORM_SUM) and of kvpress's ObservedAttention. Of the
+    heavy share the `sinks` first columns are set aside, and as much as is needed so that a new column is not judged
+    before `grace` queries saw it. decay: a query i steps ago counts decay ** i (A2SF, Jo and Shin 2024,
+    arXiv 2407.20485).
+    """
+
+    name: ClassVar[str] = "h2o-norm"
+
+    sinks: int = 4
+    grace: int = 16
+    decay: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_int("sinks", self.sinks, low=0, high=MOST_COLUMNS)
+        check_int("grace", self.grace, low=0, high=MOST_COLUMNS)
+        if isinstance(self.decay, bool) or not isinstance(self.decay, int | float) or not 0 < self.decay <= 1:
+            raise UsageError(f"decay: {self.decay!r} is not in (0, 1]")
+
+    @property
+    def needs(self) -> Needs:
+        return Needs((POSITIONS, SCORES), None, query_fade=self.decay, fade=self.decay, ranks_by_score=False)
+
+    def split(self, heavy: int, recent: int) -> RowBudget:
+        """Sinks first, then grace, both out of the heavy share; grace leaves half of it to the heavy hitters."""
+        sinks = min(self.sinks, heavy)
+        waiting = min(max(0, self.grace - recent), (heavy - sinks) // 2)
+        return RowBudget(sinks, heavy - sinks - waiting, recent + waiting)
+
+    def rank(self, columns: Columns) -> torch.Tensor:
+        assert columns.scores is not None
+        return columns.scores / self._weight_of(columns.seen())
+
+    def _weight_of(self, seen: torch.Tensor) -> torch.Tensor:
+        """What `seen` queries weigh together: 1 + decay + decay ** 2 + ..."""
+        if self.decay == 1:
+            return seen
+        return (1 - self.decay**seen) / (1 - self.decay)

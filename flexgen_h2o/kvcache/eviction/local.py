@@ -1,0 +1,44 @@
+"""Sinks and a window: the first columns of a sequence and its newest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from flexgen_h2o.config import check_int
+from flexgen_h2o.kvcache.eviction.evicting import MOST_COLUMNS, Evicting
+from flexgen_h2o.kvcache.eviction.policy import POSITIONS, Columns, Needs, RowBudget
+
+
+@dataclass(frozen=True)
+class Local(Evicting):
+    """Xiao et al. 2024, "Efficient Streaming Language Models with Attention Sinks" (StreamingLLM), at true positions.
+
+    The heavy and the recent share together are the window, less the `sinks` first columns. Needs no scores.
+    """
+
+    name: ClassVar[str] = "local"
+
+    sinks: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_int("sinks", self.sinks, low=0, high=MOST_COLUMNS)
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(record=(POSITIONS,), ranks_by_score=False)
+
+    def _count(self, kind: str, prompt_len: int) -> int:
+        """A window that is given as recent columns alone is not widened by a default heavy share."""
+        recent_alone = self.heavy_ratio is None and self.heavy_size is None and (self.recent_ratio or self.recent_size)
+        return 0 if kind == "heavy" and recent_alone else super()._count(kind, prompt_len)
+
+    def split(self, heavy: int, recent: int) -> RowBudget:
+        sinks = min(self.sinks, heavy + recent - 1)
+        return RowBudget(sinks, 0, heavy + recent - sinks)
+
+    def rank(self, columns: Columns) -> torch.Tensor:
+        return columns.positions.float()

@@ -1,0 +1,97 @@
+"""What an eviction policy is: it says how many columns a row keeps, what it needs measured, and ranks columns.
+
+The engine owns everything else: slots, protection of sinks and recent columns, which column leaves, tiers. A new policy
+is a file in this folder and a row in `POLICIES`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+# Records of a slot (kvcache/view.Record), in the order in which they are laid out.
+POSITIONS, SCORES, NORMS = "positions", "scores", "norms"
+
+
+@dataclass(frozen=True)
+class RowBudget:
+    """Columns that a row keeps in one layer: the first `sinks`, the `recent` newest, and `heavy` others by rank."""
+
+    sinks: int
+    heavy: int
+    recent: int
+
+    @property
+    def columns(self) -> int:
+        return self.sinks + self.heavy + self.recent
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What the engine keeps and computes for a policy.
+
+    record: what is kept of each slot, of POSITIONS, SCORES and NORMS in this order; () for a policy that drops nothing.
+    query_rows: the last rows of a prompt whose column sums are wanted; None for all. query_fade: the row i before the
+    last counts query_fade ** i. In a decode step a slot's score becomes fade x score + gain x the probability that it
+    received, summed over the query heads of its kv-head. ranks_by_score: `rank` gives the scores themselves, so the
+    decode kernel can find the column that leaves.
+    """
+
+    record: tuple[str, ...] = ()
+    query_rows: int | None = 0
+    query_fade: float = 1.0
+    fade: float = 1.0
+    gain: float = 1.0
+    ranks_by_score: bool = True
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What may be known of the columns of `b` sequences when a policy scores or ranks them.
+
+    positions: (b, kv_heads, n) int32; newest: (b,) int64, the position of the newest column; scores, norms (of the
+    values): (b, kv_heads, n) fp32 where the policy's record has them; heavy: (b,) int64, of the rows' budgets; block:
+    the transformer block. may_leave: (b, kv_heads, n) bool, False for sinks, recent columns and slots that are not
+    filled, whose other entries are arbitrary; ranks of such columns are not looked at.
+    """
+
+    block: int
+    positions: torch.Tensor
+    may_leave: torch.Tensor
+    newest: torch.Tensor
+    heavy: torch.Tensor
+    scores: torch.Tensor | None = None
+    norms: torch.Tensor | None = None
+
+    def seen(self) -> torch.Tensor:
+        """(b, kv_heads, n) fp32: how many queries saw each column, its own among them."""
+        return (self.newest.view(-1, 1, 1) + 1 - self.positions).float()
+
+
+class Eviction(Protocol):
+    """Decides which KV columns a row keeps, apart for each sequence and kv-head."""
+
+    name: ClassVar[str]
+
+    @property
+    def needs(self) -> Needs: ...
+
+    def budget(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> RowBudget:
+        """What a row of `prompt_len` tokens that may grow by `gen_len` keeps in transformer block `block`."""
+
+    def slots(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> int:
+        """Slots that such a row needs. The newest token's column is never read again, so it needs none."""
+
+    def prompt_scores(self, sums: torch.Tensor, query_rows: int) -> torch.Tensor:
+        """The scores that a prompt's columns start with.
+
+        sums: (b, kv_heads, n) fp32, the column sums over `query_rows` rows: `needs.query_rows` or, in a shorter
+        prompt, all. Asked only where the record has scores. Returns the shape of `sums`.
+        """
+
+    def rank(self, columns: Columns) -> torch.Tensor:
+        """(b, kv_heads, n) fp32: columns with the lowest leave first, of equal ones the oldest."""
+
+    def to_json(self) -> dict[str, Any]: ...

@@ -1,0 +1,41 @@
+"""Random columns, for comparison: what any policy must beat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from flexgen_h2o.config import check_int
+from flexgen_h2o.kvcache.eviction.evicting import Evicting
+from flexgen_h2o.kvcache.eviction.policy import POSITIONS, Columns, Needs
+
+_ODD = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)  # xxHash's 32-bit primes: large, odd, of mixed bits
+_MASK = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class Random(Evicting):
+    """The recent columns and others drawn at random: a hash of seed, layer, kv-head and position ranks them."""
+
+    name: ClassVar[str] = "random"
+
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_int("seed", self.seed, low=0, high=2**31)
+
+    @property
+    def needs(self) -> Needs:
+        return Needs((POSITIONS,), ranks_by_score=False)
+
+    def rank(self, columns: Columns) -> torch.Tensor:
+        positions = columns.positions.long()
+        heads = torch.arange(positions.shape[1], device=positions.device).view(1, -1, 1)
+        mixed = (positions + 1) * _ODD[0] + (heads + 1) * _ODD[1] + (columns.block + self.seed * 65537 + 1) * _ODD[2]
+        for shift in (15, 13, 16):
+            mixed = mixed & _MASK
+            mixed = (mixed ^ (mixed >> shift)) * _ODD[1]
+        return ((mixed & _MASK) >> 8).float()

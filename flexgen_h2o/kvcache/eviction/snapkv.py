@@ -1,0 +1,46 @@
+"""SnapKV: the columns that the last queries of the prompt attend to, smoothed over their neighbours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from flexgen_h2o.config import check_int
+from flexgen_h2o.errors import UsageError
+from flexgen_h2o.kvcache.eviction.evicting import MOST_COLUMNS, Evicting
+from flexgen_h2o.kvcache.eviction.policy import POSITIONS, SCORES, Needs
+
+
+@dataclass(frozen=True)
+class SnapKV(Evicting):
+    """Li et al. 2024, "SnapKV: LLM Knows What You are Looking for Before Generation" (arXiv 2404.14469).
+
+    The mean attention of the last `window` queries of a prompt. Scores of the columns before the window are averaged
+    over `kernel` neighbours (zeros beyond both ends), so that a column stays with its context. The paper drops columns
+    of the prompt only; while decoding, a moving average over about `window` queries goes on from there.
+    """
+
+    name: ClassVar[str] = "snapkv"
+
+    window: int = 32
+    kernel: int = 7
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_int("window", self.window, low=1, high=MOST_COLUMNS)
+        if check_int("kernel", self.kernel, low=1, high=MOST_COLUMNS) % 2 == 0:
+            raise UsageError(f"kernel: {self.kernel} is not odd")
+
+    @property
+    def needs(self) -> Needs:
+        return Needs((POSITIONS, SCORES), query_rows=self.window, fade=1 - 1 / self.window, gain=1 / self.window)
+
+    def prompt_scores(self, sums: torch.Tensor, query_rows: int) -> torch.Tensor:
+        mean = sums / query_rows
+        before = max(0, mean.shape[-1] - self.window)
+        if before:
+            mean[..., :before] = F.avg_pool1d(mean[..., :before], self.kernel, stride=1, padding=self.kernel // 2)
+        return mean

@@ -1,0 +1,39 @@
+"""H2O that also looks at the values: a column that is attended to but holds little is worth little."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from flexgen_h2o.kvcache.eviction.h2o_norm import H2ONorm
+from flexgen_h2o.kvcache.eviction.policy import NORMS, POSITIONS, SCORES, Columns, Needs
+
+LEAST_WEIGHT = 1e-4  # CriticalKV's: a column that nobody has attended to still counts by its value
+
+
+@dataclass(frozen=True)
+class ValueH2O(H2ONorm):
+    """Half of the heavy share by the score of `h2o-norm`, the other half by (score + 1e-4) x norm of the value.
+
+    The two stages are those of CriticalKV (Feng et al. 2025, arXiv 2502.03805), with the norm of the value itself in
+    place of its output projection's.
+    """
+
+    name: ClassVar[str] = "h2o-v"
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(
+            (POSITIONS, SCORES, NORMS), None, query_fade=self.decay, fade=self.decay, ranks_by_score=False
+        )  # fmt: skip
+
+    def rank(self, columns: Columns) -> torch.Tensor:
+        assert columns.norms is not None
+        score = super().rank(columns).masked_fill(~columns.may_leave, float("-inf"))
+        half = (columns.heavy // 2).view(-1, 1, 1).expand(*score.shape[:2], 1)
+        best_first = score.sort(dim=-1, descending=True).values
+        last_of_half = best_first.gather(-1, (half - 1).clamp(0, score.shape[-1] - 1))
+        by_score = (half > 0) & (score >= last_of_half)
+        return ((score + LEAST_WEIGHT) * columns.norms).masked_fill(by_score, float("inf"))

@@ -1,0 +1,118 @@
+"""Rows of a KV unit as tensors: where columns are put, gathered and recorded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from flexgen_h2o.kvcache.layout import RECORD_ITEMSIZE, UnitLayout
+from flexgen_h2o.tiers.placement import Part
+
+
+@dataclass(frozen=True)
+class Record:
+    """What an eviction policy knows of the slots of some rows; only slots that are filled hold meaning.
+
+    positions: (rows, slots) int32, of the columns in their sequences. scores, norms: (rows, slots) fp32, or None where
+    the policy has no use for them. victims: (rows,) int32, the slot that the next column of a full row takes.
+    """
+
+    positions: torch.Tensor
+    victims: torch.Tensor
+    scores: torch.Tensor | None = None
+    norms: torch.Tensor | None = None
+
+    def tensors(self) -> list[torch.Tensor]:
+        every = (self.positions, self.victims, self.scores, self.norms)
+        return [t for t in every if t is not None]
+
+    def rows(self, start: int, end: int) -> Record:
+        positions, victims, *others = (
+            None if t is None else t[start:end] for t in (self.positions, self.victims, self.scores, self.norms)
+        )
+        assert positions is not None and victims is not None
+        return Record(positions, victims, *others)
+
+
+@dataclass(frozen=True)
+class PartView:
+    """Rows [start, end) of a unit, where attention runs on them.
+
+    keys, values: (segments, rows, segment slots, width); slot j is [j // segment slots, :, j % segment slots].
+    record: None with the full cache.
+    """
+
+    start: int
+    keys: torch.Tensor
+    values: torch.Tensor
+    record: Record | None = None
+
+    @property
+    def rows(self) -> int:
+        return self.keys.shape[1]
+
+    @property
+    def end(self) -> int:
+        return self.start + self.rows
+
+    def first_rows(self, count: int) -> PartView:
+        record = self.record.rows(0, count) if self.record is not None else None
+        return replace(self, keys=self.keys[:, :count], values=self.values[:, :count], record=record)
+
+    def row_tensors(self) -> list[torch.Tensor]:
+        """Every tensor of the view with its rows first."""
+        kept = [self.keys.transpose(0, 1), self.values.transpose(0, 1)]
+        return kept + (self.record.tensors() if self.record is not None else [])
+
+
+def part_view(
+    layout: UnitLayout, part: Part, data: torch.Tensor, dtype: torch.dtype, record: Record | None
+) -> PartView:
+    """The part whose bytes `data` holds."""
+    area, size = layout.area_bytes(part) // dtype.itemsize, part.rows * layout.row_bytes // dtype.itemsize
+    areas = data.view(dtype).view(layout.segments, 2, area)[:, :, :size]
+    keys, values = areas.unflatten(2, (part.rows, layout.segment_slots, layout.width)).unbind(1)
+    return PartView(part.start, keys, values, record)
+
+
+def carve_record(layout: UnitLayout, part: Part, data: torch.Tensor) -> Record | None:
+    """The record whose bytes `data` holds; None where the policy keeps none."""
+    if not layout.record:
+        return None
+    size = part.rows * layout.slots * RECORD_ITEMSIZE
+    fields: dict[str, torch.Tensor] = {}
+    for i, name in enumerate(layout.record):
+        dtype = torch.int32 if name == "positions" else torch.float32
+        fields[name] = data[i * size : (i + 1) * size].view(dtype).view(part.rows, layout.slots)
+    start = len(layout.record) * size
+    victims = data[start : start + part.rows * RECORD_ITEMSIZE].view(torch.int32)
+    return Record(victims=victims, **fields)
+
+
+def put_columns(view: PartView, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """One column a row: keys, values (rows, width) go to `slots` ((rows,) int64), all on the view's device."""
+    for target, source in ((view.keys, keys), (view.values, values)):
+        target[column_index(view, slots)] = source
+
+
+def get_columns(view: PartView, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows, width) keys and values at `slots` ((rows,) int64 on the view's device)."""
+    index = column_index(view, slots)
+    return view.keys[index], view.values[index]
+
+
+def put_first_columns(view: PartView, start: int, end: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Slots 0, 1, ... of the view's rows [start, end) from keys and values (rows, columns, width)."""
+    per_segment, columns = view.keys.shape[2], keys.shape[1]
+    for segment, a in enumerate(range(0, columns, per_segment)):
+        b = min(columns, a + per_segment)
+        view.keys[segment, start:end, : b - a].copy_(keys[:, a:b])
+        view.values[segment, start:end, : b - a].copy_(values[:, a:b])
+
+
+def column_index(view: PartView, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What finds one slot a row in the view's keys and values. slots: (rows,) int64."""
+    per_segment = view.keys.shape[2]
+    rows = torch.arange(view.rows, device=slots.device)
+    return slots // per_segment, rows, slots % per_segment

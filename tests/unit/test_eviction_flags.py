@@ -1,0 +1,109 @@
+"""Which eviction policy the flags ask for, and what they must not say."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from flexgen_h2o import doors
+from flexgen_h2o.errors import UsageError
+from flexgen_h2o.kvcache.eviction import EVICTING, H2O, POLICIES, Eviction, Full, H2ONorm, Local, SnapKV, Tova
+
+
+def parse(flags: str) -> Eviction:
+    parser = doors.OneLineParser()
+    doors.add_engine_flags(parser)
+    return doors.eviction_of(parser.parse_args(flags.split()))
+
+
+@pytest.mark.parametrize(
+    ("flags", "policy"),
+    [
+        ("", Full()),
+        ("--eviction full", Full()),
+        ("--eviction full --attn-sparsity 0.5", Full()),
+        ("--eviction h2o", H2O()),
+        ("--hh-ratio 0.1", H2O(heavy_ratio=0.1)),
+        ("--hh-ratio 1", H2O(heavy_ratio=1.0)),
+        ("--hh-ratio 0.1 --hh-all", H2O(heavy_ratio=0.1, while_decoding=True)),
+        ("--hh-all", H2O(while_decoding=True)),
+        ("--hh-size 8 --hh-all false", H2O(heavy_size=8, while_decoding=False)),
+        ("--hh-size 0 --recent-size 16", H2O(heavy_size=0, recent_size=16)),
+        ("--hh-size 0 --recent-ratio 0.5", H2O(heavy_size=0, recent_ratio=0.5)),
+        ("--recent-ratio 0.2", H2O(recent_ratio=0.2)),
+        ("--kv-layer-schedule pyramid", H2O(layer_schedule="pyramid")),
+        ("--eviction h2o-norm --hh-ratio 0.3 --recent-size 9", H2ONorm(heavy_ratio=0.3, recent_size=9)),
+        ("--eviction local --recent-size 64", Local(recent_size=64)),
+        ("--eviction tova --kv-layer-schedule uniform --hh-size 5", Tova(heavy_size=5)),
+        ("--eviction snapkv --hh-all no", SnapKV(while_decoding=False)),
+        ("--hh-ratio 0.1 --attn-sparsity 1", H2O(heavy_ratio=0.1)),  # 1 is all of it
+    ],
+)
+def test_flags_to_policy(flags: str, policy: Eviction) -> None:
+    found = parse(flags)
+    assert found == policy and type(found) is type(policy)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_name_is_a_policy(name: str) -> None:
+    assert parse(f"--eviction {name}") == (EVICTING[name]() if name in EVICTING else Full())
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--eviction nonsense", ["--eviction nonsense:", *POLICIES]),
+        ("--eviction H2O", ["--eviction H2O:"]),
+        ("--eviction full --hh-ratio 0.1", ["--hh-ratio", "--eviction full"]),
+        ("--eviction full --kv-layer-schedule uniform", ["--kv-layer-schedule", "--eviction full"]),
+        ("--eviction full --hh-all false", ["--hh-all", "--eviction full"]),
+        ("--attn-sparsity 0.5 --eviction h2o", ["--attn-sparsity:", "not for h2o"]),
+        ("--attn-sparsity 0.5 --hh-size 4", ["--attn-sparsity:", "not for h2o"]),
+        ("--hh-ratio 0", ["--hh-ratio:", "(0, 1]"]),
+        ("--hh-ratio -0.5", ["--hh-ratio:"]),
+        ("--hh-ratio 1.5", ["--hh-ratio: 1.5"]),
+        ("--hh-ratio nan", ["--hh-ratio: nan"]),
+        ("--hh-ratio inf", ["--hh-ratio: inf"]),
+        ("--recent-ratio 0", ["--recent-ratio:"]),
+        ("--hh-size 0", ["--hh-size: 0"]),
+        ("--hh-size -1", ["--hh-size: -1"]),
+        ("--recent-size 0", ["--recent-size: 0"]),
+        ("--hh-size 9999999999", ["--hh-size: "]),
+        ("--hh-ratio 0.1 --hh-size 4", ["--hh-size:"]),
+        ("--recent-ratio 0.1 --recent-size 4", ["--recent-size:"]),
+        ("--kv-layer-schedule cone", ["--kv-layer-schedule:", "uniform", "pyramid"]),
+        ("--hh-all perhaps", ["--hh-all", "perhaps"]),
+        ("--hh-ratio much", ["--hh-ratio", "much"]),
+        ("--hh-size 4.5", ["--hh-size", "4.5"]),
+    ],
+)
+def test_refusals_name_the_flag(flags: str, says: list[str]) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse(flags)
+    text = str(caught.value)
+    assert all(part in text for part in says) and "\n" not in text
+    assert not any(field in text for field in doors.EVICTION_FLAGS), "a field's name, which no flag has"
+
+
+def test_the_help_names_every_policy_and_needs_no_torch() -> None:
+    code = "import sys; from flexgen_h2o import flex_opt; flex_opt.main(['--help']); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done
+    said = " ".join(done.stdout.split())
+    assert f"which columns stay: {', '.join(POLICIES)} " in said
+    assert all(flag in said for flag in doors.EVICTION_FLAGS.values())
+
+
+def test_every_flag_sets_a_field_that_all_policies_have() -> None:
+    values: dict[str, Any] = {
+        "heavy_ratio": 0.5, "recent_ratio": 0.5, "heavy_size": 3, "recent_size": 3, "while_decoding": False,
+        "layer_schedule": "pyramid",
+    }  # fmt: skip
+    assert set(values) == set(doors.EVICTION_FLAGS)
+    for field, value in values.items():
+        for name in EVICTING:
+            text = str(value).lower()
+            assert getattr(parse(f"--eviction {name} {doors.EVICTION_FLAGS[field]} {text}"), field) == value
