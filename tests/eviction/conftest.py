@@ -1,0 +1,61 @@
+"""Models and references, made once for the whole session; every test here runs on the plain CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.eviction.engine import PAIRS, Wanted, wanted
+from tests.eviction.reference import PlainOPT
+from tests.parity.cases import SHAPES
+from tests.parity.reference import random_model
+
+# One token; a budget of 8 reached only while decoding; filled by the prompt; neighbours of one length; longer.
+LENGTHS = (1, 4, 8, 9, 9, 21)
+NEW_TOKENS = 12
+OTHER_SHAPES = {
+    "head width 15": {"hidden_size": 60, "word_embed_proj_dim": 60},
+    "three layers": {"num_hidden_layers": 3},
+    "long": {"max_position_embeddings": 256},
+}
+SEEDS = {"post-norm, narrow embedding (350m)": 1}  # of models that repeat themselves with the usual one
+
+
+@dataclass(frozen=True)
+class Known:
+    folder: Path
+    plain: PlainOPT
+
+
+@pytest.fixture(scope="session")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Known]:
+    """A saved model, by the name of its shape."""
+
+    @cache
+    def made(shape: str) -> Known:
+        model = random_model(SEEDS.get(shape, 0), **(SHAPES | OTHER_SHAPES)[shape])
+        folder = tmp_path_factory.mktemp("model")
+        model.save_pretrained(folder)
+        return Known(folder, PlainOPT(model))
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def reference(known: Callable[[str], Known]) -> Callable[..., Wanted]:
+    """What the reference generates, by the names of shape and pair."""
+
+    @cache
+    def made(shape: str, pair: str, lengths: Sequence[int] = LENGTHS, new_tokens: int = NEW_TOKENS) -> Wanted:
+        return wanted(known(shape).plain, PAIRS[pair], lengths, new_tokens)
+
+    return made
+
+
+@pytest.fixture(autouse=True)
+def _plain_cpu(plain_cpu: None) -> None:
+    """Every test here."""

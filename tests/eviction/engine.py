@@ -1,0 +1,214 @@
+"""The engine beside the slow reference: policies in pairs, prompts without near ties, one checked run.
+
+want = wanted(plain, PAIRS["h2o"], (9, 4, 21), 8)
+assert_same(want, generate(folder, want.prompts, 8, PAIRS["h2o"].engine, Policy(2, 2), offload_dir))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flexgen_h2o import LLM, Completion, MemoryBudget, Policy, SamplingParams
+from flexgen_h2o.kvcache.eviction import (
+    H2O,
+    Evicting,
+    Eviction,
+    H2ONorm,
+    Local,
+    Random,
+    SnapKV,
+    Tova,
+    ValueH2O,
+)
+from flexgen_h2o.kvcache.eviction.policy import Columns
+from flexgen_h2o.prompts import prompts_from_python
+from flexgen_h2o.report import RunReport
+from tests.eviction import policies as plain
+from tests.eviction.policies import Budget, Sizes
+from tests.eviction.reference import Evicted, PlainModel, evicted_greedy
+from tests.parity.cases import BASE
+from tests.parity.reference import LEAST_GAP, LOGIT_TOLERANCE, LogitsByRow, random_prompts, tokens_of
+
+LEAST_SCORE_GAP = 1e-5
+STAND_IN = MemoryBudget("64MiB", "64MiB", "64MiB")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same policy for the engine and for the reference."""
+
+    engine: Evicting
+    plain: plain.Policy
+
+    @property
+    def decides(self) -> bool:
+        """Whether scores choose in decode steps: not where the newest always win."""
+        return self.plain.in_decode and not isinstance(self.engine, Local) and self.engine.heavy_size != 0
+
+
+def pyramid(policy: plain.Policy, num_layers: int) -> plain.Policy:
+    """Heavy columns that fall in a line from 1.95 times their mean (at most what a prompt has) over the layers."""
+
+    def sizes(prompt_len: int, layer: int) -> Sizes:
+        even = policy.sizes(prompt_len, layer)
+        top = min(1.95 * even.heavy, max(even.heavy, prompt_len - even.recent))
+        line = [top - i * 2 * (top - even.heavy) / (num_layers - 1) for i in range(num_layers)]
+        return replace(even, heavy=round(sum(line[: layer + 1])) - round(sum(line[:layer])))
+
+    return replace(policy, sizes=sizes)
+
+
+SIZES: dict[str, Any] = {"heavy_size": 5, "recent_size": 3}
+SMALL = Budget(**SIZES)
+LARGER: dict[str, Any] = {"heavy_size": 8, "recent_size": 2}
+
+PAIRS: dict[str, Pair] = {
+    "h2o": Pair(H2O(**SIZES), plain.h2o(SMALL)),
+    "h2o, mostly recent": Pair(H2O(heavy_size=2, recent_size=6), plain.h2o(Budget(heavy_size=2, recent_size=6))),
+    "h2o, one recent": Pair(H2O(heavy_size=7, recent_size=1), plain.h2o(Budget(heavy_size=7, recent_size=1))),
+    "h2o, ratios": Pair(H2O(0.5, 0.25), plain.h2o(Budget(0.5, 0.25))),
+    "h2o, one ratio": Pair(H2O(0.34), plain.h2o(Budget(0.34, 0.34))),
+    "h2o, ratio and size": Pair(H2O(heavy_ratio=0.4, recent_size=2), plain.h2o(Budget(0.4, recent_size=2))),
+    "h2o, by default": Pair(H2O(), plain.h2o(Budget())),
+    "h2o, no heavy": Pair(H2O(heavy_size=0, recent_size=8), plain.h2o(Budget(heavy_size=0, recent_size=8))),
+    "h2o, prompt only": Pair(H2O(**SIZES, while_decoding=False), plain.h2o(SMALL, in_decode=False)),
+    "h2o, pyramid": Pair(H2O(**SIZES, layer_schedule="pyramid"), pyramid(plain.h2o(SMALL), BASE["num_hidden_layers"])),
+    "local": Pair(Local(**SIZES), plain.local(SMALL, sinks=4)),
+    "local, window alone": Pair(Local(recent_size=6, sinks=0), plain.local(Budget(heavy_size=0, recent_size=6))),
+    "local, prompt only": Pair(
+        Local(**SIZES, sinks=2, while_decoding=False), plain.local(SMALL, sinks=2, in_decode=False)
+    ),
+    "h2o-norm": Pair(H2ONorm(heavy_size=12, recent_size=3), plain.h2o_norm(Budget(heavy_size=12, recent_size=3))),
+    "h2o-norm, plain": Pair(H2ONorm(**SIZES, sinks=0, grace=0), plain.h2o_norm(SMALL, sinks=0, grace=0)),
+    "h2o-norm, decayed": Pair(
+        H2ONorm(**SIZES, sinks=1, grace=4, decay=0.9), plain.h2o_norm(SMALL, sinks=1, grace=4, decay=0.9)
+    ),
+    "tova": Pair(Tova(**SIZES), plain.tova(SMALL)),
+    "tova, prompt only": Pair(Tova(**SIZES, while_decoding=False), replace(plain.tova(SMALL), in_decode=False)),
+    "snapkv": Pair(SnapKV(**SIZES, window=4), plain.snapkv(SMALL, rows=4)),
+    "snapkv, narrow": Pair(SnapKV(**LARGER, window=6, kernel=3), plain.snapkv(Budget(**LARGER), rows=6, kernel=3)),
+    "snapkv, prompt only": Pair(
+        SnapKV(**SIZES, window=3, kernel=5, while_decoding=False),
+        replace(plain.snapkv(SMALL, rows=3, kernel=5), in_decode=False),
+    ),
+    "h2o-v": Pair(ValueH2O(**SIZES, sinks=0, grace=0), plain.h2o_v(SMALL, sinks=0, grace=0)),
+    "h2o-v, decayed": Pair(
+        ValueH2O(**LARGER, sinks=2, grace=3, decay=0.8), plain.h2o_v(Budget(**LARGER), sinks=2, grace=3, decay=0.8)
+    ),
+    "random": Pair(Random(**SIZES, seed=3), plain.random(SMALL, seed=3)),
+}  # fmt: skip
+
+
+# ---- what the reference says
+
+
+@dataclass(frozen=True)
+class Wanted:
+    prompts: list[list[int]]
+    rows: list[Evicted]
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        return [row.tokens for row in self.rows]
+
+
+def wanted(
+    model: PlainModel, pair: Pair, lengths: Sequence[int], new_tokens: int | Sequence[int], seed: int = 0
+) -> Wanted:
+    """Random prompts of these lengths, each the first that leads to no near tie, with what follows on them.
+
+    Refuses references that could not tell right from wrong.
+    """
+    each = [new_tokens] * len(lengths) if isinstance(new_tokens, int) else new_tokens
+    prompts, rows = [], []
+    for i, (length, most) in enumerate(zip(lengths, each, strict=True)):
+        for attempt in count():
+            prompt = random_prompts((length,), seed=1000 * seed + 37 * i + attempt)[0]
+            row = evicted_greedy(model, prompt, most, pair.plain)
+            if row.least_gap > LEAST_SCORE_GAP and row.least_token_gap > LEAST_GAP:
+                break
+        prompts.append(prompt)
+        rows.append(row)
+    assert len({token for row in rows for token in row.tokens}) > 3, "greedy repeats itself: take another seed"
+    if pair.decides:
+        assert sum(row.promotions for row in rows) > 0, "a plain window would pass: take another seed"
+    return Wanted(prompts, rows)
+
+
+# ---- what the engine does
+
+
+class SeenByRow:
+    """Collects the positions that attention saw: by prompt and block, of each decode step, ascending by kv-head."""
+
+    def __init__(self) -> None:
+        self.rows: dict[tuple[int, int], list[list[list[int]]]] = {}
+
+    def __call__(self, rows: list[int], filled: torch.Tensor, columns: Columns) -> None:
+        for row, held, positions in zip(rows, filled.tolist(), columns.positions, strict=True):
+            seen = positions[:, :held].sort(dim=-1).values.tolist()
+            self.rows.setdefault((row, columns.block), []).append(seen)
+
+
+@dataclass(frozen=True)
+class Ran:
+    completions: list[Completion]
+    logits: Mapping[int, list[torch.Tensor]]
+    seen: Mapping[tuple[int, int], list[list[list[int]]]]
+    report: RunReport
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        return tokens_of(self.completions)
+
+
+def generate(
+    folder: Path, prompts: Sequence[Sequence[int]], new_tokens: int, eviction: Eviction | None, policy: Policy,
+    offload_dir: Path, budget: MemoryBudget | None = None, dtype: str = "float32",
+) -> Ran:  # fmt: skip
+    with LLM(str(folder), policy, eviction, dtype=dtype, budget=budget, offload_dir=offload_dir) as llm:
+        return run_with(llm, prompts, SamplingParams(max_tokens=new_tokens))
+
+
+def run_with(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Ran:
+    read = prompts_from_python(prompts, None, llm.model.spec.vocab_size)
+    done: list[Completion] = []
+    logits, seen = LogitsByRow(), SeenByRow()
+    watch: Callable[..., None] | None = seen if llm.eviction.needs.record else None
+    report = llm.run(read, params, done.extend, watch_logits=logits, watch_slots=watch)
+    return Ran(sorted(done, key=lambda c: c.index), logits.rows, seen.rows, report)
+
+
+def assert_same(want: Wanted, ran: Ran) -> None:
+    """Tokens, logits, and for every decode step the columns that each layer and kv-head held."""
+    assert ran.tokens == want.tokens
+    for i, (prompt, row) in enumerate(zip(want.prompts, want.rows, strict=True)):
+        assert (torch.stack(ran.logits[i]) - row.logits).abs().max() <= LOGIT_TOLERANCE, f"row {i}"
+        for step, kept in enumerate(row.kept[: len(row.tokens) - 1]):
+            for block, heads in enumerate(kept):
+                own = len(prompt) + step
+                expected = [[*held, own] for held in heads]
+                assert ran.seen[i, block][step] == expected, f"row {i}, decode step {step}, block {block}"
+
+
+def cut(want: Wanted, tokens: Sequence[int]) -> Wanted:
+    """The rows after so many tokens each."""
+    rows = [
+        replace(row, tokens=row.tokens[:n], logits=row.logits[:n], kept=row.kept[:n])
+        for row, n in zip(want.rows, tokens, strict=True)
+    ]
+    return replace(want, rows=rows)
+
+
+def assert_equal(
+    folder: Path, want: Wanted, pair: Pair, policy: Policy, offload_dir: Path, budget: MemoryBudget | None = None
+) -> Ran:
+    ran = generate(folder, want.prompts, max(map(len, want.tokens)), pair.engine, policy, offload_dir, budget)
+    assert_same(want, ran)
+    return ran

@@ -1,0 +1,286 @@
+"""The eviction policies as the reference runs them: a few lines each, column scores in fp64 and by position.
+
+Letters: kv = kv-heads, g = query heads of one kv-head, n = columns so far. A policy says how many columns stay
+(`Sizes`) and scores them (`Scorer`); `choose` decides. Whatever a paper leaves open is settled as the engine does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+# How many of the heavy columns are chosen by which scores, (kv, n), one choice after the other.
+Turns = Sequence[tuple[int, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Columns that stay of one row: its first positions, those with the largest scores, its newest."""
+
+    sinks: int
+    heavy: int
+    recent: int
+
+    @property
+    def total(self) -> int:
+        return self.sinks + self.heavy + self.recent
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Heavy and recent columns of a row: shares of its prompt, at least 1 each, or absolute sizes, which may be 0."""
+
+    heavy_ratio: float = 0.1
+    recent_ratio: float = 0.1
+    heavy_size: int | None = None
+    recent_size: int | None = None
+
+    def sizes(self, prompt_len: int) -> tuple[int, int]:
+        heavy = max(1, int(self.heavy_ratio * prompt_len)) if self.heavy_size is None else self.heavy_size
+        recent = max(1, int(self.recent_ratio * prompt_len)) if self.recent_size is None else self.recent_size
+        return heavy, recent
+
+
+class Scorer:
+    """Scores of one layer's columns. Columns that were evicted keep an entry, which nobody reads."""
+
+    def __init__(self, layer: int, sizes: Sizes) -> None:
+        self.layer, self.sizes = layer, sizes
+
+    def see_prompt(self, p: torch.Tensor, v: torch.Tensor) -> None:
+        """p: (kv, g, n, n) fp64 causal probabilities; v: (kv, n, d) values."""
+        raise NotImplementedError
+
+    def see_token(self, p: torch.Tensor, v: torch.Tensor) -> None:
+        """p: (kv, g, n) probabilities of the newest query, its own column the last; v: (kv, n, d)."""
+        raise NotImplementedError
+
+    def scores(self) -> torch.Tensor:
+        """(kv, n)"""
+        raise NotImplementedError
+
+    def turns(self) -> Turns:
+        return [(self.sizes.heavy, self.scores())]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """`sizes` of a row by its prompt tokens and the layer. in_decode False: only the prefill evicts."""
+
+    sizes: Callable[[int, int], Sizes]
+    scorer: Callable[[int, Sizes], Scorer]
+    in_decode: bool = True
+
+
+def choose(held: Sequence[int], sizes: Sizes, turns: Sequence[tuple[int, torch.Tensor]]) -> tuple[list[int], float]:
+    """Which of the `held` positions (ascending) of one kv-head stay, by its turns (scores: (n,) by position).
+
+    Sinks and the newest always do; of the others those with the largest scores, on equal ones the newer. Also the
+    least distance in score between one that stays and one that goes: infinite where there was no choice.
+    """
+    if len(held) <= sizes.total:
+        return list(held), math.inf
+    newest = list(held[len(held) - sizes.recent :])
+    sinks = [j for j in held if j < sizes.sinks]
+    rest = [j for j in held if j not in {*sinks, *newest}]
+    stay, gap = [*sinks, *newest], math.inf
+    for count, score in turns:
+        order = sorted(rest, key=lambda j: (float(score[j]), j), reverse=True)
+        chosen, rest = order[:count], order[count:]
+        if chosen and rest:
+            gap = min(gap, float(score[chosen[-1]] - score[rest[0]]))
+        stay += chosen
+    return sorted(stay), gap
+
+
+def _grown(values: torch.Tensor) -> torch.Tensor:
+    """(kv, n) with a zero for the new column."""
+    return F.pad(values, (0, 1))
+
+
+# ---- h2o as published, and the window alone
+
+
+class ColumnSums(Scorer):
+    """Sum of the probabilities that a column received, over query rows and the group."""
+
+    def see_prompt(self, p: torch.Tensor, v: torch.Tensor) -> None:
+        self.sums = p.sum((1, 2))
+
+    def see_token(self, p: torch.Tensor, v: torch.Tensor) -> None:
+        self.sums = _grown(self.sums) + p.sum(1)
+
+    def scores(self) -> torch.Tensor:
+        return self.sums
+
+
+class Position(Scorer):
+    """The newer, the better."""
+
+    def see_prompt(self, p: torch.Tensor, v: torch.Tensor) -> None:
+        self.see_token(p[:, :, -1], v)
+
+    def see_token(self, p: torch.Tensor, v: torch.Tensor) -> None:
+        self.positions = torch.arange(p.shape[-1], dtype=torch.float64).expand(len(p), -1)
+
+    def scores(self) -> torch.Tensor:
+        return self.positions
+
+
+def h2o(budget: Budget, sinks: int = 0, in_decode: bool = True) -> Policy:
+    """Heavy hitters and recent columns. Sinks, where asked for, come on top of both."""
+    return Policy(lambda n, layer: Sizes(sinks, *budget.sizes(n)), ColumnSums, in_decode)
+
+
+def local(budget: Budget, sinks: int = 0, in_decode: bool = True) -> Policy:
+    """Sinks and a window, together as many columns as heavy and recent ones. Never less than one recent column."""
+
+    def sizes(prompt_len: int, layer: int) -> Sizes:
+        total = sum(budget.sizes(prompt_len))
+        first = min(sinks, total - 1)
+        return Sizes(first, 0, total - first)
+
+    return Policy(sizes, Position, in_decode)
+
+
+# ---- those that came after it
+
+
+class MeanSeen(ColumnSums):
+    """Column sums per query row that saw the column; a row i steps ago counts decay^i, in sum and number."""
+
+    def __init__(self, layer: int, sizes: Sizes, decay: float = 1.0) -> None:
+        super().__init__(layer, sizes)
+        self.decay = decay
+
+    def see_prompt(self, p: torch.Tensor, v: torch.Tensor) -> None:
+        kv, n = p.shape[0], p.shape[-1]
+        weight = self.decay ** torch.arange(n - 1, -1, -1, dtype=torch.float64)  # of each query row
+        self.sums = torch.einsum("kgij,i->kj", p, weight)
+        saw = torch.ones(n, n, dtype=torch.float64).tril()
+        self.count = (weight @ saw).expand(kv, n)
+
+    def see_token(self, p: torch.Tensor, v: torch.Tensor) -> None:
+        self.sums = self.decay * _grown(self.sums) + p.sum(1)
+        self.count = self.decay * _grown(self.count) + 1
+
+    def scores(self) -> torch.Tensor:
+        return self.sums / self.count
+
+
+class LastQuery(Scorer):
+    """TOVA: what the newest query gives the column, mean over all heads of the layer; so all hold the same set."""
+
+    def see_prompt(self, p: torch.Tensor, v: torch.Tensor) -> None:
+        self.see_token(p[:, :, -1], v)
+
+    def see_token(self, p: torch.Tensor, v: torch.Tensor) -> None:
+        self.last = p.mean((0, 1)).expand(len(p), -1)
+
+    def scores(self) -> torch.Tensor:
+        return self.last
+
+
+class ObservationWindow(Scorer):
+    """SnapKV: mean over the last `rows` queries, average-pooled over neighbours for the columns before them.
+
+    Group summed. Neighbours past the first column, or in the window of those queries, count as zeros. A shorter prompt
+    has fewer rows. While decoding a moving mean goes on from there.
+    """
+
+    def __init__(self, layer: int, sizes: Sizes, rows: int = 32, kernel: int = 7) -> None:
+        super().__init__(layer, sizes)
+        self.rows, self.kernel = rows, kernel
+
+    def see_prompt(self, p: torch.Tensor, v: torch.Tensor) -> None:
+        mean, reach, n = p[:, :, -self.rows :].sum(1).mean(1), self.kernel // 2, p.shape[-1]
+        before = range(max(0, n - self.rows))
+        pooled = [sum(mean[:, i] for i in range(j - reach, j + reach + 1) if i in before) / self.kernel for j in before]
+        self.mean = torch.stack([*pooled, *mean[:, len(before) :].unbind(1)], dim=1)
+
+    def see_token(self, p: torch.Tensor, v: torch.Tensor) -> None:
+        self.mean = (1 - 1 / self.rows) * _grown(self.mean) + p.sum(1) / self.rows
+
+    def scores(self) -> torch.Tensor:
+        return self.mean
+
+
+class ValueAware(MeanSeen):
+    """Half of the heavy columns by `MeanSeen` (rounded down), the others by (that + 1e-4) x the value's L2 norm."""
+
+    def see_prompt(self, p: torch.Tensor, v: torch.Tensor) -> None:
+        super().see_prompt(p, v)
+        self.norms = v.double().norm(dim=-1)
+
+    def see_token(self, p: torch.Tensor, v: torch.Tensor) -> None:
+        super().see_token(p, v)
+        self.norms = v.double().norm(dim=-1)
+
+    def turns(self) -> Turns:
+        mean, half = self.scores(), self.sizes.heavy // 2
+        return [(half, mean), (self.sizes.heavy - half, (mean + 1e-4) * self.norms)]
+
+
+class Hashed(Scorer):
+    """A fixed pseudo-random number for each (seed, layer, kv-head, position): the same whatever else is computed."""
+
+    def __init__(self, layer: int, sizes: Sizes, seed: int = 0) -> None:
+        super().__init__(layer, sizes)
+        self.seed = seed
+
+    def see_prompt(self, p: torch.Tensor, v: torch.Tensor) -> None:
+        self.see_token(p[:, :, -1], v)
+
+    def see_token(self, p: torch.Tensor, v: torch.Tensor) -> None:
+        rows = [[self._number(head, j) for j in range(p.shape[-1])] for head in range(len(p))]
+        self.numbers = torch.tensor(rows, dtype=torch.float64)
+
+    def scores(self) -> torch.Tensor:
+        return self.numbers
+
+    def _number(self, head: int, position: int) -> int:
+        """24 bits of a 32-bit integer hash: the engine's, in Python's whole numbers."""
+        x = (position + 1) * 0x9E3779B1 + (head + 1) * 0x85EBCA77 + (self.layer + 65537 * self.seed + 1) * 0xC2B2AE3D
+        for shift in (15, 13, 16):
+            x &= 0xFFFFFFFF
+            x = (x ^ (x >> shift)) * 0x85EBCA77
+        return (x & 0xFFFFFFFF) >> 8
+
+
+def _of_heavy(budget: Budget, sinks: int, grace: int) -> Callable[[int, int], Sizes]:
+    """Sinks, and recent columns until `grace` queries saw each, out of the heavy share: the budget stays what it is."""
+
+    def sizes(prompt_len: int, layer: int) -> Sizes:
+        heavy, recent = budget.sizes(prompt_len)
+        first = min(sinks, heavy)
+        waiting = min(max(0, grace - recent), (heavy - first) // 2)
+        return Sizes(first, heavy - first - waiting, recent + waiting)
+
+    return sizes
+
+
+def h2o_norm(budget: Budget, sinks: int = 4, grace: int = 16, decay: float = 1.0) -> Policy:
+    return Policy(_of_heavy(budget, sinks, grace), lambda layer, sizes: MeanSeen(layer, sizes, decay))
+
+
+def h2o_v(budget: Budget, sinks: int = 4, grace: int = 16, decay: float = 1.0) -> Policy:
+    return Policy(_of_heavy(budget, sinks, grace), lambda layer, sizes: ValueAware(layer, sizes, decay))
+
+
+def tova(budget: Budget) -> Policy:
+    """Heavy and recent are one budget; only the newest column is safe."""
+    return Policy(lambda n, layer: Sizes(0, sum(budget.sizes(n)) - 1, 1), LastQuery)
+
+
+def snapkv(budget: Budget, rows: int = 32, kernel: int = 7) -> Policy:
+    return Policy(
+        lambda n, layer: Sizes(0, *budget.sizes(n)), lambda layer, sizes: ObservationWindow(layer, sizes, rows, kernel)
+    )
+
+
+def random(budget: Budget, seed: int = 0) -> Policy:
+    return Policy(lambda n, layer: Sizes(0, *budget.sizes(n)), lambda layer, sizes: Hashed(layer, sizes, seed))

@@ -1,0 +1,203 @@
+"""Generation with evicted KV columns, slow and obvious: full attention matrices under a mask that grows row by row.
+
+At each new token everything is computed anew from the token ids. Row i of a layer's mask says what query i attended
+to; rows, once written, never change. Nothing is ever moved, dropped or updated in place, so positions cannot slip.
+
+    policy = h2o(Budget(0.2, 0.2))
+    want = evicted_greedy(PlainOPT(model), prompt, 8, policy)
+    assert want.least_gap > 1e-5 and want.least_token_gap > 1e-3, "a near tie: take another seed"
+    assert want.promotions > 0, "a plain window would pass: take a larger budget or a shorter prompt"
+
+Letters: kv = kv-heads, g = query heads of one kv-head, n = columns so far, d = head width.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from transformers import OPTForCausalLM
+
+from tests.eviction.policies import Policy, choose
+
+Kept = list[list[list[int]]]  # positions by layer and kv-head, ascending
+
+
+class PlainModel(Protocol):
+    """A transformer in the pieces between which eviction happens, for one sequence without padding."""
+
+    num_layers: int
+    kv_heads: int
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """(n,) ids at positions 0, 1, ... -> (n, hidden)"""
+        ...
+
+    def project(self, layer: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(n, hidden) -> q: (heads, n, d), k and v: (kv, n, d)"""
+        ...
+
+    def finish(self, layer: int, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+        """x: (n, hidden), mixed: (n, heads x d) values -> (n, hidden), after attention's sum and the MLP"""
+        ...
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """(rows, hidden) -> (rows, vocab)"""
+        ...
+
+
+class PlainOPT:
+    """transformers' OPT of any kind: pre- or post-norm, narrow embedding, with or without biases, any activation."""
+
+    def __init__(self, model: OPTForCausalLM, dtype: torch.dtype = torch.float32) -> None:
+        self._model = copy.deepcopy(model).eval().to(dtype=dtype)
+        self._decoder = self._model.model.decoder
+        self._pre_norm = bool(model.config.do_layer_norm_before)
+        self.num_layers = len(self._decoder.layers)
+        self.kv_heads = model.config.num_attention_heads
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        words = self._decoder.embed_tokens(ids)
+        if self._decoder.project_in is not None:
+            words = self._decoder.project_in(words)
+        return words + self._decoder.embed_positions.weight[2 : 2 + len(ids)]
+
+    def project(self, layer: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        block = self._decoder.layers[layer]
+        own, inputs = block.self_attn, block.self_attn_layer_norm(x) if self._pre_norm else x
+        q, k, v = (f(inputs).view(len(x), self.kv_heads, -1) for f in (own.q_proj, own.k_proj, own.v_proj))
+        return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+
+    def finish(self, layer: int, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+        block = self._decoder.layers[layer]
+        x = x + block.self_attn.out_proj(mixed)
+        if not self._pre_norm:
+            x = block.self_attn_layer_norm(x)
+        inputs = block.final_layer_norm(x) if self._pre_norm else x
+        x = x + block.fc2(block.activation_fn(block.fc1(inputs)))
+        return x if self._pre_norm else block.final_layer_norm(x)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        for last in (self._decoder.final_layer_norm, self._decoder.project_out):
+            x = x if last is None else last(x)
+        return self._model.lm_head(x)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What one layer computed. q: (kv, g, n, d); k, v: (kv, n, d); probabilities: (kv, g, n, n), 0 where masked."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    probabilities: torch.Tensor
+
+
+@torch.no_grad()
+def forward(
+    model: PlainModel, ids: Sequence[int], masks: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, list[Attention]]:
+    """Logits of the newest token (vocab,), and every layer's attention. masks: (kv, n, n) bool by layer."""
+    x = model.embed(torch.tensor(ids))
+    seen = []
+    for layer, mask in enumerate(masks):
+        q, k, v = model.project(layer, x)
+        q = q.reshape(model.kv_heads, -1, *q.shape[1:])
+        scores = torch.einsum("kgid,kjd->kgij", q, k) * q.shape[-1] ** -0.5
+        probabilities = scores.masked_fill(~mask[:, None], -math.inf).softmax(-1)
+        mixed = torch.einsum("kgij,kjd->ikgd", probabilities, v)
+        x = model.finish(layer, x, mixed.reshape(len(ids), -1))
+        seen.append(Attention(q, k, v, probabilities))
+    return model.logits(x[-1:])[0], seen
+
+
+class LayerState:
+    """Which columns one layer holds, by kv-head, and the mask of what its queries attended to."""
+
+    def __init__(self, model: PlainModel, layer: int, prompt_len: int, policy: Policy) -> None:
+        self.mask = torch.ones(model.kv_heads, prompt_len, prompt_len).tril().bool()
+        self.held = [list(range(prompt_len)) for _ in range(model.kv_heads)]
+        self.gap, self.promotions = math.inf, 0
+        self._sizes = policy.sizes(prompt_len, layer)
+        self._scorer = policy.scorer(layer, self._sizes)
+        self._in_decode = policy.in_decode
+
+    def prefilled(self, seen: Attention) -> None:
+        self._scorer.see_prompt(seen.probabilities.double(), seen.v)
+        self._evict()
+
+    def join(self) -> None:
+        """The new column is held from now on; its query attends to all that is held."""
+        n = self.mask.shape[-1]
+        grown = torch.zeros(len(self.held), n + 1, n + 1, dtype=torch.bool)
+        grown[:, :n, :n] = self.mask
+        for head, held in enumerate(self.held):
+            held.append(n)
+            grown[head, n, held] = True
+        self.mask = grown
+
+    def decoded(self, seen: Attention) -> None:
+        self._scorer.see_token(seen.probabilities[:, :, -1].double(), seen.v)
+        if self._in_decode:
+            before = [list(held) for held in self.held]
+            self._evict()
+            for old, held in zip(before, self.held, strict=True):
+                # The column that stands just outside the recent ones now: does it stay in place of an older one?
+                self.promotions += len(held) < len(old) and old[-1 - self._sizes.recent] in held
+
+    def _evict(self) -> None:
+        turns = self._scorer.turns()
+        for head, held in enumerate(self.held):
+            self.held[head], gap = choose(held, self._sizes, [(count, score[head]) for count, score in turns])
+            self.gap = min(self.gap, gap)
+
+
+@dataclass(frozen=True)
+class Evicted:
+    """What was generated, and how sure one can be of it.
+
+    logits: (tokens, vocab), those that each token was chosen from. kept: after the prefill, then after each decode
+    step; the last token is never fed back, so there are as many as tokens. least_gap: the smallest distance in score
+    between a column that stayed and one that went (infinite when there was never a choice). promotions: how often a
+    column that left the recent ones took an older one's place; without any, decode scores decided nothing.
+    """
+
+    tokens: list[int]
+    logits: torch.Tensor
+    kept: list[Kept]
+    least_gap: float
+    promotions: int
+
+    @property
+    def least_token_gap(self) -> float:
+        """The smallest distance between the best and the second best logit."""
+        best = self.logits.topk(2).values
+        return float((best[:, 0] - best[:, 1]).min())
+
+
+def evicted_greedy(model: PlainModel, prompt: Sequence[int], new_tokens: int, policy: Policy) -> Evicted:
+    """Greedy tokens for one prompt with `policy` evicting in every layer."""
+    layers = [LayerState(model, i, len(prompt), policy) for i in range(model.num_layers)]
+    newest, seen = forward(model, prompt, [layer.mask for layer in layers])
+    for layer, attention in zip(layers, seen, strict=True):
+        layer.prefilled(attention)
+    tokens, logits, kept = [int(newest.argmax())], [newest], [_held(layers)]
+    while len(tokens) < new_tokens:
+        for layer in layers:
+            layer.join()
+        newest, seen = forward(model, [*prompt, *tokens], [layer.mask for layer in layers])
+        for layer, attention in zip(layers, seen, strict=True):
+            layer.decoded(attention)
+        tokens.append(int(newest.argmax()))
+        logits.append(newest)
+        kept.append(_held(layers))
+    gap, promotions = min(layer.gap for layer in layers), sum(layer.promotions for layer in layers)
+    return Evicted(tokens, torch.stack(logits), kept, gap, promotions)
+
+
+def _held(layers: Sequence[LayerState]) -> Kept:
+    return [[list(held) for held in layer.held] for layer in layers]

@@ -1,0 +1,361 @@
+"""The slow reference itself: transformers' OPT when nothing is evicted, a real cache when something is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import chain, pairwise
+
+import pytest
+import torch
+
+from tests.eviction.gqa_family import PlainGQA, random_weights
+from tests.eviction.policies import (
+    Budget,
+    ColumnSums,
+    Policy,
+    Sizes,
+    choose,
+    h2o,
+    h2o_norm,
+    h2o_v,
+    local,
+    random,
+    snapkv,
+    tova,
+)
+from tests.eviction.reference import Evicted, Kept, PlainModel, PlainOPT, evicted_greedy, forward
+from tests.parity.cases import SHAPES
+from tests.parity.reference import LOGIT_TOLERANCE, greedy, random_model, random_prompts, teacher_forced
+
+NEW_TOKENS = 9
+PROMPT = random_prompts((21,))[0]
+ALL = Budget(heavy_size=100, recent_size=100)
+SMALL = Budget(heavy_size=5, recent_size=3)
+
+POLICIES: dict[str, Policy] = {
+    "h2o": h2o(SMALL),
+    "h2o, sinks": h2o(SMALL, sinks=2),
+    "h2o, ratios": h2o(Budget(0.2, 0.1)),
+    "h2o, no recent": h2o(Budget(heavy_size=5, recent_size=0)),
+    "h2o, no heavy": h2o(Budget(heavy_size=0, recent_size=3)),
+    "local": local(SMALL, sinks=2),
+    "h2o-norm": h2o_norm(SMALL, sinks=2, grace=4),
+    "h2o-norm, decayed": h2o_norm(SMALL, sinks=1, grace=0, decay=0.9),
+    "tova": tova(SMALL),
+    "snapkv": snapkv(SMALL, rows=4),
+    "h2o-v": h2o_v(SMALL, sinks=1, grace=0),
+    "random": random(SMALL),
+}
+
+
+def opt(shape: str = "normal", seed: int = 0) -> PlainOPT:
+    return PlainOPT(random_model(seed, **SHAPES[shape]))
+
+
+def gqa() -> PlainGQA:
+    return PlainGQA(random_weights())
+
+
+MODELS: dict[str, Callable[[], PlainModel]] = {
+    "OPT": opt, "OPT 350m": lambda: opt("post-norm, narrow embedding (350m)"), "grouped kv-heads": gqa,
+}  # fmt: skip
+
+
+# ---- nothing evicted
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("policy", [h2o(ALL), local(ALL, sinks=4), h2o_norm(ALL), tova(ALL), snapkv(ALL), h2o_v(ALL)])
+def test_a_budget_for_everything_gives_transformers_logits(shape: str, policy: Policy) -> None:
+    model = random_model(**SHAPES[shape])
+    plain = PlainOPT(model)
+    got = evicted_greedy(plain, PROMPT, NEW_TOKENS, policy)
+    assert got.tokens == greedy(model, PROMPT, NEW_TOKENS)
+    assert (got.logits - teacher_forced(model, PROMPT, got.tokens)).abs().max() <= LOGIT_TOLERANCE / 10
+    assert got.least_gap == math.inf
+    whole = [list(range(len(PROMPT) + step)) for step in range(NEW_TOKENS)]
+    assert got.kept == [[[columns] * plain.kv_heads] * plain.num_layers for columns in whole]
+
+
+def test_a_prompt_of_one_token() -> None:
+    model = random_model()
+    assert evicted_greedy(PlainOPT(model), [7], 1, h2o(ALL)).tokens == greedy(model, [7], 1)
+    lasting = evicted_greedy(PlainOPT(model), [7], 4, h2o(Budget())).kept  # one heavy, one recent
+    assert all(held[-1] == step for step, kept in enumerate(lasting) for heads in kept for held in heads)
+    assert [len(kept[0][0]) for kept in lasting] == [1, 2, 2, 2]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_column_scores_sum_to_query_heads_times_rows(model: str) -> None:
+    plain, n = MODELS[model](), len(PROMPT)
+    masks = [torch.ones(plain.kv_heads, n, n).tril().bool()] * plain.num_layers
+    for seen in forward(plain, PROMPT, masks)[1]:
+        scorer = ColumnSums(0, Sizes(0, 1, 1))
+        scorer.see_prompt(seen.probabilities.double(), seen.v)
+        group = seen.probabilities.shape[1]
+        torch.testing.assert_close(scorer.scores().sum(1), torch.full((plain.kv_heads,), float(group * n)).double())
+
+
+# ---- something evicted
+
+
+@torch.no_grad()
+def test_the_prefill_keeps_what_transformers_own_attention_says() -> None:
+    model = random_model()
+    got = evicted_greedy(PlainOPT(model), PROMPT, 1, h2o(SMALL))
+    model.set_attn_implementation("eager")
+    attentions = model(torch.tensor([PROMPT]), output_attentions=True).attentions
+    for heads, attention in zip(got.kept[0], attentions, strict=True):
+        heavy = attention[0].sum(1)[:, :-3].topk(5).indices
+        assert [[*sorted(row), 18, 19, 20] for row in heavy.tolist()] == heads
+
+
+@torch.no_grad()
+def cached_logits(
+    model: PlainModel, prompt: Sequence[int], tokens: Sequence[int], kept: Sequence[Kept]
+) -> torch.Tensor:
+    """(tokens, vocab) by one query at a time over a real cache from which columns are dropped. Told which, not why."""
+    n = len(prompt)
+    masks = [torch.ones(model.kv_heads, n, n).tril().bool()] * model.num_layers
+    newest, seen = forward(model, prompt, masks)
+    cache = [[(a.k[h, held], a.v[h, held]) for h, held in enumerate(kept[0][i])] for i, a in enumerate(seen)]
+    logits, held_before = [newest], kept[0]
+    for step, token in enumerate(tokens[:-1]):
+        x = model.embed(torch.tensor([0] * (n + step) + [token]))[-1:]
+        for layer in range(model.num_layers):
+            q, k, v = model.project(layer, x)
+            mixed = []
+            for h in range(model.kv_heads):
+                keys, values = (torch.cat([old, new[h]]) for old, new in zip(cache[layer][h], (k, v), strict=True))
+                queries = q.view(model.kv_heads, -1, q.shape[-1])[h]
+                mixed.append((queries @ keys.T * q.shape[-1] ** -0.5).softmax(-1) @ values)
+                held = [*held_before[layer][h], n + step]
+                stay = [held.index(j) for j in kept[step + 1][layer][h]]
+                cache[layer][h] = keys[stay], values[stay]
+            x = model.finish(layer, x, torch.cat(mixed).view(1, -1))
+        held_before = kept[step + 1]
+        logits.append(model.logits(x)[0])
+    return torch.stack(logits)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("model", MODELS)
+def test_masking_is_dropping_from_a_cache(model: str, name: str) -> None:
+    plain = MODELS[model]()
+    got = evicted_greedy(plain, PROMPT, NEW_TOKENS, POLICIES[name])
+    again = cached_logits(plain, PROMPT, got.tokens, got.kept)
+    assert (got.logits - again).abs().max() <= LOGIT_TOLERANCE / 10
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("model", MODELS)
+def test_what_every_policy_keeps(model: str, name: str) -> None:
+    plain, n, sizes = MODELS[model](), len(PROMPT), POLICIES[name].sizes(len(PROMPT), 0)
+    got = evicted_greedy(plain, PROMPT, NEW_TOKENS, POLICIES[name])
+    before: list[list[set[int]]] = [[set(range(n))] * plain.kv_heads] * plain.num_layers
+    for step, kept in enumerate(got.kept):
+        newest = set(range(n + step)[n + step - sizes.recent :])
+        for layer, heads in enumerate(kept):
+            for head, held in enumerate(map(set, heads)):
+                assert len(held) == sizes.total
+                assert held >= newest | set(range(sizes.sinks))
+                assert held <= before[layer][head] | ({n + step - 1} if step else set())
+        before = [[set(held) for held in heads] for heads in kept]
+    if sizes.heavy and name != "tova":
+        assert len({tuple(held) for heads in got.kept[-1] for held in heads}) > 1, "all heads alike: a poor test"
+
+
+def test_the_gap_is_found_where_scores_decide() -> None:
+    gaps = {name: evicted_greedy(opt(), PROMPT, NEW_TOKENS, policy).least_gap for name, policy in POLICIES.items()}
+    assert gaps.pop("local") == gaps.pop("h2o, no heavy") == math.inf
+    assert all(0 < gap < math.inf for gap in gaps.values()), gaps
+
+
+def test_the_gap_is_the_least_of_all_steps() -> None:
+    gaps = [evicted_greedy(opt(), PROMPT, n, POLICIES["h2o-norm, decayed"]).least_gap for n in range(1, NEW_TOKENS + 1)]
+    assert gaps == sorted(gaps, reverse=True) and gaps[-1] < gaps[0]
+
+
+@pytest.mark.parametrize("recent", [0, 3])
+def test_promotions_are_evictions_of_older_columns(recent: int) -> None:
+    prompt = random_prompts((6,))[0]
+    got = evicted_greedy(opt(), prompt, 20, h2o(Budget(heavy_size=5, recent_size=recent)))
+    expected = 0
+    for step, (before, after) in enumerate(pairwise(got.kept), start=len(prompt)):
+        for was, now in zip(chain(*before), chain(*after), strict=True):
+            expected += any(j < step - recent for j in {*was, step} - {*now})
+    assert got.promotions == expected > 0
+    assert evicted_greedy(opt(), prompt, 20, local(SMALL)).promotions == 0
+
+
+def test_eviction_after_the_prefill_only_keeps_every_new_column() -> None:
+    n = len(PROMPT)
+    every, first = (evicted_greedy(opt(), PROMPT, NEW_TOKENS, h2o(SMALL, in_decode=on)) for on in (True, False))
+    assert first.kept[0] == every.kept[0]
+    for step, kept in enumerate(first.kept):
+        assert kept == [[[*held, *range(n, n + step)] for held in heads] for heads in first.kept[0]]
+
+
+def test_no_heavy_columns_is_the_window() -> None:
+    alone = evicted_greedy(opt(), PROMPT, NEW_TOKENS, h2o(Budget(heavy_size=0, recent_size=8)))
+    window = evicted_greedy(opt(), PROMPT, NEW_TOKENS, local(SMALL))
+    assert (alone.tokens, alone.kept) == (window.tokens, window.kept)
+    assert window.kept[0][0][0] == list(range(13, 21)) and window.kept[-1][1][3] == list(range(21, 29))
+
+
+def test_fp64_and_fp32_agree() -> None:
+    model = random_model()
+    low, high = (
+        evicted_greedy(PlainOPT(model, t), PROMPT, NEW_TOKENS, h2o(SMALL)) for t in (torch.float32, torch.float64)
+    )
+    assert (low.tokens, low.kept) == (high.tokens, high.kept) and low.least_gap > 1e-5
+    assert (low.logits - high.logits).abs().max() <= LOGIT_TOLERANCE / 10
+
+
+# ---- scores
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "snapkv"])
+def test_a_decode_step_is_one_more_row_of_the_prompt(name: str) -> None:
+    torch.manual_seed(0)
+    scores = torch.randn(2, 3, 9, 9).masked_fill(~torch.ones(9, 9).tril().bool(), -math.inf)
+    p, v = scores.double().softmax(-1), torch.randn(2, 9, 4)
+    whole, stepped = (POLICIES[name].scorer(1, Sizes(1, 4, 2)) for _ in range(2))
+    whole.see_prompt(p, v)
+    stepped.see_prompt(p[:, :, :7, :7], v[:, :7])
+    for n in (8, 9):
+        stepped.see_token(p[:, :, n - 1, :n], v[:, :n])
+    for (count, score), (other_count, other) in zip(whole.turns(), stepped.turns(), strict=True):
+        assert count == other_count
+        torch.testing.assert_close(score, other)
+
+
+def test_mean_over_the_queries_that_saw_a_column() -> None:
+    p = torch.tensor([[1, 0, 0], [0.5, 0.5, 0], [0.2, 0.7, 0.1]]).double().expand(1, 2, 3, 3)
+    plain, decayed = (h2o_norm(SMALL, decay=f).scorer(0, Sizes(0, 1, 1)) for f in (1.0, 0.5))
+    for scorer in (plain, decayed):
+        scorer.see_prompt(p, torch.zeros(1, 3, 1))
+    # Two heads each, so twice what a row gives.
+    torch.testing.assert_close(plain.scores(), 2 * torch.tensor([[1.7 / 3, 1.2 / 2, 0.1]]).double())
+    torch.testing.assert_close(decayed.scores(), 2 * torch.tensor([[0.7 / 1.75, 0.95 / 1.5, 0.1]]).double())
+
+
+def test_the_last_query_counts_over_all_heads_of_a_layer() -> None:
+    scorer = tova(SMALL).scorer(0, Sizes(0, 1, 0))
+    scorer.see_token(torch.tensor([[[0.2, 0.8], [0.6, 0.4]], [[0.1, 0.9], [0.1, 0.9]]]).double(), torch.zeros(2, 2, 1))
+    torch.testing.assert_close(scorer.scores(), torch.tensor([[0.25, 0.75]] * 2).double())
+    got = evicted_greedy(gqa(), PROMPT, NEW_TOKENS, POLICIES["tova"])
+    assert all(heads[0] == heads[1] for kept in got.kept for heads in kept)
+
+
+def test_a_second_half_is_chosen_by_the_values_too() -> None:
+    p = torch.eye(3).double().expand(1, 1, 3, 3) / torch.tensor([1.0, 1, 2]).double()[:, None]
+    scorer = h2o_v(SMALL).scorer(0, Sizes(0, 3, 0))
+    scorer.see_prompt(p, torch.tensor([[[3.0, 4], [0, 1], [1, 0]]]))
+    (first, mean), (second, aware) = scorer.turns()
+    assert (first, second) == (1, 2)
+    torch.testing.assert_close(mean, torch.tensor([[1 / 3, 0.5, 0.5]]).double())
+    torch.testing.assert_close(aware, torch.tensor([[(1 / 3 + 1e-4) * 5, 0.5001, 0.5001]]).double())
+
+
+@pytest.mark.parametrize(
+    ("rows", "pooled", "stepped"),
+    [
+        (2, [0.1, 0.5 / 3, 0.1, 0.3, 0.2], [0.4, 0.35, 0.25]),
+        (4, [0.1, 0.7 / 3, 0.4 / 3, 0.2, 0.4 / 3], [0.275, 0.225, 0.125]),  # more than there are
+    ],
+)
+def test_the_observation_window_is_pooled(rows: int, pooled: list[float], stepped: list[float]) -> None:
+    p = torch.tensor([[0.5, 0.5, 0, 0, 0], [0.4, 0, 0.3, 0.3, 0], [0, 0.2, 0.1, 0.3, 0.4]]).double().expand(1, 1, 3, 5)
+    scorer = snapkv(SMALL, rows=rows, kernel=3).scorer(0, Sizes(0, 1, 2))
+    scorer.see_prompt(p, torch.zeros(1, 5, 1))
+    torch.testing.assert_close(scorer.scores(), torch.tensor([pooled]).double())
+    scorer.see_token(torch.full((1, 1, 6), 0.5).double(), torch.zeros(1, 6, 1))
+    torch.testing.assert_close(scorer.scores()[0, 3:], torch.tensor(stepped).double())
+
+
+def test_random_columns_differ_by_seed_layer_and_head_and_last() -> None:
+    numbers: dict[tuple[int, int, int], tuple[float, ...]] = {}
+    for seed, layer in [(0, 0), (0, 1), (1, 0)]:
+        scorer = random(SMALL, seed).scorer(layer, Sizes(0, 1, 1))
+        scorer.see_token(torch.zeros(2, 1, 30), torch.zeros(2, 30, 1))
+        numbers |= {(seed, layer, head): tuple(row) for head, row in enumerate(scorer.scores().tolist())}
+    assert len(set(numbers.values())) == len(numbers) == 6
+    assert min(len(set(row)) for row in numbers.values()) == 30
+
+
+# ---- decisions by hand
+
+
+@pytest.mark.parametrize(
+    ("sizes", "score", "stay", "gap"),
+    [
+        (Sizes(0, 2, 2), [5, 1, 3, 2, 9, 9], [0, 2, 4, 5], 1),
+        (Sizes(0, 1, 2), [3, 1, 3, 3, 0, 0], [3, 4, 5], 0),  # a tie: the newest of the equal ones stays
+        (Sizes(1, 1, 2), [0, 1, 3, 7, 0, 0], [0, 3, 4, 5], 4),
+        (Sizes(0, 3, 0), [5, 1, 3, 2, 9, 0], [0, 2, 4], 1),  # nothing protects the newest
+        (Sizes(0, 0, 2), [5, 1, 3, 2, 9, 9], [4, 5], math.inf),
+        (Sizes(2, 0, 2), [5, 1, 3, 2, 9, 9], [0, 1, 4, 5], math.inf),
+        (Sizes(0, 4, 2), [5, 1, 3, 2, 9, 9], [0, 1, 2, 3, 4, 5], math.inf),
+    ],
+)
+def test_what_stays(sizes: Sizes, score: list[float], stay: list[int], gap: float) -> None:
+    assert choose(range(6), sizes, [(sizes.heavy, torch.tensor(score).double())]) == (stay, gap)
+
+
+def test_two_turns_choose_one_after_the_other() -> None:
+    turns = [(1, torch.tensor([9.0, 8, 1, 0, 0])), (1, torch.tensor([9.0, 2, 5, 0, 0]))]
+    assert choose(range(5), Sizes(0, 2, 1), turns) == ([0, 2, 4], 1.0)
+
+
+@pytest.mark.parametrize(
+    ("budget", "prompt_len", "sizes"),
+    [
+        (Budget(), 30, (3, 3)),
+        (Budget(), 9, (1, 1)),
+        (Budget(0.25, 0.5), 10, (2, 5)),
+        (Budget(heavy_size=0, recent_size=4), 9, (0, 4)),
+        (Budget(0.2, recent_size=7), 10, (2, 7)),
+    ],
+)
+def test_sizes_of_a_row(budget: Budget, prompt_len: int, sizes: tuple[int, int]) -> None:
+    assert budget.sizes(prompt_len) == sizes
+
+
+@pytest.mark.parametrize(
+    ("policy", "sizes"),
+    [
+        (h2o(Budget(heavy_size=9, recent_size=5), sinks=3), Sizes(3, 9, 5)),
+        (local(Budget(heavy_size=9, recent_size=5), sinks=3), Sizes(3, 0, 11)),
+        (local(Budget(heavy_size=1, recent_size=1), sinks=3), Sizes(1, 0, 1)),
+        (h2o_norm(Budget(heavy_size=30, recent_size=10)), Sizes(4, 20, 16)),
+        (h2o_norm(Budget(heavy_size=9, recent_size=5)), Sizes(4, 3, 7)),
+        (h2o_norm(Budget(heavy_size=3, recent_size=5)), Sizes(3, 0, 5)),
+        (h2o_norm(Budget(heavy_size=9, recent_size=5), sinks=0, grace=0), Sizes(0, 9, 5)),
+        (tova(Budget(heavy_size=9, recent_size=5)), Sizes(0, 13, 1)),
+    ],
+)
+def test_how_a_policy_divides_its_budget(policy: Policy, sizes: Sizes) -> None:
+    assert policy.sizes(100, 0) == sizes
+
+
+def test_h2o_by_hand() -> None:
+    """One kv-head of two query heads, three prompt tokens, one heavy and one recent column."""
+    p = torch.tensor(
+        [[[1, 0, 0], [0.5, 0.5, 0], [0.2, 0.7, 0.1]], [[1, 0, 0], [0.1, 0.9, 0], [0.1, 0.8, 0.1]]], dtype=torch.float64
+    )
+    scorer = ColumnSums(0, Sizes(0, 1, 1))
+    scorer.see_prompt(p[None], torch.zeros(1, 3, 1))
+    torch.testing.assert_close(scorer.scores(), torch.tensor([[2.9, 2.9, 0.2]]).double())
+    assert choose([0, 1, 2], Sizes(0, 1, 1), [(1, scorer.scores()[0].round(decimals=9))]) == ([1, 2], 0.0)
+    scorer.see_token(torch.tensor([[[0, 0.1, 0.3, 0.6], [0, 0.2, 0.2, 0.6]]]).double(), torch.zeros(1, 4, 1))
+    torch.testing.assert_close(scorer.scores()[0, 1:], torch.tensor([3.2, 0.7, 1.2]).double())
+    # Column 3 is the newest; of 1 and 2 the weaker leaves.
+    stay, gap = choose([1, 2, 3], Sizes(0, 1, 1), [(1, scorer.scores()[0])])
+    assert stay == [1, 3] and gap == pytest.approx(2.5)
+
+
+def test_reference_reports_near_ties_of_tokens() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.5], [0.0, 1.0, 5.0]])
+    assert Evicted([1, 2], logits, [], 1.0, 0).least_token_gap == pytest.approx(0.5)
