@@ -218,7 +218,7 @@ def _projected(report: RunReport, decode_seconds: float, gen_len: int) -> RunRep
 
 
 def _show(args: argparse.Namespace, llm: LLM, report: RunReport, done: list[Completion]) -> None:
-    from flexgen_h2o.report import append_log, log_block, log_file_name, write_json
+    from flexgen_h2o.report import append_log, eviction_line, log_block, log_file_name, write_json
 
     if args.verbose >= 2:
         _show_texts(done)
@@ -226,6 +226,7 @@ def _show(args: argparse.Namespace, llm: LLM, report: RunReport, done: list[Comp
         _show_breakdown(llm)
     if args.verbose >= 1:
         print(f"policy: {as_flags(report.policy)}")
+        print(eviction_line(report))
         print(log_block(report))
     if args.json is not None:
         write_json(args.json, report)

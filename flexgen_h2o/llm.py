@@ -17,6 +17,7 @@ from flexgen_h2o.engine import Engine
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.executor import BlockTimes, Executor, KvUse
 from flexgen_h2o.generation import Chooser, Decoding, LogitsWatch, Row, RowEnd, SlotsWatch
+from flexgen_h2o.kernels.warm_up import warm_up
 from flexgen_h2o.kvcache.eviction import Eviction, check_eviction
 from flexgen_h2o.paths import usable_path
 from flexgen_h2o.planner.memory import MemoryPlan, Shape, plan_within
@@ -226,9 +227,10 @@ class LLM:
         shape = self._shape(rows, policy)
         plan: MemoryPlan = plan_within(spec, policy, shape, itemsize, self._device.is_host, budgets)
         self._policy, self._planned_rows = policy, need.rows
+        dtype = getattr(torch, self.dtype)
+        warm_up(self._device.torch_device, dtype, bool(self.eviction.needs.record))
         self._engine = Engine(
-            spec, self._checkpoint, policy, plan, getattr(torch, self.dtype), self._device, budgets, self.offload_dir,
-            self.timeline,
+            spec, self._checkpoint, policy, plan, dtype, self._device, budgets, self.offload_dir, self.timeline
         )  # fmt: skip
         return self._engine
 

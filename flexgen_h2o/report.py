@@ -112,6 +112,12 @@ def sizes_line(model_bytes: int, cache_bytes: int, hidden_bytes: int) -> str:
     )
 
 
+def eviction_line(report: RunReport) -> str:
+    """Which KV columns were kept, and how much of the full cache that was."""
+    share = report.kv["bytes"] / max(1, report.kv["full_bytes"])
+    return f"eviction: {report.eviction['name']}, {report.kv['slots']} slots a row, {share:.1%} of the full KV cache"
+
+
 def log_block(report: RunReport) -> str:
     """FlexGen's five tab-separated log lines, without a newline at the end; its own scripts parse lines 3 to 5."""
     sizes = (

@@ -1,0 +1,29 @@
+"""Compile the kernels, or load what was compiled before, so that no sweep of a run waits for it."""
+
+from __future__ import annotations
+
+import torch
+
+from flexgen_h2o.kernels.causal import causal_attention_lse
+from flexgen_h2o.kernels.column_sums import column_sums
+from flexgen_h2o.kernels.slots import ScoreBook, attend_scored
+
+_ROWS, _SLOTS, _WIDTH = 1, 4, 64
+
+
+def warm_up(device: torch.device, dtype: torch.dtype, scored: bool) -> None:
+    """Run decode attention once on zeros; where columns are `scored`, prompts' scores as well.
+
+    A few seconds the first time on a machine, then some tenths of one.
+    """
+    columns = torch.zeros(1, _ROWS, _SLOTS, _WIDTH, dtype=dtype, device=device)
+    q = columns[0, :, :1].contiguous()
+    whole, single = ((_ROWS, _SLOTS), (_ROWS,))
+    positions, oldest, newest, victims = (
+        torch.zeros(size, dtype=torch.int32, device=device) for size in (whole, single, single, single)
+    )
+    book = ScoreBook(torch.zeros(whole, device=device), positions, oldest, newest, 1.0, 1.0, victims)
+    attend_scored(q, columns, columns, victims.new_full(single, _SLOTS), 1.0, book)
+    if scored:
+        _, lse = causal_attention_lse(columns, columns, columns, 1.0)
+        column_sums(columns, columns, lse, 1.0)
