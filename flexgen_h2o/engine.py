@@ -17,7 +17,7 @@ from flexgen_h2o.hidden import HiddenStore
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.kvcache.store import CacheStore
 from flexgen_h2o.limits import READ_THREADS, WRITE_THREADS
-from flexgen_h2o.planner.memory import MemoryPlan, tier_shares
+from flexgen_h2o.planner.memory import MemoryPlan, attends_on_host, tier_shares
 from flexgen_h2o.tiers.buffers import Ledger, host_buffer
 from flexgen_h2o.tiers.device import Device
 from flexgen_h2o.tiers.disk import DirectFile, Scratch
@@ -102,7 +102,7 @@ class Engine:
         return self.device.host_staging(nbytes) if pinned else host_buffer(nbytes)
 
     def _open_cache(self) -> CacheStore:
-        on_host = self.device.is_host or self.policy.cpu_cache_compute
+        on_host = attends_on_host(self.policy, self.device.is_host)
         overlay = self._buffers.get(("cache overlay", "host"), torch.empty(0, dtype=torch.uint8))
         return CacheStore(
             self.mover, self.dtype, self._arenas("cache"), self._files.get("cache"), overlay,

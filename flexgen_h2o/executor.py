@@ -26,7 +26,7 @@ from flexgen_h2o.kvcache.slots import Joining, SlotTable, joining
 from flexgen_h2o.kvcache.store import CacheKey
 from flexgen_h2o.kvcache.view import PartView
 from flexgen_h2o.models import Weights, family_of
-from flexgen_h2o.planner.memory import kv_layout, tier_shares
+from flexgen_h2o.planner.memory import kv_layout
 from flexgen_h2o.schedule import Step, weight_sequence, zigzag
 from flexgen_h2o.tiers.ring import Region
 from flexgen_h2o.tiers.stream import Stream
@@ -137,8 +137,7 @@ class Executor:
 
     def _begin(self, sweeps: int) -> None:
         engine, spec, count = self._engine, self._engine.spec, len(self._batches)
-        shares = tier_shares(engine.policy.cache_shares, engine.device.is_host)
-        record = self._eviction.needs.record
+        itemsize, on_host_device, record = engine.dtype.itemsize, engine.device.is_host, self._eviction.needs.record
         self._tables = [
             SlotTable(self._eviction, [(len(r.prompt.token_ids), r.max_new) for r in b.rows], spec.num_blocks)
             for b in self._batches
@@ -147,7 +146,9 @@ class Executor:
         engine.cache.begin_block(
             [
                 [
-                    kv_layout(spec, len(b.rows), table.most_slots(block), shares, engine.dtype.itemsize, record)
+                    kv_layout(
+                        spec, engine.policy, len(b.rows), table.most_slots(block), record, itemsize, on_host_device
+                    )
                     for b, table in zip(self._batches, self._tables, strict=True)
                 ]
                 for block in range(spec.num_blocks)

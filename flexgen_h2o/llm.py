@@ -137,6 +137,8 @@ class LLM:
         The t-th time that watch_logits sees a row, its logits are those that continuations[row][t] follows on.
         watch_slots sees what the attention of each transformer block of a decode sweep saw (generation.Decoding).
         """
+        if watch_slots is not None and not self.eviction.needs.record:
+            raise UsageError(f"watch_slots: nothing is recorded of slots with {self.eviction.name}")
         read = prompts_from_python(prompts, None, self.model.spec.vocab_size)
         after = prompts_from_python(continuations, None, self.model.spec.vocab_size)
         if len(read) != len(after):

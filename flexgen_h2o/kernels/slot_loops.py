@@ -67,21 +67,24 @@ def attend_rows(element, slots, scale, book, first, end):  # type: ignore[no-unt
     few = np.empty(_BLOCK * slots.words, np.uint32)
     for r in range(first, end):
         filled = ints_at(slots.filled)[r]
-        at = r * slots.group * slots.words * 4
-        _unpack(element, slots.q + at, slots.words, query)
+        asked = r * slots.group * slots.words * 4
+        _unpack(element, slots.q + asked, slots.words, query)
         if book.columns:
             _fetch_scores(book, r)
+        keys, values = _row_at(slots, slots.keys, r), _row_at(slots, slots.values, r)
+        at, inside = keys, 0
         for j in range(0, filled, _BLOCK):
-            coming = _coming(slots, slots.keys, r, slots.values, r, j + ahead, filled)
-            block = _take(slots, slots.keys, r, j, filled, few)
-            _dots(element, block, slots.words, query, p, j, coming)
+            coming = _coming(slots, at, j + ahead, filled, inside + ahead, values)
+            _dots(element, _take(slots, at, inside, j, filled, few), slots.words, query, p, j, coming)
+            at, inside = _onwards(slots, at, inside)
         _softmax(p, filled, np.float32(scale))
         mixed[:] = 0
+        at, inside, then = values, 0, _row_at(slots, slots.keys, r + 1)
         for j in range(0, filled, _BLOCK):
-            coming = _coming(slots, slots.values, r, slots.keys, r + 1, j + ahead, filled)
-            block = _take(slots, slots.values, r, j, filled, few)
-            _mix(element, block, slots.words, mixed, p, j, coming)
-        _pack(element, mixed, slots.words, slots.out + at)
+            coming = _coming(slots, at, j + ahead, filled, inside + ahead, then)
+            _mix(element, _take(slots, at, inside, j, filled, few), slots.words, mixed, p, j, coming)
+            at, inside = _onwards(slots, at, inside)
+        _pack(element, mixed, slots.words, slots.out + asked)
         if book.columns:
             _score(book, r, filled, p)
 
@@ -127,13 +130,32 @@ def _bf16(x):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _coming(slots, memory, r, next_memory, next_row, j, filled):  # type: ignore[no-untyped-def]
-    """The address of slots j..j+7 of row r; beyond its end, of the first of what is read next."""
+def _row_at(slots, memory, r):  # type: ignore[no-untyped-def]
+    """The address of row r in the first segment."""
+    return memory + 4 * r * slots.per_segment * slots.words
+
+
+# A place among a row's slots is the row's address in a segment, and how many slots into it: no division per block.
+
+
+@jit
+def _onwards(slots, at, inside):  # type: ignore[no-untyped-def]
+    """The place a block further."""
+    inside += _BLOCK
+    while inside >= slots.per_segment:
+        inside -= slots.per_segment
+        at += 4 * slots.segment_words
+    return at, inside
+
+
+@jit
+def _coming(slots, at, j, filled, inside, then):  # type: ignore[no-untyped-def]
+    """The address of what is read a little later, slot j: in this segment, in the next, or beyond the row at `then`."""
     if j >= filled:
-        memory, r, j = next_memory, next_row, max(0, j - -(-filled // _BLOCK) * _BLOCK)
-    segment = j // slots.per_segment
-    offset = segment * slots.segment_words + (r * slots.per_segment + j - segment * slots.per_segment) * slots.words
-    return memory + 4 * offset
+        return then + 4 * max(0, j - -(-filled // _BLOCK) * _BLOCK) * slots.words
+    if inside >= slots.per_segment:
+        return at + 4 * (slots.segment_words + (inside - slots.per_segment) * slots.words)
+    return at + 4 * inside * slots.words
 
 
 @jit
@@ -155,22 +177,18 @@ def _fetch_scores(book, r):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _take(slots, memory, r, j, filled, few):  # type: ignore[no-untyped-def]
-    """The address of slots j..j+7 of row r, side by side; beyond `filled` they are zero, and nothing is read there."""
-    segment = j // slots.per_segment
-    inside = j - segment * slots.per_segment
+def _take(slots, at, inside, j, filled, few):  # type: ignore[no-untyped-def]
+    """The address of slots j..j+7, side by side; beyond `filled` they are zero, and nothing is read there."""
     words = slots.words
-    at = memory + 4 * (segment * slots.segment_words + (r * slots.per_segment + inside) * words)
     if inside + _BLOCK <= slots.per_segment and j + _BLOCK <= filled:
-        return at
+        return at + 4 * inside * words
     for s in range(_BLOCK):
         for i in range(words):
-            few[s * words + i] = words_at(at)[i] if j + s < filled else np.uint32(0)
+            few[s * words + i] = words_at(at)[inside * words + i] if j + s < filled else np.uint32(0)
         inside += 1
-        at += 4 * words
         if inside == slots.per_segment:
             inside = 0
-            at += 4 * (slots.segment_words - slots.per_segment * words)
+            at += 4 * slots.segment_words
     return few.ctypes.data
 
 

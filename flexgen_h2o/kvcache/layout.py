@@ -1,7 +1,7 @@
 """Where the slots of one KV unit lie: geometry in bytes, no tensors.
 
 A unit is one (layer, micro-batch). Its rows are (sequence, kv-head) pairs, cut into at most three parts by the cache
-shares. The slots of a part are cut into segments, so that a cache that grows moves only what it holds: a part is
+shares. Where a cache grows and travels its slots are cut into segments, so that it moves only what it holds: a part is
 `segments` times a key and a value area, each (rows, segment slots, head width) and starting on a page, so that it can
 be read and written with O_DIRECT. What an eviction policy records of each slot lies apart, where attention runs.
 """
@@ -23,6 +23,7 @@ class UnitLayout:
     """`rows` = sequences x kv_heads. Sizes in bytes unless named otherwise.
 
     record: what is kept of each slot besides its key and value (kvcache/eviction/policy.py); () for the full cache.
+    streamed: some part is brought from another tier for each use.
     """
 
     sequences: int
@@ -32,10 +33,12 @@ class UnitLayout:
     itemsize: int
     parts: tuple[Part, ...]
     record: tuple[str, ...] = ()
+    streamed: bool = True
 
     @property
     def segments(self) -> int:
-        return -(-self.slots // SEGMENT_SLOTS)
+        """One, but where slots fill up step by step and travel: attention reads long runs of slots faster."""
+        return -(-self.slots // SEGMENT_SLOTS) if self.streamed and not self.record else 1
 
     @property
     def segment_slots(self) -> int:
@@ -95,7 +98,8 @@ class UnitLayout:
 
 
 def unit_layout(
-    sequences: int, kv_heads: int, slots: int, width: int, itemsize: int, shares: Shares, record: tuple[str, ...] = ()
-) -> UnitLayout:
+    sequences: int, kv_heads: int, slots: int, width: int, itemsize: int, shares: Shares, record: tuple[str, ...] = (),
+    streamed: bool = True,
+) -> UnitLayout:  # fmt: skip
     parts = split_rows(sequences * kv_heads, shares)
-    return UnitLayout(sequences, kv_heads, slots, width, itemsize, parts, record)
+    return UnitLayout(sequences, kv_heads, slots, width, itemsize, parts, record, streamed)

@@ -57,7 +57,7 @@ class SlotTable:
 
     def __init__(self, policy: Eviction, rows: Sequence[tuple[int, int]], num_blocks: int) -> None:
         def entry(prompt_len: int, gen_len: int, block: int) -> list[int]:
-            budget = policy.budget(prompt_len, gen_len, block, num_blocks)
+            budget = policy.budget(prompt_len, block, num_blocks)
             slots = policy.slots(prompt_len, gen_len, block, num_blocks)
             return [prompt_len, budget.sinks, budget.heavy, budget.recent, slots]
 

@@ -207,9 +207,18 @@ def hidden_is_streamed(shares: Shares, device_is_host: bool) -> bool:
 
 
 def kv_layout(
-    spec: ModelSpec, sequences: int, slots: int, shares: Shares, itemsize: int, record: tuple[str, ...] = ()
-) -> UnitLayout:
-    return unit_layout(sequences, spec.num_kv_heads, slots, spec.head_dim, itemsize, shares, record)
+    spec: ModelSpec, policy: Policy, sequences: int, slots: int, record: tuple[str, ...], itemsize: int,
+    device_is_host: bool,
+) -> UnitLayout:  # fmt: skip
+    """The KV unit of a micro-batch of `sequences` rows under the policy's cache shares."""
+    shares, on_host = tier_shares(policy.cache_shares, device_is_host), attends_on_host(policy, device_is_host)
+    streamed = any(share > 0 and is_streamed(tier, on_host) for tier, share in zip(TIERS, shares, strict=True))
+    return unit_layout(sequences, spec.num_kv_heads, slots, spec.head_dim, itemsize, shares, record, streamed)
+
+
+def attends_on_host(policy: Policy, device_is_host: bool) -> bool:
+    """Does attention run on the host: where the device is host memory, and with --cpu-cache-compute."""
+    return device_is_host or policy.cpu_cache_compute
 
 
 def memory_plan(
@@ -298,16 +307,15 @@ def _unit_bytes(shapes: tuple[tuple[int, ...], ...], shares: Shares, itemsize: i
 def _cache_buffers(
     spec: ModelSpec, policy: Policy, shape: Shape, itemsize: int, device_is_host: bool, depth: int
 ) -> list[Buffer]:
-    shares = tier_shares(policy.cache_shares, device_is_host)
-    attends_on_host = device_is_host or policy.cpu_cache_compute
-    attends_on = "host" if attends_on_host else "device"
+    shares, on_host = tier_shares(policy.cache_shares, device_is_host), attends_on_host(policy, device_is_host)
+    attends_on = "host" if on_host else "device"
     found, ring = [], 0
     for slots, blocks in Counter(shape.slots).items():
-        layout = kv_layout(spec, shape.rows, slots, shares, itemsize, shape.record)
+        layout = kv_layout(spec, policy, shape.rows, slots, shape.record, itemsize, device_is_host)
         units, streamed = blocks * shape.micro_batches, 0
         for tier, share in zip(TIERS, shares, strict=True):
             part = Part(tier, 0, layout.most_part_rows(share))
-            is_brought = is_streamed(tier, attends_on_host)
+            is_brought = is_streamed(tier, on_host)
             found.append(Buffer("cache", tier, round_up(units * layout.room_bytes(part), PAGE) if part.rows else 0))
             found.append(Buffer("cache record", attends_on if is_brought else tier, units * layout.record_bytes(part)))
             if is_brought:

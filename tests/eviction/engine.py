@@ -118,9 +118,7 @@ class Wanted:
         return [row.tokens for row in self.rows]
 
 
-def wanted(
-    model: PlainModel, pair: Pair, lengths: Sequence[int], new_tokens: int | Sequence[int], seed: int = 0
-) -> Wanted:
+def wanted(model: PlainModel, pair: Pair, lengths: Sequence[int], new_tokens: int | Sequence[int]) -> Wanted:
     """Random prompts of these lengths, each the first that leads to no near tie, with what follows on them.
 
     Refuses references that could not tell right from wrong.
@@ -129,7 +127,7 @@ def wanted(
     prompts, rows = [], []
     for i, (length, most) in enumerate(zip(lengths, each, strict=True)):
         for attempt in count():
-            prompt = random_prompts((length,), seed=1000 * seed + 37 * i + attempt)[0]
+            prompt = random_prompts((length,), seed=37 * i + attempt)[0]
             row = evicted_greedy(model, prompt, most, pair.plain)
             if row.least_gap > LEAST_SCORE_GAP and row.least_token_gap > LEAST_GAP:
                 break
@@ -169,7 +167,7 @@ class Ran:
 
 
 def generate(
-    folder: Path, prompts: Sequence[Sequence[int]], new_tokens: int, eviction: Eviction | None, policy: Policy,
+    folder: Path, prompts: Sequence[Sequence[int]], new_tokens: int, eviction: Eviction | None, policy: Policy | str,
     offload_dir: Path, budget: MemoryBudget | None = None, dtype: str = "float32",
 ) -> Ran:  # fmt: skip
     with LLM(str(folder), policy, eviction, dtype=dtype, budget=budget, offload_dir=offload_dir) as llm:

@@ -9,12 +9,11 @@ import torch
 
 from flexgen_h2o.config import check_int
 from flexgen_h2o.errors import UsageError
-from flexgen_h2o.kvcache.eviction.policy import Columns, Needs, RowBudget
+from flexgen_h2o.kvcache.eviction.policy import EVERYTHING, Columns, Needs, RowBudget
 
 DEFAULT_RATIO = 0.1
 SCHEDULES = ("uniform", "pyramid")
 PYRAMID_BETA = 20  # PyramidKV: the last layer's heavy budget is the mean / beta
-MOST_COLUMNS = 2**30
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Evicting:
             if ratio is not None:
                 _check_ratio(f"{kind}_ratio", ratio)
             if size is not None:
-                check_int(f"{kind}_size", size, low=0 if kind == "heavy" else 1, high=MOST_COLUMNS)
+                check_int(f"{kind}_size", size, low=0 if kind == "heavy" else 1, high=EVERYTHING)
         if self.heavy_size == 0 and self.recent_size is None and self.recent_ratio is None:
             raise UsageError("heavy_size: 0 alone leaves nothing; say how many recent columns stay")
         if self.layer_schedule not in SCHEDULES:
@@ -63,17 +62,16 @@ class Evicting:
         """How the policy uses heavy + recent columns."""
         return RowBudget(0, heavy, recent)
 
-    def budget(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> RowBudget:
+    def budget(self, prompt_len: int, block: int, num_blocks: int) -> RowBudget:
         heavy, recent = self._count("heavy", prompt_len), self._count("recent", prompt_len)
         if self.layer_schedule == "pyramid":
             heavy = _pyramid(heavy, prompt_len - recent, block, num_blocks)
         return self.split(heavy, recent)
 
     def slots(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> int:
-        columns = self.budget(prompt_len, gen_len, block, num_blocks).columns
-        if self.while_decoding:
-            return max(1, min(columns + 1, prompt_len + gen_len - 1))
-        return max(1, min(columns, prompt_len) + gen_len - 1)
+        columns = self.budget(prompt_len, block, num_blocks).columns
+        grown = min(columns, prompt_len) + gen_len - 1
+        return max(1, min(columns + 1, grown) if self.while_decoding else grown)
 
     def prompt_scores(self, sums: torch.Tensor, query_rows: int) -> torch.Tensor:
         return sums

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from flexgen_h2o.kvcache.eviction.policy import Columns, Needs, RowBudget
+from flexgen_h2o.kvcache.eviction.policy import EVERYTHING, Columns, Needs, RowBudget
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Full:
     def needs(self) -> Needs:
         return Needs()
 
-    def budget(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> RowBudget:
-        return RowBudget(0, 0, prompt_len + gen_len)
+    def budget(self, prompt_len: int, block: int, num_blocks: int) -> RowBudget:
+        return RowBudget(0, 0, EVERYTHING)
 
     def slots(self, prompt_len: int, gen_len: int, block: int = 0, num_blocks: int = 1) -> int:
         return max(1, prompt_len + gen_len - 1)

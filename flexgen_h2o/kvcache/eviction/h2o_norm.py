@@ -9,8 +9,8 @@ import torch
 
 from flexgen_h2o.config import check_int
 from flexgen_h2o.errors import UsageError
-from flexgen_h2o.kvcache.eviction.evicting import MOST_COLUMNS, Evicting
-from flexgen_h2o.kvcache.eviction.policy import POSITIONS, SCORES, Columns, Needs, RowBudget
+from flexgen_h2o.kvcache.eviction.evicting import Evicting
+from flexgen_h2o.kvcache.eviction.policy import EVERYTHING, POSITIONS, SCORES, Columns, Needs, RowBudget
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class H2ONorm(Evicting):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_int("sinks", self.sinks, low=0, high=MOST_COLUMNS)
-        check_int("grace", self.grace, low=0, high=MOST_COLUMNS)
+        check_int("sinks", self.sinks, low=0, high=EVERYTHING)
+        check_int("grace", self.grace, low=0, high=EVERYTHING)
         if isinstance(self.decay, bool) or not isinstance(self.decay, int | float) or not 0 < self.decay <= 1:
             raise UsageError(f"decay: {self.decay!r} is not in (0, 1]")
 

@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 
 from flexgen_h2o.config import check_int
-from flexgen_h2o.kvcache.eviction.evicting import MOST_COLUMNS, Evicting
-from flexgen_h2o.kvcache.eviction.policy import POSITIONS, Columns, Needs, RowBudget
+from flexgen_h2o.kvcache.eviction.evicting import Evicting
+from flexgen_h2o.kvcache.eviction.policy import EVERYTHING, POSITIONS, Columns, Needs, RowBudget
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Local(Evicting):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_int("sinks", self.sinks, low=0, high=MOST_COLUMNS)
+        check_int("sinks", self.sinks, low=0, high=EVERYTHING)
 
     @property
     def needs(self) -> Needs:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
+EVERYTHING = 2**30  # more columns than any row has
 # Records of a slot (kvcache/view.Record), in the order in which they are laid out.
 POSITIONS, SCORES, NORMS = "positions", "scores", "norms"
 
@@ -78,11 +79,14 @@ class Eviction(Protocol):
     @property
     def needs(self) -> Needs: ...
 
-    def budget(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> RowBudget:
-        """What a row of `prompt_len` tokens that may grow by `gen_len` keeps in transformer block `block`."""
+    def budget(self, prompt_len: int, block: int, num_blocks: int) -> RowBudget:
+        """What a row of `prompt_len` tokens keeps in transformer block `block`."""
 
     def slots(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> int:
-        """Slots that such a row needs. The newest token's column is never read again, so it needs none."""
+        """Slots that such a row needs to grow by `gen_len` tokens.
+
+        The newest token's column is never read again, so it needs none.
+        """
 
     def prompt_scores(self, sums: torch.Tensor, query_rows: int) -> torch.Tensor:
         """The scores that a prompt's columns start with.

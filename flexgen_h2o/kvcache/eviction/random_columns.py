@@ -34,7 +34,8 @@ class Random(Evicting):
     def rank(self, columns: Columns) -> torch.Tensor:
         positions = columns.positions.long()
         heads = torch.arange(positions.shape[1], device=positions.device).view(1, -1, 1)
-        mixed = (positions + 1) * _ODD[0] + (heads + 1) * _ODD[1] + (columns.block + self.seed * 65537 + 1) * _ODD[2]
+        layer = (columns.block + self.seed * 65537 + 1) * _ODD[2] & _MASK
+        mixed = (positions + 1) * _ODD[0] + (heads + 1) * _ODD[1] + layer
         for shift in (15, 13, 16):
             mixed = mixed & _MASK
             mixed = (mixed ^ (mixed >> shift)) * _ODD[1]

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from flexgen_h2o.config import check_int
 from flexgen_h2o.errors import UsageError
-from flexgen_h2o.kvcache.eviction.evicting import MOST_COLUMNS, Evicting
-from flexgen_h2o.kvcache.eviction.policy import POSITIONS, SCORES, Needs
+from flexgen_h2o.kvcache.eviction.evicting import Evicting
+from flexgen_h2o.kvcache.eviction.policy import EVERYTHING, POSITIONS, SCORES, Needs
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class SnapKV(Evicting):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_int("window", self.window, low=1, high=MOST_COLUMNS)
-        if check_int("kernel", self.kernel, low=1, high=MOST_COLUMNS) % 2 == 0:
+        check_int("window", self.window, low=1, high=EVERYTHING)
+        if check_int("kernel", self.kernel, low=1, high=EVERYTHING) % 2 == 0:
             raise UsageError(f"kernel: {self.kernel} is not odd")
 
     @property

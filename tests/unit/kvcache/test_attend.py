@@ -154,7 +154,7 @@ class PlainRow:
 
     def __init__(self, policy: Eviction, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gen_len: int) -> None:
         self.policy, self.length = policy, len(q)
-        self.budget = policy.budget(len(q), gen_len, 0, 1)
+        self.budget = policy.budget(len(q), 0, 1)
         self.room = policy.slots(len(q), gen_len, 0, 1)
         self.heads = [PlainHead(k[:, i], v[:, i], list(range(len(q)))) for i in range(KV_HEADS)]
         rows = len(q) if policy.needs.query_rows is None else min(len(q), policy.needs.query_rows)

@@ -37,7 +37,7 @@ def str_of(value: object) -> str:
 
 
 def columns_of(policy: Evicting, prompt_len: int, block: int = 0, num_blocks: int = 1) -> int:
-    return policy.budget(prompt_len, 7, block, num_blocks).columns
+    return policy.budget(prompt_len, block, num_blocks).columns
 
 
 # ---- the full cache, and the names
@@ -48,7 +48,7 @@ def test_full_has_a_slot_for_every_column_that_is_read(prompt_len: int, gen_len:
     """The columns of the prompt, and of each new token but the last, which is never fed."""
     columns = prompt_len + (gen_len - 1)
     assert Full().slots(prompt_len, gen_len) == Full().slots(prompt_len, gen_len, 3, 4) == columns
-    assert Full().budget(prompt_len, gen_len, 0, 1).columns >= columns
+    assert Full().budget(prompt_len, 0, 1).columns >= columns
 
 
 def test_the_names_are_those_of_the_command_line() -> None:
@@ -153,9 +153,8 @@ def test_to_json_is_what_was_set(policy: type[Evicting]) -> None:
 def test_ratios_are_of_the_prompt_and_sizes_are_counts(
     settings: dict[str, Any], prompt: int, heavy: int, recent: int
 ) -> None:
-    for gen_len in (1, 50):
-        for block in (0, 3):
-            assert H2O(**settings).budget(prompt, gen_len, block, 4) == RowBudget(0, heavy, recent)
+    for block in (0, 3):
+        assert H2O(**settings).budget(prompt, block, 4) == RowBudget(0, heavy, recent)
 
 
 @any_policy
@@ -169,8 +168,8 @@ def test_every_policy_keeps_as_many_columns(
     """So that what is compared is their choice, not their budget; grace and sinks come out of it."""
     settings: dict[str, Any] = {"heavy_ratio" if isinstance(share, float) else "heavy_size": share}
     settings["recent_size"] = recent
-    expected = H2O(**settings).budget(prompt, 7, 0, 4)
-    found = policy(**settings).budget(prompt, 7, block, 4)
+    expected = H2O(**settings).budget(prompt, 0, 4)
+    found = policy(**settings).budget(prompt, block, 4)
     assert found.columns == expected.columns
     assert min(found.sinks, found.heavy) >= 0 and found.recent >= 1
 
@@ -195,13 +194,13 @@ def test_every_policy_keeps_as_many_columns(
     ],
 )
 def test_how_a_policy_uses_its_budget(policy: Evicting, expected: tuple[int, int, int]) -> None:
-    assert policy.budget(100, 10, 0, 1) == RowBudget(*expected)
+    assert policy.budget(100, 0, 1) == RowBudget(*expected)
 
 
 @given(st.integers(0, 60), st.integers(1, 60), st.integers(1, 100), st.integers(1, 40))
 def test_pyramid_falls_in_a_line_and_keeps_as_many_in_sum(heavy: int, recent: int, prompt: int, blocks: int) -> None:
     policy = H2O(heavy_size=heavy, recent_size=recent, layer_schedule="pyramid")
-    found = [policy.budget(prompt, 7, block, blocks) for block in range(blocks)]
+    found = [policy.budget(prompt, block, blocks) for block in range(blocks)]
     kept = [budget.heavy for budget in found]
     assert sum(kept) == blocks * heavy and {(b.sinks, b.recent) for b in found} == {(0, recent)}
     assert all(b <= a + 1 for a, b in pairwise(kept)) and min(kept) >= 0
@@ -214,9 +213,9 @@ def test_pyramid_falls_in_a_line_and_keeps_as_many_in_sum(heavy: int, recent: in
 
 def test_a_pyramid_of_five_blocks() -> None:
     policy = H2O(heavy_size=100, recent_size=10, layer_schedule="pyramid")
-    assert [policy.budget(1000, 9, b, 5).heavy for b in range(5)] == [195, 147, 100, 53, 5]
+    assert [policy.budget(1000, b, 5).heavy for b in range(5)] == [195, 147, 100, 53, 5]
     # No block keeps more than the prompt has; what the lower ones cannot use goes to the upper ones.
-    assert [policy.budget(130, 9, b, 5).heavy for b in range(5)] == [120, 110, 100, 90, 80]
+    assert [policy.budget(130, b, 5).heavy for b in range(5)] == [120, 110, 100, 90, 80]
 
 
 @any_policy

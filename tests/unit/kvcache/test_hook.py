@@ -121,7 +121,7 @@ def test_what_stays_of_a_prompt(policy: Evicting) -> None:
     hook = hook_of(policy, [7, n, n, 4])
     qkv, lse, _ = random_prompts(2, n)
     kept = keep_prompt_columns(hook, first, qkv, lse, SCALE)
-    budget = policy.budget(n, 9, 0, 1)
+    budget = policy.budget(n, 0, 1)
     assert kept.positions.shape == (2, KV_HEADS, budget.columns)
     must = {*range(budget.sinks), *range(n - budget.recent, n)}
     positions = torch.arange(n, dtype=torch.int32).expand(2, KV_HEADS, n)

@@ -96,3 +96,12 @@ def test_a_cache_that_grows_moves_the_segments_that_it_fills() -> None:
     assert whole == [2 * area, 2 * area, 4 * area, 4 * area, 6 * area, 8 * area]
     assert layout.live_ranges(part, 1, 65) == [(i * area, 3 * layout.row_bytes) for i in range(4)]
     assert layout.live_ranges(part, 0, 65) == layout.live_ranges(part, 2, 0) == []
+
+
+@pytest.mark.parametrize(
+    ("record", "streamed", "segments"),
+    [((), True, 4), ((), False, 1), (("positions",), True, 1), (("positions",), False, 1)],
+)
+def test_only_a_cache_that_grows_and_travels_is_cut(record: tuple[str, ...], streamed: bool, segments: int) -> None:
+    layout = unit_layout(2, 4, 3 * SEGMENT_SLOTS + 1, 8, 2, (0.0, 1.0, 0.0), record, streamed)
+    assert layout.segments == segments and layout.segments * layout.segment_slots >= layout.slots

@@ -51,7 +51,7 @@ def test_rows_grow_to_their_budget_and_then_stand(
     rows = SlotTable(policy, workload, BLOCKS).at(block, range(len(workload)))
     plain = []
     for i, (prompt, gen) in enumerate(workload):
-        budget = policy.budget(prompt, gen, block, BLOCKS)
+        budget = policy.budget(prompt, block, BLOCKS)
         kept = min(prompt, budget.columns)
         assert int(rows.kept[i]) == kept
         plain.append(PlainRow(list(range(kept)), policy.slots(prompt, gen, block, BLOCKS)))
@@ -63,7 +63,7 @@ def test_rows_grow_to_their_budget_and_then_stand(
         new = joining(SlotTable(policy, workload, BLOCKS).at(block, left), past)
         assert torch.equal(new.past, past)
         for place, i in enumerate(left):
-            budget = policy.budget(*workload[i], block, BLOCKS)
+            budget = policy.budget(workload[i][0], block, BLOCKS)
             if len(plain[i].slots) > budget.columns:
                 plain[i].victim = int(torch.randint(len(plain[i].slots), ()))
             expected = plain[i].join(workload[i][0] + step)
@@ -114,7 +114,7 @@ def test_tables_follow_rows_and_blocks() -> None:
     for block in range(BLOCKS):
         rows = table.at(block, [2, 0])
         assert isinstance(rows, RowSlots) and rows.prompts.tolist() == [20, 30]
-        budget = policy.budget(20, 9, block, BLOCKS)
+        budget = policy.budget(20, block, BLOCKS)
         assert (int(rows.sinks[0]), int(rows.heavy[0]), int(rows.recent[0])) == (budget.sinks, budget.heavy, 2)
         most = max(policy.slots(*size, block, BLOCKS) for size in ((30, 9), (5, 2), (20, 9)))
         assert table.most_slots(block) == most

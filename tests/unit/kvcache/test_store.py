@@ -126,7 +126,7 @@ def test_a_disk_unit_is_written_after_prefill_and_then_every_so_many_steps(
 
 @pytest.mark.parametrize("budgets", [FULL, EVICTING], ids=["full", "evicting"])
 def test_only_new_columns_go_back_to_the_host(bench: OpenBench, budgets: tuple[int, int]) -> None:
-    """And what comes is segments that are filled, one more whenever the columns grow over a border."""
+    """And what comes of a full cache is the segments that are filled, one more when columns grow over a border."""
     one = bench("host, brought", budgets)
     one.run_block([[5] * 4], 21, {})
     one.lanes.close()
@@ -137,7 +137,8 @@ def test_only_new_columns_go_back_to_the_host(bench: OpenBench, budgets: tuple[i
         brought += sum(moved(layout, 4, min(budget, 5 + sweep)) for sweep in range(20))
     assert (one.lanes.bytes_moved["d2h"], one.lanes.bytes_moved["h2d"]) == (sent, brought)
     full = one.layout(4, 26)
-    assert moved(full, 4, 5) < moved(full, 4, SEGMENT + 1) < moved(full, 4, 25)
+    if budgets == FULL:
+        assert moved(full, 4, 5) < moved(full, 4, SEGMENT + 1) < moved(full, 4, 25)
 
 
 def test_rows_that_left_are_not_brought(bench: OpenBench) -> None:

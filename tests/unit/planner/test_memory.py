@@ -25,7 +25,6 @@ from flexgen_h2o.planner.memory import (
     memory_plan,
     plan_within,
     streamed_bytes,
-    tier_shares,
     workspace_sizes,
 )
 from flexgen_h2o.schedule import weight_sequence
@@ -99,7 +98,7 @@ def test_smaller_micro_batches_fit_too() -> None:
             plan = memory_plan(spec, policy, Shape(most, 1, 10, (50, 50)), 4, False, SEQUENTIAL)
             homes = {b.tier: b.nbytes for b in plan.buffers if b.name == "cache"}
             for rows in range(1, most + 1):
-                layout = kv_layout(spec, rows, 50, policy.cache_shares, 4)
+                layout = kv_layout(spec, policy, rows, 50, (), 4, False)
                 for part in layout.parts:
                     assert spec.num_blocks * layout.part_bytes(part) <= homes.get(part.tier, 0)
 
@@ -117,7 +116,7 @@ def test_shorter_rows_fit_too(most: int) -> None:
             plan = memory_plan(spec, policy, Shape(rows, 1, 10, (most, most)), 4, False, SEQUENTIAL)
             homes = {b.tier: b.nbytes for b in plan.buffers if b.name == "cache"}
             for slots in range(1, most + 1):
-                layout = kv_layout(spec, rows, slots, policy.cache_shares, 4)
+                layout = kv_layout(spec, policy, rows, slots, (), 4, False)
                 for part in layout.parts:
                     assert spec.num_blocks * layout.part_bytes(part) <= homes.get(part.tier, 0), slots
                 assert sum(map(layout.part_bytes, layout.parts)) <= plan.size("cache ring")
@@ -205,7 +204,7 @@ def test_records_and_overlays_are_taken_from_what_is_planned_for_them(
     policy: Policy, shape: Shape, is_host: bool, data: st.DataObject
 ) -> None:
     """The store carves the record of each part where attention runs on it: every tier's arena holds its parts."""
-    plan, shares = make_plan(policy, shape, is_host), tier_shares(policy.cache_shares, is_host)
+    plan = make_plan(policy, shape, is_host)
     arenas = {b.tier: torch.empty(b.nbytes, dtype=torch.uint8) for b in plan.buffers if b.name == "cache record"}
     homes = {b.tier: torch.empty(b.nbytes, dtype=torch.uint8) for b in plan.buffers if b.name == "cache"}
     homes.pop("disk", None)
@@ -214,7 +213,7 @@ def test_records_and_overlays_are_taken_from_what_is_planned_for_them(
     store = CacheStore(Mover(device, lanes), torch.float32, homes, None, overlay, arenas, attends_on_host)
     rows = data.draw(st.lists(st.integers(1, shape.rows), min_size=1, max_size=shape.micro_batches))
     rows[0] = shape.rows
-    layouts = [[kv_layout(SPEC, n, slots, shares, 4, shape.record) for n in rows] for slots in shape.slots]
+    layouts = [[kv_layout(SPEC, policy, n, slots, shape.record, 4, is_host) for n in rows] for slots in shape.slots]
     store.begin_block(layouts)
     for unit in store._units.values():
         for home in unit.homes:

@@ -1,0 +1,185 @@
+"""What eviction saves: bytes held, planned and moved, against sums by hand; memory of the prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flexgen_h2o import MemoryBudget, Policy
+from flexgen_h2o.kvcache.eviction import EVICTING, H2O, Evicting, Eviction, ValueH2O
+from flexgen_h2o.limits import WRITE_BACK_STEPS
+from flexgen_h2o.report import RunReport
+from tests.eviction.conftest import LENGTHS, NEW_TOKENS, Known
+from tests.eviction.engine import PAIRS, STAND_IN, Wanted, generate
+from tests.parity.cases import BASE, PLACEMENTS
+from tests.parity.reference import random_model, random_prompts
+
+LAYERS, HEADS, WIDTH = BASE["num_hidden_layers"], BASE["num_attention_heads"], 12
+COLUMN = 2 * HEADS * WIDTH * 4  # bytes of a key and a value of every head in fp32
+
+# ---- what the report says is held
+
+
+def held(pair: str, n: int, step: int) -> int:
+    """Columns of both layers in decode step 1, 2, ... of a prompt of n tokens: with the new one, 9 at most."""
+    kept = {
+        "h2o": [8, 8],
+        "h2o, ratios": [max(1, n // 2) + max(1, n // 4)] * 2,
+        "tova": [8, 8],
+        "h2o, pyramid": [13, 3] if n >= 13 else {9: [9, 7], 8: [8, 8], 4: [8, 8], 1: [8, 8]}[n],
+    }[pair]
+    return sum(min(min(n, columns) + step, columns + 1) for columns in kept)
+
+
+@pytest.mark.parametrize(
+    ("pair", "slots", "gbs", "num_batches", "blocks"),
+    [
+        ("h2o", 9, 6, 1, 1), ("h2o", 9, 2, 2, 2), ("h2o, ratios", 16, 1, 1, 6), ("tova", 9, 2, 3, 1),
+        ("h2o, pyramid", 14, 1, 3, 2),
+    ],
+)  # fmt: skip
+def test_kv_of_the_report(
+    pair: str, slots: int, gbs: int, num_batches: int, blocks: int, known: Callable[[str], Known],
+    reference: Callable[..., Wanted], tmp_path: Path,
+) -> None:  # fmt: skip
+    """The mean of the decode sweeps of all blocks."""
+    prompts, policy = reference("normal", pair).prompts, Policy(gbs, num_batches)
+    ran = generate(known("normal").folder, prompts, NEW_TOKENS, PAIRS[pair].engine, policy, tmp_path)
+    steps = range(1, NEW_TOKENS)
+    sweeps = blocks * len(steps)
+    assert ran.report.kv == {
+        "slots": slots,
+        "bytes": COLUMN * sum(held(pair, n, s) for n in LENGTHS for s in steps) // sweeps,
+        "full_bytes": COLUMN * LAYERS * sum(n + s for n in LENGTHS for s in steps) // sweeps,
+    }
+
+
+def test_kv_of_a_prefill_alone(known: Callable[[str], Known], tmp_path: Path) -> None:
+    ran = generate(known("normal").folder, random_prompts((20, 5)), 1, PAIRS["h2o"].engine, Policy(2, 1), tmp_path)
+    assert ran.report.kv == {"slots": 8, "bytes": COLUMN * LAYERS * 13, "full_bytes": COLUMN * LAYERS * 25}
+
+
+# ---- what is moved and reserved
+
+# Eight prompts of 100 tokens grow by 29: 128 columns, or with the budget 15 and the new one. All areas are full pages.
+ROWS, PROMPT, GROWS, SLOTS = 8, 100, 29, 16
+STEPS, WRITES = GROWS - 1, (GROWS - 1) // WRITE_BACK_STEPS
+EVICTION = H2O(heavy_size=9, recent_size=SLOTS - 10)
+SPARE = 1.2  # reserved are whole pages for any smaller unit too
+
+
+def moved(known: Callable[[str], Known], placement: str, eviction: Eviction | None, tmp_path: Path) -> RunReport:
+    prompts, policy = random_prompts((PROMPT,) * ROWS), Policy(ROWS, 1, PLACEMENTS[placement])
+    return generate(known("long").folder, prompts, GROWS, eviction, policy, tmp_path, STAND_IN).report
+
+
+@pytest.mark.parametrize(
+    ("eviction", "slots"),
+    [
+        (None, 128),
+        (EVICTION, SLOTS),
+        *((EVICTING[name](heavy_size=9, recent_size=6), SLOTS) for name in ("tova", "h2o-v", "local")),
+    ],
+)
+def test_a_unit_on_disk_moves_its_slots(
+    eviction: Evicting | None, slots: int, known: Callable[[str], Known], tmp_path: Path
+) -> None:
+    """Each step reads the unit; it is written after the prefill and every WRITE_BACK_STEPS steps."""
+    report = moved(known, "kv on disk", eviction, tmp_path)
+    unit = ROWS * slots * COLUMN
+    assert (report.io_bytes["disk_read"], report.io_bytes["disk_write"]) == (
+        LAYERS * STEPS * unit,
+        LAYERS * (1 + WRITES) * unit,
+    )
+    assert LAYERS * unit <= report.extra["kv_reserved_bytes"] <= SPARE * LAYERS * unit
+
+
+@pytest.mark.parametrize(("eviction", "slots"), [(None, 128), (EVICTION, SLOTS)])
+def test_a_unit_on_the_host_moves_its_slots_one_way(
+    eviction: Evicting | None, slots: int, known: Callable[[str], Known], tmp_path: Path
+) -> None:
+    """And the new columns the other way. What the policy records never moves."""
+    report = moved(known, "kv on host", eviction, tmp_path)
+    unit = ROWS * slots * COLUMN
+    assert (report.io_bytes["h2d"], report.io_bytes["d2h"]) == (
+        LAYERS * STEPS * unit,
+        LAYERS * (unit + STEPS * ROWS * COLUMN),
+    )
+    assert LAYERS * unit <= report.extra["kv_reserved_bytes"] <= SPARE * LAYERS * unit
+
+
+def test_only_what_is_kept_is_planned_for(known: Callable[[str], Known], tmp_path: Path) -> None:
+    """Whatever the tier, peak bytes fall by the slots that are not there."""
+    for placement, tier in (("kv on disk", "disk"), ("kv on host", "host")):
+        full, evicted = (moved(known, placement, e, tmp_path).peak_bytes[tier] for e in (None, EVICTION))
+        saved = LAYERS * ROWS * (128 - SLOTS) * COLUMN
+        assert saved <= full - evicted <= SPARE * saved
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("placement", "link"), [("kv on host", "h2d"), ("kv on disk", "disk_read")])
+def test_a_tenth_at_512_and_512(placement: str, link: str, tmp_path: Path) -> None:
+    """Held and moved bytes are within 10% of slots / (prompt + mean generation)."""
+    random_model(num_hidden_layers=1, max_position_embeddings=1024).save_pretrained(tmp_path / "model")
+    prompts, policy, reports = random_prompts((512,) * 4), Policy(2, 2, PLACEMENTS[placement]), []
+    for eviction in (None, H2O(0.1)):
+        ran = generate(tmp_path / "model", prompts, 512, eviction, policy, tmp_path / "offload", STAND_IN)
+        reports.append(ran.report)
+    full, evicted = reports
+    share = evicted.kv["slots"] / (512 + 256)
+    assert evicted.kv["slots"] == 103
+    assert evicted.kv["bytes"] / evicted.kv["full_bytes"] == pytest.approx(share, rel=0.01)
+    assert evicted.io_bytes[link] / full.io_bytes[link] == pytest.approx(share, rel=0.1)
+    assert evicted.kv["full_bytes"] == full.kv["bytes"]
+
+
+# ---- memory of the prefill
+
+
+def most_resident(run: Callable[[], Any]) -> int:
+    """Bytes by which this process grows at most while it runs, by the kernel's count."""
+
+    def status(name: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    except OSError:
+        pytest.skip("this kernel does not let a process begin its peak of memory anew")
+    before = status("VmRSS")
+    run()
+    return status("VmHWM") - before
+
+
+def test_the_measure_sees_what_is_freed_again() -> None:
+    assert most_resident(lambda: torch.ones(2**24)) > 60 * 2**20
+
+
+@pytest.mark.parametrize(
+    "eviction",
+    [H2O(0.1), ValueH2O(0.1, while_decoding=False)],
+    ids=lambda e: e.name,
+)
+def test_a_long_prompt_takes_memory_in_its_length(
+    eviction: Evicting, known: Callable[[str], Known], tmp_path: Path
+) -> None:
+    """One matrix of scores of 1,900 columns is 14 MB; a layer here has 32 of them."""
+    random_model(num_hidden_layers=1, max_position_embeddings=2048).save_pretrained(tmp_path / "model")
+    budget, grown, planned = MemoryBudget(None, "2GiB", "64MiB"), [], []
+
+    def run(length: int) -> None:
+        prompts, policy = random_prompts((length,) * 8), Policy(8, 1)
+        ran = generate(tmp_path / "model", prompts, 2, eviction, policy, tmp_path / "offload", budget)
+        planned.append(ran.report.peak_bytes["host"])
+
+    run(16)  # compiles, starts threads
+    for length in (950, 1900):
+        grown.append(most_resident(lambda length=length: run(length)))
+    assert planned[2] < 2.2 * planned[1]
+    assert grown[1] < 2.5 * grown[0] + 2**23
+    assert grown[1] < planned[2] + 2**21, f"the report says {planned[2]}"

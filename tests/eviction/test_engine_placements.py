@@ -1,0 +1,242 @@
+"""Eviction on every tier: homes of the KV cache, batches and blocks, rows that leave, disk overlays, long prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
+from flexgen_h2o.kvcache.eviction import H2O, Tova
+from flexgen_h2o.limits import SEGMENT_SLOTS, WRITE_BACK_STEPS
+from flexgen_h2o.planner.memory import SEQUENTIAL, Shape, memory_plan
+from flexgen_h2o.source import find_model
+from tests.eviction import policies as plain
+from tests.eviction.conftest import LENGTHS, NEW_TOKENS, Known
+from tests.eviction.engine import (
+    PAIRS,
+    STAND_IN,
+    Pair,
+    Ran,
+    SeenByRow,
+    Wanted,
+    assert_equal,
+    assert_same,
+    cut,
+    generate,
+    run_with,
+    wanted,
+)
+from tests.eviction.policies import Budget
+from tests.parity.cases import BASE, CONFIGURATIONS, PLACEMENTS
+from tests.parity.reference import LONG, LogitsByRow, folder_with_eos, token_that_ends
+
+HERE = ("all on device", "all on host", "all on disk", "everything split 30/30", "kv on host", "kv on disk")
+KV_PLACEMENTS = (
+    *HERE,
+    "kv split three ways",
+    "kv on host and disk",
+    "device and disk in halves",
+    "each kind elsewhere",
+)
+BUDGETS = {"host": MemoryBudget(), "stand-in": STAND_IN}
+# What the decode kernel ranks, what the policy ranks itself, no scores, more slots than needed, budgets by layer.
+TURNS = ("h2o", "h2o-norm, decayed", "tova", "h2o, prompt only", "h2o-v", "random", "h2o, pyramid", "snapkv", "local")
+
+
+def some_of_each() -> Iterator[tuple[str, str, str]]:
+    """(placement, configuration, pair): each placement in three configurations, all of these in turn with all pairs."""
+    names, turn = list(CONFIGURATIONS), 0
+    for p, placement in enumerate(KV_PLACEMENTS):
+        for step in (0, 4, 8):
+            yield placement, names[(p + step) % len(names)], TURNS[turn % len(TURNS)]
+            turn += 1
+
+
+def all_of_them() -> Iterator[tuple[str, str, str]]:
+    done = set(some_of_each())
+    for p, placement in enumerate(KV_PLACEMENTS):
+        for c, configuration in enumerate(CONFIGURATIONS):
+            for turn in (0, 2, 5):
+                case = placement, configuration, TURNS[(p + c + turn) % len(TURNS)]
+                if case not in done:
+                    yield pytest.param(*case, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("placement", "configuration", "pair"), [*some_of_each(), *all_of_them()])
+def test_placement_by_configuration(
+    placement: str, configuration: str, pair: str, known: Callable[[str], Known], reference: Callable[..., Wanted],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """Six rows: no block but "one batch" is filled evenly, and most configurations need several."""
+    chosen, want = CONFIGURATIONS[configuration], reference("normal", pair)
+    policy = chosen.policy(PLACEMENTS[placement])
+    assert_equal(known("normal").folder, want, PAIRS[pair], policy, tmp_path, chosen.budget)
+
+
+def test_one_llm_for_all_workloads(
+    known: Callable[[str], Known], reference: Callable[..., Wanted], tmp_path: Path
+) -> None:
+    """Small, then larger than the open buffers, then small again in the large ones; each over several blocks."""
+    want, policy = reference("normal", "h2o"), Policy(2, 1, PLACEMENTS["everything split 30/30"])
+    with LLM(
+        str(known("normal").folder), policy, PAIRS["h2o"].engine, dtype="float32", budget=STAND_IN, offload_dir=tmp_path
+    ) as llm:
+        for count, most in ((3, 5), (6, 12), (5, 12), (2, 3)):
+            ran = run_with(llm, want.prompts[:count], SamplingParams(max_tokens=most))
+            assert_same(cut(Wanted(want.prompts[:count], want.rows[:count]), [most] * count), ran)
+
+
+@pytest.mark.parametrize("stand_in", [False, True], ids=["host", "stand-in"])
+def test_a_chosen_policy_keeps_to_its_budget(
+    stand_in: bool, known: Callable[[str], Known], reference: Callable[..., Wanted], tmp_path: Path
+) -> None:
+    """Room for one row at a time with everything on disk: whatever is chosen, the columns are the same."""
+    folder, want, eviction = known("normal").folder, reference("normal", "h2o"), PAIRS["h2o"].engine
+    spec = find_model(str(folder), None).spec
+    shape = Shape(1, 1, max(LENGTHS), (9,) * spec.num_blocks, eviction.needs.record)
+    plan = memory_plan(spec, Policy(1, 1, (0,) * 6), shape, 4, not stand_in, SEQUENTIAL)
+    device, host = plan.bytes_on("device"), plan.bytes_on("host")
+    allowed = MemoryBudget(device, host, "64MiB") if stand_in else MemoryBudget(None, host, "64MiB")
+    ran = generate(folder, want.prompts, NEW_TOKENS, eviction, "auto", tmp_path, allowed)
+    assert_same(want, ran)
+    assert ran.report.peak_bytes["host"] <= host and ran.report.peak_bytes["device"] <= device
+
+
+@pytest.mark.parametrize("placement", ["all on device", "kv split three ways"])
+def test_following_tokens_of_other_lengths(
+    placement: str, known: Callable[[str], Known], reference: Callable[..., Wanted], tmp_path: Path
+) -> None:
+    """Teacher forcing: each row leaves after another number of steps."""
+    lengths = (12, 2, 7, 1, 12, 9)
+    want = cut(reference("normal", "h2o-norm, decayed"), lengths)
+    logits, seen, policy = LogitsByRow(), SeenByRow(), Policy(3, 2, PLACEMENTS[placement])
+    eviction = PAIRS["h2o-norm, decayed"].engine
+    with LLM(
+        str(known("normal").folder), policy, eviction, dtype="float32", budget=STAND_IN, offload_dir=tmp_path
+    ) as llm:
+        report = llm.follow(want.prompts, want.tokens, logits, seen)
+    assert report.decode.tokens == sum(lengths) - len(lengths)
+    assert {i: len(rows) for i, rows in logits.rows.items()} == dict(enumerate(lengths))
+    for i, row in enumerate(want.rows):
+        assert (torch.stack(logits.rows[i]) - row.logits).abs().max() <= 1e-4
+        for block in range(BASE["num_hidden_layers"] if len(row.tokens) > 1 else 0):
+            before = [[[*held, len(want.prompts[i]) + t] for held in kept[block]] for t, kept in enumerate(row.kept)]
+            assert seen.rows[i, block] == before[:-1]
+
+
+# ---- rows that end at an end-of-sequence token
+
+
+ENDING_LENGTHS = (17, 3, 9, 9, 1, 12, 5, 9, 2)
+
+
+@pytest.mark.parametrize(
+    ("pair", "placement", "gbs", "num_batches", "budget", "on_host"),
+    [
+        ("h2o", "kv split three ways", 3, 3, "stand-in", False),
+        ("h2o", "kv split three ways", 9, 1, "stand-in", True),
+        ("h2o", "kv on disk", 9, 1, "host", False),
+        ("h2o", "kv on host", 2, 5, "stand-in", True),
+        ("h2o", "all on device", 9, 1, "host", True),
+        ("tova", "everything split 30/30", 9, 1, "stand-in", False),
+        ("tova", "kv on host and disk", 3, 2, "stand-in", True),
+        ("h2o-norm, decayed", "kv split three ways", 9, 1, "stand-in", False),
+        ("h2o-v", "kv on disk", 5, 2, "stand-in", True),
+        ("h2o, prompt only", "everything split 30/30", 4, 2, "stand-in", False),
+        ("h2o, pyramid", "kv split three ways", 9, 1, "host", False),
+        ("random", "kv on host", 9, 1, "stand-in", False),
+        ("snapkv", "all on disk", 9, 1, "host", True),
+    ],
+)
+def test_rows_that_end_leave_a_block(
+    pair: str, placement: str, gbs: int, num_batches: int, budget: str, on_host: bool, known: Callable[[str], Known],
+    reference: Callable[..., Wanted], tmp_path: Path,
+) -> None:  # fmt: skip
+    """The rows behind them take their places, with scores, positions, victims and columns that wait for the disk."""
+    whole = reference("normal", pair, ENDING_LENGTHS, LONG)
+    eos = token_that_ends(whole.tokens)
+    want = cut(whole, [row.index(eos) + 1 if eos in row else len(row) for row in whole.tokens])
+    assert len({len(row) for row in want.tokens}) >= 4
+    folder = folder_with_eos(known("normal").folder, tmp_path / "model", eos)
+    policy = Policy(gbs, num_batches, PLACEMENTS[placement], cpu_cache_compute=on_host, overlap=not on_host)
+    assert_equal(folder, want, PAIRS[pair], policy, tmp_path, BUDGETS[budget])
+
+
+# ---- columns that wait in memory for the disk
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize(
+    ("pair", "placement"),
+    [
+        ("h2o", "kv on disk"), ("h2o", "kv split three ways"), ("h2o, no heavy", "kv on disk"),
+        ("h2o, prompt only", "kv on disk"), ("h2o-v, decayed", "kv on host and disk"), ("tova", "all on disk"),
+    ],
+)  # fmt: skip
+def test_the_overlay_is_written_back_many_times(
+    pair: str, placement: str, budget: str, known: Callable[[str], Known], reference: Callable[..., Wanted],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """With fewer slots than steps between two writes, a slot is overwritten while it waits."""
+    new = 2 * WRITE_BACK_STEPS + 5
+    want = reference("normal", pair, (5, 1, 20), new)
+    policy = Policy(2, 2, PLACEMENTS[placement])
+    ran = assert_equal(known("normal").folder, want, PAIRS[pair], policy, tmp_path, BUDGETS[budget])
+    assert ran.report.kv["slots"] < WRITE_BACK_STEPS or pair == "h2o, prompt only"
+
+
+# ---- long prompts
+
+
+FAR: dict[str, Pair] = {
+    "h2o": Pair(H2O(heavy_size=90, recent_size=45), plain.h2o(Budget(heavy_size=90, recent_size=45))),
+    "h2o, ratios": Pair(H2O(0.3, 0.2), plain.h2o(Budget(0.3, 0.2))),
+    "tova": Pair(Tova(heavy_size=60, recent_size=10), plain.tova(Budget(heavy_size=60, recent_size=10))),
+}
+
+
+def run_far(
+    model: Known, pair: Pair, lengths: tuple[int, ...], new: int, policy: Policy, offload: Path, budget: MemoryBudget
+) -> Ran:
+    last = (256 if max(lengths) > 64 else 64) + 1
+    want = wanted(model.plain, pair, lengths, [min(new, last - n) for n in lengths])
+    return assert_equal(model.folder, want, pair, policy, offload, budget)
+
+
+@pytest.mark.parametrize("name", FAR)
+@pytest.mark.parametrize(
+    ("policy", "budget"),
+    [
+        (Policy(5, 1, PLACEMENTS["kv on disk"]), "host"),
+        (Policy(2, 2, PLACEMENTS["kv split three ways"]), "stand-in"),
+    ],
+    ids=["disk", "split"],
+)
+def test_more_slots_than_a_segment(
+    name: str, policy: Policy, budget: str, known: Callable[[str], Known], tmp_path: Path
+) -> None:
+    """Prompts and budgets of several segments; rows whose budget fills in a later segment while decoding."""
+    ran = run_far(known("long"), FAR[name], (133, 60, 150, 150, 3), 9, policy, tmp_path, BUDGETS[budget])
+    assert ran.report.kv["slots"] > SEGMENT_SLOTS
+
+
+@pytest.mark.parametrize(
+    ("pair", "budget"),
+    [("h2o", "host"), ("h2o, ratios", "stand-in"), ("h2o, prompt only", "stand-in"), ("snapkv", "host")],
+)
+def test_the_last_position_ends_a_row(pair: str, budget: str, known: Callable[[str], Known], tmp_path: Path) -> None:
+    """A prompt that fills all positions gets one token."""
+    lengths = tuple(BASE["max_position_embeddings"] - n for n in (0, 1, 3, 4, 6, 54))
+    placement = "all on device" if budget == "host" else "kv split three ways"
+    policy = Policy(4, 1, PLACEMENTS[placement])
+    ran = run_far(known("normal"), PAIRS[pair], lengths, NEW_TOKENS, policy, tmp_path, BUDGETS[budget])
+    assert [len(row) for row in ran.tokens] == [1, 2, 4, 5, 7, 12]
+
+
+def test_lengths_are_what_they_are_for() -> None:
+    sizes = PAIRS["h2o"].plain.sizes(9, 0).total
+    assert min(LENGTHS) == 1 and sizes in LENGTHS and sizes + 1 in LENGTHS and any(1 < n < sizes for n in LENGTHS)
+    assert max(LENGTHS) > sizes and any(n + NEW_TOKENS - 1 > sizes > n for n in LENGTHS)
