@@ -21,13 +21,11 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import argparse
-import hashlib
 import json
 import math
 import platform
 import random
 import sys
-import sysconfig
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +33,9 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
+
+from flexgen_h2o.evaluation.python_sources import is_held_out, read_text, stdlib_files
+from flexgen_h2o.evaluation.recall import training_row
 
 BOS, PAD, EOS, UNK = "<s>", "<pad>", "</s>", "<unk>"
 SHORT_ROW, LONG_ROW = 384, 1024
@@ -50,23 +51,6 @@ class Corpus:
     train: torch.Tensor  # (n,) int64
     held_out: torch.Tensor  # (m,) int64
     files: int
-
-
-def stdlib_files() -> list[Path]:
-    """All Python sources of the standard library, without installed packages, in name order."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    skip = {"site-packages", "dist-packages", "__pycache__", "lib2to3"}
-    found = [p for p in root.rglob("*.py") if not skip & set(p.relative_to(root).parts)]
-    return sorted(p for p in found if p.stat().st_size > 200)
-
-
-def is_held_out(path: Path) -> bool:
-    """One file in 40, chosen by a hash of its name: the same files on every machine."""
-    return hashlib.sha256(path.name.encode()).digest()[0] % 40 == 0
-
-
-def read_text(path: Path) -> str:
-    return path.read_bytes().decode("utf-8", errors="ignore").replace("\r\n", "\n")
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
@@ -97,28 +81,8 @@ def build_corpus(tokenizer: Tokenizer, files: list[Path]) -> Corpus:
 def recall_row(
     rng: random.Random, tokenizer: Tokenizer, code: torch.Tensor, length: int
 ) -> tuple[list[int], list[int]]:
-    """Pairs, then a stretch of code, then the same pairs asked for in another order.
-
-    Returns `length` token ids and the positions of the answer digits that were asked for.
-    """
-    letters = "abcdefghijklmnopqrstuvwxyz"
-    ids = [tokenizer.token_to_id(BOS)]
-    answers: list[int] = []
-    while len(ids) < length:
-        names = {"".join(rng.choices(letters, k=2)) for _ in range(rng.randint(2, 16))}
-        pairs = [(name, f"{rng.randint(0, 99):02d}") for name in sorted(names)]
-        rng.shuffle(pairs)
-        for name, value in pairs:
-            ids.extend(tokenizer.encode(f"let {name} = {value}\n").ids)
-        filler = rng.choice([0, 0, rng.randint(16, 64), rng.randint(64, length // 2)])
-        start = rng.randrange(len(code) - filler - 1)
-        ids.extend(code[start : start + filler].tolist())
-        ids.extend(tokenizer.encode("\n").ids)
-        rng.shuffle(pairs)
-        for name, value in pairs:
-            ids.extend(tokenizer.encode(f"ask {name} = {value}\n").ids)
-            answers.extend([len(ids) - 3, len(ids) - 2])  # two digits, then the newline
-    return ids[:length], [p for p in answers if p < length]
+    """`training_row` with the tokenizer in training."""
+    return training_row(rng, lambda text: tokenizer.encode(text).ids, tokenizer.token_to_id(BOS), code, length)
 
 
 class Batches:

@@ -1,0 +1,250 @@
+"""`python -m flexgen_h2o.evaluate fidelity`: how far a model with evicted KV columns is from its full cache."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flexgen_h2o.doors import (
+    EVICTION_FLAGS,
+    EVICTIONS,
+    OneLineParser,
+    add_engine_flags,
+    budget_of,
+    flag_of,
+    policy_of,
+    positive,
+    refuse_missing_features,
+    run_door,
+)
+from flexgen_h2o.errors import EXIT_DONE, FlexgenError, UsageError
+from flexgen_h2o.paths import usable_path
+from flexgen_h2o.units import parse_bytes
+
+if TYPE_CHECKING:
+    from flexgen_h2o.evaluation.cells import Cell
+    from flexgen_h2o.evaluation.fidelity import Runner
+    from flexgen_h2o.evaluation.recall import RecallRow
+    from flexgen_h2o.evaluation.rows import HeldOutText, Lengths, TextRow
+    from flexgen_h2o.llm import LLM
+
+BUDGETS = (0.5, 0.2, 0.1)
+TEXT_PROMPTS, RECALL_PROMPTS = 200, 100
+SCHEMA = 1
+OUTPUTS = ("json", "markdown", "plot")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code (DESIGN 3.1)."""
+    return run_door("evaluate", _run, argv)
+
+
+def _parser() -> OneLineParser:
+    parser = OneLineParser(prog="evaluate", description=__doc__)
+    measures = parser.add_subparsers(dest="measure", required=True, metavar="fidelity")
+    fidelity = measures.add_parser(
+        "fidelity", help="KL, flips, NLL, recall and evicted attention against the full cache"
+    )
+    _add_fidelity_flags(fidelity)
+    # Differences of 1e-4 nats are looked for; --dtype auto takes the checkpoint's own.
+    fidelity.set_defaults(dtype="float32")
+    return parser
+
+
+def _add_fidelity_flags(parser: argparse.ArgumentParser) -> None:
+    add_engine_flags(parser)
+    add = parser.add_argument
+    names = list(EVICTIONS[1:])
+    add(
+        "--policies",
+        nargs="+",
+        default=names,
+        metavar="NAME",
+        help=f"{', '.join(names)} (all); with settings: h2o-norm:decay=0.98,sinks=0",
+    )
+    add(
+        "--budgets",
+        nargs="+",
+        type=float,
+        default=BUDGETS,
+        metavar="SHARE",
+        help="columns kept as shares of the prompt, half heavy and half recent (0.5 0.2 0.1)",
+    )
+    add("--prompts", type=Path, help=".txt or .jsonl as flex_opt takes them (default: Python's own sources)")
+    add("--num-prompts", type=positive, help=f"text rows ({TEXT_PROMPTS}; of a file all)")
+    add("--recall-prompts", type=_whole, help=f"recall rows ({RECALL_PROMPTS}; 0 with --prompts)")
+    add("--prompt-len", type=positive, default=256, help="tokens of a prompt (256)")
+    add("--gen-len", type=positive, default=96, help="tokens that are followed after it (96)")
+    add(
+        "--continuation",
+        choices=("text", "greedy"),
+        default="text",
+        help="follow the text itself, or the model's own greedy tokens",
+    )
+    add("--depths", type=positive, default=5, help="places where recall prompts state their pairs (5)")
+    add("--mass-steps", type=_whole, default=12, help="decode steps whose evicted attention is measured (12)")
+    add("--free-run", action="store_true", help="also generate freely: where does the first other token come?")
+    add("--resamples", type=positive, default=1000, help="of the bootstrap (1000)")
+    add("--seed", type=_whole, default=0, help="of rows and bootstrap")
+    add("--keep-mem", default="1GiB", help="RAM for the full cache's logits and attention, beside the budgets (1GiB)")
+    add("--json", type=Path, help="write all figures")
+    add("--markdown", type=Path, help="write the tables that are printed")
+    add("--plot", type=Path, help="write a picture (.png, .svg; needs matplotlib: the extra `plot`)")
+
+
+def _whole(text: str) -> int:
+    """A whole number of at least 0."""
+    return 0 if text == "0" else positive(text)
+
+
+def _run(argv: list[str] | None) -> int:
+    args = _parser().parse_args(argv)
+    _check(args)
+    policy, is_auto = policy_of(args)
+    if policy.attn_sparsity != 1:
+        raise UsageError("--attn-sparsity: the full cache is the reference here; leave it out")
+    from flexgen_h2o.evaluation.cells import make_cells
+    from flexgen_h2o.evaluation.fidelity import Runner
+    from flexgen_h2o.llm import LLM
+    from flexgen_h2o.planner.rule import AutoPolicy
+
+    cells, began = make_cells(args.policies, args.budgets), time.perf_counter()
+    with LLM(
+        args.model, AutoPolicy(policy) if is_auto else policy, device=args.device, dtype=args.dtype,
+        budget=budget_of(args), offload_dir=args.offload_dir, path=args.path, revision=args.revision,
+    ) as llm:  # fmt: skip
+        lengths = _lengths(args, llm)
+        runner = Runner(llm, parse_bytes(args.keep_mem, "--keep-mem"), args.mass_steps, _say)
+        texts, recalls = _rows(args, llm, runner, lengths)
+        result = {**_facts(args, llm, texts), **_measure(args, runner, texts, recalls, cells)}
+    result["seconds"] = time.perf_counter() - began
+    _show(args, result)
+    return EXIT_DONE
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Everything that can be wrong with flags and files, before anything is loaded."""
+    from flexgen_h2o.report import check_writable
+
+    refuse_missing_features(args)
+    for flag in ("--eviction", *EVICTION_FLAGS.values()):
+        if getattr(args, flag.removeprefix("--").replace("-", "_")) is not None:
+            raise UsageError(f"{flag}: policies are compared here; give --policies and --budgets")
+    if args.gen_len < 2:
+        raise UsageError(f"--gen-len {args.gen_len}: the first token comes from the prefill; at least 2 are needed")
+    parse_bytes(args.keep_mem, "--keep-mem")
+    for name in ("prompts", *OUTPUTS):
+        if getattr(args, name) is not None:
+            setattr(args, name, usable_path(getattr(args, name), flag_of(name)))
+    for name in OUTPUTS:
+        if getattr(args, name) is not None:
+            check_writable(getattr(args, name), flag_of(name))
+    if args.plot is not None:
+        from flexgen_h2o.evaluation.plot import check_plot_library
+
+        check_plot_library()
+
+
+def _lengths(args: argparse.Namespace, llm: LLM) -> Lengths:
+    from flexgen_h2o.evaluation.rows import Lengths
+
+    lengths, positions = Lengths(args.prompt_len, args.gen_len), llm.model.spec.max_positions
+    if lengths.both - 1 > positions:
+        raise UsageError(
+            f"--prompt-len {args.prompt_len} and --gen-len {args.gen_len}: {llm.model.name} has {positions} positions; "
+            "lower one of them"
+        )
+    return lengths
+
+
+def _rows(
+    args: argparse.Namespace, llm: LLM, runner: Runner, lengths: Lengths
+) -> tuple[list[TextRow], list[RecallRow]]:
+    """The rows that are measured; UsageError for a file or a model that cannot give them."""
+    from flexgen_h2o.evaluation.rows import held_out_rows, held_out_text, recall_rows, rows_of_file
+
+    ours: HeldOutText | None = None
+    asked = args.recall_prompts if args.recall_prompts is not None else 0 if args.prompts else RECALL_PROMPTS
+    if args.prompts is None or asked:
+        ours = held_out_text(llm.model)
+    recalls = recall_rows(ours, asked, lengths, args.depths, args.seed) if ours else []
+    greedy = args.continuation == "greedy"
+    if args.prompts is not None:
+        texts = rows_of_file(args.prompts, llm.model, lengths, greedy, args.num_prompts)
+    else:
+        assert ours is not None
+        texts = held_out_rows(ours, args.num_prompts or TEXT_PROMPTS, lengths, args.seed)
+    return runner.greedy(texts, args.gen_len) if greedy else texts, recalls
+
+
+def _facts(args: argparse.Namespace, llm: LLM, texts: Sequence[TextRow]) -> dict[str, Any]:
+    """What was run, in words and numbers."""
+    names = ("prompt_len", "gen_len", "continuation", "depths", "mass_steps", "resamples", "seed")
+    return {
+        "measure": "fidelity",
+        "schema": SCHEMA,
+        "model": llm.model.name,
+        "settings": {
+            **{name: getattr(args, name) for name in names},
+            "budgets": list(args.budgets),
+            "policies": list(args.policies),
+            "prompts": None if args.prompts is None else str(args.prompts),
+            "dtype": llm.dtype,
+            "python": sys.version.split()[0],
+        },
+        "text": {
+            "prompts": len(texts),
+            "steps": args.gen_len - 1,
+            "mean_prompt_len": sum(len(row.prompt) for row in texts) / len(texts),
+        },
+    }
+
+
+def _measure(
+    args: argparse.Namespace, runner: Runner, texts: list[TextRow], recalls: list[RecallRow], cells: list[Cell]
+) -> dict[str, Any]:
+    from flexgen_h2o.evaluation.summary import summarise_divergence, summarise_recall, summarise_texts
+    from flexgen_h2o.kvcache.eviction import Full
+
+    full, found = summarise_texts(runner.texts(texts, cells), args.resamples, args.seed)
+    if args.free_run:
+        firsts = runner.first_divergence(texts, cells, args.gen_len)
+        for figures, first in zip(found, firsts, strict=True):
+            figures["greedy"] = summarise_divergence(first, args.gen_len, args.resamples, args.seed)
+    if recalls:
+        for figures, eviction in ((full, Full()), *zip(found, (cell.eviction for cell in cells), strict=True)):
+            right = runner.recall(recalls, eviction)
+            figures["recall"] = summarise_recall(recalls, right, args.resamples, args.seed)
+            _say(f"recall of {figures.get('policy', 'the full cache')}: {figures['recall']['inside']['value']:.0%}")
+    return {"recall": {"prompts": len(recalls)} if recalls else None, "full": full, "cells": found}
+
+
+def _show(args: argparse.Namespace, result: dict[str, Any]) -> None:
+    from flexgen_h2o.evaluation.tables import markdown
+
+    text = markdown(result)
+    print(text)
+    for name, content in (("json", json.dumps(result, indent=1) + "\n"), ("markdown", text)):
+        path = getattr(args, name)
+        if path is not None:
+            try:
+                path.write_text(content, encoding="utf-8")
+            except OSError as error:
+                raise FlexgenError(f"{flag_of(name)} {path}: {error.strerror or error}") from error
+    if args.plot is not None:
+        from flexgen_h2o.evaluation.plot import draw
+
+        draw(result, args.plot)
+
+
+def _say(line: str) -> None:
+    print(f"evaluate: {line}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""The result as markdown tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+Figures = dict[str, Any]
+
+
+def markdown(result: Figures) -> str:
+    """Tables of a fidelity result (fidelity JSON): a budget at a time, the worst policy first, the full cache last."""
+    settings = result["settings"]
+    text, recall = result["text"], result["recall"]
+    head = [
+        f"Model `{result['model']}` in {settings['dtype']}; prompts of {settings['prompt_len']} tokens, "
+        f"{settings['gen_len']} tokens followed ({settings['continuation']}), {text['prompts']} of text"
+        + (f", {recall['prompts']} of recall" if recall else "")
+        + f"; 95% bootstrap intervals over prompts in brackets; seed {settings['seed']}.",
+    ]
+    parts = [head]
+    for budget in settings["budgets"]:
+        cells = [cell for cell in result["cells"] if cell["budget"] == budget]
+        cells.sort(key=lambda cell: -cell["kl"]["value"])
+        parts.append([f"### {budget:.0%} of the prompt's columns", "", *_main(cells, result["full"], text, recall)])
+    parts.append(["### NLL by step: nats over the full cache's", "", *_by_step(result)])
+    if recall:
+        for name, title in (("inside", "at the end of the prompt"), ("after", "after the prompt")):
+            if name in result["full"]["recall"]:
+                parts.append([f"### Recall by depth, question {title}", "", *_by_depth(result, name)])
+    return "\n\n".join("\n".join(part) for part in parts) + "\n"
+
+
+def _main(cells: Sequence[Figures], full: Figures, text: Figures, recall: Figures | None) -> Iterator[str]:
+    watched, diverged = "evicted_mass" in cells[0], "greedy" in cells[0]
+    optional = [
+        (watched, "evicted mass"),
+        (recall, "recall, question inside"), (recall and "after" in full["recall"], "recall, question after"),
+        (diverged, "equal greedy tokens"),
+    ]  # fmt: skip
+    names = ["policy", "columns", "KL, nats", "KL p95", "flips", "NLL - full", "KL - h2o's"]
+    yield from _header([*names, *(name for given, name in optional if given)])
+    for cell in cells:
+        columns = [
+            f"`{cell['policy']}`", f"{cell['columns']:.0f}", _number(cell["kl"], 3), _number(cell["kl_p95"], 2),
+            _percent(cell["flips"]), _number(cell["nll_less_full"], 3), _number(cell["kl_less_baseline"], 3),
+        ]  # fmt: skip
+        columns += [_percent(cell["evicted_mass"])] if watched else []
+        columns += [_percent(part) for part in cell.get("recall", {}).values()]
+        columns += [_number(cell["greedy"]["first"], 1)] if diverged else []
+        yield _row(columns)
+    columns = ["full", f"{text['mean_prompt_len']:.0f}", "0", "0", "0", f"0 (NLL {_number(full['nll'], 3)})", ""]
+    columns += ["0"] if watched else []
+    columns += [_percent(part) for part in full.get("recall", {}).values()]
+    yield _row([*columns, f"{text['steps']}"] if diverged else columns)
+
+
+def _by_step(result: Figures) -> Iterator[str]:
+    bins = result["full"]["by_step"]
+    yield from _header(["policy", "budget", *(f"{part['first']} - {part['last']}" for part in bins)])
+    for cell in result["cells"]:
+        steps = [_number(part["nll_less_full"], 3) for part in cell["by_step"]]
+        yield _row([f"`{cell['policy']}`", f"{cell['budget']:.0%}", *steps])
+    yield _row(["full: NLL", "", *(_number(part["nll"], 3) for part in bins)])
+
+
+def _by_depth(result: Figures, name: str) -> Iterator[str]:
+    full = result["full"]["recall"][name]["by_depth"]
+    yield from _header(["policy", "budget", *(f"stated at {part['at']:.0%}" for part in full)])
+    for cell in result["cells"]:
+        shares = [_percent(part) for part in cell["recall"][name]["by_depth"]]
+        yield _row([f"`{cell['policy']}`", f"{cell['budget']:.0%}", *shares])
+    yield _row(["full", "", *(_percent(part) for part in full)])
+
+
+def _header(names: Sequence[str]) -> Iterator[str]:
+    yield _row(names)
+    yield "|" + "---|" * len(names)
+
+
+def _row(columns: Sequence[str]) -> str:
+    return f"| {' | '.join(columns)} |"
+
+
+def _number(interval: Figures | None, digits: int) -> str:
+    if interval is None:
+        return ""
+    return f"{interval['value']:.{digits}f} [{interval['low']:.{digits}f}, {interval['high']:.{digits}f}]"
+
+
+def _percent(interval: Figures) -> str:
+    value, low, high = (100 * interval[key] for key in ("value", "low", "high"))
+    return f"{value:.1f}% [{low:.1f}, {high:.1f}]"

@@ -1,0 +1,85 @@
+"""Whole runs of the shipped model: nothing evicted is nothing lost, and what is lost is what masking says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers import OPTForCausalLM
+
+from flexgen_h2o import LLM
+from flexgen_h2o.checkpoint.resolve import PACKAGED
+from flexgen_h2o.evaluation.cells import Cell
+from flexgen_h2o.evaluation.fidelity import Runner
+from flexgen_h2o.evaluation.metrics import divergence
+from flexgen_h2o.evaluation.rows import TextRow
+from flexgen_h2o.kvcache.eviction import EVICTING, Local
+
+PROMPT, STEPS = 24, 9
+
+
+@pytest.fixture
+def rows() -> list[TextRow]:
+    """Five rows of random tokens, so that chunks and micro-batches are uneven."""
+    ids = torch.randint(4, 2000, (5, PROMPT + STEPS)).tolist()
+    return [TextRow(tuple(row[:PROMPT]), tuple(row[PROMPT:])) for row in ids]
+
+
+@pytest.mark.parametrize("name", sorted(EVICTING))
+def test_a_budget_for_everything_changes_nothing_at_all(name: str, llm: LLM, rows: list[TextRow]) -> None:
+    cell = Cell(name, 1.0, EVICTING[name](heavy_size=64, recent_size=64))
+    found = Runner(llm, 2**30, 4).texts(rows, [cell])
+    assert (found.cells[0].kl == 0).all()
+    assert not found.cells[0].flipped.any()
+    assert (found.cells[0].nll == found.full_nll).all()
+    assert found.cells[0].mass.max() < 1e-6
+    assert found.cells[0].columns == PROMPT
+
+
+def test_local_is_what_masking_in_transformers_gives(llm: LLM, rows: list[TextRow]) -> None:
+    """Prompts are computed in full; a decode step sees the sinks, the window and itself."""
+    sinks, window = 2, 5
+    cell = Cell("local", 0.3, Local(heavy_size=0, recent_size=sinks + window, sinks=sinks))
+    found = Runner(llm, 2**30, 3).texts(rows, [cell])
+    ids = torch.tensor([[*row.prompt, *row.continuation] for row in rows])
+    place = torch.arange(PROMPT + STEPS)
+    query, column = place.unsqueeze(1), place.unsqueeze(0)
+    seen = (column <= query) & ((query < PROMPT) | (column < sinks) | (column >= query - window))
+    model = OPTForCausalLM.from_pretrained(PACKAGED["opt-tiny"], dtype=torch.float32, attn_implementation="eager")
+    masks = [torch.where(m, 0.0, torch.finfo(torch.float32).min).expand(5, 1, -1, -1) for m in (column <= query, seen)]
+    with torch.no_grad():
+        full, local = (
+            model.eval()(input_ids=ids, attention_mask=mask, position_ids=place.expand(5, -1)).logits[:, PROMPT:-1]
+            for mask in masks
+        )
+    want = divergence(full.flatten(0, 1), local.flatten(0, 1)).view(5, -1)
+    assert want.mean() > 0.01, "the masked model differs"
+    assert np.allclose(found.cells[0].kl, want.numpy(), atol=1e-4)
+
+
+def test_chunks_do_not_show(llm: LLM, rows: list[TextRow]) -> None:
+    """Memory for two rows at a time, and for all: prompts of one length each, so equal to rounding."""
+    cells = [Cell(name, 0.3, EVICTING[name](heavy_size=4, recent_size=4)) for name in ("h2o", "local")]
+    whole = Runner(llm, 2**30, 4)
+    parts = Runner(llm, 2 * whole._row_bytes(rows), 4)
+    one, many = whole.texts(rows, cells), parts.texts(rows, cells)
+    for a, b in zip(one.cells, many.cells, strict=True):
+        assert np.allclose(a.kl, b.kl, atol=1e-5) and a.kl.shape == (5, STEPS - 1)
+        assert np.allclose(a.mass, b.mass, atol=1e-5) and 0 < a.mass.mean() < 1
+        assert a.columns == b.columns == 8
+
+
+def test_greedy_continuations_are_the_full_cache_s_and_never_diverge_from_it(llm: LLM, rows: list[TextRow]) -> None:
+    runner = Runner(llm, 2**30, 0)
+    rows = runner.greedy([replace(row, prompt=row.prompt[i:]) for i, row in enumerate(rows)], STEPS)
+    everything = Cell("h2o", 1.0, EVICTING["h2o"](heavy_size=64, recent_size=64))
+    little = Cell("local", 0.1, EVICTING["local"](heavy_size=1, recent_size=1))
+    found = runner.texts(rows, [everything])
+    assert found.cells[0].mass is None
+    assert (found.cells[0].kl == 0).all()
+    same, other = runner.first_divergence(rows, [everything, little], STEPS)
+    assert (same == STEPS).all()
+    assert (other >= 1).all(), "the first token comes from the exact prefill"
+    assert (other < STEPS).any()
