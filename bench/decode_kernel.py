@@ -87,7 +87,9 @@ def _decode(model: str, slots: int, dtype: torch.dtype, nbytes: int, repeats: in
     q, filled = torch.randn(rows, 1, width, dtype=dtype), torch.full((rows,), slots, dtype=torch.int32)
     ends = torch.zeros(rows, dtype=torch.int32), torch.full((rows,), slots * 9 // 10, dtype=torch.int32)
     positions = torch.arange(slots, dtype=torch.int32).repeat(rows, 1)
-    book = ScoreBook(torch.rand(rows, slots), positions, *ends, 1.0, 1.0, torch.empty(rows, dtype=torch.int32))
+    book = ScoreBook(
+        torch.rand(rows, slots), positions, *ends, 1.0, torch.ones(rows), torch.empty(rows, dtype=torch.int32)
+    )
     apart = [t.view(batch, heads, -1, width) for t in (q, keys, values)]
     tokens = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in apart]
     sdpa = torch.nn.functional.scaled_dot_product_attention

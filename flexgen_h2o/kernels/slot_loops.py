@@ -37,7 +37,7 @@ class Slots(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """The addresses of a ScoreBook's tensors and its numbers; `columns` is 0 where nothing is scored."""
+    """The addresses of a ScoreBook's tensors and its number; `columns` is 0 where nothing is scored."""
 
     columns: int
     scores: int
@@ -45,11 +45,11 @@ class Scores(NamedTuple):
     oldest: int
     newest: int
     victims: int
+    gains: int
     fade: float
-    gain: float
 
 
-NO_SCORES = Scores(0, 0, 0, 0, 0, 0, 0.0, 0.0)
+NO_SCORES = Scores(0, 0, 0, 0, 0, 0, 0, 0.0)
 
 
 @jit
@@ -262,7 +262,7 @@ def _score(book, r, filled, p):  # type: ignore[no-untyped-def]
     """The column scores of row r, and its victim. `ordered` integers and 64-bit pairs make all of it vectorise."""
     scores, positions = floats_at(book.scores + 4 * r * book.columns), ints_at(book.positions + 4 * r * book.columns)
     oldest, newest = ints_at(book.oldest)[r], ints_at(book.newest)[r]
-    fade, gain = np.float32(book.fade), np.float32(book.gain)
+    fade, gain = np.float32(book.fade), floats_at(book.gains)[r]
     lowest = np.int32(2**31 - 1)
     for g in range(1, p.shape[0]):
         for j in range(filled):

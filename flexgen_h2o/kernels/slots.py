@@ -27,7 +27,7 @@ class ScoreBook:
     """Column scores of R rows with C slots, on the device of the keys, each tensor contiguous; updated in place.
 
     scores: (R, C) fp32. positions: (R, C) int32, distinct within a row and not negative. oldest, newest: (R,) int32,
-    the positions between which, both included, a row may lose a slot. victims: (R,) int32, written.
+    the positions between which, both included, a row may lose a slot. gains: (R,) fp32. victims: (R,) int32, written.
     """
 
     scores: torch.Tensor
@@ -35,7 +35,7 @@ class ScoreBook:
     oldest: torch.Tensor
     newest: torch.Tensor
     fade: float
-    gain: float
+    gains: torch.Tensor
     victims: torch.Tensor
 
 
@@ -58,9 +58,9 @@ def attend_scored(
 ) -> torch.Tensor:
     """`attend`, bit for bit, which also keeps the book.
 
-    scores[r, j] = fade x scores[r, j] + gain x (sum over g of the probability of slot j), for j < filled; victims[r] =
-    the slot j < filled of the lowest new score among those with oldest <= positions[r, j] <= newest, on equal scores
-    the one of the lowest position; -1 if there is none.
+    scores[r, j] = fade x scores[r, j] + gains[r] x (sum over g of the probability of slot j), for j < filled;
+    victims[r] = the slot j < filled of the lowest new score among those with oldest <= positions[r, j] <= newest, on
+    equal scores the one of the lowest position; -1 if there is none.
     """
     if not _is_compiled(q, keys, values):
         return attend_scored_reference(q, keys, values, filled, scale, book)
@@ -82,7 +82,7 @@ def attend_scored_reference(
     longest = p.shape[2]
     scores, positions = book.scores[:, :longest], book.positions[:, :longest]
     used = torch.arange(longest, device=q.device) < filled.unsqueeze(1)
-    scores.copy_(torch.where(used, book.fade * scores + book.gain * p.sum(dim=1), scores))
+    scores.copy_(torch.where(used, book.fade * scores + book.gains.unsqueeze(1) * p.sum(dim=1), scores))
     allowed = used & (positions >= book.oldest.unsqueeze(1)) & (positions <= book.newest.unsqueeze(1))
     lowest = scores.masked_fill(~allowed, float("inf")).amin(dim=1, keepdim=True)
     candidates = allowed & (scores == lowest)
@@ -178,7 +178,7 @@ def _addresses(book: ScoreBook, rows: int, most: int) -> Scores:
     whole, single = (rows, columns), (rows,)
     wanted = {
         "scores": (whole, torch.float32), "positions": (whole, torch.int32), "oldest": (single, torch.int32),
-        "newest": (single, torch.int32), "victims": (single, torch.int32),
+        "newest": (single, torch.int32), "gains": (single, torch.float32), "victims": (single, torch.int32),
     }  # fmt: skip
     for name in wanted:
         tensor = getattr(book, name)
@@ -186,5 +186,5 @@ def _addresses(book: ScoreBook, rows: int, most: int) -> Scores:
             raise ValueError(f"attend_scored: {name} is {tuple(tensor.shape)} {tensor.dtype}, not {wanted[name]}")
     return Scores(
         columns, book.scores.data_ptr(), book.positions.data_ptr(), book.oldest.data_ptr(), book.newest.data_ptr(),
-        book.victims.data_ptr(), float(book.fade), float(book.gain),
+        book.victims.data_ptr(), book.gains.data_ptr(), float(book.fade),
     )  # fmt: skip

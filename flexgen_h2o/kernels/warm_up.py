@@ -22,7 +22,8 @@ def warm_up(device: torch.device, dtype: torch.dtype, scored: bool) -> None:
     positions, oldest, newest, victims = (
         torch.zeros(size, dtype=torch.int32, device=device) for size in (whole, single, single, single)
     )
-    book = ScoreBook(torch.zeros(whole, device=device), positions, oldest, newest, 1.0, 1.0, victims)
+    scores, gains = torch.zeros(whole, device=device), torch.ones(single, device=device)
+    book = ScoreBook(scores, positions, oldest, newest, 1.0, gains, victims)
     attend_scored(q, columns, columns, victims.new_full(single, _SLOTS), 1.0, book)
     if scored:
         _, lse = causal_attention_lse(columns, columns, columns, 1.0)

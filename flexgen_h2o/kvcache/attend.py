@@ -78,23 +78,24 @@ def attend_slots(
         if view.record is None or view.record.scores is None:
             mixed[here].copy_(attention(queries, view.keys, view.values, seen, scale))
         else:
-            book = _book(hook, view, view.record.scores, past[here])
+            book = _book(hook, view, view.record.scores, past[here], filled[here])
             mixed[here].copy_(attend_scored(queries, view.keys, view.values, seen, scale, book))
     if hook.policy.needs.record and not hook.policy.needs.ranks_by_score:
         rank_victims(hook, views, new)
     return out
 
 
-def _book(hook: Hook, view: PartView, scores: torch.Tensor, past: torch.Tensor) -> ScoreBook:
-    """What the decode kernel needs to keep the scores of a view's rows; past: (rows,) int64 on the host."""
+def _book(hook: Hook, view: PartView, scores: torch.Tensor, past: torch.Tensor, filled: torch.Tensor) -> ScoreBook:
+    """What the decode kernel needs to keep the scores of a view's rows; past, filled: (rows,) ints on the host."""
     assert view.record is not None
     needs, where = hook.policy.needs, view.keys.device
     sinks, recent = (
         t.repeat_interleave(hook.kv_heads)[view.start : view.end] for t in (hook.rows.sinks, hook.rows.recent)
     )
     oldest, newest = (t.int().to(where) for t in (sinks, past - recent))
+    gains = needs.gain * (filled / (past + 1) if needs.even else torch.ones(len(past)))
     return ScoreBook(
-        scores, view.record.positions, oldest, newest, needs.fade, needs.gain, view.record.victims
+        scores, view.record.positions, oldest, newest, needs.fade, gains.float().to(where), view.record.victims
     )  # fmt: skip
 
 

@@ -151,7 +151,10 @@ def local(budget: Budget, sinks: int = 0, in_decode: bool = True) -> Policy:
 
 
 class MeanSeen(ColumnSums):
-    """Column sums per query row that saw the column; a row i steps ago counts decay^i, in sum and number."""
+    """Column sums per query row that saw the column; a row i steps ago counts decay^i, in sum and number.
+
+    What a decode step gives counts by the share of the columns that are held (those of probability above 0).
+    """
 
     def __init__(self, layer: int, sizes: Sizes, decay: float = 1.0) -> None:
         super().__init__(layer, sizes)
@@ -165,7 +168,8 @@ class MeanSeen(ColumnSums):
         self.count = (weight @ saw).expand(kv, n)
 
     def see_token(self, p: torch.Tensor, v: torch.Tensor) -> None:
-        self.sums = self.decay * _grown(self.sums) + p.sum(1)
+        held = (p > 0).any(1).double().mean(1, keepdim=True)
+        self.sums = self.decay * _grown(self.sums) + held * p.sum(1)
         self.count = self.decay * _grown(self.count) + 1
 
     def scores(self) -> torch.Tensor:
@@ -263,11 +267,11 @@ def _of_heavy(budget: Budget, sinks: int, grace: int) -> Callable[[int, int], Si
     return sizes
 
 
-def h2o_norm(budget: Budget, sinks: int = 4, grace: int = 16, decay: float = 1.0) -> Policy:
+def h2o_norm(budget: Budget, sinks: int = 4, grace: int = 16, decay: float = 0.99) -> Policy:
     return Policy(_of_heavy(budget, sinks, grace), lambda layer, sizes: MeanSeen(layer, sizes, decay))
 
 
-def h2o_v(budget: Budget, sinks: int = 4, grace: int = 16, decay: float = 1.0) -> Policy:
+def h2o_v(budget: Budget, sinks: int = 4, grace: int = 16, decay: float = 0.99) -> Policy:
     return Policy(_of_heavy(budget, sinks, grace), lambda layer, sizes: ValueAware(layer, sizes, decay))
 
 

@@ -173,7 +173,7 @@ def test_the_gap_is_found_where_scores_decide() -> None:
 
 
 def test_the_gap_is_the_least_of_all_steps() -> None:
-    gaps = [evicted_greedy(opt(), PROMPT, n, POLICIES["h2o-norm, decayed"]).least_gap for n in range(1, NEW_TOKENS + 1)]
+    gaps = [evicted_greedy(opt(), PROMPT, n, POLICIES["h2o-v"]).least_gap for n in range(1, NEW_TOKENS + 1)]
     assert gaps == sorted(gaps, reverse=True) and gaps[-1] < gaps[0]
 
 
@@ -241,6 +241,15 @@ def test_mean_over_the_queries_that_saw_a_column() -> None:
     torch.testing.assert_close(decayed.scores(), 2 * torch.tensor([[0.7 / 1.75, 0.95 / 1.5, 0.1]]).double())
 
 
+def test_a_decode_step_counts_by_the_columns_that_are_left() -> None:
+    """Of four columns one was dropped: what the others receive is three quarters of it."""
+    scorer = h2o_norm(SMALL, decay=1.0).scorer(0, Sizes(0, 1, 1))
+    scorer.see_prompt(torch.eye(3).double().expand(1, 1, 3, 3), torch.zeros(1, 3, 1))
+    scorer.see_token(torch.tensor([[[0.5, 0.0, 0.3, 0.2]]]).double(), torch.zeros(1, 4, 1))
+    expected = torch.tensor([[1.375 / 4, 1.0 / 3, 1.225 / 2, 0.15 / 1]]).double()
+    torch.testing.assert_close(scorer.scores(), expected)
+
+
 def test_the_last_query_counts_over_all_heads_of_a_layer() -> None:
     scorer = tova(SMALL).scorer(0, Sizes(0, 1, 0))
     scorer.see_token(torch.tensor([[[0.2, 0.8], [0.6, 0.4]], [[0.1, 0.9], [0.1, 0.9]]]).double(), torch.zeros(2, 2, 1))
@@ -251,7 +260,7 @@ def test_the_last_query_counts_over_all_heads_of_a_layer() -> None:
 
 def test_a_second_half_is_chosen_by_the_values_too() -> None:
     p = torch.eye(3).double().expand(1, 1, 3, 3) / torch.tensor([1.0, 1, 2]).double()[:, None]
-    scorer = h2o_v(SMALL).scorer(0, Sizes(0, 3, 0))
+    scorer = h2o_v(SMALL, decay=1.0).scorer(0, Sizes(0, 3, 0))
     scorer.see_prompt(p, torch.tensor([[[3.0, 4], [0, 1], [1, 0]]]))
     (first, mean), (second, aware) = scorer.turns()
     assert (first, second) == (1, 2)

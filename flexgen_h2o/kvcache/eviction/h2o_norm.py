@@ -20,14 +20,15 @@ class H2ONorm(Evicting):
     The normalisation is that of OpenVINO GenAI (AggregationMode.NORM_SUM) and of kvpress's ObservedAttention. Of the
     heavy share the `sinks` first columns are set aside, and as much as is needed so that a new column is not judged
     before `grace` queries saw it. decay: a query i steps ago counts decay ** i (A2SF, Jo and Shin 2024,
-    arXiv 2407.20485).
+    arXiv 2407.20485). What a decode step gives counts in proportion to the columns that are left: probabilities of a
+    prompt's queries, which are shared among all columns, and of those that see few could not be compared otherwise.
     """
 
     name: ClassVar[str] = "h2o-norm"
 
     sinks: int = 4
     grace: int = 16
-    decay: float = 1.0
+    decay: float = 0.99
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -38,7 +39,7 @@ class H2ONorm(Evicting):
 
     @property
     def needs(self) -> Needs:
-        return Needs((POSITIONS, SCORES), None, query_fade=self.decay, fade=self.decay, ranks_by_score=False)
+        return Needs((POSITIONS, SCORES), None, query_fade=self.decay, fade=self.decay, even=True, ranks_by_score=False)
 
     def split(self, heavy: int, recent: int) -> RowBudget:
         """Sinks first, then grace, both out of the heavy share; grace leaves half of it to the heavy hitters."""

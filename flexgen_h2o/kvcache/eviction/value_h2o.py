@@ -26,7 +26,7 @@ class ValueH2O(H2ONorm):
     @property
     def needs(self) -> Needs:
         return Needs(
-            (POSITIONS, SCORES, NORMS), None, query_fade=self.decay, fade=self.decay, ranks_by_score=False
+            (POSITIONS, SCORES, NORMS), None, query_fade=self.decay, fade=self.decay, even=True, ranks_by_score=False
         )  # fmt: skip
 
     def rank(self, columns: Columns) -> torch.Tensor:

@@ -51,7 +51,8 @@ def make_book(rows: int, slots: int, fade: float = 1.0, gain: float = 1.0) -> Sc
     positions = torch.stack([torch.randperm(3 * slots, generator=g)[:slots] for _ in range(rows)]).int()
     oldest = torch.randint(0, slots, (rows,), generator=g).int()
     scores = torch.randint(0, 3, (rows, slots), generator=g) / 4
-    return ScoreBook(scores, positions, oldest, oldest + slots, fade, gain, torch.full((rows,), -7).int())
+    gains = gain * torch.rand(rows, generator=g)
+    return ScoreBook(scores, positions, oldest, oldest + slots, fade, gains, torch.full((rows,), -7).int())
 
 
 def copy_of(book: ScoreBook) -> ScoreBook:
@@ -145,7 +146,7 @@ def test_ties_go_to_the_lowest_position_and_an_empty_range_to_nobody(scored) -> 
     oldest, newest = torch.tensor([0, 4, 0, 10]).int(), torch.tensor([99, 8, 3, 99]).int()
     scores = torch.zeros(4, 6)
     scores[1, 1] = 1.0
-    book = ScoreBook(scores, positions, oldest, newest, 1.0, 1.0, torch.zeros(4).int())
+    book = ScoreBook(scores, positions, oldest, newest, 1.0, torch.ones(4), torch.zeros(4).int())
     scored(q, keys, values, filled, 1.0, book)
     assert book.victims.tolist() == [3, 2, -1, -1]
     assert torch.equal(book.scores[2, 2:], torch.zeros(4))  # what is not filled keeps its score

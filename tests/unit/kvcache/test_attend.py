@@ -189,7 +189,8 @@ class PlainRow:
             mixed.append(out)
             needs = self.policy.needs
             received = p.sum(0).tolist()
-            head.scores = [needs.fade * s + needs.gain * r for s, r in zip(head.scores, received, strict=True)]
+            gain = needs.gain * (len(head.positions) / (self.length + 1) if needs.even else 1)
+            head.scores = [needs.fade * s + gain * r for s, r in zip(head.scores, received, strict=True)]
         self.length += 1
         if len(self.heads[0].positions) > self.budget.columns and self.room == self.budget.columns + 1:
             for head, ranks in zip(self.heads, self._ranks(), strict=True):

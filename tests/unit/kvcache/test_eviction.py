@@ -257,7 +257,7 @@ def test_h2o_and_snapkv_rank_by_the_score(policy: Evicting) -> None:
 
 def test_h2o_norm_divides_by_the_queries_that_saw_a_column() -> None:
     columns = make_columns([[0, 5, 9]], [[5.0, 3.0, 0.5]], newest=9)
-    assert H2ONorm().rank(columns)[0, 0].tolist() == pytest.approx([5 / 10, 3 / 5, 0.5 / 1])
+    assert H2ONorm(decay=1.0).rank(columns)[0, 0].tolist() == pytest.approx([5 / 10, 3 / 5, 0.5 / 1])
     weights = [sum(0.5**i for i in range(seen)) for seen in (10, 5, 1)]
     expected = [score / weight for score, weight in zip((5.0, 3.0, 0.5), weights, strict=True)]
     assert H2ONorm(decay=0.5).rank(columns)[0, 0].tolist() == pytest.approx(expected)
@@ -267,7 +267,8 @@ def test_what_decays_decays_alike_in_prompt_and_decoding() -> None:
     needs = H2ONorm(decay=0.5).needs
     assert (needs.query_rows, needs.query_fade, needs.fade, needs.gain) == (None, 0.5, 0.5, 1.0)
     assert not needs.ranks_by_score and ValueH2O(decay=0.5).needs.fade == 0.5
-    assert H2O().needs.query_fade == H2O().needs.fade == H2ONorm().needs.fade == 1.0
+    assert H2O().needs.query_fade == H2O().needs.fade == H2ONorm(decay=1.0).needs.fade == 1.0
+    assert needs.even and ValueH2O().needs.even and not H2O().needs.even
 
 
 def test_tova_ranks_all_heads_alike_by_the_newest_query() -> None:

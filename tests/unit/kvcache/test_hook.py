@@ -96,7 +96,7 @@ def test_prompt_scores(n: int) -> None:
     weights = 0.75 ** torch.arange(n - 1, -1, -1).double().view(n, 1)
     expected = {
         H2O(): sums.sum(2),
-        H2ONorm(): sums.sum(2),
+        H2ONorm(decay=1.0): sums.sum(2),
         H2ONorm(decay=0.75): (sums * weights).sum(2),
         ValueH2O(decay=0.75): (sums * weights).sum(2),
         Tova(): sums[:, :, -1],
