@@ -65,6 +65,7 @@ run 7-kv-on-host-attention-there --percent 80 20 0 100 100 0 --gpu-batch-size 8 
     --cpu-cache-compute --cut-gen-len 4
 run 8-kv-and-hidden-on-disk --percent 80 20 0 0 0 0 --gpu-batch-size 8 --cut-gen-len 4
 run 9-auto --policy auto --cut-gen-len 4
+run 10-kv-on-host-h2o --percent 80 20 0 100 100 0 --gpu-batch-size 8 --num-gpu-batches 4 --hh-ratio 0.1 --cut-gen-len 8
 
 echo "== summary ($SECONDS s); a star: projected from a run that was cut short"
 "$PYTHON" bench/gpu_summary.py "$work/runs" --output "$results/gpu_suite.json" | tee "$work/summary" | head -n -1
