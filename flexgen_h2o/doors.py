@@ -138,13 +138,20 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--overlap", type=boolean, nargs="?", const=True, help="move and compute at the same time (true)")
     add("--compress-weight", action="store_true", help="not in this version")
     add("--compress-cache", action="store_true", help="not in this version")
-    add("--hh-ratio", type=float, help="keep int(R x prompt) heavy-hitter KV columns a row, and as many recent (H2O)")
-    add("--recent-ratio", type=float, help="recent columns a row, as a share of its prompt (as --hh-ratio)")
+
+
+def add_eviction_flags(parser: argparse.ArgumentParser) -> None:
+    """Which KV columns are kept."""
+    add = parser.add_argument
+    add("--hh-ratio", type=float, metavar="R", help="heavy-hitter KV columns a row: int(R x prompt), R in (0, 1] (0.1)")
+    add(
+        "--recent-ratio", type=float, metavar="R", help="recent columns a row, as a share of its prompt (as --hh-ratio)"
+    )
     add("--hh-size", type=int, metavar="N", help="heavy-hitter columns a row, a count; 0 keeps recent ones only")
-    add("--recent-size", type=int, metavar="N", help="recent columns a row, a count")
+    add("--recent-size", type=int, metavar="N", help="recent columns a row, a count (as --hh-size)")
     add("--hh-all", type=boolean, nargs="?", const=True, help="false: drop columns of the prompt only (true)")
-    evictions = ", ".join(EVICTIONS)
-    add("--eviction", metavar="NAME", help=f"which columns stay: {evictions} (h2o with a --hh flag, else full)")
+    names = ", ".join(EVICTIONS)
+    add("--eviction", metavar="NAME", help=f"which columns stay: {names}; h2o with a flag above, else full")
     add("--kv-layer-schedule", metavar="NAME", help="uniform, or pyramid: lower layers keep more (uniform)")
 
 
@@ -176,23 +183,24 @@ EVICTION_FLAGS = {
 }  # fmt: skip
 
 
-def eviction_of(args: argparse.Namespace) -> Eviction:
+def eviction_of(args: argparse.Namespace, policy: Policy) -> Eviction:
     """The eviction policy that the flags ask for: h2o where they say how much is kept, else the full cache."""
-    from flexgen_h2o.kvcache.eviction import EVICTING, Full
+    from flexgen_h2o.kvcache.eviction import Full, make_eviction
 
     attributes = {field: flag.removeprefix("--").replace("-", "_") for field, flag in EVICTION_FLAGS.items()}
     given = {field: getattr(args, a) for field, a in attributes.items() if getattr(args, a) is not None}
-    name = args.eviction or ("h2o" if given else "full")
-    if name not in EVICTIONS:
+    name = ("h2o" if given else "full") if args.eviction is None else args.eviction
+    if name.partition(":")[0] not in EVICTIONS:
         raise UsageError(f"--eviction {name}: not one of {', '.join(EVICTIONS)}")
     if name == "full":
         if given:
             raise UsageError(f"{EVICTION_FLAGS[next(iter(given))]} and --eviction full: give one of them")
         return Full()
-    if args.attn_sparsity not in (None, 1.0):
-        raise UsageError(f"--attn-sparsity: is for the full cache, not for {name}; leave one of them out")
+    if policy.attn_sparsity != 1:
+        where = "--attn-sparsity" if args.attn_sparsity is not None else f"--policy {args.policy}: attn_sparsity"
+        raise UsageError(f"{where}: is for the full cache, not for {name}; leave one of them out")
     with naming_flags(**EVICTION_FLAGS):
-        return EVICTING[name](**given)
+        return make_eviction(name, **given)
 
 
 def policy_settings(args: argparse.Namespace) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.doors import (
-    EVICTION_FLAGS,
     EVICTIONS,
     OneLineParser,
     add_engine_flags,
@@ -132,9 +131,6 @@ def _check(args: argparse.Namespace) -> None:
     from flexgen_h2o.report import check_writable
 
     refuse_missing_features(args)
-    for flag in ("--eviction", *EVICTION_FLAGS.values()):
-        if getattr(args, flag.removeprefix("--").replace("-", "_")) is not None:
-            raise UsageError(f"{flag}: policies are compared here; give --policies and --budgets")
     if args.gen_len < 2:
         raise UsageError(f"--gen-len {args.gen_len}: the first token comes from the prefill; at least 2 are needed")
     parse_bytes(args.keep_mem, "--keep-mem")

@@ -123,7 +123,7 @@ class Executor:
                 self.times.layers.append(now - layer_start)
                 layer_start = now
                 if step.layer == len(self._layers) - 1:
-                    self.times.sweeps.append(now - sweep_start)
+                    self._end_sweep(now - sweep_start)
                     sweep_start = now
                     if not any(batch.rows for batch in self._batches):
                         break
@@ -156,6 +156,7 @@ class Executor:
         )
         engine.hidden.begin_block([b.prompt_tokens for b in self._batches], [len(b.rows) for b in self._batches])
         self._inputs: dict[int, SweepInput] = {}
+        self._held = self._full = 0  # columns in this sweep
         ahead = (engine.plan.depth.cache, engine.plan.depth.hidden) if self._overlap else (0, 0)
         self._cache: Stream[CacheKey] = Stream(
             engine.cache_ring(), self._cache_keys(sweeps, count), engine.cache, ahead[0]
@@ -217,10 +218,10 @@ class Executor:
         rows = self._tables[k].at(layer.block, places)
         hook = Hook(self._eviction, layer.block, rows, self._engine.spec.num_kv_heads)
         if fed.is_prefill:
-            self._count_columns(step.sweep, rows.kept, fed)
+            self._count_columns(rows.kept, fed)
             return _CacheStep(hook, region, views, store_whole)
         new = joining(rows, torch.tensor(fed.past))
-        self._count_columns(step.sweep, new.filled, fed)
+        self._count_columns(new.filled, fed)
         return _CacheStep(hook, region, views, store_whole, new, hook.next_slots(views, new))
 
     def _close_cache(self, step: Step, layer: Layer, cache: _CacheStep) -> None:
@@ -230,17 +231,20 @@ class Executor:
         self._cache.give_back(cache.region, stores)
         self._settle(stores)
 
-    def _count_columns(self, sweep: int, held: torch.Tensor, fed: SweepInput) -> None:
+    def _end_sweep(self, seconds: float) -> None:
+        self.times.sweeps.append(seconds)
+        self.kv_use.held.append(self._held)
+        self.kv_use.full.append(self._full)
+        self._held = self._full = 0
+
+    def _count_columns(self, held: torch.Tensor, fed: SweepInput) -> None:
         """held: (sequences,) columns of one layer."""
-        if len(self.kv_use.held) <= sweep:
-            self.kv_use.held.append(0)
-            self.kv_use.full.append(0)
-        self.kv_use.held[sweep] += int(held.sum())
-        self.kv_use.full[sweep] += sum(fed.past) + sum(fed.counts)
+        self._held += int(held.sum())
+        self._full += sum(fed.past) + sum(fed.counts)
 
     def _watch_slots(self, k: int, cache: _CacheStep) -> None:
         """Show what a decode step's attention saw to whoever watches."""
-        watch = self._decoding.watch_slots
+        watch = self._decoding.watches.slots
         if watch is not None and cache.new is not None:
             rows = [r.prompt.index for r in self._batches[k].rows]
             watch(rows, cache.new.filled, unit_columns(cache.hook, cache.views, cache.new))

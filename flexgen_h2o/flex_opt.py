@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from flexgen_h2o.doors import (
     OneLineParser,
     add_engine_flags,
+    add_eviction_flags,
     add_sampling_flags,
     as_flags,
     budget_of,
@@ -47,6 +48,7 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> OneLineParser:
     parser = OneLineParser(prog="flex_opt", description=__doc__)
     add_engine_flags(parser)
+    add_eviction_flags(parser)
     add = parser.add_argument
     add(
         "--prompts",
@@ -106,8 +108,8 @@ def _run(argv: list[str] | None) -> int:
 
     outputs = _Outputs(args.output)
     with LLM(
-        args.model, AutoPolicy(policy) if is_auto else policy, eviction_of(args), device=args.device, dtype=args.dtype,
-        budget=budget_of(args), offload_dir=args.offload_dir, path=args.path, revision=args.revision,
+        args.model, AutoPolicy(policy) if is_auto else policy, eviction_of(args, policy), device=args.device,
+        dtype=args.dtype, budget=budget_of(args), offload_dir=args.offload_dir, path=args.path, revision=args.revision,
     ) as llm:  # fmt: skip
         if llm.precision_note and args.verbose >= 1:
             print(f"flex_opt: {llm.precision_note}", file=sys.stderr)

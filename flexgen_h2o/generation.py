@@ -107,21 +107,27 @@ class RowEnd:
 
 
 @dataclass(frozen=True)
-class Decoding:
-    """How tokens are chosen and rows end.
+class Watches:
+    """Who looks on.
 
-    watch sees every step's logits: (prompt indices, (rows, vocab)). watch_slots sees what the attention of each layer
-    of a decode sweep saw: (prompt indices, (rows,) slots that are filled, the columns of these rows); it may not keep
-    the tensors.
+    logits: every step's, (prompt indices, (rows, vocab)). slots: what the attention of each layer of a decode sweep
+    saw, (prompt indices, (rows,) slots that are filled, the columns of these rows). They may not keep the tensors.
     """
+
+    logits: LogitsWatch | None = None
+    slots: SlotsWatch | None = None
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How tokens are chosen and rows end, and who looks on."""
 
     chooser: Chooser
     end: RowEnd
-    watch: LogitsWatch | None = None
-    watch_slots: SlotsWatch | None = None
+    watches: Watches = Watches()
 
     def choose(self, micro_batch: MicroBatch, logits: torch.Tensor) -> list[int]:
         rows = [r.prompt.index for r in micro_batch.rows]
-        if self.watch is not None:
-            self.watch(rows, logits)
+        if self.watches.logits is not None:
+            self.watches.logits(rows, logits)
         return self.chooser.choose(logits, rows, [len(r.token_ids) for r in micro_batch.rows])

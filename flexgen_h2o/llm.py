@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
@@ -16,7 +17,7 @@ from flexgen_h2o.config import DTYPE_BYTES, MemoryBudget, Policy, read_policy
 from flexgen_h2o.engine import Engine
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.executor import BlockTimes, Executor, KvUse
-from flexgen_h2o.generation import Chooser, Decoding, LogitsWatch, Row, RowEnd, SlotsWatch
+from flexgen_h2o.generation import Chooser, Decoding, LogitsWatch, Row, RowEnd, SlotsWatch, Watches
 from flexgen_h2o.kernels.warm_up import warm_up
 from flexgen_h2o.kvcache.eviction import Eviction, check_eviction
 from flexgen_h2o.paths import usable_path
@@ -68,6 +69,7 @@ class LLM:
         self._policy = self._asked_policy if isinstance(self._asked_policy, Policy) else None
         self._engine: Engine | None = None
         self._planned_rows = 0
+        self._running = threading.Lock()
         self.times: list[BlockTimes] = []
         self._kv_use: list[KvUse] = []
 
@@ -162,6 +164,17 @@ class LLM:
         run of a block instead of its whole schedule, from its numbers of layers and micro-batches; rows that it cuts
         short are handed out at the end, as of length.
         """
+        if not self._running.acquire(blocking=False):
+            raise UsageError("this LLM is generating already; a thread needs an LLM of its own")
+        try:
+            return self._run(prompts, params, on_finished, Watches(watch_logits, watch_slots), order, forced)
+        finally:
+            self._running.release()
+
+    def _run(
+        self, prompts: Sequence[Prompt], params: SamplingParams, on_finished: Callable[[list[Completion]], None],
+        watches: Watches, order: Order | None, forced: Mapping[int, Sequence[int]] | None,
+    ) -> RunReport:  # fmt: skip
         stop = StopStrings(self.model.tokenizer, params.stop)
         most = [self._most_new_tokens(p, params) if forced is None else len(forced[p.index]) for p in prompts]
         rows = [Row(p, new) for p, new in zip(prompts, most, strict=True)]
@@ -182,7 +195,7 @@ class LLM:
                 on_finished([self._completion(row, stop) for row in finished])
 
             chooser: Chooser = TokenChooser(params) if forced is None else ForcedTokens(forced)
-            decoding = Decoding(chooser, end, watch_logits, watch_slots)
+            decoding = Decoding(chooser, end, watches)
             executor = Executor(engine, self.eviction, decoding, hand_out, sweeps)
             self.times, self._kv_use = [], []
             engine.timeline.reset()

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 from flexgen_h2o.errors import UsageError
-from flexgen_h2o.kvcache.eviction import EVICTING, Eviction
-
-_SIZES = frozenset({"heavy_ratio", "recent_ratio", "heavy_size", "recent_size"})  # what a budget stands for
+from flexgen_h2o.kvcache.eviction import Eviction, make_eviction
 
 
 @dataclass(frozen=True)
@@ -38,29 +35,7 @@ def make_cells(policies: Sequence[str], budgets: Sequence[float]) -> list[Cell]:
 
 
 def _eviction(policy: str, budget: float) -> Eviction:
-    name, _, rest = policy.partition(":")
-    if name not in EVICTING:
-        raise UsageError(f"--policies {policy}: {name or 'nothing'} is not one of {', '.join(EVICTING)}")
-    own = [field.name for field in fields(EVICTING[name]) if field.name not in _SIZES]
-    settings: dict[str, Any] = {}
-    for item in filter(None, rest.split(",")):
-        key, _, value = item.partition("=")
-        if key not in own:
-            raise UsageError(f"--policies {policy}: {key} is not a setting of {name}; it has {', '.join(own)}")
-        settings[key] = _value(value)
     try:
-        return EVICTING[name](heavy_ratio=budget / 2, recent_ratio=budget / 2, **settings)
+        return make_eviction(policy, heavy_ratio=budget / 2, recent_ratio=budget / 2)
     except UsageError as error:
-        raise UsageError(f"--policies {policy}: {error}") from error
-
-
-def _value(text: str) -> bool | int | float | str:
-    """A setting as Python has it; what is no number and no truth value is a name, and the policy judges it."""
-    if text in ("true", "false"):
-        return text == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
+        raise UsageError(f"--policies {policy}: {str(error).removeprefix('eviction: ')}") from error

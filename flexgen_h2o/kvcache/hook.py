@@ -6,6 +6,7 @@ A victim is only named: the next column of its row overwrites its slot.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -81,7 +82,9 @@ def choose_kept(rank: torch.Tensor, may_leave: torch.Tensor, count: int) -> torc
 
     rank, may_leave: (..., n), n > count. Of equal ranks the newer column stays.
     """
-    newest_first = rank.masked_fill(~may_leave, float("inf")).flip(-1)
+    most = torch.finfo(rank.dtype).max
+    finite = rank.nan_to_num(nan=-most, posinf=most, neginf=-most)  # no rank is as high as what may not leave
+    newest_first = finite.masked_fill(~may_leave, float("inf")).flip(-1)
     order = newest_first.sort(dim=-1, descending=True, stable=True).indices[..., :count]
     return (rank.shape[-1] - 1 - order).sort(dim=-1).values
 
@@ -151,5 +154,5 @@ def _prompt_scores(policy: Eviction, q: torch.Tensor, k: torch.Tensor, lse: torc
     query_rows = n if needs.query_rows is None else min(n, needs.query_rows)
     if needs.query_fade != 1:  # a weight of a row is an offset of its log-sum-exp
         before_last = torch.arange(n - 1, -1, -1, device=lse.device, dtype=torch.float32)
-        lse = lse - before_last * torch.tensor(needs.query_fade).log().item()
+        lse = lse - before_last * math.log(needs.query_fade)
     return policy.prompt_scores(column_sums(q, k, lse, scale, n - query_rows), query_rows)

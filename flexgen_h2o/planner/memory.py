@@ -108,6 +108,8 @@ class MemoryPlan:
             ways.append("lower --gpu-batch-size or --num-gpu-batches")
         if any(b.tier == tier and b.name in ("weights", "cache", "hidden") for b in self.buffers):
             ways.append("move shares to another tier with --percent")
+        if not self.shape.record and any(b.tier == tier and b.name == "cache" for b in self.buffers):
+            ways.append("keep fewer KV columns with --hh-ratio, which may change answers")
         return "".join(f", or {way}" for way in ways)
 
     def check(self, budgets: dict[str, int | None]) -> None:

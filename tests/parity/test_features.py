@@ -6,8 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
-from flexgen_h2o import MemoryBudget, Policy, SamplingParams
+from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
+from flexgen_h2o.errors import UsageError
 from flexgen_h2o.limits import WRITE_BACK_STEPS
 from tests.parity.cases import PLACEMENTS
 from tests.parity.reference import Reference, greedy, random_prompts, run, tokens_of
@@ -76,3 +78,19 @@ def test_a_last_micro_batch_whose_split_rounds_otherwise(
     for switches in ({}, {"cpu_cache_compute": True}):
         out = run(known.folder, known.prompts, Policy(3, 2, percent, **switches), tmp_path, params, STAND_IN)
         assert tokens_of(out) == known.tokens
+
+
+def test_one_run_at_a_time(reference: Callable[[str], Reference], tmp_path: Path) -> None:
+    """A second run on the same engine would overwrite the first one's slots: it is refused, and the first goes on."""
+    known, refused = reference("normal"), []
+    with LLM(str(known.folder), Policy(2, 1), dtype="float32", offload_dir=tmp_path) as llm:
+
+        def second(rows: list[int], logits: torch.Tensor) -> None:
+            with pytest.raises(UsageError, match="generating already") as caught:
+                llm.generate(known.prompts[:1])
+            refused.append(caught)
+
+        new = len(known.tokens[0])
+        out = llm.generate(known.prompts, SamplingParams(max_tokens=new), watch_logits=second)
+        assert refused and tokens_of(out) == known.tokens
+        assert tokens_of(llm.generate(known.prompts, SamplingParams(max_tokens=new))) == known.tokens

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from flexgen_h2o import doors
+from flexgen_h2o.config import Policy
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.kvcache.eviction import EVICTING, H2O, POLICIES, Eviction, Full, H2ONorm, Local, SnapKV, Tova
 
@@ -16,7 +17,9 @@ from flexgen_h2o.kvcache.eviction import EVICTING, H2O, POLICIES, Eviction, Full
 def parse(flags: str) -> Eviction:
     parser = doors.OneLineParser()
     doors.add_engine_flags(parser)
-    return doors.eviction_of(parser.parse_args(flags.split()))
+    doors.add_eviction_flags(parser)
+    args = parser.parse_args(flags.split())
+    return doors.eviction_of(args, doors.policy_of(args)[0])
 
 
 @pytest.mark.parametrize(
@@ -39,6 +42,8 @@ def parse(flags: str) -> Eviction:
         ("--eviction local --recent-size 64", Local(recent_size=64)),
         ("--eviction tova --kv-layer-schedule uniform --hh-size 5", Tova(heavy_size=5)),
         ("--eviction snapkv --hh-all no", SnapKV(while_decoding=False)),
+        ("--eviction h2o-norm:decay=0.9,sinks=2 --hh-size 8", H2ONorm(heavy_size=8, decay=0.9, sinks=2)),
+        ("--hh-size 9999999999", H2O(heavy_size=9999999999)),
         ("--hh-ratio 0.1 --attn-sparsity 1", H2O(heavy_ratio=0.1)),  # 1 is all of it
     ],
 )
@@ -71,7 +76,11 @@ def test_every_name_is_a_policy(name: str) -> None:
         ("--hh-size 0", ["--hh-size: 0"]),
         ("--hh-size -1", ["--hh-size: -1"]),
         ("--recent-size 0", ["--recent-size: 0"]),
-        ("--hh-size 9999999999", ["--hh-size: "]),
+        ("--eviction h2o-norm:", ["--eviction:", "colon"]),
+        ("--eviction full:sinks=2", ["--eviction: full"]),
+        ("--eviction h2o:decay=0.5", ["--eviction: decay is not a setting of h2o"]),
+        ("--eviction random:seed=1,seed=2", ["--eviction: seed is given twice"]),
+        ("--eviction local:sinks=-1", ["--sinks: -1"]),
         ("--hh-ratio 0.1 --hh-size 4", ["--hh-size:"]),
         ("--recent-ratio 0.1 --recent-size 4", ["--recent-size:"]),
         ("--kv-layer-schedule cone", ["--kv-layer-schedule:", "uniform", "pyramid"]),
@@ -85,7 +94,25 @@ def test_refusals_name_the_flag(flags: str, says: list[str]) -> None:
         parse(flags)
     text = str(caught.value)
     assert all(part in text for part in says) and "\n" not in text
-    assert not any(field in text for field in doors.EVICTION_FLAGS), "a field's name, which no flag has"
+    without_settings = text.partition("; it has ")[0]
+    assert not any(field in without_settings for field in doors.EVICTION_FLAGS), "a field's name, which no flag has"
+
+
+def test_an_empty_name_is_no_name() -> None:
+    parser = doors.OneLineParser()
+    doors.add_engine_flags(parser)
+    doors.add_eviction_flags(parser)
+    with pytest.raises(UsageError, match="--eviction : not one of full"):
+        doors.eviction_of(parser.parse_args(["--eviction", ""]), Policy())
+
+
+def test_a_policy_file_that_goes_with_the_full_cache_only_is_named() -> None:
+    parser = doors.OneLineParser()
+    doors.add_engine_flags(parser)
+    doors.add_eviction_flags(parser)
+    args = parser.parse_args(["--policy", "sparse.json", "--hh-ratio", "0.5"])
+    with pytest.raises(UsageError, match=r"--policy sparse.json: attn_sparsity: is for the full cache, not for h2o"):
+        doors.eviction_of(args, Policy(attn_sparsity=0.5))
 
 
 def test_the_help_names_every_policy_and_needs_no_torch() -> None:
@@ -93,7 +120,7 @@ def test_the_help_names_every_policy_and_needs_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done
     said = " ".join(done.stdout.split())
-    assert f"which columns stay: {', '.join(POLICIES)} " in said
+    assert f"which columns stay: {', '.join(POLICIES)};" in said
     assert all(flag in said for flag in doors.EVICTION_FLAGS.values())
 
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o.generation import Decoding, MicroBatch, Row, RowEnd
+from flexgen_h2o.generation import Decoding, MicroBatch, Row, RowEnd, Watches
 from flexgen_h2o.prompts import Prompt
 from flexgen_h2o.sampling import SamplingParams, StopStrings, TokenChooser
 
@@ -129,7 +129,9 @@ def test_choice_and_watch_see_rows_by_their_place_in_the_input() -> None:
     batch.accept([1, 1], lambda r: None)
     logits = torch.eye(4)[:2]
     watched: list[Any] = []
-    decoding = Decoding(Chooser(SamplingParams()), end, lambda rows, t: watched.append((rows, t.clone())))
+    decoding = Decoding(
+        Chooser(SamplingParams()), end, Watches(lambda rows, t: watched.append((rows, t.clone())))
+    )
     assert decoding.choose(batch, logits) == [0, 1]
     assert seen == [([7, 3], [1, 1])] and watched[0][0] == [7, 3] and torch.equal(watched[0][1], logits)
     assert Decoding(TokenChooser(SamplingParams()), end).choose(batch, logits) == [0, 1]

@@ -46,7 +46,7 @@ class Evicting:
             if ratio is not None:
                 _check_ratio(f"{kind}_ratio", ratio)
             if size is not None:
-                check_int(f"{kind}_size", size, low=0 if kind == "heavy" else 1, high=EVERYTHING)
+                check_int(f"{kind}_size", size, low=0 if kind == "heavy" else 1)
         if self.heavy_size == 0 and self.recent_size is None and self.recent_ratio is None:
             raise UsageError("heavy_size: 0 alone leaves nothing; say how many recent columns stay")
         if self.layer_schedule not in SCHEDULES:
@@ -81,15 +81,22 @@ class Evicting:
         return columns.scores
 
     def to_json(self) -> dict[str, Any]:
-        return {"name": self.name, **{k: v for k, v in asdict(self).items() if v is not None}}
+        """The settings as they are used: defaults filled in, each share a ratio or a size."""
+        shares = {f"{kind}_{what}": value for kind in ("heavy", "recent") for what, value in [self._share(kind)]}
+        return {"name": self.name, **{k: v for k, v in asdict(self).items() if v is not None}, **shares}
 
-    def _count(self, kind: str, prompt_len: int) -> int:
+    def _share(self, kind: str) -> tuple[str, int | float]:
+        """("size", columns) or ("ratio", of the prompt)."""
         ratio, size = getattr(self, f"{kind}_ratio"), getattr(self, f"{kind}_size")
         if ratio is None and size is None and kind == "recent":
             ratio, size = self.heavy_ratio, self.heavy_size
         if size is not None:
-            return int(size)
-        return max(1, int((DEFAULT_RATIO if ratio is None else ratio) * prompt_len))
+            return "size", size
+        return "ratio", DEFAULT_RATIO if ratio is None else ratio
+
+    def _count(self, kind: str, prompt_len: int) -> int:
+        what, value = self._share(kind)
+        return min(int(value), EVERYTHING) if what == "size" else max(1, int(value * prompt_len))
 
 
 def _check_ratio(name: str, ratio: object) -> None:

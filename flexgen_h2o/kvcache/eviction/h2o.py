@@ -14,7 +14,7 @@ class H2O(Evicting):
     """Zhang et al. 2023, "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of LLMs", Algorithm 1.
 
     A column's score is the attention probability that it received from all queries that could see it, summed over the
-    query heads of its kv-head; a new column joins with 0. DESIGN section 7.
+    query heads of its kv-head; a new column joins with 0.
     """
 
     name: ClassVar[str] = "h2o"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -55,4 +56,5 @@ class H2ONorm(Evicting):
         """What `seen` queries weigh together: 1 + decay + decay ** 2 + ..."""
         if self.decay == 1:
             return seen
-        return (1 - self.decay**seen) / (1 - self.decay)
+        step = math.log(self.decay)
+        return (torch.expm1(seen.double() * step) / math.expm1(step)).float()  # exact for a decay close to 1 as well

@@ -31,10 +31,10 @@ class Local(Evicting):
     def needs(self) -> Needs:
         return Needs(record=(POSITIONS,), ranks_by_score=False)
 
-    def _count(self, kind: str, prompt_len: int) -> int:
+    def _share(self, kind: str) -> tuple[str, int | float]:
         """A window that is given as recent columns alone is not widened by a default heavy share."""
         recent_alone = self.heavy_ratio is None and self.heavy_size is None and (self.recent_ratio or self.recent_size)
-        return 0 if kind == "heavy" and recent_alone else super()._count(kind, prompt_len)
+        return ("size", 0) if kind == "heavy" and recent_alone else super()._share(kind)
 
     def split(self, heavy: int, recent: int) -> RowBudget:
         sinks = min(self.sinks, heavy + recent - 1)
