@@ -129,9 +129,7 @@ def test_choice_and_watch_see_rows_by_their_place_in_the_input() -> None:
     batch.accept([1, 1], lambda r: None)
     logits = torch.eye(4)[:2]
     watched: list[Any] = []
-    decoding = Decoding(
-        Chooser(SamplingParams()), end, Watches(lambda rows, t: watched.append((rows, t.clone())))
-    )
+    decoding = Decoding(Chooser(SamplingParams()), end, Watches(lambda rows, t: watched.append((rows, t.clone()))))
     assert decoding.choose(batch, logits) == [0, 1]
     assert seen == [([7, 3], [1, 1])] and watched[0][0] == [7, 3] and torch.equal(watched[0][1], logits)
     assert Decoding(TokenChooser(SamplingParams()), end).choose(batch, logits) == [0, 1]
