@@ -156,6 +156,7 @@ class Executor:
         )
         engine.hidden.begin_block([b.prompt_tokens for b in self._batches], [len(b.rows) for b in self._batches])
         self._inputs: dict[int, SweepInput] = {}
+        self._left: dict[int, list[int]] = {}  # where the rows that are left stood at the block's beginning
         self._held = self._full = 0  # columns in this sweep
         ahead = (engine.plan.depth.cache, engine.plan.depth.hidden) if self._overlap else (0, 0)
         self._cache: Stream[CacheKey] = Stream(
@@ -214,8 +215,7 @@ class Executor:
         key = (step.sweep, layer.block, k)
         region = self._cache.take(key)
         views, store_whole = self._engine.cache.open(key, region)
-        places = [self._places[id(row)] for row in self._batches[k].rows]
-        rows = self._tables[k].at(layer.block, places)
+        rows = self._tables[k].at(layer.block, self._left[k])
         hook = Hook(self._eviction, layer.block, rows, self._engine.spec.num_kv_heads)
         if fed.is_prefill:
             self._count_columns(rows.kept, fed)
@@ -250,9 +250,10 @@ class Executor:
             watch(rows, cache.new.filled, unit_columns(cache.hook, cache.views, cache.new))
 
     def _begin_sweep(self, k: int) -> None:
-        """Fix what micro-batch `k` feeds into this sweep."""
+        """Fix what micro-batch `k` feeds into this sweep, and which of its rows are left."""
         fed = self._batches[k].sweep_input()
         self._inputs[k] = fed
+        self._left[k] = [self._places[id(row)] for row in self._batches[k].rows]
         self._engine.hidden.begin_sweep(k, len(fed.ids))
 
     def _compute(self, k: int, layer: Layer, w: Weights, x: torch.Tensor, cache: _CacheStep | None) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
-from flexgen_h2o.kvcache.eviction.policy import EVERYTHING, POSITIONS, SCORES, Columns, Needs, RowBudget
+from flexgen_h2o.kvcache.eviction.full import Full
+from flexgen_h2o.kvcache.eviction.policy import POSITIONS, SCORES, Columns, Needs
 
 
 @dataclass(frozen=True)
-class Probe:
+class Probe(Full):
     """The full cache whose scores are one step's attention probabilities, summed over the query heads of a kv-head.
 
     They sum to the number of these query heads. Prompts are scored by one row, which the first decode step forgets: so
@@ -24,18 +25,9 @@ class Probe:
     def needs(self) -> Needs:
         return Needs(record=(POSITIONS, SCORES), query_rows=1, fade=0.0, gain=1.0)
 
-    def budget(self, prompt_len: int, block: int, num_blocks: int) -> RowBudget:
-        return RowBudget(0, 0, EVERYTHING)
-
-    def slots(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> int:
-        return max(1, prompt_len + gen_len - 1)
-
     def prompt_scores(self, sums: torch.Tensor, query_rows: int) -> torch.Tensor:
         return sums
 
     def rank(self, columns: Columns) -> torch.Tensor:
         assert columns.scores is not None
         return columns.scores
-
-    def to_json(self) -> dict[str, Any]:
-        return {"name": self.name}

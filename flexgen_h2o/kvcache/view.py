@@ -92,8 +92,9 @@ def carve_record(layout: UnitLayout, part: Part, data: torch.Tensor) -> Record |
 
 def put_columns(view: PartView, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
     """One column a row: keys, values (rows, width) go to `slots` ((rows,) int64), all on the view's device."""
-    for target, source in ((view.keys, keys), (view.values, values)):
-        target[column_index(view, slots)] = source
+    index = column_index(view, slots)
+    view.keys[index] = keys
+    view.values[index] = values
 
 
 def get_columns(view: PartView, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 
 from flexgen_h2o.kvcache.eviction.h2o_norm import H2ONorm
-from flexgen_h2o.kvcache.eviction.policy import NORMS, POSITIONS, SCORES, Columns, Needs
+from flexgen_h2o.kvcache.eviction.policy import NORMS, Columns, Needs
 
 LEAST_WEIGHT = 1e-4  # CriticalKV's: a column that nobody has attended to still counts by its value
 
@@ -25,9 +25,8 @@ class ValueH2O(H2ONorm):
 
     @property
     def needs(self) -> Needs:
-        return Needs(
-            (POSITIONS, SCORES, NORMS), None, query_fade=self.decay, fade=self.decay, even=True, ranks_by_score=False
-        )  # fmt: skip
+        needs = super().needs
+        return replace(needs, record=(*needs.record, NORMS))
 
     def rank(self, columns: Columns) -> torch.Tensor:
         assert columns.norms is not None
