@@ -17,9 +17,10 @@ from flexgen_h2o.planner.memory import tier_shares
 from flexgen_h2o.source import Model, find_checkpoint
 from flexgen_h2o.tiers.buffers import host_buffer
 from flexgen_h2o.tiers.device import HostDevice
+from flexgen_h2o.tiers.events import Done, wait_all
 from flexgen_h2o.tiers.mover import Mover
 from flexgen_h2o.tiers.ring import Region, Ring
-from flexgen_h2o.tiers.transfer import Done, Lanes, wait_all
+from flexgen_h2o.tiers.transfer import Lanes
 from flexgen_h2o.timeline import Timeline
 from flexgen_h2o.weights import WeightStore
 

@@ -28,9 +28,9 @@ from flexgen_h2o.kvcache.view import PartView
 from flexgen_h2o.models import Weights, family_of
 from flexgen_h2o.planner.memory import kv_layout
 from flexgen_h2o.schedule import Step, weight_sequence, zigzag
+from flexgen_h2o.tiers.events import Waitable, wait_all
 from flexgen_h2o.tiers.ring import Region
 from flexgen_h2o.tiers.stream import Stream
-from flexgen_h2o.tiers.transfer import Waitable, wait_all
 from flexgen_h2o.weights import WeightStream
 
 ATTENTION_KINDS = ("attention", "block")

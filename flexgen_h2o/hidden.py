@@ -11,10 +11,10 @@ import torch
 from flexgen_h2o.limits import PAGE
 from flexgen_h2o.planner.memory import hidden_home_bytes, hidden_is_streamed
 from flexgen_h2o.tiers.disk import DirectFile
+from flexgen_h2o.tiers.events import Done, Waitable, wait_all
 from flexgen_h2o.tiers.mover import Mover
 from flexgen_h2o.tiers.placement import Part, Shares, split_rows
 from flexgen_h2o.tiers.ring import Region
-from flexgen_h2o.tiers.transfer import Done, Waitable, wait_all
 from flexgen_h2o.units import round_up
 
 HiddenKey = tuple[int, int, int]  # sweep, layer, micro-batch

@@ -18,11 +18,11 @@ from flexgen_h2o.kernels.linear import RowParts
 from flexgen_h2o.limits import ALIGN, PAGE
 from flexgen_h2o.planner.memory import part_bytes, streamed_bytes, streamed_part_bytes, weight_parts
 from flexgen_h2o.tiers.disk import DirectFile, aligned_range
+from flexgen_h2o.tiers.events import Done, Waitable, wait_all
 from flexgen_h2o.tiers.mover import Memory, Mover
 from flexgen_h2o.tiers.placement import Part, Shares, is_streamed
 from flexgen_h2o.tiers.ring import Region, Ring
 from flexgen_h2o.tiers.stream import Stream
-from flexgen_h2o.tiers.transfer import Done, Waitable, wait_all
 from flexgen_h2o.units import round_up
 
 

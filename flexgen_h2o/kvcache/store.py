@@ -21,10 +21,10 @@ from flexgen_h2o.kvcache.overlay import Overlay
 from flexgen_h2o.kvcache.view import PartView, Record, carve_record, column_index, part_view
 from flexgen_h2o.limits import PAGE
 from flexgen_h2o.tiers.disk import DirectFile
+from flexgen_h2o.tiers.events import Done, Waitable, wait_all
 from flexgen_h2o.tiers.mover import Memory, Mover
 from flexgen_h2o.tiers.placement import Part, is_streamed
 from flexgen_h2o.tiers.ring import Region
-from flexgen_h2o.tiers.transfer import Done, Waitable, wait_all
 from flexgen_h2o.units import round_up
 
 CacheKey = tuple[int, int, int]  # sweep, transformer block, micro-batch

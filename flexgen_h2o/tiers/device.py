@@ -13,7 +13,7 @@ import torch
 
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.tiers.buffers import host_buffer
-from flexgen_h2o.tiers.transfer import NOTHING, Waitable
+from flexgen_h2o.tiers.events import NOTHING, Waitable
 
 
 class Device(ABC):

@@ -11,7 +11,8 @@ import torch
 from flexgen_h2o.limits import PAGE, STAGING_BYTES, TRANSFER_CHUNK
 from flexgen_h2o.tiers.device import Device
 from flexgen_h2o.tiers.disk import DirectFile, aligned_range
-from flexgen_h2o.tiers.transfer import Done, Lanes, Waitable
+from flexgen_h2o.tiers.events import Done, Waitable
+from flexgen_h2o.tiers.transfer import Lanes
 from flexgen_h2o.units import round_up
 
 Memory = Literal["device", "host"]

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-import torch
+from typing import TYPE_CHECKING
 
 from flexgen_h2o.limits import PAGE
-from flexgen_h2o.tiers.transfer import Waitable
+from flexgen_h2o.tiers.events import Waitable
 from flexgen_h2o.units import round_up
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(eq=False)

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from flexgen_h2o.tiers.events import Done, Waitable, wait_all
 from flexgen_h2o.tiers.ring import Region, Ring
-from flexgen_h2o.tiers.transfer import Done, Waitable, wait_all
 
 Key = TypeVar("Key")
 KeyIn = TypeVar("KeyIn", contravariant=True)

@@ -16,11 +16,12 @@ from flexgen_h2o.schedule import zigzag
 from flexgen_h2o.tiers.buffers import host_buffer
 from flexgen_h2o.tiers.device import Device, HostDevice, StandInDevice
 from flexgen_h2o.tiers.disk import Scratch
+from flexgen_h2o.tiers.events import NOTHING, Done
 from flexgen_h2o.tiers.mover import Mover
 from flexgen_h2o.tiers.placement import Shares, split_rows
 from flexgen_h2o.tiers.ring import Ring
 from flexgen_h2o.tiers.stream import Stream
-from flexgen_h2o.tiers.transfer import NOTHING, Done, Lanes
+from flexgen_h2o.tiers.transfer import Lanes
 from flexgen_h2o.timeline import Timeline
 from flexgen_h2o.units import round_up
 

@@ -21,9 +21,10 @@ from flexgen_h2o.planner.memory import Depth, Shape, memory_plan, tier_shares
 from flexgen_h2o.schedule import weight_sequence
 from flexgen_h2o.tiers.buffers import host_buffer
 from flexgen_h2o.tiers.device import Device, HostDevice, StandInDevice
+from flexgen_h2o.tiers.events import NOTHING, Done
 from flexgen_h2o.tiers.mover import Mover
 from flexgen_h2o.tiers.ring import Region, Ring
-from flexgen_h2o.tiers.transfer import NOTHING, Done, Lanes
+from flexgen_h2o.tiers.transfer import Lanes
 from flexgen_h2o.timeline import Timeline
 from flexgen_h2o.units import round_up
 from flexgen_h2o.weights import WeightStore, WeightStream

@@ -18,8 +18,9 @@ from flexgen_h2o.tiers import mover as mover_module
 from flexgen_h2o.tiers.buffers import host_buffer
 from flexgen_h2o.tiers.device import HostDevice, StandInDevice
 from flexgen_h2o.tiers.disk import DirectFile
+from flexgen_h2o.tiers.events import Done
 from flexgen_h2o.tiers.mover import Memory, Mover
-from flexgen_h2o.tiers.transfer import Done, Lanes
+from flexgen_h2o.tiers.transfer import Lanes
 from flexgen_h2o.timeline import Timeline
 
 pytestmark = pytest.mark.timeout(60)

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_h2o.limits import PAGE
+from flexgen_h2o.tiers.events import Done
 from flexgen_h2o.tiers.ring import Region, Ring
 from flexgen_h2o.tiers.stream import Stream
-from flexgen_h2o.tiers.transfer import Done
 
 
 @dataclass

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from flexgen_h2o.tiers.transfer import NOTHING, Done, Lanes, wait_all
+from flexgen_h2o.tiers.events import NOTHING, Done, wait_all
+from flexgen_h2o.tiers.transfer import Lanes
 from flexgen_h2o.timeline import Timeline
 
 pytestmark = pytest.mark.timeout(30)
