@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from itertools import pairwise
@@ -63,9 +64,10 @@ def machine_facts() -> dict[str, Any]:
     model = next((x.split(":")[1].strip() for x in _lines("/proc/cpuinfo") if x.startswith("model name")), "")
     total = next((int(x.split()[1]) * 1024 for x in _lines("/proc/meminfo") if x.startswith("MemTotal")), 0)
     huge = "".join(_lines("/sys/kernel/mm/transparent_hugepage/enabled"))
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    commit = ""
+    with suppress(OSError):  # no git there: a machine that was sent the tree alone
+        command = ["git", "describe", "--always", "--dirty"]
+        commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "cpu": model,
@@ -76,7 +78,7 @@ def machine_facts() -> dict[str, Any]:
         "huge_pages": huge[huge.find("[") + 1 : huge.find("]")],
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "commit": commit.stdout.strip() or None,
+        "commit": commit or None,
     }
 
 

@@ -132,7 +132,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="weights, KV cache, hidden states on device and host; the rest is on disk",
     )
     add("--sep-layer", type=boolean, nargs="?", const=True, help="attention and MLP are two schedule steps (true)")
-    add("--pin-weight", type=boolean, nargs="?", const=True, help="pin host weights, with a card (true)")
+    add("--pin-weight", type=boolean, nargs="?", const=True, help="pin what the host holds, with a card (true)")
     add("--cpu-cache-compute", action="store_true", default=None, help="attend on the host to KV that lives there")
     add("--attn-sparsity", type=float, help="share of past values read by decode attention (1.0)")
     add("--overlap", type=boolean, nargs="?", const=True, help="move and compute at the same time (true)")

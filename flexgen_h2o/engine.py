@@ -28,6 +28,7 @@ from flexgen_h2o.timeline import Timeline
 from flexgen_h2o.weights import WeightStore
 
 LANE_THREADS = {"disk_read": READ_THREADS, "disk_write": WRITE_THREADS, "h2d": 1, "d2h": 1}
+COPIED_HOMES = ("weights", "cache", "hidden")  # host buffers whose bytes are copied to a card and back: pinned
 
 
 class Engine:
@@ -98,7 +99,7 @@ class Engine:
     def _allocate(self, name: str, tier: str, nbytes: int) -> torch.Tensor:
         if tier == self.device.tier:
             return self.device.buffer(nbytes)
-        pinned = name == "weights" and self.policy.pin_weight
+        pinned = name in COPIED_HOMES and self.policy.pin_weight
         return self.device.host_staging(nbytes) if pinned else host_buffer(nbytes)
 
     def _open_cache(self) -> CacheStore:
