@@ -1,0 +1,227 @@
+"""Seconds of every load, store and step: the work of planner/work.py at the rates of a hardware profile."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from flexgen_h2o.config import Layer, LayerPlan, WeightUnit
+from flexgen_h2o.limits import READ_THREADS, TOKEN_CHUNK
+from flexgen_h2o.planner.need import Batch
+from flexgen_h2o.planner.work import (
+    Move,
+    Product,
+    Setting,
+    Work,
+    chunks,
+    hidden_moves,
+    kv_load_moves,
+    kv_store_moves,
+    layer_work,
+    weight_moves,
+)
+from flexgen_h2o.profile import HardwareProfile
+
+LANES = ("disk_read", "disk_write", "h2d", "d2h")
+# What can be busy; the first four are lanes. Device and host compute are one after the other: one thread issues both.
+RESOURCES = (*LANES, "device_compute", "host_compute")
+ATTENTION_KINDS = ("attention", "block")
+
+
+@dataclass(frozen=True)
+class Lasting:
+    """A load or store: `seconds` on a lane."""
+
+    lane: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """One (layer, micro-batch) step. Seconds; issue_s: of the thread that issues it, beside its kernels."""
+
+    device_s: float
+    host_s: float
+    issue_s: float
+    kv_load: tuple[Lasting, ...]
+    kv_store: tuple[Lasting, ...]
+    hidden_load: tuple[Lasting, ...]
+    hidden_store: tuple[Lasting, ...]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds under one setting on one machine. dtype: that is computed in."""
+
+    at: Setting
+    profile: HardwareProfile
+    dtype: str
+
+    def __post_init__(self) -> None:
+        self.profile.rates(self.dtype)
+
+    @cached_property
+    def layers(self) -> LayerPlan:
+        return self.at.spec.layers(self.at.policy.sep_layer)
+
+    @cached_property
+    def kinds(self) -> tuple[int, ...]:
+        """For each layer the first layer that costs the same."""
+        first: dict[tuple[object, ...], int] = {}
+        found = []
+        for i, layer in enumerate(self.layers.layers):
+            shapes = tuple(t.shape for t in self.layers.units[layer.unit].tensors)
+            kv = (self.at.need.slots[layer.block], self.at.need.kept[layer.block]) if layer.block >= 0 else ()
+            found.append(first.setdefault((layer.kind, shapes, kv), i))
+        return tuple(found)
+
+    @cached_property
+    def _step_costs(self) -> dict[tuple[int, Batch, int], StepCost]:
+        return {}
+
+    @cached_property
+    def weight_loads(self) -> tuple[tuple[Lasting, ...], ...]:
+        """By weight unit."""
+        return tuple(self._lasting(weight_moves(self.at, unit)) for unit in self.layers.units)
+
+    @cached_property
+    def dequantise_s(self) -> tuple[float, ...]:
+        """By weight unit: to unpack it for a block."""
+        if not self.at.policy.compress_weight:
+            return (0.0,) * len(self.layers.units)
+        rate = self.profile.rates(self.dtype).device_dequantise_bytes_per_s
+        return tuple(_matrix_bytes(unit) * self.at.itemsize / rate for unit in self.layers.units)
+
+    def step(self, layer_index: int, batch: Batch, sweep: int) -> StepCost:
+        key = (self.kinds[layer_index], batch, sweep)
+        if key not in self._step_costs:
+            self._step_costs[key] = self._step(self.layers.layers[layer_index], layer_index, batch, sweep)
+        return self._step_costs[key]
+
+    def _step(self, layer: Layer, index: int, batch: Batch, sweep: int) -> StepCost:
+        at, p = self.at, self.profile
+        work = layer_work(at, layer, self.layers.units[layer.unit], batch, sweep)
+        device_s, host_s = self.compute_seconds(work)
+        issue_s = p.step_s + p.row_s * batch.rows
+        kv: tuple[tuple[Move, ...], tuple[Move, ...]] = ((), ())
+        if layer.kind in ATTENTION_KINDS:
+            kv = kv_load_moves(at, layer.block, batch, sweep), kv_store_moves(at, layer.block, batch, sweep)
+            issue_s += p.attention_step_s + (p.eviction_step_s if at.need.record else 0.0)
+        load = hidden_moves(at, batch, sweep, store=False) if index else ()
+        store = hidden_moves(at, batch, sweep, store=True) if index < len(self.kinds) - 1 else ()
+        return StepCost(
+            device_s, host_s, issue_s, *(self._lasting(moves) for moves in (*kv, load, store)),
+        )  # fmt: skip
+
+    def compute_seconds(self, work: Work) -> tuple[float, float]:
+        """Seconds of the device, and of the host while the device waits."""
+        p, rates, width = self.profile, self.profile.rates(self.dtype), float(self.at.spec.head_dim)
+        scored = bool(self.at.need.record)
+        on_device = rates.device_scored_attention_bytes_per_s if scored else rates.device_attention_bytes_per_s
+        on_host = rates.host_scored_attention_bytes_per_s if scored else rates.host_attention_bytes_per_s
+        device = sum(self._product_seconds(product) for product in work.products)
+        device += work.elementwise / rates.elementwise_bytes_per_s + work.logits / rates.logits_per_s
+        if work.prompt_flops:
+            n = self.at.need.prompt_len
+            device += work.prompt_flops / rates.prefill_attention_flops_per_s.at(n) + p.kernel_s
+            device += work.sums_flops / rates.column_sums_flops_per_s.at(n)
+        if work.device_kv:
+            device += work.device_kv / on_device.at(width) + p.kernel_s
+            device += work.dequantised / rates.device_dequantise_bytes_per_s
+        host = 0.0
+        if work.host_kv:
+            host = work.host_kv / on_host.at(width) + p.kernel_s
+            host += work.dequantised / rates.host_dequantise_bytes_per_s * (not work.device_kv)
+        if work.crossing:
+            host += work.crossing / p.d2h_bytes_per_s + 4 * p.transfer_s
+        return device, host
+
+    def _product_seconds(self, product: Product) -> float:
+        whole, rest = chunks(product.rows)
+        seconds = whole * self._chunk_seconds(replace(product, rows=TOKEN_CHUNK)) if whole else 0.0
+        return seconds + (self._chunk_seconds(replace(product, rows=rest)) if rest else 0.0)
+
+    def _chunk_seconds(self, product: Product) -> float:
+        rates, width = self.profile.rates(self.dtype), (product.inner * product.outer) ** 0.5
+        return product.flops / rates.matmul_rate(product.rows, width) + product.parts * self.profile.kernel_s
+
+    def _lasting(self, moves: Sequence[Move]) -> tuple[Lasting, ...]:
+        return tuple(Lasting(m.lane, self.move_seconds(m)) for m in moves if m.nbytes)
+
+    def move_seconds(self, move: Move) -> float:
+        """Of a disk's bytes that cross to the device each reader copies its own, so two of them share the copying."""
+        p, pinned = self.profile, self.at.policy.pin_weight
+        link = {
+            "h2d": p.h2d_bytes_per_s if pinned else p.h2d_unpinned_bytes_per_s,
+            "d2h": p.d2h_bytes_per_s if pinned else p.d2h_unpinned_bytes_per_s,
+        }
+        if move.lane in link:
+            return move.nbytes / link[move.lane] + move.pieces * p.transfer_s
+        reads = move.lane == "disk_read"
+        rate = p.disk_read_bytes_per_s if reads else p.disk_write_bytes_per_s
+        each = 1 / rate
+        if move.crosses and reads:
+            each = max(each, (each + 1 / p.h2d_bytes_per_s) / READ_THREADS)
+        elif move.crosses:
+            each += 1 / p.d2h_bytes_per_s
+        return move.nbytes * each + move.pieces * p.disk_request_s / (READ_THREADS if reads else 1)
+
+    def busy(self, block: Sequence[Batch], sweep: int) -> dict[str, float]:
+        """Seconds that each resource works in a sweep of a block; their largest bounds the sweep from below when all
+        overlap, their sum when nothing does."""
+        found = dict.fromkeys(RESOURCES, 0.0)
+        batches, kinds = Counter(block), Counter(self.kinds)
+        last = None
+        for layer in self.layers.layers:
+            if layer.unit != last:
+                last = layer.unit
+                found["device_compute"] += self.dequantise_s[layer.unit]
+                for load in self.weight_loads[layer.unit]:
+                    found[load.lane] += load.seconds
+        for index, layers in kinds.items():
+            for batch, count in batches.items():
+                cost, times = self.step(index, batch, sweep), layers * count
+                for moved in (*cost.kv_load, *cost.kv_store, *cost.hidden_load, *cost.hidden_store):
+                    found[moved.lane] += times * moved.seconds
+                compute, issue = cost.device_s, cost.issue_s
+                # What is queued on a device runs beside the thread that issues it.
+                together = max(compute, issue) if self.profile.device_is_asynchronous else compute + issue
+                found["device_compute"] += times * together
+                found["host_compute"] += times * cost.host_s
+        return found
+
+    def with_contention(self, block: Sequence[Batch], sweep: int) -> Costs:
+        """The same, where reading the disk and computing slow each other down as far as both are busy at once."""
+        p, busy = self.profile, self.busy(block, sweep)
+        compute = busy["device_compute"] + busy["host_compute"]
+        longest = max(compute, busy["disk_read"])
+        if not self.at.policy.overlap or not longest or not busy["disk_read"]:
+            return self
+        read_left = 1 - compute / longest * (1 - p.disk_read_beside_compute)
+        compute_left = 1 - busy["disk_read"] / longest * (1 - p.compute_beside_disk_read)
+        return replace(self, profile=slowed(p, read_left, compute_left))
+
+
+@lru_cache(maxsize=256)
+def _matrix_bytes(unit: WeightUnit) -> int:
+    """Elements of a unit's matrices."""
+    return sum(t.numel for t in unit.tensors if len(t.shape) == 2)
+
+
+def slowed(profile: HardwareProfile, read_left: float, compute_left: float) -> HardwareProfile:
+    """The profile with only these shares of its disk's read rate and of its compute rates."""
+    compute = {
+        dtype: replace(
+            rates,
+            matmul_flops_per_s=tuple((w, curve.scaled(compute_left)) for w, curve in rates.matmul_flops_per_s),
+            prefill_attention_flops_per_s=rates.prefill_attention_flops_per_s.scaled(compute_left),
+            device_attention_bytes_per_s=rates.device_attention_bytes_per_s.scaled(compute_left),
+            device_scored_attention_bytes_per_s=rates.device_scored_attention_bytes_per_s.scaled(compute_left),
+            host_attention_bytes_per_s=rates.host_attention_bytes_per_s.scaled(compute_left),
+            host_scored_attention_bytes_per_s=rates.host_scored_attention_bytes_per_s.scaled(compute_left),
+        )
+        for dtype, rates in profile.compute.items()
+    }  # fmt: skip
+    return replace(profile, disk_read_bytes_per_s=profile.disk_read_bytes_per_s * read_left, compute=compute)

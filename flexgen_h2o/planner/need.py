@@ -1,0 +1,102 @@
+"""What is to be run, as the planner sees it: rows, lengths, and the KV columns that an eviction policy keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from flexgen_h2o.config import Policy
+from flexgen_h2o.planner.memory import Shape
+
+
+@dataclass(frozen=True)
+class Need:
+    """A pile of prompts. rows: of them in all; prompt_len, gen_len: tokens of the longest prompt, most new tokens.
+
+    slots: KV slots of the neediest row in each transformer block. kept: columns that are left there of its prompt
+    after prefill. record: what is kept of each slot (kvcache/layout.UnitLayout); () for the full cache. scored: the
+    column sums of whole prompts are worked out in prefill.
+    """
+
+    rows: int
+    prompt_len: int
+    gen_len: int
+    slots: tuple[int, ...]
+    kept: tuple[int, ...]
+    record: tuple[str, ...] = ()
+    scored: bool = False
+
+    @classmethod
+    def full(cls, rows: int, prompt_len: int, gen_len: int, num_blocks: int) -> Need:
+        """The need of the full cache."""
+        slots = (prompt_len + gen_len - 1,) * num_blocks
+        return cls(rows, prompt_len, gen_len, slots, (prompt_len,) * num_blocks)
+
+    def columns(self, block: int, sweep: int, prompt_len: float) -> int:
+        """Columns of a row with a prompt of `prompt_len` tokens, once the sweep has added its own.
+
+        A policy keeps a share of a row's own prompt, so shorter rows keep fewer.
+        """
+        kept = max(1.0, self.kept[block] * prompt_len / self.prompt_len)
+        return min(round(kept) + sweep, self.slots[block])
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A micro-batch. tokens: of its prompts; longest: tokens of the longest; pairs: sum of n^2 over its prompts."""
+
+    rows: int
+    tokens: int
+    longest: int
+    pairs: int
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> Batch:
+        """lengths: tokens of each prompt."""
+        return cls(len(lengths), sum(lengths), max(lengths), sum(n * n for n in lengths))
+
+    @classmethod
+    def even(cls, rows: int, prompt_len: int) -> Batch:
+        return cls(rows, rows * prompt_len, prompt_len, rows * prompt_len**2)
+
+    @property
+    def mean_len(self) -> float:
+        return self.tokens / self.rows
+
+
+Block = tuple[Batch, ...]
+
+
+@dataclass(frozen=True)
+class AutoPolicy:
+    """Batch sizes and shares are chosen for each workload; everything else is taken from `base`.
+
+    `may_compress` lets the search choose 4-bit weights or KV (base.compress_* True) where they win.
+    """
+
+    base: Policy = field(default_factory=Policy)
+
+
+def even_blocks(policy: Policy, need: Need) -> list[tuple[Block, int]]:
+    """The blocks of a pile of equal prompts, as (block, how many like it): full ones, and a last one of the rest."""
+    full, rest = divmod(need.rows, policy.block_size)
+    gbs = policy.gpu_batch_size
+    found = [((Batch.even(gbs, need.prompt_len),) * policy.num_gpu_batches, full)] if full else []
+    if rest:
+        batches, left = divmod(rest, gbs)
+        last = (Batch.even(gbs, need.prompt_len),) * batches
+        found.append((last + ((Batch.even(left, need.prompt_len),) if left else ()), 1))
+    return found
+
+
+def shape_of(policy: Policy, need: Need) -> Shape:
+    """The largest block of a pile of equal prompts."""
+    rows = min(policy.gpu_batch_size, need.rows)
+    batches = min(policy.num_gpu_batches, -(-need.rows // policy.gpu_batch_size))
+    return Shape(rows, batches, rows * need.prompt_len, need.slots, need.record)
+
+
+def fitted(policy: Policy, need: Need) -> Policy:
+    """The policy with batch sizes no larger than the pile."""
+    shape = shape_of(policy, need)
+    return replace(policy, gpu_batch_size=shape.rows, num_gpu_batches=shape.micro_batches)

@@ -1,0 +1,253 @@
+"""Bytes and FLOPs of every load, store and step of a sweep. Formulas only: no speeds, no memory, no torch.
+
+The bytes are those that the engine moves (weights.py, hidden.py, kvcache/store.py); the terms are FlexGen's cost
+model's (Sheng et al. 2023, appendix A.3), with H2O's slots in place of the whole context.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from flexgen_h2o.config import Layer, ModelSpec, Policy, WeightUnit
+from flexgen_h2o.kvcache.layout import UnitLayout
+from flexgen_h2o.limits import TOKEN_CHUNK, WRITE_BACK_STEPS
+from flexgen_h2o.planner.memory import attends_on_host, kv_layout, part_bytes, streamed_bytes, tier_shares, weight_parts
+from flexgen_h2o.planner.need import Batch, Need
+from flexgen_h2o.tiers.placement import Shares, is_streamed, split_rows
+
+INT4_BITS = 4.5  # a value in groups of 64: 4 bits, and two 16-bit numbers a group (FlexGen's format)
+
+
+@dataclass(frozen=True)
+class Move:
+    """Bytes over one lane, in `pieces` separate transfers. crosses: the bytes go between disk and device."""
+
+    lane: str
+    nbytes: float
+    pieces: float
+    crosses: bool = False
+
+
+@dataclass(frozen=True)
+class Product:
+    """x W^T: (rows, inner) times (inner, outer), `parts` row parts."""
+
+    rows: int
+    inner: int
+    outer: int
+    parts: int
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.rows * self.inner * self.outer
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one (layer, micro-batch) step computes.
+
+    prompt_flops: causal attention; sums_flops: column sums; both as profile.ComputeRates counts them. device_kv,
+    host_kv: bytes of keys and values that decode attention reads on each side. elementwise: bytes read and written by
+    norms and activations. dequantised: bytes of KV unpacked from int4 in the compute dtype. logits: looked at to
+    choose tokens. crossing: bytes between device and host that the step itself waits for.
+    """
+
+    products: tuple[Product, ...] = ()
+    prompt_flops: float = 0.0
+    sums_flops: float = 0.0
+    device_kv: float = 0.0
+    host_kv: float = 0.0
+    elementwise: float = 0.0
+    dequantised: float = 0.0
+    logits: float = 0.0
+    crossing: float = 0.0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Everything that fixes the bytes and FLOPs of a run."""
+
+    spec: ModelSpec
+    policy: Policy
+    need: Need
+    itemsize: int
+    device_is_host: bool
+
+    @property
+    def on_host(self) -> bool:
+        """Does attention run on the host?"""
+        return attends_on_host(self.policy, self.device_is_host)
+
+    def packed(self, compressed: bool) -> float:
+        """Bytes that are moved for each byte of values."""
+        return INT4_BITS / (8 * self.itemsize) if compressed else 1.0
+
+
+def weight_moves(at: Setting, unit: WeightUnit) -> tuple[Move, ...]:
+    """One load of a weight unit: what comes from disk and what from the host."""
+    shares = tier_shares(at.policy.weight_shares, at.device_is_host)
+    return _weight_moves(tuple(t.shape for t in unit.tensors), unit, shares, at)
+
+
+def weight_ring_bytes(at: Setting, unit: WeightUnit) -> int:
+    shares = tier_shares(at.policy.weight_shares, at.device_is_host)
+    return round(streamed_bytes(unit, shares, at.itemsize, at.device_is_host) * at.packed(at.policy.compress_weight))
+
+
+def _weight_moves(
+    shapes: tuple[tuple[int, ...], ...], unit: WeightUnit, shares: Shares, at: Setting
+) -> tuple[Move, ...]:
+    nbytes, pieces = {"disk": 0.0, "host": 0.0}, {"disk": 0, "host": 0}
+    packed = at.packed(at.policy.compress_weight)
+    for tensor in unit.tensors:
+        for part in weight_parts(tensor, shares):
+            if is_streamed(part.tier, at.device_is_host):
+                nbytes[part.tier] += part_bytes(tensor, part, at.itemsize) * packed
+                pieces[part.tier] += 1
+    moves = (
+        Move("disk_read", nbytes["disk"], pieces["disk"], not at.device_is_host),
+        Move("h2d", nbytes["host"], pieces["host"]),
+    )
+    return tuple(m for m in moves if m.nbytes)
+
+
+def layout_of(at: Setting, block: int, rows: int) -> UnitLayout:
+    return _layout(at, at.need.slots[block], rows)
+
+
+@lru_cache(maxsize=4096)
+def _layout(at: Setting, slots: int, rows: int) -> UnitLayout:
+    return kv_layout(at.spec, at.policy, rows, slots, at.need.record, at.itemsize, at.device_is_host)
+
+
+def kv_ring_bytes(at: Setting, block: int, batch: Batch) -> int:
+    layout = layout_of(at, block, batch.rows)
+    return sum(layout.part_bytes(p) for p in layout.parts if is_streamed(p.tier, at.on_host))
+
+
+def kv_load_moves(at: Setting, block: int, batch: Batch, sweep: int) -> tuple[Move, ...]:
+    """Bring a KV unit for decode sweep `sweep`: the columns that the sweep before has left."""
+    if sweep == 0:
+        return ()
+    return _unit_moves(
+        at, block, batch, at.need.columns(block, sweep - 1, batch.longest), {"disk": "disk_read", "host": "h2d"}
+    )
+
+
+def kv_store_moves(at: Setting, block: int, batch: Batch, sweep: int) -> tuple[Move, ...]:
+    """Store a KV unit: whole after prefill; in decode the new columns to the host, and a share of a whole unit to disk
+    (the overlay is written back every WRITE_BACK_STEPS sweeps)."""
+    whole = _unit_moves(
+        at, block, batch, at.need.columns(block, sweep, batch.longest), {"disk": "disk_write", "host": "d2h"}
+    )
+    if sweep == 0:
+        return whole
+    decode_sweeps = max(1, at.need.gen_len - 1)
+    share = decode_sweeps // WRITE_BACK_STEPS / decode_sweeps
+    found = [
+        Move(m.lane, m.nbytes * share, m.pieces * share, m.crosses) for m in whole if m.lane == "disk_write" and share
+    ]
+    layout = layout_of(at, block, batch.rows)
+    for part in layout.parts:
+        if part.tier == "host" and not at.on_host:
+            packed = at.packed(at.policy.compress_cache)
+            found.append(Move("d2h", part.rows * 2 * layout.width * at.itemsize * packed, 1))
+    return tuple(found)
+
+
+def _unit_moves(at: Setting, block: int, batch: Batch, columns: int, lanes: dict[str, str]) -> tuple[Move, ...]:
+    """The first `columns` slots of every streamed part of a unit, over the lane of its tier."""
+    layout, packed = layout_of(at, block, batch.rows), at.packed(at.policy.compress_cache)
+    found = []
+    for part in layout.parts:
+        if is_streamed(part.tier, at.on_host):
+            ranges = layout.live_ranges(part, batch.rows, columns)
+            crosses = part.tier == "disk" and not at.on_host
+            found.append(Move(lanes[part.tier], sum(n for _, n in ranges) * packed, len(ranges), crosses))
+    return tuple(found)
+
+
+def hidden_moves(at: Setting, batch: Batch, sweep: int, store: bool) -> tuple[Move, ...]:
+    """Hidden states of a micro-batch between two layers."""
+    shares = tier_shares(at.policy.hidden_shares, at.device_is_host)
+    tokens, row = tokens_of(batch, sweep), at.spec.hidden_size * at.itemsize
+    if not hidden_is_brought(at):
+        return ()
+    lanes = {"disk": "disk_write", "host": "d2h"} if store else {"disk": "disk_read", "host": "h2d"}
+    found = []
+    for part in split_rows(tokens, shares):
+        if part.tier in lanes:
+            found.append(Move(lanes[part.tier], part.rows * row, 1, part.tier == "disk" and not at.device_is_host))
+        elif store or part.tier == "device":  # the device's own share is copied out of the ring and back
+            found.append(Move("d2h" if store else "h2d", part.rows * row, 1))
+    return tuple(found)
+
+
+def hidden_is_brought(at: Setting) -> bool:
+    shares = tier_shares(at.policy.hidden_shares, at.device_is_host)
+    return any(
+        s > 0 and is_streamed(t, at.device_is_host) for t, s in zip(("device", "host", "disk"), shares, strict=True)
+    )
+
+
+def tokens_of(batch: Batch, sweep: int) -> int:
+    """Tokens that a micro-batch feeds into a sweep."""
+    return batch.rows if sweep else batch.tokens
+
+
+def layer_work(at: Setting, layer: Layer, unit: WeightUnit, batch: Batch, sweep: int) -> Work:
+    """One (layer, micro-batch) step."""
+    if layer.kind == "embedding":
+        return Work(elementwise=3.0 * tokens_of(batch, sweep) * at.spec.hidden_size * at.itemsize)
+    if layer.kind == "head":
+        head = WeightUnit("", tuple(at.spec.head))
+        return Work(_products(at, head, batch.rows), logits=float(batch.rows * at.spec.vocab_size))
+    tokens = tokens_of(batch, sweep)
+    products = _products(at, unit, tokens)
+    norm, inner = 2 * at.spec.hidden_size, 2 * at.spec.ffn_size
+    width = (norm if layer.kind != "mlp" else 0) + (norm + inner if layer.kind != "attention" else 0)
+    elementwise = float(tokens * width * at.itemsize)
+    if layer.kind == "mlp":
+        return Work(products, elementwise=elementwise)
+    return _attention_work(at, layer.block, batch, sweep, products, elementwise)
+
+
+def _attention_work(
+    at: Setting, block: int, batch: Batch, sweep: int, products: tuple[Product, ...], elementwise: float
+) -> Work:
+    spec = at.spec
+    q_width, column = spec.num_heads * spec.head_dim, 2 * spec.num_kv_heads * spec.head_dim * at.itemsize
+    cache = tier_shares(at.policy.cache_shares, at.device_is_host)
+    compressed = at.policy.compress_cache
+    if sweep == 0:
+        # Under attention on the host, kept columns go there as they are written.
+        kept = batch.rows * at.need.columns(block, 0, batch.mean_len) * column
+        away = kept * (1.0 - cache[0]) if at.on_host and not at.device_is_host else 0.0
+        return Work(
+            products, 2.0 * batch.pairs * q_width, 1.0 * batch.pairs * q_width * at.need.scored, 0.0, 0.0,
+            elementwise + 2.0 * kept, 0.0, 0.0, away,
+        )  # fmt: skip
+    read = float(batch.rows * at.need.columns(block, sweep, batch.mean_len) * column)
+    # Full attention reads all keys but only this share of the values.
+    read *= (1 + at.policy.attn_sparsity) / 2
+    on_device = 1.0 if not at.on_host else cache[0]
+    if at.device_is_host:
+        on_device = 1.0
+    crossing = 0.0
+    if on_device < 1:
+        crossing = (1 - on_device) * batch.rows * (2 * q_width * at.itemsize + column)
+    return Work(
+        products, 0.0, 0.0, read * on_device, read * (1 - on_device), elementwise, read * compressed, 0.0, crossing
+    )  # fmt: skip
+
+
+def _products(at: Setting, unit: WeightUnit, rows: int) -> tuple[Product, ...]:
+    shares = tier_shares(at.policy.weight_shares, at.device_is_host)
+    parts = sum(1 for share in shares if share > 0)
+    return tuple(Product(rows, t.shape[1], t.shape[0], parts) for t in unit.tensors if len(t.shape) == 2)
+
+
+def chunks(rows: int) -> tuple[int, int]:
+    """Rows are multiplied at most TOKEN_CHUNK at a time: (whole chunks, rows of the last one)."""
+    return divmod(rows, TOKEN_CHUNK)

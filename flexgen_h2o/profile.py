@@ -1,0 +1,285 @@
+"""A hardware profile: the measured rates and fixed costs of one machine, JSON in and out. No torch, measures nothing.
+
+A rate is bytes or FLOPs a second; where it depends on a size it is a curve of a few points. Compute rates belong to
+the dtype that is computed in. Written by `flexgen_h2o.hardware` and scripts/fit_profile.py, read by the planner.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from flexgen_h2o.config import DTYPE_BYTES
+from flexgen_h2o.errors import FlexgenError, UsageError
+
+PROFILE_SCHEMA = 1
+MOST_RATE = 1e18
+MOST_SECONDS = 10.0
+MOST_BYTES = 2**63
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A rate as a function of a size, by points of rising size. Between two points the seconds that one unit of work
+    takes are interpolated over log(size); outside them the nearest point holds.
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    @classmethod
+    def flat(cls, rate: float) -> Curve:
+        return cls(((1.0, rate),))
+
+    @cached_property
+    def _sizes(self) -> list[float]:
+        return [size for size, _ in self.points]
+
+    def at(self, size: float) -> float:
+        i = bisect_left(self._sizes, size)
+        if i == 0 or i == len(self.points):
+            return self.points[min(i, len(self.points) - 1)][1]
+        (a, slow), (b, fast) = self.points[i - 1], self.points[i]
+        t = math.log(size / a) / math.log(b / a)
+        return 1 / ((1 - t) / slow + t / fast)
+
+    def scaled(self, factor: float) -> Curve:
+        return Curve(tuple((size, rate * factor) for size, rate in self.points))
+
+
+@dataclass(frozen=True)
+class ComputeRates:
+    """What one dtype computes at. Curves are over the size in brackets.
+
+    matmul_flops_per_s: products of (rows, in) with (out, in) matrices that are not in a cache, by the width
+    sqrt(in x out) and, for each, over [rows]. prefill_attention_flops_per_s: causal attention over [prompt tokens],
+    2 n^2 x (heads x d) FLOPs a prompt (half of the n x n pairs, two products). column_sums_flops_per_s: the second
+    pass of an eviction policy, n^2 x (heads x d) FLOPs. device_ and host_attention_bytes_per_s: decode attention over
+    [head width], bytes of the keys and values that it reads; scored_...: the same with scores and victims.
+    elementwise_bytes_per_s: norms and activations, bytes read and written. dequantise_bytes_per_s: int4 to the dtype,
+    bytes of the result. logits_per_s: choosing a token, logits looked at.
+    """
+
+    matmul_flops_per_s: tuple[tuple[float, Curve], ...]
+    prefill_attention_flops_per_s: Curve
+    column_sums_flops_per_s: Curve
+    device_attention_bytes_per_s: Curve
+    device_scored_attention_bytes_per_s: Curve
+    host_attention_bytes_per_s: Curve
+    host_scored_attention_bytes_per_s: Curve
+    elementwise_bytes_per_s: float
+    device_dequantise_bytes_per_s: float
+    host_dequantise_bytes_per_s: float
+    logits_per_s: float
+
+    def matmul_rate(self, rows: float, width: float) -> float:
+        """FLOPs a second of (rows, in) x (in, out) with sqrt(in x out) = width."""
+        return Curve(tuple((w, over_rows.at(rows)) for w, over_rows in self.matmul_flops_per_s)).at(width)
+
+
+@dataclass(frozen=True)
+class HardwareProfile:
+    """One machine. Rates in bytes a second, times in seconds, sizes in bytes.
+
+    machine: a short name. device_is_host: there is no card, the host computes. device_is_asynchronous: compute is
+    queued on the device and the thread that issues it goes on. *_mem_bytes: what the tiers have in all. h2d, d2h: the
+    link with pinned host memory, ..._unpinned without. disk_read_beside_compute: what is left of the disk's read rate
+    while all cores compute, a share; compute_beside_disk_read: what is left of the compute rate while the disk is
+    read. kernel_s: of one kernel; transfer_s: of one copy over the link; disk_request_s: of one read or write; step_s:
+    of one (layer, micro-batch) step beside its kernels; attention_step_s: more in an attention layer; eviction_step_s:
+    more where columns are dropped; row_s: for each row of a step.
+    compute: rates by dtype. source: where the numbers are from; notes: the same for single fields.
+    """
+
+    machine: str
+    description: str
+    date: str
+    source: str
+    device_is_host: bool
+    device_is_asynchronous: bool
+    device_mem_bytes: int
+    host_mem_bytes: int
+    disk_mem_bytes: int
+    disk_read_bytes_per_s: float
+    disk_write_bytes_per_s: float
+    h2d_bytes_per_s: float
+    d2h_bytes_per_s: float
+    h2d_unpinned_bytes_per_s: float
+    d2h_unpinned_bytes_per_s: float
+    host_memory_bytes_per_s: float
+    device_memory_bytes_per_s: float
+    disk_read_beside_compute: float
+    compute_beside_disk_read: float
+    kernel_s: float
+    transfer_s: float
+    disk_request_s: float
+    step_s: float
+    attention_step_s: float
+    eviction_step_s: float
+    row_s: float
+    compute: Mapping[str, ComputeRates]
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+    def rates(self, dtype: str) -> ComputeRates:
+        """UsageError for a dtype that was not measured."""
+        if dtype not in self.compute:
+            raise UsageError(
+                f"profile of {self.machine}: has no compute rates of {dtype}, only {', '.join(self.compute)}"
+            )
+        return self.compute[dtype]
+
+    def to_json(self) -> dict[str, Any]:
+        body = {f.name: getattr(self, f.name) for f in fields(self)}
+        compute = {dtype: _rates_to_json(rates) for dtype, rates in self.compute.items()}
+        return {"schema": PROFILE_SCHEMA, **body, "compute": compute, "notes": dict(self.notes)}
+
+
+def write_profile(path: Path, profile: HardwareProfile) -> None:
+    """Write a profile file (JSON, DESIGN 3.3). Raises FlexgenError naming the file."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(profile.to_json(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise FlexgenError(f"profile {path}: {error.strerror or error}") from error
+
+
+def read_profile(path: Path) -> HardwareProfile:
+    """Read and validate a profile file; UsageError names the file and the unknown, missing or bad field."""
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"--hardware {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"--hardware {path}: not a JSON file ({error})") from error
+    try:
+        return profile_from_json(body)
+    except UsageError as error:
+        raise UsageError(f"--hardware {path}: {error}") from error
+
+
+def profile_from_json(body: object) -> HardwareProfile:
+    """UsageError names the unknown, missing or bad field."""
+    if not isinstance(body, dict):
+        raise UsageError("a JSON object is expected")
+    if body.get("schema") is True or body.get("schema") != PROFILE_SCHEMA:
+        raise UsageError(f"schema is {body.get('schema')!r}, this version reads {PROFILE_SCHEMA}")
+    given = {key: value for key, value in body.items() if key != "schema"}
+    _check_keys("", given, HardwareProfile)
+    found = {f.name: _READERS[str(f.type)](f.name, given[f.name]) for f in fields(HardwareProfile) if f.name in given}
+    return HardwareProfile(**found)
+
+
+def _check_keys(where: str, given: Mapping[str, object], kind: type) -> None:
+    names = {f.name for f in fields(kind)}
+    unknown, missing = sorted(set(given) - names), sorted(names - set(given) - {"notes"})
+    if unknown or missing:
+        problem = f"unknown field {unknown[0]!r}" if unknown else f"field {missing[0]!r} is missing"
+        raise UsageError(f"{where}{problem}")
+
+
+def _text(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise UsageError(f"{name}: {value!r} is not a text")
+    return value
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise UsageError(f"{name}: {value!r} is not true or false")
+    return value
+
+
+def _size(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST_BYTES:
+        raise UsageError(f"{name}: {value!r} is not a number of bytes")
+    return value
+
+
+def _number(name: str, value: object) -> float:
+    """Rates, shares and seconds: the name's ending says which."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise UsageError(f"{name}: {value!r} is not a number")
+    if name.endswith("per_s"):
+        low, high, what = 1.0, MOST_RATE, "a rate"
+    elif name.endswith("_s"):
+        low, high, what = 0.0, MOST_SECONDS, "a time in seconds"
+    else:
+        low, high, what = 0.01, 1.0, "a share"
+    if not low <= value <= high:
+        raise UsageError(f"{name}: {value!r} is out of range; {what} is between {low:g} and {high:g}")
+    return float(value)
+
+
+def _points(name: str, value: object) -> list[tuple[float, Any]]:
+    """The (size, anything) pairs of a curve's object, by size."""
+    if not isinstance(value, dict) or not value:
+        raise UsageError(f"{name}: an object of sizes and rates is expected, not {value!r}")
+    found = []
+    for key, entry in value.items():
+        try:
+            size = float(key)
+        except ValueError:
+            size = 0.0
+        if not 1 <= size <= MOST_BYTES:
+            raise UsageError(f"{name}: {key!r} is not a size of at least 1")
+        found.append((size, entry))
+    return sorted(found, key=lambda pair: pair[0])
+
+
+def _curve(name: str, value: object) -> Curve:
+    return Curve(tuple((size, _number(name, rate)) for size, rate in _points(name, value)))
+
+
+def _curves(name: str, value: object) -> tuple[tuple[float, Curve], ...]:
+    return tuple((size, _curve(name, curve)) for size, curve in _points(name, value))
+
+
+def _compute(name: str, value: object) -> dict[str, ComputeRates]:
+    if not isinstance(value, dict) or not value:
+        raise UsageError(f"{name}: an object of dtypes is expected, not {value!r}")
+    found = {}
+    for dtype, rates in value.items():
+        if dtype not in DTYPE_BYTES:
+            raise UsageError(f"{name}: {dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+        if not isinstance(rates, dict):
+            raise UsageError(f"{name}.{dtype}: a JSON object is expected")
+        _check_keys(f"{name}.{dtype}: ", rates, ComputeRates)
+        found[dtype] = ComputeRates(
+            **{f.name: _READERS[str(f.type)](f.name, rates[f.name]) for f in fields(ComputeRates)}
+        )
+    return found
+
+
+def _notes(name: str, value: object) -> dict[str, str]:
+    if not isinstance(value, dict):
+        raise UsageError(f"{name}: a JSON object is expected")
+    return {key: _text(f"{name}.{key}", text) for key, text in value.items()}
+
+
+# By the field's annotation, as it is written above.
+_READERS: dict[str, Any] = {
+    "str": _text,
+    "bool": _flag,
+    "int": _size,
+    "float": _number,
+    "Curve": _curve,
+    "tuple[tuple[float, Curve], ...]": _curves,
+    "Mapping[str, ComputeRates]": _compute,
+    "Mapping[str, str]": _notes,
+}
+
+
+def _rates_to_json(rates: ComputeRates) -> dict[str, Any]:
+    def plain(value: Any) -> Any:
+        if isinstance(value, Curve):
+            return {f"{size:g}": rate for size, rate in value.points}
+        if isinstance(value, tuple):
+            return {f"{size:g}": plain(curve) for size, curve in value}
+        return value
+
+    return {f.name: plain(getattr(rates, f.name)) for f in fields(rates)}
