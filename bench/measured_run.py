@@ -19,7 +19,7 @@ import common
 from flexgen_h2o.config import MemoryBudget, Policy
 from flexgen_h2o.doors import run_door
 from flexgen_h2o.llm import LLM
-from flexgen_h2o.planner.rule import AutoPolicy
+from flexgen_h2o.planner.need import AutoPolicy
 
 
 def main() -> int:

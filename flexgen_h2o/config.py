@@ -95,6 +95,10 @@ class ModelSpec:
     bos_token_id: int | None = None
     options: tuple[tuple[str, Any], ...] = ()
 
+    def __hash__(self) -> int:
+        """Of a few fields: the planner looks models up thousands of times, and a model has thousands of tensors."""
+        return hash((self.name, self.family, self.num_blocks, self.hidden_size, self.ffn_size, self.vocab_size))
+
     def option(self, key: str) -> Any:
         return dict(self.options)[key]
 

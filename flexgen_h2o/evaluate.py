@@ -15,6 +15,8 @@ from flexgen_h2o.doors import (
     OneLineParser,
     add_engine_flags,
     budget_of,
+    check_plot_library,
+    check_positions,
     flag_of,
     policy_of,
     positive,
@@ -110,7 +112,7 @@ def _run(argv: list[str] | None) -> int:
     from flexgen_h2o.evaluation.cells import make_cells
     from flexgen_h2o.evaluation.fidelity import Runner
     from flexgen_h2o.llm import LLM
-    from flexgen_h2o.planner.rule import AutoPolicy
+    from flexgen_h2o.planner.need import AutoPolicy
 
     cells, began = make_cells(args.policies, args.budgets), time.perf_counter()
     with LLM(
@@ -141,21 +143,14 @@ def _check(args: argparse.Namespace) -> None:
         if getattr(args, name) is not None:
             check_writable(getattr(args, name), flag_of(name))
     if args.plot is not None:
-        from flexgen_h2o.evaluation.plot import check_plot_library
-
         check_plot_library()
 
 
 def _lengths(args: argparse.Namespace, llm: LLM) -> Lengths:
     from flexgen_h2o.evaluation.rows import Lengths
 
-    lengths, positions = Lengths(args.prompt_len, args.gen_len), llm.model.spec.max_positions
-    if lengths.both - 1 > positions:
-        raise UsageError(
-            f"--prompt-len {args.prompt_len} and --gen-len {args.gen_len}: {llm.model.name} has {positions} positions; "
-            "lower one of them"
-        )
-    return lengths
+    check_positions(args, llm.model.name, llm.model.spec.max_positions)
+    return Lengths(args.prompt_len, args.gen_len)
 
 
 def _rows(

@@ -17,6 +17,7 @@ from flexgen_h2o.doors import (
     add_sampling_flags,
     as_flags,
     budget_of,
+    check_positions,
     eviction_of,
     flag_of,
     naming_flags,
@@ -103,7 +104,7 @@ def _run(argv: list[str] | None) -> int:
             args.ignore_eos or args.prompts is None,
         )  # fmt: skip
     from flexgen_h2o.llm import LLM
-    from flexgen_h2o.planner.rule import AutoPolicy
+    from flexgen_h2o.planner.need import AutoPolicy
     from flexgen_h2o.report import sizes_line
 
     outputs = _Outputs(args.output)
@@ -161,11 +162,7 @@ def _prompts(args: argparse.Namespace, llm: LLM, rows: int) -> list[Prompt]:
     encode = llm.model.encode if llm.model.tokenizer is not None else None
     if args.prompts is not None:
         return read_prompts(args.prompts, encode, spec.vocab_size)
-    if args.prompt_len + args.gen_len - 1 > spec.max_positions:
-        raise UsageError(
-            f"--prompt-len {args.prompt_len} and --gen-len {args.gen_len}: {llm.model.name} has "
-            f"{spec.max_positions} positions; lower one of them"
-        )
+    check_positions(args, llm.model.name, spec.max_positions)
     return benchmark_prompts(rows, args.prompt_len, encode, spec.vocab_size)
 
 

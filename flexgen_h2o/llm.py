@@ -16,13 +16,17 @@ from flexgen_h2o.checkpoint import Checkpoint
 from flexgen_h2o.config import DTYPE_BYTES, MemoryBudget, Policy, read_policy
 from flexgen_h2o.engine import Engine
 from flexgen_h2o.errors import UsageError
+from flexgen_h2o.eviction_need import need_of
 from flexgen_h2o.executor import BlockTimes, Executor, KvUse
 from flexgen_h2o.generation import Chooser, Decoding, LogitsWatch, Row, RowEnd, SlotsWatch, Watches
 from flexgen_h2o.kernels.warm_up import warm_up
 from flexgen_h2o.kvcache.eviction import Eviction, check_eviction
-from flexgen_h2o.paths import usable_path
+from flexgen_h2o.paths import DEFAULT_OFFLOAD_DIR, usable_path
 from flexgen_h2o.planner.memory import MemoryPlan, Shape, plan_within
-from flexgen_h2o.planner.rule import AutoPolicy, Need, choose_policy
+from flexgen_h2o.planner.need import AutoPolicy, Need
+from flexgen_h2o.planner.predict import Prediction
+from flexgen_h2o.planning import Planner
+from flexgen_h2o.profile import HardwareProfile
 from flexgen_h2o.progress import Progress
 from flexgen_h2o.prompts import Completion, Prompt, make_blocks, prompts_from_python
 from flexgen_h2o.report import PhaseReport, RunReport
@@ -35,7 +39,6 @@ from flexgen_h2o.timeline import LANES, Timeline
 
 RANDOM_WEIGHTS_SEED = 0
 RANDOM_DTYPE = "bfloat16"  # of random weights, unless another is asked for
-DEFAULT_OFFLOAD_DIR = Path("~/flexgen_h2o_offload_dir")
 Order = Callable[[int, int], Iterator[Step]]
 
 
@@ -45,7 +48,8 @@ class LLM:
     model: hub id, local Hugging Face folder, or `opt-tiny` (shipped). path: where checkpoints are; `_DUMMY_` asks for
     random weights at the true shape. policy: a `Policy`, "auto", a policy file, or `AutoPolicy(base)`. dtype: "auto"
     takes the checkpoint's (float16 becomes bfloat16 on a CPU). budget: bytes by tier, by default what is free less a
-    margin.
+    margin. hardware: the profile that plans are made with, its file or the name of a shipped one; by default this
+    machine's, measured by `python -m flexgen_h2o.hardware`.
 
     Raises UsageError (unusable input) here, DoesNotFitError here or at `generate`. Nothing big is allocated before the
     first `generate`. Close it, or use it as a context manager, to give memory and scratch files back.
@@ -55,12 +59,14 @@ class LLM:
         self, model: str = "opt-tiny", policy: Policy | AutoPolicy | str | Path = "auto", eviction: object = None,
         device: str = "auto", dtype: str = "auto", budget: MemoryBudget | None = None,
         offload_dir: str | Path | None = None, path: str | None = None, revision: str | None = None,
+        hardware: HardwareProfile | str | Path | None = None,
     ) -> None:  # fmt: skip
         self.eviction = check_eviction(eviction)
         self._asked_policy = _read_policy_argument(policy)
         _check_together(self._asked_policy, self.eviction)
         self._budget = budget or MemoryBudget()
         self._device = open_device(device, separate_budget=self._budget.device is not None)
+        self._device_name, self._hardware = device, hardware
         self.offload_dir = usable_path(offload_dir or DEFAULT_OFFLOAD_DIR, "--offload-dir")
         self.model: Model = find_model(model, path, revision)
         self._asked_dtype = _check_dtype(dtype)
@@ -69,6 +75,7 @@ class LLM:
         self._policy = self._asked_policy if isinstance(self._asked_policy, Policy) else None
         self._engine: Engine | None = None
         self._planned_rows = 0
+        self.predicted: Prediction | None = None
         self._running = threading.Lock()
         self.times: list[BlockTimes] = []
         self._kv_use: list[KvUse] = []
@@ -230,18 +237,19 @@ class LLM:
 
     def _ready(self, rows: Sequence[Row]) -> Engine:
         """An engine whose buffers cover these rows: the open one if it does, else a new one."""
-        longest = max(len(r.prompt.token_ids) for r in rows)
-        need = Need(len(rows), longest, self._slots(rows), self.eviction.needs.record)
+        need = self._need(rows)
         if self._engine is not None and self._serves(self._engine, need, rows):
+            self.predicted = self._predict(need, rows, self._engine.policy, self._engine.plan)
             return self._engine
         self.close()
         spec, itemsize, policy = self.model.spec, DTYPE_BYTES[self.dtype], self._asked_policy
         budgets = resolve_budgets(self._budget, self._device, self.offload_dir)
         if isinstance(policy, AutoPolicy):
-            policy = choose_policy(spec, need, policy.base, itemsize, self._device.is_host, budgets)
+            policy = self._planner.choose(need, policy.base, budgets)
         shape = self._shape(rows, policy)
         plan: MemoryPlan = plan_within(spec, policy, shape, itemsize, self._device.is_host, budgets)
         self._policy, self._planned_rows = policy, need.rows
+        self.predicted = self._predict(need, rows, policy, plan)
         dtype = getattr(torch, self.dtype)
         warm_up(self._device.torch_device, dtype, bool(self.eviction.needs.record))
         self._engine = Engine(
@@ -261,15 +269,27 @@ class LLM:
             rows=max(map(len, batches)),
             micro_batches=max(map(len, blocks)),
             tokens=max(sum(len(p.token_ids) for p in batch) for batch in batches),
-            slots=self._slots(rows),
+            slots=self._need(rows).slots,
             record=self.eviction.needs.record,
         )
 
-    def _slots(self, rows: Sequence[Row]) -> tuple[int, ...]:
-        """Slots that the neediest row has in each transformer block."""
+    def _need(self, rows: Sequence[Row]) -> Need:
         sizes = {(len(r.prompt.token_ids), r.max_new) for r in rows}
-        blocks = self.model.spec.num_blocks
-        return tuple(max(self.eviction.slots(*size, block, blocks) for size in sizes) for block in range(blocks))
+        return need_of(self.eviction, len(rows), sizes, self.model.spec.num_blocks)
+
+    @cached_property
+    def _planner(self) -> Planner:
+        return Planner(
+            self.model.spec, self._device_name, self._device.is_host, self.dtype, self.offload_dir, self._hardware
+        )
+
+    def _predict(self, need: Need, rows: Sequence[Row], policy: Policy, plan: MemoryPlan) -> Prediction | None:
+        """What the run will cost if no row ends early; None where the profile does not know the dtype."""
+        if not self._planner.can_predict:
+            return None
+        blocks = make_blocks([r.prompt for r in rows], policy.gpu_batch_size, policy.num_gpu_batches)
+        lengths = [[[len(p.token_ids) for p in batch] for batch in block] for block in blocks]
+        return self._planner.predict(policy, need, plan, lengths)
 
     @cached_property
     def _checkpoint(self) -> Checkpoint:
@@ -315,7 +335,7 @@ class LLM:
             peak_bytes=engine.peak_bytes,
             io_bytes=moved,
             kv=self._kv_facts(rows),
-            predicted={"prefill_s": None, "decode_s": None},
+            predicted=_predicted_seconds(self.predicted),
             model_bytes=model_bytes,
             cache_bytes=cache_bytes,
             hidden_bytes=hidden_bytes,
@@ -325,6 +345,7 @@ class LLM:
                 "blocks": len(self.times),
                 "kv_reserved_bytes": plan.size("cache"),
                 "look_ahead_units": asdict(plan.depth),
+                "profile": self._planner.profile.machine,
                 "busy_s": {lane: engine.timeline.seconds(lane) for lane in LANES},
             },
         )
@@ -332,12 +353,18 @@ class LLM:
     def _kv_facts(self, rows: Sequence[Row]) -> dict[str, int]:
         """Slots of the neediest row; mean bytes of KV held in a decode sweep, and of what the full cache would hold."""
         column = self.model.spec.kv_bytes_per_token(DTYPE_BYTES[self.dtype]) // self.model.spec.num_blocks
-        facts = {"slots": max(self._slots(rows))}
+        facts = {"slots": max(self._need(rows).slots)}
         for name, kind in (("bytes", "held"), ("full_bytes", "full")):
             sweeps = [n for use in self._kv_use for n in getattr(use, kind)[1:]]
             sweeps = sweeps or [n for use in self._kv_use for n in getattr(use, kind)]
             facts[name] = column * sum(sweeps) // max(1, len(sweeps))
         return facts
+
+
+def _predicted_seconds(predicted: Prediction | None) -> dict[str, float | None]:
+    if predicted is None:
+        return {"prefill_s": None, "decode_s": None}
+    return {"prefill_s": predicted.prefill_s, "decode_s": predicted.decode_s}
 
 
 def _read_policy_argument(policy: Policy | AutoPolicy | str | Path) -> Policy | AutoPolicy:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from flexgen_h2o.errors import UsageError
 
+DEFAULT_OFFLOAD_DIR = Path("~/flexgen_h2o_offload_dir")
+
 
 def usable_path(text: str | Path, what: str) -> Path:
     """`text` with `~` expanded. `what` names the flag in the error.

@@ -17,11 +17,13 @@ from typing import Any
 
 from flexgen_h2o.config import DTYPE_BYTES
 from flexgen_h2o.errors import FlexgenError, UsageError
+from flexgen_h2o.paths import usable_path
 
 PROFILE_SCHEMA = 1
 MOST_RATE = 1e18
 MOST_SECONDS = 10.0
 MOST_BYTES = 2**63
+SHIPPED = Path(__file__).resolve().parent.parent / "policies" / "profiles"
 
 
 @dataclass(frozen=True)
@@ -90,9 +92,12 @@ class HardwareProfile:
     queued on the device and the thread that issues it goes on. *_mem_bytes: what the tiers have in all. h2d, d2h: the
     link with pinned host memory, ..._unpinned without. disk_read_beside_compute: what is left of the disk's read rate
     while all cores compute, a share; compute_beside_disk_read: what is left of the compute rate while the disk is
-    read. kernel_s: of one kernel; transfer_s: of one copy over the link; disk_request_s: of one read or write; step_s:
-    of one (layer, micro-batch) step beside its kernels; attention_step_s: more in an attention layer; eviction_step_s:
-    more where columns are dropped; row_s: for each row of a step.
+    read. *_memory_bytes_per_s: of a copy, bytes read and written. kernel_s: of one operation with next to nothing to
+    do; transfer_s, disk_request_s: from handing a small copy, a small read to its lane until the bytes are there.
+    step_s: of one (layer, micro-batch) step of a decode sweep beside its products and kernel_s for each of them; where
+    compute is asynchronous, with the seconds that issuing them takes. attention_step_s: more in an attention layer;
+    eviction_step_s: more where columns are dropped; row_s: for each further row of a step that the host computes, and
+    beside a card for each row whose columns the host drops.
     compute: rates by dtype. source: where the numbers are from; notes: the same for single fields.
     """
 
@@ -146,6 +151,18 @@ def write_profile(path: Path, profile: HardwareProfile) -> None:
         path.write_text(json.dumps(profile.to_json(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
     except OSError as error:
         raise FlexgenError(f"profile {path}: {error.strerror or error}") from error
+
+
+def find_profile(name_or_path: str | Path) -> Path:
+    """A profile file, or the name of a shipped one (`t4`). UsageError for neither."""
+    path = usable_path(name_or_path, "--hardware")
+    if path.is_file():
+        return path
+    shipped = SHIPPED / f"{name_or_path}.json"
+    if str(name_or_path) == path.name and shipped.is_file():
+        return shipped
+    names = ", ".join(sorted(p.stem for p in SHIPPED.glob("*.json")))
+    raise UsageError(f"--hardware {name_or_path}: no such file, and not a shipped profile ({names or 'none is here'})")
 
 
 def read_profile(path: Path) -> HardwareProfile:
@@ -219,7 +236,7 @@ def _points(name: str, value: object) -> list[tuple[float, Any]]:
     """The (size, anything) pairs of a curve's object, by size."""
     if not isinstance(value, dict) or not value:
         raise UsageError(f"{name}: an object of sizes and rates is expected, not {value!r}")
-    found = []
+    found: list[tuple[float, Any]] = []
     for key, entry in value.items():
         try:
             size = float(key)
@@ -227,6 +244,8 @@ def _points(name: str, value: object) -> list[tuple[float, Any]]:
             size = 0.0
         if not 1 <= size <= MOST_BYTES:
             raise UsageError(f"{name}: {key!r} is not a size of at least 1")
+        if size in (other for other, _ in found):
+            raise UsageError(f"{name}: size {size:g} is there twice")
         found.append((size, entry))
     return sorted(found, key=lambda pair: pair[0])
 

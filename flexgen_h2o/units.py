@@ -1,4 +1,4 @@
-"""Byte sizes as people write them (`12GiB`) and as the engine counts them (int)."""
+"""Byte sizes as people write them (`12GiB`) and as the engine counts them (int); durations for people."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from flexgen_h2o.errors import UsageError
 
 MOST_BYTES = 2**63
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
+MARGIN_SHARE = 0.1
+MARGIN_BYTES = GIB // 2
 
 _UNITS = {
     "": 1, "b": 1,
@@ -44,6 +46,25 @@ def format_bytes(size: float) -> str:
     return f"{int(size)} B"
 
 
+def format_seconds(seconds: float) -> str:
+    """A duration for people: `0.31 s`, `42 s`, `4 min 10 s`, `3 h 7 min`, `2 d 5 h`."""
+    if seconds < 10:
+        return f"{seconds:.2g} s"
+    whole, minutes, hours = round(seconds), round(seconds / 60), round(seconds / 3600)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    if minutes < 24 * 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{hours // 24} d {hours % 24} h"
+
+
 def round_up(size: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is at least `size`."""
     return -(-size // multiple) * multiple
+
+
+def less_margin(free: int) -> int:
+    """What a run may hold of `free` bytes of a tier: a tenth, and at least half a GiB, stays free."""
+    return max(0, int(free - max(MARGIN_BYTES, MARGIN_SHARE * free)))

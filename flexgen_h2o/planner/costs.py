@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from flexgen_h2o.config import Layer, LayerPlan, WeightUnit
+from flexgen_h2o.config import Layer, LayerPlan, ModelSpec, WeightUnit
 from flexgen_h2o.limits import READ_THREADS, TOKEN_CHUNK
 from flexgen_h2o.planner.need import Batch
 from flexgen_h2o.planner.work import (
@@ -32,10 +32,12 @@ ATTENTION_KINDS = ("attention", "block")
 
 @dataclass(frozen=True)
 class Lasting:
-    """A load or store: `seconds` on a lane."""
+    """A load or store: `seconds` on a lane. link_s: that it keeps the link between host and device busy beside it."""
 
     lane: str
     seconds: float
+    link: str = ""
+    link_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -64,35 +66,33 @@ class Costs:
 
     @cached_property
     def layers(self) -> LayerPlan:
-        return self.at.spec.layers(self.at.policy.sep_layer)
+        return _layer_plan(self.at.spec, self.at.policy.sep_layer)
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
         """For each layer the first layer that costs the same."""
-        first: dict[tuple[object, ...], int] = {}
-        found = []
-        for i, layer in enumerate(self.layers.layers):
-            shapes = tuple(t.shape for t in self.layers.units[layer.unit].tensors)
-            kv = (self.at.need.slots[layer.block], self.at.need.kept[layer.block]) if layer.block >= 0 else ()
-            found.append(first.setdefault((layer.kind, shapes, kv), i))
-        return tuple(found)
+        at = self.at
+        return _kinds(at.spec, at.policy.sep_layer, at.need.slots, at.need.kept)
 
     @cached_property
     def _step_costs(self) -> dict[tuple[int, Batch, int], StepCost]:
         return {}
 
-    @cached_property
-    def weight_loads(self) -> tuple[tuple[Lasting, ...], ...]:
-        """By weight unit."""
-        return tuple(self._lasting(weight_moves(self.at, unit)) for unit in self.layers.units)
+    @property
+    def loaded_kinds(self) -> Counter[int]:
+        """How often a sweep loads each kind of layer's weights; a tied head and the next embedding are one load."""
+        return _loaded_kinds(self.at.spec, self.at.policy.sep_layer, self.kinds)
 
-    @cached_property
-    def dequantise_s(self) -> tuple[float, ...]:
-        """By weight unit: to unpack it for a block."""
+    def weight_load(self, unit: int) -> tuple[Lasting, ...]:
+        """One load of a weight unit."""
+        return self._lasting(weight_moves(self.at, self.layers.units[unit]))
+
+    def dequantise_s(self, unit: int) -> float:
+        """To unpack a weight unit for a block."""
         if not self.at.policy.compress_weight:
-            return (0.0,) * len(self.layers.units)
+            return 0.0
         rate = self.profile.rates(self.dtype).device_dequantise_bytes_per_s
-        return tuple(_matrix_bytes(unit) * self.at.itemsize / rate for unit in self.layers.units)
+        return _matrix_elements(self.layers.units[unit]) * self.at.itemsize / rate
 
     def step(self, layer_index: int, batch: Batch, sweep: int) -> StepCost:
         key = (self.kinds[layer_index], batch, sweep)
@@ -104,7 +104,11 @@ class Costs:
         at, p = self.at, self.profile
         work = layer_work(at, layer, self.layers.units[layer.unit], batch, sweep)
         device_s, host_s = self.compute_seconds(work)
-        issue_s = p.step_s + p.row_s * batch.rows
+        issue_s = p.step_s
+        if at.device_is_host:
+            issue_s += p.row_s * batch.rows
+        elif at.need.record and work.host_kv:  # a card computes rows side by side, a host drops columns row by row
+            host_s += p.row_s * batch.rows * work.host_kv / (work.host_kv + work.device_kv)
         kv: tuple[tuple[Move, ...], tuple[Move, ...]] = ((), ())
         if layer.kind in ATTENTION_KINDS:
             kv = kv_load_moves(at, layer.block, batch, sweep), kv_store_moves(at, layer.block, batch, sweep)
@@ -148,7 +152,15 @@ class Costs:
         return product.flops / rates.matmul_rate(product.rows, width) + product.parts * self.profile.kernel_s
 
     def _lasting(self, moves: Sequence[Move]) -> tuple[Lasting, ...]:
-        return tuple(Lasting(m.lane, self.move_seconds(m)) for m in moves if m.nbytes)
+        return tuple(self._lasting_of(m) for m in moves if m.nbytes)
+
+    def _lasting_of(self, move: Move) -> Lasting:
+        seconds = self.move_seconds(move)
+        if not move.crosses:
+            return Lasting(move.lane, seconds)
+        if move.lane == "disk_read":
+            return Lasting(move.lane, seconds, "h2d", move.nbytes / self.profile.h2d_bytes_per_s)
+        return Lasting(move.lane, seconds, "d2h", move.nbytes / self.profile.d2h_bytes_per_s)
 
     def move_seconds(self, move: Move) -> float:
         """Of a disk's bytes that cross to the device each reader copies its own, so two of them share the copying."""
@@ -173,18 +185,16 @@ class Costs:
         overlap, their sum when nothing does."""
         found = dict.fromkeys(RESOURCES, 0.0)
         batches, kinds = Counter(block), Counter(self.kinds)
-        last = None
-        for layer in self.layers.layers:
-            if layer.unit != last:
-                last = layer.unit
-                found["device_compute"] += self.dequantise_s[layer.unit]
-                for load in self.weight_loads[layer.unit]:
-                    found[load.lane] += load.seconds
+        for index, count in self.loaded_kinds.items():
+            unit = self.layers.layers[index].unit
+            found["device_compute"] += count * self.dequantise_s(unit)
+            for load in self.weight_load(unit):
+                _work(found, load, count)
         for index, layers in kinds.items():
             for batch, count in batches.items():
                 cost, times = self.step(index, batch, sweep), layers * count
                 for moved in (*cost.kv_load, *cost.kv_store, *cost.hidden_load, *cost.hidden_store):
-                    found[moved.lane] += times * moved.seconds
+                    _work(found, moved, times)
                 compute, issue = cost.device_s, cost.issue_s
                 # What is queued on a device runs beside the thread that issues it.
                 together = max(compute, issue) if self.profile.device_is_asynchronous else compute + issue
@@ -204,8 +214,37 @@ class Costs:
         return replace(self, profile=slowed(p, read_left, compute_left))
 
 
+def _work(busy: dict[str, float], moved: Lasting, times: float) -> None:
+    busy[moved.lane] += times * moved.seconds
+    if moved.link:
+        busy[moved.link] += times * moved.link_s
+
+
+@lru_cache(maxsize=64)
+def _loaded_kinds(spec: ModelSpec, sep_layer: bool, kinds: tuple[int, ...]) -> Counter[int]:
+    layers = _layer_plan(spec, sep_layer).layers
+    before = (layers[-1], *layers)
+    return Counter(k for k, layer, last in zip(kinds, layers, before, strict=False) if layer.unit != last.unit)
+
+
+@lru_cache(maxsize=64)
+def _layer_plan(spec: ModelSpec, sep_layer: bool) -> LayerPlan:
+    return spec.layers(sep_layer)
+
+
+@lru_cache(maxsize=64)
+def _kinds(spec: ModelSpec, sep_layer: bool, slots: tuple[int, ...], kept: tuple[int, ...]) -> tuple[int, ...]:
+    first: dict[tuple[object, ...], int] = {}
+    plan, found = _layer_plan(spec, sep_layer), []
+    for i, layer in enumerate(plan.layers):
+        shapes = tuple(t.shape for t in plan.units[layer.unit].tensors)
+        kv = (slots[layer.block], kept[layer.block]) if layer.block >= 0 else ()
+        found.append(first.setdefault((layer.kind, shapes, kv), i))
+    return tuple(found)
+
+
 @lru_cache(maxsize=256)
-def _matrix_bytes(unit: WeightUnit) -> int:
+def _matrix_elements(unit: WeightUnit) -> int:
     """Elements of a unit's matrices."""
     return sum(t.numel for t in unit.tensors if len(t.shape) == 2)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from flexgen_h2o.config import TIERS, ModelSpec, Policy, TensorSpec, WeightUnit
@@ -51,6 +51,7 @@ class Shape:
         return self.record == other.record and all(a >= b for a, b in zip(mine, theirs, strict=True))
 
 
+INT4_BITS = 4.5  # a value in groups of 64: 4 bits, and two 16-bit numbers a group (FlexGen's format)
 RANK_BYTES = 48  # of a column while it is ranked: sums, ranks, sorted copies of both and int64 indices
 
 
@@ -236,6 +237,7 @@ def memory_plan(
         Buffer("temporaries", "device", temporary_bytes(spec, shape, itemsize, policy.attn_sparsity)),
         Buffer("staging", "host", (READ_THREADS + WRITE_THREADS) * STAGING_BYTES),
     ]
+    buffers = _packed(buffers, spec, policy, shape, itemsize, device_is_host)
     on_host = {"device": "host"} if device_is_host else {}
     merged: dict[tuple[str, str], int] = {}
     for b in buffers:
@@ -244,6 +246,26 @@ def memory_plan(
             merged[place] = merged.get(place, 0) + b.nbytes
     placed = tuple(Buffer(name, tier, nbytes) for (name, tier), nbytes in merged.items())
     return MemoryPlan(placed, tuple(workspace.items()), shape, depth)
+
+
+def _packed(
+    buffers: list[Buffer], spec: ModelSpec, policy: Policy, shape: Shape, itemsize: int, device_is_host: bool
+) -> list[Buffer]:
+    """The buffers where weights or KV are held in int4, and room for one unit of each in the compute dtype."""
+    names: tuple[str, ...] = ()
+    unpacked = []
+    if policy.compress_weight:
+        names += ("weights", "weight ring")
+        largest = max(unit.numel for unit in spec.layers(policy.sep_layer).units)
+        unpacked.append(Buffer("unpacked weights", "device", largest * itemsize))
+    if policy.compress_cache:
+        names += ("cache", "cache ring", "cache overlay")
+        where = "host" if attends_on_host(policy, device_is_host) else "device"
+        column = 2 * spec.num_kv_heads * spec.head_dim * itemsize
+        unpacked.append(Buffer("unpacked cache", where, shape.rows * shape.most_slots * column))
+    share = INT4_BITS / (8 * itemsize)
+    held = [replace(b, nbytes=math.ceil(b.nbytes * share)) if b.name in names else b for b in buffers]
+    return held + unpacked
 
 
 def plan_within(

@@ -69,10 +69,7 @@ Block = tuple[Batch, ...]
 
 @dataclass(frozen=True)
 class AutoPolicy:
-    """Batch sizes and shares are chosen for each workload; everything else is taken from `base`.
-
-    `may_compress` lets the search choose 4-bit weights or KV (base.compress_* True) where they win.
-    """
+    """Batch sizes, shares and the side of attention are chosen for each workload; the rest is taken from `base`."""
 
     base: Policy = field(default_factory=Policy)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, TypeVar
 
 from flexgen_h2o.config import DTYPE_BYTES, TIERS, ModelSpec, Policy
 from flexgen_h2o.planner.costs import RESOURCES, Costs
@@ -14,7 +15,9 @@ from flexgen_h2o.planner.simulator import OnSpan, simulate
 from flexgen_h2o.planner.work import Setting
 from flexgen_h2o.profile import HardwareProfile
 
+_Any = TypeVar("_Any")
 PHASES = ("prefill", "decode")
+CUT_BLOCKS = 6  # transformer blocks that are simulated of a deep model, and twice as many
 MOST_WALKED = 8  # sweeps of a block that are simulated; the others are interpolated
 
 
@@ -81,7 +84,10 @@ def predict(
     spec: ModelSpec, policy: Policy, need: Need, machine: Machine, plan: MemoryPlan,
     blocks: Sequence[tuple[Block, int]], on_span: OnSpan | None = None,
 ) -> Prediction:  # fmt: skip
-    """The cost of running `blocks`, each as often as it says, with the buffers of `plan`. on_span: of the first block."""
+    """The cost of running `blocks`, each as often as it says, with the buffers of `plan`.
+
+    on_span hears what the first block does.
+    """
     costs = Costs(machine.setting(spec, policy, need), machine.profile, machine.dtype)
     seconds = dict.fromkeys(PHASES, 0.0)
     busy = {phase: dict.fromkeys(RESOURCES, 0.0) for phase in PHASES}
@@ -105,6 +111,36 @@ def walked_sweeps(gen_len: int) -> tuple[int, ...]:
 
 
 def _block_seconds(
+    costs: Costs, plan: MemoryPlan, block: Block, on_span: OnSpan | None
+) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """Seconds by phase, and busy seconds by phase and resource. Of a deep model a few transformer blocks are walked,
+    and twice as many: what the others add is the difference, for each as much."""
+    depth = costs.at.spec.num_blocks
+    if depth <= 2 * CUT_BLOCKS or on_span is not None:
+        return _walk(costs, plan, block, on_span)
+    few, more = (_walk(replace(costs, at=_cut(costs.at, n)), plan, block, None) for n in (CUT_BLOCKS, 2 * CUT_BLOCKS))
+    times = depth / CUT_BLOCKS - 2
+
+    def extended(less: Mapping[str, float], full: Mapping[str, float]) -> dict[str, float]:
+        return {name: full[name] + max(0.0, full[name] - less[name]) * times for name in full}
+
+    busy = {phase: extended(few[1][phase], more[1][phase]) for phase in PHASES}
+    return extended(few[0], more[0]), busy
+
+
+def _cut(at: Setting, depth: int) -> Setting:
+    """The same with `depth` transformer blocks, evenly taken from all."""
+    spec, need = at.spec, at.need
+    chosen = [round(i * (spec.num_blocks - 1) / (depth - 1)) for i in range(depth)]
+
+    def some(values: Sequence[_Any]) -> tuple[_Any, ...]:
+        return tuple(values[i] for i in chosen)
+
+    cut = replace(spec, num_blocks=depth, attention=some(spec.attention), mlp=some(spec.mlp))
+    return replace(at, spec=cut, need=replace(need, slots=some(need.slots), kept=some(need.kept)))
+
+
+def _walk(
     costs: Costs, plan: MemoryPlan, block: Block, on_span: OnSpan | None
 ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     need = costs.at.need
@@ -141,7 +177,7 @@ def _sum_of_sweeps(walked: Sequence[int], values: Sequence[float]) -> float:
 
 
 def _between(points: Sequence[tuple[float, float]], at: float) -> float:
-    for (a, low), (b, high) in zip(points, points[1:], strict=False):
+    for (a, low), (b, high) in pairwise(points):
         if at <= b or b == points[-1][0]:
             return low + (high - low) * (at - a) / (b - a)
     return points[-1][1]

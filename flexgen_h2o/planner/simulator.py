@@ -43,6 +43,9 @@ class _Clock:
         end = start + lasting.seconds
         self.free[lasting.lane] = end
         self.busy[lasting.lane] += lasting.seconds
+        if lasting.link:  # another lane's copies over the same link wait meanwhile
+            self.busy[lasting.link] += lasting.link_s
+            self.free[lasting.link] = max(self.free[lasting.link], start) + lasting.link_s
         self.span(lasting.lane, name, start, end)
         return _Event(self, end)
 
@@ -90,7 +93,7 @@ class _WeightSource:
         return True
 
     def load(self, key: int, region: Region) -> list[Done]:
-        loads = self._costs().weight_loads[key]
+        loads = self._costs().weight_load(key)
         return cast(list[Done], [self._clock.queue("load_weight", lasting, region.after) for lasting in loads])
 
 
@@ -262,7 +265,7 @@ class _Simulation:
         if self._open is not None:
             self._weights.give_back(self._open[1], [_Event(self.clock, self.clock.device)])
         self._open = (unit, self._weights.take(unit))
-        return self._now().dequantise_s[unit]
+        return self._now().dequantise_s(unit)
 
     def _compute(self, cost: StepCost, dequantise_s: float, name: str) -> _Event:
         clock, device_s = self.clock, cost.device_s + dequantise_s

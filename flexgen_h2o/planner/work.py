@@ -9,14 +9,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from flexgen_h2o.config import Layer, ModelSpec, Policy, WeightUnit
+from flexgen_h2o.config import Layer, ModelSpec, Policy, TensorSpec, WeightUnit
 from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.limits import TOKEN_CHUNK, WRITE_BACK_STEPS
-from flexgen_h2o.planner.memory import attends_on_host, kv_layout, part_bytes, streamed_bytes, tier_shares, weight_parts
+from flexgen_h2o.planner.memory import (
+    INT4_BITS,
+    attends_on_host,
+    kv_layout,
+    part_bytes,
+    streamed_bytes,
+    tier_shares,
+    weight_parts,
+)
 from flexgen_h2o.planner.need import Batch, Need
 from flexgen_h2o.tiers.placement import Shares, is_streamed, split_rows
-
-INT4_BITS = 4.5  # a value in groups of 64: 4 bits, and two 16-bit numbers a group (FlexGen's format)
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,8 @@ class Setting:
 def weight_moves(at: Setting, unit: WeightUnit) -> tuple[Move, ...]:
     """One load of a weight unit: what comes from disk and what from the host."""
     shares = tier_shares(at.policy.weight_shares, at.device_is_host)
-    return _weight_moves(tuple(t.shape for t in unit.tensors), unit, shares, at)
+    shapes = tuple(t.shape for t in unit.tensors)
+    return _weight_moves(shapes, shares, at.itemsize, at.device_is_host, at.packed(at.policy.compress_weight))
 
 
 def weight_ring_bytes(at: Setting, unit: WeightUnit) -> int:
@@ -95,18 +102,20 @@ def weight_ring_bytes(at: Setting, unit: WeightUnit) -> int:
     return round(streamed_bytes(unit, shares, at.itemsize, at.device_is_host) * at.packed(at.policy.compress_weight))
 
 
+# Units of a model are of four kinds or so.
+@lru_cache(maxsize=4096)
 def _weight_moves(
-    shapes: tuple[tuple[int, ...], ...], unit: WeightUnit, shares: Shares, at: Setting
+    shapes: tuple[tuple[int, ...], ...], shares: Shares, itemsize: int, device_is_host: bool, packed: float
 ) -> tuple[Move, ...]:
     nbytes, pieces = {"disk": 0.0, "host": 0.0}, {"disk": 0, "host": 0}
-    packed = at.packed(at.policy.compress_weight)
-    for tensor in unit.tensors:
+    for shape in shapes:
+        tensor = TensorSpec("", "", shape)
         for part in weight_parts(tensor, shares):
-            if is_streamed(part.tier, at.device_is_host):
-                nbytes[part.tier] += part_bytes(tensor, part, at.itemsize) * packed
+            if is_streamed(part.tier, device_is_host):
+                nbytes[part.tier] += part_bytes(tensor, part, itemsize) * packed
                 pieces[part.tier] += 1
     moves = (
-        Move("disk_read", nbytes["disk"], pieces["disk"], not at.device_is_host),
+        Move("disk_read", nbytes["disk"], pieces["disk"], not device_is_host),
         Move("h2d", nbytes["host"], pieces["host"]),
     )
     return tuple(m for m in moves if m.nbytes)

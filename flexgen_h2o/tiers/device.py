@@ -21,11 +21,19 @@ class Device(ABC):
 
     is_host: host memory is computed on in place, nothing is copied to or from this device.
     tier: the budget that its buffers are charged to.
+    is_asynchronous: compute is queued, and the thread that issues it goes on.
+    dtypes: what it computes fast in, the usual one first.
     """
 
     torch_device: torch.device
     is_host: bool
     tier: str
+    is_asynchronous = False
+    dtypes: tuple[str, ...]
+
+    def card(self) -> tuple[str, int] | None:
+        """Name and bytes of memory of the card; None without one."""
+        return None
 
     def compute_dtype(self, asked: str | None, stored: str) -> str:
         """The dtype to compute in: as asked, else as stored where this device is fast with it."""
@@ -50,6 +58,7 @@ class Device(ABC):
 
 class _OrdinaryMemory(Device):
     torch_device = torch.device("cpu")
+    dtypes = ("bfloat16", "float32")
 
     def compute_dtype(self, asked: str | None, stored: str) -> str:
         """CPUs compute float16 many times slower than bfloat16: refused when asked for, replaced when stored."""
@@ -89,9 +98,15 @@ class CudaDevice(Device):
 
     is_host = False
     tier = "device"
+    is_asynchronous = True
+    dtypes = ("float16", "bfloat16", "float32")
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
+
+    def card(self) -> tuple[str, int]:
+        about = torch.cuda.get_device_properties(self.torch_device)
+        return str(about.name), int(about.total_memory)
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         memory = torch.zeros(nbytes, dtype=torch.uint8, device=self.torch_device)

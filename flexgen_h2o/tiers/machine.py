@@ -10,10 +10,8 @@ import torch
 
 from flexgen_h2o.config import MemoryBudget
 from flexgen_h2o.tiers.device import Device
-from flexgen_h2o.units import GIB
+from flexgen_h2o.units import GIB, less_margin
 
-MARGIN_SHARE = 0.1
-MARGIN_BYTES = GIB // 2
 DISK_MARGIN_BYTES = 2 * GIB
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -23,14 +21,14 @@ def resolve_budgets(budget: MemoryBudget, device: Device, offload_dir: Path) -> 
 
     Where the device is host memory there is no device tier (0).
     """
-    host = budget.host if budget.host is not None else _less_margin(free_host_bytes())
+    host = budget.host if budget.host is not None else less_margin(free_host_bytes())
     disk = budget.disk
     if disk is None:
         folder = next(p for p in (offload_dir, *offload_dir.absolute().parents) if p.exists())
         disk = max(0, shutil.disk_usage(folder).free - DISK_MARGIN_BYTES)
     if device.is_host:
         return {"device": 0, "host": host, "disk": disk}
-    on_device = budget.device if budget.device is not None else _less_margin(_free_device_bytes(device))
+    on_device = budget.device if budget.device is not None else less_margin(_free_device_bytes(device))
     return {"device": on_device, "host": host, "disk": disk}
 
 
@@ -51,7 +49,3 @@ def free_host_bytes() -> int:
 
 def _free_device_bytes(device: Device) -> int:
     return int(torch.cuda.mem_get_info(device.torch_device)[0])
-
-
-def _less_margin(free: int) -> int:
-    return max(0, int(free - max(MARGIN_BYTES, MARGIN_SHARE * free)))

@@ -23,10 +23,24 @@ PACKAGE = "flexgen_h2o"
 # and rooms of one floor form no circle.
 FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"flex_opt", "policy_search", "hardware", "batch", "evaluate", "cli"}),
-    frozenset({"llm", "jobs", "evaluation", "integrations", "profiling", "report", "progress", "source", "doors"}),
-    frozenset({"executor", "engine", "generation"}),
+    frozenset(
+        {
+            "llm",
+            "jobs",
+            "evaluation",
+            "integrations",
+            "plan_report",
+            "planning",
+            "profiling",
+            "report",
+            "progress",
+            "source",
+            "doors",
+        }
+    ),
+    frozenset({"executor", "engine", "eviction_need", "generation"}),
     frozenset({"weights", "kvcache", "hidden", "models", "planner"}),
-    frozenset({"kernels", "tiers", "checkpoint", "schedule", "timeline", "sampling", "prompts"}),
+    frozenset({"kernels", "tiers", "checkpoint", "schedule", "timeline", "timeline_plot", "sampling", "prompts"}),
     frozenset({"config", "interrupts", "limits", "paths", "profile", "units", "errors"}),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

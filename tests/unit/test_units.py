@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_h2o.errors import UsageError
-from flexgen_h2o.units import GIB, KIB, MIB, TIB, format_bytes, parse_bytes, round_up
+from flexgen_h2o.units import GIB, KIB, MIB, TIB, format_bytes, format_seconds, parse_bytes, round_up
 
 
 @pytest.mark.parametrize(
@@ -72,3 +72,14 @@ def test_a_printed_size_reads_back_to_within_half_a_hundredth(size: int) -> None
 def test_round_up_is_the_smallest_multiple_not_below(size: int, multiple: int) -> None:
     rounded = round_up(size, multiple)
     assert rounded % multiple == 0 and size <= rounded < size + multiple
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.031234, "0.031 s"), (9.94, "9.9 s"), (42.4, "42 s"), (59.6, "1 min 0 s"), (250, "4 min 10 s"),
+        (3599.7, "1 h 0 min"), (11_220, "3 h 7 min"), (86_399, "1 d 0 h"), (2 * 86_400 + 5 * 3600, "2 d 5 h"),
+    ],
+)  # fmt: skip
+def test_durations_for_people(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text

@@ -1,0 +1,21 @@
+"""What an eviction policy keeps, in the planner's terms."""
+
+from __future__ import annotations
+
+from flexgen_h2o.kvcache.eviction import Eviction
+from flexgen_h2o.planner.need import Need
+
+
+def need_of(eviction: Eviction, rows: int, sizes: set[tuple[int, int]], num_blocks: int) -> Need:
+    """The need of `rows` rows. sizes: the (prompt tokens, most new tokens) that there are among them."""
+    blocks = range(num_blocks)
+    prompt_len = max(prompt for prompt, _ in sizes)
+    return Need(
+        rows=rows,
+        prompt_len=prompt_len,
+        gen_len=max(new for _, new in sizes),
+        slots=tuple(max(eviction.slots(*size, block, num_blocks) for size in sizes) for block in blocks),
+        kept=tuple(min(prompt_len, eviction.budget(prompt_len, block, num_blocks).columns) for block in blocks),
+        record=eviction.needs.record,
+        scored=eviction.needs.query_rows is None,
+    )

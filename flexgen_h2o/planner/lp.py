@@ -1,0 +1,130 @@
+"""The linear program over the nine shares of a placement, for fixed batch sizes (FlexGen, Sheng et al. 2023, 4.3).
+
+Bytes and seconds are linear in the shares. Their coefficients are not written down a second time: the memory plan and
+the costs are worked out for placements with everything on one tier, and the program interpolates between these corners.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import pulp
+
+from flexgen_h2o.config import TIERS, ModelSpec, Policy
+from flexgen_h2o.planner.costs import LANES, Costs
+from flexgen_h2o.planner.memory import Depth, memory_plan
+from flexgen_h2o.planner.need import Batch, Need, shape_of
+from flexgen_h2o.planner.predict import PHASES, Machine
+from flexgen_h2o.units import GIB
+
+KINDS = ("weights", "cache", "hidden")
+# Of equally fast placements the one that keeps resources idle: this share of their busy seconds counts.
+TIE_BREAK = 1e-3
+
+Shares = tuple[float, float, float, float, float, float]  # of weights, cache, hidden on device and host
+
+
+@dataclass(frozen=True)
+class Corner:
+    """One placement with each kind of bytes on one tier: bytes by tier, busy seconds by phase and resource."""
+
+    nbytes: Mapping[str, int]
+    busy: Mapping[str, Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class Corners:
+    """Everything on disk, and the same with one kind moved to a faster tier, by the index into `percent`."""
+
+    base: Corner
+    moved: Mapping[int, Corner]
+
+
+@dataclass(frozen=True)
+class Solution:
+    """seconds: of one block by the program; shares: 0 to 1; gain_s_per_gib: seconds a block saves with a GiB more."""
+
+    seconds: float
+    shares: Shares
+    gain_s_per_gib: Mapping[str, float]
+
+
+def find_corners(spec: ModelSpec, policy: Policy, need: Need, machine: Machine, depth: Depth) -> Corners:
+    """policy: batch sizes and switches; its shares do not count."""
+
+    # Where the device is host memory there is no host tier besides it.
+    moved = range(0, 6, 2) if machine.device_is_host else range(6)
+
+    def corner(*moved: int) -> Corner:
+        return find_corner(spec, policy, moved, need, machine, depth)
+
+    return Corners(corner(), {i: corner(i) for i in moved})
+
+
+def find_corner(
+    spec: ModelSpec, policy: Policy, moved: Sequence[int], need: Need, machine: Machine, depth: Depth
+) -> Corner:
+    """The kinds of bytes at these indices of `percent` are moved there, the others are on disk."""
+    w, wc, c, cc, h, hc = (100 if i in moved else 0 for i in range(6))
+    return _corner(spec, replace(policy, percent=(w, wc, c, cc, h, hc)), need, machine, depth)
+
+
+def _corner(spec: ModelSpec, policy: Policy, need: Need, machine: Machine, depth: Depth) -> Corner:
+    shape = shape_of(policy, need)
+    plan = memory_plan(spec, policy, shape, machine.itemsize, machine.device_is_host, depth)
+    block = (Batch.even(shape.rows, need.prompt_len),) * shape.micro_batches
+    costs = Costs(machine.setting(spec, policy, need), machine.profile, machine.dtype)
+    sweeps = {"prefill": 0, "decode": max(1, need.gen_len // 2)}
+    busy = {phase: costs.busy(block, sweep) for phase, sweep in sweeps.items()}
+    return Corner({tier: plan.bytes_on(tier) for tier in TIERS}, busy)
+
+
+def solve(
+    corners: Corners, decode_sweeps: int, overlap: bool, budgets: Mapping[str, int | None]
+) -> Solution | None:  # fmt: skip
+    """The fastest shares within the budgets; None when there are none.
+
+    A block's seconds: prefill + decode_sweeps x decode, each at least as long as every lane and as all compute when
+    transfers overlap, their sum when they do not.
+    """
+    problem = pulp.LpProblem("placement", pulp.LpMinimize)
+    share = {i: pulp.LpVariable(f"share_{i}", 0, 1) for i in corners.moved}
+    for kind in range(3):
+        pair = [share[i] for i in (2 * kind, 2 * kind + 1) if i in share]
+        problem += pulp.lpSum(pair) <= 1, f"whole_{KINDS[kind]}"
+    counts = {"prefill": 1, "decode": decode_sweeps}
+    seconds = {phase: pulp.LpVariable(phase, 0) for phase in PHASES}
+    objective = pulp.lpSum(counts[phase] * seconds[phase] for phase in PHASES)
+    for phase in PHASES:
+        busy = {
+            name: _mixed(corners, share, [c.busy[phase][name] for c in _all(corners)])
+            for name in corners.base.busy[phase]
+        }
+        objective += TIE_BREAK * counts[phase] * pulp.lpSum(busy.values())
+        compute = busy["device_compute"] + busy["host_compute"]
+        lanes = [busy[lane] for lane in LANES]
+        for i, least in enumerate([compute, *lanes] if overlap else [compute + pulp.lpSum(lanes)]):
+            problem += seconds[phase] >= least, f"{phase}_{i}"
+    problem += objective
+    for tier in TIERS:
+        budget = budgets.get(tier)
+        if budget is not None:
+            held = _mixed(corners, share, [c.nbytes[tier] / GIB for c in _all(corners)])
+            problem += held <= budget / GIB, f"memory_{tier}"
+    if pulp.LpStatus[problem.solve(pulp.PULP_CBC_CMD(msg=False))] != "Optimal":
+        return None
+    gains = {t: -(problem.constraints[f"memory_{t}"].pi or 0.0) for t in TIERS if f"memory_{t}" in problem.constraints}
+    found = [min(1.0, max(0.0, share[i].value() or 0.0)) if i in share else 0.0 for i in range(6)]
+    total = sum(counts[phase] * (seconds[phase].value() or 0.0) for phase in PHASES)
+    return Solution(total, (found[0], found[1], found[2], found[3], found[4], found[5]), gains)
+
+
+def _all(corners: Corners) -> list[Corner]:
+    return [corners.base, *corners.moved.values()]
+
+
+def _mixed(corners: Corners, share: Mapping[int, pulp.LpVariable], values: Sequence[float]) -> pulp.LpAffineExpression:
+    """base + sum of share x (corner - base). values: at the base and at each moved corner."""
+    base, *others = values
+    return base + pulp.lpSum((value - base) * share[i] for i, value in zip(corners.moved, others, strict=True))

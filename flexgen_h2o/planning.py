@@ -1,0 +1,87 @@
+"""Plans for this machine: its profile, the policy that `auto` stands for, and what a run will cost."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flexgen_h2o.config import ModelSpec, Policy
+from flexgen_h2o.planner.memory import MemoryPlan
+from flexgen_h2o.planner.need import Batch, Block, Need
+from flexgen_h2o.planner.predict import Machine, Prediction, predict
+from flexgen_h2o.planner.search import Budgets, search
+from flexgen_h2o.profile import HardwareProfile, find_profile, read_profile
+from flexgen_h2o.profiling.choose import profile_of_this_machine
+from flexgen_h2o.profiling.nominal import NOMINAL
+
+# Measuring takes about a minute: worth it before a run that will take longer than this.
+WORTH_MEASURING_S = 600.0
+
+
+@dataclass
+class Planner:
+    """Plans runs of one model with `dtype`. device: as asked for; hardware: a profile, its file or shipped name; None
+    is this machine's own."""
+
+    spec: ModelSpec
+    device: str
+    device_is_host: bool
+    dtype: str
+    offload_dir: Path
+    hardware: HardwareProfile | str | Path | None
+    _profile: HardwareProfile | None = None
+
+    @property
+    def profile(self) -> HardwareProfile:
+        """Nominal speeds as long as nothing was measured. UsageError for a file that is not a profile."""
+        if self._profile is None:
+            self._profile = self._find(measure_missing=False)
+        return self._profile
+
+    def choose(self, need: Need, base: Policy, budgets: Budgets) -> Policy:
+        """The fastest policy; DoesNotFitError when there is none. base: its switches are kept.
+
+        Measures this machine first where it has no profile and the run is long enough to be worth it.
+        """
+        plan = search(self.spec, need, base, self._machine, budgets)
+        if self.profile.machine == NOMINAL and plan.prediction.total_s > WORTH_MEASURING_S:
+            self._profile = self._find(measure_missing=True)
+            plan = search(self.spec, need, base, self._machine, budgets)
+        return plan.policy
+
+    def predict(
+        self, policy: Policy, need: Need, plan: MemoryPlan, blocks: Sequence[Sequence[Sequence[int]]]
+    ) -> Prediction:
+        """The cost of a run. blocks: for each block the prompt lengths of its micro-batches."""
+        return predict(self.spec, policy, need, self._machine, plan, _counted(blocks))
+
+    @property
+    def can_predict(self) -> bool:
+        """Does the profile know the dtype?"""
+        return self.dtype in self.profile.compute
+
+    @property
+    def _machine(self) -> Machine:
+        return Machine(self.profile, self.dtype, self.device_is_host)
+
+    def _find(self, measure_missing: bool) -> HardwareProfile:
+        if isinstance(self.hardware, HardwareProfile):
+            return self.hardware
+        if self.hardware is not None:
+            return read_profile(find_profile(self.hardware))
+        return profile_of_this_machine(self.device, self.offload_dir, _say, measure_missing)
+
+
+def _say(line: str) -> None:
+    print(f"# {line}", file=sys.stderr, flush=True)
+
+
+def _counted(blocks: Sequence[Sequence[Sequence[int]]]) -> list[tuple[Block, int]]:
+    """Blocks of equal micro-batches together, as (block, how many)."""
+    found: dict[Block, int] = {}
+    for block in blocks:
+        key = tuple(Batch.of(lengths) for lengths in block)
+        found[key] = found.get(key, 0) + 1
+    return list(found.items())

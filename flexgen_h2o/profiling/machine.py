@@ -1,0 +1,106 @@
+"""What this machine is: names, cores, memory, and where the disk tier would lie."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from flexgen_h2o.tiers.device import Device
+from flexgen_h2o.units import GIB
+
+_CPU_INFO, _MOUNTS = Path("/proc/cpuinfo"), Path("/proc/mounts")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """mount: device, kind and place of the file system that holds the offload dir. card: its name, or empty."""
+
+    cpu: str
+    cores: int
+    host_bytes: int
+    card: str
+    card_bytes: int
+    mount: str
+    disk_bytes: int
+
+    @property
+    def short_name(self) -> str:
+        """`nvidia-h200`, `amd-epyc-2core`: letters, digits and hyphens."""
+        cpu = re.sub(r"\((r|tm)\)|\b(cpu|processor)\b|@.*", " ", self.cpu.lower())
+        name = self.card.lower() or f"{cpu} {self.cores}core"
+        return re.sub(r"[^a-z0-9]+", "-", name).strip("-")
+
+    @property
+    def description(self) -> str:
+        card = f"{self.card} with {self.card_bytes / GIB:.0f} GiB, " if self.card else ""
+        return f"{card}{self.cpu}, {self.cores} cores, {self.host_bytes / GIB:.0f} GiB of RAM, disk {self.mount}"
+
+
+def this_machine(device: Device, offload_dir: Path) -> Machine:
+    """offload_dir need not exist."""
+    card, card_bytes = device.card() or ("", 0)
+    folder = next(p for p in (offload_dir, *offload_dir.absolute().parents) if p.exists())
+    return Machine(
+        _cpu_name(), os.cpu_count() or 1, int(psutil.virtual_memory().total), card, card_bytes, _mount(folder),
+        shutil.disk_usage(folder).free,
+    )  # fmt: skip
+
+
+def fingerprint_text(machine: Machine) -> str:
+    """What a measured profile depends on and what stays the same from run to run."""
+    facts = (machine.cpu, machine.cores, machine.card, machine.mount, torch.__version__, torch.get_num_threads())
+    return "\n".join(map(str, facts))
+
+
+class Neighbours:
+    """What other processes take of the machine while this one measures."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic(), *_cpu_seconds()
+
+    def share(self) -> float:
+        """Of all cores since this was made: between 0 and 1. What the hypervisor takes is not seen here."""
+        start, busy, own = self._start
+        busy_now, own_now = _cpu_seconds()
+        cores = max(1e-3, time.monotonic() - start) * (os.cpu_count() or 1)
+        return min(1.0, max(0.0, busy_now - busy - (own_now - own)) / cores)
+
+
+def _cpu_seconds() -> tuple[float, float]:
+    """Seconds that all cores were busy, and those of this process."""
+    times, own = psutil.cpu_times(), os.times()
+    idle = times.idle + getattr(times, "iowait", 0.0)
+    # Guests' seconds are in `user` as well.
+    return sum(times) - idle - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0), own.user + own.system
+
+
+def _cpu_name() -> str:
+    try:
+        lines = _CPU_INFO.read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine() or "CPU"
+
+
+def _mount(folder: Path) -> str:
+    """`/dev/vda ext4 at /`; the same after a restart, unlike the number of the device."""
+    real, found = folder.resolve(), ("unknown", Path("/"), "file system")
+    try:
+        lines = _MOUNTS.read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        source, place, kind = line.split(" ")[:3]
+        here = Path(place.replace("\\040", " "))
+        if real.is_relative_to(here) and len(here.parts) >= len(found[1].parts):
+            found = (source, here, kind)
+    return f"{found[0]} {found[2]} at {found[1]}"

@@ -1,0 +1,60 @@
+"""How large the things are that are measured, and how long each figure may take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from flexgen_h2o.limits import TOKEN_CHUNK
+from flexgen_h2o.units import GIB, MIB
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Buffers in bytes, all larger than the caches, so that a figure is that of memory; times in seconds.
+
+    figure_s: aimed at for one figure. longest_s: a product that would take longer is not measured, and another call
+    that does is timed once. disk_bytes, disk_s:
+    of the file, whichever is reached first. link_bytes: walked through by copies over the link. memory_bytes: copied
+    from and to. weight_bytes: matrices that products cycle through. widths, rows: of products. prompt_tokens: of a
+    micro-batch of prompts; prompt_lengths: of one prompt; prompt_width: heads x head width. cache_bytes: keys and
+    values that decode attention reads; head_widths, slots: their shape. block: (tokens, width) of elementwise work
+    and (out, in) of a matrix that is dequantised. logits: (rows, vocabulary). steps: decode sweeps of a tiny model;
+    step_rows: rows of its larger micro-batch. beside_s: disk reads and compute together.
+    """
+
+    figure_s: float = 0.12
+    longest_s: float = 0.5
+    disk_bytes: int = 2 * GIB
+    disk_s: float = 3.0
+    link_bytes: int = 256 * MIB
+    memory_bytes: int = 256 * MIB
+    weight_bytes: int = 256 * MIB
+    widths: tuple[int, ...] = (64, 256, 768, 2048, 4096, 8192)
+    rows: tuple[int, ...] = (1, 4, 16, 32, 64, 128, 256, TOKEN_CHUNK)
+    prompt_tokens: int = 2048
+    prompt_lengths: tuple[int, ...] = (64, 256, 1024, 2048)
+    prompt_width: int = 2048
+    cache_bytes: int = 256 * MIB
+    head_widths: tuple[int, ...] = (64, 80, 128)
+    slots: int = 512
+    block: tuple[int, int] = (1024, 4096)
+    logits: tuple[int, int] = (32, 50272)
+    steps: int = 48
+    step_rows: int = 64
+    beside_s: float = 1.5
+
+
+HOST = Sizes()
+# A card has larger caches and needs more work at a time to be busy; its prompts of a micro-batch fill it.
+CARD = replace(
+    HOST, memory_bytes=GIB, weight_bytes=GIB, widths=(*HOST.widths, 12288), prompt_tokens=16384,
+    cache_bytes=GIB, head_widths=(64, 128),
+)  # fmt: skip
+# Of a card's host: attention there may run through torch operations that a CPU computes slowly.
+CARD_HOST = replace(HOST, head_widths=CARD.head_widths)
+TINY = Sizes(
+    figure_s=0.002, longest_s=0.05, disk_bytes=8 * MIB, disk_s=0.1, link_bytes=MIB, memory_bytes=MIB,
+    weight_bytes=MIB, widths=(64, 128), rows=(1, 8), prompt_tokens=64, prompt_lengths=(16, 32), prompt_width=128,
+    cache_bytes=MIB, head_widths=(64,), slots=32, block=(64, 128), logits=(4, 512), steps=6, step_rows=4,
+    beside_s=0.05,
+)  # fmt: skip
