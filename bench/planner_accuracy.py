@@ -38,7 +38,7 @@ WATCHED = ("disk_read_bytes_per_s", "disk_write_bytes_per_s", "h2d_bytes_per_s",
 # A profile in some seconds: the dtype, widths and lengths of the cases.
 QUICK = replace(
     HOST, figure_s=0.06, longest_s=0.3, disk_bytes=2**30, disk_s=1.5, widths=(768, 2048, 4096),
-    rows=(1, 4, 16, 32, 64, 128, 1024), prompt_lengths=(64, 256), head_widths=(64, 128), steps=32, beside_s=1.0,
+        rows=(1, 4, 16, 32, 64, 128, 1024), prompt_lengths=(64, 256), head_widths=(64, 128), steps=32, beside_s=1.0,
 )  # fmt: skip
 IN_RAM, KV_DISK, W_DISK, ALL_DISK = (100, 0) * 3, (100, 0, 0, 0, 100, 0), (0, 0, 100, 0, 100, 0), (0,) * 6
 SPLIT = (50, 0, 50, 0, 100, 0)
@@ -202,7 +202,7 @@ def _show_summary(summary: dict[str, Any], profiles: list[HardwareProfile]) -> N
     rows.append(("predicted / measured peak bytes", f"at least {summary['least_predicted_peak_share']:.3f}"))
     common.table("error of the prediction", rows)
     spread = [(name, _spread([float(getattr(p, name)) for p in profiles])) for name in WATCHED]
-    products = [p.rates("bfloat16").matmul_rate(128, 2048) for p in profiles]
+    products = [p.rates("bfloat16").matmul_rate(128, 2048, 2048) for p in profiles]
     common.table(
         f"spread of {len(profiles)} profiles, of their median", [*spread, ("matmul, 128 rows", _spread(products))]
     )

@@ -11,6 +11,8 @@ from flexgen_h2o.errors import EXIT_DONE, EXIT_USAGE
 # verb -> (module with `main(argv) -> int`, one line of help)
 VERBS: dict[str, tuple[str, str]] = {
     "flex-opt": ("flexgen_h2o.flex_opt", "generate text for prompts, or run the fixed-length benchmark"),
+    "plan": ("flexgen_h2o.policy_search", "find the fastest policy and say what it costs, before a run"),
+    "hardware": ("flexgen_h2o.hardware", "measure this machine's hardware profile"),
     "evaluate": ("flexgen_h2o.evaluate", "measure what eviction costs: fidelity to the full cache"),
 }
 

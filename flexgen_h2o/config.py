@@ -224,13 +224,14 @@ class MemoryBudget:
 
 @dataclass(frozen=True)
 class SavedPolicy:
-    """A policy file: the policy, and what it was found for (free-form, kept as it is)."""
+    """A policy file: the policy, what it was found for, and the command that found it (free-form, kept as they are)."""
 
     policy: Policy
     model: str | None = None
     workload: dict[str, Any] | None = None
     profile: str | None = None
     predicted: dict[str, Any] | None = None
+    command: str | None = None
 
 
 def _shares(first: int, second: int) -> tuple[float, float, float]:
@@ -267,6 +268,7 @@ def write_policy(path: Path, saved: SavedPolicy) -> None:
         "workload": saved.workload,
         "profile": saved.profile,
         "predicted": saved.predicted,
+        "command": saved.command,
     }
     path.write_text(json.dumps(body, indent=2) + "\n")
 
@@ -284,7 +286,7 @@ def read_policy(path: Path) -> SavedPolicy:
     if body.get("schema") is True or body.get("schema") != POLICY_SCHEMA:
         raise UsageError(f"--policy {path}: schema is {body.get('schema')!r}, this version reads {POLICY_SCHEMA}")
     names = [f.name for f in fields(Policy)]
-    about = ("model", "workload", "profile", "predicted")
+    about = ("model", "workload", "profile", "predicted", "command")
     unknown = sorted(set(body) - {*names, *about, "schema"})
     missing = sorted(set(names) - set(body))
     if unknown or missing:

@@ -8,8 +8,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from flexgen_h2o import interrupts
@@ -108,8 +111,11 @@ def positive(text: str) -> int:
     return value
 
 
-def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """Model, tiers and policy: the flags that every command which runs the engine takes. FlexGen's keep their names."""
+def add_engine_flags(parser: argparse.ArgumentParser, compression: str = "not in this version") -> None:
+    """Model, tiers and policy: the flags that every command which runs the engine takes. FlexGen's keep their names.
+
+    compression: help of its two flags.
+    """
     add = parser.add_argument
     add("--model", default="opt-tiny", help="hub id, local Hugging Face folder, or opt-tiny (shipped)")
     add("--path", help="folder with checkpoints; _DUMMY_: random weights at the model's true shape")
@@ -136,8 +142,8 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--cpu-cache-compute", action="store_true", default=None, help="attend on the host to KV that lives there")
     add("--attn-sparsity", type=float, help="share of past values read by decode attention (1.0)")
     add("--overlap", type=boolean, nargs="?", const=True, help="move and compute at the same time (true)")
-    add("--compress-weight", action="store_true", help="not in this version")
-    add("--compress-cache", action="store_true", help="not in this version")
+    add("--compress-weight", action="store_true", help=compression)
+    add("--compress-cache", action="store_true", help=compression)
 
 
 def add_eviction_flags(parser: argparse.ArgumentParser) -> None:
@@ -167,6 +173,21 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 
 def budget_of(args: argparse.Namespace) -> MemoryBudget:
     return MemoryBudget(args.device_mem, args.host_mem, args.disk_mem)
+
+
+def check_positions(args: argparse.Namespace, model: str, positions: int) -> None:
+    """UsageError where --prompt-len and --gen-len go beyond the model's positions; the newest token needs none."""
+    if args.prompt_len + args.gen_len - 1 > positions:
+        raise UsageError(
+            f"--prompt-len {args.prompt_len} and --gen-len {args.gen_len}: {model} has {positions} positions; "
+            "lower one of them"
+        )
+
+
+def check_plot_library() -> None:
+    """UsageError where matplotlib is missing."""
+    if find_spec("matplotlib") is None:
+        raise UsageError("--plot: needs matplotlib; pip install 'flexgen-h2o[plot]'")
 
 
 def refuse_missing_features(args: argparse.Namespace) -> None:
@@ -235,6 +256,22 @@ def policy_of(args: argparse.Namespace) -> tuple[Policy, bool]:
 
 
 def as_flags(policy: Policy) -> str:
-    """A policy's placement as flags that can be pasted."""
-    percent = " ".join(map(str, policy.percent))
-    return f"--percent {percent} --gpu-batch-size {policy.gpu_batch_size} --num-gpu-batches {policy.num_gpu_batches}"
+    """A policy as flags that can be pasted: its placement, and the switches that are not at their defaults."""
+    found = [f"--percent {' '.join(map(str, policy.percent))}"]
+    usual = {f.name: f.default for f in fields(Policy) if f.name not in PLACEMENT}
+    found += [f"{flag_of(name)} {getattr(policy, name)}" for name in ("gpu_batch_size", "num_gpu_batches")]
+    for name, default in usual.items():
+        value = getattr(policy, name)
+        if value != default:
+            found.append(flag_of(name) if value is True else f"{flag_of(name)} {_as_text(value)}")
+    return " ".join(found)
+
+
+def given_flags(args: argparse.Namespace, flags: Iterable[str]) -> str:
+    """Those of the flags that were given, to be pasted. A flag's value must be one word, a number or a boolean."""
+    found = ((flag, getattr(args, flag.removeprefix("--").replace("-", "_"))) for flag in flags)
+    return " ".join(f"{flag} {_as_text(value)}" for flag, value in found if value is not None)
+
+
+def _as_text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else shlex.quote(str(value))

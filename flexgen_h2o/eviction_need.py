@@ -9,7 +9,8 @@ from flexgen_h2o.planner.need import Need
 def need_of(eviction: Eviction, rows: int, sizes: set[tuple[int, int]], num_blocks: int) -> Need:
     """The need of `rows` rows. sizes: the (prompt tokens, most new tokens) that there are among them."""
     blocks = range(num_blocks)
-    prompt_len = max(prompt for prompt, _ in sizes)
+    lengths = {prompt for prompt, _ in sizes}
+    prompt_len = max(lengths)
     return Need(
         rows=rows,
         prompt_len=prompt_len,
@@ -18,4 +19,5 @@ def need_of(eviction: Eviction, rows: int, sizes: set[tuple[int, int]], num_bloc
         kept=tuple(min(prompt_len, eviction.budget(prompt_len, block, num_blocks).columns) for block in blocks),
         record=eviction.needs.record,
         scored=eviction.needs.query_rows is None,
+        by_length=eviction.budget(min(lengths), 0, 1) != eviction.budget(prompt_len, 0, 1),
     )

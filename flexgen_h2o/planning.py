@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flexgen_h2o.config import ModelSpec, Policy
+from flexgen_h2o.planner.candidates import Budgets
 from flexgen_h2o.planner.memory import MemoryPlan
 from flexgen_h2o.planner.need import Batch, Block, Need
 from flexgen_h2o.planner.predict import Machine, Prediction, predict
-from flexgen_h2o.planner.search import Budgets, search
+from flexgen_h2o.planner.search import search
 from flexgen_h2o.profile import HardwareProfile, find_profile, read_profile
 from flexgen_h2o.profiling.choose import profile_of_this_machine
 from flexgen_h2o.profiling.nominal import NOMINAL

@@ -11,7 +11,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ PROFILE_SCHEMA = 1
 MOST_RATE = 1e18
 MOST_SECONDS = 10.0
 MOST_BYTES = 2**63
+LEAST_SHAPE = 2**-10  # out / in of a matrix
 SHIPPED = Path(__file__).resolve().parent.parent / "policies" / "profiles"
 
 
@@ -54,12 +55,16 @@ class Curve:
         return Curve(tuple((size, rate * factor) for size, rate in self.points))
 
 
+# (out / in, ((in, FLOPs a second over rows), ...)) of linear maps, both rising
+Products = tuple[tuple[float, tuple[tuple[float, Curve], ...]], ...]
+
+
 @dataclass(frozen=True)
 class ComputeRates:
     """What one dtype computes at. Curves are over the size in brackets.
 
-    matmul_flops_per_s: products of (rows, in) with (out, in) matrices that are not in a cache, by the width
-    sqrt(in x out) and, for each, over [rows]. prefill_attention_flops_per_s: causal attention over [prompt tokens],
+    matmul_flops_per_s: products of (rows, in) with (out, in) matrices that are not in a cache: by out / in, by in, and
+    for each over [rows]. prefill_attention_flops_per_s: causal attention over [prompt tokens],
     2 n^2 x (heads x d) FLOPs a prompt (half of the n x n pairs, two products). column_sums_flops_per_s: the second
     pass of an eviction policy, n^2 x (heads x d) FLOPs. device_ and host_attention_bytes_per_s: decode attention over
     [head width], bytes of the keys and values that it reads; scored_...: the same with scores and victims.
@@ -67,7 +72,7 @@ class ComputeRates:
     bytes of the result. logits_per_s: choosing a token, logits looked at.
     """
 
-    matmul_flops_per_s: tuple[tuple[float, Curve], ...]
+    matmul_flops_per_s: Products
     prefill_attention_flops_per_s: Curve
     column_sums_flops_per_s: Curve
     device_attention_bytes_per_s: Curve
@@ -79,9 +84,19 @@ class ComputeRates:
     host_dequantise_bytes_per_s: float
     logits_per_s: float
 
-    def matmul_rate(self, rows: float, width: float) -> float:
-        """FLOPs a second of (rows, in) x (in, out) with sqrt(in x out) = width."""
-        return Curve(tuple((w, over_rows.at(rows)) for w, over_rows in self.matmul_flops_per_s)).at(width)
+    def matmul_rate(self, rows: float, inner: float, outer: float) -> float:
+        """FLOPs a second of (rows, inner) x (inner, outer)."""
+        return _matmul_rate(self.matmul_flops_per_s, rows, inner, outer)
+
+
+# A sweep has a handful of products, and a search asks for them thousands of times.
+@lru_cache(maxsize=8192)
+def _matmul_rate(products: Products, rows: float, inner: float, outer: float) -> float:
+    by_shape = tuple(
+        (shape, Curve(tuple((width, over_rows.at(rows)) for width, over_rows in by_inner)).at(inner))
+        for shape, by_inner in products
+    )
+    return Curve(by_shape).at(outer / inner)
 
 
 @dataclass(frozen=True)
@@ -232,7 +247,7 @@ def _number(name: str, value: object) -> float:
     return float(value)
 
 
-def _points(name: str, value: object) -> list[tuple[float, Any]]:
+def _points(name: str, value: object, least: float = 1.0) -> list[tuple[float, Any]]:
     """The (size, anything) pairs of a curve's object, by size."""
     if not isinstance(value, dict) or not value:
         raise UsageError(f"{name}: an object of sizes and rates is expected, not {value!r}")
@@ -242,8 +257,8 @@ def _points(name: str, value: object) -> list[tuple[float, Any]]:
             size = float(key)
         except ValueError:
             size = 0.0
-        if not 1 <= size <= MOST_BYTES:
-            raise UsageError(f"{name}: {key!r} is not a size of at least 1")
+        if not least <= size <= MOST_BYTES:
+            raise UsageError(f"{name}: {key!r} is not a size of at least {least:g}")
         if size in (other for other, _ in found):
             raise UsageError(f"{name}: size {size:g} is there twice")
         found.append((size, entry))
@@ -254,8 +269,11 @@ def _curve(name: str, value: object) -> Curve:
     return Curve(tuple((size, _number(name, rate)) for size, rate in _points(name, value)))
 
 
-def _curves(name: str, value: object) -> tuple[tuple[float, Curve], ...]:
-    return tuple((size, _curve(name, curve)) for size, curve in _points(name, value))
+def _products(name: str, value: object) -> Products:
+    return tuple(
+        (shape, tuple((inner, _curve(name, curve)) for inner, curve in _points(name, by_inner)))
+        for shape, by_inner in _points(name, value, LEAST_SHAPE)
+    )
 
 
 def _compute(name: str, value: object) -> dict[str, ComputeRates]:
@@ -287,7 +305,7 @@ _READERS: dict[str, Any] = {
     "int": _size,
     "float": _number,
     "Curve": _curve,
-    "tuple[tuple[float, Curve], ...]": _curves,
+    "Products": _products,
     "Mapping[str, ComputeRates]": _compute,
     "Mapping[str, str]": _notes,
 }

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flexgen_h2o.checkpoint import Checkpoint, ModelSource, open_checkpoint, resolve, write_random_checkpoint
+from flexgen_h2o.checkpoint.resolve import DUMMY, find_folder
 from flexgen_h2o.config import ModelSpec
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.models import built_in_names, built_in_spec, spec_from_folder
@@ -44,6 +45,18 @@ def find_model(model: str, path: str | None, revision: str | None = None) -> Mod
             f"shapes: {', '.join(built_in_names())}"
         )
     return Model(built_in[0].name, *built_in, None, True, None)
+
+
+def find_spec(model: str, path: str | None, revision: str | None = None) -> ModelSpec:
+    """A model's shape, for plans: as `find_model`, but weights are never fetched, and a built-in shape needs no hub."""
+    folder = find_folder(model, path)
+    if folder is None and (known := built_in_spec(model)) is not None:
+        return known[0]
+    if folder is None and path is not None and DUMMY in path:
+        return find_model(model, path).spec  # says which shapes there are
+    folder = folder or resolve(model, path, revision, weights=False).folder
+    assert folder is not None
+    return spec_from_folder(model, folder)[0]
 
 
 def find_checkpoint(model: Model, dtype: str, offload_dir: Path, seed: int, progress: bool) -> Checkpoint:

@@ -112,7 +112,7 @@ def rates_of(card: Card, values: Mapping[str, float]) -> ComputeRates:
     # 2 d FLOPs are counted for each of the n x n scores of a head (half of them are masked, all are computed).
     per_score = values["score_bytes"] / streaming + 4 * HEAD_DIM / (card.peak_flops * values[f"matmul.{card.name}"])
     return ComputeRates(
-        matmul_flops_per_s=((4096.0, roofline(card, values)),),
+        matmul_flops_per_s=((1.0, ((4096.0, roofline(card, values)),)),),
         prefill_attention_flops_per_s=Curve.flat(2 * HEAD_DIM / per_score),
         column_sums_flops_per_s=Curve.flat(HEAD_DIM / (ITEMSIZE / streaming)),
         device_attention_bytes_per_s=Curve.flat(card.memory * values["attention"]),

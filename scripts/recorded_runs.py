@@ -161,11 +161,16 @@ def _placed(tensors: Sequence[TensorSpec], gpu: int, cpu: int) -> list[tuple[str
 
 
 def policy_of(run: Run, spec: ModelSpec) -> Policy:
-    """The policy of ours that places what FlexGen placed."""
+    """The policy of ours that places and moves what FlexGen placed and moved.
+
+    FlexGen's KV cache on the host is not pinned: where the device attends to it, the thread that issues compute first
+    copies each piece into pinned memory (pytorch_backend.general_copy), so that loading and computing take turns.
+    """
     percent = (*whole_tensor_percent(spec, *run.percent[:2]), *run.percent[2:])
+    overlap = run.overlap and (run.percent[2] == 100 or run.cpu_cache_compute)
     return Policy(
         run.gbs, run.num_gpu_batches, percent, run.compress_weight, run.compress_cache, run.cpu_cache_compute,
-        run.overlap, run.sep_layer, run.pin_weight, run.attn_sparsity,
+        overlap, run.sep_layer, run.pin_weight, run.attn_sparsity,
     )  # fmt: skip
 
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import tempfile
 
 # Before torch, numba and transformers are imported; child processes of the tests inherit them.
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# No test reads or writes the user's cache: of hardware profiles, for one.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="flexgen_h2o-cache-")
 
+import atexit
 import random
+import shutil
 from collections.abc import Iterator
 
 import hypothesis
@@ -18,6 +23,7 @@ import pytest
 import torch
 
 torch.set_num_threads(2)
+atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 # The same examples in every run, and no time limit per example: the machines have noisy neighbours.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)

@@ -45,16 +45,20 @@ def resolve(model: str, path: str | None, revision: str | None = None, weights: 
     Raises UsageError in one line with the way out: no such folder, no config.json in it, not cached and not to be
     had from the hub. DoesNotFitError: the disk filled up during the download.
     """
+    folder, random = find_folder(model, path), path is not None and DUMMY in path
+    if folder is None and not random:
+        folder = _from_hub(model, revision, weights)
+    return ModelSource(model, folder, random)
+
+
+def find_folder(model: str, path: str | None) -> Path | None:
+    """`resolve` without the hub and its cache: None where only they may know the model. Raises UsageError."""
     if not model:
         raise UsageError("--model: a name is missing; give a hub id like org/name or a local folder")
     folder = _local(model)
-    if path is not None and DUMMY in path:
-        return ModelSource(model, folder, random=True)
-    if folder is None and path is not None:
+    if folder is None and path is not None and DUMMY not in path:
         folder = _under(usable_path(path, "--path"), model)
-    if folder is None:
-        folder = _from_hub(model, revision, weights)
-    return ModelSource(model, folder, random=False)
+    return folder
 
 
 def _local(model: str) -> Path | None:

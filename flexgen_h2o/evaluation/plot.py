@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from flexgen_h2o.errors import FlexgenError, UsageError
+from flexgen_h2o.errors import FlexgenError
 
 Figures = dict[str, Any]
 _MARKS = "osD^vP*X<>h"
-
-
-def check_plot_library() -> None:
-    """UsageError where matplotlib is missing."""
-    if find_spec("matplotlib") is None:
-        raise UsageError("--plot: needs matplotlib; pip install 'flexgen-h2o[plot]'")
 
 
 def draw(result: Figures, path: Path) -> None:

@@ -148,8 +148,9 @@ class Costs:
         return seconds + (self._chunk_seconds(replace(product, rows=rest)) if rest else 0.0)
 
     def _chunk_seconds(self, product: Product) -> float:
-        rates, width = self.profile.rates(self.dtype), (product.inner * product.outer) ** 0.5
-        return product.flops / rates.matmul_rate(product.rows, width) + product.parts * self.profile.kernel_s
+        rates = self.profile.rates(self.dtype)
+        rate = rates.matmul_rate(product.rows, product.inner, product.outer)
+        return product.flops / rate + product.parts * self.profile.kernel_s
 
     def _lasting(self, moves: Sequence[Move]) -> tuple[Lasting, ...]:
         return tuple(self._lasting_of(m) for m in moves if m.nbytes)
@@ -184,6 +185,8 @@ class Costs:
         """Seconds that each resource works in a sweep of a block; their largest bounds the sweep from below when all
         overlap, their sum when nothing does."""
         found = dict.fromkeys(RESOURCES, 0.0)
+        beside = self.profile.device_is_asynchronous  # issuing goes on beside what is queued on the device
+        issue_s = 0.0
         batches, kinds = Counter(block), Counter(self.kinds)
         for index, count in self.loaded_kinds.items():
             unit = self.layers.layers[index].unit
@@ -195,11 +198,13 @@ class Costs:
                 cost, times = self.step(index, batch, sweep), layers * count
                 for moved in (*cost.kv_load, *cost.kv_store, *cost.hidden_load, *cost.hidden_store):
                     _work(found, moved, times)
-                compute, issue = cost.device_s, cost.issue_s
-                # What is queued on a device runs beside the thread that issues it.
-                together = max(compute, issue) if self.profile.device_is_asynchronous else compute + issue
-                found["device_compute"] += times * together
+                device_s = cost.device_s if beside else cost.device_s + cost.issue_s
+                if not self.at.policy.overlap:  # each step is waited for
+                    device_s = max(device_s, cost.issue_s)
+                found["device_compute"] += times * device_s
                 found["host_compute"] += times * cost.host_s
+                issue_s += times * cost.issue_s
+        found["device_compute"] = max(found["device_compute"], issue_s)
         return found
 
     def with_contention(self, block: Sequence[Batch], sweep: int) -> Costs:
@@ -254,7 +259,10 @@ def slowed(profile: HardwareProfile, read_left: float, compute_left: float) -> H
     compute = {
         dtype: replace(
             rates,
-            matmul_flops_per_s=tuple((w, curve.scaled(compute_left)) for w, curve in rates.matmul_flops_per_s),
+            matmul_flops_per_s=tuple(
+                (shape, tuple((inner, curve.scaled(compute_left)) for inner, curve in by_inner))
+                for shape, by_inner in rates.matmul_flops_per_s
+            ),
             prefill_attention_flops_per_s=rates.prefill_attention_flops_per_s.scaled(compute_left),
             device_attention_bytes_per_s=rates.device_attention_bytes_per_s.scaled(compute_left),
             device_scored_attention_bytes_per_s=rates.device_scored_attention_bytes_per_s.scaled(compute_left),

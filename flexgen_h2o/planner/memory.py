@@ -237,7 +237,7 @@ def memory_plan(
         Buffer("temporaries", "device", temporary_bytes(spec, shape, itemsize, policy.attn_sparsity)),
         Buffer("staging", "host", (READ_THREADS + WRITE_THREADS) * STAGING_BYTES),
     ]
-    buffers = _packed(buffers, spec, policy, shape, itemsize, device_is_host)
+    buffers = _packed(buffers, spec, policy, shape, itemsize, device_is_host, depth)
     on_host = {"device": "host"} if device_is_host else {}
     merged: dict[tuple[str, str], int] = {}
     for b in buffers:
@@ -249,8 +249,9 @@ def memory_plan(
 
 
 def _packed(
-    buffers: list[Buffer], spec: ModelSpec, policy: Policy, shape: Shape, itemsize: int, device_is_host: bool
-) -> list[Buffer]:
+    buffers: list[Buffer], spec: ModelSpec, policy: Policy, shape: Shape, itemsize: int, device_is_host: bool,
+    depth: Depth,
+) -> list[Buffer]:  # fmt: skip
     """The buffers where weights or KV are held in int4, and room for one unit of each in the compute dtype."""
     names: tuple[str, ...] = ()
     unpacked = []
@@ -264,7 +265,11 @@ def _packed(
         column = 2 * spec.num_kv_heads * spec.head_dim * itemsize
         unpacked.append(Buffer("unpacked cache", where, shape.rows * shape.most_slots * column))
     share = INT4_BITS / (8 * itemsize)
-    held = [replace(b, nbytes=math.ceil(b.nbytes * share)) if b.name in names else b for b in buffers]
+    ends = {"weight ring": depth.weights * PAGE, "cache ring": depth.cache * PAGE}  # each load takes whole pages
+    held = [
+        replace(b, nbytes=math.ceil(b.nbytes * share) + ends.get(b.name, 0)) if b.name in names and b.nbytes else b
+        for b in buffers
+    ]
     return held + unpacked
 
 

@@ -15,7 +15,8 @@ class Need:
 
     slots: KV slots of the neediest row in each transformer block. kept: columns that are left there of its prompt
     after prefill. record: what is kept of each slot (kvcache/layout.UnitLayout); () for the full cache. scored: the
-    column sums of whole prompts are worked out in prefill.
+    column sums of whole prompts are worked out in prefill. by_length: what is kept is a share of each row's own prompt,
+    not a number of columns.
     """
 
     rows: int
@@ -25,6 +26,7 @@ class Need:
     kept: tuple[int, ...]
     record: tuple[str, ...] = ()
     scored: bool = False
+    by_length: bool = False
 
     @classmethod
     def full(cls, rows: int, prompt_len: int, gen_len: int, num_blocks: int) -> Need:
@@ -33,12 +35,15 @@ class Need:
         return cls(rows, prompt_len, gen_len, slots, (prompt_len,) * num_blocks)
 
     def columns(self, block: int, sweep: int, prompt_len: float) -> int:
-        """Columns of a row with a prompt of `prompt_len` tokens, once the sweep has added its own.
+        """Columns of a row with a prompt of `prompt_len` tokens, once the sweep has added its own."""
+        if self.by_length:
+            kept = max(1, round(self.kept[block] * prompt_len / self.prompt_len))
+            return kept + min(sweep, self.slots[block] - self.kept[block])
+        return min(round(min(self.kept[block], prompt_len)) + sweep, self.slots[block])
 
-        A policy keeps a share of a row's own prompt, so shorter rows keep fewer.
-        """
-        kept = max(1.0, self.kept[block] * prompt_len / self.prompt_len)
-        return min(round(kept) + sweep, self.slots[block])
+    def slots_of(self, block: int, prompt_len: int) -> int:
+        """Slots of a micro-batch whose longest prompt has `prompt_len` tokens."""
+        return self.slots[block] if prompt_len == self.prompt_len else self.columns(block, self.gen_len - 1, prompt_len)
 
 
 @dataclass(frozen=True)

@@ -167,7 +167,7 @@ def _sum_of_sweeps(walked: Sequence[int], values: Sequence[float]) -> float:
     The first counts as it is; what is between pairs of neighbours is interpolated between their means, since a sweep
     may have loaded for the next one.
     """
-    if len(walked) < MOST_WALKED - 1:
+    if not walked or walked[-1] == len(walked):
         return sum(values)
     total = values[0]
     pairs = [((walked[i] + walked[i + 1]) / 2, (values[i] + values[i + 1]) / 2) for i in range(1, len(walked), 2)]

@@ -1,6 +1,7 @@
 """The policy search: batch sizes and sides are enumerated, the linear program places each, the simulator decides.
 
-A lower bound (what must be computed, and what cannot but be read from disk) prunes what cannot win before it is solved.
+A lower bound (what must be computed, and what cannot but be read from disk) prunes what cannot win before it is solved;
+around the best of a coarse grid the search goes on in smaller steps.
 """
 
 from __future__ import annotations
@@ -10,23 +11,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
-from flexgen_h2o.config import MOST_ROWS, TIERS, ModelSpec, Policy
+from flexgen_h2o.config import ModelSpec, Policy
 from flexgen_h2o.errors import DoesNotFitError
-from flexgen_h2o.planner.lp import Solution, find_corner, find_corners, solve
-from flexgen_h2o.planner.memory import OVERLAPPED, SEQUENTIAL, Depth, MemoryPlan, memory_plan, plan_within
+from flexgen_h2o.planner.candidates import Budgets, Candidate, Search, Sides, candidates, neighbours
+from flexgen_h2o.planner.lp import Solution, find_corners, solve
+from flexgen_h2o.planner.memory import SEQUENTIAL, MemoryPlan, memory_plan, plan_within
 from flexgen_h2o.planner.need import Need, even_blocks, shape_of
 from flexgen_h2o.planner.predict import Machine, Prediction, predict
 from flexgen_h2o.planner.rounding import placements
 from flexgen_h2o.units import format_bytes
 
-Budgets = Mapping[str, int | None]
-MOST_BATCHES = 32  # K that is tried
-MOST_MICRO_BATCH = 512
-MOST_SOLVED = 96
-MOST_SIMULATED = 10  # placements, best first; more only while none of them can be rounded
-LOOK_AHEADS = OVERLAPPED[2:]  # deeper rings are taken where memory is left over
-# A KV unit is read as far as it is filled, on average more than this share of what is set aside for it.
-LEAST_READ = 0.5
+MOST_SOLVED = 64
+MOST_SIMULATED = 6  # of the coarse grid, best first; more only while none of them can be rounded
+MOST_STEPS = 4  # around the best
+TIGHTER = 0.95  # budgets for the program where rounding found no way into the real ones
 
 
 @dataclass(frozen=True)
@@ -38,24 +36,6 @@ class Plan:
     memory: MemoryPlan
     prediction: Prediction
     gain_s: Mapping[str, float]
-
-
-@dataclass(frozen=True)
-class _Candidate:
-    """bound_s: no placement of this policy's batch sizes runs the pile faster."""
-
-    policy: Policy
-    depth: Depth
-    bound_s: float
-
-
-@dataclass(frozen=True)
-class Sides:
-    """Which switches the search may set besides those of the base policy."""
-
-    attention: bool = True
-    compress_weight: bool = False
-    compress_cache: bool = False
 
 
 def evaluate(spec: ModelSpec, policy: Policy, need: Need, machine: Machine, budgets: Budgets) -> Plan:
@@ -71,118 +51,91 @@ def search(
 
     DoesNotFitError, with the smallest budget that would do, when nothing fits.
     """
-    candidates = sorted(
-        (c for policy in _batch_sizes(need, base, machine, sides or Sides())
-         if (c := _bounded(spec, policy, need, machine, budgets)) is not None),
-        key=lambda c: c.bound_s,
-    )  # fmt: skip
-    if not candidates:
-        raise DoesNotFitError(_smallest(spec, need, base, machine, budgets))
-    solved: list[tuple[float, _Candidate, Solution]] = []
-    for candidate in candidates[:MOST_SOLVED]:
-        fastest = min((s for s, *_ in solved), default=math.inf)
-        if candidate.bound_s >= fastest:
-            break
-        corners = find_corners(spec, candidate.policy, need, machine, candidate.depth)
-        solution = solve(corners, need.gen_len - 1, base.overlap, budgets)
-        if solution is not None:
-            solved.append((solution.seconds * _blocks(candidate.policy, need), candidate, solution))
-    if not solved:
-        raise DoesNotFitError(_smallest(spec, need, base, machine, budgets))
-    solved.sort(key=lambda entry: entry[0])
+    q = Search(spec, need, base, machine, budgets, sides or Sides())
     found: list[Plan] = []
-    for i, (_, candidate, solution) in enumerate(solved):
+    for i, (candidate, solution) in enumerate(_solved(q)):
         if i >= MOST_SIMULATED and found:
             break
-        found += _simulated(spec, candidate.policy, solution, need, machine, budgets)
+        found += _simulated(q, candidate, solution)
+    if not found:
+        found = list(_last_resort(q))
     if not found:
         raise DoesNotFitError(_smallest(spec, need, base, machine, budgets))
-    return min(found, key=lambda plan: plan.prediction.total_s)
+    return _improved(q, min(found, key=_seconds))
 
 
-def _simulated(
-    spec: ModelSpec, policy: Policy, solution: Solution, need: Need, machine: Machine, budgets: Budgets
-) -> Iterator[Plan]:
+def _seconds(plan: Plan) -> float:
+    return plan.prediction.total_s
+
+
+def _solved(q: Search) -> list[tuple[Candidate, Solution]]:
+    """The coarse grid's candidates with the program's placements, fastest first."""
+    found: list[tuple[float, Candidate, Solution]] = []
+    fastest = math.inf
+    for candidate in candidates(q)[:MOST_SOLVED]:
+        if candidate.bound_s >= fastest:
+            break
+        solution = _solve(q, candidate, q.budgets)
+        if solution is not None:
+            found.append((solution.seconds * q.blocks(candidate.policy), candidate, solution))
+            fastest = min(fastest, found[-1][0])
+    found.sort(key=lambda entry: entry[0])
+    return [(candidate, solution) for _, candidate, solution in found]
+
+
+def _solve(q: Search, candidate: Candidate, budgets: Budgets) -> Solution | None:
+    corners = find_corners(q.spec, candidate.policy, q.need, q.machine, candidate.depth)
+    return solve(corners, q.need.gen_len - 1, q.base.overlap, budgets)
+
+
+def _simulated(q: Search, candidate: Candidate, solution: Solution) -> list[Plan]:
     """The solution as whole percents that fit, simulated."""
-    gains = {tier: gain * _blocks(policy, need) for tier, gain in solution.gain_s_per_gib.items()}
-    for placed in placements(spec, policy, solution.shares, need, machine, budgets):
-        plan = evaluate(spec, placed, need, machine, budgets)
-        yield replace(plan, gain_s=gains)
+    policy = candidate.policy
+    placed = list(placements(q.spec, policy, solution.shares, q.need, q.machine, q.budgets))
+    if not placed:
+        tighter = {tier: None if b is None else int(b * TIGHTER) for tier, b in q.budgets.items()}
+        other = _solve(q, candidate, tighter)
+        if other is not None:
+            placed = list(placements(q.spec, policy, other.shares, q.need, q.machine, q.budgets))
+    gains = {tier: gain * q.blocks(policy) for tier, gain in solution.gain_s_per_gib.items()}
+    needed = (_without_idle_switch(q, p) for p in placed)
+    return [replace(evaluate(q.spec, p, q.need, q.machine, q.budgets), gain_s=gains) for p in needed]
 
 
-def _blocks(policy: Policy, need: Need) -> float:
-    """Blocks of the pile; a part of one counts as a part, its weights aside."""
-    return need.rows / min(policy.block_size, need.rows)
+def _without_idle_switch(q: Search, policy: Policy) -> Policy:
+    """Without --cpu-cache-compute where no KV is off the device: it would do nothing."""
+    idle = policy.percent[2] == 100 and not q.base.cpu_cache_compute
+    return replace(policy, cpu_cache_compute=False) if idle else policy
 
 
-def _batch_sizes(need: Need, base: Policy, machine: Machine, sides: Sides) -> Iterator[Policy]:
-    """Policies that differ in batch sizes, in the side of attention and in compression."""
-    on_host = (False, True) if sides.attention and not machine.device_is_host and not base.cpu_cache_compute else (
-        base.cpu_cache_compute,
-    )  # fmt: skip
-    weights = (False, True) if sides.compress_weight else (base.compress_weight,)
-    caches = (False, True) if sides.compress_cache else (base.compress_cache,)
-    for gbs, batches in _sizes(need.rows):
-        for host in on_host:
-            for weight in weights:
-                for cache in caches:
-                    yield replace(
-                        base, gpu_batch_size=gbs, num_gpu_batches=batches, cpu_cache_compute=host,
-                        compress_weight=weight, compress_cache=cache, percent=(0, 0, 0, 0, 0, 0),
-                    )  # fmt: skip
+def _improved(q: Search, best: Plan) -> Plan:
+    """Steps to the best neighbour, as long as there is a better one."""
+    tried = {(best.policy.gpu_batch_size, best.policy.num_gpu_batches, best.policy.cpu_cache_compute)}
+    for _ in range(MOST_STEPS):
+        found = [best]
+        for candidate in neighbours(q, best.policy):
+            policy = candidate.policy
+            key = (policy.gpu_batch_size, policy.num_gpu_batches, policy.cpu_cache_compute)
+            if key in tried or candidate.bound_s >= _seconds(best):
+                continue
+            tried.add(key)
+            solution = _solve(q, candidate, q.budgets)
+            if solution is not None and solution.seconds * q.blocks(policy) < _seconds(best):
+                found += _simulated(q, candidate, solution)
+        better = min(found, key=_seconds)
+        if better is best:
+            return best
+        best = better
+    return best
 
 
-def _sizes(rows: int) -> Iterator[tuple[int, int]]:
-    """(micro-batch, micro-batches) of blocks that cut the pile evenly, and of evenly cut blocks."""
-    steps = sorted({round(2 ** (i / 2)) for i in range(40)})
-    seen = set()
-    for parts in steps:
-        block = min(-(-rows // parts), MOST_ROWS)
-        for batches in (k for k in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32) if k <= min(block, MOST_BATCHES)):
-            gbs = -(-block // batches)
-            if gbs <= MOST_MICRO_BATCH and (gbs, batches) not in seen:
-                seen.add((gbs, batches))
-                yield gbs, batches
-        if block == 1:
-            return
-
-
-def _bounded(spec: ModelSpec, policy: Policy, need: Need, machine: Machine, budgets: Budgets) -> _Candidate | None:
-    """The candidate with its lower bound; None when not even everything on disk fits."""
-    depth = _depth(spec, policy, need, machine, budgets)
-    if depth is None:
-        return None
-    on_disk = find_corner(spec, policy, (), need, machine, depth)
-    fast = budgets.get("device"), budgets.get("host")
-    overflow = 0.0
-    if fast[0] is not None and fast[1] is not None:
-        in_memory = find_corner(spec, policy, (0, 2, 4), need, machine, depth)
-        overflow = max(0.0, in_memory.nbytes["device"] + in_memory.nbytes["host"] - sum(b or 0 for b in fast))
-    read_s = LEAST_READ * overflow / machine.profile.disk_read_bytes_per_s
-    bound = 0.0
-    for phase, count in (("prefill", 1), ("decode", need.gen_len - 1)):
-        bound += count * max(on_disk.busy[phase]["device_compute"], read_s if phase == "decode" else 0.0)
-    return _Candidate(policy, depth, bound * _blocks(policy, need))
-
-
-def _depth(spec: ModelSpec, policy: Policy, need: Need, machine: Machine, budgets: Budgets) -> Depth | None:
-    """The deepest look-ahead that is worth memory and fits with everything on disk."""
-    shape = shape_of(policy, need)
-    for depth in LOOK_AHEADS if policy.overlap else (SEQUENTIAL,):
-        plan = memory_plan(spec, policy, shape, machine.itemsize, machine.device_is_host, depth)
-        if not plan.overflow(dict(budgets)):
-            return depth
-    # Everything on disk may itself be what does not fit: the program shares it out over all tiers.
-    if _total(budgets) is not None and plan.bytes_on("disk") > (budgets.get("disk") or 0):
-        without_disk = {**budgets, "disk": None}
-        if not plan.overflow(without_disk):
-            return depth
-    return None
-
-
-def _total(budgets: Budgets) -> int | None:
-    held = [budgets.get(tier) for tier in TIERS]
-    return None if any(b is None for b in held) else sum(b or 0 for b in held)
+def _last_resort(q: Search) -> Iterator[Plan]:
+    """One row at a time, where budgets leave room for little more."""
+    for policy in _one_row(q.base):
+        shape = shape_of(policy, q.need)
+        plan = memory_plan(q.spec, policy, shape, q.machine.itemsize, q.machine.device_is_host, SEQUENTIAL)
+        if not plan.overflow(dict(q.budgets)):
+            yield evaluate(q.spec, policy, q.need, q.machine, q.budgets)
 
 
 def _smallest(spec: ModelSpec, need: Need, base: Policy, machine: Machine, budgets: Budgets) -> str:
@@ -193,13 +146,6 @@ def _smallest(spec: ModelSpec, need: Need, base: Policy, machine: Machine, budge
         )
         for policy in _one_row(base)
     }
-    fitting = [percent for percent, plan in plans.items() if not plan.overflow(dict(budgets))]
-    if fitting:  # the program and rounding found no way into budgets that leave room for little more
-        percent = " ".join(map(str, fitting[0]))
-        return (
-            "no policy was found within the budgets, but one row at a time fits: give "
-            f"--percent {percent} --gpu-batch-size 1 --num-gpu-batches 1, or raise a budget"
-        )
     plan = plans[0, 0, 0, 0, 0, 0]
     short = plan.overflow(dict(budgets))
     given = " and ".join(f"--{tier}-mem {format_bytes(budgets.get(tier) or 0)}" for tier in short)

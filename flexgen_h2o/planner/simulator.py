@@ -229,8 +229,10 @@ class _Simulation:
         for step in zigzag(len(self._sweeps), len(self._layers.layers), len(self.block)):
             self._sweep = step.sweep
             self._run_step(step)
-            if step.micro_batch == len(self.block) - 1 and step.layer == len(self._layers.layers) - 1:
-                self.clock.now = max(self.clock.now, self.clock.device)  # tokens are chosen on the host
+            if step.layer < len(self._layers.layers) - 1:
+                continue
+            self.clock.now = max(self.clock.now, self.clock.device)  # tokens are chosen on the host
+            if step.micro_batch == len(self.block) - 1:
                 ends.append(self.clock.now)
                 busy.append(dict(self.clock.busy))
         return Simulated(tuple(ends), tuple(busy))

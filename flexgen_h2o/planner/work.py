@@ -121,8 +121,8 @@ def _weight_moves(
     return tuple(m for m in moves if m.nbytes)
 
 
-def layout_of(at: Setting, block: int, rows: int) -> UnitLayout:
-    return _layout(at, at.need.slots[block], rows)
+def layout_of(at: Setting, block: int, batch: Batch) -> UnitLayout:
+    return _layout(at, at.need.slots_of(block, batch.longest), batch.rows)
 
 
 @lru_cache(maxsize=4096)
@@ -131,8 +131,9 @@ def _layout(at: Setting, slots: int, rows: int) -> UnitLayout:
 
 
 def kv_ring_bytes(at: Setting, block: int, batch: Batch) -> int:
-    layout = layout_of(at, block, batch.rows)
-    return sum(layout.part_bytes(p) for p in layout.parts if is_streamed(p.tier, at.on_host))
+    layout = layout_of(at, block, batch)
+    streamed = sum(layout.part_bytes(p) for p in layout.parts if is_streamed(p.tier, at.on_host))
+    return round(streamed * at.packed(at.policy.compress_cache))
 
 
 def kv_load_moves(at: Setting, block: int, batch: Batch, sweep: int) -> tuple[Move, ...]:
@@ -157,7 +158,7 @@ def kv_store_moves(at: Setting, block: int, batch: Batch, sweep: int) -> tuple[M
     found = [
         Move(m.lane, m.nbytes * share, m.pieces * share, m.crosses) for m in whole if m.lane == "disk_write" and share
     ]
-    layout = layout_of(at, block, batch.rows)
+    layout = layout_of(at, block, batch)
     for part in layout.parts:
         if part.tier == "host" and not at.on_host:
             packed = at.packed(at.policy.compress_cache)
@@ -167,7 +168,7 @@ def kv_store_moves(at: Setting, block: int, batch: Batch, sweep: int) -> tuple[M
 
 def _unit_moves(at: Setting, block: int, batch: Batch, columns: int, lanes: dict[str, str]) -> tuple[Move, ...]:
     """The first `columns` slots of every streamed part of a unit, over the lane of its tier."""
-    layout, packed = layout_of(at, block, batch.rows), at.packed(at.policy.compress_cache)
+    layout, packed = layout_of(at, block, batch), at.packed(at.policy.compress_cache)
     found = []
     for part in layout.parts:
         if is_streamed(part.tier, at.on_host):

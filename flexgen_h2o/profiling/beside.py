@@ -26,7 +26,7 @@ LEAST, MOST = 0.01, 1.0
 def beside_shares(bench: Bench, mover: Mover, probe: DiskProbe, dtype: torch.dtype) -> tuple[float, float]:
     """Shares that are left of the disk's read rate while products are computed, and of those while it is read."""
     rows, width = min(ROWS, bench.sizes.rows[-1]), min(WIDTH, bench.sizes.widths[-1])
-    call, seconds = Products(bench, dtype).call(rows, width), bench.sizes.beside_s / ROUNDS
+    call, seconds = Products(bench, dtype).call(rows, width, width), bench.sizes.beside_s / ROUNDS
 
     def compute() -> None:
         for _ in range(ISSUED):

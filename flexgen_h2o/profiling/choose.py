@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from flexgen_h2o.errors import FlexgenError
 from flexgen_h2o.profile import HardwareProfile
 from flexgen_h2o.profiling.cache import cached_profile, store
 from flexgen_h2o.profiling.measure import measure
@@ -26,5 +27,8 @@ def profile_of_this_machine(
         return nominal_profile(open_device(device, separate_budget=False).is_host)
     progress("this machine has no profile yet: measuring it once, which takes about a minute")
     profile = measure(device, offload_dir, progress)
-    store(profile, device, offload_dir)
+    try:
+        store(profile, device, offload_dir)
+    except FlexgenError as error:  # a home that cannot be written to: this run has what it needs
+        progress(f"not kept for later: {error}")
     return profile

@@ -1,36 +1,64 @@
-"""FLOPs a second of linear maps whose matrices come from memory, by width and rows."""
+"""FLOPs a second of linear maps whose matrices come from memory, by their shape and by rows."""
 
 from __future__ import annotations
 
 import time
-from itertools import cycle, product
+from itertools import cycle, pairwise
 
 import torch
 
 from flexgen_h2o.kernels.linear import linear
 from flexgen_h2o.profile import Curve
+from flexgen_h2o.profile import Products as Rates
 from flexgen_h2o.profiling.bench import Bench, Call
+from flexgen_h2o.profiling.sizes import Sizes
 
 WARM_S = 1.0
+MLP, HEAD = 4, 16  # out / in of a block's first MLP matrix, and of what stands for the head
 
 
-def matmul_rates(bench: Bench, dtype: torch.dtype) -> tuple[tuple[float, Curve], ...]:
-    """For each width, a curve over rows: (rows, width) times a (width, width) matrix and a bias.
+def matmul_rates(bench: Bench, dtype: torch.dtype) -> Rates:
+    """Curves over rows of (rows, in) times an (out, in) matrix and a bias, by out / in and by in.
 
     A sweep uses each matrix once, so the matrices here are many: they cycle through a pool larger than the caches.
-    What would take too long is left to the next smaller width, whose rate it takes.
+    What would take too long is left to the next smaller matrix of its shape, whose rate it takes.
     """
     sizes, products = bench.sizes, Products(bench, dtype)
     most, middle = sizes.rows[-1], sizes.widths[len(sizes.widths) // 2]
-    fastest = 2 * most * middle**2 / bench.once(products.call(most, middle))
-    every = list(product(sizes.widths, sizes.rows))
-    measured = [(w, r) for w, r in every if 2 * r * w * w / fastest <= sizes.longest_s or w == sizes.widths[0]]
-    seconds = bench.seconds_of(*(products.call(rows, width) for width, rows in measured))
-    found = {(w, r): 2 * r * w * w / s for (w, r), s in zip(measured, seconds, strict=True)}
-    for width, narrower in zip(sizes.widths[1:], sizes.widths, strict=False):
-        for rows in sizes.rows:
-            found.setdefault((width, rows), found[narrower, rows])
-    return tuple((float(w), Curve(tuple((float(r), found[w, r]) for r in sizes.rows))) for w in sizes.widths)
+    fastest = 2 * most * middle**2 / bench.once(products.call(most, middle, middle))
+    by_shape = shapes(sizes)
+    smallest = {by_inner[0] for by_inner in by_shape.values()}
+    measured = [
+        (inner, outer, rows)
+        for by_inner in by_shape.values()
+        for inner, outer in by_inner
+        for rows in sizes.rows
+        if 2 * rows * inner * outer / fastest <= sizes.longest_s or (inner, outer) in smallest
+    ]
+    seconds = bench.seconds_of(*(products.call(rows, inner, outer) for inner, outer, rows in measured))
+    found = {(i, o, r): 2 * r * i * o / s for (i, o, r), s in zip(measured, seconds, strict=True)}
+    for by_inner in by_shape.values():
+        for smaller, larger in pairwise(by_inner):
+            for rows in sizes.rows:
+                found.setdefault((*larger, rows), found[(*smaller, rows)])
+
+    def curve(inner: int, outer: int) -> Curve:
+        return Curve(tuple((float(rows), found[inner, outer, rows]) for rows in sizes.rows))
+
+    return tuple(
+        (shape, tuple((float(inner), curve(inner, outer)) for inner, outer in by_inner))
+        for shape, by_inner in by_shape.items()
+    )
+
+
+def shapes(sizes: Sizes) -> dict[float, list[tuple[int, int]]]:
+    """(in, out) of the matrices that are measured, by out / in: a block's own, and the head's."""
+    return {
+        1 / MLP: [(MLP * h, h) for h in sizes.hidden],
+        1.0: [(w, w) for w in sizes.widths],
+        float(MLP): [(h, MLP * h) for h in sizes.hidden],
+        float(HEAD): [(h, HEAD * h) for h in sizes.heads],
+    }
 
 
 class Products:
@@ -38,23 +66,26 @@ class Products:
 
     def __init__(self, bench: Bench, dtype: torch.dtype) -> None:
         sizes = bench.sizes
-        width, values = sizes.widths[-1], sizes.widths[-1] * sizes.rows[-1]
-        self._pool = bench.normal(dtype, max(width * width, sizes.weight_bytes // dtype.itemsize))
-        self._inputs, self._bias = bench.normal(dtype, values), bench.normal(dtype, width)
-        self._out = bench.empty(dtype, values)
+        every = [pair for by_inner in shapes(sizes).values() for pair in by_inner]
+        numel = max(inner * outer for inner, outer in every)
+        self._pool = bench.normal(dtype, max(numel, sizes.weight_bytes // dtype.itemsize))
+        widest = max(outer for _, outer in every)
+        self._inputs = bench.normal(dtype, sizes.rows[-1] * max(inner for inner, _ in every))
+        self._bias, self._out = bench.normal(dtype, widest), bench.empty(dtype, sizes.rows[-1] * widest)
 
-    def call(self, rows: int, width: int) -> Call:
+    def call(self, rows: int, inner: int, outer: int) -> Call:
         """A product that takes the next matrix each time it is called."""
-        numel = width * width
-        matrices = cycle([part.view(width, width) for part in self._pool.split(numel) if len(part) == numel])
-        x, out = (t[: rows * width].view(rows, width) for t in (self._inputs, self._out))
-        bias = self._bias[:width]
+        numel = inner * outer
+        matrices = cycle([part.view(outer, inner) for part in self._pool.split(numel) if len(part) == numel])
+        x, out = self._inputs[: rows * inner].view(rows, inner), self._out[: rows * outer].view(rows, outer)
+        bias = self._bias[:outer]
         return lambda: linear(x, (next(matrices),), bias, out)
 
 
 def warm_cores(bench: Bench, dtype: torch.dtype) -> None:
     """Bring the clocks up and the libraries in before the first figure."""
-    call = Products(bench, dtype).call(bench.sizes.rows[-1], bench.sizes.widths[len(bench.sizes.widths) // 2])
+    width = bench.sizes.widths[len(bench.sizes.widths) // 2]
+    call = Products(bench, dtype).call(bench.sizes.rows[-1], width, width)
     until = time.perf_counter() + WARM_S
     while time.perf_counter() < until:
         bench.once(call)

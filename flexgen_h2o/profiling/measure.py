@@ -29,7 +29,7 @@ from flexgen_h2o.tiers.mover import Mover
 from flexgen_h2o.tiers.transfer import Lanes
 from flexgen_h2o.timeline import Timeline
 
-SOURCE = "measured by python -m flexgen_h2o.hardware, version 0.1.0"
+SOURCE = f"measured by python -m flexgen_h2o.hardware, torch {torch.__version__}"
 DISTURBED = 0.05  # share of all cores
 Progress = Callable[[str], None]
 

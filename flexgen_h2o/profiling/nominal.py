@@ -48,7 +48,7 @@ def _host_rates(flops_per_s: float) -> ComputeRates:
     flat, attention = Curve.flat, Curve.flat(1.5e10)
     over_rows = Curve(((1, 1e10), (32, flops_per_s / 2), (128, flops_per_s)))
     return ComputeRates(
-        ((4096.0, over_rows),), flat(flops_per_s / 3), flat(flops_per_s / 4), attention, attention, attention,
+        ((1.0, ((4096.0, over_rows),)),), flat(flops_per_s / 3), flat(flops_per_s / 4), attention, attention, attention,
         attention, 2e10, 5e9, 5e9, 1e9,
     )  # fmt: skip
 
@@ -57,6 +57,6 @@ def _card_rates(flops_per_s: float) -> ComputeRates:
     flat, here, there = Curve.flat, Curve.flat(2e11), Curve.flat(1e10)
     over_rows = Curve(((1, 2.5e11), (128, flops_per_s)))
     return ComputeRates(
-        ((4096.0, over_rows),), flat(flops_per_s / 3), flat(flops_per_s / 4), here, here, there, there,
+        ((1.0, ((4096.0, over_rows),)),), flat(flops_per_s / 3), flat(flops_per_s / 4), here, here, there, there,
         2e11, 5e10, 5e9, 1e11,
     )  # fmt: skip

@@ -15,11 +15,12 @@ class Sizes:
     figure_s: aimed at for one figure. longest_s: a product that would take longer is not measured, and another call
     that does is timed once. disk_bytes, disk_s:
     of the file, whichever is reached first. link_bytes: walked through by copies over the link. memory_bytes: copied
-    from and to. weight_bytes: matrices that products cycle through. widths, rows: of products. prompt_tokens: of a
+    from and to. weight_bytes: matrices that products cycle through. rows: of products; widths: of square matrices;
+    hidden: of (4 h, h) and (h, 4 h) matrices; heads: of (16 h, h) ones. prompt_tokens: of a
     micro-batch of prompts; prompt_lengths: of one prompt; prompt_width: heads x head width. cache_bytes: keys and
     values that decode attention reads; head_widths, slots: their shape. block: (tokens, width) of elementwise work
-    and (out, in) of a matrix that is dequantised. logits: (rows, vocabulary). steps: decode sweeps of a tiny model;
-    step_rows: rows of its larger micro-batch. beside_s: disk reads and compute together.
+    and (out, in) of a matrix that is dequantised. logits: (rows, vocabulary). steps: decode sweeps of a small model;
+    step_rows, step_width: rows of its larger micro-batch, and its width. beside_s: disk reads and compute together.
     """
 
     figure_s: float = 0.12
@@ -30,6 +31,8 @@ class Sizes:
     memory_bytes: int = 256 * MIB
     weight_bytes: int = 256 * MIB
     widths: tuple[int, ...] = (64, 256, 768, 2048, 4096, 8192)
+    hidden: tuple[int, ...] = (768, 2048, 4096)
+    heads: tuple[int, ...] = (768, 2048)
     rows: tuple[int, ...] = (1, 4, 16, 32, 64, 128, 256, TOKEN_CHUNK)
     prompt_tokens: int = 2048
     prompt_lengths: tuple[int, ...] = (64, 256, 1024, 2048)
@@ -41,20 +44,22 @@ class Sizes:
     logits: tuple[int, int] = (32, 50272)
     steps: int = 48
     step_rows: int = 64
+    step_width: int = 768
     beside_s: float = 1.5
 
 
 HOST = Sizes()
 # A card has larger caches and needs more work at a time to be busy; its prompts of a micro-batch fill it.
 CARD = replace(
-    HOST, memory_bytes=GIB, weight_bytes=GIB, widths=(*HOST.widths, 12288), prompt_tokens=16384,
+    HOST, memory_bytes=GIB, weight_bytes=GIB, widths=(*HOST.widths, 12288), hidden=(2048, 4096, 12288),
+    prompt_tokens=16384,
     cache_bytes=GIB, head_widths=(64, 128),
 )  # fmt: skip
 # Of a card's host: attention there may run through torch operations that a CPU computes slowly.
 CARD_HOST = replace(HOST, head_widths=CARD.head_widths)
 TINY = Sizes(
     figure_s=0.002, longest_s=0.05, disk_bytes=8 * MIB, disk_s=0.1, link_bytes=MIB, memory_bytes=MIB,
-    weight_bytes=MIB, widths=(64, 128), rows=(1, 8), prompt_tokens=64, prompt_lengths=(16, 32), prompt_width=128,
-    cache_bytes=MIB, head_widths=(64,), slots=32, block=(64, 128), logits=(4, 512), steps=6, step_rows=4,
+    weight_bytes=MIB, widths=(64, 128), hidden=(64,), heads=(64,), rows=(1, 8), prompt_tokens=64, prompt_lengths=(16, 32), prompt_width=128,
+    cache_bytes=MIB, head_widths=(64,), slots=32, block=(64, 128), logits=(4, 512), steps=6, step_rows=4, step_width=64,
     beside_s=0.05,
 )  # fmt: skip

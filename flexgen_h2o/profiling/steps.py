@@ -1,4 +1,8 @@
-"""Fixed costs of the engine's own loop: a model so small that its arithmetic takes no time, everything resident."""
+"""Fixed costs of the engine's own loop: a small model, everything resident, less what its arithmetic takes alone.
+
+The model is wide enough that its matrices push the loop's own code and data out of the caches, as real ones do: a
+step of a model that fits into the caches costs half as much.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,6 @@ import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +21,31 @@ from flexgen_h2o.config import TIERS, ModelSpec, Policy
 from flexgen_h2o.engine import Engine
 from flexgen_h2o.executor import Executor
 from flexgen_h2o.generation import Decoding, Row, RowEnd
-from flexgen_h2o.kernels.linear import linear
 from flexgen_h2o.kernels.warm_up import warm_up
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
 from flexgen_h2o.models import spec_from_config
 from flexgen_h2o.planner.memory import SEQUENTIAL, Shape, memory_plan
 from flexgen_h2o.profiling.bench import Bench
+from flexgen_h2o.profiling.matmul import Products
 from flexgen_h2o.prompts import Prompt
 from flexgen_h2o.sampling import SamplingParams, StopStrings, TokenChooser
 from flexgen_h2o.timeline import Timeline
 
-BLOCKS, HIDDEN, VOCABULARY, PROMPT = 4, 64, 128, 16
-CONFIG: dict[str, Any] = {
-    "model_type": "opt", "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "num_hidden_layers": BLOCKS,
-    "ffn_dim": HIDDEN, "max_position_embeddings": 2048, "num_attention_heads": 1, "word_embed_proj_dim": HIDDEN,
-    "activation_function": "relu", "enable_bias": True, "layer_norm_elementwise_affine": True,
-    "do_layer_norm_before": True,
-}  # fmt: skip
+BLOCKS, VOCABULARY, PROMPT, HEAD_DIM = 4, 128, 16, 64
 # What the planner counts apart from a step's fixed costs: its products, kernel_s for each of them and for attention.
 MLP_PRODUCTS, ATTENTION_PRODUCTS, ATTENTION_KERNELS = 2, 4, 5
 ROUNDS = 5
 LEAST_S = 1e-7  # a difference of two timings may be anything
+
+
+def config_of(width: int) -> dict[str, Any]:
+    """OPT with square matrices only."""
+    return {
+        "model_type": "opt", "vocab_size": VOCABULARY, "hidden_size": width, "num_hidden_layers": BLOCKS,
+        "ffn_dim": width, "max_position_embeddings": 2048, "num_attention_heads": width // HEAD_DIM,
+        "word_embed_proj_dim": width, "activation_function": "relu", "enable_bias": True,
+        "layer_norm_elementwise_affine": True, "do_layer_norm_before": True,
+    }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -64,8 +71,9 @@ def step_costs(bench: Bench, dtype: str, folder: Path, kernel_s: float) -> StepC
 
     folder: for the tiny model's checkpoint. kernel_s: of an operation that has next to nothing to do.
     """
-    spec, many = spec_from_config("tiny", CONFIG, "profiling"), bench.sizes.step_rows
-    write_random_checkpoint(spec, CONFIG, folder / "weights", dtype)
+    config, many = config_of(bench.sizes.step_width), bench.sizes.step_rows
+    spec = spec_from_config("small", config, "profiling")
+    write_random_checkpoint(spec, config, folder / "weights", dtype)
     kinds: tuple[tuple[int, Eviction], ...] = ((1, Full()), (many, Full()), (1, H2O(heavy_size=4, recent_size=4)))
     with ExitStack() as stack:
         engines = [stack.enter_context(_engine(bench, spec, dtype, folder, *kind)) for kind in kinds]
@@ -98,11 +106,9 @@ def _solve(rounds: Sequence[Sequence[_Steps]], counted: _Steps, more: _Steps, mo
 
 
 def _product_seconds(bench: Bench, dtype: str, *rows: int) -> list[float]:
-    """Of one product of the tiny model."""
-    kind = getattr(torch, dtype)
-    weight, bias = (bench.normal(kind, HIDDEN, HIDDEN),), bench.normal(kind, HIDDEN)
-    pairs = [(bench.normal(kind, r, HIDDEN), bench.empty(kind, r, HIDDEN)) for r in rows]
-    return bench.seconds_of(*(partial(linear, x, weight, bias, out) for x, out in pairs))
+    """Of one product of the small model, with another matrix each time."""
+    width, products = bench.sizes.step_width, Products(bench, getattr(torch, dtype))
+    return bench.seconds_of(*(products.call(r, width, width) for r in rows))
 
 
 def _run_block(engine: Engine, rows: int, eviction: Eviction, steps: int) -> _Steps:

@@ -44,15 +44,16 @@ def table(profile: HardwareProfile) -> str:
         lines += ["", unit, *_aligned(figures)]
     for dtype, rates in profile.compute.items():
         lines += ["", *_compute(dtype, rates)]
-    for name, note in profile.notes.items():
-        lines += ["", f"{name}: {note}"]
+    if profile.notes:
+        lines += ["", "notes", *(f"  {name}: {note}" for name, note in profile.notes.items())]
     return "\n".join(lines)
 
 
 def _compute(dtype: str, rates: ComputeRates) -> Iterator[str]:
-    rows = [rows for rows, _ in rates.matmul_flops_per_s[0][1].points]
+    products = [(shape, i, c) for shape, by_inner in rates.matmul_flops_per_s for i, c in by_inner]
+    rows = [rows for rows, _ in products[0][2].points]
     head = ["rows", *(f"{r:g}" for r in rows)]
-    body = [[f"width {width:g}", *(_number(c.at(r) / GIGA) for r in rows)] for width, c in rates.matmul_flops_per_s]
+    body = [[f"{i:g} to {i * shape:g}", *(_number(c.at(r) / GIGA) for r in rows)] for shape, i, c in products]
     yield f"{dtype}: products, GFLOP/s"
     yield from _columns([head, *body])
     yield f"{dtype}: GFLOP/s by tokens of a prompt"

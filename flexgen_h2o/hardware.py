@@ -1,0 +1,93 @@
+"""`python -m flexgen_h2o.hardware`: measure this machine's hardware profile, which the planner predicts with."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from flexgen_h2o.doors import OneLineParser, run_door
+from flexgen_h2o.errors import EXIT_DONE, FlexgenError, UsageError
+from flexgen_h2o.paths import DEFAULT_OFFLOAD_DIR, usable_path
+from flexgen_h2o.profile import HardwareProfile, find_profile, read_profile, write_profile
+
+CACHED = ""  # --show without a name
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code (DESIGN 3.1)."""
+    return run_door("hardware", _run, argv)
+
+
+def _parser() -> OneLineParser:
+    parser = OneLineParser(prog="hardware", description=__doc__)
+    add = parser.add_argument
+    add("--output", type=Path, metavar="FILE", help="also write the profile here (JSON); it is kept for later anyway")
+    add("--offload-dir", default=DEFAULT_OFFLOAD_DIR, help=f"whose disk is measured (default {DEFAULT_OFFLOAD_DIR})")
+    add("--device", default="auto", help="auto, cpu or cuda")
+    add("--machine", metavar="NAME", help="the profile's name (default: from the card or the CPU)")
+    add(
+        "--show",
+        nargs="?",
+        const=CACHED,
+        metavar="FILE",
+        help="measure nothing; print a profile file, a shipped profile by its name, or the one kept for this machine",
+    )
+    return parser
+
+
+def _run(argv: list[str] | None) -> int:
+    args = _parser().parse_args(argv)
+    args.offload_dir = usable_path(args.offload_dir, "--offload-dir")
+    if args.show is not None:
+        profile = _shown(args)
+    else:
+        profile = _measured(args)
+    from flexgen_h2o.profiling.table import table
+
+    print(table(profile))
+    return EXIT_DONE
+
+
+def _shown(args: argparse.Namespace) -> HardwareProfile:
+    for flag, given in (("--output", args.output), ("--machine", args.machine)):
+        if given is not None:
+            raise UsageError(f"{flag} and --show: nothing is measured with --show; leave one of them out")
+    if args.show != CACHED:
+        return read_profile(find_profile(args.show))
+    from flexgen_h2o.profiling.cache import cached_profile
+
+    found = cached_profile(args.device, args.offload_dir)
+    if found is None:
+        raise UsageError("--show: no profile of this machine is kept; measure one: python -m flexgen_h2o.hardware")
+    return found
+
+
+def _measured(args: argparse.Namespace) -> HardwareProfile:
+    from flexgen_h2o.report import check_writable
+
+    if args.output is not None:
+        args.output = usable_path(args.output, "--output")
+        check_writable(args.output, "--output")
+    from flexgen_h2o.profiling.cache import store
+    from flexgen_h2o.profiling.measure import measure
+
+    profile = measure(args.device, args.offload_dir, _say)
+    if args.machine is not None:
+        profile = replace(profile, machine=args.machine)
+    if args.output is not None:
+        write_profile(args.output, profile)
+    try:
+        _say(f"kept in {store(profile, args.device, args.offload_dir)}")
+    except FlexgenError as error:  # a home that cannot be written to: what was measured is still worth showing
+        _say(f"not kept for later runs: {error}")
+    return profile
+
+
+def _say(line: str) -> None:
+    print(f"hardware: {line}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,254 @@
+"""`python -m flexgen_h2o.policy_search`: the fastest policy for a pile of prompts, or what a given policy will cost.
+
+Needs the model's config only: no weights, no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flexgen_h2o.config import DTYPE_BYTES, TIERS, Policy, SavedPolicy, write_policy
+from flexgen_h2o.doors import (
+    EVICTION_FLAGS,
+    OneLineParser,
+    add_engine_flags,
+    add_eviction_flags,
+    as_flags,
+    budget_of,
+    check_plot_library,
+    check_positions,
+    eviction_of,
+    flag_of,
+    given_flags,
+    policy_of,
+    positive,
+    run_door,
+)
+from flexgen_h2o.errors import EXIT_DONE, DoesNotFitError, FlexgenError, UsageError
+from flexgen_h2o.paths import DEFAULT_OFFLOAD_DIR, usable_path
+
+if TYPE_CHECKING:
+    from flexgen_h2o.config import ModelSpec
+    from flexgen_h2o.plan_report import Answer, Question
+    from flexgen_h2o.planner.candidates import Budgets
+    from flexgen_h2o.planner.predict import Machine
+    from flexgen_h2o.planner.search import Plan
+    from flexgen_h2o.profile import HardwareProfile
+
+SEARCHED_PROMPTS = 1024
+COMPRESSION = ("compress_weight", "compress_cache")
+OUTPUTS = ("output", "trace", "plot")
+USUAL_DTYPES = ("float16", "bfloat16")  # of OPT checkpoints, and what a CPU computes them in
+# Flags of flex_opt besides the policy, which the command that runs the plan repeats where they were given.
+REPEATED = ("--path", "--revision", "--device-mem", "--host-mem", "--disk-mem", "--eviction", *EVICTION_FLAGS.values())
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code (DESIGN 3.1)."""
+    return run_door("policy_search", _run, argv)
+
+
+def _parser() -> OneLineParser:
+    parser = OneLineParser(prog="policy_search", description=__doc__)
+    add_engine_flags(parser, compression="4 bits: allowed in a search, part of a given policy; the engine has none yet")
+    add_eviction_flags(parser)
+    add = parser.add_argument
+    add("--prompt-len", type=positive, default=512, help="tokens of a prompt (512)")
+    add("--gen-len", type=positive, default=32, help="new tokens of a row (32)")
+    add("--num-prompts", type=positive, help=f"prompts in all ({SEARCHED_PROMPTS}; of a given policy one block)")
+    add("--hardware", metavar="FILE", help="a profile, or a shipped one by its name (default: this machine, measured)")
+    add("--output", type=Path, metavar="FILE", help="write the policy, for flex_opt --policy")
+    add("--json", action="store_true", help="print one JSON object instead of the tables")
+    add("--trace", type=Path, help="write a Chrome trace of the first block as it is simulated")
+    add("--plot", type=Path, help="write a picture of the same (.png, .svg; needs matplotlib: the extra `plot`)")
+    return parser
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A question with what its answer needs. policy: to evaluate, or whose switches a search keeps."""
+
+    question: Question
+    spec: ModelSpec
+    policy: Policy
+
+
+def _run(argv: list[str] | None) -> int:
+    args = _parser().parse_args(argv)
+    _check(args)
+    task = _task(args)
+    answer = _answer(args, task)
+    from flexgen_h2o.plan_report import NOT_RUN_YET, to_json, to_text
+
+    if args.json:
+        print(json.dumps(to_json(task.question, answer), indent=1, allow_nan=False))
+    if answer.plan is None:
+        raise DoesNotFitError(answer.problem or "nothing fits")
+    policy = answer.plan.policy
+    if not args.json:
+        flags = " ".join(filter(None, [as_flags(policy), given_flags(args, ("--eviction", *EVICTION_FLAGS.values()))]))
+        print(to_text(task.question, answer.plan, answer.seconds, flags, _command(args, task, policy)))
+    elif policy.compress_weight or policy.compress_cache:
+        print(f"policy_search: {NOT_RUN_YET}", file=sys.stderr)
+    words = sys.argv[1:] if argv is None else argv
+    _write(args, task, answer.plan, f"python -m flexgen_h2o.policy_search {shlex.join(words)}")
+    return EXIT_DONE
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Everything that can be wrong with flags and files, before anything is loaded."""
+    from flexgen_h2o.report import check_writable
+
+    if args.dtype != "auto" and args.dtype not in DTYPE_BYTES:
+        raise UsageError(f"--dtype {args.dtype}: not one of auto, {', '.join(DTYPE_BYTES)}")
+    if args.hardware is not None and args.device != "auto":
+        raise UsageError(f"--device {args.device} and --hardware: the profile says which device; leave --device out")
+    for name in OUTPUTS:
+        if getattr(args, name) is not None:
+            setattr(args, name, usable_path(getattr(args, name), flag_of(name)))
+            check_writable(getattr(args, name), flag_of(name))
+    if args.plot is not None:
+        check_plot_library()
+
+
+def _task(args: argparse.Namespace) -> _Task:
+    policy, is_auto = _policy(args)
+    eviction = eviction_of(args, policy)
+    from flexgen_h2o.eviction_need import need_of
+    from flexgen_h2o.plan_report import Question
+    from flexgen_h2o.source import find_spec
+
+    spec = find_spec(args.model, args.path, args.revision)
+    check_positions(args, spec.name, spec.max_positions)
+    rows = args.num_prompts or (SEARCHED_PROMPTS if is_auto else policy.block_size)
+    need = need_of(eviction, rows, {(args.prompt_len, args.gen_len)}, spec.num_blocks)
+    machine, budgets = _machine(args)
+    return _Task(Question(spec.name, need, eviction.to_json(), machine, budgets, is_auto), spec, policy)
+
+
+def _policy(args: argparse.Namespace) -> tuple[Policy, bool]:
+    """The policy of the flags or the file, and whether it is to be searched for."""
+    policy, is_auto = policy_of(args)
+    given = [name for name in COMPRESSION if getattr(args, name)]
+    if given and args.policy not in (None, "auto"):
+        raise UsageError(f"--policy {args.policy} and {flag_of(given[0])}: give one of them")
+    if is_auto:
+        return policy, True
+    weight, cache = (getattr(policy, name) or name in given for name in COMPRESSION)
+    return replace(policy, compress_weight=weight, compress_cache=cache), False
+
+
+def _machine(args: argparse.Namespace) -> tuple[Machine, Budgets]:
+    """Where the run would take place, and what it may hold there."""
+    from flexgen_h2o.planner.predict import Machine
+
+    profile, device_is_host, budgets = _shipped(args) if args.hardware is not None else _this_machine(args)
+    return Machine(profile, _dtype(args, profile), device_is_host), budgets
+
+
+def _shipped(args: argparse.Namespace) -> tuple[HardwareProfile, bool, Budgets]:
+    from flexgen_h2o.profile import find_profile, read_profile
+    from flexgen_h2o.units import less_margin
+
+    profile, asked = read_profile(find_profile(args.hardware)), budget_of(args)
+    device_is_host = profile.device_is_host and asked.device is None
+    there = {tier: less_margin(getattr(profile, f"{tier}_mem_bytes")) for tier in TIERS}
+    budgets = {tier: free if (given := getattr(asked, tier)) is None else given for tier, free in there.items()}
+    return profile, device_is_host, {**budgets, "device": 0} if device_is_host else budgets
+
+
+def _this_machine(args: argparse.Namespace) -> tuple[HardwareProfile, bool, Budgets]:
+    from flexgen_h2o.profiling.choose import profile_of_this_machine
+    from flexgen_h2o.tiers.device import open_device
+    from flexgen_h2o.tiers.machine import resolve_budgets
+
+    folder, asked = usable_path(args.offload_dir or DEFAULT_OFFLOAD_DIR, "--offload-dir"), budget_of(args)
+    device = open_device(args.device, separate_budget=asked.device is not None)
+    budgets = resolve_budgets(asked, device, folder)
+    return profile_of_this_machine(args.device, folder, _say, measure_missing=True), device.is_host, budgets
+
+
+def _dtype(args: argparse.Namespace, profile: HardwareProfile) -> str:
+    usual = [name for name in (*USUAL_DTYPES, *profile.compute) if name in profile.compute]
+    dtype: str = usual[0] if args.dtype == "auto" else args.dtype
+    if dtype not in profile.compute:
+        raise UsageError(f"--dtype {dtype}: the profile of {profile.machine} has only {', '.join(profile.compute)}")
+    return dtype
+
+
+def _answer(args: argparse.Namespace, task: _Task) -> Answer:
+    """A plan, or why there is none."""
+    from flexgen_h2o.plan_report import Answer
+    from flexgen_h2o.planner.candidates import Sides
+    from flexgen_h2o.planner.search import evaluate, search
+
+    asked, began = task.question, time.perf_counter()
+    at = (asked.machine, asked.budgets)
+    try:
+        if asked.searched:
+            sides = Sides(compress_weight=args.compress_weight, compress_cache=args.compress_cache)
+            plan = search(task.spec, asked.need, task.policy, *at, sides)
+        else:
+            plan = evaluate(task.spec, task.policy, asked.need, *at)
+    except DoesNotFitError as error:
+        return Answer(None if asked.searched else task.policy, None, time.perf_counter() - began, str(error))
+    return Answer(plan.policy, plan, time.perf_counter() - began)
+
+
+def _command(args: argparse.Namespace, task: _Task, policy: Policy) -> str:
+    """The benchmark of the plan's block as a command."""
+    words = ["python -m flexgen_h2o.flex_opt", f"--model {shlex.quote(args.model)}"]
+    words += [f"--prompt-len {args.prompt_len} --gen-len {args.gen_len}", as_flags(policy), given_flags(args, REPEATED)]
+    if args.dtype != "auto":
+        words.append(f"--dtype {task.question.machine.dtype}")
+    return " ".join(filter(None, words))
+
+
+def _write(args: argparse.Namespace, task: _Task, plan: Plan, command: str) -> None:
+    if args.output is not None:
+        asked = task.question
+        saved = SavedPolicy(
+            plan.policy, asked.model, asked.workload, asked.machine.profile.machine, plan.prediction.to_json(), command
+        )
+        try:
+            write_policy(args.output, saved)
+        except OSError as error:
+            raise FlexgenError(f"--output {args.output}: {error.strerror or error}") from error
+    if args.trace is not None or args.plot is not None:
+        _draw(args, task, plan)
+
+
+def _draw(args: argparse.Namespace, task: _Task, plan: Plan) -> None:
+    """The first block again, with all its spans."""
+    from flexgen_h2o.planner.need import even_blocks
+    from flexgen_h2o.planner.predict import predict, walked_sweeps
+    from flexgen_h2o.timeline import Timeline
+
+    asked, timeline = task.question, Timeline()
+    timeline.keep_spans = True
+    blocks = even_blocks(plan.policy, asked.need)[:1]
+    predict(task.spec, plan.policy, asked.need, asked.machine, plan.memory, blocks, timeline.record)
+    if args.trace is not None:
+        timeline.write_chrome_trace(args.trace)
+    if args.plot is not None:
+        from flexgen_h2o.timeline_plot import around_prefill_end, draw_timeline
+
+        steps = len(task.spec.layers(plan.policy.sep_layer).layers) * len(blocks[0][0])
+        sweeps = ", ".join(map(str, walked_sweeps(asked.need.gen_len)))
+        title = f"{asked.model} on {asked.machine.profile.machine}, simulated sweeps {sweeps}\n{as_flags(plan.policy)}"
+        draw_timeline(timeline.spans, args.plot, title, around_prefill_end(timeline.spans, steps))
+
+
+def _say(line: str) -> None:
+    print(f"policy_search: {line}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,317 @@
+"""`policy_search`: its object, its exit codes, and that what it prints and writes is what flex_opt takes."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexgen_h2o import cli, flex_opt, policy_search
+from flexgen_h2o.config import Policy, read_policy
+from flexgen_h2o.doors import as_flags, policy_of
+from flexgen_h2o.planner import search
+from flexgen_h2o.profile import HardwareProfile, write_profile
+from flexgen_h2o.profiling.nominal import nominal_profile
+from tests.doors.conftest import Answer
+
+Door = Callable[..., Answer]
+KEYS = ["policy", "fits", "predicted", "bound_by", "eta_s", "details"]
+SMALL = "--model facebook/opt-125m --num-prompts 16 --prompt-len 32 --gen-len 8"
+GIVEN = "--percent 0 50 0 100 100 0 --gpu-batch-size 4 --num-gpu-batches 2"
+
+
+@pytest.fixture(scope="module")
+def profiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with card.json and host.json."""
+    folder = tmp_path_factory.mktemp("profiles")
+    for name, device_is_host in (("card", False), ("host", True)):
+        write_profile(folder / f"{name}.json", nominal_profile(device_is_host))
+    return folder
+
+
+@pytest.fixture
+def plan(
+    tmp_path: Path, profiles: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], plain_cpu: None
+) -> Door:
+    """The door in the working folder `tmp_path`; hardware: card, host or None."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(flags: str, hardware: str | None = "card") -> Answer:
+        capfd.readouterr()
+        where = [] if hardware is None else ["--hardware", str(profiles / f"{hardware}.json")]
+        code = policy_search.main([*flags.split(), *where])
+        return Answer(code, *capfd.readouterr())
+
+    return call
+
+
+def object_of(answer: Answer) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(answer.out)
+    assert list(found) == KEYS
+    return found
+
+
+def refused(answer: Answer, code: int, says: str) -> None:
+    """One line on stderr, and no table."""
+    assert answer.code == code, answer.err
+    assert answer.err.startswith("policy_search: ") and answer.err.count("\n") == 1
+    assert says in answer.err, answer.err
+    assert "throughput" not in answer.out
+
+
+def test_a_search_prints_the_contract_s_object(plan: Door) -> None:
+    found = object_of(plan(f"{SMALL} --json"))
+    assert found["fits"] is True
+    assert set(found["predicted"]) == {"prefill_s", "decode_s", "tokens_per_s", "peak_bytes"}
+    assert found["eta_s"] == pytest.approx(found["predicted"]["prefill_s"] + found["predicted"]["decode_s"])
+    assert found["predicted"]["tokens_per_s"] == pytest.approx(16 * 8 / found["eta_s"])
+    assert found["bound_by"] in found["details"]["busy_s"]["decode"]
+    assert Policy(**found["policy"]).block_size <= 16
+    assert found["details"]["dtype"] == "float16"
+    assert found["details"]["workload"]["num_prompts"] == 16
+
+
+def test_the_verb_is_plan_and_a_search_is_for_1024_prompts(plan: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(search, "search", lambda spec, need, *rest: asked.append(need) or pytest.skip("not reached"))
+    with pytest.raises(pytest.skip.Exception):
+        cli.main(["plan", "--model", "opt-tiny", "--hardware", "t4"])
+    assert asked[0].rows == 1024
+
+
+def test_a_given_policy_is_evaluated_for_one_block(plan: Door) -> None:
+    found = object_of(plan(f"--model facebook/opt-125m {GIVEN} --json"))
+    assert Policy(**found["policy"]) == Policy(4, 2, (0, 50, 0, 100, 100, 0))
+    assert found["details"]["workload"]["num_prompts"] == 8
+    assert found["details"]["search_s"] is found["details"]["gain_s_per_gib"] is None
+    more = object_of(plan(f"--model facebook/opt-125m {GIVEN} --num-prompts 80 --json"))
+    assert more["eta_s"] == pytest.approx(10 * found["eta_s"])
+
+
+def test_a_search_beats_the_policies_beside_it(plan: Door) -> None:
+    best = object_of(plan(f"{SMALL} --device-mem 300MiB --json"))
+    given = object_of(plan(f"{SMALL} --device-mem 300MiB --json {GIVEN}"))
+    assert best["eta_s"] < given["eta_s"]
+    assert set(best["details"]["gain_s_per_gib"]) == {"device", "host", "disk"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "policy"),
+    [
+        (GIVEN, Policy(4, 2, (0, 50, 0, 100, 100, 0))),
+        (
+            f"{GIVEN} --cpu-cache-compute --overlap false --sep-layer 0 --pin-weight no --attn-sparsity 0.5",
+            Policy(4, 2, (0, 50, 0, 100, 100, 0), cpu_cache_compute=True, overlap=False, sep_layer=False,
+                   pin_weight=False, attn_sparsity=0.5),
+        ),
+    ],
+)  # fmt: skip
+def test_printed_flags_are_flex_opt_s(plan: Door, flags: str, policy: Policy) -> None:
+    out = plan(f"{SMALL} {flags} --host-mem 4GiB --dtype bfloat16").out
+    lines = out.splitlines()
+    words = shlex.split(lines[lines.index("policy, as given:") + 1])
+    assert policy_of(flex_opt._parser().parse_args(words)) == (policy, False)
+    assert " ".join(words) == as_flags(policy)
+    command = shlex.split(lines[lines.index("run it:") + 1])
+    assert command[:3] == ["python", "-m", "flexgen_h2o.flex_opt"]
+    args = flex_opt._parser().parse_args(command[3:])
+    assert policy_of(args) == (policy, False)
+    assert (args.model, args.prompt_len, args.gen_len) == ("facebook/opt-125m", 32, 8)
+    assert (args.host_mem, args.dtype) == ("4GiB", "bfloat16")
+
+
+def test_eviction_counts_and_is_printed(plan: Door) -> None:
+    asked = "--model facebook/opt-125m --num-prompts 8 --prompt-len 200 --gen-len 8 --percent 0 100 0 0 100 0"
+    full = object_of(plan(f"{asked} --json"))
+    flags = "--hh-ratio 0.1 --hh-all false --eviction h2o-norm:decay=0.9"
+    kept = object_of(plan(f"{asked} {flags} --json"))
+    assert kept["predicted"]["peak_bytes"]["disk"] < full["predicted"]["peak_bytes"]["disk"] / 2
+    assert kept["details"]["workload"]["eviction"]["name"] == "h2o-norm"
+    lines = plan(f"{asked} {flags}").out.splitlines()
+    args = flex_opt._parser().parse_args(shlex.split(lines[lines.index("run it:") + 1])[3:])
+    assert (args.hh_ratio, args.hh_all, args.eviction) == (0.1, False, "h2o-norm:decay=0.9")
+
+
+def test_output_is_a_policy_file_that_flex_opt_runs(plan: Door, capfd: pytest.CaptureFixture[str]) -> None:
+    short = "--model opt-tiny --prompt-len 16 --gen-len 4"
+    assert plan(f"{short} --num-prompts 6 --hh-ratio 0.5 --output p.json", "host").code == 0
+    saved = read_policy(Path("p.json"))
+    assert saved.workload is not None and saved.predicted is not None
+    assert (saved.model, saved.profile) == ("opt-tiny", "nominal")
+    assert saved.workload["num_prompts"] == 6 and saved.workload["eviction"]["name"] == "h2o"
+    assert saved.predicted["tokens_per_s"] > 0
+    argv = f"{short} --policy p.json --offload-dir o --json r.json --no-log --verbose 0 --host-mem 1GiB".split()
+    assert flex_opt.main(argv) == 0, capfd.readouterr().err
+    assert json.loads(Path("r.json").read_text())["policy"] == saved.policy.to_json()
+    again = object_of(plan(f"{short} --policy p.json --json", "host"))
+    assert again["policy"] == saved.policy.to_json()
+
+
+def test_what_a_run_holds_is_what_was_predicted(plan: Door) -> None:
+    short = "--model opt-tiny --prompt-len 16 --gen-len 4 --percent 0 50 0 100 0 0 --host-mem 1GiB --device-mem 1GiB"
+    predicted = object_of(plan(f"{short} --dtype float32 --json", "card"))["predicted"]["peak_bytes"]
+    argv = f"{short} --dtype float32 --offload-dir o --json r.json --no-log --verbose 0"
+    assert flex_opt.main(argv.split()) == 0
+    assert json.loads(Path("r.json").read_text())["peak_bytes"] == predicted
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--hardware nowhere.json", "--hardware nowhere.json: no such file, and not a shipped profile"),
+        ("--hardware bad.json", "--hardware bad.json: not a JSON file"),
+        ("--hardware old.json", "--hardware old.json: schema is 7"),
+        ("--hardware t4 --device cpu", "--device cpu and --hardware"),
+        ("--hardware t4 --model no/such-model", "--model no/such-model: "),
+        ("--hardware t4 --model no/such-model --path _DUMMY_", "built-in shapes"),
+        ("--hardware t4 --model ./nowhere", "there is no such folder"),
+        ("--hardware t4 --percent 60 60 0 0 0 0", "--percent: weights on device and host are 60 + 60 > 100"),
+        ("--hardware t4 --percent 1 2 3", "--percent"),
+        ("--hardware t4 --prompt-len 2040 --gen-len 10", "--prompt-len 2040 and --gen-len 10: facebook/opt-125m has"),
+        ("--hardware t4 --num-prompts 0", "--num-prompts"),
+        ("--hardware t4 --host-mem lots", "--host-mem"),
+        ("--hardware t4 --dtype int8", "--dtype int8: not one of"),
+        ("--hardware host.json --dtype float16", "--dtype float16: the profile of nominal has only float32, bfloat16"),
+        ("--hardware t4 --policy nowhere.json", "--policy nowhere.json: No such file"),
+        ("--hardware t4 --policy p.json --compress-weight", "--policy p.json and --compress-weight: give one of them"),
+        ("--hardware t4 --policy auto --percent 0 0 0 0 0 0", "--policy auto and --percent: give one of them"),
+        ("--hardware t4 --hh-ratio 0.1 --attn-sparsity 0.5", "--attn-sparsity: is for the full cache"),
+        ("--hardware t4 --hh-ratio 2", "--hh-ratio: 2.0 is not in (0, 1]"),
+        ("--hardware t4 --output missing/p.json", "--output missing/p.json: the folder"),
+        ("--hardware t4 --trace .", "--trace .: is a folder"),
+    ],
+)
+def test_wrong_use_is_one_line(plan: Door, profiles: Path, tmp_path: Path, flags: str, says: str) -> None:
+    (tmp_path / "bad.json").write_text("{")
+    (tmp_path / "old.json").write_text('{"schema": 7}')
+    (tmp_path / "host.json").write_text((profiles / "host.json").read_text())
+    (tmp_path / "p.json").write_text(json.dumps({"schema": 1, **Policy().to_json()}))
+    model = "" if "--model" in flags else "--model facebook/opt-125m "
+    refused(plan(model + flags, None), 2, says)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "budgets", "switches"),
+    [
+        ("card", "--device-mem 10MiB", ""),
+        ("card", "--device-mem 10MiB --host-mem 1MiB --disk-mem 1MiB", "--overlap false"),
+        ("card", "--host-mem 1MiB", "--sep-layer false --hh-ratio 0.2"),
+        ("host", "--host-mem 20MiB", ""),
+        ("host", "--host-mem 20MiB --device-mem 5MiB", "--hh-size 3"),
+    ],
+)
+def test_the_smallest_budget_that_would_do_does(plan: Door, hardware: str, budgets: str, switches: str) -> None:
+    answer = plan(f"{SMALL} {switches} {budgets}", hardware)
+    refused(answer, 3, "too small for any policy")
+    smallest = dict(re.findall(r"(--\w+-mem) (\d+)(?= )", answer.err.partition("would do: ")[2]))
+    assert smallest
+    given = dict(zip(budgets.split()[::2], budgets.split()[1::2], strict=True))
+    enough = " ".join(f"{flag} {size}" for flag, size in {**given, **smallest}.items())
+    answer = plan(f"{SMALL} {switches} {enough} --json", hardware)
+    assert answer.code == 0, answer.err
+    for flag, size in smallest.items():
+        less = enough.replace(f"{flag} {size}", f"{flag} {int(size) - 4096}")
+        assert plan(f"{SMALL} {switches} {less} --percent 0 0 0 0 0 0 --gpu-batch-size 1", hardware).code == 3
+
+
+def test_what_does_not_fit_is_said_in_both_ways(plan: Door) -> None:
+    answer = plan(f"{SMALL} {GIVEN} --host-mem 10MiB --json")
+    refused(answer, 3, "raise --host-mem")
+    found = object_of(answer)
+    assert found["fits"] is False and found["predicted"] is found["bound_by"] is found["eta_s"] is None
+    assert Policy(**found["policy"]).percent == (0, 50, 0, 100, 100, 0)
+    assert found["details"]["problem"] in answer.err
+    answer = plan(f"{SMALL} --device-mem 10MiB --json")
+    refused(answer, 3, "--device-mem")
+    assert object_of(answer)["policy"] is None
+
+
+def test_a_device_budget_makes_three_tiers_of_a_host(plan: Door) -> None:
+    two = object_of(plan(f"{SMALL} --json", "host"))
+    three = object_of(plan(f"{SMALL} --device-mem 300MiB --json", "host"))
+    assert two["details"]["device_is_host"] and two["predicted"]["peak_bytes"]["device"] == 0
+    assert two["details"]["dtype"] == "bfloat16"
+    assert not three["details"]["device_is_host"] and three["predicted"]["peak_bytes"]["device"] > 0
+
+
+def test_compression_is_allowed_in_a_search_and_part_of_a_given_policy(plan: Door) -> None:
+    given = plan(f"{SMALL} {GIVEN} --compress-weight --compress-cache --json")
+    assert given.code == 0 and "does not run compressed policies yet" in given.err
+    found = object_of(given)
+    assert found["policy"]["compress_weight"] and found["policy"]["compress_cache"]
+    plain = object_of(plan(f"{SMALL} {GIVEN} --json"))
+    assert found["predicted"]["peak_bytes"]["host"] < plain["predicted"]["peak_bytes"]["host"]
+    best = plan(f"{SMALL} --compress-weight --device-mem 300MiB --json")
+    assert best.code == 0 and not object_of(best)["policy"]["compress_cache"]
+
+
+def test_this_machine_s_profile_is_asked_for(
+    plan: Door, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def measured(device: str, folder: Path, progress: Callable[[str], None], measure_missing: bool) -> HardwareProfile:
+        assert (device, folder, measure_missing) == ("auto", Path("o"), True)
+        progress("measuring")
+        return nominal_profile(device_is_host=True)
+
+    monkeypatch.setattr("flexgen_h2o.profiling.choose.profile_of_this_machine", measured)
+    answer = plan("--model opt-tiny --num-prompts 2 --offload-dir o --host-mem 100MiB --json", None)
+    assert answer.err == "policy_search: measuring\n"
+    assert object_of(answer)["details"]["budget_bytes"]["host"] == 100 * 2**20
+
+
+def test_a_model_comes_from_a_folder_or_the_table(plan: Door, ids_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "org" / "m").mkdir(parents=True)
+    (tmp_path / "org" / "m" / "config.json").write_text((ids_model / "config.json").read_text())
+    short = "--num-prompts 2 --prompt-len 8 --gen-len 4 --json"
+    for flags in (f"--model {ids_model}", f"--model org/m --path {tmp_path}", "--model ./org/m"):
+        found = object_of(plan(f"{flags} {short}"))
+        assert found["predicted"]["peak_bytes"]["device"] < 2**20
+    for flags in ("--model opt-125m", "--model facebook/opt-125m --path _DUMMY_"):
+        assert object_of(plan(f"{flags} {short}"))["details"]["model"] == "facebook/opt-125m"
+
+
+def test_trace_and_picture_of_the_simulated_block(plan: Door) -> None:
+    answer = plan(f"{SMALL} {GIVEN} --trace t.json")
+    assert answer.code == 0, answer.err
+    events = json.loads(Path("t.json").read_text())["traceEvents"]
+    names = {event["name"] for event in events}
+    assert {"compute_layer prefill", "compute_layer decode", "load_weight", "load_cache"} <= names
+    steps = sum(event["name"] == "compute_layer decode" for event in events)
+    assert steps == 7 * 26 * 2  # decode sweeps, layers, micro-batches
+    pytest.importorskip("matplotlib")
+    assert plan(f"{SMALL} {GIVEN} --plot p.png").code == 0
+    assert Path("p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_needs_matplotlib(plan: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flexgen_h2o.doors.find_spec", lambda name: None)
+    refused(plan(f"{SMALL} --plot p.png"), 2, "--plot: needs matplotlib; pip install 'flexgen-h2o[plot]'")
+
+
+def test_opt_175b_without_simulating_much(plan: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated = []
+
+    def counted(*args: Any) -> Any:
+        simulated.append(args[1])
+        return predict(*args)
+
+    predict = search.predict
+    monkeypatch.setattr(search, "predict", counted)
+    found = object_of(plan("--model facebook/opt-175b --num-prompts 8 --prompt-len 512 --gen-len 4 --json"))
+    assert found["bound_by"] == "disk_read"
+    assert 0 < len(simulated) <= 40
+
+
+def test_a_refusal_never_says_that_what_fits_does_not(plan: Door) -> None:
+    """Disk is closed, so only one row at a time fits. Whether the search finds it or not, its line must be right."""
+    asked = "--model facebook/opt-6.7b --num-prompts 1024 --prompt-len 32 --gen-len 32"
+    budgets = "--device-mem 2000MiB --host-mem 300MiB --disk-mem 1"
+    one_row = "--percent 0 0 100 0 100 0 --gpu-batch-size 1"
+    assert plan(f"{asked} {budgets} {one_row} --num-prompts 1").code == 0
+    answer = plan(f"{asked} {budgets}")
+    assert answer.code == 0 or "fits: give --percent 0 0 100 0 100 0 --gpu-batch-size 1" in answer.err

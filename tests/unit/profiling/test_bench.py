@@ -1,0 +1,72 @@
+"""How seconds are measured: calls take turns, slow calls fewer times; buffers hold the numbers that they should."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flexgen_h2o.profiling.bench import LEAST_ROUNDS, ROUNDS, Bench
+from flexgen_h2o.profiling.sizes import TINY
+from flexgen_h2o.tiers.device import HostDevice
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench(HostDevice(), TINY)
+
+
+def test_calls_take_turns_after_warming_up(bench: Bench) -> None:
+    made: list[str] = []
+
+    def call(name: str) -> None:
+        if not made or made[-1] != name:
+            made.append(name)
+        time.sleep(0.0001)
+
+    timings = bench.rounds(lambda: call("a"), lambda: call("b"))
+    assert all(s > 0 for seconds in timings for s in seconds)
+    turns = min(map(len, timings))
+    assert turns >= LEAST_ROUNDS and made[: 2 * (1 + turns)] == ["a", "b"] * (1 + turns)
+
+
+def test_slow_call_is_made_a_few_times_only(bench: Bench) -> None:
+    made: list[int] = []
+
+    def call() -> None:
+        made.append(0)
+        time.sleep(2 * TINY.figure_s)
+
+    assert len(bench.rounds(call)[0]) == LEAST_ROUNDS
+    assert len(made) == 2 + LEAST_ROUNDS
+
+
+def test_very_slow_call_is_timed_once(bench: Bench) -> None:
+    made: list[int] = []
+
+    def call() -> None:
+        made.append(0)
+        time.sleep(2 * TINY.longest_s)
+
+    assert bench.seconds_of(call)[0] >= 2 * TINY.longest_s
+    assert len(made) == 2
+
+
+def test_quick_call_is_made_often() -> None:
+    bench, made = Bench(HostDevice(), replace(TINY, figure_s=0.02)), 0
+
+    def call() -> None:
+        nonlocal made
+        made += 1
+
+    assert 1 <= len(bench.rounds(call)[0]) <= ROUNDS
+    assert made > 100
+
+
+def test_buffers_are_filled_with_normal_numbers(bench: Bench) -> None:
+    made = bench.normal(torch.bfloat16, 3, 2**19)
+    assert made.shape == (3, 2**19) and made.dtype == torch.bfloat16
+    assert abs(float(made.float().mean())) < 0.01 and abs(float(made.float().std()) - 1) < 0.01
+    assert torch.equal(made, bench.normal(torch.bfloat16, 3, 2**19))

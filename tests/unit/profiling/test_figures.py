@@ -1,0 +1,226 @@
+"""Each measuring function on tiny sizes: positive and finite; nothing about how fast this machine is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from flexgen_h2o.errors import DoesNotFitError, UsageError
+from flexgen_h2o.profile import Curve, profile_from_json
+from flexgen_h2o.profiling import matmul, measure, steps
+from flexgen_h2o.profiling.attention import decode_rates, prefill_rates
+from flexgen_h2o.profiling.bench import Bench
+from flexgen_h2o.profiling.beside import beside_shares
+from flexgen_h2o.profiling.disk import DiskProbe, check_space
+from flexgen_h2o.profiling.links import link_rates
+from flexgen_h2o.profiling.memory import kernel_seconds, memory_rate, other_rates
+from flexgen_h2o.profiling.sizes import CARD, CARD_HOST, HOST, TINY, Sizes
+from flexgen_h2o.tiers.device import HostDevice, StandInDevice
+from flexgen_h2o.tiers.disk import Scratch
+from flexgen_h2o.tiers.mover import Mover
+from flexgen_h2o.tiers.transfer import Lanes
+from flexgen_h2o.timeline import Timeline
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench(HostDevice(), TINY)
+
+
+@pytest.fixture
+def scratch(tmp_path: Path) -> Iterator[Scratch]:
+    made = Scratch(tmp_path)
+    yield made
+    made.close()
+
+
+def mover_of(device: HostDevice | StandInDevice) -> Mover:
+    return Mover(device, Lanes(measure.LANE_THREADS, Timeline()))
+
+
+def check(*figures: float | Curve) -> None:
+    for figure in figures:
+        values = [rate for _, rate in figure.points] if isinstance(figure, Curve) else [figure]
+        assert values and all(0 < value < math.inf for value in values)
+
+
+def sizes_of(curve: Curve) -> tuple[float, ...]:
+    return tuple(size for size, _ in curve.points)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention(bench: Bench, dtype: torch.dtype) -> None:
+    with torch.inference_mode():
+        prefill, decode = prefill_rates(bench, dtype), decode_rates(bench, dtype)
+    check(*prefill, *decode)
+    assert {sizes_of(curve) for curve in prefill} == {TINY.prompt_lengths}
+    assert {sizes_of(curve) for curve in decode} == {TINY.head_widths}
+
+
+def test_slow_attention_is_measured_on_a_smaller_cache(bench: Bench) -> None:
+    check(*decode_rates(replace(bench, sizes=replace(TINY, longest_s=0.0)), torch.float32))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_other_work_of_a_layer(bench: Bench, dtype: torch.dtype) -> None:
+    with torch.inference_mode():
+        others = other_rates(bench, dtype)
+    check(others.elementwise, others.dequantise, others.logits)
+
+
+def test_memory_and_kernel(bench: Bench) -> None:
+    with torch.inference_mode():
+        check(memory_rate(bench), kernel_seconds(bench))
+
+
+def test_products(bench: Bench) -> None:
+    with torch.inference_mode():
+        found = matmul.matmul_rates(bench, torch.float32)
+    assert [shape for shape, _ in found] == [0.25, 1, 4, 16]
+    assert tuple(inner for inner, _ in dict(found)[1.0]) == TINY.widths
+    curves = [curve for _, by_inner in found for _, curve in by_inner]
+    assert all(sizes_of(curve) == TINY.rows for curve in curves)
+    check(*curves)
+
+
+def test_product_that_takes_too_long_has_the_rate_of_the_next_smaller_one(bench: Bench) -> None:
+    sizes = replace(TINY, widths=(16, 64, 256), rows=(1, 512), longest_s=1e-9)
+    found = matmul.matmul_rates(replace(bench, sizes=sizes), torch.float32)
+    (_, narrow), *wider = dict(found)[1.0]
+    assert [curve for _, curve in wider] == [narrow, narrow]
+
+
+def test_products_take_another_matrix_each_time(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(matmul, "linear", lambda x, weight, bias, out: seen.append(weight[0].data_ptr()))
+    call = matmul.Products(bench, torch.float32).call(4, 64, 64)
+    for _ in range(2 * TINY.weight_bytes // (64 * 64 * 4)):
+        call()
+    assert len(set(seen)) == TINY.weight_bytes // (64 * 64 * 4)
+    assert seen[: len(seen) // 2] == seen[len(seen) // 2 :]
+
+
+def test_link() -> None:
+    device = StandInDevice()
+    mover = mover_of(device)
+    try:
+        rates = link_rates(Bench(device, TINY), mover)
+    finally:
+        mover.lanes.close()
+    check(rates.h2d, rates.d2h, rates.h2d_unpinned, rates.d2h_unpinned, rates.transfer_s)
+    assert min(mover.lanes.bytes_moved[lane] for lane in ("h2d", "d2h")) >= 4 * TINY.link_bytes
+
+
+def test_disk_alone_and_beside_compute(bench: Bench, scratch: Scratch) -> None:
+    mover = mover_of(bench.device)
+    try:
+        probe = DiskProbe(bench, mover, scratch)
+        rates = probe.rates()
+        shares = beside_shares(bench, mover, probe, torch.float32)
+        assert (scratch.folder / "profile.bin").stat().st_size == TINY.disk_bytes == probe.nbytes
+    finally:
+        mover.lanes.close()
+        probe.close()
+    check(rates.read, rates.write, rates.request_s)
+    assert all(0.01 <= share <= 1 for share in shares)
+
+
+def test_slow_disk_gets_a_smaller_file(bench: Bench, scratch: Scratch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flexgen_h2o.profiling.disk.PIECE", TINY.disk_bytes // 4)
+    mover = mover_of(bench.device)
+    try:
+        probe = DiskProbe(replace(bench, sizes=replace(TINY, disk_s=0.0)), mover, scratch)
+    finally:
+        mover.lanes.close()
+    assert probe.nbytes == TINY.disk_bytes // 4
+    probe.close()
+
+
+def test_full_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_space(tmp_path / "not" / "there")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 200 * 2**20})())
+    with pytest.raises(DoesNotFitError, match=r"--offload-dir .*: 200.00 MiB are free.*256.00 MiB"):
+        measure.measure("cpu", tmp_path / "not" / "there", lambda line: None, TINY)
+    assert not (tmp_path / "not").exists()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fixed_costs_of_the_loop(bench: Bench, dtype: str, tmp_path: Path) -> None:
+    with torch.inference_mode():
+        costs = steps.step_costs(bench, dtype, tmp_path, 1e-6)
+    check(costs.step_s, costs.attention_step_s, costs.eviction_step_s, costs.row_s)
+
+
+def test_fixed_costs_are_what_products_and_kernels_leave() -> None:
+    one, many, evicting = steps._Steps(70e-6, 30e-6), steps._Steps(120e-6, 60e-6), steps._Steps(75e-6, 30e-6)
+    counted, more = steps._Steps(20e-6, 10e-6), steps._Steps(4e-6, 2e-6)
+    found = steps._solve([(one, many, evicting)] * 3, counted, more, 10)
+    assert found.step_s == pytest.approx(20e-6)
+    assert found.attention_step_s == pytest.approx(30e-6)  # an attention step is 70 = 20 counted + 20 + 30
+    assert found.eviction_step_s == pytest.approx(5e-6)
+    assert found.row_s == pytest.approx((50e-6 - 4e-6 + 30e-6 - 2e-6) / 2 / 10)
+    nothing = steps._solve([(one, one, one)], one, more, 10)
+    assert min(nothing.step_s, nothing.eviction_step_s, nothing.row_s) > 0
+
+
+def test_whole_profile_is_one_that_can_be_read_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    profile = measure.measure("cpu", tmp_path / "offload", said.append, TINY)
+    assert profile_from_json(profile.to_json()) == profile
+    assert profile.device_is_host and not profile.device_is_asynchronous and profile.device_mem_bytes == 0
+    assert set(profile.compute) == {"bfloat16", "float32"}
+    assert len(said) >= 5 and list((tmp_path / "offload").iterdir()) == []
+
+
+class QueueingStandIn(StandInDevice):
+    """A device of its own that says of itself what a card says."""
+
+    is_asynchronous = True
+    dtypes = ("float16", "float32")
+
+    def card(self) -> tuple[str, int]:
+        return "NVIDIA Test 1", 2**30
+
+
+def test_card_and_its_host_are_measured_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "open_device", lambda name, separate_budget: QueueingStandIn())
+    profile = measure.measure("auto", tmp_path, lambda line: None, TINY)
+    assert profile_from_json(profile.to_json()) == profile
+    assert not profile.device_is_host and profile.device_is_asynchronous
+    assert profile.machine == "nvidia-test-1" and profile.device_mem_bytes == 2**30
+    for rates in profile.compute.values():
+        assert rates.host_attention_bytes_per_s != rates.device_attention_bytes_per_s
+    assert set(profile.compute) == {"float16", "float32"}
+
+
+def test_nothing_is_left_behind_when_measuring_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(measure, "beside_shares", fail)  # the last one: file, lanes and engine have all been there
+    with pytest.raises(KeyboardInterrupt):
+        measure.measure("cpu", tmp_path, lambda line: None, TINY)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_device_that_is_not_there(tmp_path: Path, plain_cpu: None) -> None:
+    for device in ("cuda", "tpu"):
+        with pytest.raises(UsageError, match="--device"):
+            measure.measure(device, tmp_path, lambda line: None, TINY)
+
+
+@pytest.mark.parametrize("sizes", [HOST, CARD, CARD_HOST, TINY])
+def test_sizes_go_together(sizes: Sizes) -> None:
+    for rising in (sizes.widths, sizes.hidden, sizes.heads, sizes.rows, sizes.prompt_lengths, sizes.head_widths):
+        assert list(rising) == sorted(set(rising))
+    assert sizes.prompt_tokens >= sizes.prompt_lengths[-1] and sizes.prompt_width % 64 == 0
+    assert sizes.cache_bytes >= 2 * sizes.slots * sizes.head_widths[-1] * 4

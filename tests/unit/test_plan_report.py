@@ -1,0 +1,97 @@
+"""The tables of a plan: what a person reads, and the object that programs read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from flexgen_h2o.config import Policy
+from flexgen_h2o.eviction_need import need_of
+from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
+from flexgen_h2o.models import built_in_spec
+from flexgen_h2o.plan_report import NOT_RUN_YET, Answer, Question, columns, to_json, to_text
+from flexgen_h2o.planner.predict import Machine
+from flexgen_h2o.planner.search import Plan, evaluate
+from flexgen_h2o.profiling.nominal import nominal_profile
+from flexgen_h2o.units import GIB
+
+BUDGETS = {"device": 4 * GIB, "host": 8 * GIB, "disk": 50 * GIB}
+
+
+def question(eviction: Eviction, device_is_host: bool = False, searched: bool = False) -> Question:
+    machine = Machine(nominal_profile(device_is_host), "bfloat16", device_is_host)
+    need = need_of(eviction, 8, {(32, 4)}, 12)
+    return Question("facebook/opt-125m", need, eviction.to_json(), machine, BUDGETS, searched)
+
+
+def plan_of(asked: Question, policy: Policy) -> Plan:
+    found = built_in_spec(asked.model)
+    assert found is not None
+    return evaluate(found[0], policy, asked.need, asked.machine, asked.budgets)
+
+
+def lines_of(asked: Question, plan: Plan) -> list[str]:
+    return to_text(asked, plan, 0.5, "--percent ...", "run ...").splitlines()
+
+
+def test_tables_say_what_the_plan_says() -> None:
+    asked = question(Full())
+    plan = plan_of(asked, Policy(4, 2, (0, 50, 0, 0, 100, 0)))
+    lines = lines_of(asked, plan)
+    assert "8 prompts of 32 tokens, 4 new tokens each, full KV cache" in lines[0]
+    assert "nominal, device, host and disk (profile of no date: nominal)" in lines[1]
+    assert lines[3:7] == ["policy, as given:", "  --percent ...", "run it:", "  run ..."]
+    words = {line.split()[0]: line for line in lines if line}
+    device, _, disk = lines[9:12]
+    assert device.startswith("device") and "4.00 GiB" in device and "weight ring" in device
+    assert disk.startswith("disk") and "cache" in disk and "50.00 GiB" in disk
+    assert any(line.startswith("disk read") for line in lines) and any(line.startswith("disk write") for line in lines)
+    assert words["loaded"].startswith("loaded ahead: 6 weight units, 4 KV units")
+    assert words["bound:"].endswith(f"decode by {'disk read' if plan.prediction.bound_by == 'disk_read' else ''}")
+    assert words["throughput:"] and words["time"]
+    assert not any("would save" in line for line in lines)
+
+
+def test_one_tier_less_where_the_device_is_the_host() -> None:
+    asked = question(H2O(heavy_size=3, recent_size=2), device_is_host=True)
+    lines = lines_of(asked, plan_of(asked, Policy(4, 2)))
+    assert "h2o, 6 KV slots a row" in lines[0]
+    assert "device and host are one tier" in lines[1]
+    assert not any(line.startswith(("device ", "loaded ahead", "host to device")) for line in lines if "GiB" in line)
+
+
+def test_gains_are_named_where_they_count() -> None:
+    asked = question(Full(), searched=True)
+    plan = plan_of(asked, Policy(4, 2, (0, 50, 0, 0, 100, 0)))
+    total = plan.prediction.total_s
+    lines = lines_of(asked, replace(plan, gain_s={"device": total / 4, "host": -0.0, "disk": total / 1e6}))
+    (line,) = [line for line in lines if "would save" in line]
+    assert "device" in line and "(25.0%)" in line and line.endswith("host nothing, disk nothing")
+    assert "policy, found in 0.5 s:" in lines
+
+
+def test_compressed_policies_are_not_offered_as_a_command() -> None:
+    asked = question(Full())
+    lines = lines_of(asked, plan_of(asked, Policy(4, 2, (0, 50, 0, 100, 100, 0), compress_weight=True)))
+    assert f"  {NOT_RUN_YET}" in lines and "run it:" not in lines
+
+
+def test_object_has_the_contract_s_keys() -> None:
+    asked = question(Full(), searched=True)
+    plan = plan_of(asked, Policy(4, 2, (0, 50, 0, 0, 100, 0)))
+    found = to_json(asked, Answer(plan.policy, replace(plan, gain_s={"device": -0.0}), 0.5))
+    assert list(found) == ["policy", "fits", "predicted", "bound_by", "eta_s", "details"]
+    assert set(found["predicted"]) == {"prefill_s", "decode_s", "tokens_per_s", "peak_bytes"}
+    assert set(found["predicted"]["peak_bytes"]) == {"device", "host", "disk"}
+    assert found["eta_s"] == pytest.approx(found["predicted"]["prefill_s"] + found["predicted"]["decode_s"])
+    assert str(found["details"]["gain_s_per_gib"]["device"]) == "0.0"
+    held = sum(b["nbytes"] for b in found["details"]["buffers"] if b["tier"] == "device")
+    assert held == found["predicted"]["peak_bytes"]["device"]
+    nothing = to_json(asked, Answer(None, None, 0.5, "too small"))
+    assert nothing["fits"] is False and nothing["policy"] is nothing["predicted"] is nothing["eta_s"] is None
+    assert nothing["details"]["problem"] == "too small"
+
+
+def test_columns_are_aligned() -> None:
+    assert columns([["a", "1", ""], ["bcd", "22", "x"]], left=(0, 2)) == ["a     1", "bcd  22  x"]

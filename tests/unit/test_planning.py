@@ -1,0 +1,142 @@
+"""Plans for this machine: where its profile comes from, and what a run reports as predicted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
+from flexgen_h2o.errors import UsageError
+from flexgen_h2o.models import built_in_spec
+from flexgen_h2o.planner.memory import plan_within
+from flexgen_h2o.planner.need import Batch, Need, even_blocks, shape_of
+from flexgen_h2o.planner.predict import Machine, predict
+from flexgen_h2o.planning import WORTH_MEASURING_S, Planner
+from flexgen_h2o.profile import HardwareProfile, write_profile
+from flexgen_h2o.profiling import choose
+from flexgen_h2o.profiling.nominal import NOMINAL, nominal_profile
+from flexgen_h2o.units import GIB
+
+NO_BUDGETS: dict[str, int | None] = {"device": 0, "host": 100 * GIB, "disk": 100 * GIB}
+PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13, 14]]
+PARAMS = SamplingParams(max_tokens=3, ignore_eos=True)
+found = built_in_spec("facebook/opt-125m")
+assert found is not None
+SPEC = found[0]
+NEED = Need.full(8, 16, 4, SPEC.num_blocks)
+
+
+def planner(tmp_path: Path, hardware: HardwareProfile | str | Path | None = None, dtype: str = "float32") -> Planner:
+    return Planner(SPEC, "cpu", True, dtype, tmp_path, hardware)
+
+
+def tiny(tmp_path: Path, policy: Policy | str, **more: object) -> LLM:
+    return LLM("opt-tiny", policy, dtype="float32", offload_dir=tmp_path, **more)  # type: ignore[arg-type]
+
+
+# ---- the profile
+
+
+def test_before_anything_is_measured_speeds_are_nominal(tmp_path: Path) -> None:
+    assert planner(tmp_path).profile == nominal_profile(True)
+
+
+def test_a_profile_is_given_as_it_is_by_file_or_by_name(tmp_path: Path) -> None:
+    mine = replace(nominal_profile(True), machine="mine")
+    path = tmp_path / "mine.json"
+    write_profile(path, mine)
+    assert planner(tmp_path, mine).profile is mine
+    assert planner(tmp_path, path).profile == planner(tmp_path, str(path)).profile == mine
+    assert planner(tmp_path, "t4").profile.machine == "t4"
+    with pytest.raises(UsageError, match="not a shipped profile"):
+        _ = planner(tmp_path, "no such machine").profile
+
+
+@pytest.mark.parametrize("slow", [1.0, 1e4])
+def test_only_a_long_run_is_worth_measuring_for(slow: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And then the plan is made anew with what was measured."""
+    measured = replace(nominal_profile(True), machine="measured")
+    asked: list[bool] = []
+
+    def of_this_machine(device: str, folder: Path, progress: object, measure_missing: bool) -> HardwareProfile:
+        asked.append(measure_missing)
+        return measured if measure_missing else nominal_profile(True)
+
+    monkeypatch.setattr("flexgen_h2o.planning.profile_of_this_machine", of_this_machine)
+    need = replace(NEED, rows=int(8 * slow))
+    plans = planner(tmp_path)
+    plans.choose(need, Policy(), NO_BUDGETS)
+    assert asked == ([False] if slow == 1 else [False, True])
+    assert plans.profile.machine == (NOMINAL if slow == 1 else "measured")
+    assert WORTH_MEASURING_S > 60
+
+
+def test_a_given_profile_is_never_measured_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "measure", lambda *args: pytest.fail("measured"))
+    plans = planner(tmp_path, nominal_profile(True))
+    plans.choose(replace(NEED, rows=60_000), Policy(), NO_BUDGETS)
+    assert plans.profile.machine == NOMINAL
+
+
+# ---- predictions
+
+
+def test_a_prediction_is_of_the_micro_batches_there_are(tmp_path: Path) -> None:
+    """Blocks that are equal count together; shorter prompts cost less."""
+    plans, policy = planner(tmp_path), Policy(2, 2)
+    plan = plan_within(SPEC, policy, shape_of(policy, NEED), 4, True, NO_BUDGETS)
+    even = plans.predict(policy, NEED, plan, [[[16, 16], [16, 16]]] * 2)
+    where = Machine(nominal_profile(True), "float32", True)
+    assert even == predict(SPEC, policy, NEED, where, plan, even_blocks(policy, NEED))
+    shorter = plans.predict(policy, NEED, plan, [[[16, 16], [16, 16]], [[9, 3], [2, 1]]])
+    assert shorter.prefill_s < even.prefill_s
+    block = tuple(Batch.of(lengths) for lengths in ([9, 3], [2, 1]))
+    assert shorter.prefill_s == pytest.approx(
+        even.prefill_s / 2 + predict(SPEC, policy, NEED, where, plan, [(block, 1)]).prefill_s
+    )
+
+
+def test_a_dtype_that_was_not_measured_is_not_predicted(tmp_path: Path) -> None:
+    assert planner(tmp_path, nominal_profile(True)).can_predict
+    assert not planner(tmp_path, nominal_profile(True), "float16").can_predict
+    only = replace(nominal_profile(True), compute={"bfloat16": nominal_profile(True).rates("bfloat16")})
+    with tiny(tmp_path, Policy(2, 2), hardware=only) as llm:
+        llm.generate(PROMPTS, PARAMS)
+        assert llm.predicted is None and llm.report is not None
+        assert llm.report.predicted == {"prefill_s": None, "decode_s": None}
+
+
+@pytest.mark.parametrize("policy", [Policy(2, 2, (0, 0, 100, 0, 100, 0)), "auto"], ids=["given", "auto"])
+@pytest.mark.parametrize("stand_in", [False, True])
+def test_a_run_reports_what_was_predicted(policy: Policy | str, stand_in: bool, tmp_path: Path) -> None:
+    """Of both phases, with the profile that it was predicted with; peak bytes are those of the run."""
+    budget = MemoryBudget("1GiB" if stand_in else None, "1GiB", "1GiB")
+    with tiny(tmp_path, policy, hardware=nominal_profile(True), budget=budget) as llm:
+        llm.generate(PROMPTS, PARAMS)
+        assert llm.predicted is not None and llm.report is not None
+        assert llm.report.predicted == {"prefill_s": llm.predicted.prefill_s, "decode_s": llm.predicted.decode_s}
+        assert llm.predicted.prefill_s > 0 and llm.predicted.decode_s > 0
+        assert llm.predicted.peak_bytes == llm.report.peak_bytes
+        assert llm.report.extra["profile"] == NOMINAL
+
+
+def test_each_generate_is_predicted_anew(tmp_path: Path) -> None:
+    """Though the engine stays open."""
+    with tiny(tmp_path, Policy(2, 2), hardware=nominal_profile(True)) as llm:
+        llm.generate(PROMPTS, PARAMS)
+        assert llm.predicted is not None
+        before = llm.predicted.total_s
+        llm.generate(PROMPTS[:1], PARAMS)
+        assert llm.predicted.total_s < before
+
+
+def test_faster_hardware_is_worth_another_policy(tmp_path: Path) -> None:
+    """The profile decides what auto stands for: with a slow disk less is left on it."""
+    budgets = {**NO_BUDGETS, "host": 800 * 2**20}
+    need = replace(NEED, rows=256)
+    slow = replace(nominal_profile(True), disk_read_bytes_per_s=1e7)
+    quick = replace(nominal_profile(True), disk_read_bytes_per_s=1e12, disk_write_bytes_per_s=1e12)
+    chosen = [planner(tmp_path, profile).choose(need, Policy(), budgets) for profile in (slow, quick)]
+    assert chosen[0].percent[0] >= chosen[1].percent[0]

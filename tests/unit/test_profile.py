@@ -1,0 +1,233 @@
+"""Hardware profiles: JSON there and back, one clear line for every kind of bad field, curves between their points."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexgen_h2o.errors import FlexgenError, UsageError
+from flexgen_h2o.profile import (
+    MOST_RATE,
+    SHIPPED,
+    ComputeRates,
+    Curve,
+    HardwareProfile,
+    find_profile,
+    profile_from_json,
+    read_profile,
+    write_profile,
+)
+
+RATES = ComputeRates(
+    matmul_flops_per_s=((0.5, ((64.0, Curve(((1.0, 1e9), (16.0, 2e9)))), (1024.0, Curve(((1.0, 3e9), (16.0, 4e9)))))),),
+    prefill_attention_flops_per_s=Curve(((64.0, 5e9), (2048.0, 6e9))),
+    column_sums_flops_per_s=Curve.flat(7e9),
+    device_attention_bytes_per_s=Curve.flat(8e9),
+    device_scored_attention_bytes_per_s=Curve.flat(9e9),
+    host_attention_bytes_per_s=Curve.flat(10e9),
+    host_scored_attention_bytes_per_s=Curve.flat(11e9),
+    elementwise_bytes_per_s=12e9,
+    device_dequantise_bytes_per_s=13e9,
+    host_dequantise_bytes_per_s=14e9,
+    logits_per_s=15e9,
+)
+PROFILE = HardwareProfile(
+    machine="test", description="none", date="2026-11-20", source="made up", device_is_host=True,
+    device_is_asynchronous=False, device_mem_bytes=0, host_mem_bytes=2**34, disk_mem_bytes=2**36,
+    disk_read_bytes_per_s=1e9, disk_write_bytes_per_s=2e9, h2d_bytes_per_s=3e9, d2h_bytes_per_s=4e9,
+    h2d_unpinned_bytes_per_s=5e9, d2h_unpinned_bytes_per_s=6e9, host_memory_bytes_per_s=7e9,
+    device_memory_bytes_per_s=8e9, disk_read_beside_compute=0.9, compute_beside_disk_read=1.0, kernel_s=1e-6,
+    transfer_s=2e-6, disk_request_s=3e-6, step_s=4e-6, attention_step_s=5e-6, eviction_step_s=6e-6, row_s=0.0,
+    compute={"float32": RATES, "bfloat16": RATES}, notes={"step_s": "a guess"},
+)  # fmt: skip
+
+
+def test_comes_back_from_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "p.json"
+    write_profile(path, PROFILE)
+    assert read_profile(path) == PROFILE
+    body = json.loads(path.read_text())
+    assert body["compute"]["float32"]["matmul_flops_per_s"]["0.5"]["1024"]["16"] == 4e9
+    del body["notes"]
+    assert profile_from_json(body) == replace(PROFILE, notes={})
+
+
+def test_sizes_come_back_in_order_whatever_their_order_in_the_file() -> None:
+    body = PROFILE.to_json()
+    curve = body["compute"]["float32"]["prefill_attention_flops_per_s"]
+    body["compute"]["float32"]["prefill_attention_flops_per_s"] = dict(reversed(curve.items()))
+    assert profile_from_json(body) == PROFILE
+
+
+def test_file_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FlexgenError, match=r"file/p\.json"):
+        write_profile(tmp_path / "file" / "p.json", PROFILE)
+
+
+def _set(*keys: str, to: Any) -> Callable[[dict[str, Any]], None]:
+    def change(body: dict[str, Any]) -> None:
+        for key in keys[:-1]:
+            body = body[key]
+        body[keys[-1]] = to
+
+    return change
+
+
+def _drop(*keys: str) -> Callable[[dict[str, Any]], None]:
+    def change(body: dict[str, Any]) -> None:
+        for key in keys[:-1]:
+            body = body[key]
+        del body[keys[-1]]
+
+    return change
+
+
+F32 = ("compute", "float32")
+# (what is done to a good profile, what the error names)
+BAD = [
+    (_set("schema", to=2), "schema is 2"),
+    (_set("schema", to=True), "schema is True"),
+    (_drop("schema"), "schema is None"),
+    (_drop("kernel_s"), "'kernel_s' is missing"),
+    (_set("speed", to=1), "unknown field 'speed'"),
+    (_set("machine", to=3), "machine: 3"),
+    (_set("device_is_host", to="yes"), "device_is_host: 'yes'"),
+    (_set("device_is_asynchronous", to=0), "device_is_asynchronous: 0"),
+    (_set("host_mem_bytes", to=-1), "host_mem_bytes: -1"),
+    (_set("host_mem_bytes", to=1.5), "host_mem_bytes: 1.5"),
+    (_set("host_mem_bytes", to=True), "host_mem_bytes: True"),
+    (_set("host_mem_bytes", to=2**64), "host_mem_bytes"),
+    (_set("disk_read_bytes_per_s", to=0), "disk_read_bytes_per_s: 0 is out of range"),
+    (_set("disk_read_bytes_per_s", to="fast"), "disk_read_bytes_per_s: 'fast'"),
+    (_set("disk_read_bytes_per_s", to=True), "disk_read_bytes_per_s: True"),
+    (_set("disk_read_bytes_per_s", to=math.nan), "disk_read_bytes_per_s: nan"),
+    (_set("disk_read_bytes_per_s", to=10 * MOST_RATE), "a rate is between"),
+    (_set("step_s", to=-1e-9), "a time in seconds"),
+    (_set("step_s", to=11), "step_s: 11"),
+    (_set("disk_read_beside_compute", to=0.0), "a share is between"),
+    (_set("disk_read_beside_compute", to=1.5), "disk_read_beside_compute: 1.5"),
+    (_set("compute", to={}), "an object of dtypes"),
+    (_set("compute", to=[]), "an object of dtypes"),
+    (_set("compute", "int4", to={}), "compute: 'int4' is not one of"),
+    (_set(*F32, to=1), "compute.float32: a JSON object"),
+    (_drop(*F32, "logits_per_s"), "compute.float32: field 'logits_per_s' is missing"),
+    (_set(*F32, "more", to=1), "compute.float32: unknown field 'more'"),
+    (_set(*F32, "elementwise_bytes_per_s", to=0.5), "elementwise_bytes_per_s: 0.5"),
+    (_set(*F32, "column_sums_flops_per_s", to=1e9), "column_sums_flops_per_s: an object of sizes"),
+    (_set(*F32, "column_sums_flops_per_s", to={}), "column_sums_flops_per_s: an object of sizes"),
+    (_set(*F32, "column_sums_flops_per_s", to={"x": 1e9}), "'x' is not a size"),
+    (_set(*F32, "column_sums_flops_per_s", to={"0": 1e9}), "'0' is not a size"),
+    (_set(*F32, "column_sums_flops_per_s", to={"nan": 1e9}), "'nan' is not a size"),
+    (_set(*F32, "column_sums_flops_per_s", to={"1": 1e9, "1.0": 2e9}), "size 1 is there twice"),
+    (_set(*F32, "column_sums_flops_per_s", "1", to=-1), "column_sums_flops_per_s: -1"),
+    (_set(*F32, "matmul_flops_per_s", "0.5", "64", to=5), "matmul_flops_per_s: an object of sizes"),
+    (_set(*F32, "matmul_flops_per_s", "0.5", "64", "1", to=None), "matmul_flops_per_s: None"),
+    (_set("notes", to=[]), "notes: a JSON object"),
+    (_set("notes", "step_s", to=1), "notes.step_s: 1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "says"), BAD)
+def test_bad_field_gives_one_line_that_names_it(
+    change: Callable[[dict[str, Any]], None], says: str, tmp_path: Path
+) -> None:
+    body = copy.deepcopy(PROFILE.to_json())
+    change(body)
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(body))
+    with pytest.raises(UsageError) as caught:
+        read_profile(path)
+    message = str(caught.value)
+    assert says in message and str(path) in message and "\n" not in message and len(message) < 300
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "[]", "null", '"x"', "\xff"])
+def test_file_that_is_no_profile(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(UsageError, match=r"p\.json"):
+        read_profile(path)
+
+
+def test_missing_file_and_folder(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.json", tmp_path):
+        with pytest.raises(UsageError, match=str(path)):
+            read_profile(path)
+
+
+@given(st.recursive(st.none() | st.booleans() | st.floats() | st.text(), st.lists), st.sampled_from(list(BAD)))
+def test_nothing_but_usage_errors_come_of_strange_values(value: Any, bad: tuple[Any, str]) -> None:
+    for name in PROFILE.to_json():
+        body = copy.deepcopy(PROFILE.to_json())
+        body[name] = value
+        try:
+            assert isinstance(profile_from_json(body), HardwareProfile)
+        except UsageError:
+            pass
+
+
+def test_unmeasured_dtype_is_named() -> None:
+    assert PROFILE.rates("float32") is RATES
+    with pytest.raises(UsageError, match=r"profile of test.*float16.*float32, bfloat16"):
+        PROFILE.rates("float16")
+
+
+CURVES = st.lists(
+    st.tuples(st.floats(1, 1e6), st.floats(1.0, 1e15)), min_size=1, max_size=6, unique_by=lambda point: point[0]
+).map(lambda points: Curve(tuple(sorted(points))))
+
+
+@given(CURVES, st.floats(1e-3, 1e9))
+def test_curve_hits_its_points_and_lies_between_neighbours(curve: Curve, size: float) -> None:
+    for at, rate in curve.points:
+        assert curve.at(at) == pytest.approx(rate)
+    below = [rate for at, rate in curve.points if at <= size][-1:]
+    above = [rate for at, rate in curve.points if at >= size][:1]
+    near = below + above
+    assert min(near) * (1 - 1e-9) <= curve.at(size) <= max(near) * (1 + 1e-9)
+    if not below or not above:  # outside, the nearest point holds
+        assert curve.at(size) == near[0]
+
+
+def test_between_points_seconds_are_interpolated_over_the_logarithm() -> None:
+    curve = Curve(((1.0, 1.0), (100.0, 4.0)))
+    assert 1 / curve.at(10.0) == pytest.approx((1 + 1 / 4) / 2)
+    assert curve.scaled(2).at(10.0) == pytest.approx(2 * curve.at(10.0))
+
+
+def test_product_rate_goes_over_rows_and_width() -> None:
+    assert RATES.matmul_rate(1, 64, 64) == 1e9
+    assert RATES.matmul_rate(99, 5000, 7) == 4e9
+    assert 1 / RATES.matmul_rate(4, 256, 256) == pytest.approx(sum(1 / r for r in (1e9, 2e9, 3e9, 4e9)) / 4)
+
+
+def test_profile_is_found_by_path_and_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("flexgen_h2o.profile.SHIPPED", tmp_path / "shipped")
+    for path in (tmp_path / "shipped" / "t4.json", tmp_path / "mine.json", tmp_path / "t4"):
+        write_profile(path, PROFILE)
+    assert find_profile("mine.json").resolve() == tmp_path / "mine.json"
+    assert find_profile("t4").resolve() == tmp_path / "t4"  # a file of that name comes first
+    (tmp_path / "t4").unlink()
+    assert find_profile("t4") == tmp_path / "shipped" / "t4.json"
+    for name in ("h100", "../shipped/t4", "", "x\0"):
+        with pytest.raises(UsageError, match="--hardware"):
+            find_profile(name)
+    with pytest.raises(UsageError, match="t4"):
+        find_profile("h100")
+
+
+def test_shipped_profiles_can_be_read() -> None:
+    assert SHIPPED.is_dir()
+    for path in SHIPPED.glob("*.json"):
+        assert read_profile(path).machine == path.stem

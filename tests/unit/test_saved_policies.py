@@ -1,0 +1,61 @@
+"""The policies that come with the project are what the recorded commands find."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from flexgen_h2o import policy_search
+from flexgen_h2o.config import SavedPolicy, read_policy
+
+FOLDER = Path(__file__).resolve().parents[2] / "policies"
+FILES = sorted(FOLDER.glob("opt-*/*.json"))
+NAMES = [f"{path.parent.name}/{path.stem}" for path in FILES]
+# Seconds each: the largest model, over 32 micro-batches.
+SLOW = {"opt-175b/a100-80", "opt-175b/a100-80-h2o20"}
+MADE_BY = "python -m flexgen_h2o.policy_search "
+
+
+def remade(saved: SavedPolicy, folder: Path, monkeypatch: pytest.MonkeyPatch) -> SavedPolicy:
+    """What the file's command writes today."""
+    assert saved.command is not None and saved.command.startswith(MADE_BY)
+    words = shlex.split(saved.command.removeprefix(MADE_BY))
+    target = FOLDER.parent / words[words.index("--output") + 1]
+    monkeypatch.chdir(folder)
+    (folder / target.relative_to(FOLDER.parent)).parent.mkdir(parents=True)
+    assert policy_search.main(words) == 0
+    return read_policy(folder / target.relative_to(FOLDER.parent))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(p, id=n, marks=[pytest.mark.slow] if n in SLOW else []) for p, n in zip(FILES, NAMES, strict=True)],
+)
+def test_the_command_finds_the_saved_policy(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = read_policy(path)
+    found = remade(saved, tmp_path, monkeypatch)
+    assert found.policy == saved.policy
+    assert found.predicted is not None and saved.predicted is not None
+    assert found.predicted["tokens_per_s"] == pytest.approx(saved.predicted["tokens_per_s"], rel=1e-6)
+    assert (found.model, found.workload, found.profile) == (saved.model, saved.workload, saved.profile)
+    assert "flex_opt" in capsys.readouterr().out
+
+
+def test_every_model_machine_and_cache_is_there() -> None:
+    machines = {"opt-6.7b": ("t4", "a100-80", "build-2core"), "opt-30b": ("t4", "a100-80", "build-2core"),
+                "opt-175b": ("t4", "a100-80")}  # fmt: skip
+    wanted = {f"{model}/{name}{kind}" for model, names in machines.items() for name in names for kind in ("", "-h2o20")}
+    assert set(NAMES) == wanted
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
+def test_a_file_names_its_own_path_and_profile(path: Path) -> None:
+    body = json.loads(path.read_text())
+    assert f"--output policies/{path.parent.name}/{path.name}" in body["command"]
+    assert path.stem.removesuffix("-h2o20") == body["profile"]
+    assert ("--hh-ratio 0.1" in body["command"]) == path.stem.endswith("-h2o20")
