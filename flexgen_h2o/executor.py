@@ -130,6 +130,8 @@ class Executor:
         for stream, store in ((self._cache, self._engine.cache), (self._hidden, self._engine.hidden)):
             stream.drain()
             store.settle()
+        if order is None:  # what was still being stored belongs to the block
+            self.times.sweeps[-1] += time.perf_counter() - sweep_start
 
     def finish(self) -> None:
         """Wait for loads still under way; call once after the last block."""

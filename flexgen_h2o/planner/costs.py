@@ -159,9 +159,10 @@ class Costs:
         seconds = self.move_seconds(move)
         if not move.crosses:
             return Lasting(move.lane, seconds)
-        if move.lane == "disk_read":
-            return Lasting(move.lane, seconds, "h2d", move.nbytes / self.profile.h2d_bytes_per_s)
-        return Lasting(move.lane, seconds, "d2h", move.nbytes / self.profile.d2h_bytes_per_s)
+        p, reads = self.profile, move.lane == "disk_read"
+        link, rate = ("h2d", p.h2d_bytes_per_s) if reads else ("d2h", p.d2h_bytes_per_s)
+        link_s = move.nbytes / rate + move.pieces * p.transfer_s
+        return Lasting(move.lane, max(seconds, link_s), link, link_s)
 
     def move_seconds(self, move: Move) -> float:
         """Of a disk's bytes that cross to the device each reader copies its own, so two of them share the copying."""

@@ -155,10 +155,9 @@ def _walk(
         for before, now in zip((nothing, *result.busy), result.busy, strict=False)
     ]
     decode = {name: _sum_of_sweeps(walked[1:], [b[name] for b in busy[1:]]) for name in RESOURCES}
-    return (
-        {"prefill": seconds[0], "decode": _sum_of_sweeps(walked[1:], seconds[1:])},
-        {"prefill": busy[0], "decode": decode},
-    )
+    times = {"prefill": seconds[0], "decode": _sum_of_sweeps(walked[1:], seconds[1:])}
+    times["decode" if need.gen_len > 1 else "prefill"] += result.settle_s
+    return times, {"prefill": busy[0], "decode": decode}
 
 
 def _sum_of_sweeps(walked: Sequence[int], values: Sequence[float]) -> float:

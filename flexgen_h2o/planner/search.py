@@ -22,7 +22,8 @@ from flexgen_h2o.planner.rounding import placements
 from flexgen_h2o.units import format_bytes
 
 MOST_SOLVED = 64
-MOST_SIMULATED = 6  # of the coarse grid, best first; more only while none of them can be rounded
+# Of the coarse grid, best first: at least so many, and more while that is quick (steps of the schedule, all told).
+LEAST_SIMULATED, MOST_SIMULATED, QUICK_STEPS = 6, 24, 40_000
 MOST_STEPS = 4  # around the best
 TIGHTER = 0.95  # budgets for the program where rounding found no way into the real ones
 
@@ -53,9 +54,11 @@ def search(
     """
     q = Search(spec, need, base, machine, budgets, sides or Sides())
     found: list[Plan] = []
+    steps = 0
     for i, (candidate, solution) in enumerate(_solved(q)):
-        if i >= MOST_SIMULATED and found:
+        if found and (i >= MOST_SIMULATED or (i >= LEAST_SIMULATED and steps > QUICK_STEPS)):
             break
+        steps += len(spec.layers(base.sep_layer).layers) * candidate.policy.num_gpu_batches * min(need.gen_len, 8)
         found += _simulated(q, candidate, solution)
     if not found:
         found = list(_last_resort(q))

@@ -164,10 +164,14 @@ class _HiddenSource:
 
 @dataclass(frozen=True)
 class Simulated:
-    """ends: when each simulated sweep ended, in seconds from the start; busy: seconds of each resource up to then."""
+    """ends: when each simulated sweep ended, in seconds from the start; busy: seconds of each resource up to then.
+
+    settle_s: that the last stores take after the last sweep.
+    """
 
     ends: tuple[float, ...]
     busy: tuple[dict[str, float], ...]
+    settle_s: float
 
 
 def simulate(
@@ -235,7 +239,8 @@ class _Simulation:
             if step.micro_batch == len(self.block) - 1:
                 ends.append(self.clock.now)
                 busy.append(dict(self.clock.busy))
-        return Simulated(tuple(ends), tuple(busy))
+        stored = max(ends[-1], self.clock.free["disk_write"], self.clock.free["d2h"])
+        return Simulated(tuple(ends), tuple(busy), stored - ends[-1])
 
     def _run_step(self, step: Step) -> None:
         key = (step.sweep, step.layer, step.micro_batch)

@@ -32,9 +32,11 @@ def budget(known: Reference, stand_in: bool, depth: Depth, weight_share: float) 
     return MemoryBudget(device + more, host, "64MiB") if stand_in else MemoryBudget(None, host + more, "64MiB")
 
 
-def check(known: Reference, allowed: MemoryBudget, offload_dir: Path) -> Policy:
+def check(known: Reference, allowed: MemoryBudget, offload_dir: Path, rows: int = len(LENGTHS)) -> Policy:
+    """The last `rows` prompts, the longest among them."""
     with LLM(str(known.folder), "auto", dtype="float32", budget=allowed, offload_dir=offload_dir) as llm:
-        assert tokens_of(llm.generate(known.prompts, SamplingParams(max_tokens=NEW_TOKENS))) == known.tokens
+        found = tokens_of(llm.generate(known.prompts[-rows:], SamplingParams(max_tokens=NEW_TOKENS)))
+        assert found == known.tokens[-rows:]
         assert llm.policy is not None and llm.report is not None
         for tier in TIERS:
             assert llm.report.peak_bytes[tier] <= (getattr(allowed, tier) or 0)
@@ -43,7 +45,7 @@ def check(known: Reference, allowed: MemoryBudget, offload_dir: Path) -> Policy:
 
 @pytest.mark.parametrize("stand_in", [False, True], ids=["host", "stand-in"])
 def test_room_for_a_part_of_the_weights(stand_in: bool, deep: Reference, tmp_path: Path) -> None:
-    policy = check(deep, budget(deep, stand_in, OVERLAPPED[1], 0.25), tmp_path)
+    policy = check(deep, budget(deep, stand_in, OVERLAPPED[1], 0.25), tmp_path, rows=1)
     assert 0 < policy.weight_shares[0] < 1
 
 

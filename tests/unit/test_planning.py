@@ -40,10 +40,12 @@ def tiny(tmp_path: Path, policy: Policy | str, **more: object) -> LLM:
 
 
 def test_before_anything_is_measured_speeds_are_nominal(tmp_path: Path) -> None:
+    """And nothing is measured for it."""
     assert planner(tmp_path).profile == nominal_profile(True)
 
 
 def test_a_profile_is_given_as_it_is_by_file_or_by_name(tmp_path: Path) -> None:
+    """A wrong name is refused."""
     mine = replace(nominal_profile(True), machine="mine")
     path = tmp_path / "mine.json"
     write_profile(path, mine)
@@ -74,6 +76,7 @@ def test_only_a_long_run_is_worth_measuring_for(slow: float, tmp_path: Path, mon
 
 
 def test_a_given_profile_is_never_measured_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the run."""
     monkeypatch.setattr(choose, "measure", lambda *args: pytest.fail("measured"))
     plans = planner(tmp_path, nominal_profile(True))
     plans.choose(replace(NEED, rows=60_000), Policy(), NO_BUDGETS)
@@ -99,6 +102,7 @@ def test_a_prediction_is_of_the_micro_batches_there_are(tmp_path: Path) -> None:
 
 
 def test_a_dtype_that_was_not_measured_is_not_predicted(tmp_path: Path) -> None:
+    """The run goes on and reports no prediction."""
     assert planner(tmp_path, nominal_profile(True)).can_predict
     assert not planner(tmp_path, nominal_profile(True), "float16").can_predict
     only = replace(nominal_profile(True), compute={"bfloat16": nominal_profile(True).rates("bfloat16")})

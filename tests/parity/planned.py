@@ -1,0 +1,84 @@
+"""One run for the engine and for the planner, and a checkpoint whose bytes are whole pages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import OPTForCausalLM
+
+from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
+from flexgen_h2o.config import ModelSpec
+from flexgen_h2o.eviction_need import need_of
+from flexgen_h2o.kvcache.eviction import Eviction, Full
+from flexgen_h2o.limits import PAGE
+from flexgen_h2o.planner.need import Batch, Need
+from flexgen_h2o.prompts import make_blocks, prompts_from_python
+from flexgen_h2o.units import round_up
+from tests.parity.reference import random_prompts
+
+# 16 rows of every matrix are whole pages in fp32, and so are the keys of a head of one row in 64 slots.
+SHAPE: dict[str, Any] = {
+    "vocab_size": 128, "hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 128, "max_position_embeddings": 254,
+}  # fmt: skip
+ITEMSIZE = 4
+
+
+@dataclass(frozen=True)
+class Run:
+    """A policy but for its placement, and what is run: by default five prompts, so that the last block is smaller.
+
+    stand_in: a device tier of ordinary memory, else the device is host memory.
+    """
+
+    gbs: int = 2
+    num_batches: int = 2
+    stand_in: bool = True
+    switches: dict[str, bool] = field(default_factory=dict)
+    eviction: Eviction = field(default_factory=Full)
+    lengths: tuple[int, ...] = (9,) * 5
+    new_tokens: int = 3
+
+    def policy(self, percent: tuple[int, int, int, int, int, int]) -> Policy:
+        return Policy(self.gbs, self.num_batches, percent, **self.switches)
+
+    def need(self, spec: ModelSpec) -> Need:
+        sizes = {(n, self.new_tokens) for n in self.lengths}
+        return need_of(self.eviction, len(self.lengths), sizes, spec.num_blocks)
+
+    @property
+    def blocks(self) -> list[list[Batch]]:
+        prompts = prompts_from_python(random_prompts(self.lengths), None, SHAPE["vocab_size"])
+        blocks = make_blocks(prompts, self.gbs, self.num_batches)
+        return [[Batch.of([len(p.token_ids) for p in batch]) for batch in block] for block in blocks]
+
+    def go(
+        self, folder: Path, percent: tuple[int, int, int, int, int, int], offload_dir: Path,
+        before: Callable[[LLM], None] = lambda llm: None,
+    ) -> LLM:  # fmt: skip
+        """The engine has run it, and is closed. before: is shown the LLM first."""
+        budget = MemoryBudget("64MiB" if self.stand_in else None, "64MiB", "64MiB")
+        policy = self.policy(percent)
+        with LLM(str(folder), policy, self.eviction, dtype="float32", budget=budget, offload_dir=offload_dir) as llm:
+            before(llm)
+            llm.generate(random_prompts(self.lengths), SamplingParams(max_tokens=self.new_tokens, ignore_eos=True))
+        return llm
+
+
+def write_aligned(model: OPTForCausalLM, folder: Path) -> None:
+    """The model's folder, its matrices first and one behind the other from the second page of their file on."""
+    model.config.save_pretrained(folder)
+    tensors = [(name, t) for name, t in model.state_dict().items() if name != "lm_head.weight"]
+    tensors.sort(key=lambda pair: pair[1].dim() < 2)
+    entries: dict[str, Any] = {}
+    end = 0
+    for name, tensor in tensors:
+        start, end = end, end + ITEMSIZE * tensor.numel()
+        entries[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [start, end]}
+    head = json.dumps(entries).encode()
+    head = head.ljust(round_up(len(head) + 8, PAGE) - 8)
+    data = b"".join(tensor.numpy().tobytes() for _, tensor in tensors)
+    (folder / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + data)

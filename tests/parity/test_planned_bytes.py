@@ -1,0 +1,144 @@
+"""The bytes that the planner's formulas give are those that the engine moves, lane by lane.
+
+A disk request takes whole pages, of which the formulas know nothing: they are put on here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flexgen_h2o import LLM
+from flexgen_h2o.kvcache.eviction import H2O, Local
+from flexgen_h2o.limits import PAGE, SEGMENT_SLOTS, WRITE_BACK_STEPS
+from flexgen_h2o.planner.costs import ATTENTION_KINDS
+from flexgen_h2o.planner.work import Move, Setting, hidden_moves, kv_load_moves, kv_store_moves, weight_moves
+from flexgen_h2o.schedule import weight_sequence, zigzag
+from flexgen_h2o.units import round_up
+from tests.parity.cases import BASE, PLACEMENTS
+from tests.parity.planned import ITEMSIZE, SHAPE, Run, write_aligned
+from tests.parity.reference import random_model
+
+LANES = ("disk_read", "disk_write", "h2d", "d2h")
+LAYERS, COLUMN = BASE["num_hidden_layers"], 2 * SHAPE["hidden_size"] * ITEMSIZE  # a key and a value of every head
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("model")
+    write_aligned(random_model(**SHAPE), found)
+    return found
+
+
+def planned(llm: LLM, run: Run) -> dict[str, float]:
+    """Bytes over each lane by planner/work.py, in whole pages where they go to or come from the disk."""
+    assert llm.policy is not None
+    at = Setting(llm.model.spec, llm.policy, run.need(llm.model.spec), ITEMSIZE, not run.stand_in)
+    found: Counter[str] = Counter()
+    for what, move in moves_of(at, run):
+        nbytes = move.nbytes
+        if what == "weights":
+            assert nbytes % PAGE == 0
+        elif move.lane in ("disk_read", "disk_write"):
+            nbytes = move.pieces * round_up(round(nbytes / move.pieces), PAGE)
+        found[move.lane] += nbytes
+        if move.crosses and move.lane == "disk_read":
+            found["h2d"] += move.nbytes
+        elif move.crosses:  # a KV unit leaves the device in whole pages too
+            found["d2h"] += nbytes if what == "cache" else move.nbytes
+    return {lane: found[lane] for lane in LANES}
+
+
+def moves_of(at: Setting, run: Run) -> Iterator[tuple[str, Move]]:
+    """Every transfer of a run, and what it brings."""
+    plan, blocks = at.spec.layers(at.policy.sep_layer), run.blocks
+    units = tuple(layer.unit for layer in plan.layers)
+    for unit in weight_sequence(run.new_tokens * len(blocks), units):
+        yield from (("weights", move) for move in weight_moves(at, plan.units[unit]))
+    for block in blocks:
+        for step in zigzag(run.new_tokens, len(units), len(block)):
+            layer, batch = plan.layers[step.layer], block[step.micro_batch]
+            if layer.kind in ATTENTION_KINDS:
+                for moves in (kv_load_moves, kv_store_moves):
+                    yield from (("cache", move) for move in moves(at, layer.block, batch, step.sweep))
+            for store, end in ((False, 0), (True, len(units) - 1)):
+                if step.layer != end:
+                    yield from (("hidden", move) for move in hidden_moves(at, batch, step.sweep, store))
+
+
+def both(run: Run, placement: str, folder: Path, offload_dir: Path) -> tuple[dict[str, float], dict[str, float]]:
+    """Bytes by lane: moved, and planned."""
+    llm = run.go(folder, PLACEMENTS[placement], offload_dir)
+    assert llm.report is not None
+    return {lane: llm.report.io_bytes[lane] for lane in LANES}, planned(llm, run)
+
+
+# ---- exact
+
+RUNS: dict[str, Run] = {
+    "host": Run(stand_in=False),
+    "device": Run(),
+    "host, sequential, joined": Run(3, 1, False, {"overlap": False, "sep_layer": False}),
+    "device, attends on host": Run(2, 3, switches={"cpu_cache_compute": True}),
+    "device, h2o": Run(eviction=H2O(heavy_size=4, recent_size=2)),
+    "device, joined": Run(4, 1, switches={"sep_layer": False}),
+    "device, sequential": Run(1, 3, switches={"overlap": False}),
+    "device, segments": Run(lengths=(70,) * 5),
+    "host, h2o that fills up": Run(3, 1, False, eviction=H2O(heavy_size=6, recent_size=5)),
+    "device, evicts in the prompt only": Run(eviction=H2O(heavy_size=4, recent_size=2, while_decoding=False)),
+    "device, other lengths": Run(lengths=(5, 9, 30, 1, 12)),
+}  # fmt: skip
+# The second run meets every placement, the others every fifth.
+PAIRS = [(p, r) for i, p in enumerate(PLACEMENTS) for j, r in enumerate(RUNS) if (i + j) % 5 == 0 or r == "device"]
+
+
+@pytest.mark.parametrize(("placement", "run"), PAIRS)
+def test_the_engine_moves_what_is_planned(placement: str, run: str, folder: Path, tmp_path: Path) -> None:
+    """Every lane to the byte."""
+    moved, expected = both(RUNS[run], placement, folder, tmp_path)
+    assert moved == expected
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        Run(1, 2, lengths=(150, 100, 70, 30, 8)),
+        Run(1, 2, lengths=(30, 20, 9, 3, 1), new_tokens=8, eviction=H2O(heavy_size=4, recent_size=2)),
+        Run(1, 2, lengths=(100, 60, 20, 10), new_tokens=12, eviction=H2O(0.2)),
+        Run(1, 2, lengths=(30, 20, 9, 3, 1), new_tokens=8, eviction=Local(recent_size=4, sinks=2)),
+    ],
+    ids=["full", "sizes", "ratios", "window"],
+)
+@pytest.mark.parametrize("placement", ["kv on host", "kv on disk"])
+def test_shorter_prompts_move_less(run: Run, placement: str, folder: Path, tmp_path: Path) -> None:
+    """Each micro-batch is planned by its own longest prompt, as the engine lays out its units."""
+    moved, expected = both(run, placement, folder, tmp_path)
+    assert moved == expected
+
+
+# ---- within a bound
+
+
+@pytest.mark.parametrize("new_tokens", [17, 40, 80])
+def test_writing_back_is_spread_evenly(new_tokens: int, folder: Path, tmp_path: Path) -> None:
+    """Every WRITE_BACK_STEPS sweeps the engine writes what a row holds then; the plan writes a share in every sweep.
+
+    What they hold differs by less than a segment. Everything else is exact.
+    """
+    run = Run(5, 1, lengths=(60,) * 5, new_tokens=new_tokens)
+    moved, expected = both(run, "kv on disk", folder, tmp_path)
+    writes = LAYERS * ((new_tokens - 1) // WRITE_BACK_STEPS)
+    bound = writes * len(run.lengths) * COLUMN * SEGMENT_SLOTS
+    for lane in LANES:
+        written = lane in ("disk_write", "d2h")
+        assert abs(moved[lane] - expected[lane]) <= (bound if written else 0)
+
+
+def test_where_slots_do_not_grow_writing_back_is_exact(folder: Path, tmp_path: Path) -> None:
+    """With H2O every write-back is of a whole unit."""
+    run = Run(new_tokens=40, eviction=H2O(heavy_size=4, recent_size=2))
+    moved, expected = both(run, "kv on disk", folder, tmp_path)
+    assert moved == pytest.approx(expected)

@@ -1,0 +1,152 @@
+"""The simulator starts the same transfers as the engine, in the same order and between the same steps of compute.
+
+Both are noted where the thread that computes hands an operation to its lane, so no clock decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexgen_h2o.config import ModelSpec
+from flexgen_h2o.kvcache.eviction import H2O
+from flexgen_h2o.planner.costs import LANES
+from flexgen_h2o.planner.memory import OVERLAPPED, SEQUENTIAL, Depth, memory_plan
+from flexgen_h2o.planner.need import shape_of
+from flexgen_h2o.planner.predict import Machine, predict
+from flexgen_h2o.planner.work import weight_moves
+from flexgen_h2o.profiling.nominal import nominal_profile
+from flexgen_h2o.schedule import weight_sequence
+from flexgen_h2o.source import find_model
+from flexgen_h2o.tiers.transfer import Lanes
+from flexgen_h2o.timeline import Timeline
+from tests.parity.cases import PLACEMENTS
+from tests.parity.planned import SHAPE, Run
+from tests.parity.reference import random_model
+
+Operations = list[tuple[str, str]]  # lane and name
+COMPUTE = "compute"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four blocks: more units than are loaded ahead."""
+    found = tmp_path_factory.mktemp("model")
+    random_model(num_hidden_layers=4, **SHAPE).save_pretrained(found)
+    return found
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> Operations:
+    """What the engine hands to its lanes from the first block on, and its steps of compute."""
+    found: Operations = []
+    submit, record, reset = Lanes.submit, Timeline.record, Timeline.reset
+
+    def note_transfer(lanes: Lanes, lane: str, name: str, *args: Any, **more: Any) -> Any:
+        found.append((lane, name))
+        return submit(lanes, lane, name, *args, **more)
+
+    def note_compute(timeline: Timeline, lane: str, name: str, *args: Any, **more: Any) -> None:
+        if lane == COMPUTE:
+            found.append((lane, name))
+        record(timeline, lane, name, *args, **more)
+
+    def note_start(timeline: Timeline) -> None:
+        found.clear()
+        reset(timeline)
+
+    monkeypatch.setattr(Lanes, "submit", note_transfer)
+    monkeypatch.setattr(Timeline, "record", note_compute)
+    monkeypatch.setattr(Timeline, "reset", note_start)
+    return found
+
+
+def simulated(spec: ModelSpec, run: Run, placement: str, depth: Depth) -> Operations:
+    """The first block. A unit's weights are one operation there, and one a tensor in the engine."""
+    policy, need = run.policy(PLACEMENTS[placement]), run.need(spec)
+    machine = Machine(nominal_profile(not run.stand_in), "float32", not run.stand_in)
+    plan = memory_plan(spec, policy, shape_of(policy, need), machine.itemsize, machine.device_is_host, depth)
+    tensors = {lane: tensors_of(spec, run, placement, lane) for lane in ("disk_read", "h2d")}
+    found: Operations = []
+
+    def on_span(lane: str, name: str, start: float, end: float) -> None:
+        if lane != "wait":
+            found.extend([(lane, name)] * (next(tensors[lane]) if name == "load_weight" else 1))
+
+    predict(spec, policy, need, machine, plan, [(tuple(run.blocks[0]), 1)], on_span)
+    return found
+
+
+def tensors_of(spec: ModelSpec, run: Run, placement: str, lane: str) -> Iterator[int]:
+    """Of each weight unit that comes over the lane, in the order of loads."""
+    policy = run.policy(PLACEMENTS[placement])
+    at = Machine(nominal_profile(False), "float32", not run.stand_in).setting(spec, policy, run.need(spec))
+    plan = spec.layers(policy.sep_layer)
+    for unit in weight_sequence(run.new_tokens + 1, tuple(layer.unit for layer in plan.layers)):
+        yield from (int(move.pieces) for move in weight_moves(at, plan.units[unit]) if move.lane == lane)
+
+
+def by_lane(operations: Operations, steps: int) -> dict[str, Operations]:
+    """Each lane's operations among the steps of compute, up to the last step of the first block."""
+    ends = [i for i, (lane, _) in enumerate(operations) if lane == COMPUTE]
+    block = operations[: ends[steps - 1] + 1]
+    return {lane: [pair for pair in block if pair[0] in (lane, COMPUTE)] for lane in LANES}
+
+
+RUNS = {
+    "K = 1": Run(3, 1, lengths=(9,) * 6),
+    "K = 2": Run(2, 2, lengths=(9,) * 7),
+    "K = 3, joined": Run(1, 3, lengths=(9,) * 4, switches={"sep_layer": False}),
+    "K = 2, host": Run(2, 2, False, lengths=(9,) * 8),
+    "K = 3, attends on host": Run(1, 3, lengths=(9,) * 6, switches={"cpu_cache_compute": True}),
+    "K = 3, h2o": Run(2, 3, lengths=(9,) * 12, eviction=H2O(heavy_size=4, recent_size=2)),
+    "K = 2, sequential": Run(2, 2, lengths=(9,) * 8, switches={"overlap": False}),
+}
+STREAMED = [
+    "all on disk", "everything split 30/30", "kv on disk", "weights on disk", "hidden on disk", "all on host",
+    "each kind elsewhere",
+]  # fmt: skip
+DEPTHS = (OVERLAPPED[0], OVERLAPPED[3], Depth(1, 2, 3))
+CASES = [
+    (placement, run, DEPTHS[(i + 2 * j) % 3])
+    for (i, placement), (j, run) in product(enumerate(STREAMED), enumerate(RUNS))
+    if (i + j) % 3 == 0 and (placement, run) != ("all on host", "K = 2, host")
+]
+
+
+def check(run: Run, placement: str, depth: Depth, folder: Path, tmp_path: Path, noted: Operations) -> None:
+    run.go(folder, PLACEMENTS[placement], tmp_path)
+    spec = find_model(str(folder), None).spec
+    steps = run.new_tokens * len(spec.layers(run.switches.get("sep_layer", True)).layers) * len(run.blocks[0])
+    found = by_lane(simulated(spec, run, placement, depth), steps)
+    assert max(map(len, found.values())) > steps
+    assert found == by_lane(noted, steps)
+
+
+@pytest.mark.parametrize(("placement", "run", "depth"), CASES)
+def test_the_order_is_the_engines(
+    placement: str, run: str, depth: Depth, folder: Path, tmp_path: Path, noted: Operations,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """For placements on all tiers, K = 1 to 3 and three depths of look-ahead."""
+    monkeypatch.setattr("flexgen_h2o.planner.memory.OVERLAPPED", (depth,))
+    check(
+        RUNS[run], placement, depth if RUNS[run].switches.get("overlap", True) else SEQUENTIAL, folder, tmp_path, noted
+    )
+
+
+@pytest.mark.parametrize("changed", ["cache", "hidden", "weights"])
+def test_another_look_ahead_would_be_seen(
+    changed: str, folder: Path, tmp_path: Path, noted: Operations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The comparison fails where the simulator is given a ring with one unit more of one kind."""
+    depth = OVERLAPPED[3]
+    monkeypatch.setattr("flexgen_h2o.planner.memory.OVERLAPPED", (depth,))
+    other = replace(depth, **{changed: getattr(depth, changed) + 1})
+    with pytest.raises(AssertionError):
+        check(RUNS["K = 3, h2o"], "all on disk", other, folder, tmp_path, noted)

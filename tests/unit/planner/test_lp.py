@@ -1,0 +1,137 @@
+"""The linear program over shares: within budgets, monotone in them, and priced where they bind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexgen_h2o.config import TIERS, Policy
+from flexgen_h2o.planner.costs import LANES
+from flexgen_h2o.planner.lp import TIE_BREAK, Corners, Solution, find_corners, solve
+from flexgen_h2o.planner.memory import OVERLAPPED, memory_plan
+from flexgen_h2o.planner.need import Need, shape_of
+from flexgen_h2o.units import GIB
+from tests.unit.planner.made_up import BLOCKS, HUGE, SPEC, costs_of, machine
+
+NEED = Need.full(64, 60, 8, BLOCKS)
+POLICY = Policy(16, 2)
+SWEEPS = NEED.gen_len - 1
+Budgets = dict[str, int | None]
+
+
+@pytest.fixture(scope="module")
+def corners() -> dict[bool, Corners]:
+    """By whether the device is host memory."""
+    return {is_host: find_corners(SPEC, POLICY, NEED, machine(is_host), OVERLAPPED[2]) for is_host in (False, True)}
+
+
+def found(corners: Corners, budgets: Budgets, overlap: bool = True) -> Solution:
+    solution = solve(corners, SWEEPS, overlap, budgets)
+    assert solution is not None
+    return solution
+
+
+def held(corners: Corners, solution: Solution) -> dict[str, float]:
+    """Bytes that the program counts on each tier."""
+    return {
+        tier: corners.base.nbytes[tier]
+        + sum(solution.shares[i] * (c.nbytes[tier] - corners.base.nbytes[tier]) for i, c in corners.moved.items())
+        for tier in TIERS
+    }
+
+
+def some_budgets(corners: Corners, device: float, host: float) -> Budgets:
+    """That share of what everything on the tier takes beyond what everything on disk does."""
+    everything = {"device": (0, 2, 4), "host": (1, 3, 5) if 1 in corners.moved else (0, 2, 4)}
+    budgets: Budgets = {"disk": GIB}
+    for tier, share in (("device", device), ("host", host)):
+        base = corners.base.nbytes[tier]
+        room = sum(max(0, corners.moved[i].nbytes[tier] - base) for i in everything[tier])
+        budgets[tier] = base + int(share * room)
+    return budgets
+
+
+shares = st.sampled_from([0.0, 0.05, 0.3, 0.6, 1.0])
+
+
+@settings(max_examples=25)
+@given(st.booleans(), shares, shares)
+def test_a_solution_keeps_every_budget(corners: dict[bool, Corners], is_host: bool, device: float, host: float) -> None:
+    """And its shares are shares: of each kind at most all of it."""
+    budgets = some_budgets(corners[is_host], device, host)
+    solution = found(corners[is_host], budgets)
+    for tier, nbytes in held(corners[is_host], solution).items():
+        assert nbytes <= (budgets[tier] or 0) + 64
+    for kind in range(3):
+        assert -1e-9 <= sum(solution.shares[2 * kind : 2 * kind + 2]) <= 1 + 1e-6
+    assert all(0 <= share <= 1 for share in solution.shares)
+
+
+@settings(max_examples=25)
+@given(st.booleans(), st.booleans(), shares, shares, st.sampled_from(TIERS))
+def test_more_memory_is_never_slower(
+    corners: dict[bool, Corners], is_host: bool, overlap: bool, device: float, host: float, tier: str
+) -> None:
+    """The objective; the seconds in it as far as the tie break, which may take a slower one that works less."""
+    little = some_budgets(corners[is_host], device, host)
+    more = {**little, tier: (little[tier] or 0) + 200_000}
+    before, after = (found(corners[is_host], budgets, overlap) for budgets in (little, more))
+    assert after.seconds <= before.seconds * (1 + TIE_BREAK * (len(LANES) + 2))
+
+
+@pytest.mark.parametrize("is_host", [True, False])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_where_everything_fits_everything_is_on_the_device(
+    corners: dict[bool, Corners], is_host: bool, overlap: bool
+) -> None:
+    """Nothing moves then, and no tier is worth anything more."""
+    solution = found(corners[is_host], HUGE, overlap)
+    assert solution.shares == pytest.approx((1, 0, 1, 0, 1, 0))
+    assert all(gain == pytest.approx(0, abs=1e-9) for gain in solution.gain_s_per_gib.values())
+    base = corners[is_host].moved
+    assert solution.seconds <= sum(
+        count * sum(base[0].busy[phase].values()) for phase, count in (("prefill", 1), ("decode", SWEEPS))
+    )
+
+
+def test_what_does_not_fit_the_device_goes_to_the_host_before_the_disk(corners: dict[bool, Corners]) -> None:
+    """The link is faster than the disk here."""
+    solution = found(corners[False], some_budgets(corners[False], 0.1, 1.5))
+    weights, cache, hidden = (sum(solution.shares[i : i + 2]) for i in (0, 2, 4))
+    assert (weights, cache, hidden) == pytest.approx((1, 1, 1), abs=1e-6)
+    assert solution.shares[1] + solution.shares[3] > 0.5
+
+
+def test_only_a_tier_that_binds_is_worth_more(corners: dict[bool, Corners]) -> None:
+    """And a GiB more saves what the dual says: here, of a small step."""
+    budgets = some_budgets(corners[False], 0.3, 2.0)
+    solution = found(corners[False], budgets)
+    gains = solution.gain_s_per_gib
+    assert gains["device"] > 0 and gains["host"] == gains["disk"] == pytest.approx(0, abs=1e-9)
+    assert held(corners[False], solution)["device"] == pytest.approx(budgets["device"])
+    step = 20_000
+    more = found(corners[False], {**budgets, "device": (budgets["device"] or 0) + step})
+    assert solution.seconds - more.seconds == pytest.approx(gains["device"] * step / GIB, rel=0.05)
+
+
+def test_budgets_below_what_must_be_held_have_no_solution(corners: dict[bool, Corners]) -> None:
+    """Whichever tier is short."""
+    least = some_budgets(corners[False], 0, 0)
+    assert solve(corners[False], SWEEPS, True, least) is not None
+    for tier in ("device", "host"):
+        assert solve(corners[False], SWEEPS, True, {**least, tier: (least[tier] or 0) * 9 // 10}) is None
+    assert solve(corners[False], SWEEPS, True, {**least, "disk": 1000}) is None
+
+
+def test_corners_are_the_plans_and_the_costs(corners: dict[bool, Corners]) -> None:
+    """The program's coefficients are not written down a second time."""
+    where = machine(False)
+    on_host = replace(POLICY, percent=(0, 100, 0, 0, 0, 0))
+    plan = memory_plan(SPEC, on_host, shape_of(on_host, NEED), 4, False, OVERLAPPED[2])
+    assert corners[False].moved[1].nbytes == {tier: plan.bytes_on(tier) for tier in TIERS}
+    assert set(corners[True].moved) == {0, 2, 4} and set(corners[False].moved) == set(range(6))
+    compute = costs_of(on_host, NEED, where).profile
+    assert compute == where.profile

@@ -1,0 +1,91 @@
+"""What is to be run: columns that rows hold, micro-batches, blocks."""
+
+from __future__ import annotations
+
+import pytest
+
+from flexgen_h2o.config import Policy
+from flexgen_h2o.eviction_need import need_of
+from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full, SnapKV
+from flexgen_h2o.planner.need import AutoPolicy, Batch, Need, even_blocks, fitted, shape_of
+
+
+def test_the_full_cache_grows_by_a_column_a_sweep() -> None:
+    """The newest token's column is never read again, so the last sweep adds none."""
+    need = Need.full(3, 10, 5, 2)
+    assert need.slots == (14, 14)
+    assert [need.columns(1, sweep, 10) for sweep in range(5)] == [10, 11, 12, 13, 14]
+    assert [need.columns(1, sweep, 4) for sweep in range(5)] == [4, 5, 6, 7, 8]
+
+
+def test_an_eviction_policy_grows_by_one_column_more() -> None:
+    """The newcomer has a slot; then each column takes a victim's."""
+    need = need_of(H2O(heavy_size=3, recent_size=2), 3, {(10, 6)}, 2)
+    assert [need.columns(0, sweep, 10) for sweep in range(4)] == [5, 6, 6, 6]
+
+
+@pytest.mark.parametrize(
+    "eviction",
+    [Full(), H2O(heavy_size=6, recent_size=6), H2O(0.2), H2O(0.2, while_decoding=False), SnapKV(0.3, 0.1)],
+    ids=["full", "sizes", "ratios", "prompt only", "snapkv"],
+)
+@pytest.mark.parametrize("prompt_len", [100, 60, 20, 10])
+def test_shorter_prompts_hold_what_the_policy_says(eviction: Eviction, prompt_len: int) -> None:
+    """Columns that are left of the prompt, and slots, of rows with any length among longer ones."""
+    need = need_of(eviction, 9, {(100, 8), (prompt_len, 8), (10, 8)}, 2)
+    kept = min(prompt_len, eviction.budget(prompt_len, 0, 2).columns)
+    assert need.columns(0, 0, prompt_len) == kept
+    assert need.slots_of(0, prompt_len) == eviction.slots(prompt_len, 8, 0, 2)
+    assert need.columns(0, 7, prompt_len) == eviction.slots(prompt_len, 8, 0, 2)
+
+
+def test_layers_may_keep_different_numbers() -> None:
+    """A pyramid's slots fall from layer to layer, each with one more than is kept."""
+    need = need_of(H2O(0.2, layer_schedule="pyramid"), 9, {(100, 8)}, 4)
+    assert need.slots == tuple(sorted(need.slots, reverse=True)) and need.slots[0] > need.slots[3]
+    assert [slots - kept for slots, kept in zip(need.slots, need.kept, strict=True)] == [1] * 4
+    assert need.record == ("positions", "scores") and need.scored
+
+
+def test_a_micro_batch_of_lengths() -> None:
+    """Its sums are what costs need of prompts."""
+    assert Batch.of([3, 5, 4]) == Batch(3, 12, 5, 50) and Batch.of([3, 5, 4]).mean_len == 4
+    assert Batch.of([7, 7]) == Batch.even(2, 7)
+
+
+@pytest.mark.parametrize(
+    ("gbs", "batches", "rows", "blocks"),
+    [
+        (4, 2, 16, [([4, 4], 2)]),
+        (4, 2, 21, [([4, 4], 2), ([4, 1], 1)]),
+        (4, 2, 20, [([4, 4], 2), ([4], 1)]),
+        (4, 2, 3, [([3], 1)]),
+        (1, 9, 4, [([1, 1, 1, 1], 1)]),
+    ],
+)
+def test_a_pile_is_cut_into_equal_blocks_and_a_rest(
+    gbs: int, batches: int, rows: int, blocks: list[tuple[list[int], int]]
+) -> None:
+    """No row is lost, and the last micro-batch may be smaller."""
+    found = even_blocks(Policy(gbs, batches), Need.full(rows, 10, 2, 1))
+    assert [([b.rows for b in block], count) for block, count in found] == blocks
+    assert sum(count * sum(b.rows for b in block) for block, count in found) == rows
+
+
+@pytest.mark.parametrize(
+    ("gbs", "batches", "rows", "shape"),
+    [(4, 2, 8, (4, 2)), (4, 2, 100, (4, 2)), (4, 2, 3, (3, 1)), (4, 3, 5, (4, 2)), (1, 9, 4, (1, 4))],
+)
+def test_the_shape_is_of_the_rows_there_are(gbs: int, batches: int, rows: int, shape: tuple[int, int]) -> None:
+    """Not of those that the policy would take."""
+    need = Need(rows, 10, 8, (30, 29, 28, 30), (9, 9, 9, 9), ("positions", "scores"))
+    found = shape_of(Policy(gbs, batches), need)
+    assert (found.rows, found.micro_batches, found.tokens) == (*shape, 10 * shape[0])
+    assert (found.slots, found.record) == (need.slots, need.record)
+    small = fitted(Policy(gbs, batches), need)
+    assert (small.gpu_batch_size, small.num_gpu_batches) == shape and shape_of(small, need) == found
+
+
+def test_auto_stands_for_the_default_switches() -> None:
+    """Until other ones are given."""
+    assert AutoPolicy().base == Policy()

@@ -1,0 +1,196 @@
+"""From simulated sweeps to the seconds of a pile; what speed and contention do to a prediction."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexgen_h2o.config import TIERS, Policy
+from flexgen_h2o.errors import UsageError
+from flexgen_h2o.planner.memory import MemoryPlan
+from flexgen_h2o.planner.need import Need, even_blocks
+from flexgen_h2o.planner.predict import MOST_WALKED, Machine, Prediction, predict, walked_sweeps
+from flexgen_h2o.planner.simulator import simulate
+from flexgen_h2o.profiling.nominal import nominal_profile
+from tests.unit.planner.made_up import (
+    BLOCKS,
+    COMPUTE_RATES,
+    FIXED,
+    RATES,
+    SPEC,
+    cases,
+    costs_of,
+    evicting,
+    faster,
+    machine,
+    make_spec,
+    plan_of,
+)
+
+STREAMED = (0, 30, 20, 40, 0, 100)
+Case = tuple[Policy, Need, Machine, MemoryPlan]
+
+
+def predicted(policy: Policy, need: Need, where: Machine, plan: MemoryPlan | None = None) -> Prediction:
+    plan = plan or plan_of(policy, need, where.device_is_host)
+    return predict(SPEC, policy, need, where, plan, even_blocks(policy, need))
+
+
+# ---- sums
+
+
+@pytest.mark.parametrize("gen_len", [1, 2, 3, MOST_WALKED - 1, MOST_WALKED])
+def test_all_sweeps_of_a_short_generation_count_as_they_are(gen_len: int) -> None:
+    """All but the first are decode."""
+    need, policy, where = Need.full(12, 60, gen_len, BLOCKS), Policy(4, 3, STREAMED), machine(False)
+    costs = costs_of(policy, need, where)
+    ends = simulate((costs, costs), plan_of(policy, need, False), even_blocks(policy, need)[0][0], range(gen_len)).ends
+    found = predicted(policy, need, where)
+    assert (found.prefill_s, found.total_s) == pytest.approx((ends[0], ends[-1]))
+    assert (found.decode_s == 0) is (gen_len == 1)
+
+
+@pytest.mark.parametrize("gen_len", [MOST_WALKED + 1, 20, 33, 100])
+@pytest.mark.parametrize("percent", [STREAMED, (0, 0, 100, 0, 100, 0), (100, 0, 0, 0, 100, 0)])
+@pytest.mark.parametrize(("prompt_len", "within"), [(400, 0.03), (60, 0.1)])
+def test_what_is_not_walked_is_interpolated(
+    gen_len: int, percent: tuple[int, int, int, int, int, int], prompt_len: int, within: float
+) -> None:
+    """Beside walking all sweeps, though the cache grows: in steps of whole segments, which are large for short rows."""
+    need, policy, where = Need.full(12, prompt_len, gen_len, BLOCKS), Policy(4, 3, percent), machine(False)
+    costs = costs_of(policy, need, where)
+    ends = simulate((costs, costs), plan_of(policy, need, False), even_blocks(policy, need)[0][0], range(gen_len)).ends
+    assert len(walked_sweeps(gen_len)) == MOST_WALKED
+    assert predicted(policy, need, where).total_s == pytest.approx(ends[-1], rel=within)
+
+
+@pytest.mark.parametrize("percent", [STREAMED, (0, 0, 100, 0, 100, 0), (100, 0, 0, 0, 100, 0), (50, 50, 0, 100, 0, 0)])
+@pytest.mark.parametrize("pyramid", [False, True])
+def test_a_deep_model_costs_what_walking_all_of_it_says(
+    percent: tuple[int, int, int, int, int, int], pyramid: bool
+) -> None:
+    """Within 2%, and 5% where layers differ: only a part of them are walked, unless somebody listens."""
+    depth, where = 40, machine(False, disk_read_bytes_per_s=5e8, step_s=1e-4)
+    deep, need = make_spec(num_hidden_layers=depth), evicting(12, 60, 6, 20, depth)
+    if pyramid:
+        need = replace(need, slots=tuple(50 - i for i in range(depth)), kept=tuple(49 - i for i in range(depth)))
+    policy = Policy(4, 3, percent)
+    plan, blocks = plan_of(policy, need, False, deep), even_blocks(policy, need)
+    part = predict(deep, policy, need, where, plan, blocks)
+    whole = predict(deep, policy, need, where, plan, blocks, lambda *span: None)
+    assert (part.prefill_s, part.decode_s) == pytest.approx(
+        (whole.prefill_s, whole.decode_s), rel=0.05 if pyramid else 0.02
+    )
+
+
+def test_blocks_add_up_and_the_last_may_be_smaller() -> None:
+    """Seconds, tokens and busy seconds of a pile are sums over its blocks."""
+    where, policy = machine(True, step_s=1e-3), Policy(4, 2, (0, 0, 100, 0, 100, 0))
+
+    def of(rows: int) -> Prediction:
+        return predicted(
+            policy, Need.full(rows, 20, 4, BLOCKS), where, plan_of(policy, Need.full(99, 20, 4, BLOCKS), True)
+        )
+
+    assert of(24).total_s == pytest.approx(3 * of(8).total_s)
+    assert of(27).total_s == pytest.approx(3 * of(8).total_s + of(3).total_s)
+    assert of(27).new_tokens == 27 * 4 and of(27).tokens_per_s == pytest.approx(27 * 4 / of(27).total_s)
+    assert of(24).busy["decode"]["disk_read"] == pytest.approx(3 * of(8).busy["decode"]["disk_read"])
+
+
+def test_what_binds_is_what_works_longest() -> None:
+    """Of each phase, and of the longer one."""
+    need, disk = Need.full(8, 20, 4, BLOCKS), Policy(8, 1, (0, 0, 100, 0, 100, 0))
+    slow = predicted(disk, need, machine(True, disk_read_bytes_per_s=1e6))
+    assert slow.binds("prefill") == slow.binds("decode") == slow.bound_by == "disk_read"
+    assert slow.busy["decode"]["disk_read"] == pytest.approx(slow.decode_s, rel=0.3)
+    assert predicted(Policy(8, 1), need, machine(True)).bound_by == "device_compute"
+
+
+def test_peak_bytes_are_the_memory_plans() -> None:
+    """By tier."""
+    policy, need = Policy(4, 3, STREAMED), Need.full(12, 60, 3, BLOCKS)
+    plan = plan_of(policy, need, False)
+    found = predicted(policy, need, machine(False), plan)
+    assert found.peak_bytes == {tier: plan.bytes_on(tier) for tier in TIERS}
+    assert set(found.to_json()) == {"prefill_s", "decode_s", "tokens_per_s", "peak_bytes"}
+
+
+def test_a_dtype_that_was_not_measured_is_refused() -> None:
+    """With the dtype in the message."""
+    where = Machine(nominal_profile(True), "float16", True)
+    with pytest.raises(UsageError, match="no compute rates of float16"):
+        predicted(Policy(), Need.full(2, 3, 2, BLOCKS), where)
+
+
+# ---- monotony
+
+
+@settings(max_examples=60)
+@given(cases(), st.sampled_from(RATES + FIXED + COMPUTE_RATES), st.sampled_from([1.01, 2.0, 100.0]))
+def test_faster_hardware_is_never_predicted_slower(case: Case, name: str, factor: float) -> None:
+    """Without contention, and as long as all sweeps are walked: then exactly."""
+    policy, need, where, plan = case
+    better = replace(where, profile=faster(where.profile, name, factor))
+    before, after = (predicted(policy, need, m, plan).total_s for m in (where, better))
+    assert after <= before * (1 + 1e-9)
+
+
+@settings(max_examples=40)
+@given(cases(most_new=60), st.sampled_from(RATES + FIXED + COMPUTE_RATES), st.sampled_from([1.01, 2.0, 100.0]))
+def test_nor_by_more_than_interpolation_errs(case: Case, name: str, factor: float) -> None:
+    """Differences of sweeps weigh differently then: within 1%."""
+    policy, need, where, plan = case
+    better = replace(where, profile=faster(where.profile, name, factor))
+    before, after = (predicted(policy, need, m, plan).total_s for m in (where, better))
+    assert after <= before * 1.01
+
+
+@pytest.mark.parametrize("name", ["disk_read_bytes_per_s", "matmul_flops_per_s"])
+@pytest.mark.parametrize("left", [0.5, 0.7, 0.9])
+def test_contention_does_not_turn_a_gain_into_a_loss(name: str, left: float) -> None:
+    """Where at least half of the disk's rate is left beside compute. Below, a faster disk that is busy beside compute
+    for longer could be predicted slower."""
+    policy, need = Policy(32, 1, (0, 0, 100, 0, 100, 0)), Need.full(32, 64, 6, BLOCKS)
+    where = machine(True, disk_read_beside_compute=left, compute_beside_disk_read=left, disk_read_bytes_per_s=1e9)
+    where = replace(where, profile=faster(where.profile, name, 1e-1))
+    seconds = [
+        predicted(policy, need, replace(where, profile=faster(where.profile, name, 1.1**i))).total_s for i in range(50)
+    ]
+    assert seconds == sorted(seconds, reverse=True) and seconds[0] > 2 * seconds[-1]
+
+
+def test_contention_costs_time_only_where_both_are_busy() -> None:
+    """Not where the disk is idle, and not without overlap."""
+    need, disk = Need.full(32, 64, 6, BLOCKS), (0, 0, 100, 0, 100, 0)
+    for percent, slower in ((disk, True), ((100, 0, 100, 0, 100, 0), False)):
+        policy = Policy(32, 1, percent)
+        free, beside = (
+            predicted(policy, need, machine(True, disk_read_bytes_per_s=5e8, disk_read_beside_compute=left,
+                                            compute_beside_disk_read=left)).total_s
+            for left in (1.0, 0.6)
+        )  # fmt: skip
+        assert (beside > free * 1.01) is slower and beside >= free
+    sequential = Policy(32, 1, disk, overlap=False)
+    assert predicted(sequential, need, machine(True, disk_read_beside_compute=0.5)).total_s == pytest.approx(
+        predicted(sequential, need, machine(True)).total_s
+    )
+
+
+# ---- the room
+
+
+def test_the_planner_never_imports_torch() -> None:
+    """Nor anything else that takes seconds to import."""
+    folder = Path(sys.modules["flexgen_h2o.planner"].__file__ or "").parent
+    names = sorted(f"flexgen_h2o.planner.{path.stem}" for path in folder.glob("*.py") if path.stem != "__init__")
+    code = "import importlib, sys\n" + "\n".join(f"importlib.import_module({name!r})" for name in names)
+    code += "\nprint([n for n in ('torch', 'transformers', 'numba') if n in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert len(names) >= 8 and done.stdout.strip() == "[]"

@@ -1,0 +1,269 @@
+"""The policy search: what it finds fits, is fast and is found again, and a refusal says what would do."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexgen_h2o.config import MOST_ROWS, TIERS, ModelSpec, Policy
+from flexgen_h2o.errors import DoesNotFitError
+from flexgen_h2o.models import built_in_spec
+from flexgen_h2o.planner.memory import SEQUENTIAL, memory_plan, plan_within
+from flexgen_h2o.planner.need import Need, fitted, shape_of
+from flexgen_h2o.planner.predict import Machine
+from flexgen_h2o.planner.rounding import placements
+from flexgen_h2o.planner.search import Plan, Sides, evaluate, search
+from flexgen_h2o.profile import find_profile, read_profile
+from flexgen_h2o.profiling.nominal import nominal_profile
+from flexgen_h2o.units import GIB, MIB
+from tests.unit.planner.made_up import BLOCKS, DTYPE, HUGE, SPEC, evicting, machine
+
+NEED = Need.full(8, 20, 5, BLOCKS)
+NOTHING = (0, 0, 0, 0, 0, 0)
+T4_BUDGETS: dict[str, int | None] = {"device": 15 * GIB, "host": 208 * 10**9, "disk": 1500 * 10**9}
+
+
+def nominal(is_host: bool) -> Machine:
+    return Machine(nominal_profile(is_host), DTYPE, is_host)
+
+
+def t4() -> Machine:
+    return Machine(read_profile(find_profile("t4")), "float16", False)
+
+
+def known(name: str) -> ModelSpec:
+    found = built_in_spec(f"facebook/{name}")
+    assert found is not None
+    return found[0]
+
+
+def least(need: Need, is_host: bool, base: Policy | None = None) -> dict[str, int]:
+    """Bytes on each tier with one row at a time and the rest on disk."""
+    policy = replace(base or Policy(), gpu_batch_size=1, num_gpu_batches=1, percent=NOTHING)
+    plan = memory_plan(SPEC, policy, shape_of(policy, need), 4, is_host, SEQUENTIAL)
+    return {tier: plan.bytes_on(tier) for tier in TIERS}
+
+
+def fits(plan: Plan, need: Need, is_host: bool, budgets: dict[str, Any], spec: ModelSpec = SPEC) -> bool:
+    return plan_within(spec, plan.policy, shape_of(plan.policy, need), 4, is_host, budgets) == plan.memory
+
+
+# ---- what is chosen
+
+
+@pytest.mark.parametrize("is_host", [True, False])
+@pytest.mark.parametrize("rows", [1, 2, 8])
+def test_with_room_for_everything_everything_is_resident(is_host: bool, rows: int) -> None:
+    """In one block of one micro-batch, and no tier is worth more."""
+    found = search(SPEC, replace(NEED, rows=rows), Policy(), nominal(is_host), HUGE)
+    assert found.policy == Policy(rows, 1, (100, 0, 100, 0, 100, 0))
+    assert all(gain == pytest.approx(0, abs=1e-9) for gain in found.gain_s.values())
+
+
+def test_everything_but_batches_and_shares_is_the_base_policys() -> None:
+    """Whatever else it says."""
+    others: dict[str, Any] = {"cpu_cache_compute": True, "sep_layer": False, "pin_weight": False, "attn_sparsity": 0.5}
+    base = Policy(7, 9, (1, 2, 3, 4, 5, 6), **others)
+    chosen = search(SPEC, NEED, base, nominal(False), HUGE).policy
+    same: dict[str, Any] = {"gpu_batch_size": 7, "num_gpu_batches": 9, "percent": (1, 2, 3, 4, 5, 6)}
+    assert chosen != base and replace(chosen, **same) == base
+
+
+def test_a_small_device_leaves_weights_on_the_host_before_the_disk() -> None:
+    """The link is faster than the disk."""
+    room = {**HUGE, "device": least(NEED, False)["device"] + 3 * MIB}
+    percent = search(SPEC, NEED, Policy(), nominal(False), room).policy.percent
+    assert percent[0] + percent[1] == 100 > percent[0] and percent[2] + percent[3] == 100
+
+
+def test_small_ram_leaves_weights_on_disk() -> None:
+    """Each MiB more saves some of the reading."""
+    room = least(NEED, True)["host"] + MIB
+    found = [
+        search(SPEC, NEED, Policy(), nominal(True), {**HUGE, "device": 0, "host": room + more * MIB})
+        for more in (0, 1, 2, 9)
+    ]
+    assert all(plan.policy.percent[0] < 100 for plan in found[:3]) and found[3].policy.percent[0] == 100
+    read_s = [plan.prediction.busy["decode"]["disk_read"] for plan in found]
+    assert read_s == sorted(read_s, reverse=True) and read_s[-1] == 0 < read_s[-2]
+
+
+def test_fewer_slots_make_more_of_the_same_ram() -> None:
+    """H2O is faster where memory is short."""
+    few, full = evicting(40, 250, 40, 25), Need.full(40, 250, 40, BLOCKS)
+    budgets = {**HUGE, "device": 0, "host": least(few, True)["host"] + 12 * MIB}
+    slow_disk = machine(True, disk_read_bytes_per_s=1e8)
+    kept, whole = (search(SPEC, need, Policy(), slow_disk, budgets) for need in (few, full))
+    assert kept.prediction.total_s < whole.prediction.total_s
+
+
+def test_the_search_finds_the_same_twice() -> None:
+    """Nothing in it is by chance."""
+    budgets = {**HUGE, "device": least(NEED, False)["device"] + MIB, "host": least(NEED, False)["host"] + MIB}
+    first, second = (search(SPEC, NEED, Policy(), nominal(False), budgets) for _ in range(2))
+    assert first == second
+
+
+def test_only_switches_that_are_asked_for_are_set() -> None:
+    """Compression halves what a link must bring, so it wins where it may."""
+    tight = {**HUGE, "device": least(NEED, False)["device"] + MIB}
+    slow = machine(False, h2d_bytes_per_s=1e7, d2h_bytes_per_s=1e7, disk_read_bytes_per_s=1e6)
+    plain = search(SPEC, NEED, Policy(), slow, tight, Sides(attention=False)).policy
+    assert not (plain.compress_weight or plain.compress_cache or plain.cpu_cache_compute)
+    packed = search(SPEC, NEED, Policy(), slow, tight, Sides(compress_weight=True, compress_cache=True))
+    assert packed.policy.compress_weight
+
+
+# ---- what fits
+
+
+@st.composite
+def budgets_of(draw: st.DrawFn, need: Need, is_host: bool, base: Policy) -> dict[str, int | None]:
+    """From what little does up to where everything is resident."""
+    found: dict[str, int | None] = {}
+    for tier, nbytes in least(need, is_host, base).items():
+        found[tier] = int(nbytes * draw(st.sampled_from([1, 1, 0.6])) + draw(st.integers(0, 5 * MIB)))
+    return found
+
+
+small_needs = st.builds(
+    Need.full, rows=st.integers(1, 12), prompt_len=st.integers(1, 40), gen_len=st.integers(1, 4),
+    num_blocks=st.just(BLOCKS),
+)  # fmt: skip
+
+
+@settings(max_examples=15)
+@given(small_needs, st.booleans(), st.booleans(), st.data())
+def test_what_is_found_fits_and_a_refusal_names_what_would(
+    need: Need, is_host: bool, overlap: bool, data: st.DataObject
+) -> None:
+    """Rounding breaks no budget. Given the bytes that a refusal names, the search finds something."""
+    base, where = Policy(overlap=overlap), nominal(is_host)
+    budgets = data.draw(budgets_of(need, is_host, base))
+    try:
+        found = search(SPEC, need, base, where, budgets)
+    except DoesNotFitError as error:
+        named = dict(re.findall(r"--(\w+)-mem (\d+)", str(error).split("would do:")[1].split("(")[0]))
+        assert named and all(int(nbytes) > (budgets[tier] or 0) for tier, nbytes in named.items())
+        budgets |= {tier: int(nbytes) for tier, nbytes in named.items()}
+        found = search(SPEC, need, base, where, budgets)
+    assert fits(found, need, is_host, budgets)
+    assert found.policy.gpu_batch_size <= need.rows and found.policy.overlap is overlap
+
+
+@pytest.mark.parametrize("is_host", [True, False])
+@pytest.mark.parametrize("tiers", [["device"], ["host"], ["disk"], ["host", "disk"], ["device", "host", "disk"]])
+def test_a_refusal_names_every_tier_that_is_short(is_host: bool, tiers: list[str]) -> None:
+    """Where no tier has room: a small disk alone is no reason while KV and hidden states fit elsewhere."""
+    short = [tier for tier in tiers if not (is_host and tier == "device")]
+    need = Need.full(40, 200, 5, BLOCKS)
+    enough = least(need, is_host)
+    budgets: dict[str, int | None] = {**enough, **dict.fromkeys(short, 1000)}
+    if not short:
+        return
+    with pytest.raises(DoesNotFitError) as caught:
+        search(SPEC, need, Policy(), nominal(is_host), budgets)
+    named = re.findall(r"--(\w+)-mem (\d+)", str(caught.value).split("would do:")[1].split("(")[0])
+    assert {tier: int(nbytes) for tier, nbytes in named} == {tier: enough[tier] for tier in short}
+    search(SPEC, need, Policy(), nominal(is_host), enough)
+
+
+def test_a_disk_that_holds_nothing_is_not_needed() -> None:
+    """Where memory suffices."""
+    found = search(SPEC, NEED, Policy(), nominal(False), {**HUGE, "disk": 0})
+    assert found.memory.bytes_on("disk") == 0
+
+
+@settings(max_examples=40)
+@given(small_needs, st.booleans(), st.lists(st.floats(0, 0.5), min_size=6, max_size=6), st.data())
+def test_rounding_breaks_no_budget(need: Need, is_host: bool, shares: list[float], data: st.DataObject) -> None:
+    """Whatever shares it starts from."""
+    policy, where = fitted(Policy(4, 3), need), nominal(is_host)
+    budgets = data.draw(budgets_of(need, is_host, Policy()))
+    for placed in placements(SPEC, policy, shares, need, where, budgets):
+        assert not plan_within(SPEC, placed, shape_of(placed, need), 4, is_host, budgets).overflow(budgets)
+        assert replace(placed, percent=NOTHING) == replace(policy, percent=NOTHING)
+
+
+def test_whole_percents_of_shares_that_fit() -> None:
+    """As they are, and with slivers added to the largest share."""
+    shares = (0.305, 0.68, 0.996, 0.0, 0.0, 1.0)
+    found = [p.percent for p in placements(SPEC, Policy(), shares, NEED, nominal(False), HUGE)]
+    assert found == [(30, 68, 100, 0, 0, 100), (30, 70, 100, 0, 0, 100)]
+    too_much = (0.506, 0.496, 1.0, 0.0, 0.0, 1.0)  # by as much as a solver may err
+    found = [p.percent for p in placements(SPEC, Policy(), too_much, NEED, nominal(False), HUGE)]
+    assert found == [(51, 49, 100, 0, 0, 100)]
+
+
+def test_a_long_pile_is_cut_into_blocks_of_bounded_size() -> None:
+    """Of rows that a policy may have."""
+    need = Need.full(3 * MOST_ROWS, 2, 2, BLOCKS)
+    found = search(SPEC, need, Policy(), nominal(True), HUGE)
+    assert found.policy.block_size <= MOST_ROWS
+    assert found.prediction.new_tokens == 2 * need.rows
+
+
+# ---- real models on a real machine
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "prompt_len"),
+    [
+        ("opt-30b", Policy(48, 3, (20, 80, 0, 100, 0, 100), cpu_cache_compute=True), 512),
+        ("opt-175b", Policy(32, 8, (0, 50, 0, 0, 0, 100)), 512),
+        ("opt-6.7b", Policy(72, 1, (100, 0, 100, 0, 100, 0), compress_weight=True), 256),
+    ],
+)
+def test_the_published_policies_of_a_t4_fit_it(name: str, policy: Policy, prompt_len: int) -> None:
+    """FlexGen's own planner had its memory multiplied by a fudge factor."""
+    spec = known(name)
+    need = Need.full(policy.block_size, prompt_len, 32, spec.num_blocks)
+    found = evaluate(spec, policy, need, t4(), T4_BUDGETS)
+    assert found.prediction.tokens_per_s > 0
+
+
+@pytest.mark.parametrize("device", [15, 40])
+def test_a_model_on_the_card_is_not_run_row_by_row(device: int) -> None:
+    """FlexGen's cost model has no fixed costs, and so its planner chose batches of one."""
+    spec = known("opt-6.7b")
+    need = Need.full(64, 512, 32, spec.num_blocks)
+    found = search(spec, need, Policy(), t4(), {**T4_BUDGETS, "device": device * GIB})
+    assert found.policy.gpu_batch_size >= 4 and found.policy.percent[0] >= 80
+    one = evaluate(spec, replace(found.policy, gpu_batch_size=1, num_gpu_batches=1), need, t4(), T4_BUDGETS)
+    assert found.prediction.total_s < one.prediction.total_s / 2
+
+
+def test_more_memory_is_hardly_ever_predicted_slower() -> None:
+    """Candidates are rounded, and only the best few are simulated: within 2%."""
+    spec = known("opt-1.3b")
+    need = Need.full(64, 256, 32, spec.num_blocks)
+    seconds: dict[tuple[int, int], float] = {}
+    for device in (1, 4):
+        for host in (2, 8):
+            budgets = {**T4_BUDGETS, "device": device * GIB, "host": host * GIB}
+            seconds[device, host] = search(spec, need, Policy(), t4(), budgets).prediction.total_s
+    for (device, host), little in seconds.items():
+        for (more_device, more_host), more in seconds.items():
+            if more_device >= device and more_host >= host:
+                assert more <= 1.02 * little
+
+
+@pytest.mark.parametrize(
+    "percent",
+    [
+        (100, 0, 0, 100, 100, 0), (0, 100, 0, 100, 0, 100), (30, 70, 50, 50, 100, 0), (70, 0, 0, 30, 50, 50),
+    ],
+)  # fmt: skip
+def test_nothing_that_is_tried_by_hand_is_faster(percent: tuple[int, int, int, int, int, int]) -> None:
+    """With the memory that the other policy holds, and no more."""
+    spec, by_hand = known("opt-1.3b"), Policy(16, 4, percent)
+    need = Need.full(64, 256, 32, spec.num_blocks)
+    tried = evaluate(spec, by_hand, need, t4(), HUGE)
+    budgets: dict[str, int | None] = {tier: tried.memory.bytes_on(tier) for tier in TIERS}
+    found = search(spec, need, Policy(), t4(), budgets)
+    assert found.prediction.total_s <= tried.prediction.total_s

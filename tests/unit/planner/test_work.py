@@ -1,0 +1,91 @@
+"""Formulas of work: what they say of eviction, batches and tiers. That they are true is shown in tests/parity."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexgen_h2o.config import Policy
+from flexgen_h2o.planner.memory import OVERLAPPED, memory_plan
+from flexgen_h2o.planner.need import Batch, Need, shape_of
+from flexgen_h2o.planner.work import Setting, kv_load_moves, kv_store_moves, layer_work, weight_moves
+from tests.unit.planner.made_up import BLOCKS, SPEC, evicting, policies
+
+COLUMN = SPEC.kv_bytes_per_token(4) // BLOCKS
+
+
+def setting(policy: Policy, need: Need, is_host: bool = False) -> Setting:
+    return Setting(SPEC, policy, need, 4, is_host)
+
+
+def kv_bytes(policy: Policy, need: Need, is_host: bool) -> float:
+    """Over all lanes and sweeps of a micro-batch, in one transformer block."""
+    at, batch = setting(policy, need, is_host), Batch.even(need.rows, need.prompt_len)
+    moves = (kv_load_moves, kv_store_moves)
+    return sum(m.nbytes for sweep in range(need.gen_len) for of in moves for m in of(at, 0, batch, sweep))
+
+
+@settings(max_examples=60)
+@given(policies, st.integers(1, 20), st.integers(40, 200), st.integers(1, 40), st.data())
+def test_eviction_never_moves_nor_holds_more_kv(
+    policy: Policy, rows: int, prompt_len: int, gen_len: int, data: st.DataObject
+) -> None:
+    """Where at most half of a prompt is kept. A unit moves with all its slots then, and in segments without."""
+    is_host, kept = data.draw(st.booleans()), data.draw(st.integers(1, prompt_len // 2))
+    full, few = Need.full(rows, prompt_len, gen_len, BLOCKS), evicting(rows, prompt_len, gen_len, kept)
+    assert kv_bytes(policy, few, is_host) <= kv_bytes(policy, full, is_host)
+    held = []
+    for need in (few, full):
+        plan = memory_plan(SPEC, policy, shape_of(policy, need), 4, is_host, OVERLAPPED[0])
+        names = ("cache", "cache record", "cache ring", "cache overlay")
+        held.append([sum(b.nbytes for b in plan.buffers if b.tier == t and b.name in names) for t in ("host", "disk")])
+    assert all(a <= b for a, b in zip(*held, strict=True))
+
+
+@pytest.mark.parametrize("is_host", [True, False])
+def test_attention_reads_the_columns_that_are_held(is_host: bool) -> None:
+    """Of all rows, the sweep's own among them, and nothing in prefill."""
+    need, batch = Need.full(6, 10, 4, BLOCKS), Batch.even(6, 10)
+    at = setting(Policy(), need, is_host)
+    layer = at.spec.layers(True).layers[1]
+    unit = at.spec.layers(True).units[layer.unit]
+    for sweep in (1, 2, 3):
+        work = layer_work(at, layer, unit, batch, sweep)
+        assert (work.device_kv, work.host_kv, work.crossing) == (6 * (10 + sweep) * COLUMN, 0, 0)
+    assert layer_work(at, layer, unit, batch, 0).device_kv == 0
+
+
+def test_attention_on_the_host_reads_its_share_there() -> None:
+    """Queries and results cross, KV does not move."""
+    need, batch = Need.full(6, 10, 4, BLOCKS), Batch.even(6, 10)
+    at = setting(Policy(percent=(100, 0, 25, 75, 100, 0), cpu_cache_compute=True), need)
+    layer = at.spec.layers(True).layers[1]
+    work = layer_work(at, layer, at.spec.layers(True).units[layer.unit], batch, 1)
+    assert (work.device_kv, work.host_kv) == (0.25 * 6 * 11 * COLUMN, 0.75 * 6 * 11 * COLUMN)
+    assert work.crossing > 0 and not kv_load_moves(at, 0, batch, 1)
+
+
+def test_vectors_stay_with_the_device() -> None:
+    """All of the matrices move, and nothing else."""
+    unit = SPEC.layers(True).units[1]
+    matrices = sum(4 * t.numel for t in unit.tensors if len(t.shape) == 2)
+    need = Need.full(1, 1, 1, BLOCKS)
+    moves = weight_moves(setting(Policy(percent=(0, 0, 100, 0, 100, 0)), need), unit)
+    assert [(m.lane, m.nbytes, m.crosses) for m in moves] == [("disk_read", matrices, True)]
+    moves = weight_moves(setting(Policy(percent=(0, 100, 100, 0, 100, 0)), need), unit)
+    assert [(m.lane, m.nbytes, m.crosses) for m in moves] == [("h2d", matrices, False)]
+    assert not weight_moves(setting(Policy(percent=(0, 100, 100, 0, 100, 0)), need, is_host=True), unit)
+
+
+def test_four_bits_move_less() -> None:
+    """4.5 bits for each value with the groups' scales."""
+    need, policy = Need.full(4, 10, 4, BLOCKS), Policy(percent=(0, 0, 0, 100, 100, 0))
+    packed = replace(policy, compress_weight=True, compress_cache=True)
+    unit, batch = SPEC.layers(True).units[1], Batch.even(4, 10)
+    plain, small = setting(policy, need), setting(packed, need)
+    for at in (lambda s: weight_moves(s, unit), lambda s: kv_load_moves(s, 0, batch, 2)):
+        before, after = (sum(m.nbytes for m in at(s)) for s in (plain, small))
+        assert after == pytest.approx(before * 4.5 / 32)
