@@ -127,6 +127,11 @@ def add_engine_flags(parser: argparse.ArgumentParser, compression: str = "not in
     add("--host-mem", help="budget of RAM, for example 12GiB (default: what is free, less a margin)")
     add("--disk-mem", help="budget of the offload dir (default: what is free, less a margin)")
     add("--policy", help="a policy file, or auto (the default when no placement flag is given)")
+    add(
+        "--hardware",
+        metavar="FILE",
+        help="the profile that plans are made with, or a shipped one by its name (default: this machine, measured)",
+    )
     add("--gpu-batch-size", type=positive, help="rows of a micro-batch (4)")
     add("--num-gpu-batches", type=positive, help="micro-batches of a block (1)")
     names = ("WG", "WC", "CG", "CC", "HG", "HC")

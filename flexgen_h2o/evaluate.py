@@ -118,6 +118,7 @@ def _run(argv: list[str] | None) -> int:
     with LLM(
         args.model, AutoPolicy(policy) if is_auto else policy, device=args.device, dtype=args.dtype,
         budget=budget_of(args), offload_dir=args.offload_dir, path=args.path, revision=args.revision,
+        hardware=args.hardware,
     ) as llm:  # fmt: skip
         lengths = _lengths(args, llm)
         runner = Runner(llm, parse_bytes(args.keep_mem, "--keep-mem"), args.mass_steps, _say)

@@ -111,6 +111,7 @@ def _run(argv: list[str] | None) -> int:
     with LLM(
         args.model, AutoPolicy(policy) if is_auto else policy, eviction_of(args, policy), device=args.device,
         dtype=args.dtype, budget=budget_of(args), offload_dir=args.offload_dir, path=args.path, revision=args.revision,
+        hardware=args.hardware,
     ) as llm:  # fmt: skip
         if llm.precision_note and args.verbose >= 1:
             print(f"flex_opt: {llm.precision_note}", file=sys.stderr)
@@ -217,7 +218,7 @@ def _projected(report: RunReport, decode_seconds: float, gen_len: int) -> RunRep
 
 
 def _show(args: argparse.Namespace, llm: LLM, report: RunReport, done: list[Completion]) -> None:
-    from flexgen_h2o.report import append_log, eviction_line, log_block, log_file_name, write_json
+    from flexgen_h2o.report import append_log, eviction_line, log_block, log_file_name, prediction_line, write_json
 
     if args.verbose >= 2:
         _show_texts(done)
@@ -226,6 +227,7 @@ def _show(args: argparse.Namespace, llm: LLM, report: RunReport, done: list[Comp
     if args.verbose >= 1:
         print(f"policy: {as_flags(report.policy)}")
         print(eviction_line(report))
+        print(prediction_line(report))
         print(log_block(report))
     if args.json is not None:
         write_json(args.json, report)

@@ -63,7 +63,6 @@ def _parser() -> OneLineParser:
     add("--prompt-len", type=positive, default=512, help="tokens of a prompt (512)")
     add("--gen-len", type=positive, default=32, help="new tokens of a row (32)")
     add("--num-prompts", type=positive, help=f"prompts in all ({SEARCHED_PROMPTS}; of a given policy one block)")
-    add("--hardware", metavar="FILE", help="a profile, or a shipped one by its name (default: this machine, measured)")
     add("--output", type=Path, metavar="FILE", help="write the policy, for flex_opt --policy")
     add("--json", action="store_true", help="print one JSON object instead of the tables")
     add("--trace", type=Path, help="write a Chrome trace of the first block as it is simulated")

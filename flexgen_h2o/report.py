@@ -118,6 +118,16 @@ def eviction_line(report: RunReport) -> str:
     return f"eviction: {report.eviction['name']}, {report.kv['slots']} slots a row, {share:.1%} of the full KV cache"
 
 
+def prediction_line(report: RunReport) -> str:
+    """What the planner said, beside what was measured."""
+    said, profile = report.predicted, report.extra.get("profile")
+    if said["prefill_s"] is None or said["decode_s"] is None:
+        return f"predicted: nothing, the profile {profile} does not know this dtype"
+    phases = (("prefill", said["prefill_s"], report.prefill), ("decode", said["decode_s"], report.decode))
+    figures = ", ".join(f"{name} {s:.3f} s (measured {phase.seconds:.3f} s)" for name, s, phase in phases)
+    return f"predicted with the profile {profile}: {figures}"
+
+
 def log_block(report: RunReport) -> str:
     """FlexGen's five tab-separated log lines, without a newline at the end; its own scripts parse lines 3 to 5."""
     sizes = (

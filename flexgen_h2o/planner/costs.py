@@ -150,7 +150,7 @@ class Costs:
     def _chunk_seconds(self, product: Product) -> float:
         rates = self.profile.rates(self.dtype)
         rate = rates.matmul_rate(product.rows, product.inner, product.outer)
-        return product.flops / rate + product.parts * self.profile.kernel_s
+        return product.flops / rate + self.profile.kernel_s
 
     def _lasting(self, moves: Sequence[Move]) -> tuple[Lasting, ...]:
         return tuple(self._lasting_of(m) for m in moves if m.nbytes)
@@ -209,14 +209,22 @@ class Costs:
         return found
 
     def with_contention(self, block: Sequence[Batch], sweep: int) -> Costs:
-        """The same, where reading the disk and computing slow each other down as far as both are busy at once."""
+        """The same, where resources slow each other down as far as they are busy at once.
+
+        Reading the disk and computing do; and copies to and from a device that is made of ordinary memory take the
+        cores that compute.
+        """
         p, busy = self.profile, self.busy(block, sweep)
         compute = busy["device_compute"] + busy["host_compute"]
-        longest = max(compute, busy["disk_read"])
-        if not self.at.policy.overlap or not longest or not busy["disk_read"]:
+        if not self.at.policy.overlap or not compute:
             return self
-        read_left = 1 - compute / longest * (1 - p.disk_read_beside_compute)
-        compute_left = 1 - busy["disk_read"] / longest * (1 - p.compute_beside_disk_read)
+        read_left = compute_left = 1.0
+        if busy["disk_read"]:
+            longest = max(compute, busy["disk_read"])
+            read_left = 1 - compute / longest * (1 - p.disk_read_beside_compute)
+            compute_left = 1 - busy["disk_read"] / longest * (1 - p.compute_beside_disk_read)
+        if p.device_is_host and not self.at.device_is_host:
+            compute_left *= compute / (compute + busy["h2d"] + busy["d2h"])
         return replace(self, profile=slowed(p, read_left, compute_left))
 
 

@@ -37,12 +37,11 @@ class Move:
 
 @dataclass(frozen=True)
 class Product:
-    """x W^T: (rows, inner) times (inner, outer), `parts` row parts."""
+    """x W^T of one row part of a matrix: (rows, inner) times (inner, outer)."""
 
     rows: int
     inner: int
     outer: int
-    parts: int
 
     @property
     def flops(self) -> float:
@@ -253,9 +252,15 @@ def _attention_work(
 
 
 def _products(at: Setting, unit: WeightUnit, rows: int) -> tuple[Product, ...]:
+    """Each part of a matrix is multiplied where it lies, so a split matrix takes several products."""
     shares = tier_shares(at.policy.weight_shares, at.device_is_host)
-    parts = sum(1 for share in shares if share > 0)
-    return tuple(Product(rows, t.shape[1], t.shape[0], parts) for t in unit.tensors if len(t.shape) == 2)
+    shapes = tuple(t.shape for t in unit.tensors if len(t.shape) == 2)
+    return tuple(Product(rows, inner, outer) for inner, outer in _part_shapes(shapes, shares))
+
+
+@lru_cache(maxsize=4096)
+def _part_shapes(shapes: tuple[tuple[int, ...], ...], shares: Shares) -> tuple[tuple[int, int], ...]:
+    return tuple((shape[1], part.rows) for shape in shapes for part in weight_parts(TensorSpec("", "", shape), shares))
 
 
 def chunks(rows: int) -> tuple[int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -65,9 +65,6 @@ def _measure(
     host = bench if device.is_host else Bench(HostDevice(), sizes or CARD_HOST)
     progress(machine.description)
     warm_cores(bench, getattr(torch, device.dtypes[0]))
-    progress("fixed costs of the engine's loop")
-    kernel_s = kernel_seconds(bench)
-    costs = step_costs(bench, device.dtypes[0], scratch.folder, kernel_s)
     progress("memory and the link between host and device")
     host_memory = memory_rate(host)
     device_memory = host_memory if host is bench else memory_rate(bench)
@@ -78,7 +75,7 @@ def _measure(
         compute[dtype] = compute_rates(bench, host, dtype)
     progress(f"disk tier in {offload_dir}")
     storage = _storage(bench, host, scratch)
-    return HardwareProfile(
+    profile = HardwareProfile(
         machine=machine.short_name,
         description=machine.description,
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -98,16 +95,18 @@ def _measure(
         device_memory_bytes_per_s=device_memory,
         disk_read_beside_compute=storage.read_beside_compute,
         compute_beside_disk_read=storage.compute_beside_read,
-        kernel_s=kernel_s,
+        kernel_s=kernel_seconds(bench),
         transfer_s=link.transfer_s,
         disk_request_s=storage.disk.request_s,
-        step_s=costs.step_s,
-        attention_step_s=costs.attention_step_s,
-        eviction_step_s=costs.eviction_step_s,
-        row_s=costs.row_s,
+        step_s=0.0,
+        attention_step_s=0.0,
+        eviction_step_s=0.0,
+        row_s=0.0,
         compute=compute,
-        notes=_notes(neighbours.share(), progress),
     )
+    progress("fixed costs of the engine's loop")
+    costs = step_costs(bench, profile, device.dtypes[0], scratch.folder)
+    return replace(profile, **asdict(costs), notes=_notes(neighbours.share(), progress))
 
 
 def _notes(others: float, progress: Progress) -> dict[str, str]:

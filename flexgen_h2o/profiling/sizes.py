@@ -20,7 +20,7 @@ class Sizes:
     micro-batch of prompts; prompt_lengths: of one prompt; prompt_width: heads x head width. cache_bytes: keys and
     values that decode attention reads; head_widths, slots: their shape. block: (tokens, width) of elementwise work
     and (out, in) of a matrix that is dequantised. logits: (rows, vocabulary). steps: decode sweeps of a small model;
-    step_rows, step_width: rows of its larger micro-batch, and its width. beside_s: disk reads and compute together.
+    step_rows, step_width: rows of its micro-batches, and its width. beside_s: disk reads and compute together.
     """
 
     figure_s: float = 0.12
@@ -31,7 +31,7 @@ class Sizes:
     memory_bytes: int = 256 * MIB
     weight_bytes: int = 256 * MIB
     widths: tuple[int, ...] = (64, 256, 768, 2048, 4096, 8192)
-    hidden: tuple[int, ...] = (768, 2048, 4096)
+    hidden: tuple[int, ...] = (64, 256, 768, 2048, 4096)
     heads: tuple[int, ...] = (768, 2048)
     rows: tuple[int, ...] = (1, 4, 16, 32, 64, 128, 256, TOKEN_CHUNK)
     prompt_tokens: int = 2048
@@ -43,7 +43,7 @@ class Sizes:
     block: tuple[int, int] = (1024, 4096)
     logits: tuple[int, int] = (32, 50272)
     steps: int = 48
-    step_rows: int = 64
+    step_rows: tuple[int, int] = (8, 64)
     step_width: int = 768
     beside_s: float = 1.5
 
@@ -51,7 +51,7 @@ class Sizes:
 HOST = Sizes()
 # A card has larger caches and needs more work at a time to be busy; its prompts of a micro-batch fill it.
 CARD = replace(
-    HOST, memory_bytes=GIB, weight_bytes=GIB, widths=(*HOST.widths, 12288), hidden=(2048, 4096, 12288),
+    HOST, memory_bytes=GIB, weight_bytes=GIB, widths=(*HOST.widths, 12288), hidden=(256, 2048, 4096, 12288),
     prompt_tokens=16384,
     cache_bytes=GIB, head_widths=(64, 128),
 )  # fmt: skip
@@ -61,5 +61,5 @@ TINY = Sizes(
     figure_s=0.002, longest_s=0.05, disk_bytes=8 * MIB, disk_s=0.1, link_bytes=MIB, memory_bytes=MIB,
     weight_bytes=MIB, widths=(64, 128), hidden=(64,), heads=(64,), rows=(1, 8), prompt_tokens=64,
     prompt_lengths=(16, 32), prompt_width=128, cache_bytes=MIB, head_widths=(64,), slots=32, block=(64, 128),
-    logits=(4, 512), steps=6, step_rows=4, step_width=64, beside_s=0.05,
+    logits=(4, 512), steps=6, step_rows=(2, 4), step_width=64, beside_s=0.05,
 )  # fmt: skip

@@ -19,21 +19,23 @@ from flexgen_h2o import interrupts
 from flexgen_h2o.checkpoint import open_checkpoint, write_random_checkpoint
 from flexgen_h2o.config import TIERS, ModelSpec, Policy
 from flexgen_h2o.engine import Engine
+from flexgen_h2o.eviction_need import need_of
 from flexgen_h2o.executor import Executor
 from flexgen_h2o.generation import Decoding, Row, RowEnd
 from flexgen_h2o.kernels.warm_up import warm_up
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
 from flexgen_h2o.models import spec_from_config
+from flexgen_h2o.planner.costs import Costs
 from flexgen_h2o.planner.memory import SEQUENTIAL, Shape, memory_plan
+from flexgen_h2o.planner.need import Batch
+from flexgen_h2o.planner.predict import Machine
+from flexgen_h2o.profile import HardwareProfile
 from flexgen_h2o.profiling.bench import Bench
-from flexgen_h2o.profiling.matmul import Products
 from flexgen_h2o.prompts import Prompt
 from flexgen_h2o.sampling import SamplingParams, StopStrings, TokenChooser
 from flexgen_h2o.timeline import Timeline
 
 BLOCKS, VOCABULARY, PROMPT, HEAD_DIM = 4, 128, 16, 64
-# What the planner counts apart from a step's fixed costs: its products, kernel_s for each of them and for attention.
-MLP_PRODUCTS, ATTENTION_PRODUCTS, ATTENTION_KERNELS = 2, 4, 5
 ROUNDS = 5
 LEAST_S = 1e-7  # a difference of two timings may be anything
 
@@ -66,49 +68,59 @@ class _Steps:
     mlp: float
 
 
-def step_costs(bench: Bench, dtype: str, folder: Path, kernel_s: float) -> StepCosts:
-    """From decode sweeps of one row, of many rows, and of one row that drops a column at each step.
+def step_costs(bench: Bench, profile: HardwareProfile, dtype: str, folder: Path) -> StepCosts:
+    """What decode sweeps of a few rows, of many rows, and of a few that drop a column at each step, take more than the
+    planner says with a profile whose step costs are 0.
 
-    folder: for the tiny model's checkpoint. kernel_s: of an operation that has next to nothing to do.
+    A few rows, not one: from some rows on every operation wakes all cores. folder: for the small model's checkpoint.
     """
-    config, many = config_of(bench.sizes.step_width), bench.sizes.step_rows
+    config, sizes = config_of(bench.sizes.step_width), bench.sizes
     spec = spec_from_config("small", config, "profiling")
     write_random_checkpoint(spec, config, folder / "weights", dtype)
-    kinds: tuple[tuple[int, Eviction], ...] = ((1, Full()), (many, Full()), (1, H2O(heavy_size=4, recent_size=4)))
+    few, many = sizes.step_rows
+    kinds: tuple[tuple[int, Eviction], ...] = ((few, Full()), (many, Full()), (few, H2O(heavy_size=4, recent_size=4)))
     with ExitStack() as stack:
         engines = [stack.enter_context(_engine(bench, spec, dtype, folder, *kind)) for kind in kinds]
         # In turns, as all figures; the first round only warms up.
         rounds = [
-            [_run_block(engine, *kind, bench.sizes.steps) for engine, kind in zip(engines, kinds, strict=True)]
+            [_run_block(engine, *kind, sizes.steps) for engine, kind in zip(engines, kinds, strict=True)]
             for _ in range(1 + ROUNDS)
         ]
     if bench.device.is_asynchronous:  # what a thread that only issues them takes is part of the step
-        return _solve(rounds[1:], _Steps(0.0, 0.0), _Steps(0.0, 0.0), many - 1)
-    product, wide = _product_seconds(bench, dtype, 1, many)
-    counted = _Steps(ATTENTION_PRODUCTS * product + ATTENTION_KERNELS * kernel_s, MLP_PRODUCTS * (product + kernel_s))
-    more = _Steps(ATTENTION_PRODUCTS * (wide - product), MLP_PRODUCTS * (wide - product))
-    return _solve(rounds[1:], counted, more, many - 1)
+        return _solve(rounds[1:], [_Steps(0.0, 0.0)] * len(kinds), 0, 0)
+    planned = [_planned(spec, profile, dtype, sizes.steps, *kind) for kind in kinds]
+    return _solve(rounds[1:], planned, few, many)
 
 
-def _solve(rounds: Sequence[Sequence[_Steps]], counted: _Steps, more: _Steps, more_rows: int) -> StepCosts:
-    """rounds: of one row, of many, of one with eviction. counted: of one row, elsewhere; more: with the other rows."""
-    mlp = statistics.median(one.mlp for one, _, _ in rounds)
-    attention = statistics.median(one.attention - one.mlp for one, _, _ in rounds)
-    evicting = statistics.median(evicting.attention - one.attention for one, _, evicting in rounds)
-    rows = statistics.median(many.attention + many.mlp - one.attention - one.mlp for one, many, _ in rounds)
-    found = (
-        mlp - counted.mlp,
-        attention - counted.attention + counted.mlp,
-        evicting,
-        (rows - more.attention - more.mlp) / 2 / more_rows,
+def _solve(rounds: Sequence[Sequence[_Steps]], planned: Sequence[_Steps], few: int, many: int) -> StepCosts:
+    """rounds, planned: of a few rows, of many, of a few with eviction. few, many: 0 where rows are not told apart."""
+    less, more, evicting = (
+        _Steps(
+            statistics.median(found[i].attention for found in rounds) - planned[i].attention,
+            statistics.median(found[i].mlp for found in rounds) - planned[i].mlp,
+        )
+        for i in range(3)
     )
-    return StepCosts(*(max(LEAST_S, seconds) for seconds in found))
+    grown = more.attention + more.mlp - less.attention - less.mlp
+    row_s = max(LEAST_S, grown / 2 / (many - few)) if many > few else LEAST_S
+    step_s, attention_s = less.mlp - few * row_s, less.attention - less.mlp
+    evicting_s = evicting.attention - less.attention
+    return StepCosts(max(LEAST_S, step_s), max(LEAST_S, attention_s), max(LEAST_S, evicting_s), row_s)
 
 
-def _product_seconds(bench: Bench, dtype: str, *rows: int) -> list[float]:
-    """Of one product of the small model, with another matrix each time."""
-    width, products = bench.sizes.step_width, Products(bench, getattr(torch, dtype))
-    return bench.seconds_of(*(products.call(r, width, width) for r in rows))
+def _planned(
+    spec: ModelSpec, profile: HardwareProfile, dtype: str, steps: int, rows: int, eviction: Eviction
+) -> _Steps:  # fmt: skip
+    """What the planner says of a step in the middle of the run."""
+    need = need_of(eviction, rows, {(PROMPT, 1 + steps)}, spec.num_blocks)
+    machine = Machine(profile, dtype, profile.device_is_host)
+    costs = Costs(machine.setting(spec, Policy(gpu_batch_size=rows), need), profile, dtype)
+    kinds = [layer.kind for layer in costs.layers.layers]
+    attention, mlp = (
+        costs.step(kinds.index(kind), Batch.even(rows, PROMPT), (1 + steps) // 2).device_s
+        for kind in ("attention", "mlp")
+    )
+    return _Steps(attention, mlp)
 
 
 def _run_block(engine: Engine, rows: int, eviction: Eviction, steps: int) -> _Steps:

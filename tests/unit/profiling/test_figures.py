@@ -19,6 +19,7 @@ from flexgen_h2o.profiling.beside import beside_shares
 from flexgen_h2o.profiling.disk import DiskProbe, check_space
 from flexgen_h2o.profiling.links import link_rates
 from flexgen_h2o.profiling.memory import kernel_seconds, memory_rate, other_rates
+from flexgen_h2o.profiling.nominal import nominal_profile
 from flexgen_h2o.profiling.sizes import CARD, CARD_HOST, HOST, TINY, Sizes
 from flexgen_h2o.tiers.device import HostDevice, StandInDevice
 from flexgen_h2o.tiers.disk import Scratch
@@ -154,19 +155,19 @@ def test_full_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_fixed_costs_of_the_loop(bench: Bench, dtype: str, tmp_path: Path) -> None:
     with torch.inference_mode():
-        costs = steps.step_costs(bench, dtype, tmp_path, 1e-6)
+        costs = steps.step_costs(bench, nominal_profile(True), dtype, tmp_path)
     check(costs.step_s, costs.attention_step_s, costs.eviction_step_s, costs.row_s)
 
 
-def test_fixed_costs_are_what_products_and_kernels_leave() -> None:
-    one, many, evicting = steps._Steps(70e-6, 30e-6), steps._Steps(120e-6, 60e-6), steps._Steps(75e-6, 30e-6)
-    counted, more = steps._Steps(20e-6, 10e-6), steps._Steps(4e-6, 2e-6)
-    found = steps._solve([(one, many, evicting)] * 3, counted, more, 10)
-    assert found.step_s == pytest.approx(20e-6)
-    assert found.attention_step_s == pytest.approx(30e-6)  # an attention step is 70 = 20 counted + 20 + 30
+def test_fixed_costs_are_what_the_planner_leaves() -> None:
+    few, many, evicting = steps._Steps(70e-6, 40e-6), steps._Steps(130e-6, 80e-6), steps._Steps(77e-6, 40e-6)
+    planned = [steps._Steps(20e-6, 10e-6), steps._Steps(40e-6, 30e-6), steps._Steps(22e-6, 10e-6)]
+    found = steps._solve([(few, many, evicting)] * 3, planned, 5, 15)
+    assert found.row_s == pytest.approx((90e-6 + 50e-6 - 50e-6 - 30e-6) / 2 / 10)
+    assert found.step_s == pytest.approx(30e-6 - 5 * found.row_s)
+    assert found.attention_step_s == pytest.approx(20e-6)
     assert found.eviction_step_s == pytest.approx(5e-6)
-    assert found.row_s == pytest.approx((50e-6 - 4e-6 + 30e-6 - 2e-6) / 2 / 10)
-    nothing = steps._solve([(one, one, one)], one, more, 10)
+    nothing = steps._solve([(few, few, few)], [few, few, few], 0, 0)
     assert min(nothing.step_s, nothing.eviction_step_s, nothing.row_s) > 0
 
 
