@@ -43,34 +43,37 @@ class _Storage:
     compute_beside_read: float
 
 
-def measure(device: str, offload_dir: Path, progress: Progress, sizes: Sizes | None = None) -> HardwareProfile:
+def measure(
+    device: str, offload_dir: Path, progress: Progress, sizes: Sizes | None = None, dtypes: tuple[str, ...] = ()
+) -> HardwareProfile:
     """The profile of this machine with `device` (`auto`, `cpu` or `cuda`) and the disk that holds `offload_dir`.
 
     Takes about a minute, up to 2 GiB of disk for a while, and up to 1 GiB of memory on host and device. sizes: of
-    everything, where it should be quicker and worse.
+    everything, where it should be quicker and worse; dtypes: some of the device's only.
 
     Raises UsageError for a device that is not there, DoesNotFitError where the disk is too full.
     """
     opened = open_device(device, separate_budget=False)
     check_space(offload_dir)
     with _scratch(offload_dir) as scratch, torch.inference_mode():
-        return _measure(opened, offload_dir, scratch, progress, sizes)
+        return _measure(opened, offload_dir, scratch, progress, sizes, dtypes or opened.dtypes)
 
 
 def _measure(
-    device: Device, offload_dir: Path, scratch: Scratch, progress: Progress, sizes: Sizes | None
-) -> HardwareProfile:
+    device: Device, offload_dir: Path, scratch: Scratch, progress: Progress, sizes: Sizes | None,
+    dtypes: tuple[str, ...],
+) -> HardwareProfile:  # fmt: skip
     machine, neighbours = this_machine(device, offload_dir), Neighbours()
     bench = Bench(device, sizes or (HOST if device.is_host else CARD))
     host = bench if device.is_host else Bench(HostDevice(), sizes or CARD_HOST)
     progress(machine.description)
-    warm_cores(bench, getattr(torch, device.dtypes[0]))
+    warm_cores(bench, getattr(torch, dtypes[0]))
     progress("memory and the link between host and device")
     host_memory = memory_rate(host)
     device_memory = host_memory if host is bench else memory_rate(bench)
     link = _link(device, host.sizes)
     compute = {}
-    for dtype in device.dtypes:
+    for dtype in dtypes:
         progress(f"compute in {dtype}")
         compute[dtype] = compute_rates(bench, host, dtype)
     progress(f"disk tier in {offload_dir}")
@@ -105,7 +108,7 @@ def _measure(
         compute=compute,
     )
     progress("fixed costs of the engine's loop")
-    costs = step_costs(bench, profile, device.dtypes[0], scratch.folder)
+    costs = step_costs(bench, profile, dtypes[0], scratch.folder)
     return replace(profile, **asdict(costs), notes=_notes(neighbours.share(), progress))
 
 
