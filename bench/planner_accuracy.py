@@ -38,7 +38,8 @@ WATCHED = ("disk_read_bytes_per_s", "disk_write_bytes_per_s", "h2d_bytes_per_s",
 # A profile in some seconds: the dtype, widths and lengths of the cases.
 QUICK = replace(
     HOST, figure_s=0.04, longest_s=0.3, disk_bytes=2**30, disk_s=1.5, widths=(256, 768, 2048, 4096),
-    hidden=(256, 768, 2048, 4096), heads=(768, 2048),     rows=(1, 4, 8, 16, 32, 64, 1024), prompt_lengths=(64, 256), head_widths=(64, 128), steps=32, beside_s=1.0,
+    hidden=(256, 768, 2048, 4096), heads=(768, 2048), rows=(1, 4, 8, 16, 32, 64, 1024), prompt_lengths=(64, 256),
+    head_widths=(64, 128), steps=32, beside_s=1.0,
 )  # fmt: skip
 IN_RAM, KV_DISK, W_DISK, ALL_DISK = (100, 0) * 3, (100, 0, 0, 0, 100, 0), (0, 0, 100, 0, 100, 0), (0,) * 6
 SPLIT = (50, 0, 50, 0, 100, 0)

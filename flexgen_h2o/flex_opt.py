@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flexgen_h2o.config import read_policy
 from flexgen_h2o.doors import (
     OneLineParser,
     add_engine_flags,
@@ -113,6 +114,8 @@ def _run(argv: list[str] | None) -> int:
         dtype=args.dtype, budget=budget_of(args), offload_dir=args.offload_dir, path=args.path, revision=args.revision,
         hardware=args.hardware,
     ) as llm:  # fmt: skip
+        if args.policy not in (None, "auto") and args.verbose >= 1:
+            _say_what_it_was_found_for(args.policy, llm)
         if llm.precision_note and args.verbose >= 1:
             print(f"flex_opt: {llm.precision_note}", file=sys.stderr)
         llm.timeline.keep_spans = args.trace is not None
@@ -126,6 +129,17 @@ def _run(argv: list[str] | None) -> int:
         report = _generate(args, llm, prompts, params, outputs)
     _show(args, llm, report, outputs.done)
     return EXIT_DONE
+
+
+def _say_what_it_was_found_for(path: str, llm: LLM) -> None:
+    """A saved policy tells of a model and an eviction policy; whether this run has them is for the user to know."""
+    saved = read_policy(usable_path(path, "--policy"))
+    planned = (saved.workload or {}).get("eviction")
+    eviction = planned.get("name") if isinstance(planned, dict) else None
+    if saved.model not in (None, llm.model.name):
+        print(f"flex_opt: --policy {path} was found for {saved.model}, and this is {llm.model.name}", file=sys.stderr)
+    if eviction not in (None, llm.eviction.name):
+        print(f"flex_opt: --policy {path} was found with {eviction}, and this is {llm.eviction.name}", file=sys.stderr)
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -55,7 +55,7 @@ def _shown(args: argparse.Namespace) -> HardwareProfile:
         if given is not None:
             raise UsageError(f"{flag} and --show: nothing is measured with --show; leave one of them out")
     if args.show != CACHED:
-        return read_profile(find_profile(args.show))
+        return read_profile(find_profile(args.show, "--show"), "--show")
     from flexgen_h2o.profiling.cache import cached_profile
 
     found = cached_profile(args.device, args.offload_dir)

@@ -174,7 +174,7 @@ def _gains(question: Question, plan: Plan) -> Iterator[str]:
         return
     total, said = plan.prediction.total_s, []
     for tier in _tiers(question):
-        gain = plan.gain_s.get(tier, 0.0)
+        gain = min(total, plan.gain_s.get(tier, 0.0))  # a dual holds for small steps: of a small budget a GiB is none
         share = gain / total if total else 0.0
         said.append(f"{tier} {'nothing' if share < LEAST_GAIN else f'{format_seconds(gain)} ({share:.1%})'}")
     yield f"1 GiB more would save: {', '.join(said)}"

@@ -47,7 +47,12 @@ COMPRESSION = ("compress_weight", "compress_cache")
 OUTPUTS = ("output", "trace", "plot")
 USUAL_DTYPES = ("float16", "bfloat16")  # of OPT checkpoints, and what a CPU computes them in
 # Flags of flex_opt besides the policy, which the command that runs the plan repeats where they were given.
-REPEATED = ("--path", "--revision", "--device-mem", "--host-mem", "--disk-mem", "--eviction", *EVICTION_FLAGS.values())
+REPEATED = (
+    "--path", "--revision", "--offload-dir", "--device-mem", "--host-mem", "--disk-mem", "--eviction",
+    *EVICTION_FLAGS.values(),
+)  # fmt: skip
+PICTURES = (".png", ".svg", ".pdf")
+MOST_PROMPTS = 10**9
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -113,7 +118,11 @@ def _check(args: argparse.Namespace) -> None:
         if getattr(args, name) is not None:
             setattr(args, name, usable_path(getattr(args, name), flag_of(name)))
             check_writable(getattr(args, name), flag_of(name))
+    if args.num_prompts is not None and args.num_prompts > MOST_PROMPTS:
+        raise UsageError(f"--num-prompts {args.num_prompts}: must be at most {MOST_PROMPTS}")
     if args.plot is not None:
+        if args.plot.suffix.lower() not in PICTURES:
+            raise UsageError(f"--plot {args.plot}: the file name must end in one of {', '.join(PICTURES)}")
         check_plot_library()
 
 
@@ -205,6 +214,8 @@ def _command(args: argparse.Namespace, task: _Task, policy: Policy) -> str:
     """The benchmark of the plan's block as a command."""
     words = ["python -m flexgen_h2o.flex_opt", f"--model {shlex.quote(args.model)}"]
     words += [f"--prompt-len {args.prompt_len} --gen-len {args.gen_len}", as_flags(policy), given_flags(args, REPEATED)]
+    if args.device != "auto":
+        words.append(f"--device {args.device}")
     if args.dtype != "auto":
         words.append(f"--dtype {task.question.machine.dtype}")
     return " ".join(filter(None, words))

@@ -168,30 +168,30 @@ def write_profile(path: Path, profile: HardwareProfile) -> None:
         raise FlexgenError(f"profile {path}: {error.strerror or error}") from error
 
 
-def find_profile(name_or_path: str | Path) -> Path:
-    """A profile file, or the name of a shipped one (`t4`). UsageError for neither."""
-    path = usable_path(name_or_path, "--hardware")
+def find_profile(name_or_path: str | Path, flag: str = "--hardware") -> Path:
+    """A profile file, or the name of a shipped one (`t4`). UsageError naming `flag` for neither."""
+    path = usable_path(name_or_path, flag)
     if path.is_file():
         return path
     shipped = SHIPPED / f"{name_or_path}.json"
     if str(name_or_path) == path.name and shipped.is_file():
         return shipped
     names = ", ".join(sorted(p.stem for p in SHIPPED.glob("*.json")))
-    raise UsageError(f"--hardware {name_or_path}: no such file, and not a shipped profile ({names or 'none is here'})")
+    raise UsageError(f"{flag} {name_or_path}: no such file, and not a shipped profile ({names or 'none is here'})")
 
 
-def read_profile(path: Path) -> HardwareProfile:
+def read_profile(path: Path, flag: str = "--hardware") -> HardwareProfile:
     """Read and validate a profile file; UsageError names the file and the unknown, missing or bad field."""
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UsageError(f"--hardware {path}: {error.strerror or error}") from error
+        raise UsageError(f"{flag} {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"--hardware {path}: not a JSON file ({error})") from error
+        raise UsageError(f"{flag} {path}: not a JSON file ({error})") from error
     try:
         return profile_from_json(body)
     except UsageError as error:
-        raise UsageError(f"--hardware {path}: {error}") from error
+        raise UsageError(f"{flag} {path}: {error}") from error
 
 
 def profile_from_json(body: object) -> HardwareProfile:

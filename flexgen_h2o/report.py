@@ -125,7 +125,12 @@ def prediction_line(report: RunReport) -> str:
         return f"predicted: nothing, the profile {profile} does not know this dtype"
     phases = (("prefill", said["prefill_s"], report.prefill), ("decode", said["decode_s"], report.decode))
     figures = ", ".join(f"{name} {s:.3f} s (measured {phase.seconds:.3f} s)" for name, s, phase in phases)
-    return f"predicted with the profile {profile}: {figures}"
+    where = (
+        "at nominal speeds (python -m flexgen_h2o.hardware measures yours)"
+        if profile == "nominal"
+        else f"with {profile}"
+    )
+    return f"predicted {where}: {figures}"
 
 
 def log_block(report: RunReport) -> str:

@@ -7,11 +7,11 @@ around the best of a coarse grid the search goes on in smaller steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from flexgen_h2o.config import ModelSpec, Policy
+from flexgen_h2o.config import TIERS, ModelSpec, Policy
 from flexgen_h2o.errors import DoesNotFitError
 from flexgen_h2o.planner.candidates import Budgets, Candidate, Search, Sides, candidates, neighbours
 from flexgen_h2o.planner.lp import Solution, find_corners, solve
@@ -19,12 +19,13 @@ from flexgen_h2o.planner.memory import SEQUENTIAL, MemoryPlan, memory_plan, plan
 from flexgen_h2o.planner.need import Need, even_blocks, shape_of
 from flexgen_h2o.planner.predict import Machine, Prediction, predict
 from flexgen_h2o.planner.rounding import placements
-from flexgen_h2o.units import format_bytes
+from flexgen_h2o.units import GIB, format_bytes
 
 MOST_SOLVED = 64
 # Of the coarse grid, best first: at least so many, and more while that is quick (steps of the schedule, all told).
 LEAST_SIMULATED, MOST_SIMULATED, QUICK_STEPS = 6, 24, 40_000
 MOST_STEPS = 4  # around the best
+EQUAL = 1.003  # plans whose seconds differ by less are equally fast
 TIGHTER = 0.95  # budgets for the program where rounding found no way into the real ones
 
 
@@ -64,11 +65,20 @@ def search(
         found = list(_last_resort(q))
     if not found:
         raise DoesNotFitError(_smallest(spec, need, base, machine, budgets))
-    return _improved(q, min(found, key=_seconds))
+    return _thriftiest([*found, _improved(q, min(found, key=_seconds))])
 
 
 def _seconds(plan: Plan) -> float:
     return plan.prediction.total_s
+
+
+def _thriftiest(found: Sequence[Plan]) -> Plan:
+    """Of the plans that are as good as the fastest, the one that takes the least of the slowest tiers."""
+    fastest = _seconds(min(found, key=_seconds))
+    equal = (plan for plan in found if _seconds(plan) <= EQUAL * fastest)
+    return min(
+        equal, key=lambda plan: (*(plan.memory.bytes_on(tier) // GIB for tier in reversed(TIERS)), _seconds(plan))
+    )
 
 
 def _solved(q: Search) -> list[tuple[Candidate, Solution]]:
@@ -142,26 +152,23 @@ def _last_resort(q: Search) -> Iterator[Plan]:
 
 
 def _smallest(spec: ModelSpec, need: Need, base: Policy, machine: Machine, budgets: Budgets) -> str:
-    """One line: the tiers that are short even for one row with everything on disk, and budgets that would do."""
-    plans = {
-        policy.percent: memory_plan(
-            spec, policy, shape_of(policy, need), machine.itemsize, machine.device_is_host, SEQUENTIAL
-        )
-        for policy in _one_row(base)
-    }
-    plan = plans[0, 0, 0, 0, 0, 0]
+    """One line: the tiers that are short for one row in any place, and the least that would do."""
+    itemsize, is_host = machine.itemsize, machine.device_is_host
+    plans = [memory_plan(spec, p, shape_of(p, need), itemsize, is_host, SEQUENTIAL) for p in _one_row(base)]
+    plan = min(plans, key=lambda p: sum(p.overflow(dict(budgets)).values()))
     short = plan.overflow(dict(budgets))
     given = " and ".join(f"--{tier}-mem {format_bytes(budgets.get(tier) or 0)}" for tier in short)
     needed = " ".join(f"--{tier}-mem {plan.bytes_on(tier)}" for tier in short)
     sizes = ", ".join(format_bytes(plan.bytes_on(tier)) for tier in short)
     return (
-        f"{given} {'is' if len(short) == 1 else 'are'} too small for any policy; the smallest that would do: {needed} "
-        f"({sizes}), with one row at a time and the rest on disk"
+        f"{given} {'is' if len(short) == 1 else 'are'} too small for any policy by "
+        f"{', '.join(format_bytes(excess) for excess in short.values())}; the smallest that would do: {needed} "
+        f"({sizes}), with one row at a time"
     )
 
 
 def _one_row(base: Policy) -> Iterator[Policy]:
-    """What holds least in memory: weights read anew for each row, KV cache and hidden states whole on one tier."""
+    """What holds least in memory: one row, each kind of bytes whole on one tier."""
     tiers = ((100, 0), (0, 100), (0, 0))
-    for cache, hidden in product(tiers, tiers):
-        yield replace(base, gpu_batch_size=1, num_gpu_batches=1, percent=(0, 0, *cache, *hidden))
+    for weights, cache, hidden in product(tiers, repeat=3):
+        yield replace(base, gpu_batch_size=1, num_gpu_batches=1, percent=(*weights, *cache, *hidden))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from flexgen_h2o.errors import FlexgenError
 from flexgen_h2o.profile import HardwareProfile
-from flexgen_h2o.profiling.cache import cached_profile, store
+from flexgen_h2o.profiling.cache import cache_path, cached_profile, store
 from flexgen_h2o.profiling.measure import measure
 from flexgen_h2o.profiling.nominal import nominal_profile
 from flexgen_h2o.tiers.device import open_device
@@ -23,9 +23,12 @@ def profile_of_this_machine(
     found = cached_profile(device, offload_dir)
     if found is not None:
         return found
+    kept = cache_path(device, offload_dir)
+    if kept.exists():
+        progress(f"the profile that is kept in {kept} cannot be used: broken, or of another version")
     if not measure_missing:
         return nominal_profile(open_device(device, separate_budget=False).is_host)
-    progress("this machine has no profile yet: measuring it once, which takes about a minute")
+    progress("this machine has no profile yet: measuring it once, which takes one to two minutes")
     profile = measure(device, offload_dir, progress)
     try:
         store(profile, device, offload_dir)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from flexgen_h2o.profiling.machine import Neighbours, this_machine
 from flexgen_h2o.profiling.matmul import warm_cores
 from flexgen_h2o.profiling.memory import kernel_seconds, memory_rate
 from flexgen_h2o.profiling.sizes import CARD, CARD_HOST, HOST, Sizes
-from flexgen_h2o.profiling.steps import step_costs
+from flexgen_h2o.profiling.steps import FIXED, StepCosts, step_costs
 from flexgen_h2o.tiers.device import Device, HostDevice, StandInDevice, open_device
 from flexgen_h2o.tiers.disk import Scratch
 from flexgen_h2o.tiers.mover import Mover
@@ -109,7 +109,18 @@ def _measure(
     )
     progress("fixed costs of the engine's loop")
     costs = step_costs(bench, profile, dtypes[0], scratch.folder)
-    return replace(profile, **asdict(costs), notes=_notes(neighbours.share(), progress))
+    notes = _notes(neighbours.share(), progress)
+    return replace(_with_elementwise(profile, dtypes[0], costs), notes=notes, **{k: getattr(costs, k) for k in FIXED})
+
+
+def _with_elementwise(profile: HardwareProfile, dtype: str, costs: StepCosts) -> HardwareProfile:
+    """The rate that the sweep of one dtype tells; those of the others change as much."""
+    change = costs.elementwise_bytes_per_s / profile.rates(dtype).elementwise_bytes_per_s
+    compute = {
+        name: replace(rates, elementwise_bytes_per_s=rates.elementwise_bytes_per_s * change)
+        for name, rates in profile.compute.items()
+    }
+    return replace(profile, compute=compute)
 
 
 def _notes(others: float, progress: Progress) -> dict[str, str]:

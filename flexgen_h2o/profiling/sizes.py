@@ -20,7 +20,8 @@ class Sizes:
     micro-batch of prompts; prompt_lengths: of one prompt; prompt_width: heads x head width. cache_bytes: keys and
     values that decode attention reads; head_widths, slots: their shape. block: (tokens, width) of elementwise work
     and (out, in) of a matrix that is dequantised. logits: (rows, vocabulary). steps: decode sweeps of a small model;
-    step_rows, step_width: rows of its micro-batches, and its width. beside_s: disk reads and compute together.
+    step_rows, step_width: rows of its micro-batches, and its width;
+    step_prompt: tokens of a prompt of its prefill sweep. beside_s: disk reads and compute together.
     """
 
     figure_s: float = 0.12
@@ -45,6 +46,7 @@ class Sizes:
     steps: int = 48
     step_rows: tuple[int, int] = (8, 64)
     step_width: int = 768
+    step_prompt: int = 128
     beside_s: float = 1.5
 
 
@@ -61,5 +63,5 @@ TINY = Sizes(
     figure_s=0.002, longest_s=0.05, disk_bytes=8 * MIB, disk_s=0.1, link_bytes=MIB, memory_bytes=MIB,
     weight_bytes=MIB, widths=(64, 128), hidden=(64,), heads=(64,), rows=(1, 8), prompt_tokens=64,
     prompt_lengths=(16, 32), prompt_width=128, cache_bytes=MIB, head_widths=(64,), slots=32, block=(64, 128),
-    logits=(4, 512), steps=6, step_rows=(2, 4), step_width=64, beside_s=0.05,
+    logits=(4, 512), steps=6, step_rows=(2, 4), step_width=64, step_prompt=32, beside_s=0.05,
 )  # fmt: skip

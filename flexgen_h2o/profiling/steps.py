@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,15 @@ from flexgen_h2o.planner.costs import Costs
 from flexgen_h2o.planner.memory import SEQUENTIAL, Shape, memory_plan
 from flexgen_h2o.planner.need import Batch
 from flexgen_h2o.planner.predict import Machine
+from flexgen_h2o.planner.work import layer_work
 from flexgen_h2o.profile import HardwareProfile
 from flexgen_h2o.profiling.bench import Bench
 from flexgen_h2o.prompts import Prompt
 from flexgen_h2o.sampling import SamplingParams, StopStrings, TokenChooser
 from flexgen_h2o.timeline import Timeline
 
-BLOCKS, VOCABULARY, PROMPT, HEAD_DIM = 4, 128, 16, 64
+BLOCKS, VOCABULARY, PROMPT, HEAD_DIM = 8, 128, 16, 64
+FIXED = ("step_s", "attention_step_s", "eviction_step_s", "row_s")
 ROUNDS = 5
 LEAST_S = 1e-7  # a difference of two timings may be anything
 
@@ -52,17 +54,28 @@ def config_of(width: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Seconds, as HardwareProfile has them."""
+    """Seconds, and bytes a second, as the profile has them."""
 
     step_s: float
     attention_step_s: float
     eviction_step_s: float
     row_s: float
+    elementwise_bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A block of equal rows, everything resident."""
+
+    rows: int
+    prompt_len: int
+    new_tokens: int
+    eviction: Eviction
 
 
 @dataclass(frozen=True)
 class _Steps:
-    """Seconds of a step of a decode sweep, by its kind."""
+    """Seconds of a step of a sweep, by its kind."""
 
     attention: float
     mlp: float
@@ -70,7 +83,8 @@ class _Steps:
 
 def step_costs(bench: Bench, profile: HardwareProfile, dtype: str, folder: Path) -> StepCosts:
     """What decode sweeps of a few rows, of many rows, and of a few that drop a column at each step, take more than the
-    planner says with a profile whose step costs are 0.
+    planner says with a profile whose step costs are 0; and the rate of norms, activations and copies at which it is
+    right about a prefill sweep.
 
     A few rows, not one: from some rows on every operation wakes all cores. folder: for the small model's checkpoint.
     """
@@ -78,75 +92,98 @@ def step_costs(bench: Bench, profile: HardwareProfile, dtype: str, folder: Path)
     spec = spec_from_config("small", config, "profiling")
     write_random_checkpoint(spec, config, folder / "weights", dtype)
     few, many = sizes.step_rows
-    kinds: tuple[tuple[int, Eviction], ...] = ((few, Full()), (many, Full()), (few, H2O(heavy_size=4, recent_size=4)))
+    full, h2o, new = Full(), H2O(heavy_size=4, recent_size=4), 1 + sizes.steps
+    runs = (_Run(few, PROMPT, new, full), _Run(many, PROMPT, new, full), _Run(few, PROMPT, new, h2o))
+    prompts = _Run(few, sizes.step_prompt, 2, full)
     with ExitStack() as stack:
-        engines = [stack.enter_context(_engine(bench, spec, dtype, folder, *kind)) for kind in kinds]
+        engines = [stack.enter_context(_engine(bench, spec, dtype, folder, run)) for run in (*runs, prompts)]
         # In turns, as all figures; the first round only warms up.
         rounds = [
-            [_run_block(engine, *kind, sizes.steps) for engine, kind in zip(engines, kinds, strict=True)]
+            [_run_block(engine, run) for engine, run in zip(engines, (*runs, prompts), strict=True)]
             for _ in range(1 + ROUNDS)
-        ]
+        ][1:]
+    decode = [_median([found[i][1] for found in rounds]) for i in range(len(runs))]
+    elementwise = profile.rates(dtype).elementwise_bytes_per_s
     if bench.device.is_asynchronous:  # what a thread that only issues them takes is part of the step
-        return _solve(rounds[1:], [_Steps(0.0, 0.0)] * len(kinds), 0, 0)
-    planned = [_planned(spec, profile, dtype, sizes.steps, *kind) for kind in kinds]
-    return _solve(rounds[1:], planned, few, many)
+        return _solve(decode, 0, 0, elementwise)
+    planned = [_planned(_costs(spec, profile, dtype, run), run, new // 2) for run in runs]
+    left = [_Steps(d.attention - p.attention, d.mlp - p.mlp) for d, p in zip(decode, planned, strict=True)]
+    found = _solve(left, few, many, elementwise)
+    costs = _costs(spec, replace(profile, **{k: v for k, v in asdict(found).items() if k in FIXED}), dtype, prompts)
+    return replace(found, elementwise_bytes_per_s=_elementwise(costs, prompts, _median([r[-1][0] for r in rounds])))
 
 
-def _solve(rounds: Sequence[Sequence[_Steps]], planned: Sequence[_Steps], few: int, many: int) -> StepCosts:
-    """rounds, planned: of a few rows, of many, of a few with eviction. few, many: 0 where rows are not told apart."""
-    less, more, evicting = (
-        _Steps(
-            statistics.median(found[i].attention for found in rounds) - planned[i].attention,
-            statistics.median(found[i].mlp for found in rounds) - planned[i].mlp,
-        )
-        for i in range(3)
-    )
+def _solve(left: Sequence[_Steps], few: int, many: int, elementwise: float) -> StepCosts:
+    """left: what the planner leaves of a few rows, of many, of a few with eviction. few, many: 0 if not told apart."""
+    less, more, evicting = left
     grown = more.attention + more.mlp - less.attention - less.mlp
     row_s = max(LEAST_S, grown / 2 / (many - few)) if many > few else LEAST_S
     step_s, attention_s = less.mlp - few * row_s, less.attention - less.mlp
     evicting_s = evicting.attention - less.attention
-    return StepCosts(max(LEAST_S, step_s), max(LEAST_S, attention_s), max(LEAST_S, evicting_s), row_s)
+    return StepCosts(max(LEAST_S, step_s), max(LEAST_S, attention_s), max(LEAST_S, evicting_s), row_s, elementwise)
 
 
-def _planned(
-    spec: ModelSpec, profile: HardwareProfile, dtype: str, steps: int, rows: int, eviction: Eviction
-) -> _Steps:  # fmt: skip
-    """What the planner says of a step in the middle of the run."""
-    need = need_of(eviction, rows, {(PROMPT, 1 + steps)}, spec.num_blocks)
-    machine = Machine(profile, dtype, profile.device_is_host)
-    costs = Costs(machine.setting(spec, Policy(gpu_batch_size=rows), need), profile, dtype)
+def _elementwise(costs: Costs, run: _Run, measured: _Steps) -> float:
+    """Bytes a second: those that norms, activations and copies of both layers read and write, over the seconds that
+    nothing else explains. Between a twentieth of what a loop over them alone reaches and four times that."""
+    alone = costs.profile.rates(costs.dtype).elementwise_bytes_per_s
     kinds = [layer.kind for layer in costs.layers.layers]
-    attention, mlp = (
-        costs.step(kinds.index(kind), Batch.even(rows, PROMPT), (1 + steps) // 2).device_s
-        for kind in ("attention", "mlp")
-    )
-    return _Steps(attention, mlp)
+    nbytes, explained = 0.0, 0.0
+    for index in (kinds.index("attention"), kinds.index("mlp")):
+        layer = costs.layers.layers[index]
+        batch = Batch.even(run.rows, run.prompt_len)
+        nbytes += layer_work(costs.at, layer, costs.layers.units[layer.unit], batch, 0).elementwise
+        step = costs.step(index, batch, 0)
+        explained += step.device_s + step.issue_s
+    left = measured.attention + measured.mlp - (explained - nbytes / alone)
+    return min(4 * alone, max(alone / 20, nbytes / left)) if left > 0 else 4 * alone
 
 
-def _run_block(engine: Engine, rows: int, eviction: Eviction, steps: int) -> _Steps:
-    """Medians over the layers of one kind and the decode sweeps of a block."""
-    params = SamplingParams(max_tokens=1 + steps, ignore_eos=True)
+def _costs(spec: ModelSpec, profile: HardwareProfile, dtype: str, run: _Run) -> Costs:
+    need = need_of(run.eviction, run.rows, {(run.prompt_len, run.new_tokens)}, spec.num_blocks)
+    machine = Machine(profile, dtype, profile.device_is_host)
+    return Costs(machine.setting(spec, Policy(gpu_batch_size=run.rows), need), profile, dtype)
+
+
+def _planned(costs: Costs, run: _Run, sweep: int) -> _Steps:
+    """What the planner says of a step of a sweep, its fixed costs aside."""
+    kinds, batch = [layer.kind for layer in costs.layers.layers], Batch.even(run.rows, run.prompt_len)
+    return _Steps(*(costs.step(kinds.index(kind), batch, sweep).device_s for kind in ("attention", "mlp")))
+
+
+def _median(found: Sequence[_Steps]) -> _Steps:
+    return _Steps(statistics.median(f.attention for f in found), statistics.median(f.mlp for f in found))
+
+
+def _run_block(engine: Engine, run: _Run) -> tuple[_Steps, _Steps]:
+    """Medians over the layers of one kind, in the prefill sweep and in the decode sweeps of a block."""
+    params = SamplingParams(max_tokens=run.new_tokens, ignore_eos=True)
     decoding = Decoding(TokenChooser(params), RowEnd(params, (), StopStrings(None, ())))
-    executor = Executor(engine, eviction, decoding, lambda finished: None, params.max_tokens)
-    executor.run_block([[Row(Prompt(i, tuple(range(PROMPT)), None), params.max_tokens) for i in range(rows)]])
+    executor = Executor(engine, run.eviction, decoding, lambda finished: None, params.max_tokens)
+    ids = tuple(i % VOCABULARY for i in range(run.prompt_len))
+    executor.run_block([[Row(Prompt(i, ids, None), params.max_tokens) for i in range(run.rows)]])
     executor.finish()
-    kinds = [layer.kind for layer in engine.layers.layers]
-    decode = executor.times.layers[len(kinds) :]
+    kinds, seconds = [layer.kind for layer in engine.layers.layers], executor.times.layers
 
-    def median(kind: str) -> float:
-        return statistics.median(s for i, s in enumerate(decode) if kinds[i % len(kinds)] == kind)
+    def medians(part: Sequence[float]) -> _Steps:
+        return _Steps(
+            *(
+                statistics.median(s for i, s in enumerate(part) if kinds[i % len(kinds)] == kind)
+                for kind in ("attention", "mlp")
+            )
+        )
 
-    return _Steps(median("attention"), median("mlp"))
+    return medians(seconds[: len(kinds)]), medians(seconds[len(kinds) :])
 
 
 @contextmanager
-def _engine(bench: Bench, spec: ModelSpec, dtype: str, folder: Path, rows: int, eviction: Eviction) -> Iterator[Engine]:
+def _engine(bench: Bench, spec: ModelSpec, dtype: str, folder: Path, run: _Run) -> Iterator[Engine]:
     """Everything resident on the device."""
-    policy, kind = Policy(gpu_batch_size=rows), getattr(torch, dtype)
-    slots = tuple(eviction.slots(PROMPT, 1 + bench.sizes.steps, block, BLOCKS) for block in range(BLOCKS))
-    shape = Shape(rows, 1, rows * PROMPT, slots, eviction.needs.record)
+    policy, kind, blocks = Policy(gpu_batch_size=run.rows), getattr(torch, dtype), spec.num_blocks
+    slots = tuple(run.eviction.slots(run.prompt_len, run.new_tokens, block, blocks) for block in range(blocks))
+    shape = Shape(run.rows, 1, run.rows * run.prompt_len, slots, run.eviction.needs.record)
     plan = memory_plan(spec, policy, shape, kind.itemsize, bench.device.is_host, SEQUENTIAL)
-    warm_up(bench.device.torch_device, kind, bool(eviction.needs.record))
+    warm_up(bench.device.torch_device, kind, bool(run.eviction.needs.record))
     checkpoint = open_checkpoint(spec, folder / "weights", folder)
     engine = Engine(spec, checkpoint, policy, plan, kind, bench.device, dict.fromkeys(TIERS), folder, Timeline())
     try:

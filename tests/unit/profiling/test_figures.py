@@ -156,18 +156,17 @@ def test_full_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_fixed_costs_of_the_loop(bench: Bench, dtype: str, tmp_path: Path) -> None:
     with torch.inference_mode():
         costs = steps.step_costs(bench, nominal_profile(True), dtype, tmp_path)
-    check(costs.step_s, costs.attention_step_s, costs.eviction_step_s, costs.row_s)
+    check(costs.step_s, costs.attention_step_s, costs.eviction_step_s, costs.row_s, costs.elementwise_bytes_per_s)
 
 
 def test_fixed_costs_are_what_the_planner_leaves() -> None:
-    few, many, evicting = steps._Steps(70e-6, 40e-6), steps._Steps(130e-6, 80e-6), steps._Steps(77e-6, 40e-6)
-    planned = [steps._Steps(20e-6, 10e-6), steps._Steps(40e-6, 30e-6), steps._Steps(22e-6, 10e-6)]
-    found = steps._solve([(few, many, evicting)] * 3, planned, 5, 15)
-    assert found.row_s == pytest.approx((90e-6 + 50e-6 - 50e-6 - 30e-6) / 2 / 10)
+    few, many, evicting = steps._Steps(50e-6, 30e-6), steps._Steps(90e-6, 50e-6), steps._Steps(55e-6, 30e-6)
+    found = steps._solve([few, many, evicting], 5, 15, 1e9)
+    assert found.row_s == pytest.approx(60e-6 / 2 / 10)
     assert found.step_s == pytest.approx(30e-6 - 5 * found.row_s)
     assert found.attention_step_s == pytest.approx(20e-6)
     assert found.eviction_step_s == pytest.approx(5e-6)
-    nothing = steps._solve([(few, few, few)], [few, few, few], 0, 0)
+    nothing = steps._solve([few, few, few], 0, 0, 1e9)
     assert min(nothing.step_s, nothing.eviction_step_s, nothing.row_s) > 0
 
 
