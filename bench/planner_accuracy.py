@@ -101,10 +101,10 @@ def _run(argv: list[str] | None) -> int:
     if not chosen:
         raise SystemExit(f"--cases: none matches; there are: {'; '.join(c.name for c in CASES)}")
     results, profiles = [], []
-    for one in chosen:
+    for i, one in enumerate(chosen):
         _write_weights(one, args)
         busy = common.wait_for_quiet(args.quiet_wait)
-        if args.profile == "quick" or not profiles:
+        if not profiles or (args.profile == "quick" and i % args.every == 0):
             profiles.append(_profile(args))
         results.append({**_measure(one, profiles[-1], args), "busy_before": busy})
         _show(results[-1])
@@ -119,6 +119,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     common.add_flags(parser, None, "14GiB")
     parser.add_argument("--cases", nargs="+", metavar="TEXT", help="only those with TEXT in their name")
     parser.add_argument("--profile", choices=("quick", "full"), default="quick", help="measured when (quick)")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="measure a quick profile every N cases (1)")
     parser.add_argument("--repeats", type=int, default=1, help="runs of each case; the median of each phase counts (1)")
     return parser.parse_args(argv)
 

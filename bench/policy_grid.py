@@ -60,7 +60,7 @@ class Workload:
 
 WORKLOADS = (
     Workload("weights do not fit", "facebook/opt-1.3b", 48, 16, 12, "1200MiB"),
-    Workload("KV does not fit", "facebook/opt-350m", 96, 96, 12, "1GiB"),
+    Workload("KV does not fit", "facebook/opt-350m", 64, 64, 12, "800MiB"),
     Workload("three tiers, H2O", "facebook/opt-350m", 64, 64, 16, "700MiB", "400MiB", 0.1),
 )
 # Shares of weights, cache and hidden states on device and host that the grid tries.

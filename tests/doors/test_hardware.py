@@ -72,7 +72,7 @@ def test_result_is_shown_where_it_cannot_be_kept(hardware: Door, tmp_path: Path)
 # (flags, what the line names)
 REFUSED = [
     (["--show"], "no profile of this machine is kept"),
-    (["--show", "no-such-machine"], "--hardware no-such-machine"),
+    (["--show", "no-such-machine"], "--show no-such-machine"),
     (["--show", "broken.json"], "broken.json"),
     (["--show", "broken.json", "--output", "x"], "--output and --show"),
     (["--show", "broken.json", "--machine", "x"], "--machine and --show"),
