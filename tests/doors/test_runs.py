@@ -112,11 +112,22 @@ def test_every_engine_flag_is_taken(door: Callable[..., Answer], write_jsonl: Ca
 
 def test_policy_file_round_trip(door: Callable[..., Answer], tmp_path: Path) -> None:
     saved = Policy(3, 2, (50, 0, 0, 50, 0, 0), cpu_cache_compute=True, overlap=False, attn_sparsity=0.75)
-    write_policy(tmp_path / "policy.json", SavedPolicy(saved, "tiny", {"num_prompts": 6}, "here", {"prefill_s": 1.0}))
+    write_policy(tmp_path / "policy.json", SavedPolicy(saved, None, {"num_prompts": 6}, "here", {"prefill_s": 1.0}))
     assert_done(door("--policy", "policy.json", "--json", "report.json"))
     report = json.loads(Path("report.json").read_text())
     assert report["policy"] == saved.to_json()
     assert report["num_prompts"] == saved.block_size
+
+
+def test_policy_of_another_model_and_cache_is_said(door: Callable[..., Answer], tmp_path: Path) -> None:
+    saved = SavedPolicy(Policy(), "facebook/opt-30b", {"eviction": {"name": "h2o"}})
+    write_policy(tmp_path / "policy.json", saved)
+    answer = door("--policy", "policy.json")
+    assert answer.code == 0
+    assert [line.split(" and this is ")[0] for line in answer.err.splitlines()] == [
+        "flex_opt: --policy policy.json was found for facebook/opt-30b",
+        "flex_opt: --policy policy.json was found with h2o",
+    ]
 
 
 @pytest.mark.parametrize("flags", ["", "--policy auto", "--overlap false --cpu-cache-compute"])

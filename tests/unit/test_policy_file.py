@@ -28,11 +28,11 @@ policies = st.builds(
 @given(policies)
 def test_what_is_written_reads_back(tmp_path_factory: pytest.TempPathFactory, policy: Policy) -> None:
     path = tmp_path_factory.mktemp("policy") / "p.json"
-    saved = SavedPolicy(policy, "m", {"prompt_len": 3}, "here", {"tokens_per_s": 1.5})
+    saved = SavedPolicy(policy, "m", {"prompt_len": 3}, "here", {"tokens_per_s": 1.5}, "python -m x")
     write_policy(path, saved)
     assert read_policy(path) == saved
     assert set(json.loads(path.read_text())) == {f.name for f in fields(Policy)} | {
-        "schema", "model", "workload", "profile", "predicted",
+        "schema", "model", "workload", "profile", "predicted", "command",
     }  # fmt: skip
 
 

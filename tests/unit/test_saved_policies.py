@@ -14,8 +14,7 @@ from flexgen_h2o.config import SavedPolicy, read_policy
 FOLDER = Path(__file__).resolve().parents[2] / "policies"
 FILES = sorted(FOLDER.glob("opt-*/*.json"))
 NAMES = [f"{path.parent.name}/{path.stem}" for path in FILES]
-# Seconds each: the largest model, over 32 micro-batches.
-SLOW = {"opt-175b/a100-80", "opt-175b/a100-80-h2o20"}
+QUICK = {"opt-6.7b/t4", "opt-6.7b/build-2core", "opt-30b/t4-h2o20", "opt-175b/t4"}  # the others: some seconds each
 MADE_BY = "python -m flexgen_h2o.policy_search "
 
 
@@ -32,7 +31,7 @@ def remade(saved: SavedPolicy, folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(p, id=n, marks=[pytest.mark.slow] if n in SLOW else []) for p, n in zip(FILES, NAMES, strict=True)],
+    [pytest.param(p, id=n, marks=[] if n in QUICK else [pytest.mark.slow]) for p, n in zip(FILES, NAMES, strict=True)],
 )
 def test_the_command_finds_the_saved_policy(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -57,7 +57,7 @@ def some_budgets(corners: Corners, device: float, host: float) -> Budgets:
 shares = st.sampled_from([0.0, 0.05, 0.3, 0.6, 1.0])
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(st.booleans(), shares, shares)
 def test_a_solution_keeps_every_budget(corners: dict[bool, Corners], is_host: bool, device: float, host: float) -> None:
     """And its shares are shares: of each kind at most all of it."""
@@ -70,7 +70,7 @@ def test_a_solution_keeps_every_budget(corners: dict[bool, Corners], is_host: bo
     assert all(0 <= share <= 1 for share in solution.shares)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(st.booleans(), st.booleans(), shares, shares, st.sampled_from(TIERS))
 def test_more_memory_is_never_slower(
     corners: dict[bool, Corners], is_host: bool, overlap: bool, device: float, host: float, tier: str

@@ -132,7 +132,7 @@ def test_a_dtype_that_was_not_measured_is_refused() -> None:
 # ---- monotony
 
 
-@settings(max_examples=60)
+@settings(max_examples=12)
 @given(cases(), st.sampled_from(RATES + FIXED + COMPUTE_RATES), st.sampled_from([1.01, 2.0, 100.0]))
 def test_faster_hardware_is_never_predicted_slower(case: Case, name: str, factor: float) -> None:
     """Without contention, and as long as all sweeps are walked: then exactly."""
@@ -142,7 +142,7 @@ def test_faster_hardware_is_never_predicted_slower(case: Case, name: str, factor
     assert after <= before * (1 + 1e-9)
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(cases(most_new=60), st.sampled_from(RATES + FIXED + COMPUTE_RATES), st.sampled_from([1.01, 2.0, 100.0]))
 def test_nor_by_more_than_interpolation_errs(case: Case, name: str, factor: float) -> None:
     """Differences of sweeps weigh differently then: within 1%."""

@@ -158,8 +158,8 @@ def test_what_is_found_fits_and_a_refusal_names_what_would(
 
 @pytest.mark.parametrize("is_host", [True, False])
 @pytest.mark.parametrize("tiers", [["device"], ["host"], ["disk"], ["host", "disk"], ["device", "host", "disk"]])
-def test_a_refusal_names_every_tier_that_is_short(is_host: bool, tiers: list[str]) -> None:
-    """Where no tier has room: a small disk alone is no reason while KV and hidden states fit elsewhere."""
+def test_a_refusal_names_budgets_that_do(is_host: bool, tiers: list[str]) -> None:
+    """With the tiers that are not named as they were; no more in sum than where everything is on disk."""
     short = [tier for tier in tiers if not (is_host and tier == "device")]
     need = Need.full(40, 200, 5, BLOCKS)
     enough = least(need, is_host)
@@ -168,9 +168,12 @@ def test_a_refusal_names_every_tier_that_is_short(is_host: bool, tiers: list[str
         return
     with pytest.raises(DoesNotFitError) as caught:
         search(SPEC, need, Policy(), nominal(is_host), budgets)
-    named = re.findall(r"--(\w+)-mem (\d+)", str(caught.value).split("would do:")[1].split("(")[0])
-    assert {tier: int(nbytes) for tier, nbytes in named} == {tier: enough[tier] for tier in short}
-    search(SPEC, need, Policy(), nominal(is_host), enough)
+    found = re.findall(r"--(\w+)-mem (\d+)", str(caught.value).split("would do:")[1].split("(")[0])
+    named = {tier: int(nbytes) for tier, nbytes in found}
+    assert named and all(nbytes > (budgets[tier] or 0) for tier, nbytes in named.items())
+    missing = sum(nbytes - (budgets[tier] or 0) for tier, nbytes in named.items())
+    assert missing <= sum((enough[tier] or 0) - 1000 for tier in short)
+    search(SPEC, need, Policy(), nominal(is_host), {**budgets, **named})
 
 
 def test_a_disk_that_holds_nothing_is_not_needed() -> None:
@@ -179,7 +182,7 @@ def test_a_disk_that_holds_nothing_is_not_needed() -> None:
     assert found.memory.bytes_on("disk") == 0
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(small_needs, st.booleans(), st.lists(st.floats(0, 0.5), min_size=6, max_size=6), st.data())
 def test_rounding_breaks_no_budget(need: Need, is_host: bool, shares: list[float], data: st.DataObject) -> None:
     """Whatever shares it starts from."""

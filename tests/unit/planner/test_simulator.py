@@ -166,7 +166,7 @@ def test_disk_bytes_that_cross_keep_the_link_busy() -> None:
 # ---- of any run
 
 
-@settings(max_examples=60)
+@settings(max_examples=12)
 @given(cases())
 def test_a_lane_does_one_thing_at_a_time_and_nothing_is_counted_twice(
     case: tuple[Policy, Need, Machine, MemoryPlan],
@@ -190,7 +190,7 @@ def test_a_lane_does_one_thing_at_a_time_and_nothing_is_counted_twice(
     assert list(found.ends) == sorted(found.ends)
 
 
-@settings(max_examples=60)
+@settings(max_examples=12)
 @given(cases())
 def test_steady_sweeps_take_no_less_than_their_busiest_resource(case: tuple[Policy, Need, Machine, MemoryPlan]) -> None:
     """Costs.busy, which the linear program counts with, is a lower bound of what the simulator finds.
@@ -205,7 +205,7 @@ def test_steady_sweeps_take_no_less_than_their_busiest_resource(case: tuple[Poli
     assert (found.ends[-1] - found.ends[1]) / 10 >= max(resources) * 0.9 * (1 - 1e-9)
 
 
-@settings(max_examples=120)
+@settings(max_examples=50)
 @given(cases(), st.sampled_from(RATES + FIXED + COMPUTE_RATES), st.sampled_from([1.01, 1.5, 4.0, 100.0]))
 def test_faster_hardware_is_never_predicted_slower(
     case: tuple[Policy, Need, Machine, MemoryPlan], name: str, factor: float

@@ -28,7 +28,7 @@ def kv_bytes(policy: Policy, need: Need, is_host: bool) -> float:
     return sum(m.nbytes for sweep in range(need.gen_len) for of in moves for m in of(at, 0, batch, sweep))
 
 
-@settings(max_examples=60)
+@settings(max_examples=12)
 @given(policies, st.integers(1, 20), st.integers(40, 200), st.integers(1, 40), st.data())
 def test_eviction_never_moves_nor_holds_more_kv(
     policy: Policy, rows: int, prompt_len: int, gen_len: int, data: st.DataObject
