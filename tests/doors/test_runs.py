@@ -124,7 +124,7 @@ def test_policy_of_another_model_and_cache_is_said(door: Callable[..., Answer], 
     write_policy(tmp_path / "policy.json", saved)
     answer = door("--policy", "policy.json")
     assert answer.code == 0
-    assert [line.split(" and this is ")[0] for line in answer.err.splitlines()] == [
+    assert [line.split(", and this is ")[0] for line in answer.err.splitlines()] == [
         "flex_opt: --policy policy.json was found for facebook/opt-30b",
         "flex_opt: --policy policy.json was found with h2o",
     ]
