@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 from flexgen_h2o.config import MOST_ROWS, TIERS, ModelSpec, Policy
 from flexgen_h2o.planner.lp import find_corner
-from flexgen_h2o.planner.memory import OVERLAPPED, SEQUENTIAL, Depth, memory_plan
+from flexgen_h2o.planner.memory import OVERLAPPED, SEQUENTIAL, Depth, MemoryPlan, memory_plan
 from flexgen_h2o.planner.need import Need, shape_of
 from flexgen_h2o.planner.predict import Machine
+from flexgen_h2o.planner.rounding import Percent
 
 Budgets = Mapping[str, int | None]
 MOST_MICRO_BATCH = 512
@@ -17,7 +18,8 @@ BATCHES = (1, 2, 4, 8, 16, 32)  # K that is tried at first
 LOOK_AHEADS = OVERLAPPED[2:]  # deeper rings are taken where memory is left over
 # A KV unit is read as far as it is filled, on average more than this share of what is set aside for it.
 LEAST_READ = 0.5
-NOTHING = (0, 0, 0, 0, 0, 0)
+NOTHING: Percent = (0, 0, 0, 0, 0, 0)
+IN_MEMORY: Percent = (100, 0, 100, 0, 100, 0)
 
 
 @dataclass(frozen=True)
@@ -112,8 +114,8 @@ def bounded(q: Search, policy: Policy) -> Candidate | None:
     fast = q.budgets.get("device"), q.budgets.get("host")
     overflow = 0.0
     if fast[0] is not None and fast[1] is not None:
-        in_memory = find_corner(q.spec, policy, (0, 2, 4), q.need, q.machine, depth)
-        overflow = max(0.0, in_memory.nbytes["device"] + in_memory.nbytes["host"] - sum(b or 0 for b in fast))
+        in_memory = _plan(q, policy, IN_MEMORY, depth)
+        overflow = max(0.0, in_memory.bytes_on("device") + in_memory.bytes_on("host") - sum(b or 0 for b in fast))
     read_s = LEAST_READ * overflow / q.machine.profile.disk_read_bytes_per_s
     bound = 0.0
     for phase, count in (("prefill", 1), ("decode", q.need.gen_len - 1)):
@@ -123,14 +125,16 @@ def bounded(q: Search, policy: Policy) -> Candidate | None:
 
 def _depth(q: Search, policy: Policy) -> Depth | None:
     """The deepest look-ahead that is worth memory and fits: on each tier with what holds least there."""
-    shape, machine = shape_of(policy, q.need), q.machine
-    places = [NOTHING, (0, 0, 0, 100, 0, 0), (0, 0, 100, 0, 100, 0)]
+    places: list[Percent] = [NOTHING, (0, 0, 0, 100, 0, 0), (0, 0, 100, 0, 100, 0)]
     for depth in LOOK_AHEADS if policy.overlap else (SEQUENTIAL,):
-        plans = [
-            memory_plan(q.spec, replace(policy, percent=p), shape, machine.itemsize, machine.device_is_host, depth)
-            for p in places
-        ]
+        plans = [_plan(q, policy, percent, depth) for percent in places]
         least = {tier: min(plan.bytes_on(tier) for plan in plans) for tier in TIERS}
         if all((q.budgets.get(tier) or 0) >= n for tier, n in least.items() if q.budgets.get(tier) is not None):
             return depth
     return None
+
+
+def _plan(q: Search, policy: Policy, percent: Percent, depth: Depth) -> MemoryPlan:
+    """The buffers of the policy with other shares."""
+    placed = replace(policy, percent=percent)
+    return memory_plan(q.spec, placed, shape_of(policy, q.need), q.machine.itemsize, q.machine.device_is_host, depth)

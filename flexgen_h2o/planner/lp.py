@@ -53,13 +53,11 @@ class Solution:
 def find_corners(spec: ModelSpec, policy: Policy, need: Need, machine: Machine, depth: Depth) -> Corners:
     """policy: batch sizes and switches; its shares do not count."""
 
-    # Where the device is host memory there is no host tier besides it.
-    moved = range(0, 6, 2) if machine.device_is_host else range(6)
-
     def corner(*moved: int) -> Corner:
         return find_corner(spec, policy, moved, need, machine, depth)
 
-    return Corners(corner(), {i: corner(i) for i in moved})
+    # Where the device is host memory there is no host tier besides it.
+    return Corners(corner(), {i: corner(i) for i in (range(0, 6, 2) if machine.device_is_host else range(6))})
 
 
 def find_corner(
@@ -67,10 +65,7 @@ def find_corner(
 ) -> Corner:
     """The kinds of bytes at these indices of `percent` are moved there, the others are on disk."""
     w, wc, c, cc, h, hc = (100 if i in moved else 0 for i in range(6))
-    return _corner(spec, replace(policy, percent=(w, wc, c, cc, h, hc)), need, machine, depth)
-
-
-def _corner(spec: ModelSpec, policy: Policy, need: Need, machine: Machine, depth: Depth) -> Corner:
+    policy = replace(policy, percent=(w, wc, c, cc, h, hc))
     shape = shape_of(policy, need)
     plan = memory_plan(spec, policy, shape, machine.itemsize, machine.device_is_host, depth)
     block = (Batch.even(shape.rows, need.prompt_len),) * shape.micro_batches

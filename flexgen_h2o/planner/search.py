@@ -55,11 +55,11 @@ def search(
     """
     q = Search(spec, need, base, machine, budgets, sides or Sides())
     found: list[Plan] = []
-    steps = 0
+    steps, layers = 0, len(spec.layers(base.sep_layer).layers)
     for i, (candidate, solution) in enumerate(_solved(q)):
         if found and (i >= MOST_SIMULATED or (i >= LEAST_SIMULATED and steps > QUICK_STEPS)):
             break
-        steps += len(spec.layers(base.sep_layer).layers) * candidate.policy.num_gpu_batches * min(need.gen_len, 8)
+        steps += layers * candidate.policy.num_gpu_batches * min(need.gen_len, 8)
         found += _simulated(q, candidate, solution)
     if not found:
         found = list(_last_resort(q))

@@ -15,6 +15,7 @@ from flexgen_h2o.limits import TOKEN_CHUNK, WRITE_BACK_STEPS
 from flexgen_h2o.planner.memory import (
     INT4_BITS,
     attends_on_host,
+    hidden_is_streamed,
     kv_layout,
     part_bytes,
     streamed_bytes,
@@ -188,16 +189,13 @@ def hidden_moves(at: Setting, batch: Batch, sweep: int, store: bool) -> tuple[Mo
     for part in split_rows(tokens, shares):
         if part.tier in lanes:
             found.append(Move(lanes[part.tier], part.rows * row, 1, part.tier == "disk" and not at.device_is_host))
-        elif store or part.tier == "device":  # the device's own share is copied out of the ring and back
+        else:  # the device's own share is copied out of the ring and back
             found.append(Move("d2h" if store else "h2d", part.rows * row, 1))
     return tuple(found)
 
 
 def hidden_is_brought(at: Setting) -> bool:
-    shares = tier_shares(at.policy.hidden_shares, at.device_is_host)
-    return any(
-        s > 0 and is_streamed(t, at.device_is_host) for t, s in zip(("device", "host", "disk"), shares, strict=True)
-    )
+    return hidden_is_streamed(tier_shares(at.policy.hidden_shares, at.device_is_host), at.device_is_host)
 
 
 def tokens_of(batch: Batch, sweep: int) -> int:
