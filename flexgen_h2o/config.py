@@ -17,7 +17,10 @@ from flexgen_h2o.units import parse_bytes
 DType = Literal["float32", "bfloat16", "float16"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 TIERS = ("device", "host", "disk")
-POLICY_SCHEMA = 1
+POLICY_SCHEMA = 2
+# Fields that a file of an older schema does not have; they are at their defaults there.
+SINCE_SCHEMA_2 = ("weight_bits", "cache_bits", "int8_compute")
+BITS = (4, 8)  # of a compressed value
 MOST_ROWS = 2**16  # of a block
 
 LayerKind = Literal["embedding", "attention", "mlp", "block", "head"]
@@ -154,6 +157,8 @@ class Policy:
     """The whole offloading plan. `percent`: weights, KV cache and hidden states on device and host; the rest is disk.
 
     gpu_batch_size rows make a micro-batch, num_gpu_batches micro-batches a block. Field names are FlexGen's.
+    compress_weight, compress_cache: held and moved in weight_bits, cache_bits a value (4 or 8), in groups.
+    int8_compute: weights in int8, one scale an output channel, and products computed in int8.
     """
 
     gpu_batch_size: int = 4
@@ -161,6 +166,9 @@ class Policy:
     percent: tuple[int, int, int, int, int, int] = (100, 0, 100, 0, 100, 0)
     compress_weight: bool = False
     compress_cache: bool = False
+    weight_bits: int = 4
+    cache_bits: int = 4
+    int8_compute: bool = False
     cpu_cache_compute: bool = False
     overlap: bool = True
     sep_layer: bool = True
@@ -175,6 +183,11 @@ class Policy:
         for f in fields(self):
             if f.type == "bool" and not isinstance(getattr(self, f.name), bool):
                 raise UsageError(f"{f.name}: {getattr(self, f.name)!r} is not true or false")
+        for name in ("weight_bits", "cache_bits"):
+            if check_int(name, getattr(self, name), *BITS) not in BITS:
+                raise UsageError(f"{name}: {getattr(self, name)} is neither 4 nor 8")
+        if self.int8_compute and self.compress_weight:
+            raise UsageError("int8_compute: holds weights in int8 already; leave compress_weight off")
         sparsity = self.attn_sparsity
         if isinstance(sparsity, bool) or not isinstance(sparsity, int | float) or not 0 < sparsity <= 1:
             raise UsageError(f"attn_sparsity: {sparsity!r} is not in (0, 1]")
@@ -283,9 +296,10 @@ def read_policy(path: Path) -> SavedPolicy:
         raise UsageError(f"--policy {path}: not a JSON file ({error})") from error
     if not isinstance(body, dict):
         raise UsageError(f"--policy {path}: a JSON object is expected")
-    if body.get("schema") is True or body.get("schema") != POLICY_SCHEMA:
-        raise UsageError(f"--policy {path}: schema is {body.get('schema')!r}, this version reads {POLICY_SCHEMA}")
-    names = [f.name for f in fields(Policy)]
+    schema = body.get("schema")
+    if schema is True or schema not in (1, POLICY_SCHEMA):
+        raise UsageError(f"--policy {path}: schema is {schema!r}, this version reads 1 and {POLICY_SCHEMA}")
+    names = [f.name for f in fields(Policy) if schema != 1 or f.name not in SINCE_SCHEMA_2]
     about = ("model", "workload", "profile", "predicted", "command")
     unknown = sorted(set(body) - {*names, *about, "schema"})
     missing = sorted(set(names) - set(body))

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from flexgen_h2o import interrupts
-from flexgen_h2o.config import DTYPE_BYTES, MemoryBudget, Policy, read_policy
+from flexgen_h2o.config import BITS, DTYPE_BYTES, MemoryBudget, Policy, read_policy
 from flexgen_h2o.errors import EXIT_FAILED, EXIT_USAGE, SIGNAL_BASE, FlexgenError, UsageError
 from flexgen_h2o.paths import usable_path
 
@@ -111,10 +111,10 @@ def positive(text: str) -> int:
     return value
 
 
-def add_engine_flags(parser: argparse.ArgumentParser, compression: str = "not in this version") -> None:
+def add_engine_flags(parser: argparse.ArgumentParser, compression: str = "") -> None:
     """Model, tiers and policy: the flags that every command which runs the engine takes. FlexGen's keep their names.
 
-    compression: help of its two flags.
+    compression: more help on its two flags.
     """
     add = parser.add_argument
     add("--model", default="opt-tiny", help="hub id, local Hugging Face folder, or opt-tiny (shipped)")
@@ -147,8 +147,11 @@ def add_engine_flags(parser: argparse.ArgumentParser, compression: str = "not in
     add("--cpu-cache-compute", action="store_true", default=None, help="attend on the host to KV that lives there")
     add("--attn-sparsity", type=float, help="share of past values read by decode attention (1.0)")
     add("--overlap", type=boolean, nargs="?", const=True, help="move and compute at the same time (true)")
-    add("--compress-weight", action="store_true", help=compression)
-    add("--compress-cache", action="store_true", help=compression)
+    add("--compress-weight", action="store_true", default=None, help=f"weights in --weight-bits{compression}")
+    add("--compress-cache", action="store_true", default=None, help=f"KV cache in --cache-bits{compression}")
+    add("--weight-bits", type=int, choices=BITS, help="of a compressed weight (4)")
+    add("--cache-bits", type=int, choices=BITS, help="of a compressed KV value (4)")
+    add("--int8-compute", action="store_true", default=None, help="weights in int8, and products computed in int8")
 
 
 def add_eviction_flags(parser: argparse.ArgumentParser) -> None:
@@ -197,7 +200,7 @@ def check_plot_library() -> None:
 
 def refuse_missing_features(args: argparse.Namespace) -> None:
     """Compression flags are known but not built yet: UsageError, never silently ignored."""
-    given = [flag_of(n) for n in ("compress_weight", "compress_cache") if getattr(args, n)]
+    given = [flag_of(n) for n in ("compress_weight", "compress_cache", "int8_compute") if getattr(args, n)]
     if given:
         raise UsageError(f"{given[0]}: not in this version yet; leave it out (uncompressed is what runs)")
 
@@ -232,7 +235,8 @@ def eviction_of(args: argparse.Namespace, policy: Policy) -> Eviction:
 def policy_settings(args: argparse.Namespace) -> dict[str, Any]:
     """The policy fields that were given as flags."""
     names = ("gpu_batch_size", "num_gpu_batches", "percent", "sep_layer", "pin_weight", "cpu_cache_compute",
-             "attn_sparsity", "overlap")  # fmt: skip
+             "attn_sparsity", "overlap", "compress_weight", "compress_cache", "weight_bits", "cache_bits",
+             "int8_compute")  # fmt: skip
     found = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if "percent" in found:
         found["percent"] = tuple(found["percent"])

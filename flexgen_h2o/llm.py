@@ -374,7 +374,7 @@ def _read_policy_argument(policy: Policy | AutoPolicy | str | Path) -> Policy | 
     if isinstance(policy, AutoPolicy):
         return policy
     found = policy if isinstance(policy, Policy) else read_policy(usable_path(policy, "--policy")).policy
-    for name in ("compress_weight", "compress_cache"):
+    for name in ("compress_weight", "compress_cache", "int8_compute"):
         if getattr(found, name):
             raise UsageError(f"{name}: compression is not in this version; leave it off")
     return found

@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> OneLineParser:
     parser = OneLineParser(prog="policy_search", description=__doc__)
-    add_engine_flags(parser, compression="4 bits: allowed in a search, part of a given policy; the engine has none yet")
+    add_engine_flags(parser, compression=": allowed in a search, part of a given policy")
     add_eviction_flags(parser)
     add = parser.add_argument
     add("--prompt-len", type=positive, default=512, help="tokens of a prompt (512)")
@@ -144,13 +144,7 @@ def _task(args: argparse.Namespace) -> _Task:
 def _policy(args: argparse.Namespace) -> tuple[Policy, bool]:
     """The policy of the flags or the file, and whether it is to be searched for."""
     policy, is_auto = policy_of(args)
-    given = [name for name in COMPRESSION if getattr(args, name)]
-    if given and args.policy not in (None, "auto"):
-        raise UsageError(f"--policy {args.policy} and {flag_of(given[0])}: give one of them")
-    if is_auto:
-        return policy, True
-    weight, cache = (getattr(policy, name) or name in given for name in COMPRESSION)
-    return replace(policy, compress_weight=weight, compress_cache=cache), False
+    return (replace(policy, compress_weight=False, compress_cache=False), True) if is_auto else (policy, False)
 
 
 def _machine(args: argparse.Namespace) -> tuple[Machine, Budgets]:
@@ -201,7 +195,7 @@ def _answer(args: argparse.Namespace, task: _Task) -> Answer:
     at = (asked.machine, asked.budgets)
     try:
         if asked.searched:
-            sides = Sides(compress_weight=args.compress_weight, compress_cache=args.compress_cache)
+            sides = Sides(**{name: bool(getattr(args, name)) for name in COMPRESSION})
             plan = search(task.spec, asked.need, task.policy, *at, sides)
         else:
             plan = evaluate(task.spec, task.policy, asked.need, *at)

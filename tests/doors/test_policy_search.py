@@ -190,7 +190,7 @@ def test_wrong_use_is_one_line(plan: Door, profiles: Path, tmp_path: Path, flags
     (tmp_path / "bad.json").write_text("{")
     (tmp_path / "old.json").write_text('{"schema": 7}')
     (tmp_path / "host.json").write_text((profiles / "host.json").read_text())
-    (tmp_path / "p.json").write_text(json.dumps({"schema": 1, **Policy().to_json()}))
+    (tmp_path / "p.json").write_text(json.dumps({"schema": 2, **Policy().to_json()}))
     model = "" if "--model" in flags else "--model facebook/opt-125m "
     refused(plan(model + flags, None), 2, says)
 
