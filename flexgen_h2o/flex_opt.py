@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 RULE = "-" * 70
 DEBUG_LAYER_STEPS = 20  # FlexGen's --debug-mode measures this many decode layers
+WORTH_A_ROOFLINE_S = 2.0  # of a run; the peak takes half a second to measure
 AUTO_BENCHMARK_ROWS = 32  # without a prompt file and with --policy auto nothing else says how many
 
 
@@ -232,8 +233,19 @@ def _projected(report: RunReport, decode_seconds: float, gen_len: int) -> RunRep
 
 
 def _show(args: argparse.Namespace, llm: LLM, report: RunReport, done: list[Completion]) -> None:
-    from flexgen_h2o.report import append_log, eviction_line, log_block, log_file_name, prediction_line, write_json
+    from flexgen_h2o.report import (
+        append_log,
+        eviction_line,
+        log_block,
+        log_file_name,
+        prediction_line,
+        roofline_line,
+        with_roofline,
+        write_json,
+    )
 
+    if report.total.seconds > WORTH_A_ROOFLINE_S and not report.projected:
+        report = with_roofline(report, llm.measure_peak())
     if args.verbose >= 2:
         _show_texts(done)
     if args.debug_mode == "breakdown":
@@ -242,6 +254,8 @@ def _show(args: argparse.Namespace, llm: LLM, report: RunReport, done: list[Comp
         print(f"policy: {as_flags(report.policy)}")
         print(eviction_line(report))
         print(prediction_line(report))
+        if "roofline" in report.extra:
+            print(roofline_line(report))
         print(log_block(report))
     if args.json is not None:
         write_json(args.json, report)

@@ -25,11 +25,14 @@ from flexgen_h2o.paths import DEFAULT_OFFLOAD_DIR, usable_path
 from flexgen_h2o.planner.memory import MemoryPlan, Shape, plan_within
 from flexgen_h2o.planner.need import AutoPolicy, Need
 from flexgen_h2o.planner.predict import Prediction
+from flexgen_h2o.planner.roofline import Peak, run_work
 from flexgen_h2o.planning import Planner
 from flexgen_h2o.profile import HardwareProfile
+from flexgen_h2o.profiling.peak import measure_peak
 from flexgen_h2o.progress import Progress
 from flexgen_h2o.prompts import Completion, Prompt, make_blocks, prompts_from_python
 from flexgen_h2o.report import PhaseReport, RunReport
+from flexgen_h2o.run_facts import kv_facts, kv_read, predicted_seconds
 from flexgen_h2o.sampling import ForcedTokens, SamplingParams, StopStrings, TokenChooser, decode_text
 from flexgen_h2o.schedule import Step
 from flexgen_h2o.source import Model, find_checkpoint, find_model
@@ -320,22 +323,24 @@ class LLM:
     ) -> RunReport:
         prefill = sum(sum(t.sweeps[:1]) for t in self.times)
         decode = sum(sum(t.sweeps[1:]) for t in self.times)
-        plan = engine.plan
-        prompt_tokens = sum(len(r.prompt.token_ids) for r in rows)
+        plan, spec = engine.plan, self.model.spec
+        lengths = [len(r.prompt.token_ids) for r in rows]
+        decoded = sum(max(0, len(r.token_ids) - 1) for r in rows)
+        column = spec.kv_bytes_per_token(DTYPE_BYTES[self.dtype]) // spec.num_blocks
         model_bytes, cache_bytes, hidden_bytes = self.sizes([r.prompt for r in rows], params)
         return RunReport(
             model=self.model.name,
             policy=engine.policy,
             eviction=self.eviction.to_json(),
-            prompt_len=max(len(r.prompt.token_ids) for r in rows),
+            prompt_len=max(lengths),
             gen_len=max(r.max_new for r in rows),
             num_prompts=len(rows),
-            prefill=PhaseReport(prefill, prompt_tokens),
-            decode=PhaseReport(decode, sum(max(0, len(r.token_ids) - 1) for r in rows)),
+            prefill=PhaseReport(prefill, sum(lengths)),
+            decode=PhaseReport(decode, decoded),
             peak_bytes=engine.peak_bytes,
             io_bytes=moved,
-            kv=self._kv_facts(rows),
-            predicted=_predicted_seconds(self.predicted),
+            kv=kv_facts(column, max(self._need(rows).slots), self._kv_use),
+            predicted=predicted_seconds(self.predicted),
             model_bytes=model_bytes,
             cache_bytes=cache_bytes,
             hidden_bytes=hidden_bytes,
@@ -346,25 +351,14 @@ class LLM:
                 "kv_reserved_bytes": plan.size("cache"),
                 "look_ahead_units": asdict(plan.depth),
                 "profile": self._planner.profile.machine,
+                "work": asdict(run_work(spec, lengths, decoded, kv_read(column, self._kv_use))),
                 "busy_s": {lane: engine.timeline.seconds(lane) for lane in LANES},
             },
         )
 
-    def _kv_facts(self, rows: Sequence[Row]) -> dict[str, int]:
-        """Slots of the neediest row; mean bytes of KV held in a decode sweep, and of what the full cache would hold."""
-        column = self.model.spec.kv_bytes_per_token(DTYPE_BYTES[self.dtype]) // self.model.spec.num_blocks
-        facts = {"slots": max(self._need(rows).slots)}
-        for name, kind in (("bytes", "held"), ("full_bytes", "full")):
-            sweeps = [n for use in self._kv_use for n in getattr(use, kind)[1:]]
-            sweeps = sweeps or [n for use in self._kv_use for n in getattr(use, kind)]
-            facts[name] = column * sum(sweeps) // max(1, len(sweeps))
-        return facts
-
-
-def _predicted_seconds(predicted: Prediction | None) -> dict[str, float | None]:
-    if predicted is None:
-        return {"prefill_s": None, "decode_s": None}
-    return {"prefill_s": predicted.prefill_s, "decode_s": predicted.decode_s}
+    def measure_peak(self) -> Peak:
+        """Of matrix products and of reading memory, now and in the compute dtype; half a second."""
+        return measure_peak(self._device, getattr(torch, self.dtype))
 
 
 def _read_policy_argument(policy: Policy | AutoPolicy | str | Path) -> Policy | AutoPolicy:

@@ -10,12 +10,13 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from flexgen_h2o.config import TIERS, Policy
 from flexgen_h2o.errors import FlexgenError, UsageError
+from flexgen_h2o.planner.roofline import Peak, RunWork, roofline
 from flexgen_h2o.units import GIB
 
 IO_LINKS = ("disk_read", "disk_write", "h2d", "d2h")
@@ -131,6 +132,23 @@ def prediction_line(report: RunReport) -> str:
         else f"with {profile}"
     )
     return f"predicted {where}: {figures}"
+
+
+def with_roofline(report: RunReport, peak: Peak) -> RunReport:
+    """The report with `extra.roofline`: the peak, and the seconds of prefill and decode at it (planner/roofline.py)."""
+    ideal = roofline(RunWork(**report.extra["work"]), peak)
+    return replace(report, extra={**report.extra, "roofline": {**asdict(peak), **asdict(ideal)}})
+
+
+def roofline_line(report: RunReport) -> str:
+    """How near the run came to what its products and its reading of KV take at the machine's peak."""
+    peak = report.extra["roofline"]
+    phases = (("prefill", report.prefill, peak["prefill_s"]), ("decode", report.decode, peak["decode_s"]))
+    shares = ", ".join(f"{name} {s / phase.seconds:.0%} of peak" for name, phase, s in phases if phase.seconds > 0)
+    return (
+        f"roofline: {shares} ({peak['flops_per_s'] / 1e12:.3g} TFLOP/s, {peak['memory_bytes_per_s'] / 1e9:.3g} GB/s "
+        "measured after the run)"
+    )
 
 
 def log_block(report: RunReport) -> str:

@@ -34,6 +34,7 @@ FLOORS: tuple[frozenset[str], ...] = (
             "profiling",
             "report",
             "progress",
+            "run_facts",
             "source",
             "doors",
         }

@@ -14,6 +14,7 @@ import pytest
 
 from flexgen_h2o.config import Policy
 from flexgen_h2o.errors import FlexgenError, UsageError
+from flexgen_h2o.planner.roofline import Peak
 from flexgen_h2o.report import (
     PhaseReport,
     RunReport,
@@ -22,7 +23,9 @@ from flexgen_h2o.report import (
     log_block,
     log_file_name,
     project_decode_seconds,
+    roofline_line,
     sizes_line,
+    with_roofline,
     write_json,
 )
 
@@ -48,6 +51,21 @@ def make_report(**changes: Any) -> RunReport:
         "hidden_bytes": GB // 8,
     }
     return RunReport(**{**facts, **changes})
+
+
+# ---- the roofline
+
+
+def test_roofline_line_says_which_share_of_the_peak_was_reached() -> None:
+    work = {"prefill_flops": 8e13, "decode_flops": 2e14, "decode_kv_bytes": 5e12}
+    report = with_roofline(make_report(extra={"work": work}), Peak(1e12, 2.5e10))
+    assert report.extra["roofline"] == {
+        "flops_per_s": 1e12, "memory_bytes_per_s": 2.5e10, "prefill_s": 80.0, "decode_s": 400.0,
+    }  # fmt: skip
+    assert roofline_line(report) == (
+        "roofline: prefill 80% of peak, decode 80% of peak (1 TFLOP/s, 25 GB/s measured after the run)"
+    )
+    assert "prefill" not in roofline_line(replace(report, prefill=PhaseReport(0.0, 0)))
 
 
 # ---- JSON

@@ -20,6 +20,7 @@ from flexgen_h2o.profiling.disk import DiskProbe, check_space
 from flexgen_h2o.profiling.links import link_rates
 from flexgen_h2o.profiling.memory import kernel_seconds, memory_rate, other_rates
 from flexgen_h2o.profiling.nominal import nominal_profile
+from flexgen_h2o.profiling.peak import measure_peak
 from flexgen_h2o.profiling.sizes import CARD, CARD_HOST, HOST, TINY, Sizes
 from flexgen_h2o.tiers.device import HostDevice, StandInDevice
 from flexgen_h2o.tiers.disk import Scratch
@@ -224,3 +225,9 @@ def test_sizes_go_together(sizes: Sizes) -> None:
         assert list(rising) == sorted(set(rising))
     assert sizes.prompt_tokens >= sizes.prompt_lengths[-1] and sizes.prompt_width % 64 == 0
     assert sizes.cache_bytes >= 2 * sizes.slots * sizes.head_widths[-1] * 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_peak(dtype: torch.dtype) -> None:
+    peak = measure_peak(HostDevice(), dtype, TINY)
+    check(peak.flops_per_s, peak.memory_bytes_per_s)

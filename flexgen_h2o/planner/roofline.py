@@ -1,0 +1,59 @@
+"""The roofline of a run: the seconds that its matrix products and its reading of KV take at the machine's peak.
+
+What else a run does (norms, transfers, choosing tokens, waiting) is what it loses to its roofline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from flexgen_h2o.config import ModelSpec, TensorSpec
+
+
+@dataclass(frozen=True)
+class RunWork:
+    """FLOPs of all matrix products of a phase, those of causal attention with them; bytes of KV read by decode."""
+
+    prefill_flops: float
+    decode_flops: float
+    decode_kv_bytes: float
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Measured: FLOPs a second of large matrix products, bytes a second of reading memory."""
+
+    flops_per_s: float
+    memory_bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Seconds at the peak."""
+
+    prefill_s: float
+    decode_s: float
+
+
+def run_work(spec: ModelSpec, prompt_lens: Sequence[int], decode_tokens: int, kv_bytes: float) -> RunWork:
+    """prompt_lens: of all rows, in tokens; decode_tokens: that all rows got after their first one; kv_bytes: columns
+    that decode attention read. The head sees one token of each prompt."""
+    block = 2.0 * _elements(t for tensors in (*spec.attention, *spec.mlp) for t in tensors)
+    head = 2.0 * _elements(spec.head)
+    # n^2 / 2 pairs of a query and a key, two products of 2 FLOPs each
+    causal = sum(2.0 * n * n for n in prompt_lens) * spec.num_heads * spec.head_dim * spec.num_blocks
+    prefill = sum(prompt_lens) * block + len(prompt_lens) * head + causal
+    return RunWork(prefill, decode_tokens * (block + head), kv_bytes)
+
+
+def roofline(work: RunWork, peak: Peak) -> Roofline:
+    return Roofline(
+        work.prefill_flops / peak.flops_per_s,
+        work.decode_flops / peak.flops_per_s + work.decode_kv_bytes / peak.memory_bytes_per_s,
+    )
+
+
+def _elements(tensors: Iterable[TensorSpec]) -> int:
+    """Of matrices."""
+    return sum(t.numel for t in tensors if len(t.shape) == 2)
