@@ -1,8 +1,9 @@
 """How near runs in RAM come to the roofline: matrix FLOPs / measured peak + KV bytes / measured bandwidth.
 
-Random weights at the true shape, all in RAM, one large block. The peak of the machine is measured in the same process
-before and after each run, and the better of the two counts: a neighbour that leaves in between does not flatter us.
-Claim: decode and prefill each reach at least 0.85.
+Random weights at the true shape, all in RAM, one large block. Neighbours make this machine twice as fast or slow within
+a minute, so the peak is measured all through the run: after each second of it, between two layers, one large product
+of each of two shapes (the faster counts) and one read of 128 MB; these seconds are taken off the run's. A phase's peak
+is that of the mean seconds of its probes. Claim: decode and prefill each reach at least 0.85.
 
     python bench/roofline.py                                          OPT-1.3B and OPT-6.7B, about 15 minutes
     python bench/roofline.py --model facebook/opt-125m --rows 16 --prompt-len 8 --gen-len 4 --repeats 1 --quiet-wait 0
@@ -11,19 +12,29 @@ Claim: decode and prefill each reach at least 0.85.
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import common
+import torch
 
 from flexgen_h2o.config import MemoryBudget, Policy
 from flexgen_h2o.doors import as_flags, positive, run_door
 from flexgen_h2o.llm import LLM
-from flexgen_h2o.planner.roofline import Peak
+from flexgen_h2o.planner.roofline import Peak, RunWork, roofline
+from flexgen_h2o.profiling.peak import PeakProbe
 from flexgen_h2o.prompts import benchmark_prompts
-from flexgen_h2o.report import RunReport, with_roofline
+from flexgen_h2o.report import RunReport
 from flexgen_h2o.sampling import SamplingParams
+from flexgen_h2o.schedule import Step, zigzag
+from flexgen_h2o.tiers.device import HostDevice
+
+PROBE_EVERY_S = 1.0
+PHASES = ("prefill", "decode")
 
 
 @dataclass(frozen=True)
@@ -63,51 +74,74 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+class Probed:
+    """The steps of a run with probes of the peak between them, and the seconds that these took."""
+
+    def __init__(self, llm: LLM, gen_len: int) -> None:
+        self._probe, self._gen_len = PeakProbe(HostDevice(), getattr(torch, llm.dtype)), gen_len
+        self.peaks: dict[str, list[Peak]] = {"prefill": [], "decode": []}
+        self.seconds = {"prefill": 0.0, "decode": 0.0}
+
+    def order(self, layers: int, batches: int) -> Iterator[Step]:
+        last = 0.0
+        for step in zigzag(self._gen_len, layers, batches):
+            phase = "prefill" if step.sweep == 0 else "decode"
+            if not step.micro_batch and (time.perf_counter() - last > PROBE_EVERY_S or not self.peaks[phase]):
+                start = time.perf_counter()
+                self.peaks[phase].append(self._probe.now())
+                last = time.perf_counter()
+                self.seconds[phase] += last - start
+            yield step
+
+    def peak(self, phase: str) -> Peak:
+        """Of the mean seconds of the phase's probes."""
+        return Peak(
+            statistics.harmonic_mean([p.flops_per_s for p in self.peaks[phase]]),
+            statistics.harmonic_mean([p.memory_bytes_per_s for p in self.peaks[phase]]),
+        )
+
+
 def _measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     policy = Policy(case.rows, case.batches)
     prompts = benchmark_prompts(policy.block_size, args.prompt_len, None, 1000)
-    params = SamplingParams(args.gen_len, ignore_eos=True)
-    prefill, decode, runs = [], [], []
+    runs = []
     with LLM(
-        case.model, policy, dtype=args.dtype, path=args.path, offload_dir=args.offload_dir,
+        case.model, policy, device="cpu", dtype=args.dtype, path=args.path, offload_dir=args.offload_dir,
         budget=MemoryBudget(host=args.host_mem),
     ) as llm:  # fmt: skip
-        llm.run(prompts[: min(2, len(prompts))], SamplingParams(2, ignore_eos=True), lambda done: None)  # weights, code
         for _ in range(args.repeats):
             common.wait_for_quiet(args.quiet_wait)
-            before = llm.measure_peak()
+            probed = Probed(llm, args.gen_len)
             with common.Neighbours() as neighbours:
-                report = llm.run(prompts, params, lambda done: None)
-            report = with_roofline(report, _better(before, llm.measure_peak()))
-            ideal = report.extra["roofline"]
-            prefill.append(ideal["prefill_s"] / report.prefill.seconds)
-            decode.append(ideal["decode_s"] / report.decode.seconds)
-            runs.append(_facts(report, neighbours.others))
+                params = SamplingParams(args.gen_len, ignore_eos=True)
+                report = llm.run(prompts, params, lambda done: None, order=probed.order)
+            runs.append(_facts(report, probed) | {"others": neighbours.others})
+    spread = {name: common.Spread([run[name] for run in runs]) for name in runs[0]}
     common.table(f"{case.model}, {as_flags(policy)}, {args.prompt_len} + {args.gen_len} tokens, {args.dtype}", [
-        ("decode, of the roofline", common.Spread(decode).show("")),
-        ("prefill, of the roofline", common.Spread(prefill).show("")),
-        ("decode tokens/s", common.Spread([r["decode_tokens_per_s"] for r in runs]).show("", 1)),
-        ("peak TFLOP/s", common.Spread([r["flops_per_s"] for r in runs]).show("", 2, 1e12)),
-        ("memory GB/s", common.Spread([r["memory_bytes_per_s"] for r in runs]).show("", 0, common.GB)),
-        ("taken by others", ", ".join(f"{r['others']:.0%}" for r in runs)),
+        *((f"{phase}, of the roofline", spread[f"{phase}_of_roofline"].show("")) for phase in PHASES),
+        *((f"{phase} tokens/s", spread[f"{phase}_tokens_per_s"].show("", 1)) for phase in PHASES),
+        *((f"{phase} peak TFLOP/s", spread[f"{phase}_flops_per_s"].show("", 2, 1e12)) for phase in PHASES),
+        ("decode memory GB/s", spread["decode_memory_bytes_per_s"].show("", 0, common.GB)),
+        ("taken by others", spread["others"].show("")),
     ])  # fmt: skip
     return {
         "model": case.model, "policy": policy.to_json(), "prompt_len": args.prompt_len, "gen_len": args.gen_len,
-        "decode_of_roofline": common.Spread(decode).to_json(), "prefill_of_roofline": common.Spread(prefill).to_json(),
-        "runs": runs,
+        **{name: values.to_json() for name, values in spread.items()},
     }  # fmt: skip
 
 
-def _better(a: Peak, b: Peak) -> Peak:
-    return Peak(max(a.flops_per_s, b.flops_per_s), max(a.memory_bytes_per_s, b.memory_bytes_per_s))
-
-
-def _facts(report: RunReport, others: float) -> dict[str, Any]:
-    return {
-        "prefill_s": report.prefill.seconds, "decode_s": report.decode.seconds,
-        "prefill_tokens_per_s": report.prefill.tokens_per_s, "decode_tokens_per_s": report.decode.tokens_per_s,
-        "others": others, **report.extra["roofline"],
-    }  # fmt: skip
+def _facts(report: RunReport, probed: Probed) -> dict[str, float]:
+    found: dict[str, float] = {}
+    work = RunWork(**report.extra["work"])
+    for phase, measured in (("prefill", report.prefill), ("decode", report.decode)):
+        peak, seconds = probed.peak(phase), measured.seconds - probed.seconds[phase]
+        ideal = getattr(roofline(work, peak), f"{phase}_s")
+        found |= {
+            f"{phase}_s": seconds, f"{phase}_tokens_per_s": measured.tokens / seconds,
+            f"{phase}_of_roofline": ideal / seconds, f"{phase}_probes": len(probed.peaks[phase]),
+            f"{phase}_flops_per_s": peak.flops_per_s, f"{phase}_memory_bytes_per_s": peak.memory_bytes_per_s,
+        }  # fmt: skip
+    return found
 
 
 if __name__ == "__main__":

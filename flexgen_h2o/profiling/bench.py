@@ -53,6 +53,10 @@ class Bench:
         self._batch(call, 1)
         return self._batch(call, 1)
 
+    def timed(self, call: Call) -> float:
+        """Seconds of one call."""
+        return self._batch(call, 1)
+
     def _batch(self, call: Call, count: int) -> float:
         interrupts.check()
         start = time.perf_counter()

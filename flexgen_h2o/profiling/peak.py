@@ -21,14 +21,35 @@ _HOST = replace(HOST, widths=(2048,), hidden=(2048,), heads=(), weight_bytes=128
 _CARD = replace(CARD, widths=(4096,), hidden=(4096,), heads=())
 
 
-def measure_peak(device: Device, dtype: torch.dtype, sizes: Sizes | None = None) -> Peak:
+class PeakProbe:
+    """Calls that show the peak; their buffers are taken once."""
+
+    def __init__(self, device: Device, dtype: torch.dtype, sizes: Sizes | None = None) -> None:
+        self._bench = Bench(device, sizes or (_HOST if device.is_host else _CARD))
+        rows, width = self._bench.sizes.rows[-1], self._bench.sizes.hidden[-1]
+        products = Products(self._bench, dtype)
+        self._flops = 2.0 * rows * width * 4 * width
+        cache = self._bench.normal(dtype, self._bench.sizes.cache_bytes // dtype.itemsize).view(torch.int64)
+        self._cache_bytes = cache.numel() * cache.itemsize
+        self._calls: list[Call] = [
+            products.call(rows, width, 4 * width), products.call(rows, 4 * width, width), cache.sum,
+        ]  # fmt: skip
+
+    def best(self) -> Peak:
+        """Of a few rounds."""
+        with torch.inference_mode():
+            return self._peak([min(rounds) for rounds in self._bench.rounds(*self._calls)])
+
+    def now(self) -> Peak:
+        """Of one call each."""
+        with torch.inference_mode():
+            return self._peak([self._bench.timed(call) for call in self._calls])
+
+    def _peak(self, seconds: list[float]) -> Peak:
+        *products, read = seconds
+        return Peak(self._flops / min(products), self._cache_bytes / read)
+
+
+def measure_peak(device: Device, dtype: torch.dtype) -> Peak:
     """The best of a few rounds."""
-    bench = Bench(device, sizes or (_HOST if device.is_host else _CARD))
-    with torch.inference_mode():
-        rows, width = bench.sizes.rows[-1], bench.sizes.hidden[-1]
-        products = Products(bench, dtype)
-        calls: list[Call] = [products.call(rows, width, 4 * width), products.call(rows, 4 * width, width)]
-        cache = bench.normal(dtype, bench.sizes.cache_bytes // dtype.itemsize).view(torch.int64)
-        *product_rounds, read_rounds = bench.rounds(*calls, cache.sum)
-        flops = 2.0 * rows * width * 4 * width / min(min(rounds) for rounds in product_rounds)
-        return Peak(flops, cache.numel() * cache.itemsize / min(read_rounds))
+    return PeakProbe(device, dtype).best()
