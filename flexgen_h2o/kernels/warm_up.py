@@ -6,13 +6,14 @@ import torch
 
 from flexgen_h2o.kernels.causal import causal_attention_lse
 from flexgen_h2o.kernels.column_sums import column_sums
+from flexgen_h2o.kernels.packed_rows import pack_rows, unpack_rows
 from flexgen_h2o.kernels.slots import ScoreBook, attend_scored
 
 _ROWS, _SLOTS, _WIDTH = 1, 4, 64
 
 
-def warm_up(device: torch.device, dtype: torch.dtype, scored: bool) -> None:
-    """Run decode attention once on zeros; where columns are `scored`, prompts' scores as well.
+def warm_up(device: torch.device, dtype: torch.dtype, scored: bool, packed_bits: int | None = None) -> None:
+    """Run decode attention once on zeros; where columns are `scored`, prompts' scores as well; and unpack weights.
 
     A few seconds the first time on a machine, then some tenths of one.
     """
@@ -28,3 +29,6 @@ def warm_up(device: torch.device, dtype: torch.dtype, scored: bool) -> None:
     if scored:
         _, lse = causal_attention_lse(columns, columns, columns, 1.0)
         column_sums(columns, columns, lse, 1.0)
+    if packed_bits is not None:
+        rows = pack_rows(torch.zeros(_ROWS, _WIDTH), packed_bits).to(device)
+        unpack_rows(rows, packed_bits, torch.empty(_ROWS, _WIDTH, dtype=dtype, device=device))
