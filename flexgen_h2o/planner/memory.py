@@ -202,7 +202,10 @@ def temporary_bytes(spec: ModelSpec, shape: Shape, itemsize: int, policy: Policy
     sampling = 50 * min(shape.rows * spec.vocab_size, max(SAMPLING_CHUNK, spec.vocab_size))
     chunk = min(TOKEN_CHUNK, max(shape.tokens, shape.rows))
     step = max(prefill, decode, sampling) + chunk * (3 * spec.hidden_size + spec.ffn_size) * itemsize
-    return max(step, UNPACK_BYTES * UNPACK_CHUNK) if policy.compress_weight else step
+    if policy.compress_weight:
+        largest = max(spec.vocab_size, spec.ffn_size) * spec.hidden_size
+        step = max(step, UNPACK_BYTES * min(UNPACK_CHUNK, largest))
+    return step
 
 
 def hidden_home_bytes(tokens: int, shares: Shares, row_bytes: int) -> dict[str, int]:
