@@ -250,39 +250,49 @@ def test_a_unit_that_is_open_stays_open(small: Any) -> None:
 # ---- packed
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[bool, int], Any]:
+    """By tied or not and bits: (spec, packed checkpoint, tensors that it was made from)."""
+    found = {}
+    for tied in (True, False):
+        folder, spec = tmp_path_factory.mktemp("weights"), spec_of(tied)
+        tensors = write_checkpoint(folder, spec, torch.bfloat16, 1)
+        checkpoint = match(spec, read_index(folder), folder)
+        for bits in (4, 8):
+            found[tied, bits] = spec, pack_checkpoint(spec, checkpoint, folder, bits), tensors
+    return found
+
+
+@pytest.mark.parametrize(("dtype", "bits", "tied"), [(torch.float32, 4, True), (torch.bfloat16, 8, False)])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("place", PLACES)
 def test_packed_layers_are_unpacked_into_the_planned_memory(
-    stored: dict[bool, Any], place: tuple[int, int], device: type[Device], dtype: torch.dtype, bits: int, tmp_path: Path
-) -> None:
+    packed: dict[tuple[bool, int], Any], place: tuple[int, int], device: type[Device], dtype: torch.dtype, bits: int,
+    tied: bool,
+) -> None:  # fmt: skip
     """Matrices whole, as their values were rounded; vectors as the file holds them. A region is free once unpacked."""
-    for tied, sep_layer in ((True, True), (False, False)):
-        spec, checkpoint, tensors = stored[tied]
-        packed = pack_checkpoint(spec, checkpoint, tmp_path, bits)
-        with opened(spec, packed, place, device(), dtype, sep_layer=sep_layer, bits=bits) as room:
-            stream = room.stream(2, ahead=len(room.layers.layers))
-            for layer in room.layers.layers * 2:
-                stream.prefetch()
-                if layer.unit != stream.unit:
-                    stream.open(layer.unit, NOTHING)
-                    stream.unpack(lambda: NOTHING)
-                w = stream.open(layer.unit, NOTHING)
-                for t in room.layers.units[layer.unit].tensors:
-                    want = tensors[t.name]
-                    if want.dim() == 2:
-                        assert len(w[t.role]) == 1
-                        want = unpack_rows_reference(pack_rows(want, bits), bits, torch.empty(want.shape, dtype=dtype))
-                    assert torch.equal(torch.cat(w[t.role]), want.to(dtype)), t.name
-            stream.drain()
+    spec, checkpoint, tensors = packed[tied, bits]
+    with opened(spec, checkpoint, place, device(), dtype, sep_layer=tied, bits=bits) as room:
+        stream = room.stream(2, ahead=len(room.layers.layers))
+        for layer in room.layers.layers * 2:
+            stream.prefetch()
+            if layer.unit != stream.unit:
+                stream.open(layer.unit, NOTHING)
+                stream.unpack(lambda: NOTHING)
+            w = stream.open(layer.unit, NOTHING)
+            for t in room.layers.units[layer.unit].tensors:
+                want = tensors[t.name]
+                if want.dim() == 2:
+                    assert len(w[t.role]) == 1
+                    want = unpack_rows_reference(pack_rows(want, bits), bits, torch.empty(want.shape, dtype=dtype))
+                assert torch.equal(torch.cat(w[t.role]), want.to(dtype)), t.name
+        stream.drain()
 
 
-def test_a_region_is_taken_again_after_what_unpacked_it(small: Any, tmp_path: Path) -> None:
+def test_a_region_is_taken_again_after_what_unpacked_it(packed: dict[tuple[bool, int], Any]) -> None:
     """Its next writer waits for the fence of the unpacking, not for the compute that follows."""
-    spec, checkpoint, _ = small
-    packed = pack_checkpoint(spec, checkpoint, tmp_path / "offload", 4)
-    with opened(spec, packed, (0, 0), HostDevice(), torch.float32, depth=1, bits=4) as room:
+    spec, checkpoint, _ = packed[True, 4]
+    with opened(spec, checkpoint, (0, 0), HostDevice(), torch.float32, depth=1, bits=4) as room:
         stream, fence = room.stream(2, ahead=1), Done()
         (first, second) = (room.layers.layers[i].unit for i in range(2))
         assert room.ring is not None
