@@ -9,6 +9,7 @@ from flexgen_h2o.limits import UNPACK_CHUNK
 from flexgen_h2o.packing import GROUP, GROUP_BYTES, num_groups, packed_row_bytes, value_bytes
 
 _COMPILED = (torch.float32, torch.bfloat16)
+_UNUSABLE = "holds values that are not finite, or too large"
 _LOW_BITS = 0xFFFF  # of a float32, which a bfloat16 does not have
 
 
@@ -18,6 +19,22 @@ def pack_rows(rows: torch.Tensor, bits: int) -> torch.Tensor:
     |unpacked - value| <= scale / 2, but for the rounding of float32. Raises ValueError where a value is not finite, or
     a group spans more than float32 does.
     """
+    from flexgen_h2o.kernels import pack_loops
+
+    n, columns = rows.shape
+    values, bad = rows.float().contiguous(), torch.zeros(n, dtype=torch.int32)
+    packed = torch.zeros(n, packed_row_bytes(columns, bits), dtype=torch.uint8)
+    job = pack_loops.Job(
+        values.data_ptr(), columns, packed.data_ptr(), packed.shape[1], value_bytes(columns, bits), bits, bad.data_ptr()
+    )
+    share_rows(lambda first, end: pack_loops.pack(job, first, end), n, 4 * columns + packed.shape[1])
+    if bad.any():
+        raise ValueError(_UNUSABLE)
+    return packed
+
+
+def pack_rows_reference(rows: torch.Tensor, bits: int) -> torch.Tensor:
+    """`pack_rows` in torch operations; a value in the middle between two codes may get the other one."""
     n, columns = rows.shape
     groups, levels = num_groups(columns), 2**bits - 1
     values = rows.float()
@@ -28,7 +45,7 @@ def pack_rows(rows: torch.Tensor, bits: int) -> torch.Tensor:
     least = _rounded(least, up=False)
     scale = _rounded((most - least) / levels, up=True)
     if not bool(torch.isfinite(scale).all() and torch.isfinite(least).all()):
-        raise ValueError("holds values that are not finite, or too large")
+        raise ValueError(_UNUSABLE)
     steps = scale.masked_fill(scale == 0, 1.0)  # all equal: the codes are 0
     codes = values.sub(least.unsqueeze(2)).div_(steps.unsqueeze(2)).round_().clamp_(0, levels)
     codes = codes.to(torch.uint8).view(n, groups * GROUP)[:, :columns]
