@@ -28,6 +28,7 @@ import torch
 
 from flexgen_h2o.config import DTYPE_BYTES, TIERS, ModelSpec, Policy
 from flexgen_h2o.llm import LLM
+from flexgen_h2o.packing import weight_form
 from flexgen_h2o.planner.memory import part_bytes, tier_shares, weight_parts
 from flexgen_h2o.prompts import benchmark_prompts
 from flexgen_h2o.sampling import SamplingParams
@@ -243,9 +244,9 @@ def run_sweeps(llm: LLM, rows: int, prompt_len: int, sweeps: int) -> list[Mark]:
 
 def disk_weight_bytes(spec: ModelSpec, policy: Policy, dtype: str, device_is_host: bool) -> int:
     """Bytes of weights whose home is the disk: what each decode sweep has to read, page rounding aside."""
-    shares = tier_shares(policy.weight_shares, device_is_host)
+    shares, form = tier_shares(policy.weight_shares, device_is_host), weight_form(policy, DTYPE_BYTES[dtype])
     return sum(
-        part_bytes(tensor, part, DTYPE_BYTES[dtype])
+        part_bytes(tensor, part, form)
         for unit in spec.layers(policy.sep_layer).units
         for tensor in unit.tensors
         for part in weight_parts(tensor, shares)

@@ -23,6 +23,7 @@ from reader import Reader
 
 from flexgen_h2o.config import MemoryBudget, Policy
 from flexgen_h2o.llm import LLM
+from flexgen_h2o.packing import WeightForm
 from flexgen_h2o.planner.memory import streamed_bytes, tier_shares
 from flexgen_h2o.source import find_model
 
@@ -106,7 +107,7 @@ def _open(args: argparse.Namespace, rows: int, percent: tuple[int, int, int, int
 def _open_reader(args: argparse.Namespace) -> Reader:
     model, policy = find_model(args.model, args.path), Policy(percent=ON_DISK)
     shares = tier_shares(policy.weight_shares, device_is_host=True)
-    largest = max(streamed_bytes(u, shares, 4, True) for u in model.spec.layers(policy.sep_layer).units)
+    largest = max(streamed_bytes(u, shares, WeightForm(4), True) for u in model.spec.layers(policy.sep_layer).units)
     return Reader(model, policy, args.dtype, args.offload_dir, 2 * largest)
 
 

@@ -200,7 +200,7 @@ def check_plot_library() -> None:
 
 def refuse_missing_features(args: argparse.Namespace) -> None:
     """Compression flags are known but not built yet: UsageError, never silently ignored."""
-    given = [flag_of(n) for n in ("compress_weight", "compress_cache", "int8_compute") if getattr(args, n)]
+    given = [flag_of(n) for n in ("compress_cache", "int8_compute") if getattr(args, n)]
     if given:
         raise UsageError(f"{given[0]}: not in this version yet; leave it out (uncompressed is what runs)")
 
@@ -243,6 +243,7 @@ def policy_settings(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+BITS_OF = {"weight_bits": "compress_weight", "cache_bits": "compress_cache"}  # what they are the bits of
 PLACEMENT = ("gpu_batch_size", "num_gpu_batches", "percent")
 
 
@@ -258,6 +259,9 @@ def policy_of(args: argparse.Namespace) -> tuple[Policy, bool]:
         if given:
             raise UsageError(f"--policy {args.policy} and {flag_of(next(iter(given)))}: give one of them")
         return read_policy(usable_path(args.policy, "--policy")).policy, False
+    for bits, switch in BITS_OF.items():
+        if bits in given and switch not in given:
+            raise UsageError(f"{flag_of(bits)} {given[bits]}: goes with {flag_of(switch)}; give both")
     if args.policy == "auto" and placed:
         raise UsageError(f"--policy auto and {flag_of(placed[0])}: give one of them")
     with naming_flags():
@@ -271,7 +275,8 @@ def as_flags(policy: Policy) -> str:
     found += [f"{flag_of(name)} {getattr(policy, name)}" for name in ("gpu_batch_size", "num_gpu_batches")]
     for name, default in usual.items():
         value = getattr(policy, name)
-        if value != default:
+        is_used = getattr(policy, BITS_OF[name]) if name in BITS_OF else True
+        if value != default and is_used:
             found.append(flag_of(name) if value is True else f"{flag_of(name)} {_as_text(value)}")
     return " ".join(found)
 

@@ -17,6 +17,7 @@ from flexgen_h2o.hidden import HiddenStore
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.kvcache.store import CacheStore
 from flexgen_h2o.limits import READ_THREADS, WRITE_THREADS
+from flexgen_h2o.packing import weight_form
 from flexgen_h2o.planner.memory import MemoryPlan, attends_on_host, tier_shares
 from flexgen_h2o.tiers.buffers import Ledger, host_buffer
 from flexgen_h2o.tiers.device import Device
@@ -49,7 +50,8 @@ class Engine:
         self.lanes = Lanes(LANE_THREADS, timeline)
         self.mover = Mover(device, self.lanes)
         shares = tier_shares(policy.weight_shares, device.is_host)
-        self.weights = WeightStore(self.layers, checkpoint, shares, dtype, self.mover)
+        bits = weight_form(policy, dtype.itemsize).bits
+        self.weights = WeightStore(self.layers, checkpoint, shares, dtype, self.mover, bits)
         with contextlib.ExitStack() as stack:
             # Left in reverse: the threads end before the files that they use are closed.
             stack.callback(self._close_files)
@@ -126,6 +128,10 @@ class Engine:
 
     def weight_ring(self) -> Ring | None:
         return self._ring("weight ring")
+
+    def unpacked_weights(self) -> torch.Tensor | None:
+        """Where packed weights are unpacked; None where they are not packed."""
+        return self._buffers.get(("unpacked weights", self.device.tier))
 
     def cache_ring(self) -> Ring | None:
         return self._ring("cache ring")

@@ -90,7 +90,9 @@ class Executor:
         self._overlap = engine.policy.overlap
         units = tuple(layer.unit for layer in self._layers)
         ahead = len(units) if self._overlap else 0
-        self._weights = WeightStream(engine.weights, engine.weight_ring(), weight_sequence(max_sweeps, units), ahead)
+        self._weights = WeightStream(
+            engine.weights, engine.weight_ring(), weight_sequence(max_sweeps, units), ahead, engine.unpacked_weights()
+        )
         sparsity = engine.policy.attn_sparsity
         self._slot_attention: SlotAttention = (
             slot_kernels.attend if sparsity == 1 else partial(attend_sparse, share=sparsity)
@@ -186,8 +188,12 @@ class Executor:
             self._begin_sweep(k)
         phase = "prefill" if self._inputs[k].is_prefill else "decode"
         span, key = engine.timeline.span, (step.sweep, step.layer, k)
+        is_fresh = layer.unit != self._weights.unit
         with span("wait", "load_weight"):
             w = self._weights.open(layer.unit, engine.device.fence())
+        if is_fresh and engine.policy.compress_weight:
+            with span("compute", "unpack_weights"):
+                w = self._weights.unpack(engine.device.fence)
         self._weights.prefetch()  # into the space of the unit that has just been closed
         with span("wait", f"load_hidden {phase}"):
             region = self._hidden.take(key)

@@ -283,6 +283,8 @@ def _show_breakdown(llm: LLM) -> None:
     print(f"#layers: {llm.num_layers}\n#batches prefill: {prefill_steps}\n#batches decoding: {decode_steps}")
     mean = llm.timeline.mean_seconds
     print(f"load_weight (per-layer): {mean('wait', 'load_weight'):.6f} s")
+    if llm.policy is not None and llm.policy.compress_weight:
+        print(f"unpack_weights (per-layer): {mean('compute', 'unpack_weights'):.6f} s")
     for phase in ("prefill", "decode"):
         print(f"compute_layer_{phase} (per-batch): {mean('compute', f'compute_layer {phase}'):.6f} s")
         for kind in ("load_cache", "store_cache", "load_hidden", "store_hidden"):

@@ -14,3 +14,5 @@ TOKEN_CHUNK = 1024  # tokens whose wide activations exist at a time
 ROW_BLOCK = 16  # matrices are split over tiers at multiples of this many rows
 WRITE_BACK_STEPS = 16  # decode steps whose columns wait in RAM before a disk unit of the KV cache is written back
 SEGMENT_SLOTS = 64  # at most; KV slots that are read and written as one area
+UNPACK_CHUNK = 2**20  # packed weights that torch operations unpack at a time
+PACK_CHUNK = 2**20  # weights that are packed at a time

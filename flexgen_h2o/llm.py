@@ -21,6 +21,7 @@ from flexgen_h2o.executor import BlockTimes, Executor, KvUse
 from flexgen_h2o.generation import Chooser, Decoding, LogitsWatch, Row, RowEnd, SlotsWatch, Watches
 from flexgen_h2o.kernels.warm_up import warm_up
 from flexgen_h2o.kvcache.eviction import Eviction, check_eviction
+from flexgen_h2o.packing import weight_form
 from flexgen_h2o.paths import DEFAULT_OFFLOAD_DIR, usable_path
 from flexgen_h2o.planner.memory import MemoryPlan, Shape, plan_within
 from flexgen_h2o.planner.need import AutoPolicy, Need
@@ -254,9 +255,11 @@ class LLM:
         self._policy, self._planned_rows = policy, need.rows
         self.predicted = self._predict(need, rows, policy, plan)
         dtype = getattr(torch, self.dtype)
-        warm_up(self._device.torch_device, dtype, bool(self.eviction.needs.record))
+        bits = weight_form(policy, itemsize).bits
+        warm_up(self._device.torch_device, dtype, bool(self.eviction.needs.record), bits)
+        checkpoint = self._find_checkpoint(bits) if bits else self._checkpoint
         self._engine = Engine(
-            spec, self._checkpoint, policy, plan, dtype, self._device, budgets, self.offload_dir, self.timeline
+            spec, checkpoint, policy, plan, dtype, self._device, budgets, self.offload_dir, self.timeline
         )  # fmt: skip
         return self._engine
 
@@ -296,11 +299,13 @@ class LLM:
 
     @cached_property
     def _checkpoint(self) -> Checkpoint:
-        """Opened at first use; with random weights that is after the memory plan, since it may write many GB."""
-        return find_checkpoint(
-            self.model, self.dtype if self.model.random else "", self.offload_dir, RANDOM_WEIGHTS_SEED,
-            Progress.on_terminal(),
-        )  # fmt: skip
+        return self._find_checkpoint(None)
+
+    def _find_checkpoint(self, bits: int | None) -> Checkpoint:
+        """Random and packed weights are written at first use: after the memory plan, since they may be many GB."""
+        dtype = self.dtype if self.model.random else ""
+        shown = Progress.on_terminal()
+        return find_checkpoint(self.model, dtype, self.offload_dir, RANDOM_WEIGHTS_SEED, shown, bits)
 
     def _most_new_tokens(self, prompt: Prompt, params: SamplingParams) -> int:
         """The newest token needs no position of its own, so a prompt that fills all positions still gets one."""
@@ -368,7 +373,7 @@ def _read_policy_argument(policy: Policy | AutoPolicy | str | Path) -> Policy | 
     if isinstance(policy, AutoPolicy):
         return policy
     found = policy if isinstance(policy, Policy) else read_policy(usable_path(policy, "--policy")).policy
-    for name in ("compress_weight", "compress_cache", "int8_compute"):
+    for name in ("compress_cache", "int8_compute"):
         if getattr(found, name):
             raise UsageError(f"{name}: compression is not in this version; leave it off")
     return found

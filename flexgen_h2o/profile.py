@@ -68,8 +68,8 @@ class ComputeRates:
     2 n^2 x (heads x d) FLOPs a prompt (half of the n x n pairs, two products). column_sums_flops_per_s: the second
     pass of an eviction policy, n^2 x (heads x d) FLOPs. device_ and host_attention_bytes_per_s: decode attention over
     [head width], bytes of the keys and values that it reads; scored_...: the same with scores and victims.
-    elementwise_bytes_per_s: norms and activations, bytes read and written. dequantise_bytes_per_s: int4 to the dtype,
-    bytes of the result. logits_per_s: choosing a token, logits looked at.
+    elementwise_bytes_per_s: norms and activations, bytes read and written. dequantise_bytes_per_s: packed weights in
+    4 bits to the dtype, bytes of the result. logits_per_s: choosing a token, logits looked at.
     """
 
     matmul_flops_per_s: Products

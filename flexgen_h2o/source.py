@@ -6,7 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flexgen_h2o.checkpoint import Checkpoint, ModelSource, open_checkpoint, resolve, write_random_checkpoint
+from flexgen_h2o.checkpoint import (
+    Checkpoint,
+    ModelSource,
+    open_checkpoint,
+    pack_checkpoint,
+    pack_random,
+    resolve,
+    write_random_checkpoint,
+)
 from flexgen_h2o.checkpoint.resolve import DUMMY, find_folder
 from flexgen_h2o.config import ModelSpec
 from flexgen_h2o.errors import UsageError
@@ -59,15 +67,24 @@ def find_spec(model: str, path: str | None, revision: str | None = None) -> Mode
     return spec_from_folder(model, folder)[0]
 
 
-def find_checkpoint(model: Model, dtype: str, offload_dir: Path, seed: int, progress: bool) -> Checkpoint:
-    """The checkpoint on disk: in place, imported from .bin, or written with seeded random weights of `dtype`."""
-    cache = offload_dir / "weights"
+def find_checkpoint(
+    model: Model, dtype: str, offload_dir: Path, seed: int, progress: bool, bits: int | None = None
+) -> Checkpoint:
+    """The checkpoint on disk: in place, imported from .bin, or written with seeded random weights of `dtype`.
+
+    bits: its matrices packed, made from it once (checkpoint/packed_store.py); random weights are never written whole.
+    """
+    cache, spec = offload_dir / "weights", model.spec
     if not model.random:
         assert model.folder is not None
-        return open_checkpoint(model.spec, model.folder, cache)
+        found = open_checkpoint(spec, model.folder, cache)
+        return pack_checkpoint(spec, found, cache, bits, progress) if bits else found
     label = f"{model.name.replace('/', '--')}-{dtype}-seed{seed}-{shape_fingerprint(model.config)}"
-    folder = write_random_checkpoint(model.spec, model.config, cache / "random" / label, dtype, seed, progress)
-    return open_checkpoint(model.spec, folder, cache)
+    if bits:
+        folder = cache / "packed" / f"random-{label}"
+        return pack_random(spec, model.config, folder, dtype, seed, bits, progress)
+    folder = write_random_checkpoint(spec, model.config, cache / "random" / label, dtype, seed, progress)
+    return open_checkpoint(spec, folder, cache)
 
 
 def shape_fingerprint(config: dict[str, Any]) -> str:

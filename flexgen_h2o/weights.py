@@ -1,12 +1,13 @@
 """Weights on their home tiers, brought to the device unit by unit in schedule order.
 
 Resident rows are read once; streamed rows (on disk, and on host where the device is not host memory) are loaded into a
-ring ahead of the compute that needs them. Knows nothing of file formats (it is given byte ranges) nor of models.
+ring ahead of the compute that needs them. Packed matrices (packing.py) stay packed in both and are unpacked into one
+buffer when their unit is opened. Knows nothing of file formats (it is given byte ranges) nor of models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +16,10 @@ import torch
 from flexgen_h2o.checkpoint.stored import Checkpoint, StoredTensor
 from flexgen_h2o.config import LayerPlan, TensorSpec, WeightUnit
 from flexgen_h2o.kernels.linear import RowParts
+from flexgen_h2o.kernels.packed_rows import unpack_rows
 from flexgen_h2o.limits import ALIGN, PAGE
-from flexgen_h2o.planner.memory import part_bytes, streamed_bytes, streamed_part_bytes, weight_parts
+from flexgen_h2o.packing import WeightForm
+from flexgen_h2o.planner.memory import part_bytes, streamed_bytes, streamed_part_bytes, unpacked_bytes, weight_parts
 from flexgen_h2o.tiers.disk import DirectFile, aligned_range
 from flexgen_h2o.tiers.events import Done, Waitable, wait_all
 from flexgen_h2o.tiers.mover import Memory, Mover
@@ -37,19 +40,23 @@ class _Piece:
 
 
 class WeightStore:
-    """Homes of all units. `open_unit` gives the tensors of a unit from its resident rows and a loaded region."""
+    """Homes of all units. `open_unit` gives the tensors of a unit from its resident rows and a loaded region.
+
+    bits: of a packed value; the checkpoint's matrices are packed so. None: they are in a float dtype.
+    """
 
     def __init__(
-        self, plan: LayerPlan, checkpoint: Checkpoint, shares: Shares, dtype: torch.dtype, mover: Mover
-    ) -> None:
+        self, plan: LayerPlan, checkpoint: Checkpoint, shares: Shares, dtype: torch.dtype, mover: Mover,
+        bits: int | None = None,
+    ) -> None:  # fmt: skip
         self.plan, self.dtype, self._mover = plan, dtype, mover
-        self._checkpoint = checkpoint
+        self._checkpoint, self._form = checkpoint, WeightForm(dtype.itemsize, bits)
         self._is_host = mover.device.is_host
         self._files: dict[Path, DirectFile] = {}
         self._resident: dict[tuple[str, int], torch.Tensor] = {}
         self._parts = {t.name: weight_parts(t, shares) for unit in plan.units for t in unit.tensors}
         self._pieces = [self._lay_out(unit) for unit in plan.units]
-        self._sizes = [streamed_bytes(unit, shares, dtype.itemsize, self._is_host) for unit in plan.units]
+        self._sizes = [streamed_bytes(unit, shares, self._form, self._is_host) for unit in plan.units]
 
     def load_resident(self, memory: dict[str, torch.Tensor]) -> None:
         """Read every row whose home is device or host memory into `memory` (uint8 by tier); waits for the reads.
@@ -63,14 +70,14 @@ class WeightStore:
                 for part in self._parts[tensor.name]:
                     if part.tier == "disk":
                         continue
-                    nbytes = part_bytes(tensor, part, self.dtype.itemsize)
+                    nbytes = part_bytes(tensor, part, self._form)
                     tier = part.tier if part.tier in memory else "host"
                     start = used[tier]
                     used[tier] += round_up(nbytes, ALIGN)
-                    dst = memory[tier][start : start + nbytes].view(self.dtype)
-                    self._resident[tensor.name, part.start] = dst.view(part.rows, *tensor.shape[1:])
+                    rows = self._rows(tensor, part, memory[tier][start : start + nbytes])
+                    self._resident[tensor.name, part.start] = rows
                     home: Memory = "host" if part.tier == "host" else "device"
-                    reads.append(self._read(tensor, part, dst, home, ()))
+                    reads.append(self._read(tensor, part, rows.view(-1), home, ()))
         wait_all(reads)
 
     def nbytes(self, key: int) -> int:
@@ -88,7 +95,7 @@ class WeightStore:
         return [self._load_piece(piece, region) for piece in self._pieces[key].values()]
 
     def open_unit(self, unit: int, region: Region | None) -> dict[str, RowParts]:
-        """Tensors of a loaded unit by role, each as row parts in order."""
+        """Tensors of a loaded unit by role, each as row parts in order, packed where the store is."""
         streamed = self._pieces[unit]
         found: dict[str, RowParts] = {}
         for tensor in self.plan.units[unit].tensors:
@@ -102,6 +109,25 @@ class WeightStore:
                     parts.append(self._view(piece, region))
             found[tensor.role] = tuple(parts)
         return found
+
+    def unpack(self, unit: int, tensors: Mapping[str, RowParts], memory: torch.Tensor) -> dict[str, RowParts]:
+        """An opened unit's tensors in the compute dtype: packed matrices whole in `memory` (uint8), others as given."""
+        found, start = dict(tensors), 0
+        for tensor in self.plan.units[unit].tensors:
+            if self._form.packs(tensor.shape):
+                nbytes = tensor.numel * self.dtype.itemsize
+                whole = memory[start : start + nbytes].view(self.dtype).view(tensor.shape)
+                start += unpacked_bytes(tensor, self.dtype.itemsize)
+                self._unpack_into(whole, tensors[tensor.role])
+                found[tensor.role] = (whole,)
+        return found
+
+    def _unpack_into(self, whole: torch.Tensor, parts: RowParts) -> None:
+        assert self._form.bits is not None
+        first = 0
+        for part in parts:
+            unpack_rows(part, self._form.bits, whole[first : first + len(part)])
+            first += len(part)
 
     def close(self) -> None:
         for file in self._files.values():
@@ -117,7 +143,7 @@ class WeightStore:
                     continue
                 shift = self._file_range(tensor, part)[0] % PAGE if self._is_direct(tensor, part) else 0
                 pieces[tensor.name, part.start] = _Piece(tensor, part, start, start + shift)
-                start += streamed_part_bytes(tensor, part, self.dtype.itemsize)
+                start += streamed_part_bytes(tensor, part, self._form)
         return pieces
 
     def _load_piece(self, piece: _Piece, region: Region) -> Done:
@@ -143,14 +169,22 @@ class WeightStore:
         return self._mover.read("load_weight", dst, memory, self._file(tensor), offset, nbytes, stored, after)
 
     def _view(self, piece: _Piece, region: Region) -> torch.Tensor:
-        nbytes = part_bytes(piece.tensor, piece.part, self.dtype.itemsize)
-        flat = region.data[piece.offset : piece.offset + nbytes].view(self.dtype)
-        return flat.view(piece.part.rows, *piece.tensor.shape[1:])
+        nbytes = part_bytes(piece.tensor, piece.part, self._form)
+        return self._rows(piece.tensor, piece.part, region.data[piece.offset : piece.offset + nbytes])
+
+    def _rows(self, tensor: TensorSpec, part: Part, data: torch.Tensor) -> torch.Tensor:
+        """Bytes of a part as rows: in the compute dtype, or uint8 (rows, bytes of a packed row)."""
+        if self._form.packs(tensor.shape):
+            return data.view(part.rows, -1)
+        return data.view(self.dtype).view(part.rows, *tensor.shape[1:])
+
+    def _held_dtype(self, tensor: TensorSpec) -> torch.dtype:
+        return torch.uint8 if self._form.packs(tensor.shape) else self.dtype
 
     def _is_direct(self, tensor: TensorSpec, part: Part) -> bool:
         """May the file's bytes be computed on as they are, where the reader puts them?"""
         stored = self._stored(tensor)
-        same = getattr(torch, stored.dtype) == self.dtype
+        same = getattr(torch, stored.dtype) == self._held_dtype(tensor)
         return part.tier == "disk" and self._is_host and same and stored.offset % self.dtype.itemsize == 0
 
     def _stored(self, tensor: TensorSpec) -> StoredTensor:
@@ -169,12 +203,18 @@ class WeightStore:
 
 
 class WeightStream:
-    """The open unit, and the loads ahead of it."""
+    """The open unit, and the loads ahead of it.
 
-    def __init__(self, store: WeightStore, ring: Ring | None, sequence: Iterator[int], ahead: int) -> None:
-        self._store = store
+    unpacked: memory for the open unit's matrices where the store is packed; else None.
+    """
+
+    def __init__(
+        self, store: WeightStore, ring: Ring | None, sequence: Iterator[int], ahead: int,
+        unpacked: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self._store, self._unpacked = store, unpacked
         self._stream: Stream[int] = Stream(ring, sequence, store, ahead)
-        self._unit: int | None = None
+        self.unit: int | None = None
         self._region: Region | None = None
         self._tensors: Mapping[str, RowParts] = {}
 
@@ -183,10 +223,21 @@ class WeightStream:
 
     def open(self, unit: int, fence: Waitable) -> Mapping[str, RowParts]:
         """The tensors of `unit`, loaded. Another unit that is open is closed: its last reader is done with `fence`."""
-        if unit != self._unit:
+        if unit != self.unit:
             self._stream.give_back(self._region, [fence])
             self._region = self._stream.take(unit)
-            self._unit, self._tensors = unit, self._store.open_unit(unit, self._region)
+            self.unit, self._tensors = unit, self._store.open_unit(unit, self._region)
+        return self._tensors
+
+    def unpack(self, fence: Callable[[], Waitable]) -> Mapping[str, RowParts]:
+        """The tensors of the unit that was just opened, in the compute dtype; its region is free from then on.
+
+        fence: an event that is done when what was computed up to now is.
+        """
+        if self._unpacked is not None and self.unit is not None:
+            self._tensors = self._store.unpack(self.unit, self._tensors, self._unpacked)
+            self._stream.give_back(self._region, [fence()])
+            self._region = None
         return self._tensors
 
     def drain(self) -> None:

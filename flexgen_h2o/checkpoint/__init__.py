@@ -9,6 +9,7 @@ from pathlib import Path
 
 from flexgen_h2o.checkpoint.bin_import import BIN_NAME, has_bin, import_bin
 from flexgen_h2o.checkpoint.match import match
+from flexgen_h2o.checkpoint.packed_store import pack_checkpoint, pack_random
 from flexgen_h2o.checkpoint.random_weights import write_random_checkpoint
 from flexgen_h2o.checkpoint.resolve import ModelSource, resolve
 from flexgen_h2o.checkpoint.safetensors_format import SINGLE_NAME
@@ -24,6 +25,8 @@ __all__ = [
     "import_bin",
     "match",
     "open_checkpoint",
+    "pack_checkpoint",
+    "pack_random",
     "read_index",
     "resolve",
     "write_random_checkpoint",

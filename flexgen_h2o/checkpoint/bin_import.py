@@ -6,8 +6,6 @@ torch is imported where it is used: what only looks at folders must not pay for 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import json
 import mmap
 import pickle
 import shutil
@@ -18,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from flexgen_h2o.checkpoint.atomic_folder import building
 from flexgen_h2o.checkpoint.file_writer import FileWriter, reserve
+from flexgen_h2o.checkpoint.fingerprint import fingerprint
 from flexgen_h2o.checkpoint.safetensors_format import (
     INDEX_NAME,
     Entry,
@@ -76,7 +75,7 @@ def import_bin(folder: Path, cache_dir: Path) -> Path:
     shards = _shards(folder)
     carried = _carried_files(folder)
     sources = [shard.path for shard in shards]
-    target = cache_dir / "imported" / f"{folder.resolve().name}-{_fingerprint([*sources, *carried])}"
+    target = cache_dir / "imported" / f"{folder.resolve().name}-{fingerprint([*sources, *carried])}"
     with building(target, sum(path.stat().st_size for path in sources)) as temp:
         if temp is not None:
             for path in carried:
@@ -108,11 +107,6 @@ def _carried_files(folder: Path) -> list[Path]:
         and path.name not in (BIN_INDEX_NAME, INDEX_NAME)
         and path.stat().st_size <= _CARRIED_BYTES
     )
-
-
-def _fingerprint(paths: list[Path]) -> str:
-    facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
 def _convert(shards: list[_Shard], out: Path) -> None:

@@ -7,25 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
 from flexgen_h2o.checkpoint.atomic_folder import building
-from flexgen_h2o.checkpoint.file_writer import FileWriter, reserve
-from flexgen_h2o.checkpoint.safetensors_format import (
-    FROM_ENGINE,
-    SINGLE_NAME,
-    Entry,
-    header,
-    shard_name,
-    write_index,
-)
+from flexgen_h2o.checkpoint.safetensors_format import FROM_ENGINE, Entry
+from flexgen_h2o.checkpoint.shards import plan_shards, tensors_of, write_shards
 from flexgen_h2o.config import DTYPE_BYTES, ModelSpec, TensorSpec
 from flexgen_h2o.errors import UsageError
 
@@ -33,20 +21,9 @@ if TYPE_CHECKING:
     import torch
 
 RECORD_NAME = "random_weights.json"
-SHARD_BYTES = 5 * 10**9
 # 2**24 - 3 is prime: the rows of no matrix repeat, as they would with a power of two (equal rows: equal logits).
 TABLE_VALUES = 2**24 - 3
 _MATRIX_STD, _NORM_STD, _BIAS_STD = 0.02, 0.02, 0.01
-
-
-@dataclass(frozen=True)
-class _Shard:
-    """One file to write: its header (bytes) and its tensors in the order of their data."""
-
-    name: str
-    head: bytes
-    tensors: tuple[TensorSpec, ...]
-    nbytes: int  # of the whole file
 
 
 def write_random_checkpoint(
@@ -64,45 +41,51 @@ def write_random_checkpoint(
     """
     if dtype not in DTYPE_BYTES:
         raise UsageError(f"--dtype {dtype}: not one of {', '.join(DTYPE_BYTES)}")
-    tensors = {t.name: t for unit in spec.layers(sep_layer=False).units for t in unit.tensors}
-    record = _record(list(tensors.values()), config_json, dtype, seed)
-    shards = _shards(list(tensors.values()), dtype)
+    record = record_of(spec, config_json, dtype, seed)
+    shards = plan_shards(tensors_of(spec), lambda t: Entry(t.name, FROM_ENGINE[dtype], t.shape))
     with building(folder, sum(shard.nbytes for shard in shards)) as temp:
         if temp is None:
             _check_record(folder, record)
             return folder
-        for shard in shards:
-            reserve(temp / shard.name, shard.nbytes)
-        _write_small_files(temp, config_json, dtype, record, shards)
-        table = _table(dtype, seed)
-        with _bar(sum(shard.nbytes for shard in shards), folder.name, progress) as advance:
-            for shard in shards:
-                _fill(temp / shard.name, shard, table, seed, advance)
+        _write_small_files(temp, config_json, dtype, record)
+        values = RandomValues(dtype, seed)
+        write_shards(temp, shards, values.pieces, f"random weights {folder.name}", progress)
     return folder
 
 
-def _shards(tensors: list[TensorSpec], dtype: str) -> list[_Shard]:
-    groups: list[list[TensorSpec]] = [[]]
-    room = SHARD_BYTES
-    for tensor in tensors:
-        nbytes = tensor.numel * DTYPE_BYTES[dtype]
-        if nbytes > room and groups[-1]:
-            groups.append([])
-            room = SHARD_BYTES
-        groups[-1].append(tensor)
-        room -= nbytes
-    shards = []
-    for i, group in enumerate(groups):
-        entries = [Entry(t.name, FROM_ENGINE[dtype], t.shape) for t in group]
-        name = SINGLE_NAME if len(groups) == 1 else shard_name(i, len(groups))
-        head = header(entries)
-        shards.append(_Shard(name, head, tuple(group), len(head) + sum(e.nbytes for e in entries)))
-    return shards
+class RandomValues:
+    """The values of a seed. Under 40 MB of RAM (bf16): every tensor takes its own from one table."""
+
+    def __init__(self, dtype: str, seed: int) -> None:
+        self._table, self._seed = _table(dtype, seed), seed
+
+    def pieces(self, tensor: TensorSpec) -> Iterator[memoryview]:
+        """The bytes of one tensor, as views of the table for matrices."""
+        return (_bytes(values) for values in self._values(tensor, 0, tensor.numel))
+
+    def rows(self, tensor: TensorSpec, first: int, end: int) -> torch.Tensor:
+        """Rows [first, end) of a tensor."""
+        import torch
+
+        row = tensor.numel // tensor.shape[0]
+        values = torch.cat(list(self._values(tensor, first * row, end * row)))
+        return values.view(end - first, *tensor.shape[1:])
+
+    def _values(self, tensor: TensorSpec, begin: int, end: int) -> Iterator[torch.Tensor]:
+        """The values [begin, end) of a tensor, row-major, in pieces."""
+        digest = hashlib.blake2b(f"{self._seed}:{tensor.name}".encode(), digest_size=8).digest()
+        start = (int.from_bytes(digest, "little") + begin) % TABLE_VALUES
+        left = end - begin
+        while left:
+            values = self._table[start : start + left]
+            left -= values.numel()
+            start = 0
+            yield values if len(tensor.shape) != 1 else _vector(tensor, values)
 
 
-def _record(tensors: list[TensorSpec], config_json: dict[str, Any], dtype: str, seed: int) -> dict[str, Any]:
+def record_of(spec: ModelSpec, config_json: dict[str, Any], dtype: str, seed: int) -> dict[str, Any]:
     """What the values and files depend on."""
-    facts = [config_json, [(t.role, t.name, t.shape) for t in tensors]]
+    facts = [config_json, [(t.role, t.name, t.shape) for t in tensors_of(spec)]]
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     return {"seed": seed, "dtype": dtype, "model": digest}
 
@@ -116,17 +99,12 @@ def _check_record(folder: Path, record: dict[str, Any]) -> None:
         raise UsageError(f"{folder}: holds something else than these random weights; remove it or give another folder")
 
 
-def _write_small_files(
-    folder: Path, config_json: dict[str, Any], dtype: str, record: dict[str, Any], shards: list[_Shard]
-) -> None:
+def _write_small_files(folder: Path, config_json: dict[str, Any], dtype: str, record: dict[str, Any]) -> None:
     # The files decide the dtype; a config that says otherwise would mislead whoever reads it first.
     config = {key: value for key, value in config_json.items() if key not in ("dtype", "torch_dtype")}
     config["torch_dtype"] = dtype
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (folder / RECORD_NAME).write_text(json.dumps(record, indent=2) + "\n")
-    if len(shards) > 1:
-        weight_map = {tensor.name: shard.name for shard in shards for tensor in shard.tensors}
-        write_index(folder, weight_map, sum(shard.nbytes - len(shard.head) for shard in shards))
 
 
 def _table(dtype: str, seed: int) -> torch.Tensor:
@@ -136,28 +114,6 @@ def _table(dtype: str, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     values = torch.empty(TABLE_VALUES, dtype=torch.float32).normal_(0.0, _MATRIX_STD, generator=generator)
     return values.to(getattr(torch, dtype))
-
-
-def _fill(path: Path, shard: _Shard, table: torch.Tensor, seed: int, advance: Callable[[int], object]) -> None:
-    with FileWriter(path) as file:
-        file.write(shard.head)
-        advance(len(shard.head))
-        for tensor in shard.tensors:
-            for piece in _pieces(tensor, table, seed):
-                file.write(piece)
-                advance(piece.nbytes)
-
-
-def _pieces(tensor: TensorSpec, table: torch.Tensor, seed: int) -> Iterator[memoryview]:
-    """The bytes of one tensor, as views of the table for matrices."""
-    digest = hashlib.blake2b(f"{seed}:{tensor.name}".encode(), digest_size=8).digest()
-    start = int.from_bytes(digest, "little") % TABLE_VALUES
-    left = tensor.numel
-    while left:
-        values = table[start : start + left]
-        left -= values.numel()
-        start = 0
-        yield _bytes(values if len(tensor.shape) != 1 else _vector(tensor, values))
 
 
 def _vector(tensor: TensorSpec, values: torch.Tensor) -> torch.Tensor:
@@ -170,12 +126,3 @@ def _bytes(values: torch.Tensor) -> memoryview:
     import torch
 
     return values.contiguous().view(torch.uint8).numpy().data
-
-
-@contextmanager
-def _bar(nbytes: int, what: str, shown: bool) -> Iterator[Callable[[int], object]]:
-    """A tqdm bar of bytes on stderr, or nothing; yields what to call with the bytes that were just written."""
-    with tqdm(
-        total=nbytes, desc=f"random weights {what}", unit="B", unit_scale=True, file=sys.stderr, disable=not shown
-    ) as bar:
-        yield bar.update

@@ -26,7 +26,7 @@ DTYPE_BITS = {
     "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8,
     "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
 }  # fmt: skip
-TO_ENGINE = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+TO_ENGINE = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "U8": "uint8"}
 FROM_ENGINE = {ours: theirs for theirs, ours in TO_ENGINE.items()}
 
 # Direct reads fetch whole blocks: data that starts on one costs no extra block.

@@ -11,7 +11,8 @@ from pathlib import Path
 class StoredTensor:
     """One tensor's bytes: `nbytes` from `offset` (bytes from the start of the file), row-major, little-endian.
 
-    dtype: a key of `config.DTYPE_BYTES`, or the safetensors name of a type the engine does not compute in (`I8`, ...).
+    dtype: a key of `config.DTYPE_BYTES`, `uint8` (packed rows), or the safetensors name of a type that the engine does
+    not know (`I8`, ...).
     """
 
     path: Path

@@ -19,10 +19,14 @@ def markdown(result: Figures) -> str:
         + f"; 95% bootstrap intervals over prompts in brackets; seed {settings['seed']}.",
     ]
     parts = [head]
-    for budget in settings["budgets"]:
-        cells = [cell for cell in result["cells"] if cell["budget"] == budget]
+    evicting = [cell for cell in result["cells"] if not cell["switches"]]
+    compressed = [cell for cell in result["cells"] if cell["switches"]]
+    for budget in dict.fromkeys(cell["budget"] for cell in evicting):
+        cells = [cell for cell in evicting if cell["budget"] == budget]
         cells.sort(key=lambda cell: -cell["kl"]["value"])
         parts.append([f"### {budget:.0%} of the prompt's columns", "", *_main(cells, result["full"], text, recall)])
+    if compressed:
+        parts.append(["### Compressed, all columns", "", *_main(compressed, result["full"], text, recall)])
     parts.append(["### NLL by step: nats over the full cache's", "", *_by_step(result)])
     if recall:
         for name, title in (("inside", "at the end of the prompt"), ("after", "after the prompt")):

@@ -50,9 +50,10 @@ def _cast(to: Any, source: Any, emit: Callable[[Any, Any], Any]) -> Any:
 
 
 _F32, _I32 = ir.FloatType(), ir.IntType(32)
-# Memory at an address, by 4-byte elements.
+# Memory at an address, by its elements.
 floats_at = _cast(_types.CPointer(_types.float32), _types.int64, lambda b, x: b.inttoptr(x, _F32.as_pointer()))
 ints_at = _cast(_types.CPointer(_types.int32), _types.int64, lambda b, x: b.inttoptr(x, _I32.as_pointer()))
+bytes_at = _cast(_types.CPointer(_types.uint8), _types.int64, lambda b, x: b.inttoptr(x, ir.IntType(8).as_pointer()))
 shorts_at = _cast(_types.CPointer(_types.uint16), _types.int64, lambda b, x: b.inttoptr(x, ir.IntType(16).as_pointer()))
 words_at = _cast(_types.CPointer(_types.uint32), _types.int64, lambda b, x: b.inttoptr(x, _I32.as_pointer()))
 # The same bits, read as another type.

@@ -21,8 +21,10 @@ from flexgen_h2o.limits import (
     SPARSE_CHUNK,
     STAGING_BYTES,
     TOKEN_CHUNK,
+    UNPACK_CHUNK,
     WRITE_THREADS,
 )
+from flexgen_h2o.packing import WeightForm, weight_form
 from flexgen_h2o.tiers.placement import Part, Shares, is_streamed, on_host_device, split_rows
 from flexgen_h2o.units import format_bytes, round_up
 
@@ -52,6 +54,7 @@ class Shape:
 
 
 INT4_BITS = 4.5  # a value in groups of 64: 4 bits, and two 16-bit numbers a group (FlexGen's format)
+UNPACK_BYTES = 16  # of a weight while torch operations unpack it: codes, halves of them, fp32, the result
 RANK_BYTES = 48  # of a column while it is ranked: sums, ranks, sorted copies of both and int64 indices
 
 
@@ -140,20 +143,25 @@ def tier_shares(shares: Shares, device_is_host: bool) -> Shares:
     return on_host_device(shares) if device_is_host else shares
 
 
-def part_bytes(tensor: TensorSpec, part: Part, itemsize: int) -> int:
-    return part.rows * (tensor.numel // tensor.shape[0]) * itemsize
+def part_bytes(tensor: TensorSpec, part: Part, form: WeightForm) -> int:
+    return part.rows * form.row_bytes(tensor.shape)
 
 
-def streamed_part_bytes(tensor: TensorSpec, part: Part, itemsize: int) -> int:
+def streamed_part_bytes(tensor: TensorSpec, part: Part, form: WeightForm) -> int:
     """Ring bytes of a streamed part: room for its page-aligned file range, wherever in a page it begins."""
-    return round_up(part_bytes(tensor, part, itemsize) + PAGE, PAGE)
+    return round_up(part_bytes(tensor, part, form) + PAGE, PAGE)
 
 
-def streamed_bytes(unit: WeightUnit, shares: Shares, itemsize: int, device_is_host: bool) -> int:
+def streamed_bytes(unit: WeightUnit, shares: Shares, form: WeightForm, device_is_host: bool) -> int:
     """Ring bytes that one load of the unit takes."""
     return sum(
-        streamed_part_bytes(t, p, itemsize) for t, p in _parts_of(unit, shares) if is_streamed(p.tier, device_is_host)
+        streamed_part_bytes(t, p, form) for t, p in _parts_of(unit, shares) if is_streamed(p.tier, device_is_host)
     )
+
+
+def unpacked_bytes(tensor: TensorSpec, itemsize: int) -> int:
+    """Room for a packed tensor's values in the compute dtype."""
+    return round_up(tensor.numel * itemsize, ALIGN)
 
 
 def workspace_sizes(spec: ModelSpec, shape: Shape, itemsize: int) -> dict[str, int]:
@@ -173,8 +181,11 @@ def workspace_sizes(spec: ModelSpec, shape: Shape, itemsize: int) -> dict[str, i
     return {name: round_up(count * itemsize, ALIGN) for name, count in widths.items()}
 
 
-def temporary_bytes(spec: ModelSpec, shape: Shape, itemsize: int, attn_sparsity: float) -> int:
-    """Upper estimate of what torch allocates and frees inside one step: attention, sampling, norms and activations."""
+def temporary_bytes(spec: ModelSpec, shape: Shape, itemsize: int, policy: Policy) -> int:
+    """Upper estimate of what torch allocates and frees inside one step: attention, sampling, norms and activations.
+
+    Packed weights are unpacked between steps, by torch operations where nothing is compiled for the device.
+    """
     q_width = spec.num_heads * spec.head_dim
     prefill = shape.tokens * (q_width * itemsize + 4 * spec.num_heads)
     scores = shape.rows * spec.num_heads * shape.most_slots
@@ -184,13 +195,17 @@ def temporary_bytes(spec: ModelSpec, shape: Shape, itemsize: int, attn_sparsity:
         decode += shape.rows * spec.num_kv_heads * shape.most_slots * RANK_BYTES
     if "norms" in shape.record:
         prefill += shape.tokens * spec.num_kv_heads * spec.head_dim * 4
-    if attn_sparsity < 1:  # probabilities, their order, and a chunk of gathered values in two dtypes
+    if policy.attn_sparsity < 1:  # probabilities, their order, and a chunk of gathered values in two dtypes
         gathered = min(scores * spec.head_dim, max(SPARSE_CHUNK, shape.most_slots * spec.head_dim))
         decode = scores * 36 + gathered * (4 + itemsize)
     # Probabilities, sorted and summed in float64 with their indices.
     sampling = 50 * min(shape.rows * spec.vocab_size, max(SAMPLING_CHUNK, spec.vocab_size))
     chunk = min(TOKEN_CHUNK, max(shape.tokens, shape.rows))
-    return max(prefill, decode, sampling) + chunk * (3 * spec.hidden_size + spec.ffn_size) * itemsize
+    step = max(prefill, decode, sampling) + chunk * (3 * spec.hidden_size + spec.ffn_size) * itemsize
+    if policy.compress_weight:
+        largest = max(spec.vocab_size, spec.ffn_size) * spec.hidden_size
+        step = max(step, UNPACK_BYTES * min(UNPACK_CHUNK, largest))
+    return step
 
 
 def hidden_home_bytes(tokens: int, shares: Shares, row_bytes: int) -> dict[str, int]:
@@ -229,12 +244,13 @@ def memory_plan(
 ) -> MemoryPlan:
     """All buffers of a run. `itemsize`: bytes of the compute dtype, which weights and KV are held in."""
     workspace = workspace_sizes(spec, shape, itemsize)
+    form = weight_form(policy, itemsize)
     buffers = [
-        *_weight_buffers(spec, policy, itemsize, device_is_host, depth.weights),
+        *_weight_buffers(spec, policy, form, device_is_host, depth.weights),
         *_cache_buffers(spec, policy, shape, itemsize, device_is_host, depth.cache),
         *_hidden_buffers(spec, policy, shape, itemsize, device_is_host, depth.hidden),
         Buffer("workspace", "device", sum(workspace.values())),
-        Buffer("temporaries", "device", temporary_bytes(spec, shape, itemsize, policy.attn_sparsity)),
+        Buffer("temporaries", "device", temporary_bytes(spec, shape, itemsize, policy)),
         Buffer("staging", "host", (READ_THREADS + WRITE_THREADS) * STAGING_BYTES),
     ]
     buffers = _packed(buffers, spec, policy, shape, itemsize, device_is_host, depth)
@@ -252,20 +268,16 @@ def _packed(
     buffers: list[Buffer], spec: ModelSpec, policy: Policy, shape: Shape, itemsize: int, device_is_host: bool,
     depth: Depth,
 ) -> list[Buffer]:  # fmt: skip
-    """The buffers where weights or KV are held in int4, and room for one unit of each in the compute dtype."""
+    """The buffers where KV is held in int4, and room for one unit in the compute dtype."""
     names: tuple[str, ...] = ()
     unpacked = []
-    if policy.compress_weight:
-        names += ("weights", "weight ring")
-        largest = max(unit.numel for unit in spec.layers(policy.sep_layer).units)
-        unpacked.append(Buffer("unpacked weights", "device", largest * itemsize))
     if policy.compress_cache:
         names += ("cache", "cache ring", "cache overlay")
         where = "host" if attends_on_host(policy, device_is_host) else "device"
         column = 2 * spec.num_kv_heads * spec.head_dim * itemsize
         unpacked.append(Buffer("unpacked cache", where, shape.rows * shape.most_slots * column))
     share = INT4_BITS / (8 * itemsize)
-    ends = {"weight ring": depth.weights * PAGE, "cache ring": depth.cache * PAGE}  # each load takes whole pages
+    ends = {"cache ring": depth.cache * PAGE}  # each load takes whole pages
     held = [
         replace(b, nbytes=math.ceil(b.nbytes * share) + ends.get(b.name, 0)) if b.name in names and b.nbytes else b
         for b in buffers
@@ -291,10 +303,12 @@ def _parts_of(unit: WeightUnit, shares: Shares) -> Iterator[tuple[TensorSpec, Pa
             yield tensor, part
 
 
-def _weight_buffers(spec: ModelSpec, policy: Policy, itemsize: int, device_is_host: bool, depth: int) -> list[Buffer]:
+def _weight_buffers(
+    spec: ModelSpec, policy: Policy, form: WeightForm, device_is_host: bool, depth: int
+) -> list[Buffer]:
     shares = tier_shares(policy.weight_shares, device_is_host)
     units, used = _unit_shapes(spec, policy.sep_layer)
-    sizes = [_unit_bytes(shapes, shares, itemsize, device_is_host) for shapes in units]
+    sizes = [_unit_bytes(shapes, shares, form, device_is_host) for shapes in units]
     # A unit that two layers share (tied head and next embedding) is loaded once.
     cycle = [sizes[unit].ring for unit, before in zip(used, [used[-1], *used], strict=False) if unit != before]
     cycle = cycle or [sizes[used[0]].ring]
@@ -303,16 +317,18 @@ def _weight_buffers(spec: ModelSpec, policy: Policy, itemsize: int, device_is_ho
         Buffer("weights", "device", sum(s.device for s in sizes)),
         Buffer("weights", "host", sum(s.host for s in sizes)),
         Buffer("weight ring", "device", max(windows)),
+        Buffer("unpacked weights", "device", max(s.unpacked for s in sizes)),
     ]
 
 
 @dataclass(frozen=True)
 class _UnitBytes:
-    """What one weight unit takes: resident on device and host, and in the ring for a load."""
+    """What one weight unit takes: resident on device and host, in the ring for a load, and where it is unpacked."""
 
     device: int
     host: int
     ring: int
+    unpacked: int
 
 
 # A search plans thousands of policies for one model, whose units are of four kinds or so.
@@ -324,13 +340,16 @@ def _unit_shapes(spec: ModelSpec, sep_layer: bool) -> tuple[list[tuple[tuple[int
 
 
 @lru_cache(maxsize=4096)
-def _unit_bytes(shapes: tuple[tuple[int, ...], ...], shares: Shares, itemsize: int, device_is_host: bool) -> _UnitBytes:
+def _unit_bytes(
+    shapes: tuple[tuple[int, ...], ...], shares: Shares, form: WeightForm, device_is_host: bool
+) -> _UnitBytes:
     unit = WeightUnit("", tuple(TensorSpec("", "", shape) for shape in shapes))
     resident = dict.fromkeys(TIERS, 0)
     for tensor, part in _parts_of(unit, shares):
-        resident[part.tier] += round_up(part_bytes(tensor, part, itemsize), ALIGN)
-    ring = streamed_bytes(unit, shares, itemsize, device_is_host)
-    return _UnitBytes(resident["device"], resident["host"], ring)
+        resident[part.tier] += round_up(part_bytes(tensor, part, form), ALIGN)
+    ring = streamed_bytes(unit, shares, form, device_is_host)
+    unpacked = sum(unpacked_bytes(t, form.itemsize) for t in unit.tensors if form.packs(t.shape))
+    return _UnitBytes(resident["device"], resident["host"], ring, unpacked)
 
 
 def _cache_buffers(

@@ -248,7 +248,9 @@ class _Simulation:
         for stream in (self._weights, self._cache, self._hidden):
             stream.prefetch()
         with self._waiting("load_weight"):
-            dequantise_s = self._open_weights(self._layers.layers[step.layer].unit)
+            fresh = self._open_weights(self._layers.layers[step.layer].unit)
+        if fresh:
+            self._unpack(self._layers.layers[step.layer].unit)
         self._weights.prefetch()
         with self._waiting(f"load_hidden {phase}"):
             hidden = self._hidden.take(key) if self._hidden_row else None
@@ -260,22 +262,37 @@ class _Simulation:
                 cache = self._cache.take(key) if self.kv_bytes[key[1]][key[2]] else None
                 _wait_for_space(cache, loaded=bool(cost.kv_load))
                 self._cache_source.unit(key).in_use = True
-        fence = self._compute(cost, dequantise_s, f"compute_layer {phase}")
+        fence = self._compute(cost, f"compute_layer {phase}")
         if has_cache:
             self._close_cache(key, cache, cost, fence)
         self._close_hidden(key, hidden, cost, fence)
 
-    def _open_weights(self, unit: int) -> float:
-        """Take the unit's weights; seconds of unpacking them where they have just come."""
+    def _open_weights(self, unit: int) -> bool:
+        """Take the unit's weights; False where it is open already."""
         if self._open is not None and self._open[0] == unit:
-            return 0.0
+            return False
         if self._open is not None:
             self._weights.give_back(self._open[1], [_Event(self.clock, self.clock.device)])
         self._open = (unit, self._weights.take(unit))
-        return self._now().dequantise_s(unit)
+        return True
 
-    def _compute(self, cost: StepCost, dequantise_s: float, name: str) -> _Event:
-        clock, device_s = self.clock, cost.device_s + dequantise_s
+    def _unpack(self, unit: int) -> None:
+        """Packed weights are unpacked once they have come, and their region is free again."""
+        if not self._at.policy.compress_weight:
+            return
+        clock, seconds = self.clock, self._now().dequantise_s(unit)
+        start = max(clock.now, clock.device)
+        clock.device = start + seconds
+        clock.busy["device_compute"] += seconds
+        if not self._asynchronous:
+            clock.now = clock.device
+        clock.span("compute", "unpack_weights", start, clock.device)
+        assert self._open is not None
+        self._weights.give_back(self._open[1], [_Event(clock, clock.device)])
+        self._open = (unit, None)
+
+    def _compute(self, cost: StepCost, name: str) -> _Event:
+        clock, device_s = self.clock, cost.device_s
         clock.busy["device_compute"] += device_s
         clock.busy["host_compute"] += cost.host_s
         if self._asynchronous:

@@ -12,6 +12,7 @@ from functools import lru_cache
 from flexgen_h2o.config import Layer, ModelSpec, Policy, TensorSpec, WeightUnit
 from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.limits import TOKEN_CHUNK, WRITE_BACK_STEPS
+from flexgen_h2o.packing import WeightForm, weight_form
 from flexgen_h2o.planner.memory import (
     INT4_BITS,
     attends_on_host,
@@ -24,6 +25,8 @@ from flexgen_h2o.planner.memory import (
 )
 from flexgen_h2o.planner.need import Batch, Need
 from flexgen_h2o.tiers.placement import Shares, is_streamed, split_rows
+
+WHOLE: Shares = (1.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -85,8 +88,13 @@ class Setting:
         """Does attention run on the host?"""
         return attends_on_host(self.policy, self.device_is_host)
 
+    @property
+    def form(self) -> WeightForm:
+        """How weights are held."""
+        return weight_form(self.policy, self.itemsize)
+
     def packed(self, compressed: bool) -> float:
-        """Bytes that are moved for each byte of values."""
+        """Bytes of KV that are moved for each byte of values."""
         return INT4_BITS / (8 * self.itemsize) if compressed else 1.0
 
 
@@ -94,25 +102,25 @@ def weight_moves(at: Setting, unit: WeightUnit) -> tuple[Move, ...]:
     """One load of a weight unit: what comes from disk and what from the host."""
     shares = tier_shares(at.policy.weight_shares, at.device_is_host)
     shapes = tuple(t.shape for t in unit.tensors)
-    return _weight_moves(shapes, shares, at.itemsize, at.device_is_host, at.packed(at.policy.compress_weight))
+    return _weight_moves(shapes, shares, at.form, at.device_is_host)
 
 
 def weight_ring_bytes(at: Setting, unit: WeightUnit) -> int:
     shares = tier_shares(at.policy.weight_shares, at.device_is_host)
-    return round(streamed_bytes(unit, shares, at.itemsize, at.device_is_host) * at.packed(at.policy.compress_weight))
+    return streamed_bytes(unit, shares, at.form, at.device_is_host)
 
 
 # Units of a model are of four kinds or so.
 @lru_cache(maxsize=4096)
 def _weight_moves(
-    shapes: tuple[tuple[int, ...], ...], shares: Shares, itemsize: int, device_is_host: bool, packed: float
+    shapes: tuple[tuple[int, ...], ...], shares: Shares, form: WeightForm, device_is_host: bool
 ) -> tuple[Move, ...]:
     nbytes, pieces = {"disk": 0.0, "host": 0.0}, {"disk": 0, "host": 0}
     for shape in shapes:
         tensor = TensorSpec("", "", shape)
         for part in weight_parts(tensor, shares):
             if is_streamed(part.tier, device_is_host):
-                nbytes[part.tier] += part_bytes(tensor, part, itemsize) * packed
+                nbytes[part.tier] += part_bytes(tensor, part, form)
                 pieces[part.tier] += 1
     moves = (
         Move("disk_read", nbytes["disk"], pieces["disk"], not device_is_host),
@@ -250,8 +258,9 @@ def _attention_work(
 
 
 def _products(at: Setting, unit: WeightUnit, rows: int) -> tuple[Product, ...]:
-    """Each part of a matrix is multiplied where it lies, so a split matrix takes several products."""
-    shares = tier_shares(at.policy.weight_shares, at.device_is_host)
+    """Each part of a matrix is multiplied where it lies, so a split matrix takes several products; a packed one is
+    whole once it is unpacked."""
+    shares = WHOLE if at.policy.compress_weight else tier_shares(at.policy.weight_shares, at.device_is_host)
     shapes = tuple(t.shape for t in unit.tensors if len(t.shape) == 2)
     return tuple(Product(rows, inner, outer) for inner, outer in _part_shapes(shapes, shares))
 

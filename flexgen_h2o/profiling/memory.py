@@ -7,10 +7,12 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from flexgen_h2o.kernels.packed_rows import pack_rows, unpack_rows
+from flexgen_h2o.packing import packed_row_bytes
 from flexgen_h2o.profiling.bench import Bench, Call
 from flexgen_h2o.sampling import SamplingParams, TokenChooser
 
-GROUP = 64  # values that share a scale and a minimum
+PACKED_BITS = 4
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ def other_rates(bench: Bench, dtype: torch.dtype) -> OtherRates:
     elementwise, dequantise, choice = bench.seconds_of(*calls)
     return OtherRates(
         4 * tokens * width * dtype.itemsize / elementwise,
-        width * width * dtype.itemsize / dequantise,
+        bench.sizes.weight_bytes / dequantise,
         logits.numel() / choice,
     )
 
@@ -53,22 +55,13 @@ def _norm_and_activation(bench: Bench, dtype: torch.dtype) -> Call:
 
 
 def _dequantise(bench: Bench, dtype: torch.dtype) -> Call:
-    """A matrix of int4 in pairs, a scale and a minimum for each group, into `dtype`.
-
-    The plain way, in torch operations: what an engine that has nothing better would do.
-    """
-    groups = bench.sizes.block[1] ** 2 // GROUP
-    packed = bench.empty(torch.uint8, groups, GROUP // 2).random_(0, 256)
-    scale, least = (bench.normal(dtype, groups, 1) for _ in range(2))
-    out = bench.empty(dtype, groups, GROUP)
-    pairs = out.view(groups, GROUP // 2, 2)
-
-    def work() -> None:
-        pairs[..., 0].copy_(packed >> 4)
-        pairs[..., 1].copy_(packed & 15)
-        out.mul_(scale).add_(least)
-
-    return work
+    """Packed weights in 4 bits into weight_bytes of `dtype`, more than caches hold, as the engine unpacks them."""
+    width = bench.sizes.block[1]
+    rows = bench.sizes.weight_bytes // (width * dtype.itemsize)
+    packed = bench.empty(torch.uint8, rows, packed_row_bytes(width, PACKED_BITS))
+    packed.copy_(pack_rows(bench.normal(dtype, 1, width).cpu(), PACKED_BITS))  # a row over and over
+    out = bench.empty(dtype, rows, width)
+    return lambda: unpack_rows(packed, PACKED_BITS, out)
 
 
 def _choice(logits: torch.Tensor) -> Call:

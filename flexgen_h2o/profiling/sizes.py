@@ -18,8 +18,8 @@ class Sizes:
     from and to. weight_bytes: matrices that products cycle through. rows: of products; widths: of square matrices;
     hidden: of (4 h, h) and (h, 4 h) matrices; heads: of (16 h, h) ones. prompt_tokens: of a
     micro-batch of prompts; prompt_lengths: of one prompt; prompt_width: heads x head width. cache_bytes: keys and
-    values that decode attention reads; head_widths, slots: their shape. block: (tokens, width) of elementwise work
-    and (out, in) of a matrix that is dequantised. logits: (rows, vocabulary). steps: decode sweeps of a small model;
+    values that decode attention reads; head_widths, slots: their shape. block: (tokens, width) of elementwise work,
+    width also of dequantised matrices. logits: (rows, vocabulary). steps: decode sweeps of a small model;
     step_rows, step_width: rows of its micro-batches, and its width;
     step_prompt: tokens of a prompt of its prefill sweep. beside_s: disk reads and compute together.
     """

@@ -10,7 +10,7 @@ import pytest
 
 from tests.doors.conftest import POSITIONS, Answer
 
-NOT_BUILT = ["--compress-weight", "--compress-cache"]
+NOT_BUILT = ["--compress-cache"]
 EVICTION = [
     "--hh-ratio 0", "--hh-ratio 1.5", "--hh-ratio nan", "--hh-ratio -0.1", "--hh-ratio some", "--recent-ratio 0",
     "--hh-size 0", "--hh-size -1", "--hh-size 2.5", "--recent-size 0", "--hh-size 4 --hh-ratio 0.1",
@@ -78,6 +78,8 @@ WRONG = [
     "--top-p nan",
     "--top-k -1",
     "--seed -1",
+    "--weight-bits 8",
+    "--weight-bits 5 --compress-weight",
     "--gpu-batch-size 1048576 --num-gpu-batches 1048576",
     f"--json {'j' * 300}",
     "--offload-dir ~nosuchuser-at-all/x",

@@ -15,8 +15,10 @@ from flexgen_h2o import LLM
 from flexgen_h2o.kvcache.eviction import H2O, Local
 from flexgen_h2o.limits import PAGE, SEGMENT_SLOTS, WRITE_BACK_STEPS
 from flexgen_h2o.planner.costs import ATTENTION_KINDS
+from flexgen_h2o.planner.memory import part_bytes, tier_shares, weight_parts
 from flexgen_h2o.planner.work import Move, Setting, hidden_moves, kv_load_moves, kv_store_moves, weight_moves
 from flexgen_h2o.schedule import weight_sequence, zigzag
+from flexgen_h2o.tiers.disk import aligned_range
 from flexgen_h2o.units import round_up
 from tests.parity.cases import BASE, PLACEMENTS
 from tests.parity.planned import ITEMSIZE, SHAPE, Run, write_aligned
@@ -41,7 +43,7 @@ def planned(llm: LLM, run: Run) -> dict[str, float]:
     for what, move in moves_of(at, run):
         nbytes = move.nbytes
         if what == "weights":
-            assert nbytes % PAGE == 0
+            assert at.policy.compress_weight or nbytes % PAGE == 0
         elif move.lane in ("disk_read", "disk_write"):
             nbytes = move.pieces * round_up(round(nbytes / move.pieces), PAGE)
         found[move.lane] += nbytes
@@ -49,7 +51,22 @@ def planned(llm: LLM, run: Run) -> dict[str, float]:
             found["h2d"] += move.nbytes
         elif move.crosses:  # a KV unit leaves the device in whole pages too
             found["d2h"] += nbytes if what == "cache" else move.nbytes
+    if at.policy.compress_weight:
+        found["disk_read"] += ends_of_pages(llm, at, run)
     return {lane: found[lane] for lane in LANES}
+
+
+def ends_of_pages(llm: LLM, at: Setting, run: Run) -> int:
+    """Bytes that are read besides packed rows, because these begin and end within pages."""
+    plan, shares = at.spec.layers(at.policy.sep_layer), tier_shares(at.policy.weight_shares, at.device_is_host)
+    stored, total = llm._find_checkpoint(at.policy.weight_bits).tensors, 0
+    for unit in weight_sequence(run.new_tokens * len(run.blocks), tuple(layer.unit for layer in plan.layers)):
+        for tensor in plan.units[unit].tensors:
+            for part in weight_parts(tensor, shares):
+                if part.tier == "disk":
+                    row, nbytes = at.form.row_bytes(tensor.shape), part_bytes(tensor, part, at.form)
+                    total += aligned_range(stored[tensor.name].offset + part.start * row, nbytes)[1] - nbytes
+    return total
 
 
 def moves_of(at: Setting, run: Run) -> Iterator[tuple[str, Move]]:
@@ -90,6 +107,9 @@ RUNS: dict[str, Run] = {
     "host, h2o that fills up": Run(3, 1, False, eviction=H2O(heavy_size=6, recent_size=5)),
     "device, evicts in the prompt only": Run(eviction=H2O(heavy_size=4, recent_size=2, while_decoding=False)),
     "device, other lengths": Run(lengths=(5, 9, 30, 1, 12)),
+    "host, 4 bits": Run(stand_in=False, switches={"compress_weight": True}),
+    "device, 4 bits": Run(switches={"compress_weight": True}),
+    "device, 8 bits, joined": Run(switches={"compress_weight": True, "weight_bits": 8, "sep_layer": False}),
 }  # fmt: skip
 # The second run meets every placement, the others every fifth.
 PAIRS = [(p, r) for i, p in enumerate(PLACEMENTS) for j, r in enumerate(RUNS) if (i + j) % 5 == 0 or r == "device"]

@@ -93,7 +93,7 @@ def tensors_of(spec: ModelSpec, run: Run, placement: str, lane: str) -> Iterator
 
 def by_lane(operations: Operations, steps: int) -> dict[str, Operations]:
     """Each lane's operations among the steps of compute, up to the last step of the first block."""
-    ends = [i for i, (lane, _) in enumerate(operations) if lane == COMPUTE]
+    ends = [i for i, (_, name) in enumerate(operations) if name.startswith("compute_layer")]
     block = operations[: ends[steps - 1] + 1]
     return {lane: [pair for pair in block if pair[0] in (lane, COMPUTE)] for lane in LANES}
 
@@ -106,6 +106,8 @@ RUNS = {
     "K = 3, attends on host": Run(1, 3, lengths=(9,) * 6, switches={"cpu_cache_compute": True}),
     "K = 3, h2o": Run(2, 3, lengths=(9,) * 12, eviction=H2O(heavy_size=4, recent_size=2)),
     "K = 2, sequential": Run(2, 2, lengths=(9,) * 8, switches={"overlap": False}),
+    "K = 2, 4 bits": Run(2, 2, lengths=(9,) * 8, switches={"compress_weight": True}),
+    "K = 3, 8 bits, host": Run(2, 3, False, lengths=(9,) * 12, switches={"compress_weight": True, "weight_bits": 8}),
 }
 STREAMED = [
     "all on disk", "everything split 30/30", "kv on disk", "weights on disk", "hidden on disk", "all on host",

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from flexgen_h2o.checkpoint import Checkpoint, match, read_index
+from flexgen_h2o.checkpoint import Checkpoint, match, pack_checkpoint, read_index
 from flexgen_h2o.config import ModelSpec, Policy
 from flexgen_h2o.errors import TransferError
+from flexgen_h2o.kernels.packed_rows import pack_rows, unpack_rows_reference
 from flexgen_h2o.limits import ALIGN, PAGE, ROW_BLOCK
 from flexgen_h2o.models import spec_from_config
 from flexgen_h2o.planner.memory import Depth, Shape, memory_plan, tier_shares
@@ -64,9 +65,12 @@ class Room:
 
     def __init__(
         self, spec: ModelSpec, checkpoint: Checkpoint, place: tuple[int, int], device: Device, dtype: torch.dtype,
-        depth: int = 3, sep_layer: bool = True,
+        depth: int = 3, sep_layer: bool = True, bits: int | None = None,
     ) -> None:  # fmt: skip
-        policy = Policy(percent=(*place, 100, 0, 100, 0), sep_layer=sep_layer)
+        policy = Policy(
+            percent=(*place, 100, 0, 100, 0), sep_layer=sep_layer, compress_weight=bits is not None,
+            weight_bits=bits or 4,
+        )  # fmt: skip
         shape = Shape(rows=1, micro_batches=1, tokens=1, slots=(1,))
         plan = memory_plan(spec, policy, shape, dtype.itemsize, device.is_host, Depth(depth, 1, 1))
         self.memory = {b.tier: host_buffer(b.nbytes) for b in plan.buffers if b.name == "weights"}
@@ -74,12 +78,13 @@ class Room:
         self.lanes = Lanes({"disk_read": 2, "h2d": 1}, Timeline())
         self.layers = spec.layers(sep_layer)
         shares = tier_shares(policy.weight_shares, device.is_host)
-        self.store = WeightStore(self.layers, checkpoint, shares, dtype, Mover(device, self.lanes))
+        self.store = WeightStore(self.layers, checkpoint, shares, dtype, Mover(device, self.lanes), bits)
+        self.unpacked = host_buffer(plan.size("unpacked weights")) if bits else None
         self.store.load_resident(self.memory)
 
     def stream(self, sweeps: int, ahead: int) -> WeightStream:
         units = tuple(layer.unit for layer in self.layers.layers)
-        return WeightStream(self.store, self.ring, weight_sequence(sweeps, units), ahead)
+        return WeightStream(self.store, self.ring, weight_sequence(sweeps, units), ahead, self.unpacked)
 
     def close(self) -> None:
         self.lanes.close()
@@ -240,3 +245,59 @@ def test_a_unit_that_is_open_stays_open(small: Any) -> None:
         first = stream.open(0, NOTHING)
         assert stream.open(0, NOTHING) is first
         assert stream.open(1, NOTHING) is not first
+
+
+# ---- packed
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[bool, int], Any]:
+    """By tied or not and bits: (spec, packed checkpoint, tensors that it was made from)."""
+    found = {}
+    for tied in (True, False):
+        folder, spec = tmp_path_factory.mktemp("weights"), spec_of(tied)
+        tensors = write_checkpoint(folder, spec, torch.bfloat16, 1)
+        checkpoint = match(spec, read_index(folder), folder)
+        for bits in (4, 8):
+            found[tied, bits] = spec, pack_checkpoint(spec, checkpoint, folder, bits), tensors
+    return found
+
+
+@pytest.mark.parametrize(("dtype", "bits", "tied"), [(torch.float32, 4, True), (torch.bfloat16, 8, False)])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("place", PLACES)
+def test_packed_layers_are_unpacked_into_the_planned_memory(
+    packed: dict[tuple[bool, int], Any], place: tuple[int, int], device: type[Device], dtype: torch.dtype, bits: int,
+    tied: bool,
+) -> None:  # fmt: skip
+    """Matrices whole, as their values were rounded; vectors as the file holds them. A region is free once unpacked."""
+    spec, checkpoint, tensors = packed[tied, bits]
+    with opened(spec, checkpoint, place, device(), dtype, sep_layer=tied, bits=bits) as room:
+        stream = room.stream(2, ahead=len(room.layers.layers))
+        for layer in room.layers.layers * 2:
+            stream.prefetch()
+            if layer.unit != stream.unit:
+                stream.open(layer.unit, NOTHING)
+                stream.unpack(lambda: NOTHING)
+            w = stream.open(layer.unit, NOTHING)
+            for t in room.layers.units[layer.unit].tensors:
+                want = tensors[t.name]
+                if want.dim() == 2:
+                    assert len(w[t.role]) == 1
+                    want = unpack_rows_reference(pack_rows(want, bits), bits, torch.empty(want.shape, dtype=dtype))
+                assert torch.equal(torch.cat(w[t.role]), want.to(dtype)), t.name
+        stream.drain()
+
+
+def test_a_region_is_taken_again_after_what_unpacked_it(packed: dict[tuple[bool, int], Any]) -> None:
+    """Its next writer waits for the fence of the unpacking, not for the compute that follows."""
+    spec, checkpoint, _ = packed[True, 4]
+    with opened(spec, checkpoint, (0, 0), HostDevice(), torch.float32, depth=1, bits=4) as room:
+        stream, fence = room.stream(2, ahead=1), Done()
+        (first, second) = (room.layers.layers[i].unit for i in range(2))
+        assert room.ring is not None
+        stream.open(first, NOTHING)
+        stream.unpack(lambda: fence)
+        region = room.ring.take(room.store.nbytes(second))
+        assert region is not None and region.after == [fence]
+        fence.finish_one()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from flexgen_h2o.checkpoint import file_writer, open_checkpoint, random_weights, write_random_checkpoint
+from flexgen_h2o.checkpoint import file_writer, open_checkpoint, random_weights, shards, write_random_checkpoint
 from flexgen_h2o.checkpoint.atomic_folder import building
 from flexgen_h2o.errors import DoesNotFitError, UsageError
 
@@ -68,7 +68,7 @@ def test_distributions(write, spec, read, monkeypatch) -> None:
 
 def test_shards(write, spec, read, monkeypatch) -> None:
     whole = values(spec, write("whole"), read)
-    monkeypatch.setattr(random_weights, "SHARD_BYTES", 4000)
+    monkeypatch.setattr(shards, "SHARD_BYTES", 4000)
     folder = write("parts")
     files = list(folder.glob("model-*.safetensors"))
     assert len(files) > 3

@@ -15,6 +15,7 @@ from flexgen_h2o.config import TIERS, ModelSpec, Policy
 from flexgen_h2o.errors import DoesNotFitError
 from flexgen_h2o.kvcache.store import CacheStore
 from flexgen_h2o.models import spec_from_config
+from flexgen_h2o.packing import WeightForm
 from flexgen_h2o.planner.memory import (
     OVERLAPPED,
     SEQUENTIAL,
@@ -184,7 +185,7 @@ def test_the_weight_ring_holds_any_so_many_neighbours_of_the_cycle(depth: int, t
     policy = Policy(percent=(0, 0, 100, 0, 100, 0))
     ring = memory_plan(spec, policy, Shape(1, 1, 1, (1, 1)), 4, True, Depth(depth, 1, 1)).size("weight ring")
     layers = spec.layers(True)
-    sizes = [streamed_bytes(u, policy.weight_shares, 4, True) for u in layers.units]
+    sizes = [streamed_bytes(u, policy.weight_shares, WeightForm(4), True) for u in layers.units]
     loads = list(weight_sequence(5, tuple(layer.unit for layer in layers.layers)))[1:]
     count = min(depth, len(layers.units))
     assert ring == max(sum(sizes[u] for u in loads[i : i + count]) for i in range(len(loads)))

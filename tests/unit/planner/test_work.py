@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_h2o.config import Policy
+from flexgen_h2o.packing import WeightForm
 from flexgen_h2o.planner.memory import OVERLAPPED, memory_plan
 from flexgen_h2o.planner.need import Batch, Need, shape_of
 from flexgen_h2o.planner.work import Setting, kv_load_moves, kv_store_moves, layer_work, weight_moves
+from flexgen_h2o.units import round_up
 from tests.unit.planner.made_up import BLOCKS, SPEC, evicting, policies
 
 COLUMN = SPEC.kv_bytes_per_token(4) // BLOCKS
@@ -80,12 +82,26 @@ def test_vectors_stay_with_the_device() -> None:
     assert not weight_moves(setting(Policy(percent=(0, 100, 100, 0, 100, 0)), need, is_host=True), unit)
 
 
-def test_four_bits_move_less() -> None:
+def test_four_bits_of_kv_move_less() -> None:
     """4.5 bits for each value with the groups' scales."""
     need, policy = Need.full(4, 10, 4, BLOCKS), Policy(percent=(0, 0, 0, 100, 100, 0))
-    packed = replace(policy, compress_weight=True, compress_cache=True)
-    unit, batch = SPEC.layers(True).units[1], Batch.even(4, 10)
-    plain, small = setting(policy, need), setting(packed, need)
-    for at in (lambda s: weight_moves(s, unit), lambda s: kv_load_moves(s, 0, batch, 2)):
-        before, after = (sum(m.nbytes for m in at(s)) for s in (plain, small))
-        assert after == pytest.approx(before * 4.5 / 32)
+    batch = Batch.even(4, 10)
+    plain, small = setting(policy, need), setting(replace(policy, compress_cache=True), need)
+    before, after = (sum(m.nbytes for m in kv_load_moves(s, 0, batch, 2)) for s in (plain, small))
+    assert after == pytest.approx(before * 4.5 / 32)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_packed_weights_move_their_codes_and_groups(bits: int) -> None:
+    """To the byte; 4.5 or 8.5 bits a value where rows are whole groups; and products are whole once unpacked."""
+    need, unit = Need.full(4, 10, 4, BLOCKS), SPEC.layers(True).units[1]
+    policy = Policy(percent=(0, 40, 0, 100, 100, 0), compress_weight=True, weight_bits=bits)
+    packed = setting(policy, need)
+    matrices = [t.shape for t in unit.tensors if len(t.shape) == 2]
+    want = sum(rows * (round_up(-(-columns * bits // 8), 4) + 4 * -(-columns // 64)) for rows, columns in matrices)
+    assert sum(m.nbytes for m in weight_moves(packed, unit)) == want
+    products = layer_work(packed, SPEC.layers(True).layers[1], unit, Batch.even(4, 10), 1).products
+    assert sorted((p.inner, p.outer) for p in products) == sorted((columns, rows) for rows, columns in matrices)
+    wide = WeightForm(2, bits)
+    assert wide.row_bytes((3, 6400)) == 6400 * (bits + 0.5) / 8
+    assert wide.row_bytes((3,)) == 2

@@ -1,0 +1,159 @@
+"""Compressed weights on disk: made once from a checkpoint or from random values, found by later runs.
+
+A safetensors folder with the tensors of a spec under their names: matrices as packed rows (packing.py), uint8 of
+(rows, bytes of a packed row), first in each file, so that they start at multiples of 4; vectors as they were stored.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flexgen_h2o.checkpoint.atomic_folder import building
+from flexgen_h2o.checkpoint.fingerprint import fingerprint
+from flexgen_h2o.checkpoint.random_weights import RandomValues, record_of
+from flexgen_h2o.checkpoint.safetensors_format import FROM_ENGINE, Entry
+from flexgen_h2o.checkpoint.safetensors_index import read_index
+from flexgen_h2o.checkpoint.shards import plan_shards, tensors_of, write_shards
+from flexgen_h2o.checkpoint.stored import Checkpoint, StoredTensor
+from flexgen_h2o.config import DTYPE_BYTES, ModelSpec, TensorSpec
+from flexgen_h2o.errors import UsageError
+from flexgen_h2o.limits import PACK_CHUNK
+from flexgen_h2o.packing import FORMAT, GROUP, packed_row_bytes
+from flexgen_h2o.tiers.buffers import host_buffer
+from flexgen_h2o.tiers.disk import DirectFile, aligned_range
+
+if TYPE_CHECKING:
+    import torch
+
+RECORD_NAME = "packed_weights.json"
+
+
+@dataclass(frozen=True)
+class _Values:
+    """Where the weights come from. name: for errors; dtype: of a tensor; rows: [first, end) of it, on the host."""
+
+    name: Callable[[TensorSpec], str]
+    dtype: Callable[[TensorSpec], str]
+    rows: Callable[[TensorSpec, int, int], torch.Tensor]
+
+
+def pack_checkpoint(
+    spec: ModelSpec, source: Checkpoint, cache_dir: Path, bits: int, progress: bool = False
+) -> Checkpoint:
+    """The tensors of `source` with matrices packed in `bits`, under `cache_dir`/packed/; made at the first call.
+
+    A source that changes gets a new store; the old one stays. Under 200 MB of RAM at any size. Raises UsageError that
+    names the tensor (not finite) or the store (damaged); DoesNotFitError: the disk is full. Nothing is left then.
+    """
+    paths = sorted({stored.path for stored in source.tensors.values()})
+    mark = fingerprint(paths, FORMAT, bits, [(t.name, t.shape) for t in tensors_of(spec)])
+    folder = cache_dir / "packed" / f"{source.folder.resolve().name}-{bits}bit-{mark}"
+    stored = source.tensors
+    reader = _Reader()
+    try:
+        values = _Values(
+            lambda t: f"{stored[t.name].path}: tensor {t.name!r}", lambda t: stored[t.name].dtype,
+            lambda t, first, end: reader.rows(stored[t.name], first, end),
+        )  # fmt: skip
+        return _pack(spec, values, folder, bits, progress)
+    finally:
+        reader.close()
+
+
+def pack_random(
+    spec: ModelSpec, config_json: dict[str, object], folder: Path, dtype: str, seed: int, bits: int,
+    progress: bool = False,
+) -> Checkpoint:  # fmt: skip
+    """The random weights of `random_weights.write_random_checkpoint`, packed in `folder`; those are not written first.
+
+    Raises as `pack_checkpoint`.
+    """
+    mark = fingerprint([], FORMAT, bits, record_of(spec, config_json, dtype, seed))
+    random = RandomValues(dtype, seed)
+    values = _Values(lambda t: f"random weights: tensor {t.name!r}", lambda t: dtype, random.rows)
+    return _pack(spec, values, folder.with_name(f"{folder.name}-{bits}bit-{mark}"), bits, progress)
+
+
+def _pack(spec: ModelSpec, values: _Values, folder: Path, bits: int, progress: bool) -> Checkpoint:
+    tensors = sorted(tensors_of(spec), key=lambda t: not _is_packed(t))
+    shards = plan_shards(tensors, lambda t: _entry(t, values.dtype(t), bits), {"packed_bits": str(bits)})
+    with building(folder, sum(shard.nbytes for shard in shards)) as temp:
+        if temp is not None:
+            record = {"format": FORMAT, "bits": bits, "group": GROUP, "model": spec.name}
+            (temp / RECORD_NAME).write_text(json.dumps(record, indent=2) + "\n")
+            title = f"{bits}-bit weights {spec.name}"
+            write_shards(temp, shards, lambda t: _pieces(t, values, bits), title, progress)
+    return _open(spec, folder, bits)
+
+
+def _open(spec: ModelSpec, folder: Path, bits: int) -> Checkpoint:
+    """A store that is complete, checked against the spec: somebody may have changed it since."""
+    try:
+        found = read_index(folder)
+    except UsageError as error:
+        raise UsageError(f"{folder}: packed weights are damaged ({error}); remove this folder") from error
+    tensors = {t.name: found.get(t.name) for t in tensors_of(spec)}
+    for tensor in tensors_of(spec):
+        stored = tensors[tensor.name]
+        if stored is None or stored.shape != _entry(tensor, "float32", bits).shape:
+            raise UsageError(f"{folder}: packed weights lack tensor {tensor.name!r}; remove this folder")
+    return Checkpoint(folder, {name: stored for name, stored in tensors.items() if stored is not None})
+
+
+def _is_packed(tensor: TensorSpec) -> bool:
+    return len(tensor.shape) == 2
+
+
+def _entry(tensor: TensorSpec, dtype: str, bits: int) -> Entry:
+    if not _is_packed(tensor):
+        return Entry(tensor.name, FROM_ENGINE[dtype], tensor.shape)
+    return Entry(tensor.name, FROM_ENGINE["uint8"], (tensor.shape[0], packed_row_bytes(tensor.shape[1], bits)))
+
+
+def _pieces(tensor: TensorSpec, values: _Values, bits: int) -> Iterator[memoryview]:
+    """The bytes of one tensor, some rows at a time."""
+    import torch
+
+    from flexgen_h2o.kernels.packed_rows import pack_rows
+
+    step = max(1, PACK_CHUNK // (tensor.numel // tensor.shape[0]))
+    for first in range(0, tensor.shape[0], step):
+        rows = values.rows(tensor, first, min(first + step, tensor.shape[0]))
+        if _is_packed(tensor):
+            try:
+                rows = pack_rows(rows, bits)
+            except ValueError as error:
+                raise UsageError(f"{values.name(tensor)} {error}; leave --compress-weight out") from error
+        yield rows.contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+class _Reader:
+    """Rows of stored tensors, past the page cache, in one buffer: what was read before is overwritten."""
+
+    def __init__(self) -> None:
+        self._buffer: torch.Tensor | None = None
+        self._files: dict[Path, DirectFile] = {}
+
+    def rows(self, stored: StoredTensor, first: int, end: int) -> torch.Tensor:
+        import torch
+
+        row = stored.nbytes // stored.shape[0]
+        begin, nbytes = stored.offset + first * row, (end - first) * row
+        start, length = aligned_range(begin, nbytes)
+        if self._buffer is None or len(self._buffer) < length:
+            self._buffer = host_buffer(length)
+        if stored.path not in self._files:
+            self._files[stored.path] = DirectFile(stored.path)
+        self._files[stored.path].read(self._buffer[:length], start, begin - start + nbytes)
+        found = self._buffer[begin - start : begin - start + nbytes]
+        if begin % DTYPE_BYTES[stored.dtype]:
+            found = found.clone()  # safetensors promises no alignment
+        return found.view(getattr(torch, stored.dtype)).view(-1, *stored.shape[1:])
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()

@@ -1,0 +1,89 @@
+"""Compressed weights through the doors: flags, policy files, `auto`, and the command that policy_search prints."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from flexgen_h2o import flex_opt, policy_search
+from flexgen_h2o.config import Policy, SavedPolicy, write_policy
+from flexgen_h2o.profile import write_profile
+from flexgen_h2o.profiling.nominal import nominal_profile
+from tests.doors.conftest import Answer
+
+Door = Callable[..., Answer]
+ON_DISK = ["--percent", "0", "0", "100", "0", "100", "0", "--gpu-batch-size", "2"]
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    write_profile(tmp_path / "host.json", nominal_profile(True))
+    return tmp_path / "host.json"
+
+
+def stores() -> list[Path]:
+    return sorted(Path("offload/weights/packed").glob("*/model.safetensors"))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_run_makes_the_store_and_the_next_one_finds_it(bits: int, door: Door) -> None:
+    flags = [*ON_DISK, "--compress-weight", "--weight-bits", bits, "--json", "r.json"]
+    assert door(*flags).code == 0
+    policy = json.loads(Path("r.json").read_text())["policy"]
+    assert (policy["compress_weight"], policy["weight_bits"]) == (True, bits)
+    (store,) = stores()
+    made = store.stat().st_mtime_ns
+    assert door(*flags).code == 0
+    assert [path.stat().st_mtime_ns for path in stores()] == [made]
+
+
+def test_less_is_read(door: Door) -> None:
+    read = []
+    for more in ([], ["--compress-weight", "--weight-bits", "8"], ["--compress-weight"]):
+        assert door(*ON_DISK, "--json", "r.json", *more).code == 0
+        read.append(json.loads(Path("r.json").read_text())["io_bytes"]["disk_read"])
+    assert read[0] > read[1] > read[2]
+
+
+def test_policy_file_and_auto(door: Door, profile: Path) -> None:
+    write_policy(Path("p.json"), SavedPolicy(Policy(2, 2, (0, 40, 100, 0, 100, 0), compress_weight=True)))
+    assert door("--policy", "p.json").code == 0
+    out = door("--compress-weight", "--hardware", profile, "--json", "r.json")
+    assert out.code == 0, out.err
+    assert json.loads(Path("r.json").read_text())["policy"]["compress_weight"]
+
+
+def test_the_breakdown_shows_unpacking(door: Door) -> None:
+    assert "unpack_weights (per-layer): 0.0" in door(*ON_DISK, "--compress-weight", "--debug-mode", "breakdown").out
+    assert "unpack_weights" not in door(*ON_DISK, "--debug-mode", "breakdown").out
+
+
+@pytest.mark.parametrize("flags", ["", "--percent 0 0 100 0 100 0 --gpu-batch-size 2 --num-gpu-batches 2"])
+def test_the_command_of_a_plan_runs(
+    flags: str, door: Door, ids_model: Path, profile: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In a search that may compress, and of a given policy that does."""
+    asked = f"--model {ids_model} --prompt-len 8 --gen-len 4 --num-prompts 4 --hardware {profile} --offload-dir offload"
+    assert policy_search.main([*asked.split(), *flags.split(), "--compress-weight", "--weight-bits", "8"]) == 0
+    lines = [line.strip() for line in capfd.readouterr().out.splitlines()]
+    command = shlex.split(lines[lines.index("run it:") + 1])[3:]
+    assert not flags or {"--compress-weight", "--weight-bits"} <= set(command)
+    assert flex_opt.main(command) == 0
+
+
+def test_a_weight_that_is_not_finite(door: Door, ids_model: Path, tmp_path: Path) -> None:
+    folder, name = tmp_path / "broken", "model.decoder.layers.0.fc1.weight"
+    folder.mkdir()
+    (folder / "config.json").write_text((ids_model / "config.json").read_text())
+    state = load_file(ids_model / "model.safetensors")
+    state[name][3, 3] = torch.nan
+    save_file(state, folder / "model.safetensors")
+    out = door("--compress-weight", *ON_DISK, model=folder)
+    assert out.code == 2 and name in out.err and out.err.count("\n") == 1
+    assert not stores()

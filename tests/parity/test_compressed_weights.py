@@ -1,0 +1,133 @@
+"""Compressed weights give the tokens of the model whose weights are the unpacked ones, wherever they lie."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import OPTForCausalLM
+
+from flexgen_h2o import LLM, Policy, SamplingParams
+from flexgen_h2o.kernels.packed_rows import pack_rows, unpack_rows_reference
+from tests.parity.cases import CONFIGURATIONS, PLACEMENTS, SHAPES
+from tests.parity.conftest import LENGTHS, NEW_TOKENS
+from tests.parity.reference import (
+    Reference,
+    assert_equal,
+    make_reference,
+    random_model,
+    random_prompts,
+    run,
+    tokens_of,
+)
+
+
+def unpacked(model: OPTForCausalLM, bits: int) -> OPTForCausalLM:
+    """The model with its matrices packed and unpacked again."""
+    found = copy.deepcopy(model)
+    with torch.no_grad():
+        for value in found.parameters():
+            if value.dim() == 2:
+                value.copy_(unpack_rows_reference(pack_rows(value, bits), bits, torch.empty(value.shape)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Reference]:
+    """A model of a shape on disk as it is, and what transformers makes of it unpacked from so many bits."""
+
+    @cache
+    def made(shape: str, bits: int) -> Reference:
+        model = random_model(**SHAPES[shape])
+        prompts = random_prompts(LENGTHS)
+        known = make_reference(unpacked(model, bits), tmp_path_factory.mktemp("unpacked"), prompts, NEW_TOKENS)
+        folder = tmp_path_factory.mktemp("model")
+        model.save_pretrained(folder)
+        return replace(known, folder=folder)
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def offload_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all, so that most tests find a store that is made."""
+    return tmp_path_factory.mktemp("offload")
+
+
+NAMES = list(CONFIGURATIONS)
+# Each placement meets a third of the configurations; 4 and 8 bits take turns.
+PAIRS = [
+    (placement, configuration, 4 + 4 * ((i + j) % 2))
+    for i, placement in enumerate(PLACEMENTS)
+    for j, configuration in enumerate(NAMES)
+    if (i + j) % 3 == 0
+]
+OTHER_SHAPES = [
+    (shape, placement, NAMES[(2 * s + 3 * p) % len(NAMES)], 8 - 4 * ((s + p) % 2))
+    for s, shape in enumerate(list(SHAPES)[1:])
+    for p, placement in enumerate(
+        ("all on disk", "everything split 30/30", "weights split three ways", "weights on host", "all on device")
+    )
+]
+
+
+@pytest.mark.parametrize(("placement", "configuration", "bits"), PAIRS)
+def test_placement(
+    placement: str, configuration: str, bits: int, packed: Callable[[str, int], Reference], offload_dir: Path
+) -> None:
+    chosen = CONFIGURATIONS[configuration]
+    policy = chosen.policy(PLACEMENTS[placement], compress_weight=True, weight_bits=bits)
+    assert_equal(packed("normal", bits), policy, chosen.budget, offload_dir)
+
+
+@pytest.mark.parametrize(("shape", "placement", "configuration", "bits"), OTHER_SHAPES)
+def test_shape(
+    shape: str, placement: str, configuration: str, bits: int, packed: Callable[[str, int], Reference],
+    offload_dir: Path,
+) -> None:  # fmt: skip
+    chosen = CONFIGURATIONS[configuration]
+    policy = chosen.policy(PLACEMENTS[placement], compress_weight=True, weight_bits=bits)
+    assert_equal(packed(shape, bits), policy, chosen.budget, offload_dir)
+
+
+POLICY = Policy(2, 2, PLACEMENTS["weights split three ways"], compress_weight=True)
+PARAMS = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
+
+
+def test_from_a_bin_checkpoint(packed: Callable[[str, int], Reference], tmp_path: Path) -> None:
+    known, folder = packed("normal", 4), tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text((known.folder / "config.json").read_text())
+    torch.save(random_model().state_dict(), folder / "pytorch_model.bin")
+    assert tokens_of(run(folder, known.prompts, POLICY, tmp_path / "offload", PARAMS)) == known.tokens
+
+
+def test_half_precision_is_packed_as_it_is_stored(packed: Callable[[str, int], Reference], tmp_path: Path) -> None:
+    """A bfloat16 checkpoint computed in fp32: vectors are converted when read, matrices unpacked."""
+    half = random_model().to(torch.bfloat16)
+    half.save_pretrained(tmp_path / "model")
+    prompts, offload = packed("normal", 4).prompts, tmp_path / "offload"
+    known = make_reference(unpacked(half.float(), 8), tmp_path / "unpacked", prompts, NEW_TOKENS)
+    policy = replace(POLICY, weight_bits=8)
+    assert tokens_of(run(tmp_path / "model", prompts, policy, offload, PARAMS)) == known.tokens
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_random_weights_are_those_of_the_checkpoint_packed(bits: int, tmp_path: Path) -> None:
+    """They are packed without writing the checkpoint, whose values they are."""
+    model, prompts = "opt-tiny", [[5, 6, 7, 8], [9, 10]]
+    policy = replace(POLICY, weight_bits=bits)
+    at = {"path": "_DUMMY_", "dtype": "float32", "offload_dir": tmp_path / "packed"}
+    with LLM(model, policy, **at) as llm:  # type: ignore[arg-type]
+        found = tokens_of(llm.generate(prompts, PARAMS))
+    assert [f.parent.parent.name for f in (tmp_path / "packed").rglob("*.safetensors")] == ["packed"]
+    with LLM(model, replace(policy, compress_weight=False), **{**at, "offload_dir": tmp_path / "whole"}) as llm:  # type: ignore[arg-type]
+        llm.generate(prompts, PARAMS)
+    (folder,) = (f.parent for f in (tmp_path / "whole").rglob("*.safetensors"))
+    with LLM(str(folder), policy, dtype="float32", offload_dir=tmp_path / "again") as llm:
+        assert tokens_of(llm.generate(prompts, PARAMS)) == found

@@ -1,0 +1,163 @@
+"""The store of compressed weights: made once, whole or not at all, anew for a changed source."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from flexgen_h2o.checkpoint import (
+    open_checkpoint,
+    pack_checkpoint,
+    pack_random,
+    packed_store,
+    shards,
+    write_random_checkpoint,
+)
+from flexgen_h2o.checkpoint.stored import Checkpoint
+from flexgen_h2o.errors import DoesNotFitError, UsageError
+from flexgen_h2o.kernels.packed_rows import pack_rows
+
+FC1 = "model.decoder.layers.1.fc1.weight"
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "offload"
+
+
+@pytest.fixture
+def source(spec, weights, tmp_path: Path):
+    """Opens a safetensors checkpoint of the weights, changed by `more`."""
+
+    def opened(dtype: torch.dtype = torch.float32, **more: torch.Tensor) -> Checkpoint:
+        folder = tmp_path / "model"
+        folder.mkdir(exist_ok=True)
+        save_file({name: value.to(dtype) for name, value in {**weights, **more}.items()}, folder / "model.safetensors")
+        return open_checkpoint(spec, folder, tmp_path / "none")
+
+    return opened
+
+
+def bytes_of(stored) -> bytes:
+    with stored.path.open("rb") as file:
+        file.seek(stored.offset)
+        return file.read(stored.nbytes)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_tensor(spec, source, weights, cache: Path, monkeypatch, bits: int, dtype: torch.dtype) -> None:
+    """Some rows at a time; matrices packed at multiples of 4 bytes, vectors as they are."""
+    monkeypatch.setattr(packed_store, "PACK_CHUNK", 100)
+    found = pack_checkpoint(spec, source(dtype), cache, bits)
+    assert set(found.tensors) == set(weights)
+    for name, stored in found.tensors.items():
+        want = weights[name].to(dtype)
+        if want.dim() == 2:
+            want = pack_rows(want, bits)
+            assert stored.offset % 4 == 0 and stored.dtype == "uint8"
+        assert bytes_of(stored) == bytes(want.view(-1).view(torch.uint8).tolist())
+
+
+def test_it_is_a_safetensors_folder_that_says_what_it_holds(spec, source, cache: Path) -> None:
+    found = pack_checkpoint(spec, source(), cache, 4)
+    with safe_open(found.folder / "model.safetensors", "pt") as file:
+        assert file.metadata()["packed_bits"] == "4"
+        assert file.get_tensor(FC1).dtype == torch.uint8
+    record = json.loads((found.folder / packed_store.RECORD_NAME).read_text())
+    assert (record["bits"], record["group"]) == (4, 64)
+
+
+def test_several_files(spec, source, cache: Path, monkeypatch) -> None:
+    whole = pack_checkpoint(spec, source(), cache / "a", 4)
+    monkeypatch.setattr(shards, "SHARD_BYTES", 500)
+    parts = pack_checkpoint(spec, source(), cache / "b", 4)
+    assert len(list(parts.folder.glob("*.safetensors"))) > 3
+    assert all(bytes_of(parts.tensors[name]) == bytes_of(stored) for name, stored in whole.tensors.items())
+
+
+def test_found_again_and_made_anew_for_a_changed_source(spec, source, cache: Path, monkeypatch) -> None:
+    first = pack_checkpoint(spec, source(), cache, 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(packed_store, "write_shards", None)
+        assert pack_checkpoint(spec, source_as_it_is(spec, first, cache), cache, 4) == first
+    eight = pack_checkpoint(spec, source_as_it_is(spec, first, cache), cache, 8)
+    assert eight.folder != first.folder
+    changed = pack_checkpoint(spec, source(**{FC1: torch.zeros(32, 16)}), cache, 4)
+    assert changed.folder != first.folder
+    assert bytes_of(changed.tensors[FC1]) != bytes_of(first.tensors[FC1])
+
+
+def source_as_it_is(spec, found: Checkpoint, cache: Path) -> Checkpoint:
+    return open_checkpoint(spec, cache.parent / "model", cache / "none")
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_value_that_is_not_finite(spec, source, weights, cache: Path, names_in, bad: float) -> None:
+    value = weights[FC1].clone()
+    value[3, 5] = bad
+    with pytest.raises(UsageError, match=rf"model.safetensors: tensor '{FC1}' .*not finite.*--compress-weight"):
+        pack_checkpoint(spec, source(**{FC1: value}), cache, 4)
+    assert names_in(cache) == []
+
+
+@pytest.mark.parametrize("call", ["posix_fallocate", "write"])
+def test_full_disk(spec, source, cache: Path, names_in, monkeypatch, call: str) -> None:
+    checkpoint = source()
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, call, full)
+    with pytest.raises(DoesNotFitError, match=r"--offload-dir .* needs .* are free"):
+        pack_checkpoint(spec, checkpoint, cache, 4)
+    assert names_in(cache) == []
+
+
+def test_interrupt_leaves_nothing(spec, source, cache: Path, names_in, monkeypatch) -> None:
+    checkpoint = source()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "write", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        pack_checkpoint(spec, checkpoint, cache, 4)
+    assert names_in(cache) == []
+
+
+def test_a_damaged_store_is_named(spec, source, cache: Path) -> None:
+    checkpoint = source()
+    found = pack_checkpoint(spec, checkpoint, cache, 4)
+    path = found.folder / "model.safetensors"
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(UsageError, match=rf"{found.folder}: .*truncated.*remove this folder"):
+        pack_checkpoint(spec, checkpoint, cache, 4)
+
+
+def test_progress_goes_to_stderr(spec, source, cache: Path, capfd) -> None:
+    pack_checkpoint(spec, source(), cache, 4, progress=True)
+    out, err = capfd.readouterr()
+    assert "4-bit weights tiny" in err and not out
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_random_weights_are_packed_as_their_checkpoint_would_be(
+    spec, config_json, cache: Path, tmp_path: Path, monkeypatch, bits: int
+) -> None:
+    monkeypatch.setattr("flexgen_h2o.checkpoint.random_weights.TABLE_VALUES", 509)
+    monkeypatch.setattr(packed_store, "PACK_CHUNK", 100)
+    folder = write_random_checkpoint(spec, config_json, tmp_path / "random", "bfloat16", seed=3)
+    whole = pack_checkpoint(spec, open_checkpoint(spec, folder, cache), cache, bits)
+    found = pack_random(spec, config_json, cache / "packed" / "random", "bfloat16", 3, bits)
+    assert {name: bytes_of(s) for name, s in found.tensors.items()} == {
+        name: bytes_of(s) for name, s in whole.tensors.items()
+    }
+    assert pack_random(spec, config_json, cache / "packed" / "random", "bfloat16", 4, bits).folder != found.folder
