@@ -186,25 +186,36 @@ def storage_read_bytes() -> int:
     return next(int(x.split()[1]) for x in lines if x.startswith("read_bytes"))
 
 
-def drop_page_cache(files: Sequence[Path]) -> None:
-    """Tell the kernel to forget what it caches of `files`; pages that are mapped just now stay."""
-    for path in files:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies: bytes [start, end) of a file."""
+
+    name: str
+    shape: list[int]
+    path: Path
+    start: int
+    end: int
 
 
-def tensor_sizes(files: Sequence[Path]) -> Iterator[tuple[str, int, list[int]]]:
-    """(name, bytes, shape) of every tensor, from the headers alone."""
+def stored_tensors(files: Sequence[Path]) -> Iterator[StoredTensor]:
+    """Every tensor of safetensors files, from the headers alone."""
     for path in files:
         with path.open("rb") as file:
-            header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+            length = struct.unpack("<Q", file.read(8))[0]
+            header = json.loads(file.read(length))
         for name, entry in header.items():
             if name != "__metadata__":
                 first, end = entry["data_offsets"]
-                yield name, end - first, entry["shape"]
+                yield StoredTensor(name, entry["shape"], path, 8 + length + first, 8 + length + end)
+
+
+def drop_page_cache(path: Path, start: int = 0, end: int = 0) -> None:
+    """Tell the kernel to forget what it caches of bytes [start, end) (0: to the end); mapped pages stay."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(fd, start, max(0, end - start), os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
 
 
 def kv_and_work_bytes(request: Request) -> tuple[int, int]:

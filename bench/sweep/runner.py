@@ -136,6 +136,7 @@ def describe(line: dict[str, Any]) -> str:
     note = "" if line["status"] == OK else f" ({line['status']})"
     return (
         f"{line['tokens_per_s']:.2f} tok/s, prefill {line['prefill_s']:.1f} s, "
-        f"decode {line['decode_tokens_per_s']:.2f} tok/s, peak {line['peak_rss_bytes'] / common.GB:.2f} GB, read {line['read_bytes'] / common.GB:.2f} GB, "
+        f"decode {line['decode_tokens_per_s']:.2f} tok/s, "
+        f"peak {line['peak_rss_bytes'] / common.GB:.2f} GB, read {line['read_bytes'] / common.GB:.2f} GB, "
         f"others {line['others']:.0%}{note}"
     )

@@ -1,7 +1,7 @@
 """Hugging Face Accelerate. Variants: disk (as many layers in RAM as the budget holds), cpu (all weights in RAM).
 
 disk: `device_map` sends the other layers to "disk", which reads the safetensors files in place, buffered and when a
-module needs them. The kernel's cache of them is dropped after every layer, so that each sweep reads the disk again.
+module needs them. The kernel's cache of a layer is dropped after it, so that each sweep reads the disk again.
 cpu: `accelerate.cpu_offload`, hooks included; with no card to move weights to it is generate with hooks.
 """
 
@@ -14,30 +14,55 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from contract import DoesNotFitError, Meter, Request, drop_page_cache, kv_and_work_bytes, main, tensor_sizes
+from contract import (
+    DoesNotFitError,
+    Meter,
+    Request,
+    StoredTensor,
+    drop_page_cache,
+    kv_and_work_bytes,
+    main,
+    stored_tensors,
+)
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 # Layers that are in memory at a time besides the resident ones: the one computed, and what is being dropped.
 LAYERS_IN_FLIGHT = 1
 
 
-def resident_layers(request: Request) -> int:
-    """Layers that stay in RAM: what the budget leaves after embedding, KV cache, activations and a layer in flight."""
-    layers: dict[int, int] = {}
-    outside = 0
-    for name, size, _ in tensor_sizes(request.weight_files):
-        found = LAYER.search(name)
-        if found:
-            layers[int(found[1])] = layers.get(int(found[1]), 0) + size
-        else:
-            outside += size
+def resident_layers(request: Request, layers: list[list[StoredTensor]], outside: int) -> int:
+    """Layers that stay in RAM: what the budget leaves after embedding, KV cache, activations and a layer in flight.
+
+    outside: bytes of all other weights, which stay in RAM.
+    """
     if request.budget is None:
         return 0  # all from disk: how fast it is without help from RAM
-    layer = max(layers.values())
+    layer = max(map(_bytes, layers))
     free = request.budget - outside - sum(kv_and_work_bytes(request)) - LAYERS_IN_FLIGHT * layer
     if free < 0:
         raise DoesNotFitError(f"{request.rows} rows need {-free} bytes more than the budget with every layer on disk")
     return min(len(layers), free // layer)
+
+
+def tensors_by_layer(request: Request) -> tuple[list[list[StoredTensor]], int]:
+    """The tensors of each layer, and the bytes of those outside of layers."""
+    layers: dict[int, list[StoredTensor]] = {}
+    outside = []
+    for tensor in stored_tensors(request.weight_files):
+        found = LAYER.search(tensor.name)
+        (layers.setdefault(int(found[1]), []) if found else outside).append(tensor)
+    return [layers[i] for i in range(len(layers))], _bytes(outside)
+
+
+def _bytes(tensors: list[StoredTensor]) -> int:
+    return sum(t.end - t.start for t in tensors)
+
+
+def _forget(tensors: list[StoredTensor]) -> None:
+    """Only these: what the kernel has read ahead of the next layer stays."""
+    for path in {t.path for t in tensors}:
+        mine = [t for t in tensors if t.path == path]
+        drop_page_cache(path, min(t.start for t in mine), max(t.end for t in mine))
 
 
 def measure(request: Request, meter: Meter) -> dict[str, Any]:
@@ -53,15 +78,22 @@ def measure(request: Request, meter: Meter) -> dict[str, Any]:
         model = AutoModelForCausalLM.from_pretrained(request.model_dir, **loading).eval()
         cpu_offload(model, execution_device=torch.device("cpu"))
         return generate(model, request, meter) | {"setting": {"offload": "cpu_offload"}}
-    kept, files = resident_layers(request), request.weight_files
+    stored, outside = tensors_by_layer(request)
+    kept = resident_layers(request, stored, outside)
     request.offload_dir.mkdir(parents=True, exist_ok=True)
     model = AutoModelForCausalLM.from_pretrained(
         request.model_dir, device_map=_device_map(request, kept), offload_folder=str(request.offload_dir), **loading
     ).eval()
-    for layer in model.model.decoder.layers[kept:]:
-        layer.register_forward_hook(lambda *_: drop_page_cache(files))
-    found = generate(model, request, meter, before=lambda: drop_page_cache(files))
-    return found | {"setting": {"layers_in_ram": kept, "layers": len(model.model.decoder.layers)}}
+    for layer, tensors in zip(model.model.decoder.layers[kept:], stored[kept:], strict=True):
+        layer.register_forward_hook(lambda *_, tensors=tensors: _forget(tensors))
+
+    def forget_all() -> None:
+        for path in request.weight_files:
+            drop_page_cache(path)
+
+    return generate(model, request, meter, before=forget_all) | {
+        "setting": {"layers_in_ram": kept, "layers": len(stored), "disk_bytes_a_sweep": sum(map(_bytes, stored[kept:]))}
+    }
 
 
 def _device_map(request: Request, kept: int) -> dict[str, str]:

@@ -16,7 +16,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from contract import DTYPES, DoesNotFitError, Meter, Request, kv_and_work_bytes, main, tensor_sizes
+from contract import DTYPES, DoesNotFitError, Meter, Request, kv_and_work_bytes, main, stored_tensors
 
 # aio: of one read; threads of one aio handle. buffers: matrices in flight. prefetch_matrices: largest matrices read
 # ahead and kept alive at most, besides the one in use.
@@ -30,7 +30,7 @@ ENVIRONMENT = {
 def zero_config(request: Request, folder: Path) -> dict[str, Any]:
     """DeepSpeed's configuration. Raises DoesNotFitError when buffers, KV cache and activations exceed the budget."""
     setting = SETTINGS | request.settings
-    largest = max(math.prod(shape) for _, _, shape in tensor_sizes(request.weight_files))
+    largest = max(math.prod(t.shape) for t in stored_tensors(request.weight_files))
     itemsize = 4 if request.dtype == "fp32" else 2
     zero: dict[str, Any] = {
         "stage": 3,

@@ -58,7 +58,8 @@ def measure(request: Request, meter: Meter) -> dict[str, Any]:
         log, scratch = Path(folder) / "log", request.offload_dir / "flexgen"
         command = [
             sys.executable, "-m", "flexgen.flex_opt", "--model", name, "--path", "_DUMMY_",
-            "--offload-dir", str(scratch), "--prompt-len", str(request.prompt_len), "--gen-len", str(request.gen_len), "--log-file", str(log), *flags,
+            "--offload-dir", str(scratch), "--log-file", str(log), *flags,
+            "--prompt-len", str(request.prompt_len), "--gen-len", str(request.gen_len),
         ]  # fmt: skip
         meter.begin()
         subprocess.run(command, check=True, stdout=sys.stderr)
