@@ -6,14 +6,15 @@ from collections.abc import Callable
 
 from sweep.store import MEASURED, OK, Line
 
-GAIN = 1.03  # twice the rows must give at least so much more, or the search has ended
+GAIN = 1.03  # twice the rows must give so much more than the best so far
+MISSES = 2  # so often in a row without that, and the search has ended: one may be a neighbour's doing
 Measure = Callable[[int], Line]
 
 
 def search(measure: Measure, first: int, last: int) -> list[Line]:
     """Measure `first` rows, then twice as many, and so on up to `last`. Halve instead while `first` does not fit.
 
-    Ends when throughput grows by less than GAIN, or when the system is over its budget, refuses or fails.
+    Ends when throughput has not grown by GAIN for MISSES steps, or when the system is over its budget or fails.
     """
     found = [measure(first)]
     rows = first
@@ -22,14 +23,15 @@ def search(measure: Measure, first: int, last: int) -> list[Line]:
         found.append(measure(rows))
     if rows < first or found[-1]["status"] != OK:
         return found
-    best = found[-1]["tokens_per_s"]
-    while 2 * rows <= last:
+    best, misses = found[-1]["tokens_per_s"], 0
+    while 2 * rows <= last and misses < MISSES:
         rows *= 2
         line = measure(rows)
         found.append(line)
-        if line["status"] != OK or line["tokens_per_s"] < GAIN * best:
+        if line["status"] != OK:
             break
-        best = line["tokens_per_s"]
+        misses = 0 if line["tokens_per_s"] >= GAIN * best else misses + 1
+        best = max(best, line["tokens_per_s"])
     return found
 
 
