@@ -8,7 +8,7 @@ if ! echo '#include <libaio.h>' | "${CXX:-g++}" -E -x c++ - >/dev/null 2>&1; the
     exit 2
 fi
 peer_venv deepspeed
-"${PIP[@]}" setuptools wheel ninja packaging py-cpuinfo numpy transformers==5.23.0 safetensors
+"${PIP[@]}" setuptools wheel ninja packaging py-cpuinfo numpy transformers==5.23.0 accelerate==1.15.0 safetensors
 # Its setup.py looks at the torch that is installed: no isolated build.
 DS_BUILD_OPS=0 DS_ACCELERATOR=cpu "${PIP[@]}" --no-build-isolation deepspeed==0.19.8
 PATH="$VENV/bin:$PATH" DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR="$VENV/extensions" "$VENV/bin/python" -c '
