@@ -21,17 +21,33 @@ from contract import DTYPES, DoesNotFitError, Meter, Request, kv_and_work_bytes,
 # aio: of one read; threads of one aio handle. buffers: matrices in flight. prefetch_matrices: largest matrices read
 # ahead and kept alive at most, besides the one in use.
 SETTINGS = {"block_mib": 1, "queue_depth": 8, "aio_threads": 1, "buffers": 5, "prefetch_matrices": 2}
+FEWEST_BUFFERS = 2
 PERSISTENT = 10**5  # elements: vectors stay in RAM, as in DeepSpeed's own example
 ENVIRONMENT = {
     "DS_ACCELERATOR": "cpu", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
 }  # fmt: skip
 
 
-def zero_config(request: Request, folder: Path) -> dict[str, Any]:
-    """DeepSpeed's configuration. Raises DoesNotFitError when buffers, KV cache and activations exceed the budget."""
+def choose_settings(request: Request, largest: int) -> dict[str, Any]:
+    """SETTINGS and --settings, with no more buffers than the budget holds beside KV cache and activations.
+
+    largest: elements of the largest matrix, which a buffer holds. Raises DoesNotFitError below FEWEST_BUFFERS.
+    """
     setting = SETTINGS | request.settings
-    largest = max(math.prod(t.shape) for t in stored_tensors(request.weight_files))
-    itemsize = 4 if request.dtype == "fp32" else 2
+    if request.variant != "nvme" or request.budget is None:
+        return setting
+    buffer = largest * (4 if request.dtype == "fp32" else 2)
+    fitting = (request.budget - sum(kv_and_work_bytes(request))) // buffer
+    if fitting < FEWEST_BUFFERS:
+        raise DoesNotFitError(
+            f"{request.rows} rows beside {FEWEST_BUFFERS} buffers of the largest matrix, {buffer} bytes each, "
+            f"exceed the budget of {request.budget} bytes"
+        )
+    return setting | {"buffers": min(setting["buffers"], fitting)}
+
+
+def zero_config(request: Request, setting: dict[str, Any], largest: int, folder: Path) -> dict[str, Any]:
+    """DeepSpeed's configuration. folder: where it puts its copy of the weights."""
     zero: dict[str, Any] = {
         "stage": 3,
         "stage3_param_persistence_threshold": PERSISTENT,
@@ -40,37 +56,30 @@ def zero_config(request: Request, folder: Path) -> dict[str, Any]:
         "offload_param": {"device": "cpu", "pin_memory": False},
     }
     if request.variant == "nvme":
-        need = setting["buffers"] * largest * itemsize + sum(kv_and_work_bytes(request))
-        if request.budget is not None and need > request.budget:
-            raise DoesNotFitError(
-                f"{request.rows} rows and {setting['buffers']} buffers of the largest matrix need {need} bytes, "
-                f"the budget is {request.budget}"
-            )
         zero["offload_param"] = {
             "device": "nvme", "nvme_path": str(folder), "pin_memory": False,
             "buffer_count": setting["buffers"], "buffer_size": largest + 1024,
         }  # fmt: skip
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": request.dtype == "bf16"},
-        "zero_optimization": zero,
-        "aio": {
-            "block_size": setting["block_mib"] << 20, "queue_depth": setting["queue_depth"],
-            "intra_op_parallelism": setting["aio_threads"], "single_submit": False, "overlap_events": True,
-        },
+    aio = {
+        "block_size": setting["block_mib"] << 20, "queue_depth": setting["queue_depth"],
+        "intra_op_parallelism": setting["aio_threads"], "single_submit": False, "overlap_events": True,
     }  # fmt: skip
+    precision = {"enabled": request.dtype == "bf16"}
+    return {"train_micro_batch_size_per_gpu": 1, "bf16": precision, "zero_optimization": zero, "aio": aio}
 
 
 def measure(request: Request, meter: Meter) -> dict[str, Any]:
     folder = request.offload_dir / "deepspeed"
-    config = zero_config(request, folder)
+    largest = max(math.prod(t.shape) for t in stored_tensors(request.weight_files))
+    setting = choose_settings(request, largest)
+    config = zero_config(request, setting, largest, folder)
     venv = Path(sys.prefix)
     os.environ.update(ENVIRONMENT | {"MASTER_PORT": str(20000 + os.getpid() % 20000)})
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(venv / "extensions"))
     os.environ["PATH"] = f"{venv / 'bin'}:{os.environ['PATH']}"  # ninja, for ops that are not compiled yet
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        return _generate(request, meter, config) | {"setting": SETTINGS | request.settings}
+        return _generate(request, meter, config) | {"setting": setting}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -184,6 +184,19 @@ def test_more_rows_leave_accelerate_fewer_layers_in_ram(tmp_path: Path) -> None:
         accelerate.resident_layers(request(tmp_path, budget=budget - 2 * layer), layers, outside)
 
 
+def test_deepspeed_takes_as_many_buffers_as_fit(tmp_path: Path) -> None:
+    deepspeed = load("deepspeed/run.py", "deepspeed_run")
+    beside = sum(kv_and_work_bytes(request(tmp_path)))
+
+    def buffers(room: int) -> int:
+        asked = request(tmp_path, variant="nvme", budget=beside + room)
+        return int(deepspeed.choose_settings(asked, largest=1000)["buffers"])
+
+    assert [buffers(12_000), buffers(40_000)] == [3, deepspeed.SETTINGS["buffers"]]
+    with pytest.raises(deepspeed.DoesNotFitError, match="4 rows"):
+        buffers(7_999)
+
+
 def test_flexgen_flags_and_log(tmp_path: Path) -> None:
     flexgen = load("flexgen/run.py", "flexgen_run")
     flags = flexgen.published_flags(request(tmp_path, rows=144), 30e9)
