@@ -68,6 +68,11 @@ def _policy_flags(gpu_batch_size: int, batches: int, percent: tuple[int, ...]) -
 
 
 def measure(request: Request, meter: Meter) -> dict[str, Any]:
+    import numba
+    import torch
+
+    torch.set_num_threads(request.threads)
+    numba.set_num_threads(min(request.threads, numba.config.NUMBA_NUM_THREADS))
     weights = sum(path.stat().st_size for path in request.weight_files)
     if request.variant == "flexgen-like":
         fits = request.budget is None or weights < request.budget
