@@ -22,7 +22,8 @@ LIBRARIES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/li
 # glibc told to keep what is freed, where there is no tcmalloc.
 KEEPING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_TOP_PAD_": str(64 << 20)}
 OVER_BUDGET = 300 * common.MB  # what a budget does not count: code, the interpreter, small objects
-STATUS_OF_EXIT = {2: REFUSED, 3: DOES_NOT_FIT}
+# -9: the kernel ran out of memory; the sweep itself kills only at the time limit.
+STATUS_OF_EXIT = {2: REFUSED, 3: DOES_NOT_FIT, -9: DOES_NOT_FIT}
 SAID = 300  # characters of a failure that are kept
 
 
