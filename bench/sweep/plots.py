@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flexgen_h2o.units import format_bytes
 from sweep.store import MEASURED, Line
 from sweep.summary import Row, cells_of, rows_of
 
@@ -91,7 +90,7 @@ def _memory(rows: list[Row], path: Path, title: str) -> Path:
         names = [f"{row.system}, {row.rows} rows" for row in rows][::-1]
         peaks = [row.median("peak_rss_bytes") for row in rows][::-1]
         bars = ax.barh(names, [peak / 1e9 for peak in peaks], color="#3b6fb6")
-        ax.bar_label(bars, [format_bytes(peak) for peak in peaks], fontsize=8, padding=3)
+        ax.bar_label(bars, [f"{peak / 1e9:.2f}" for peak in peaks], fontsize=8, padding=3)
         budget = rows[0].lines[0]["budget_bytes"]
         if budget is not None:
             ax.axvline(budget / 1e9, color="#b5541c", label="budget")
