@@ -43,7 +43,8 @@ def choose_settings(request: Request, largest: int) -> dict[str, Any]:
             f"{request.rows} rows beside {FEWEST_BUFFERS} buffers of the largest matrix, {buffer} bytes each, "
             f"exceed the budget of {request.budget} bytes"
         )
-    return setting | {"buffers": min(setting["buffers"], fitting)}
+    buffers = min(setting["buffers"], fitting)
+    return setting | {"buffers": buffers, "prefetch_matrices": min(setting["prefetch_matrices"], buffers - 1)}
 
 
 def zero_config(request: Request, setting: dict[str, Any], largest: int, folder: Path) -> dict[str, Any]:
@@ -77,7 +78,8 @@ def measure(request: Request, meter: Meter) -> dict[str, Any]:
     os.environ.update(ENVIRONMENT | {"MASTER_PORT": str(20000 + os.getpid() % 20000)})
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(venv / "extensions"))
     os.environ["PATH"] = f"{venv / 'bin'}:{os.environ['PATH']}"  # ninja, for ops that are not compiled yet
-    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
+    folder.mkdir(parents=True)
     try:
         return _generate(request, meter, config) | {"setting": setting}
     finally:
