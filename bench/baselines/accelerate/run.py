@@ -1,0 +1,107 @@
+"""Hugging Face Accelerate. Variants: disk (as many layers in RAM as the budget holds), cpu (all weights in RAM).
+
+disk: `device_map` sends the other layers to "disk", which reads the safetensors files in place, buffered and when a
+module needs them. The kernel's cache of a layer is dropped after it, so that each sweep reads the disk again.
+cpu: `accelerate.cpu_offload`, hooks included; with no card to move weights to it is generate with hooks.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from contract import (
+    DoesNotFitError,
+    Meter,
+    Request,
+    StoredTensor,
+    drop_page_cache,
+    kv_and_work_bytes,
+    main,
+    stored_tensors,
+)
+
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+# Layers that are in memory at a time besides the resident ones: the one computed, and what is being dropped.
+LAYERS_IN_FLIGHT = 1
+
+
+def resident_layers(request: Request, layers: list[list[StoredTensor]], outside: int) -> int:
+    """Layers that stay in RAM: what the budget leaves after embedding, KV cache, activations and a layer in flight.
+
+    outside: bytes of all other weights, which stay in RAM.
+    """
+    if request.budget is None:
+        return 0  # all from disk: how fast it is without help from RAM
+    layer = max(map(_bytes, layers))
+    free = request.budget - outside - sum(kv_and_work_bytes(request)) - LAYERS_IN_FLIGHT * layer
+    if free < 0:
+        raise DoesNotFitError(f"{request.rows} rows need {-free} bytes more than the budget with every layer on disk")
+    return min(len(layers), free // layer)
+
+
+def tensors_by_layer(request: Request) -> tuple[list[list[StoredTensor]], int]:
+    """The tensors of each layer, and the bytes of those outside of layers."""
+    layers: dict[int, list[StoredTensor]] = {}
+    outside = []
+    for tensor in stored_tensors(request.weight_files):
+        found = LAYER.search(tensor.name)
+        (layers.setdefault(int(found[1]), []) if found else outside).append(tensor)
+    return [layers[i] for i in range(len(layers))], _bytes(outside)
+
+
+def _bytes(tensors: list[StoredTensor]) -> int:
+    return sum(t.end - t.start for t in tensors)
+
+
+def _forget(tensors: list[StoredTensor]) -> None:
+    """Only these: what the kernel has read ahead of the next layer stays."""
+    for path in {t.path for t in tensors}:
+        mine = [t for t in tensors if t.path == path]
+        drop_page_cache(path, min(t.start for t in mine), max(t.end for t in mine))
+
+
+def measure(request: Request, meter: Meter) -> dict[str, Any]:
+    import torch
+    from hf_generate import generate, torch_dtype
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(request.threads)
+    loading = {"dtype": torch_dtype(request), "attn_implementation": "sdpa"}
+    if request.variant == "cpu":
+        from accelerate import cpu_offload
+
+        model = AutoModelForCausalLM.from_pretrained(request.model_dir, **loading).eval()
+        cpu_offload(model, execution_device=torch.device("cpu"))
+        return generate(model, request, meter) | {"setting": {"offload": "cpu_offload"}}
+    stored, outside = tensors_by_layer(request)
+    kept = resident_layers(request, stored, outside)
+    request.offload_dir.mkdir(parents=True, exist_ok=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        request.model_dir, device_map=_device_map(request, kept), offload_folder=str(request.offload_dir), **loading
+    ).eval()
+    for layer, tensors in zip(model.model.decoder.layers[kept:], stored[kept:], strict=True):
+        layer.register_forward_hook(lambda *_, tensors=tensors: _forget(tensors))
+
+    def forget_all() -> None:
+        for path in request.weight_files:
+            drop_page_cache(path)
+
+    return generate(model, request, meter, before=forget_all) | {
+        "setting": {"layers_in_ram": kept, "layers": len(stored), "disk_bytes_a_sweep": sum(map(_bytes, stored[kept:]))}
+    }
+
+
+def _device_map(request: Request, kept: int) -> dict[str, str]:
+    layers = int(request.config["num_hidden_layers"])
+    places = {f"model.decoder.layers.{i}": "cpu" if i < kept else "disk" for i in range(layers)}
+    names = ("embed_tokens", "embed_positions", "project_in", "project_out", "final_layer_norm")
+    return {f"model.decoder.{name}": "cpu" for name in names} | places | {"lm_head": "cpu"}
+
+
+if __name__ == "__main__":
+    sys.exit(main(measure, ("disk", "cpu"), ("torch", "transformers", "accelerate")))

@@ -1,0 +1,63 @@
+"""CTranslate2, everything in RAM. Variants: int8 (float32 activations around int8 products), float32.
+
+It refuses bfloat16 on a CPU. The folder is converted once into the offload dir, with made-up words for the token ids of
+random weights. Peak memory is over a process that has imported ctranslate2: it does not need torch to run.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from contract import WARM_UP_PROMPT, WARM_UP_TOKENS, Meter, Request, main
+
+
+def measure(request: Request, meter: Meter) -> dict[str, Any]:
+    import ctranslate2
+
+    folder = _converted(request)
+    model = ctranslate2.Generator(
+        str(folder), device="cpu", compute_type=request.variant, inter_threads=1, intra_threads=request.threads
+    )
+    words = (folder / "words.txt").read_text().splitlines()
+    _generate(model, request.prompts(1, WARM_UP_PROMPT), words, WARM_UP_TOKENS, lambda: None)
+    prompts = request.prompts()
+    meter.begin()
+    _generate(model, prompts, words, request.gen_len, meter.mark)
+    return meter.result(request.rows, request.gen_len) | {"setting": {"compute_type": model.compute_type}}
+
+
+def _generate(model: Any, prompts: list[list[int]], words: list[str], gen_len: int, mark: Any) -> None:
+    """One batch, greedy. CTranslate2 tells of each row's token; the last row's ends a step."""
+    rows, seen = len(prompts), 0
+
+    def on_token(step: Any) -> bool:
+        nonlocal seen
+        seen += 1
+        if seen % rows == 0:
+            mark()
+        return False
+
+    results = model.generate_batch(
+        [[words[i] for i in row] for row in prompts], beam_size=1, min_length=gen_len, max_length=gen_len,
+        include_prompt_in_result=False, max_batch_size=0, callback=on_token,
+    )  # fmt: skip
+    if any(len(result.sequences_ids[0]) != gen_len for result in results):
+        raise RuntimeError("a row ended early")
+
+
+def _converted(request: Request) -> Path:
+    """The converted folder, made in a process of its own so that the converter's memory is not counted."""
+    folder = request.offload_dir / f"ctranslate2-{request.model_dir.name}-{request.variant}"
+    if not (folder / "words.txt").exists():
+        convert = str(Path(__file__).with_name("convert.py"))
+        subprocess.run([sys.executable, convert, request.model_dir, folder, request.variant], check=True)
+    return folder
+
+
+if __name__ == "__main__":
+    sys.exit(main(measure, ("int8", "float32"), ("ctranslate2",), framework="ctranslate2"))

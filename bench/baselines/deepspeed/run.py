@@ -1,0 +1,110 @@
+"""DeepSpeed ZeRO-Inference: ZeRO stage 3 around Hugging Face generate. Variants: nvme, cpu.
+
+nvme: every matrix comes through DeepSpeed's own aio (O_DIRECT) from its copy in the offload dir, for every sweep; it
+has no way to keep a share of them in RAM, so that a budget goes to its buffers, the KV cache and activations. cpu:
+weights in RAM, as DeepSpeed's own home for them. Settings (--settings JSON): those of SETTINGS; tune.py chooses them.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from contract import DTYPES, DoesNotFitError, Meter, Request, kv_and_work_bytes, main, stored_tensors
+
+# aio: of one read; threads of one aio handle. buffers: matrices in flight. prefetch_matrices: largest matrices read
+# ahead and kept alive at most, besides the one in use.
+SETTINGS = {"block_mib": 1, "queue_depth": 8, "aio_threads": 1, "buffers": 5, "prefetch_matrices": 2}
+FEWEST_BUFFERS = 2
+PERSISTENT = 10**5  # elements: vectors stay in RAM, as in DeepSpeed's own example
+ENVIRONMENT = {
+    "DS_ACCELERATOR": "cpu", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
+}  # fmt: skip
+
+
+def choose_settings(request: Request, largest: int) -> dict[str, Any]:
+    """SETTINGS and --settings, with no more buffers than the budget holds beside KV cache and activations.
+
+    largest: elements of the largest matrix, which a buffer holds. Raises DoesNotFitError below FEWEST_BUFFERS.
+    """
+    setting = SETTINGS | request.settings
+    if request.variant != "nvme" or request.budget is None:
+        return setting
+    buffer = largest * (4 if request.dtype == "fp32" else 2)
+    fitting = (request.budget - sum(kv_and_work_bytes(request))) // buffer
+    if fitting < FEWEST_BUFFERS:
+        raise DoesNotFitError(
+            f"{request.rows} rows beside {FEWEST_BUFFERS} buffers of the largest matrix, {buffer} bytes each, "
+            f"exceed the budget of {request.budget} bytes"
+        )
+    buffers = min(setting["buffers"], fitting)
+    return setting | {"buffers": buffers, "prefetch_matrices": min(setting["prefetch_matrices"], buffers - 1)}
+
+
+def zero_config(request: Request, setting: dict[str, Any], largest: int, folder: Path) -> dict[str, Any]:
+    """DeepSpeed's configuration. folder: where it puts its copy of the weights."""
+    zero: dict[str, Any] = {
+        "stage": 3,
+        "stage3_param_persistence_threshold": PERSISTENT,
+        "stage3_prefetch_bucket_size": setting["prefetch_matrices"] * largest,
+        "stage3_max_live_parameters": (1 + setting["prefetch_matrices"]) * largest,
+        "offload_param": {"device": "cpu", "pin_memory": False},
+    }
+    if request.variant == "nvme":
+        zero["offload_param"] = {
+            "device": "nvme", "nvme_path": str(folder), "pin_memory": False,
+            "buffer_count": setting["buffers"], "buffer_size": largest + 1024,
+        }  # fmt: skip
+    aio = {
+        "block_size": setting["block_mib"] << 20, "queue_depth": setting["queue_depth"],
+        "intra_op_parallelism": setting["aio_threads"], "single_submit": False, "overlap_events": True,
+    }  # fmt: skip
+    precision = {"enabled": request.dtype == "bf16"}
+    return {"train_micro_batch_size_per_gpu": 1, "bf16": precision, "zero_optimization": zero, "aio": aio}
+
+
+def measure(request: Request, meter: Meter) -> dict[str, Any]:
+    folder = request.offload_dir / "deepspeed"
+    largest = max(math.prod(t.shape) for t in stored_tensors(request.weight_files))
+    setting = choose_settings(request, largest)
+    config = zero_config(request, setting, largest, folder)
+    venv = Path(sys.prefix)
+    os.environ.update(ENVIRONMENT | {"MASTER_PORT": str(20000 + os.getpid() % 20000)})
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(venv / "extensions"))
+    os.environ["PATH"] = f"{venv / 'bin'}:{os.environ['PATH']}"  # ninja, for ops that are not compiled yet
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
+    folder.mkdir(parents=True)
+    try:
+        return _generate(request, meter, config) | {"setting": setting}
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _generate(request: Request, meter: Meter, config: dict[str, Any]) -> dict[str, Any]:
+    import deepspeed
+    import torch
+    from hf_generate import generate
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations import HfDeepSpeedConfig
+
+    torch.set_num_threads(request.threads)
+    deepspeed.init_distributed("gloo", verbose=False)
+    keep = HfDeepSpeedConfig(config)  # alive while from_pretrained partitions what it loads
+    model = AutoModelForCausalLM.from_pretrained(
+        request.model_dir, dtype=getattr(torch, DTYPES[request.dtype]), attn_implementation="sdpa"
+    ).eval()
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    engine.module.eval()
+    found = generate(engine.module, request, meter)
+    del keep
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main(measure, ("nvme", "cpu"), ("torch", "transformers", "deepspeed")))

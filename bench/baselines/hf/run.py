@@ -1,0 +1,27 @@
+"""Hugging Face generate, everything in RAM. Variants: sdpa, eager (its two attentions; the better one counts)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from contract import Meter, Request, main
+
+
+def measure(request: Request, meter: Meter) -> dict[str, Any]:
+    import torch
+    from hf_generate import generate, torch_dtype
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(request.threads)
+    model = AutoModelForCausalLM.from_pretrained(
+        request.model_dir, dtype=torch_dtype(request), attn_implementation=request.variant
+    ).eval()
+    return generate(model, request, meter) | {"setting": {"attention": request.variant}}
+
+
+if __name__ == "__main__":
+    sys.exit(main(measure, ("sdpa", "eager"), ("torch", "transformers")))

@@ -1,0 +1,124 @@
+"""flexgen_h2o behind the face of the peers: its own command line, `flex_opt`, in this process.
+
+Variants: full, h2o:R (--hh-ratio R; 0.1 keeps 20% of the prompt's columns), each with -4bit (weights and KV in 4 bits)
+and -8bit; int8 (8-bit weights, int8 products); flexgen-like (a published FlexGen policy, see `flexgen_flags`). All but
+the last run `--policy auto`, which plans rows a block and placement for the budget. Nothing is warmed up but what the
+package does itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from contract import DTYPES, EXIT_DOES_NOT_FIT, EXIT_REFUSED, DoesNotFitError, Meter, RefusedError, Request, main
+from contract import phases as rates
+
+VARIANTS = ("full", "h2o:0.1", "full-4bit", "h2o-4bit:0.1", "full-8bit", "h2o-8bit:0.1", "int8", "flexgen-like")
+# Published for OPT-175B, the one whose weights do not fit RAM: half of the weights on the host, the rest and all KV on
+# disk, hidden states on the host, 8 micro-batches. Less of the weights where half does not fit.
+SPILLING_MICRO_BATCHES = 8
+SPILLING_WEIGHTS = (50, 40, 30, 20, 10, 0)
+
+
+def variant_flags(variant: str) -> list[str]:
+    """Flags of flex_opt for a variant that plans automatically. Raises RefusedError for one that it does not know."""
+    name, _, ratio = variant.partition(":")
+    kind, _, form = name.partition("-")
+    if kind not in ("full", "h2o", "int8") or form not in ("", "4bit", "8bit") or bool(ratio) != (kind == "h2o"):
+        raise RefusedError(f"--variant {variant}: such as {', '.join(VARIANTS)}")
+    flags = ["--policy", "auto"]
+    if kind == "h2o":
+        flags += ["--hh-ratio", ratio]
+    if kind == "int8":
+        flags += ["--compress-weight", "--weight-bits", "8", "--int8-compute"]
+    if form:
+        bits = form.removesuffix("bit")
+        flags += ["--compress-weight", "--weight-bits", bits, "--compress-cache", "--cache-bits", bits]
+    return flags
+
+
+def flexgen_flags(rows: int, fits: bool) -> Iterator[list[str]]:
+    """FlexGen's published policies as flags, the next one for when the one before does not fit.
+
+    fits: the weights fit the budget; then the policy for a model that fits its device, sequential and one micro-batch.
+    Else that for OPT-175B, overlapped as FlexGen overlaps. On a CPU the device is the host: their shares add up.
+    """
+    if fits:
+        yield [*_policy_flags(rows, 1, (100, 0, 100, 0, 100, 0)), "--overlap", "false"]
+        return
+    batches = min(rows, SPILLING_MICRO_BATCHES)
+    for weights in SPILLING_WEIGHTS:
+        yield [*_policy_flags(-(-rows // batches), batches, (0, weights, 0, 0, 0, 100)), "--overlap", "true"]
+
+
+def _policy_flags(gpu_batch_size: int, batches: int, percent: tuple[int, ...]) -> list[str]:
+    return [
+        "--gpu-batch-size", str(gpu_batch_size), "--num-gpu-batches", str(batches),
+        "--percent", *map(str, percent), "--sep-layer", "true",
+    ]  # fmt: skip
+
+
+def measure(request: Request, meter: Meter) -> dict[str, Any]:
+    import numba
+    import torch
+
+    torch.set_num_threads(request.threads)
+    numba.set_num_threads(min(request.threads, numba.config.NUMBA_NUM_THREADS))
+    weights = sum(path.stat().st_size for path in request.weight_files)
+    if request.variant == "flexgen-like":
+        fits = request.budget is None or weights < request.budget
+        choices = list(flexgen_flags(request.rows, fits))
+    else:
+        choices = [variant_flags(request.variant)]
+    meter.begin()
+    for i, flags in enumerate(choices):
+        try:
+            report = _run(request, flags)
+        except DoesNotFitError:
+            if i + 1 == len(choices):
+                raise
+            continue
+        phases = rates(request.rows, request.gen_len, report["prefill"]["seconds"], report["decode"]["seconds"])
+        facts = {name: report[name] for name in ("peak_bytes", "io_bytes", "kv", "predicted")}
+        memory = meter.memory()
+        # Loading is within flex_opt: what the run itself read is in its report, which tests hold to /proc/self/io.
+        reads = {"process_read_bytes": memory["read_bytes"], "read_bytes": report["io_bytes"]["disk_read"]}
+        return phases | memory | reads | {"setting": {"policy": report["policy"]} | facts}
+    raise AssertionError("no policy was tried")
+
+
+def _run(request: Request, flags: list[str]) -> dict[str, Any]:
+    from flexgen_h2o import flex_opt
+
+    with tempfile.TemporaryDirectory() as folder:
+        prompts, report = Path(folder) / "prompts.jsonl", Path(folder) / "report.json"
+        prompts.write_text("".join(json.dumps({"prompt_token_ids": p}) + "\n" for p in request.prompts()))
+        budget = [] if request.budget is None else ["--host-mem", str(request.budget)]
+        said = io.StringIO()
+        with contextlib.redirect_stdout(sys.stderr), contextlib.redirect_stderr(said):
+            code = flex_opt.main([
+                "--model", str(request.model_dir), "--device", "cpu", "--dtype", DTYPES[request.dtype],
+                "--offload-dir", str(request.offload_dir), "--prompts", str(prompts), "--gen-len", str(request.gen_len),
+                "--ignore-eos", "--no-log", "--verbose", "0", "--json", str(report), *budget, *flags,
+            ])  # fmt: skip
+        sys.stderr.write(said.getvalue())
+        if code in (EXIT_REFUSED, EXIT_DOES_NOT_FIT):
+            kind = DoesNotFitError if code == EXIT_DOES_NOT_FIT else RefusedError
+            raise kind(said.getvalue().strip().splitlines()[-1])
+        if code:
+            raise RuntimeError(f"flex_opt ended with exit code {code}")
+        found: dict[str, Any] = json.loads(report.read_text())
+        return found
+
+
+if __name__ == "__main__":
+    sys.exit(main(measure, VARIANTS, ("torch", "numba")))

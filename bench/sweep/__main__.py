@@ -1,0 +1,174 @@
+"""Throughput of this package and its peers, each at its own best batch, under the same memory budget.
+
+    bash bench/throughput_sweep.sh --quick
+    bash bench/throughput_sweep.sh --grid disk-1.3b ram-1.3b --offload-dir DIR --machine NAME
+    bash bench/throughput_sweep.sh --cell facebook/opt-1.3b,64,32,third,8,64 --systems ours-full accelerate-disk
+
+Finished measurements are kept, a JSON line each, in bench/results/<machine>/throughput.jsonl, and are not made again;
+the table (throughput.md) and the pictures beside it are made anew from all lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import common
+
+from flexgen_h2o.doors import run_door
+from flexgen_h2o.errors import UsageError
+from flexgen_h2o.source import find_checkpoint, find_model
+from sweep.grid import GRIDS, SYSTEMS, Cell, System, systems_of
+from sweep.plots import draw_all
+from sweep.runner import Setup, describe, measure
+from sweep.search import best_rows, search
+from sweep.store import REFUSED, Key, Line, Store
+from sweep.summary import markdown
+
+QUICK = {"repeats": 1, "quiet_wait": 2.0, "limit": 90.0}
+FULL = {"repeats": 3, "quiet_wait": 60.0, "limit": 1800.0}
+
+
+@dataclass(frozen=True)
+class Sweep:
+    setup: Setup
+    store: Store
+    repeats: int
+
+    def cell(self, cell: Cell, systems: tuple[System, ...]) -> None:
+        """Find each system's best batch, then repeat these, the systems taking turns."""
+        print(f"\n== {cell.name}", flush=True)
+        ready = []
+        for system in systems:
+            why = self.setup.missing(system)
+            if why:
+                print(f"{system.name}: skipped, {why}", flush=True)
+            else:
+                ready.append(system)
+        if not ready:
+            return
+        folder = _model_folder(cell.model, self.setup)
+        chosen = []
+        for system in ready:
+            lines = search(lambda rows, s=system: self._measure(s, cell, folder, rows, 0), *cell.rows)
+            rows = best_rows(lines)
+            if rows is not None:
+                chosen.append((system, rows))
+        for repeat in range(1, self.repeats + 1):
+            for system, rows in chosen if repeat % 2 else reversed(chosen):
+                self._measure(system, cell, folder, rows, repeat)
+
+    def _measure(self, system: System, cell: Cell, folder: Path, rows: int, repeat: int) -> Line:
+        key = Key(system.name, cell.model, cell.prompt_len, cell.gen_len, cell.budget, rows, repeat)
+        what = f"{system.name} x {rows}" + (f", run {repeat}" if repeat else "")
+        line = self.store.find(key)
+        if line is not None:
+            print(f"{what}: {describe(line)} (kept)", flush=True)
+            return line
+        line = self.store.add(key, measure(self.setup, system, cell, folder, rows))
+        print(f"{what}: {describe(line)}", flush=True)
+        return line
+
+
+def main() -> int:
+    return run_door("throughput_sweep", _run, None)
+
+
+def _run(argv: list[str] | None) -> int:
+    args = _parse(argv)
+    defaults = QUICK if args.quick else FULL
+    values = {name: value if getattr(args, name) is None else getattr(args, name) for name, value in defaults.items()}
+    results = args.results or common.ROOT / "bench" / "results" / args.machine
+    setup = Setup(args.peers, args.offload_dir, args.threads, values["limit"], values["quiet_wait"])
+    store = Store(results / f"{args.name}.jsonl", args.again)
+    sweep = Sweep(setup, store, int(values["repeats"]))
+    try:
+        for cell, systems in _cells(args):
+            sweep.cell(cell, systems)
+    finally:
+        lines = [line for line in store.latest() if line["status"] != REFUSED or line["repeat"] == 0]
+        if lines:
+            (results / f"{args.name}.md").write_text(markdown(lines))
+            draw_all(lines, results)
+            print(f"\n{markdown(lines)}\nwritten: {results}", flush=True)
+    return 0
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="throughput_sweep.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--quick", action="store_true", help="the grid `quick`, one repeat: at most 10 minutes")
+    add("--grid", nargs="+", choices=sorted(GRIDS), default=[], metavar="NAME", help=f"of {', '.join(GRIDS)}")
+    add(
+        "--cell",
+        nargs="+",
+        default=[],
+        metavar="MODEL,S,N,BUDGET,FIRST,LAST",
+        help="cells of your own (rows FIRST - LAST)",
+    )
+    add("--systems", nargs="+", metavar="NAME", help=f"only these of {', '.join(s.name for s in SYSTEMS)}, ours-h2o:R")
+    add("--repeats", type=int, help="runs at the best batch (3)")
+    add("--again", action="store_true", help="measure what is there once more")
+    add("--limit", type=float, metavar="S", help="most seconds of one measurement (1800)")
+    add("--quiet-wait", type=float, metavar="S", help="most seconds to wait for quiet cores before each one (60)")
+    add("--threads", type=int, default=os.cpu_count())
+    add("--offload-dir", type=Path, default=Path("~/flexgen_h2o_offload_dir").expanduser(), help="weights, disk tiers")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    peers = os.environ.get("FLEXGEN_PEERS") or cache / "flexgen_h2o" / "peers"
+    add("--peers", type=Path, default=Path(peers), help="environments of the peers (as their setup.sh; FLEXGEN_PEERS)")
+    add("--machine", default=platform.node() or "here", help="name of the folder in bench/results (the host's name)")
+    add("--results", type=Path, help="another folder for the results")
+    add("--name", default="throughput", help="of the files of lines and table (throughput)")
+    args = parser.parse_args(argv)
+    args.grid = [*args.grid, *(["quick"] if args.quick else [])]
+    if not args.grid and not args.cell:
+        raise UsageError(f"nothing to measure: give --quick, --grid ({', '.join(GRIDS)}) or --cell")
+    return args
+
+
+def _cells(args: argparse.Namespace) -> list[tuple[Cell, tuple[System, ...]]]:
+    cells = [(cell, systems_of(grid, cell)) for grid in args.grid for cell in GRIDS[grid]]
+    cells += [(cell, systems_of("", cell)) for cell in map(_read_cell, args.cell)]
+    if args.systems is None:
+        return cells
+    chosen = tuple(_read_system(name) for name in args.systems)
+    return [(cell, tuple(s for s in chosen if cell.kind in s.kinds)) for cell, _ in cells]
+
+
+def _read_cell(text: str) -> Cell:
+    parts = text.split(",")
+    try:
+        model, prompt_len, gen_len, budget, first, last = parts
+        cell = Cell(model, int(prompt_len), int(gen_len), budget, (int(first), int(last)))
+    except ValueError as error:
+        raise UsageError(
+            f"--cell {text}: is MODEL,PROMPT,NEW,BUDGET,FIRST,LAST, such as opt-1.3b,64,32,third,8,64"
+        ) from error
+    cell.budget_bytes(1)  # says what is wrong with it
+    return cell
+
+
+def _read_system(name: str) -> System:
+    known = {system.name: system for system in SYSTEMS}
+    if name in known:
+        return known[name]
+    peer, _, variant = name.partition("-")
+    if peer == "ours" and variant.split(":")[0] in ("h2o", "h2o-4bit", "h2o-8bit", "full-8bit"):
+        return System(peer, variant, known["ours-full"].kinds)
+    raise UsageError(f"--systems {name}: not one of {', '.join(known)}")
+
+
+def _model_folder(model: str, setup: Setup) -> Path:
+    """Random weights at the model's true shape, written once: every system reads this folder."""
+    found = find_model(model, "_DUMMY_")
+    return find_checkpoint(found, "bfloat16", setup.offload_dir, 0, progress=False).folder
+
+
+if __name__ == "__main__":
+    sys.exit(main())

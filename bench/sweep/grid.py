@@ -1,0 +1,106 @@
+"""What is measured: systems, cells (model, workload, budget), and the named grids of them. Data, no measuring."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flexgen_h2o.units import parse_bytes
+
+IN_RAM, OFFLOAD = "ram", "offload"
+KV_RATIOS = ("0.025", "0.05", "0.1", "0.2", "0.4")
+
+
+@dataclass(frozen=True)
+class System:
+    """A peer's folder under bench/baselines and its variant. kind: where it belongs, IN_RAM, OFFLOAD or both."""
+
+    peer: str
+    variant: str
+    kinds: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.peer}-{self.variant}"
+
+    @property
+    def ours(self) -> bool:
+        return self.peer == "ours"
+
+
+BOTH = (IN_RAM, OFFLOAD)
+SYSTEMS = (
+    System("ours", "full", BOTH),
+    System("ours", "h2o:0.1", BOTH),
+    System("ours", "full-4bit", BOTH),
+    System("ours", "h2o-4bit:0.1", BOTH),
+    System("ours", "int8", (IN_RAM,)),
+    System("ours", "flexgen-like", BOTH),
+    System("hf", "sdpa", (IN_RAM,)),
+    System("hf", "eager", (IN_RAM,)),
+    System("accelerate", "cpu", (IN_RAM,)),
+    System("accelerate", "disk", (OFFLOAD,)),
+    System("deepspeed", "cpu", (IN_RAM,)),
+    System("deepspeed", "nvme", (OFFLOAD,)),
+    System("ctranslate2", "int8", (IN_RAM,)),
+    System("ctranslate2", "float32", (IN_RAM,)),
+    System("flexgen", "published", BOTH),
+)
+KV_SYSTEMS = (SYSTEMS[0], *(System("ours", f"h2o:{ratio}", BOTH) for ratio in KV_RATIOS))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Systems are compared within a cell. budget: as --host-mem takes it, `third` of the weights, or `none`.
+
+    rows: where the search for the best batch starts, and where it ends at the latest.
+    """
+
+    model: str
+    prompt_len: int
+    gen_len: int
+    budget: str
+    rows: tuple[int, int]
+
+    @property
+    def kind(self) -> str:
+        return IN_RAM if self.budget == "none" else OFFLOAD
+
+    @property
+    def name(self) -> str:
+        return f"{self.model} {self.prompt_len}+{self.gen_len} budget {self.budget}"
+
+    def budget_bytes(self, weight_bytes: int) -> int | None:
+        if self.budget == "none":
+            return None
+        return weight_bytes // 3 if self.budget == "third" else parse_bytes(self.budget)
+
+
+OPT = {size: f"facebook/opt-{size}" for size in ("125m", "350m", "1.3b", "6.7b", "30b")}
+
+
+def _papers(size: str, budgets: tuple[str, ...]) -> tuple[Cell, ...]:
+    return tuple(Cell(OPT[size], 512, gen, budget, (4, 256)) for gen in (32, 512, 1024) for budget in budgets)
+
+
+# Grids by name. quick: minutes. short: an hour or so each. papers-*: days on two cores.
+GRIDS: dict[str, tuple[Cell, ...]] = {
+    "quick": (Cell(OPT["125m"], 32, 16, "none", (8, 16)), Cell(OPT["350m"], 32, 8, "third", (4, 8))),
+    "ram-1.3b": (Cell(OPT["1.3b"], 64, 64, "none", (16, 256)),),
+    "ram-6.7b": (Cell(OPT["6.7b"], 32, 32, "none", (8, 64)),),
+    "disk-1.3b": (Cell(OPT["1.3b"], 64, 16, "third", (8, 256)),),
+    "disk-6.7b": (Cell(OPT["6.7b"], 32, 8, "third", (8, 128)),),
+    "disk-30b": (Cell(OPT["30b"], 32, 8, "8GiB", (8, 64)),),
+    "budgets-1.3b": tuple(
+        Cell(OPT["1.3b"], 64, 16, b, (8, 128)) for b in ("600MiB", "third", "1536MiB", "2GiB", "3GiB")
+    ),
+    "kv-1.3b": (Cell(OPT["1.3b"], 512, 16, "2GiB", (8, 32)),),
+    "papers-1.3b": _papers("1.3b", ("none", "third")),
+    "papers-6.7b": _papers("6.7b", ("none", "third")),
+    "papers-30b": _papers("30b", ("16GiB",)),
+}
+
+
+def systems_of(grid: str, cell: Cell) -> tuple[System, ...]:
+    """The systems that a cell of a grid compares."""
+    chosen = KV_SYSTEMS if grid.startswith("kv-") else SYSTEMS
+    return tuple(system for system in chosen if cell.kind in system.kinds)

@@ -1,0 +1,110 @@
+"""PNG pictures of a sweep: throughput by batch, by budget, by KV share; memory. matplotlib is imported only here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sweep.store import MEASURED, Line
+from sweep.summary import Row, cells_of, rows_of
+
+MARKS = "osD^vP*X<>h"
+Points = dict[str, list[tuple[float, float]]]  # by system
+
+
+def draw_all(lines: list[Line], folder: Path) -> list[Path]:
+    """Draw what the lines have data for. Returns the files written."""
+    written = []
+    for (model, prompt_len, gen_len, budget), mine in cells_of(lines).items():
+        name = f"{str(model).split('/')[-1]}_{prompt_len}+{gen_len}_{budget}"
+        title = f"{model}, {prompt_len} + {gen_len} tokens, budget {budget}"
+        rows = [row for row in rows_of(mine) if row.lines]
+        if rows:
+            written.append(
+                _lines_plot(_by_batch(mine), folder / f"throughput_batch_{name}.png", title, "rows", log=True)
+            )
+            written.append(_memory(rows, folder / f"throughput_memory_{name}.png", title))
+        share = _by_kv_share(rows)
+        if len(share.get("ours h2o", [])) > 1:
+            below = "share of the prompt's KV columns kept (1: full cache)"
+            written.append(_lines_plot(share, folder / f"throughput_kv_{name}.png", title, below))
+    for (model, prompt_len, gen_len), points in _by_budget(lines).items():
+        if max(map(len, points.values())) > 1:
+            name = f"{str(model).split('/')[-1]}_{prompt_len}+{gen_len}"
+            title = f"{model}, {prompt_len} + {gen_len} tokens"
+            written.append(_lines_plot(points, folder / f"throughput_budget_{name}.png", title, "budget of RAM, GB"))
+    return written
+
+
+def _by_batch(lines: list[Line]) -> Points:
+    """The search, and of repeats the newest at the same rows."""
+    found: dict[str, dict[float, float]] = {}
+    for line in lines:
+        if line["status"] in MEASURED:
+            found.setdefault(line["system"], {})[line["rows"]] = line["tokens_per_s"]
+    return {system: sorted(points.items()) for system, points in found.items()}
+
+
+def _by_kv_share(rows: list[Row]) -> Points:
+    """Ours, uncompressed. H2O keeps its ratio twice, heavy and recent columns; the full cache is the share 1."""
+    points = []
+    for row in rows:
+        if row.system == "ours-full":
+            points.append((1.0, row.tokens_per_s))
+        elif row.system.startswith("ours-h2o:"):
+            points.append((2 * float(row.system.split(":")[1]), row.tokens_per_s))
+    return {"ours h2o": sorted(points)}
+
+
+def _by_budget(lines: list[Line]) -> dict[tuple[object, ...], Points]:
+    found: dict[tuple[object, ...], Points] = {}
+    for (model, prompt_len, gen_len, _), mine in cells_of(lines).items():
+        size = next((x["budget_bytes"] for x in mine if x.get("budget_bytes")), None)
+        if size is None:
+            continue
+        for row in rows_of(mine):
+            if row.lines:
+                points = found.setdefault((model, prompt_len, gen_len), {}).setdefault(row.system, [])
+                points.append((size / 1e9, row.tokens_per_s))
+    return {key: {system: sorted(p) for system, p in points.items()} for key, points in found.items()}
+
+
+def _lines_plot(points: Points, path: Path, title: str, below: str, log: bool = False) -> Path:
+    def draw(ax: Any) -> None:
+        for i, (system, xy) in enumerate(points.items()):
+            x, y = zip(*xy, strict=True)
+            ax.plot(x, y, label=system, color=f"C{i % 10}", marker=MARKS[i % len(MARKS)], markersize=5)
+        if log:
+            ax.set_xscale("log", base=2)
+        ax.set(title=title, xlabel=below, ylabel="generated tokens/s, prefill + decode")
+        ax.set_ylim(bottom=0)
+        ax.grid(alpha=0.3)
+        ax.legend(fontsize=8)
+
+    return _save(draw, path, (7.5, 5))
+
+
+def _memory(rows: list[Row], path: Path, title: str) -> Path:
+    def draw(ax: Any) -> None:
+        names = [f"{row.system}, {row.rows} rows" for row in rows][::-1]
+        peaks = [row.median("peak_rss_bytes") for row in rows][::-1]
+        bars = ax.barh(names, [peak / 1e9 for peak in peaks], color="#3b6fb6")
+        ax.bar_label(bars, [f"{peak / 1e9:.2f}" for peak in peaks], fontsize=8, padding=3)
+        budget = rows[0].lines[0]["budget_bytes"]
+        if budget is not None:
+            ax.axvline(budget / 1e9, color="#b5541c", label="budget")
+            ax.legend(fontsize=8)
+        ax.set(title=title, xlabel="peak memory over an empty process, GB")
+        ax.margins(x=0.15)
+
+    return _save(draw, path, (8, 1.5 + 0.35 * len(rows)))
+
+
+def _save(draw: Callable[[Any], None], path: Path, size: tuple[float, float]) -> Path:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    draw(figure.subplots())
+    figure.savefig(path, dpi=110)
+    return path

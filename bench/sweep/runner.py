@@ -1,0 +1,143 @@
+"""One measurement: a system in a process of its own, on quiet cores, with a cold page cache and under a time limit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import common
+
+from sweep.grid import Cell, System
+from sweep.store import DOES_NOT_FIT, FAILED, OK, OVER, REFUSED, TIMEOUT, Line
+
+BASELINES = Path(__file__).resolve().parents[1] / "baselines"
+TCMALLOC = ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4")
+LIBRARIES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib")
+# glibc told to keep what is freed, where there is no tcmalloc.
+KEEPING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_TOP_PAD_": str(64 << 20)}
+OVER_BUDGET = 300 * common.MB  # what a budget does not count: code, the interpreter, small objects
+# -9: the kernel ran out of memory; the sweep itself kills only at the time limit.
+STATUS_OF_EXIT = {2: REFUSED, 3: DOES_NOT_FIT, -9: DOES_NOT_FIT}
+SAID = 300  # characters of a failure that are kept
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all measurements of a sweep share. peers: the folder of their environments."""
+
+    peers: Path
+    offload_dir: Path
+    threads: int
+    limit_s: float
+    quiet_wait: float
+    dtype: str = "bf16"
+
+    def python(self, system: System) -> Path:
+        return Path(sys.executable) if system.ours else self.peers / system.peer / "bin" / "python"
+
+    def missing(self, system: System) -> str | None:
+        """What to do before a peer can run; None when it is installed."""
+        if system.ours or (self.peers / system.peer / "installed.txt").exists():
+            return None
+        return f"not installed; run bash bench/baselines/{system.peer}/setup.sh"
+
+
+def measure(setup: Setup, system: System, cell: Cell, model_dir: Path, rows: int) -> Line:
+    """Run the system once. Returns its JSON with `status`, `reason` when it gave none, and what neighbours took."""
+    weights = sorted(model_dir.glob("*.safetensors"))
+    budget = cell.budget_bytes(sum(path.stat().st_size for path in weights))
+    command = _command(setup, system, cell, model_dir, rows, budget)
+    environment, malloc = _environment(setup, system)
+    _drop_page_cache(weights)
+    busy = common.wait_for_quiet(setup.quiet_wait)
+    with common.Neighbours() as seen:
+        code, out, said = _run(command, environment, setup.limit_s)
+    facts = {
+        "malloc": malloc, "busy_before": busy, "others": seen.others, "stolen": seen.stolen, "budget_bytes": budget,
+        "date": common.machine_facts()["date"], "commit": common.machine_facts()["commit"],
+    }  # fmt: skip
+    if code is None:
+        return {"status": TIMEOUT, "reason": f"not done after {setup.limit_s:.0f} s"} | facts
+    if code:
+        reason = _reason(said) or f"exit code {code}"
+        return {"status": STATUS_OF_EXIT.get(code, FAILED), "reason": reason} | facts
+    found: Line = json.loads(out.strip().splitlines()[-1])
+    over = budget is not None and found["peak_rss_bytes"] > budget + OVER_BUDGET
+    return found | {"status": OVER if over else OK} | facts
+
+
+def _command(
+    setup: Setup, system: System, cell: Cell, model_dir: Path, rows: int, budget: int | None
+) -> list[str]:  # fmt: skip
+    command = [
+        str(setup.python(system)), str(BASELINES / system.peer / "run.py"), "--variant", system.variant,
+        "--model-dir", str(model_dir), "--prompt-len", str(cell.prompt_len), "--gen-len", str(cell.gen_len),
+        "--rows", str(rows), "--dtype", setup.dtype, "--offload-dir", str(setup.offload_dir),
+        "--threads", str(setup.threads), "--json",
+    ]  # fmt: skip
+    settings = setup.peers / system.peer / "settings.json"
+    if settings.exists():
+        command += ["--settings", settings.read_text().strip()]
+    return command if budget is None else [*command, "--budget", str(budget)]
+
+
+def _environment(setup: Setup, system: System) -> tuple[dict[str, str], str]:
+    """Variables of the process, and the name of its malloc: a peer's keeps pages, ours must do without."""
+    passed = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "LD_PRELOAD", "VIRTUAL_ENV")}
+    passed |= {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(setup.threads), "HF_HUB_OFFLINE": "1"}
+    if system.ours:
+        return passed | {"PYTHONPATH": str(common.ROOT)}, "glibc"
+    for folder in LIBRARIES:
+        for name in TCMALLOC:
+            if (Path(folder) / name).exists():
+                return passed | {"LD_PRELOAD": str(Path(folder) / name)}, "tcmalloc"
+    return passed | KEEPING, "glibc, keeping pages"
+
+
+def _run(command: list[str], environment: dict[str, str], limit_s: float) -> tuple[int | None, str, str]:
+    """(exit code, stdout, stderr); code None when the limit ended it, with all that it had started."""
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            out, said = process.communicate(timeout=limit_s)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            process.communicate()
+            return None, "", ""
+    return process.returncode, out, said
+
+
+def _reason(said: str) -> str:
+    lines = [line for line in said.strip().splitlines() if line.strip()]
+    return lines[-1][:SAID] if lines else ""
+
+
+def _drop_page_cache(files: list[Path]) -> None:
+    for path in files:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
+def describe(line: dict[str, Any]) -> str:
+    """A measurement in a line for people."""
+    if "tokens_per_s" not in line:
+        return f"{line['status']}: {line.get('reason', '')}"
+    note = "" if line["status"] == OK else f" ({line['status']})"
+    return (
+        f"{line['tokens_per_s']:.2f} tok/s, prefill {line['prefill_s']:.1f} s, "
+        f"decode {line['decode_tokens_per_s']:.2f} tok/s, "
+        f"peak {line['peak_rss_bytes'] / common.GB:.2f} GB, read {line['read_bytes'] / common.GB:.2f} GB, "
+        f"others {line['others']:.0%}{note}"
+    )

@@ -1,0 +1,72 @@
+"""Finished measurements as JSON lines: one file, appended to, read back to go on where a sweep was stopped."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# ok; over_budget: it ran, and took more memory than the budget; the rest did not give a figure.
+OK, OVER, DOES_NOT_FIT, TIMEOUT, FAILED, REFUSED = "ok", "over_budget", "does_not_fit", "timeout", "failed", "refused"
+MEASURED = (OK, OVER)
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Key:
+    """What one measurement is of. repeat: 0 in the search for the best batch, from 1 on afterwards."""
+
+    system: str
+    model: str
+    prompt_len: int
+    gen_len: int
+    budget: str
+    rows: int
+    repeat: int
+
+    def of(self, line: Line) -> bool:
+        return all(line[name] == value for name, value in vars(self).items())
+
+
+class Store:
+    """The lines of one file. A refusal is never kept as finished: a later version, or another machine, may run it."""
+
+    def __init__(self, path: Path, again: bool = False) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.lines: list[Line] = _read(path)
+        self._redo = list(self.lines) if again else []
+
+    def find(self, key: Key) -> Line | None:
+        """The finished measurement, the newest of several; with `again` only those that this sweep made."""
+        for line in reversed(self.lines):
+            if key.of(line) and line["status"] != REFUSED and not any(line is old for old in self._redo):
+                return line
+        return None
+
+    def add(self, key: Key, line: Line) -> Line:
+        """Append to the file and to `lines`."""
+        whole = vars(key) | line
+        with self.path.open("a") as file:
+            file.write(json.dumps(whole) + "\n")
+        self.lines.append(whole)
+        return whole
+
+    def latest(self) -> list[Line]:
+        """The newest line of each key, in the order of their first appearance."""
+        newest: dict[tuple[Any, ...], Line] = {}
+        for line in self.lines:
+            newest[tuple(line[name] for name in Key.__dataclass_fields__)] = line
+        return list(newest.values())
+
+
+def _read(path: Path) -> list[Line]:
+    """All whole lines; a last one that was cut off when a sweep was killed is removed from the file."""
+    if not path.exists():
+        return []
+    text = path.read_text()
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        path.write_text(whole)
+    return [json.loads(line) for line in whole.splitlines()]

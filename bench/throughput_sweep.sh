@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Throughput of this package and its peers, each at its own best batch, under the same memory budget: bench/sweep.
+#   bash bench/throughput_sweep.sh --quick             10 minutes, with all peers installed
+#   bash bench/throughput_sweep.sh --help
+# PYTHON: an interpreter that has all requirements; without it, the environment of scripts/test.sh. Peers have their own:
+# bench/baselines/<peer>/setup.sh makes it; one that is not there is left out.
+set -euo pipefail
+if [[ -n "${PYTHON:-}" ]]; then
+    ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+    export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
+else
+    source "$(dirname "${BASH_SOURCE[0]}")/../scripts/venv.sh"
+    use_venv dev
+fi
+PYTHONPATH="$ROOT/bench:$PYTHONPATH" exec "$PYTHON" -m sweep "$@"

@@ -1,0 +1,257 @@
+"""The throughput sweep: search for the best batch, going on where it was stopped, tables, and the face of a system."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from flexgen_h2o.errors import UsageError
+
+sys.path.extend(str(Path(__file__).resolve().parents[3] / folder) for folder in ("bench", "bench/baselines"))
+
+from contract import Request, drop_page_cache, kv_and_work_bytes, phases, stored_tensors
+from sweep.grid import GRIDS, SYSTEMS, Cell, systems_of
+from sweep.search import best_rows, search
+from sweep.store import DOES_NOT_FIT, FAILED, OK, OVER, REFUSED, Key, Line, Store
+from sweep.summary import markdown, rows_of
+
+ROOT = Path(__file__).resolve().parents[3]
+OPT_TINY = ROOT / "flexgen_h2o" / "assets" / "opt-tiny"
+
+
+def load(path: str, name: str) -> ModuleType:
+    """A run.py: all of them have the same name."""
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location(name, ROOT / "bench" / "baselines" / path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def by_rows(rates: dict[int, float], otherwise: str = DOES_NOT_FIT) -> Callable[[int], Line]:
+    def measure(rows: int) -> Line:
+        if rows in rates:
+            return {"status": OK, "rows": rows, "tokens_per_s": rates[rows]}
+        return {"status": otherwise, "rows": rows}
+
+    return measure
+
+
+@pytest.mark.parametrize(
+    ("rates", "tried", "best"),
+    [
+        ({4: 1.0, 8: 2.0, 16: 3.0, 32: 4.0}, [4, 8, 16, 32], 32),  # the last that is allowed
+        ({4: 1.0, 8: 2.0, 16: 2.01, 32: 2.02, 64: 9.0}, [4, 8, 16, 32], 32),  # two misses end it
+        ({4: 1.0, 8: 0.5, 16: 3.0, 32: 2.0}, [4, 8, 16, 32], 16),  # one miss may be a neighbour's doing
+        ({4: 1.0, 8: 2.0}, [4, 8, 16], 8),  # 16 do not fit
+        ({1: 1.0}, [4, 2, 1], 1),  # halved until it fits
+        ({}, [4, 2, 1], None),
+    ],
+)
+def test_the_search_doubles_until_nothing_is_gained(
+    rates: dict[int, float], tried: list[int], best: int | None
+) -> None:
+    lines = search(by_rows(rates), 4, 32)
+    assert [line["rows"] for line in lines] == tried
+    assert best_rows(lines) == best
+
+
+@pytest.mark.parametrize("status", [REFUSED, FAILED])
+def test_the_search_does_not_insist(status: str) -> None:
+    assert len(search(by_rows({}, status), 4, 32)) == 1
+
+
+def test_over_budget_counts_only_where_nothing_is_within() -> None:
+    within, over = (
+        {"status": status, "rows": rows, "tokens_per_s": float(rows)} for status, rows in ((OK, 4), (OVER, 8))
+    )
+    assert best_rows([within, over]) == 4
+    assert best_rows([over]) == 8
+
+
+def key(system: str = "ours-full", rows: int = 8, repeat: int = 0) -> Key:
+    return Key(system, "facebook/opt-125m", 16, 4, "none", rows, repeat)
+
+
+def figures(rate: float) -> dict[str, Any]:
+    memory = {"peak_rss_bytes": 10**9, "read_bytes": 0, "others": 0.1, "budget_bytes": None}
+    return {"status": OK, "reason": "", **memory, **phases(8, 4, 4 / rate, 28 / rate)}
+
+
+def test_a_sweep_goes_on_where_it_was_killed(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    first = Store(path)
+    first.add(key(), figures(5.0))
+    first.add(key(rows=16), {"status": REFUSED, "reason": "not built"})
+    with path.open("a") as file:
+        file.write('{"system": "half a li')
+    then = Store(path)
+    assert then.find(key()) == first.lines[0]
+    assert then.find(key(repeat=1)) is None
+    assert then.find(key(rows=16)) is None  # another version may run it
+    then.add(key(rows=32), figures(6.0))
+    assert len([json.loads(line) for line in path.read_text().splitlines()]) == 3
+
+
+def test_again_measures_anew_but_only_once(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    Store(path).add(key(), figures(5.0))
+    again = Store(path, again=True)
+    assert again.find(key()) is None
+    newest = again.add(key(), figures(7.0))
+    assert again.find(key()) == newest
+    assert again.latest() == [newest]
+
+
+def test_the_table_takes_the_median_of_the_repeats() -> None:
+    lines = [vars(key()) | figures(99.0)]  # of the search: not counted once there are repeats
+    lines += [vars(key(repeat=i)) | figures(rate) for i, rate in enumerate((4.0, 5.0, 9.0), 1)]
+    lines += [vars(key("hf-sdpa", 4)) | figures(2.5), vars(key("other")) | {"status": FAILED, "reason": "a | b"}]
+    rows = rows_of(lines)
+    assert [row.system for row in rows] == ["ours-full", "hf-sdpa", "other"]
+    assert [row.tokens_per_s for row in rows] == pytest.approx([5.0, 2.5, 0.0])
+    text = markdown(lines)
+    assert "| ours-full | 8 | **5.00** (4.00 - 9.00) |" in text
+    assert "| 0.50 |" in text  # of ours-full
+    assert "failed: a / b" in text
+
+
+def test_every_system_of_a_grid_has_its_run_file() -> None:
+    for system in SYSTEMS:
+        assert (ROOT / "bench" / "baselines" / system.peer / "run.py").exists()
+        if not system.ours:
+            assert os.access(ROOT / "bench" / "baselines" / system.peer / "setup.sh", os.R_OK)
+    for name, cells in GRIDS.items():
+        assert all(len(systems_of(name, cell)) > 2 for cell in cells)
+
+
+def test_a_budget_may_be_a_third_of_the_weights() -> None:
+    assert Cell("m", 1, 2, "third", (1, 2)).budget_bytes(3000) == 1000
+    assert Cell("m", 1, 2, "2MiB", (1, 2)).budget_bytes(3000) == 2 << 20
+    assert Cell("m", 1, 2, "none", (1, 2)).budget_bytes(3000) is None
+    with pytest.raises(UsageError):
+        Cell("m", 1, 2, "much", (1, 2)).budget_bytes(3000)
+
+
+def request(tmp_path: Path, **other: Any) -> Request:
+    values = {
+        "variant": "full", "model_dir": OPT_TINY, "prompt_len": 6, "gen_len": 3, "rows": 4, "budget": None,
+        "dtype": "fp32", "offload_dir": tmp_path, "threads": 1,
+    }  # fmt: skip
+    return Request(**(values | other))
+
+
+def test_prompts_are_the_same_for_all_and_within_the_vocabulary(tmp_path: Path) -> None:
+    asked = request(tmp_path)
+    assert asked.prompts() == asked.prompts()
+    assert [len(p) for p in asked.prompts()] == [6] * 4
+    assert max(max(p) for p in asked.prompts()) < asked.config["vocab_size"]
+
+
+def test_stored_tensors_are_where_safetensors_says(tmp_path: Path) -> None:
+    path = OPT_TINY / "model.safetensors"
+    found = {t.name: t for t in stored_tensors([path])}
+    with safe_open(path, "pt") as file:
+        assert set(found) == set(file.keys())
+        name = min(found)
+        tensor, raw = file.get_tensor(name), path.read_bytes()[found[name].start : found[name].end]
+    assert list(tensor.shape) == found[name].shape
+    assert tensor.view(torch.uint8).numpy().tobytes() == raw
+    drop_page_cache(path, found[name].start, found[name].end)
+
+
+def test_more_rows_leave_accelerate_fewer_layers_in_ram(tmp_path: Path) -> None:
+    accelerate = load("accelerate/run.py", "accelerate_run")
+    layers, outside = accelerate.tensors_by_layer(request(tmp_path))
+    assert len(layers) == request(tmp_path).config["num_hidden_layers"]
+    layer = sum(t.end - t.start for t in layers[0])
+    budget = outside + 2 * layer + sum(kv_and_work_bytes(request(tmp_path)))
+    kept = [accelerate.resident_layers(request(tmp_path, budget=budget, rows=rows), layers, outside) for rows in (4, 3)]
+    assert kept[0] == 1 and kept[1] >= 1
+    with pytest.raises(accelerate.DoesNotFitError, match="4 rows"):
+        accelerate.resident_layers(request(tmp_path, budget=budget - 2 * layer), layers, outside)
+
+
+def test_deepspeed_takes_as_many_buffers_as_fit(tmp_path: Path) -> None:
+    deepspeed = load("deepspeed/run.py", "deepspeed_run")
+    beside = sum(kv_and_work_bytes(request(tmp_path)))
+
+    def buffers(room: int) -> int:
+        asked = request(tmp_path, variant="nvme", budget=beside + room)
+        return int(deepspeed.choose_settings(asked, largest=1000)["buffers"])
+
+    assert [buffers(12_000), buffers(40_000)] == [3, deepspeed.SETTINGS["buffers"]]
+    with pytest.raises(deepspeed.DoesNotFitError, match="4 rows"):
+        buffers(7_999)
+
+
+def test_flexgen_flags_and_log(tmp_path: Path) -> None:
+    flexgen = load("flexgen/run.py", "flexgen_run")
+    flags = flexgen.published_flags(request(tmp_path, rows=144), 30e9)
+    assert flags[:9] == ["--gpu-batch-size", "48", "--num-gpu-batches", "3", "--percent", "20", "80", "0", "100"]
+    log = "prefill latency: 2.000 s\tprefill throughput: 1.0 token/s\ndecode latency: 6.000 s"
+    assert flexgen.read_log(log, 4, 4)["tokens_per_s"] == 2.0
+
+
+def run_ours(tmp_path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable, str(ROOT / "bench/baselines/ours/run.py"), "--model-dir", str(OPT_TINY), "--prompt-len", "6",
+        "--gen-len", "3", "--rows", "4", "--dtype", "fp32", "--offload-dir", str(tmp_path), "--json", *flags,
+    ]  # fmt: skip
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_ours_shows_the_face_of_a_system(tmp_path: Path) -> None:
+    done = run_ours(tmp_path, "--variant", "flexgen-like")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["rows"] == 4
+    assert found["tokens_per_s"] == pytest.approx(12 / found["total_s"])
+    assert found["decode_tokens_per_s"] == pytest.approx(8 / found["decode_s"])
+    assert found["read_bytes"] == 0 < found["process_read_bytes"] + found["peak_rss_bytes"]
+    assert found["setting"]["policy"]["percent"] == [100, 0, 100, 0, 100, 0]
+
+
+def test_flexgen_like_spills_when_the_weights_do_not_fit() -> None:
+    ours = load("ours/run.py", "ours_run")
+    first, second = list(ours.flexgen_flags(20, fits=False))[:2]
+    assert first[:4] == ["--gpu-batch-size", "3", "--num-gpu-batches", "8"]
+    assert first[5:11] == ["0", "50", "0", "0", "0", "100"]
+    assert second[5:11] == ["0", "40", "0", "0", "0", "100"]
+
+
+@pytest.mark.parametrize(("flags", "code"), [(("--variant", "h2o:7"), 2), (("--budget", "1000"), 3)])
+def test_ours_says_why_not(tmp_path: Path, flags: tuple[str, ...], code: int) -> None:
+    done = run_ours(tmp_path, *flags)
+    assert done.returncode == code, done.stderr
+    assert done.stderr.strip().splitlines()[-1].startswith("flex_opt: ")
+
+
+@pytest.mark.slow
+def test_the_quick_sweep_runs(tmp_path: Path) -> None:
+    """With the peers that are installed here; of the others it says how to install them."""
+    environment = os.environ | {"PYTHON": sys.executable}
+    command = ["bash", str(ROOT / "bench/throughput_sweep.sh"), "--quick", "--results", str(tmp_path / "results")]
+    command += ["--offload-dir", str(tmp_path / "offload")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "results" / "throughput.jsonl").read_text().splitlines()]
+    assert {line["status"] for line in lines if line["system"] in ("ours-full", "ours-h2o:0.1")} == {OK}
+    assert not [line for line in lines if line["status"] == FAILED]
+    missing = {line.split("bash ")[1] for line in done.stdout.splitlines() if ": skipped, not installed" in line}
+    assert all((ROOT / path).exists() for path in missing)
+    assert "| ours-full |" in (tmp_path / "results" / "throughput.md").read_text()
+    assert list((tmp_path / "results").glob("throughput_batch_*.png"))
