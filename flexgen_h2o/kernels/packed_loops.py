@@ -61,7 +61,6 @@ def attend_rows(element, form, slots, scale, book, first, end):  # type: ignore[
     element: a number whose type says what queries hold: uint16 for bf16, float32 for fp32. slots: as in `slot_loops`,
     `words` those of a packed slot.
     """
-    ahead = max(1, AHEAD // (BLOCK * 4 * slots.words)) * BLOCK
     sharing = 2 if form.lanes > 1 else 1
     shape = (slots.group, form.chunks, 32 // form.bits + 1, sharing * form.lanes)
     query, mixed = np.empty(shape, np.float32), np.empty(shape, np.float32)
@@ -72,25 +71,38 @@ def attend_rows(element, form, slots, scale, book, first, end):  # type: ignore[
     query[:] = 0
     for r in range(first, end):
         filled = ints_at(slots.filled)[r]
-        _spread(element, form, slots.q + r * size, query)
+        _spread(element, form, slots.q + r * size, one, query)
         if book.columns:
             fetch_scores(book, r)
         keys, values = row_at(slots, slots.keys, r), row_at(slots, slots.values, r)
-        at, inside = keys, 0
-        for j in range(0, filled, BLOCK):
-            fetch(coming_at(slots, at, j + ahead, filled, inside + ahead, values), BLOCK * 4 * slots.words)
-            _dots(form, take(slots, at, inside, j, filled, few), slots.words, query, p, j)
-            at, inside = onwards(slots, at, inside)
+        _pass(form, slots, keys, values, filled, few, query, p, True)
         softmax(p, filled, np.float32(scale))
         mixed[:] = 0
-        at, inside, then = values, 0, row_at(slots, slots.keys, r + 1)
-        for j in range(0, filled, BLOCK):
-            fetch(coming_at(slots, at, j + ahead, filled, inside + ahead, then), BLOCK * 4 * slots.words)
-            _mix(form, take(slots, at, inside, j, filled, few), slots.words, mixed, p, j)
-            at, inside = onwards(slots, at, inside)
+        _pass(form, slots, values, row_at(slots, slots.keys, r + 1), filled, few, mixed, p, False)
         _gather(element, form, mixed, one, slots.out + r * size)
         if book.columns:
             score_row(book, r, filled, p)
+
+
+@jit
+def _pass(form, slots, at, then, filled, few, scratch, p, is_dots):  # type: ignore[no-untyped-def]
+    """One pass over the row's slots: dots of its keys (at `at`) with the queries, or its values mixed. then: what is
+    read after it."""
+    words, j, inside = slots.words, 0, 0
+    step = scratch.itemsize * (scratch.size // slots.group)
+    while j < filled:
+        run = min(filled - j, slots.per_segment - inside) // BLOCK
+        count = max(1, run)
+        block = at + 4 * inside * words if run else take(slots, at, inside, j, filled, few)
+        after = coming_at(slots, at, j + count * BLOCK, filled, inside + count * BLOCK, then)
+        to = p.ctypes.data + p.itemsize * j
+        if is_dots:
+            _dots(form, block, words, count, after, scratch.ctypes.data, step, to, slots.group, p.shape[1])
+        else:
+            _mix(form, block, words, count, after, scratch.ctypes.data, step, to, slots.group, p.shape[1])
+        for _ in range(count):
+            at, inside = onwards(slots, at, inside)
+        j += count * BLOCK
 
 
 @jit
@@ -120,95 +132,110 @@ def _place(form, chunk):  # type: ignore[no-untyped-def]
 @jit
 def _unit(form, plane):  # type: ignore[no-untyped-def]
     """What a value of the plane is multiplied with where it lies to be itself: a power of two."""
-    number = 32 // form.bits
-    lift = 0 if plane == number - 1 else form.bits * plane
+    lift = 0 if plane == 32 // form.bits - 1 else form.bits * plane
     return bits_to_float(np.uint32(127 - lift) << np.uint32(23))
 
 
 @jit
-def _spread(element, form, at, query):  # type: ignore[no-untyped-def]
-    """Lay the queries at address `at` out as the vectors want them; all other lanes are 0 already."""
-    per_word, sharing = 32 // form.bits, 2 if form.lanes > 1 else 1
+def _spread(element, form, at, one, query):  # type: ignore[no-untyped-def]
+    """Lay the queries at address `at` out as the vectors want them; all other lanes are 0 already.
+
+    one: scratch of a column.
+    """
+    per_word, size = 32 // form.bits, query.shape[3]
     for g in range(query.shape[0]):
+        for i in range(form.width):
+            one[i] = _number(element, at, g * form.width + i)
         for c in range(query.shape[1]):
             first, start, end = _place(form, c)
-            for word in range(start, end):
-                total = np.float32(0)
-                count = min(per_word, form.width - word * per_word)
-                for k in range(count):
-                    x = _number(element, at, g * form.width + word * per_word + k)
-                    total += x
-                    for s in range(sharing):
-                        query[g, c, k, s * form.lanes + word - first] = x * _unit(form, k)
-                for s in range(sharing):
-                    query[g, c, per_word, s * form.lanes + word - first] = total
+            lanes = query[g, c]
+            lanes[per_word] = 0
+            for k in range(per_word):
+                unit = _unit(form, k)
+                for word in range(start, min(end, (form.width - k + per_word - 1) // per_word)):
+                    x = one[word * per_word + k]
+                    lanes[k, word - first] = x * unit
+                    lanes[per_word, word - first] += x
+            for k in range(per_word + 1):
+                for i in range(size - form.lanes):  # the second slot of a vector
+                    lanes[k, form.lanes + i] = lanes[k, i]
 
 
 @jit
 def _gather(element, form, mixed, one, at):  # type: ignore[no-untyped-def]
     """Write the sums to address `at`. one: scratch of a column."""
-    per_word, sharing = 32 // form.bits, 2 if form.lanes > 1 else 1
+    per_word, second = 32 // form.bits, mixed.shape[3] - form.lanes
     for g in range(mixed.shape[0]):
         for c in range(mixed.shape[1]):
             first, start, end = _place(form, c)
-            for word in range(start, end):
-                lane, count = word - first, min(per_word, form.width - word * per_word)
-                for k in range(count):
-                    total = mixed[g, c, k, lane] * _unit(form, k) + mixed[g, c, per_word, lane]
-                    if sharing == 2:
-                        lane_too = lane + form.lanes
-                        total += mixed[g, c, k, lane_too] * _unit(form, k) + mixed[g, c, per_word, lane_too]
-                    one[word * per_word + k] = total
+            lanes = mixed[g, c]
+            for k in range(per_word + 1):
+                for i in range(second):
+                    lanes[k, i] += lanes[k, form.lanes + i]
+            for k in range(per_word):
+                unit = _unit(form, k)
+                for word in range(start, min(end, (form.width - k + per_word - 1) // per_word)):
+                    one[word * per_word + k] = lanes[k, word - first] * unit + lanes[per_word, word - first]
         for i in range(form.width):
             _set_number(element, at, g * form.width + i, one[i])
 
 
 @jit
-def _dots(form, block, words, query, p, j):  # type: ignore[no-untyped-def]
-    """p[g, j..j+7] = q[g] . key, for all g while the block is in the nearest cache."""
-    group, stride = p.shape
-    step = query.itemsize * (query.size // group)
-    asked, to, g = query.ctypes.data, p.ctypes.data + p.itemsize * j, 0
-    while g < group:
-        together = QUERIES if form.lanes > 1 and g + QUERIES <= group else 1
-        if form.bits == 4:
-            if form.lanes == 1:
-                vectors.dots4_narrow(block, words, form.places, form.chunks, asked, to, stride)
-            elif together == 1:
-                vectors.dots4_one(block, words, form.places, form.chunks, asked, to, stride)
-            else:
-                vectors.dots4_four(block, words, form.places, form.chunks, asked, to, stride)
-        elif form.lanes == 1:
-            vectors.dots8_narrow(block, words, form.places, form.chunks, asked, to, stride)
-        elif together == 1:
-            vectors.dots8_one(block, words, form.places, form.chunks, asked, to, stride)
-        else:
-            vectors.dots8_four(block, words, form.places, form.chunks, asked, to, stride)
-        g, asked, to = g + together, asked + together * step, to + together * p.itemsize * stride
+def _ahead(at, size, left, after):  # type: ignore[no-untyped-def]
+    """Ask for the block that is needed AHEAD bytes later: in this run, of which `left` bytes are left, or `after` it."""
+    fetch(at + AHEAD if left > AHEAD else after + AHEAD - left, size)
 
 
 @jit
-def _mix(form, block, words, mixed, p, j):  # type: ignore[no-untyped-def]
-    """mixed[g] += sum over slots j..j+7 of p[g, slot] x value."""
-    group, stride = p.shape
-    step = mixed.itemsize * (mixed.size // group)
-    total, share, g = mixed.ctypes.data, p.ctypes.data + p.itemsize * j, 0
-    while g < group:
-        together = QUERIES if form.lanes > 1 and g + QUERIES <= group else 1
-        if form.bits == 4:
-            if form.lanes == 1:
-                vectors.mix4_narrow(block, words, form.places, form.chunks, total, share, stride)
+def _dots(form, at, words, count, after, query, step, p, group, stride):  # type: ignore[no-untyped-def]
+    """p[g, slot] = q[g] . key for `count` blocks, for all g while a block is in the nearest cache."""
+    size = 4 * words * BLOCK
+    for block in range(count):
+        _ahead(at, size, (count - block) * size, after)
+        asked, to, g = query, p + 4 * BLOCK * block, 0
+        while g < group:
+            together = QUERIES if form.lanes > 1 and g + QUERIES <= group else 1
+            if form.bits == 4:
+                if form.lanes == 1:
+                    vectors.dots4_narrow(at, words, form.places, form.chunks, asked, to, stride)
+                elif together == 1:
+                    vectors.dots4_one(at, words, form.places, form.chunks, asked, to, stride)
+                else:
+                    vectors.dots4_four(at, words, form.places, form.chunks, asked, to, stride)
+            elif form.lanes == 1:
+                vectors.dots8_narrow(at, words, form.places, form.chunks, asked, to, stride)
             elif together == 1:
-                vectors.mix4_one(block, words, form.places, form.chunks, total, share, stride)
+                vectors.dots8_one(at, words, form.places, form.chunks, asked, to, stride)
             else:
-                vectors.mix4_four(block, words, form.places, form.chunks, total, share, stride)
-        elif form.lanes == 1:
-            vectors.mix8_narrow(block, words, form.places, form.chunks, total, share, stride)
-        elif together == 1:
-            vectors.mix8_one(block, words, form.places, form.chunks, total, share, stride)
-        else:
-            vectors.mix8_four(block, words, form.places, form.chunks, total, share, stride)
-        g, total, share = g + together, total + together * step, share + together * p.itemsize * stride
+                vectors.dots8_four(at, words, form.places, form.chunks, asked, to, stride)
+            g, asked, to = g + together, asked + together * step, to + together * 4 * stride
+        at += size
+
+
+@jit
+def _mix(form, at, words, count, after, mixed, step, p, group, stride):  # type: ignore[no-untyped-def]
+    """mixed[g] += sum over the slots of `count` blocks of p[g, slot] x value."""
+    size = 4 * words * BLOCK
+    for block in range(count):
+        _ahead(at, size, (count - block) * size, after)
+        total, share, g = mixed, p + 4 * BLOCK * block, 0
+        while g < group:
+            together = QUERIES if form.lanes > 1 and g + QUERIES <= group else 1
+            if form.bits == 4:
+                if form.lanes == 1:
+                    vectors.mix4_narrow(at, words, form.places, form.chunks, total, share, stride)
+                elif together == 1:
+                    vectors.mix4_one(at, words, form.places, form.chunks, total, share, stride)
+                else:
+                    vectors.mix4_four(at, words, form.places, form.chunks, total, share, stride)
+            elif form.lanes == 1:
+                vectors.mix8_narrow(at, words, form.places, form.chunks, total, share, stride)
+            elif together == 1:
+                vectors.mix8_one(at, words, form.places, form.chunks, total, share, stride)
+            else:
+                vectors.mix8_four(at, words, form.places, form.chunks, total, share, stride)
+            g, total, share = g + together, total + together * step, share + together * 4 * stride
+        at += size
 
 
 # ---- packing
@@ -216,30 +243,39 @@ def _mix(form, block, words, mixed, p, j):  # type: ignore[no-untyped-def]
 
 @jit
 def pack_rows(element, form, source, target, words, first, end):  # type: ignore[no-untyped-def]
-    """Columns first..end-1 at address `source`, one behind the other, into packed slots at `target`."""
-    numbers, found = np.empty(form.group, np.float32), np.empty(form.group, np.uint32)
+    """Columns first..end-1 at address `source`, one behind the other, into packed slots at `target`.
+
+    Short loops over small buffers, which all vectorise.
+    """
     per_word, levels = 32 // form.bits, np.float32(2**form.bits - 1)
+    most = -(-form.group // per_word)
+    numbers, values = np.empty(form.group, np.float32), np.zeros(most * per_word, np.uint32)
+    packed = np.empty(most, np.uint32)
     for r in range(first, end):
         slot, group = words_at(target + 4 * r * words), form.value_words
         for start in range(0, form.width, form.group):
             count = min(form.group, form.width - start)
+            for i in range(count):
+                numbers[i] = _number(element, source, r * form.width + start + i)
             lowest, highest = _MOST, _LEAST
             for i in range(count):
-                x = _number(element, source, r * form.width + start + i)
-                numbers[i] = x
-                lowest, highest = min(lowest, ordered(float_to_bits(x))), max(highest, ordered(float_to_bits(x)))
+                x = ordered(float_to_bits(numbers[i]))
+                lowest, highest = min(lowest, x), max(highest, x)
             least = _outwards(bits_to_float(np.uint32(ordered(lowest))), True)
             scale = _outwards((bits_to_float(np.uint32(ordered(highest))) - least) / levels, False)
             share = np.float32(1) / scale if np.float32(0) < scale < np.float32(np.inf) else np.float32(0)
             for i in range(count):
                 value = (numbers[i] - least) * share + np.float32(0.5)
                 value = value if value < levels else levels  # NaN too: its group's scale is NaN
-                found[i] = np.uint32(np.int32(value if value > np.float32(0) else np.float32(0)))
-            for word in range(-(-count // per_word)):
-                bits = np.uint32(0)
-                for k in range(min(per_word, count - word * per_word)):
-                    bits |= found[word * per_word + k] << np.uint32(form.bits * k)
-                slot[start // per_word + word] = bits
+                values[i] = np.uint32(np.int32(value if value > np.float32(0) else np.float32(0)))
+            values[count:] = 0
+            filled = -(-count // per_word)
+            packed[:] = 0
+            for k in range(per_word):
+                for word in range(filled):
+                    packed[word] |= values[word * per_word + k] << np.uint32(form.bits * k)
+            for word in range(filled):
+                slot[start // per_word + word] = packed[word]
             high = np.uint32(float_to_bits(least)) & np.uint32(0xFFFF0000)
             slot[group] = (np.uint32(float_to_bits(scale)) >> np.uint32(16)) | high
             group += 1

@@ -10,9 +10,11 @@ from functools import lru_cache
 
 from flexgen_h2o.config import TIERS, ModelSpec, Policy, TensorSpec, WeightUnit
 from flexgen_h2o.errors import DoesNotFitError
+from flexgen_h2o.kernels.packing import Packing
 from flexgen_h2o.kvcache.layout import UnitLayout, unit_layout
 from flexgen_h2o.limits import (
     ALIGN,
+    PACKED_CHUNK,
     PAGE,
     READ_THREADS,
     ROW_BLOCK,
@@ -52,6 +54,7 @@ class Shape:
 
 
 INT4_BITS = 4.5  # a value in groups of 64: 4 bits, and two 16-bit numbers a group (FlexGen's format)
+UNPACK_BYTES = 28  # of a value of KV while it is unpacked by torch operations: itself, scale and least, in 4 bytes each
 RANK_BYTES = 48  # of a column while it is ranked: sums, ranks, sorted copies of both and int64 indices
 
 
@@ -193,6 +196,14 @@ def temporary_bytes(spec: ModelSpec, shape: Shape, itemsize: int, attn_sparsity:
     return max(prefill, decode, sampling) + chunk * (3 * spec.hidden_size + spec.ffn_size) * itemsize
 
 
+def _unpacked_cache_bytes(spec: ModelSpec, policy: Policy, shape: Shape, itemsize: int, device_is_host: bool) -> int:
+    """What a card takes to read packed KV, some rows at a time: a host reads it as it lies."""
+    if not policy.compress_cache or attends_on_host(policy, device_is_host):
+        return 0
+    row = shape.most_slots * spec.head_dim
+    return min(shape.rows * spec.num_kv_heads * row, max(PACKED_CHUNK, row)) * (UNPACK_BYTES + 2 * itemsize)
+
+
 def hidden_home_bytes(tokens: int, shares: Shares, row_bytes: int) -> dict[str, int]:
     """Bytes that each tier sets aside for a micro-batch of at most `tokens`.
 
@@ -216,7 +227,8 @@ def kv_layout(
     """The KV unit of a micro-batch of `sequences` rows under the policy's cache shares."""
     shares, on_host = tier_shares(policy.cache_shares, device_is_host), attends_on_host(policy, device_is_host)
     streamed = any(share > 0 and is_streamed(tier, on_host) for tier, share in zip(TIERS, shares, strict=True))
-    return unit_layout(sequences, spec.num_kv_heads, slots, spec.head_dim, itemsize, shares, record, streamed)
+    packing = Packing(spec.head_dim, policy.cache_bits) if policy.compress_cache else None
+    return unit_layout(sequences, spec.num_kv_heads, slots, spec.head_dim, itemsize, shares, record, streamed, packing)
 
 
 def attends_on_host(policy: Policy, device_is_host: bool) -> bool:
@@ -235,6 +247,7 @@ def memory_plan(
         *_hidden_buffers(spec, policy, shape, itemsize, device_is_host, depth.hidden),
         Buffer("workspace", "device", sum(workspace.values())),
         Buffer("temporaries", "device", temporary_bytes(spec, shape, itemsize, policy.attn_sparsity)),
+        Buffer("temporaries", "device", _unpacked_cache_bytes(spec, policy, shape, itemsize, device_is_host)),
         Buffer("staging", "host", (READ_THREADS + WRITE_THREADS) * STAGING_BYTES),
     ]
     buffers = _packed(buffers, spec, policy, shape, itemsize, device_is_host, depth)
@@ -252,20 +265,15 @@ def _packed(
     buffers: list[Buffer], spec: ModelSpec, policy: Policy, shape: Shape, itemsize: int, device_is_host: bool,
     depth: Depth,
 ) -> list[Buffer]:  # fmt: skip
-    """The buffers where weights or KV are held in int4, and room for one unit of each in the compute dtype."""
+    """The buffers where weights are held in int4, and room for one unit in the compute dtype."""
     names: tuple[str, ...] = ()
     unpacked = []
     if policy.compress_weight:
         names += ("weights", "weight ring")
         largest = max(unit.numel for unit in spec.layers(policy.sep_layer).units)
         unpacked.append(Buffer("unpacked weights", "device", largest * itemsize))
-    if policy.compress_cache:
-        names += ("cache", "cache ring", "cache overlay")
-        where = "host" if attends_on_host(policy, device_is_host) else "device"
-        column = 2 * spec.num_kv_heads * spec.head_dim * itemsize
-        unpacked.append(Buffer("unpacked cache", where, shape.rows * shape.most_slots * column))
     share = INT4_BITS / (8 * itemsize)
-    ends = {"weight ring": depth.weights * PAGE, "cache ring": depth.cache * PAGE}  # each load takes whole pages
+    ends = {"weight ring": depth.weights * PAGE}  # each load takes whole pages
     held = [
         replace(b, nbytes=math.ceil(b.nbytes * share) + ends.get(b.name, 0)) if b.name in names and b.nbytes else b
         for b in buffers

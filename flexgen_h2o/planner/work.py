@@ -132,8 +132,7 @@ def _layout(at: Setting, slots: int, rows: int) -> UnitLayout:
 
 def kv_ring_bytes(at: Setting, block: int, batch: Batch) -> int:
     layout = layout_of(at, block, batch)
-    streamed = sum(layout.part_bytes(p) for p in layout.parts if is_streamed(p.tier, at.on_host))
-    return round(streamed * at.packed(at.policy.compress_cache))
+    return sum(layout.part_bytes(p) for p in layout.parts if is_streamed(p.tier, at.on_host))
 
 
 def kv_load_moves(at: Setting, block: int, batch: Batch, sweep: int) -> tuple[Move, ...]:
@@ -161,20 +160,19 @@ def kv_store_moves(at: Setting, block: int, batch: Batch, sweep: int) -> tuple[M
     layout = layout_of(at, block, batch)
     for part in layout.parts:
         if part.tier == "host" and not at.on_host:
-            packed = at.packed(at.policy.compress_cache)
-            found.append(Move("d2h", part.rows * 2 * layout.width * at.itemsize * packed, 1))
+            found.append(Move("d2h", part.rows * 2 * layout.slot_bytes, 1))
     return tuple(found)
 
 
 def _unit_moves(at: Setting, block: int, batch: Batch, columns: int, lanes: dict[str, str]) -> tuple[Move, ...]:
     """The first `columns` slots of every streamed part of a unit, over the lane of its tier."""
-    layout, packed = layout_of(at, block, batch), at.packed(at.policy.compress_cache)
+    layout = layout_of(at, block, batch)
     found = []
     for part in layout.parts:
         if is_streamed(part.tier, at.on_host):
             ranges = layout.live_ranges(part, batch.rows, columns)
             crosses = part.tier == "disk" and not at.on_host
-            found.append(Move(lanes[part.tier], sum(n for _, n in ranges) * packed, len(ranges), crosses))
+            found.append(Move(lanes[part.tier], sum(n for _, n in ranges), len(ranges), crosses))
     return tuple(found)
 
 
