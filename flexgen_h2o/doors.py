@@ -200,7 +200,7 @@ def check_plot_library() -> None:
 
 def refuse_missing_features(args: argparse.Namespace) -> None:
     """Compression flags are known but not built yet: UsageError, never silently ignored."""
-    given = [flag_of(n) for n in ("compress_weight", "compress_cache", "int8_compute") if getattr(args, n)]
+    given = [flag_of(n) for n in ("compress_weight", "int8_compute") if getattr(args, n)]
     if given:
         raise UsageError(f"{given[0]}: not in this version yet; leave it out (uncompressed is what runs)")
 

@@ -22,7 +22,7 @@ from flexgen_h2o.generation import Chooser, Decoding, LogitsWatch, Row, RowEnd, 
 from flexgen_h2o.kernels.warm_up import warm_up
 from flexgen_h2o.kvcache.eviction import Eviction, check_eviction
 from flexgen_h2o.paths import DEFAULT_OFFLOAD_DIR, usable_path
-from flexgen_h2o.planner.memory import MemoryPlan, Shape, plan_within
+from flexgen_h2o.planner.memory import MemoryPlan, Shape, packing_of, plan_within
 from flexgen_h2o.planner.need import AutoPolicy, Need
 from flexgen_h2o.planner.predict import Prediction
 from flexgen_h2o.planning import Planner
@@ -251,7 +251,7 @@ class LLM:
         self._policy, self._planned_rows = policy, need.rows
         self.predicted = self._predict(need, rows, policy, plan)
         dtype = getattr(torch, self.dtype)
-        warm_up(self._device.torch_device, dtype, bool(self.eviction.needs.record))
+        warm_up(self._device.torch_device, dtype, bool(self.eviction.needs.record), packing_of(spec, policy))
         self._engine = Engine(
             spec, self._checkpoint, policy, plan, dtype, self._device, budgets, self.offload_dir, self.timeline
         )  # fmt: skip
@@ -351,10 +351,13 @@ class LLM:
         )
 
     def _kv_facts(self, rows: Sequence[Row]) -> dict[str, int]:
-        """Slots of the neediest row; mean bytes of KV held in a decode sweep, and of what the full cache would hold."""
-        column = self.model.spec.kv_bytes_per_token(DTYPE_BYTES[self.dtype]) // self.model.spec.num_blocks
-        facts = {"slots": max(self._need(rows).slots)}
-        for name, kind in (("bytes", "held"), ("full_bytes", "full")):
+        """Slots of the neediest row; mean bytes of KV held in a decode sweep, and of what the full cache would hold,
+        uncompressed."""
+        spec, facts = self.model.spec, {"slots": max(self._need(rows).slots)}
+        full = spec.kv_bytes_per_token(DTYPE_BYTES[self.dtype]) // spec.num_blocks
+        packing = self._policy and packing_of(spec, self._policy)
+        held = 2 * spec.num_kv_heads * packing.slot_bytes if packing else full
+        for name, kind, column in (("bytes", "held", held), ("full_bytes", "full", full)):
             sweeps = [n for use in self._kv_use for n in getattr(use, kind)[1:]]
             sweeps = sweeps or [n for use in self._kv_use for n in getattr(use, kind)]
             facts[name] = column * sum(sweeps) // max(1, len(sweeps))
@@ -374,7 +377,7 @@ def _read_policy_argument(policy: Policy | AutoPolicy | str | Path) -> Policy | 
     if isinstance(policy, AutoPolicy):
         return policy
     found = policy if isinstance(policy, Policy) else read_policy(usable_path(policy, "--policy")).policy
-    for name in ("compress_weight", "compress_cache", "int8_compute"):
+    for name in ("compress_weight", "int8_compute"):
         if getattr(found, name):
             raise UsageError(f"{name}: compression is not in this version; leave it off")
     return found

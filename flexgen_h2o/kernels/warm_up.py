@@ -6,13 +6,16 @@ import torch
 
 from flexgen_h2o.kernels.causal import causal_attention_lse
 from flexgen_h2o.kernels.column_sums import column_sums
+from flexgen_h2o.kernels.packed_slots import attend_packed, pack_columns
+from flexgen_h2o.kernels.packing import Packing
 from flexgen_h2o.kernels.slots import ScoreBook, attend_scored
 
 _ROWS, _SLOTS, _WIDTH = 1, 4, 64
 
 
-def warm_up(device: torch.device, dtype: torch.dtype, scored: bool) -> None:
-    """Run decode attention once on zeros; where columns are `scored`, prompts' scores as well.
+def warm_up(device: torch.device, dtype: torch.dtype, scored: bool, packing: Packing | None = None) -> None:
+    """Run decode attention once on zeros; where columns are `scored`, prompts' scores as well; over packed
+    slots where there is a `packing`.
 
     A few seconds the first time on a machine, then some tenths of one.
     """
@@ -24,7 +27,13 @@ def warm_up(device: torch.device, dtype: torch.dtype, scored: bool) -> None:
     )
     scores, gains = torch.zeros(whole, device=device), torch.ones(single, device=device)
     book = ScoreBook(scores, positions, oldest, newest, 1.0, gains, victims)
-    attend_scored(q, columns, columns, victims.new_full(single, _SLOTS), 1.0, book)
+    filled = victims.new_full(single, _SLOTS)
+    if packing is None:
+        attend_scored(q, columns, columns, filled, 1.0, book)
+    else:
+        wide = columns.new_zeros(*columns.shape[:-1], packing.width)
+        packed = pack_columns(wide, packing)
+        attend_packed(wide[0, :, :1], packed, packed, filled, 1.0, packing, book)
     if scored:
         _, lse = causal_attention_lse(columns, columns, columns, 1.0)
         column_sums(columns, columns, lse, 1.0)

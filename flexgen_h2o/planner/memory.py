@@ -227,8 +227,15 @@ def kv_layout(
     """The KV unit of a micro-batch of `sequences` rows under the policy's cache shares."""
     shares, on_host = tier_shares(policy.cache_shares, device_is_host), attends_on_host(policy, device_is_host)
     streamed = any(share > 0 and is_streamed(tier, on_host) for tier, share in zip(TIERS, shares, strict=True))
-    packing = Packing(spec.head_dim, policy.cache_bits) if policy.compress_cache else None
-    return unit_layout(sequences, spec.num_kv_heads, slots, spec.head_dim, itemsize, shares, record, streamed, packing)
+    return unit_layout(
+        sequences, spec.num_kv_heads, slots, spec.head_dim, itemsize, shares, record, streamed,
+        packing_of(spec, policy),
+    )  # fmt: skip
+
+
+def packing_of(spec: ModelSpec, policy: Policy) -> Packing | None:
+    """How KV columns are compressed; None where they are not."""
+    return Packing(spec.head_dim, policy.cache_bits) if policy.compress_cache else None
 
 
 def attends_on_host(policy: Policy, device_is_host: bool) -> bool:

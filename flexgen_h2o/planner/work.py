@@ -26,6 +26,9 @@ from flexgen_h2o.planner.need import Batch, Need
 from flexgen_h2o.tiers.placement import Shares, is_streamed, split_rows
 
 
+PACK_BYTES = 6  # to pack a number of KV takes as long as norms and activations take for so many bytes
+
+
 @dataclass(frozen=True)
 class Move:
     """Bytes over one lane, in `pieces` separate transfers. crosses: the bytes go between disk and device."""
@@ -55,7 +58,7 @@ class Work:
 
     prompt_flops: causal attention; sums_flops: column sums; both as profile.ComputeRates counts them. device_kv,
     host_kv: bytes of keys and values that decode attention reads on each side. elementwise: bytes read and written by
-    norms and activations. dequantised: bytes of KV unpacked from int4 in the compute dtype. logits: looked at to
+    norms, activations and packing. packed_values: of the KV that is read, numbers in packed slots. logits: looked at to
     choose tokens. crossing: bytes between device and host that the step itself waits for.
     """
 
@@ -65,7 +68,7 @@ class Work:
     device_kv: float = 0.0
     host_kv: float = 0.0
     elementwise: float = 0.0
-    dequantised: float = 0.0
+    packed_values: float = 0.0
     logits: float = 0.0
     crossing: float = 0.0
 
@@ -224,16 +227,18 @@ def _attention_work(
     spec = at.spec
     q_width, column = spec.num_heads * spec.head_dim, 2 * spec.num_kv_heads * spec.head_dim * at.itemsize
     cache = tier_shares(at.policy.cache_shares, at.device_is_host)
-    compressed = at.policy.compress_cache
+    stored, values = 2 * spec.num_kv_heads * layout_of(at, block, batch).slot_bytes, 2 * spec.num_kv_heads * spec.head_dim
+    packing = float(PACK_BYTES * values * at.policy.compress_cache)  # of a column
     if sweep == 0:
         # Under attention on the host, kept columns go there as they are written.
-        kept = batch.rows * at.need.columns(block, 0, batch.mean_len) * column
-        away = kept * (1.0 - cache[0]) if at.on_host and not at.device_is_host else 0.0
+        kept = batch.rows * at.need.columns(block, 0, batch.mean_len)
+        away = kept * stored * (1.0 - cache[0]) if at.on_host and not at.device_is_host else 0.0
         return Work(
             products, 2.0 * batch.pairs * q_width, 1.0 * batch.pairs * q_width * at.need.scored, 0.0, 0.0,
-            elementwise + 2.0 * kept, 0.0, 0.0, away,
+            elementwise + kept * (2.0 * stored + packing), 0.0, 0.0, away,
         )  # fmt: skip
-    read = float(batch.rows * at.need.columns(block, sweep, batch.mean_len) * column)
+    columns = float(batch.rows * at.need.columns(block, sweep, batch.mean_len))
+    read, packed = columns * stored, columns * values * at.policy.compress_cache
     # Full attention reads all keys but only this share of the values.
     read *= (1 + at.policy.attn_sparsity) / 2
     on_device = 1.0 if not at.on_host else cache[0]
@@ -243,7 +248,8 @@ def _attention_work(
     if on_device < 1:
         crossing = (1 - on_device) * batch.rows * (2 * q_width * at.itemsize + column)
     return Work(
-        products, 0.0, 0.0, read * on_device, read * (1 - on_device), elementwise, read * compressed, 0.0, crossing
+        products, 0.0, 0.0, read * on_device, read * (1 - on_device), elementwise + batch.rows * packing, packed, 0.0,
+        crossing,
     )  # fmt: skip
 
 
