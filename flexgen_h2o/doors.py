@@ -11,7 +11,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -273,6 +273,26 @@ def as_flags(policy: Policy) -> str:
         value = getattr(policy, name)
         if value != default:
             found.append(flag_of(name) if value is True else f"{flag_of(name)} {_as_text(value)}")
+    return " ".join(found)
+
+
+COMPRESSION = ("compress_weight", "compress_cache", "int8_compute")
+
+
+def uncompressed(policy: Policy) -> Policy:
+    """The policy with weights and KV in the compute dtype."""
+    return replace(policy, **dict.fromkeys(COMPRESSION, False))
+
+
+def compression_flags(policy: Policy) -> str:
+    """Those flags of a policy that change what is computed, to be shown; empty where none does."""
+    bits = {"compress_weight": "weight_bits", "compress_cache": "cache_bits"}
+    found = []
+    for name in COMPRESSION:
+        if getattr(policy, name):
+            found.append(
+                flag_of(name) + (f" {flag_of(bits[name])} {getattr(policy, bits[name])}" if name in bits else "")
+            )
     return " ".join(found)
 
 

@@ -17,17 +17,20 @@ from flexgen_h2o.doors import (
     budget_of,
     check_plot_library,
     check_positions,
+    compression_flags,
     flag_of,
     policy_of,
     positive,
     refuse_missing_features,
     run_door,
+    uncompressed,
 )
 from flexgen_h2o.errors import EXIT_DONE, FlexgenError, UsageError
 from flexgen_h2o.paths import usable_path
 from flexgen_h2o.units import parse_bytes
 
 if TYPE_CHECKING:
+    from flexgen_h2o.config import Policy
     from flexgen_h2o.evaluation.cells import Cell
     from flexgen_h2o.evaluation.fidelity import Runner
     from flexgen_h2o.evaluation.recall import RecallRow
@@ -114,16 +117,18 @@ def _run(argv: list[str] | None) -> int:
     from flexgen_h2o.llm import LLM
     from flexgen_h2o.planner.need import AutoPolicy
 
-    cells, began = make_cells(args.policies, args.budgets), time.perf_counter()
+    plain = uncompressed(policy)
+    cells, began = make_cells(args.policies, args.budgets, whole=policy != plain), time.perf_counter()
+    reference, compared = (AutoPolicy(p) if is_auto else p for p in (plain, policy))
     with LLM(
-        args.model, AutoPolicy(policy) if is_auto else policy, device=args.device, dtype=args.dtype,
+        args.model, reference, device=args.device, dtype=args.dtype,
         budget=budget_of(args), offload_dir=args.offload_dir, path=args.path, revision=args.revision,
         hardware=args.hardware,
     ) as llm:  # fmt: skip
         lengths = _lengths(args, llm)
-        runner = Runner(llm, parse_bytes(args.keep_mem, "--keep-mem"), args.mass_steps, _say)
+        runner = Runner(llm, parse_bytes(args.keep_mem, "--keep-mem"), args.mass_steps, _say, compared)
         texts, recalls = _rows(args, llm, runner, lengths)
-        result = {**_facts(args, llm, texts), **_measure(args, runner, texts, recalls, cells)}
+        result = {**_facts(args, llm, policy, cells, texts), **_measure(args, runner, texts, recalls, cells)}
     result["seconds"] = time.perf_counter() - began
     _show(args, result)
     return EXIT_DONE
@@ -174,7 +179,9 @@ def _rows(
     return runner.greedy(texts, args.gen_len) if greedy else texts, recalls
 
 
-def _facts(args: argparse.Namespace, llm: LLM, texts: Sequence[TextRow]) -> dict[str, Any]:
+def _facts(
+    args: argparse.Namespace, llm: LLM, policy: Policy, cells: Sequence[Cell], texts: Sequence[TextRow]
+) -> dict[str, Any]:
     """What was run, in words and numbers."""
     names = ("prompt_len", "gen_len", "continuation", "depths", "mass_steps", "resamples", "seed")
     return {
@@ -183,7 +190,8 @@ def _facts(args: argparse.Namespace, llm: LLM, texts: Sequence[TextRow]) -> dict
         "model": llm.model.name,
         "settings": {
             **{name: getattr(args, name) for name in names},
-            "budgets": list(args.budgets),
+            "budgets": list(dict.fromkeys(cell.budget for cell in cells)),
+            "compression": compression_flags(policy),
             "policies": list(args.policies),
             "prompts": None if args.prompts is None else str(args.prompts),
             "dtype": llm.dtype,
@@ -201,7 +209,6 @@ def _measure(
     args: argparse.Namespace, runner: Runner, texts: list[TextRow], recalls: list[RecallRow], cells: list[Cell]
 ) -> dict[str, Any]:
     from flexgen_h2o.evaluation.summary import summarise_divergence, summarise_recall, summarise_texts
-    from flexgen_h2o.kvcache.eviction import Full
 
     full, found = summarise_texts(runner.texts(texts, cells), args.resamples, args.seed)
     if args.free_run:
@@ -209,7 +216,7 @@ def _measure(
         for figures, first in zip(found, firsts, strict=True):
             figures["greedy"] = summarise_divergence(first, args.gen_len, args.resamples, args.seed)
     if recalls:
-        for figures, eviction in ((full, Full()), *zip(found, (cell.eviction for cell in cells), strict=True)):
+        for figures, eviction in ((full, None), *zip(found, (cell.eviction for cell in cells), strict=True)):
             right = runner.recall(recalls, eviction)
             figures["recall"] = summarise_recall(recalls, right, args.resamples, args.seed)
             _say(f"recall of {figures.get('policy', 'the full cache')}: {figures['recall']['inside']['value']:.0%}")

@@ -94,6 +94,18 @@ class LLM:
         return self._policy
 
     @property
+    def asked_policy(self) -> Policy | AutoPolicy:
+        """The policy to run with, or what is left of it to be chosen."""
+        return self._asked_policy
+
+    def use(self, policy: Policy | AutoPolicy) -> None:
+        """Run with another policy from the next `generate` on; what was held for the old one is given back."""
+        if policy != self._asked_policy:
+            self.close()
+            self._asked_policy = _read_policy_argument(policy)
+            self._policy = policy if isinstance(policy, Policy) else None
+
+    @property
     def dtype(self) -> str:
         """The compute dtype, which weights and KV are held in."""
         stored = RANDOM_DTYPE if self.model.random else self._checkpoint.dtype

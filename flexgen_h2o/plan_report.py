@@ -22,7 +22,7 @@ RESOURCES = {
 LARGEST = 3  # buffers of a tier that are named
 SOURCE_CHARACTERS = 60  # of a profile's source that are shown
 LEAST_GAIN = 0.001  # of the whole time; less is called nothing
-NOT_RUN_YET = "this version's engine does not run compressed policies yet: flex_opt refuses them"
+NOT_RUN_YET = "this version's engine does not run compressed weights yet: flex_opt refuses such a policy"
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def to_text(question: Question, plan: Plan, seconds: float, flags: str, command:
         f"policy, {how}:",
         f"  {flags}",
     ]
-    if plan.policy.compress_weight or plan.policy.compress_cache:
+    if plan.policy.compress_weight:
         lines.append(f"  {NOT_RUN_YET}")
     else:
         lines += ["run it:", f"  {command}"]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flexgen_h2o.errors import UsageError
-from flexgen_h2o.kvcache.eviction import Eviction, make_eviction
+from flexgen_h2o.kvcache.eviction import Eviction, Full, make_eviction
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class Cell:
     eviction: Eviction
 
 
-def make_cells(policies: Sequence[str], budgets: Sequence[float]) -> list[Cell]:
-    """All policies at all budgets, a budget at a time.
+def make_cells(policies: Sequence[str], budgets: Sequence[float], whole: bool = False) -> list[Cell]:
+    """All policies at all budgets, a budget at a time. whole: the full cache is one of them, first.
 
     A policy is a name, or a name with settings of its own: `h2o-norm:decay=0.98,sinks=0`. Raises UsageError naming
     --policies or --budgets.
@@ -31,7 +31,8 @@ def make_cells(policies: Sequence[str], budgets: Sequence[float]) -> list[Cell]:
     for budget in budgets:
         if not 0 < budget <= 1:
             raise UsageError(f"--budgets: {budget} is not in (0, 1]; 0.2 keeps a fifth of the prompt's columns")
-    return [Cell(policy, budget, _eviction(policy, budget)) for budget in budgets for policy in policies]
+    full = [Cell(Full.name, 1.0, Full())] if whole else []
+    return full + [Cell(policy, budget, _eviction(policy, budget)) for budget in budgets for policy in policies]
 
 
 def _eviction(policy: str, budget: float) -> Eviction:

@@ -16,6 +16,7 @@ def markdown(result: Figures) -> str:
         f"Model `{result['model']}` in {settings['dtype']}; prompts of {settings['prompt_len']} tokens, "
         f"{settings['gen_len']} tokens followed ({settings['continuation']}), {text['prompts']} of text"
         + (f", {recall['prompts']} of recall" if recall else "")
+        + (f"; all rows but the last of a table with {settings['compression']}" if settings["compression"] else "")
         + f"; 95% bootstrap intervals over prompts in brackets; seed {settings['seed']}.",
     ]
     parts = [head]

@@ -38,12 +38,12 @@ def pack_columns(columns: torch.Tensor, packing: Packing) -> torch.Tensor:
         return pack_columns_reference(columns, packing)
     from flexgen_h2o.kernels import packed_loops
 
+    if columns.shape[-1] != packing.width:
+        raise ValueError(f"pack_columns: {tuple(columns.shape)} is not of width {packing.width}")
     columns = columns.contiguous()
     packed = torch.empty(*columns.shape[:-1], packing.words, dtype=torch.int32)
     form, element = _format(packing), _element(columns.dtype)
     rows = columns.numel() // packing.width
-    if columns.shape[-1] != packing.width:
-        raise ValueError(f"pack_columns: {tuple(columns.shape)} is not of width {packing.width}")
     share_rows(
         lambda first, end: packed_loops.pack_rows(
             element, form, columns.data_ptr(), packed.data_ptr(), packing.words, first, end
@@ -62,7 +62,9 @@ def pack_columns_reference(columns: torch.Tensor, packing: Packing) -> torch.Ten
     least = _outwards(x.amin(dim=-1, keepdim=True), down=True)
     scale = _outwards((x.amax(dim=-1, keepdim=True) - least) / packing.levels, down=False)
     values = ((x - least) / scale).add_(0.5).nan_to_num_(0.0).floor_().clamp_(0, packing.levels).int().flatten(-2)
-    values = torch.nn.functional.pad(values[..., : packing.width], (0, packing.value_words * packing.per_word - packing.width))
+    values = torch.nn.functional.pad(
+        values[..., : packing.width], (0, packing.value_words * packing.per_word - packing.width)
+    )
     shifts = packing.bits * torch.arange(packing.per_word, device=x.device, dtype=torch.int32)
     words = (values.unflatten(-1, (-1, packing.per_word)) << shifts).sum(dim=-1, dtype=torch.int32)
     high, low = least.view(torch.int32) & _HIGH, (scale.view(torch.int32) >> 16) & 0xFFFF
@@ -122,9 +124,11 @@ def attend_packed_reference(
     step = max(1, PACKED_CHUNK // (keys.shape[0] * keys.shape[2] * packing.width))
     for a in range(0, len(q), step):
         rows = slice(a, a + step)
-        pair = (unpack_columns(t[:, rows], packing, q.dtype) for t in (keys, values))
-        args = q[rows], *pair, filled[rows], scale
-        out[rows] = attend_reference(*args) if book is None else attend_scored_reference(*args, book.rows(rows))
+        k, v = (unpack_columns(t[:, rows], packing, q.dtype) for t in (keys, values))
+        if book is None:
+            out[rows] = attend_reference(q[rows], k, v, filled[rows], scale)
+        else:
+            out[rows] = attend_scored_reference(q[rows], k, v, filled[rows], scale, book.rows(rows))
     return out
 
 
@@ -139,9 +143,7 @@ def _format(packing: Packing) -> Format:
     from flexgen_h2o.kernels.packed_loops import Format
 
     lanes, table = _table(packing)
-    return Format(
-        packing.width, packing.bits, packing.group, packing.value_words, lanes, len(table), table.ctypes.data
-    )
+    return Format(packing.width, packing.bits, packing.group, packing.value_words, lanes, len(table), table.ctypes.data)
 
 
 def _element(dtype: torch.dtype) -> np.number[Any]:

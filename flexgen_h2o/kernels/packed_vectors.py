@@ -100,9 +100,7 @@ class _Emitter:
     def chunk(self, at: Any, words: Any, places: Any, number: Any) -> _Chunk:
         b = self.builder
         place = self.onward(places, b.mul(number, self.number(PLACE)))
-        first, group = (
-            b.sext(self.load(self.onward(place, self.number(i)), _I32), _I64) for i in range(2)
-        )
+        first, group = (b.sext(self.load(self.onward(place, self.number(i)), _I32), _I64) for i in range(2))
         found = _Chunk([], [], [])
         for slot in range(0, SLOTS, self.sharing):
             each = [self.onward(at, b.mul(words, self.number(slot + i))) for i in range(self.sharing)]
@@ -167,7 +165,9 @@ def _tile(emit: Any, bits: int, queries: int, lanes: int) -> Any:
     return tile
 
 
-def _emit_dots(e: _Emitter, queries: int, at: Any, words: Any, places: Any, chunks: Any, scratch: Any, p: Any, stride: Any) -> None:
+def _emit_dots(
+    e: _Emitter, queries: int, at: Any, words: Any, places: Any, chunks: Any, scratch: Any, p: Any, stride: Any
+) -> None:
     """p[query, slot] = query . slot."""
     b, vectors = e.builder, range(SLOTS // e.sharing)
     totals = [[cgutils.alloca_once(b, e.vector(_F32)) for _ in vectors] for _ in range(queries)]
@@ -195,7 +195,9 @@ def _emit_dots(e: _Emitter, queries: int, at: Any, words: Any, places: Any, chun
             e.store(sums, e.onward(p, b.add(b.mul(stride, e.number(q)), e.number(i))))
 
 
-def _emit_mix(e: _Emitter, queries: int, at: Any, words: Any, places: Any, chunks: Any, scratch: Any, p: Any, stride: Any) -> None:
+def _emit_mix(
+    e: _Emitter, queries: int, at: Any, words: Any, places: Any, chunks: Any, scratch: Any, p: Any, stride: Any
+) -> None:
     """sums[query] += sum over slots of p[query, slot] x slot."""
     b, vectors = e.builder, range(SLOTS // e.sharing)
     shares = []

@@ -27,7 +27,7 @@ class Packing:
     @property
     def levels(self) -> int:
         """The largest value."""
-        return 2**self.bits - 1
+        return (1 << self.bits) - 1
 
     @property
     def per_word(self) -> int:

@@ -25,7 +25,6 @@ from flexgen_h2o.planner.memory import (
 from flexgen_h2o.planner.need import Batch, Need
 from flexgen_h2o.tiers.placement import Shares, is_streamed, split_rows
 
-
 PACK_BYTES = 6  # to pack a number of KV takes as long as norms and activations take for so many bytes
 
 
@@ -227,7 +226,10 @@ def _attention_work(
     spec = at.spec
     q_width, column = spec.num_heads * spec.head_dim, 2 * spec.num_kv_heads * spec.head_dim * at.itemsize
     cache = tier_shares(at.policy.cache_shares, at.device_is_host)
-    stored, values = 2 * spec.num_kv_heads * layout_of(at, block, batch).slot_bytes, 2 * spec.num_kv_heads * spec.head_dim
+    stored, values = (
+        2 * spec.num_kv_heads * layout_of(at, block, batch).slot_bytes,
+        2 * spec.num_kv_heads * spec.head_dim,
+    )
     packing = float(PACK_BYTES * values * at.policy.compress_cache)  # of a column
     if sweep == 0:
         # Under attention on the host, kept columns go there as they are written.

@@ -37,7 +37,7 @@ class Run:
     gbs: int = 2
     num_batches: int = 2
     stand_in: bool = True
-    switches: dict[str, bool] = field(default_factory=dict)
+    switches: dict[str, bool | int] = field(default_factory=dict)
     eviction: Eviction = field(default_factory=Full)
     lengths: tuple[int, ...] = (9,) * 5
     new_tokens: int = 3

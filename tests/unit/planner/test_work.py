@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_h2o.config import Policy
+from flexgen_h2o.kernels.packing import Packing
 from flexgen_h2o.planner.memory import OVERLAPPED, memory_plan
 from flexgen_h2o.planner.need import Batch, Need, shape_of
 from flexgen_h2o.planner.work import Setting, kv_load_moves, kv_store_moves, layer_work, weight_moves
@@ -81,11 +82,12 @@ def test_vectors_stay_with_the_device() -> None:
 
 
 def test_four_bits_move_less() -> None:
-    """4.5 bits for each value with the groups' scales."""
+    """4.5 bits for each value of a weight with the groups' scales; KV as the slots' layout has it."""
     need, policy = Need.full(4, 10, 4, BLOCKS), Policy(percent=(0, 0, 0, 100, 100, 0))
     packed = replace(policy, compress_weight=True, compress_cache=True)
     unit, batch = SPEC.layers(True).units[1], Batch.even(4, 10)
     plain, small = setting(policy, need), setting(packed, need)
-    for at in (lambda s: weight_moves(s, unit), lambda s: kv_load_moves(s, 0, batch, 2)):
-        before, after = (sum(m.nbytes for m in at(s)) for s in (plain, small))
-        assert after == pytest.approx(before * 4.5 / 32)
+    before, after = (sum(m.nbytes for m in weight_moves(s, unit)) for s in (plain, small))
+    assert after == pytest.approx(before * 4.5 / 32)
+    for at, slot in ((plain, 4 * SPEC.head_dim), (small, Packing(SPEC.head_dim, 4).slot_bytes)):
+        assert [m.nbytes for m in kv_store_moves(at, 0, batch, 1)] == [4 * SPEC.num_kv_heads * 2 * slot]
