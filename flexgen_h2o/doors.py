@@ -281,18 +281,17 @@ COMPRESSION = ("compress_weight", "compress_cache", "int8_compute")
 
 def uncompressed(policy: Policy) -> Policy:
     """The policy with weights and KV in the compute dtype."""
-    return replace(policy, **dict.fromkeys(COMPRESSION, False))
+    return replace(policy, compress_weight=False, compress_cache=False, int8_compute=False)
 
 
 def compression_flags(policy: Policy) -> str:
     """Those flags of a policy that change what is computed, to be shown; empty where none does."""
     bits = {"compress_weight": "weight_bits", "compress_cache": "cache_bits"}
     found = []
-    for name in COMPRESSION:
-        if getattr(policy, name):
-            found.append(
-                flag_of(name) + (f" {flag_of(bits[name])} {getattr(policy, bits[name])}" if name in bits else "")
-            )
+    for name in (name for name in COMPRESSION if getattr(policy, name)):
+        found.append(flag_of(name))
+        if name in bits:
+            found.append(f"{flag_of(bits[name])} {getattr(policy, bits[name])}")
     return " ".join(found)
 
 

@@ -182,7 +182,7 @@ def _gather(element, form, mixed, one, at):  # type: ignore[no-untyped-def]
 
 @jit
 def _ahead(at, size, left, after):  # type: ignore[no-untyped-def]
-    """Ask for the block that is needed AHEAD bytes later: in this run, of which `left` bytes are left, or `after` it."""
+    """Ask for the block that is needed AHEAD bytes later: in this run, which has `left` bytes more, or `after` it."""
     fetch(at + AHEAD if left > AHEAD else after + AHEAD - left, size)
 
 

@@ -1,4 +1,4 @@
-"""The format of a compressed KV column: a few bits a value, in groups with a scale and a least value. No tensors here."""
+"""The format of a compressed KV column: a few bits a value, in groups with a scale and a least value. No tensors."""
 
 from __future__ import annotations
 
