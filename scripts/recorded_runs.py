@@ -169,8 +169,9 @@ def policy_of(run: Run, spec: ModelSpec) -> Policy:
     percent = (*whole_tensor_percent(spec, *run.percent[:2]), *run.percent[2:])
     overlap = run.overlap and (run.percent[2] == 100 or run.cpu_cache_compute)
     return Policy(
-        run.gbs, run.num_gpu_batches, percent, run.compress_weight, run.compress_cache, run.cpu_cache_compute,
-        overlap, run.sep_layer, run.pin_weight, run.attn_sparsity,
+        run.gbs, run.num_gpu_batches, percent, compress_weight=run.compress_weight, compress_cache=run.compress_cache,
+        cpu_cache_compute=run.cpu_cache_compute, overlap=overlap, sep_layer=run.sep_layer, pin_weight=run.pin_weight,
+        attn_sparsity=run.attn_sparsity,
     )  # fmt: skip
 
 

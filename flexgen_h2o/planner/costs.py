@@ -135,8 +135,8 @@ class Costs:
             device += work.prompt_flops / rates.prefill_attention_flops_per_s.at(n) + p.kernel_s
             device += work.sums_flops / rates.column_sums_flops_per_s.at(n)
         if work.device_kv:
-            if work.packed_values and not at.device_is_host and not at.on_host:  # a card unpacks it first
-                unpacked = work.packed_values * at.itemsize
+            if work.packed_values and not at.device_is_host:  # a card unpacks it first
+                unpacked = work.packed_values * at.itemsize * work.device_kv / (work.device_kv + work.host_kv)
                 device += unpacked / on_device.at(width) + unpacked / rates.device_dequantise_bytes_per_s
             else:
                 device += self._slot_bytes(work, work.device_kv) / on_device.at(width)

@@ -198,7 +198,8 @@ def temporary_bytes(spec: ModelSpec, shape: Shape, itemsize: int, attn_sparsity:
 
 def _unpacked_cache_bytes(spec: ModelSpec, policy: Policy, shape: Shape, itemsize: int, device_is_host: bool) -> int:
     """What a card takes to read packed KV, some rows at a time: a host reads it as it lies."""
-    if not policy.compress_cache or attends_on_host(policy, device_is_host):
+    on_card = not device_is_host and (policy.percent[2] > 0 or not policy.cpu_cache_compute)
+    if not policy.compress_cache or not on_card:
         return 0
     row = shape.most_slots * spec.head_dim
     return min(shape.rows * spec.num_kv_heads * row, max(PACKED_CHUNK, row)) * (UNPACK_BYTES + 2 * itemsize)
