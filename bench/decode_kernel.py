@@ -91,11 +91,7 @@ def _decode(model: str, slots: int, dtype: torch.dtype, nbytes: int, repeats: in
     rows, scale = batch * heads, width**-0.5
     keys, values = (torch.randn(1, rows, slots, width, dtype=dtype) for _ in range(2))
     q, filled = torch.randn(rows, 1, width, dtype=dtype), torch.full((rows,), slots, dtype=torch.int32)
-    ends = torch.zeros(rows, dtype=torch.int32), torch.full((rows,), slots * 9 // 10, dtype=torch.int32)
-    positions = torch.arange(slots, dtype=torch.int32).repeat(rows, 1)
-    book = ScoreBook(
-        torch.rand(rows, slots), positions, *ends, 1.0, torch.ones(rows), torch.empty(rows, dtype=torch.int32)
-    )
+    book = _book(rows, slots)
     apart = [t.view(batch, heads, -1, width) for t in (q, keys, values)]
     tokens = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in apart]
     sdpa = torch.nn.functional.scaled_dot_product_attention
@@ -139,12 +135,7 @@ def _decode(model: str, slots: int, dtype: torch.dtype, nbytes: int, repeats: in
             f"{name}_scored_over_attend_scored": _ratio(seconds, f"{name}_scored", "attend_scored") for name in packings
         },
     }
-    table(
-        f"{model}: {batch} x {heads} heads, {slots} slots, {moved / 2**20:.0f} MiB",
-        [(name, speed.show("GB/s", 1, GB)) for name, speed in speeds.items()]
-        + [(f"{name}, values", speed.show("G/s", 2, 1e9)) for name, speed in per_s.items()]
-        + [(name, ratio.show("", 3)) for name, ratio in ratios.items()],
-    )
+    _show_decode(f"{model}: {batch} x {heads} heads, {slots} slots, {moved / 2**20:.0f} MiB", speeds, per_s, ratios)
     return {
         "model": model,
         "slots": slots,
@@ -153,6 +144,23 @@ def _decode(model: str, slots: int, dtype: torch.dtype, nbytes: int, repeats: in
         "values_per_s": {name: speed.to_json() for name, speed in per_s.items()},
         "ratios": {name: ratio.to_json() for name, ratio in ratios.items()},
     }
+
+
+def _book(rows: int, slots: int) -> ScoreBook:
+    ends = torch.zeros(rows, dtype=torch.int32), torch.full((rows,), slots * 9 // 10, dtype=torch.int32)
+    positions = torch.arange(slots, dtype=torch.int32).repeat(rows, 1)
+    return ScoreBook(
+        torch.rand(rows, slots), positions, *ends, 1.0, torch.ones(rows), torch.empty(rows, dtype=torch.int32)
+    )
+
+
+def _show_decode(title: str, speeds: dict[str, Spread], per_s: dict[str, Spread], ratios: dict[str, Spread]) -> None:
+    table(
+        title,
+        [(name, speed.show("GB/s", 1, GB)) for name, speed in speeds.items()]
+        + [(f"{name}, values", speed.show("G/s", 2, 1e9)) for name, speed in per_s.items()]
+        + [(name, ratio.show("", 3)) for name, ratio in ratios.items()],
+    )
 
 
 def _bytes_of(name: str, moved: int, dtype: torch.dtype, packings: dict[str, Packing]) -> float:

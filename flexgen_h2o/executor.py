@@ -56,6 +56,15 @@ class KvUse:
     full: list[int]
 
 
+def mean_kv_bytes(uses: Sequence[KvUse], held: int, full: int) -> dict[str, int]:
+    """Means over the decode sweeps of blocks, or where there are none over all. held, full: bytes of a column."""
+    facts = {}
+    for name, kind, column in (("bytes", "held", held), ("full_bytes", "full", full)):
+        sweeps = [n for use in uses for n in getattr(use, kind)[1:]] or [n for use in uses for n in getattr(use, kind)]
+        facts[name] = column * sum(sweeps) // max(1, len(sweeps))
+    return facts
+
+
 @dataclass(frozen=True)
 class _CacheStep:
     """The KV unit of one attention layer while it is computed. new, slots: None in the prefill sweep."""

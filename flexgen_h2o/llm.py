@@ -17,7 +17,7 @@ from flexgen_h2o.config import DTYPE_BYTES, MemoryBudget, Policy, read_policy
 from flexgen_h2o.engine import Engine
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.eviction_need import need_of
-from flexgen_h2o.executor import BlockTimes, Executor, KvUse
+from flexgen_h2o.executor import BlockTimes, Executor, KvUse, mean_kv_bytes
 from flexgen_h2o.generation import Chooser, Decoding, LogitsWatch, Row, RowEnd, SlotsWatch, Watches
 from flexgen_h2o.kernels.warm_up import warm_up
 from flexgen_h2o.kvcache.eviction import Eviction, check_eviction
@@ -62,8 +62,8 @@ class LLM:
         hardware: HardwareProfile | str | Path | None = None,
     ) -> None:  # fmt: skip
         self.eviction = check_eviction(eviction)
-        self._asked_policy = _read_policy_argument(policy)
-        _check_together(self._asked_policy, self.eviction)
+        self.asked_policy = _read_policy_argument(policy)
+        _check_together(self.asked_policy, self.eviction)
         self._budget = budget or MemoryBudget()
         self._device = open_device(device, separate_budget=self._budget.device is not None)
         self._device_name, self._hardware = device, hardware
@@ -72,7 +72,7 @@ class LLM:
         self._asked_dtype = _check_dtype(dtype)
         self.timeline = Timeline()
         self.report: RunReport | None = None
-        self._policy = self._asked_policy if isinstance(self._asked_policy, Policy) else None
+        self._policy = self.asked_policy if isinstance(self.asked_policy, Policy) else None
         self._engine: Engine | None = None
         self._planned_rows = 0
         self.predicted: Prediction | None = None
@@ -93,16 +93,11 @@ class LLM:
         """The policy in use; with "auto", None until the first `generate`."""
         return self._policy
 
-    @property
-    def asked_policy(self) -> Policy | AutoPolicy:
-        """The policy to run with, or what is left of it to be chosen."""
-        return self._asked_policy
-
     def use(self, policy: Policy | AutoPolicy) -> None:
         """Run with another policy from the next `generate` on; what was held for the old one is given back."""
-        if policy != self._asked_policy:
+        if policy != self.asked_policy:
             self.close()
-            self._asked_policy = _read_policy_argument(policy)
+            self.asked_policy = _read_policy_argument(policy)
             self._policy = policy if isinstance(policy, Policy) else None
 
     @property
@@ -254,7 +249,7 @@ class LLM:
             self.predicted = self._predict(need, rows, self._engine.policy, self._engine.plan)
             return self._engine
         self.close()
-        spec, itemsize, policy = self.model.spec, DTYPE_BYTES[self.dtype], self._asked_policy
+        spec, itemsize, policy = self.model.spec, DTYPE_BYTES[self.dtype], self.asked_policy
         budgets = resolve_budgets(self._budget, self._device, self.offload_dir)
         if isinstance(policy, AutoPolicy):
             policy = self._planner.choose(need, policy.base, budgets)
@@ -272,7 +267,7 @@ class LLM:
     def _serves(self, engine: Engine, need: Need, rows: Sequence[Row]) -> bool:
         """Do the buffers suffice, and was the policy not chosen for fewer rows?"""
         enough = engine.plan.shape.covers(self._shape(rows, engine.policy))
-        return enough and (self._asked_policy == engine.policy or need.rows <= self._planned_rows)
+        return enough and (self.asked_policy == engine.policy or need.rows <= self._planned_rows)
 
     def _shape(self, rows: Sequence[Row], policy: Policy) -> Shape:
         blocks = make_blocks([r.prompt for r in rows], policy.gpu_batch_size, policy.num_gpu_batches)
@@ -365,15 +360,10 @@ class LLM:
     def _kv_facts(self, rows: Sequence[Row]) -> dict[str, int]:
         """Slots of the neediest row; mean bytes of KV held in a decode sweep, and of what the full cache would hold,
         uncompressed."""
-        spec, facts = self.model.spec, {"slots": max(self._need(rows).slots)}
+        spec, packing = self.model.spec, self._policy and packing_of(self.model.spec, self._policy)
         full = spec.kv_bytes_per_token(DTYPE_BYTES[self.dtype]) // spec.num_blocks
-        packing = self._policy and packing_of(spec, self._policy)
         held = 2 * spec.num_kv_heads * packing.slot_bytes if packing else full
-        for name, kind, column in (("bytes", "held", held), ("full_bytes", "full", full)):
-            sweeps = [n for use in self._kv_use for n in getattr(use, kind)[1:]]
-            sweeps = sweeps or [n for use in self._kv_use for n in getattr(use, kind)]
-            facts[name] = column * sum(sweeps) // max(1, len(sweeps))
-        return facts
+        return {"slots": max(self._need(rows).slots), **mean_kv_bytes(self._kv_use, held, full)}
 
 
 def _predicted_seconds(predicted: Prediction | None) -> dict[str, float | None]:
