@@ -191,6 +191,8 @@ class Policy:
         sparsity = self.attn_sparsity
         if isinstance(sparsity, bool) or not isinstance(sparsity, int | float) or not 0 < sparsity <= 1:
             raise UsageError(f"attn_sparsity: {sparsity!r} is not in (0, 1]")
+        if self.compress_cache and sparsity != 1:
+            raise UsageError("attn_sparsity: is for an uncompressed cache; leave compress_cache off, or it at 1")
 
     @property
     def weight_shares(self) -> tuple[float, float, float]:

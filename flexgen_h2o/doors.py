@@ -11,7 +11,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -199,8 +199,8 @@ def check_plot_library() -> None:
 
 
 def refuse_missing_features(args: argparse.Namespace) -> None:
-    """Compression flags are known but not built yet: UsageError, never silently ignored."""
-    given = [flag_of(n) for n in ("compress_cache", "int8_compute") if getattr(args, n)]
+    """Flags that are known but not built yet: UsageError, never silently ignored."""
+    given = [flag_of(n) for n in ("int8_compute",) if getattr(args, n)]
     if given:
         raise UsageError(f"{given[0]}: not in this version yet; leave it out (uncompressed is what runs)")
 
@@ -278,6 +278,25 @@ def as_flags(policy: Policy) -> str:
         is_used = getattr(policy, BITS_OF[name]) if name in BITS_OF else True
         if value != default and is_used:
             found.append(flag_of(name) if value is True else f"{flag_of(name)} {_as_text(value)}")
+    return " ".join(found)
+
+
+COMPRESSION = ("compress_weight", "compress_cache", "int8_compute")
+
+
+def uncompressed(policy: Policy) -> Policy:
+    """The policy with weights and KV in the compute dtype."""
+    return replace(policy, compress_weight=False, compress_cache=False, int8_compute=False)
+
+
+def compression_flags(policy: Policy) -> str:
+    """Those flags of a policy that change what is computed, to be shown; empty where none does."""
+    bits = {switch: field for field, switch in BITS_OF.items()}
+    found = []
+    for name in (name for name in COMPRESSION if getattr(policy, name)):
+        found.append(flag_of(name))
+        if name in bits:
+            found.append(f"{flag_of(bits[name])} {getattr(policy, bits[name])}")
     return " ".join(found)
 
 

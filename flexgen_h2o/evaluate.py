@@ -1,14 +1,12 @@
-"""`python -m flexgen_h2o.evaluate fidelity`: how far a model with evicted KV columns, or compressed, is from itself."""
+"""`python -m flexgen_h2o.evaluate fidelity`: how far a model with evicted KV columns is from its full cache."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,17 +17,20 @@ from flexgen_h2o.doors import (
     budget_of,
     check_plot_library,
     check_positions,
+    compression_flags,
     flag_of,
     policy_of,
     positive,
     refuse_missing_features,
     run_door,
+    uncompressed,
 )
 from flexgen_h2o.errors import EXIT_DONE, FlexgenError, UsageError
 from flexgen_h2o.paths import usable_path
 from flexgen_h2o.units import parse_bytes
 
 if TYPE_CHECKING:
+    from flexgen_h2o.config import Policy
     from flexgen_h2o.evaluation.cells import Cell
     from flexgen_h2o.evaluation.fidelity import Runner
     from flexgen_h2o.evaluation.recall import RecallRow
@@ -66,10 +67,10 @@ def _add_fidelity_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--policies",
         nargs="+",
+        default=names,
         metavar="NAME",
-        help=f"{', '.join(names)} (all, with --compression none); with settings: h2o-norm:decay=0.98,sinks=0",
+        help=f"{', '.join(names)} (all); with settings: h2o-norm:decay=0.98,sinks=0",
     )
-    add("--compression", nargs="+", default=[], metavar="NAME", help="weights8, weights4: compressed, with all columns")
     add(
         "--budgets",
         nargs="+",
@@ -111,30 +112,23 @@ def _run(argv: list[str] | None) -> int:
     policy, is_auto = policy_of(args)
     if policy.attn_sparsity != 1:
         raise UsageError("--attn-sparsity: the full cache is the reference here; leave it out")
-    if policy.compress_weight:
-        raise UsageError("--compress-weight: uncompressed weights are the reference; compare with --compression")
     from flexgen_h2o.evaluation.cells import make_cells
     from flexgen_h2o.evaluation.fidelity import Runner
     from flexgen_h2o.llm import LLM
     from flexgen_h2o.planner.need import AutoPolicy
 
-    cells, began = make_cells(args.policies, args.budgets, args.compression), time.perf_counter()
-    with contextlib.ExitStack() as stack:
-
-        def variant(switches: Mapping[str, bool | int]) -> LLM:
-            chosen = replace(policy, **switches)  # type: ignore[arg-type]
-            opened = LLM(
-                args.model, AutoPolicy(chosen) if is_auto else chosen, device=args.device, dtype=args.dtype,
-                budget=budget_of(args), offload_dir=args.offload_dir, path=args.path, revision=args.revision,
-                hardware=args.hardware,
-            )  # fmt: skip
-            return stack.enter_context(opened)
-
-        llm = variant({})
+    plain = uncompressed(policy)
+    cells, began = make_cells(args.policies, args.budgets, whole=policy != plain), time.perf_counter()
+    reference, compared = (AutoPolicy(p) if is_auto else p for p in (plain, policy))
+    with LLM(
+        args.model, reference, device=args.device, dtype=args.dtype,
+        budget=budget_of(args), offload_dir=args.offload_dir, path=args.path, revision=args.revision,
+        hardware=args.hardware,
+    ) as llm:  # fmt: skip
         lengths = _lengths(args, llm)
-        runner = Runner(llm, parse_bytes(args.keep_mem, "--keep-mem"), args.mass_steps, _say, variant)
+        runner = Runner(llm, parse_bytes(args.keep_mem, "--keep-mem"), args.mass_steps, _say, compared)
         texts, recalls = _rows(args, llm, runner, lengths)
-        result = {**_facts(args, llm, texts), **_measure(args, runner, texts, recalls, cells)}
+        result = {**_facts(args, llm, policy, cells, texts), **_measure(args, runner, texts, recalls, cells)}
     result["seconds"] = time.perf_counter() - began
     _show(args, result)
     return EXIT_DONE
@@ -145,8 +139,6 @@ def _check(args: argparse.Namespace) -> None:
     from flexgen_h2o.report import check_writable
 
     refuse_missing_features(args)
-    if args.policies is None:
-        args.policies = [] if args.compression else list(EVICTIONS[1:])
     if args.gen_len < 2:
         raise UsageError(f"--gen-len {args.gen_len}: the first token comes from the prefill; at least 2 are needed")
     parse_bytes(args.keep_mem, "--keep-mem")
@@ -187,7 +179,9 @@ def _rows(
     return runner.greedy(texts, args.gen_len) if greedy else texts, recalls
 
 
-def _facts(args: argparse.Namespace, llm: LLM, texts: Sequence[TextRow]) -> dict[str, Any]:
+def _facts(
+    args: argparse.Namespace, llm: LLM, policy: Policy, cells: Sequence[Cell], texts: Sequence[TextRow]
+) -> dict[str, Any]:
     """What was run, in words and numbers."""
     names = ("prompt_len", "gen_len", "continuation", "depths", "mass_steps", "resamples", "seed")
     return {
@@ -196,9 +190,9 @@ def _facts(args: argparse.Namespace, llm: LLM, texts: Sequence[TextRow]) -> dict
         "model": llm.model.name,
         "settings": {
             **{name: getattr(args, name) for name in names},
-            "budgets": list(args.budgets),
+            "budgets": list(dict.fromkeys(cell.budget for cell in cells)),
+            "compression": compression_flags(policy),
             "policies": list(args.policies),
-            "compression": list(args.compression),
             "prompts": None if args.prompts is None else str(args.prompts),
             "dtype": llm.dtype,
             "python": sys.version.split()[0],
@@ -214,7 +208,6 @@ def _facts(args: argparse.Namespace, llm: LLM, texts: Sequence[TextRow]) -> dict
 def _measure(
     args: argparse.Namespace, runner: Runner, texts: list[TextRow], recalls: list[RecallRow], cells: list[Cell]
 ) -> dict[str, Any]:
-    from flexgen_h2o.evaluation.fidelity import REFERENCE
     from flexgen_h2o.evaluation.summary import summarise_divergence, summarise_recall, summarise_texts
 
     full, found = summarise_texts(runner.texts(texts, cells), args.resamples, args.seed)
@@ -223,8 +216,8 @@ def _measure(
         for figures, first in zip(found, firsts, strict=True):
             figures["greedy"] = summarise_divergence(first, args.gen_len, args.resamples, args.seed)
     if recalls:
-        for figures, cell in ((full, REFERENCE), *zip(found, cells, strict=True)):
-            right = runner.recall(recalls, cell)
+        for figures, eviction in ((full, None), *zip(found, (cell.eviction for cell in cells), strict=True)):
+            right = runner.recall(recalls, eviction)
             figures["recall"] = summarise_recall(recalls, right, args.resamples, args.seed)
             _say(f"recall of {figures.get('policy', 'the full cache')}: {figures['recall']['inside']['value']:.0%}")
     return {"recall": {"prompts": len(recalls)} if recalls else None, "full": full, "cells": found}

@@ -23,7 +23,7 @@ from flexgen_h2o.kernels.warm_up import warm_up
 from flexgen_h2o.kvcache.eviction import Eviction, check_eviction
 from flexgen_h2o.packing import weight_form
 from flexgen_h2o.paths import DEFAULT_OFFLOAD_DIR, usable_path
-from flexgen_h2o.planner.memory import MemoryPlan, Shape, plan_within
+from flexgen_h2o.planner.memory import MemoryPlan, Shape, packing_of, plan_within
 from flexgen_h2o.planner.need import AutoPolicy, Need
 from flexgen_h2o.planner.predict import Prediction
 from flexgen_h2o.planner.roofline import Peak, run_work
@@ -66,8 +66,8 @@ class LLM:
         hardware: HardwareProfile | str | Path | None = None,
     ) -> None:  # fmt: skip
         self.eviction = check_eviction(eviction)
-        self._asked_policy = _read_policy_argument(policy)
-        _check_together(self._asked_policy, self.eviction)
+        self.asked_policy = _read_policy_argument(policy)
+        _check_together(self.asked_policy, self.eviction)
         self._budget = budget or MemoryBudget()
         self._device = open_device(device, separate_budget=self._budget.device is not None)
         self._device_name, self._hardware = device, hardware
@@ -76,7 +76,7 @@ class LLM:
         self._asked_dtype = _check_dtype(dtype)
         self.timeline = Timeline()
         self.report: RunReport | None = None
-        self._policy = self._asked_policy if isinstance(self._asked_policy, Policy) else None
+        self._policy = self.asked_policy if isinstance(self.asked_policy, Policy) else None
         self._engine: Engine | None = None
         self._planned_rows = 0
         self.predicted: Prediction | None = None
@@ -96,6 +96,13 @@ class LLM:
     def policy(self) -> Policy | None:
         """The policy in use; with "auto", None until the first `generate`."""
         return self._policy
+
+    def use(self, policy: Policy | AutoPolicy) -> None:
+        """Run with another policy from the next `generate` on; what was held for the old one is given back."""
+        if policy != self.asked_policy:
+            self.close()
+            self.asked_policy = _read_policy_argument(policy)
+            self._policy = policy if isinstance(policy, Policy) else None
 
     @property
     def dtype(self) -> str:
@@ -246,7 +253,7 @@ class LLM:
             self.predicted = self._predict(need, rows, self._engine.policy, self._engine.plan)
             return self._engine
         self.close()
-        spec, itemsize, policy = self.model.spec, DTYPE_BYTES[self.dtype], self._asked_policy
+        spec, itemsize, policy = self.model.spec, DTYPE_BYTES[self.dtype], self.asked_policy
         budgets = resolve_budgets(self._budget, self._device, self.offload_dir)
         if isinstance(policy, AutoPolicy):
             policy = self._planner.choose(need, policy.base, budgets)
@@ -256,7 +263,7 @@ class LLM:
         self.predicted = self._predict(need, rows, policy, plan)
         dtype = getattr(torch, self.dtype)
         bits = weight_form(policy, itemsize).bits
-        warm_up(self._device.torch_device, dtype, bool(self.eviction.needs.record), bits)
+        warm_up(self._device.torch_device, dtype, bool(self.eviction.needs.record), packing_of(spec, policy), bits)
         checkpoint = self._find_checkpoint(bits) if bits else self._checkpoint
         self._engine = Engine(
             spec, checkpoint, policy, plan, dtype, self._device, budgets, self.offload_dir, self.timeline
@@ -266,7 +273,7 @@ class LLM:
     def _serves(self, engine: Engine, need: Need, rows: Sequence[Row]) -> bool:
         """Do the buffers suffice, and was the policy not chosen for fewer rows?"""
         enough = engine.plan.shape.covers(self._shape(rows, engine.policy))
-        return enough and (self._asked_policy == engine.policy or need.rows <= self._planned_rows)
+        return enough and (self.asked_policy == engine.policy or need.rows <= self._planned_rows)
 
     def _shape(self, rows: Sequence[Row], policy: Policy) -> Shape:
         blocks = make_blocks([r.prompt for r in rows], policy.gpu_batch_size, policy.num_gpu_batches)
@@ -332,6 +339,8 @@ class LLM:
         lengths = [len(r.prompt.token_ids) for r in rows]
         decoded = sum(max(0, len(r.token_ids) - 1) for r in rows)
         column = spec.kv_bytes_per_token(DTYPE_BYTES[self.dtype]) // spec.num_blocks
+        packing = packing_of(spec, engine.policy)
+        held = 2 * spec.num_kv_heads * packing.slot_bytes if packing else column
         model_bytes, cache_bytes, hidden_bytes = self.sizes([r.prompt for r in rows], params)
         return RunReport(
             model=self.model.name,
@@ -344,7 +353,7 @@ class LLM:
             decode=PhaseReport(decode, decoded),
             peak_bytes=engine.peak_bytes,
             io_bytes=moved,
-            kv=kv_facts(column, max(self._need(rows).slots), self._kv_use),
+            kv=kv_facts(held, column, max(self._need(rows).slots), self._kv_use),
             predicted=predicted_seconds(self.predicted),
             model_bytes=model_bytes,
             cache_bytes=cache_bytes,
@@ -356,7 +365,7 @@ class LLM:
                 "kv_reserved_bytes": plan.size("cache"),
                 "look_ahead_units": asdict(plan.depth),
                 "profile": self._planner.profile.machine,
-                "work": asdict(run_work(spec, lengths, decoded, kv_read(column, self._kv_use))),
+                "work": asdict(run_work(spec, lengths, decoded, kv_read(held, self._kv_use))),
                 "busy_s": {lane: engine.timeline.seconds(lane) for lane in LANES},
             },
         )
@@ -373,9 +382,8 @@ def _read_policy_argument(policy: Policy | AutoPolicy | str | Path) -> Policy | 
     if isinstance(policy, AutoPolicy):
         return policy
     found = policy if isinstance(policy, Policy) else read_policy(usable_path(policy, "--policy")).policy
-    for name in ("compress_cache", "int8_compute"):
-        if getattr(found, name):
-            raise UsageError(f"{name}: compression is not in this version; leave it off")
+    if found.int8_compute:
+        raise UsageError("int8_compute: is not in this version; leave it off")
     return found
 
 

@@ -99,7 +99,7 @@ def _run(argv: list[str] | None) -> int:
     if not args.json:
         flags = " ".join(filter(None, [as_flags(policy), given_flags(args, ("--eviction", *EVICTION_FLAGS.values()))]))
         print(to_text(task.question, answer.plan, answer.seconds, flags, _command(args, task, policy)))
-    elif policy.compress_cache:
+    elif policy.int8_compute:
         print(f"policy_search: {NOT_RUN_YET}", file=sys.stderr)
     words = sys.argv[1:] if argv is None else argv
     _write(args, task, answer.plan, f"python -m flexgen_h2o.policy_search {shlex.join(words)}")

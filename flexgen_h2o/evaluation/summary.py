@@ -67,13 +67,7 @@ def summarise_divergence(first: np.ndarray, tokens: int, resamples: int, seed: i
 
 
 def describe(cell: Cell, columns: float) -> Figures:
-    return {
-        "policy": cell.label,
-        "budget": cell.budget,
-        "columns": columns,
-        "eviction": cell.eviction.to_json(),
-        "switches": dict(cell.switches),
-    }
+    return {"policy": cell.label, "budget": cell.budget, "columns": columns, "eviction": cell.eviction.to_json()}
 
 
 def _cell(found: TextFidelity, full_nll: np.ndarray, bins: Sequence[np.ndarray], bootstrap: Bootstrap) -> Figures:
@@ -105,6 +99,6 @@ def _bin(part: np.ndarray, values: dict[str, np.ndarray], bootstrap: Bootstrap) 
 def _less_baseline(found: TextFidelity, every: Sequence[TextFidelity], bootstrap: Bootstrap) -> Figures | None:
     """The paired difference of the mean KL to the baseline's; None where the baseline is not there or is meant."""
     base = next((o for o in every if o.cell.label == BASELINE and o.cell.budget == found.cell.budget), None)
-    if base is None or base is found or found.cell.switches:
+    if base is None or base is found:
         return None
     return bootstrap.mean((found.kl - base.kl).mean(axis=1)).to_json()

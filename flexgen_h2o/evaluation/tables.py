@@ -16,17 +16,14 @@ def markdown(result: Figures) -> str:
         f"Model `{result['model']}` in {settings['dtype']}; prompts of {settings['prompt_len']} tokens, "
         f"{settings['gen_len']} tokens followed ({settings['continuation']}), {text['prompts']} of text"
         + (f", {recall['prompts']} of recall" if recall else "")
+        + (f"; all rows but the last of a table with {settings['compression']}" if settings["compression"] else "")
         + f"; 95% bootstrap intervals over prompts in brackets; seed {settings['seed']}.",
     ]
     parts = [head]
-    evicting = [cell for cell in result["cells"] if not cell["switches"]]
-    compressed = [cell for cell in result["cells"] if cell["switches"]]
-    for budget in dict.fromkeys(cell["budget"] for cell in evicting):
-        cells = [cell for cell in evicting if cell["budget"] == budget]
+    for budget in settings["budgets"]:
+        cells = [cell for cell in result["cells"] if cell["budget"] == budget]
         cells.sort(key=lambda cell: -cell["kl"]["value"])
         parts.append([f"### {budget:.0%} of the prompt's columns", "", *_main(cells, result["full"], text, recall)])
-    if compressed:
-        parts.append(["### Compressed, all columns", "", *_main(compressed, result["full"], text, recall)])
     parts.append(["### NLL by step: nats over the full cache's", "", *_by_step(result)])
     if recall:
         for name, title in (("inside", "at the end of the prompt"), ("after", "after the prompt")):

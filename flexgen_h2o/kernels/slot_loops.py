@@ -12,9 +12,9 @@ import numpy as np
 from flexgen_h2o.kernels import vectors
 from flexgen_h2o.kernels.jit import bits_to_float, exp2, float_to_bits, floats_at, ints_at, jit, ordered, words_at
 
-_BLOCK = 2 * vectors.SLOTS  # slots that are looked up together
-_QUERIES = 4  # that are worked on together, where a kv-head has as many
-_AHEAD = 2048  # bytes of slots that are asked for before they are needed: into the next segment, pass and row
+BLOCK = 2 * vectors.SLOTS  # slots that are looked up together
+QUERIES = 4  # that are worked on together, where a kv-head has as many
+AHEAD = 2048  # bytes of slots that are asked for before they are needed: into the next segment, pass and row
 _SCORES_AHEAD = 512  # bytes of a row's scores, and of its positions
 _LINE = 64  # bytes
 _LOG2_E = np.float32(1.4426950408889634)
@@ -59,34 +59,34 @@ def attend_rows(element, slots, scale, book, first, end):  # type: ignore[no-unt
     element: a number whose type says what slots hold: uint16 for bf16 (then d is even), float32 for fp32.
     """
     planes, lanes = vectors.planes(element), 16 if slots.words >= 16 else 1
-    ahead = max(1, _AHEAD // (_BLOCK * 4 * slots.words)) * _BLOCK
+    ahead = max(1, AHEAD // (BLOCK * 4 * slots.words)) * BLOCK
     chunks = -(-slots.words // lanes)
     query = np.empty((slots.group, chunks, planes, lanes), np.float32)
     mixed = np.empty((slots.group, chunks, planes, lanes), np.float32)
-    p = np.empty((slots.group, -(-slots.most // _BLOCK) * _BLOCK), np.float32)
-    few = np.empty(_BLOCK * slots.words, np.uint32)
+    p = np.empty((slots.group, -(-slots.most // BLOCK) * BLOCK), np.float32)
+    few = np.empty(BLOCK * slots.words, np.uint32)
     for r in range(first, end):
         filled = ints_at(slots.filled)[r]
         asked = r * slots.group * slots.words * 4
         _unpack(element, slots.q + asked, slots.words, query)
         if book.columns:
-            _fetch_scores(book, r)
-        keys, values = _row_at(slots, slots.keys, r), _row_at(slots, slots.values, r)
+            fetch_scores(book, r)
+        keys, values = row_at(slots, slots.keys, r), row_at(slots, slots.values, r)
         at, inside = keys, 0
-        for j in range(0, filled, _BLOCK):
-            coming = _coming(slots, at, j + ahead, filled, inside + ahead, values)
-            _dots(element, _take(slots, at, inside, j, filled, few), slots.words, query, p, j, coming)
-            at, inside = _onwards(slots, at, inside)
-        _softmax(p, filled, np.float32(scale))
+        for j in range(0, filled, BLOCK):
+            coming = coming_at(slots, at, j + ahead, filled, inside + ahead, values)
+            _dots(element, take(slots, at, inside, j, filled, few), slots.words, query, p, j, coming)
+            at, inside = onwards(slots, at, inside)
+        softmax(p, filled, np.float32(scale))
         mixed[:] = 0
-        at, inside, then = values, 0, _row_at(slots, slots.keys, r + 1)
-        for j in range(0, filled, _BLOCK):
-            coming = _coming(slots, at, j + ahead, filled, inside + ahead, then)
-            _mix(element, _take(slots, at, inside, j, filled, few), slots.words, mixed, p, j, coming)
-            at, inside = _onwards(slots, at, inside)
+        at, inside, then = values, 0, row_at(slots, slots.keys, r + 1)
+        for j in range(0, filled, BLOCK):
+            coming = coming_at(slots, at, j + ahead, filled, inside + ahead, then)
+            _mix(element, take(slots, at, inside, j, filled, few), slots.words, mixed, p, j, coming)
+            at, inside = onwards(slots, at, inside)
         _pack(element, mixed, slots.words, slots.out + asked)
         if book.columns:
-            _score(book, r, filled, p)
+            score_row(book, r, filled, p)
 
 
 @jit
@@ -116,21 +116,21 @@ def _pack(element, mixed, words, at):  # type: ignore[no-untyped-def]
             start = g * words + min(c * lanes, words - lanes)
             for i in range(lanes):
                 if vectors.planes(element) == 2:
-                    low, high = _bf16(mixed[g, c, 0, i]), _bf16(mixed[g, c, 1, i])
+                    low, high = to_bf16(mixed[g, c, 0, i]), to_bf16(mixed[g, c, 1, i])
                     words_at(at)[start + i] = (low >> np.uint32(16)) | (high & np.uint32(0xFFFF0000))
                 else:
                     floats_at(at)[start + i] = mixed[g, c, 0, i]
 
 
 @jit
-def _bf16(x):  # type: ignore[no-untyped-def]
+def to_bf16(x):  # type: ignore[no-untyped-def]
     """x rounded to bf16, half to even: the high half of the result."""
     bits = np.uint32(float_to_bits(x))
     return bits | np.uint32(0x400000) if x != x else bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
 
 
 @jit
-def _row_at(slots, memory, r):  # type: ignore[no-untyped-def]
+def row_at(slots, memory, r):  # type: ignore[no-untyped-def]
     """The address of row r in the first segment."""
     return memory + 4 * r * slots.per_segment * slots.words
 
@@ -139,9 +139,9 @@ def _row_at(slots, memory, r):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _onwards(slots, at, inside):  # type: ignore[no-untyped-def]
+def onwards(slots, at, inside):  # type: ignore[no-untyped-def]
     """The place a block further."""
-    inside += _BLOCK
+    inside += BLOCK
     while inside >= slots.per_segment:
         inside -= slots.per_segment
         at += 4 * slots.segment_words
@@ -149,40 +149,40 @@ def _onwards(slots, at, inside):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _coming(slots, at, j, filled, inside, then):  # type: ignore[no-untyped-def]
+def coming_at(slots, at, j, filled, inside, then):  # type: ignore[no-untyped-def]
     """The address of what is read a little later, slot j: in this segment, in the next, or beyond the row at `then`."""
     if j >= filled:
-        return then + 4 * max(0, j - -(-filled // _BLOCK) * _BLOCK) * slots.words
+        return then + 4 * max(0, j - -(-filled // BLOCK) * BLOCK) * slots.words
     if inside >= slots.per_segment:
         return at + 4 * (slots.segment_words + (inside - slots.per_segment) * slots.words)
     return at + 4 * inside * slots.words
 
 
 @jit
-def _fetch(at, size):  # type: ignore[no-untyped-def]
+def fetch(at, size):  # type: ignore[no-untyped-def]
     """Ask for the cache lines of some bytes; of a tile's at most, as more would hold up what is needed now."""
     for line in range(at, at + size, _LINE):
         vectors.prefetch(line)
 
 
 @jit
-def _fetch_scores(book, r):  # type: ignore[no-untyped-def]
+def fetch_scores(book, r):  # type: ignore[no-untyped-def]
     """Ask for the beginning of row r's scores and positions; from there on the hardware fetches ahead."""
     start = 4 * r * book.columns
-    _fetch(book.scores + start, min(_SCORES_AHEAD, 4 * book.columns))
-    _fetch(book.positions + start, min(_SCORES_AHEAD, 4 * book.columns))
-    _fetch(book.oldest + 4 * r, 1)
-    _fetch(book.newest + 4 * r, 1)
-    _fetch(book.victims + 4 * r, 1)
+    fetch(book.scores + start, min(_SCORES_AHEAD, 4 * book.columns))
+    fetch(book.positions + start, min(_SCORES_AHEAD, 4 * book.columns))
+    fetch(book.oldest + 4 * r, 1)
+    fetch(book.newest + 4 * r, 1)
+    fetch(book.victims + 4 * r, 1)
 
 
 @jit
-def _take(slots, at, inside, j, filled, few):  # type: ignore[no-untyped-def]
+def take(slots, at, inside, j, filled, few):  # type: ignore[no-untyped-def]
     """The address of slots j..j+7, side by side; beyond `filled` they are zero, and nothing is read there."""
     words = slots.words
-    if inside + _BLOCK <= slots.per_segment and j + _BLOCK <= filled:
+    if inside + BLOCK <= slots.per_segment and j + BLOCK <= filled:
         return at + 4 * inside * words
-    for s in range(_BLOCK):
+    for s in range(BLOCK):
         for i in range(words):
             few[s * words + i] = words_at(at)[inside * words + i] if j + s < filled else np.uint32(0)
         inside += 1
@@ -198,16 +198,16 @@ def _dots(element, block, words, query, p, j, coming):  # type: ignore[no-untype
     group, stride = p.shape
     step = query.itemsize * (query.size // group)
     size = vectors.SLOTS * 4 * words
-    for start in range(j, j + _BLOCK, vectors.SLOTS):
-        _fetch(coming, size)
+    for start in range(j, j + BLOCK, vectors.SLOTS):
+        fetch(coming, size)
         asked, to, g = query.ctypes.data, p.ctypes.data + p.itemsize * start, 0
         while g < group:
             together = 1
             if words < 16:
                 vectors.dots_narrow(element, block, words, asked, to, stride)
-            elif g + _QUERIES <= group:
+            elif g + QUERIES <= group:
                 vectors.dots_four(element, block, words, asked, to, stride)
-                together = _QUERIES
+                together = QUERIES
             else:
                 vectors.dots_one(element, block, words, asked, to, stride)
             g, asked, to = g + together, asked + together * step, to + together * p.itemsize * stride
@@ -220,16 +220,16 @@ def _mix(element, block, words, mixed, p, j, coming):  # type: ignore[no-untyped
     group, stride = p.shape
     step = mixed.itemsize * (mixed.size // group)
     size = vectors.SLOTS * 4 * words
-    for start in range(j, j + _BLOCK, vectors.SLOTS):
-        _fetch(coming, size)
+    for start in range(j, j + BLOCK, vectors.SLOTS):
+        fetch(coming, size)
         total, share, g = mixed.ctypes.data, p.ctypes.data + p.itemsize * start, 0
         while g < group:
             together = 1
             if words < 16:
                 vectors.mix_narrow(element, block, words, total, share, stride)
-            elif g + _QUERIES <= group:
+            elif g + QUERIES <= group:
                 vectors.mix_four(element, block, words, total, share, stride)
-                together = _QUERIES
+                together = QUERIES
             else:
                 vectors.mix_one(element, block, words, total, share, stride)
             g, total, share = g + together, total + together * step, share + together * p.itemsize * stride
@@ -237,7 +237,7 @@ def _mix(element, block, words, mixed, p, j, coming):  # type: ignore[no-untyped
 
 
 @jit
-def _softmax(p, filled, scale):  # type: ignore[no-untyped-def]
+def softmax(p, filled, scale):  # type: ignore[no-untyped-def]
     """p[g, :filled] = softmax(scale x p[g, :filled]); the rest of the last block is 0."""
     factor = scale * _LOG2_E
     for g in range(p.shape[0]):
@@ -254,11 +254,11 @@ def _softmax(p, filled, scale):  # type: ignore[no-untyped-def]
         share = np.float32(1) / total
         for j in range(filled):
             row[j] *= share
-        row[filled : -(-filled // _BLOCK) * _BLOCK] = 0
+        row[filled : -(-filled // BLOCK) * BLOCK] = 0
 
 
 @jit
-def _score(book, r, filled, p):  # type: ignore[no-untyped-def]
+def score_row(book, r, filled, p):  # type: ignore[no-untyped-def]
     """The column scores of row r, and its victim. `ordered` integers and 64-bit pairs make all of it vectorise."""
     scores, positions = floats_at(book.scores + 4 * r * book.columns), ints_at(book.positions + 4 * r * book.columns)
     oldest, newest = ints_at(book.oldest)[r], ints_at(book.newest)[r]

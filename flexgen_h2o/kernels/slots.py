@@ -9,7 +9,7 @@ else through the torch operations of `attend_reference` and `attend_scored_refer
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,6 +37,11 @@ class ScoreBook:
     fade: float
     gains: torch.Tensor
     victims: torch.Tensor
+
+    def rows(self, some: slice) -> ScoreBook:
+        """The book of some of the rows."""
+        names = ("scores", "positions", "oldest", "newest", "gains", "victims")
+        return replace(self, **{name: getattr(self, name)[some] for name in names})
 
 
 def attend(
@@ -139,13 +144,13 @@ def _attend_compiled(
     q, filled = q.contiguous(), filled.contiguous()
     rows, group, width = q.shape
     most = int(filled.max())
-    _check_slots(q, keys, values, filled, most)
+    check_slots(q, keys, values, filled, most, (width, q.dtype))
     out = torch.empty_like(q)
     slots = slot_loops.Slots(
         group, q.itemsize * width // _WORD, keys.shape[2], q.itemsize * keys.stride(0) // _WORD, most,
         q.data_ptr(), keys.data_ptr(), values.data_ptr(), filled.data_ptr(), out.data_ptr(),
     )  # fmt: skip
-    scores = slot_loops.NO_SCORES if book is None else _addresses(book, rows, most)
+    scores = slot_loops.NO_SCORES if book is None else score_addresses(book, rows, most)
     element = np.float32(0) if q.dtype == torch.float32 else np.uint16(0)
     share_rows(
         lambda first, end: slot_loops.attend_rows(element, slots, scale, scores, first, end),
@@ -158,19 +163,22 @@ def _attend_compiled(
 # What the loops read goes by address: a wrong shape would be memory out of bounds, so all of it is checked.
 
 
-def _check_slots(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, most: int) -> None:
-    """Raises ValueError."""
-    rows, _, width = q.shape
+def check_slots(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, most: int,
+    slot: tuple[int, torch.dtype],
+) -> None:  # fmt: skip
+    """most: the largest of `filled`; slot: what one holds, how many elements of which dtype. Raises ValueError."""
+    rows, (size, dtype) = len(q), slot
     segments, _, length, _ = keys.shape
-    ok = keys.shape == values.shape == (segments, rows, length, width) and most <= segments * length
-    ok = ok and all(t.dtype == q.dtype and t[0].is_contiguous() for t in (keys, values))
+    ok = keys.shape == values.shape == (segments, rows, length, size) and most <= segments * length
+    ok = ok and all(t.dtype == dtype and t[0].is_contiguous() for t in (keys, values))
     ok = ok and (segments == 1 or keys.stride(0) == values.stride(0))
     if not ok or filled.dtype != torch.int32 or filled.shape != (rows,):
         shapes = (f"{tuple(t.shape)} {t.dtype} strides {t.stride()}" for t in (q, keys, values, filled))
         raise ValueError("attend: q, keys, values, filled do not go together: {}; {}; {}; {}".format(*shapes))
 
 
-def _addresses(book: ScoreBook, rows: int, most: int) -> Scores:
+def score_addresses(book: ScoreBook, rows: int, most: int) -> Scores:
     """Raises ValueError."""
     from flexgen_h2o.kernels.slot_loops import Scores
 

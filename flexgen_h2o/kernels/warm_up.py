@@ -7,14 +7,21 @@ import torch
 from flexgen_h2o.kernels.causal import causal_attention_lse
 from flexgen_h2o.kernels.column_sums import column_sums
 from flexgen_h2o.kernels.packed_rows import unpack_rows
+from flexgen_h2o.kernels.packed_slots import attend_packed, pack_columns
+from flexgen_h2o.kernels.slot_packing import SlotPacking
 from flexgen_h2o.kernels.slots import ScoreBook, attend_scored
 from flexgen_h2o.packing import packed_row_bytes
 
 _ROWS, _SLOTS, _WIDTH = 1, 4, 64
 
 
-def warm_up(device: torch.device, dtype: torch.dtype, scored: bool, packed_bits: int | None = None) -> None:
-    """Run decode attention once on zeros; where columns are `scored`, prompts' scores as well; and unpack weights.
+def warm_up(
+    device: torch.device, dtype: torch.dtype, scored: bool, packing: SlotPacking | None = None,
+    weight_bits: int | None = None,
+) -> None:  # fmt: skip
+    """Run decode attention once on zeros; where columns are `scored`, prompts' scores as well.
+
+    packing: of the KV slots, and weight_bits: of the weights, where these are packed.
 
     A few seconds the first time on a machine, then some tenths of one.
     """
@@ -26,10 +33,16 @@ def warm_up(device: torch.device, dtype: torch.dtype, scored: bool, packed_bits:
     )
     scores, gains = torch.zeros(whole, device=device), torch.ones(single, device=device)
     book = ScoreBook(scores, positions, oldest, newest, 1.0, gains, victims)
-    attend_scored(q, columns, columns, victims.new_full(single, _SLOTS), 1.0, book)
+    filled = victims.new_full(single, _SLOTS)
+    if packing is None:
+        attend_scored(q, columns, columns, filled, 1.0, book)
+    else:
+        wide = columns.new_zeros(*columns.shape[:-1], packing.width)
+        packed = pack_columns(wide, packing)
+        attend_packed(wide[0, :, :1], packed, packed, filled, 1.0, packing, book)
     if scored:
         _, lse = causal_attention_lse(columns, columns, columns, 1.0)
         column_sums(columns, columns, lse, 1.0)
-    if packed_bits is not None:
-        rows = torch.zeros(_ROWS, packed_row_bytes(_WIDTH, packed_bits), dtype=torch.uint8, device=device)
-        unpack_rows(rows, packed_bits, torch.empty(_ROWS, _WIDTH, dtype=dtype, device=device))
+    if weight_bits is not None:
+        rows = torch.zeros(_ROWS, packed_row_bytes(_WIDTH, weight_bits), dtype=torch.uint8, device=device)
+        unpack_rows(rows, weight_bits, torch.empty(_ROWS, _WIDTH, dtype=dtype, device=device))

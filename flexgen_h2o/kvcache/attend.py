@@ -8,6 +8,7 @@ from itertools import groupby
 import torch
 
 from flexgen_h2o.kernels.causal import causal_attention, causal_attention_lse
+from flexgen_h2o.kernels.packed_slots import attend_packed
 from flexgen_h2o.kernels.slots import ScoreBook, attend_scored
 from flexgen_h2o.kvcache.hook import (
     Hook,
@@ -75,14 +76,24 @@ def attend_slots(
         if view.record is not None:
             record_columns(view, taken, past[here].to(where), values)
         seen = filled[here].to(where)
-        if view.record is None or view.record.scores is None:
-            mixed[here].copy_(attention(queries, view.keys, view.values, seen, scale))
-        else:
-            book = _book(hook, view, view.record.scores, past[here], filled[here])
-            mixed[here].copy_(attend_scored(queries, view.keys, view.values, seen, scale, book))
+        scores = None if view.record is None else view.record.scores
+        book = None if scores is None else _book(hook, view, scores, past[here], filled[here])
+        mixed[here].copy_(_attend_view(queries, view, seen, scale, attention, book))
     if hook.policy.needs.record and not hook.policy.needs.ranks_by_score:
         rank_victims(hook, views, new)
     return out
+
+
+def _attend_view(
+    q: torch.Tensor, view: PartView, filled: torch.Tensor, scale: float, attention: SlotAttention,
+    book: ScoreBook | None,
+) -> torch.Tensor:  # fmt: skip
+    """`attention` is for the full cache that is not packed."""
+    if view.packing is not None:
+        return attend_packed(q, view.keys, view.values, filled, scale, view.packing, book)
+    if book is None:
+        return attention(q, view.keys, view.values, filled, scale)
+    return attend_scored(q, view.keys, view.values, filled, scale, book)
 
 
 def _book(hook: Hook, view: PartView, scores: torch.Tensor, past: torch.Tensor, filled: torch.Tensor) -> ScoreBook:

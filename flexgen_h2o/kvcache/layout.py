@@ -2,8 +2,8 @@
 
 A unit is one (layer, micro-batch). Its rows are (sequence, kv-head) pairs, cut into at most three parts by the cache
 shares. Where a cache grows and travels its slots are cut into segments, so that it moves only what it holds: a part is
-`segments` times a key and a value area, each (rows, segment slots, head width) and starting on a page, so that it can
-be read and written with O_DIRECT. What an eviction policy records of each slot lies apart, where attention runs.
+`segments` times a key and a value area, each (rows, segment slots, bytes of a slot) and starting on a page, so that it
+can be read and written with O_DIRECT. What an eviction policy records of each slot lies apart, where attention runs.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from flexgen_h2o.kernels.slot_packing import SlotPacking
 from flexgen_h2o.limits import ALIGN, PAGE, SEGMENT_SLOTS, WRITE_BACK_STEPS
 from flexgen_h2o.tiers.placement import Part, Shares, split_rows
 from flexgen_h2o.units import round_up
@@ -23,7 +24,8 @@ class UnitLayout:
     """`rows` = sequences x kv_heads. Sizes in bytes unless named otherwise.
 
     record: what is kept of each slot besides its key and value (kvcache/eviction/policy.py); () for the full cache.
-    streamed: some part is brought from another tier for each use.
+    streamed: some part is brought from another tier for each use. packing: how compressed columns lie in their slots;
+    None where a slot holds `width` numbers of `itemsize` bytes.
     """
 
     sequences: int
@@ -34,6 +36,12 @@ class UnitLayout:
     parts: tuple[Part, ...]
     record: tuple[str, ...] = ()
     streamed: bool = True
+    packing: SlotPacking | None = None
+
+    @property
+    def slot_bytes(self) -> int:
+        """A key (or a value) of one slot."""
+        return self.width * self.itemsize if self.packing is None else self.packing.slot_bytes
 
     @property
     def segments(self) -> int:
@@ -48,7 +56,7 @@ class UnitLayout:
     @property
     def row_bytes(self) -> int:
         """Keys (or values) of one row in one segment."""
-        return self.segment_slots * self.width * self.itemsize
+        return self.segment_slots * self.slot_bytes
 
     def area_bytes(self, part: Part) -> int:
         """The key (or value) area of one segment of a part, whole pages."""
@@ -63,7 +71,7 @@ class UnitLayout:
         `part_bytes` alone do not: with fewer slots a segment may round up to more whole pages.
         """
         most_slots = self.slots + self.segments - 1
-        return 2 * (part.rows * most_slots * self.width * self.itemsize + self.segments * PAGE)
+        return 2 * (part.rows * most_slots * self.slot_bytes + self.segments * PAGE)
 
     def live_ranges(self, part: Part, sequences: int, columns: int) -> list[tuple[int, int]]:
         """(offset, bytes) within the part that hold the first `columns` slots of the first `sequences` sequences.
@@ -89,7 +97,7 @@ class UnitLayout:
 
     def overlay_bytes(self, part: Part) -> int:
         """RAM for the columns of a disk part that wait to be written back, with their slot numbers (int64)."""
-        return part.rows * WRITE_BACK_STEPS * (2 * self.width * self.itemsize + 8)
+        return part.rows * WRITE_BACK_STEPS * (2 * self.slot_bytes + 8)
 
     def record_bytes(self, part: Part) -> int:
         """What the policy records of the part's slots, and a victim for each row."""
@@ -99,7 +107,7 @@ class UnitLayout:
 
 def unit_layout(
     sequences: int, kv_heads: int, slots: int, width: int, itemsize: int, shares: Shares, record: tuple[str, ...] = (),
-    streamed: bool = True,
+    streamed: bool = True, packing: SlotPacking | None = None,
 ) -> UnitLayout:  # fmt: skip
     parts = split_rows(sequences * kv_heads, shares)
-    return UnitLayout(sequences, kv_heads, slots, width, itemsize, parts, record, streamed)
+    return UnitLayout(sequences, kv_heads, slots, width, itemsize, parts, record, streamed, packing)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flexgen_h2o.kvcache.layout import UnitLayout
-from flexgen_h2o.kvcache.view import PartView, get_columns
+from flexgen_h2o.kvcache.view import PartView, get_columns, stored_dtype
 from flexgen_h2o.limits import WRITE_BACK_STEPS
 from flexgen_h2o.tiers.placement import Part
 
@@ -14,7 +14,8 @@ class Overlay:
     """Up to WRITE_BACK_STEPS columns a row. `memory`: uint8, UnitLayout.overlay_bytes of the part."""
 
     def __init__(self, layout: UnitLayout, part: Part, memory: torch.Tensor, dtype: torch.dtype) -> None:
-        shape = (part.rows, WRITE_BACK_STEPS, layout.width)
+        dtype = stored_dtype(layout, dtype)
+        shape = (part.rows, WRITE_BACK_STEPS, layout.slot_bytes // dtype.itemsize)
         slot_bytes = 8 * part.rows * WRITE_BACK_STEPS
         half = (memory.numel() - slot_bytes) // 2
         self._slots = memory[:slot_bytes].view(torch.int64).view(part.rows, WRITE_BACK_STEPS)

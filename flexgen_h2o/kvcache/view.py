@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from flexgen_h2o.kernels.packed_slots import pack_columns
+from flexgen_h2o.kernels.slot_packing import SlotPacking
 from flexgen_h2o.kvcache.layout import RECORD_ITEMSIZE, UnitLayout
 from flexgen_h2o.tiers.placement import Part
 
@@ -39,14 +41,15 @@ class Record:
 class PartView:
     """Rows [start, end) of a unit, where attention runs on them.
 
-    keys, values: (segments, rows, segment slots, width); slot j is [j // segment slots, :, j % segment slots].
-    record: None with the full cache.
+    keys, values: (segments, rows, segment slots, width); slot j is [j // segment slots, :, j % segment slots]. Packed
+    (`packing`) the width is a slot's words, int32. record: None with the full cache.
     """
 
     start: int
     keys: torch.Tensor
     values: torch.Tensor
     record: Record | None = None
+    packing: SlotPacking | None = None
 
     @property
     def rows(self) -> int:
@@ -69,11 +72,17 @@ class PartView:
 def part_view(
     layout: UnitLayout, part: Part, data: torch.Tensor, dtype: torch.dtype, record: Record | None
 ) -> PartView:
-    """The part whose bytes `data` holds."""
+    """The part whose bytes `data` holds. dtype: of numbers that are not packed."""
+    dtype = stored_dtype(layout, dtype)
     area, size = layout.area_bytes(part) // dtype.itemsize, part.rows * layout.row_bytes // dtype.itemsize
     areas = data.view(dtype).view(layout.segments, 2, area)[:, :, :size]
-    keys, values = areas.unflatten(2, (part.rows, layout.segment_slots, layout.width)).unbind(1)
-    return PartView(part.start, keys, values, record)
+    keys, values = areas.unflatten(2, (part.rows, layout.segment_slots, layout.slot_bytes // dtype.itemsize)).unbind(1)
+    return PartView(part.start, keys, values, record, layout.packing)
+
+
+def stored_dtype(layout: UnitLayout, dtype: torch.dtype) -> torch.dtype:
+    """What slots consist of: numbers of `dtype`, or words."""
+    return dtype if layout.packing is None else torch.int32
 
 
 def carve_record(layout: UnitLayout, part: Part, data: torch.Tensor) -> Record | None:
@@ -93,23 +102,29 @@ def carve_record(layout: UnitLayout, part: Part, data: torch.Tensor) -> Record |
 def put_columns(view: PartView, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
     """One column a row: keys, values (rows, width) go to `slots` ((rows,) int64), all on the view's device."""
     index = column_index(view, slots)
-    view.keys[index] = keys
-    view.values[index] = values
+    view.keys[index] = _stored(view, keys)
+    view.values[index] = _stored(view, values)
 
 
 def get_columns(view: PartView, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rows, width) keys and values at `slots` ((rows,) int64 on the view's device)."""
+    """Keys and values at `slots` ((rows,) int64 on the view's device) as the view holds them: (rows, width)."""
     index = column_index(view, slots)
     return view.keys[index], view.values[index]
 
 
 def put_first_columns(view: PartView, start: int, end: int, keys: torch.Tensor, values: torch.Tensor) -> None:
     """Slots 0, 1, ... of the view's rows [start, end) from keys and values (rows, columns, width)."""
+    keys, values = _stored(view, keys), _stored(view, values)
     per_segment, columns = view.keys.shape[2], keys.shape[1]
     for segment, a in enumerate(range(0, columns, per_segment)):
         b = min(columns, a + per_segment)
         view.keys[segment, start:end, : b - a].copy_(keys[:, a:b])
         view.values[segment, start:end, : b - a].copy_(values[:, a:b])
+
+
+def _stored(view: PartView, columns: torch.Tensor) -> torch.Tensor:
+    """(..., width) numbers as the view holds them."""
+    return columns if view.packing is None else pack_columns(columns, view.packing)
 
 
 def column_index(view: PartView, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

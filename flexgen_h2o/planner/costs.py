@@ -27,6 +27,10 @@ from flexgen_h2o.profile import HardwareProfile
 LANES = ("disk_read", "disk_write", "h2d", "d2h")
 # What can be busy; the first four are lanes. Device and host compute are one after the other: one thread issues both.
 RESOURCES = (*LANES, "device_compute", "host_compute")
+# Attention over packed slots is bound by its arithmetic where it runs on a CPU: a value takes as long as so many bytes
+# of a cache that is not packed. bench/decode_kernel.py on the build machine: 12.5 G values/s in 4 bits and 11.0 in 8,
+# where bf16 is read at 13.8 GB/s.
+PACKED_VALUE_BYTES = 1.2
 ATTENTION_KINDS = ("attention", "block")
 
 
@@ -121,7 +125,7 @@ class Costs:
 
     def compute_seconds(self, work: Work) -> tuple[float, float]:
         """Seconds of the device, and of the host while the device waits."""
-        p, rates, width = self.profile, self.profile.rates(self.dtype), float(self.at.spec.head_dim)
+        at, p, rates, width = self.at, self.profile, self.profile.rates(self.dtype), float(self.at.spec.head_dim)
         scored = bool(self.at.need.record)
         on_device = rates.device_scored_attention_bytes_per_s if scored else rates.device_attention_bytes_per_s
         on_host = rates.host_scored_attention_bytes_per_s if scored else rates.host_attention_bytes_per_s
@@ -132,15 +136,25 @@ class Costs:
             device += work.prompt_flops / rates.prefill_attention_flops_per_s.at(n) + p.kernel_s
             device += work.sums_flops / rates.column_sums_flops_per_s.at(n)
         if work.device_kv:
-            device += work.device_kv / on_device.at(width) + p.kernel_s
-            device += work.dequantised / rates.device_dequantise_bytes_per_s
+            if work.packed_values and not at.device_is_host:  # a card unpacks it first
+                unpacked = work.packed_values * at.itemsize * work.device_kv / (work.device_kv + work.host_kv)
+                device += unpacked / on_device.at(width) + unpacked / rates.device_dequantise_bytes_per_s
+            else:
+                device += self._slot_bytes(work, work.device_kv) / on_device.at(width)
+            device += p.kernel_s
         host = 0.0
         if work.host_kv:
-            host = work.host_kv / on_host.at(width) + p.kernel_s
-            host += work.dequantised / rates.host_dequantise_bytes_per_s * (not work.device_kv)
+            host = self._slot_bytes(work, work.host_kv) / on_host.at(width) + p.kernel_s
         if work.crossing:
             host += work.crossing / p.d2h_bytes_per_s + 4 * p.transfer_s
         return device, host
+
+    def _slot_bytes(self, work: Work, read: float) -> float:
+        """Bytes that attention would take as long for as for the `read` ones, where it reads packed slots in place."""
+        if not work.packed_values:
+            return read
+        share = read / (work.device_kv + work.host_kv)
+        return max(read, share * work.packed_values * PACKED_VALUE_BYTES)
 
     def _product_seconds(self, product: Product) -> float:
         whole, rest = chunks(product.rows)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from flexgen_h2o.config import TIERS, ModelSpec, Policy, TensorSpec, WeightUnit
 from flexgen_h2o.errors import DoesNotFitError
+from flexgen_h2o.kernels.slot_packing import SlotPacking
 from flexgen_h2o.kvcache.layout import UnitLayout, unit_layout
 from flexgen_h2o.limits import (
     ALIGN,
+    PACKED_CHUNK,
     PAGE,
     READ_THREADS,
     ROW_BLOCK,
@@ -53,8 +55,10 @@ class Shape:
         return self.record == other.record and all(a >= b for a, b in zip(mine, theirs, strict=True))
 
 
-INT4_BITS = 4.5  # a value in groups of 64: 4 bits, and two 16-bit numbers a group (FlexGen's format)
 UNPACK_BYTES = 16  # of a weight while torch operations unpack it: codes, halves of them, fp32, the result
+UNPACK_KV_BYTES = (
+    28  # of a value of KV while it is unpacked by torch operations: itself, scale and least, in 4 bytes each
+)
 RANK_BYTES = 48  # of a column while it is ranked: sums, ranks, sorted copies of both and int64 indices
 
 
@@ -208,6 +212,15 @@ def temporary_bytes(spec: ModelSpec, shape: Shape, itemsize: int, policy: Policy
     return step
 
 
+def _unpacked_cache_bytes(spec: ModelSpec, policy: Policy, shape: Shape, itemsize: int, device_is_host: bool) -> int:
+    """What a card takes to read packed KV, some rows at a time: a host reads it as it lies."""
+    on_card = not device_is_host and (policy.percent[2] > 0 or not policy.cpu_cache_compute)
+    if not policy.compress_cache or not on_card:
+        return 0
+    row = shape.most_slots * spec.head_dim
+    return min(shape.rows * spec.num_kv_heads * row, max(PACKED_CHUNK, row)) * (UNPACK_KV_BYTES + 2 * itemsize)
+
+
 def hidden_home_bytes(tokens: int, shares: Shares, row_bytes: int) -> dict[str, int]:
     """Bytes that each tier sets aside for a micro-batch of at most `tokens`.
 
@@ -231,7 +244,15 @@ def kv_layout(
     """The KV unit of a micro-batch of `sequences` rows under the policy's cache shares."""
     shares, on_host = tier_shares(policy.cache_shares, device_is_host), attends_on_host(policy, device_is_host)
     streamed = any(share > 0 and is_streamed(tier, on_host) for tier, share in zip(TIERS, shares, strict=True))
-    return unit_layout(sequences, spec.num_kv_heads, slots, spec.head_dim, itemsize, shares, record, streamed)
+    return unit_layout(
+        sequences, spec.num_kv_heads, slots, spec.head_dim, itemsize, shares, record, streamed,
+        packing_of(spec, policy),
+    )  # fmt: skip
+
+
+def packing_of(spec: ModelSpec, policy: Policy) -> SlotPacking | None:
+    """How KV columns are compressed; None where they are not."""
+    return SlotPacking(spec.head_dim, policy.cache_bits) if policy.compress_cache else None
 
 
 def attends_on_host(policy: Policy, device_is_host: bool) -> bool:
@@ -251,9 +272,9 @@ def memory_plan(
         *_hidden_buffers(spec, policy, shape, itemsize, device_is_host, depth.hidden),
         Buffer("workspace", "device", sum(workspace.values())),
         Buffer("temporaries", "device", temporary_bytes(spec, shape, itemsize, policy)),
+        Buffer("temporaries", "device", _unpacked_cache_bytes(spec, policy, shape, itemsize, device_is_host)),
         Buffer("staging", "host", (READ_THREADS + WRITE_THREADS) * STAGING_BYTES),
     ]
-    buffers = _packed(buffers, spec, policy, shape, itemsize, device_is_host, depth)
     on_host = {"device": "host"} if device_is_host else {}
     merged: dict[tuple[str, str], int] = {}
     for b in buffers:
@@ -262,27 +283,6 @@ def memory_plan(
             merged[place] = merged.get(place, 0) + b.nbytes
     placed = tuple(Buffer(name, tier, nbytes) for (name, tier), nbytes in merged.items())
     return MemoryPlan(placed, tuple(workspace.items()), shape, depth)
-
-
-def _packed(
-    buffers: list[Buffer], spec: ModelSpec, policy: Policy, shape: Shape, itemsize: int, device_is_host: bool,
-    depth: Depth,
-) -> list[Buffer]:  # fmt: skip
-    """The buffers where KV is held in int4, and room for one unit in the compute dtype."""
-    names: tuple[str, ...] = ()
-    unpacked = []
-    if policy.compress_cache:
-        names += ("cache", "cache ring", "cache overlay")
-        where = "host" if attends_on_host(policy, device_is_host) else "device"
-        column = 2 * spec.num_kv_heads * spec.head_dim * itemsize
-        unpacked.append(Buffer("unpacked cache", where, shape.rows * shape.most_slots * column))
-    share = INT4_BITS / (8 * itemsize)
-    ends = {"cache ring": depth.cache * PAGE}  # each load takes whole pages
-    held = [
-        replace(b, nbytes=math.ceil(b.nbytes * share) + ends.get(b.name, 0)) if b.name in names and b.nbytes else b
-        for b in buffers
-    ]
-    return held + unpacked
 
 
 def plan_within(

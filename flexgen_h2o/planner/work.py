@@ -14,7 +14,6 @@ from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.limits import TOKEN_CHUNK, WRITE_BACK_STEPS
 from flexgen_h2o.packing import WeightForm, weight_form
 from flexgen_h2o.planner.memory import (
-    INT4_BITS,
     attends_on_host,
     hidden_is_streamed,
     kv_layout,
@@ -27,6 +26,7 @@ from flexgen_h2o.planner.need import Batch, Need
 from flexgen_h2o.tiers.placement import Shares, is_streamed, split_rows
 
 WHOLE: Shares = (1.0, 0.0, 0.0)
+PACK_BYTES = 6  # to pack a number of KV takes as long as norms and activations take for so many bytes
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Work:
 
     prompt_flops: causal attention; sums_flops: column sums; both as profile.ComputeRates counts them. device_kv,
     host_kv: bytes of keys and values that decode attention reads on each side. elementwise: bytes read and written by
-    norms and activations. dequantised: bytes of KV unpacked from int4 in the compute dtype. logits: looked at to
+    norms, activations and packing. packed_values: of the KV that is read, numbers in packed slots. logits: looked at to
     choose tokens. crossing: bytes between device and host that the step itself waits for.
     """
 
@@ -68,7 +68,7 @@ class Work:
     device_kv: float = 0.0
     host_kv: float = 0.0
     elementwise: float = 0.0
-    dequantised: float = 0.0
+    packed_values: float = 0.0
     logits: float = 0.0
     crossing: float = 0.0
 
@@ -92,10 +92,6 @@ class Setting:
     def form(self) -> WeightForm:
         """How weights are held."""
         return weight_form(self.policy, self.itemsize)
-
-    def packed(self, compressed: bool) -> float:
-        """Bytes of KV that are moved for each byte of values."""
-        return INT4_BITS / (8 * self.itemsize) if compressed else 1.0
 
 
 def weight_moves(at: Setting, unit: WeightUnit) -> tuple[Move, ...]:
@@ -140,8 +136,7 @@ def _layout(at: Setting, slots: int, rows: int) -> UnitLayout:
 
 def kv_ring_bytes(at: Setting, block: int, batch: Batch) -> int:
     layout = layout_of(at, block, batch)
-    streamed = sum(layout.part_bytes(p) for p in layout.parts if is_streamed(p.tier, at.on_host))
-    return round(streamed * at.packed(at.policy.compress_cache))
+    return sum(layout.part_bytes(p) for p in layout.parts if is_streamed(p.tier, at.on_host))
 
 
 def kv_load_moves(at: Setting, block: int, batch: Batch, sweep: int) -> tuple[Move, ...]:
@@ -169,20 +164,19 @@ def kv_store_moves(at: Setting, block: int, batch: Batch, sweep: int) -> tuple[M
     layout = layout_of(at, block, batch)
     for part in layout.parts:
         if part.tier == "host" and not at.on_host:
-            packed = at.packed(at.policy.compress_cache)
-            found.append(Move("d2h", part.rows * 2 * layout.width * at.itemsize * packed, 1))
+            found.append(Move("d2h", part.rows * 2 * layout.slot_bytes, 1))
     return tuple(found)
 
 
 def _unit_moves(at: Setting, block: int, batch: Batch, columns: int, lanes: dict[str, str]) -> tuple[Move, ...]:
     """The first `columns` slots of every streamed part of a unit, over the lane of its tier."""
-    layout, packed = layout_of(at, block, batch), at.packed(at.policy.compress_cache)
+    layout = layout_of(at, block, batch)
     found = []
     for part in layout.parts:
         if is_streamed(part.tier, at.on_host):
             ranges = layout.live_ranges(part, batch.rows, columns)
             crosses = part.tier == "disk" and not at.on_host
-            found.append(Move(lanes[part.tier], sum(n for _, n in ranges) * packed, len(ranges), crosses))
+            found.append(Move(lanes[part.tier], sum(n for _, n in ranges), len(ranges), crosses))
     return tuple(found)
 
 
@@ -234,16 +228,21 @@ def _attention_work(
     spec = at.spec
     q_width, column = spec.num_heads * spec.head_dim, 2 * spec.num_kv_heads * spec.head_dim * at.itemsize
     cache = tier_shares(at.policy.cache_shares, at.device_is_host)
-    compressed = at.policy.compress_cache
+    stored, values = (
+        2 * spec.num_kv_heads * layout_of(at, block, batch).slot_bytes,
+        2 * spec.num_kv_heads * spec.head_dim,
+    )
+    packing = float(PACK_BYTES * values * at.policy.compress_cache)  # of a column
     if sweep == 0:
         # Under attention on the host, kept columns go there as they are written.
-        kept = batch.rows * at.need.columns(block, 0, batch.mean_len) * column
-        away = kept * (1.0 - cache[0]) if at.on_host and not at.device_is_host else 0.0
+        kept = batch.rows * at.need.columns(block, 0, batch.mean_len)
+        away = kept * stored * (1.0 - cache[0]) if at.on_host and not at.device_is_host else 0.0
         return Work(
             products, 2.0 * batch.pairs * q_width, 1.0 * batch.pairs * q_width * at.need.scored, 0.0, 0.0,
-            elementwise + 2.0 * kept, 0.0, 0.0, away,
+            elementwise + kept * (2.0 * stored + packing), 0.0, 0.0, away,
         )  # fmt: skip
-    read = float(batch.rows * at.need.columns(block, sweep, batch.mean_len) * column)
+    columns = float(batch.rows * at.need.columns(block, sweep, batch.mean_len))
+    read, packed = columns * stored, columns * values * at.policy.compress_cache
     # Full attention reads all keys but only this share of the values.
     read *= (1 + at.policy.attn_sparsity) / 2
     on_device = 1.0 if not at.on_host else cache[0]
@@ -253,7 +252,8 @@ def _attention_work(
     if on_device < 1:
         crossing = (1 - on_device) * batch.rows * (2 * q_width * at.itemsize + column)
     return Work(
-        products, 0.0, 0.0, read * on_device, read * (1 - on_device), elementwise, read * compressed, 0.0, crossing
+        products, 0.0, 0.0, read * on_device, read * (1 - on_device), elementwise + batch.rows * packing, packed, 0.0,
+        crossing,
     )  # fmt: skip
 
 

@@ -54,21 +54,6 @@ def test_writes_json_tables_and_picture(evaluate: Door, tmp_path: Path) -> None:
         assert one["kl"] == other["kl"] and one["recall"] == other["recall"]
 
 
-def test_compressed_weights_beside_the_uncompressed(evaluate: Door, tmp_path: Path) -> None:
-    """No policies unless asked for; 8 bits are nearer than 4, and both near."""
-    out = evaluate(
-        "fidelity --num-prompts 3 --recall-prompts 2 --depths 2 --prompt-len 128 --gen-len 12 --resamples 20 "
-        "--mass-steps 2 --gpu-batch-size 4 --compression weights8 weights4 --offload-dir o --json r.json"
-    )
-    assert out.code == 0, out.err
-    assert "### Compressed, all columns" in out.out
-    eight, four = json.loads((tmp_path / "r.json").read_text())["cells"]
-    assert (eight["policy"], four["policy"]) == ("weights8", "weights4")
-    assert four["switches"] == {"compress_weight": True, "weight_bits": 4}
-    assert 0 < eight["kl"]["value"] < four["kl"]["value"] / 10 and four["kl"]["value"] < 1
-    assert "recall" in four and abs(four["evicted_mass"]["value"]) < 1e-6
-
-
 def test_follows_the_model_s_own_tokens_after_a_prompt_file(evaluate: Door, tmp_path: Path, ids_model: Path) -> None:
     rows = [{"prompt_token_ids": list(range(5, 5 + n))} for n in (30, 12, 12)]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -98,10 +83,7 @@ WRONG = [
     ("fidelity --hh-size 3", "--hh-size"),
     ("fidelity --kv-layer-schedule pyramid", "--kv-layer-schedule"),
     ("fidelity --attn-sparsity 0.5", "--attn-sparsity"),
-    ("fidelity --compress-cache", "--compress-cache"),
-    ("fidelity --compress-weight", "--compress-weight: uncompressed weights are the reference"),
-    ("fidelity --compression weights5", "--compression weights5: not one of weights8, weights4"),
-    ("fidelity --compression weights4 weights4", "--compression: weights4 is given twice"),
+    ("fidelity --compress-cache --attn-sparsity 0.5", "--attn-sparsity"),
     ("fidelity --gen-len 1", "--gen-len 1"),
     (f"fidelity --prompt-len {POSITIONS} --gen-len 2", f"--prompt-len {POSITIONS}"),
     ("fidelity --prompt-len 1 --recall-prompts 0", "--prompt-len 1"),

@@ -10,11 +10,12 @@ import pytest
 
 from tests.doors.conftest import POSITIONS, Answer
 
-NOT_BUILT = ["--compress-cache"]
+NOT_BUILT = ["--int8-compute"]
 EVICTION = [
     "--hh-ratio 0", "--hh-ratio 1.5", "--hh-ratio nan", "--hh-ratio -0.1", "--hh-ratio some", "--recent-ratio 0",
     "--hh-size 0", "--hh-size -1", "--hh-size 2.5", "--recent-size 0", "--hh-size 4 --hh-ratio 0.1",
     "--hh-all maybe", "--eviction nonsense", "--hh-ratio 0.1 --eviction full", "--attn-sparsity 0.5 --eviction h2o",
+    "--attn-sparsity 0.5 --compress-cache", "--cache-bits 5",
     "--kv-layer-schedule steps", "--kv-layer-schedule pyramid --eviction full",
 ]  # fmt: skip
 WRONG = [

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -108,6 +108,14 @@ PAIRS: dict[str, Pair] = {
 # ---- what the reference says
 
 
+class NearStored(Protocol):
+    """reference.Stored that knows whether something was so near an edge that rounding decides."""
+
+    is_near: bool
+
+    def __call__(self, columns: torch.Tensor) -> torch.Tensor: ...
+
+
 @dataclass(frozen=True)
 class Wanted:
     prompts: list[list[int]]
@@ -118,17 +126,24 @@ class Wanted:
         return [row.tokens for row in self.rows]
 
 
-def wanted(model: PlainModel, pair: Pair, lengths: Sequence[int], new_tokens: int | Sequence[int]) -> Wanted:
+def wanted(
+    model: PlainModel, pair: Pair, lengths: Sequence[int], new_tokens: int | Sequence[int],
+    stored: Callable[[], NearStored] | None = None,
+) -> Wanted:  # fmt: skip
     """Random prompts of these lengths, each the first that leads to no near tie, with what follows on them.
 
-    Refuses references that could not tell right from wrong.
+    stored: makes what a cache makes of columns (reference.forward). Refuses references that could not tell right from
+    wrong.
     """
     each = [new_tokens] * len(lengths) if isinstance(new_tokens, int) else new_tokens
     prompts, rows = [], []
     for i, (length, most) in enumerate(zip(lengths, each, strict=True)):
         for attempt in count():
             prompt = random_prompts((length,), seed=37 * i + attempt)[0]
-            row = evicted_greedy(model, prompt, most, pair.plain)
+            packed = stored() if stored is not None else None
+            row = evicted_greedy(model, prompt, most, pair.plain, packed)
+            if packed is not None and packed.is_near:
+                continue
             if row.least_gap > LEAST_SCORE_GAP and row.least_token_gap > LEAST_GAP:
                 break
         prompts.append(prompt)

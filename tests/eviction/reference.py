@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -24,6 +24,7 @@ from transformers import OPTForCausalLM
 
 from tests.eviction.policies import Policy, choose
 
+Stored = Callable[[torch.Tensor], torch.Tensor]  # (kv, n, d) columns -> what attention finds of them later
 Kept = list[list[list[int]]]  # positions by layer and kv-head, ascending
 
 
@@ -99,17 +100,26 @@ class Attention:
 
 @torch.no_grad()
 def forward(
-    model: PlainModel, ids: Sequence[int], masks: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, list[Attention]]:
-    """Logits of the newest token (vocab,), and every layer's attention. masks: (kv, n, n) bool by layer."""
+    model: PlainModel, ids: Sequence[int], masks: Sequence[torch.Tensor], prompt_len: int = 0,
+    stored: Stored | None = None,
+) -> tuple[torch.Tensor, list[Attention]]:  # fmt: skip
+    """Logits of the newest token (vocab,), and every layer's attention. masks: (kv, n, n) bool by layer.
+
+    stored: what a cache makes of columns; queries behind the prompt see that, the prompt's own see the columns.
+    """
     x = model.embed(torch.tensor(ids))
     seen = []
     for layer, mask in enumerate(masks):
         q, k, v = model.project(layer, x)
         q = q.reshape(model.kv_heads, -1, *q.shape[1:])
         scores = torch.einsum("kgid,kjd->kgij", q, k) * q.shape[-1] ** -0.5
+        if stored is not None:
+            later = torch.einsum("kgid,kjd->kgij", q[:, :, prompt_len:], stored(k)) * q.shape[-1] ** -0.5
+            scores = torch.cat([scores[:, :, :prompt_len], later], dim=2)
         probabilities = scores.masked_fill(~mask[:, None], -math.inf).softmax(-1)
         mixed = torch.einsum("kgij,kjd->ikgd", probabilities, v)
+        if stored is not None:
+            mixed[prompt_len:] = torch.einsum("kgij,kjd->ikgd", probabilities[:, :, prompt_len:], stored(v))
         x = model.finish(layer, x, mixed.reshape(len(ids), -1))
         seen.append(Attention(q, k, v, probabilities))
     return model.logits(x[-1:])[0], seen
@@ -172,6 +182,9 @@ class Evicted:
     least_gap: float
     promotions: int
 
+    def without_kept(self) -> Evicted:
+        return replace(self, kept=[])
+
     @property
     def least_token_gap(self) -> float:
         """The smallest distance between the best and the second best logit."""
@@ -179,8 +192,10 @@ class Evicted:
         return float((best[:, 0] - best[:, 1]).min())
 
 
-def evicted_greedy(model: PlainModel, prompt: Sequence[int], new_tokens: int, policy: Policy) -> Evicted:
-    """Greedy tokens for one prompt with `policy` evicting in every layer."""
+def evicted_greedy(
+    model: PlainModel, prompt: Sequence[int], new_tokens: int, policy: Policy, stored: Stored | None = None
+) -> Evicted:
+    """Greedy tokens for one prompt with `policy` evicting in every layer. stored: as in `forward`."""
     layers = [LayerState(model, i, len(prompt), policy) for i in range(model.num_layers)]
     newest, seen = forward(model, prompt, [layer.mask for layer in layers])
     for layer, attention in zip(layers, seen, strict=True):
@@ -189,7 +204,7 @@ def evicted_greedy(model: PlainModel, prompt: Sequence[int], new_tokens: int, po
     while len(tokens) < new_tokens:
         for layer in layers:
             layer.join()
-        newest, seen = forward(model, [*prompt, *tokens], [layer.mask for layer in layers])
+        newest, seen = forward(model, [*prompt, *tokens], [layer.mask for layer in layers], len(prompt), stored)
         for layer, attention in zip(layers, seen, strict=True):
             layer.decoded(attention)
         tokens.append(int(newest.argmax()))

@@ -106,6 +106,14 @@ RUNS: dict[str, Run] = {
     "device, segments": Run(lengths=(70,) * 5),
     "host, h2o that fills up": Run(3, 1, False, eviction=H2O(heavy_size=6, recent_size=5)),
     "device, evicts in the prompt only": Run(eviction=H2O(heavy_size=4, recent_size=2, while_decoding=False)),
+    "device, packed KV": Run(switches={"compress_cache": True}),
+    "host, packed KV in 8 bits, h2o": Run(
+        3, 1, False, {"compress_cache": True, "cache_bits": 8}, H2O(heavy_size=4, recent_size=2)
+    ),
+    "device, packed KV, segments, attends on host": Run(
+        switches={"compress_cache": True, "cpu_cache_compute": True}, lengths=(70,) * 5
+    ),
+    "device, packed KV, h2o": Run(switches={"compress_cache": True}, eviction=H2O(heavy_size=4, recent_size=2)),
     "device, other lengths": Run(lengths=(5, 9, 30, 1, 12)),
     "host, 4 bits": Run(stand_in=False, switches={"compress_weight": True}),
     "device, 4 bits": Run(switches={"compress_weight": True}),

@@ -105,6 +105,7 @@ RUNS = {
     "K = 2, host": Run(2, 2, False, lengths=(9,) * 8),
     "K = 3, attends on host": Run(1, 3, lengths=(9,) * 6, switches={"cpu_cache_compute": True}),
     "K = 3, h2o": Run(2, 3, lengths=(9,) * 12, eviction=H2O(heavy_size=4, recent_size=2)),
+    "K = 2, packed KV": Run(2, 2, lengths=(9,) * 8, switches={"compress_cache": True}),
     "K = 2, sequential": Run(2, 2, lengths=(9,) * 8, switches={"overlap": False}),
     "K = 2, 4 bits": Run(2, 2, lengths=(9,) * 8, switches={"compress_weight": True}),
     "K = 3, 8 bits, host": Run(2, 3, False, lengths=(9,) * 12, switches={"compress_weight": True, "weight_bits": 8}),

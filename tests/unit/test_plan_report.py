@@ -71,9 +71,9 @@ def test_gains_are_named_where_they_count() -> None:
     assert "policy, found in 0.5 s:" in lines
 
 
-def test_a_compressed_cache_is_not_offered_as_a_command() -> None:
+def test_int8_compute_is_not_offered_as_a_command() -> None:
     asked = question(Full())
-    lines = lines_of(asked, plan_of(asked, Policy(4, 2, (0, 50, 0, 100, 100, 0), compress_cache=True)))
+    lines = lines_of(asked, plan_of(asked, Policy(4, 2, (0, 50, 0, 100, 100, 0), int8_compute=True)))
     assert f"  {NOT_RUN_YET}" in lines and "run it:" not in lines
 
 

@@ -15,7 +15,7 @@ from flexgen_h2o.evaluation.cells import Cell
 from flexgen_h2o.evaluation.fidelity import Runner
 from flexgen_h2o.evaluation.metrics import divergence
 from flexgen_h2o.evaluation.rows import TextRow
-from flexgen_h2o.kvcache.eviction import EVICTING, Local
+from flexgen_h2o.kvcache.eviction import EVICTING, H2O, Full, Local
 
 PROMPT, STEPS = 24, 9
 
@@ -69,6 +69,21 @@ def test_chunks_do_not_show(llm: LLM, rows: list[TextRow]) -> None:
         assert np.allclose(a.kl, b.kl, atol=1e-5) and a.kl.shape == (5, STEPS - 1)
         assert np.allclose(a.mass, b.mass, atol=1e-5) and 0 < a.mass.mean() < 1
         assert a.columns == b.columns == 8
+
+
+@pytest.mark.parametrize("cell", [Cell("full", 1.0, Full()), Cell("h2o", 1.0, H2O(heavy_size=64, recent_size=64))])
+def test_compressed_runs_are_compared_with_an_uncompressed_one(cell: Cell, llm: LLM, rows: list[TextRow]) -> None:
+    """Fewer bits are further off; the full cache's own figures do not change."""
+    plain = Runner(llm, 2**30, 4).texts(rows, [cell])
+    assert (plain.cells[0].kl == 0).all()
+    off = []
+    for bits in (8, 4):
+        compared = replace(llm.asked_policy, compress_cache=True, cache_bits=bits)
+        found = Runner(llm, 2**30, 4, compared=compared).texts(rows, [cell])
+        assert (found.full_nll == plain.full_nll).all() and found.cells[0].columns == PROMPT
+        off.append(found.cells[0].kl.mean())
+        llm.use(replace(compared, compress_cache=False))
+    assert 0 < 5 * off[0] < off[1]
 
 
 def test_greedy_continuations_are_the_full_cache_s_and_never_diverge_from_it(llm: LLM, rows: list[TextRow]) -> None:

@@ -44,7 +44,7 @@ def result() -> dict[str, Any]:
         one["greedy"] = summarise_divergence(np.array([3, 4, 12, 12, 12, 5]), 12, 100, 0)
     settings = {
         "prompt_len": 20, "gen_len": STEPS + 1, "continuation": "text", "seed": 0, "budgets": [0.5, 0.1],
-        "dtype": "float32",
+        "dtype": "float32", "compression": "",
     }  # fmt: skip
     text = {"prompts": N, "steps": STEPS, "mean_prompt_len": 20.0}
     return {

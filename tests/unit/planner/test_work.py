@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_h2o.config import Policy
+from flexgen_h2o.kernels.slot_packing import SlotPacking
 from flexgen_h2o.packing import WeightForm
 from flexgen_h2o.planner.memory import OVERLAPPED, memory_plan
 from flexgen_h2o.planner.need import Batch, Need, shape_of
@@ -82,15 +83,6 @@ def test_vectors_stay_with_the_device() -> None:
     assert not weight_moves(setting(Policy(percent=(0, 100, 100, 0, 100, 0)), need, is_host=True), unit)
 
 
-def test_four_bits_of_kv_move_less() -> None:
-    """4.5 bits for each value with the groups' scales."""
-    need, policy = Need.full(4, 10, 4, BLOCKS), Policy(percent=(0, 0, 0, 100, 100, 0))
-    batch = Batch.even(4, 10)
-    plain, small = setting(policy, need), setting(replace(policy, compress_cache=True), need)
-    before, after = (sum(m.nbytes for m in kv_load_moves(s, 0, batch, 2)) for s in (plain, small))
-    assert after == pytest.approx(before * 4.5 / 32)
-
-
 @pytest.mark.parametrize("bits", [4, 8])
 def test_packed_weights_move_their_codes_and_groups(bits: int) -> None:
     """To the byte; 4.5 or 8.5 bits a value where rows are whole groups; and products are whole once unpacked."""
@@ -105,3 +97,12 @@ def test_packed_weights_move_their_codes_and_groups(bits: int) -> None:
     wide = WeightForm(2, bits)
     assert wide.row_bytes((3, 6400)) == 6400 * (bits + 0.5) / 8
     assert wide.row_bytes((3,)) == 2
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_packed_kv_moves_its_slots(bits: int) -> None:
+    need, policy = Need.full(4, 10, 4, BLOCKS), Policy(percent=(0, 0, 0, 100, 100, 0), cache_bits=bits)
+    plain, small = setting(policy, need), setting(replace(policy, compress_cache=True), need)
+    for at, slot in ((plain, 4 * SPEC.head_dim), (small, SlotPacking(SPEC.head_dim, bits).slot_bytes)):
+        moves = kv_store_moves(at, 0, Batch.even(4, 10), 1)
+        assert [m.nbytes for m in moves] == [4 * SPEC.num_kv_heads * 2 * slot]

@@ -1,0 +1,177 @@
+"""Compressed KV: the engine against full attention over columns that were rounded as they were written, in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from flexgen_h2o import LLM, Policy, SamplingParams
+from flexgen_h2o.config import MemoryBudget
+from flexgen_h2o.kvcache.eviction import Eviction
+from flexgen_h2o.limits import WRITE_BACK_STEPS
+from tests.eviction import policies as plain
+from tests.eviction.conftest import LENGTHS, NEW_TOKENS, Known
+from tests.eviction.engine import PAIRS, STAND_IN, Pair, Wanted, assert_same, cut, generate, wanted
+from tests.parity.cases import CONFIGURATIONS, PLACEMENTS, Configuration
+from tests.parity.reference import folder_with_eos, random_prompts, token_that_ends
+
+FAR = plain.Budget(heavy_size=200, recent_size=50)
+FULL = "full"
+ALL = {**PAIRS, FULL: Pair(PAIRS["local"].engine, plain.h2o(FAR))}  # of a budget that nothing reaches
+GROUP = 64
+EDGE = {4: 2e-5, 8: 3e-5}  # of a value between two others; the matrix products of placements differ by less
+ULPS = 8
+
+
+class Rounded:
+    """Columns as a cache of `bits` bits gives them back, by the format's words: in groups along the width, each with
+    its least and its step in bf16, rounded outwards."""
+
+    def __init__(self, bits: int) -> None:
+        self.bits, self.is_near = bits, False
+
+    def __call__(self, columns: torch.Tensor) -> torch.Tensor:
+        count = -(-columns.shape[-1] // GROUP)
+        return torch.cat([self._group(g) for g in columns.chunk(count, dim=-1)], dim=-1)
+
+    def _group(self, x: torch.Tensor) -> torch.Tensor:
+        least = self._bf16(x.amin(-1, keepdim=True), down=True)
+        step = self._bf16((x.amax(-1, keepdim=True) - least) / (2**self.bits - 1), down=False)
+        places = (x - least) / step
+        self.is_near |= bool(((places % 1 - 0.5).abs() < EDGE[self.bits]).any())
+        return least + step * (places + 0.5).floor()
+
+    def _bf16(self, x: torch.Tensor, down: bool) -> torch.Tensor:
+        near = x.bfloat16().float()
+        self.is_near |= bool((((x - near) / x).abs() < ULPS * 2.0**-24).any())
+        bits = near.view(torch.int32)
+        away = (near < 0) == down  # one bf16 number further that way
+        beyond = (near > x) if down else (near < x)
+        return torch.where(beyond, bits + torch.where(away, 65536, -65536).int(), bits).view(torch.float32)
+
+
+@pytest.fixture(scope="module")
+def packed(known: Callable[[str], Known]) -> Callable[..., Wanted]:
+    @cache
+    def made(shape: str, pair: str, bits: int, lengths: tuple[int, ...] = LENGTHS, new: int = NEW_TOKENS) -> Wanted:
+        return wanted(known(shape).plain, ALL[pair], lengths, new, lambda: Rounded(bits))
+
+    return made
+
+
+def eviction(pair: str) -> Eviction | None:
+    return None if pair == FULL else ALL[pair].engine
+
+
+def check(want: Wanted, pair: str, folder: Path, policy: Policy, offload: Path, budget: MemoryBudget | None) -> None:
+    ran = generate(folder, want.prompts, max(map(len, want.tokens)), eviction(pair), policy, offload, budget)
+    if pair == FULL:  # nothing is recorded of its slots
+        want = Wanted(want.prompts, [r.without_kept() for r in want.rows])
+    assert_same(want, ran)
+
+
+NAMES = list(CONFIGURATIONS)
+PLANE = [
+    (pair, placement, NAMES[(p + 3 * i) % len(NAMES)])
+    for i, pair in enumerate((FULL, "h2o", "tova", "local", "snapkv", "h2o-v"))
+    for p, placement in enumerate(PLACEMENTS)
+    if i < 2 or p % 3 == i % 3
+]
+
+
+@pytest.mark.parametrize(("pair", "placement", "configuration"), PLANE)
+def test_four_bits_on_every_placement(
+    pair: str, placement: str, configuration: str, known: Callable[[str], Known], packed: Callable[..., Wanted],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    chosen: Configuration = CONFIGURATIONS[configuration]
+    policy = chosen.policy(PLACEMENTS[placement], compress_cache=True)
+    check(packed("normal", pair, 4), pair, known("normal").folder, policy, tmp_path, chosen.budget)
+
+
+@pytest.mark.parametrize(
+    ("shape", "pair", "bits", "placement"),
+    [
+        ("normal", FULL, 8, "kv split three ways"), ("normal", "h2o", 8, "kv on disk"),
+        ("post-norm, narrow embedding (350m)", FULL, 4, "everything split 30/30"),
+        ("post-norm, narrow embedding (350m)", "h2o", 4, "kv on host and disk"),
+        ("one layer", FULL, 4, "all on disk"), ("one layer", "h2o", 8, "kv on host"),
+        ("head width 15", FULL, 4, "kv split three ways"), ("head width 15", "h2o", 8, "all on device"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("budget", [None, STAND_IN], ids=["host", "stand-in"])
+def test_other_shapes_and_bits(
+    shape: str, pair: str, bits: int, placement: str, budget: MemoryBudget | None, known: Callable[[str], Known],
+    packed: Callable[..., Wanted], tmp_path: Path,
+) -> None:  # fmt: skip
+    policy = Policy(2, 2, PLACEMENTS[placement], compress_cache=True, cache_bits=bits)
+    check(packed(shape, pair, bits, (9, 4, 21)), pair, known(shape).folder, policy, tmp_path, budget)
+
+
+def test_one_row(known: Callable[[str], Known], packed: Callable[..., Wanted], tmp_path: Path) -> None:
+    policy = Policy(1, 1, PLACEMENTS["kv split three ways"], compress_cache=True)
+    check(packed("normal", FULL, 4, (9,)), FULL, known("normal").folder, policy, tmp_path, STAND_IN)
+
+
+@pytest.mark.parametrize("pair", [FULL, "h2o"])
+@pytest.mark.parametrize("budget", [None, STAND_IN], ids=["host", "stand-in"])
+def test_rows_that_end_while_columns_wait_for_the_disk(
+    pair: str, budget: MemoryBudget | None, known: Callable[[str], Known], packed: Callable[..., Wanted],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """Compaction, the overlay, and more than one write-back."""
+    whole = packed("normal", pair, 4, (5, 12, 1, 20, 9), 2 * WRITE_BACK_STEPS + 3)
+    eos = token_that_ends(whole.tokens)
+    want = cut(whole, [row.index(eos) + 1 if eos in row else len(row) for row in whole.tokens])
+    assert len({len(row) for row in want.tokens}) >= 3
+    folder = folder_with_eos(known("normal").folder, tmp_path / "model", eos)
+    for name in ("kv on disk", "kv split three ways"):
+        check(want, pair, folder, Policy(3, 2, PLACEMENTS[name], compress_cache=True), tmp_path, budget)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_more_slots_than_a_segment(
+    bits: int, known: Callable[[str], Known], packed: Callable[..., Wanted], tmp_path: Path
+) -> None:
+    policy = Policy(2, 1, PLACEMENTS["kv on disk"], compress_cache=True, cache_bits=bits)
+    check(packed("long", FULL, bits, (133, 62), 5), FULL, known("long").folder, policy, tmp_path, STAND_IN)
+
+
+@pytest.mark.parametrize(("bits", "pair"), [(4, None), (8, None), (4, "h2o")])
+def test_bytes_held_are_those_of_packed_slots(
+    bits: int, pair: str | None, known: Callable[[str], Known], tmp_path: Path
+) -> None:
+    """Heads of 12: 2 or 3 words and one for the group, in place of 12."""
+    facts = []
+    for policy in (Policy(3, 1), Policy(3, 1, compress_cache=True, cache_bits=bits)):
+        engine = None if pair is None else PAIRS[pair].engine
+        ran = generate(known("normal").folder, random_prompts((20, 5, 9)), 6, engine, policy, tmp_path)
+        facts.append((ran.report.kv, ran.report.extra["kv_reserved_bytes"]))
+    (whole, reserved), (small, packed_reserved) = facts
+    words = {4: 2 + 1, 8: 3 + 1}[bits]
+    assert small == {**whole, "bytes": whole["bytes"] * words // 12}
+    assert packed_reserved < reserved
+
+
+def test_bf16_runs(known: Callable[[str], Known], tmp_path: Path) -> None:
+    """On every tier the same tokens as in one place."""
+    found = []
+    for name in ("all on device", "kv on disk", "kv split three ways"):
+        policy = Policy(2, 2, PLACEMENTS[name], compress_cache=True)
+        ran = generate(known("normal").folder, random_prompts(LENGTHS), 9, None, policy, tmp_path, STAND_IN, "bfloat16")
+        found.append(ran.tokens)
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_policy_file_asks_for_it(known: Callable[[str], Known], tmp_path: Path) -> None:
+    from flexgen_h2o.config import SavedPolicy, write_policy
+
+    policy, prompts = Policy(2, 1, compress_cache=True, cache_bits=8), random_prompts((5, 9))
+    write_policy(tmp_path / "policy.json", SavedPolicy(policy))
+    with LLM(str(known("normal").folder), str(tmp_path / "policy.json"), offload_dir=tmp_path) as llm:
+        llm.generate(prompts, SamplingParams(max_tokens=3))
+        assert llm.report is not None and llm.report.policy == policy
