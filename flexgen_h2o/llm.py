@@ -33,7 +33,7 @@ from flexgen_h2o.profiling.peak import measure_peak
 from flexgen_h2o.progress import Progress
 from flexgen_h2o.prompts import Completion, Prompt, make_blocks, prompts_from_python
 from flexgen_h2o.report import PhaseReport, RunReport
-from flexgen_h2o.run_facts import kv_facts, kv_read, predicted_seconds
+from flexgen_h2o.run_facts import column_bytes, kv_facts, kv_read, predicted_seconds
 from flexgen_h2o.sampling import ForcedTokens, SamplingParams, StopStrings, TokenChooser, decode_text
 from flexgen_h2o.schedule import Step
 from flexgen_h2o.source import Model, find_checkpoint, find_model
@@ -338,9 +338,7 @@ class LLM:
         plan, spec = engine.plan, self.model.spec
         lengths = [len(r.prompt.token_ids) for r in rows]
         decoded = sum(max(0, len(r.token_ids) - 1) for r in rows)
-        column = spec.kv_bytes_per_token(DTYPE_BYTES[self.dtype]) // spec.num_blocks
-        packing = packing_of(spec, engine.policy)
-        held = 2 * spec.num_kv_heads * packing.slot_bytes if packing else column
+        held, column = column_bytes(spec, engine.policy, DTYPE_BYTES[self.dtype])
         model_bytes, cache_bytes, hidden_bytes = self.sizes([r.prompt for r in rows], params)
         return RunReport(
             model=self.model.name,

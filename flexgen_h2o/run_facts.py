@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from flexgen_h2o.config import ModelSpec, Policy
 from flexgen_h2o.executor import KvUse
+from flexgen_h2o.planner.memory import packing_of
 from flexgen_h2o.planner.predict import Prediction
+
+
+def column_bytes(spec: ModelSpec, policy: Policy, itemsize: int) -> tuple[int, int]:
+    """Bytes of one key and value of all kv-heads in one layer: as they lie in their slots, and uncompressed."""
+    column, packing = spec.kv_bytes_per_token(itemsize) // spec.num_blocks, packing_of(spec, policy)
+    return (2 * spec.num_kv_heads * packing.slot_bytes if packing else column), column
 
 
 def kv_facts(held: int, column: int, slots: int, use: Sequence[KvUse]) -> dict[str, int]:
     """Slots of the neediest row; mean bytes of KV held in a decode sweep, and of what the full cache would hold.
 
-    Bytes of one key and value of all kv-heads in one layer: held as they lie in their slots, column uncompressed.
+    held, column: of `column_bytes`.
     """
     facts = {"slots": slots}
     for name, kind, size in (("bytes", "held", held), ("full_bytes", "full", column)):

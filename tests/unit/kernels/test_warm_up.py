@@ -26,7 +26,7 @@ def test_nothing_is_left_to_compile(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_unpacking_is_compiled(bits: int) -> None:
-    warm_up(torch.device("cpu"), torch.bfloat16, scored=False, packed_bits=bits)
+    warm_up(torch.device("cpu"), torch.bfloat16, scored=False, weight_bits=bits)
     compiled = len(unpack_loops.unpack.signatures)
     unpack_rows(pack_rows(torch.randn(3, 100), bits), bits, torch.empty(3, 100, dtype=torch.bfloat16))
     assert len(unpack_loops.unpack.signatures) == compiled >= 1
