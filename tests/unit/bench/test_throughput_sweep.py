@@ -184,6 +184,20 @@ def test_more_rows_leave_accelerate_fewer_layers_in_ram(tmp_path: Path) -> None:
         accelerate.resident_layers(request(tmp_path, budget=budget - 2 * layer), layers, outside)
 
 
+def test_a_card_keeps_fewer_weights_of_accelerate_the_more_rows_it_has(tmp_path: Path) -> None:
+    accelerate = load("accelerate/run.py", "accelerate_on_a_card")
+    asked = {"variant": "cpu", "device": "cuda", "device_mem": 2**24}
+
+    def on_card(rows: int) -> int:
+        return int(accelerate.card_and_host_bytes(request(tmp_path, rows=rows, **asked), 2**30)[0])
+
+    assert 0 < on_card(8) < on_card(4) < 2**24
+    with pytest.raises(accelerate.DoesNotFitError, match="9000 rows"):
+        on_card(9000)
+    with pytest.raises(accelerate.RefusedError, match="all of RAM"):
+        accelerate.card_and_host_bytes(request(tmp_path, **asked | {"variant": "disk"}), 2**30)
+
+
 def test_deepspeed_takes_as_many_buffers_as_fit(tmp_path: Path) -> None:
     deepspeed = load("deepspeed/run.py", "deepspeed_run")
     beside = sum(kv_and_work_bytes(request(tmp_path)))
