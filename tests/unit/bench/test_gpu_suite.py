@@ -208,7 +208,5 @@ def test_the_tiny_suite_runs(tmp_path: Path) -> None:
 
 
 def start(*flags: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHON": sys.executable}
-    return subprocess.run(
-        ["bash", str(ROOT / "scripts/gpu_suite.sh"), *flags], env=environment, capture_output=True, text=True, check=False
-    )  # fmt: skip
+    command, environment = ["bash", str(ROOT / "scripts/gpu_suite.sh"), *flags], os.environ | {"PYTHON": sys.executable}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
