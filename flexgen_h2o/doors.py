@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from flexgen_h2o import interrupts
 from flexgen_h2o.config import BITS, DTYPE_BYTES, MemoryBudget, Policy, read_policy
-from flexgen_h2o.errors import EXIT_FAILED, EXIT_USAGE, SIGNAL_BASE, FlexgenError, UsageError
+from flexgen_h2o.errors import EXIT_DOES_NOT_FIT, EXIT_FAILED, EXIT_USAGE, SIGNAL_BASE, FlexgenError, UsageError
 from flexgen_h2o.paths import usable_path
 
 if TYPE_CHECKING:
@@ -63,6 +63,11 @@ def _exit_code(name: str, body: Callable[[list[str] | None], int], argv: list[st
     except MemoryError:
         print(f"{name}: the machine ran out of memory; lower --host-mem", file=sys.stderr)
         return EXIT_FAILED
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's; importing it here would slow --help down
+            raise
+        print(f"{name}: the card ran out of memory; lower --device-mem, or end what else uses it", file=sys.stderr)
+        return EXIT_DOES_NOT_FIT
 
 
 def _silence_stdout() -> None:

@@ -2,6 +2,8 @@
 
     <venv python> bench/baselines/<peer>/run.py --variant V --model-dir DIR --prompt-len S --gen-len N --rows B
 
+On a card (--device cuda) nothing may take more of it than --device-mem and CARD_SLACK: torch's allocator is held to it.
+
 Exit codes: 0 measured, 2 refused (cannot run here, or wrong use), 3 does not fit the budget, 1 anything else; but for 0
 the last line of stderr says why. A batch is `rows` prompts of random token ids, the same for every system; every row
 runs to its last token, greedily. Imports neither torch nor this project's package: a peer's
@@ -28,6 +30,8 @@ from typing import Any
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 EXIT_FAILED, EXIT_REFUSED, EXIT_DOES_NOT_FIT = 1, 2, 3
 WARM_UP_PROMPT, WARM_UP_TOKENS = 8, 2
+DEVICES = ("cpu", "cuda")
+CARD_SLACK = 512 * 2**20  # what nobody plans: workspaces of cuBLAS, the allocator's rounding
 
 
 class RefusedError(Exception):
@@ -44,7 +48,10 @@ class DoesNotFitError(RefusedError):
 
 @dataclass(frozen=True)
 class Request:
-    """What to measure. budget: bytes of RAM, None when the whole machine is free to use."""
+    """What to measure. budget: bytes of RAM, None when the whole machine is free to use; device_mem: of the device.
+
+    On a CPU only ours gets a device_mem: it makes a device tier of RAM.
+    """
 
     variant: str
     model_dir: Path
@@ -56,6 +63,8 @@ class Request:
     offload_dir: Path
     threads: int
     settings: dict[str, Any] = field(default_factory=dict)
+    device: str = "cpu"
+    device_mem: int | None = None
 
     @property
     def config(self) -> dict[str, Any]:
@@ -77,8 +86,9 @@ class Request:
 class Meter:
     """Times, memory and storage reads of one generation. Call `begin` when the model is loaded and warm."""
 
-    def __init__(self, empty_bytes: int) -> None:
+    def __init__(self, empty_bytes: int, device: str = "cpu") -> None:
         self.empty_bytes = empty_bytes
+        self._card = sys.modules["torch"].cuda if device == "cuda" else None
         self.marks: list[float] = []
         self.peak_before = self._read_before = 0
 
@@ -88,10 +98,15 @@ class Meter:
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
         self._read_before = storage_read_bytes()
+        if self._card is not None:
+            self._card.synchronize()
+            self._card.reset_peak_memory_stats()
         self.marks = [time.perf_counter()]
 
     def mark(self) -> None:
         """Every row has its next token: the first mark ends prefill, the last ends decode."""
+        if self._card is not None:
+            self._card.synchronize()
         self.marks.append(time.perf_counter())
 
     def result(self, rows: int, gen_len: int) -> dict[str, Any]:
@@ -100,13 +115,17 @@ class Meter:
         return phases(rows, gen_len, self.marks[1] - self.marks[0], self.marks[-1] - self.marks[1]) | self.memory()
 
     def memory(self) -> dict[str, Any]:
-        """Peaks are VmHWM less that of a process which has imported torch, or what the system computes with, alone."""
+        """Peaks are VmHWM less that of a process which has imported torch, or what the system computes with, alone.
+
+        peak_card_bytes: most that torch's allocator took of the card; 0 without one.
+        """
         peak = peak_bytes()
         return {
             "peak_rss_bytes": peak - self.empty_bytes,
             "peak_rss_loading_bytes": max(self.peak_before, peak) - self.empty_bytes,
             "empty_rss_bytes": self.empty_bytes,
             "read_bytes": storage_read_bytes() - self._read_before,
+            "peak_card_bytes": 0 if self._card is None else self._card.max_memory_reserved(),
         }
 
 
@@ -126,20 +145,56 @@ def phases(rows: int, gen_len: int, prefill_s: float, decode_s: float) -> dict[s
 Measure = Callable[[Request, Meter], dict[str, Any]]
 
 
-def main(measure: Measure, variants: Sequence[str], packages: Sequence[str], framework: str = "torch") -> int:
-    """Parse, measure, print. `measure` returns rates and memory, and under `setting` what the peer was set to."""
+def main(
+    measure: Measure, variants: Sequence[str], packages: Sequence[str], framework: str = "torch",
+    devices: Sequence[str] = DEVICES,
+) -> int:  # fmt: skip
+    """Parse, measure, print. `measure` returns rates and memory, and under `setting` what the peer was set to.
+
+    devices: those that `measure` knows how to use.
+    """
     request = _parse(variants)
     try:
+        if request.device not in devices:
+            raise RefusedError(f"--device {request.device}: measured on {', '.join(devices)} only")
         if not (request.model_dir / "config.json").exists() or not request.weight_files:
             raise RefusedError(f"--model-dir {request.model_dir}: needs config.json and *.safetensors")
-        importlib.import_module(framework)
-        found = measure(request, Meter(peak_bytes()))
+        imported = importlib.import_module(framework)
+        if request.device == "cuda":
+            hold_card(imported, request.device_mem)
+        found = measure(request, Meter(peak_bytes(), request.device))
     except RefusedError as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         return error.exit_code
+    except RuntimeError as error:
+        if not is_out_of_card_memory(error):
+            raise
+        print(f"out of the card's memory: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_DOES_NOT_FIT
     sys.stderr.flush()
     print(json.dumps({**found, "versions": _versions(packages)}), flush=True)
     return 0
+
+
+def hold_card(torch: Any, device_mem: int | None) -> None:
+    """Open the card, so that its libraries count as empty, and hold torch's allocator to `device_mem` and CARD_SLACK.
+
+    Raises RefusedError where there is no card.
+    """
+    if not torch.cuda.is_available():
+        raise RefusedError("--device cuda: no CUDA device is usable here")
+    torch.empty(1, device="cuda")
+    total = torch.cuda.get_device_properties(0).total_memory
+    if device_mem is not None and device_mem + CARD_SLACK < total:
+        torch.cuda.set_per_process_memory_fraction((device_mem + CARD_SLACK) / total)
+
+
+def is_out_of_card_memory(error: BaseException) -> bool:
+    """Is it torch.OutOfMemoryError? Systems wrap it, so it may be the cause of another error."""
+    seen: BaseException | None = error
+    while seen is not None and type(seen).__name__ != "OutOfMemoryError":
+        seen = seen.__cause__ or seen.__context__
+    return seen is not None
 
 
 def _parse(variants: Sequence[str]) -> Request:
@@ -151,6 +206,8 @@ def _parse(variants: Sequence[str]) -> Request:
     add("--gen-len", type=int, required=True)
     add("--rows", type=int, required=True, help="prompts, as one batch where the system does not choose its own")
     add("--budget", type=int, metavar="BYTES", help="of RAM (the whole machine)")
+    add("--device", choices=DEVICES, default="cpu")
+    add("--device-mem", type=int, metavar="BYTES", help="of the device tier (the whole card; on a CPU none)")
     add("--dtype", choices=sorted(DTYPES), default="bf16")
     add("--offload-dir", type=Path, required=True, help="where the system may write")
     add("--threads", type=int, default=os.cpu_count())

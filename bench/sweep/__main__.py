@@ -18,10 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import common
+import torch
 
 from flexgen_h2o.doors import run_door
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.source import find_checkpoint, find_model
+from flexgen_h2o.units import parse_bytes
 from sweep.grid import GRIDS, SYSTEMS, Cell, System, systems_of
 from sweep.plots import draw_all
 from sweep.runner import Setup, describe, measure
@@ -83,7 +85,9 @@ def _run(argv: list[str] | None) -> int:
     defaults = QUICK if args.quick else FULL
     values = {name: value if getattr(args, name) is None else getattr(args, name) for name, value in defaults.items()}
     results = args.results or common.ROOT / "bench" / "results" / args.machine
-    setup = Setup(args.peers, args.offload_dir, args.threads, values["limit"], values["quiet_wait"])
+    setup = Setup(
+        args.peers, args.offload_dir, args.threads, values["limit"], values["quiet_wait"], args.device, args.device_mem
+    )
     store = Store(results / f"{args.name}.jsonl", args.again)
     sweep = Sweep(setup, store, int(values["repeats"]))
     try:
@@ -93,7 +97,7 @@ def _run(argv: list[str] | None) -> int:
         lines = [line for line in store.latest() if line["status"] != REFUSED or line["repeat"] == 0]
         if lines:
             (results / f"{args.name}.md").write_text(markdown(lines))
-            draw_all(lines, results)
+            draw_all(lines, results, args.name)
             print(f"\n{markdown(lines)}\nwritten: {results}", flush=True)
     return 0
 
@@ -124,8 +128,16 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--peers", type=Path, default=Path(peers), help="environments of the peers (as their setup.sh; FLEXGEN_PEERS)")
     add("--machine", default=platform.node() or "here", help="name of the folder in bench/results (the host's name)")
     add("--results", type=Path, help="another folder for the results")
-    add("--name", default="throughput", help="of the files of lines and table (throughput)")
+    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--device-mem", type=parse_bytes, help="of the device; on a CPU a device tier of RAM (the whole card; none)")
+    add("--name", help="of the files of lines, table and pictures (throughput, with DEVICE-BYTES for another device)")
     args = parser.parse_args(argv)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError(
+            "--device cuda: no CUDA device is usable here; --device-mem on a CPU makes a device tier of RAM"
+        )
+    if args.name is None:  # lines of different devices are never of the same measurement
+        args.name = "-".join(map(str, ("throughput", *((args.device, args.device_mem) if args.device_mem else ()))))
     args.grid = [*args.grid, *(["quick"] if args.quick else [])]
     if not args.grid and not args.cell:
         raise UsageError(f"nothing to measure: give --quick, --grid ({', '.join(GRIDS)}) or --cell")

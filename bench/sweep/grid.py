@@ -45,6 +45,11 @@ SYSTEMS = (
     System("ctranslate2", "float32", (IN_RAM,)),
     System("flexgen", "published", BOTH),
 )
+# On a card: weights that do not fit it are in RAM.
+GPU_SYSTEMS = tuple(s for s in SYSTEMS if s.ours and s.variant not in ("int8", "flexgen-like")) + tuple(
+    s for s in SYSTEMS if s.name in ("flexgen-published", "accelerate-cpu", "deepspeed-cpu")
+)
+MEM_SPD_SYSTEMS = (SYSTEMS[0], *(System("ours", f"{form}:0.25", BOTH) for form in ("h2o", "h2o-4bit")))
 KV_SYSTEMS = (SYSTEMS[0], *(System("ours", f"h2o:{ratio}", BOTH) for ratio in KV_RATIOS))
 
 
@@ -82,6 +87,18 @@ def _papers(size: str, budgets: tuple[str, ...]) -> tuple[Cell, ...]:
     return tuple(Cell(OPT[size], 512, gen, budget, (4, 256)) for gen in (32, 512, 1024) for budget in budgets)
 
 
+def _mem_spd(size: str, shapes: tuple[tuple[int, int, int], ...]) -> tuple[Cell, ...]:
+    """(batch, prompt, output): every batch is measured, none is searched for."""
+    return tuple(Cell(OPT[size], prompt, output, "none", (batch, batch)) for batch, prompt, output in shapes)
+
+
+# MiniKV's mem_spd_test sweeps the batch at 2048 + 1024, prompts to 32k and outputs to 64k: as far as OPT's 2048 go.
+MEM_SPD_SHAPES = (
+    *((batch, 1024, 1024) for batch in (1, 2, 4, 8, 16, 32)),
+    *((8, prompt, 512) for prompt in (128, 256, 512, 1024, 1536)),
+    *((8, 512, output) for output in (128, 256, 1024, 1536)),
+)
+
 # Grids by name. quick: minutes. short: an hour or so each. papers-*: days on two cores.
 GRIDS: dict[str, tuple[Cell, ...]] = {
     "quick": (Cell(OPT["125m"], 32, 16, "none", (8, 16)), Cell(OPT["350m"], 32, 8, "third", (4, 8))),
@@ -96,11 +113,19 @@ GRIDS: dict[str, tuple[Cell, ...]] = {
     "kv-1.3b": (Cell(OPT["1.3b"], 512, 16, "2GiB", (8, 32)),),
     "papers-1.3b": _papers("1.3b", ("none", "third")),
     "papers-6.7b": _papers("6.7b", ("none", "third")),
+    "gpu-6.7b": _papers("6.7b", ("none",)),
+    "gpu-30b": _papers("30b", ("none",)),
+    "gpu-tiny": (Cell(OPT["125m"], 32, 8, "none", (4, 4)),),
+    "mem-spd": _mem_spd("6.7b", MEM_SPD_SHAPES),
+    "mem-spd-tiny": _mem_spd("125m", ((2, 16, 4),)),
     "papers-30b": _papers("30b", ("16GiB",)),
 }
 
 
+_SYSTEMS_OF = {"kv-": KV_SYSTEMS, "gpu-": GPU_SYSTEMS, "mem-spd": MEM_SPD_SYSTEMS}
+
+
 def systems_of(grid: str, cell: Cell) -> tuple[System, ...]:
     """The systems that a cell of a grid compares."""
-    chosen = KV_SYSTEMS if grid.startswith("kv-") else SYSTEMS
+    chosen = next((systems for prefix, systems in _SYSTEMS_OF.items() if grid.startswith(prefix)), SYSTEMS)
     return tuple(system for system in chosen if cell.kind in system.kinds)

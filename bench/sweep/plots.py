@@ -13,27 +13,25 @@ MARKS = "osD^vP*X<>h"
 Points = dict[str, list[tuple[float, float]]]  # by system
 
 
-def draw_all(lines: list[Line], folder: Path) -> list[Path]:
-    """Draw what the lines have data for. Returns the files written."""
+def draw_all(lines: list[Line], folder: Path, prefix: str) -> list[Path]:
+    """Draw what the lines have data for, as `prefix`_*.png. Returns the files written."""
     written = []
     for (model, prompt_len, gen_len, budget), mine in cells_of(lines).items():
         name = f"{str(model).split('/')[-1]}_{prompt_len}+{gen_len}_{budget}"
         title = f"{model}, {prompt_len} + {gen_len} tokens, budget {budget}"
         rows = [row for row in rows_of(mine) if row.lines]
         if rows:
-            written.append(
-                _lines_plot(_by_batch(mine), folder / f"throughput_batch_{name}.png", title, "rows", log=True)
-            )
-            written.append(_memory(rows, folder / f"throughput_memory_{name}.png", title))
+            written.append(_lines_plot(_by_batch(mine), folder / f"{prefix}_batch_{name}.png", title, "rows", log=True))
+            written.append(_memory(rows, folder / f"{prefix}_memory_{name}.png", title))
         share = _by_kv_share(rows)
         if len(share.get("ours h2o", [])) > 1:
             below = "share of the prompt's KV columns kept (1: full cache)"
-            written.append(_lines_plot(share, folder / f"throughput_kv_{name}.png", title, below))
+            written.append(_lines_plot(share, folder / f"{prefix}_kv_{name}.png", title, below))
     for (model, prompt_len, gen_len), points in _by_budget(lines).items():
         if max(map(len, points.values())) > 1:
             name = f"{str(model).split('/')[-1]}_{prompt_len}+{gen_len}"
             title = f"{model}, {prompt_len} + {gen_len} tokens"
-            written.append(_lines_plot(points, folder / f"throughput_budget_{name}.png", title, "budget of RAM, GB"))
+            written.append(_lines_plot(points, folder / f"{prefix}_budget_{name}.png", title, "budget of RAM, GB"))
     return written
 
 

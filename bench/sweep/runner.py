@@ -29,17 +29,33 @@ SAID = 300  # characters of a failure that are kept
 
 @dataclass(frozen=True)
 class Setup:
-    """What all measurements of a sweep share. peers: the folder of their environments."""
+    """What all measurements of a sweep share. peers: the folder of their environments.
+
+    device_mem: bytes of the device tier. On a CPU it is RAM that only ours uses as a tier of its own; a peer gets these
+    bytes with the budget.
+    """
 
     peers: Path
     offload_dir: Path
     threads: int
     limit_s: float
     quiet_wait: float
+    device: str = "cpu"
+    device_mem: int | None = None
     dtype: str = "bf16"
 
     def python(self, system: System) -> Path:
         return Path(sys.executable) if system.ours else self.peers / system.peer / "bin" / "python"
+
+    def device_flags(self, system: System) -> list[str]:
+        if self.device == "cpu" and not system.ours:
+            return []
+        size = [] if self.device_mem is None else ["--device-mem", str(self.device_mem)]
+        return ["--device", self.device, *size]
+
+    def ram(self, budget: int | None) -> int | None:
+        """The budget of RAM, with the device tier's bytes where these are RAM too."""
+        return budget if budget is None or self.device == "cuda" else budget + (self.device_mem or 0)
 
     def missing(self, system: System) -> str | None:
         """What to do before a peer can run; None when it is installed."""
@@ -60,7 +76,8 @@ def measure(setup: Setup, system: System, cell: Cell, model_dir: Path, rows: int
         code, out, said = _run(command, environment, setup.limit_s)
     facts = {
         "malloc": malloc, "busy_before": busy, "others": seen.others, "stolen": seen.stolen, "budget_bytes": budget,
-        "date": common.machine_facts()["date"], "commit": common.machine_facts()["commit"],
+        "device": setup.device, "device_mem_bytes": setup.device_mem, "date": common.machine_facts()["date"],
+        "commit": common.machine_facts()["commit"],
     }  # fmt: skip
     if code is None:
         return {"status": TIMEOUT, "reason": f"not done after {setup.limit_s:.0f} s"} | facts
@@ -68,7 +85,8 @@ def measure(setup: Setup, system: System, cell: Cell, model_dir: Path, rows: int
         reason = _reason(said) or f"exit code {code}"
         return {"status": STATUS_OF_EXIT.get(code, FAILED), "reason": reason} | facts
     found: Line = json.loads(out.strip().splitlines()[-1])
-    over = budget is not None and found["peak_rss_bytes"] > budget + OVER_BUDGET
+    ram = setup.ram(budget)
+    over = ram is not None and found["peak_rss_bytes"] > ram + OVER_BUDGET
     return found | {"status": OVER if over else OK} | facts
 
 
@@ -79,12 +97,13 @@ def _command(
         str(setup.python(system)), str(BASELINES / system.peer / "run.py"), "--variant", system.variant,
         "--model-dir", str(model_dir), "--prompt-len", str(cell.prompt_len), "--gen-len", str(cell.gen_len),
         "--rows", str(rows), "--dtype", setup.dtype, "--offload-dir", str(setup.offload_dir),
-        "--threads", str(setup.threads), "--json",
+        "--threads", str(setup.threads), "--json", *setup.device_flags(system),
     ]  # fmt: skip
     settings = setup.peers / system.peer / "settings.json"
     if settings.exists():
         command += ["--settings", settings.read_text().strip()]
-    return command if budget is None else [*command, "--budget", str(budget)]
+    share = budget if system.ours else setup.ram(budget)
+    return command if share is None else [*command, "--budget", str(share)]
 
 
 def _environment(setup: Setup, system: System) -> tuple[dict[str, str], str]:

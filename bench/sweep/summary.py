@@ -12,8 +12,8 @@ from sweep.store import MEASURED, OVER, Line
 GB = 10**9
 CELL = ("model", "prompt_len", "gen_len", "budget")
 HEAD = (
-    "system", "rows", "tok/s (least - most)", "decode tok/s", "prefill s", "of ours-full", "peak GB", "read GB", "GB/s",
-    "runs", "others", "note",
+    "system", "rows", "tok/s (least - most)", "decode tok/s", "prefill s", "of ours-full", "peak GB", "device GB",
+    "read GB", "GB/s", "runs", "others", "note",
 )  # fmt: skip
 
 
@@ -57,6 +57,12 @@ def rows_of(lines: list[Line]) -> list[Row]:
     return sorted(rows, key=lambda row: -row.tokens_per_s)
 
 
+def device_bytes(line: Line) -> int:
+    """Most bytes of the device tier: what torch's allocator took of a card, or what ours planned on a device of RAM."""
+    planned = line.get("setting", {}).get("peak_bytes", {}).get("device", 0)
+    return int(line.get("peak_card_bytes") or planned)
+
+
 def markdown(lines: list[Line]) -> str:
     """All cells as tables. tok/s: generated tokens over prefill + decode; medians."""
     parts = [
@@ -64,11 +70,13 @@ def markdown(lines: list[Line]) -> str:
         "",
         "Made by `bench/throughput_sweep.sh` from the JSON lines beside it; `docs/benchmarks.md` says how to read it.",
         "tok/s counts generated tokens over prefill + decode, each system at its own best batch; medians of the runs.",
-        "Peak memory is that of generating, over an empty process that has imported torch.",
+        "Peak memory is that of generating, over an empty process that has imported torch; device GB: of the card.",
     ]
     for (model, prompt_len, gen_len, budget), mine in cells_of(lines).items():
         size = next((x["budget_bytes"] for x in mine if x.get("budget_bytes")), None)
         shown = "all of RAM" if size is None else f"budget {budget} ({size / GB:.2f} GB)"
+        if mine[0].get("device_mem_bytes"):
+            shown += f", {mine[0]['device']} device of {mine[0]['device_mem_bytes'] / GB:.2f} GB"
         parts += [
             "",
             f"## {model}, {prompt_len} + {gen_len} tokens, {shown}",
@@ -92,8 +100,8 @@ def _texts(row: Row, base: float) -> list[str]:
         row.system, str(row.rows), f"**{row.tokens_per_s:.2f}** ({min(values):.2f} - {max(values):.2f})",
         f"{row.median('decode_tokens_per_s'):.2f}", f"{row.median('prefill_s'):.1f}",
         f"{row.tokens_per_s / base:.2f}" if base else "", f"{row.median('peak_rss_bytes') / GB:.2f}",
-        f"{read / GB:.2f}", f"{read / GB / seconds:.2f}", str(len(row.lines)),
-        f"{max(line['others'] for line in row.lines):.0%}", "over the budget" if over else "",
+        f"{max(map(device_bytes, row.lines)) / GB:.2f}", f"{read / GB:.2f}", f"{read / GB / seconds:.2f}",
+        str(len(row.lines)), f"{max(line['others'] for line in row.lines):.0%}", "over the budget" if over else "",
     ]  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import weakref
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -50,6 +51,10 @@ class Device(ABC):
     @abstractmethod
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Copy between host and device, any dtypes, on a worker thread; returns when the bytes are there."""
+
+    def beside_compute(self) -> AbstractContextManager[object]:
+        """What a worker thread starts within it does not queue up behind compute; it waits for its results itself."""
+        return nullcontext()
 
     @abstractmethod
     def fence(self) -> Waitable:
@@ -127,6 +132,10 @@ class CudaDevice(Device):
         with torch.cuda.stream(stream):
             dst.copy_(src, non_blocking=True)
         stream.synchronize()
+
+    def beside_compute(self) -> AbstractContextManager[object]:
+        stream: AbstractContextManager[object] = torch.cuda.stream(_thread_stream(self.torch_device))
+        return stream
 
     def fence(self) -> Waitable:
         event = torch.cuda.Event()

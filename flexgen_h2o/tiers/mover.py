@@ -87,7 +87,8 @@ class Mover:
         def job() -> int:
             moved = 0
             for target, source in pairs:
-                values = source[tuple(i.to(source.device) for i in index)].to(target.device)
+                with self.device.beside_compute():  # the copies to the host wait for their stream
+                    values = source[tuple(i.to(source.device) for i in index)].to(target.device)
                 target[tuple(i.to(target.device) for i in index)] = values
                 moved += values.numel() * values.element_size()
             return moved

@@ -78,14 +78,20 @@ def prompts() -> list[list[int]]:
     return [torch.randint(4, 1000, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
 
 
-def generate(folder: Path, policy: Policy, device: str, budget: MemoryBudget, dtype: str = "float32", eviction=None):
+GREEDY = SamplingParams(NEW_TOKENS, ignore_eos=True)
+
+
+def generate(
+    folder: Path, policy: Policy, device: str, budget: MemoryBudget, dtype: str = "float32", eviction=None,
+    params: SamplingParams = GREEDY,
+):  # fmt: skip
     """Tokens and logits of every row, and the report. The random checkpoint beside `folder` is shared by all runs."""
     watched = Watched()
     with LLM(
         str(folder), policy, eviction, device=device, dtype=dtype, budget=budget, path="_DUMMY_",
         offload_dir=folder.parent,
     ) as llm:  # fmt: skip
-        outs = llm.generate(prompts(), SamplingParams(NEW_TOKENS, ignore_eos=True), watch_logits=watched)
+        outs = llm.generate(prompts(), params, watch_logits=watched)
         return [out.token_ids for out in outs], watched.of_rows, llm.report
 
 
@@ -113,6 +119,42 @@ def test_tokens_equal_the_cpu_engine(expected, settings) -> None:
     assert report.peak_bytes["device"] <= BUDGET.device
     streams = settings["percent"] != (100, 0, 100, 0, 100, 0)
     assert (report.io_bytes["h2d"] > 0) == streams or settings.get("cpu_cache_compute", False)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("place", [name for name in PLACEMENTS if "eight" in name] + ["all on the device"])
+def test_compressed_weights_give_what_they_give_on_the_cpu(tmp_path, place: str, bits: int) -> None:
+    """Unpacked by torch operations on a card, by compiled loops on the CPU: the same values."""
+    packed = {"compress_weight": True, "weight_bits": bits}
+    folder = model_folder(tmp_path, CONFIG)
+    tokens, expected, plain = generate(folder, Policy(4, 1, **packed), "cpu", MemoryBudget(host="1GiB"))
+    got, logits, report = generate(folder, Policy(3, 2, **packed, **PLACEMENTS[place]), DEVICE, BUDGET)
+    for mine, theirs in zip(logits, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-4)
+    assert got == tokens
+    assert report.peak_bytes["device"] <= BUDGET.device
+    assert report.policy.compress_weight and plain.policy.compress_weight
+
+
+def test_a_compressed_model_that_evicts_is_the_same_on_the_cpu(tmp_path) -> None:
+    folder, eviction = model_folder(tmp_path, CONFIG), H2O(heavy_size=6, recent_size=3)
+    everywhere = {"percent": (30, 30, 30, 30, 30, 30), "compress_weight": True}
+    alone = Policy(4, 1, compress_weight=True)
+    _, expected, _ = generate(folder, alone, "cpu", MemoryBudget(host="1GiB"), eviction=eviction)
+    _, logits, _ = generate(folder, Policy(3, 2, **everywhere), DEVICE, BUDGET, eviction=eviction)
+    for mine, theirs in zip(logits, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-3)
+
+
+def test_rows_draw_what_they_draw_on_the_cpu(tmp_path) -> None:
+    """One row may differ: a number drawn may lie between what two sums of probabilities are rounded to."""
+    params = SamplingParams(NEW_TOKENS, temperature=0.8, top_p=0.9, top_k=50, seed=3, ignore_eos=True)
+    folder = model_folder(tmp_path, CONFIG)
+    expected, *_ = generate(folder, Policy(4, 1), "cpu", MemoryBudget(host="1GiB"), params=params)
+    got, *_ = generate(folder, Policy(3, 2, **PLACEMENTS["KV on host"]), DEVICE, BUDGET, params=params)
+    greedy, *_ = generate(folder, Policy(4, 1), "cpu", MemoryBudget(host="1GiB"))
+    assert sum(a == b for a, b in zip(got, expected, strict=True)) >= len(got) - (1 if ON_CARD else 0)
+    assert expected != greedy
 
 
 @pytest.mark.parametrize("eviction", EVICTIONS, ids=[e.name for e in EVICTIONS])

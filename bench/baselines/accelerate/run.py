@@ -2,7 +2,8 @@
 
 disk: `device_map` sends the other layers to "disk", which reads the safetensors files in place, buffered and when a
 module needs them. The kernel's cache of a layer is dropped after it, so that each sweep reads the disk again.
-cpu: `accelerate.cpu_offload`, hooks included; with no card to move weights to it is generate with hooks.
+cpu: `accelerate.cpu_offload`, hooks included; with no card to move weights to it is generate with hooks. On a card
+`device_map` keeps there what --device-mem leaves beside KV cache and activations; the hooks bring the rest from RAM.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from contract import (
     DoesNotFitError,
     Meter,
+    RefusedError,
     Request,
     StoredTensor,
     drop_page_cache,
@@ -42,6 +44,24 @@ def resident_layers(request: Request, layers: list[list[StoredTensor]], outside:
     if free < 0:
         raise DoesNotFitError(f"{request.rows} rows need {-free} bytes more than the budget with every layer on disk")
     return min(len(layers), free // layer)
+
+
+def card_and_host_bytes(request: Request, card: int) -> dict[int | str, int]:
+    """`max_memory`: weights on the card beside KV cache, activations and the layer in flight, and on the host.
+
+    card: bytes that it has. Raises DoesNotFitError where no weight may stay; RefusedError for a budget of RAM.
+    """
+    if request.variant == "disk" or request.budget is not None:
+        raise RefusedError(
+            f"--device cuda: only offload to all of RAM is measured there, not {request.variant} in a budget"
+        )
+    layers, outside = tensors_by_layer(request)
+    layer = max(map(_bytes, layers))
+    room = min(card, request.device_mem or card)
+    free = room - sum(kv_and_work_bytes(request)) - LAYERS_IN_FLIGHT * layer
+    if free < 0:
+        raise DoesNotFitError(f"{request.rows} rows need {-free} bytes more than the card has, with every layer in RAM")
+    return {0: free, "cpu": outside + sum(map(_bytes, layers))}
 
 
 def tensors_by_layer(request: Request) -> tuple[list[list[StoredTensor]], int]:
@@ -72,6 +92,15 @@ def measure(request: Request, meter: Meter) -> dict[str, Any]:
 
     torch.set_num_threads(request.threads)
     loading = {"dtype": torch_dtype(request), "attn_implementation": "sdpa"}
+    if request.device == "cuda":
+        memory = card_and_host_bytes(request, int(torch.cuda.get_device_properties(0).total_memory))
+        model = AutoModelForCausalLM.from_pretrained(
+            request.model_dir, device_map="sequential", max_memory=memory, **loading
+        ).eval()
+        places = [str(place) for place in model.hf_device_map.values()]
+        return generate(model, request, meter) | {
+            "setting": {"max_memory": memory[0], "modules_on_cpu": places.count("cpu")}
+        }
     if request.variant == "cpu":
         from accelerate import cpu_offload
 

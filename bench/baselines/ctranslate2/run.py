@@ -60,4 +60,4 @@ def _converted(request: Request) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(main(measure, ("int8", "float32"), ("ctranslate2",), framework="ctranslate2"))
+    sys.exit(main(measure, ("int8", "float32"), ("ctranslate2",), framework="ctranslate2", devices=("cpu",)))

@@ -2,7 +2,8 @@
 
 nvme: every matrix comes through DeepSpeed's own aio (O_DIRECT) from its copy in the offload dir, for every sweep; it
 has no way to keep a share of them in RAM, so that a budget goes to its buffers, the KV cache and activations. cpu:
-weights in RAM, as DeepSpeed's own home for them. Settings (--settings JSON): those of SETTINGS; tune.py chooses them.
+weights in RAM, as DeepSpeed's own home for them; on a card (--device cuda) they are pinned and come over its link.
+Settings (--settings JSON): those of SETTINGS; tune.py chooses them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ SETTINGS = {"block_mib": 1, "queue_depth": 8, "aio_threads": 1, "buffers": 5, "p
 FEWEST_BUFFERS = 2
 PERSISTENT = 10**5  # elements: vectors stay in RAM, as in DeepSpeed's own example
 ENVIRONMENT = {
-    "DS_ACCELERATOR": "cpu", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
+    "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
 }  # fmt: skip
 
 
@@ -54,11 +55,11 @@ def zero_config(request: Request, setting: dict[str, Any], largest: int, folder:
         "stage3_param_persistence_threshold": PERSISTENT,
         "stage3_prefetch_bucket_size": setting["prefetch_matrices"] * largest,
         "stage3_max_live_parameters": (1 + setting["prefetch_matrices"]) * largest,
-        "offload_param": {"device": "cpu", "pin_memory": False},
+        "offload_param": {"device": "cpu", "pin_memory": request.device == "cuda"},
     }
     if request.variant == "nvme":
         zero["offload_param"] = {
-            "device": "nvme", "nvme_path": str(folder), "pin_memory": False,
+            "device": "nvme", "nvme_path": str(folder), "pin_memory": request.device == "cuda",
             "buffer_count": setting["buffers"], "buffer_size": largest + 1024,
         }  # fmt: skip
     aio = {
@@ -75,7 +76,7 @@ def measure(request: Request, meter: Meter) -> dict[str, Any]:
     setting = choose_settings(request, largest)
     config = zero_config(request, setting, largest, folder)
     venv = Path(sys.prefix)
-    os.environ.update(ENVIRONMENT | {"MASTER_PORT": str(20000 + os.getpid() % 20000)})
+    os.environ.update(ENVIRONMENT | {"DS_ACCELERATOR": request.device, "MASTER_PORT": str(20000 + os.getpid() % 20000)})
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(venv / "extensions"))
     os.environ["PATH"] = f"{venv / 'bin'}:{os.environ['PATH']}"  # ninja, for ops that are not compiled yet
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
@@ -94,7 +95,7 @@ def _generate(request: Request, meter: Meter, config: dict[str, Any]) -> dict[st
     from transformers.integrations import HfDeepSpeedConfig
 
     torch.set_num_threads(request.threads)
-    deepspeed.init_distributed("gloo", verbose=False)
+    deepspeed.init_distributed("nccl" if request.device == "cuda" else "gloo", verbose=False)
     keep = HfDeepSpeedConfig(config)  # alive while from_pretrained partitions what it loads
     model = AutoModelForCausalLM.from_pretrained(
         request.model_dir, dtype=getattr(torch, DTYPES[request.dtype]), attn_implementation="sdpa"

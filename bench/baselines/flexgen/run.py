@@ -1,12 +1,15 @@
 """The original FlexGen on a CUDA card, under the published policy nearest to what is asked. Variant: published.
 
-Without CUDA its copy threads die and the run hangs for ever: refused. It computes in fp16, with weights that are all
-ones (`--path _DUMMY_`): it converts no random checkpoint, and its speed does not depend on their values.
+Without CUDA its copy threads die and the run hangs for ever: refused. It runs in a process of its own, which nothing
+but its policy holds to --device-mem: the policies are those published for a 16 GB card. It computes in fp16, with
+weights that are all ones (`--path _DUMMY_`): it converts no random checkpoint, and its speed does not depend on their
+values.
 """
 
 from __future__ import annotations
 
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -18,6 +21,11 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from contract import Meter, RefusedError, Request, main, phases
 
+NAMES = {
+    (768, 12): "125m", (2048, 24): "1.3b", (2560, 32): "2.7b", (4096, 32): "6.7b", (5120, 40): "13b", (7168, 48): "30b",
+    (9216, 64): "66b", (12288, 96): "175b",
+}  # fmt: skip
+PEAK = re.compile(r"peak gpu mem: ([\d.]+) GB")
 LATENCY = re.compile(r"(prefill|decode) latency: ([\d.]+) s")
 # Published for a 16 GB card: model size in billions of weights up to which it is meant, percent, further flags.
 PUBLISHED: tuple[tuple[float, str, tuple[str, ...]], ...] = (
@@ -39,21 +47,24 @@ def published_flags(request: Request, weights: float) -> list[str]:
 
 
 def read_log(text: str, rows: int, gen_len: int) -> dict[str, Any]:
-    """Rates from FlexGen's log lines."""
+    """Rates and the card's peak memory from FlexGen's log lines."""
     found = {name: float(seconds) for name, seconds in LATENCY.findall(text)}
-    return phases(rows, gen_len, found["prefill"], found["decode"])
+    peak = PEAK.search(text)
+    card = {"peak_card_bytes": int(float(peak[1]) * 2**30) if peak else 0}
+    return phases(rows, gen_len, found["prefill"], found["decode"]) | card
+
+
+def flexgen_name(config: dict[str, Any]) -> str:
+    """The name by which FlexGen knows an OPT shape. Raises RefusedError where it has none."""
+    shape = (int(config["hidden_size"]), int(config["num_hidden_layers"]))
+    if shape not in NAMES:
+        raise RefusedError(f"FlexGen 0.1.8 has no OPT of width {shape[0]} with {shape[1]} layers")
+    return f"facebook/opt-{NAMES[shape]}"
 
 
 def measure(request: Request, meter: Meter) -> dict[str, Any]:
-    import torch
-
-    if not torch.cuda.is_available():
-        raise RefusedError("FlexGen 0.1.8 needs a CUDA card: without one its copy threads die and the run hangs")
-    weights = sum(path.stat().st_size for path in request.weight_files) / 2
-    flags, name = (
-        published_flags(request, weights),
-        str(request.config.get("_name_or_path") or request.settings["name"]),
-    )
+    name = flexgen_name(request.config)
+    flags = published_flags(request, sum(path.stat().st_size for path in request.weight_files) / 2)
     with tempfile.TemporaryDirectory() as folder:
         log, scratch = Path(folder) / "log", request.offload_dir / "flexgen"
         command = [
@@ -61,11 +72,19 @@ def measure(request: Request, meter: Meter) -> dict[str, Any]:
             "--offload-dir", str(scratch), "--log-file", str(log), *flags,
             "--prompt-len", str(request.prompt_len), "--gen-len", str(request.gen_len),
         ]  # fmt: skip
-        meter.begin()
-        subprocess.run(command, check=True, stdout=sys.stderr)
-        shutil.rmtree(scratch, ignore_errors=True)
-        return read_log(log.read_text(), request.rows, request.gen_len) | {"setting": {"flags": " ".join(flags)}}
+        try:
+            subprocess.run(command, check=True, stdout=sys.stderr)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+        found = read_log(log.read_text(), request.rows, request.gen_len)
+    return found | memory_of_children(meter.empty_bytes) | {"setting": {"flags": " ".join(flags)}}
+
+
+def memory_of_children(empty_bytes: int) -> dict[str, Any]:
+    """Peak memory and reads of the process that FlexGen was, loading included."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return {"peak_rss_bytes": max(0, usage.ru_maxrss * 1024 - empty_bytes), "read_bytes": usage.ru_inblock * 512}
 
 
 if __name__ == "__main__":
-    sys.exit(main(measure, ("published",), ("torch", "flexgen")))
+    sys.exit(main(measure, ("published",), ("torch", "flexgen"), devices=("cuda",)))

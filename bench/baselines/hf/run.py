@@ -1,4 +1,4 @@
-"""Hugging Face generate, everything in RAM. Variants: sdpa, eager (its two attentions; the better one counts)."""
+"""Hugging Face generate, all in RAM or on the card. Variants: sdpa, eager (its two attentions; the better counts)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,13 @@ def measure(request: Request, meter: Meter) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(request.threads)
-    model = AutoModelForCausalLM.from_pretrained(
-        request.model_dir, dtype=torch_dtype(request), attn_implementation=request.variant
-    ).eval()
+    model = (
+        AutoModelForCausalLM.from_pretrained(
+            request.model_dir, dtype=torch_dtype(request), attn_implementation=request.variant
+        )
+        .eval()
+        .to(request.device)
+    )
     return generate(model, request, meter) | {"setting": {"attention": request.variant}}
 
 

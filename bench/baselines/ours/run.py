@@ -103,10 +103,11 @@ def _run(request: Request, flags: list[str]) -> dict[str, Any]:
         prompts, report = Path(folder) / "prompts.jsonl", Path(folder) / "report.json"
         prompts.write_text("".join(json.dumps({"prompt_token_ids": p}) + "\n" for p in request.prompts()))
         budget = [] if request.budget is None else ["--host-mem", str(request.budget)]
+        budget += [] if request.device_mem is None else ["--device-mem", str(request.device_mem)]
         said = io.StringIO()
         with contextlib.redirect_stdout(sys.stderr), contextlib.redirect_stderr(said):
             code = flex_opt.main([
-                "--model", str(request.model_dir), "--device", "cpu", "--dtype", DTYPES[request.dtype],
+                "--model", str(request.model_dir), "--device", request.device, "--dtype", DTYPES[request.dtype],
                 "--offload-dir", str(request.offload_dir), "--prompts", str(prompts), "--gen-len", str(request.gen_len),
                 "--ignore-eos", "--no-log", "--verbose", "0", "--json", str(report), *budget, *flags,
             ])  # fmt: skip

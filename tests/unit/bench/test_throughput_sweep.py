@@ -21,6 +21,7 @@ sys.path.extend(str(Path(__file__).resolve().parents[3] / folder) for folder in 
 
 from contract import Request, drop_page_cache, kv_and_work_bytes, phases, stored_tensors
 from sweep.grid import GRIDS, SYSTEMS, Cell, systems_of
+from sweep.runner import describe
 from sweep.search import best_rows, search
 from sweep.store import DOES_NOT_FIT, FAILED, OK, OVER, REFUSED, Key, Line, Store
 from sweep.summary import markdown, rows_of
@@ -184,6 +185,20 @@ def test_more_rows_leave_accelerate_fewer_layers_in_ram(tmp_path: Path) -> None:
         accelerate.resident_layers(request(tmp_path, budget=budget - 2 * layer), layers, outside)
 
 
+def test_a_card_keeps_fewer_weights_of_accelerate_the_more_rows_it_has(tmp_path: Path) -> None:
+    accelerate = load("accelerate/run.py", "accelerate_on_a_card")
+    asked = {"variant": "cpu", "device": "cuda", "device_mem": 2**24}
+
+    def on_card(rows: int) -> int:
+        return int(accelerate.card_and_host_bytes(request(tmp_path, rows=rows, **asked), 2**30)[0])
+
+    assert 0 < on_card(8) < on_card(4) < 2**24
+    with pytest.raises(accelerate.DoesNotFitError, match="9000 rows"):
+        on_card(9000)
+    with pytest.raises(accelerate.RefusedError, match="all of RAM"):
+        accelerate.card_and_host_bytes(request(tmp_path, **asked | {"variant": "disk"}), 2**30)
+
+
 def test_deepspeed_takes_as_many_buffers_as_fit(tmp_path: Path) -> None:
     deepspeed = load("deepspeed/run.py", "deepspeed_run")
     beside = sum(kv_and_work_bytes(request(tmp_path)))
@@ -203,6 +218,18 @@ def test_flexgen_flags_and_log(tmp_path: Path) -> None:
     assert flags[:9] == ["--gpu-batch-size", "48", "--num-gpu-batches", "3", "--percent", "20", "80", "0", "100"]
     log = "prefill latency: 2.000 s\tprefill throughput: 1.0 token/s\ndecode latency: 6.000 s"
     assert flexgen.read_log(log, 4, 4)["tokens_per_s"] == 2.0
+    found = flexgen.read_log(f"peak gpu mem: 1.500 GB\tprojected: False\n{log}", 4, 4)
+    assert found["peak_card_bytes"] == 3 << 29
+    # All that a line of the sweep and its table read.
+    whole = found | flexgen.memory_of_children(0) | {"status": OK, "others": 0.0}
+    assert "2.00 tok/s" in describe(whole)
+
+
+def test_flexgen_knows_shapes_by_name() -> None:
+    flexgen = load("flexgen/run.py", "flexgen_names")
+    assert flexgen.flexgen_name({"hidden_size": 7168, "num_hidden_layers": 48}) == "facebook/opt-30b"
+    with pytest.raises(flexgen.RefusedError, match="width 64 with 2 layers"):
+        flexgen.flexgen_name({"hidden_size": 64, "num_hidden_layers": 2})
 
 
 def run_ours(tmp_path: Path, *flags: str) -> subprocess.CompletedProcess[str]:

@@ -7,7 +7,7 @@ import torch
 
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.limits import PAGE
-from flexgen_h2o.tiers.device import HostDevice, StandInDevice, open_device
+from flexgen_h2o.tiers.device import CudaDevice, HostDevice, StandInDevice, open_device
 
 
 @pytest.fixture
@@ -60,3 +60,39 @@ def test_buffers_copies_and_fences() -> None:
     device.copy(target, torch.tensor([1, 2, 3], dtype=torch.bfloat16))
     assert target.tolist() == [1, 2, 3]
     assert device.fence().is_done
+
+
+class _Runtime:
+    """CUDA's runtime, as far as pinning goes."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+        self.pinned: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        if not self.code:
+            self.pinned[address] = nbytes
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> None:
+        del self.pinned[address]
+
+
+def _card_with(runtime: _Runtime, monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    return CudaDevice()
+
+
+def test_pinned_memory_is_given_back_with_its_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that stays registered after it was unmapped would pin whatever is mapped there next."""
+    runtime = _Runtime(0)
+    memory = _card_with(runtime, monkeypatch).host_staging(3 * PAGE)
+    assert runtime.pinned == {memory.data_ptr(): 3 * PAGE}
+    del memory
+    assert not runtime.pinned
+
+
+def test_memory_that_cannot_be_pinned_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="--pin-weight 0"):
+        _card_with(_Runtime(2), monkeypatch).host_staging(PAGE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,15 +32,19 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 class CountingDevice(StandInDevice):
-    """Counts copies, and staging buffers by thread."""
+    """Counts copies, what was started beside compute, and staging buffers by thread."""
 
     def __init__(self) -> None:
-        self.copies = 0
+        self.copies = self.beside = 0
         self.staging: list[tuple[int, int]] = []
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         self.copies += 1
         super().copy(dst, src)
+
+    def beside_compute(self) -> AbstractContextManager[object]:
+        self.beside += 1
+        return super().beside_compute()
 
     def host_staging(self, nbytes: int) -> torch.Tensor:
         self.staging.append((threading.get_ident(), nbytes))
@@ -217,7 +222,7 @@ def test_only_the_named_columns_are_copied(
     index = (chosen // slots, torch.arange(rows), chosen % slots)
     sources = tuple(torch.randn(segments, rows, slots, 4).bfloat16() for _ in range(2))
     targets = tuple(torch.zeros(segments, rows, slots, 4).bfloat16() for _ in range(2))
-    before = room.mover.lanes.bytes_moved["d2h"]
+    before, beside = room.mover.lanes.bytes_moved["d2h"], room.device.beside
     room.mover.copy_indexed("c", list(zip(targets, sources, strict=True)), index, []).wait()
     for target, source in zip(targets, sources, strict=True):
         expected = torch.zeros_like(target)
@@ -226,6 +231,7 @@ def test_only_the_named_columns_are_copied(
             expected[segment, row, slot] = source[segment, row, slot]
         assert torch.equal(target, expected)
     assert room.mover.lanes.bytes_moved["d2h"] - before == 2 * rows * 4 * 2
+    assert room.device.beside - beside == 2  # on a card it would else wait for the compute queued since
 
 
 def test_every_kind_of_traffic_waits_for_what_it_comes_after(room: Room) -> None:

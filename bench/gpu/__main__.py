@@ -1,0 +1,81 @@
+"""The GPU suite: parity tests, placements, the paper's table on one card held to 16 GB, and MiniKV's mem_spd_test grid.
+
+    bash scripts/gpu_suite.sh              a CUDA card; 20 GB of disk and 50 GB of RAM, 80 GB of each for opt-30b
+    bash scripts/gpu_suite.sh --tiny       the same steps with small shapes on the CPU (4 minutes)
+
+Steps run in the order of their worth. What is finished is kept, so that the next call goes on; a report is written
+after every step: gpu_suite.md and gpu_suite.json. OUT=DIR: a folder that gets a copy of all results after every step.
+Exit code 1 when a step failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+from functools import partial
+from pathlib import Path
+
+import common
+import torch
+
+from flexgen_h2o.doors import run_door
+from flexgen_h2o.errors import UsageError
+from gpu.report import write_report
+from gpu.runner import FAILED, TIMEOUT, Suite
+from gpu.steps import Setting, Step, all_steps, tiny_setting
+
+
+def main() -> int:
+    return run_door("gpu_suite", _run, None)
+
+
+def _run(argv: list[str] | None) -> int:
+    args = _parse(argv)
+    folder = "gpu_tiny" if args.tiny else "gpu"
+    results = args.results or common.ROOT / "bench" / "results" / args.machine / folder
+    setting = (tiny_setting if args.tiny else _card_setting)(results.resolve(), args.offload_dir)
+    steps = [step for step in all_steps(setting) if _is_wanted(step, args.only)]
+    if args.list:
+        print("\n".join(f"{step.limit:5.0f} s  {step.name}" for step in steps))
+        return 0
+    if setting.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("no CUDA device is usable here; --tiny runs the same steps on the CPU")
+    if not steps:
+        raise UsageError(f"--only {' '.join(args.only)}: no step has such a name; --list shows them")
+    out = os.environ.get("OUT")
+    suite = Suite(setting.results, args.limit, Path(out) if out else None, args.again)
+    (setting.results / "runs").mkdir(exist_ok=True)
+    suite.run(steps, partial(write_report, setting, steps))
+    print(f"\n{(setting.results / 'gpu_suite.md').read_text()}\nwritten: {setting.results}", flush=True)
+    return int(any(suite.state.get(step.name, {}).get("status") in (FAILED, TIMEOUT) for step in steps))
+
+
+def _card_setting(results: Path, offload_dir: Path) -> Setting:
+    return Setting(False, results, offload_dir)
+
+
+def _is_wanted(step: Step, only: list[str]) -> bool:
+    return not only or any(word in step.name for word in only)
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="gpu_suite.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--tiny", action="store_true", help="small shapes on the CPU, with a device tier of ordinary memory")
+    add("--limit", type=float, default=540.0, metavar="S", help="seconds of this call (540)")
+    add("--only", nargs="+", default=[], metavar="TEXT", help="steps whose name has one of these in it")
+    add("--again", action="store_true", help="run finished steps once more (cells of the sweep keep their lines)")
+    add("--list", action="store_true", help="show the steps and their limits")
+    add("--machine", default=platform.node() or "here", help="name of the folder in bench/results (the host's name)")
+    add("--results", type=Path, help="another folder for the results")
+    offload = os.environ.get("FLEXGEN_OFFLOAD") or "~/flexgen_h2o_offload_dir"
+    add("--offload-dir", type=Path, default=Path(offload).expanduser(), help="weights, disk tier (FLEXGEN_OFFLOAD)")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

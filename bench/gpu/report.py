@@ -1,0 +1,115 @@
+"""The report of the suite, from whatever results there are: gpu_suite.md and gpu_suite.json.
+
+A decode that was cut short is projected, as flex_opt does (a star). `device GB`: the plan's bytes, and in brackets what
+the card's tensors held at most, by torch's own count.
+"""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import common
+import torch
+from common import GB
+from sweep.store import Line, Store
+from sweep.summary import device_bytes, markdown
+
+from gpu.runner import State
+from gpu.steps import TESTS, Setting, Step
+
+GIB = 2**30
+STEP_HEAD = ("step", "status", "s", "why")
+RUN_HEAD = ("run", "rows", "prefill s", "s a decode sweep", "decode tok/s", "total tok/s", "h2d GB", "disk GB",
+            "device GB", "RSS GB", "wall s")  # fmt: skip
+MEM_SPD_HEAD = ("strategy", "batch", "prompt", "output", "OOM", "latency s", "tokens/s", "generated tokens/s",
+                "decode tokens/s", "peak device GiB", "peak RAM GiB")  # fmt: skip
+
+
+def write_report(setting: Setting, steps: Sequence[Step], state: State) -> None:
+    """Both files, anew, into the results."""
+    runs = {step.name: json.loads(step.output.read_text()) for step in steps if _has_run(step)}
+    table, grid = (Store(setting.results / f"{name}.jsonl").latest() for name in ("table", "mem-spd"))
+    facts = common.machine_facts() | {"card": _card()}
+    parts = [
+        "# GPU suite" + (" (tiny: a device tier of ordinary memory, no card)" if setting.tiny else ""),
+        "",
+        "Made by `scripts/gpu_suite.sh`; `docs/benchmarks.md` says how to read it.",
+        ", ".join(f"{name}: {facts[name]}" for name in ("date", "commit", "card", "cpu", "cores", "torch")),
+        f"`--device {setting.device} --device-mem {setting.device_mem}`",
+        "", "## Steps", "", *_table(STEP_HEAD, (_step_texts(step, state) for step in steps)),
+        "", *_tests(setting), "", "## Placements", "",
+        f"{setting.model}, {setting.prompt_len} + {setting.gen_len} tokens, bfloat16; opt-30b-4bit is another model.",
+        "", *_table(RUN_HEAD, (run_texts(name, run) for name, run in runs.items())),
+        "", "## As MiniKV measures", "", "tokens/s counts prompts too, as its mem_spd_test does.",
+        "", *_table(MEM_SPD_HEAD, map(mem_spd_texts, grid)),
+    ]  # fmt: skip
+    text = "\n".join(parts) + "\n"
+    if table:
+        text += "\n" + markdown(table).replace("\n# ", "\n## ")
+    (setting.results / "gpu_suite.md").write_text(text)
+    whole = {"benchmark": "gpu_suite", "tiny": setting.tiny, "machine": facts, "steps": state, "runs": runs}
+    whole |= {"table": table, "mem_spd": grid}
+    (setting.results / "gpu_suite.json").write_text(json.dumps(whole, indent=1) + "\n")
+
+
+def run_texts(name: str, run: dict[str, Any]) -> list[str]:
+    """A placement as cells of the table; one that gave no report has its exit code."""
+    report, card = run["report"], run["card"]
+    if report is None:
+        return [name, f"exit code {run['exit_code']}", *[""] * (len(RUN_HEAD) - 2)]
+    sweeps, io = max(1, report["gen_len"] - 1), report["io_bytes"]
+    really = f" ({card['allocated'] / GB:.2f})" if card and card["allocated"] else ""
+    return [
+        name, str(report["num_prompts"]), f"{report['prefill']['seconds']:.2f}",
+        f"{report['decode']['seconds'] / sweeps:.3f}" + "*" * report["projected"],
+        f"{report['decode']['tokens_per_s']:.1f}", f"{report['total']['tokens_per_s']:.1f}",
+        f"{io['h2d'] / GB:.1f}", f"{io['disk_read'] / GB:.1f}",
+        f"{report['peak_bytes']['device'] / GB:.2f}{really}", f"{run['memory']['hwm'] / GB:.2f}",
+        f"{run['seconds']:.0f}",
+    ]  # fmt: skip
+
+
+def mem_spd_texts(line: Line) -> list[str]:
+    """A measurement as in MiniKV's CSV: latency of the whole call, tokens/s = batch x (prompt + output) / latency."""
+    shape = [line["system"], *(str(line[name]) for name in ("rows", "prompt_len", "gen_len"))]
+    if "tokens_per_s" not in line:
+        out_of_memory = str(line["status"] == "does_not_fit")
+        return [*shape, out_of_memory, line["status"], *[""] * (len(MEM_SPD_HEAD) - len(shape) - 2)]
+    tokens = line["rows"] * (line["prompt_len"] + line["gen_len"])
+    return [
+        *shape, "False", f"{line['total_s']:.2f}", f"{tokens / line['total_s']:.1f}", f"{line['tokens_per_s']:.1f}",
+        f"{line['decode_tokens_per_s']:.1f}", f"{device_bytes(line) / GIB:.2f}", f"{line['peak_rss_bytes'] / GIB:.2f}",
+    ]  # fmt: skip
+
+
+def _tests(setting: Setting) -> list[str]:
+    """What pytest counted, from its XML file."""
+    path = setting.results / TESTS
+    if not path.exists():
+        return []
+    counts = ElementTree.parse(path).getroot()[0].attrib
+    return [
+        f"Parity tests: {', '.join(f'{counts[name]} {name}' for name in ('tests', 'failures', 'errors', 'skipped'))}."
+    ]
+
+
+def _has_run(step: Step) -> bool:
+    return step.kind == "placement" and step.output.exists()
+
+
+def _step_texts(step: Step, state: State) -> list[str]:
+    found = state.get(step.name)
+    if found is None:
+        return [step.name, "left out", "", ""]
+    return [step.name, found["status"], f"{found['seconds']:.0f}", found["reason"].replace("|", "/")]
+
+
+def _card() -> str | None:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]

@@ -1,0 +1,112 @@
+"""Runs steps one after another, each under its own limit; remembers which are done, so that the next call goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import common
+
+from gpu.steps import Step
+
+# failed: tried again by the next call, until MOST_ATTEMPTS. cut: the suite's own time was over; left_out: never begun.
+DONE, REFUSED, DOES_NOT_FIT, FAILED, TIMEOUT, CUT = "done", "refused", "does_not_fit", "failed", "timeout", "cut"
+STATUS_OF_EXIT = {0: DONE, 2: REFUSED, 3: DOES_NOT_FIT}
+FINISHED = (DONE, DOES_NOT_FIT)
+MOST_ATTEMPTS = 2
+LEAST_S = 20.0  # with less time left no step is begun
+GRACE_S = 10.0  # from SIGTERM to SIGKILL
+SAID = 300  # characters of a failure that are kept
+State = dict[str, dict[str, Any]]
+
+
+class Suite:
+    """The state of all steps, in `steps.json` beside the results. copy_to: gets every file of the results as well."""
+
+    def __init__(self, results: Path, limit: float, copy_to: Path | None = None, again: bool = False) -> None:
+        self.results, self._copy_to = results, copy_to
+        self._end = time.monotonic() + limit
+        results.mkdir(parents=True, exist_ok=True)
+        self._file = results / "steps.json"
+        self.state: State = {} if again or not self._file.exists() else json.loads(self._file.read_text())
+
+    def run(self, steps: Sequence[Step], report: Callable[[State], None]) -> None:
+        """Run what is not finished yet; `report` is called after each step, so that a killed suite has one too."""
+        report(self.state)
+        for step in steps:
+            known = self.state.get(step.name, {})
+            if known.get("status") in FINISHED or known.get("attempts", 0) >= MOST_ATTEMPTS:
+                print(f"== {step.name}: {known['status']} (kept)", flush=True)
+                continue
+            left = self._end - time.monotonic()
+            if left < LEAST_S:
+                print(f"== {step.name}: left out, {max(0.0, left):.0f} s are left", flush=True)
+                continue
+            print(f"== {step.name} (at most {min(step.limit, left):.0f} s)", flush=True)
+            self.state[step.name] = self._run(step, left) | {"kind": step.kind, "command": list(step.command)}
+            print(f"== {step.name}: {describe(self.state[step.name])}", flush=True)
+            self._save(report)
+
+    def _run(self, step: Step, left: float) -> dict[str, Any]:
+        attempts = self.state.get(step.name, {}).get("attempts", 0)
+        start = time.monotonic()
+        code, said = run_limited(step.command, os.environ | step.environment, min(step.limit, left))
+        facts = {"seconds": time.monotonic() - start, "code": code, "date": common.machine_facts()["date"]}
+        if code is None and left < step.limit:
+            return facts | {"status": CUT, "attempts": attempts, "reason": "the time of the suite was over"}
+        if code is None:
+            return facts | {"status": TIMEOUT, "attempts": attempts + 1, "reason": f"not done after {step.limit:.0f} s"}
+        status = STATUS_OF_EXIT.get(code, FAILED)
+        if step.kind == "tests" and code:
+            status = FAILED  # pytest's 2 and 3 mean other things
+        tried = attempts + (status == FAILED)
+        return facts | {"status": status, "attempts": tried, "reason": said if code else ""}
+
+    def _save(self, report: Callable[[State], None]) -> None:
+        self._file.write_text(json.dumps(self.state, indent=1) + "\n")
+        report(self.state)
+        if self._copy_to is not None:
+            shutil.copytree(self.results, self._copy_to, dirs_exist_ok=True)
+
+
+def run_limited(command: Sequence[str], environment: dict[str, str], limit: float) -> tuple[int | None, str]:
+    """(exit code, last line of stderr); code None when the limit ended it. What it prints is shown as it comes."""
+    with subprocess.Popen(
+        command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True, errors="replace"
+    ) as process:
+        try:
+            said = process.communicate(timeout=limit)[1]
+        except subprocess.TimeoutExpired:
+            _end(process)
+            return None, ""
+        except BaseException:
+            _end(process)
+            raise
+    lines = [line for line in said.strip().splitlines() if line.strip()]
+    if process.returncode:
+        print("\n".join(lines[-20:]), flush=True)
+    return process.returncode, lines[-1][:SAID] if lines else f"exit code {process.returncode}"
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """SIGTERM first: a sweep then ends what it has started itself, and writes its table."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.communicate(timeout=GRACE_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def describe(found: dict[str, Any]) -> str:
+    why = f": {found['reason']}" if found.get("reason") else ""
+    return f"{found['status']}, {found['seconds']:.0f} s{why}"

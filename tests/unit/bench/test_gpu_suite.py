@@ -1,0 +1,212 @@
+"""The GPU suite: steps under limits, going on where it was stopped, the report; and the sweep's device tier."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.extend(str(Path(__file__).resolve().parents[3] / folder) for folder in ("bench", "bench/baselines"))
+
+from contract import CARD_SLACK, RefusedError, hold_card, is_out_of_card_memory
+from gpu import runner
+from gpu.report import mem_spd_texts, run_texts, write_report
+from gpu.runner import CUT, DOES_NOT_FIT, DONE, FAILED, REFUSED, TIMEOUT, Suite
+from gpu.steps import Setting, Step, all_steps, tiny_setting
+from sweep.grid import SYSTEMS
+from sweep.runner import Setup
+
+ROOT = Path(__file__).resolve().parents[3]
+OURS = SYSTEMS[0]
+PEER = next(system for system in SYSTEMS if system.name == "accelerate-cpu")
+
+
+def step(name: str, code: str, tmp_path: Path, limit: float = 30.0, kind: str = "placement") -> Step:
+    return Step(name, kind, (sys.executable, "-c", code), limit, tmp_path / f"{name}.json")
+
+
+def run(steps: list[Step], results: Path, limit: float = 60.0, **other: Any) -> dict[str, str]:
+    suite = Suite(results, limit, **other)
+    suite.run(steps, lambda state: None)
+    return {name: found["status"] for name, found in suite.state.items()}
+
+
+def exit_with(code: int, said: str = "") -> str:
+    return f"import sys; print({said!r}, file=sys.stderr); sys.exit({code})"
+
+
+def test_a_step_ends_as_its_exit_code_says(tmp_path: Path) -> None:
+    steps = [step(str(code), exit_with(code, "why not"), tmp_path) for code in (0, 1, 2, 3)]
+    assert run(steps, tmp_path) == {"0": DONE, "1": FAILED, "2": REFUSED, "3": DOES_NOT_FIT}
+    state = json.loads((tmp_path / "steps.json").read_text())
+    assert state["3"]["reason"] == "why not"
+    assert state["0"]["reason"] == ""
+
+
+def test_of_tests_every_code_is_a_failure(tmp_path: Path) -> None:
+    assert run([step("tests", exit_with(2), tmp_path, kind="tests")], tmp_path) == {"tests": FAILED}
+
+
+def test_the_next_call_goes_on(tmp_path: Path) -> None:
+    """Finished steps are kept, what failed is tried once more, a refusal every time."""
+    count = "import pathlib, sys; p = pathlib.Path({0!r}); p.write_text(p.read_text() + 'x' if p.exists() else 'x')"
+    files = {code: tmp_path / f"count{code}" for code in (0, 1, 2, 3)}
+    steps = [step(str(c), f"{count.format(str(p))}; sys.exit({c})", tmp_path) for c, p in files.items()]
+    for _ in range(4):
+        run(steps, tmp_path)
+    assert [len(p.read_text()) for p in files.values()] == [1, runner.MOST_ATTEMPTS, 4, 1]
+    run(steps[:1], tmp_path, again=True)
+    assert len(files[0].read_text()) == 2
+
+
+def test_a_step_that_takes_too_long_is_ended_with_what_it_started(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    code = (
+        f"import subprocess; p = subprocess.Popen(['sleep', '60']); open({str(pid)!r}, 'w').write(str(p.pid)); p.wait()"
+    )
+    assert run([step("slow", code, tmp_path, limit=2.0)], tmp_path) == {"slow": TIMEOUT}
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+
+
+def test_the_suite_keeps_its_own_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that the suite's end cuts has not failed; one that could not begin is not there."""
+    monkeypatch.setattr(runner, "LEAST_S", 0.5)
+    steps = [step("cut", "import time; time.sleep(60)", tmp_path), step("late", "", tmp_path)]
+    assert run(steps, tmp_path, limit=1.0) == {"cut": CUT}
+    assert json.loads((tmp_path / "steps.json").read_text())["cut"]["attempts"] == 0
+
+
+def test_results_are_copied_after_every_step(tmp_path: Path) -> None:
+    run([step("one", "", tmp_path)], tmp_path / "results", copy_to=tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "steps.json").read_text())["one"]["status"] == DONE
+
+
+def test_steps_are_in_order_of_worth_and_the_same_when_tiny(tmp_path: Path) -> None:
+    full = all_steps(Setting(False, tmp_path, tmp_path))
+    tiny = all_steps(tiny_setting(tmp_path, tmp_path))
+    assert [s.name for s in full][:3] == ["parity-tests", "auto", "auto-h2o"]
+    assert len({s.name for s in full}) == len(full)
+    assert [s.name for s in full if s.kind == "placement"] == [s.name for s in tiny if s.kind == "placement"]
+    for steps, device in ((full, "cuda"), (tiny, "cpu")):
+        for command in (s.command for s in steps if s.kind != "tests"):
+            assert command[command.index("--device") + 1] == device
+    shapes = [s.name for s in full if s.name.startswith("table")]
+    assert shapes == [f"table {size} 512+{gen}" for size in ("6.7b", "30b") for gen in (32, 512, 1024)]
+
+
+def test_the_report_tells_what_is_there(tmp_path: Path) -> None:
+    """Also before anything has run, and of runs that gave no figures."""
+    setting = tiny_setting(tmp_path, tmp_path)
+    steps = all_steps(setting)
+    write_report(setting, steps, {})
+    assert "| auto | left out |" in (tmp_path / "gpu_suite.md").read_text()
+    failed = {"exit_code": 3, "report": None, "card": None}
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "auto.json").write_text(json.dumps(failed))
+    line = {
+        "system": "ours-full", "model": "m", "prompt_len": 100, "gen_len": 50, "budget": "none", "rows": 4, "repeat": 0,
+        "status": "ok", "total_s": 10.0, "tokens_per_s": 20.0, "decode_tokens_per_s": 30.0, "peak_rss_bytes": 2**30,
+        "peak_card_bytes": 2**31,
+    }  # fmt: skip
+    (tmp_path / "mem-spd.jsonl").write_text(json.dumps(line) + "\n")
+    write_report(setting, steps, {"auto": {"status": DOES_NOT_FIT, "seconds": 3.0, "reason": "a | b"}})
+    text = (tmp_path / "gpu_suite.md").read_text()
+    assert "| auto | does_not_fit | 3 | a / b |" in text
+    assert "| auto | exit code 3 |" in text
+    assert "| ours-full | 4 | 100 | 50 | False | 10.00 | 60.0 | 20.0 | 30.0 | 2.00 | 1.00 |" in text
+    assert json.loads((tmp_path / "gpu_suite.json").read_text())["mem_spd"] == [line]
+    assert run_texts("auto", failed)[:2] == ["auto", "exit code 3"]
+    assert mem_spd_texts(line | {"status": "ok"})[4] == "False"
+    no_figure = {name: line[name] for name in ("system", "rows", "prompt_len", "gen_len")} | {"status": DOES_NOT_FIT}
+    assert mem_spd_texts(no_figure)[4:6] == ["True", DOES_NOT_FIT]
+
+
+@pytest.mark.parametrize(("device", "flags"), [("cpu", []), ("cuda", ["--device", "cuda", "--device-mem", "7"])])
+def test_a_device_tier_of_ram_is_for_ours_only(device: str, flags: list[str]) -> None:
+    setup = Setup(Path(), Path(), 1, 1.0, 1.0, device, 7)
+    assert setup.device_flags(PEER) == flags
+    assert setup.device_flags(OURS) == ["--device", device, "--device-mem", "7"]
+    assert setup.ram(100) == (107 if device == "cpu" else 100)
+    assert setup.ram(None) is None
+    assert replace(setup, device_mem=None).device_flags(OURS) == ["--device", device]
+
+
+class _Card:
+    """torch.cuda of a machine with a card of 100 GiB."""
+
+    total_memory = 100 * 2**30
+
+    def __init__(self, usable: bool) -> None:
+        self.usable, self.fraction, self.cuda = usable, 1.0, self
+
+    def is_available(self) -> bool:
+        return self.usable
+
+    def empty(self, count: int, device: str) -> None: ...
+
+    def get_device_properties(self, index: int) -> _Card:
+        return self
+
+    def set_per_process_memory_fraction(self, fraction: float) -> None:
+        self.fraction = fraction
+
+
+def test_every_system_is_held_to_the_same_share_of_the_card() -> None:
+    card = _Card(usable=True)
+    hold_card(card, 15 * 2**30)
+    assert card.fraction * card.total_memory == pytest.approx(15 * 2**30 + CARD_SLACK)
+    whole = _Card(usable=True)
+    hold_card(whole, None)
+    assert whole.fraction == 1.0
+    with pytest.raises(RefusedError):
+        hold_card(_Card(usable=False), None)
+
+
+def test_out_of_memory_is_seen_through_other_errors() -> None:
+    class OutOfMemoryError(RuntimeError): ...
+
+    outer = RuntimeError("a layer failed")
+    outer.__cause__ = OutOfMemoryError()
+    assert is_out_of_card_memory(outer)
+    assert is_out_of_card_memory(OutOfMemoryError())
+    assert not is_out_of_card_memory(RuntimeError())
+
+
+def test_a_card_that_is_not_there_is_said_in_one_line(tmp_path: Path) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a card")
+    done = start("--results", str(tmp_path))
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "gpu_suite: no CUDA device is usable here; --tiny runs the same steps on the CPU"
+    ]
+
+
+@pytest.mark.slow
+def test_the_tiny_suite_runs(tmp_path: Path) -> None:
+    done = start(
+        "--tiny", "--results", str(tmp_path / "r"), "--offload-dir", str(tmp_path / "weights"), "--limit", "1200"
+    )
+    assert done.returncode == 0, done.stderr
+    whole = json.loads((tmp_path / "r" / "gpu_suite.json").read_text())
+    statuses = {name: found["status"] for name, found in whole["steps"].items()}
+    refused = {name for name, status in statuses.items() if status == REFUSED}
+    assert refused <= {"kv-4bit-on-host", "kv-4bit-on-device-h2o", "int8"}, "no other flag may be refused"
+    assert {status for name, status in statuses.items() if name not in refused} == {DONE}
+    assert {line["status"] for line in whole["table"] if line["system"] in ("ours-full", "ours-h2o:0.1")} == {"ok"}
+    assert {line["status"] for line in whole["mem_spd"] if "4bit" not in line["system"]} == {"ok"}
+    assert "| auto | done |" in (tmp_path / "r" / "gpu_suite.md").read_text()
+
+
+def start(*flags: str) -> subprocess.CompletedProcess[str]:
+    command, environment = ["bash", str(ROOT / "scripts/gpu_suite.sh"), *flags], os.environ | {"PYTHON": sys.executable}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
