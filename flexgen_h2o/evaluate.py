@@ -69,7 +69,7 @@ def _add_fidelity_flags(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"{', '.join(names)} (all, with --compression none); with settings: h2o-norm:decay=0.98,sinks=0",
     )
-    add("--compression", nargs="+", default=[], metavar="NAME", help="weights8, weights4: compressed, with all columns")
+    add("--compression", nargs="+", default=[], metavar="NAME", help="weights8, weights4, int8: with all columns")
     add(
         "--budgets",
         nargs="+",
@@ -111,8 +111,9 @@ def _run(argv: list[str] | None) -> int:
     policy, is_auto = policy_of(args)
     if policy.attn_sparsity != 1:
         raise UsageError("--attn-sparsity: the full cache is the reference here; leave it out")
-    if policy.compress_weight:
-        raise UsageError("--compress-weight: uncompressed weights are the reference; compare with --compression")
+    for name in ("compress_weight", "int8_compute"):
+        if getattr(policy, name):
+            raise UsageError(f"{flag_of(name)}: uncompressed weights are the reference; compare with --compression")
     from flexgen_h2o.evaluation.cells import make_cells
     from flexgen_h2o.evaluation.fidelity import Runner
     from flexgen_h2o.llm import LLM

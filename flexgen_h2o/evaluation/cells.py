@@ -12,7 +12,8 @@ from flexgen_h2o.kvcache.eviction import Eviction, make_eviction
 Switches = Mapping[str, bool | int]
 # Fields of the policy by the name that --compression gives them.
 COMPRESSIONS: dict[str, Switches] = {
-    f"weights{bits}": {"compress_weight": True, "weight_bits": bits} for bits in (8, 4)
+    **{f"weights{bits}": {"compress_weight": True, "weight_bits": bits} for bits in (8, 4)},
+    "int8": {"int8_compute": True},
 }
 
 

@@ -6,15 +6,18 @@ import torch
 
 from flexgen_h2o.kernels.causal import causal_attention_lse
 from flexgen_h2o.kernels.column_sums import column_sums
+from flexgen_h2o.kernels.int8_rows import Int8Rows, multiply
 from flexgen_h2o.kernels.packed_rows import unpack_rows
 from flexgen_h2o.kernels.slots import ScoreBook, attend_scored
-from flexgen_h2o.packing import packed_row_bytes
+from flexgen_h2o.kernels.workspace import Workspace
+from flexgen_h2o.packing import Packing
 
 _ROWS, _SLOTS, _WIDTH = 1, 4, 64
 
 
-def warm_up(device: torch.device, dtype: torch.dtype, scored: bool, packed_bits: int | None = None) -> None:
-    """Run decode attention once on zeros; where columns are `scored`, prompts' scores as well; and unpack weights.
+def warm_up(device: torch.device, dtype: torch.dtype, scored: bool, packing: Packing | None = None) -> None:
+    """Run decode attention once on zeros; where columns are `scored`, prompts' scores as well; and unpack
+    weights, or multiply by them in int8.
 
     A few seconds the first time on a machine, then some tenths of one.
     """
@@ -30,6 +33,17 @@ def warm_up(device: torch.device, dtype: torch.dtype, scored: bool, packed_bits:
     if scored:
         _, lse = causal_attention_lse(columns, columns, columns, 1.0)
         column_sums(columns, columns, lse, 1.0)
-    if packed_bits is not None:
-        rows = torch.zeros(_ROWS, packed_row_bytes(_WIDTH, packed_bits), dtype=torch.uint8, device=device)
-        unpack_rows(rows, packed_bits, torch.empty(_ROWS, _WIDTH, dtype=dtype, device=device))
+    if packing is not None:
+        rows = torch.zeros(_ROWS, packing.row_bytes(_WIDTH), dtype=torch.uint8, device=device)
+        out = torch.empty(_ROWS, _WIDTH, dtype=dtype, device=device)
+        if packing.by_row:
+            _multiply(rows, out)
+        else:
+            unpack_rows(rows, packing.bits, out)
+
+
+def _multiply(packed: torch.Tensor, x: torch.Tensor) -> None:
+    """A product in int8 with packed rows."""
+    sizes = dict.fromkeys(("int8 inputs", "int8 input scales", "int8 weight scales", "int8 sums"), _WIDTH)
+    room = torch.empty(sum(sizes.values()), dtype=torch.uint8, device=x.device)
+    multiply(x, Int8Rows(packed, _WIDTH, Workspace(room, sizes, x.dtype)), None, x[:, : len(packed)].clone())

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_h2o.config import Policy
-from flexgen_h2o.packing import WeightForm
+from flexgen_h2o.packing import Packing, WeightForm
 from flexgen_h2o.planner.memory import OVERLAPPED, memory_plan
 from flexgen_h2o.planner.need import Batch, Need, shape_of
 from flexgen_h2o.planner.work import Setting, kv_load_moves, kv_store_moves, layer_work, weight_moves
@@ -102,6 +102,6 @@ def test_packed_weights_move_their_codes_and_groups(bits: int) -> None:
     assert sum(m.nbytes for m in weight_moves(packed, unit)) == want
     products = layer_work(packed, SPEC.layers(True).layers[1], unit, Batch.even(4, 10), 1).products
     assert sorted((p.inner, p.outer) for p in products) == sorted((columns, rows) for rows, columns in matrices)
-    wide = WeightForm(2, bits)
+    wide = WeightForm(2, Packing(bits))
     assert wide.row_bytes((3, 6400)) == 6400 * (bits + 0.5) / 8
     assert wide.row_bytes((3,)) == 2
