@@ -55,16 +55,18 @@ def test_writes_json_tables_and_picture(evaluate: Door, tmp_path: Path) -> None:
 
 
 def test_compressed_weights_beside_the_uncompressed(evaluate: Door, tmp_path: Path) -> None:
-    """No policies unless asked for; 8 bits are nearer than 4, and both near."""
+    """No policies unless asked for; 8 bits are nearer than products in int8, these than 4 bits, and all near."""
     out = evaluate(
         "fidelity --num-prompts 3 --recall-prompts 2 --depths 2 --prompt-len 128 --gen-len 12 --resamples 20 "
-        "--mass-steps 2 --gpu-batch-size 4 --compression weights8 weights4 --offload-dir o --json r.json"
+        "--mass-steps 2 --gpu-batch-size 4 --compression weights8 weights4 int8 --offload-dir o --json r.json"
     )
     assert out.code == 0, out.err
     assert "### Compressed, all columns" in out.out
-    eight, four = json.loads((tmp_path / "r.json").read_text())["cells"]
-    assert (eight["policy"], four["policy"]) == ("weights8", "weights4")
+    eight, four, int8 = json.loads((tmp_path / "r.json").read_text())["cells"]
+    assert (eight["policy"], four["policy"], int8["policy"]) == ("weights8", "weights4", "int8")
     assert four["switches"] == {"compress_weight": True, "weight_bits": 4}
+    assert int8["switches"] == {"int8_compute": True}
+    assert eight["kl"]["value"] < int8["kl"]["value"] < four["kl"]["value"]
     assert 0 < eight["kl"]["value"] < four["kl"]["value"] / 10 and four["kl"]["value"] < 1
     assert "recall" in four and abs(four["evicted_mass"]["value"]) < 1e-6
 
@@ -100,7 +102,8 @@ WRONG = [
     ("fidelity --attn-sparsity 0.5", "--attn-sparsity"),
     ("fidelity --compress-cache", "--compress-cache"),
     ("fidelity --compress-weight", "--compress-weight: uncompressed weights are the reference"),
-    ("fidelity --compression weights5", "--compression weights5: not one of weights8, weights4"),
+    ("fidelity --int8-compute", "--int8-compute: uncompressed weights are the reference"),
+    ("fidelity --compression weights5", "--compression weights5: not one of weights8, weights4, int8"),
     ("fidelity --compression weights4 weights4", "--compression: weights4 is given twice"),
     ("fidelity --gen-len 1", "--gen-len 1"),
     (f"fidelity --prompt-len {POSITIONS} --gen-len 2", f"--prompt-len {POSITIONS}"),

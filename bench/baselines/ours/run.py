@@ -39,7 +39,7 @@ def variant_flags(variant: str) -> list[str]:
     if kind == "h2o":
         flags += ["--hh-ratio", ratio]
     if kind == "int8":
-        flags += ["--compress-weight", "--weight-bits", "8", "--int8-compute"]
+        flags += ["--int8-compute"]
     if form:
         bits = form.removesuffix("bit")
         flags += ["--compress-weight", "--weight-bits", bits, "--compress-cache", "--cache-bits", bits]

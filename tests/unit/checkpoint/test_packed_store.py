@@ -22,8 +22,9 @@ from flexgen_h2o.checkpoint import (
 )
 from flexgen_h2o.checkpoint.stored import Checkpoint
 from flexgen_h2o.errors import DoesNotFitError, UsageError
+from flexgen_h2o.kernels.int8_rows import pack_int8_rows
 from flexgen_h2o.kernels.packed_rows import pack_rows
-from flexgen_h2o.packing import Packing
+from flexgen_h2o.packing import INT8, Packing
 
 FC1 = "model.decoder.layers.1.fc1.weight"
 
@@ -65,6 +66,27 @@ def test_every_tensor(spec, source, weights, cache: Path, monkeypatch, bits: int
             want = pack_rows(want, bits)
             assert stored.offset % 4 == 0 and stored.dtype == "uint8"
         assert bytes_of(stored) == bytes(want.view(-1).view(torch.uint8).tolist())
+
+
+def test_int8(spec, source, weights, cache: Path, monkeypatch) -> None:
+    """Beside the store in groups of 8 bits; the record says that a row has one scale."""
+    monkeypatch.setattr(packed_store, "PACK_CHUNK", 100)
+    grouped = pack_checkpoint(spec, source(), cache, Packing(8))
+    found = pack_checkpoint(spec, source_as_it_is(spec, grouped, cache), cache, INT8)
+    assert found.folder != grouped.folder
+    for name, stored in found.tensors.items():
+        want = pack_int8_rows(weights[name]) if weights[name].dim() == 2 else weights[name]
+        assert bytes_of(stored) == bytes(want.view(-1).view(torch.uint8).tolist())
+    record = json.loads((found.folder / packed_store.RECORD_NAME).read_text())
+    assert (record["bits"], record["group"]) == (8, None)
+
+
+def test_a_value_that_is_not_finite_in_int8(spec, source, weights, cache: Path, names_in) -> None:
+    value = weights[FC1].clone()
+    value[3, 5] = float("nan")
+    with pytest.raises(UsageError, match=rf"tensor '{FC1}' .*not finite.*--int8-compute"):
+        pack_checkpoint(spec, source(**{FC1: value}), cache, INT8)
+    assert names_in(cache) == []
 
 
 def test_it_is_a_safetensors_folder_that_says_what_it_holds(spec, source, cache: Path) -> None:
