@@ -203,13 +203,6 @@ def check_plot_library() -> None:
         raise UsageError("--plot: needs matplotlib; pip install 'flexgen-h2o[plot]'")
 
 
-def refuse_missing_features(args: argparse.Namespace) -> None:
-    """Flags that are known but not built yet: UsageError, never silently ignored."""
-    given = [flag_of(n) for n in ("int8_compute",) if getattr(args, n)]
-    if given:
-        raise UsageError(f"{given[0]}: not in this version yet; leave it out (uncompressed is what runs)")
-
-
 # Fields of an eviction policy by the flag that sets them.
 EVICTION_FLAGS = {
     "heavy_ratio": "--hh-ratio", "recent_ratio": "--recent-ratio", "heavy_size": "--hh-size",

@@ -50,8 +50,8 @@ class Engine:
         self.lanes = Lanes(LANE_THREADS, timeline)
         self.mover = Mover(device, self.lanes)
         shares = tier_shares(policy.weight_shares, device.is_host)
-        bits = weight_form(policy, dtype.itemsize).bits
-        self.weights = WeightStore(self.layers, checkpoint, shares, dtype, self.mover, bits)
+        packing = weight_form(policy, dtype.itemsize).packing
+        self.weights = WeightStore(self.layers, checkpoint, shares, dtype, self.mover, packing)
         with contextlib.ExitStack() as stack:
             # Left in reverse: the threads end before the files that they use are closed.
             stack.callback(self._close_files)
@@ -132,6 +132,10 @@ class Engine:
     def unpacked_weights(self) -> torch.Tensor | None:
         """Where packed weights are unpacked; None where they are not packed."""
         return self._buffers.get(("unpacked weights", self.device.tier))
+
+    def int8_workspace(self) -> Workspace | None:
+        """Room for products in int8; None where they are in the compute dtype."""
+        return self.workspace() if self.policy.int8_compute else None
 
     def cache_ring(self) -> Ring | None:
         return self._ring("cache ring")

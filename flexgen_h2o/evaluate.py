@@ -21,7 +21,6 @@ from flexgen_h2o.doors import (
     flag_of,
     policy_of,
     positive,
-    refuse_missing_features,
     run_door,
     uncompressed,
 )
@@ -138,7 +137,6 @@ def _check(args: argparse.Namespace) -> None:
     """Everything that can be wrong with flags and files, before anything is loaded."""
     from flexgen_h2o.report import check_writable
 
-    refuse_missing_features(args)
     if args.gen_len < 2:
         raise UsageError(f"--gen-len {args.gen_len}: the first token comes from the prefill; at least 2 are needed")
     parse_bytes(args.keep_mem, "--keep-mem")

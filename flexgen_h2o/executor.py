@@ -91,8 +91,9 @@ class Executor:
         units = tuple(layer.unit for layer in self._layers)
         ahead = len(units) if self._overlap else 0
         self._weights = WeightStream(
-            engine.weights, engine.weight_ring(), weight_sequence(max_sweeps, units), ahead, engine.unpacked_weights()
-        )
+            engine.weights, engine.weight_ring(), weight_sequence(max_sweeps, units), ahead,
+            engine.unpacked_weights(), engine.int8_workspace(),
+        )  # fmt: skip
         sparsity = engine.policy.attn_sparsity
         self._slot_attention: SlotAttention = (
             slot_kernels.attend if sparsity == 1 else partial(attend_sparse, share=sparsity)

@@ -24,7 +24,6 @@ from flexgen_h2o.doors import (
     naming_flags,
     policy_of,
     positive,
-    refuse_missing_features,
     run_door,
 )
 from flexgen_h2o.errors import EXIT_DONE, UsageError
@@ -93,7 +92,6 @@ class _Outputs:
 
 def _run(argv: list[str] | None) -> int:
     args = _parser().parse_args(argv)
-    refuse_missing_features(args)
     _check(args)
     policy, is_auto = policy_of(args)
     if args.debug_mode == "breakdown":

@@ -17,3 +17,4 @@ WRITE_BACK_STEPS = 16  # decode steps whose columns wait in RAM before a disk un
 SEGMENT_SLOTS = 64  # at most; KV slots that are read and written as one area
 UNPACK_CHUNK = 2**20  # packed weights that torch operations unpack at a time
 PACK_CHUNK = 2**20  # weights that are packed at a time
+INT8_TILE = 2**21  # sums of int8 products that exist at a time

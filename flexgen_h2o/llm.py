@@ -21,7 +21,7 @@ from flexgen_h2o.executor import BlockTimes, Executor, KvUse
 from flexgen_h2o.generation import Chooser, Decoding, LogitsWatch, Row, RowEnd, SlotsWatch, Watches
 from flexgen_h2o.kernels.warm_up import warm_up
 from flexgen_h2o.kvcache.eviction import Eviction, check_eviction
-from flexgen_h2o.packing import weight_form
+from flexgen_h2o.packing import Packing, weight_form
 from flexgen_h2o.paths import DEFAULT_OFFLOAD_DIR, usable_path
 from flexgen_h2o.planner.memory import MemoryPlan, Shape, packing_of, plan_within
 from flexgen_h2o.planner.need import AutoPolicy, Need
@@ -262,9 +262,9 @@ class LLM:
         self._policy, self._planned_rows = policy, need.rows
         self.predicted = self._predict(need, rows, policy, plan)
         dtype = getattr(torch, self.dtype)
-        bits = weight_form(policy, itemsize).bits
-        warm_up(self._device.torch_device, dtype, bool(self.eviction.needs.record), packing_of(spec, policy), bits)
-        checkpoint = self._find_checkpoint(bits) if bits else self._checkpoint
+        packing, scored = weight_form(policy, itemsize).packing, bool(self.eviction.needs.record)
+        warm_up(self._device.torch_device, dtype, scored, packing_of(spec, policy), packing)
+        checkpoint = self._find_checkpoint(packing) if packing else self._checkpoint
         self._engine = Engine(
             spec, checkpoint, policy, plan, dtype, self._device, budgets, self.offload_dir, self.timeline
         )  # fmt: skip
@@ -308,11 +308,11 @@ class LLM:
     def _checkpoint(self) -> Checkpoint:
         return self._find_checkpoint(None)
 
-    def _find_checkpoint(self, bits: int | None) -> Checkpoint:
+    def _find_checkpoint(self, packing: Packing | None) -> Checkpoint:
         """Random and packed weights are written at first use: after the memory plan, since they may be many GB."""
         dtype = self.dtype if self.model.random else ""
         shown = Progress.on_terminal()
-        return find_checkpoint(self.model, dtype, self.offload_dir, RANDOM_WEIGHTS_SEED, shown, bits)
+        return find_checkpoint(self.model, dtype, self.offload_dir, RANDOM_WEIGHTS_SEED, shown, packing)
 
     def _most_new_tokens(self, prompt: Prompt, params: SamplingParams) -> int:
         """The newest token needs no position of its own, so a prompt that fills all positions still gets one."""
@@ -374,15 +374,12 @@ class LLM:
 
 
 def _read_policy_argument(policy: Policy | AutoPolicy | str | Path) -> Policy | AutoPolicy:
-    """UsageError for a bad file and for what this version does not run."""
+    """UsageError for a bad file."""
     if policy == "auto":
         return AutoPolicy()
     if isinstance(policy, AutoPolicy):
         return policy
-    found = policy if isinstance(policy, Policy) else read_policy(usable_path(policy, "--policy")).policy
-    if found.int8_compute:
-        raise UsageError("int8_compute: is not in this version; leave it off")
-    return found
+    return policy if isinstance(policy, Policy) else read_policy(usable_path(policy, "--policy")).policy
 
 
 def _check_together(policy: Policy | AutoPolicy, eviction: Eviction) -> None:

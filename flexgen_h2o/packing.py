@@ -8,6 +8,8 @@ are. A packed row is one run of bytes, so that rows split over tiers, files and 
 
 value = least + code x scale. bfloat16 has the exponents of float32, so no group is too large or too small for it, and
 its coarse steps cost little: the least value is rounded down and the scale up, so that the codes still span the group.
+
+Weights for products in int8 are packed otherwise: see `Packing`.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from flexgen_h2o.units import round_up
 
 GROUP = 64  # values that share a scale and a least value
 GROUP_BYTES = 4  # of these two
+SCALE_BYTES = 4  # of a row for products in int8
 FORMAT = 1  # raise it when the bytes change: stores of another format are not used
 
 
@@ -38,22 +41,50 @@ def packed_row_bytes(columns: int, bits: int) -> int:
 
 
 @dataclass(frozen=True)
+class Packing:
+    """How the rows of matrices are packed: `bits` of a value, in groups; or by_row, for products in int8.
+
+    by_row: a row is its values, int8, padded to a multiple of 4 bytes, and its scale, a float32: value = int8 x scale.
+    Products of two such rows are whole numbers, so they need one scale for the whole of a row.
+    """
+
+    bits: int
+    by_row: bool = False
+
+    @property
+    def label(self) -> str:
+        return "int8" if self.by_row else f"{self.bits}bit"
+
+    def row_bytes(self, columns: int) -> int:
+        return round_up(columns, 4) + SCALE_BYTES if self.by_row else packed_row_bytes(columns, self.bits)
+
+
+INT8 = Packing(8, by_row=True)
+
+
+@dataclass(frozen=True)
 class WeightForm:
-    """How weights are held and moved. itemsize: bytes of the compute dtype; bits: of a packed value, None: unpacked."""
+    """How weights are held and moved. itemsize: bytes of the compute dtype; packing: of matrices, None: unpacked."""
 
     itemsize: int
-    bits: int | None = None
+    packing: Packing | None = None
 
     def packs(self, shape: tuple[int, ...]) -> bool:
         """Is a tensor of this shape packed?"""
-        return self.bits is not None and len(shape) == 2
+        return self.packing is not None and len(shape) == 2
+
+    def unpacks(self, shape: tuple[int, ...]) -> bool:
+        """Must it be unpacked for products?"""
+        return self.packs(shape) and self.packing != INT8
 
     def row_bytes(self, shape: tuple[int, ...]) -> int:
         """Bytes of one row (of a vector: one element) of a tensor."""
-        if self.bits is not None and len(shape) == 2:
-            return packed_row_bytes(shape[1], self.bits)
+        if self.packing is not None and len(shape) == 2:
+            return self.packing.row_bytes(shape[1])
         return math.prod(shape[1:]) * self.itemsize
 
 
 def weight_form(policy: Policy, itemsize: int) -> WeightForm:
-    return WeightForm(itemsize, policy.weight_bits if policy.compress_weight else None)
+    if policy.int8_compute:
+        return WeightForm(itemsize, INT8)
+    return WeightForm(itemsize, Packing(policy.weight_bits) if policy.compress_weight else None)

@@ -22,7 +22,6 @@ RESOURCES = {
 LARGEST = 3  # buffers of a tier that are named
 SOURCE_CHARACTERS = 60  # of a profile's source that are shown
 LEAST_GAIN = 0.001  # of the whole time; less is called nothing
-NOT_RUN_YET = "this version's engine does not compute in int8 yet: flex_opt refuses it"
 
 
 @dataclass(frozen=True)
@@ -104,11 +103,9 @@ def to_text(question: Question, plan: Plan, seconds: float, flags: str, command:
         "",
         f"policy, {how}:",
         f"  {flags}",
+        "run it:",
+        f"  {command}",
     ]
-    if plan.policy.int8_compute:
-        lines.append(f"  {NOT_RUN_YET}")
-    else:
-        lines += ["run it:", f"  {command}"]
     return "\n".join(
         [*lines, "", *_memory(question, plan), "", *_seconds(question, plan), "", *_gains(question, plan), *_eta(plan)]
     )

@@ -89,7 +89,7 @@ def _run(argv: list[str] | None) -> int:
     _check(args)
     task = _task(args)
     answer = _answer(args, task)
-    from flexgen_h2o.plan_report import NOT_RUN_YET, to_json, to_text
+    from flexgen_h2o.plan_report import to_json, to_text
 
     if args.json:
         print(json.dumps(to_json(task.question, answer), indent=1, allow_nan=False))
@@ -99,8 +99,6 @@ def _run(argv: list[str] | None) -> int:
     if not args.json:
         flags = " ".join(filter(None, [as_flags(policy), given_flags(args, ("--eviction", *EVICTION_FLAGS.values()))]))
         print(to_text(task.question, answer.plan, answer.seconds, flags, _command(args, task, policy)))
-    elif policy.int8_compute:
-        print(f"policy_search: {NOT_RUN_YET}", file=sys.stderr)
     words = sys.argv[1:] if argv is None else argv
     _write(args, task, answer.plan, f"python -m flexgen_h2o.policy_search {shlex.join(words)}")
     return EXIT_DONE

@@ -19,6 +19,7 @@ from flexgen_h2o.checkpoint.resolve import DUMMY, find_folder
 from flexgen_h2o.config import ModelSpec
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.models import built_in_names, built_in_spec, spec_from_folder
+from flexgen_h2o.packing import Packing
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "tokenizer_config.json")
 
@@ -68,21 +69,21 @@ def find_spec(model: str, path: str | None, revision: str | None = None) -> Mode
 
 
 def find_checkpoint(
-    model: Model, dtype: str, offload_dir: Path, seed: int, progress: bool, bits: int | None = None
+    model: Model, dtype: str, offload_dir: Path, seed: int, progress: bool, packing: Packing | None = None
 ) -> Checkpoint:
     """The checkpoint on disk: in place, imported from .bin, or written with seeded random weights of `dtype`.
 
-    bits: its matrices packed, made from it once (checkpoint/packed_store.py); random weights are never written whole.
+    packing: with its matrices packed, once (checkpoint/packed_store.py); random weights are never written whole.
     """
     cache, spec = offload_dir / "weights", model.spec
     if not model.random:
         assert model.folder is not None
         found = open_checkpoint(spec, model.folder, cache)
-        return pack_checkpoint(spec, found, cache, bits, progress) if bits else found
+        return pack_checkpoint(spec, found, cache, packing, progress) if packing else found
     label = f"{model.name.replace('/', '--')}-{dtype}-seed{seed}-{shape_fingerprint(model.config)}"
-    if bits:
+    if packing:
         folder = cache / "packed" / f"random-{label}"
-        return pack_random(spec, model.config, folder, dtype, seed, bits, progress)
+        return pack_random(spec, model.config, folder, dtype, seed, packing, progress)
     folder = write_random_checkpoint(spec, model.config, cache / "random" / label, dtype, seed, progress)
     return open_checkpoint(spec, folder, cache)
 

@@ -1,8 +1,9 @@
 """Weights on their home tiers, brought to the device unit by unit in schedule order.
 
 Resident rows are read once; streamed rows (on disk, and on host where the device is not host memory) are loaded into a
-ring ahead of the compute that needs them. Packed matrices (packing.py) stay packed in both and are unpacked into one
-buffer when their unit is opened. Knows nothing of file formats (it is given byte ranges) nor of models.
+ring ahead of the compute that needs them. Packed matrices (packing.py) stay packed in both; when their unit is opened
+they are unpacked into one buffer, or wrapped for products in int8. Knows nothing of file formats (it is given byte
+ranges) nor of models.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import torch
 
 from flexgen_h2o.checkpoint.stored import Checkpoint, StoredTensor
 from flexgen_h2o.config import LayerPlan, TensorSpec, WeightUnit
+from flexgen_h2o.kernels.int8_rows import Int8Rows
 from flexgen_h2o.kernels.linear import RowParts
 from flexgen_h2o.kernels.packed_rows import unpack_rows
+from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.limits import ALIGN, PAGE
-from flexgen_h2o.packing import WeightForm
+from flexgen_h2o.packing import Packing, WeightForm
 from flexgen_h2o.planner.memory import part_bytes, streamed_bytes, streamed_part_bytes, unpacked_bytes, weight_parts
 from flexgen_h2o.tiers.disk import DirectFile, aligned_range
 from flexgen_h2o.tiers.events import Done, Waitable, wait_all
@@ -27,6 +30,8 @@ from flexgen_h2o.tiers.placement import Part, Shares, is_streamed
 from flexgen_h2o.tiers.ring import Region, Ring
 from flexgen_h2o.tiers.stream import Stream
 from flexgen_h2o.units import round_up
+
+HeldParts = tuple[torch.Tensor, ...]  # of a matrix: rows in the compute dtype, or packed ones as uint8
 
 
 @dataclass(frozen=True)
@@ -42,15 +47,15 @@ class _Piece:
 class WeightStore:
     """Homes of all units. `open_unit` gives the tensors of a unit from its resident rows and a loaded region.
 
-    bits: of a packed value; the checkpoint's matrices are packed so. None: they are in a float dtype.
+    packing: of the checkpoint's matrices. None: they are in a float dtype.
     """
 
     def __init__(
         self, plan: LayerPlan, checkpoint: Checkpoint, shares: Shares, dtype: torch.dtype, mover: Mover,
-        bits: int | None = None,
+        packing: Packing | None = None,
     ) -> None:  # fmt: skip
         self.plan, self.dtype, self._mover = plan, dtype, mover
-        self._checkpoint, self._form = checkpoint, WeightForm(dtype.itemsize, bits)
+        self._checkpoint, self._form = checkpoint, WeightForm(dtype.itemsize, packing)
         self._is_host = mover.device.is_host
         self._files: dict[Path, DirectFile] = {}
         self._resident: dict[tuple[str, int], torch.Tensor] = {}
@@ -94,10 +99,10 @@ class WeightStore:
         """Start bringing the streamed rows of unit `key` into `region`."""
         return [self._load_piece(piece, region) for piece in self._pieces[key].values()]
 
-    def open_unit(self, unit: int, region: Region | None) -> dict[str, RowParts]:
+    def open_unit(self, unit: int, region: Region | None) -> dict[str, HeldParts]:
         """Tensors of a loaded unit by role, each as row parts in order, packed where the store is."""
         streamed = self._pieces[unit]
-        found: dict[str, RowParts] = {}
+        found: dict[str, HeldParts] = {}
         for tensor in self.plan.units[unit].tensors:
             parts = []
             for part in self._parts[tensor.name]:
@@ -110,9 +115,19 @@ class WeightStore:
             found[tensor.role] = tuple(parts)
         return found
 
-    def unpack(self, unit: int, tensors: Mapping[str, RowParts], memory: torch.Tensor) -> dict[str, RowParts]:
+    def for_products(self, unit: int, tensors: Mapping[str, HeldParts], workspace: Workspace) -> dict[str, RowParts]:
+        """An opened unit's tensors as products take them where nothing is unpacked: matrices in int8 as `Int8Rows`."""
+        found: dict[str, RowParts] = dict(tensors)
+        for tensor in self.plan.units[unit].tensors:
+            if self._form.packs(tensor.shape):
+                parts = tensors[tensor.role]
+                found[tensor.role] = tuple(Int8Rows(part, tensor.shape[1], workspace) for part in parts)
+        return found
+
+    def unpack(self, unit: int, tensors: Mapping[str, HeldParts], memory: torch.Tensor) -> dict[str, RowParts]:
         """An opened unit's tensors in the compute dtype: packed matrices whole in `memory` (uint8), others as given."""
-        found, start = dict(tensors), 0
+        found: dict[str, RowParts] = dict(tensors)
+        start = 0
         for tensor in self.plan.units[unit].tensors:
             if self._form.packs(tensor.shape):
                 nbytes = tensor.numel * self.dtype.itemsize
@@ -122,11 +137,11 @@ class WeightStore:
                 found[tensor.role] = (whole,)
         return found
 
-    def _unpack_into(self, whole: torch.Tensor, parts: RowParts) -> None:
-        assert self._form.bits is not None
+    def _unpack_into(self, whole: torch.Tensor, parts: HeldParts) -> None:
+        assert self._form.packing is not None
         first = 0
         for part in parts:
-            unpack_rows(part, self._form.bits, whole[first : first + len(part)])
+            unpack_rows(part, self._form.packing.bits, whole[first : first + len(part)])
             first += len(part)
 
     def close(self) -> None:
@@ -205,17 +220,19 @@ class WeightStore:
 class WeightStream:
     """The open unit, and the loads ahead of it.
 
-    unpacked: memory for the open unit's matrices where the store is packed; else None.
+    unpacked: memory for the open unit's matrices where the store is packed to be unpacked; int8: the workspace of
+    products where it is packed for products in int8. Else None.
     """
 
     def __init__(
         self, store: WeightStore, ring: Ring | None, sequence: Iterator[int], ahead: int,
-        unpacked: torch.Tensor | None = None,
+        unpacked: torch.Tensor | None = None, int8: Workspace | None = None,
     ) -> None:  # fmt: skip
-        self._store, self._unpacked = store, unpacked
+        self._store, self._unpacked, self._int8 = store, unpacked, int8
         self._stream: Stream[int] = Stream(ring, sequence, store, ahead)
         self.unit: int | None = None
         self._region: Region | None = None
+        self._held: Mapping[str, HeldParts] = {}
         self._tensors: Mapping[str, RowParts] = {}
 
     def prefetch(self) -> None:
@@ -226,7 +243,10 @@ class WeightStream:
         if unit != self.unit:
             self._stream.give_back(self._region, [fence])
             self._region = self._stream.take(unit)
-            self.unit, self._tensors = unit, self._store.open_unit(unit, self._region)
+            self.unit, self._held = unit, self._store.open_unit(unit, self._region)
+            self._tensors = self._held
+            if self._int8 is not None:
+                self._tensors = self._store.for_products(unit, self._held, self._int8)
         return self._tensors
 
     def unpack(self, fence: Callable[[], Waitable]) -> Mapping[str, RowParts]:
@@ -235,7 +255,7 @@ class WeightStream:
         fence: an event that is done when what was computed up to now is.
         """
         if self._unpacked is not None and self.unit is not None:
-            self._tensors = self._store.unpack(self.unit, self._tensors, self._unpacked)
+            self._tensors = self._store.unpack(self.unit, self._held, self._unpacked)
             self._stream.give_back(self._region, [fence()])
             self._region = None
         return self._tensors

@@ -80,7 +80,7 @@ _THEN: dict[str, str] = {
     "kv-and-hidden-on-disk": "--percent 80 20 0 0 0 0 --gpu-batch-size 8 --cut-gen-len 4",
     "kv-4bit-on-host": f"{_KV_ON_HOST} --compress-cache --cut-gen-len 8",
     "kv-4bit-on-device-h2o": f"{_ALL_ON_DEVICE} --compress-cache --hh-ratio 0.1 --cut-gen-len 8",
-    "int8": f"{_WEIGHTS_ON_HOST} --compress-weight --weight-bits 8 --int8-compute",
+    "int8": f"{_WEIGHTS_ON_HOST} --int8-compute",
 }
 _LARGE = "--policy auto --compress-weight --cut-gen-len 4"
 

@@ -33,7 +33,8 @@ SYSTEMS = (
     System("ours", "h2o:0.1", BOTH),
     System("ours", "full-4bit", BOTH),
     System("ours", "h2o-4bit:0.1", BOTH),
-    System("ours", "int8", (IN_RAM,)),
+    System("ours", "full-int8", BOTH),
+    System("ours", "h2o-int8:0.1", BOTH),
     System("ours", "flexgen-like", BOTH),
     System("hf", "sdpa", (IN_RAM,)),
     System("hf", "eager", (IN_RAM,)),
@@ -46,7 +47,7 @@ SYSTEMS = (
     System("flexgen", "published", BOTH),
 )
 # On a card: weights that do not fit it are in RAM.
-GPU_SYSTEMS = tuple(s for s in SYSTEMS if s.ours and s.variant not in ("int8", "flexgen-like")) + tuple(
+GPU_SYSTEMS = tuple(s for s in SYSTEMS if s.ours and "int8" not in s.variant and s.variant != "flexgen-like") + tuple(
     s for s in SYSTEMS if s.name in ("flexgen-published", "accelerate-cpu", "deepspeed-cpu")
 )
 MEM_SPD_SYSTEMS = (SYSTEMS[0], *(System("ours", f"{form}:0.25", BOTH) for form in ("h2o", "h2o-4bit")))

@@ -22,7 +22,7 @@ from flexgen_h2o.checkpoint.stored import Checkpoint, StoredTensor
 from flexgen_h2o.config import DTYPE_BYTES, ModelSpec, TensorSpec
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.limits import PACK_CHUNK
-from flexgen_h2o.packing import FORMAT, GROUP, packed_row_bytes
+from flexgen_h2o.packing import FORMAT, GROUP, Packing
 from flexgen_h2o.tiers.buffers import host_buffer
 from flexgen_h2o.tiers.disk import DirectFile, aligned_range
 
@@ -42,16 +42,16 @@ class _Values:
 
 
 def pack_checkpoint(
-    spec: ModelSpec, source: Checkpoint, cache_dir: Path, bits: int, progress: bool = False
+    spec: ModelSpec, source: Checkpoint, cache_dir: Path, packing: Packing, progress: bool = False
 ) -> Checkpoint:
-    """The tensors of `source` with matrices packed in `bits`, under `cache_dir`/packed/; made at the first call.
+    """The tensors of `source` with matrices packed, under `cache_dir`/packed/; made at the first call.
 
     A source that changes gets a new store; the old one stays. Under 200 MB of RAM at any size. Raises UsageError that
     names the tensor (not finite) or the store (damaged); DoesNotFitError: the disk is full. Nothing is left then.
     """
     paths = sorted({stored.path for stored in source.tensors.values()})
-    mark = fingerprint(paths, FORMAT, bits, [(t.name, t.shape) for t in tensors_of(spec)])
-    folder = cache_dir / "packed" / f"{source.folder.resolve().name}-{bits}bit-{mark}"
+    mark = fingerprint(paths, FORMAT, packing.bits, [(t.name, t.shape) for t in tensors_of(spec)])
+    folder = cache_dir / "packed" / f"{source.folder.resolve().name}-{packing.label}-{mark}"
     stored = source.tensors
     reader = _Reader()
     try:
@@ -59,38 +59,39 @@ def pack_checkpoint(
             lambda t: f"{stored[t.name].path}: tensor {t.name!r}", lambda t: stored[t.name].dtype,
             lambda t, first, end: reader.rows(stored[t.name], first, end),
         )  # fmt: skip
-        return _pack(spec, values, folder, bits, progress)
+        return _pack(spec, values, folder, packing, progress)
     finally:
         reader.close()
 
 
 def pack_random(
-    spec: ModelSpec, config_json: dict[str, object], folder: Path, dtype: str, seed: int, bits: int,
+    spec: ModelSpec, config_json: dict[str, object], folder: Path, dtype: str, seed: int, packing: Packing,
     progress: bool = False,
 ) -> Checkpoint:  # fmt: skip
     """The random weights of `random_weights.write_random_checkpoint`, packed in `folder`; those are not written first.
 
     Raises as `pack_checkpoint`.
     """
-    mark = fingerprint([], FORMAT, bits, record_of(spec, config_json, dtype, seed))
+    mark = fingerprint([], FORMAT, packing.bits, record_of(spec, config_json, dtype, seed))
     random = RandomValues(dtype, seed)
     values = _Values(lambda t: f"random weights: tensor {t.name!r}", lambda t: dtype, random.rows)
-    return _pack(spec, values, folder.with_name(f"{folder.name}-{bits}bit-{mark}"), bits, progress)
+    return _pack(spec, values, folder.with_name(f"{folder.name}-{packing.label}-{mark}"), packing, progress)
 
 
-def _pack(spec: ModelSpec, values: _Values, folder: Path, bits: int, progress: bool) -> Checkpoint:
+def _pack(spec: ModelSpec, values: _Values, folder: Path, packing: Packing, progress: bool) -> Checkpoint:
     tensors = sorted(tensors_of(spec), key=lambda t: not _is_packed(t))
-    shards = plan_shards(tensors, lambda t: _entry(t, values.dtype(t), bits), {"packed_bits": str(bits)})
+    shards = plan_shards(tensors, lambda t: _entry(t, values.dtype(t), packing), {"packed": packing.label})
     with building(folder, sum(shard.nbytes for shard in shards)) as temp:
         if temp is not None:
-            record = {"format": FORMAT, "bits": bits, "group": GROUP, "model": spec.name}
+            group = None if packing.by_row else GROUP
+            record = {"format": FORMAT, "bits": packing.bits, "group": group, "model": spec.name}
             (temp / RECORD_NAME).write_text(json.dumps(record, indent=2) + "\n")
-            title = f"{bits}-bit weights {spec.name}"
-            write_shards(temp, shards, lambda t: _pieces(t, values, bits), title, progress)
-    return _open(spec, folder, bits)
+            title = f"{packing.label} weights {spec.name}"
+            write_shards(temp, shards, lambda t: _pieces(t, values, packing), title, progress)
+    return _open(spec, folder, packing)
 
 
-def _open(spec: ModelSpec, folder: Path, bits: int) -> Checkpoint:
+def _open(spec: ModelSpec, folder: Path, packing: Packing) -> Checkpoint:
     """A store that is complete, checked against the spec: somebody may have changed it since."""
     try:
         found = read_index(folder)
@@ -99,7 +100,7 @@ def _open(spec: ModelSpec, folder: Path, bits: int) -> Checkpoint:
     tensors = {t.name: found.get(t.name) for t in tensors_of(spec)}
     for tensor in tensors_of(spec):
         stored = tensors[tensor.name]
-        if stored is None or stored.shape != _entry(tensor, "float32", bits).shape:
+        if stored is None or stored.shape != _entry(tensor, "float32", packing).shape:
             raise UsageError(f"{folder}: packed weights lack tensor {tensor.name!r}; remove this folder")
     return Checkpoint(folder, {name: stored for name, stored in tensors.items() if stored is not None})
 
@@ -108,16 +109,17 @@ def _is_packed(tensor: TensorSpec) -> bool:
     return len(tensor.shape) == 2
 
 
-def _entry(tensor: TensorSpec, dtype: str, bits: int) -> Entry:
+def _entry(tensor: TensorSpec, dtype: str, packing: Packing) -> Entry:
     if not _is_packed(tensor):
         return Entry(tensor.name, FROM_ENGINE[dtype], tensor.shape)
-    return Entry(tensor.name, FROM_ENGINE["uint8"], (tensor.shape[0], packed_row_bytes(tensor.shape[1], bits)))
+    return Entry(tensor.name, FROM_ENGINE["uint8"], (tensor.shape[0], packing.row_bytes(tensor.shape[1])))
 
 
-def _pieces(tensor: TensorSpec, values: _Values, bits: int) -> Iterator[memoryview]:
+def _pieces(tensor: TensorSpec, values: _Values, packing: Packing) -> Iterator[memoryview]:
     """The bytes of one tensor, some rows at a time."""
     import torch
 
+    from flexgen_h2o.kernels.int8_rows import pack_int8_rows
     from flexgen_h2o.kernels.packed_rows import pack_rows
 
     step = max(1, PACK_CHUNK // (tensor.numel // tensor.shape[0]))
@@ -125,9 +127,10 @@ def _pieces(tensor: TensorSpec, values: _Values, bits: int) -> Iterator[memoryvi
         rows = values.rows(tensor, first, min(first + step, tensor.shape[0]))
         if _is_packed(tensor):
             try:
-                rows = pack_rows(rows, bits)
+                rows = pack_int8_rows(rows) if packing.by_row else pack_rows(rows, packing.bits)
             except ValueError as error:
-                raise UsageError(f"{values.name(tensor)} {error}; leave --compress-weight out") from error
+                flag = "--int8-compute" if packing.by_row else "--compress-weight"
+                raise UsageError(f"{values.name(tensor)} {error}; leave {flag} out") from error
         yield rows.contiguous().view(-1).view(torch.uint8).numpy().data
 
 

@@ -1,22 +1,27 @@
 """Linear maps and row look-ups over a matrix that is held in row parts.
 
 A matrix split over tiers arrives as up to three tensors, each a run of its rows; a whole one as a single part. No
-part is ever copied together: each is multiplied where it lies and fills its own columns of the result.
+part is ever copied together: each is multiplied where it lies and fills its own columns of the result. A part is in
+the compute dtype, or in int8 and multiplied in it (kernels/int8_rows.py).
 """
 
 from __future__ import annotations
 
 import torch
 
-RowParts = tuple[torch.Tensor, ...]
+from flexgen_h2o.kernels.int8_rows import Int8Rows, look_up, multiply
+
+RowParts = tuple[torch.Tensor | Int8Rows, ...]
 
 
 def linear(x: torch.Tensor, weight: RowParts, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
     """out = x W^T + bias. x: (rows, in), weight parts: (out_i, in), bias: (out,), out: (rows, sum out_i)."""
     start = 0
     for part in weight:
-        end = start + part.shape[0]
-        if bias is None:
+        end = start + len(part)
+        if isinstance(part, Int8Rows):
+            multiply(x, part, None if bias is None else bias[start:end], out[:, start:end])
+        elif bias is None:
             torch.mm(x, part.t(), out=out[:, start:end])
         else:
             torch.addmm(bias[start:end], x, part.t(), out=out[:, start:end])
@@ -28,20 +33,38 @@ def add_linear(x: torch.Tensor, inputs: torch.Tensor, weight: RowParts, bias: to
     """x += inputs W^T + bias, in place: the residual sum. x: (rows, out), inputs: (rows, in)."""
     start = 0
     for part in weight:
-        end = start + part.shape[0]
-        x[:, start:end].addmm_(inputs, part.t())
+        end = start + len(part)
+        some = None if bias is None else bias[start:end]
+        if isinstance(part, Int8Rows):
+            multiply(inputs, part, some, x[:, start:end], adds=True)
+        else:
+            x[:, start:end].addmm_(inputs, part.t())
+            if some is not None:
+                x[:, start:end].add_(some)
         start = end
-    if bias is not None:
-        x.add_(bias)
 
 
 def lookup(ids: torch.Tensor, table: RowParts, out: torch.Tensor) -> torch.Tensor:
     """Rows of `table` by `ids` (int64, (n,)) into out (n, width). Ids must be in range."""
     if len(table) == 1:
-        return torch.index_select(table[0], 0, ids, out=out)
+        return _rows(table[0], ids, out)
     start = 0
     for part in table:
-        here = ((ids >= start) & (ids < start + part.shape[0])).nonzero().squeeze(1)
-        out[here] = part[ids[here] - start]
-        start += part.shape[0]
+        here = ((ids >= start) & (ids < start + len(part))).nonzero().squeeze(1)
+        out[here] = _rows(part, ids[here] - start, out.new_empty(len(here), out.shape[1]))
+        start += len(part)
+    return out
+
+
+def vector(parts: RowParts) -> torch.Tensor:
+    """A tensor of one dimension, which is never split and always in the compute dtype."""
+    (whole,) = parts
+    assert isinstance(whole, torch.Tensor)
+    return whole
+
+
+def _rows(part: torch.Tensor | Int8Rows, ids: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    if isinstance(part, torch.Tensor):
+        return torch.index_select(part, 0, ids, out=out)
+    look_up(ids, part, out)
     return out

@@ -62,7 +62,7 @@ def unpack(element, job, first, end):  # type: ignore[no-untyped-def]
             if rest % 2 == 1:
                 code = bytes_at(at)[(rest - 1) * job.bits // 8]
                 code = code & np.uint8(15) if job.bits == 4 else code
-                _store_one(element, _value(np.uint32(code), ends[whole]), to + (rest - 1) * size)
+                store_one(element, _value(np.uint32(code), ends[whole]), to, rest - 1)
 
 
 @jit
@@ -97,11 +97,12 @@ def _store(element, out, i, low, high):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _store_one(element, value, out):  # type: ignore[no-untyped-def]
+def store_one(element, value, out, i):  # type: ignore[no-untyped-def]
+    """Element i of those at `out`."""
     if vectors.planes(element) == 2:
-        shorts_at(out)[0] = np.uint16(_bf16(value) >> np.uint32(16))
+        shorts_at(out)[i] = np.uint16(_bf16(value) >> np.uint32(16))
     else:
-        floats_at(out)[0] = value
+        floats_at(out)[i] = value
 
 
 @jit

@@ -6,22 +6,24 @@ import torch
 
 from flexgen_h2o.kernels.causal import causal_attention_lse
 from flexgen_h2o.kernels.column_sums import column_sums
+from flexgen_h2o.kernels.int8_rows import Int8Rows, multiply
 from flexgen_h2o.kernels.packed_rows import unpack_rows
 from flexgen_h2o.kernels.packed_slots import attend_packed, pack_columns
 from flexgen_h2o.kernels.slot_packing import SlotPacking
 from flexgen_h2o.kernels.slots import ScoreBook, attend_scored
-from flexgen_h2o.packing import packed_row_bytes
+from flexgen_h2o.kernels.workspace import Workspace
+from flexgen_h2o.packing import Packing
 
 _ROWS, _SLOTS, _WIDTH = 1, 4, 64
 
 
 def warm_up(
     device: torch.device, dtype: torch.dtype, scored: bool, packing: SlotPacking | None = None,
-    weight_bits: int | None = None,
+    weights: Packing | None = None,
 ) -> None:  # fmt: skip
     """Run decode attention once on zeros; where columns are `scored`, prompts' scores as well.
 
-    packing: of the KV slots, and weight_bits: of the weights, where these are packed.
+    packing: of the KV slots, weights: of matrices, where these are packed.
 
     A few seconds the first time on a machine, then some tenths of one.
     """
@@ -43,6 +45,17 @@ def warm_up(
     if scored:
         _, lse = causal_attention_lse(columns, columns, columns, 1.0)
         column_sums(columns, columns, lse, 1.0)
-    if weight_bits is not None:
-        rows = torch.zeros(_ROWS, packed_row_bytes(_WIDTH, weight_bits), dtype=torch.uint8, device=device)
-        unpack_rows(rows, weight_bits, torch.empty(_ROWS, _WIDTH, dtype=dtype, device=device))
+    if weights is not None:
+        rows = torch.zeros(_ROWS, weights.row_bytes(_WIDTH), dtype=torch.uint8, device=device)
+        out = torch.empty(_ROWS, _WIDTH, dtype=dtype, device=device)
+        if weights.by_row:
+            _multiply(rows, out)
+        else:
+            unpack_rows(rows, weights.bits, out)
+
+
+def _multiply(packed: torch.Tensor, x: torch.Tensor) -> None:
+    """A product in int8 with packed rows."""
+    sizes = dict.fromkeys(("int8 inputs", "int8 input scales", "int8 weight scales", "int8 sums"), _WIDTH)
+    room = torch.empty(sum(sizes.values()), dtype=torch.uint8, device=x.device)
+    multiply(x, Int8Rows(packed, _WIDTH, Workspace(room, sizes, x.dtype)), None, x[:, : len(packed)].clone())

@@ -18,7 +18,8 @@ class Workspace:
             self._slices[name] = buffer[start : start + nbytes]
             start += nbytes
 
-    def get(self, name: str, *shape: int) -> torch.Tensor:
-        """The slice `name` as a tensor of `shape`; its last content is still there."""
-        nbytes = math.prod(shape) * self.dtype.itemsize
-        return self._slices[name][:nbytes].view(self.dtype).view(shape)
+    def get(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The slice `name` as a tensor of `shape`, in the compute dtype by default; its last content is still there."""
+        dtype = dtype or self.dtype
+        nbytes = math.prod(shape) * dtype.itemsize
+        return self._slices[name][:nbytes].view(dtype).view(shape)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from flexgen_h2o.config import ModelSpec, TensorSpec, check_int
 from flexgen_h2o.errors import UsageError
-from flexgen_h2o.kernels.linear import add_linear, linear, lookup
+from flexgen_h2o.kernels.linear import add_linear, linear, lookup, vector
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import Attend, Weights
 from flexgen_h2o.models.chunks import token_chunks
@@ -185,4 +185,4 @@ def _bias(w: Weights, name: str) -> torch.Tensor | None:
 
 def _vector(w: Weights, role: str) -> torch.Tensor | None:
     parts = w.get(role)
-    return parts[0] if parts else None
+    return vector(parts) if parts else None

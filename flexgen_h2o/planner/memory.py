@@ -27,6 +27,7 @@ from flexgen_h2o.limits import (
     WRITE_THREADS,
 )
 from flexgen_h2o.packing import WeightForm, weight_form
+from flexgen_h2o.planner.int8_sizes import int8_sizes
 from flexgen_h2o.tiers.placement import Part, Shares, is_streamed, on_host_device, split_rows
 from flexgen_h2o.units import format_bytes, round_up
 
@@ -188,7 +189,7 @@ def workspace_sizes(spec: ModelSpec, shape: Shape, itemsize: int) -> dict[str, i
 def temporary_bytes(spec: ModelSpec, shape: Shape, itemsize: int, policy: Policy) -> int:
     """Upper estimate of what torch allocates and frees inside one step: attention, sampling, norms and activations.
 
-    Packed weights are unpacked between steps, by torch operations where nothing is compiled for the device.
+    Packed weights are unpacked between steps, or multiplied in int8, by torch operations where nothing is compiled.
     """
     q_width = spec.num_heads * spec.head_dim
     prefill = shape.tokens * (q_width * itemsize + 4 * spec.num_heads)
@@ -206,7 +207,7 @@ def temporary_bytes(spec: ModelSpec, shape: Shape, itemsize: int, policy: Policy
     sampling = 50 * min(shape.rows * spec.vocab_size, max(SAMPLING_CHUNK, spec.vocab_size))
     chunk = min(TOKEN_CHUNK, max(shape.tokens, shape.rows))
     step = max(prefill, decode, sampling) + chunk * (3 * spec.hidden_size + spec.ffn_size) * itemsize
-    if policy.compress_weight:
+    if policy.compress_weight or policy.int8_compute:
         largest = max(spec.vocab_size, spec.ffn_size) * spec.hidden_size
         step = max(step, UNPACK_BYTES * min(UNPACK_CHUNK, largest))
     return step
@@ -265,6 +266,8 @@ def memory_plan(
 ) -> MemoryPlan:
     """All buffers of a run. `itemsize`: bytes of the compute dtype, which weights and KV are held in."""
     workspace = workspace_sizes(spec, shape, itemsize)
+    if policy.int8_compute:
+        workspace |= int8_sizes(spec, max(shape.tokens, shape.rows))
     form = weight_form(policy, itemsize)
     buffers = [
         *_weight_buffers(spec, policy, form, device_is_host, depth.weights),
@@ -348,7 +351,7 @@ def _unit_bytes(
     for tensor, part in _parts_of(unit, shares):
         resident[part.tier] += round_up(part_bytes(tensor, part, form), ALIGN)
     ring = streamed_bytes(unit, shares, form, device_is_host)
-    unpacked = sum(unpacked_bytes(t, form.itemsize) for t in unit.tensors if form.packs(t.shape))
+    unpacked = sum(unpacked_bytes(t, form.itemsize) for t in unit.tensors if form.unpacks(t.shape))
     return _UnitBytes(resident["device"], resident["host"], ring, unpacked)
 
 

@@ -45,10 +45,10 @@ def test_a_run_makes_the_store_and_the_next_one_finds_it(bits: int, door: Door) 
 
 def test_less_is_read(door: Door) -> None:
     read = []
-    for more in ([], ["--compress-weight", "--weight-bits", "8"], ["--compress-weight"]):
+    for more in ([], ["--compress-weight", "--weight-bits", "8"], ["--int8-compute"], ["--compress-weight"]):
         assert door(*ON_DISK, "--json", "r.json", *more).code == 0
         read.append(json.loads(Path("r.json").read_text())["io_bytes"]["disk_read"])
-    assert read[0] > read[1] > read[2]
+    assert read[0] > read[1] >= read[2] > read[3]  # rows of 64 values have one scale either way
 
 
 def test_policy_file_and_auto(door: Door, profile: Path) -> None:
@@ -62,6 +62,22 @@ def test_policy_file_and_auto(door: Door, profile: Path) -> None:
 def test_the_breakdown_shows_unpacking(door: Door) -> None:
     assert "unpack_weights (per-layer): 0.0" in door(*ON_DISK, "--compress-weight", "--debug-mode", "breakdown").out
     assert "unpack_weights" not in door(*ON_DISK, "--debug-mode", "breakdown").out
+
+
+def test_products_in_int8(door: Door, profile: Path) -> None:
+    """From flags, a policy file and `auto`; never with compressed weights."""
+    assert door(*ON_DISK, "--int8-compute", "--json", "r.json").code == 0
+    policy = json.loads(Path("r.json").read_text())["policy"]
+    assert policy["int8_compute"] and not policy["compress_weight"]
+    (store,) = stores()
+    assert "-int8-" in store.parent.name
+    write_policy(Path("p.json"), SavedPolicy(Policy(2, 2, (0, 40, 100, 0, 100, 0), int8_compute=True)))
+    assert door("--policy", "p.json").code == 0
+    out = door("--int8-compute", "--hardware", profile, "--json", "r.json")
+    assert out.code == 0, out.err
+    assert json.loads(Path("r.json").read_text())["policy"]["int8_compute"]
+    out = door("--int8-compute", "--compress-weight")
+    assert out.code == 2 and "--int8-compute: holds weights in int8 already" in out.err
 
 
 @pytest.mark.parametrize("flags", ["", "--percent 0 0 100 0 100 0 --gpu-batch-size 2 --num-gpu-batches 2"])

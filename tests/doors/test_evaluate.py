@@ -54,6 +54,19 @@ def test_writes_json_tables_and_picture(evaluate: Door, tmp_path: Path) -> None:
         assert one["kl"] == other["kl"] and one["recall"] == other["recall"]
 
 
+def test_fewer_bits_of_weights_are_further_from_the_model(evaluate: Door, tmp_path: Path) -> None:
+    """The runs that are compared have what the flags say, the reference has not; products in int8 lie between."""
+    small, kl = SMALL.replace("local h2o", "local").replace("--recall-prompts 2", "--recall-prompts 0"), []
+    for flags in ("--compress-weight --weight-bits 8", "--int8-compute", "--compress-weight"):
+        out = evaluate(f"fidelity {small} --offload-dir o --json r.json {flags}")
+        assert out.code == 0, out.err
+        result = json.loads((tmp_path / "r.json").read_text())
+        full = next(cell for cell in result["cells"] if cell["policy"] == "full")
+        assert result["settings"]["compression"].startswith(flags)
+        kl.append(full["kl"]["value"])
+    assert 0 < kl[0] < kl[1] < kl[2] < 1
+
+
 def test_follows_the_model_s_own_tokens_after_a_prompt_file(evaluate: Door, tmp_path: Path, ids_model: Path) -> None:
     rows = [{"prompt_token_ids": list(range(5, 5 + n))} for n in (30, 12, 12)]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -10,12 +10,11 @@ import pytest
 
 from tests.doors.conftest import POSITIONS, Answer
 
-NOT_BUILT = ["--int8-compute"]
 EVICTION = [
     "--hh-ratio 0", "--hh-ratio 1.5", "--hh-ratio nan", "--hh-ratio -0.1", "--hh-ratio some", "--recent-ratio 0",
     "--hh-size 0", "--hh-size -1", "--hh-size 2.5", "--recent-size 0", "--hh-size 4 --hh-ratio 0.1",
     "--hh-all maybe", "--eviction nonsense", "--hh-ratio 0.1 --eviction full", "--attn-sparsity 0.5 --eviction h2o",
-    "--attn-sparsity 0.5 --compress-cache", "--cache-bits 5",
+    "--attn-sparsity 0.5 --compress-cache", "--cache-bits 5", "--int8-compute --compress-weight",
     "--kv-layer-schedule steps", "--kv-layer-schedule pyramid --eviction full",
 ]  # fmt: skip
 WRONG = [
@@ -98,7 +97,7 @@ def assert_refused(answer: Answer, *says: str) -> None:
     assert not list(Path().glob("*.log"))
 
 
-@pytest.mark.parametrize("flags", [*NOT_BUILT, *EVICTION, *WRONG])
+@pytest.mark.parametrize("flags", [*EVICTION, *WRONG])
 def test_wrong_flag(flags: str, door: Callable[..., Answer]) -> None:
     assert_refused(door(*flags.split()), flags.split()[0])
 

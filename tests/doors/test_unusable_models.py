@@ -130,6 +130,6 @@ def test_policy_file_beside_a_flag(flags: str, door: Callable[..., Answer], tmp_
     assert_refused(door("--policy", path, *flags.split()), "--policy", flags.split()[0])
 
 
-@pytest.mark.parametrize("field", ["int8_compute"])
-def test_policy_file_that_asks_for_compression(field: str, door: Callable[..., Answer], tmp_path: Path) -> None:
-    assert_refused(door("--policy", policy_file(tmp_path / "policy.json", **{field: True})), field)
+def test_policy_file_that_asks_for_two_forms_of_weights(door: Callable[..., Answer], tmp_path: Path) -> None:
+    path = policy_file(tmp_path / "policy.json", int8_compute=True, compress_weight=True)
+    assert_refused(door("--policy", path), f"--policy {path}: int8_compute")

@@ -43,7 +43,7 @@ def planned(llm: LLM, run: Run) -> dict[str, float]:
     for what, move in moves_of(at, run):
         nbytes = move.nbytes
         if what == "weights":
-            assert at.policy.compress_weight or nbytes % PAGE == 0
+            assert at.form.packing or nbytes % PAGE == 0
         elif move.lane in ("disk_read", "disk_write"):
             nbytes = move.pieces * round_up(round(nbytes / move.pieces), PAGE)
         found[move.lane] += nbytes
@@ -51,7 +51,7 @@ def planned(llm: LLM, run: Run) -> dict[str, float]:
             found["h2d"] += move.nbytes
         elif move.crosses:  # a KV unit leaves the device in whole pages too
             found["d2h"] += nbytes if what == "cache" else move.nbytes
-    if at.policy.compress_weight:
+    if at.form.packing:
         found["disk_read"] += ends_of_pages(llm, at, run)
     return {lane: found[lane] for lane in LANES}
 
@@ -59,7 +59,7 @@ def planned(llm: LLM, run: Run) -> dict[str, float]:
 def ends_of_pages(llm: LLM, at: Setting, run: Run) -> int:
     """Bytes that are read besides packed rows, because these begin and end within pages."""
     plan, shares = at.spec.layers(at.policy.sep_layer), tier_shares(at.policy.weight_shares, at.device_is_host)
-    stored, total = llm._find_checkpoint(at.policy.weight_bits).tensors, 0
+    stored, total = llm._find_checkpoint(at.form.packing).tensors, 0
     for unit in weight_sequence(run.new_tokens * len(run.blocks), tuple(layer.unit for layer in plan.layers)):
         for tensor in plan.units[unit].tensors:
             for part in weight_parts(tensor, shares):
@@ -117,6 +117,8 @@ RUNS: dict[str, Run] = {
     "device, other lengths": Run(lengths=(5, 9, 30, 1, 12)),
     "host, 4 bits": Run(stand_in=False, switches={"compress_weight": True}),
     "device, 4 bits": Run(switches={"compress_weight": True}),
+    "host, int8": Run(stand_in=False, switches={"int8_compute": True}),
+    "device, int8": Run(switches={"int8_compute": True}),
     "device, 8 bits, joined": Run(switches={"compress_weight": True, "weight_bits": 8, "sep_layer": False}),
 }  # fmt: skip
 # The second run meets every placement, the others every fifth.

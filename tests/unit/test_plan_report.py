@@ -10,7 +10,7 @@ from flexgen_h2o.config import Policy
 from flexgen_h2o.eviction_need import need_of
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
 from flexgen_h2o.models import built_in_spec
-from flexgen_h2o.plan_report import NOT_RUN_YET, Answer, Question, columns, to_json, to_text
+from flexgen_h2o.plan_report import Answer, Question, columns, to_json, to_text
 from flexgen_h2o.planner.predict import Machine
 from flexgen_h2o.planner.search import Plan, evaluate
 from flexgen_h2o.profiling.nominal import nominal_profile
@@ -69,12 +69,6 @@ def test_gains_are_named_where_they_count() -> None:
     (line,) = [line for line in lines if "would save" in line]
     assert "device" in line and "(25.0%)" in line and line.endswith("host nothing, disk nothing")
     assert "policy, found in 0.5 s:" in lines
-
-
-def test_int8_compute_is_not_offered_as_a_command() -> None:
-    asked = question(Full())
-    lines = lines_of(asked, plan_of(asked, Policy(4, 2, (0, 50, 0, 100, 100, 0), int8_compute=True)))
-    assert f"  {NOT_RUN_YET}" in lines and "run it:" not in lines
 
 
 def test_object_has_the_contract_s_keys() -> None:

@@ -18,6 +18,7 @@ from flexgen_h2o.errors import TransferError
 from flexgen_h2o.kernels.packed_rows import pack_rows, unpack_rows_reference
 from flexgen_h2o.limits import ALIGN, PAGE, ROW_BLOCK
 from flexgen_h2o.models import spec_from_config
+from flexgen_h2o.packing import Packing
 from flexgen_h2o.planner.memory import Depth, Shape, memory_plan, tier_shares
 from flexgen_h2o.schedule import weight_sequence
 from flexgen_h2o.tiers.buffers import host_buffer
@@ -65,11 +66,11 @@ class Room:
 
     def __init__(
         self, spec: ModelSpec, checkpoint: Checkpoint, place: tuple[int, int], device: Device, dtype: torch.dtype,
-        depth: int = 3, sep_layer: bool = True, bits: int | None = None,
+        depth: int = 3, sep_layer: bool = True, packing: Packing | None = None,
     ) -> None:  # fmt: skip
         policy = Policy(
-            percent=(*place, 100, 0, 100, 0), sep_layer=sep_layer, compress_weight=bits is not None,
-            weight_bits=bits or 4,
+            percent=(*place, 100, 0, 100, 0), sep_layer=sep_layer, compress_weight=packing is not None,
+            weight_bits=packing.bits if packing else 4,
         )  # fmt: skip
         shape = Shape(rows=1, micro_batches=1, tokens=1, slots=(1,))
         plan = memory_plan(spec, policy, shape, dtype.itemsize, device.is_host, Depth(depth, 1, 1))
@@ -78,8 +79,8 @@ class Room:
         self.lanes = Lanes({"disk_read": 2, "h2d": 1}, Timeline())
         self.layers = spec.layers(sep_layer)
         shares = tier_shares(policy.weight_shares, device.is_host)
-        self.store = WeightStore(self.layers, checkpoint, shares, dtype, Mover(device, self.lanes), bits)
-        self.unpacked = host_buffer(plan.size("unpacked weights")) if bits else None
+        self.store = WeightStore(self.layers, checkpoint, shares, dtype, Mover(device, self.lanes), packing)
+        self.unpacked = host_buffer(plan.size("unpacked weights")) if packing else None
         self.store.load_resident(self.memory)
 
     def stream(self, sweeps: int, ahead: int) -> WeightStream:
@@ -259,7 +260,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[bool, int], A
         tensors = write_checkpoint(folder, spec, torch.bfloat16, 1)
         checkpoint = match(spec, read_index(folder), folder)
         for bits in (4, 8):
-            found[tied, bits] = spec, pack_checkpoint(spec, checkpoint, folder, bits), tensors
+            found[tied, bits] = spec, pack_checkpoint(spec, checkpoint, folder, Packing(bits)), tensors
     return found
 
 
@@ -272,7 +273,7 @@ def test_packed_layers_are_unpacked_into_the_planned_memory(
 ) -> None:  # fmt: skip
     """Matrices whole, as their values were rounded; vectors as the file holds them. A region is free once unpacked."""
     spec, checkpoint, tensors = packed[tied, bits]
-    with opened(spec, checkpoint, place, device(), dtype, sep_layer=tied, bits=bits) as room:
+    with opened(spec, checkpoint, place, device(), dtype, sep_layer=tied, packing=Packing(bits)) as room:
         stream = room.stream(2, ahead=len(room.layers.layers))
         for layer in room.layers.layers * 2:
             stream.prefetch()
@@ -292,7 +293,7 @@ def test_packed_layers_are_unpacked_into_the_planned_memory(
 def test_a_region_is_taken_again_after_what_unpacked_it(packed: dict[tuple[bool, int], Any]) -> None:
     """Its next writer waits for the fence of the unpacking, not for the compute that follows."""
     spec, checkpoint, _ = packed[True, 4]
-    with opened(spec, checkpoint, (0, 0), HostDevice(), torch.float32, depth=1, bits=4) as room:
+    with opened(spec, checkpoint, (0, 0), HostDevice(), torch.float32, depth=1, packing=Packing(4)) as room:
         stream, fence = room.stream(2, ahead=1), Done()
         (first, second) = (room.layers.layers[i].unit for i in range(2))
         assert room.ring is not None

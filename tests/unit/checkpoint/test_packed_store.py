@@ -22,7 +22,9 @@ from flexgen_h2o.checkpoint import (
 )
 from flexgen_h2o.checkpoint.stored import Checkpoint
 from flexgen_h2o.errors import DoesNotFitError, UsageError
+from flexgen_h2o.kernels.int8_rows import pack_int8_rows
 from flexgen_h2o.kernels.packed_rows import pack_rows
+from flexgen_h2o.packing import INT8, Packing
 
 FC1 = "model.decoder.layers.1.fc1.weight"
 
@@ -56,7 +58,7 @@ def bytes_of(stored) -> bytes:
 def test_every_tensor(spec, source, weights, cache: Path, monkeypatch, bits: int, dtype: torch.dtype) -> None:
     """Some rows at a time; matrices packed at multiples of 4 bytes, vectors as they are."""
     monkeypatch.setattr(packed_store, "PACK_CHUNK", 100)
-    found = pack_checkpoint(spec, source(dtype), cache, bits)
+    found = pack_checkpoint(spec, source(dtype), cache, Packing(bits))
     assert set(found.tensors) == set(weights)
     for name, stored in found.tensors.items():
         want = weights[name].to(dtype)
@@ -66,31 +68,52 @@ def test_every_tensor(spec, source, weights, cache: Path, monkeypatch, bits: int
         assert bytes_of(stored) == bytes(want.view(-1).view(torch.uint8).tolist())
 
 
+def test_int8(spec, source, weights, cache: Path, monkeypatch) -> None:
+    """Beside the store in groups of 8 bits; the record says that a row has one scale."""
+    monkeypatch.setattr(packed_store, "PACK_CHUNK", 100)
+    grouped = pack_checkpoint(spec, source(), cache, Packing(8))
+    found = pack_checkpoint(spec, source_as_it_is(spec, grouped, cache), cache, INT8)
+    assert found.folder != grouped.folder
+    for name, stored in found.tensors.items():
+        want = pack_int8_rows(weights[name]) if weights[name].dim() == 2 else weights[name]
+        assert bytes_of(stored) == bytes(want.view(-1).view(torch.uint8).tolist())
+    record = json.loads((found.folder / packed_store.RECORD_NAME).read_text())
+    assert (record["bits"], record["group"]) == (8, None)
+
+
+def test_a_value_that_is_not_finite_in_int8(spec, source, weights, cache: Path, names_in) -> None:
+    value = weights[FC1].clone()
+    value[3, 5] = float("nan")
+    with pytest.raises(UsageError, match=rf"tensor '{FC1}' .*not finite.*--int8-compute"):
+        pack_checkpoint(spec, source(**{FC1: value}), cache, INT8)
+    assert names_in(cache) == []
+
+
 def test_it_is_a_safetensors_folder_that_says_what_it_holds(spec, source, cache: Path) -> None:
-    found = pack_checkpoint(spec, source(), cache, 4)
+    found = pack_checkpoint(spec, source(), cache, Packing(4))
     with safe_open(found.folder / "model.safetensors", "pt") as file:
-        assert file.metadata()["packed_bits"] == "4"
+        assert file.metadata()["packed"] == "4bit"
         assert file.get_tensor(FC1).dtype == torch.uint8
     record = json.loads((found.folder / packed_store.RECORD_NAME).read_text())
     assert (record["bits"], record["group"]) == (4, 64)
 
 
 def test_several_files(spec, source, cache: Path, monkeypatch) -> None:
-    whole = pack_checkpoint(spec, source(), cache / "a", 4)
+    whole = pack_checkpoint(spec, source(), cache / "a", Packing(4))
     monkeypatch.setattr(shards, "SHARD_BYTES", 500)
-    parts = pack_checkpoint(spec, source(), cache / "b", 4)
+    parts = pack_checkpoint(spec, source(), cache / "b", Packing(4))
     assert len(list(parts.folder.glob("*.safetensors"))) > 3
     assert all(bytes_of(parts.tensors[name]) == bytes_of(stored) for name, stored in whole.tensors.items())
 
 
 def test_found_again_and_made_anew_for_a_changed_source(spec, source, cache: Path, monkeypatch) -> None:
-    first = pack_checkpoint(spec, source(), cache, 4)
+    first = pack_checkpoint(spec, source(), cache, Packing(4))
     with monkeypatch.context() as patch:
         patch.setattr(packed_store, "write_shards", None)
-        assert pack_checkpoint(spec, source_as_it_is(spec, first, cache), cache, 4) == first
-    eight = pack_checkpoint(spec, source_as_it_is(spec, first, cache), cache, 8)
+        assert pack_checkpoint(spec, source_as_it_is(spec, first, cache), cache, Packing(4)) == first
+    eight = pack_checkpoint(spec, source_as_it_is(spec, first, cache), cache, Packing(8))
     assert eight.folder != first.folder
-    changed = pack_checkpoint(spec, source(**{FC1: torch.zeros(32, 16)}), cache, 4)
+    changed = pack_checkpoint(spec, source(**{FC1: torch.zeros(32, 16)}), cache, Packing(4))
     assert changed.folder != first.folder
     assert bytes_of(changed.tensors[FC1]) != bytes_of(first.tensors[FC1])
 
@@ -104,7 +127,7 @@ def test_a_value_that_is_not_finite(spec, source, weights, cache: Path, names_in
     value = weights[FC1].clone()
     value[3, 5] = bad
     with pytest.raises(UsageError, match=rf"model.safetensors: tensor '{FC1}' .*not finite.*--compress-weight"):
-        pack_checkpoint(spec, source(**{FC1: value}), cache, 4)
+        pack_checkpoint(spec, source(**{FC1: value}), cache, Packing(4))
     assert names_in(cache) == []
 
 
@@ -117,7 +140,7 @@ def test_full_disk(spec, source, cache: Path, names_in, monkeypatch, call: str) 
 
     monkeypatch.setattr(os, call, full)
     with pytest.raises(DoesNotFitError, match=r"--offload-dir .* needs .* are free"):
-        pack_checkpoint(spec, checkpoint, cache, 4)
+        pack_checkpoint(spec, checkpoint, cache, Packing(4))
     assert names_in(cache) == []
 
 
@@ -129,23 +152,23 @@ def test_interrupt_leaves_nothing(spec, source, cache: Path, names_in, monkeypat
 
     monkeypatch.setattr(os, "write", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        pack_checkpoint(spec, checkpoint, cache, 4)
+        pack_checkpoint(spec, checkpoint, cache, Packing(4))
     assert names_in(cache) == []
 
 
 def test_a_damaged_store_is_named(spec, source, cache: Path) -> None:
     checkpoint = source()
-    found = pack_checkpoint(spec, checkpoint, cache, 4)
+    found = pack_checkpoint(spec, checkpoint, cache, Packing(4))
     path = found.folder / "model.safetensors"
     os.truncate(path, path.stat().st_size - 1)
     with pytest.raises(UsageError, match=rf"{found.folder}: .*truncated.*remove this folder"):
-        pack_checkpoint(spec, checkpoint, cache, 4)
+        pack_checkpoint(spec, checkpoint, cache, Packing(4))
 
 
 def test_progress_goes_to_stderr(spec, source, cache: Path, capfd) -> None:
-    pack_checkpoint(spec, source(), cache, 4, progress=True)
+    pack_checkpoint(spec, source(), cache, Packing(4), progress=True)
     out, err = capfd.readouterr()
-    assert "4-bit weights tiny" in err and not out
+    assert "4bit weights tiny" in err and not out
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -155,9 +178,11 @@ def test_random_weights_are_packed_as_their_checkpoint_would_be(
     monkeypatch.setattr("flexgen_h2o.checkpoint.random_weights.TABLE_VALUES", 509)
     monkeypatch.setattr(packed_store, "PACK_CHUNK", 100)
     folder = write_random_checkpoint(spec, config_json, tmp_path / "random", "bfloat16", seed=3)
-    whole = pack_checkpoint(spec, open_checkpoint(spec, folder, cache), cache, bits)
-    found = pack_random(spec, config_json, cache / "packed" / "random", "bfloat16", 3, bits)
+    whole = pack_checkpoint(spec, open_checkpoint(spec, folder, cache), cache, Packing(bits))
+    found = pack_random(spec, config_json, cache / "packed" / "random", "bfloat16", 3, Packing(bits))
     assert {name: bytes_of(s) for name, s in found.tensors.items()} == {
         name: bytes_of(s) for name, s in whole.tensors.items()
     }
-    assert pack_random(spec, config_json, cache / "packed" / "random", "bfloat16", 4, bits).folder != found.folder
+    assert (
+        pack_random(spec, config_json, cache / "packed" / "random", "bfloat16", 4, Packing(bits)).folder != found.folder
+    )

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from flexgen_h2o.config import TIERS, ModelSpec, Policy
 from flexgen_h2o.errors import DoesNotFitError
 from flexgen_h2o.kvcache.store import CacheStore
+from flexgen_h2o.limits import ALIGN, INT8_TILE
 from flexgen_h2o.models import spec_from_config
 from flexgen_h2o.packing import WeightForm
 from flexgen_h2o.planner.memory import (
@@ -33,6 +34,7 @@ from flexgen_h2o.tiers.device import HostDevice, StandInDevice
 from flexgen_h2o.tiers.mover import Mover
 from flexgen_h2o.tiers.transfer import Lanes
 from flexgen_h2o.timeline import Timeline
+from flexgen_h2o.units import round_up
 
 CONFIG: dict[str, Any] = {
     "model_type": "opt", "vocab_size": 90, "hidden_size": 48, "num_hidden_layers": 2, "ffn_dim": 96,
@@ -273,3 +275,17 @@ def test_look_ahead_shrinks_with_the_budget_before_anything_is_refused(is_host: 
 def test_without_overlap_nothing_is_loaded_ahead() -> None:
     plan = plan_within(SPEC, Policy(overlap=False), Shape(1, 1, 1, (1, 1)), 4, True, UNLIMITED)
     assert plan.depth == SEQUENTIAL
+
+
+def test_int8_compute_needs_room_for_products_and_none_to_unpack() -> None:
+    """Codes and scales of TOKEN_CHUNK rows of the widest input, scales of the longest matrix, INT8_TILE sums."""
+    shape = Shape(rows=3, micro_batches=1, tokens=2000, slots=(9,) * SPEC.num_blocks)
+    plan, plain = (
+        memory_plan(SPEC, Policy(3, int8_compute=int8), shape, 2, True, SEQUENTIAL) for int8 in (True, False)
+    )
+    shapes = [t.shape for unit in SPEC.layers(True).units for t in unit.tensors if len(t.shape) == 2]
+    outer, inner = max(s[0] for s in shapes), max(s[1] for s in shapes)
+    more = [1024 * inner, 1024 * 4, 4 * outer, 4 * min(1024 * outer, INT8_TILE)]
+    assert plan.size("workspace") - plain.size("workspace") == sum(round_up(n, ALIGN) for n in more)
+    assert not plan.size("unpacked weights")
+    assert plan.size("weights") < 0.51 * plain.size("weights") + sum(4 * s[0] + ALIGN for s in shapes)

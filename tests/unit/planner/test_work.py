@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from flexgen_h2o.config import Policy
 from flexgen_h2o.kernels.slot_packing import SlotPacking
-from flexgen_h2o.packing import WeightForm
+from flexgen_h2o.packing import Packing, WeightForm
 from flexgen_h2o.planner.memory import OVERLAPPED, memory_plan
 from flexgen_h2o.planner.need import Batch, Need, shape_of
 from flexgen_h2o.planner.work import Setting, kv_load_moves, kv_store_moves, layer_work, weight_moves
@@ -94,7 +94,7 @@ def test_packed_weights_move_their_codes_and_groups(bits: int) -> None:
     assert sum(m.nbytes for m in weight_moves(packed, unit)) == want
     products = layer_work(packed, SPEC.layers(True).layers[1], unit, Batch.even(4, 10), 1).products
     assert sorted((p.inner, p.outer) for p in products) == sorted((columns, rows) for rows, columns in matrices)
-    wide = WeightForm(2, bits)
+    wide = WeightForm(2, Packing(bits))
     assert wide.row_bytes((3, 6400)) == 6400 * (bits + 0.5) / 8
     assert wide.row_bytes((3,)) == 2
 
@@ -106,3 +106,13 @@ def test_packed_kv_moves_its_slots(bits: int) -> None:
     for at, slot in ((plain, 4 * SPEC.head_dim), (small, SlotPacking(SPEC.head_dim, bits).slot_bytes)):
         moves = kv_store_moves(at, 0, Batch.even(4, 10), 1)
         assert [m.nbytes for m in moves] == [4 * SPEC.num_kv_heads * 2 * slot]
+
+
+def test_int8_rows_move_a_byte_a_value_and_a_scale() -> None:
+    """And are multiplied where they lie, in parts."""
+    need, unit = Need.full(4, 10, 4, BLOCKS), SPEC.layers(True).units[1]
+    at = setting(Policy(percent=(0, 40, 0, 100, 100, 0), int8_compute=True), need)
+    matrices = [t.shape for t in unit.tensors if len(t.shape) == 2]
+    assert sum(m.nbytes for m in weight_moves(at, unit)) == sum(n * (round_up(k, 4) + 4) for n, k in matrices)
+    products = layer_work(at, SPEC.layers(True).layers[1], unit, Batch.even(4, 10), 1).products
+    assert len(products) > len(matrices) and sum(p.outer for p in products) == sum(n for n, _ in matrices)

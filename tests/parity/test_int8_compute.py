@@ -1,0 +1,178 @@
+"""Products in int8 give the tokens of a model whose linear layers do the same arithmetic, wherever weights lie."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import OPTForCausalLM
+
+from flexgen_h2o import LLM, Policy, SamplingParams
+from flexgen_h2o.kvcache.eviction import H2O
+from tests.parity.cases import CONFIGURATIONS, PLACEMENTS, SHAPES
+from tests.parity.conftest import LENGTHS, NEW_TOKENS
+from tests.parity.reference import (
+    LogitsByRow,
+    Reference,
+    make_reference,
+    random_model,
+    random_prompts,
+    run,
+    tokens_of,
+)
+
+# Of models whose best token is farther from the next than LEAST_GAP, at every step.
+SEEDS = dict(zip(SHAPES, (20, 148, 26, 24, 18, 1, 12), strict=True))
+LEAST_GAP = 0.1
+# Most logits are equal; a rounding error before the quantiser moves a code by one now and then, which is a hundredth of
+# an input's largest value times a weight.
+MEDIAN_TOLERANCE, LOGIT_TOLERANCE = 1e-5, 0.05
+
+
+def codes_of(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows as whole numbers of at most 127, in float64, and what one is worth."""
+    scale = x.abs().amax(dim=-1, keepdim=True) / 127
+    return (x / scale.masked_fill(scale == 0, 1)).round().double(), scale.double()
+
+
+class Int8Linear(nn.Module):
+    """A linear layer in int8: one scale for each row of the input and of the weight."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.codes, self.scale = codes_of(weight)
+        self.bias = bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        codes, scale = codes_of(x)
+        out = (functional.linear(codes, self.codes) * scale * self.scale.squeeze(1)).float()
+        return out if self.bias is None else out + self.bias
+
+
+def in_int8(model: OPTForCausalLM) -> OPTForCausalLM:
+    """The model with its linear layers in int8, and rows of its tables as they are looked up there."""
+    found = copy.deepcopy(model)
+    for parent in list(found.modules()):
+        for name, layer in list(parent.named_children()):
+            if isinstance(layer, nn.Linear):
+                setattr(parent, name, Int8Linear(layer.weight.data, None if layer.bias is None else layer.bias.data))
+    with torch.no_grad():
+        for table in found.modules():
+            if isinstance(table, nn.Embedding):
+                codes, scale = codes_of(table.weight)
+                table.weight.copy_(codes * scale)
+    return found
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+    """A model of a shape on disk as it is, and what transformers makes of it in int8."""
+
+    @cache
+    def made(shape: str) -> Reference:
+        model, prompts = random_model(SEEDS[shape], **SHAPES[shape]), random_prompts(LENGTHS)
+        known = make_reference(in_int8(model), tmp_path_factory.mktemp("int8"), prompts, NEW_TOKENS)
+        best = torch.cat(known.logits).topk(2).values
+        assert (best[:, 0] - best[:, 1]).min() > LEAST_GAP
+        folder = tmp_path_factory.mktemp("model")
+        model.save_pretrained(folder)
+        return replace(known, folder=folder)
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def offload_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all, so that most tests find a store that is made."""
+    return tmp_path_factory.mktemp("offload")
+
+
+NAMES = list(CONFIGURATIONS)
+# Each placement meets a third of the configurations.
+PAIRS = [(p, c) for i, p in enumerate(PLACEMENTS) for j, c in enumerate(NAMES) if (i + j) % 3 == 0]
+OTHER_SHAPES = [
+    (shape, placement, NAMES[(2 * s + 3 * p) % len(NAMES)])
+    for s, shape in enumerate(list(SHAPES)[1:])
+    for p, placement in enumerate(("all on disk", "everything split 30/30", "weights on host", "all on device"))
+]
+
+
+def assert_near(known: Reference, configuration: str, placement: str, offload_dir: Path) -> None:
+    chosen, watch = CONFIGURATIONS[configuration], LogitsByRow()
+    policy = chosen.policy(PLACEMENTS[placement], int8_compute=True)
+    out = run(known.folder, known.prompts, policy, offload_dir, PARAMS, chosen.budget, watch)
+    assert tokens_of(out) == known.tokens
+    off = torch.cat([torch.stack(watch.rows[row]) - want for row, want in enumerate(known.logits)]).abs()
+    assert off.max() <= LOGIT_TOLERANCE
+    assert off.median() <= MEDIAN_TOLERANCE
+
+
+PARAMS = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
+
+
+@pytest.mark.parametrize(("placement", "configuration"), PAIRS)
+def test_placement(
+    placement: str, configuration: str, quantised: Callable[[str], Reference], offload_dir: Path
+) -> None:
+    assert_near(quantised("normal"), configuration, placement, offload_dir)
+
+
+@pytest.mark.parametrize(("shape", "placement", "configuration"), OTHER_SHAPES)
+def test_shape(
+    shape: str, placement: str, configuration: str, quantised: Callable[[str], Reference], offload_dir: Path
+) -> None:
+    assert_near(quantised(shape), configuration, placement, offload_dir)
+
+
+def test_it_is_told_from_the_model_as_it_is(quantised: Callable[[str], Reference], offload_dir: Path) -> None:
+    """What the tests above allow is far less than what int8 changes."""
+    known, watch = quantised("normal"), LogitsByRow()
+    run(known.folder, known.prompts, Policy(5), offload_dir, PARAMS, watch=watch)
+    off = torch.stack([watch.rows[row][0] - want[0] for row, want in enumerate(known.logits)]).abs()
+    assert off.median() > 1000 * MEDIAN_TOLERANCE
+
+
+@pytest.mark.parametrize("eviction", [None, H2O(heavy_size=4, recent_size=2)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_same_wherever_weights_lie(
+    dtype: str, eviction: object, quantised: Callable[[str], Reference], offload_dir: Path
+) -> None:
+    """To the bit: sums are whole numbers, however a matrix is split."""
+    known, found = quantised("normal"), []
+    for placement in ("all on device", "weights split three ways", "weights on disk"):
+        for stand_in in (False, True):
+            watch = LogitsByRow()
+            budget = CONFIGURATIONS["device, 2x2" if stand_in else "2x2"].budget
+            policy = Policy(2, 2, PLACEMENTS[placement], int8_compute=True)
+            with LLM(
+                str(known.folder), policy, eviction, dtype=dtype, budget=budget, offload_dir=offload_dir
+            ) as llm:  # fmt: skip
+                llm.generate(known.prompts, PARAMS, watch_logits=watch)
+            found.append(torch.stack([torch.stack(watch.rows[row]) for row in range(len(known.prompts))]))
+    assert torch.isfinite(found[0]).all()
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+def test_a_run_makes_the_store_and_the_next_one_finds_it(quantised: Callable[[str], Reference], tmp_path: Path) -> None:
+    known, made = quantised("normal"), []
+    for _ in range(2):
+        run(known.folder, known.prompts, Policy(5, int8_compute=True), tmp_path, PARAMS)
+        (store,) = (tmp_path / "weights" / "packed").glob("*-int8-*/model.safetensors")
+        made.append(store.stat().st_mtime_ns)
+    assert made[0] == made[1]
+
+
+def test_random_weights(tmp_path: Path) -> None:
+    """They are packed without writing the checkpoint; in bf16."""
+    policy = Policy(2, 2, PLACEMENTS["weights split three ways"], int8_compute=True)
+    with LLM("opt-tiny", policy, path="_DUMMY_", dtype="bfloat16", offload_dir=tmp_path) as llm:
+        out = llm.generate([[5, 6, 7, 8], [9, 10]], PARAMS)
+    assert [len(row) for row in tokens_of(out)] == [NEW_TOKENS] * 2
+    assert [f.parent.parent.name for f in tmp_path.rglob("*.safetensors")] == ["packed"]
