@@ -3,7 +3,7 @@
 Random weights at the true shape, two engines in one process, run in turn, so that neighbours meet both. Before the
 first round each engine is opened and computes its first layers. Ratios are of the runs of a round.
 
-    python bench/int8_compute.py                                      OPT-1.3B, about 2 minutes
+    python bench/int8_compute.py                                      OPT-1.3B, some minutes
     python bench/int8_compute.py --model facebook/opt-125m --rows 8 --gen-len 4 --repeats 1 --quiet-wait 0
 """
 
