@@ -2,8 +2,8 @@
 
 Variants: full, h2o:R (--hh-ratio R; 0.1 keeps 20% of the prompt's columns), each with -4bit (weights and KV in 4 bits)
 and -8bit, and with -int8 (weights and products in int8); flexgen-like (a published FlexGen policy, see
-`flexgen_flags`). All but the last run `--policy auto`, which plans rows a block and placement for the budget. Nothing is
-warmed up but what the package does itself.
+`flexgen_flags`). All but the last run `--policy auto`, which plans rows a block and placement for the budget. Nothing
+is warmed up but what the package does itself.
 """
 
 from __future__ import annotations
