@@ -139,10 +139,11 @@ def test_it_is_told_from_the_model_as_it_is(quantised: Callable[[str], Reference
     assert off.median() > 1000 * MEDIAN_TOLERANCE
 
 
+@pytest.mark.parametrize("compress_cache", [False, True])
 @pytest.mark.parametrize("eviction", [None, H2O(heavy_size=4, recent_size=2)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_same_wherever_weights_lie(
-    dtype: str, eviction: object, quantised: Callable[[str], Reference], offload_dir: Path
+    dtype: str, eviction: object, compress_cache: bool, quantised: Callable[[str], Reference], offload_dir: Path
 ) -> None:
     """To the bit: sums are whole numbers, however a matrix is split."""
     known, found = quantised("normal"), []
@@ -150,7 +151,7 @@ def test_the_same_wherever_weights_lie(
         for stand_in in (False, True):
             watch = LogitsByRow()
             budget = CONFIGURATIONS["device, 2x2" if stand_in else "2x2"].budget
-            policy = Policy(2, 2, PLACEMENTS[placement], int8_compute=True)
+            policy = Policy(2, 2, PLACEMENTS[placement], int8_compute=True, compress_cache=compress_cache)
             with LLM(
                 str(known.folder), policy, eviction, dtype=dtype, budget=budget, offload_dir=offload_dir
             ) as llm:  # fmt: skip
