@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -50,3 +51,9 @@ def ended(reference: Callable[[str], Reference], tmp_path_factory: pytest.TempPa
 @pytest.fixture(autouse=True)
 def _plain_cpu(plain_cpu: None) -> None:
     """Every test here."""
+
+
+@pytest.fixture(scope="module")
+def offload_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all tests of a file, so that most tests find a store that is made."""
+    return tmp_path_factory.mktemp("offload")

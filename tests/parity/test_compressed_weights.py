@@ -53,12 +53,6 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Ref
     return made
 
 
-@pytest.fixture(scope="module")
-def offload_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One for all, so that most tests find a store that is made."""
-    return tmp_path_factory.mktemp("offload")
-
-
 NAMES = list(CONFIGURATIONS)
 # Each placement meets a third of the configurations; 4 and 8 bits take turns.
 PAIRS = [

@@ -88,12 +88,6 @@ def quantised(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refer
     return made
 
 
-@pytest.fixture(scope="module")
-def offload_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One for all, so that most tests find a store that is made."""
-    return tmp_path_factory.mktemp("offload")
-
-
 NAMES = list(CONFIGURATIONS)
 # Each placement meets a third of the configurations.
 PAIRS = [(p, c) for i, p in enumerate(PLACEMENTS) for j, c in enumerate(NAMES) if (i + j) % 3 == 0]
