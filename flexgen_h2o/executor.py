@@ -13,11 +13,12 @@ from functools import partial
 import torch
 
 from flexgen_h2o import interrupts
-from flexgen_h2o.config import Layer
+from flexgen_h2o.config import Layer, Rotary
 from flexgen_h2o.engine import Engine
 from flexgen_h2o.generation import Decoding, MicroBatch, Row, SweepInput
 from flexgen_h2o.hidden import HiddenKey
 from flexgen_h2o.kernels import slots as slot_kernels
+from flexgen_h2o.kernels.rotary import rotate
 from flexgen_h2o.kernels.sparse_slots import attend_sparse
 from flexgen_h2o.kvcache.attend import SlotAttention, attend_prompts, attend_slots
 from flexgen_h2o.kvcache.eviction import Eviction
@@ -99,6 +100,7 @@ class Executor:
             slot_kernels.attend if sparsity == 1 else partial(attend_sparse, share=sparsity)
         )
         self._scale = engine.spec.head_dim**-0.5
+        self._rotate = _rotation(engine.spec.rotary, engine.device.torch_device)
         self.times = BlockTimes([], [])
         self.kv_use = KvUse([], [])
 
@@ -272,12 +274,15 @@ class Executor:
         if cache is not None:
             out = ws.get("mixed", len(x), spec.num_heads * spec.head_dim)
             family.attention(spec, w, x, partial(self._attend, fed, cache, out), ws)
-        if layer.kind in ("mlp", "block"):
+        if layer.kind in ("mlp", "block") and spec.mlp[layer.block]:
             family.mlp(spec, w, x, ws)
         if layer.kind == "head":
             self._head(k, w, x)
 
     def _attend(self, fed: SweepInput, cache: _CacheStep, out: torch.Tensor, *qkv: torch.Tensor) -> torch.Tensor:
+        """Keys are kept as they are rotated here, by the positions of their tokens."""
+        if self._rotate is not None:
+            self._rotate(qkv[:2], fed.positions)
         if cache.new is None or cache.slots is None:
             return attend_prompts(qkv, fed.counts, cache.views, cache.hook, self._scale, out)
         return attend_slots(
@@ -296,3 +301,13 @@ class Executor:
             self._on_finished(finished)
         if not batch.rows:
             self._engine.hidden.begin_sweep(k, 0)
+
+
+def _rotation(
+    rotary: Rotary | None, device: torch.device
+) -> Callable[[Sequence[torch.Tensor], torch.Tensor], None] | None:
+    """Turns queries and keys by positions, in place; None where a model has no rotary embeddings."""
+    if rotary is None:
+        return None
+    frequencies = torch.tensor(rotary.frequencies, dtype=torch.float32, device=device)
+    return partial(rotate, frequencies=frequencies, scaling=rotary.scaling)

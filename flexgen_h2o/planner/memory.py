@@ -182,6 +182,7 @@ def workspace_sizes(spec: ModelSpec, shape: Shape, itemsize: int) -> dict[str, i
         "normed": max(chunk, shape.rows) * max(spec.hidden_size, embedding),
         "ffn": chunk * max(spec.ffn_size, spec.hidden_size, embedding),
         "logits": shape.rows * spec.vocab_size,
+        **{buffer.name: chunk * buffer.width for buffer in spec.buffers},
     }
     return {name: round_up(count * itemsize, ALIGN) for name, count in widths.items()}
 
@@ -208,7 +209,7 @@ def temporary_bytes(spec: ModelSpec, shape: Shape, itemsize: int, policy: Policy
     chunk = min(TOKEN_CHUNK, max(shape.tokens, shape.rows))
     step = max(prefill, decode, sampling) + chunk * (3 * spec.hidden_size + spec.ffn_size) * itemsize
     if policy.compress_weight or policy.int8_compute:
-        largest = max(spec.vocab_size, spec.ffn_size) * spec.hidden_size
+        largest = max(spec.vocab_size, spec.ffn_size, q_width) * spec.hidden_size
         step = max(step, UNPACK_BYTES * min(UNPACK_CHUNK, largest))
     return step
 

@@ -1,0 +1,50 @@
+"""transformers' models in the pieces between which eviction happens: `reference.PlainModel` of each family."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from tests.eviction.reference import PlainModel, PlainOPT
+
+
+class PlainLlama:
+    """LLaMA and the model types that are the same network. Keys are rotated by position, once."""
+
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> None:
+        self._model = copy.deepcopy(model).eval().to(dtype=dtype)
+        self._decoder = self._model.model
+        self.num_layers = len(self._decoder.layers)
+        self.kv_heads = model.config.num_key_value_heads
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        return self._decoder.embed_tokens(ids)
+
+    def project(self, layer: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        block = self._decoder.layers[layer]
+        own, inputs = block.self_attn, block.input_layernorm(x)
+        q, k, v = (
+            f(inputs).view(1, len(x), -1, own.head_dim).transpose(1, 2) for f in (own.q_proj, own.k_proj, own.v_proj)
+        )
+        q, k = apply_rotary_pos_emb(q, k, *self._decoder.rotary_emb(x, torch.arange(len(x))[None]))
+        return q[0], k[0], v[0]
+
+    def finish(self, layer: int, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+        block = self._decoder.layers[layer]
+        x = x + block.self_attn.o_proj(mixed)
+        return x + block.mlp(block.post_attention_layernorm(x))
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        return self._model.lm_head(self._decoder.norm(x))
+
+
+PLAIN: dict[str, type[PlainOPT] | type[PlainLlama]] = {
+    "opt": PlainOPT, "llama": PlainLlama, "mistral": PlainLlama, "qwen2": PlainLlama,
+}  # fmt: skip
+
+
+def plain_model(model: PreTrainedModel) -> PlainModel:
+    return PLAIN[model.config.model_type](model)
