@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import torch
 from transformers import PreTrainedModel
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.gpt_neox import modeling_gpt_neox
+from transformers.models.llama import modeling_llama
 
 from tests.eviction.reference import PlainModel, PlainOPT
 
@@ -29,7 +31,7 @@ class PlainLlama:
         q, k, v = (
             f(inputs).view(1, len(x), -1, own.head_dim).transpose(1, 2) for f in (own.q_proj, own.k_proj, own.v_proj)
         )
-        q, k = apply_rotary_pos_emb(q, k, *self._decoder.rotary_emb(x, torch.arange(len(x))[None]))
+        q, k = modeling_llama.apply_rotary_pos_emb(q, k, *self._decoder.rotary_emb(x, torch.arange(len(x))[None]))
         return q[0], k[0], v[0]
 
     def finish(self, layer: int, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
@@ -41,8 +43,39 @@ class PlainLlama:
         return self._model.lm_head(self._decoder.norm(x))
 
 
-PLAIN: dict[str, type[PlainOPT] | type[PlainLlama]] = {
+class PlainNeoX:
+    """GPT-NeoX, with a parallel residual and with a sequential one."""
+
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> None:
+        self._model = copy.deepcopy(model).eval().to(dtype=dtype)
+        self._decoder = self._model.gpt_neox
+        self._parallel = model.config.use_parallel_residual
+        self.num_layers = len(self._decoder.layers)
+        self.kv_heads = model.config.num_attention_heads
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        return self._decoder.embed_in(ids)
+
+    def project(self, layer: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        block = self._decoder.layers[layer]
+        fused = block.attention.query_key_value(block.input_layernorm(x)).view(1, len(x), self.kv_heads, -1)
+        q, k, v = fused.transpose(1, 2).chunk(3, dim=-1)
+        angles = self._decoder.rotary_emb(x, torch.arange(len(x))[None])
+        q, k = modeling_gpt_neox.apply_rotary_pos_emb(q, k, *angles)
+        return q[0], k[0], v[0]
+
+    def finish(self, layer: int, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+        block = self._decoder.layers[layer]
+        y = x + block.attention.dense(mixed)
+        return y + block.mlp(block.post_attention_layernorm(x if self._parallel else y))
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        return self._model.lm_head(self._decoder.final_layer_norm(x))
+
+
+PLAIN: dict[str, Callable[[PreTrainedModel], PlainModel]] = {
     "opt": PlainOPT, "llama": PlainLlama, "mistral": PlainLlama, "qwen2": PlainLlama,
+    "gpt_neox": PlainNeoX,
 }  # fmt: skip
 
 

@@ -52,7 +52,7 @@ def test_shape(
 
 
 @pytest.mark.parametrize("pair", ["h2o", "h2o, pyramid", "h2o-norm, decayed", "tova", "snapkv", "h2o-v", "local"])
-@pytest.mark.parametrize("shape", ["llama"])
+@pytest.mark.parametrize("shape", ["llama", "gpt_neox"])
 def test_family(
     shape: str, pair: str, known: Callable[[str], Known], reference: Callable[..., Wanted], tmp_path: Path
 ) -> None:

@@ -31,6 +31,14 @@ BASES: dict[str, dict[str, Any]] = {
     "llama": {**_LLAMA, "model_type": "llama"},
     "mistral": {**_LLAMA, "model_type": "mistral", "sliding_window": None},
     "qwen2": {**_LLAMA, "model_type": "qwen2"},
+    "gpt_neox": {
+        **COMMON,
+        "model_type": "gpt_neox",
+        "intermediate_size": 96,
+        "num_attention_heads": 3,
+        "rotary_pct": 0.25,
+        "rotary_emb_base": 100,
+    },
 }
 
 
@@ -74,6 +82,18 @@ FAMILY_SHAPES: dict[str, dict[str, Any]] = {
     "llama, rope yarn": _rope("yarn", original_max_position_embeddings=16),
     "mistral, window filled": {"model_type": "mistral", "sliding_window": 16},
     "qwen2": {"model_type": "qwen2", "head_dim": 8},
+    "gpt_neox": {"model_type": "gpt_neox"},
+    "gpt_neox, one after the other": {
+        "model_type": "gpt_neox", "use_parallel_residual": False, "hidden_act": "gelu_fast", "rotary_pct": 1.0,
+    },
+    "gpt_neox, no bias, odd sizes, tied": {
+        "model_type": "gpt_neox", "attention_bias": False, "hidden_size": 66, "intermediate_size": 83,
+        "vocab_size": 127, "tie_word_embeddings": True, "rotary_pct": 0.4,
+    },
+    "gpt_neox, one layer, no bias, one after the other": {
+        "model_type": "gpt_neox", "use_parallel_residual": False, "attention_bias": False, "num_hidden_layers": 1,
+        "hidden_act": "relu",
+    },
 }  # fmt: skip
 
 # Shares of weights, KV cache and hidden states on device and host; the rest is on disk.

@@ -23,7 +23,7 @@ from tests.parity.reference import (
 
 LENGTHS = (5, 9, 9, 1, 12)
 NEW_TOKENS = 5
-SEEDS: dict[str, int] = {}  # of models that repeat themselves, or nearly tie, with the usual one
+SEEDS = {"gpt_neox": 1}  # of models that repeat themselves, or nearly tie, with the usual one
 EOS_LENGTHS = (17, 3, 9, 9, 1, 12, 5, 9, 2)
 
 

@@ -75,7 +75,7 @@ OTHER_SHAPES = [
 
 FAMILIES = [
     (shape, placement, NAMES[(2 * s + 3 * p) % len(NAMES)], 8 - 4 * ((s + p) % 2))
-    for s, shape in enumerate(("llama",))
+    for s, shape in enumerate(("llama", "gpt_neox"))
     for p, placement in enumerate(("all on disk", "everything split 30/30", "weights split three ways"))
 ]
 

@@ -74,7 +74,7 @@ def test_what_is_not_in_the_table_is_none(name: str) -> None:
     assert built_in_spec(name) is None
 
 
-@pytest.mark.parametrize("name", ["opt-125m", "llama-2-7b-hf"])
+@pytest.mark.parametrize("name", ["opt-125m", "llama-2-7b-hf", "pythia-70m"])
 def test_every_family_offers_what_the_engine_calls(name: str) -> None:
     spec = built_in_spec(name)
     assert spec is not None and spec[0].family in FAMILIES

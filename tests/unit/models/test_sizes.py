@@ -59,7 +59,7 @@ def test_every_tensor_of_transformers_is_there_once(config: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize(
-    "name", ["opt-125m", "opt-350m", "opt-30b", "galactica-6.7b", "Llama-3.2-3B", "Mistral-7B-v0.1"]
+    "name", ["opt-125m", "opt-350m", "opt-30b", "galactica-6.7b", "Llama-3.2-3B", "Mistral-7B-v0.1", "pythia-1b"]
 )
 def test_public_shapes_have_as_many_weights_as_in_transformers(name: str) -> None:
     found = built_in_spec(name)
