@@ -37,7 +37,7 @@ def unpacked(model: PreTrainedModel, bits: int) -> PreTrainedModel:
     return found
 
 
-SEEDS: dict[tuple[str, int], int] = {}  # of models that nearly tie with the usual one
+SEEDS = {("gpt_neox", 8): 1}  # of models that nearly tie with the usual one
 
 
 @pytest.fixture(scope="module")
