@@ -34,7 +34,7 @@ class Family(Protocol):
     """What a file in this folder offers. All functions are pure but for the tensors they are told to fill.
 
     Weights map a TensorSpec's role to the row parts of that tensor (a vector has one part). `x` is (tokens, width),
-    the residual stream, changed in place.
+    the residual stream, changed in place. `attention` computes the whole of a block that has no tensors for `mlp`.
     """
 
     BUILT_IN: dict[str, dict[str, Any]]  # public config by model id, with its model_type

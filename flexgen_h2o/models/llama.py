@@ -82,6 +82,9 @@ def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
         raise UsageError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     if width % 2:
         raise UsageError(f"head_dim {width} is odd, but rotary embeddings turn pairs")
+    rotary = read_rotary(config)
+    if rotary.width != width:
+        raise UsageError(f"rope_parameters: turn {rotary.width} numbers of a head of {width}; all or nothing here")
     activation, eps = check_activation("hidden_act", config.get("hidden_act")), read_positive(config, "rms_norm_eps")
     qkv_bias, out_bias, mlp_bias = _biases(config)
     tied = bool(config.get("tie_word_embeddings", False))
@@ -112,7 +115,7 @@ def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
         eos_token_ids=end_tokens(config),
         bos_token_id=config.get("bos_token_id"),
         options=(("activation", activation), ("eps", eps)),
-        rotary=read_rotary(config),
+        rotary=rotary,
         buffers=(StepBuffer("gate", ffn, "mlp"),),
     )  # fmt: skip
 

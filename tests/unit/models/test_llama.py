@@ -137,6 +137,10 @@ def test_positions_end_with_the_sliding_window(changes: dict[str, Any], position
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "rope_type 'linear' with these values"),
         ({"rope_scaling": {"rope_type": "linear", "factor": "x"}}, "not usable with rope_type 'linear'"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "factor"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.34}},
+            "turn 2 numbers of a head of 6",
+        ),
         ({"rope_theta": -1.0}, "rope_type 'default' with these values"),
         (
             {"rope_scaling": {"rope_type": "longrope", "long_factor": [1.0] * 3, "short_factor": [1.0] * 3}},
