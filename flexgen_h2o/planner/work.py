@@ -264,6 +264,8 @@ def _attention_work(
     crossing = 0.0
     if on_device < 1:
         crossing = (1 - on_device) * batch.rows * (2 * q_width * at.itemsize + column)
+    if "ranks" in at.need.record and spec.rotary:  # keys are turned as they are read
+        elementwise += 6.0 * columns * spec.num_kv_heads * spec.rotary.width * at.itemsize
     return Work(
         products, 0.0, 0.0, read * on_device, read * (1 - on_device), elementwise + batch.rows * packing, packed, 0.0,
         crossing,

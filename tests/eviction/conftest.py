@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedModel
 
 from tests.eviction.engine import PAIRS, Wanted, wanted
 from tests.eviction.plain_models import plain_model
@@ -30,6 +31,7 @@ SEEDS = {"post-norm, narrow embedding (350m)": 1}  # of models that repeat thems
 class Known:
     folder: Path
     plain: PlainModel
+    model: PreTrainedModel
 
 
 @pytest.fixture(scope="session")
@@ -41,7 +43,7 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Known]:
         model = random_model(SEEDS.get(shape, 0), **(SHAPES | OTHER_SHAPES | FAMILY_SHAPES)[shape])
         folder = tmp_path_factory.mktemp("model")
         model.save_pretrained(folder)
-        return Known(folder, plain_model(model))
+        return Known(folder, plain_model(model), model)
 
     return made
 

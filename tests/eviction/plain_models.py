@@ -14,9 +14,10 @@ from tests.eviction.reference import PlainModel, PlainOPT
 
 
 class PlainLlama:
-    """LLaMA and the model types that are the same network. Keys are rotated by position, once."""
+    """LLaMA and the model types that are the same network. Keys are rotated by position, once, unless `rolling`."""
 
-    def __init__(self, model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype = torch.float32, rolling: bool = False) -> None:
+        self._rolling = rolling
         self._model = copy.deepcopy(model).eval().to(dtype=dtype)
         self._decoder = self._model.model
         self.num_layers = len(self._decoder.layers)
@@ -31,8 +32,14 @@ class PlainLlama:
         q, k, v = (
             f(inputs).view(1, len(x), -1, own.head_dim).transpose(1, 2) for f in (own.q_proj, own.k_proj, own.v_proj)
         )
-        q, k = modeling_llama.apply_rotary_pos_emb(q, k, *self._decoder.rotary_emb(x, torch.arange(len(x))[None]))
-        return q[0], k[0], v[0]
+        if self._rolling:
+            return q[0], k[0], v[0]
+        return self.turn(q[0], torch.arange(len(x))), self.turn(k[0], torch.arange(len(x))), v[0]
+
+    def turn(self, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """(heads, n, d) at positions (n,)."""
+        angles = self._decoder.rotary_emb(heads, positions[None])
+        return modeling_llama.apply_rotary_pos_emb(heads[None], heads[None], *angles)[0][0]
 
     def finish(self, layer: int, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
         block = self._decoder.layers[layer]
@@ -44,9 +51,10 @@ class PlainLlama:
 
 
 class PlainNeoX:
-    """GPT-NeoX, with a parallel residual and with a sequential one."""
+    """GPT-NeoX, with a parallel residual and with a sequential one. `rolling`: as in PlainLlama."""
 
-    def __init__(self, model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype = torch.float32, rolling: bool = False) -> None:
+        self._rolling = rolling
         self._model = copy.deepcopy(model).eval().to(dtype=dtype)
         self._decoder = self._model.gpt_neox
         self._parallel = model.config.use_parallel_residual
@@ -60,9 +68,14 @@ class PlainNeoX:
         block = self._decoder.layers[layer]
         fused = block.attention.query_key_value(block.input_layernorm(x)).view(1, len(x), self.kv_heads, -1)
         q, k, v = fused.transpose(1, 2).chunk(3, dim=-1)
-        angles = self._decoder.rotary_emb(x, torch.arange(len(x))[None])
-        q, k = modeling_gpt_neox.apply_rotary_pos_emb(q, k, *angles)
-        return q[0], k[0], v[0]
+        if self._rolling:
+            return q[0], k[0], v[0]
+        return self.turn(q[0], torch.arange(len(x))), self.turn(k[0], torch.arange(len(x))), v[0]
+
+    def turn(self, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """(heads, n, d) at positions (n,)."""
+        angles = self._decoder.rotary_emb(heads, positions[None])
+        return modeling_gpt_neox.apply_rotary_pos_emb(heads[None], heads[None], *angles)[0][0]
 
     def finish(self, layer: int, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
         block = self._decoder.layers[layer]

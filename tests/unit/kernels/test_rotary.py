@@ -9,7 +9,7 @@ from transformers.models.gpt_neox import modeling_gpt_neox
 from transformers.models.llama import modeling_llama
 
 from flexgen_h2o.kernels.rms_norm import rms_norm
-from flexgen_h2o.kernels.rotary import rotate
+from flexgen_h2o.kernels.rotary import Rotation
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -28,15 +28,26 @@ def test_rotation_equals_transformers(share: float, dtype: torch.dtype, monkeypa
     q, k = torch.randn(9, 4, 16).to(dtype), torch.randn(9, 2, 16).to(dtype)
     cos, sin = embedding(q, positions[None])
     want = module.apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
-    rotate((q, k), positions, embedding.inv_freq, embedding.attention_scaling)
+    Rotation(embedding.inv_freq, embedding.attention_scaling).turn((q, k), positions)
     for ours, theirs in zip((q, k), want, strict=True):
         assert torch.equal(ours, theirs[0].transpose(0, 1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_key_turned_by_its_rank_is_the_key_at_that_position(dtype: torch.dtype) -> None:
+    rotation, keys = Rotation(torch.tensor([0.7, 0.1]), 1.2), torch.randn(2, 5, 6).to(dtype)
+    ranks = torch.tensor([[3, 0, 1, 4, 2], [0, 1, 2, 2, 2]])
+    want = keys.clone()
+    for row, order in zip(want, ranks, strict=True):
+        rotation.turn((row.unsqueeze(1),), order)
+    before = keys.clone()
+    assert torch.equal(rotation.turned(keys, ranks), want) and torch.equal(keys, before)
 
 
 def test_scaling_is_of_what_turns() -> None:
     q = torch.randn(3, 1, 6)
     before, frequencies = q.clone(), torch.tensor([0.5, 0.25])
-    rotate((q,), torch.tensor([0, 0, 0]), frequencies, 1.5)
+    Rotation(frequencies, 1.5).turn((q,), torch.tensor([0, 0, 0]))
     assert torch.equal(q[..., :4], before[..., :4] * 1.5) and torch.equal(q[..., 4:], before[..., 4:])
 
 

@@ -12,7 +12,7 @@ from transformers import OPTConfig, OPTForCausalLM, PreTrainedModel
 from flexgen_h2o.config import ModelSpec, TensorSpec
 from flexgen_h2o.kernels.causal import causal_attention
 from flexgen_h2o.kernels.linear import RowParts
-from flexgen_h2o.kernels.rotary import rotate
+from flexgen_h2o.kernels.rotary import Rotation
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.limits import TOKEN_CHUNK
 from flexgen_h2o.models import family_of, spec_from_config
@@ -55,7 +55,8 @@ def logits_of(spec: ModelSpec, tensors: dict[str, torch.Tensor], ids: torch.Tens
 
     def attend(*qkv: torch.Tensor) -> torch.Tensor:
         if spec.rotary is not None:
-            rotate(qkv[:2], torch.arange(n), torch.tensor(spec.rotary.frequencies), spec.rotary.scaling)
+            rotation = Rotation(torch.tensor(spec.rotary.frequencies), spec.rotary.scaling)
+            rotation.turn(qkv[:2], torch.arange(n))
         q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in qkv)
         return causal_attention(q, k, v, spec.head_dim**-0.5)[0].transpose(0, 1).reshape(n, -1)
 
