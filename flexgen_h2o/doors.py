@@ -173,7 +173,7 @@ def add_eviction_flags(parser: argparse.ArgumentParser) -> None:
     add("--eviction", metavar="NAME", help=f"which columns stay: {names}; h2o with a flag above, else full")
     add("--kv-layer-schedule", metavar="NAME", help="uniform, or pyramid: lower layers keep more (uniform)")
     add(
-        "--positions", choices=("original", "rolling"), default="original",
+        "--positions", choices=("original", "rolling"),
         help="rolling: while decoding a column's position is its rank among those kept; rotary models (original)",
     )  # fmt: skip
 
