@@ -21,7 +21,7 @@ from flexgen_h2o.executor import BlockTimes, Executor, KvUse
 from flexgen_h2o.generation import Chooser, Decoding, LogitsWatch, Row, RowEnd, SlotsWatch, Watches
 from flexgen_h2o.kernels.warm_up import warm_up
 from flexgen_h2o.kvcache.eviction import Eviction, check_eviction
-from flexgen_h2o.kvcache.eviction.rolling import check_rolling, most_new_tokens
+from flexgen_h2o.kvcache.eviction.rolling import check_rolling, is_rolling, most_new_tokens
 from flexgen_h2o.packing import Packing, weight_form
 from flexgen_h2o.paths import DEFAULT_OFFLOAD_DIR, usable_path
 from flexgen_h2o.planner.memory import MemoryPlan, Shape, packing_of, plan_within
@@ -267,7 +267,7 @@ class LLM:
         self.predicted = self._predict(need, rows, policy, plan)
         dtype = getattr(torch, self.dtype)
         packing, scored = weight_form(policy, itemsize).packing, bool(self.eviction.needs.record)
-        warm_up(self._device.torch_device, dtype, scored, packing_of(spec, policy), packing)
+        warm_up(self._device.torch_device, dtype, scored, packing_of(spec, policy), packing, is_rolling(self.eviction))
         checkpoint = self._find_checkpoint(packing) if packing else self._checkpoint
         self._engine = Engine(
             spec, checkpoint, policy, plan, dtype, self._device, budgets, self.offload_dir, self.timeline

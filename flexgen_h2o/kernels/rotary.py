@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from flexgen_h2o.kernels.threads import share_rows
 from flexgen_h2o.limits import ROTARY_CHUNK
 
 
@@ -29,10 +30,41 @@ class Rotation:
                 _turn(t[here], t[here], cos, sin)
 
     def turned(self, keys: torch.Tensor, ranks: torch.Tensor) -> torch.Tensor:
-        """A copy of keys (rows, slots, d), each turned by its rank, (rows, slots) ints below the number of slots."""
+        """Keys (rows, slots, d), each turned by its rank, as a tensor of their own; ranks: (rows, slots) int32.
+
+        Slots whose rank is not below the number of slots hold nothing, and may hold anything in the result.
+        """
+        if keys.device.type != "cpu" or keys.dtype not in (torch.float32, torch.bfloat16):
+            return self.turned_reference(keys, ranks)
+        return self._turned_compiled(keys, ranks)
+
+    def turned_reference(self, keys: torch.Tensor, ranks: torch.Tensor) -> torch.Tensor:
+        """`turned` in torch operations."""
         cos, sin = self._angles(torch.arange(keys.shape[1], device=keys.device), keys.dtype)
-        out = keys.clone()
-        _turn(keys, out, cos[ranks], sin[ranks])
+        out, index = keys.clone(), ranks.clamp(max=keys.shape[1] - 1).long()
+        _turn(keys, out, cos[index], sin[index])
+        return out
+
+    def _turned_compiled(self, keys: torch.Tensor, ranks: torch.Tensor) -> torch.Tensor:
+        """Rounds once, at the end."""
+        import numpy as np
+
+        from flexgen_h2o.kernels import rotary_loops
+
+        (rows, slots, width), pairs = keys.shape, len(self._frequencies)
+        if not (keys.is_contiguous() and ranks.is_contiguous() and ranks.shape == keys.shape[:2]):
+            raise ValueError(f"turned: keys {tuple(keys.shape)} and ranks {tuple(ranks.shape)} do not go together")
+        if ranks.dtype != torch.int32 or 2 * pairs > width:
+            raise ValueError(f"turned: ranks are {ranks.dtype}, and {2 * pairs} numbers of {width} turn")
+        cos, sin = self._angles(torch.arange(slots), torch.float32)
+        out = torch.empty_like(keys)
+        job = rotary_loops.Job(
+            slots, width, pairs, keys.data_ptr(), ranks.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr()
+        )
+        element = np.float32(0) if keys.dtype == torch.float32 else np.uint16(0)
+        share_rows(
+            lambda first, end: rotary_loops.turn_rows(element, job, first, end), rows, 2 * slots * width * keys.itemsize
+        )
         return out
 
     def _angles(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -114,7 +114,7 @@ def _attend_rolling(
     (keys,), slots = view.keys, view.keys.shape[2]
     for rows in torch.arange(view.rows).split(max(1, ROLLING_CHUNK // (slots * view.keys.shape[3]))):
         here = slice(int(rows[0]), int(rows[-1]) + 1)
-        turned = rotation.turned(keys[here], view.record.ranks[here].clamp(max=slots - 1).long()).unsqueeze(0)
+        turned = rotation.turned(keys[here], view.record.ranks[here]).unsqueeze(0)
         columns = (q[here], turned, view.values[:, here], filled[here], scale)
         out[here].copy_(attend(*columns) if book is None else attend_scored(*columns, book.rows(here)))
 

@@ -36,12 +36,34 @@ def test_rotation_equals_transformers(share: float, dtype: torch.dtype, monkeypa
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_key_turned_by_its_rank_is_the_key_at_that_position(dtype: torch.dtype) -> None:
     rotation, keys = Rotation(torch.tensor([0.7, 0.1]), 1.2), torch.randn(2, 5, 6).to(dtype)
-    ranks = torch.tensor([[3, 0, 1, 4, 2], [0, 1, 2, 2, 2]])
+    ranks = torch.tensor([[3, 0, 1, 4, 2], [0, 1, 2, 2, 2]], dtype=torch.int32)
     want = keys.clone()
     for row, order in zip(want, ranks, strict=True):
         rotation.turn((row.unsqueeze(1),), order)
     before = keys.clone()
-    assert torch.equal(rotation.turned(keys, ranks), want) and torch.equal(keys, before)
+    assert torch.equal(rotation.turned_reference(keys, ranks), want) and torch.equal(keys, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "slots", "width", "pairs"), [(2, 5, 6, 2), (3, 40, 64, 32), (600, 9, 128, 16)])
+def test_the_compiled_loop_turns_as_the_reference_does(
+    rows: int, slots: int, width: int, pairs: int, dtype: torch.dtype
+) -> None:
+    """To rounding: it rounds once. Slots without a rank are left alone."""
+    rotation, keys = Rotation(torch.rand(pairs), 1.1), torch.randn(rows, slots, width).to(dtype)
+    ranks = torch.stack([torch.randperm(slots) for _ in range(rows)]).int()
+    ranks[0, -1] = 2**30
+    found, want = rotation.turned(keys, ranks), rotation.turned_reference(keys.float(), ranks)
+    used = ranks < slots
+    assert found.dtype == dtype
+    assert torch.allclose(found.float()[used], want[used], atol=1e-6, rtol=1e-6 if dtype == torch.float32 else 2**-8)
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    rotation, keys, ranks = Rotation(torch.ones(2), 1.0), torch.zeros(2, 5, 6), torch.zeros(2, 5).int()
+    for bad in ((keys, ranks.long()), (keys, ranks[:, :4]), (keys.transpose(0, 1), ranks), (keys[..., :3], ranks)):
+        with pytest.raises(ValueError, match="turned: "):
+            rotation.turned(*bad)
 
 
 def test_scaling_is_of_what_turns() -> None:
