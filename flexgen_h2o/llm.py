@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 
@@ -21,6 +21,7 @@ from flexgen_h2o.executor import BlockTimes, Executor, KvUse
 from flexgen_h2o.generation import Chooser, Decoding, LogitsWatch, Row, RowEnd, SlotsWatch, Watches
 from flexgen_h2o.kernels.warm_up import warm_up
 from flexgen_h2o.kvcache.eviction import Eviction, check_eviction
+from flexgen_h2o.kvcache.eviction.rolling import check_rolling, is_rolling, most_new_tokens
 from flexgen_h2o.packing import Packing, weight_form
 from flexgen_h2o.paths import DEFAULT_OFFLOAD_DIR, usable_path
 from flexgen_h2o.planner.memory import MemoryPlan, Shape, packing_of, plan_within
@@ -163,9 +164,10 @@ class LLM:
         after = prompts_from_python(continuations, None, self.model.spec.vocab_size)
         if len(read) != len(after):
             raise UsageError(f"continuations: {len(after)} for {len(read)} prompts")
-        positions = self.model.spec.max_positions
+        positions, room = self.model.spec.max_positions, partial(most_new_tokens, self.eviction, self.model.spec)
         for prompt, more in zip(read, after, strict=True):
-            if len(prompt.token_ids) + len(more.token_ids) - 1 > positions:
+            length, new = len(prompt.token_ids), len(more.token_ids)
+            if length > positions or room(length, new) < new:
                 raise UsageError(f"prompts[{prompt.index}]: with its continuation longer than {positions} positions")
         forced = {p.index: p.token_ids for p in after}
         params = SamplingParams(max_tokens=max(map(len, forced.values())), ignore_eos=True)
@@ -254,6 +256,8 @@ class LLM:
             return self._engine
         self.close()
         spec, itemsize, policy = self.model.spec, DTYPE_BYTES[self.dtype], self.asked_policy
+        chosen = policy.base if isinstance(policy, AutoPolicy) else policy
+        check_rolling(self.eviction, spec, chosen.compress_cache)
         budgets = resolve_budgets(self._budget, self._device, self.offload_dir)
         if isinstance(policy, AutoPolicy):
             policy = self._planner.choose(need, policy.base, budgets)
@@ -263,7 +267,7 @@ class LLM:
         self.predicted = self._predict(need, rows, policy, plan)
         dtype = getattr(torch, self.dtype)
         packing, scored = weight_form(policy, itemsize).packing, bool(self.eviction.needs.record)
-        warm_up(self._device.torch_device, dtype, scored, packing_of(spec, policy), packing)
+        warm_up(self._device.torch_device, dtype, scored, packing_of(spec, policy), packing, is_rolling(self.eviction))
         checkpoint = self._find_checkpoint(packing) if packing else self._checkpoint
         self._engine = Engine(
             spec, checkpoint, policy, plan, dtype, self._device, budgets, self.offload_dir, self.timeline
@@ -315,13 +319,12 @@ class LLM:
         return find_checkpoint(self.model, dtype, self.offload_dir, RANDOM_WEIGHTS_SEED, shown, packing)
 
     def _most_new_tokens(self, prompt: Prompt, params: SamplingParams) -> int:
-        """The newest token needs no position of its own, so a prompt that fills all positions still gets one."""
         length, positions = len(prompt.token_ids), self.model.spec.max_positions
         if length > positions:
             raise UsageError(
                 f"prompts[{prompt.index}]: {length} tokens, but {self.model.name} has {positions} positions; shorten it"
             )
-        return min(params.max_tokens, positions - length + 1)
+        return most_new_tokens(self.eviction, self.model.spec, length, params.max_tokens)
 
     def _completion(self, row: Row, stop: StopStrings) -> Completion:
         assert row.finish_reason is not None

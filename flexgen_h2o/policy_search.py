@@ -128,11 +128,13 @@ def _task(args: argparse.Namespace) -> _Task:
     policy, is_auto = _policy(args)
     eviction = eviction_of(args, policy)
     from flexgen_h2o.eviction_need import need_of
+    from flexgen_h2o.kvcache.eviction.rolling import check_rolling
     from flexgen_h2o.plan_report import Question
     from flexgen_h2o.source import find_spec
 
     spec = find_spec(args.model, args.path, args.revision)
     check_positions(args, spec.name, spec.max_positions)
+    check_rolling(eviction, spec, policy.compress_cache or bool(args.compress_cache))
     rows = args.num_prompts or (SEARCHED_PROMPTS if is_auto else policy.block_size)
     need = need_of(eviction, rows, {(args.prompt_len, args.gen_len)}, spec.num_blocks)
     machine, budgets = _machine(args)

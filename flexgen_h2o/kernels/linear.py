@@ -7,6 +7,8 @@ the compute dtype, or in int8 and multiplied in it (kernels/int8_rows.py).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from flexgen_h2o.kernels.int8_rows import Int8Rows, look_up, multiply
@@ -61,6 +63,11 @@ def vector(parts: RowParts) -> torch.Tensor:
     (whole,) = parts
     assert isinstance(whole, torch.Tensor)
     return whole
+
+
+def optional_vector(tensors: Mapping[str, RowParts], name: str) -> torch.Tensor | None:
+    """The vector of that name, None where the layer has none."""
+    return vector(tensors[name]) if name in tensors else None
 
 
 def _rows(part: torch.Tensor | Int8Rows, ids: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

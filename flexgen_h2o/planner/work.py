@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from flexgen_h2o.config import Layer, ModelSpec, Policy, TensorSpec, WeightUnit
+from flexgen_h2o.config import Layer, LayerKind, ModelSpec, Policy, TensorSpec, WeightUnit
 from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.limits import TOKEN_CHUNK, WRITE_BACK_STEPS
 from flexgen_h2o.packing import WeightForm, weight_form
@@ -214,12 +214,25 @@ def layer_work(at: Setting, layer: Layer, unit: WeightUnit, batch: Batch, sweep:
         return Work(_products(at, head, batch.rows), logits=float(batch.rows * at.spec.vocab_size))
     tokens = tokens_of(batch, sweep)
     products = _products(at, unit, tokens)
-    norm, inner = 2 * at.spec.hidden_size, 2 * at.spec.ffn_size
-    width = (norm if layer.kind != "mlp" else 0) + (norm + inner if layer.kind != "attention" else 0)
-    elementwise = float(tokens * width * at.itemsize)
+    elementwise = float(tokens * _elementwise_width(at.spec, layer.kind) * at.itemsize)
     if layer.kind == "mlp":
         return Work(products, elementwise=elementwise)
     return _attention_work(at, layer.block, batch, sweep, products, elementwise)
+
+
+def _elementwise_width(spec: ModelSpec, kind: LayerKind) -> int:
+    """Numbers that norms, activations and rotary embeddings of a layer read and write for a token.
+
+    A buffer of the family's own is written and read with another of its width; a number that turns is read in both
+    halves, multiplied, and written.
+    """
+    norm, width = 2 * spec.hidden_size, 0
+    if kind != "mlp":
+        turned = spec.rotary.width * (spec.num_heads + spec.num_kv_heads) if spec.rotary else 0
+        width += norm + 6 * turned
+    if kind != "attention":
+        width += norm + 2 * spec.ffn_size
+    return width + sum(3 * b.width for b in spec.buffers if kind in (b.layer, "block"))
 
 
 def _attention_work(
@@ -251,6 +264,8 @@ def _attention_work(
     crossing = 0.0
     if on_device < 1:
         crossing = (1 - on_device) * batch.rows * (2 * q_width * at.itemsize + column)
+    if "ranks" in at.need.record and spec.rotary:  # keys are turned as they are read
+        elementwise += 6.0 * columns * spec.num_kv_heads * spec.rotary.width * at.itemsize
     return Work(
         products, 0.0, 0.0, read * on_device, read * (1 - on_device), elementwise + batch.rows * packing, packed, 0.0,
         crossing,

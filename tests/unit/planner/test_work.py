@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from flexgen_h2o.config import Policy
 from flexgen_h2o.kernels.slot_packing import SlotPacking
+from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.packing import Packing, WeightForm
 from flexgen_h2o.planner.memory import OVERLAPPED, memory_plan
 from flexgen_h2o.planner.need import Batch, Need, shape_of
-from flexgen_h2o.planner.work import Setting, kv_load_moves, kv_store_moves, layer_work, weight_moves
+from flexgen_h2o.planner.work import Setting, Work, kv_load_moves, kv_store_moves, layer_work, weight_moves
 from flexgen_h2o.units import round_up
 from tests.unit.planner.made_up import BLOCKS, SPEC, evicting, policies
 
@@ -69,6 +70,52 @@ def test_attention_on_the_host_reads_its_share_there() -> None:
     work = layer_work(at, layer, at.spec.layers(True).units[layer.unit], batch, 1)
     assert (work.device_kv, work.host_kv) == (0.25 * 6 * 11 * COLUMN, 0.75 * 6 * 11 * COLUMN)
     assert work.crossing > 0 and not kv_load_moves(at, 0, batch, 1)
+
+
+def block_work(name: str, sweep: int, need: Need) -> Work:
+    """Of a transformer block of a public shape in bf16, all its steps together."""
+    found = built_in_spec(name)
+    assert found is not None
+    at = Setting(found[0], Policy(), need, 2, True)
+    plan = at.spec.layers(at.policy.sep_layer)
+    steps = [layer_work(at, x, plan.units[x.unit], Batch.even(4, 100), sweep) for x in plan.layers if x.block == 0]
+    return Work(
+        tuple(p for step in steps for p in step.products),
+        **{f: sum(getattr(step, f) for step in steps) for f in ("prompt_flops", "device_kv", "elementwise")},
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "matrices", "columns", "numbers"),
+    [
+        # q and o, k and v, three of the MLP; two norms, the heads that turn, gate and product of the MLP
+        (
+            "Meta-Llama-3-8B", 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336, 2 * 8 * 128,
+            4 * 4096 + 6 * 40 * 128 + 5 * 14336,
+        ),
+        # the fused matrix and what comes of it, one step for both halves; a quarter of each head turns
+        (
+            "gpt-neox-20b", 4 * 6144 * 6144 + 2 * 6144 * 24576, 2 * 64 * 96,
+            4 * 6144 + 6 * 128 * 24 + 2 * 24576 + 3 * 3 * 6144,
+        ),
+    ],
+)  # fmt: skip
+def test_a_block_of_a_public_shape(name: str, matrices: int, columns: int, numbers: int) -> None:
+    """matrices: elements; columns: numbers of a key and a value of all kv-heads; numbers: elementwise, of a token."""
+    need = Need.full(4, 100, 4, 80)
+    prompt, decode = (block_work(name, sweep, need) for sweep in (0, 2))
+    assert sum(p.flops for p in prompt.products) == 2 * 400 * matrices
+    assert sum(p.flops for p in decode.products) == 2 * 4 * matrices
+    assert decode.device_kv == 4 * 102 * columns * 2
+    assert decode.elementwise == 4 * numbers * 2
+    assert prompt.elementwise == 400 * numbers * 2 + 400 * 2 * columns * 2  # what is kept is copied
+
+
+def test_rolling_positions_turn_the_keys_that_are_read() -> None:
+    need = evicting(4, 100, 4, 20)
+    still, rolling = (block_work("Meta-Llama-3-8B", 2, replace(need, record=r)) for r in ((), ("positions", "ranks")))
+    columns = rolling.device_kv / (2 * 8 * 128 * 2)
+    assert rolling.elementwise - still.elementwise == 6 * columns * 8 * 128 * 2
 
 
 def test_vectors_stay_with_the_device() -> None:
