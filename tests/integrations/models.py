@@ -115,7 +115,7 @@ def _opt(shape: str) -> Known:
 
 
 def _llama(**config: Any) -> Known:
-    model = _filled(LlamaForCausalLM(LlamaConfig(**SIZES, **config)))
+    model = _filled(LlamaForCausalLM(LlamaConfig(**SIZES, **config)), seed=1)
     return Known(model, PlainLlama(model))
 
 

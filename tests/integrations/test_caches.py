@@ -142,7 +142,9 @@ def test_scored_text_sees_what_would_be_left_when_masking(name: str, padding: st
     """As if each text had been generated from its first token, whatever is padded and computed beside it."""
     model, batch = known(name).model, padded(PROMPTS)
     if padding != "left":
-        batch = {key: torch.stack([t.roll(len(p), 0) for t, p in zip(batch[key], PROMPTS, strict=True)]) for key in batch}
+        batch = {
+            key: torch.stack([t.roll(len(p), 0) for t, p in zip(batch[key], PROMPTS, strict=True)]) for key in batch
+        }
     real = batch["attention_mask"].bool()
     if padding == "right, unmasked":  # as lm_eval gives them
         del batch["attention_mask"]
