@@ -75,7 +75,7 @@ def read_prompts(path: Path, encode: Encode | None, vocab_size: int) -> list[Pro
         try:
             line = raw.removesuffix(b"\r").decode("utf-8")
             if line.strip():
-                prompts.append(_make_prompt(len(prompts), read_line(line), encode, vocab_size))
+                prompts.append(make_prompt(len(prompts), read_line(line), encode, vocab_size))
         except UnicodeDecodeError as error:
             raise UsageError(f"--prompts {path}:{number}: not UTF-8 text; save the file as UTF-8") from error
         except UsageError as error:
@@ -95,7 +95,7 @@ def prompts_from_python(inputs: Sequence[str | Sequence[int]], encode: Encode | 
     prompts: list[Prompt] = []
     for i, given in enumerate(inputs):
         try:
-            prompts.append(_make_prompt(i, given, encode, vocab_size))
+            prompts.append(make_prompt(i, given, encode, vocab_size))
         except UsageError as error:
             raise UsageError(f"prompts[{i}]: {error}") from error
     return prompts
@@ -202,7 +202,8 @@ def _prompt_of_json(line: str) -> object:
     return value
 
 
-def _make_prompt(index: int, given: object, encode: Encode | None, vocab_size: int) -> Prompt:
+def make_prompt(index: int, given: object, encode: Encode | None, vocab_size: int) -> Prompt:
+    """A prompt of a text or of token ids; UsageError says what is wrong with it."""
     if not isinstance(given, str):
         return Prompt(index, _check_ids(given, vocab_size), None)
     if encode is None:
