@@ -22,6 +22,7 @@ from flexgen_h2o.paths import usable_path
 
 if TYPE_CHECKING:
     from flexgen_h2o.kvcache.eviction import Eviction
+    from flexgen_h2o.llm import LLM
 
 # The rows of kvcache.eviction.POLICIES, here as well so that --help need not import torch; a test compares them.
 EVICTIONS = ("full", "local", "h2o", "h2o-norm", "tova", "snapkv", "h2o-v", "random")
@@ -190,6 +191,18 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 
 def budget_of(args: argparse.Namespace) -> MemoryBudget:
     return MemoryBudget(args.device_mem, args.host_mem, args.disk_mem)
+
+
+def open_llm(args: argparse.Namespace, policy: Policy, is_auto: bool) -> LLM:
+    """The model, tiers and eviction that the flags ask for. policy, is_auto: of `policy_of`."""
+    from flexgen_h2o.llm import LLM
+    from flexgen_h2o.planner.need import AutoPolicy
+
+    return LLM(
+        args.model, AutoPolicy(policy) if is_auto else policy, eviction_of(args, policy), device=args.device,
+        dtype=args.dtype, budget=budget_of(args), offload_dir=args.offload_dir, path=args.path, revision=args.revision,
+        hardware=args.hardware,
+    )  # fmt: skip
 
 
 def check_positions(args: argparse.Namespace, model: str, positions: int) -> None:

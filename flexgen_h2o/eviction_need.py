@@ -1,8 +1,12 @@
-"""What an eviction policy keeps, in the planner's terms."""
+"""What an eviction policy keeps, and what rows take, in the planner's terms."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from flexgen_h2o.generation import Row
 from flexgen_h2o.kvcache.eviction import Eviction
+from flexgen_h2o.planner.memory import Shape
 from flexgen_h2o.planner.need import Need
 
 
@@ -20,4 +24,24 @@ def need_of(eviction: Eviction, rows: int, sizes: set[tuple[int, int]], num_bloc
         record=eviction.needs.record,
         scored=eviction.needs.query_rows is None,
         by_length=eviction.budget(min(lengths), 0, 1) != eviction.budget(prompt_len, 0, 1),
+    )
+
+
+def need_of_rows(eviction: Eviction, rows: Sequence[Row], num_blocks: int) -> Need:
+    """The need of the rows of a run."""
+    sizes = {(len(row.prompt.token_ids), row.max_new) for row in rows}
+    return need_of(eviction, len(rows), sizes, num_blocks)
+
+
+def shape_of_blocks(
+    blocks: Sequence[Sequence[Sequence[Row]]], slots: tuple[int, ...], record: tuple[str, ...]
+) -> Shape:
+    """The shape that covers all these blocks of micro-batches. slots, record: of the rows' need."""
+    batches = [batch for block in blocks for batch in block]
+    return Shape(
+        rows=max(map(len, batches)),
+        micro_batches=max(map(len, blocks)),
+        tokens=max(sum(len(row.prompt.token_ids) for row in batch) for batch in batches),
+        slots=slots,
+        record=record,
     )

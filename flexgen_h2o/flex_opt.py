@@ -17,11 +17,10 @@ from flexgen_h2o.doors import (
     add_eviction_flags,
     add_sampling_flags,
     as_flags,
-    budget_of,
     check_positions,
-    eviction_of,
     flag_of,
     naming_flags,
+    open_llm,
     policy_of,
     positive,
     run_door,
@@ -104,16 +103,10 @@ def _run(argv: list[str] | None) -> int:
             args.gen_len, args.temperature, args.top_p, args.top_k, args.seed, tuple(args.stop),
             args.ignore_eos or args.prompts is None,
         )  # fmt: skip
-    from flexgen_h2o.llm import LLM
-    from flexgen_h2o.planner.need import AutoPolicy
     from flexgen_h2o.report import sizes_line
 
     outputs = _Outputs(args.output)
-    with LLM(
-        args.model, AutoPolicy(policy) if is_auto else policy, eviction_of(args, policy), device=args.device,
-        dtype=args.dtype, budget=budget_of(args), offload_dir=args.offload_dir, path=args.path, revision=args.revision,
-        hardware=args.hardware,
-    ) as llm:  # fmt: skip
+    with open_llm(args, policy, is_auto) as llm:
         if args.policy not in (None, "auto") and args.verbose >= 1:
             _say_what_it_was_found_for(args.policy, llm)
         if llm.precision_note and args.verbose >= 1:

@@ -13,8 +13,8 @@ import torch
 
 from flexgen_h2o.kvcache.eviction.policy import Columns
 from flexgen_h2o.kvcache.moves import Move, plan_moves
-from flexgen_h2o.prompts import Prompt
-from flexgen_h2o.sampling import SamplingParams, StopStrings
+from flexgen_h2o.prompts import Prompt, make_blocks
+from flexgen_h2o.sampling import SamplingParams, StopStrings, TokenLogprobs, token_logprobs
 
 LogitsWatch = Callable[[list[int], torch.Tensor], None]
 SlotsWatch = Callable[[list[int], torch.Tensor, Columns], None]
@@ -22,16 +22,30 @@ SlotsWatch = Callable[[list[int], torch.Tensor, Columns], None]
 
 @dataclass(eq=False)
 class Row:
-    """A prompt with what has been generated for it. `max_new`: tokens it may still grow to, at least 1."""
+    """A prompt with what has been generated for it.
+
+    max_new: tokens it may still grow to, at least 1. asked: new tokens that were asked for, by which rows are sorted
+    into blocks. top_logprobs: how many of the likeliest tokens get into `logprobs` at each step; None: no `logprobs`.
+    """
 
     prompt: Prompt
     max_new: int
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    asked: int = 0
+    top_logprobs: int | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @property
     def length(self) -> int:
         return len(self.prompt.token_ids) + len(self.token_ids)
+
+
+def row_blocks(rows: Sequence[Row], gpu_batch_size: int, num_gpu_batches: int) -> list[list[list[Row]]]:
+    """Rows as blocks of micro-batches, sorted by what they ask for and their length (prompts.make_blocks)."""
+    of = {row.prompt.index: row for row in rows}
+    blocks = make_blocks([r.prompt for r in rows], gpu_batch_size, num_gpu_batches, lambda p: of[p.index].asked)
+    return [[[of[p.index] for p in batch] for batch in block] for block in blocks]
 
 
 @dataclass(frozen=True)
@@ -120,14 +134,26 @@ class Watches:
 
 @dataclass(frozen=True)
 class Decoding:
-    """How tokens are chosen and rows end, and who looks on."""
+    """How tokens are chosen, when a row is done and why (None: not yet), and who looks on."""
 
     chooser: Chooser
-    end: RowEnd
+    end: Callable[[Row], str | None]
     watches: Watches = Watches()
 
     def choose(self, micro_batch: MicroBatch, logits: torch.Tensor) -> list[int]:
         rows = [r.prompt.index for r in micro_batch.rows]
         if self.watches.logits is not None:
             self.watches.logits(rows, logits)
-        return self.chooser.choose(logits, rows, [len(r.token_ids) for r in micro_batch.rows])
+        tokens = self.chooser.choose(logits, rows, [len(r.token_ids) for r in micro_batch.rows])
+        note_logprobs(micro_batch.rows, logits, tokens)
+        return tokens
+
+
+def note_logprobs(rows: Sequence[Row], logits: torch.Tensor, tokens: Sequence[int]) -> None:
+    """Keep the log-probabilities of this step for the rows that ask for them."""
+    asking = [(i, top) for i, row in enumerate(rows) if (top := row.top_logprobs) is not None]
+    if asking:
+        places, tops = zip(*asking, strict=True)
+        own = logits if len(places) == len(rows) else logits[list(places)]
+        for i, found in zip(places, token_logprobs(own, [tokens[i] for i in places], tops), strict=True):
+            rows[i].logprobs.append(found)

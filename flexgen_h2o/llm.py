@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
@@ -13,38 +14,47 @@ import torch
 
 from flexgen_h2o import interrupts
 from flexgen_h2o.checkpoint import Checkpoint
-from flexgen_h2o.config import DTYPE_BYTES, MemoryBudget, Policy, read_policy
+from flexgen_h2o.config import DTYPE_BYTES, MemoryBudget, Policy
 from flexgen_h2o.engine import Engine
-from flexgen_h2o.errors import UsageError
-from flexgen_h2o.eviction_need import need_of
+from flexgen_h2o.errors import DoesNotFitError, UsageError
+from flexgen_h2o.eviction_need import need_of_rows, shape_of_blocks
 from flexgen_h2o.executor import BlockTimes, Executor, KvUse
-from flexgen_h2o.generation import Chooser, Decoding, LogitsWatch, Row, RowEnd, SlotsWatch, Watches
+from flexgen_h2o.generation import Chooser, Decoding, LogitsWatch, Row, SlotsWatch, Watches, row_blocks
 from flexgen_h2o.kernels.warm_up import warm_up
-from flexgen_h2o.kvcache.eviction import Eviction, check_eviction
+from flexgen_h2o.kvcache.eviction import check_eviction
 from flexgen_h2o.kvcache.eviction.rolling import check_rolling, is_rolling, most_new_tokens
+from flexgen_h2o.llm_arguments import check_dtype, check_together, read_policy_argument
 from flexgen_h2o.packing import Packing, weight_form
 from flexgen_h2o.paths import DEFAULT_OFFLOAD_DIR, usable_path
 from flexgen_h2o.planner.memory import MemoryPlan, Shape, packing_of, plan_within
 from flexgen_h2o.planner.need import AutoPolicy, Need
 from flexgen_h2o.planner.predict import Prediction
-from flexgen_h2o.planner.roofline import Peak, run_work
+from flexgen_h2o.planner.roofline import Peak
 from flexgen_h2o.planning import Planner
 from flexgen_h2o.profile import HardwareProfile
 from flexgen_h2o.profiling.peak import measure_peak
-from flexgen_h2o.progress import Progress
-from flexgen_h2o.prompts import Completion, Prompt, make_blocks, prompts_from_python
-from flexgen_h2o.report import PhaseReport, RunReport
-from flexgen_h2o.run_facts import column_bytes, kv_facts, kv_read, predicted_seconds
-from flexgen_h2o.sampling import ForcedTokens, SamplingParams, StopStrings, TokenChooser, decode_text
+from flexgen_h2o.progress import Listener, Progress
+from flexgen_h2o.prompts import Completion, Prompt, prompts_from_python
+from flexgen_h2o.report import RunReport
+from flexgen_h2o.row_rules import RowRules
+from flexgen_h2o.run_facts import make_report, sizes_of
+from flexgen_h2o.sampling import ForcedTokens, SamplingParams
 from flexgen_h2o.schedule import Step
 from flexgen_h2o.source import Model, find_checkpoint, find_model
 from flexgen_h2o.tiers.device import open_device
 from flexgen_h2o.tiers.machine import resolve_budgets
-from flexgen_h2o.timeline import LANES, Timeline
+from flexgen_h2o.timeline import Timeline
 
 RANDOM_WEIGHTS_SEED = 0
 RANDOM_DTYPE = "bfloat16"  # of random weights, unless another is asked for
 Order = Callable[[int, int], Iterator[Step]]
+
+
+@dataclass(frozen=True)
+class _Planned:
+    need: Need
+    policy: Policy
+    memory: MemoryPlan
 
 
 class LLM:
@@ -67,19 +77,20 @@ class LLM:
         hardware: HardwareProfile | str | Path | None = None,
     ) -> None:  # fmt: skip
         self.eviction = check_eviction(eviction)
-        self.asked_policy = _read_policy_argument(policy)
-        _check_together(self.asked_policy, self.eviction)
+        self.asked_policy = read_policy_argument(policy)
+        check_together(self.asked_policy, self.eviction)
         self._budget = budget or MemoryBudget()
         self._device = open_device(device, separate_budget=self._budget.device is not None)
         self._device_name, self._hardware = device, hardware
         self.offload_dir = usable_path(offload_dir or DEFAULT_OFFLOAD_DIR, "--offload-dir")
         self.model: Model = find_model(model, path, revision)
-        self._asked_dtype = _check_dtype(dtype)
+        self._asked_dtype = check_dtype(dtype)
         self.timeline = Timeline()
         self.report: RunReport | None = None
         self._policy = self.asked_policy if isinstance(self.asked_policy, Policy) else None
         self._engine: Engine | None = None
-        self._planned_rows = 0
+        self._planned: _Planned | None = None  # what the engine was last opened for
+        self._job_rows = 0
         self.predicted: Prediction | None = None
         self._running = threading.Lock()
         self.times: list[BlockTimes] = []
@@ -102,7 +113,7 @@ class LLM:
         """Run with another policy from the next `generate` on; what was held for the old one is given back."""
         if policy != self.asked_policy:
             self.close()
-            self.asked_policy = _read_policy_argument(policy)
+            self.asked_policy = read_policy_argument(policy)
             self._policy = policy if isinstance(policy, Policy) else None
 
     @property
@@ -126,20 +137,15 @@ class LLM:
 
     def sizes(self, prompts: Sequence[Prompt], params: SamplingParams) -> tuple[int, int, int]:
         """Bytes of weights, of the full KV cache and of the hidden states of all rows: FlexGen's summary."""
-        spec, itemsize = self.model.spec, DTYPE_BYTES[self.dtype]
-        tokens = sum(len(p.token_ids) + self._most_new_tokens(p, params) for p in prompts)
-        return (
-            spec.num_weights * itemsize,
-            tokens * spec.kv_bytes_per_token(itemsize),
-            tokens * spec.hidden_size * itemsize,
-        )
+        return sizes_of(self.model.spec, self._rules(prompts, params).rows(), DTYPE_BYTES[self.dtype])
 
     def generate(
-        self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | None = None,
+        self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None,
         watch_logits: LogitsWatch | None = None,
     ) -> list[Completion]:  # fmt: skip
         """Generate for text prompts and lists of token ids, in any mix and number; results in the order of `prompts`.
 
+        params: of all prompts, or one for each; then a row draws from its own seed alone, wherever it stands.
         watch_logits sees every step's logits: (indices of the rows, (rows, vocab) in the compute dtype).
         """
         encode = self.model.encode if self.model.tokenizer is not None else None
@@ -174,48 +180,43 @@ class LLM:
         return self.run(read, params, lambda done: None, watch_logits, None, forced, watch_slots)
 
     def run(
-        self, prompts: Sequence[Prompt], params: SamplingParams, on_finished: Callable[[list[Completion]], None],
-        watch_logits: LogitsWatch | None = None, order: Order | None = None,
-        forced: Mapping[int, Sequence[int]] | None = None, watch_slots: SlotsWatch | None = None,
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams],
+        on_finished: Callable[[list[Completion]], None], watch_logits: LogitsWatch | None = None,
+        order: Order | None = None, forced: Mapping[int, Sequence[int]] | None = None,
+        watch_slots: SlotsWatch | None = None, listener: Listener | None = None,
     ) -> RunReport:  # fmt: skip
         """`generate` for read prompts: completions are handed out as rows finish, the report is returned.
 
         forced: the tokens that rows take, by index, instead of choosing; a row ends with its last. order: the steps to
         run of a block instead of its whole schedule, from its numbers of layers and micro-batches; rows that it cuts
-        short are handed out at the end, as of length.
+        short are handed out at the end, as of length. listener: hears of tokens and rows instead of the progress bar.
         """
         if not self._running.acquire(blocking=False):
             raise UsageError("this LLM is generating already; a thread needs an LLM of its own")
         try:
-            return self._run(prompts, params, on_finished, Watches(watch_logits, watch_slots), order, forced)
+            rules = self._rules(prompts, params)
+            return self._run(rules, on_finished, Watches(watch_logits, watch_slots), order, forced, listener)
         finally:
             self._running.release()
 
     def _run(
-        self, prompts: Sequence[Prompt], params: SamplingParams, on_finished: Callable[[list[Completion]], None],
-        watches: Watches, order: Order | None, forced: Mapping[int, Sequence[int]] | None,
+        self, rules: RowRules, on_finished: Callable[[list[Completion]], None], watches: Watches,
+        order: Order | None, forced: Mapping[int, Sequence[int]] | None, listener: Listener | None,
     ) -> RunReport:  # fmt: skip
-        stop = StopStrings(self.model.tokenizer, params.stop)
-        most = [self._most_new_tokens(p, params) if forced is None else len(forced[p.index]) for p in prompts]
-        rows = [Row(p, new) for p, new in zip(prompts, most, strict=True)]
+        rows = rules.rows(forced)
         engine = self._ready(rows)
-        policy = engine.policy
-        by_index = {row.prompt.index: row for row in rows}
-        blocks = [
-            [[by_index[p.index] for p in batch] for batch in block]
-            for block in make_blocks(prompts, policy.gpu_batch_size, policy.num_gpu_batches)
-        ]
-        end = RowEnd(params, self.model.spec.eos_token_ids, stop)
+        blocks = self._blocks(rows, engine.policy)
         sweeps = sum(max(r.max_new for batch in block for r in batch) for block in blocks)
         before = engine.io_bytes
-        with Progress(sum(r.max_new for r in rows)) as progress:
+        bar = Progress(sum(r.max_new for r in rows)) if listener is None else contextlib.nullcontext(listener)
+        with bar as progress:
 
             def hand_out(finished: list[Row]) -> None:
                 progress.finish(finished)
-                on_finished([self._completion(row, stop) for row in finished])
+                on_finished([rules.completion(row) for row in finished])
 
-            chooser: Chooser = TokenChooser(params) if forced is None else ForcedTokens(forced)
-            decoding = Decoding(chooser, end, watches)
+            chooser: Chooser = rules.chooser if forced is None else ForcedTokens(forced)
+            decoding = Decoding(chooser, rules.end, watches)
             executor = Executor(engine, self.eviction, decoding, hand_out, sweeps)
             self.times, self._kv_use = [], []
             engine.timeline.reset()
@@ -236,9 +237,12 @@ class LLM:
         cut_short = [row for row in rows if row.finish_reason is None]
         for row in cut_short:
             row.finish_reason = "length"
-        on_finished([self._completion(row, stop) for row in cut_short])
+        on_finished([rules.completion(row) for row in cut_short])
         moved = {lane: n - before[lane] for lane, n in engine.io_bytes.items()}
-        self.report = self._make_report(rows, params, engine, moved)
+        profile = self._planner.profile.machine
+        self.report = make_report(
+            self.model.name, engine, self.eviction, rows, self.times, self._kv_use, moved, self.predicted, profile
+        )
         return self.report
 
     def close(self) -> None:
@@ -248,6 +252,26 @@ class LLM:
                 self._engine.__exit__(None, None, None)
                 self._engine = None
 
+    def expect(self, rows: int) -> None:
+        """From now on each `run` is a part of a job of `rows` rows: "auto" chooses for all of them, and an engine that
+        is opened again for longer rows also serves what came before."""
+        self._job_rows = rows
+
+    def prepare(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Policy:
+        """Open the engine for these rows, as `run` does, and return the policy. DoesNotFitError: no engine is open."""
+        return self._ready(self._rules(prompts, params).rows()).policy
+
+    def check_fit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
+        """DoesNotFitError where `prepare` would raise it. Opens nothing, and closes what is open."""
+        self.close()
+        budgets = resolve_budgets(self._budget, self._device, self.offload_dir)
+        self._plan_for(self._rules(prompts, params).rows(), budgets)
+
+    @property
+    def peak_bytes(self) -> dict[str, int]:
+        """Bytes by tier that the open engine has charged to the budgets at most; empty without one."""
+        return self._engine.peak_bytes if self._engine is not None else {}
+
     def _ready(self, rows: Sequence[Row]) -> Engine:
         """An engine whose buffers cover these rows: the open one if it does, else a new one."""
         need = self._need(rows)
@@ -255,18 +279,15 @@ class LLM:
             self.predicted = self._predict(need, rows, self._engine.policy, self._engine.plan)
             return self._engine
         self.close()
-        spec, itemsize, policy = self.model.spec, DTYPE_BYTES[self.dtype], self.asked_policy
-        chosen = policy.base if isinstance(policy, AutoPolicy) else policy
-        check_rolling(self.eviction, spec, chosen.compress_cache)
+        asked = self.asked_policy.base if isinstance(self.asked_policy, AutoPolicy) else self.asked_policy
+        check_rolling(self.eviction, self.model.spec, asked.compress_cache)
         budgets = resolve_budgets(self._budget, self._device, self.offload_dir)
-        if isinstance(policy, AutoPolicy):
-            policy = self._planner.choose(need, policy.base, budgets)
-        shape = self._shape(rows, policy)
-        plan: MemoryPlan = plan_within(spec, policy, shape, itemsize, self._device.is_host, budgets)
-        self._policy, self._planned_rows = policy, need.rows
+        self._planned = planned = self._plan_for(rows, budgets)
+        policy, plan = planned.policy, planned.memory
+        self._policy = policy
         self.predicted = self._predict(need, rows, policy, plan)
-        dtype = getattr(torch, self.dtype)
-        packing, scored = weight_form(policy, itemsize).packing, bool(self.eviction.needs.record)
+        dtype, spec = getattr(torch, self.dtype), self.model.spec
+        packing, scored = weight_form(policy, dtype.itemsize).packing, bool(self.eviction.needs.record)
         warm_up(self._device.torch_device, dtype, scored, packing_of(spec, policy), packing, is_rolling(self.eviction))
         checkpoint = self._find_checkpoint(packing) if packing else self._checkpoint
         self._engine = Engine(
@@ -274,25 +295,44 @@ class LLM:
         )  # fmt: skip
         return self._engine
 
+    def _plan_for(self, rows: Sequence[Row], budgets: dict[str, int | None]) -> _Planned:
+        """Raises DoesNotFitError. In a job the buffers serve its earlier parts as well, if both fit."""
+        own, before = self._need(rows), self._planned
+        if not self._job_rows:
+            return self._plan(rows, own, None, budgets)
+        own = replace(own, rows=max(own.rows, self._job_rows))
+        if before is not None:
+            with contextlib.suppress(DoesNotFitError):
+                return self._plan(rows, own.union(before.need), before, budgets)
+        return self._plan(rows, own, None, budgets)
+
+    def _plan(
+        self, rows: Sequence[Row], need: Need, before: _Planned | None, budgets: dict[str, int | None]
+    ) -> _Planned:
+        policy, itemsize = self.asked_policy, DTYPE_BYTES[self.dtype]
+        if isinstance(policy, AutoPolicy):
+            policy = self._planner.choose(need, policy.base, budgets)
+        shape = self._shape(rows, policy)
+        if before is not None and before.policy == policy:
+            shape = shape.union(before.memory.shape)
+        memory = plan_within(self.model.spec, policy, shape, itemsize, self._device.is_host, budgets)
+        return _Planned(need, policy, memory)
+
     def _serves(self, engine: Engine, need: Need, rows: Sequence[Row]) -> bool:
         """Do the buffers suffice, and was the policy not chosen for fewer rows?"""
         enough = engine.plan.shape.covers(self._shape(rows, engine.policy))
-        return enough and (self.asked_policy == engine.policy or need.rows <= self._planned_rows)
+        for_fewer = self._planned is None or need.rows > self._planned.need.rows
+        return enough and (self.asked_policy == engine.policy or not for_fewer)
 
     def _shape(self, rows: Sequence[Row], policy: Policy) -> Shape:
-        blocks = make_blocks([r.prompt for r in rows], policy.gpu_batch_size, policy.num_gpu_batches)
-        batches = [batch for block in blocks for batch in block]
-        return Shape(
-            rows=max(map(len, batches)),
-            micro_batches=max(map(len, blocks)),
-            tokens=max(sum(len(p.token_ids) for p in batch) for batch in batches),
-            slots=self._need(rows).slots,
-            record=self.eviction.needs.record,
-        )
+        return shape_of_blocks(self._blocks(rows, policy), self._need(rows).slots, self.eviction.needs.record)
+
+    @staticmethod
+    def _blocks(rows: Sequence[Row], policy: Policy) -> list[list[list[Row]]]:
+        return row_blocks(rows, policy.gpu_batch_size, policy.num_gpu_batches)
 
     def _need(self, rows: Sequence[Row]) -> Need:
-        sizes = {(len(r.prompt.token_ids), r.max_new) for r in rows}
-        return need_of(self.eviction, len(rows), sizes, self.model.spec.num_blocks)
+        return need_of_rows(self.eviction, rows, self.model.spec.num_blocks)
 
     @cached_property
     def _planner(self) -> Planner:
@@ -304,8 +344,8 @@ class LLM:
         """What the run will cost if no row ends early; None where the profile does not know the dtype."""
         if not self._planner.can_predict:
             return None
-        blocks = make_blocks([r.prompt for r in rows], policy.gpu_batch_size, policy.num_gpu_batches)
-        lengths = [[[len(p.token_ids) for p in batch] for batch in block] for block in blocks]
+        blocks = self._blocks(rows, policy)
+        lengths = [[[len(r.prompt.token_ids) for r in batch] for batch in block] for block in blocks]
         return self._planner.predict(policy, need, plan, lengths)
 
     @cached_property
@@ -318,83 +358,9 @@ class LLM:
         shown = Progress.on_terminal()
         return find_checkpoint(self.model, dtype, self.offload_dir, RANDOM_WEIGHTS_SEED, shown, packing)
 
-    def _most_new_tokens(self, prompt: Prompt, params: SamplingParams) -> int:
-        length, positions = len(prompt.token_ids), self.model.spec.max_positions
-        if length > positions:
-            raise UsageError(
-                f"prompts[{prompt.index}]: {length} tokens, but {self.model.name} has {positions} positions; shorten it"
-            )
-        return most_new_tokens(self.eviction, self.model.spec, length, params.max_tokens)
-
-    def _completion(self, row: Row, stop: StopStrings) -> Completion:
-        assert row.finish_reason is not None
-        text = None
-        if self.model.tokenizer is not None:
-            text = stop.cut(decode_text(self.model.tokenizer, row.token_ids))
-        return Completion(row.prompt.index, row.prompt.text, text, list(row.token_ids), row.finish_reason)
-
-    def _make_report(
-        self, rows: Sequence[Row], params: SamplingParams, engine: Engine, moved: dict[str, int]
-    ) -> RunReport:
-        prefill = sum(sum(t.sweeps[:1]) for t in self.times)
-        decode = sum(sum(t.sweeps[1:]) for t in self.times)
-        plan, spec = engine.plan, self.model.spec
-        lengths = [len(r.prompt.token_ids) for r in rows]
-        decoded = sum(max(0, len(r.token_ids) - 1) for r in rows)
-        held, column = column_bytes(spec, engine.policy, DTYPE_BYTES[self.dtype])
-        model_bytes, cache_bytes, hidden_bytes = self.sizes([r.prompt for r in rows], params)
-        return RunReport(
-            model=self.model.name,
-            policy=engine.policy,
-            eviction=self.eviction.to_json(),
-            prompt_len=max(lengths),
-            gen_len=max(r.max_new for r in rows),
-            num_prompts=len(rows),
-            prefill=PhaseReport(prefill, sum(lengths)),
-            decode=PhaseReport(decode, decoded),
-            peak_bytes=engine.peak_bytes,
-            io_bytes=moved,
-            kv=kv_facts(held, column, max(self._need(rows).slots), self._kv_use),
-            predicted=predicted_seconds(self.predicted),
-            model_bytes=model_bytes,
-            cache_bytes=cache_bytes,
-            hidden_bytes=hidden_bytes,
-            extra={
-                "dtype": self.dtype,
-                "device": str(engine.device.torch_device),
-                "blocks": len(self.times),
-                "kv_reserved_bytes": plan.size("cache"),
-                "look_ahead_units": asdict(plan.depth),
-                "profile": self._planner.profile.machine,
-                "work": asdict(run_work(spec, lengths, decoded, kv_read(held, self._kv_use))),
-                "busy_s": {lane: engine.timeline.seconds(lane) for lane in LANES},
-            },
-        )
+    def _rules(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]) -> RowRules:
+        return RowRules(prompts, params, self.model.spec, self.model.tokenizer, self.eviction)
 
     def measure_peak(self) -> Peak:
         """Of matrix products and of reading memory, now and in the compute dtype; half a second."""
         return measure_peak(self._device, getattr(torch, self.dtype))
-
-
-def _read_policy_argument(policy: Policy | AutoPolicy | str | Path) -> Policy | AutoPolicy:
-    """UsageError for a bad file."""
-    if policy == "auto":
-        return AutoPolicy()
-    if isinstance(policy, AutoPolicy):
-        return policy
-    return policy if isinstance(policy, Policy) else read_policy(usable_path(policy, "--policy")).policy
-
-
-def _check_together(policy: Policy | AutoPolicy, eviction: Eviction) -> None:
-    chosen = policy.base if isinstance(policy, AutoPolicy) else policy
-    if chosen.attn_sparsity != 1 and eviction.needs.record:
-        raise UsageError(f"attn_sparsity: is for the full cache, not for {eviction.name}; leave one of them out")
-
-
-def _check_dtype(dtype: str) -> str | None:
-    """None means auto."""
-    if dtype == "auto":
-        return None
-    if dtype not in DTYPE_BYTES:
-        raise UsageError(f"--dtype {dtype}: not one of auto, {', '.join(DTYPE_BYTES)}")
-    return dtype

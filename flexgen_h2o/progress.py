@@ -5,10 +5,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from types import TracebackType
+from typing import Protocol
 
 from tqdm import tqdm
 
 from flexgen_h2o.generation import Row
+
+
+class Listener(Protocol):
+    """Who hears of a run while it goes on, on its thread."""
+
+    def sweep(self, tokens: int) -> None:
+        """A micro-batch has got `tokens` new ones."""
+
+    def finish(self, rows: Sequence[Row]) -> None:
+        """These rows are done; they are handed out next."""
 
 
 class Progress:

@@ -13,10 +13,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import cycle, islice, takewhile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.config import check_int
 from flexgen_h2o.errors import FlexgenError, UsageError
+
+if TYPE_CHECKING:  # it imports torch, and prompts are read without
+    from flexgen_h2o.sampling import TokenLogprobs
 
 Encode = Callable[[str], list[int]]
 
@@ -36,13 +39,17 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Completion:
-    """What was generated for the prompt at `index`. text: None without a tokenizer. finish_reason: stop or length."""
+    """What was generated for the prompt at `index`.
+
+    text: None without a tokenizer. finish_reason: stop or length. logprobs: one for each of token_ids, if asked for.
+    """
 
     index: int
     prompt: str | None
     text: str | None
     token_ids: list[int]
     finish_reason: str
+    logprobs: list[TokenLogprobs] | None = None
 
     def __post_init__(self) -> None:
         if self.finish_reason not in ("stop", "length"):
@@ -68,7 +75,7 @@ def read_prompts(path: Path, encode: Encode | None, vocab_size: int) -> list[Pro
         try:
             line = raw.removesuffix(b"\r").decode("utf-8")
             if line.strip():
-                prompts.append(_make_prompt(len(prompts), read_line(line), encode, vocab_size))
+                prompts.append(make_prompt(len(prompts), read_line(line), encode, vocab_size))
         except UnicodeDecodeError as error:
             raise UsageError(f"--prompts {path}:{number}: not UTF-8 text; save the file as UTF-8") from error
         except UsageError as error:
@@ -88,7 +95,7 @@ def prompts_from_python(inputs: Sequence[str | Sequence[int]], encode: Encode | 
     prompts: list[Prompt] = []
     for i, given in enumerate(inputs):
         try:
-            prompts.append(_make_prompt(i, given, encode, vocab_size))
+            prompts.append(make_prompt(i, given, encode, vocab_size))
         except UsageError as error:
             raise UsageError(f"prompts[{i}]: {error}") from error
     return prompts
@@ -123,14 +130,18 @@ def benchmark_prompts(count: int, length: int, encode: Encode | None, vocab_size
     return [Prompt(i, token_ids, text) for i in range(count)]
 
 
-def make_blocks(prompts: Sequence[Prompt], gpu_batch_size: int, num_gpu_batches: int) -> list[list[list[Prompt]]]:
+def make_blocks(
+    prompts: Sequence[Prompt], gpu_batch_size: int, num_gpu_batches: int,
+    new_tokens: Callable[[Prompt], int] = lambda prompt: 0,
+) -> list[list[list[Prompt]]]:  # fmt: skip
     """Blocks of at most `num_gpu_batches` micro-batches of at most `gpu_batch_size` prompts each.
 
-    Longest first, equal lengths in input order, so neighbours are computed together and the block that needs the most
-    memory comes first. Every micro-batch but the last of all is full.
+    Those with the most new tokens first (a block runs as many sweeps as its longest answer has tokens), then the
+    longest prompts, equals in input order: neighbours are computed together, and the block that needs the most memory
+    comes first. Every micro-batch but the last of all is full.
     """
     gbs, block = gpu_batch_size, gpu_batch_size * num_gpu_batches
-    rows = sorted(prompts, key=lambda p: (-len(p.token_ids), p.index))
+    rows = sorted(prompts, key=lambda p: (-new_tokens(p), -len(p.token_ids), p.index))
     blocks = [rows[at : at + block] for at in range(0, len(rows), block)]
     return [[b[at : at + gbs] for at in range(0, len(b), gbs)] for b in blocks]
 
@@ -160,7 +171,9 @@ def write_outputs(path: Path, completions: Iterable[Completion]) -> None:
         try:
             with draft.open("x", encoding="utf-8", newline="\n") as file:
                 for completion in sorted(completions, key=lambda c: c.index):
-                    file.write(json.dumps(asdict(completion), ensure_ascii=False) + "\n")
+                    fields = asdict(completion)
+                    del fields["logprobs"]  # the batch door's files have them
+                    file.write(json.dumps(fields, ensure_ascii=False) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(draft, target)
@@ -189,7 +202,8 @@ def _prompt_of_json(line: str) -> object:
     return value
 
 
-def _make_prompt(index: int, given: object, encode: Encode | None, vocab_size: int) -> Prompt:
+def make_prompt(index: int, given: object, encode: Encode | None, vocab_size: int) -> Prompt:
+    """A prompt of a text or of token ids; UsageError says what is wrong with it."""
     if not isinstance(given, str):
         return Prompt(index, _check_ids(given, vocab_size), None)
     if encode is None:

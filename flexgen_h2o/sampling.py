@@ -20,6 +20,7 @@ from flexgen_h2o.errors import FlexgenError, UsageError
 from flexgen_h2o.limits import SAMPLING_CHUNK
 
 GREEDY_BELOW = 1e-5
+MOST_LOGPROBS = 20  # likeliest tokens a step, as in OpenAI's chat API
 _NUCLEUS_GUESS = 1024
 # Tokens looked at beyond the longest stop string: a UTF-8 character cut at the window's start spoils up to 4 of them.
 _WINDOW_MARGIN = 8
@@ -42,7 +43,8 @@ class SamplingParams:
 
     max_tokens: most new tokens of a row. temperature: below 1e-5 is greedy. top_p: in [0, 1], 1 is off.
     top_k: 0 is off. seed: 0 .. 2**63 - 1. stop: strings that end a row (one string, a list or None are taken too).
-    ignore_eos: go on after the end-of-sequence token.
+    ignore_eos: go on after the end-of-sequence token. logprobs: give the log-probability of each new token and those of
+    so many of the likeliest, up to 20; None gives none.
     """
 
     max_tokens: int = 32
@@ -52,6 +54,7 @@ class SamplingParams:
     seed: int = 0
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         check_int("max_tokens", self.max_tokens, low=1)
@@ -62,6 +65,8 @@ class SamplingParams:
         object.__setattr__(self, "stop", _check_stop(self.stop))
         if not isinstance(self.ignore_eos, bool):
             raise UsageError(f"ignore_eos: {self.ignore_eos!r} is not true or false")
+        if self.logprobs is not None:
+            check_int("logprobs", self.logprobs, low=0, high=MOST_LOGPROBS)
 
     @property
     def greedy(self) -> bool:
@@ -70,9 +75,13 @@ class SamplingParams:
 
 
 class TokenChooser:
-    """Chooses the next token of each row; what a row draws depends on (seed, row, step) alone."""
+    """Chooses the next token of each row.
 
-    def __init__(self, params: SamplingParams) -> None:
+    params: of all rows, and what a row draws depends on (seed, row, step) alone; or each row's own, by its index, and
+    what it draws depends on (its seed, step) alone: rows that ask for the same get the same.
+    """
+
+    def __init__(self, params: SamplingParams | Mapping[int, SamplingParams]) -> None:
         self._params = params
 
     def choose(self, logits: Tensor, rows: Sequence[int], steps: Sequence[int]) -> list[int]:
@@ -93,19 +102,41 @@ class TokenChooser:
                 f"logits of row {rows[bad[0]]} at step {steps[bad[0]]} are not finite: "
                 "a damaged checkpoint, or a dtype that overflows (try --dtype bfloat16 or float32)"
             )
-        if self._params.greedy:
-            return [int(token) for token in tokens.tolist()]
-        uniform = [_uniform(self._params.seed, row, step) for row, step in zip(rows, steps, strict=True)]
-        draws = torch.tensor(uniform, dtype=torch.float64, device=logits.device)
-        height = max(1, SAMPLING_CHUNK // logits.shape[1])
-        chosen: list[int] = []
-        # Rows are independent; in chunks, the temporaries stay small however many rows a micro-batch has.
-        for part, drawn in zip(torch.split(logits, height), torch.split(draws, height), strict=True):
-            cumulative = kept_probabilities(part, self._params).double().cumsum(-1)
-            total = cumulative[:, -1]
-            target = torch.minimum(drawn * total, total.nextafter(torch.zeros_like(total)))
-            chosen += torch.searchsorted(cumulative, target[:, None], right=True).flatten().tolist()
+        chosen: list[int] = tokens.tolist()
+        for params, places in self._drawing(rows).items():
+            drawn = [self._uniform_of(rows[i], steps[i]) for i in places]
+            for place, token in zip(places, _draw(logits, places, params, drawn), strict=True):
+                chosen[place] = token
         return chosen
+
+    def _of(self, row: int) -> SamplingParams:
+        return self._params if isinstance(self._params, SamplingParams) else self._params[row]
+
+    def _uniform_of(self, row: int, step: int) -> float:
+        return _uniform(self._of(row).seed, row if isinstance(self._params, SamplingParams) else 0, step)
+
+    def _drawing(self, rows: Sequence[int]) -> dict[SamplingParams, list[int]]:
+        """Places of the rows that are not greedy, those together whose probabilities are cut alike."""
+        alike: dict[tuple[float, int, float], list[int]] = {}
+        for place, row in enumerate(rows):
+            if not (p := self._of(row)).greedy:
+                alike.setdefault((p.temperature, p.top_k, p.top_p), []).append(place)
+        return {self._of(rows[places[0]]): places for places in alike.values()}
+
+
+def _draw(logits: Tensor, places: Sequence[int], params: SamplingParams, drawn: Sequence[float]) -> list[int]:
+    """The tokens at `drawn` in [0, 1) of the cumulative probabilities of the rows at `places`."""
+    at = torch.tensor(places, device=logits.device)
+    draws = torch.tensor(drawn, dtype=torch.float64, device=logits.device)
+    height = max(1, SAMPLING_CHUNK // logits.shape[1])
+    chosen: list[int] = []
+    # Rows are independent; in chunks, the temporaries stay small however many rows a micro-batch has.
+    for part, uniform in zip(torch.split(at, height), torch.split(draws, height), strict=True):
+        cumulative = kept_probabilities(logits[part], params).double().cumsum(-1)
+        total = cumulative[:, -1]
+        target = torch.minimum(uniform * total, total.nextafter(torch.zeros_like(total)))
+        chosen += torch.searchsorted(cumulative, target[:, None], right=True).flatten().tolist()
+    return chosen
 
 
 class ForcedTokens:
@@ -116,6 +147,33 @@ class ForcedTokens:
 
     def choose(self, logits: Tensor, rows: Sequence[int], steps: Sequence[int]) -> list[int]:
         return [self._tokens[row][step] for row, step in zip(rows, steps, strict=True)]
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Natural log-probabilities at one step, before temperature and cuts. top: (token id, of it), likeliest first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+def token_logprobs(logits: Tensor, tokens: Sequence[int], top: Sequence[int]) -> list[TokenLogprobs]:
+    """Of each row's chosen token, and of so many of its likeliest. logits: [b, V]; tokens, top: b entries.
+
+    Forbidden tokens (-inf) are not among the likeliest.
+    """
+    height = max(1, SAMPLING_CHUNK // logits.shape[1])
+    found: list[TokenLogprobs] = []
+    for start in range(0, len(tokens), height):
+        scores = logits[start : start + height].float()
+        scores = scores - scores.logsumexp(dim=-1, keepdim=True)
+        own = torch.tensor(tokens[start : start + height], device=logits.device)[:, None]
+        values, ids = scores.topk(min(max(top), scores.shape[1]), dim=-1)
+        rows = zip(scores.gather(-1, own)[:, 0].tolist(), ids.tolist(), values.tolist(), top[start:], strict=False)
+        for logprob, row_ids, row_values, count in rows:
+            best = zip(row_ids[:count], row_values[:count], strict=True)
+            found.append(TokenLogprobs(logprob, tuple((i, v) for i, v in best if v > -math.inf)))
+    return found
 
 
 def kept_probabilities(logits: Tensor, params: SamplingParams) -> Tensor:

@@ -36,9 +36,9 @@ class Model:
     tokenizer: Any | None
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt with the tokenizer's own special tokens."""
+        """Token ids of a prompt with the tokenizer's own special tokens; prompts that are too long are found later."""
         assert self.tokenizer is not None
-        return list(self.tokenizer(text)["input_ids"])
+        return list(self.tokenizer(text, verbose=False)["input_ids"])
 
     def encode_message(self, text: str) -> list[int]:
         """Token ids of a user's message, up to where the answer begins, by the tokenizer's chat template.

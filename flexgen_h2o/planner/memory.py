@@ -51,6 +51,16 @@ class Shape:
         mine, theirs = ((s.rows, s.micro_batches, s.tokens, *s.slots) for s in (self, other))
         return self.record == other.record and all(a >= b for a, b in zip(mine, theirs, strict=True))
 
+    def union(self, other: Shape) -> Shape:
+        """The smallest shape that covers both, of rows of one eviction policy and model."""
+        return Shape(
+            max(self.rows, other.rows),
+            max(self.micro_batches, other.micro_batches),
+            max(self.tokens, other.tokens),
+            tuple(map(max, self.slots, other.slots)),
+            self.record,
+        )
+
 
 @dataclass(frozen=True)
 class Depth:

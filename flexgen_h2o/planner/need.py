@@ -34,6 +34,18 @@ class Need:
         slots = (prompt_len + gen_len - 1,) * num_blocks
         return cls(rows, prompt_len, gen_len, slots, (prompt_len,) * num_blocks)
 
+    def union(self, other: Need) -> Need:
+        """What serves both, of rows of one eviction policy and model."""
+        return replace(
+            self,
+            rows=max(self.rows, other.rows),
+            prompt_len=max(self.prompt_len, other.prompt_len),
+            gen_len=max(self.gen_len, other.gen_len),
+            slots=tuple(map(max, self.slots, other.slots)),
+            kept=tuple(map(max, self.kept, other.kept)),
+            by_length=self.by_length or other.by_length,
+        )
+
     def columns(self, block: int, sweep: int, prompt_len: float) -> int:
         """Columns of a row with a prompt of `prompt_len` tokens, once the sweep has added its own."""
         if self.by_length:

@@ -26,6 +26,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset(
         {
             "llm",
+            "llm_arguments",
             "jobs",
             "evaluation",
             "integrations",
@@ -39,7 +40,7 @@ FLOORS: tuple[frozenset[str], ...] = (
             "doors",
         }
     ),
-    frozenset({"executor", "engine", "eviction_need", "generation"}),
+    frozenset({"executor", "engine", "eviction_need", "generation", "row_rules"}),
     frozenset({"weights", "kvcache", "hidden", "models", "planner"}),
     frozenset({"kernels", "tiers", "checkpoint", "schedule", "timeline", "timeline_plot", "sampling", "prompts"}),
     frozenset({"config", "interrupts", "limits", "packing", "paths", "profile", "units", "errors"}),

@@ -209,6 +209,16 @@ def test_blocks_are_sorted_full_and_complete() -> None:
     ]
 
 
+def test_blocks_hold_rows_that_ask_for_as_much() -> None:
+    """One long answer among short ones costs the sweeps of its own block, not of every block."""
+    rows = [Prompt(i, (1,) * n, None) for i, n in enumerate([3, 9, 4, 8])]
+    asked = {0: 64, 1: 2, 2: 64, 3: 2}
+    assert [[p.index for p in block[0]] for block in make_blocks(rows, 2, 1, lambda p: asked[p.index])] == [
+        [2, 0],
+        [1, 3],
+    ]
+
+
 @pytest.mark.parametrize(("count", "gbs", "k"), [(0, 4, 2), (1, 4, 2), (8, 4, 2), (9, 4, 2), (13, 3, 4), (5, 1, 1)])
 def test_blocks_hold_every_row_once(count: int, gbs: int, k: int) -> None:
     rows = [Prompt(i, (1,) * (1 + i * 7 % 5), None) for i in range(count)]

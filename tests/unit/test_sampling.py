@@ -20,6 +20,7 @@ from flexgen_h2o.sampling import (
     TokenChooser,
     decode_text,
     kept_probabilities,
+    token_logprobs,
 )
 
 
@@ -72,6 +73,7 @@ def test_whole_numbers_and_numpy_numbers_become_floats() -> None:
         *[("seed", v) for v in (-1, 2**63, 1.0, True, None)],
         *[("stop", v) for v in ("", [""], ["a", ""], [1], 3, {"a"}, b"a")],
         *[("ignore_eos", v) for v in (1, 0, None, "no")],
+        *[("logprobs", v) for v in (-1, 21, True, 1.0, "1")],
     ],
 )
 def test_bad_values_are_refused_by_name(field: str, value: Any) -> None:
@@ -180,6 +182,41 @@ def test_batching_and_order_do_not_change_a_token() -> None:
     mixed = chooser.choose(logits[shuffled], [rows[i] for i in shuffled], [steps[i] for i in shuffled])
     assert alone == together
     assert mixed == [together[i] for i in shuffled]
+
+
+MIXED = [
+    SamplingParams(),
+    SamplingParams(temperature=0.9, top_k=200, top_p=0.9, seed=5),
+    SamplingParams(temperature=0.9, seed=5),
+    SamplingParams(temperature=0.9, seed=6),
+    SamplingParams(temperature=2.0, seed=6, max_tokens=3),
+]
+
+
+def test_rows_with_parameters_of_their_own_choose_as_if_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy rows and rows cut differently side by side, in chunks; a row's index says nothing."""
+    monkeypatch.setattr("flexgen_h2o.sampling.SAMPLING_CHUNK", 3000)
+    logits = torch.randn(40, 1031, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
+    rows, steps = [i * 2**33 for i in range(40)], [i % 3 for i in range(40)]
+    params = {row: MIXED[i % 5] for i, row in enumerate(rows)}
+    together = TokenChooser(params).choose(logits, rows, steps)
+    alone = [TokenChooser(MIXED[i % 5]).choose(logits[i : i + 1], [0], [steps[i]])[0] for i in range(40)]
+    assert together == alone and len(set(together)) > 20
+
+
+def test_logprobs_of_chosen_and_likeliest_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flexgen_h2o.sampling.SAMPLING_CHUNK", 130)
+    logits = torch.randn(7, 50, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
+    logits[:, 3:] = -math.inf  # a topic of three words
+    tokens, tops = [0, 1, 2, 0, 1, 2, 0], [0, 1, 2, 3, 4, 20, 0]
+    want = logits.float().log_softmax(-1)
+    found = token_logprobs(logits, tokens, tops)
+    for i, one in enumerate(found):
+        assert one.logprob == pytest.approx(float(want[i, tokens[i]]), abs=1e-6)
+        assert len(one.top) == min(tops[i], 3), "forbidden tokens have none"
+        best = want[i].topk(len(one.top))
+        assert [token for token, _ in one.top] == best.indices.tolist()
+        assert [value for _, value in one.top] == pytest.approx(best.values.tolist(), abs=1e-6)
 
 
 def test_chunks_of_rows_do_not_change_a_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,210 @@
+"""`python -m flexgen_h2o.batch`: a durable job. One JSON line a request in, one a row out; killed, it goes on."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flexgen_h2o.config import Policy
+from flexgen_h2o.doors import (
+    PLACEMENT,
+    OneLineParser,
+    add_engine_flags,
+    add_eviction_flags,
+    add_sampling_flags,
+    naming_flags,
+    open_llm,
+    policy_of,
+    positive,
+    run_door,
+)
+from flexgen_h2o.errors import EXIT_ALL_ROWS_FAILED, EXIT_DONE, UsageError
+from flexgen_h2o.interrupts import Interrupted
+from flexgen_h2o.paths import usable_path
+from flexgen_h2o.units import format_seconds
+
+if TYPE_CHECKING:
+    from flexgen_h2o.jobs.output import OutputFile
+    from flexgen_h2o.jobs.runner import Before, Job
+    from flexgen_h2o.llm import LLM
+    from flexgen_h2o.sampling import SamplingParams
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code (DESIGN 3.1), 4 where every row is an error."""
+    return run_door("batch", _run, argv)
+
+
+def _parser() -> OneLineParser:
+    parser = OneLineParser(prog="batch", description=__doc__)
+    add = parser.add_argument
+    add("--input", type=Path, help="a JSON line a request: OpenAI's batch lines, plain prompts, HELM requests")
+    add("--output", type=Path, help=".jsonl, a line a row as it is done; what is in it is not done again")
+    add("--force", action="store_true", help="go on with an output that was begun with other settings")
+    add("--max-errors", type=_count, metavar="N", help="end when more than N rows are errors (no limit)")
+    add("--window", type=positive, metavar="ROWS", help="rows that are read ahead and sorted (1024, at least 4 blocks)")
+    add("--status", action="store_true", help="say how the job that writes --output stands, and do nothing else")
+    add("--gen-len", type=positive, default=32, help="most new tokens of a row that does not say (32)")
+    add_sampling_flags(parser)
+    add_engine_flags(parser)
+    add_eviction_flags(parser)
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return int(text)
+
+
+def _run(argv: list[str] | None) -> int:
+    args = _parser().parse_args(argv)
+    if args.output is None:
+        raise UsageError("--output: is missing; name the .jsonl file that the job writes")
+    args.output = usable_path(args.output, "--output")
+    if args.status:
+        return _show_status(args.output)
+    _check_paths(args)
+    policy, is_auto = policy_of(args)
+    from flexgen_h2o.jobs.output import OutputFile
+    from flexgen_h2o.sampling import SamplingParams
+
+    with naming_flags(max_tokens="--gen-len"):
+        defaults = SamplingParams(
+            args.gen_len, args.temperature, args.top_p, args.top_k, args.seed, tuple(args.stop), args.ignore_eos
+        )
+    with contextlib.closing(OutputFile(args.output)) as output, open_llm(args, policy, is_auto) as llm:
+        if llm.precision_note:
+            _say(llm.precision_note)
+        before = _settle(args, output, _settings(llm, policy, is_auto, defaults))
+        if output.cut_bytes:
+            _say(f"--output {args.output}: cut off a torn row of {output.cut_bytes} bytes")
+        return _run_job(args, output, llm, before, defaults)
+
+
+def _show_status(output: Path) -> int:
+    from flexgen_h2o.jobs.status import read_status, status_lines
+
+    print("\n".join(status_lines(read_status(output))))
+    return EXIT_DONE
+
+
+def _check_paths(args: argparse.Namespace) -> None:
+    from flexgen_h2o.prompts import check_output_path
+
+    if args.input is None:
+        raise UsageError("--input: is missing; name the .jsonl file with the requests")
+    args.input = usable_path(args.input, "--input")
+    if not args.input.exists():
+        raise UsageError(f"--input {args.input}: does not exist")
+    if not args.input.is_file():
+        raise UsageError(f"--input {args.input}: is not a file; it is read more than once")
+    check_output_path(args.output)
+    if args.output.exists() and args.output.samefile(args.input):
+        raise UsageError(f"--output {args.output}: is the --input file; give another name")
+
+
+def _settings(llm: LLM, policy: Policy, is_auto: bool, defaults: SamplingParams) -> dict[str, Any]:
+    """What answers depend on, for the sidecar. Budgets and devices may change from run to run."""
+    from flexgen_h2o.source import shape_fingerprint
+
+    placement = dict.fromkeys(PLACEMENT, "auto") if is_auto else {}
+    return {
+        "model": {"name": llm.model.name, "config": shape_fingerprint(llm.model.config), "random": llm.model.random},
+        "dtype": llm.dtype,
+        "policy": {**policy.to_json(), **placement},
+        "eviction": llm.eviction.to_json(),
+        "sampling": {**asdict(defaults), "stop": list(defaults.stop)},
+    }
+
+
+def _settle(args: argparse.Namespace, output: OutputFile, settings: dict[str, Any]) -> Before:
+    """Look through input and output, and see that the output goes on as it was begun; then the sidecar says so."""
+    from flexgen_h2o.jobs.lines import scan_input
+    from flexgen_h2o.jobs.runner import rows_before
+    from flexgen_h2o.jobs.sidecar import Sidecar, differences, read_sidecar, sidecar_path
+
+    before = read_sidecar(args.output)
+    scan = scan_input(args.input, before.input_bytes if before else 0)
+    if not len(scan.ids):
+        raise UsageError(f"--input {args.input}: no request in it, only blank lines or nothing")
+    earlier: list[dict[str, Any]] = []
+    if not output.is_empty and before is None and not args.force:
+        raise UsageError(
+            f"--output {args.output}: has rows, and no {sidecar_path(args.output).name} beside it says what they were "
+            "made with; give another name, or --force"
+        )
+    if not output.is_empty and before is not None:
+        found, earlier = differences(before, settings, scan), before.earlier
+        if found and not args.force:
+            raise UsageError(
+                f"--output {args.output}: {'; '.join(found)}; give another name, the flags that it was begun with, or "
+                "--force"
+            )
+        if found:
+            earlier = [*earlier, before.settings]
+    with_input = Sidecar(settings, str(args.input), scan.nbytes, scan.digest, earlier)
+    if with_input != before:
+        with_input.write(args.output)
+    return rows_before(output, scan.ids)
+
+
+def _run_job(args: argparse.Namespace, output: OutputFile, llm: LLM, before: Before, defaults: SamplingParams) -> int:
+    from flexgen_h2o.jobs.progress import JobProgress
+    from flexgen_h2o.jobs.requests import RequestReader
+    from flexgen_h2o.jobs.runner import Job
+
+    rows = len(before.done)
+    print(f"{rows} rows, {before.rows} of them done before", flush=True)
+    progress = JobProgress(
+        args.output, rows, before.rows, before.errors, lambda: llm.peak_bytes, output.sync_if_due
+    )  # fmt: skip
+    reader = RequestReader(llm.model, defaults)
+    job = Job(llm, args.input, reader, output, before, progress, args.max_errors, args.window)
+    with _saying_how_it_ends(progress, output):
+        job.run()
+    _show(args, job)
+    return EXIT_ALL_ROWS_FAILED if progress.status.errors == rows else EXIT_DONE
+
+
+@contextlib.contextmanager
+def _saying_how_it_ends(progress: Any, output: OutputFile) -> Iterator[None]:
+    """The status file, for good; and finished rows safely on disk before the engine is closed."""
+    state = "done"
+    try:
+        yield
+    except Interrupted as signal:
+        state = f"ended by {signal}"
+        raise
+    except BaseException as error:
+        state = f"failed: {error}"
+        raise
+    finally:
+        progress.end(state)
+        output.sync()
+
+
+def _show(args: argparse.Namespace, job: Job) -> None:
+    status = job.progress.status
+    print(
+        f"{status.done} rows in {args.output}, {status.errors} of them errors; {status.tokens} new tokens in "
+        f"{format_seconds(status.seconds)} ({status.tokens_per_s:.1f} token/s)"
+    )
+    if job.other_models:
+        _say(
+            f"{job.other_models} requests name another model (the first: {job.first_other}); {job.llm.model.name} "
+            "answered them"
+        )
+
+
+def _say(line: str) -> None:
+    print(f"batch: {line}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

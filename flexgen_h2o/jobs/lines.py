@@ -1,0 +1,165 @@
+"""The input file as a stream of lines, and what is known of all of them before the run: ids, duplicates, a digest.
+
+Of a line no more stays in memory than the digest of its id.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flexgen_h2o.errors import UsageError
+
+MOST_LINE_BYTES = 64 * 2**20
+DIGEST_BYTES = 16
+_BOM = b"\xef\xbb\xbf"
+_CHUNK = 2**16  # rows that are looked up at a time
+
+Digests = npt.NDArray[np.bytes_]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line that is not blank. number: counted from 1, blank ones too. text: None where it is too long to be read."""
+
+    number: int
+    text: bytes | None
+
+    def parse(self) -> Any:
+        """Its JSON value; ValueError says what is wrong with it."""
+        if self.text is None:
+            raise ValueError(f"longer than {MOST_LINE_BYTES // 2**20} MiB")
+        try:
+            return json.loads(self.text.decode("utf-8"), parse_constant=_no_constant)
+        except UnicodeDecodeError as error:
+            raise ValueError("not UTF-8 text") from error
+        except RecursionError as error:
+            raise ValueError("nested too deeply") from error
+
+    @cached_property
+    def custom_id(self) -> str:
+        """As the line gives it, else `line-NUMBER`."""
+        try:
+            value = self.parse()
+        except ValueError:
+            value = None
+        given = value.get("custom_id") if isinstance(value, dict) else None
+        return given if isinstance(given, str) and given else f"line-{self.number}"
+
+
+@dataclass(frozen=True)
+class Scan:
+    """What one pass over the input found. ids: digests of custom ids, (rows,) in order. digest: of its `nbytes` bytes.
+
+    prefix: digest of its first bytes, as many as were asked for; None where it has fewer.
+    """
+
+    ids: Digests
+    nbytes: int
+    digest: str
+    prefix: str | None
+
+
+def read_lines(path: Path) -> Iterator[Line]:
+    """The lines of a file that are not blank. UsageError naming --input where it cannot be read."""
+    for number, _, text in _raw_lines(path):
+        if text is None or text.strip():
+            yield Line(number, text)
+
+
+def scan_input(path: Path, known_bytes: int = 0) -> Scan:
+    """One pass over the input. Takes 16 bytes a row; UsageError where two lines have the same id."""
+    ids, whole, prefix, nbytes = bytearray(), hashlib.blake2b(digest_size=DIGEST_BYTES), None, 0
+    for number, raw, text in _raw_lines(path):
+        cut = known_bytes - nbytes
+        if 0 <= cut <= len(raw) and prefix is None:
+            whole.update(raw[:cut])
+            prefix = whole.hexdigest()
+            raw_rest = raw[cut:]
+        else:
+            raw_rest = raw
+        whole.update(raw_rest)
+        nbytes += len(raw)
+        if text is None or text.strip():
+            ids += id_digest(Line(number, text).custom_id)
+    found = Scan(np.frombuffer(ids, f"S{DIGEST_BYTES}"), nbytes, whole.hexdigest(), prefix)
+    _refuse_duplicates(path, found.ids)
+    return found
+
+
+def id_digest(custom_id: str) -> bytes:
+    """16 bytes that stand for an id: of a billion ids, two are alike with a chance of 1 in 10^20."""
+    return hashlib.blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES).digest()
+
+
+def which_are_in(ids: Digests, done: Digests) -> npt.NDArray[np.bool_]:
+    """For each of `ids`, is it among `done`? Sorts `done` in place and takes one byte a row."""
+    mask = np.zeros(len(ids), bool)
+    if len(done):
+        done.sort()
+        for start in range(0, len(ids), _CHUNK):
+            part = ids[start : start + _CHUNK]
+            at = np.minimum(np.searchsorted(done, part), len(done) - 1)
+            mask[start : start + _CHUNK] = done[at] == part
+    return mask
+
+
+def _raw_lines(path: Path) -> Iterator[tuple[int, bytes, bytes | None]]:
+    """(number, a piece of at most MOST_LINE_BYTES, the line without byte order mark).
+
+    A longer line comes in pieces with the same number; all but its last piece have a blank line, the last has None.
+    """
+    try:
+        with path.open("rb") as file:
+            number, is_long = 1, False
+            while raw := file.readline(MOST_LINE_BYTES):
+                ends = raw.endswith(b"\n") or len(raw) < MOST_LINE_BYTES
+                if not ends:
+                    is_long = True
+                    yield number, raw, b""
+                    continue
+                text = raw.removeprefix(_BOM) if number == 1 else raw
+                yield number, raw, None if is_long else text
+                number, is_long = number + 1, False
+            if is_long:
+                yield number, b"", None
+    except OSError as error:
+        raise UsageError(f"--input {path}: {error.strerror or error}") from error
+
+
+def _refuse_duplicates(path: Path, ids: Digests) -> None:
+    """UsageError naming the first id that two lines have. First words are compared first, to save memory."""
+    words = ids.view(np.uint64)[::2].copy() if len(ids) else np.empty(0, np.uint64)
+    words.sort()
+    alike = words[1:][words[1:] == words[:-1]]
+    if not len(alike):
+        return
+    rows = np.flatnonzero(np.isin(ids.view(np.uint64)[::2], alike))
+    first: dict[bytes, int] = {}
+    pairs = []
+    for row in rows.tolist():
+        key = bytes(ids[row])
+        if key in first:
+            pairs.append((first[key], row))
+        first.setdefault(key, row)
+    if not pairs:
+        return
+    one, other = pairs[0]
+    found = {row: line for row, line in enumerate(read_lines(path)) if row in (one, other)}
+    more = f", and {len(pairs) - 1} more lines repeat an id" if len(pairs) > 1 else ""
+    raise UsageError(
+        f"--input {path}: lines {found[one].number} and {found[other].number} both have the custom_id "
+        f"{found[one].custom_id!r}{more}; give each line its own"
+    )
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")

@@ -1,0 +1,182 @@
+"""A line of the input as a request: which format it is in, its prompt, what it asks for. A bad line is a RowError."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from flexgen_h2o.errors import UsageError
+from flexgen_h2o.jobs.fields import RowError, check_fields, sampling_of
+from flexgen_h2o.jobs.lines import Line
+from flexgen_h2o.prompts import Prompt, make_prompt
+from flexgen_h2o.sampling import SamplingParams
+from flexgen_h2o.source import Model
+
+Kind = Literal["completion", "chat", "helm"]
+URLS: dict[str, Kind] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
+
+
+@dataclass(frozen=True)
+class Request:
+    """A row to be run. kind: how it is answered. prompt: its index is the number of the line; without its text.
+
+    asked_model: the model that it names. record: of a HELM request, what is sent back with the answer.
+    """
+
+    kind: Kind
+    custom_id: str
+    prompt: Prompt
+    params: SamplingParams
+    asked_model: str | None = None
+    record: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """The fields of a request, taken out of its line. lenient: names that mean nothing here are data beside it."""
+
+    kind: Kind
+    fields: dict[str, Any]
+    prompt: Any
+    lenient: bool
+    record: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class RequestReader:
+    """Makes requests of lines. defaults: what a line does not say."""
+
+    model: Model
+    defaults: SamplingParams
+
+    def read(self, line: Line) -> Request:
+        """RowError for a line that cannot be run; its message names the field."""
+        asked = _asked(line)
+        check_fields(asked.fields, asked.lenient)
+        params = sampling_of(asked.fields, asked.kind == "chat", self.defaults, line.custom_id)
+        if params.stop and self.model.tokenizer is None:
+            raise RowError("unsupported", "stop: needs a tokenizer, and the model's folder has none")
+        named = asked.fields.get("model")
+        if named is not None and not isinstance(named, str):
+            raise RowError("invalid_request", f"model: {named!r} is not a string")
+        prompt = self._chat(line, asked) if asked.kind == "chat" else self._prompt(line, asked.prompt)
+        return Request(asked.kind, line.custom_id, prompt, params, named, asked.record)
+
+    def _prompt(self, line: Line, given: Any) -> Prompt:
+        if isinstance(given, list) and given and isinstance(given[0], str | list):
+            raise RowError("unsupported", f"prompt: {len(given)} prompts in one line; give each a line of its own")
+        encode = self.model.encode if self.model.tokenizer is not None else None
+        try:
+            return self._fitting(make_prompt(line.number, given, encode, self.model.spec.vocab_size))
+        except UsageError as error:
+            raise RowError("invalid_request", f"prompt: {error}") from error
+
+    def _chat(self, line: Line, asked: _Asked) -> Prompt:
+        messages, tokenizer = _checked_messages(asked.prompt), self.model.tokenizer
+        if tokenizer is None or not tokenizer.chat_template:
+            missing = "tokenizer" if tokenizer is None else "chat template"
+            raise RowError("no_chat_template", f"messages: {self.model.name} has no {missing}; send it as a prompt")
+        try:
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # templates raise what they like, for roles in an order that they do not know
+            said = (str(error).splitlines() or [type(error).__name__])[0]
+            raise RowError("invalid_request", f"messages: the chat template does not take them ({said})") from error
+        # The template has the special tokens in it.
+        ids = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return self._prompt(line, ids)
+
+    def _fitting(self, prompt: Prompt) -> Prompt:
+        """Without its text, which nobody needs again."""
+        length, positions = len(prompt.token_ids), self.model.spec.max_positions
+        if length > positions:
+            raise RowError(
+                "context_length_exceeded", f"prompt: {length} tokens, but {self.model.name} has {positions} positions"
+            )
+        return Prompt(prompt.index, prompt.token_ids, None)
+
+
+def _asked(line: Line) -> _Asked:
+    """The line by its format: OpenAI's batch lines, HELM's requests, H2O's articles, plain prompts."""
+    try:
+        value = line.parse()
+    except ValueError as error:
+        raise RowError("invalid_json", f"not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise RowError("invalid_request", f"a JSON object is expected, not {type(value).__name__}")
+    given = value.get("custom_id")
+    if given is not None and (not isinstance(given, str) or not given):
+        raise RowError("invalid_request", f"custom_id: {given!r} is not a string with at least one character")
+    if {"url", "body", "method"} & value.keys():
+        return _openai(value)
+    if "request" in value:
+        record = _object(value, "request")
+        return _Asked("helm", record, _required(record, "prompt"), True, record)
+    if "article" in value:
+        return _Asked("helm", {k: v for k, v in value.items() if k != "custom_id"}, value["article"], True, value)
+    return _Asked("completion", value, _plain_prompt(value), True)
+
+
+def _openai(value: dict[str, Any]) -> _Asked:
+    _required(value, "custom_id")
+    url, body = _required(value, "url"), _object(value, "body")
+    kind = URLS.get(url) if isinstance(url, str) else None
+    if kind is None:
+        raise RowError("unknown_url", f"url: {url!r} is none of {', '.join(URLS)}")
+    if value.get("method", "POST") != "POST":
+        raise RowError("invalid_request", f"method: {value['method']!r} is not POST")
+    if kind == "chat":
+        return _Asked(kind, body, _required(body, "messages"), False)
+    return _Asked(kind, body, _plain_prompt(body), False)
+
+
+def _plain_prompt(fields: dict[str, Any]) -> Any:
+    given = [name for name in ("prompt", "prompt_token_ids") if fields.get(name) is not None]
+    if len(given) != 1:
+        problem = "give either prompt or prompt_token_ids, not both" if given else "prompt: is missing"
+        raise RowError("invalid_request", problem)
+    value = fields[given[0]]
+    if given[0] == "prompt_token_ids" and not isinstance(value, list):
+        raise RowError(
+            "invalid_request", f"prompt_token_ids: a list of token ids is expected, not {type(value).__name__}"
+        )
+    return value
+
+
+def _checked_messages(messages: Any) -> list[dict[str, str]]:
+    """Messages of text, each with its role; parts of a content are joined."""
+    if not isinstance(messages, list) or not messages:
+        raise RowError("invalid_request", "messages: a list of at least one message is expected")
+    found = []
+    for i, message in enumerate(messages):
+        where = f"messages[{i}]"
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise RowError("invalid_request", f"{where}: an object with role and content is expected")
+        for name, value in message.items():
+            if name not in ("role", "content") and value not in (None, [], ""):
+                raise RowError("unsupported", f"{where}.{name}: is not supported")
+        found.append({"role": message["role"], "content": _content(where, message.get("content"))})
+    return found
+
+
+def _content(where: str, content: Any) -> str:
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(parts, list):
+        raise RowError("invalid_request", f"{where}.content: a string is expected")
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise RowError("unsupported", f"{where}.content: parts of type {kind!r} are not supported, only text")
+    return "".join(part["text"] for part in parts)
+
+
+def _required(fields: dict[str, Any], name: str) -> Any:
+    if fields.get(name) is None:
+        raise RowError("invalid_request", f"{name}: is missing")
+    return fields[name]
+
+
+def _object(fields: dict[str, Any], name: str) -> dict[str, Any]:
+    value = _required(fields, name)
+    if not isinstance(value, dict):
+        raise RowError("invalid_request", f"{name}: a JSON object is expected, not {type(value).__name__}")
+    return value

@@ -1,0 +1,174 @@
+"""A job from its input to its output: windows of requests through the engine, every row written when it is done."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from flexgen_h2o.config import Policy
+from flexgen_h2o.errors import DoesNotFitError, UsageError
+from flexgen_h2o.jobs.answers import error_row, success_row
+from flexgen_h2o.jobs.fields import RowError
+from flexgen_h2o.jobs.lines import Digests, id_digest, read_lines, which_are_in
+from flexgen_h2o.jobs.output import OutputFile, to_line
+from flexgen_h2o.jobs.progress import JobProgress
+from flexgen_h2o.jobs.requests import Request, RequestReader
+from flexgen_h2o.jobs.window import Window, window_rows
+from flexgen_h2o.progress import Listener
+from flexgen_h2o.prompts import Completion, Prompt
+from flexgen_h2o.sampling import SamplingParams
+from flexgen_h2o.source import Model
+
+
+class Generator(Protocol):
+    """The part of `llm.LLM` that a job needs."""
+
+    model: Model
+
+    def expect(self, rows: int) -> None: ...
+
+    def prepare(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Policy: ...
+
+    def check_fit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None: ...
+
+    def run(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], on_finished: Any, *, listener: Listener
+    ) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Before:
+    """What an output had when the job began. done: for each row of the input, is it in there?"""
+
+    done: npt.NDArray[np.bool_]
+    rows: int
+    errors: int
+
+
+def rows_before(output: OutputFile, ids: Digests) -> Before:
+    """Read the output back (its torn end is cut off). Rows of other inputs do not count."""
+    digests, failed = bytearray(), bytearray()
+    for row in output.rows():
+        digests += id_digest(row["custom_id"])
+        if row["error"] is not None:
+            failed += digests[-ids.dtype.itemsize :]
+    done = which_are_in(ids, np.frombuffer(digests, ids.dtype))
+    errors = int(which_are_in(ids, np.frombuffer(failed, ids.dtype)).sum())
+    return Before(done, int(done.sum()), errors)
+
+
+@dataclass
+class Job:
+    """Everything that a run of a job needs.
+
+    max_errors: error rows that the output may have; None: any number. window: as --window.
+    """
+
+    llm: Generator
+    source: Path
+    reader: RequestReader
+    output: OutputFile
+    before: Before
+    progress: JobProgress
+    max_errors: int | None = None
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        self._running: dict[int, Request] = {}  # by line
+        self._has_run = False
+        self.other_models, self.first_other = 0, ""  # requests that name another model than this
+
+    def run(self) -> None:
+        """Do what is left. UsageError with more than max_errors; what the engine raises goes through."""
+        self._check_errors()
+        self.llm.expect(len(self.before.done) - self.before.rows)
+        window = Window(self._requests())
+        size = window_rows(1, self.window)
+        while requests := window.take(size):
+            block_size = self._run_window(requests)
+            size = window_rows(block_size, self.window)
+        self.output.sync()
+
+    def _requests(self) -> Iterator[Request]:
+        """What is left of the input; lines that cannot be run are written as error rows on the way."""
+        for row, line in enumerate(read_lines(self.source)):
+            if row >= len(self.before.done):
+                return  # the input has grown since it was looked through
+            if self.before.done[row]:
+                continue
+            try:
+                request = self.reader.read(line)
+            except RowError as error:
+                self._fail(line.custom_id, line.number, error)
+            else:
+                self._note_model(request)
+                yield request
+
+    def _run_window(self, requests: Sequence[Request]) -> int:
+        """Run them all; returns the rows of a block. DoesNotFitError where it is no single row's fault.
+
+        A row that does not fit the budgets alone is an error row. Rows that do not fit together once others have run
+        are run apart.
+        """
+        try:
+            block_size = self.llm.prepare(*_prompts_and_params(requests)).block_size
+        except DoesNotFitError as error:
+            fitting, others = self._fitting_alone(requests)
+            is_at_odds = not others and len(requests) == 1  # memory that somebody else took in between
+            if is_at_odds or (not self._has_run and not (fitting and others)):
+                raise
+            for request in others:
+                self._fail(request.custom_id, request.prompt.index, RowError("does_not_fit", str(error)))
+            parts = [fitting] if others else [fitting[: len(fitting) // 2], fitting[len(fitting) // 2 :]]
+            return max((self._run_window(part) for part in parts if part), default=1)
+        self._running = {request.prompt.index: request for request in requests}
+        self._has_run = True
+        self.llm.run(*_prompts_and_params(requests), self._finish, listener=self.progress)
+        return block_size
+
+    def _fitting_alone(self, requests: Sequence[Request]) -> tuple[list[Request], list[Request]]:
+        """Those that fit the budgets in a block of their own, and those that do not; by what they take, least first."""
+        ordered = sorted(requests, key=lambda r: len(r.prompt.token_ids) + r.params.max_tokens)
+        count = bisect_left(ordered, True, key=self._is_too_large)
+        return ordered[:count], ordered[count:]
+
+    def _is_too_large(self, request: Request) -> bool:
+        try:
+            self.llm.check_fit(*_prompts_and_params([request]))
+        except DoesNotFitError:
+            return True
+        return False
+
+    def _finish(self, done: Sequence[Completion]) -> None:
+        """Write rows as they finish; called by the engine."""
+        rows = [success_row(self._running.pop(one.index), one, self.llm.model) for one in done]
+        self.output.append([to_line(row) for row in rows])
+        self.progress.wrote(len(rows))
+
+    def _fail(self, custom_id: str, number: int, error: RowError) -> None:
+        self.output.append([to_line(error_row(custom_id, number, error))])
+        self.progress.wrote(1, errors=1)
+        self._check_errors()
+
+    def _check_errors(self) -> None:
+        errors = self.progress.status.errors
+        if self.max_errors is not None and errors > self.max_errors:
+            raise UsageError(
+                f"--max-errors {self.max_errors}: {errors} rows of {self.output.path} are errors; mend the input and "
+                "give another --output, or raise it"
+            )
+
+    def _note_model(self, request: Request) -> None:
+        if request.asked_model not in (None, self.llm.model.name):
+            self.other_models += 1
+            self.first_other = self.first_other or f"{request.asked_model} in line {request.prompt.index}"
+
+
+def _prompts_and_params(requests: Sequence[Request]) -> tuple[list[Prompt], list[SamplingParams]]:
+    return [request.prompt for request in requests], [request.params for request in requests]

@@ -1,0 +1,146 @@
+"""Rows that ask for different things in one block: each gets what it gets alone. And parts of one job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from flexgen_h2o import LLM, Completion, MemoryBudget, Policy, SamplingParams
+from flexgen_h2o.errors import DoesNotFitError, UsageError
+from flexgen_h2o.prompts import Prompt, prompts_from_python
+from tests.parity.cases import PLACEMENTS
+from tests.parity.reference import LONG, Reference, greedy, random_prompts, tokens_of
+
+# What rows may ask for beside each other: lengths, sampling, seeds, log-probabilities.
+ASKED = [
+    SamplingParams(LONG),
+    SamplingParams(3, temperature=0.8, seed=7),
+    SamplingParams(9, temperature=0.8, seed=7, top_p=0.7),
+    SamplingParams(1, logprobs=2),
+    SamplingParams(LONG, temperature=1.2, top_k=5, seed=8, logprobs=0),
+    SamplingParams(5, temperature=0.8, seed=7),
+]
+PROMPTS = random_prompts((5, 9, 9, 1, 12, 9), seed=4)
+
+
+def engine(known: Reference, policy: Policy, tmp_path: Path) -> LLM:
+    budget = MemoryBudget("64MiB", "64MiB", "64MiB")
+    return LLM(str(known.folder), policy, dtype="float32", budget=budget, offload_dir=tmp_path)
+
+
+@pytest.fixture(scope="module")
+def alone(reference: Callable[[str], Reference], tmp_path_factory: pytest.TempPathFactory) -> list[Completion]:
+    with engine(reference("normal"), Policy(1, 1), tmp_path_factory.mktemp("alone")) as llm:
+        return [llm.generate([p], [asked])[0] for p, asked in zip(PROMPTS, ASKED, strict=True)]
+
+
+@pytest.mark.parametrize("placement", ["all on device", "kv on disk", "everything split 30/30"])
+@pytest.mark.parametrize(("gbs", "num_batches"), [(6, 1), (2, 2), (4, 2)])
+def test_a_row_gets_what_it_gets_alone(
+    gbs: int, num_batches: int, placement: str, alone: list[Completion], reference: Callable[[str], Reference],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    with engine(reference("normal"), Policy(gbs, num_batches, PLACEMENTS[placement]), tmp_path) as llm:
+        order = [3, 1, 5, 0, 4, 2]
+        out = llm.generate([PROMPTS[i] for i in order], [ASKED[i] for i in order])
+    assert tokens_of(out) == [alone[i].token_ids for i in order]
+    assert [len(one.token_ids) for one in out] == [ASKED[i].max_tokens for i in order]
+
+
+def test_greedy_rows_beside_others_equal_transformers(
+    alone: list[Completion], reference: Callable[[str], Reference]
+) -> None:
+    assert alone[0].token_ids == greedy(reference("normal").model, PROMPTS[0], LONG)
+    assert alone[1].token_ids != greedy(reference("normal").model, PROMPTS[1], 3), "a draw that says nothing"
+
+
+def test_equal_rows_draw_equal_tokens_and_other_seeds_others(
+    reference: Callable[[str], Reference], tmp_path: Path
+) -> None:
+    """With parameters of its own a row is as if alone; with shared ones equal prompts draw each for itself."""
+    asked = SamplingParams(9, temperature=1.0, seed=3)
+    with engine(reference("normal"), Policy(3, 1), tmp_path) as llm:
+        same, again, other = tokens_of(llm.generate(PROMPTS[:1] * 3, [asked, asked, replace(asked, seed=4)]))
+        shared = tokens_of(llm.generate(PROMPTS[:1] * 3, asked))
+    assert same == again != other
+    assert len({tuple(row) for row in shared}) == 3
+
+
+def test_logprobs_equal_transformers(alone: list[Completion], reference: Callable[[str], Reference]) -> None:
+    model = reference("normal").model
+    assert alone[0].logprobs is None
+    for i in (3, 4):
+        found, tokens = alone[i].logprobs, alone[i].token_ids
+        assert found is not None and len(found) == len(tokens)
+        with torch.no_grad():
+            logits = model(torch.tensor([[*PROMPTS[i], *tokens[:-1]]])).logits[0, len(PROMPTS[i]) - 1 :]
+        want = logits.log_softmax(-1)
+        assert [one.logprob for one in found] == pytest.approx(want[range(len(tokens)), tokens].tolist(), abs=1e-4)
+        for one, row in zip(found, want, strict=True):
+            best = row.topk(ASKED[i].logprobs)
+            assert [token for token, _ in one.top] == best.indices.tolist()
+            assert [value for _, value in one.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+def test_as_many_params_as_prompts(reference: Callable[[str], Reference], tmp_path: Path) -> None:
+    with engine(reference("normal"), Policy(2, 1), tmp_path) as llm, pytest.raises(UsageError, match="2 for 3 prompts"):
+        llm.generate(PROMPTS[:3], ASKED[:2])
+
+
+# ---- parts of a job
+
+
+def part(lengths: tuple[int, ...]) -> list[Prompt]:
+    return prompts_from_python(random_prompts(lengths), None, 120)
+
+
+def run_part(llm: LLM, lengths: tuple[int, ...], new: int) -> object:
+    """The engine that ran it, by identity: is it the same one?"""
+    prompts = part(lengths)
+    llm.run(prompts, [SamplingParams(new)] * len(prompts), lambda done: None)
+    return llm._engine
+
+
+def test_an_engine_that_is_opened_again_serves_the_parts_before(
+    reference: Callable[[str], Reference], tmp_path: Path
+) -> None:
+    """Long prompts, then long answers, then long prompts again: the third finds an engine that does."""
+    with engine(reference("normal"), Policy(2, 2), tmp_path) as llm:
+        llm.expect(100)
+        first = run_part(llm, (30, 9, 9, 9), 2)
+        second = run_part(llm, (9, 9, 9, 9), 30)
+        assert first is not second
+        assert run_part(llm, (30, 9, 9, 9), 2) is second
+    with engine(reference("normal"), Policy(2, 2), tmp_path) as llm:
+        assert run_part(llm, (30, 9, 9, 9), 2) is not run_part(llm, (9, 9, 9, 9), 30) is not run_part(llm, (30,), 2)
+
+
+def test_auto_plans_for_the_whole_job(reference: Callable[[str], Reference], tmp_path: Path) -> None:
+    """A first part of two rows must not make blocks of two rows."""
+    known = reference("normal")
+    with LLM(str(known.folder), "auto", dtype="float32", offload_dir=tmp_path) as llm:
+        llm.expect(64)
+        policy = llm.prepare(part((9, 9)), [SamplingParams(3)] * 2)
+        assert policy.block_size > 2
+        first = llm._engine
+        assert run_part(llm, (9, 9), 3) is first
+
+
+def test_what_does_not_fit_is_said_and_nothing_is_open(reference: Callable[[str], Reference], tmp_path: Path) -> None:
+    rows, params = part((60, 9)), [SamplingParams(2)] * 2
+    allowed = MemoryBudget(host="12.4MiB")  # 12 MiB are staging of disk reads
+    with LLM(
+        str(reference("normal").folder), Policy(2, 1), dtype="float32", budget=allowed, offload_dir=tmp_path
+    ) as llm:  # fmt: skip
+        llm.expect(2)
+        for look in (llm.prepare, llm.check_fit):
+            with pytest.raises(DoesNotFitError):
+                look(rows, params)
+            assert llm.peak_bytes == {}
+        llm.check_fit(rows[1:], params[1:])
+        llm.prepare(rows[1:], params[1:])
+        assert 0 < llm.peak_bytes["host"] <= (allowed.host or 0)

@@ -1,0 +1,80 @@
+"""A job without a model: the real runner, files and formats around an engine that answers at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flexgen_h2o.config import Policy
+from flexgen_h2o.errors import DoesNotFitError
+from flexgen_h2o.jobs.lines import scan_input
+from flexgen_h2o.jobs.output import OutputFile
+from flexgen_h2o.jobs.progress import JobProgress
+from flexgen_h2o.jobs.requests import RequestReader
+from flexgen_h2o.jobs.runner import Job, rows_before
+from flexgen_h2o.prompts import Completion, Prompt
+from flexgen_h2o.sampling import SamplingParams
+from flexgen_h2o.source import Model
+
+
+@dataclass
+class StubLLM:
+    """Answers with the prompt's tokens backwards, cut to what is asked for. runs: the lines of each run.
+
+    room: tokens that one run's rows may have in all, and one row alone.
+    """
+
+    model: Model
+    policy: Policy = field(default_factory=lambda: Policy(2, 2))
+    room: int = 10**9
+    runs: list[list[int]] = field(default_factory=list)
+    expected: int | None = None
+    before_row: Callable[[int], None] = lambda line: None
+
+    def expect(self, rows: int) -> None:
+        self.expected = rows
+
+    def prepare(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Policy:
+        self.check_fit(prompts, params)
+        return self.policy
+
+    def check_fit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
+        if sum(len(p.token_ids) for p in prompts) > self.room:
+            raise DoesNotFitError("too large")
+
+    def run(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], on_finished: Any, *, listener: Any
+    ) -> None:
+        self.runs.append([p.index for p in prompts])
+        for prompt, asked in zip(prompts, params, strict=True):
+            self.before_row(prompt.index)
+            tokens = list(prompt.token_ids[::-1][: asked.max_tokens])
+            listener.sweep(len(tokens))
+            listener.finish([])
+            on_finished([Completion(prompt.index, None, None, tokens, "length")])
+
+
+def run_job(llm: StubLLM, source: Path, output: Path, **options: Any) -> Job:
+    """As the door does it, without its checks."""
+    scan, file = scan_input(source), OutputFile(output)
+    try:
+        before = rows_before(file, scan.ids)
+        progress = JobProgress(output, len(scan.ids), before.rows, before.errors, lambda: {"host": 5}, file.sync_if_due)
+        job = Job(llm, source, RequestReader(llm.model, SamplingParams()), file, before, progress, **options)
+        job.run()
+        progress.end("done")
+        return job
+    finally:
+        file.close()
+
+
+def write_lines(path: Path, *lines: Any) -> Path:
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_bytes().splitlines(keepends=True)]

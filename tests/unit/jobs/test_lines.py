@@ -1,0 +1,80 @@
+"""The input as a stream: lines, ids, duplicates, digests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flexgen_h2o.errors import UsageError
+from flexgen_h2o.jobs import lines as module
+from flexgen_h2o.jobs.lines import id_digest, read_lines, scan_input, which_are_in
+
+
+def test_lines_keep_their_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"custom_id": "a"}\r\n\n  \n{bad\n{"custom_id": 3}\n{"custom_id": ""}\n["x"]')
+    found = list(read_lines(path))
+    assert [line.number for line in found] == [1, 4, 5, 6, 7]
+    assert [line.custom_id for line in found] == ["a", "line-4", "line-5", "line-6", "line-7"]
+    assert len(scan_input(path).ids) == 5
+
+
+@pytest.mark.parametrize("last", [b"", b"y" * 3, b"\n", b"y" * 3 + b"\n{}"])
+def test_a_line_that_is_too_long_is_one_line_without_text(
+    last: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST_LINE_BYTES", 10)
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"1\n" + b"x" * 30 + last)
+    found = [(line.number, line.text) for line in read_lines(path)]
+    assert found[:2] == [(1, b"1\n"), (2, None)]
+    assert found[2:] == ([(3, b"{}")] if last.endswith(b"{}") else [])
+    assert scan_input(path).nbytes == 32 + len(last)
+
+
+def test_duplicates_are_found_before_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    ids = ["a", "b", "line-6", "c", "b"]
+    path.write_text("\n".join(json.dumps({"custom_id": i}) for i in ids) + "\n{}\n")
+    with pytest.raises(UsageError) as error:
+        scan_input(path)
+    assert str(error.value) == (
+        f"--input {path}: lines 2 and 5 both have the custom_id 'b', and 1 more lines repeat an id; "
+        "give each line its own"
+    )
+
+
+def test_ids_whose_first_words_are_alike_are_no_duplicates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "id_digest", lambda custom_id: b"8 bytes " + id_digest(custom_id)[:8])
+    path = tmp_path / "in.jsonl"
+    path.write_text("{}\n{}\n")
+    assert len(scan_input(path).ids) == 2
+
+
+def test_an_input_that_has_grown_begins_as_before(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text("{}\n{}")
+    old = scan_input(path)
+    assert scan_input(path, old.nbytes).prefix == old.digest
+    path.write_text("{}\n{}\n{}\n")
+    assert scan_input(path, old.nbytes).prefix == old.digest
+    path.write_text("{}\n[]\n{}\n")
+    assert scan_input(path, old.nbytes).prefix not in (old.digest, None)
+    path.write_text("{}\n")
+    assert scan_input(path, old.nbytes).prefix is None
+
+
+def test_which_are_in() -> None:
+    names = [f"id{i}" for i in range(3000)]
+    ids = np.frombuffer(b"".join(map(id_digest, names)), "S16")
+    done = np.frombuffer(bytearray(b"".join(id_digest(n) for n in [*names[::7], "other"][::-1])), "S16")
+    assert np.flatnonzero(which_are_in(ids, done)).tolist() == list(range(0, 3000, 7))
+    assert not which_are_in(ids, np.empty(0, "S16")).any()
+
+
+def test_an_input_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--input .*: Is a directory"):
+        scan_input(tmp_path)

@@ -1,0 +1,265 @@
+"""The output file: whole lines only, one writer, whatever the disk does."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexgen_h2o import interrupts
+from flexgen_h2o.errors import EXIT_FAILED, FlexgenError, UsageError
+from flexgen_h2o.jobs import output as module
+from flexgen_h2o.jobs.output import OutputFile, is_locked, to_line
+
+ROWS = [{"custom_id": name, "response": {"text": text}, "error": None} for name, text in zip("abc", "xéz", strict=True)]
+LINES = [to_line(row) for row in ROWS]
+WHOLE = b"".join(line + b"\n" for line in LINES)
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Callable[[], OutputFile]]:
+    files: list[OutputFile] = []
+
+    def make() -> OutputFile:
+        files.append(OutputFile(tmp_path / "out.jsonl"))
+        return files[-1]
+
+    yield make
+    for file in files:
+        try:
+            file.close()
+        except (OSError, FlexgenError):
+            pass  # the test has closed it, or taken it away
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "out.jsonl"
+
+
+# ---- torn ends
+
+
+@pytest.mark.parametrize("torn", range(len(LINES[2]) + 2))
+def test_a_last_line_torn_at_any_byte(torn: int, path: Path, opened: Callable[[], OutputFile]) -> None:
+    """Cut within the last line, or before it, or not at all: what was whole stays, and the rest can be done again."""
+    kept = len(WHOLE) - torn
+    path.write_bytes(WHOLE[:kept])
+    file = opened()
+    whole = 3 if torn == 0 else 2
+    assert list(file.rows()) == ROWS[:whole]
+    assert file.cut_bytes == (0 if torn == 0 else kept - sum(len(line) + 1 for line in LINES[:2]))
+    file.append(LINES[whole:])
+    file.close()
+    assert path.read_bytes() == WHOLE
+
+
+@pytest.mark.parametrize(
+    "tail", [b"\0" * 5000, b"\0" * 50 + b"\n", b"{}\n", b'{"custom_id": 1}\n[]\n', b"\xff\n", b"\n"]
+)
+def test_what_a_power_cut_leaves_at_the_end_is_cut_off(
+    tail: bytes, path: Path, opened: Callable[[], OutputFile]
+) -> None:
+    path.write_bytes(WHOLE + tail)
+    file = opened()
+    assert list(file.rows()) == ROWS and file.cut_bytes == len(tail)
+    assert path.read_bytes() == WHOLE
+
+
+def test_a_bad_line_with_rows_behind_it_is_no_crash(path: Path, opened: Callable[[], OutputFile]) -> None:
+    damaged = WHOLE + b"oops\n" + WHOLE
+    path.write_bytes(damaged)
+    with pytest.raises(UsageError, match=r"out.jsonl:4: is not a row"):
+        list(opened().rows())
+    assert path.read_bytes() == damaged
+
+
+# ---- one writer
+
+
+def test_one_writer(path: Path, opened: Callable[[], OutputFile], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LOCK_WAIT_S", 0.0)
+    assert not is_locked(path)
+    first = opened()
+    first.append(LINES)
+    assert is_locked(path)
+    with pytest.raises(UsageError, match="another job writes to it"):
+        OutputFile(path)
+    first.close()
+    assert not is_locked(path)
+    assert list(opened().rows()) == ROWS
+
+
+def test_somebody_who_asks_for_the_status_stops_no_job(path: Path, opened: Callable[[], OutputFile]) -> None:
+    """--status holds a shared lock for a moment."""
+    path.write_bytes(b"")
+    import fcntl
+    import threading
+
+    fd = os.open(path, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_SH)
+    timer = threading.Timer(0.05, os.close, [fd])
+    timer.start()
+    opened()
+    timer.join()
+
+
+def test_an_output_that_was_never_written_goes_away(path: Path) -> None:
+    OutputFile(path).close()
+    assert not path.exists()
+    path.write_bytes(b"")
+    OutputFile(path).close()
+    assert path.exists(), "it was there before"
+
+
+def test_an_output_that_cannot_be_opened(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--output .*: Is a directory"):
+        OutputFile(tmp_path)
+
+
+# ---- syncs
+
+
+class Clock:
+    """Time that passes when it is told to; counts fsyncs, each of which takes `slow` seconds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, slow: float = 0.0) -> None:
+        self.now, self.syncs, self.slow = 100.0, 0, slow
+        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(module.os, "fsync", self.fsync)
+
+    def fsync(self, fd: int) -> None:
+        self.now += self.slow
+        self.syncs += 1
+
+
+def test_syncs_are_at_most_one_a_second(opened: Callable[[], OutputFile], monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    file = opened()
+    for _ in range(100):
+        file.append(LINES[:1])
+        clock.now += 0.1
+    assert 9 <= clock.syncs <= 10
+    clock.now += 5
+    file.sync_if_due()
+    done = clock.syncs
+    file.sync_if_due()
+    file.sync()
+    assert clock.syncs == done, "nothing is left to be synced"
+
+
+def test_a_slow_disk_gets_fewer_syncs(opened: Callable[[], OutputFile], monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, slow=0.5)
+    file = opened()
+    began = clock.now
+    for _ in range(1000):
+        file.append(LINES[:1])
+        clock.now += 0.1
+    assert clock.syncs * 0.5 / (clock.now - began) < 0.06
+
+
+# ---- disks that fail
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, name: str, after: int, error: int = errno.ENOSPC) -> None:
+    """`os.write` writes `after` bytes more, and then none; `os.fsync` works `after` times."""
+    real, left = getattr(os, name), [after]
+
+    def call(fd: int, *data: Any) -> Any:
+        take = len(data[0]) if data else 1
+        if left[0] <= 0:
+            raise OSError(error, os.strerror(error))
+        take, left[0] = min(take, left[0]), left[0] - take
+        return real(fd, data[0][:take]) if data else real(fd)
+
+    monkeypatch.setattr(module.os, name, call)
+
+
+@pytest.mark.parametrize("room", range(0, len(WHOLE), 7))
+def test_a_full_disk_tears_nothing(
+    room: int, path: Path, opened: Callable[[], OutputFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = opened()
+    failing(monkeypatch, "write", room)
+    with pytest.raises(FlexgenError, match=r"No space left on device; the rows in it are whole") as error:
+        file.append(LINES)
+    assert error.value.exit_code == EXIT_FAILED
+    fits = max(n for n in range(4) if sum(len(line) + 1 for line in LINES[:n]) <= room)
+    assert path.read_bytes() == b"".join(line + b"\n" for line in LINES[:fits])
+    monkeypatch.undo()
+    file.append(LINES[fits:])
+    assert path.read_bytes() == WHOLE
+
+
+def test_a_real_limit_on_a_files_size_tears_nothing(path: Path, opened: Callable[[], OutputFile]) -> None:
+    file = opened()
+    file.append(LINES[:1])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(LINES[0]) + 9, before[1]))
+        with pytest.raises(FlexgenError, match="File too large"):
+            file.append(LINES[1:])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert path.read_bytes() == LINES[0] + b"\n"
+
+
+def test_what_a_failed_sync_may_have_lost_is_cut_off(
+    path: Path, opened: Callable[[], OutputFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a failed fsync the kernel forgets: the rows since the last good one are done again."""
+    file = opened()
+    file.append(LINES[:1])
+    file.sync()
+    file.append(LINES[1:])
+    failing(monkeypatch, "fsync", 0, errno.EIO)
+    with pytest.raises(FlexgenError, match="Input/output error"):
+        file.sync()
+    assert path.read_bytes() == LINES[0] + b"\n"
+
+
+def test_an_output_that_is_taken_away_ends_the_job(path: Path, opened: Callable[[], OutputFile]) -> None:
+    file = opened()
+    file.append(LINES[:1])
+    path.unlink()
+    with pytest.raises(FlexgenError, match="was removed or replaced"):
+        file.sync()
+
+
+def test_a_signal_comes_between_lines(
+    path: Path, opened: Callable[[], OutputFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It arrives in the middle of a write that takes two calls; the line is whole before it is heard."""
+    real = os.write
+
+    def write(fd: int, data: bytes) -> int:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return real(fd, data[: len(data) // 2 + 1])
+
+    file = opened()
+    monkeypatch.setattr(module.os, "write", write)
+    with interrupts.as_exceptions():
+        file.append(LINES)
+        assert path.read_bytes() == WHOLE
+        with pytest.raises(interrupts.Interrupted):
+            interrupts.check()
+
+
+# ---- lines
+
+
+def test_a_line_is_utf8_whatever_it_holds() -> None:
+    row = {"custom_id": "é\u2028\ud800", "text": "a\nb"}
+    assert b"\n" not in to_line(row) and json.loads(to_line(row)) == row
+    assert "é" in to_line({"custom_id": "é"}).decode()
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        to_line({"logprob": float("nan")})

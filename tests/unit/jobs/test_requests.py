@@ -1,0 +1,197 @@
+"""Lines of every format as requests, and what is wrong with bad ones."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from flexgen_h2o.jobs.fields import RowError
+from flexgen_h2o.jobs.lines import MOST_LINE_BYTES, Line
+from flexgen_h2o.jobs.requests import Request, RequestReader
+from flexgen_h2o.sampling import SamplingParams
+from flexgen_h2o.source import Model
+
+DEFAULTS = SamplingParams(max_tokens=9, temperature=0.5, seed=4)
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+
+
+def openai(body: Any, url: str = COMPLETIONS, **other: Any) -> dict[str, Any]:
+    return {"custom_id": "a", "method": "POST", "url": url, "body": body, **other}
+
+
+def read(model: Model, value: Any, defaults: SamplingParams = DEFAULTS, number: int = 3) -> Request:
+    text = value if isinstance(value, bytes) else json.dumps(value).encode()
+    return RequestReader(model, defaults).read(Line(number, text))
+
+
+def refused(model: Model, value: Any) -> tuple[str, str]:
+    with pytest.raises(RowError) as error:
+        read(model, value)
+    return error.value.code, str(error.value)
+
+
+# ---- formats
+
+
+def test_an_openai_line_with_everything(words: Model) -> None:
+    body = {
+        "model": "gpt-4o", "prompt": "def f(x):", "max_tokens": 5, "temperature": 0, "top_p": 0.9, "top_k": -1,
+        "seed": 7, "stop": "\n", "ignore_eos": True, "logprobs": 2, "n": 1, "best_of": 1, "echo": False,
+        "stream": False, "suffix": None, "presence_penalty": 0.0, "frequency_penalty": 0, "logit_bias": {},
+        "user": "me",
+    }  # fmt: skip
+    found = read(words, openai(body))
+    assert found.params == SamplingParams(5, 0.0, 0.9, 0, 7, ("\n",), True, 2)
+    assert found.kind == "completion" and found.custom_id == "a" and found.asked_model == "gpt-4o"
+    assert list(found.prompt.token_ids) == words.encode("def f(x):") and found.prompt.index == 3
+    assert found.prompt.text is None and found.record is None
+
+
+def test_token_ids_and_defaults(ids_only: Model) -> None:
+    for body in ({"prompt": [5, 6, 7]}, {"prompt_token_ids": [5, 6, 7]}):
+        found = read(ids_only, openai(body))
+        assert found.prompt.token_ids == (5, 6, 7)
+        assert replace(found.params, seed=4) == DEFAULTS
+
+
+def test_a_chat_goes_through_the_template(words: Model) -> None:
+    model = copy.copy(words)
+    tokenizer = copy.deepcopy(words.tokenizer)
+    tokenizer.chat_template = TEMPLATE
+    model = replace(model, tokenizer=tokenizer)
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": None},
+    ]
+    found = read(model, openai({"messages": messages, "max_completion_tokens": 4, "logprobs": True}, CHAT))
+    text = "<system>be brief<user>ab<a>"
+    assert list(found.prompt.token_ids) == tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert (found.kind, found.params.max_tokens, found.params.logprobs) == ("chat", 4, 0)
+    many = openai({"messages": messages, "logprobs": True, "top_logprobs": 3}, CHAT)
+    assert read(model, many).params.logprobs == 3
+    assert read(model, openai({"messages": messages, "logprobs": False}, CHAT)).params.logprobs is None
+
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    code, message = refused(model, openai({"messages": messages}, CHAT))
+    assert code == "invalid_request" and "roles must alternate" in message
+
+
+def test_without_a_template_chat_says_so(words: Model, ids_only: Model) -> None:
+    line = openai({"messages": [{"role": "user", "content": "hi"}]}, CHAT)
+    assert refused(words, line) == ("no_chat_template", "messages: opt-tiny has no chat template; send it as a prompt")
+    assert refused(ids_only, line)[1] == "messages: opt-tiny has no tokenizer; send it as a prompt"
+
+
+HELM = {
+    "request_type": "language-model-inference", "model": "together/gpt-neox-20b", "prompt": "import os",
+    "temperature": 0.3, "n": 1, "max_tokens": 64, "best_of": 1, "logprobs": 1, "stop": ["###"], "echo": False,
+    "top_p": 1,
+}  # fmt: skip
+
+
+def test_helm_requests_and_h2o_articles(words: Model) -> None:
+    want = SamplingParams(64, 0.3, 1.0, 0, 0, ("###",), logprobs=1)
+    found = read(words, {"scenario": "xsum", "request": HELM})
+    assert (found.kind, found.custom_id, found.record) == ("helm", "line-3", HELM)
+    assert replace(found.params, seed=0) == want
+    keys = ("temperature", "n", "max_tokens", "logprobs", "stop", "top_p")
+    article = {"article": "import os", "summary_gt": "no", **{key: HELM[key] for key in keys}}
+    also = read(words, article)
+    assert (also.kind, also.record, also.prompt) == ("helm", article, found.prompt)
+    assert also.params == found.params
+
+
+def test_plain_prompts_keep_their_data_to_themselves(words: Model) -> None:
+    """A key of a data set is not a request; one that a request could have counts."""
+    found = read(words, {"prompt": "import os", "answer": 42, "max_tokens": 3, "custom_id": "mine"})
+    assert (found.kind, found.custom_id, found.params.max_tokens) == ("completion", "mine", 3)
+    assert refused(words, {"prompt": "a", "n": 2}) == ("unsupported", "n: 2 is not supported, only 1")
+
+
+def test_rows_without_a_seed_draw_from_their_own(words: Model) -> None:
+    def seed(custom_id: str, defaults: SamplingParams = DEFAULTS, **body: Any) -> int:
+        return read(words, openai({"prompt": "a", **body}) | {"custom_id": custom_id}, defaults).params.seed
+
+    assert seed("a") == seed("a") != seed("b") and seed("a") != seed("a", replace(DEFAULTS, seed=5))
+    assert seed("a", seed=3) == seed("b", seed=3) == 3
+    assert seed("\ud800", seed=None) != seed("a")
+
+
+# ---- bad lines
+
+BAD = [
+    (b"{bad", "invalid_json", "not valid JSON"),
+    (b"\xff\xfe", "invalid_json", "not UTF-8"),
+    (b"[" * 10**5, "invalid_json", "nested too deeply"),
+    (b'{"prompt": "a", "temperature": NaN}', "invalid_json", "NaN is not JSON"),
+    ([1], "invalid_request", "a JSON object is expected, not list"),
+    ({}, "invalid_request", "prompt: is missing"),
+    ({"prompt": None}, "invalid_request", "prompt: is missing"),
+    ({"prompt": "a", "prompt_token_ids": [1]}, "invalid_request", "not both"),
+    ({"prompt_token_ids": "a"}, "invalid_request", "prompt_token_ids: a list"),
+    ({"prompt": "a", "custom_id": 3}, "invalid_request", "custom_id: 3 is not a string"),
+    ({"prompt": {"a": 1}}, "invalid_request", "prompt: a prompt is a string or a list of token ids, not dict"),
+    ({"prompt": [5, 2048]}, "invalid_request", "token id 2048 is outside"),
+    ({"prompt": [5, True]}, "invalid_request", "token id True"),
+    ({"prompt": []}, "invalid_request", "no tokens"),
+    ({"prompt": ["a", "b"]}, "unsupported", "prompt: 2 prompts in one line"),
+    ({"prompt": "\ud800"}, "invalid_request", "surrogate"),
+    ({"prompt": [5] * 1025}, "context_length_exceeded", "prompt: 1025 tokens, but opt-tiny has 1024 positions"),
+    ({"request": "x"}, "invalid_request", "request: a JSON object"),
+    ({"request": {}}, "invalid_request", "prompt: is missing"),
+    ({"request": {**HELM, "echo": True}}, "unsupported", "echo: True is not supported, only False"),
+    ({"article": 3}, "invalid_request", "prompt: a prompt is"),
+    (openai({}, custom_id=None), "invalid_request", "custom_id: is missing"),
+    (openai(None), "invalid_request", "body: is missing"),
+    (openai([]), "invalid_request", "body: a JSON object"),
+    (openai({"prompt": "a"}, "/v1/embeddings"), "unknown_url", "'/v1/embeddings' is none of /v1/completions"),
+    (openai({"prompt": "a"}, None), "invalid_request", "url: is missing"),  # type: ignore[arg-type]
+    (openai({"prompt": "a"}, 3), "unknown_url", "url: 3"),  # type: ignore[arg-type]
+    (openai({"prompt": "a"}, method="GET"), "invalid_request", "method: 'GET' is not POST"),
+    (openai({"prompt": "a", "model": 3}), "invalid_request", "model: 3 is not a string"),
+    (openai({"prompt": "a", "foo": 1}), "unsupported", "foo: is not supported"),
+    (openai({"prompt": "a", "n": True}), "unsupported", "n: True"),
+    (openai({"prompt": "a", "presence_penalty": 0.5}), "unsupported", "presence_penalty: 0.5"),
+    (openai({"prompt": "a", "max_tokens": 0}), "invalid_request", "max_tokens: 0 must be at least 1"),
+    (openai({"prompt": "a", "max_tokens": 3, "max_completion_tokens": 4}), "invalid_request", "differ"),
+    (openai({"prompt": "a", "temperature": "hot"}), "invalid_request", "temperature: 'hot'"),
+    (openai({"prompt": "a", "top_p": 2}), "invalid_request", "top_p: 2"),
+    (openai({"prompt": "a", "seed": -1}), "invalid_request", "seed: -1"),
+    (openai({"prompt": "a", "stop": [""]}), "invalid_request", "stop: ''"),
+    (openai({"prompt": "a", "logprobs": True}), "invalid_request", "logprobs: True"),
+    (openai({"prompt": "a", "logprobs": 21}), "invalid_request", "logprobs: 21"),
+    (openai({"prompt": "a", "top_logprobs": 2}), "unsupported", "top_logprobs"),
+    (openai({"messages": "hi"}, CHAT), "invalid_request", "messages: a list"),
+    (openai({"messages": []}, CHAT), "invalid_request", "messages: a list"),
+    (openai({"messages": ["hi"]}, CHAT), "invalid_request", "messages[0]: an object with role"),
+    (openai({"messages": [{"role": "user"}]}, CHAT), "invalid_request", "messages[0].content: a string"),
+    (openai({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, CHAT), "unsupported", "'image_url'"),
+    (openai({"messages": [{"role": "tool", "content": "", "tool_id": "x"}]}, CHAT), "unsupported", ".tool_id"),
+    (openai({"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, CHAT), "unsupported", "tools: [{}]"),
+    (openai({"messages": [{"role": "user", "content": "a"}], "logprobs": 3}, CHAT), "invalid_request", "logprobs: 3"),
+    (openai({"messages": [{"role": "user", "content": "a"}], "top_logprobs": 3}, CHAT), "invalid_request", "needs"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("value", "code", "says"), BAD, ids=[f"{i}-{case[2][:20]}" for i, case in enumerate(BAD)])
+def test_bad_lines_are_named(value: Any, code: str, says: str, words: Model) -> None:
+    found, message = refused(words, value)
+    assert (found, says in message) == (code, True), message
+    assert "\n" not in message and len(message) < 300
+
+
+def test_what_needs_a_tokenizer_says_so(ids_only: Model) -> None:
+    assert "needs a tokenizer" in refused(ids_only, {"prompt": "a"})[1]
+    assert refused(ids_only, {"prompt": [5], "stop": "x"})[0] == "unsupported"
+
+
+def test_a_line_that_is_too_long_to_be_read(words: Model) -> None:
+    with pytest.raises(RowError, match=f"longer than {MOST_LINE_BYTES // 2**20} MiB"):
+        RequestReader(words, DEFAULTS).read(Line(1, None))
