@@ -14,6 +14,7 @@ from flexgen_h2o.kernels.slot_packing import SlotPacking
 from flexgen_h2o.kvcache.layout import UnitLayout, unit_layout
 from flexgen_h2o.limits import (
     ALIGN,
+    BLOCK_CHUNK,
     PACKED_CHUNK,
     PAGE,
     READ_THREADS,
@@ -190,6 +191,7 @@ def temporary_bytes(spec: ModelSpec, shape: Shape, itemsize: int, policy: Policy
     """Upper estimate of what torch allocates and frees inside one step: attention, sampling, norms and activations.
 
     Packed weights are unpacked between steps, or multiplied in int8, by torch operations where nothing is compiled.
+    Where dtypes have two bytes, resident weights may be blocked (kernels/blocked_rows.py).
     """
     q_width = spec.num_heads * spec.head_dim
     prefill = shape.tokens * (q_width * itemsize + 4 * spec.num_heads)
@@ -207,9 +209,13 @@ def temporary_bytes(spec: ModelSpec, shape: Shape, itemsize: int, policy: Policy
     sampling = 50 * min(shape.rows * spec.vocab_size, max(SAMPLING_CHUNK, spec.vocab_size))
     chunk = min(TOKEN_CHUNK, max(shape.tokens, shape.rows))
     step = max(prefill, decode, sampling) + chunk * (3 * spec.hidden_size + spec.ffn_size) * itemsize
+    longest = max(spec.vocab_size, spec.ffn_size)
     if policy.compress_weight or policy.int8_compute:
-        largest = max(spec.vocab_size, spec.ffn_size) * spec.hidden_size
-        step = max(step, UNPACK_BYTES * min(UNPACK_CHUNK, largest))
+        return max(step, UNPACK_BYTES * min(UNPACK_CHUNK, longest * spec.hidden_size))
+    if itemsize == 2:  # a product with blocked rows; and while weights are read, rows that are being blocked
+        row_bytes = spec.hidden_size * itemsize
+        step += chunk * min(longest, BLOCK_CHUNK // row_bytes) * itemsize
+        step = max(step, min(BLOCK_CHUNK, longest * row_bytes))
     return step
 
 
