@@ -3,7 +3,7 @@
     python bench/blocked_weights.py                 matrices of OPT-1.3B, two minutes
     python bench/blocked_weights.py --hidden 4096   of OPT-6.7B
 
-Claim: no product that a sweep makes is slower with blocked matrices, and those of decode are faster. Both kinds take turns
+Claim: no product of a sweep is slower with blocked matrices, and those of decode are faster. Both kinds take turns
 call by call, in one process, each with matrices that come from memory. No checkpoint, no disk.
 """
 
@@ -50,7 +50,10 @@ def _run(argv: list[str] | None) -> int:
                 for rows in ROWS
             ]
     lines = [
-        (f"{f['outer']} x {f['inner']}, {f['rows']} rows", f"{f['plain_ms']:.3f} ms, {f['blocked_ms']:.3f} ms blocked: {f['gain']:.2f} x")
+        (
+            f"{f['outer']} x {f['inner']}, {f['rows']} rows",
+            f"{f['plain_ms']:.3f} ms, {f['blocked_ms']:.3f} ms blocked: {f['gain']:.2f} x",
+        )
         for f in found
     ]
     common.table("Products in bf16, medians", lines)

@@ -57,6 +57,7 @@ class Curve:
         return Curve(tuple((size, rate * factor) for size, rate in self.points))
 
 
+AS_FAST = Curve.flat(1.0)
 # (out / in, ((in, FLOPs a second over rows), ...)) of linear maps, both rising
 Products = tuple[tuple[float, tuple[tuple[float, Curve], ...]], ...]
 
@@ -71,8 +72,8 @@ class ComputeRates:
     pass of an eviction policy, n^2 x (heads x d) FLOPs. device_ and host_attention_bytes_per_s: decode attention over
     [head width], bytes of the keys and values that it reads; scored_...: the same with scores and victims.
     elementwise_bytes_per_s: norms and activations, bytes read and written. dequantise_bytes_per_s: packed weights in
-    4 bits to the dtype, bytes of the result. logits_per_s: choosing a token, logits looked at. blocked_speedup: how many
-    times faster products are with matrices in RAM that are held blocked (kernels/blocked_rows.py), over [rows].
+    4 bits to the dtype, bytes of the result. logits_per_s: choosing a token, logits looked at. blocked_speedup: how
+    many times faster products are with matrices in RAM that are held blocked (kernels/blocked_rows.py), over [rows].
     """
 
     matmul_flops_per_s: Products
@@ -86,7 +87,7 @@ class ComputeRates:
     device_dequantise_bytes_per_s: float
     host_dequantise_bytes_per_s: float
     logits_per_s: float
-    blocked_speedup: Curve = Curve.flat(1.0)
+    blocked_speedup: Curve = AS_FAST
 
     def matmul_rate(self, rows: float, inner: float, outer: float) -> float:
         """FLOPs a second of (rows, inner) x (inner, outer)."""
@@ -215,7 +216,7 @@ def profile_from_json(body: object) -> HardwareProfile:
 
 def _with_what_is_new(given: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of schema 1, and those that came later at their defaults."""
-    compute, new = given.get("compute"), dict.fromkeys(SINCE_SCHEMA_2, {"1": 1.0})
+    compute, new = given.get("compute"), {name: {"1": 1.0} for name in SINCE_SCHEMA_2}
     if not isinstance(compute, dict):
         return dict(given)
     return {**given, "compute": {d: {**new, **r} if isinstance(r, dict) else r for d, r in compute.items()}}

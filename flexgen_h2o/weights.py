@@ -68,7 +68,7 @@ class WeightStore:
         self._sizes = [streamed_bytes(unit, shares, self._form, self._is_host) for unit in plan.units]
 
     def load_resident(self, memory: dict[str, torch.Tensor]) -> None:
-        """Read every row whose home is device or host memory into `memory` (uint8 by tier), and block there what can be.
+        """Read every row whose home is device or host memory into `memory` (uint8 by tier); block there what can be.
 
         Where the device is host memory, what belongs to the device is in `host` too.
         """

@@ -2,7 +2,7 @@
 
 A matrix split over tiers arrives as up to three tensors, each a run of its rows; a whole one as a single part. No
 part is ever copied together: each is multiplied where it lies and fills its own columns of the result. A part is in
-the compute dtype, in order or blocked (kernels/blocked_rows.py), or in int8 and multiplied in it (kernels/int8_rows.py).
+the compute dtype, in order or blocked (kernels/blocked_rows.py), or in int8 and multiplied so (kernels/int8_rows.py).
 """
 
 from __future__ import annotations

@@ -261,13 +261,15 @@ def _attention_work(
 def _products(at: Setting, unit: WeightUnit, rows: int, is_table: bool = False) -> tuple[Product, ...]:
     """Each part of a matrix is multiplied where it lies, so a split matrix takes several products; a packed one is
     whole once it is unpacked. Resident parts are blocked, but not those of a table, which is looked up in as well."""
-    blocks = at.form.packing is None and not is_table
     shares = WHOLE if at.policy.compress_weight else tier_shares(at.policy.weight_shares, at.device_is_host)
     shapes = tuple(t.shape for t in unit.tensors if len(t.shape) == 2)
-    return tuple(
-        Product(rows, inner, part.rows, blocks and inner % BLOCK_ROWS == 0 and not is_streamed(part.tier, at.device_is_host))
-        for inner, part in _part_shapes(shapes, shares)
-    )
+    is_plain = is_table or at.form.packing is not None
+
+    def is_blocked(columns: int, part: Part) -> bool:
+        return not (is_plain or columns % BLOCK_ROWS or is_streamed(part.tier, at.device_is_host))
+
+    parts = _part_shapes(shapes, shares)
+    return tuple(Product(rows, columns, part.rows, is_blocked(columns, part)) for columns, part in parts)
 
 
 @lru_cache(maxsize=4096)

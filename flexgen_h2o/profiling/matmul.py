@@ -11,7 +11,7 @@ import torch
 
 from flexgen_h2o.kernels.blocked_rows import BlockedRows, block_rows
 from flexgen_h2o.kernels.linear import RowParts, linear
-from flexgen_h2o.profile import Curve
+from flexgen_h2o.profile import AS_FAST, Curve
 from flexgen_h2o.profile import Products as Rates
 from flexgen_h2o.profiling.bench import Bench, Call
 from flexgen_h2o.profiling.sizes import Sizes
@@ -61,7 +61,7 @@ def blocked_speedup(bench: Bench, dtype: torch.dtype) -> Curve:
     width = sizes.widths[len(sizes.widths) // 2]
     pairs = [(width, width), (width, MLP * width)]
     if not isinstance(block_rows(bench.normal(dtype, width, width))[0], BlockedRows):
-        return Curve.flat(1.0)
+        return AS_FAST
 
     def at(rows: int) -> float:
         plain = [products.call(rows, *pair) for pair in pairs]

@@ -16,8 +16,8 @@ from flexgen_h2o.profiling.sizes import CARD, HOST, Sizes
 from flexgen_h2o.tiers.device import Device
 from flexgen_h2o.units import MIB
 
-# The shapes of a block's MLP, at the rows that it sees in prefill, in order and blocked; matrices and KV larger than the
-# caches.
+# The shapes of a block's MLP, at the rows that it sees in prefill; matrices, in order and blocked, and KV larger than
+# the caches.
 _HOST = replace(HOST, widths=(2048,), hidden=(2048,), heads=(), weight_bytes=128 * MIB, cache_bytes=128 * MIB)
 _CARD = replace(CARD, widths=(4096,), hidden=(4096,), heads=())
 
