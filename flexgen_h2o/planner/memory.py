@@ -14,7 +14,6 @@ from flexgen_h2o.kernels.slot_packing import SlotPacking
 from flexgen_h2o.kvcache.layout import UnitLayout, unit_layout
 from flexgen_h2o.limits import (
     ALIGN,
-    BLOCK_CHUNK,
     PACKED_CHUNK,
     PAGE,
     READ_THREADS,
@@ -28,6 +27,7 @@ from flexgen_h2o.limits import (
     WRITE_THREADS,
 )
 from flexgen_h2o.packing import WeightForm, weight_form
+from flexgen_h2o.planner.blocked_sizes import blocking_bytes, product_bytes
 from flexgen_h2o.planner.int8_sizes import int8_sizes
 from flexgen_h2o.tiers.placement import Part, Shares, is_streamed, on_host_device, split_rows
 from flexgen_h2o.units import format_bytes, round_up
@@ -209,13 +209,11 @@ def temporary_bytes(spec: ModelSpec, shape: Shape, itemsize: int, policy: Policy
     sampling = 50 * min(shape.rows * spec.vocab_size, max(SAMPLING_CHUNK, spec.vocab_size))
     chunk = min(TOKEN_CHUNK, max(shape.tokens, shape.rows))
     step = max(prefill, decode, sampling) + chunk * (3 * spec.hidden_size + spec.ffn_size) * itemsize
-    longest = max(spec.vocab_size, spec.ffn_size)
     if policy.compress_weight or policy.int8_compute:
-        return max(step, UNPACK_BYTES * min(UNPACK_CHUNK, longest * spec.hidden_size))
-    if itemsize == 2:  # a product with blocked rows; and while weights are read, rows that are being blocked
-        row_bytes = spec.hidden_size * itemsize
-        step += chunk * min(longest, BLOCK_CHUNK // row_bytes) * itemsize
-        step = max(step, min(BLOCK_CHUNK, longest * row_bytes))
+        largest = max(spec.vocab_size, spec.ffn_size) * spec.hidden_size
+        step = max(step, UNPACK_BYTES * min(UNPACK_CHUNK, largest))
+    elif itemsize == 2:
+        step = max(step + product_bytes(spec, chunk, shape.rows, itemsize), blocking_bytes(spec, itemsize))
     return step
 
 
