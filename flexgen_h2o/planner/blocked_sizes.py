@@ -1,4 +1,4 @@
-"""Bytes that blocked weights (kernels/blocked_rows.py) take beside their own: of a product, and while they are blocked."""
+"""Bytes that blocked weights (kernels/blocked_rows.py) take beside their own: in products, and while blocking."""
 
 from __future__ import annotations
 

@@ -307,6 +307,9 @@ def test_a_product_with_blocked_rows_is_planned_for() -> None:
     assert product_bytes(wide, 1024, 1, 2) == 1024 * (BLOCK_CHUNK // 98304) * 2
     assert blocking_bytes(tied, 2) == 96 * 48 * 2 and blocking_bytes(untied, 2) == 5000 * 48 * 2
     assert blocking_bytes(wide, 2) == BLOCK_CHUNK
-    plain, packed = temporary_bytes(untied, shape, 2, policy), temporary_bytes(untied, shape, 2, Policy(int8_compute=True))
+    plain, packed = (
+        temporary_bytes(untied, shape, 2, policy),
+        temporary_bytes(untied, shape, 2, Policy(int8_compute=True)),
+    )
     assert plain == packed + 300 * 5000 * 2
     assert temporary_bytes(untied, Shape(1, 1, 1, (1, 1)), 2, policy) >= blocking_bytes(untied, 2)
