@@ -1,4 +1,4 @@
-"""In bf16, resident matrices are blocked and streamed ones are not: both give the logits of fp32, as near as bf16 is."""
+"""In bf16, resident matrices are blocked and streamed ones are not: both give fp32's logits, as near as bf16 is."""
 
 from __future__ import annotations
 
