@@ -24,6 +24,7 @@ from flexgen_h2o.kernels.packed_rows import unpack_rows
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.limits import ALIGN, PAGE
 from flexgen_h2o.packing import Packing, WeightForm
+from flexgen_h2o.planner.blocked_sizes import is_blocked
 from flexgen_h2o.planner.memory import part_bytes, streamed_bytes, streamed_part_bytes, unpacked_bytes, weight_parts
 from flexgen_h2o.tiers.disk import DirectFile, aligned_range
 from flexgen_h2o.tiers.events import Done, Waitable, wait_all
@@ -88,17 +89,17 @@ class WeightStore:
                     home: Memory = "host" if part.tier == "host" else "device"
                     reads.append(self._read(tensor, part, rows.view(-1), home, ()))
         wait_all(reads)
-        self._block_resident()
+        if is_blocked(self._form, self._is_host):
+            self._block_resident()
 
     def _block_resident(self) -> None:
-        """Block the resident rows of matrices that are multiplied where they live; tables are read row by row."""
+        """Block the rows of matrices that are multiplied where they live; tables are read row by row."""
         tables = {layer.unit for layer in self.plan.layers if layer.kind == "embedding"}
         for number, unit in enumerate(self.plan.units):
-            matrices = [t for t in unit.tensors if len(t.shape) == 2 and not self._form.packs(t.shape)]
-            for tensor in matrices if number not in tables else ():
+            for tensor in unit.tensors if number not in tables else ():
                 for part in self._parts[tensor.name]:
-                    if not is_streamed(part.tier, self._is_host):
-                        key = tensor.name, part.start
+                    key = tensor.name, part.start
+                    if key in self._resident and len(tensor.shape) == 2:
                         self._blocked[key] = block_rows(self._resident[key])
 
     def nbytes(self, key: int) -> int:

@@ -51,14 +51,20 @@ def block_rows(rows: torch.Tensor) -> tuple[torch.Tensor | BlockedRows, ...]:
 def multiply(
     x: torch.Tensor, part: BlockedRows, bias: torch.Tensor | None, out: torch.Tensor, adds: bool = False
 ) -> None:
-    """out = x W^T + bias; adds: to what is there. x: (rows, columns), bias: (n,), out: (rows, n). Rows may be apart."""
+    """out = x W^T + bias; adds: to what is there. x: (rows, columns), bias: (n,), out: (rows, n). Rows may be apart.
+
+    Rounded as linear.py's products with rows in order are: once, and where it adds to what is there once more for the
+    bias. So it is no matter to the result which rows of a matrix are blocked.
+    """
+    product = torch.ops.mkldnn._linear_pointwise
     for start in range(0, len(x), TOKEN_CHUNK):
-        end = start + TOKEN_CHUNK
-        product = torch.ops.mkldnn._linear_pointwise(x[start:end], part.opaque, bias, "none", [], "")
-        if adds:
-            out[start:end].add_(product)
-        else:
-            out[start:end].copy_(product)
+        some, there = x[start : start + TOKEN_CHUNK], out[start : start + TOKEN_CHUNK]
+        if not adds:
+            there.copy_(product(some, part.opaque, bias, "none", [], ""))
+            continue
+        there.copy_(product.binary(some, there.contiguous(), part.opaque, None, "add"))
+        if bias is not None:
+            there.add_(bias)
 
 
 def _can_block(rows: torch.Tensor) -> bool:
@@ -108,13 +114,14 @@ def _works() -> bool:
     generator = torch.Generator().manual_seed(0)
     x, weight, bias = (torch.randn(s, generator=generator).div_(8) for s in ((5, 128), (192, 128), (192,)))
     rows = weight.bfloat16()
-    want = x.bfloat16().float() @ rows.float().t() + bias.bfloat16().float()
+    want = 2 * (x.bfloat16().float() @ rows.float().t()) + bias.bfloat16().float()
     out = torch.zeros(5, 192, dtype=torch.bfloat16)
     try:
         part = _block(rows)
         if isinstance(part, torch.Tensor) or torch.ops.mkldnn.data_ptr(part.opaque) != rows.data_ptr():
             return False
         multiply(x.bfloat16(), part, bias.bfloat16(), out)
+        multiply(x.bfloat16(), part, None, out, adds=True)
     except (AttributeError, OSError, RuntimeError, TypeError, ValueError):  # gone, renamed, or not for this CPU
         return False
     return torch.allclose(out.float(), want, atol=_CHECK_TOLERANCE, rtol=0.0)

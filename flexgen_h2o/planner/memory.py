@@ -27,7 +27,7 @@ from flexgen_h2o.limits import (
     WRITE_THREADS,
 )
 from flexgen_h2o.packing import WeightForm, weight_form
-from flexgen_h2o.planner.blocked_sizes import blocking_bytes, product_bytes
+from flexgen_h2o.planner.blocked_sizes import blocking_bytes, is_blocked, product_bytes
 from flexgen_h2o.planner.int8_sizes import int8_sizes
 from flexgen_h2o.tiers.placement import Part, Shares, is_streamed, on_host_device, split_rows
 from flexgen_h2o.units import format_bytes, round_up
@@ -191,7 +191,6 @@ def temporary_bytes(spec: ModelSpec, shape: Shape, itemsize: int, policy: Policy
     """Upper estimate of what torch allocates and frees inside one step: attention, sampling, norms and activations.
 
     Packed weights are unpacked between steps, or multiplied in int8, by torch operations where nothing is compiled.
-    Where dtypes have two bytes, resident weights may be blocked (kernels/blocked_rows.py).
     """
     q_width = spec.num_heads * spec.head_dim
     prefill = shape.tokens * (q_width * itemsize + 4 * spec.num_heads)
@@ -212,9 +211,16 @@ def temporary_bytes(spec: ModelSpec, shape: Shape, itemsize: int, policy: Policy
     if policy.compress_weight or policy.int8_compute:
         largest = max(spec.vocab_size, spec.ffn_size) * spec.hidden_size
         step = max(step, UNPACK_BYTES * min(UNPACK_CHUNK, largest))
-    elif itemsize == 2:
-        step = max(step + product_bytes(spec, chunk, shape.rows, itemsize), blocking_bytes(spec, itemsize))
     return step
+
+
+def _temporary_bytes(spec: ModelSpec, policy: Policy, shape: Shape, itemsize: int, device_is_host: bool) -> int:
+    """The same with blocked weights, where those of this run are blocked."""
+    step = temporary_bytes(spec, shape, itemsize, policy)
+    if not is_blocked(weight_form(policy, itemsize), device_is_host):
+        return step
+    tokens = max(shape.tokens, shape.rows)
+    return max(step + product_bytes(spec, tokens, shape.rows, itemsize), blocking_bytes(spec, itemsize))
 
 
 def _unpacked_cache_bytes(spec: ModelSpec, policy: Policy, shape: Shape, itemsize: int, device_is_host: bool) -> int:
@@ -278,7 +284,7 @@ def memory_plan(
         *_cache_buffers(spec, policy, shape, itemsize, device_is_host, depth.cache),
         *_hidden_buffers(spec, policy, shape, itemsize, device_is_host, depth.hidden),
         Buffer("workspace", "device", sum(workspace.values())),
-        Buffer("temporaries", "device", temporary_bytes(spec, shape, itemsize, policy)),
+        Buffer("temporaries", "device", _temporary_bytes(spec, policy, shape, itemsize, device_is_host)),
         Buffer("temporaries", "device", _unpacked_cache_bytes(spec, policy, shape, itemsize, device_is_host)),
         Buffer("staging", "host", (READ_THREADS + WRITE_THREADS) * STAGING_BYTES),
     ]

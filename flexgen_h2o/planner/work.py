@@ -13,6 +13,7 @@ from flexgen_h2o.config import Layer, ModelSpec, Policy, TensorSpec, WeightUnit
 from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.limits import BLOCK_ROWS, TOKEN_CHUNK, WRITE_BACK_STEPS
 from flexgen_h2o.packing import WeightForm, weight_form
+from flexgen_h2o.planner.blocked_sizes import is_blocked
 from flexgen_h2o.planner.memory import (
     attends_on_host,
     hidden_is_streamed,
@@ -263,13 +264,11 @@ def _products(at: Setting, unit: WeightUnit, rows: int, is_table: bool = False) 
     whole once it is unpacked. Resident parts are blocked, but not those of a table, which is looked up in as well."""
     shares = WHOLE if at.policy.compress_weight else tier_shares(at.policy.weight_shares, at.device_is_host)
     shapes = tuple(t.shape for t in unit.tensors if len(t.shape) == 2)
-    is_plain = is_table or at.form.packing is not None
-
-    def is_blocked(columns: int, part: Part) -> bool:
-        return not (is_plain or columns % BLOCK_ROWS or is_streamed(part.tier, at.device_is_host))
-
-    parts = _part_shapes(shapes, shares)
-    return tuple(Product(rows, columns, part.rows, is_blocked(columns, part)) for columns, part in parts)
+    blocks = is_blocked(at.form, at.device_is_host) and not is_table
+    return tuple(
+        Product(rows, columns, part.rows, blocks and part.tier != "disk" and columns % BLOCK_ROWS == 0)
+        for columns, part in _part_shapes(shapes, shares)
+    )
 
 
 @lru_cache(maxsize=4096)

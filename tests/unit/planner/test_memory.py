@@ -297,19 +297,25 @@ def test_int8_compute_needs_room_for_products_and_none_to_unpack() -> None:
 
 
 def test_a_product_with_blocked_rows_is_planned_for() -> None:
-    """In dtypes of two bytes, where weights are not packed; and rows while they are blocked, where that is more."""
-    shape, policy = Shape(300, 1, 2000, (30, 30)), Policy()
+    """At most BLOCK_CHUNK bytes of rows are multiplied, or blocked, at a time."""
     tied, untied = make_spec(), make_spec(tie_word_embeddings=False, vocab_size=5000)
     assert product_bytes(tied, 1024, 300, 2) == 1024 * 96 * 2
     assert product_bytes(untied, 1024, 300, 2) == 300 * 5000 * 2
     assert product_bytes(untied, 4096, 4096, 2) == 1024 * 5000 * 2
     wide = make_spec(hidden_size=49152, num_attention_heads=4, word_embed_proj_dim=49152, ffn_dim=196608)
-    assert product_bytes(wide, 1024, 1, 2) == 1024 * (BLOCK_CHUNK // 98304) * 2
+    assert product_bytes(wide, 1024, 1, 2) == 1024 * 2 * (BLOCK_CHUNK // 98304) * 2
     assert blocking_bytes(tied, 2) == 96 * 48 * 2 and blocking_bytes(untied, 2) == 5000 * 48 * 2
     assert blocking_bytes(wide, 2) == BLOCK_CHUNK
-    plain, packed = (
-        temporary_bytes(untied, shape, 2, policy),
-        temporary_bytes(untied, shape, 2, Policy(int8_compute=True)),
-    )
-    assert plain == packed + 300 * 5000 * 2
-    assert temporary_bytes(untied, Shape(1, 1, 1, (1, 1)), 2, policy) >= blocking_bytes(untied, 2)
+
+
+def test_temporaries_cover_it_where_weights_are_blocked() -> None:
+    """On the host, in bf16, and where they are not packed."""
+    untied, shape = make_spec(tie_word_embeddings=False, vocab_size=5000), Shape(300, 1, 2000, (30, 30))
+
+    def temporaries(itemsize: int, is_host: bool, policy: Policy, shape: Shape = shape) -> int:
+        return memory_plan(untied, policy, shape, itemsize, is_host, SEQUENTIAL).size("temporaries")
+
+    for itemsize, is_host, policy in ((4, True, Policy()), (2, False, Policy()), (2, True, Policy(int8_compute=True))):
+        assert temporaries(itemsize, is_host, policy) == temporary_bytes(untied, shape, itemsize, policy)
+    assert temporaries(2, True, Policy()) == temporary_bytes(untied, shape, 2, Policy()) + 300 * 5000 * 2
+    assert temporaries(2, True, Policy(), Shape(1, 1, 1, (1, 1))) >= blocking_bytes(untied, 2)

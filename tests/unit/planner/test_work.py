@@ -81,7 +81,7 @@ def test_what_lies_where_it_is_computed_on_is_multiplied_blocked(tied: bool) -> 
     rest = (100, 0, 100, 0)
     assert blocked_rows(Policy(percent=(100, 0, *rest)), True, tied) == whole
     assert blocked_rows(Policy(percent=(0, 100, *rest)), True, tied) == whole
-    assert blocked_rows(Policy(percent=(100, 0, *rest)), False, tied) == whole
+    assert blocked_rows(Policy(percent=(100, 0, *rest)), False, tied) == nothing
     assert blocked_rows(Policy(percent=(0, 100, *rest)), False, tied) == nothing
     assert blocked_rows(Policy(percent=(0, 0, *rest)), True, tied) == nothing
     assert blocked_rows(Policy(percent=(100, 0, *rest), compress_weight=True), True, tied) == nothing
