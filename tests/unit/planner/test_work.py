@@ -16,7 +16,7 @@ from flexgen_h2o.planner.memory import OVERLAPPED, memory_plan
 from flexgen_h2o.planner.need import Batch, Need, shape_of
 from flexgen_h2o.planner.work import Setting, Work, kv_load_moves, kv_store_moves, layer_work, weight_moves
 from flexgen_h2o.units import round_up
-from tests.unit.planner.made_up import BLOCKS, SPEC, evicting, policies
+from tests.unit.planner.made_up import BLOCKS, SPEC, evicting, make_spec, policies
 
 COLUMN = SPEC.kv_bytes_per_token(4) // BLOCKS
 
@@ -60,6 +60,35 @@ def test_attention_reads_the_columns_that_are_held(is_host: bool) -> None:
         work = layer_work(at, layer, unit, batch, sweep)
         assert (work.device_kv, work.host_kv, work.crossing) == (6 * (10 + sweep) * COLUMN, 0, 0)
     assert layer_work(at, layer, unit, batch, 0).device_kv == 0
+
+
+def blocked_rows(policy: Policy, is_host: bool, tied: bool) -> dict[str, tuple[int, int]]:
+    """By kind of layer: rows of matrices that are multiplied blocked, and of all."""
+    spec, need = make_spec(tie_word_embeddings=tied), Need.full(2, 10, 2, BLOCKS)
+    at, plan = Setting(spec, policy, need, 2, is_host), spec.layers(True)
+    found = {}
+    for layer in (plan.layers[1], plan.layers[2], plan.layers[-1]):
+        work = layer_work(at, layer, plan.units[layer.unit], Batch.even(2, 10), 1)
+        every = [(p.outer, p.blocked) for p in work.products]
+        found[layer.kind] = sum(n for n, blocked in every if blocked), sum(n for n, _ in every)
+    return found
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_lies_where_it_is_computed_on_is_multiplied_blocked(tied: bool) -> None:
+    head = 0 if tied else SPEC.vocab_size
+    whole = {"attention": (512, 512), "mlp": (640, 640), "head": (head, SPEC.vocab_size)}
+    nothing = {kind: (0, every) for kind, (_, every) in whole.items()}
+    rest = (100, 0, 100, 0)
+    assert blocked_rows(Policy(percent=(100, 0, *rest)), True, tied) == whole
+    assert blocked_rows(Policy(percent=(0, 100, *rest)), True, tied) == whole
+    assert blocked_rows(Policy(percent=(100, 0, *rest)), False, tied) == nothing
+    assert blocked_rows(Policy(percent=(0, 100, *rest)), False, tied) == nothing
+    assert blocked_rows(Policy(percent=(0, 0, *rest)), True, tied) == nothing
+    assert blocked_rows(Policy(percent=(100, 0, *rest), compress_weight=True), True, tied) == nothing
+    assert blocked_rows(Policy(percent=(100, 0, *rest), int8_compute=True), True, tied) == nothing
+    half = blocked_rows(Policy(percent=(50, 0, *rest)), True, tied)
+    assert half["attention"] == (256, 512) and half["mlp"] == (320, 640)
 
 
 def test_attention_on_the_host_reads_its_share_there() -> None:
