@@ -1,8 +1,8 @@
 """Eviction on and off for a transformers model, through its public interfaces only.
 
-Three things are set, and undone: the attention implementation, a registered function that asks the cache; a forward
-pre-hook of the decoder, which puts an `EvictingCache` where a forward has none or an empty one; and nothing else. What
-the attention function needs of the cache comes to it as a keyword argument of the forward.
+Two things are set, and undone: the attention implementation, a registered function that asks the cache, and a forward
+pre-hook of the decoder, which puts an `EvictingCache` where a forward has none or an empty one. It comes to the
+attention function as a keyword argument of the forward.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from flexgen_h2o.kvcache.eviction import H2O, Eviction, check_eviction
 
 ATTENTION = "flexgen_h2o"  # the name of our attention implementation
 MODEL_TYPES = ("opt", "llama", "mistral", "gpt_neox")
-# The first with these cache layers; the engine itself runs with older ones.
-LEAST_TRANSFORMERS = "5.20"
+LEAST_TRANSFORMERS = "5.20"  # the oldest that was tried; the engine itself runs with older ones
 
 
 @dataclass(frozen=True)
@@ -69,8 +68,7 @@ def enable_eviction(model: PreTrainedModel, eviction: Eviction, mode: str = "dro
     _check_model(model)
     if model in _enabled:
         disable_eviction(model)
-    # There is no public getter of it.
-    attention = model.config._attn_implementation
+    attention = _attention_of(model)
     AttentionInterface.register(ATTENTION, torch.compiler.disable(evicting_attention))
     model.set_attn_implementation(ATTENTION)
     give = torch.compiler.disable(_GiveCache(eviction, mode).give)
@@ -85,6 +83,11 @@ def disable_eviction(model: PreTrainedModel) -> None:
     enabled = _enabled.pop(model)
     enabled.hook.remove()
     model.set_attn_implementation(enabled.attention)
+
+
+def _attention_of(model: PreTrainedModel) -> str:
+    """The name of its attention implementation, for which transformers has a public setter only."""
+    return cast(str, model.config._attn_implementation)
 
 
 def _check_model(model: PreTrainedModel) -> None:
@@ -133,6 +136,8 @@ class _GiveCache:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A forward begins: its arguments, all by name, with an evicting cache among them."""
         given = {**dict(zip(inspect.signature(decoder.forward).parameters, args, strict=False)), **kwargs}
+        if _attention_of(decoder) != ATTENTION:
+            raise UsageError("attn_implementation: changed while eviction is enabled; call disable_h2o(model) first")
         if given.get("output_attentions"):
             raise UsageError("output_attentions: attention matrices are never made; leave it out")
         inputs = given["input_ids"] if given.get("input_ids") is not None else given.get("inputs_embeds")

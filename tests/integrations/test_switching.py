@@ -148,6 +148,9 @@ def test_misuse_is_refused(known: Callable[[str], Known]) -> None:
             mine = model(ids).past_key_values
         with pytest.raises(UsageError, match="assisted decoding"):
             model.generate(ids, prompt_lookup_num_tokens=2, max_new_tokens=4)
+        model.set_attn_implementation("sdpa")
+        with pytest.raises(UsageError, match="attn_implementation: changed while eviction is enabled"):
+            generated(model, PROMPTS, 2)
     finally:
         disable_h2o(model)
     with torch.no_grad(), pytest.raises(UsageError, match="past_key_values: made while eviction was enabled"):
