@@ -13,7 +13,7 @@ from itertools import product
 
 from flexgen_h2o.config import TIERS, ModelSpec, Policy
 from flexgen_h2o.errors import DoesNotFitError
-from flexgen_h2o.planner.candidates import Budgets, Candidate, Search, Sides, candidates, neighbours
+from flexgen_h2o.planner.candidates import Budgets, Candidate, Search, Sides, bounded, candidates, neighbours
 from flexgen_h2o.planner.lp import Solution, find_corners, solve
 from flexgen_h2o.planner.memory import SEQUENTIAL, MemoryPlan, memory_plan, plan_within
 from flexgen_h2o.planner.need import Need, even_blocks, shape_of
@@ -31,13 +31,13 @@ TIGHTER = 0.95  # budgets for the program where rounding found no way into the r
 
 @dataclass(frozen=True)
 class Plan:
-    """A policy with what it costs. gain_s: seconds that the pile saves with 1 GiB more on each tier, by the program's
-    duals; empty where the policy was given."""
+    """A policy with what it costs. dual_s_per_gib: seconds of the pile by the program's duals, for each tier; empty
+    where the policy was given."""
 
     policy: Policy
     memory: MemoryPlan
     prediction: Prediction
-    gain_s: Mapping[str, float]
+    dual_s_per_gib: Mapping[str, float]
 
 
 def evaluate(spec: ModelSpec, policy: Policy, need: Need, machine: Machine, budgets: Budgets) -> Plan:
@@ -66,6 +66,16 @@ def search(
     if not found:
         raise DoesNotFitError(_smallest(spec, need, base, machine, budgets))
     return _thriftiest([*found, _improved(q, min(found, key=_seconds))])
+
+
+def around(q: Search, plan: Plan) -> Plan:
+    """The best of a plan that fits, its batch sizes with other shares, and better and better neighbours of these."""
+    found = [evaluate(q.spec, plan.policy, q.need, q.machine, q.budgets)]
+    same = bounded(q, plan.policy)
+    solution = None if same is None else _solve(q, same, q.budgets)
+    if same is not None and solution is not None:
+        found += _simulated(q, same, solution)
+    return _improved(q, min(found, key=_seconds))
 
 
 def _seconds(plan: Plan) -> float:
@@ -110,9 +120,9 @@ def _simulated(q: Search, candidate: Candidate, solution: Solution) -> list[Plan
         other = _solve(q, candidate, tighter)
         if other is not None:
             placed = list(placements(q.spec, policy, other.shares, q.need, q.machine, q.budgets))
-    gains = {tier: gain * q.blocks(policy) for tier, gain in solution.gain_s_per_gib.items()}
+    duals = {tier: dual * q.blocks(policy) for tier, dual in solution.gain_s_per_gib.items()}
     needed = (_without_idle_switch(q, p) for p in placed)
-    return [replace(evaluate(q.spec, p, q.need, q.machine, q.budgets), gain_s=gains) for p in needed]
+    return [replace(evaluate(q.spec, p, q.need, q.machine, q.budgets), dual_s_per_gib=duals) for p in needed]
 
 
 def _without_idle_switch(q: Search, policy: Policy) -> Policy:

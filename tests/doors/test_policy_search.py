@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from flexgen_h2o import cli, flex_opt, policy_search
-from flexgen_h2o.config import Policy, read_policy
+from flexgen_h2o.config import TIERS, Policy, read_policy
 from flexgen_h2o.doors import as_flags, policy_of
 from flexgen_h2o.planner import search
 from flexgen_h2o.profile import HardwareProfile, write_profile
@@ -88,7 +88,8 @@ def test_a_given_policy_is_evaluated_for_one_block(plan: Door) -> None:
     found = object_of(plan(f"--model facebook/opt-125m {GIVEN} --json"))
     assert Policy(**found["policy"]) == Policy(4, 2, (0, 50, 0, 100, 100, 0))
     assert found["details"]["workload"]["num_prompts"] == 8
-    assert found["details"]["search_s"] is found["details"]["gain_s_per_gib"] is None
+    assert found["details"]["search_s"] is found["details"]["dual_s_per_gib"] is None
+    assert found["details"]["gain_found_by"] == "placement" and set(found["details"]["gain_s_per_gib"]) == set(TIERS)
     more = object_of(plan(f"--model facebook/opt-125m {GIVEN} --num-prompts 80 --json"))
     assert more["eta_s"] == pytest.approx(10 * found["eta_s"])
 
@@ -97,7 +98,7 @@ def test_a_search_beats_the_policies_beside_it(plan: Door) -> None:
     best = object_of(plan(f"{SMALL} --device-mem 300MiB --json"))
     given = object_of(plan(f"{SMALL} --device-mem 300MiB --json {GIVEN}"))
     assert best["eta_s"] < given["eta_s"]
-    assert set(best["details"]["gain_s_per_gib"]) == {"device", "host", "disk"}
+    assert set(best["details"]["gain_s_per_gib"]) == set(best["details"]["dual_s_per_gib"]) == set(TIERS)
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_with_room_for_everything_everything_is_resident(is_host: bool, rows: in
     """In one block of one micro-batch, and no tier is worth more."""
     found = search(SPEC, replace(NEED, rows=rows), Policy(), nominal(is_host), HUGE)
     assert found.policy == Policy(rows, 1, (100, 0, 100, 0, 100, 0))
-    assert all(gain == pytest.approx(0, abs=1e-9) for gain in found.gain_s.values())
+    assert all(gain == pytest.approx(0, abs=1e-9) for gain in found.dual_s_per_gib.values())
 
 
 def test_everything_but_batches_and_shares_is_the_base_policys() -> None:
