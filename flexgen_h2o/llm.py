@@ -362,7 +362,7 @@ class LLM:
                 "blocks": len(self.times),
                 "kv_reserved_bytes": plan.size("cache"),
                 "look_ahead_units": asdict(plan.depth),
-                "profile": self._planner.profile.machine,
+                **self._planner.profile_facts,
                 "work": asdict(run_work(spec, lengths, decoded, kv_read(held, self._kv_use))),
                 "busy_s": {lane: engine.timeline.seconds(lane) for lane in LANES},
             },

@@ -13,6 +13,7 @@ from flexgen_h2o.planner.gains import Gains
 from flexgen_h2o.planner.need import Need
 from flexgen_h2o.planner.predict import PHASES, Machine
 from flexgen_h2o.planner.search import Plan
+from flexgen_h2o.profile import MEASURED_BUSY
 from flexgen_h2o.units import format_bytes, format_seconds
 
 # Names of planner.costs.RESOURCES for people, in the order of the table.
@@ -130,7 +131,9 @@ def _about(question: Question) -> Iterator[str]:
     )
     where = "device and host are one tier" if machine.device_is_host else "device, host and disk"
     source = shorten(machine.profile.source.partition(":")[0], SOURCE_CHARACTERS, placeholder=" ...")
-    yield f"machine: {machine.profile.machine}, {where} (profile of {machine.profile.date[:10] or 'no date'}: {source})"
+    busy = f" ({MEASURED_BUSY})" if machine.profile.was_disturbed else ""
+    date = machine.profile.date[:10] or "no date"
+    yield f"machine: {machine.profile.machine}, {where} (profile of {date}: {source}){busy}"
 
 
 def _tiers(question: Question) -> list[str]:
@@ -153,10 +156,10 @@ def _look_ahead(plan: Plan) -> Iterator[str]:
     """Units of each kind that are on their way at a time."""
     memory, depth = plan.memory, plan.memory.depth
     kinds = (
-        ("weight ring", depth.weights, "weight units"), ("cache ring", depth.cache, "KV units"),
-        ("hidden ring", depth.hidden, "hidden states"),
+        ("weight ring", depth.weights, "weight unit"), ("cache ring", depth.cache, "KV unit"),
+        ("hidden ring", depth.hidden, "hidden state"),
     )  # fmt: skip
-    rings = [f"{units} {what}" for name, units, what in kinds if memory.size(name)]
+    rings = [_counted(units, what) for name, units, what in kinds if memory.size(name)]
     if rings:
         yield f"loaded ahead: {', '.join(rings)}"
 

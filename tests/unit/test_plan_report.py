@@ -12,8 +12,10 @@ from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
 from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.plan_report import Answer, Question, columns, to_json, to_text
 from flexgen_h2o.planner.gains import Gains
+from flexgen_h2o.planner.memory import Depth
 from flexgen_h2o.planner.predict import Machine
 from flexgen_h2o.planner.search import Plan, evaluate
+from flexgen_h2o.profile import BUSY_NOTE
 from flexgen_h2o.profiling.nominal import nominal_profile
 from flexgen_h2o.units import GIB
 
@@ -53,6 +55,23 @@ def test_tables_say_what_the_plan_says() -> None:
     assert words["bound:"].endswith(f"decode by {'disk read' if plan.prediction.bound_by == 'disk_read' else ''}")
     assert words["throughput:"] and words["time"]
     assert not any("would save" in line for line in lines)
+
+
+def test_a_profile_of_a_busy_machine_is_named_as_one() -> None:
+    asked = question(Full())
+    busy = replace(asked.machine.profile, notes={"compute": f"{BUSY_NOTE} 40% of the cores"})
+    told = replace(asked, machine=replace(asked.machine, profile=busy))
+    plan = plan_of(asked, Policy(4, 2))
+    assert "(profile measured on a busy machine: measure again with" in lines_of(told, plan)[1]
+    assert "busy" not in lines_of(asked, plan)[1]
+
+
+def test_one_of_a_kind_is_singular() -> None:
+    asked = question(Full())
+    plan = plan_of(asked, Policy(4, 2, (0, 50, 0, 0, 0, 100)))
+    alone = replace(plan, memory=replace(plan.memory, depth=Depth(1, 1, 1)))
+    (line,) = [line for line in lines_of(asked, alone) if line.startswith("loaded ahead")]
+    assert line == "loaded ahead: 1 weight unit, 1 KV unit, 1 hidden state"
 
 
 def test_one_tier_less_where_the_device_is_the_host() -> None:
