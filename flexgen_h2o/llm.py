@@ -239,7 +239,7 @@ class LLM:
             row.finish_reason = "length"
         on_finished([rules.completion(row) for row in cut_short])
         moved = {lane: n - before[lane] for lane, n in engine.io_bytes.items()}
-        profile = self._planner.profile.machine
+        profile = self._planner.profile_facts
         self.report = make_report(
             self.model.name, engine, self.eviction, rows, self.times, self._kv_use, moved, self.predicted, profile
         )

@@ -25,6 +25,9 @@ MOST_RATE = 1e18
 MOST_SECONDS = 10.0
 MOST_SPEEDUP = 100.0
 MOST_BYTES = 2**63
+# How a note begins where other processes took enough of the cores to be seen in the figures.
+BUSY_NOTE = "measured while other processes took"
+MEASURED_BUSY = "profile measured on a busy machine: measure again with python -m flexgen_h2o.hardware"
 LEAST_SHAPE = 2**-10  # out / in of a matrix
 SHIPPED = Path(__file__).resolve().parent.parent / "policies" / "profiles"
 
@@ -149,6 +152,11 @@ class HardwareProfile:
     row_s: float
     compute: Mapping[str, ComputeRates]
     notes: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def was_disturbed(self) -> bool:
+        """Was it measured on a busy machine?"""
+        return any(note.startswith(BUSY_NOTE) for note in self.notes.values())
 
     def rates(self, dtype: str) -> ComputeRates:
         """UsageError for a dtype that was not measured."""
