@@ -341,8 +341,9 @@ class LLM:
         )
 
     def _predict(self, need: Need, rows: Sequence[Row], policy: Policy, plan: MemoryPlan) -> Prediction | None:
-        """What the run will cost if no row ends early; None where the profile does not know the dtype."""
-        if not self._planner.can_predict:
+        """What the run will cost if no row ends early; None where the profile does not know the dtype, and in a job,
+        where to simulate every ragged block of every part would take longer than it tells."""
+        if self._job_rows or not self._planner.can_predict:
             return None
         blocks = self._blocks(rows, policy)
         lengths = [[[len(r.prompt.token_ids) for r in batch] for batch in block] for block in blocks]

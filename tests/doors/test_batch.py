@@ -1,0 +1,214 @@
+"""`batch`: what it refuses before it runs, what it keeps beside its output, how it ends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import OPTForCausalLM
+
+from flexgen_h2o import batch
+from flexgen_h2o.cli import VERBS
+from tests.doors.conftest import Answer
+from tests.parity.reference import greedy
+
+
+@pytest.fixture
+def job(
+    tmp_path: Path, ids_model: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., Answer]:
+    """batch in the working folder `tmp_path`, from in.jsonl to out.jsonl, in fp32."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+    def call(*flags: object, model: Path = ids_model) -> Answer:
+        given = [] if "--input" in flags or "--status" in flags else ["--input", "in.jsonl"]
+        named = [] if "--output" in flags else ["--output", "out.jsonl"]
+        argv = [
+            "--model",
+            str(model),
+            "--dtype",
+            "float32",
+            "--offload-dir",
+            "offload",
+            *given,
+            *named,
+            *map(str, flags),
+        ]
+        capfd.readouterr()
+        code = batch.main(argv)
+        return Answer(code, *capfd.readouterr())
+
+    return call
+
+
+def lines(path: Path, *values: Any) -> None:
+    path.write_text("".join((v if isinstance(v, str) else json.dumps(v)) + "\n" for v in values))
+
+
+def rows(path: Path) -> dict[str, dict[str, Any]]:
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len({row["custom_id"] for row in found}) == len(found)
+    return {row["custom_id"]: row for row in found}
+
+
+def test_rows_of_all_lengths_equal_transformers(job: Callable[..., Answer], tmp_path: Path, ids_model: Path) -> None:
+    prompts = {f"r{i}": [5 + i, 9, 4][: 1 + i % 3] for i in range(9)}
+    body = {name: {"prompt": ids, "max_tokens": 1 + i * 5 % 7} for i, (name, ids) in enumerate(prompts.items())}
+    lines(tmp_path / "in.jsonl", *({"custom_id": n, "url": "/v1/completions", "body": b} for n, b in body.items()), "{")
+    ended = job("--gpu-batch-size", 2, "--num-gpu-batches", 2)
+    assert ended.code == 0, ended.err
+    assert ended.out.splitlines()[0] == "10 rows, 0 of them done before"
+    assert "10 rows in out.jsonl, 1 of them errors" in ended.out
+    found, model = rows(tmp_path / "out.jsonl"), OPTForCausalLM.from_pretrained(ids_model).eval()
+    for name, ids in prompts.items():
+        choice = found[name]["response"]["body"]["choices"][0]
+        assert choice["token_ids"] == greedy(model, ids, body[name]["max_tokens"])
+    assert found["line-10"]["error"]["code"] == "invalid_json"
+
+
+def test_flags_are_what_lines_do_not_say(job: Callable[..., Answer], tmp_path: Path) -> None:
+    lines(tmp_path / "in.jsonl", {"prompt": [5, 6]}, {"prompt": [5, 6], "max_tokens": 2, "logprobs": 1})
+    assert job("--gen-len", 3, "--eviction", "h2o", "--hh-size", 1).code == 0
+    found = rows(tmp_path / "out.jsonl")
+    one, other = (found[name]["response"]["body"]["choices"][0] for name in ("line-1", "line-2"))
+    assert (len(one["token_ids"]), len(other["token_ids"])) == (3, 2) and one["logprobs"] is None
+    logprobs = other["logprobs"]
+    assert logprobs["tokens"] == [f"token_id:{i}" for i in other["token_ids"]] and logprobs["text_offset"][0] == 0
+    assert [max(top.values()) for top in logprobs["top_logprobs"]] == logprobs["token_logprobs"], "greedy"
+    said = job("--status")
+    assert said.code == 0 and "state: done" in said.out and "2 of 2 done, 0 of them errors, 0 to do" in said.out
+
+
+def test_a_helm_request_comes_back_with_its_result(
+    job: Callable[..., Answer], tmp_path: Path, words_model: Path
+) -> None:
+    record = {"prompt": "import os", "max_tokens": 3, "temperature": 0.3, "stop": ["###"], "logprobs": 1, "model": "x"}
+    lines(tmp_path / "in.jsonl", {"scenario": "s", "request": record}, {"prompt": "def f("})
+    ended = job(model=words_model)
+    assert ended.code == 0 and "1 requests name another model (the first: x in line 1)" in ended.err
+    row = rows(tmp_path / "out.jsonl")["line-1"]
+    choice, want = row["result"]["choices"][0], row["response"]["body"]["choices"][0]
+    assert row["request"] == record and choice["text"] == want["text"] is not None
+    assert len(choice["logprobs"]["tokens"]) == len(want["token_ids"]) == 3
+    assert row["result"]["request_time"] == {"batch_time": 0, "batch_size": 1}
+
+
+# ---- restarts
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--gen-len", 5), "sampling.max_tokens was 4 and is 5"),
+        (("--temperature", 0.5), "sampling.temperature was 0.0 and is 0.5"),
+        (("--hh-ratio", 0.5), 'eviction.name was "full" and is "h2o"'),
+        (("--dtype", "bfloat16"), 'dtype was "float32" and is "bfloat16"'),
+        (("--gpu-batch-size", 3), 'policy.gpu_batch_size was "auto" and is 3'),
+        (("--compress-weight",), "policy.compress_weight was false and is true"),
+    ],
+)
+def test_a_restart_that_would_mix_is_refused(
+    flags: tuple[object, ...], says: str, job: Callable[..., Answer], tmp_path: Path
+) -> None:
+    lines(tmp_path / "in.jsonl", {"prompt": [5, 6]})
+    assert job("--gen-len", 4).code == 0
+    before = (tmp_path / "out.jsonl").read_bytes(), (tmp_path / "out.jsonl.job.json").read_bytes()
+    ended = job("--gen-len", 4, *flags)
+    assert ended.code == 2 and says in ended.err and "--force" in ended.err and len(ended.err.splitlines()) == 1
+    assert before == ((tmp_path / "out.jsonl").read_bytes(), (tmp_path / "out.jsonl.job.json").read_bytes())
+
+
+def test_force_goes_on_and_says_so_in_the_sidecar(job: Callable[..., Answer], tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    lines(source, {"prompt": [5, 6]})
+    assert job("--gen-len", 4).code == 0
+    lines(source, {"prompt": [5, 6]}, {"prompt": [7]})
+    assert job("--gen-len", 5, "--force").code == 0
+    found = rows(tmp_path / "out.jsonl").values()
+    assert [len(row["response"]["body"]["choices"][0]["token_ids"]) for row in found] == [4, 5]
+    sidecar = json.loads((tmp_path / "out.jsonl.job.json").read_text())
+    assert sidecar["settings"]["sampling"]["max_tokens"] == 5
+    assert [old["sampling"]["max_tokens"] for old in sidecar["earlier"]] == [4]
+    lines(source, {"prompt": [9, 9]}, {"prompt": [7]}, {"prompt": [8]})
+    ended = job("--gen-len", 5)
+    assert ended.code == 2 and "the input does not begin as in.jsonl did" in ended.err
+
+
+def test_a_torn_row_is_done_again_and_said(job: Callable[..., Answer], tmp_path: Path) -> None:
+    lines(tmp_path / "in.jsonl", {"prompt": [5, 6]}, {"prompt": [7]})
+    assert job().code == 0
+    output, whole = tmp_path / "out.jsonl", rows(tmp_path / "out.jsonl")
+    output.write_bytes(output.read_bytes()[:-9])
+    ended = job()
+    assert ended.code == 0 and "cut off a torn row of" in ended.err and "2 rows, 1 of them done before" in ended.out
+    found = rows(output)
+    for row in (*found.values(), *whole.values()):
+        del row["response"]["body"]["created"]
+    assert found == whole
+
+
+# ---- refusals and ends
+
+
+def test_when_every_row_fails_the_exit_code_is_4(job: Callable[..., Answer], tmp_path: Path) -> None:
+    lines(tmp_path / "in.jsonl", "{", {"prompt": "text"})
+    for done in (0, 2):
+        ended = job()
+        assert ended.code == 4 and f"2 rows, {done} of them done before" in ended.out
+
+
+def test_an_output_of_unknown_origin_needs_force(job: Callable[..., Answer], tmp_path: Path) -> None:
+    lines(tmp_path / "in.jsonl", {"prompt": [5, 6]})
+    lines(tmp_path / "out.jsonl", {"custom_id": "line-1", "response": None, "error": {"code": "x"}})
+    ended = job()
+    assert ended.code == 2 and "no out.jsonl.job.json beside it" in ended.err
+    assert job("--force").code == 4, "its only row is an error, and is done"
+
+
+REFUSED = [
+    (("--input", "no.jsonl"), "--input no.jsonl: does not exist"),
+    (("--input", "."), "--input .: is not a file"),
+    (("--input", "empty.jsonl"), "--input empty.jsonl: no request in it"),
+    (("--input", "twice.jsonl"), "lines 1 and 3 both have the custom_id 'a'"),
+    (("--output", "out.txt"), "must end in .jsonl"),
+    (("--output", "no/out.jsonl"), "the folder"),
+    (("--output", "in.jsonl"), "is the --input file"),
+    (("--max-errors", "-1"), "--max-errors"),
+    (("--window", 0), "--window"),
+    (("--gen-len", 0), "--gen-len"),
+    (("--top-p", 2), "--top-p"),
+    (("--status",), "--status: no job has written out.jsonl"),
+    (("--percent", *"1234"), "--percent"),
+]
+
+
+@pytest.mark.parametrize(("flags", "says"), REFUSED, ids=lambda value: "")
+def test_refusals_leave_nothing(
+    flags: tuple[object, ...], says: str, job: Callable[..., Answer], tmp_path: Path
+) -> None:
+    lines(tmp_path / "in.jsonl", {"prompt": [5, 6]})
+    lines(tmp_path / "empty.jsonl", "", " ")
+    lines(tmp_path / "twice.jsonl", {"custom_id": "a"}, {}, {"custom_id": "a"})
+    before = sorted(path.name for path in tmp_path.iterdir())
+    ended = job(*flags)
+    assert ended.code == 2 and says in ended.err, ended.err
+    assert len(ended.err.splitlines()) == 1 and ended.err.startswith("batch: ")
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_what_does_not_fit_ends_with_3_and_can_be_tried_again(job: Callable[..., Answer], tmp_path: Path) -> None:
+    lines(tmp_path / "in.jsonl", {"prompt": [5, 6]})
+    ended = job("--host-mem", "100KiB", "--gpu-batch-size", 1)
+    assert ended.code == 3 and not (tmp_path / "out.jsonl").exists()
+    assert "state: failed: " in job("--status").out
+    assert job().code == 0, "nothing was written: other settings mix nothing"
+
+
+def test_input_and_output_must_be_named(capfd: pytest.CaptureFixture[str]) -> None:
+    assert batch.main(["--output", "x.jsonl"]) == 2 and "--input: is missing" in capfd.readouterr().err
+    assert batch.main([]) == 2 and "--output: is missing" in capfd.readouterr().err
+    assert VERBS["batch"][0] == "flexgen_h2o.batch"

@@ -1,0 +1,150 @@
+"""Batch jobs in processes of their own: torch is imported once, and every job is forked off."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import flexgen_h2o
+
+# Reads a job a line ({"folder", "flags", "file_limit"}), forks it and says its process id; then how it ended, as asked.
+SERVER = """
+import json, os, resource, signal, sys
+from transformers import AutoConfig, AutoTokenizer
+from flexgen_h2o import batch, llm
+from flexgen_h2o.jobs import runner
+import numba
+numba.njit(lambda x: x + 1)(1)  # what every job would load by itself, a second each
+for line in sys.stdin:
+    asked = json.loads(line)
+    if "wait" in asked:
+        print(json.dumps(os.waitstatus_to_exitcode(os.waitpid(asked["wait"], 0)[1])), flush=True)
+        continue
+    pid = os.fork()
+    if not pid:
+        # A shell that runs the tests in the background has SIGINT ignored, and children inherit that.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.chdir(asked["folder"])
+        for number, name in ((1, "stdout"), (2, "stderr")):
+            os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        if asked["file_limit"]:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (asked["file_limit"],) * 2)
+        code = batch.main(asked["flags"])
+        sys.stdout.flush()
+        os._exit(code)
+    print(pid, flush=True)
+"""
+FLAGS = (
+    *("--device", "cpu", "--dtype", "float32", "--offload-dir", "offload"),
+    *("--gpu-batch-size", "4", "--num-gpu-batches", "2", "--window", "16"),
+)
+
+
+@dataclass
+class Running:
+    """A job that was started. `folder` has in.jsonl, out.jsonl, stdout and stderr."""
+
+    folder: Path
+    pid: int
+    server: subprocess.Popen[str]
+    code: int | None = None
+
+    @property
+    def output(self) -> Path:
+        return self.folder / "out.jsonl"
+
+    @property
+    def err(self) -> str:
+        return (self.folder / "stderr").read_text()
+
+    def send(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self) -> int:
+        if self.code is None:
+            self.code = ask(self.server, {"wait": self.pid})
+        return self.code
+
+    def wait_for_rows(self, count: int) -> None:
+        """Until so many rows are in the output; a job that does not get there fails the test."""
+        end = time.monotonic() + 60
+        while not self.output.exists() or self.output.read_bytes().count(b"\n") < count:
+            assert time.monotonic() < end, self.err
+            time.sleep(0.005)
+
+
+def ask(server: subprocess.Popen[str], question: dict[str, Any]) -> Any:
+    assert server.stdin is not None and server.stdout is not None
+    server.stdin.write(json.dumps(question) + "\n")
+    server.stdin.flush()
+    return json.loads(server.stdout.readline())
+
+
+@dataclass
+class Jobs:
+    """Starts jobs; at the end none is left."""
+
+    server: subprocess.Popen[str]
+    started: list[Running] = field(default_factory=list)
+
+    def start(self, folder: Path, *flags: str, file_limit: int = 0) -> Running:
+        argv = ["--input", "in.jsonl", "--output", "out.jsonl", *FLAGS, *flags]
+        pid = ask(self.server, {"folder": str(folder), "flags": argv, "file_limit": file_limit})
+        self.started.append(Running(folder, pid, self.server))
+        return self.started[-1]
+
+
+@contextmanager
+def job_server() -> Iterator[Jobs]:
+    # One thread: jobs this small lose more by waking a second one than they gain.
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(flexgen_h2o.__file__).parents[1])}
+    argv = [sys.executable, "-c", SERVER]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as server:
+        jobs = Jobs(server)
+        try:
+            yield jobs
+        finally:
+            for one in jobs.started:
+                if one.code is None:
+                    one.send(signal.SIGKILL)
+                    one.wait()
+            assert server.stdin is not None
+            server.stdin.close()
+
+
+def write_input(folder: Path, rows: int) -> dict[str, int]:
+    """Requests of many lengths, two lines that cannot be run among them; their ids, each with its most new tokens."""
+    lines, ids = [], {}
+    for i in range(rows):
+        most = 1 + i * 7 % 17
+        ids[f"row-{i}"] = most
+        body = {"prompt": f"def f{i}(x):\n" + "    x += 1\n" * (i % 5), "max_tokens": most}
+        lines.append(json.dumps({"custom_id": f"row-{i}", "url": "/v1/completions", "body": body}))
+    lines[rows // 2 : rows // 2] = ["{bad", json.dumps({"custom_id": "unknown", "url": "/v1/embeddings", "body": {}})]
+    (folder / "in.jsonl").write_text("\n".join(lines) + "\n")
+    return {**ids, f"line-{rows // 2 + 1}": 0, "unknown": 0}
+
+
+def rows_of(output: Path) -> list[dict[str, Any]]:
+    """Every line of an output; the test fails where one is not whole."""
+    data = output.read_bytes()
+    assert not data or data.endswith(b"\n")
+    return [json.loads(line) for line in data.splitlines()]
+
+
+def tokens_of(rows: list[dict[str, Any]]) -> dict[str, list[int]]:
+    """Token ids by custom id, [] for error rows; fails where an id is there twice."""
+    found = {
+        row["custom_id"]: [] if row["error"] else row["response"]["body"]["choices"][0]["token_ids"] for row in rows
+    }
+    assert len(found) == len(rows)
+    return found
