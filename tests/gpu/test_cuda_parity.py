@@ -30,6 +30,15 @@ CONFIG = {
     "vocab_size": 1000, "max_position_embeddings": 128, "word_embed_proj_dim": 128,
 }  # fmt: skip
 POST_NORM = {**CONFIG, "word_embed_proj_dim": 64, "do_layer_norm_before": False}
+LLAMA = {
+    "model_type": "llama", "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 256, "vocab_size": 1000, "max_position_embeddings": 128,
+}  # fmt: skip
+NEOX = {
+    "model_type": "gpt_neox", "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "intermediate_size": 512, "vocab_size": 1000, "max_position_embeddings": 128,
+}  # fmt: skip
+CONFIGS = {"normal": CONFIG, "post-norm": POST_NORM, "llama": LLAMA, "gpt_neox": NEOX}
 PROMPT_LENGTHS = (23, 5, 41, 5, 17, 1, 30)  # not divisible by gbs x K = 6, and one row of a single token
 NEW_TOKENS = 20  # more than the steps after which a disk part of the KV cache is written back
 BUDGET = MemoryBudget(device="64MiB", host="1GiB")
@@ -102,7 +111,7 @@ def model_folder(parent: Path, config: dict[str, Any]) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=[CONFIG, POST_NORM], ids=["normal", "post-norm"])
+@pytest.fixture(scope="module", params=CONFIGS.values(), ids=CONFIGS.keys())
 def expected(request, tmp_path_factory):
     """The model folder, and what the CPU engine generates with everything in RAM."""
     folder = model_folder(tmp_path_factory.mktemp("parity"), request.param)
@@ -167,6 +176,17 @@ def test_evicted_caches_give_what_they_give_on_the_cpu(tmp_path, place: str, evi
     for mine, theirs in zip(logits, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-3)
     assert report.kv["bytes"] < report.kv["full_bytes"]
+
+
+@pytest.mark.parametrize("config", [LLAMA, NEOX], ids=["llama", "gpt_neox"])
+@pytest.mark.parametrize("place", [name for name in PLACEMENTS if "KV" in name] + ["all on the device"])
+def test_rolling_positions_give_what_they_give_on_the_cpu(tmp_path, place: str, config: dict[str, Any]) -> None:
+    """Keys are turned by torch operations on a card, by a compiled loop on the CPU."""
+    folder, eviction = model_folder(tmp_path, config), H2O(heavy_size=6, recent_size=3, positions="rolling")
+    _, expected, _ = generate(folder, Policy(4, 1), "cpu", MemoryBudget(host="1GiB"), eviction=eviction)
+    _, logits, _ = generate(folder, Policy(3, 2, **PLACEMENTS[place]), DEVICE, BUDGET, eviction=eviction)
+    for mine, theirs in zip(logits, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("percent", [(100, 0, 100, 0, 100, 0), (30, 30, 30, 30, 30, 30)], ids=["device", "split"])
