@@ -21,13 +21,12 @@ on host with a device tier of its own; beside it slots / (prompt + mean of the t
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from common import Spread, add_flags, alternate, finish, show_rounds, table
+from cut_model import cut_model
 
 from flexgen_h2o.config import MemoryBudget, Policy
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
@@ -90,18 +89,6 @@ def _parse() -> argparse.Namespace:
     prompt_len, gen_len = LENGTHS[args.setting]
     args.prompt_len, args.gen_len = args.prompt_len or prompt_len, args.gen_len or gen_len
     return args
-
-
-def cut_model(model: str, layers: int, offload_dir: Path) -> Path:
-    """A model folder with the config of a built-in shape but fewer transformer blocks; weights are made at random."""
-    built_in = built_in_spec(model)
-    if built_in is None:
-        raise SystemExit(f"--model {model}: name one of the built-in shapes")
-    folder = offload_dir / "cut" / f"{model.split('/')[-1]}-{layers}-layers"
-    folder.mkdir(parents=True, exist_ok=True)
-    config = {**built_in[1], "model_type": built_in[0].family, "num_hidden_layers": layers}
-    (folder / "config.json").write_text(json.dumps(config, default=str))
-    return folder
 
 
 def _evictions(args: argparse.Namespace) -> dict[str, Eviction]:

@@ -28,11 +28,15 @@ LayerKind = Literal["embedding", "attention", "mlp", "block", "head"]
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of a layer: the `role` its forward asks for, its `name` in the checkpoint, its shape."""
+    """One tensor of a layer: the `role` its forward asks for, its `name` in the checkpoint, its shape.
+
+    aliases: names that some checkpoints have for it.
+    """
 
     role: str
     name: str
     shape: tuple[int, ...]
+    aliases: tuple[str, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -72,10 +76,39 @@ class LayerPlan:
 
 
 @dataclass(frozen=True)
+class Rotary:
+    """Rotary position embeddings (Su et al. 2021, section 3.2.2) of queries and keys.
+
+    The first 2 x len(frequencies) numbers of a head turn: those of its first half with those of its second half, pair i
+    by position x frequencies[i] radians. scaling: of the turned numbers' cosines and sines (YaRN's attention factor).
+    """
+
+    frequencies: tuple[float, ...]
+    scaling: float = 1.0
+
+    @property
+    def width(self) -> int:
+        """Numbers of a head that turn."""
+        return 2 * len(self.frequencies)
+
+
+@dataclass(frozen=True)
+class StepBuffer:
+    """A step buffer that not every model needs: `width` elements for each of a chunk of tokens, used in `layer`."""
+
+    name: str
+    width: int
+    layer: Literal["attention", "mlp"]
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """The shape of a model, all that the planner and the engine need to know of it.
 
     family: key of `models.FAMILIES`, which knows names and forward. Widths are in elements.
+    mlp: of a transformer block; empty where attention and MLP read the same hidden states (parallel residual): such a
+    block is one layer, whose tensors are all in `attention`.
+    rotary: None where positions are in the hidden states already.
     options: what only the family reads (activation, norm placement, ...), as sorted pairs.
     """
 
@@ -97,6 +130,8 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     options: tuple[tuple[str, Any], ...] = ()
+    rotary: Rotary | None = None
+    buffers: tuple[StepBuffer, ...] = ()
 
     def __hash__(self) -> int:
         """Of a few fields: the planner looks models up thousands of times, and a model has thousands of tensors."""
@@ -115,7 +150,8 @@ class ModelSpec:
         return 2 * self.num_blocks * self.num_kv_heads * self.head_dim * itemsize
 
     def layers(self, sep_layer: bool) -> LayerPlan:
-        """The layers of a sweep. `sep_layer`: attention and MLP are two steps with a weight unit each."""
+        """The layers of a sweep. `sep_layer`: attention and MLP are two steps with a weight unit each, where the
+        model allows it."""
         units: list[WeightUnit] = []
         layers: list[Layer] = []
 
@@ -127,7 +163,7 @@ class ModelSpec:
         extra_head = tuple(t for t in self.head if t.name not in names)
         add("embedding", -1, "embedding", self.embedding + (extra_head if self.tied else ()))
         for i, (attention, mlp) in enumerate(zip(self.attention, self.mlp, strict=True)):
-            if sep_layer:
+            if sep_layer and mlp:
                 add("attention", i, f"block {i} attention", attention)
                 add("mlp", i, f"block {i} mlp", mlp)
             else:

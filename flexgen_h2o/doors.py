@@ -173,6 +173,10 @@ def add_eviction_flags(parser: argparse.ArgumentParser) -> None:
     names = ", ".join(EVICTIONS)
     add("--eviction", metavar="NAME", help=f"which columns stay: {names}; h2o with a flag above, else full")
     add("--kv-layer-schedule", metavar="NAME", help="uniform, or pyramid: lower layers keep more (uniform)")
+    add(
+        "--positions", choices=("original", "rolling"),
+        help="rolling: while decoding a column's position is its rank among those kept; rotary models (original)",
+    )  # fmt: skip
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
@@ -202,8 +206,12 @@ def open_llm(args: argparse.Namespace, policy: Policy, is_auto: bool) -> LLM:
 
 
 def check_positions(args: argparse.Namespace, model: str, positions: int) -> None:
-    """UsageError where --prompt-len and --gen-len go beyond the model's positions; the newest token needs none."""
-    if args.prompt_len + args.gen_len - 1 > positions:
+    """UsageError where --prompt-len and --gen-len go beyond the model's positions.
+
+    The newest token needs none, and with --positions rolling no new one does.
+    """
+    new = 0 if vars(args).get("positions") == "rolling" else args.gen_len - 1
+    if args.prompt_len + new > positions:
         raise UsageError(
             f"--prompt-len {args.prompt_len} and --gen-len {args.gen_len}: {model} has {positions} positions; "
             "lower one of them"
@@ -220,6 +228,7 @@ def check_plot_library() -> None:
 EVICTION_FLAGS = {
     "heavy_ratio": "--hh-ratio", "recent_ratio": "--recent-ratio", "heavy_size": "--hh-size",
     "recent_size": "--recent-size", "while_decoding": "--hh-all", "layer_schedule": "--kv-layer-schedule",
+    "positions": "--positions",
 }  # fmt: skip
 
 
@@ -228,7 +237,7 @@ def eviction_of(args: argparse.Namespace, policy: Policy) -> Eviction:
     from flexgen_h2o.kvcache.eviction import Full, make_eviction
 
     attributes = {field: flag.removeprefix("--").replace("-", "_") for field, flag in EVICTION_FLAGS.items()}
-    given = {field: getattr(args, a) for field, a in attributes.items() if getattr(args, a) is not None}
+    given = {field: getattr(args, a) for field, a in attributes.items() if getattr(args, a) not in (None, "original")}
     name = ("h2o" if given else "full") if args.eviction is None else args.eviction
     if name.partition(":")[0] not in EVICTIONS:
         raise UsageError(f"--eviction {name}: not one of {', '.join(EVICTIONS)}")

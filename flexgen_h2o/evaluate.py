@@ -1,4 +1,4 @@
-"""`python -m flexgen_h2o.evaluate fidelity`: how far a model with evicted KV columns is from its full cache."""
+"""`python -m flexgen_h2o.evaluate`: what evicted KV columns cost, in figures (`fidelity`) and to be read (`text`)."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from flexgen_h2o.doors import (
     uncompressed,
 )
 from flexgen_h2o.errors import EXIT_DONE, FlexgenError, UsageError
+from flexgen_h2o.evaluation.text import add_text_flags
 from flexgen_h2o.paths import usable_path
 from flexgen_h2o.units import parse_bytes
 
@@ -49,13 +50,14 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> OneLineParser:
     parser = OneLineParser(prog="evaluate", description=__doc__)
-    measures = parser.add_subparsers(dest="measure", required=True, metavar="fidelity")
+    measures = parser.add_subparsers(dest="measure", required=True, metavar="fidelity|text")
     fidelity = measures.add_parser(
         "fidelity", help="KL, flips, NLL, recall and evicted attention against the full cache"
     )
     _add_fidelity_flags(fidelity)
     # Differences of 1e-4 nats are looked for; --dtype auto takes the checkpoint's own.
-    fidelity.set_defaults(dtype="float32")
+    fidelity.set_defaults(dtype="float32", run=_run_fidelity)
+    add_text_flags(measures.add_parser("text", help="one's own prompts, full cache and eviction side by side"))
     return parser
 
 
@@ -107,6 +109,11 @@ def _whole(text: str) -> int:
 
 def _run(argv: list[str] | None) -> int:
     args = _parser().parse_args(argv)
+    code: int = args.run(args)
+    return code
+
+
+def _run_fidelity(args: argparse.Namespace) -> int:
     _check(args)
     policy, is_auto = policy_of(args)
     if policy.attn_sparsity != 1:

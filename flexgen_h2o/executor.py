@@ -13,14 +13,16 @@ from functools import partial
 import torch
 
 from flexgen_h2o import interrupts
-from flexgen_h2o.config import Layer
+from flexgen_h2o.config import Layer, Rotary
 from flexgen_h2o.engine import Engine
 from flexgen_h2o.generation import Decoding, MicroBatch, Row, SweepInput
 from flexgen_h2o.hidden import HiddenKey
 from flexgen_h2o.kernels import slots as slot_kernels
+from flexgen_h2o.kernels.rotary import Rotation
 from flexgen_h2o.kernels.sparse_slots import attend_sparse
 from flexgen_h2o.kvcache.attend import SlotAttention, attend_prompts, attend_slots
 from flexgen_h2o.kvcache.eviction import Eviction
+from flexgen_h2o.kvcache.eviction.policy import RANKS
 from flexgen_h2o.kvcache.hook import Hook, unit_columns
 from flexgen_h2o.kvcache.slots import Joining, SlotTable, joining
 from flexgen_h2o.kvcache.store import CacheKey
@@ -99,6 +101,8 @@ class Executor:
             slot_kernels.attend if sparsity == 1 else partial(attend_sparse, share=sparsity)
         )
         self._scale = engine.spec.head_dim**-0.5
+        self._rotation = _rotation(engine.spec.rotary, engine.device.torch_device)
+        self._is_rolling = RANKS in eviction.needs.record
         self.times = BlockTimes([], [])
         self.kv_use = KvUse([], [])
 
@@ -272,17 +276,25 @@ class Executor:
         if cache is not None:
             out = ws.get("mixed", len(x), spec.num_heads * spec.head_dim)
             family.attention(spec, w, x, partial(self._attend, fed, cache, out), ws)
-        if layer.kind in ("mlp", "block"):
+        if layer.kind in ("mlp", "block") and spec.mlp[layer.block]:
             family.mlp(spec, w, x, ws)
         if layer.kind == "head":
             self._head(k, w, x)
 
     def _attend(self, fed: SweepInput, cache: _CacheStep, out: torch.Tensor, *qkv: torch.Tensor) -> torch.Tensor:
+        """Keys are kept as they are rotated here, by the positions of their tokens; rolling, as they come."""
+        (q, k, v), rotation, rolls = qkv, self._rotation, self._is_rolling
         if cache.new is None or cache.slots is None:
-            return attend_prompts(qkv, fed.counts, cache.views, cache.hook, self._scale, out)
+            if rotation is not None:
+                k = k.clone() if rolls else k
+                rotation.turn((q, k), fed.positions)
+            return attend_prompts((q, k, v), fed.counts, cache.views, cache.hook, self._scale, out, qkv[1])
+        if rotation is not None:
+            rotation.turn((q,) if rolls else (q, k), cache.new.filled - 1 if rolls else fed.positions)
         return attend_slots(
-            qkv, cache.new, cache.slots, cache.views, cache.hook, self._scale, self._slot_attention, out
-        )
+            (q, k, v), cache.new, cache.slots, cache.views, cache.hook, self._scale, self._slot_attention, out,
+            rotation if rolls else None,
+        )  # fmt: skip
 
     def _head(self, k: int, w: Weights, x: torch.Tensor) -> None:
         batch = self._batches[k]
@@ -296,3 +308,10 @@ class Executor:
             self._on_finished(finished)
         if not batch.rows:
             self._engine.hidden.begin_sweep(k, 0)
+
+
+def _rotation(rotary: Rotary | None, device: torch.device) -> Rotation | None:
+    """None where a model has no rotary embeddings."""
+    if rotary is None:
+        return None
+    return Rotation(torch.tensor(rotary.frequencies, dtype=torch.float32, device=device), rotary.scaling)

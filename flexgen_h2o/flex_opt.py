@@ -56,6 +56,7 @@ def _parser() -> OneLineParser:
         type=Path,
         help=".txt (a prompt a line) or .jsonl (prompt or prompt_token_ids); every prompt keeps its length",
     )
+    add("--chat", action="store_true", help="each text prompt is a user's message, put into the model's chat template")
     add("--output", type=Path, help=".jsonl in input order: index, prompt, text, token_ids, finish_reason")
     add("--prompt-len", type=positive, default=512, help="tokens of the benchmark prompt (512)")
     add("--gen-len", type=positive, default=32, help="most new tokens of a row (32)")
@@ -142,6 +143,8 @@ def _check(args: argparse.Namespace) -> None:
     for flag in ("prompts", "output", "json", "trace", "log_file"):
         if getattr(args, flag) is not None:
             usable_path(getattr(args, flag), flag_of(flag))
+    if args.chat and args.prompts is None:
+        raise UsageError("--chat: is for the prompts of a file; give one with --prompts")
     cut_short = "--cut-gen-len" if args.cut_gen_len else "--debug-mode" if args.debug_mode else None
     if cut_short and args.prompts is not None:
         raise UsageError(f"{cut_short}: only for the benchmark; leave --prompts out")
@@ -168,7 +171,7 @@ def _prompts(args: argparse.Namespace, llm: LLM, rows: int) -> list[Prompt]:
     spec = llm.model.spec
     encode = llm.model.encode if llm.model.tokenizer is not None else None
     if args.prompts is not None:
-        return read_prompts(args.prompts, encode, spec.vocab_size)
+        return read_prompts(args.prompts, llm.model.encode_message if args.chat else encode, spec.vocab_size)
     check_positions(args, llm.model.name, spec.max_positions)
     return benchmark_prompts(rows, args.prompt_len, encode, spec.vocab_size)
 

@@ -31,7 +31,7 @@ def _parser() -> OneLineParser:
         "--show",
         nargs="?",
         const=CACHED,
-        metavar="FILE",
+        metavar="NAME",
         help="measure nothing; print a profile file, a shipped profile by its name, or the one kept for this machine",
     )
     return parser

@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 
@@ -22,6 +22,7 @@ from flexgen_h2o.executor import BlockTimes, Executor, KvUse
 from flexgen_h2o.generation import Chooser, Decoding, LogitsWatch, Row, SlotsWatch, Watches, row_blocks
 from flexgen_h2o.kernels.warm_up import warm_up
 from flexgen_h2o.kvcache.eviction import check_eviction
+from flexgen_h2o.kvcache.eviction.rolling import check_rolling, is_rolling, most_new_tokens
 from flexgen_h2o.llm_arguments import check_dtype, check_together, read_policy_argument
 from flexgen_h2o.packing import Packing, weight_form
 from flexgen_h2o.paths import DEFAULT_OFFLOAD_DIR, usable_path
@@ -169,9 +170,10 @@ class LLM:
         after = prompts_from_python(continuations, None, self.model.spec.vocab_size)
         if len(read) != len(after):
             raise UsageError(f"continuations: {len(after)} for {len(read)} prompts")
-        positions = self.model.spec.max_positions
+        positions, room = self.model.spec.max_positions, partial(most_new_tokens, self.eviction, self.model.spec)
         for prompt, more in zip(read, after, strict=True):
-            if len(prompt.token_ids) + len(more.token_ids) - 1 > positions:
+            length, new = len(prompt.token_ids), len(more.token_ids)
+            if length > positions or room(length, new) < new:
                 raise UsageError(f"prompts[{prompt.index}]: with its continuation longer than {positions} positions")
         forced = {p.index: p.token_ids for p in after}
         params = SamplingParams(max_tokens=max(map(len, forced.values())), ignore_eos=True)
@@ -237,7 +239,7 @@ class LLM:
             row.finish_reason = "length"
         on_finished([rules.completion(row) for row in cut_short])
         moved = {lane: n - before[lane] for lane, n in engine.io_bytes.items()}
-        profile = self._planner.profile.machine
+        profile = self._planner.profile_facts
         self.report = make_report(
             self.model.name, engine, self.eviction, rows, self.times, self._kv_use, moved, self.predicted, profile
         )
@@ -277,6 +279,8 @@ class LLM:
             self.predicted = self._predict(need, rows, self._engine.policy, self._engine.plan)
             return self._engine
         self.close()
+        asked = self.asked_policy.base if isinstance(self.asked_policy, AutoPolicy) else self.asked_policy
+        check_rolling(self.eviction, self.model.spec, asked.compress_cache)
         budgets = resolve_budgets(self._budget, self._device, self.offload_dir)
         self._planned = planned = self._plan_for(rows, budgets)
         policy, plan = planned.policy, planned.memory
@@ -284,7 +288,7 @@ class LLM:
         self.predicted = self._predict(need, rows, policy, plan)
         dtype, spec = getattr(torch, self.dtype), self.model.spec
         packing, scored = weight_form(policy, dtype.itemsize).packing, bool(self.eviction.needs.record)
-        warm_up(self._device.torch_device, dtype, scored, packing_of(spec, policy), packing)
+        warm_up(self._device.torch_device, dtype, scored, packing_of(spec, policy), packing, is_rolling(self.eviction))
         checkpoint = self._find_checkpoint(packing) if packing else self._checkpoint
         self._engine = Engine(
             spec, checkpoint, policy, plan, dtype, self._device, budgets, self.offload_dir, self.timeline
@@ -356,7 +360,7 @@ class LLM:
         return find_checkpoint(self.model, dtype, self.offload_dir, RANDOM_WEIGHTS_SEED, shown, packing)
 
     def _rules(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]) -> RowRules:
-        return RowRules(prompts, params, self.model.spec, self.model.tokenizer)
+        return RowRules(prompts, params, self.model.spec, self.model.tokenizer, self.eviction)
 
     def measure_peak(self) -> Peak:
         """Of matrix products and of reading memory, now and in the compute dtype; half a second."""

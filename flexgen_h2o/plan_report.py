@@ -9,9 +9,11 @@ from typing import Any
 
 from flexgen_h2o.config import TIERS, Policy
 from flexgen_h2o.planner.candidates import Budgets
+from flexgen_h2o.planner.gains import Gains
 from flexgen_h2o.planner.need import Need
 from flexgen_h2o.planner.predict import PHASES, Machine
 from flexgen_h2o.planner.search import Plan
+from flexgen_h2o.profile import MEASURED_BUSY
 from flexgen_h2o.units import format_bytes, format_seconds
 
 # Names of planner.costs.RESOURCES for people, in the order of the table.
@@ -21,7 +23,13 @@ RESOURCES = {
 }  # fmt: skip
 LARGEST = 3  # buffers of a tier that are named
 SOURCE_CHARACTERS = 60  # of a profile's source that are shown
-LEAST_GAIN = 0.001  # of the whole time; less is called nothing
+LEAST_GAIN = 1e-4  # of the whole time; less is called nothing
+SMALL_GAIN = 1e-3  # less is said with two digits after the point
+# planner.gains.FoundBy for people.
+FOUND_BY = {
+    "search": "searched again", "neighbourhood": "with batch sizes near these",
+    "placement": "with these batch sizes, moved from slower tiers",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -52,12 +60,13 @@ class Question:
 @dataclass(frozen=True)
 class Answer:
     """policy: that was found or given, None when none fits. plan: what it costs, None when it does not fit, and then
-    `problem` says why. seconds: of looking for it."""
+    `problem` says why. seconds: of looking for it. gains: what more memory would save, where there is a plan."""
 
     policy: Policy | None
     plan: Plan | None
     seconds: float
     problem: str | None = None
+    gains: Gains | None = None
 
 
 def to_json(question: Question, answer: Answer) -> dict[str, Any]:
@@ -89,15 +98,17 @@ def _details(question: Question, answer: Answer) -> dict[str, Any]:
     if plan is not None:
         found["busy_s"] = {phase: dict(busy) for phase, busy in plan.prediction.busy.items()}
         found["binds"] = {phase: plan.prediction.binds(phase) for phase in PHASES}
-        found["gain_s_per_gib"] = {tier: max(0.0, gain) for tier, gain in plan.gain_s.items()} or None
+        found["gain_s_per_gib"] = None if answer.gains is None else dict(answer.gains.s_per_gib)
+        found["gain_found_by"] = None if answer.gains is None else answer.gains.found_by
+        found["dual_s_per_gib"] = {tier: max(0.0, dual) for tier, dual in plan.dual_s_per_gib.items()} or None
         found["look_ahead"] = asdict(plan.memory.depth)
         found["buffers"] = [asdict(buffer) for buffer in plan.memory.buffers]
     return found
 
 
-def to_text(question: Question, plan: Plan, seconds: float, flags: str, command: str) -> str:
-    """The plan for a terminal. flags: the policy's; command: runs it."""
-    how = f"found in {format_seconds(seconds)}" if question.searched else "as given"
+def to_text(question: Question, answer: Answer, plan: Plan, flags: str, command: str) -> str:
+    """The answer's plan for a terminal. flags: the policy's; command: runs it."""
+    how = f"found in {format_seconds(answer.seconds)}" if question.searched else "as given"
     lines = [
         *_about(question),
         "",
@@ -106,9 +117,8 @@ def to_text(question: Question, plan: Plan, seconds: float, flags: str, command:
         "run it:",
         f"  {command}",
     ]
-    return "\n".join(
-        [*lines, "", *_memory(question, plan), "", *_seconds(question, plan), "", *_gains(question, plan), *_eta(plan)]
-    )
+    gains = () if answer.gains is None else _gains(question, plan, answer.gains)
+    return "\n".join([*lines, "", *_memory(question, plan), "", *_seconds(question, plan), "", *gains, *_eta(plan)])
 
 
 def _about(question: Question) -> Iterator[str]:
@@ -121,7 +131,9 @@ def _about(question: Question) -> Iterator[str]:
     )
     where = "device and host are one tier" if machine.device_is_host else "device, host and disk"
     source = shorten(machine.profile.source.partition(":")[0], SOURCE_CHARACTERS, placeholder=" ...")
-    yield f"machine: {machine.profile.machine}, {where} (profile of {machine.profile.date[:10] or 'no date'}: {source})"
+    busy = f" ({MEASURED_BUSY})" if machine.profile.was_disturbed else ""
+    date = machine.profile.date[:10] or "no date"
+    yield f"machine: {machine.profile.machine}, {where} (profile of {date}: {source}){busy}"
 
 
 def _tiers(question: Question) -> list[str]:
@@ -144,10 +156,10 @@ def _look_ahead(plan: Plan) -> Iterator[str]:
     """Units of each kind that are on their way at a time."""
     memory, depth = plan.memory, plan.memory.depth
     kinds = (
-        ("weight ring", depth.weights, "weight units"), ("cache ring", depth.cache, "KV units"),
-        ("hidden ring", depth.hidden, "hidden states"),
+        ("weight ring", depth.weights, "weight unit"), ("cache ring", depth.cache, "KV unit"),
+        ("hidden ring", depth.hidden, "hidden state"),
     )  # fmt: skip
-    rings = [f"{units} {what}" for name, units, what in kinds if memory.size(name)]
+    rings = [_counted(units, what) for name, units, what in kinds if memory.size(name)]
     if rings:
         yield f"loaded ahead: {', '.join(rings)}"
 
@@ -166,15 +178,14 @@ def _seconds(question: Question, plan: Plan) -> list[str]:
     return [*columns(rows, left=(0,)), f"bound: {bound}"]
 
 
-def _gains(question: Question, plan: Plan) -> Iterator[str]:
-    if not plan.gain_s:
-        return
+def _gains(question: Question, plan: Plan, gains: Gains) -> Iterator[str]:
     total, said = plan.prediction.total_s, []
     for tier in _tiers(question):
-        gain = min(total, plan.gain_s.get(tier, 0.0))  # a dual holds for small steps: of a small budget a GiB is none
+        gain = min(total, gains.s_per_gib.get(tier, 0.0))
         share = gain / total if total else 0.0
-        said.append(f"{tier} {'nothing' if share < LEAST_GAIN else f'{format_seconds(gain)} ({share:.1%})'}")
-    yield f"1 GiB more would save: {', '.join(said)}"
+        percent = f"{share:.2%}" if share < SMALL_GAIN else f"{share:.1%}"
+        said.append(f"{tier} {'nothing' if share < LEAST_GAIN else f'{format_seconds(gain)} ({percent})'}")
+    yield f"1 GiB more would save: {', '.join(said)} ({FOUND_BY[gains.found_by]})"
 
 
 def _eta(plan: Plan) -> Iterator[str]:

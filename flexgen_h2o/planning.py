@@ -64,6 +64,11 @@ class Planner:
         return self.dtype in self.profile.compute
 
     @property
+    def profile_facts(self) -> dict[str, str | bool]:
+        """What a report says of the profile that predictions are made with."""
+        return {"profile": self.profile.machine, "profile_disturbed": self.profile.was_disturbed}
+
+    @property
     def _machine(self) -> Machine:
         return Machine(self.profile, self.dtype, self.device_is_host)
 

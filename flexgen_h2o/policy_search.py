@@ -53,6 +53,7 @@ REPEATED = (
 )  # fmt: skip
 PICTURES = (".png", ".svg", ".pdf")
 MOST_PROMPTS = 10**9
+QUICK_S = 1.0  # a search that takes no longer is done again with more memory on each tier
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -98,7 +99,7 @@ def _run(argv: list[str] | None) -> int:
     policy = answer.plan.policy
     if not args.json:
         flags = " ".join(filter(None, [as_flags(policy), given_flags(args, ("--eviction", *EVICTION_FLAGS.values()))]))
-        print(to_text(task.question, answer.plan, answer.seconds, flags, _command(args, task, policy)))
+        print(to_text(task.question, answer, answer.plan, flags, _command(args, task, policy)))
     words = sys.argv[1:] if argv is None else argv
     _write(args, task, answer.plan, f"python -m flexgen_h2o.policy_search {shlex.join(words)}")
     return EXIT_DONE
@@ -128,11 +129,13 @@ def _task(args: argparse.Namespace) -> _Task:
     policy, is_auto = _policy(args)
     eviction = eviction_of(args, policy)
     from flexgen_h2o.eviction_need import need_of
+    from flexgen_h2o.kvcache.eviction.rolling import check_rolling
     from flexgen_h2o.plan_report import Question
     from flexgen_h2o.source import find_spec
 
     spec = find_spec(args.model, args.path, args.revision)
     check_positions(args, spec.name, spec.max_positions)
+    check_rolling(eviction, spec, policy.compress_cache or bool(args.compress_cache))
     rows = args.num_prompts or (SEARCHED_PROMPTS if is_auto else policy.block_size)
     need = need_of(eviction, rows, {(args.prompt_len, args.gen_len)}, spec.num_blocks)
     machine, budgets = _machine(args)
@@ -186,20 +189,23 @@ def _dtype(args: argparse.Namespace, profile: HardwareProfile) -> str:
 def _answer(args: argparse.Namespace, task: _Task) -> Answer:
     """A plan, or why there is none."""
     from flexgen_h2o.plan_report import Answer
-    from flexgen_h2o.planner.candidates import Sides
+    from flexgen_h2o.planner.candidates import Search, Sides
+    from flexgen_h2o.planner.gains import gains_of_policy, gains_of_search
     from flexgen_h2o.planner.search import evaluate, search
 
     asked, began = task.question, time.perf_counter()
     at = (asked.machine, asked.budgets)
+    sides = Sides(**{name: bool(getattr(args, name)) for name in COMPRESSION})
     try:
         if asked.searched:
-            sides = Sides(**{name: bool(getattr(args, name)) for name in COMPRESSION})
             plan = search(task.spec, asked.need, task.policy, *at, sides)
         else:
             plan = evaluate(task.spec, task.policy, asked.need, *at)
     except DoesNotFitError as error:
         return Answer(None if asked.searched else task.policy, None, time.perf_counter() - began, str(error))
-    return Answer(plan.policy, plan, time.perf_counter() - began)
+    seconds, q = time.perf_counter() - began, Search(task.spec, asked.need, task.policy, *at, sides)
+    gains = gains_of_search(q, plan, seconds <= QUICK_S) if asked.searched else gains_of_policy(q, plan)
+    return Answer(plan.policy, plan, seconds, gains=gains)
 
 
 def _command(args: argparse.Namespace, task: _Task, policy: Policy) -> str:

@@ -19,10 +19,15 @@ from flexgen_h2o.config import DTYPE_BYTES
 from flexgen_h2o.errors import FlexgenError, UsageError
 from flexgen_h2o.paths import usable_path
 
-PROFILE_SCHEMA = 1
+PROFILE_SCHEMA = 2
+SINCE_SCHEMA_2 = ("blocked_speedup",)  # of compute rates; 1.0 in files of schema 1
 MOST_RATE = 1e18
 MOST_SECONDS = 10.0
+MOST_SPEEDUP = 100.0
 MOST_BYTES = 2**63
+# How a note begins where other processes took enough of the cores to be seen in the figures.
+BUSY_NOTE = "measured while other processes took"
+MEASURED_BUSY = "profile measured on a busy machine: measure again with python -m flexgen_h2o.hardware"
 LEAST_SHAPE = 2**-10  # out / in of a matrix
 SHIPPED = Path(__file__).resolve().parent.parent / "policies" / "profiles"
 
@@ -55,6 +60,7 @@ class Curve:
         return Curve(tuple((size, rate * factor) for size, rate in self.points))
 
 
+AS_FAST = Curve.flat(1.0)
 # (out / in, ((in, FLOPs a second over rows), ...)) of linear maps, both rising
 Products = tuple[tuple[float, tuple[tuple[float, Curve], ...]], ...]
 
@@ -69,7 +75,8 @@ class ComputeRates:
     pass of an eviction policy, n^2 x (heads x d) FLOPs. device_ and host_attention_bytes_per_s: decode attention over
     [head width], bytes of the keys and values that it reads; scored_...: the same with scores and victims.
     elementwise_bytes_per_s: norms and activations, bytes read and written. dequantise_bytes_per_s: packed weights in
-    4 bits to the dtype, bytes of the result. logits_per_s: choosing a token, logits looked at.
+    4 bits to the dtype, bytes of the result. logits_per_s: choosing a token, logits looked at. blocked_speedup: how
+    many times faster products are with matrices in RAM that are held blocked (kernels/blocked_rows.py), over [rows].
     """
 
     matmul_flops_per_s: Products
@@ -83,6 +90,7 @@ class ComputeRates:
     device_dequantise_bytes_per_s: float
     host_dequantise_bytes_per_s: float
     logits_per_s: float
+    blocked_speedup: Curve = AS_FAST
 
     def matmul_rate(self, rows: float, inner: float, outer: float) -> float:
         """FLOPs a second of (rows, inner) x (inner, outer)."""
@@ -145,6 +153,11 @@ class HardwareProfile:
     compute: Mapping[str, ComputeRates]
     notes: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def was_disturbed(self) -> bool:
+        """Was it measured on a busy machine?"""
+        return any(note.startswith(BUSY_NOTE) for note in self.notes.values())
+
     def rates(self, dtype: str) -> ComputeRates:
         """UsageError for a dtype that was not measured."""
         if dtype not in self.compute:
@@ -198,12 +211,23 @@ def profile_from_json(body: object) -> HardwareProfile:
     """UsageError names the unknown, missing or bad field."""
     if not isinstance(body, dict):
         raise UsageError("a JSON object is expected")
-    if body.get("schema") is True or body.get("schema") != PROFILE_SCHEMA:
-        raise UsageError(f"schema is {body.get('schema')!r}, this version reads {PROFILE_SCHEMA}")
+    schema = body.get("schema")
+    if schema is True or schema not in (1, PROFILE_SCHEMA):
+        raise UsageError(f"schema is {schema!r}, this version reads 1 and {PROFILE_SCHEMA}")
     given = {key: value for key, value in body.items() if key != "schema"}
+    if schema == 1:
+        given = _with_what_is_new(given)
     _check_keys("", given, HardwareProfile)
     found = {f.name: _READERS[str(f.type)](f.name, given[f.name]) for f in fields(HardwareProfile) if f.name in given}
     return HardwareProfile(**found)
+
+
+def _with_what_is_new(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of schema 1, and those that came later at their defaults."""
+    compute, new = given.get("compute"), {name: {"1": 1.0} for name in SINCE_SCHEMA_2}
+    if not isinstance(compute, dict):
+        return dict(given)
+    return {**given, "compute": {d: {**new, **r} if isinstance(r, dict) else r for d, r in compute.items()}}
 
 
 def _check_keys(where: str, given: Mapping[str, object], kind: type) -> None:
@@ -240,6 +264,8 @@ def _number(name: str, value: object) -> float:
         low, high, what = 1.0, MOST_RATE, "a rate"
     elif name.endswith("_s"):
         low, high, what = 0.0, MOST_SECONDS, "a time in seconds"
+    elif name.endswith("_speedup"):
+        low, high, what = 1 / MOST_SPEEDUP, MOST_SPEEDUP, "how many times faster"
     else:
         low, high, what = 0.01, 1.0, "a share"
     if not low <= value <= high:

@@ -17,6 +17,7 @@ from typing import Any
 from flexgen_h2o.config import TIERS, Policy
 from flexgen_h2o.errors import FlexgenError, UsageError
 from flexgen_h2o.planner.roofline import Peak, RunWork, roofline
+from flexgen_h2o.profile import MEASURED_BUSY
 from flexgen_h2o.units import GIB
 
 IO_LINKS = ("disk_read", "disk_write", "h2d", "d2h")
@@ -124,14 +125,12 @@ def prediction_line(report: RunReport) -> str:
     said, profile = report.predicted, report.extra.get("profile")
     if said["prefill_s"] is None or said["decode_s"] is None:
         return f"predicted: nothing, the profile {profile} does not know this dtype"
+    if profile == "nominal":  # round figures of some machine: several times off
+        return "predicted: nothing, this machine was not measured (python -m flexgen_h2o.hardware: 1 to 2 minutes)"
     phases = (("prefill", said["prefill_s"], report.prefill), ("decode", said["decode_s"], report.decode))
     figures = ", ".join(f"{name} {s:.3f} s (measured {phase.seconds:.3f} s)" for name, s, phase in phases)
-    where = (
-        "at nominal speeds (python -m flexgen_h2o.hardware measures yours)"
-        if profile == "nominal"
-        else f"with {profile}"
-    )
-    return f"predicted {where}: {figures}"
+    busy = f" ({MEASURED_BUSY})" if report.extra.get("profile_disturbed") else ""
+    return f"predicted with {profile}{busy}: {figures}"
 
 
 def with_roofline(report: RunReport, peak: Peak) -> RunReport:

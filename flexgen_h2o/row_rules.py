@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from flexgen_h2o.config import ModelSpec
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.generation import Row, RowEnd
+from flexgen_h2o.kvcache.eviction import Eviction
+from flexgen_h2o.kvcache.eviction.rolling import most_new_tokens
 from flexgen_h2o.prompts import Completion, Prompt
 from flexgen_h2o.sampling import SamplingParams, StopStrings, TokenChooser, Tokenizer, decode_text
 
@@ -19,9 +21,9 @@ class RowRules:
 
     def __init__(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams], spec: ModelSpec,
-        tokenizer: Tokenizer | None,
+        tokenizer: Tokenizer | None, eviction: Eviction,
     ) -> None:  # fmt: skip
-        self._prompts, self._spec, self._tokenizer = prompts, spec, tokenizer
+        self._prompts, self._spec, self._tokenizer, self._eviction = prompts, spec, tokenizer, eviction
         if not isinstance(params, SamplingParams) and len(params) != len(prompts):
             raise UsageError(f"params: {len(params)} for {len(prompts)} prompts")
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
@@ -45,13 +47,13 @@ class RowRules:
         return found
 
     def most_new_tokens(self, prompt: Prompt) -> int:
-        """The newest token needs no position of its own, so a prompt that fills all positions still gets one."""
+        """As many as were asked for, and as there are positions for."""
         length, positions = len(prompt.token_ids), self._spec.max_positions
         if length > positions:
             raise UsageError(
                 f"prompts[{prompt.index}]: {length} tokens, but {self._spec.name} has {positions} positions; shorten it"
             )
-        return min(self._params[prompt.index].max_tokens, positions - length + 1)
+        return most_new_tokens(self._eviction, self._spec, length, self._params[prompt.index].max_tokens)
 
     def end(self, row: Row) -> str | None:
         """Why the row is done with its newest token; None when it is not."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from flexgen_h2o.config import ModelSpec, Policy
@@ -20,9 +20,10 @@ from flexgen_h2o.timeline import LANES
 
 def make_report(
     model: str, engine: Engine, eviction: Eviction, rows: Sequence[Row], times: Sequence[BlockTimes],
-    use: Sequence[KvUse], moved: dict[str, int], predicted: Prediction | None, profile: str,
+    use: Sequence[KvUse], moved: dict[str, int], predicted: Prediction | None,
+    profile: Mapping[str, str | bool],
 ) -> RunReport:  # fmt: skip
-    """The report of a finished run. times, use: of each block; moved: bytes by lane; profile: what predicted it."""
+    """The report of a finished run. times, use: of each block; moved: bytes by lane; profile: facts of the profile."""
     spec, itemsize = engine.spec, engine.dtype.itemsize
     lengths = [len(r.prompt.token_ids) for r in rows]
     decoded = sum(max(0, len(r.token_ids) - 1) for r in rows)
@@ -50,7 +51,7 @@ def make_report(
             "blocks": len(times),
             "kv_reserved_bytes": engine.plan.size("cache"),
             "look_ahead_units": asdict(engine.plan.depth),
-            "profile": profile,
+            **profile,
             "work": asdict(run_work(spec, lengths, decoded, kv_read(held, use))),
             "busy_s": {lane: engine.timeline.seconds(lane) for lane in LANES},
         },

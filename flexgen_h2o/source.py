@@ -18,7 +18,7 @@ from flexgen_h2o.checkpoint import (
 from flexgen_h2o.checkpoint.resolve import DUMMY, find_folder
 from flexgen_h2o.config import ModelSpec
 from flexgen_h2o.errors import UsageError
-from flexgen_h2o.models import built_in_names, built_in_spec, spec_from_folder
+from flexgen_h2o.models import built_in_names, built_in_spec, one_line, spec_from_folder
 from flexgen_h2o.packing import Packing
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "tokenizer_config.json")
@@ -39,6 +39,21 @@ class Model:
         """Token ids of a prompt with the tokenizer's own special tokens; prompts that are too long are found later."""
         assert self.tokenizer is not None
         return list(self.tokenizer(text, verbose=False)["input_ids"])
+
+    def encode_message(self, text: str) -> list[int]:
+        """Token ids of a user's message, up to where the answer begins, by the tokenizer's chat template.
+
+        UsageError where there is no tokenizer, no template, or one that does not take the message.
+        """
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            raise UsageError(f"{self.name} has no chat template: leave --chat out, or give a chat or instruct model")
+        assert self.tokenizer is not None
+        message = [{"role": "user", "content": text}]
+        try:
+            found = self.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)
+        except Exception as error:  # of the template's language: many kinds
+            raise UsageError(f"the chat template of {self.name} cannot take the prompt ({one_line(error)})") from error
+        return list(found["input_ids"])
 
 
 def find_model(model: str, path: str | None, revision: str | None = None) -> Model:

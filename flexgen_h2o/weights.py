@@ -2,7 +2,8 @@
 
 Resident rows are read once; streamed rows (on disk, and on host where the device is not host memory) are loaded into a
 ring ahead of the compute that needs them. Packed matrices (packing.py) stay packed in both; when their unit is opened
-they are unpacked into one buffer, or wrapped for products in int8. Knows nothing of file formats (it is given byte
+they are unpacked into one buffer, or wrapped for products in int8. Resident matrices that are only multiplied are
+blocked once, where they lie. Knows nothing of file formats (it is given byte
 ranges) nor of models.
 """
 
@@ -16,12 +17,14 @@ import torch
 
 from flexgen_h2o.checkpoint.stored import Checkpoint, StoredTensor
 from flexgen_h2o.config import LayerPlan, TensorSpec, WeightUnit
+from flexgen_h2o.kernels.blocked_rows import BlockedRows, block_rows
 from flexgen_h2o.kernels.int8_rows import Int8Rows
 from flexgen_h2o.kernels.linear import RowParts
 from flexgen_h2o.kernels.packed_rows import unpack_rows
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.limits import ALIGN, PAGE
 from flexgen_h2o.packing import Packing, WeightForm
+from flexgen_h2o.planner.blocked_sizes import is_blocked
 from flexgen_h2o.planner.memory import part_bytes, streamed_bytes, streamed_part_bytes, unpacked_bytes, weight_parts
 from flexgen_h2o.tiers.disk import DirectFile, aligned_range
 from flexgen_h2o.tiers.events import Done, Waitable, wait_all
@@ -31,7 +34,8 @@ from flexgen_h2o.tiers.ring import Region, Ring
 from flexgen_h2o.tiers.stream import Stream
 from flexgen_h2o.units import round_up
 
-HeldParts = tuple[torch.Tensor, ...]  # of a matrix: rows in the compute dtype, or packed ones as uint8
+# Of a matrix: rows in the compute dtype, in order or blocked, or packed ones as uint8
+HeldParts = tuple[torch.Tensor | BlockedRows, ...]
 
 
 @dataclass(frozen=True)
@@ -59,12 +63,13 @@ class WeightStore:
         self._is_host = mover.device.is_host
         self._files: dict[Path, DirectFile] = {}
         self._resident: dict[tuple[str, int], torch.Tensor] = {}
+        self._blocked: dict[tuple[str, int], HeldParts] = {}
         self._parts = {t.name: weight_parts(t, shares) for unit in plan.units for t in unit.tensors}
         self._pieces = [self._lay_out(unit) for unit in plan.units]
         self._sizes = [streamed_bytes(unit, shares, self._form, self._is_host) for unit in plan.units]
 
     def load_resident(self, memory: dict[str, torch.Tensor]) -> None:
-        """Read every row whose home is device or host memory into `memory` (uint8 by tier); waits for the reads.
+        """Read every row whose home is device or host memory into `memory` (uint8 by tier); block there what can be.
 
         Where the device is host memory, what belongs to the device is in `host` too.
         """
@@ -84,6 +89,18 @@ class WeightStore:
                     home: Memory = "host" if part.tier == "host" else "device"
                     reads.append(self._read(tensor, part, rows.view(-1), home, ()))
         wait_all(reads)
+        if is_blocked(self._form, self._is_host):
+            self._block_resident()
+
+    def _block_resident(self) -> None:
+        """Block the rows of matrices that are multiplied where they live; tables are read row by row."""
+        tables = {layer.unit for layer in self.plan.layers if layer.kind == "embedding"}
+        for number, unit in enumerate(self.plan.units):
+            for tensor in unit.tensors if number not in tables else ():
+                for part in self._parts[tensor.name]:
+                    key = tensor.name, part.start
+                    if key in self._resident and len(tensor.shape) == 2:
+                        self._blocked[key] = block_rows(self._resident[key])
 
     def nbytes(self, key: int) -> int:
         """Ring bytes of one load of a unit; 0 when all its rows are used where they live."""
@@ -104,11 +121,12 @@ class WeightStore:
         streamed = self._pieces[unit]
         found: dict[str, HeldParts] = {}
         for tensor in self.plan.units[unit].tensors:
-            parts = []
+            parts: list[torch.Tensor | BlockedRows] = []
             for part in self._parts[tensor.name]:
-                piece = streamed.get((tensor.name, part.start))
+                key = tensor.name, part.start
+                piece = streamed.get(key)
                 if piece is None:
-                    parts.append(self._resident[tensor.name, part.start])
+                    parts += self._blocked.get(key) or [self._resident[key]]
                 else:
                     assert region is not None
                     parts.append(self._view(piece, region))
@@ -120,8 +138,9 @@ class WeightStore:
         found: dict[str, RowParts] = dict(tensors)
         for tensor in self.plan.units[unit].tensors:
             if self._form.packs(tensor.shape):
-                parts = tensors[tensor.role]
-                found[tensor.role] = tuple(Int8Rows(part, tensor.shape[1], workspace) for part in parts)
+                held = tensors[tensor.role]
+                rows = [part for part in held if isinstance(part, torch.Tensor)]  # what is packed is not blocked
+                found[tensor.role] = tuple(Int8Rows(part, tensor.shape[1], workspace) for part in rows)
         return found
 
     def unpack(self, unit: int, tensors: Mapping[str, HeldParts], memory: torch.Tensor) -> dict[str, RowParts]:
@@ -141,6 +160,7 @@ class WeightStore:
         assert self._form.packing is not None
         first = 0
         for part in parts:
+            assert isinstance(part, torch.Tensor)  # what is packed is not blocked
             unpack_rows(part, self._form.packing.bits, whole[first : first + len(part)])
             first += len(part)
 

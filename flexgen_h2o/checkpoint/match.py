@@ -18,13 +18,13 @@ _PREFIX = "model."
 def match(spec: ModelSpec, stored: dict[str, StoredTensor], folder: Path) -> Checkpoint:
     """The tensors of `spec`, keyed by `TensorSpec.name`; what the files hold besides is ignored.
 
-    A name is found as it is, or with a leading "model." added or removed. Raises UsageError that names the tensor
-    and the folder (missing) or the file (shape or dtype).
+    A name (or one of its aliases) is found as it is, or with a leading "model." added or removed. Raises UsageError
+    that names the tensor and the folder (missing) or the file (shape or dtype).
     """
     tensors: dict[str, StoredTensor] = {}
     for unit in spec.layers(sep_layer=False).units:
         for tensor in unit.tensors:
-            found = stored.get(tensor.name) or stored.get(_other_name(tensor.name))
+            found = _find(tensor, stored)
             if found is None:
                 raise UsageError(
                     f"{folder}: tensor {tensor.name!r} is not in this checkpoint; give a folder whose weights belong"
@@ -33,6 +33,11 @@ def match(spec: ModelSpec, stored: dict[str, StoredTensor], folder: Path) -> Che
             _check(tensor, found)
             tensors[tensor.name] = found
     return Checkpoint(folder, tensors)
+
+
+def _find(tensor: TensorSpec, stored: dict[str, StoredTensor]) -> StoredTensor | None:
+    names = (tensor.name, *tensor.aliases)
+    return next((stored[n] for name in names for n in (name, _other_name(name)) if n in stored), None)
 
 
 def _other_name(name: str) -> str:

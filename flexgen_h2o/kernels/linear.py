@@ -2,16 +2,20 @@
 
 A matrix split over tiers arrives as up to three tensors, each a run of its rows; a whole one as a single part. No
 part is ever copied together: each is multiplied where it lies and fills its own columns of the result. A part is in
-the compute dtype, or in int8 and multiplied in it (kernels/int8_rows.py).
+the compute dtype, in order or blocked (kernels/blocked_rows.py), or in int8 and multiplied so (kernels/int8_rows.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
-from flexgen_h2o.kernels.int8_rows import Int8Rows, look_up, multiply
+from flexgen_h2o.kernels import blocked_rows, int8_rows
+from flexgen_h2o.kernels.blocked_rows import BlockedRows
+from flexgen_h2o.kernels.int8_rows import Int8Rows
 
-RowParts = tuple[torch.Tensor | Int8Rows, ...]
+RowParts = tuple[torch.Tensor | BlockedRows | Int8Rows, ...]
 
 
 def linear(x: torch.Tensor, weight: RowParts, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
@@ -19,12 +23,15 @@ def linear(x: torch.Tensor, weight: RowParts, bias: torch.Tensor | None, out: to
     start = 0
     for part in weight:
         end = start + len(part)
+        some = None if bias is None else bias[start:end]
         if isinstance(part, Int8Rows):
-            multiply(x, part, None if bias is None else bias[start:end], out[:, start:end])
-        elif bias is None:
+            int8_rows.multiply(x, part, some, out[:, start:end])
+        elif isinstance(part, BlockedRows):
+            blocked_rows.multiply(x, part, some, out[:, start:end])
+        elif some is None:
             torch.mm(x, part.t(), out=out[:, start:end])
         else:
-            torch.addmm(bias[start:end], x, part.t(), out=out[:, start:end])
+            torch.addmm(some, x, part.t(), out=out[:, start:end])
         start = end
     return out
 
@@ -36,7 +43,9 @@ def add_linear(x: torch.Tensor, inputs: torch.Tensor, weight: RowParts, bias: to
         end = start + len(part)
         some = None if bias is None else bias[start:end]
         if isinstance(part, Int8Rows):
-            multiply(inputs, part, some, x[:, start:end], adds=True)
+            int8_rows.multiply(inputs, part, some, x[:, start:end], adds=True)
+        elif isinstance(part, BlockedRows):
+            blocked_rows.multiply(inputs, part, some, x[:, start:end], adds=True)
         else:
             x[:, start:end].addmm_(inputs, part.t())
             if some is not None:
@@ -45,7 +54,7 @@ def add_linear(x: torch.Tensor, inputs: torch.Tensor, weight: RowParts, bias: to
 
 
 def lookup(ids: torch.Tensor, table: RowParts, out: torch.Tensor) -> torch.Tensor:
-    """Rows of `table` by `ids` (int64, (n,)) into out (n, width). Ids must be in range."""
+    """Rows of `table`, of which none is blocked, by `ids` (int64, (n,)) into out (n, width). Ids must be in range."""
     if len(table) == 1:
         return _rows(table[0], ids, out)
     start = 0
@@ -63,8 +72,14 @@ def vector(parts: RowParts) -> torch.Tensor:
     return whole
 
 
-def _rows(part: torch.Tensor | Int8Rows, ids: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def optional_vector(tensors: Mapping[str, RowParts], name: str) -> torch.Tensor | None:
+    """The vector of that name, None where the layer has none."""
+    return vector(tensors[name]) if name in tensors else None
+
+
+def _rows(part: torch.Tensor | BlockedRows | Int8Rows, ids: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     if isinstance(part, torch.Tensor):
         return torch.index_select(part, 0, ids, out=out)
-    look_up(ids, part, out)
+    assert isinstance(part, Int8Rows)
+    int8_rows.look_up(ids, part, out)
     return out

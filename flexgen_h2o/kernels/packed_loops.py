@@ -106,7 +106,7 @@ def _pass(form, slots, at, then, filled, few, scratch, p, is_dots):  # type: ign
 
 
 @jit
-def _number(element, at, i):  # type: ignore[no-untyped-def]
+def number_at(element, at, i):  # type: ignore[no-untyped-def]
     """Number i at address `at`, in fp32."""
     if planes(element) == 2:
         return bits_to_float(np.uint32(shorts_at(at)[i]) << np.uint32(16))
@@ -115,7 +115,7 @@ def _number(element, at, i):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _set_number(element, at, i, x):  # type: ignore[no-untyped-def]
+def set_number(element, at, i, x):  # type: ignore[no-untyped-def]
     if planes(element) == 2:
         shorts_at(at)[i] = np.uint16(to_bf16(x) >> np.uint32(16))
     else:
@@ -145,7 +145,7 @@ def _spread(element, form, at, one, query):  # type: ignore[no-untyped-def]
     per_word, size = 32 // form.bits, query.shape[3]
     for g in range(query.shape[0]):
         for i in range(form.width):
-            one[i] = _number(element, at, g * form.width + i)
+            one[i] = number_at(element, at, g * form.width + i)
         for c in range(query.shape[1]):
             first, start, end = _place(form, c)
             lanes = query[g, c]
@@ -177,7 +177,7 @@ def _gather(element, form, mixed, one, at):  # type: ignore[no-untyped-def]
                 for word in range(start, min(end, (form.width - k + per_word - 1) // per_word)):
                     one[word * per_word + k] = lanes[k, word - first] * unit + lanes[per_word, word - first]
         for i in range(form.width):
-            _set_number(element, at, g * form.width + i, one[i])
+            set_number(element, at, g * form.width + i, one[i])
 
 
 @jit
@@ -256,7 +256,7 @@ def pack_rows(element, form, source, target, words, first, end):  # type: ignore
         for start in range(0, form.width, form.group):
             count = min(form.group, form.width - start)
             for i in range(count):
-                numbers[i] = _number(element, source, r * form.width + start + i)
+                numbers[i] = number_at(element, source, r * form.width + start + i)
             lowest, highest = _MOST, _LEAST
             for i in range(count):
                 x = ordered(float_to_bits(numbers[i]))

@@ -9,6 +9,7 @@ from flexgen_h2o.kernels.column_sums import column_sums
 from flexgen_h2o.kernels.int8_rows import Int8Rows, multiply
 from flexgen_h2o.kernels.packed_rows import unpack_rows
 from flexgen_h2o.kernels.packed_slots import attend_packed, pack_columns
+from flexgen_h2o.kernels.rotary import Rotation
 from flexgen_h2o.kernels.slot_packing import SlotPacking
 from flexgen_h2o.kernels.slots import ScoreBook, attend_scored
 from flexgen_h2o.kernels.workspace import Workspace
@@ -19,11 +20,12 @@ _ROWS, _SLOTS, _WIDTH = 1, 4, 64
 
 def warm_up(
     device: torch.device, dtype: torch.dtype, scored: bool, packing: SlotPacking | None = None,
-    weights: Packing | None = None,
+    weights: Packing | None = None, rolling: bool = False,
 ) -> None:  # fmt: skip
     """Run decode attention once on zeros; where columns are `scored`, prompts' scores as well.
 
-    packing: of the KV slots, weights: of matrices, where these are packed.
+    packing: of the KV slots, weights: of matrices, where these are packed. rolling: with keys that are turned as they
+    are read.
 
     A few seconds the first time on a machine, then some tenths of one.
     """
@@ -42,6 +44,8 @@ def warm_up(
         wide = columns.new_zeros(*columns.shape[:-1], packing.width)
         packed = pack_columns(wide, packing)
         attend_packed(wide[0, :, :1], packed, packed, filled, 1.0, packing, book)
+    if rolling:
+        Rotation(gains.expand(_WIDTH // 2), 1.0).turned(columns[0], positions)
     if scored:
         _, lse = causal_attention_lse(columns, columns, columns, 1.0)
         column_sums(columns, columns, lse, 1.0)

@@ -9,7 +9,8 @@ import torch
 
 from flexgen_h2o.kernels.causal import causal_attention, causal_attention_lse
 from flexgen_h2o.kernels.packed_slots import attend_packed
-from flexgen_h2o.kernels.slots import ScoreBook, attend_scored
+from flexgen_h2o.kernels.rotary import Rotation
+from flexgen_h2o.kernels.slots import ScoreBook, attend, attend_scored
 from flexgen_h2o.kvcache.hook import (
     Hook,
     KeptColumns,
@@ -20,6 +21,7 @@ from flexgen_h2o.kvcache.hook import (
 )
 from flexgen_h2o.kvcache.slots import Joining
 from flexgen_h2o.kvcache.view import PartView, put_columns, put_first_columns
+from flexgen_h2o.limits import ROLLING_CHUNK
 
 # (q, keys, values, filled, scale) -> (R, g, d); kernels/slots.py
 SlotAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
@@ -27,20 +29,23 @@ SlotAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 
 def attend_prompts(
     qkv: Sequence[torch.Tensor], counts: Sequence[int], views: Sequence[PartView], hook: Hook, scale: float,
-    out: torch.Tensor,
+    out: torch.Tensor, stored_keys: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Causal attention of packed prompts; the columns that the policy keeps go to slots 0, 1, ... of each row.
+
+    stored_keys: what is kept in place of k, as it was before its rotary embeddings.
 
     q: (tokens, heads, d); k, v: (tokens, kv_heads, d); `counts`: tokens of each sequence; out: (tokens, heads x d).
     Neighbours of equal length are computed together; nothing is ever padded.
     """
     mixed = out.view(qkv[0].shape)
+    stored_keys = qkv[1] if stored_keys is None else stored_keys
     start = sequence = 0
     for count, same in groupby(counts):
         number = len(list(same))
         end = start + number * count
-        packed = [t[start:end].view(number, count, t.shape[1], -1) for t in qkv]
-        q, k, v = (t.transpose(1, 2) for t in packed)
+        packed = [t[start:end].view(number, count, t.shape[1], -1) for t in (*qkv, stored_keys)]
+        q, k, v = (t.transpose(1, 2) for t in packed[:3])
         lse = None
         if hook.scores_prompts:
             attended, lse = causal_attention_lse(q, k, v, scale)
@@ -49,18 +54,19 @@ def attend_prompts(
         mixed[start:end].view(packed[0].shape).copy_(attended.transpose(1, 2))
         kept = keep_prompt_columns(hook, sequence, (q, k, v), lse, scale)
         for view in views:
-            _write_prompts(view, sequence, packed[1], packed[2], kept)
+            _write_prompts(view, sequence, packed[3], packed[2], kept)
         start, sequence = end, sequence + number
     return out
 
 
 def attend_slots(
     qkv: Sequence[torch.Tensor], new: Joining, slots: Sequence[torch.Tensor], views: Sequence[PartView], hook: Hook,
-    scale: float, attention: SlotAttention, out: torch.Tensor,
+    scale: float, attention: SlotAttention, out: torch.Tensor, rolling: Rotation | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Put each row's new column into its slot and attend over its filled slots, part by part where the part lies.
 
-    Where the policy scores, the slots' scores grow by what they received and each row's next victim is named.
+    Where the policy scores, the slots' scores grow by what they received and each row's next victim is named. rolling:
+    turns the keys by their ranks as they are read.
 
     q: (sequences, heads, d); k, v: (sequences, kv_heads, d); slots: of `Hook.next_slots`; out: (sequences, heads x d).
     """
@@ -74,11 +80,14 @@ def attend_slots(
         queries, keys, values = (t[here].to(where) for t in (q, k, v))
         put_columns(view, taken, keys, values)
         if view.record is not None:
-            record_columns(view, taken, past[here].to(where), values)
+            record_columns(view, taken, past[here].to(where), filled[here].to(where), values)
         seen = filled[here].to(where)
         scores = None if view.record is None else view.record.scores
         book = None if scores is None else _book(hook, view, scores, past[here], filled[here])
-        mixed[here].copy_(_attend_view(queries, view, seen, scale, attention, book))
+        if rolling is None:
+            mixed[here].copy_(_attend_view(queries, view, seen, scale, attention, book))
+        else:
+            _attend_rolling(rolling, queries, view, seen, scale, book, mixed[here])
     if hook.policy.needs.record and not hook.policy.needs.ranks_by_score:
         rank_victims(hook, views, new)
     return out
@@ -94,6 +103,20 @@ def _attend_view(
     if book is None:
         return attention(q, view.keys, view.values, filled, scale)
     return attend_scored(q, view.keys, view.values, filled, scale, book)
+
+
+def _attend_rolling(
+    rotation: Rotation, q: torch.Tensor, view: PartView, filled: torch.Tensor, scale: float, book: ScoreBook | None,
+    out: torch.Tensor,
+) -> None:  # fmt: skip
+    """ROLLING_CHUNK numbers of keys are turned at a time, or those of one row."""
+    assert view.record is not None and view.record.ranks is not None
+    (keys,), slots = view.keys, view.keys.shape[2]
+    for rows in torch.arange(view.rows).split(max(1, ROLLING_CHUNK // (slots * view.keys.shape[3]))):
+        here = slice(int(rows[0]), int(rows[-1]) + 1)
+        turned = rotation.turned(keys[here], view.record.ranks[here]).unsqueeze(0)
+        columns = (q[here], turned, view.values[:, here], filled[here], scale)
+        out[here].copy_(attend(*columns) if book is None else attend_scored(*columns, book.rows(here)))
 
 
 def _book(hook: Hook, view: PartView, scores: torch.Tensor, past: torch.Tensor, filled: torch.Tensor) -> ScoreBook:

@@ -17,6 +17,8 @@ from flexgen_h2o.kvcache.eviction.policy import NORMS, POSITIONS, SCORES, Column
 from flexgen_h2o.kvcache.slots import Joining, RowSlots
 from flexgen_h2o.kvcache.view import PartView
 
+NO_RANK = 2**30  # of a slot that holds nothing: above all others, so that nothing steps down when it is filled
+
 
 @dataclass(frozen=True)
 class Hook:
@@ -99,10 +101,18 @@ def record_prompt(view: PartView, rows: slice, kept: KeptColumns, sequence: int,
     for target, values in ((record.scores, kept.scores), (record.norms, kept.norms)):
         if target is not None and values is not None:
             target[rows, :count].copy_(values[sequence, heads].gather(-1, positions))
+    if record.ranks is not None:
+        record.ranks[rows] = NO_RANK
+        record.ranks[rows, :count] = torch.arange(count, dtype=torch.int32, device=record.ranks.device)
 
 
-def record_columns(view: PartView, slots: torch.Tensor, past: torch.Tensor, values: torch.Tensor) -> None:
-    """New columns join the record with score 0. slots, past: (rows,) int64; values: (rows, width), on its device."""
+def record_columns(
+    view: PartView, slots: torch.Tensor, past: torch.Tensor, filled: torch.Tensor, values: torch.Tensor
+) -> None:
+    """New columns join the record with score 0 and the highest rank; those above the one that they replace step down.
+
+    slots, past: (rows,) int64; filled: (rows,) ints; values: (rows, width), on its device.
+    """
     record = view.record
     assert record is not None
     rows = torch.arange(len(slots), device=slots.device)
@@ -111,6 +121,9 @@ def record_columns(view: PartView, slots: torch.Tensor, past: torch.Tensor, valu
         record.scores[rows, slots] = 0.0
     if record.norms is not None:
         record.norms[rows, slots] = values.float().norm(dim=-1)
+    if record.ranks is not None:
+        record.ranks.sub_((record.ranks > record.ranks[rows, slots].unsqueeze(1)).int())
+        record.ranks[rows, slots] = filled.int() - 1
 
 
 def rank_victims(hook: Hook, views: Sequence[PartView], new: Joining) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from flexgen_h2o.kernels.packed_slots import pack_columns
 from flexgen_h2o.kernels.slot_packing import SlotPacking
+from flexgen_h2o.kvcache.eviction.policy import POSITIONS, RANKS
 from flexgen_h2o.kvcache.layout import RECORD_ITEMSIZE, UnitLayout
 from flexgen_h2o.tiers.placement import Part
 
@@ -17,21 +18,24 @@ class Record:
     """What an eviction policy knows of the slots of some rows; only slots that are filled hold meaning.
 
     positions: (rows, slots) int32, of the columns in their sequences. scores, norms: (rows, slots) fp32, or None where
-    the policy has no use for them. victims: (rows,) int32, the slot that the next column of a full row takes.
+    the policy has no use for them. ranks: (rows, slots) int32, how many columns of the row are older, or None where
+    columns keep their positions. victims: (rows,) int32, the slot that the next column of a full row takes.
     """
 
     positions: torch.Tensor
     victims: torch.Tensor
     scores: torch.Tensor | None = None
     norms: torch.Tensor | None = None
+    ranks: torch.Tensor | None = None
 
     def tensors(self) -> list[torch.Tensor]:
-        every = (self.positions, self.victims, self.scores, self.norms)
+        every = (self.positions, self.victims, self.scores, self.norms, self.ranks)
         return [t for t in every if t is not None]
 
     def rows(self, start: int, end: int) -> Record:
         positions, victims, *others = (
-            None if t is None else t[start:end] for t in (self.positions, self.victims, self.scores, self.norms)
+            None if t is None else t[start:end]
+            for t in (self.positions, self.victims, self.scores, self.norms, self.ranks)
         )
         assert positions is not None and victims is not None
         return Record(positions, victims, *others)
@@ -92,7 +96,7 @@ def carve_record(layout: UnitLayout, part: Part, data: torch.Tensor) -> Record |
     size = part.rows * layout.slots * RECORD_ITEMSIZE
     fields: dict[str, torch.Tensor] = {}
     for i, name in enumerate(layout.record):
-        dtype = torch.int32 if name == "positions" else torch.float32
+        dtype = torch.int32 if name in (POSITIONS, RANKS) else torch.float32
         fields[name] = data[i * size : (i + 1) * size].view(dtype).view(part.rows, layout.slots)
     start = len(layout.record) * size
     victims = data[start : start + part.rows * RECORD_ITEMSIZE].view(torch.int32)

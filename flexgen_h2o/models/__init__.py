@@ -1,10 +1,12 @@
-"""Model families: one file each. `FAMILIES` maps a Hugging Face `model_type` to the module that knows it."""
+"""Model families: one file each. `FAMILIES` maps a Hugging Face `model_type` to the module that knows it; types that
+are the same network share one."""
 
 from __future__ import annotations
 
 import importlib
 import json
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -15,10 +17,16 @@ from flexgen_h2o.errors import UsageError
 from flexgen_h2o.kernels.linear import RowParts
 from flexgen_h2o.kernels.workspace import Workspace
 
-FAMILIES = {"opt": "flexgen_h2o.models.opt"}
+FAMILIES = {
+    "opt": "flexgen_h2o.models.opt",
+    "llama": "flexgen_h2o.models.llama",
+    "mistral": "flexgen_h2o.models.llama",
+    "qwen2": "flexgen_h2o.models.llama",
+    "gpt_neox": "flexgen_h2o.models.gpt_neox",
+}
 
 Weights = Mapping[str, RowParts]
-# (q, k, v), each (tokens, heads, d) -> (tokens, heads x d)
+# (q, k, v), each (tokens, heads, d), before any rotary embedding -> (tokens, heads x d)
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -26,10 +34,10 @@ class Family(Protocol):
     """What a file in this folder offers. All functions are pure but for the tensors they are told to fill.
 
     Weights map a TensorSpec's role to the row parts of that tensor (a vector has one part). `x` is (tokens, width),
-    the residual stream, changed in place.
+    the residual stream, changed in place. `attention` computes the whole of a block that has no tensors for `mlp`.
     """
 
-    BUILT_IN: dict[str, dict[str, Any]]  # public config by model id
+    BUILT_IN: dict[str, dict[str, Any]]  # public config by model id, with its model_type
 
     def read_spec(self, name: str, config: Mapping[str, Any]) -> ModelSpec: ...
 
@@ -75,16 +83,22 @@ def spec_from_folder(name: str, folder: Path) -> tuple[ModelSpec, dict[str, Any]
 
 def built_in_spec(name: str) -> tuple[ModelSpec, dict[str, Any]] | None:
     """Spec and config of a public model by its hub id (with or without the organisation), or None."""
-    for family in FAMILIES:
-        for known, raw in _load(family).BUILT_IN.items():
-            if name.lower() in (known, known.split("/")[-1]):
-                config = _with_defaults({"model_type": family, **raw}, known)
-                return spec_from_config(known, config, known), config
+    for known, raw in _built_in().items():
+        if name.lower() in (known.lower(), known.lower().split("/")[-1]):
+            config = _with_defaults(raw, known)
+            return spec_from_config(known, config, known), config
     return None
 
 
 def built_in_names() -> list[str]:
-    return [name for family in FAMILIES for name in _load(family).BUILT_IN]
+    return list(_built_in())
+
+
+def _built_in() -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for family in FAMILIES:
+        found |= _load(family).BUILT_IN
+    return found
 
 
 def _load(family: str) -> Family:
@@ -95,7 +109,7 @@ def _with_defaults(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     from transformers import AutoConfig
 
     try:
-        return dict(AutoConfig.for_model(**raw).to_dict())
+        return dict(AutoConfig.for_model(**deepcopy(dict(raw))).to_dict())
     except Exception as error:  # transformers raises many kinds for a bad field
         raise UsageError(f"{where}: transformers cannot read this config ({one_line(error)})") from error
 

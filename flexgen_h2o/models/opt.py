@@ -14,26 +14,22 @@ import torch.nn.functional as F
 
 from flexgen_h2o.config import ModelSpec, TensorSpec, check_int
 from flexgen_h2o.errors import UsageError
-from flexgen_h2o.kernels.linear import add_linear, linear, lookup, vector
+from flexgen_h2o.kernels.linear import add_linear, linear, lookup, optional_vector
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import Attend, Weights
+from flexgen_h2o.models.activations import ACTIVATIONS, check_activation
 from flexgen_h2o.models.chunks import token_chunks
+from flexgen_h2o.models.fields import end_tokens, read_sizes
 
 POSITION_OFFSET = 2  # learned positions start at row 2 of their table
 LAYER_NORM_EPS = 1e-5
-# Far beyond any OPT: a damaged config must not keep the reader busy for minutes.
-MOST = {
-    "hidden_size": 2**18, "num_hidden_layers": 2**12, "num_attention_heads": 2**12, "ffn_dim": 2**20,
-    "vocab_size": 2**24,
-}  # fmt: skip
-
-_ACTIVATIONS = {"relu": torch.relu_, "gelu": F.gelu}
 
 
 def _shape(hidden: int, blocks: int, heads: int, **other: Any) -> dict[str, Any]:
     return {
-        "hidden_size": hidden, "num_hidden_layers": blocks, "num_attention_heads": heads, "ffn_dim": 4 * hidden,
-        "vocab_size": 50272, "max_position_embeddings": 2048, "word_embed_proj_dim": hidden, **other,
+        "model_type": "opt", "hidden_size": hidden, "num_hidden_layers": blocks, "num_attention_heads": heads,
+        "ffn_dim": 4 * hidden, "vocab_size": 50272, "max_position_embeddings": 2048, "word_embed_proj_dim": hidden,
+        **other,
     }  # fmt: skip
 
 
@@ -65,18 +61,16 @@ BUILT_IN: dict[str, dict[str, Any]] = {
 def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
     """ModelSpec of an OPT config (transformers' field names, defaults filled in). UsageError names a bad field."""
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "ffn_dim", "vocab_size")
-    hidden, blocks, heads, ffn, vocab = (check_int(n, config.get(n), low=1, high=MOST[n]) for n in names)
+    hidden, blocks, heads, ffn, vocab = read_sizes(config, names)
     positions = check_int("max_position_embeddings", config.get("max_position_embeddings"), low=1)
     narrow = check_int("word_embed_proj_dim", config.get("word_embed_proj_dim") or hidden, low=1)
     if hidden % heads:
         raise UsageError(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
-    if config["activation_function"] not in _ACTIVATIONS:
-        raise UsageError(f"activation_function {config['activation_function']!r} is not one of {sorted(_ACTIVATIONS)}")
+    activation = check_activation("activation_function", config["activation_function"])
     bias, affine = bool(config["enable_bias"]), bool(config["layer_norm_elementwise_affine"])
     pre_norm = bool(config["do_layer_norm_before"])
     tied = bool(config.get("tie_word_embeddings", True))
     final_norm = pre_norm and not config.get("_remove_final_layer_norm", False)
-    eos = config.get("eos_token_id")
     root = "model.decoder."
 
     def matrix(role: str, prefix: str, rows: int, columns: int, with_bias: bool = bias) -> list[TensorSpec]:
@@ -112,10 +106,10 @@ def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
         mlp=tuple(mlp_tensors(f"{root}layers.{i}.") for i in range(blocks)),
         head=(*(norm("final_layer_norm", root) if final_norm else ()), *project_out, head_table),
         tied=tied,
-        eos_token_ids=tuple(eos) if isinstance(eos, list) else (() if eos is None else (int(eos),)),
+        eos_token_ids=end_tokens(config),
         bos_token_id=config.get("bos_token_id"),
         options=(
-            ("activation", config["activation_function"]), ("final_norm", final_norm), ("narrow", narrow),
+            ("activation", activation), ("final_norm", final_norm), ("narrow", narrow),
             ("pre_norm", pre_norm),
         ),
     )  # fmt: skip
@@ -155,7 +149,7 @@ def attention(spec: ModelSpec, w: Weights, x: torch.Tensor, attend: Attend, ws: 
 
 def mlp(spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> None:
     """x += fc2(activation(fc1(x))), the norm before or after as in `attention`. x: (tokens, hidden)."""
-    pre_norm, activation = spec.option("pre_norm"), _ACTIVATIONS[spec.option("activation")]
+    pre_norm, activation = spec.option("pre_norm"), ACTIVATIONS[spec.option("activation")]
     for a, b in token_chunks(len(x)):
         inputs = _norm(w, "final_layer_norm", x[a:b]) if pre_norm else x[a:b]
         inner = linear(inputs, w["fc1.weight"], _bias(w, "fc1"), ws.get("ffn", b - a, spec.ffn_size))
@@ -176,13 +170,8 @@ def head(spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> torch.T
 
 
 def _norm(w: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
-    return F.layer_norm(x, (x.shape[-1],), _vector(w, f"{name}.weight"), _vector(w, f"{name}.bias"), LAYER_NORM_EPS)
+    return F.layer_norm(x, (x.shape[-1],), optional_vector(w, f"{name}.weight"), _bias(w, name), LAYER_NORM_EPS)
 
 
 def _bias(w: Weights, name: str) -> torch.Tensor | None:
-    return _vector(w, f"{name}.bias")
-
-
-def _vector(w: Weights, role: str) -> torch.Tensor | None:
-    parts = w.get(role)
-    return vector(parts) if parts else None
+    return optional_vector(w, f"{name}.bias")

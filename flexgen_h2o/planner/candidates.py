@@ -58,7 +58,7 @@ class Candidate:
 
 def candidates(q: Search) -> list[Candidate]:
     """All that may fit, the lowest bound first."""
-    tried = (bounded(q, policy) for gbs, batches in _sizes(q.need.rows) for policy in _with_sides(q, gbs, batches))
+    tried = (bounded(q, policy) for gbs, batches in _sizes(q.need.rows) for policy in with_sides(q, gbs, batches))
     return sorted((c for c in tried if c is not None), key=lambda c: c.bound_s)
 
 
@@ -73,11 +73,11 @@ def neighbours(q: Search, policy: Policy) -> list[Candidate]:
         (a, b) for a, b in dict.fromkeys(sizes)
         if 1 <= a <= MOST_MICRO_BATCH and b >= 1 and (a, b) != (gbs, batches) and a * b <= min(q.need.rows, MOST_ROWS)
     ]  # fmt: skip
-    tried = (bounded(q, other) for a, b in allowed for other in _with_sides(q, a, b))
+    tried = (bounded(q, other) for a, b in allowed for other in with_sides(q, a, b))
     return [c for c in tried if c is not None]
 
 
-def _with_sides(q: Search, gbs: int, batches: int) -> Iterator[Policy]:
+def with_sides(q: Search, gbs: int, batches: int) -> Iterator[Policy]:
     """Policies of one block size that differ in the side of attention and in compression."""
     base = q.base
     either = q.sides.attention and not q.machine.device_is_host and not base.cpu_cache_compute

@@ -164,7 +164,8 @@ class Costs:
     def _chunk_seconds(self, product: Product) -> float:
         rates = self.profile.rates(self.dtype)
         rate = rates.matmul_rate(product.rows, product.inner, product.outer)
-        return product.flops / rate + self.profile.kernel_s
+        faster = rates.blocked_speedup.at(product.rows) if product.blocked else 1.0
+        return product.flops / (rate * faster) + self.profile.kernel_s
 
     def _lasting(self, moves: Sequence[Move]) -> tuple[Lasting, ...]:
         return tuple(self._lasting_of(m) for m in moves if m.nbytes)

@@ -115,6 +115,23 @@ def solve(
     return Solution(total, (found[0], found[1], found[2], found[3], found[4], found[5]), gains)
 
 
+def least_excess(corners: Corners, budgets: Mapping[str, int | None]) -> Shares | None:
+    """The shares whose bytes exceed the budgets least in all."""
+    problem = pulp.LpProblem("least", pulp.LpMinimize)
+    share = {i: pulp.LpVariable(f"share_{i}", 0, 1) for i in corners.moved}
+    for kind in range(3):
+        problem += pulp.lpSum(share[i] for i in (2 * kind, 2 * kind + 1) if i in share) <= 1, f"whole_{KINDS[kind]}"
+    excess = {tier: pulp.LpVariable(f"excess_{tier}", 0) for tier in TIERS if budgets.get(tier) is not None}
+    problem += pulp.lpSum(excess.values())
+    for tier, more in excess.items():
+        held = _mixed(corners, share, [c.nbytes[tier] / GIB for c in _all(corners)])
+        problem += held - more <= (budgets[tier] or 0) / GIB, f"memory_{tier}"
+    if pulp.LpStatus[problem.solve(pulp.PULP_CBC_CMD(msg=False))] != "Optimal":
+        return None
+    a, b, c, d, e, f = (min(1.0, max(0.0, share[i].value() or 0.0)) if i in share else 0.0 for i in range(6))
+    return a, b, c, d, e, f
+
+
 def _all(corners: Corners) -> list[Corner]:
     return [corners.base, *corners.moved.values()]
 

@@ -14,20 +14,17 @@ from flexgen_h2o.kernels.slot_packing import SlotPacking
 from flexgen_h2o.kvcache.layout import UnitLayout, unit_layout
 from flexgen_h2o.limits import (
     ALIGN,
-    PACKED_CHUNK,
     PAGE,
     READ_THREADS,
     ROW_BLOCK,
-    SAMPLING_CHUNK,
-    SCORE_TILE_BYTES,
-    SPARSE_CHUNK,
     STAGING_BYTES,
     TOKEN_CHUNK,
-    UNPACK_CHUNK,
     WRITE_THREADS,
 )
 from flexgen_h2o.packing import WeightForm, weight_form
+from flexgen_h2o.planner.blocked_sizes import blocking_bytes, is_blocked, product_bytes
 from flexgen_h2o.planner.int8_sizes import int8_sizes
+from flexgen_h2o.planner.temporaries import temporary_bytes, unpacked_cache_bytes
 from flexgen_h2o.tiers.placement import Part, Shares, is_streamed, on_host_device, split_rows
 from flexgen_h2o.units import format_bytes, round_up
 
@@ -64,13 +61,6 @@ class Shape:
             tuple(map(max, self.slots, other.slots)),
             self.record,
         )
-
-
-UNPACK_BYTES = 16  # of a weight while torch operations unpack it: codes, halves of them, fp32, the result
-UNPACK_KV_BYTES = (
-    28  # of a value of KV while it is unpacked by torch operations: itself, scale and least, in 4 bytes each
-)
-RANK_BYTES = 48  # of a column while it is ranked: sums, ranks, sorted copies of both and int64 indices
 
 
 @dataclass(frozen=True)
@@ -192,44 +182,18 @@ def workspace_sizes(spec: ModelSpec, shape: Shape, itemsize: int) -> dict[str, i
         "normed": max(chunk, shape.rows) * max(spec.hidden_size, embedding),
         "ffn": chunk * max(spec.ffn_size, spec.hidden_size, embedding),
         "logits": shape.rows * spec.vocab_size,
+        **{buffer.name: chunk * buffer.width for buffer in spec.buffers},
     }
     return {name: round_up(count * itemsize, ALIGN) for name, count in widths.items()}
 
 
-def temporary_bytes(spec: ModelSpec, shape: Shape, itemsize: int, policy: Policy) -> int:
-    """Upper estimate of what torch allocates and frees inside one step: attention, sampling, norms and activations.
-
-    Packed weights are unpacked between steps, or multiplied in int8, by torch operations where nothing is compiled.
-    """
-    q_width = spec.num_heads * spec.head_dim
-    prefill = shape.tokens * (q_width * itemsize + 4 * spec.num_heads)
-    scores = shape.rows * spec.num_heads * shape.most_slots
-    decode = scores * (8 + itemsize)
-    if shape.record:  # column sums with the tile that they are summed in, ranks and their order
-        prefill += shape.tokens * spec.num_kv_heads * RANK_BYTES + 2 * SCORE_TILE_BYTES
-        decode += shape.rows * spec.num_kv_heads * shape.most_slots * RANK_BYTES
-    if "norms" in shape.record:
-        prefill += shape.tokens * spec.num_kv_heads * spec.head_dim * 4
-    if policy.attn_sparsity < 1:  # probabilities, their order, and a chunk of gathered values in two dtypes
-        gathered = min(scores * spec.head_dim, max(SPARSE_CHUNK, shape.most_slots * spec.head_dim))
-        decode = scores * 36 + gathered * (4 + itemsize)
-    # Probabilities, sorted and summed in float64 with their indices.
-    sampling = 50 * min(shape.rows * spec.vocab_size, max(SAMPLING_CHUNK, spec.vocab_size))
-    chunk = min(TOKEN_CHUNK, max(shape.tokens, shape.rows))
-    step = max(prefill, decode, sampling) + chunk * (3 * spec.hidden_size + spec.ffn_size) * itemsize
-    if policy.compress_weight or policy.int8_compute:
-        largest = max(spec.vocab_size, spec.ffn_size) * spec.hidden_size
-        step = max(step, UNPACK_BYTES * min(UNPACK_CHUNK, largest))
-    return step
-
-
-def _unpacked_cache_bytes(spec: ModelSpec, policy: Policy, shape: Shape, itemsize: int, device_is_host: bool) -> int:
-    """What a card takes to read packed KV, some rows at a time: a host reads it as it lies."""
-    on_card = not device_is_host and (policy.percent[2] > 0 or not policy.cpu_cache_compute)
-    if not policy.compress_cache or not on_card:
-        return 0
-    row = shape.most_slots * spec.head_dim
-    return min(shape.rows * spec.num_kv_heads * row, max(PACKED_CHUNK, row)) * (UNPACK_KV_BYTES + 2 * itemsize)
+def _temporary_bytes(spec: ModelSpec, policy: Policy, shape: Shape, itemsize: int, device_is_host: bool) -> int:
+    """The same with blocked weights, where those of this run are blocked."""
+    step = temporary_bytes(spec, shape, itemsize, policy)
+    if not is_blocked(weight_form(policy, itemsize), device_is_host):
+        return step
+    tokens = max(shape.tokens, shape.rows)
+    return max(step + product_bytes(spec, tokens, shape.rows, itemsize), blocking_bytes(spec, itemsize))
 
 
 def hidden_home_bytes(tokens: int, shares: Shares, row_bytes: int) -> dict[str, int]:
@@ -284,8 +248,8 @@ def memory_plan(
         *_cache_buffers(spec, policy, shape, itemsize, device_is_host, depth.cache),
         *_hidden_buffers(spec, policy, shape, itemsize, device_is_host, depth.hidden),
         Buffer("workspace", "device", sum(workspace.values())),
-        Buffer("temporaries", "device", temporary_bytes(spec, shape, itemsize, policy)),
-        Buffer("temporaries", "device", _unpacked_cache_bytes(spec, policy, shape, itemsize, device_is_host)),
+        Buffer("temporaries", "device", _temporary_bytes(spec, policy, shape, itemsize, device_is_host)),
+        Buffer("temporaries", "device", unpacked_cache_bytes(spec, policy, shape, itemsize, device_is_host)),
         Buffer("staging", "host", (READ_THREADS + WRITE_THREADS) * STAGING_BYTES),
     ]
     on_host = {"device": "host"} if device_is_host else {}

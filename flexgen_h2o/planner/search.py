@@ -7,19 +7,19 @@ around the best of a coarse grid the search goes on in smaller steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 
 from flexgen_h2o.config import TIERS, ModelSpec, Policy
 from flexgen_h2o.errors import DoesNotFitError
-from flexgen_h2o.planner.candidates import Budgets, Candidate, Search, Sides, candidates, neighbours
+from flexgen_h2o.planner.candidates import Budgets, Candidate, Search, Sides, bounded, candidates, neighbours
+from flexgen_h2o.planner.least import that_fit, too_small
 from flexgen_h2o.planner.lp import Solution, find_corners, solve
-from flexgen_h2o.planner.memory import SEQUENTIAL, MemoryPlan, memory_plan, plan_within
+from flexgen_h2o.planner.memory import MemoryPlan, plan_within
 from flexgen_h2o.planner.need import Need, even_blocks, shape_of
 from flexgen_h2o.planner.predict import Machine, Prediction, predict
 from flexgen_h2o.planner.rounding import placements
-from flexgen_h2o.units import GIB, format_bytes
+from flexgen_h2o.units import GIB
 
 MOST_SOLVED = 64
 # Of the coarse grid, best first: at least so many, and more while that is quick (steps of the schedule, all told).
@@ -31,13 +31,13 @@ TIGHTER = 0.95  # budgets for the program where rounding found no way into the r
 
 @dataclass(frozen=True)
 class Plan:
-    """A policy with what it costs. gain_s: seconds that the pile saves with 1 GiB more on each tier, by the program's
-    duals; empty where the policy was given."""
+    """A policy with what it costs. dual_s_per_gib: seconds of the pile by the program's duals, for each tier; empty
+    where the policy was given."""
 
     policy: Policy
     memory: MemoryPlan
     prediction: Prediction
-    gain_s: Mapping[str, float]
+    dual_s_per_gib: Mapping[str, float]
 
 
 def evaluate(spec: ModelSpec, policy: Policy, need: Need, machine: Machine, budgets: Budgets) -> Plan:
@@ -62,10 +62,21 @@ def search(
         steps += layers * candidate.policy.num_gpu_batches * min(need.gen_len, 8)
         found += _simulated(q, candidate, solution)
     if not found:
-        found = list(_last_resort(q))
+        # One row at a time, where budgets leave room for little more.
+        found = [evaluate(spec, policy, need, machine, budgets) for policy in that_fit(q, MOST_SIMULATED)]
     if not found:
-        raise DoesNotFitError(_smallest(spec, need, base, machine, budgets))
+        raise DoesNotFitError(too_small(q))
     return _thriftiest([*found, _improved(q, min(found, key=_seconds))])
+
+
+def around(q: Search, plan: Plan) -> Plan:
+    """The best of a plan that fits, its batch sizes with other shares, and better and better neighbours of these."""
+    found = [evaluate(q.spec, plan.policy, q.need, q.machine, q.budgets)]
+    same = bounded(q, plan.policy)
+    solution = None if same is None else _solve(q, same, q.budgets)
+    if same is not None and solution is not None:
+        found += _simulated(q, same, solution)
+    return _improved(q, min(found, key=_seconds))
 
 
 def _seconds(plan: Plan) -> float:
@@ -110,9 +121,9 @@ def _simulated(q: Search, candidate: Candidate, solution: Solution) -> list[Plan
         other = _solve(q, candidate, tighter)
         if other is not None:
             placed = list(placements(q.spec, policy, other.shares, q.need, q.machine, q.budgets))
-    gains = {tier: gain * q.blocks(policy) for tier, gain in solution.gain_s_per_gib.items()}
+    duals = {tier: dual * q.blocks(policy) for tier, dual in solution.gain_s_per_gib.items()}
     needed = (_without_idle_switch(q, p) for p in placed)
-    return [replace(evaluate(q.spec, p, q.need, q.machine, q.budgets), gain_s=gains) for p in needed]
+    return [replace(evaluate(q.spec, p, q.need, q.machine, q.budgets), dual_s_per_gib=duals) for p in needed]
 
 
 def _without_idle_switch(q: Search, policy: Policy) -> Policy:
@@ -140,35 +151,3 @@ def _improved(q: Search, best: Plan) -> Plan:
             return best
         best = better
     return best
-
-
-def _last_resort(q: Search) -> Iterator[Plan]:
-    """One row at a time, where budgets leave room for little more."""
-    for policy in _one_row(q.base):
-        shape = shape_of(policy, q.need)
-        plan = memory_plan(q.spec, policy, shape, q.machine.itemsize, q.machine.device_is_host, SEQUENTIAL)
-        if not plan.overflow(dict(q.budgets)):
-            yield evaluate(q.spec, policy, q.need, q.machine, q.budgets)
-
-
-def _smallest(spec: ModelSpec, need: Need, base: Policy, machine: Machine, budgets: Budgets) -> str:
-    """One line: the tiers that are short for one row in any place, and the least that would do."""
-    itemsize, is_host = machine.itemsize, machine.device_is_host
-    plans = [memory_plan(spec, p, shape_of(p, need), itemsize, is_host, SEQUENTIAL) for p in _one_row(base)]
-    plan = min(plans, key=lambda p: sum(p.overflow(dict(budgets)).values()))
-    short = plan.overflow(dict(budgets))
-    given = " and ".join(f"--{tier}-mem {format_bytes(budgets.get(tier) or 0)}" for tier in short)
-    needed = " ".join(f"--{tier}-mem {plan.bytes_on(tier)}" for tier in short)
-    sizes = ", ".join(format_bytes(plan.bytes_on(tier)) for tier in short)
-    return (
-        f"{given} {'is' if len(short) == 1 else 'are'} too small for any policy by "
-        f"{', '.join(format_bytes(excess) for excess in short.values())}; the smallest that would do: {needed} "
-        f"({sizes}), with one row at a time"
-    )
-
-
-def _one_row(base: Policy) -> Iterator[Policy]:
-    """What holds least in memory: one row, each kind of bytes whole on one tier."""
-    tiers = ((100, 0), (0, 100), (0, 0))
-    for weights, cache, hidden in product(tiers, repeat=3):
-        yield replace(base, gpu_batch_size=1, num_gpu_batches=1, percent=(*weights, *cache, *hidden))

@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from flexgen_h2o.config import Layer, ModelSpec, Policy, TensorSpec, WeightUnit
+from flexgen_h2o.config import Layer, LayerKind, ModelSpec, Policy, TensorSpec, WeightUnit
 from flexgen_h2o.kvcache.layout import UnitLayout
-from flexgen_h2o.limits import TOKEN_CHUNK, WRITE_BACK_STEPS
+from flexgen_h2o.limits import BLOCK_ROWS, TOKEN_CHUNK, WRITE_BACK_STEPS
 from flexgen_h2o.packing import WeightForm, weight_form
+from flexgen_h2o.planner.blocked_sizes import is_blocked
 from flexgen_h2o.planner.memory import (
     attends_on_host,
     hidden_is_streamed,
@@ -23,7 +24,7 @@ from flexgen_h2o.planner.memory import (
     weight_parts,
 )
 from flexgen_h2o.planner.need import Batch, Need
-from flexgen_h2o.tiers.placement import Shares, is_streamed, split_rows
+from flexgen_h2o.tiers.placement import Part, Shares, is_streamed, split_rows
 
 WHOLE: Shares = (1.0, 0.0, 0.0)
 PACK_BYTES = 6  # to pack a number of KV takes as long as norms and activations take for so many bytes
@@ -41,11 +42,12 @@ class Move:
 
 @dataclass(frozen=True)
 class Product:
-    """x W^T of one row part of a matrix: (rows, inner) times (inner, outer)."""
+    """x W^T of one row part of a matrix: (rows, inner) times (inner, outer). blocked: is the part held blocked?"""
 
     rows: int
     inner: int
     outer: int
+    blocked: bool = False
 
     @property
     def flops(self) -> float:
@@ -211,15 +213,28 @@ def layer_work(at: Setting, layer: Layer, unit: WeightUnit, batch: Batch, sweep:
         return Work(elementwise=3.0 * tokens_of(batch, sweep) * at.spec.hidden_size * at.itemsize)
     if layer.kind == "head":
         head = WeightUnit("", tuple(at.spec.head))
-        return Work(_products(at, head, batch.rows), logits=float(batch.rows * at.spec.vocab_size))
+        return Work(_products(at, head, batch.rows, at.spec.tied), logits=float(batch.rows * at.spec.vocab_size))
     tokens = tokens_of(batch, sweep)
     products = _products(at, unit, tokens)
-    norm, inner = 2 * at.spec.hidden_size, 2 * at.spec.ffn_size
-    width = (norm if layer.kind != "mlp" else 0) + (norm + inner if layer.kind != "attention" else 0)
-    elementwise = float(tokens * width * at.itemsize)
+    elementwise = float(tokens * _elementwise_width(at.spec, layer.kind) * at.itemsize)
     if layer.kind == "mlp":
         return Work(products, elementwise=elementwise)
     return _attention_work(at, layer.block, batch, sweep, products, elementwise)
+
+
+def _elementwise_width(spec: ModelSpec, kind: LayerKind) -> int:
+    """Numbers that norms, activations and rotary embeddings of a layer read and write for a token.
+
+    A buffer of the family's own is written and read with another of its width; a number that turns is read in both
+    halves, multiplied, and written.
+    """
+    norm, width = 2 * spec.hidden_size, 0
+    if kind != "mlp":
+        turned = spec.rotary.width * (spec.num_heads + spec.num_kv_heads) if spec.rotary else 0
+        width += norm + 6 * turned
+    if kind != "attention":
+        width += norm + 2 * spec.ffn_size
+    return width + sum(3 * b.width for b in spec.buffers if kind in (b.layer, "block"))
 
 
 def _attention_work(
@@ -251,23 +266,30 @@ def _attention_work(
     crossing = 0.0
     if on_device < 1:
         crossing = (1 - on_device) * batch.rows * (2 * q_width * at.itemsize + column)
+    if "ranks" in at.need.record and spec.rotary:  # keys are turned as they are read
+        elementwise += 6.0 * columns * spec.num_kv_heads * spec.rotary.width * at.itemsize
     return Work(
         products, 0.0, 0.0, read * on_device, read * (1 - on_device), elementwise + batch.rows * packing, packed, 0.0,
         crossing,
     )  # fmt: skip
 
 
-def _products(at: Setting, unit: WeightUnit, rows: int) -> tuple[Product, ...]:
+def _products(at: Setting, unit: WeightUnit, rows: int, is_table: bool = False) -> tuple[Product, ...]:
     """Each part of a matrix is multiplied where it lies, so a split matrix takes several products; a packed one is
-    whole once it is unpacked."""
+    whole once it is unpacked. Resident parts are blocked, but not those of a table, which is looked up in as well."""
     shares = WHOLE if at.policy.compress_weight else tier_shares(at.policy.weight_shares, at.device_is_host)
     shapes = tuple(t.shape for t in unit.tensors if len(t.shape) == 2)
-    return tuple(Product(rows, inner, outer) for inner, outer in _part_shapes(shapes, shares))
+    blocks = is_blocked(at.form, at.device_is_host) and not is_table
+    return tuple(
+        Product(rows, columns, part.rows, blocks and part.tier != "disk" and columns % BLOCK_ROWS == 0)
+        for columns, part in _part_shapes(shapes, shares)
+    )
 
 
 @lru_cache(maxsize=4096)
-def _part_shapes(shapes: tuple[tuple[int, ...], ...], shares: Shares) -> tuple[tuple[int, int], ...]:
-    return tuple((shape[1], part.rows) for shape in shapes for part in weight_parts(TensorSpec("", "", shape), shares))
+def _part_shapes(shapes: tuple[tuple[int, ...], ...], shares: Shares) -> tuple[tuple[int, Part], ...]:
+    """Columns and rows of each part."""
+    return tuple((shape[1], part) for shape in shapes for part in weight_parts(TensorSpec("", "", shape), shares))
 
 
 def chunks(rows: int) -> tuple[int, int]:

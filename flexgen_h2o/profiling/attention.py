@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
@@ -26,15 +28,22 @@ def prefill_rates(bench: Bench, dtype: torch.dtype) -> tuple[Curve, Curve]:
     """
     lengths = bench.sizes.prompt_lengths
     timings = bench.rounds(*(call for length in lengths for call in _prefill_calls(bench, dtype, length)))
-    attention, scoring = [], []
+    attention, scoring, one_prompt = [], [], []
     for length, plain, scored in zip(lengths, timings[::2], timings[1::2], strict=True):
         pairs = _prompts(bench, length) * length**2 * bench.sizes.prompt_width
         seconds = statistics.median(plain)
         # Both took their turns together, so each round has a difference of its own.
         added = statistics.median(b - a for a, b in zip(plain, scored, strict=False))
         attention.append((float(length), 2 * pairs / seconds))
-        scoring.append((float(length), pairs / max(added, LEAST_SHARE * seconds)))
+        one_prompt.append(max(added, LEAST_SHARE * seconds) / _prompts(bench, length))
+    for length, added in zip(lengths, no_longer_than_next(one_prompt), strict=True):
+        scoring.append((float(length), length**2 * bench.sizes.prompt_width / added))
     return Curve(tuple(attention)), Curve(tuple(scoring))
+
+
+def no_longer_than_next(seconds: Sequence[float]) -> list[float]:
+    """Seconds of ever more work, of which none takes longer than what is more: such a figure was disturbed."""
+    return list(accumulate(reversed(seconds), min))[::-1]
 
 
 def _prompts(bench: Bench, length: int) -> int:

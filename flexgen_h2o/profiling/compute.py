@@ -9,7 +9,7 @@ import torch
 from flexgen_h2o.profile import ComputeRates
 from flexgen_h2o.profiling.attention import decode_rates, prefill_rates
 from flexgen_h2o.profiling.bench import Bench
-from flexgen_h2o.profiling.matmul import matmul_rates
+from flexgen_h2o.profiling.matmul import blocked_speedup, matmul_rates
 from flexgen_h2o.profiling.memory import other_rates
 
 
@@ -31,6 +31,7 @@ def compute_rates(bench: Bench, host: Bench, dtype: str) -> ComputeRates:
         device_dequantise_bytes_per_s=others.dequantise,
         host_dequantise_bytes_per_s=others.dequantise,
         logits_per_s=others.logits,
+        blocked_speedup=blocked_speedup(bench, kind),
     )
     return rates if host is bench else _with_host(rates, host, kind)
 

@@ -12,7 +12,7 @@ import torch
 
 from flexgen_h2o import interrupts
 from flexgen_h2o.engine import LANE_THREADS
-from flexgen_h2o.profile import HardwareProfile
+from flexgen_h2o.profile import BUSY_NOTE, HardwareProfile
 from flexgen_h2o.profiling.bench import Bench
 from flexgen_h2o.profiling.beside import beside_shares
 from flexgen_h2o.profiling.compute import compute_rates
@@ -128,7 +128,7 @@ def _notes(others: float, progress: Progress) -> dict[str, str]:
     if others < DISTURBED:
         return {}
     progress(f"other processes took {others:.0%} of the cores: measure again when the machine is quiet")
-    return {"compute": f"measured while other processes took {others:.0%} of the cores"}
+    return {"compute": f"{BUSY_NOTE} {others:.0%} of the cores"}
 
 
 def _link(device: Device, sizes: Sizes) -> LinkRates:

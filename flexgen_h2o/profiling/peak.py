@@ -16,7 +16,8 @@ from flexgen_h2o.profiling.sizes import CARD, HOST, Sizes
 from flexgen_h2o.tiers.device import Device
 from flexgen_h2o.units import MIB
 
-# The shapes of a block's MLP, at the rows that it sees in prefill; matrices and KV larger than the caches.
+# The shapes of a block's MLP, at the rows that it sees in prefill; matrices, in order and blocked, and KV larger than
+# the caches.
 _HOST = replace(HOST, widths=(2048,), hidden=(2048,), heads=(), weight_bytes=128 * MIB, cache_bytes=128 * MIB)
 _CARD = replace(CARD, widths=(4096,), hidden=(4096,), heads=())
 
@@ -31,9 +32,9 @@ class PeakProbe:
         self._flops = 2.0 * rows * width * 4 * width
         cache = self._bench.normal(dtype, self._bench.sizes.cache_bytes // dtype.itemsize).view(torch.int64)
         self._cache_bytes = cache.numel() * cache.itemsize
-        self._calls: list[Call] = [
-            products.call(rows, width, 4 * width), products.call(rows, 4 * width, width), cache.sum,
-        ]  # fmt: skip
+        pairs = ((width, 4 * width), (4 * width, width))
+        self._calls: list[Call] = [products.call(rows, *pair, blocked) for blocked in (False, True) for pair in pairs]
+        self._calls.append(cache.sum)
 
     def best(self) -> Peak:
         """Of a few rounds."""

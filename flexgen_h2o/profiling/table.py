@@ -56,6 +56,8 @@ def _compute(dtype: str, rates: ComputeRates) -> Iterator[str]:
     body = [[f"{i:g} to {i * shape:g}", *(_number(c.at(r) / GIGA) for r in rows)] for shape, i, c in products]
     yield f"{dtype}: products, GFLOP/s"
     yield from _columns([head, *body])
+    gain = rates.blocked_speedup.points
+    yield from _columns([["times faster, blocked", *(f"{rows:g}: {_number(times)}" for rows, times in gain)]])
     yield f"{dtype}: GFLOP/s by tokens of a prompt"
     yield from _curves(
         {"attention of prompts": rates.prefill_attention_flops_per_s, "column sums": rates.column_sums_flops_per_s}

@@ -8,10 +8,12 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedModel
 
 from tests.eviction.engine import PAIRS, Wanted, wanted
-from tests.eviction.reference import PlainOPT
-from tests.parity.cases import SHAPES
+from tests.eviction.plain_models import plain_model
+from tests.eviction.reference import PlainModel
+from tests.parity.cases import FAMILY_SHAPES, SHAPES
 from tests.parity.reference import random_model
 
 # One token; a budget of 8 reached only while decoding; filled by the prompt; neighbours of one length; longer.
@@ -28,7 +30,8 @@ SEEDS = {"post-norm, narrow embedding (350m)": 1}  # of models that repeat thems
 @dataclass(frozen=True)
 class Known:
     folder: Path
-    plain: PlainOPT
+    plain: PlainModel
+    model: PreTrainedModel
 
 
 @pytest.fixture(scope="session")
@@ -37,10 +40,10 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Known]:
 
     @cache
     def made(shape: str) -> Known:
-        model = random_model(SEEDS.get(shape, 0), **(SHAPES | OTHER_SHAPES)[shape])
+        model = random_model(SEEDS.get(shape, 0), **(SHAPES | OTHER_SHAPES | FAMILY_SHAPES)[shape])
         folder = tmp_path_factory.mktemp("model")
         model.save_pretrained(folder)
-        return Known(folder, PlainOPT(model))
+        return Known(folder, plain_model(model), model)
 
     return made
 

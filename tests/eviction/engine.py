@@ -31,7 +31,7 @@ from flexgen_h2o.prompts import prompts_from_python
 from flexgen_h2o.report import RunReport
 from tests.eviction import policies as plain
 from tests.eviction.policies import Budget, Sizes
-from tests.eviction.reference import Evicted, PlainModel, evicted_greedy
+from tests.eviction.reference import Evicted, PlainModel, Turn, evicted_greedy
 from tests.parity.cases import BASE
 from tests.parity.reference import LEAST_GAP, LOGIT_TOLERANCE, LogitsByRow, random_prompts, tokens_of
 
@@ -128,12 +128,12 @@ class Wanted:
 
 def wanted(
     model: PlainModel, pair: Pair, lengths: Sequence[int], new_tokens: int | Sequence[int],
-    stored: Callable[[], NearStored] | None = None,
+    stored: Callable[[], NearStored] | None = None, turn: Turn | None = None,
 ) -> Wanted:  # fmt: skip
     """Random prompts of these lengths, each the first that leads to no near tie, with what follows on them.
 
-    stored: makes what a cache makes of columns (reference.forward). Refuses references that could not tell right from
-    wrong.
+    stored: makes what a cache makes of columns, turn: gives them positions (reference.forward). Refuses references
+    that could not tell right from wrong.
     """
     each = [new_tokens] * len(lengths) if isinstance(new_tokens, int) else new_tokens
     prompts, rows = [], []
@@ -141,7 +141,7 @@ def wanted(
         for attempt in count():
             prompt = random_prompts((length,), seed=37 * i + attempt)[0]
             packed = stored() if stored is not None else None
-            row = evicted_greedy(model, prompt, most, pair.plain, packed)
+            row = evicted_greedy(model, prompt, most, pair.plain, packed, turn)
             if packed is not None and packed.is_near:
                 continue
             if row.least_gap > LEAST_SCORE_GAP and row.least_token_gap > LEAST_GAP:

@@ -1,4 +1,4 @@
-"""A family for the tests only, since OPT shares no kv-heads: pre-norm, RMS norms, learned positions, grouped kv-heads.
+"""A family for the tests only, simple enough to write twice: pre-norm, RMS norms, learned positions, grouped kv-heads.
 
 The functions under the `Family` protocol are what the engine runs; `PlainGQA` is the same model in plain torch, written
 apart from them. Query heads and hidden states differ in width on purpose.

@@ -17,6 +17,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Protocol
 
 import torch
@@ -24,6 +25,7 @@ from transformers import OPTForCausalLM
 
 from tests.eviction.policies import Policy, choose
 
+Turn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (heads, n, d) at positions (n,), rotary embeddings
 Stored = Callable[[torch.Tensor], torch.Tensor]  # (kv, n, d) columns -> what attention finds of them later
 Kept = list[list[list[int]]]  # positions by layer and kv-head, ascending
 
@@ -101,11 +103,13 @@ class Attention:
 @torch.no_grad()
 def forward(
     model: PlainModel, ids: Sequence[int], masks: Sequence[torch.Tensor], prompt_len: int = 0,
-    stored: Stored | None = None,
+    stored: Stored | None = None, turn: Turn | None = None,
 ) -> tuple[torch.Tensor, list[Attention]]:  # fmt: skip
     """Logits of the newest token (vocab,), and every layer's attention. masks: (kv, n, n) bool by layer.
 
-    stored: what a cache makes of columns; queries behind the prompt see that, the prompt's own see the columns.
+    stored: what a cache makes of columns; queries behind the prompt see that, the prompt's own see the columns. turn:
+    the model projects queries and keys without their positions, and a query sees the columns of its mask's row at
+    positions 0, 1, ..., itself last.
     """
     x = model.embed(torch.tensor(ids))
     seen = []
@@ -113,6 +117,8 @@ def forward(
         q, k, v = model.project(layer, x)
         q = q.reshape(model.kv_heads, -1, *q.shape[1:])
         scores = torch.einsum("kgid,kjd->kgij", q, k) * q.shape[-1] ** -0.5
+        if turn is not None:
+            scores = rolled_scores(q, k, mask, turn)
         if stored is not None:
             later = torch.einsum("kgid,kjd->kgij", q[:, :, prompt_len:], stored(k)) * q.shape[-1] ** -0.5
             scores = torch.cat([scores[:, :, :prompt_len], later], dim=2)
@@ -123,6 +129,21 @@ def forward(
         x = model.finish(layer, x, mixed.reshape(len(ids), -1))
         seen.append(Attention(q, k, v, probabilities))
     return model.logits(x[-1:])[0], seen
+
+
+def rolled_scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, turn: Turn) -> torch.Tensor:
+    """(kv, g, n, n) scaled products, each query with the columns of its row of the mask at their ranks."""
+    everywhere = torch.arange(k.shape[1])  # the ranks of a query that sees all columns before it
+    turned = turn(q.flatten(0, 1), everywhere).view_as(q)
+    scores = torch.einsum("kgid,kjd->kgij", turned, turn(k, everywhere)) * q.shape[-1] ** -0.5
+    for head, i in product(range(len(k)), range(q.shape[2])):
+        held = mask[head, i].nonzero().squeeze(1)
+        if len(held) == i + 1:
+            continue
+        keys = turn(k[head, held].unsqueeze(0), torch.arange(len(held)))[0]
+        query = turn(q[head, :, i : i + 1], torch.tensor([len(held) - 1]))[:, 0]
+        scores[head, :, i, held] = query @ keys.T * q.shape[-1] ** -0.5
+    return scores
 
 
 class LayerState:
@@ -193,18 +214,19 @@ class Evicted:
 
 
 def evicted_greedy(
-    model: PlainModel, prompt: Sequence[int], new_tokens: int, policy: Policy, stored: Stored | None = None
-) -> Evicted:
-    """Greedy tokens for one prompt with `policy` evicting in every layer. stored: as in `forward`."""
+    model: PlainModel, prompt: Sequence[int], new_tokens: int, policy: Policy, stored: Stored | None = None,
+    turn: Turn | None = None,
+) -> Evicted:  # fmt: skip
+    """Greedy tokens for one prompt with `policy` evicting in every layer. stored, turn: as in `forward`."""
     layers = [LayerState(model, i, len(prompt), policy) for i in range(model.num_layers)]
-    newest, seen = forward(model, prompt, [layer.mask for layer in layers])
+    newest, seen = forward(model, prompt, [layer.mask for layer in layers], turn=turn)
     for layer, attention in zip(layers, seen, strict=True):
         layer.prefilled(attention)
     tokens, logits, kept = [int(newest.argmax())], [newest], [_held(layers)]
     while len(tokens) < new_tokens:
         for layer in layers:
             layer.join()
-        newest, seen = forward(model, [*prompt, *tokens], [layer.mask for layer in layers], len(prompt), stored)
+        newest, seen = forward(model, [*prompt, *tokens], [layer.mask for layer in layers], len(prompt), stored, turn)
         for layer, attention in zip(layers, seen, strict=True):
             layer.decoded(attention)
         tokens.append(int(newest.argmax()))

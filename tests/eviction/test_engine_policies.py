@@ -15,7 +15,7 @@ from tests.eviction.conftest import LENGTHS, OTHER_SHAPES, Known
 from tests.eviction.engine import PAIRS, STAND_IN, Pair, Wanted, assert_equal, pyramid, wanted
 from tests.eviction.gqa_family import CONFIG, PlainGQA, random_weights, register, save
 from tests.eviction.policies import Budget
-from tests.parity.cases import CONFIGURATIONS, PLACEMENTS, SHAPES
+from tests.parity.cases import CONFIGURATIONS, FAMILY_SHAPES, PLACEMENTS, SHAPES
 
 PLACES = ("all on device", "kv split three ways", "kv on disk", "kv on host")
 
@@ -46,6 +46,29 @@ def test_shape(
     chosen = CONFIGURATIONS[configuration]
     policy = chosen.policy(PLACEMENTS[placement])
     assert_equal(known(shape).folder, reference(shape, pair), PAIRS[pair], policy, tmp_path, chosen.budget)
+
+
+# ---- the other families
+
+
+@pytest.mark.parametrize("pair", ["h2o", "h2o, pyramid", "h2o-norm, decayed", "tova", "snapkv", "h2o-v", "local"])
+@pytest.mark.parametrize("shape", ["llama", "gpt_neox"])
+def test_family(
+    shape: str, pair: str, known: Callable[[str], Known], reference: Callable[..., Wanted], tmp_path: Path
+) -> None:
+    folder, want = known(shape).folder, reference(shape, pair)
+    for name, placement in (("3x1, joined", "all on device"), ("device, 2x2", "kv split three ways")):
+        chosen = CONFIGURATIONS[name]
+        assert_equal(folder, want, PAIRS[pair], chosen.policy(PLACEMENTS[placement]), tmp_path, chosen.budget)
+
+
+@pytest.mark.parametrize("shape", [shape for shape, config in FAMILY_SHAPES.items() if shape != config["model_type"]])
+def test_shape_of_a_family(
+    shape: str, known: Callable[[str], Known], reference: Callable[..., Wanted], tmp_path: Path
+) -> None:
+    want = reference(shape, "h2o", (9, 4), 6)
+    policy = Policy(2, 1, PLACEMENTS["kv on disk"])
+    assert_equal(known(shape).folder, want, PAIRS["h2o"], policy, tmp_path, STAND_IN)
 
 
 # ---- a budget for each layer

@@ -101,6 +101,8 @@ def test_four_bits_on_every_placement(
         ("post-norm, narrow embedding (350m)", "h2o", 4, "kv on host and disk"),
         ("one layer", FULL, 4, "all on disk"), ("one layer", "h2o", 8, "kv on host"),
         ("head width 15", FULL, 4, "kv split three ways"), ("head width 15", "h2o", 8, "all on device"),
+        ("llama, one kv-head, odd sizes", FULL, 4, "kv split three ways"), ("llama", "h2o", 8, "kv on disk"),
+        ("gpt_neox", "h2o", 4, "kv split three ways"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("budget", [None, STAND_IN], ids=["host", "stand-in"])

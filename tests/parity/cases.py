@@ -13,13 +13,40 @@ from typing import Any
 
 from flexgen_h2o.config import MemoryBudget, Policy
 
-# OPTConfig: three blocks of 16 rows in a matrix, so that a split three ways is one.
-BASE: dict[str, Any] = {
-    "vocab_size": 120, "hidden_size": 48, "word_embed_proj_dim": 48, "num_hidden_layers": 2, "ffn_dim": 96,
-    "num_attention_heads": 4, "max_position_embeddings": 64, "bos_token_id": 2, "eos_token_id": None,
-    "pad_token_id": 1,
+# Three blocks of 16 rows in a matrix, so that a split three ways is one.
+COMMON: dict[str, Any] = {
+    "vocab_size": 120, "hidden_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 64, "bos_token_id": 2,
+    "eos_token_id": None, "pad_token_id": 1,
 }  # fmt: skip
+BASE: dict[str, Any] = {
+    **COMMON, "model_type": "opt", "word_embed_proj_dim": 48, "ffn_dim": 96, "num_attention_heads": 4,
+}  # fmt: skip
+_LLAMA: dict[str, Any] = {
+    **COMMON, "intermediate_size": 80, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 24,
+    "rope_theta": 100.0,
+}  # fmt: skip
+# By the model_type of transformers' config.
+BASES: dict[str, dict[str, Any]] = {
+    "opt": BASE,
+    "llama": {**_LLAMA, "model_type": "llama"},
+    "mistral": {**_LLAMA, "model_type": "mistral", "sliding_window": None},
+    "qwen2": {**_LLAMA, "model_type": "qwen2"},
+    "gpt_neox": {
+        **COMMON,
+        "model_type": "gpt_neox",
+        "intermediate_size": 96,
+        "num_attention_heads": 3,
+        "rotary_pct": 0.25,
+        "rotary_emb_base": 100,
+    },
+}
 
+
+def _rope(kind: str, **values: Any) -> dict[str, Any]:
+    return {"model_type": "llama", "rope_scaling": {"rope_type": kind, "factor": 4.0, **values}}
+
+
+# What each row changes of the base of its model_type; OPT where it names none.
 SHAPES: dict[str, dict[str, Any]] = {
     "normal": {},
     "post-norm, narrow embedding (350m)": {"do_layer_norm_before": False, "word_embed_proj_dim": 32},
@@ -32,6 +59,41 @@ SHAPES: dict[str, dict[str, Any]] = {
         "layer_norm_elementwise_affine": False, "_remove_final_layer_norm": True,
     },
     "untied head": {"tie_word_embeddings": False},
+}  # fmt: skip
+
+# Of the other families, each at every fourth placement; the first of each at all.
+FAMILY_SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "llama, a kv-head for each query head, tied": {
+        "model_type": "llama", "num_key_value_heads": 6, "head_dim": None, "tie_word_embeddings": True,
+    },
+    "llama, one kv-head, odd sizes": {
+        "model_type": "llama", "num_key_value_heads": 1, "hidden_size": 66, "head_dim": 10, "intermediate_size": 83,
+        "vocab_size": 127,
+    },
+    "llama, biases, one layer, gelu": {
+        "model_type": "llama", "attention_bias": True, "mlp_bias": True, "num_hidden_layers": 1, "hidden_act": "gelu",
+    },
+    "llama, rope linear": _rope("linear"),
+    "llama, rope dynamic, positions filled": {**_rope("dynamic"), "max_position_embeddings": 16},
+    "llama, rope llama3": _rope(
+        "llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16
+    ),
+    "llama, rope yarn": _rope("yarn", original_max_position_embeddings=16),
+    "mistral, window filled": {"model_type": "mistral", "sliding_window": 16},
+    "qwen2": {"model_type": "qwen2", "head_dim": 8},
+    "gpt_neox": {"model_type": "gpt_neox"},
+    "gpt_neox, one after the other": {
+        "model_type": "gpt_neox", "use_parallel_residual": False, "hidden_act": "gelu_fast", "rotary_pct": 1.0,
+    },
+    "gpt_neox, no bias, odd sizes, tied": {
+        "model_type": "gpt_neox", "attention_bias": False, "hidden_size": 66, "intermediate_size": 83,
+        "vocab_size": 127, "tie_word_embeddings": True, "rotary_pct": 0.4,
+    },
+    "gpt_neox, one layer, no bias, one after the other": {
+        "model_type": "gpt_neox", "use_parallel_residual": False, "attention_bias": False, "num_hidden_layers": 1,
+        "hidden_act": "relu",
+    },
 }  # fmt: skip
 
 # Shares of weights, KV cache and hidden states on device and host; the rest is on disk.
@@ -96,6 +158,17 @@ def plane_of_shapes() -> Iterator[tuple[str, str, str]]:
     for s, shape in enumerate(list(SHAPES)[1:]):
         for p, placement in enumerate(PLACEMENTS):
             yield shape, placement, names[(p + 2 * s) % len(names)]
+
+
+def plane_of_families() -> Iterator[tuple[str, str, str]]:
+    """(shape, placement, configuration) of the families besides OPT."""
+    names, seen = list(CONFIGURATIONS), set()
+    for s, (shape, config) in enumerate(FAMILY_SHAPES.items()):
+        is_first = config["model_type"] not in seen and shape == config["model_type"]
+        seen.add(config["model_type"])
+        for p, placement in enumerate(PLACEMENTS):
+            if is_first or (p + s) % 4 == 0:
+                yield shape, placement, names[(p + 2 * s) % len(names)]
 
 
 def plane_of_configurations() -> Iterator[tuple[str, str]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.cases import SHAPES
+from tests.parity.cases import FAMILY_SHAPES, SHAPES
 from tests.parity.reference import (
     LONG,
     Ended,
@@ -23,6 +23,7 @@ from tests.parity.reference import (
 
 LENGTHS = (5, 9, 9, 1, 12)
 NEW_TOKENS = 5
+SEEDS = {"gpt_neox": 1}  # of models that repeat themselves, or nearly tie, with the usual one
 EOS_LENGTHS = (17, 3, 9, 9, 1, 12, 5, 9, 2)
 
 
@@ -32,7 +33,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refer
 
     @cache
     def made(shape: str) -> Reference:
-        model = random_model(**SHAPES[shape])
+        model = random_model(SEEDS.get(shape, 0), **(SHAPES | FAMILY_SHAPES)[shape])
         return make_reference(model, tmp_path_factory.mktemp("model"), random_prompts(LENGTHS), NEW_TOKENS)
 
     return made

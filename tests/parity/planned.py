@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import OPTForCausalLM
+from transformers import PreTrainedModel
 
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.config import ModelSpec
@@ -23,6 +23,17 @@ from tests.parity.reference import random_prompts
 # 16 rows of every matrix are whole pages in fp32, and so are the keys of a head of one row in 64 slots.
 SHAPE: dict[str, Any] = {
     "vocab_size": 128, "hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 128, "max_position_embeddings": 254,
+}  # fmt: skip
+# The same of the other families, by model_type.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {
+        "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 254,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    },
+    "gpt_neox": {
+        "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 254,
+        "num_attention_heads": 4,
+    },
 }  # fmt: skip
 ITEMSIZE = 4
 
@@ -68,10 +79,11 @@ class Run:
         return llm
 
 
-def write_aligned(model: OPTForCausalLM, folder: Path) -> None:
+def write_aligned(model: PreTrainedModel, folder: Path) -> None:
     """The model's folder, its matrices first and one behind the other from the second page of their file on."""
     model.config.save_pretrained(folder)
-    tensors = [(name, t) for name, t in model.state_dict().items() if name != "lm_head.weight"]
+    tied = model.config.tie_word_embeddings
+    tensors = [(name, t) for name, t in model.state_dict().items() if not (tied and name == "lm_head.weight")]
     tensors.sort(key=lambda pair: pair[1].dim() < 2)
     entries: dict[str, Any] = {}
     end = 0

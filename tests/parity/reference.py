@@ -1,19 +1,20 @@
-"""Tiny random OPT models, what transformers generates with them, and one checked run of our engine."""
+"""Tiny random models, what transformers generates with them, and one checked run of our engine."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import OPTConfig, OPTForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from flexgen_h2o import LLM, Completion, MemoryBudget, Policy, SamplingParams
-from tests.parity.cases import BASE
+from tests.parity.cases import BASE, BASES
 
 LOGIT_TOLERANCE = 1e-4
 # Two tokens nearer than this could change places by rounding alone: no honest reference.
@@ -26,9 +27,10 @@ def random_prompts(lengths: Sequence[int], seed: int = 1) -> list[list[int]]:
     return [torch.randint(4, BASE["vocab_size"], (n,), generator=generator).tolist() for n in lengths]
 
 
-def random_model(seed: int = 0, std: float = 0.2, **shape: Any) -> OPTForCausalLM:
+def random_model(seed: int = 0, std: float = 0.2, model_type: str = "opt", **shape: Any) -> PreTrainedModel:
     """fp32 values large enough that tokens vary: with transformers' own std of 0.02 greedy repeats one token."""
-    model = OPTForCausalLM(OPTConfig(**{**BASE, **shape})).eval()
+    config = AutoConfig.for_model(**deepcopy({**BASES[model_type], **shape}))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, value in model.named_parameters():
@@ -38,7 +40,7 @@ def random_model(seed: int = 0, std: float = 0.2, **shape: Any) -> OPTForCausalL
     return model
 
 
-def greedy(model: OPTForCausalLM, prompt: Sequence[int], max_new: int, eos: int | None = None) -> list[int]:
+def greedy(model: PreTrainedModel, prompt: Sequence[int], max_new: int, eos: int | None = None) -> list[int]:
     """transformers' tokens for a single prompt, without padding."""
     ids = torch.tensor([prompt])
     out = model.generate(
@@ -49,7 +51,7 @@ def greedy(model: OPTForCausalLM, prompt: Sequence[int], max_new: int, eos: int 
 
 
 @torch.no_grad()
-def teacher_forced(model: OPTForCausalLM, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
+def teacher_forced(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
     """(tokens, vocab): the logits that each generated token was chosen from."""
     logits = model(torch.tensor([[*prompt, *tokens[:-1]]])).logits[0]
     return logits[len(prompt) - 1 :]
@@ -60,13 +62,13 @@ class Reference:
     """A model on disk, prompts, and what transformers makes of them; `tokens` and `logits` by prompt."""
 
     folder: Path
-    model: OPTForCausalLM
+    model: PreTrainedModel
     prompts: list[list[int]]
     tokens: list[list[int]]
     logits: list[torch.Tensor]
 
 
-def make_reference(model: OPTForCausalLM, folder: Path, prompts: list[list[int]], max_new: int) -> Reference:
+def make_reference(model: PreTrainedModel, folder: Path, prompts: list[list[int]], max_new: int) -> Reference:
     """Saves `model` in `folder` and runs transformers. Refuses references that could not tell right from wrong."""
     model.save_pretrained(folder)
     tokens = [greedy(model, p, max_new) for p in prompts]

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import OPTForCausalLM
+from transformers import PreTrainedModel
 
 from flexgen_h2o import LLM, Policy, SamplingParams
 from flexgen_h2o.kernels.packed_rows import pack_rows, unpack_rows_reference
-from tests.parity.cases import CONFIGURATIONS, PLACEMENTS, SHAPES
+from tests.parity.cases import CONFIGURATIONS, FAMILY_SHAPES, PLACEMENTS, SHAPES
 from tests.parity.conftest import LENGTHS, NEW_TOKENS
 from tests.parity.reference import (
     Reference,
@@ -27,7 +27,7 @@ from tests.parity.reference import (
 )
 
 
-def unpacked(model: OPTForCausalLM, bits: int) -> OPTForCausalLM:
+def unpacked(model: PreTrainedModel, bits: int) -> PreTrainedModel:
     """The model with its matrices packed and unpacked again."""
     found = copy.deepcopy(model)
     with torch.no_grad():
@@ -37,13 +37,16 @@ def unpacked(model: OPTForCausalLM, bits: int) -> OPTForCausalLM:
     return found
 
 
+SEEDS = {("gpt_neox", 8): 1}  # of models that nearly tie with the usual one
+
+
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Reference]:
     """A model of a shape on disk as it is, and what transformers makes of it unpacked from so many bits."""
 
     @cache
     def made(shape: str, bits: int) -> Reference:
-        model = random_model(**SHAPES[shape])
+        model = random_model(SEEDS.get((shape, bits), 0), **(SHAPES | FAMILY_SHAPES)[shape])
         prompts = random_prompts(LENGTHS)
         known = make_reference(unpacked(model, bits), tmp_path_factory.mktemp("unpacked"), prompts, NEW_TOKENS)
         folder = tmp_path_factory.mktemp("model")
@@ -70,6 +73,13 @@ OTHER_SHAPES = [
 ]
 
 
+FAMILIES = [
+    (shape, placement, NAMES[(2 * s + 3 * p) % len(NAMES)], 8 - 4 * ((s + p) % 2))
+    for s, shape in enumerate(("llama", "gpt_neox"))
+    for p, placement in enumerate(("all on disk", "everything split 30/30", "weights split three ways"))
+]
+
+
 @pytest.mark.parametrize(("placement", "configuration", "bits"), PAIRS)
 def test_placement(
     placement: str, configuration: str, bits: int, packed: Callable[[str, int], Reference], offload_dir: Path
@@ -79,7 +89,7 @@ def test_placement(
     assert_equal(packed("normal", bits), policy, chosen.budget, offload_dir)
 
 
-@pytest.mark.parametrize(("shape", "placement", "configuration", "bits"), OTHER_SHAPES)
+@pytest.mark.parametrize(("shape", "placement", "configuration", "bits"), [*OTHER_SHAPES, *FAMILIES])
 def test_shape(
     shape: str, placement: str, configuration: str, bits: int, packed: Callable[[str, int], Reference],
     offload_dir: Path,

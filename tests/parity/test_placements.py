@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.cases import CONFIGURATIONS, PLACEMENTS, plane_of_configurations, plane_of_shapes
+from tests.parity.cases import CONFIGURATIONS, PLACEMENTS, plane_of_configurations, plane_of_families, plane_of_shapes
 from tests.parity.reference import Reference, assert_equal
 
 
@@ -19,7 +19,7 @@ def test_placement_by_configuration(
     assert_equal(reference("normal"), chosen.policy(PLACEMENTS[placement]), chosen.budget, tmp_path)
 
 
-@pytest.mark.parametrize(("shape", "placement", "configuration"), plane_of_shapes())
+@pytest.mark.parametrize(("shape", "placement", "configuration"), [*plane_of_shapes(), *plane_of_families()])
 def test_placement_by_shape(
     shape: str, placement: str, configuration: str, reference: Callable[[str], Reference], tmp_path: Path
 ) -> None:

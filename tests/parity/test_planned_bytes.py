@@ -21,7 +21,7 @@ from flexgen_h2o.schedule import weight_sequence, zigzag
 from flexgen_h2o.tiers.disk import aligned_range
 from flexgen_h2o.units import round_up
 from tests.parity.cases import BASE, PLACEMENTS
-from tests.parity.planned import ITEMSIZE, SHAPE, Run, write_aligned
+from tests.parity.planned import FAMILIES, ITEMSIZE, SHAPE, Run, write_aligned
 from tests.parity.reference import random_model
 
 LANES = ("disk_read", "disk_write", "h2d", "d2h")
@@ -129,6 +129,15 @@ PAIRS = [(p, r) for i, p in enumerate(PLACEMENTS) for j, r in enumerate(RUNS) if
 def test_the_engine_moves_what_is_planned(placement: str, run: str, folder: Path, tmp_path: Path) -> None:
     """Every lane to the byte."""
     moved, expected = both(RUNS[run], placement, folder, tmp_path)
+    assert moved == expected
+
+
+@pytest.mark.parametrize("run", ["device", "host, sequential, joined", "device, packed KV, h2o", "device, 4 bits"])
+@pytest.mark.parametrize("placement", ["everything split 30/30", "all on disk", "kv on host"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_families(family: str, placement: str, run: str, tmp_path: Path) -> None:
+    write_aligned(random_model(model_type=family, **FAMILIES[family]), tmp_path)
+    moved, expected = both(RUNS[run], placement, tmp_path, tmp_path)
     assert moved == expected
 
 

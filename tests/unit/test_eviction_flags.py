@@ -43,6 +43,10 @@ def parse(flags: str) -> Eviction:
         ("--eviction tova --kv-layer-schedule uniform --hh-size 5", Tova(heavy_size=5)),
         ("--eviction snapkv --hh-all no", SnapKV(while_decoding=False)),
         ("--eviction h2o-norm:decay=0.9,sinks=2 --hh-size 8", H2ONorm(heavy_size=8, decay=0.9, sinks=2)),
+        ("--positions original", Full()),
+        ("--positions rolling", H2O(positions="rolling")),
+        ("--eviction local --positions rolling --recent-size 64", Local(recent_size=64, positions="rolling")),
+        ("--eviction tova:positions=rolling", Tova(positions="rolling")),
         ("--hh-size 9999999999", H2O(heavy_size=9999999999)),
         ("--hh-ratio 0.1 --attn-sparsity 1", H2O(heavy_ratio=0.1)),  # 1 is all of it
     ],
@@ -65,6 +69,7 @@ def test_every_name_is_a_policy(name: str) -> None:
         ("--eviction full --hh-ratio 0.1", ["--hh-ratio", "--eviction full"]),
         ("--eviction full --kv-layer-schedule uniform", ["--kv-layer-schedule", "--eviction full"]),
         ("--eviction full --hh-all false", ["--hh-all", "--eviction full"]),
+        ("--eviction full --positions rolling", ["--positions", "--eviction full"]),
         ("--attn-sparsity 0.5 --eviction h2o", ["--attn-sparsity:", "not for h2o"]),
         ("--attn-sparsity 0.5 --hh-size 4", ["--attn-sparsity:", "not for h2o"]),
         ("--hh-ratio 0", ["--hh-ratio:", "(0, 1]"]),
@@ -94,7 +99,7 @@ def test_refusals_name_the_flag(flags: str, says: list[str]) -> None:
         parse(flags)
     text = str(caught.value)
     assert all(part in text for part in says) and "\n" not in text
-    without_settings = text.partition("; it has ")[0]
+    without_settings = text.partition("; it has ")[0].replace("--positions", "")
     assert not any(field in without_settings for field in doors.EVICTION_FLAGS), "a field's name, which no flag has"
 
 
@@ -127,7 +132,7 @@ def test_the_help_names_every_policy_and_needs_no_torch() -> None:
 def test_every_flag_sets_a_field_that_all_policies_have() -> None:
     values: dict[str, Any] = {
         "heavy_ratio": 0.5, "recent_ratio": 0.5, "heavy_size": 3, "recent_size": 3, "while_decoding": False,
-        "layer_schedule": "pyramid",
+        "layer_schedule": "pyramid", "positions": "rolling",
     }  # fmt: skip
     assert set(values) == set(doors.EVICTION_FLAGS)
     for field, value in values.items():

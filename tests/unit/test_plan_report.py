@@ -11,8 +11,11 @@ from flexgen_h2o.eviction_need import need_of
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
 from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.plan_report import Answer, Question, columns, to_json, to_text
+from flexgen_h2o.planner.gains import Gains
+from flexgen_h2o.planner.memory import Depth
 from flexgen_h2o.planner.predict import Machine
 from flexgen_h2o.planner.search import Plan, evaluate
+from flexgen_h2o.profile import BUSY_NOTE
 from flexgen_h2o.profiling.nominal import nominal_profile
 from flexgen_h2o.units import GIB
 
@@ -31,8 +34,9 @@ def plan_of(asked: Question, policy: Policy) -> Plan:
     return evaluate(found[0], policy, asked.need, asked.machine, asked.budgets)
 
 
-def lines_of(asked: Question, plan: Plan) -> list[str]:
-    return to_text(asked, plan, 0.5, "--percent ...", "run ...").splitlines()
+def lines_of(asked: Question, plan: Plan, gains: Gains | None = None) -> list[str]:
+    answer = Answer(plan.policy, plan, 0.5, gains=gains)
+    return to_text(asked, answer, plan, "--percent ...", "run ...").splitlines()
 
 
 def test_tables_say_what_the_plan_says() -> None:
@@ -53,6 +57,23 @@ def test_tables_say_what_the_plan_says() -> None:
     assert not any("would save" in line for line in lines)
 
 
+def test_a_profile_of_a_busy_machine_is_named_as_one() -> None:
+    asked = question(Full())
+    busy = replace(asked.machine.profile, notes={"compute": f"{BUSY_NOTE} 40% of the cores"})
+    told = replace(asked, machine=replace(asked.machine, profile=busy))
+    plan = plan_of(asked, Policy(4, 2))
+    assert "(profile measured on a busy machine: measure again with" in lines_of(told, plan)[1]
+    assert "busy" not in lines_of(asked, plan)[1]
+
+
+def test_one_of_a_kind_is_singular() -> None:
+    asked = question(Full())
+    plan = plan_of(asked, Policy(4, 2, (0, 50, 0, 0, 0, 100)))
+    alone = replace(plan, memory=replace(plan.memory, depth=Depth(1, 1, 1)))
+    (line,) = [line for line in lines_of(asked, alone) if line.startswith("loaded ahead")]
+    assert line == "loaded ahead: 1 weight unit, 1 KV unit, 1 hidden state"
+
+
 def test_one_tier_less_where_the_device_is_the_host() -> None:
     asked = question(H2O(heavy_size=3, recent_size=2), device_is_host=True)
     lines = lines_of(asked, plan_of(asked, Policy(4, 2)))
@@ -65,21 +86,25 @@ def test_gains_are_named_where_they_count() -> None:
     asked = question(Full(), searched=True)
     plan = plan_of(asked, Policy(4, 2, (0, 50, 0, 0, 100, 0)))
     total = plan.prediction.total_s
-    lines = lines_of(asked, replace(plan, gain_s={"device": total / 4, "host": -0.0, "disk": total / 1e6}))
+    gains = Gains({"device": total / 4, "host": total * 0.0006, "disk": total / 1e6}, "neighbourhood")
+    lines = lines_of(asked, plan, gains)
     (line,) = [line for line in lines if "would save" in line]
-    assert "device" in line and "(25.0%)" in line and line.endswith("host nothing, disk nothing")
+    assert "device" in line and "(25.0%)" in line and "(0.06%)" in line
+    assert line.endswith("disk nothing (with batch sizes near these)")
     assert "policy, found in 0.5 s:" in lines
 
 
 def test_object_has_the_contract_s_keys() -> None:
     asked = question(Full(), searched=True)
     plan = plan_of(asked, Policy(4, 2, (0, 50, 0, 0, 100, 0)))
-    found = to_json(asked, Answer(plan.policy, replace(plan, gain_s={"device": -0.0}), 0.5))
+    gains = Gains({"device": 1.5}, "search")
+    found = to_json(asked, Answer(plan.policy, replace(plan, dual_s_per_gib={"device": -0.0}), 0.5, gains=gains))
     assert list(found) == ["policy", "fits", "predicted", "bound_by", "eta_s", "details"]
     assert set(found["predicted"]) == {"prefill_s", "decode_s", "tokens_per_s", "peak_bytes"}
     assert set(found["predicted"]["peak_bytes"]) == {"device", "host", "disk"}
     assert found["eta_s"] == pytest.approx(found["predicted"]["prefill_s"] + found["predicted"]["decode_s"])
-    assert str(found["details"]["gain_s_per_gib"]["device"]) == "0.0"
+    assert found["details"]["gain_s_per_gib"] == {"device": 1.5} and found["details"]["gain_found_by"] == "search"
+    assert str(found["details"]["dual_s_per_gib"]["device"]) == "0.0"
     held = sum(b["nbytes"] for b in found["details"]["buffers"] if b["tier"] == "device")
     assert held == found["predicted"]["peak_bytes"]["device"]
     nothing = to_json(asked, Answer(None, None, 0.5, "too small"))

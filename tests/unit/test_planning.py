@@ -123,7 +123,7 @@ def test_a_run_reports_what_was_predicted(policy: Policy | str, stand_in: bool, 
         assert llm.report.predicted == {"prefill_s": llm.predicted.prefill_s, "decode_s": llm.predicted.decode_s}
         assert llm.predicted.prefill_s > 0 and llm.predicted.decode_s > 0
         assert llm.predicted.peak_bytes == llm.report.peak_bytes
-        assert llm.report.extra["profile"] == NOMINAL
+        assert llm.report.extra["profile"] == NOMINAL and llm.report.extra["profile_disturbed"] is False
 
 
 def test_each_generate_is_predicted_anew(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ RATES = ComputeRates(
     device_dequantise_bytes_per_s=13e9,
     host_dequantise_bytes_per_s=14e9,
     logits_per_s=15e9,
+    blocked_speedup=Curve(((1.0, 1.1), (32.0, 1.4))),
 )
 PROFILE = HardwareProfile(
     machine="test", description="none", date="2026-11-20", source="made up", device_is_host=True,
@@ -59,6 +60,17 @@ def test_comes_back_from_its_file(tmp_path: Path) -> None:
     assert body["compute"]["float32"]["matmul_flops_per_s"]["0.5"]["1024"]["16"] == 4e9
     del body["notes"]
     assert profile_from_json(body) == replace(PROFILE, notes={})
+
+
+def test_schema_1_knows_no_blocked_matrices() -> None:
+    body = PROFILE.to_json()
+    body["schema"] = 1
+    for rates in body["compute"].values():
+        del rates["blocked_speedup"]
+    plain = replace(RATES, blocked_speedup=Curve.flat(1.0))
+    assert profile_from_json(body) == replace(PROFILE, compute={"float32": plain, "bfloat16": plain})
+    with pytest.raises(UsageError, match="'blocked_speedup' is missing"):
+        profile_from_json({**body, "schema": 2})
 
 
 def test_sizes_come_back_in_order_whatever_their_order_in_the_file() -> None:
@@ -95,7 +107,7 @@ def _drop(*keys: str) -> Callable[[dict[str, Any]], None]:
 F32 = ("compute", "float32")
 # (what is done to a good profile, what the error names)
 BAD = [
-    (_set("schema", to=2), "schema is 2"),
+    (_set("schema", to=3), "schema is 3, this version reads 1 and 2"),
     (_set("schema", to=True), "schema is True"),
     (_drop("schema"), "schema is None"),
     (_drop("kernel_s"), "'kernel_s' is missing"),
@@ -113,6 +125,7 @@ BAD = [
     (_set("disk_read_bytes_per_s", to=math.nan), "disk_read_bytes_per_s: nan"),
     (_set("disk_read_bytes_per_s", to=10 * MOST_RATE), "a rate is between"),
     (_set("step_s", to=-1e-9), "a time in seconds"),
+    (_set(*F32, "blocked_speedup", "32", to=1000), "how many times faster is between"),
     (_set("step_s", to=11), "step_s: 11"),
     (_set("disk_read_beside_compute", to=0.0), "a share is between"),
     (_set("disk_read_beside_compute", to=1.5), "disk_read_beside_compute: 1.5"),

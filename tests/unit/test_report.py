@@ -22,6 +22,7 @@ from flexgen_h2o.report import (
     check_writable,
     log_block,
     log_file_name,
+    prediction_line,
     project_decode_seconds,
     roofline_line,
     sizes_line,
@@ -51,6 +52,30 @@ def make_report(**changes: Any) -> RunReport:
         "hidden_bytes": GB // 8,
     }
     return RunReport(**{**facts, **changes})
+
+
+# ---- the prediction
+
+
+@pytest.mark.parametrize(
+    ("extra", "line"),
+    [
+        (
+            {"profile": "here"},
+            "predicted with here: prefill 90.000 s (measured 100.000 s), decode 400.000 s",
+        ),
+        (
+            {"profile": "here", "profile_disturbed": True},
+            "predicted with here (profile measured on a busy machine: measure again with python -m ",
+        ),
+        ({"profile": "nominal", "profile_disturbed": False}, "predicted: nothing, this machine was not measured"),
+    ],
+)
+def test_a_prediction_says_how_far_it_can_be_trusted(extra: dict[str, Any], line: str) -> None:
+    """Not at all at nominal speeds, which no machine has."""
+    said = prediction_line(make_report(predicted={"prefill_s": 90.0, "decode_s": 400.0}, extra=extra))
+    assert said.startswith(line)
+    assert ("90.000" in said) is (extra["profile"] != "nominal")
 
 
 # ---- the roofline

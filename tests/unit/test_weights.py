@@ -15,6 +15,8 @@ import torch
 from flexgen_h2o.checkpoint import Checkpoint, match, pack_checkpoint, read_index
 from flexgen_h2o.config import ModelSpec, Policy
 from flexgen_h2o.errors import TransferError
+from flexgen_h2o.kernels.blocked_rows import BlockedRows, block_rows
+from flexgen_h2o.kernels.linear import linear
 from flexgen_h2o.kernels.packed_rows import pack_rows, unpack_rows_reference
 from flexgen_h2o.limits import ALIGN, PAGE, ROW_BLOCK
 from flexgen_h2o.models import spec_from_config
@@ -246,6 +248,66 @@ def test_a_unit_that_is_open_stays_open(small: Any) -> None:
         first = stream.open(0, NOTHING)
         assert stream.open(0, NOTHING) is first
         assert stream.open(1, NOTHING) is not first
+
+
+# ---- blocked
+
+WIDE = {"hidden_size": 128, "ffn_dim": 320, "word_embed_proj_dim": 128}
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Any]:
+    """A bf16 model that can be blocked, by tied or not: (spec, checkpoint, its tensors)."""
+    if isinstance(block_rows(torch.zeros(64, 64, dtype=torch.bfloat16))[0], torch.Tensor):
+        pytest.skip("torch does not block here")
+    found = {}
+    for tied in (True, False):
+        folder = tmp_path_factory.mktemp("wide")
+        spec = spec_from_config("tiny", {**CONFIG, **WIDE, "tie_word_embeddings": tied}, "here")
+        tensors = write_checkpoint(folder, spec, torch.bfloat16, 0)
+        found[tied] = spec, match(spec, read_index(folder), folder), tensors
+    return found
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("place", PLACES)
+def test_what_is_multiplied_where_it_lives_is_blocked(
+    wide: dict[bool, Any], place: tuple[int, int], device: type[Device], tied: bool
+) -> None:
+    """Beside streamed rows of the same matrix, and in the planned memory. Tables, what is streamed and what a device of
+    its own computes on are not."""
+    spec, checkpoint, tensors = wide[tied]
+    with opened(spec, checkpoint, place, device(), torch.bfloat16) as room:
+        tables = {t.name for t in (*spec.embedding, *(spec.head if tied else ()))}
+        resident = sum(place) if device is HostDevice else 0
+        blocked = 0
+        for unit in range(len(room.layers.units)):
+            region = taken(room, unit)
+            for t in room.layers.units[unit].tensors:
+                parts = room.store.open_unit(unit, region)[t.role]
+                here = [p for p in parts if isinstance(p, BlockedRows)]
+                assert not here or (t.name not in tables and len(t.shape) == 2)
+                assert all(any(within(p.memory, m.data_ptr(), m) for m in room.memory.values()) for p in here)
+                blocked += sum(map(len, here))
+                if len(t.shape) == 2 and t.name not in tables:
+                    assert sum(map(len, here)) == round(t.shape[0] * resident / 100 / ROW_BLOCK) * ROW_BLOCK // 64 * 64
+                    x = torch.randn(5, t.shape[1]).bfloat16()
+                    out = linear(x, parts, None, torch.empty(5, t.shape[0], dtype=torch.bfloat16))
+                    want = x.float() @ tensors[t.name].float().t()
+                    assert torch.allclose(out.float(), want, atol=0.3, rtol=2**-7)
+                else:
+                    assert torch.equal(torch.cat(parts), tensors[t.name])
+        assert bool(blocked) == bool(resident)
+
+
+def test_fp32_is_not_blocked(wide: dict[bool, Any]) -> None:
+    spec, checkpoint, tensors = wide[False]
+    with opened(spec, checkpoint, (100, 0), HostDevice(), torch.float32) as room:
+        for number, unit in enumerate(room.layers.units):
+            for role, parts in room.store.open_unit(number, None).items():
+                name = next(t.name for t in unit.tensors if t.role == role)
+                assert torch.equal(torch.cat(parts), tensors[name].float())
 
 
 # ---- packed

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 
 from flexgen_h2o.config import check_int
 from flexgen_h2o.errors import UsageError
-from flexgen_h2o.kvcache.eviction.policy import EVERYTHING, Columns, Needs, RowBudget
+from flexgen_h2o.kvcache.eviction.policy import EVERYTHING, RANKS, Columns, Needs, RowBudget
 
 DEFAULT_RATIO = 0.1
 SCHEDULES = ("uniform", "pyramid")
+ORIGINAL, ROLLING = "original", "rolling"
 PYRAMID_BETA = 20  # PyramidKV: the last layer's heavy budget is the mean / beta
 
 
@@ -24,7 +25,9 @@ class Evicting:
     columns; heavy 0 is what the H2O paper calls "local". What is not given of recent is as heavy; nothing at all is
     0.1 each. layer_schedule: "uniform", or "pyramid", where lower layers keep more heavy columns and upper ones fewer,
     as many in sum (PyramidKV, Cai et al. 2024, arXiv 2406.02069). while_decoding: False drops columns of the prompt
-    only and keeps all that are generated (FlexGen's H2O without --hh-all).
+    only and keeps all that are generated (FlexGen's H2O without --hh-all). positions: "original", or "rolling": while
+    decoding a column's position is its rank among those that its row holds (StreamingLLM, Xiao et al. 2024, section
+    3.2), so that rows may grow past the positions that the model was trained for. Needs rotary embeddings.
 
     Raises UsageError for a setting out of range.
     """
@@ -37,6 +40,7 @@ class Evicting:
     recent_size: int | None = None
     layer_schedule: str = "uniform"
     while_decoding: bool = True
+    positions: str = ORIGINAL
 
     def __post_init__(self) -> None:
         for kind in ("heavy", "recent"):
@@ -53,9 +57,17 @@ class Evicting:
             raise UsageError(f"layer_schedule: {self.layer_schedule!r} is not one of {', '.join(SCHEDULES)}")
         if not isinstance(self.while_decoding, bool):
             raise UsageError(f"while_decoding: {self.while_decoding!r} is not true or false")
+        if self.positions not in (ORIGINAL, ROLLING):
+            raise UsageError(f"positions: {self.positions!r} is neither {ORIGINAL} nor {ROLLING}")
 
     @property
     def needs(self) -> Needs:
+        found = self.measures
+        return replace(found, record=(*found.record, RANKS)) if self.positions == ROLLING else found
+
+    @property
+    def measures(self) -> Needs:
+        """What the policy itself needs, wherever positions come from."""
         raise NotImplementedError
 
     def split(self, heavy: int, recent: int) -> RowBudget:
@@ -83,7 +95,8 @@ class Evicting:
     def to_json(self) -> dict[str, Any]:
         """The settings as they are used: defaults filled in, each share a ratio or a size."""
         shares = {f"{kind}_{what}": value for kind in ("heavy", "recent") for what, value in [self._share(kind)]}
-        return {"name": self.name, **{k: v for k, v in asdict(self).items() if v is not None}, **shares}
+        settings = {k: v for k, v in asdict(self).items() if v is not None and (k, v) != ("positions", ORIGINAL)}
+        return {"name": self.name, **settings, **shares}
 
     def _share(self, kind: str) -> tuple[str, int | float]:
         """("size", columns) or ("ratio", of the prompt)."""

@@ -20,5 +20,5 @@ class H2O(Evicting):
     name: ClassVar[str] = "h2o"
 
     @property
-    def needs(self) -> Needs:
+    def measures(self) -> Needs:
         return Needs(record=(POSITIONS, SCORES), query_rows=None)

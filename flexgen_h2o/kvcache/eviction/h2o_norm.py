@@ -39,7 +39,7 @@ class H2ONorm(Evicting):
             raise UsageError(f"decay: {self.decay!r} is not in (0, 1]")
 
     @property
-    def needs(self) -> Needs:
+    def measures(self) -> Needs:
         return Needs((POSITIONS, SCORES), None, query_fade=self.decay, fade=self.decay, even=True, ranks_by_score=False)
 
     def split(self, heavy: int, recent: int) -> RowBudget:

@@ -28,7 +28,7 @@ class Local(Evicting):
         check_int("sinks", self.sinks, low=0, high=EVERYTHING)
 
     @property
-    def needs(self) -> Needs:
+    def measures(self) -> Needs:
         return Needs(record=(POSITIONS,), ranks_by_score=False)
 
     def _share(self, kind: str) -> tuple[str, int | float]:

@@ -13,7 +13,7 @@ import torch
 
 EVERYTHING = 2**30  # more columns than any row has
 # Records of a slot (kvcache/view.Record), in the order in which they are laid out.
-POSITIONS, SCORES, NORMS = "positions", "scores", "norms"
+POSITIONS, SCORES, NORMS, RANKS = "positions", "scores", "norms", "ranks"
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class RowBudget:
 class Needs:
     """What the engine keeps and computes for a policy.
 
-    record: what is kept of each slot, of POSITIONS, SCORES and NORMS in this order; () for a policy that drops nothing.
+    record: what is kept of each slot, of POSITIONS, SCORES, NORMS and RANKS in this order; () for a policy that drops
+    nothing. With RANKS keys are kept before their rotary embeddings, and each is turned by its rank when it is read.
     query_rows: the last rows of a prompt whose column sums are wanted; None for all. query_fade: the row i before the
     last counts query_fade ** i. In a decode step a slot's score becomes fade x score + gain x the probability that it
     received, summed over the query heads of its kv-head. even: the gain is multiplied by columns held / columns seen

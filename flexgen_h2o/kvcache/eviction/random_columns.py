@@ -28,7 +28,7 @@ class Random(Evicting):
         check_int("seed", self.seed, low=0, high=2**31)
 
     @property
-    def needs(self) -> Needs:
+    def measures(self) -> Needs:
         return Needs((POSITIONS,), ranks_by_score=False)
 
     def rank(self, columns: Columns) -> torch.Tensor:

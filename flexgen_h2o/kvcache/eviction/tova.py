@@ -22,7 +22,7 @@ class Tova(Evicting):
     name: ClassVar[str] = "tova"
 
     @property
-    def needs(self) -> Needs:
+    def measures(self) -> Needs:
         return Needs((POSITIONS, SCORES), query_rows=1, fade=0.0, ranks_by_score=False)
 
     def split(self, heavy: int, recent: int) -> RowBudget:

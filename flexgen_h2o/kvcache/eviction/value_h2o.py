@@ -24,8 +24,8 @@ class ValueH2O(H2ONorm):
     name: ClassVar[str] = "h2o-v"
 
     @property
-    def needs(self) -> Needs:
-        needs = super().needs
+    def measures(self) -> Needs:
+        needs = super().measures
         return replace(needs, record=(*needs.record, NORMS))
 
     def rank(self, columns: Columns) -> torch.Tensor:

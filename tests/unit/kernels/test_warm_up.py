@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flexgen_h2o.kernels import column_loops, int8_loops, slot_loops, unpack_loops
+from flexgen_h2o.kernels import column_loops, int8_loops, rotary_loops, slot_loops, unpack_loops
 from flexgen_h2o.kernels.causal import causal_attention_lse
 from flexgen_h2o.kernels.column_sums import column_sums
 from flexgen_h2o.kernels.int8_rows import Int8Rows, multiply, pack_int8_rows
 from flexgen_h2o.kernels.packed_rows import pack_rows, unpack_rows
+from flexgen_h2o.kernels.rotary import Rotation
 from flexgen_h2o.kernels.slots import attend
 from flexgen_h2o.kernels.warm_up import warm_up
 from flexgen_h2o.kernels.workspace import Workspace
@@ -27,6 +28,14 @@ def test_nothing_is_left_to_compile(dtype: torch.dtype) -> None:
     assert (len(slot_loops.attend_rows.signatures), len(column_loops.add_tile.signatures)) == compiled
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_turning_is_compiled(dtype: torch.dtype) -> None:
+    warm_up(torch.device("cpu"), dtype, scored=False, rolling=True)
+    compiled = len(rotary_loops.turn_rows.signatures)
+    Rotation(torch.ones(8), 1.0).turned(torch.zeros(3, 5, 16).to(dtype), torch.zeros(3, 5).int())
+    assert len(rotary_loops.turn_rows.signatures) == compiled >= 1
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_unpacking_is_compiled(bits: int) -> None:
     warm_up(torch.device("cpu"), torch.bfloat16, scored=False, weights=Packing(bits))
@@ -37,9 +46,9 @@ def test_unpacking_is_compiled(bits: int) -> None:
 
 def test_products_in_int8_are_compiled() -> None:
     """With a bias and without, into a result and added to it."""
+    packed, x = pack_int8_rows(torch.randn(5, 100)), torch.randn(3, 100).to(torch.bfloat16)
     warm_up(torch.device("cpu"), torch.bfloat16, scored=False, weights=INT8)
     compiled = len(int8_loops.quantise.signatures), len(int8_loops.rescale.signatures)
-    packed, x = pack_int8_rows(torch.randn(5, 100)), torch.randn(3, 100).to(torch.bfloat16)
     sizes = dict.fromkeys(("int8 inputs", "int8 input scales", "int8 weight scales", "int8 sums"), 320)
     part = Int8Rows(packed, 100, Workspace(torch.empty(1280, dtype=torch.uint8), sizes, torch.bfloat16))
     for bias in (None, torch.randn(5).to(torch.bfloat16)):

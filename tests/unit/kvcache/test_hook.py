@@ -180,12 +180,32 @@ def test_what_is_kept_is_recorded_of_each_head() -> None:
 
 def test_new_columns_begin_with_nothing() -> None:
     view = split_views(empty_record(2, 3), [])[0]
-    record_columns(view, torch.tensor([2, 0]), torch.tensor([8, 9]), torch.tensor([[3.0, 4, 0, 0], [0, 0, 0, 1]]))
+    filled, values = torch.tensor([3, 4]), torch.tensor([[3.0, 4, 0, 0], [0, 0, 0, 1]])
+    record_columns(view, torch.tensor([2, 0]), torch.tensor([8, 9]), filled, values)
     record = view.record
     assert record is not None and record.scores is not None and record.norms is not None
     assert record.positions.tolist() == [[77, 77, 8], [9, 77, 77]]
     assert record.scores[0, 2] == record.scores[1, 0] == 0 and int(record.scores.isnan().sum()) == 4
     assert record.norms[0, 2] == 5 and record.norms[1, 0] == 1
+
+
+def test_ranks_are_the_order_of_positions() -> None:
+    """While free slots are filled, and when columns replace any others."""
+    generator = torch.Generator().manual_seed(0)
+    rows, slots, held = 4, 5, 2
+    ranks = torch.full((rows, slots), 7, dtype=torch.int32)
+    view = split_views(replace(empty_record(rows, slots), ranks=ranks), [])[0]
+    zeros = torch.zeros(2, KV_HEADS, 10)
+    kept = KeptColumns(torch.tensor([[[0, 2], [1, 2]], [[3, 9], [4, 9]]]), zeros, zeros)
+    for sequence in range(2):
+        record_prompt(view, slice(2 * sequence, 2 * sequence + 2), kept, sequence, slice(0, 2))
+    for past in range(10, 40):
+        taken = torch.full((rows,), held) if held < slots else torch.randint(0, slots, (rows,), generator=generator)
+        held = min(held + 1, slots)
+        record_columns(view, taken, torch.tensor([past] * rows), torch.tensor([held] * rows), torch.zeros(rows, WIDTH))
+        assert view.record is not None and view.record.ranks is not None
+        order = view.record.positions[:, :held].argsort(dim=1).argsort(dim=1)
+        assert torch.equal(view.record.ranks[:, :held], order.int())
 
 
 @pytest.mark.parametrize("cuts", [(), (3,), (1, 5)])

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
-from transformers import OPTConfig, OPTForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from flexgen_h2o.config import ModelSpec
 from flexgen_h2o.models import built_in_spec, spec_from_config
 from flexgen_h2o.units import GIB
+from tests.parity.cases import BASES, FAMILY_SHAPES
 
 SMALL = {
     "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 3, "ffn_dim": 24, "max_position_embeddings": 20,
@@ -34,26 +36,35 @@ def published(name: str) -> ModelSpec:
     return found[0]
 
 
-def on_meta(config: OPTConfig) -> OPTForCausalLM:
+def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     with torch.device("meta"):
-        return OPTForCausalLM(config)
+        return AutoModelForCausalLM.from_config(config)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_tensor_of_transformers_is_there_once(kind: str) -> None:
-    config = OPTConfig(**{**SMALL, **KINDS[kind]})
-    spec = spec_from_config("m", config.to_dict(), "here")
-    theirs = {name: tuple(p.shape) for name, p in on_meta(config).named_parameters()}
-    ours = {t.name: t.shape for unit in spec.layers(sep_layer=True).units for t in unit.tensors}
-    assert ours == theirs
-    assert spec.num_weights == sum(p.numel() for p in on_meta(config).parameters())
+@pytest.mark.parametrize(
+    "config",
+    [
+        *({"model_type": "opt", **SMALL, **kind} for kind in KINDS.values()),
+        *({**BASES[shape["model_type"]], **shape} for shape in FAMILY_SHAPES.values()),
+    ],
+    ids=[*KINDS, *FAMILY_SHAPES],
+)
+def test_every_tensor_of_transformers_is_there_once(config: dict[str, Any]) -> None:
+    theirs = on_meta(AutoConfig.for_model(**deepcopy(config)))
+    spec = spec_from_config("m", theirs.config.to_dict(), "here")
+    shapes = {name: tuple(p.shape) for name, p in theirs.named_parameters()}
+    tensors = [t for unit in spec.layers(sep_layer=True).units for t in unit.tensors]
+    assert {next(n for n in (t.name, *t.aliases) if n in shapes): t.shape for t in tensors} == shapes
+    assert len(tensors) == len(shapes) and spec.num_weights == sum(p.numel() for p in theirs.parameters())
 
 
-@pytest.mark.parametrize("name", ["opt-125m", "opt-350m", "opt-30b", "galactica-6.7b"])
+@pytest.mark.parametrize(
+    "name", ["opt-125m", "opt-350m", "opt-30b", "galactica-6.7b", "Llama-3.2-3B", "Mistral-7B-v0.1", "pythia-1b"]
+)
 def test_public_shapes_have_as_many_weights_as_in_transformers(name: str) -> None:
     found = built_in_spec(name)
     assert found is not None
-    model = on_meta(OPTConfig(**found[1]))
+    model = on_meta(AutoConfig.for_model(**deepcopy(found[1])))
     assert found[0].num_weights == sum(p.numel() for p in model.parameters())
 
 

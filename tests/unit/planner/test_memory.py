@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from flexgen_h2o.config import TIERS, ModelSpec, Policy
 from flexgen_h2o.errors import DoesNotFitError
 from flexgen_h2o.kvcache.store import CacheStore
-from flexgen_h2o.limits import ALIGN, INT8_TILE
+from flexgen_h2o.limits import ALIGN, BLOCK_CHUNK, INT8_TILE
 from flexgen_h2o.models import spec_from_config
 from flexgen_h2o.packing import WeightForm
+from flexgen_h2o.planner.blocked_sizes import blocking_bytes, product_bytes
 from flexgen_h2o.planner.memory import (
     OVERLAPPED,
     SEQUENTIAL,
@@ -27,6 +28,7 @@ from flexgen_h2o.planner.memory import (
     memory_plan,
     plan_within,
     streamed_bytes,
+    temporary_bytes,
     workspace_sizes,
 )
 from flexgen_h2o.schedule import weight_sequence
@@ -289,3 +291,31 @@ def test_int8_compute_needs_room_for_products_and_none_to_unpack() -> None:
     assert plan.size("workspace") - plain.size("workspace") == sum(round_up(n, ALIGN) for n in more)
     assert not plan.size("unpacked weights")
     assert plan.size("weights") < 0.51 * plain.size("weights") + sum(4 * s[0] + ALIGN for s in shapes)
+
+
+# ---- blocked
+
+
+def test_a_product_with_blocked_rows_is_planned_for() -> None:
+    """At most BLOCK_CHUNK bytes of rows are multiplied, or blocked, at a time."""
+    tied, untied = make_spec(), make_spec(tie_word_embeddings=False, vocab_size=5000)
+    assert product_bytes(tied, 1024, 300, 2) == 1024 * 96 * 2
+    assert product_bytes(untied, 1024, 300, 2) == 300 * 5000 * 2
+    assert product_bytes(untied, 4096, 4096, 2) == 1024 * 5000 * 2
+    wide = make_spec(hidden_size=49152, num_attention_heads=4, word_embed_proj_dim=49152, ffn_dim=196608)
+    assert product_bytes(wide, 1024, 1, 2) == 1024 * 2 * (BLOCK_CHUNK // 98304) * 2
+    assert blocking_bytes(tied, 2) == 96 * 48 * 2 and blocking_bytes(untied, 2) == 5000 * 48 * 2
+    assert blocking_bytes(wide, 2) == BLOCK_CHUNK
+
+
+def test_temporaries_cover_it_where_weights_are_blocked() -> None:
+    """On the host, in bf16, and where they are not packed."""
+    untied, shape = make_spec(tie_word_embeddings=False, vocab_size=5000), Shape(300, 1, 2000, (30, 30))
+
+    def temporaries(itemsize: int, is_host: bool, policy: Policy, shape: Shape = shape) -> int:
+        return memory_plan(untied, policy, shape, itemsize, is_host, SEQUENTIAL).size("temporaries")
+
+    for itemsize, is_host, policy in ((4, True, Policy()), (2, False, Policy()), (2, True, Policy(int8_compute=True))):
+        assert temporaries(itemsize, is_host, policy) == temporary_bytes(untied, shape, itemsize, policy)
+    assert temporaries(2, True, Policy()) == temporary_bytes(untied, shape, 2, Policy()) + 300 * 5000 * 2
+    assert temporaries(2, True, Policy(), Shape(1, 1, 1, (1, 1))) >= blocking_bytes(untied, 2)

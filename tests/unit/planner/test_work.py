@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 
 from flexgen_h2o.config import Policy
 from flexgen_h2o.kernels.slot_packing import SlotPacking
+from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.packing import Packing, WeightForm
 from flexgen_h2o.planner.memory import OVERLAPPED, memory_plan
 from flexgen_h2o.planner.need import Batch, Need, shape_of
-from flexgen_h2o.planner.work import Setting, kv_load_moves, kv_store_moves, layer_work, weight_moves
+from flexgen_h2o.planner.work import Setting, Work, kv_load_moves, kv_store_moves, layer_work, weight_moves
 from flexgen_h2o.units import round_up
-from tests.unit.planner.made_up import BLOCKS, SPEC, evicting, policies
+from tests.unit.planner.made_up import BLOCKS, SPEC, evicting, make_spec, policies
 
 COLUMN = SPEC.kv_bytes_per_token(4) // BLOCKS
 
@@ -61,6 +62,35 @@ def test_attention_reads_the_columns_that_are_held(is_host: bool) -> None:
     assert layer_work(at, layer, unit, batch, 0).device_kv == 0
 
 
+def blocked_rows(policy: Policy, is_host: bool, tied: bool) -> dict[str, tuple[int, int]]:
+    """By kind of layer: rows of matrices that are multiplied blocked, and of all."""
+    spec, need = make_spec(tie_word_embeddings=tied), Need.full(2, 10, 2, BLOCKS)
+    at, plan = Setting(spec, policy, need, 2, is_host), spec.layers(True)
+    found = {}
+    for layer in (plan.layers[1], plan.layers[2], plan.layers[-1]):
+        work = layer_work(at, layer, plan.units[layer.unit], Batch.even(2, 10), 1)
+        every = [(p.outer, p.blocked) for p in work.products]
+        found[layer.kind] = sum(n for n, blocked in every if blocked), sum(n for n, _ in every)
+    return found
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_lies_where_it_is_computed_on_is_multiplied_blocked(tied: bool) -> None:
+    head = 0 if tied else SPEC.vocab_size
+    whole = {"attention": (512, 512), "mlp": (640, 640), "head": (head, SPEC.vocab_size)}
+    nothing = {kind: (0, every) for kind, (_, every) in whole.items()}
+    rest = (100, 0, 100, 0)
+    assert blocked_rows(Policy(percent=(100, 0, *rest)), True, tied) == whole
+    assert blocked_rows(Policy(percent=(0, 100, *rest)), True, tied) == whole
+    assert blocked_rows(Policy(percent=(100, 0, *rest)), False, tied) == nothing
+    assert blocked_rows(Policy(percent=(0, 100, *rest)), False, tied) == nothing
+    assert blocked_rows(Policy(percent=(0, 0, *rest)), True, tied) == nothing
+    assert blocked_rows(Policy(percent=(100, 0, *rest), compress_weight=True), True, tied) == nothing
+    assert blocked_rows(Policy(percent=(100, 0, *rest), int8_compute=True), True, tied) == nothing
+    half = blocked_rows(Policy(percent=(50, 0, *rest)), True, tied)
+    assert half["attention"] == (256, 512) and half["mlp"] == (320, 640)
+
+
 def test_attention_on_the_host_reads_its_share_there() -> None:
     """Queries and results cross, KV does not move."""
     need, batch = Need.full(6, 10, 4, BLOCKS), Batch.even(6, 10)
@@ -69,6 +99,52 @@ def test_attention_on_the_host_reads_its_share_there() -> None:
     work = layer_work(at, layer, at.spec.layers(True).units[layer.unit], batch, 1)
     assert (work.device_kv, work.host_kv) == (0.25 * 6 * 11 * COLUMN, 0.75 * 6 * 11 * COLUMN)
     assert work.crossing > 0 and not kv_load_moves(at, 0, batch, 1)
+
+
+def block_work(name: str, sweep: int, need: Need) -> Work:
+    """Of a transformer block of a public shape in bf16, all its steps together."""
+    found = built_in_spec(name)
+    assert found is not None
+    at = Setting(found[0], Policy(), need, 2, True)
+    plan = at.spec.layers(at.policy.sep_layer)
+    steps = [layer_work(at, x, plan.units[x.unit], Batch.even(4, 100), sweep) for x in plan.layers if x.block == 0]
+    return Work(
+        tuple(p for step in steps for p in step.products),
+        **{f: sum(getattr(step, f) for step in steps) for f in ("prompt_flops", "device_kv", "elementwise")},
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "matrices", "columns", "numbers"),
+    [
+        # q and o, k and v, three of the MLP; two norms, the heads that turn, gate and product of the MLP
+        (
+            "Meta-Llama-3-8B", 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336, 2 * 8 * 128,
+            4 * 4096 + 6 * 40 * 128 + 5 * 14336,
+        ),
+        # the fused matrix and what comes of it, one step for both halves; a quarter of each head turns
+        (
+            "gpt-neox-20b", 4 * 6144 * 6144 + 2 * 6144 * 24576, 2 * 64 * 96,
+            4 * 6144 + 6 * 128 * 24 + 2 * 24576 + 3 * 3 * 6144,
+        ),
+    ],
+)  # fmt: skip
+def test_a_block_of_a_public_shape(name: str, matrices: int, columns: int, numbers: int) -> None:
+    """matrices: elements; columns: numbers of a key and a value of all kv-heads; numbers: elementwise, of a token."""
+    need = Need.full(4, 100, 4, 80)
+    prompt, decode = (block_work(name, sweep, need) for sweep in (0, 2))
+    assert sum(p.flops for p in prompt.products) == 2 * 400 * matrices
+    assert sum(p.flops for p in decode.products) == 2 * 4 * matrices
+    assert decode.device_kv == 4 * 102 * columns * 2
+    assert decode.elementwise == 4 * numbers * 2
+    assert prompt.elementwise == 400 * numbers * 2 + 400 * 2 * columns * 2  # what is kept is copied
+
+
+def test_rolling_positions_turn_the_keys_that_are_read() -> None:
+    need = evicting(4, 100, 4, 20)
+    still, rolling = (block_work("Meta-Llama-3-8B", 2, replace(need, record=r)) for r in ((), ("positions", "ranks")))
+    columns = rolling.device_kv / (2 * 8 * 128 * 2)
+    assert rolling.elementwise - still.elementwise == 6 * columns * 8 * 128 * 2
 
 
 def test_vectors_stay_with_the_device() -> None:

@@ -13,7 +13,7 @@ import torch
 from flexgen_h2o.errors import DoesNotFitError, UsageError
 from flexgen_h2o.profile import Curve, profile_from_json
 from flexgen_h2o.profiling import matmul, measure, steps
-from flexgen_h2o.profiling.attention import decode_rates, prefill_rates
+from flexgen_h2o.profiling.attention import decode_rates, no_longer_than_next, prefill_rates
 from flexgen_h2o.profiling.bench import Bench
 from flexgen_h2o.profiling.beside import beside_shares
 from flexgen_h2o.profiling.disk import DiskProbe, check_space
@@ -64,6 +64,12 @@ def test_attention(bench: Bench, dtype: torch.dtype) -> None:
     check(*prefill, *decode)
     assert {sizes_of(curve) for curve in prefill} == {TINY.prompt_lengths}
     assert {sizes_of(curve) for curve in decode} == {TINY.head_widths}
+
+
+def test_less_work_is_not_slower_than_more() -> None:
+    """A neighbour that took the cores from the shortest prompts alone."""
+    assert no_longer_than_next([8e-3, 1e-3, 2e-3, 5e-3]) == [1e-3, 1e-3, 2e-3, 5e-3]
+    assert no_longer_than_next([1.0, 2.0, 2.0]) == [1.0, 2.0, 2.0]
 
 
 def test_slow_attention_is_measured_on_a_smaller_cache(bench: Bench) -> None:

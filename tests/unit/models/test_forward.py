@@ -1,4 +1,4 @@
-"""The forward of OPT's layers, on matrices in one piece and in row parts, against transformers."""
+"""The forward of every family's layers, on matrices in one piece and in row parts, against transformers."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import OPTConfig, OPTForCausalLM
+from transformers import OPTConfig, OPTForCausalLM, PreTrainedModel
 
 from flexgen_h2o.config import ModelSpec, TensorSpec
 from flexgen_h2o.kernels.causal import causal_attention
 from flexgen_h2o.kernels.linear import RowParts
+from flexgen_h2o.kernels.rotary import Rotation
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.limits import TOKEN_CHUNK
 from flexgen_h2o.models import family_of, spec_from_config
 from flexgen_h2o.models.chunks import token_chunks
 from flexgen_h2o.planner.memory import Shape, workspace_sizes
+from tests.parity.cases import FAMILY_SHAPES
+from tests.parity.reference import random_model
 
 SHAPE = {
     "vocab_size": 50, "hidden_size": 24, "num_hidden_layers": 2, "ffn_dim": 40, "max_position_embeddings": 32,
@@ -48,9 +51,12 @@ def logits_of(spec: ModelSpec, tensors: dict[str, torch.Tensor], ids: torch.Tens
     ws = Workspace(torch.zeros(sum(sizes.values()), dtype=torch.uint8), sizes, torch.float32)
 
     def roles(specs: tuple[TensorSpec, ...]) -> dict[str, RowParts]:
-        return {t.role: split(tensors[t.name]) for t in specs}
+        return {t.role: split(next(tensors[n] for n in (t.name, *t.aliases) if n in tensors)) for t in specs}
 
     def attend(*qkv: torch.Tensor) -> torch.Tensor:
+        if spec.rotary is not None:
+            rotation = Rotation(torch.tensor(spec.rotary.frequencies), spec.rotary.scaling)
+            rotation.turn(qkv[:2], torch.arange(n))
         q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in qkv)
         return causal_attention(q, k, v, spec.head_dim**-0.5)[0].transpose(0, 1).reshape(n, -1)
 
@@ -58,7 +64,8 @@ def logits_of(spec: ModelSpec, tensors: dict[str, torch.Tensor], ids: torch.Tens
     family.embed(spec, roles(spec.embedding), ids, torch.arange(n), x, ws)
     for attention, mlp in zip(spec.attention, spec.mlp, strict=True):
         family.attention(spec, roles(attention), x, attend, ws)
-        family.mlp(spec, roles(mlp), x, ws)
+        if mlp:
+            family.mlp(spec, roles(mlp), x, ws)
     before = x.clone()
     logits = family.head(spec, roles(spec.embedding + spec.head), x, ws).clone()
     assert torch.equal(x, before)  # the head leaves the hidden states as they are
@@ -68,17 +75,31 @@ def logits_of(spec: ModelSpec, tensors: dict[str, torch.Tensor], ids: torch.Tens
 @pytest.mark.parametrize("split", [whole, in_three])
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_equal_transformers(kind: str, split: Split, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flexgen_h2o.models.chunks.TOKEN_CHUNK", 4)  # 11 tokens: two whole runs and a short one
     config = OPTConfig(**{**SHAPE, **KINDS[kind]})
     model = OPTForCausalLM(config).eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.dim() == 1:  # the initial 0 and 1 of biases and norms would hide a swap
                 p.normal_(1.0 if "norm.weight" in name else 0.0, 0.3)
-        ids = torch.randint(0, 50, (11,))
-        expected = model(ids[None]).logits[0]
-        spec = spec_from_config("m", config.to_dict(), "here")
-        actual = logits_of(spec, dict(model.named_parameters()), ids, split)
+    assert_logits(model, split, monkeypatch)
+
+
+@pytest.mark.parametrize("split", [whole, in_three])
+@pytest.mark.parametrize("shape", FAMILY_SHAPES)
+def test_logits_of_other_families(shape: str, split: Split, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_logits(random_model(**FAMILY_SHAPES[shape]), split, monkeypatch)
+
+
+@torch.no_grad()
+def assert_logits(model: PreTrainedModel, split: Split, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 11 tokens: two whole chunks and a short one, and more of those that norms and rotations see."""
+    for name, count in (("models.chunks.TOKEN", 4), ("kernels.rms_norm.NORM", 3), ("kernels.rotary.ROTARY", 2)):
+        monkeypatch.setattr(f"flexgen_h2o.{name}_CHUNK", count)
+    ids = torch.randint(0, 50, (11,))
+    expected = model(ids[None]).logits[0]
+    spec = spec_from_config("m", model.config.to_dict(), "here")
+    tensors = dict(model.named_parameters(remove_duplicate=False))
+    actual = logits_of(spec, tensors, ids, split)
     assert (actual - expected).abs().max() < 1e-4
     assert expected.std() > 0.1
 

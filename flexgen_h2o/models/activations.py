@@ -1,0 +1,27 @@
+"""Activations by the name that configs give them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from flexgen_h2o.errors import UsageError
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+
+_TANH_GELU = partial(F.gelu, approximate="tanh")
+# They may change their argument in place. gelu_new and gelu_fast write the same tanh formula in other words.
+ACTIVATIONS: dict[str, Activation] = {
+    "relu": torch.relu_, "gelu": F.gelu, "gelu_new": _TANH_GELU, "gelu_fast": _TANH_GELU,
+    "gelu_pytorch_tanh": _TANH_GELU, "silu": partial(F.silu, inplace=True),
+}  # fmt: skip
+
+
+def check_activation(field: str, name: object) -> str:
+    """`name` if it is known; UsageError names the field."""
+    if name not in ACTIVATIONS:
+        raise UsageError(f"{field} {name!r} is not one of {sorted(ACTIVATIONS)}")
+    return str(name)

@@ -1,0 +1,154 @@
+"""GPT-NeoX (Black et al. 2022) and Pythia, as plain functions.
+
+Partial rotary positions, one fused matrix for q, k and v, and a residual that attention and MLP share (parallel) or
+take one after the other. Formulas follow transformers' modeling_gpt_neox.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from flexgen_h2o.config import ModelSpec, StepBuffer, TensorSpec, check_int
+from flexgen_h2o.errors import UsageError
+from flexgen_h2o.kernels.linear import add_linear, linear, lookup, optional_vector, vector
+from flexgen_h2o.kernels.workspace import Workspace
+from flexgen_h2o.models import Attend, Weights
+from flexgen_h2o.models.activations import ACTIVATIONS, check_activation
+from flexgen_h2o.models.chunks import token_chunks
+from flexgen_h2o.models.fields import end_tokens, linear_tensors, read_positive, read_sizes
+from flexgen_h2o.models.rope import read_rotary
+
+
+def _shape(hidden: int, blocks: int, heads: int, vocab: int, **other: Any) -> dict[str, Any]:
+    return {
+        "model_type": "gpt_neox", "hidden_size": hidden, "num_hidden_layers": blocks, "num_attention_heads": heads,
+        "intermediate_size": 4 * hidden, "vocab_size": vocab, "max_position_embeddings": 2048, "rotary_pct": 0.25,
+        "bos_token_id": 0, "eos_token_id": 0, **other,
+    }  # fmt: skip
+
+
+# Vocabularies as padded for training: by the number of devices that the matrices were split over.
+_PYTHIA = {
+    "70m": _shape(512, 6, 8, 50304), "160m": _shape(768, 12, 12, 50304), "410m": _shape(1024, 24, 16, 50304),
+    "1b": _shape(2048, 16, 8, 50304), "1.4b": _shape(2048, 24, 16, 50304), "2.8b": _shape(2560, 32, 32, 50304),
+    "6.9b": _shape(4096, 32, 32, 50432), "12b": _shape(5120, 36, 40, 50688),
+}  # fmt: skip
+
+BUILT_IN: dict[str, dict[str, Any]] = {
+    "EleutherAI/gpt-neox-20b": _shape(6144, 44, 64, 50432, hidden_act="gelu_fast"),
+    **{f"EleutherAI/pythia-{size}": shape for size, shape in _PYTHIA.items()},
+    **{f"EleutherAI/pythia-{size}-deduped": shape for size, shape in _PYTHIA.items()},
+}
+
+
+def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
+    """ModelSpec of a GPT-NeoX config (transformers' field names, defaults filled in). UsageError names a bad field."""
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+    hidden, blocks, heads, ffn, vocab = read_sizes(config, names)
+    positions = check_int("max_position_embeddings", config.get("max_position_embeddings"), low=1)
+    if hidden % heads:
+        raise UsageError(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+    activation, eps = check_activation("hidden_act", config.get("hidden_act")), read_positive(config, "layer_norm_eps")
+    bias, parallel = bool(config["attention_bias"]), bool(config["use_parallel_residual"])
+    rotary = read_rotary(config)
+    if rotary.width > hidden // heads:
+        raise UsageError(f"rope_parameters: {rotary.width} numbers of a head of {hidden // heads} cannot turn")
+
+    def norm(role: str, name: str) -> tuple[TensorSpec, ...]:
+        return tuple(TensorSpec(f"{role}.{kind}", f"gpt_neox.{name}.{kind}", (hidden,)) for kind in ("weight", "bias"))
+
+    def attention_tensors(i: int) -> tuple[TensorSpec, ...]:
+        root = f"gpt_neox.layers.{i}.attention"
+        return (
+            *norm("input_norm", f"layers.{i}.input_layernorm"),
+            *linear_tensors("query_key_value", f"{root}.query_key_value", 3 * hidden, hidden, bias),
+            *linear_tensors("dense", f"{root}.dense", hidden, hidden, bias),
+        )
+
+    def mlp_tensors(i: int) -> tuple[TensorSpec, ...]:
+        root = f"gpt_neox.layers.{i}.mlp"
+        return (
+            *norm("mlp_norm", f"layers.{i}.post_attention_layernorm"),
+            *linear_tensors("dense_h_to_4h", f"{root}.dense_h_to_4h", ffn, hidden, True),
+            *linear_tensors("dense_4h_to_h", f"{root}.dense_4h_to_h", hidden, ffn, True),
+        )
+
+    attention = tuple(attention_tensors(i) for i in range(blocks))
+    mlp = tuple(mlp_tensors(i) for i in range(blocks))
+    if parallel:
+        attention, mlp = tuple(a + b for a, b in zip(attention, mlp, strict=True)), ((),) * blocks
+    tied = bool(config.get("tie_word_embeddings", False))
+    table = TensorSpec("embed_in.weight", "gpt_neox.embed_in.weight", (vocab, hidden))
+    head_table = TensorSpec("embed_out.weight", "embed_out.weight", (vocab, hidden), ("lm_head.weight",))
+    return ModelSpec(
+        name=name, family="gpt_neox", num_blocks=blocks, hidden_size=hidden, num_heads=heads, num_kv_heads=heads,
+        head_dim=hidden // heads, ffn_size=ffn, vocab_size=vocab, max_positions=positions,
+        embedding=(table,), attention=attention, mlp=mlp,
+        head=(*norm("final_layer_norm", "final_layer_norm"), table if tied else head_table),
+        tied=tied,
+        eos_token_ids=end_tokens(config),
+        bos_token_id=config.get("bos_token_id"),
+        options=(("activation", activation), ("eps", eps), ("parallel", parallel)),
+        rotary=rotary,
+        buffers=(StepBuffer("qkv", 3 * hidden, "attention"),),
+    )  # fmt: skip
+
+
+def embed(
+    spec: ModelSpec, w: Weights, ids: torch.Tensor, positions: torch.Tensor, x: torch.Tensor, ws: Workspace
+) -> None:
+    """x = E[ids]. ids, positions: (tokens,) int64; x: (tokens, hidden)."""
+    lookup(ids, w["embed_in.weight"], x)
+
+
+def attention(spec: ModelSpec, w: Weights, x: torch.Tensor, attend: Attend, ws: Workspace) -> None:
+    """x += dense(attend(q, k, v)) of the normed x; with a parallel residual also the MLP of x as it was.
+
+    x: (tokens, hidden). Rows of the fused matrix are (heads, 3, d): q, k and v of a head side by side.
+    """
+    tokens, heads, width = len(x), spec.num_heads, spec.head_dim
+    qkv = tuple(ws.get(name, tokens, heads, width) for name in ("q", "k", "v"))
+    for a, b in token_chunks(tokens):
+        fused = ws.get("qkv", b - a, 3 * spec.hidden_size)
+        linear(_norm(spec, w, "input_norm", x[a:b]), w["query_key_value.weight"], _bias(w, "query_key_value"), fused)
+        for out, part in zip(qkv, fused.view(b - a, heads, 3, width).unbind(2), strict=True):
+            out[a:b] = part
+    mixed = attend(*qkv)
+    for a, b in token_chunks(tokens):
+        before = _norm(spec, w, "mlp_norm", x[a:b]) if spec.option("parallel") else None
+        add_linear(x[a:b], mixed[a:b], w["dense.weight"], _bias(w, "dense"))
+        if before is not None:
+            _add_mlp(spec, w, x[a:b], before, ws)
+
+
+def mlp(spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> None:
+    """x += the MLP of the normed x, where the residual is sequential. x: (tokens, hidden)."""
+    for a, b in token_chunks(len(x)):
+        _add_mlp(spec, w, x[a:b], _norm(spec, w, "mlp_norm", x[a:b]), ws)
+
+
+def head(spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> torch.Tensor:
+    """Logits of the given positions. x: (rows, hidden), left as it is. Returns (rows, vocab) in x's dtype."""
+    table = w["embed_in.weight" if spec.tied else "embed_out.weight"]
+    return linear(_norm(spec, w, "final_layer_norm", x), table, None, ws.get("logits", len(x), spec.vocab_size))
+
+
+def _add_mlp(spec: ModelSpec, w: Weights, x: torch.Tensor, inputs: torch.Tensor, ws: Workspace) -> None:
+    """x += dense_4h_to_h(activation(dense_h_to_4h(inputs))). x, inputs: (tokens of a chunk, hidden)."""
+    out = ws.get("ffn", len(x), spec.ffn_size)
+    inner = linear(inputs, w["dense_h_to_4h.weight"], _bias(w, "dense_h_to_4h"), out)
+    activation = ACTIVATIONS[spec.option("activation")]
+    add_linear(x, activation(inner), w["dense_4h_to_h.weight"], _bias(w, "dense_4h_to_h"))
+
+
+def _norm(spec: ModelSpec, w: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
+    weight, bias = (vector(w[f"{name}.{kind}"]) for kind in ("weight", "bias"))
+    return F.layer_norm(x, weight.shape, weight, bias, spec.option("eps"))
+
+
+def _bias(w: Weights, name: str) -> torch.Tensor | None:
+    return optional_vector(w, f"{name}.bias")

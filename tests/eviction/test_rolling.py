@@ -1,0 +1,129 @@
+"""Rolling positions: a column's position is its rank among those that its row holds, and rows outgrow the model's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from flexgen_h2o import LLM, Policy, SamplingParams
+from flexgen_h2o.errors import UsageError
+from flexgen_h2o.kvcache.eviction import H2O, Eviction
+from flexgen_h2o.kvcache.eviction.evicting import ROLLING
+from tests.eviction.conftest import Known
+from tests.eviction.engine import PAIRS, STAND_IN, Pair, Wanted, assert_same, generate, wanted
+from tests.eviction.plain_models import PlainLlama, PlainNeoX
+from tests.parity.cases import CONFIGURATIONS, PLACEMENTS
+from tests.parity.reference import LOGIT_TOLERANCE, LogitsByRow, random_prompts
+
+LENGTHS, NEW_TOKENS = (1, 4, 9, 9, 14), 10
+
+
+def rolling(pair: str) -> Pair:
+    return Pair(replace(PAIRS[pair].engine, positions=ROLLING), PAIRS[pair].plain)
+
+
+@pytest.fixture(scope="module")
+def rolled(known: Callable[[str], Known]) -> Callable[..., Wanted]:
+    """What the slow reference generates with rolling positions."""
+
+    @cache
+    def made(shape: str, pair: str, lengths: tuple[int, ...] = LENGTHS, new: int = NEW_TOKENS) -> Wanted:
+        kind = PlainNeoX if shape == "gpt_neox" else PlainLlama
+        plain = kind(known(shape).model, rolling=True)
+        return wanted(plain, PAIRS[pair], lengths, new, turn=plain.turn)
+
+    return made
+
+
+@pytest.mark.parametrize(
+    ("shape", "pair", "configuration", "placement"),
+    [
+        ("llama", "h2o", "2x2", "all on device"),
+        ("llama", "h2o", "device, 2x2", "kv split three ways"),
+        ("llama", "h2o", "device, 2x3, attends on host", "kv on host and disk"),
+        ("llama", "local", "one batch, sequential", "kv on disk"),
+        ("llama", "snapkv", "device, 4x1, joined", "everything split 30/30"),
+        ("llama, one kv-head, odd sizes", "h2o-norm, decayed", "device, 2x3, sequential", "kv on host"),
+        ("llama, rope yarn", "tova", "3x1, joined", "kv on disk"),
+        ("gpt_neox", "h2o", "device, 2x2", "each kind elsewhere"),
+        ("llama, a kv-head for each query head, tied", "h2o, prompt only", "device, 1x4", "kv split three ways"),
+    ],
+)
+def test_equal_to_the_reference(
+    shape: str, pair: str, configuration: str, placement: str, known: Callable[[str], Known],
+    rolled: Callable[..., Wanted], tmp_path: Path,
+) -> None:  # fmt: skip
+    want, chosen, how = rolled(shape, pair), CONFIGURATIONS[configuration], rolling(pair)
+    policy = chosen.policy(PLACEMENTS[placement])
+    ran = generate(known(shape).folder, want.prompts, NEW_TOKENS, how.engine, policy, tmp_path, chosen.budget)
+    assert_same(want, ran)
+
+
+def test_keys_of_many_rows_are_turned_some_at_a_time(
+    known: Callable[[str], Known], rolled: Callable[..., Wanted], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flexgen_h2o.kvcache.attend.ROLLING_CHUNK", 3 * 9 * 24)  # three rows of nine slots
+    want = rolled("llama", "h2o")
+    ran = generate(known("llama").folder, want.prompts, NEW_TOKENS, rolling("h2o").engine, Policy(5), tmp_path)
+    assert_same(want, ran)
+
+
+def test_with_room_for_all_columns_positions_are_the_original_ones(
+    known: Callable[[str], Known], tmp_path: Path
+) -> None:
+    prompts, found = random_prompts(LENGTHS), []
+    for eviction in (H2O(heavy_size=20, recent_size=20), H2O(heavy_size=20, recent_size=20, positions=ROLLING)):
+        found.append(generate(known("llama").folder, prompts, 8, eviction, Policy(2, 2), tmp_path).tokens)
+    assert found[0] == found[1]
+
+
+SHORT, LONG = "mistral, window filled", (12, 9, 5)  # 16 positions
+
+
+def test_rows_outgrow_the_positions(
+    known: Callable[[str], Known], rolled: Callable[..., Wanted], tmp_path: Path
+) -> None:
+    """24 tokens after 12, 9 and 5, with 16 positions; with original ones a row ends when they are used up."""
+    want = rolled(SHORT, "h2o", LONG, 24)
+    policy = Policy(2, 1, PLACEMENTS["kv on disk"])
+    ran = generate(known(SHORT).folder, want.prompts, 24, rolling("h2o").engine, policy, tmp_path, STAND_IN)
+    assert_same(want, ran)
+    original = generate(known(SHORT).folder, want.prompts, 24, PAIRS["h2o"].engine, policy, tmp_path, STAND_IN)
+    assert [len(row) for row in original.tokens] == [5, 8, 12]
+
+
+def test_teacher_forcing_outgrows_the_positions_too(
+    known: Callable[[str], Known], rolled: Callable[..., Wanted], tmp_path: Path
+) -> None:
+    want, watch = rolled(SHORT, "h2o", LONG, 24), LogitsByRow()
+    model = str(known(SHORT).folder)
+    with LLM(model, Policy(1), rolling("h2o").engine, dtype="float32", offload_dir=tmp_path) as llm:
+        llm.follow(want.prompts, want.tokens, watch)
+    for i, row in enumerate(want.rows):
+        assert (torch.stack(watch.rows[i]) - row.logits).abs().max() <= LOGIT_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("shape", "eviction", "policy", "says"),
+    [
+        ("normal", H2O(positions=ROLLING), Policy(1), "needs rotary embeddings, and .* has learned positions"),
+        ("llama", H2O(positions=ROLLING), Policy(1, compress_cache=True), "leave out --compress-cache"),
+        (SHORT, H2O(heavy_size=10, recent_size=8, positions=ROLLING), Policy(1), "19 columns .* has 16 positions"),
+    ],
+)
+def test_what_cannot_roll(
+    shape: str, eviction: Eviction, policy: Policy, says: str, known: Callable[[str], Known], tmp_path: Path
+) -> None:
+    llm = LLM(str(known(shape).folder), policy, eviction, offload_dir=tmp_path)
+    with llm, pytest.raises(UsageError, match=f"--positions rolling: .*{says}"):
+        llm.generate(random_prompts((5,)), SamplingParams(max_tokens=30))
+
+
+def test_a_name_of_no_positions() -> None:
+    with pytest.raises(UsageError, match="positions: 'other' is neither original nor rolling"):
+        H2O(positions="other")

@@ -1,0 +1,181 @@
+"""Beside plain greedy generation: full budgets, beams, further turns, pipelines, texts that are scored, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, DynamicCache, PreTrainedModel, pipeline
+
+from flexgen_h2o.checkpoint.resolve import PACKAGED
+from flexgen_h2o.integrations import EvictingCache, disable_h2o, enable_eviction, enable_h2o
+from flexgen_h2o.kvcache.eviction import H2O, Full, ValueH2O
+from flexgen_h2o.kvcache.eviction.policy import Eviction
+from tests.integrations.models import Known, generated, new_tokens_of, padded
+from tests.parity.reference import random_prompts
+
+PROMPTS = random_prompts((18, 11, 5, 11), seed=3)
+SMALL = H2O(heavy_size=4, recent_size=3)
+BOTH_MODES = pytest.mark.parametrize("mode", ["drop", "mask"])
+FAMILIES = pytest.mark.parametrize("name", ["opt", "llama, grouped", "mistral", "neox"])
+
+Models = Callable[[str], Known]
+
+
+@contextmanager
+def evicting(model: PreTrainedModel, eviction: Eviction, mode: str = "drop") -> Iterator[None]:
+    enable_eviction(model, eviction, mode)
+    try:
+        yield
+    finally:
+        disable_h2o(model)
+
+
+@BOTH_MODES
+@FAMILIES
+def test_budget_for_everything_changes_nothing(name: str, mode: str, known: Models) -> None:
+    model = known(name).model
+    want = generated(model, PROMPTS, 10)
+    for eviction in (H2O(heavy_size=20, recent_size=10), Full()):
+        with evicting(model, eviction, mode):
+            assert generated(model, PROMPTS, 10).sequences.equal(want.sequences)
+    with evicting(model, SMALL, mode):
+        assert not generated(model, PROMPTS, 10).sequences.equal(want.sequences)
+
+
+@FAMILIES
+def test_beams_keep_their_own_columns(name: str, known: Models) -> None:
+    """Both modes choose the same beams; with a budget for everything, those of the full cache."""
+    model = known(name).model
+    want = generated(model, PROMPTS, 8, num_beams=3).sequences
+    found = {}
+    for mode in ("drop", "mask"):
+        with evicting(model, SMALL, mode):
+            found[mode] = generated(model, PROMPTS, 8, num_beams=3).sequences
+        with evicting(model, H2O(heavy_size=20, recent_size=10), mode):
+            assert generated(model, PROMPTS, 8, num_beams=3).sequences.equal(want)
+    assert found["drop"].equal(found["mask"]) and not found["drop"].equal(want)
+
+
+def test_memory_shrinks_to_the_slots_of_the_neediest_row(known: Models) -> None:
+    """4 kv-heads of width 12 in 2 blocks, fp32, and a record of position and score."""
+    model = known("opt").model
+    full = generated(model, PROMPTS, 16).past_key_values
+    with evicting(model, SMALL):
+        kept = generated(model, PROMPTS, 16).past_key_values
+    rows, columns = len(PROMPTS) * 4, 18 + 15
+    assert sum(t.nbytes for layer in full.layers for t in (layer.keys, layer.values)) == 2 * rows * columns * 2 * 12 * 4
+    assert kept.nbytes == 2 * (rows * 8 * (2 * 12 * 4 + 4 + 4) + rows * 4)
+    assert all(layer.keys.shape == (len(PROMPTS), 4, 8, 12) for layer in kept.layers)
+    assert kept.get_seq_length() == columns
+    kept.reset()
+    assert kept.nbytes == 0 and kept.get_seq_length() == 0
+
+
+def test_large_budget_takes_memory_as_it_is_needed(known: Models) -> None:
+    """Slots are added while decoding, and what they hold stays."""
+    model, prompt = known("opt").model, random_prompts((4,), seed=5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flexgen_h2o.integrations.dropping.GROWTH", 3)
+        with evicting(model, ValueH2O(heavy_size=9, recent_size=3, sinks=1, grace=0)):
+            grown = generated(model, prompt, 24)
+    with evicting(model, ValueH2O(heavy_size=9, recent_size=3, sinks=1, grace=0), "mask"):
+        assert generated(model, prompt, 24).sequences.equal(grown.sequences)
+    assert grown.past_key_values.layers[0].keys.shape[2] == 13
+
+
+@FAMILIES
+def test_a_further_turn_goes_on_from_what_is_left(name: str, known: Models) -> None:
+    """Several tokens on a cache are as many forwards of one token, in both modes."""
+    model, turn, ids = known(name).model, 6, torch.tensor(random_prompts((15, 15), seed=4))
+    logits: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        for mode in ("drop", "mask"):
+            with evicting(model, SMALL, mode):
+                for step in (1, turn):
+                    cache: Any = DynamicCache(config=model.config)
+                    cache = model(ids[:, :-turn], past_key_values=cache).past_key_values
+                    parts = ids[:, -turn:].split(step, dim=1)
+                    logits[f"{mode} {step}"] = torch.cat([model(p, past_key_values=cache).logits for p in parts], 1)
+                    assert isinstance(cache, EvictingCache) and cache.get_seq_length() == 15
+    first = logits.pop("drop 1")
+    assert all((first - other).abs().max() < 1e-4 for other in logits.values())
+
+
+def test_generate_takes_the_cache_of_the_turn_before(known: Models) -> None:
+    model, more = known("llama, grouped").model, torch.tensor([[7, 8, 9]] * len(PROMPTS))
+    found = []
+    for mode in ("drop", "mask"):
+        with evicting(model, SMALL, mode):
+            first = generated(model, PROMPTS, 5)
+            ids = torch.cat([first.sequences, more], dim=1)
+            mask = torch.nn.functional.pad(padded(PROMPTS)["attention_mask"], (0, 8), value=1)
+            found.append(
+                model.generate(
+                    ids, attention_mask=mask, past_key_values=first.past_key_values, max_new_tokens=5, do_sample=False
+                )
+            )
+    assert found[0].shape == (4, 31) and found[0].equal(found[1])
+
+
+# ---- texts that are scored: one forward without a cache
+
+
+@FAMILIES
+def test_scored_text_sees_all_columns_when_dropping(name: str, known: Models) -> None:
+    model, batch = known(name).model, padded(PROMPTS)
+    real = batch["attention_mask"].bool()
+    with torch.no_grad():
+        want = model(**batch).logits
+        for use_cache in (True, False):
+            with evicting(model, SMALL):
+                got = model(**batch, use_cache=use_cache).logits
+            assert (got - want)[real].abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("padding", ["left", "right", "right, unmasked"])
+@FAMILIES
+def test_scored_text_sees_what_would_be_left_when_masking(name: str, padding: str, known: Models) -> None:
+    """As if each text had been generated from its first token, whatever is padded and computed beside it."""
+    model, batch = known(name).model, padded(PROMPTS)
+    if padding != "left":
+        batch = {
+            key: torch.stack([t.roll(len(p), 0) for t, p in zip(batch[key], PROMPTS, strict=True)]) for key in batch
+        }
+    real = batch["attention_mask"].bool()
+    if padding == "right, unmasked":  # as lm_eval gives them
+        del batch["attention_mask"]
+    with torch.no_grad():
+        with evicting(model, SMALL, "mask"):
+            got, scored = model(**batch).logits, model(**batch, use_cache=False)
+        assert scored.past_key_values is None and scored.logits.equal(got)
+        with evicting(model, SMALL):
+            for row, prompt in enumerate(PROMPTS):
+                cache: Any = DynamicCache(config=model.config)
+                for i, token in enumerate(prompt):
+                    one = model(torch.tensor([[token]]), past_key_values=cache)
+                    cache = one.past_key_values
+                    assert (one.logits[0, 0] - got[row][real[row]][i]).abs().max() < 1e-4, f"row {row}, token {i}"
+
+
+def test_pipeline_writes_what_generate_writes() -> None:
+    folder = str(PACKAGED["opt-tiny"])
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    write = pipeline("text-generation", model=folder, tokenizer=tokenizer, dtype=torch.float32)
+    prompts = ["def read(path):\n    with open(path", "import os\n\n\nclass Queue:\n"]
+    enable_h2o(write.model, heavy_ratio=0.4, recent_ratio=0.2)
+    texts = [out[0]["generated_text"] for out in write(prompts, batch_size=2, max_new_tokens=12, do_sample=False)]
+    for prompt, text in zip(prompts, texts, strict=True):
+        ids = tokenizer(prompt, return_tensors="pt")
+        out = write.model.generate(**ids, max_new_tokens=12, do_sample=False)
+        assert tokenizer.decode(out[0], skip_special_tokens=True) == text
+
+
+def test_rows_of_a_batch_do_not_see_each_other(known: Models) -> None:
+    model = known("neox").model
+    with evicting(model, H2O(0.4, 0.3)):
+        together = new_tokens_of(generated(model, PROMPTS, 8), PROMPTS)
+        assert together == [new_tokens_of(generated(model, [p], 8), [p])[0] for p in PROMPTS]

@@ -1,0 +1,164 @@
+"""Enabling is undone without a trace; what eviction cannot do is refused in one line that says so."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import BertConfig, BertModel, DynamicCache, MistralConfig, MistralForCausalLM, PreTrainedModel
+
+from flexgen_h2o.errors import UsageError
+from flexgen_h2o.integrations import disable_h2o, enable_eviction, enable_h2o
+from flexgen_h2o.kvcache.eviction import H2O, Tova
+from tests.integrations.models import MODELS, PAD, Known, generated, padded
+from tests.parity.reference import random_prompts
+
+PROMPTS = random_prompts((18, 11), seed=3)
+SIZES = {"heavy_size": 4, "recent_size": 3}
+
+
+def state(model: PreTrainedModel) -> dict[str, Any]:
+    """What enabling could have left behind."""
+    parts = dict(model.named_modules())
+    return {
+        "attributes": {name: sorted(vars(part)) for name, part in parts.items()},
+        "hooks": {name: len(part._forward_pre_hooks) + len(part._forward_hooks) for name, part in parts.items()},
+        "config": copy.deepcopy(vars(model.config)),
+        "generation": model.generation_config.to_dict(),
+        "methods": (type(model).generate, type(model).forward, type(model.get_decoder()).forward),
+    }
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["opt", "llama, grouped", "neox"])
+def test_disabled_model_is_as_before(name: str, attention: str) -> None:
+    model = MODELS[name]().model
+    model.set_attn_implementation(attention)
+    before, want = state(model), generated(model, PROMPTS, 8)
+    enable_h2o(model, **SIZES)
+    evicted = generated(model, PROMPTS, 8)
+    assert state(model) != before and not evicted.sequences.equal(want.sequences)
+    enable_eviction(model, Tova(**SIZES), mode="mask")  # takes the other's place
+    assert not generated(model, PROMPTS, 8).sequences.equal(evicted.sequences)
+    disable_h2o(model)
+    assert state(model) == before
+    again = generated(model, PROMPTS, 8)
+    assert again.sequences.equal(want.sequences) and type(again.past_key_values) is DynamicCache
+    with pytest.raises(UsageError, match="model: eviction is not enabled"):
+        disable_h2o(model)
+
+
+def test_two_models_evict_apart(known: Callable[[str], Known]) -> None:
+    one, other = known("opt").model, known("neox").model
+    want = generated(other, PROMPTS, 8).sequences
+    enable_h2o(one, **SIZES)
+    try:
+        assert generated(other, PROMPTS, 8).sequences.equal(want)
+        enable_h2o(other, **SIZES)
+        evicted = generated(other, PROMPTS, 8).sequences
+        disable_h2o(one)
+        assert generated(other, PROMPTS, 8).sequences.equal(evicted) and not evicted.equal(want)
+    finally:
+        disable_h2o(other)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"mode": "hide"}, "mode: 'hide' is not one of drop, mask"),
+        ({"heavy_ratio": 0.0}, "heavy_ratio: 0.0 is not in"),
+        ({"heavy_size": 0}, "heavy_size: 0 alone"),
+        ({"heavy_ratio": 0.1, "heavy_size": 3}, "heavy_size: both"),
+    ],
+)
+def test_wrong_settings_are_refused(settings: dict[str, Any], says: str, known: Callable[[str], Known]) -> None:
+    model = known("opt").model
+    before = state(model)
+    with pytest.raises(UsageError, match=says):
+        enable_h2o(model, **settings)
+    assert state(model) == before
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: BertModel(BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2)), "type bert is not"),
+        (
+            lambda: MistralForCausalLM(
+                MistralConfig(
+                    hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, vocab_size=9,
+                    intermediate_size=16, sliding_window=8,
+                )
+            ),
+            "sliding windows",
+        ),
+        (lambda: torch.nn.Linear(2, 2), "Linear is not a transformers model"),
+    ],
+)  # fmt: skip
+def test_models_that_are_not_supported_are_refused(make: Callable[[], Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        enable_eviction(make(), H2O(**SIZES))
+
+
+def test_what_is_no_policy_is_refused(known: Callable[[str], Known]) -> None:
+    with pytest.raises(UsageError, match="eviction: 'h2o' is not an eviction policy"):
+        enable_eviction(known("opt").model, "h2o")  # type: ignore[arg-type]
+
+
+RIGHT = {"attention_mask": padded(PROMPTS)["attention_mask"].flip(1)}
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"cache_implementation": "static"}, "cache_implementation: eviction brings its own cache"),
+    ({"cache_implementation": "offloaded"}, "cache_implementation: eviction brings its own cache"),
+    ({"output_attentions": True}, "output_attentions: attention matrices are never made"),
+    (RIGHT, "attention_mask: padding between the tokens of a sequence"),
+    ({"attention_mask": torch.zeros(2, 18, dtype=torch.long)}, "attention_mask: sequence 0 is nothing but padding"),
+]
+
+
+@pytest.mark.parametrize(("settings", "says"), WRONG)
+def test_generation_that_is_not_supported_is_refused(
+    settings: dict[str, Any], says: str, known: Callable[[str], Known]
+) -> None:
+    model = known("opt").model
+    enable_h2o(model, **SIZES)
+    try:
+        with pytest.raises(UsageError, match=says):
+            model.generate(**{**padded(PROMPTS), **settings}, max_new_tokens=4, do_sample=False, pad_token_id=PAD)
+    finally:
+        disable_h2o(model)
+
+
+def test_misuse_is_refused(known: Callable[[str], Known]) -> None:
+    """Gradients, masks of one's own, tokens that are taken back, caches of another time, the name set by hand."""
+    model, ids = known("llama, grouped").model, torch.tensor(PROMPTS[:1])
+    with torch.no_grad():
+        filled = model(ids).past_key_values
+    enable_h2o(model, **SIZES)
+    try:
+        with pytest.raises(UsageError, match="gradients"):
+            model(ids)
+        with torch.no_grad():
+            with pytest.raises(UsageError, match="attention_mask: shape"):
+                model(ids, attention_mask=torch.ones(1, 1, 18, 18).tril())
+            with pytest.raises(UsageError, match="past_key_values: filled before eviction was enabled"):
+                model(ids, past_key_values=filled)
+            mine = model(ids).past_key_values
+        with pytest.raises(UsageError, match="assisted decoding"):
+            model.generate(ids, prompt_lookup_num_tokens=2, max_new_tokens=4)
+        model.set_attn_implementation("sdpa")
+        with pytest.raises(UsageError, match="attn_implementation: changed while eviction is enabled"):
+            generated(model, PROMPTS, 2)
+    finally:
+        disable_h2o(model)
+    with torch.no_grad(), pytest.raises(UsageError, match="past_key_values: made while eviction was enabled"):
+        model(ids, past_key_values=mine)
+    before = model.config._attn_implementation
+    model.set_attn_implementation("flexgen_h2o")
+    try:
+        with pytest.raises(UsageError, match="is set by enable_h2o"):
+            generated(model, PROMPTS, 2)
+    finally:
+        model.set_attn_implementation(before)

@@ -1,0 +1,94 @@
+"""`generate` with eviction against the slow reference and the engine: tokens and held columns, in fp32.
+
+A family that the engine knows is also run by the engine; the others join as soon as it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from flexgen_h2o import LLM, Policy, SamplingParams
+from flexgen_h2o.integrations import disable_eviction, enable_eviction, enable_h2o
+from flexgen_h2o.kvcache.eviction import H2O
+from flexgen_h2o.models import FAMILIES
+from tests.eviction.engine import PAIRS, Wanted, generate, wanted
+from tests.integrations.models import MODELS, Known, generated, new_tokens_of
+
+LENGTHS = (4, 9, 9, 21, 1, 8)  # filled while decoding; by the prompt, neighbours of one length; longer; one token
+NEW_TOKENS = 12
+MODES = ("drop", "mask")
+
+
+def held(cache: Any, block: int, sequence: int) -> list[list[int]]:
+    """Positions by kv-head, ascending."""
+    layer = cache.layers[block]
+    positions = layer.record.positions.view(len(layer.past), -1, layer.record.positions.shape[1])[sequence]
+    return [sorted(p for p in row if p >= 0) for row in positions.tolist()]
+
+
+def assert_held(cache: Any, want: Wanted, mode: str) -> None:
+    """A dropping layer only names the column that goes next; a masking layer has masked it."""
+    for i, (prompt, row) in enumerate(zip(want.prompts, want.rows, strict=True)):
+        newest = len(prompt) + NEW_TOKENS - 2
+        for block in range(len(cache.layers)):
+            before = [[*heads, newest] for heads in row.kept[-2][block]]
+            expected = before if mode == "drop" else row.kept[-1][block]
+            assert held(cache, block, i) == expected, f"row {i}, block {block}"
+
+
+# Every policy, and what changes budgets.
+PAIRS_OF_ALL = (
+    "h2o", "h2o, ratios", "h2o, no heavy", "h2o, prompt only", "h2o, pyramid", "local", "h2o-norm", "h2o-norm, decayed",
+    "tova", "snapkv, narrow", "h2o-v, decayed", "random",
+)  # fmt: skip
+OTHERS = ("tova", "h2o-v", "h2o-norm, decayed", "snapkv")
+
+
+def cases() -> Iterator[tuple[str, str]]:
+    """Every policy with one model, every model with two policies."""
+    yield from (("llama, grouped", pair) for pair in PAIRS_OF_ALL)
+    for i, name in enumerate(name for name in MODELS if name != "llama, grouped"):
+        yield from ((name, pair) for pair in ("h2o, ratios", OTHERS[i % 4]))
+
+
+@pytest.mark.parametrize(("name", "pair"), cases())
+def test_equal_to_the_reference_and_the_engine(
+    name: str, pair: str, known: Callable[[str], Known], tmp_path: Path
+) -> None:
+    model, eviction = known(name).model, PAIRS[pair].engine
+    want = wanted(known(name).plain, PAIRS[pair], LENGTHS, NEW_TOKENS)
+    for mode in MODES:
+        enable_eviction(model, eviction, mode)
+        out = generated(model, want.prompts, NEW_TOKENS)
+        disable_eviction(model)
+        assert new_tokens_of(out, want.prompts) == want.tokens, mode
+        assert_held(out.past_key_values, want, mode)
+    if model.config.model_type in FAMILIES:
+        model.save_pretrained(tmp_path / "model")
+        ran = generate(tmp_path / "model", want.prompts, NEW_TOKENS, eviction, Policy(8, 1), tmp_path)
+        assert ran.tokens == want.tokens
+
+
+def test_shipped_model_writes_what_the_engine_writes() -> None:
+    """Text prompts of different lengths, shares of each, padded by the tokenizer."""
+    prompts = [
+        "def __init__(self, name: str, size: int = 0) -> None:\n",
+        "import os\nimport sys\n\n\nclass Reader:\n" * 3,
+    ]
+    with LLM("opt-tiny", Policy(4, 1), H2O(0.2, 0.2), dtype="float32") as llm:
+        outs = llm.generate(prompts, SamplingParams(max_tokens=24, ignore_eos=True))
+        folder = llm.model.folder
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    enable_h2o(model, heavy_ratio=0.2, recent_ratio=0.2)
+    inputs = tokenizer(prompts, return_tensors="pt", padding=True)
+    assert inputs["attention_mask"].min() == 0
+    out = model.generate(**inputs, max_new_tokens=24, do_sample=False)
+    assert out[:, inputs["input_ids"].shape[1] :].tolist() == [o.token_ids for o in outs]

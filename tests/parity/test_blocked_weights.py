@@ -1,0 +1,60 @@
+"""In bf16, resident matrices are blocked and streamed ones are not: the same logits, as near fp32's as bf16 is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from flexgen_h2o import LLM, Policy
+from flexgen_h2o.config import MemoryBudget
+from flexgen_h2o.kernels import blocked_rows
+from tests.parity.cases import PLACEMENTS
+from tests.parity.reference import LogitsByRow
+
+PROMPTS = [[5, 6, 7, 8, 9], [11, 12], [300, 301, 302]]
+CONTINUATIONS = [[20, 21, 22], [23, 24, 25], [26, 27, 28]]
+NEAR_FP32 = 0.08  # of the logits' standard deviation
+
+
+def logits(dtype: str, placement: str, offload_dir: Path, device_mem: str | None = None) -> torch.Tensor:
+    """Of all rows and steps, with given tokens. The shipped model's width can be blocked."""
+    watch, policy = LogitsByRow(), Policy(2, 2, PLACEMENTS[placement])
+    budget = MemoryBudget(device=device_mem)
+    with LLM("opt-tiny", policy, dtype=dtype, device="cpu", budget=budget, offload_dir=offload_dir) as llm:
+        llm.follow(PROMPTS, CONTINUATIONS, watch)
+    return torch.stack([torch.stack(watch.rows[row]) for row in range(len(PROMPTS))]).float()
+
+
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
+    return logits("float32", "all on device", tmp_path_factory.mktemp("exact"))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
+    """Nothing is blocked: everything comes from disk."""
+    return logits("bfloat16", "weights on disk", tmp_path_factory.mktemp("plain"))
+
+
+def test_bf16_is_near_fp32(exact: torch.Tensor, plain: torch.Tensor) -> None:
+    assert (plain - exact).abs().max() < NEAR_FP32 * exact.std()
+
+
+@pytest.mark.parametrize("device_mem", [None, "1GiB"])
+@pytest.mark.parametrize("placement", ["all on device", "weights on host", "weights split three ways"])
+def test_blocked_or_not_is_no_difference(
+    placement: str, device_mem: str | None, plain: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocked: list[int] = []
+    block = blocked_rows._block
+
+    def counted(rows: torch.Tensor) -> torch.Tensor | blocked_rows.BlockedRows:
+        blocked.append(len(rows))
+        return block(rows)
+
+    monkeypatch.setattr(blocked_rows, "_block", counted)
+    found = logits("bfloat16", placement, tmp_path, device_mem)
+    assert torch.equal(found, plain)
+    assert bool(blocked) == (blocked_rows._works() and device_mem is None)
