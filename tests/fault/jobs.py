@@ -74,10 +74,18 @@ class Running:
             self.code = ask(self.server, {"wait": self.pid})
         return self.code
 
+    def has_ended(self) -> bool:
+        """It is a zombie then, until `wait`."""
+        return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+    def lines(self) -> int:
+        """Whole lines of the output."""
+        return self.output.read_bytes().count(b"\n") if self.output.exists() else 0
+
     def wait_for_rows(self, count: int) -> None:
         """Until so many rows are in the output; a job that does not get there fails the test."""
         end = time.monotonic() + 60
-        while not self.output.exists() or self.output.read_bytes().count(b"\n") < count:
+        while self.lines() < count:
             assert time.monotonic() < end, self.err
             time.sleep(0.005)
 
