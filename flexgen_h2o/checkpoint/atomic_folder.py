@@ -53,9 +53,14 @@ def building(folder: Path, nbytes: int = 0) -> Iterator[Path | None]:
 
 
 def _is_complete(folder: Path) -> bool:
-    if folder.exists() and not folder.is_dir():
+    try:
+        complete = folder.is_dir() and any(folder.iterdir())
+        in_the_way = not complete and (folder.is_symlink() or (folder.exists() and not folder.is_dir()))
+    except OSError as error:
+        raise UsageError(f"--offload-dir {folder.parent}: cannot be used ({error.strerror}); give another one") from error
+    if in_the_way:  # a link that leads nowhere, too: no folder can take its place
         raise UsageError(f"--offload-dir {folder.parent}: {folder.name} is in the way and not a folder; remove it")
-    return folder.is_dir() and any(folder.iterdir())
+    return complete
 
 
 def _beside(folder: Path, suffix: str) -> Path:
