@@ -67,7 +67,7 @@ def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "ffn_dim", "vocab_size")
     hidden, blocks, heads, ffn, vocab = (check_int(n, config.get(n), low=1, high=MOST[n]) for n in names)
     positions = check_int("max_position_embeddings", config.get("max_position_embeddings"), low=1)
-    narrow = check_int("word_embed_proj_dim", config.get("word_embed_proj_dim") or hidden, low=1)
+    narrow = check_int("word_embed_proj_dim", config.get("word_embed_proj_dim") or hidden, low=1, high=2**18)
     if hidden % heads:
         raise UsageError(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
     if config["activation_function"] not in _ACTIVATIONS:
