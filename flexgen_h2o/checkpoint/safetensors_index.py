@@ -134,8 +134,7 @@ def _stored(path: Path, name: str, entry: Any, start: int) -> StoredTensor:
     wanted = -(-prod(shape) * DTYPE_BITS[dtype] // 8) if dtype in DTYPE_BITS else nbytes
     if nbytes < 0 or nbytes != wanted:
         raise UsageError(
-            f"{path}: tensor {name!r} takes {nbytes} bytes, but {dtype} of shape {tuple(shape)} needs {wanted};"
-            f" {AGAIN}"
+            f"{path}: tensor {name!r} takes {nbytes} bytes, but {dtype} of shape {tuple(shape)} needs {wanted}; {AGAIN}"
         )
     return StoredTensor(path, start + begin, nbytes, TO_ENGINE.get(dtype, dtype), tuple(shape))
 

@@ -209,9 +209,7 @@ def test_a_damaged_store_is_named(spec, source, cache: Path) -> None:
     ("name", "was", "becomes"),
     [(FC1, "U8", "I8"), (FC1, "U8", "BOOL"), ("model.decoder.final_layer_norm.weight", "BF16", "F16")],
 )
-def test_a_store_with_another_dtype_is_named(
-    spec, source, cache: Path, name: str, was: str, becomes: str
-) -> None:
+def test_a_store_with_another_dtype_is_named(spec, source, cache: Path, name: str, was: str, becomes: str) -> None:
     checkpoint = source(torch.bfloat16)
     path = pack_checkpoint(spec, checkpoint, cache, Packing(4)).folder / "model.safetensors"
     data = path.read_bytes()
