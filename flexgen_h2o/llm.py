@@ -123,15 +123,17 @@ class LLM:
         sep_layer = self._policy.sep_layer if self._policy is not None else True
         return len(self.model.spec.layers(sep_layer).layers)
 
+    def check_plan(self) -> None:
+        """UsageError where the policy is to be chosen and the given profile does not know the dtype."""
+        if isinstance(self.asked_policy, AutoPolicy):
+            self._planner.check_dtype()
+
     def sizes(self, prompts: Sequence[Prompt], params: SamplingParams) -> tuple[int, int, int]:
         """Bytes of weights, of the full KV cache and of the hidden states of all rows: FlexGen's summary."""
         spec, itemsize = self.model.spec, DTYPE_BYTES[self.dtype]
         tokens = sum(len(p.token_ids) + self._most_new_tokens(p, params) for p in prompts)
-        return (
-            spec.num_weights * itemsize,
-            tokens * spec.kv_bytes_per_token(itemsize),
-            tokens * spec.hidden_size * itemsize,
-        )
+        cache_bytes = tokens * spec.kv_bytes_per_token(itemsize)
+        return spec.num_weights * itemsize, cache_bytes, tokens * spec.hidden_size * itemsize
 
     def generate(
         self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | None = None,
