@@ -69,8 +69,9 @@ class Planner:
         """UsageError where the profile does not know the dtype, so that nothing can be chosen with it."""
         if not self.can_predict:
             raise UsageError(
-                f"--hardware {self.profile.machine}: has compute rates of {', '.join(self.profile.compute)}, and this run "
-                f"computes in {self.dtype}; leave --hardware out to plan for this machine, or give a profile that has it"
+                f"--hardware {self.profile.machine}: has compute rates of {', '.join(self.profile.compute)}, and this"
+                f" run computes in {self.dtype}; leave --hardware out to plan for this machine, or give a profile with"
+                f" {self.dtype}"
             )
 
     @property

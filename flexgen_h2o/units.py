@@ -47,7 +47,7 @@ def format_bytes(size: float) -> str:
 
 
 def format_free(free: int, needed: int) -> str:
-    """`2.99 MiB are free, 8.00 KiB too little`: with the gap, which rounded sizes may hide; without, if there is none."""
+    """`2.99 MiB are free, 8.00 KiB too little`: with the gap, if there is one, which rounded sizes may hide."""
     gap = f", {format_bytes(needed - free)} too little" if free < needed else ""
     return f"{format_bytes(free)} are free{gap}"
 

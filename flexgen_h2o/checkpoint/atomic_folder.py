@@ -149,7 +149,8 @@ def _no_space(folder: Path, nbytes: int) -> DoesNotFitError:
     free = shutil.disk_usage(folder.parent).free
     need = f"needs {format_bytes(nbytes)}" if nbytes else "the disk is full"
     return DoesNotFitError(
-        f"--offload-dir {folder.parent}: {folder.name}: {need}, {format_free(free, nbytes)}; make room or give another folder"
+        f"--offload-dir {folder.parent}: {folder.name}: {need}, {format_free(free, nbytes)}; "
+        "make room or give another folder"
     )
 
 

@@ -14,9 +14,9 @@ LABEL_BYTES = 100  # file systems take names of 255 bytes, and ours get endings
 def fingerprint(paths: Sequence[Path], *more: object) -> str:
     """16 hex digits of names and states; `more`: other facts that count, as JSON takes them.
 
-    No byte is read. A copy of a file, and one that was written to, have another inode or ctime, which no program can set
-    back, as it can the mtime. A file that is moved with its folder stays the same; one that is restored or whose mode is
-    changed counts as another: what was made is then made again, and never taken for what it is not.
+    No byte is read. A copy of a file, and one that was written to, have another inode or ctime, which no program can
+    set back, as it can the mtime. A file that is moved with its folder stays the same; one that is restored or whose
+    mode is changed counts as another: what was made is then made again, and never taken for what it is not.
     """
     facts = [(path.name, *_state(path.stat())) for path in paths]
     return hashlib.sha256(json.dumps([*facts, *more]).encode()).hexdigest()[:16]

@@ -226,7 +226,10 @@ def test_a_store_with_another_dtype_is_named(spec, source, cache: Path, name: st
 def test_a_store_without_its_record_is_named(spec, source, cache: Path, text: str | None) -> None:
     checkpoint = source()
     record = pack_checkpoint(spec, checkpoint, cache, Packing(4)).folder / packed_store.RECORD_NAME
-    record.unlink() if text is None else record.write_text(text)
+    if text is None:
+        record.unlink()
+    else:
+        record.write_text(text)
     with pytest.raises(UsageError, match=rf"{record}: .*remove this folder"):
         pack_checkpoint(spec, checkpoint, cache, Packing(4))
 
