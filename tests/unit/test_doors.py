@@ -21,17 +21,6 @@ from flexgen_h2o.planner.lp import Corners, Solution, solve
 
 SIGNALS = [(signal.SIGTERM, 143), (signal.SIGINT, 130)]
 PLAN = ["plan", *"--model facebook/opt-125m --num-prompts 16 --prompt-len 32 --gen-len 8 --hardware t4".split()]
-    "--model",
-    "facebook/opt-125m",
-    "--num-prompts",
-    "16",
-    "--prompt-len",
-    "32",
-    "--gen-len",
-    "8",
-    "--hardware",
-    "t4",
-]
 
 
 @pytest.fixture(autouse=True)
