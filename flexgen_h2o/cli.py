@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
 from importlib import metadata
 
-from flexgen_h2o.errors import EXIT_DONE, EXIT_USAGE
+from flexgen_h2o.errors import EXIT_DONE, EXIT_USAGE, SIGNAL_BASE
 
 # verb -> (module with `main(argv) -> int`, one line of help)
 VERBS: dict[str, tuple[str, str]] = {
@@ -34,7 +35,12 @@ def main(argv: list[str] | None = None) -> int:
     if verb not in VERBS:
         print(f"flexgen-h2o: unknown verb {verb!r}; known: {', '.join(VERBS)}", file=sys.stderr)
         return EXIT_USAGE
-    code: int = importlib.import_module(VERBS[verb][0]).main(rest)
+    try:
+        module = importlib.import_module(VERBS[verb][0])
+    except KeyboardInterrupt:  # from here on the door sees to signals
+        print(f"flexgen-h2o {verb}: ended by SIGINT", file=sys.stderr)
+        return SIGNAL_BASE + signal.SIGINT
+    code: int = module.main(rest)
     return code
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flexgen_h2o.errors import UsageError
+from flexgen_h2o.files import write_whole
 from flexgen_h2o.units import parse_bytes
 
 DType = Literal["float32", "bfloat16", "float16"]
@@ -311,7 +312,7 @@ def check_percent(values: object) -> tuple[int, int, int, int, int, int]:
 
 
 def write_policy(path: Path, saved: SavedPolicy) -> None:
-    """Write a policy file (JSON, DESIGN 3.3)."""
+    """Write a policy file (JSON, DESIGN 3.3), whole or not at all. Raises OSError."""
     body = {
         "schema": POLICY_SCHEMA,
         **saved.policy.to_json(),
@@ -321,7 +322,7 @@ def write_policy(path: Path, saved: SavedPolicy) -> None:
         "predicted": saved.predicted,
         "command": saved.command,
     }
-    path.write_text(json.dumps(body, indent=2) + "\n")
+    write_whole(path, json.dumps(body, indent=2) + "\n")
 
 
 def read_policy(path: Path) -> SavedPolicy:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from flexgen_h2o import interrupts
@@ -50,8 +52,15 @@ def run_door(name: str, body: Callable[[list[str] | None], int], argv: list[str]
 
 def _exit_code(name: str, body: Callable[[list[str] | None], int], argv: list[str] | None) -> int:
     try:
-        return body(argv)
+        code = body(argv)
+        if sys.stdout is not None:  # closed by the shell: `>&-`
+            sys.stdout.flush()
+        interrupts.check()
+        return code
     except FlexgenError as error:
+        interrupted = interrupts.arrived()  # and what it broke
+        if interrupted is not None:
+            return _ended_by(name, interrupted)
         print(f"{name}: {error}".replace("\n", " "), file=sys.stderr)
         return error.exit_code
     except interrupts.Interrupted as signal:
@@ -59,6 +68,12 @@ def _exit_code(name: str, body: Callable[[list[str] | None], int], argv: list[st
     except SystemExit as stop:  # argparse: --help
         return stop.code if isinstance(stop.code, int) else EXIT_USAGE
     except BrokenPipeError:  # nobody reads what is printed: `| head`
+        _silence_stdout()
+        return EXIT_FAILED
+    except OSError as error:
+        if _can_print():
+            raise
+        print(f"{name}: cannot write to standard output ({error.strerror or error})", file=sys.stderr)
         _silence_stdout()
         return EXIT_FAILED
     except MemoryError:
@@ -69,6 +84,15 @@ def _exit_code(name: str, body: Callable[[list[str] | None], int], argv: list[st
             raise
         print(f"{name}: the card ran out of memory; lower --device-mem, or end what else uses it", file=sys.stderr)
         return EXIT_DOES_NOT_FIT
+
+
+def _can_print() -> bool:
+    """False where standard output takes nothing, not even an empty line."""
+    try:
+        print(flush=True)
+    except OSError:
+        return False
+    return True
 
 
 def _silence_stdout() -> None:
@@ -89,12 +113,41 @@ def flag_of(field: str) -> str:
 
 @contextlib.contextmanager
 def naming_flags(**flags: str) -> Iterator[None]:
-    """A UsageError that begins with a field's name (`top_p: ...`) names the flag instead (`--top-p: ...`)."""
+    """A UsageError that begins with a field's name (`top_p: ...`) names the flag instead (`--top-p: ...`).
+
+    So it does where it speaks of a switch of the policy further on.
+    """
     try:
         yield
     except UsageError as error:
         field, _, rest = str(error).partition(":")
+        rest = re.sub("|".join(COMPRESSION), lambda found: flag_of(found[0]), rest)
         raise UsageError(f"{flags.get(field, flag_of(field))}:{rest}") from error
+
+
+def check_separate(args: argparse.Namespace, read: Iterable[str], written: Iterable[str]) -> None:
+    """UsageError where a file would be written that is read, or that another flag writes too. Names of args' fields."""
+    given = [(name, getattr(args, name)) for name in (*read, *written)]
+    paths = [(name, os.path.expanduser(path)) for name, path in given if path not in (None, "auto")]
+    outputs = set(written)
+    for i, (name, path) in enumerate(paths):
+        for other, there in paths[:i]:
+            if name in outputs and (other in outputs or os.path.isfile(there)) and _is_same(path, there):
+                raise UsageError(f"{flag_of(name)} {path}: is the file of {flag_of(other)} too; give another name")
+
+
+def _is_same(path: str, other: str) -> bool:
+    """Whether two names lead to one file, by links or not. /dev/null and its like may be written twice."""
+    if os.path.exists(path) and os.path.exists(other):
+        return os.path.isfile(path) and os.path.samefile(path, other)
+    return os.path.realpath(path) == os.path.realpath(other)
+
+
+def file_name(text: str) -> Path:
+    """A path that is not empty: that would be the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("'' is not a file name")
+    return Path(text)
 
 
 def boolean(text: str) -> bool:
@@ -248,7 +301,8 @@ def eviction_of(args: argparse.Namespace, policy: Policy) -> Eviction:
     if policy.attn_sparsity != 1:
         where = "--attn-sparsity" if args.attn_sparsity is not None else f"--policy {args.policy}: attn_sparsity"
         raise UsageError(f"{where}: is for the full cache, not for {name}; leave one of them out")
-    with naming_flags(**EVICTION_FLAGS):
+    own = (item.partition("=")[0] for item in name.partition(":")[2].split(","))
+    with naming_flags(**{**{key: f"--eviction {name}: {key}" for key in own}, **EVICTION_FLAGS}):
         return make_eviction(name, **given)
 
 

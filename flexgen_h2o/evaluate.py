@@ -7,7 +7,6 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.doors import (
@@ -17,7 +16,9 @@ from flexgen_h2o.doors import (
     budget_of,
     check_plot_library,
     check_positions,
+    check_separate,
     compression_flags,
+    file_name,
     flag_of,
     policy_of,
     positive,
@@ -26,6 +27,7 @@ from flexgen_h2o.doors import (
 )
 from flexgen_h2o.errors import EXIT_DONE, FlexgenError, UsageError
 from flexgen_h2o.evaluation.text import add_text_flags
+from flexgen_h2o.files import write_whole
 from flexgen_h2o.paths import usable_path
 from flexgen_h2o.units import parse_bytes
 
@@ -80,7 +82,7 @@ def _add_fidelity_flags(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="columns kept as shares of the prompt, half heavy and half recent (0.5 0.2 0.1)",
     )
-    add("--prompts", type=Path, help=".txt or .jsonl as flex_opt takes them (default: Python's own sources)")
+    add("--prompts", type=file_name, help=".txt or .jsonl as flex_opt takes them (default: Python's own sources)")
     add("--num-prompts", type=positive, help=f"text rows ({TEXT_PROMPTS}; of a file all)")
     add("--recall-prompts", type=_whole, help=f"recall rows ({RECALL_PROMPTS}; 0 with --prompts)")
     add("--prompt-len", type=positive, default=256, help="tokens of a prompt (256)")
@@ -97,9 +99,9 @@ def _add_fidelity_flags(parser: argparse.ArgumentParser) -> None:
     add("--resamples", type=positive, default=1000, help="of the bootstrap (1000)")
     add("--seed", type=_whole, default=0, help="of rows and bootstrap")
     add("--keep-mem", default="1GiB", help="RAM for the full cache's logits and attention, beside the budgets (1GiB)")
-    add("--json", type=Path, help="write all figures")
-    add("--markdown", type=Path, help="write the tables that are printed")
-    add("--plot", type=Path, help="write a picture (.png, .svg; needs matplotlib: the extra `plot`)")
+    add("--json", type=file_name, help="write all figures")
+    add("--markdown", type=file_name, help="write the tables that are printed")
+    add("--plot", type=file_name, help="write a picture (.png, .svg; needs matplotlib: the extra `plot`)")
 
 
 def _whole(text: str) -> int:
@@ -153,6 +155,7 @@ def _check(args: argparse.Namespace) -> None:
     for name in OUTPUTS:
         if getattr(args, name) is not None:
             check_writable(getattr(args, name), flag_of(name))
+    check_separate(args, ("prompts", "policy", "hardware"), OUTPUTS)
     if args.plot is not None:
         check_plot_library()
 
@@ -237,7 +240,7 @@ def _show(args: argparse.Namespace, result: dict[str, Any]) -> None:
         path = getattr(args, name)
         if path is not None:
             try:
-                path.write_text(content, encoding="utf-8")
+                write_whole(path, content)
             except OSError as error:
                 raise FlexgenError(f"{flag_of(name)} {path}: {error.strerror or error}") from error
     if args.plot is not None:

@@ -18,6 +18,8 @@ from flexgen_h2o.doors import (
     add_sampling_flags,
     as_flags,
     check_positions,
+    check_separate,
+    file_name,
     flag_of,
     naming_flags,
     open_llm,
@@ -53,11 +55,11 @@ def _parser() -> OneLineParser:
     add = parser.add_argument
     add(
         "--prompts",
-        type=Path,
+        type=file_name,
         help=".txt (a prompt a line) or .jsonl (prompt or prompt_token_ids); every prompt keeps its length",
     )
     add("--chat", action="store_true", help="each text prompt is a user's message, put into the model's chat template")
-    add("--output", type=Path, help=".jsonl in input order: index, prompt, text, token_ids, finish_reason")
+    add("--output", type=file_name, help=".jsonl in input order: index, prompt, text, token_ids, finish_reason")
     add("--prompt-len", type=positive, default=512, help="tokens of the benchmark prompt (512)")
     add("--gen-len", type=positive, default=32, help="most new tokens of a row (32)")
     add("--cut-gen-len", type=positive, help="run only so many tokens and project the decode time")
@@ -67,8 +69,8 @@ def _parser() -> OneLineParser:
         help="fewer_batch: 20 decode layers, projected; breakdown: serial, seconds by kind",
     )
     add_sampling_flags(parser)
-    add("--json", type=Path, help="write the run report")
-    add("--trace", type=Path, help="write a Chrome trace (opens in Perfetto)")
+    add("--json", type=file_name, help="write the run report")
+    add("--trace", type=file_name, help="write a Chrome trace (opens in Perfetto)")
     add("--log-file", default="auto", help="append FlexGen's log lines here (auto: FlexGen's name)")
     add("--no-log", action="store_true", help="write no log file")
     add("--verbose", type=int, default=2, help="0: nothing, 1: log lines, 2: also the first and last text (2)")
@@ -115,6 +117,7 @@ def _run(argv: list[str] | None) -> int:
         prompts = _prompts(args, llm, AUTO_BENCHMARK_ROWS if is_auto else policy.block_size)
         with naming_flags():  # a prompt longer than the model's positions
             sizes = llm.sizes(prompts, params)
+        llm.check_plan()
         if args.verbose >= 1:
             print(f"<run_flexgen_h2o>: args.model: {args.model}")
             print(sizes_line(*sizes))
@@ -145,6 +148,8 @@ def _check(args: argparse.Namespace) -> None:
             usable_path(getattr(args, flag), flag_of(flag))
     if args.chat and args.prompts is None:
         raise UsageError("--chat: is for the prompts of a file; give one with --prompts")
+    outputs = ("output", "json", "trace") if args.no_log else ("output", "json", "trace", "log_file")
+    check_separate(args, ("prompts", "policy", "hardware"), outputs)
     cut_short = "--cut-gen-len" if args.cut_gen_len else "--debug-mode" if args.debug_mode else None
     if cut_short and args.prompts is not None:
         raise UsageError(f"{cut_short}: only for the benchmark; leave --prompts out")
@@ -156,8 +161,6 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(f"--debug-mode {args.debug_mode}: measures decoding; --gen-len must be at least 2")
     if args.output is not None:
         check_output_path(args.output)
-        if args.prompts is not None and args.prompts.resolve() == args.output.resolve():
-            raise UsageError(f"--output {args.output}: is the --prompts file; give another name")
     for flag, path in (("--json", args.json), ("--trace", args.trace)):
         if path is not None:
             check_writable(path, flag)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import replace
-from pathlib import Path
 
-from flexgen_h2o.doors import OneLineParser, run_door
+from flexgen_h2o.doors import OneLineParser, file_name, run_door
 from flexgen_h2o.errors import EXIT_DONE, FlexgenError, UsageError
 from flexgen_h2o.paths import DEFAULT_OFFLOAD_DIR, usable_path
 from flexgen_h2o.profile import HardwareProfile, find_profile, read_profile, write_profile
@@ -23,7 +22,12 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> OneLineParser:
     parser = OneLineParser(prog="hardware", description=__doc__)
     add = parser.add_argument
-    add("--output", type=Path, metavar="FILE", help="also write the profile here (JSON); it is kept for later anyway")
+    add(
+        "--output",
+        type=file_name,
+        metavar="FILE",
+        help="also write the profile here (JSON); it is kept for later anyway",
+    )
     add("--offload-dir", default=DEFAULT_OFFLOAD_DIR, help=f"whose disk is measured (default {DEFAULT_OFFLOAD_DIR})")
     add("--device", default="auto", help="auto, cpu or cuda")
     add("--machine", metavar="NAME", help="the profile's name (default: from the card or the CPU)")

@@ -135,6 +135,11 @@ class LLM:
         sep_layer = self._policy.sep_layer if self._policy is not None else True
         return len(self.model.spec.layers(sep_layer).layers)
 
+    def check_plan(self) -> None:
+        """UsageError where the policy is to be chosen and the given profile does not know the dtype."""
+        if isinstance(self.asked_policy, AutoPolicy):
+            self._planner.check_dtype()
+
     def sizes(self, prompts: Sequence[Prompt], params: SamplingParams) -> tuple[int, int, int]:
         """Bytes of weights, of the full KV cache and of the hidden states of all rows: FlexGen's summary."""
         return sizes_of(self.model.spec, self._rules(prompts, params).rows(), DTYPE_BYTES[self.dtype])

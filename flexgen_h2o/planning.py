@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flexgen_h2o.config import ModelSpec, Policy
+from flexgen_h2o.errors import UsageError
 from flexgen_h2o.planner.candidates import Budgets
 from flexgen_h2o.planner.memory import MemoryPlan
 from flexgen_h2o.planner.need import Batch, Block, Need
@@ -46,6 +47,7 @@ class Planner:
 
         Measures this machine first where it has no profile and the run is long enough to be worth it.
         """
+        self.check_dtype()
         plan = search(self.spec, need, base, self._machine, budgets)
         if self.profile.machine == NOMINAL and plan.prediction.total_s > WORTH_MEASURING_S:
             self._profile = self._find(measure_missing=True)
@@ -62,6 +64,15 @@ class Planner:
     def can_predict(self) -> bool:
         """Does the profile know the dtype?"""
         return self.dtype in self.profile.compute
+
+    def check_dtype(self) -> None:
+        """UsageError where the profile does not know the dtype, so that nothing can be chosen with it."""
+        if not self.can_predict:
+            raise UsageError(
+                f"--hardware {self.profile.machine}: has compute rates of {', '.join(self.profile.compute)}, and this"
+                f" run computes in {self.dtype}; leave --hardware out to plan for this machine, or give a profile with"
+                f" {self.dtype}"
+            )
 
     @property
     def profile_facts(self) -> dict[str, str | bool]:

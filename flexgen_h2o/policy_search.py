@@ -11,7 +11,6 @@ import shlex
 import sys
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexgen_h2o.config import DTYPE_BYTES, TIERS, Policy, SavedPolicy, write_policy
@@ -24,7 +23,9 @@ from flexgen_h2o.doors import (
     budget_of,
     check_plot_library,
     check_positions,
+    check_separate,
     eviction_of,
+    file_name,
     flag_of,
     given_flags,
     policy_of,
@@ -69,10 +70,10 @@ def _parser() -> OneLineParser:
     add("--prompt-len", type=positive, default=512, help="tokens of a prompt (512)")
     add("--gen-len", type=positive, default=32, help="new tokens of a row (32)")
     add("--num-prompts", type=positive, help=f"prompts in all ({SEARCHED_PROMPTS}; of a given policy one block)")
-    add("--output", type=Path, metavar="FILE", help="write the policy, for flex_opt --policy")
+    add("--output", type=file_name, metavar="FILE", help="write the policy, for flex_opt --policy")
     add("--json", action="store_true", help="print one JSON object instead of the tables")
-    add("--trace", type=Path, help="write a Chrome trace of the first block as it is simulated")
-    add("--plot", type=Path, help="write a picture of the same (.png, .svg; needs matplotlib: the extra `plot`)")
+    add("--trace", type=file_name, help="write a Chrome trace of the first block as it is simulated")
+    add("--plot", type=file_name, help="write a picture of the same (.png, .svg; needs matplotlib: the extra `plot`)")
     return parser
 
 
@@ -117,6 +118,7 @@ def _check(args: argparse.Namespace) -> None:
         if getattr(args, name) is not None:
             setattr(args, name, usable_path(getattr(args, name), flag_of(name)))
             check_writable(getattr(args, name), flag_of(name))
+    check_separate(args, ("policy", "hardware"), OUTPUTS)
     if args.num_prompts is not None and args.num_prompts > MOST_PROMPTS:
         raise UsageError(f"--num-prompts {args.num_prompts}: must be at most {MOST_PROMPTS}")
     if args.plot is not None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from flexgen_h2o.config import DTYPE_BYTES
 from flexgen_h2o.errors import FlexgenError, UsageError
+from flexgen_h2o.files import write_whole
 from flexgen_h2o.paths import usable_path
 
 PROFILE_SCHEMA = 2
@@ -173,10 +174,10 @@ class HardwareProfile:
 
 
 def write_profile(path: Path, profile: HardwareProfile) -> None:
-    """Write a profile file (JSON, DESIGN 3.3). Raises FlexgenError naming the file."""
+    """Write a profile file (JSON, DESIGN 3.3), whole or not at all. Raises FlexgenError naming the file."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(profile.to_json(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(profile.to_json(), indent=2, allow_nan=False) + "\n")
     except OSError as error:
         raise FlexgenError(f"profile {path}: {error.strerror or error}") from error
 
@@ -252,13 +253,13 @@ def _flag(name: str, value: object) -> bool:
 
 def _size(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST_BYTES:
-        raise UsageError(f"{name}: {value!r} is not a number of bytes")
+        raise UsageError(f"{name}: {value!r:.40} is not a number of bytes")
     return value
 
 
 def _number(name: str, value: object) -> float:
     """Rates, shares and seconds: the name's ending says which."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         raise UsageError(f"{name}: {value!r} is not a number")
     if name.endswith("per_s"):
         low, high, what = 1.0, MOST_RATE, "a rate"
@@ -269,7 +270,7 @@ def _number(name: str, value: object) -> float:
     else:
         low, high, what = 0.01, 1.0, "a share"
     if not low <= value <= high:
-        raise UsageError(f"{name}: {value!r} is out of range; {what} is between {low:g} and {high:g}")
+        raise UsageError(f"{name}: {value!r:.40} is out of range; {what} is between {low:g} and {high:g}")
     return float(value)
 
 

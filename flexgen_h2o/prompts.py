@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import cycle, islice, takewhile
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.config import check_int
 from flexgen_h2o.errors import FlexgenError, UsageError
+from flexgen_h2o.files import replacing
 
 if TYPE_CHECKING:  # it imports torch, and prompts are read without
     from flexgen_h2o.sampling import TokenLogprobs
@@ -164,21 +164,12 @@ def write_outputs(path: Path, completions: Iterable[Completion]) -> None:
 
     Raises FlexgenError naming --output when it cannot be written (a full disk, a folder that went away).
     """
-    # A link is followed, so that its target is replaced and not the link.
-    target = Path(os.path.realpath(path))
-    draft = target.with_name(f".flexgen-{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
-        try:
-            with draft.open("x", encoding="utf-8", newline="\n") as file:
-                for completion in sorted(completions, key=lambda c: c.index):
-                    fields = asdict(completion)
-                    del fields["logprobs"]  # the batch door's files have them
-                    file.write(json.dumps(fields, ensure_ascii=False) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(draft, target)
-        finally:
-            draft.unlink(missing_ok=True)
+        with replacing(path) as file:
+            for completion in sorted(completions, key=lambda c: c.index):
+                fields = asdict(completion)
+                del fields["logprobs"]  # the batch door's files have them
+                file.write(json.dumps(fields, ensure_ascii=False) + "\n")
     except OSError as error:
         raise FlexgenError(f"--output {path}: {error.strerror or error}") from error
 

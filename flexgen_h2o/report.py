@@ -16,6 +16,7 @@ from typing import Any
 
 from flexgen_h2o.config import TIERS, Policy
 from flexgen_h2o.errors import FlexgenError, UsageError
+from flexgen_h2o.files import write_whole
 from flexgen_h2o.planner.roofline import Peak, RunWork, roofline
 from flexgen_h2o.profile import MEASURED_BUSY
 from flexgen_h2o.units import GIB
@@ -190,9 +191,9 @@ def append_log(path: Path, report: RunReport) -> None:
 
 
 def write_json(path: Path, report: RunReport) -> None:
-    """Write the run report. Raises FlexgenError naming the file."""
+    """Write the run report, whole or not at all. Raises FlexgenError naming the file."""
     try:
-        path.write_text(json.dumps(report.to_json(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(report.to_json(), indent=2, allow_nan=False) + "\n")
     except OSError as error:
         raise FlexgenError(f"--json {path}: {error.strerror or error}") from error
 

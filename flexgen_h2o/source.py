@@ -15,6 +15,7 @@ from flexgen_h2o.checkpoint import (
     resolve,
     write_random_checkpoint,
 )
+from flexgen_h2o.checkpoint.fingerprint import label
 from flexgen_h2o.checkpoint.resolve import DUMMY, find_folder
 from flexgen_h2o.config import ModelSpec
 from flexgen_h2o.errors import UsageError
@@ -95,11 +96,11 @@ def find_checkpoint(
         assert model.folder is not None
         found = open_checkpoint(spec, model.folder, cache)
         return pack_checkpoint(spec, found, cache, packing, progress) if packing else found
-    label = f"{model.name.replace('/', '--')}-{dtype}-seed{seed}-{shape_fingerprint(model.config)}"
+    name = f"{label(model.name.replace('/', '--'))}-{dtype}-seed{seed}-{shape_fingerprint(model.config)}"
     if packing:
-        folder = cache / "packed" / f"random-{label}"
+        folder = cache / "packed" / f"random-{name}"
         return pack_random(spec, model.config, folder, dtype, seed, packing, progress)
-    folder = write_random_checkpoint(spec, model.config, cache / "random" / label, dtype, seed, progress)
+    folder = write_random_checkpoint(spec, model.config, cache / "random" / name, dtype, seed, progress)
     return open_checkpoint(spec, folder, cache)
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flexgen_h2o.errors import FlexgenError
+from flexgen_h2o.files import write_whole
 
 LANES = ("compute", "disk_read", "disk_write", "h2d", "d2h", "wait")
 
@@ -100,6 +101,6 @@ class Timeline:
                 }
             )  # fmt: skip
         try:
-            path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+            write_whole(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
         except OSError as error:
             raise FlexgenError(f"--trace {path}: {error.strerror or error}") from error

@@ -46,6 +46,12 @@ def format_bytes(size: float) -> str:
     return f"{int(size)} B"
 
 
+def format_free(free: int, needed: int) -> str:
+    """`2.99 MiB are free, 8.00 KiB too little`: with the gap, if there is one, which rounded sizes may hide."""
+    gap = f", {format_bytes(needed - free)} too little" if free < needed else ""
+    return f"{format_bytes(free)} are free{gap}"
+
+
 def format_seconds(seconds: float) -> str:
     """A duration for people: `0.31 s`, `42 s`, `4 min 10 s`, `3 h 7 min`, `2 d 5 h`."""
     if seconds < 10:

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from flexgen_h2o.errors import DoesNotFitError, UsageError
-from flexgen_h2o.units import format_bytes
+from flexgen_h2o.units import format_bytes, format_free
 
 _TEMP_SUFFIX = ".flexgen-building"
 _LOCK_SUFFIX = ".flexgen-lock"
@@ -53,9 +53,16 @@ def building(folder: Path, nbytes: int = 0) -> Iterator[Path | None]:
 
 
 def _is_complete(folder: Path) -> bool:
-    if folder.exists() and not folder.is_dir():
+    try:
+        complete = folder.is_dir() and any(folder.iterdir())
+        in_the_way = not complete and (folder.is_symlink() or (folder.exists() and not folder.is_dir()))
+    except OSError as error:
+        raise UsageError(
+            f"--offload-dir {folder.parent}: cannot be used ({error.strerror}); give another one"
+        ) from error
+    if in_the_way:  # a link that leads nowhere, too: no folder can take its place
         raise UsageError(f"--offload-dir {folder.parent}: {folder.name} is in the way and not a folder; remove it")
-    return folder.is_dir() and any(folder.iterdir())
+    return complete
 
 
 def _beside(folder: Path, suffix: str) -> Path:
@@ -139,9 +146,12 @@ def _require_space(folder: Path, nbytes: int) -> None:
 
 
 def _no_space(folder: Path, nbytes: int) -> DoesNotFitError:
-    free = format_bytes(shutil.disk_usage(folder.parent).free)
-    need = f"needs {format_bytes(nbytes)}, {free} are free" if nbytes else f"the disk is full, {free} are free"
-    return DoesNotFitError(f"--offload-dir {folder.parent}: {folder.name}: {need}; make room or give another folder")
+    free = shutil.disk_usage(folder.parent).free
+    need = f"needs {format_bytes(nbytes)}" if nbytes else "the disk is full"
+    return DoesNotFitError(
+        f"--offload-dir {folder.parent}: {folder.name}: {need}, {format_free(free, nbytes)}; "
+        "make room or give another folder"
+    )
 
 
 def _sync_tree(folder: Path) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from flexgen_h2o.checkpoint.atomic_folder import building
 from flexgen_h2o.checkpoint.file_writer import FileWriter, reserve
-from flexgen_h2o.checkpoint.fingerprint import fingerprint
+from flexgen_h2o.checkpoint.fingerprint import fingerprint, label
 from flexgen_h2o.checkpoint.safetensors_format import (
     INDEX_NAME,
     Entry,
@@ -75,7 +75,7 @@ def import_bin(folder: Path, cache_dir: Path) -> Path:
     shards = _shards(folder)
     carried = _carried_files(folder)
     sources = [shard.path for shard in shards]
-    target = cache_dir / "imported" / f"{folder.resolve().name}-{fingerprint([*sources, *carried])}"
+    target = cache_dir / "imported" / f"{label(folder.resolve().name)}-{fingerprint([*sources, *carried])}"
     with building(target, sum(path.stat().st_size for path in sources)) as temp:
         if temp is not None:
             for path in carried:

@@ -4,11 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
+LABEL_BYTES = 100  # file systems take names of 255 bytes, and ours get endings
+
 
 def fingerprint(paths: Sequence[Path], *more: object) -> str:
-    """16 hex digits of names, sizes and times of change; `more`: other facts that count, as JSON takes them."""
-    facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+    """16 hex digits of names and states; `more`: other facts that count, as JSON takes them.
+
+    No byte is read. A copy of a file, and one that was written to, have another inode or ctime, which no program can
+    set back, as it can the mtime. A file that is moved with its folder stays the same; one that is restored or whose
+    mode is changed counts as another: what was made is then made again, and never taken for what it is not.
+    """
+    facts = [(path.name, *_state(path.stat())) for path in paths]
     return hashlib.sha256(json.dumps([*facts, *more]).encode()).hexdigest()[:16]
+
+
+def _state(stat: os.stat_result) -> tuple[int, int, int, int]:
+    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
+
+
+def label(name: str) -> str:
+    """`name`, cut to `LABEL_BYTES`, for the names of folders that a fingerprint tells apart."""
+    return os.fsencode(name)[:LABEL_BYTES].decode(errors="ignore")

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexgen_h2o.checkpoint.atomic_folder import building
-from flexgen_h2o.checkpoint.fingerprint import fingerprint
+from flexgen_h2o.checkpoint.fingerprint import fingerprint, label
 from flexgen_h2o.checkpoint.random_weights import RandomValues, record_of
-from flexgen_h2o.checkpoint.safetensors_format import FROM_ENGINE, Entry
-from flexgen_h2o.checkpoint.safetensors_index import read_index
+from flexgen_h2o.checkpoint.safetensors_format import FROM_ENGINE, TO_ENGINE, Entry
+from flexgen_h2o.checkpoint.safetensors_index import AGAIN, read_index
 from flexgen_h2o.checkpoint.shards import plan_shards, tensors_of, write_shards
 from flexgen_h2o.checkpoint.stored import Checkpoint, StoredTensor
 from flexgen_h2o.config import DTYPE_BYTES, ModelSpec, TensorSpec
@@ -51,7 +51,7 @@ def pack_checkpoint(
     """
     paths = sorted({stored.path for stored in source.tensors.values()})
     mark = fingerprint(paths, FORMAT, packing.bits, [(t.name, t.shape) for t in tensors_of(spec)])
-    folder = cache_dir / "packed" / f"{source.folder.resolve().name}-{packing.label}-{mark}"
+    folder = cache_dir / "packed" / f"{label(source.folder.resolve().name)}-{packing.label}-{mark}"
     stored = source.tensors
     reader = _Reader()
     try:
@@ -83,26 +83,46 @@ def _pack(spec: ModelSpec, values: _Values, folder: Path, packing: Packing, prog
     shards = plan_shards(tensors, lambda t: _entry(t, values.dtype(t), packing), {"packed": packing.label})
     with building(folder, sum(shard.nbytes for shard in shards)) as temp:
         if temp is not None:
-            group = None if packing.by_row else GROUP
-            record = {"format": FORMAT, "bits": packing.bits, "group": group, "model": spec.name}
+            record = {**_record(packing), "model": spec.name}
             (temp / RECORD_NAME).write_text(json.dumps(record, indent=2) + "\n")
             title = f"{packing.label} weights {spec.name}"
             write_shards(temp, shards, lambda t: _pieces(t, values, packing), title, progress)
-    return _open(spec, folder, packing)
+    return _open(spec, values, folder, packing)
 
 
-def _open(spec: ModelSpec, folder: Path, packing: Packing) -> Checkpoint:
-    """A store that is complete, checked against the spec: somebody may have changed it since."""
+def _open(spec: ModelSpec, values: _Values, folder: Path, packing: Packing) -> Checkpoint:
+    """A store that is complete, checked against its record and the spec: somebody may have changed it since."""
     try:
+        _check_record(folder, packing)
         found = read_index(folder)
     except UsageError as error:
-        raise UsageError(f"{folder}: packed weights are damaged ({error}); remove this folder") from error
-    tensors = {t.name: found.get(t.name) for t in tensors_of(spec)}
+        reason = str(error).removesuffix(f"; {AGAIN}")
+        raise UsageError(f"{folder}: packed weights are damaged ({reason}); remove this folder") from error
+    tensors: dict[str, StoredTensor] = {}
     for tensor in tensors_of(spec):
-        stored = tensors[tensor.name]
-        if stored is None or stored.shape != _entry(tensor, "float32", packing).shape:
-            raise UsageError(f"{folder}: packed weights lack tensor {tensor.name!r}; remove this folder")
-    return Checkpoint(folder, {name: stored for name, stored in tensors.items() if stored is not None})
+        stored, wanted = found.get(tensor.name), _entry(tensor, values.dtype(tensor), packing)
+        if stored is None or (stored.shape, stored.dtype) != (wanted.shape, TO_ENGINE[wanted.dtype]):
+            raise UsageError(
+                f"{folder}: packed weights lack tensor {tensor.name!r}, {wanted.dtype} of shape {wanted.shape};"
+                " remove this folder"
+            )
+        tensors[tensor.name] = stored
+    return Checkpoint(folder, tensors)
+
+
+def _record(packing: Packing) -> dict[str, object]:
+    """What the bytes mean."""
+    return {"format": FORMAT, "bits": packing.bits, "group": None if packing.by_row else GROUP}
+
+
+def _check_record(folder: Path, packing: Packing) -> None:
+    path = folder / RECORD_NAME
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: not a readable JSON file ({error})") from error
+    if not isinstance(found, dict) or not _record(packing).items() <= found.items():
+        raise UsageError(f"{path}: describes other weights")
 
 
 def _is_packed(tensor: TensorSpec) -> bool:

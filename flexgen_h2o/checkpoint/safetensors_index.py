@@ -21,7 +21,7 @@ from flexgen_h2o.checkpoint.safetensors_format import (
 from flexgen_h2o.checkpoint.stored import StoredTensor
 from flexgen_h2o.errors import UsageError
 
-_AGAIN = "download it again"
+AGAIN = "download it again"
 
 
 def has_safetensors(folder: Path) -> bool:
@@ -50,7 +50,7 @@ def read_index(folder: Path) -> dict[str, StoredTensor]:
         listed = [name for name, home in weight_map.items() if home == shard]
         for name in listed:
             if name not in tensors:
-                raise UsageError(f"{path}: {INDEX_NAME} says that tensor {name!r} is in it, but it is not; {_AGAIN}")
+                raise UsageError(f"{path}: {INDEX_NAME} says that tensor {name!r} is in it, but it is not; {AGAIN}")
             found[name] = tensors[name]
         extra.update(tensors)
     return {**extra, **found}
@@ -63,10 +63,10 @@ def read_weight_map(index: Path) -> dict[str, str]:
     except OSError as error:
         raise UsageError(f"{index}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{index}: not a JSON file ({error}); {_AGAIN}") from error
+        raise UsageError(f"{index}: not a JSON file ({error}); {AGAIN}") from error
     weight_map = body.get("weight_map") if isinstance(body, dict) else None
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
-        raise UsageError(f"{index}: weight_map is missing or not a table of file names; {_AGAIN}")
+        raise UsageError(f"{index}: weight_map is missing or not a table of file names; {AGAIN}")
     return weight_map
 
 
@@ -74,9 +74,9 @@ def shard_path(index: Path, shard: str) -> Path:
     """Where the shard `shard` of `index` lies. Raises UsageError: not there, or a name that leaves the folder."""
     path = index.parent / shard
     if Path(shard).name != shard:
-        raise UsageError(f"{index}: {shard!r} is not a plain file name; {_AGAIN}")
+        raise UsageError(f"{index}: {shard!r} is not a plain file name; {AGAIN}")
     if not path.is_file():
-        raise UsageError(f"{path}: {index.name} lists this shard, but it is missing; {_AGAIN}")
+        raise UsageError(f"{path}: {index.name} lists this shard, but it is missing; {AGAIN}")
     return path
 
 
@@ -88,7 +88,7 @@ def read_file(path: Path) -> dict[str, StoredTensor]:
     end = max((t.offset + t.nbytes for t in tensors.values()), default=start)
     if size != end:
         what = "is truncated" if size < end else "has bytes that belong to no tensor"
-        raise UsageError(f"{path}: {what}: {size} bytes, {end} expected; {_AGAIN}")
+        raise UsageError(f"{path}: {what}: {size} bytes, {end} expected; {AGAIN}")
     if isinstance(metadata, dict):
         # safetensors.torch.save_model notes tied weights this way; the import of .bin files does too.
         aliases = {a: tensors[kept] for a, kept in metadata.items() if isinstance(kept, str) and kept in tensors}
@@ -110,20 +110,20 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
     if not sane:
         raise UsageError(
             f"{path}: truncated or not a safetensors file (a git-lfs pointer?): a header of {length} bytes in a file"
-            f" of {size} bytes; {_AGAIN}"
+            f" of {size} bytes; {AGAIN}"
         )
     try:
         head = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path}: the safetensors header is damaged ({error}); {_AGAIN}") from error
+        raise UsageError(f"{path}: the safetensors header is damaged ({error}); {AGAIN}") from error
     if not isinstance(head, dict):
-        raise UsageError(f"{path}: the safetensors header is damaged (not a table); {_AGAIN}")
+        raise UsageError(f"{path}: the safetensors header is damaged (not a table); {AGAIN}")
     return head, LENGTH_BYTES + length, size
 
 
 def _stored(path: Path, name: str, entry: Any, start: int) -> StoredTensor:
     """One header entry, checked: its range must have the bytes that shape x dtype needs."""
-    bad = UsageError(f"{path}: the header entry of tensor {name!r} is damaged; {_AGAIN}")
+    bad = UsageError(f"{path}: the header entry of tensor {name!r} is damaged; {AGAIN}")
     if not isinstance(entry, dict):
         raise bad
     dtype, shape, span = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
@@ -134,8 +134,7 @@ def _stored(path: Path, name: str, entry: Any, start: int) -> StoredTensor:
     wanted = -(-prod(shape) * DTYPE_BITS[dtype] // 8) if dtype in DTYPE_BITS else nbytes
     if nbytes < 0 or nbytes != wanted:
         raise UsageError(
-            f"{path}: tensor {name!r} takes {nbytes} bytes, but {dtype} of shape {tuple(shape)} needs {wanted};"
-            f" {_AGAIN}"
+            f"{path}: tensor {name!r} takes {nbytes} bytes, but {dtype} of shape {tuple(shape)} needs {wanted}; {AGAIN}"
         )
     return StoredTensor(path, start + begin, nbytes, TO_ENGINE.get(dtype, dtype), tuple(shape))
 

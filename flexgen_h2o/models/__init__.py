@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from flexgen_h2o.config import ModelSpec
+from flexgen_h2o.config import ModelSpec, check_int
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.kernels.linear import RowParts
 from flexgen_h2o.kernels.workspace import Workspace
@@ -24,6 +24,10 @@ FAMILIES = {
     "qwen2": "flexgen_h2o.models.llama",
     "gpt_neox": "flexgen_h2o.models.gpt_neox",
 }
+
+MOST_POSITIONS = 2**30  # far beyond any model: a damaged config must not become sizes that no float holds
+# Of classifiers; transformers makes a table of as many entries as the config says.
+_LABELS = ("num_labels", "id2label", "label2id")
 
 Weights = Mapping[str, RowParts]
 # (q, k, v), each (tokens, heads, d), before any rotary embedding -> (tokens, heads x d)
@@ -62,7 +66,9 @@ def spec_from_config(name: str, config: Mapping[str, Any], where: str) -> ModelS
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UsageError(f"{where}: model_type {model_type!r} is not supported (known: {', '.join(sorted(FAMILIES))})")
     try:
-        return _load(model_type).read_spec(name, config)
+        spec = _load(model_type).read_spec(name, config)
+        check_int("max_position_embeddings", spec.max_positions, low=1, high=MOST_POSITIONS)
+        return spec
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from error
 
@@ -76,6 +82,7 @@ def spec_from_folder(name: str, folder: Path) -> tuple[ModelSpec, dict[str, Any]
         raise UsageError(f"{path}: not a readable JSON file ({error})") from error
     if not isinstance(raw, dict):
         raise UsageError(f"{path}: a JSON object is expected")
+    raw = {key: value for key, value in raw.items() if key not in _LABELS}
     known = isinstance(raw.get("model_type"), str) and raw["model_type"] in FAMILIES
     config = _with_defaults(raw, str(path)) if known else raw
     return spec_from_config(name, config, str(path)), config

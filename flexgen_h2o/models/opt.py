@@ -63,7 +63,7 @@ def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "ffn_dim", "vocab_size")
     hidden, blocks, heads, ffn, vocab = read_sizes(config, names)
     positions = check_int("max_position_embeddings", config.get("max_position_embeddings"), low=1)
-    narrow = check_int("word_embed_proj_dim", config.get("word_embed_proj_dim") or hidden, low=1)
+    narrow = check_int("word_embed_proj_dim", config.get("word_embed_proj_dim") or hidden, low=1, high=2**18)
     if hidden % heads:
         raise UsageError(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
     activation = check_activation("activation_function", config["activation_function"])

@@ -6,12 +6,15 @@ the costs are worked out for placements with everything on one tier, and the pro
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import pulp
+from pulp.apis.core import PulpSolverError
 
 from flexgen_h2o.config import TIERS, ModelSpec, Policy
+from flexgen_h2o.errors import FlexgenError
 from flexgen_h2o.planner.costs import LANES, Costs
 from flexgen_h2o.planner.memory import Depth, memory_plan
 from flexgen_h2o.planner.need import Batch, Need, shape_of
@@ -81,7 +84,7 @@ def solve(
     """The fastest shares within the budgets; None when there are none.
 
     A block's seconds: prefill + decode_sweeps x decode, each at least as long as every lane and as all compute when
-    transfers overlap, their sum when they do not.
+    transfers overlap, their sum when they do not. FlexgenError where the solver cannot run.
     """
     problem = pulp.LpProblem("placement", pulp.LpMinimize)
     share = {i: pulp.LpVariable(f"share_{i}", 0, 1) for i in corners.moved}
@@ -107,7 +110,7 @@ def solve(
         if budget is not None:
             held = _mixed(corners, share, [c.nbytes[tier] / GIB for c in _all(corners)])
             problem += held <= budget / GIB, f"memory_{tier}"
-    if pulp.LpStatus[problem.solve(pulp.PULP_CBC_CMD(msg=False))] != "Optimal":
+    if pulp.LpStatus[_status(problem)] != "Optimal":
         return None
     gains = {t: -(problem.constraints[f"memory_{t}"].pi or 0.0) for t in TIERS if f"memory_{t}" in problem.constraints}
     found = [min(1.0, max(0.0, share[i].value() or 0.0)) if i in share else 0.0 for i in range(6)]
@@ -126,10 +129,26 @@ def least_excess(corners: Corners, budgets: Mapping[str, int | None]) -> Shares 
     for tier, more in excess.items():
         held = _mixed(corners, share, [c.nbytes[tier] / GIB for c in _all(corners)])
         problem += held - more <= (budgets[tier] or 0) / GIB, f"memory_{tier}"
-    if pulp.LpStatus[problem.solve(pulp.PULP_CBC_CMD(msg=False))] != "Optimal":
+    if pulp.LpStatus[_status(problem)] != "Optimal":
         return None
     a, b, c, d, e, f = (min(1.0, max(0.0, share[i].value() or 0.0)) if i in share else 0.0 for i in range(6))
     return a, b, c, d, e, f
+
+
+def _status(problem: pulp.LpProblem) -> int:
+    """The solver's verdict. It reads and writes files: FlexgenError where there is no room for them."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="flexgen-lp-") as folder:
+            solver = pulp.PULP_CBC_CMD(msg=False)
+            solver.tmpDir = folder
+            status: int = problem.solve(solver)
+            return status
+    except (OSError, PulpSolverError) as error:
+        reason = " ".join(str(error).split())
+        raise FlexgenError(
+            f"the solver of the linear program failed ({reason}); is the folder for temporary files full? Set TMPDIR to"
+            " one with room"
+        ) from error
 
 
 def _all(corners: Corners) -> list[Corner]:

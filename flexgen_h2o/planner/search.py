@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from flexgen_h2o import interrupts
 from flexgen_h2o.config import TIERS, ModelSpec, Policy
 from flexgen_h2o.errors import DoesNotFitError
 from flexgen_h2o.planner.candidates import Budgets, Candidate, Search, Sides, bounded, candidates, neighbours
@@ -42,6 +43,7 @@ class Plan:
 
 def evaluate(spec: ModelSpec, policy: Policy, need: Need, machine: Machine, budgets: Budgets) -> Plan:
     """What a given policy costs. DoesNotFitError when it does not fit the budgets."""
+    interrupts.check()
     plan = plan_within(spec, policy, shape_of(policy, need), machine.itemsize, machine.device_is_host, dict(budgets))
     return Plan(policy, plan, predict(spec, policy, need, machine, plan, even_blocks(policy, need)), {})
 
@@ -108,6 +110,7 @@ def _solved(q: Search) -> list[tuple[Candidate, Solution]]:
 
 
 def _solve(q: Search, candidate: Candidate, budgets: Budgets) -> Solution | None:
+    interrupts.check()
     corners = find_corners(q.spec, candidate.policy, q.need, q.machine, candidate.depth)
     return solve(corners, q.need.gen_len - 1, q.base.overlap, budgets)
 

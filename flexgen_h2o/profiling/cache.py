@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 from pathlib import Path
 
-from flexgen_h2o.errors import FlexgenError, UsageError
+from flexgen_h2o.errors import UsageError
 from flexgen_h2o.profile import HardwareProfile, read_profile, write_profile
 from flexgen_h2o.profiling.machine import fingerprint_text, this_machine
 from flexgen_h2o.tiers.device import open_device
@@ -38,19 +37,14 @@ def cached_profile(device: str, offload_dir: Path) -> HardwareProfile | None:
 def store(profile: HardwareProfile, device: str, offload_dir: Path) -> Path:
     """Keep the profile; whoever reads meanwhile sees the old file or the new one. Raises FlexgenError."""
     path = cache_path(device, offload_dir)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        write_profile(unfinished, profile)
-        os.replace(unfinished, path)
-    except OSError as error:
-        raise FlexgenError(f"profile {path}: {error.strerror or error}") from error
-    finally:
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
+    write_profile(path, profile)
     return path
 
 
 def _cache_folder() -> Path:
     """The XDG base folder; a relative one is to be ignored."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return (base if base.is_absolute() else Path("~/.cache").expanduser()) / "flexgen_h2o"
+    for base in (os.environ.get("XDG_CACHE_HOME", ""), "~/.cache"):
+        folder = os.path.expanduser(base)  # as it was, and so relative, where there is no such home
+        if os.path.isabs(folder):
+            return Path(folder) / "flexgen_h2o"
+    return Path(os.devnull) / "flexgen_h2o"  # nobody's home: nothing is kept there, nothing can be

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,7 +25,7 @@ def profile_of_this_machine(
     if found is not None:
         return found
     kept = cache_path(device, offload_dir)
-    if kept.exists():
+    if os.path.exists(kept):  # False where it cannot even be looked for
         progress(f"the profile that is kept in {kept} cannot be used: broken, or of another version")
     if not measure_missing:
         return nominal_profile(open_device(device, separate_budget=False).is_host)

@@ -14,9 +14,10 @@ import torch
 
 from flexgen_h2o.errors import DoesNotFitError, TransferError, UsageError
 from flexgen_h2o.limits import PAGE
-from flexgen_h2o.units import format_bytes
+from flexgen_h2o.units import format_bytes, format_free
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
+_FULL = (errno.ENOSPC, errno.EDQUOT)  # of blocks, or of inodes
 
 
 class DirectFile:
@@ -78,7 +79,7 @@ class DirectFile:
                 self.direct = False
                 return call(self.fd, [view], offset)
         except OSError as error:
-            if error.errno == errno.ENOSPC:
+            if error.errno in _FULL:
                 raise DoesNotFitError(
                     f"{self.path.parent}: the disk is full; free space or move --offload-dir"
                 ) from error
@@ -110,22 +111,24 @@ class Scratch:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self.folder.mkdir()
         except OSError as error:
-            raise UsageError(f"--offload-dir {offload_dir}: cannot be used ({error.strerror})") from error
+            kind = DoesNotFitError if error.errno in _FULL else UsageError
+            raise kind(f"--offload-dir {offload_dir}: cannot be used ({error.strerror})") from error
 
     def create(self, name: str, nbytes: int) -> DirectFile:
         """A file of `nbytes`, its space taken now so that the run cannot fill the disk half-way."""
         path = self.folder / name
-        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            os.posix_fallocate(fd, 0, max(1, nbytes))
+            fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                os.posix_fallocate(fd, 0, max(1, nbytes))
+            finally:
+                os.close(fd)
         except OSError as error:
             free = shutil.disk_usage(self.folder).free
             raise DoesNotFitError(
                 f"--offload-dir {self.folder.parent}: {format_bytes(nbytes)} are needed on disk, "
-                f"{format_bytes(free)} are free ({error.strerror}); lower the disk shares of --percent"
+                f"{format_free(free, nbytes)} ({error.strerror}); lower the disk shares of --percent"
             ) from error
-        finally:
-            os.close(fd)
         return DirectFile(path, writable=True)
 
     def close(self) -> None:

@@ -56,6 +56,16 @@ def test_a_profile_is_given_as_it_is_by_file_or_by_name(tmp_path: Path) -> None:
         _ = planner(tmp_path, "no such machine").profile
 
 
+def test_a_profile_without_the_dtype_is_refused_by_its_flag(tmp_path: Path) -> None:
+    """Before anything is printed: by a plan, and by what a door asks first."""
+    with pytest.raises(UsageError, match=r"--hardware t4: .*float16.* computes in float32; leave --hardware out"):
+        planner(tmp_path, "t4").choose(NEED, Policy(), NO_BUDGETS)
+    with tiny(tmp_path, "auto", hardware="t4") as llm, pytest.raises(UsageError, match="--hardware t4"):
+        llm.check_plan()
+    with tiny(tmp_path, Policy(), hardware="t4") as llm:
+        llm.check_plan()
+
+
 @pytest.mark.parametrize("slow", [1.0, 1e4])
 def test_only_a_long_run_is_worth_measuring_for(slow: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And then the plan is made anew with what was measured."""

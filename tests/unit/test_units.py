@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_h2o.errors import UsageError
-from flexgen_h2o.units import GIB, KIB, MIB, TIB, format_bytes, format_seconds, parse_bytes, round_up
+from flexgen_h2o.units import GIB, KIB, MIB, TIB, format_bytes, format_free, format_seconds, parse_bytes, round_up
 
 
 @pytest.mark.parametrize(
@@ -83,3 +83,8 @@ def test_round_up_is_the_smallest_multiple_not_below(size: int, multiple: int) -
 )  # fmt: skip
 def test_durations_for_people(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+def test_a_gap_that_rounding_hides_is_said() -> None:
+    assert format_free(3 * MIB - 100, 3 * MIB) == "3.00 MiB are free, 100 B too little"
+    assert format_free(3 * MIB, 3 * MIB) == "3.00 MiB are free"

@@ -87,6 +87,21 @@ def test_a_file_in_the_way(tmp_path: Path) -> None:
         build(tmp_path / "made")
 
 
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_link_in_the_way(tmp_path: Path, exists: bool) -> None:
+    """To nowhere, or to an empty folder: a folder cannot be renamed onto it."""
+    if exists:
+        (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "made").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UsageError, match="made is in the way"):
+        build(tmp_path / "made")
+
+
+def test_a_name_that_no_file_can_have(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--offload-dir .*: cannot be used \(File name too long\)"):
+        build(tmp_path / (256 * "m"))
+
+
 def test_two_processes_build_once(tmp_path: Path, names_in) -> None:
     context = multiprocessing.get_context("fork")
     log = tmp_path / "log"

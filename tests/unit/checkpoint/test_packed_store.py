@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,44 @@ def test_found_again_and_made_anew_for_a_changed_source(spec, source, cache: Pat
     assert bytes_of(changed.tensors[FC1]) != bytes_of(first.tensors[FC1])
 
 
+def test_another_model_of_the_same_name_size_and_time_has_its_own_store(
+    spec, source, weights, cache: Path, tmp_path: Path
+) -> None:
+    first = pack_checkpoint(spec, source(), cache, Packing(4))
+    file, other = tmp_path / "model" / "model.safetensors", tmp_path / "b" / "model"
+    shutil.copytree(file.parent, other)
+    save_file({**weights, FC1: -weights[FC1]}, other / file.name)
+    set_time(other / file.name, file.stat().st_mtime_ns)
+    copied = pack_checkpoint(spec, open_checkpoint(spec, other, cache / "none"), cache, Packing(4))
+    assert copied.folder != first.folder
+    time = file.stat().st_mtime_ns
+    save_file({**weights, FC1: -weights[FC1]}, file)
+    set_time(file, time)
+    changed = pack_checkpoint(spec, source_as_it_is(spec, first, cache), cache, Packing(4))
+    assert bytes_of(changed.tensors[FC1]) == bytes_of(copied.tensors[FC1]) != bytes_of(first.tensors[FC1])
+
+
+def set_time(path: Path, ns: int) -> None:
+    os.utime(path, ns=(ns, ns))
+    assert path.stat().st_mtime_ns == ns
+
+
+def test_a_moved_model_keeps_its_store(spec, source, cache: Path, tmp_path: Path) -> None:
+    first = pack_checkpoint(spec, source(), cache, Packing(4))
+    (tmp_path / "b").mkdir()
+    (tmp_path / "model").rename(tmp_path / "b" / "model")
+    moved = open_checkpoint(spec, tmp_path / "b" / "model", cache / "none")
+    assert pack_checkpoint(spec, moved, cache, Packing(4)) == first
+
+
+@pytest.mark.parametrize("letter", ["m", "ü"])
+def test_a_model_folder_with_a_long_name(spec, source, cache: Path, tmp_path: Path, letter: str) -> None:
+    source()
+    folder = (tmp_path / "model").rename(tmp_path / (240 // len(letter.encode()) * letter))
+    found = pack_checkpoint(spec, open_checkpoint(spec, folder, cache), cache, Packing(4))
+    assert found.folder.name.startswith(20 * letter)
+
+
 def source_as_it_is(spec, found: Checkpoint, cache: Path) -> Checkpoint:
     return open_checkpoint(spec, cache.parent / "model", cache / "none")
 
@@ -161,7 +200,37 @@ def test_a_damaged_store_is_named(spec, source, cache: Path) -> None:
     found = pack_checkpoint(spec, checkpoint, cache, Packing(4))
     path = found.folder / "model.safetensors"
     os.truncate(path, path.stat().st_size - 1)
-    with pytest.raises(UsageError, match=rf"{found.folder}: .*truncated.*remove this folder"):
+    with pytest.raises(UsageError, match=rf"{found.folder}: .*truncated.*remove this folder") as refused:
+        pack_checkpoint(spec, checkpoint, cache, Packing(4))
+    assert "download" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "was", "becomes"),
+    [(FC1, "U8", "I8"), (FC1, "U8", "BOOL"), ("model.decoder.final_layer_norm.weight", "BF16", "F16")],
+)
+def test_a_store_with_another_dtype_is_named(spec, source, cache: Path, name: str, was: str, becomes: str) -> None:
+    checkpoint = source(torch.bfloat16)
+    path = pack_checkpoint(spec, checkpoint, cache, Packing(4)).folder / "model.safetensors"
+    data = path.read_bytes()
+    old = f'"{name}":{{"dtype":"{was}"'.encode()
+    new = f'"{name}":{{"dtype":"{becomes}"'.encode()
+    size = int.from_bytes(data[:8], "little") + len(new) - len(old)
+    assert old in data
+    path.write_bytes(size.to_bytes(8, "little") + data[8:].replace(old, new))
+    with pytest.raises(UsageError, match=rf"lack tensor '{name}', {was} of shape .*remove this folder"):
+        pack_checkpoint(spec, checkpoint, cache, Packing(4))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1, "bits": 8, "group": 64}', None])
+def test_a_store_without_its_record_is_named(spec, source, cache: Path, text: str | None) -> None:
+    checkpoint = source()
+    record = pack_checkpoint(spec, checkpoint, cache, Packing(4)).folder / packed_store.RECORD_NAME
+    if text is None:
+        record.unlink()
+    else:
+        record.write_text(text)
+    with pytest.raises(UsageError, match=rf"{record}: .*remove this folder"):
         pack_checkpoint(spec, checkpoint, cache, Packing(4))
 
 

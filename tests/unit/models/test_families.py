@@ -99,6 +99,14 @@ def test_end_tokens_in_every_spelling(tmp_path: Path, eos: object, ids: tuple[in
     assert spec_from_folder("m", write(tmp_path, eos_token_id=eos))[0].eos_token_ids == ids
 
 
+def test_labels_of_a_classifier_do_not_count(tmp_path: Path) -> None:
+    """A damaged number of them would keep transformers busy for minutes."""
+    labels = {str(i): "x" for i in range(50)}
+    spec, config = spec_from_folder("m", write(tmp_path, num_labels=5000, id2label=labels, label2id={}))
+    assert spec == spec_from_folder("m", write(tmp_path))[0]
+    assert len(config.get("id2label") or {}) < 50
+
+
 def test_defaults_are_transformers_own(tmp_path: Path) -> None:
     spec, config = spec_from_folder("m", write(tmp_path))
     theirs = OPTConfig()
@@ -119,6 +127,8 @@ def test_defaults_are_transformers_own(tmp_path: Path) -> None:
         ({"ffn_dim": 1.5}, "ffn_dim"),
         ({"vocab_size": None}, "vocab_size"),
         ({"max_position_embeddings": 0}, "max_position_embeddings: 0"),
+        ({"max_position_embeddings": 10**400}, "max_position_embeddings: 10+ must be between"),
+        ({"word_embed_proj_dim": 10**400}, "word_embed_proj_dim: 10+ must be between"),
         ({"word_embed_proj_dim": -2}, "word_embed_proj_dim: -2"),
         ({"activation_function": "swish"}, "activation_function 'swish' is not one of"),
         ({"eos_token_id": "x"}, "eos_token_id"),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
+import pulp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_h2o.config import TIERS, Policy
+from flexgen_h2o.errors import FlexgenError
 from flexgen_h2o.planner.costs import LANES
 from flexgen_h2o.planner.lp import TIE_BREAK, Corners, Solution, find_corners, solve
 from flexgen_h2o.planner.memory import OVERLAPPED, memory_plan
@@ -124,6 +128,22 @@ def test_budgets_below_what_must_be_held_have_no_solution(corners: dict[bool, Co
     for tier in ("device", "host"):
         assert solve(corners[False], SWEEPS, True, {**least, tier: (least[tier] or 0) * 9 // 10}) is None
     assert solve(corners[False], SWEEPS, True, {**least, "disk": 1000}) is None
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), pulp.PulpSolverError("cbc failed")])
+def test_a_full_folder_for_temporary_files_is_one_line_and_nothing_stays(
+    corners: dict[bool, Corners], error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(problem: pulp.LpProblem, filename: str, **_: object) -> None:
+        Path(filename).write_text("half")
+        raise error
+
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(pulp.LpProblem, "writeMPS", write)
+    with pytest.raises(FlexgenError, match=f"{error.args[-1]}.*TMPDIR"):
+        solve(corners[True], SWEEPS, True, {})
+    assert not list(tmp_path.iterdir())
 
 
 def test_corners_are_the_plans_and_the_costs(corners: dict[bool, Corners]) -> None:

@@ -10,7 +10,9 @@ import pytest
 
 from flexgen_h2o.errors import FlexgenError, UsageError
 from flexgen_h2o.profiling.cache import cache_path, cached_profile, store
+from flexgen_h2o.profiling.choose import profile_of_this_machine
 from flexgen_h2o.profiling.machine import Machine, Neighbours, fingerprint_text, this_machine
+from flexgen_h2o.profiling.nominal import NOMINAL
 from flexgen_h2o.tiers.device import HostDevice
 from tests.unit.test_profile import PROFILE
 
@@ -65,6 +67,26 @@ def test_relative_cache_folder_is_ignored(tmp_path: Path, monkeypatch: pytest.Mo
     for value in ("relative", ""):
         monkeypatch.setenv("XDG_CACHE_HOME", value)
         assert cache_path("cpu", tmp_path).parent == tmp_path / ".cache" / "flexgen_h2o"
+
+
+@pytest.mark.parametrize("base", ["~nosuchuser-at-all/x", "/" + 300 * "x", "/proc/1/no/folder", "/dev/null/x"])
+def test_a_cache_folder_that_cannot_be_is_none(base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/dev/null")
+    monkeypatch.setenv("XDG_CACHE_HOME", base)
+    said: list[str] = []
+    assert profile_of_this_machine("cpu", tmp_path, said.append, measure_missing=False).machine == NOMINAL
+    assert not said
+    with pytest.raises(FlexgenError, match="profile-"):
+        store(PROFILE, "cpu", tmp_path)
+
+
+def test_nobody_s_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user id without a name, as containers have them."""
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    assert cached_profile("cpu", tmp_path) is None
+    with pytest.raises(FlexgenError, match="profile-"):
+        store(PROFILE, "cpu", tmp_path)
 
 
 def test_device_that_is_not_there_is_named(tmp_path: Path) -> None:

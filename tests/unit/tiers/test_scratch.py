@@ -107,6 +107,18 @@ def test_a_full_disk_is_said_before_the_run(scratch: Scratch, offload: Path, mon
     assert len(os.listdir("/proc/self/fd")) == open_before
 
 
+def test_a_disk_without_inodes_is_full_too(scratch: Scratch, offload: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_inode(*_: object, **__: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "mkdir", no_inode)
+    with pytest.raises(DoesNotFitError, match=f"--offload-dir {offload}"):
+        Scratch(offload)
+    monkeypatch.setattr(os, "open", no_inode)
+    with pytest.raises(DoesNotFitError, match=f"--offload-dir {offload}: .*No space left"):
+        scratch.create("cache.bin", PAGE)
+
+
 def test_more_than_any_disk_has_is_said_too(scratch: Scratch) -> None:
     with pytest.raises(DoesNotFitError, match="are needed on disk"):
         scratch.create("cache.bin", 2**60)

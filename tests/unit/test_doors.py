@@ -1,0 +1,98 @@
+"""How a door ends: signals that were swallowed, and a standard output that takes nothing."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flexgen_h2o import cli
+from flexgen_h2o.doors import run_door
+from flexgen_h2o.errors import DoesNotFitError
+from flexgen_h2o.planner import search
+from flexgen_h2o.planner.candidates import Budgets
+from flexgen_h2o.planner.lp import Corners, Solution, solve
+
+SIGNALS = [(signal.SIGTERM, 143), (signal.SIGINT, 130)]
+PLAN_FLAGS = "--model facebook/opt-125m --num-prompts 16 --prompt-len 32 --gen-len 8 --hardware t4"
+PLAN = ["plan", *PLAN_FLAGS.split()]
+
+
+@pytest.fixture(autouse=True)
+def _interruptible() -> Iterator[None]:
+    """A shell that runs the tests in the background has SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def swallow(number: int) -> None:
+    """As a finaliser does, or somebody's bare `except:`."""
+    try:
+        os.kill(os.getpid(), number)
+    except BaseException:
+        pass
+
+
+@pytest.mark.parametrize(("number", "code"), SIGNALS)
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_swallowed_signal_counts(number: int, code: int, fails: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    def body(argv: list[str] | None) -> int:
+        swallow(number)
+        if fails:
+            raise DoesNotFitError("what the signal broke")
+        return 0
+
+    assert run_door("plan", body, []) == code
+    assert capfd.readouterr().err == f"plan: ended by {signal.Signals(number).name}\n"
+
+
+def test_a_search_ends_with_the_candidate_it_is_at(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    calls = 0
+
+    def interrupted(corners: Corners, sweeps: int, overlap: bool, budgets: Budgets) -> Solution | None:
+        nonlocal calls
+        calls += 1
+        swallow(signal.SIGINT)
+        return solve(corners, sweeps, overlap, budgets)
+
+    monkeypatch.setattr(search, "solve", interrupted)
+    assert cli.main(PLAN) == 130
+    assert calls == 1
+    assert capfd.readouterr() == ("", "policy_search: ended by SIGINT\n")
+
+
+def test_a_signal_while_a_verb_is_imported(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(importlib, "import_module", lambda name: os.kill(os.getpid(), signal.SIGINT))
+    assert cli.main(["plan"]) == 130
+    assert capfd.readouterr().err == "flexgen-h2o plan: ended by SIGINT\n"
+
+
+@pytest.mark.parametrize("size", [1, 100_000])
+def test_standard_output_that_is_full(size: int) -> None:
+    """At the flush after the body, and within the body's print."""
+    body = f"lambda argv: print('x' * {size}) or 0"
+    script = f"import sys; from flexgen_h2o.doors import run_door; sys.exit(run_door('plan', {body}, []))"
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", script], stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+            cwd=Path(cli.__file__).parents[1],
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr == "plan: cannot write to standard output (No space left on device)\n"
+
+
+def test_other_errors_of_the_system_are_bugs() -> None:
+    def body(argv: list[str] | None) -> int:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        run_door("plan", body, [])
