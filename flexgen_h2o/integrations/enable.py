@@ -20,6 +20,7 @@ from transformers.cache_utils import CacheLayerMixin
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.integrations.cache import MODES, EvictingCache
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, check_eviction
+from flexgen_h2o.kvcache.eviction.policy import NORMS, POSITIONS, SCORES
 
 ATTENTION = "flexgen_h2o"  # the name of our attention implementation
 MODEL_TYPES = ("opt", "llama", "mistral", "gpt_neox")
@@ -65,6 +66,11 @@ def enable_eviction(model: PreTrainedModel, eviction: Eviction, mode: str = "dro
     eviction = check_eviction(eviction)
     if mode not in MODES:
         raise UsageError(f"mode: {mode!r} is not one of {', '.join(MODES)}")
+    unknown = set(eviction.needs.record) - {POSITIONS, SCORES, NORMS}
+    if unknown:  # such as the ranks of rolling positions: the model itself has rotated its keys before they are cached
+        raise UsageError(
+            f"eviction: {eviction.name} needs {', '.join(unknown)} of its columns, which only the engine has"
+        )
     _check_model(model)
     if model in _enabled:
         disable_eviction(model)

@@ -13,6 +13,7 @@ from transformers import BertConfig, BertModel, DynamicCache, MistralConfig, Mis
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.integrations import disable_h2o, enable_eviction, enable_h2o
 from flexgen_h2o.kvcache.eviction import H2O, Tova
+from flexgen_h2o.kvcache.eviction.policy import POSITIONS, SCORES, Needs
 from tests.integrations.models import MODELS, PAD, Known, generated, padded
 from tests.parity.reference import random_prompts
 
@@ -106,6 +107,19 @@ def test_models_that_are_not_supported_are_refused(make: Callable[[], Any], says
 def test_what_is_no_policy_is_refused(known: Callable[[str], Known]) -> None:
     with pytest.raises(UsageError, match="eviction: 'h2o' is not an eviction policy"):
         enable_eviction(known("opt").model, "h2o")  # type: ignore[arg-type]
+
+
+class Ranked(H2O):
+    """Wants of each column what the engine alone could know."""
+
+    @property
+    def needs(self) -> Needs:
+        return Needs((POSITIONS, SCORES, "ranks"), None)
+
+
+def test_policy_that_only_the_engine_can_run_is_refused(known: Callable[[str], Known]) -> None:
+    with pytest.raises(UsageError, match="eviction: h2o needs ranks of its columns"):
+        enable_eviction(known("opt").model, Ranked(**SIZES))
 
 
 RIGHT = {"attention_mask": padded(PROMPTS)["attention_mask"].flip(1)}
