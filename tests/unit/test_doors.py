@@ -20,8 +20,7 @@ from flexgen_h2o.planner.candidates import Budgets
 from flexgen_h2o.planner.lp import Corners, Solution, solve
 
 SIGNALS = [(signal.SIGTERM, 143), (signal.SIGINT, 130)]
-PLAN_FLAGS = "--model facebook/opt-125m --num-prompts 16 --prompt-len 32 --gen-len 8 --hardware t4"
-PLAN = ["plan", *PLAN_FLAGS.split()]
+PLAN = "plan --model facebook/opt-125m --num-prompts 16 --prompt-len 32 --gen-len 8 --hardware t4"
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +64,7 @@ def test_a_search_ends_with_the_candidate_it_is_at(
         return solve(corners, sweeps, overlap, budgets)
 
     monkeypatch.setattr(search, "solve", interrupted)
-    assert cli.main(PLAN) == 130
+    assert cli.main(PLAN.split()) == 130
     assert calls == 1
     assert capfd.readouterr() == ("", "policy_search: ended by SIGINT\n")
 
