@@ -17,6 +17,8 @@ from flexgen_h2o.doors import (
     add_engine_flags,
     add_eviction_flags,
     add_sampling_flags,
+    check_separate,
+    file_name,
     naming_flags,
     open_llm,
     policy_of,
@@ -43,8 +45,8 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> OneLineParser:
     parser = OneLineParser(prog="batch", description=__doc__)
     add = parser.add_argument
-    add("--input", type=Path, help="a JSON line a request: OpenAI's batch lines, plain prompts, HELM requests")
-    add("--output", type=Path, help=".jsonl, a line a row as it is done; what is in it is not done again")
+    add("--input", type=file_name, help="a JSON line a request: OpenAI's batch lines, plain prompts, HELM requests")
+    add("--output", type=file_name, help=".jsonl, a line a row as it is done; what is in it is not done again")
     add("--force", action="store_true", help="go on with an output that was begun with other settings")
     add("--max-errors", type=_count, metavar="N", help="end when more than N rows are errors (no limit)")
     add("--window", type=positive, metavar="ROWS", help="rows that are read ahead and sorted (1024, at least 4 blocks)")
@@ -105,8 +107,7 @@ def _check_paths(args: argparse.Namespace) -> None:
     if not args.input.is_file():
         raise UsageError(f"--input {args.input}: is not a file; it is read more than once")
     check_output_path(args.output)
-    if args.output.exists() and args.output.samefile(args.input):
-        raise UsageError(f"--output {args.output}: is the --input file; give another name")
+    check_separate(args, ("input", "policy", "hardware"), ("output",))
 
 
 def _settings(llm: LLM, policy: Policy, is_auto: bool, defaults: SamplingParams) -> dict[str, Any]:

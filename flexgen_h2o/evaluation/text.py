@@ -20,7 +20,9 @@ from flexgen_h2o.doors import (
     add_eviction_flags,
     add_sampling_flags,
     budget_of,
+    check_separate,
     eviction_of,
+    file_name,
     flag_of,
     naming_flags,
     policy_of,
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from flexgen_h2o.llm import LLM
     from flexgen_h2o.prompts import Prompt
     from flexgen_h2o.sampling import SamplingParams
+    from flexgen_h2o.source import Model
 
 GEN_LEN = 64
 RULE = "-" * 70
@@ -93,9 +96,9 @@ def add_text_flags(parser: argparse.ArgumentParser) -> None:
     add_sampling_flags(parser)
     add = parser.add_argument
     add("--prompt", action="append", metavar="TEXT", help="a prompt; may be repeated (default: a few lines of Python)")
-    add("--prompts", type=Path, help=".txt or .jsonl as flex_opt takes them")
+    add("--prompts", type=file_name, help=".txt or .jsonl as flex_opt takes them")
     add("--gen-len", type=positive, default=GEN_LEN, help=f"most new tokens ({GEN_LEN})")
-    add("--json", type=Path, help="write prompts, texts, tokens and KV bytes")
+    add("--json", type=file_name, help="write prompts, texts, tokens and KV bytes")
     hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     add("--model_name", dest="model", **hidden)
     add("--cache_dir", dest="path", **hidden)
@@ -104,7 +107,7 @@ def add_text_flags(parser: argparse.ArgumentParser) -> None:
     add("--length", dest="gen_len", type=positive, **hidden)
     add("--no_cuda", dest="device", action="store_const", const="cpu", **hidden)
     add("--fp16", dest="dtype", action="store_const", const="float16", **hidden)
-    add("--model_arch", **hidden)  # the checkpoint says it
+    add("--model_arch", **hidden)
     parser.set_defaults(run=run_text)
 
 
@@ -128,6 +131,7 @@ def run_text(args: argparse.Namespace) -> int:
         budget=budget_of(args), offload_dir=args.offload_dir, path=args.path, revision=args.revision,
         hardware=args.hardware,
     ) as llm:  # fmt: skip
+        _check_architecture(args, llm.model)
         if llm.precision_note:
             print(f"evaluate: {llm.precision_note}", file=sys.stderr)
         prompts = _prompts(args, llm)
@@ -174,8 +178,16 @@ def _check(args: argparse.Namespace) -> None:
     for name in ("prompts", "json"):
         if getattr(args, name) is not None:
             setattr(args, name, usable_path(getattr(args, name), flag_of(name)))
+    check_separate(args, ("prompts", "policy", "hardware"), ("json",))
     if args.json is not None:
         check_writable(args.json, "--json")
+
+
+def _check_architecture(args: argparse.Namespace, model: Model) -> None:
+    """--model_arch need not be given; where it is, the checkpoint has to be of that kind."""
+    asked = getattr(args, "model_arch", model.spec.family)
+    if asked != model.spec.family:
+        raise UsageError(f"--model_arch {asked}: {model.name} is {model.spec.family}; leave the flag out")
 
 
 def _eviction(args: argparse.Namespace, policy: Policy) -> Eviction:

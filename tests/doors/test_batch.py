@@ -176,7 +176,7 @@ REFUSED = [
     (("--input", "twice.jsonl"), "lines 1 and 3 both have the custom_id 'a'"),
     (("--output", "out.txt"), "must end in .jsonl"),
     (("--output", "no/out.jsonl"), "the folder"),
-    (("--output", "in.jsonl"), "is the --input file"),
+    (("--output", "in.jsonl"), "is the file of --input too"),
     (("--max-errors", "-1"), "--max-errors"),
     (("--window", 0), "--window"),
     (("--gen-len", 0), "--gen-len"),

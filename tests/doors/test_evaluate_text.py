@@ -73,6 +73,8 @@ def test_flags_of_run_text_generation(text: Door, words_model: Path) -> None:
     given = text(f"--heavy_ratio 0.1 --recent_ratio 0.1 --length 3 {PLACED}")
     assert given.code == 0 and "class Reader" in given.out
     assert text(f"--gen-len 3 {PLACED}").out == given.out
+    other = text(f"--model_arch llama --length 3 {PLACED}")
+    assert other.code == 2 and "--model_arch llama: opt-tiny is opt" in other.err
 
 
 def test_token_ids_need_no_tokenizer(text: Door, tmp_path: Path, ids_model: Path) -> None:
