@@ -68,7 +68,7 @@ def wait_for_a_moment(job: Running, rows: int, generator: random.Random) -> None
     time.sleep(generator.uniform(0, 0.3))
     if generator.random() < 0.8:
         done = job.lines()
-        target = generator.randint(done, rows - 1)
+        target = generator.randint(min(done, rows - 1), rows - 1)
         end = time.monotonic() + 60
         while job.lines() <= min(target, done + 12) and not job.has_ended() and time.monotonic() < end:
             time.sleep(generator.uniform(0, 0.02))
