@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from flexgen_h2o.llm import LLM
     from flexgen_h2o.prompts import Prompt
     from flexgen_h2o.sampling import SamplingParams
-    from flexgen_h2o.source import Model
 
 GEN_LEN = 64
 RULE = "-" * 70
@@ -124,6 +123,7 @@ def run_text(args: argparse.Namespace) -> int:
             args.gen_len, args.temperature, args.top_p, args.top_k, args.seed, tuple(args.stop), args.ignore_eos
         )
     from flexgen_h2o.llm import LLM
+    from flexgen_h2o.models import check_family
     from flexgen_h2o.planner.need import AutoPolicy
 
     with LLM(
@@ -131,7 +131,8 @@ def run_text(args: argparse.Namespace) -> int:
         budget=budget_of(args), offload_dir=args.offload_dir, path=args.path, revision=args.revision,
         hardware=args.hardware,
     ) as llm:  # fmt: skip
-        _check_architecture(args, llm.model)
+        if "model_arch" in args:
+            check_family(llm.model.spec, args.model_arch, "--model_arch")
         if llm.precision_note:
             print(f"evaluate: {llm.precision_note}", file=sys.stderr)
         prompts = _prompts(args, llm)
@@ -181,13 +182,6 @@ def _check(args: argparse.Namespace) -> None:
     check_separate(args, ("prompts", "policy", "hardware"), ("json",))
     if args.json is not None:
         check_writable(args.json, "--json")
-
-
-def _check_architecture(args: argparse.Namespace, model: Model) -> None:
-    """--model_arch need not be given; where it is, the checkpoint has to be of that kind."""
-    asked = getattr(args, "model_arch", model.spec.family)
-    if asked != model.spec.family:
-        raise UsageError(f"--model_arch {asked}: {model.name} is {model.spec.family}; leave the flag out")
 
 
 def _eviction(args: argparse.Namespace, policy: Policy) -> Eviction:

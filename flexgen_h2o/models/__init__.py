@@ -60,6 +60,12 @@ def family_of(spec: ModelSpec) -> Family:
     return _load(spec.family)
 
 
+def check_family(spec: ModelSpec, name: str, flag: str) -> None:
+    """UsageError where a model is not of the family that somebody names."""
+    if spec.family != name:
+        raise UsageError(f"{flag} {name}: {spec.name} is {spec.family}; leave the flag out")
+
+
 def spec_from_config(name: str, config: Mapping[str, Any], where: str) -> ModelSpec:
     """The shape of the model that a Hugging Face config describes; `where` names its file in errors."""
     model_type = config.get("model_type")

@@ -306,7 +306,7 @@ def test_opt_175b_without_simulating_much(plan: Door, monkeypatch: pytest.Monkey
     monkeypatch.setattr(search, "predict", counted)
     found = object_of(plan("--model facebook/opt-175b --num-prompts 8 --prompt-len 512 --gen-len 4 --json"))
     assert found["bound_by"] == "disk_read"
-    assert 0 < len(simulated) <= 120  # gains are simulated as well
+    assert 0 < len(simulated) <= 250  # gains are simulated as well
 
 
 def test_a_refusal_never_says_that_what_fits_does_not(plan: Door) -> None:
