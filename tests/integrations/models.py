@@ -1,7 +1,4 @@
-"""Tiny random models that transformers generates with, and the same in the pieces that the slow reference runs.
-
-`PlainLlama` and `PlainNeoX` take transformers' linear maps, norms and rotary tables, never its attention or its cache.
-"""
+"""Tiny random models that transformers generates with, and the same in the pieces that the slow reference runs."""
 
 from __future__ import annotations
 
@@ -20,82 +17,20 @@ from transformers import (
     PreTrainedModel,
 )
 
-from tests.eviction.reference import PlainModel, PlainOPT
+from tests.eviction.plain_models import plain_model
+from tests.eviction.reference import PlainModel
 from tests.parity.cases import BASE, SHAPES
 from tests.parity.reference import random_model
 
 PAD = BASE["pad_token_id"]
-SIZES: dict[str, Any] = {
-    name: BASE[name] for name in BASE if name not in ("word_embed_proj_dim", "ffn_dim", "num_attention_heads")
-} | {"intermediate_size": 96}  # fmt: skip
+_OPT_ONLY = ("model_type", "word_embed_proj_dim", "ffn_dim", "num_attention_heads")
+SIZES: dict[str, Any] = {name: BASE[name] for name in BASE if name not in _OPT_ONLY} | {"intermediate_size": 96}
 
 
 @dataclass(frozen=True)
 class Known:
     model: PreTrainedModel
     plain: PlainModel
-
-
-def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """(heads, n, d) with its first cos.shape[-1] numbers rotated, each by its position."""
-    turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-    left, right = turned.chunk(2, dim=-1)
-    return torch.cat([turned * cos + torch.cat([-right, left], dim=-1) * sin, rest], dim=-1)
-
-
-class PlainLlama:
-    """`PlainModel` of a LLaMA; query head h belongs to kv-head h // g."""
-
-    def __init__(self, model: LlamaForCausalLM) -> None:
-        self._model, self._decoder = model, model.model
-        self.num_layers, self.kv_heads = model.config.num_hidden_layers, model.config.num_key_value_heads
-
-    def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        return self._decoder.embed_tokens(ids)
-
-    def project(self, layer: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        block = self._decoder.layers[layer]
-        own, inputs = block.self_attn, block.input_layernorm(x)
-        q, k, v = (
-            f(inputs).view(len(x), -1, own.head_dim).transpose(0, 1) for f in (own.q_proj, own.k_proj, own.v_proj)
-        )
-        cos, sin = self._decoder.rotary_emb(x[None], torch.arange(len(x))[None])
-        return rotated(q, cos, sin), rotated(k, cos, sin), v
-
-    def finish(self, layer: int, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
-        block = self._decoder.layers[layer]
-        x = x + block.self_attn.o_proj(mixed)
-        return x + block.mlp(block.post_attention_layernorm(x))
-
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
-        return self._model.lm_head(self._decoder.norm(x))
-
-
-class PlainNeoX:
-    """`PlainModel` of a GPT-NeoX, with parallel or sequential residual."""
-
-    def __init__(self, model: GPTNeoXForCausalLM) -> None:
-        self._model, self._decoder = model, model.gpt_neox
-        self.num_layers, self.kv_heads = model.config.num_hidden_layers, model.config.num_attention_heads
-
-    def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        return self._decoder.embed_in(ids)
-
-    def project(self, layer: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        block = self._decoder.layers[layer]
-        qkv = block.attention.query_key_value(block.input_layernorm(x)).view(len(x), self.kv_heads, -1)
-        q, k, v = qkv.transpose(0, 1).chunk(3, dim=-1)
-        cos, sin = self._decoder.rotary_emb(x[None], torch.arange(len(x))[None])
-        return rotated(q, cos, sin), rotated(k, cos, sin), v
-
-    def finish(self, layer: int, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
-        block = self._decoder.layers[layer]
-        attended = x + block.attention.dense(mixed)
-        inner = x if self._model.config.use_parallel_residual else attended
-        return attended + block.mlp(block.post_attention_layernorm(inner))
-
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
-        return self._model.get_output_embeddings()(self._decoder.final_layer_norm(x))
 
 
 def _filled(model: PreTrainedModel, seed: int = 0, std: float = 0.2) -> PreTrainedModel:
@@ -109,25 +44,25 @@ def _filled(model: PreTrainedModel, seed: int = 0, std: float = 0.2) -> PreTrain
     return model.eval()
 
 
+def _known(model: PreTrainedModel) -> Known:
+    return Known(model, plain_model(model))
+
+
 def _opt(shape: str) -> Known:
-    model = random_model(**SHAPES[shape])
-    return Known(model, PlainOPT(model))
+    return _known(random_model(**SHAPES[shape]))
 
 
 def _llama(**config: Any) -> Known:
-    model = _filled(LlamaForCausalLM(LlamaConfig(**SIZES, **config)), seed=1)
-    return Known(model, PlainLlama(model))
+    return _known(_filled(LlamaForCausalLM(LlamaConfig(**SIZES, **config)), seed=1))
 
 
 def _mistral() -> Known:
     config = MistralConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, sliding_window=None)
-    model = _filled(MistralForCausalLM(config))
-    return Known(model, PlainLlama(model))
+    return _known(_filled(MistralForCausalLM(config)))
 
 
 def _neox(**config: Any) -> Known:
-    model = _filled(GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES, num_attention_heads=4, **config)))
-    return Known(model, PlainNeoX(model))
+    return _known(_filled(GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES, num_attention_heads=4, **config))))
 
 
 MODELS: dict[str, Callable[[], Known]] = {
