@@ -22,9 +22,8 @@ from flexgen_h2o.limits import (
     WRITE_THREADS,
 )
 from flexgen_h2o.packing import WeightForm, weight_form
-from flexgen_h2o.planner.blocked_sizes import blocking_bytes, is_blocked, product_bytes
 from flexgen_h2o.planner.int8_sizes import int8_sizes
-from flexgen_h2o.planner.temporaries import temporary_bytes, unpacked_cache_bytes
+from flexgen_h2o.planner.temporaries import step_bytes, unpacked_cache_bytes
 from flexgen_h2o.tiers.placement import Part, Shares, is_streamed, on_host_device, split_rows
 from flexgen_h2o.units import format_bytes, round_up
 
@@ -187,15 +186,6 @@ def workspace_sizes(spec: ModelSpec, shape: Shape, itemsize: int) -> dict[str, i
     return {name: round_up(count * itemsize, ALIGN) for name, count in widths.items()}
 
 
-def _temporary_bytes(spec: ModelSpec, policy: Policy, shape: Shape, itemsize: int, device_is_host: bool) -> int:
-    """The same with blocked weights, where those of this run are blocked."""
-    step = temporary_bytes(spec, shape, itemsize, policy)
-    if not is_blocked(weight_form(policy, itemsize), device_is_host):
-        return step
-    tokens = max(shape.tokens, shape.rows)
-    return max(step + product_bytes(spec, tokens, shape.rows, itemsize), blocking_bytes(spec, itemsize))
-
-
 def hidden_home_bytes(tokens: int, shares: Shares, row_bytes: int) -> dict[str, int]:
     """Bytes that each tier sets aside for a micro-batch of at most `tokens`.
 
@@ -248,7 +238,7 @@ def memory_plan(
         *_cache_buffers(spec, policy, shape, itemsize, device_is_host, depth.cache),
         *_hidden_buffers(spec, policy, shape, itemsize, device_is_host, depth.hidden),
         Buffer("workspace", "device", sum(workspace.values())),
-        Buffer("temporaries", "device", _temporary_bytes(spec, policy, shape, itemsize, device_is_host)),
+        Buffer("temporaries", "device", step_bytes(spec, policy, shape, itemsize, device_is_host)),
         Buffer("temporaries", "device", unpacked_cache_bytes(spec, policy, shape, itemsize, device_is_host)),
         Buffer("staging", "host", (READ_THREADS + WRITE_THREADS) * STAGING_BYTES),
     ]

@@ -14,6 +14,8 @@ from flexgen_h2o.limits import (
     TOKEN_CHUNK,
     UNPACK_CHUNK,
 )
+from flexgen_h2o.packing import weight_form
+from flexgen_h2o.planner.blocked_sizes import blocking_bytes, is_blocked, product_bytes
 
 if TYPE_CHECKING:
     from flexgen_h2o.planner.memory import Shape
@@ -53,6 +55,15 @@ def temporary_bytes(spec: ModelSpec, shape: Shape, itemsize: int, policy: Policy
         largest = max(spec.vocab_size, spec.ffn_size, q_width) * spec.hidden_size
         step = max(step, UNPACK_BYTES * min(UNPACK_CHUNK, largest))
     return step
+
+
+def step_bytes(spec: ModelSpec, policy: Policy, shape: Shape, itemsize: int, device_is_host: bool) -> int:
+    """`temporary_bytes` with the largest product of blocked weights, where those of this run are blocked."""
+    step = temporary_bytes(spec, shape, itemsize, policy)
+    if not is_blocked(weight_form(policy, itemsize), device_is_host):
+        return step
+    tokens = max(shape.tokens, shape.rows)
+    return max(step + product_bytes(spec, tokens, shape.rows, itemsize), blocking_bytes(spec, itemsize))
 
 
 def unpacked_cache_bytes(spec: ModelSpec, policy: Policy, shape: Shape, itemsize: int, device_is_host: bool) -> int:

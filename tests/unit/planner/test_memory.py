@@ -28,9 +28,9 @@ from flexgen_h2o.planner.memory import (
     memory_plan,
     plan_within,
     streamed_bytes,
-    temporary_bytes,
     workspace_sizes,
 )
+from flexgen_h2o.planner.temporaries import temporary_bytes
 from flexgen_h2o.schedule import weight_sequence
 from flexgen_h2o.tiers.device import HostDevice, StandInDevice
 from flexgen_h2o.tiers.mover import Mover
