@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,15 +47,26 @@ class Model:
 
         UsageError where there is no tokenizer, no template, or one that does not take the message.
         """
-        if getattr(self.tokenizer, "chat_template", None) is None:
+        if not self.has_chat_template:
             raise UsageError(f"{self.name} has no chat template: leave --chat out, or give a chat or instruct model")
-        assert self.tokenizer is not None
-        message = [{"role": "user", "content": text}]
         try:
-            found = self.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)
+            return self.encode_chat([{"role": "user", "content": text}])
+        except ValueError as error:
+            raise UsageError(f"the chat template of {self.name} cannot take the prompt ({error})") from error
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(getattr(self.tokenizer, "chat_template", None))
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a conversation, up to where the answer begins. ValueError if the template does not take it."""
+        assert self.tokenizer is not None
+        try:
+            text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         except Exception as error:  # of the template's language: many kinds
-            raise UsageError(f"the chat template of {self.name} cannot take the prompt ({one_line(error)})") from error
-        return list(found["input_ids"])
+            raise ValueError(one_line(error) or type(error).__name__) from error
+        # The template has the special tokens in it.
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def find_model(model: str, path: str | None, revision: str | None = None) -> Model:

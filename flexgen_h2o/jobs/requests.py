@@ -72,17 +72,14 @@ class RequestReader:
             raise RowError("invalid_request", f"prompt: {error}") from error
 
     def _chat(self, line: Line, asked: _Asked) -> Prompt:
-        messages, tokenizer = _checked_messages(asked.prompt), self.model.tokenizer
-        if tokenizer is None or not tokenizer.chat_template:
-            missing = "tokenizer" if tokenizer is None else "chat template"
+        messages = _checked_messages(asked.prompt)
+        if not self.model.has_chat_template:
+            missing = "tokenizer" if self.model.tokenizer is None else "chat template"
             raise RowError("no_chat_template", f"messages: {self.model.name} has no {missing}; send it as a prompt")
         try:
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # templates raise what they like, for roles in an order that they do not know
-            said = (str(error).splitlines() or [type(error).__name__])[0]
-            raise RowError("invalid_request", f"messages: the chat template does not take them ({said})") from error
-        # The template has the special tokens in it.
-        ids = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+            ids = self.model.encode_chat(messages)
+        except ValueError as error:
+            raise RowError("invalid_request", f"messages: the chat template does not take them ({error})") from error
         return self._prompt(line, ids)
 
     def _fitting(self, prompt: Prompt) -> Prompt:
