@@ -18,12 +18,13 @@ from flexgen_h2o.doors import (
     add_eviction_flags,
     add_sampling_flags,
     check_separate,
+    eviction_of,
     file_name,
-    naming_flags,
     open_llm,
     policy_of,
     positive,
     run_door,
+    sampling_of,
 )
 from flexgen_h2o.errors import EXIT_ALL_ROWS_FAILED, EXIT_DONE, UsageError
 from flexgen_h2o.interrupts import Interrupted
@@ -74,13 +75,9 @@ def _run(argv: list[str] | None) -> int:
     _check_paths(args)
     policy, is_auto = policy_of(args)
     from flexgen_h2o.jobs.output import OutputFile
-    from flexgen_h2o.sampling import SamplingParams
 
-    with naming_flags(max_tokens="--gen-len"):
-        defaults = SamplingParams(
-            args.gen_len, args.temperature, args.top_p, args.top_k, args.seed, tuple(args.stop), args.ignore_eos
-        )
-    with contextlib.closing(OutputFile(args.output)) as output, open_llm(args, policy, is_auto) as llm:
+    defaults, eviction = sampling_of(args), eviction_of(args, policy)
+    with contextlib.closing(OutputFile(args.output)) as output, open_llm(args, policy, is_auto, eviction) as llm:
         if llm.precision_note:
             _say(llm.precision_note)
         before = _settle(args, output, _settings(llm, policy, is_auto, defaults))

@@ -25,6 +25,7 @@ from flexgen_h2o.paths import usable_path
 if TYPE_CHECKING:
     from flexgen_h2o.kvcache.eviction import Eviction
     from flexgen_h2o.llm import LLM
+    from flexgen_h2o.sampling import SamplingParams
 
 # The rows of kvcache.eviction.POLICIES, here as well so that --help need not import torch; a test compares them.
 EVICTIONS = ("full", "local", "h2o", "h2o-norm", "tova", "snapkv", "h2o-v", "random")
@@ -246,13 +247,23 @@ def budget_of(args: argparse.Namespace) -> MemoryBudget:
     return MemoryBudget(args.device_mem, args.host_mem, args.disk_mem)
 
 
-def open_llm(args: argparse.Namespace, policy: Policy, is_auto: bool) -> LLM:
-    """The model, tiers and eviction that the flags ask for. policy, is_auto: of `policy_of`."""
+def sampling_of(args: argparse.Namespace) -> SamplingParams:
+    """How the flags want tokens chosen; UsageError names the flag."""
+    from flexgen_h2o.sampling import SamplingParams
+
+    with naming_flags(max_tokens="--gen-len"):
+        return SamplingParams(
+            args.gen_len, args.temperature, args.top_p, args.top_k, args.seed, tuple(args.stop), args.ignore_eos
+        )
+
+
+def open_llm(args: argparse.Namespace, policy: Policy, is_auto: bool, eviction: Eviction) -> LLM:
+    """The model and tiers that the flags ask for. policy, is_auto: of `policy_of`."""
     from flexgen_h2o.llm import LLM
     from flexgen_h2o.planner.need import AutoPolicy
 
     return LLM(
-        args.model, AutoPolicy(policy) if is_auto else policy, eviction_of(args, policy), device=args.device,
+        args.model, AutoPolicy(policy) if is_auto else policy, eviction, device=args.device,
         dtype=args.dtype, budget=budget_of(args), offload_dir=args.offload_dir, path=args.path, revision=args.revision,
         hardware=args.hardware,
     )  # fmt: skip

@@ -13,13 +13,13 @@ from flexgen_h2o.doors import (
     EVICTIONS,
     OneLineParser,
     add_engine_flags,
-    budget_of,
     check_plot_library,
     check_positions,
     check_separate,
     compression_flags,
     file_name,
     flag_of,
+    open_llm,
     policy_of,
     positive,
     run_door,
@@ -122,17 +122,13 @@ def _run_fidelity(args: argparse.Namespace) -> int:
         raise UsageError("--attn-sparsity: the full cache is the reference here; leave it out")
     from flexgen_h2o.evaluation.cells import make_cells
     from flexgen_h2o.evaluation.fidelity import Runner
-    from flexgen_h2o.llm import LLM
+    from flexgen_h2o.kvcache.eviction import Full
     from flexgen_h2o.planner.need import AutoPolicy
 
     plain = uncompressed(policy)
     cells, began = make_cells(args.policies, args.budgets, whole=policy != plain), time.perf_counter()
-    reference, compared = (AutoPolicy(p) if is_auto else p for p in (plain, policy))
-    with LLM(
-        args.model, reference, device=args.device, dtype=args.dtype,
-        budget=budget_of(args), offload_dir=args.offload_dir, path=args.path, revision=args.revision,
-        hardware=args.hardware,
-    ) as llm:  # fmt: skip
+    compared = AutoPolicy(policy) if is_auto else policy
+    with open_llm(args, plain, is_auto, Full()) as llm:
         lengths = _lengths(args, llm)
         runner = Runner(llm, parse_bytes(args.keep_mem, "--keep-mem"), args.mass_steps, _say, compared)
         texts, recalls = _rows(args, llm, runner, lengths)

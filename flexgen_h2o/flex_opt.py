@@ -19,6 +19,7 @@ from flexgen_h2o.doors import (
     as_flags,
     check_positions,
     check_separate,
+    eviction_of,
     file_name,
     flag_of,
     naming_flags,
@@ -26,6 +27,7 @@ from flexgen_h2o.doors import (
     policy_of,
     positive,
     run_door,
+    sampling_of,
 )
 from flexgen_h2o.errors import EXIT_DONE, UsageError
 from flexgen_h2o.paths import usable_path
@@ -98,17 +100,13 @@ def _run(argv: list[str] | None) -> int:
     policy, is_auto = policy_of(args)
     if args.debug_mode == "breakdown":
         policy = replace(policy, overlap=False)
-    from flexgen_h2o.sampling import SamplingParams
-
-    with naming_flags(max_tokens="--gen-len"):
-        params = SamplingParams(
-            args.gen_len, args.temperature, args.top_p, args.top_k, args.seed, tuple(args.stop),
-            args.ignore_eos or args.prompts is None,
-        )  # fmt: skip
+    params = sampling_of(args)
+    if args.prompts is None:  # all rows of the benchmark are equally long
+        params = replace(params, ignore_eos=True)
     from flexgen_h2o.report import sizes_line
 
     outputs = _Outputs(args.output)
-    with open_llm(args, policy, is_auto) as llm:
+    with open_llm(args, policy, is_auto, eviction_of(args, policy)) as llm:
         if args.policy not in (None, "auto") and args.verbose >= 1:
             _say_what_it_was_found_for(args.policy, llm)
         if llm.precision_note and args.verbose >= 1:

@@ -19,14 +19,15 @@ from flexgen_h2o.doors import (
     add_engine_flags,
     add_eviction_flags,
     add_sampling_flags,
-    budget_of,
     check_separate,
     eviction_of,
     file_name,
     flag_of,
     naming_flags,
+    open_llm,
     policy_of,
     positive,
+    sampling_of,
 )
 from flexgen_h2o.errors import EXIT_DONE, FlexgenError, UsageError
 from flexgen_h2o.paths import usable_path
@@ -116,21 +117,10 @@ def run_text(args: argparse.Namespace) -> int:
     policy, is_auto = policy_of(args)
     eviction = _eviction(args, policy)
     from flexgen_h2o.kvcache.eviction import Full
-    from flexgen_h2o.sampling import SamplingParams
-
-    with naming_flags(max_tokens="--gen-len"):
-        params = SamplingParams(
-            args.gen_len, args.temperature, args.top_p, args.top_k, args.seed, tuple(args.stop), args.ignore_eos
-        )
-    from flexgen_h2o.llm import LLM
     from flexgen_h2o.models import check_family
-    from flexgen_h2o.planner.need import AutoPolicy
 
-    with LLM(
-        args.model, AutoPolicy(policy) if is_auto else policy, Full(), device=args.device, dtype=args.dtype,
-        budget=budget_of(args), offload_dir=args.offload_dir, path=args.path, revision=args.revision,
-        hardware=args.hardware,
-    ) as llm:  # fmt: skip
+    params = sampling_of(args)
+    with open_llm(args, policy, is_auto, Full()) as llm:
         if "model_arch" in args:
             check_family(llm.model.spec, args.model_arch, "--model_arch")
         if llm.precision_note:
