@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 
 from flexgen_h2o.config import ModelSpec, Policy
@@ -36,8 +36,8 @@ def make_report(
         prompt_len=max(lengths),
         gen_len=max(r.max_new for r in rows),
         num_prompts=len(rows),
-        prefill=PhaseReport(sum(sum(t.sweeps[:1]) for t in times), sum(lengths)),
-        decode=PhaseReport(sum(sum(t.sweeps[1:]) for t in times), decoded),
+        prefill=PhaseReport(phase_seconds(times, lambda prompts: prompts), sum(lengths)),
+        decode=PhaseReport(phase_seconds(times, lambda prompts: 1 - prompts), decoded),
         peak_bytes=engine.peak_bytes,
         io_bytes=moved,
         kv=kv_facts(held, column, max(need_of_rows(eviction, rows, spec.num_blocks).slots), use),
@@ -56,6 +56,12 @@ def make_report(
             "busy_s": {lane: engine.timeline.seconds(lane) for lane in LANES},
         },
     )
+
+
+def phase_seconds(times: Sequence[BlockTimes], share: Callable[[float], float]) -> float:
+    """Seconds of a phase, whose share of a sweep is `share` of its prompts' share: mixed sweeps are shared out by their
+    tokens."""
+    return sum(s * share(prompts) for t in times for s, prompts in zip(t.sweeps, t.prompts, strict=True))
 
 
 def sizes_of(spec: ModelSpec, rows: Sequence[Row], itemsize: int) -> tuple[int, int, int]:
@@ -85,7 +91,7 @@ def kv_facts(held: int, column: int, slots: int, use: Sequence[KvUse]) -> dict[s
 
 def kv_read(held: int, use: Sequence[KvUse]) -> int:
     """Bytes of KV that decode attention read in all sweeps; held as above."""
-    return held * sum(n for block in use for n in block.held[1:])
+    return held * sum(n for block in use for n in block.read)
 
 
 def predicted_seconds(predicted: Prediction | None) -> dict[str, float | None]:
