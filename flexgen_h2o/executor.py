@@ -28,7 +28,7 @@ from flexgen_h2o.models import Weights, family_of
 from flexgen_h2o.planner.memory import kv_layout
 from flexgen_h2o.schedule import Step, weight_sequence, zigzag
 from flexgen_h2o.tiers.events import Waitable, wait_all
-from flexgen_h2o.tiers.stream import Stream
+from flexgen_h2o.tiers.stream import Stream, streamed_keys
 from flexgen_h2o.weights import WeightStream
 
 ATTENTION_KINDS = ("attention", "block")
@@ -51,7 +51,7 @@ class BlockTimes:
 class KvUse:
     """KV columns that the rows of a block held in each sweep, and those that the full cache would have held.
 
-    Columns of all rows and layers; a column is one key and one value of every kv-head. read: held by those that decoded.
+    Columns of all rows and layers; a column is one key and one value of every kv-head. read: of those that decoded.
     """
 
     held: list[int]
@@ -62,8 +62,9 @@ class KvUse:
 class Executor:
     """Runs blocks on an engine, one after another.
 
-    max_sweeps: an upper bound of sweeps over all blocks (weights are loaded ahead across blocks); None where nobody
-    knows one. on_finished gets rows as they finish. After each block `times` holds its seconds and `kv_use` its columns.
+    max_sweeps: an upper bound of sweeps over all blocks (weights are loaded ahead across blocks); None where rows enter
+    that nobody has counted. on_finished gets rows as they finish. After each block `times` holds its seconds and
+    `kv_use` its columns.
     """
 
     def __init__(
@@ -76,9 +77,9 @@ class Executor:
         self._overlap = engine.policy.overlap
         units = tuple(layer.unit for layer in self._layers)
         ahead = len(units) if self._overlap else 0
+        sequence = streamed_keys(weight_sequence(max_sweeps, units), units, engine.weights)
         self._weights = WeightStream(
-            engine.weights, engine.weight_ring(), weight_sequence(max_sweeps, units), ahead,
-            engine.unpacked_weights(), engine.int8_workspace(),
+            engine.weights, engine.weight_ring(), sequence, ahead, engine.unpacked_weights(), engine.int8_workspace(),
         )  # fmt: skip
         device, sparsity = engine.device.torch_device, engine.policy.attn_sparsity
         self._attention = UnitAttention(engine.spec, eviction, sparsity, device)
@@ -135,12 +136,10 @@ class Executor:
             self._begin_sweep(k)
         self._held = self._full = self._read = self._fed = self._prompts = 0  # columns and tokens in this sweep
         ahead = (engine.plan.depth.cache, engine.plan.depth.hidden) if self._overlap else (0, 0)
-        self._cache: Stream[CacheKey] = Stream(
-            engine.cache_ring(), self._cache_keys(sweeps, count), engine.cache, ahead[0]
-        )
-        self._hidden: Stream[HiddenKey] = Stream(
-            engine.hidden_ring(), self._hidden_keys(sweeps, count), engine.hidden, ahead[1]
-        )
+        cache_keys = streamed_keys(self._cache_keys(sweeps, count), self._cache_keys(1, count), engine.cache)
+        hidden_keys = streamed_keys(self._hidden_keys(sweeps, count), self._hidden_keys(1, count), engine.hidden)
+        self._cache: Stream[CacheKey] = Stream(engine.cache_ring(), cache_keys, engine.cache, ahead[0])
+        self._hidden: Stream[HiddenKey] = Stream(engine.hidden_ring(), hidden_keys, engine.hidden, ahead[1])
 
     def _layout(self, block: int, k: int) -> UnitLayout:
         """Of a KV unit; for any rows that the engine has room for where rows may enter."""

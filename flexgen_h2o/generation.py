@@ -48,6 +48,11 @@ def row_blocks(rows: Sequence[Row], gpu_batch_size: int, num_gpu_batches: int) -
     return [[[of[p.index] for p in batch] for batch in block] for block in blocks]
 
 
+def in_order(rows: Sequence[Row]) -> list[Row]:
+    """The rows as `row_blocks` sorts them."""
+    return [row for block in row_blocks(rows, 1, 1) for batch in block for row in batch]
+
+
 @dataclass(frozen=True)
 class SweepInput:
     """What a micro-batch feeds into one sweep, its rows' tokens packed one after the other.

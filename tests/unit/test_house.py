@@ -36,6 +36,7 @@ FLOORS: tuple[frozenset[str], ...] = (
             "report",
             "progress",
             "run_facts",
+            "run_rows",
             "source",
             "doors",
         }
