@@ -48,21 +48,36 @@ def row_blocks(rows: Sequence[Row], gpu_batch_size: int, num_gpu_batches: int) -
     return [[[of[p.index] for p in batch] for batch in block] for block in blocks]
 
 
+def in_order(rows: Sequence[Row]) -> list[Row]:
+    """The rows as `row_blocks` sorts them."""
+    return [row for block in row_blocks(rows, 1, 1) for batch in block for row in batch]
+
+
 @dataclass(frozen=True)
 class SweepInput:
     """What a micro-batch feeds into one sweep, its rows' tokens packed one after the other.
 
     ids, positions: (tokens,) int64; counts: tokens of each row; past: columns each row has in the cache before.
+    decoding: the first so many rows feed their newest token; those behind them enter with their prompts.
     """
 
     ids: torch.Tensor
     positions: torch.Tensor
     counts: tuple[int, ...]
     past: tuple[int, ...]
+    decoding: int
 
     @property
-    def is_prefill(self) -> bool:
-        return self.past[0] == 0
+    def phase(self) -> str:
+        """prefill, decode, or mixed where some rows do this and some that."""
+        if self.decoding == 0:
+            return "prefill"
+        return "decode" if self.decoding == len(self.counts) else "mixed"
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompts that enter."""
+        return sum(self.counts[self.decoding :])
 
     def last(self) -> torch.Tensor:
         """(rows,) int64: where each row's newest token stands in the packed order."""
@@ -70,27 +85,25 @@ class SweepInput:
 
 
 class MicroBatch:
-    """Rows computed together. They leave as they finish; the others close ranks."""
+    """Rows computed together. They leave as they finish; the others close ranks, and new ones may enter behind them."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = list(rows)
-        self._in_cache = False
 
     @property
     def prompt_tokens(self) -> int:
         return sum(len(r.prompt.token_ids) for r in self.rows)
 
     def sweep_input(self) -> SweepInput:
-        """The prompts before the first sweep, the newest token of each row after it."""
-        fed = [r.token_ids[-1:] if self._in_cache else list(r.prompt.token_ids) for r in self.rows]
-        past = tuple(r.length - 1 if self._in_cache else 0 for r in self.rows)
+        """The newest token of each row; the prompt of one that has none yet."""
+        fed = [r.token_ids[-1:] or list(r.prompt.token_ids) for r in self.rows]
+        past = tuple(r.length - 1 if r.token_ids else 0 for r in self.rows)
         positions = torch.cat([torch.arange(p, p + len(f)) for p, f in zip(past, fed, strict=True)])
         ids = torch.tensor([i for f in fed for i in f])
-        return SweepInput(ids, positions, tuple(map(len, fed)), past)
+        return SweepInput(ids, positions, tuple(map(len, fed)), past, sum(bool(r.token_ids) for r in self.rows))
 
     def accept(self, tokens: Sequence[int], finish: Callable[[Row], str | None]) -> tuple[list[Row], list[Move]]:
         """Append each row's new token. Returns the rows that finish with it and the moves that fill their places."""
-        self._in_cache = True
         for row, token in zip(self.rows, tokens, strict=True):
             row.token_ids.append(token)
             row.finish_reason = finish(row)
@@ -99,6 +112,17 @@ class MicroBatch:
         moves, order = plan_moves(leaving, len(self.rows))
         self.rows = [self.rows[i] for i in order]
         return finished, moves
+
+    def enter(self, rows: Sequence[Row]) -> None:
+        """They take the places behind the others, with the next sweep."""
+        self.rows += rows
+
+
+class Waiting(Protocol):
+    """Rows that wait for a place in a running block; refill.Queue."""
+
+    def take(self, places: int, tokens: int) -> list[Row]:
+        """Those that enter now: at most `places` rows, whose prompts have `tokens` tokens at most in all."""
 
 
 class Chooser(Protocol):

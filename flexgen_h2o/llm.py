@@ -37,7 +37,8 @@ from flexgen_h2o.progress import Listener, Progress
 from flexgen_h2o.prompts import Completion, Prompt, prompts_from_python
 from flexgen_h2o.report import RunReport
 from flexgen_h2o.row_rules import RowRules
-from flexgen_h2o.run_facts import make_report, sizes_of
+from flexgen_h2o.run_facts import Tally, make_report, sizes_of
+from flexgen_h2o.run_rows import More, RunRows, run_rows
 from flexgen_h2o.sampling import ForcedTokens, SamplingParams
 from flexgen_h2o.schedule import Step
 from flexgen_h2o.source import Model, find_checkpoint, find_model
@@ -142,22 +143,25 @@ class LLM:
 
     def sizes(self, prompts: Sequence[Prompt], params: SamplingParams) -> tuple[int, int, int]:
         """Bytes of weights, of the full KV cache and of the hidden states of all rows: FlexGen's summary."""
-        return sizes_of(self.model.spec, self._rules(prompts, params).rows(), DTYPE_BYTES[self.dtype])
+        tally = Tally()
+        tally.begin(self._rules(prompts, params).rows())
+        return sizes_of(self.model.spec, tally.sizes, DTYPE_BYTES[self.dtype])
 
     def generate(
         self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None,
-        watch_logits: LogitsWatch | None = None,
+        watch_logits: LogitsWatch | None = None, refill: bool = True,
     ) -> list[Completion]:  # fmt: skip
         """Generate for text prompts and lists of token ids, in any mix and number; results in the order of `prompts`.
 
         params: of all prompts, or one for each; then a row draws from its own seed alone, wherever it stands.
-        watch_logits sees every step's logits: (indices of the rows, (rows, vocab) in the compute dtype).
+        watch_logits sees every step's logits: (indices of the rows, (rows, vocab) in the compute dtype). refill: as of
+        `run`.
         """
         encode = self.model.encode if self.model.tokenizer is not None else None
         read = prompts_from_python(prompts, encode, self.model.spec.vocab_size)
         done: list[Completion] = []
         if read:
-            self.run(read, params or SamplingParams(), done.extend, watch_logits=watch_logits)
+            self.run(read, params or SamplingParams(), done.extend, watch_logits=watch_logits, refill=refill)
         return sorted(done, key=lambda c: c.index)
 
     def follow(
@@ -188,48 +192,56 @@ class LLM:
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams],
         on_finished: Callable[[list[Completion]], None], watch_logits: LogitsWatch | None = None,
         order: Order | None = None, forced: Mapping[int, Sequence[int]] | None = None,
-        watch_slots: SlotsWatch | None = None, listener: Listener | None = None,
+        watch_slots: SlotsWatch | None = None, listener: Listener | None = None, refill: bool = False,
+        more: More | None = None,
     ) -> RunReport:  # fmt: skip
         """`generate` for read prompts: completions are handed out as rows finish, the report is returned.
 
         forced: the tokens that rows take, by index, instead of choosing; a row ends with its last. order: the steps to
         run of a block instead of its whole schedule, from its numbers of layers and micro-batches; rows that it cuts
         short are handed out at the end, as of length. listener: hears of tokens and rows instead of the progress bar.
+        refill: rows that finish give their places to the next ones while the others go on, where rows may end apart;
+        nothing is predicted then. more: with refill, gives further rows that `has_room`, when all others have entered.
         """
         if not self._running.acquire(blocking=False):
             raise UsageError("this LLM is generating already; a thread needs an LLM of its own")
         try:
             rules = self._rules(prompts, params)
-            return self._run(rules, on_finished, Watches(watch_logits, watch_slots), order, forced, listener)
+            rows = rules.rows(forced)
+            blocks = self._blocks(rows, self._ready(rows).policy)
+            work = run_rows(rules, rows, blocks, refill and order is None, more)
+            chooser: Chooser = rules.chooser if forced is None else ForcedTokens(forced)
+            decoding = Decoding(chooser, rules.end, Watches(watch_logits, watch_slots))
+            return self._run(rules, work, decoding, on_finished, order, listener)
         finally:
             self._running.release()
 
     def _run(
-        self, rules: RowRules, on_finished: Callable[[list[Completion]], None], watches: Watches,
-        order: Order | None, forced: Mapping[int, Sequence[int]] | None, listener: Listener | None,
+        self, rules: RowRules, work: RunRows, decoding: Decoding, on_finished: Callable[[list[Completion]], None],
+        order: Order | None, listener: Listener | None,
     ) -> RunReport:  # fmt: skip
-        rows = rules.rows(forced)
-        engine = self._ready(rows)
-        blocks = self._blocks(rows, engine.policy)
-        sweeps = sum(max(r.max_new for batch in block for r in batch) for block in blocks)
+        engine, tally, sweeps = self._engine, work.tally, work.most_sweeps
+        assert engine is not None
         before = engine.io_bytes
-        bar = Progress(sum(r.max_new for r in rows)) if listener is None else contextlib.nullcontext(listener)
+        if work.queue is not None:
+            self.predicted = None  # it is of blocks whose rows begin together
+        bar = Progress(sum(r.max_new for r in work.rows)) if listener is None else contextlib.nullcontext(listener)
         with bar as progress:
 
             def hand_out(finished: list[Row]) -> None:
                 progress.finish(finished)
+                tally.finish(finished)
                 on_finished([rules.completion(row) for row in finished])
+                rules.forget(finished)
 
-            chooser: Chooser = rules.chooser if forced is None else ForcedTokens(forced)
-            decoding = Decoding(chooser, rules.end, watches)
             executor = Executor(engine, self.eviction, decoding, hand_out, sweeps)
             self.times, self._kv_use = [], []
             engine.timeline.reset()
             try:
-                for block in blocks:
+                for block in work.blocks:
                     steps = order(len(engine.layers.layers), len(block)) if order else None
                     with torch.inference_mode():
-                        executor.run_block(block, steps, progress.sweep)
+                        executor.run_block(block, steps, progress.sweep, work.queue)
                     self.times.append(executor.times)
                     self._kv_use.append(executor.kv_use)
                     if order:  # it may end within a sweep: the next block's weights begin anew
@@ -239,14 +251,15 @@ class LLM:
             except BaseException:
                 self.close()
                 raise
-        cut_short = [row for row in rows if row.finish_reason is None]
+        cut_short = [row for row in work.rows if row.finish_reason is None]
         for row in cut_short:
             row.finish_reason = "length"
+        tally.finish(cut_short)
         on_finished([rules.completion(row) for row in cut_short])
         moved = {lane: n - before[lane] for lane, n in engine.io_bytes.items()}
-        profile = self._planner.profile_facts
+        facts = self._planner.profile_facts | ({"refilled": work.queue.entered} if work.queue else {})
         self.report = make_report(
-            self.model.name, engine, self.eviction, rows, self.times, self._kv_use, moved, self.predicted, profile
+            self.model.name, engine, self.eviction, tally, self.times, self._kv_use, moved, self.predicted, facts
         )
         return self.report
 
@@ -271,6 +284,12 @@ class LLM:
         self.close()
         budgets = resolve_budgets(self._budget, self._device, self.offload_dir)
         self._plan_for(self._rules(prompts, params).rows(), budgets)
+
+    def has_room(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> bool:
+        """Can these rows enter the running block, as the engine is open for others?"""
+        shape = self._engine.plan.shape if self._engine is not None else None
+        need = self._need(self._rules(prompts, params).rows())
+        return shape is not None and need.prompt_len <= max(shape.tokens, shape.rows) and shape.has_slots(need.slots)
 
     @property
     def peak_bytes(self) -> dict[str, int]:

@@ -75,7 +75,7 @@ class Planner:
             )
 
     @property
-    def profile_facts(self) -> dict[str, str | bool]:
+    def profile_facts(self) -> dict[str, str | bool | int]:
         """What a report says of the profile that predictions are made with."""
         return {"profile": self.profile.machine, "profile_disturbed": self.profile.was_disturbed}
 

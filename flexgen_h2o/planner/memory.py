@@ -46,6 +46,10 @@ class Shape:
     def most_slots(self) -> int:
         return max(self.slots)
 
+    def has_slots(self, slots: tuple[int, ...]) -> bool:
+        """Are there as many in each transformer block?"""
+        return all(mine >= asked for mine, asked in zip(self.slots, slots, strict=True))
+
     def covers(self, other: Shape) -> bool:
         """Do buffers of this shape serve the other one too?"""
         mine, theirs = ((s.rows, s.micro_batches, s.tokens, *s.slots) for s in (self, other))

@@ -36,11 +36,12 @@ FLOORS: tuple[frozenset[str], ...] = (
             "report",
             "progress",
             "run_facts",
+            "run_rows",
             "source",
             "doors",
         }
     ),
-    frozenset({"executor", "engine", "eviction_need", "generation", "row_rules"}),
+    frozenset({"executor", "attention_step", "engine", "eviction_need", "generation", "row_rules", "refill"}),
     frozenset({"weights", "kvcache", "hidden", "models", "planner"}),
     frozenset({"kernels", "tiers", "checkpoint", "schedule", "timeline", "timeline_plot", "sampling", "prompts"}),
     frozenset({"config", "files", "interrupts", "limits", "packing", "paths", "profile", "units", "errors"}),
