@@ -29,6 +29,7 @@ from flexgen_h2o.kvcache.store import CacheKey
 from flexgen_h2o.kvcache.view import PartView
 from flexgen_h2o.models import Weights, family_of
 from flexgen_h2o.planner.memory import kv_layout
+from flexgen_h2o.prefixes import PromptGroup, Sharing
 from flexgen_h2o.schedule import Step, weight_sequence, zigzag
 from flexgen_h2o.tiers.events import Waitable, wait_all
 from flexgen_h2o.tiers.ring import Region
@@ -79,13 +80,16 @@ class Executor:
     """Runs blocks on an engine, one after another.
 
     max_sweeps: an upper bound of sweeps over all blocks (weights are loaded ahead across blocks). on_finished gets
-    rows as they finish. After each block `times` holds its seconds and `kv_use` its columns.
+    rows as they finish. sharing: when rows of a micro-batch share a prefix; None: never. After each block `times` holds
+    its seconds, `kv_use` its columns and `groups` the prompts as they were fed.
     """
 
     def __init__(
-        self, engine: Engine, eviction: Eviction, decoding: Decoding, on_finished: OnFinished, max_sweeps: int
-    ) -> None:
+        self, engine: Engine, eviction: Eviction, decoding: Decoding, on_finished: OnFinished, max_sweeps: int,
+        sharing: Sharing | None = None,
+    ) -> None:  # fmt: skip
         self._engine, self._eviction, self._decoding, self._on_finished = engine, eviction, decoding, on_finished
+        self._sharing = sharing
         self._family = family_of(engine.spec)
         self._workspace = engine.workspace()
         self._layers: tuple[Layer, ...] = engine.layers.layers
@@ -105,6 +109,7 @@ class Executor:
         self._is_rolling = RANKS in eviction.needs.record
         self.times = BlockTimes([], [])
         self.kv_use = KvUse([], [])
+        self.groups: list[PromptGroup] = []
 
     def run_block(
         self, rows: Sequence[Sequence[Row]], order: Iterator[Step] | None = None,
@@ -116,10 +121,10 @@ class Executor:
         on_tokens hears how many tokens a micro-batch has got.
         """
         self._on_tokens = on_tokens
-        self._batches = [MicroBatch(r) for r in rows]
+        self._batches = [MicroBatch(r, self._sharing) for r in rows]
         sweeps = max(r.max_new for batch in rows for r in batch)
         self._begin(sweeps)
-        self.times, self.kv_use = BlockTimes([], []), KvUse([], [])
+        self.times, self.kv_use, self.groups = BlockTimes([], []), KvUse([], []), []
         sweep_start = layer_start = time.perf_counter()
         for step in order or zigzag(sweeps, len(self._layers), len(rows)):
             interrupts.check()
@@ -266,6 +271,8 @@ class Executor:
         """Fix what micro-batch `k` feeds into this sweep, and which of its rows are left."""
         fed = self._batches[k].sweep_input()
         self._inputs[k] = fed
+        if fed.is_prefill:
+            self.groups += fed.groups
         self._left[k] = [self._places[id(row)] for row in self._batches[k].rows]
         self._engine.hidden.begin_sweep(k, len(fed.ids))
 
@@ -285,10 +292,11 @@ class Executor:
         """Keys are kept as they are rotated here, by the positions of their tokens; rolling, as they come."""
         (q, k, v), rotation, rolls = qkv, self._rotation, self._is_rolling
         if cache.new is None or cache.slots is None:
+            stored = k if rolls else None
             if rotation is not None:
                 k = k.clone() if rolls else k
                 rotation.turn((q, k), fed.positions)
-            return attend_prompts((q, k, v), fed.counts, cache.views, cache.hook, self._scale, out, qkv[1])
+            return attend_prompts((q, k, v), fed.groups, cache.views, cache.hook, self._scale, out, stored)
         if rotation is not None:
             rotation.turn((q,) if rolls else (q, k), cache.new.filled - 1 if rolls else fed.positions)
         return attend_slots(

@@ -13,6 +13,7 @@ import torch
 
 from flexgen_h2o.kvcache.eviction.policy import Columns
 from flexgen_h2o.kvcache.moves import Move, plan_moves
+from flexgen_h2o.prefixes import PromptGroup, Sharing, group_prompts, pack_prompts, row_ends
 from flexgen_h2o.prompts import Prompt, make_blocks
 from flexgen_h2o.sampling import SamplingParams, StopStrings, TokenLogprobs, token_logprobs
 
@@ -41,24 +42,34 @@ class Row:
         return len(self.prompt.token_ids) + len(self.token_ids)
 
 
-def row_blocks(rows: Sequence[Row], gpu_batch_size: int, num_gpu_batches: int) -> list[list[list[Row]]]:
+def row_blocks(
+    rows: Sequence[Row], gpu_batch_size: int, num_gpu_batches: int, sharing: Sharing | None = None
+) -> list[list[list[Row]]]:
     """Rows as blocks of micro-batches, sorted by what they ask for and their length (prompts.make_blocks)."""
     of = {row.prompt.index: row for row in rows}
-    blocks = make_blocks([r.prompt for r in rows], gpu_batch_size, num_gpu_batches, lambda p: of[p.index].asked)
+    prompts = [r.prompt for r in rows]
+    blocks = make_blocks(prompts, gpu_batch_size, num_gpu_batches, lambda p: of[p.index].asked, sharing)
     return [[[of[p.index] for p in batch] for batch in block] for block in blocks]
+
+
+def group_rows(rows: Sequence[Row], sharing: Sharing | None) -> tuple[PromptGroup, ...]:
+    """Which rows of a micro-batch feed a prefix once (prefixes.group_prompts)."""
+    return group_prompts([r.prompt.token_ids for r in rows], sharing)
 
 
 @dataclass(frozen=True)
 class SweepInput:
     """What a micro-batch feeds into one sweep, its rows' tokens packed one after the other.
 
-    ids, positions: (tokens,) int64; counts: tokens of each row; past: columns each row has in the cache before.
+    ids, positions: (tokens,) int64; counts: tokens of each row; past: columns each row has in the cache before. groups:
+    the rows in their order, with the tokens that several of them begin with fed once in front of them.
     """
 
     ids: torch.Tensor
     positions: torch.Tensor
     counts: tuple[int, ...]
     past: tuple[int, ...]
+    groups: tuple[PromptGroup, ...]
 
     @property
     def is_prefill(self) -> bool:
@@ -66,27 +77,32 @@ class SweepInput:
 
     def last(self) -> torch.Tensor:
         """(rows,) int64: where each row's newest token stands in the packed order."""
-        return torch.tensor(self.counts).cumsum(0) - 1
+        return torch.tensor(row_ends(self.groups)) - 1
 
 
 class MicroBatch:
     """Rows computed together. They leave as they finish; the others close ranks."""
 
-    def __init__(self, rows: Sequence[Row]) -> None:
+    def __init__(self, rows: Sequence[Row], sharing: Sharing | None = None) -> None:
         self.rows = list(rows)
+        self._groups = group_rows(rows, sharing)
         self._in_cache = False
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(len(r.prompt.token_ids) for r in self.rows)
+        """That the first sweep is fed."""
+        return sum(group.tokens for group in self._groups)
 
     def sweep_input(self) -> SweepInput:
         """The prompts before the first sweep, the newest token of each row after it."""
-        fed = [r.token_ids[-1:] if self._in_cache else list(r.prompt.token_ids) for r in self.rows]
-        past = tuple(r.length - 1 if self._in_cache else 0 for r in self.rows)
-        positions = torch.cat([torch.arange(p, p + len(f)) for p, f in zip(past, fed, strict=True)])
-        ids = torch.tensor([i for f in fed for i in f])
-        return SweepInput(ids, positions, tuple(map(len, fed)), past)
+        if self._in_cache:
+            newest, ones = torch.tensor([r.token_ids[-1] for r in self.rows]), (1,) * len(self.rows)
+            past = tuple(r.length - 1 for r in self.rows)
+            return SweepInput(newest, torch.tensor(past), ones, past, (PromptGroup(0, ones),))
+        prompts = [r.prompt.token_ids for r in self.rows]
+        ids, positions = pack_prompts(prompts, self._groups)
+        counts, none = tuple(map(len, prompts)), (0,) * len(prompts)
+        return SweepInput(torch.tensor(ids), torch.tensor(positions), counts, none, self._groups)
 
     def accept(self, tokens: Sequence[int], finish: Callable[[Row], str | None]) -> tuple[list[Row], list[Move]]:
         """Append each row's new token. Returns the rows that finish with it and the moves that fill their places."""

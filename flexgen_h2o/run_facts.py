@@ -14,16 +14,18 @@ from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.planner.memory import packing_of
 from flexgen_h2o.planner.predict import Prediction
 from flexgen_h2o.planner.roofline import run_work
+from flexgen_h2o.prefixes import PromptGroup
 from flexgen_h2o.report import PhaseReport, RunReport
 from flexgen_h2o.timeline import LANES
 
 
 def make_report(
     model: str, engine: Engine, eviction: Eviction, rows: Sequence[Row], times: Sequence[BlockTimes],
-    use: Sequence[KvUse], moved: dict[str, int], predicted: Prediction | None,
+    use: Sequence[KvUse], fed: Sequence[PromptGroup], moved: dict[str, int], predicted: Prediction | None,
     profile: Mapping[str, str | bool],
 ) -> RunReport:  # fmt: skip
-    """The report of a finished run. times, use: of each block; moved: bytes by lane; profile: facts of the profile."""
+    """The report of a finished run. times, use: of each block; fed: the prompts as they were fed; moved: bytes by lane;
+    profile: facts of the profile."""
     spec, itemsize = engine.spec, engine.dtype.itemsize
     lengths = [len(r.prompt.token_ids) for r in rows]
     decoded = sum(max(0, len(r.token_ids) - 1) for r in rows)
@@ -52,7 +54,8 @@ def make_report(
             "kv_reserved_bytes": engine.plan.size("cache"),
             "look_ahead_units": asdict(engine.plan.depth),
             **profile,
-            "work": asdict(run_work(spec, lengths, decoded, kv_read(held, use))),
+            "prefill_fed_tokens": sum(group.tokens for group in fed),
+            "work": asdict(run_work(spec, fed, decoded, kv_read(held, use))),
             "busy_s": {lane: engine.timeline.seconds(lane) for lane in LANES},
         },
     )
