@@ -19,6 +19,7 @@ from flexgen_h2o.kvcache.eviction.policy import RANKS
 from flexgen_h2o.kvcache.hook import Hook
 from flexgen_h2o.kvcache.slots import Joining, RowSlots, joining
 from flexgen_h2o.kvcache.view import PartView, split_views
+from flexgen_h2o.prefixes import PromptGroup
 from flexgen_h2o.tiers.ring import Region
 
 
@@ -110,20 +111,21 @@ class UnitAttention:
         if cache.decoding is not None:
             self._attend_slots(fed.positions[:first], cache.decoding, out[:first], [t[:first] for t in qkv])
         if cache.entering is not None:
-            behind, counts = [t[first:] for t in qkv], fed.counts[first:]
-            self._attend_prompts(fed.positions[first:], counts, cache.entering, out[first:], behind)
+            behind = [t[first:] for t in qkv]
+            self._attend_prompts(fed.positions[first:], fed.groups, cache.entering, out[first:], behind)
         return out
 
     def _attend_prompts(
-        self, positions: torch.Tensor, counts: Sequence[int], rows: EnteringRows, out: torch.Tensor,
+        self, positions: torch.Tensor, groups: Sequence[PromptGroup], rows: EnteringRows, out: torch.Tensor,
         qkv: Sequence[torch.Tensor],
     ) -> None:  # fmt: skip
         """Keys are kept as they are rotated here, by the positions of their tokens; rolling, as they come."""
         (q, k, v), rotation = qkv, self._rotation
+        stored = k if self._is_rolling else None
         if rotation is not None:
             k = k.clone() if self._is_rolling else k
             rotation.turn((q, k), positions)
-        attend_prompts((q, k, v), counts, rows.views, rows.hook, self._scale, out, qkv[1])
+        attend_prompts((q, k, v), groups, rows.views, rows.hook, self._scale, out, stored)
 
     def _attend_slots(
         self, positions: torch.Tensor, rows: DecodingRows, out: torch.Tensor, qkv: Sequence[torch.Tensor]

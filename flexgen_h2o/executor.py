@@ -26,6 +26,7 @@ from flexgen_h2o.kvcache.slots import SlotTable
 from flexgen_h2o.kvcache.store import CacheKey
 from flexgen_h2o.models import Weights, family_of
 from flexgen_h2o.planner.memory import kv_layout
+from flexgen_h2o.prefixes import FedPrompts, Sharing
 from flexgen_h2o.schedule import Step, weight_sequence, zigzag
 from flexgen_h2o.tiers.events import Waitable, wait_all
 from flexgen_h2o.tiers.stream import Stream, streamed_keys
@@ -63,14 +64,16 @@ class Executor:
     """Runs blocks on an engine, one after another.
 
     max_sweeps: an upper bound of sweeps over all blocks (weights are loaded ahead across blocks); None where rows enter
-    that nobody has counted. on_finished gets rows as they finish. After each block `times` holds its seconds and
-    `kv_use` its columns.
+    that nobody has counted. on_finished gets rows as they finish. sharing: when rows of a micro-batch share a prefix;
+    None: never. After each block `times` holds its seconds, `kv_use` its columns and `fed` what its prompts were.
     """
 
     def __init__(
-        self, engine: Engine, eviction: Eviction, decoding: Decoding, on_finished: OnFinished, max_sweeps: int | None
-    ) -> None:
+        self, engine: Engine, eviction: Eviction, decoding: Decoding, on_finished: OnFinished,
+        max_sweeps: int | None, sharing: Sharing | None = None,
+    ) -> None:  # fmt: skip
         self._engine, self._eviction, self._decoding, self._on_finished = engine, eviction, decoding, on_finished
+        self._sharing = sharing
         self._family = family_of(engine.spec)
         self._workspace = engine.workspace()
         self._layers: tuple[Layer, ...] = engine.layers.layers
@@ -85,6 +88,7 @@ class Executor:
         self._attention = UnitAttention(engine.spec, eviction, sparsity, device)
         self.times = BlockTimes([], [], [])
         self.kv_use = KvUse([], [], [])
+        self.fed = FedPrompts()
 
     def run_block(
         self, rows: Sequence[Sequence[Row]], order: Iterator[Step] | None = None,
@@ -97,10 +101,10 @@ class Executor:
         finished, each as far as the engine's buffers have room for it.
         """
         self._on_tokens, self._waiting = on_tokens, waiting
-        self._batches = [MicroBatch(r) for r in rows]
+        self._batches = [MicroBatch(r, self._sharing) for r in rows]
         sweeps = max(r.max_new for batch in rows for r in batch) if waiting is None else None
         self._begin(sweeps)
-        self.times, self.kv_use = BlockTimes([], [], []), KvUse([], [], [])
+        self.times, self.kv_use, self.fed = BlockTimes([], [], []), KvUse([], [], []), FedPrompts()
         sweep_start = layer_start = time.perf_counter()
         for step in order or zigzag(sweeps, len(self._layers), len(rows)):
             interrupts.check()
@@ -264,6 +268,7 @@ class Executor:
         finished, moves = batch.accept(tokens, self._decoding.end)
         self._fed += len(fed.ids)
         self._prompts += fed.prompt_tokens
+        self.fed.add(fed.groups)
         self._on_tokens(len(tokens))
         if finished:
             self._on_finished(finished)
@@ -279,7 +284,8 @@ class Executor:
         if have_left:
             table.close_ranks(moves, left)
         if entering:
-            batch.enter(entering)
+            longest = max(len(row.prompt.token_ids) for row in entering)
+            batch.enter(entering, self._sharing if longest <= shape.sharing else None)
             table.enter(_sizes(entering))
         if have_left or entering:
             self._engine.cache.change_rows(k, moves, left, len(entering))

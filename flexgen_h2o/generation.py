@@ -13,6 +13,7 @@ import torch
 
 from flexgen_h2o.kvcache.eviction.policy import Columns
 from flexgen_h2o.kvcache.moves import Move, plan_moves
+from flexgen_h2o.prefixes import PromptGroup, Sharing, group_prompts, pack_prompts, row_ends
 from flexgen_h2o.prompts import Prompt, make_blocks
 from flexgen_h2o.sampling import SamplingParams, StopStrings, TokenLogprobs, token_logprobs
 
@@ -41,10 +42,13 @@ class Row:
         return len(self.prompt.token_ids) + len(self.token_ids)
 
 
-def row_blocks(rows: Sequence[Row], gpu_batch_size: int, num_gpu_batches: int) -> list[list[list[Row]]]:
+def row_blocks(
+    rows: Sequence[Row], gpu_batch_size: int, num_gpu_batches: int, sharing: Sharing | None = None
+) -> list[list[list[Row]]]:
     """Rows as blocks of micro-batches, sorted by what they ask for and their length (prompts.make_blocks)."""
     of = {row.prompt.index: row for row in rows}
-    blocks = make_blocks([r.prompt for r in rows], gpu_batch_size, num_gpu_batches, lambda p: of[p.index].asked)
+    prompts = [r.prompt for r in rows]
+    blocks = make_blocks(prompts, gpu_batch_size, num_gpu_batches, lambda p: of[p.index].asked, sharing)
     return [[[of[p.index] for p in batch] for batch in block] for block in blocks]
 
 
@@ -53,12 +57,18 @@ def in_order(rows: Sequence[Row]) -> list[Row]:
     return [row for block in row_blocks(rows, 1, 1) for batch in block for row in batch]
 
 
+def group_rows(rows: Sequence[Row], sharing: Sharing | None) -> tuple[PromptGroup, ...]:
+    """Which rows of a micro-batch feed a prefix once (prefixes.group_prompts)."""
+    return group_prompts([r.prompt.token_ids for r in rows], sharing)
+
+
 @dataclass(frozen=True)
 class SweepInput:
     """What a micro-batch feeds into one sweep, its rows' tokens packed one after the other.
 
     ids, positions: (tokens,) int64; counts: tokens of each row; past: columns each row has in the cache before.
-    decoding: the first so many rows feed their newest token; those behind them enter with their prompts.
+    decoding: the first so many rows feed their newest token; those behind them enter with their prompts. groups: these
+    in their order, with the tokens that several of them begin with fed once in front of them.
     """
 
     ids: torch.Tensor
@@ -66,6 +76,7 @@ class SweepInput:
     counts: tuple[int, ...]
     past: tuple[int, ...]
     decoding: int
+    groups: tuple[PromptGroup, ...]
 
     @property
     def phase(self) -> str:
@@ -76,34 +87,44 @@ class SweepInput:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompts that enter."""
-        return sum(self.counts[self.decoding :])
+        """That are fed for the prompts that enter."""
+        return sum(group.tokens for group in self.groups)
 
     def last(self) -> torch.Tensor:
         """(rows,) int64: where each row's newest token stands in the packed order."""
-        return torch.tensor(self.counts).cumsum(0) - 1
+        return torch.tensor([*range(1, self.decoding + 1), *(self.decoding + end for end in row_ends(self.groups))]) - 1
 
 
 class MicroBatch:
     """Rows computed together. They leave as they finish; the others close ranks, and new ones may enter behind them."""
 
-    def __init__(self, rows: Sequence[Row]) -> None:
+    def __init__(self, rows: Sequence[Row], sharing: Sharing | None = None) -> None:
         self.rows = list(rows)
+        self._entering = group_rows(rows, sharing)
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(len(r.prompt.token_ids) for r in self.rows)
+        """That the next sweep is fed for rows that enter."""
+        return sum(group.tokens for group in self._entering)
 
     def sweep_input(self) -> SweepInput:
-        """The newest token of each row; the prompt of one that has none yet."""
-        fed = [r.token_ids[-1:] or list(r.prompt.token_ids) for r in self.rows]
-        past = tuple(r.length - 1 if r.token_ids else 0 for r in self.rows)
-        positions = torch.cat([torch.arange(p, p + len(f)) for p, f in zip(past, fed, strict=True)])
-        ids = torch.tensor([i for f in fed for i in f])
-        return SweepInput(ids, positions, tuple(map(len, fed)), past, sum(bool(r.token_ids) for r in self.rows))
+        """The newest token of each row that has one, then the prompts of those that enter."""
+        decoding = sum(bool(r.token_ids) for r in self.rows)
+        before, prompts = self.rows[:decoding], [r.prompt.token_ids for r in self.rows[decoding:]]
+        past = [r.length - 1 for r in before]
+        ids, positions = pack_prompts(prompts, self._entering)
+        return SweepInput(
+            ids=torch.tensor([r.token_ids[-1] for r in before] + ids),
+            positions=torch.tensor(past + positions),
+            counts=(1,) * decoding + tuple(map(len, prompts)),
+            past=(*past, *(0 for _ in prompts)),
+            decoding=decoding,
+            groups=self._entering,
+        )
 
     def accept(self, tokens: Sequence[int], finish: Callable[[Row], str | None]) -> tuple[list[Row], list[Move]]:
         """Append each row's new token. Returns the rows that finish with it and the moves that fill their places."""
+        self._entering = ()
         for row, token in zip(self.rows, tokens, strict=True):
             row.token_ids.append(token)
             row.finish_reason = finish(row)
@@ -113,9 +134,10 @@ class MicroBatch:
         self.rows = [self.rows[i] for i in order]
         return finished, moves
 
-    def enter(self, rows: Sequence[Row]) -> None:
+    def enter(self, rows: Sequence[Row], sharing: Sharing | None = None) -> None:
         """They take the places behind the others, with the next sweep."""
         self.rows += rows
+        self._entering = group_rows(rows, sharing)
 
 
 class Waiting(Protocol):

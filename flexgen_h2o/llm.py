@@ -19,7 +19,7 @@ from flexgen_h2o.engine import Engine
 from flexgen_h2o.errors import DoesNotFitError, UsageError
 from flexgen_h2o.eviction_need import need_of_rows, shape_of_blocks
 from flexgen_h2o.executor import BlockTimes, Executor, KvUse
-from flexgen_h2o.generation import Chooser, Decoding, LogitsWatch, Row, SlotsWatch, Watches, row_blocks
+from flexgen_h2o.generation import Chooser, Decoding, LogitsWatch, Row, SlotsWatch, Watches, group_rows, row_blocks
 from flexgen_h2o.kernels.warm_up import warm_up
 from flexgen_h2o.kvcache.eviction import check_eviction
 from flexgen_h2o.kvcache.eviction.rolling import check_rolling, is_rolling, most_new_tokens
@@ -31,6 +31,7 @@ from flexgen_h2o.planner.need import AutoPolicy, Need
 from flexgen_h2o.planner.predict import Prediction
 from flexgen_h2o.planner.roofline import Peak
 from flexgen_h2o.planning import Planner
+from flexgen_h2o.prefixes import SHARINGS, FedPrompts, PromptGroup, Sharing, check_sharing
 from flexgen_h2o.profile import HardwareProfile
 from flexgen_h2o.profiling.peak import measure_peak
 from flexgen_h2o.progress import Listener, Progress
@@ -96,6 +97,8 @@ class LLM:
         self._running = threading.Lock()
         self.times: list[BlockTimes] = []
         self._kv_use: list[KvUse] = []
+        self._fed = FedPrompts()
+        self._share_prefix = "auto"
 
     def __enter__(self) -> LLM:
         return self
@@ -109,6 +112,15 @@ class LLM:
     def policy(self) -> Policy | None:
         """The policy in use; with "auto", None until the first `generate`."""
         return self._policy
+
+    @property
+    def share_prefix(self) -> str:
+        """Are tokens that rows of a micro-batch begin with computed once? "auto": where it pays, "on", "off"."""
+        return self._share_prefix
+
+    @share_prefix.setter
+    def share_prefix(self, name: str) -> None:
+        self._share_prefix = check_sharing(name)
 
     def use(self, policy: Policy | AutoPolicy) -> None:
         """Run with another policy from the next `generate` on; what was held for the old one is given back."""
@@ -234,8 +246,8 @@ class LLM:
                 on_finished([rules.completion(row) for row in finished])
                 rules.forget(finished)
 
-            executor = Executor(engine, self.eviction, decoding, hand_out, sweeps)
-            self.times, self._kv_use = [], []
+            executor = Executor(engine, self.eviction, decoding, hand_out, sweeps, self._sharing)
+            self.times, self._kv_use, self._fed = [], [], FedPrompts()
             engine.timeline.reset()
             try:
                 for block in work.blocks:
@@ -244,9 +256,10 @@ class LLM:
                         executor.run_block(block, steps, progress.sweep, work.queue)
                     self.times.append(executor.times)
                     self._kv_use.append(executor.kv_use)
+                    self._fed += executor.fed
                     if order:  # it may end within a sweep: the next block's weights begin anew
                         executor.finish()
-                        executor = Executor(engine, self.eviction, decoding, hand_out, sweeps)
+                        executor = Executor(engine, self.eviction, decoding, hand_out, sweeps, self._sharing)
                 executor.finish()
             except BaseException:
                 self.close()
@@ -259,8 +272,9 @@ class LLM:
         moved = {lane: n - before[lane] for lane, n in engine.io_bytes.items()}
         facts = self._planner.profile_facts | ({"refilled": work.queue.entered} if work.queue else {})
         self.report = make_report(
-            self.model.name, engine, self.eviction, tally, self.times, self._kv_use, moved, self.predicted, facts
-        )
+            self.model.name, engine, self.eviction, tally, self.times, self._kv_use, self._fed, moved, self.predicted,
+            facts,
+        )  # fmt: skip
         return self.report
 
     def close(self) -> None:
@@ -349,14 +363,21 @@ class LLM:
         return enough and (self.asked_policy == engine.policy or not for_fewer)
 
     def _shape(self, rows: Sequence[Row], policy: Policy) -> Shape:
-        return shape_of_blocks(self._blocks(rows, policy), self._need(rows).slots, self.eviction.needs.record)
+        return shape_of_blocks(self._groups(rows, policy), self._need(rows).slots, self.eviction.needs.record)
 
-    @staticmethod
-    def _blocks(rows: Sequence[Row], policy: Policy) -> list[list[list[Row]]]:
-        return row_blocks(rows, policy.gpu_batch_size, policy.num_gpu_batches)
+    @property
+    def _sharing(self) -> Sharing | None:
+        return SHARINGS[self._share_prefix]
+
+    def _blocks(self, rows: Sequence[Row], policy: Policy) -> list[list[list[Row]]]:
+        return row_blocks(rows, policy.gpu_batch_size, policy.num_gpu_batches, self._sharing)
+
+    def _groups(self, rows: Sequence[Row], policy: Policy) -> list[list[tuple[PromptGroup, ...]]]:
+        """The prompts of each micro-batch of each block, as they will be fed."""
+        return [[group_rows(batch, self._sharing) for batch in block] for block in self._blocks(rows, policy)]
 
     def _need(self, rows: Sequence[Row]) -> Need:
-        return need_of_rows(self.eviction, rows, self.model.spec.num_blocks)
+        return need_of_rows(self.eviction, rows, self.model.spec.num_blocks, self._sharing)
 
     @cached_property
     def _planner(self) -> Planner:
@@ -369,9 +390,7 @@ class LLM:
         where to simulate every ragged block of every part would take longer than it tells."""
         if self._job_rows or not self._planner.can_predict:
             return None
-        blocks = self._blocks(rows, policy)
-        lengths = [[[len(r.prompt.token_ids) for r in batch] for batch in block] for block in blocks]
-        return self._planner.predict(policy, need, plan, lengths)
+        return self._planner.predict(policy, need, plan, self._groups(rows, policy))
 
     @cached_property
     def _checkpoint(self) -> Checkpoint:

@@ -15,6 +15,7 @@ from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.planner.memory import packing_of
 from flexgen_h2o.planner.predict import Prediction
 from flexgen_h2o.planner.roofline import run_work
+from flexgen_h2o.prefixes import FedPrompts
 from flexgen_h2o.report import PhaseReport, RunReport
 from flexgen_h2o.timeline import LANES
 
@@ -43,10 +44,11 @@ class Tally:
 
 def make_report(
     model: str, engine: Engine, eviction: Eviction, tally: Tally, times: Sequence[BlockTimes],
-    use: Sequence[KvUse], moved: dict[str, int], predicted: Prediction | None,
+    use: Sequence[KvUse], fed: FedPrompts, moved: dict[str, int], predicted: Prediction | None,
     facts: Mapping[str, str | bool | int],
 ) -> RunReport:  # fmt: skip
-    """The report of a finished run. times, use: of each block; moved: bytes by lane; facts: more, of the profile."""
+    """The report of a finished run. times, use: of each block; fed: the prompts as they were fed; moved: bytes by lane;
+    facts: more, of the profile."""
     spec, itemsize, lengths = engine.spec, engine.dtype.itemsize, tally.lengths
     need = need_of(eviction, len(lengths), set(tally.sizes), spec.num_blocks)
     held, column = column_bytes(spec, engine.policy, itemsize)
@@ -75,7 +77,8 @@ def make_report(
             "kv_reserved_bytes": engine.plan.size("cache"),
             "look_ahead_units": asdict(engine.plan.depth),
             **facts,
-            "work": asdict(run_work(spec, lengths, tally.decoded, kv_read(held, use))),
+            "prefill_fed_tokens": fed.tokens,
+            "work": asdict(run_work(spec, fed, tally.decoded, kv_read(held, use))),
             "busy_s": {lane: engine.timeline.seconds(lane) for lane in LANES},
         },
     )
