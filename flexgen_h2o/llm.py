@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from flexgen_h2o.engine import Engine
 from flexgen_h2o.errors import DoesNotFitError, UsageError
 from flexgen_h2o.eviction_need import need_of_rows, shape_of_blocks
 from flexgen_h2o.executor import BlockTimes, Executor, KvUse
-from flexgen_h2o.generation import Chooser, Decoding, LogitsWatch, Row, SlotsWatch, Watches, row_blocks
+from flexgen_h2o.generation import Course, Decoding, ForcedTokens, LogitsWatch, Row, SlotsWatch, Watches, row_blocks
 from flexgen_h2o.kernels.warm_up import warm_up
 from flexgen_h2o.kvcache.eviction import check_eviction
 from flexgen_h2o.kvcache.eviction.rolling import check_rolling, is_rolling, most_new_tokens
@@ -38,7 +38,7 @@ from flexgen_h2o.prompts import Completion, Prompt, prompts_from_python
 from flexgen_h2o.report import RunReport
 from flexgen_h2o.row_rules import RowRules
 from flexgen_h2o.run_facts import make_report, sizes_of
-from flexgen_h2o.sampling import ForcedTokens, SamplingParams
+from flexgen_h2o.sampling import SamplingParams
 from flexgen_h2o.schedule import Step
 from flexgen_h2o.source import Model, find_checkpoint, find_model
 from flexgen_h2o.tiers.device import open_device
@@ -94,7 +94,7 @@ class LLM:
         self.predicted: Prediction | None = None
         self._running = threading.Lock()
         self.times: list[BlockTimes] = []
-        self._kv_use: list[KvUse] = []
+        self.kv_use: list[KvUse] = []
 
     def __enter__(self) -> LLM:
         return self
@@ -180,35 +180,35 @@ class LLM:
             length, new = len(prompt.token_ids), len(more.token_ids)
             if length > positions or room(length, new) < new:
                 raise UsageError(f"prompts[{prompt.index}]: with its continuation longer than {positions} positions")
-        forced = {p.index: p.token_ids for p in after}
-        params = SamplingParams(max_tokens=max(map(len, forced.values())), ignore_eos=True)
+        forced = ForcedTokens({p.index: p.token_ids for p in after})
+        params = SamplingParams(max_tokens=max(map(len, forced.tokens.values())))
         return self.run(read, params, lambda done: None, watch_logits, None, forced, watch_slots)
 
     def run(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams],
         on_finished: Callable[[list[Completion]], None], watch_logits: LogitsWatch | None = None,
-        order: Order | None = None, forced: Mapping[int, Sequence[int]] | None = None,
+        order: Order | None = None, course: Course | None = None,
         watch_slots: SlotsWatch | None = None, listener: Listener | None = None,
     ) -> RunReport:  # fmt: skip
         """`generate` for read prompts: completions are handed out as rows finish, the report is returned.
 
-        forced: the tokens that rows take, by index, instead of choosing; a row ends with its last. order: the steps to
-        run of a block instead of its whole schedule, from its numbers of layers and micro-batches; rows that it cuts
-        short are handed out at the end, as of length. listener: hears of tokens and rows instead of the progress bar.
+        course: which tokens rows take and when they are done, instead of `params`. order: the steps to run of a block
+        instead of its whole schedule, from its numbers of layers and micro-batches; rows that it cuts short are handed
+        out at the end, as of length. listener: hears of tokens and rows instead of the progress bar.
         """
         if not self._running.acquire(blocking=False):
             raise UsageError("this LLM is generating already; a thread needs an LLM of its own")
         try:
             rules = self._rules(prompts, params)
-            return self._run(rules, on_finished, Watches(watch_logits, watch_slots), order, forced, listener)
+            return self._run(rules, on_finished, Watches(watch_logits, watch_slots), order, course, listener)
         finally:
             self._running.release()
 
     def _run(
         self, rules: RowRules, on_finished: Callable[[list[Completion]], None], watches: Watches,
-        order: Order | None, forced: Mapping[int, Sequence[int]] | None, listener: Listener | None,
+        order: Order | None, course: Course | None, listener: Listener | None,
     ) -> RunReport:  # fmt: skip
-        rows = rules.rows(forced)
+        rows = rules.rows(course)
         engine = self._ready(rows)
         blocks = self._blocks(rows, engine.policy)
         sweeps = sum(max(r.max_new for batch in block for r in batch) for block in blocks)
@@ -220,10 +220,10 @@ class LLM:
                 progress.finish(finished)
                 on_finished([rules.completion(row) for row in finished])
 
-            chooser: Chooser = rules.chooser if forced is None else ForcedTokens(forced)
-            decoding = Decoding(chooser, rules.end, watches)
+            chooser, end = (rules.chooser, rules.end) if course is None else (course, course.end)
+            decoding = Decoding(chooser, end, watches)
             executor = Executor(engine, self.eviction, decoding, hand_out, sweeps)
-            self.times, self._kv_use = [], []
+            self.times, self.kv_use = [], []
             engine.timeline.reset()
             try:
                 for block in blocks:
@@ -231,7 +231,7 @@ class LLM:
                     with torch.inference_mode():
                         executor.run_block(block, steps, progress.sweep)
                     self.times.append(executor.times)
-                    self._kv_use.append(executor.kv_use)
+                    self.kv_use.append(executor.kv_use)
                     if order:  # it may end within a sweep: the next block's weights begin anew
                         executor.finish()
                         executor = Executor(engine, self.eviction, decoding, hand_out, sweeps)
@@ -246,7 +246,7 @@ class LLM:
         moved = {lane: n - before[lane] for lane, n in engine.io_bytes.items()}
         profile = self._planner.profile_facts
         self.report = make_report(
-            self.model.name, engine, self.eviction, rows, self.times, self._kv_use, moved, self.predicted, profile
+            self.model.name, engine, self.eviction, rows, self.times, self.kv_use, moved, self.predicted, profile
         )
         return self.report
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from flexgen_h2o.config import ModelSpec
 from flexgen_h2o.errors import UsageError
-from flexgen_h2o.generation import Row, RowEnd
+from flexgen_h2o.generation import Course, Row, RowEnd
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.eviction.rolling import most_new_tokens
 from flexgen_h2o.prompts import Completion, Prompt
@@ -37,12 +37,12 @@ class RowRules:
                 ends[p.stop, p.ignore_eos] = RowEnd(p, spec.eos_token_ids, self._stops[p.stop])
         self._ends = {index: ends[p.stop, p.ignore_eos] for index, p in self._params.items()}
 
-    def rows(self, forced: Mapping[int, Sequence[int]] | None = None) -> list[Row]:
-        """The rows, with nothing generated. forced: as of `LLM.run`. UsageError for a prompt that is too long."""
+    def rows(self, course: Course | None = None) -> list[Row]:
+        """The rows, with nothing generated. course: as of `LLM.run`. UsageError for a prompt that is too long."""
         found = []
         for prompt in self._prompts:
             params = self._params[prompt.index]
-            most = self.most_new_tokens(prompt) if forced is None else len(forced[prompt.index])
+            most = self.most_new_tokens(prompt) if course is None else course.most_new(prompt.index)
             found.append(Row(prompt, most, asked=params.max_tokens, top_logprobs=params.logprobs))
         return found
 
