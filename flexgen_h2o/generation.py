@@ -5,7 +5,7 @@ Knows nothing of layers, tiers or weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -148,9 +148,35 @@ class Waiting(Protocol):
 
 
 class Chooser(Protocol):
-    """Chooses the next token of each row; sampling.TokenChooser and sampling.ForcedTokens."""
+    """Chooses the next token of each row: sampling.TokenChooser, or a course."""
 
     def choose(self, logits: torch.Tensor, rows: Sequence[int], steps: Sequence[int]) -> list[int]: ...
+
+
+class Course(Chooser, Protocol):
+    """What rows do instead of following their sampling parameters: which tokens they take, and when they are done."""
+
+    def most_new(self, row: int) -> int:
+        """The most tokens that the row of this index takes."""
+
+    def end(self, row: Row) -> str | None:
+        """Why the row is done with its newest token (Decoding.end)."""
+
+
+@dataclass(frozen=True)
+class ForcedTokens:
+    """Teacher forcing: rows take the tokens that they are given, whatever the logits: `tokens[row][step]`."""
+
+    tokens: Mapping[int, Sequence[int]]
+
+    def choose(self, logits: torch.Tensor, rows: Sequence[int], steps: Sequence[int]) -> list[int]:
+        return [self.tokens[row][step] for row, step in zip(rows, steps, strict=True)]
+
+    def most_new(self, row: int) -> int:
+        return len(self.tokens[row])
+
+    def end(self, row: Row) -> str | None:
+        return "length" if len(row.token_ids) >= row.max_new else None
 
 
 class RowEnd:
@@ -160,8 +186,12 @@ class RowEnd:
         self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self._stop = stop
 
+    def is_eos(self, token: int) -> bool:
+        """Whether a row ends with this token."""
+        return token in self._eos
+
     def __call__(self, row: Row) -> str | None:
-        if row.token_ids[-1] in self._eos or self._stop.found(row.token_ids):
+        if self.is_eos(row.token_ids[-1]) or self._stop.found(row.token_ids):
             return "stop"
         return "length" if len(row.token_ids) >= row.max_new else None
 

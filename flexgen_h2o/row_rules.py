@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from flexgen_h2o.config import ModelSpec
 from flexgen_h2o.errors import UsageError
-from flexgen_h2o.generation import Row, RowEnd
+from flexgen_h2o.generation import Course, Row, RowEnd
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.eviction.rolling import most_new_tokens
 from flexgen_h2o.prompts import Completion, Prompt
@@ -52,15 +52,15 @@ class RowRules:
             if (p.stop, p.ignore_eos) not in self._ends:
                 self._ends[p.stop, p.ignore_eos] = RowEnd(p, self._spec.eos_token_ids, self._stops[p.stop])
 
-    def rows(self, forced: Mapping[int, Sequence[int]] | None = None) -> list[Row]:
-        """The rows, with nothing generated. forced: as of `LLM.run`. UsageError for a prompt that is too long."""
-        return self._rows(self._prompts, forced)
+    def rows(self, course: Course | None = None) -> list[Row]:
+        """The rows, with nothing generated. course: as of `LLM.run`. UsageError for a prompt that is too long."""
+        return self._rows(self._prompts, course)
 
-    def _rows(self, prompts: Sequence[Prompt], forced: Mapping[int, Sequence[int]] | None) -> list[Row]:
+    def _rows(self, prompts: Sequence[Prompt], course: Course | None) -> list[Row]:
         found = []
         for prompt in prompts:
             params = self._params[prompt.index]
-            most = self.most_new_tokens(prompt) if forced is None else len(forced[prompt.index])
+            most = self.most_new_tokens(prompt) if course is None else course.most_new(prompt.index)
             found.append(Row(prompt, most, asked=params.max_tokens, top_logprobs=params.logprobs))
         return found
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o.generation import Decoding, MicroBatch, Row, RowEnd, Watches
+from flexgen_h2o.generation import Decoding, ForcedTokens, MicroBatch, Row, RowEnd, Watches
 from flexgen_h2o.prompts import Prompt
 from flexgen_h2o.sampling import SamplingParams, StopStrings, TokenChooser
 
@@ -128,6 +128,15 @@ def test_reasons(reason: str | None, arguments: dict[str, Any]) -> None:
 
 
 # ---- choosing
+
+
+def test_forced_tokens_are_taken_whatever_the_logits() -> None:
+    """Rows by their index, each at its own step, to the last."""
+    forced = ForcedTokens({7: [1, 2, 3], 4: (5, 6)})
+    assert forced.choose(torch.randn(2, 9), [4, 7], [1, 0]) == [6, 1]
+    assert forced.choose(torch.full((1, 9), torch.nan), [7], [2]) == [3]
+    assert (forced.most_new(7), forced.most_new(4)) == (3, 2)
+    assert [forced.end(Row(Prompt(4, (1,), None), 2, ids)) for ids in ([5], [5, 6])] == [None, "length"]
 
 
 def test_choice_and_watch_see_rows_by_their_place_in_the_input() -> None:

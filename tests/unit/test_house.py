@@ -37,11 +37,14 @@ FLOORS: tuple[frozenset[str], ...] = (
             "progress",
             "run_facts",
             "run_rows",
+            "row_plans",
             "source",
             "doors",
         }
     ),
-    frozenset({"executor", "attention_step", "engine", "eviction_need", "generation", "row_rules", "refill"}),
+    frozenset(
+        {"executor", "attention_step", "engine", "conversation", "eviction_need", "generation", "row_rules", "refill"}
+    ),
     frozenset({"weights", "kvcache", "hidden", "models", "planner"}),
     frozenset(
         {"kernels", "tiers", "checkpoint", "schedule", "timeline", "timeline_plot", "sampling", "prompts", "prefixes"}
