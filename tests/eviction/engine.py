@@ -189,12 +189,14 @@ def generate(
         return run_with(llm, prompts, SamplingParams(max_tokens=new_tokens))
 
 
-def run_with(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Ran:
+def run_with(
+    llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams], refill: bool = False
+) -> Ran:
     read = prompts_from_python(prompts, None, llm.model.spec.vocab_size)
     done: list[Completion] = []
     logits, seen = LogitsByRow(), SeenByRow()
     watch: Callable[..., None] | None = seen if llm.eviction.needs.record else None
-    report = llm.run(read, params, done.extend, watch_logits=logits, watch_slots=watch)
+    report = llm.run(read, params, done.extend, watch_logits=logits, watch_slots=watch, refill=refill)
     return Ran(sorted(done, key=lambda c: c.index), logits.rows, seen.rows, report)
 
 
