@@ -18,7 +18,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tenso
     together = (x, weight, out)
     if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16):
         return rms_norm_reference(x, weight, eps, out)
-    if any(t.dtype != x.dtype or t.stride(-1) != 1 for t in together) or not x.shape == out.shape == (len(x), *weight.shape):
+    if any(t.dtype != x.dtype or t.stride(-1) != 1 for t in together) or not x.shape == out.shape == (
+        len(x),
+        *weight.shape,
+    ):
         raise ValueError(f"rms_norm: {', '.join(f'{tuple(t.shape)} {t.dtype} {t.stride()}' for t in together)}")
     import numpy as np
 

@@ -52,8 +52,8 @@ def warm_up(
         silu_gated(columns[0, 0], columns[0, 0])
     if rolling:
         Rotation(gains.expand(_WIDTH // 2), 1.0).turned(columns[0], positions)
+    _, lse = causal_attention_lse(columns, columns, columns, 1.0)
     if scored:
-        _, lse = causal_attention_lse(columns, columns, columns, 1.0)
         column_sums(columns, columns, lse, 1.0)
     if weights is not None:
         rows = torch.zeros(_ROWS, weights.row_bytes(_WIDTH), dtype=torch.uint8, device=device)

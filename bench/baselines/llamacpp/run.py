@@ -50,7 +50,9 @@ class Session:
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
         out: list[list[int]] = [[] for _ in prompts]
         feed: list[tuple[int, int, int, bool]] = [
-            (token, at, row, at == len(prompt) - 1) for row, prompt in enumerate(prompts) for at, token in enumerate(prompt)
+            (token, at, row, at == len(prompt) - 1)
+            for row, prompt in enumerate(prompts)
+            for at, token in enumerate(prompt)
         ]
         for step in range(gen_len):
             chosen = self._decode(feed, len(prompts))
@@ -92,8 +94,10 @@ def _context(path: Path, request: Request, settings: dict[str, int]) -> Iterator
         raise RuntimeError(f"llama.cpp cannot load {path}")
     params = llama_cpp.llama_context_default_params()
     tokens = request.rows * request.prompt_len
-    columns = -(-(request.prompt_len + request.gen_len) // 256) * 256 if not settings["kv_unified"] else (
-        request.prompt_len + request.gen_len
+    columns = (
+        -(-(request.prompt_len + request.gen_len) // 256) * 256
+        if not settings["kv_unified"]
+        else (request.prompt_len + request.gen_len)
     )
     params.n_ctx, params.n_batch, params.n_ubatch = request.rows * columns, max(512, tokens), settings["ubatch"]
     params.n_seq_max, params.kv_unified = request.rows, bool(settings["kv_unified"])
@@ -122,7 +126,10 @@ def _converted(request: Request) -> Path:
         request.offload_dir.mkdir(parents=True, exist_ok=True)
         convert = [sys.executable, str(Path(__file__).with_name("convert.py"))]
         done = subprocess.run(
-            [*convert, str(request.model_dir), str(path), request.variant], stderr=subprocess.PIPE, text=True, check=False
+            [*convert, str(request.model_dir), str(path), request.variant],
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
         )
         if done.returncode == RefusedError.exit_code:
             raise RefusedError(done.stderr.strip().splitlines()[-1])

@@ -47,9 +47,7 @@ def test_the_compiled_norm_is_the_reference(rows: int, width: int, dtype: torch.
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("values", [lambda x: x, lambda x: 40 * x, torch.zeros_like], ids=["small", "large", "zero"])
-def test_the_compiled_gate_is_the_reference(
-    values: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
-) -> None:
+def test_the_compiled_gate_is_the_reference(values: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> None:
     gate, up = values(torch.randn(300, 1003)).to(dtype), torch.randn(300, 1003).to(dtype)
     want = silu_gated_reference(gate.clone(), up)
     found = silu_gated(gate, up)

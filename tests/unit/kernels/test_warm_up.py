@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flexgen_h2o.kernels import column_loops, int8_loops, rotary_loops, row_loops, slot_loops, unpack_loops
+from flexgen_h2o.kernels import (
+    column_loops,
+    int8_loops,
+    prompt_loops,
+    rotary_loops,
+    row_loops,
+    slot_loops,
+    unpack_loops,
+)
 from flexgen_h2o.kernels.causal import causal_attention_lse
 from flexgen_h2o.kernels.column_sums import column_sums
 from flexgen_h2o.kernels.gated import silu_gated
@@ -22,12 +30,13 @@ from flexgen_h2o.packing import INT8, Packing
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nothing_is_left_to_compile(dtype: torch.dtype) -> None:
     warm_up(torch.device("cpu"), dtype, scored=True)
-    compiled = len(slot_loops.attend_rows.signatures), len(column_loops.add_tile.signatures)
-    assert min(compiled) >= 1
+    loops = slot_loops.attend_rows, column_loops.add_tile, prompt_loops.attend_units
+    compiled = [len(loop.signatures) for loop in loops]
+    assert min(compiled[:2]) >= 1
     q = torch.randn(3, 5, 70, 16).to(dtype)
     attend(q[0, :, :2].contiguous(), q[:2], q[:2], torch.full((5,), 9, dtype=torch.int32), 0.5)
     column_sums(q, q, causal_attention_lse(q, q, q, 0.3)[1], 0.3)
-    assert (len(slot_loops.attend_rows.signatures), len(column_loops.add_tile.signatures)) == compiled
+    assert [len(loop.signatures) for loop in loops] == compiled
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
