@@ -318,7 +318,10 @@ class LLM:
         self.predicted = plans.predict(rows, policy, plan)
         dtype, spec = getattr(torch, self.dtype), self.model.spec
         packing, scored = weight_form(policy, dtype.itemsize).packing, bool(self.eviction.needs.record)
-        warm_up(self._device.torch_device, dtype, scored, packing_of(spec, policy), packing, is_rolling(self.eviction))
+        warm_up(
+            self._device.torch_device, dtype, scored, packing_of(spec, policy), packing, is_rolling(self.eviction),
+            spec.rotary is not None,
+        )  # fmt: skip
         checkpoint = self._find_checkpoint(packing) if packing else self._checkpoint
         self._engine = Engine(
             spec, checkpoint, policy, plan, dtype, self._device, budgets, self.offload_dir, self.timeline
