@@ -29,6 +29,7 @@ from flexgen_h2o.doors import (
 from flexgen_h2o.errors import EXIT_ALL_ROWS_FAILED, EXIT_DONE, UsageError
 from flexgen_h2o.interrupts import Interrupted
 from flexgen_h2o.paths import usable_path
+from flexgen_h2o.prefixes import SHARINGS
 from flexgen_h2o.units import format_seconds
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def _parser() -> OneLineParser:
     add("--window", type=positive, metavar="ROWS", help="rows that are read ahead and sorted (1024, at least 4 blocks)")
     add("--status", action="store_true", help="say how the job that writes --output stands, and do nothing else")
     add("--gen-len", type=positive, default=32, help="most new tokens of a row that does not say (32)")
+    add("--share-prefix", choices=tuple(SHARINGS), default="auto", help="compute once what rows begin with (auto)")
     add_sampling_flags(parser)
     add_engine_flags(parser)
     add_eviction_flags(parser)
@@ -78,6 +80,7 @@ def _run(argv: list[str] | None) -> int:
 
     defaults, eviction = sampling_of(args), eviction_of(args, policy)
     with contextlib.closing(OutputFile(args.output)) as output, open_llm(args, policy, is_auto, eviction) as llm:
+        llm.share_prefix = args.share_prefix
         if llm.precision_note:
             _say(llm.precision_note)
         before = _settle(args, output, _settings(llm, policy, is_auto, defaults))

@@ -29,7 +29,7 @@ class Audience(Protocol):
 
 
 class Conversation:
-    """A course (generation.Course) of one row through all turns, each answered with at most `max_tokens` tokens.
+    """A course (courses.Course) of one row through all turns, each answered with at most `max_tokens` tokens.
 
     turns: token ids, one of them at least. chooser: of the answers' tokens; ends: when an answer is over, by its own
     tokens. room: the most tokens that may follow on the first turn; where they are used up, the conversation ends.

@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 
@@ -15,14 +15,15 @@ import torch
 from flexgen_h2o import interrupts
 from flexgen_h2o.checkpoint import Checkpoint
 from flexgen_h2o.config import DTYPE_BYTES, MemoryBudget, Policy
+from flexgen_h2o.courses import Course, forced_rows
 from flexgen_h2o.engine import Engine
 from flexgen_h2o.errors import DoesNotFitError, UsageError
 from flexgen_h2o.eviction_need import need_of_rows, shape_of_blocks
 from flexgen_h2o.executor import BlockTimes, Executor, KvUse
-from flexgen_h2o.generation import Course, Decoding, ForcedTokens, LogitsWatch, Row, SlotsWatch, Watches, row_blocks
+from flexgen_h2o.generation import Decoding, LogitsWatch, Row, SlotsWatch, Watches, group_rows, row_blocks
 from flexgen_h2o.kernels.warm_up import warm_up
 from flexgen_h2o.kvcache.eviction import check_eviction
-from flexgen_h2o.kvcache.eviction.rolling import check_rolling, is_rolling, most_new_tokens
+from flexgen_h2o.kvcache.eviction.rolling import check_rolling, is_rolling
 from flexgen_h2o.llm_arguments import check_dtype, check_together, read_policy_argument
 from flexgen_h2o.packing import Packing, weight_form
 from flexgen_h2o.paths import DEFAULT_OFFLOAD_DIR, usable_path
@@ -31,13 +32,15 @@ from flexgen_h2o.planner.need import AutoPolicy, Need
 from flexgen_h2o.planner.predict import Prediction
 from flexgen_h2o.planner.roofline import Peak
 from flexgen_h2o.planning import Planner
+from flexgen_h2o.prefixes import SHARINGS, FedPrompts, PromptGroup, Sharing, check_sharing
 from flexgen_h2o.profile import HardwareProfile
 from flexgen_h2o.profiling.peak import measure_peak
 from flexgen_h2o.progress import Listener, Progress
 from flexgen_h2o.prompts import Completion, Prompt, prompts_from_python
 from flexgen_h2o.report import RunReport
 from flexgen_h2o.row_rules import RowRules
-from flexgen_h2o.run_facts import make_report, sizes_of
+from flexgen_h2o.run_facts import Tally, make_report, sizes_of
+from flexgen_h2o.run_rows import More, RunRows, run_rows
 from flexgen_h2o.sampling import SamplingParams
 from flexgen_h2o.schedule import Step
 from flexgen_h2o.source import Model, find_checkpoint, find_model
@@ -95,6 +98,8 @@ class LLM:
         self._running = threading.Lock()
         self.times: list[BlockTimes] = []
         self.kv_use: list[KvUse] = []
+        self._fed = FedPrompts()
+        self._share_prefix = "auto"
 
     def __enter__(self) -> LLM:
         return self
@@ -108,6 +113,15 @@ class LLM:
     def policy(self) -> Policy | None:
         """The policy in use; with "auto", None until the first `generate`."""
         return self._policy
+
+    @property
+    def share_prefix(self) -> str:
+        """Are tokens that rows of a micro-batch begin with computed once? "auto": where it pays, "on", "off"."""
+        return self._share_prefix
+
+    @share_prefix.setter
+    def share_prefix(self, name: str) -> None:
+        self._share_prefix = check_sharing(name)
 
     def use(self, policy: Policy | AutoPolicy) -> None:
         """Run with another policy from the next `generate` on; what was held for the old one is given back."""
@@ -142,22 +156,25 @@ class LLM:
 
     def sizes(self, prompts: Sequence[Prompt], params: SamplingParams) -> tuple[int, int, int]:
         """Bytes of weights, of the full KV cache and of the hidden states of all rows: FlexGen's summary."""
-        return sizes_of(self.model.spec, self._rules(prompts, params).rows(), DTYPE_BYTES[self.dtype])
+        tally = Tally()
+        tally.begin(self._rules(prompts, params).rows())
+        return sizes_of(self.model.spec, tally.sizes, DTYPE_BYTES[self.dtype])
 
     def generate(
         self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None,
-        watch_logits: LogitsWatch | None = None,
+        watch_logits: LogitsWatch | None = None, refill: bool = True,
     ) -> list[Completion]:  # fmt: skip
         """Generate for text prompts and lists of token ids, in any mix and number; results in the order of `prompts`.
 
         params: of all prompts, or one for each; then a row draws from its own seed alone, wherever it stands.
-        watch_logits sees every step's logits: (indices of the rows, (rows, vocab) in the compute dtype).
+        watch_logits sees every step's logits: (indices of the rows, (rows, vocab) in the compute dtype). refill: as of
+        `run`.
         """
         encode = self.model.encode if self.model.tokenizer is not None else None
         read = prompts_from_python(prompts, encode, self.model.spec.vocab_size)
         done: list[Completion] = []
         if read:
-            self.run(read, params or SamplingParams(), done.extend, watch_logits=watch_logits)
+            self.run(read, params or SamplingParams(), done.extend, watch_logits=watch_logits, refill=refill)
         return sorted(done, key=lambda c: c.index)
 
     def follow(
@@ -171,83 +188,83 @@ class LLM:
         """
         if watch_slots is not None and not self.eviction.needs.record:
             raise UsageError(f"watch_slots: nothing is recorded of slots with {self.eviction.name}")
-        read = prompts_from_python(prompts, None, self.model.spec.vocab_size)
-        after = prompts_from_python(continuations, None, self.model.spec.vocab_size)
-        if len(read) != len(after):
-            raise UsageError(f"continuations: {len(after)} for {len(read)} prompts")
-        positions, room = self.model.spec.max_positions, partial(most_new_tokens, self.eviction, self.model.spec)
-        for prompt, more in zip(read, after, strict=True):
-            length, new = len(prompt.token_ids), len(more.token_ids)
-            if length > positions or room(length, new) < new:
-                raise UsageError(f"prompts[{prompt.index}]: with its continuation longer than {positions} positions")
-        forced = ForcedTokens({p.index: p.token_ids for p in after})
+        read, forced = forced_rows(prompts, continuations, self.eviction, self.model.spec)
         params = SamplingParams(max_tokens=max(map(len, forced.tokens.values())))
         return self.run(read, params, lambda done: None, watch_logits, None, forced, watch_slots)
 
     def run(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams],
         on_finished: Callable[[list[Completion]], None], watch_logits: LogitsWatch | None = None,
-        order: Order | None = None, course: Course | None = None,
-        watch_slots: SlotsWatch | None = None, listener: Listener | None = None,
+        order: Order | None = None, course: Course | None = None, watch_slots: SlotsWatch | None = None,
+        listener: Listener | None = None, refill: bool = False, more: More | None = None,
     ) -> RunReport:  # fmt: skip
         """`generate` for read prompts: completions are handed out as rows finish, the report is returned.
 
         course: which tokens rows take and when they are done, instead of `params`. order: the steps to run of a block
         instead of its whole schedule, from its numbers of layers and micro-batches; rows that it cuts short are handed
-        out at the end, as of length. listener: hears of tokens and rows instead of the progress bar.
+        out at the end, as of length. listener: hears of tokens and rows instead of the progress bar. refill: rows that
+        finish give their places to the next ones while the others go on, where rows may end apart; nothing is predicted
+        then. more: with refill, gives further rows that `has_room`, when all others have entered.
         """
         if not self._running.acquire(blocking=False):
             raise UsageError("this LLM is generating already; a thread needs an LLM of its own")
         try:
             rules = self._rules(prompts, params)
-            return self._run(rules, on_finished, Watches(watch_logits, watch_slots), order, course, listener)
+            rows = rules.rows(course)
+            blocks = self._blocks(rows, self._ready(rows).policy)
+            work = run_rows(rules, rows, blocks, refill and order is None, more)
+            decoding = Decoding(course or rules.chooser, (course or rules).end, Watches(watch_logits, watch_slots))
+            return self._run(rules, work, decoding, on_finished, order, listener)
         finally:
             self._running.release()
 
     def _run(
-        self, rules: RowRules, on_finished: Callable[[list[Completion]], None], watches: Watches,
-        order: Order | None, course: Course | None, listener: Listener | None,
+        self, rules: RowRules, work: RunRows, decoding: Decoding, on_finished: Callable[[list[Completion]], None],
+        order: Order | None, listener: Listener | None,
     ) -> RunReport:  # fmt: skip
-        rows = rules.rows(course)
-        engine = self._ready(rows)
-        blocks = self._blocks(rows, engine.policy)
-        sweeps = sum(max(r.max_new for batch in block for r in batch) for block in blocks)
+        engine, tally, sweeps = self._engine, work.tally, work.most_sweeps
+        assert engine is not None
         before = engine.io_bytes
-        bar = Progress(sum(r.max_new for r in rows)) if listener is None else contextlib.nullcontext(listener)
+        if work.queue is not None:
+            self.predicted = None  # it is of blocks whose rows begin together
+        bar = Progress(sum(r.max_new for r in work.rows)) if listener is None else contextlib.nullcontext(listener)
         with bar as progress:
 
             def hand_out(finished: list[Row]) -> None:
                 progress.finish(finished)
+                tally.finish(finished)
                 on_finished([rules.completion(row) for row in finished])
+                rules.forget(finished)
 
-            chooser, end = (rules.chooser, rules.end) if course is None else (course, course.end)
-            decoding = Decoding(chooser, end, watches)
-            executor = Executor(engine, self.eviction, decoding, hand_out, sweeps)
-            self.times, self.kv_use = [], []
+            executor = Executor(engine, self.eviction, decoding, hand_out, sweeps, self._sharing)
+            self.times, self.kv_use, self._fed = [], [], FedPrompts()
             engine.timeline.reset()
             try:
-                for block in blocks:
+                for block in work.blocks:
                     steps = order(len(engine.layers.layers), len(block)) if order else None
                     with torch.inference_mode():
-                        executor.run_block(block, steps, progress.sweep)
+                        executor.run_block(block, steps, progress.sweep, work.queue)
                     self.times.append(executor.times)
                     self.kv_use.append(executor.kv_use)
+                    self._fed += executor.fed
                     if order:  # it may end within a sweep: the next block's weights begin anew
                         executor.finish()
-                        executor = Executor(engine, self.eviction, decoding, hand_out, sweeps)
+                        executor = Executor(engine, self.eviction, decoding, hand_out, sweeps, self._sharing)
                 executor.finish()
             except BaseException:
                 self.close()
                 raise
-        cut_short = [row for row in rows if row.finish_reason is None]
+        cut_short = [row for row in work.rows if row.finish_reason is None]
         for row in cut_short:
             row.finish_reason = "length"
+        tally.finish(cut_short)
         on_finished([rules.completion(row) for row in cut_short])
         moved = {lane: n - before[lane] for lane, n in engine.io_bytes.items()}
-        profile = self._planner.profile_facts
+        facts = self._planner.profile_facts | ({"refilled": work.queue.entered} if work.queue else {})
         self.report = make_report(
-            self.model.name, engine, self.eviction, rows, self.times, self.kv_use, moved, self.predicted, profile
-        )
+            self.model.name, engine, self.eviction, tally, self.times, self.kv_use, self._fed, moved, self.predicted,
+            facts,
+        )  # fmt: skip
         return self.report
 
     def close(self) -> None:
@@ -271,6 +288,12 @@ class LLM:
         self.close()
         budgets = resolve_budgets(self._budget, self._device, self.offload_dir)
         self._plan_for(self._rules(prompts, params).rows(), budgets)
+
+    def has_room(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> bool:
+        """Can these rows enter the running block, as the engine is open for others?"""
+        shape = self._engine.plan.shape if self._engine is not None else None
+        need = self._need(self._rules(prompts, params).rows())
+        return shape is not None and need.prompt_len <= max(shape.tokens, shape.rows) and shape.has_slots(need.slots)
 
     @property
     def peak_bytes(self) -> dict[str, int]:
@@ -330,14 +353,21 @@ class LLM:
         return enough and (self.asked_policy == engine.policy or not for_fewer)
 
     def _shape(self, rows: Sequence[Row], policy: Policy) -> Shape:
-        return shape_of_blocks(self._blocks(rows, policy), self._need(rows).slots, self.eviction.needs.record)
+        return shape_of_blocks(self._groups(rows, policy), self._need(rows).slots, self.eviction.needs.record)
 
-    @staticmethod
-    def _blocks(rows: Sequence[Row], policy: Policy) -> list[list[list[Row]]]:
-        return row_blocks(rows, policy.gpu_batch_size, policy.num_gpu_batches)
+    @property
+    def _sharing(self) -> Sharing | None:
+        return SHARINGS[self._share_prefix]
+
+    def _blocks(self, rows: Sequence[Row], policy: Policy) -> list[list[list[Row]]]:
+        return row_blocks(rows, policy.gpu_batch_size, policy.num_gpu_batches, self._sharing)
+
+    def _groups(self, rows: Sequence[Row], policy: Policy) -> list[list[tuple[PromptGroup, ...]]]:
+        """The prompts of each micro-batch of each block, as they will be fed."""
+        return [[group_rows(batch, self._sharing) for batch in block] for block in self._blocks(rows, policy)]
 
     def _need(self, rows: Sequence[Row]) -> Need:
-        return need_of_rows(self.eviction, rows, self.model.spec.num_blocks)
+        return need_of_rows(self.eviction, rows, self.model.spec.num_blocks, self._sharing)
 
     @cached_property
     def _planner(self) -> Planner:
@@ -350,9 +380,7 @@ class LLM:
         where to simulate every ragged block of every part would take longer than it tells."""
         if self._job_rows or not self._planner.can_predict:
             return None
-        blocks = self._blocks(rows, policy)
-        lengths = [[[len(r.prompt.token_ids) for r in batch] for batch in block] for block in blocks]
-        return self._planner.predict(policy, need, plan, lengths)
+        return self._planner.predict(policy, need, plan, self._groups(rows, policy))
 
     @cached_property
     def _checkpoint(self) -> Checkpoint:
