@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,7 +10,7 @@ import torch
 
 from flexgen_h2o.config import ModelSpec
 from flexgen_h2o.errors import UsageError
-from flexgen_h2o.generation import Chooser, Row
+from flexgen_h2o.generation import Chooser, Decoding, Row, Watches
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.eviction.rolling import most_new_tokens
 from flexgen_h2o.prompts import Prompt, prompts_from_python
@@ -19,11 +19,18 @@ from flexgen_h2o.prompts import Prompt, prompts_from_python
 class Course(Chooser, Protocol):
     """Which tokens rows take, and when they are done."""
 
+    @property
+    def at_once(self) -> int:
+        """The most tokens of a row that a sweep may feed."""
+
     def most_new(self, row: int) -> int:
         """The most tokens that the row of this index takes."""
 
     def end(self, row: Row) -> str | None:
         """Why the row is done with its newest token (Decoding.end)."""
+
+    def coming(self, row: Row) -> Sequence[int]:
+        """The tokens that it will take next, as far as they are known; `at_once` of them are enough."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,7 @@ class ForcedTokens:
     """Teacher forcing: rows take the tokens that they are given, whatever the logits: `tokens[row][step]`."""
 
     tokens: Mapping[int, Sequence[int]]
+    at_once: int = 1
 
     def choose(self, logits: torch.Tensor, rows: Sequence[int], steps: Sequence[int]) -> list[int]:
         return [self.tokens[row][step] for row, step in zip(rows, steps, strict=True)]
@@ -41,10 +49,22 @@ class ForcedTokens:
     def end(self, row: Row) -> str | None:
         return "length" if len(row.token_ids) >= row.max_new else None
 
+    def coming(self, row: Row) -> Sequence[int]:
+        done = len(row.token_ids)
+        return self.tokens[row.prompt.index][done : done + self.at_once]
+
+
+def steered(course: Course | None, chooser: Chooser, end: Callable[[Row], str | None], watches: Watches) -> Decoding:
+    """Decoding by a course; without one, as the others say."""
+    if course is None:
+        return Decoding(chooser, end, watches)
+    return Decoding(course, course.end, watches, course.coming)
+
 
 def forced_rows(
-    prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]], eviction: Eviction, spec: ModelSpec
-) -> tuple[list[Prompt], ForcedTokens]:
+    prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]], eviction: Eviction, spec: ModelSpec,
+    at_once: int,
+) -> tuple[list[Prompt], ForcedTokens]:  # fmt: skip
     """Prompts of token ids, each with the tokens that it is to take. UsageError where they do not fit together."""
     read = prompts_from_python(prompts, None, spec.vocab_size)
     after = prompts_from_python(continuations, None, spec.vocab_size)
@@ -56,4 +76,4 @@ def forced_rows(
             raise UsageError(
                 f"prompts[{prompt.index}]: with its continuation longer than {spec.max_positions} positions"
             )
-    return read, ForcedTokens({p.index: p.token_ids for p in after})
+    return read, ForcedTokens({p.index: p.token_ids for p in after}, at_once)

@@ -15,7 +15,7 @@ import torch
 from flexgen_h2o import interrupts
 from flexgen_h2o.checkpoint import Checkpoint
 from flexgen_h2o.config import DTYPE_BYTES, MemoryBudget, Policy
-from flexgen_h2o.courses import Course, forced_rows
+from flexgen_h2o.courses import Course, forced_rows, steered
 from flexgen_h2o.engine import Engine
 from flexgen_h2o.errors import DoesNotFitError, UsageError
 from flexgen_h2o.eviction_need import need_of_rows, shape_of_blocks
@@ -179,18 +179,18 @@ class LLM:
 
     def follow(
         self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]], watch_logits: LogitsWatch,
-        watch_slots: SlotsWatch | None = None,
+        watch_slots: SlotsWatch | None = None, at_once: int = 1,
     ) -> RunReport:  # fmt: skip
         """Teacher forcing: run `prompts` as `generate` does, but each row takes the tokens of its continuation.
 
         The t-th time that watch_logits sees a row, its logits are those that continuations[row][t] follows on.
-        watch_slots sees what the attention of each transformer block of a decode sweep saw (generation.Decoding).
+        watch_slots sees what the attention of each transformer block of a decode sweep saw (generation.Decoding). Where
+        nobody watches slots, a sweep takes at_once tokens of each row: the same decode steps, the weights read once.
         """
         if watch_slots is not None and not self.eviction.needs.record:
             raise UsageError(f"watch_slots: nothing is recorded of slots with {self.eviction.name}")
-        read, forced = forced_rows(prompts, continuations, self.eviction, self.model.spec)
-        params = SamplingParams(max_tokens=max(map(len, forced.tokens.values())))
-        return self.run(read, params, lambda done: None, watch_logits, None, forced, watch_slots)
+        read, forced = forced_rows(prompts, continuations, self.eviction, self.model.spec, at_once)
+        return self.run(read, SamplingParams(), lambda done: None, watch_logits, None, forced, watch_slots)
 
     def run(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams],
@@ -213,7 +213,7 @@ class LLM:
             rows = rules.rows(course)
             blocks = self._blocks(rows, self._ready(rows).policy)
             work = run_rows(rules, rows, blocks, refill and order is None, more)
-            decoding = Decoding(course or rules.chooser, (course or rules).end, Watches(watch_logits, watch_slots))
+            decoding = steered(course, rules.chooser, rules.end, Watches(watch_logits, watch_slots))
             return self._run(rules, work, decoding, on_finished, order, listener)
         finally:
             self._running.release()
@@ -353,7 +353,7 @@ class LLM:
         return enough and (self.asked_policy == engine.policy or not for_fewer)
 
     def _shape(self, rows: Sequence[Row], policy: Policy) -> Shape:
-        return shape_of_blocks(self._groups(rows, policy), self._need(rows).slots, self.eviction.needs.record)
+        return shape_of_blocks(self._groups(rows, policy), self._need(rows), max(row.at_once for row in rows))
 
     @property
     def _sharing(self) -> Sharing | None:

@@ -62,7 +62,8 @@ class RowRules:
         for prompt in prompts:
             params = self._params[prompt.index]
             most = self.most_new_tokens(prompt) if course is None else course.most_new(prompt.index)
-            found.append(Row(prompt, most, asked=params.max_tokens, top_logprobs=params.logprobs))
+            at_once = 1 if course is None else course.at_once
+            found.append(Row(prompt, most, asked=params.max_tokens, top_logprobs=params.logprobs, at_once=at_once))
         return found
 
     def most_new_tokens(self, prompt: Prompt) -> int:
