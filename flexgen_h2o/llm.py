@@ -279,9 +279,9 @@ class LLM:
         is opened again for longer rows also serves what came before."""
         self._job_rows = rows
 
-    def prepare(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Policy:
+    def prepare(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], by: Course | None = None) -> Policy:
         """Open the engine for these rows, as `run` does, and return the policy. DoesNotFitError: no engine is open."""
-        return self._ready(self._rules(prompts, params).rows()).policy
+        return self._ready(self._rules(prompts, params).rows(by)).policy
 
     def check_fit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
         """DoesNotFitError where `prepare` would raise it. Opens nothing, and closes what is open."""
