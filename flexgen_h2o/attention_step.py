@@ -34,12 +34,25 @@ class UnitViews:
 
 @dataclass(frozen=True)
 class DecodingRows:
-    """The first rows of a unit, each with one new column; slots: where it goes, as of `Hook.next_slots`."""
+    """The first rows of a unit, each with one new column a step; slots: where the first goes, as of `Hook.next_slots`.
+
+    Which slots the others take is known when the step before has named its victims.
+    """
 
     hook: Hook
     views: list[PartView]
-    new: Joining
+    steps: list[Joining]
     slots: list[torch.Tensor]
+
+    @property
+    def new(self) -> Joining:
+        """Of the last step."""
+        return self.steps[-1]
+
+    @property
+    def read(self) -> int:
+        """Columns that all rows' attention reads, in all steps."""
+        return sum(int(new.filled.sum()) for new in self.steps)
 
 
 @dataclass(frozen=True)
@@ -76,7 +89,8 @@ class CacheStep:
     @property
     def slots_to_store(self) -> list[torch.Tensor] | None:
         """The only slots that have changed; None where more has."""
-        return None if self.unit.store_whole or self.decoding is None else self.decoding.slots
+        one_step = self.decoding is not None and len(self.decoding.steps) == 1
+        return self.decoding.slots if self.decoding and one_step and not self.unit.store_whole else None
 
 
 class UnitAttention:
@@ -98,8 +112,9 @@ class UnitAttention:
         decoding = entering = None
         if before:
             hook = Hook(self._eviction, block, rows.part(0, first), self._kv_heads)
-            new = joining(hook.rows, torch.tensor(fed.past[:first]))
-            decoding = DecodingRows(hook, before, new, hook.next_slots(before, new))
+            past = torch.tensor(fed.past[:first])
+            steps = [joining(hook.rows, past + step) for step in range(fed.steps)]
+            decoding = DecodingRows(hook, before, steps, hook.next_slots(before, steps[0]))
         if behind:
             assert unit.store_whole  # a prompt is more than a column
             entering = EnteringRows(Hook(self._eviction, block, rows.part(first, None), self._kv_heads), behind)
@@ -107,7 +122,7 @@ class UnitAttention:
 
     def attend(self, fed: SweepInput, cache: CacheStep, out: torch.Tensor, *qkv: torch.Tensor) -> torch.Tensor:
         """q: (tokens, heads, d); k, v: (tokens, kv_heads, d), packed; changed in place. out: (tokens, heads x d)."""
-        first = fed.decoding
+        first = fed.decoding * fed.steps
         if cache.decoding is not None:
             self._attend_slots(fed.positions[:first], cache.decoding, out[:first], [t[:first] for t in qkv])
         if cache.entering is not None:
@@ -130,13 +145,18 @@ class UnitAttention:
     def _attend_slots(
         self, positions: torch.Tensor, rows: DecodingRows, out: torch.Tensor, qkv: Sequence[torch.Tensor]
     ) -> None:
-        (q, k, v), rotation, rolls = qkv, self._rotation, self._is_rolling
-        if rotation is not None:
-            rotation.turn((q,) if rolls else (q, k), rows.new.filled - 1 if rolls else positions)
-        attend_slots(
-            (q, k, v), rows.new, rows.slots, rows.views, rows.hook, self._scale, self._slot_attention, out,
-            rotation if rolls else None,
-        )  # fmt: skip
+        """One decode step after the other: what is fed of each is a run of as many tokens as there are rows."""
+        rotation, rolls, slots = self._rotation, self._is_rolling, rows.slots
+        for step, new in enumerate(rows.steps):
+            here = slice(step * len(new.past), (step + 1) * len(new.past))
+            q, k, v = (t[here] for t in qkv)
+            if rotation is not None:
+                rotation.turn((q,) if rolls else (q, k), new.filled - 1 if rolls else positions[here])
+            slots = slots if step == 0 else rows.hook.next_slots(rows.views, new)
+            attend_slots(
+                (q, k, v), new, slots, rows.views, rows.hook, self._scale, self._slot_attention, out[here],
+                rotation if rolls else None,
+            )  # fmt: skip
 
 
 def _rotation(rotary: Rotary | None, device: torch.device) -> Rotation | None:

@@ -1,18 +1,22 @@
 """A conversation whose KV lives on: one row that takes the tokens of each coming turn, then answers, then the next.
 
-The first turn is the row's prompt. Every later token, given or said, is a decode sweep: its column joins the cache and,
+The first turn is the row's prompt. Every later token, given or said, is a decode step: its column joins the cache and,
 where the row is full, takes the slot of the column that the eviction policy has named. So room is made for what comes,
-column by column, and an eviction policy does in the tenth turn what it does in the first.
+column by column, and an eviction policy does in the tenth turn what it does in the first. What is given is known
+before, so one sweep over the weights takes many of these steps, layer by layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Sequence
+from itertools import islice
 from typing import Protocol
 
 import torch
 
 from flexgen_h2o.generation import Chooser, Row, RowEnd
+from flexgen_h2o.limits import GIVEN_CHUNK
 from flexgen_h2o.prompts import Prompt
 
 Turn = Sequence[int]
@@ -29,25 +33,26 @@ class Audience(Protocol):
 
 
 class Conversation:
-    """A course (generation.Course) of one row through all turns, each answered with at most `max_tokens` tokens.
+    """A course (courses.Course) of one row through all turns, each answered with at most `max_tokens` tokens.
 
     turns: token ids, one of them at least. chooser: of the answers' tokens; ends: when an answer is over, by its own
-    tokens. room: the most tokens that may follow on the first turn; where they are used up, the conversation ends.
+    tokens. at_once: the most tokens of a turn in one sweep. room: the most tokens that may follow on the first turn;
+    where they are used up, the conversation ends.
     The end-of-sequence token that ends an answer stays, as all that is said; a turn that begins with the same token,
     as chat templates write it, does not repeat it.
     """
 
     def __init__(
         self, turns: Sequence[Turn], max_tokens: int, chooser: Chooser, ends: RowEnd, audience: Audience,
-        room: int | None = None,
+        room: int | None = None, at_once: int = GIVEN_CHUNK,
     ) -> None:  # fmt: skip
         self._turns, self._max_tokens, self._chooser, self._ends = turns, max_tokens, chooser, ends
-        self._audience = audience
+        self._audience, self.at_once = audience, at_once
         self._most = tokens_after_first(turns, max_tokens)
         if room is not None:
             self._most = min(self._most, room)
         self._turn = 0
-        self._coming: Iterator[int] = iter(())
+        self._coming: deque[int] = deque()
         self._answer = self._new_answer()
 
     @property
@@ -56,8 +61,8 @@ class Conversation:
         return Prompt(0, tuple(self._turns[0]), None)
 
     def choose(self, logits: torch.Tensor, rows: Sequence[int], steps: Sequence[int]) -> list[int]:
-        token = next(self._coming, None)
-        if token is not None:
+        if self._coming:
+            token = self._coming.popleft()
             self._audience.given(self._turn, token, logits[0])
             return [token]
         (token,) = self._chooser.choose(logits, rows, steps)
@@ -76,13 +81,16 @@ class Conversation:
             return "stop"
         return "length" if len(row.token_ids) >= row.max_new else None
 
+    def coming(self, row: Row) -> Sequence[int]:
+        return list(islice(self._coming, self.at_once))
+
     def _next_turn(self, last: int) -> None:
         self._turn += 1
         self._answer = self._new_answer()
         if self._turn < len(self._turns):
             turn = list(self._turns[self._turn])
             is_said = self._ends.is_eos(last) and turn[:1] == [last]
-            self._coming = iter(turn[1:] if is_said else turn)
+            self._coming.extend(turn[1:] if is_said else turn)
 
     def _new_answer(self) -> Row:
         return Row(self.prompt, self._max_tokens)

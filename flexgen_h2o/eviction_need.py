@@ -43,16 +43,16 @@ def need_of_rows(eviction: Eviction, rows: Sequence[Row], num_blocks: int, shari
     return replace(need, prefix=prefix)
 
 
-def shape_of_blocks(
-    blocks: Sequence[Sequence[Sequence[PromptGroup]]], slots: tuple[int, ...], record: tuple[str, ...]
-) -> Shape:
-    """The shape that covers all these blocks of micro-batches. slots, record: of the rows' need."""
+def shape_of_blocks(blocks: Sequence[Sequence[Sequence[PromptGroup]]], need: Need, at_once: int) -> Shape:
+    """The shape that covers all these blocks of micro-batches. need: of the rows; at_once: the most tokens of a row
+    that a decode sweep takes."""
     batches = [batch for block in blocks for batch in block]
+    rows = max(sum(group.rows for group in batch) for batch in batches)
     return Shape(
-        rows=max(sum(group.rows for group in batch) for batch in batches),
+        rows=rows,
         micro_batches=max(map(len, blocks)),
-        tokens=max(sum(group.tokens for group in batch) for batch in batches),
-        slots=slots,
-        record=record,
+        tokens=max(rows * at_once, *(sum(group.tokens for group in batch) for batch in batches)),
+        slots=need.slots,
+        record=need.record,
         sharing=max((max(g.lengths) for batch in batches for g in batch if g.prefix), default=0),
     )

@@ -165,7 +165,8 @@ class Executor:
     def _most_tokens(self, batch: MicroBatch) -> int:
         """Of its largest sweep."""
         shape = self._engine.plan.shape
-        return max(batch.prompt_tokens, len(batch.rows)) if self._waiting is None else max(shape.tokens, shape.rows)
+        least = max(batch.prompt_tokens, sum(row.at_once for row in batch.rows))
+        return least if self._waiting is None else max(shape.tokens, shape.rows)
 
     def _cache_keys(self, sweeps: int | None, count: int) -> Iterator[CacheKey]:
         for s in zigzag(sweeps, len(self._layers), count):
@@ -237,9 +238,9 @@ class Executor:
 
     def _count(self, k: int, cache: CacheStep) -> None:
         """The columns of one layer."""
-        fed, read = self._inputs[k], int(cache.decoded.sum())
-        self._read += read
-        self._held += read + int(cache.entered.sum())
+        fed = self._inputs[k]
+        self._read += cache.decoding.read if cache.decoding is not None else 0
+        self._held += int(cache.decoded.sum()) + int(cache.entered.sum())
         self._full += sum(fed.past) + sum(fed.counts)
 
     def _watch_slots(self, k: int, decoding: DecodingRows) -> None:
@@ -253,7 +254,8 @@ class Executor:
         """Fix what micro-batch `k` feeds into its next sweep, if it has rows left."""
         batch, tokens = self._batches[k], 0
         if batch.rows:
-            self._inputs[k] = batch.sweep_input()
+            alone = self._decoding.watches.slots is None  # who watches slots sees every step's
+            self._inputs[k] = batch.sweep_input(self._decoding.coming if alone else None)
             tokens = len(self._inputs[k].ids)
         self._engine.hidden.begin_sweep(k, tokens)
 
@@ -271,14 +273,17 @@ class Executor:
 
     def _head(self, k: int, w: Weights, x: torch.Tensor) -> None:
         batch, fed = self._batches[k], self._inputs[k]
-        last = x.index_select(0, fed.last().to(x.device))
-        logits = self._family.head(self._engine.spec, w, last, self._workspace)
-        tokens = self._decoding.choose(batch, logits)
-        finished, moves = batch.accept(tokens, self._decoding.end)
+        finished, moves = list[Row](), list[Move]()
+        for step in range(fed.steps):
+            assert not finished  # what was fed of the steps to come is taken
+            last = x.index_select(0, fed.last(step).to(x.device))
+            logits = self._family.head(self._engine.spec, w, last, self._workspace)
+            tokens = self._decoding.choose(batch, logits)
+            finished, moves = batch.accept(tokens, self._decoding.end)
+            self._on_tokens(len(tokens))
         self._fed += len(fed.ids)
         self._prompts += fed.prompt_tokens
         self.fed.add(fed.groups)
-        self._on_tokens(len(tokens))
         if finished:
             self._on_finished(finished)
         self._change_rows(k, moves, bool(finished))

@@ -5,7 +5,7 @@ Knows nothing of layers, tiers or weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -27,6 +27,7 @@ class Row:
 
     max_new: tokens it may still grow to, at least 1. asked: new tokens that were asked for, by which rows are sorted
     into blocks. top_logprobs: how many of the likeliest tokens get into `logprobs` at each step; None: no `logprobs`.
+    at_once: the most tokens that a decode sweep may feed of it, where they are known before.
     """
 
     prompt: Prompt
@@ -36,6 +37,7 @@ class Row:
     asked: int = 0
     top_logprobs: int | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    at_once: int = 1
 
     @property
     def length(self) -> int:
@@ -68,7 +70,9 @@ class SweepInput:
 
     ids, positions: (tokens,) int64; counts: tokens of each row; past: columns each row has in the cache before.
     decoding: the first so many rows feed their newest token; those behind them enter with their prompts. groups: these
-    in their order, with the tokens that several of them begin with fed once in front of them.
+    in their order, with the tokens that several of them begin with fed once in front of them. steps: where no row
+    enters, the rows' newest tokens may be followed by those that come next, of all rows one after the other: as many
+    decode steps, for each of which attention runs apart.
     """
 
     ids: torch.Tensor
@@ -77,6 +81,7 @@ class SweepInput:
     past: tuple[int, ...]
     decoding: int
     groups: tuple[PromptGroup, ...]
+    steps: int = 1
 
     @property
     def phase(self) -> str:
@@ -90,9 +95,13 @@ class SweepInput:
         """That are fed for the prompts that enter."""
         return sum(group.tokens for group in self.groups)
 
-    def last(self) -> torch.Tensor:
-        """(rows,) int64: where each row's newest token stands in the packed order."""
-        return torch.tensor([*range(1, self.decoding + 1), *(self.decoding + end for end in row_ends(self.groups))]) - 1
+    def last(self, step: int = 0) -> torch.Tensor:
+        """(rows,) int64: where each row's last token of a step stands in the packed order."""
+        ends = [*range(1, self.decoding + 1), *(self.decoding + end for end in row_ends(self.groups))]
+        return torch.tensor(ends) - 1 + step * self.decoding
+
+
+Coming = Callable[[Row], Sequence[int]]
 
 
 class MicroBatch:
@@ -107,19 +116,26 @@ class MicroBatch:
         """That the next sweep is fed for rows that enter."""
         return sum(group.tokens for group in self._entering)
 
-    def sweep_input(self) -> SweepInput:
-        """The newest token of each row that has one, then the prompts of those that enter."""
+    def sweep_input(self, coming: Coming | None = None) -> SweepInput:
+        """The newest token of each row that has one, then the prompts of those that enter.
+
+        coming: where none enters, also the tokens that follow, as many as all rows know.
+        """
         decoding = sum(bool(r.token_ids) for r in self.rows)
         before, prompts = self.rows[:decoding], [r.prompt.token_ids for r in self.rows[decoding:]]
         past = [r.length - 1 for r in before]
         ids, positions = pack_prompts(prompts, self._entering)
+        known = [[r.token_ids[-1], *(coming(r) if coming and not prompts else ())] for r in before]
+        fits = (min(len(k), r.at_once, r.max_new - len(r.token_ids)) for k, r in zip(known, before, strict=True))
+        steps = min(fits, default=1)
         return SweepInput(
-            ids=torch.tensor([r.token_ids[-1] for r in before] + ids),
-            positions=torch.tensor(past + positions),
-            counts=(1,) * decoding + tuple(map(len, prompts)),
+            ids=torch.tensor([k[step] for step in range(steps) for k in known] + ids),
+            positions=torch.tensor([p + step for step in range(steps) for p in past] + positions),
+            counts=(steps,) * decoding + tuple(map(len, prompts)),
             past=(*past, *(0 for _ in prompts)),
             decoding=decoding,
             groups=self._entering,
+            steps=steps,
         )
 
     def accept(self, tokens: Sequence[int], finish: Callable[[Row], str | None]) -> tuple[list[Row], list[Move]]:
@@ -148,35 +164,9 @@ class Waiting(Protocol):
 
 
 class Chooser(Protocol):
-    """Chooses the next token of each row: sampling.TokenChooser, or a course."""
+    """Chooses the next token of each row: sampling.TokenChooser, or a course (courses.py)."""
 
     def choose(self, logits: torch.Tensor, rows: Sequence[int], steps: Sequence[int]) -> list[int]: ...
-
-
-class Course(Chooser, Protocol):
-    """What rows do instead of following their sampling parameters: which tokens they take, and when they are done."""
-
-    def most_new(self, row: int) -> int:
-        """The most tokens that the row of this index takes."""
-
-    def end(self, row: Row) -> str | None:
-        """Why the row is done with its newest token (Decoding.end)."""
-
-
-@dataclass(frozen=True)
-class ForcedTokens:
-    """Teacher forcing: rows take the tokens that they are given, whatever the logits: `tokens[row][step]`."""
-
-    tokens: Mapping[int, Sequence[int]]
-
-    def choose(self, logits: torch.Tensor, rows: Sequence[int], steps: Sequence[int]) -> list[int]:
-        return [self.tokens[row][step] for row, step in zip(rows, steps, strict=True)]
-
-    def most_new(self, row: int) -> int:
-        return len(self.tokens[row])
-
-    def end(self, row: Row) -> str | None:
-        return "length" if len(row.token_ids) >= row.max_new else None
 
 
 class RowEnd:
@@ -210,11 +200,15 @@ class Watches:
 
 @dataclass(frozen=True)
 class Decoding:
-    """How tokens are chosen, when a row is done and why (None: not yet), and who looks on."""
+    """How tokens are chosen, when a row is done and why (None: not yet), and who looks on.
+
+    coming: the tokens that a row will take next, whatever the logits, as far as that is known.
+    """
 
     chooser: Chooser
     end: Callable[[Row], str | None]
     watches: Watches = Watches()
+    coming: Coming | None = None
 
     def choose(self, micro_batch: MicroBatch, logits: torch.Tensor) -> list[int]:
         rows = [r.prompt.index for r in micro_batch.rows]

@@ -16,6 +16,7 @@ TOKEN_CHUNK = 1024  # tokens whose wide activations exist at a time
 NORM_CHUNK = 128  # rows that an RMS norm holds in fp32 at a time
 ROTARY_CHUNK = 256  # tokens whose queries and keys are rotated at a time
 ROLLING_CHUNK = 2**20  # numbers of keys in slots that are rotated by their ranks at a time
+GIVEN_CHUNK = 64  # tokens of a row, known beforehand, that one decode sweep takes
 ROW_BLOCK = 16  # matrices are split over tiers at multiples of this many rows
 WRITE_BACK_STEPS = 16  # decode steps whose columns wait in RAM before a disk unit of the KV cache is written back
 SEGMENT_SLOTS = 64  # at most; KV slots that are read and written as one area

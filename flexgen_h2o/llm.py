@@ -14,21 +14,15 @@ import torch
 from flexgen_h2o import interrupts
 from flexgen_h2o.checkpoint import Checkpoint
 from flexgen_h2o.config import DTYPE_BYTES, MemoryBudget, Policy
+from flexgen_h2o.courses import Course, forced_rows, steered
 from flexgen_h2o.engine import Engine
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.executor import BlockTimes, Executor, KvUse
-from flexgen_h2o.generation import (
-    Course,
-    Decoding,
-    LogitsWatch,
-    Row,
-    SlotsWatch,
-    Watches,
-)
+from flexgen_h2o.generation import Decoding, LogitsWatch, Row, SlotsWatch, Watches
 from flexgen_h2o.kernels.warm_up import warm_up
 from flexgen_h2o.kvcache.eviction import Eviction, check_eviction
 from flexgen_h2o.kvcache.eviction.rolling import check_rolling, is_rolling
-from flexgen_h2o.llm_arguments import check_dtype, check_together, read_continuations, read_policy_argument
+from flexgen_h2o.llm_arguments import check_dtype, check_together, read_policy_argument
 from flexgen_h2o.packing import Packing, weight_form
 from flexgen_h2o.paths import DEFAULT_OFFLOAD_DIR, usable_path
 from flexgen_h2o.planner.memory import packing_of
@@ -193,33 +187,32 @@ class LLM:
 
     def follow(
         self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]], watch_logits: LogitsWatch,
-        watch_slots: SlotsWatch | None = None,
+        watch_slots: SlotsWatch | None = None, at_once: int = 1,
     ) -> RunReport:  # fmt: skip
         """Teacher forcing: run `prompts` as `generate` does, but each row takes the tokens of its continuation.
 
         The t-th time that watch_logits sees a row, its logits are those that continuations[row][t] follows on.
-        watch_slots sees what the attention of each transformer block of a decode sweep saw (generation.Decoding).
+        watch_slots sees what the attention of each transformer block of a decode sweep saw (generation.Decoding). Where
+        nobody watches slots, a sweep takes at_once tokens of each row: the same decode steps, the weights read once.
         """
         if watch_slots is not None and not self.eviction.needs.record:
             raise UsageError(f"watch_slots: nothing is recorded of slots with {self.eviction.name}")
-        read, forced = read_continuations(prompts, continuations, self.model.spec, self.eviction)
-        params = SamplingParams(max_tokens=max(map(len, forced.tokens.values())))
-        return self.run(read, params, lambda done: None, watch_logits, None, forced, watch_slots)
+        read, forced = forced_rows(prompts, continuations, self.eviction, self.model.spec, at_once)
+        return self.run(read, SamplingParams(), lambda done: None, watch_logits, None, forced, watch_slots)
 
     def run(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams],
         on_finished: Callable[[list[Completion]], None], watch_logits: LogitsWatch | None = None,
-        order: Order | None = None, course: Course | None = None,
-        watch_slots: SlotsWatch | None = None, listener: Listener | None = None, refill: bool = False,
-        more: More | None = None,
+        order: Order | None = None, course: Course | None = None, watch_slots: SlotsWatch | None = None,
+        listener: Listener | None = None, refill: bool = False, more: More | None = None,
     ) -> RunReport:  # fmt: skip
         """`generate` for read prompts: completions are handed out as rows finish, the report is returned.
 
         course: which tokens rows take and when they are done, instead of `params`. order: the steps to run of a block
         instead of its whole schedule, from its numbers of layers and micro-batches; rows that it cuts short are handed
-        out at the end, as of length. listener: hears of tokens and rows instead of the progress bar.
-        refill: rows that finish give their places to the next ones while the others go on, where rows may end apart;
-        nothing is predicted then. more: with refill, gives further rows that `has_room`, when all others have entered.
+        out at the end, as of length. listener: hears of tokens and rows instead of the progress bar. refill: rows that
+        finish give their places to the next ones while the others go on, where rows may end apart; nothing is predicted
+        then. more: with refill, gives further rows that `has_room`, when all others have entered.
         """
         if not self._running.acquire(blocking=False):
             raise UsageError("this LLM is generating already; a thread needs an LLM of its own")
@@ -228,8 +221,7 @@ class LLM:
             rows = rules.rows(course)
             blocks = self._plans.blocks(rows, self._ready(rows).policy)
             work = run_rows(rules, rows, blocks, refill and order is None, more)
-            chooser, end = (rules.chooser, rules.end) if course is None else (course, course.end)
-            decoding = Decoding(chooser, end, Watches(watch_logits, watch_slots))
+            decoding = steered(course, rules.chooser, rules.end, Watches(watch_logits, watch_slots))
             return self._run(rules, work, decoding, on_finished, order, listener)
         finally:
             self._running.release()
@@ -282,9 +274,9 @@ class LLM:
         is opened again for longer rows also serves what came before."""
         self._plans.job_rows = rows
 
-    def prepare(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Policy:
+    def prepare(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], by: Course | None = None) -> Policy:
         """Open the engine for these rows, as `run` does, and return the policy. DoesNotFitError: no engine is open."""
-        return self._ready(self._rules(prompts, params).rows()).policy
+        return self._ready(self._rules(prompts, params).rows(by)).policy
 
     def check_fit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
         """DoesNotFitError where `prepare` would raise it. Opens nothing, and closes what is open."""

@@ -90,7 +90,7 @@ class RowPlans:
         return Planned(need, policy, memory)
 
     def _shape(self, rows: Sequence[Row], policy: Policy) -> Shape:
-        return shape_of_blocks(self._groups(rows, policy), self.need(rows).slots, self.eviction.needs.record)
+        return shape_of_blocks(self._groups(rows, policy), self.need(rows), max(row.at_once for row in rows))
 
     def _groups(self, rows: Sequence[Row], policy: Policy) -> list[list[tuple[PromptGroup, ...]]]:
         """The prompts of each micro-batch of each block, as they will be fed."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flexgen_h2o.config import ModelSpec
+from flexgen_h2o.courses import Course
 from flexgen_h2o.errors import UsageError
-from flexgen_h2o.generation import Course, Row, RowEnd
+from flexgen_h2o.generation import Row, RowEnd
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.eviction.rolling import most_new_tokens
 from flexgen_h2o.prompts import Completion, Prompt
@@ -61,7 +62,8 @@ class RowRules:
         for prompt in prompts:
             params = self._params[prompt.index]
             most = self.most_new_tokens(prompt) if course is None else course.most_new(prompt.index)
-            found.append(Row(prompt, most, asked=params.max_tokens, top_logprobs=params.logprobs))
+            at_once = 1 if course is None else course.at_once
+            found.append(Row(prompt, most, asked=params.max_tokens, top_logprobs=params.logprobs, at_once=at_once))
         return found
 
     def most_new_tokens(self, prompt: Prompt) -> int:

@@ -18,7 +18,6 @@ from flexgen_h2o.evaluation.turns import Turn
 from flexgen_h2o.generation import Row, RowEnd
 from flexgen_h2o.kvcache.eviction.rolling import most_new_tokens
 from flexgen_h2o.llm import LLM
-from flexgen_h2o.prompts import Prompt
 from flexgen_h2o.sampling import SamplingParams, StopStrings, TokenChooser, Tokenizer, decode_text
 from flexgen_h2o.units import format_bytes, format_seconds
 
@@ -50,6 +49,9 @@ class Shown:
         self._llm, self._turns, self._first, self._show = llm, turns, first, show
         self._text = TextStream(llm.model.tokenizer)
         self._taken = 0  # tokens behind the first turn
+
+    def begin(self) -> None:
+        """The model is loaded; the first turn is to be answered."""
         self._began = time.perf_counter()
         self._introduce()
 
@@ -128,9 +130,10 @@ def converse(
     llm.eviction, spec = case.eviction, llm.model.spec
     room = most_new_tokens(case.eviction, spec, len(ids[0]), tokens_after_first(ids, params.max_tokens))
     ends = RowEnd(params, spec.eos_token_ids, StopStrings(llm.model.tokenizer, params.stop))
-    llm.prepare([Prompt(0, tuple(ids[0]), None)], [SamplingParams(max_tokens=room)])  # so that no turn has to wait
     shown = Shown(llm, turns, len(ids[0]), show)
     talk = Conversation(ids, params.max_tokens, TokenChooser(params), ends, shown, room)
+    llm.prepare([talk.prompt], [params], talk)
+    shown.begin()
     report = llm.run([talk.prompt], params, lambda done: None, course=talk, listener=Silent())
     found = shown.exchanges
     if found[-1].reason is None:

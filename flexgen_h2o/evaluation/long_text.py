@@ -22,6 +22,7 @@ from flexgen_h2o.llm import LLM
 from flexgen_h2o.source import Model
 
 RESAMPLES = 1000
+AT_ONCE = 16  # tokens of every stream in one sweep
 
 
 @dataclass
@@ -71,12 +72,12 @@ def measure(llm: LLM, case: Case, streams: Sequence[Sequence[int]], windows: int
     """Each stream token by token with a policy; NLL and KV by window, for the JSON. Windows count tokens from 1, which
     nothing is expected for.
 
-    Every token is a column of its own sweep: the policy decides after each, and no prompt is attended to as a whole.
+    Every token is a decode step: the policy decides after each, and no prompt is attended to as a whole.
     """
     llm.eviction, tokens = case.eviction, torch.tensor([list(s) for s in streams])
     n, length = tokens.shape
     watch, began = NatsWatch(tokens[:, 1:]), time.perf_counter()
-    report = llm.follow(tokens[:, :1].tolist(), tokens[:, 1:].tolist(), watch)
+    report = llm.follow(tokens[:, :1].tolist(), tokens[:, 1:].tolist(), watch, at_once=AT_ONCE)
     seconds = time.perf_counter() - began
     edges = [length * i // windows for i in range(windows + 1)]
     held = [held_columns(case.eviction, 1, last - 1, llm.model.spec.num_blocks) for last in edges[1:]]

@@ -60,7 +60,7 @@ def add_streaming_flags(parser: argparse.ArgumentParser) -> None:
     add("--turns", type=file_name, help=".jsonl with MT-bench's questions, or prompts as flex_opt takes them")
     add("--num-turns", type=positive, help="only so many of them")
     add("--chat", action="store_true", help="turns are messages in the model's chat template")
-    add("--turn-format", metavar="TEXT", help=r"what a turn becomes, at {turn} ('\n{turn}\n')")
+    add("--turn-format", metavar="TEXT", help=r"what a turn becomes, at {turn} ('\n{turn}\n'); \n is a newline")
     add("--gen-len", type=positive, help=f"most tokens of an answer ({GEN_LEN})")
     add(
         "--text", nargs="?", const="", metavar="FILE",
@@ -134,6 +134,8 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError("--turn-format and --chat: give one of them")
     if args.turn_format is not None and "{turn}" not in args.turn_format:
         raise UsageError(f"--turn-format {args.turn_format!r}: has no {{turn}} in it, where the turn would go")
+    if args.turn_format is not None:
+        args.turn_format = args.turn_format.replace(r"\n", "\n")
     for name in ("turns", "text", "json"):
         if getattr(args, name):
             setattr(args, name, usable_path(getattr(args, name), flag_of(name)))

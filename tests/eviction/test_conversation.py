@@ -15,6 +15,7 @@ from flexgen_h2o.conversation import Conversation, tokens_after_first
 from flexgen_h2o.generation import RowEnd
 from flexgen_h2o.kvcache.eviction import H2O, Eviction
 from flexgen_h2o.kvcache.eviction.evicting import ROLLING
+from flexgen_h2o.limits import GIVEN_CHUNK
 from flexgen_h2o.sampling import StopStrings, TokenChooser
 from tests.eviction.conftest import Known
 from tests.eviction.engine import LEAST_SCORE_GAP, PAIRS, STAND_IN, SeenByRow
@@ -58,14 +59,16 @@ class Held:
 def converse(
     folder: Path, turns: Sequence[Sequence[int]], eviction: Eviction | None, policy: Policy, offload_dir: Path,
     answer: int = ANSWER, eos: Sequence[int] = (), budget: MemoryBudget | None = None, room: int | None = None,
+    at_once: int = GIVEN_CHUNK,
 ) -> Held:  # fmt: skip
+    """One token at once: held positions too."""
     heard, logits, seen = Heard(), LogitsByRow(), SeenByRow()
     params = SamplingParams(max_tokens=answer)
     ends = RowEnd(params, eos, StopStrings(None, ()))
-    talk = Conversation(turns, answer, TokenChooser(params), ends, heard, room)
+    talk = Conversation(turns, answer, TokenChooser(params), ends, heard, room, at_once)
     done: list[list[int]] = []
     with LLM(str(folder), policy, eviction, dtype="float32", budget=budget, offload_dir=offload_dir) as llm:
-        watch = seen if llm.eviction.needs.record else None
+        watch = seen if at_once == 1 and llm.eviction.needs.record else None
         llm.run(
             [talk.prompt], params, lambda rows: done.extend(row.token_ids for row in rows), logits, course=talk,
             watch_slots=watch,
@@ -83,33 +86,44 @@ def given_steps(turns: Sequence[Sequence[int]], answer: int) -> dict[int, int]:
     return steps
 
 
-@pytest.mark.parametrize(
-    ("shape", "pair", "positions", "policy", "budget"),
-    [
-        ("llama", "h2o", "original", Policy(1), None),
-        ("llama", "h2o", "rolling", Policy(1, percent=PLACEMENTS["kv on disk"]), None),
-        ("llama", "local", "rolling", Policy(2), None),
-        ("llama", "h2o-norm, decayed", "rolling", Policy(1, percent=PLACEMENTS["kv split three ways"]), STAND_IN),
-        ("long", "h2o", "original", Policy(1, percent=PLACEMENTS["everything split 30/30"]), STAND_IN),
-        ("long", "snapkv", "original", Policy(1), None),
-    ],
-)
+CASES = [
+    ("llama", "h2o", "original", Policy(1), None),
+    ("llama", "h2o", "rolling", Policy(1, percent=PLACEMENTS["kv on disk"]), None),
+    ("llama", "local", "rolling", Policy(2), None),
+    ("llama", "h2o-norm, decayed", "rolling", Policy(1, percent=PLACEMENTS["kv split three ways"]), STAND_IN),
+    ("long", "h2o", "original", Policy(1, percent=PLACEMENTS["everything split 30/30"]), STAND_IN),
+    ("long", "snapkv", "original", Policy(1), None),
+    ("long", "tova", "original", Policy(1, percent=PLACEMENTS["kv on disk"], sep_layer=False, overlap=False), None),
+]
+
+
+@pytest.mark.parametrize(("shape", "pair", "positions", "policy", "budget"), CASES)
 def test_every_turn_equals_the_reference(
     shape: str, pair: str, positions: str, policy: Policy, budget: MemoryBudget | None,
     known: Callable[[str], Known], tmp_path: Path,
 ) -> None:  # fmt: skip
-    """Tokens, logits and held columns of a run that computes everything anew from the ids at each token."""
+    """Tokens, logits and held columns of a run that computes everything anew from the ids at each token.
+
+    However many tokens of a turn a sweep takes: of 5 tokens all, some, or one at a time.
+    """
     model, how = known(shape), PAIRS[pair]
     plain = PlainLlama(model.model, rolling=True) if positions == ROLLING else model.plain
     turns, want = turns_without_near_ties(plain, pair, plain.turn if positions == ROLLING else None)
-    found = converse(model.folder, turns, replace(how.engine, positions=positions), policy, tmp_path, budget=budget)
-    assert found.tokens == want.tokens
-    assert (found.logits - want.logits).abs().max() <= LOGIT_TOLERANCE
+    given = sum(map(len, turns[1:]))
+    for at_once in (GIVEN_CHUNK, 3, 1):
+        found = converse(
+            model.folder, turns, replace(how.engine, positions=positions), policy, tmp_path, budget=budget,
+            at_once=at_once,
+        )  # fmt: skip
+        assert found.tokens == want.tokens
+        assert (found.logits - want.logits).abs().max() <= LOGIT_TOLERANCE
+        assert found.heard.taken == [(i, token) for i, turn in enumerate(turns[1:], start=1) for token in turn]
+        assert [len(found.heard.answers[i]) for i in range(len(turns))] == [ANSWER] * len(turns)
+        sweeps = {GIVEN_CHUNK: len(want.tokens) - given, 1: len(want.tokens)}
+        assert len(found.columns) == sweeps.get(at_once, len(found.columns))
     for step, kept in enumerate(want.kept[:-1]):
         for block, heads in enumerate(kept):
             assert found.seen.rows[0, block][step] == [[*held, len(turns[0]) + step] for held in heads]
-    assert found.heard.taken == [(i, token) for i, turn in enumerate(turns[1:], start=1) for token in turn]
-    assert [len(found.heard.answers[i]) for i in range(len(turns))] == [ANSWER] * len(turns)
 
 
 def turns_without_near_ties(plain: PlainModel, pair: str, turn: Turn | None) -> tuple[list[list[int]], Evicted]:
@@ -122,6 +136,26 @@ def turns_without_near_ties(plain: PlainModel, pair: str, turn: Turn | None) -> 
         if want.least_gap > LEAST_SCORE_GAP and want.least_token_gap > LEAST_GAP:
             break
     return turns, want
+
+
+@pytest.mark.parametrize("name", ["all on device", "kv on disk", "kv split three ways"])
+def test_many_rows_follow_many_tokens_at_once(name: str, known: Callable[[str], Known], tmp_path: Path) -> None:
+    """Rows of unequal prompts and ends, in two micro-batches, with a full cache in segments: logits of single steps."""
+    model, prompts, more = known("llama"), random_prompts((5, 9, 2, 7)), random_prompts((40, 31, 57, 57), seed=5)
+    budget = None if name == "all on device" else STAND_IN
+    for eviction in (None, PAIRS["h2o"].engine, replace(PAIRS["h2o"].engine, positions=ROLLING)):
+        found = []
+        for at_once in (1, 7):
+            seen, policy = LogitsByRow(), Policy(2, 2, PLACEMENTS[name])
+            with LLM(str(model.folder), policy, eviction, dtype="float32", budget=budget, offload_dir=tmp_path) as llm:
+                llm.follow(prompts, more, seen, at_once=at_once)
+                read = sum(llm.kv_use[0].read)
+            found.append((seen.rows, read))
+        (one, read), (many, as_much) = found
+        assert read == as_much
+        for row, tokens in enumerate(more):
+            assert len(one[row]) == len(many[row]) == len(tokens)
+            assert (torch.stack(one[row]) - torch.stack(many[row])).abs().max() <= LOGIT_TOLERANCE
 
 
 def test_the_full_cache_answers_as_if_all_had_been_one_prompt(known: Callable[[str], Known], tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o.generation import Decoding, ForcedTokens, MicroBatch, Row, RowEnd, Watches
+from flexgen_h2o.courses import ForcedTokens
+from flexgen_h2o.generation import Decoding, MicroBatch, Row, RowEnd, Watches
 from flexgen_h2o.prompts import Prompt
 from flexgen_h2o.sampling import SamplingParams, StopStrings, TokenChooser
 
@@ -64,6 +65,30 @@ def test_rows_that_enter_bring_their_prompts_behind_those_that_decode() -> None:
     assert [r.prompt.index for r in finished] == [0] and moves == [(3, 0)]
     fed = batch.sweep_input()
     assert (fed.phase, fed.ids.tolist(), fed.past) == ("decode", [9, 5, 6], (3, 2, 2))
+
+
+def test_tokens_that_are_known_are_fed_together_step_by_step() -> None:
+    """As many as all rows know, may feed at once, and have room for; never beside rows that enter."""
+    coming = {0: [7, 8, 9], 1: [4, 5]}
+    rows = [Row(Prompt(i, (1,) * (i + 2), None), 9, at_once=3) for i in range(2)]
+    batch = MicroBatch(rows)
+
+    def know(row: Row) -> list[int]:
+        return coming[row.prompt.index]
+
+    assert (batch.sweep_input(know).steps, batch.sweep_input(know).phase) == (1, "prefill")
+    batch.accept([11, 12], lambda r: None)
+    fed = batch.sweep_input(know)
+    assert fed.ids.tolist() == [11, 12, 7, 4, 8, 5] and fed.positions.tolist() == [2, 3, 3, 4, 4, 5]
+    assert (fed.steps, fed.counts, fed.past, fed.phase) == (3, (3, 3), (2, 3), "decode")
+    assert [fed.last(step).tolist() for step in range(3)] == [[0, 1], [2, 3], [4, 5]]
+    coming[1] = []
+    assert batch.sweep_input(know).steps == batch.sweep_input().steps == 1
+    coming[1] = [4, 5]
+    rows[0].max_new = 3
+    assert batch.sweep_input(know).steps == 2
+    batch.enter([row(2, 3)])
+    assert batch.sweep_input(know).steps == 1
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6)), min_size=1, max_size=8))

@@ -43,7 +43,17 @@ FLOORS: tuple[frozenset[str], ...] = (
         }
     ),
     frozenset(
-        {"executor", "attention_step", "engine", "conversation", "eviction_need", "generation", "row_rules", "refill"}
+        {
+            "executor",
+            "attention_step",
+            "engine",
+            "conversation",
+            "courses",
+            "eviction_need",
+            "generation",
+            "row_rules",
+            "refill",
+        }
     ),
     frozenset({"weights", "kvcache", "hidden", "models", "planner"}),
     frozenset(
