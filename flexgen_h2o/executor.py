@@ -16,6 +16,7 @@ from flexgen_h2o import interrupts
 from flexgen_h2o.config import Layer, Rotary
 from flexgen_h2o.engine import Engine
 from flexgen_h2o.generation import Decoding, MicroBatch, Row, SweepInput
+from flexgen_h2o.handoff import Handoff
 from flexgen_h2o.hidden import HiddenKey
 from flexgen_h2o.kernels import slots as slot_kernels
 from flexgen_h2o.kernels.rotary import Rotation
@@ -90,6 +91,7 @@ class Executor:
         self._workspace = engine.workspace()
         self._layers: tuple[Layer, ...] = engine.layers.layers
         self._overlap = engine.policy.overlap
+        self._handoff = Handoff(engine.wire, engine.device.fence) if engine.wire is not None else None
         units = tuple(layer.unit for layer in self._layers)
         ahead = len(units) if self._overlap else 0
         self._weights = WeightStream(
@@ -119,10 +121,16 @@ class Executor:
         self._batches = [MicroBatch(r) for r in rows]
         sweeps = max(r.max_new for batch in rows for r in batch)
         self._begin(sweeps)
+        stage = self._handoff
+        if stage is not None:
+            stage.begin_block([len(r) for r in rows])
         self.times, self.kv_use = BlockTimes([], []), KvUse([], [])
         sweep_start = layer_start = time.perf_counter()
-        for step in order or zigzag(sweeps, len(self._layers), len(rows)):
+        # A stage hears of a sweep's tokens in the next one: the last sweep of all has nothing else.
+        for step in order or self._order(sweeps + (stage is not None), len(rows)):
             interrupts.check()
+            if step.layer == 0 and stage is not None:
+                self._hear(step, stage)
             if self._batches[step.micro_batch].rows:
                 self._run_step(step)
             if step.micro_batch == len(rows) - 1:
@@ -132,13 +140,16 @@ class Executor:
                 if step.layer == len(self._layers) - 1:
                     self._end_sweep(now - sweep_start)
                     sweep_start = now
-                    if not any(batch.rows for batch in self._batches):
+                    if not any(batch.rows for batch in self._batches) and (stage is None or stage.is_over):
                         break
         for stream, store in ((self._cache, self._engine.cache), (self._hidden, self._engine.hidden)):
             stream.drain()
             store.settle()
         if order is None:  # what was still being stored belongs to the block
             self.times.sweeps[-1] += time.perf_counter() - sweep_start
+        if stage is not None:  # what the ranks said to each other at the end
+            seconds, _, _ = self.times.sweeps.pop(), self.kv_use.held.pop(), self.kv_use.full.pop()
+            self.times.sweeps[-1] += seconds
 
     def finish(self) -> None:
         """Wait for loads still under way; call once after the last block."""
@@ -175,21 +186,34 @@ class Executor:
             engine.hidden_ring(), self._hidden_keys(sweeps, count), engine.hidden, ahead[1]
         )
 
+    def _order(self, sweeps: int, count: int) -> Iterator[Step]:
+        together = None if self._handoff is None else self._engine.policy.num_gpu_batches
+        return zigzag(sweeps, len(self._layers), count, together)
+
     def _cache_keys(self, sweeps: int, count: int) -> Iterator[CacheKey]:
-        for s in zigzag(sweeps, len(self._layers), count):
+        for s in self._order(sweeps, count):
             layer = self._layers[s.layer]
             if layer.kind in ATTENTION_KINDS:
                 yield s.sweep, layer.block, s.micro_batch
 
     def _hidden_keys(self, sweeps: int, count: int) -> Iterator[HiddenKey]:
-        for s in zigzag(sweeps, len(self._layers), count):
+        for s in self._order(sweeps, count):
             yield s.sweep, s.layer, s.micro_batch
+
+    def _hear(self, step: Step, stage: Handoff) -> None:
+        """The tokens of a micro-batch's last sweep, where another rank has chosen them."""
+        k = step.micro_batch
+        with self._engine.timeline.span("wait", "receive"):
+            tokens = stage.hear(step.sweep, k)
+        if tokens:
+            self._accept(k, tokens)
+        stage.check(k, len(self._batches[k].rows))
 
     def _run_step(self, step: Step) -> None:
         engine, layer, k = self._engine, self._layers[step.layer], step.micro_batch
         for stream in (self._weights, self._cache, self._hidden):
             stream.prefetch()
-        if layer.kind == "embedding":
+        if step.layer == 0:
             self._begin_sweep(k)
         phase = "prefill" if self._inputs[k].is_prefill else "decode"
         span, key = engine.timeline.span, (step.sweep, step.layer, k)
@@ -271,6 +295,8 @@ class Executor:
 
     def _compute(self, k: int, layer: Layer, w: Weights, x: torch.Tensor, cache: _CacheStep | None) -> None:
         spec, family, ws, fed = self._engine.spec, self._family, self._workspace, self._inputs[k]
+        if layer.kind == "receive" and self._handoff is not None:
+            self._handoff.take_over(k, x)
         if layer.kind == "embedding":
             family.embed(spec, w, fed.ids.to(x.device), fed.positions.to(x.device), x, ws)
         if cache is not None:
@@ -280,6 +306,8 @@ class Executor:
             family.mlp(spec, w, x, ws)
         if layer.kind == "head":
             self._head(k, w, x)
+        if layer.kind == "send" and self._handoff is not None:
+            self._handoff.pass_on(k, len(self._batches[k].rows), x)
 
     def _attend(self, fed: SweepInput, cache: _CacheStep, out: torch.Tensor, *qkv: torch.Tensor) -> torch.Tensor:
         """Keys are kept as they are rotated here, by the positions of their tokens; rolling, as they come."""
@@ -301,6 +329,13 @@ class Executor:
         last = x.index_select(0, self._inputs[k].last().to(x.device))
         logits = self._family.head(self._engine.spec, w, last, self._workspace)
         tokens = self._decoding.choose(batch, logits)
+        self._accept(k, tokens)
+        if self._handoff is not None:
+            self._handoff.tell(k, len(batch.rows), tokens)
+
+    def _accept(self, k: int, tokens: Sequence[int]) -> None:
+        """The next token of each row of a micro-batch; those that it ends are handed out, and leave."""
+        batch = self._batches[k]
         finished, moves = batch.accept(tokens, self._decoding.end)
         self._on_tokens(len(tokens))
         if finished:

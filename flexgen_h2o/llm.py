@@ -22,10 +22,12 @@ from flexgen_h2o.executor import BlockTimes, Executor, KvUse
 from flexgen_h2o.generation import Chooser, Decoding, LogitsWatch, Row, SlotsWatch, Watches, row_blocks
 from flexgen_h2o.kernels.warm_up import warm_up
 from flexgen_h2o.kvcache.eviction import check_eviction
+from flexgen_h2o.kvcache.eviction.of_stage import OfStage
 from flexgen_h2o.kvcache.eviction.rolling import check_rolling, is_rolling, most_new_tokens
 from flexgen_h2o.llm_arguments import check_dtype, check_together, read_policy_argument
 from flexgen_h2o.packing import Packing, weight_form
 from flexgen_h2o.paths import DEFAULT_OFFLOAD_DIR, usable_path
+from flexgen_h2o.pipeline import Pipeline, check_same, joint_report
 from flexgen_h2o.planner.memory import MemoryPlan, Shape, packing_of, plan_within
 from flexgen_h2o.planner.need import AutoPolicy, Need
 from flexgen_h2o.planner.predict import Prediction
@@ -92,6 +94,8 @@ class LLM:
         self._planned: _Planned | None = None  # what the engine was last opened for
         self._job_rows = 0
         self.predicted: Prediction | None = None
+        self._part, self._kept = self.model.spec, self.eviction  # of this process: see `join`
+        self._pipeline: Pipeline | None = None
         self._running = threading.Lock()
         self.times: list[BlockTimes] = []
         self._kv_use: list[KvUse] = []
@@ -115,6 +119,17 @@ class LLM:
             self.close()
             self.asked_policy = read_policy_argument(policy)
             self._policy = policy if isinstance(policy, Policy) else None
+
+    def join(self, pipeline: Pipeline) -> None:
+        """From now on run this rank's part of the model only: every rank calls `run` with the same prompts.
+
+        UsageError where the model has too few transformer blocks, or the policy is "auto".
+        """
+        if isinstance(self.asked_policy, AutoPolicy):
+            raise UsageError("--pipeline: auto plans for one process; give --percent and batch sizes, or --policy FILE")
+        blocks = pipeline.blocks(self.model.spec)
+        self._pipeline, self._part = pipeline, self.model.spec.stage(blocks)
+        self._kept = OfStage(self.eviction, blocks.start, self.model.spec.num_blocks)
 
     @property
     def dtype(self) -> str:
@@ -209,9 +224,12 @@ class LLM:
         order: Order | None, forced: Mapping[int, Sequence[int]] | None, listener: Listener | None,
     ) -> RunReport:  # fmt: skip
         rows = rules.rows(forced)
+        if self._pipeline is not None:
+            check_same(self._pipeline, self.model.config, self.dtype, self.asked_policy, self.eviction, rows)
         engine = self._ready(rows)
         blocks = self._blocks(rows, engine.policy)
-        sweeps = sum(max(r.max_new for batch in block for r in batch) for block in blocks)
+        loads = engine.policy.num_gpu_batches  # micro-batches that share one
+        sweeps = sum(max(r.max_new for batch in block for r in batch) * -(-len(block) // loads) for block in blocks)
         before = engine.io_bytes
         bar = Progress(sum(r.max_new for r in rows)) if listener is None else contextlib.nullcontext(listener)
         with bar as progress:
@@ -222,7 +240,7 @@ class LLM:
 
             chooser: Chooser = rules.chooser if forced is None else ForcedTokens(forced)
             decoding = Decoding(chooser, rules.end, watches)
-            executor = Executor(engine, self.eviction, decoding, hand_out, sweeps)
+            executor = Executor(engine, self._kept, decoding, hand_out, sweeps)
             self.times, self._kv_use = [], []
             engine.timeline.reset()
             try:
@@ -234,7 +252,7 @@ class LLM:
                     self._kv_use.append(executor.kv_use)
                     if order:  # it may end within a sweep: the next block's weights begin anew
                         executor.finish()
-                        executor = Executor(engine, self.eviction, decoding, hand_out, sweeps)
+                        executor = Executor(engine, self._kept, decoding, hand_out, sweeps)
                 executor.finish()
             except BaseException:
                 self.close()
@@ -246,8 +264,10 @@ class LLM:
         moved = {lane: n - before[lane] for lane, n in engine.io_bytes.items()}
         profile = self._planner.profile_facts
         self.report = make_report(
-            self.model.name, engine, self.eviction, rows, self.times, self._kv_use, moved, self.predicted, profile
+            self.model.name, engine, self._kept, rows, self.times, self._kv_use, moved, self.predicted, profile
         )
+        if self._pipeline is not None and engine.wire is not None:
+            self.report = joint_report(self._pipeline, self.report, self._pipeline.blocks(self.model.spec), engine.wire)
         return self.report
 
     def close(self) -> None:
@@ -269,13 +289,17 @@ class LLM:
     def check_fit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
         """DoesNotFitError where `prepare` would raise it. Opens nothing, and closes what is open."""
         self.close()
-        budgets = resolve_budgets(self._budget, self._device, self.offload_dir)
+        budgets = self._budgets()
         self._plan_for(self._rules(prompts, params).rows(), budgets)
 
     @property
     def peak_bytes(self) -> dict[str, int]:
         """Bytes by tier that the open engine has charged to the budgets at most; empty without one."""
         return self._engine.peak_bytes if self._engine is not None else {}
+
+    def _budgets(self) -> dict[str, int | None]:
+        processes = self._pipeline.peers.local_ranks if self._pipeline is not None else 1
+        return resolve_budgets(self._budget, self._device, self.offload_dir, processes)
 
     def _ready(self, rows: Sequence[Row]) -> Engine:
         """An engine whose buffers cover these rows: the open one if it does, else a new one."""
@@ -286,17 +310,18 @@ class LLM:
         self.close()
         asked = self.asked_policy.base if isinstance(self.asked_policy, AutoPolicy) else self.asked_policy
         check_rolling(self.eviction, self.model.spec, asked.compress_cache)
-        budgets = resolve_budgets(self._budget, self._device, self.offload_dir)
+        budgets = self._budgets()
         self._planned = planned = self._plan_for(rows, budgets)
         policy, plan = planned.policy, planned.memory
         self._policy = policy
         self.predicted = self._predict(need, rows, policy, plan)
-        dtype, spec = getattr(torch, self.dtype), self.model.spec
+        dtype, spec = getattr(torch, self.dtype), self._part
         packing, scored = weight_form(policy, dtype.itemsize).packing, bool(self.eviction.needs.record)
         warm_up(self._device.torch_device, dtype, scored, packing_of(spec, policy), packing, is_rolling(self.eviction))
         checkpoint = self._find_checkpoint(packing) if packing else self._checkpoint
         self._engine = Engine(
-            spec, checkpoint, policy, plan, dtype, self._device, budgets, self.offload_dir, self.timeline
+            spec, checkpoint, policy, plan, dtype, self._device, budgets, self.offload_dir, self.timeline,
+            self._pipeline.peers if self._pipeline is not None else None,
         )  # fmt: skip
         return self._engine
 
@@ -320,7 +345,7 @@ class LLM:
         shape = self._shape(rows, policy)
         if before is not None and before.policy == policy:
             shape = shape.union(before.memory.shape)
-        memory = plan_within(self.model.spec, policy, shape, itemsize, self._device.is_host, budgets)
+        memory = plan_within(self._part, policy, shape, itemsize, self._device.is_host, budgets)
         return _Planned(need, policy, memory)
 
     def _serves(self, engine: Engine, need: Need, rows: Sequence[Row]) -> bool:
@@ -332,12 +357,13 @@ class LLM:
     def _shape(self, rows: Sequence[Row], policy: Policy) -> Shape:
         return shape_of_blocks(self._blocks(rows, policy), self._need(rows).slots, self.eviction.needs.record)
 
-    @staticmethod
-    def _blocks(rows: Sequence[Row], policy: Policy) -> list[list[list[Row]]]:
-        return row_blocks(rows, policy.gpu_batch_size, policy.num_gpu_batches)
+    def _blocks(self, rows: Sequence[Row], policy: Policy) -> list[list[list[Row]]]:
+        """Rows as blocks of micro-batches; those of a pipeline that are in flight together are one."""
+        in_flight = self._pipeline.in_flight if self._pipeline is not None else 1
+        return row_blocks(rows, policy.gpu_batch_size, policy.num_gpu_batches * in_flight)
 
     def _need(self, rows: Sequence[Row]) -> Need:
-        return need_of_rows(self.eviction, rows, self.model.spec.num_blocks)
+        return need_of_rows(self._kept, rows, self._part.num_blocks)
 
     @cached_property
     def _planner(self) -> Planner:
@@ -348,7 +374,7 @@ class LLM:
     def _predict(self, need: Need, rows: Sequence[Row], policy: Policy, plan: MemoryPlan) -> Prediction | None:
         """What the run will cost if no row ends early; None where the profile does not know the dtype, and in a job,
         where to simulate every ragged block of every part would take longer than it tells."""
-        if self._job_rows or not self._planner.can_predict:
+        if self._job_rows or self._pipeline is not None or not self._planner.can_predict:
             return None
         blocks = self._blocks(rows, policy)
         lengths = [[[len(r.prompt.token_ids) for r in batch] for batch in block] for block in blocks]

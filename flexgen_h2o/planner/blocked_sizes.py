@@ -28,4 +28,4 @@ def blocking_bytes(spec: ModelSpec, itemsize: int) -> int:
 
 def _head_rows(spec: ModelSpec) -> int:
     """Of a head that may be blocked: a tied one is looked up in as well."""
-    return 0 if spec.tied else spec.vocab_size
+    return spec.vocab_size if spec.head and not spec.shares_table else 0

@@ -33,6 +33,7 @@ FLOORS: tuple[frozenset[str], ...] = (
             "plan_report",
             "planning",
             "profiling",
+            "pipeline",
             "report",
             "progress",
             "run_facts",
@@ -40,7 +41,7 @@ FLOORS: tuple[frozenset[str], ...] = (
             "doors",
         }
     ),
-    frozenset({"executor", "engine", "eviction_need", "generation", "row_rules"}),
+    frozenset({"executor", "engine", "eviction_need", "generation", "handoff", "row_rules"}),
     frozenset({"weights", "kvcache", "hidden", "models", "planner"}),
     frozenset({"kernels", "tiers", "checkpoint", "schedule", "timeline", "timeline_plot", "sampling", "prompts"}),
     frozenset({"config", "files", "interrupts", "limits", "packing", "paths", "profile", "units", "errors"}),
