@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +24,8 @@ SINCE_SCHEMA_2 = ("weight_bits", "cache_bits", "int8_compute")
 BITS = (4, 8)  # of a compressed value
 MOST_ROWS = 2**16  # of a block
 
-LayerKind = Literal["embedding", "attention", "mlp", "block", "head"]
+# receive, send: where a stage of a pipeline begins and ends that has no embedding, no head.
+LayerKind = Literal["embedding", "attention", "mlp", "block", "head", "receive", "send"]
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,7 @@ class ModelSpec:
     block is one layer, whose tensors are all in `attention`.
     rotary: None where positions are in the hidden states already.
     options: what only the family reads (activation, norm placement, ...), as sorted pairs.
+    embedding, head: empty where this is a stage of a pipeline (`stage`) that another one feeds, that feeds another one.
     """
 
     name: str
@@ -141,6 +143,24 @@ class ModelSpec:
     def option(self, key: str) -> Any:
         return dict(self.options)[key]
 
+    def stage(self, blocks: range) -> ModelSpec:
+        """The part of the model with these transformer blocks: with the embedding if they are its first ones, and with
+        the head if they are its last ones."""
+        part = slice(blocks.start, blocks.stop)
+        return replace(
+            self,
+            num_blocks=len(blocks),
+            embedding=self.embedding if blocks.start == 0 else (),
+            attention=self.attention[part],
+            mlp=self.mlp[part],
+            head=self.head if blocks.stop == self.num_blocks else (),
+        )
+
+    @property
+    def shares_table(self) -> bool:
+        """Are embedding and head one unit here? Of a tied model, where both are in one stage."""
+        return self.tied and bool(self.embedding) and bool(self.head)
+
     @property
     def num_weights(self) -> int:
         """Elements of all weights, tied tensors counted once."""
@@ -161,18 +181,20 @@ class ModelSpec:
             layers.append(Layer(kind, block, len(units) - 1))
 
         names = {t.name for t in self.embedding}
-        extra_head = tuple(t for t in self.head if t.name not in names)
-        add("embedding", -1, "embedding", self.embedding + (extra_head if self.tied else ()))
+        extra_head = tuple(t for t in self.head if t.name not in names) if self.shares_table else ()
+        first: LayerKind = "embedding" if self.embedding else "receive"
+        add(first, -1, first, self.embedding + extra_head)
         for i, (attention, mlp) in enumerate(zip(self.attention, self.mlp, strict=True)):
             if sep_layer and mlp:
                 add("attention", i, f"block {i} attention", attention)
                 add("mlp", i, f"block {i} mlp", mlp)
             else:
                 add("block", i, f"block {i}", attention + mlp)
-        if self.tied:
-            layers.append(Layer("head", -1, 0))
+        last: LayerKind = "head" if self.head else "send"
+        if self.shares_table:
+            layers.append(Layer(last, -1, 0))
         else:
-            add("head", -1, "head", self.head)
+            add(last, -1, last, self.head)
         return LayerPlan(tuple(layers), tuple(units))
 
 

@@ -25,6 +25,7 @@ from flexgen_h2o.tiers.disk import DirectFile, Scratch
 from flexgen_h2o.tiers.mover import Mover
 from flexgen_h2o.tiers.ring import Ring
 from flexgen_h2o.tiers.transfer import Lanes
+from flexgen_h2o.tiers.wire import Peers, Wire
 from flexgen_h2o.timeline import Timeline
 from flexgen_h2o.weights import WeightStore
 
@@ -38,6 +39,7 @@ class Engine:
     def __init__(
         self, spec: ModelSpec, checkpoint: Checkpoint, policy: Policy, plan: MemoryPlan, dtype: torch.dtype,
         device: Device, budgets: dict[str, int | None], offload_dir: Path, timeline: Timeline,
+        peers: Peers | None = None,
     ) -> None:  # fmt: skip
         plan.check(budgets)
         self.spec, self.policy, self.plan, self.dtype, self.device = spec, policy, plan, dtype, device
@@ -59,6 +61,10 @@ class Engine:
             self._take_buffers(offload_dir)
             self.weights.load_resident(self._arenas("weights"))
             self.cache, self.hidden = self._open_cache(), self._open_hidden()
+            self.wire: Wire | None = None  # to the other ranks, where this is a stage of a pipeline
+            if peers is not None:
+                self.wire = Wire(peers, device, self._buffers["wire", device.tier])
+                stack.callback(self.wire.close)
             self._stack = stack.pop_all()
 
     def __enter__(self) -> Engine:

@@ -17,6 +17,7 @@ from flexgen_h2o.attention_step import CacheStep, DecodingRows, UnitAttention, U
 from flexgen_h2o.config import Layer
 from flexgen_h2o.engine import Engine
 from flexgen_h2o.generation import Decoding, MicroBatch, Row, SweepInput, Waiting
+from flexgen_h2o.handoff import Handoff
 from flexgen_h2o.hidden import HiddenKey
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.hook import unit_columns
@@ -78,6 +79,7 @@ class Executor:
         self._workspace = engine.workspace()
         self._layers: tuple[Layer, ...] = engine.layers.layers
         self._overlap = engine.policy.overlap
+        self._handoff = Handoff(engine.wire, engine.device.fence) if engine.wire is not None else None
         self._max_sweeps = max_sweeps
         self._weights = self._weight_stream()
         device, sparsity = engine.device.torch_device, engine.policy.attn_sparsity
@@ -108,10 +110,16 @@ class Executor:
         self._batches = [MicroBatch(r, self._sharing) for r in rows]
         sweeps = max(r.max_new for batch in rows for r in batch) if waiting is None else None
         self._begin(sweeps)
+        stage = self._handoff
+        if stage is not None:
+            stage.begin_block([len(r) for r in rows])
         self.times, self.kv_use, self.fed = BlockTimes([], [], []), KvUse([], [], []), FedPrompts()
         sweep_start = layer_start = time.perf_counter()
-        for step in order or zigzag(sweeps, len(self._layers), len(rows)):
+        # A stage hears of a sweep's tokens in the next one: the last sweep of all has nothing else.
+        for step in order or self._order(sweeps if stage is None or sweeps is None else sweeps + 1, len(rows)):
             interrupts.check()
+            if step.layer == 0 and stage is not None:
+                self._hear(step, stage)
             if self._batches[step.micro_batch].rows:
                 self._run_step(step)
             if step.micro_batch == len(rows) - 1:
@@ -121,13 +129,17 @@ class Executor:
                 if step.layer == len(self._layers) - 1:
                     self._end_sweep(now - sweep_start)
                     sweep_start = now
-                    if not any(batch.rows for batch in self._batches):
+                    if not any(batch.rows for batch in self._batches) and (stage is None or stage.is_over):
                         break
         for stream, store in ((self._cache, self._engine.cache), (self._hidden, self._engine.hidden)):
             stream.drain()
             store.settle()
         if order is None:  # what was still being stored belongs to the block
             self.times.sweeps[-1] += time.perf_counter() - sweep_start
+        if stage is not None:  # what the ranks said to each other at the end
+            use = self.kv_use
+            seconds, *_ = (of.pop() for of in (self.times.sweeps, self.times.prompts, use.held, use.full, use.read))
+            self.times.sweeps[-1] += seconds
 
     def restart(self) -> None:
         """Load weights from the first unit on; call after a block that was cut short within a sweep."""
@@ -168,20 +180,35 @@ class Executor:
         least = max(batch.prompt_tokens, sum(row.at_once for row in batch.rows))
         return least if self._waiting is None else max(shape.tokens, shape.rows)
 
+    def _order(self, sweeps: int | None, count: int) -> Iterator[Step]:
+        together = None if self._handoff is None else self._engine.policy.num_gpu_batches
+        return zigzag(sweeps, len(self._layers), count, together)
+
     def _cache_keys(self, sweeps: int | None, count: int) -> Iterator[CacheKey]:
-        for s in zigzag(sweeps, len(self._layers), count):
+        for s in self._order(sweeps, count):
             layer = self._layers[s.layer]
             if layer.kind in ATTENTION_KINDS:
                 yield s.sweep, layer.block, s.micro_batch
 
     def _hidden_keys(self, sweeps: int | None, count: int) -> Iterator[HiddenKey]:
-        for s in zigzag(sweeps, len(self._layers), count):
+        for s in self._order(sweeps, count):
             yield s.sweep, s.layer, s.micro_batch
+
+    def _hear(self, step: Step, stage: Handoff) -> None:
+        """The tokens of a micro-batch's last sweep, where another rank has chosen them."""
+        k = step.micro_batch
+        with self._engine.timeline.span("wait", "receive"):
+            tokens = stage.hear(step.sweep, k)
+        if tokens:
+            self._after_sweep(k, *self._accept(k, tokens))
+        stage.check(k, len(self._batches[k].rows))
 
     def _run_step(self, step: Step) -> None:
         engine, layer, k = self._engine, self._layers[step.layer], step.micro_batch
         for stream in (self._weights, self._cache, self._hidden):
             stream.prefetch()
+        if step.layer == 0:
+            self._count_fed(self._inputs[k])
         phase = self._inputs[k].phase
         span, key = engine.timeline.span, (step.sweep, step.layer, k)
         is_fresh = layer.unit != self._weights.unit
@@ -231,10 +258,15 @@ class Executor:
 
     def _end_sweep(self, seconds: float) -> None:
         self.times.sweeps.append(seconds)
-        self.times.prompts.append(self._prompts / self._fed)
+        self.times.prompts.append(self._prompts / max(1, self._fed))
         for kind, count in (("held", self._held), ("full", self._full), ("read", self._read)):
             getattr(self.kv_use, kind).append(count)
         self._held = self._full = self._read = self._fed = self._prompts = 0
+
+    def _count_fed(self, fed: SweepInput) -> None:
+        self._fed += len(fed.ids)
+        self._prompts += fed.prompt_tokens
+        self.fed.add(fed.groups)
 
     def _count(self, k: int, cache: CacheStep) -> None:
         """The columns of one layer."""
@@ -261,6 +293,8 @@ class Executor:
 
     def _compute(self, k: int, layer: Layer, w: Weights, x: torch.Tensor, cache: CacheStep | None) -> None:
         spec, family, ws, fed = self._engine.spec, self._family, self._workspace, self._inputs[k]
+        if layer.kind == "receive" and self._handoff is not None:
+            self._handoff.take_over(k, x)
         if layer.kind == "embedding":
             family.embed(spec, w, fed.ids.to(x.device), fed.positions.to(x.device), x, ws)
         if cache is not None:
@@ -270,6 +304,8 @@ class Executor:
             family.mlp(spec, w, x, ws)
         if layer.kind == "head":
             self._head(k, w, x)
+        if layer.kind == "send" and self._handoff is not None:
+            self._handoff.pass_on(k, len(self._batches[k].rows), x)
 
     def _head(self, k: int, w: Weights, x: torch.Tensor) -> None:
         batch, fed = self._batches[k], self._inputs[k]
@@ -279,11 +315,19 @@ class Executor:
             last = x.index_select(0, fed.last(step).to(x.device))
             logits = self._family.head(self._engine.spec, w, last, self._workspace)
             tokens = self._decoding.choose(batch, logits)
-            finished, moves = batch.accept(tokens, self._decoding.end)
-            self._on_tokens(len(tokens))
-        self._fed += len(fed.ids)
-        self._prompts += fed.prompt_tokens
-        self.fed.add(fed.groups)
+            finished, moves = self._accept(k, tokens)
+        self._after_sweep(k, finished, moves)
+        if self._handoff is not None:
+            self._handoff.tell(k, len(batch.rows), tokens)
+
+    def _accept(self, k: int, tokens: Sequence[int]) -> tuple[list[Row], list[Move]]:
+        """The next token of each row of a micro-batch (MicroBatch.accept)."""
+        accepted = self._batches[k].accept(tokens, self._decoding.end)
+        self._on_tokens(len(tokens))
+        return accepted
+
+    def _after_sweep(self, k: int, finished: list[Row], moves: list[Move]) -> None:
+        """Hand out the rows of a micro-batch that have ended with a sweep; they leave, and others may enter."""
         if finished:
             self._on_finished(finished)
         self._change_rows(k, moves, bool(finished))

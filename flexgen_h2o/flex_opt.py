@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -35,6 +36,7 @@ from flexgen_h2o.prefixes import SHARINGS
 
 if TYPE_CHECKING:
     from flexgen_h2o.llm import LLM, Order
+    from flexgen_h2o.pipeline import Pipeline
     from flexgen_h2o.prompts import Completion, Prompt
     from flexgen_h2o.report import RunReport
     from flexgen_h2o.sampling import SamplingParams
@@ -48,7 +50,13 @@ AUTO_BENCHMARK_ROWS = 32  # without a prompt file and with --policy auto nothing
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code (DESIGN 3.1)."""
-    return run_door("flex_opt", _run, argv)
+    rank = os.environ.get("RANK")  # set by torchrun
+    if rank is None:
+        return run_door("flex_opt", _run, argv)
+    code = run_door(f"flex_opt, rank {rank}", _run, argv)
+    from flexgen_h2o.pipeline import leave
+
+    return leave(code)
 
 
 def _parser() -> OneLineParser:
@@ -70,6 +78,17 @@ def _parser() -> OneLineParser:
         "--debug-mode",
         choices=("fewer_batch", "breakdown"),
         help="fewer_batch: 20 decode layers, projected; breakdown: serial, seconds by kind",
+    )
+    add(
+        "--pipeline",
+        action="store_true",
+        help="one of several processes, started by torchrun, that share the layers; budgets are of each process",
+    )
+    add(
+        "--num-inner-iterations",
+        type=positive,
+        metavar="N",
+        help="with --pipeline: blocks that are on their way at a time (as many as processes)",
     )
     add_sampling_flags(parser)
     add("--share-prefix", choices=tuple(SHARINGS), help="compute once what prompts begin with (auto; benchmark: off)")
@@ -107,8 +126,11 @@ def _run(argv: list[str] | None) -> int:
         params = replace(params, ignore_eos=True)
     from flexgen_h2o.report import sizes_line
 
+    pipeline = _join_pipeline(args)
     outputs = _Outputs(args.output)
     with open_llm(args, policy, is_auto, eviction_of(args, policy)) as llm:
+        if pipeline is not None:
+            llm.join(pipeline)
         if args.policy not in (None, "auto") and args.verbose >= 1:
             _say_what_it_was_found_for(args.policy, llm)
         if llm.precision_note and args.verbose >= 1:
@@ -127,6 +149,18 @@ def _run(argv: list[str] | None) -> int:
         report = _generate(args, llm, prompts, params, outputs)
     _show(args, llm, report, outputs.done)
     return EXIT_DONE
+
+
+def _join_pipeline(args: argparse.Namespace) -> Pipeline | None:
+    """Meet the other processes, all of which run alike; the first one speaks for them."""
+    if not args.pipeline:
+        return None
+    from flexgen_h2o.pipeline import join_pipeline
+
+    pipeline = join_pipeline(args.num_inner_iterations)
+    if not pipeline.peers.is_first:
+        args.verbose, args.no_log, args.output, args.json, args.trace = 0, True, None, None, None
+    return pipeline
 
 
 def _say_what_it_was_found_for(path: str, llm: LLM) -> None:
@@ -153,6 +187,10 @@ def _check(args: argparse.Namespace) -> None:
     outputs = ("output", "json", "trace") if args.no_log else ("output", "json", "trace", "log_file")
     check_separate(args, ("prompts", "policy", "hardware"), outputs)
     cut_short = "--cut-gen-len" if args.cut_gen_len else "--debug-mode" if args.debug_mode else None
+    if cut_short and args.pipeline:
+        raise UsageError(f"{cut_short}: not with --pipeline, whose processes run to the end together; leave it out")
+    if args.num_inner_iterations and not args.pipeline:
+        raise UsageError("--num-inner-iterations: goes with --pipeline; give both")
     if cut_short and args.prompts is not None:
         raise UsageError(f"{cut_short}: only for the benchmark; leave --prompts out")
     if args.cut_gen_len and args.debug_mode:
@@ -238,12 +276,13 @@ def _show(args: argparse.Namespace, llm: LLM, report: RunReport, done: list[Comp
         log_block,
         log_file_name,
         prediction_line,
+        ranks_line,
         roofline_line,
         with_roofline,
         write_json,
     )
 
-    if report.total.seconds > WORTH_A_ROOFLINE_S and not report.projected:
+    if report.total.seconds > WORTH_A_ROOFLINE_S and not report.projected and not args.pipeline:
         report = with_roofline(report, llm.measure_peak())
     if args.verbose >= 2:
         _show_texts(done)
@@ -252,7 +291,7 @@ def _show(args: argparse.Namespace, llm: LLM, report: RunReport, done: list[Comp
     if args.verbose >= 1:
         print(f"policy: {as_flags(report.policy)}")
         print(eviction_line(report))
-        print(prediction_line(report))
+        print(ranks_line(report) if args.pipeline else prediction_line(report))
         if "roofline" in report.extra:
             print(roofline_line(report))
         print(log_block(report))

@@ -20,6 +20,7 @@ GIVEN_CHUNK = 64  # tokens of a row, known beforehand, that one decode sweep tak
 ROW_BLOCK = 16  # matrices are split over tiers at multiples of this many rows
 WRITE_BACK_STEPS = 16  # decode steps whose columns wait in RAM before a disk unit of the KV cache is written back
 SEGMENT_SLOTS = 64  # at most; KV slots that are read and written as one area
+WIRE_BUFFERS = 2  # micro-batches of hidden states on their way to, or from, a neighbour of a pipeline
 UNPACK_CHUNK = 2**20  # packed weights that torch operations unpack at a time
 PACK_CHUNK = 2**20  # weights that are packed at a time
 INT8_TILE = 2**21  # sums of int8 products that exist at a time

@@ -21,10 +21,12 @@ from flexgen_h2o.executor import BlockTimes, Executor, KvUse
 from flexgen_h2o.generation import Decoding, LogitsWatch, Row, SlotsWatch, Watches
 from flexgen_h2o.kernels.warm_up import warm_up
 from flexgen_h2o.kvcache.eviction import Eviction, check_eviction
+from flexgen_h2o.kvcache.eviction.of_stage import OfStage
 from flexgen_h2o.kvcache.eviction.rolling import check_rolling, is_rolling
 from flexgen_h2o.llm_arguments import check_dtype, check_together, read_policy_argument
 from flexgen_h2o.packing import Packing, weight_form
 from flexgen_h2o.paths import DEFAULT_OFFLOAD_DIR, usable_path
+from flexgen_h2o.pipeline import Pipeline, check_same, joint_report
 from flexgen_h2o.planner.memory import packing_of
 from flexgen_h2o.planner.need import AutoPolicy
 from flexgen_h2o.planner.predict import Prediction
@@ -85,6 +87,7 @@ class LLM:
         self._policy = self.asked_policy if isinstance(self.asked_policy, Policy) else None
         self._engine: Engine | None = None
         self.predicted: Prediction | None = None
+        self._pipeline: Pipeline | None = None
         self._running = threading.Lock()
         self._tally = Tally()  # of the newest run
         self._share_prefix = "auto"
@@ -137,6 +140,18 @@ class LLM:
             self.close()
             self.asked_policy = read_policy_argument(policy)
             self._policy = policy if isinstance(policy, Policy) else None
+
+    def join(self, pipeline: Pipeline) -> None:
+        """From now on run this rank's part of the model only: every rank calls `run` with the same prompts.
+
+        UsageError where the model has too few transformer blocks, or the policy is "auto".
+        """
+        if isinstance(self.asked_policy, AutoPolicy):
+            raise UsageError("--pipeline: auto plans for one process; give --percent and batch sizes, or --policy FILE")
+        blocks = pipeline.blocks(self.model.spec)
+        self._pipeline, plans = pipeline, self._plans
+        plans.spec, plans.in_flight = self.model.spec.stage(blocks), pipeline.in_flight
+        plans.eviction = OfStage(self.eviction, blocks.start, self.model.spec.num_blocks)
 
     @property
     def dtype(self) -> str:
@@ -219,8 +234,11 @@ class LLM:
         try:
             rules = self._rules(prompts, params)
             rows = rules.rows(course)
+            if self._pipeline is not None:
+                given = (self.model.config, self.dtype, self.asked_policy, self.eviction, self.share_prefix)
+                check_same(self._pipeline, given, rows)
             blocks = self._plans.blocks(rows, self._ready(rows).policy)
-            work = run_rows(rules, rows, blocks, refill and order is None, more)
+            work = run_rows(rules, rows, blocks, refill and order is None and self._pipeline is None, more)
             decoding = steered(course, rules.chooser, rules.end, Watches(watch_logits, watch_slots))
             return self._run(rules, work, decoding, on_finished, order, listener)
         finally:
@@ -246,7 +264,8 @@ class LLM:
                 rules.forget(finished)
 
             engine.timeline.reset()
-            executor = Executor(engine, self.eviction, decoding, hand_out, work.most_sweeps, self._plans.sharing)
+            sweeps = work.most_sweeps(engine.policy.num_gpu_batches)
+            executor = Executor(engine, self._plans.eviction, decoding, hand_out, sweeps, self._plans.sharing)
             try:
                 run_blocks(executor, work, partial(order, len(engine.layers.layers)) if order else None, progress.sweep)
             except BaseException:
@@ -259,7 +278,10 @@ class LLM:
         on_finished([rules.completion(row) for row in cut_short])
         moved = {lane: n - before[lane] for lane, n in engine.io_bytes.items()}
         facts = self._planner.profile_facts | ({"refilled": work.queue.entered} if work.queue else {})
-        self.report = make_report(self.model.name, engine, self.eviction, tally, moved, self.predicted, facts)
+        kept = self._plans.eviction
+        self.report = make_report(self.model.name, engine, kept, tally, moved, self.predicted, facts)
+        if self._pipeline is not None and engine.wire is not None:
+            self.report = joint_report(self._pipeline, self.report, self._pipeline.blocks(self.model.spec), engine.wire)
         return self.report
 
     def close(self) -> None:
@@ -281,8 +303,7 @@ class LLM:
     def check_fit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
         """DoesNotFitError where `prepare` would raise it. Opens nothing, and closes what is open."""
         self.close()
-        budgets = resolve_budgets(self._budget, self._device, self.offload_dir)
-        self._plans.plan(self._rules(prompts, params).rows(), self.asked_policy, budgets)
+        self._plans.plan(self._rules(prompts, params).rows(), self.asked_policy, self._budgets())
 
     def has_room(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> bool:
         """Can these rows enter the running block, as the engine is open for others?"""
@@ -294,6 +315,10 @@ class LLM:
         """Bytes by tier that the open engine has charged to the budgets at most; empty without one."""
         return self._engine.peak_bytes if self._engine is not None else {}
 
+    def _budgets(self) -> dict[str, int | None]:
+        processes = self._pipeline.peers.local_ranks if self._pipeline is not None else 1
+        return resolve_budgets(self._budget, self._device, self.offload_dir, processes)
+
     def _ready(self, rows: Sequence[Row]) -> Engine:
         """An engine whose buffers cover these rows: the open one if it does, else a new one."""
         open_one, plans, asked = self._engine, self._plans, self.asked_policy
@@ -303,12 +328,12 @@ class LLM:
         self.close()
         base = asked.base if isinstance(asked, AutoPolicy) else asked
         check_rolling(self.eviction, self.model.spec, base.compress_cache)
-        budgets = resolve_budgets(self._budget, self._device, self.offload_dir)
+        budgets = self._budgets()
         plans.planned = planned = plans.plan(rows, asked, budgets)
         policy, plan = planned.policy, planned.memory
         self._policy = policy
         self.predicted = plans.predict(rows, policy, plan)
-        dtype, spec = getattr(torch, self.dtype), self.model.spec
+        dtype, spec = getattr(torch, self.dtype), plans.spec
         packing, scored = weight_form(policy, dtype.itemsize).packing, bool(self.eviction.needs.record)
         warm_up(
             self._device.torch_device, dtype, scored, packing_of(spec, policy), packing, is_rolling(self.eviction),
@@ -316,7 +341,8 @@ class LLM:
         )  # fmt: skip
         checkpoint = self._find_checkpoint(packing) if packing else self._checkpoint
         self._engine = Engine(
-            spec, checkpoint, policy, plan, dtype, self._device, budgets, self.offload_dir, self.timeline
+            spec, checkpoint, policy, plan, dtype, self._device, budgets, self.offload_dir, self.timeline,
+            self._pipeline.peers if self._pipeline is not None else None,
         )  # fmt: skip
         return self._engine
 

@@ -134,6 +134,16 @@ def prediction_line(report: RunReport) -> str:
     return f"predicted with {profile}{busy}: {figures}"
 
 
+def ranks_line(report: RunReport) -> str:
+    """Which layers each rank of a pipeline had, and the most bytes it held."""
+    ranks = [
+        f"{one['rank']}: blocks {one['blocks'][0]} to {one['blocks'][1] - 1}, "
+        f"{sum(one['peak_bytes'].values()) / GIB:.3f} GB"
+        for one in report.extra["ranks"]
+    ]
+    return "ranks: " + "; ".join(ranks)
+
+
 def with_roofline(report: RunReport, peak: Peak) -> RunReport:
     """The report with `extra.roofline`: the peak, and the seconds of prefill and decode at it (planner/roofline.py)."""
     ideal = roofline(RunWork(**report.extra["work"]), peak)

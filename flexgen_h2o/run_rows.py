@@ -28,12 +28,11 @@ class RunRows:
     queue: Queue | None
     tally: Tally
 
-    @property
-    def most_sweeps(self) -> int | None:
-        """None where rows enter, which may be any number."""
+    def most_sweeps(self, loads: int) -> int | None:
+        """How often the weights come, `loads` micro-batches sharing them; None where rows enter: any number."""
         if self.queue is not None:
             return None
-        return sum(max(r.max_new for batch in block for r in batch) for block in self.blocks)
+        return sum(max(r.max_new for batch in block for r in batch) * -(-len(block) // loads) for block in self.blocks)
 
 
 def run_blocks(

@@ -24,15 +24,21 @@ class Step:
     micro_batch: int
 
 
-def zigzag(num_sweeps: int | None, num_layers: int, num_micro_batches: int) -> Iterator[Step]:
+def zigzag(
+    num_sweeps: int | None, num_layers: int, num_micro_batches: int, together: int | None = None
+) -> Iterator[Step]:
     """Steps of one block in compute order; every consumer (loads, compute, stores) walks the same order.
 
-    num_sweeps: None where nobody knows how many there will be: for ever.
+    num_sweeps: None where nobody knows how many there will be: for ever. together: micro-batches that share each weight
+    load; all of them by default. Where a block has more (that of a pipeline), they go through all layers in groups of
+    so many, one group after the other.
     """
+    size = together or max(1, num_micro_batches)
     for sweep in _sweeps(num_sweeps):
-        for layer in range(num_layers):
-            for micro_batch in range(num_micro_batches):
-                yield Step(sweep, layer, micro_batch)
+        for first in range(0, num_micro_batches, size):
+            for layer in range(num_layers):
+                for micro_batch in range(first, min(first + size, num_micro_batches)):
+                    yield Step(sweep, layer, micro_batch)
 
 
 def weight_sequence(num_sweeps: int | None, unit_of_layer: tuple[int, ...]) -> Iterator[int]:

@@ -35,7 +35,7 @@ def product_bytes(spec: ModelSpec, tokens: int, rows: int, itemsize: int) -> int
 def int8_product_bytes(spec: ModelSpec, tokens: int, rows: int) -> int:
     """Of the sums of the largest product in int8; a tied head is blocked too."""
     of_block = min(TOKEN_CHUNK, tokens) * max(outer for outer, _ in _block_shapes(spec))
-    of_head = min(TOKEN_CHUNK, rows) * max(outer for outer, _ in _head_shapes(spec, True))
+    of_head = min(TOKEN_CHUNK, rows) * max((outer for outer, _ in _head_shapes(spec, True)), default=0)
     return _SUM_BYTES * min(max(of_block, of_head), INT8_TILE)
 
 
@@ -68,6 +68,6 @@ def _block_shapes(spec: ModelSpec) -> tuple[tuple[int, int], ...]:
 @lru_cache(maxsize=16)
 def _head_shapes(spec: ModelSpec, with_tied: bool) -> tuple[tuple[int, int], ...]:
     """Of the head's that are blocked: a tied table only where what is blocked can be looked up in as well."""
-    if spec.tied and not with_tied:
+    if spec.shares_table and not with_tied:
         return ()
     return tuple({(t.shape[0], t.shape[1]) for t in spec.head if len(t.shape) == 2})

@@ -19,6 +19,7 @@ from flexgen_h2o.limits import (
     ROW_BLOCK,
     STAGING_BYTES,
     TOKEN_CHUNK,
+    WIRE_BUFFERS,
     WRITE_THREADS,
 )
 from flexgen_h2o.packing import WeightForm, weight_form
@@ -178,7 +179,7 @@ def workspace_sizes(spec: ModelSpec, shape: Shape, itemsize: int) -> dict[str, i
     """Bytes of the named step buffers (kernels/workspace.py) for the largest micro-batch."""
     tokens, chunk = max(shape.tokens, shape.rows), min(TOKEN_CHUNK, max(shape.tokens, shape.rows))
     q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    embedding = max(t.shape[-1] for t in spec.embedding)
+    embedding = max((t.shape[-1] for t in spec.embedding), default=0)
     widths = {
         "q": tokens * q_width,
         "k": tokens * kv_width,
@@ -186,7 +187,7 @@ def workspace_sizes(spec: ModelSpec, shape: Shape, itemsize: int) -> dict[str, i
         "mixed": tokens * q_width,
         "normed": max(chunk, shape.rows) * max(spec.hidden_size, embedding),
         "ffn": chunk * max(spec.ffn_size, spec.hidden_size, embedding),
-        "logits": shape.rows * spec.vocab_size,
+        "logits": shape.rows * spec.vocab_size if spec.head else 0,
         **{buffer.name: chunk * buffer.width for buffer in spec.buffers},
     }
     return {name: round_up(count * itemsize, ALIGN) for name, count in widths.items()}
@@ -206,6 +207,16 @@ def hidden_home_bytes(tokens: int, shares: Shares, row_bytes: int) -> dict[str, 
 
 def hidden_is_streamed(shares: Shares, device_is_host: bool) -> bool:
     return any(s > 0 and is_streamed(t, device_is_host) for t, s in zip(TIERS, shares, strict=True))
+
+
+def wire_ends(spec: ModelSpec) -> int:
+    """How many neighbours a stage of a pipeline exchanges hidden states with; 0 of a whole model."""
+    return (not spec.embedding) + (not spec.head)
+
+
+def wire_buffer_bytes(spec: ModelSpec, shape: Shape, itemsize: int) -> int:
+    """Of one message: the hidden states of the largest micro-batch."""
+    return round_up(max(shape.tokens, shape.rows) * spec.hidden_size * itemsize, PAGE)
 
 
 def kv_layout(
@@ -243,6 +254,7 @@ def memory_plan(
         *_weight_buffers(spec, policy, form, device_is_host, depth.weights),
         *_cache_buffers(spec, policy, shape, itemsize, device_is_host, depth.cache),
         *_hidden_buffers(spec, policy, shape, itemsize, device_is_host, depth.hidden),
+        Buffer("wire", "device", wire_ends(spec) * WIRE_BUFFERS * wire_buffer_bytes(spec, shape, itemsize)),
         Buffer("workspace", "device", sum(workspace.values())),
         Buffer("temporaries", "device", step_bytes(spec, policy, shape, itemsize, device_is_host)),
         Buffer("temporaries", "device", unpacked_cache_bytes(spec, policy, shape, itemsize, device_is_host)),

@@ -63,7 +63,8 @@ def temporary_bytes(spec: ModelSpec, shape: Shape, itemsize: int, policy: Policy
         gathered = min(scores * spec.head_dim, max(SPARSE_CHUNK, shape.most_slots * spec.head_dim))
         decode = scores * 36 + gathered * (4 + itemsize)
     # Probabilities, sorted and summed in float64 with their indices.
-    sampling = 50 * min(shape.rows * spec.vocab_size, max(SAMPLING_CHUNK, spec.vocab_size))
+    logits = shape.rows * spec.vocab_size if spec.head else 0
+    sampling = 50 * min(logits, max(SAMPLING_CHUNK, spec.vocab_size))
     chunk = min(TOKEN_CHUNK, max(shape.tokens, shape.rows))
     step = max(prefill, decode, sampling) + chunk * (3 * spec.hidden_size + spec.ffn_size) * itemsize
     if policy.compress_weight or policy.int8_compute:

@@ -165,6 +165,15 @@ def _thread_stream(device: torch.device) -> torch.cuda.Stream:
     return stream
 
 
+def take_card(local_rank: int) -> str:
+    """Give each process of a machine a card of its own, where there are cards; what torch.distributed speaks through:
+    gloo between hosts, NCCL between cards."""
+    if not torch.cuda.is_available():
+        return "gloo"
+    torch.cuda.set_device(local_rank % torch.cuda.device_count())
+    return "cpu:gloo,cuda:nccl"
+
+
 def open_device(name: str, separate_budget: bool) -> Device:
     """`auto`, `cpu` or `cuda`. On a CPU, `separate_budget` (a --device-mem was given) makes the stand-in device."""
     if name not in ("auto", "cpu", "cuda"):

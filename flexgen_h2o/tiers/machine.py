@@ -16,16 +16,19 @@ DISK_MARGIN_BYTES = 2 * GIB
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def resolve_budgets(budget: MemoryBudget, device: Device, offload_dir: Path) -> dict[str, int | None]:
+def resolve_budgets(
+    budget: MemoryBudget, device: Device, offload_dir: Path, processes: int = 1
+) -> dict[str, int | None]:
     """Bytes by tier: the given budgets, and what is free less a margin for the others.
 
-    Where the device is host memory there is no device tier (0).
+    Where the device is host memory there is no device tier (0). processes: of this run on this machine, which share
+    its RAM and its disk evenly.
     """
-    host = budget.host if budget.host is not None else less_margin(free_host_bytes())
+    host = budget.host if budget.host is not None else less_margin(free_host_bytes()) // processes
     disk = budget.disk
     if disk is None:
         folder = next(p for p in (offload_dir, *offload_dir.absolute().parents) if p.exists())
-        disk = max(0, shutil.disk_usage(folder).free - DISK_MARGIN_BYTES)
+        disk = max(0, shutil.disk_usage(folder).free - DISK_MARGIN_BYTES) // processes
     if device.is_host:
         return {"device": 0, "host": host, "disk": disk}
     on_device = budget.device if budget.device is not None else less_margin(_free_device_bytes(device))

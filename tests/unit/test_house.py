@@ -33,6 +33,7 @@ FLOORS: tuple[frozenset[str], ...] = (
             "plan_report",
             "planning",
             "profiling",
+            "pipeline",
             "report",
             "progress",
             "run_facts",
@@ -51,6 +52,7 @@ FLOORS: tuple[frozenset[str], ...] = (
             "courses",
             "eviction_need",
             "generation",
+            "handoff",
             "row_rules",
             "refill",
         }

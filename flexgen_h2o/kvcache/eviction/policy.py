@@ -7,7 +7,7 @@ is a file in this folder and a row in `POLICIES`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -77,7 +77,8 @@ class Columns:
 class Eviction(Protocol):
     """Decides which KV columns a row keeps, apart for each sequence and kv-head."""
 
-    name: ClassVar[str]
+    @property
+    def name(self) -> str: ...
 
     @property
     def needs(self) -> Needs: ...

@@ -1,0 +1,155 @@
+"""A run as one of several processes that share a model's layers (FlexGen's dist_flex_opt), started by torchrun.
+
+Layers are split evenly: the first rank has the embedding, the last one the head. Every rank reads the same prompts and
+goes through the same sweeps; the first one reports.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any
+
+import torch.distributed as dist
+
+from flexgen_h2o.config import ModelSpec
+from flexgen_h2o.errors import FlexgenError, UsageError
+from flexgen_h2o.generation import Row
+from flexgen_h2o.report import PhaseReport, RunReport
+from flexgen_h2o.tiers.device import take_card
+from flexgen_h2o.tiers.wire import Peers, Wire, is_waiting
+
+HOW = "torchrun --nproc-per-node 2 -m flexgen_h2o.flex_opt --pipeline ..."
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# A slow rank is no failure: a stage may stream its layers from disk. A rank that ends closes its connections at once.
+_PATIENCE = timedelta(days=7)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """in_flight: blocks of num_gpu_batches micro-batches on their way at a time (FlexGen's inner iterations)."""
+
+    peers: Peers
+    in_flight: int
+
+    def blocks(self, spec: ModelSpec) -> range:
+        """The transformer blocks of this rank. UsageError where there are fewer than ranks."""
+        return split_blocks(spec.num_blocks, self.peers.ranks, spec.name)[self.peers.rank]
+
+
+def split_blocks(num_blocks: int, ranks: int, name: str = "the model") -> list[range]:
+    """Transformer blocks of each rank, the first ones one more if they cannot be even. UsageError if some have none."""
+    if ranks > num_blocks:
+        raise UsageError(
+            f"--pipeline: {name} has {num_blocks} transformer blocks, and torchrun started {ranks} processes; start "
+            f"at most {num_blocks}"
+        )
+    each, more = divmod(num_blocks, ranks)
+    ends = [rank * each + min(rank, more) for rank in range(ranks + 1)]
+    return [range(a, b) for a, b in pairwise(ends)]
+
+
+def join_pipeline(in_flight: int | None) -> Pipeline:
+    """Meet the other processes. in_flight: None takes as many as there are ranks.
+
+    UsageError outside torchrun, FlexgenError where the others do not come.
+    """
+    missing = [name for name in _VARIABLES if not os.environ.get(name)]
+    if missing:
+        raise UsageError(f"--pipeline: {missing[0]} is not set; start the processes with torchrun: {HOW}")
+    try:
+        rank, ranks, local_rank, local_ranks = (int(os.environ[name]) for name in _VARIABLES[:4])
+    except ValueError as error:
+        raise UsageError(f"--pipeline: RANK, WORLD_SIZE, ... are not numbers ({error}); {HOW}") from error
+    try:
+        dist.init_process_group(take_card(local_rank), timeout=_PATIENCE)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise FlexgenError(f"--pipeline: the {ranks} processes did not meet ({_first_line(error)})") from error
+    return Pipeline(Peers(rank, ranks, local_ranks), in_flight or ranks)
+
+
+def check_same(pipeline: Pipeline, given: Sequence[object], rows: Iterable[Row]) -> None:
+    """UsageError where ranks were given different work: a model of another config, flags, or prompts.
+
+    given: the model's config, dtype, policy, eviction, sharing of prefixes.
+    """
+    names = ("model", "dtype", "policy", "eviction", "--share-prefix")
+    mine = {
+        **dict(zip(names, given, strict=True)),
+        "--num-inner-iterations": pipeline.in_flight, "set of prompts": _digest(rows),
+    }  # fmt: skip
+    everyone: list[Any] = _gather(pipeline, {name: str(value) for name, value in mine.items()})
+    for rank, theirs in enumerate(everyone):
+        for name, value in everyone[0].items():
+            if theirs[name] != value:
+                raise UsageError(f"--pipeline: rank {rank} has another {name} than rank 0; give all ranks the same")
+
+
+def joint_report(pipeline: Pipeline, report: RunReport, blocks: range, wire: Wire) -> RunReport:
+    """The report of the whole pipeline, from every rank's own. Called by all ranks.
+
+    Seconds are the last rank's, where a sweep ends when its tokens are chosen; bytes and work are sums. `extra.ranks`
+    has each rank's own: transformer blocks (first, and one past the last), bytes, seconds of each lane.
+    """
+    mine = {
+        "rank": pipeline.peers.rank, "blocks": [blocks.start, blocks.stop], "peak_bytes": dict(report.peak_bytes),
+        "io_bytes": dict(report.io_bytes), "sent_bytes": wire.bytes_sent, "busy_s": report.extra["busy_s"],
+    }  # fmt: skip
+    all_of_them = _gather(pipeline, (report, mine))
+    reports = [one for one, _ in all_of_them]
+    last = reports[-1]
+
+    def summed(name: str) -> dict[str, int]:
+        return {key: sum(getattr(one, name)[key] for one in reports) for key in getattr(report, name)}
+
+    kv = {**summed("kv"), "slots": max(one.kv["slots"] for one in reports)}
+    work = {key: sum(one.extra["work"][key] for one in reports) for key in report.extra["work"]}
+    extra = {**report.extra, "work": work, "ranks": [facts for _, facts in all_of_them]}
+    return replace(
+        report,
+        prefill=PhaseReport(last.prefill.seconds, report.prefill.tokens),
+        decode=PhaseReport(last.decode.seconds, report.decode.tokens),
+        peak_bytes=summed("peak_bytes"), io_bytes=summed("io_bytes"), kv=kv, extra=extra,
+        model_bytes=sum(one.model_bytes for one in reports), cache_bytes=sum(one.cache_bytes for one in reports),
+    )  # fmt: skip
+
+
+def leave(code: int) -> int:
+    """End this process's part. Where a thread may wait for a neighbour that will not speak again, the process ends
+    here: gloo does not let such a thread go."""
+    if not dist.is_initialized():
+        return code
+    if is_waiting() or code:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+        os._exit(code)
+    dist.destroy_process_group()
+    return code
+
+
+def _digest(rows: Iterable[Row]) -> str:
+    """Of index, most new tokens and prompt of each."""
+    digest = hashlib.blake2b(digest_size=16)
+    for row in rows:
+        digest.update(repr((row.prompt.index, row.max_new, row.prompt.token_ids)).encode())
+    return digest.hexdigest()
+
+
+def _gather(pipeline: Pipeline, mine: Any) -> list[Any]:
+    """What every rank has, in their order; FlexgenError where one is lost."""
+    found: list[Any] = [None] * pipeline.peers.ranks
+    try:
+        dist.all_gather_object(found, mine)
+    except RuntimeError as error:
+        raise FlexgenError(f"--pipeline: lost a rank; what ended it is said there ({_first_line(error)})") from error
+    return found
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,167 @@
+"""A pipeline of processes gives the tokens of one process, and of transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexgen_h2o import LLM, Policy
+from flexgen_h2o.errors import UsageError
+from flexgen_h2o.pipeline import Pipeline, join_pipeline, split_blocks
+from flexgen_h2o.tiers.wire import Peers
+from tests.parity.cases import CONFIGURATIONS, PLACEMENTS
+from tests.parity.ranks import Run
+from tests.parity.reference import Ended, Reference, make_reference, random_model, random_prompts
+
+ROOT = Path(__file__).resolve().parents[2]
+LENGTHS = (5, 9, 9, 1, 12, 7)
+NEW_TOKENS = 5
+
+
+@pytest.fixture(scope="module")
+def three_blocks(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """OPT of three transformer blocks, which two ranks cannot share evenly; tied embeddings."""
+    model = random_model(num_hidden_layers=3)
+    return make_reference(model, tmp_path_factory.mktemp("model") / "opt-3", random_prompts(LENGTHS), NEW_TOKENS)
+
+
+def torchrun(ranks: int, *argv: object, timeout: int = 100) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", ranks, *argv]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, timeout=timeout, env=env, cwd=ROOT, check=False
+    )
+
+
+def answers_of(ranks: int, runs: list[Run], folder: Path) -> list[dict[str, Any]]:
+    (folder / "runs.json").write_text(json.dumps([asdict(run) for run in runs]))
+    done = torchrun(ranks, "-m", "tests.parity.ranks", folder / "runs.json", folder / "answers.json")
+    assert done.returncode == 0, done.stderr[:6000]
+    found: list[dict[str, Any]] = json.loads((folder / "answers.json").read_text())
+    return found
+
+
+def run_of(reference: Reference, policy: Policy, **more: Any) -> Run:
+    return Run(str(reference.folder), reference.prompts, NEW_TOKENS, policy.to_json(), **more)
+
+
+def test_two_ranks_give_the_tokens_of_transformers_with_every_placement(
+    three_blocks: Reference, tmp_path: Path
+) -> None:
+    names = list(CONFIGURATIONS)
+    runs = []
+    for i, percent in enumerate(PLACEMENTS.values()):
+        configuration = CONFIGURATIONS[names[i % len(names)]]
+        runs.append(run_of(three_blocks, configuration.policy(percent), stand_in=configuration.stand_in))
+    for answer, placement in zip(answers_of(2, runs, tmp_path), PLACEMENTS, strict=True):
+        assert answer["tokens"] == three_blocks.tokens, placement
+
+
+def test_micro_batches_families_eviction_and_compression_are_those_of_one_process(
+    three_blocks: Reference, reference: Callable[[str], Reference], ended: Ended, tmp_path: Path
+) -> None:
+    llama, neox, disk = reference("llama"), reference("gpt_neox"), (30, 0, 30, 0, 30, 0)
+    runs = [
+        run_of(llama, Policy(2, 1)),  # one transformer block a rank
+        run_of(llama, Policy(1, 3, disk), in_flight=1),
+        run_of(neox, Policy(2, 3, disk), in_flight=3),
+        run_of(three_blocks, Policy(1, 1), in_flight=3),
+        run_of(three_blocks, Policy(2, 2, disk), eviction="h2o:layer_schedule=pyramid", keeping={"heavy_size": 2}),
+        run_of(three_blocks, Policy(1, 1, disk), eviction="random", keeping={"heavy_size": 2}),
+        run_of(llama, Policy(2, 1, disk), eviction="h2o:positions=rolling", keeping={"heavy_size": 2}),
+        run_of(three_blocks, Policy(2, 1, disk, compress_weight=True, compress_cache=True, cache_bits=8)),
+        run_of(llama, Policy(2, 1, disk, int8_compute=True)),
+        run_of(three_blocks, Policy(2, 1), sampling={"temperature": 1.0, "seed": 3}),
+        Run(str(ended.folder), ended.prompts, max(map(len, ended.tokens)), Policy(2, 1).to_json()),
+        Run(str(ended.folder), ended.prompts, max(map(len, ended.tokens)), Policy(1, 3, disk).to_json(), in_flight=3),
+    ]
+    found = answers_of(2, runs, tmp_path)
+    for run, answer in zip(runs, found, strict=True):
+        alone = run.do(None, str(tmp_path / "offload"))
+        assert answer["tokens"] == alone["tokens"], run
+    assert found[0]["tokens"] == llama.tokens
+    assert found[10]["tokens"] == found[11]["tokens"] == ended.tokens
+    assert len({len(row) for row in ended.tokens}) > 2  # rows do end in the middle
+
+
+def test_three_ranks_hold_only_their_layers_and_report_together(three_blocks: Reference, tmp_path: Path) -> None:
+    run = run_of(three_blocks, Policy(2, 1))
+    (answer,) = answers_of(3, [run], tmp_path)
+    as_many = run_of(three_blocks, Policy(2, 3))  # rows at a time
+    alone = as_many.do(None, str(tmp_path / "offload"))
+    assert answer["tokens"] == three_blocks.tokens
+    ranks, report = answer["report"]["extra"]["ranks"], answer["report"]
+    assert [one["blocks"] for one in ranks] == [[0, 1], [1, 2], [2, 3]]
+    assert report["total"]["tokens"] == alone["report"]["total"]["tokens"]
+    assert report["kv"] == alone["report"]["kv"]
+    assert report["extra"]["work"] == alone["report"]["extra"]["work"]
+    assert report["peak_bytes"]["host"] == sum(one["peak_bytes"]["host"] for one in ranks)
+    # Hidden states once to each neighbour but back to the first rank: of every prompt token, then of every new one.
+    width, rows = 48 * 4, len(LENGTHS)
+    hidden = (sum(LENGTHS) + (NEW_TOKENS - 1) * rows) * width
+    assert all(hidden < one["sent_bytes"] < hidden * 1.5 for one in ranks[:2])
+    assert ranks[2]["sent_bytes"] < hidden / 2
+
+
+def test_the_door_prints_and_writes_in_one_rank_only(three_blocks: Reference, tmp_path: Path) -> None:
+    prompts, out, report = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "report.json"
+    prompts.write_text("".join(json.dumps({"prompt_token_ids": p}) + "\n" for p in three_blocks.prompts))
+    done = torchrun(
+        2, "-m", "flexgen_h2o.flex_opt", "--pipeline", "--model", three_blocks.folder, "--device", "cpu",
+        "--dtype", "float32", "--prompts", prompts, "--gen-len", NEW_TOKENS, "--gpu-batch-size", 2,
+        "--num-gpu-batches", 1, "--num-inner-iterations", 3, "--host-mem", "64MiB", "--output", out, "--json", report,
+        "--offload-dir", tmp_path / "offload", "--no-log",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[:6000]
+    assert [json.loads(line)["token_ids"] for line in out.read_text().splitlines()] == three_blocks.tokens
+    assert done.stdout.count("decode latency") == 1
+    assert "ranks: 0: blocks 0 to 1, " in done.stdout
+    assert len(json.loads(report.read_text())["extra"]["ranks"]) == 2
+
+
+def test_a_rank_that_fails_ends_all_with_its_line(three_blocks: Reference, tmp_path: Path) -> None:
+    """Rank 1 alone has too small a budget; rank 0 waits for it and must not wait on."""
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, sys\nfrom flexgen_h2o import flex_opt\n"
+        "sys.exit(flex_opt.main([*sys.argv[1:], '--host-mem', '1MiB' if os.environ['RANK'] == '1' else '64MiB']))\n"
+    )
+    done = torchrun(
+        2, script, "--pipeline", "--model", three_blocks.folder, "--device", "cpu", "--dtype", "float32",
+        "--prompt-len", 8, "--gen-len", 4, "--gpu-batch-size", 2, "--no-log", "--offload-dir", tmp_path / "offload",
+    )  # fmt: skip
+    assert done.returncode != 0
+    lines = [line for line in done.stderr.splitlines() if line.startswith("flex_opt, rank")]
+    assert any(line.startswith("flex_opt, rank 1: the policy needs ") for line in lines), done.stderr[:6000]
+    assert "latency" not in done.stdout
+
+
+# ---- Bad use
+
+
+def test_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(UsageError, match=r"--pipeline: RANK is not set; start the processes with torchrun"):
+        join_pipeline(None)
+
+
+def test_more_ranks_than_blocks_and_auto(three_blocks: Reference, tmp_path: Path) -> None:
+    fixed = LLM(str(three_blocks.folder), Policy(), device="cpu", offload_dir=tmp_path)
+    with pytest.raises(UsageError, match=r"has 3 transformer blocks, and torchrun started 4 processes"):
+        fixed.join(Pipeline(Peers(0, 4), 4))
+    chosen = LLM(str(three_blocks.folder), "auto", device="cpu", offload_dir=tmp_path)
+    with pytest.raises(UsageError, match=r"--pipeline: auto plans for one process"):
+        chosen.join(Pipeline(Peers(0, 2), 2))
+
+
+def test_blocks_are_shared_evenly_the_first_ranks_take_one_more() -> None:
+    assert split_blocks(7, 3) == [range(3), range(3, 5), range(5, 7)]
+    assert split_blocks(4, 4) == [range(i, i + 1) for i in range(4)]
