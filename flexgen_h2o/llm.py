@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 
@@ -19,27 +19,28 @@ from flexgen_h2o.engine import Engine
 from flexgen_h2o.errors import DoesNotFitError, UsageError
 from flexgen_h2o.eviction_need import need_of_rows, shape_of_blocks
 from flexgen_h2o.executor import BlockTimes, Executor, KvUse
-from flexgen_h2o.generation import Chooser, Decoding, LogitsWatch, Row, SlotsWatch, Watches, row_blocks
+from flexgen_h2o.generation import Chooser, Decoding, LogitsWatch, Row, SlotsWatch, Watches, group_rows, row_blocks
 from flexgen_h2o.kernels.warm_up import warm_up
 from flexgen_h2o.kvcache.eviction import check_eviction
-from flexgen_h2o.kvcache.eviction.of_stage import OfStage
-from flexgen_h2o.kvcache.eviction.rolling import check_rolling, is_rolling, most_new_tokens
-from flexgen_h2o.llm_arguments import check_dtype, check_together, read_policy_argument
+from flexgen_h2o.kvcache.eviction.rolling import check_rolling, is_rolling
+from flexgen_h2o.llm_arguments import check_dtype, check_together, read_followed, read_policy_argument
 from flexgen_h2o.packing import Packing, weight_form
 from flexgen_h2o.paths import DEFAULT_OFFLOAD_DIR, usable_path
-from flexgen_h2o.pipeline import Pipeline, check_same, joint_report
+from flexgen_h2o.pipeline import Part, Pipeline, check_same, joint_report, part_of
 from flexgen_h2o.planner.memory import MemoryPlan, Shape, packing_of, plan_within
 from flexgen_h2o.planner.need import AutoPolicy, Need
 from flexgen_h2o.planner.predict import Prediction
 from flexgen_h2o.planner.roofline import Peak
 from flexgen_h2o.planning import Planner
+from flexgen_h2o.prefixes import SHARINGS, FedPrompts, PromptGroup, Sharing, check_sharing
 from flexgen_h2o.profile import HardwareProfile
 from flexgen_h2o.profiling.peak import measure_peak
 from flexgen_h2o.progress import Listener, Progress
 from flexgen_h2o.prompts import Completion, Prompt, prompts_from_python
 from flexgen_h2o.report import RunReport
 from flexgen_h2o.row_rules import RowRules
-from flexgen_h2o.run_facts import make_report, sizes_of
+from flexgen_h2o.run_facts import Tally, make_report, sizes_of
+from flexgen_h2o.run_rows import More, RunRows, run_rows
 from flexgen_h2o.sampling import ForcedTokens, SamplingParams
 from flexgen_h2o.schedule import Step
 from flexgen_h2o.source import Model, find_checkpoint, find_model
@@ -87,6 +88,7 @@ class LLM:
         self.offload_dir = usable_path(offload_dir or DEFAULT_OFFLOAD_DIR, "--offload-dir")
         self.model: Model = find_model(model, path, revision)
         self._asked_dtype = check_dtype(dtype)
+        self._part = Part(self.model.spec, self.eviction)  # all of it, but for `join`
         self.timeline = Timeline()
         self.report: RunReport | None = None
         self._policy = self.asked_policy if isinstance(self.asked_policy, Policy) else None
@@ -94,11 +96,11 @@ class LLM:
         self._planned: _Planned | None = None  # what the engine was last opened for
         self._job_rows = 0
         self.predicted: Prediction | None = None
-        self._part, self._kept = self.model.spec, self.eviction  # of this process: see `join`
-        self._pipeline: Pipeline | None = None
         self._running = threading.Lock()
         self.times: list[BlockTimes] = []
         self._kv_use: list[KvUse] = []
+        self._fed = FedPrompts()
+        self._share_prefix = "auto"
 
     def __enter__(self) -> LLM:
         return self
@@ -113,6 +115,15 @@ class LLM:
         """The policy in use; with "auto", None until the first `generate`."""
         return self._policy
 
+    @property
+    def share_prefix(self) -> str:
+        """Are tokens that rows of a micro-batch begin with computed once? "auto": where it pays, "on", "off"."""
+        return self._share_prefix
+
+    @share_prefix.setter
+    def share_prefix(self, name: str) -> None:
+        self._share_prefix = check_sharing(name)
+
     def use(self, policy: Policy | AutoPolicy) -> None:
         """Run with another policy from the next `generate` on; what was held for the old one is given back."""
         if policy != self.asked_policy:
@@ -121,15 +132,13 @@ class LLM:
             self._policy = policy if isinstance(policy, Policy) else None
 
     def join(self, pipeline: Pipeline) -> None:
-        """From now on run this rank's part of the model only: every rank calls `run` with the same prompts.
+        """From now on run this rank's part of the model: every rank calls `run` or `generate` with the same prompts.
 
         UsageError where the model has too few transformer blocks, or the policy is "auto".
         """
         if isinstance(self.asked_policy, AutoPolicy):
             raise UsageError("--pipeline: auto plans for one process; give --percent and batch sizes, or --policy FILE")
-        blocks = pipeline.blocks(self.model.spec)
-        self._pipeline, self._part = pipeline, self.model.spec.stage(blocks)
-        self._kept = OfStage(self.eviction, blocks.start, self.model.spec.num_blocks)
+        self._part = part_of(pipeline, self.model.spec, self.eviction)
 
     @property
     def dtype(self) -> str:
@@ -157,22 +166,25 @@ class LLM:
 
     def sizes(self, prompts: Sequence[Prompt], params: SamplingParams) -> tuple[int, int, int]:
         """Bytes of weights, of the full KV cache and of the hidden states of all rows: FlexGen's summary."""
-        return sizes_of(self.model.spec, self._rules(prompts, params).rows(), DTYPE_BYTES[self.dtype])
+        tally = Tally()
+        tally.begin(self._rules(prompts, params).rows())
+        return sizes_of(self.model.spec, tally.sizes, DTYPE_BYTES[self.dtype])
 
     def generate(
         self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None,
-        watch_logits: LogitsWatch | None = None,
+        watch_logits: LogitsWatch | None = None, refill: bool = True,
     ) -> list[Completion]:  # fmt: skip
         """Generate for text prompts and lists of token ids, in any mix and number; results in the order of `prompts`.
 
         params: of all prompts, or one for each; then a row draws from its own seed alone, wherever it stands.
-        watch_logits sees every step's logits: (indices of the rows, (rows, vocab) in the compute dtype).
+        watch_logits sees every step's logits: (indices of the rows, (rows, vocab) in the compute dtype). refill: as of
+        `run`.
         """
         encode = self.model.encode if self.model.tokenizer is not None else None
         read = prompts_from_python(prompts, encode, self.model.spec.vocab_size)
         done: list[Completion] = []
         if read:
-            self.run(read, params or SamplingParams(), done.extend, watch_logits=watch_logits)
+            self.run(read, params or SamplingParams(), done.extend, watch_logits=watch_logits, refill=refill)
         return sorted(done, key=lambda c: c.index)
 
     def follow(
@@ -186,16 +198,7 @@ class LLM:
         """
         if watch_slots is not None and not self.eviction.needs.record:
             raise UsageError(f"watch_slots: nothing is recorded of slots with {self.eviction.name}")
-        read = prompts_from_python(prompts, None, self.model.spec.vocab_size)
-        after = prompts_from_python(continuations, None, self.model.spec.vocab_size)
-        if len(read) != len(after):
-            raise UsageError(f"continuations: {len(after)} for {len(read)} prompts")
-        positions, room = self.model.spec.max_positions, partial(most_new_tokens, self.eviction, self.model.spec)
-        for prompt, more in zip(read, after, strict=True):
-            length, new = len(prompt.token_ids), len(more.token_ids)
-            if length > positions or room(length, new) < new:
-                raise UsageError(f"prompts[{prompt.index}]: with its continuation longer than {positions} positions")
-        forced = {p.index: p.token_ids for p in after}
+        read, forced = read_followed(prompts, continuations, self.model.spec, self.eviction)
         params = SamplingParams(max_tokens=max(map(len, forced.values())), ignore_eos=True)
         return self.run(read, params, lambda done: None, watch_logits, None, forced, watch_slots)
 
@@ -203,71 +206,82 @@ class LLM:
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams],
         on_finished: Callable[[list[Completion]], None], watch_logits: LogitsWatch | None = None,
         order: Order | None = None, forced: Mapping[int, Sequence[int]] | None = None,
-        watch_slots: SlotsWatch | None = None, listener: Listener | None = None,
+        watch_slots: SlotsWatch | None = None, listener: Listener | None = None, refill: bool = False,
+        more: More | None = None,
     ) -> RunReport:  # fmt: skip
         """`generate` for read prompts: completions are handed out as rows finish, the report is returned.
 
         forced: the tokens that rows take, by index, instead of choosing; a row ends with its last. order: the steps to
         run of a block instead of its whole schedule, from its numbers of layers and micro-batches; rows that it cuts
         short are handed out at the end, as of length. listener: hears of tokens and rows instead of the progress bar.
+        refill: rows that finish give their places to the next ones while the others go on, where rows may end apart;
+        nothing is predicted then. more: with refill, gives further rows that `has_room`, when all others have entered.
         """
         if not self._running.acquire(blocking=False):
             raise UsageError("this LLM is generating already; a thread needs an LLM of its own")
         try:
             rules = self._rules(prompts, params)
-            return self._run(rules, on_finished, Watches(watch_logits, watch_slots), order, forced, listener)
+            rows = rules.rows(forced)
+            if self._part.pipeline is not None:
+                refill = False  # rows that wait would have to be the same everywhere too
+                check_same(self._part.pipeline, self.model.config, self.dtype, self.asked_policy, self.eviction, rows)
+            blocks = self._blocks(rows, self._ready(rows).policy)
+            work = run_rows(rules, rows, blocks, refill and order is None, more, self._part.in_flight)
+            chooser: Chooser = rules.chooser if forced is None else ForcedTokens(forced)
+            decoding = Decoding(chooser, rules.end, Watches(watch_logits, watch_slots))
+            return self._run(rules, work, decoding, on_finished, order, listener)
         finally:
             self._running.release()
 
     def _run(
-        self, rules: RowRules, on_finished: Callable[[list[Completion]], None], watches: Watches,
-        order: Order | None, forced: Mapping[int, Sequence[int]] | None, listener: Listener | None,
+        self, rules: RowRules, work: RunRows, decoding: Decoding, on_finished: Callable[[list[Completion]], None],
+        order: Order | None, listener: Listener | None,
     ) -> RunReport:  # fmt: skip
-        rows = rules.rows(forced)
-        if self._pipeline is not None:
-            check_same(self._pipeline, self.model.config, self.dtype, self.asked_policy, self.eviction, rows)
-        engine = self._ready(rows)
-        blocks = self._blocks(rows, engine.policy)
-        loads = engine.policy.num_gpu_batches  # micro-batches that share one
-        sweeps = sum(max(r.max_new for batch in block for r in batch) * -(-len(block) // loads) for block in blocks)
+        engine, tally, sweeps = self._engine, work.tally, work.most_sweeps
+        assert engine is not None
         before = engine.io_bytes
-        bar = Progress(sum(r.max_new for r in rows)) if listener is None else contextlib.nullcontext(listener)
+        if work.queue is not None:
+            self.predicted = None  # it is of blocks whose rows begin together
+        bar = Progress(sum(r.max_new for r in work.rows)) if listener is None else contextlib.nullcontext(listener)
         with bar as progress:
 
             def hand_out(finished: list[Row]) -> None:
                 progress.finish(finished)
+                tally.finish(finished)
                 on_finished([rules.completion(row) for row in finished])
+                rules.forget(finished)
 
-            chooser: Chooser = rules.chooser if forced is None else ForcedTokens(forced)
-            decoding = Decoding(chooser, rules.end, watches)
-            executor = Executor(engine, self._kept, decoding, hand_out, sweeps)
-            self.times, self._kv_use = [], []
+            executor = Executor(engine, self._part.eviction, decoding, hand_out, sweeps, self._sharing)
+            self.times, self._kv_use, self._fed = [], [], FedPrompts()
             engine.timeline.reset()
             try:
-                for block in blocks:
+                for block in work.blocks:
                     steps = order(len(engine.layers.layers), len(block)) if order else None
                     with torch.inference_mode():
-                        executor.run_block(block, steps, progress.sweep)
+                        executor.run_block(block, steps, progress.sweep, work.queue)
                     self.times.append(executor.times)
                     self._kv_use.append(executor.kv_use)
+                    self._fed += executor.fed
                     if order:  # it may end within a sweep: the next block's weights begin anew
                         executor.finish()
-                        executor = Executor(engine, self._kept, decoding, hand_out, sweeps)
+                        executor = Executor(engine, self._part.eviction, decoding, hand_out, sweeps, self._sharing)
                 executor.finish()
             except BaseException:
                 self.close()
                 raise
-        cut_short = [row for row in rows if row.finish_reason is None]
+        cut_short = [row for row in work.rows if row.finish_reason is None]
         for row in cut_short:
             row.finish_reason = "length"
+        tally.finish(cut_short)
         on_finished([rules.completion(row) for row in cut_short])
         moved = {lane: n - before[lane] for lane, n in engine.io_bytes.items()}
-        profile = self._planner.profile_facts
+        facts = self._planner.profile_facts | ({"refilled": work.queue.entered} if work.queue else {})
         self.report = make_report(
-            self.model.name, engine, self._kept, rows, self.times, self._kv_use, moved, self.predicted, profile
-        )
-        if self._pipeline is not None and engine.wire is not None:
-            self.report = joint_report(self._pipeline, self.report, self._pipeline.blocks(self.model.spec), engine.wire)
+            self.model.name, engine, self._part.eviction, tally, self.times, self._kv_use, self._fed, moved,
+            self.predicted, facts,
+        )  # fmt: skip
+        if engine.wire is not None:
+            self.report = joint_report(self._part, self.report, engine.wire)
         return self.report
 
     def close(self) -> None:
@@ -289,17 +303,19 @@ class LLM:
     def check_fit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
         """DoesNotFitError where `prepare` would raise it. Opens nothing, and closes what is open."""
         self.close()
-        budgets = self._budgets()
+        budgets = resolve_budgets(self._budget, self._device, self.offload_dir, self._part.processes)
         self._plan_for(self._rules(prompts, params).rows(), budgets)
+
+    def has_room(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> bool:
+        """Can these rows enter the running block, as the engine is open for others?"""
+        shape = self._engine.plan.shape if self._engine is not None else None
+        need = self._need(self._rules(prompts, params).rows())
+        return shape is not None and need.prompt_len <= max(shape.tokens, shape.rows) and shape.has_slots(need.slots)
 
     @property
     def peak_bytes(self) -> dict[str, int]:
         """Bytes by tier that the open engine has charged to the budgets at most; empty without one."""
         return self._engine.peak_bytes if self._engine is not None else {}
-
-    def _budgets(self) -> dict[str, int | None]:
-        processes = self._pipeline.peers.local_ranks if self._pipeline is not None else 1
-        return resolve_budgets(self._budget, self._device, self.offload_dir, processes)
 
     def _ready(self, rows: Sequence[Row]) -> Engine:
         """An engine whose buffers cover these rows: the open one if it does, else a new one."""
@@ -310,18 +326,18 @@ class LLM:
         self.close()
         asked = self.asked_policy.base if isinstance(self.asked_policy, AutoPolicy) else self.asked_policy
         check_rolling(self.eviction, self.model.spec, asked.compress_cache)
-        budgets = self._budgets()
+        budgets = resolve_budgets(self._budget, self._device, self.offload_dir, self._part.processes)
         self._planned = planned = self._plan_for(rows, budgets)
         policy, plan = planned.policy, planned.memory
         self._policy = policy
         self.predicted = self._predict(need, rows, policy, plan)
-        dtype, spec = getattr(torch, self.dtype), self._part
+        dtype, spec = getattr(torch, self.dtype), self._part.spec
         packing, scored = weight_form(policy, dtype.itemsize).packing, bool(self.eviction.needs.record)
         warm_up(self._device.torch_device, dtype, scored, packing_of(spec, policy), packing, is_rolling(self.eviction))
         checkpoint = self._find_checkpoint(packing) if packing else self._checkpoint
         self._engine = Engine(
             spec, checkpoint, policy, plan, dtype, self._device, budgets, self.offload_dir, self.timeline,
-            self._pipeline.peers if self._pipeline is not None else None,
+            self._part.peers,
         )  # fmt: skip
         return self._engine
 
@@ -345,7 +361,7 @@ class LLM:
         shape = self._shape(rows, policy)
         if before is not None and before.policy == policy:
             shape = shape.union(before.memory.shape)
-        memory = plan_within(self._part, policy, shape, itemsize, self._device.is_host, budgets)
+        memory = plan_within(self._part.spec, policy, shape, itemsize, self._device.is_host, budgets)
         return _Planned(need, policy, memory)
 
     def _serves(self, engine: Engine, need: Need, rows: Sequence[Row]) -> bool:
@@ -355,15 +371,21 @@ class LLM:
         return enough and (self.asked_policy == engine.policy or not for_fewer)
 
     def _shape(self, rows: Sequence[Row], policy: Policy) -> Shape:
-        return shape_of_blocks(self._blocks(rows, policy), self._need(rows).slots, self.eviction.needs.record)
+        return shape_of_blocks(self._groups(rows, policy), self._need(rows).slots, self.eviction.needs.record)
+
+    @property
+    def _sharing(self) -> Sharing | None:
+        return SHARINGS[self._share_prefix]
 
     def _blocks(self, rows: Sequence[Row], policy: Policy) -> list[list[list[Row]]]:
-        """Rows as blocks of micro-batches; those of a pipeline that are in flight together are one."""
-        in_flight = self._pipeline.in_flight if self._pipeline is not None else 1
-        return row_blocks(rows, policy.gpu_batch_size, policy.num_gpu_batches * in_flight)
+        return row_blocks(rows, policy.gpu_batch_size, policy.num_gpu_batches * self._part.in_flight, self._sharing)
+
+    def _groups(self, rows: Sequence[Row], policy: Policy) -> list[list[tuple[PromptGroup, ...]]]:
+        """The prompts of each micro-batch of each block, as they will be fed."""
+        return [[group_rows(batch, self._sharing) for batch in block] for block in self._blocks(rows, policy)]
 
     def _need(self, rows: Sequence[Row]) -> Need:
-        return need_of_rows(self._kept, rows, self._part.num_blocks)
+        return need_of_rows(self._part.eviction, rows, self._part.spec.num_blocks, self._sharing)
 
     @cached_property
     def _planner(self) -> Planner:
@@ -374,11 +396,9 @@ class LLM:
     def _predict(self, need: Need, rows: Sequence[Row], policy: Policy, plan: MemoryPlan) -> Prediction | None:
         """What the run will cost if no row ends early; None where the profile does not know the dtype, and in a job,
         where to simulate every ragged block of every part would take longer than it tells."""
-        if self._job_rows or self._pipeline is not None or not self._planner.can_predict:
+        if self._job_rows or self._part.pipeline is not None or not self._planner.can_predict:
             return None
-        blocks = self._blocks(rows, policy)
-        lengths = [[[len(r.prompt.token_ids) for r in batch] for batch in block] for block in blocks]
-        return self._planner.predict(policy, need, plan, lengths)
+        return self._planner.predict(policy, need, plan, self._groups(rows, policy))
 
     @cached_property
     def _checkpoint(self) -> Checkpoint:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from flexgen_h2o.config import DTYPE_BYTES, Policy, read_policy
+from flexgen_h2o.config import DTYPE_BYTES, ModelSpec, Policy, read_policy
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.kvcache.eviction import Eviction
+from flexgen_h2o.kvcache.eviction.rolling import most_new_tokens
 from flexgen_h2o.paths import usable_path
 from flexgen_h2o.planner.need import AutoPolicy
+from flexgen_h2o.prompts import Prompt, prompts_from_python
 
 
 def read_policy_argument(policy: Policy | AutoPolicy | str | Path) -> Policy | AutoPolicy:
@@ -33,3 +36,19 @@ def check_dtype(dtype: str) -> str | None:
     if dtype not in DTYPE_BYTES:
         raise UsageError(f"--dtype {dtype}: not one of auto, {', '.join(DTYPE_BYTES)}")
     return dtype
+
+
+def read_followed(
+    prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]], spec: ModelSpec, eviction: Eviction
+) -> tuple[list[Prompt], dict[int, tuple[int, ...]]]:
+    """Prompts, and the tokens that follow each, by index. UsageError for bad ids, and where positions are too few."""
+    read, after = (prompts_from_python(ids, None, spec.vocab_size) for ids in (prompts, continuations))
+    if len(read) != len(after):
+        raise UsageError(f"continuations: {len(after)} for {len(read)} prompts")
+    for prompt, more in zip(read, after, strict=True):
+        length, new = len(prompt.token_ids), len(more.token_ids)
+        if length > spec.max_positions or most_new_tokens(eviction, spec, length, new) < new:
+            raise UsageError(
+                f"prompts[{prompt.index}]: with its continuation longer than {spec.max_positions} positions"
+            )
+    return read, {p.index: p.token_ids for p in after}

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from flexgen_h2o.config import ModelSpec, Policy
 from flexgen_h2o.limits import (
+    MASK_ROWS,
     PACKED_CHUNK,
     ROLLING_CHUNK,
     SAMPLING_CHUNK,
@@ -35,6 +36,7 @@ def temporary_bytes(spec: ModelSpec, shape: Shape, itemsize: int, policy: Policy
     prefill = shape.tokens * (q_width * itemsize + 4 * spec.num_heads)
     scores = shape.rows * spec.num_heads * shape.most_slots
     decode = scores * (8 + itemsize)
+    copies = 2  # keys and values of a shared prefix and of rows' own tokens, put together
     if shape.record:  # column sums with the tile that they are summed in, ranks and their order
         prefill += shape.tokens * spec.num_kv_heads * RANK_BYTES + 2 * SCORE_TILE_BYTES
         decode += shape.rows * spec.num_kv_heads * shape.most_slots * RANK_BYTES
@@ -42,8 +44,14 @@ def temporary_bytes(spec: ModelSpec, shape: Shape, itemsize: int, policy: Policy
         prefill += shape.tokens * spec.num_kv_heads * spec.head_dim * 4
     if "ranks" in shape.record:  # prompts' keys before they are rotated; copies of keys in slots, and what turns them
         prefill += shape.tokens * spec.num_kv_heads * spec.head_dim * itemsize
+        copies += 1
         row = shape.most_slots * spec.head_dim
         decode += 4 * itemsize * min(shape.rows * spec.num_kv_heads * row, max(ROLLING_CHUNK, row))
+    if shape.sharing:
+        columns = max(shape.sharing, TOKEN_CHUNK) * spec.num_kv_heads
+        prefill += columns * copies * spec.head_dim * itemsize
+        prefill += columns * RANK_BYTES if shape.record else 0
+        prefill += MASK_ROWS * shape.sharing * itemsize  # the mask of own queries
     if policy.attn_sparsity < 1:  # probabilities, their order, and a chunk of gathered values in two dtypes
         gathered = min(scores * spec.head_dim, max(SPARSE_CHUNK, shape.most_slots * spec.head_dim))
         decode = scores * 36 + gathered * (4 + itemsize)

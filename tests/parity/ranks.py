@@ -24,13 +24,17 @@ from flexgen_h2o.pipeline import Pipeline, join_pipeline, leave
 
 @dataclass(frozen=True)
 class Run:
-    """folder: of the model. stand_in: with a device tier of its own. in_flight: None takes as many as ranks."""
+    """folder: of the model. keeping: settings of the eviction policy. stand_in: with a device tier of its own.
+
+    in_flight: None takes as many as ranks.
+    """
 
     folder: str
     prompts: list[list[int]]
     max_tokens: int
     policy: dict[str, Any]
     eviction: str = "full"
+    keeping: dict[str, Any] = field(default_factory=dict)
     stand_in: bool = False
     in_flight: int | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
@@ -39,7 +43,7 @@ class Run:
         """The tokens and the report; None as a pipeline runs all layers in this process."""
         budget = MemoryBudget("64MiB" if self.stand_in else None, "64MiB", "64MiB")
         policy = Policy(**{**self.policy, "percent": tuple(self.policy["percent"])})
-        eviction = Full() if self.eviction == "full" else make_eviction(self.eviction)
+        eviction = Full() if self.eviction == "full" else make_eviction(self.eviction, **self.keeping)
         with LLM(self.folder, policy, eviction, "cpu", "float32", budget, offload_dir) as llm:
             if pipeline is not None:
                 llm.join(dataclasses.replace(pipeline, in_flight=self.in_flight or pipeline.peers.ranks))

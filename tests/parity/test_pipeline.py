@@ -74,9 +74,9 @@ def test_micro_batches_families_eviction_and_compression_are_those_of_one_proces
         run_of(llama, Policy(1, 3, disk), in_flight=1),
         run_of(neox, Policy(2, 3, disk), in_flight=3),
         run_of(three_blocks, Policy(1, 1), in_flight=3),
-        run_of(three_blocks, Policy(2, 2, disk), eviction="h2o:heavy_size=2,layer_schedule=pyramid"),
-        run_of(three_blocks, Policy(1, 1, disk), eviction="random:heavy_size=2"),
-        run_of(llama, Policy(2, 1, disk), eviction="h2o:heavy_size=2,positions=rolling"),
+        run_of(three_blocks, Policy(2, 2, disk), eviction="h2o:layer_schedule=pyramid", keeping={"heavy_size": 2}),
+        run_of(three_blocks, Policy(1, 1, disk), eviction="random", keeping={"heavy_size": 2}),
+        run_of(llama, Policy(2, 1, disk), eviction="h2o:positions=rolling", keeping={"heavy_size": 2}),
         run_of(three_blocks, Policy(2, 1, disk, compress_weight=True, compress_cache=True, cache_bits=8)),
         run_of(llama, Policy(2, 1, disk, int8_compute=True)),
         run_of(three_blocks, Policy(2, 1), sampling={"temperature": 1.0, "seed": 3}),
@@ -95,7 +95,8 @@ def test_micro_batches_families_eviction_and_compression_are_those_of_one_proces
 def test_three_ranks_hold_only_their_layers_and_report_together(three_blocks: Reference, tmp_path: Path) -> None:
     run = run_of(three_blocks, Policy(2, 1))
     (answer,) = answers_of(3, [run], tmp_path)
-    alone = run.do(None, str(tmp_path / "offload"))
+    as_many = run_of(three_blocks, Policy(2, 3))  # rows at a time
+    alone = as_many.do(None, str(tmp_path / "offload"))
     assert answer["tokens"] == three_blocks.tokens
     ranks, report = answer["report"]["extra"]["ranks"], answer["report"]
     assert [one["blocks"] for one in ranks] == [[0, 1], [1, 2], [2, 3]]

@@ -35,7 +35,7 @@ class Letters:
 
 def test_the_first_sweep_takes_the_prompts_packed() -> None:
     fed = MicroBatch([row(0, 3), row(1, 1), row(2, 2)]).sweep_input()
-    assert fed.is_prefill
+    assert (fed.phase, fed.decoding, fed.prompt_tokens) == ("prefill", 0, 6)
     assert fed.ids.tolist() == [0, 1, 2, 100, 200, 201] and fed.ids.dtype == torch.int64
     assert fed.positions.tolist() == [0, 1, 2, 0, 0, 1]
     assert (fed.counts, fed.past, fed.last().tolist()) == ((3, 1, 2), (0, 0, 0), [2, 3, 5])
@@ -47,9 +47,23 @@ def test_later_sweeps_take_each_rows_newest_token_behind_its_columns() -> None:
     batch.accept([7, 8], lambda r: None)
     batch.accept([5, 6], lambda r: None)
     fed = batch.sweep_input()
-    assert not fed.is_prefill
+    assert (fed.phase, fed.decoding, fed.prompt_tokens) == ("decode", 2, 0)
     assert (fed.ids.tolist(), fed.positions.tolist()) == ([5, 6], [4, 2])
     assert (fed.counts, fed.past, fed.last().tolist()) == ((1, 1), (4, 2), [0, 1])
+
+
+def test_rows_that_enter_bring_their_prompts_behind_those_that_decode() -> None:
+    batch = MicroBatch([row(0, 3), row(1, 1)])
+    batch.accept([7, 8], lambda r: None)
+    batch.enter([row(2, 2), row(3, 3)])
+    fed = batch.sweep_input()
+    assert (fed.phase, fed.decoding, fed.prompt_tokens) == ("mixed", 2, 5)
+    assert fed.ids.tolist() == [7, 8, 200, 201, 300, 301, 302] and fed.positions.tolist() == [3, 1, 0, 1, 0, 1, 2]
+    assert (fed.counts, fed.past, fed.last().tolist()) == ((1, 1, 2, 3), (3, 1, 0, 0), [0, 1, 3, 6])
+    finished, moves = batch.accept([4, 5, 6, 9], lambda r: "stop" if r.prompt.index == 0 else None)
+    assert [r.prompt.index for r in finished] == [0] and moves == [(3, 0)]
+    fed = batch.sweep_input()
+    assert (fed.phase, fed.ids.tolist(), fed.past) == ("decode", [9, 5, 6], (3, 2, 2))
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6)), min_size=1, max_size=8))

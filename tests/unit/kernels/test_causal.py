@@ -23,16 +23,33 @@ def prompts(batch: int, heads: int, group: int, n: int, d: int, dtype: torch.dty
 @given(
     st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.integers(1, 40), st.sampled_from([1, 8, 15, 20, 64]),
     st.sampled_from(DTYPES), st.sampled_from([causal_attention_lse, causal_attention_lse_reference]),
+    st.sampled_from([0, 0, 1, 30]),
 )  # fmt: skip
-def test_against_the_definition(batch: int, heads: int, group: int, n: int, d: int, dtype, function) -> None:
+def test_against_the_definition(batch: int, heads: int, group: int, n: int, d: int, dtype, function, first) -> None:
+    """Of all rows, and of the last ones only."""
     q, k, v = prompts(batch, heads, group, n, d, dtype)
-    out, lse = function(q, k, v, 0.3)
+    last = slice(min(first, n - 1), None)
+    out, lse = function(q[:, :, last], k, v, 0.3)
     products = 0.3 * q.double() @ k.double().repeat_interleave(group, dim=1).transpose(2, 3)
     products.masked_fill_(torch.ones(n, n, dtype=torch.bool).triu(1), float("-inf"))
+    products, q = products[:, :, last], q[:, :, last]
     expected = torch.softmax(products, dim=3) @ v.double().repeat_interleave(group, dim=1)
     assert out.shape == q.shape and out.dtype == dtype and lse.shape == q.shape[:3] and lse.dtype == torch.float32
     assert (out.double() - expected).abs().max() < TOLERANCE[dtype]
     assert (lse.double() - products.logsumexp(dim=3)).abs().max() < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 5, 20])
+def test_pieces_of_the_last_rows(rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many queries one mask is for, and with or without the log-sum-exp."""
+    q, k, v = prompts(2, 2, 2, 23, 16, dtype)
+    whole, lse = causal_attention_lse(q, k, v, 0.3)
+    monkeypatch.setattr(causal, "MASK_ROWS", 7)
+    last, last_lse = causal_attention_lse(q[:, :, -rows:], k, v, 0.3)
+    plain = causal_attention(q[:, :, -rows:], k, v, 0.3)
+    for a, b in ((last, whole[:, :, -rows:]), (last_lse, lse[:, :, -rows:]), (plain, whole[:, :, -rows:])):
+        assert a.shape == b.shape and torch.allclose(a, b, atol=TOLERANCE[dtype], rtol=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -64,12 +81,18 @@ def wrong(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> ca
     return out, lse / 0.693  # in base 2
 
 
+def aligned_to_the_first(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> causal.Result:
+    """As if the queries were the first rows."""
+    n = q.shape[2]
+    return causal_attention_lse_reference(q, k[:, :, :n], v[:, :, :n], scale)
+
+
 def misshapen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> causal.Result:
     out, lse = causal_attention_lse_reference(q, k, v, scale)
     return out, lse.transpose(1, 2)
 
 
-@pytest.mark.parametrize("fused", [missing, wrong, misshapen])
+@pytest.mark.parametrize("fused", [missing, wrong, misshapen, aligned_to_the_first])
 def test_a_private_operation_that_changed_is_left_alone(fused, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(causal._FUSED, "cpu", (fused, (torch.float32,)))
     causal._checked.cache_clear()

@@ -111,7 +111,8 @@ class Bench:
     def run_block(self, prompts: list[list[int]], sweeps: int, leaving: dict[tuple[int, int], list[int]]) -> None:
         """`prompts`: columns that stay of each, by micro-batch; `leaving`: who leaves after (sweep, micro-batch)."""
         self.store.begin_block(
-            [[self.layout(len(n), min(budget, max(n) + sweeps)) for n in prompts] for budget in self.budgets]
+            [[self.layout(len(n), min(budget, max(n) + sweeps)) for n in prompts] for budget in self.budgets],
+            [len(n) for n in prompts],
         )
         history: History = {(b, k): [] for b in range(BLOCKS) for k in range(len(prompts))}
         live = [list(lengths) for lengths in prompts]
@@ -130,7 +131,7 @@ class Bench:
                 live[k] = [live[k][i] for i in order]
                 for block in range(BLOCKS):
                     history[block, k] = [history[block, k][i] for i in order]
-                self.store.compact(k, moves, len(order))
+                self.store.change_rows(k, moves, len(order))
         stream.drain()
         self.store.settle()
 

@@ -219,7 +219,7 @@ def test_records_and_overlays_are_taken_from_what_is_planned_for_them(
     rows = data.draw(st.lists(st.integers(1, shape.rows), min_size=1, max_size=shape.micro_batches))
     rows[0] = shape.rows
     layouts = [[kv_layout(SPEC, policy, n, slots, shape.record, 4, is_host) for n in rows] for slots in shape.slots]
-    store.begin_block(layouts)
+    store.begin_block(layouts, rows)
     for unit in store._units.values():
         for home in unit.homes:
             assert home.record is not None and home.record.victims.shape == (home.part.rows,)
