@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from flexgen_h2o.doors import (
     add_engine_flags,
     add_eviction_flags,
     add_sampling_flags,
+    budget_of,
     check_separate,
     eviction_of,
     file_name,
@@ -30,10 +32,12 @@ from flexgen_h2o.errors import EXIT_ALL_ROWS_FAILED, EXIT_DONE, UsageError
 from flexgen_h2o.interrupts import Interrupted
 from flexgen_h2o.paths import usable_path
 from flexgen_h2o.prefixes import SHARINGS
-from flexgen_h2o.units import format_seconds
+from flexgen_h2o.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from flexgen_h2o.jobs.on_ray import Opening, RayJob
     from flexgen_h2o.jobs.output import OutputFile
+    from flexgen_h2o.jobs.progress import JobProgress
     from flexgen_h2o.jobs.runner import Before, Job
     from flexgen_h2o.llm import LLM
     from flexgen_h2o.sampling import SamplingParams
@@ -56,6 +60,13 @@ def _parser() -> OneLineParser:
         "--refill", action=argparse.BooleanOptionalAction, default=True,
         help="rows that finish give their places to the next ones while the others go on (on)",
     )  # fmt: skip
+    add(
+        "--ray", nargs="?", const="", metavar="ADDRESS",
+        help="run on the Ray at ADDRESS (a cluster, or auto), an engine an actor; without one on a Ray of its own here",
+    )  # fmt: skip
+    add(
+        "--ray-actors", type=positive, metavar="N", help="engines on Ray, each with the budgets (one a card, or a node)"
+    )
     add("--status", action="store_true", help="say how the job that writes --output stands, and do nothing else")
     add("--gen-len", type=positive, default=32, help="most new tokens of a row that does not say (32)")
     add("--share-prefix", choices=tuple(SHARINGS), default="auto", help="compute once what rows begin with (auto)")
@@ -79,6 +90,10 @@ def _run(argv: list[str] | None) -> int:
     if args.status:
         return _show_status(args.output)
     _check_paths(args)
+    if args.ray_actors and args.ray is None:
+        raise UsageError("--ray-actors: goes with --ray; give both")
+    if args.ray is not None and (find_spec("ray") is None or find_spec("pyarrow") is None):
+        raise UsageError("--ray: needs Ray Data; pip install 'flexgen-h2o[ray]'")
     policy, is_auto = policy_of(args)
     from flexgen_h2o.jobs.output import OutputFile
 
@@ -90,7 +105,12 @@ def _run(argv: list[str] | None) -> int:
         before = _settle(args, output, _settings(llm, policy, is_auto, defaults))
         if output.cut_bytes:
             _say(f"--output {args.output}: cut off a torn row of {output.cut_bytes} bytes")
-        return _run_job(args, output, llm, before, defaults)
+        if args.ray is None:
+            return _run_job(args, output, llm, before, defaults)
+        from flexgen_h2o.jobs.on_ray import Opening
+
+        opening = Opening(_with_whole_paths(args), policy, is_auto, eviction, defaults, args.window)
+        return _run_on_ray(args, output, llm.model.name, before, opening)
 
 
 def _show_status(output: Path) -> int:
@@ -160,21 +180,51 @@ def _settle(args: argparse.Namespace, output: OutputFile, settings: dict[str, An
 
 
 def _run_job(args: argparse.Namespace, output: OutputFile, llm: LLM, before: Before, defaults: SamplingParams) -> int:
-    from flexgen_h2o.jobs.progress import JobProgress
     from flexgen_h2o.jobs.requests import RequestReader
     from flexgen_h2o.jobs.runner import Job
 
-    rows = len(before.done)
-    print(f"{rows} rows, {before.rows} of them done before", flush=True)
-    progress = JobProgress(
-        args.output, rows, before.rows, before.errors, lambda: llm.peak_bytes, output.sync_if_due
-    )  # fmt: skip
+    progress = _progress(args, output, before, lambda: llm.peak_bytes)
     reader = RequestReader(llm.model, defaults)
     job = Job(llm, args.input, reader, output, before, progress, args.max_errors, args.window, args.refill)
     with _saying_how_it_ends(progress, output):
         job.run()
-    _show(args, job)
-    return EXIT_ALL_ROWS_FAILED if progress.status.errors == rows else EXIT_DONE
+    return _show(args, job, llm.model.name)
+
+
+def _run_on_ray(args: argparse.Namespace, output: OutputFile, model: str, before: Before, opening: Opening) -> int:
+    from flexgen_h2o.jobs.on_ray import RayJob, find_pool, ray_at
+
+    peak_bytes: dict[str, int] = {}
+    progress = _progress(args, output, before, lambda: peak_bytes)
+    with _saying_how_it_ends(progress, output), ray_at(args.ray or None):
+        host_bytes = budget_of(args).host
+        pool = find_pool(args.ray_actors, host_bytes, args.device)
+        _say(f"{pool.actors} engines on Ray, each with {pool.cpus} cores and {format_bytes(pool.host_bytes)} of RAM")
+        block_size = 1 if opening.is_auto else opening.policy.block_size
+        job = RayJob(
+            args.input, output, before, progress, pool, opening, block_size, args.max_errors, peak_bytes=peak_bytes
+        )
+        job.run()
+    return _show(args, job, model)
+
+
+def _with_whole_paths(args: argparse.Namespace) -> argparse.Namespace:
+    """The flags as another process understands them, wherever it stands."""
+    names = ("model", "path", "offload_dir", "hardware")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    paths = {name: Path(value).expanduser().absolute() for name, value in given.items()}
+    whole = {name: str(path) for name, path in paths.items() if path.exists()}
+    return argparse.Namespace(**{**vars(args), **whole})
+
+
+def _progress(
+    args: argparse.Namespace, output: OutputFile, before: Before, peak_bytes: Callable[[], dict[str, int]]
+) -> JobProgress:
+    from flexgen_h2o.jobs.progress import JobProgress
+
+    rows = len(before.done)
+    print(f"{rows} rows, {before.rows} of them done before", flush=True)
+    return JobProgress(args.output, rows, before.rows, before.errors, peak_bytes, output.sync_if_due)
 
 
 @contextlib.contextmanager
@@ -194,17 +244,16 @@ def _saying_how_it_ends(progress: Any, output: OutputFile) -> Iterator[None]:
         output.sync()
 
 
-def _show(args: argparse.Namespace, job: Job) -> None:
+def _show(args: argparse.Namespace, job: Job | RayJob, model: str) -> int:
+    """The summary; returns the exit code."""
     status = job.progress.status
     print(
         f"{status.done} rows in {args.output}, {status.errors} of them errors; {status.tokens} new tokens in "
         f"{format_seconds(status.seconds)} ({status.tokens_per_s:.1f} token/s)"
     )
     if job.other_models:
-        _say(
-            f"{job.other_models} requests name another model (the first: {job.first_other}); {job.llm.model.name} "
-            "answered them"
-        )
+        _say(f"{job.other_models} requests name another model (the first: {job.first_other}); {model} answered them")
+    return EXIT_ALL_ROWS_FAILED if status.errors == status.rows else EXIT_DONE
 
 
 def _say(line: str) -> None:

@@ -111,12 +111,12 @@ class Executor:
         sweeps = max(r.max_new for batch in rows for r in batch) if waiting is None else None
         self._begin(sweeps)
         stage = self._handoff
-        if stage is not None:
+        if stage is not None:  # which hears of a sweep's tokens in the next one: the last one has nothing else
             stage.begin_block([len(r) for r in rows])
+            sweeps = None
         self.times, self.kv_use, self.fed = BlockTimes([], [], []), KvUse([], [], []), FedPrompts()
         sweep_start = layer_start = time.perf_counter()
-        # A stage hears of a sweep's tokens in the next one: the last sweep of all has nothing else.
-        for step in order or self._order(sweeps if stage is None or sweeps is None else sweeps + 1, len(rows)):
+        for step in order or self._order(sweeps, len(rows)):
             interrupts.check()
             if step.layer == 0 and stage is not None:
                 self._hear(step, stage)
@@ -136,10 +136,6 @@ class Executor:
             store.settle()
         if order is None:  # what was still being stored belongs to the block
             self.times.sweeps[-1] += time.perf_counter() - sweep_start
-        if stage is not None:  # what the ranks said to each other at the end
-            use = self.kv_use
-            seconds, *_ = (of.pop() for of in (self.times.sweeps, self.times.prompts, use.held, use.full, use.read))
-            self.times.sweeps[-1] += seconds
 
     def restart(self) -> None:
         """Load weights from the first unit on; call after a block that was cut short within a sweep."""
@@ -181,6 +177,7 @@ class Executor:
         return least if self._waiting is None else max(shape.tokens, shape.rows)
 
     def _order(self, sweeps: int | None, count: int) -> Iterator[Step]:
+        """`count` micro-batches; a stage of a pipeline has some of them on their way while it computes others."""
         together = None if self._handoff is None else self._engine.policy.num_gpu_batches
         return zigzag(sweeps, len(self._layers), count, together)
 
@@ -208,7 +205,7 @@ class Executor:
         for stream in (self._weights, self._cache, self._hidden):
             stream.prefetch()
         if step.layer == 0:
-            self._count_fed(self._inputs[k])
+            self._count_tokens(self._inputs[k])
         phase = self._inputs[k].phase
         span, key = engine.timeline.span, (step.sweep, step.layer, k)
         is_fresh = layer.unit != self._weights.unit
@@ -257,13 +254,17 @@ class Executor:
         self._settle(stores)
 
     def _end_sweep(self, seconds: float) -> None:
+        if not self._fed:  # the ranks of a pipeline have told each other that no rows are left
+            self.times.sweeps[-1] += seconds
+            return
         self.times.sweeps.append(seconds)
-        self.times.prompts.append(self._prompts / max(1, self._fed))
+        self.times.prompts.append(self._prompts / self._fed)
         for kind, count in (("held", self._held), ("full", self._full), ("read", self._read)):
             getattr(self.kv_use, kind).append(count)
         self._held = self._full = self._read = self._fed = self._prompts = 0
 
-    def _count_fed(self, fed: SweepInput) -> None:
+    def _count_tokens(self, fed: SweepInput) -> None:
+        """The tokens of a micro-batch's sweep."""
         self._fed += len(fed.ids)
         self._prompts += fed.prompt_tokens
         self.fed.add(fed.groups)
@@ -318,7 +319,7 @@ class Executor:
             finished, moves = self._accept(k, tokens)
         self._after_sweep(k, finished, moves)
         if self._handoff is not None:
-            self._handoff.tell(k, len(batch.rows), tokens)
+            self._handoff.tell(k, len(self._batches[k].rows), tokens)
 
     def _accept(self, k: int, tokens: Sequence[int]) -> tuple[list[Row], list[Move]]:
         """The next token of each row of a micro-batch (MicroBatch.accept)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
@@ -21,12 +22,11 @@ from flexgen_h2o.executor import BlockTimes, Executor, KvUse
 from flexgen_h2o.generation import Decoding, LogitsWatch, Row, SlotsWatch, Watches
 from flexgen_h2o.kernels.warm_up import warm_up
 from flexgen_h2o.kvcache.eviction import Eviction, check_eviction
-from flexgen_h2o.kvcache.eviction.of_stage import OfStage
 from flexgen_h2o.kvcache.eviction.rolling import check_rolling, is_rolling
 from flexgen_h2o.llm_arguments import check_dtype, check_together, read_policy_argument
 from flexgen_h2o.packing import Packing, weight_form
 from flexgen_h2o.paths import DEFAULT_OFFLOAD_DIR, usable_path
-from flexgen_h2o.pipeline import Pipeline, check_same, joint_report
+from flexgen_h2o.pipeline import Pipeline, check_same, joint_report, part_of
 from flexgen_h2o.planner.memory import packing_of
 from flexgen_h2o.planner.need import AutoPolicy
 from flexgen_h2o.planner.predict import Prediction
@@ -87,7 +87,6 @@ class LLM:
         self._policy = self.asked_policy if isinstance(self.asked_policy, Policy) else None
         self._engine: Engine | None = None
         self.predicted: Prediction | None = None
-        self._pipeline: Pipeline | None = None
         self._running = threading.Lock()
         self._tally = Tally()  # of the newest run
         self._share_prefix = "auto"
@@ -112,7 +111,8 @@ class LLM:
 
     @eviction.setter
     def eviction(self, eviction: Eviction) -> None:
-        self._eviction = self._plans.eviction = eviction
+        self._eviction = eviction
+        self._plans.part = replace(self._plans.part, eviction=eviction)
 
     @property
     def share_prefix(self) -> str:
@@ -148,10 +148,7 @@ class LLM:
         """
         if isinstance(self.asked_policy, AutoPolicy):
             raise UsageError("--pipeline: auto plans for one process; give --percent and batch sizes, or --policy FILE")
-        blocks = pipeline.blocks(self.model.spec)
-        self._pipeline, plans = pipeline, self._plans
-        plans.spec, plans.in_flight = self.model.spec.stage(blocks), pipeline.in_flight
-        plans.eviction = OfStage(self.eviction, blocks.start, self.model.spec.num_blocks)
+        self._plans.part = part_of(pipeline, self.model.spec, self.eviction)
 
     @property
     def dtype(self) -> str:
@@ -234,11 +231,12 @@ class LLM:
         try:
             rules = self._rules(prompts, params)
             rows = rules.rows(course)
-            if self._pipeline is not None:
+            pipeline = self._plans.part.pipeline
+            if pipeline is not None:
                 given = (self.model.config, self.dtype, self.asked_policy, self.eviction, self.share_prefix)
-                check_same(self._pipeline, given, rows)
+                check_same(pipeline, given, rows)
             blocks = self._plans.blocks(rows, self._ready(rows).policy)
-            work = run_rows(rules, rows, blocks, refill and order is None and self._pipeline is None, more)
+            work = run_rows(rules, rows, blocks, refill and order is None and pipeline is None, more)
             decoding = steered(course, rules.chooser, rules.end, Watches(watch_logits, watch_slots))
             return self._run(rules, work, decoding, on_finished, order, listener)
         finally:
@@ -265,7 +263,7 @@ class LLM:
 
             engine.timeline.reset()
             sweeps = work.most_sweeps(engine.policy.num_gpu_batches)
-            executor = Executor(engine, self._plans.eviction, decoding, hand_out, sweeps, self._plans.sharing)
+            executor = Executor(engine, self._plans.part.eviction, decoding, hand_out, sweeps, self._plans.sharing)
             try:
                 run_blocks(executor, work, partial(order, len(engine.layers.layers)) if order else None, progress.sweep)
             except BaseException:
@@ -278,10 +276,10 @@ class LLM:
         on_finished([rules.completion(row) for row in cut_short])
         moved = {lane: n - before[lane] for lane, n in engine.io_bytes.items()}
         facts = self._planner.profile_facts | ({"refilled": work.queue.entered} if work.queue else {})
-        kept = self._plans.eviction
+        kept = self._plans.part.eviction
         self.report = make_report(self.model.name, engine, kept, tally, moved, self.predicted, facts)
-        if self._pipeline is not None and engine.wire is not None:
-            self.report = joint_report(self._pipeline, self.report, self._pipeline.blocks(self.model.spec), engine.wire)
+        if engine.wire is not None:
+            self.report = joint_report(self._plans.part, self.report, engine.wire)
         return self.report
 
     def close(self) -> None:
@@ -316,8 +314,7 @@ class LLM:
         return self._engine.peak_bytes if self._engine is not None else {}
 
     def _budgets(self) -> dict[str, int | None]:
-        processes = self._pipeline.peers.local_ranks if self._pipeline is not None else 1
-        return resolve_budgets(self._budget, self._device, self.offload_dir, processes)
+        return resolve_budgets(self._budget, self._device, self.offload_dir, self._plans.part.processes)
 
     def _ready(self, rows: Sequence[Row]) -> Engine:
         """An engine whose buffers cover these rows: the open one if it does, else a new one."""
@@ -333,7 +330,7 @@ class LLM:
         policy, plan = planned.policy, planned.memory
         self._policy = policy
         self.predicted = plans.predict(rows, policy, plan)
-        dtype, spec = getattr(torch, self.dtype), plans.spec
+        dtype, spec = getattr(torch, self.dtype), plans.part.spec
         packing, scored = weight_form(policy, dtype.itemsize).packing, bool(self.eviction.needs.record)
         warm_up(
             self._device.torch_device, dtype, scored, packing_of(spec, policy), packing, is_rolling(self.eviction),
@@ -342,7 +339,7 @@ class LLM:
         checkpoint = self._find_checkpoint(packing) if packing else self._checkpoint
         self._engine = Engine(
             spec, checkpoint, policy, plan, dtype, self._device, budgets, self.offload_dir, self.timeline,
-            self._pipeline.peers if self._pipeline is not None else None,
+            self._plans.part.peers,
         )  # fmt: skip
         return self._engine
 

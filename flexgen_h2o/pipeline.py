@@ -20,6 +20,8 @@ import torch.distributed as dist
 from flexgen_h2o.config import ModelSpec
 from flexgen_h2o.errors import FlexgenError, UsageError
 from flexgen_h2o.generation import Row
+from flexgen_h2o.kvcache.eviction import Eviction
+from flexgen_h2o.kvcache.eviction.of_stage import OfStage
 from flexgen_h2o.report import PhaseReport, RunReport
 from flexgen_h2o.tiers.device import take_card
 from flexgen_h2o.tiers.wire import Peers, Wire, is_waiting
@@ -37,9 +39,34 @@ class Pipeline:
     peers: Peers
     in_flight: int
 
-    def blocks(self, spec: ModelSpec) -> range:
-        """The transformer blocks of this rank. UsageError where there are fewer than ranks."""
-        return split_blocks(spec.num_blocks, self.peers.ranks, spec.name)[self.peers.rank]
+
+@dataclass(frozen=True)
+class Part:
+    """What of a model this process runs: all of it, or the transformer blocks of a rank from `first` on."""
+
+    spec: ModelSpec
+    eviction: Eviction
+    first: int = 0
+    pipeline: Pipeline | None = None
+
+    @property
+    def peers(self) -> Peers | None:
+        return None if self.pipeline is None else self.pipeline.peers
+
+    @property
+    def in_flight(self) -> int:
+        return 1 if self.pipeline is None else self.pipeline.in_flight
+
+    @property
+    def processes(self) -> int:
+        """That share this machine's memory."""
+        return 1 if self.pipeline is None else self.pipeline.peers.local_ranks
+
+
+def part_of(pipeline: Pipeline, spec: ModelSpec, eviction: Eviction) -> Part:
+    """The rank's part of a model. UsageError where there are fewer transformer blocks than ranks."""
+    blocks = split_blocks(spec.num_blocks, pipeline.peers.ranks, spec.name)[pipeline.peers.rank]
+    return Part(spec.stage(blocks), OfStage(eviction, blocks.start, spec.num_blocks), blocks.start, pipeline)
 
 
 def split_blocks(num_blocks: int, ranks: int, name: str = "the model") -> list[range]:
@@ -90,17 +117,22 @@ def check_same(pipeline: Pipeline, given: Sequence[object], rows: Iterable[Row])
                 raise UsageError(f"--pipeline: rank {rank} has another {name} than rank 0; give all ranks the same")
 
 
-def joint_report(pipeline: Pipeline, report: RunReport, blocks: range, wire: Wire) -> RunReport:
+def joint_report(part: Part, report: RunReport, wire: Wire) -> RunReport:
     """The report of the whole pipeline, from every rank's own. Called by all ranks.
 
     Seconds are the last rank's, where a sweep ends when its tokens are chosen; bytes and work are sums. `extra.ranks`
     has each rank's own: transformer blocks (first, and one past the last), bytes, seconds of each lane.
     """
+    assert part.pipeline is not None
     mine = {
-        "rank": pipeline.peers.rank, "blocks": [blocks.start, blocks.stop], "peak_bytes": dict(report.peak_bytes),
-        "io_bytes": dict(report.io_bytes), "sent_bytes": wire.bytes_sent, "busy_s": report.extra["busy_s"],
-    }  # fmt: skip
-    all_of_them = _gather(pipeline, (report, mine))
+        "rank": part.pipeline.peers.rank,
+        "blocks": [part.first, part.first + part.spec.num_blocks],
+        "peak_bytes": dict(report.peak_bytes),
+        "io_bytes": dict(report.io_bytes),
+        "sent_bytes": wire.bytes_sent,
+        "busy_s": report.extra["busy_s"],
+    }
+    all_of_them = _gather(part.pipeline, (report, mine))
     reports = [one for one, _ in all_of_them]
     last = reports[-1]
 

@@ -11,7 +11,8 @@ from flexgen_h2o.errors import DoesNotFitError
 from flexgen_h2o.eviction_need import need_of_rows, shape_of_blocks
 from flexgen_h2o.generation import Row, group_rows, row_blocks
 from flexgen_h2o.kvcache.eviction import Eviction
-from flexgen_h2o.planner.memory import MemoryPlan, Shape, plan_within, wire_ends
+from flexgen_h2o.pipeline import Part
+from flexgen_h2o.planner.memory import MemoryPlan, Shape, plan_within
 from flexgen_h2o.planner.need import AutoPolicy, Need
 from flexgen_h2o.planner.predict import Prediction
 from flexgen_h2o.planning import Planner
@@ -30,26 +31,24 @@ class Planned:
 class RowPlans:
     """Plans for the rows of a model. dtype: as of config.DTYPE_BYTES.
 
-    spec, eviction: as this process has them, which may be a stage of a pipeline with `in_flight` blocks on their way.
+    part: of the model, as this process runs it.
     sharing: when rows of a micro-batch share a prefix; None: never. job_rows: of the job that all rows are parts of, 0
     for none. `planned`: the newest plan that an engine was opened for.
     """
 
     def __init__(self, spec: ModelSpec, eviction: Eviction, planner: Planner, dtype: str, device_is_host: bool) -> None:
-        self.spec, self._planner = spec, planner
-        self.in_flight = 1
+        self.part, self._planner = Part(spec, eviction), planner
         self._itemsize, self._device_is_host = DTYPE_BYTES[dtype], device_is_host
-        self.eviction = eviction
         self.sharing: Sharing | None = WHERE_IT_PAYS
         self.job_rows = 0
         self.planned: Planned | None = None
 
     def need(self, rows: Sequence[Row]) -> Need:
-        return need_of_rows(self.eviction, rows, self.spec.num_blocks, self.sharing)
+        return need_of_rows(self.part.eviction, rows, self.part.spec.num_blocks, self.sharing)
 
     def blocks(self, rows: Sequence[Row], policy: Policy) -> list[list[list[Row]]]:
         """As micro-batches; those of a pipeline that are in flight together are one block."""
-        return row_blocks(rows, policy.gpu_batch_size, policy.num_gpu_batches * self.in_flight, self.sharing)
+        return row_blocks(rows, policy.gpu_batch_size, policy.num_gpu_batches * self.part.in_flight, self.sharing)
 
     def plan(self, rows: Sequence[Row], asked: Policy | AutoPolicy, budgets: dict[str, int | None]) -> Planned:
         """Raises DoesNotFitError. In a job the buffers serve its earlier parts as well, if both fit."""
@@ -76,7 +75,7 @@ class RowPlans:
     def predict(self, rows: Sequence[Row], policy: Policy, plan: MemoryPlan) -> Prediction | None:
         """What the run will cost if no row ends early; None where the profile does not know the dtype, and in a job,
         where to simulate every ragged block of every part would take longer than it tells, or of a pipeline's stage."""
-        if self.job_rows or wire_ends(self.spec) or not self._planner.can_predict:
+        if self.job_rows or self.part.pipeline is not None or not self._planner.can_predict:
             return None
         return self._planner.predict(policy, self.need(rows), plan, self._groups(rows, policy))
 
@@ -88,7 +87,7 @@ class RowPlans:
         shape = self._shape(rows, policy)
         if before is not None and before.policy == policy:
             shape = shape.union(before.memory.shape)
-        memory = plan_within(self.spec, policy, shape, self._itemsize, self._device_is_host, budgets)
+        memory = plan_within(self.part.spec, policy, shape, self._itemsize, self._device_is_host, budgets)
         return Planned(need, policy, memory)
 
     def _shape(self, rows: Sequence[Row], policy: Policy) -> Shape:

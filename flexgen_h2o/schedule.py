@@ -33,7 +33,7 @@ def zigzag(
     load; all of them by default. Where a block has more (that of a pipeline), they go through all layers in groups of
     so many, one group after the other.
     """
-    size = together or max(1, num_micro_batches)
+    size = max(1, together or num_micro_batches)
     for sweep in _sweeps(num_sweeps):
         for first in range(0, num_micro_batches, size):
             for layer in range(num_layers):

@@ -75,6 +75,53 @@ def read_lines(path: Path) -> Iterator[Line]:
             yield Line(number, text)
 
 
+@dataclass(frozen=True)
+class Cut:
+    """Where a part of the input begins: byte, number of the line, and row; and which of its rows are still to be done.
+
+    left: (rows,) bool, of the rows from `row` on.
+    """
+
+    offset: int
+    number: int
+    row: int
+    left: npt.NDArray[np.bool_]
+
+
+def cut_input(path: Path, done: npt.NDArray[np.bool_], size: int) -> Iterator[Cut]:
+    """The input in parts with `size` rows each that are not `done`, but for the last; one pass over it."""
+    offset = row = start_row = count = 0
+    start = line = (0, 1)  # byte and number, of the part and of the line
+    for number, raw, text in _raw_lines(path):
+        if row >= len(done):
+            break
+        if number != line[1]:
+            line = (offset, number)
+        offset += len(raw)
+        if text is not None and not text.strip():
+            continue
+        if count == size and not done[row]:
+            yield Cut(*start, start_row, ~done[start_row:row])
+            start, start_row, count = line, row, 0
+        count += not done[row]
+        row += 1
+    if count:
+        yield Cut(*start, start_row, ~done[start_row:row])
+
+
+def read_cut(path: Path, cut: Cut) -> Iterator[tuple[int, Line]]:
+    """The lines of a part that are to be done, each with its row."""
+    row = 0
+    for number, _, text in _raw_lines(path, cut.offset, cut.number):
+        if text is not None and not text.strip():
+            continue
+        if row >= len(cut.left):
+            return
+        if cut.left[row]:
+            yield cut.row + row, Line(number, text)
+        row += 1
+
+
 def scan_input(path: Path, known_bytes: int = 0) -> Scan:
     """One pass over the input. Takes 16 bytes a row; UsageError where two lines have the same id."""
     ids, whole, prefix, nbytes = bytearray(), hashlib.blake2b(digest_size=DIGEST_BYTES), None, 0
@@ -112,14 +159,15 @@ def which_are_in(ids: Digests, done: Digests) -> npt.NDArray[np.bool_]:
     return mask
 
 
-def _raw_lines(path: Path) -> Iterator[tuple[int, bytes, bytes | None]]:
-    """(number, a piece of at most MOST_LINE_BYTES, the line without byte order mark).
+def _raw_lines(path: Path, offset: int = 0, number: int = 1) -> Iterator[tuple[int, bytes, bytes | None]]:
+    """(number, a piece of at most MOST_LINE_BYTES, the line without byte order mark). From the line at `offset` on.
 
     A longer line comes in pieces with the same number; all but its last piece have a blank line, the last has None.
     """
     try:
         with path.open("rb") as file:
-            number, is_long = 1, False
+            file.seek(offset)
+            is_long = False
             while raw := file.readline(MOST_LINE_BYTES):
                 ends = raw.endswith(b"\n") or len(raw) < MOST_LINE_BYTES
                 if not ends:

@@ -15,7 +15,7 @@ from flexgen_h2o.config import Policy
 from flexgen_h2o.errors import DoesNotFitError, UsageError
 from flexgen_h2o.jobs.answers import error_row, success_row
 from flexgen_h2o.jobs.fields import RowError
-from flexgen_h2o.jobs.lines import Digests, id_digest, read_lines, which_are_in
+from flexgen_h2o.jobs.lines import Digests, Line, id_digest, read_lines, which_are_in
 from flexgen_h2o.jobs.output import OutputFile, to_line
 from flexgen_h2o.jobs.progress import JobProgress
 from flexgen_h2o.jobs.requests import Request, RequestReader
@@ -98,11 +98,17 @@ class Job:
         self.llm.expect(len(self.before.done) - self.before.rows)
         while requests := self._ahead.take(self._window_rows):
             self._run_window(requests, self._next_window if self.refill else None)
+        self._end()
+
+    def _lines(self) -> Iterator[Line]:
+        return read_lines(self.source)
+
+    def _end(self) -> None:
         self.output.sync()
 
     def _requests(self) -> Iterator[Request]:
         """What is left of the input; lines that cannot be run are written as error rows on the way."""
-        for row, line in enumerate(read_lines(self.source)):
+        for row, line in enumerate(self._lines()):
             if row >= len(self.before.done):
                 return  # the input has grown since it was looked through
             if self.before.done[row]:
@@ -177,17 +183,22 @@ class Job:
         self._check_errors()
 
     def _check_errors(self) -> None:
-        errors = self.progress.status.errors
-        if self.max_errors is not None and errors > self.max_errors:
-            raise UsageError(
-                f"--max-errors {self.max_errors}: {errors} rows of {self.output.path} are errors; mend the input and "
-                "give another --output, or raise it"
-            )
+        check_errors(self.progress, self.max_errors, self.output)
 
     def _note_model(self, request: Request) -> None:
         if request.asked_model not in (None, self.llm.model.name):
             self.other_models += 1
             self.first_other = self.first_other or f"{request.asked_model} in line {request.prompt.index}"
+
+
+def check_errors(progress: JobProgress, most: int | None, output: OutputFile) -> None:
+    """UsageError where more rows than `most` are errors."""
+    errors = progress.status.errors
+    if most is not None and errors > most:
+        raise UsageError(
+            f"--max-errors {most}: {errors} rows of {output.path} are errors; mend the input and give another "
+            "--output, or raise it"
+        )
 
 
 def _prompts_and_params(requests: Sequence[Request]) -> PromptsAndParams:

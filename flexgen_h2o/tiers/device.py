@@ -165,6 +165,11 @@ def _thread_stream(device: torch.device) -> torch.cuda.Stream:
     return stream
 
 
+def may_use_card(name: str) -> bool:
+    """Does `open_device` take a card of that name, where there is one?"""
+    return name != "cpu"
+
+
 def take_card(local_rank: int) -> str:
     """Give each process of a machine a card of its own, where there are cards; what torch.distributed speaks through:
     gloo between hosts, NCCL between cards."""

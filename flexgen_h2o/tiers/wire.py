@@ -25,7 +25,7 @@ from flexgen_h2o.tiers.events import NOTHING, Waitable
 _NAME = "wire"  # of the threads
 _POLL_S = 1.0  # between looks at whether a signal or a failure has come
 _JOIN_S = 5.0  # an idle thread ends at once; one that waits for a neighbour cannot be ended
-_FIELDS = 3  # of a header before the tokens
+_FIELDS = 4  # of a header before the tokens: micro-batch, rows left, bytes of hidden states, number of tokens
 _Item = TypeVar("_Item")
 
 
@@ -104,6 +104,7 @@ class Wire:
         self.bytes_sent = 0
         self._rows: tuple[int, ...] = ()
         self._over: list[bool] = []
+        self._early: dict[int, Message] = {}  # by micro-batch
         self._threads = [
             threading.Thread(target=self._guarded, args=(work, other), name=f"{_NAME} {name}", daemon=True)
             for work, other, name in (
@@ -117,7 +118,7 @@ class Wire:
 
     def begin_block(self, rows: Sequence[int]) -> None:
         """A block of micro-batches with so many rows each. Every one of them ends with a message that leaves no row."""
-        self._rows, self._over = tuple(rows), [False] * len(rows)
+        self._rows, self._over, self._early = tuple(rows), [False] * len(rows), {}
         self._blocks.put(self._rows)
 
     @property
@@ -132,8 +133,11 @@ class Wire:
         """
         if self._over[micro_batch] or (self.peers.is_first and sweep == 0):
             return None
-        found: Message = self._get(self._arrived)
-        assert found.micro_batch == micro_batch, f"{found.micro_batch} came, {micro_batch} was expected"
+        # That a micro-batch is over is said before the others of its group have been computed.
+        while micro_batch not in self._early:
+            message: Message = self._get(self._arrived)
+            self._early[message.micro_batch] = message
+        found = self._early.pop(micro_batch)
         self._over[micro_batch] = not found.left
         return found
 
@@ -143,9 +147,9 @@ class Wire:
 
     def send(self, micro_batch: int, left: int, tokens: Sequence[int], hidden: torch.Tensor | None = None) -> None:
         """Tell the rank behind; `hidden`, contiguous, is copied. Waits while too many messages are on their way."""
-        header = torch.zeros(_FIELDS + self._rows[micro_batch], dtype=torch.int64)
+        header = torch.zeros(_FIELDS + max(self._rows), dtype=torch.int64)
         nbytes = 0 if hidden is None else hidden.numel() * hidden.element_size()
-        header[: _FIELDS + len(tokens)] = torch.tensor([left, nbytes, len(tokens), *tokens])
+        header[: _FIELDS + len(tokens)] = torch.tensor([micro_batch, left, nbytes, len(tokens), *tokens])
         self.bytes_sent += nbytes + header.numel() * header.element_size()
         if hidden is None:
             self._outgoing.put(_Outgoing(header, None, NOTHING, -1))
@@ -184,17 +188,18 @@ class Wire:
 
     def _receive_blocks(self) -> None:
         while (rows := self._blocks.get()) is not None:
-            goes_on = [True] * len(rows)
-            while any(goes_on):
-                for k in (k for k, one in enumerate(goes_on) if one):
-                    message = self._receive_one(k, rows[k])
-                    goes_on[k] = message.left > 0
-                    self._arrived.put(message)
+            going_on = set(range(len(rows)))
+            while going_on:
+                message = self._receive_one(max(rows))
+                if not message.left:
+                    going_on.discard(message.micro_batch)
+                self._arrived.put(message)
 
-    def _receive_one(self, micro_batch: int, rows: int) -> Message:
+    def _receive_one(self, rows: int) -> Message:
+        """rows: of the largest micro-batch."""
         header = torch.zeros(_FIELDS + rows, dtype=torch.int64)
         dist.recv(header, self.peers.before)
-        left, nbytes, count = header[:_FIELDS].tolist()
+        micro_batch, left, nbytes, count = header[:_FIELDS].tolist()
         tokens = tuple(header[_FIELDS : _FIELDS + count].tolist())
         if not nbytes:
             return Message(micro_batch, left, tokens)

@@ -1,0 +1,278 @@
+"""A job as a Ray Data pipeline: windows of the input go to a pool of actors with an engine each, and rows come back one
+by one. The output, its sidecar and its status stay with the driver.
+
+Ray runs a window again whose actor has died. What came back of it before is in the output already; rows are known by
+their place in the input, so none is written twice, and what is missing at the end is run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import pickle
+import queue
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flexgen_h2o import interrupts
+from flexgen_h2o.config import Policy
+from flexgen_h2o.doors import open_llm
+from flexgen_h2o.errors import DoesNotFitError, FlexgenError, UsageError
+from flexgen_h2o.jobs.lines import Cut, cut_input, read_cut
+from flexgen_h2o.jobs.output import OutputFile
+from flexgen_h2o.jobs.progress import JobProgress
+from flexgen_h2o.jobs.requests import RequestReader
+from flexgen_h2o.jobs.runner import Before, check_errors
+from flexgen_h2o.jobs.window_job import Answer, Notes, WindowJob
+from flexgen_h2o.kvcache.eviction import Eviction
+from flexgen_h2o.llm import LLM
+from flexgen_h2o.sampling import SamplingParams
+from flexgen_h2o.tiers.device import may_use_card
+from flexgen_h2o.units import format_bytes, less_margin
+
+LOCAL = "local"
+_STORE_BYTES = 256 * 2**20  # of Ray's shared memory, on a Ray of our own: windows and rows are small
+_TICK_S = 1.0
+_AHEAD = 2  # windows that an actor has, with the one that it runs
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The actors of a job. cpus: cores of each; host_bytes: what each may hold of RAM; cards: of each, 0 or 1."""
+
+    actors: int
+    cpus: int
+    cards: int
+    host_bytes: int
+
+
+@dataclass(frozen=True)
+class Opening:
+    """How an actor opens its engine: as the command line's flags say, its paths absolute. window: as the flag."""
+
+    args: argparse.Namespace
+    policy: Policy
+    is_auto: bool
+    eviction: Eviction
+    defaults: SamplingParams
+    window: int | None
+
+    def open(self, host_bytes: int) -> LLM:
+        args = argparse.Namespace(**{**vars(self.args), "host_mem": host_bytes})
+        llm = open_llm(args, self.policy, self.is_auto, self.eviction)
+        llm.share_prefix = args.share_prefix
+        return llm
+
+
+# ---- In the actors
+
+
+class Engines:
+    """An actor: a window in, its rows out as they finish. What the engine raises goes to the driver as it is."""
+
+    def __init__(self, opening: Opening, pool: Pool) -> None:
+        import torch
+
+        torch.set_num_threads(pool.cpus)
+        self._opening, self._pool = opening, pool
+        self._llm: LLM | None = None
+
+    def __call__(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """batch: `lines`, one value: a window, pickled. Yields `found`, one value: answers, notes or an error, pickled.
+
+        One at a time: each becomes a block of its own (`_settings`), which the driver has at once.
+        """
+        try:
+            if self._llm is None:
+                self._llm = self._opening.open(self._pool.host_bytes)
+            reader = RequestReader(self._llm.model, self._opening.defaults)
+            job = WindowJob(self._llm, reader, pickle.loads(batch["lines"][0]), self._opening.window)
+            for answers in job.answers():
+                yield _packed("found", answers)
+            yield _packed("found", Notes(job.other_models, job.first_other, self._llm.peak_bytes))
+        except FlexgenError as error:
+            yield _packed("found", error)
+
+
+def _packed(name: str, value: Any) -> dict[str, Any]:
+    return {name: np.array([pickle.dumps(value)], dtype=object)}
+
+
+# ---- In the driver
+
+
+@dataclass
+class RayJob:
+    """What is left of a job, run by a pool. block_size: rows of a block, as far as the policy is given."""
+
+    source: Path
+    output: OutputFile
+    before: Before
+    progress: JobProgress
+    pool: Pool
+    opening: Opening
+    block_size: int
+    max_errors: int | None = None
+    other_models: int = 0
+    first_other: str = ""
+    peak_bytes: dict[str, int] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """UsageError with more than max_errors; what an engine raises goes through; FlexgenError if rows get lost."""
+        check_errors(self.progress, self.max_errors, self.output)
+        done = self.before.done
+        while left := int((~done).sum()):
+            size = window_size(left, self.pool.actors, self.block_size, self.opening.window)
+            for found in self._flow(list(cut_input(self.source, done, size))):
+                self._take(found, done)
+            if int((~done).sum()) == left:
+                raise FlexgenError(f"--ray: {left} rows did not come back from any actor; what Ray says is above")
+        self.output.sync()
+
+    def _take(self, found: Any, done: Any) -> None:
+        if isinstance(found, FlexgenError):
+            raise found
+        if isinstance(found, Notes):
+            self.other_models += found.other_models
+            self.first_other = self.first_other or found.first_other
+            self.peak_bytes |= {t: max(n, self.peak_bytes.get(t, 0)) for t, n in found.peak_bytes.items()}
+            return
+        new: list[Answer] = [one for one in found if not done[one.row]]  # a window that was run again names some twice
+        done[[one.row for one in new]] = True
+        self.output.append([one.line for one in new])
+        self.progress.sweep(sum(one.tokens for one in new))
+        self.progress.wrote(len(new), errors=sum(one.is_error for one in new))
+        check_errors(self.progress, self.max_errors, self.output)
+
+    def _flow(self, cuts: list[Cut]) -> Iterator[Any]:
+        """What the actors say of these parts of the input, as they say it; meanwhile the output is synced."""
+        said: queue.Queue[Any] = queue.Queue()
+        flow = threading.Thread(target=_run_flow, args=(self.source, cuts, self.opening, self.pool, said), daemon=True)
+        flow.start()
+        while True:
+            try:
+                found = said.get(timeout=_TICK_S)
+            except queue.Empty:
+                interrupts.check()
+                self.progress.sweep(0)
+                continue
+            if found is None:
+                return
+            if isinstance(found, BaseException) and not isinstance(found, FlexgenError):
+                raise FlexgenError(f"--ray: {_last_line(found)}") from found
+            yield found
+
+
+def window_size(left: int, actors: int, block_size: int, asked: int | None) -> int:
+    """Rows of a window, in whole blocks: as asked, else so many that all actors get about as much."""
+    if asked is None:
+        most = max(1024, 4 * block_size)
+        windows = actors * -(-left // (actors * most))
+        asked = -(-left // windows)
+    return -(-asked // block_size) * block_size
+
+
+def _run_flow(source: Path, cuts: list[Cut], opening: Opening, pool: Pool, said: queue.Queue[Any]) -> None:
+    """The pipeline, in a thread of its own: the driver's main thread hears of signals."""
+    import pyarrow
+    import ray
+
+    def lines_of(batch: dict[str, Any]) -> dict[str, Any]:
+        return _packed("lines", list(read_cut(source, pickle.loads(batch["cut"][0]))))
+
+    # The input is read here, where it is, a window at a time, and no more of them than the actors ask for.
+    here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
+    try:
+        blocks = [pyarrow.table({"cut": [pickle.dumps(cut)]}) for cut in cuts]
+        windows = ray.data.from_blocks(blocks).map_batches(
+            lines_of, batch_size=1, batch_format="numpy", num_cpus=0, label_selector=here
+        )
+        answers = windows.map_batches(
+            Engines, batch_size=1, batch_format="numpy", num_cpus=pool.cpus, num_gpus=pool.cards,
+            memory=pool.host_bytes, fn_constructor_args=(opening, pool),
+            compute=ray.data.ActorPoolStrategy(size=pool.actors, max_tasks_in_flight_per_actor=_AHEAD),
+        )  # fmt: skip
+        for batch in answers.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=0):
+            for found in batch["found"]:
+                said.put(pickle.loads(found))
+        said.put(None)
+    except BaseException as error:
+        said.put(error)
+
+
+@contextlib.contextmanager
+def ray_at(address: str | None) -> Iterator[None]:
+    """Ray at an address; None: a Ray of our own on this machine, which ends with the job."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # what is worth saying comes as an exception
+    import logging
+
+    import ray
+
+    before = signal.getsignal(signal.SIGTERM)
+    own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": _STORE_BYTES} if address is None else {}
+    try:
+        ray.init(address or LOCAL, logging_level=logging.ERROR, log_to_driver=False, **own)
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        raise UsageError(f"--ray {address or ''}: no Ray there ({_last_line(error)})") from error
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, before)  # which Ray has taken
+    _settings()
+    try:
+        yield
+    finally:
+        with interrupts.held():
+            ray.shutdown()
+
+
+def _settings() -> None:
+    import logging
+
+    import ray
+
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.target_max_block_size = 1  # bytes: what an actor yields is a block, and on its way at once
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+
+
+def find_pool(actors: int | None, host_bytes: int | None, device: str) -> Pool:
+    """Actors for the nodes of the Ray that is open: by default one a card, or one a node without cards.
+
+    Each gets as many cores as all can have. host_bytes: the RAM of each as it was asked for; None: an even share of its
+    node's. DoesNotFitError where the nodes have not got so much.
+    """
+    import ray
+
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    cards = sum(int(node.get("GPU", 0)) for node in nodes) if may_use_card(device) else 0
+    number = actors or cards or len(nodes)
+    each = 1 if cards else 0
+    for cpus in range(max(1, sum(int(node.get("CPU", 0)) for node in nodes) // number), 0, -1):
+        room = [
+            min(int(node.get("CPU", 0)) // cpus, int(node.get("GPU", 0)) if each else number, number) for node in nodes
+        ]
+        memory = [int(node.get("memory", 0)) for node in nodes]
+        share = host_bytes
+        if share is None:
+            share = min((less_margin(m // n) for m, n in zip(memory, room, strict=True) if n), default=0)
+        held = [min(n, m // share) if share else 0 for m, n in zip(memory, room, strict=True)]
+        if sum(held) >= number:
+            return Pool(number, cpus, each, share)
+    raise DoesNotFitError(
+        f"--ray-actors {number}: the nodes of this Ray have {sum(int(node.get('CPU', 0)) for node in nodes)} cores, "
+        f"{cards} cards and {format_bytes(sum(int(node.get('memory', 0)) for node in nodes))} of RAM for actors"
+        + (f", and each takes {format_bytes(host_bytes)} (--host-mem); lower one of them" if host_bytes else "; fewer")
+    )
+
+
+def _last_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
