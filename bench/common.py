@@ -30,7 +30,7 @@ from flexgen_h2o.config import DTYPE_BYTES, TIERS, ModelSpec, Policy
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.packing import weight_form
 from flexgen_h2o.planner.memory import part_bytes, tier_shares, weight_parts
-from flexgen_h2o.prompts import benchmark_prompts
+from flexgen_h2o.prompts import Prompt, benchmark_prompts
 from flexgen_h2o.sampling import SamplingParams
 from flexgen_h2o.schedule import Step, zigzag
 
@@ -219,12 +219,18 @@ def steady(marks: Sequence[Mark]) -> Steady:
     )
 
 
+def benchmark_rows(llm: LLM, rows: int, prompt_len: int) -> list[Prompt]:
+    """The benchmark's prompts as token ids. They are all equal, and `llm` is told to compute each, as FlexGen does."""
+    llm.share_prefix = "off"
+    return benchmark_prompts(rows, prompt_len, None, llm.model.spec.vocab_size)
+
+
 def run_sweeps(llm: LLM, rows: int, prompt_len: int, sweeps: int) -> list[Mark]:
     """Prefill and `sweeps` - 1 decode sweeps of benchmark prompts. Returns the ends of the first block's sweeps.
 
     Rows could go on when they are cut short, so that every sweep loads ahead for the next.
     """
-    prompts = benchmark_prompts(rows, prompt_len, None, llm.model.spec.vocab_size)
+    prompts = benchmark_rows(llm, rows, prompt_len)
     marks: list[Mark] = []
 
     def mark(indices: list[int], logits: torch.Tensor) -> None:

@@ -26,7 +26,6 @@ import common
 from flexgen_h2o.config import MemoryBudget, Policy
 from flexgen_h2o.doors import positive, run_door
 from flexgen_h2o.llm import LLM
-from flexgen_h2o.prompts import benchmark_prompts
 from flexgen_h2o.report import RunReport
 from flexgen_h2o.sampling import SamplingParams
 from flexgen_h2o.schedule import zigzag
@@ -115,7 +114,7 @@ def _opened(args: argparse.Namespace, fields: dict[str, Any]) -> LLM:
 
 def _generate(llm: LLM, args: argparse.Namespace, steps: int | None = None) -> RunReport:
     """A whole run, or its first steps."""
-    prompts = benchmark_prompts(args.rows, args.prompt_len, None, llm.model.spec.vocab_size)
+    prompts = common.benchmark_rows(llm, args.rows, args.prompt_len)
     params = SamplingParams(args.gen_len, ignore_eos=True)
     order = None if steps is None else lambda layers, batches: islice(zigzag(args.gen_len, layers, batches), steps)
     return llm.run(prompts, params, lambda done: None, order=order)

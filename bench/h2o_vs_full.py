@@ -25,14 +25,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from common import Spread, add_flags, alternate, finish, show_rounds, table
+from common import Spread, add_flags, alternate, benchmark_rows, finish, show_rounds, table
 from cut_model import cut_model
 
 from flexgen_h2o.config import MemoryBudget, Policy
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.models import built_in_spec
-from flexgen_h2o.prompts import benchmark_prompts
 from flexgen_h2o.report import RunReport
 from flexgen_h2o.sampling import SamplingParams
 from flexgen_h2o.units import GIB
@@ -110,7 +109,7 @@ def _open(args: argparse.Namespace, eviction: Eviction, percent: tuple[int, ...]
 
 
 def _run(args: argparse.Namespace, llm: LLM, gen_len: int) -> RunReport:
-    prompts = benchmark_prompts(args.rows, args.prompt_len, None, llm.model.spec.vocab_size)
+    prompts = benchmark_rows(llm, args.rows, args.prompt_len)
     return llm.run(prompts, SamplingParams(gen_len, ignore_eos=True), lambda done: None)
 
 

@@ -29,7 +29,6 @@ from flexgen_h2o.llm import LLM
 from flexgen_h2o.profile import HardwareProfile
 from flexgen_h2o.profiling.measure import measure
 from flexgen_h2o.profiling.sizes import HOST
-from flexgen_h2o.prompts import benchmark_prompts
 from flexgen_h2o.sampling import SamplingParams
 
 PHASES = ("prefill", "decode", "total")
@@ -149,7 +148,7 @@ def _write_weights(one: Case, args: argparse.Namespace) -> None:
 def _measure(one: Case, hardware: HardwareProfile, args: argparse.Namespace) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {phase: [] for phase in PHASES}
     with _open(one, args, hardware) as llm, common.Neighbours() as neighbours:
-        prompts = [p.token_ids for p in benchmark_prompts(one.rows, one.prompt_len, None, llm.model.spec.vocab_size)]
+        prompts = [p.token_ids for p in common.benchmark_rows(llm, one.rows, one.prompt_len)]
         for _ in range(args.repeats):
             llm.generate(prompts, SamplingParams(one.gen_len, ignore_eos=True))
             assert llm.report is not None

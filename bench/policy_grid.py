@@ -30,7 +30,6 @@ from flexgen_h2o.planner.memory import plan_within
 from flexgen_h2o.planner.need import shape_of
 from flexgen_h2o.profile import HardwareProfile, find_profile, read_profile
 from flexgen_h2o.profiling.measure import measure
-from flexgen_h2o.prompts import benchmark_prompts
 from flexgen_h2o.sampling import SamplingParams
 from flexgen_h2o.source import find_model
 from flexgen_h2o.units import parse_bytes
@@ -131,7 +130,7 @@ def _throughput(
         work.model, policy, work.eviction, device="cpu", dtype="bfloat16", path=args.path, budget=work.budget,
         offload_dir=args.offload_dir, hardware=hardware,
     ) as llm, common.Neighbours() as neighbours:  # fmt: skip
-        prompts = [p.token_ids for p in benchmark_prompts(work.rows, work.prompt_len, None, llm.model.spec.vocab_size)]
+        prompts = [p.token_ids for p in common.benchmark_rows(llm, work.rows, work.prompt_len)]
         llm.generate(prompts, SamplingParams(work.gen_len, ignore_eos=True))
         assert llm.report is not None and llm.policy is not None
         found, chosen = llm.report, llm.policy

@@ -27,7 +27,6 @@ from flexgen_h2o.doors import as_flags, positive, run_door
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.planner.roofline import Peak, RunWork, roofline
 from flexgen_h2o.profiling.peak import PeakProbe
-from flexgen_h2o.prompts import benchmark_prompts
 from flexgen_h2o.report import RunReport
 from flexgen_h2o.sampling import SamplingParams
 from flexgen_h2o.schedule import Step, zigzag
@@ -103,12 +102,12 @@ class Probed:
 
 def _measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     policy = Policy(case.rows, case.batches)
-    prompts = benchmark_prompts(policy.block_size, args.prompt_len, None, 1000)
     runs = []
     with LLM(
         case.model, policy, device="cpu", dtype=args.dtype, path=args.path, offload_dir=args.offload_dir,
         budget=MemoryBudget(host=args.host_mem),
     ) as llm:  # fmt: skip
+        prompts = common.benchmark_rows(llm, policy.block_size, args.prompt_len)
         for _ in range(args.repeats):
             common.wait_for_quiet(args.quiet_wait)
             probed = Probed(llm, args.gen_len)

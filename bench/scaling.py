@@ -26,7 +26,6 @@ from flexgen_h2o.doors import positive, run_door
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.planner.need import AutoPolicy
 from flexgen_h2o.profiling.measure import measure
-from flexgen_h2o.prompts import benchmark_prompts
 from flexgen_h2o.report import RunReport
 from flexgen_h2o.sampling import SamplingParams
 
@@ -125,7 +124,7 @@ def _generate(
         str(folder), policy, device="cpu", dtype="bfloat16", path="_DUMMY_", offload_dir=args.offload_dir,
         budget=MemoryBudget(host=host_mem), hardware=args.profile,
     ) as llm:  # fmt: skip
-        prompts = benchmark_prompts(point.rows, point.prompt_len, None, llm.model.spec.vocab_size)
+        prompts = common.benchmark_rows(llm, point.rows, point.prompt_len)
         return llm.run(prompts, SamplingParams(args.gen_len, ignore_eos=True), lambda done: None)
 
 

@@ -99,6 +99,25 @@ def test_rows_are_the_same_with_and_without_refill(
     assert refilled.extra["sweeps"] < sum(report.extra["sweeps"] for report in separate)
 
 
+@pytest.mark.parametrize("eviction", [(), ("--hh-size", 2)])
+def test_rows_do_not_depend_on_shared_prefixes(
+    eviction: tuple[object, ...], job: Callable[..., Answer], tmp_path: Path
+) -> None:
+    """And a job may go on with another setting."""
+    lines(tmp_path / "in.jsonl", *({"prompt": [5, 9, 4, 7, 5 + i % 3, *[8] * (i % 4)]} for i in range(9)))
+    found = []
+    for how in ("off", "on", "auto"):
+        flags = ("--gpu-batch-size", 4, "--gen-len", 4, "--share-prefix", how, "--output", f"{how}.jsonl", *eviction)
+        assert job(*flags).code == 0
+        body = {name: row["response"]["body"]["choices"] for name, row in rows(tmp_path / f"{how}.jsonl").items()}
+        found.append(body)
+    assert found[0] == found[1] == found[2]
+    again = job("--gpu-batch-size", 4, "--gen-len", 4, "--share-prefix", "off", "--output", "on.jsonl", *eviction)
+    assert again.code == 0 and again.out.startswith("9 rows, 9 of them done before")
+    refused = job("--share-prefix", "maybe")
+    assert refused.code == 2 and "--share-prefix" in refused.err
+
+
 def test_flags_are_what_lines_do_not_say(job: Callable[..., Answer], tmp_path: Path) -> None:
     lines(tmp_path / "in.jsonl", {"prompt": [5, 6]}, {"prompt": [5, 6], "max_tokens": 2, "logprobs": 1})
     assert job("--gen-len", 3, "--eviction", "h2o", "--hh-size", 1).code == 0
