@@ -52,6 +52,10 @@ def _parser() -> OneLineParser:
     add("--force", action="store_true", help="go on with an output that was begun with other settings")
     add("--max-errors", type=_count, metavar="N", help="end when more than N rows are errors (no limit)")
     add("--window", type=positive, metavar="ROWS", help="rows that are read ahead and sorted (1024, at least 4 blocks)")
+    add(
+        "--refill", action=argparse.BooleanOptionalAction, default=True,
+        help="rows that finish give their places to the next ones while the others go on (on)",
+    )  # fmt: skip
     add("--status", action="store_true", help="say how the job that writes --output stands, and do nothing else")
     add("--gen-len", type=positive, default=32, help="most new tokens of a row that does not say (32)")
     add("--share-prefix", choices=tuple(SHARINGS), default="auto", help="compute once what rows begin with (auto)")
@@ -166,7 +170,7 @@ def _run_job(args: argparse.Namespace, output: OutputFile, llm: LLM, before: Bef
         args.output, rows, before.rows, before.errors, lambda: llm.peak_bytes, output.sync_if_due
     )  # fmt: skip
     reader = RequestReader(llm.model, defaults)
-    job = Job(llm, args.input, reader, output, before, progress, args.max_errors, args.window)
+    job = Job(llm, args.input, reader, output, before, progress, args.max_errors, args.window, args.refill)
     with _saying_how_it_ends(progress, output):
         job.run()
     _show(args, job)

@@ -78,17 +78,21 @@ class Executor:
         self._workspace = engine.workspace()
         self._layers: tuple[Layer, ...] = engine.layers.layers
         self._overlap = engine.policy.overlap
-        units = tuple(layer.unit for layer in self._layers)
-        ahead = len(units) if self._overlap else 0
-        sequence = streamed_keys(weight_sequence(max_sweeps, units), units, engine.weights)
-        self._weights = WeightStream(
-            engine.weights, engine.weight_ring(), sequence, ahead, engine.unpacked_weights(), engine.int8_workspace(),
-        )  # fmt: skip
+        self._max_sweeps = max_sweeps
+        self._weights = self._weight_stream()
         device, sparsity = engine.device.torch_device, engine.policy.attn_sparsity
         self._attention = UnitAttention(engine.spec, eviction, sparsity, device)
         self.times = BlockTimes([], [], [])
         self.kv_use = KvUse([], [], [])
         self.fed = FedPrompts()
+
+    def _weight_stream(self) -> WeightStream:
+        engine, units = self._engine, tuple(layer.unit for layer in self._layers)
+        sequence = streamed_keys(weight_sequence(self._max_sweeps, units), units, engine.weights)
+        return WeightStream(
+            engine.weights, engine.weight_ring(), sequence, len(units) if self._overlap else 0,
+            engine.unpacked_weights(), engine.int8_workspace(),
+        )  # fmt: skip
 
     def run_block(
         self, rows: Sequence[Sequence[Row]], order: Iterator[Step] | None = None,
@@ -124,6 +128,11 @@ class Executor:
             store.settle()
         if order is None:  # what was still being stored belongs to the block
             self.times.sweeps[-1] += time.perf_counter() - sweep_start
+
+    def restart(self) -> None:
+        """Load weights from the first unit on; call after a block that was cut short within a sweep."""
+        self.finish()
+        self._weights = self._weight_stream()
 
     def finish(self) -> None:
         """Wait for loads still under way; call once after the last block."""

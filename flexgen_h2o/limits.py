@@ -23,5 +23,6 @@ SEGMENT_SLOTS = 64  # at most; KV slots that are read and written as one area
 UNPACK_CHUNK = 2**20  # packed weights that torch operations unpack at a time
 PACK_CHUNK = 2**20  # weights that are packed at a time
 INT8_TILE = 2**21  # sums of int8 products that exist at a time
+INT8_BLOCK_ROWS = INT8_TILE // 128  # of a blocked int8 matrix: so many that 128 tokens are multiplied at a time
 BLOCK_CHUNK = 32 * 2**20  # bytes of a matrix that are brought into oneDNN's blocked layout, and multiplied, at a time
 BLOCK_ROWS = 64  # rows and columns of what is blocked are multiples of this: other sizes would be padded

@@ -23,18 +23,28 @@ from flexgen_h2o.timeline import LANES
 class Tally:
     """What a run's rows were: `sizes` (prompt tokens, most new tokens) of all, `decoded` tokens besides their first.
 
+    Of each of its blocks `times` and `kv_use`; `fed`: what was fed of all prompts.
+
     Rows themselves are not kept: a run may be fed as many as a job has.
     """
 
     def __init__(self) -> None:
         self.sizes: Counter[tuple[int, int]] = Counter()
         self.decoded = 0
+        self.times: list[BlockTimes] = []
+        self.kv_use: list[KvUse] = []
+        self.fed = FedPrompts()
 
     def begin(self, rows: Sequence[Row]) -> None:
         self.sizes.update((len(r.prompt.token_ids), r.max_new) for r in rows)
 
     def finish(self, rows: Sequence[Row]) -> None:
         self.decoded += sum(max(0, len(r.token_ids) - 1) for r in rows)
+
+    def end_block(self, times: BlockTimes, kv_use: KvUse, fed: FedPrompts) -> None:
+        self.times.append(times)
+        self.kv_use.append(kv_use)
+        self.fed += fed
 
     @property
     def lengths(self) -> list[int]:
@@ -43,12 +53,11 @@ class Tally:
 
 
 def make_report(
-    model: str, engine: Engine, eviction: Eviction, tally: Tally, times: Sequence[BlockTimes],
-    use: Sequence[KvUse], fed: FedPrompts, moved: dict[str, int], predicted: Prediction | None,
-    facts: Mapping[str, str | bool | int],
+    model: str, engine: Engine, eviction: Eviction, tally: Tally, moved: dict[str, int],
+    predicted: Prediction | None, facts: Mapping[str, str | bool | int],
 ) -> RunReport:  # fmt: skip
-    """The report of a finished run. times, use: of each block; fed: the prompts as they were fed; moved: bytes by lane;
-    facts: more, of the profile."""
+    """The report of a finished run. moved: bytes by lane; facts: more, of the profile."""
+    times, use, fed = tally.times, tally.kv_use, tally.fed
     spec, itemsize, lengths = engine.spec, engine.dtype.itemsize, tally.lengths
     need = need_of(eviction, len(lengths), set(tally.sizes), spec.num_blocks)
     held, column = column_bytes(spec, engine.policy, itemsize)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+
+from flexgen_h2o.executor import Executor
 from flexgen_h2o.generation import Row, in_order
 from flexgen_h2o.prompts import Prompt
 from flexgen_h2o.refill import Queue
 from flexgen_h2o.row_rules import RowRules
 from flexgen_h2o.run_facts import Tally
 from flexgen_h2o.sampling import SamplingParams
+from flexgen_h2o.schedule import Step
 
 More = Callable[[], tuple[Sequence[Prompt], Sequence[SamplingParams]] | None]
 
@@ -30,6 +34,19 @@ class RunRows:
         if self.queue is not None:
             return None
         return sum(max(r.max_new for batch in block for r in batch) for block in self.blocks)
+
+
+def run_blocks(
+    executor: Executor, work: RunRows, order: Callable[[int], Iterator[Step]] | None, on_tokens: Callable[[int], None]
+) -> None:
+    """Run them one after another. order: of a block's steps by its number of micro-batches, instead of all of them."""
+    for block in work.blocks:
+        with torch.inference_mode():
+            executor.run_block(block, order(len(block)) if order else None, on_tokens, work.queue)
+        work.tally.end_block(executor.times, executor.kv_use, executor.fed)
+        if order:  # it may have ended within a sweep: the next block's weights begin anew
+            executor.restart()
+    executor.finish()
 
 
 def run_rows(

@@ -44,6 +44,8 @@ SYSTEMS = (
     System("deepspeed", "nvme", (OFFLOAD,)),
     System("ctranslate2", "int8", (IN_RAM,)),
     System("ctranslate2", "float32", (IN_RAM,)),
+    System("llamacpp", "bf16", (IN_RAM,)),
+    System("llamacpp", "q8_0", (IN_RAM,)),
     System("flexgen", "published", BOTH),
 )
 # On a card: weights that do not fit it are in RAM.
@@ -81,6 +83,7 @@ class Cell:
         return weight_bytes // 3 if self.budget == "third" else parse_bytes(self.budget)
 
 
+LLAMA_1B = "TinyLlama/TinyLlama-1.1B-Chat-v1.0"
 OPT = {size: f"facebook/opt-{size}" for size in ("125m", "350m", "1.3b", "6.7b", "30b")}
 
 
@@ -104,6 +107,7 @@ MEM_SPD_SHAPES = (
 GRIDS: dict[str, tuple[Cell, ...]] = {
     "quick": (Cell(OPT["125m"], 32, 16, "none", (8, 16)), Cell(OPT["350m"], 32, 8, "third", (4, 8))),
     "ram-1.3b": (Cell(OPT["1.3b"], 64, 64, "none", (16, 256)),),
+    "llama-1.1b": (Cell(LLAMA_1B, 64, 64, "none", (16, 256)),),
     "ram-6.7b": (Cell(OPT["6.7b"], 32, 32, "none", (8, 64)),),
     "disk-1.3b": (Cell(OPT["1.3b"], 64, 16, "third", (8, 256)),),
     "disk-6.7b": (Cell(OPT["6.7b"], 32, 8, "third", (8, 128)),),

@@ -25,9 +25,12 @@ class Rotation:
         where, dtype = tensors[0].device, tensors[0].dtype
         for start in range(0, len(positions), ROTARY_CHUNK):
             here = slice(start, start + ROTARY_CHUNK)
-            cos, sin = (angles.unsqueeze(1) for angles in self._angles(positions[here].to(where), dtype))
+            cos, sin = self._angles(positions[here].to(where), dtype)
             for t in tensors:
-                _turn(t[here], t[here], cos, sin)
+                if where.type == "cpu" and dtype == torch.bfloat16 and t.stride(2) == 1:
+                    _turn_compiled(t[here], cos, sin)
+                else:
+                    _turn(t[here], t[here], cos.unsqueeze(1), sin.unsqueeze(1))
 
     def turned(self, keys: torch.Tensor, ranks: torch.Tensor) -> torch.Tensor:
         """Keys (rows, slots, d), each turned by its rank, as a tensor of their own; ranks: (rows, slots) int32.
@@ -72,6 +75,23 @@ class Rotation:
         frequencies = self._frequencies.to(positions.device)
         angles = positions.float().unsqueeze(1) * frequencies
         return (angles.cos() * self._scaling).to(dtype), (angles.sin() * self._scaling).to(dtype)
+
+
+def _turn_compiled(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Heads in bf16 (tokens, heads, d), in place, to the bit as `_turn`; cos, sin: (tokens, pairs) in bf16.
+
+    Not for fp32: a compiled loop may fuse a product with a sum, which rounds less often.
+    """
+    import numpy as np
+
+    from flexgen_h2o.kernels import rotary_loops
+
+    (tokens, heads, width), pairs = x.shape, cos.shape[1]
+    if 2 * pairs > width:
+        raise ValueError(f"turn: {2 * pairs} numbers of {width} cannot turn")
+    token, head = (2 * step for step in x.stride()[:2])
+    job = rotary_loops.Heads(heads, pairs, x.data_ptr(), token, head, cos.data_ptr(), sin.data_ptr())
+    share_rows(lambda first, end: rotary_loops.turn_heads(np.uint16(0), job, first, end), tokens, 8 * heads * pairs)
 
 
 def _turn(x: torch.Tensor, out: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The compiled loop of `Rotation.turned`: keys in slots, each turned by its rank."""
+"""The compiled loops of `Rotation`: keys in slots, each turned by its rank; heads of tokens, turned where they are."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import NamedTuple
 from flexgen_h2o.kernels import vectors
 from flexgen_h2o.kernels.jit import floats_at, ints_at, jit
 from flexgen_h2o.kernels.packed_loops import number_at, set_number
+from flexgen_h2o.kernels.row_loops import rounded
 
 
 class Job(NamedTuple):
@@ -40,3 +41,30 @@ def turn_rows(element, job, first, end):  # type: ignore[no-untyped-def]
                 set_number(element, out, job.pairs + i, b * cos[i] + a * sin[i])
             for i in range(2 * job.pairs, job.width):
                 set_number(element, out, i, number_at(element, key, i))
+
+
+class Heads(NamedTuple):
+    """Addresses: x of (tokens, heads, width), steps in bytes; cos, sin of (tokens, pairs), in the dtype of x."""
+
+    heads: int
+    pairs: int
+    x: int
+    token_step: int
+    head_step: int
+    cos: int
+    sin: int
+
+
+@jit
+def turn_heads(element, job, first, end):  # type: ignore[no-untyped-def]
+    """Tokens first..end-1, in place; every product and sum is rounded, as torch operations would."""
+    size = 2 if vectors.planes(element) == 2 else 4
+    for token in range(first, end):
+        cos, sin = job.cos + size * token * job.pairs, job.sin + size * token * job.pairs
+        for head in range(job.heads):
+            x = job.x + token * job.token_step + head * job.head_step
+            for i in range(job.pairs):
+                a, b = number_at(element, x, i), number_at(element, x, job.pairs + i)
+                c, s = number_at(element, cos, i), number_at(element, sin, i)
+                set_number(element, x, i, rounded(element, a * c) - rounded(element, b * s))
+                set_number(element, x, job.pairs + i, rounded(element, b * c) + rounded(element, a * s))

@@ -6,9 +6,11 @@ import torch
 
 from flexgen_h2o.kernels.causal import causal_attention_lse
 from flexgen_h2o.kernels.column_sums import column_sums
-from flexgen_h2o.kernels.int8_rows import Int8Rows, multiply
+from flexgen_h2o.kernels.gated import silu_gated
+from flexgen_h2o.kernels.int8_rows import Int8Rows, multiply_each, rescale
 from flexgen_h2o.kernels.packed_rows import unpack_rows
 from flexgen_h2o.kernels.packed_slots import attend_packed, pack_columns
+from flexgen_h2o.kernels.rms_norm import rms_norm
 from flexgen_h2o.kernels.rotary import Rotation
 from flexgen_h2o.kernels.slot_packing import SlotPacking
 from flexgen_h2o.kernels.slots import ScoreBook, attend_scored
@@ -20,12 +22,12 @@ _ROWS, _SLOTS, _WIDTH = 1, 4, 64
 
 def warm_up(
     device: torch.device, dtype: torch.dtype, scored: bool, packing: SlotPacking | None = None,
-    weights: Packing | None = None, rolling: bool = False,
+    weights: Packing | None = None, rolling: bool = False, rotary: bool = False,
 ) -> None:  # fmt: skip
     """Run decode attention once on zeros; where columns are `scored`, prompts' scores as well.
 
     packing: of the KV slots, weights: of matrices, where these are packed. rolling: with keys that are turned as they
-    are read.
+    are read. rotary: the model has rotary embeddings; with them come RMS norms and gated MLPs.
 
     A few seconds the first time on a machine, then some tenths of one.
     """
@@ -44,10 +46,14 @@ def warm_up(
         wide = columns.new_zeros(*columns.shape[:-1], packing.width)
         packed = pack_columns(wide, packing)
         attend_packed(wide[0, :, :1], packed, packed, filled, 1.0, packing, book)
+    if rotary:
+        Rotation(gains.expand(_WIDTH // 2), 1.0).turn((columns[0],), victims)
+        rms_norm(columns[0, 0], columns[0, 0, 0], 1.0, columns[0, 0].clone())
+        silu_gated(columns[0, 0], columns[0, 0])
     if rolling:
         Rotation(gains.expand(_WIDTH // 2), 1.0).turned(columns[0], positions)
+    _, lse = causal_attention_lse(columns, columns, columns, 1.0)
     if scored:
-        _, lse = causal_attention_lse(columns, columns, columns, 1.0)
         column_sums(columns, columns, lse, 1.0)
     if weights is not None:
         rows = torch.zeros(_ROWS, weights.row_bytes(_WIDTH), dtype=torch.uint8, device=device)
@@ -59,7 +65,9 @@ def warm_up(
 
 
 def _multiply(packed: torch.Tensor, x: torch.Tensor) -> None:
-    """A product in int8 with packed rows."""
+    """A product in int8 with packed rows, and what follows one with blocked rows."""
     sizes = dict.fromkeys(("int8 inputs", "int8 input scales", "int8 weight scales", "int8 sums"), _WIDTH)
     room = torch.empty(sum(sizes.values()), dtype=torch.uint8, device=x.device)
-    multiply(x, Int8Rows(packed, _WIDTH, Workspace(room, sizes, x.dtype)), None, x[:, : len(packed)].clone())
+    out, scales = x[:, : len(packed)].clone(), torch.zeros(len(packed), device=x.device)
+    multiply_each(x, [([Int8Rows(packed, _WIDTH, Workspace(room, sizes, x.dtype))], None, out)])
+    rescale(out.float(), scales, scales, None, out, adds=False)

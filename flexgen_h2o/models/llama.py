@@ -13,11 +13,11 @@ import torch
 
 from flexgen_h2o.config import ModelSpec, StepBuffer, TensorSpec, check_int
 from flexgen_h2o.errors import UsageError
-from flexgen_h2o.kernels.linear import add_linear, linear, lookup, optional_vector, vector
+from flexgen_h2o.kernels.linear import add_linear, linear, linear_each, lookup, optional_vector, vector
 from flexgen_h2o.kernels.rms_norm import rms_norm
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import Attend, Weights
-from flexgen_h2o.models.activations import ACTIVATIONS, check_activation
+from flexgen_h2o.models.activations import check_activation, gated
 from flexgen_h2o.models.chunks import token_chunks
 from flexgen_h2o.models.fields import end_tokens, linear_tensors, read_positive, read_sizes
 from flexgen_h2o.models.rope import read_rotary
@@ -65,6 +65,9 @@ BUILT_IN: dict[str, dict[str, Any]] = {
     "meta-llama/Llama-3.1-70B": _shape(*_70B, **_LLAMA_3_1),
     "meta-llama/Llama-3.2-1B": _shape(2048, 16, 32, 8, 8192, head_dim=64, **_LLAMA_3_2),
     "meta-llama/Llama-3.2-3B": _shape(3072, 28, 24, 8, 8192, head_dim=128, **_LLAMA_3_2),
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": _shape(
+        2048, 22, 32, 4, 5632, **{**_LLAMA_2, "max_position_embeddings": 2048}
+    ),
     "mistralai/Mistral-7B-v0.1": _shape(*_8B, **{**_MISTRAL, "rope_theta": 10000.0, "sliding_window": 4096}),
     "mistralai/Mistral-7B-v0.3": _shape(
         *_8B, **{**_MISTRAL, "vocab_size": 32768, "rope_theta": 1000000.0, "sliding_window": None}
@@ -151,8 +154,9 @@ def attention(spec: ModelSpec, w: Weights, x: torch.Tensor, attend: Attend, ws: 
     qkv = {name: ws.get(name, tokens, count * width) for name, count in heads.items()}
     for a, b in token_chunks(tokens):
         inputs = _norm(spec, w, "input_norm", x[a:b], ws)
-        for name, out in qkv.items():
-            linear(inputs, w[f"{name}_proj.weight"], _bias(w, f"{name}_proj"), out[a:b])
+        linear_each(
+            inputs, [(w[f"{name}_proj.weight"], _bias(w, f"{name}_proj"), out[a:b]) for name, out in qkv.items()]
+        )
     mixed = attend(*(out.view(tokens, heads[name], width) for name, out in qkv.items()))
     for a, b in token_chunks(tokens):
         add_linear(x[a:b], mixed[a:b], w["o_proj.weight"], _bias(w, "o_proj"))
@@ -160,13 +164,13 @@ def attention(spec: ModelSpec, w: Weights, x: torch.Tensor, attend: Attend, ws: 
 
 def mlp(spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> None:
     """x += down_proj(activation(gate_proj(y)) * up_proj(y)) with y the normed x. x: (tokens, hidden)."""
-    activation = ACTIVATIONS[spec.option("activation")]
     for a, b in token_chunks(len(x)):
         inputs = _norm(spec, w, "mlp_norm", x[a:b], ws)
         gate, up = (ws.get(name, b - a, spec.ffn_size) for name in ("gate", "ffn"))
         linear(inputs, w["gate_proj.weight"], _bias(w, "gate_proj"), gate)
         linear(inputs, w["up_proj.weight"], _bias(w, "up_proj"), up)
-        add_linear(x[a:b], activation(gate).mul_(up), w["down_proj.weight"], _bias(w, "down_proj"))
+        inner = gated(spec.option("activation"), gate, up)
+        add_linear(x[a:b], inner, w["down_proj.weight"], _bias(w, "down_proj"))
 
 
 def head(spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> torch.Tensor:

@@ -16,7 +16,14 @@ from flexgen_h2o.limits import (
     UNPACK_CHUNK,
 )
 from flexgen_h2o.packing import weight_form
-from flexgen_h2o.planner.blocked_sizes import blocking_bytes, is_blocked, product_bytes
+from flexgen_h2o.planner.blocked_sizes import (
+    blocking_bytes,
+    int8_blocking_bytes,
+    int8_product_bytes,
+    is_blocked,
+    is_int8_blocked,
+    product_bytes,
+)
 
 if TYPE_CHECKING:
     from flexgen_h2o.planner.memory import Shape
@@ -67,11 +74,13 @@ def temporary_bytes(spec: ModelSpec, shape: Shape, itemsize: int, policy: Policy
 
 def step_bytes(spec: ModelSpec, policy: Policy, shape: Shape, itemsize: int, device_is_host: bool) -> int:
     """`temporary_bytes` with the largest product of blocked weights, where those of this run are blocked."""
-    step = temporary_bytes(spec, shape, itemsize, policy)
-    if not is_blocked(weight_form(policy, itemsize), device_is_host):
-        return step
+    step, form = temporary_bytes(spec, shape, itemsize, policy), weight_form(policy, itemsize)
     tokens = max(shape.tokens, shape.rows)
-    return max(step + product_bytes(spec, tokens, shape.rows, itemsize), blocking_bytes(spec, itemsize))
+    if is_blocked(form, device_is_host):
+        return max(step + product_bytes(spec, tokens, shape.rows, itemsize), blocking_bytes(spec, itemsize))
+    if is_int8_blocked(form, device_is_host):
+        return max(step + int8_product_bytes(spec, tokens, shape.rows), int8_blocking_bytes(spec))
+    return step
 
 
 def unpacked_cache_bytes(spec: ModelSpec, policy: Policy, shape: Shape, itemsize: int, device_is_host: bool) -> int:

@@ -37,6 +37,7 @@ FLOORS: tuple[frozenset[str], ...] = (
             "progress",
             "run_facts",
             "run_rows",
+            "row_plans",
             "source",
             "doors",
         }

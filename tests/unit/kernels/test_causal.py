@@ -72,6 +72,49 @@ def test_batches_are_prompts_and_lse_changes_nothing(group: int, dtype: torch.dt
         assert torch.equal(alone[0], out[b : b + 1]) and torch.equal(alone[1], lse[b : b + 1])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "group", "n", "d"), [(1, 1, 64, 16), (2, 8, 65, 64), (1, 3, 200, 80), (2, 1, 700, 128), (1, 20, 130, 7)]
+)
+def test_the_compiled_loop_is_the_reference(heads: int, group: int, n: int, d: int, dtype: torch.dtype) -> None:
+    """Beyond a block of keys, beyond a unit of queries, widths with and without whole vectors."""
+    q, k, v = prompts(2, heads, group, n, d, dtype)
+    found, want = (
+        causal._attend_compiled(q, k, v, 0.2),
+        causal_attention_lse_reference(*(t.float() for t in (q, k, v)), 0.2),
+    )
+    assert found[0].dtype == dtype and found[0].shape == q.shape
+    for a, b in zip(found, want, strict=True):
+        assert torch.allclose(a.float(), b, atol=TOLERANCE[dtype], rtol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("group", "n", "rows"), [(1, 64, 1), (3, 65, 64), (1, 200, 71), (2, 700, 600), (4, 130, 3)])
+def test_the_compiled_loop_of_the_last_rows(group: int, n: int, rows: int, dtype: torch.dtype) -> None:
+    q, k, v = prompts(2, 2, group, n, 24, dtype)
+    whole = causal._attend_compiled(q, k, v, 0.2)
+    last = causal._attend_compiled(q[:, :, n - rows :], k, v, 0.2)
+    for a, b in zip(last, whole, strict=True):
+        assert torch.allclose(a.float(), b[:, :, n - rows :].float(), atol=TOLERANCE[dtype], rtol=0)
+
+
+def test_what_is_no_number_stays_none_and_with_its_row() -> None:
+    """Nor does a later token reach an earlier one."""
+    q, k, v = prompts(2, 1, 2, 80, 16, torch.float32)
+    k[1, 0, 70, 3], v[1, 0, 75] = float("nan"), float("inf")
+    out, lse = causal._attend_compiled(q, k, v, 0.2)
+    assert not out[0].isnan().any() and out[1, :, :70].isfinite().all() and lse[1, :, :70].isfinite().all()
+    assert out[1, :, 70:].isnan().all() and lse[1, :, 70:].isnan().all()
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    q, k, v = prompts(2, 2, 3, 9, 16, torch.float32)
+    fewer, narrow = (k[:, :, :8], v[:, :, :8]), (k[..., :8], v[..., :8])
+    for keys, values in (fewer, (fewer[0], v), (k, v[:1]), (k.bfloat16(), v), narrow):
+        with pytest.raises(ValueError, match="causal_attention: "):
+            causal._attend_compiled(q, keys, values, 0.2)
+
+
 def missing(*_args: object, **_kwargs: object) -> causal.Result:
     raise RuntimeError("no such operator")
 
@@ -95,6 +138,7 @@ def misshapen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -
 @pytest.mark.parametrize("fused", [missing, wrong, misshapen, aligned_to_the_first])
 def test_a_private_operation_that_changed_is_left_alone(fused, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(causal._FUSED, "cpu", (fused, (torch.float32,)))
+    monkeypatch.setattr(causal, "_is_compiled", lambda q, k, v: False)
     causal._checked.cache_clear()
     try:
         q, k, v = prompts(1, 2, 2, 9, 16, torch.float32)

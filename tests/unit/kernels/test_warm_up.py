@@ -5,11 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flexgen_h2o.kernels import column_loops, int8_loops, rotary_loops, slot_loops, unpack_loops
+from flexgen_h2o.kernels import (
+    column_loops,
+    int8_loops,
+    prompt_loops,
+    rotary_loops,
+    row_loops,
+    slot_loops,
+    unpack_loops,
+)
 from flexgen_h2o.kernels.causal import causal_attention_lse
 from flexgen_h2o.kernels.column_sums import column_sums
-from flexgen_h2o.kernels.int8_rows import Int8Rows, multiply, pack_int8_rows
+from flexgen_h2o.kernels.gated import silu_gated
+from flexgen_h2o.kernels.int8_rows import Int8Rows, multiply_each, pack_int8_rows, rescale
 from flexgen_h2o.kernels.packed_rows import pack_rows, unpack_rows
+from flexgen_h2o.kernels.rms_norm import rms_norm
 from flexgen_h2o.kernels.rotary import Rotation
 from flexgen_h2o.kernels.slots import attend
 from flexgen_h2o.kernels.warm_up import warm_up
@@ -20,12 +30,13 @@ from flexgen_h2o.packing import INT8, Packing
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nothing_is_left_to_compile(dtype: torch.dtype) -> None:
     warm_up(torch.device("cpu"), dtype, scored=True)
-    compiled = len(slot_loops.attend_rows.signatures), len(column_loops.add_tile.signatures)
-    assert min(compiled) >= 1
+    loops = slot_loops.attend_rows, column_loops.add_tile, prompt_loops.attend_units
+    compiled = [len(loop.signatures) for loop in loops]
+    assert min(compiled[:2]) >= 1
     q = torch.randn(3, 5, 70, 16).to(dtype)
     attend(q[0, :, :2].contiguous(), q[:2], q[:2], torch.full((5,), 9, dtype=torch.int32), 0.5)
     column_sums(q, q, causal_attention_lse(q, q, q, 0.3)[1], 0.3)
-    assert (len(slot_loops.attend_rows.signatures), len(column_loops.add_tile.signatures)) == compiled
+    assert [len(loop.signatures) for loop in loops] == compiled
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -34,6 +45,20 @@ def test_turning_is_compiled(dtype: torch.dtype) -> None:
     compiled = len(rotary_loops.turn_rows.signatures)
     Rotation(torch.ones(8), 1.0).turned(torch.zeros(3, 5, 16).to(dtype), torch.zeros(3, 5).int())
     assert len(rotary_loops.turn_rows.signatures) == compiled >= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_llama_needs_is_compiled(dtype: torch.dtype) -> None:
+    def compiled() -> list[int]:
+        loops = (row_loops.norm_rows, row_loops.silu_rows, rotary_loops.turn_heads)
+        return [len(loop.signatures) for loop in loops]
+
+    warm_up(torch.device("cpu"), dtype, scored=False, rotary=True)
+    before = compiled()
+    x = torch.randn(5, 3, 16).to(dtype)
+    Rotation(torch.ones(8), 1.0).turn((x,), torch.arange(5))
+    silu_gated(rms_norm(x[:, 0], x[0, 0], 1e-5, x[:, 1].clone()), x[:, 2].contiguous())
+    assert compiled() == before and min(before[:2]) >= 1
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -53,6 +78,8 @@ def test_products_in_int8_are_compiled() -> None:
     part = Int8Rows(packed, 100, Workspace(torch.empty(1280, dtype=torch.uint8), sizes, torch.bfloat16))
     for bias in (None, torch.randn(5).to(torch.bfloat16)):
         for adds in (False, True):
-            multiply(x, part, bias, torch.zeros(3, 5, dtype=torch.bfloat16), adds)
+            out = torch.zeros(3, 5, dtype=torch.bfloat16)
+            multiply_each(x, [([part], bias, out)], adds)
+            rescale(torch.zeros(3, 5), torch.zeros(3), torch.zeros(5), bias, out, adds)  # of blocked rows
     assert (len(int8_loops.quantise.signatures), len(int8_loops.rescale.signatures)) == compiled
     assert min(compiled) >= 1

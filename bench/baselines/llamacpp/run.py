@@ -1,0 +1,142 @@
+"""llama.cpp, everything in RAM. Variants: bf16 (the weights as they are), q8_0 (its own 8-bit blocks).
+
+Prompts as one batch of many sequences, then a token of each a step (its batched decode), chosen by numpy's argmax. The
+folder is converted once into the offload dir. Peak memory is over a process that has imported llama_cpp. Settings
+(bench/baselines/llamacpp/tune.py): flash_attn, kv_unified (one KV buffer for all sequences), ubatch (tokens computed
+together).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from contract import WARM_UP_PROMPT, WARM_UP_TOKENS, Meter, RefusedError, Request, main
+
+SETTINGS: dict[str, int] = {"flash_attn": 1, "kv_unified": 0, "ubatch": 512}
+MOST_ROWS = 256  # sequences of a context: LLAMA_MAX_SEQ
+
+
+def measure(request: Request, meter: Meter) -> dict[str, Any]:
+    if request.rows > MOST_ROWS:
+        raise RefusedError(f"llama.cpp: {request.rows} rows are more than the {MOST_ROWS} sequences of a context")
+    settings = SETTINGS | request.settings
+    path = _converted(request)
+    with _context(path, request, settings) as session:
+        session.generate(request.prompts(1, WARM_UP_PROMPT), WARM_UP_TOKENS, lambda: None)
+        prompts = request.prompts()
+        meter.begin()
+        session.generate(prompts, request.gen_len, meter.mark)
+        return meter.result(request.rows, request.gen_len) | {"setting": settings}
+
+
+class Session:
+    """A context of llama.cpp and a batch with room for all prompts."""
+
+    def __init__(self, context: Any, batch: Any, vocab: int) -> None:
+        self._context, self._batch, self._vocab = context, batch, vocab
+
+    def generate(self, prompts: Sequence[Sequence[int]], gen_len: int, mark: Any) -> list[list[int]]:
+        """Greedily, `gen_len` tokens a prompt; `mark` is called when each prompt has its next one."""
+        import llama_cpp
+
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
+        out: list[list[int]] = [[] for _ in prompts]
+        feed: list[tuple[int, int, int, bool]] = [
+            (token, at, row, at == len(prompt) - 1)
+            for row, prompt in enumerate(prompts)
+            for at, token in enumerate(prompt)
+        ]
+        for step in range(gen_len):
+            chosen = self._decode(feed, len(prompts))
+            for row, token in zip(out, chosen, strict=True):
+                row.append(token)
+            mark()
+            feed = [(token, len(prompts[row]) + step, row, True) for row, token in enumerate(chosen)]
+        return out
+
+    def _decode(self, feed: Sequence[tuple[int, int, int, bool]], rows: int) -> list[int]:
+        """feed: token, position, sequence, whether its logits are wanted. Returns the best token of each sequence."""
+        import llama_cpp
+        import numpy as np
+
+        batch = self._batch
+        batch.n_tokens = len(feed)
+        for i, (token, at, row, wanted) in enumerate(feed):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, at, 1, wanted
+            batch.seq_id[i][0] = row
+        code = llama_cpp.llama_decode(self._context, batch)
+        if code:
+            raise RuntimeError(f"llama_decode ended with {code}")
+        logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits(self._context), (rows, self._vocab))
+        best: list[int] = logits.argmax(axis=1).tolist()
+        return best
+
+
+@contextmanager
+def _context(path: Path, request: Request, settings: dict[str, int]) -> Iterator[Session]:
+    import llama_cpp
+
+    quiet = llama_cpp.llama_log_callback(_say_nothing)
+    llama_cpp.llama_log_set(quiet, ctypes.c_void_p())
+    llama_cpp.llama_backend_init()
+    loading = llama_cpp.llama_model_default_params()
+    loading.use_mmap = False
+    model = llama_cpp.llama_model_load_from_file(str(path).encode(), loading)
+    if model is None:
+        raise RuntimeError(f"llama.cpp cannot load {path}")
+    params = llama_cpp.llama_context_default_params()
+    tokens = request.rows * request.prompt_len
+    columns = (
+        -(-(request.prompt_len + request.gen_len) // 256) * 256
+        if not settings["kv_unified"]
+        else (request.prompt_len + request.gen_len)
+    )
+    params.n_ctx, params.n_batch, params.n_ubatch = request.rows * columns, max(512, tokens), settings["ubatch"]
+    params.n_seq_max, params.kv_unified = request.rows, bool(settings["kv_unified"])
+    params.n_threads = params.n_threads_batch = request.threads
+    params.flash_attn_type, params.no_perf = settings["flash_attn"], True
+    context = llama_cpp.llama_init_from_model(model, params)
+    if context is None:
+        raise RuntimeError("llama.cpp makes no context")
+    batch = llama_cpp.llama_batch_init(max(512, tokens), 0, 1)
+    try:
+        yield Session(context, batch, int(request.config["vocab_size"]))
+    finally:
+        llama_cpp.llama_batch_free(batch)
+        llama_cpp.llama_free(context)
+        llama_cpp.llama_model_free(model)
+
+
+def _say_nothing(level: int, text: bytes, data: Any) -> None:
+    """Its log would be some hundred lines."""
+
+
+def _converted(request: Request) -> Path:
+    """The GGUF file, made in a process of its own so that the converter's memory is not counted."""
+    path = request.offload_dir / f"llamacpp-{request.model_dir.name}-{request.variant}.gguf"
+    if not path.exists():
+        request.offload_dir.mkdir(parents=True, exist_ok=True)
+        convert = [sys.executable, str(Path(__file__).with_name("convert.py"))]
+        done = subprocess.run(
+            [*convert, str(request.model_dir), str(path), request.variant],
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+        if done.returncode == RefusedError.exit_code:
+            raise RefusedError(done.stderr.strip().splitlines()[-1])
+        if done.returncode:
+            raise RuntimeError(f"convert.py: {done.stderr.strip()[-500:]}")
+    return path
+
+
+if __name__ == "__main__":
+    sys.exit(main(measure, ("bf16", "q8_0"), ("llama_cpp_python", "gguf"), framework="llama_cpp", devices=("cpu",)))
