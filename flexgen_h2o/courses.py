@@ -8,7 +8,12 @@ from typing import Protocol
 
 import torch
 
+from flexgen_h2o.config import ModelSpec
+from flexgen_h2o.errors import UsageError
 from flexgen_h2o.generation import Chooser, Decoding, Row, Watches
+from flexgen_h2o.kvcache.eviction import Eviction
+from flexgen_h2o.kvcache.eviction.rolling import most_new_tokens
+from flexgen_h2o.prompts import Prompt, prompts_from_python
 
 
 class Course(Chooser, Protocol):
@@ -54,3 +59,21 @@ def steered(course: Course | None, chooser: Chooser, end: Callable[[Row], str | 
     if course is None:
         return Decoding(chooser, end, watches)
     return Decoding(course, course.end, watches, course.coming)
+
+
+def forced_rows(
+    prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]], eviction: Eviction, spec: ModelSpec,
+    at_once: int,
+) -> tuple[list[Prompt], ForcedTokens]:  # fmt: skip
+    """Prompts of token ids, each with the tokens that it is to take. UsageError where they do not fit together."""
+    read = prompts_from_python(prompts, None, spec.vocab_size)
+    after = prompts_from_python(continuations, None, spec.vocab_size)
+    if len(read) != len(after):
+        raise UsageError(f"continuations: {len(after)} for {len(read)} prompts")
+    for prompt, more in zip(read, after, strict=True):
+        length, new = len(prompt.token_ids), len(more.token_ids)
+        if length > spec.max_positions or most_new_tokens(eviction, spec, length, new) < new:
+            raise UsageError(
+                f"prompts[{prompt.index}]: with its continuation longer than {spec.max_positions} positions"
+            )
+    return read, ForcedTokens({p.index: p.token_ids for p in after}, at_once)

@@ -14,7 +14,7 @@ import torch
 from flexgen_h2o import interrupts
 from flexgen_h2o.checkpoint import Checkpoint
 from flexgen_h2o.config import DTYPE_BYTES, MemoryBudget, Policy
-from flexgen_h2o.courses import Course, steered
+from flexgen_h2o.courses import Course, forced_rows, steered
 from flexgen_h2o.engine import Engine
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.executor import BlockTimes, Executor, KvUse
@@ -22,7 +22,7 @@ from flexgen_h2o.generation import Decoding, LogitsWatch, Row, SlotsWatch, Watch
 from flexgen_h2o.kernels.warm_up import warm_up
 from flexgen_h2o.kvcache.eviction import Eviction, check_eviction
 from flexgen_h2o.kvcache.eviction.rolling import check_rolling, is_rolling
-from flexgen_h2o.llm_arguments import check_dtype, check_together, read_continuations, read_policy_argument
+from flexgen_h2o.llm_arguments import check_dtype, check_together, read_policy_argument
 from flexgen_h2o.packing import Packing, weight_form
 from flexgen_h2o.paths import DEFAULT_OFFLOAD_DIR, usable_path
 from flexgen_h2o.planner.memory import packing_of
@@ -197,23 +197,22 @@ class LLM:
         """
         if watch_slots is not None and not self.eviction.needs.record:
             raise UsageError(f"watch_slots: nothing is recorded of slots with {self.eviction.name}")
-        read, forced = read_continuations(prompts, continuations, self.model.spec, self.eviction, at_once)
+        read, forced = forced_rows(prompts, continuations, self.eviction, self.model.spec, at_once)
         return self.run(read, SamplingParams(), lambda done: None, watch_logits, None, forced, watch_slots)
 
     def run(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams],
         on_finished: Callable[[list[Completion]], None], watch_logits: LogitsWatch | None = None,
-        order: Order | None = None, course: Course | None = None,
-        watch_slots: SlotsWatch | None = None, listener: Listener | None = None, refill: bool = False,
-        more: More | None = None,
+        order: Order | None = None, course: Course | None = None, watch_slots: SlotsWatch | None = None,
+        listener: Listener | None = None, refill: bool = False, more: More | None = None,
     ) -> RunReport:  # fmt: skip
         """`generate` for read prompts: completions are handed out as rows finish, the report is returned.
 
         course: which tokens rows take and when they are done, instead of `params`. order: the steps to run of a block
         instead of its whole schedule, from its numbers of layers and micro-batches; rows that it cuts short are handed
-        out at the end, as of length. listener: hears of tokens and rows instead of the progress bar.
-        refill: rows that finish give their places to the next ones while the others go on, where rows may end apart;
-        nothing is predicted then. more: with refill, gives further rows that `has_room`, when all others have entered.
+        out at the end, as of length. listener: hears of tokens and rows instead of the progress bar. refill: rows that
+        finish give their places to the next ones while the others go on, where rows may end apart; nothing is predicted
+        then. more: with refill, gives further rows that `has_room`, when all others have entered.
         """
         if not self._running.acquire(blocking=False):
             raise UsageError("this LLM is generating already; a thread needs an LLM of its own")
