@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,9 +75,9 @@ def measure(llm: LLM, case: Case, streams: Sequence[Sequence[int]], windows: int
     """
     llm.eviction, tokens = case.eviction, torch.tensor([list(s) for s in streams])
     n, length = tokens.shape
-    watch, began = NatsWatch(tokens[:, 1:]), time.perf_counter()
+    watch = NatsWatch(tokens[:, 1:])
     report = llm.follow(tokens[:, :1].tolist(), tokens[:, 1:].tolist(), watch, at_once=AT_ONCE)
-    seconds = time.perf_counter() - began
+    seconds = report.prefill.seconds + report.decode.seconds
     edges = [length * i // windows for i in range(windows + 1)]
     held = [held_columns(case.eviction, 1, last - 1, llm.model.spec.num_blocks) for last in edges[1:]]
     found = [

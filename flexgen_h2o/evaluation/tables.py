@@ -115,11 +115,14 @@ def text_tables(policies: Sequence[Figures], model: str, dtype: str) -> str:
     """The surprise of long texts and the KV held (streaming JSON), a policy a row, by window."""
     windows, streams = policies[0]["windows"], policies[0]["nll"]["n"]
     spans = [f"{w['first']} - {w['last']}" for w in windows]
-    digits = 3
+
+    def nats(interval: Figures) -> str:
+        return number(interval, 3) if interval["n"] > 1 else f"{interval['value']:.3f}"
+
     rows = [
         [
-            f"`{found['policy']}`", found["positions"], *(number(w["nll"], digits) for w in found["windows"]),
-            number(found["nll"], digits), f"{found['perplexity']:.2f}",
+            f"`{found['policy']}`", found["positions"], *(nats(w["nll"]) for w in found["windows"]),
+            nats(found["nll"]), f"{found['perplexity']:.2f}",
         ]
         for found in policies
     ]  # fmt: skip
@@ -130,9 +133,8 @@ def text_tables(policies: Sequence[Figures], model: str, dtype: str) -> str:
         ]
         for found in policies
     ]  # fmt: skip
-    head = (
-        f"Model `{model}` in {dtype}; {streams} stream(s); NLL in nats a token, 95% bootstrap intervals over streams."
-    )
+    intervals = f"{streams} streams; NLL in nats a token, 95% bootstrap intervals over streams"
+    head = f"Model `{model}` in {dtype}; {intervals if streams > 1 else 'NLL in nats a token'}."
     parts = [
         [head], [*header(["policy", "positions", *spans, "all", "perplexity"]), *map(row, rows)],
         ["KV held by one stream at the end of each window:"],
