@@ -11,11 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 
 from flexgen_h2o.kernels.threads import share_rows
 from flexgen_h2o.kernels.tiles import REFERENCE_ROWS
+
+if TYPE_CHECKING:
+    from flexgen_h2o.kernels.prompt_loops import Heads
 
 Result = tuple[torch.Tensor, torch.Tensor]
 _Fused = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], Result]
@@ -99,10 +103,10 @@ def _attend_compiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: f
         raise ValueError("causal_attention: q, k, v do not go together: {}; {}; {}".format(*shapes))
     out = torch.empty(batch, n, heads, width, dtype=q.dtype).transpose(1, 2)
     lse = torch.empty(batch, heads, n, dtype=torch.float32)
-    places = [x for t in (q, k, v, out) for x in (t.data_ptr(), *(t.itemsize * step for step in t.stride()[:3]))]
     group, block = heads // kv_heads, prompt_loops.KEYS
     queries = min(max(1, prompt_loops.QUERIES // group // block), -(-n // block)) * block
-    job = prompt_loops.Prompts(kv_heads, group, n, width, queries, *places, lse.data_ptr())
+    places = dict(zip("qkv", map(_place, (q, k, v)), strict=True))
+    job = prompt_loops.Prompts(kv_heads, group, n, width, queries, **places, out=_place(out), lse=lse.data_ptr())
     element = np.float32(0) if q.dtype == torch.float32 else np.uint16(0)
     units = batch * kv_heads * -(-n // queries)
     share_rows(
@@ -110,6 +114,13 @@ def _attend_compiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: f
         units, 4 * group * queries * width * q.itemsize,
     )  # fmt: skip
     return out, lse
+
+
+def _place(t: torch.Tensor) -> Heads:
+    from flexgen_h2o.kernels.prompt_loops import Heads
+
+    batch, head, token = (t.itemsize * step for step in t.stride()[:3])
+    return Heads(t.data_ptr(), batch, head, token)
 
 
 def _fused_cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Result:
