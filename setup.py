@@ -8,7 +8,7 @@ from setuptools import find_packages, setup
 CORE = [
     "torch>=2.6",
     "numpy>=1.26",
-    "transformers>=5.0",
+    "transformers>=5.20",
     "tqdm>=4.64",
     "pulp>=2.8",
     "numba>=0.60",

@@ -29,6 +29,7 @@ from flexgen_h2o.doors import (
 from flexgen_h2o.errors import EXIT_ALL_ROWS_FAILED, EXIT_DONE, UsageError
 from flexgen_h2o.interrupts import Interrupted
 from flexgen_h2o.paths import usable_path
+from flexgen_h2o.prefixes import SHARINGS
 from flexgen_h2o.units import format_seconds
 
 if TYPE_CHECKING:
@@ -51,8 +52,13 @@ def _parser() -> OneLineParser:
     add("--force", action="store_true", help="go on with an output that was begun with other settings")
     add("--max-errors", type=_count, metavar="N", help="end when more than N rows are errors (no limit)")
     add("--window", type=positive, metavar="ROWS", help="rows that are read ahead and sorted (1024, at least 4 blocks)")
+    add(
+        "--refill", action=argparse.BooleanOptionalAction, default=True,
+        help="rows that finish give their places to the next ones while the others go on (on)",
+    )  # fmt: skip
     add("--status", action="store_true", help="say how the job that writes --output stands, and do nothing else")
     add("--gen-len", type=positive, default=32, help="most new tokens of a row that does not say (32)")
+    add("--share-prefix", choices=tuple(SHARINGS), default="auto", help="compute once what rows begin with (auto)")
     add_sampling_flags(parser)
     add_engine_flags(parser)
     add_eviction_flags(parser)
@@ -78,6 +84,7 @@ def _run(argv: list[str] | None) -> int:
 
     defaults, eviction = sampling_of(args), eviction_of(args, policy)
     with contextlib.closing(OutputFile(args.output)) as output, open_llm(args, policy, is_auto, eviction) as llm:
+        llm.share_prefix = args.share_prefix
         if llm.precision_note:
             _say(llm.precision_note)
         before = _settle(args, output, _settings(llm, policy, is_auto, defaults))
@@ -163,7 +170,7 @@ def _run_job(args: argparse.Namespace, output: OutputFile, llm: LLM, before: Bef
         args.output, rows, before.rows, before.errors, lambda: llm.peak_bytes, output.sync_if_due
     )  # fmt: skip
     reader = RequestReader(llm.model, defaults)
-    job = Job(llm, args.input, reader, output, before, progress, args.max_errors, args.window)
+    job = Job(llm, args.input, reader, output, before, progress, args.max_errors, args.window, args.refill)
     with _saying_how_it_ends(progress, output):
         job.run()
     _show(args, job)

@@ -1,4 +1,5 @@
-"""`python -m flexgen_h2o.evaluate`: what evicted KV columns cost, in figures (`fidelity`) and to be read (`text`)."""
+"""`python -m flexgen_h2o.evaluate`: what evicted KV columns cost, in figures (`fidelity`), to be read (`text`), and in
+streams longer than the cache (`streaming`)."""
 
 from __future__ import annotations
 
@@ -26,6 +27,7 @@ from flexgen_h2o.doors import (
     uncompressed,
 )
 from flexgen_h2o.errors import EXIT_DONE, FlexgenError, UsageError
+from flexgen_h2o.evaluation.streaming import add_streaming_flags
 from flexgen_h2o.evaluation.text import add_text_flags
 from flexgen_h2o.files import write_whole
 from flexgen_h2o.paths import usable_path
@@ -52,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> OneLineParser:
     parser = OneLineParser(prog="evaluate", description=__doc__)
-    measures = parser.add_subparsers(dest="measure", required=True, metavar="fidelity|text")
+    measures = parser.add_subparsers(dest="measure", required=True, metavar="fidelity|text|streaming")
     fidelity = measures.add_parser(
         "fidelity", help="KL, flips, NLL, recall and evicted attention against the full cache"
     )
@@ -60,6 +62,7 @@ def _parser() -> OneLineParser:
     # Differences of 1e-4 nats are looked for; --dtype auto takes the checkpoint's own.
     fidelity.set_defaults(dtype="float32", run=_run_fidelity)
     add_text_flags(measures.add_parser("text", help="one's own prompts, full cache and eviction side by side"))
+    add_streaming_flags(measures.add_parser("streaming", help="conversations and texts longer than the cache"))
     return parser
 
 

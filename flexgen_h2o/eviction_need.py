@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from flexgen_h2o.generation import Row
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.planner.memory import Shape
 from flexgen_h2o.planner.need import Need
+from flexgen_h2o.prefixes import PromptGroup, Sharing, common_prefix
 
 
 def need_of(eviction: Eviction, rows: int, sizes: set[tuple[int, int]], num_blocks: int) -> Need:
@@ -27,21 +29,30 @@ def need_of(eviction: Eviction, rows: int, sizes: set[tuple[int, int]], num_bloc
     )
 
 
-def need_of_rows(eviction: Eviction, rows: Sequence[Row], num_blocks: int) -> Need:
-    """The need of the rows of a run."""
+def need_of_rows(eviction: Eviction, rows: Sequence[Row], num_blocks: int, sharing: Sharing | None = None) -> Need:
+    """The need of the rows of a run.
+
+    Its prefix is one that any two of the rows share under `sharing`, so that no micro-batch of so many of them is fed
+    more than the plan for equal prompts says.
+    """
     sizes = {(len(row.prompt.token_ids), row.max_new) for row in rows}
-    return need_of(eviction, len(rows), sizes, num_blocks)
+    need = need_of(eviction, len(rows), sizes, num_blocks)
+    prefix = common_prefix([row.prompt.token_ids for row in rows]) if sharing else 0
+    if sharing is None or not sharing.pays(prefix, 2, 2 * need.prompt_len):
+        return need
+    return replace(need, prefix=prefix)
 
 
-def shape_of_blocks(
-    blocks: Sequence[Sequence[Sequence[Row]]], slots: tuple[int, ...], record: tuple[str, ...]
-) -> Shape:
-    """The shape that covers all these blocks of micro-batches. slots, record: of the rows' need."""
+def shape_of_blocks(blocks: Sequence[Sequence[Sequence[PromptGroup]]], need: Need, at_once: int) -> Shape:
+    """The shape that covers all these blocks of micro-batches. need: of the rows; at_once: the most tokens of a row
+    that a decode sweep takes."""
     batches = [batch for block in blocks for batch in block]
+    rows = max(sum(group.rows for group in batch) for batch in batches)
     return Shape(
-        rows=max(map(len, batches)),
+        rows=rows,
         micro_batches=max(map(len, blocks)),
-        tokens=max(sum(len(row.prompt.token_ids) for row in batch) for batch in batches),
-        slots=slots,
-        record=record,
+        tokens=max(rows * at_once, *(sum(group.tokens for group in batch) for batch in batches)),
+        slots=need.slots,
+        record=need.record,
+        sharing=max((max(g.lengths) for batch in batches for g in batch if g.prefix), default=0),
     )

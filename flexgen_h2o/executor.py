@@ -13,26 +13,23 @@ from functools import partial
 import torch
 
 from flexgen_h2o import interrupts
-from flexgen_h2o.config import Layer, Rotary
+from flexgen_h2o.attention_step import CacheStep, DecodingRows, UnitAttention, UnitViews
+from flexgen_h2o.config import Layer
 from flexgen_h2o.engine import Engine
-from flexgen_h2o.generation import Decoding, MicroBatch, Row, SweepInput
+from flexgen_h2o.generation import Decoding, MicroBatch, Row, SweepInput, Waiting
 from flexgen_h2o.hidden import HiddenKey
-from flexgen_h2o.kernels import slots as slot_kernels
-from flexgen_h2o.kernels.rotary import Rotation
-from flexgen_h2o.kernels.sparse_slots import attend_sparse
-from flexgen_h2o.kvcache.attend import SlotAttention, attend_prompts, attend_slots
 from flexgen_h2o.kvcache.eviction import Eviction
-from flexgen_h2o.kvcache.eviction.policy import RANKS
-from flexgen_h2o.kvcache.hook import Hook, unit_columns
-from flexgen_h2o.kvcache.slots import Joining, SlotTable, joining
+from flexgen_h2o.kvcache.hook import unit_columns
+from flexgen_h2o.kvcache.layout import UnitLayout
+from flexgen_h2o.kvcache.moves import Move
+from flexgen_h2o.kvcache.slots import SlotTable
 from flexgen_h2o.kvcache.store import CacheKey
-from flexgen_h2o.kvcache.view import PartView
 from flexgen_h2o.models import Weights, family_of
 from flexgen_h2o.planner.memory import kv_layout
+from flexgen_h2o.prefixes import FedPrompts, Sharing
 from flexgen_h2o.schedule import Step, weight_sequence, zigzag
 from flexgen_h2o.tiers.events import Waitable, wait_all
-from flexgen_h2o.tiers.ring import Region
-from flexgen_h2o.tiers.stream import Stream
+from flexgen_h2o.tiers.stream import Stream, streamed_keys
 from flexgen_h2o.weights import WeightStream
 
 ATTENTION_KINDS = ("attention", "block")
@@ -41,85 +38,77 @@ OnFinished = Callable[[list[Row]], None]
 
 @dataclass(frozen=True)
 class BlockTimes:
-    """Seconds of each sweep of a block, and of each layer of each sweep (all its micro-batches)."""
+    """Seconds of each sweep of a block, and of each layer of each sweep (all its micro-batches).
+
+    prompts: the share of each sweep's tokens that came from prompts.
+    """
 
     sweeps: list[float]
     layers: list[float]
+    prompts: list[float]
 
 
 @dataclass(frozen=True)
 class KvUse:
     """KV columns that the rows of a block held in each sweep, and those that the full cache would have held.
 
-    Columns of all rows and layers; a column is one key and one value of every kv-head.
+    Columns of all rows and layers; a column is one key and one value of every kv-head. read: of those that decoded.
     """
 
     held: list[int]
     full: list[int]
-
-
-@dataclass(frozen=True)
-class _CacheStep:
-    """The KV unit of one attention layer while it is computed. new, slots: None in the prefill sweep."""
-
-    hook: Hook
-    region: Region | None
-    views: list[PartView]
-    store_whole: bool
-    new: Joining | None = None
-    slots: list[torch.Tensor] | None = None
-
-    @property
-    def columns(self) -> int:
-        """Slots in use of the fullest row, once the layer is computed."""
-        return int((self.hook.rows.kept if self.new is None else self.new.filled).max())
+    read: list[int]
 
 
 class Executor:
     """Runs blocks on an engine, one after another.
 
-    max_sweeps: an upper bound of sweeps over all blocks (weights are loaded ahead across blocks). on_finished gets
-    rows as they finish. After each block `times` holds its seconds and `kv_use` its columns.
+    max_sweeps: an upper bound of sweeps over all blocks (weights are loaded ahead across blocks); None where rows enter
+    that nobody has counted. on_finished gets rows as they finish. sharing: when rows of a micro-batch share a prefix;
+    None: never. After each block `times` holds its seconds, `kv_use` its columns and `fed` what its prompts were.
     """
 
     def __init__(
-        self, engine: Engine, eviction: Eviction, decoding: Decoding, on_finished: OnFinished, max_sweeps: int
-    ) -> None:
+        self, engine: Engine, eviction: Eviction, decoding: Decoding, on_finished: OnFinished,
+        max_sweeps: int | None, sharing: Sharing | None = None,
+    ) -> None:  # fmt: skip
         self._engine, self._eviction, self._decoding, self._on_finished = engine, eviction, decoding, on_finished
+        self._sharing = sharing
         self._family = family_of(engine.spec)
         self._workspace = engine.workspace()
         self._layers: tuple[Layer, ...] = engine.layers.layers
         self._overlap = engine.policy.overlap
-        units = tuple(layer.unit for layer in self._layers)
-        ahead = len(units) if self._overlap else 0
-        self._weights = WeightStream(
-            engine.weights, engine.weight_ring(), weight_sequence(max_sweeps, units), ahead,
+        self._max_sweeps = max_sweeps
+        self._weights = self._weight_stream()
+        device, sparsity = engine.device.torch_device, engine.policy.attn_sparsity
+        self._attention = UnitAttention(engine.spec, eviction, sparsity, device)
+        self.times = BlockTimes([], [], [])
+        self.kv_use = KvUse([], [], [])
+        self.fed = FedPrompts()
+
+    def _weight_stream(self) -> WeightStream:
+        engine, units = self._engine, tuple(layer.unit for layer in self._layers)
+        sequence = streamed_keys(weight_sequence(self._max_sweeps, units), units, engine.weights)
+        return WeightStream(
+            engine.weights, engine.weight_ring(), sequence, len(units) if self._overlap else 0,
             engine.unpacked_weights(), engine.int8_workspace(),
         )  # fmt: skip
-        sparsity = engine.policy.attn_sparsity
-        self._slot_attention: SlotAttention = (
-            slot_kernels.attend if sparsity == 1 else partial(attend_sparse, share=sparsity)
-        )
-        self._scale = engine.spec.head_dim**-0.5
-        self._rotation = _rotation(engine.spec.rotary, engine.device.torch_device)
-        self._is_rolling = RANKS in eviction.needs.record
-        self.times = BlockTimes([], [])
-        self.kv_use = KvUse([], [])
 
     def run_block(
         self, rows: Sequence[Sequence[Row]], order: Iterator[Step] | None = None,
-        on_tokens: Callable[[int], None] = lambda count: None,
+        on_tokens: Callable[[int], None] = lambda count: None, waiting: Waiting | None = None,
     ) -> None:  # fmt: skip
         """Generate for the rows of a block, given as micro-batches.
 
         `order` may cut the schedule short (debug modes); by default it runs until every row has finished.
-        on_tokens hears how many tokens a micro-batch has got.
+        on_tokens hears how many tokens a micro-batch has got. waiting: rows that take the places of those that have
+        finished, each as far as the engine's buffers have room for it.
         """
-        self._on_tokens = on_tokens
-        self._batches = [MicroBatch(r) for r in rows]
-        sweeps = max(r.max_new for batch in rows for r in batch)
+        self._on_tokens, self._waiting = on_tokens, waiting
+        self._batches = [MicroBatch(r, self._sharing) for r in rows]
+        sweeps = max(r.max_new for batch in rows for r in batch) if waiting is None else None
         self._begin(sweeps)
-        self.times, self.kv_use = BlockTimes([], []), KvUse([], [])
+        self.times, self.kv_use, self.fed = BlockTimes([], [], []), KvUse([], [], []), FedPrompts()
         sweep_start = layer_start = time.perf_counter()
         for step in order or zigzag(sweeps, len(self._layers), len(rows)):
             interrupts.check()
@@ -140,48 +129,52 @@ class Executor:
         if order is None:  # what was still being stored belongs to the block
             self.times.sweeps[-1] += time.perf_counter() - sweep_start
 
+    def restart(self) -> None:
+        """Load weights from the first unit on; call after a block that was cut short within a sweep."""
+        self.finish()
+        self._weights = self._weight_stream()
+
     def finish(self) -> None:
         """Wait for loads still under way; call once after the last block."""
         self._weights.drain()
 
-    def _begin(self, sweeps: int) -> None:
-        engine, spec, count = self._engine, self._engine.spec, len(self._batches)
-        itemsize, on_host_device, record = engine.dtype.itemsize, engine.device.is_host, self._eviction.needs.record
-        self._tables = [
-            SlotTable(self._eviction, [(len(r.prompt.token_ids), r.max_new) for r in b.rows], spec.num_blocks)
-            for b in self._batches
-        ]
-        self._places = {id(row): place for b in self._batches for place, row in enumerate(b.rows)}
-        engine.cache.begin_block(
-            [
-                [
-                    kv_layout(
-                        spec, engine.policy, len(b.rows), table.most_slots(block), record, itemsize, on_host_device
-                    )
-                    for b, table in zip(self._batches, self._tables, strict=True)
-                ]
-                for block in range(spec.num_blocks)
-            ]
-        )
-        engine.hidden.begin_block([b.prompt_tokens for b in self._batches], [len(b.rows) for b in self._batches])
+    def _begin(self, sweeps: int | None) -> None:
+        engine, count = self._engine, len(self._batches)
+        self._tables = [SlotTable(self._eviction, _sizes(b.rows), engine.spec.num_blocks) for b in self._batches]
+        layouts = [[self._layout(block, k) for k in range(count)] for block in range(engine.spec.num_blocks)]
+        engine.cache.begin_block(layouts, [len(b.rows) for b in self._batches])
+        engine.hidden.begin_block([self._most_tokens(b) for b in self._batches])
         self._inputs: dict[int, SweepInput] = {}
-        self._left: dict[int, list[int]] = {}  # where the rows that are left stood at the block's beginning
-        self._held = self._full = 0  # columns in this sweep
+        for k in range(count):
+            self._begin_sweep(k)
+        self._held = self._full = self._read = self._fed = self._prompts = 0  # columns and tokens in this sweep
         ahead = (engine.plan.depth.cache, engine.plan.depth.hidden) if self._overlap else (0, 0)
-        self._cache: Stream[CacheKey] = Stream(
-            engine.cache_ring(), self._cache_keys(sweeps, count), engine.cache, ahead[0]
-        )
-        self._hidden: Stream[HiddenKey] = Stream(
-            engine.hidden_ring(), self._hidden_keys(sweeps, count), engine.hidden, ahead[1]
-        )
+        cache_keys = streamed_keys(self._cache_keys(sweeps, count), self._cache_keys(1, count), engine.cache)
+        hidden_keys = streamed_keys(self._hidden_keys(sweeps, count), self._hidden_keys(1, count), engine.hidden)
+        self._cache: Stream[CacheKey] = Stream(engine.cache_ring(), cache_keys, engine.cache, ahead[0])
+        self._hidden: Stream[HiddenKey] = Stream(engine.hidden_ring(), hidden_keys, engine.hidden, ahead[1])
 
-    def _cache_keys(self, sweeps: int, count: int) -> Iterator[CacheKey]:
+    def _layout(self, block: int, k: int) -> UnitLayout:
+        """Of a KV unit; for any rows that the engine has room for where rows may enter."""
+        engine, rows, slots = self._engine, len(self._batches[k].rows), self._tables[k].most_slots(block)
+        if self._waiting is not None:
+            rows, slots = engine.plan.shape.rows, engine.plan.shape.slots[block]
+        record, itemsize = self._eviction.needs.record, engine.dtype.itemsize
+        return kv_layout(engine.spec, engine.policy, rows, slots, record, itemsize, engine.device.is_host)
+
+    def _most_tokens(self, batch: MicroBatch) -> int:
+        """Of its largest sweep."""
+        shape = self._engine.plan.shape
+        least = max(batch.prompt_tokens, sum(row.at_once for row in batch.rows))
+        return least if self._waiting is None else max(shape.tokens, shape.rows)
+
+    def _cache_keys(self, sweeps: int | None, count: int) -> Iterator[CacheKey]:
         for s in zigzag(sweeps, len(self._layers), count):
             layer = self._layers[s.layer]
             if layer.kind in ATTENTION_KINDS:
                 yield s.sweep, layer.block, s.micro_batch
 
-    def _hidden_keys(self, sweeps: int, count: int) -> Iterator[HiddenKey]:
+    def _hidden_keys(self, sweeps: int | None, count: int) -> Iterator[HiddenKey]:
         for s in zigzag(sweeps, len(self._layers), count):
             yield s.sweep, s.layer, s.micro_batch
 
@@ -189,9 +182,7 @@ class Executor:
         engine, layer, k = self._engine, self._layers[step.layer], step.micro_batch
         for stream in (self._weights, self._cache, self._hidden):
             stream.prefetch()
-        if layer.kind == "embedding":
-            self._begin_sweep(k)
-        phase = "prefill" if self._inputs[k].is_prefill else "decode"
+        phase = self._inputs[k].phase
         span, key = engine.timeline.span, (step.sweep, step.layer, k)
         is_fresh = layer.unit != self._weights.unit
         with span("wait", "load_weight"):
@@ -203,14 +194,16 @@ class Executor:
         with span("wait", f"load_hidden {phase}"):
             region = self._hidden.take(key)
             x = engine.hidden.open(key, region)
-        cache: _CacheStep | None = None
+        cache: CacheStep | None = None
         if layer.kind in ATTENTION_KINDS:
             with span("wait", f"load_cache {phase}"):
                 cache = self._open_cache(step, layer)
         with span("compute", f"compute_layer {phase}"):
             self._compute(k, layer, w, x, cache)
         if cache is not None:
-            self._watch_slots(k, cache)
+            self._count(k, cache)
+            if cache.decoding is not None:
+                self._watch_slots(k, cache.decoding)
             with span("wait", f"store_cache {phase}"):
                 self._close_cache(step, layer, cache)
         with span("wait", f"store_hidden {phase}"):
@@ -223,95 +216,95 @@ class Executor:
         if not self._overlap:
             wait_all(stores)
 
-    def _open_cache(self, step: Step, layer: Layer) -> _CacheStep:
-        k, fed = step.micro_batch, self._inputs[step.micro_batch]
-        key = (step.sweep, layer.block, k)
+    def _open_cache(self, step: Step, layer: Layer) -> CacheStep:
+        key, k = (step.sweep, layer.block, step.micro_batch), step.micro_batch
         region = self._cache.take(key)
         views, store_whole = self._engine.cache.open(key, region)
-        rows = self._tables[k].at(layer.block, self._left[k])
-        hook = Hook(self._eviction, layer.block, rows, self._engine.spec.num_kv_heads)
-        if fed.is_prefill:
-            self._count_columns(rows.kept, fed)
-            return _CacheStep(hook, region, views, store_whole)
-        new = joining(rows, torch.tensor(fed.past))
-        self._count_columns(new.filled, fed)
-        return _CacheStep(hook, region, views, store_whole, new, hook.next_slots(views, new))
+        rows = self._tables[k].at(layer.block)
+        return self._attention.open(layer.block, rows, self._inputs[k], UnitViews(region, views, store_whole))
 
-    def _close_cache(self, step: Step, layer: Layer, cache: _CacheStep) -> None:
-        key, engine = (step.sweep, layer.block, step.micro_batch), self._engine
-        slots = None if cache.store_whole else cache.slots
-        stores = engine.cache.close(key, cache.region, cache.columns, slots, engine.device.fence())
-        self._cache.give_back(cache.region, stores)
+    def _close_cache(self, step: Step, layer: Layer, cache: CacheStep) -> None:
+        key, engine, region = (step.sweep, layer.block, step.micro_batch), self._engine, cache.unit.region
+        stores = engine.cache.close(key, region, cache.columns, cache.slots_to_store, engine.device.fence())
+        self._cache.give_back(region, stores)
         self._settle(stores)
 
     def _end_sweep(self, seconds: float) -> None:
         self.times.sweeps.append(seconds)
-        self.kv_use.held.append(self._held)
-        self.kv_use.full.append(self._full)
-        self._held = self._full = 0
+        self.times.prompts.append(self._prompts / self._fed)
+        for kind, count in (("held", self._held), ("full", self._full), ("read", self._read)):
+            getattr(self.kv_use, kind).append(count)
+        self._held = self._full = self._read = self._fed = self._prompts = 0
 
-    def _count_columns(self, held: torch.Tensor, fed: SweepInput) -> None:
-        """held: (sequences,) columns of one layer."""
-        self._held += int(held.sum())
+    def _count(self, k: int, cache: CacheStep) -> None:
+        """The columns of one layer."""
+        fed = self._inputs[k]
+        self._read += cache.decoding.read if cache.decoding is not None else 0
+        self._held += int(cache.decoded.sum()) + int(cache.entered.sum())
         self._full += sum(fed.past) + sum(fed.counts)
 
-    def _watch_slots(self, k: int, cache: _CacheStep) -> None:
+    def _watch_slots(self, k: int, decoding: DecodingRows) -> None:
         """Show what a decode step's attention saw to whoever watches."""
         watch = self._decoding.watches.slots
-        if watch is not None and cache.new is not None:
-            rows = [r.prompt.index for r in self._batches[k].rows]
-            watch(rows, cache.new.filled, unit_columns(cache.hook, cache.views, cache.new))
+        if watch is not None:
+            rows = [r.prompt.index for r in self._batches[k].rows[: self._inputs[k].decoding]]
+            watch(rows, decoding.new.filled, unit_columns(decoding.hook, decoding.views, decoding.new))
 
     def _begin_sweep(self, k: int) -> None:
-        """Fix what micro-batch `k` feeds into this sweep, and which of its rows are left."""
-        fed = self._batches[k].sweep_input()
-        self._inputs[k] = fed
-        self._left[k] = [self._places[id(row)] for row in self._batches[k].rows]
-        self._engine.hidden.begin_sweep(k, len(fed.ids))
+        """Fix what micro-batch `k` feeds into its next sweep, if it has rows left."""
+        batch, tokens = self._batches[k], 0
+        if batch.rows:
+            alone = self._decoding.watches.slots is None  # who watches slots sees every step's
+            self._inputs[k] = batch.sweep_input(self._decoding.coming if alone else None)
+            tokens = len(self._inputs[k].ids)
+        self._engine.hidden.begin_sweep(k, tokens)
 
-    def _compute(self, k: int, layer: Layer, w: Weights, x: torch.Tensor, cache: _CacheStep | None) -> None:
+    def _compute(self, k: int, layer: Layer, w: Weights, x: torch.Tensor, cache: CacheStep | None) -> None:
         spec, family, ws, fed = self._engine.spec, self._family, self._workspace, self._inputs[k]
         if layer.kind == "embedding":
             family.embed(spec, w, fed.ids.to(x.device), fed.positions.to(x.device), x, ws)
         if cache is not None:
             out = ws.get("mixed", len(x), spec.num_heads * spec.head_dim)
-            family.attention(spec, w, x, partial(self._attend, fed, cache, out), ws)
+            family.attention(spec, w, x, partial(self._attention.attend, fed, cache, out), ws)
         if layer.kind in ("mlp", "block") and spec.mlp[layer.block]:
             family.mlp(spec, w, x, ws)
         if layer.kind == "head":
             self._head(k, w, x)
 
-    def _attend(self, fed: SweepInput, cache: _CacheStep, out: torch.Tensor, *qkv: torch.Tensor) -> torch.Tensor:
-        """Keys are kept as they are rotated here, by the positions of their tokens; rolling, as they come."""
-        (q, k, v), rotation, rolls = qkv, self._rotation, self._is_rolling
-        if cache.new is None or cache.slots is None:
-            if rotation is not None:
-                k = k.clone() if rolls else k
-                rotation.turn((q, k), fed.positions)
-            return attend_prompts((q, k, v), fed.counts, cache.views, cache.hook, self._scale, out, qkv[1])
-        if rotation is not None:
-            rotation.turn((q,) if rolls else (q, k), cache.new.filled - 1 if rolls else fed.positions)
-        return attend_slots(
-            (q, k, v), cache.new, cache.slots, cache.views, cache.hook, self._scale, self._slot_attention, out,
-            rotation if rolls else None,
-        )  # fmt: skip
-
     def _head(self, k: int, w: Weights, x: torch.Tensor) -> None:
-        batch = self._batches[k]
-        last = x.index_select(0, self._inputs[k].last().to(x.device))
-        logits = self._family.head(self._engine.spec, w, last, self._workspace)
-        tokens = self._decoding.choose(batch, logits)
-        finished, moves = batch.accept(tokens, self._decoding.end)
-        self._on_tokens(len(tokens))
+        batch, fed = self._batches[k], self._inputs[k]
+        finished, moves = list[Row](), list[Move]()
+        for step in range(fed.steps):
+            assert not finished  # what was fed of the steps to come is taken
+            last = x.index_select(0, fed.last(step).to(x.device))
+            logits = self._family.head(self._engine.spec, w, last, self._workspace)
+            tokens = self._decoding.choose(batch, logits)
+            finished, moves = batch.accept(tokens, self._decoding.end)
+            self._on_tokens(len(tokens))
+        self._fed += len(fed.ids)
+        self._prompts += fed.prompt_tokens
+        self.fed.add(fed.groups)
         if finished:
-            self._engine.cache.compact(k, moves, len(batch.rows))
             self._on_finished(finished)
-        if not batch.rows:
-            self._engine.hidden.begin_sweep(k, 0)
+        self._change_rows(k, moves, bool(finished))
+        self._begin_sweep(k)
+
+    def _change_rows(self, k: int, moves: Sequence[Move], have_left: bool) -> None:
+        """Rows close ranks after a sweep, and others take the places that are free behind them."""
+        batch, table, shape = self._batches[k], self._tables[k], self._engine.plan.shape
+        left, entering = len(batch.rows), []
+        if self._waiting is not None:
+            entering = self._waiting.take(shape.rows - left, self._most_tokens(batch) - left)
+        if have_left:
+            table.close_ranks(moves, left)
+        if entering:
+            longest = max(len(row.prompt.token_ids) for row in entering)
+            batch.enter(entering, self._sharing if longest <= shape.sharing else None)
+            table.enter(_sizes(entering))
+        if have_left or entering:
+            self._engine.cache.change_rows(k, moves, left, len(entering))
 
 
-def _rotation(rotary: Rotary | None, device: torch.device) -> Rotation | None:
-    """None where a model has no rotary embeddings."""
-    if rotary is None:
-        return None
-    return Rotation(torch.tensor(rotary.frequencies, dtype=torch.float32, device=device), rotary.scaling)
+def _sizes(rows: Sequence[Row]) -> list[tuple[int, int]]:
+    """What SlotTable asks of rows."""
+    return [(len(row.prompt.token_ids), row.max_new) for row in rows]

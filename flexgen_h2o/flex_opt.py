@@ -31,6 +31,7 @@ from flexgen_h2o.doors import (
 )
 from flexgen_h2o.errors import EXIT_DONE, UsageError
 from flexgen_h2o.paths import usable_path
+from flexgen_h2o.prefixes import SHARINGS
 
 if TYPE_CHECKING:
     from flexgen_h2o.llm import LLM, Order
@@ -71,6 +72,7 @@ def _parser() -> OneLineParser:
         help="fewer_batch: 20 decode layers, projected; breakdown: serial, seconds by kind",
     )
     add_sampling_flags(parser)
+    add("--share-prefix", choices=tuple(SHARINGS), help="compute once what prompts begin with (auto; benchmark: off)")
     add("--json", type=file_name, help="write the run report")
     add("--trace", type=file_name, help="write a Chrome trace (opens in Perfetto)")
     add("--log-file", default="auto", help="append FlexGen's log lines here (auto: FlexGen's name)")
@@ -111,6 +113,8 @@ def _run(argv: list[str] | None) -> int:
             _say_what_it_was_found_for(args.policy, llm)
         if llm.precision_note and args.verbose >= 1:
             print(f"flex_opt: {llm.precision_note}", file=sys.stderr)
+        # The benchmark's prompts are all equal, and FlexGen computes each.
+        llm.share_prefix = args.share_prefix or ("off" if args.prompts is None else "auto")
         llm.timeline.keep_spans = args.trace is not None
         prompts = _prompts(args, llm, AUTO_BENCHMARK_ROWS if is_auto else policy.block_size)
         with naming_flags():  # a prompt longer than the model's positions

@@ -13,6 +13,7 @@ import torch
 
 from flexgen_h2o.kvcache.eviction.policy import Columns
 from flexgen_h2o.kvcache.moves import Move, plan_moves
+from flexgen_h2o.prefixes import PromptGroup, Sharing, group_prompts, pack_prompts, row_ends
 from flexgen_h2o.prompts import Prompt, make_blocks
 from flexgen_h2o.sampling import SamplingParams, StopStrings, TokenLogprobs, token_logprobs
 
@@ -26,6 +27,7 @@ class Row:
 
     max_new: tokens it may still grow to, at least 1. asked: new tokens that were asked for, by which rows are sorted
     into blocks. top_logprobs: how many of the likeliest tokens get into `logprobs` at each step; None: no `logprobs`.
+    at_once: the most tokens that a decode sweep may feed of it, where they are known before.
     """
 
     prompt: Prompt
@@ -35,17 +37,31 @@ class Row:
     asked: int = 0
     top_logprobs: int | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    at_once: int = 1
 
     @property
     def length(self) -> int:
         return len(self.prompt.token_ids) + len(self.token_ids)
 
 
-def row_blocks(rows: Sequence[Row], gpu_batch_size: int, num_gpu_batches: int) -> list[list[list[Row]]]:
+def row_blocks(
+    rows: Sequence[Row], gpu_batch_size: int, num_gpu_batches: int, sharing: Sharing | None = None
+) -> list[list[list[Row]]]:
     """Rows as blocks of micro-batches, sorted by what they ask for and their length (prompts.make_blocks)."""
     of = {row.prompt.index: row for row in rows}
-    blocks = make_blocks([r.prompt for r in rows], gpu_batch_size, num_gpu_batches, lambda p: of[p.index].asked)
+    prompts = [r.prompt for r in rows]
+    blocks = make_blocks(prompts, gpu_batch_size, num_gpu_batches, lambda p: of[p.index].asked, sharing)
     return [[[of[p.index] for p in batch] for batch in block] for block in blocks]
+
+
+def in_order(rows: Sequence[Row]) -> list[Row]:
+    """The rows as `row_blocks` sorts them."""
+    return [row for block in row_blocks(rows, 1, 1) for batch in block for row in batch]
+
+
+def group_rows(rows: Sequence[Row], sharing: Sharing | None) -> tuple[PromptGroup, ...]:
+    """Which rows of a micro-batch feed a prefix once (prefixes.group_prompts)."""
+    return group_prompts([r.prompt.token_ids for r in rows], sharing)
 
 
 @dataclass(frozen=True)
@@ -53,44 +69,78 @@ class SweepInput:
     """What a micro-batch feeds into one sweep, its rows' tokens packed one after the other.
 
     ids, positions: (tokens,) int64; counts: tokens of each row; past: columns each row has in the cache before.
+    decoding: the first so many rows feed their newest token; those behind them enter with their prompts. groups: these
+    in their order, with the tokens that several of them begin with fed once in front of them. steps: where no row
+    enters, the rows' newest tokens may be followed by those that come next, of all rows one after the other: as many
+    decode steps, for each of which attention runs apart.
     """
 
     ids: torch.Tensor
     positions: torch.Tensor
     counts: tuple[int, ...]
     past: tuple[int, ...]
+    decoding: int
+    groups: tuple[PromptGroup, ...]
+    steps: int = 1
 
     @property
-    def is_prefill(self) -> bool:
-        return self.past[0] == 0
-
-    def last(self) -> torch.Tensor:
-        """(rows,) int64: where each row's newest token stands in the packed order."""
-        return torch.tensor(self.counts).cumsum(0) - 1
-
-
-class MicroBatch:
-    """Rows computed together. They leave as they finish; the others close ranks."""
-
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self.rows = list(rows)
-        self._in_cache = False
+    def phase(self) -> str:
+        """prefill, decode, or mixed where some rows do this and some that."""
+        if self.decoding == 0:
+            return "prefill"
+        return "decode" if self.decoding == len(self.counts) else "mixed"
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(len(r.prompt.token_ids) for r in self.rows)
+        """That are fed for the prompts that enter."""
+        return sum(group.tokens for group in self.groups)
 
-    def sweep_input(self) -> SweepInput:
-        """The prompts before the first sweep, the newest token of each row after it."""
-        fed = [r.token_ids[-1:] if self._in_cache else list(r.prompt.token_ids) for r in self.rows]
-        past = tuple(r.length - 1 if self._in_cache else 0 for r in self.rows)
-        positions = torch.cat([torch.arange(p, p + len(f)) for p, f in zip(past, fed, strict=True)])
-        ids = torch.tensor([i for f in fed for i in f])
-        return SweepInput(ids, positions, tuple(map(len, fed)), past)
+    def last(self, step: int = 0) -> torch.Tensor:
+        """(rows,) int64: where each row's last token of a step stands in the packed order."""
+        ends = [*range(1, self.decoding + 1), *(self.decoding + end for end in row_ends(self.groups))]
+        return torch.tensor(ends) - 1 + step * self.decoding
+
+
+Coming = Callable[[Row], Sequence[int]]
+
+
+class MicroBatch:
+    """Rows computed together. They leave as they finish; the others close ranks, and new ones may enter behind them."""
+
+    def __init__(self, rows: Sequence[Row], sharing: Sharing | None = None) -> None:
+        self.rows = list(rows)
+        self._entering = group_rows(rows, sharing)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """That the next sweep is fed for rows that enter."""
+        return sum(group.tokens for group in self._entering)
+
+    def sweep_input(self, coming: Coming | None = None) -> SweepInput:
+        """The newest token of each row that has one, then the prompts of those that enter.
+
+        coming: where none enters, also the tokens that follow, as many as all rows know.
+        """
+        decoding = sum(bool(r.token_ids) for r in self.rows)
+        before, prompts = self.rows[:decoding], [r.prompt.token_ids for r in self.rows[decoding:]]
+        past = [r.length - 1 for r in before]
+        ids, positions = pack_prompts(prompts, self._entering)
+        known = [[r.token_ids[-1], *(coming(r) if coming and not prompts else ())] for r in before]
+        fits = (min(len(k), r.at_once, r.max_new - len(r.token_ids)) for k, r in zip(known, before, strict=True))
+        steps = min(fits, default=1)
+        return SweepInput(
+            ids=torch.tensor([k[step] for step in range(steps) for k in known] + ids),
+            positions=torch.tensor([p + step for step in range(steps) for p in past] + positions),
+            counts=(steps,) * decoding + tuple(map(len, prompts)),
+            past=(*past, *(0 for _ in prompts)),
+            decoding=decoding,
+            groups=self._entering,
+            steps=steps,
+        )
 
     def accept(self, tokens: Sequence[int], finish: Callable[[Row], str | None]) -> tuple[list[Row], list[Move]]:
         """Append each row's new token. Returns the rows that finish with it and the moves that fill their places."""
-        self._in_cache = True
+        self._entering = ()
         for row, token in zip(self.rows, tokens, strict=True):
             row.token_ids.append(token)
             row.finish_reason = finish(row)
@@ -100,9 +150,21 @@ class MicroBatch:
         self.rows = [self.rows[i] for i in order]
         return finished, moves
 
+    def enter(self, rows: Sequence[Row], sharing: Sharing | None = None) -> None:
+        """They take the places behind the others, with the next sweep."""
+        self.rows += rows
+        self._entering = group_rows(rows, sharing)
+
+
+class Waiting(Protocol):
+    """Rows that wait for a place in a running block; refill.Queue."""
+
+    def take(self, places: int, tokens: int) -> list[Row]:
+        """Those that enter now: at most `places` rows, whose prompts have `tokens` tokens at most in all."""
+
 
 class Chooser(Protocol):
-    """Chooses the next token of each row; sampling.TokenChooser and sampling.ForcedTokens."""
+    """Chooses the next token of each row: sampling.TokenChooser, or a course (courses.py)."""
 
     def choose(self, logits: torch.Tensor, rows: Sequence[int], steps: Sequence[int]) -> list[int]: ...
 
@@ -114,8 +176,12 @@ class RowEnd:
         self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self._stop = stop
 
+    def is_eos(self, token: int) -> bool:
+        """Whether a row ends with this token."""
+        return token in self._eos
+
     def __call__(self, row: Row) -> str | None:
-        if row.token_ids[-1] in self._eos or self._stop.found(row.token_ids):
+        if self.is_eos(row.token_ids[-1]) or self._stop.found(row.token_ids):
             return "stop"
         return "length" if len(row.token_ids) >= row.max_new else None
 
@@ -134,11 +200,15 @@ class Watches:
 
 @dataclass(frozen=True)
 class Decoding:
-    """How tokens are chosen, when a row is done and why (None: not yet), and who looks on."""
+    """How tokens are chosen, when a row is done and why (None: not yet), and who looks on.
+
+    coming: the tokens that a row will take next, whatever the logits, as far as that is known.
+    """
 
     chooser: Chooser
     end: Callable[[Row], str | None]
     watches: Watches = Watches()
+    coming: Coming | None = None
 
     def choose(self, micro_batch: MicroBatch, logits: torch.Tensor) -> list[int]:
         rows = [r.prompt.index for r in micro_batch.rows]

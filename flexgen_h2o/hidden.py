@@ -33,32 +33,32 @@ class HiddenStore:
         self._row = width * dtype.itemsize
         self._streamed = hidden_is_streamed(shares, mover.device.is_host)
 
-    def begin_block(self, prompt_tokens: list[int], rows: list[int]) -> None:
-        """`prompt_tokens` and `rows` of each micro-batch: its tokens in the first sweep and in every later one."""
-        self._tokens = [prompt_tokens, rows]
-        self._most = [max(pair) for pair in zip(prompt_tokens, rows, strict=True)]
-        self._now = [0] * len(rows)
-        self._closed: list[tuple[int, int] | None] = [None] * len(rows)
-        self._stores: list[list[Waitable]] = [[] for _ in rows]
+    def begin_block(self, most: list[int]) -> None:
+        """most: of each micro-batch, the tokens of its largest sweep."""
+        self._now = [0] * len(most)
+        self._closed: list[tuple[int, int] | None] = [None] * len(most)
+        self._stores: list[list[Waitable]] = [[] for _ in most]
         self._offsets: list[dict[str, int]] = []
         used = dict.fromkeys(("device", "host", "disk"), 0)
-        for most in self._most:
+        for tokens in most:
             self._offsets.append(dict(used))
-            for tier, nbytes in hidden_home_bytes(most, self._shares, self._row).items():
+            for tier, nbytes in hidden_home_bytes(tokens, self._shares, self._row).items():
                 used[tier] += nbytes
 
     def begin_sweep(self, micro_batch: int, tokens: int) -> None:
-        """`tokens` of the micro-batch from now until the head of this sweep."""
+        """`tokens` of the micro-batch from its next embedding on: to be said before the head of the last sweep closes.
+
+        0: it has no rows any more.
+        """
         self._now[micro_batch] = tokens
 
     # Source of a Stream[HiddenKey]
 
     def nbytes(self, key: HiddenKey) -> int:
-        tokens = self._tokens[min(key[0], 1)][key[2]]
-        return round_up(tokens * self._row, PAGE) if self._streamed else 0
+        return round_up(self._now[key[2]] * self._row, PAGE) if self._streamed else 0
 
     def is_wanted(self, key: HiddenKey) -> bool:
-        return self._now[key[2]] > 0 or key[0] == 0
+        return self._now[key[2]] > 0
 
     def is_ready(self, key: HiddenKey) -> bool:
         sweep, layer, k = key

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
@@ -15,30 +14,33 @@ import torch
 from flexgen_h2o import interrupts
 from flexgen_h2o.checkpoint import Checkpoint
 from flexgen_h2o.config import DTYPE_BYTES, MemoryBudget, Policy
+from flexgen_h2o.courses import Course, forced_rows, steered
 from flexgen_h2o.engine import Engine
-from flexgen_h2o.errors import DoesNotFitError, UsageError
-from flexgen_h2o.eviction_need import need_of_rows, shape_of_blocks
+from flexgen_h2o.errors import UsageError
 from flexgen_h2o.executor import BlockTimes, Executor, KvUse
-from flexgen_h2o.generation import Chooser, Decoding, LogitsWatch, Row, SlotsWatch, Watches, row_blocks
+from flexgen_h2o.generation import Decoding, LogitsWatch, Row, SlotsWatch, Watches
 from flexgen_h2o.kernels.warm_up import warm_up
-from flexgen_h2o.kvcache.eviction import check_eviction
-from flexgen_h2o.kvcache.eviction.rolling import check_rolling, is_rolling, most_new_tokens
+from flexgen_h2o.kvcache.eviction import Eviction, check_eviction
+from flexgen_h2o.kvcache.eviction.rolling import check_rolling, is_rolling
 from flexgen_h2o.llm_arguments import check_dtype, check_together, read_policy_argument
 from flexgen_h2o.packing import Packing, weight_form
 from flexgen_h2o.paths import DEFAULT_OFFLOAD_DIR, usable_path
-from flexgen_h2o.planner.memory import MemoryPlan, Shape, packing_of, plan_within
-from flexgen_h2o.planner.need import AutoPolicy, Need
+from flexgen_h2o.planner.memory import packing_of
+from flexgen_h2o.planner.need import AutoPolicy
 from flexgen_h2o.planner.predict import Prediction
 from flexgen_h2o.planner.roofline import Peak
 from flexgen_h2o.planning import Planner
+from flexgen_h2o.prefixes import SHARINGS, check_sharing
 from flexgen_h2o.profile import HardwareProfile
 from flexgen_h2o.profiling.peak import measure_peak
 from flexgen_h2o.progress import Listener, Progress
 from flexgen_h2o.prompts import Completion, Prompt, prompts_from_python
 from flexgen_h2o.report import RunReport
+from flexgen_h2o.row_plans import RowPlans
 from flexgen_h2o.row_rules import RowRules
-from flexgen_h2o.run_facts import make_report, sizes_of
-from flexgen_h2o.sampling import ForcedTokens, SamplingParams
+from flexgen_h2o.run_facts import Tally, make_report, sizes_of
+from flexgen_h2o.run_rows import More, RunRows, run_blocks, run_rows
+from flexgen_h2o.sampling import SamplingParams
 from flexgen_h2o.schedule import Step
 from flexgen_h2o.source import Model, find_checkpoint, find_model
 from flexgen_h2o.tiers.device import open_device
@@ -48,13 +50,6 @@ from flexgen_h2o.timeline import Timeline
 RANDOM_WEIGHTS_SEED = 0
 RANDOM_DTYPE = "bfloat16"  # of random weights, unless another is asked for
 Order = Callable[[int, int], Iterator[Step]]
-
-
-@dataclass(frozen=True)
-class _Planned:
-    need: Need
-    policy: Policy
-    memory: MemoryPlan
 
 
 class LLM:
@@ -76,9 +71,9 @@ class LLM:
         offload_dir: str | Path | None = None, path: str | None = None, revision: str | None = None,
         hardware: HardwareProfile | str | Path | None = None,
     ) -> None:  # fmt: skip
-        self.eviction = check_eviction(eviction)
+        self._eviction = check_eviction(eviction)
         self.asked_policy = read_policy_argument(policy)
-        check_together(self.asked_policy, self.eviction)
+        check_together(self.asked_policy, self._eviction)
         self._budget = budget or MemoryBudget()
         self._device = open_device(device, separate_budget=self._budget.device is not None)
         self._device_name, self._hardware = device, hardware
@@ -89,12 +84,10 @@ class LLM:
         self.report: RunReport | None = None
         self._policy = self.asked_policy if isinstance(self.asked_policy, Policy) else None
         self._engine: Engine | None = None
-        self._planned: _Planned | None = None  # what the engine was last opened for
-        self._job_rows = 0
         self.predicted: Prediction | None = None
         self._running = threading.Lock()
-        self.times: list[BlockTimes] = []
-        self._kv_use: list[KvUse] = []
+        self._tally = Tally()  # of the newest run
+        self._share_prefix = "auto"
 
     def __enter__(self) -> LLM:
         return self
@@ -108,6 +101,35 @@ class LLM:
     def policy(self) -> Policy | None:
         """The policy in use; with "auto", None until the first `generate`."""
         return self._policy
+
+    @property
+    def eviction(self) -> Eviction:
+        """Which KV columns the next run keeps."""
+        return self._eviction
+
+    @eviction.setter
+    def eviction(self, eviction: Eviction) -> None:
+        self._eviction = self._plans.eviction = eviction
+
+    @property
+    def share_prefix(self) -> str:
+        """Are tokens that rows of a micro-batch begin with computed once? "auto": where it pays, "on", "off"."""
+        return self._share_prefix
+
+    @share_prefix.setter
+    def share_prefix(self, name: str) -> None:
+        self._share_prefix = check_sharing(name)
+        self._plans.sharing = SHARINGS[name]
+
+    @property
+    def times(self) -> list[BlockTimes]:
+        """Seconds of each block of the newest run."""
+        return self._tally.times
+
+    @property
+    def kv_use(self) -> list[KvUse]:
+        """KV columns of each block of the newest run."""
+        return self._tally.kv_use
 
     def use(self, policy: Policy | AutoPolicy) -> None:
         """Run with another policy from the next `generate` on; what was held for the old one is given back."""
@@ -142,112 +164,102 @@ class LLM:
 
     def sizes(self, prompts: Sequence[Prompt], params: SamplingParams) -> tuple[int, int, int]:
         """Bytes of weights, of the full KV cache and of the hidden states of all rows: FlexGen's summary."""
-        return sizes_of(self.model.spec, self._rules(prompts, params).rows(), DTYPE_BYTES[self.dtype])
+        tally = Tally()
+        tally.begin(self._rules(prompts, params).rows())
+        return sizes_of(self.model.spec, tally.sizes, DTYPE_BYTES[self.dtype])
 
     def generate(
         self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None,
-        watch_logits: LogitsWatch | None = None,
+        watch_logits: LogitsWatch | None = None, refill: bool = True,
     ) -> list[Completion]:  # fmt: skip
         """Generate for text prompts and lists of token ids, in any mix and number; results in the order of `prompts`.
 
         params: of all prompts, or one for each; then a row draws from its own seed alone, wherever it stands.
-        watch_logits sees every step's logits: (indices of the rows, (rows, vocab) in the compute dtype).
+        watch_logits sees every step's logits: (indices of the rows, (rows, vocab) in the compute dtype). refill: as of
+        `run`.
         """
         encode = self.model.encode if self.model.tokenizer is not None else None
         read = prompts_from_python(prompts, encode, self.model.spec.vocab_size)
         done: list[Completion] = []
         if read:
-            self.run(read, params or SamplingParams(), done.extend, watch_logits=watch_logits)
+            self.run(read, params or SamplingParams(), done.extend, watch_logits=watch_logits, refill=refill)
         return sorted(done, key=lambda c: c.index)
 
     def follow(
         self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]], watch_logits: LogitsWatch,
-        watch_slots: SlotsWatch | None = None,
+        watch_slots: SlotsWatch | None = None, at_once: int = 1,
     ) -> RunReport:  # fmt: skip
         """Teacher forcing: run `prompts` as `generate` does, but each row takes the tokens of its continuation.
 
         The t-th time that watch_logits sees a row, its logits are those that continuations[row][t] follows on.
-        watch_slots sees what the attention of each transformer block of a decode sweep saw (generation.Decoding).
+        watch_slots sees what the attention of each transformer block of a decode sweep saw (generation.Decoding). Where
+        nobody watches slots, a sweep takes at_once tokens of each row: the same decode steps, the weights read once.
         """
         if watch_slots is not None and not self.eviction.needs.record:
             raise UsageError(f"watch_slots: nothing is recorded of slots with {self.eviction.name}")
-        read = prompts_from_python(prompts, None, self.model.spec.vocab_size)
-        after = prompts_from_python(continuations, None, self.model.spec.vocab_size)
-        if len(read) != len(after):
-            raise UsageError(f"continuations: {len(after)} for {len(read)} prompts")
-        positions, room = self.model.spec.max_positions, partial(most_new_tokens, self.eviction, self.model.spec)
-        for prompt, more in zip(read, after, strict=True):
-            length, new = len(prompt.token_ids), len(more.token_ids)
-            if length > positions or room(length, new) < new:
-                raise UsageError(f"prompts[{prompt.index}]: with its continuation longer than {positions} positions")
-        forced = {p.index: p.token_ids for p in after}
-        params = SamplingParams(max_tokens=max(map(len, forced.values())), ignore_eos=True)
-        return self.run(read, params, lambda done: None, watch_logits, None, forced, watch_slots)
+        read, forced = forced_rows(prompts, continuations, self.eviction, self.model.spec, at_once)
+        return self.run(read, SamplingParams(), lambda done: None, watch_logits, None, forced, watch_slots)
 
     def run(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams],
         on_finished: Callable[[list[Completion]], None], watch_logits: LogitsWatch | None = None,
-        order: Order | None = None, forced: Mapping[int, Sequence[int]] | None = None,
-        watch_slots: SlotsWatch | None = None, listener: Listener | None = None,
+        order: Order | None = None, course: Course | None = None, watch_slots: SlotsWatch | None = None,
+        listener: Listener | None = None, refill: bool = False, more: More | None = None,
     ) -> RunReport:  # fmt: skip
         """`generate` for read prompts: completions are handed out as rows finish, the report is returned.
 
-        forced: the tokens that rows take, by index, instead of choosing; a row ends with its last. order: the steps to
-        run of a block instead of its whole schedule, from its numbers of layers and micro-batches; rows that it cuts
-        short are handed out at the end, as of length. listener: hears of tokens and rows instead of the progress bar.
+        course: which tokens rows take and when they are done, instead of `params`. order: the steps to run of a block
+        instead of its whole schedule, from its numbers of layers and micro-batches; rows that it cuts short are handed
+        out at the end, as of length. listener: hears of tokens and rows instead of the progress bar. refill: rows that
+        finish give their places to the next ones while the others go on, where rows may end apart; nothing is predicted
+        then. more: with refill, gives further rows that `has_room`, when all others have entered.
         """
         if not self._running.acquire(blocking=False):
             raise UsageError("this LLM is generating already; a thread needs an LLM of its own")
         try:
             rules = self._rules(prompts, params)
-            return self._run(rules, on_finished, Watches(watch_logits, watch_slots), order, forced, listener)
+            rows = rules.rows(course)
+            blocks = self._plans.blocks(rows, self._ready(rows).policy)
+            work = run_rows(rules, rows, blocks, refill and order is None, more)
+            decoding = steered(course, rules.chooser, rules.end, Watches(watch_logits, watch_slots))
+            return self._run(rules, work, decoding, on_finished, order, listener)
         finally:
             self._running.release()
 
     def _run(
-        self, rules: RowRules, on_finished: Callable[[list[Completion]], None], watches: Watches,
-        order: Order | None, forced: Mapping[int, Sequence[int]] | None, listener: Listener | None,
+        self, rules: RowRules, work: RunRows, decoding: Decoding, on_finished: Callable[[list[Completion]], None],
+        order: Order | None, listener: Listener | None,
     ) -> RunReport:  # fmt: skip
-        rows = rules.rows(forced)
-        engine = self._ready(rows)
-        blocks = self._blocks(rows, engine.policy)
-        sweeps = sum(max(r.max_new for batch in block for r in batch) for block in blocks)
+        engine, tally = self._engine, work.tally
+        assert engine is not None
+        self._tally = tally
         before = engine.io_bytes
-        bar = Progress(sum(r.max_new for r in rows)) if listener is None else contextlib.nullcontext(listener)
+        if work.queue is not None:
+            self.predicted = None  # it is of blocks whose rows begin together
+        bar = Progress(sum(r.max_new for r in work.rows)) if listener is None else contextlib.nullcontext(listener)
         with bar as progress:
 
             def hand_out(finished: list[Row]) -> None:
                 progress.finish(finished)
+                tally.finish(finished)
                 on_finished([rules.completion(row) for row in finished])
+                rules.forget(finished)
 
-            chooser: Chooser = rules.chooser if forced is None else ForcedTokens(forced)
-            decoding = Decoding(chooser, rules.end, watches)
-            executor = Executor(engine, self.eviction, decoding, hand_out, sweeps)
-            self.times, self._kv_use = [], []
             engine.timeline.reset()
+            executor = Executor(engine, self.eviction, decoding, hand_out, work.most_sweeps, self._plans.sharing)
             try:
-                for block in blocks:
-                    steps = order(len(engine.layers.layers), len(block)) if order else None
-                    with torch.inference_mode():
-                        executor.run_block(block, steps, progress.sweep)
-                    self.times.append(executor.times)
-                    self._kv_use.append(executor.kv_use)
-                    if order:  # it may end within a sweep: the next block's weights begin anew
-                        executor.finish()
-                        executor = Executor(engine, self.eviction, decoding, hand_out, sweeps)
-                executor.finish()
+                run_blocks(executor, work, partial(order, len(engine.layers.layers)) if order else None, progress.sweep)
             except BaseException:
                 self.close()
                 raise
-        cut_short = [row for row in rows if row.finish_reason is None]
+        cut_short = [row for row in work.rows if row.finish_reason is None]
         for row in cut_short:
             row.finish_reason = "length"
+        tally.finish(cut_short)
         on_finished([rules.completion(row) for row in cut_short])
         moved = {lane: n - before[lane] for lane, n in engine.io_bytes.items()}
-        profile = self._planner.profile_facts
-        self.report = make_report(
-            self.model.name, engine, self.eviction, rows, self.times, self._kv_use, moved, self.predicted, profile
-        )
+        facts = self._planner.profile_facts | ({"refilled": work.queue.entered} if work.queue else {})
+        self.report = make_report(self.model.name, engine, self.eviction, tally, moved, self.predicted, facts)
         return self.report
 
     def close(self) -> None:
@@ -260,17 +272,22 @@ class LLM:
     def expect(self, rows: int) -> None:
         """From now on each `run` is a part of a job of `rows` rows: "auto" chooses for all of them, and an engine that
         is opened again for longer rows also serves what came before."""
-        self._job_rows = rows
+        self._plans.job_rows = rows
 
-    def prepare(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Policy:
+    def prepare(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], by: Course | None = None) -> Policy:
         """Open the engine for these rows, as `run` does, and return the policy. DoesNotFitError: no engine is open."""
-        return self._ready(self._rules(prompts, params).rows()).policy
+        return self._ready(self._rules(prompts, params).rows(by)).policy
 
     def check_fit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
         """DoesNotFitError where `prepare` would raise it. Opens nothing, and closes what is open."""
         self.close()
         budgets = resolve_budgets(self._budget, self._device, self.offload_dir)
-        self._plan_for(self._rules(prompts, params).rows(), budgets)
+        self._plans.plan(self._rules(prompts, params).rows(), self.asked_policy, budgets)
+
+    def has_room(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> bool:
+        """Can these rows enter the running block, as the engine is open for others?"""
+        rows = self._rules(prompts, params).rows()
+        return self._engine is not None and self._plans.has_room(self._engine.plan, rows)
 
     @property
     def peak_bytes(self) -> dict[str, int]:
@@ -279,18 +296,18 @@ class LLM:
 
     def _ready(self, rows: Sequence[Row]) -> Engine:
         """An engine whose buffers cover these rows: the open one if it does, else a new one."""
-        need = self._need(rows)
-        if self._engine is not None and self._serves(self._engine, need, rows):
-            self.predicted = self._predict(need, rows, self._engine.policy, self._engine.plan)
-            return self._engine
+        open_one, plans, asked = self._engine, self._plans, self.asked_policy
+        if open_one is not None and plans.serves(open_one.plan, open_one.policy, asked, rows):
+            self.predicted = plans.predict(rows, open_one.policy, open_one.plan)
+            return open_one
         self.close()
-        asked = self.asked_policy.base if isinstance(self.asked_policy, AutoPolicy) else self.asked_policy
-        check_rolling(self.eviction, self.model.spec, asked.compress_cache)
+        base = asked.base if isinstance(asked, AutoPolicy) else asked
+        check_rolling(self.eviction, self.model.spec, base.compress_cache)
         budgets = resolve_budgets(self._budget, self._device, self.offload_dir)
-        self._planned = planned = self._plan_for(rows, budgets)
+        plans.planned = planned = plans.plan(rows, asked, budgets)
         policy, plan = planned.policy, planned.memory
         self._policy = policy
-        self.predicted = self._predict(need, rows, policy, plan)
+        self.predicted = plans.predict(rows, policy, plan)
         dtype, spec = getattr(torch, self.dtype), self.model.spec
         packing, scored = weight_form(policy, dtype.itemsize).packing, bool(self.eviction.needs.record)
         warm_up(
@@ -303,59 +320,15 @@ class LLM:
         )  # fmt: skip
         return self._engine
 
-    def _plan_for(self, rows: Sequence[Row], budgets: dict[str, int | None]) -> _Planned:
-        """Raises DoesNotFitError. In a job the buffers serve its earlier parts as well, if both fit."""
-        own, before = self._need(rows), self._planned
-        if not self._job_rows:
-            return self._plan(rows, own, None, budgets)
-        own = replace(own, rows=max(own.rows, self._job_rows))
-        if before is not None:
-            with contextlib.suppress(DoesNotFitError):
-                return self._plan(rows, own.union(before.need), before, budgets)
-        return self._plan(rows, own, None, budgets)
-
-    def _plan(
-        self, rows: Sequence[Row], need: Need, before: _Planned | None, budgets: dict[str, int | None]
-    ) -> _Planned:
-        policy, itemsize = self.asked_policy, DTYPE_BYTES[self.dtype]
-        if isinstance(policy, AutoPolicy):
-            policy = self._planner.choose(need, policy.base, budgets)
-        shape = self._shape(rows, policy)
-        if before is not None and before.policy == policy:
-            shape = shape.union(before.memory.shape)
-        memory = plan_within(self.model.spec, policy, shape, itemsize, self._device.is_host, budgets)
-        return _Planned(need, policy, memory)
-
-    def _serves(self, engine: Engine, need: Need, rows: Sequence[Row]) -> bool:
-        """Do the buffers suffice, and was the policy not chosen for fewer rows?"""
-        enough = engine.plan.shape.covers(self._shape(rows, engine.policy))
-        for_fewer = self._planned is None or need.rows > self._planned.need.rows
-        return enough and (self.asked_policy == engine.policy or not for_fewer)
-
-    def _shape(self, rows: Sequence[Row], policy: Policy) -> Shape:
-        return shape_of_blocks(self._blocks(rows, policy), self._need(rows).slots, self.eviction.needs.record)
-
-    @staticmethod
-    def _blocks(rows: Sequence[Row], policy: Policy) -> list[list[list[Row]]]:
-        return row_blocks(rows, policy.gpu_batch_size, policy.num_gpu_batches)
-
-    def _need(self, rows: Sequence[Row]) -> Need:
-        return need_of_rows(self.eviction, rows, self.model.spec.num_blocks)
-
     @cached_property
     def _planner(self) -> Planner:
         return Planner(
             self.model.spec, self._device_name, self._device.is_host, self.dtype, self.offload_dir, self._hardware
         )
 
-    def _predict(self, need: Need, rows: Sequence[Row], policy: Policy, plan: MemoryPlan) -> Prediction | None:
-        """What the run will cost if no row ends early; None where the profile does not know the dtype, and in a job,
-        where to simulate every ragged block of every part would take longer than it tells."""
-        if self._job_rows or not self._planner.can_predict:
-            return None
-        blocks = self._blocks(rows, policy)
-        lengths = [[[len(r.prompt.token_ids) for r in batch] for batch in block] for block in blocks]
-        return self._planner.predict(policy, need, plan, lengths)
+    @cached_property
+    def _plans(self) -> RowPlans:
+        return RowPlans(self.model.spec, self.eviction, self._planner, self.dtype, self._device.is_host)
 
     @cached_property
     def _checkpoint(self) -> Checkpoint:

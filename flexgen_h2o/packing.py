@@ -22,8 +22,9 @@ from flexgen_h2o.units import round_up
 
 GROUP = 64  # values that share a scale and a least value
 GROUP_BYTES = 4  # of these two
-SCALE_BYTES = 4  # of a row for products in int8
-FORMAT = 1  # raise it when the bytes change: stores of another format are not used
+INT8_ROW_BYTES = 8  # of a row for products in int8 besides its values: its scale, and their sum
+# Raise them when the bytes change: stores of another format are not used.
+FORMAT, INT8_FORMAT = 1, 2
 
 
 def num_groups(columns: int) -> int:
@@ -44,8 +45,9 @@ def packed_row_bytes(columns: int, bits: int) -> int:
 class Packing:
     """How the rows of matrices are packed: `bits` of a value, in groups; or by_row, for products in int8.
 
-    by_row: a row is its values, int8, padded to a multiple of 4 bytes, and its scale, a float32: value = int8 x scale.
-    Products of two such rows are whole numbers, so they need one scale for the whole of a row.
+    by_row: a row is its values, int8, padded to a multiple of 4 bytes, its scale, a float32: value = int8 x scale, and
+    the sum of its int8 values, an int32. Products of two such rows are whole numbers, so they need one scale for the
+    whole of a row; the sum is what products with inputs that are not around 0 need (kernels/int8_blocked.py).
     """
 
     bits: int
@@ -55,8 +57,12 @@ class Packing:
     def label(self) -> str:
         return "int8" if self.by_row else f"{self.bits}bit"
 
+    @property
+    def format(self) -> int:
+        return INT8_FORMAT if self.by_row else FORMAT
+
     def row_bytes(self, columns: int) -> int:
-        return round_up(columns, 4) + SCALE_BYTES if self.by_row else packed_row_bytes(columns, self.bits)
+        return round_up(columns, 4) + INT8_ROW_BYTES if self.by_row else packed_row_bytes(columns, self.bits)
 
 
 INT8 = Packing(8, by_row=True)

@@ -14,6 +14,7 @@ from flexgen_h2o.planner.memory import MemoryPlan
 from flexgen_h2o.planner.need import Batch, Block, Need
 from flexgen_h2o.planner.predict import Machine, Prediction, predict
 from flexgen_h2o.planner.search import search
+from flexgen_h2o.prefixes import PromptGroup
 from flexgen_h2o.profile import HardwareProfile, find_profile, read_profile
 from flexgen_h2o.profiling.choose import profile_of_this_machine
 from flexgen_h2o.profiling.nominal import NOMINAL
@@ -55,9 +56,9 @@ class Planner:
         return plan.policy
 
     def predict(
-        self, policy: Policy, need: Need, plan: MemoryPlan, blocks: Sequence[Sequence[Sequence[int]]]
+        self, policy: Policy, need: Need, plan: MemoryPlan, blocks: Sequence[Sequence[Sequence[PromptGroup]]]
     ) -> Prediction:
-        """The cost of a run. blocks: for each block the prompt lengths of its micro-batches."""
+        """The cost of a run. blocks: for each block the prompts of its micro-batches."""
         return predict(self.spec, policy, need, self._machine, plan, _counted(blocks))
 
     @property
@@ -75,7 +76,7 @@ class Planner:
             )
 
     @property
-    def profile_facts(self) -> dict[str, str | bool]:
+    def profile_facts(self) -> dict[str, str | bool | int]:
         """What a report says of the profile that predictions are made with."""
         return {"profile": self.profile.machine, "profile_disturbed": self.profile.was_disturbed}
 
@@ -95,10 +96,10 @@ def _say(line: str) -> None:
     print(f"# {line}", file=sys.stderr, flush=True)
 
 
-def _counted(blocks: Sequence[Sequence[Sequence[int]]]) -> list[tuple[Block, int]]:
+def _counted(blocks: Sequence[Sequence[Sequence[PromptGroup]]]) -> list[tuple[Block, int]]:
     """Blocks of equal micro-batches together, as (block, how many)."""
     found: dict[Block, int] = {}
     for block in blocks:
-        key = tuple(Batch.of(lengths) for lengths in block)
+        key = tuple(Batch.of(groups) for groups in block)
         found[key] = found.get(key, 0) + 1
     return list(found.items())

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import cycle, islice, takewhile
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from flexgen_h2o.config import check_int
 from flexgen_h2o.errors import FlexgenError, UsageError
 from flexgen_h2o.files import replacing
+from flexgen_h2o.prefixes import Sharing, family_order, neighbours
 
 if TYPE_CHECKING:  # it imports torch, and prompts are read without
     from flexgen_h2o.sampling import TokenLogprobs
@@ -63,26 +64,34 @@ def read_prompts(path: Path, encode: Encode | None, vocab_size: int) -> list[Pro
     is the same as absent. Spaces around a text prompt are kept. Token ids must be in [0, vocab_size).
     Raises UsageError naming `--prompts FILE:LINE`.
     """
-    read_line = {".txt": lambda line: line, ".jsonl": _prompt_of_json}.get(path.suffix.lower())
+    read_line = {".txt": lambda line: line, ".jsonl": prompt_of_json}.get(path.suffix.lower())
     if read_line is None:
         raise UsageError(f"--prompts {path}: the file name must end in .txt (a prompt a line) or .jsonl")
-    try:
-        lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    except OSError as error:
-        raise UsageError(f"--prompts {path}: {error.strerror or error}") from error
     prompts: list[Prompt] = []
-    for number, raw in enumerate(lines, start=1):
+    for place, line in lines_of(path, "--prompts"):
         try:
-            line = raw.removesuffix(b"\r").decode("utf-8")
-            if line.strip():
-                prompts.append(make_prompt(len(prompts), read_line(line), encode, vocab_size))
-        except UnicodeDecodeError as error:
-            raise UsageError(f"--prompts {path}:{number}: not UTF-8 text; save the file as UTF-8") from error
+            prompts.append(make_prompt(len(prompts), read_line(line), encode, vocab_size))
         except UsageError as error:
-            raise UsageError(f"--prompts {path}:{number}: {error}") from error
+            raise UsageError(f"{place}: {error}") from error
     if not prompts:
         raise UsageError(f"--prompts {path}: no prompt in it, only blank lines or nothing")
     return prompts
+
+
+def lines_of(path: Path, flag: str) -> Iterator[tuple[str, str]]:
+    """The lines of a UTF-8 file that are not blank, each with `FLAG FILE:LINE`; UsageError where one cannot be read."""
+    try:
+        lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    except OSError as error:
+        raise UsageError(f"{flag} {path}: {error.strerror or error}") from error
+    for number, raw in enumerate(lines, start=1):
+        place = f"{flag} {path}:{number}"
+        try:
+            line = raw.removesuffix(b"\r").decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise UsageError(f"{place}: not UTF-8 text; save the file as UTF-8") from error
+        if line.strip():
+            yield place, line
 
 
 def prompts_from_python(inputs: Sequence[str | Sequence[int]], encode: Encode | None, vocab_size: int) -> list[Prompt]:
@@ -132,18 +141,23 @@ def benchmark_prompts(count: int, length: int, encode: Encode | None, vocab_size
 
 def make_blocks(
     prompts: Sequence[Prompt], gpu_batch_size: int, num_gpu_batches: int,
-    new_tokens: Callable[[Prompt], int] = lambda prompt: 0,
+    new_tokens: Callable[[Prompt], int] = lambda prompt: 0, sharing: Sharing | None = None,
 ) -> list[list[list[Prompt]]]:  # fmt: skip
     """Blocks of at most `num_gpu_batches` micro-batches of at most `gpu_batch_size` prompts each.
 
     Those with the most new tokens first (a block runs as many sweeps as its longest answer has tokens), then the
     longest prompts, equals in input order: neighbours are computed together, and the block that needs the most memory
-    comes first. Every micro-batch but the last of all is full.
+    comes first. Every micro-batch but the last of all is full. sharing: prompts that begin alike are brought together
+    where they fill micro-batches, and within each.
     """
     gbs, block = gpu_batch_size, gpu_batch_size * num_gpu_batches
-    rows = sorted(prompts, key=lambda p: (-new_tokens(p), -len(p.token_ids), p.index))
+    family = family_order([p.token_ids for p in prompts], sharing, gbs) if sharing else lambda ids: (0, 0)
+    rows = sorted(prompts, key=lambda p: (-new_tokens(p), family(p.token_ids), -len(p.token_ids), p.index))
     blocks = [rows[at : at + block] for at in range(0, len(rows), block)]
-    return [[b[at : at + gbs] for at in range(0, len(b), gbs)] for b in blocks]
+    batches = [[b[at : at + gbs] for at in range(0, len(b), gbs)] for b in blocks]
+    if sharing is None:
+        return batches
+    return [[[b[i] for i in neighbours([p.token_ids for p in b], sharing)] for b in block] for block in batches]
 
 
 def check_output_path(path: Path) -> None:
@@ -174,14 +188,20 @@ def write_outputs(path: Path, completions: Iterable[Completion]) -> None:
         raise FlexgenError(f"--output {path}: {error.strerror or error}") from error
 
 
-def _prompt_of_json(line: str) -> object:
-    """The value of the one key that a line of a .jsonl file must have."""
+def object_of_json(line: str) -> dict[str, Any]:
+    """The JSON object that a line of a .jsonl file is."""
     try:
         body = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"not valid JSON ({error})") from error
     if not isinstance(body, dict):
         raise UsageError('a JSON object is expected, such as {"prompt": "text"}')
+    return body
+
+
+def prompt_of_json(line: str) -> object:
+    """The value of the one key that a line of a .jsonl file must have."""
+    body = object_of_json(line)
     given = {key: body[key] for key in ("prompt", "prompt_token_ids") if body.get(key) is not None}
     if len(given) != 1:
         raise UsageError(f"give either prompt or prompt_token_ids, {'not both' if given else 'neither is there'}")

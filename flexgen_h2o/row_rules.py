@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from flexgen_h2o.config import ModelSpec
+from flexgen_h2o.courses import Course
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.generation import Row, RowEnd
 from flexgen_h2o.kvcache.eviction import Eviction
@@ -16,7 +17,7 @@ from flexgen_h2o.sampling import SamplingParams, StopStrings, TokenChooser, Toke
 class RowRules:
     """The rules of a run's rows. params: of all of them, or each row's own in the order of `prompts`.
 
-    Raises UsageError for another number of params, and for stop strings without a tokenizer.
+    Raises UsageError, as `add` does, for another number of params, and for stop strings without a tokenizer.
     """
 
     def __init__(
@@ -24,26 +25,45 @@ class RowRules:
         tokenizer: Tokenizer | None, eviction: Eviction,
     ) -> None:  # fmt: skip
         self._prompts, self._spec, self._tokenizer, self._eviction = prompts, spec, tokenizer, eviction
+        self._params: dict[int, SamplingParams] = {}
+        self.chooser = TokenChooser(params if isinstance(params, SamplingParams) else self._params)
+        # Few sets of stop strings occur, and a finder of each is enough.
+        self._stops: dict[tuple[str, ...], StopStrings] = {}
+        self._ends: dict[tuple[tuple[str, ...], bool], RowEnd] = {}
+        self._register(prompts, params)
+
+    def add(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Row]:
+        """More rows, where each has its own params."""
+        self._register(prompts, params)
+        return self._rows(prompts, None)
+
+    def forget(self, rows: Sequence[Row]) -> None:
+        """They are handed out; their rules are not asked for again."""
+        for row in rows:
+            del self._params[row.prompt.index]
+
+    def _register(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]) -> None:
         if not isinstance(params, SamplingParams) and len(params) != len(prompts):
             raise UsageError(f"params: {len(params)} for {len(prompts)} prompts")
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
-        self._params = {p.index: one for p, one in zip(prompts, each, strict=True)}
-        self.chooser = TokenChooser(params if isinstance(params, SamplingParams) else self._params)
-        # Few sets of stop strings occur, and a finder of each is enough.
-        self._stops = {stop: StopStrings(tokenizer, stop) for stop in {p.stop for p in each}}
-        ends: dict[tuple[tuple[str, ...], bool], RowEnd] = {}
+        self._params |= {p.index: one for p, one in zip(prompts, each, strict=True)}
         for p in each:
-            if (p.stop, p.ignore_eos) not in ends:
-                ends[p.stop, p.ignore_eos] = RowEnd(p, spec.eos_token_ids, self._stops[p.stop])
-        self._ends = {index: ends[p.stop, p.ignore_eos] for index, p in self._params.items()}
+            if p.stop not in self._stops:
+                self._stops[p.stop] = StopStrings(self._tokenizer, p.stop)
+            if (p.stop, p.ignore_eos) not in self._ends:
+                self._ends[p.stop, p.ignore_eos] = RowEnd(p, self._spec.eos_token_ids, self._stops[p.stop])
 
-    def rows(self, forced: Mapping[int, Sequence[int]] | None = None) -> list[Row]:
-        """The rows, with nothing generated. forced: as of `LLM.run`. UsageError for a prompt that is too long."""
+    def rows(self, course: Course | None = None) -> list[Row]:
+        """The rows, with nothing generated. course: as of `LLM.run`. UsageError for a prompt that is too long."""
+        return self._rows(self._prompts, course)
+
+    def _rows(self, prompts: Sequence[Prompt], course: Course | None) -> list[Row]:
         found = []
-        for prompt in self._prompts:
+        for prompt in prompts:
             params = self._params[prompt.index]
-            most = self.most_new_tokens(prompt) if forced is None else len(forced[prompt.index])
-            found.append(Row(prompt, most, asked=params.max_tokens, top_logprobs=params.logprobs))
+            most = self.most_new_tokens(prompt) if course is None else course.most_new(prompt.index)
+            at_once = 1 if course is None else course.at_once
+            found.append(Row(prompt, most, asked=params.max_tokens, top_logprobs=params.logprobs, at_once=at_once))
         return found
 
     def most_new_tokens(self, prompt: Prompt) -> int:
@@ -55,9 +75,16 @@ class RowRules:
             )
         return most_new_tokens(self._eviction, self._spec, length, self._params[prompt.index].max_tokens)
 
+    def may_end_apart(self, rows: Sequence[Row]) -> bool:
+        """Do the rows ask for different numbers of tokens, or may some stop before they have them all?"""
+        params = (self._params[row.prompt.index] for row in rows)
+        can_stop = any(p.stop or (self._spec.eos_token_ids and not p.ignore_eos) for p in params)
+        return can_stop or len({row.max_new for row in rows}) > 1
+
     def end(self, row: Row) -> str | None:
         """Why the row is done with its newest token; None when it is not."""
-        return self._ends[row.prompt.index](row)
+        params = self._params[row.prompt.index]
+        return self._ends[params.stop, params.ignore_eos](row)
 
     def completion(self, row: Row) -> Completion:
         """The row as it is handed out."""

@@ -2,45 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 
 from flexgen_h2o.config import ModelSpec, Policy
 from flexgen_h2o.engine import Engine
-from flexgen_h2o.eviction_need import need_of_rows
+from flexgen_h2o.eviction_need import need_of
 from flexgen_h2o.executor import BlockTimes, KvUse
 from flexgen_h2o.generation import Row
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.planner.memory import packing_of
 from flexgen_h2o.planner.predict import Prediction
 from flexgen_h2o.planner.roofline import run_work
+from flexgen_h2o.prefixes import FedPrompts
 from flexgen_h2o.report import PhaseReport, RunReport
 from flexgen_h2o.timeline import LANES
 
 
+class Tally:
+    """What a run's rows were: `sizes` (prompt tokens, most new tokens) of all, `decoded` tokens besides their first.
+
+    Of each of its blocks `times` and `kv_use`; `fed`: what was fed of all prompts.
+
+    Rows themselves are not kept: a run may be fed as many as a job has.
+    """
+
+    def __init__(self) -> None:
+        self.sizes: Counter[tuple[int, int]] = Counter()
+        self.decoded = 0
+        self.times: list[BlockTimes] = []
+        self.kv_use: list[KvUse] = []
+        self.fed = FedPrompts()
+
+    def begin(self, rows: Sequence[Row]) -> None:
+        self.sizes.update((len(r.prompt.token_ids), r.max_new) for r in rows)
+
+    def finish(self, rows: Sequence[Row]) -> None:
+        self.decoded += sum(max(0, len(r.token_ids) - 1) for r in rows)
+
+    def end_block(self, times: BlockTimes, kv_use: KvUse, fed: FedPrompts) -> None:
+        self.times.append(times)
+        self.kv_use.append(kv_use)
+        self.fed += fed
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each prompt."""
+        return [prompt for prompt, _ in self.sizes.elements()]
+
+
 def make_report(
-    model: str, engine: Engine, eviction: Eviction, rows: Sequence[Row], times: Sequence[BlockTimes],
-    use: Sequence[KvUse], moved: dict[str, int], predicted: Prediction | None,
-    profile: Mapping[str, str | bool],
+    model: str, engine: Engine, eviction: Eviction, tally: Tally, moved: dict[str, int],
+    predicted: Prediction | None, facts: Mapping[str, str | bool | int],
 ) -> RunReport:  # fmt: skip
-    """The report of a finished run. times, use: of each block; moved: bytes by lane; profile: facts of the profile."""
-    spec, itemsize = engine.spec, engine.dtype.itemsize
-    lengths = [len(r.prompt.token_ids) for r in rows]
-    decoded = sum(max(0, len(r.token_ids) - 1) for r in rows)
+    """The report of a finished run. moved: bytes by lane; facts: more, of the profile."""
+    times, use, fed = tally.times, tally.kv_use, tally.fed
+    spec, itemsize, lengths = engine.spec, engine.dtype.itemsize, tally.lengths
+    need = need_of(eviction, len(lengths), set(tally.sizes), spec.num_blocks)
     held, column = column_bytes(spec, engine.policy, itemsize)
-    model_bytes, cache_bytes, hidden_bytes = sizes_of(spec, rows, itemsize)
+    model_bytes, cache_bytes, hidden_bytes = sizes_of(spec, tally.sizes, itemsize)
     return RunReport(
         model=model,
         policy=engine.policy,
         eviction=eviction.to_json(),
-        prompt_len=max(lengths),
-        gen_len=max(r.max_new for r in rows),
-        num_prompts=len(rows),
-        prefill=PhaseReport(sum(sum(t.sweeps[:1]) for t in times), sum(lengths)),
-        decode=PhaseReport(sum(sum(t.sweeps[1:]) for t in times), decoded),
+        prompt_len=need.prompt_len,
+        gen_len=need.gen_len,
+        num_prompts=need.rows,
+        prefill=PhaseReport(phase_seconds(times, lambda prompts: prompts), sum(lengths)),
+        decode=PhaseReport(phase_seconds(times, lambda prompts: 1 - prompts), tally.decoded),
         peak_bytes=engine.peak_bytes,
         io_bytes=moved,
-        kv=kv_facts(held, column, max(need_of_rows(eviction, rows, spec.num_blocks).slots), use),
+        kv=kv_facts(held, column, max(need.slots), use),
         predicted=predicted_seconds(predicted),
         model_bytes=model_bytes,
         cache_bytes=cache_bytes,
@@ -49,18 +82,29 @@ def make_report(
             "dtype": str(engine.dtype).removeprefix("torch."),
             "device": str(engine.device.torch_device),
             "blocks": len(times),
+            "sweeps": sum(len(t.sweeps) for t in times),
             "kv_reserved_bytes": engine.plan.size("cache"),
             "look_ahead_units": asdict(engine.plan.depth),
-            **profile,
-            "work": asdict(run_work(spec, lengths, decoded, kv_read(held, use))),
+            **facts,
+            "prefill_fed_tokens": fed.tokens,
+            "work": asdict(run_work(spec, fed, tally.decoded, kv_read(held, use))),
             "busy_s": {lane: engine.timeline.seconds(lane) for lane in LANES},
         },
     )
 
 
-def sizes_of(spec: ModelSpec, rows: Sequence[Row], itemsize: int) -> tuple[int, int, int]:
-    """Bytes of weights, of the full KV cache and of the hidden states of all rows at their longest."""
-    tokens = sum(len(r.prompt.token_ids) + r.max_new for r in rows)
+def phase_seconds(times: Sequence[BlockTimes], share: Callable[[float], float]) -> float:
+    """Seconds of a phase, whose share of a sweep is `share` of its prompts' share: mixed sweeps are shared out by their
+    tokens."""
+    return sum(s * share(prompts) for t in times for s, prompts in zip(t.sweeps, t.prompts, strict=True))
+
+
+def sizes_of(spec: ModelSpec, sizes: Mapping[tuple[int, int], int], itemsize: int) -> tuple[int, int, int]:
+    """Bytes of weights, of the full KV cache and of the hidden states of all rows at their longest.
+
+    sizes: how many rows there are of each (prompt tokens, most new tokens).
+    """
+    tokens = sum((prompt + new) * number for (prompt, new), number in sizes.items())
     return spec.num_weights * itemsize, tokens * spec.kv_bytes_per_token(itemsize), tokens * spec.hidden_size * itemsize
 
 
@@ -85,7 +129,7 @@ def kv_facts(held: int, column: int, slots: int, use: Sequence[KvUse]) -> dict[s
 
 def kv_read(held: int, use: Sequence[KvUse]) -> int:
     """Bytes of KV that decode attention read in all sweeps; held as above."""
-    return held * sum(n for block in use for n in block.held[1:])
+    return held * sum(n for block in use for n in block.read)
 
 
 def predicted_seconds(predicted: Prediction | None) -> dict[str, float | None]:

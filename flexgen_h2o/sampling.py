@@ -139,16 +139,6 @@ def _draw(logits: Tensor, places: Sequence[int], params: SamplingParams, drawn: 
     return chosen
 
 
-class ForcedTokens:
-    """Chooses the tokens that it is given, whatever the logits: `tokens[row][step]`."""
-
-    def __init__(self, tokens: Mapping[int, Sequence[int]]) -> None:
-        self._tokens = tokens
-
-    def choose(self, logits: Tensor, rows: Sequence[int], steps: Sequence[int]) -> list[int]:
-        return [self._tokens[row][step] for row, step in zip(rows, steps, strict=True)]
-
-
 @dataclass(frozen=True)
 class TokenLogprobs:
     """Natural log-probabilities at one step, before temperature and cuts. top: (token id, of it), likeliest first."""

@@ -6,8 +6,9 @@ the next layer is touched, so each weight load serves the whole block.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import count
 
 
 @dataclass(frozen=True)
@@ -23,22 +24,29 @@ class Step:
     micro_batch: int
 
 
-def zigzag(num_sweeps: int, num_layers: int, num_micro_batches: int) -> Iterator[Step]:
-    """Steps of one block in compute order; every consumer (loads, compute, stores) walks the same order."""
-    for sweep in range(num_sweeps):
+def zigzag(num_sweeps: int | None, num_layers: int, num_micro_batches: int) -> Iterator[Step]:
+    """Steps of one block in compute order; every consumer (loads, compute, stores) walks the same order.
+
+    num_sweeps: None where nobody knows how many there will be: for ever.
+    """
+    for sweep in _sweeps(num_sweeps):
         for layer in range(num_layers):
             for micro_batch in range(num_micro_batches):
                 yield Step(sweep, layer, micro_batch)
 
 
-def weight_sequence(num_sweeps: int, unit_of_layer: tuple[int, ...]) -> Iterator[int]:
+def weight_sequence(num_sweeps: int | None, unit_of_layer: tuple[int, ...]) -> Iterator[int]:
     """Weight units in the order they are needed, a unit that stays in place between two layers named once.
 
-    With tied embeddings the head of a sweep and the embedding of the next share one load.
+    With tied embeddings the head of a sweep and the embedding of the next share one load. num_sweeps: as of `zigzag`.
     """
     last = None
-    for _ in range(num_sweeps):
+    for _ in _sweeps(num_sweeps):
         for unit in unit_of_layer:
             if unit != last:
                 yield unit
                 last = unit
+
+
+def _sweeps(number: int | None) -> Iterable[int]:
+    return count() if number is None else range(number)

@@ -23,6 +23,7 @@ from flexgen_h2o.errors import UsageError
 from flexgen_h2o.models import built_in_names, built_in_spec, one_line, spec_from_folder
 from flexgen_h2o.packing import Packing
 
+_SOME_ANSWER = "\u241fanswer\u241f"  # stands for an answer in a conversation that is still to be had
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "tokenizer_config.json")
 
 
@@ -60,12 +61,32 @@ class Model:
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of a conversation, up to where the answer begins. ValueError if the template does not take it."""
+        return self.encode_more(self._chat_text(messages))
+
+    def encode_turn(self, users: Sequence[str]) -> list[int]:
+        """Token ids of the last of a user's messages, by the chat template, up to where its answer begins.
+
+        They begin where the answer before it ends, whatever that says. ValueError if the template does not take
+        messages and answers one after the other.
+        """
+        messages: list[dict[str, str]] = []
+        for text in users:
+            messages += [{"role": "user", "content": text}, {"role": "assistant", "content": _SOME_ANSWER}]
+        head, answer, turn = self._chat_text(messages[:-1]).rpartition(_SOME_ANSWER)
+        if bool(answer) != (len(users) > 1) or head.count(_SOME_ANSWER) != max(0, len(users) - 2):
+            raise ValueError("it leaves out answers that came before")
+        return self.encode_more(turn)
+
+    def _chat_text(self, messages: Sequence[Mapping[str, Any]]) -> str:
         assert self.tokenizer is not None
         try:
-            text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            return str(self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
         except Exception as error:  # of the template's language: many kinds
             raise ValueError(one_line(error) or type(error).__name__) from error
-        # The template has the special tokens in it.
+
+    def encode_more(self, text: str) -> list[int]:
+        """Token ids of text that has its special tokens in it, or that others stand before."""
+        assert self.tokenizer is not None
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 

@@ -2,8 +2,8 @@
 
 Resident rows are read once; streamed rows (on disk, and on host where the device is not host memory) are loaded into a
 ring ahead of the compute that needs them. Packed matrices (packing.py) stay packed in both; when their unit is opened
-they are unpacked into one buffer, or wrapped for products in int8. Resident matrices that are only multiplied are
-blocked once, where they lie. Knows nothing of file formats (it is given byte
+they are unpacked into one buffer, or wrapped for products in int8. Resident matrices that are multiplied are blocked
+once, where they lie. Knows nothing of file formats (it is given byte
 ranges) nor of models.
 """
 
@@ -18,13 +18,14 @@ import torch
 from flexgen_h2o.checkpoint.stored import Checkpoint, StoredTensor
 from flexgen_h2o.config import LayerPlan, TensorSpec, WeightUnit
 from flexgen_h2o.kernels.blocked_rows import BlockedRows, block_rows
+from flexgen_h2o.kernels.int8_blocked import BlockedInt8, block_int8_rows
 from flexgen_h2o.kernels.int8_rows import Int8Rows
 from flexgen_h2o.kernels.linear import RowParts
 from flexgen_h2o.kernels.packed_rows import unpack_rows
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.limits import ALIGN, PAGE
-from flexgen_h2o.packing import Packing, WeightForm
-from flexgen_h2o.planner.blocked_sizes import is_blocked
+from flexgen_h2o.packing import INT8, Packing, WeightForm
+from flexgen_h2o.planner.blocked_sizes import is_blocked, is_int8_blocked
 from flexgen_h2o.planner.memory import part_bytes, streamed_bytes, streamed_part_bytes, unpacked_bytes, weight_parts
 from flexgen_h2o.tiers.disk import DirectFile, aligned_range
 from flexgen_h2o.tiers.events import Done, Waitable, wait_all
@@ -34,8 +35,8 @@ from flexgen_h2o.tiers.ring import Region, Ring
 from flexgen_h2o.tiers.stream import Stream
 from flexgen_h2o.units import round_up
 
-# Of a matrix: rows in the compute dtype, in order or blocked, or packed ones as uint8
-HeldParts = tuple[torch.Tensor | BlockedRows, ...]
+# Of a matrix: rows in the compute dtype, in order or blocked, or packed ones as uint8, those for int8 maybe blocked
+HeldParts = tuple[torch.Tensor | BlockedRows | BlockedInt8, ...]
 
 
 @dataclass(frozen=True)
@@ -89,18 +90,24 @@ class WeightStore:
                     home: Memory = "host" if part.tier == "host" else "device"
                     reads.append(self._read(tensor, part, rows.view(-1), home, ()))
         wait_all(reads)
-        if is_blocked(self._form, self._is_host):
+        if is_blocked(self._form, self._is_host) or is_int8_blocked(self._form, self._is_host):
             self._block_resident()
 
     def _block_resident(self) -> None:
-        """Block the rows of matrices that are multiplied where they live; tables are read row by row."""
-        tables = {layer.unit for layer in self.plan.layers if layer.kind == "embedding"}
+        """Block the rows of matrices that are multiplied where they live.
+
+        Of blocked rows only those in int8 can be looked up, so in the compute dtype a tied table stays in order.
+        """
+        layers, is_int8 = self.plan.layers, self._form.packing == INT8
+        tables = {layer.unit for layer in layers if layer.kind == "embedding"}
+        tables -= {layer.unit for layer in layers if layer.kind != "embedding" and is_int8}
         for number, unit in enumerate(self.plan.units):
             for tensor in unit.tensors if number not in tables else ():
                 for part in self._parts[tensor.name]:
                     key = tensor.name, part.start
                     if key in self._resident and len(tensor.shape) == 2:
-                        self._blocked[key] = block_rows(self._resident[key])
+                        rows = self._resident[key]
+                        self._blocked[key] = block_int8_rows(rows) if is_int8 else block_rows(rows)
 
     def nbytes(self, key: int) -> int:
         """Ring bytes of one load of a unit; 0 when all its rows are used where they live."""
@@ -121,7 +128,7 @@ class WeightStore:
         streamed = self._pieces[unit]
         found: dict[str, HeldParts] = {}
         for tensor in self.plan.units[unit].tensors:
-            parts: list[torch.Tensor | BlockedRows] = []
+            parts: list[torch.Tensor | BlockedRows | BlockedInt8] = []
             for part in self._parts[tensor.name]:
                 key = tensor.name, part.start
                 piece = streamed.get(key)
@@ -135,17 +142,19 @@ class WeightStore:
 
     def for_products(self, unit: int, tensors: Mapping[str, HeldParts], workspace: Workspace) -> dict[str, RowParts]:
         """An opened unit's tensors as products take them where nothing is unpacked: matrices in int8 as `Int8Rows`."""
-        found: dict[str, RowParts] = dict(tensors)
+        found: dict[str, RowParts] = {}
         for tensor in self.plan.units[unit].tensors:
+            held = tensors[tensor.role]
             if self._form.packs(tensor.shape):
-                held = tensors[tensor.role]
-                rows = [part for part in held if isinstance(part, torch.Tensor)]  # what is packed is not blocked
+                rows = [part for part in held if not isinstance(part, BlockedRows)]
                 found[tensor.role] = tuple(Int8Rows(part, tensor.shape[1], workspace) for part in rows)
+            else:
+                found[tensor.role] = _as_held(held)
         return found
 
     def unpack(self, unit: int, tensors: Mapping[str, HeldParts], memory: torch.Tensor) -> dict[str, RowParts]:
         """An opened unit's tensors in the compute dtype: packed matrices whole in `memory` (uint8), others as given."""
-        found: dict[str, RowParts] = dict(tensors)
+        found = {role: _as_held(parts) for role, parts in tensors.items()}
         start = 0
         for tensor in self.plan.units[unit].tensors:
             if self._form.packs(tensor.shape):
@@ -264,9 +273,10 @@ class WeightStream:
             self._stream.give_back(self._region, [fence])
             self._region = self._stream.take(unit)
             self.unit, self._held = unit, self._store.open_unit(unit, self._region)
-            self._tensors = self._held
             if self._int8 is not None:
                 self._tensors = self._store.for_products(unit, self._held, self._int8)
+            else:
+                self._tensors = {role: _as_held(parts) for role, parts in self._held.items()}
         return self._tensors
 
     def unpack(self, fence: Callable[[], Waitable]) -> Mapping[str, RowParts]:
@@ -283,3 +293,8 @@ class WeightStream:
     def drain(self) -> None:
         """Wait for loads under way, so that nothing writes into the ring any more."""
         self._stream.drain()
+
+
+def _as_held(parts: HeldParts) -> RowParts:
+    """Parts that are not in int8, as products take them."""
+    return tuple(part for part in parts if not isinstance(part, BlockedInt8))

@@ -22,7 +22,7 @@ from flexgen_h2o.checkpoint.stored import Checkpoint, StoredTensor
 from flexgen_h2o.config import DTYPE_BYTES, ModelSpec, TensorSpec
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.limits import PACK_CHUNK
-from flexgen_h2o.packing import FORMAT, GROUP, Packing
+from flexgen_h2o.packing import GROUP, Packing
 from flexgen_h2o.tiers.buffers import host_buffer
 from flexgen_h2o.tiers.disk import DirectFile, aligned_range
 
@@ -50,7 +50,7 @@ def pack_checkpoint(
     names the tensor (not finite) or the store (damaged); DoesNotFitError: the disk is full. Nothing is left then.
     """
     paths = sorted({stored.path for stored in source.tensors.values()})
-    mark = fingerprint(paths, FORMAT, packing.bits, [(t.name, t.shape) for t in tensors_of(spec)])
+    mark = fingerprint(paths, packing.format, packing.bits, [(t.name, t.shape) for t in tensors_of(spec)])
     folder = cache_dir / "packed" / f"{label(source.folder.resolve().name)}-{packing.label}-{mark}"
     stored = source.tensors
     reader = _Reader()
@@ -72,7 +72,7 @@ def pack_random(
 
     Raises as `pack_checkpoint`.
     """
-    mark = fingerprint([], FORMAT, packing.bits, record_of(spec, config_json, dtype, seed))
+    mark = fingerprint([], packing.format, packing.bits, record_of(spec, config_json, dtype, seed))
     random = RandomValues(dtype, seed)
     values = _Values(lambda t: f"random weights: tensor {t.name!r}", lambda t: dtype, random.rows)
     return _pack(spec, values, folder.with_name(f"{folder.name}-{packing.label}-{mark}"), packing, progress)
@@ -112,7 +112,7 @@ def _open(spec: ModelSpec, values: _Values, folder: Path, packing: Packing) -> C
 
 def _record(packing: Packing) -> dict[str, object]:
     """What the bytes mean."""
-    return {"format": FORMAT, "bits": packing.bits, "group": None if packing.by_row else GROUP}
+    return {"format": packing.format, "bits": packing.bits, "group": None if packing.by_row else GROUP}
 
 
 def _check_record(folder: Path, packing: Packing) -> None:

@@ -51,14 +51,11 @@ def held_out_text(model: Model) -> HeldOutText:
     if tokenizer is None:
         raise UsageError(f"--model {model.name}: has no tokenizer; give --prompts with prompt_token_ids")
 
-    def encode(text: str) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
     end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     tokens: list[int] = []
     for path in filter(is_held_out, stdlib_files()):
-        tokens += [*encode(read_text(path)), *end]
-    return HeldOutText(encode, tuple(model.encode("")), tokens)
+        tokens += [*model.encode_more(read_text(path)), *end]
+    return HeldOutText(model.encode_more, tuple(model.encode("")), tokens)
 
 
 def held_out_rows(text: HeldOutText, count: int, lengths: Lengths, seed: int) -> list[TextRow]:

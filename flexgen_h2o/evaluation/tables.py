@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from flexgen_h2o.units import format_bytes
+
 Figures = dict[str, Any]
 
 
@@ -40,50 +42,50 @@ def _main(cells: Sequence[Figures], full: Figures, text: Figures, recall: Figure
         (diverged, "equal greedy tokens"),
     ]  # fmt: skip
     names = ["policy", "columns", "KL, nats", "KL p95", "flips", "NLL - full", "KL - h2o's"]
-    yield from _header([*names, *(name for given, name in optional if given)])
+    yield from header([*names, *(name for given, name in optional if given)])
     for cell in cells:
         columns = [
-            f"`{cell['policy']}`", f"{cell['columns']:.0f}", _number(cell["kl"], 3), _number(cell["kl_p95"], 2),
-            _percent(cell["flips"]), _number(cell["nll_less_full"], 3), _number(cell["kl_less_baseline"], 3),
+            f"`{cell['policy']}`", f"{cell['columns']:.0f}", number(cell["kl"], 3), number(cell["kl_p95"], 2),
+            _percent(cell["flips"]), number(cell["nll_less_full"], 3), number(cell["kl_less_baseline"], 3),
         ]  # fmt: skip
         columns += [_percent(cell["evicted_mass"])] if watched else []
         columns += [_percent(part) for part in cell.get("recall", {}).values()]
-        columns += [_number(cell["greedy"]["first"], 1)] if diverged else []
-        yield _row(columns)
-    columns = ["full", f"{text['mean_prompt_len']:.0f}", "0", "0", "0", f"0 (NLL {_number(full['nll'], 3)})", ""]
+        columns += [number(cell["greedy"]["first"], 1)] if diverged else []
+        yield row(columns)
+    columns = ["full", f"{text['mean_prompt_len']:.0f}", "0", "0", "0", f"0 (NLL {number(full['nll'], 3)})", ""]
     columns += ["0"] if watched else []
     columns += [_percent(part) for part in full.get("recall", {}).values()]
-    yield _row([*columns, f"{text['steps']}"] if diverged else columns)
+    yield row([*columns, f"{text['steps']}"] if diverged else columns)
 
 
 def _by_step(result: Figures) -> Iterator[str]:
     bins = result["full"]["by_step"]
-    yield from _header(["policy", "budget", *(f"{part['first']} - {part['last']}" for part in bins)])
+    yield from header(["policy", "budget", *(f"{part['first']} - {part['last']}" for part in bins)])
     for cell in result["cells"]:
-        steps = [_number(part["nll_less_full"], 3) for part in cell["by_step"]]
-        yield _row([f"`{cell['policy']}`", f"{cell['budget']:.0%}", *steps])
-    yield _row(["full: NLL", "", *(_number(part["nll"], 3) for part in bins)])
+        steps = [number(part["nll_less_full"], 3) for part in cell["by_step"]]
+        yield row([f"`{cell['policy']}`", f"{cell['budget']:.0%}", *steps])
+    yield row(["full: NLL", "", *(number(part["nll"], 3) for part in bins)])
 
 
 def _by_depth(result: Figures, name: str) -> Iterator[str]:
     full = result["full"]["recall"][name]["by_depth"]
-    yield from _header(["policy", "budget", *(f"stated at {part['at']:.0%}" for part in full)])
+    yield from header(["policy", "budget", *(f"stated at {part['at']:.0%}" for part in full)])
     for cell in result["cells"]:
         shares = [_percent(part) for part in cell["recall"][name]["by_depth"]]
-        yield _row([f"`{cell['policy']}`", f"{cell['budget']:.0%}", *shares])
-    yield _row(["full", "", *(_percent(part) for part in full)])
+        yield row([f"`{cell['policy']}`", f"{cell['budget']:.0%}", *shares])
+    yield row(["full", "", *(_percent(part) for part in full)])
 
 
-def _header(names: Sequence[str]) -> Iterator[str]:
-    yield _row(names)
+def header(names: Sequence[str]) -> Iterator[str]:
+    yield row(names)
     yield "|" + "---|" * len(names)
 
 
-def _row(columns: Sequence[str]) -> str:
+def row(columns: Sequence[str]) -> str:
     return f"| {' | '.join(columns)} |"
 
 
-def _number(interval: Figures | None, digits: int) -> str:
+def number(interval: Figures | None, digits: int) -> str:
     if interval is None:
         return ""
     return f"{interval['value']:.{digits}f} [{interval['low']:.{digits}f}, {interval['high']:.{digits}f}]"
@@ -92,3 +94,48 @@ def _number(interval: Figures | None, digits: int) -> str:
 def _percent(interval: Figures) -> str:
     value, low, high = (100 * interval[key] for key in ("value", "low", "high"))
     return f"{value:.1f}% [{low:.1f}, {high:.1f}]"
+
+
+def conversation_table(policies: Sequence[Figures], turns: int) -> str:
+    """What conversations took (streaming JSON), a policy a row."""
+    names = ["policy", "positions", "turns answered", "tokens", "perplexity", "KV held at most", "seconds"]
+    rows = [
+        [
+            f"`{found['policy']}`", found["positions"], f"{found['answered']} of {turns}", f"{found['tokens']}",
+            "" if found["perplexity"] is None else f"{found['perplexity']:.2f}", format_bytes(found["kv_bytes"]),
+            f"{found['seconds']:.1f}",
+        ]
+        for found in policies
+    ]  # fmt: skip
+    note = "Perplexity: of the tokens of all turns but the first, as they came."
+    return "\n".join([*header(names), *map(row, rows), "", note])
+
+
+def text_tables(policies: Sequence[Figures], model: str, dtype: str) -> str:
+    """The surprise of long texts and the KV held (streaming JSON), a policy a row, by window."""
+    windows, streams = policies[0]["windows"], policies[0]["nll"]["n"]
+    spans = [f"{w['first']} - {w['last']}" for w in windows]
+    digits = 3
+    rows = [
+        [
+            f"`{found['policy']}`", found["positions"], *(number(w["nll"], digits) for w in found["windows"]),
+            number(found["nll"], digits), f"{found['perplexity']:.2f}",
+        ]
+        for found in policies
+    ]  # fmt: skip
+    held = [
+        [
+            f"`{found['policy']}`", found["positions"], *(format_bytes(w["kv_bytes"]) for w in found["windows"]),
+            f"{found['seconds']:.1f}",
+        ]
+        for found in policies
+    ]  # fmt: skip
+    head = (
+        f"Model `{model}` in {dtype}; {streams} stream(s); NLL in nats a token, 95% bootstrap intervals over streams."
+    )
+    parts = [
+        [head], [*header(["policy", "positions", *spans, "all", "perplexity"]), *map(row, rows)],
+        ["KV held by one stream at the end of each window:"],
+        [*header(["policy", "positions", *spans, "seconds"]), *map(row, held)],
+    ]  # fmt: skip
+    return "\n\n".join("\n".join(part) for part in parts)

@@ -14,7 +14,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.config import DTYPE_BYTES, Policy
+from flexgen_h2o.config import Policy
 from flexgen_h2o.doors import (
     add_engine_flags,
     add_eviction_flags,
@@ -198,18 +198,17 @@ def _prompts(args: argparse.Namespace, llm: LLM) -> list[Prompt]:
 
 def _written(llm: LLM, eviction: Eviction, prompts: Sequence[Prompt], params: SamplingParams) -> list[Written]:
     """A run with `eviction`, in the order of the prompts."""
+    from flexgen_h2o.evaluation.held import bytes_of_column, held_columns
     from flexgen_h2o.prompts import Completion
-    from flexgen_h2o.run_facts import column_bytes
 
     done: list[Completion] = []
     llm.eviction = eviction
     llm.run(prompts, params, done.extend)
-    assert llm.policy is not None
-    blocks, size = llm.model.spec.num_blocks, column_bytes(llm.model.spec, llm.policy, DTYPE_BYTES[llm.dtype])[0]
+    blocks, size = llm.model.spec.num_blocks, bytes_of_column(llm)
     found = []
     for prompt, out in zip(prompts, sorted(done, key=lambda c: c.index), strict=True):
-        slots = [eviction.slots(len(prompt.token_ids), len(out.token_ids), block, blocks) for block in range(blocks)]
-        found.append(Written(out.text, out.token_ids, out.finish_reason, sum(slots) / blocks, sum(slots) * size))
+        held = held_columns(eviction, len(prompt.token_ids), len(out.token_ids), blocks)
+        found.append(Written(out.text, out.token_ids, out.finish_reason, held / blocks, held * size))
     return found
 
 

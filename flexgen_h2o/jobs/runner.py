@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +25,8 @@ from flexgen_h2o.prompts import Completion, Prompt
 from flexgen_h2o.sampling import SamplingParams
 from flexgen_h2o.source import Model
 
+PromptsAndParams = tuple[list[Prompt], list[SamplingParams]]
+
 
 class Generator(Protocol):
     """The part of `llm.LLM` that a job needs."""
@@ -37,9 +39,12 @@ class Generator(Protocol):
 
     def check_fit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None: ...
 
+    def has_room(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> bool: ...
+
     def run(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], on_finished: Any, *, listener: Listener
-    ) -> Any: ...
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], on_finished: Any, *, listener: Listener,
+        refill: bool, more: Callable[[], PromptsAndParams | None] | None,
+    ) -> Any: ...  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,7 @@ def rows_before(output: OutputFile, ids: Digests) -> Before:
 class Job:
     """Everything that a run of a job needs.
 
-    max_errors: error rows that the output may have; None: any number. window: as --window.
+    max_errors: error rows that the output may have; None: any number. window, refill: as the flags.
     """
 
     llm: Generator
@@ -78,8 +83,11 @@ class Job:
     progress: JobProgress
     max_errors: int | None = None
     window: int | None = None
+    refill: bool = False
 
     def __post_init__(self) -> None:
+        self._ahead = Window(self._requests())
+        self._window_rows = window_rows(1, self.window)
         self._running: dict[int, Request] = {}  # by line
         self._has_run = False
         self.other_models, self.first_other = 0, ""  # requests that name another model than this
@@ -88,11 +96,8 @@ class Job:
         """Do what is left. UsageError with more than max_errors; what the engine raises goes through."""
         self._check_errors()
         self.llm.expect(len(self.before.done) - self.before.rows)
-        window = Window(self._requests())
-        size = window_rows(1, self.window)
-        while requests := window.take(size):
-            block_size = self._run_window(requests)
-            size = window_rows(block_size, self.window)
+        while requests := self._ahead.take(self._window_rows):
+            self._run_window(requests, self._next_window if self.refill else None)
         self.output.sync()
 
     def _requests(self) -> Iterator[Request]:
@@ -110,8 +115,10 @@ class Job:
                 self._note_model(request)
                 yield request
 
-    def _run_window(self, requests: Sequence[Request]) -> int:
-        """Run them all; returns the rows of a block. DoesNotFitError where it is no single row's fault.
+    def _run_window(
+        self, requests: Sequence[Request], more: Callable[[], PromptsAndParams | None] | None = None
+    ) -> None:
+        """Run them all, and what `more` gives. DoesNotFitError where it is no single row's fault.
 
         A row that does not fit the budgets alone is an error row. Rows that do not fit together once others have run
         are run apart.
@@ -126,11 +133,24 @@ class Job:
             for request in others:
                 self._fail(request.custom_id, request.prompt.index, RowError("does_not_fit", str(error)))
             parts = [fitting] if others else [fitting[: len(fitting) // 2], fitting[len(fitting) // 2 :]]
-            return max((self._run_window(part) for part in parts if part), default=1)
+            for part in filter(None, parts):
+                self._run_window(part)
+            return
+        self._window_rows = window_rows(block_size, self.window)
         self._running = {request.prompt.index: request for request in requests}
         self._has_run = True
-        self.llm.run(*_prompts_and_params(requests), self._finish, listener=self.progress)
-        return block_size
+        self.llm.run(
+            *_prompts_and_params(requests), self._finish, listener=self.progress, refill=self.refill, more=more
+        )  # fmt: skip
+
+    def _next_window(self) -> PromptsAndParams | None:
+        """The rows that enter the running block next; None at the end, and where the open engine has no room."""
+        requests = self._ahead.fill(self._window_rows)[: self._window_rows]
+        if not requests or not self.llm.has_room(*_prompts_and_params(requests)):
+            return None
+        self._ahead.take(len(requests))
+        self._running |= {request.prompt.index: request for request in requests}
+        return _prompts_and_params(requests)
 
     def _fitting_alone(self, requests: Sequence[Request]) -> tuple[list[Request], list[Request]]:
         """Those that fit the budgets in a block of their own, and those that do not; by what they take, least first."""
@@ -170,5 +190,5 @@ class Job:
             self.first_other = self.first_other or f"{request.asked_model} in line {request.prompt.index}"
 
 
-def _prompts_and_params(requests: Sequence[Request]) -> tuple[list[Prompt], list[SamplingParams]]:
+def _prompts_and_params(requests: Sequence[Request]) -> PromptsAndParams:
     return [request.prompt for request in requests], [request.params for request in requests]

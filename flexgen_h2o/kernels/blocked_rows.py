@@ -12,10 +12,10 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
 import torch
 
+from flexgen_h2o.kernels.opaque import opaque_tensor
 from flexgen_h2o.limits import BLOCK_CHUNK, BLOCK_ROWS, TOKEN_CHUNK
 
 _FOR_ROWS = 32  # of the products that the layout is chosen for; it serves all others
@@ -77,33 +77,10 @@ def _block(rows: torch.Tensor) -> torch.Tensor | BlockedRows:
     moved = torch.ops.mkldnn._reorder_linear_weight(rows, _FOR_ROWS)
     if torch.ops.mkldnn._nbytes(moved) != rows.nbytes:
         return rows
-    opaque = _opaque(rows, torch.ops.mkldnn._get_mkldnn_serialized_md(moved))
+    layout = torch.ops.mkldnn._get_mkldnn_serialized_md(moved)
+    opaque = opaque_tensor(rows, (len(rows), rows.shape[1]), rows.dtype, layout)
     ctypes.memmove(rows.data_ptr(), torch.ops.mkldnn.data_ptr(moved), rows.nbytes)
     return BlockedRows(opaque, rows)
-
-
-def _opaque(rows: torch.Tensor, layout: torch.Tensor) -> torch.Tensor:
-    """The memory of `rows` as a tensor of a layout, serialised (uint8). It does not keep the memory alive."""
-    torch_cpu = _torch_cpu()
-    shape, strides = (ctypes.c_int64 * 2)(*rows.shape), (ctypes.c_int64 * 2)(*rows.stride())
-    handle = ctypes.c_void_p()
-    code = torch_cpu.aoti_torch_create_tensor_from_blob_v2(
-        ctypes.c_void_p(rows.data_ptr()), ctypes.c_int64(2), shape, strides, ctypes.c_int64(0),
-        torch_cpu.aoti_torch_dtype_bfloat16(), torch_cpu.aoti_torch_device_type_cpu(), 0, ctypes.byref(handle),
-        torch_cpu.aoti_torch_layout__mkldnn(), ctypes.c_void_p(layout.data_ptr()), ctypes.c_int64(layout.numel()),
-    )  # fmt: skip
-    if code:
-        raise RuntimeError("torch made no tensor of blocked rows")
-    capsule = ctypes.pythonapi.PyCapsule_New
-    capsule.restype, capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-    opaque: torch.Tensor = torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(capsule(handle, None, None))
-    return opaque
-
-
-@lru_cache(maxsize=1)
-def _torch_cpu() -> ctypes.CDLL:
-    """The library that torch itself has loaded. OSError where it is not there."""
-    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
 
 
 @lru_cache(maxsize=1)

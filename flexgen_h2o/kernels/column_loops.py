@@ -16,8 +16,8 @@ _ROWS = 4  # query rows whose exponentials are added up before they go to memory
 class Tile(NamedTuple):
     """Products of the query rows first..first+rows-1 with the keys 0..columns-1, and where their sums go.
 
-    products: address of (kv-heads, group, rows, columns); lse: of (kv-heads, group, n) fp32; sums: of (kv-heads, n)
-    fp32; both whole, from row and column 0.
+    products: address of (kv-heads, group, rows, columns); lse: of (kv-heads, group, rows) fp32; sums: of (kv-heads, n)
+    fp32, whole, from column 0.
     """
 
     group: int
@@ -43,7 +43,7 @@ def add_tile(element, tile, scale, start, end):  # type: ignore[no-untyped-def]
         sums = floats_at(tile.sums + 4 * head * tile.n)
         for g in range(tile.group):
             row = (head * tile.group + g) * tile.rows
-            lse = floats_at(tile.lse + 4 * ((head * tile.group + g) * tile.n + tile.first))
+            lse = floats_at(tile.lse + 4 * row)
             i = 0
             while i + _ROWS <= tile.rows:
                 at = tile.products + size * (row + i) * tile.columns

@@ -15,18 +15,17 @@ _COMPILED = (torch.float32, torch.bfloat16)
 def column_sums(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float, first_row: int = 0) -> torch.Tensor:
     """The sum over query rows i >= max(first_row, j) and over the heads of a kv-group of exp(scale x q_i.k_j - lse_i).
 
-    q: (b, heads, n, d), k: (b, kv_heads, n, d), any strides; lse: (b, heads, n) fp32, of `causal_attention_lse`.
-    Returns (b, kv_heads, n) fp32. Memory: `TILE_BYTES` of products, and as many queries and keys copied.
+    q: (b, heads, m, d), the last m of n rows; k: (b, kv_heads, n, d), any strides; lse: (b, heads, m) fp32, of
+    `causal_attention_lse`. first_row is counted from the first of all n, as j is. Returns (b, kv_heads, n) fp32.
+    Memory: `TILE_BYTES` of products, and as many queries and keys copied.
 
     fp32 is exact to a few 1e-6. In bf16 the products of a tile are rounded to bf16, by 2**-9 of each at most, so one
     probability may be off by scale x |q.k| / 512 of itself, to either side; what a column gets from many rows is off
     by far less.
     """
-    batch, heads, n, _ = q.shape
-    kv_heads = k.shape[1]
-    group = heads // kv_heads
-    q = q.unflatten(1, (kv_heads, group))
-    lse = lse.view(batch, kv_heads, group, n)
+    batch, kv_heads, n, _ = k.shape
+    group, before = q.shape[1] // kv_heads, n - q.shape[2]
+    q, lse = q.unflatten(1, (kv_heads, group)), lse.unflatten(1, (kv_heads, group))
     sums = torch.zeros(batch, kv_heads, n, dtype=torch.float32, device=q.device)
     threads = min(torch.get_num_threads(), batch * kv_heads)
     row_bytes = group * n * q.itemsize  # of one kv-head's products with one row
@@ -35,7 +34,7 @@ def column_sums(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: floa
     for some, parts in _pieces(batch, kv_heads, max(1, TILE_BYTES // (rows * row_bytes))):
         _add_piece(
             q[some, parts].flatten(0, 1), k[some, parts].flatten(0, 1), lse[some, parts].flatten(0, 1),
-            scale, sums[some, parts].flatten(0, 1), range(first_row, n, rows), buffer,
+            scale, sums[some, parts].flatten(0, 1), range(max(before, first_row), n, rows), buffer,
         )  # fmt: skip
     return sums
 
@@ -45,12 +44,14 @@ def column_sums_reference(
 ) -> torch.Tensor:
     """`column_sums` in torch operations, all heads at once: memory O(b x heads x n x REFERENCE_ROWS)."""
     batch, kv_heads, n, _ = k.shape
+    before = n - q.shape[2]
     q, lse = q.unflatten(1, (kv_heads, -1)), lse.unflatten(1, (kv_heads, -1))
     sums = torch.zeros(batch, kv_heads, n, dtype=torch.float32, device=q.device)
-    for start in range(first_row, n, REFERENCE_ROWS):
+    for start in range(max(before, first_row), n, REFERENCE_ROWS):
         end = min(n, start + REFERENCE_ROWS)
-        products = (q[..., start:end, :] @ k[:, :, None, :end].transpose(-1, -2)).float()
-        p = products.mul_(scale).sub_(lse[..., start:end, None]).exp_()
+        here = slice(start - before, end - before)
+        products = (q[..., here, :] @ k[:, :, None, :end].transpose(-1, -2)).float()
+        p = products.mul_(scale).sub_(lse[..., here, None]).exp_()
         sums[..., :end] += p.tril_(start).sum(dim=(2, 3))
     return sums
 
@@ -74,21 +75,23 @@ def _add_piece(
     starts: range,
     buffer: torch.Tensor,
 ) -> None:
-    """q: (rows, group, n, d), k: (rows, n, d), lse: (rows, group, n), sums: (rows, n) with rows = kv-heads."""
-    rows, group, n, width = q.shape
-    k, lse = k.contiguous(), lse.contiguous()
+    """q: (rows, group, m, d), k: (rows, n, d), lse: (rows, group, m), sums: (rows, n) with rows = kv-heads."""
+    rows, group, _, width = q.shape
+    n, before = k.shape[1], k.shape[1] - q.shape[2]
+    k = k.contiguous()
     for start in starts:
         end = min(n, start + starts.step)
-        count = end - start
+        count, here = end - start, slice(start - before, end - before)
         products = buffer[: rows * group * count * end].view(rows, group * count, end)
-        torch.bmm(q[:, :, start:end].reshape(rows, group * count, width), k[:, :end].transpose(1, 2), out=products)
-        _add_tile(products.view(rows, group, count, end), lse, scale, sums, start)
+        torch.bmm(q[:, :, here].reshape(rows, group * count, width), k[:, :end].transpose(1, 2), out=products)
+        _add_tile(products.view(rows, group, count, end), lse[:, :, here].contiguous(), scale, sums, start)
 
 
 def _add_tile(products: torch.Tensor, lse: torch.Tensor, scale: float, sums: torch.Tensor, first: int) -> None:
+    """lse: (rows, group, count), of the tile's own queries, which begin at row `first`."""
     rows, group, count, end = products.shape
     if products.device.type != "cpu" or products.dtype not in _COMPILED:
-        p = products.float().mul_(scale).sub_(lse[:, :, first:end, None]).exp_().tril_(first)
+        p = products.float().mul_(scale).sub_(lse[..., None]).exp_().tril_(first)
         sums[:, :end] += p.sum(dim=(1, 2))
         return
     import numpy as np

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flexgen_h2o.kernels import vectors
-from flexgen_h2o.kernels.jit import bits_to_float, bytes_at, float_to_bits, floats_at, ints_at, jit, shorts_at
+from flexgen_h2o.kernels.jit import bits_to_float, bytes_at, float_to_bits, floats_at, ints_at, is_float, jit, shorts_at
 from flexgen_h2o.kernels.unpack_loops import store_one
 
 _LEVELS = np.float32(127)
@@ -45,9 +45,9 @@ def quantise(element, job, first, end):  # type: ignore[no-untyped-def]
 
 
 class RescaleJob(NamedTuple):
-    """Addresses: int32 sums (rows, columns); fp32 scales of the rows and of the columns; bias and out are elements.
+    """Addresses: sums (rows, columns), int32 or fp32; fp32 scales of the rows and of the columns; bias and out.
 
-    bias: 0 where there is none. out_step: bytes from a row to the next. adds: to what is in `out`.
+    bias, out: elements; bias: 0 where there is none. out_step: bytes from a row to the next. adds: to what is in `out`.
     """
 
     sums: int
@@ -61,25 +61,33 @@ class RescaleJob(NamedTuple):
 
 
 @jit
-def rescale(element, job, first, end):  # type: ignore[no-untyped-def]
-    """Rows first..end-1 of out = sums x scale of the row x scale of the column (+ bias) (+ out)."""
+def rescale(element, counted, job, first, end):  # type: ignore[no-untyped-def]
+    """Rows first..end-1 of out = sums x scale of the row x scale of the column (+ bias) (+ out).
+
+    counted: a number whose type says what the sums are: int32 or float32.
+    """
     columns = floats_at(job.column_scales)
     for row in range(first, end):
-        sums, out = ints_at(job.sums + 4 * row * job.columns), job.out + row * job.out_step
+        sums, out = job.sums + 4 * row * job.columns, job.out + row * job.out_step
         scale = floats_at(job.row_scales)[row]
         if job.adds and job.bias != 0:
             for i in range(job.columns):
-                value = np.float32(sums[i]) * scale * columns[i]
+                value = _sum(counted, sums, i) * scale * columns[i]
                 store_one(element, value + _load(element, job.bias, i) + _load(element, out, i), out, i)
         elif job.adds:
             for i in range(job.columns):
-                store_one(element, np.float32(sums[i]) * scale * columns[i] + _load(element, out, i), out, i)
+                store_one(element, _sum(counted, sums, i) * scale * columns[i] + _load(element, out, i), out, i)
         elif job.bias != 0:
             for i in range(job.columns):
-                store_one(element, np.float32(sums[i]) * scale * columns[i] + _load(element, job.bias, i), out, i)
+                store_one(element, _sum(counted, sums, i) * scale * columns[i] + _load(element, job.bias, i), out, i)
         else:
             for i in range(job.columns):
-                store_one(element, np.float32(sums[i]) * scale * columns[i], out, i)
+                store_one(element, _sum(counted, sums, i) * scale * columns[i], out, i)
+
+
+@jit
+def _sum(counted, at, i):  # type: ignore[no-untyped-def]
+    return floats_at(at)[i] if is_float(counted) else np.float32(ints_at(at)[i])
 
 
 @jit

@@ -1,51 +1,67 @@
 """Products in int8: rows of a weight matrix held in int8, inputs quantised row by row, sums in int32.
 
-out = (input codes x weight codes) x input's scale x weight row's scale. Where nothing is compiled for the device or
-the dtype, torch operations do the same, UNPACK_CHUNK elements at a time; a GPU has never run them.
+out = (input codes x weight codes) x input's scale x weight row's scale. Inputs are quantised once for all matrices that
+they are multiplied with; for blocked rows (int8_blocked.py) they are uint8 around 128. Where nothing is compiled for
+the device or the dtype, torch operations do the same, UNPACK_CHUNK elements at a time; a GPU has never run them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
+from flexgen_h2o.kernels.int8_blocked import ZERO, BlockedInt8, blocked_products
+from flexgen_h2o.kernels.int8_sums import int8_products
 from flexgen_h2o.kernels.threads import share_rows
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.limits import INT8_TILE, TOKEN_CHUNK, UNPACK_CHUNK
-from flexgen_h2o.packing import INT8, SCALE_BYTES
+from flexgen_h2o.packing import INT8, INT8_ROW_BYTES
 
 _COMPILED = (torch.float32, torch.bfloat16)
 _LEVELS = 127.0
 _NOTHING = 1e-30  # as in int8_loops
-_EXACT = 1024  # products of codes (at most 127 x 127) whose sum float32 holds exactly, in any order
+_IN_CACHE = 8  # times faster than from memory do rows come that were written just before, or are read just after
+
+# Rows of a matrix, bias, result: what products of the same inputs are made with.
+Map = tuple[Sequence["Int8Rows"], torch.Tensor | None, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Int8Rows:
-    """Packed rows of a matrix (packing.Packing.by_row). packed: (n, row bytes) uint8; columns: values of a row.
+    """Some rows of a matrix. packed: (n, row bytes) uint8 (packing.Packing.by_row), or blocked; columns: of a row.
 
     workspace: where products find room ("int8 ..." of planner/int8_sizes.py).
     """
 
-    packed: torch.Tensor
+    packed: torch.Tensor | BlockedInt8
     columns: int
     workspace: Workspace
 
     def __len__(self) -> int:
         return len(self.packed)
 
-    @property
-    def codes(self) -> torch.Tensor:
-        """(n, columns) int8; a view."""
-        return self.packed[:, : self.columns].view(torch.int8)
 
-    @property
-    def scales(self) -> torch.Tensor:
-        """(n,) float32; a view."""
-        return self.packed[:, -SCALE_BYTES:].view(torch.float32)[:, 0]
+@dataclass
+class _Inputs:
+    """Quantised rows. codes: (rows, columns) int8, or uint8 with ZERO added to each; scales: (rows,) float32."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    is_raised: bool
+
+    def around_zero(self) -> torch.Tensor:
+        return self._raised(False).view(torch.int8)
+
+    def around_128(self) -> torch.Tensor:
+        return self._raised(True)
+
+    def _raised(self, wanted: bool) -> torch.Tensor:
+        if self.is_raised != wanted:
+            self.codes.bitwise_xor_(ZERO)
+            self.is_raised = wanted
+        return self.codes
 
 
 def pack_int8_rows(rows: torch.Tensor) -> torch.Tensor:
@@ -58,35 +74,88 @@ def pack_int8_rows(rows: torch.Tensor) -> torch.Tensor:
         raise ValueError("holds values that are not finite")
     n, columns = values.shape
     packed = torch.zeros(n, INT8.row_bytes(columns), dtype=torch.uint8)
-    quantise_rows(values, packed[:, :columns].view(torch.int8), packed[:, -SCALE_BYTES:].view(torch.float32)[:, 0])
+    codes = codes_of(packed, columns)
+    quantise_rows(values, codes, scales_of(packed))
+    packed[:, -INT8_ROW_BYTES:].view(torch.int32)[:, 1] = codes.sum(1, dtype=torch.int32)
     return packed
 
 
-def multiply(x: torch.Tensor, part: Int8Rows, bias: torch.Tensor | None, out: torch.Tensor, adds: bool = False) -> None:
-    """out = x W^T + bias; adds: to what is there. x: (rows, columns), bias: (n,), out: (rows, n). Rows may be apart."""
+def codes_of(packed: torch.Tensor, columns: int) -> torch.Tensor:
+    """(n, columns) int8 of packed rows; a view."""
+    return packed[:, :columns].view(torch.int8)
+
+
+def scales_of(packed: torch.Tensor) -> torch.Tensor:
+    """(n,) float32 of packed rows; a view."""
+    return packed[:, -INT8_ROW_BYTES:].view(torch.float32)[:, 0]
+
+
+def multiply_each(x: torch.Tensor, maps: Sequence[Map], adds: bool = False) -> None:
+    """out = x W^T + bias for each map; adds: to what is there. x: (rows, columns), bias: (sum n,), out: (rows, sum n).
+
+    Rows of x and out may be apart.
+    """
     for start in range(0, len(x), TOKEN_CHUNK):
-        end = min(start + TOKEN_CHUNK, len(x))
-        rows, ws = end - start, part.workspace
-        codes = ws.get("int8 inputs", rows, part.columns, dtype=torch.int8)
-        scales = ws.get("int8 input scales", rows, dtype=torch.float32)
-        quantise_rows(x[start:end], codes, scales)
-        step = INT8_TILE // rows
-        for first in range(0, len(part), step):
-            last = min(first + step, len(part))
-            sums = ws.get("int8 sums", rows, last - first, dtype=torch.int32)
-            int8_products(codes, part.codes[first:last], sums)
-            # In a row of their own: the sums' pass would jump from row to row of the matrix for each of its rows.
-            column_scales = ws.get("int8 weight scales", last - first, dtype=torch.float32)
-            column_scales.copy_(part.scales[first:last])
-            some = None if bias is None else bias[first:last]
-            rescale(sums, scales, column_scales, some, out[start:end, first:last], adds)
+        some = slice(start, min(start + TOKEN_CHUNK, len(x)))
+        inputs = _quantised(x[some], maps[0][0][0])
+        for parts, bias, out in maps:
+            first = 0
+            for part in parts:
+                end = first + len(part)
+                own = None if bias is None else bias[first:end]
+                product = _multiply_blocked if isinstance(part.packed, BlockedInt8) else _multiply_in_order
+                product(inputs, part, own, out[some, first:end], adds)
+                first = end
+
+
+def _quantised(x: torch.Tensor, part: Int8Rows) -> _Inputs:
+    """In the workspace, as the product with `part` takes them."""
+    codes = part.workspace.get("int8 inputs", *x.shape, dtype=torch.uint8)
+    scales = part.workspace.get("int8 input scales", len(x), dtype=torch.float32)
+    quantise_rows(x, codes.view(torch.int8), scales)
+    return _Inputs(codes, scales, is_raised=False)
+
+
+def _multiply_blocked(
+    inputs: _Inputs, part: Int8Rows, bias: torch.Tensor | None, out: torch.Tensor, adds: bool
+) -> None:
+    assert isinstance(part.packed, BlockedInt8)
+    codes, step = inputs.around_128(), max(1, INT8_TILE // len(part))
+    for first in range(0, len(codes), step):
+        rows = slice(first, first + step)
+        # No name for the sums: they are freed before the next are made, in the memory that they had.
+        rescale(
+            blocked_products(codes[rows], part.packed), inputs.scales[rows], part.packed.scales, bias, out[rows], adds
+        )
+
+
+def _multiply_in_order(
+    inputs: _Inputs, part: Int8Rows, bias: torch.Tensor | None, out: torch.Tensor, adds: bool
+) -> None:
+    assert isinstance(part.packed, torch.Tensor)
+    codes, ws = inputs.around_zero(), part.workspace
+    weight, scales = codes_of(part.packed, part.columns), scales_of(part.packed)
+    step = INT8_TILE // len(codes)
+    for first in range(0, len(part), step):
+        rows = slice(first, min(first + step, len(part)))
+        sums = ws.get("int8 sums", len(codes), rows.stop - first, dtype=torch.int32)
+        int8_products(codes, weight[rows], sums)
+        # In a row of their own: the sums' pass would jump from row to row of the matrix for each of its rows.
+        column_scales = ws.get("int8 weight scales", rows.stop - first, dtype=torch.float32)
+        column_scales.copy_(scales[rows])
+        some = None if bias is None else bias[rows]
+        rescale(sums, inputs.scales, column_scales, some, out[:, rows], adds)
 
 
 def look_up(ids: torch.Tensor, part: Int8Rows, out: torch.Tensor) -> None:
     """Rows of the matrix by `ids` (int64, (n,)) into out (n, columns)."""
     for a, b in _slices(len(ids), part.columns):
-        found = Int8Rows(part.packed.index_select(0, ids[a:b]), part.columns, part.workspace)
-        out[a:b] = found.codes.float().mul_(found.scales.unsqueeze(1))
+        if isinstance(part.packed, BlockedInt8):
+            codes, scales = part.packed.rows_at(ids[a:b]), part.packed.scales[ids[a:b]]
+        else:
+            found = part.packed.index_select(0, ids[a:b])
+            codes, scales = codes_of(found, part.columns), scales_of(found)
+        out[a:b] = codes.float().mul_(scales.unsqueeze(1))
 
 
 def quantise_rows(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
@@ -106,7 +175,9 @@ def quantise_rows(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) ->
         4 * scales.stride(0),
     )  # fmt: skip
     element = _element(x)
-    share_rows(lambda first, end: int8_loops.quantise(element, job, first, end), n, columns * (x.itemsize + 1))
+    share_rows(
+        lambda first, end: int8_loops.quantise(element, job, first, end), n, columns * (x.itemsize + 1) // _IN_CACHE
+    )
 
 
 def quantise_rows_reference(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
@@ -126,7 +197,8 @@ def rescale(
 ) -> None:  # fmt: skip
     """out = sums x row scale x column scale + bias, worked out in float32; adds: to what is there.
 
-    sums: (rows, columns) int32, contiguous; scales: float32; bias: (columns,) and out (rows, columns) of one dtype.
+    sums: (rows, columns) int32 or float32, contiguous; scales: float32; bias: (columns,) and out (rows, columns) of one
+    dtype.
     """
     if not _is_compiled(out):
         rescale_reference(sums, row_scales, column_scales, bias, out, adds)
@@ -139,8 +211,9 @@ def rescale(
         sums.data_ptr(), columns, row_scales.data_ptr(), column_scales.data_ptr(),
         0 if bias is None else bias.data_ptr(), out.data_ptr(), out.stride(0) * out.itemsize, adds,
     )  # fmt: skip
-    element = _element(out)
-    share_rows(lambda first, end: int8_loops.rescale(element, job, first, end), rows, columns * (4 + out.itemsize))
+    element, counted = _element(out), _element(sums)
+    row_bytes = columns * (sums.itemsize + out.itemsize) // _IN_CACHE
+    share_rows(lambda first, end: int8_loops.rescale(element, counted, job, first, end), rows, row_bytes)
 
 
 def rescale_reference(
@@ -155,38 +228,6 @@ def rescale_reference(
         out[a:b] = values.add_(out[a:b]) if adds else values
 
 
-def int8_products(codes: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """out = codes W^T. codes: (rows, columns), weight: (n, columns), both int8; out: (rows, n) int32, contiguous."""
-    if codes.device.type == "cpu" and _int_mm_works():
-        torch._int_mm(codes, weight.t(), out=out)
-    else:
-        int8_products_reference(codes, weight, out)
-
-
-def int8_products_reference(codes: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """`int8_products` as products of float32, exact: some columns, and some rows of the weight, at a time."""
-    out.zero_()
-    for k in range(0, codes.shape[1], _EXACT):
-        inputs = codes[:, k : k + _EXACT].float()
-        for a, b in _slices(len(weight), _EXACT):
-            out[:, a:b] += (inputs @ weight[a:b, k : k + _EXACT].float().t()).to(torch.int32)
-
-
-@lru_cache(maxsize=1)
-def _int_mm_works() -> bool:
-    """torch._int_mm is private, and instructions of older CPUs cut sums of large products: is it there, and exact?"""
-    codes, weight = (torch.full((n, 260), 127, dtype=torch.int8) for n in (3, 32))
-    codes[0, ::2], weight[1], weight[2, 1::2] = -127, -127, -127
-    weight = weight[:, :256]  # rows that lie apart, as packed rows do
-    out, want = (torch.empty(3, 32, dtype=torch.int32) for _ in range(2))
-    try:
-        torch._int_mm(codes[:, :256].contiguous(), weight.t(), out=out)
-    except (AttributeError, RuntimeError, TypeError):
-        return False
-    int8_products_reference(codes[:, :256], weight, want)
-    return torch.equal(out, want)
-
-
 def _is_compiled(x: torch.Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype in _COMPILED
 
@@ -195,7 +236,7 @@ def _element(x: torch.Tensor) -> object:
     """The number whose type tells the loops what elements are."""
     import numpy as np
 
-    return np.float32(0) if x.dtype == torch.float32 else np.uint16(0)
+    return {torch.float32: np.float32(0), torch.int32: np.int32(0), torch.bfloat16: np.uint16(0)}[x.dtype]
 
 
 def _slices(rows: int, columns: int) -> Iterator[tuple[int, int]]:

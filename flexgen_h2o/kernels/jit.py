@@ -60,6 +60,16 @@ words_at = _cast(_types.CPointer(_types.uint32), _types.int64, lambda b, x: b.in
 bits_to_float = _cast(_types.float32, _types.uint32, lambda b, x: b.bitcast(x, _F32))
 float_to_bits = _cast(_types.int32, _types.float32, lambda b, x: b.bitcast(x, _I32))
 
+
+def _is_float(_context: Any, number: Any) -> Any:
+    """Is the type of this number a float? Known when compiled, so that a loop has one of two bodies."""
+    constant = ir.Constant(ir.IntType(1), isinstance(number, _types.Float))
+    return _types.boolean(number), lambda *_: constant
+
+
+is_float: Any = intrinsic(_is_float)
+
+
 # 2**f for |f| <= 1/2 to one part in 10**7, lowest power first; the first is 1, so that 2**0 is.
 _C0, _C1, _C2, _C3, _C4, _C5 = (
     np.float32(c) for c in (1.0, 0.69314698, 0.24022242, 0.05550734, 0.00967151, 0.00132647)

@@ -7,7 +7,7 @@ the compute dtype, in order or blocked (kernels/blocked_rows.py), or in int8 and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -20,34 +20,42 @@ RowParts = tuple[torch.Tensor | BlockedRows | Int8Rows, ...]
 
 def linear(x: torch.Tensor, weight: RowParts, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
     """out = x W^T + bias. x: (rows, in), weight parts: (out_i, in), bias: (out,), out: (rows, sum out_i)."""
-    start = 0
-    for part in weight:
-        end = start + len(part)
-        some = None if bias is None else bias[start:end]
-        if isinstance(part, Int8Rows):
-            int8_rows.multiply(x, part, some, out[:, start:end])
-        elif isinstance(part, BlockedRows):
-            blocked_rows.multiply(x, part, some, out[:, start:end])
-        elif some is None:
-            torch.mm(x, part.t(), out=out[:, start:end])
-        else:
-            torch.addmm(some, x, part.t(), out=out[:, start:end])
-        start = end
+    linear_each(x, ((weight, bias, out),))
     return out
+
+
+def linear_each(x: torch.Tensor, maps: Sequence[tuple[RowParts, torch.Tensor | None, torch.Tensor]]) -> None:
+    """`linear` of the same inputs with each (weight, bias, out): in int8 they are quantised once."""
+    if _is_int8(maps[0][0]):
+        int8_rows.multiply_each(x, [(_int8(weight), bias, out) for weight, bias, out in maps])
+        return
+    for weight, bias, out in maps:
+        start = 0
+        for part in weight:
+            end = start + len(part)
+            some = None if bias is None else bias[start:end]
+            if isinstance(part, BlockedRows):
+                blocked_rows.multiply(x, part, some, out[:, start:end])
+            elif some is None:
+                torch.mm(x, _in_order(part).t(), out=out[:, start:end])
+            else:
+                torch.addmm(some, x, _in_order(part).t(), out=out[:, start:end])
+            start = end
 
 
 def add_linear(x: torch.Tensor, inputs: torch.Tensor, weight: RowParts, bias: torch.Tensor | None) -> None:
     """x += inputs W^T + bias, in place: the residual sum. x: (rows, out), inputs: (rows, in)."""
+    if _is_int8(weight):
+        int8_rows.multiply_each(inputs, [(_int8(weight), bias, x)], adds=True)
+        return
     start = 0
     for part in weight:
         end = start + len(part)
         some = None if bias is None else bias[start:end]
-        if isinstance(part, Int8Rows):
-            int8_rows.multiply(inputs, part, some, x[:, start:end], adds=True)
-        elif isinstance(part, BlockedRows):
+        if isinstance(part, BlockedRows):
             blocked_rows.multiply(inputs, part, some, x[:, start:end], adds=True)
         else:
-            x[:, start:end].addmm_(inputs, part.t())
+            x[:, start:end].addmm_(inputs, _in_order(part).t())
             if some is not None:
                 x[:, start:end].add_(some)
         start = end
@@ -75,6 +83,20 @@ def vector(parts: RowParts) -> torch.Tensor:
 def optional_vector(tensors: Mapping[str, RowParts], name: str) -> torch.Tensor | None:
     """The vector of that name, None where the layer has none."""
     return vector(tensors[name]) if name in tensors else None
+
+
+def _is_int8(weight: RowParts) -> bool:
+    """Is a matrix in int8? All of its parts are, or none."""
+    return isinstance(weight[0], Int8Rows)
+
+
+def _int8(weight: RowParts) -> list[Int8Rows]:
+    return [part for part in weight if isinstance(part, Int8Rows)]
+
+
+def _in_order(part: torch.Tensor | BlockedRows | Int8Rows) -> torch.Tensor:
+    assert isinstance(part, torch.Tensor)
+    return part
 
 
 def _rows(part: torch.Tensor | BlockedRows | Int8Rows, ids: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -21,27 +21,31 @@ _LOG2_E, _LN_2 = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
 _LOWEST = np.int32(-(2**31))
 
 
-class Heads(NamedTuple):
-    """A tensor (batch, heads, tokens, width) in memory: its address, and its steps in bytes."""
-
-    at: int
-    batch: int
-    head: int
-    token: int
-
-
 class Prompts(NamedTuple):
-    """Sizes, tensors, and the address of the log-sum-exps (batch, heads, tokens) fp32."""
+    """Sizes, then addresses and steps in bytes of (batch, heads, tokens, width); lse: (batch, heads, tokens) fp32."""
 
     kv_heads: int
     group: int  # query heads of a kv-head
-    tokens: int
+    tokens: int  # queries of a prompt, its last ones
+    before: int  # keys in front of those of the queries
     width: int
     queries: int  # tokens of a unit, a multiple of KEYS
-    q: Heads
-    k: Heads
-    v: Heads
-    out: Heads
+    q: int
+    q_batch: int
+    q_head: int
+    q_token: int
+    k: int
+    k_batch: int
+    k_head: int
+    k_token: int
+    v: int
+    v_batch: int
+    v_head: int
+    v_token: int
+    out: int
+    out_batch: int
+    out_head: int
+    out_token: int
     lse: int
 
 
@@ -64,20 +68,21 @@ def attend_units(element, job, scale, first, end):  # type: ignore[no-untyped-de
         stop = min(job.tokens, start + job.queries)
         _take_queries(element, job, scale, batch, head, start, stop, query)
         mixed[:], total[:], top[:] = 0, 0, -np.float32(np.inf)
-        k, v = job.k.at + batch * job.k.batch + head * job.k.head, job.v.at + batch * job.v.batch + head * job.v.head
-        for block in range(0, stop, KEYS):
-            count = min(KEYS, stop - block)
+        k, v = job.k + batch * job.k_batch + head * job.k_head, job.v + batch * job.v_batch + head * job.v_head
+        for block in range(0, job.before + stop, KEYS):
+            count = min(KEYS, job.before + stop - block)
+            own = block - job.before - start  # the first query that sees none before this block
             _take_block(element, job, k, v, block, count, keys, values)
             for g in range(job.group):
-                for i in range(max(0, block - start), stop - start, ROWS):
+                for i in range(max(0, own // ROWS * ROWS), stop - start, ROWS):
                     row = g * job.queries + i
                     panels.set_wide(
                         query.ctypes.data + 4 * row * job.width, job.width, keys.ctypes.data, KEYS,
                         scores.ctypes.data, KEYS, job.width,
                     )  # fmt: skip
-                    seen = min(count, start + i + ROWS - block)
+                    seen = min(count, i + ROWS - own)
                     for r in range(ROWS):
-                        _weigh(scores[r], min(count, start + i + r + 1 - block), row + r, top, total, mixed)
+                        _weigh(scores[r], min(count, i + r + 1 - own), row + r, top, total, mixed)
                     _add_values(scores, values, mixed, row, seen)
         _give(element, job, batch, head, start, stop, mixed, top, total)
 
@@ -87,11 +92,11 @@ def _take_queries(element, job, scale, batch, head, start, stop, query):  # type
     """Queries in fp32, times `scale` and log2(e): powers of 2 are taken of scores. Rows beyond `stop` are 0."""
     factor = scale * _LOG2_E
     for g in range(job.group):
-        q = job.q.at + batch * job.q.batch + (head * job.group + g) * job.q.head
+        q = job.q + batch * job.q_batch + (head * job.group + g) * job.q_head
         for i in range(job.queries):
             row = query[g * job.queries + i]
             if start + i < stop:
-                at = q + (start + i) * job.q.token
+                at = q + (start + i) * job.q_token
                 for d in range(job.width):
                     row[d] = number_at(element, at, d) * factor
             elif start + i < stop + ROWS:
@@ -103,7 +108,7 @@ def _take_block(element, job, k, v, block, count, keys, values):  # type: ignore
     """Keys by columns, values by rows, in fp32; what a block lacks is 0."""
     for j in range(KEYS):
         if j < count:
-            at, there = k + (block + j) * job.k.token, v + (block + j) * job.v.token
+            at, there = k + (block + j) * job.k_token, v + (block + j) * job.v_token
             for d in range(job.width):
                 keys[d, j] = number_at(element, at, d)
                 values[j, d] = number_at(element, there, d)
@@ -159,11 +164,11 @@ def _give(element, job, batch, head, start, stop, mixed, top, total):  # type: i
     """Sums over weights into `out`, and the log-sum-exp of each query."""
     for g in range(job.group):
         place = head * job.group + g
-        out = job.out.at + batch * job.out.batch + place * job.out.head
+        out = job.out + batch * job.out_batch + place * job.out_head
         lse = job.lse + 4 * (batch * job.kv_heads * job.group + place) * job.tokens
         for i in range(stop - start):
             row = g * job.queries + i
-            share, at = np.float32(1) / total[row], out + (start + i) * job.out.token
+            share, at = np.float32(1) / total[row], out + (start + i) * job.out_token
             for d in range(job.width):
                 set_number(element, at, d, mixed[row, d] * share)
             floats_at(lse)[start + i] = (top[row] + np.log2(total[row])) * _LN_2

@@ -89,8 +89,8 @@ def _turn_compiled(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Non
     (tokens, heads, width), pairs = x.shape, cos.shape[1]
     if 2 * pairs > width:
         raise ValueError(f"turn: {2 * pairs} numbers of {width} cannot turn")
-    token_step, head_step = (2 * step for step in x.stride()[:2])
-    job = rotary_loops.Heads(heads, pairs, x.data_ptr(), token_step, head_step, cos.data_ptr(), sin.data_ptr())
+    token, head = (2 * step for step in x.stride()[:2])
+    job = rotary_loops.Heads(heads, pairs, x.data_ptr(), token, head, cos.data_ptr(), sin.data_ptr())
     share_rows(lambda first, end: rotary_loops.turn_heads(np.uint16(0), job, first, end), tokens, 8 * heads * pairs)
 
 

@@ -7,7 +7,7 @@ import torch
 from flexgen_h2o.kernels.causal import causal_attention_lse
 from flexgen_h2o.kernels.column_sums import column_sums
 from flexgen_h2o.kernels.gated import silu_gated
-from flexgen_h2o.kernels.int8_rows import Int8Rows, multiply
+from flexgen_h2o.kernels.int8_rows import Int8Rows, multiply_each, rescale
 from flexgen_h2o.kernels.packed_rows import unpack_rows
 from flexgen_h2o.kernels.packed_slots import attend_packed, pack_columns
 from flexgen_h2o.kernels.rms_norm import rms_norm
@@ -65,7 +65,9 @@ def warm_up(
 
 
 def _multiply(packed: torch.Tensor, x: torch.Tensor) -> None:
-    """A product in int8 with packed rows."""
+    """A product in int8 with packed rows, and what follows one with blocked rows."""
     sizes = dict.fromkeys(("int8 inputs", "int8 input scales", "int8 weight scales", "int8 sums"), _WIDTH)
     room = torch.empty(sum(sizes.values()), dtype=torch.uint8, device=x.device)
-    multiply(x, Int8Rows(packed, _WIDTH, Workspace(room, sizes, x.dtype)), None, x[:, : len(packed)].clone())
+    out, scales = x[:, : len(packed)].clone(), torch.zeros(len(packed), device=x.device)
+    multiply_each(x, [([Int8Rows(packed, _WIDTH, Workspace(room, sizes, x.dtype))], None, out)])
+    rescale(out.float(), scales, scales, None, out, adds=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
 import torch
@@ -14,6 +14,7 @@ from flexgen_h2o.kernels.slots import ScoreBook, attend, attend_scored
 from flexgen_h2o.kvcache.hook import (
     Hook,
     KeptColumns,
+    ScoredPrefix,
     keep_prompt_columns,
     rank_victims,
     record_columns,
@@ -21,42 +22,89 @@ from flexgen_h2o.kvcache.hook import (
 )
 from flexgen_h2o.kvcache.slots import Joining
 from flexgen_h2o.kvcache.view import PartView, put_columns, put_first_columns
-from flexgen_h2o.limits import ROLLING_CHUNK
+from flexgen_h2o.limits import ROLLING_CHUNK, TOKEN_CHUNK
+from flexgen_h2o.prefixes import PromptGroup
 
 # (q, keys, values, filled, scale) -> (R, g, d); kernels/slots.py
 SlotAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 
 
 def attend_prompts(
-    qkv: Sequence[torch.Tensor], counts: Sequence[int], views: Sequence[PartView], hook: Hook, scale: float,
+    qkv: Sequence[torch.Tensor], groups: Sequence[PromptGroup], views: Sequence[PartView], hook: Hook, scale: float,
     out: torch.Tensor, stored_keys: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Causal attention of packed prompts; the columns that the policy keeps go to slots 0, 1, ... of each row.
 
     stored_keys: what is kept in place of k, as it was before its rotary embeddings.
 
-    q: (tokens, heads, d); k, v: (tokens, kv_heads, d); `counts`: tokens of each sequence; out: (tokens, heads x d).
-    Neighbours of equal length are computed together; nothing is ever padded.
+    q: (tokens, heads, d); k, v: (tokens, kv_heads, d); out: (tokens, heads x d); all packed as `groups` say. Neighbours
+    of equal length are computed together; nothing is ever padded.
     """
     mixed = out.view(qkv[0].shape)
-    stored_keys = qkv[1] if stored_keys is None else stored_keys
+    packed = qkv if stored_keys is None else (*qkv, stored_keys)
     start = sequence = 0
-    for count, same in groupby(counts):
-        number = len(list(same))
+    for group in groups:
+        here = slice(start, start + group.tokens)
+        _attend_group([t[here] for t in packed], group, sequence, views, hook, scale, mixed[here])
+        start, sequence = here.stop, sequence + group.rows
+    return out
+
+
+def _attend_group(
+    packed: Sequence[torch.Tensor], group: PromptGroup, first: int, views: Sequence[PartView], hook: Hook,
+    scale: float, mixed: torch.Tensor,
+) -> None:  # fmt: skip
+    """`attend_prompts` for one group, the sequences `first`, `first` + 1, ... packed: q, k, v, and stored_keys if any.
+
+    A shared prefix attends to itself once. The rows' own queries then see its columns in front of their own.
+    """
+    sequence, start = first, group.prefix
+    prefix = [t[:start].unsqueeze(0) for t in packed]
+    scored = _attend_prefix(prefix, hook, scale, mixed[:start]) if group.prefix else None
+    for number, count in _equal_rows(group):
         end = start + number * count
-        packed = [t[start:end].view(number, count, t.shape[1], -1) for t in (*qkv, stored_keys)]
-        q, k, v = (t.transpose(1, 2) for t in packed[:3])
+        queries, *columns = (t[start:end].view(number, count, t.shape[1], -1) for t in packed)
+        if group.prefix:
+            before = [t.expand(number, -1, -1, -1) for t in prefix[1:]]
+            columns = [torch.cat(pair, dim=1) for pair in zip(before, columns, strict=True)]
+        stored = columns[2] if len(columns) > 2 else columns[0]
+        q, k, v = (t.transpose(1, 2) for t in (queries, *columns[:2]))
         lse = None
         if hook.scores_prompts:
             attended, lse = causal_attention_lse(q, k, v, scale)
         else:
             attended = causal_attention(q, k, v, scale)
-        mixed[start:end].view(packed[0].shape).copy_(attended.transpose(1, 2))
-        kept = keep_prompt_columns(hook, sequence, (q, k, v), lse, scale)
+        mixed[start:end].view(queries.shape).copy_(attended.transpose(1, 2))
+        kept = keep_prompt_columns(hook, sequence, (q, k, v), lse, scale, scored)
         for view in views:
-            _write_prompts(view, sequence, packed[3], packed[2], kept)
+            _write_prompts(view, sequence, stored, columns[1], kept)
         start, sequence = end, sequence + number
-    return out
+
+
+def _attend_prefix(
+    prefix: Sequence[torch.Tensor], hook: Hook, scale: float, mixed: torch.Tensor
+) -> ScoredPrefix | None:
+    """Attention within a shared prefix, q, k and v of `prefix` (1, tokens, heads, d). None where nothing is scored."""
+    q, k, v = (t.transpose(1, 2) for t in prefix[:3])
+    if not hook.scores_prompts:
+        mixed.copy_(causal_attention(q, k, v, scale)[0].transpose(0, 1))
+        return None
+    attended, lse = causal_attention_lse(q, k, v, scale)
+    mixed.copy_(attended[0].transpose(0, 1))
+    return ScoredPrefix(q, k, lse, scale)
+
+
+def _equal_rows(group: PromptGroup) -> Iterator[tuple[int, int]]:
+    """(rows, own tokens of each) of neighbours that are computed together.
+
+    With a prefix their columns are put together anew, so there are at most TOKEN_CHUNK of them, or those of one row.
+    """
+    for count, same in groupby(group.own):
+        left = len(list(same))
+        most = max(1, TOKEN_CHUNK // (group.prefix + count)) if group.prefix else left
+        while left:
+            yield min(most, left), count
+            left -= min(most, left)
 
 
 def attend_slots(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from flexgen_h2o.kernels.column_sums import column_sums
-from flexgen_h2o.kvcache.eviction.policy import NORMS, POSITIONS, SCORES, Columns, Eviction
+from flexgen_h2o.kvcache.eviction.policy import NORMS, POSITIONS, SCORES, Columns, Eviction, Needs
 from flexgen_h2o.kvcache.slots import Joining, RowSlots
 from flexgen_h2o.kvcache.view import PartView
 
@@ -57,17 +57,35 @@ class KeptColumns:
     norms: torch.Tensor | None
 
 
+class ScoredPrefix:
+    """A shared prefix whose own queries' column sums count for every row that begins with it; summed once.
+
+    q: (1, heads, tokens, d); k: (1, kv_heads, tokens, d); lse: (1, heads, tokens) of their attention.
+    """
+
+    def __init__(self, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float) -> None:
+        self._columns = q, k, lse, scale
+        self._sums: dict[int, torch.Tensor] = {}
+
+    def sums(self, needs: Needs, query_rows: int) -> torch.Tensor:
+        """(1, kv_heads, tokens) fp32: over its last `query_rows` rows, the last of them at full weight."""
+        if query_rows not in self._sums:
+            self._sums[query_rows] = _column_sums(needs, *self._columns, query_rows)
+        return self._sums[query_rows]
+
+
 def keep_prompt_columns(
-    hook: Hook, first: int, qkv: Sequence[torch.Tensor], lse: torch.Tensor | None, scale: float
-) -> KeptColumns:
+    hook: Hook, first: int, qkv: Sequence[torch.Tensor], lse: torch.Tensor | None, scale: float,
+    prefix: ScoredPrefix | None = None,
+) -> KeptColumns:  # fmt: skip
     """Score the columns of equally long prompts, the sequences `first`, `first` + 1, ..., and choose those that stay.
 
-    q: (b, heads, n, d); k, v: (b, kv_heads, n, d); lse: (b, heads, n) of their attention, where the policy scores
-    prompts.
+    q: (b, heads, m, d), the last m rows; k, v: (b, kv_heads, n, d); lse: (b, heads, m) of their attention, where the
+    policy scores prompts. prefix: where it does, and m < n: the other rows.
     """
     q, k, v = qkv
     (b, kv_heads, n), policy, rows = k.shape[:3], hook.policy, hook.rows
-    scores = _prompt_scores(policy, q, k, lse, scale) if lse is not None else None
+    scores = _prompt_scores(policy, q, k, lse, scale, prefix) if lse is not None else None
     norms = v.float().norm(dim=-1) if NORMS in policy.needs.record else None
     kept = int(rows.kept[first])
     positions = torch.arange(n, device=k.device).expand(b, kv_heads, n)
@@ -162,10 +180,22 @@ def unit_columns(hook: Hook, views: Sequence[PartView], new: Joining) -> Columns
     )  # fmt: skip
 
 
-def _prompt_scores(policy: Eviction, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float) -> torch.Tensor:
-    n, needs = q.shape[2], policy.needs
+def _prompt_scores(
+    policy: Eviction, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float, prefix: ScoredPrefix | None
+) -> torch.Tensor:
+    own, n, needs = q.shape[2], k.shape[2], policy.needs
     query_rows = n if needs.query_rows is None else min(n, needs.query_rows)
+    sums = _column_sums(needs, q, k, lse, scale, min(own, query_rows))
+    if prefix is not None and query_rows > own:
+        sums[..., : n - own] += prefix.sums(needs, query_rows - own) * needs.query_fade**own
+    return policy.prompt_scores(sums, query_rows)
+
+
+def _column_sums(
+    needs: Needs, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float, query_rows: int
+) -> torch.Tensor:
+    """(b, kv_heads, n) fp32: sums over the last `query_rows` rows, each with the weight that its age has."""
     if needs.query_fade != 1:  # a weight of a row is an offset of its log-sum-exp
-        before_last = torch.arange(n - 1, -1, -1, device=lse.device, dtype=torch.float32)
+        before_last = torch.arange(q.shape[2] - 1, -1, -1, device=lse.device, dtype=torch.float32)
         lse = lse - before_last * math.log(needs.query_fade)
-    return policy.prompt_scores(column_sums(q, k, lse, scale, n - query_rows), query_rows)
+    return column_sums(q, k, lse, scale, k.shape[2] - query_rows)

@@ -24,6 +24,12 @@ def plan_moves(leaving: Sequence[int], count: int) -> tuple[list[Move], list[int
     return moves, order[:remaining]
 
 
+def order_after(moves: Sequence[Move], remaining: int) -> list[int]:
+    """For each of the `remaining` places, the sequence that stands there after the moves."""
+    came_from = {target: source for source, target in moves}
+    return [came_from.get(place, place) for place in range(remaining)]
+
+
 def move_rows(views: Sequence[PartView], moves: Sequence[Move], kv_heads: int) -> None:
     """Copy the `kv_heads` rows of each moved sequence, and their records, across parts where they are split."""
     for source, target in moves:

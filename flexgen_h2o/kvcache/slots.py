@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from flexgen_h2o.kvcache.eviction.policy import Eviction
+from flexgen_h2o.kvcache.moves import Move, order_after
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,10 @@ class RowSlots:
     def kept(self) -> torch.Tensor:
         """Columns left of each prompt after the prefill sweep."""
         return torch.minimum(self.prompts, self.sinks + self.heavy + self.recent)
+
+    def part(self, start: int, end: int | None) -> RowSlots:
+        """The sequences [start, end); None: to the last."""
+        return RowSlots(*(t[start:end] for t in (self.prompts, self.sinks, self.heavy, self.recent, self.slots)))
 
 
 @dataclass(frozen=True)
@@ -56,16 +61,32 @@ class SlotTable:
     """
 
     def __init__(self, policy: Eviction, rows: Sequence[tuple[int, int]], num_blocks: int) -> None:
+        self._policy, self._num_blocks = policy, num_blocks
+        self._table = self._entries(rows)
+
+    def close_ranks(self, moves: Sequence[Move], remaining: int) -> None:
+        """Rows have left: `moves` bring the others to the front, `remaining` stay."""
+        self._table = self._table[:, order_after(moves, remaining)]
+
+    def enter(self, rows: Sequence[tuple[int, int]]) -> None:
+        """More rows, behind the others."""
+        self._table = torch.cat([self._table, self._entries(rows)], dim=1)
+
+    def at(self, block: int, rows: Sequence[int] | None = None) -> RowSlots:
+        """`rows`: which of the rows, in their order; None: all."""
+        table = self._table[block]
+        return RowSlots(*(table if rows is None else table[list(rows)]).unbind(1))
+
+    def most_slots(self, block: int) -> int:
+        return int(self._table[block, :, -1].max())
+
+    def _entries(self, rows: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """(blocks, rows, 5) int64"""
+        policy, num_blocks = self._policy, self._num_blocks
+
         def entry(prompt_len: int, gen_len: int, block: int) -> list[int]:
             budget = policy.budget(prompt_len, block, num_blocks)
             slots = policy.slots(prompt_len, gen_len, block, num_blocks)
             return [prompt_len, budget.sinks, budget.heavy, budget.recent, slots]
 
-        self._table = torch.tensor([[entry(*row, block) for row in rows] for block in range(num_blocks)])
-
-    def at(self, block: int, rows: Sequence[int]) -> RowSlots:
-        """`rows`: which of the rows are left, in their present order."""
-        return RowSlots(*self._table[block, list(rows)].unbind(1))
-
-    def most_slots(self, block: int) -> int:
-        return int(self._table[block, :, -1].max())
+        return torch.tensor([[entry(*row, block) for row in rows] for block in range(num_blocks)])

@@ -50,9 +50,21 @@ class Unit:
     homes: list[_Home]
     sequences: int  # rows of the micro-batch that the unit holds now
     columns: int = 0  # slots that its fullest row has filled; 0 before the prefill sweep
-    version: int = 0  # compactions applied
+    version: int = 0  # changes of its rows applied
     in_use: bool = False
     last_store: list[Waitable] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Change:
+    """What became of a micro-batch's rows after a sweep: `moves` brought the `left` to the front; others came behind.
+
+    version: how many changes there were with it.
+    """
+
+    version: int = 0
+    moves: tuple[Move, ...] = ()
+    left: int = 0
 
 
 class CacheStore:
@@ -68,24 +80,31 @@ class CacheStore:
         self._streamed_tiers = frozenset(t for t in TIERS if is_streamed(t, attends_on_host))
         self._ring_memory: Memory = "host" if attends_on_host else "device"
         self._units: dict[tuple[int, int], Unit] = {}
-        self._compactions: list[list[list[Move]]] = []
+        self._changes: list[_Change] = []  # the last of each micro-batch
         self._live: list[int] = []
 
-    def begin_block(self, layouts: Sequence[Sequence[UnitLayout]]) -> None:
-        """Carve homes for a block: `layouts` has a row for each transformer block, a layout for each micro-batch."""
+    def begin_block(self, layouts: Sequence[Sequence[UnitLayout]], rows: Sequence[int]) -> None:
+        """Carve homes for a block: `layouts` has a row for each transformer block, a layout for each micro-batch.
+
+        rows: of each micro-batch now; its layout may have room for more.
+        """
         used: Counter[str] = Counter()
-        self._compactions = [[] for _ in layouts[0]]
-        self._live = [layout.sequences for layout in layouts[0]]
+        self._changes = [_Change(left=count) for count in rows]
+        self._live = list(rows)
         self._units = {
-            (block, k): Unit(layout, [self._carve(layout, part, used) for part in layout.parts], layout.sequences)
-            for block, row in enumerate(layouts)
-            for k, layout in enumerate(row)
+            (block, k): Unit(layout, [self._carve(layout, part, used) for part in layout.parts], rows[k])
+            for block, of_block in enumerate(layouts)
+            for k, layout in enumerate(of_block)
         }
 
-    def compact(self, micro_batch: int, moves: list[Move], sequences: int) -> None:
-        """Rows have left: `moves` bring the others to the front, `sequences` remain. Units follow at their next use."""
-        self._compactions[micro_batch].append(moves)
-        self._live[micro_batch] = sequences
+    def change_rows(self, micro_batch: int, moves: Sequence[Move], left: int, entering: int = 0) -> None:
+        """After a sweep rows have left, and `moves` bring the `left` others to the front; `entering` come behind them.
+
+        Units follow at their next use, which is in the next sweep.
+        """
+        version = self._changes[micro_batch].version + 1
+        self._changes[micro_batch] = _Change(version, tuple(moves), left)
+        self._live[micro_batch] = left + entering
 
     # Source of a Stream[CacheKey]
 
@@ -104,29 +123,36 @@ class CacheStore:
         unit = self._units[key[1:]]
         unit.in_use = True  # from here on: a later sweep's load must not overtake this one's use
         loads: list[Done] = []
-        for home, data in self._slices(unit, region) if unit.columns else []:
+        for home, data in self._slices(unit, region) if self._holds_rows(unit, key[2]) else []:
             loads += self._load_part(unit, home, data, [*region.after, *unit.last_store])
         return loads
+
+    def _holds_rows(self, unit: Unit, k: int) -> bool:
+        """False before the prefill sweep, and where all its rows have left."""
+        change = self._changes[k]
+        return unit.columns > 0 and (unit.version == change.version or change.left > 0)
 
     # Compute side
 
     def open(self, key: CacheKey, region: Region | None) -> tuple[list[PartView], bool]:
-        """Views of the unit's live rows, overlay and compactions applied; whether whole parts must be stored after."""
-        unit = self._units[key[1:]]
+        """Views of the unit's live rows, overlay and moves applied; whether whole parts must be stored after.
+
+        Rows that enter are the last, and whatever their places held is still there.
+        """
+        unit, change, live = self._units[key[1:]], self._changes[key[2]], self._live[key[2]]
         unit.in_use = True
-        for event in [] if unit.columns or region is None else region.after:
-            event.wait()
+        is_new, has_changed = not unit.columns, unit.version != change.version
+        if region is not None and (is_new or (has_changed and live > change.left)):
+            wait_all([*region.after, *unit.last_store])  # rows that enter go where nothing was loaded to
         views = self._views(unit, region)
-        # The overlay holds columns of the rows that are in the unit now, as before any compaction still to come.
+        # The overlay holds columns of the rows that are in the unit now, as before any change still to come.
         for home, view in zip(unit.homes, self._live_views(unit, views), strict=False):
             if home.overlay is not None:
                 home.overlay.apply(view)
-        pending = self._compactions[key[2]][unit.version :]
-        for moves in pending:
-            move_rows(views, moves, unit.layout.kv_heads)
-        unit.version += len(pending)
-        unit.sequences = self._live[key[2]]
-        return self._live_views(unit, views), bool(pending) or not unit.columns
+        if has_changed:
+            move_rows(views, change.moves, unit.layout.kv_heads)
+        unit.version, unit.sequences = change.version, live
+        return self._live_views(unit, views), has_changed or is_new
 
     def close(
         self, key: CacheKey, region: Region | None, columns: int, slots: Sequence[torch.Tensor] | None, fence: Waitable

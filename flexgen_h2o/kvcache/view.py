@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -67,10 +68,23 @@ class PartView:
         record = self.record.rows(0, count) if self.record is not None else None
         return replace(self, keys=self.keys[:, :count], values=self.values[:, :count], record=record)
 
+    def rows_from(self, first: int) -> PartView:
+        """The rows of the unit from `first` on that are in this part; they are counted from `first`."""
+        skipped = max(0, first - self.start)
+        record = self.record.rows(skipped, self.rows) if self.record is not None else None
+        keys, values = self.keys[:, skipped:], self.values[:, skipped:]
+        return replace(self, start=max(0, self.start - first), keys=keys, values=values, record=record)
+
     def row_tensors(self) -> list[torch.Tensor]:
         """Every tensor of the view with its rows first."""
         kept = [self.keys.transpose(0, 1), self.values.transpose(0, 1)]
         return kept + (self.record.tensors() if self.record is not None else [])
+
+
+def split_views(views: Sequence[PartView], row: int) -> tuple[list[PartView], list[PartView]]:
+    """The rows of a unit before `row`, and those from there on, counted from there."""
+    before = [v.first_rows(row - v.start) for v in views if v.start < row]
+    return before, [v.rows_from(row) for v in views if v.end > row]
 
 
 def part_view(

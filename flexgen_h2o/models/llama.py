@@ -13,7 +13,7 @@ import torch
 
 from flexgen_h2o.config import ModelSpec, StepBuffer, TensorSpec, check_int
 from flexgen_h2o.errors import UsageError
-from flexgen_h2o.kernels.linear import add_linear, linear, lookup, optional_vector, vector
+from flexgen_h2o.kernels.linear import add_linear, linear, linear_each, lookup, optional_vector, vector
 from flexgen_h2o.kernels.rms_norm import rms_norm
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import Attend, Weights
@@ -154,8 +154,9 @@ def attention(spec: ModelSpec, w: Weights, x: torch.Tensor, attend: Attend, ws: 
     qkv = {name: ws.get(name, tokens, count * width) for name, count in heads.items()}
     for a, b in token_chunks(tokens):
         inputs = _norm(spec, w, "input_norm", x[a:b], ws)
-        for name, out in qkv.items():
-            linear(inputs, w[f"{name}_proj.weight"], _bias(w, f"{name}_proj"), out[a:b])
+        linear_each(
+            inputs, [(w[f"{name}_proj.weight"], _bias(w, f"{name}_proj"), out[a:b]) for name, out in qkv.items()]
+        )
     mixed = attend(*(out.view(tokens, heads[name], width) for name, out in qkv.items()))
     for a, b in token_chunks(tokens):
         add_linear(x[a:b], mixed[a:b], w["o_proj.weight"], _bias(w, "o_proj"))

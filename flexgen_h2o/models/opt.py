@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from flexgen_h2o.config import ModelSpec, TensorSpec, check_int
 from flexgen_h2o.errors import UsageError
-from flexgen_h2o.kernels.linear import add_linear, linear, lookup, optional_vector
+from flexgen_h2o.kernels.linear import add_linear, linear, linear_each, lookup, optional_vector
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import Attend, Weights
 from flexgen_h2o.models.activations import ACTIVATIONS, check_activation
@@ -138,8 +138,8 @@ def attention(spec: ModelSpec, w: Weights, x: torch.Tensor, attend: Attend, ws: 
     q, k, v = (ws.get(name, tokens, spec.hidden_size) for name in ("q", "k", "v"))
     for a, b in token_chunks(tokens):
         inputs = _norm(w, "self_attn_layer_norm", x[a:b]) if pre_norm else x[a:b]
-        for out, name in ((q, "q_proj"), (k, "k_proj"), (v, "v_proj")):
-            linear(inputs, w[f"{name}.weight"], _bias(w, name), out[a:b])
+        outs = ((q, "q_proj"), (k, "k_proj"), (v, "v_proj"))
+        linear_each(inputs, [(w[f"{name}.weight"], _bias(w, name), out[a:b]) for out, name in outs])
     mixed = attend(*(t.view(tokens, heads, width) for t in (q, k, v)))
     for a, b in token_chunks(tokens):
         add_linear(x[a:b], mixed[a:b], w["out_proj.weight"], _bias(w, "out_proj"))

@@ -17,7 +17,7 @@ from flexgen_h2o.config import TIERS, ModelSpec, Policy
 from flexgen_h2o.errors import FlexgenError
 from flexgen_h2o.planner.costs import LANES, Costs
 from flexgen_h2o.planner.memory import Depth, memory_plan
-from flexgen_h2o.planner.need import Batch, Need, shape_of
+from flexgen_h2o.planner.need import Need, shape_of
 from flexgen_h2o.planner.predict import PHASES, Machine
 from flexgen_h2o.units import GIB
 
@@ -71,7 +71,7 @@ def find_corner(
     policy = replace(policy, percent=(w, wc, c, cc, h, hc))
     shape = shape_of(policy, need)
     plan = memory_plan(spec, policy, shape, machine.itemsize, machine.device_is_host, depth)
-    block = (Batch.even(shape.rows, need.prompt_len),) * shape.micro_batches
+    block = (need.batch(shape.rows),) * shape.micro_batches
     costs = Costs(machine.setting(spec, policy, need), machine.profile, machine.dtype)
     sweeps = {"prefill": 0, "decode": max(1, need.gen_len // 2)}
     busy = {phase: costs.busy(block, sweep) for phase, sweep in sweeps.items()}

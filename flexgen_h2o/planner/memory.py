@@ -30,10 +30,10 @@ from flexgen_h2o.units import format_bytes, round_up
 
 @dataclass(frozen=True)
 class Shape:
-    """The largest block of a run. `rows` and `tokens` (of the prefill sweep) of a micro-batch.
+    """The largest block of a run. `rows` and `tokens` (that the prefill sweep is fed) of a micro-batch.
 
     slots: KV slots of a row in each transformer block; record: what is kept of each slot besides its column
-    (kvcache/layout.UnitLayout).
+    (kvcache/layout.UnitLayout). sharing: tokens of the longest prompt that shares a prefix with others; 0: none does.
     """
 
     rows: int
@@ -41,14 +41,19 @@ class Shape:
     tokens: int
     slots: tuple[int, ...]
     record: tuple[str, ...] = ()
+    sharing: int = 0
 
     @property
     def most_slots(self) -> int:
         return max(self.slots)
 
+    def has_slots(self, slots: tuple[int, ...]) -> bool:
+        """Are there as many in each transformer block?"""
+        return all(mine >= asked for mine, asked in zip(self.slots, slots, strict=True))
+
     def covers(self, other: Shape) -> bool:
         """Do buffers of this shape serve the other one too?"""
-        mine, theirs = ((s.rows, s.micro_batches, s.tokens, *s.slots) for s in (self, other))
+        mine, theirs = ((s.rows, s.micro_batches, s.tokens, s.sharing, *s.slots) for s in (self, other))
         return self.record == other.record and all(a >= b for a, b in zip(mine, theirs, strict=True))
 
     def union(self, other: Shape) -> Shape:
@@ -59,6 +64,7 @@ class Shape:
             max(self.tokens, other.tokens),
             tuple(map(max, self.slots, other.slots)),
             self.record,
+            max(self.sharing, other.sharing),
         )
 
 

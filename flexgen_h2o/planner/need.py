@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from flexgen_h2o.config import Policy
 from flexgen_h2o.planner.memory import Shape
+from flexgen_h2o.prefixes import PromptGroup
 
 
 @dataclass(frozen=True)
@@ -16,7 +18,7 @@ class Need:
     slots: KV slots of the neediest row in each transformer block. kept: columns that are left there of its prompt
     after prefill. record: what is kept of each slot (kvcache/layout.UnitLayout); () for the full cache. scored: the
     column sums of whole prompts are worked out in prefill. by_length: what is kept is a share of each row's own prompt,
-    not a number of columns.
+    not a number of columns. prefix: tokens that all prompts begin with and that are fed once a micro-batch.
     """
 
     rows: int
@@ -27,6 +29,7 @@ class Need:
     record: tuple[str, ...] = ()
     scored: bool = False
     by_length: bool = False
+    prefix: int = 0
 
     @classmethod
     def full(cls, rows: int, prompt_len: int, gen_len: int, num_blocks: int) -> Need:
@@ -44,6 +47,7 @@ class Need:
             slots=tuple(map(max, self.slots, other.slots)),
             kept=tuple(map(max, self.kept, other.kept)),
             by_length=self.by_length or other.by_length,
+            prefix=min(self.prefix, other.prefix),
         )
 
     def columns(self, block: int, sweep: int, prompt_len: float) -> int:
@@ -53,6 +57,10 @@ class Need:
             return kept + min(sweep, self.slots[block] - self.kept[block])
         return min(round(min(self.kept[block], prompt_len)) + sweep, self.slots[block])
 
+    def batch(self, rows: int) -> Batch:
+        """A micro-batch of so many equal prompts."""
+        return _even_batch(rows, self.prompt_len, self.prefix)
+
     def slots_of(self, block: int, prompt_len: int) -> int:
         """Slots of a micro-batch whose longest prompt has `prompt_len` tokens."""
         return self.slots[block] if prompt_len == self.prompt_len else self.columns(block, self.gen_len - 1, prompt_len)
@@ -60,25 +68,42 @@ class Need:
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch. tokens: of its prompts; longest: tokens of the longest; pairs: sum of n^2 over its prompts."""
+    """A micro-batch. tokens: of its prompts; longest: tokens of the longest; pairs: prefixes.PromptGroup's.
+
+    saved: tokens that are not fed, because another row of the micro-batch feeds them.
+    """
 
     rows: int
     tokens: int
     longest: int
     pairs: int
+    saved: int = 0
 
     @classmethod
-    def of(cls, lengths: Sequence[int]) -> Batch:
-        """lengths: tokens of each prompt."""
-        return cls(len(lengths), sum(lengths), max(lengths), sum(n * n for n in lengths))
+    def of(cls, groups: Sequence[PromptGroup]) -> Batch:
+        """The prompts of a micro-batch."""
+        lengths = [n for group in groups for n in group.lengths]
+        pairs, saved = sum(group.pairs for group in groups), sum(group.saved for group in groups)
+        return cls(len(lengths), sum(lengths), max(lengths), pairs, saved)
 
     @classmethod
-    def even(cls, rows: int, prompt_len: int) -> Batch:
-        return cls(rows, rows * prompt_len, prompt_len, rows * prompt_len**2)
+    def even(cls, rows: int, prompt_len: int, prefix: int = 0) -> Batch:
+        """Prompts of `prompt_len` tokens that begin with `prefix` equal ones."""
+        return cls.of((PromptGroup(prefix, (prompt_len - prefix,) * rows),))
+
+    @property
+    def fed(self) -> int:
+        """Tokens of the prefill sweep."""
+        return self.tokens - self.saved
 
     @property
     def mean_len(self) -> float:
         return self.tokens / self.rows
+
+
+@lru_cache(maxsize=4096)  # a search asks for the same few thousands of times
+def _even_batch(rows: int, prompt_len: int, prefix: int) -> Batch:
+    return Batch.even(rows, prompt_len, prefix)
 
 
 Block = tuple[Batch, ...]
@@ -95,11 +120,11 @@ def even_blocks(policy: Policy, need: Need) -> list[tuple[Block, int]]:
     """The blocks of a pile of equal prompts, as (block, how many like it): full ones, and a last one of the rest."""
     full, rest = divmod(need.rows, policy.block_size)
     gbs = policy.gpu_batch_size
-    found = [((Batch.even(gbs, need.prompt_len),) * policy.num_gpu_batches, full)] if full else []
+    found = [((need.batch(gbs),) * policy.num_gpu_batches, full)] if full else []
     if rest:
         batches, left = divmod(rest, gbs)
-        last = (Batch.even(gbs, need.prompt_len),) * batches
-        found.append((last + ((Batch.even(left, need.prompt_len),) if left else ()), 1))
+        last = (need.batch(gbs),) * batches
+        found.append((last + ((need.batch(left),) if left else ()), 1))
     return found
 
 
@@ -107,7 +132,8 @@ def shape_of(policy: Policy, need: Need) -> Shape:
     """The largest block of a pile of equal prompts."""
     rows = min(policy.gpu_batch_size, need.rows)
     batches = min(policy.num_gpu_batches, -(-need.rows // policy.gpu_batch_size))
-    return Shape(rows, batches, rows * need.prompt_len, need.slots, need.record)
+    sharing = need.prompt_len if need.prefix and rows > 1 else 0
+    return Shape(rows, batches, need.batch(rows).fed, need.slots, need.record, sharing)
 
 
 def fitted(policy: Policy, need: Need) -> Policy:

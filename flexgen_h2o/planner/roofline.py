@@ -5,10 +5,11 @@ What else a run does (norms, transfers, choosing tokens, waiting) is what it los
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from flexgen_h2o.config import ModelSpec, TensorSpec
+from flexgen_h2o.prefixes import FedPrompts
 
 
 @dataclass(frozen=True)
@@ -36,14 +37,14 @@ class Roofline:
     decode_s: float
 
 
-def run_work(spec: ModelSpec, prompt_lens: Sequence[int], decode_tokens: int, kv_bytes: float) -> RunWork:
-    """prompt_lens: of all rows, in tokens; decode_tokens: that all rows got after their first one; kv_bytes: columns
-    that decode attention read. The head sees one token of each prompt."""
+def run_work(spec: ModelSpec, fed: FedPrompts, decode_tokens: int, kv_bytes: float) -> RunWork:
+    """fed: the prompts; decode_tokens: that all rows got after their first one; kv_bytes: columns that decode
+    attention read. The head sees one token of each prompt."""
     block = 2.0 * _elements(t for tensors in (*spec.attention, *spec.mlp) for t in tensors)
     head = 2.0 * _elements(spec.head)
     # n^2 / 2 pairs of a query and a key, two products of 2 FLOPs each
-    causal = sum(2.0 * n * n for n in prompt_lens) * spec.num_heads * spec.head_dim * spec.num_blocks
-    prefill = sum(prompt_lens) * block + len(prompt_lens) * head + causal
+    causal = 2.0 * fed.pairs * spec.num_heads * spec.head_dim * spec.num_blocks
+    prefill = fed.tokens * block + fed.rows * head + causal
     return RunWork(prefill, decode_tokens * (block + head), kv_bytes)
 
 

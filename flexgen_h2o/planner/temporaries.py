@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from flexgen_h2o.config import ModelSpec, Policy
 from flexgen_h2o.limits import (
+    MASK_ROWS,
     PACKED_CHUNK,
     ROLLING_CHUNK,
     SAMPLING_CHUNK,
@@ -15,7 +16,14 @@ from flexgen_h2o.limits import (
     UNPACK_CHUNK,
 )
 from flexgen_h2o.packing import weight_form
-from flexgen_h2o.planner.blocked_sizes import blocking_bytes, is_blocked, product_bytes
+from flexgen_h2o.planner.blocked_sizes import (
+    blocking_bytes,
+    int8_blocking_bytes,
+    int8_product_bytes,
+    is_blocked,
+    is_int8_blocked,
+    product_bytes,
+)
 
 if TYPE_CHECKING:
     from flexgen_h2o.planner.memory import Shape
@@ -35,6 +43,7 @@ def temporary_bytes(spec: ModelSpec, shape: Shape, itemsize: int, policy: Policy
     prefill = shape.tokens * (q_width * itemsize + 4 * spec.num_heads)
     scores = shape.rows * spec.num_heads * shape.most_slots
     decode = scores * (8 + itemsize)
+    copies = 2  # keys and values of a shared prefix and of rows' own tokens, put together
     if shape.record:  # column sums with the tile that they are summed in, ranks and their order
         prefill += shape.tokens * spec.num_kv_heads * RANK_BYTES + 2 * SCORE_TILE_BYTES
         decode += shape.rows * spec.num_kv_heads * shape.most_slots * RANK_BYTES
@@ -42,8 +51,14 @@ def temporary_bytes(spec: ModelSpec, shape: Shape, itemsize: int, policy: Policy
         prefill += shape.tokens * spec.num_kv_heads * spec.head_dim * 4
     if "ranks" in shape.record:  # prompts' keys before they are rotated; copies of keys in slots, and what turns them
         prefill += shape.tokens * spec.num_kv_heads * spec.head_dim * itemsize
+        copies += 1
         row = shape.most_slots * spec.head_dim
         decode += 4 * itemsize * min(shape.rows * spec.num_kv_heads * row, max(ROLLING_CHUNK, row))
+    if shape.sharing:
+        columns = max(shape.sharing, TOKEN_CHUNK) * spec.num_kv_heads
+        prefill += columns * copies * spec.head_dim * itemsize
+        prefill += columns * RANK_BYTES if shape.record else 0
+        prefill += MASK_ROWS * shape.sharing * itemsize  # the mask of own queries
     if policy.attn_sparsity < 1:  # probabilities, their order, and a chunk of gathered values in two dtypes
         gathered = min(scores * spec.head_dim, max(SPARSE_CHUNK, shape.most_slots * spec.head_dim))
         decode = scores * 36 + gathered * (4 + itemsize)
@@ -59,11 +74,13 @@ def temporary_bytes(spec: ModelSpec, shape: Shape, itemsize: int, policy: Policy
 
 def step_bytes(spec: ModelSpec, policy: Policy, shape: Shape, itemsize: int, device_is_host: bool) -> int:
     """`temporary_bytes` with the largest product of blocked weights, where those of this run are blocked."""
-    step = temporary_bytes(spec, shape, itemsize, policy)
-    if not is_blocked(weight_form(policy, itemsize), device_is_host):
-        return step
+    step, form = temporary_bytes(spec, shape, itemsize, policy), weight_form(policy, itemsize)
     tokens = max(shape.tokens, shape.rows)
-    return max(step + product_bytes(spec, tokens, shape.rows, itemsize), blocking_bytes(spec, itemsize))
+    if is_blocked(form, device_is_host):
+        return max(step + product_bytes(spec, tokens, shape.rows, itemsize), blocking_bytes(spec, itemsize))
+    if is_int8_blocked(form, device_is_host):
+        return max(step + int8_product_bytes(spec, tokens, shape.rows), int8_blocking_bytes(spec))
+    return step
 
 
 def unpacked_cache_bytes(spec: ModelSpec, policy: Policy, shape: Shape, itemsize: int, device_is_host: bool) -> int:

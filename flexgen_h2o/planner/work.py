@@ -204,7 +204,7 @@ def hidden_is_brought(at: Setting) -> bool:
 
 def tokens_of(batch: Batch, sweep: int) -> int:
     """Tokens that a micro-batch feeds into a sweep."""
-    return batch.rows if sweep else batch.tokens
+    return batch.rows if sweep else batch.fed
 
 
 def layer_work(at: Setting, layer: Layer, unit: WeightUnit, batch: Batch, sweep: int) -> Work:
@@ -251,9 +251,10 @@ def _attention_work(
         # Under attention on the host, kept columns go there as they are written.
         kept = batch.rows * at.need.columns(block, 0, batch.mean_len)
         away = kept * stored * (1.0 - cache[0]) if at.on_host and not at.device_is_host else 0.0
+        copied = 2.0 * batch.tokens * column if batch.saved else 0.0  # prefixes in front of rows' own columns
         return Work(
             products, 2.0 * batch.pairs * q_width, 1.0 * batch.pairs * q_width * at.need.scored, 0.0, 0.0,
-            elementwise + kept * (2.0 * stored + packing), 0.0, 0.0, away,
+            elementwise + copied + kept * (2.0 * stored + packing), 0.0, 0.0, away,
         )  # fmt: skip
     columns = float(batch.rows * at.need.columns(block, sweep, batch.mean_len))
     read, packed = columns * stored, columns * values * at.policy.compress_cache

@@ -7,7 +7,7 @@ a unit that is needed now never waits for space held by one that is needed later
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -32,6 +32,12 @@ class Source(Protocol[KeyIn]):
 
     def load(self, key: KeyIn, region: Region) -> list[Done]:
         """Start filling the region; empty for a unit that compute creates."""
+
+
+def streamed_keys(keys: Iterator[Key], sweep: Iterable[Key], source: Source[Key]) -> Iterator[Key]:
+    """`keys`, or none where no key of a `sweep` takes ring space: in keys without end a stream would look for one for
+    ever."""
+    return keys if any(source.nbytes(key) for key in sweep) else iter(())
 
 
 @dataclass(eq=False)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import OPTForCausalLM
 
-from flexgen_h2o import batch
+from flexgen_h2o import LLM, batch
 from flexgen_h2o.cli import VERBS
 from tests.doors.conftest import Answer
 from tests.parity.reference import greedy
@@ -68,6 +68,35 @@ def test_rows_of_all_lengths_equal_transformers(job: Callable[..., Answer], tmp_
         choice = found[name]["response"]["body"]["choices"][0]
         assert choice["token_ids"] == greedy(model, ids, body[name]["max_tokens"])
     assert found["line-10"]["error"]["code"] == "invalid_json"
+
+
+def test_rows_are_the_same_with_and_without_refill(
+    job: Callable[..., Answer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of several windows enter one block; none is longer than the first. There are fewer runs and fewer sweeps."""
+    sampled = {"temperature": 0.9, "top_p": 0.9}
+    lines(
+        tmp_path / "in.jsonl",
+        *(
+            {"custom_id": f"r{i}", "prompt": list(range(4, 12 - i * 3 % 8)), "max_tokens": 11 - i * 5 % 11, **params}
+            for i in range(30)
+            for params in [sampled if i % 2 else {}]
+        ),
+    )
+    reports: list[Any] = []
+    run = LLM.run
+    monkeypatch.setattr(LLM, "run", lambda llm, *args, **named: reports.append(run(llm, *args, **named)))
+    flags = "--gpu-batch-size", 2, "--num-gpu-batches", 2, "--window", 8, "--percent", 0, 50, 0, 50, 0, 100
+    found = {}
+    for way in ("--refill", "--no-refill"):
+        ended = job(*flags, way, "--output", f"{way[2:]}.jsonl")
+        assert ended.code == 0, ended.err
+        found[way] = {n: row["response"]["body"]["choices"] for n, row in rows(tmp_path / f"{way[2:]}.jsonl").items()}
+    assert found["--refill"] == found["--no-refill"] and len(found["--refill"]) == 30
+    refilled, *separate = reports
+    assert refilled.num_prompts == 30 and refilled.extra["refilled"] == 26
+    assert [report.num_prompts for report in separate] == [8, 8, 8, 6]
+    assert refilled.extra["sweeps"] < sum(report.extra["sweeps"] for report in separate)
 
 
 def test_flags_are_what_lines_do_not_say(job: Callable[..., Answer], tmp_path: Path) -> None:

@@ -128,18 +128,18 @@ class Wanted:
 
 def wanted(
     model: PlainModel, pair: Pair, lengths: Sequence[int], new_tokens: int | Sequence[int],
-    stored: Callable[[], NearStored] | None = None, turn: Turn | None = None,
+    stored: Callable[[], NearStored] | None = None, turn: Turn | None = None, header: Sequence[int] = (),
 ) -> Wanted:  # fmt: skip
     """Random prompts of these lengths, each the first that leads to no near tie, with what follows on them.
 
-    stored: makes what a cache makes of columns, turn: gives them positions (reference.forward). Refuses references
-    that could not tell right from wrong.
+    stored: makes what a cache makes of columns, turn: gives them positions (reference.forward). header: tokens before
+    those of every prompt. Refuses references that could not tell right from wrong.
     """
     each = [new_tokens] * len(lengths) if isinstance(new_tokens, int) else new_tokens
     prompts, rows = [], []
     for i, (length, most) in enumerate(zip(lengths, each, strict=True)):
         for attempt in count():
-            prompt = random_prompts((length,), seed=37 * i + attempt)[0]
+            prompt = [*header, *random_prompts((length,), seed=37 * i + attempt)[0]]
             packed = stored() if stored is not None else None
             row = evicted_greedy(model, prompt, most, pair.plain, packed, turn)
             if packed is not None and packed.is_near:
@@ -183,18 +183,21 @@ class Ran:
 
 def generate(
     folder: Path, prompts: Sequence[Sequence[int]], new_tokens: int, eviction: Eviction | None, policy: Policy | str,
-    offload_dir: Path, budget: MemoryBudget | None = None, dtype: str = "float32",
+    offload_dir: Path, budget: MemoryBudget | None = None, dtype: str = "float32", share_prefix: str = "auto",
 ) -> Ran:  # fmt: skip
     with LLM(str(folder), policy, eviction, dtype=dtype, budget=budget, offload_dir=offload_dir) as llm:
+        llm.share_prefix = share_prefix
         return run_with(llm, prompts, SamplingParams(max_tokens=new_tokens))
 
 
-def run_with(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Ran:
+def run_with(
+    llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams], refill: bool = False
+) -> Ran:
     read = prompts_from_python(prompts, None, llm.model.spec.vocab_size)
     done: list[Completion] = []
     logits, seen = LogitsByRow(), SeenByRow()
     watch: Callable[..., None] | None = seen if llm.eviction.needs.record else None
-    report = llm.run(read, params, done.extend, watch_logits=logits, watch_slots=watch)
+    report = llm.run(read, params, done.extend, watch_logits=logits, watch_slots=watch, refill=refill)
     return Ran(sorted(done, key=lambda c: c.index), logits.rows, seen.rows, report)
 
 

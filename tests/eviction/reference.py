@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -194,7 +195,8 @@ class Evicted:
     logits: (tokens, vocab), those that each token was chosen from. kept: after the prefill, then after each decode
     step; the last token is never fed back, so there are as many as tokens. least_gap: the smallest distance in score
     between a column that stayed and one that went (infinite when there was never a choice). promotions: how often a
-    column that left the recent ones took an older one's place; without any, decode scores decided nothing.
+    column that left the recent ones took an older one's place; without any, decode scores decided nothing. given: the
+    steps whose tokens were.
     """
 
     tokens: list[int]
@@ -202,38 +204,42 @@ class Evicted:
     kept: list[Kept]
     least_gap: float
     promotions: int
+    given: frozenset[int] = frozenset()
 
     def without_kept(self) -> Evicted:
         return replace(self, kept=[])
 
     @property
     def least_token_gap(self) -> float:
-        """The smallest distance between the best and the second best logit."""
-        best = self.logits.topk(2).values
+        """The smallest distance between the best and the second best logit, where the token was chosen."""
+        best = self.logits[[step for step in range(len(self.tokens)) if step not in self.given]].topk(2).values
         return float((best[:, 0] - best[:, 1]).min())
 
 
 def evicted_greedy(
     model: PlainModel, prompt: Sequence[int], new_tokens: int, policy: Policy, stored: Stored | None = None,
-    turn: Turn | None = None,
+    turn: Turn | None = None, given: Mapping[int, int] = MappingProxyType({}),
 ) -> Evicted:  # fmt: skip
-    """Greedy tokens for one prompt with `policy` evicting in every layer. stored, turn: as in `forward`."""
+    """Greedy tokens for one prompt with `policy` evicting in every layer. stored, turn: as in `forward`.
+
+    given: tokens that are taken at some steps whatever the logits; a near tie there is none.
+    """
     layers = [LayerState(model, i, len(prompt), policy) for i in range(model.num_layers)]
     newest, seen = forward(model, prompt, [layer.mask for layer in layers], turn=turn)
     for layer, attention in zip(layers, seen, strict=True):
         layer.prefilled(attention)
-    tokens, logits, kept = [int(newest.argmax())], [newest], [_held(layers)]
+    tokens, logits, kept = [given.get(0, int(newest.argmax()))], [newest], [_held(layers)]
     while len(tokens) < new_tokens:
         for layer in layers:
             layer.join()
         newest, seen = forward(model, [*prompt, *tokens], [layer.mask for layer in layers], len(prompt), stored, turn)
         for layer, attention in zip(layers, seen, strict=True):
             layer.decoded(attention)
-        tokens.append(int(newest.argmax()))
+        tokens.append(given.get(len(tokens), int(newest.argmax())))
         logits.append(newest)
         kept.append(_held(layers))
     gap, promotions = min(layer.gap for layer in layers), sum(layer.promotions for layer in layers)
-    return Evicted(tokens, torch.stack(logits), kept, gap, promotions)
+    return Evicted(tokens, torch.stack(logits), kept, gap, promotions, frozenset(given))
 
 
 def _held(layers: Sequence[LayerState]) -> Kept:

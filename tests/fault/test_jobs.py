@@ -94,6 +94,25 @@ def test_kill_9_at_many_moments_loses_nothing(jobs: Jobs, whole: Whole, tmp_path
     kill_often(jobs, whole, tmp_path, 40)
 
 
+def test_a_job_that_was_killed_while_rows_entered_goes_on_with_or_without_refill(
+    jobs: Jobs, whole: Whole, tmp_path: Path
+) -> None:
+    """One block serves windows until it is killed, past the first of them; the other way does the rest."""
+    for first, then in (("--refill", "--no-refill"), ("--no-refill", "--refill")):
+        folder = tmp_path / first
+        folder.mkdir()
+        write_input(folder, ROWS)
+        job = jobs.start(folder, first)
+        job.wait_for_rows(20)
+        job.send(signal.SIGKILL)
+        job.wait()
+        before = job.lines()
+        again = jobs.start(folder, then)
+        assert again.wait() == 0, again.err
+        assert tokens_of(rows_of(job.output)) == whole.tokens
+        assert before < ROWS
+
+
 def test_sigterm_ends_a_job_soon_and_the_rest_can_be_done(jobs: Jobs, whole: Whole, tmp_path: Path) -> None:
     """In between a second job is refused, and is told how the first stands."""
     write_input(tmp_path, ROWS)

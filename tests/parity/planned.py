@@ -16,6 +16,7 @@ from flexgen_h2o.eviction_need import need_of
 from flexgen_h2o.kvcache.eviction import Eviction, Full
 from flexgen_h2o.limits import PAGE
 from flexgen_h2o.planner.need import Batch, Need
+from flexgen_h2o.prefixes import SHARINGS, Sharing, group_prompts
 from flexgen_h2o.prompts import make_blocks, prompts_from_python
 from flexgen_h2o.units import round_up
 from tests.parity.reference import random_prompts
@@ -42,7 +43,8 @@ ITEMSIZE = 4
 class Run:
     """A policy but for its placement, and what is run: by default five prompts, so that the last block is smaller.
 
-    stand_in: a device tier of ordinary memory, else the device is host memory.
+    stand_in: a device tier of ordinary memory, else the device is host memory. header: tokens that all prompts begin
+    with, before those of `lengths`; they are fed once a micro-batch.
     """
 
     gbs: int = 2
@@ -52,19 +54,30 @@ class Run:
     eviction: Eviction = field(default_factory=Full)
     lengths: tuple[int, ...] = (9,) * 5
     new_tokens: int = 3
+    header: int = 0
+
+    @property
+    def sharing(self) -> Sharing | None:
+        return SHARINGS["on" if self.header else "off"]
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        header = random_prompts((self.header,), seed=2)[0]
+        return [[*header, *own] for own in random_prompts(self.lengths)]
 
     def policy(self, percent: tuple[int, int, int, int, int, int]) -> Policy:
         return Policy(self.gbs, self.num_batches, percent, **self.switches)
 
     def need(self, spec: ModelSpec) -> Need:
-        sizes = {(n, self.new_tokens) for n in self.lengths}
+        sizes = {(self.header + n, self.new_tokens) for n in self.lengths}
         return need_of(self.eviction, len(self.lengths), sizes, spec.num_blocks)
 
     @property
     def blocks(self) -> list[list[Batch]]:
-        prompts = prompts_from_python(random_prompts(self.lengths), None, SHAPE["vocab_size"])
-        blocks = make_blocks(prompts, self.gbs, self.num_batches)
-        return [[Batch.of([len(p.token_ids) for p in batch]) for batch in block] for block in blocks]
+        prompts = prompts_from_python(self.prompts, None, SHAPE["vocab_size"])
+        blocks = make_blocks(prompts, self.gbs, self.num_batches, sharing=self.sharing)
+        found = [[group_prompts([p.token_ids for p in batch], self.sharing) for batch in block] for block in blocks]
+        return [[Batch.of(groups) for groups in block] for block in found]
 
     def go(
         self, folder: Path, percent: tuple[int, int, int, int, int, int], offload_dir: Path,
@@ -74,8 +87,9 @@ class Run:
         budget = MemoryBudget("64MiB" if self.stand_in else None, "64MiB", "64MiB")
         policy = self.policy(percent)
         with LLM(str(folder), policy, self.eviction, dtype="float32", budget=budget, offload_dir=offload_dir) as llm:
+            llm.share_prefix = "on" if self.header else "off"
             before(llm)
-            llm.generate(random_prompts(self.lengths), SamplingParams(max_tokens=self.new_tokens, ignore_eos=True))
+            llm.generate(self.prompts, SamplingParams(max_tokens=self.new_tokens, ignore_eos=True))
         return llm
 
 

@@ -1,4 +1,5 @@
-"""In bf16, resident matrices are blocked and streamed ones are not: the same logits, as near fp32's as bf16 is."""
+"""In bf16 and in int8, resident matrices are blocked and streamed ones are not: the same logits, in bf16 as near fp32's
+as bf16 is."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import torch
 
 from flexgen_h2o import LLM, Policy
 from flexgen_h2o.config import MemoryBudget
-from flexgen_h2o.kernels import blocked_rows
+from flexgen_h2o.kernels import blocked_rows, int8_blocked
 from tests.parity.cases import PLACEMENTS
 from tests.parity.reference import LogitsByRow
 
@@ -18,9 +19,11 @@ CONTINUATIONS = [[20, 21, 22], [23, 24, 25], [26, 27, 28]]
 NEAR_FP32 = 0.08  # of the logits' standard deviation
 
 
-def logits(dtype: str, placement: str, offload_dir: Path, device_mem: str | None = None) -> torch.Tensor:
+def logits(
+    dtype: str, placement: str, offload_dir: Path, device_mem: str | None = None, int8: bool = False
+) -> torch.Tensor:
     """Of all rows and steps, with given tokens. The shipped model's width can be blocked."""
-    watch, policy = LogitsByRow(), Policy(2, 2, PLACEMENTS[placement])
+    watch, policy = LogitsByRow(), Policy(2, 2, PLACEMENTS[placement], int8_compute=int8)
     budget = MemoryBudget(device=device_mem)
     with LLM("opt-tiny", policy, dtype=dtype, device="cpu", budget=budget, offload_dir=offload_dir) as llm:
         llm.follow(PROMPTS, CONTINUATIONS, watch)
@@ -58,3 +61,19 @@ def test_blocked_or_not_is_no_difference(
     found = logits("bfloat16", placement, tmp_path, device_mem)
     assert torch.equal(found, plain)
     assert bool(blocked) == (blocked_rows._works() and device_mem is None)
+
+
+@pytest.mark.parametrize("device_mem", [None, "1GiB"])
+@pytest.mark.parametrize("placement", ["all on device", "weights split three ways"])
+def test_in_int8_too(placement: str, device_mem: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked: list[int] = []
+    block = int8_blocked._block
+
+    def counted(packed: torch.Tensor, columns: int) -> int8_blocked.BlockedInt8:
+        blocked.append(len(packed))
+        return block(packed, columns)
+
+    want = logits("bfloat16", "weights on disk", tmp_path, int8=True)
+    monkeypatch.setattr(int8_blocked, "_block", counted)
+    assert torch.equal(logits("bfloat16", placement, tmp_path, device_mem, int8=True), want)
+    assert bool(blocked) == (int8_blocked._works() and device_mem is None)

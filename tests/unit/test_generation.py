@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flexgen_h2o.courses import ForcedTokens
 from flexgen_h2o.generation import Decoding, MicroBatch, Row, RowEnd, Watches
 from flexgen_h2o.prompts import Prompt
 from flexgen_h2o.sampling import SamplingParams, StopStrings, TokenChooser
@@ -35,7 +36,7 @@ class Letters:
 
 def test_the_first_sweep_takes_the_prompts_packed() -> None:
     fed = MicroBatch([row(0, 3), row(1, 1), row(2, 2)]).sweep_input()
-    assert fed.is_prefill
+    assert (fed.phase, fed.decoding, fed.prompt_tokens) == ("prefill", 0, 6)
     assert fed.ids.tolist() == [0, 1, 2, 100, 200, 201] and fed.ids.dtype == torch.int64
     assert fed.positions.tolist() == [0, 1, 2, 0, 0, 1]
     assert (fed.counts, fed.past, fed.last().tolist()) == ((3, 1, 2), (0, 0, 0), [2, 3, 5])
@@ -47,9 +48,47 @@ def test_later_sweeps_take_each_rows_newest_token_behind_its_columns() -> None:
     batch.accept([7, 8], lambda r: None)
     batch.accept([5, 6], lambda r: None)
     fed = batch.sweep_input()
-    assert not fed.is_prefill
+    assert (fed.phase, fed.decoding, fed.prompt_tokens) == ("decode", 2, 0)
     assert (fed.ids.tolist(), fed.positions.tolist()) == ([5, 6], [4, 2])
     assert (fed.counts, fed.past, fed.last().tolist()) == ((1, 1), (4, 2), [0, 1])
+
+
+def test_rows_that_enter_bring_their_prompts_behind_those_that_decode() -> None:
+    batch = MicroBatch([row(0, 3), row(1, 1)])
+    batch.accept([7, 8], lambda r: None)
+    batch.enter([row(2, 2), row(3, 3)])
+    fed = batch.sweep_input()
+    assert (fed.phase, fed.decoding, fed.prompt_tokens) == ("mixed", 2, 5)
+    assert fed.ids.tolist() == [7, 8, 200, 201, 300, 301, 302] and fed.positions.tolist() == [3, 1, 0, 1, 0, 1, 2]
+    assert (fed.counts, fed.past, fed.last().tolist()) == ((1, 1, 2, 3), (3, 1, 0, 0), [0, 1, 3, 6])
+    finished, moves = batch.accept([4, 5, 6, 9], lambda r: "stop" if r.prompt.index == 0 else None)
+    assert [r.prompt.index for r in finished] == [0] and moves == [(3, 0)]
+    fed = batch.sweep_input()
+    assert (fed.phase, fed.ids.tolist(), fed.past) == ("decode", [9, 5, 6], (3, 2, 2))
+
+
+def test_tokens_that_are_known_are_fed_together_step_by_step() -> None:
+    """As many as all rows know, may feed at once, and have room for; never beside rows that enter."""
+    coming = {0: [7, 8, 9], 1: [4, 5]}
+    rows = [Row(Prompt(i, (1,) * (i + 2), None), 9, at_once=3) for i in range(2)]
+    batch = MicroBatch(rows)
+
+    def know(row: Row) -> list[int]:
+        return coming[row.prompt.index]
+
+    assert (batch.sweep_input(know).steps, batch.sweep_input(know).phase) == (1, "prefill")
+    batch.accept([11, 12], lambda r: None)
+    fed = batch.sweep_input(know)
+    assert fed.ids.tolist() == [11, 12, 7, 4, 8, 5] and fed.positions.tolist() == [2, 3, 3, 4, 4, 5]
+    assert (fed.steps, fed.counts, fed.past, fed.phase) == (3, (3, 3), (2, 3), "decode")
+    assert [fed.last(step).tolist() for step in range(3)] == [[0, 1], [2, 3], [4, 5]]
+    coming[1] = []
+    assert batch.sweep_input(know).steps == batch.sweep_input().steps == 1
+    coming[1] = [4, 5]
+    rows[0].max_new = 3
+    assert batch.sweep_input(know).steps == 2
+    batch.enter([row(2, 3)])
+    assert batch.sweep_input(know).steps == 1
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6)), min_size=1, max_size=8))
@@ -114,6 +153,15 @@ def test_reasons(reason: str | None, arguments: dict[str, Any]) -> None:
 
 
 # ---- choosing
+
+
+def test_forced_tokens_are_taken_whatever_the_logits() -> None:
+    """Rows by their index, each at its own step, to the last."""
+    forced = ForcedTokens({7: [1, 2, 3], 4: (5, 6)})
+    assert forced.choose(torch.randn(2, 9), [4, 7], [1, 0]) == [6, 1]
+    assert forced.choose(torch.full((1, 9), torch.nan), [7], [2]) == [3]
+    assert (forced.most_new(7), forced.most_new(4)) == (3, 2)
+    assert [forced.end(Row(Prompt(4, (1,), None), 2, ids)) for ids in ([5], [5, 6])] == [None, "length"]
 
 
 def test_choice_and_watch_see_rows_by_their_place_in_the_input() -> None:

@@ -1,4 +1,4 @@
-"""Hidden states on their tiers: what a layer leaves is what the next one finds, however the tokens shrink."""
+"""Hidden states on their tiers: what a layer leaves is what the next one finds, however many tokens there are."""
 
 from __future__ import annotations
 
@@ -63,8 +63,10 @@ class Bench:
         self.scratch.close()
 
     def run_block(self, tokens: list[list[int]], ahead: int = DEPTH) -> None:
-        """`tokens` of each micro-batch by sweep: its prompts', then its rows; 0 when all its rows have finished."""
-        self.store.begin_block(tokens[0], [max(counts, default=1) for counts in zip(*tokens[1:], strict=True)])
+        """`tokens` of each micro-batch by sweep; 0 when all its rows have finished."""
+        self.store.begin_block([max(counts) for counts in zip(*tokens, strict=True)])
+        for k, count in enumerate(tokens[0]):
+            self.store.begin_sweep(k, count)
         state: dict[int, torch.Tensor] = {}
         order = [(s.sweep, s.layer, s.micro_batch) for s in zigzag(len(tokens), LAYERS, len(tokens[0]))]
         stream: Stream[HiddenKey] = Stream(self.ring, iter(order), self.store, ahead)
@@ -73,8 +75,6 @@ class Bench:
             if not count:
                 continue
             stream.prefetch()
-            if layer == 0:
-                self.store.begin_sweep(k, count)
             region = stream.take((sweep, layer, k))
             x = self.store.open((sweep, layer, k), region)
             assert x.shape == (count, WIDTH) and x.dtype == DTYPE
@@ -82,10 +82,10 @@ class Bench:
                 assert torch.equal(x, state[k]), f"sweep {sweep}, layer {layer}, micro-batch {k}"
             state[k] = torch.randn(count, WIDTH).to(DTYPE)
             x.copy_(state[k])
+            if layer == LAYERS - 1:
+                self.store.begin_sweep(k, tokens[sweep + 1][k] if sweep + 1 < len(tokens) else 0)
             stores = self.store.close((sweep, layer, k), region, NOTHING)
             stream.give_back(region, stores)
-            if layer == LAYERS - 1 and (sweep + 1 == len(tokens) or not tokens[sweep + 1][k]):
-                self.store.begin_sweep(k, 0)
         stream.drain()
         self.store.settle()
 
@@ -106,6 +106,8 @@ def bench(tmp_path: Path) -> Iterator[Callable[[str], Bench]]:
 
 # A micro-batch may have more rows than prompt tokens in another, shrink every sweep, and end before the others.
 SHRINKING = [[230, 100, 7], [7, 7, 7], [7, 6, 4], [5, 6, 1], [2, 6, 0], [1, 6, 0], [1, 5, 0]]
+# And grow again where prompts enter.
+REFILLED = [[20, 9, 40], [4, 3, 2], [130, 2, 5], [6, 230, 1], [6, 5, 90], [1, 4, 0], [100, 0, 0]]
 
 
 @pytest.mark.parametrize("ahead", [0, DEPTH])
@@ -114,6 +116,7 @@ def test_each_layer_finds_what_the_one_before_left(bench: Callable[[str], Bench]
     one = bench(place)
     one.run_block(SHRINKING, ahead)
     one.run_block([[3, 3], [3, 3], [1, 0]], ahead)
+    one.run_block(REFILLED, ahead)
 
 
 @pytest.mark.parametrize("place", ["host", "device"])
@@ -135,7 +138,7 @@ def test_the_embedding_loads_nothing_and_the_head_stores_nothing(bench: Callable
 def test_a_block_is_settled_when_its_stores_are_done(bench: Callable[[str], Bench]) -> None:
     """The next one uses their homes anew."""
     one, gate = bench("host, brought"), Done()
-    one.store.begin_block([5], [5])
+    one.store.begin_block([5])
     one.store.begin_sweep(0, 5)
     assert one.ring is not None
     region = one.ring.take(5 * ROW)

@@ -36,13 +36,29 @@ FLOORS: tuple[frozenset[str], ...] = (
             "report",
             "progress",
             "run_facts",
+            "run_rows",
+            "row_plans",
             "source",
             "doors",
         }
     ),
-    frozenset({"executor", "engine", "eviction_need", "generation", "row_rules"}),
+    frozenset(
+        {
+            "executor",
+            "attention_step",
+            "engine",
+            "conversation",
+            "courses",
+            "eviction_need",
+            "generation",
+            "row_rules",
+            "refill",
+        }
+    ),
     frozenset({"weights", "kvcache", "hidden", "models", "planner"}),
-    frozenset({"kernels", "tiers", "checkpoint", "schedule", "timeline", "timeline_plot", "sampling", "prompts"}),
+    frozenset(
+        {"kernels", "tiers", "checkpoint", "schedule", "timeline", "timeline_plot", "sampling", "prompts", "prefixes"}
+    ),
     frozenset({"config", "files", "interrupts", "limits", "packing", "paths", "profile", "units", "errors"}),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

@@ -14,6 +14,7 @@ from flexgen_h2o.planner.memory import plan_within
 from flexgen_h2o.planner.need import Batch, Need, even_blocks, shape_of
 from flexgen_h2o.planner.predict import Machine, predict
 from flexgen_h2o.planning import WORTH_MEASURING_S, Planner
+from flexgen_h2o.prefixes import PromptGroup
 from flexgen_h2o.profile import HardwareProfile, write_profile
 from flexgen_h2o.profiling import choose
 from flexgen_h2o.profiling.nominal import NOMINAL, nominal_profile
@@ -96,19 +97,32 @@ def test_a_given_profile_is_never_measured_over(tmp_path: Path, monkeypatch: pyt
 # ---- predictions
 
 
+def alone(*lengths: int) -> tuple[PromptGroup, ...]:
+    """Prompts that share nothing."""
+    return (PromptGroup(0, lengths),)
+
+
 def test_a_prediction_is_of_the_micro_batches_there_are(tmp_path: Path) -> None:
     """Blocks that are equal count together; shorter prompts cost less."""
     plans, policy = planner(tmp_path), Policy(2, 2)
     plan = plan_within(SPEC, policy, shape_of(policy, NEED), 4, True, NO_BUDGETS)
-    even = plans.predict(policy, NEED, plan, [[[16, 16], [16, 16]]] * 2)
+    even = plans.predict(policy, NEED, plan, [[alone(16, 16), alone(16, 16)]] * 2)
     where = Machine(nominal_profile(True), "float32", True)
     assert even == predict(SPEC, policy, NEED, where, plan, even_blocks(policy, NEED))
-    shorter = plans.predict(policy, NEED, plan, [[[16, 16], [16, 16]], [[9, 3], [2, 1]]])
+    shorter = plans.predict(policy, NEED, plan, [[alone(16, 16), alone(16, 16)], [alone(9, 3), alone(2, 1)]])
     assert shorter.prefill_s < even.prefill_s
-    block = tuple(Batch.of(lengths) for lengths in ([9, 3], [2, 1]))
+    block = tuple(Batch.of(groups) for groups in (alone(9, 3), alone(2, 1)))
     assert shorter.prefill_s == pytest.approx(
         even.prefill_s / 2 + predict(SPEC, policy, NEED, where, plan, [(block, 1)]).prefill_s
     )
+
+
+def test_what_is_shared_is_predicted_once(tmp_path: Path) -> None:
+    plans, policy = planner(tmp_path), Policy(2, 2)
+    plan = plan_within(SPEC, policy, shape_of(policy, NEED), 4, True, NO_BUDGETS)
+    whole = plans.predict(policy, NEED, plan, [[alone(16, 16)] * 2])
+    shared = plans.predict(policy, NEED, plan, [[(PromptGroup(12, (4, 4)),)] * 2])
+    assert shared.prefill_s < whole.prefill_s and shared.decode_s == pytest.approx(whole.decode_s)
 
 
 def test_a_dtype_that_was_not_measured_is_not_predicted(tmp_path: Path) -> None:

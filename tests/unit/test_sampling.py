@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerFast
 
 from flexgen_h2o.errors import EXIT_FAILED, FlexgenError, UsageError
 from flexgen_h2o.sampling import (
-    ForcedTokens,
     SamplingParams,
     StopStrings,
     TokenChooser,
@@ -265,13 +264,6 @@ def test_a_row_of_forbidden_tokens_only_is_refused_and_lengths_are_checked() -> 
     with pytest.raises(ValueError, match="for 1 rows and 2 steps"):
         chooser.choose(torch.zeros(2, 4), [0], [0, 0])
     assert chooser.choose(torch.zeros(0, 4), [], []) == []
-
-
-def test_forced_tokens_are_taken_whatever_the_logits() -> None:
-    """Rows by their index, each at its own step."""
-    forced = ForcedTokens({7: [1, 2, 3], 4: (5, 6)})
-    assert forced.choose(torch.randn(2, 9), [4, 7], [1, 0]) == [6, 1]
-    assert forced.choose(torch.full((1, 9), math.nan), [7], [2]) == [3]
 
 
 # ---- stop strings

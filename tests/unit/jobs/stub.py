@@ -46,9 +46,24 @@ class StubLLM:
             raise DoesNotFitError("too large")
 
     def run(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], on_finished: Any, *, listener: Any
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], on_finished: Any, *, listener: Any,
+        refill: bool, more: Any,
+    ) -> None:  # fmt: skip
+        """With `more` a run goes on."""
+        lines: list[int] = []
+        self.runs.append(lines)
+        found = prompts, params
+        while found is not None:
+            lines += [prompt.index for prompt in found[0]]
+            self._answer(*found, on_finished, listener)
+            found = more() if refill and more is not None else None
+
+    def has_room(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> bool:
+        return sum(len(p.token_ids) for p in prompts) <= self.room
+
+    def _answer(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], on_finished: Any, listener: Any
     ) -> None:
-        self.runs.append([p.index for p in prompts])
         for prompt, asked in zip(prompts, params, strict=True):
             self.before_row(prompt.index)
             tokens = list(prompt.token_ids[::-1][: asked.max_tokens])

@@ -103,6 +103,28 @@ def test_windows_are_whole_blocks_and_bounded(paths: tuple[Path, Path], words: M
     assert [window_rows(n, 10) for n in (1, 4, 300)] == [10, 12, 300]
 
 
+def test_a_run_goes_on_with_the_next_windows_where_rows_enter(paths: tuple[Path, Path], words: Model) -> None:
+    source, output = paths
+    llm = StubLLM(words)
+    job = run_job(llm, write_lines(source, *prompts(9), "{bad", *prompts(0)), output, window=4, refill=True)
+    assert llm.runs == [list(range(1, 10))]
+    assert (job.progress.status.done, job.progress.status.errors) == (10, 1)
+    assert not job._running, "requests that are done are not kept"
+    other = output.with_name("other.jsonl")
+    run_job(StubLLM(words), source, other, window=4)
+    assert sorted(read_rows(other), key=str) == sorted(read_rows(output), key=str)
+
+
+def test_a_window_that_has_no_room_is_run_after_the_others(paths: tuple[Path, Path], words: Model) -> None:
+    """It is planned for then, or its rows are told apart; what comes behind it enters its block."""
+    source, output = paths
+    llm = StubLLM(words, room=50)
+    lines = sized(3, 4, 5, 6, 30, 30, 60, 30, 1, 1, 1, 1, 2, 2, 2, 2)
+    run_job(llm, write_lines(source, *lines), output, window=4, refill=True)
+    assert llm.runs == [[1, 2, 3, 4], [5], [6], [8], list(range(9, 17))]
+    assert [row["custom_id"] for row in read_rows(output) if row["error"]] == ["n60-6"]
+
+
 def test_a_window_reads_no_further_than_it_must() -> None:
     stream = iter(range(10))
     window: Any = Window(stream)  # type: ignore[arg-type]

@@ -23,16 +23,33 @@ def prompts(batch: int, heads: int, group: int, n: int, d: int, dtype: torch.dty
 @given(
     st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.integers(1, 40), st.sampled_from([1, 8, 15, 20, 64]),
     st.sampled_from(DTYPES), st.sampled_from([causal_attention_lse, causal_attention_lse_reference]),
+    st.sampled_from([0, 0, 1, 30]),
 )  # fmt: skip
-def test_against_the_definition(batch: int, heads: int, group: int, n: int, d: int, dtype, function) -> None:
+def test_against_the_definition(batch: int, heads: int, group: int, n: int, d: int, dtype, function, first) -> None:
+    """Of all rows, and of the last ones only."""
     q, k, v = prompts(batch, heads, group, n, d, dtype)
-    out, lse = function(q, k, v, 0.3)
+    last = slice(min(first, n - 1), None)
+    out, lse = function(q[:, :, last], k, v, 0.3)
     products = 0.3 * q.double() @ k.double().repeat_interleave(group, dim=1).transpose(2, 3)
     products.masked_fill_(torch.ones(n, n, dtype=torch.bool).triu(1), float("-inf"))
+    products, q = products[:, :, last], q[:, :, last]
     expected = torch.softmax(products, dim=3) @ v.double().repeat_interleave(group, dim=1)
     assert out.shape == q.shape and out.dtype == dtype and lse.shape == q.shape[:3] and lse.dtype == torch.float32
     assert (out.double() - expected).abs().max() < TOLERANCE[dtype]
     assert (lse.double() - products.logsumexp(dim=3)).abs().max() < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 5, 20])
+def test_pieces_of_the_last_rows(rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many queries one mask is for, and with or without the log-sum-exp."""
+    q, k, v = prompts(2, 2, 2, 23, 16, dtype)
+    whole, lse = causal_attention_lse(q, k, v, 0.3)
+    monkeypatch.setattr(causal, "MASK_ROWS", 7)
+    last, last_lse = causal_attention_lse(q[:, :, -rows:], k, v, 0.3)
+    plain = causal_attention(q[:, :, -rows:], k, v, 0.3)
+    for a, b in ((last, whole[:, :, -rows:]), (last_lse, lse[:, :, -rows:]), (plain, whole[:, :, -rows:])):
+        assert a.shape == b.shape and torch.allclose(a, b, atol=TOLERANCE[dtype], rtol=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -71,6 +88,16 @@ def test_the_compiled_loop_is_the_reference(heads: int, group: int, n: int, d: i
         assert torch.allclose(a.float(), b, atol=TOLERANCE[dtype], rtol=0)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("group", "n", "rows"), [(1, 64, 1), (3, 65, 64), (1, 200, 71), (2, 700, 600), (4, 130, 3)])
+def test_the_compiled_loop_of_the_last_rows(group: int, n: int, rows: int, dtype: torch.dtype) -> None:
+    q, k, v = prompts(2, 2, group, n, 24, dtype)
+    whole = causal._attend_compiled(q, k, v, 0.2)
+    last = causal._attend_compiled(q[:, :, n - rows :], k, v, 0.2)
+    for a, b in zip(last, whole, strict=True):
+        assert torch.allclose(a.float(), b[:, :, n - rows :].float(), atol=TOLERANCE[dtype], rtol=0)
+
+
 def test_what_is_no_number_stays_none_and_with_its_row() -> None:
     """Nor does a later token reach an earlier one."""
     q, k, v = prompts(2, 1, 2, 80, 16, torch.float32)
@@ -82,7 +109,8 @@ def test_what_is_no_number_stays_none_and_with_its_row() -> None:
 
 def test_what_does_not_go_together_is_refused() -> None:
     q, k, v = prompts(2, 2, 3, 9, 16, torch.float32)
-    for keys, values in ((k[:, :, :8], v), (k, v[:1]), (k.bfloat16(), v), (k[..., :8], v[..., :8])):
+    fewer, narrow = (k[:, :, :8], v[:, :, :8]), (k[..., :8], v[..., :8])
+    for keys, values in (fewer, (fewer[0], v), (k, v[:1]), (k.bfloat16(), v), narrow):
         with pytest.raises(ValueError, match="causal_attention: "):
             causal._attend_compiled(q, keys, values, 0.2)
 
@@ -96,12 +124,18 @@ def wrong(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> ca
     return out, lse / 0.693  # in base 2
 
 
+def aligned_to_the_first(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> causal.Result:
+    """As if the queries were the first rows."""
+    n = q.shape[2]
+    return causal_attention_lse_reference(q, k[:, :, :n], v[:, :, :n], scale)
+
+
 def misshapen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> causal.Result:
     out, lse = causal_attention_lse_reference(q, k, v, scale)
     return out, lse.transpose(1, 2)
 
 
-@pytest.mark.parametrize("fused", [missing, wrong, misshapen])
+@pytest.mark.parametrize("fused", [missing, wrong, misshapen, aligned_to_the_first])
 def test_a_private_operation_that_changed_is_left_alone(fused, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(causal._FUSED, "cpu", (fused, (torch.float32,)))
     monkeypatch.setattr(causal, "_is_compiled", lambda q, k, v: False)

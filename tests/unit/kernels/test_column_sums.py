@@ -55,6 +55,19 @@ def test_every_query_gives_one(n: int, first_row: int, dtype: torch.dtype, funct
     assert torch.allclose(total, torch.tensor(2.0 * (n - first_row)), rtol=1e-5 if dtype == torch.float32 else 5e-3)
 
 
+@pytest.mark.parametrize("function", BOTH)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("first", [1, 90, 149])
+def test_the_first_and_the_last_rows_give_what_all_give(first: int, dtype: torch.dtype, function) -> None:
+    q, k, lse, scale = prompts(3, 2, 2, 150, 20, dtype)
+    whole = function(q, k, lse, scale)
+    sums = function(q[:, :, first:], k, lse[:, :, first:], scale)
+    sums[..., :first] += function(q[:, :, :first], k[:, :, :first], lse[:, :, :first], scale)
+    assert torch.allclose(sums, whole, rtol=TOLERANCE[dtype], atol=1e-6)
+    few = function(q[:, :, first:], k, lse[:, :, first:], scale, 148)
+    assert torch.allclose(few[..., :148], function(q, k, lse, scale, max(148, first))[..., :148], rtol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group", [1, 3])
 def test_batches_are_prompts(group: int, dtype: torch.dtype) -> None:

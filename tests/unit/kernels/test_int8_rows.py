@@ -7,19 +7,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_h2o.kernels import int8_rows
+from flexgen_h2o.kernels import int8_rows, int8_sums
 from flexgen_h2o.kernels.int8_rows import (
     Int8Rows,
-    int8_products,
-    int8_products_reference,
+    codes_of,
     look_up,
-    multiply,
+    multiply_each,
     pack_int8_rows,
     quantise_rows,
     quantise_rows_reference,
     rescale,
     rescale_reference,
+    scales_of,
 )
+from flexgen_h2o.kernels.int8_sums import int8_products, int8_products_reference
 from flexgen_h2o.kernels.linear import add_linear, linear, lookup
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.limits import ALIGN, INT8_TILE
@@ -39,6 +40,10 @@ def room(rows: int, columns: int, n: int, dtype: torch.dtype = torch.float32) ->
     return Workspace(torch.full((sum(sizes.values()),), 77, dtype=torch.uint8), sizes, dtype)
 
 
+def multiply(x: torch.Tensor, part: Int8Rows, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    multiply_each(x, [([part], bias, out)])
+
+
 def quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     codes, scales = torch.full(x.shape, 77, dtype=torch.int8), torch.full((len(x),), float("nan"))
     quantise_rows(x, codes, scales)
@@ -48,8 +53,9 @@ def quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def plain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """What `multiply` is, in float64, from the same codes."""
     codes, scales = quantised(x)
-    part = Int8Rows(pack_int8_rows(weight), weight.shape[1], room(1, 1, 1))
-    out = (codes.double() * scales.double()[:, None]) @ (part.codes.double() * part.scales.double()[:, None]).t()
+    packed = pack_int8_rows(weight)
+    values = codes_of(packed, weight.shape[1]).double() * scales_of(packed).double()[:, None]
+    out = (codes.double() * scales.double()[:, None]) @ values.t()
     return out if bias is None else out + bias.double()
 
 
@@ -64,19 +70,20 @@ def test_a_weight_is_off_by_half_a_step_at_most(
     values = (torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * spread + offset).to(dtype)
     packed = pack_int8_rows(values)
     assert packed.shape == (rows, INT8.row_bytes(columns)) and packed.dtype == torch.uint8
-    part = Int8Rows(packed, columns, room(1, 1, 1))
+    codes, scales = codes_of(packed, columns), scales_of(packed)
     largest = values.float().abs().amax(dim=1)
-    assert torch.allclose(part.scales, largest / 127, rtol=1e-6)
-    off = (part.codes.float() * part.scales[:, None] - values.float()).abs()
-    assert bool((off <= part.scales[:, None] * 0.5001 + 1e-30).all())
-    assert int(part.codes.abs().max()) <= 127
+    assert torch.allclose(scales, largest / 127, rtol=1e-6)
+    off = (codes.float() * scales[:, None] - values.float()).abs()
+    assert bool((off <= scales[:, None] * 0.5001 + 1e-30).all())
+    assert int(codes.abs().max()) <= 127
 
 
 def test_the_format() -> None:
-    """Codes, padding to a multiple of 4 bytes, and the scale in float32."""
+    """Codes, padding to a multiple of 4 bytes, the scale in float32 and the sum of the codes in int32."""
     packed = pack_int8_rows(torch.tensor([[127.0, -2.0, 64.0, 0.4, 0.6]]))
     assert packed[0, :8].tolist() == [127, 254, 64, 0, 1, 0, 0, 0]
-    assert packed[0, 8:].view(torch.float32).tolist() == [1.0]
+    assert packed[0, 8:12].view(torch.float32).tolist() == [1.0]
+    assert packed[0, 12:].view(torch.int32).tolist() == [127 - 2 + 64 + 0 + 1]
 
 
 @pytest.mark.parametrize("columns", WIDTHS)
@@ -148,20 +155,23 @@ def test_products_without_int_mm(monkeypatch: pytest.MonkeyPatch) -> None:
         out.copy_((a.float() @ b.float()).clamp(-(2**15), 2**15))
 
     for other in (None, refuse, cut):
-        int8_rows._int_mm_works.cache_clear()
+        int8_sums._int_mm_works.cache_clear()
         with monkeypatch.context() as patch:
             patch.delattr(torch, "_int_mm") if other is None else patch.setattr(torch, "_int_mm", other)
             int8_products(codes, weight, found.zero_())
         assert torch.equal(found, want)
-    int8_rows._int_mm_works.cache_clear()
+    int8_sums._int_mm_works.cache_clear()
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("adds", [True, False])
 @pytest.mark.parametrize("columns", WIDTHS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_compiled_rescaling_is_the_reference(columns: int, adds: bool, has_bias: bool, dtype: torch.dtype) -> None:
-    sums = torch.randint(-(10**6), 10**6, (5, columns), dtype=torch.int32)
+@pytest.mark.parametrize("counted", [torch.int32, torch.float32])
+def test_compiled_rescaling_is_the_reference(
+    columns: int, adds: bool, has_bias: bool, dtype: torch.dtype, counted: torch.dtype
+) -> None:
+    sums = torch.randint(-(10**6), 10**6, (5, columns), dtype=torch.int32).to(counted)
     rows, scales = torch.rand(5) / 100, torch.rand(columns) / 100
     bias = torch.randn(columns).to(dtype) if has_bias else None
     before = torch.randn(7, columns + 3).to(dtype)
@@ -219,8 +229,8 @@ def test_looked_up_rows_are_code_times_scale(at: int, dtype: torch.dtype, monkey
     table, ids = torch.randn(12, 19), torch.tensor([3, 11, 0, 3, 7])
     ws = room(1, 1, 1)
     parts = tuple(Int8Rows(pack_int8_rows(part), 19, ws) for part in (table[:at], table[at:]) if len(part))
-    whole = Int8Rows(pack_int8_rows(table), 19, ws)
-    want = (whole.codes.float() * whole.scales[:, None])[ids].to(dtype)
+    whole = Int8Rows(packed := pack_int8_rows(table), 19, ws)
+    want = (codes_of(packed, 19).float() * scales_of(packed)[:, None])[ids].to(dtype)
     assert torch.equal(lookup(ids, parts, torch.empty(5, 19, dtype=dtype)), want)
     look_up(ids, whole, out := torch.empty(5, 19, dtype=dtype))
     assert torch.equal(out, want)

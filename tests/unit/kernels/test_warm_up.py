@@ -17,7 +17,7 @@ from flexgen_h2o.kernels import (
 from flexgen_h2o.kernels.causal import causal_attention_lse
 from flexgen_h2o.kernels.column_sums import column_sums
 from flexgen_h2o.kernels.gated import silu_gated
-from flexgen_h2o.kernels.int8_rows import Int8Rows, multiply, pack_int8_rows
+from flexgen_h2o.kernels.int8_rows import Int8Rows, multiply_each, pack_int8_rows, rescale
 from flexgen_h2o.kernels.packed_rows import pack_rows, unpack_rows
 from flexgen_h2o.kernels.rms_norm import rms_norm
 from flexgen_h2o.kernels.rotary import Rotation
@@ -78,6 +78,8 @@ def test_products_in_int8_are_compiled() -> None:
     part = Int8Rows(packed, 100, Workspace(torch.empty(1280, dtype=torch.uint8), sizes, torch.bfloat16))
     for bias in (None, torch.randn(5).to(torch.bfloat16)):
         for adds in (False, True):
-            multiply(x, part, bias, torch.zeros(3, 5, dtype=torch.bfloat16), adds)
+            out = torch.zeros(3, 5, dtype=torch.bfloat16)
+            multiply_each(x, [([part], bias, out)], adds)
+            rescale(torch.zeros(3, 5), torch.zeros(3), torch.zeros(5), bias, out, adds)  # of blocked rows
     assert (len(int8_loops.quantise.signatures), len(int8_loops.rescale.signatures)) == compiled
     assert min(compiled) >= 1

@@ -12,7 +12,7 @@ import torch
 from flexgen_h2o.kvcache.layout import UnitLayout, unit_layout
 from flexgen_h2o.kvcache.moves import plan_moves
 from flexgen_h2o.kvcache.store import CacheKey, CacheStore
-from flexgen_h2o.kvcache.view import PartView, put_columns, put_first_columns
+from flexgen_h2o.kvcache.view import PartView, put_columns, put_first_columns, split_views
 from flexgen_h2o.schedule import zigzag
 from flexgen_h2o.tiers.buffers import host_buffer
 from flexgen_h2o.tiers.device import Device, HostDevice, StandInDevice
@@ -69,6 +69,7 @@ def random_columns(count: int, start: int) -> dict[str, torch.Tensor]:
     return found | {"positions": torch.arange(start, start + count, dtype=torch.int32).expand(KV_HEADS, count).clone()}
 
 
+Changes = dict[tuple[int, int], list[int]]  # by (sweep, micro-batch)
 History = dict[tuple[int, int], list[PlainRow]]  # (block, micro-batch): its sequences, by their place now
 
 
@@ -108,11 +109,17 @@ class Bench:
             self.file.close()
         self.scratch.close()
 
-    def run_block(self, prompts: list[list[int]], sweeps: int, leaving: dict[tuple[int, int], list[int]]) -> None:
-        """`prompts`: columns that stay of each, by micro-batch; `leaving`: who leaves after (sweep, micro-batch)."""
-        self.store.begin_block(
-            [[self.layout(len(n), min(budget, max(n) + sweeps)) for n in prompts] for budget in self.budgets]
-        )
+    def run_block(
+        self, prompts: list[list[int]], sweeps: int, leaving: Changes, entering: Changes | None = None
+    ) -> None:
+        """`prompts`: columns that stay of each, by micro-batch; `leaving`: who leaves after (sweep, micro-batch).
+
+        entering: the prompts that come then. They take the places that are free behind the others, as far as there are.
+        """
+        entering = entering or {}
+        most = max([n for p in prompts for n in p] + [n for p in entering.values() for n in p])
+        layouts = [[self.layout(len(n), min(budget, most + sweeps)) for n in prompts] for budget in self.budgets]
+        self.store.begin_block(layouts, [len(n) for n in prompts])
         history: History = {(b, k): [] for b in range(BLOCKS) for k in range(len(prompts))}
         live = [list(lengths) for lengths in prompts]
         steps = list(zigzag(sweeps, BLOCKS, len(prompts)))
@@ -124,13 +131,14 @@ class Bench:
                 continue
             stream.prefetch()
             self.step((s.sweep, s.layer, k), stream, history[s.layer, k], live[k])
-            places = leaving.get((s.sweep, k), [])
-            if s.layer == BLOCKS - 1 and places:
-                moves, order = plan_moves(places, len(live[k]))
-                live[k] = [live[k][i] for i in order]
+            if s.layer == BLOCKS - 1:
+                moves, order = plan_moves(leaving.get((s.sweep, k), []), len(live[k]))
+                come = entering.get((s.sweep, k), [])[: len(prompts[k]) - len(order)]
+                if len(order) < len(live[k]) or come:
+                    self.store.change_rows(k, moves, len(order), len(come))
+                live[k] = [live[k][i] for i in order] + come
                 for block in range(BLOCKS):
                     history[block, k] = [history[block, k][i] for i in order]
-                self.store.compact(k, moves, len(order))
         stream.drain()
         self.store.settle()
 
@@ -140,17 +148,17 @@ class Bench:
         assert sum(view.rows for view in views) == len(prompts) * KV_HEADS
         assert all((view.record is not None) is bool(self.record) for view in views)
         taken: list[torch.Tensor] | None = None
-        if key[0] == 0:
-            assert whole
-            for count in prompts:
-                kept = min(count, self.budgets[key[1]])
-                rows.append(PlainRow(**random_columns(kept, 0), length=count))
-                self._put_prompt(views, len(rows) - 1, rows[-1])
-        else:
-            check(views, rows)
+        before, behind = split_views(views, len(rows) * KV_HEADS)
+        if rows:
+            check(before, rows)
             slots = torch.stack([self._grow(row, self.budgets[key[1]]) for row in rows])
-            taken = self._put_new(views, rows, slots)
-            taken = None if whole else taken
+            taken = self._put_new(before, rows, slots)
+        for place, count in enumerate(prompts[len(rows) :]):
+            assert whole
+            kept = min(count, self.budgets[key[1]])
+            rows.append(PlainRow(**random_columns(kept, 0), length=count))
+            self._put_prompt(behind, place, rows[-1])
+        taken = None if whole else taken
         columns = max(row.filled for row in rows)
         stream.give_back(region, self.store.close(key, region, columns, taken, NOTHING))
 

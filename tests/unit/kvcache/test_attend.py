@@ -21,6 +21,8 @@ from flexgen_h2o.kvcache.hook import Hook
 from flexgen_h2o.kvcache.layout import unit_layout
 from flexgen_h2o.kvcache.slots import Joining, SlotTable, joining
 from flexgen_h2o.kvcache.view import PartView, carve_record, part_view
+from flexgen_h2o.limits import TOKEN_CHUNK
+from flexgen_h2o.prefixes import PromptGroup
 
 HEADS, KV_HEADS, WIDTH, SCALE = 8, 2, 4, 0.5
 GROUP = HEADS // KV_HEADS
@@ -66,6 +68,11 @@ def full_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.T
     return torch.cat(found, dim=1).reshape(len(q), -1)
 
 
+def alone(counts: Sequence[int]) -> tuple[PromptGroup, ...]:
+    """Prompts that share nothing."""
+    return (PromptGroup(0, tuple(counts)),)
+
+
 def hook_of(policy: Eviction, counts: Sequence[int], steps: int) -> tuple[Hook, int]:
     """The hook of a micro-batch, and the slots of its fullest row."""
     table = SlotTable(policy, [(count, steps + 1) for count in counts], 1)
@@ -88,7 +95,7 @@ def test_generation_of_ragged_rows(counts: list[int], cuts: list[int], steps: in
     views = split_views(len(counts) * KV_HEADS, slots, cuts)
     qkv = random_qkv(sum(counts))
     history = [list(row) for row in zip(*(t.split(counts) for t in qkv), strict=True)]
-    out = attend_prompts(qkv, counts, views, hook, SCALE, torch.full((sum(counts), HEADS * WIDTH), math.nan))
+    out = attend_prompts(qkv, alone(counts), views, hook, SCALE, torch.full((sum(counts), HEADS * WIDTH), math.nan))
     expected = torch.cat([full_attention(*row) for row in history])
     assert (out.double() - expected).abs().max() < 1e-5
     for step in range(steps):
@@ -105,7 +112,7 @@ def test_columns_lie_in_the_slots_of_their_positions(cuts: tuple[int, ...]) -> N
     qkv = random_qkv(sum(counts))
     views = split_views(len(counts) * KV_HEADS, slots, cuts)
     attend_prompts(
-        qkv, counts, views, hook_of(Full(), counts, 2)[0], SCALE, torch.empty(sum(counts), HEADS * WIDTH)
+        qkv, alone(counts), views, hook_of(Full(), counts, 2)[0], SCALE, torch.empty(sum(counts), HEADS * WIDTH)
     )  # fmt: skip
     for stored, fed in (("keys", qkv[1]), ("values", qkv[2])):
         parts = [getattr(view, stored).transpose(0, 1).flatten(1, 2) for view in views]
@@ -120,7 +127,7 @@ def test_a_slot_is_overwritten_in_place_whatever_its_number() -> None:
     views = split_views(KV_HEADS, 3, ())
     q, k, v = random_qkv(3)
     hook = hook_of(Full(), [3], 1)[0]
-    attend_prompts((q, k, v), [3], views, hook, SCALE, torch.empty(3, HEADS * WIDTH))
+    attend_prompts((q, k, v), alone([3]), views, hook, SCALE, torch.empty(3, HEADS * WIDTH))
     new, joined = random_qkv(1), Joining(torch.tensor([3]), torch.tensor([1]), torch.tensor([3]))
     kept = [0, 2]
     expected = full_attention(new[0], torch.cat([k[kept], new[1]]), torch.cat([v[kept], new[2]]))
@@ -236,7 +243,7 @@ def test_rows_that_drop_columns(policy: Eviction, cuts: tuple[int, ...]) -> None
     qkv = random_qkv(sum(counts))
     prompts = list(zip(*(t.split(counts) for t in qkv), strict=True))
     rows = [PlainRow(policy, q, k, v, steps + 1) for q, k, v in prompts]
-    out = attend_prompts(qkv, counts, views, hook, SCALE, torch.full((sum(counts), HEADS * WIDTH), math.nan))
+    out = attend_prompts(qkv, alone(counts), views, hook, SCALE, torch.full((sum(counts), HEADS * WIDTH), math.nan))
     assert (out.double() - torch.cat([full_attention(*own) for own in prompts])).abs().max() < 1e-5
     check_records(views, rows, record)
     for step in range(steps):
@@ -245,6 +252,58 @@ def test_rows_that_drop_columns(policy: Eviction, cuts: tuple[int, ...]) -> None
         for i, row in enumerate(rows):
             assert (out[i] - row.step(*(t[i] for t in new))).abs().max() < 1e-5
         check_records(views, rows, record)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: " ".join(f"{k}={v}" for k, v in p.to_json().items())[:50])
+@pytest.mark.parametrize("chunk", [TOKEN_CHUNK, 20])
+def test_rows_that_share_a_prefix(policy: Eviction, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two groups that share, one between them that does not: outputs, records and columns are those of whole prompts.
+
+    Own tokens fewer and more than the rows that a policy looks at; several rows of a length, one or two at a time.
+    """
+    monkeypatch.setattr("flexgen_h2o.kvcache.attend.TOKEN_CHUNK", chunk)
+    groups = (PromptGroup(6, (1, 3, 3, 3, 8)), PromptGroup(0, (4, 4, 1)), PromptGroup(12, (2, 2)))
+    counts = [n for group in groups for n in group.lengths]
+    hook, slots = hook_of(policy, counts, 1)
+    record = policy.needs.record
+    views = split_views(len(counts) * KV_HEADS, slots, (3, 8), record)
+    prompts, fed = [], []
+    for group in groups:
+        prefix, owns = random_qkv(group.prefix), [random_qkv(n) for n in group.own]
+        prompts += [[torch.cat(pair) for pair in zip(prefix, own, strict=True)] for own in owns]
+        fed += [prefix, *owns]
+    qkv = [torch.cat(parts) for parts in zip(*fed, strict=True)]
+    stored = qkv[1] + 1
+    out = torch.full((len(stored), HEADS * WIDTH), math.nan)
+    attend_prompts(qkv, groups, views, hook, SCALE, out, stored)
+    expected = [full_attention(*own) for own in prompts]
+    start = row = 0
+    for group in groups:
+        if group.prefix:
+            assert (out[start : start + group.prefix].double() - expected[row][: group.prefix]).abs().max() < 1e-5
+        start += group.prefix
+        for n in group.own:
+            assert (out[start : start + n].double() - expected[row][group.prefix :]).abs().max() < 1e-5
+            start, row = start + n, row + 1
+    check_records(views, [PlainRow(policy, *own, 2) for own in prompts], record)
+    check_columns(views, prompts)
+
+
+def check_columns(views: list[PartView], prompts: list[list[torch.Tensor]]) -> None:
+    """Each slot that is filled holds the column that its record names, the key one more than it was."""
+    for i, (_, k, v) in enumerate(prompts):
+        for head in range(KV_HEADS):
+            row = i * KV_HEADS + head
+            view = next(one for one in views if one.start <= row < one.end)
+            assert view.record is not None
+            kept = min(len(k), view.record.positions.shape[1])
+            positions = view.record.positions[row - view.start, :kept].long()
+            filled = positions < len(k)
+            keys, values = (t.transpose(0, 1).flatten(1, 2)[row - view.start, :kept] for t in (view.keys, view.values))
+            good = keys.isfinite().all(dim=-1) & filled
+            assert bool(good.any())
+            assert torch.equal(keys[good], k[positions[good], head] + 1)
+            assert torch.equal(values[good], v[positions[good], head])
 
 
 def check_records(views: list[PartView], rows: list[PlainRow], record: tuple[str, ...]) -> None:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full, Local, SnapKV
+from flexgen_h2o.kvcache.moves import plan_moves
 from flexgen_h2o.kvcache.slots import RowSlots, SlotTable, joining
 
 BLOCKS = 3
@@ -119,3 +120,22 @@ def test_tables_follow_rows_and_blocks() -> None:
         most = max(policy.slots(*size, block, BLOCKS) for size in ((30, 9), (5, 2), (20, 9)))
         assert table.most_slots(block) == most
     assert table.most_slots(0) > table.most_slots(2)
+
+
+def test_tables_follow_rows_that_leave_and_enter() -> None:
+    policy = H2O(heavy_ratio=0.2, recent_size=2)
+    shapes = [(30, 9), (5, 2), (20, 9), (8, 8)]
+    table = SlotTable(policy, shapes, BLOCKS)
+    moves, order = plan_moves([1], len(shapes))
+    table.close_ranks(moves, len(order))
+    table.enter([(40, 3), (9, 1)])
+    now = SlotTable(policy, [*(shapes[i] for i in order), (40, 3), (9, 1)], BLOCKS)
+    for block in range(BLOCKS):
+        mine, want = table.at(block), now.at(block)
+        assert mine.prompts.tolist() == [30, 8, 20, 40, 9]
+        for name in ("prompts", "sinks", "heavy", "recent", "slots"):
+            assert torch.equal(getattr(mine, name), getattr(want, name))
+            assert torch.equal(getattr(mine.part(3, None), name), getattr(want, name)[3:])
+    table.close_ranks([], 0)
+    table.enter([(3, 3)])
+    assert table.at(0).prompts.tolist() == [3]

@@ -76,6 +76,35 @@ def test_rows_leave_at_random(bench: OpenBench, place: str, seed: int) -> None:
 
 @pytest.mark.parametrize("budgets", [FULL, EVICTING], ids=["full", "evicting"])
 @pytest.mark.parametrize("place", PLACES)
+def test_rows_enter_behind_the_others(bench: OpenBench, place: str, budgets: tuple[int, int]) -> None:
+    """Where some have left and where there was room; a whole micro-batch; longer ones than any before; one a sweep."""
+    leaving = {(0, 0): [1], (3, 0): [0, 5], (3, 1): [0, 1, 2], (9, 0): [0, 1, 2, 3, 4, 5, 6], (20, 1): [1]}
+    entering = {(0, 0): [4], (4, 0): [30, 2], (3, 1): [2, 33], (9, 0): [1, 38, 7], (10, 0): [5], (11, 0): [6]}
+    bench(place, budgets).run_block(PROMPTS, WRITE_BACK_STEPS + 12, leaving, entering)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("place", ["disk", "host, brought", "three", "three, attended on the host"])
+def test_rows_come_and_go_at_random(bench: OpenBench, place: str, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    sweeps, live, most, leaving, entering = 40, [7, 3], (7, 3), {}, {}
+    for sweep in range(sweeps):
+        for k in range(2):
+            gone = [
+                i for i in range(live[k]) if float(torch.rand(1, generator=generator)) < 0.1 + 0.5 * (sweep % 9 == 8)
+            ]
+            room = most[k] - live[k] + len(gone)
+            come = torch.randint(0, room + 1, (1,), generator=generator).item()
+            if live[k]:  # a micro-batch without rows has come to its end
+                come = max(1, int(come)) if len(gone) == live[k] else int(come)
+                leaving[sweep, k] = gone
+                entering[sweep, k] = torch.randint(1, 34, (come,), generator=generator).tolist()
+                live[k] += come - len(gone)
+    bench(place, FULL if seed % 2 else EVICTING).run_block(PROMPTS, sweeps, leaving, entering)
+
+
+@pytest.mark.parametrize("budgets", [FULL, EVICTING], ids=["full", "evicting"])
+@pytest.mark.parametrize("place", PLACES)
 def test_blocks_follow_one_another(bench: OpenBench, place: str, budgets: tuple[int, int]) -> None:
     """The first block is the longest; later ones find its bytes in every home, and rows leave early."""
     one = bench(place, budgets)

@@ -17,7 +17,12 @@ from flexgen_h2o.kvcache.store import CacheStore
 from flexgen_h2o.limits import ALIGN, BLOCK_CHUNK, INT8_TILE
 from flexgen_h2o.models import spec_from_config
 from flexgen_h2o.packing import WeightForm
-from flexgen_h2o.planner.blocked_sizes import blocking_bytes, product_bytes
+from flexgen_h2o.planner.blocked_sizes import (
+    blocking_bytes,
+    int8_blocking_bytes,
+    int8_product_bytes,
+    product_bytes,
+)
 from flexgen_h2o.planner.memory import (
     OVERLAPPED,
     SEQUENTIAL,
@@ -219,7 +224,7 @@ def test_records_and_overlays_are_taken_from_what_is_planned_for_them(
     rows = data.draw(st.lists(st.integers(1, shape.rows), min_size=1, max_size=shape.micro_batches))
     rows[0] = shape.rows
     layouts = [[kv_layout(SPEC, policy, n, slots, shape.record, 4, is_host) for n in rows] for slots in shape.slots]
-    store.begin_block(layouts)
+    store.begin_block(layouts, rows)
     for unit in store._units.values():
         for home in unit.homes:
             assert home.record is not None and home.record.victims.shape == (home.part.rows,)
@@ -290,7 +295,7 @@ def test_int8_compute_needs_room_for_products_and_none_to_unpack() -> None:
     more = [1024 * inner, 1024 * 4, 4 * outer, 4 * min(1024 * outer, INT8_TILE)]
     assert plan.size("workspace") - plain.size("workspace") == sum(round_up(n, ALIGN) for n in more)
     assert not plan.size("unpacked weights")
-    assert plan.size("weights") < 0.51 * plain.size("weights") + sum(4 * s[0] + ALIGN for s in shapes)
+    assert plan.size("weights") < 0.51 * plain.size("weights") + sum(8 * s[0] + ALIGN for s in shapes)
 
 
 # ---- blocked
@@ -308,14 +313,40 @@ def test_a_product_with_blocked_rows_is_planned_for() -> None:
     assert blocking_bytes(wide, 2) == BLOCK_CHUNK
 
 
+def test_a_wide_attention_is_planned_for() -> None:
+    """Heads x width may be more than the MLP is wide."""
+    config = {
+        "model_type": "llama", "vocab_size": 90, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": True,
+        "attention_bias": False, "mlp_bias": False, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+    }  # fmt: skip
+    wide = spec_from_config("wide", config, "here")
+    assert product_bytes(wide, 1024, 1, 2) == 1024 * 8 * 64 * 2
+    assert blocking_bytes(wide, 2) == 8 * 64 * 64 * 2
+    assert int8_product_bytes(wide, 1024, 1) == 1024 * 8 * 64 * 4
+    assert int8_blocking_bytes(wide) == 2 * 8 * 64 * (64 + 8)
+
+
+def test_sums_of_blocked_int8_rows_are_planned_for() -> None:
+    """INT8_TILE at most; a tied head is blocked as well."""
+    tied = make_spec(vocab_size=5000)
+    assert int8_product_bytes(tied, 1024, 300) == 4 * 300 * 5000
+    assert int8_product_bytes(tied, 1024, 3000) == 4 * INT8_TILE
+    assert int8_blocking_bytes(tied) == 2 * 5000 * (48 + 8)
+
+
 def test_temporaries_cover_it_where_weights_are_blocked() -> None:
-    """On the host, in bf16, and where they are not packed."""
+    """On the host, in bf16, and where they are not packed; in int8."""
     untied, shape = make_spec(tie_word_embeddings=False, vocab_size=5000), Shape(300, 1, 2000, (30, 30))
 
     def temporaries(itemsize: int, is_host: bool, policy: Policy, shape: Shape = shape) -> int:
         return memory_plan(untied, policy, shape, itemsize, is_host, SEQUENTIAL).size("temporaries")
 
-    for itemsize, is_host, policy in ((4, True, Policy()), (2, False, Policy()), (2, True, Policy(int8_compute=True))):
+    for itemsize, is_host, policy in ((4, True, Policy()), (2, False, Policy()), (2, False, Policy(int8_compute=True))):
         assert temporaries(itemsize, is_host, policy) == temporary_bytes(untied, shape, itemsize, policy)
     assert temporaries(2, True, Policy()) == temporary_bytes(untied, shape, 2, Policy()) + 300 * 5000 * 2
     assert temporaries(2, True, Policy(), Shape(1, 1, 1, (1, 1))) >= blocking_bytes(untied, 2)
+    int8 = Policy(int8_compute=True)
+    want = temporary_bytes(untied, shape, 2, int8) + int8_product_bytes(untied, 2000, 300)
+    assert temporaries(2, True, int8) == want > temporary_bytes(untied, shape, 2, int8)

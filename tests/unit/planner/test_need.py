@@ -8,6 +8,7 @@ from flexgen_h2o.config import Policy
 from flexgen_h2o.eviction_need import need_of
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full, SnapKV
 from flexgen_h2o.planner.need import AutoPolicy, Batch, Need, even_blocks, fitted, shape_of
+from flexgen_h2o.prefixes import PromptGroup
 
 
 def test_the_full_cache_grows_by_a_column_a_sweep() -> None:
@@ -49,8 +50,18 @@ def test_layers_may_keep_different_numbers() -> None:
 
 def test_a_micro_batch_of_lengths() -> None:
     """Its sums are what costs need of prompts."""
-    assert Batch.of([3, 5, 4]) == Batch(3, 12, 5, 50) and Batch.of([3, 5, 4]).mean_len == 4
-    assert Batch.of([7, 7]) == Batch.even(2, 7)
+    batch = Batch.of([PromptGroup(0, (3, 5, 4))])
+    assert batch == Batch(3, 12, 5, 50) and (batch.mean_len, batch.fed) == (4, 12)
+    assert Batch.of([PromptGroup(0, (7, 7))]) == Batch.even(2, 7)
+
+
+def test_a_micro_batch_that_shares() -> None:
+    """Pairs are counted one by one: each own query sees the prefix and its own columns, a prefix query the prefix."""
+    batch = Batch.of([PromptGroup(3, (2, 1)), PromptGroup(0, (4,))])
+    assert (batch.rows, batch.tokens, batch.fed, batch.longest) == (3, 13, 10, 5)
+    assert batch.pairs == 3 * 3 + (2 * 3 * 2 + 2 * 2) + (2 * 3 * 1 + 1) + 4 * 4
+    assert Batch.even(3, 10, 6) == Batch.of([PromptGroup(6, (4, 4, 4))]) and Batch.even(3, 10, 6).fed == 18
+    assert Batch.even(1, 10, 6).fed == 10
 
 
 @pytest.mark.parametrize(

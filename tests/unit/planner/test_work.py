@@ -184,11 +184,11 @@ def test_packed_kv_moves_its_slots(bits: int) -> None:
         assert [m.nbytes for m in moves] == [4 * SPEC.num_kv_heads * 2 * slot]
 
 
-def test_int8_rows_move_a_byte_a_value_and_a_scale() -> None:
+def test_int8_rows_move_a_byte_a_value_a_scale_and_a_sum() -> None:
     """And are multiplied where they lie, in parts."""
     need, unit = Need.full(4, 10, 4, BLOCKS), SPEC.layers(True).units[1]
     at = setting(Policy(percent=(0, 40, 0, 100, 100, 0), int8_compute=True), need)
     matrices = [t.shape for t in unit.tensors if len(t.shape) == 2]
-    assert sum(m.nbytes for m in weight_moves(at, unit)) == sum(n * (round_up(k, 4) + 4) for n, k in matrices)
+    assert sum(m.nbytes for m in weight_moves(at, unit)) == sum(n * (round_up(k, 4) + 8) for n, k in matrices)
     products = layer_work(at, SPEC.layers(True).layers[1], unit, Batch.even(4, 10), 1).products
     assert len(products) > len(matrices) and sum(p.outer for p in products) == sum(n for n, _ in matrices)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from flexgen_h2o.limits import PAGE
 from flexgen_h2o.tiers.events import Done
 from flexgen_h2o.tiers.ring import Region, Ring
-from flexgen_h2o.tiers.stream import Stream
+from flexgen_h2o.tiers.stream import Stream, streamed_keys
 
 
 @dataclass
@@ -193,3 +194,10 @@ def test_any_number_of_unwanted_units_is_skipped() -> None:
     source = Fake(dict.fromkeys(range(2000), 1), unwanted=set(range(1999)))
     region = stream_of(source, 4, 1).take(1999)
     assert region is not None and source.started == [1999]
+
+
+def test_keys_without_end_are_none_where_nothing_is_brought() -> None:
+    """A stream would look for one for ever."""
+    here, brought = Fake({0: 0, 1: 0}), Fake({0: 0, 1: 5})
+    assert list(streamed_keys(cycle([0, 1]), [0, 1], here)) == []
+    assert list(islice(streamed_keys(cycle([0, 1]), [0, 1], brought), 3)) == [0, 1, 0]

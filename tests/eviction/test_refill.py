@@ -1,0 +1,91 @@
+"""Rows that enter a running block drop the columns that each drops alone, beside others that are far ahead of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flexgen_h2o import LLM, SamplingParams
+from flexgen_h2o.kvcache.eviction import H2O, Eviction, Local, Tova
+from flexgen_h2o.kvcache.eviction.evicting import ROLLING
+from tests.eviction.conftest import Known
+from tests.eviction.engine import PAIRS, Ran, Wanted, assert_same, cut, run_with
+from tests.eviction.test_engine_placements import KV_PLACEMENTS, TURNS
+from tests.parity.cases import CONFIGURATIONS, PLACEMENTS
+from tests.parity.reference import LEAST_GAP, LOGIT_TOLERANCE, random_prompts
+
+# Three times the six prompts of the reference, cut to so many tokens; a block holds eight at most.
+ASKED = (3, 12, 1, 5, 2, 9, 12, 1, 4, 2, 8, 3, 1, 6, 12, 2, 7, 11)
+
+
+def some_of_each() -> Iterator[tuple[str, str, str]]:
+    """(placement, configuration, pair): each placement in three configurations, all of these in turn with all pairs."""
+    names, turn = list(CONFIGURATIONS), 0
+    for p, placement in enumerate(KV_PLACEMENTS):
+        for step in (1, 5, 9):
+            yield placement, names[(p + step) % len(names)], TURNS[turn % len(TURNS)]
+            turn += 1
+
+
+@pytest.mark.parametrize(("placement", "configuration", "pair"), some_of_each())
+def test_placement_by_configuration(
+    placement: str, configuration: str, pair: str, known: Callable[[str], Known], reference: Callable[..., Wanted],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    one, chosen = reference("normal", pair), CONFIGURATIONS[configuration]
+    want = cut(Wanted(one.prompts * 3, one.rows * 3), ASKED)
+    policy, params = chosen.policy(PLACEMENTS[placement]), [SamplingParams(max_tokens=n) for n in ASKED]
+    folder = str(known("normal").folder)
+    with LLM(folder, policy, PAIRS[pair].engine, "auto", "float32", chosen.budget, tmp_path) as llm:
+        ran = run_with(llm, want.prompts, params, refill=True)
+    assert_same(want, ran)
+    assert ran.report.extra["refilled"] == len(ASKED) - policy.block_size
+
+
+ROLLS = H2O(heavy_size=5, recent_size=3, positions=ROLLING)
+
+
+@pytest.mark.parametrize(
+    ("shape", "eviction", "switches", "configuration", "placement"),
+    [
+        ("llama", ROLLS, {}, "device, 2x2", "kv split three ways"),
+        ("gpt_neox", replace(ROLLS, heavy_size=8), {}, "2x2", "kv on disk"),
+        ("llama, one kv-head, odd sizes", Tova(heavy_size=5, recent_size=3), {}, "device, 2x3, sequential",
+         "kv on host"),
+        ("llama", None, {}, "device, 2x3, attends on host", "kv on host and disk"),
+        ("qwen2", H2O(0.5, 0.25), {}, "3x1, joined", "each kind elsewhere"),
+        ("normal", None, {"compress_cache": True}, "device, 2x2", "everything split 30/30"),
+        ("normal", None, {"compress_cache": True}, "2x2", "all on device"),
+        ("normal", Local(recent_size=6), {"compress_cache": True}, "device, 1x4", "kv on disk"),
+        ("normal", H2O(heavy_size=5, recent_size=3), {"compress_cache": True}, "2x3, attends on host", "kv on disk"),
+        ("normal", None, {"attn_sparsity": 0.5}, "device, 2x2", "kv split three ways"),
+        ("normal", None, {"compress_weight": True}, "2x2", "weights on disk"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_other_ways_of_keeping_columns(
+    shape: str, eviction: Eviction | None, switches: dict[str, Any], configuration: str, placement: str,
+    known: Callable[[str], Known], tmp_path: Path,
+) -> None:  # fmt: skip
+    """As without refill, which other tests hold against their references."""
+    chosen, params = CONFIGURATIONS[configuration], [SamplingParams(max_tokens=n) for n in ASKED]
+    policy, lengths = chosen.policy(PLACEMENTS[placement], **switches), [1 + i * 5 % 17 for i in range(len(ASKED))]
+    with LLM(str(known(shape).folder), policy, eviction, "auto", "float32", chosen.budget, tmp_path) as llm:
+        tries = (random_prompts(lengths, seed) for seed in range(20))
+        prompts, want = next((p, w) for p in tries if least_gap(w := run_with(llm, p, params)) > LEAST_GAP)
+        ran = run_with(llm, prompts, params, refill=True)
+    assert ran.tokens == want.tokens and ran.seen == want.seen
+    for row, logits in want.logits.items():
+        assert (torch.stack(ran.logits[row]) - torch.stack(logits)).abs().max() <= LOGIT_TOLERANCE
+    assert ran.report.extra["refilled"] == len(ASKED) - policy.block_size
+    assert ran.report.extra["sweeps"] < want.report.extra["sweeps"]
+
+
+def least_gap(ran: Ran) -> float:
+    best = torch.cat([torch.stack(logits) for logits in ran.logits.values()]).topk(2).values
+    return float((best[:, 0] - best[:, 1]).min())

@@ -1,0 +1,129 @@
+"""Eviction where rows share a prefix: scores, kept columns and victims are those of whole prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from flexgen_h2o import Policy
+from tests.eviction.conftest import Known
+from tests.eviction.engine import PAIRS, Pair, Ran, Wanted, assert_same, generate, wanted
+from tests.eviction.plain_models import PlainLlama, PlainNeoX
+from tests.eviction.test_packed_cache import Rounded
+from tests.eviction.test_rolling import rolling
+from tests.parity.cases import CONFIGURATIONS, PLACEMENTS
+from tests.parity.reference import random_prompts
+
+HEADER = 11
+# Fewer own tokens than the last rows that a policy looks at, and more; neighbours of one length; more than the header.
+OWN, NEW_TOKENS = (1, 4, 9, 9, 3, 14), 10
+WHERE = ("all on device", "kv split three ways", "kv on disk", "everything split 30/30", "kv on host and disk")
+
+
+@pytest.fixture(scope="module")
+def headed(known: Callable[[str], Known]) -> Callable[..., Wanted]:
+    """What the slow reference generates on prompts that begin alike, by shape, pair, and what becomes of columns."""
+
+    @cache
+    def made(shape: str, pair: str, how: str = "") -> Wanted:
+        plain = known(shape).plain
+        if how == "rolling":
+            plain = (PlainNeoX if shape == "gpt_neox" else PlainLlama)(known(shape).model, rolling=True)
+        stored, turn = (lambda: Rounded(8)) if how == "packed" else None, plain.turn if how == "rolling" else None
+        for seed in range(77, 90):
+            header = random_prompts((HEADER,), seed)[0]
+            try:
+                return wanted(plain, PAIRS[pair], OWN, NEW_TOKENS, stored, turn, header)
+            except AssertionError:  # it could not tell right from wrong
+                continue
+        raise AssertionError(f"{shape}, {pair}: no header of these will do")
+
+    return made
+
+
+def check(want: Wanted, pair: Pair, folder: Path, where: tuple[str, str], offload_dir: Path, **switches: object) -> Ran:
+    placement, configuration = where
+    chosen = CONFIGURATIONS[configuration]
+    policy = chosen.policy(PLACEMENTS[placement], **switches)
+    ran = generate(
+        folder, want.prompts, NEW_TOKENS, pair.engine, policy, offload_dir, chosen.budget, share_prefix="on"
+    )  # fmt: skip
+    assert_same(want, ran)
+    return ran
+
+
+def places() -> Iterator[tuple[str, str]]:
+    """(placement, configuration) in turn; micro-batches of at least two rows."""
+    names = [name for name, one in CONFIGURATIONS.items() if one.gbs > 1]
+    turn = 0
+    while True:
+        yield WHERE[turn % len(WHERE)], names[turn % len(names)]
+        turn += 1
+
+
+PLACES = places()
+
+
+@pytest.mark.parametrize(("pair", "where"), [(pair, next(PLACES)) for pair in PAIRS if pair != "h2o, by default"])
+def test_every_policy(
+    pair: str, where: tuple[str, str], known: Callable[[str], Known], headed: Callable[..., Wanted], tmp_path: Path
+) -> None:
+    ran = check(headed("normal", pair), PAIRS[pair], known("normal").folder, where, tmp_path)
+    saved = len(OWN) * HEADER + sum(OWN) - ran.report.extra["prefill_fed_tokens"]
+    assert saved >= HEADER
+
+
+@pytest.mark.parametrize(
+    ("shape", "pair", "where"),
+    [
+        (shape, pair, next(PLACES))
+        for shape in ("post-norm, narrow embedding (350m)", "llama", "llama, one kv-head, odd sizes", "gpt_neox")
+        for pair in ("h2o", "h2o-norm, decayed", "snapkv", "tova")
+    ],
+)
+def test_other_families(
+    shape: str, pair: str, where: tuple[str, str], known: Callable[[str], Known], headed: Callable[..., Wanted],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    check(headed(shape, pair), PAIRS[pair], known(shape).folder, where, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("shape", "pair", "where"),
+    [
+        (shape, pair, next(PLACES))
+        for shape in ("llama", "gpt_neox")
+        for pair in ("h2o", "local", "snapkv", "h2o, prompt only")
+    ],
+)
+def test_rolling_positions(
+    shape: str, pair: str, where: tuple[str, str], known: Callable[[str], Known], headed: Callable[..., Wanted],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """Keys of the prefix are kept as they were before they turned."""
+    check(headed(shape, pair, "rolling"), rolling(pair), known(shape).folder, where, tmp_path)
+
+
+@pytest.mark.parametrize(("pair", "where"), [(pair, next(PLACES)) for pair in ("h2o-v", "local")])
+def test_a_compressed_cache(
+    pair: str, where: tuple[str, str], known: Callable[[str], Known], headed: Callable[..., Wanted], tmp_path: Path
+) -> None:
+    want, folder = headed("normal", pair, "packed"), known("normal").folder
+    check(want, PAIRS[pair], folder, where, tmp_path, compress_cache=True, cache_bits=8)
+
+
+def test_scores_are_those_of_whole_prompts(
+    known: Callable[[str], Known], headed: Callable[..., Wanted], tmp_path: Path
+) -> None:
+    """Bits of the logits differ, what is kept does not: with sharing, without, and in other micro-batches."""
+    want, found = headed("normal", "h2o"), []
+    for how, policy in (("off", Policy(6, 1)), ("on", Policy(6, 1)), ("on", Policy(4, 1)), ("auto", Policy(2, 3))):
+        folder = known("normal").folder
+        ran = generate(
+            folder, want.prompts, NEW_TOKENS, PAIRS["h2o"].engine, policy, tmp_path, share_prefix=how
+        )  # fmt: skip
+        found.append(ran.seen)
+    assert all(one == found[0] for one in found)

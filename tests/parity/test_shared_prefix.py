@@ -1,0 +1,224 @@
+"""Rows that share a prefix give what they give alone: transformers' tokens and logits, whatever is shared and where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from flexgen_h2o import LLM, Policy, SamplingParams
+from flexgen_h2o.errors import UsageError
+from flexgen_h2o.prefixes import SHARINGS, group_prompts
+from tests.parity.cases import CONFIGURATIONS, FAMILY_SHAPES, PLACEMENTS, SHAPES
+from tests.parity.conftest import NEW_TOKENS, SEEDS
+from tests.parity.reference import (
+    LOGIT_TOLERANCE,
+    LogitsByRow,
+    Reference,
+    greedy,
+    make_reference,
+    random_model,
+    random_prompts,
+    token_that_ends,
+    tokens_of,
+)
+
+# Two headers that begin with the same three tokens, a prompt with neither, two that are equal, one that another begins
+# with, and one of a single token.
+HEADERS = (13, 10)
+OTHERS = (4, 6)
+
+
+def alike(seed: int = 5) -> list[list[int]]:
+    first, second = random_prompts(HEADERS, seed)
+    second[:3] = first[:3]
+    owns = random_prompts((3, 1, 3, 6, 2, 9, 1, 2), seed + 1)
+    rows = [[*(first if i % 2 else second), *own] for i, own in enumerate(owns)]
+    return [*rows, rows[0], rows[3][:-2], *random_prompts((*OTHERS, 1), seed + 2)]
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+    """The reference of a shape by its name."""
+
+    @cache
+    def made(shape: str) -> Reference:
+        config = {**(SHAPES | FAMILY_SHAPES)[shape], "max_position_embeddings": 64}
+        for seed in range(5, 30):  # the first prompts that lead to no near tie
+            model = random_model(SEEDS.get(shape, 0), **config)
+            try:
+                return make_reference(model, tmp_path_factory.mktemp("model"), alike(seed), NEW_TOKENS)
+            except AssertionError:
+                continue
+        raise AssertionError(f"{shape}: no prompts without near ties")
+
+    return made
+
+
+def generate(
+    known: Reference, policy: Policy, budget: object, offload_dir: Path, how: str, **more: object
+) -> tuple[LLM, LogitsByRow, list[list[int]]]:
+    watch = LogitsByRow()
+    with LLM(str(known.folder), policy, dtype="float32", budget=budget, offload_dir=offload_dir, **more) as llm:  # type: ignore[arg-type]
+        llm.share_prefix = how
+        out = llm.generate(known.prompts, SamplingParams(max_tokens=NEW_TOKENS), watch_logits=watch)
+    return llm, watch, tokens_of(out)
+
+
+def assert_equal(known: Reference, watch: LogitsByRow, tokens: list[list[int]]) -> None:
+    assert tokens == known.tokens
+    for row, want in enumerate(known.logits):
+        assert (torch.stack(watch.rows[row]) - want).abs().max() <= LOGIT_TOLERANCE, f"row {row}"
+
+
+def fed_tokens(llm: LLM) -> int:
+    assert llm.report is not None
+    return int(llm.report.extra["prefill_fed_tokens"])
+
+
+def cases() -> Iterator[tuple[str, str, str]]:
+    """Every placement with the normal shape, each configuration in turn; the other shapes at some placements."""
+    names, turn = list(CONFIGURATIONS), 0
+    for placement in PLACEMENTS:
+        yield "normal", placement, names[turn % len(names)]
+        turn += 1
+    others = (
+        "post-norm, narrow embedding (350m)", "odd sizes", "llama", "llama, one kv-head, odd sizes",
+        "llama, rope yarn", "qwen2", "gpt_neox", "gpt_neox, one after the other",
+    )  # fmt: skip
+    for s, shape in enumerate(others):
+        for placement in list(PLACEMENTS)[s % 4 :: 4]:
+            yield shape, placement, names[turn % len(names)]
+            turn += 1
+
+
+@pytest.mark.parametrize(("shape", "placement", "configuration"), list(cases()))
+def test_tokens_and_logits(
+    shape: str, placement: str, configuration: str, shared: Callable[[str], Reference], tmp_path: Path
+) -> None:
+    known, chosen = shared(shape), CONFIGURATIONS[configuration]
+    llm, watch, tokens = generate(known, chosen.policy(PLACEMENTS[placement]), chosen.budget, tmp_path, "on")
+    assert_equal(known, watch, tokens)
+    is_whole = chosen.gbs == 1
+    assert (fed_tokens(llm) < sum(map(len, known.prompts))) is not is_whole
+
+
+def test_the_prefix_is_fed_once_a_micro_batch(shared: Callable[[str], Reference], tmp_path: Path) -> None:
+    """Counted where the tokens are fed: in one micro-batch the two headers, the rows' own tokens, and the others."""
+    known = shared("normal")
+    whole, fed = sum(map(len, known.prompts)), {}
+    for how in SHARINGS:
+        llm, watch, tokens = generate(known, Policy(16, 1), None, tmp_path, how)
+        assert_equal(known, watch, tokens)
+        fed[how] = fed_tokens(llm)
+        assert llm.report is not None and llm.report.prefill.tokens == whole
+    assert fed["off"] == fed["auto"] == whole  # both headers are shorter than what pays
+    # Four rows have the first header and one is the beginning of one of them; five have the second, two of them equal.
+    assert fed["on"] <= whole - 4 * HEADERS[0] - 4 * HEADERS[1]
+
+
+def test_auto_shares_a_long_header(tmp_path: Path) -> None:
+    """With the defaults, and every micro-batch computes it anew."""
+    model = random_model(max_position_embeddings=96)
+    header, owns = random_prompts((40,), 8)[0], random_prompts((5, 2, 9, 1, 5, 7), 9)
+    known = make_reference(model, tmp_path / "model", [[*header, *own] for own in owns], NEW_TOKENS)
+    llm, watch, tokens = generate(known, Policy(2, 2), None, tmp_path, "auto")
+    assert_equal(known, watch, tokens)
+    assert fed_tokens(llm) == 3 * 40 + sum(map(len, owns))
+
+
+def test_equal_prompts(shared: Callable[[str], Reference], tmp_path: Path) -> None:
+    """Only the last token is each row's own; a prompt of one token shares nothing."""
+    known = shared("normal")
+    again = Reference(
+        known.folder, known.model, [known.prompts[0]] * 5 + [[7]] * 2, [known.tokens[0]] * 5 + [[]] * 2, []
+    )
+    again.tokens[5:] = [greedy(known.model, [7], NEW_TOKENS)] * 2
+    llm, _, tokens = generate(again, Policy(8, 1), None, tmp_path, "on")
+    assert tokens == again.tokens
+    assert fed_tokens(llm) == len(known.prompts[0]) - 1 + 5 + 2
+
+
+@pytest.mark.parametrize("placement", ["kv split three ways", "all on disk"])
+def test_rows_that_end_at_different_steps(placement: str, shared: Callable[[str], Reference], tmp_path: Path) -> None:
+    """What was written for a row goes with it when the others close ranks."""
+    known = shared("normal")
+    new = 12
+    eos = token_that_ends([greedy(known.model, p, new) for p in known.prompts])
+    want = [greedy(known.model, p, new, eos) for p in known.prompts]
+    params = [SamplingParams(max_tokens=len(row), ignore_eos=True) for row in want]
+    with LLM(str(known.folder), Policy(8, 2, PLACEMENTS[placement]), dtype="float32", offload_dir=tmp_path) as llm:
+        llm.share_prefix = "on"
+        assert tokens_of(llm.generate(known.prompts, params)) == want
+    assert len({len(row) for row in want}) >= 3
+
+
+@pytest.mark.parametrize(
+    "switches",
+    [{"int8_compute": True}, {"compress_weight": True}, {"compress_cache": True}, {"attn_sparsity": 0.3}],
+    ids=lambda s: next(iter(s)),
+)
+def test_with_and_without_are_the_same(
+    switches: dict[str, object], shared: Callable[[str], Reference], tmp_path: Path
+) -> None:
+    """Where tokens are not transformers' own: the same, shared or not."""
+    known = shared("llama")
+    found = []
+    for how in ("off", "on"):
+        _, watch, tokens = generate(known, Policy(4, 2, **switches), None, tmp_path, how)  # type: ignore[arg-type]
+        found.append((tokens, torch.stack([torch.stack(watch.rows[i]) for i in range(len(tokens))])))
+    assert found[0][0] == found[1][0]
+    assert (found[0][1] - found[1][1]).abs().max() <= (0.2 if "int8_compute" in switches else LOGIT_TOLERANCE)
+
+
+def test_bf16_runs(shared: Callable[[str], Reference], tmp_path: Path) -> None:
+    """Logits of both ways are near each other; tokens may differ, as with other batch sizes."""
+    known = shared("llama")
+    logits = []
+    for how in ("off", "on"):
+        watch = LogitsByRow()
+        with LLM(str(known.folder), Policy(8, 1), dtype="bfloat16", offload_dir=tmp_path) as llm:
+            llm.share_prefix = how
+            llm.generate(known.prompts, SamplingParams(max_tokens=1), watch_logits=watch)
+        logits.append(torch.cat([watch.rows[i][0] for i in range(len(known.prompts))]))
+    assert (logits[0] - logits[1]).abs().max() < 0.05 * logits[0].abs().max()
+
+
+# ---- plans
+
+
+def test_what_is_planned_is_what_is_fed(tmp_path: Path) -> None:
+    """Step buffers and hidden states have room for the tokens that are fed, and a larger block fits."""
+    model = random_model(max_position_embeddings=1024)
+    model.save_pretrained(tmp_path / "model")
+    header, owns = random_prompts((600,), 8)[0], random_prompts((5,) * 16, 9)
+    prompts = [[*header, *own] for own in owns]
+    held = {}
+    for how in ("off", "auto"):
+        with LLM(str(tmp_path / "model"), Policy(8, 2), dtype="float32", offload_dir=tmp_path) as llm:
+            llm.share_prefix = how
+            llm.generate(prompts, SamplingParams(max_tokens=2, ignore_eos=True))
+            held[how] = llm.peak_bytes["host"]
+            assert llm._engine is not None
+            tokens = llm._engine.plan.shape.tokens
+            assert tokens == max(
+                sum(g.tokens for g in group_prompts(prompts[i : i + 8], SHARINGS[how])) for i in (0, 8)
+            )
+    assert held["auto"] < held["off"]
+    with LLM(str(tmp_path / "model"), "auto", dtype="float32", offload_dir=tmp_path) as llm:
+        llm.generate(prompts, SamplingParams(max_tokens=2, ignore_eos=True))
+        assert llm.report is not None and llm.report.extra["prefill_fed_tokens"] <= 600 + 16 * 5 + 600
+
+
+def test_turned_on_and_off_between_runs(shared: Callable[[str], Reference], tmp_path: Path) -> None:
+    """Buffers that were taken for shared prompts are too small for whole ones: the engine is opened again."""
+    known = shared("normal")
+    with LLM(str(known.folder), Policy(16, 1), dtype="float32", offload_dir=tmp_path) as llm:
+        for how in ("on", "off", "on"):
+            llm.share_prefix = how
+            assert tokens_of(llm.generate(known.prompts, SamplingParams(max_tokens=NEW_TOKENS))) == known.tokens
+        with pytest.raises(UsageError, match="share_prefix"):
+            llm.share_prefix = "sometimes"
