@@ -7,6 +7,7 @@ and worst error |ratio - 1|; predicted and measured peak bytes; how far the prof
 
     python bench/planner_accuracy.py                       all cases, about 16 minutes
     python bench/planner_accuracy.py --cases 125m 350m     those whose name has one of these in it
+    python bench/planner_accuracy.py --cases llama neox    the shapes that are not OPT's
 """
 
 from __future__ import annotations
@@ -62,8 +63,16 @@ class Case:
         return Full() if self.heavy is None else H2O(heavy_ratio=self.heavy)
 
 
+OTHERS = {
+    "llama-1.1b": "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
+    "neox-410m": "EleutherAI/pythia-410m",
+    "neox-1.4b": "EleutherAI/pythia-1.4b",
+}
+
+
 def case(size: str, what: str, policy: Policy, rows: int, work: tuple[int, int], **more: Any) -> Case:
-    return Case(f"{size} {what}", f"facebook/opt-{size}", policy, rows, *work, **more)
+    """size: of OPT, or one of OTHERS."""
+    return Case(f"{size} {what}", OTHERS.get(size, f"facebook/opt-{size}"), policy, rows, *work, **more)
 
 
 def policy(gbs: int, batches: int, percent: tuple[int, ...], **more: Any) -> Policy:
@@ -87,6 +96,15 @@ CASES = (
     case("2.7b", "three tiers, KV on the host", policy(8, 2, (20, 50, 0, 100, 0, 100)), 16, (64, 8), device_mem="3GiB"),
     case("6.7b", "weights on disk", policy(8, 2, W_DISK), 16, (32, 8)),
     case("6.7b", "weights split, H2O", policy(16, 1, (40, 0, 100, 0, 100, 0)), 16, (64, 8), heavy=0.1),
+    case("llama-1.1b", "in RAM, small batch", policy(16, 1, IN_RAM), 16, (128, 16)),
+    case("llama-1.1b", "in RAM, large batch", policy(64, 1, IN_RAM), 64, (64, 16)),
+    case("llama-1.1b", "in RAM, H2O", policy(32, 1, IN_RAM), 32, (192, 16), heavy=0.1),
+    case("llama-1.1b", "weights on disk", policy(16, 2, W_DISK), 32, (64, 12)),
+    case("llama-1.1b", "weights and KV split", policy(16, 2, SPLIT), 32, (64, 12)),
+    case("neox-410m", "in RAM, large block", policy(32, 2, IN_RAM), 64, (128, 24)),
+    case("neox-410m", "KV on disk", policy(16, 2, KV_DISK), 32, (192, 12)),
+    case("neox-1.4b", "in RAM", policy(32, 1, IN_RAM), 32, (64, 16)),
+    case("neox-1.4b", "weights on disk, H2O", policy(16, 2, W_DISK), 32, (64, 12), heavy=0.1),
 )  # fmt: skip
 
 

@@ -282,8 +282,9 @@ def kv_and_work_bytes(request: Request) -> tuple[int, int]:
     the dtype and in float32.
     """
     config, itemsize = request.config, 4 if request.dtype == "fp32" else 2
-    hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
+    hidden, layers, heads = (int(config[name]) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
+    kv_width = int(config.get("num_key_value_heads") or heads) * int(config.get("head_dim") or hidden // heads)
     tokens = request.rows * (request.prompt_len + request.gen_len)
     wide = int(config.get("ffn_dim") or config["intermediate_size"]) + 4 * hidden
     work = request.rows * (request.prompt_len * wide * itemsize + int(config["vocab_size"]) * (itemsize + 4))
-    return 2 * layers * hidden * itemsize * tokens, work
+    return 2 * layers * kv_width * itemsize * tokens, work

@@ -225,16 +225,15 @@ def layer_work(at: Setting, layer: Layer, unit: WeightUnit, batch: Batch, sweep:
 def _elementwise_width(spec: ModelSpec, kind: LayerKind) -> int:
     """Numbers that norms, activations and rotary embeddings of a layer read and write for a token.
 
-    A buffer of the family's own is written and read with another of its width; a number that turns is read in both
-    halves, multiplied, and written.
+    A buffer of the family's own is read once more and written; a number that turns is read and written.
     """
     norm, width = 2 * spec.hidden_size, 0
     if kind != "mlp":
         turned = spec.rotary.width * (spec.num_heads + spec.num_kv_heads) if spec.rotary else 0
-        width += norm + 6 * turned
+        width += norm + 2 * turned
     if kind != "attention":
         width += norm + 2 * spec.ffn_size
-    return width + sum(3 * b.width for b in spec.buffers if kind in (b.layer, "block"))
+    return width + sum(2 * b.width for b in spec.buffers if kind in (b.layer, "block"))
 
 
 def _attention_work(

@@ -28,6 +28,14 @@ from contract import (
 )
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+# Where a family's modules keep their layers, and what it has besides. A head goes by either name.
+LAYERS = {"opt": "model.decoder.layers", "llama": "model.layers", "gpt_neox": "gpt_neox.layers"}
+OUTSIDE = {
+    "opt": ("embed_tokens", "embed_positions", "project_in", "project_out", "final_layer_norm"),
+    "llama": ("embed_tokens", "norm", "rotary_emb"),
+    "gpt_neox": ("embed_in", "emb_dropout", "final_layer_norm", "rotary_emb"),
+}
+HEADS = ("lm_head", "embed_out")
 # Layers that are in memory at a time besides the resident ones: the one computed, and what is being dropped.
 LAYERS_IN_FLIGHT = 1
 
@@ -113,7 +121,8 @@ def measure(request: Request, meter: Meter) -> dict[str, Any]:
     model = AutoModelForCausalLM.from_pretrained(
         request.model_dir, device_map=_device_map(request, kept), offload_folder=str(request.offload_dir), **loading
     ).eval()
-    for layer, tensors in zip(model.model.decoder.layers[kept:], stored[kept:], strict=True):
+    inside = model.get_submodule(LAYERS[request.config["model_type"]])
+    for layer, tensors in zip(inside[kept:], stored[kept:], strict=True):
         layer.register_forward_hook(lambda *_, tensors=tensors: _forget(tensors))
 
     def forget_all() -> None:
@@ -126,10 +135,13 @@ def measure(request: Request, meter: Meter) -> dict[str, Any]:
 
 
 def _device_map(request: Request, kept: int) -> dict[str, str]:
-    layers = int(request.config["num_hidden_layers"])
-    places = {f"model.decoder.layers.{i}": "cpu" if i < kept else "disk" for i in range(layers)}
-    names = ("embed_tokens", "embed_positions", "project_in", "project_out", "final_layer_norm")
-    return {f"model.decoder.{name}": "cpu" for name in names} | places | {"lm_head": "cpu"}
+    family = request.config["model_type"]
+    if family not in LAYERS:
+        raise RefusedError(f"model_type {family}: measured with {', '.join(LAYERS)} only")
+    root, count = LAYERS[family], int(request.config["num_hidden_layers"])
+    outside = [f"{root.removesuffix('.layers')}.{name}" for name in OUTSIDE[family]]
+    places = {f"{root}.{i}": "cpu" if i < kept else "disk" for i in range(count)}
+    return dict.fromkeys((*outside, *HEADS), "cpu") | places
 
 
 if __name__ == "__main__":

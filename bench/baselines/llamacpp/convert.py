@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFWriter
-from gguf.quants import quantize
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
@@ -47,6 +45,8 @@ def main() -> int:
     if family not in NAMES or kind_of_rope != "default":
         print(f"llama.cpp: not converted here: model_type {family}, rope_type {kind_of_rope}", file=sys.stderr)
         return 2
+    from gguf import GGUFWriter
+
     half = target.with_suffix(".part")
     writer = GGUFWriter(half, family.replace("_", ""))
     _describe(writer, config)
@@ -61,7 +61,7 @@ def main() -> int:
     return 0
 
 
-def _describe(writer: GGUFWriter, config: dict[str, Any]) -> None:
+def _describe(writer: Any, config: dict[str, Any]) -> None:
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     width = config.get("head_dim") or hidden // heads
     writer.add_name("random weights")
@@ -114,7 +114,10 @@ def _converted(
     yield f"blk.{layer}.{name}.{kind}", bits
 
 
-def _add(writer: GGUFWriter, name: str, bits: np.ndarray[Any, np.dtype[np.uint16]], kind: str) -> None:
+def _add(writer: Any, name: str, bits: np.ndarray[Any, np.dtype[np.uint16]], kind: str) -> None:
+    from gguf import GGMLQuantizationType
+    from gguf.quants import quantize
+
     if bits.ndim == 1:
         writer.add_tensor(name, _floats(bits))
     elif kind == "q8_0":

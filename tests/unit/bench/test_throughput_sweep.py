@@ -185,6 +185,34 @@ def test_more_rows_leave_accelerate_fewer_layers_in_ram(tmp_path: Path) -> None:
         accelerate.resident_layers(request(tmp_path, budget=budget - 2 * layer), layers, outside)
 
 
+@pytest.mark.parametrize("family", ["opt", "llama", "gpt_neox"])
+def test_accelerate_places_every_module_of_a_family(family: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    small = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": 32}
+    wide = {"ffn_dim": 32, "word_embed_proj_dim": 16} if family == "opt" else {"intermediate_size": 32}
+    config = AutoConfig.for_model(family, **small, **wide)
+    config.save_pretrained(tmp_path)
+    accelerate = load("accelerate/run.py", f"accelerate_{family}")
+    places = accelerate._device_map(request(tmp_path, model_dir=tmp_path), kept=1)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert len(model.get_submodule(accelerate.LAYERS[family])) == 3
+    for name, _ in (*model.named_parameters(), *model.named_buffers()):
+        assert any(name.startswith(f"{place}.") for place in places), name
+    assert [place for place in places.values() if place == "disk"] == ["disk"] * 2
+
+
+def test_kv_of_grouped_heads_is_narrower(tmp_path: Path) -> None:
+    config = {
+        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "intermediate_size": 96, "vocab_size": 50,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    asked = request(tmp_path, model_dir=tmp_path, dtype="bf16")
+    assert kv_and_work_bytes(asked)[0] == 2 * 2 * (2 * 8) * 2 * 4 * (6 + 3)
+
+
 def test_a_card_keeps_fewer_weights_of_accelerate_the_more_rows_it_has(tmp_path: Path) -> None:
     accelerate = load("accelerate/run.py", "accelerate_on_a_card")
     asked = {"variant": "cpu", "device": "cuda", "device_mem": 2**24}

@@ -28,6 +28,7 @@ PUBLIC = {
     "meta-llama/Llama-3.1-70B": ((8192, 80, 64, 8, 128, 28672, 128256, 131072), 70_553_706_496),
     "meta-llama/Llama-3.2-1B": ((2048, 16, 32, 8, 64, 8192, 128256, 131072), 1_235_814_400),
     "meta-llama/Llama-3.2-3B": ((3072, 28, 24, 8, 128, 8192, 128256, 131072), 3_212_749_824),
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": ((2048, 22, 32, 4, 64, 5632, 32000, 2048), 1_100_048_384),
     "mistralai/Mistral-7B-v0.1": ((4096, 32, 32, 8, 128, 14336, 32000, 4096), 7_241_732_096),
     "mistralai/Mistral-7B-v0.3": ((4096, 32, 32, 8, 128, 14336, 32768, 32768), 7_248_023_552),
 }
@@ -59,7 +60,7 @@ def read(folder: Path, **changes: Any) -> ModelSpec:
 
 
 def test_the_table_is_complete() -> None:
-    ours = {name for name in built_in_names() if name.split("/")[0] in ("meta-llama", "mistralai")}
+    ours = {name for name in built_in_names() if name.split("/")[0] in ("meta-llama", "mistralai", "TinyLlama")}
     assert ours == {*PUBLIC, *CHAT}
 
 

@@ -120,12 +120,12 @@ def block_work(name: str, sweep: int, need: Need) -> Work:
         # q and o, k and v, three of the MLP; two norms, the heads that turn, gate and product of the MLP
         (
             "Meta-Llama-3-8B", 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336, 2 * 8 * 128,
-            4 * 4096 + 6 * 40 * 128 + 5 * 14336,
+            4 * 4096 + 2 * 40 * 128 + 4 * 14336,
         ),
         # the fused matrix and what comes of it, one step for both halves; a quarter of each head turns
         (
             "gpt-neox-20b", 4 * 6144 * 6144 + 2 * 6144 * 24576, 2 * 64 * 96,
-            4 * 6144 + 6 * 128 * 24 + 2 * 24576 + 3 * 3 * 6144,
+            4 * 6144 + 2 * 128 * 24 + 2 * 24576 + 2 * 3 * 6144,
         ),
     ],
 )  # fmt: skip

@@ -1,0 +1,83 @@
+"""The llama.cpp peer: what it refuses, its settings, and the order of rows that its converter makes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[3] / "bench" / "baselines"))
+
+from contract import RefusedError, Request, StoredTensor, stored_tensors
+
+BASELINES = Path(__file__).resolve().parents[3] / "bench" / "baselines"
+LLAMA: dict[str, Any] = {"model_type": "llama", "num_attention_heads": 2, "num_key_value_heads": 1}
+NEOX: dict[str, Any] = {"model_type": "gpt_neox", "num_attention_heads": 2}
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"llamacpp_{name}", BASELINES / "llamacpp" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def stored(folder: Path, name: str, rows: int) -> StoredTensor:
+    """A tensor (rows, 3) whose values, as bits, are the numbers of their rows."""
+    bits = np.repeat(np.arange(rows, dtype=np.uint16), 3)
+    header = json.dumps({name: {"dtype": "BF16", "shape": [rows, 3], "data_offsets": [0, bits.nbytes]}}).encode()
+    (folder / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bits.tobytes())
+    return next(stored_tensors([folder / "x.safetensors"]))
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "rows", "becomes", "order"),
+    [
+        # Pairs of a head of 4 are (i, i + 2) in transformers and neighbours in llama.cpp.
+        (LLAMA, "model.layers.7.self_attn.q_proj.weight", 8, "blk.7.attn_q.weight", [0, 2, 1, 3, 4, 6, 5, 7]),
+        (LLAMA, "model.layers.0.self_attn.k_proj.weight", 4, "blk.0.attn_k.weight", [0, 2, 1, 3]),
+        (LLAMA, "model.layers.0.mlp.up_proj.weight", 4, "blk.0.ffn_up.weight", [0, 1, 2, 3]),
+        (LLAMA, "lm_head.weight", 2, "output.weight", [0, 1]),
+        # Rows are (heads, 3, width) in transformers and (3, heads, width) in llama.cpp.
+        (
+            NEOX, "gpt_neox.layers.1.attention.query_key_value.weight", 12, "blk.1.attn_qkv.weight",
+            [0, 1, 6, 7, 2, 3, 8, 9, 4, 5, 10, 11],
+        ),
+    ],
+)  # fmt: skip
+def test_rows_are_in_the_order_of_llamacpp(
+    tmp_path: Path, config: dict[str, Any], name: str, rows: int, becomes: str, order: list[int]
+) -> None:
+    ((found, bits),) = load("convert")._converted(stored(tmp_path, name, rows), config["model_type"], config)
+    assert found == becomes
+    assert bits.shape == (rows, 3) and bits[:, 0].tolist() == order
+
+
+@pytest.mark.parametrize(
+    "config", [{"model_type": "opt"}, {"model_type": "llama", "rope_parameters": {"rope_type": "llama3"}}]
+)
+def test_what_it_does_not_convert_is_refused_in_a_line(tmp_path: Path, config: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = [sys.executable, str(BASELINES / "llamacpp" / "convert.py"), str(tmp_path), str(tmp_path / "x"), "bf16"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("llama.cpp: not converted here: model_type") and done.stderr.count("\n") == 1
+
+
+def test_more_rows_than_a_context_has_sequences_are_refused(tmp_path: Path) -> None:
+    run = load("run")
+    asked = Request("bf16", tmp_path, 4, 4, run.MOST_ROWS + 1, None, "bf16", tmp_path, 1)
+    with pytest.raises(RefusedError, match="257 rows"):
+        run.measure(asked, None)
+
+
+def test_tuning_starts_from_the_settings_of_a_run() -> None:
+    assert {name: values[0] for name, values in load("tune").KNOBS.items()} == load("run").SETTINGS
