@@ -55,6 +55,7 @@ floats_at = _cast(_types.CPointer(_types.float32), _types.int64, lambda b, x: b.
 ints_at = _cast(_types.CPointer(_types.int32), _types.int64, lambda b, x: b.inttoptr(x, _I32.as_pointer()))
 bytes_at = _cast(_types.CPointer(_types.uint8), _types.int64, lambda b, x: b.inttoptr(x, ir.IntType(8).as_pointer()))
 shorts_at = _cast(_types.CPointer(_types.uint16), _types.int64, lambda b, x: b.inttoptr(x, ir.IntType(16).as_pointer()))
+longs_at = _cast(_types.CPointer(_types.int64), _types.int64, lambda b, x: b.inttoptr(x, ir.IntType(64).as_pointer()))
 words_at = _cast(_types.CPointer(_types.uint32), _types.int64, lambda b, x: b.inttoptr(x, _I32.as_pointer()))
 # The same bits, read as another type.
 bits_to_float = _cast(_types.float32, _types.uint32, lambda b, x: b.bitcast(x, _F32))

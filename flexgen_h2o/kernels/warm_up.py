@@ -12,6 +12,7 @@ from flexgen_h2o.kernels.packed_rows import unpack_rows
 from flexgen_h2o.kernels.packed_slots import attend_packed, pack_columns
 from flexgen_h2o.kernels.rms_norm import rms_norm
 from flexgen_h2o.kernels.rotary import Rotation
+from flexgen_h2o.kernels.slot_columns import get_last_slots, put_slots
 from flexgen_h2o.kernels.slot_packing import SlotPacking
 from flexgen_h2o.kernels.slots import ScoreBook, attend_scored
 from flexgen_h2o.kernels.workspace import Workspace
@@ -40,6 +41,9 @@ def warm_up(
     scores, gains = torch.zeros(whole, device=device), torch.ones(single, device=device)
     book = ScoreBook(scores, positions, oldest, newest, 1.0, gains, victims)
     filled = victims.new_full(single, _SLOTS)
+    first, column = torch.zeros(_ROWS, 1, dtype=torch.int64, device=device), columns[0, :, :1].clone()
+    put_slots((columns, columns), first, (column, column))
+    get_last_slots((columns, columns), first, (column, column))
     if packing is None:
         attend_scored(q, columns, columns, filled, 1.0, book)
     else:

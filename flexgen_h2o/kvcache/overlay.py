@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from flexgen_h2o.kernels.slot_columns import get_last_slots, put_slots
 from flexgen_h2o.kvcache.layout import UnitLayout
-from flexgen_h2o.kvcache.view import PartView, get_columns, stored_dtype
+from flexgen_h2o.kvcache.view import PartView, stored_dtype
 from flexgen_h2o.limits import WRITE_BACK_STEPS
 from flexgen_h2o.tiers.placement import Part
 
@@ -31,21 +32,23 @@ class Overlay:
         self._used = 0
 
     def add(self, view: PartView, slots: torch.Tensor) -> None:
-        """Remember the columns of the view's rows at `slots` ((rows,) int64)."""
-        rows, n = view.rows, self._used
-        keys, values = (t.to(self._keys.device) for t in get_columns(view, slots.to(view.keys.device)))
-        slots = slots.to(self._slots.device)
-        self._slots[:rows, n], self._keys[:rows, n], self._values[:rows, n] = slots, keys, values
-        # A slot may have been taken before: both entries then hold the newer column, so that their order is free.
-        row, entry = (self._slots[:rows, :n] == slots.unsqueeze(1)).nonzero(as_tuple=True)
-        self._keys[row, entry], self._values[row, entry] = keys[row], values[row]
+        """Remember the columns of the view's rows at `slots` ((rows,) int64).
+
+        A slot may have been taken before: both entries then hold the newer column, so that their order is free.
+        """
+        rows, where = view.rows, view.keys.device
+        self._slots[:rows, self._used] = slots.to(self._slots.device)
         self._used += 1
+        waiting = self._keys[:rows, : self._used], self._values[:rows, : self._used]
+        brought = waiting[0].to(where), waiting[1].to(where)
+        get_last_slots((view.keys, view.values), self._slots[:rows, : self._used].to(where), brought)
+        if where != self._keys.device:
+            for ours, theirs in zip(waiting, brought, strict=True):
+                ours.copy_(theirs)
 
     def apply(self, view: PartView) -> None:
         """Lay the columns over the view, which holds the part as it was last written."""
-        rows, n, where, per_segment = view.rows, self._used, view.keys.device, view.keys.shape[2]
-        if n:
-            slots = self._slots[:rows, :n].to(where)
-            index = (slots // per_segment, torch.arange(rows, device=where).unsqueeze(1), slots % per_segment)
-            view.keys[index] = self._keys[:rows, :n].to(where)
-            view.values[index] = self._values[:rows, :n].to(where)
+        rows, where = view.rows, view.keys.device
+        if self._used:
+            slots, keys, values = (t[:rows, : self._used].to(where) for t in (self._slots, self._keys, self._values))
+            put_slots((view.keys, view.values), slots, (keys, values))

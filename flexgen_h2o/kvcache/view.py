@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from flexgen_h2o.kernels.packed_slots import pack_columns
+from flexgen_h2o.kernels.slot_columns import put_slots
 from flexgen_h2o.kernels.slot_packing import SlotPacking
 from flexgen_h2o.kvcache.eviction.policy import POSITIONS, RANKS
 from flexgen_h2o.kvcache.layout import RECORD_ITEMSIZE, UnitLayout
@@ -119,15 +120,8 @@ def carve_record(layout: UnitLayout, part: Part, data: torch.Tensor) -> Record |
 
 def put_columns(view: PartView, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
     """One column a row: keys, values (rows, width) go to `slots` ((rows,) int64), all on the view's device."""
-    index = column_index(view, slots)
-    view.keys[index] = _stored(view, keys)
-    view.values[index] = _stored(view, values)
-
-
-def get_columns(view: PartView, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values at `slots` ((rows,) int64 on the view's device) as the view holds them: (rows, width)."""
-    index = column_index(view, slots)
-    return view.keys[index], view.values[index]
+    columns = _stored(view, keys).unsqueeze(1), _stored(view, values).unsqueeze(1)
+    put_slots((view.keys, view.values), slots.unsqueeze(1), columns)
 
 
 def put_first_columns(view: PartView, start: int, end: int, keys: torch.Tensor, values: torch.Tensor) -> None:

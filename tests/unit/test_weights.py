@@ -17,7 +17,7 @@ from flexgen_h2o.config import ModelSpec, Policy
 from flexgen_h2o.errors import TransferError
 from flexgen_h2o.kernels.blocked_rows import BlockedRows, block_rows
 from flexgen_h2o.kernels.int8_blocked import BlockedInt8
-from flexgen_h2o.kernels.int8_rows import Int8Rows
+from flexgen_h2o.kernels.int8_rows import Int8Rows, pack_int8_rows
 from flexgen_h2o.kernels.linear import linear, lookup
 from flexgen_h2o.kernels.packed_rows import pack_rows, unpack_rows_reference
 from flexgen_h2o.kernels.workspace import Workspace
@@ -320,35 +320,25 @@ def test_int8_rows_are_blocked_where_they_live(
     wide: dict[bool, Any], tmp_path: Path, place: tuple[int, int], device: type[Device], tied: bool
 ) -> None:
     """A tied table too, as blocked rows can be looked up; in the planned memory. All is as it is from rows in order."""
-    spec, source, _ = wide[tied]
+    spec, source, tensors = wide[tied]
     checkpoint = pack_checkpoint(spec, source, tmp_path, INT8)
     with opened(spec, checkpoint, place, device(), torch.bfloat16, packing=INT8) as room:
         tables = {t.name for t in spec.embedding} if not tied else set()
         resident = sum(place) if device is HostDevice else 0
         sizes = dict.fromkeys(("int8 inputs", "int8 input scales", "int8 weight scales", "int8 sums"), 2**16)
         ws = Workspace(torch.empty(2**18, dtype=torch.uint8), sizes, torch.bfloat16)
-        blocked = 0
         for number, unit in enumerate(room.layers.units):
             parts = room.store.for_products(number, room.store.open_unit(number, taken(room, number)), ws)
-            for t in unit.tensors:
-                if len(t.shape) == 1:
-                    continue
+            for t in [t for t in unit.tensors if len(t.shape) == 2]:
                 here = [p.packed for p in parts[t.role] if isinstance(p, Int8Rows)]
                 there = [p for p in here if isinstance(p, BlockedInt8)]
                 assert all(any(within(p.memory, m.data_ptr(), m) for m in room.memory.values()) for p in there)
                 rows = round(t.shape[0] * resident / 100 / ROW_BLOCK) * ROW_BLOCK // 64 * 64
                 assert sum(map(len, there)) == (0 if t.name in tables else rows)
-                blocked += sum(map(len, there))
-                stored = checkpoint.tensors[t.name]
-                data = stored.path.read_bytes()[stored.offset : stored.offset + stored.nbytes]
-                packed = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(t.shape[0], -1)
-                whole, x = (Int8Rows(packed, t.shape[1], ws),), torch.randn(5, t.shape[1]).bfloat16()
-                outs = [linear(x, p, None, torch.empty(5, t.shape[0]).bfloat16()) for p in (whole, parts[t.role])]
-                assert torch.equal(*outs)
-                ids = torch.tensor([0, t.shape[0] - 1, t.shape[0] // 2])
-                rows_at = [lookup(ids, p, torch.empty(3, t.shape[1]).bfloat16()) for p in (whole, parts[t.role])]
-                assert torch.equal(*rows_at)
-        assert bool(blocked) == bool(resident)
+                whole, x = (Int8Rows(pack_int8_rows(tensors[t.name]), t.shape[1], ws),), torch.randn(5, t.shape[1])
+                assert torch.equal(*(linear(x, p, None, torch.empty(5, t.shape[0])) for p in (whole, parts[t.role])))
+                ids, found = torch.tensor([0, t.shape[0] - 1, t.shape[0] // 2]), torch.zeros(2, 3, t.shape[1])
+                assert torch.equal(lookup(ids, whole, found[0]), lookup(ids, parts[t.role], found[1]))
 
 
 # ---- packed
