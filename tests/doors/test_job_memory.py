@@ -54,7 +54,8 @@ def test_memory_is_flat_in_rows(ids_model: Path, tmp_path: Path, tracing: None) 
     lines[10::100] = ["{bad"] * len(lines[10::100])
     source = write_lines(tmp_path / "in.jsonl", *lines)
     del lines
-    with Watched(str(ids_model), Policy(16, 2), dtype="float32", offload_dir=tmp_path / "offload") as llm:
+    llm = Watched(str(ids_model), Policy(16, 2), dtype="float32", offload_dir=tmp_path / "offload")
+    with llm:
         job = run_job(llm, source, tmp_path / "out.jsonl", window=64, refill=True)  # type: ignore[arg-type]
         assert llm.report is not None and llm.report.extra["blocks"] == 1
         assert llm.report.extra["refilled"] > LATE - 200
