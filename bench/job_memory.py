@@ -3,6 +3,7 @@
 Method: `python -m flexgen_h2o.batch` in a process of its own, a random OPT of one block (fp32, written by
 transformers) on short rows: 4 to 8 token ids, 1 to 4 new tokens, so that what Python does for a row is most of the
 work. Peak RSS is the kernel's figure of the ended process (wait4). With refill all rows of a job run in one block.
+A job of 100 rows goes before, which compiles the kernels.
 Figures: peak RSS by rows, its growth a row from the fewest rows to the most, rows a second of the whole process.
 
     python bench/job_memory.py [--rows 1000 10000 100000] [--output FILE] [-- more flags of batch, as --no-refill]
@@ -43,6 +44,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         write_model(work / "model", args.hidden)
+        run_job(work, 100, args.gpu_batch_size, args.batch_flags)  # compiles the kernels, which takes memory of its own
         busy = common.wait_for_quiet(args.quiet_wait)
         runs = [run_job(work, rows, args.gpu_batch_size, args.batch_flags) for rows in sorted(args.rows)]
     fewest, most = runs[0], runs[-1]
