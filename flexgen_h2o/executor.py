@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from flexgen_h2o import interrupts
 from flexgen_h2o.attention_step import CacheStep, DecodingRows, UnitAttention, UnitViews
+from flexgen_h2o.block_facts import BlockSums, Sweep
 from flexgen_h2o.config import Layer
 from flexgen_h2o.engine import Engine
 from flexgen_h2o.generation import Decoding, MicroBatch, Row, SweepInput, Waiting
@@ -37,36 +37,12 @@ ATTENTION_KINDS = ("attention", "block")
 OnFinished = Callable[[list[Row]], None]
 
 
-@dataclass(frozen=True)
-class BlockTimes:
-    """Seconds of each sweep of a block, and of each layer of each sweep (all its micro-batches).
-
-    prompts: the share of each sweep's tokens that came from prompts.
-    """
-
-    sweeps: list[float]
-    layers: list[float]
-    prompts: list[float]
-
-
-@dataclass(frozen=True)
-class KvUse:
-    """KV columns that the rows of a block held in each sweep, and those that the full cache would have held.
-
-    Columns of all rows and layers; a column is one key and one value of every kv-head. read: of those that decoded.
-    """
-
-    held: list[int]
-    full: list[int]
-    read: list[int]
-
-
 class Executor:
     """Runs blocks on an engine, one after another.
 
     max_sweeps: an upper bound of sweeps over all blocks (weights are loaded ahead across blocks); None where rows enter
     that nobody has counted. on_finished gets rows as they finish. sharing: when rows of a micro-batch share a prefix;
-    None: never. After each block `times` holds its seconds, `kv_use` its columns and `fed` what its prompts were.
+    None: never. After each block `fed` is what its prompts were.
     """
 
     def __init__(
@@ -84,8 +60,6 @@ class Executor:
         self._weights = self._weight_stream()
         device, sparsity = engine.device.torch_device, engine.policy.attn_sparsity
         self._attention = UnitAttention(engine.spec, eviction, sparsity, device)
-        self.times = BlockTimes([], [], [])
-        self.kv_use = KvUse([], [], [])
         self.fed = FedPrompts()
 
     def _weight_stream(self) -> WeightStream:
@@ -97,16 +71,16 @@ class Executor:
         )  # fmt: skip
 
     def run_block(
-        self, rows: Sequence[Sequence[Row]], order: Iterator[Step] | None = None,
+        self, rows: Sequence[Sequence[Row]], facts: BlockSums, order: Iterator[Step] | None = None,
         on_tokens: Callable[[int], None] = lambda count: None, waiting: Waiting | None = None,
     ) -> None:  # fmt: skip
         """Generate for the rows of a block, given as micro-batches.
 
-        `order` may cut the schedule short (debug modes); by default it runs until every row has finished.
-        on_tokens hears how many tokens a micro-batch has got. waiting: rows that take the places of those that have
-        finished, each as far as the engine's buffers have room for it.
+        facts hears of its layers and sweeps. `order` may cut the schedule short (debug modes); by default it runs until
+        every row has finished. on_tokens hears how many tokens a micro-batch has got. waiting: rows that take the
+        places of those that have finished, each as far as the engine's buffers have room for it.
         """
-        self._on_tokens, self._waiting = on_tokens, waiting
+        self._facts, self._on_tokens, self._waiting = facts, on_tokens, waiting
         self._batches = [MicroBatch(r, self._sharing) for r in rows]
         sweeps = max(r.max_new for batch in rows for r in batch) if waiting is None else None
         self._begin(sweeps)
@@ -114,7 +88,7 @@ class Executor:
         if stage is not None:  # which hears of a sweep's tokens in the next one: the last one has nothing else
             stage.begin_block([len(r) for r in rows])
             sweeps = None
-        self.times, self.kv_use, self.fed = BlockTimes([], [], []), KvUse([], [], []), FedPrompts()
+        self.fed = FedPrompts()
         sweep_start = layer_start = time.perf_counter()
         for step in order or self._order(sweeps, len(rows)):
             interrupts.check()
@@ -124,7 +98,7 @@ class Executor:
                 self._run_step(step)
             if step.micro_batch == len(rows) - 1:
                 now = time.perf_counter()
-                self.times.layers.append(now - layer_start)
+                facts.end_layer(now - layer_start)
                 layer_start = now
                 if step.layer == len(self._layers) - 1:
                     self._end_sweep(now - sweep_start)
@@ -135,7 +109,7 @@ class Executor:
             stream.drain()
             store.settle()
         if order is None:  # what was still being stored belongs to the block
-            self.times.sweeps[-1] += time.perf_counter() - sweep_start
+            facts.add_seconds(time.perf_counter() - sweep_start)
 
     def restart(self) -> None:
         """Load weights from the first unit on; call after a block that was cut short within a sweep."""
@@ -255,12 +229,9 @@ class Executor:
 
     def _end_sweep(self, seconds: float) -> None:
         if not self._fed:  # the ranks of a pipeline have told each other that no rows are left
-            self.times.sweeps[-1] += seconds
+            self._facts.add_seconds(seconds)
             return
-        self.times.sweeps.append(seconds)
-        self.times.prompts.append(self._prompts / self._fed)
-        for kind, count in (("held", self._held), ("full", self._full), ("read", self._read)):
-            getattr(self.kv_use, kind).append(count)
+        self._facts.end_sweep(Sweep(seconds, self._prompts / self._fed, self._held, self._full, self._read))
         self._held = self._full = self._read = self._fed = self._prompts = 0
 
     def _count_tokens(self, fed: SweepInput) -> None:

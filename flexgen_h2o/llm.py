@@ -13,12 +13,13 @@ from types import TracebackType
 import torch
 
 from flexgen_h2o import interrupts
+from flexgen_h2o.block_facts import BlockLists, BlockTimes, KvUse
 from flexgen_h2o.checkpoint import Checkpoint
 from flexgen_h2o.config import DTYPE_BYTES, MemoryBudget, Policy
 from flexgen_h2o.courses import Course, forced_rows, steered
 from flexgen_h2o.engine import Engine
 from flexgen_h2o.errors import UsageError
-from flexgen_h2o.executor import BlockTimes, Executor, KvUse
+from flexgen_h2o.executor import Executor
 from flexgen_h2o.generation import Decoding, LogitsWatch, Row, SlotsWatch, Watches
 from flexgen_h2o.kernels.warm_up import warm_up
 from flexgen_h2o.kvcache.eviction import Eviction, check_eviction
@@ -126,13 +127,13 @@ class LLM:
 
     @property
     def times(self) -> list[BlockTimes]:
-        """Seconds of each block of the newest run."""
-        return self._tally.times
+        """Seconds of each block of the newest run; a block that rows entered has only sums, in the report."""
+        return [block.times for block in self._tally.blocks if isinstance(block, BlockLists)]
 
     @property
     def kv_use(self) -> list[KvUse]:
-        """KV columns of each block of the newest run."""
-        return self._tally.kv_use
+        """KV columns of each block of the newest run, as of `times`."""
+        return [block.kv_use for block in self._tally.blocks if isinstance(block, BlockLists)]
 
     def use(self, policy: Policy | AutoPolicy) -> None:
         """Run with another policy from the next `generate` on; what was held for the old one is given back."""

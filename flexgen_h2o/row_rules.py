@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache, partial
 
 from flexgen_h2o.config import ModelSpec
 from flexgen_h2o.courses import Course
@@ -12,6 +13,8 @@ from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.eviction.rolling import most_new_tokens
 from flexgen_h2o.prompts import Completion, Prompt
 from flexgen_h2o.sampling import SamplingParams, StopStrings, TokenChooser, Tokenizer, decode_text
+
+STOPS_KEPT = 1024  # sets of stop strings: rows may all have others, and there may be any number of rows
 
 
 class RowRules:
@@ -27,9 +30,9 @@ class RowRules:
         self._prompts, self._spec, self._tokenizer, self._eviction = prompts, spec, tokenizer, eviction
         self._params: dict[int, SamplingParams] = {}
         self.chooser = TokenChooser(params if isinstance(params, SamplingParams) else self._params)
-        # Few sets of stop strings occur, and a finder of each is enough.
-        self._stops: dict[tuple[str, ...], StopStrings] = {}
-        self._ends: dict[tuple[tuple[str, ...], bool], RowEnd] = {}
+        # Few sets of stop strings occur as a rule, and a finder of each is enough.
+        self._stops = lru_cache(STOPS_KEPT)(partial(StopStrings, tokenizer))
+        self._ends = lru_cache(STOPS_KEPT)(self._row_end)
         self._register(prompts, params)
 
     def add(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Row]:
@@ -48,10 +51,10 @@ class RowRules:
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
         self._params |= {p.index: one for p, one in zip(prompts, each, strict=True)}
         for p in each:
-            if p.stop not in self._stops:
-                self._stops[p.stop] = StopStrings(self._tokenizer, p.stop)
-            if (p.stop, p.ignore_eos) not in self._ends:
-                self._ends[p.stop, p.ignore_eos] = RowEnd(p, self._spec.eos_token_ids, self._stops[p.stop])
+            self._stops(p.stop)
+
+    def _row_end(self, stop: tuple[str, ...], ignore_eos: bool) -> RowEnd:
+        return RowEnd(SamplingParams(ignore_eos=ignore_eos), self._spec.eos_token_ids, self._stops(stop))
 
     def rows(self, course: Course | None = None) -> list[Row]:
         """The rows, with nothing generated. course: as of `LLM.run`. UsageError for a prompt that is too long."""
@@ -84,14 +87,14 @@ class RowRules:
     def end(self, row: Row) -> str | None:
         """Why the row is done with its newest token; None when it is not."""
         params = self._params[row.prompt.index]
-        return self._ends[params.stop, params.ignore_eos](row)
+        return self._ends(params.stop, params.ignore_eos)(row)
 
     def completion(self, row: Row) -> Completion:
         """The row as it is handed out."""
         assert row.finish_reason is not None
         text = None
         if self._tokenizer is not None:
-            stops = self._stops[self._params[row.prompt.index].stop]
+            stops = self._stops(self._params[row.prompt.index].stop)
             text = stops.cut(decode_text(self._tokenizer, row.token_ids))
         logprobs = None if row.top_logprobs is None else list(row.logprobs)
         return Completion(row.prompt.index, row.prompt.text, text, list(row.token_ids), row.finish_reason, logprobs)

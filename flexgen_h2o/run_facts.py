@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
+from flexgen_h2o.block_facts import BlockSums
 from flexgen_h2o.config import ModelSpec, Policy
 from flexgen_h2o.engine import Engine
 from flexgen_h2o.eviction_need import need_of
-from flexgen_h2o.executor import BlockTimes, KvUse
 from flexgen_h2o.generation import Row
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.planner.memory import packing_of
@@ -23,16 +23,14 @@ from flexgen_h2o.timeline import LANES
 class Tally:
     """What a run's rows were: `sizes` (prompt tokens, most new tokens) of all, `decoded` tokens besides their first.
 
-    Of each of its blocks `times` and `kv_use`; `fed`: what was fed of all prompts.
-
-    Rows themselves are not kept: a run may be fed as many as a job has.
+    blocks: what was measured of each; `fed`: what was fed of all prompts. Rows themselves are not kept: a run may be
+    fed as many as a job has.
     """
 
     def __init__(self) -> None:
         self.sizes: Counter[tuple[int, int]] = Counter()
         self.decoded = 0
-        self.times: list[BlockTimes] = []
-        self.kv_use: list[KvUse] = []
+        self.blocks: list[BlockSums] = []
         self.fed = FedPrompts()
 
     def begin(self, rows: Sequence[Row]) -> None:
@@ -41,15 +39,14 @@ class Tally:
     def finish(self, rows: Sequence[Row]) -> None:
         self.decoded += sum(max(0, len(r.token_ids) - 1) for r in rows)
 
-    def end_block(self, times: BlockTimes, kv_use: KvUse, fed: FedPrompts) -> None:
-        self.times.append(times)
-        self.kv_use.append(kv_use)
+    def end_block(self, facts: BlockSums, fed: FedPrompts) -> None:
+        self.blocks.append(facts)
         self.fed += fed
 
     @property
-    def lengths(self) -> list[int]:
-        """Tokens of each prompt."""
-        return [prompt for prompt, _ in self.sizes.elements()]
+    def prompt_tokens(self) -> int:
+        """Of all rows."""
+        return sum(prompt * number for (prompt, _), number in self.sizes.items())
 
 
 def make_report(
@@ -57,9 +54,9 @@ def make_report(
     predicted: Prediction | None, facts: Mapping[str, str | bool | int],
 ) -> RunReport:  # fmt: skip
     """The report of a finished run. moved: bytes by lane; facts: more, of the profile."""
-    times, use, fed = tally.times, tally.kv_use, tally.fed
-    spec, itemsize, lengths = engine.spec, engine.dtype.itemsize, tally.lengths
-    need = need_of(eviction, len(lengths), set(tally.sizes), spec.num_blocks)
+    blocks, fed = tally.blocks, tally.fed
+    spec, itemsize = engine.spec, engine.dtype.itemsize
+    need = need_of(eviction, tally.sizes.total(), set(tally.sizes), spec.num_blocks)
     held, column = column_bytes(spec, engine.policy, itemsize)
     model_bytes, cache_bytes, hidden_bytes = sizes_of(spec, tally.sizes, itemsize)
     return RunReport(
@@ -69,11 +66,11 @@ def make_report(
         prompt_len=need.prompt_len,
         gen_len=need.gen_len,
         num_prompts=need.rows,
-        prefill=PhaseReport(phase_seconds(times, lambda prompts: prompts), sum(lengths)),
-        decode=PhaseReport(phase_seconds(times, lambda prompts: 1 - prompts), tally.decoded),
+        prefill=PhaseReport(sum(b.prefill_s for b in blocks), tally.prompt_tokens),
+        decode=PhaseReport(sum(b.decode_s for b in blocks), tally.decoded),
         peak_bytes=engine.peak_bytes,
         io_bytes=moved,
-        kv=kv_facts(held, column, max(need.slots), use),
+        kv=kv_facts(held, column, max(need.slots), blocks),
         predicted=predicted_seconds(predicted),
         model_bytes=model_bytes,
         cache_bytes=cache_bytes,
@@ -81,22 +78,16 @@ def make_report(
         extra={
             "dtype": str(engine.dtype).removeprefix("torch."),
             "device": str(engine.device.torch_device),
-            "blocks": len(times),
-            "sweeps": sum(len(t.sweeps) for t in times),
+            "blocks": len(blocks),
+            "sweeps": sum(b.sweeps for b in blocks),
             "kv_reserved_bytes": engine.plan.size("cache"),
             "look_ahead_units": asdict(engine.plan.depth),
             **facts,
             "prefill_fed_tokens": fed.tokens,
-            "work": asdict(run_work(spec, fed, tally.decoded, kv_read(held, use))),
+            "work": asdict(run_work(spec, fed, tally.decoded, held * sum(b.read for b in blocks))),
             "busy_s": {lane: engine.timeline.seconds(lane) for lane in LANES},
         },
     )
-
-
-def phase_seconds(times: Sequence[BlockTimes], share: Callable[[float], float]) -> float:
-    """Seconds of a phase, whose share of a sweep is `share` of its prompts' share: mixed sweeps are shared out by their
-    tokens."""
-    return sum(s * share(prompts) for t in times for s, prompts in zip(t.sweeps, t.prompts, strict=True))
 
 
 def sizes_of(spec: ModelSpec, sizes: Mapping[tuple[int, int], int], itemsize: int) -> tuple[int, int, int]:
@@ -114,22 +105,19 @@ def column_bytes(spec: ModelSpec, policy: Policy, itemsize: int) -> tuple[int, i
     return (2 * spec.num_kv_heads * packing.slot_bytes if packing else column), column
 
 
-def kv_facts(held: int, column: int, slots: int, use: Sequence[KvUse]) -> dict[str, int]:
+def kv_facts(held: int, column: int, slots: int, blocks: Sequence[BlockSums]) -> dict[str, int]:
     """Slots of the neediest row; mean bytes of KV held in a decode sweep, and of what the full cache would hold.
 
     held, column: of `column_bytes`.
     """
-    facts = {"slots": slots}
-    for name, kind, size in (("bytes", "held", held), ("full_bytes", "full", column)):
-        sweeps = [n for block in use for n in getattr(block, kind)[1:]]
-        sweeps = sweeps or [n for block in use for n in getattr(block, kind)]
-        facts[name] = size * sum(sweeps) // max(1, len(sweeps))
-    return facts
-
-
-def kv_read(held: int, use: Sequence[KvUse]) -> int:
-    """Bytes of KV that decode attention read in all sweeps; held as above."""
-    return held * sum(n for block in use for n in block.read)
+    decoding = [b for b in blocks if b.later]
+    counted = decoding or [b for b in blocks if b.sweeps]
+    sweeps = max(1, sum(max(1, b.later) for b in counted))
+    return {
+        "slots": slots,
+        "bytes": held * sum(b.held for b in counted) // sweeps,
+        "full_bytes": column * sum(b.full for b in counted) // sweeps,
+    }
 
 
 def predicted_seconds(predicted: Prediction | None) -> dict[str, float | None]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from flexgen_h2o.block_facts import BlockLists, BlockSums
 from flexgen_h2o.executor import Executor
 from flexgen_h2o.generation import Row, in_order
 from flexgen_h2o.prompts import Prompt
@@ -40,9 +41,10 @@ def run_blocks(
 ) -> None:
     """Run them one after another. order: of a block's steps by its number of micro-batches, instead of all of them."""
     for block in work.blocks:
+        facts = BlockLists() if work.queue is None else BlockSums()
         with torch.inference_mode():
-            executor.run_block(block, order(len(block)) if order else None, on_tokens, work.queue)
-        work.tally.end_block(executor.times, executor.kv_use, executor.fed)
+            executor.run_block(block, facts, order(len(block)) if order else None, on_tokens, work.queue)
+        work.tally.end_block(facts, executor.fed)
         if order:  # it may have ended within a sweep: the next block's weights begin anew
             executor.restart()
     executor.finish()

@@ -38,7 +38,7 @@ class Line:
         if self.text is None:
             raise ValueError(f"longer than {MOST_LINE_BYTES // 2**20} MiB")
         try:
-            return json.loads(self.text.decode("utf-8"), parse_constant=_no_constant)
+            return _DECODER.decode(self.text.decode("utf-8"))
         except UnicodeDecodeError as error:
             raise ValueError("not UTF-8 text") from error
         except RecursionError as error:
@@ -51,6 +51,10 @@ class Line:
             value = self.parse()
         except ValueError:
             value = None
+        return self.id_in(value)
+
+    def id_in(self, value: Any) -> str:
+        """`custom_id` of the line whose value this is."""
         given = value.get("custom_id") if isinstance(value, dict) else None
         return given if isinstance(given, str) and given else f"line-{self.number}"
 
@@ -211,3 +215,6 @@ def _refuse_duplicates(path: Path, ids: Digests) -> None:
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant)

@@ -51,16 +51,17 @@ class RequestReader:
 
     def read(self, line: Line) -> Request:
         """RowError for a line that cannot be run; its message names the field."""
-        asked = _asked(line)
+        value = _value(line)
+        asked, custom_id = _asked(value), line.id_in(value)
         check_fields(asked.fields, asked.lenient)
-        params = sampling_of(asked.fields, asked.kind == "chat", self.defaults, line.custom_id)
+        params = sampling_of(asked.fields, asked.kind == "chat", self.defaults, custom_id)
         if params.stop and self.model.tokenizer is None:
             raise RowError("unsupported", "stop: needs a tokenizer, and the model's folder has none")
         named = asked.fields.get("model")
         if named is not None and not isinstance(named, str):
             raise RowError("invalid_request", f"model: {named!r} is not a string")
         prompt = self._chat(line, asked) if asked.kind == "chat" else self._prompt(line, asked.prompt)
-        return Request(asked.kind, line.custom_id, prompt, params, named, asked.record)
+        return Request(asked.kind, custom_id, prompt, params, named, asked.record)
 
     def _prompt(self, line: Line, given: Any) -> Prompt:
         if isinstance(given, list) and given and isinstance(given[0], str | list):
@@ -92,12 +93,15 @@ class RequestReader:
         return Prompt(prompt.index, prompt.token_ids, None)
 
 
-def _asked(line: Line) -> _Asked:
-    """The line by its format: OpenAI's batch lines, HELM's requests, H2O's articles, plain prompts."""
+def _value(line: Line) -> Any:
     try:
-        value = line.parse()
+        return line.parse()
     except ValueError as error:
         raise RowError("invalid_json", f"not valid JSON ({error})") from error
+
+
+def _asked(value: Any) -> _Asked:
+    """A line by its format: OpenAI's batch lines, HELM's requests, H2O's articles, plain prompts."""
     if not isinstance(value, dict):
         raise RowError("invalid_request", f"a JSON object is expected, not {type(value).__name__}")
     given = value.get("custom_id")

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from flexgen_h2o import interrupts
+from flexgen_h2o.block_facts import BlockLists
 from flexgen_h2o.checkpoint import open_checkpoint, write_random_checkpoint
 from flexgen_h2o.config import TIERS, ModelSpec, Policy
 from flexgen_h2o.engine import Engine
@@ -161,9 +162,10 @@ def _run_block(engine: Engine, run: _Run) -> tuple[_Steps, _Steps]:
     decoding = Decoding(TokenChooser(params), RowEnd(params, (), StopStrings(None, ())))
     executor = Executor(engine, run.eviction, decoding, lambda finished: None, params.max_tokens)
     ids = tuple(i % VOCABULARY for i in range(run.prompt_len))
-    executor.run_block([[Row(Prompt(i, ids, None), params.max_tokens) for i in range(run.rows)]])
+    facts = BlockLists()
+    executor.run_block([[Row(Prompt(i, ids, None), params.max_tokens) for i in range(run.rows)]], facts)
     executor.finish()
-    kinds, seconds = [layer.kind for layer in engine.layers.layers], executor.times.layers
+    kinds, seconds = [layer.kind for layer in engine.layers.layers], facts.times.layers
 
     def medians(part: Sequence[float]) -> _Steps:
         return _Steps(

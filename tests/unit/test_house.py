@@ -57,7 +57,7 @@ FLOORS: tuple[frozenset[str], ...] = (
             "refill",
         }
     ),
-    frozenset({"weights", "kvcache", "hidden", "models", "planner"}),
+    frozenset({"weights", "kvcache", "hidden", "models", "planner", "block_facts"}),
     frozenset(
         {"kernels", "tiers", "checkpoint", "schedule", "timeline", "timeline_plot", "sampling", "prompts", "prefixes"}
     ),
