@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -219,13 +220,14 @@ def _run_flow(source: Path, cuts: list[Cut], opening: Opening, pool: Pool, said:
     try:
         blocks = [pyarrow.table({"cut": [pickle.dumps(cut)]}) for cut in cuts]
         windows = ray.data.from_blocks(blocks).map_batches(
-            lines_of, batch_size=1, batch_format="numpy", num_cpus=0, label_selector=here
-        )
+            lines_of, batch_size=1, batch_format="numpy", num_cpus=0, label_selector=here,
+            compute=ray.data.TaskPoolStrategy(size=1),  # tasks without a core would get a process each
+        )  # fmt: skip
         answers = windows.map_batches(
             Engines, batch_size=1, batch_format="numpy", num_cpus=pool.cpus, num_gpus=pool.cards,
             memory=pool.host_bytes, fn_constructor_args=(opening, pool),
             compute=ray.data.ActorPoolStrategy(size=pool.actors, max_tasks_in_flight_per_actor=_AHEAD),
-            ray_remote_args_fn=lambda: {"max_task_retries": _RETRIES},
+            max_task_retries=_RETRIES,
         )  # fmt: skip
         for batch in answers.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=0):
             for found in batch["found"]:
@@ -269,6 +271,8 @@ def _settings() -> None:
     context.enable_progress_bars = False
     context.target_max_block_size = 1  # bytes: what an actor yields is a block, and on its way at once
     logging.getLogger("ray.data").setLevel(logging.ERROR)
+    # The only way to say max_task_retries, until 2.64 at least: setup.py asks for an older one.
+    warnings.filterwarnings("ignore", message="`ray_remote_args` is deprecated", category=DeprecationWarning)
 
 
 def find_pool(actors: int | None, host_bytes: int | None, device: str) -> Pool:

@@ -113,14 +113,14 @@ def test_a_killed_driver_takes_its_ray_with_it_and_the_rest_can_be_done(
     """Twice: by kill -9, and by SIGTERM, which ends the job within seconds. The rest is done without Ray."""
     job = Job(folder, *RAY)
     job.wait_for_rows(20)
-    left = set(job.ray_processes())
+    left = job.ray_processes()
     job.process.kill()
     job.process.wait()
     before = job.output.read_bytes().count(b"\n")
     assert 20 <= before < ROWS
     end = time.monotonic() + 60
-    while any(_lives(pid) for pid in left):
-        assert time.monotonic() < end, "Ray lives on"
+    while alive := [title for pid, title in left.items() if _lives(pid)]:
+        assert time.monotonic() < end, alive
         time.sleep(0.2)
     again = Job(folder, *RAY)
     again.wait_for_rows(before + 20)
