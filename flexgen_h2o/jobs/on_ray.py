@@ -14,6 +14,7 @@ import os
 import pickle
 import queue
 import signal
+import socket
 import sys
 import threading
 import traceback
@@ -44,6 +45,7 @@ from flexgen_h2o.units import format_bytes, less_margin
 LOCAL = "local"
 _STORE_BYTES = 256 * 2**20  # of Ray's shared memory, on a Ray of our own: windows and rows are small
 _TICK_S = 1.0
+_KNOCK_S = 10.0
 _AHEAD = 2  # windows that an actor has, with the one that it runs
 _RETRIES = 3  # of a window, by Ray; rows that kill every actor would go round for ever
 
@@ -249,8 +251,9 @@ def ray_at(address: str | None) -> Iterator[None]:
     before = signal.getsignal(signal.SIGTERM)
     own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": _STORE_BYTES} if address is None else {}
     try:
+        _knock(address)
         ray.init(address or LOCAL, logging_level=logging.ERROR, log_to_driver=False, **own)
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+    except (RuntimeError, ValueError, OSError, OverflowError) as error:
         raise UsageError(f"--ray {address or ''}: no Ray there ({_last_line(error)})") from error
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, before)  # which Ray has taken
@@ -260,6 +263,14 @@ def ray_at(address: str | None) -> Iterator[None]:
     finally:
         with interrupts.held():
             ray.shutdown()
+
+
+def _knock(address: str | None) -> None:
+    """OSError where nobody listens at HOST:PORT; Ray would try for more than a minute."""
+    host, colon, port = (address or "").rpartition(":")
+    if colon and port.isdecimal() and "/" not in host:
+        with socket.create_connection((host, int(port)), timeout=_KNOCK_S):
+            pass
 
 
 def _settings() -> None:

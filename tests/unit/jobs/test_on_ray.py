@@ -106,6 +106,13 @@ def test_actors_that_have_no_room_are_refused(
     assert says in str(found.value)
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "localhost:99999"])
+def test_an_address_where_nobody_listens_is_refused_at_once(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
+    with pytest.raises(UsageError, match=f"--ray {address}: no Ray there"), on_ray.ray_at(address):
+        pass
+
+
 # ---- a window in its actor
 
 
