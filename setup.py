@@ -20,7 +20,7 @@ EXTRAS = {
     "bench": ["accelerate>=1.0", "matplotlib>=3.8"],
     "eval": ["rouge-score>=0.1.2", "lm-eval>=0.4.8", "matplotlib>=3.8"],
     "plot": ["matplotlib>=3.8"],
-    "ray": ["ray[data]>=2.60"],
+    "ray": ["ray[data]>=2.60,<2.64"],
 }
 
 setup(

@@ -93,7 +93,7 @@ def _run(argv: list[str] | None) -> int:
     if args.ray_actors and args.ray is None:
         raise UsageError("--ray-actors: goes with --ray; give both")
     if args.ray is not None and (find_spec("ray") is None or find_spec("pyarrow") is None):
-        raise UsageError("--ray: needs Ray Data; pip install 'flexgen-h2o[ray]'")
+        raise UsageError("--ray: needs Ray Data; pip install -e '.[ray]' in a clone")
     policy, is_auto = policy_of(args)
     from flexgen_h2o.jobs.output import OutputFile
 
@@ -109,7 +109,7 @@ def _run(argv: list[str] | None) -> int:
             return _run_job(args, output, llm, before, defaults)
         from flexgen_h2o.jobs.on_ray import Opening
 
-        opening = Opening(_with_whole_paths(args), policy, is_auto, eviction, defaults, args.window)
+        opening = Opening(_with_whole_paths(args), policy, is_auto, eviction, defaults, args.window, args.refill)
         return _run_on_ray(args, output, llm.model.name, before, opening)
 
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The tests marked slow, which the default suite leaves out; further arguments go to pytest.
+# The tests marked slow, which the default suite leaves out; further arguments go to pytest. Those of jobs on Ray run where
+# it is installed: FLEXGEN_VENV, or the active environment, after `pip install -e '.[dev,ray]'`.
 #   bash scripts/slow_tests.sh [-k NAME ...]        (FLEXGEN_VENV=DIR: the environment to use or make)
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"

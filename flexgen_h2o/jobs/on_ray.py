@@ -2,7 +2,8 @@
 by one. The output, its sidecar and its status stay with the driver.
 
 Ray runs a window again whose actor has died. What came back of it before is in the output already; rows are known by
-their place in the input, so none is written twice, and what is missing at the end is run again.
+their place in the input, so none is written twice. Where Ray gives a window up, or itself, what is missing then is run
+again by new actors, as long as some rows come back each time.
 """
 
 from __future__ import annotations
@@ -13,7 +14,11 @@ import os
 import pickle
 import queue
 import signal
+import socket
+import sys
 import threading
+import traceback
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +45,9 @@ from flexgen_h2o.units import format_bytes, less_margin
 LOCAL = "local"
 _STORE_BYTES = 256 * 2**20  # of Ray's shared memory, on a Ray of our own: windows and rows are small
 _TICK_S = 1.0
+_KNOCK_S = 10.0
 _AHEAD = 2  # windows that an actor has, with the one that it runs
+_RETRIES = 3  # of a window, by Ray; rows that kill every actor would go round for ever
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class Opening:
-    """How an actor opens its engine: as the command line's flags say, its paths absolute. window: as the flag."""
+    """How an actor opens its engine: by the command line's flags, with absolute paths. window, refill: as the flags."""
 
     args: argparse.Namespace
     policy: Policy
@@ -63,12 +70,21 @@ class Opening:
     eviction: Eviction
     defaults: SamplingParams
     window: int | None
+    refill: bool
 
     def open(self, host_bytes: int) -> LLM:
         args = argparse.Namespace(**{**vars(self.args), "host_mem": host_bytes})
         llm = open_llm(args, self.policy, self.is_auto, self.eviction)
         llm.share_prefix = args.share_prefix
         return llm
+
+
+@dataclass(frozen=True)
+class Raised:
+    """What the engine raised. trace: with its traceback, as text."""
+
+    error: Exception
+    trace: str
 
 
 # ---- In the actors
@@ -83,9 +99,10 @@ class Engines:
         torch.set_num_threads(pool.cpus)
         self._opening, self._pool = opening, pool
         self._llm: LLM | None = None
+        self._has_run = False
 
     def __call__(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """batch: `lines`, one value: a window, pickled. Yields `found`, one value: answers, notes or an error, pickled.
+        """batch: `lines`, one value: a window, pickled. Yields `found`, one value: answers, notes or `Raised`, pickled.
 
         One at a time: each becomes a block of its own (`_settings`), which the driver has at once.
         """
@@ -93,12 +110,14 @@ class Engines:
             if self._llm is None:
                 self._llm = self._opening.open(self._pool.host_bytes)
             reader = RequestReader(self._llm.model, self._opening.defaults)
-            job = WindowJob(self._llm, reader, pickle.loads(batch["lines"][0]), self._opening.window)
+            opening, lines = self._opening, pickle.loads(batch["lines"][0])
+            job = WindowJob(self._llm, reader, lines, opening.window, opening.refill, has_run=self._has_run)
             for answers in job.answers():
                 yield _packed("found", answers)
+            self._has_run = True
             yield _packed("found", Notes(job.other_models, job.first_other, self._llm.peak_bytes))
-        except FlexgenError as error:
-            yield _packed("found", error)
+        except Exception as error:
+            yield _packed("found", Raised(error, traceback.format_exc()))
 
 
 def _packed(name: str, value: Any) -> dict[str, Any]:
@@ -106,6 +125,10 @@ def _packed(name: str, value: Any) -> dict[str, Any]:
 
 
 # ---- In the driver
+
+
+class _FlowError(Exception):
+    """Ray has given up, or an engine raised: its traceback."""
 
 
 @dataclass
@@ -130,15 +153,22 @@ class RayJob:
         done = self.before.done
         while left := int((~done).sum()):
             size = window_size(left, self.pool.actors, self.block_size, self.opening.window)
-            for found in self._flow(list(cut_input(self.source, done, size))):
-                self._take(found, done)
-            if int((~done).sum()) == left:
-                raise FlexgenError(f"--ray: {left} rows did not come back from any actor; what Ray says is above")
+            why = "some came from no actor"
+            try:
+                for found in self._flow(list(cut_input(self.source, done, size))):
+                    self._take(found, done)
+            except _FlowError as error:
+                why = str(error)
+            missing = int((~done).sum())
+            if missing == left:
+                raise FlexgenError(f"--ray: no row came back from any actor ({why})")
+            if missing:
+                print(f"batch: --ray: {missing} rows are missing ({why}); they are run again", file=sys.stderr)
         self.output.sync()
 
     def _take(self, found: Any, done: Any) -> None:
-        if isinstance(found, FlexgenError):
-            raise found
+        if isinstance(found, Raised):
+            raise found.error from _FlowError(found.trace)
         if isinstance(found, Notes):
             self.other_models += found.other_models
             self.first_other = self.first_other or found.first_other
@@ -165,8 +195,8 @@ class RayJob:
                 continue
             if found is None:
                 return
-            if isinstance(found, BaseException) and not isinstance(found, FlexgenError):
-                raise FlexgenError(f"--ray: {_last_line(found)}") from found
+            if isinstance(found, BaseException):
+                raise _FlowError(_last_line(found)) from found
             yield found
 
 
@@ -192,12 +222,14 @@ def _run_flow(source: Path, cuts: list[Cut], opening: Opening, pool: Pool, said:
     try:
         blocks = [pyarrow.table({"cut": [pickle.dumps(cut)]}) for cut in cuts]
         windows = ray.data.from_blocks(blocks).map_batches(
-            lines_of, batch_size=1, batch_format="numpy", num_cpus=0, label_selector=here
-        )
+            lines_of, batch_size=1, batch_format="numpy", num_cpus=0, label_selector=here,
+            compute=ray.data.TaskPoolStrategy(size=1),  # tasks without a core would get a process each
+        )  # fmt: skip
         answers = windows.map_batches(
             Engines, batch_size=1, batch_format="numpy", num_cpus=pool.cpus, num_gpus=pool.cards,
             memory=pool.host_bytes, fn_constructor_args=(opening, pool),
             compute=ray.data.ActorPoolStrategy(size=pool.actors, max_tasks_in_flight_per_actor=_AHEAD),
+            max_task_retries=_RETRIES,
         )  # fmt: skip
         for batch in answers.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=0):
             for found in batch["found"]:
@@ -219,8 +251,9 @@ def ray_at(address: str | None) -> Iterator[None]:
     before = signal.getsignal(signal.SIGTERM)
     own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": _STORE_BYTES} if address is None else {}
     try:
+        _knock(address)
         ray.init(address or LOCAL, logging_level=logging.ERROR, log_to_driver=False, **own)
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+    except (RuntimeError, ValueError, OSError, OverflowError) as error:
         raise UsageError(f"--ray {address or ''}: no Ray there ({_last_line(error)})") from error
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, before)  # which Ray has taken
@@ -232,6 +265,14 @@ def ray_at(address: str | None) -> Iterator[None]:
             ray.shutdown()
 
 
+def _knock(address: str | None) -> None:
+    """OSError where nobody listens at HOST:PORT; Ray would try for more than a minute."""
+    host, colon, port = (address or "").rpartition(":")
+    if colon and port.isdecimal() and "/" not in host:
+        with socket.create_connection((host, int(port)), timeout=_KNOCK_S):
+            pass
+
+
 def _settings() -> None:
     import logging
 
@@ -241,6 +282,8 @@ def _settings() -> None:
     context.enable_progress_bars = False
     context.target_max_block_size = 1  # bytes: what an actor yields is a block, and on its way at once
     logging.getLogger("ray.data").setLevel(logging.ERROR)
+    # The only way to say max_task_retries, until 2.64 at least: setup.py asks for an older one.
+    warnings.filterwarnings("ignore", message="`ray_remote_args` is deprecated", category=DeprecationWarning)
 
 
 def find_pool(actors: int | None, host_bytes: int | None, device: str) -> Pool:

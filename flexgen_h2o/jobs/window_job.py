@@ -50,16 +50,20 @@ class _Nobody:
 
 
 class WindowJob(Job):
-    """A job whose rows are `lines`, by row of the whole input, and whose output is whoever takes its answers."""
+    """A job whose rows are `lines`, by row of the whole input, and whose output is whoever takes its answers.
+
+    has_run: the engine has run another window; rows that do not fit together are run apart then.
+    """
 
     def __init__(
-        self, llm: Generator, reader: RequestReader, lines: Sequence[tuple[int, Line]], window: int | None,
-        **more: Any,
+        self, llm: Generator, reader: RequestReader, lines: Sequence[tuple[int, Line]], window: int | None = None,
+        refill: bool = False, *, has_run: bool = False,
     ) -> None:  # fmt: skip
         self._given, self._row_of = lines, {line.number: row for row, line in lines}
         self._answers: queue.SimpleQueue[list[Answer] | BaseException | None] = queue.SimpleQueue()
         nothing = Before(np.zeros(len(lines), bool), 0, 0)
-        super().__init__(llm, Path(), reader, cast(Any, None), nothing, cast(Any, _Nobody()), None, window, **more)
+        super().__init__(llm, Path(), reader, cast(Any, None), nothing, cast(Any, _Nobody()), None, window, refill)
+        self._has_run = has_run
 
     def answers(self) -> Iterator[list[Answer]]:
         """Those that finish together, as they do; raises what the engine raises."""

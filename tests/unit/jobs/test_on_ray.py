@@ -1,0 +1,253 @@
+"""The driver of a job on Ray and a window in its actor, without Ray: sizes, room, rows that come twice or never."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flexgen_h2o import batch
+from flexgen_h2o.errors import DoesNotFitError, FlexgenError, UsageError
+from flexgen_h2o.jobs import on_ray
+from flexgen_h2o.jobs.lines import Cut, cut_input, read_cut, read_lines, scan_input
+from flexgen_h2o.jobs.on_ray import Notes, Pool, Raised, RayJob, find_pool, window_size
+from flexgen_h2o.jobs.output import OutputFile
+from flexgen_h2o.jobs.progress import JobProgress
+from flexgen_h2o.jobs.requests import RequestReader
+from flexgen_h2o.jobs.runner import rows_before
+from flexgen_h2o.jobs.window_job import Answer, WindowJob
+from flexgen_h2o.sampling import SamplingParams
+from flexgen_h2o.source import Model
+from flexgen_h2o.units import less_margin
+from tests.unit.jobs.stub import StubLLM, read_rows, write_lines
+
+GIB = 2**30
+
+
+# ---- parts of the input
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
+def test_parts_have_the_rows_that_are_left_and_no_others(tmp_path: Path, size: int) -> None:
+    """Blank lines, a byte order mark and no newline at the end among them."""
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b'\xef\xbb\xbf{"a": 1}\n\n  \n' + b"\n".join(b'{"a": %d}\n' % i * 2 for i in range(9)) + b"{}")
+    lines = list(read_lines(source))
+    for pattern in (0b0, 0b10110100, 0b11, 1 << 18, 2**19 - 1, 2**20 - 1):
+        done = np.array([bool(pattern >> i & 1) for i in range(len(lines))])
+        cuts = list(cut_input(source, done, size))
+        assert [int(cut.left.sum()) for cut in cuts[:-1]] == [size] * (len(cuts) - 1)
+        found = [one for cut in cuts for one in read_cut(source, cut)]
+        assert found == [(row, line) for row, line in enumerate(lines) if not done[row]]
+
+
+def test_a_long_line_is_one_row_of_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flexgen_h2o.jobs.lines.MOST_LINE_BYTES", 20)
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b'{"a": 1}\n{"a": "' + b"x" * 50 + b'"}\n{"a": 3}\n')
+    cuts = list(cut_input(source, np.zeros(3, bool), 1))
+    found = [one for cut in cuts for one in read_cut(source, cut)]
+    assert [(row, line.number, line.text is None) for row, line in found] == [
+        (0, 1, False), (1, 2, True), (2, 3, False),
+    ]  # fmt: skip
+
+
+def test_lines_that_came_later_are_in_no_part(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl", {}, {}, {})
+    [cut] = cut_input(source, np.zeros(2, bool), 5)
+    assert [row for row, _ in read_cut(source, cut)] == [0, 1]
+
+
+def test_windows_are_whole_blocks_and_about_as_many_for_each_actor() -> None:
+    assert window_size(10, 2, 4, asked=5) == 8
+    assert window_size(300, 2, 4, None) == 152, "one each"
+    assert window_size(10_000, 4, 8, None) == 840, "three each: no more than 1,024"
+    assert window_size(10_000, 2, 1000, None) == 3000, "two each, of whole blocks"
+    assert window_size(1, 8, 1, None) == 1
+
+
+# ---- room for actors
+
+
+def ray_of(monkeypatch: pytest.MonkeyPatch, *nodes: dict[str, float], dead: dict[str, float] | None = None) -> None:
+    found = [{"Alive": True, "Resources": node} for node in nodes]
+    found += [{"Alive": False, "Resources": dead}] if dead else []
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(nodes=lambda: found))
+
+
+def test_an_actor_a_node_gets_its_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray_of(monkeypatch, {"CPU": 8, "memory": 64 * GIB}, {"CPU": 4, "memory": 32 * GIB}, dead={"CPU": 64, "memory": GIB})
+    assert find_pool(None, None, "cpu") == Pool(2, 4, 0, less_margin(32 * GIB)), "the large node has room for two"
+    assert find_pool(3, None, "cpu") == Pool(3, 4, 0, less_margin(32 * GIB))
+    assert find_pool(2, 20 * GIB, "cpu") == Pool(2, 4, 0, 20 * GIB)
+
+
+def test_an_actor_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray_of(monkeypatch, {"CPU": 16, "GPU": 2, "memory": 64 * GIB}, {"CPU": 16, "memory": 64 * GIB})
+    assert find_pool(None, None, "auto") == Pool(2, 8, 1, less_margin(32 * GIB)), "both where the cards are"
+    assert find_pool(None, 8 * GIB, "cpu").cards == 0
+
+
+@pytest.mark.parametrize(
+    ("actors", "host_bytes", "says"), [(5, None, "4 cores"), (2, 9 * GIB, "9.00 GiB (--host-mem)")]
+)
+def test_actors_that_have_no_room_are_refused(
+    actors: int, host_bytes: int | None, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray_of(monkeypatch, {"CPU": 4, "memory": 16 * GIB})
+    with pytest.raises(DoesNotFitError, match=f"--ray-actors {actors}") as found:
+        find_pool(actors, host_bytes, "cpu")
+    assert says in str(found.value)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "localhost:99999"])
+def test_an_address_where_nobody_listens_is_refused_at_once(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
+    with pytest.raises(UsageError, match=f"--ray {address}: no Ray there"), on_ray.ray_at(address):
+        pass
+
+
+# ---- a window in its actor
+
+
+def test_a_window_answers_each_row_once(tmp_path: Path, words: Model) -> None:
+    requests = [{"prompt": [9, 8, 7], "max_tokens": 1 + i % 3, "custom_id": f"r{i}"} for i in range(10)]
+    source = write_lines(tmp_path / "in.jsonl", *requests[:4], "{", "", *requests[4:])
+    [cut] = cut_input(source, np.array([False] * 3 + [True] * 2 + [False] * 6), 100)
+    llm = StubLLM(words)
+    job = WindowJob(llm, RequestReader(words, SamplingParams()), list(read_cut(source, cut)), refill=True)
+    found = [one for some in job.answers() for one in some]
+    assert sorted(one.row for one in found) == [0, 1, 2, *range(5, 11)] and llm.expected == 9
+    assert [one.row for one in found if one.is_error] == []
+    assert all(one.tokens == 1 + int(json.loads(one.line)["custom_id"][1:]) % 3 for one in found)
+
+
+def test_what_the_engine_raises_comes_out_after_what_was_done(tmp_path: Path, words: Model) -> None:
+    source = write_lines(tmp_path / "in.jsonl", "{", *({"prompt": [9, 8]} for _ in range(3)))
+
+    def fail(line: int) -> None:
+        if line == 3:
+            raise OSError("a broken disk")
+
+    lines = list(read_cut(source, Cut(0, 1, 0, np.ones(4, bool))))
+    job = WindowJob(StubLLM(words, before_row=fail), RequestReader(words, SamplingParams()), lines)
+    found = job.answers()
+    assert [(one.row, one.is_error) for one in next(found)] == [(0, True)]
+    assert [(one.row, one.is_error) for one in next(found)] == [(1, False)]
+    with pytest.raises(OSError, match="a broken disk"):
+        next(found)
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+def test_only_a_first_window_ends_the_job_where_its_rows_do_not_fit_together(
+    has_run: bool, tmp_path: Path, words: Model
+) -> None:
+    source = write_lines(tmp_path / "in.jsonl", *({"prompt": [9] * 5} for _ in range(6)))
+    lines = list(read_cut(source, Cut(0, 1, 0, np.ones(6, bool))))
+    job = WindowJob(StubLLM(words, room=20), RequestReader(words, SamplingParams()), lines, has_run=has_run)
+    if has_run:
+        assert sum(map(len, job.answers())) == 6
+    else:
+        with pytest.raises(DoesNotFitError):
+            list(job.answers())
+
+
+# ---- the driver
+
+
+class Driven:
+    """A driver over an input of rows, whose flows are given: what each says, from the parts that it is to do."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, rows: int, *flows: Any, **options: Any) -> None:
+        self.path = folder / "out.jsonl"
+        source = write_lines(folder / "in.jsonl", *({"custom_id": f"r{i}"} for i in range(rows)))
+        scan, self.output = scan_input(source), OutputFile(self.path)
+        before = rows_before(self.output, scan.ids)
+        self.progress = JobProgress(self.path, rows, 0, 0, dict, self.output.sync_if_due)
+        opening: Any = SimpleNamespace(window=4)
+        self.job = RayJob(source, self.output, before, self.progress, Pool(2, 1, 0, GIB), opening, 1, **options)
+        self.asked: list[list[int]] = []
+        left = iter(flows)
+
+        def flow(job: RayJob, cuts: list[Cut]) -> Iterator[Any]:
+            self.asked.append([row for cut in cuts for row, _ in read_cut(source, cut)])
+            yield from next(left)
+
+        monkeypatch.setattr(RayJob, "_flow", flow)
+
+    def ids(self) -> list[str]:
+        return [row["custom_id"] for row in read_rows(self.path)]
+
+
+def answers(*rows: int, error: bool = False) -> list[Answer]:
+    return [Answer(row, b'{"custom_id": "r%d", "error": null}' % row, error, 2) for row in rows]
+
+
+def gives_up(*found: Any) -> Iterator[Any]:
+    yield from found
+    raise on_ray._FlowError("the actor died")
+
+
+def test_rows_that_come_twice_are_written_once_and_those_that_do_not_are_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    notes = Notes(2, "m in line 1", {"host": 5}), Notes(1, "n in line 4", {"host": 3, "disk": 1})
+    driven = Driven(
+        tmp_path, monkeypatch, 6,
+        [answers(3, 1), answers(1), answers(0, 3), notes[0]],
+        gives_up(answers(4)),
+        [answers(5, 4), notes[1], answers(2)],
+    )  # fmt: skip
+    driven.job.run()
+    assert driven.ids() == ["r3", "r1", "r0", "r4", "r5", "r2"]
+    assert driven.asked == [[0, 1, 2, 3, 4, 5], [2, 4, 5], [2, 5]]
+    assert (driven.job.other_models, driven.job.first_other) == (3, "m in line 1")
+    assert driven.job.peak_bytes == {"host": 5, "disk": 1}
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2 and "2 rows are missing (the actor died); they are run again" in said[1]
+    assert driven.progress.status.done == 6 and driven.progress.status.tokens == 12
+
+
+def test_a_job_of_which_nothing_comes_back_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driven = Driven(tmp_path, monkeypatch, 3, gives_up(answers(1)), gives_up(answers(1)))
+    with pytest.raises(FlexgenError, match=r"no row came back from any actor \(the actor died\)"):
+        driven.job.run()
+    assert driven.ids() == ["r1"]
+
+
+def test_what_an_engine_raises_ends_the_job_as_it_would_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driven = Driven(tmp_path, monkeypatch, 3, [answers(2), Raised(DoesNotFitError("too large"), "where it was")])
+    with pytest.raises(DoesNotFitError, match="too large") as found:
+        driven.job.run()
+    assert str(found.value.__cause__) == "where it was" and driven.ids() == ["r2"]
+
+
+def test_errors_of_all_actors_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driven = Driven(
+        tmp_path, monkeypatch, 4, [answers(2, error=True), answers(0, error=True), answers(1)], max_errors=1
+    )
+    with pytest.raises(UsageError, match="--max-errors 1: 2 rows"):
+        driven.job.run()
+    assert driven.ids() == ["r2", "r0"]
+
+
+# ---- the door
+
+
+def test_ray_that_is_not_installed_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(batch, "find_spec", lambda name: None)
+    source = write_lines(tmp_path / "in.jsonl", {"prompt": [5]})
+    argv = ["--input", str(source), "--output", str(tmp_path / "out.jsonl")]
+    assert batch.main([*argv, "--ray"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line == "batch: --ray: needs Ray Data; pip install -e '.[ray]' in a clone"
+    assert batch.main([*argv, "--ray-actors", "2"]) == 2 and "goes with --ray" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
