@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 from flexgen_h2o.config import ModelSpec
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.kvcache.eviction.policy import RANKS, Eviction
@@ -28,18 +30,16 @@ def check_rolling(eviction: Eviction, spec: ModelSpec, compresses_cache: bool) -
 
 
 def most_new_tokens(eviction: Eviction, spec: ModelSpec, prompt_len: int, asked: int) -> int:
-    """New tokens that a prompt of so many tokens may grow by: with original positions as long as there are some.
+    """New tokens that a prompt of so many tokens may grow by: with original positions as long as there are some, with
+    rolling ones as long as its columns are no more than there are positions.
 
-    The newest token needs no position of its own, so a prompt that fills all positions still gets one. UsageError where
-    a row would hold more columns than there are positions.
+    The newest token needs no position of its own, so a prompt that fills all positions still gets one.
     """
-    positions = spec.max_positions
     if not is_rolling(eviction):
-        return min(asked, positions - prompt_len + 1)
-    held = max(eviction.slots(prompt_len, asked, block, spec.num_blocks) for block in range(spec.num_blocks))
-    if held > positions:
-        raise UsageError(
-            f"--positions rolling: {held} columns for a prompt of {prompt_len} tokens, but {spec.name} has {positions}"
-            " positions; keep fewer with --hh-ratio or --hh-size"
-        )
-    return asked
+        return min(asked, spec.max_positions - prompt_len + 1)
+
+    def is_too_much(new: int) -> bool:
+        columns = (eviction.slots(prompt_len, new, block, spec.num_blocks) for block in range(spec.num_blocks))
+        return max(columns) > spec.max_positions
+
+    return max(1, bisect_left(range(1, asked + 1), True, key=is_too_much))
