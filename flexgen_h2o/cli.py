@@ -15,7 +15,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "plan": ("flexgen_h2o.policy_search", "find the fastest policy and say what it costs, before a run"),
     "hardware": ("flexgen_h2o.hardware", "measure this machine's hardware profile"),
     "batch": ("flexgen_h2o.batch", "run a JSONL file of requests durably: it may be killed, and goes on"),
-    "evaluate": ("flexgen_h2o.evaluate", "measure what eviction costs: fidelity to the full cache"),
+    "evaluate": ("flexgen_h2o.evaluate", "measure what eviction costs: fidelity, own prompts, streams"),
 }
 
 
