@@ -65,6 +65,7 @@ def test_two_ranks_give_the_tokens_of_transformers_with_every_placement(
         assert answer["tokens"] == three_blocks.tokens, placement
 
 
+@pytest.mark.slow
 def test_micro_batches_families_eviction_and_compression_are_those_of_one_process(
     three_blocks: Reference, reference: Callable[[str], Reference], ended: Ended, tmp_path: Path
 ) -> None:
@@ -127,6 +128,7 @@ def test_the_door_prints_and_writes_in_one_rank_only(three_blocks: Reference, tm
     assert len(json.loads(report.read_text())["extra"]["ranks"]) == 2
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_all_with_its_line(three_blocks: Reference, tmp_path: Path) -> None:
     """Rank 1 alone has too small a budget; rank 0 waits for it and must not wait on."""
     script = tmp_path / "rank.py"

@@ -23,8 +23,15 @@ def known(reference: Callable[[str], Reference]) -> tuple[Path, list[list[int]],
     return model.folder, prompts, [greedy(model.model, p, n) for p, n in zip(prompts, ASKED, strict=True)]
 
 
-@pytest.mark.parametrize("configuration", CONFIGURATIONS)
-@pytest.mark.parametrize("placement", PLACEMENTS)
+# Every placement with a quarter of the configurations by default, the whole plane among the slow tests.
+PLANE = [
+    pytest.param(placement, configuration, marks=[pytest.mark.slow] if (p + c) % 4 else [])
+    for p, placement in enumerate(PLACEMENTS)
+    for c, configuration in enumerate(CONFIGURATIONS)
+]
+
+
+@pytest.mark.parametrize(("placement", "configuration"), PLANE)
 def test_placement_by_configuration(
     placement: str, configuration: str, known: tuple[Path, list[list[int]], list[list[int]]], tmp_path: Path
 ) -> None:
