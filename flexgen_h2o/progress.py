@@ -22,6 +22,16 @@ class Listener(Protocol):
         """These rows are done; they are handed out next."""
 
 
+class Silent:
+    """Hears of a run and shows nothing."""
+
+    def sweep(self, tokens: int) -> None:
+        pass
+
+    def finish(self, rows: Sequence[Row]) -> None:
+        pass
+
+
 class Progress:
     """Counts generated tokens. A row that stops early takes the tokens it will not need off the total."""
 

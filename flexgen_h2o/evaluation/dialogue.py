@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,11 +12,12 @@ import torch
 from flexgen_h2o.conversation import Conversation, tokens_after_first
 from flexgen_h2o.evaluation.cells import Case
 from flexgen_h2o.evaluation.held import bytes_of_column, held_columns
-from flexgen_h2o.evaluation.metrics import surprise
+from flexgen_h2o.evaluation.metrics import perplexity, surprise
 from flexgen_h2o.evaluation.turns import Turn
-from flexgen_h2o.generation import Row, RowEnd
+from flexgen_h2o.generation import RowEnd
 from flexgen_h2o.kvcache.eviction.rolling import most_new_tokens
 from flexgen_h2o.llm import LLM
+from flexgen_h2o.progress import Silent
 from flexgen_h2o.sampling import SamplingParams, StopStrings, TokenChooser, Tokenizer, decode_text
 from flexgen_h2o.units import format_bytes, format_seconds
 
@@ -78,7 +78,7 @@ class Shown:
         now.seconds = time.perf_counter() - self._began
         self._began += now.seconds
         self._text = TextStream(self._llm.model.tokenizer)
-        surprised = f", perplexity {perplexity(now.nats):.1f}" if now.nats else ""
+        surprised = f", perplexity {perplexity(_mean(now.nats)):.1f}" if now.nats else ""
         self._show(
             f"\n({now.tokens} tokens{surprised}; {len(now.answer)} in answer, {now.reason or 'broken off'}; "
             f"KV {now.columns:.4g} columns, {format_bytes(now.kv_bytes)}; {format_seconds(now.seconds)})\n"
@@ -113,16 +113,6 @@ class TextStream:
         return new
 
 
-class Silent:
-    """Hears of a run (progress.Listener) and shows nothing: the text itself is shown."""
-
-    def sweep(self, tokens: int) -> None:
-        pass
-
-    def finish(self, rows: Sequence[Row]) -> None:
-        pass
-
-
 def converse(
     llm: LLM, case: Case, turns: Sequence[Turn], ids: Sequence[Sequence[int]], params: SamplingParams, show: Show
 ) -> dict[str, Any]:
@@ -153,8 +143,8 @@ def converse(
         "answered": answered,
         "tokens": tokens,
         "measured_tokens": len(nats),
-        "nll": sum(nats) / len(nats) if nats else None,
-        "perplexity": perplexity(nats) if nats else None,
+        "nll": _mean(nats) if nats else None,
+        "perplexity": perplexity(_mean(nats)) if nats else None,
         "kv_bytes": max(one.kv_bytes for one in found),
         "kv_reserved_bytes": report.extra["kv_reserved_bytes"],
         "peak_bytes": report.peak_bytes,
@@ -163,8 +153,8 @@ def converse(
     }
 
 
-def perplexity(nats: Sequence[float]) -> float:
-    return math.exp(min(700.0, sum(nats) / len(nats)))
+def _mean(nats: Sequence[float]) -> float:
+    return sum(nats) / len(nats)
 
 
 def _facts(index: int, turn: Turn, one: Exchange, llm: LLM, params: SamplingParams) -> dict[str, Any]:
@@ -176,7 +166,7 @@ def _facts(index: int, turn: Turn, one: Exchange, llm: LLM, params: SamplingPara
         **turn.labels,
         "prompt": turn.content,
         "tokens": one.tokens,
-        "nll": sum(one.nats) / len(one.nats) if one.nats else None,
+        "nll": _mean(one.nats) if one.nats else None,
         "text": text,
         "token_ids": one.answer,
         "finish_reason": one.reason,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,7 @@ from flexgen_h2o.errors import UsageError
 from flexgen_h2o.evaluation.bootstrap import Bootstrap
 from flexgen_h2o.evaluation.cells import Case
 from flexgen_h2o.evaluation.held import bytes_of_column, held_columns
-from flexgen_h2o.evaluation.metrics import surprise
+from flexgen_h2o.evaluation.metrics import perplexity, surprise
 from flexgen_h2o.evaluation.rows import HeldOutText, held_out_text
 from flexgen_h2o.evaluation.watches import StepCounter
 from flexgen_h2o.llm import LLM
@@ -97,7 +96,7 @@ def measure(llm: LLM, case: Case, streams: Sequence[Sequence[int]], windows: int
         "eviction": case.eviction.to_json(),
         "windows": found,
         "nll": whole,
-        "perplexity": math.exp(min(700.0, whole["value"])),
+        "perplexity": perplexity(whole["value"]),
         "kv_reserved_bytes": report.extra["kv_reserved_bytes"],
         "peak_bytes": report.peak_bytes,
         "seconds": seconds,

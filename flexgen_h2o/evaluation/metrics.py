@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 
@@ -22,6 +24,11 @@ def flips(full: torch.Tensor, policy: torch.Tensor) -> torch.Tensor:
 def surprise(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Negative log likelihood of `tokens` ((rows,) int64) in nats: (rows,) float64. logits: (rows, vocab)."""
     return -logits.double().log_softmax(dim=-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+
+
+def perplexity(nats: float) -> float:
+    """Of a mean surprise; a finite number however large that is."""
+    return math.exp(min(700.0, nats))
 
 
 def evicted_mass(weights: torch.Tensor, positions: torch.Tensor, filled: torch.Tensor) -> torch.Tensor:

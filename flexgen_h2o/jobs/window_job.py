@@ -17,6 +17,7 @@ from flexgen_h2o.jobs.lines import Line
 from flexgen_h2o.jobs.output import to_line
 from flexgen_h2o.jobs.requests import RequestReader
 from flexgen_h2o.jobs.runner import Before, Generator, Job
+from flexgen_h2o.progress import Silent
 from flexgen_h2o.prompts import Completion
 
 
@@ -39,16 +40,6 @@ class Notes:
     peak_bytes: dict[str, int]
 
 
-class _Nobody:
-    """Listens to a run; its rows are counted where they are written."""
-
-    def sweep(self, tokens: int) -> None:
-        pass
-
-    def finish(self, rows: Sequence[Any]) -> None:
-        pass
-
-
 class WindowJob(Job):
     """A job whose rows are `lines`, by row of the whole input, and whose output is whoever takes its answers.
 
@@ -62,7 +53,7 @@ class WindowJob(Job):
         self._given, self._row_of = lines, {line.number: row for row, line in lines}
         self._answers: queue.SimpleQueue[list[Answer] | BaseException | None] = queue.SimpleQueue()
         nothing = Before(np.zeros(len(lines), bool), 0, 0)
-        super().__init__(llm, Path(), reader, cast(Any, None), nothing, cast(Any, _Nobody()), None, window, refill)
+        super().__init__(llm, Path(), reader, cast(Any, None), nothing, cast(Any, Silent()), None, window, refill)
         self._has_run = has_run
 
     def answers(self) -> Iterator[list[Answer]]:
