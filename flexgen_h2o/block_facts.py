@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from flexgen_h2o.prefixes import FedPrompts
+
 
 @dataclass(frozen=True)
 class Sweep:
@@ -26,7 +28,7 @@ class BlockSums:
     """Sums over a block's sweeps: they take the same memory however many there are.
 
     held, full: columns of the sweeps behind the first one (of the first one where there is no other), of which there
-    are `later`. read: of all sweeps.
+    are `later`. read: of all sweeps. fed: the prompts that were.
     """
 
     sweeps: int = 0
@@ -35,6 +37,7 @@ class BlockSums:
     held: int = 0
     full: int = 0
     read: int = 0
+    fed: FedPrompts = field(default_factory=FedPrompts)
     _prompts: float = 0.0  # of the newest sweep
 
     @property

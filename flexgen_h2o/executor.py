@@ -27,7 +27,7 @@ from flexgen_h2o.kvcache.slots import SlotTable
 from flexgen_h2o.kvcache.store import CacheKey
 from flexgen_h2o.models import Weights, family_of
 from flexgen_h2o.planner.memory import kv_layout
-from flexgen_h2o.prefixes import FedPrompts, Sharing
+from flexgen_h2o.prefixes import Sharing
 from flexgen_h2o.schedule import Step, weight_sequence, zigzag
 from flexgen_h2o.tiers.events import Waitable, wait_all
 from flexgen_h2o.tiers.stream import Stream, streamed_keys
@@ -42,7 +42,7 @@ class Executor:
 
     max_sweeps: an upper bound of sweeps over all blocks (weights are loaded ahead across blocks); None where rows enter
     that nobody has counted. on_finished gets rows as they finish. sharing: when rows of a micro-batch share a prefix;
-    None: never. After each block `fed` is what its prompts were.
+    None: never.
     """
 
     def __init__(
@@ -60,7 +60,6 @@ class Executor:
         self._weights = self._weight_stream()
         device, sparsity = engine.device.torch_device, engine.policy.attn_sparsity
         self._attention = UnitAttention(engine.spec, eviction, sparsity, device)
-        self.fed = FedPrompts()
 
     def _weight_stream(self) -> WeightStream:
         engine, units = self._engine, tuple(layer.unit for layer in self._layers)
@@ -88,7 +87,6 @@ class Executor:
         if stage is not None:  # which hears of a sweep's tokens in the next one: the last one has nothing else
             stage.begin_block([len(r) for r in rows])
             sweeps = None
-        self.fed = FedPrompts()
         sweep_start = layer_start = time.perf_counter()
         for step in order or self._order(sweeps, len(rows)):
             interrupts.check()
@@ -238,7 +236,7 @@ class Executor:
         """The tokens of a micro-batch's sweep."""
         self._fed += len(fed.ids)
         self._prompts += fed.prompt_tokens
-        self.fed.add(fed.groups)
+        self._facts.fed.add(fed.groups)
 
     def _count(self, k: int, cache: CacheStep) -> None:
         """The columns of one layer."""

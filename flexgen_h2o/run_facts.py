@@ -23,7 +23,7 @@ from flexgen_h2o.timeline import LANES
 class Tally:
     """What a run's rows were: `sizes` (prompt tokens, most new tokens) of all, `decoded` tokens besides their first.
 
-    blocks: what was measured of each; `fed`: what was fed of all prompts. Rows themselves are not kept: a run may be
+    blocks: what was measured of each. Rows themselves are not kept: a run may be
     fed as many as a job has.
     """
 
@@ -31,17 +31,12 @@ class Tally:
         self.sizes: Counter[tuple[int, int]] = Counter()
         self.decoded = 0
         self.blocks: list[BlockSums] = []
-        self.fed = FedPrompts()
 
     def begin(self, rows: Sequence[Row]) -> None:
         self.sizes.update((len(r.prompt.token_ids), r.max_new) for r in rows)
 
     def finish(self, rows: Sequence[Row]) -> None:
         self.decoded += sum(max(0, len(r.token_ids) - 1) for r in rows)
-
-    def end_block(self, facts: BlockSums, fed: FedPrompts) -> None:
-        self.blocks.append(facts)
-        self.fed += fed
 
     @property
     def prompt_tokens(self) -> int:
@@ -54,7 +49,9 @@ def make_report(
     predicted: Prediction | None, facts: Mapping[str, str | bool | int],
 ) -> RunReport:  # fmt: skip
     """The report of a finished run. moved: bytes by lane; facts: more, of the profile."""
-    blocks, fed = tally.blocks, tally.fed
+    blocks, fed = tally.blocks, FedPrompts()
+    for block in blocks:
+        fed += block.fed
     spec, itemsize = engine.spec, engine.dtype.itemsize
     need = need_of(eviction, tally.sizes.total(), set(tally.sizes), spec.num_blocks)
     held, column = column_bytes(spec, engine.policy, itemsize)

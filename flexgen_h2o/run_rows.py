@@ -44,7 +44,7 @@ def run_blocks(
         facts = BlockLists() if work.queue is None else BlockSums()
         with torch.inference_mode():
             executor.run_block(block, facts, order(len(block)) if order else None, on_tokens, work.queue)
-        work.tally.end_block(facts, executor.fed)
+        work.tally.blocks.append(facts)
         if order:  # it may have ended within a sweep: the next block's weights begin anew
             executor.restart()
     executor.finish()
