@@ -33,7 +33,7 @@ from flexgen_h2o.planner.need import AutoPolicy
 from flexgen_h2o.planner.predict import Prediction
 from flexgen_h2o.planner.roofline import Peak
 from flexgen_h2o.planning import Planner
-from flexgen_h2o.prefixes import SHARINGS, check_sharing
+from flexgen_h2o.prefixes import check_sharing
 from flexgen_h2o.profile import HardwareProfile
 from flexgen_h2o.profiling.peak import measure_peak
 from flexgen_h2o.progress import Listener, Progress
@@ -90,7 +90,6 @@ class LLM:
         self.predicted: Prediction | None = None
         self._running = threading.Lock()
         self._tally = Tally()  # of the newest run
-        self._share_prefix = "auto"
 
     def __enter__(self) -> LLM:
         return self
@@ -118,12 +117,11 @@ class LLM:
     @property
     def share_prefix(self) -> str:
         """Are tokens that rows of a micro-batch begin with computed once? "auto": where it pays, "on", "off"."""
-        return self._share_prefix
+        return self._plans.share_prefix
 
     @share_prefix.setter
     def share_prefix(self, name: str) -> None:
-        self._share_prefix = check_sharing(name)
-        self._plans.sharing = SHARINGS[name]
+        self._plans.share_prefix = check_sharing(name)
 
     @property
     def times(self) -> list[BlockTimes]:

@@ -16,7 +16,7 @@ from flexgen_h2o.planner.memory import MemoryPlan, Shape, plan_within
 from flexgen_h2o.planner.need import AutoPolicy, Need
 from flexgen_h2o.planner.predict import Prediction
 from flexgen_h2o.planning import Planner
-from flexgen_h2o.prefixes import WHERE_IT_PAYS, PromptGroup, Sharing
+from flexgen_h2o.prefixes import SHARINGS, PromptGroup, Sharing
 
 
 @dataclass(frozen=True)
@@ -31,17 +31,21 @@ class Planned:
 class RowPlans:
     """Plans for the rows of a model. dtype: as of config.DTYPE_BYTES.
 
-    part: of the model, as this process runs it.
-    sharing: when rows of a micro-batch share a prefix; None: never. job_rows: of the job that all rows are parts of, 0
-    for none. `planned`: the newest plan that an engine was opened for.
+    part: of the model, as this process runs it. share_prefix: a key of prefixes.SHARINGS. job_rows: of the job that all
+    rows are parts of, 0 for none. `planned`: the newest plan that an engine was opened for.
     """
 
     def __init__(self, spec: ModelSpec, eviction: Eviction, planner: Planner, dtype: str, device_is_host: bool) -> None:
         self.part, self._planner = Part(spec, eviction), planner
         self._itemsize, self._device_is_host = DTYPE_BYTES[dtype], device_is_host
-        self.sharing: Sharing | None = WHERE_IT_PAYS
+        self.share_prefix = "auto"
         self.job_rows = 0
         self.planned: Planned | None = None
+
+    @property
+    def sharing(self) -> Sharing | None:
+        """When rows of a micro-batch share a prefix; None: never."""
+        return SHARINGS[self.share_prefix]
 
     def need(self, rows: Sequence[Row]) -> Need:
         return need_of_rows(self.part.eviction, rows, self.part.spec.num_blocks, self.sharing)
@@ -58,13 +62,13 @@ class RowPlans:
         own = replace(own, rows=max(own.rows, self.job_rows))
         if before is not None:
             with contextlib.suppress(DoesNotFitError):
-                return self._plan(rows, asked, own.union(before.need), before, budgets)
+                return self._plan(rows, asked, own, before, budgets)
         return self._plan(rows, asked, own, None, budgets)
 
     def serves(self, plan: MemoryPlan, policy: Policy, asked: Policy | AutoPolicy, rows: Sequence[Row]) -> bool:
         """Do the buffers of an open engine suffice, and was its policy not chosen for fewer rows?"""
-        enough = plan.shape.covers(self._shape(rows, policy))
-        for_fewer = self.planned is None or self.need(rows).rows > self.planned.need.rows
+        enough = plan.shape.covers(self._shape(rows, policy, self.need(rows)))
+        for_fewer = self.planned is None or len(rows) > self.planned.need.rows
         return enough and (asked == policy or not for_fewer)
 
     def has_room(self, plan: MemoryPlan, rows: Sequence[Row]) -> bool:
@@ -80,18 +84,20 @@ class RowPlans:
         return self._planner.predict(policy, self.need(rows), plan, self._groups(rows, policy))
 
     def _plan(
-        self, rows: Sequence[Row], asked: Policy | AutoPolicy, need: Need, before: Planned | None,
+        self, rows: Sequence[Row], asked: Policy | AutoPolicy, own: Need, before: Planned | None,
         budgets: dict[str, int | None],
     ) -> Planned:  # fmt: skip
+        """own: the need of the rows. before: a plan whose rows are served too."""
+        need = own if before is None else own.union(before.need)
         policy = self._planner.choose(need, asked.base, budgets) if isinstance(asked, AutoPolicy) else asked
-        shape = self._shape(rows, policy)
+        shape = self._shape(rows, policy, own)
         if before is not None and before.policy == policy:
             shape = shape.union(before.memory.shape)
         memory = plan_within(self.part.spec, policy, shape, self._itemsize, self._device_is_host, budgets)
         return Planned(need, policy, memory)
 
-    def _shape(self, rows: Sequence[Row], policy: Policy) -> Shape:
-        return shape_of_blocks(self._groups(rows, policy), self.need(rows), max(row.at_once for row in rows))
+    def _shape(self, rows: Sequence[Row], policy: Policy, need: Need) -> Shape:
+        return shape_of_blocks(self._groups(rows, policy), need, max(row.at_once for row in rows))
 
     def _groups(self, rows: Sequence[Row], policy: Policy) -> list[list[tuple[PromptGroup, ...]]]:
         """The prompts of each micro-batch of each block, as they will be fed."""
