@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# The default test suite (CPU, no network, a few minutes); further arguments go to pytest.
+# The default test suite (CPU, no network, a few minutes); in two processes; further arguments go to pytest.
 #   bash scripts/test.sh [-k NAME ...]        (FLEXGEN_VENV=DIR: the environment to use or make)
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 use_venv dev
 cd "$ROOT"
-exec "$PYTHON" -m pytest "$@"
+# Two, however many cores there are: a test itself takes two threads, and some measure their process.
+exec "$PYTHON" -m pytest -n 2 "$@"
