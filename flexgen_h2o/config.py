@@ -217,7 +217,8 @@ class Policy:
 
     gpu_batch_size rows make a micro-batch, num_gpu_batches micro-batches a block. Field names are FlexGen's.
     compress_weight, compress_cache: held and moved in weight_bits, cache_bits a value (4 or 8), in groups.
-    int8_compute: weights in int8, one scale an output channel, and products computed in int8.
+    int8_compute: weights in int8, one scale an output channel, and products computed in int8; with compress_weight in 4
+    bits they are held and moved so, and become int8 once a block.
     """
 
     gpu_batch_size: int = 4
@@ -245,8 +246,8 @@ class Policy:
         for name in ("weight_bits", "cache_bits"):
             if check_int(name, getattr(self, name), *BITS) not in BITS:
                 raise UsageError(f"{name}: {getattr(self, name)} is neither 4 nor 8")
-        if self.int8_compute and self.compress_weight:
-            raise UsageError("int8_compute: holds weights in int8 already; leave compress_weight off")
+        if self.int8_compute and self.compress_weight and self.weight_bits == 8:
+            raise UsageError("int8_compute: holds weights in 8 bits already; leave compress_weight off, or weight_bits at 4")
         sparsity = self.attn_sparsity
         if isinstance(sparsity, bool) or not isinstance(sparsity, int | float) or not 0 < sparsity <= 1:
             raise UsageError(f"attn_sparsity: {sparsity!r} is not in (0, 1]")

@@ -52,8 +52,8 @@ class Engine:
         self.lanes = Lanes(LANE_THREADS, timeline)
         self.mover = Mover(device, self.lanes)
         shares = tier_shares(policy.weight_shares, device.is_host)
-        packing = weight_form(policy, dtype.itemsize).packing
-        self.weights = WeightStore(self.layers, checkpoint, shares, dtype, self.mover, packing)
+        form = weight_form(policy, dtype.itemsize)
+        self.weights = WeightStore(self.layers, checkpoint, shares, dtype, self.mover, form)
         with contextlib.ExitStack() as stack:
             # Left in reverse: the threads end before the files that they use are closed.
             stack.callback(self._close_files)

@@ -330,10 +330,11 @@ class LLM:
         self._policy = policy
         self.predicted = plans.predict(rows, policy, plan)
         dtype, spec = getattr(torch, self.dtype), plans.part.spec
-        packing, scored = weight_form(policy, dtype.itemsize).packing, bool(self.eviction.needs.record)
+        form, scored = weight_form(policy, dtype.itemsize), bool(self.eviction.needs.record)
+        packing = form.packing
         warm_up(
             self._device.torch_device, dtype, scored, packing_of(spec, policy), packing, is_rolling(self.eviction),
-            spec.rotary is not None,
+            spec.rotary is not None, form.to_int8,
         )  # fmt: skip
         checkpoint = self._find_checkpoint(packing) if packing else self._checkpoint
         self._engine = Engine(

@@ -70,10 +70,14 @@ INT8 = Packing(8, by_row=True)
 
 @dataclass(frozen=True)
 class WeightForm:
-    """How weights are held and moved. itemsize: bytes of the compute dtype; packing: of matrices, None: unpacked."""
+    """How weights are held and moved. itemsize: bytes of the compute dtype; packing: of matrices, None: unpacked.
+
+    to_int8: what is packed in groups becomes int8 rows for products, instead of rows in the compute dtype.
+    """
 
     itemsize: int
     packing: Packing | None = None
+    to_int8: bool = False
 
     def packs(self, shape: tuple[int, ...]) -> bool:
         """Is a tensor of this shape packed?"""
@@ -90,7 +94,12 @@ class WeightForm:
         return math.prod(shape[1:]) * self.itemsize
 
 
+    def unpacked_row_bytes(self, shape: tuple[int, ...]) -> int:
+        """Bytes of one row of a packed matrix once it is unpacked."""
+        return INT8.row_bytes(shape[1]) if self.to_int8 else shape[1] * self.itemsize
+
+
 def weight_form(policy: Policy, itemsize: int) -> WeightForm:
-    if policy.int8_compute:
-        return WeightForm(itemsize, INT8)
-    return WeightForm(itemsize, Packing(policy.weight_bits) if policy.compress_weight else None)
+    if policy.compress_weight:
+        return WeightForm(itemsize, Packing(policy.weight_bits), policy.int8_compute)
+    return WeightForm(itemsize, INT8 if policy.int8_compute else None)

@@ -2,9 +2,8 @@
 
 Resident rows are read once; streamed rows (on disk, and on host where the device is not host memory) are loaded into a
 ring ahead of the compute that needs them. Packed matrices (packing.py) stay packed in both; when their unit is opened
-they are unpacked into one buffer, or wrapped for products in int8. Resident matrices that are multiplied are blocked
-once, where they lie. Knows nothing of file formats (it is given byte
-ranges) nor of models.
+they are unpacked into one buffer, in the compute dtype or in int8, or wrapped for products in int8. Resident matrices that are multiplied are blocked
+once, where they lie. Knows nothing of file formats (it is given byte ranges) nor of models.
 """
 
 from __future__ import annotations
@@ -18,14 +17,15 @@ import torch
 from flexgen_h2o.checkpoint.stored import Checkpoint, StoredTensor
 from flexgen_h2o.config import LayerPlan, TensorSpec, WeightUnit
 from flexgen_h2o.kernels.blocked_rows import BlockedRows, block_rows
-from flexgen_h2o.kernels.int8_blocked import BlockedInt8, block_int8_rows
+from flexgen_h2o.kernels.int8_blocked import BlockedInt8, blank_int8_rows, block_int8_rows
 from flexgen_h2o.kernels.int8_rows import Int8Rows
 from flexgen_h2o.kernels.linear import RowParts
 from flexgen_h2o.kernels.packed_rows import unpack_rows
+from flexgen_h2o.kernels.requantised import requantise_rows
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.limits import ALIGN, PAGE
-from flexgen_h2o.packing import INT8, Packing, WeightForm
-from flexgen_h2o.planner.blocked_sizes import is_blocked, is_int8_blocked
+from flexgen_h2o.packing import INT8, WeightForm
+from flexgen_h2o.planner.blocked_sizes import is_blocked
 from flexgen_h2o.planner.memory import part_bytes, streamed_bytes, streamed_part_bytes, unpacked_bytes, weight_parts
 from flexgen_h2o.tiers.disk import DirectFile, aligned_range
 from flexgen_h2o.tiers.events import Done, Waitable, wait_all
@@ -52,19 +52,20 @@ class _Piece:
 class WeightStore:
     """Homes of all units. `open_unit` gives the tensors of a unit from its resident rows and a loaded region.
 
-    packing: of the checkpoint's matrices. None: they are in a float dtype.
+    form: how the checkpoint's matrices are packed, and what they become; by default they are in a float dtype.
     """
 
     def __init__(
         self, plan: LayerPlan, checkpoint: Checkpoint, shares: Shares, dtype: torch.dtype, mover: Mover,
-        packing: Packing | None = None,
+        form: WeightForm | None = None,
     ) -> None:  # fmt: skip
         self.plan, self.dtype, self._mover = plan, dtype, mover
-        self._checkpoint, self._form = checkpoint, WeightForm(dtype.itemsize, packing)
+        self._checkpoint, self._form = checkpoint, form or WeightForm(dtype.itemsize)
         self._is_host = mover.device.is_host
         self._files: dict[Path, DirectFile] = {}
         self._resident: dict[tuple[str, int], torch.Tensor] = {}
         self._blocked: dict[tuple[str, int], HeldParts] = {}
+        self._int8: dict[tuple[int, tuple[int, ...]], tuple[torch.Tensor | BlockedInt8, ...]] = {}
         self._parts = {t.name: weight_parts(t, shares) for unit in plan.units for t in unit.tensors}
         self._pieces = [self._lay_out(unit) for unit in plan.units]
         self._sizes = [streamed_bytes(unit, shares, self._form, self._is_host) for unit in plan.units]
@@ -90,7 +91,7 @@ class WeightStore:
                     home: Memory = "host" if part.tier == "host" else "device"
                     reads.append(self._read(tensor, part, rows.view(-1), home, ()))
         wait_all(reads)
-        if is_blocked(self._form, self._is_host) or is_int8_blocked(self._form, self._is_host):
+        if is_blocked(self._form, self._is_host) or (self._form.packing == INT8 and self._is_host):
             self._block_resident()
 
     def _block_resident(self) -> None:
@@ -152,26 +153,44 @@ class WeightStore:
                 found[tensor.role] = _as_held(held)
         return found
 
-    def unpack(self, unit: int, tensors: Mapping[str, HeldParts], memory: torch.Tensor) -> dict[str, RowParts]:
-        """An opened unit's tensors in the compute dtype: packed matrices whole in `memory` (uint8), others as given."""
+    def unpack(
+        self, unit: int, tensors: Mapping[str, HeldParts], memory: torch.Tensor, int8: Workspace | None = None
+    ) -> dict[str, RowParts]:
+        """An opened unit's tensors as products take them: packed matrices whole in `memory` (uint8), others as given.
+
+        int8: the workspace of products in int8, for which matrices become int8 rows. None: they are in the compute
+        dtype.
+        """
         found = {role: _as_held(parts) for role, parts in tensors.items()}
         start = 0
         for tensor in self.plan.units[unit].tensors:
             if self._form.packs(tensor.shape):
-                nbytes = tensor.numel * self.dtype.itemsize
-                whole = memory[start : start + nbytes].view(self.dtype).view(tensor.shape)
-                start += unpacked_bytes(tensor, self.dtype.itemsize)
-                self._unpack_into(whole, tensors[tensor.role])
-                found[tensor.role] = (whole,)
+                whole = memory[start : start + tensor.shape[0] * self._form.unpacked_row_bytes(tensor.shape)]
+                if int8 is None:
+                    found[tensor.role] = self._unpacked(tensor, tensors[tensor.role], whole)
+                else:
+                    rows = self._requantised(tensor, tensors[tensor.role], whole, start)
+                    found[tensor.role] = tuple(Int8Rows(part, tensor.shape[1], int8) for part in rows)
+                start += unpacked_bytes(tensor, self._form)
         return found
 
-    def _unpack_into(self, whole: torch.Tensor, parts: HeldParts) -> None:
+    def _unpacked(self, tensor: TensorSpec, parts: HeldParts, memory: torch.Tensor) -> tuple[torch.Tensor]:
         assert self._form.packing is not None
-        first = 0
-        for part in parts:
-            assert isinstance(part, torch.Tensor)  # what is packed is not blocked
+        whole = memory.view(self.dtype).view(tensor.shape)
+        for first, part in _in_turn(parts):
             unpack_rows(part, self._form.packing.bits, whole[first : first + len(part)])
-            first += len(part)
+        return (whole,)
+
+    def _requantised(
+        self, tensor: TensorSpec, parts: HeldParts, memory: torch.Tensor, start: int
+    ) -> tuple[torch.Tensor | BlockedInt8, ...]:
+        """`memory` is at `start` of what all units are unpacked into: its int8 rows are made once, and then filled."""
+        key = start, tensor.shape
+        if key not in self._int8:
+            self._int8[key] = blank_int8_rows(memory.view(tensor.shape[0], -1))
+        for first, part in _in_turn(parts):
+            requantise_rows(part, first, self._int8[key], tensor.shape[1])
+        return self._int8[key]
 
     def close(self) -> None:
         for file in self._files.values():
@@ -250,7 +269,7 @@ class WeightStream:
     """The open unit, and the loads ahead of it.
 
     unpacked: memory for the open unit's matrices where the store is packed to be unpacked; int8: the workspace of
-    products where it is packed for products in int8. Else None.
+    products where these are in int8. Else None.
     """
 
     def __init__(
@@ -273,19 +292,19 @@ class WeightStream:
             self._stream.give_back(self._region, [fence])
             self._region = self._stream.take(unit)
             self.unit, self._held = unit, self._store.open_unit(unit, self._region)
-            if self._int8 is not None:
+            if self._int8 is not None and self._unpacked is None:
                 self._tensors = self._store.for_products(unit, self._held, self._int8)
             else:
                 self._tensors = {role: _as_held(parts) for role, parts in self._held.items()}
         return self._tensors
 
     def unpack(self, fence: Callable[[], Waitable]) -> Mapping[str, RowParts]:
-        """The tensors of the unit that was just opened, in the compute dtype; its region is free from then on.
+        """The tensors of the unit that was just opened, unpacked; its region is free from then on.
 
         fence: an event that is done when what was computed up to now is.
         """
         if self._unpacked is not None and self.unit is not None:
-            self._tensors = self._store.unpack(self.unit, self._held, self._unpacked)
+            self._tensors = self._store.unpack(self.unit, self._held, self._unpacked, self._int8)
             self._stream.give_back(self._region, [fence()])
             self._region = None
         return self._tensors
@@ -298,3 +317,12 @@ class WeightStream:
 def _as_held(parts: HeldParts) -> RowParts:
     """Parts that are not in int8, as products take them."""
     return tuple(part for part in parts if not isinstance(part, BlockedInt8))
+
+
+def _in_turn(parts: HeldParts) -> Iterator[tuple[int, torch.Tensor]]:
+    """Packed parts of a matrix, which are never blocked, each with the number of its first row."""
+    first = 0
+    for part in parts:
+        assert isinstance(part, torch.Tensor)
+        yield first, part
+        first += len(part)

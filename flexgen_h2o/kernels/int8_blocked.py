@@ -57,11 +57,17 @@ def block_int8_rows(packed: torch.Tensor) -> tuple[torch.Tensor | BlockedInt8, .
     columns = packed.shape[1] - INT8_ROW_BYTES
     if not _can_block(packed, columns):
         return (packed,)
-    most = min(BLOCK_CHUNK // columns, INT8_BLOCK_ROWS)
-    step = max(BLOCK_ROWS, most // BLOCK_ROWS * BLOCK_ROWS)
-    end = len(packed) // BLOCK_ROWS * BLOCK_ROWS
-    blocked = tuple(_block(packed[first : min(first + step, end)], columns) for first in range(0, end, step))
-    return blocked if end == len(packed) else (*blocked, packed[end:])
+    pieces = _pieces(packed, columns)
+    return tuple(_block(piece, columns) if len(piece) % BLOCK_ROWS == 0 else piece for piece in pieces)
+
+
+def blank_int8_rows(memory: torch.Tensor) -> tuple[torch.Tensor | BlockedInt8, ...]:
+    """Parts as `block_int8_rows` makes them, of rows that are yet to be filled (kernels/requantised.py)."""
+    columns = memory.shape[1] - INT8_ROW_BYTES
+    if not _can_block(memory, columns) or not _can_fill():
+        return (memory,)
+    pieces = _pieces(memory, columns)
+    return tuple(_wrapped(piece.view(-1), len(piece), columns) if len(piece) % BLOCK_ROWS == 0 else piece for piece in pieces)
 
 
 def blocked_products(codes: torch.Tensor, part: BlockedInt8) -> torch.Tensor:
@@ -85,6 +91,22 @@ def _can_block(packed: torch.Tensor, columns: int) -> bool:
     return right and columns % BLOCK_ROWS == 0 and len(packed) >= BLOCK_ROWS and _works()
 
 
+@lru_cache(maxsize=1)
+def _can_fill() -> bool:
+    from flexgen_h2o.kernels.requantise_vectors import is_there
+
+    return is_there()
+
+
+def _pieces(packed: torch.Tensor, columns: int) -> list[torch.Tensor]:
+    """Rows that are blocked together; the last ones are fewer than BLOCK_ROWS where rows are no multiple of it."""
+    most = min(BLOCK_CHUNK // columns, INT8_BLOCK_ROWS)
+    step = max(BLOCK_ROWS, most // BLOCK_ROWS * BLOCK_ROWS)
+    end = len(packed) // BLOCK_ROWS * BLOCK_ROWS
+    pieces = [packed[first : min(first + step, end)] for first in range(0, end, step)]
+    return pieces if end == len(packed) else [*pieces, packed[end:]]
+
+
 def _block(packed: torch.Tensor, columns: int) -> BlockedInt8:
     """`packed` in place, and a tensor around it."""
     n, memory = len(packed), packed.view(-1)
@@ -93,6 +115,11 @@ def _block(packed: torch.Tensor, columns: int) -> BlockedInt8:
     ends = torch.cat([-sums, scales])
     memory[: n * columns].copy_(values)
     memory[n * columns :].copy_(ends.view(torch.uint8))
+    return _wrapped(memory, n, columns)
+
+
+def _wrapped(memory: torch.Tensor, n: int, columns: int) -> BlockedInt8:
+    """Blocked rows around their memory."""
     return BlockedInt8(opaque_tensor(memory, (columns, n), torch.int8, _layout(n, columns)), memory)
 
 

@@ -123,17 +123,22 @@ def _prefetch(_context: Any, address: Any) -> Any:
     """Ask for the cache line at `address`, which need not exist."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        pointer = ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [pointer, _I32, _I32, _I32])
-        function = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
-        read, keep, data = (ir.Constant(_I32, x) for x in (0, 3, 1))
-        builder.call(function, [builder.inttoptr(arguments[0], pointer), read, keep, data])
+        prefetch_at(builder, arguments[0])
         return cgutils.get_null_value(_I64)
 
     return types.int64(types.int64), generate
 
 
 prefetch: Any = intrinsic(_prefetch)
+
+
+def prefetch_at(builder: Any, address: Any) -> None:
+    """Emit `prefetch`."""
+    pointer = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [pointer, _I32, _I32, _I32])
+    function = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
+    read, keep, data = (ir.Constant(_I32, x) for x in (0, 3, 1))
+    builder.call(function, [builder.inttoptr(address, pointer), read, keep, data])
 
 
 def _tile(emit: Any, queries: int, lanes: int) -> Any:

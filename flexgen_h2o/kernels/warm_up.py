@@ -7,28 +7,32 @@ import torch
 from flexgen_h2o.kernels.causal import causal_attention_lse
 from flexgen_h2o.kernels.column_sums import column_sums
 from flexgen_h2o.kernels.gated import silu_gated
+from flexgen_h2o.kernels.int8_blocked import blank_int8_rows
 from flexgen_h2o.kernels.int8_rows import Int8Rows, multiply_each, rescale
 from flexgen_h2o.kernels.packed_rows import unpack_rows
 from flexgen_h2o.kernels.packed_slots import attend_packed, pack_columns
+from flexgen_h2o.kernels.requantised import BITS, requantise_rows
 from flexgen_h2o.kernels.rms_norm import rms_norm
 from flexgen_h2o.kernels.rotary import Rotation
 from flexgen_h2o.kernels.slot_columns import get_last_slots, put_slots
 from flexgen_h2o.kernels.slot_packing import SlotPacking
 from flexgen_h2o.kernels.slots import ScoreBook, attend_scored
 from flexgen_h2o.kernels.workspace import Workspace
-from flexgen_h2o.packing import Packing
+from flexgen_h2o.limits import BLOCK_ROWS
+from flexgen_h2o.packing import INT8, Packing
 
 _ROWS, _SLOTS, _WIDTH = 1, 4, 64
 
 
 def warm_up(
     device: torch.device, dtype: torch.dtype, scored: bool, packing: SlotPacking | None = None,
-    weights: Packing | None = None, rolling: bool = False, rotary: bool = False,
+    weights: Packing | None = None, rolling: bool = False, rotary: bool = False, to_int8: bool = False,
 ) -> None:  # fmt: skip
     """Run decode attention once on zeros; where columns are `scored`, prompts' scores as well.
 
-    packing: of the KV slots, weights: of matrices, where these are packed. rolling: with keys that are turned as they
-    are read. rotary: the model has rotary embeddings; with them come RMS norms and gated MLPs.
+    packing: of the KV slots, weights: of matrices, where these are packed; to_int8: these become int8 rows. rolling:
+    with keys that are turned as they are read. rotary: the model has rotary embeddings; with them come RMS norms and
+    gated MLPs.
 
     A few seconds the first time on a machine, then some tenths of one.
     """
@@ -64,8 +68,21 @@ def warm_up(
         out = torch.empty(_ROWS, _WIDTH, dtype=dtype, device=device)
         if weights.by_row:
             _multiply(rows, out)
+        elif to_int8:
+            _requantise(device)
+            _multiply(torch.zeros(_ROWS, INT8.row_bytes(_WIDTH), dtype=torch.uint8, device=device), out)
         else:
             unpack_rows(rows, weights.bits, out)
+
+
+def _requantise(device: torch.device) -> None:
+    """Packed rows into int8 rows, blocked ones where there are such, and in order."""
+    packed, memory = (
+        torch.zeros(BLOCK_ROWS, packing.row_bytes(_WIDTH), dtype=torch.uint8, device=device)
+        for packing in (Packing(BITS), INT8)
+    )
+    for parts in (blank_int8_rows(memory), (memory,)):
+        requantise_rows(packed, 0, parts, _WIDTH)
 
 
 def _multiply(packed: torch.Tensor, x: torch.Tensor) -> None:

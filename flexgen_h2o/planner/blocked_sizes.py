@@ -18,8 +18,8 @@ def is_blocked(form: WeightForm, device_is_host: bool) -> bool:
 
 
 def is_int8_blocked(form: WeightForm, device_is_host: bool) -> bool:
-    """May they be blocked for products in int8?"""
-    return device_is_host and form.packing == INT8
+    """May rows for products in int8 be blocked, resident ones or those that 4 bits are unpacked to?"""
+    return device_is_host and (form.packing == INT8 or form.to_int8)
 
 
 def product_bytes(spec: ModelSpec, tokens: int, rows: int, itemsize: int) -> int:

@@ -170,9 +170,9 @@ def streamed_bytes(unit: WeightUnit, shares: Shares, form: WeightForm, device_is
     )
 
 
-def unpacked_bytes(tensor: TensorSpec, itemsize: int) -> int:
-    """Room for a packed tensor's values in the compute dtype."""
-    return round_up(tensor.numel * itemsize, ALIGN)
+def unpacked_bytes(tensor: TensorSpec, form: WeightForm) -> int:
+    """Room for a packed tensor's rows once they are unpacked."""
+    return round_up(tensor.shape[0] * form.unpacked_row_bytes(tensor.shape), ALIGN)
 
 
 def workspace_sizes(spec: ModelSpec, shape: Shape, itemsize: int) -> dict[str, int]:
@@ -333,7 +333,7 @@ def _unit_bytes(
     for tensor, part in _parts_of(unit, shares):
         resident[part.tier] += round_up(part_bytes(tensor, part, form), ALIGN)
     ring = streamed_bytes(unit, shares, form, device_is_host)
-    unpacked = sum(unpacked_bytes(t, form.itemsize) for t in unit.tensors if form.unpacks(t.shape))
+    unpacked = sum(unpacked_bytes(t, form) for t in unit.tensors if form.unpacks(t.shape))
     return _UnitBytes(resident["device"], resident["host"], ring, unpacked)
 
 

@@ -1,4 +1,5 @@
-"""Products in int8 give the tokens of a model whose linear layers do the same arithmetic, wherever weights lie."""
+"""Products in int8 give the tokens of a model whose linear layers do the same arithmetic, wherever weights lie; with
+weights in 4 bits, of one whose int8 weights are made of those."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from flexgen_h2o import LLM, Policy, SamplingParams
+from flexgen_h2o.kernels.packed_rows import pack_rows, unpack_rows_reference
 from flexgen_h2o.kvcache.eviction import H2O
+from flexgen_h2o.packing import value_bytes
 from tests.parity.cases import CONFIGURATIONS, FAMILY_SHAPES, PLACEMENTS, SHAPES
 from tests.parity.conftest import LENGTHS, NEW_TOKENS
 from tests.parity.reference import (
@@ -30,6 +33,7 @@ from tests.parity.reference import (
 
 # Of models whose best token is farther from the next than LEAST_GAP, at every step.
 SEEDS = dict(zip(SHAPES, (20, 148, 26, 24, 18, 1, 12), strict=True)) | {"llama": 38, "gpt_neox": 18}
+SEEDS_OF_4_BITS = dict(SEEDS)
 LEAST_GAP = 0.1
 # Most logits are equal; a rounding error before the quantiser moves a code by one now and then, which is a hundredth of
 # an input's largest value times a weight.
@@ -45,10 +49,9 @@ def codes_of(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 class Int8Linear(nn.Module):
     """A linear layer in int8: one scale for each row of the input and of the weight."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
-        self.codes, self.scale = codes_of(weight)
-        self.bias = bias
+        self.codes, self.scale, self.bias = codes, scale, bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         codes, scale = codes_of(x)
@@ -56,29 +59,45 @@ class Int8Linear(nn.Module):
         return out if self.bias is None else out + self.bias
 
 
-def in_int8(model: PreTrainedModel) -> PreTrainedModel:
+def codes_of_4_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`codes_of` a matrix that was packed in 4 bits; the scale is that of the largest value that a row's codes could be,
+    0 and 15 in each of its groups."""
+    n, columns = weight.shape
+    packed = pack_rows(weight, 4)
+    values = unpack_rows_reference(packed, 4, torch.empty(n, columns))
+    scale, least = packed[:, value_bytes(columns, 4) :].contiguous().view(torch.bfloat16).float().view(n, -1, 2).unbind(2)
+    scale = torch.maximum(least.abs(), (least + 15 * scale).abs()).amax(dim=1, keepdim=True) / 127
+    return (values / scale.masked_fill(scale == 0, 1)).round().double(), scale.double()
+
+
+CODES = {8: codes_of, 4: codes_of_4_bits}  # by the bits that weights are held in
+
+
+def in_int8(model: PreTrainedModel, bits: int) -> PreTrainedModel:
     """The model with its linear layers in int8, and rows of its tables as they are looked up there."""
     found = copy.deepcopy(model)
     for parent in list(found.modules()):
         for name, layer in list(parent.named_children()):
             if isinstance(layer, nn.Linear):
-                setattr(parent, name, Int8Linear(layer.weight.data, None if layer.bias is None else layer.bias.data))
+                bias = None if layer.bias is None else layer.bias.data
+                setattr(parent, name, Int8Linear(*CODES[bits](layer.weight.data), bias))
     with torch.no_grad():
         for table in found.modules():
             if isinstance(table, nn.Embedding):
-                codes, scale = codes_of(table.weight)
+                codes, scale = CODES[bits](table.weight)
                 table.weight.copy_(codes * scale)
     return found
 
 
 @pytest.fixture(scope="module")
-def quantised(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
-    """A model of a shape on disk as it is, and what transformers makes of it in int8."""
+def quantised(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Reference]:
+    """A model of a shape on disk as it is, and what transformers makes of it in int8, from weights in so many bits."""
 
     @cache
-    def made(shape: str) -> Reference:
-        model, prompts = random_model(SEEDS[shape], **(SHAPES | FAMILY_SHAPES)[shape]), random_prompts(LENGTHS)
-        known = make_reference(in_int8(model), tmp_path_factory.mktemp("int8"), prompts, NEW_TOKENS)
+    def made(shape: str, bits: int = 8) -> Reference:
+        seed = SEEDS_OF_4_BITS[shape] if bits == 4 else SEEDS[shape]
+        model, prompts = random_model(seed, **(SHAPES | FAMILY_SHAPES)[shape]), random_prompts(LENGTHS)
+        known = make_reference(in_int8(model, bits), tmp_path_factory.mktemp("int8"), prompts, NEW_TOKENS)
         best = torch.cat(known.logits).topk(2).values
         assert (best[:, 0] - best[:, 1]).min() > LEAST_GAP
         folder = tmp_path_factory.mktemp("model")
@@ -89,18 +108,25 @@ def quantised(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refer
 
 
 NAMES = list(CONFIGURATIONS)
-# Each placement meets a third of the configurations.
-PAIRS = [(p, c) for i, p in enumerate(PLACEMENTS) for j, c in enumerate(NAMES) if (i + j) % 3 == 0]
+# Each placement meets a third of the configurations; of weights in 4 bits another one.
+PAIRS = [
+    (p, c, 8 - 4 * ((i + j) % 3))
+    for i, p in enumerate(PLACEMENTS)
+    for j, c in enumerate(NAMES)
+    if (i + j) % 3 < 2
+]
 OTHER_SHAPES = [
-    (shape, placement, NAMES[(2 * s + 3 * p) % len(NAMES)])
+    (shape, placement, NAMES[(2 * s + 3 * p + bits // 4) % len(NAMES)], bits)
     for s, shape in enumerate(list(SEEDS)[1:])
     for p, placement in enumerate(("all on disk", "everything split 30/30", "weights on host", "all on device"))
+    for bits in (8, 4)
+    if bits == 8 or p % 2 == s % 2
 ]
 
 
-def assert_near(known: Reference, configuration: str, placement: str, offload_dir: Path) -> None:
+def assert_near(known: Reference, configuration: str, placement: str, bits: int, offload_dir: Path) -> None:
     chosen, watch = CONFIGURATIONS[configuration], LogitsByRow()
-    policy = chosen.policy(PLACEMENTS[placement], int8_compute=True)
+    policy = chosen.policy(PLACEMENTS[placement], int8_compute=True, compress_weight=bits == 4)
     out = run(known.folder, known.prompts, policy, offload_dir, PARAMS, chosen.budget, watch)
     assert tokens_of(out) == known.tokens
     off = torch.cat([torch.stack(watch.rows[row]) - want for row, want in enumerate(known.logits)]).abs()
@@ -111,21 +137,21 @@ def assert_near(known: Reference, configuration: str, placement: str, offload_di
 PARAMS = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
 
 
-@pytest.mark.parametrize(("placement", "configuration"), PAIRS)
+@pytest.mark.parametrize(("placement", "configuration", "bits"), PAIRS)
 def test_placement(
-    placement: str, configuration: str, quantised: Callable[[str], Reference], offload_dir: Path
+    placement: str, configuration: str, bits: int, quantised: Callable[..., Reference], offload_dir: Path
 ) -> None:
-    assert_near(quantised("normal"), configuration, placement, offload_dir)
+    assert_near(quantised("normal", bits), configuration, placement, bits, offload_dir)
 
 
-@pytest.mark.parametrize(("shape", "placement", "configuration"), OTHER_SHAPES)
+@pytest.mark.parametrize(("shape", "placement", "configuration", "bits"), OTHER_SHAPES)
 def test_shape(
-    shape: str, placement: str, configuration: str, quantised: Callable[[str], Reference], offload_dir: Path
+    shape: str, placement: str, configuration: str, bits: int, quantised: Callable[..., Reference], offload_dir: Path
 ) -> None:
-    assert_near(quantised(shape), configuration, placement, offload_dir)
+    assert_near(quantised(shape, bits), configuration, placement, bits, offload_dir)
 
 
-def test_it_is_told_from_the_model_as_it_is(quantised: Callable[[str], Reference], offload_dir: Path) -> None:
+def test_it_is_told_from_the_model_as_it_is(quantised: Callable[..., Reference], offload_dir: Path) -> None:
     """What the tests above allow is far less than what int8 changes."""
     known, watch = quantised("normal"), LogitsByRow()
     run(known.folder, known.prompts, Policy(5), offload_dir, PARAMS, watch=watch)
@@ -133,19 +159,24 @@ def test_it_is_told_from_the_model_as_it_is(quantised: Callable[[str], Reference
     assert off.median() > 1000 * MEDIAN_TOLERANCE
 
 
+@pytest.mark.parametrize("compress_weight", [False, True])
 @pytest.mark.parametrize("compress_cache", [False, True])
 @pytest.mark.parametrize("eviction", [None, H2O(heavy_size=4, recent_size=2)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_same_wherever_weights_lie(
-    dtype: str, eviction: object, compress_cache: bool, quantised: Callable[[str], Reference], offload_dir: Path
-) -> None:
+    dtype: str, eviction: object, compress_cache: bool, compress_weight: bool, quantised: Callable[..., Reference],
+    offload_dir: Path,
+) -> None:  # fmt: skip
     """To the bit: sums are whole numbers, however a matrix is split."""
     known, found = quantised("normal"), []
     for placement in ("all on device", "weights split three ways", "weights on disk"):
         for stand_in in (False, True):
             watch = LogitsByRow()
             budget = CONFIGURATIONS["device, 2x2" if stand_in else "2x2"].budget
-            policy = Policy(2, 2, PLACEMENTS[placement], int8_compute=True, compress_cache=compress_cache)
+            policy = Policy(
+                2, 2, PLACEMENTS[placement], int8_compute=True, compress_cache=compress_cache,
+                compress_weight=compress_weight,
+            )  # fmt: skip
             with LLM(
                 str(known.folder), policy, eviction, dtype=dtype, budget=budget, offload_dir=offload_dir
             ) as llm:  # fmt: skip
@@ -155,7 +186,7 @@ def test_the_same_wherever_weights_lie(
     assert all(torch.equal(found[0], other) for other in found[1:])
 
 
-def test_a_run_makes_the_store_and_the_next_one_finds_it(quantised: Callable[[str], Reference], tmp_path: Path) -> None:
+def test_a_run_makes_the_store_and_the_next_one_finds_it(quantised: Callable[..., Reference], tmp_path: Path) -> None:
     known, made = quantised("normal"), []
     for _ in range(2):
         run(known.folder, known.prompts, Policy(5, int8_compute=True), tmp_path, PARAMS)

@@ -119,6 +119,8 @@ RUNS: dict[str, Run] = {
     "device, 4 bits": Run(switches={"compress_weight": True}),
     "host, int8": Run(stand_in=False, switches={"int8_compute": True}),
     "device, int8": Run(switches={"int8_compute": True}),
+    "host, 4 bits, int8": Run(stand_in=False, switches={"compress_weight": True, "int8_compute": True}),
+    "device, 4 bits, int8": Run(switches={"compress_weight": True, "int8_compute": True}),
     "device, a shared prefix": Run(header=11, lengths=(2, 9, 4, 1, 5)),
     "host, a shared prefix, segments": Run(3, 1, False, header=60, lengths=(2, 9, 4, 1, 5)),
     "device, a shared prefix, h2o": Run(header=11, lengths=(2, 9, 4, 1, 5), eviction=H2O(heavy_size=4, recent_size=2)),

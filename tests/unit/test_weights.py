@@ -23,7 +23,7 @@ from flexgen_h2o.kernels.packed_rows import pack_rows, unpack_rows_reference
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.limits import ALIGN, PAGE, ROW_BLOCK
 from flexgen_h2o.models import spec_from_config
-from flexgen_h2o.packing import INT8, Packing
+from flexgen_h2o.packing import INT8, Packing, WeightForm
 from flexgen_h2o.planner.memory import Depth, Shape, memory_plan, tier_shares
 from flexgen_h2o.schedule import weight_sequence
 from flexgen_h2o.tiers.buffers import host_buffer
@@ -83,8 +83,8 @@ class Room:
         self.ring = Ring(host_buffer(plan.size("weight ring"))) if plan.size("weight ring") else None
         self.lanes = Lanes({"disk_read": 2, "h2d": 1}, Timeline())
         self.layers = spec.layers(sep_layer)
-        shares = tier_shares(policy.weight_shares, device.is_host)
-        self.store = WeightStore(self.layers, checkpoint, shares, dtype, Mover(device, self.lanes), packing)
+        shares, form = tier_shares(policy.weight_shares, device.is_host), WeightForm(dtype.itemsize, packing)
+        self.store = WeightStore(self.layers, checkpoint, shares, dtype, Mover(device, self.lanes), form)
         self.unpacked = host_buffer(plan.size("unpacked weights")) if packing else None
         self.store.load_resident(self.memory)
 
