@@ -6,6 +6,8 @@ layers. Ratios are of the runs of a round; random weights at the true shape, ful
 
     python bench/compare_policies.py 4bit-disk            weights in 4 bits, disk-bound: few rows, all weights on disk
     python bench/compare_policies.py 4bit-ram             weights in 4 bits, in RAM, a large block
+    python bench/compare_policies.py 4bit-int8-disk       weights in 4 bits and products in int8, as 4bit-disk
+    python bench/compare_policies.py 4bit-int8-ram        the same in RAM, as 4bit-ram
     python bench/compare_policies.py disk                 weights on disk beside weights in RAM, a large block
     python bench/compare_policies.py int8                 products in int8 against bf16, in RAM
     python bench/compare_policies.py int8 --model facebook/opt-125m --rows 8 --gen-len 4 --repeats 1 --quiet-wait 0
@@ -55,6 +57,15 @@ CLAIMS = {
         4, 8, 9,
     ),
     "4bit-ram": Claim({"bf16": {}, "4 bits": {"compress_weight": True}}, 256, 8, 9),
+    "4bit-int8-disk": Claim(
+        {
+            "bf16": {"percent": ON_DISK},
+            "4 bits": {"percent": ON_DISK, "compress_weight": True},
+            "4 bits, int8": {"percent": ON_DISK, "compress_weight": True, "int8_compute": True},
+        },
+        4, 8, 9,
+    ),
+    "4bit-int8-ram": Claim({"bf16": {}, "4 bits, int8": {"compress_weight": True, "int8_compute": True}}, 256, 8, 9),
     "disk": Claim({"in RAM": {}, "on disk": {"percent": ON_DISK}}, 256, 8, 9),
     "int8": Claim({"bf16": {}, "int8": {"int8_compute": True}}, 128, 16, 13),
 }  # fmt: skip

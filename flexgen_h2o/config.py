@@ -247,7 +247,9 @@ class Policy:
             if check_int(name, getattr(self, name), *BITS) not in BITS:
                 raise UsageError(f"{name}: {getattr(self, name)} is neither 4 nor 8")
         if self.int8_compute and self.compress_weight and self.weight_bits == 8:
-            raise UsageError("int8_compute: holds weights in 8 bits already; leave compress_weight off, or weight_bits at 4")
+            raise UsageError(
+                "int8_compute: holds weights in 8 bits already; leave compress_weight off, or weight_bits at 4"
+            )
         sparsity = self.attn_sparsity
         if isinstance(sparsity, bool) or not isinstance(sparsity, int | float) or not 0 < sparsity <= 1:
             raise UsageError(f"attn_sparsity: {sparsity!r} is not in (0, 1]")

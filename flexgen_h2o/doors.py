@@ -211,7 +211,12 @@ def add_engine_flags(parser: argparse.ArgumentParser, compression: str = "") -> 
     add("--compress-cache", action="store_true", default=None, help=f"KV cache in --cache-bits{compression}")
     add("--weight-bits", type=int, choices=BITS, help="of a compressed weight (4)")
     add("--cache-bits", type=int, choices=BITS, help="of a compressed KV value (4)")
-    add("--int8-compute", action="store_true", default=None, help="weights in int8, and products computed in int8")
+    add(
+        "--int8-compute",
+        action="store_true",
+        default=None,
+        help="products in int8, of weights held in int8 or, with --compress-weight, in 4 bits",
+    )
 
 
 def add_eviction_flags(parser: argparse.ArgumentParser) -> None:

@@ -93,7 +93,6 @@ class WeightForm:
             return self.packing.row_bytes(shape[1])
         return math.prod(shape[1:]) * self.itemsize
 
-
     def unpacked_row_bytes(self, shape: tuple[int, ...]) -> int:
         """Bytes of one row of a packed matrix once it is unpacked."""
         return INT8.row_bytes(shape[1]) if self.to_int8 else shape[1] * self.itemsize

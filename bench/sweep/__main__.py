@@ -166,12 +166,16 @@ def _read_cell(text: str) -> Cell:
     return cell
 
 
+# Of ours, beside those of the grid: with any ratio of H2O.
+OTHER_VARIANTS = ("h2o", "h2o-4bit", "h2o-8bit", "h2o-int8", "h2o-4bit-int8", "full-8bit")
+
+
 def _read_system(name: str) -> System:
     known = {system.name: system for system in SYSTEMS}
     if name in known:
         return known[name]
     peer, _, variant = name.partition("-")
-    if peer == "ours" and variant.split(":")[0] in ("h2o", "h2o-4bit", "h2o-8bit", "full-8bit"):
+    if peer == "ours" and variant.split(":")[0] in OTHER_VARIANTS:
         return System(peer, variant, known["ours-full"].kinds)
     raise UsageError(f"--systems {name}: not one of {', '.join(known)}")
 

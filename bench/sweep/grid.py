@@ -35,6 +35,8 @@ SYSTEMS = (
     System("ours", "h2o-4bit:0.1", BOTH),
     System("ours", "full-int8", BOTH),
     System("ours", "h2o-int8:0.1", BOTH),
+    System("ours", "full-4bit-int8", BOTH),
+    System("ours", "h2o-4bit-int8:0.1", BOTH),
     System("ours", "flexgen-like", BOTH),
     System("hf", "sdpa", (IN_RAM,)),
     System("hf", "eager", (IN_RAM,)),

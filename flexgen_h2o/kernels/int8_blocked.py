@@ -67,7 +67,9 @@ def blank_int8_rows(memory: torch.Tensor) -> tuple[torch.Tensor | BlockedInt8, .
     if not _can_block(memory, columns) or not _can_fill():
         return (memory,)
     pieces = _pieces(memory, columns)
-    return tuple(_wrapped(piece.view(-1), len(piece), columns) if len(piece) % BLOCK_ROWS == 0 else piece for piece in pieces)
+    return tuple(
+        _wrapped(piece.view(-1), len(piece), columns) if len(piece) % BLOCK_ROWS == 0 else piece for piece in pieces
+    )
 
 
 def blocked_products(codes: torch.Tensor, part: BlockedInt8) -> torch.Tensor:

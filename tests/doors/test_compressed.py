@@ -66,7 +66,7 @@ def test_the_breakdown_shows_unpacking(door: Door) -> None:
 
 
 def test_products_in_int8(door: Door, profile: Path) -> None:
-    """From flags, a policy file and `auto`; never with compressed weights."""
+    """From flags, a policy file and `auto`; never with weights compressed to 8 bits."""
     assert door(*ON_DISK, "--int8-compute", "--json", "r.json").code == 0
     policy = json.loads(Path("r.json").read_text())["policy"]
     assert policy["int8_compute"] and not policy["compress_weight"]
@@ -77,8 +77,30 @@ def test_products_in_int8(door: Door, profile: Path) -> None:
     out = door("--int8-compute", "--hardware", profile, "--json", "r.json")
     assert out.code == 0, out.err
     assert json.loads(Path("r.json").read_text())["policy"]["int8_compute"]
-    out = door("--int8-compute", "--compress-weight")
-    assert out.code == 2 and "--int8-compute: holds weights in int8 already" in out.err
+    out = door("--int8-compute", "--compress-weight", "--weight-bits", "8")
+    assert out.code == 2 and "--int8-compute: holds weights in 8 bits already" in out.err
+
+
+def test_products_in_int8_of_weights_in_4_bits(door: Door, profile: Path) -> None:
+    """From the store of weights in 4 bits, and unpacked once for a block."""
+    assert door(*ON_DISK, "--compress-weight", "--json", "r.json").code == 0
+    read = json.loads(Path("r.json").read_text())["io_bytes"]["disk_read"]
+    out = door(*ON_DISK, "--compress-weight", "--int8-compute", "--debug-mode", "breakdown", "--json", "r.json")
+    assert out.code == 0 and "unpack_weights (per-layer): 0.0" in out.out
+    found = json.loads(Path("r.json").read_text())
+    assert (
+        found["policy"]["int8_compute"]
+        and found["policy"]["compress_weight"]
+        and found["io_bytes"]["disk_read"] == read
+    )
+    (store,) = stores()
+    assert "-4bit-" in store.parent.name
+    write_policy(
+        Path("p.json"), SavedPolicy(Policy(2, 2, (0, 40, 100, 0, 100, 0), compress_weight=True, int8_compute=True))
+    )
+    assert door("--policy", "p.json").code == 0
+    out = door("--int8-compute", "--compress-weight", "--hardware", profile)
+    assert out.code == 0, out.err
 
 
 @pytest.mark.parametrize("flags", ["", "--percent 0 0 100 0 100 0 --gpu-batch-size 2 --num-gpu-batches 2"])

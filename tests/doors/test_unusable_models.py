@@ -131,5 +131,5 @@ def test_policy_file_beside_a_flag(flags: str, door: Callable[..., Answer], tmp_
 
 
 def test_policy_file_that_asks_for_two_forms_of_weights(door: Callable[..., Answer], tmp_path: Path) -> None:
-    path = policy_file(tmp_path / "policy.json", int8_compute=True, compress_weight=True)
+    path = policy_file(tmp_path / "policy.json", int8_compute=True, compress_weight=True, weight_bits=8)
     assert_refused(door("--policy", path), f"--policy {path}: int8_compute")

@@ -20,6 +20,7 @@ from flexgen_h2o.kernels.int8_blocked import BlockedInt8
 from flexgen_h2o.kernels.int8_rows import Int8Rows, pack_int8_rows
 from flexgen_h2o.kernels.linear import linear, lookup
 from flexgen_h2o.kernels.packed_rows import pack_rows, unpack_rows_reference
+from flexgen_h2o.kernels.requantised import requantise_rows_reference
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.limits import ALIGN, PAGE, ROW_BLOCK
 from flexgen_h2o.models import spec_from_config
@@ -71,11 +72,11 @@ class Room:
 
     def __init__(
         self, spec: ModelSpec, checkpoint: Checkpoint, place: tuple[int, int], device: Device, dtype: torch.dtype,
-        depth: int = 3, sep_layer: bool = True, packing: Packing | None = None,
+        depth: int = 3, sep_layer: bool = True, packing: Packing | None = None, to_int8: bool = False,
     ) -> None:  # fmt: skip
         policy = Policy(
             percent=(*place, 100, 0, 100, 0), sep_layer=sep_layer, compress_weight=packing is not None,
-            weight_bits=packing.bits if packing else 4,
+            weight_bits=packing.bits if packing else 4, int8_compute=to_int8,
         )  # fmt: skip
         shape = Shape(rows=1, micro_batches=1, tokens=1, slots=(1,))
         plan = memory_plan(spec, policy, shape, dtype.itemsize, device.is_host, Depth(depth, 1, 1))
@@ -83,14 +84,14 @@ class Room:
         self.ring = Ring(host_buffer(plan.size("weight ring"))) if plan.size("weight ring") else None
         self.lanes = Lanes({"disk_read": 2, "h2d": 1}, Timeline())
         self.layers = spec.layers(sep_layer)
-        shares, form = tier_shares(policy.weight_shares, device.is_host), WeightForm(dtype.itemsize, packing)
+        shares, form = tier_shares(policy.weight_shares, device.is_host), WeightForm(dtype.itemsize, packing, to_int8)
         self.store = WeightStore(self.layers, checkpoint, shares, dtype, Mover(device, self.lanes), form)
         self.unpacked = host_buffer(plan.size("unpacked weights")) if packing else None
         self.store.load_resident(self.memory)
 
-    def stream(self, sweeps: int, ahead: int) -> WeightStream:
+    def stream(self, sweeps: int, ahead: int, int8: Workspace | None = None) -> WeightStream:
         units = tuple(layer.unit for layer in self.layers.layers)
-        return WeightStream(self.store, self.ring, weight_sequence(sweeps, units), ahead, self.unpacked)
+        return WeightStream(self.store, self.ring, weight_sequence(sweeps, units), ahead, self.unpacked, int8)
 
     def close(self) -> None:
         self.lanes.close()
@@ -380,6 +381,39 @@ def test_packed_layers_are_unpacked_into_the_planned_memory(
                     assert len(w[t.role]) == 1
                     want = unpack_rows_reference(pack_rows(want, bits), bits, torch.empty(want.shape, dtype=dtype))
                 assert torch.equal(torch.cat(w[t.role]), want.to(dtype)), t.name
+        stream.drain()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("place", PLACES)
+def test_4_bits_become_int8_rows_in_the_planned_memory(
+    wide: dict[bool, Any], tmp_path: Path, place: tuple[int, int], device: type[Device], tied: bool
+) -> None:
+    """However a matrix is split: products and looked-up rows are those of its int8 rows in order, in every sweep."""
+    spec, source, tensors = wide[tied]
+    checkpoint = pack_checkpoint(spec, source, tmp_path, Packing(4))
+    with opened(spec, checkpoint, place, device(), torch.bfloat16, packing=Packing(4), to_int8=True) as room:
+        sizes = dict.fromkeys(("int8 inputs", "int8 input scales", "int8 weight scales", "int8 sums"), 2**16)
+        ws = Workspace(torch.empty(2**18, dtype=torch.uint8), sizes, torch.bfloat16)
+        stream = room.stream(2, ahead=len(room.layers.layers), int8=ws)
+        for layer in room.layers.layers * 2:
+            stream.prefetch()
+            if layer.unit != stream.unit:
+                stream.open(layer.unit, NOTHING)
+                stream.unpack(lambda: NOTHING)
+            parts = stream.open(layer.unit, NOTHING)
+            for t in room.layers.units[layer.unit].tensors:
+                if len(t.shape) == 1:
+                    assert torch.equal(torch.cat(parts[t.role]), tensors[t.name])
+                    continue
+                rows = torch.empty(t.shape[0], INT8.row_bytes(t.shape[1]), dtype=torch.uint8)
+                requantise_rows_reference(pack_rows(tensors[t.name], 4), rows, t.shape[1])
+                whole, x = (Int8Rows(rows, t.shape[1], ws),), torch.randn(5, t.shape[1])
+                found = torch.empty(2, 5, t.shape[0])
+                assert torch.equal(linear(x, whole, None, found[0]), linear(x, parts[t.role], None, found[1]))
+                ids, found = torch.tensor([0, t.shape[0] - 1, t.shape[0] // 2]), torch.zeros(2, 3, t.shape[1])
+                assert torch.equal(lookup(ids, whole, found[0]), lookup(ids, parts[t.role], found[1]))
         stream.drain()
 
 

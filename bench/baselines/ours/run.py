@@ -1,7 +1,7 @@
 """flexgen_h2o behind the face of the peers: its own command line, `flex_opt`, in this process.
 
 Variants: full, h2o:R (--hh-ratio R; 0.1 keeps 20% of the prompt's columns), each with -4bit (weights and KV in 4 bits)
-and -8bit, and with -int8 (weights and products in int8); flexgen-like (a published FlexGen policy, see
+and -8bit, with -int8 (weights and products in int8), and with -4bit-int8 (-4bit, products in int8); flexgen-like (a published FlexGen policy, see
 `flexgen_flags`). All but the last run `--policy auto`, which plans rows a block and placement for the budget. Nothing
 is warmed up but what the package does itself.
 """
@@ -22,7 +22,11 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from contract import DTYPES, EXIT_DOES_NOT_FIT, EXIT_REFUSED, DoesNotFitError, Meter, RefusedError, Request, main
 from contract import phases as rates
 
-VARIANTS = ("full", "h2o:0.1", "full-4bit", "h2o-4bit:0.1", "full-8bit", "full-int8", "h2o-int8:0.1", "flexgen-like")
+VARIANTS = (
+    "full", "h2o:0.1", "full-4bit", "h2o-4bit:0.1", "full-8bit", "full-int8", "h2o-int8:0.1", "full-4bit-int8",
+    "h2o-4bit-int8:0.1", "flexgen-like",
+)  # fmt: skip
+FORMS = ("", "4bit", "8bit", "int8", "4bit-int8")
 # Published for OPT-175B, the one whose weights do not fit RAM: half of the weights on the host, the rest and all KV on
 # disk, hidden states on the host, 8 micro-batches. Less of the weights where half does not fit.
 SPILLING_MICRO_BATCHES = 8
@@ -33,15 +37,16 @@ def variant_flags(variant: str) -> list[str]:
     """Flags of flex_opt for a variant that plans automatically. Raises RefusedError for one that it does not know."""
     name, _, ratio = variant.partition(":")
     kind, _, form = name.partition("-")
-    if kind not in ("full", "h2o") or form not in ("", "4bit", "8bit", "int8") or bool(ratio) != (kind == "h2o"):
+    if kind not in ("full", "h2o") or form not in FORMS or bool(ratio) != (kind == "h2o"):
         raise RefusedError(f"--variant {variant}: such as {', '.join(VARIANTS)}")
     flags = ["--policy", "auto"]
     if kind == "h2o":
         flags += ["--hh-ratio", ratio]
-    if form == "int8":
+    stored, _, products = form.partition("-")
+    if "int8" in (stored, products):
         flags += ["--int8-compute"]
-    elif form:
-        bits = form.removesuffix("bit")
+    if stored.endswith("bit"):
+        bits = stored.removesuffix("bit")
         flags += ["--compress-weight", "--weight-bits", bits, "--compress-cache", "--cache-bits", bits]
     return flags
 

@@ -9,6 +9,7 @@ from flexgen_h2o.kernels import (
     column_loops,
     int8_loops,
     prompt_loops,
+    requantise_loops,
     rotary_loops,
     row_loops,
     slot_loops,
@@ -17,8 +18,10 @@ from flexgen_h2o.kernels import (
 from flexgen_h2o.kernels.causal import causal_attention_lse
 from flexgen_h2o.kernels.column_sums import column_sums
 from flexgen_h2o.kernels.gated import silu_gated
+from flexgen_h2o.kernels.int8_blocked import blank_int8_rows
 from flexgen_h2o.kernels.int8_rows import Int8Rows, multiply_each, pack_int8_rows, rescale
 from flexgen_h2o.kernels.packed_rows import pack_rows, unpack_rows
+from flexgen_h2o.kernels.requantised import requantise_rows
 from flexgen_h2o.kernels.rms_norm import rms_norm
 from flexgen_h2o.kernels.rotary import Rotation
 from flexgen_h2o.kernels.slots import attend
@@ -67,6 +70,17 @@ def test_unpacking_is_compiled(bits: int) -> None:
     compiled = len(unpack_loops.unpack.signatures)
     unpack_rows(pack_rows(torch.randn(3, 100), bits), bits, torch.empty(3, 100, dtype=torch.bfloat16))
     assert len(unpack_loops.unpack.signatures) == compiled >= 1
+
+
+def test_unpacking_to_int8_is_compiled() -> None:
+    """In order, and where this CPU can, blocked."""
+    warm_up(torch.device("cpu"), torch.bfloat16, scored=False, weights=Packing(4), to_int8=True)
+    loops = (requantise_loops.in_order, requantise_loops.blocked)
+    compiled = [len(loop.signatures) for loop in loops]
+    for columns in (100, 128):
+        memory = torch.empty(128, INT8.row_bytes(columns), dtype=torch.uint8)
+        requantise_rows(pack_rows(torch.randn(128, columns), 4), 0, blank_int8_rows(memory), columns)
+    assert [len(loop.signatures) for loop in loops] == compiled and compiled[0] >= 1
 
 
 def test_products_in_int8_are_compiled() -> None:

@@ -298,6 +298,21 @@ def test_int8_compute_needs_room_for_products_and_none_to_unpack() -> None:
     assert plan.size("weights") < 0.51 * plain.size("weights") + sum(8 * s[0] + ALIGN for s in shapes)
 
 
+def test_weights_in_4_bits_become_int8_in_half_of_the_room() -> None:
+    """Rows of 4 bits as ever; int8 rows with a scale and a sum each; products as with int8_compute alone."""
+    shape = Shape(rows=3, micro_batches=1, tokens=2000, slots=(9,) * SPEC.num_blocks)
+    both, packed, int8 = (
+        memory_plan(SPEC, Policy(3, compress_weight=w, int8_compute=i), shape, 2, True, SEQUENTIAL)
+        for w, i in ((True, True), (True, False), (False, True))
+    )
+    assert both.size("weights") == packed.size("weights") and both.workspace == int8.workspace
+    assert both.size("temporaries") == int8.size("temporaries")
+    units = [[t.shape for t in unit.tensors if len(t.shape) == 2] for unit in SPEC.layers(True).units]
+    rows = max(sum(round_up(n * (round_up(k, 4) + 8), ALIGN) for n, k in shapes) for shapes in units)
+    assert both.size("unpacked weights") == rows
+    assert packed.size("unpacked weights") == max(sum(round_up(2 * n * k, ALIGN) for n, k in s) for s in units)
+
+
 # ---- blocked
 
 
