@@ -2,8 +2,9 @@
 
 Resident rows are read once; streamed rows (on disk, and on host where the device is not host memory) are loaded into a
 ring ahead of the compute that needs them. Packed matrices (packing.py) stay packed in both; when their unit is opened
-they are unpacked into one buffer, in the compute dtype or in int8, or wrapped for products in int8. Resident matrices that are multiplied are blocked
-once, where they lie. Knows nothing of file formats (it is given byte ranges) nor of models.
+they are unpacked into one buffer, in the compute dtype or in int8, or wrapped for products in int8. Resident matrices
+that are multiplied are blocked once, where they lie. Knows nothing of file formats (it is given byte ranges) nor of
+models.
 """
 
 from __future__ import annotations

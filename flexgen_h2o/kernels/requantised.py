@@ -45,8 +45,10 @@ def requantise_rows(
 
 
 def requantise_rows_reference(packed: torch.Tensor, out: torch.Tensor, columns: int) -> None:
-    """`requantise_rows` into rows in order, (n, INT8.row_bytes(columns)) uint8, in torch operations, UNPACK_CHUNK values
-    at a time. The same bits, but where a value is in the middle between two codes."""
+    """`requantise_rows` in torch operations, UNPACK_CHUNK values at a time, with the same bits.
+
+    out: rows in order, (n, INT8.row_bytes(columns)) uint8.
+    """
     step = max(1, UNPACK_CHUNK // columns)
     for start in range(0, len(packed), step):
         some, rows = packed[start : start + step], out[start : start + step]

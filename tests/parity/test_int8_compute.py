@@ -68,8 +68,9 @@ def codes_of_4_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scale, least = (
         packed[:, value_bytes(columns, 4) :].contiguous().view(torch.bfloat16).float().view(n, -1, 2).unbind(2)
     )
-    scale = torch.maximum(least.abs(), (least + 15 * scale).abs()).amax(dim=1, keepdim=True) / 127
-    return (values / scale.masked_fill(scale == 0, 1)).round().double(), scale.double()
+    largest = torch.maximum(least.abs(), (least + 15 * scale).abs()).amax(dim=1, keepdim=True)
+    steps = torch.full_like(largest, 127) / largest  # many values are in the middle between two codes
+    return (values * steps.masked_fill(largest == 0, 0)).round().double(), largest.double() / 127
 
 
 CODES = {8: codes_of, 4: codes_of_4_bits}  # by the bits that weights are held in

@@ -1,9 +1,9 @@
 """flexgen_h2o behind the face of the peers: its own command line, `flex_opt`, in this process.
 
 Variants: full, h2o:R (--hh-ratio R; 0.1 keeps 20% of the prompt's columns), each with -4bit (weights and KV in 4 bits)
-and -8bit, with -int8 (weights and products in int8), and with -4bit-int8 (-4bit, products in int8); flexgen-like (a published FlexGen policy, see
-`flexgen_flags`). All but the last run `--policy auto`, which plans rows a block and placement for the budget. Nothing
-is warmed up but what the package does itself.
+and -8bit, with -int8 (weights and products in int8), and with -4bit-int8 (-4bit, products in int8); flexgen-like (a
+published FlexGen policy, see `flexgen_flags`). All but the last run `--policy auto`, which plans rows a block and
+placement for the budget. Nothing is warmed up but what the package does itself.
 """
 
 from __future__ import annotations
