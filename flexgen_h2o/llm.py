@@ -232,7 +232,7 @@ class LLM:
             rows = rules.rows(course)
             pipeline = self._plans.part.pipeline
             if pipeline is not None:
-                given = (self.model.config, self.dtype, self.asked_policy, self.eviction, self.share_prefix)
+                given = (self.model.config, self.dtype, self.asked_policy, self.eviction, params, self.share_prefix)
                 check_same(pipeline, given, rows)
             blocks = self._plans.blocks(rows, self._ready(rows).policy)
             work = run_rows(rules, rows, blocks, refill and order is None and pipeline is None, more)
