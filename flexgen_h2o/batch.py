@@ -28,7 +28,7 @@ from flexgen_h2o.doors import (
     run_door,
     sampling_of,
 )
-from flexgen_h2o.errors import EXIT_ALL_ROWS_FAILED, EXIT_DONE, UsageError
+from flexgen_h2o.errors import EXIT_ALL_ROWS_FAILED, EXIT_DONE, FlexgenError, UsageError
 from flexgen_h2o.interrupts import Interrupted
 from flexgen_h2o.paths import usable_path
 from flexgen_h2o.prefixes import SHARINGS
@@ -100,6 +100,7 @@ def _run(argv: list[str] | None) -> int:
     defaults, eviction = sampling_of(args), eviction_of(args, policy)
     with contextlib.closing(OutputFile(args.output)) as output, open_llm(args, policy, is_auto, eviction) as llm:
         llm.share_prefix = args.share_prefix
+        llm.check_plan()
         if llm.precision_note:
             _say(llm.precision_note)
         before = _settle(args, output, _settings(llm, policy, is_auto, defaults))
@@ -121,6 +122,8 @@ def _show_status(output: Path) -> int:
 
 
 def _check_paths(args: argparse.Namespace) -> None:
+    from flexgen_h2o.jobs.sidecar import sidecar_path
+    from flexgen_h2o.jobs.status import status_path
     from flexgen_h2o.prompts import check_output_path
 
     if args.input is None:
@@ -132,15 +135,18 @@ def _check_paths(args: argparse.Namespace) -> None:
         raise UsageError(f"--input {args.input}: is not a file; it is read more than once")
     check_output_path(args.output)
     check_separate(args, ("input", "policy", "hardware"), ("output",))
+    if args.input.resolve() in (path(args.output).resolve() for path in (sidecar_path, status_path)):
+        raise UsageError(f"--input {args.input}: is a file that the job writes beside --output; give another name")
 
 
 def _settings(llm: LLM, policy: Policy, is_auto: bool, defaults: SamplingParams) -> dict[str, Any]:
     """What answers depend on, for the sidecar. Budgets and devices may change from run to run."""
-    from flexgen_h2o.source import shape_fingerprint
+    from flexgen_h2o.source import content_digests, shape_fingerprint
 
     placement = dict.fromkeys(PLACEMENT, "auto") if is_auto else {}
+    shape = {"name": llm.model.name, "config": shape_fingerprint(llm.model.config), "random": llm.model.random}
     return {
-        "model": {"name": llm.model.name, "config": shape_fingerprint(llm.model.config), "random": llm.model.random},
+        "model": {**shape, **content_digests(llm.model)},
         "dtype": llm.dtype,
         "policy": {**policy.to_json(), **placement},
         "eviction": llm.eviction.to_json(),
@@ -188,6 +194,7 @@ def _run_job(args: argparse.Namespace, output: OutputFile, llm: LLM, before: Bef
     job = Job(llm, args.input, reader, output, before, progress, args.max_errors, args.window, args.refill)
     with _saying_how_it_ends(progress, output):
         job.run()
+        _check_input(args, progress)
     return _show(args, job, llm.model.name)
 
 
@@ -205,6 +212,7 @@ def _run_on_ray(args: argparse.Namespace, output: OutputFile, model: str, before
             args.input, output, before, progress, pool, opening, block_size, args.max_errors, peak_bytes=peak_bytes
         )
         job.run()
+        _check_input(args, progress)
     return _show(args, job, model)
 
 
@@ -244,13 +252,27 @@ def _saying_how_it_ends(progress: Any, output: OutputFile) -> Iterator[None]:
         output.sync()
 
 
+def _check_input(args: argparse.Namespace, progress: JobProgress) -> None:
+    """FlexgenError where the input was changed under the job: its lines are read again while it runs."""
+    from flexgen_h2o.jobs.lines import begins_as
+    from flexgen_h2o.jobs.sidecar import read_sidecar
+
+    begun = read_sidecar(args.output)
+    missing = progress.status.rows - progress.status.done
+    if missing or (begun is not None and not begins_as(args.input, begun.input_bytes, begun.input_digest)):
+        raise FlexgenError(
+            f"--input {args.input}: was changed while the job ran ({missing} rows are missing); rows of {args.output} "
+            "may be of either state: leave the input alone, and give another --output"
+        )
+
+
 def _show(args: argparse.Namespace, job: Job | RayJob, model: str) -> int:
     """The summary; returns the exit code."""
     status = job.progress.status
-    print(
-        f"{status.done} rows in {args.output}, {status.errors} of them errors; {status.tokens} new tokens in "
-        f"{format_seconds(status.seconds)} ({status.tokens_per_s:.1f} token/s)"
-    )
+    did = f"{status.tokens} new tokens in {format_seconds(status.seconds)} ({status.tokens_per_s:.1f} token/s)"
+    if job.before.rows == status.rows:
+        did = "nothing was left to do"
+    print(f"{status.done} rows in {args.output}, {status.errors} of them errors; {did}")
     if job.other_models:
         _say(f"{job.other_models} requests name another model (the first: {job.first_other}); {model} answered them")
     return EXIT_ALL_ROWS_FAILED if status.errors == status.rows else EXIT_DONE

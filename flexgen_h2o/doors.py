@@ -62,7 +62,7 @@ def _exit_code(name: str, body: Callable[[list[str] | None], int], argv: list[st
         interrupted = interrupts.arrived()  # and what it broke
         if interrupted is not None:
             return _ended_by(name, interrupted)
-        print(f"{name}: {error}".replace("\n", " "), file=sys.stderr)
+        _complain(f"{name}: {error}".replace("\n", " "))
         return error.exit_code
     except interrupts.Interrupted as signal:
         return _ended_by(name, signal)
@@ -74,17 +74,22 @@ def _exit_code(name: str, body: Callable[[list[str] | None], int], argv: list[st
     except OSError as error:
         if _can_print():
             raise
-        print(f"{name}: cannot write to standard output ({error.strerror or error})", file=sys.stderr)
+        _complain(f"{name}: cannot write to standard output ({error.strerror or error})")
         _silence_stdout()
         return EXIT_FAILED
     except MemoryError:
-        print(f"{name}: the machine ran out of memory; lower --host-mem", file=sys.stderr)
+        _complain(f"{name}: the machine ran out of memory; lower --host-mem")
         return EXIT_FAILED
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # torch's; importing it here would slow --help down
             raise
-        print(f"{name}: the card ran out of memory; lower --device-mem, or end what else uses it", file=sys.stderr)
+        _complain(f"{name}: the card ran out of memory; lower --device-mem, or end what else uses it")
         return EXIT_DOES_NOT_FIT
+
+
+def _complain(line: str) -> None:
+    """In one piece, so that the lines of several processes do not run into each other."""
+    print(line + "\n", end="", file=sys.stderr)
 
 
 def _can_print() -> bool:
@@ -103,7 +108,7 @@ def _silence_stdout() -> None:
 
 
 def _ended_by(name: str, signal: interrupts.Interrupted) -> int:
-    print(f"{name}: ended by {signal}", file=sys.stderr)
+    _complain(f"{name}: ended by {signal}")
     return SIGNAL_BASE + signal.number
 
 

@@ -226,7 +226,8 @@ def _measure(
         for figures, eviction in ((full, None), *zip(found, (cell.eviction for cell in cells), strict=True)):
             right = runner.recall(recalls, eviction)
             figures["recall"] = summarise_recall(recalls, right, args.resamples, args.seed)
-            _say(f"recall of {figures.get('policy', 'the full cache')}: {figures['recall']['inside']['value']:.0%}")
+            who = f"{figures['policy']} at {figures['budget']:.0%}" if eviction else "the full cache"
+            _say(f"recall of {who}: {figures['recall']['inside']['value']:.0%}")
     return {"recall": {"prompts": len(recalls)} if recalls else None, "full": full, "cells": found}
 
 

@@ -138,10 +138,10 @@ def _run(argv: list[str] | None) -> int:
         # The benchmark's prompts are all equal, and FlexGen computes each.
         llm.share_prefix = args.share_prefix or ("off" if args.prompts is None else "auto")
         llm.timeline.keep_spans = args.trace is not None
+        llm.check_plan()
         prompts = _prompts(args, llm, AUTO_BENCHMARK_ROWS if is_auto else policy.block_size)
         with naming_flags():  # a prompt longer than the model's positions
             sizes = llm.sizes(prompts, params)
-        llm.check_plan()
         if args.verbose >= 1:
             print(f"<run_flexgen_h2o>: args.model: {args.model}")
             print(sizes_line(*sizes))
@@ -213,6 +213,8 @@ def _prompts(args: argparse.Namespace, llm: LLM, rows: int) -> list[Prompt]:
 
     spec = llm.model.spec
     encode = llm.model.encode if llm.model.tokenizer is not None else None
+    if args.chat:
+        llm.model.check_chat()
     if args.prompts is not None:
         return read_prompts(args.prompts, llm.model.encode_message if args.chat else encode, spec.vocab_size)
     check_positions(args, llm.model.name, spec.max_positions)

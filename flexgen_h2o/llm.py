@@ -169,7 +169,9 @@ class LLM:
         return len(self.model.spec.layers(sep_layer).layers)
 
     def check_plan(self) -> None:
-        """UsageError where the policy is to be chosen and the given profile does not know the dtype."""
+        """UsageError for what no rows can mend: rolling positions that the model or the policy cannot have; a policy
+        that is to be chosen with a profile that does not know the dtype."""
+        self._check_rolling()
         if isinstance(self.asked_policy, AutoPolicy):
             self._planner.check_dtype()
 
@@ -232,7 +234,7 @@ class LLM:
             rows = rules.rows(course)
             pipeline = self._plans.part.pipeline
             if pipeline is not None:
-                given = (self.model.config, self.dtype, self.asked_policy, self.eviction, self.share_prefix)
+                given = (self.model.config, self.dtype, self.asked_policy, self.eviction, params, self.share_prefix)
                 check_same(pipeline, given, rows)
             blocks = self._plans.blocks(rows, self._ready(rows).policy)
             work = run_rows(rules, rows, blocks, refill and order is None and pipeline is None, more)
@@ -315,6 +317,11 @@ class LLM:
     def _budgets(self) -> dict[str, int | None]:
         return resolve_budgets(self._budget, self._device, self.offload_dir, self._plans.part.processes)
 
+    def _check_rolling(self) -> None:
+        asked = self.asked_policy
+        base = asked.base if isinstance(asked, AutoPolicy) else asked
+        check_rolling(self.eviction, self.model.spec, base.compress_cache)
+
     def _ready(self, rows: Sequence[Row]) -> Engine:
         """An engine whose buffers cover these rows: the open one if it does, else a new one."""
         open_one, plans, asked = self._engine, self._plans, self.asked_policy
@@ -322,8 +329,7 @@ class LLM:
             self.predicted = plans.predict(rows, open_one.policy, open_one.plan)
             return open_one
         self.close()
-        base = asked.base if isinstance(asked, AutoPolicy) else asked
-        check_rolling(self.eviction, self.model.spec, base.compress_cache)
+        self._check_rolling()
         budgets = self._budgets()
         plans.planned = planned = plans.plan(rows, asked, budgets)
         policy, plan = planned.policy, planned.memory

@@ -24,7 +24,7 @@ from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.eviction.of_stage import OfStage
 from flexgen_h2o.report import PhaseReport, RunReport
 from flexgen_h2o.tiers.device import take_card
-from flexgen_h2o.tiers.wire import Peers, Wire, is_waiting
+from flexgen_h2o.tiers.wire import Peers, Wire, is_waiting, meet
 
 HOW = "torchrun --nproc-per-node 2 -m flexgen_h2o.flex_opt --pipeline ..."
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -94,7 +94,8 @@ def join_pipeline(in_flight: int | None) -> Pipeline:
     except ValueError as error:
         raise UsageError(f"--pipeline: RANK, WORLD_SIZE, ... are not numbers ({error}); {HOW}") from error
     try:
-        dist.init_process_group(take_card(local_rank), timeout=_PATIENCE)
+        backend = take_card(local_rank)
+        meet(lambda: dist.init_process_group(backend, timeout=_PATIENCE))
     except (RuntimeError, ValueError, OSError) as error:
         raise FlexgenError(f"--pipeline: the {ranks} processes did not meet ({_first_line(error)})") from error
     return Pipeline(Peers(rank, ranks, local_ranks), in_flight or ranks)
@@ -103,14 +104,15 @@ def join_pipeline(in_flight: int | None) -> Pipeline:
 def check_same(pipeline: Pipeline, given: Sequence[object], rows: Iterable[Row]) -> None:
     """UsageError where ranks were given different work: a model of another config, flags, or prompts.
 
-    given: the model's config, dtype, policy, eviction, sharing of prefixes.
+    given: the model's config, dtype, policy, eviction, sampling, sharing of prefixes.
     """
-    names = ("model", "dtype", "policy", "eviction", "--share-prefix")
+    names = ("model", "dtype", "policy", "eviction", "--gen-len or sampling flag", "--share-prefix")
     mine = {
         **dict(zip(names, given, strict=True)),
-        "--num-inner-iterations": pipeline.in_flight, "set of prompts": _digest(rows),
+        "--num-inner-iterations": pipeline.in_flight,
+        "set of prompts": _digest((row.prompt.index, row.max_new, row.prompt.token_ids) for row in rows),
     }  # fmt: skip
-    everyone: list[Any] = _gather(pipeline, {name: str(value) for name, value in mine.items()})
+    everyone: list[Any] = _gather(pipeline, {name: _digest([value]) for name, value in mine.items()})
     for rank, theirs in enumerate(everyone):
         for name, value in everyone[0].items():
             if theirs[name] != value:
@@ -154,7 +156,7 @@ def joint_report(part: Part, report: RunReport, wire: Wire) -> RunReport:
 def leave(code: int) -> int:
     """End this process's part. Where a thread may wait for a neighbour that will not speak again, the process ends
     here: gloo does not let such a thread go."""
-    if not dist.is_initialized():
+    if not dist.is_initialized() and not is_waiting():
         return code
     if is_waiting() or code:
         for stream in (sys.stdout, sys.stderr):
@@ -165,11 +167,11 @@ def leave(code: int) -> int:
     return code
 
 
-def _digest(rows: Iterable[Row]) -> str:
-    """Of index, most new tokens and prompt of each."""
+def _digest(values: Iterable[object]) -> str:
+    """Of what they look like; ranks compare no more than that."""
     digest = hashlib.blake2b(digest_size=16)
-    for row in rows:
-        digest.update(repr((row.prompt.index, row.max_new, row.prompt.token_ids)).encode())
+    for value in values:
+        digest.update(repr(value).encode())
     return digest.hexdigest()
 
 

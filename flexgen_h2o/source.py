@@ -14,9 +14,10 @@ from flexgen_h2o.checkpoint import (
     pack_checkpoint,
     pack_random,
     resolve,
+    weight_files,
     write_random_checkpoint,
 )
-from flexgen_h2o.checkpoint.fingerprint import label
+from flexgen_h2o.checkpoint.fingerprint import label, sample_digest
 from flexgen_h2o.checkpoint.resolve import DUMMY, find_folder
 from flexgen_h2o.config import ModelSpec
 from flexgen_h2o.errors import UsageError
@@ -25,6 +26,7 @@ from flexgen_h2o.packing import Packing
 
 _SOME_ANSWER = "\u241fanswer\u241f"  # stands for an answer in a conversation that is still to be had
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "tokenizer_config.json")
+_BESIDE_TOKENIZERS = ("merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template.jinja")
 
 
 @dataclass(frozen=True)
@@ -46,14 +48,19 @@ class Model:
     def encode_message(self, text: str) -> list[int]:
         """Token ids of a user's message, up to where the answer begins, by the tokenizer's chat template.
 
-        UsageError where there is no tokenizer, no template, or one that does not take the message.
+        UsageError where the template does not take the message; it is there (`check_chat`).
         """
-        if not self.has_chat_template:
-            raise UsageError(f"{self.name} has no chat template: leave --chat out, or give a chat or instruct model")
         try:
             return self.encode_chat([{"role": "user", "content": text}])
         except ValueError as error:
             raise UsageError(f"the chat template of {self.name} cannot take the prompt ({error})") from error
+
+    def check_chat(self) -> None:
+        """UsageError where there is no tokenizer with a chat template."""
+        if not self.has_chat_template:
+            raise UsageError(
+                f"--chat: {self.name} has no chat template; leave it out, or give a chat or instruct model"
+            )
 
     @property
     def has_chat_template(self) -> bool:
@@ -135,6 +142,22 @@ def find_checkpoint(
         return pack_random(spec, model.config, folder, dtype, seed, packing, progress)
     folder = write_random_checkpoint(spec, model.config, cache / "random" / name, dtype, seed, progress)
     return open_checkpoint(spec, folder, cache)
+
+
+def content_digests(model: Model) -> dict[str, str | None]:
+    """`weights` and `tokenizer` of a model, by their contents (checkpoint/fingerprint.py), however the folder is
+    called; None where it has none of its own. UsageError for a file that cannot be read."""
+    if model.folder is None:
+        return {"weights": None, "tokenizer": None}
+    names = (*TOKENIZER_FILES, *_BESIDE_TOKENIZERS)
+    found = {
+        "weights": [] if model.random else weight_files(model.folder),
+        "tokenizer": [path for name in names if (path := model.folder / name).is_file()],
+    }
+    try:
+        return {what: sample_digest(paths) if paths else None for what, paths in found.items()}
+    except OSError as error:
+        raise UsageError(f"--model {model.name}: {error.filename}: {error.strerror or error}") from error
 
 
 def shape_fingerprint(config: dict[str, Any]) -> str:

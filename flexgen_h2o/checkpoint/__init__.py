@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flexgen_h2o.checkpoint.bin_import import BIN_NAME, has_bin, import_bin
+from flexgen_h2o.checkpoint.bin_import import BIN_INDEX_NAME, BIN_NAME, has_bin, import_bin
 from flexgen_h2o.checkpoint.match import match
 from flexgen_h2o.checkpoint.packed_store import pack_checkpoint, pack_random
 from flexgen_h2o.checkpoint.random_weights import write_random_checkpoint
 from flexgen_h2o.checkpoint.resolve import ModelSource, resolve
-from flexgen_h2o.checkpoint.safetensors_format import SINGLE_NAME
-from flexgen_h2o.checkpoint.safetensors_index import has_safetensors, read_index
+from flexgen_h2o.checkpoint.safetensors_format import INDEX_NAME, SINGLE_NAME
+from flexgen_h2o.checkpoint.safetensors_index import has_safetensors, read_index, read_weight_map, shard_path
 from flexgen_h2o.checkpoint.stored import Checkpoint, StoredTensor
 from flexgen_h2o.config import ModelSpec
 from flexgen_h2o.errors import UsageError
@@ -29,6 +29,7 @@ __all__ = [
     "pack_random",
     "read_index",
     "resolve",
+    "weight_files",
     "write_random_checkpoint",
 ]
 
@@ -46,3 +47,15 @@ def open_checkpoint(spec: ModelSpec, folder: Path, cache_dir: Path) -> Checkpoin
             )
         folder = import_bin(folder, cache_dir)
     return match(spec, read_index(folder), folder)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files in `folder` that `open_checkpoint` takes weights from; none where there are none. UsageError names a
+    damaged index or a missing shard."""
+    for single, index in ((SINGLE_NAME, INDEX_NAME), (BIN_NAME, BIN_INDEX_NAME)):
+        if (folder / single).is_file():
+            return [folder / single]
+        if (folder / index).is_file():
+            shards = sorted(set(read_weight_map(folder / index).values()))
+            return [shard_path(folder / index, shard) for shard in shards]
+    return []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from flexgen_h2o.units import format_bytes
@@ -25,7 +25,7 @@ def markdown(result: Figures) -> str:
     for budget in settings["budgets"]:
         cells = [cell for cell in result["cells"] if cell["budget"] == budget]
         cells.sort(key=lambda cell: -cell["kl"]["value"])
-        parts.append([f"### {budget:.0%} of the prompt's columns", "", *_main(cells, result["full"], text, recall)])
+        parts.append([f"### {budget:.0%} of the prompt's columns", "", *_main(cells, result)])
     parts.append(["### NLL by step: nats over the full cache's", "", *_by_step(result)])
     if recall:
         for name, title in (("inside", "at the end of the prompt"), ("after", "after the prompt")):
@@ -34,8 +34,22 @@ def markdown(result: Figures) -> str:
     return "\n\n".join("\n".join(part) for part in parts) + "\n"
 
 
-def _main(cells: Sequence[Figures], full: Figures, text: Figures, recall: Figures | None) -> Iterator[str]:
+def _names(result: Figures) -> tuple[str, Callable[[Figures], str]]:
+    """The first column of the reference, and of a cell: where the compared runs are compressed, the full cache is one
+    of them."""
+    compression = result["settings"]["compression"]
+    if not compression:
+        return "full", lambda cell: f"`{cell['policy']}`"
+    return (
+        "full, uncompressed",
+        lambda cell: f"`{cell['policy']}`" + (f", {compression}" if cell["policy"] == "full" else ""),
+    )
+
+
+def _main(cells: Sequence[Figures], result: Figures) -> Iterator[str]:
+    full, text, recall = result["full"], result["text"], result["recall"]
     watched, diverged = "evicted_mass" in cells[0], "greedy" in cells[0]
+    reference, name_of = _names(result)
     optional = [
         (watched, "evicted mass"),
         (recall, "recall, question inside"), (recall and "after" in full["recall"], "recall, question after"),
@@ -45,35 +59,35 @@ def _main(cells: Sequence[Figures], full: Figures, text: Figures, recall: Figure
     yield from header([*names, *(name for given, name in optional if given)])
     for cell in cells:
         columns = [
-            f"`{cell['policy']}`", f"{cell['columns']:.0f}", number(cell["kl"], 3), number(cell["kl_p95"], 2),
+            name_of(cell), f"{cell['columns']:.0f}", number(cell["kl"], 3), number(cell["kl_p95"], 2),
             _percent(cell["flips"]), number(cell["nll_less_full"], 3), number(cell["kl_less_baseline"], 3),
         ]  # fmt: skip
         columns += [_percent(cell["evicted_mass"])] if watched else []
         columns += [_percent(part) for part in cell.get("recall", {}).values()]
         columns += [number(cell["greedy"]["first"], 1)] if diverged else []
         yield row(columns)
-    columns = ["full", f"{text['mean_prompt_len']:.0f}", "0", "0", "0", f"0 (NLL {number(full['nll'], 3)})", ""]
+    columns = [reference, f"{text['mean_prompt_len']:.0f}", "0", "0", "0", f"0 (NLL {number(full['nll'], 3)})", ""]
     columns += ["0"] if watched else []
     columns += [_percent(part) for part in full.get("recall", {}).values()]
     yield row([*columns, f"{text['steps']}"] if diverged else columns)
 
 
 def _by_step(result: Figures) -> Iterator[str]:
-    bins = result["full"]["by_step"]
+    bins, (reference, name_of) = result["full"]["by_step"], _names(result)
     yield from header(["policy", "budget", *(f"{part['first']} - {part['last']}" for part in bins)])
     for cell in result["cells"]:
         steps = [number(part["nll_less_full"], 3) for part in cell["by_step"]]
-        yield row([f"`{cell['policy']}`", f"{cell['budget']:.0%}", *steps])
-    yield row(["full: NLL", "", *(number(part["nll"], 3) for part in bins)])
+        yield row([name_of(cell), f"{cell['budget']:.0%}", *steps])
+    yield row([f"{reference}: NLL", "", *(number(part["nll"], 3) for part in bins)])
 
 
 def _by_depth(result: Figures, name: str) -> Iterator[str]:
-    full = result["full"]["recall"][name]["by_depth"]
+    full, (reference, name_of) = result["full"]["recall"][name]["by_depth"], _names(result)
     yield from header(["policy", "budget", *(f"stated at {part['at']:.0%}" for part in full)])
     for cell in result["cells"]:
         shares = [_percent(part) for part in cell["recall"][name]["by_depth"]]
-        yield row([f"`{cell['policy']}`", f"{cell['budget']:.0%}", *shares])
-    yield row(["full", "", *(_percent(part) for part in full)])
+        yield row([name_of(cell), f"{cell['budget']:.0%}", *shares])
+    yield row([reference, "", *(_percent(part) for part in full)])
 
 
 def header(names: Sequence[str]) -> Iterator[str]:

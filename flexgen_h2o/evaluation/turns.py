@@ -80,8 +80,8 @@ def encoded(turns: Sequence[Turn], model: Model, form: str | None, chat: bool) -
     form: what a text is put into, at PLACE; only the first turn gets the tokenizer's special tokens. chat: by the
     model's chat template instead. Raises UsageError naming the turn's place.
     """
-    if chat and not model.has_chat_template:
-        raise UsageError(f"--chat: {model.name} has no chat template; leave it out, or give a chat or instruct model")
+    if chat:
+        model.check_chat()
     found, said = [], []
     for i, turn in enumerate(turns):
         said += [turn.content] if isinstance(turn.content, str) else []

@@ -22,6 +22,7 @@ MOST_LINE_BYTES = 64 * 2**20
 DIGEST_BYTES = 16
 _BOM = b"\xef\xbb\xbf"
 _CHUNK = 2**16  # rows that are looked up at a time
+_PIECE_BYTES = 2**20  # of the input that are read at a time for its digest alone
 
 Digests = npt.NDArray[np.bytes_]
 
@@ -144,6 +145,19 @@ def scan_input(path: Path, known_bytes: int = 0) -> Scan:
     found = Scan(np.frombuffer(ids, f"S{DIGEST_BYTES}"), nbytes, whole.hexdigest(), prefix)
     _refuse_duplicates(path, found.ids)
     return found
+
+
+def begins_as(path: Path, nbytes: int, digest: str) -> bool:
+    """Have the first `nbytes` of a file that digest, as `Scan` says it? True where it cannot be read any more."""
+    found = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    try:
+        with path.open("rb") as file:
+            while nbytes > 0 and (piece := file.read(min(nbytes, _PIECE_BYTES))):
+                found.update(piece)
+                nbytes -= len(piece)
+    except OSError:
+        return True
+    return not nbytes and found.hexdigest() == digest
 
 
 def id_digest(custom_id: str) -> bytes:

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import stat
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -177,6 +178,9 @@ def _open_locked(path: Path) -> int:
             fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise UsageError(f"--output {path}: {error.strerror or error}") from error
+        if not stat.S_ISREG(os.fstat(fd).st_mode):  # of a pipe or a device the end would never come
+            os.close(fd)
+            raise UsageError(f"--output {path}: is no regular file, and a job reads its rows back; name one")
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.stat(path), os.fstat(fd)):

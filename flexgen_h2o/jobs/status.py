@@ -15,6 +15,7 @@ from flexgen_h2o.jobs.output import is_locked
 from flexgen_h2o.units import format_bytes, format_seconds
 
 RUNNING = "running"
+_NUMBERS = ("rows", "done", "errors", "tokens", "seconds", "tokens_per_s", "updated")
 
 
 @dataclass
@@ -55,6 +56,8 @@ def read_status(output: Path) -> Status:
     path = status_path(output)
     try:
         status = Status(**json.loads(path.read_text(encoding="utf-8")))
+        if not all(isinstance(getattr(status, name), int | float) for name in _NUMBERS):
+            raise TypeError
     except FileNotFoundError as error:
         raise UsageError(f"--status: no job has written {output}: there is no {path.name} beside it") from error
     except OSError as error:

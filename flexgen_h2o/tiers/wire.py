@@ -34,6 +34,26 @@ def is_waiting() -> bool:
     return any(thread.name.startswith(_NAME) for thread in threading.enumerate())
 
 
+def meet(others: Callable[[], object]) -> None:
+    """Call what waits for the other ranks in a thread beside: a signal ends the wait, and not only what comes after."""
+    failures, met = list[Exception](), threading.Event()
+
+    def wait() -> None:
+        try:
+            others()
+        except Exception as error:  # torch.distributed raises many kinds
+            failures.append(error)
+        met.set()
+
+    thread = threading.Thread(target=wait, name=f"{_NAME} meeting", daemon=True)
+    thread.start()
+    while not met.wait(_POLL_S):  # a signal in the middle of a join would leave the thread marked as ended
+        interrupts.check()
+    thread.join()
+    if failures:
+        raise failures[0]
+
+
 @dataclass(frozen=True)
 class Peers:
     """Who this process is in a ring of `ranks`. local_ranks: how many of them share this machine."""

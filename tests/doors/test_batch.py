@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -170,6 +172,35 @@ def test_a_restart_that_would_mix_is_refused(
     assert before == ((tmp_path / "out.jsonl").read_bytes(), (tmp_path / "out.jsonl.job.json").read_bytes())
 
 
+TRAINED_ON = [
+    ("model.safetensors", lambda data: data[:-4] + bytes(4), "weights"),
+    ("tokenizer.json", lambda data: data + b" ", "tokenizer"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "what"), TRAINED_ON, ids=lambda value: "")
+def test_a_model_that_was_trained_on_in_its_folder_is_another(
+    name: str,
+    change: Callable[[bytes], bytes],
+    what: str,
+    job: Callable[..., Answer],
+    tmp_path: Path,
+    words_model: Path,
+) -> None:
+    """A copy in its place is the same."""
+    folder = tmp_path / "model"
+    shutil.copytree(words_model, folder)
+    lines(tmp_path / "in.jsonl", {"prompt": [5, 6]})
+    assert job(model=folder).code == 0
+    shutil.move(folder, tmp_path / "old")
+    shutil.copytree(tmp_path / "old", folder)
+    assert job(model=folder).code == 0
+    data = (folder / name).read_bytes()
+    (folder / name).write_bytes(change(data))
+    ended = job(model=folder)
+    assert ended.code == 2 and f"model.{what} was " in ended.err
+
+
 def test_force_goes_on_and_says_so_in_the_sidecar(job: Callable[..., Answer], tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     lines(source, {"prompt": [5, 6]})
@@ -202,6 +233,64 @@ def test_a_torn_row_is_done_again_and_said(job: Callable[..., Answer], tmp_path:
 # ---- refusals and ends
 
 
+def test_a_finished_job_says_that_nothing_was_left(job: Callable[..., Answer], tmp_path: Path) -> None:
+    lines(tmp_path / "in.jsonl", {"prompt": [5, 6]})
+    assert "new tokens in" in job().out
+    again = job()
+    assert again.code == 0
+    assert again.out.splitlines() == [
+        "1 rows, 1 of them done before", "1 rows in out.jsonl, 0 of them errors; nothing was left to do"
+    ]  # fmt: skip
+
+
+CHANGES = [
+    pytest.param(lambda text: text[: len(text) // 2], "(9 rows are missing)", id="cut"),
+    pytest.param(lambda text: "".join(text.splitlines(True)[::-1]), "(0 rows are missing)", id="turned round"),
+]
+
+
+@pytest.mark.parametrize(("change", "says"), CHANGES)
+def test_an_input_that_is_changed_under_a_job_is_no_success(
+    change: Callable[[str], str], says: str, job: Callable[..., Answer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read twice; between the two readings somebody writes to it."""
+    source = tmp_path / "in.jsonl"
+    lines(source, *({"custom_id": f"r{i:02}", "prompt": [5, 6 + i], "max_tokens": 2} for i in range(20)))
+    expect = LLM.expect
+
+    def disturbed(llm: LLM, rows: int) -> None:
+        source.write_text(change(source.read_text()))
+        expect(llm, rows)
+
+    monkeypatch.setattr(LLM, "expect", disturbed)
+    ended = job()
+    assert ended.code == 1 and f"--input in.jsonl: was changed while the job ran {says}" in ended.err
+    assert len(ended.err.splitlines()) == 1
+    assert "state: failed: --input in.jsonl" in job("--status").out
+
+
+def test_an_input_that_grows_under_a_job_is_done_next_time(
+    job: Callable[..., Answer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, expect = tmp_path / "in.jsonl", LLM.expect
+    lines(source, {"prompt": [5, 6]})
+
+    def disturbed(llm: LLM, rows: int) -> None:
+        source.open("a").write('{"prompt": [7]}\n')
+        expect(llm, rows)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LLM, "expect", disturbed)
+        assert job().code == 0 and len(rows(tmp_path / "out.jsonl")) == 1
+    assert job().code == 0 and len(rows(tmp_path / "out.jsonl")) == 2
+
+
+def test_a_status_file_that_is_none_is_refused(job: Callable[..., Answer], tmp_path: Path) -> None:
+    (tmp_path / "out.jsonl.status.json").write_text('{"state": "done", "rows": "x"}')
+    ended = job("--status")
+    assert ended.code == 2 and "is not the status of a job" in ended.err
+
+
 def test_when_every_row_fails_the_exit_code_is_4(job: Callable[..., Answer], tmp_path: Path) -> None:
     lines(tmp_path / "in.jsonl", "{", {"prompt": "text"})
     for done in (0, 2):
@@ -225,12 +314,17 @@ REFUSED = [
     (("--output", "out.txt"), "must end in .jsonl"),
     (("--output", "no/out.jsonl"), "the folder"),
     (("--output", "in.jsonl"), "is the file of --input too"),
+    (("--output", "pipe.jsonl"), "--output pipe.jsonl: is no regular file"),
+    (("--output", "null.jsonl"), "--output null.jsonl: is no regular file"),
+    (("--input", "out.jsonl.job.json"), "a file that the job writes beside --output"),
+    (("--input", "out.jsonl.status.json"), "a file that the job writes beside --output"),
     (("--max-errors", "-1"), "--max-errors"),
     (("--window", 0), "--window"),
     (("--gen-len", 0), "--gen-len"),
     (("--top-p", 2), "--top-p"),
     (("--status",), "--status: no job has written out.jsonl"),
     (("--percent", *"1234"), "--percent"),
+    (("--hh-size", 1, "--positions", "rolling"), "--positions rolling: needs rotary embeddings"),
 ]
 
 
@@ -241,6 +335,10 @@ def test_refusals_leave_nothing(
     lines(tmp_path / "in.jsonl", {"prompt": [5, 6]})
     lines(tmp_path / "empty.jsonl", "", " ")
     lines(tmp_path / "twice.jsonl", {"custom_id": "a"}, {}, {"custom_id": "a"})
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "null.jsonl").symlink_to("/dev/null")
+    if str(flags[1:2]).startswith("('out.jsonl."):
+        lines(tmp_path / str(flags[1]), {"prompt": [5, 6]})
     before = sorted(path.name for path in tmp_path.iterdir())
     ended = job(*flags)
     assert ended.code == 2 and says in ended.err, ended.err

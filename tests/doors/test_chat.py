@@ -56,7 +56,7 @@ def test_prompts_become_messages(
 @pytest.mark.parametrize(
     ("template", "says"),
     [
-        (None, "has no chat template: leave --chat out"),
+        (None, "^flex_opt: --chat: .*chat has no chat template; leave it out"),
         ("{{ raise_exception('only in pairs') }}", "cannot take the prompt .only in pairs"),
         ("{% for %}", "cannot take the prompt"),
     ],

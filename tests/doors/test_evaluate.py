@@ -48,6 +48,7 @@ def test_writes_json_tables_and_picture(evaluate: Door, tmp_path: Path) -> None:
         assert 0 < cell["evicted_mass"]["value"] < 1
     assert result["full"]["recall"]["inside"]["questions"] == 2
     assert result["settings"]["seed"] == 0
+    assert "evaluate: recall of the full cache: " in out.err and "evaluate: recall of h2o at 20%: " in out.err
     again = evaluate(f"fidelity {SMALL} --offload-dir o --json again.json")
     assert again.code == 0
     for one, other in zip(result["cells"], json.loads((tmp_path / "again.json").read_text())["cells"], strict=True):

@@ -103,6 +103,12 @@ def test_wrong_flag(flags: str, door: Callable[..., Answer]) -> None:
     assert_refused(door(*flags.split()), flags.split()[0])
 
 
+def test_rolling_positions_are_refused_before_anything_is_said_of_the_run(door: Callable[..., Answer]) -> None:
+    answer = door("--positions", "rolling", "--hh-size", 2)
+    assert_refused(answer, "--positions rolling")
+    assert answer.out == ""
+
+
 def test_a_stray_word_and_a_missing_value(door: Callable[..., Answer]) -> None:
     assert_refused(door("stray"), "stray")
     assert_refused(door("--stop", ""), "--stop")

@@ -7,15 +7,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flexgen_h2o import LLM, Policy
+from flexgen_h2o import H2O, LLM, Full, Policy, SamplingParams
 from flexgen_h2o.errors import UsageError
-from flexgen_h2o.pipeline import Pipeline, join_pipeline, split_blocks
+from flexgen_h2o.generation import Row
+from flexgen_h2o.pipeline import Pipeline, check_same, join_pipeline, split_blocks
+from flexgen_h2o.prompts import Prompt
 from flexgen_h2o.tiers.wire import Peers
 from tests.parity.cases import CONFIGURATIONS, PLACEMENTS
 from tests.parity.ranks import Run
@@ -24,6 +26,7 @@ from tests.parity.reference import Ended, Reference, make_reference, random_mode
 ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = (5, 9, 9, 1, 12, 7)
 NEW_TOKENS = 5
+GREEDY = SamplingParams(max_tokens=4)
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +149,41 @@ def test_a_rank_that_fails_ends_all_with_its_line(three_blocks: Reference, tmp_p
     assert "latency" not in done.stdout
 
 
+@pytest.mark.slow
+def test_a_rank_that_never_comes_keeps_nobody_waiting(tmp_path: Path) -> None:
+    """Rank 1 is called wrongly; rank 0, which waits to meet it, ends at torchrun's SIGTERM. Else torchrun kills it
+    after 30 seconds."""
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, sys\nfrom flexgen_h2o import flex_opt\n"
+        "sys.exit(flex_opt.main([*sys.argv[1:], *['--nonsense'] * (os.environ['RANK'] == '1')]))\n"
+    )
+    done = torchrun(2, script, "--pipeline", "--device", "cpu", "--gpu-batch-size", 2, "--no-log", timeout=28)
+    assert done.returncode != 0
+    lines = [line for line in done.stderr.splitlines() if line.startswith("flex_opt, rank")]
+    assert sorted(lines) == [
+        "flex_opt, rank 0: ended by SIGTERM", "flex_opt, rank 1: unrecognized arguments: --nonsense"
+    ]  # fmt: skip
+
+
 # ---- Bad use
+
+
+def test_ranks_with_other_flags_are_told_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a rank says of its work is taken down, and given to rank 0 as another rank's."""
+    said: list[Any] = []
+    monkeypatch.setattr("flexgen_h2o.pipeline._gather", lambda _, mine: [mine, *said])
+    names = ("model", "dtype", "policy", "eviction", "--gen-len or sampling flag", "--share-prefix")
+    rows, work = [Row(Prompt(0, (5, 6), None), 4)], ({"layers": 3}, "float32", Policy(), Full(), GREEDY, "auto")
+    check_same(Pipeline(Peers(0, 2), 2), work, rows)
+    others = ({"layers": 4}, "bfloat16", Policy(2), H2O(0.1), replace(GREEDY, temperature=0.5), "off")
+    for i, name in enumerate(names):
+        with monkeypatch.context() as patched:
+            patched.setattr("flexgen_h2o.pipeline._gather", lambda _, mine: said.append(mine) or [mine])
+            check_same(Pipeline(Peers(1, 2), 2), (*work[:i], others[i], *work[i + 1 :]), rows)
+        with pytest.raises(UsageError, match=f"rank 1 has another {name} than rank 0"):
+            check_same(Pipeline(Peers(0, 2), 2), work, rows)
+        said.clear()
 
 
 def test_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,17 @@ def test_tables_put_the_worst_policy_first_and_the_full_cache_last(result: dict[
         assert len({line.count("|") for line in every[i - 1 : end]}) == 1, every[i - 1]
 
 
+def test_the_compared_full_cache_and_the_reference_have_other_names(result: dict[str, Any]) -> None:
+    """Where the compared runs are compressed, and so one of them has the full cache."""
+    result["settings"]["compression"] = "--compress-cache --cache-bits 4"
+    for cell in result["cells"]:
+        cell["policy"] = "full" if cell["policy"] == "local" else cell["policy"]
+    names = {line.split("|")[1].strip() for line in markdown(result).splitlines() if "full" in line and line[0] == "|"}
+    assert names == {
+        "`full`, --compress-cache --cache-bits 4", "full, uncompressed", "full, uncompressed: NLL"
+    }  # fmt: skip
+
+
 def test_tables_do_without_what_was_not_measured(result: dict[str, Any]) -> None:
     result["recall"] = None
     for one in (result["full"], *result["cells"]):
