@@ -14,6 +14,7 @@ from flexgen_h2o.kernels import slots as slot_kernels
 from flexgen_h2o.kernels.rotary import Rotation
 from flexgen_h2o.kernels.sparse_slots import attend_sparse
 from flexgen_h2o.kvcache.attend import SlotAttention, attend_prompts, attend_slots
+from flexgen_h2o.kvcache.common_prefix import CommonPrefix
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.eviction.policy import RANKS
 from flexgen_h2o.kvcache.hook import Hook
@@ -94,10 +95,16 @@ class CacheStep:
 
 
 class UnitAttention:
-    """Attention of a run: over the slots of rows, and over prompts. sparsity: `Policy.attn_sparsity`."""
+    """Attention of a run: over the slots of rows, and over prompts.
 
-    def __init__(self, spec: ModelSpec, eviction: Eviction, sparsity: float, device: torch.device) -> None:
-        self._eviction, self._kv_heads = eviction, spec.num_kv_heads
+    sparsity: `Policy.attn_sparsity`. common: of what all rows begin with, where the full cache holds it in one copy.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, eviction: Eviction, sparsity: float, device: torch.device,
+        common: CommonPrefix | None = None,
+    ) -> None:  # fmt: skip
+        self._eviction, self._kv_heads, self._common = eviction, spec.num_kv_heads, common
         self._slot_attention: SlotAttention = (
             slot_kernels.attend if sparsity == 1 else partial(attend_sparse, share=sparsity)
         )
@@ -140,13 +147,15 @@ class UnitAttention:
         if rotation is not None:
             k = k.clone() if self._is_rolling else k
             rotation.turn((q, k), positions)
-        attend_prompts((q, k, v), groups, rows.views, rows.hook, self._scale, out, stored)
+        common = self._common.at(rows.hook.block) if self._common is not None else None
+        attend_prompts((q, k, v), groups, rows.views, rows.hook, self._scale, out, stored, common)
 
     def _attend_slots(
         self, positions: torch.Tensor, rows: DecodingRows, out: torch.Tensor, qkv: Sequence[torch.Tensor]
     ) -> None:
         """One decode step after the other: what is fed of each is a run of as many tokens as there are rows."""
         rotation, rolls, slots = self._rotation, self._is_rolling, rows.slots
+        common = self._common.at(rows.hook.block) if self._common is not None else None
         for step, new in enumerate(rows.steps):
             here = slice(step * len(new.past), (step + 1) * len(new.past))
             q, k, v = (t[here] for t in qkv)
@@ -155,7 +164,7 @@ class UnitAttention:
             slots = slots if step == 0 else rows.hook.next_slots(rows.views, new)
             attend_slots(
                 (q, k, v), new, slots, rows.views, rows.hook, self._scale, self._slot_attention, out[here],
-                rotation if rolls else None,
+                rotation if rolls else None, common,
             )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from flexgen_h2o.checkpoint.stored import Checkpoint
 from flexgen_h2o.config import TIERS, ModelSpec, Policy
 from flexgen_h2o.hidden import HiddenStore
 from flexgen_h2o.kernels.workspace import Workspace
+from flexgen_h2o.kvcache.common_prefix import CommonPrefix
 from flexgen_h2o.kvcache.store import CacheStore
 from flexgen_h2o.limits import READ_THREADS, WRITE_THREADS
 from flexgen_h2o.packing import weight_form
@@ -131,6 +132,11 @@ class Engine:
     def _ring(self, name: str) -> Ring | None:
         buffers = list(self._arenas(name).values())
         return Ring(buffers[0]) if buffers else None
+
+    def common_prefix(self, columns: int) -> CommonPrefix:
+        """Room for one copy of so many KV columns, as the plan has it."""
+        spec, memory = self.spec, self._buffers["common prefix", self.device.tier]
+        return CommonPrefix(memory, self.dtype, columns, (spec.num_blocks, spec.num_kv_heads, spec.head_dim))
 
     def weight_ring(self) -> Ring | None:
         return self._ring("weight ring")

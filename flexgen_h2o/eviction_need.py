@@ -54,5 +54,6 @@ def shape_of_blocks(blocks: Sequence[Sequence[Sequence[PromptGroup]]], need: Nee
         tokens=max(rows * at_once, *(sum(group.tokens for group in batch) for batch in batches)),
         slots=need.slots,
         record=need.record,
-        sharing=max((max(g.lengths) for batch in batches for g in batch if g.prefix), default=0),
+        sharing=max((max(g.lengths) for batch in batches for g in batch if g.before and g.rows), default=0),
+        common=need.common,
     )

@@ -42,15 +42,15 @@ class Executor:
 
     max_sweeps: an upper bound of sweeps over all blocks (weights are loaded ahead across blocks); None where rows enter
     that nobody has counted. on_finished gets rows as they finish. sharing: when rows of a micro-batch share a prefix;
-    None: never.
+    None: never. common: tokens that all rows begin with, whose columns are held in one copy.
     """
 
     def __init__(
         self, engine: Engine, eviction: Eviction, decoding: Decoding, on_finished: OnFinished,
-        max_sweeps: int | None, sharing: Sharing | None = None,
+        max_sweeps: int | None, sharing: Sharing | None = None, common: int = 0,
     ) -> None:  # fmt: skip
         self._engine, self._eviction, self._decoding, self._on_finished = engine, eviction, decoding, on_finished
-        self._sharing = sharing
+        self._sharing, self._common = sharing, common
         self._family = family_of(engine.spec)
         self._workspace = engine.workspace()
         self._layers: tuple[Layer, ...] = engine.layers.layers
@@ -59,7 +59,8 @@ class Executor:
         self._max_sweeps = max_sweeps
         self._weights = self._weight_stream()
         device, sparsity = engine.device.torch_device, engine.policy.attn_sparsity
-        self._attention = UnitAttention(engine.spec, eviction, sparsity, device)
+        copies = engine.common_prefix(common) if common else None
+        self._attention = UnitAttention(engine.spec, eviction, sparsity, device, copies)
 
     def _weight_stream(self) -> WeightStream:
         engine, units = self._engine, tuple(layer.unit for layer in self._layers)
@@ -80,7 +81,7 @@ class Executor:
         places of those that have finished, each as far as the engine's buffers have room for it.
         """
         self._facts, self._on_tokens, self._waiting = facts, on_tokens, waiting
-        self._batches = [MicroBatch(r, self._sharing) for r in rows]
+        self._batches = [MicroBatch(r, self._sharing, self._common, opens=k == 0) for k, r in enumerate(rows)]
         sweeps = max(r.max_new for batch in rows for r in batch) if waiting is None else None
         self._begin(sweeps)
         stage = self._handoff
@@ -120,7 +121,7 @@ class Executor:
 
     def _begin(self, sweeps: int | None) -> None:
         engine, count = self._engine, len(self._batches)
-        self._tables = [SlotTable(self._eviction, _sizes(b.rows), engine.spec.num_blocks) for b in self._batches]
+        self._tables = [SlotTable(self._eviction, self._sizes(b.rows), engine.spec.num_blocks) for b in self._batches]
         layouts = [[self._layout(block, k) for k in range(count)] for block in range(engine.spec.num_blocks)]
         engine.cache.begin_block(layouts, [len(b.rows) for b in self._batches])
         engine.hidden.begin_block([self._most_tokens(b) for b in self._batches])
@@ -241,9 +242,9 @@ class Executor:
     def _count(self, k: int, cache: CacheStep) -> None:
         """The columns of one layer."""
         fed = self._inputs[k]
-        self._read += cache.decoding.read if cache.decoding is not None else 0
+        self._read += cache.decoding.read + fed.steps * fed.common if cache.decoding is not None else 0
         self._held += int(cache.decoded.sum()) + int(cache.entered.sum())
-        self._full += sum(fed.past) + sum(fed.counts)
+        self._full += fed.seen
 
     def _watch_slots(self, k: int, decoding: DecodingRows) -> None:
         """Show what a decode step's attention saw to whoever watches."""
@@ -314,11 +315,10 @@ class Executor:
         if entering:
             longest = max(len(row.prompt.token_ids) for row in entering)
             batch.enter(entering, self._sharing if longest <= shape.sharing else None)
-            table.enter(_sizes(entering))
+            table.enter(self._sizes(entering))
         if have_left or entering:
             self._engine.cache.change_rows(k, moves, left, len(entering))
 
-
-def _sizes(rows: Sequence[Row]) -> list[tuple[int, int]]:
-    """What SlotTable asks of rows."""
-    return [(len(row.prompt.token_ids), row.max_new) for row in rows]
+    def _sizes(self, rows: Sequence[Row]) -> list[tuple[int, int]]:
+        """What SlotTable asks of rows."""
+        return [(len(row.prompt.token_ids) - self._common, row.max_new) for row in rows]

@@ -59,16 +59,19 @@ def in_order(rows: Sequence[Row]) -> list[Row]:
     return [row for block in row_blocks(rows, 1, 1) for batch in block for row in batch]
 
 
-def group_rows(rows: Sequence[Row], sharing: Sharing | None) -> tuple[PromptGroup, ...]:
+def group_rows(
+    rows: Sequence[Row], sharing: Sharing | None, common: int = 0, opens: bool = False
+) -> tuple[PromptGroup, ...]:  # fmt: skip
     """Which rows of a micro-batch feed a prefix once (prefixes.group_prompts)."""
-    return group_prompts([r.prompt.token_ids for r in rows], sharing)
+    return group_prompts([r.prompt.token_ids for r in rows], sharing, common, opens)
 
 
 @dataclass(frozen=True)
 class SweepInput:
     """What a micro-batch feeds into one sweep, its rows' tokens packed one after the other.
 
-    ids, positions: (tokens,) int64; counts: tokens of each row; past: columns each row has in the cache before.
+    ids, positions: (tokens,) int64; counts: tokens of each row; past: columns each row has in its slots before; common:
+    those of the common prefix in front of all of them.
     decoding: the first so many rows feed their newest token; those behind them enter with their prompts. groups: these
     in their order, with the tokens that several of them begin with fed once in front of them. steps: where no row
     enters, the rows' newest tokens may be followed by those that come next, of all rows one after the other: as many
@@ -82,6 +85,12 @@ class SweepInput:
     decoding: int
     groups: tuple[PromptGroup, ...]
     steps: int = 1
+    common: int = 0
+
+    @property
+    def seen(self) -> int:
+        """Columns that the rows have with these tokens."""
+        return sum(self.past) + sum(self.counts) + self.decoding * self.common
 
     @property
     def phase(self) -> str:
@@ -105,11 +114,16 @@ Coming = Callable[[Row], Sequence[int]]
 
 
 class MicroBatch:
-    """Rows computed together. They leave as they finish; the others close ranks, and new ones may enter behind them."""
+    """Rows computed together. They leave as they finish; the others close ranks, and new ones may enter behind them.
 
-    def __init__(self, rows: Sequence[Row], sharing: Sharing | None = None) -> None:
-        self.rows = list(rows)
-        self._entering = group_rows(rows, sharing)
+    common: tokens of the common prefix of all rows, those that enter too. opens: it is fed in front of the first ones.
+    """
+
+    def __init__(
+        self, rows: Sequence[Row], sharing: Sharing | None = None, common: int = 0, opens: bool = False
+    ) -> None:  # fmt: skip
+        self.rows, self._common = list(rows), common
+        self._entering = group_rows(rows, sharing, common, opens)
 
     @property
     def prompt_tokens(self) -> int:
@@ -123,19 +137,20 @@ class MicroBatch:
         """
         decoding = sum(bool(r.token_ids) for r in self.rows)
         before, prompts = self.rows[:decoding], [r.prompt.token_ids for r in self.rows[decoding:]]
-        past = [r.length - 1 for r in before]
+        past = [r.length - 1 - self._common for r in before]
         ids, positions = pack_prompts(prompts, self._entering)
         known = [[r.token_ids[-1], *(coming(r) if coming and not prompts else ())] for r in before]
         fits = (min(len(k), r.at_once, r.max_new - len(r.token_ids)) for k, r in zip(known, before, strict=True))
         steps = min(fits, default=1)
         return SweepInput(
             ids=torch.tensor([k[step] for step in range(steps) for k in known] + ids),
-            positions=torch.tensor([p + step for step in range(steps) for p in past] + positions),
+            positions=torch.tensor([r.length - 1 + step for step in range(steps) for r in before] + positions),
             counts=(steps,) * decoding + tuple(map(len, prompts)),
             past=(*past, *(0 for _ in prompts)),
             decoding=decoding,
             groups=self._entering,
             steps=steps,
+            common=self._common,
         )
 
     def accept(self, tokens: Sequence[int], finish: Callable[[Row], str | None]) -> tuple[list[Row], list[Move]]:
@@ -153,14 +168,14 @@ class MicroBatch:
     def enter(self, rows: Sequence[Row], sharing: Sharing | None = None) -> None:
         """They take the places behind the others, with the next sweep."""
         self.rows += rows
-        self._entering = group_rows(rows, sharing)
+        self._entering = group_rows(rows, sharing, self._common)
 
 
 class Waiting(Protocol):
     """Rows that wait for a place in a running block; refill.Queue."""
 
     def take(self, places: int, tokens: int) -> list[Row]:
-        """Those that enter now: at most `places` rows, whose prompts have `tokens` tokens at most in all."""
+        """Those that enter now: at most `places` rows, whose prompts feed `tokens` tokens at most in all."""
 
 
 class Chooser(Protocol):

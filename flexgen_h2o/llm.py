@@ -33,7 +33,7 @@ from flexgen_h2o.planner.need import AutoPolicy
 from flexgen_h2o.planner.predict import Prediction
 from flexgen_h2o.planner.roofline import Peak
 from flexgen_h2o.planning import Planner
-from flexgen_h2o.prefixes import check_sharing
+from flexgen_h2o.prefixes import TokenIds, check_sharing
 from flexgen_h2o.profile import HardwareProfile
 from flexgen_h2o.profiling.peak import measure_peak
 from flexgen_h2o.progress import Listener, Progress
@@ -90,6 +90,7 @@ class LLM:
         self.predicted: Prediction | None = None
         self._running = threading.Lock()
         self._tally = Tally()  # of the newest run
+        self._common: TokenIds = ()  # of its rows, held in one copy
 
     def __enter__(self) -> LLM:
         return self
@@ -236,8 +237,10 @@ class LLM:
             if pipeline is not None:
                 given = (self.model.config, self.dtype, self.asked_policy, self.eviction, params, self.share_prefix)
                 check_same(pipeline, given, rows)
-            blocks = self._plans.blocks(rows, self._ready(rows).policy)
-            work = run_rows(rules, rows, blocks, refill and order is None and pipeline is None, more)
+            policy = self._ready(rows).policy
+            blocks, self._common = self._plans.blocks(rows, policy), self._plans.common(rows, policy)
+            refills = refill and order is None and pipeline is None
+            work = run_rows(rules, rows, blocks, refills, more, len(self._common))
             decoding = steered(course, rules.chooser, rules.end, Watches(watch_logits, watch_slots))
             return self._run(rules, work, decoding, on_finished, order, listener)
         finally:
@@ -264,7 +267,8 @@ class LLM:
 
             engine.timeline.reset()
             sweeps = work.most_sweeps(engine.policy.num_gpu_batches)
-            executor = Executor(engine, self._plans.part.eviction, decoding, hand_out, sweeps, self._plans.sharing)
+            plans = self._plans
+            executor = Executor(engine, plans.part.eviction, decoding, hand_out, sweeps, plans.sharing, work.common)
             try:
                 run_blocks(executor, work, partial(order, len(engine.layers.layers)) if order else None, progress.sweep)
             except BaseException:
@@ -278,7 +282,7 @@ class LLM:
         moved = {lane: n - before[lane] for lane, n in engine.io_bytes.items()}
         facts = self._planner.profile_facts | ({"refilled": work.queue.entered} if work.queue else {})
         kept = self._plans.part.eviction
-        self.report = make_report(self.model.name, engine, kept, tally, moved, self.predicted, facts)
+        self.report = make_report(self.model.name, engine, kept, tally, moved, self.predicted, facts, work.common)
         if engine.wire is not None:
             self.report = joint_report(self._plans.part, self.report, engine.wire)
         return self.report
@@ -307,7 +311,7 @@ class LLM:
     def has_room(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> bool:
         """Can these rows enter the running block, as the engine is open for others?"""
         rows = self._rules(prompts, params).rows()
-        return self._engine is not None and self._plans.has_room(self._engine.plan, rows)
+        return self._engine is not None and self._plans.has_room(self._engine.plan, rows, self._common)
 
     @property
     def peak_bytes(self) -> dict[str, int]:

@@ -1,7 +1,8 @@
 """Prompts that begin alike: which rows of a micro-batch share a prefix, and how their tokens are packed. No tensors.
 
 The tokens that neighbouring rows begin with are fed once, and each row's own behind them (Hydragen, Juravsky et al.
-2024, arXiv 2402.05099, shares a prefix over a batch in the same way).
+2024, arXiv 2402.05099, shares a prefix over a batch in the same way). What all rows of a block begin with may be fed
+once a block, as a group without rows in front of the first micro-batch's; it is called their common prefix then.
 """
 
 from __future__ import annotations
@@ -47,10 +48,14 @@ def check_sharing(name: object) -> str:
 @dataclass(frozen=True)
 class PromptGroup:
     """Neighbouring rows of a micro-batch: `prefix` tokens that all of them begin with, 0 for none, then `own` tokens of
-    each, at least one."""
+    each, at least one.
+
+    common: tokens of a common prefix in front of these, which are fed elsewhere. The group that feeds it has no rows.
+    """
 
     prefix: int
     own: tuple[int, ...]
+    common: int = 0
 
     @property
     def rows(self) -> int:
@@ -64,24 +69,30 @@ class PromptGroup:
     @property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each prompt."""
-        return tuple(self.prefix + n for n in self.own)
+        return tuple(self.before + n for n in self.own)
+
+    @property
+    def before(self) -> int:
+        """Tokens in front of each row's own."""
+        return self.common + self.prefix
 
     @property
     def saved(self) -> int:
         """Tokens that need not be fed."""
-        return (self.rows - 1) * self.prefix
+        return sum(self.lengths) - self.tokens
 
     @property
     def pairs(self) -> int:
         """Twice the pairs of a query and a key that attention works out: the sum of n^2 where nothing is shared."""
-        return sum(n * n for n in self.lengths) - (self.rows - 1) * self.prefix**2
+        return sum(n * n for n in self.lengths) - (self.rows - 1) * self.before**2 - self.common**2
 
     def pack(self, prompts: Sequence[TokenIds]) -> tuple[list[int], list[int]]:
-        """The ids and positions that are fed for the group's prompts."""
-        ids, positions = list(prompts[0][: self.prefix]), list(range(self.prefix))
-        for prompt in prompts:
-            ids += prompt[self.prefix :]
-            positions += range(self.prefix, len(prompt))
+        """The ids and positions that are fed for the group's prompts. Without rows: for what any prompt begins with."""
+        start = self.before
+        ids, positions = list(prompts[0][self.common : start]), list(range(self.common, start))
+        for prompt in prompts[: self.rows]:
+            ids += prompt[start:]
+            positions += range(start, len(prompt))
         return ids, positions
 
 
@@ -106,10 +117,21 @@ class FedPrompts:
         return self
 
 
-def group_prompts(prompts: Sequence[TokenIds], sharing: Sharing | None) -> tuple[PromptGroup, ...]:
-    """The prompts of a micro-batch in their order, as groups. sharing: None shares nothing."""
+def group_prompts(
+    prompts: Sequence[TokenIds], sharing: Sharing | None, common: int = 0, opens: bool = False
+) -> tuple[PromptGroup, ...]:  # fmt: skip
+    """The prompts of a micro-batch in their order, as groups. sharing: None shares nothing.
+
+    common: tokens of a common prefix. opens: it is fed in front of these prompts.
+    """
+    found = _group([prompt[common:] for prompt in prompts] if common else prompts, sharing)
+    behind = tuple(PromptGroup(group.prefix, group.own, common) for group in found)
+    return (PromptGroup(common, ()), *behind) if opens and common else behind
+
+
+def _group(prompts: Sequence[TokenIds], sharing: Sharing | None) -> Sequence[PromptGroup]:
     if sharing is None:
-        return (PromptGroup(0, tuple(map(len, prompts))),)
+        return [PromptGroup(0, tuple(map(len, prompts)))]
     found: list[PromptGroup] = []
     for first, end, prefix in _runs(prompts, sharing.least):
         lengths = tuple(len(p) for p in prompts[first:end])
@@ -119,7 +141,7 @@ def group_prompts(prompts: Sequence[TokenIds], sharing: Sharing | None) -> tuple
             found[-1] = PromptGroup(0, found[-1].own + lengths)
         else:
             found.append(PromptGroup(0, lengths))
-    return tuple(found)
+    return found
 
 
 def pack_prompts(prompts: Sequence[TokenIds], groups: Sequence[PromptGroup]) -> tuple[list[int], list[int]]:
@@ -128,7 +150,7 @@ def pack_prompts(prompts: Sequence[TokenIds], groups: Sequence[PromptGroup]) -> 
     positions: list[int] = []
     first = 0
     for group in groups:
-        more = group.pack(prompts[first : first + group.rows])
+        more = group.pack(prompts[first:])
         ids, positions, first = ids + more[0], positions + more[1], first + group.rows
     return ids, positions
 
@@ -138,7 +160,7 @@ def row_ends(groups: Sequence[PromptGroup]) -> list[int]:
     ends: list[int] = []
     start = 0
     for group in groups:
-        ends += accumulate(group.own[1:], initial=start + group.prefix + group.own[0])
+        ends += (start + group.prefix + end for end in accumulate(group.own))
         start += group.tokens
     return ends
 

@@ -21,15 +21,15 @@ def nobody() -> Sequence[Row]:
 class Queue:
     """Rows in the order in which they enter. more: gives further rows when all have entered; none: that was all.
 
-    `entered` counts those that have.
+    common: tokens of each prompt that are not fed again. `entered` counts the rows that have entered.
     """
 
-    def __init__(self, rows: Sequence[Row], more: MoreRows = nobody) -> None:
-        self._rows, self._more = deque(rows), more
+    def __init__(self, rows: Sequence[Row], more: MoreRows = nobody, common: int = 0) -> None:
+        self._rows, self._more, self._common = deque(rows), more, common
         self.entered = 0
 
     def take(self, places: int, tokens: int) -> list[Row]:
-        """Those that enter now: at most `places` rows, whose prompts have `tokens` tokens at most in all.
+        """Those that enter now: at most `places` rows, whose prompts feed `tokens` tokens at most in all.
 
         A prompt that is too long for what is left of these waits, and shorter ones behind it may pass; it is the first
         to be asked next time.
@@ -38,7 +38,7 @@ class Queue:
         waiting: list[Row] = []
         while len(taken) < places and tokens > 0 and (self._rows or (not waiting and self._read_on())):
             row = self._rows.popleft()
-            length = len(row.prompt.token_ids)
+            length = len(row.prompt.token_ids) - self._common
             if length <= tokens:
                 taken.append(row)
                 tokens -= length

@@ -46,15 +46,17 @@ class Tally:
 
 def make_report(
     model: str, engine: Engine, eviction: Eviction, tally: Tally, moved: dict[str, int],
-    predicted: Prediction | None, facts: Mapping[str, str | bool | int],
+    predicted: Prediction | None, facts: Mapping[str, str | bool | int], common: int = 0,
 ) -> RunReport:  # fmt: skip
-    """The report of a finished run. moved: bytes by lane; facts: more, of the profile."""
+    """The report of a finished run. moved: bytes by lane; facts: more, of the profile; common: columns that all rows
+    had in one copy."""
     blocks, fed = tally.blocks, FedPrompts()
     for block in blocks:
         fed += block.fed
     spec, itemsize = engine.spec, engine.dtype.itemsize
     need = need_of(eviction, tally.sizes.total(), set(tally.sizes), spec.num_blocks)
     held, column = column_bytes(spec, engine.policy, itemsize)
+    copied = common * spec.kv_bytes_per_token(itemsize)
     model_bytes, cache_bytes, hidden_bytes = sizes_of(spec, tally.sizes, itemsize)
     return RunReport(
         model=model,
@@ -67,7 +69,7 @@ def make_report(
         decode=PhaseReport(sum(b.decode_s for b in blocks), tally.decoded),
         peak_bytes=engine.peak_bytes,
         io_bytes=moved,
-        kv=kv_facts(held, column, max(need.slots), blocks),
+        kv=kv_facts(held, column, max(need.slots) - common, blocks, copied),
         predicted=predicted_seconds(predicted),
         model_bytes=model_bytes,
         cache_bytes=cache_bytes,
@@ -81,6 +83,7 @@ def make_report(
             "look_ahead_units": asdict(engine.plan.depth),
             **facts,
             "prefill_fed_tokens": fed.tokens,
+            "common_prefix": {"tokens": common, "kv_bytes": copied},
             "work": asdict(run_work(spec, fed, tally.decoded, held * sum(b.read for b in blocks))),
             "busy_s": {lane: engine.timeline.seconds(lane) for lane in LANES},
         },
@@ -102,17 +105,17 @@ def column_bytes(spec: ModelSpec, policy: Policy, itemsize: int) -> tuple[int, i
     return (2 * spec.num_kv_heads * packing.slot_bytes if packing else column), column
 
 
-def kv_facts(held: int, column: int, slots: int, blocks: Sequence[BlockSums]) -> dict[str, int]:
+def kv_facts(held: int, column: int, slots: int, blocks: Sequence[BlockSums], copied: int = 0) -> dict[str, int]:
     """Slots of the neediest row; mean bytes of KV held in a decode sweep, and of what the full cache would hold.
 
-    held, column: of `column_bytes`.
+    held, column: of `column_bytes`. copied: bytes of KV outside of slots, the whole time.
     """
     decoding = [b for b in blocks if b.later]
     counted = decoding or [b for b in blocks if b.sweeps]
     sweeps = max(1, sum(max(1, b.later) for b in counted))
     return {
         "slots": slots,
-        "bytes": held * sum(b.held for b in counted) // sweeps,
+        "bytes": copied + held * sum(b.held for b in counted) // sweeps,
         "full_bytes": column * sum(b.full for b in counted) // sweeps,
     }
 

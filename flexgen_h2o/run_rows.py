@@ -22,12 +22,16 @@ More = Callable[[], tuple[Sequence[Prompt], Sequence[SamplingParams]] | None]
 
 @dataclass(frozen=True)
 class RunRows:
-    """`rows` in `blocks`, or in one block and a `queue` of those that enter it. tally: counts them all."""
+    """`rows` in `blocks`, or in one block and a `queue` of those that enter it. tally: counts them all.
+
+    common: tokens that all begin with, whose KV is held in one copy.
+    """
 
     rows: list[Row]
     blocks: list[list[list[Row]]]
     queue: Queue | None
     tally: Tally
+    common: int = 0
 
     def most_sweeps(self, loads: int) -> int | None:
         """How often the weights come, `loads` micro-batches sharing them; None where rows enter: any number."""
@@ -51,13 +55,16 @@ def run_blocks(
 
 
 def run_rows(
-    rules: RowRules, rows: list[Row], blocks: list[list[list[Row]]], refill: bool, more: More | None
+    rules: RowRules, rows: list[Row], blocks: list[list[list[Row]]], refill: bool, more: More | None, common: int = 0
 ) -> RunRows:
-    """refill, more: as of `LLM.run`. Rows that all end together gain nothing by waiting, and stay in their blocks."""
+    """refill, more: as of `LLM.run`. Rows that all end together gain nothing by waiting, and stay in their blocks.
+
+    common: as of `RunRows`; rows of `more` begin with the same.
+    """
     tally = Tally()
     tally.begin(rows)
     if not refill or (more is None and (len(blocks) == 1 or not rules.may_end_apart(rows))):
-        return RunRows(rows, blocks, None, tally)
+        return RunRows(rows, blocks, None, tally, common)
 
     def feed() -> list[Row]:
         found = more() if more is not None else None
@@ -66,4 +73,4 @@ def run_rows(
         return further
 
     waiting = [row for block in blocks[1:] for batch in block for row in batch]
-    return RunRows(rows, blocks[:1], Queue(waiting, feed), tally)
+    return RunRows(rows, blocks[:1], Queue(waiting, feed, common), tally, common)

@@ -76,7 +76,7 @@ def attend_rows(element, form, slots, scale, book, first, end):  # type: ignore[
             fetch_scores(book, r)
         keys, values = row_at(slots, slots.keys, r), row_at(slots, slots.values, r)
         _pass(form, slots, keys, values, filled, few, query, p, True)
-        softmax(p, filled, np.float32(scale))
+        softmax(p, filled, np.float32(scale), 0)
         mixed[:] = 0
         _pass(form, slots, values, row_at(slots, slots.keys, r + 1), filled, few, mixed, p, False)
         _gather(element, form, mixed, one, slots.out + r * size)

@@ -103,7 +103,7 @@ def attend_packed(
     out = torch.empty_like(q)
     slots = slot_loops.Slots(
         group, packing.words, keys.shape[2], keys.stride(0), most,
-        q.data_ptr(), keys.data_ptr(), values.data_ptr(), filled.data_ptr(), out.data_ptr(),
+        q.data_ptr(), keys.data_ptr(), values.data_ptr(), filled.data_ptr(), out.data_ptr(), 0,
     )  # fmt: skip
     scores = slot_loops.NO_SCORES if book is None else score_addresses(book, rows, most)
     form, element = _format(packing), _element(q.dtype)

@@ -17,7 +17,7 @@ QUERIES = 4  # that are worked on together, where a kv-head has as many
 AHEAD = 2048  # bytes of slots that are asked for before they are needed: into the next segment, pass and row
 _SCORES_AHEAD = 512  # bytes of a row's scores, and of its positions
 _LINE = 64  # bytes
-_LOG2_E = np.float32(1.4426950408889634)
+_LOG2_E, _LN_2 = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
 _NONE = np.iinfo(np.int64).max
 
 
@@ -34,6 +34,7 @@ class Slots(NamedTuple):
     values: int
     filled: int
     out: int
+    lse: int  # 0 where nobody wants it
 
 
 class Scores(NamedTuple):
@@ -77,7 +78,7 @@ def attend_rows(element, slots, scale, book, first, end):  # type: ignore[no-unt
             coming = coming_at(slots, at, j + ahead, filled, inside + ahead, values)
             _dots(element, take(slots, at, inside, j, filled, few), slots.words, query, p, j, coming)
             at, inside = onwards(slots, at, inside)
-        softmax(p, filled, np.float32(scale))
+        softmax(p, filled, np.float32(scale), slots.lse + 4 * r * slots.group if slots.lse else 0)
         mixed[:] = 0
         at, inside, then = values, 0, row_at(slots, slots.keys, r + 1)
         for j in range(0, filled, BLOCK):
@@ -237,8 +238,11 @@ def _mix(element, block, words, mixed, p, j, coming):  # type: ignore[no-untyped
 
 
 @jit
-def softmax(p, filled, scale):  # type: ignore[no-untyped-def]
-    """p[g, :filled] = softmax(scale x p[g, :filled]); the rest of the last block is 0."""
+def softmax(p, filled, scale, lse):  # type: ignore[no-untyped-def]
+    """p[g, :filled] = softmax(scale x p[g, :filled]); the rest of the last block is 0.
+
+    lse: the address of where the log-sum-exp of each g goes; 0: nowhere.
+    """
     factor = scale * _LOG2_E
     for g in range(p.shape[0]):
         row = p[g]
@@ -251,6 +255,8 @@ def softmax(p, filled, scale):  # type: ignore[no-untyped-def]
         for j in range(filled):
             row[j] = exp2(row[j] - top)
             total += row[j]
+        if lse:
+            floats_at(lse)[g] = (top + np.log2(total)) * _LN_2
         share = np.float32(1) / total
         for j in range(filled):
             row[j] *= share

@@ -55,7 +55,17 @@ def attend(
     """
     if not _is_compiled(q, keys, values):
         return attend_reference(q, keys, values, filled, scale)
-    return _attend_compiled(q, keys, values, filled, scale, None)
+    return _attend_compiled(q, keys, values, filled, scale)
+
+
+def attend_lse(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attend`, bit for bit, and (R, g) fp32: the natural logarithm of the sum of exp(scale x q.k) over the slots."""
+    if not _is_compiled(q, keys, values):
+        return attend_lse_reference(q, keys, values, filled, scale)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32)
+    return _attend_compiled(q, keys, values, filled, scale, lse=lse), lse
 
 
 def attend_scored(
@@ -79,6 +89,15 @@ def attend_reference(
     return _mix(slot_probabilities(q, keys, filled, scale), values, filled).to(q.dtype)
 
 
+def attend_lse_reference(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attend_lse` in torch operations."""
+    products = _slot_products(q, keys, filled, scale)
+    lse = torch.logsumexp(products, dim=2)
+    return _mix(products.sub_(lse.unsqueeze(2)).exp_(), values, filled).to(q.dtype), lse
+
+
 def attend_scored_reference(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float, book: ScoreBook
 ) -> torch.Tensor:
@@ -98,11 +117,16 @@ def attend_scored_reference(
 
 def slot_probabilities(q: torch.Tensor, keys: torch.Tensor, filled: torch.Tensor, scale: float) -> torch.Tensor:
     """(R, g, longest) fp32, where longest = filled.max(); slots from `filled` on have probability 0."""
+    return torch.softmax(_slot_products(q, keys, filled, scale), dim=2)
+
+
+def _slot_products(q: torch.Tensor, keys: torch.Tensor, filled: torch.Tensor, scale: float) -> torch.Tensor:
+    """(R, g, longest) fp32: scale x q.k, and -inf for slots from `filled` on."""
     length, longest = keys.shape[2], int(filled.max())
     parts = [torch.bmm(q, keys[i, :, : longest - i * length].transpose(1, 2)) for i in range(-(-longest // length))]
     products = torch.cat(parts, dim=2).float().mul_(scale)
     empty = torch.arange(longest, device=q.device) >= filled.view(-1, 1, 1)
-    return torch.softmax(products.masked_fill_(empty, float("-inf")), dim=2)
+    return products.masked_fill_(empty, float("-inf"))
 
 
 def _mix(p: torch.Tensor, values: torch.Tensor, filled: torch.Tensor) -> torch.Tensor:
@@ -135,7 +159,8 @@ def _attend_compiled(
     values: torch.Tensor,
     filled: torch.Tensor,
     scale: float,
-    book: ScoreBook | None,
+    book: ScoreBook | None = None,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     import numpy as np
 
@@ -149,6 +174,7 @@ def _attend_compiled(
     slots = slot_loops.Slots(
         group, q.itemsize * width // _WORD, keys.shape[2], q.itemsize * keys.stride(0) // _WORD, most,
         q.data_ptr(), keys.data_ptr(), values.data_ptr(), filled.data_ptr(), out.data_ptr(),
+        0 if lse is None else lse.data_ptr(),
     )  # fmt: skip
     scores = slot_loops.NO_SCORES if book is None else score_addresses(book, rows, most)
     element = np.float32(0) if q.dtype == torch.float32 else np.uint16(0)

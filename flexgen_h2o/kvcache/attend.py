@@ -11,6 +11,7 @@ from flexgen_h2o.kernels.causal import causal_attention, causal_attention_lse
 from flexgen_h2o.kernels.packed_slots import attend_packed
 from flexgen_h2o.kernels.rotary import Rotation
 from flexgen_h2o.kernels.slots import ScoreBook, attend, attend_scored
+from flexgen_h2o.kvcache.common_prefix import CommonColumns, attend_behind
 from flexgen_h2o.kvcache.hook import (
     Hook,
     KeptColumns,
@@ -31,11 +32,12 @@ SlotAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 
 def attend_prompts(
     qkv: Sequence[torch.Tensor], groups: Sequence[PromptGroup], views: Sequence[PartView], hook: Hook, scale: float,
-    out: torch.Tensor, stored_keys: torch.Tensor | None = None,
+    out: torch.Tensor, stored_keys: torch.Tensor | None = None, common: CommonColumns | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Causal attention of packed prompts; the columns that the policy keeps go to slots 0, 1, ... of each row.
 
-    stored_keys: what is kept in place of k, as it was before its rotary embeddings.
+    stored_keys: what is kept in place of k, as it was before its rotary embeddings. common: of the full cache, where
+    the columns of a group without rows go, and where the others find those in front of them.
 
     q: (tokens, heads, d); k, v: (tokens, kv_heads, d); out: (tokens, heads x d); all packed as `groups` say. Neighbours
     of equal length are computed together; nothing is ever padded.
@@ -45,14 +47,14 @@ def attend_prompts(
     start = sequence = 0
     for group in groups:
         here = slice(start, start + group.tokens)
-        _attend_group([t[here] for t in packed], group, sequence, views, hook, scale, mixed[here])
+        _attend_group([t[here] for t in packed], group, sequence, views, hook, scale, mixed[here], common)
         start, sequence = here.stop, sequence + group.rows
     return out
 
 
 def _attend_group(
     packed: Sequence[torch.Tensor], group: PromptGroup, first: int, views: Sequence[PartView], hook: Hook,
-    scale: float, mixed: torch.Tensor,
+    scale: float, mixed: torch.Tensor, common: CommonColumns | None,
 ) -> None:  # fmt: skip
     """`attend_prompts` for one group, the sequences `first`, `first` + 1, ... packed: q, k, v, and stored_keys if any.
 
@@ -60,14 +62,20 @@ def _attend_group(
     """
     sequence, start = first, group.prefix
     prefix = [t[:start].unsqueeze(0) for t in packed]
+    if group.common:
+        assert common is not None
+        columns = common.in_front()
+        prefix[1:] = [torch.cat(pair, dim=1) for pair in zip(columns, prefix[1:], strict=True)] if start else columns
     scored = _attend_prefix(prefix, hook, scale, mixed[:start]) if group.prefix else None
+    if not group.rows:
+        assert common is not None
+        common.put(*prefix[1:])
     for number, count in _equal_rows(group):
         end = start + number * count
         queries, *columns = (t[start:end].view(number, count, t.shape[1], -1) for t in packed)
-        if group.prefix:
+        if group.before:
             before = [t.expand(number, -1, -1, -1) for t in prefix[1:]]
             columns = [torch.cat(pair, dim=1) for pair in zip(before, columns, strict=True)]
-        stored = columns[2] if len(columns) > 2 else columns[0]
         q, k, v = (t.transpose(1, 2) for t in (queries, *columns[:2]))
         lse = None
         if hook.scores_prompts:
@@ -75,9 +83,11 @@ def _attend_group(
         else:
             attended = causal_attention(q, k, v, scale)
         mixed[start:end].view(queries.shape).copy_(attended.transpose(1, 2))
+        own = [t[:, group.common :] for t in columns]  # all but what the common prefix's copy has
+        k, v = (t[:, :, group.common :] for t in (k, v))
         kept = keep_prompt_columns(hook, sequence, (q, k, v), lse, scale, scored)
         for view in views:
-            _write_prompts(view, sequence, stored, columns[1], kept)
+            _write_prompts(view, sequence, own[2] if len(own) > 2 else own[0], own[1], kept)
         start, sequence = end, sequence + number
 
 
@@ -101,7 +111,7 @@ def _equal_rows(group: PromptGroup) -> Iterator[tuple[int, int]]:
     """
     for count, same in groupby(group.own):
         left = len(list(same))
-        most = max(1, TOKEN_CHUNK // (group.prefix + count)) if group.prefix else left
+        most = max(1, TOKEN_CHUNK // (group.before + count)) if group.before else left
         while left:
             yield min(most, left), count
             left -= min(most, left)
@@ -110,11 +120,12 @@ def _equal_rows(group: PromptGroup) -> Iterator[tuple[int, int]]:
 def attend_slots(
     qkv: Sequence[torch.Tensor], new: Joining, slots: Sequence[torch.Tensor], views: Sequence[PartView], hook: Hook,
     scale: float, attention: SlotAttention, out: torch.Tensor, rolling: Rotation | None = None,
+    common: CommonColumns | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Put each row's new column into its slot and attend over its filled slots, part by part where the part lies.
 
     Where the policy scores, the slots' scores grow by what they received and each row's next victim is named. rolling:
-    turns the keys by their ranks as they are read.
+    turns the keys by their ranks as they are read. common: of the full cache, columns that all rows have in front.
 
     q: (sequences, heads, d); k, v: (sequences, kv_heads, d); slots: of `Hook.next_slots`; out: (sequences, heads x d).
     """
@@ -122,6 +133,7 @@ def attend_slots(
     rows, width = k.shape[0] * k.shape[1], k.shape[2]
     group = q.shape[1] // k.shape[1]
     q, k, v, mixed = q.view(rows, group, width), k.view(rows, width), v.view(rows, width), out.view(rows, group, width)
+    before = None if common is None else common.attend(q, scale)
     past, filled = (t.repeat_interleave(hook.kv_heads) for t in (new.past, new.filled.int()))
     for view, taken in zip(views, slots, strict=True):
         here, where = slice(view.start, view.end), view.keys.device
@@ -132,7 +144,9 @@ def attend_slots(
         seen = filled[here].to(where)
         scores = None if view.record is None else view.record.scores
         book = None if scores is None else _book(hook, view, scores, past[here], filled[here])
-        if rolling is None:
+        if before is not None:
+            mixed[here].copy_(attend_behind(before.rows(here, where), queries, view, seen, scale))
+        elif rolling is None:
             mixed[here].copy_(_attend_view(queries, view, seen, scale, attention, book))
         else:
             _attend_rolling(rolling, queries, view, seen, scale, book, mixed[here])

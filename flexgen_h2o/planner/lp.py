@@ -71,7 +71,7 @@ def find_corner(
     policy = replace(policy, percent=(w, wc, c, cc, h, hc))
     shape = shape_of(policy, need)
     plan = memory_plan(spec, policy, shape, machine.itemsize, machine.device_is_host, depth)
-    block = (need.batch(shape.rows),) * shape.micro_batches
+    block = need.block((shape.rows,) * shape.micro_batches)
     costs = Costs(machine.setting(spec, policy, need), machine.profile, machine.dtype)
     sweeps = {"prefill": 0, "decode": max(1, need.gen_len // 2)}
     busy = {phase: costs.busy(block, sweep) for phase, sweep in sweeps.items()}

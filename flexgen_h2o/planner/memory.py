@@ -35,6 +35,7 @@ class Shape:
 
     slots: KV slots of a row in each transformer block; record: what is kept of each slot besides its column
     (kvcache/layout.UnitLayout). sharing: tokens of the longest prompt that shares a prefix with others; 0: none does.
+    common: columns in front of those in slots that all rows have in one copy.
     """
 
     rows: int
@@ -43,6 +44,7 @@ class Shape:
     slots: tuple[int, ...]
     record: tuple[str, ...] = ()
     sharing: int = 0
+    common: int = 0
 
     @property
     def most_slots(self) -> int:
@@ -54,7 +56,7 @@ class Shape:
 
     def covers(self, other: Shape) -> bool:
         """Do buffers of this shape serve the other one too?"""
-        mine, theirs = ((s.rows, s.micro_batches, s.tokens, s.sharing, *s.slots) for s in (self, other))
+        mine, theirs = ((s.rows, s.micro_batches, s.tokens, s.sharing, s.common, *s.slots) for s in (self, other))
         return self.record == other.record and all(a >= b for a, b in zip(mine, theirs, strict=True))
 
     def union(self, other: Shape) -> Shape:
@@ -66,6 +68,7 @@ class Shape:
             tuple(map(max, self.slots, other.slots)),
             self.record,
             max(self.sharing, other.sharing),
+            max(self.common, other.common),
         )
 
 
@@ -219,6 +222,11 @@ def wire_buffer_bytes(spec: ModelSpec, shape: Shape, itemsize: int) -> int:
     return round_up(max(shape.tokens, shape.rows) * spec.hidden_size * itemsize, PAGE)
 
 
+def common_prefix_bytes(spec: ModelSpec, shape: Shape, itemsize: int) -> int:
+    """Of the one copy of the KV columns that all rows begin with."""
+    return round_up(shape.common * spec.kv_bytes_per_token(itemsize), ALIGN)
+
+
 def kv_layout(
     spec: ModelSpec, policy: Policy, sequences: int, slots: int, record: tuple[str, ...], itemsize: int,
     device_is_host: bool,
@@ -253,6 +261,7 @@ def memory_plan(
     buffers = [
         *_weight_buffers(spec, policy, form, device_is_host, depth.weights),
         *_cache_buffers(spec, policy, shape, itemsize, device_is_host, depth.cache),
+        Buffer("common prefix", "device", common_prefix_bytes(spec, shape, itemsize)),
         *_hidden_buffers(spec, policy, shape, itemsize, device_is_host, depth.hidden),
         Buffer("wire", "device", wire_ends(spec) * WIRE_BUFFERS * wire_buffer_bytes(spec, shape, itemsize)),
         Buffer("workspace", "device", sum(workspace.values())),

@@ -18,7 +18,8 @@ class Need:
     slots: KV slots of the neediest row in each transformer block. kept: columns that are left there of its prompt
     after prefill. record: what is kept of each slot (kvcache/layout.UnitLayout); () for the full cache. scored: the
     column sums of whole prompts are worked out in prefill. by_length: what is kept is a share of each row's own prompt,
-    not a number of columns. prefix: tokens that all prompts begin with and that are fed once a micro-batch.
+    not a number of columns. prefix: tokens that all prompts begin with and that are fed once a micro-batch. common: the
+    same, fed once a block and held in one copy in front of all slots; there is one of the two at most.
     """
 
     rows: int
@@ -30,6 +31,7 @@ class Need:
     scored: bool = False
     by_length: bool = False
     prefix: int = 0
+    common: int = 0
 
     @classmethod
     def full(cls, rows: int, prompt_len: int, gen_len: int, num_blocks: int) -> Need:
@@ -48,18 +50,25 @@ class Need:
             kept=tuple(map(max, self.kept, other.kept)),
             by_length=self.by_length or other.by_length,
             prefix=min(self.prefix, other.prefix),
+            common=min(self.common, other.common),
         )
 
+    def in_one_copy(self, common: int) -> Need:
+        """The same of the full cache, where `common` tokens that all prompts begin with are held in one copy."""
+        slots, kept = (tuple(n - common for n in columns) for columns in (self.slots, self.kept))
+        return replace(self, slots=slots, kept=kept, prefix=0, common=common)
+
     def columns(self, block: int, sweep: int, prompt_len: float) -> int:
-        """Columns of a row with a prompt of `prompt_len` tokens, once the sweep has added its own."""
+        """Columns in the slots of a row with a prompt of `prompt_len` tokens, once the sweep has added its own."""
         if self.by_length:
             kept = max(1, round(self.kept[block] * prompt_len / self.prompt_len))
             return kept + min(sweep, self.slots[block] - self.kept[block])
-        return min(round(min(self.kept[block], prompt_len)) + sweep, self.slots[block])
+        return min(round(min(self.kept[block], prompt_len - self.common)) + sweep, self.slots[block])
 
-    def batch(self, rows: int) -> Batch:
-        """A micro-batch of so many equal prompts."""
-        return _even_batch(rows, self.prompt_len, self.prefix)
+    def block(self, sizes: Sequence[int]) -> Block:
+        """Micro-batches of so many equal prompts. The first is fed the common prefix."""
+        length, before = self.prompt_len, (self.prefix, self.common)
+        return tuple(_even_batch(rows, length, *before, opens=k == 0) for k, rows in enumerate(sizes))
 
     def slots_of(self, block: int, prompt_len: int) -> int:
         """Slots of a micro-batch whose longest prompt has `prompt_len` tokens."""
@@ -87,9 +96,10 @@ class Batch:
         return cls(len(lengths), sum(lengths), max(lengths), pairs, saved)
 
     @classmethod
-    def even(cls, rows: int, prompt_len: int, prefix: int = 0) -> Batch:
-        """Prompts of `prompt_len` tokens that begin with `prefix` equal ones."""
-        return cls.of((PromptGroup(prefix, (prompt_len - prefix,) * rows),))
+    def even(cls, rows: int, prompt_len: int, prefix: int = 0, common: int = 0, opens: bool = False) -> Batch:
+        """Prompts of `prompt_len` tokens that begin with `common` and `prefix` equal ones (prefixes.group_prompts)."""
+        group = PromptGroup(prefix, (prompt_len - common - prefix,) * rows, common)
+        return cls.of((PromptGroup(common, ()), group) if opens and common else (group,))
 
     @property
     def fed(self) -> int:
@@ -102,8 +112,8 @@ class Batch:
 
 
 @lru_cache(maxsize=4096)  # a search asks for the same few thousands of times
-def _even_batch(rows: int, prompt_len: int, prefix: int) -> Batch:
-    return Batch.even(rows, prompt_len, prefix)
+def _even_batch(rows: int, prompt_len: int, prefix: int, common: int, opens: bool) -> Batch:
+    return Batch.even(rows, prompt_len, prefix, common, opens)
 
 
 Block = tuple[Batch, ...]
@@ -120,11 +130,10 @@ def even_blocks(policy: Policy, need: Need) -> list[tuple[Block, int]]:
     """The blocks of a pile of equal prompts, as (block, how many like it): full ones, and a last one of the rest."""
     full, rest = divmod(need.rows, policy.block_size)
     gbs = policy.gpu_batch_size
-    found = [((need.batch(gbs),) * policy.num_gpu_batches, full)] if full else []
+    found = [(need.block((gbs,) * policy.num_gpu_batches), full)] if full else []
     if rest:
         batches, left = divmod(rest, gbs)
-        last = (need.batch(gbs),) * batches
-        found.append((last + ((need.batch(left),) if left else ()), 1))
+        found.append((need.block((gbs,) * batches + ((left,) if left else ())), 1))
     return found
 
 
@@ -132,8 +141,9 @@ def shape_of(policy: Policy, need: Need) -> Shape:
     """The largest block of a pile of equal prompts."""
     rows = min(policy.gpu_batch_size, need.rows)
     batches = min(policy.num_gpu_batches, -(-need.rows // policy.gpu_batch_size))
-    sharing = need.prompt_len if need.prefix and rows > 1 else 0
-    return Shape(rows, batches, need.batch(rows).fed, need.slots, need.record, sharing)
+    sharing = need.prompt_len if need.common or (need.prefix and rows > 1) else 0
+    fed = need.block((rows,))[0].fed
+    return Shape(rows, batches, fed, need.slots, need.record, sharing, need.common)
 
 
 def fitted(policy: Policy, need: Need) -> Policy:

@@ -41,9 +41,11 @@ def temporary_bytes(spec: ModelSpec, shape: Shape, itemsize: int, policy: Policy
     """
     q_width = spec.num_heads * spec.head_dim
     prefill = shape.tokens * (q_width * itemsize + 4 * spec.num_heads)
-    scores = shape.rows * spec.num_heads * shape.most_slots
+    scores = shape.rows * spec.num_heads * (shape.most_slots + shape.common)
     decode = scores * (8 + itemsize)
     copies = 2  # keys and values of a shared prefix and of rows' own tokens, put together
+    if shape.common:  # queries by kv-head, what they get from the copy and from slots, and both in fp32
+        decode += shape.rows * q_width * (4 * itemsize + 8)
     if shape.record:  # column sums with the tile that they are summed in, ranks and their order
         prefill += shape.tokens * spec.num_kv_heads * RANK_BYTES + 2 * SCORE_TILE_BYTES
         decode += shape.rows * spec.num_kv_heads * shape.most_slots * RANK_BYTES

@@ -263,14 +263,16 @@ def _attention_work(
     on_device = 1.0 if not at.on_host else cache[0]
     if at.device_is_host:
         on_device = 1.0
+    # All rows' queries read the common prefix together: its bytes once, and as many products as prompts have.
+    common_read, common_flops = at.need.common * stored, 4.0 * batch.rows * at.need.common * q_width
     crossing = 0.0
     if on_device < 1:
         crossing = (1 - on_device) * batch.rows * (2 * q_width * at.itemsize + column)
     if "ranks" in at.need.record and spec.rotary:  # keys are turned as they are read
         elementwise += 6.0 * columns * spec.num_kv_heads * spec.rotary.width * at.itemsize
     return Work(
-        products, 0.0, 0.0, read * on_device, read * (1 - on_device), elementwise + batch.rows * packing, packed, 0.0,
-        crossing,
+        products, common_flops, 0.0, read * on_device + common_read, read * (1 - on_device),
+        elementwise + batch.rows * packing, packed, 0.0, crossing,
     )  # fmt: skip
 
 

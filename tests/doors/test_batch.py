@@ -120,6 +120,26 @@ def test_rows_do_not_depend_on_shared_prefixes(
     assert refused.code == 2 and "--share-prefix" in refused.err
 
 
+def test_a_header_that_changes_within_a_job(
+    job: Callable[..., Answer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of a later window do not enter a block whose rows begin otherwise; a block of theirs follows."""
+    prompts = [[*header, 4 + i] for header in ([7] * 9, [8, 7] * 6) for i in range(12)]
+    lines(tmp_path / "in.jsonl", *({"prompt": p, "max_tokens": 1 + i * 3 % 4} for i, p in enumerate(prompts)))
+    reports: list[Any] = []
+    run = LLM.run
+    monkeypatch.setattr(LLM, "run", lambda llm, *args, **named: reports.append(run(llm, *args, **named)))
+    found = []
+    for how in ("off", "on"):
+        flags = ("--gpu-batch-size", 2, "--num-gpu-batches", 2, "--window", 4, "--share-prefix", how)
+        assert job(*flags, "--output", f"{how}.jsonl").code == 0
+        found.append({n: row["response"]["body"]["choices"] for n, row in rows(tmp_path / f"{how}.jsonl").items()})
+    assert found[0] == found[1] and len(found[0]) == 24
+    shared = [report.extra["common_prefix"]["tokens"] for report in reports]
+    assert shared[0] == 0 and shared[-2:] == [9, 12]
+    assert [report.num_prompts for report in reports[-2:]] == [12, 12]
+
+
 def test_flags_are_what_lines_do_not_say(job: Callable[..., Answer], tmp_path: Path) -> None:
     lines(tmp_path / "in.jsonl", {"prompt": [5, 6]}, {"prompt": [5, 6], "max_tokens": 2, "logprobs": 1})
     assert job("--gen-len", 3, "--eviction", "h2o", "--hh-size", 1).code == 0

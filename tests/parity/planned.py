@@ -44,7 +44,7 @@ class Run:
     """A policy but for its placement, and what is run: by default five prompts, so that the last block is smaller.
 
     stand_in: a device tier of ordinary memory, else the device is host memory. header: tokens that all prompts begin
-    with, before those of `lengths`; they are fed once a micro-batch.
+    with, before those of `lengths`; they are fed once a micro-batch, with the full cache once a block.
     """
 
     gbs: int = 2
@@ -70,13 +70,25 @@ class Run:
 
     def need(self, spec: ModelSpec) -> Need:
         sizes = {(self.header + n, self.new_tokens) for n in self.lengths}
-        return need_of(self.eviction, len(self.lengths), sizes, spec.num_blocks)
+        return need_of(self.eviction, len(self.lengths), sizes, spec.num_blocks).in_one_copy(self.common)
+
+    @property
+    def common(self) -> int:
+        """Tokens whose KV is held in one copy."""
+        takes_one = isinstance(self.eviction, Full) and not self.switches.get("compress_cache")
+        return self.header if takes_one else 0
 
     @property
     def blocks(self) -> list[list[Batch]]:
         prompts = prompts_from_python(self.prompts, None, SHAPE["vocab_size"])
         blocks = make_blocks(prompts, self.gbs, self.num_batches, sharing=self.sharing)
-        found = [[group_prompts([p.token_ids for p in batch], self.sharing) for batch in block] for block in blocks]
+        found = [
+            [
+                group_prompts([p.token_ids for p in batch], self.sharing, self.common, opens=k == 0)
+                for k, batch in enumerate(block)
+            ]
+            for block in blocks
+        ]
         return [[Batch.of(groups) for groups in block] for block in found]
 
     def go(

@@ -123,6 +123,12 @@ RUNS: dict[str, Run] = {
     "device, 4 bits, int8": Run(switches={"compress_weight": True, "int8_compute": True}),
     "device, a shared prefix": Run(header=11, lengths=(2, 9, 4, 1, 5)),
     "host, a shared prefix, segments": Run(3, 1, False, header=60, lengths=(2, 9, 4, 1, 5)),
+    "device, a shared prefix, packed KV": Run(
+        switches={"compress_cache": True}, header=11, lengths=(2, 9, 4, 1, 5)
+    ),
+    "device, a shared prefix, attends on host": Run(
+        2, 3, switches={"cpu_cache_compute": True}, header=70, lengths=(70, 9, 4, 1, 5)
+    ),
     "device, a shared prefix, h2o": Run(header=11, lengths=(2, 9, 4, 1, 5), eviction=H2O(heavy_size=4, recent_size=2)),
     "device, 8 bits, joined": Run(switches={"compress_weight": True, "weight_bits": 8, "sep_layer": False}),
 }  # fmt: skip

@@ -121,13 +121,13 @@ def test_the_prefix_is_fed_once_a_micro_batch(shared: Callable[[str], Reference]
 
 
 def test_auto_shares_a_long_header(tmp_path: Path) -> None:
-    """With the defaults, and every micro-batch computes it anew."""
+    """With the defaults; all rows have it, so it is fed once a block."""
     model = random_model(max_position_embeddings=96)
     header, owns = random_prompts((40,), 8)[0], random_prompts((5, 2, 9, 1, 5, 7), 9)
     known = make_reference(model, tmp_path / "model", [[*header, *own] for own in owns], NEW_TOKENS)
     llm, watch, tokens = generate(known, Policy(2, 2), None, tmp_path, "auto")
     assert_equal(known, watch, tokens)
-    assert fed_tokens(llm) == 3 * 40 + sum(map(len, owns))
+    assert fed_tokens(llm) == 2 * 40 + sum(map(len, owns))
 
 
 def test_equal_prompts(shared: Callable[[str], Reference], tmp_path: Path) -> None:
@@ -207,6 +207,7 @@ def test_what_is_planned_is_what_is_fed(tmp_path: Path) -> None:
             assert tokens == max(
                 sum(g.tokens for g in group_prompts(prompts[i : i + 8], SHARINGS[how])) for i in (0, 8)
             )
+            assert llm._engine.plan.shape.common == (600 if how == "auto" else 0)
     assert held["auto"] < held["off"]
     with LLM(str(tmp_path / "model"), "auto", dtype="float32", offload_dir=tmp_path) as llm:
         llm.generate(prompts, SamplingParams(max_tokens=2, ignore_eos=True))

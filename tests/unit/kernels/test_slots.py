@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from flexgen_h2o.kernels.slots import (
     ScoreBook,
     attend,
+    attend_lse,
+    attend_lse_reference,
     attend_reference,
     attend_scored,
     attend_scored_reference,
@@ -80,6 +82,27 @@ def test_against_the_definition(filled: list[int], group: int, width: int, dtype
         tolerance = TOLERANCE[dtype] * max(1.0, float(expected.abs().max()))
         assert (actual[r].double() - expected).abs().max() < tolerance
         assert (reference[r].double() - expected).abs().max() < 4 * tolerance
+
+
+@settings(max_examples=30, deadline=None)
+@given(ragged, st.integers(1, 9), st.sampled_from(WIDTHS), st.sampled_from(DTYPES), st.integers(1, 24))
+def test_the_log_sum_exp(filled: list[int], group: int, width: int, dtype: torch.dtype, length: int) -> None:
+    """The same result to the bit, and of each query the logarithm of what its softmax is divided by."""
+    q, keys, values, counts = make(filled, group, width, dtype)
+    columns = in_segments(keys, length), in_segments(values, length)
+    out, lse = attend_lse(q, *columns, counts, 0.3)
+    assert torch.equal(out, attend(q, *columns, counts, 0.3))
+    reference, by_reference = attend_lse_reference(q, *columns, counts, 0.3)
+    assert lse.shape == by_reference.shape == (len(filled), group) and lse.dtype == by_reference.dtype == torch.float32
+    for r, n in enumerate(filled):
+        products = 0.3 * (q[r].double() @ keys[r, :n].double().T)
+        expected = torch.logsumexp(products, dim=1)
+        exact = 1e-5 * max(1.0, float(products.abs().max()))
+        rounded = exact if dtype == torch.float32 else 2**-7 * max(1.0, float(products.abs().max()))
+        is_compiled = dtype == torch.float32 or width % 2 == 0  # the compiled loops read whole words
+        assert (lse[r] - expected).abs().max() <= (exact if is_compiled else rounded)
+        assert (by_reference[r] - expected).abs().max() <= rounded
+        assert (reference[r] - out[r]).abs().max() <= 0.05 * max(1.0, float(out[r].abs().max()))
 
 
 @settings(max_examples=60, deadline=None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from flexgen_h2o.config import Policy
@@ -53,6 +55,19 @@ def test_a_micro_batch_of_lengths() -> None:
     batch = Batch.of([PromptGroup(0, (3, 5, 4))])
     assert batch == Batch(3, 12, 5, 50) and (batch.mean_len, batch.fed) == (4, 12)
     assert Batch.of([PromptGroup(0, (7, 7))]) == Batch.even(2, 7)
+
+
+def test_a_common_prefix_is_in_no_slot() -> None:
+    """The first micro-batch is fed it; pairs are counted one by one."""
+    need = Need.full(7, 10, 5, 2).in_one_copy(6)
+    assert need.slots == (8, 8) and [need.columns(0, sweep, 10) for sweep in range(5)] == [4, 5, 6, 7, 8]
+    assert need.columns(1, 1, 8) == 3 and need.slots_of(0, 8) == 6
+    ((first, second), full), ((third,), rest) = even_blocks(Policy(2, 2), replace(need, rows=6))
+    assert (full, rest) == (1, 1) and first == third
+    assert (first.fed, second.fed, first.tokens, first.longest) == (6 + 2 * 4, 2 * 4, 20, 10)
+    own = sum(6 + i for i in range(1, 5))
+    assert first.pairs - second.pairs == 36 and second.pairs == pytest.approx(2 * 2 * own, abs=2 * 4)
+    assert shape_of(Policy(2, 2), need).common == 6 and shape_of(Policy(2, 2), need).tokens == 14
 
 
 def test_a_micro_batch_that_shares() -> None:

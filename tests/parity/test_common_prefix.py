@@ -1,0 +1,271 @@
+"""What all rows of a block begin with has its KV in one copy: transformers' tokens and logits, on every tier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
+from flexgen_h2o.kvcache.eviction import H2O
+from flexgen_h2o.kvcache.store import CacheStore
+from flexgen_h2o.prompts import Prompt
+from tests.parity.cases import BASE, CONFIGURATIONS, FAMILY_SHAPES, PLACEMENTS, SHAPES
+from tests.parity.conftest import NEW_TOKENS, SEEDS
+from tests.parity.reference import (
+    LOGIT_TOLERANCE,
+    LONG,
+    LogitsByRow,
+    Reference,
+    greedy,
+    make_reference,
+    random_model,
+    random_prompts,
+    token_that_ends,
+    tokens_of,
+)
+
+HEADER = 13
+POSITIONS = 64
+
+
+def alike(seed: int) -> list[list[int]]:
+    """A header; two equal prompts, three that share more than the header, one that is the beginning of another."""
+    header, more = random_prompts((HEADER, 4), seed)
+    owns = random_prompts((3, 1, 6, 2, 9, 1, 5), seed + 1)
+    owns[3:6] = [[*more, *own] for own in owns[3:6]]
+    owns[0][0], owns[1][0], owns[2][0] = 5, 6, 7  # they share nothing behind the header
+    prompts = [[*header, *own] for own in owns]
+    return [*prompts, prompts[0], prompts[2][:-2]]
+
+
+@pytest.fixture(scope="module")
+def headed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+    """The reference of a shape by its name."""
+
+    @cache
+    def made(shape: str) -> Reference:
+        config = {**(SHAPES | FAMILY_SHAPES)[shape], "max_position_embeddings": POSITIONS}
+        for seed in range(5, 30):  # the first prompts that lead to no near tie
+            model = random_model(SEEDS.get(shape, 0), **config)
+            try:
+                return make_reference(model, tmp_path_factory.mktemp("model"), alike(seed), NEW_TOKENS)
+            except AssertionError:
+                continue
+        raise AssertionError(f"{shape}: no prompts without near ties")
+
+    return made
+
+
+def open_llm(folder: Path, policy: Policy | str, offload_dir: Path, how: str = "on", **more: object) -> LLM:
+    llm = LLM(str(folder), policy, dtype="float32", offload_dir=offload_dir, **more)  # type: ignore[arg-type]
+    llm.share_prefix = how
+    return llm
+
+
+def held_in_one_copy(llm: LLM) -> int:
+    """Tokens, as the report of the newest run says."""
+    assert llm.report is not None
+    found = llm.report.extra["common_prefix"]
+    assert found["kv_bytes"] == found["tokens"] * llm.model.spec.kv_bytes_per_token(4)
+    return int(found["tokens"])
+
+
+def cases() -> Iterator[tuple[str, str, str]]:
+    """Every placement with the normal shape, each configuration in turn; the other shapes at some placements."""
+    names, turn = list(CONFIGURATIONS), 0
+    for placement in PLACEMENTS:
+        yield "normal", placement, names[turn % len(names)]
+        turn += 1
+    others = (
+        "post-norm, narrow embedding (350m)", "odd sizes", "llama", "llama, one kv-head, odd sizes",
+        "llama, rope yarn", "qwen2", "gpt_neox", "gpt_neox, one after the other",
+    )  # fmt: skip
+    for s, shape in enumerate(others):
+        for placement in list(PLACEMENTS)[s % 4 :: 4]:
+            yield shape, placement, names[turn % len(names)]
+            turn += 1
+
+
+@pytest.mark.parametrize(("shape", "placement", "configuration"), list(cases()))
+def test_tokens_and_logits(
+    shape: str, placement: str, configuration: str, headed: Callable[[str], Reference], tmp_path: Path
+) -> None:
+    known, chosen, watch = headed(shape), CONFIGURATIONS[configuration], LogitsByRow()
+    policy, params = chosen.policy(PLACEMENTS[placement]), SamplingParams(max_tokens=NEW_TOKENS)
+    with open_llm(known.folder, policy, tmp_path, budget=chosen.budget) as llm:
+        out = llm.generate(known.prompts, params, watch_logits=watch)
+    assert tokens_of(out) == known.tokens
+    for row, want in enumerate(known.logits):
+        assert (torch.stack(watch.rows[row]) - want).abs().max() <= LOGIT_TOLERANCE, f"row {row}"
+    assert held_in_one_copy(llm) == HEADER
+    assert llm.report is not None
+    # The header is fed once a block, and each row's slots are for the others.
+    blocks, fed = llm.report.extra["blocks"], llm.report.extra["prefill_fed_tokens"]
+    assert fed <= sum(len(p) - HEADER for p in known.prompts) + blocks * HEADER
+    assert llm.report.kv["slots"] == max(map(len, known.prompts)) - HEADER + NEW_TOKENS - 1
+
+
+@pytest.mark.parametrize("placement", ["all on device", "kv split three ways", "all on disk"])
+@pytest.mark.parametrize("refill", [True, False])
+def test_rows_that_end_at_different_steps(
+    refill: bool, placement: str, headed: Callable[[str], Reference], tmp_path: Path
+) -> None:
+    """An end-of-sequence token in the middle; places are filled by rows that read the same copy."""
+    known = headed("normal")
+    prompts = [*known.prompts, *([*p[:HEADER], 9, *p[HEADER:]] for p in known.prompts)]
+    whole = [greedy(known.model, p, LONG) for p in prompts]
+    eos = token_that_ends(whole)
+    want = [greedy(known.model, p, LONG, eos) for p in prompts]
+    params = [SamplingParams(max_tokens=len(row), ignore_eos=True) for row in want]
+    with open_llm(known.folder, Policy(3, 2, PLACEMENTS[placement]), tmp_path) as llm:
+        assert tokens_of(llm.generate(prompts, params, refill=refill)) == want
+    assert held_in_one_copy(llm) == HEADER
+    assert llm.report is not None and ("refilled" in llm.report.extra) is refill
+    assert len({len(row) for row in want}) >= 3
+
+
+def test_more_rows_enter_only_with_the_same_header(headed: Callable[[str], Reference], tmp_path: Path) -> None:
+    """As the batch door asks: what begins otherwise, or is no longer than the header, has no room."""
+    known = headed("normal")
+    further = [[*p[:HEADER], 8, *p[HEADER + 1 :]] for p in known.prompts[:4]]
+    asked = [SamplingParams(max_tokens=n) for n in (5, 2, 4, 1, 3, 5, 2, 4, 5)]
+    rooms: list[bool] = []
+
+    def prompts_of(rows: list[list[int]], start: int) -> list[Prompt]:
+        return [Prompt(start + i, tuple(ids), None) for i, ids in enumerate(rows)]
+
+    def more() -> tuple[list[Prompt], list[SamplingParams]] | None:
+        if rooms:
+            return None
+        for rows in ([[5, *known.prompts[0][1:]]], [known.prompts[0][:HEADER]], further):
+            rooms.append(llm.has_room(prompts_of(rows, 9), asked[: len(rows)]))
+        return prompts_of(further, 9), asked[:4]
+
+    found: dict[int, list[int]] = {}
+    with open_llm(known.folder, Policy(2, 2), tmp_path) as llm:
+        llm.run(
+            prompts_of(known.prompts, 0), asked, lambda done: found.update((c.index, c.token_ids) for c in done),
+            refill=True, more=more,
+        )  # fmt: skip
+    assert rooms == [False, False, True]
+    rows = [*known.prompts, *further]
+    assert [found[i] for i in range(13)] == [
+        greedy(known.model, p, (asked + asked)[i].max_tokens) for i, p in enumerate(rows)
+    ]
+
+
+def test_equal_prompts_one_row_and_others_in_turn(headed: Callable[[str], Reference], tmp_path: Path) -> None:
+    """An engine that is open for one header serves shorter ones, and is opened again for what it has no room for."""
+    known, params = headed("llama"), SamplingParams(max_tokens=NEW_TOKENS)
+    first, last = known.prompts[0], known.prompts[4]
+    with open_llm(known.folder, Policy(4, 1), tmp_path) as llm:
+        for prompts, rows, common in (
+            ([first] * 6, [0] * 6, len(first) - 1),  # all but the last token
+            (known.prompts, range(9), HEADER),
+            ([last], [4], 0),
+            ([first[:4], last], None, 3),
+        ):
+            want = [known.tokens[i] for i in rows] if rows else [greedy(known.model, p, NEW_TOKENS) for p in prompts]
+            assert tokens_of(llm.generate(prompts, params)) == want
+            assert held_in_one_copy(llm) == common
+
+
+def test_prompts_that_fill_the_positions(headed: Callable[[str], Reference], tmp_path: Path) -> None:
+    """The last token is at the model's last position."""
+    known = headed("normal")
+    header = random_prompts((POSITIONS - 8,), 3)[0]
+    prompts = [[*header, *own] for own in random_prompts((8, 3, 5), 4)]
+    want = [greedy(known.model, p, min(4, POSITIONS - len(p) + 1)) for p in prompts[1:]]
+    with open_llm(known.folder, Policy(2, 2), tmp_path, how="auto") as llm:
+        out = tokens_of(llm.generate(prompts, SamplingParams(max_tokens=4)))
+    assert out[1:] == want and len(out[0]) == 1
+    assert held_in_one_copy(llm) == POSITIONS - 8
+
+
+def test_teacher_forcing_takes_several_tokens_at_once(headed: Callable[[str], Reference], tmp_path: Path) -> None:
+    known, watch = headed("llama"), LogitsByRow()
+    with open_llm(known.folder, Policy(5, 2), tmp_path) as llm:
+        llm.follow(known.prompts, known.tokens, watch, at_once=3)
+    assert held_in_one_copy(llm) == HEADER
+    for row, want in enumerate(known.logits):
+        assert (torch.stack(watch.rows[row]) - want).abs().max() <= LOGIT_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("switches", "common"),
+    [
+        ({"int8_compute": True}, HEADER),
+        ({"compress_weight": True}, HEADER),
+        ({"compress_cache": True}, 0),
+        ({"attn_sparsity": 0.3}, 0),
+    ],
+    ids=["int8", "packed weights", "packed KV", "sparse"],
+)
+def test_with_and_without_are_the_same(
+    switches: dict[str, object], common: int, headed: Callable[[str], Reference], tmp_path: Path
+) -> None:
+    """Where tokens are not transformers' own. Packed and sparse columns stay with their rows."""
+    known, params, found = headed("llama"), SamplingParams(max_tokens=NEW_TOKENS), []
+    for how in ("off", "on"):
+        watch = LogitsByRow()
+        with open_llm(known.folder, Policy(4, 2, **switches), tmp_path, how) as llm:  # type: ignore[arg-type]
+            out = tokens_of(llm.generate(known.prompts, params, watch_logits=watch))
+        found.append((out, torch.stack([torch.stack(watch.rows[i]) for i in range(len(out))])))
+        assert held_in_one_copy(llm) == (common if how == "on" else 0)
+    assert found[0][0] == found[1][0]
+    assert (found[0][1] - found[1][1]).abs().max() <= (0.2 if "int8_compute" in switches else LOGIT_TOLERANCE)
+
+
+def test_rows_with_an_eviction_policy_have_their_own(headed: Callable[[str], Reference], tmp_path: Path) -> None:
+    known = headed("normal")
+    with open_llm(known.folder, Policy(4, 2), tmp_path, eviction=H2O(heavy_size=4, recent_size=3)) as llm:
+        llm.generate(known.prompts, SamplingParams(max_tokens=NEW_TOKENS))
+    assert held_in_one_copy(llm) == 0
+    assert llm.report is not None and llm.report.extra["prefill_fed_tokens"] < sum(map(len, known.prompts))
+
+
+# ---- bytes
+
+
+@pytest.mark.parametrize("placement", ["all on device", "kv on disk", "kv split three ways"])
+def test_the_plan_holds_one_copy(placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Homes of units are for rows' own columns, exactly; peak bytes are the plan's, with the copy in it."""
+    random_model(max_position_embeddings=512).save_pretrained(tmp_path / "model")
+    prompts = [[*random_prompts((300,), 8)[0], *own] for own in random_prompts((5,) * 8, 9)]
+    reserved, peak, slots = {}, {}, []
+    begin = CacheStore.begin_block
+    monkeypatch.setattr(
+        CacheStore, "begin_block",
+        lambda store, layouts, rows: (slots.append(layouts[0][0].slots), begin(store, layouts, rows))[1],
+    )  # fmt: skip
+    for how in ("off", "on"):
+        with open_llm(tmp_path / "model", Policy(4, 2, PLACEMENTS[placement]), tmp_path, how) as llm:
+            llm.generate(prompts, SamplingParams(max_tokens=3, ignore_eos=True))
+            assert llm._engine is not None
+            plan, report = llm._engine.plan, llm.report
+        assert report is not None
+        reserved[how], peak[how] = report.extra["kv_reserved_bytes"], sum(report.peak_bytes.values())
+        assert peak[how] == sum(b.nbytes for b in plan.buffers)
+    column = 2 * BASE["num_hidden_layers"] * BASE["hidden_size"] * 4
+    assert slots == [307, 7]
+    assert plan.size("common prefix") == 300 * column
+    assert reserved["off"] - reserved["on"] > 7 * 300 * column
+    assert peak["on"] < peak["off"] - 7 * 300 * column + 300 * column
+    assert report.kv["bytes"] == (300 + 8 * 6) * column + 8 * column // 2
+    assert report.kv["full_bytes"] == 8 * 306 * column + 8 * column // 2
+
+
+def test_auto_finds_larger_blocks(tmp_path: Path) -> None:
+    """Of one budget, where what all rows begin with takes most of a row's columns."""
+    random_model(max_position_embeddings=1024).save_pretrained(tmp_path / "model")
+    prompts = [[*random_prompts((900,), 8)[0], *own] for own in random_prompts((5,) * 64, 9)]
+    found = {}
+    for how in ("off", "auto"):
+        with open_llm(tmp_path / "model", "auto", tmp_path, how, budget=MemoryBudget(None, "60MiB", "1MiB")) as llm:
+            rows = [Prompt(i, tuple(ids), None) for i, ids in enumerate(prompts)]
+            found[how] = llm.prepare(rows, [SamplingParams(max_tokens=3)] * 64).block_size
+    assert found["auto"] > found["off"]
