@@ -21,8 +21,8 @@ from flexgen_h2o.limits import READ_THREADS, WRITE_THREADS
 from flexgen_h2o.packing import weight_form
 from flexgen_h2o.planner.memory import MemoryPlan, attends_on_host, tier_shares
 from flexgen_h2o.tiers.buffers import Ledger, host_buffer
-from flexgen_h2o.tiers.device import Device
 from flexgen_h2o.tiers.disk import DirectFile, Scratch
+from flexgen_h2o.tiers.machine import Site
 from flexgen_h2o.tiers.mover import Mover
 from flexgen_h2o.tiers.ring import Ring
 from flexgen_h2o.tiers.transfer import Lanes
@@ -38,14 +38,14 @@ class Engine:
     """Resources of a run. A context manager: leaving it ends the worker threads and removes the scratch folder."""
 
     def __init__(
-        self, spec: ModelSpec, checkpoint: Checkpoint, policy: Policy, plan: MemoryPlan, dtype: torch.dtype,
-        device: Device, budgets: dict[str, int | None], offload_dir: Path, timeline: Timeline,
-        peers: Peers | None = None,
+        self, spec: ModelSpec, checkpoint: Checkpoint, policy: Policy, plan: MemoryPlan, dtype: torch.dtype, site: Site,
+        timeline: Timeline, peers: Peers | None = None,
     ) -> None:  # fmt: skip
-        plan.check(budgets)
+        device = site.device
+        plan.check(site.budgets)
         self.spec, self.policy, self.plan, self.dtype, self.device = spec, policy, plan, dtype, device
         self.timeline = timeline
-        self.ledger = Ledger(budgets)
+        self.ledger = Ledger(site.budgets)
         self.layers = spec.layers(policy.sep_layer)
         self._buffers: dict[tuple[str, str], torch.Tensor] = {}
         self._files: dict[str, DirectFile] = {}
@@ -59,7 +59,7 @@ class Engine:
             # Left in reverse: the threads end before the files that they use are closed.
             stack.callback(self._close_files)
             stack.callback(self.lanes.close)
-            self._take_buffers(offload_dir)
+            self._take_buffers(site.offload_dir)
             self.weights.load_resident(self._arenas("weights"))
             self.cache, self.hidden = self._open_cache(), self._open_hidden()
             self.wire: Wire | None = None  # to the other ranks, where this is a stage of a pipeline

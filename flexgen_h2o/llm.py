@@ -47,7 +47,7 @@ from flexgen_h2o.sampling import SamplingParams
 from flexgen_h2o.schedule import Step
 from flexgen_h2o.source import Model, find_checkpoint, find_model
 from flexgen_h2o.tiers.device import open_device
-from flexgen_h2o.tiers.machine import resolve_budgets
+from flexgen_h2o.tiers.machine import Site, resolve_budgets
 from flexgen_h2o.timeline import Timeline
 
 RANDOM_WEIGHTS_SEED = 0
@@ -347,10 +347,8 @@ class LLM:
             spec.rotary is not None, form.to_int8,
         )  # fmt: skip
         checkpoint = self._find_checkpoint(packing) if packing else self._checkpoint
-        self._engine = Engine(
-            spec, checkpoint, policy, plan, dtype, self._device, budgets, self.offload_dir, self.timeline,
-            self._plans.part.peers,
-        )  # fmt: skip
+        site = Site(self._device, budgets, self.offload_dir)
+        self._engine = Engine(spec, checkpoint, policy, plan, dtype, site, self.timeline, plans.part.peers)
         return self._engine
 
     @cached_property

@@ -7,10 +7,9 @@ from typing import NamedTuple
 import numpy as np
 
 from flexgen_h2o.kernels.jit import bits_to_float, bytes_at, float_to_bits, floats_at, jit, ordered, words_at
+from flexgen_h2o.kernels.rounding_loops import to_bf16_towards
 from flexgen_h2o.packing import GROUP
 
-_HIGH = np.uint32(0xFFFF0000)
-_STEP = np.uint32(0x10000)  # from one bfloat16 to the next one away from zero
 _EXPONENT = np.uint32(0x7F800000)  # all set: infinite, or not a number
 
 
@@ -40,9 +39,9 @@ def pack(job, first, end):  # type: ignore[no-untyped-def]
             for i in range(n):
                 key = ordered(float_to_bits(values[i]))
                 low, high = min(low, key), max(high, key)
-            least = _rounded(np.uint32(ordered(low)), False)
+            least = to_bf16_towards(bits_to_float(np.uint32(ordered(low))), False)
             most = bits_to_float(np.uint32(ordered(high)))
-            scale = _rounded(np.uint32(float_to_bits((most - bits_to_float(least)) / levels)), True)
+            scale = to_bf16_towards((most - bits_to_float(least)) / levels, True)
             if (least & _EXPONENT) == _EXPONENT or (scale & _EXPONENT) == _EXPONENT:
                 words_at(job.bad)[row] = np.uint32(1)
             ends[g] = (scale >> np.uint32(16)) | least
@@ -68,11 +67,3 @@ def _codes(at, values, n, least, step, levels, bits):  # type: ignore[no-untyped
 def _code(value, least, step, levels):  # type: ignore[no-untyped-def]
     code = np.rint((value - least) / step)
     return np.int32(min(max(code, np.float32(0)), levels))
-
-
-@jit
-def _rounded(bits, up):  # type: ignore[no-untyped-def]
-    """The bits of the nearest bfloat16 that is not below (up) or not above a number."""
-    cut = np.uint32(bits & _HIGH)
-    negative = (bits >> np.uint32(31)) == np.uint32(1)
-    return np.uint32(cut + _STEP) if cut != bits and negative != up else cut

@@ -8,6 +8,7 @@ import numpy as np
 
 from flexgen_h2o.kernels import packed_vectors as vectors
 from flexgen_h2o.kernels.jit import bits_to_float, float_to_bits, floats_at, ints_at, jit, ordered, shorts_at, words_at
+from flexgen_h2o.kernels.rounding_loops import to_bf16, to_bf16_towards
 from flexgen_h2o.kernels.slot_loops import (
     AHEAD,
     BLOCK,
@@ -20,7 +21,6 @@ from flexgen_h2o.kernels.slot_loops import (
     score_row,
     softmax,
     take,
-    to_bf16,
 )
 from flexgen_h2o.kernels.slot_packing import SlotPacking
 from flexgen_h2o.kernels.vectors import planes
@@ -261,8 +261,9 @@ def pack_rows(element, form, source, target, words, first, end):  # type: ignore
             for i in range(count):
                 x = ordered(float_to_bits(numbers[i]))
                 lowest, highest = min(lowest, x), max(highest, x)
-            least = _outwards(bits_to_float(np.uint32(ordered(lowest))), True)
-            scale = _outwards((bits_to_float(np.uint32(ordered(highest))) - least) / levels, False)
+            least = bits_to_float(to_bf16_towards(bits_to_float(np.uint32(ordered(lowest))), False))
+            most = bits_to_float(np.uint32(ordered(highest)))
+            scale = bits_to_float(to_bf16_towards((most - least) / levels, True))
             share = np.float32(1) / scale if np.float32(0) < scale < np.float32(np.inf) else np.float32(0)
             for i in range(count):
                 value = (numbers[i] - least) * share + np.float32(0.5)
@@ -279,14 +280,3 @@ def pack_rows(element, form, source, target, words, first, end):  # type: ignore
             high = np.uint32(float_to_bits(least)) & np.uint32(0xFFFF0000)
             slot[group] = (np.uint32(float_to_bits(scale)) >> np.uint32(16)) | high
             group += 1
-
-
-@jit
-def _outwards(x, down):  # type: ignore[no-untyped-def]
-    """x as a bf16 number, rounded down or up; NaN stays NaN."""
-    bits = np.uint32(float_to_bits(x))
-    if x != x:
-        return bits_to_float(bits | np.uint32(0x400000))
-    if (x < np.float32(0)) == down:  # away from zero
-        bits += np.uint32(0xFFFF)
-    return bits_to_float(bits & np.uint32(0xFFFF0000))

@@ -8,7 +8,7 @@ import numpy as np
 
 from flexgen_h2o.kernels.jit import bits_to_float, exp2, jit
 from flexgen_h2o.kernels.packed_loops import number_at, set_number
-from flexgen_h2o.kernels.slot_loops import to_bf16
+from flexgen_h2o.kernels.rounding_loops import to_bf16
 from flexgen_h2o.kernels.vectors import planes
 
 _LOG2_E = np.float32(1.4426950408889634)

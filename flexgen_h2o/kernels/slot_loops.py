@@ -11,6 +11,7 @@ import numpy as np
 
 from flexgen_h2o.kernels import vectors
 from flexgen_h2o.kernels.jit import bits_to_float, exp2, float_to_bits, floats_at, ints_at, jit, ordered, words_at
+from flexgen_h2o.kernels.rounding_loops import to_bf16
 
 BLOCK = 2 * vectors.SLOTS  # slots that are looked up together
 QUERIES = 4  # that are worked on together, where a kv-head has as many
@@ -121,13 +122,6 @@ def _pack(element, mixed, words, at):  # type: ignore[no-untyped-def]
                     words_at(at)[start + i] = (low >> np.uint32(16)) | (high & np.uint32(0xFFFF0000))
                 else:
                     floats_at(at)[start + i] = mixed[g, c, 0, i]
-
-
-@jit
-def to_bf16(x):  # type: ignore[no-untyped-def]
-    """x rounded to bf16, half to even: the high half of the result."""
-    bits = np.uint32(float_to_bits(x))
-    return bits | np.uint32(0x400000) if x != x else bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
 
 
 @jit

@@ -35,6 +35,7 @@ from flexgen_h2o.profile import HardwareProfile
 from flexgen_h2o.profiling.bench import Bench
 from flexgen_h2o.prompts import Prompt
 from flexgen_h2o.sampling import SamplingParams, StopStrings, TokenChooser
+from flexgen_h2o.tiers.machine import Site
 from flexgen_h2o.timeline import Timeline
 
 BLOCKS, VOCABULARY, PROMPT, HEAD_DIM = 8, 128, 16, 64
@@ -187,7 +188,8 @@ def _engine(bench: Bench, spec: ModelSpec, dtype: str, folder: Path, run: _Run) 
     plan = memory_plan(spec, policy, shape, kind.itemsize, bench.device.is_host, SEQUENTIAL)
     warm_up(bench.device.torch_device, kind, bool(run.eviction.needs.record))
     checkpoint = open_checkpoint(spec, folder / "weights", folder)
-    engine = Engine(spec, checkpoint, policy, plan, kind, bench.device, dict.fromkeys(TIERS), folder, Timeline())
+    site = Site(bench.device, dict.fromkeys(TIERS), folder)
+    engine = Engine(spec, checkpoint, policy, plan, kind, site, Timeline())
     try:
         yield engine
     finally:

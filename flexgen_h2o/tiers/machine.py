@@ -1,8 +1,9 @@
-"""How much of this machine a run may hold when no budget was given: what is free, less a margin."""
+"""What a run may hold of this machine; where no budget was given, what is free, less a margin."""
 
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -14,6 +15,16 @@ from flexgen_h2o.units import GIB, less_margin
 
 DISK_MARGIN_BYTES = 2 * GIB
 _CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a run is held: the device that computes, the bytes that each tier may hold (None: any number), the folder
+    of the disk tier."""
+
+    device: Device
+    budgets: dict[str, int | None]
+    offload_dir: Path
 
 
 def resolve_budgets(

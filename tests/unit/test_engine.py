@@ -20,6 +20,7 @@ from flexgen_h2o.models import spec_from_config
 from flexgen_h2o.planner.memory import OVERLAPPED, MemoryPlan, Shape, memory_plan
 from flexgen_h2o.tiers.device import Device, HostDevice, StandInDevice
 from flexgen_h2o.tiers.disk import DirectFile
+from flexgen_h2o.tiers.machine import Site
 from flexgen_h2o.timeline import Timeline
 
 CONFIG: dict[str, Any] = {
@@ -51,7 +52,8 @@ def open_engine(model: tuple[ModelSpec, Checkpoint], tmp_path: Path) -> Open:
 
     def open_one(policy: Policy, device: Device, budgets: dict[str, int | None] = UNLIMITED) -> Engine:
         plan = memory_plan(spec, policy, SHAPE, 4, device.is_host, OVERLAPPED[0])
-        return Engine(spec, checkpoint, policy, plan, torch.float32, device, budgets, tmp_path / "offload", Timeline())
+        site = Site(device, budgets, tmp_path / "offload")
+        return Engine(spec, checkpoint, policy, plan, torch.float32, site, Timeline())
 
     return open_one
 

@@ -80,4 +80,4 @@ def test_more_rows_than_a_context_has_sequences_are_refused(tmp_path: Path) -> N
 
 
 def test_tuning_starts_from_the_settings_of_a_run() -> None:
-    assert {name: values[0] for name, values in load("tune").KNOBS.items()} == load("run").SETTINGS
+    assert {name: values[0] for name, values in load("tune").TUNING.knobs.items()} == load("run").SETTINGS

@@ -124,6 +124,17 @@ def test_what_cannot_be_packed(bad: float, at: int, pack: Callable[[torch.Tensor
         pack(values, 4)
 
 
+@pytest.mark.parametrize("bits_of_it", [0x7FFFFFFF, 0x7F800001, -1, -0x7FFFFF])
+@pytest.mark.parametrize("pack", BOTH)
+def test_no_kind_of_nan_can_be_packed(bits_of_it: int, pack: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+    """Cut to bf16, or rounded up as a number is, its bits would be those of infinity or of zero."""
+    values = torch.randn(3, 100)
+    values.view(torch.int32)[1, 5] = bits_of_it
+    assert values[1, 5].isnan()
+    with pytest.raises(ValueError, match="not finite, or too large"):
+        pack(values, 4)
+
+
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("columns", WIDTHS)
 def test_compiled_packing_is_the_reference_but_for_ties(bits: int, columns: int) -> None:

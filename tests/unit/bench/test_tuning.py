@@ -1,0 +1,60 @@
+"""Tuning of a peer: one knob at a time, the best kept; runs that fail; what the table says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BASELINES = Path(__file__).resolve().parents[3] / "bench" / "baselines"
+# A peer whose rate is small * 10 + large, and which does not run with small = 3.
+RUN = """
+import json, sys
+settings = json.loads(sys.argv[sys.argv.index("--settings") + 1])
+if settings["small"] == 3 or "--broken" in sys.argv:
+    sys.exit("first line\\nno such thing")
+print("a line of a library")
+print(json.dumps({"speed": settings["small"] * 10 + settings["large"]}))
+"""
+TUNE = """
+import sys
+from pathlib import Path
+sys.path.append(sys.argv.pop(1))
+from tuning import Tuning, main
+run, knobs = Path(__file__).with_name("run.py"), {"small": (1, 2, 3), "large": (7, 5, 8)}
+sys.exit(main(Tuning(run, knobs, "speed", {"rate": lambda f: f"{f['speed']}!", "b": str}), ""))
+"""
+
+
+def tune(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    (folder / "run.py").write_text(RUN)
+    (folder / "tune.py").write_text(TUNE)
+    command = [sys.executable, str(folder / "tune.py"), str(BASELINES), "--output", str(folder / "best.json"), *flags]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_the_best_of_each_knob_is_kept_for_the_next(tmp_path: Path) -> None:
+    done = tune(tmp_path)
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()]
+    assert done.returncode == 0 and rows[0] == ["small", "large", "rate", "b"]
+    assert [row[:3] for row in rows[2:]] == [
+        ["1", "7", "17!"], ["2", "7", "27!"], ["3", "7", "exit code 1: no such thing"], ["2", "5", "25!"],
+        ["2", "8", "28!"],
+    ]  # fmt: skip
+    assert {len(row) for row in rows} == {4}
+    assert json.loads((tmp_path / "best.json").read_text()) == {"small": 2, "large": 8}
+
+
+def test_nothing_is_written_where_every_run_fails(tmp_path: Path) -> None:
+    assert tune(tmp_path, "--broken").returncode == 1
+    assert not (tmp_path / "best.json").exists()
+
+
+@pytest.mark.parametrize("peer", ["deepspeed", "llamacpp"])
+def test_each_peer_has_the_command(peer: str) -> None:
+    command = [sys.executable, str(BASELINES / peer / "tune.py"), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "--output" in done.stdout and f"baselines/{peer}/tune.py" in done.stdout
