@@ -1,0 +1,120 @@
+"""Packed weights that are unpacked: what a layer opens are the rows that its matrices were packed to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flexgen_h2o.checkpoint import match, pack_checkpoint, read_index
+from flexgen_h2o.kernels.int8_rows import Int8Rows
+from flexgen_h2o.kernels.linear import linear, lookup
+from flexgen_h2o.kernels.packed_rows import pack_rows, unpack_rows_reference
+from flexgen_h2o.kernels.requantised import requantise_rows_reference
+from flexgen_h2o.kernels.workspace import Workspace
+from flexgen_h2o.packing import INT8, Packing
+from flexgen_h2o.tiers.device import Device, HostDevice
+from flexgen_h2o.tiers.events import NOTHING, Done
+from tests.unit.weight_room import (
+    DEVICES,
+    PLACES,
+    opened,
+    spec_of,
+    wide_models,
+    write_checkpoint,
+)
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[bool, int], Any]:
+    """By tied or not and bits: (spec, packed checkpoint, tensors that it was made from)."""
+    found = {}
+    for tied in (True, False):
+        folder, spec = tmp_path_factory.mktemp("weights"), spec_of(tied)
+        tensors = write_checkpoint(folder, spec, torch.bfloat16, 1)
+        checkpoint = match(spec, read_index(folder), folder)
+        for bits in (4, 8):
+            found[tied, bits] = spec, pack_checkpoint(spec, checkpoint, folder, Packing(bits)), tensors
+    return found
+
+
+@pytest.mark.parametrize(("dtype", "bits", "tied"), [(torch.float32, 4, True), (torch.bfloat16, 8, False)])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("place", PLACES)
+def test_packed_layers_are_unpacked_into_the_planned_memory(
+    packed: dict[tuple[bool, int], Any], place: tuple[int, int], device: type[Device], dtype: torch.dtype, bits: int,
+    tied: bool,
+) -> None:  # fmt: skip
+    """Matrices whole, as their values were rounded; vectors as the file holds them. A region is free once unpacked."""
+    spec, checkpoint, tensors = packed[tied, bits]
+    with opened(spec, checkpoint, place, device(), dtype, sep_layer=tied, packing=Packing(bits)) as room:
+        stream = room.stream(2, ahead=len(room.layers.layers))
+        for layer in room.layers.layers * 2:
+            stream.prefetch()
+            if layer.unit != stream.unit:
+                stream.open(layer.unit, NOTHING)
+                stream.unpack(lambda: NOTHING)
+            w = stream.open(layer.unit, NOTHING)
+            for t in room.layers.units[layer.unit].tensors:
+                want = tensors[t.name]
+                if want.dim() == 2:
+                    assert len(w[t.role]) == 1
+                    want = unpack_rows_reference(pack_rows(want, bits), bits, torch.empty(want.shape, dtype=dtype))
+                assert torch.equal(torch.cat(w[t.role]), want.to(dtype)), t.name
+        stream.drain()
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Any]:
+    return wide_models(tmp_path_factory)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("place", PLACES)
+def test_4_bits_become_int8_rows_in_the_planned_memory(
+    wide: dict[bool, Any], tmp_path: Path, place: tuple[int, int], device: type[Device], tied: bool
+) -> None:
+    """However a matrix is split: products and looked-up rows are those of its int8 rows in order, in every sweep."""
+    spec, source, tensors = wide[tied]
+    checkpoint = pack_checkpoint(spec, source, tmp_path, Packing(4))
+    with opened(spec, checkpoint, place, device(), torch.bfloat16, packing=Packing(4), to_int8=True) as room:
+        sizes = dict.fromkeys(("int8 inputs", "int8 input scales", "int8 weight scales", "int8 sums"), 2**16)
+        ws = Workspace(torch.empty(2**18, dtype=torch.uint8), sizes, torch.bfloat16)
+        stream = room.stream(2, ahead=len(room.layers.layers), int8=ws)
+        for layer in room.layers.layers * 2:
+            stream.prefetch()
+            if layer.unit != stream.unit:
+                stream.open(layer.unit, NOTHING)
+                stream.unpack(lambda: NOTHING)
+            parts = stream.open(layer.unit, NOTHING)
+            for t in room.layers.units[layer.unit].tensors:
+                if len(t.shape) == 1:
+                    assert torch.equal(torch.cat(parts[t.role]), tensors[t.name])
+                    continue
+                rows = torch.empty(t.shape[0], INT8.row_bytes(t.shape[1]), dtype=torch.uint8)
+                requantise_rows_reference(pack_rows(tensors[t.name], 4), rows, t.shape[1])
+                whole, x = (Int8Rows(rows, t.shape[1], ws),), torch.randn(5, t.shape[1])
+                found = torch.empty(2, 5, t.shape[0])
+                assert torch.equal(linear(x, whole, None, found[0]), linear(x, parts[t.role], None, found[1]))
+                ids, found = torch.tensor([0, t.shape[0] - 1, t.shape[0] // 2]), torch.zeros(2, 3, t.shape[1])
+                assert torch.equal(lookup(ids, whole, found[0]), lookup(ids, parts[t.role], found[1]))
+        stream.drain()
+
+
+def test_a_region_is_taken_again_after_what_unpacked_it(packed: dict[tuple[bool, int], Any]) -> None:
+    """Its next writer waits for the fence of the unpacking, not for the compute that follows."""
+    spec, checkpoint, _ = packed[True, 4]
+    with opened(spec, checkpoint, (0, 0), HostDevice(), torch.float32, depth=1, packing=Packing(4)) as room:
+        stream, fence = room.stream(2, ahead=1), Done()
+        (first, second) = (room.layers.layers[i].unit for i in range(2))
+        assert room.ring is not None
+        stream.open(first, NOTHING)
+        stream.unpack(lambda: fence)
+        region = room.ring.take(room.store.nbytes(second))
+        assert region is not None and region.after == [fence]
+        fence.finish_one()

@@ -1,0 +1,125 @@
+"""A store of weights as the engine opens it, and checkpoints for it, for tests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flexgen_h2o.checkpoint import Checkpoint, match, read_index
+from flexgen_h2o.config import ModelSpec, Policy
+from flexgen_h2o.kernels.workspace import Workspace
+from flexgen_h2o.models import spec_from_config
+from flexgen_h2o.packing import Packing, WeightForm
+from flexgen_h2o.planner.memory import Depth, Shape, memory_plan, tier_shares
+from flexgen_h2o.schedule import weight_sequence
+from flexgen_h2o.tiers.buffers import host_buffer
+from flexgen_h2o.tiers.device import Device, HostDevice, StandInDevice
+from flexgen_h2o.tiers.mover import Mover
+from flexgen_h2o.tiers.ring import Region, Ring
+from flexgen_h2o.tiers.transfer import Lanes
+from flexgen_h2o.timeline import Timeline
+from flexgen_h2o.weights import WeightStore, WeightStream
+
+CONFIG: dict[str, Any] = {
+    "model_type": "opt", "vocab_size": 200, "hidden_size": 80, "num_hidden_layers": 2, "ffn_dim": 160,
+    "max_position_embeddings": 30, "num_attention_heads": 4, "word_embed_proj_dim": 80, "activation_function": "relu",
+    "enable_bias": True, "layer_norm_elementwise_affine": True, "do_layer_norm_before": True,
+}  # fmt: skip
+SAFETENSORS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+PLACES = [(100, 0), (0, 100), (0, 0), (20, 80), (20, 30), (0, 50), (99, 0)]
+DEVICES: list[type[Device]] = [HostDevice, StandInDevice]
+
+
+def spec_of(tied: bool) -> ModelSpec:
+    return spec_from_config("tiny", {**CONFIG, "tie_word_embeddings": tied}, "here")
+
+
+def write_checkpoint(folder: Path, spec: ModelSpec, dtype: torch.dtype, shift: int) -> dict[str, torch.Tensor]:
+    """model.safetensors with all tensors of `spec` behind a tensor of `shift` bytes, which spoils their alignment."""
+    tensors = {t.name: torch.randn(t.shape).to(dtype) for unit in spec.layers(True).units for t in unit.tensors}
+    head: dict[str, Any] = {"pad": {"dtype": "U8", "shape": [shift], "data_offsets": [0, shift]}}
+    end = shift
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        head[name] = {"dtype": SAFETENSORS[dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(head).encode()
+    data = b"".join(bytes(t.view(torch.uint8).flatten().tolist()) for t in tensors.values())
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(shift) + data)
+    return tensors
+
+
+class Room:
+    """A store as the engine opens it, with exactly the memory that the plan names."""
+
+    def __init__(
+        self, spec: ModelSpec, checkpoint: Checkpoint, place: tuple[int, int], device: Device, dtype: torch.dtype,
+        depth: int = 3, sep_layer: bool = True, packing: Packing | None = None, to_int8: bool = False,
+    ) -> None:  # fmt: skip
+        policy = Policy(
+            percent=(*place, 100, 0, 100, 0), sep_layer=sep_layer, compress_weight=packing is not None,
+            weight_bits=packing.bits if packing else 4, int8_compute=to_int8,
+        )  # fmt: skip
+        shape = Shape(rows=1, micro_batches=1, tokens=1, slots=(1,))
+        plan = memory_plan(spec, policy, shape, dtype.itemsize, device.is_host, Depth(depth, 1, 1))
+        self.memory = {b.tier: host_buffer(b.nbytes) for b in plan.buffers if b.name == "weights"}
+        self.ring = Ring(host_buffer(plan.size("weight ring"))) if plan.size("weight ring") else None
+        self.lanes = Lanes({"disk_read": 2, "h2d": 1}, Timeline())
+        self.layers = spec.layers(sep_layer)
+        shares, form = tier_shares(policy.weight_shares, device.is_host), WeightForm(dtype.itemsize, packing, to_int8)
+        self.store = WeightStore(self.layers, checkpoint, shares, dtype, Mover(device, self.lanes), form)
+        self.unpacked = host_buffer(plan.size("unpacked weights")) if packing else None
+        self.store.load_resident(self.memory)
+
+    def stream(self, sweeps: int, ahead: int, int8: Workspace | None = None) -> WeightStream:
+        units = tuple(layer.unit for layer in self.layers.layers)
+        return WeightStream(self.store, self.ring, weight_sequence(sweeps, units), ahead, self.unpacked, int8)
+
+    def close(self) -> None:
+        self.lanes.close()
+        self.store.close()
+
+
+@contextmanager
+def opened(*args: Any, **more: Any) -> Iterator[Room]:
+    room = Room(*args, **more)
+    try:
+        yield room
+    finally:
+        room.close()
+
+
+def taken(room: Room, unit: int) -> Region | None:
+    """A region of the unit alone, loaded."""
+    if not room.store.nbytes(unit):
+        return None
+    assert room.ring is not None
+    region = room.ring.take(room.store.nbytes(unit))
+    assert region is not None
+    for done in room.store.load(unit, region):
+        done.wait()
+    room.ring.give_back(region)
+    return region
+
+
+def within(part: torch.Tensor, start: int | None, arena: torch.Tensor | None) -> bool:
+    return start is not None and arena is not None and start <= part.data_ptr() < start + arena.numel()
+
+
+WIDE = {"hidden_size": 128, "ffn_dim": 320, "word_embed_proj_dim": 128}
+
+
+def wide_models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Any]:
+    """A bf16 model that can be blocked, by tied or not: (spec, checkpoint, its tensors)."""
+    found = {}
+    for tied in (True, False):
+        folder = tmp_path_factory.mktemp("wide")
+        spec = spec_from_config("tiny", {**CONFIG, **WIDE, "tie_word_embeddings": tied}, "here")
+        tensors = write_checkpoint(folder, spec, torch.bfloat16, 0)
+        found[tied] = spec, match(spec, read_index(folder), folder), tensors
+    return found
