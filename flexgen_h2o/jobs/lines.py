@@ -6,7 +6,6 @@ Of a line no more stays in memory than the digest of its id.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexgen_h2o.errors import UsageError
+from flexgen_h2o.prompts import STRICT_JSON
 
 MOST_LINE_BYTES = 64 * 2**20
 DIGEST_BYTES = 16
@@ -39,7 +39,7 @@ class Line:
         if self.text is None:
             raise ValueError(f"longer than {MOST_LINE_BYTES // 2**20} MiB")
         try:
-            return _DECODER.decode(self.text.decode("utf-8"))
+            return STRICT_JSON.decode(self.text.decode("utf-8"))
         except UnicodeDecodeError as error:
             raise ValueError("not UTF-8 text") from error
         except RecursionError as error:
@@ -225,10 +225,3 @@ def _refuse_duplicates(path: Path, ids: Digests) -> None:
         f"--input {path}: lines {found[one].number} and {found[other].number} both have the custom_id "
         f"{found[one].custom_id!r}{more}; give each line its own"
     )
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_no_constant)
