@@ -21,6 +21,11 @@ from flexgen_h2o.prompts import STRICT_JSON
 MOST_LINE_BYTES = 64 * 2**20
 DIGEST_BYTES = 16
 _BOM = b"\xef\xbb\xbf"
+# First bytes of what is no text of ours: every line would be an error row, and the output spoilt.
+_FOREIGN = {
+    b"\x1f\x8b": "is packed by gzip; unpack it", b"\x28\xb5\x2f\xfd": "is packed by zstd; unpack it",
+    b"\xff\xfe": "is UTF-16 text; save it as UTF-8", b"\xfe\xff": "is UTF-16 text; save it as UTF-8",
+}  # fmt: skip
 _CHUNK = 2**16  # rows that are looked up at a time
 _PIECE_BYTES = 2**20  # of the input that are read at a time for its digest alone
 
@@ -128,9 +133,12 @@ def read_cut(path: Path, cut: Cut) -> Iterator[tuple[int, Line]]:
 
 
 def scan_input(path: Path, known_bytes: int = 0) -> Scan:
-    """One pass over the input. Takes 16 bytes a row; UsageError where two lines have the same id."""
+    """One pass over the input. Takes 16 bytes a row; UsageError where two lines have the same id, or where the file is
+    packed or UTF-16."""
     ids, whole, prefix, nbytes = bytearray(), hashlib.blake2b(digest_size=DIGEST_BYTES), None, 0
     for number, raw, text in _raw_lines(path):
+        if not nbytes:
+            _check_begin(path, raw)
         cut = known_bytes - nbytes
         if 0 <= cut <= len(raw) and prefix is None:
             whole.update(raw[:cut])
@@ -145,6 +153,12 @@ def scan_input(path: Path, known_bytes: int = 0) -> Scan:
     found = Scan(np.frombuffer(ids, f"S{DIGEST_BYTES}"), nbytes, whole.hexdigest(), prefix)
     _refuse_duplicates(path, found.ids)
     return found
+
+
+def _check_begin(path: Path, raw: bytes) -> None:
+    for first, what in _FOREIGN.items():
+        if raw.startswith(first):
+            raise UsageError(f"--input {path}: {what}")
 
 
 def begins_as(path: Path, nbytes: int, digest: str) -> bool:
