@@ -201,18 +201,22 @@ def _run_job(args: argparse.Namespace, output: OutputFile, llm: LLM, before: Bef
 def _run_on_ray(args: argparse.Namespace, output: OutputFile, model: str, before: Before, opening: Opening) -> int:
     from flexgen_h2o.jobs.on_ray import RayJob, find_pool, ray_at
 
-    peak_bytes: dict[str, int] = {}
-    progress = _progress(args, output, before, lambda: peak_bytes)
-    with _saying_how_it_ends(progress, output), ray_at(args.ray or None):
-        host_bytes = budget_of(args).host
-        pool = find_pool(args.ray_actors, host_bytes, args.device)
-        _say(f"{pool.actors} engines on Ray, each with {pool.cpus} cores and {format_bytes(pool.host_bytes)} of RAM")
-        block_size = 1 if opening.is_auto else opening.policy.block_size
-        job = RayJob(
-            args.input, output, before, progress, pool, opening, block_size, args.max_errors, peak_bytes=peak_bytes
-        )
-        job.run()
-        _check_input(args, progress)
+    # Ray ends last: while it does, a second SIGTERM kills the process, and by then rows and status are on disk.
+    with ray_at(args.ray or None):
+        peak_bytes: dict[str, int] = {}
+        progress = _progress(args, output, before, lambda: peak_bytes)
+        with _saying_how_it_ends(progress, output):
+            host_bytes = budget_of(args).host
+            pool = find_pool(args.ray_actors, host_bytes, args.device)
+            _say(
+                f"{pool.actors} engines on Ray, each with {pool.cpus} cores and {format_bytes(pool.host_bytes)} of RAM"
+            )
+            block_size = 1 if opening.is_auto else opening.policy.block_size
+            job = RayJob(
+                args.input, output, before, progress, pool, opening, block_size, args.max_errors, peak_bytes=peak_bytes
+            )
+            job.run()
+            _check_input(args, progress)
     return _show(args, job, model)
 
 

@@ -188,10 +188,17 @@ def write_outputs(path: Path, completions: Iterable[Completion]) -> None:
         raise FlexgenError(f"--output {path}: {error.strerror or error}") from error
 
 
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+STRICT_JSON = json.JSONDecoder(parse_constant=_no_constant)  # without Python's NaN and Infinity
+
+
 def object_of_json(line: str) -> dict[str, Any]:
     """The JSON object that a line of a .jsonl file is."""
     try:
-        body = json.loads(line)
+        body = STRICT_JSON.decode(line)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"not valid JSON ({error})") from error
     if not isinstance(body, dict):

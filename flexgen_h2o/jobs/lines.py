@@ -6,7 +6,6 @@ Of a line no more stays in memory than the digest of its id.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,10 +16,16 @@ import numpy as np
 import numpy.typing as npt
 
 from flexgen_h2o.errors import UsageError
+from flexgen_h2o.prompts import STRICT_JSON
 
 MOST_LINE_BYTES = 64 * 2**20
 DIGEST_BYTES = 16
 _BOM = b"\xef\xbb\xbf"
+# First bytes of what is no text of ours: every line would be an error row, and the output spoilt.
+_FOREIGN = {
+    b"\x1f\x8b": "is packed by gzip; unpack it", b"\x28\xb5\x2f\xfd": "is packed by zstd; unpack it",
+    b"\xff\xfe": "is UTF-16 text; save it as UTF-8", b"\xfe\xff": "is UTF-16 text; save it as UTF-8",
+}  # fmt: skip
 _CHUNK = 2**16  # rows that are looked up at a time
 _PIECE_BYTES = 2**20  # of the input that are read at a time for its digest alone
 
@@ -39,7 +44,7 @@ class Line:
         if self.text is None:
             raise ValueError(f"longer than {MOST_LINE_BYTES // 2**20} MiB")
         try:
-            return _DECODER.decode(self.text.decode("utf-8"))
+            return STRICT_JSON.decode(self.text.decode("utf-8"))
         except UnicodeDecodeError as error:
             raise ValueError("not UTF-8 text") from error
         except RecursionError as error:
@@ -128,9 +133,12 @@ def read_cut(path: Path, cut: Cut) -> Iterator[tuple[int, Line]]:
 
 
 def scan_input(path: Path, known_bytes: int = 0) -> Scan:
-    """One pass over the input. Takes 16 bytes a row; UsageError where two lines have the same id."""
+    """One pass over the input. Takes 16 bytes a row; UsageError where two lines have the same id, or where the file is
+    packed or UTF-16."""
     ids, whole, prefix, nbytes = bytearray(), hashlib.blake2b(digest_size=DIGEST_BYTES), None, 0
     for number, raw, text in _raw_lines(path):
+        if not nbytes:
+            _check_begin(path, raw)
         cut = known_bytes - nbytes
         if 0 <= cut <= len(raw) and prefix is None:
             whole.update(raw[:cut])
@@ -145,6 +153,12 @@ def scan_input(path: Path, known_bytes: int = 0) -> Scan:
     found = Scan(np.frombuffer(ids, f"S{DIGEST_BYTES}"), nbytes, whole.hexdigest(), prefix)
     _refuse_duplicates(path, found.ids)
     return found
+
+
+def _check_begin(path: Path, raw: bytes) -> None:
+    for first, what in _FOREIGN.items():
+        if raw.startswith(first):
+            raise UsageError(f"--input {path}: {what}")
 
 
 def begins_as(path: Path, nbytes: int, digest: str) -> bool:
@@ -225,10 +239,3 @@ def _refuse_duplicates(path: Path, ids: Digests) -> None:
         f"--input {path}: lines {found[one].number} and {found[other].number} both have the custom_id "
         f"{found[one].custom_id!r}{more}; give each line its own"
     )
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_no_constant)

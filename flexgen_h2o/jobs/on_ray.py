@@ -244,6 +244,8 @@ def ray_at(address: str | None) -> Iterator[None]:
     """Ray at an address; None: a Ray of our own on this machine, which ends with the job."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # what is worth saying comes as an exception
+    # The thread of a flow that was ended would start another Ray, whose signal handlers end the process at once.
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     import logging
 
     import ray

@@ -126,15 +126,16 @@ class Job:
     ) -> None:
         """Run them all, and what `more` gives. DoesNotFitError where it is no single row's fault.
 
-        A row that does not fit the budgets alone is an error row. Rows that do not fit together once others have run
-        are run apart.
+        A row that does not fit the budgets alone is an error row. Rows that do not fit together once others have run,
+        now or before the job was killed, are run apart.
         """
         try:
             block_size = self.llm.prepare(*_prompts_and_params(requests)).block_size
         except DoesNotFitError as error:
             fitting, others = self._fitting_alone(requests)
             is_at_odds = not others and len(requests) == 1  # memory that somebody else took in between
-            if is_at_odds or (not self._has_run and not (fitting and others)):
+            some_ran = self._has_run or (fitting and self.before.rows > self.before.errors)
+            if is_at_odds or (not some_ran and not (fitting and others)):
                 raise
             for request in others:
                 self._fail(request.custom_id, request.prompt.index, RowError("does_not_fit", str(error)))

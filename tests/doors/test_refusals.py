@@ -127,6 +127,7 @@ BAD_LINES = [
     ('{"prompt_token_ids": [-1]}', "vocabulary of 120"),
     ('{"prompt_token_ids": [4.5]}', "4.5"),
     ('{"prompt": 5}', "string"),
+    ('{"prompt_token_ids": [4], "index": NaN}', "NaN is not JSON"),
     ('{"prompt": "text"}', "tokenizer"),
 ]
 

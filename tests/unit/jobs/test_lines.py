@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -33,6 +34,19 @@ def test_a_line_that_is_too_long_is_one_line_without_text(
     assert found[:2] == [(1, b"1\n"), (2, None)]
     assert found[2:] == ([(3, b"{}")] if last.endswith(b"{}") else [])
     assert scan_input(path).nbytes == 32 + len(last)
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [(gzip.compress(b"{}\n"), "is packed by gzip; unpack it"), ("{}\n".encode("utf-16"), "is UTF-16 text")],
+)
+def test_a_packed_file_is_refused_as_a_whole(data: bytes, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(data)
+    with pytest.raises(UsageError, match=f"--input {path}: {says}"):
+        scan_input(path)
+    path.write_bytes(b"{}\n" + data)
+    assert len(scan_input(path).ids) > 1, "bytes like that in the middle are a bad line"
 
 
 def test_duplicates_are_found_before_the_run(tmp_path: Path) -> None:

@@ -159,6 +159,20 @@ def test_budgets_that_suit_no_block_or_no_row_end_the_job(paths: tuple[Path, Pat
         assert not output.exists()
 
 
+def test_a_job_that_was_killed_before_rows_that_do_not_fit_together_goes_on(
+    paths: tuple[Path, Path], words: Model
+) -> None:
+    """As it would have gone on by itself; budgets in which no row fits are still refused."""
+    source, output = paths
+    lines = sized(3, 4, 30, 31)
+    run_job(StubLLM(words), write_lines(source, *lines[:2]), output)
+    with pytest.raises(DoesNotFitError):
+        run_job(StubLLM(words, room=20), write_lines(source, *lines), output)
+    llm = StubLLM(words, room=50)
+    run_job(llm, source, output)
+    assert llm.runs == [[3], [4]] and not [row for row in read_rows(output) if row["error"]]
+
+
 def test_later_rows_that_do_not_fit_together_run_apart(paths: tuple[Path, Path], words: Model) -> None:
     source, output = paths
     llm = StubLLM(words, room=50)
