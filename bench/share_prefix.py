@@ -1,8 +1,8 @@
 """Rows that share a few-shot header: with the header computed once and its KV in one copy, and both for each row.
 
 Both ways in turn, in one process, on the same prompts: a header of random tokens, and questions of random tokens. Their
-tokens are compared: in fp32 (--dtype float32) they are equal. With --hh-ratio the header is computed once a micro-batch,
-and each row has its own columns of it.
+tokens are compared: in fp32 (--dtype float32) they are equal. With --hh-ratio the header is computed once a
+micro-batch, and each row has its own columns of it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,12 @@ class Ways:
         report = self.reports[way][0]
         copied = report.extra["common_prefix"]["kv_bytes"]
         reserved = report.extra["kv_reserved_bytes"] + copied
-        return {"held": report.kv["bytes"], "reserved": reserved, "copy": copied, "peak": sum(report.peak_bytes.values())}
+        return {
+            "held": report.kv["bytes"],
+            "reserved": reserved,
+            "copy": copied,
+            "peak": sum(report.peak_bytes.values()),
+        }
 
     def speedup(self, phase: str) -> common.Spread:
         """Of the pairs of runs, one after the other."""

@@ -30,11 +30,12 @@ class Sharing:
         return rows > 1 and prefix >= self.least and prefix * rows >= self.share * tokens
 
 
-# What sharing costs is copies of keys and values: a row's own queries see the prefix in front of its own columns. What
-# it saves is all matrix products of the prefix. Both bounds are estimates, not measured (bench/share_prefix.py takes
-# several --header and --question): a long own part sees the prefix through a mask, row by row, so little is left
-# to gain. `share` looks at the prefix, not at the number of rows, so that a plan for equal prompts bounds what is fed.
-WHERE_IT_PAYS = Sharing(least=32, share=0.25)
+# What sharing costs is copies of keys and values: a row's own queries see the prefix in front of its own columns; and
+# with one copy of its KV some hundredths of a millisecond in each decode step. What it saves is all products of the
+# prefix. Both bounds are measured where it saves least, with two rows (docs/benchmarks.md, "Shared prefixes"): less
+# gains nothing. `share` looks at the prefix, not at the number of rows, so that a plan for equal prompts bounds what is
+# fed.
+WHERE_IT_PAYS = Sharing(least=32, share=0.125)
 SHARINGS: dict[str, Sharing | None] = {"auto": WHERE_IT_PAYS, "on": Sharing(1, 0.0), "off": None}
 
 

@@ -19,29 +19,31 @@ from flexgen_h2o.kvcache.view import PartView
 
 @dataclass(frozen=True)
 class CommonColumns:
-    """Of one transformer block. keys, values: (kv_heads, columns, d), rotated where the model has rotary embeddings."""
+    """Of one transformer block: the slots of as many rows as there are kv-heads, all of them filled.
+
+    keys, values: (1, kv_heads, columns, d), rotated where the model has rotary embeddings. filled: (kv_heads,) int32.
+    """
 
     keys: torch.Tensor
     values: torch.Tensor
+    filled: torch.Tensor
 
     def put(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """keys, values: (1, columns, kv_heads, d), as prompts are packed."""
-        self.keys.copy_(keys[0].transpose(0, 1))
-        self.values.copy_(values[0].transpose(0, 1))
+        self.keys.copy_(keys.transpose(1, 2))
+        self.values.copy_(values.transpose(1, 2))
 
     def in_front(self) -> list[torch.Tensor]:
         """Keys and values as `put` takes them."""
-        return [t.transpose(0, 1).unsqueeze(0) for t in (self.keys, self.values)]
+        return [t.transpose(1, 2) for t in (self.keys, self.values)]
 
     def attend(self, q: torch.Tensor, scale: float) -> Attended:
         """q: (rows, g, d), each row a (sequence, kv-head)."""
-        rows, group, width = q.shape
-        heads, columns = self.keys.shape[:2]
+        (rows, group, width), heads = q.shape, len(self.filled)
         together = q.view(-1, heads, group, width).transpose(0, 1).reshape(heads, -1, width)
-        filled = torch.full((heads,), columns, dtype=torch.int32, device=q.device)
-        out, lse = attend_lse(together, self.keys.unsqueeze(0), self.values.unsqueeze(0), filled, scale)
-        back = (t.view(heads, -1, group, *t.shape[2:]).transpose(0, 1) for t in (out, lse))
-        return Attended(*(t.reshape(rows, group, *t.shape[3:]) for t in back))
+        out, lse = attend_lse(together, self.keys, self.values, self.filled, scale)
+        out = out.view(heads, -1, group, width).transpose(0, 1).reshape(rows, group, width)
+        return Attended(out, lse.view(heads, -1, group).transpose(0, 1).reshape(rows, group))
 
 
 @dataclass(frozen=True)
@@ -65,15 +67,14 @@ def attend_behind(
 
 
 class CommonPrefix:
-    """The copies of all transformer blocks in one buffer. Written by the first micro-batch of a block of rows."""
+    """The columns of all transformer blocks in one buffer. Written by the first micro-batch of a block of rows."""
 
-    def __init__(
-        self, memory: torch.Tensor, dtype: torch.dtype, columns: int, shape: Sequence[int]
-    ) -> None:  # fmt: skip
+    def __init__(self, memory: torch.Tensor, dtype: torch.dtype, columns: int, shape: Sequence[int]) -> None:
         """memory: bytes, room for as many `columns` and more. shape: transformer blocks, kv-heads and d."""
         blocks, heads, width = shape
-        size = (blocks, 2, heads, columns, width)
-        self._copies = memory.view(dtype)[: 2 * blocks * heads * columns * width].view(size)
+        copies = memory.view(dtype)[: 2 * blocks * heads * columns * width].view(blocks, 2, 1, heads, columns, width)
+        filled = torch.full((heads,), columns, dtype=torch.int32, device=memory.device)
+        self._blocks = [CommonColumns(keys, values, filled) for keys, values in copies]
 
     def at(self, block: int) -> CommonColumns:
-        return CommonColumns(*self._copies[block].unbind(0))
+        return self._blocks[block]
