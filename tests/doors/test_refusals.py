@@ -14,7 +14,7 @@ EVICTION = [
     "--hh-ratio 0", "--hh-ratio 1.5", "--hh-ratio nan", "--hh-ratio -0.1", "--hh-ratio some", "--recent-ratio 0",
     "--hh-size 0", "--hh-size -1", "--hh-size 2.5", "--recent-size 0", "--hh-size 4 --hh-ratio 0.1",
     "--hh-all maybe", "--eviction nonsense", "--hh-ratio 0.1 --eviction full", "--attn-sparsity 0.5 --eviction h2o",
-    "--attn-sparsity 0.5 --compress-cache", "--cache-bits 5", "--int8-compute --compress-weight",
+    "--attn-sparsity 0.5 --compress-cache", "--cache-bits 5", "--int8-compute --compress-weight --weight-bits 8",
     "--positions sideways", "--positions rolling", "--positions rolling --eviction full",
     "--kv-layer-schedule steps", "--kv-layer-schedule pyramid --eviction full",
 ]  # fmt: skip
