@@ -30,11 +30,10 @@ class Sharing:
         return rows > 1 and prefix >= self.least and prefix * rows >= self.share * tokens
 
 
-# What sharing costs is copies of keys and values: a row's own queries see the prefix in front of its own columns; and
-# with one copy of its KV some hundredths of a millisecond in each decode step. What it saves is all products of the
-# prefix. Both bounds are measured where it saves least, with two rows (docs/benchmarks.md, "Shared prefixes"): less
-# gains nothing. `share` looks at the prefix, not at the number of rows, so that a plan for equal prompts bounds what is
-# fed.
+# What sharing costs is copies of keys and values (a row's own queries see the prefix in front of its own columns) and,
+# with one copy of its KV, up to 0.2 ms a layer in each decode step. What it saves is all products of the prefix. Both
+# bounds are measured where prefill gains least, with two rows (docs/benchmarks.md, "Shared prefixes"). `share` looks at
+# the prefix, not at the number of rows, so that a plan for equal prompts bounds what is fed.
 WHERE_IT_PAYS = Sharing(least=32, share=0.125)
 SHARINGS: dict[str, Sharing | None] = {"auto": WHERE_IT_PAYS, "on": Sharing(1, 0.0), "off": None}
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
+from flexgen_h2o.config import DTYPE_BYTES
 from flexgen_h2o.kvcache.eviction import H2O
 from flexgen_h2o.kvcache.store import CacheStore
 from flexgen_h2o.prompts import Prompt
@@ -70,7 +71,7 @@ def held_in_one_copy(llm: LLM) -> int:
     """Tokens, as the report of the newest run says."""
     assert llm.report is not None
     found = llm.report.extra["common_prefix"]
-    assert found["kv_bytes"] == found["tokens"] * llm.model.spec.kv_bytes_per_token(4)
+    assert found["kv_bytes"] == found["tokens"] * llm.model.spec.kv_bytes_per_token(DTYPE_BYTES[llm.dtype])
     return int(found["tokens"])
 
 
@@ -269,3 +270,17 @@ def test_auto_finds_larger_blocks(tmp_path: Path) -> None:
             rows = [Prompt(i, tuple(ids), None) for i, ids in enumerate(prompts)]
             found[how] = llm.prepare(rows, [SamplingParams(max_tokens=3)] * 64).block_size
     assert found["auto"] > found["off"]
+
+
+def test_bf16_is_as_near_to_fp32(headed: Callable[[str], Reference], tmp_path: Path) -> None:
+    """Two results in bf16 are joined: what that rounds is no more than what all else does."""
+    known, errors = headed("llama"), {}
+    for how in ("off", "on"):
+        watch = LogitsByRow()
+        with LLM(str(known.folder), Policy(4, 2), dtype="bfloat16", offload_dir=tmp_path) as llm:
+            llm.share_prefix = how
+            llm.follow(known.prompts, known.tokens, watch)
+        apart = [torch.stack(watch.rows[row]) - want for row, want in enumerate(known.logits)]
+        errors[how] = float(torch.cat(apart).square().mean().sqrt())
+    assert held_in_one_copy(llm) == HEADER
+    assert errors["on"] < 1.25 * errors["off"]
