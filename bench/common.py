@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from flexgen_h2o.config import DTYPE_BYTES, TIERS, ModelSpec, Policy
+from flexgen_h2o.generation import Watches
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.packing import weight_form
 from flexgen_h2o.planner.memory import part_bytes, tier_shares, weight_parts
@@ -240,9 +241,7 @@ def run_sweeps(llm: LLM, rows: int, prompt_len: int, sweeps: int) -> list[Mark]:
     def some_sweeps(layers: int, batches: int) -> Iterator[Step]:
         return zigzag(sweeps, layers, batches)
 
-    llm.run(
-        prompts, SamplingParams(sweeps + 2, ignore_eos=True), lambda done: None, watch_logits=mark, order=some_sweeps
-    )
+    llm.run(prompts, SamplingParams(sweeps + 2, ignore_eos=True), lambda done: None, Watches(mark), order=some_sweeps)
     assert llm.policy is not None
     block = min(rows, llm.policy.block_size)
     return [m for m in marks if m.rows % block == 0][:sweeps]

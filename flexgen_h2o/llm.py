@@ -52,6 +52,7 @@ from flexgen_h2o.timeline import Timeline
 
 RANDOM_WEIGHTS_SEED = 0
 RANDOM_DTYPE = "bfloat16"  # of random weights, unless another is asked for
+NOBODY = Watches()
 Order = Callable[[int, int], Iterator[Step]]
 
 
@@ -196,7 +197,7 @@ class LLM:
         read = prompts_from_python(prompts, encode, self.model.spec.vocab_size)
         done: list[Completion] = []
         if read:
-            self.run(read, params or SamplingParams(), done.extend, watch_logits=watch_logits, refill=refill)
+            self.run(read, params or SamplingParams(), done.extend, Watches(watch_logits), refill=refill)
         return sorted(done, key=lambda c: c.index)
 
     def follow(
@@ -212,13 +213,13 @@ class LLM:
         if watch_slots is not None and not self.eviction.needs.record:
             raise UsageError(f"watch_slots: nothing is recorded of slots with {self.eviction.name}")
         read, forced = forced_rows(prompts, continuations, self.eviction, self.model.spec, at_once)
-        return self.run(read, SamplingParams(), lambda done: None, watch_logits, None, forced, watch_slots)
+        watches = Watches(watch_logits, watch_slots)
+        return self.run(read, SamplingParams(), lambda done: None, watches, course=forced)
 
     def run(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams],
-        on_finished: Callable[[list[Completion]], None], watch_logits: LogitsWatch | None = None,
-        order: Order | None = None, course: Course | None = None, watch_slots: SlotsWatch | None = None,
-        listener: Listener | None = None, refill: bool = False, more: More | None = None,
+        on_finished: Callable[[list[Completion]], None], watches: Watches = NOBODY, order: Order | None = None,
+        course: Course | None = None, listener: Listener | None = None, refill: bool = False, more: More | None = None,
     ) -> RunReport:  # fmt: skip
         """`generate` for read prompts: completions are handed out as rows finish, the report is returned.
 
@@ -241,7 +242,7 @@ class LLM:
             blocks, self._common = self._plans.blocks(rows, policy), self._plans.common(rows, policy)
             refills = refill and order is None and pipeline is None
             work = run_rows(rules, rows, blocks, refills, more, len(self._common))
-            decoding = steered(course, rules.chooser, rules.end, Watches(watch_logits, watch_slots))
+            decoding = steered(course, rules.chooser, rules.end, watches)
             return self._run(rules, work, decoding, on_finished, order, listener)
         finally:
             self._running.release()

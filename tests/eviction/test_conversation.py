@@ -12,7 +12,7 @@ import torch
 
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.conversation import Conversation, tokens_after_first
-from flexgen_h2o.generation import RowEnd
+from flexgen_h2o.generation import RowEnd, Watches
 from flexgen_h2o.kvcache.eviction import H2O, Eviction
 from flexgen_h2o.kvcache.eviction.evicting import ROLLING
 from flexgen_h2o.limits import GIVEN_CHUNK
@@ -70,8 +70,8 @@ def converse(
     with LLM(str(folder), policy, eviction, dtype="float32", budget=budget, offload_dir=offload_dir) as llm:
         watch = seen if at_once == 1 and llm.eviction.needs.record else None
         llm.run(
-            [talk.prompt], params, lambda rows: done.extend(row.token_ids for row in rows), logits, course=talk,
-            watch_slots=watch,
+            [talk.prompt], params, lambda rows: done.extend(row.token_ids for row in rows), Watches(logits, watch),
+            course=talk,
         )  # fmt: skip
         return Held(heard, done[0], torch.stack(logits.rows[0]), seen, llm.kv_use[0].held, llm.peak_bytes)
 
