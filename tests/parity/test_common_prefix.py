@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,15 +13,15 @@ from flexgen_h2o.config import DTYPE_BYTES
 from flexgen_h2o.kvcache.eviction import H2O
 from flexgen_h2o.kvcache.store import CacheStore
 from flexgen_h2o.prompts import Prompt
-from tests.parity.cases import BASE, CONFIGURATIONS, FAMILY_SHAPES, PLACEMENTS, SHAPES
-from tests.parity.conftest import NEW_TOKENS, SEEDS
+from tests.parity.beginnings import POSITIONS, cases, references
+from tests.parity.cases import BASE, CONFIGURATIONS, PLACEMENTS
+from tests.parity.conftest import NEW_TOKENS
 from tests.parity.reference import (
     LOGIT_TOLERANCE,
     LONG,
     LogitsByRow,
     Reference,
     greedy,
-    make_reference,
     random_model,
     random_prompts,
     token_that_ends,
@@ -30,7 +29,6 @@ from tests.parity.reference import (
 )
 
 HEADER = 13
-POSITIONS = 64
 
 
 def alike(seed: int) -> list[list[int]]:
@@ -46,19 +44,7 @@ def alike(seed: int) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def headed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
     """The reference of a shape by its name."""
-
-    @cache
-    def made(shape: str) -> Reference:
-        config = {**(SHAPES | FAMILY_SHAPES)[shape], "max_position_embeddings": POSITIONS}
-        for seed in range(5, 30):  # the first prompts that lead to no near tie
-            model = random_model(SEEDS.get(shape, 0), **config)
-            try:
-                return make_reference(model, tmp_path_factory.mktemp("model"), alike(seed), NEW_TOKENS)
-            except AssertionError:
-                continue
-        raise AssertionError(f"{shape}: no prompts without near ties")
-
-    return made
+    return references(alike, tmp_path_factory)
 
 
 def open_llm(folder: Path, policy: Policy | str, offload_dir: Path, how: str = "on", **more: object) -> LLM:
@@ -73,22 +59,6 @@ def held_in_one_copy(llm: LLM) -> int:
     found = llm.report.extra["common_prefix"]
     assert found["kv_bytes"] == found["tokens"] * llm.model.spec.kv_bytes_per_token(DTYPE_BYTES[llm.dtype])
     return int(found["tokens"])
-
-
-def cases() -> Iterator[tuple[str, str, str]]:
-    """Every placement with the normal shape, each configuration in turn; the other shapes at some placements."""
-    names, turn = list(CONFIGURATIONS), 0
-    for placement in PLACEMENTS:
-        yield "normal", placement, names[turn % len(names)]
-        turn += 1
-    others = (
-        "post-norm, narrow embedding (350m)", "odd sizes", "llama", "llama, one kv-head, odd sizes",
-        "llama, rope yarn", "qwen2", "gpt_neox", "gpt_neox, one after the other",
-    )  # fmt: skip
-    for s, shape in enumerate(others):
-        for placement in list(PLACEMENTS)[s % 4 :: 4]:
-            yield shape, placement, names[turn % len(names)]
-            turn += 1
 
 
 @pytest.mark.parametrize(("shape", "placement", "configuration"), list(cases()))

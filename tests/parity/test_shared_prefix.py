@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,9 @@ import torch
 from flexgen_h2o import LLM, Policy, SamplingParams
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.prefixes import SHARINGS, group_prompts
-from tests.parity.cases import CONFIGURATIONS, FAMILY_SHAPES, PLACEMENTS, SHAPES
-from tests.parity.conftest import NEW_TOKENS, SEEDS
+from tests.parity.beginnings import cases, references
+from tests.parity.cases import CONFIGURATIONS, PLACEMENTS
+from tests.parity.conftest import NEW_TOKENS
 from tests.parity.reference import (
     LOGIT_TOLERANCE,
     LogitsByRow,
@@ -43,19 +43,7 @@ def alike(seed: int = 5) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
     """The reference of a shape by its name."""
-
-    @cache
-    def made(shape: str) -> Reference:
-        config = {**(SHAPES | FAMILY_SHAPES)[shape], "max_position_embeddings": 64}
-        for seed in range(5, 30):  # the first prompts that lead to no near tie
-            model = random_model(SEEDS.get(shape, 0), **config)
-            try:
-                return make_reference(model, tmp_path_factory.mktemp("model"), alike(seed), NEW_TOKENS)
-            except AssertionError:
-                continue
-        raise AssertionError(f"{shape}: no prompts without near ties")
-
-    return made
+    return references(alike, tmp_path_factory)
 
 
 def generate(
@@ -77,22 +65,6 @@ def assert_equal(known: Reference, watch: LogitsByRow, tokens: list[list[int]]) 
 def fed_tokens(llm: LLM) -> int:
     assert llm.report is not None
     return int(llm.report.extra["prefill_fed_tokens"])
-
-
-def cases() -> Iterator[tuple[str, str, str]]:
-    """Every placement with the normal shape, each configuration in turn; the other shapes at some placements."""
-    names, turn = list(CONFIGURATIONS), 0
-    for placement in PLACEMENTS:
-        yield "normal", placement, names[turn % len(names)]
-        turn += 1
-    others = (
-        "post-norm, narrow embedding (350m)", "odd sizes", "llama", "llama, one kv-head, odd sizes",
-        "llama, rope yarn", "qwen2", "gpt_neox", "gpt_neox, one after the other",
-    )  # fmt: skip
-    for s, shape in enumerate(others):
-        for placement in list(PLACEMENTS)[s % 4 :: 4]:
-            yield shape, placement, names[turn % len(names)]
-            turn += 1
 
 
 @pytest.mark.parametrize(("shape", "placement", "configuration"), list(cases()))
