@@ -21,7 +21,8 @@ from typing import Any
 import common
 
 from flexgen_h2o.config import MemoryBudget, Policy
-from flexgen_h2o.doors import as_flags, run_door
+from flexgen_h2o.doors import run_door
+from flexgen_h2o.engine_flags import as_flags
 from flexgen_h2o.errors import DoesNotFitError
 from flexgen_h2o.eviction_need import need_of
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full

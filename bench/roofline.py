@@ -23,7 +23,8 @@ import common
 import torch
 
 from flexgen_h2o.config import MemoryBudget, Policy
-from flexgen_h2o.doors import as_flags, positive, run_door
+from flexgen_h2o.doors import positive, run_door
+from flexgen_h2o.engine_flags import as_flags
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.planner.roofline import Peak, RunWork, roofline
 from flexgen_h2o.profiling.peak import PeakProbe

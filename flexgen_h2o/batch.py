@@ -12,20 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.config import Policy
-from flexgen_h2o.doors import (
+from flexgen_h2o.doors import OneLineParser, check_separate, file_name, positive, run_door
+from flexgen_h2o.engine_flags import (
     PLACEMENT,
-    OneLineParser,
     add_engine_flags,
     add_eviction_flags,
     add_sampling_flags,
     budget_of,
-    check_separate,
     eviction_of,
-    file_name,
     open_llm,
     policy_of,
-    positive,
-    run_door,
     sampling_of,
 )
 from flexgen_h2o.errors import EXIT_ALL_ROWS_FAILED, EXIT_DONE, FlexgenError, UsageError
@@ -208,9 +204,8 @@ def _run_on_ray(args: argparse.Namespace, output: OutputFile, model: str, before
         with _saying_how_it_ends(progress, output):
             host_bytes = budget_of(args).host
             pool = find_pool(args.ray_actors, host_bytes, args.device)
-            _say(
-                f"{pool.actors} engines on Ray, each with {pool.cpus} cores and {format_bytes(pool.host_bytes)} of RAM"
-            )
+            cores = f"{pool.cpus} core{'s' if pool.cpus != 1 else ''}"
+            _say(f"{pool.actors} engines on Ray, each with {cores} and {format_bytes(pool.host_bytes)} of RAM")
             block_size = 1 if opening.is_auto else opening.policy.block_size
             job = RayJob(
                 args.input, output, before, progress, pool, opening, block_size, args.max_errors, peak_bytes=peak_bytes

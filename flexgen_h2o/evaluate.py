@@ -10,20 +10,14 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.doors import (
+from flexgen_h2o.doors import OneLineParser, check_plot_library, check_separate, file_name, flag_of, positive, run_door
+from flexgen_h2o.engine_flags import (
     EVICTIONS,
-    OneLineParser,
     add_engine_flags,
-    check_plot_library,
     check_positions,
-    check_separate,
     compression_flags,
-    file_name,
-    flag_of,
     open_llm,
     policy_of,
-    positive,
-    run_door,
     uncompressed,
 )
 from flexgen_h2o.errors import EXIT_DONE, FlexgenError, UsageError

@@ -12,22 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexgen_h2o.config import read_policy
-from flexgen_h2o.doors import (
-    OneLineParser,
+from flexgen_h2o.doors import OneLineParser, check_separate, file_name, flag_of, positive, run_door
+from flexgen_h2o.engine_flags import (
     add_engine_flags,
     add_eviction_flags,
     add_sampling_flags,
     as_flags,
     check_positions,
-    check_separate,
     eviction_of,
-    file_name,
-    flag_of,
     naming_flags,
     open_llm,
     policy_of,
-    positive,
-    run_door,
     sampling_of,
 )
 from flexgen_h2o.errors import EXIT_DONE, UsageError

@@ -14,23 +14,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from flexgen_h2o.config import DTYPE_BYTES, TIERS, Policy, SavedPolicy, write_policy
-from flexgen_h2o.doors import (
+from flexgen_h2o.doors import OneLineParser, check_plot_library, check_separate, file_name, flag_of, positive, run_door
+from flexgen_h2o.engine_flags import (
     EVICTION_FLAGS,
-    OneLineParser,
     add_engine_flags,
     add_eviction_flags,
     as_flags,
     budget_of,
-    check_plot_library,
     check_positions,
-    check_separate,
     eviction_of,
-    file_name,
-    flag_of,
     given_flags,
     policy_of,
-    positive,
-    run_door,
 )
 from flexgen_h2o.errors import EXIT_DONE, DoesNotFitError, FlexgenError, UsageError
 from flexgen_h2o.paths import DEFAULT_OFFLOAD_DIR, usable_path

@@ -118,7 +118,12 @@ def sizes_line(model_bytes: int, cache_bytes: int, hidden_bytes: int) -> str:
 def eviction_line(report: RunReport) -> str:
     """Which KV columns were kept, and how much of the full cache that was."""
     share = report.kv["bytes"] / max(1, report.kv["full_bytes"])
-    return f"eviction: {report.eviction['name']}, {report.kv['slots']} slots a row, {share:.1%} of the full KV cache"
+    common = report.extra.get("common_prefix", {}).get("tokens", 0)
+    behind = f" behind one copy of {common} tokens for all" if common else ""
+    return (
+        f"eviction: {report.eviction['name']}, {report.kv['slots']} slots a row{behind}, "
+        f"{share:.1%} of the full KV cache"
+    )
 
 
 def prediction_line(report: RunReport) -> str:

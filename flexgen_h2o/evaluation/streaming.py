@@ -12,18 +12,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.doors import (
+from flexgen_h2o.doors import check_separate, file_name, flag_of, positive
+from flexgen_h2o.engine_flags import (
     EVICTIONS,
     add_engine_flags,
     add_sampling_flags,
-    check_separate,
     compression_flags,
-    file_name,
-    flag_of,
     naming_flags,
     open_llm,
     policy_of,
-    positive,
     sampling_of,
 )
 from flexgen_h2o.errors import EXIT_DONE, FlexgenError, UsageError

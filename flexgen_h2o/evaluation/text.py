@@ -15,18 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.config import Policy
-from flexgen_h2o.doors import (
+from flexgen_h2o.doors import check_separate, file_name, flag_of, positive
+from flexgen_h2o.engine_flags import (
     add_engine_flags,
     add_eviction_flags,
     add_sampling_flags,
-    check_separate,
     eviction_of,
-    file_name,
-    flag_of,
     naming_flags,
     open_llm,
     policy_of,
-    positive,
     sampling_of,
 )
 from flexgen_h2o.errors import EXIT_DONE, FlexgenError, UsageError

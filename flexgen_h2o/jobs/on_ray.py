@@ -28,7 +28,7 @@ import numpy as np
 
 from flexgen_h2o import interrupts
 from flexgen_h2o.config import Policy
-from flexgen_h2o.doors import open_llm
+from flexgen_h2o.engine_flags import open_llm
 from flexgen_h2o.errors import DoesNotFitError, FlexgenError, UsageError
 from flexgen_h2o.jobs.lines import Cut, cut_input, read_cut
 from flexgen_h2o.jobs.output import OutputFile

@@ -13,7 +13,7 @@ import pytest
 
 from flexgen_h2o import cli, flex_opt, policy_search
 from flexgen_h2o.config import TIERS, Policy, read_policy
-from flexgen_h2o.doors import as_flags, policy_of
+from flexgen_h2o.engine_flags import as_flags, policy_of
 from flexgen_h2o.planner import search
 from flexgen_h2o.profile import HardwareProfile, write_profile
 from flexgen_h2o.profiling.nominal import nominal_profile

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flexgen_h2o import doors
+from flexgen_h2o import doors, engine_flags
 from flexgen_h2o.config import Policy
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.kvcache.eviction import EVICTING, H2O, POLICIES, Eviction, Full, H2ONorm, Local, SnapKV, Tova
@@ -16,10 +16,10 @@ from flexgen_h2o.kvcache.eviction import EVICTING, H2O, POLICIES, Eviction, Full
 
 def parse(flags: str) -> Eviction:
     parser = doors.OneLineParser()
-    doors.add_engine_flags(parser)
-    doors.add_eviction_flags(parser)
+    engine_flags.add_engine_flags(parser)
+    engine_flags.add_eviction_flags(parser)
     args = parser.parse_args(flags.split())
-    return doors.eviction_of(args, doors.policy_of(args)[0])
+    return engine_flags.eviction_of(args, engine_flags.policy_of(args)[0])
 
 
 @pytest.mark.parametrize(
@@ -101,24 +101,26 @@ def test_refusals_name_the_flag(flags: str, says: list[str]) -> None:
     text = str(caught.value)
     assert all(part in text for part in says) and "\n" not in text
     without_settings = text.partition("; it has ")[0].replace("--positions", "")
-    assert not any(field in without_settings for field in doors.EVICTION_FLAGS), "a field's name, which no flag has"
+    assert not any(field in without_settings for field in engine_flags.EVICTION_FLAGS), (
+        "a field's name, which no flag has"
+    )
 
 
 def test_an_empty_name_is_no_name() -> None:
     parser = doors.OneLineParser()
-    doors.add_engine_flags(parser)
-    doors.add_eviction_flags(parser)
+    engine_flags.add_engine_flags(parser)
+    engine_flags.add_eviction_flags(parser)
     with pytest.raises(UsageError, match="--eviction : not one of full"):
-        doors.eviction_of(parser.parse_args(["--eviction", ""]), Policy())
+        engine_flags.eviction_of(parser.parse_args(["--eviction", ""]), Policy())
 
 
 def test_a_policy_file_that_goes_with_the_full_cache_only_is_named() -> None:
     parser = doors.OneLineParser()
-    doors.add_engine_flags(parser)
-    doors.add_eviction_flags(parser)
+    engine_flags.add_engine_flags(parser)
+    engine_flags.add_eviction_flags(parser)
     args = parser.parse_args(["--policy", "sparse.json", "--hh-ratio", "0.5"])
     with pytest.raises(UsageError, match=r"--policy sparse.json: attn_sparsity: is for the full cache, not for h2o"):
-        doors.eviction_of(args, Policy(attn_sparsity=0.5))
+        engine_flags.eviction_of(args, Policy(attn_sparsity=0.5))
 
 
 def test_the_help_names_every_policy_and_needs_no_torch() -> None:
@@ -127,7 +129,7 @@ def test_the_help_names_every_policy_and_needs_no_torch() -> None:
     assert done.returncode == 0, done
     said = " ".join(done.stdout.split())
     assert f"which columns stay: {', '.join(POLICIES)};" in said
-    assert all(flag in said for flag in doors.EVICTION_FLAGS.values())
+    assert all(flag in said for flag in engine_flags.EVICTION_FLAGS.values())
 
 
 def test_every_flag_sets_a_field_that_all_policies_have() -> None:
@@ -135,8 +137,8 @@ def test_every_flag_sets_a_field_that_all_policies_have() -> None:
         "heavy_ratio": 0.5, "recent_ratio": 0.5, "heavy_size": 3, "recent_size": 3, "while_decoding": False,
         "layer_schedule": "pyramid", "positions": "rolling",
     }  # fmt: skip
-    assert set(values) == set(doors.EVICTION_FLAGS)
+    assert set(values) == set(engine_flags.EVICTION_FLAGS)
     for field, value in values.items():
         for name in EVICTING:
             text = str(value).lower()
-            assert getattr(parse(f"--eviction {name} {doors.EVICTION_FLAGS[field]} {text}"), field) == value
+            assert getattr(parse(f"--eviction {name} {engine_flags.EVICTION_FLAGS[field]} {text}"), field) == value

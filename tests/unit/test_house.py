@@ -21,47 +21,17 @@ PACKAGE = "flexgen_h2o"
 
 # Floors of the house, top first. A room (a file or folder of the package) imports from its own floor and those below,
 # and rooms of one floor form no circle.
-FLOORS: tuple[frozenset[str], ...] = (
-    frozenset({"flex_opt", "policy_search", "hardware", "batch", "evaluate", "cli"}),
-    frozenset(
-        {
-            "llm",
-            "llm_arguments",
-            "jobs",
-            "evaluation",
-            "integrations",
-            "plan_report",
-            "planning",
-            "pipeline",
-            "profiling",
-            "report",
-            "progress",
-            "run_facts",
-            "run_rows",
-            "row_plans",
-            "source",
-            "doors",
-        }
-    ),
-    frozenset(
-        {
-            "executor",
-            "attention_step",
-            "engine",
-            "conversation",
-            "courses",
-            "eviction_need",
-            "generation",
-            "handoff",
-            "row_rules",
-            "refill",
-        }
-    ),
-    frozenset({"weights", "kvcache", "hidden", "models", "planner", "block_facts"}),
-    frozenset(
-        {"kernels", "tiers", "checkpoint", "schedule", "timeline", "timeline_plot", "sampling", "prompts", "prefixes"}
-    ),
-    frozenset({"config", "files", "interrupts", "limits", "packing", "paths", "profile", "units", "errors"}),
+FLOORS = tuple(
+    frozenset(rooms.split())
+    for rooms in (
+        "flex_opt policy_search hardware batch evaluate cli",
+        "llm llm_arguments jobs evaluation integrations plan_report planning pipeline profiling report progress "
+        "run_facts run_rows row_plans source doors engine_flags",
+        "executor attention_step engine conversation courses eviction_need generation handoff row_rules refill",
+        "weights kvcache hidden models planner block_facts",
+        "kernels tiers checkpoint schedule timeline timeline_plot sampling prompts prefixes",
+        "config files interrupts limits packing paths profile units errors",
+    )
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 

@@ -20,6 +20,7 @@ from flexgen_h2o.report import (
     RunReport,
     append_log,
     check_writable,
+    eviction_line,
     log_block,
     log_file_name,
     prediction_line,
@@ -52,6 +53,16 @@ def make_report(**changes: Any) -> RunReport:
         "hidden_bytes": GB // 8,
     }
     return RunReport(**{**facts, **changes})
+
+
+# ---- the KV cache
+
+
+def test_one_copy_of_what_all_rows_begin_with_is_no_eviction() -> None:
+    kv = {"slots": 22, "bytes": 15, "full_bytes": 100}
+    assert eviction_line(make_report(kv=kv)) == "eviction: full, 22 slots a row, 15.0% of the full KV cache"
+    said = eviction_line(make_report(kv=kv, extra={"common_prefix": {"tokens": 607, "kv_bytes": 9}}))
+    assert said == "eviction: full, 22 slots a row behind one copy of 607 tokens for all, 15.0% of the full KV cache"
 
 
 # ---- the prediction

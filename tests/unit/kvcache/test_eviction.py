@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o import doors
+from flexgen_h2o import engine_flags
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.kvcache.eviction import (
     EVICTING,
@@ -53,7 +53,7 @@ def test_full_has_a_slot_for_every_column_that_is_read(prompt_len: int, gen_len:
 
 
 def test_the_names_are_those_of_the_command_line() -> None:
-    assert doors.EVICTIONS == POLICIES == ("full", *EVICTING)
+    assert engine_flags.EVICTIONS == POLICIES == ("full", *EVICTING)
     assert {name: policy.name for name, policy in EVICTING.items()} == {name: name for name in EVICTING}
     assert Full.name == "full"
 
