@@ -13,15 +13,16 @@ from flexgen_h2o.kernels.int8_rows import Int8Rows
 from flexgen_h2o.kernels.linear import linear, lookup
 from flexgen_h2o.kernels.packed_rows import pack_rows, unpack_rows_reference
 from flexgen_h2o.kernels.requantised import requantise_rows_reference
-from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.packing import INT8, Packing
 from flexgen_h2o.tiers.device import Device, HostDevice
 from flexgen_h2o.tiers.events import NOTHING, Done
 from tests.unit.weight_room import (
     DEVICES,
     PLACES,
+    int8_workspace,
     opened,
     spec_of,
+    unpacked_layers,
     wide_models,
     write_checkpoint,
 )
@@ -53,19 +54,13 @@ def test_packed_layers_are_unpacked_into_the_planned_memory(
     spec, checkpoint, tensors = packed[tied, bits]
     with opened(spec, checkpoint, place, device(), dtype, sep_layer=tied, packing=Packing(bits)) as room:
         stream = room.stream(2, ahead=len(room.layers.layers))
-        for layer in room.layers.layers * 2:
-            stream.prefetch()
-            if layer.unit != stream.unit:
-                stream.open(layer.unit, NOTHING)
-                stream.unpack(lambda: NOTHING)
-            w = stream.open(layer.unit, NOTHING)
-            for t in room.layers.units[layer.unit].tensors:
+        for unit, w in unpacked_layers(room, stream):
+            for t in unit.tensors:
                 want = tensors[t.name]
                 if want.dim() == 2:
                     assert len(w[t.role]) == 1
                     want = unpack_rows_reference(pack_rows(want, bits), bits, torch.empty(want.shape, dtype=dtype))
                 assert torch.equal(torch.cat(w[t.role]), want.to(dtype)), t.name
-        stream.drain()
 
 
 @pytest.fixture(scope="module")
@@ -83,16 +78,10 @@ def test_4_bits_become_int8_rows_in_the_planned_memory(
     spec, source, tensors = wide[tied]
     checkpoint = pack_checkpoint(spec, source, tmp_path, Packing(4))
     with opened(spec, checkpoint, place, device(), torch.bfloat16, packing=Packing(4), to_int8=True) as room:
-        sizes = dict.fromkeys(("int8 inputs", "int8 input scales", "int8 weight scales", "int8 sums"), 2**16)
-        ws = Workspace(torch.empty(2**18, dtype=torch.uint8), sizes, torch.bfloat16)
+        ws = int8_workspace()
         stream = room.stream(2, ahead=len(room.layers.layers), int8=ws)
-        for layer in room.layers.layers * 2:
-            stream.prefetch()
-            if layer.unit != stream.unit:
-                stream.open(layer.unit, NOTHING)
-                stream.unpack(lambda: NOTHING)
-            parts = stream.open(layer.unit, NOTHING)
-            for t in room.layers.units[layer.unit].tensors:
+        for unit, parts in unpacked_layers(room, stream):
+            for t in unit.tensors:
                 if len(t.shape) == 1:
                     assert torch.equal(torch.cat(parts[t.role]), tensors[t.name])
                     continue
@@ -103,7 +92,6 @@ def test_4_bits_become_int8_rows_in_the_planned_memory(
                 assert torch.equal(linear(x, whole, None, found[0]), linear(x, parts[t.role], None, found[1]))
                 ids, found = torch.tensor([0, t.shape[0] - 1, t.shape[0] // 2]), torch.zeros(2, 3, t.shape[1])
                 assert torch.equal(lookup(ids, whole, found[0]), lookup(ids, parts[t.role], found[1]))
-        stream.drain()
 
 
 def test_a_region_is_taken_again_after_what_unpacked_it(packed: dict[tuple[bool, int], Any]) -> None:

@@ -16,7 +16,6 @@ from flexgen_h2o.kernels.blocked_rows import BlockedRows, block_rows
 from flexgen_h2o.kernels.int8_blocked import BlockedInt8
 from flexgen_h2o.kernels.int8_rows import Int8Rows, pack_int8_rows
 from flexgen_h2o.kernels.linear import linear, lookup
-from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.limits import ALIGN, PAGE, ROW_BLOCK
 from flexgen_h2o.packing import INT8
 from flexgen_h2o.tiers.device import Device, HostDevice, StandInDevice
@@ -26,6 +25,7 @@ from flexgen_h2o.units import round_up
 from tests.unit.weight_room import (
     DEVICES,
     PLACES,
+    int8_workspace,
     opened,
     spec_of,
     taken,
@@ -230,8 +230,7 @@ def test_int8_rows_are_blocked_where_they_live(
     with opened(spec, checkpoint, place, device(), torch.bfloat16, packing=INT8) as room:
         tables = {t.name for t in spec.embedding} if not tied else set()
         resident = sum(place) if device is HostDevice else 0
-        sizes = dict.fromkeys(("int8 inputs", "int8 input scales", "int8 weight scales", "int8 sums"), 2**16)
-        ws = Workspace(torch.empty(2**18, dtype=torch.uint8), sizes, torch.bfloat16)
+        ws = int8_workspace()
         for number, unit in enumerate(room.layers.units):
             parts = room.store.for_products(number, room.store.open_unit(number, taken(room, number)), ws)
             for t in [t for t in unit.tensors if len(t.shape) == 2]:

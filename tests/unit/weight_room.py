@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from flexgen_h2o.checkpoint import Checkpoint, match, read_index
-from flexgen_h2o.config import ModelSpec, Policy
+from flexgen_h2o.config import ModelSpec, Policy, WeightUnit
+from flexgen_h2o.kernels.linear import RowParts
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import spec_from_config
 from flexgen_h2o.packing import Packing, WeightForm
@@ -20,6 +21,7 @@ from flexgen_h2o.planner.memory import Depth, Shape, memory_plan, tier_shares
 from flexgen_h2o.schedule import weight_sequence
 from flexgen_h2o.tiers.buffers import host_buffer
 from flexgen_h2o.tiers.device import Device, HostDevice, StandInDevice
+from flexgen_h2o.tiers.events import NOTHING
 from flexgen_h2o.tiers.mover import Mover
 from flexgen_h2o.tiers.ring import Region, Ring
 from flexgen_h2o.tiers.transfer import Lanes
@@ -105,6 +107,23 @@ def taken(room: Room, unit: int) -> Region | None:
         done.wait()
     room.ring.give_back(region)
     return region
+
+
+def unpacked_layers(room: Room, stream: WeightStream) -> Iterator[tuple[WeightUnit, dict[str, RowParts]]]:
+    """Two sweeps of a stream, each layer's unit and its tensors, unpacked once a unit; the region is given back."""
+    for layer in room.layers.layers * 2:
+        stream.prefetch()
+        if layer.unit != stream.unit:
+            stream.open(layer.unit, NOTHING)
+            stream.unpack(lambda: NOTHING)
+        yield room.layers.units[layer.unit], stream.open(layer.unit, NOTHING)
+    stream.drain()
+
+
+def int8_workspace() -> Workspace:
+    """Room for products in int8 of the shapes here."""
+    sizes = dict.fromkeys(("int8 inputs", "int8 input scales", "int8 weight scales", "int8 sums"), 2**16)
+    return Workspace(torch.empty(2**18, dtype=torch.uint8), sizes, torch.bfloat16)
 
 
 def within(part: torch.Tensor, start: int | None, arena: torch.Tensor | None) -> bool:
