@@ -14,7 +14,7 @@ from flexgen_h2o.kernels import slots as slot_kernels
 from flexgen_h2o.kernels.rotary import Rotation
 from flexgen_h2o.kernels.sparse_slots import attend_sparse
 from flexgen_h2o.kvcache.attend import SlotAttention, attend_prompts, attend_slots
-from flexgen_h2o.kvcache.common_prefix import CommonPrefix
+from flexgen_h2o.kvcache.common_prefix import CommonColumns, CommonPrefix
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.eviction.policy import RANKS
 from flexgen_h2o.kvcache.hook import Hook
@@ -147,15 +147,14 @@ class UnitAttention:
         if rotation is not None:
             k = k.clone() if self._is_rolling else k
             rotation.turn((q, k), positions)
-        common = self._common.at(rows.hook.block) if self._common is not None else None
-        attend_prompts((q, k, v), groups, rows.views, rows.hook, self._scale, out, stored, common)
+        attend_prompts((q, k, v), groups, rows.views, rows.hook, self._scale, out, stored, self._common_of(rows))
 
     def _attend_slots(
         self, positions: torch.Tensor, rows: DecodingRows, out: torch.Tensor, qkv: Sequence[torch.Tensor]
     ) -> None:
         """One decode step after the other: what is fed of each is a run of as many tokens as there are rows."""
         rotation, rolls, slots = self._rotation, self._is_rolling, rows.slots
-        common = self._common.at(rows.hook.block) if self._common is not None else None
+        common = self._common_of(rows)
         for step, new in enumerate(rows.steps):
             here = slice(step * len(new.past), (step + 1) * len(new.past))
             q, k, v = (t[here] for t in qkv)
@@ -166,6 +165,9 @@ class UnitAttention:
                 (q, k, v), new, slots, rows.views, rows.hook, self._scale, self._slot_attention, out[here],
                 rotation if rolls else None, common,
             )  # fmt: skip
+
+    def _common_of(self, rows: DecodingRows | EnteringRows) -> CommonColumns | None:
+        return self._common.at(rows.hook.block) if self._common is not None else None
 
 
 def _rotation(rotary: Rotary | None, device: torch.device) -> Rotation | None:

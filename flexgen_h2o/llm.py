@@ -29,7 +29,7 @@ from flexgen_h2o.packing import Packing, weight_form
 from flexgen_h2o.paths import DEFAULT_OFFLOAD_DIR, usable_path
 from flexgen_h2o.pipeline import Pipeline, check_same, joint_report, part_of
 from flexgen_h2o.planner.memory import packing_of
-from flexgen_h2o.planner.need import AutoPolicy
+from flexgen_h2o.planner.need import AutoPolicy, base_of
 from flexgen_h2o.planner.predict import Prediction
 from flexgen_h2o.planner.roofline import Peak
 from flexgen_h2o.planning import Planner
@@ -323,9 +323,7 @@ class LLM:
         return resolve_budgets(self._budget, self._device, self.offload_dir, self._plans.part.processes)
 
     def _check_rolling(self) -> None:
-        asked = self.asked_policy
-        base = asked.base if isinstance(asked, AutoPolicy) else asked
-        check_rolling(self.eviction, self.model.spec, base.compress_cache)
+        check_rolling(self.eviction, self.model.spec, base_of(self.asked_policy).compress_cache)
 
     def _ready(self, rows: Sequence[Row]) -> Engine:
         """An engine whose buffers cover these rows: the open one if it does, else a new one."""

@@ -8,7 +8,7 @@ from flexgen_h2o.config import DTYPE_BYTES, Policy, read_policy
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.paths import usable_path
-from flexgen_h2o.planner.need import AutoPolicy
+from flexgen_h2o.planner.need import AutoPolicy, base_of
 
 
 def read_policy_argument(policy: Policy | AutoPolicy | str | Path) -> Policy | AutoPolicy:
@@ -21,7 +21,7 @@ def read_policy_argument(policy: Policy | AutoPolicy | str | Path) -> Policy | A
 
 
 def check_together(policy: Policy | AutoPolicy, eviction: Eviction) -> None:
-    chosen = policy.base if isinstance(policy, AutoPolicy) else policy
+    chosen = base_of(policy)
     if chosen.attn_sparsity != 1 and eviction.needs.record:
         raise UsageError(f"attn_sparsity: is for the full cache, not for {eviction.name}; leave one of them out")
 

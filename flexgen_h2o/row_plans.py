@@ -13,7 +13,7 @@ from flexgen_h2o.generation import Row, group_rows, row_blocks
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.pipeline import Part
 from flexgen_h2o.planner.memory import MemoryPlan, Shape, plan_within
-from flexgen_h2o.planner.need import AutoPolicy, Need
+from flexgen_h2o.planner.need import AutoPolicy, Need, base_of
 from flexgen_h2o.planner.predict import Prediction
 from flexgen_h2o.planning import Planner
 from flexgen_h2o.prefixes import SHARINGS, PromptGroup, Sharing, TokenIds
@@ -62,7 +62,7 @@ class RowPlans:
 
     def plan(self, rows: Sequence[Row], asked: Policy | AutoPolicy, budgets: dict[str, int | None]) -> Planned:
         """Raises DoesNotFitError. In a job the buffers serve its earlier parts as well, if both fit."""
-        own, before = self.need(rows, _base(asked)), self.planned
+        own, before = self.need(rows, base_of(asked)), self.planned
         if not self.job_rows:
             return self._plan(rows, asked, own, None, budgets)
         own = replace(own, rows=max(own.rows, self.job_rows))
@@ -124,8 +124,3 @@ class RowPlans:
         """Do rows keep all columns, uncompressed, and read all of them? Stages of a pipeline do not."""
         keeps_all = not self.part.eviction.needs.record and not policy.compress_cache
         return keeps_all and policy.attn_sparsity == 1 and self.part.pipeline is None
-
-
-def _base(asked: Policy | AutoPolicy) -> Policy:
-    """The policy that has the switches."""
-    return asked.base if isinstance(asked, AutoPolicy) else asked

@@ -126,6 +126,11 @@ class AutoPolicy:
     base: Policy = field(default_factory=Policy)
 
 
+def base_of(asked: Policy | AutoPolicy) -> Policy:
+    """The policy that has the switches."""
+    return asked.base if isinstance(asked, AutoPolicy) else asked
+
+
 def even_blocks(policy: Policy, need: Need) -> list[tuple[Block, int]]:
     """The blocks of a pile of equal prompts, as (block, how many like it): full ones, and a last one of the rest."""
     full, rest = divmod(need.rows, policy.block_size)
