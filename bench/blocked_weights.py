@@ -67,8 +67,9 @@ def _run(argv: list[str] | None) -> int:
 
 def _pair(bench: Bench, products: Products, rows: int, inner: int, outer: int) -> dict[str, float]:
     """Median milliseconds of both, and the median of their ratios, round by round."""
-    calls = [products.call(rows, inner, outer, blocked) for blocked in (False, True)]
-    plain, blocked = bench.rounds(*calls)
+    plain, blocked = bench.rounds(
+        products.call(rows, inner, outer), products.call(rows, inner, outer, "blocked")
+    )  # fmt: skip
     return {
         "rows": rows, "inner": inner, "outer": outer,
         "plain_ms": 1e3 * statistics.median(plain), "blocked_ms": 1e3 * statistics.median(blocked),

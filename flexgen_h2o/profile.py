@@ -20,8 +20,10 @@ from flexgen_h2o.errors import FlexgenError, UsageError
 from flexgen_h2o.files import write_whole
 from flexgen_h2o.paths import usable_path
 
-PROFILE_SCHEMA = 2
-SINCE_SCHEMA_2 = ("blocked_speedup",)  # of compute rates; 1.0 in files of schema 1
+PROFILE_SCHEMA = 3
+# Products in int8 over those in bf16 on a CPU whose profile is older than schema 3 and does not tell: what a 2-core AMD
+# EPYC with VNNI reached (build-2core) in 128 rows and a layer around them.
+UNKNOWN_INT8_SPEEDUP = 1.6
 MOST_RATE = 1e18
 MOST_SECONDS = 10.0
 MOST_SPEEDUP = 100.0
@@ -77,7 +79,9 @@ class ComputeRates:
     [head width], bytes of the keys and values that it reads; scored_...: the same with scores and victims.
     elementwise_bytes_per_s: norms and activations, bytes read and written. dequantise_bytes_per_s: packed weights in
     4 bits to the dtype, bytes of the result. logits_per_s: choosing a token, logits looked at. blocked_speedup: how
-    many times faster products are with matrices in RAM that are held blocked (kernels/blocked_rows.py), over [rows].
+    many times faster products are with matrices in RAM that are held blocked (kernels/blocked_rows.py), over [rows];
+    int8_speedup: the same of products in int8 (kernels/int8_rows.py), inputs and results included. requantise_speedup:
+    how many times faster the same values in 4 bits become int8 rows than the dtype.
     """
 
     matmul_flops_per_s: Products
@@ -92,6 +96,8 @@ class ComputeRates:
     host_dequantise_bytes_per_s: float
     logits_per_s: float
     blocked_speedup: Curve = AS_FAST
+    int8_speedup: Curve = AS_FAST
+    requantise_speedup: float = 1.0
 
     def matmul_rate(self, rows: float, inner: float, outer: float) -> float:
         """FLOPs a second of (rows, inner) x (inner, outer)."""
@@ -213,22 +219,28 @@ def profile_from_json(body: object) -> HardwareProfile:
     if not isinstance(body, dict):
         raise UsageError("a JSON object is expected")
     schema = body.get("schema")
-    if schema is True or schema not in (1, PROFILE_SCHEMA):
-        raise UsageError(f"schema is {schema!r}, this version reads 1 and {PROFILE_SCHEMA}")
+    if isinstance(schema, bool) or not isinstance(schema, int) or not 1 <= schema <= PROFILE_SCHEMA:
+        raise UsageError(f"schema is {schema!r}, this version reads 1 to {PROFILE_SCHEMA}")
     given = {key: value for key, value in body.items() if key != "schema"}
-    if schema == 1:
-        given = _with_what_is_new(given)
+    if schema < PROFILE_SCHEMA:
+        given = _with_what_is_new(schema, given)
     _check_keys("", given, HardwareProfile)
     found = {f.name: _READERS[str(f.type)](f.name, given[f.name]) for f in fields(HardwareProfile) if f.name in given}
     return HardwareProfile(**found)
 
 
-def _with_what_is_new(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of schema 1, and those that came later at their defaults."""
-    compute, new = given.get("compute"), {name: {"1": 1.0} for name in SINCE_SCHEMA_2}
+def _with_what_is_new(schema: int, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of an older schema, and those that came later as if nothing were known of them."""
+    compute = given.get("compute")
     if not isinstance(compute, dict):
         return dict(given)
-    return {**given, "compute": {d: {**new, **r} if isinstance(r, dict) else r for d, r in compute.items()}}
+
+    def new(dtype: str) -> dict[str, Any]:
+        on_cpu = given.get("device_is_host") is True and dtype == "bfloat16"
+        since_3 = {"int8_speedup": {"1": UNKNOWN_INT8_SPEEDUP if on_cpu else 1.0}, "requantise_speedup": 1.0}
+        return since_3 if schema > 1 else {"blocked_speedup": {"1": 1.0}, **since_3}
+
+    return {**given, "compute": {d: {**new(d), **r} if isinstance(r, dict) else r for d, r in compute.items()}}
 
 
 def _check_keys(where: str, given: Mapping[str, object], kind: type) -> None:

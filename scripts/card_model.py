@@ -198,5 +198,6 @@ def notes_of(card: Card, values: Mapping[str, float]) -> dict[str, str]:
         f16 + "host_dequantise_bytes_per_s": "assumed: as host attention; no run tells",
         f16 + "logits_per_s": "assumed: 8 bytes a logit at the memory rate",
         f16 + "blocked_speedup": "1: a card's matrices are held in order",
+        f"{f16}int8_speedup, {f16}requantise_speedup": "1: no card has run products in int8",
     }
     return {name: note for names, note in by_fields.items() for name in names.split(", ")}

@@ -31,8 +31,6 @@ RESOURCES = (*LANES, "device_compute", "host_compute")
 # of a cache that is not packed. bench/decode_kernel.py on the build machine: 12.5 G values/s in 4 bits and 11.0 in 8,
 # where bf16 is read at 13.8 GB/s.
 PACKED_VALUE_BYTES = 1.2
-# Products in int8 on a CPU over those in bf16, what goes around them included: docs/benchmarks.md, "Products in int8".
-INT8_SPEEDUP = 1.6
 ATTENTION_KINDS = ("attention", "block")
 
 
@@ -97,8 +95,10 @@ class Costs:
         """To unpack a weight unit for a block."""
         if not self.at.policy.compress_weight:
             return 0.0
-        rate = self.profile.rates(self.dtype).device_dequantise_bytes_per_s
-        return _matrix_elements(self.layers.units[unit]) * self.at.itemsize / rate
+        rates = self.profile.rates(self.dtype)
+        faster = rates.requantise_speedup if self.at.policy.int8_compute else 1.0
+        nbytes = _matrix_elements(self.layers.units[unit]) * self.at.itemsize
+        return nbytes / (rates.device_dequantise_bytes_per_s * faster)
 
     def step(self, layer_index: int, batch: Batch, sweep: int) -> StepCost:
         key = (self.kinds[layer_index], batch, sweep)
@@ -166,14 +166,11 @@ class Costs:
     def _chunk_seconds(self, product: Product) -> float:
         rates = self.profile.rates(self.dtype)
         rate = rates.matmul_rate(product.rows, product.inner, product.outer)
-        faster = rates.blocked_speedup.at(product.rows) if product.blocked else self._int8_speedup
-        return product.flops / (rate * faster) + self.profile.kernel_s
-
-    @property
-    def _int8_speedup(self) -> float:
-        """A GPU, and what computes in fp32, has no measured one."""
-        measured = self.profile.device_is_host and self.dtype == "bfloat16"
-        return INT8_SPEEDUP if self.at.policy.int8_compute and measured else 1.0
+        if self.at.policy.int8_compute:
+            rate *= rates.int8_speedup.at(product.rows)
+        elif product.blocked:
+            rate *= rates.blocked_speedup.at(product.rows)
+        return product.flops / rate + self.profile.kernel_s
 
     def _lasting(self, moves: Sequence[Move]) -> tuple[Lasting, ...]:
         return tuple(self._lasting_of(m) for m in moves if m.nbytes)

@@ -9,7 +9,7 @@ import torch
 from flexgen_h2o.profile import ComputeRates
 from flexgen_h2o.profiling.attention import decode_rates, prefill_rates
 from flexgen_h2o.profiling.bench import Bench
-from flexgen_h2o.profiling.matmul import blocked_speedup, matmul_rates
+from flexgen_h2o.profiling.matmul import matmul_rates, speedups
 from flexgen_h2o.profiling.memory import other_rates
 
 
@@ -19,6 +19,7 @@ def compute_rates(bench: Bench, host: Bench, dtype: str) -> ComputeRates:
     prefill, column_sums = prefill_rates(bench, kind)
     plain, scored = decode_rates(bench, kind)
     others = other_rates(bench, kind)
+    faster = speedups(bench, kind)
     rates = ComputeRates(
         matmul_flops_per_s=matmul_rates(bench, kind),
         prefill_attention_flops_per_s=prefill,
@@ -31,7 +32,9 @@ def compute_rates(bench: Bench, host: Bench, dtype: str) -> ComputeRates:
         device_dequantise_bytes_per_s=others.dequantise,
         host_dequantise_bytes_per_s=others.dequantise,
         logits_per_s=others.logits,
-        blocked_speedup=blocked_speedup(bench, kind),
+        blocked_speedup=faster["blocked"],
+        int8_speedup=faster["int8"],
+        requantise_speedup=others.requantise_speedup,
     )
     return rates if host is bench else _with_host(rates, host, kind)
 

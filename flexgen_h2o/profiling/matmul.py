@@ -1,16 +1,24 @@
-"""FLOPs a second of linear maps whose matrices come from memory, by their shape and by rows."""
+"""FLOPs a second of linear maps whose matrices come from memory, by their shape and by rows; and how many times faster
+they are where matrices are blocked, or in int8.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
 import time
+from collections.abc import Sequence
 from itertools import cycle, pairwise
+from typing import Literal
 
 import torch
 
 from flexgen_h2o.kernels.blocked_rows import BlockedRows, block_rows
+from flexgen_h2o.kernels.int8_blocked import block_int8_rows
+from flexgen_h2o.kernels.int8_rows import Int8Rows, pack_int8_rows
 from flexgen_h2o.kernels.linear import RowParts, linear
+from flexgen_h2o.kernels.workspace import Workspace
+from flexgen_h2o.limits import INT8_TILE
 from flexgen_h2o.profile import AS_FAST, Curve
 from flexgen_h2o.profile import Products as Rates
 from flexgen_h2o.profiling.bench import Bench, Call
@@ -18,6 +26,9 @@ from flexgen_h2o.profiling.sizes import Sizes
 
 WARM_S = 1.0
 MLP, HEAD = 4, 16  # out / in of a block's first MLP matrix, and of what stands for the head
+# How matrices are held. int8: as the engine holds them in RAM, blocked where they can be.
+Held = Literal["in order", "blocked", "int8"]
+FASTER: tuple[Held, ...] = ("blocked", "int8")
 
 
 def matmul_rates(bench: Bench, dtype: torch.dtype) -> Rates:
@@ -54,22 +65,27 @@ def matmul_rates(bench: Bench, dtype: torch.dtype) -> Rates:
     )
 
 
-def blocked_speedup(bench: Bench, dtype: torch.dtype) -> Curve:
-    """How many times faster products are with blocked matrices, over rows: of a square matrix and of an MLP's first
-    one, the mean. 1.0 where nothing is blocked."""
+def speedups(bench: Bench, dtype: torch.dtype) -> dict[Held, Curve]:
+    """How many times faster than with matrices in order products are, over rows: of a square matrix and of an MLP's
+    first one, the mean. 1.0 where nothing is blocked, and in int8 where the host does not compute: no card has run it.
+    """
     sizes, products = bench.sizes, Products(bench, dtype)
     width = sizes.widths[len(sizes.widths) // 2]
     pairs = [(width, width), (width, MLP * width)]
-    if not isinstance(block_rows(bench.normal(dtype, width, width))[0], BlockedRows):
-        return AS_FAST
+    blocks = isinstance(block_rows(bench.normal(dtype, width, width))[0], BlockedRows)
+    there = [held for held in FASTER if (blocks if held == "blocked" else bench.device.is_host)]
+    points: dict[Held, list[tuple[float, float]]] = {held: [] for held in there}
+    for rows in sizes.rows if there else ():
+        every: list[Held] = ["in order", *there]
+        seconds = bench.seconds_of(*(products.call(rows, *pair, held) for held in every for pair in pairs))
+        plain, *others = zip(*[iter(seconds)] * len(pairs), strict=True)
+        for held, faster in zip(there, others, strict=True):
+            points[held].append((float(rows), _mean_ratio(plain, faster)))
+    return {held: Curve(tuple(points[held])) if held in points else AS_FAST for held in FASTER}
 
-    def at(rows: int) -> float:
-        plain = [products.call(rows, *pair) for pair in pairs]
-        blocked = [products.call(rows, *pair, blocked=True) for pair in pairs]
-        seconds = bench.seconds_of(*plain, *blocked)
-        return math.exp(statistics.fmean(math.log(a / b) for a, b in zip(seconds[:2], seconds[2:], strict=True)))
 
-    return Curve(tuple((float(rows), at(rows)) for rows in sizes.rows))
+def _mean_ratio(slow: Sequence[float], fast: Sequence[float]) -> float:
+    return math.exp(statistics.fmean(math.log(a / b) for a, b in zip(slow, fast, strict=True)))
 
 
 def shapes(sizes: Sizes) -> dict[float, list[tuple[int, int]]]:
@@ -86,34 +102,53 @@ class Products:
     """Products with the matrices of a pool; inputs and results are as large as the largest needs."""
 
     def __init__(self, bench: Bench, dtype: torch.dtype) -> None:
+        self._bench = bench
         sizes = bench.sizes
         every = [pair for by_inner in shapes(sizes).values() for pair in by_inner]
         numel = max(inner * outer for inner, outer in every)
         self._pool = bench.normal(dtype, max(numel, sizes.weight_bytes // dtype.itemsize))
-        self._blocked: dict[tuple[int, int], list[RowParts]] = {}
+        self._held: dict[tuple[int, int, Held], list[RowParts]] = {}
         widest = max(outer for _, outer in every)
         self._inputs = bench.normal(dtype, sizes.rows[-1] * max(inner for inner, _ in every))
         self._bias, self._out = bench.normal(dtype, widest), bench.empty(dtype, sizes.rows[-1] * widest)
 
-    def call(self, rows: int, inner: int, outer: int, blocked: bool = False) -> Call:
-        """A product that takes the next matrix each time it is called; blocked: it is held so where it can be.
+    def call(self, rows: int, inner: int, outer: int, held: Held = "in order") -> Call:
+        """A product that takes the next matrix each time it is called; held: blocked only where it can be.
 
-        All matrices are the same memory. To block some gives the others' numbers another order, and no others.
+        Matrices in order and blocked ones are the same memory. To block some gives the others' numbers another order,
+        and no others.
         """
-        matrices = cycle(self._matrices(inner, outer, blocked))
+        matrices = cycle(self._matrices(inner, outer, held))
         x, out = self._inputs[: rows * inner].view(rows, inner), self._out[: rows * outer].view(rows, outer)
         bias = self._bias[:outer]
         return lambda: linear(x, next(matrices), bias, out)
 
-    def _matrices(self, inner: int, outer: int, blocked: bool) -> list[RowParts]:
-        if (inner, outer) in self._blocked and blocked:
-            return self._blocked[inner, outer]
-        numel = inner * outer
-        whole = [part.view(outer, inner) for part in self._pool.split(numel) if len(part) == numel]
-        if not blocked:
-            return [(matrix,) for matrix in whole]
-        self._blocked[inner, outer] = [block_rows(matrix) for matrix in whole]
-        return self._blocked[inner, outer]
+    def _matrices(self, inner: int, outer: int, held: Held) -> list[RowParts]:
+        key = inner, outer, held
+        if key not in self._held:
+            whole = [part.view(outer, inner) for part in self._pool.split(inner * outer) if len(part) == inner * outer]
+            if held == "int8":
+                self._held[key] = self._in_int8(whole[0])
+            else:
+                self._held[key] = [block_rows(matrix) if held == "blocked" else (matrix,) for matrix in whole]
+        return self._held[key]
+
+    def _in_int8(self, matrix: torch.Tensor) -> list[RowParts]:
+        """One over and over, in as many bytes as half of the pool."""
+        (outer, inner), packed = matrix.shape, pack_int8_rows(matrix)
+        count = max(1, self._bench.sizes.weight_bytes // 2 // packed.nbytes)
+        memory = self._bench.empty(torch.uint8, count, *packed.shape)
+        memory.copy_(packed)
+        workspace = self._int8_workspace(inner, outer)
+        return [tuple(Int8Rows(part, inner, workspace) for part in block_int8_rows(rows)) for rows in memory]
+
+    def _int8_workspace(self, inner: int, outer: int) -> Workspace:
+        rows = self._bench.sizes.rows[-1]
+        sizes = {
+            "int8 inputs": rows * inner, "int8 input scales": 4 * rows, "int8 weight scales": 4 * outer,
+            "int8 sums": 4 * min(rows * outer, INT8_TILE),
+        }  # fmt: skip
+        return Workspace(self._bench.empty(torch.uint8, sum(sizes.values())), sizes, self._pool.dtype)
 
 
 def warm_cores(bench: Bench, dtype: torch.dtype) -> None:

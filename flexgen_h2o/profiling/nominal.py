@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from flexgen_h2o.profile import ComputeRates, Curve, HardwareProfile
+from dataclasses import replace
+
+from flexgen_h2o.profile import UNKNOWN_INT8_SPEEDUP, ComputeRates, Curve, HardwareProfile
 from flexgen_h2o.units import GIB
 
 NOMINAL = "nominal"
@@ -10,7 +12,8 @@ NOMINAL = "nominal"
 
 def nominal_profile(device_is_host: bool) -> HardwareProfile:
     """Two CPU cores with an NVMe disk, or the same with a card of 16 GB: round figures, none of them measured."""
-    compute = {"float32": _host_rates(1e11), "bfloat16": _host_rates(3e11)}
+    in_bf16 = replace(_host_rates(3e11), int8_speedup=Curve.flat(UNKNOWN_INT8_SPEEDUP))
+    compute = {"float32": _host_rates(1e11), "bfloat16": in_bf16}
     if not device_is_host:
         compute = {dtype: _card_rates(2e13) for dtype in ("float32", "bfloat16", "float16")}
     return HardwareProfile(

@@ -11,7 +11,7 @@ import torch
 
 from flexgen_h2o.planner.roofline import Peak
 from flexgen_h2o.profiling.bench import Bench, Call
-from flexgen_h2o.profiling.matmul import Products
+from flexgen_h2o.profiling.matmul import Held, Products
 from flexgen_h2o.profiling.sizes import CARD, HOST, Sizes
 from flexgen_h2o.tiers.device import Device
 from flexgen_h2o.units import MIB
@@ -33,7 +33,8 @@ class PeakProbe:
         cache = self._bench.normal(dtype, self._bench.sizes.cache_bytes // dtype.itemsize).view(torch.int64)
         self._cache_bytes = cache.numel() * cache.itemsize
         pairs = ((width, 4 * width), (4 * width, width))
-        self._calls: list[Call] = [products.call(rows, *pair, blocked) for blocked in (False, True) for pair in pairs]
+        ways: tuple[Held, ...] = ("in order", "blocked")
+        self._calls: list[Call] = [products.call(rows, *pair, held) for held in ways for pair in pairs]
         self._calls.append(cache.sum)
 
     def best(self) -> Peak:

@@ -56,8 +56,9 @@ def _compute(dtype: str, rates: ComputeRates) -> Iterator[str]:
     body = [[f"{i:g} to {i * shape:g}", *(_number(c.at(r) / GIGA) for r in rows)] for shape, i, c in products]
     yield f"{dtype}: products, GFLOP/s"
     yield from _columns([head, *body])
-    gain = rates.blocked_speedup.points
-    yield from _columns([["times faster, blocked", *(f"{rows:g}: {_number(times)}" for rows, times in gain)]])
+    yield from _curves(
+        {"times faster, blocked": rates.blocked_speedup, "times faster, int8": rates.int8_speedup}, scale=1.0
+    )
     yield f"{dtype}: GFLOP/s by tokens of a prompt"
     yield from _curves(
         {"attention of prompts": rates.prefill_attention_flops_per_s, "column sums": rates.column_sums_flops_per_s}
@@ -78,13 +79,14 @@ def _compute(dtype: str, rates: ComputeRates) -> Iterator[str]:
         "logits looked at, G/s": rates.logits_per_s,
     }
     yield f"{dtype}: others"
-    yield from _aligned([(what, _number(rate / GIGA)) for what, rate in others.items()])
+    faster = "int4 to int8 on the device, times faster", _number(rates.requantise_speedup)
+    yield from _aligned([*((what, _number(rate / GIGA)) for what, rate in others.items()), faster])
 
 
-def _curves(curves: dict[str, Curve]) -> list[str]:
+def _curves(curves: dict[str, Curve], scale: float = GIGA) -> list[str]:
     """A line a curve; those of a profile share their sizes or have one point each."""
     return _columns(
-        [[what, *(f"{size:g}: {_number(rate / GIGA)}" for size, rate in c.points)] for what, c in curves.items()]
+        [[what, *(f"{size:g}: {_number(rate / scale)}" for size, rate in c.points)] for what, c in curves.items()]
     )
 
 

@@ -18,6 +18,7 @@ from flexgen_h2o.errors import FlexgenError, UsageError
 from flexgen_h2o.profile import (
     MOST_RATE,
     SHIPPED,
+    UNKNOWN_INT8_SPEEDUP,
     ComputeRates,
     Curve,
     HardwareProfile,
@@ -40,6 +41,8 @@ RATES = ComputeRates(
     host_dequantise_bytes_per_s=14e9,
     logits_per_s=15e9,
     blocked_speedup=Curve(((1.0, 1.1), (32.0, 1.4))),
+    int8_speedup=Curve(((1.0, 2.1), (32.0, 1.9))),
+    requantise_speedup=1.3,
 )
 PROFILE = HardwareProfile(
     machine="test", description="none", date="2026-11-20", source="made up", device_is_host=True,
@@ -62,15 +65,42 @@ def test_comes_back_from_its_file(tmp_path: Path) -> None:
     assert profile_from_json(body) == replace(PROFILE, notes={})
 
 
-def test_schema_1_knows_no_blocked_matrices() -> None:
-    body = PROFILE.to_json()
-    body["schema"] = 1
+NEW = {2: ("blocked_speedup",), 3: ("int8_speedup", "requantise_speedup")}  # by the schema that they came with
+
+
+def of_schema(schema: int, **changes: Any) -> dict[str, Any]:
+    body = {**PROFILE.to_json(), "schema": schema, **changes}
     for rates in body["compute"].values():
-        del rates["blocked_speedup"]
-    plain = replace(RATES, blocked_speedup=Curve.flat(1.0))
-    assert profile_from_json(body) == replace(PROFILE, compute={"float32": plain, "bfloat16": plain})
-    with pytest.raises(UsageError, match="'blocked_speedup' is missing"):
-        profile_from_json({**body, "schema": 2})
+        for name in (name for since, names in NEW.items() if since > schema for name in names):
+            del rates[name]
+    return body
+
+
+@pytest.mark.parametrize("is_host", [True, False])
+@pytest.mark.parametrize("schema", [1, 2])
+def test_older_schema_knows_nothing_of_what_came_later(schema: int, is_host: bool) -> None:
+    """Products in int8: what is known of one CPU over bf16, nothing over other dtypes and of cards."""
+    blocked = RATES.blocked_speedup if schema == 2 else Curve.flat(1.0)
+    plain = replace(RATES, blocked_speedup=blocked, int8_speedup=Curve.flat(1.0), requantise_speedup=1.0)
+    in_bf16 = replace(plain, int8_speedup=Curve.flat(UNKNOWN_INT8_SPEEDUP)) if is_host else plain
+    assert profile_from_json(of_schema(schema, device_is_host=is_host)) == replace(
+        PROFILE, device_is_host=is_host, compute={"float32": plain, "bfloat16": in_bf16}
+    )
+
+
+@pytest.mark.parametrize("schema", [2, 3])
+def test_field_that_came_with_a_schema_must_be_there(schema: int) -> None:
+    for name in NEW[schema]:
+        body = of_schema(schema)
+        del body["compute"]["float32"][name]
+        with pytest.raises(UsageError, match=f"compute.float32: field '{name}' is missing"):
+            profile_from_json(body)
+
+
+@pytest.mark.parametrize(("compute", "says"), [({"float32": 1}, "float32: a JSON object"), ([], "object of dtypes")])
+def test_older_schema_with_bad_rates(compute: Any, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        profile_from_json({**PROFILE.to_json(), "schema": 1, "compute": compute})
 
 
 def test_sizes_come_back_in_order_whatever_their_order_in_the_file() -> None:
@@ -107,7 +137,8 @@ def _drop(*keys: str) -> Callable[[dict[str, Any]], None]:
 F32 = ("compute", "float32")
 # (what is done to a good profile, what the error names)
 BAD = [
-    (_set("schema", to=3), "schema is 3, this version reads 1 and 2"),
+    (_set("schema", to=4), "schema is 4, this version reads 1 to 3"),
+    (_set("schema", to=0), "schema is 0"),
     (_set("schema", to=True), "schema is True"),
     (_drop("schema"), "schema is None"),
     (_drop("kernel_s"), "'kernel_s' is missing"),
@@ -128,6 +159,11 @@ BAD = [
     (_set("disk_read_bytes_per_s", to=math.inf), "a rate is between"),
     (_set("step_s", to=-1e-9), "a time in seconds"),
     (_set(*F32, "blocked_speedup", "32", to=1000), "how many times faster is between"),
+    (_set(*F32, "int8_speedup", to=1.6), "int8_speedup: an object of sizes"),
+    (_set(*F32, "int8_speedup", "1", to=0), "int8_speedup: 0 is out of range"),
+    (_set(*F32, "requantise_speedup", to={"1": 1.0}), "requantise_speedup: {'1': 1.0} is not a number"),
+    (_set(*F32, "requantise_speedup", to=-1.5), "requantise_speedup: -1.5 is out of range; how many times faster"),
+    (_drop("compute", "bfloat16", "int8_speedup"), "compute.bfloat16: field 'int8_speedup' is missing"),
     (_set("step_s", to=11), "step_s: 11"),
     (_set("disk_read_beside_compute", to=0.0), "a share is between"),
     (_set("disk_read_beside_compute", to=1.5), "disk_read_beside_compute: 1.5"),

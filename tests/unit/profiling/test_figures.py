@@ -11,7 +11,10 @@ import pytest
 import torch
 
 from flexgen_h2o.errors import DoesNotFitError, UsageError
-from flexgen_h2o.profile import Curve, profile_from_json
+from flexgen_h2o.kernels.blocked_rows import BlockedRows, block_rows
+from flexgen_h2o.kernels.int8_rows import Int8Rows
+from flexgen_h2o.packing import INT8
+from flexgen_h2o.profile import AS_FAST, Curve, profile_from_json
 from flexgen_h2o.profiling import matmul, measure, steps
 from flexgen_h2o.profiling.attention import decode_rates, no_longer_than_next, prefill_rates
 from flexgen_h2o.profiling.bench import Bench
@@ -80,7 +83,7 @@ def test_slow_attention_is_measured_on_a_smaller_cache(bench: Bench) -> None:
 def test_other_work_of_a_layer(bench: Bench, dtype: torch.dtype) -> None:
     with torch.inference_mode():
         others = other_rates(bench, dtype)
-    check(others.elementwise, others.dequantise, others.logits)
+    check(others.elementwise, others.dequantise, others.logits, others.requantise_speedup)
 
 
 def test_memory_and_kernel(bench: Bench) -> None:
@@ -103,6 +106,37 @@ def test_product_that_takes_too_long_has_the_rate_of_the_next_smaller_one(bench:
     found = matmul.matmul_rates(replace(bench, sizes=sizes), torch.float32)
     (_, narrow), *wider = dict(found)[1.0]
     assert [curve for _, curve in wider] == [narrow, narrow]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gains_of_blocked_matrices_and_of_int8(bench: Bench, dtype: torch.dtype) -> None:
+    blocks = isinstance(block_rows(torch.ones(64, 64, dtype=dtype))[0], BlockedRows)
+    with torch.inference_mode():
+        found = matmul.speedups(bench, dtype)
+    check(*found.values())
+    assert sizes_of(found["int8"]) == TINY.rows
+    assert sizes_of(found["blocked"]) == (TINY.rows if blocks else (1.0,))
+
+
+def test_a_device_of_its_own_gains_nothing_by_int8() -> None:
+    bench = Bench(StandInDevice(), TINY)
+    with torch.inference_mode():
+        assert matmul.speedups(bench, torch.float16) == {"blocked": AS_FAST, "int8": AS_FAST}
+        assert other_rates(bench, torch.float16).requantise_speedup == 1.0
+
+
+def test_products_in_int8_are_right_and_of_other_rows_each_time(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    products, seen = matmul.Products(bench, torch.float32), []
+    in_order, in_int8 = (products.call(8, 128, 64, held) for held in ("in order", "int8"))
+    with torch.inference_mode():
+        want, found = in_order().clone(), in_int8().clone()
+    assert torch.allclose(found, want, atol=0.6)  # sums of 128 products, some 11 large
+    monkeypatch.setattr(matmul, "linear", lambda x, weight, bias, out: seen.append(weight[0]))
+    count = TINY.weight_bytes // 2 // (64 * INT8.row_bytes(128))
+    for _ in range(2 * count):
+        in_int8()
+    assert all(isinstance(rows, Int8Rows) and len(rows) == 64 for rows in seen)
+    assert len({id(rows) for rows in seen}) == count
 
 
 def test_products_take_another_matrix_each_time(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
