@@ -67,9 +67,7 @@ def _run(argv: list[str] | None) -> int:
 
 def _pair(bench: Bench, products: Products, rows: int, inner: int, outer: int) -> dict[str, float]:
     """Median milliseconds of both, and the median of their ratios, round by round."""
-    plain, blocked = bench.rounds(
-        products.call(rows, inner, outer), products.call(rows, inner, outer, "blocked")
-    )  # fmt: skip
+    plain, blocked = bench.rounds(products.call(rows, inner, outer), products.call(rows, inner, outer, "blocked"))
     return {
         "rows": rows, "inner": inner, "outer": outer,
         "plain_ms": 1e3 * statistics.median(plain), "blocked_ms": 1e3 * statistics.median(blocked),

@@ -72,15 +72,16 @@ def speedups(bench: Bench, dtype: torch.dtype) -> dict[Held, Curve]:
     sizes, products = bench.sizes, Products(bench, dtype)
     width = sizes.widths[len(sizes.widths) // 2]
     pairs = [(width, width), (width, MLP * width)]
-    blocks = isinstance(block_rows(bench.normal(dtype, width, width))[0], BlockedRows)
-    there = [held for held in FASTER if (blocks if held == "blocked" else bench.device.is_host)]
+    there: list[Held] = ["int8"] if bench.device.is_host else []
+    if isinstance(block_rows(bench.normal(dtype, width, width))[0], BlockedRows):
+        there.append("blocked")
     points: dict[Held, list[tuple[float, float]]] = {held: [] for held in there}
     for rows in sizes.rows if there else ():
-        every: list[Held] = ["in order", *there]
-        seconds = bench.seconds_of(*(products.call(rows, *pair, held) for held in every for pair in pairs))
-        plain, *others = zip(*[iter(seconds)] * len(pairs), strict=True)
-        for held, faster in zip(there, others, strict=True):
-            points[held].append((float(rows), _mean_ratio(plain, faster)))
+        calls = [products.call(rows, *pair, held) for held in ("in order", *there) for pair in pairs]
+        seconds, count = bench.seconds_of(*calls), len(pairs)
+        for i, held in enumerate(there, 1):
+            gain = _mean_ratio(seconds[:count], seconds[i * count : (i + 1) * count])
+            points[held].append((float(rows), gain))
     return {held: Curve(tuple(points[held])) if held in points else AS_FAST for held in FASTER}
 
 
