@@ -31,7 +31,8 @@ RESOURCES = (*LANES, "device_compute", "host_compute")
 # of a cache that is not packed. bench/decode_kernel.py on the build machine: 12.5 G values/s in 4 bits and 11.0 in 8,
 # where bf16 is read at 13.8 GB/s.
 PACKED_VALUE_BYTES = 1.2
-# Products in int8 on a CPU over those in bf16, what goes around them included: docs/benchmarks.md, "Products in int8".
+# Products in int8 on a CPU over those in bf16, what goes around them included
+# (docs/benchmarks/compression.md, "Products in int8").
 INT8_SPEEDUP = 1.6
 ATTENTION_KINDS = ("attention", "block")
 
