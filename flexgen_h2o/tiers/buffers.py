@@ -17,8 +17,8 @@ HUGE_PAGE = 2 * 2**20
 def host_buffer(nbytes: int) -> torch.Tensor:
     """A uint8 tensor of `nbytes` in host memory, every page touched.
 
-    Large buffers are aligned to huge pages and ask for them: O_DIRECT into huge pages reads about three times
-    as fast as into 4 KiB pages, because the device sees whole requests (measured, docs/benchmarks.md).
+    Large buffers are aligned to huge pages and ask for them: O_DIRECT into huge pages reads about twice
+    as fast as into 4 KiB pages, because the device sees whole requests (docs/benchmarks/offloading.md, "Huge pages").
     """
     size = max(1, nbytes)
     align = HUGE_PAGE if size >= HUGE_PAGE else PAGE

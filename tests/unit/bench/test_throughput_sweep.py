@@ -56,8 +56,12 @@ def by_rows(rates: dict[int, float], otherwise: str = DOES_NOT_FIT) -> Callable[
         ({4: 1.0, 8: 2.0, 16: 3.0, 32: 4.0}, [4, 8, 16, 32], 32),  # the last that is allowed
         ({4: 1.0, 8: 2.0, 16: 2.01, 32: 2.02, 64: 9.0}, [4, 8, 16, 32], 32),  # two misses end it
         ({4: 1.0, 8: 0.5, 16: 3.0, 32: 2.0}, [4, 8, 16, 32], 16),  # one miss may be a neighbour's doing
-        ({4: 1.0, 8: 2.0}, [4, 8, 16], 8),  # 16 do not fit
+        ({4: 1.0, 8: 2.0}, [4, 8, 16, 12, 10, 9], 8),  # 16 do not fit, nor what is between
+        ({4: 1.0, 8: 2.0, 12: 3.0}, [4, 8, 16, 12, 14, 13], 12),
+        ({4: 1.0, 8: 2.0, 12: 3.0, 14: 2.5, 15: 2.4}, [4, 8, 16, 12, 14, 15], 12),
+        ({4: 1.0, 8: 1.0}, [4, 8, 16], 4),  # more rows had stopped gaining
         ({1: 1.0}, [4, 2, 1], 1),  # halved until it fits
+        ({2: 1.0, 3: 2.0}, [4, 2, 3], 3),
         ({}, [4, 2, 1], None),
     ],
 )

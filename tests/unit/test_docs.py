@@ -1,0 +1,112 @@
+"""Links between the pages: every file and every section that README, docs and comments name is there.
+
+Rules are functions from text to problems, so that one test runs them on the tree and another on bad snippets.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"`[^`\n]*`")
+HEADING = re.compile(r"^#{1,6} +(.+?)\s*$", re.MULTILINE)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+OUTSIDE = re.compile(r"[a-z]+:")
+MENTION = re.compile(r'(docs/[\w/-]+\.md)(?:, "([^"]+)")?')
+
+
+def sections(page: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them: lower case, no punctuation, spaces as hyphens."""
+    found: dict[str, int] = {}
+    anchors = set()
+    for title in HEADING.findall(FENCE.sub("", page)):
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title)
+        slug = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
+        anchors.add(f"{slug}-{found[slug]}" if slug in found else slug)
+        found[slug] = found.get(slug, 0) + 1
+    return anchors
+
+
+def broken_links(page: str, at: Path) -> Iterator[str]:
+    """Relative links of a page at the path `at` to a file or a section that does not exist."""
+    for link in LINK.findall(CODE.sub("", FENCE.sub("", page))):
+        if OUTSIDE.match(link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (at.parent / name).resolve() if name else at
+        if name and not (target.exists() and target.is_relative_to(ROOT)):
+            yield f"{link}: no such file"
+        elif anchor and (
+            target.suffix != ".md" or anchor not in sections(page if target == at else target.read_text())
+        ):
+            yield f"{link}: no such section"
+
+
+def broken_mentions(text: str) -> Iterator[str]:
+    """Pages that a comment names, also with a section's title in quotes behind a comma, and that do not exist."""
+    for name, title in MENTION.findall(text):
+        if not (ROOT / name).exists():
+            yield f"{name}: no such file"
+        elif title and title not in HEADING.findall((ROOT / name).read_text()):
+            yield f'{name}, "{title}": no such section'
+
+
+def program_files() -> Iterable[Path]:
+    listed = subprocess.run(["git", "ls-files", "*.py", "*.sh"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return (ROOT / name for name in listed.stdout.split() if name != f"tests/unit/{Path(__file__).name}")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_of_a_page_lead_somewhere(page: Path) -> None:
+    assert list(broken_links(page.read_text(), page)) == []
+
+
+def test_comments_name_pages_and_sections_that_exist() -> None:
+    broken = [f"{path}: {problem}" for path in program_files() for problem in broken_mentions(path.read_text())]
+    assert broken == []
+
+
+def test_every_page_is_reached_from_another() -> None:
+    linked = {
+        (page.parent / link.partition("#")[0]).resolve()
+        for page in PAGES
+        for link in LINK.findall(page.read_text())
+        if not OUTSIDE.match(link)
+    }
+    assert [str(page) for page in PAGES[1:] if page not in linked] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[a](nowhere.md)", "nowhere.md: no such file"),
+        ("[a](jobs.md#nowhere)", "jobs.md#nowhere: no such section"),
+        ("# A\n[a](#b)", "#b: no such section"),
+        ("[a](../../outside.md)", "../../outside.md: no such file"),
+        ("```\n# B\n```\n[a](#b)", "#b: no such section"),
+    ],
+)
+def test_a_broken_link_is_found(text: str, problem: str) -> None:
+    assert list(broken_links(text, ROOT / "docs" / "page.md")) == [problem]
+
+
+@pytest.mark.parametrize(
+    "text", ["# A `b`, c?\n[a](#a-b-c)", "# A\n# A\n[a](#a-1)", "[a](jobs.md) [b](https://x.y/z.md)", "`[a](b)`"]
+)
+def test_a_good_link_is_not(text: str) -> None:
+    assert list(broken_links(text, ROOT / "docs" / "page.md")) == []
+
+
+def test_a_broken_mention_is_found() -> None:
+    assert list(broken_mentions('(docs/nowhere.md) (docs/jobs.md, "Nowhere") (docs/jobs.md, "On Ray")')) == [
+        "docs/nowhere.md: no such file",
+        'docs/jobs.md, "Nowhere": no such section',
+    ]
