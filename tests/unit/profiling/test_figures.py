@@ -236,13 +236,13 @@ def test_sizes_go_together(sizes: Sizes) -> None:
     assert sizes.cache_bytes >= 2 * sizes.slots * sizes.head_widths[-1] * 4
 
 
-def test_the_peak_is_measured_only_where_the_budget_has_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_peak_is_measured_only_where_the_budget_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = Peak(1.0, 1.0)
     monkeypatch.setattr("flexgen_h2o.llm.measure_peak", lambda device, dtype: seen)
     need = peak_bytes(HostDevice(), torch.float32)
     assert need > 2 * 128 * MIB
     for host, found in ((need, seen), (need - 1, None)):
-        with LLM("opt-tiny", Policy(1, 1), budget=MemoryBudget(host=host), offload_dir=tmp_path) as llm:
+        with LLM("opt-tiny", Policy(1, 1), dtype="float32", budget=MemoryBudget(host=host)) as llm:
             assert llm.measure_peak() is found
 
 
