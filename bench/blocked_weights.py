@@ -18,7 +18,8 @@ from pathlib import Path
 import common
 import torch
 
-from flexgen_h2o.doors import positive, run_door
+from flexgen_h2o.doors import OneLineParser, positive, run_door
+from flexgen_h2o.errors import FlexgenError
 from flexgen_h2o.kernels.blocked_rows import BlockedRows, block_rows
 from flexgen_h2o.limits import TOKEN_CHUNK
 from flexgen_h2o.profiling.bench import Bench
@@ -40,7 +41,7 @@ def _run(argv: list[str] | None) -> int:
     bench = Bench(HostDevice(), sizes)
     with torch.inference_mode():
         if not isinstance(block_rows(bench.normal(torch.bfloat16, hidden, hidden))[0], BlockedRows):
-            raise SystemExit("torch does not block matrices here")
+            raise FlexgenError("torch does not block matrices here")
         products = Products(bench, torch.bfloat16)
         busy = common.wait_for_quiet(args.quiet_wait)
         with common.Neighbours() as seen:
@@ -76,7 +77,7 @@ def _pair(bench: Bench, products: Products, rows: int, inner: int, outer: int) -
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--hidden", type=positive, default=2048, help="width of the model (2048: OPT-1.3B)")
     add("--figure-s", type=float, default=0.6, help="seconds for each figure (0.6)")

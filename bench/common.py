@@ -27,6 +27,8 @@ from typing import Any
 import torch
 
 from flexgen_h2o.config import DTYPE_BYTES, TIERS, ModelSpec, Policy
+from flexgen_h2o.doors import run_door
+from flexgen_h2o.errors import UsageError
 from flexgen_h2o.generation import Watches
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.packing import weight_form
@@ -50,6 +52,11 @@ def add_flags(parser: argparse.ArgumentParser, model: str | None, host_mem: str 
     add("--host-mem", default=host_mem, help=f"budget of RAM ({host_mem or 'what is free, less a margin'})")
     add("--quiet-wait", type=float, default=120.0, metavar="S", help="most seconds to wait for quiet cores (120)")
     add("--output", type=Path, help="also write the JSON object here")
+
+
+def door(main: Callable[[], int | None]) -> int:
+    """`main` as a command line: what is wrong in one line, and the package's exit codes."""
+    return run_door(Path(sys.argv[0]).stem, lambda _: main() or 0, None)
 
 
 def finish(result: dict[str, Any], output: Path | None) -> None:
@@ -211,7 +218,7 @@ def steady(marks: Sequence[Mark]) -> Steady:
     chosen = marks[1:]
     pairs = list(pairwise(chosen))
     if not pairs:
-        raise SystemExit("at least 3 sweeps are needed: prefill, a decode sweep, and one to measure")
+        raise UsageError("--sweeps: at least 3 are needed: prefill, a decode sweep, and one to measure")
     return Steady(
         [b.at - a.at for a, b in pairs],
         [b.read_bytes - a.read_bytes for a, b in pairs],

@@ -26,7 +26,7 @@ from typing import Any
 import common
 
 from flexgen_h2o.config import MemoryBudget, Policy
-from flexgen_h2o.doors import positive, run_door
+from flexgen_h2o.doors import OneLineParser, positive, run_door
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.report import RunReport
 from flexgen_h2o.sampling import SamplingParams
@@ -101,7 +101,7 @@ def _run(argv: list[str] | None) -> int:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("claim", choices=CLAIMS)
     common.add_flags(parser, "facebook/opt-1.3b", None)
     add = parser.add_argument

@@ -16,15 +16,17 @@ tokens, scaled to the micro-batch), in turn in each round.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
-from common import GB, Neighbours, Spread, add_flags, finish, table, wait_for_quiet
+from common import GB, Neighbours, Spread, add_flags, door, finish, table, wait_for_quiet
 
 # isort: split
 import torch
 
+from flexgen_h2o.doors import OneLineParser, positive
 from flexgen_h2o.kernels.causal import causal_attention, causal_attention_lse
 from flexgen_h2o.kernels.column_sums import column_sums
 from flexgen_h2o.kernels.packed_slots import attend_packed, pack_columns
@@ -57,13 +59,13 @@ def main() -> None:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_flags(parser, None, None)
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--repeats", type=positive, default=9)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--models", nargs="+", choices=HEADS, default=list(HEADS), help="of decode attention (all)")
     parser.add_argument("--no-prefill", action="store_true", help="only decode attention")
-    parser.add_argument("--mib", type=int, default=256, help="MiB of keys and values (256)")
+    parser.add_argument("--mib", type=positive, default=256, help="MiB of keys and values (256)")
     return parser.parse_args()
 
 
@@ -207,4 +209,4 @@ def _prefill(model: str, prompt: int, dtype: torch.dtype, repeats: int) -> dict[
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(door(main))

@@ -21,14 +21,16 @@ on host with a device tier of its own; beside it slots / (prompt + mean of the t
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from common import Spread, add_flags, alternate, benchmark_rows, finish, show_rounds, table
+from common import Spread, add_flags, alternate, benchmark_rows, door, finish, show_rounds, table
 from cut_model import cut_model
 
 from flexgen_h2o.config import MemoryBudget, Policy
+from flexgen_h2o.doors import OneLineParser, positive
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.models import built_in_spec
@@ -72,18 +74,18 @@ def main() -> None:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("setting", choices=("ram", "disk", "traffic"))
     add_flags(parser, "facebook/opt-1.3b", None)
     add = parser.add_argument
-    add("--layers", type=int, default=4, help="transformer blocks of the cut model (4)")
-    add("--rows", type=int, default=64, help="rows of the block (64)")
-    add("--num-gpu-batches", type=int, default=2, help="micro-batches that the rows are cut into (2)")
-    add("--prompt-len", type=int, help="1024, 512 for traffic")
-    add("--gen-len", type=int, help="256 in ram, 24 on disk, 512 for traffic")
+    add("--layers", type=positive, default=4, help="transformer blocks of the cut model (4)")
+    add("--rows", type=positive, default=64, help="rows of the block (64)")
+    add("--num-gpu-batches", type=positive, default=2, help="micro-batches that the rows are cut into (2)")
+    add("--prompt-len", type=positive, help="1024, 512 for traffic")
+    add("--gen-len", type=positive, help="256 in ram, 24 on disk, 512 for traffic")
     add("--hh-ratio", type=float, default=0.1, help="heavy columns of the prompt, and as many recent (0.1)")
     add("--runs", nargs="+", choices=RUNS, default=list(RUNS), help="which to run; full is always needed")
-    add("--repeats", type=int, default=3)
+    add("--repeats", type=positive, default=3)
     args = parser.parse_args()
     prompt_len, gen_len = LENGTHS[args.setting]
     args.prompt_len, args.gen_len = args.prompt_len or prompt_len, args.gen_len or gen_len
@@ -204,4 +206,4 @@ def _facts(args: argparse.Namespace) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(door(main))

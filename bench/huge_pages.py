@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import argparse
 import mmap
+import sys
 import time
 from collections.abc import Callable
 
-from common import GB, Neighbours, Spread, add_flags, finish, table, wait_for_quiet
+from common import GB, Neighbours, Spread, add_flags, door, finish, table, wait_for_quiet
 
 # isort: split
 import torch
 
+from flexgen_h2o.doors import OneLineParser, positive
 from flexgen_h2o.limits import TRANSFER_CHUNK
 from flexgen_h2o.llm import RANDOM_WEIGHTS_SEED
 from flexgen_h2o.source import find_checkpoint, find_model
@@ -63,9 +65,9 @@ def main() -> None:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_flags(parser, "facebook/opt-1.3b", None)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=positive, default=5)
     return parser.parse_args()
 
 
@@ -87,4 +89,4 @@ def _read(file: DirectFile, buffer: torch.Tensor, nbytes: int) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(door(main))

@@ -13,6 +13,7 @@ Good: a ratio >= 0.85, idle time of the disk near 0, bytes read equal to the byt
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ from common import (
     add_flags,
     alternate,
     disk_weight_bytes,
+    door,
     finish,
     run_sweeps,
     show_rounds,
@@ -33,6 +35,7 @@ from common import (
 from reader import Reader
 
 from flexgen_h2o.config import DTYPE_BYTES, MemoryBudget, Policy
+from flexgen_h2o.doors import OneLineParser, positive
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.planner.memory import Depth, Shape, memory_plan
 from flexgen_h2o.timeline import Span
@@ -87,15 +90,15 @@ def main() -> None:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_flags(parser, "facebook/opt-1.3b", None)
     add = parser.add_argument
     add("--dtype", default="bfloat16")
-    add("--gpu-batch-size", type=int, default=4)
-    add("--num-gpu-batches", type=int, default=1)
-    add("--prompt-len", type=int, default=32)
-    add("--sweeps", type=int, default=8, help="sweeps of a run; the first two (prefill, first decode) do not count (8)")
-    add("--repeats", type=int, default=5)
+    add("--gpu-batch-size", type=positive, default=4)
+    add("--num-gpu-batches", type=positive, default=1)
+    add("--prompt-len", type=positive, default=32)
+    add("--sweeps", type=positive, default=8, help="sweeps of a run; prefill and the first decode do not count (8)")
+    add("--repeats", type=positive, default=5)
     add("--trace", type=Path, help="write the last run's Chrome trace")
     return parser.parse_args()
 
@@ -178,4 +181,4 @@ def _show(args: argparse.Namespace, measured: Measured, result: dict[str, Any]) 
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(door(main))

@@ -27,15 +27,18 @@ from typing import Any
 import torch
 from transformers import OPTConfig, OPTForCausalLM
 
+from flexgen_h2o.doors import OneLineParser, positive
+from flexgen_h2o.errors import FlexgenError
+
 VOCABULARY = 512
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--rows", type=int, nargs="+", default=[1000, 10_000, 100_000])
-    add("--hidden", type=int, default=32, help="hidden size of the model (32)")
-    add("--gpu-batch-size", type=int, default=128)
+    add("--rows", type=positive, nargs="+", default=[1000, 10_000, 100_000])
+    add("--hidden", type=positive, default=32, help="hidden size of the model (32)")
+    add("--gpu-batch-size", type=positive, default=128)
     add("--quiet-wait", type=float, default=120.0, metavar="S", help="most seconds to wait for quiet cores (120)")
     add("--output", type=Path, help="also write the JSON object here")
     add("batch_flags", nargs="*", help="after --: more flags of flexgen_h2o.batch")
@@ -93,11 +96,11 @@ def run_job(work: Path, rows: int, gpu_batch_size: int, flags: list[str]) -> dic
     _, status, usage = os.wait4(process.pid, 0)
     seconds = time.perf_counter() - began
     if code := os.waitstatus_to_exitcode(status):
-        raise SystemExit(f"batch on {rows} rows: exit code {code}")
+        raise FlexgenError(f"batch on {rows} rows: exit code {code}")
     with output.open("rb") as file:
         done = sum(1 for line in file if b'"error": null' in line or b'"error":null' in line)
     if done != rows:
-        raise SystemExit(f"{done} of {rows} rows were answered")
+        raise FlexgenError(f"{done} of {rows} rows were answered")
     state = json.loads(output.with_name(output.name + ".status.json").read_text())
     return {
         "rows": rows,
@@ -109,4 +112,4 @@ def run_job(work: Path, rows: int, gpu_batch_size: int, flags: list[str]) -> dic
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(common.door(main))

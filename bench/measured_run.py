@@ -17,7 +17,7 @@ from typing import Any
 import common
 
 from flexgen_h2o.config import MemoryBudget, Policy
-from flexgen_h2o.doors import run_door
+from flexgen_h2o.doors import OneLineParser, positive, run_door
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.planner.need import AutoPolicy
 
@@ -48,18 +48,18 @@ def _run(argv: list[str] | None) -> int:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     common.add_flags(parser, "facebook/opt-1.3b", "1GiB")
     add = parser.add_argument
     add("--device", default="cpu")
     add("--dtype", default="bfloat16")
     add("--device-mem")
     add("--percent", type=int, nargs=6, help="placement (the automatic policy chooses it, and the batch sizes)")
-    add("--gpu-batch-size", type=int, default=4)
-    add("--num-gpu-batches", type=int, default=2)
+    add("--gpu-batch-size", type=positive, default=4)
+    add("--num-gpu-batches", type=positive, default=2)
     add("--overlap", type=int, choices=(0, 1), default=1)
-    add("--prompt-len", type=int, default=128)
-    add("--sweeps", type=int, default=8, help="prefill and decode sweeps to run (8)")
+    add("--prompt-len", type=positive, default=128)
+    add("--sweeps", type=positive, default=8, help="prefill and decode sweeps to run (8)")
     args = parser.parse_args(argv)
     args.overlap = bool(args.overlap)
     return args

@@ -22,6 +22,7 @@ from typing import Any
 import common
 from common import MB
 
+from flexgen_h2o.doors import OneLineParser, positive
 from flexgen_h2o.llm import RANDOM_WEIGHTS_SEED
 from flexgen_h2o.source import find_checkpoint, find_model
 from flexgen_h2o.units import parse_bytes
@@ -67,14 +68,14 @@ def main() -> None:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     common.add_flags(parser, "facebook/opt-1.3b", "1GiB")
     add = parser.add_argument
     add("--dtype", default="bfloat16")
-    add("--gpu-batch-size", type=int, default=4)
-    add("--num-gpu-batches", type=int, default=2)
-    add("--prompt-len", type=int, default=128)
-    add("--sweeps", type=int, default=8, help="prefill and decode sweeps (8)")
+    add("--gpu-batch-size", type=positive, default=4)
+    add("--num-gpu-batches", type=positive, default=2)
+    add("--prompt-len", type=positive, default=128)
+    add("--sweeps", type=positive, default=8, help="prefill and decode sweeps (8)")
     return parser.parse_args()
 
 
@@ -125,4 +126,4 @@ def _show(name: str, run: dict[str, Any], budget: int) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(common.door(main))

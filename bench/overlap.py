@@ -14,14 +14,16 @@ memory bandwidth, so that less than 100% is expected.
 from __future__ import annotations
 
 import argparse
+import sys
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from common import GB, Spread, add_flags, alternate, finish, run_sweeps, show_rounds, steady, table
+from common import GB, Spread, add_flags, alternate, door, finish, run_sweeps, show_rounds, steady, table
 from reader import Reader
 
 from flexgen_h2o.config import MemoryBudget, Policy
+from flexgen_h2o.doors import OneLineParser, positive
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.packing import WeightForm
 from flexgen_h2o.planner.memory import streamed_bytes, tier_shares
@@ -83,15 +85,15 @@ def main() -> None:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_flags(parser, "facebook/opt-1.3b", None)
     add = parser.add_argument
     add("--dtype", default="bfloat16")
-    add("--rows", type=int, help="rows of the block (searched for by default)")
-    add("--num-gpu-batches", type=int, default=2, help="micro-batches that the rows are cut into (2)")
-    add("--prompt-len", type=int, default=16)
-    add("--sweeps", type=int, default=6, help="sweeps of a run; the first two (prefill, first decode) do not count (6)")
-    add("--repeats", type=int, default=5)
+    add("--rows", type=positive, help="rows of the block (searched for by default)")
+    add("--num-gpu-batches", type=positive, default=2, help="micro-batches that the rows are cut into (2)")
+    add("--prompt-len", type=positive, default=16)
+    add("--sweeps", type=positive, default=6, help="sweeps of a run; prefill and the first decode do not count (6)")
+    add("--repeats", type=positive, default=5)
     return parser.parse_args()
 
 
@@ -177,4 +179,4 @@ def _show(args: argparse.Namespace, rows: int, seconds: Seconds, result: dict[st
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(door(main))

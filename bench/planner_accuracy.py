@@ -24,7 +24,8 @@ import common
 import torch
 
 from flexgen_h2o.config import MemoryBudget, Policy
-from flexgen_h2o.doors import run_door
+from flexgen_h2o.doors import OneLineParser, positive, run_door
+from flexgen_h2o.errors import UsageError
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.profile import HardwareProfile
@@ -116,7 +117,7 @@ def _run(argv: list[str] | None) -> int:
     args = _parse(argv)
     chosen = [c for c in CASES if not args.cases or any(part in c.name for part in args.cases)]
     if not chosen:
-        raise SystemExit(f"--cases: none matches; there are: {'; '.join(c.name for c in CASES)}")
+        raise UsageError(f"--cases: none matches; there are: {'; '.join(c.name for c in CASES)}")
     results, profiles = [], []
     for i, one in enumerate(chosen):
         _write_weights(one, args)
@@ -132,12 +133,16 @@ def _run(argv: list[str] | None) -> int:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     common.add_flags(parser, None, "14GiB")
     parser.add_argument("--cases", nargs="+", metavar="TEXT", help="only those with TEXT in their name")
     parser.add_argument("--profile", choices=("quick", "full"), default="quick", help="measured when (quick)")
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="measure a quick profile every N cases (1)")
-    parser.add_argument("--repeats", type=int, default=1, help="runs of each case; the median of each phase counts (1)")
+    parser.add_argument(
+        "--every", type=positive, default=1, metavar="N", help="measure a quick profile every N cases (1)"
+    )
+    parser.add_argument(
+        "--repeats", type=positive, default=1, help="runs of each case; the median of each phase counts (1)"
+    )
     return parser.parse_args(argv)
 
 

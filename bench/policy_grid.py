@@ -21,9 +21,9 @@ from typing import Any
 import common
 
 from flexgen_h2o.config import MemoryBudget, Policy
-from flexgen_h2o.doors import run_door
+from flexgen_h2o.doors import OneLineParser, positive, run_door
 from flexgen_h2o.engine_flags import as_flags
-from flexgen_h2o.errors import DoesNotFitError
+from flexgen_h2o.errors import DoesNotFitError, UsageError
 from flexgen_h2o.eviction_need import need_of
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
 from flexgen_h2o.llm import LLM
@@ -91,11 +91,11 @@ def _run(argv: list[str] | None) -> int:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     common.add_flags(parser, None, None)
     parser.add_argument("--workloads", type=int, nargs="+", choices=(1, 2, 3), default=(1, 2, 3))
     parser.add_argument("--hardware", metavar="FILE", help="a profile of this machine (one is measured)")
-    parser.add_argument("--policies", type=int, default=20, help="of the grid that are run (20)")
+    parser.add_argument("--policies", type=positive, default=20, help="of the grid that are run (20)")
     return parser.parse_args(argv)
 
 
@@ -147,7 +147,7 @@ def _grid(work: Workload, count: int) -> list[Policy]:
     """`count` policies that fit, evenly taken from all of the grid."""
     fitting = [policy for policy in _all(work) if _fits(work, policy)]
     if len(fitting) < count:
-        raise SystemExit(f"{work.name}: only {len(fitting)} policies of the grid fit; at least {count} are needed")
+        raise UsageError(f"--policies {count}: only {len(fitting)} of the grid fit {work.name}; give fewer")
     return [fitting[i * len(fitting) // count] for i in range(count)]
 
 

@@ -16,13 +16,16 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from common import Spread, add_flags, alternate, finish, show_rounds, table
+from common import Spread, add_flags, alternate, door, finish, show_rounds, table
 
 from flexgen_h2o.config import MemoryBudget, Policy
+from flexgen_h2o.doors import OneLineParser, positive
+from flexgen_h2o.errors import FlexgenError
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.prompts import Completion, Prompt, prompts_from_python
 from flexgen_h2o.sampling import SamplingParams
@@ -56,7 +59,7 @@ def main() -> None:
         rounds = alternate(args.repeats, parts, args.quiet_wait)
     first = runs["off"][0].tokens
     if any(run.tokens != first for found in runs.values() for run in found):
-        raise SystemExit("refill changed tokens")
+        raise FlexgenError("refill changed tokens")
     ratio = Spread([on.tokens_per_s / off.tokens_per_s for on, off in zip(runs["on"], runs["off"], strict=True)])
     lengths = sorted(map(len, first.values()))
     _show(args, runs, ratio, lengths, rounds)
@@ -74,18 +77,18 @@ def main() -> None:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("case", choices=("asked", "stopped"))
     add_flags(parser, "opt-tiny", None)
     parser.set_defaults(path=None)
     add = parser.add_argument
-    add("--rows", type=int, default=1000)
-    add("--gpu-batch-size", type=int, default=32)
-    add("--num-gpu-batches", type=int, default=2)
+    add("--rows", type=positive, default=1000)
+    add("--gpu-batch-size", type=positive, default=32)
+    add("--num-gpu-batches", type=positive, default=2)
     add("--percent", type=int, nargs=6, default=[0, 100, 0, 100, 0, 100], help="as of flex_opt (all in RAM)")
-    add("--end-every", type=int, default=32, help="stopped: each so manieth token id ends a row (32)")
+    add("--end-every", type=positive, default=32, help="stopped: each so manieth token id ends a row (32)")
     add("--seed", type=int, default=0)
-    add("--repeats", type=int, default=3)
+    add("--repeats", type=positive, default=3)
     return parser.parse_args()
 
 
@@ -132,4 +135,4 @@ def _show(args: argparse.Namespace, runs: dict[str, list[Run]], ratio: Spread, l
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(door(main))

@@ -23,7 +23,7 @@ import common
 import torch
 
 from flexgen_h2o.config import MemoryBudget, Policy
-from flexgen_h2o.doors import positive, run_door
+from flexgen_h2o.doors import OneLineParser, positive, run_door
 from flexgen_h2o.engine_flags import as_flags
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.planner.roofline import Peak, RunWork, roofline
@@ -62,7 +62,7 @@ def _run(argv: list[str] | None) -> int:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     common.add_flags(parser, None, None)
     add = parser.add_argument
     add("--dtype", default="bfloat16")

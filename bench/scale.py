@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import common
 from common import GB
 
 from flexgen_h2o.config import DTYPE_BYTES
+from flexgen_h2o.doors import OneLineParser, positive
 from flexgen_h2o.llm import RANDOM_WEIGHTS_SEED
 from flexgen_h2o.source import Model, find_checkpoint, find_model
 
@@ -46,14 +48,14 @@ def main() -> None:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     common.add_flags(parser, None, "8GiB")
     add = parser.add_argument
     add("--dtype", default="bfloat16")
-    add("--gpu-batch-size", type=int, default=16)
-    add("--num-gpu-batches", type=int, default=2)
-    add("--prompt-len", type=int, default=32)
-    add("--sweeps", type=int, default=5, help="prefill and decode sweeps (5)")
+    add("--gpu-batch-size", type=positive, default=16)
+    add("--num-gpu-batches", type=positive, default=2)
+    add("--prompt-len", type=positive, default=32)
+    add("--sweeps", type=positive, default=5, help="prefill and decode sweeps (5)")
     add("--remove-weights", action="store_true", help="remove the checkpoints that this call has written")
     return parser.parse_args()
 
@@ -119,4 +121,4 @@ def _show(name: str, run: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(common.door(main))

@@ -22,7 +22,7 @@ import common
 from cut_model import cut_model
 
 from flexgen_h2o.config import MemoryBudget, Policy
-from flexgen_h2o.doors import positive, run_door
+from flexgen_h2o.doors import OneLineParser, positive, run_door
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.planner.need import AutoPolicy
 from flexgen_h2o.profiling.measure import measure
@@ -96,7 +96,7 @@ def _run(argv: list[str] | None) -> int:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     common.add_flags(parser, "facebook/opt-1.3b", None)
     add = parser.add_argument
     add("--layers", type=positive, default=4, help="transformer blocks of the cut model (4)")

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
+from flexgen_h2o.doors import OneLineParser, positive
 from flexgen_h2o.kvcache.eviction import H2O, Full
 from flexgen_h2o.prefixes import SHARINGS, group_prompts
 from flexgen_h2o.report import RunReport
@@ -82,18 +83,18 @@ def main() -> int:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = OneLineParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     common.add_flags(parser, "opt-tiny", None)
     add = parser.add_argument
     add("--dtype", default="bfloat16")
-    add("--gpu-batch-size", type=int, default=16, help="rows of a micro-batch (16)")
-    add("--num-gpu-batches", type=int, default=1, help="micro-batches of the block (1)")
+    add("--gpu-batch-size", type=positive, default=16, help="rows of a micro-batch (16)")
+    add("--num-gpu-batches", type=positive, default=1, help="micro-batches of the block (1)")
     add("--percent", type=int, nargs=6, default=IN_RAM, help="placement (all in RAM)")
     add("--header", type=int, nargs="+", default=[400], help="tokens that all rows begin with (400)")
-    add("--question", type=int, nargs="+", default=[60], help="tokens of each row behind them (60)")
-    add("--gen-len", type=int, default=8, help="new tokens of each row (8)")
+    add("--question", type=positive, nargs="+", default=[60], help="tokens of each row behind them (60)")
+    add("--gen-len", type=positive, default=8, help="new tokens of each row (8)")
     add("--hh-ratio", type=float, help="H2O with so many heavy and as many recent columns (full cache)")
-    add("--repeats", type=int, default=5, help="pairs of runs (5)")
+    add("--repeats", type=positive, default=5, help="pairs of runs (5)")
     return parser.parse_args()
 
 
@@ -145,4 +146,4 @@ def _facts(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(common.door(main))

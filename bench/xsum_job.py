@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flexgen_h2o.doors import OneLineParser, positive
 from flexgen_h2o.source import find_model
 
 ARTICLES = common.ROOT.parent / "shared" / "data" / "xsum_0shot.jsonl"
@@ -46,14 +47,14 @@ class Job:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--input", type=Path, default=ARTICLES, help="article lines, JSON")
-    add("--articles", type=int, default=1000)
+    add("--articles", type=positive, default=1000)
     add("--model", default="opt-tiny", help="opt-tiny, or a Hugging Face folder with a tokenizer")
     add("--dtype", default="bfloat16")
-    add("--rounds", type=int, default=3)
-    add("--hf-batches", type=int, nargs="+", default=[8, 16, 32, 64, 128])
+    add("--rounds", type=positive, default=3)
+    add("--hf-batches", type=positive, nargs="+", default=[8, 16, 32, 64, 128])
     add("--hf-share", type=float, default=0.15, help="share of the articles that hf's batch size is chosen by")
     add("--quiet-wait", type=float, default=120.0, metavar="S", help="most seconds to wait for quiet cores (120)")
     add("--output", type=Path, help="also write the JSON object here")
@@ -155,4 +156,4 @@ def summary(rounds: Sequence[dict[str, Job]], batch_size: int, tried: dict[int, 
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(common.door(main))

@@ -280,7 +280,8 @@ def _show(args: argparse.Namespace, llm: LLM, report: RunReport, done: list[Comp
     )
 
     if report.total.seconds > WORTH_A_ROOFLINE_S and not report.projected and not args.pipeline:
-        report = with_roofline(report, llm.measure_peak())
+        peak = llm.measure_peak()
+        report = report if peak is None else with_roofline(report, peak)
     if args.verbose >= 2:
         _show_texts(done)
     if args.debug_mode == "breakdown":

@@ -35,7 +35,7 @@ from flexgen_h2o.planner.roofline import Peak
 from flexgen_h2o.planning import Planner
 from flexgen_h2o.prefixes import TokenIds, check_sharing
 from flexgen_h2o.profile import HardwareProfile
-from flexgen_h2o.profiling.peak import measure_peak
+from flexgen_h2o.profiling.peak import measure_peak, peak_bytes
 from flexgen_h2o.progress import Listener, Progress
 from flexgen_h2o.prompts import Completion, Prompt, prompts_from_python
 from flexgen_h2o.report import RunReport
@@ -373,6 +373,11 @@ class LLM:
     def _rules(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]) -> RowRules:
         return RowRules(prompts, params, self.model.spec, self.model.tokenizer, self.eviction)
 
-    def measure_peak(self) -> Peak:
-        """Of matrix products and of reading memory, now and in the compute dtype; half a second."""
-        return measure_peak(self._device, getattr(torch, self.dtype))
+    def measure_peak(self) -> Peak | None:
+        """Of matrix products and of reading memory, now and in the compute dtype; half a second. Call it after `close`.
+
+        None where the budget has no room for it.
+        """
+        dtype, room = getattr(torch, self.dtype), self._budgets()[self._device.tier]
+        has_room = room is None or room >= peak_bytes(self._device, dtype)
+        return measure_peak(self._device, dtype) if has_room else None

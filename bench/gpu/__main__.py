@@ -20,7 +20,7 @@ from pathlib import Path
 import common
 import torch
 
-from flexgen_h2o.doors import run_door
+from flexgen_h2o.doors import OneLineParser, run_door
 from flexgen_h2o.errors import UsageError
 from gpu.report import write_report
 from gpu.runner import FAILED, TIMEOUT, Suite
@@ -46,7 +46,6 @@ def _run(argv: list[str] | None) -> int:
         raise UsageError(f"--only {' '.join(args.only)}: no step has such a name; --list shows them")
     out = os.environ.get("OUT")
     suite = Suite(setting.results, args.limit, Path(out) if out else None, args.again)
-    (setting.results / "runs").mkdir(exist_ok=True)
     suite.run(steps, partial(write_report, setting, steps))
     print(f"\n{(setting.results / 'gpu_suite.md').read_text()}\nwritten: {setting.results}", flush=True)
     return int(any(suite.state.get(step.name, {}).get("status") in (FAILED, TIMEOUT) for step in steps))
@@ -61,7 +60,7 @@ def _is_wanted(step: Step, only: list[str]) -> bool:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="gpu_suite.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
@@ -74,7 +73,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--results", type=Path, help="another folder for the results")
     offload = os.environ.get("FLEXGEN_OFFLOAD") or "~/flexgen_h2o_offload_dir"
     add("--offload-dir", type=Path, default=Path(offload).expanduser(), help="weights, disk tier (FLEXGEN_OFFLOAD)")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if not args.limit > 0:
+        raise UsageError(f"--limit {args.limit:g}: give seconds, more than 0")
+    return args
 
 
 if __name__ == "__main__":

@@ -30,7 +30,8 @@ MEM_SPD_HEAD = ("strategy", "batch", "prompt", "output", "OOM", "latency s", "to
 
 def write_report(setting: Setting, steps: Sequence[Step], state: State) -> None:
     """Both files, anew, into the results."""
-    runs = {step.name: json.loads(step.output.read_text()) for step in steps if _has_run(step)}
+    found = {step.name: _run_of(step) for step in steps if step.kind == "placement"}
+    runs = {name: run for name, run in found.items() if run is not None}
     table, grid = (Store(setting.results / f"{name}.jsonl").latest() for name in ("table", "mem-spd"))
     facts = common.machine_facts() | {"card": _card()}
     parts = [
@@ -88,16 +89,22 @@ def mem_spd_texts(line: Line) -> list[str]:
 def _tests(setting: Setting) -> list[str]:
     """What pytest counted, from its XML file."""
     path = setting.results / TESTS
-    if not path.exists():
+    try:
+        counts = ElementTree.parse(path).getroot()[0].attrib
+    except (FileNotFoundError, ElementTree.ParseError):  # not there, or pytest was killed while it wrote
         return []
-    counts = ElementTree.parse(path).getroot()[0].attrib
     return [
         f"Parity tests: {', '.join(f'{counts[name]} {name}' for name in ('tests', 'failures', 'errors', 'skipped'))}."
     ]
 
 
-def _has_run(step: Step) -> bool:
-    return step.kind == "placement" and step.output.exists()
+def _run_of(step: Step) -> dict[str, Any] | None:
+    """What a placement left; None where it left nothing, or was killed while it wrote."""
+    try:
+        run: dict[str, Any] = json.loads(step.output.read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    return run
 
 
 def _step_texts(step: Step, state: State) -> list[str]:

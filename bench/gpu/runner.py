@@ -15,6 +15,8 @@ from typing import Any
 
 import common
 
+from flexgen_h2o.errors import UsageError
+from flexgen_h2o.files import write_whole
 from gpu.steps import Step
 
 # failed: tried again by the next call, until MOST_ATTEMPTS. cut: the suite's own time was over; left_out: never begun.
@@ -34,9 +36,12 @@ class Suite:
     def __init__(self, results: Path, limit: float, copy_to: Path | None = None, again: bool = False) -> None:
         self.results, self._copy_to = results, copy_to
         self._end = time.monotonic() + limit
-        results.mkdir(parents=True, exist_ok=True)
+        try:
+            (results / "runs").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--results {results}: cannot be written to ({error.strerror}); give another") from error
         self._file = results / "steps.json"
-        self.state: State = {} if again or not self._file.exists() else json.loads(self._file.read_text())
+        self.state: State = {} if again or not self._file.exists() else _read_state(self._file)
 
     def run(self, steps: Sequence[Step], report: Callable[[State], None]) -> None:
         """Run what is not finished yet; `report` is called after each step, so that a killed suite has one too."""
@@ -71,10 +76,18 @@ class Suite:
         return facts | {"status": status, "attempts": tried, "reason": said if code else ""}
 
     def _save(self, report: Callable[[State], None]) -> None:
-        self._file.write_text(json.dumps(self.state, indent=1) + "\n")
+        write_whole(self._file, json.dumps(self.state, indent=1) + "\n")
         report(self.state)
         if self._copy_to is not None:
             shutil.copytree(self.results, self._copy_to, dirs_exist_ok=True)
+
+
+def _read_state(path: Path) -> State:
+    try:
+        state: State = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise UsageError(f"{path}: is damaged ({error}); remove it, or begin anew with --again") from error
+    return state
 
 
 def run_limited(command: Sequence[str], environment: dict[str, str], limit: float) -> tuple[int | None, str]:

@@ -11,16 +11,19 @@ the table (throughput.md) and the pictures beside it are made anew from all line
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import platform
+import re
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import common
 import torch
 
-from flexgen_h2o.doors import run_door
+from flexgen_h2o.doors import OneLineParser, positive, run_door
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.source import find_checkpoint, find_model
 from flexgen_h2o.units import parse_bytes
@@ -28,7 +31,7 @@ from sweep.grid import GRIDS, SYSTEMS, Cell, System, systems_of
 from sweep.plots import draw_all
 from sweep.runner import Setup, describe, measure
 from sweep.search import best_rows, search
-from sweep.store import REFUSED, Key, Line, Store
+from sweep.store import REFUSED, TIMEOUT, Key, Line, Store, claimed
 from sweep.summary import markdown
 
 QUICK = {"repeats": 1, "quiet_wait": 2.0, "limit": 90.0}
@@ -68,12 +71,16 @@ class Sweep:
         key = Key(system.name, cell.model, cell.prompt_len, cell.gen_len, cell.budget, rows, repeat)
         what = f"{system.name} x {rows}" + (f", run {repeat}" if repeat else "")
         line = self.store.find(key)
-        if line is not None:
+        if line is not None and not self._has_more_time(line):
             print(f"{what}: {describe(line)} (kept)", flush=True)
             return line
         line = self.store.add(key, measure(self.setup, system, cell, folder, rows))
         print(f"{what}: {describe(line)}", flush=True)
         return line
+
+    def _has_more_time(self, line: Line) -> bool:
+        """Was it ended by a limit that is higher now?"""
+        return line["status"] == TIMEOUT and self.setup.limit_s > line.get("limit_s", self.setup.limit_s)
 
 
 def main() -> int:
@@ -82,28 +89,41 @@ def main() -> int:
 
 def _run(argv: list[str] | None) -> int:
     args = _parse(argv)
+    cells = _cells(args)
     defaults = QUICK if args.quick else FULL
     values = {name: value if getattr(args, name) is None else getattr(args, name) for name, value in defaults.items()}
     results = args.results or common.ROOT / "bench" / "results" / args.machine
     setup = Setup(
         args.peers, args.offload_dir, args.threads, values["limit"], values["quiet_wait"], args.device, args.device_mem
     )
-    store = Store(results / f"{args.name}.jsonl", args.again)
-    sweep = Sweep(setup, store, int(values["repeats"]))
-    try:
-        for cell, systems in _cells(args):
-            sweep.cell(cell, systems)
-    finally:
-        lines = [line for line in store.latest() if line["status"] != REFUSED or line["repeat"] == 0]
-        if lines:
-            (results / f"{args.name}.md").write_text(markdown(lines))
-            draw_all(lines, results, args.name)
-            print(f"\n{markdown(lines)}\nwritten: {results}", flush=True)
+    path = results / f"{args.name}.jsonl"
+    with claimed(path):
+        store = Store(path, args.again)
+        sweep = Sweep(setup, store, int(values["repeats"]))
+        try:
+            for cell, systems in cells:
+                sweep.cell(cell, systems)
+        finally:
+            _show(store, results, args.name)
     return 0
 
 
+def _show(store: Store, results: Path, name: str) -> None:
+    """The table and the pictures of all lines."""
+    lines = [line for line in store.latest() if line["status"] != REFUSED or line["repeat"] == 0]
+    if not lines:
+        return
+    text = markdown(lines)
+    (results / f"{name}.md").write_text(text)
+    if find_spec("matplotlib") is None:
+        print("\nno pictures: matplotlib is missing; pip install 'flexgen-h2o[plot]' and give the command again")
+    else:
+        draw_all(lines, results, name)
+    print(f"\n{text}\nwritten: {results}", flush=True)
+
+
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="throughput_sweep.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
@@ -117,11 +137,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         help="cells of your own (rows FIRST - LAST)",
     )
     add("--systems", nargs="+", metavar="NAME", help=f"only these of {', '.join(s.name for s in SYSTEMS)}, ours-h2o:R")
-    add("--repeats", type=int, help="runs at the best batch (3)")
+    add("--repeats", type=_count, help="runs at the best batch (3)")
     add("--again", action="store_true", help="measure what is there once more")
-    add("--limit", type=float, metavar="S", help="most seconds of one measurement (1800)")
-    add("--quiet-wait", type=float, metavar="S", help="most seconds to wait for quiet cores before each one (60)")
-    add("--threads", type=int, default=os.cpu_count())
+    add("--limit", type=_seconds, metavar="S", help="most seconds of one measurement (1800)")
+    add("--quiet-wait", type=_seconds, metavar="S", help="most seconds to wait for quiet cores before each one (60)")
+    add("--threads", type=positive, default=os.cpu_count())
     add("--offload-dir", type=Path, default=Path("~/flexgen_h2o_offload_dir").expanduser(), help="weights, disk tiers")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     peers = os.environ.get("FLEXGEN_PEERS") or cache / "flexgen_h2o" / "peers"
@@ -132,6 +152,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--device-mem", type=parse_bytes, help="of the device; on a CPU a device tier of RAM (the whole card; none)")
     add("--name", help="of the files of lines, table and pictures (throughput, with DEVICE-BYTES for another device)")
     args = parser.parse_args(argv)
+    if args.limit == 0:
+        raise UsageError("--limit 0: nothing ends in no time; give seconds")
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UsageError(
             "--device cuda: no CUDA device is usable here; --device-mem on a CPU makes a device tier of RAM"
@@ -162,12 +184,22 @@ def _read_cell(text: str) -> Cell:
         raise UsageError(
             f"--cell {text}: is MODEL,PROMPT,NEW,BUDGET,FIRST,LAST, such as opt-1.3b,64,32,third,8,64"
         ) from error
-    cell.budget_bytes(1)  # says what is wrong with it
+    if cell.prompt_len < 1 or cell.gen_len < 2:
+        raise UsageError(f"--cell {text}: PROMPT is at least 1, and NEW at least 2, since decoding is measured")
+    if not 1 <= cell.rows[0] <= cell.rows[1]:
+        raise UsageError(f"--cell {text}: rows are tried from FIRST, at least 1, to LAST, at least FIRST")
+    try:
+        cell.budget_bytes(1)
+        positions = find_model(cell.model, "_DUMMY_").spec.max_positions
+    except UsageError as error:
+        raise UsageError(f"--cell {text}: {str(error).removeprefix('--model ')}") from error
+    if cell.prompt_len + cell.gen_len - 1 > positions:
+        raise UsageError(f"--cell {text}: {cell.model} has {positions} positions; give fewer tokens")
     return cell
 
 
-# Of ours, beside those of the grid: with any ratio of H2O.
-OTHER_VARIANTS = ("h2o", "h2o-4bit", "h2o-8bit", "h2o-int8", "h2o-4bit-int8", "full-8bit")
+# Of ours, beside those of the grid: H2O with any ratio.
+_H2O = re.compile(r"h2o(-4bit|-8bit|-int8|-4bit-int8)?:([0-9.]+)")
 
 
 def _read_system(name: str) -> System:
@@ -175,9 +207,34 @@ def _read_system(name: str) -> System:
     if name in known:
         return known[name]
     peer, _, variant = name.partition("-")
-    if peer == "ours" and variant.split(":")[0] in OTHER_VARIANTS:
-        return System(peer, variant, known["ours-full"].kinds)
-    raise UsageError(f"--systems {name}: not one of {', '.join(known)}")
+    ours = known["ours-full"]
+    found = _H2O.fullmatch(variant)
+    if peer == ours.peer and (variant == "full-8bit" or (found is not None and _is_ratio(found[2]))):
+        return System(peer, variant, ours.kinds)
+    raise UsageError(f"--systems {name}: not one of {', '.join(known)}; nor ours-h2o:R with R in (0, 1]")
+
+
+def _is_ratio(text: str) -> bool:
+    try:
+        return 0 < float(text) <= 1
+    except ValueError:
+        return False
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return value
 
 
 def _model_folder(model: str, setup: Setup) -> Path:

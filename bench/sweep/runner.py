@@ -25,6 +25,10 @@ OVER_BUDGET = 300 * common.MB  # what a budget does not count: code, the interpr
 # -9: the kernel ran out of memory; the sweep itself kills only at the time limit.
 STATUS_OF_EXIT = {2: REFUSED, 3: DOES_NOT_FIT, -9: DOES_NOT_FIT}
 SAID = 300  # characters of a failure that are kept
+# What tables, pictures and people are shown of a run; contract.py makes it.
+FIGURES = (
+    "tokens_per_s", "prefill_s", "decode_tokens_per_s", "total_s", "peak_rss_bytes", "read_bytes"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,8 @@ class Setup:
 
     def missing(self, system: System) -> str | None:
         """What to do before a peer can run; None when it is installed."""
-        if system.ours or (self.peers / system.peer / "installed.txt").exists():
+        marker = self.peers / system.peer / "installed.txt"
+        if system.ours or (marker.exists() and os.access(self.python(system), os.X_OK)):
             return None
         return f"not installed; run bash bench/baselines/{system.peer}/setup.sh"
 
@@ -77,14 +82,16 @@ def measure(setup: Setup, system: System, cell: Cell, model_dir: Path, rows: int
     facts = {
         "malloc": malloc, "busy_before": busy, "others": seen.others, "stolen": seen.stolen, "budget_bytes": budget,
         "device": setup.device, "device_mem_bytes": setup.device_mem, "date": common.machine_facts()["date"],
-        "commit": common.machine_facts()["commit"],
+        "commit": common.machine_facts()["commit"], "limit_s": setup.limit_s,
     }  # fmt: skip
     if code is None:
         return {"status": TIMEOUT, "reason": f"not done after {setup.limit_s:.0f} s"} | facts
     if code:
         reason = _reason(said) or f"exit code {code}"
         return {"status": STATUS_OF_EXIT.get(code, FAILED), "reason": reason} | facts
-    found: Line = json.loads(out.strip().splitlines()[-1])
+    found = _figures(out)
+    if found is None:
+        return {"status": FAILED, "reason": f"printed no figures; {_reason(said)}".removesuffix("; ")} | facts
     ram = setup.ram(budget)
     over = ram is not None and found["peak_rss_bytes"] > ram + OVER_BUDGET
     return found | {"status": OVER if over else OK} | facts
@@ -122,8 +129,9 @@ def _environment(setup: Setup, system: System) -> tuple[dict[str, str], str]:
 def _run(command: list[str], environment: dict[str, str], limit_s: float) -> tuple[int | None, str, str]:
     """(exit code, stdout, stderr); code None when the limit ended it, with all that it had started."""
     with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as process:
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
+        start_new_session=True,
+    ) as process:  # fmt: skip
         try:
             out, said = process.communicate(timeout=limit_s)
         except BaseException as error:
@@ -133,6 +141,15 @@ def _run(command: list[str], environment: dict[str, str], limit_s: float) -> tup
             process.communicate()
             return None, "", ""
     return process.returncode, out, said
+
+
+def _figures(out: str) -> Line | None:
+    """The object in the last line; None where there is none, or not with all of FIGURES."""
+    try:
+        found = json.loads(out.strip().rpartition("\n")[2])
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and found.keys() >= set(FIGURES) else None
 
 
 def _reason(said: str) -> str:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from flexgen_h2o.errors import UsageError
 
 # ok; over_budget: it ran, and took more memory than the budget; the rest did not give a figure.
 OK, OVER, DOES_NOT_FIT, TIMEOUT, FAILED, REFUSED = "ok", "over_budget", "does_not_fit", "timeout", "failed", "refused"
@@ -34,7 +39,6 @@ class Store:
 
     def __init__(self, path: Path, again: bool = False) -> None:
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
         self.lines: list[Line] = _read(path)
         self._redo = list(self.lines) if again else []
 
@@ -61,12 +65,54 @@ class Store:
         return list(newest.values())
 
 
+@contextmanager
+def claimed(path: Path) -> Iterator[None]:
+    """`path` is there, and this process alone writes to it; the kernel drops the claim of a process that was killed.
+
+    Raises UsageError: it cannot be written to, or another sweep has claimed it.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a")
+    except OSError as error:
+        raise UsageError(
+            f"--results {path.parent}: cannot be written to ({error.strerror}); give another folder"
+        ) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UsageError(
+                f"{path}: another sweep writes to it; wait until it is done, or give other --results or --name"
+            ) from error
+        yield
+
+
 def _read(path: Path) -> list[Line]:
-    """All whole lines; a last one that was cut off when a sweep was killed is removed from the file."""
+    """All lines; a last one that was cut off when a sweep was killed is removed from the file.
+
+    Raises UsageError that names a line which is none of a sweep.
+    """
     if not path.exists():
         return []
-    text = path.read_text()
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
+    text = path.read_text(errors="replace")
+    whole, last = text[: text.rfind("\n") + 1], text[text.rfind("\n") + 1 :]
+    if last:
+        whole += f"{last}\n" if _line_of(last) else ""  # without its end only: an editor's doing
         path.write_text(whole)
-    return [json.loads(line) for line in whole.splitlines()]
+    lines = []
+    for number, one in enumerate(whole.splitlines(), 1):
+        line = _line_of(one)
+        if line is None:
+            raise UsageError(f"{path}: line {number} is not a measurement of a sweep; remove it")
+        lines.append(line)
+    return lines
+
+
+def _line_of(text: str) -> Line | None:
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return None
+    known = isinstance(line, dict) and {*Key.__dataclass_fields__, "status"} <= line.keys()
+    return line if known and (line["status"] not in MEASURED or "tokens_per_s" in line) else None

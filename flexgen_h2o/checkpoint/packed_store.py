@@ -83,6 +83,7 @@ def _pack(spec: ModelSpec, values: _Values, folder: Path, packing: Packing, prog
     shards = plan_shards(tensors, lambda t: _entry(t, values.dtype(t), packing), {"packed": packing.label})
     with building(folder, sum(shard.nbytes for shard in shards)) as temp:
         if temp is not None:
+            _compile(packing)
             record = {**_record(packing), "model": spec.name}
             (temp / RECORD_NAME).write_text(json.dumps(record, indent=2) + "\n")
             title = f"{packing.label} weights {spec.name}"
@@ -135,19 +136,31 @@ def _entry(tensor: TensorSpec, dtype: str, packing: Packing) -> Entry:
     return Entry(tensor.name, FROM_ENGINE["uint8"], (tensor.shape[0], packing.row_bytes(tensor.shape[1])))
 
 
+def _compile(packing: Packing) -> None:
+    import torch
+
+    from flexgen_h2o.kernels.apart import compiled_apart
+
+    compiled_apart(_packed, torch.zeros(1, GROUP), packing)
+
+
+def _packed(rows: torch.Tensor, packing: Packing) -> torch.Tensor:
+    from flexgen_h2o.kernels.int8_rows import pack_int8_rows
+    from flexgen_h2o.kernels.packed_rows import pack_rows
+
+    return pack_int8_rows(rows) if packing.by_row else pack_rows(rows, packing.bits)
+
+
 def _pieces(tensor: TensorSpec, values: _Values, packing: Packing) -> Iterator[memoryview]:
     """The bytes of one tensor, some rows at a time."""
     import torch
-
-    from flexgen_h2o.kernels.int8_rows import pack_int8_rows
-    from flexgen_h2o.kernels.packed_rows import pack_rows
 
     step = max(1, PACK_CHUNK // (tensor.numel // tensor.shape[0]))
     for first in range(0, tensor.shape[0], step):
         rows = values.rows(tensor, first, min(first + step, tensor.shape[0]))
         if _is_packed(tensor):
             try:
-                rows = pack_int8_rows(rows) if packing.by_row else pack_rows(rows, packing.bits)
+                rows = _packed(rows, packing)
             except ValueError as error:
                 flag = "--int8-compute" if packing.by_row else "--compress-weight"
                 raise UsageError(f"{values.name(tensor)} {error}; leave {flag} out") from error

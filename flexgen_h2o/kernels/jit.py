@@ -36,7 +36,18 @@ def jit(function: Callable[..., Any]) -> Any:
     # By itself numba would look only at the function's own file to see whether what it kept is out of date.
     with suppress(AttributeError):
         compiled._cache._cache_file._source_stamp = _STAMP
+        compiled._cache.save_overload = _saving_if_possible(compiled._cache.save_overload)
     return compiled
+
+
+def _saving_if_possible(save: Callable[..., None]) -> Callable[..., None]:
+    """A full disk costs the next run its time to compile, and this one nothing."""
+
+    def saved(*arguments: Any) -> None:
+        with suppress(OSError):
+            save(*arguments)
+
+    return saved
 
 
 def _cast(to: Any, source: Any, emit: Callable[[Any, Any], Any]) -> Any:
@@ -95,3 +106,8 @@ def ordered(bits):  # type: ignore[no-untyped-def]
     The largest or smallest of integers vectorises; that of floats only if the compiler may forget about NaN.
     """
     return bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))
+
+
+def is_kept() -> bool:
+    """Does what is compiled stay on disk, for other processes and later ones?"""
+    return getattr(getattr(exp2, "_cache", None), "cache_path", None) is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flexgen_h2o.kernels.apart import compiled_apart
 from flexgen_h2o.kernels.causal import causal_attention_lse
 from flexgen_h2o.kernels.column_sums import column_sums
 from flexgen_h2o.kernels.gated import silu_gated
@@ -34,8 +35,15 @@ def warm_up(
     with keys that are turned as they are read. rotary: the model has rotary embeddings; with them come RMS norms and
     gated MLPs.
 
-    A few seconds the first time on a machine, then some tenths of one.
+    A few seconds the first time on a machine, in a process of their own, then some tenths of one.
     """
+    compiled_apart(_call_all, device, dtype, scored, packing, weights, rolling, rotary, to_int8)
+
+
+def _call_all(
+    device: torch.device, dtype: torch.dtype, scored: bool, packing: SlotPacking | None, weights: Packing | None,
+    rolling: bool, rotary: bool, to_int8: bool,
+) -> None:  # fmt: skip
     columns = torch.zeros(1, _ROWS, _SLOTS, _WIDTH, dtype=dtype, device=device)
     q = columns[0, :, :1].contiguous()
     whole, single = ((_ROWS, _SLOTS), (_ROWS,))

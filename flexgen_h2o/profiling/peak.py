@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from flexgen_h2o.limits import BLOCK_CHUNK
 from flexgen_h2o.planner.roofline import Peak
 from flexgen_h2o.profiling.bench import Bench, Call
 from flexgen_h2o.profiling.matmul import Held, Products
@@ -26,7 +27,7 @@ class PeakProbe:
     """Calls that show the peak; their buffers are taken once."""
 
     def __init__(self, device: Device, dtype: torch.dtype, sizes: Sizes | None = None) -> None:
-        self._bench = Bench(device, sizes or (_HOST if device.is_host else _CARD))
+        self._bench = Bench(device, sizes or _sizes(device))
         rows, width = self._bench.sizes.rows[-1], self._bench.sizes.hidden[-1]
         products = Products(self._bench, dtype)
         self._flops = 2.0 * rows * width * 4 * width
@@ -50,6 +51,17 @@ class PeakProbe:
     def _peak(self, seconds: list[float]) -> Peak:
         *products, read = seconds
         return Peak(self._flops / min(products), self._cache_bytes / read)
+
+
+def peak_bytes(device: Device, dtype: torch.dtype) -> int:
+    """What measuring takes of the device: matrices and KV, inputs and results, and what is being blocked or made."""
+    sizes = _sizes(device)
+    ends = 2 * sizes.rows[-1] * 4 * sizes.hidden[-1] * dtype.itemsize
+    return sizes.weight_bytes + sizes.cache_bytes + ends + 2 * BLOCK_CHUNK
+
+
+def _sizes(device: Device) -> Sizes:
+    return _HOST if device.is_host else _CARD
 
 
 def measure_peak(device: Device, dtype: torch.dtype) -> Peak:

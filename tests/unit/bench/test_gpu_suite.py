@@ -18,9 +18,11 @@ from contract import CARD_SLACK, RefusedError, hold_card, is_out_of_card_memory
 from gpu import runner
 from gpu.report import mem_spd_texts, run_texts, write_report
 from gpu.runner import CUT, DOES_NOT_FIT, DONE, FAILED, REFUSED, TIMEOUT, Suite
-from gpu.steps import Setting, Step, all_steps, tiny_setting
+from gpu.steps import TESTS, Setting, Step, all_steps, tiny_setting
 from sweep.grid import SYSTEMS
 from sweep.runner import Setup
+
+from flexgen_h2o.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[3]
 OURS = SYSTEMS[0]
@@ -93,6 +95,36 @@ def test_the_suite_keeps_its_own_time(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_results_are_copied_after_every_step(tmp_path: Path) -> None:
     run([step("one", "", tmp_path)], tmp_path / "results", copy_to=tmp_path / "out")
     assert json.loads((tmp_path / "out" / "steps.json").read_text())["one"]["status"] == DONE
+
+
+def test_a_damaged_state_is_named(tmp_path: Path) -> None:
+    (tmp_path / "steps.json").write_text('{"auto": ')
+    with pytest.raises(UsageError, match=r"steps\.json: is damaged"):
+        run([], tmp_path)
+    assert run([step("one", "", tmp_path)], tmp_path, again=True) == {"one": DONE}
+
+
+@pytest.mark.parametrize("flags", [("--limit", "0"), ("--limit", "nan"), ("--only", "nothing")])
+def test_wrong_use_is_one_line(flags: tuple[str, str], tmp_path: Path) -> None:
+    done = start("--tiny", "--results", str(tmp_path / "r"), *flags)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and flags[0] in done.stderr
+
+
+def test_results_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"--results .*file: cannot be written to"):
+        run([], tmp_path / "file")
+
+
+def test_what_was_killed_while_it_wrote_is_left_out(tmp_path: Path) -> None:
+    setting = tiny_setting(tmp_path, tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "auto.json").write_text('{"exit_code": ')
+    (tmp_path / TESTS).write_text("<testsuites><testsuite tests=")
+    write_report(setting, all_steps(setting), {})
+    text = (tmp_path / "gpu_suite.md").read_text()
+    assert "Parity tests:" not in text and json.loads((tmp_path / "gpu_suite.json").read_text())["runs"] == {}
 
 
 def test_steps_are_in_order_of_worth_and_the_same_when_tiny(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from contract import Request, drop_page_cache, kv_and_work_bytes, phases, stored
 from sweep.grid import GRIDS, SYSTEMS, Cell, systems_of
 from sweep.runner import describe
 from sweep.search import best_rows, search
-from sweep.store import DOES_NOT_FIT, FAILED, OK, OVER, REFUSED, Key, Line, Store
+from sweep.store import DOES_NOT_FIT, FAILED, OK, OVER, REFUSED, Key, Line, Store, claimed
 from sweep.summary import markdown, rows_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -108,6 +108,42 @@ def test_a_sweep_goes_on_where_it_was_killed(tmp_path: Path) -> None:
     assert then.find(key(rows=16)) is None  # another version may run it
     then.add(key(rows=32), figures(6.0))
     assert len([json.loads(line) for line in path.read_text().splitlines()]) == 3
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"system": "x"}', "\udcff".encode(errors="surrogateescape")])
+def test_a_line_that_is_none_of_a_sweep_is_named(line: str | bytes, tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    Store(path).add(key(), figures(5.0))
+    before = path.read_bytes()
+    path.write_bytes(before + (line if isinstance(line, bytes) else line.encode()) + b"\n" + before)
+    with pytest.raises(UsageError, match=r"lines.jsonl: line 2 is not"):
+        Store(path)
+
+
+def test_a_last_line_that_only_lacks_its_end_stays(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    Store(path).add(key(), figures(5.0))
+    path.write_text(path.read_text().rstrip("\n"))
+    then = Store(path)
+    then.add(key(rows=16), figures(6.0))
+    assert then.find(key()) is not None
+    assert len(Store(path).lines) == 2
+
+
+def test_of_two_sweeps_one_writes(tmp_path: Path) -> None:
+    path = tmp_path / "results" / "lines.jsonl"
+    with claimed(path):
+        with pytest.raises(UsageError, match="another sweep"), claimed(path):
+            pass
+        Store(path).add(key(), figures(5.0))
+    with claimed(path):
+        assert len(Store(path).lines) == 1
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"--results .*file: cannot be written to"), claimed(tmp_path / "file" / "x"):
+        pass
 
 
 def test_again_measures_anew_but_only_once(tmp_path: Path) -> None:

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from flexgen_h2o import LLM, MemoryBudget, Policy
 from flexgen_h2o.errors import DoesNotFitError, UsageError
 from flexgen_h2o.kernels.blocked_rows import BlockedRows, block_rows
 from flexgen_h2o.kernels.int8_rows import Int8Rows
 from flexgen_h2o.packing import INT8
+from flexgen_h2o.planner.roofline import Peak
 from flexgen_h2o.profile import AS_FAST, Curve, profile_from_json
 from flexgen_h2o.profiling import matmul, measure, steps
 from flexgen_h2o.profiling.attention import decode_rates, no_longer_than_next, prefill_rates
@@ -23,13 +25,14 @@ from flexgen_h2o.profiling.disk import DiskProbe, check_space
 from flexgen_h2o.profiling.links import link_rates
 from flexgen_h2o.profiling.memory import kernel_seconds, memory_rate, other_rates
 from flexgen_h2o.profiling.nominal import nominal_profile
-from flexgen_h2o.profiling.peak import PeakProbe
+from flexgen_h2o.profiling.peak import PeakProbe, peak_bytes
 from flexgen_h2o.profiling.sizes import CARD, CARD_HOST, HOST, TINY, Sizes
 from flexgen_h2o.tiers.device import HostDevice, StandInDevice
 from flexgen_h2o.tiers.disk import Scratch
 from flexgen_h2o.tiers.mover import Mover
 from flexgen_h2o.tiers.transfer import Lanes
 from flexgen_h2o.timeline import Timeline
+from flexgen_h2o.units import MIB
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -265,6 +268,16 @@ def test_sizes_go_together(sizes: Sizes) -> None:
         assert list(rising) == sorted(set(rising))
     assert sizes.prompt_tokens >= sizes.prompt_lengths[-1] and sizes.prompt_width % 64 == 0
     assert sizes.cache_bytes >= 2 * sizes.slots * sizes.head_widths[-1] * 4
+
+
+def test_the_peak_is_measured_only_where_the_budget_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = Peak(1.0, 1.0)
+    monkeypatch.setattr("flexgen_h2o.llm.measure_peak", lambda device, dtype: seen)
+    need = peak_bytes(HostDevice(), torch.float32)
+    assert need > 2 * 128 * MIB
+    for host, found in ((need, seen), (need - 1, None)):
+        with LLM("opt-tiny", Policy(1, 1), dtype="float32", budget=MemoryBudget(host=host)) as llm:
+            assert llm.measure_peak() is found
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

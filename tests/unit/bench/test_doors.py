@@ -1,0 +1,48 @@
+"""Benchmarks answer wrong use as the package's command lines do: one line, exit code 2."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).resolve().parents[3] / "bench"
+sys.path.append(str(BENCH))
+# Not of those: modules, what another benchmark starts, and hf_job, which runs where the package is not.
+OTHERS = ("common", "cut_model", "hf_job", "reader", "watch_flex_opt")
+SCRIPTS = sorted(path.stem for path in BENCH.glob("*.py") if path.stem not in OTHERS)
+
+
+def run(name: str, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> object:
+    monkeypatch.setattr(sys, "argv", [str(BENCH / f"{name}.py"), *flags])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(BENCH / f"{name}.py"), run_name="__main__")
+    return stop.value.code
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_flag_that_does_not_exist(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(name, ["--nonsense"], monkeypatch) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and said.startswith(f"{name}: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("io_bandwidth", ["--repeats", "0"]), ("overlap", ["--sweeps", "-1"]), ("scale", ["--gpu-batch-size", "x"]),
+        ("share_prefix", ["--repeats", "0"]), ("refill", ["--rows", "0"]),
+        ("memory_budget", ["--model", "nobody/none"]), ("h2o_vs_full", ["--model", "nobody/none", "ram"]),
+        ("huge_pages", ["--model", "nobody/none"]),
+    ],
+)  # fmt: skip
+def test_a_value_that_cannot_be(
+    name: str, flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(name, flags, monkeypatch) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and flags[0] in said

@@ -1,0 +1,112 @@
+"""The throughput sweep's command line: wrong use, limits, pictures, and peers that break."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.extend(str(Path(__file__).resolve().parents[3] / folder) for folder in ("bench", "bench/baselines"))
+
+from sweep import __main__ as door
+from sweep.grid import SYSTEMS, Cell, System
+from sweep.runner import Setup, measure
+from sweep.store import DOES_NOT_FIT, FAILED, TIMEOUT, Line, Store
+
+from tests.unit.bench.test_throughput_sweep import OPT_TINY, figures, key
+
+
+class _Timed:
+    """`Sweep._measure` with a run that times out after whatever its limit is."""
+
+    def __init__(self, path: Path, limit_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls = 0
+
+        def run(setup: Setup, *_: object) -> Line:
+            self.calls += 1
+            return {"status": TIMEOUT, "reason": "", "limit_s": setup.limit_s}
+
+        monkeypatch.setattr(door, "measure", run)
+        sweep = door.Sweep(Setup(Path(), Path(), 1, limit_s, 0.0), Store(path), 0)
+        sweep._measure(SYSTEMS[0], Cell("m", 1, 2, "none", (1, 1)), Path(), 1, 0)
+
+
+def test_what_a_limit_ended_is_tried_again_with_a_higher_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = [_Timed(tmp_path / "lines.jsonl", limit, monkeypatch).calls for limit in (5.0, 5.0, 3.0, 9.0, 9.0)]
+    assert calls == [1, 0, 0, 1, 0]
+
+
+CELL = "facebook/opt-125m,16,4,none,2,2"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--cell", "facebook/opt-125m,0,4,none,2,2"], ["--cell", "facebook/opt-125m,16,1,none,2,2"],
+        ["--cell", "facebook/opt-125m,16,4,none,0,2"], ["--cell", "facebook/opt-125m,16,4,none,4,2"],
+        ["--cell", "facebook/opt-125m,16,4,much,2,2"], ["--cell", "facebook/opt-125m,16,4,0,2,2"],
+        ["--cell", "facebook/opt-125m,2046,4,none,2,2"], ["--cell", "nobody/none,16,4,none,2,2"],
+        ["--cell", "facebook/opt-125m,16"], ["--systems", "ours-h2o", "--cell", CELL],
+        ["--systems", "ours-h2o:nothing", "--cell", CELL], ["--systems", "ours-h2o:2", "--cell", CELL],
+        ["--systems", "theirs", "--cell", CELL], ["--repeats", "-1", "--cell", CELL],
+        ["--limit", "0", "--cell", CELL], ["--limit", "nan", "--cell", CELL],
+        ["--quiet-wait", "-1", "--cell", CELL], ["--threads", "0", "--cell", CELL], ["--grid", "none"],
+    ],
+)  # fmt: skip
+def test_wrong_use_is_one_line_before_anything_runs(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where a cell before it is well."""
+    monkeypatch.setattr(door, "measure", pytest.fail)
+    well = [] if "--cell" not in flags or flags[-1] == CELL else ["--cell", CELL]
+    monkeypatch.setattr(sys, "argv", ["sweep", *flags[:1], *well[1:], *flags[1:], "--results", str(tmp_path / "r")])
+    assert door.main() == 2
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1 and flags[0] in said.err
+    assert said.out == "" and not (tmp_path / "r").exists()
+
+
+def test_without_matplotlib_there_is_a_table_and_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Store(tmp_path / "t.jsonl").add(key(), figures(5.0))
+    monkeypatch.setattr(door, "find_spec", lambda name: None)
+    door._show(Store(tmp_path / "t.jsonl"), tmp_path, "t")
+    assert "flexgen-h2o[plot]" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["t.jsonl", "t.md"]
+
+
+def test_pictures_of_one_point_and_of_failures_alone(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from sweep.plots import draw_all
+
+    failed = vars(key("hf-sdpa")) | {"status": FAILED, "reason": ""}
+    assert draw_all([failed], tmp_path, "t") == []
+    assert len(draw_all([failed, vars(key()) | figures(5.0)], tmp_path, "t")) == 2
+
+
+@pytest.mark.parametrize(
+    ("script", "status", "reason"),
+    [
+        ("echo noise", FAILED, "printed no figures"), ("true", FAILED, "printed no figures"),
+        ("echo '{\"tokens_per_s\": 1}'; echo why >&2", FAILED, "printed no figures; why"),
+        ("printf '\\377\\n'", FAILED, "printed no figures"), ("kill -SEGV $$", FAILED, "exit code -11"),
+        ("kill -9 $$", DOES_NOT_FIT, "exit code -9"), ("sleep 60 & sleep 60", TIMEOUT, "not done after 2 s"),
+    ],
+)  # fmt: skip
+def test_a_peer_that_breaks_is_a_line(script: str, status: str, reason: str, tmp_path: Path) -> None:
+    python = tmp_path / "peers" / "hf" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f"#!/bin/bash\n{script}\n")
+    python.chmod(0o755)
+    setup = Setup(tmp_path / "peers", tmp_path, 1, 2.0 if status == TIMEOUT else 30.0, 0.0)
+    line = measure(setup, System("hf", "sdpa", ("ram",)), Cell("m", 8, 4, "none", (1, 1)), OPT_TINY, 1)
+    assert (line["status"], line["reason"]) == (status, reason)
+
+
+def test_half_an_environment_is_none(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "installed.txt").touch()
+    why = Setup(tmp_path, tmp_path, 1, 1.0, 0.0).missing(System("hf", "sdpa", ("ram",)))
+    assert why is not None and "bench/baselines/hf/setup.sh" in why

@@ -1,0 +1,79 @@
+"""Loops are compiled by another process, once; this one loads what that left on disk."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from flexgen_h2o.kernels import apart, jit
+from flexgen_h2o.kernels.apart import compiled_apart
+
+# Packs a row, and says how often a compiled loop was loaded from disk.
+PACK = """
+import flexgen_h2o, torch
+from flexgen_h2o.kernels import pack_loops
+from flexgen_h2o.kernels.apart import compiled_apart
+from flexgen_h2o.kernels.packed_rows import pack_rows
+
+compiled_apart(pack_rows, torch.zeros(1, 64), 4)
+pack_rows(torch.zeros(1, 64), 4)
+assert len(pack_loops.pack.signatures) == 1
+print(sum(pack_loops.pack.stats.cache_hits.values()))
+"""
+
+
+def _write_nothing() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+
+def loaded_in(cache: Path, disk_is_full: bool = False) -> int:
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", PACK]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False,
+        preexec_fn=_write_nothing if disk_is_full else None,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout)
+
+
+def test_this_process_never_compiles(tmp_path: Path) -> None:
+    assert loaded_in(tmp_path) == 1
+    kept = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nbc")}
+    assert kept
+    assert loaded_in(tmp_path) == 1
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nbc")} == kept
+
+
+def test_where_nothing_can_be_kept_this_process_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit, "is_kept", lambda: False)
+    monkeypatch.setattr(apart, "_call_in_a_process", pytest.fail)
+    calls: list[object] = []
+    compiled_apart(calls.append, 1)
+    assert calls == [1]
+
+
+@pytest.mark.parametrize("executable", ["", "/nowhere/python"])
+def test_where_no_process_starts_this_one_compiles(executable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", executable)
+    calls: list[torch.Tensor] = []
+
+    def call(x: torch.Tensor) -> None:
+        calls.append(x)
+        if len(calls) == 1 and executable:
+            raise apart._NotCompiledError
+
+    monkeypatch.setattr(apart.pickle, "dumps", lambda _: b"")
+    compiled_apart(call, torch.ones(1))
+    assert len(calls) == 1 + bool(executable)
+
+
+def test_a_disk_that_is_full_is_no_failure(tmp_path: Path) -> None:
+    assert loaded_in(tmp_path, disk_is_full=True) == 0
+    assert not list(tmp_path.rglob("*.nbc"))
