@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.config import Policy
-from flexgen_h2o.doors import OneLineParser, check_separate, file_name, positive, run_door
+from flexgen_h2o.doors import OneLineParser, check_separate, count, file_name, positive, run_door
 from flexgen_h2o.engine_flags import (
     PLACEMENT,
     add_engine_flags,
@@ -50,7 +50,7 @@ def _parser() -> OneLineParser:
     add("--input", type=file_name, help="a JSON line a request: OpenAI's batch lines, plain prompts, HELM requests")
     add("--output", type=file_name, help=".jsonl, a line a row as it is done; what is in it is not done again")
     add("--force", action="store_true", help="go on with an output that was begun with other settings")
-    add("--max-errors", type=_count, metavar="N", help="end when more than N rows are errors (no limit)")
+    add("--max-errors", type=count, metavar="N", help="end when more than N rows are errors (no limit)")
     add("--window", type=positive, metavar="ROWS", help="rows that are read ahead and sorted (1024, at least 4 blocks)")
     add(
         "--refill", action=argparse.BooleanOptionalAction, default=True,
@@ -70,12 +70,6 @@ def _parser() -> OneLineParser:
     add_engine_flags(parser)
     add_eviction_flags(parser)
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
-    return int(text)
 
 
 def _run(argv: list[str] | None) -> int:

@@ -152,6 +152,13 @@ def positive(text: str) -> int:
     return value
 
 
+def count(text: str) -> int:
+    """A whole number of at least 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return int(text)
+
+
 def check_plot_library() -> None:
     """UsageError where matplotlib is missing."""
     if find_spec("matplotlib") is None:

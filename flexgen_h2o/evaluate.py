@@ -10,7 +10,16 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.doors import OneLineParser, check_plot_library, check_separate, file_name, flag_of, positive, run_door
+from flexgen_h2o.doors import (
+    OneLineParser,
+    check_plot_library,
+    check_separate,
+    count,
+    file_name,
+    flag_of,
+    positive,
+    run_door,
+)
 from flexgen_h2o.engine_flags import (
     EVICTIONS,
     add_engine_flags,
@@ -81,7 +90,7 @@ def _add_fidelity_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--prompts", type=file_name, help=".txt or .jsonl as flex_opt takes them (default: Python's own sources)")
     add("--num-prompts", type=positive, help=f"text rows ({TEXT_PROMPTS}; of a file all)")
-    add("--recall-prompts", type=_whole, help=f"recall rows ({RECALL_PROMPTS}; 0 with --prompts)")
+    add("--recall-prompts", type=count, help=f"recall rows ({RECALL_PROMPTS}; 0 with --prompts)")
     add("--prompt-len", type=positive, default=256, help="tokens of a prompt (256)")
     add("--gen-len", type=positive, default=96, help="tokens that are followed after it (96)")
     add(
@@ -91,19 +100,14 @@ def _add_fidelity_flags(parser: argparse.ArgumentParser) -> None:
         help="follow the text itself, or the model's own greedy tokens",
     )
     add("--depths", type=positive, default=5, help="places where recall prompts state their pairs (5)")
-    add("--mass-steps", type=_whole, default=12, help="decode steps whose evicted attention is measured (12)")
+    add("--mass-steps", type=count, default=12, help="decode steps whose evicted attention is measured (12)")
     add("--free-run", action="store_true", help="also generate freely: where does the first other token come?")
     add("--resamples", type=positive, default=1000, help="of the bootstrap (1000)")
-    add("--seed", type=_whole, default=0, help="of rows and bootstrap")
+    add("--seed", type=count, default=0, help="of rows and bootstrap")
     add("--keep-mem", default="1GiB", help="RAM for the full cache's logits and attention, beside the budgets (1GiB)")
     add("--json", type=file_name, help="write all figures")
     add("--markdown", type=file_name, help="write the tables that are printed")
     add("--plot", type=file_name, help="write a picture (.png, .svg; needs matplotlib: the extra `plot`)")
-
-
-def _whole(text: str) -> int:
-    """A whole number of at least 0."""
-    return 0 if text == "0" else positive(text)
 
 
 def _run(argv: list[str] | None) -> int:

@@ -23,7 +23,7 @@ from pathlib import Path
 import common
 import torch
 
-from flexgen_h2o.doors import OneLineParser, positive, run_door
+from flexgen_h2o.doors import OneLineParser, count, positive, run_door
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.source import find_checkpoint, find_model
 from flexgen_h2o.units import parse_bytes
@@ -137,7 +137,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         help="cells of your own (rows FIRST - LAST)",
     )
     add("--systems", nargs="+", metavar="NAME", help=f"only these of {', '.join(s.name for s in SYSTEMS)}, ours-h2o:R")
-    add("--repeats", type=_count, help="runs at the best batch (3)")
+    add("--repeats", type=count, help="runs at the best batch (3)")
     add("--again", action="store_true", help="measure what is there once more")
     add("--limit", type=_seconds, metavar="S", help="most seconds of one measurement (1800)")
     add("--quiet-wait", type=_seconds, metavar="S", help="most seconds to wait for quiet cores before each one (60)")
@@ -219,12 +219,6 @@ def _is_ratio(text: str) -> bool:
         return 0 < float(text) <= 1
     except ValueError:
         return False
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
-    return int(text)
 
 
 def _seconds(text: str) -> float:

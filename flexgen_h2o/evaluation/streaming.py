@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.doors import check_separate, file_name, flag_of, positive
+from flexgen_h2o.doors import check_separate, count, file_name, flag_of, positive
 from flexgen_h2o.engine_flags import (
     EVICTIONS,
     add_engine_flags,
@@ -51,7 +51,7 @@ def add_streaming_flags(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"{names} (full h2o); also h2o:positions=rolling",
     )
-    add("--hh-size", type=_whole, metavar="N", help=f"heavy-hitter columns a row ({SIZE})")
+    add("--hh-size", type=count, metavar="N", help=f"heavy-hitter columns a row ({SIZE})")
     add("--recent-size", type=positive, metavar="N", help=f"recent columns a row ({SIZE})")
     add("--positions", choices=("original", "rolling"), help="of all policies but full (original)")
     add("--turns", type=file_name, help=".jsonl with MT-bench's questions, or prompts as flex_opt takes them")
@@ -76,15 +76,10 @@ def add_streaming_flags(parser: argparse.ArgumentParser) -> None:
     add("--enable_position_rolling", dest="positions", action="store_const", const="rolling", **hidden)
     add("--num_heavy_hitter_tokens", dest="heavy_of_window", type=int, **hidden)
     add("--num_window_length", dest="window", type=positive, **hidden)
-    add("--heavy_hitter_size", dest="hh_size", type=_whole, **hidden)
+    add("--heavy_hitter_size", dest="hh_size", type=count, **hidden)
     add("--recent_size", dest="recent_size", type=positive, **hidden)
-    add("--start_size", dest="sinks", type=_whole, **hidden)
+    add("--start_size", dest="sinks", type=count, **hidden)
     parser.set_defaults(run=run_streaming)
-
-
-def _whole(text: str) -> int:
-    """A whole number of at least 0."""
-    return 0 if text == "0" else positive(text)
 
 
 def run_streaming(args: argparse.Namespace) -> int:
@@ -201,9 +196,9 @@ def _texts(args: argparse.Namespace, llm: LLM, cases: Sequence[Case]) -> dict[st
     from flexgen_h2o.kvcache.eviction.rolling import most_new_tokens
 
     own, windows = args.text == "", args.windows or WINDOWS
-    count = args.streams or (OWN_STREAMS if own else 1)
+    stretches = args.streams or (OWN_STREAMS if own else 1)
     length = args.stream_len or (OWN_STREAM_LEN if own else None)
-    streams = streams_of(text_of(None if own else args.text, llm.model), count, length)
+    streams = streams_of(text_of(None if own else args.text, llm.model), stretches, length)
     size, spec = len(streams[0]), llm.model.spec
     if windows >= size:
         raise UsageError(f"--windows {windows}: a stream has {size} tokens; ask for fewer")
@@ -218,7 +213,7 @@ def _texts(args: argparse.Namespace, llm: LLM, cases: Sequence[Case]) -> dict[st
         found.append(measure(llm, case, streams, windows, args.seed))
         print(f"evaluate: {_title(case)}: NLL {found[-1]['nll']['value']:.3f}", file=sys.stderr, flush=True)
     print(text_tables(found, llm.model.name, llm.dtype))
-    settings = {"text": None if own else str(args.text), "streams": count, "stream_len": size, "windows": windows}
+    settings = {"text": None if own else str(args.text), "streams": stretches, "stream_len": size, "windows": windows}
     return {"settings": {**settings, "seed": args.seed}, "policies": found}
 
 
