@@ -15,7 +15,11 @@ def int8_sizes(spec: ModelSpec, tokens: int) -> dict[str, int]:
     tensors = chain(spec.embedding, *spec.attention, *spec.mlp, spec.head)
     shapes = [t.shape for t in tensors if len(t.shape) == 2]
     outer, inner = (max(sizes) for sizes in zip(*shapes, strict=True))
-    rows = min(TOKEN_CHUNK, tokens)
+    return product_sizes(min(TOKEN_CHUNK, tokens), inner, outer)
+
+
+def product_sizes(rows: int, inner: int, outer: int) -> dict[str, int]:
+    """By name, for `rows` inputs and matrices of at most (outer, inner)."""
     sizes = {
         "int8 inputs": rows * inner,
         "int8 input scales": rows * 4,

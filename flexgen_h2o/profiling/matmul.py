@@ -18,7 +18,7 @@ from flexgen_h2o.kernels.int8_blocked import block_int8_rows
 from flexgen_h2o.kernels.int8_rows import Int8Rows, pack_int8_rows
 from flexgen_h2o.kernels.linear import RowParts, linear
 from flexgen_h2o.kernels.workspace import Workspace
-from flexgen_h2o.limits import INT8_TILE
+from flexgen_h2o.planner.int8_sizes import product_sizes
 from flexgen_h2o.profile import AS_FAST, Curve
 from flexgen_h2o.profile import Products as Rates
 from flexgen_h2o.profiling.bench import Bench, Call
@@ -144,11 +144,7 @@ class Products:
         return [tuple(Int8Rows(part, inner, workspace) for part in block_int8_rows(rows)) for rows in memory]
 
     def _int8_workspace(self, inner: int, outer: int) -> Workspace:
-        rows = self._bench.sizes.rows[-1]
-        sizes = {
-            "int8 inputs": rows * inner, "int8 input scales": 4 * rows, "int8 weight scales": 4 * outer,
-            "int8 sums": 4 * min(rows * outer, INT8_TILE),
-        }  # fmt: skip
+        sizes = product_sizes(self._bench.sizes.rows[-1], inner, outer)
         return Workspace(self._bench.empty(torch.uint8, sum(sizes.values())), sizes, self._pool.dtype)
 
 
