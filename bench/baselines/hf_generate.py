@@ -25,23 +25,29 @@ def torch_dtype(request: Request) -> torch.dtype:
     return found
 
 
-def generate(model: Any, request: Request, meter: Meter, before: Any = None) -> dict[str, Any]:
-    """Greedy generation of the whole batch, warmed up by one short row. `before` runs just before the timed part."""
-    _generate(model, request.prompts(1, WARM_UP_PROMPT), WARM_UP_TOKENS, [], request.device)
+def generate(
+    model: Any, request: Request, meter: Meter, before: Any = None, cache: str | None = None
+) -> dict[str, Any]:
+    """Greedy generation of the whole batch, warmed up by one short row.
+
+    before: runs just before the timed part. cache: generate's `cache_implementation`; None is its own choice, a cache
+    that grows by a column a step.
+    """
+    _generate(model, request.prompts(1, WARM_UP_PROMPT), WARM_UP_TOKENS, [], request.device, cache)
     prompts = request.prompts()
     if before is not None:
         before()
     meter.begin()
-    _generate(model, prompts, request.gen_len, [_Marks(meter)], request.device)
+    _generate(model, prompts, request.gen_len, [_Marks(meter)], request.device, cache)
     return meter.result(request.rows, request.gen_len)
 
 
 def _generate(
-    model: Any, prompts: list[list[int]], gen_len: int, criteria: list[StoppingCriteria], device: str
+    model: Any, prompts: list[list[int]], gen_len: int, criteria: list[StoppingCriteria], device: str, cache: str | None
 ) -> None:  # fmt: skip
     config = GenerationConfig(
         max_new_tokens=gen_len, min_new_tokens=gen_len, do_sample=False, use_cache=True,
-        eos_token_id=None, pad_token_id=1, bos_token_id=2,
+        eos_token_id=None, pad_token_id=1, bos_token_id=2, cache_implementation=cache,
     )  # fmt: skip
     ids = torch.tensor(prompts, device=device)
     with torch.inference_mode():

@@ -1,4 +1,8 @@
-"""Hugging Face generate, all in RAM or on the card. Variants: sdpa, eager (its two attentions; the better counts)."""
+"""Hugging Face generate, all in RAM or on the card.
+
+Variants: sdpa, eager (its two attentions), each with -static (a KV cache allocated once instead of one that grows: no
+copy of it a step, but attention also over columns that are still empty); the best counts.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +20,19 @@ def measure(request: Request, meter: Meter) -> dict[str, Any]:
     from hf_generate import generate, torch_dtype
     from transformers import AutoModelForCausalLM
 
+    attention, _, cache = request.variant.partition("-")
     torch.set_num_threads(request.threads)
     model = (
         AutoModelForCausalLM.from_pretrained(
-            request.model_dir, dtype=torch_dtype(request), attn_implementation=request.variant
+            request.model_dir, dtype=torch_dtype(request), attn_implementation=attention
         )
         .eval()
         .to(request.device)
     )
-    return generate(model, request, meter) | {"setting": {"attention": request.variant}}
+    return generate(model, request, meter, cache=cache or None) | {
+        "setting": {"attention": attention, "cache": cache or "dynamic"}
+    }
 
 
 if __name__ == "__main__":
-    sys.exit(main(measure, ("sdpa", "eager"), ("torch", "transformers")))
+    sys.exit(main(measure, ("sdpa", "eager", "sdpa-static", "eager-static"), ("torch", "transformers")))
