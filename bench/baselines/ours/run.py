@@ -54,12 +54,12 @@ def variant_flags(variant: str) -> list[str]:
 def flexgen_flags(rows: int, fits: bool) -> Iterator[list[str]]:
     """FlexGen's published policies as flags, the next one for when the one before does not fit.
 
-    fits: the weights fit the budget; then the policy for a model that fits its device, sequential and one micro-batch.
-    Else that for OPT-175B, overlapped as FlexGen overlaps. On a CPU the device is the host: their shares add up.
+    fits: the weights fit the budget; then first the policy for a model that fits its device, sequential and one
+    micro-batch. Then those for OPT-175B, overlapped as FlexGen overlaps, which also serve weights that fit beside
+    buffers or KV that do not. On a CPU the device is the host: their shares add up.
     """
     if fits:
         yield [*_policy_flags(rows, 1, (100, 0, 100, 0, 100, 0)), "--overlap", "false"]
-        return
     batches = min(rows, SPILLING_MICRO_BATCHES)
     for weights in SPILLING_WEIGHTS:
         yield [*_policy_flags(-(-rows // batches), batches, (0, weights, 0, 0, 0, 100)), "--overlap", "true"]

@@ -326,6 +326,9 @@ def test_flexgen_like_spills_when_the_weights_do_not_fit() -> None:
     assert first[:4] == ["--gpu-batch-size", "3", "--num-gpu-batches", "8"]
     assert first[5:11] == ["0", "50", "0", "0", "0", "100"]
     assert second[5:11] == ["0", "40", "0", "0", "0", "100"]
+    in_ram, *others = ours.flexgen_flags(20, fits=True)
+    assert in_ram[5:11] == ["100", "0", "100", "0", "100", "0"]
+    assert others == list(ours.flexgen_flags(20, fits=False))
 
 
 @pytest.mark.parametrize(("flags", "code"), [(("--variant", "h2o:7"), 2), (("--budget", "1000"), 3)])
