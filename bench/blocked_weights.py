@@ -18,7 +18,7 @@ from pathlib import Path
 import common
 import torch
 
-from flexgen_h2o.doors import OneLineParser, positive, run_door
+from flexgen_h2o.doors import OneLineParser, positive
 from flexgen_h2o.errors import FlexgenError
 from flexgen_h2o.kernels.blocked_rows import BlockedRows, block_rows
 from flexgen_h2o.limits import TOKEN_CHUNK
@@ -31,11 +31,7 @@ ROWS = (1, 4, 8, 16, 32, 64, 128, 256, 512, TOKEN_CHUNK)
 
 
 def main() -> int:
-    return run_door("blocked_weights", _run, None)
-
-
-def _run(argv: list[str] | None) -> int:
-    args = _parse(argv)
+    args = _parse()
     hidden = args.hidden
     sizes = replace(HOST, widths=(hidden,), hidden=(hidden,), heads=(), rows=ROWS, figure_s=args.figure_s)
     bench = Bench(HostDevice(), sizes)
@@ -76,15 +72,15 @@ def _pair(bench: Bench, products: Products, rows: int, inner: int, outer: int) -
     }  # fmt: skip
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
+def _parse() -> argparse.Namespace:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--hidden", type=positive, default=2048, help="width of the model (2048: OPT-1.3B)")
     add("--figure-s", type=float, default=0.6, help="seconds for each figure (0.6)")
     add("--quiet-wait", type=float, default=120.0, metavar="S", help="most seconds to wait for quiet cores (120)")
     add("--output", type=Path, help="also write the JSON object here")
-    return parser.parse_args(argv)
+    return parser.parse_args()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(common.door(main))

@@ -26,7 +26,7 @@ from typing import Any
 import common
 
 from flexgen_h2o.config import MemoryBudget, Policy
-from flexgen_h2o.doors import OneLineParser, positive, run_door
+from flexgen_h2o.doors import OneLineParser, positive
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.report import RunReport
 from flexgen_h2o.sampling import SamplingParams
@@ -72,11 +72,7 @@ CLAIMS = {
 
 
 def main() -> int:
-    return run_door("compare_policies", _run, None)
-
-
-def _run(argv: list[str] | None) -> int:
-    args = _parse(argv)
+    args = _parse()
     speeds: dict[str, dict[str, list[float]]] = {
         name: {phase: [] for phase in PHASES} for name in CLAIMS[args.claim].policies
     }
@@ -100,7 +96,7 @@ def _run(argv: list[str] | None) -> int:
     return 0
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
+def _parse() -> argparse.Namespace:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("claim", choices=CLAIMS)
     common.add_flags(parser, "facebook/opt-1.3b", None)
@@ -109,7 +105,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--prompt-len", type=positive)
     add("--gen-len", type=positive)
     add("--repeats", type=positive, default=5)
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     for name in ("rows", "prompt_len", "gen_len"):
         if getattr(args, name) is None:
             setattr(args, name, getattr(CLAIMS[args.claim], name))
@@ -157,4 +153,4 @@ def _result(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(common.door(main))

@@ -17,17 +17,13 @@ from typing import Any
 import common
 
 from flexgen_h2o.config import MemoryBudget, Policy
-from flexgen_h2o.doors import OneLineParser, positive, run_door
+from flexgen_h2o.doors import OneLineParser, positive
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.planner.need import AutoPolicy
 
 
 def main() -> int:
-    return run_door("measured_run", _run, None)
-
-
-def _run(argv: list[str] | None) -> int:
-    args = _parse(argv)
+    args = _parse()
     stages = {"imported": common.memory_status()}
     rows = args.gpu_batch_size * args.num_gpu_batches
     if args.percent is None:
@@ -47,7 +43,7 @@ def _run(argv: list[str] | None) -> int:
     return 0
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
+def _parse() -> argparse.Namespace:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     common.add_flags(parser, "facebook/opt-1.3b", "1GiB")
     add = parser.add_argument
@@ -60,7 +56,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--overlap", type=int, choices=(0, 1), default=1)
     add("--prompt-len", type=positive, default=128)
     add("--sweeps", type=positive, default=8, help="prefill and decode sweeps to run (8)")
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     args.overlap = bool(args.overlap)
     return args
 
@@ -86,4 +82,4 @@ def _result(llm: LLM, rows: int, marks: list[common.Mark]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(common.door(main))

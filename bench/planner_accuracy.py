@@ -24,7 +24,7 @@ import common
 import torch
 
 from flexgen_h2o.config import MemoryBudget, Policy
-from flexgen_h2o.doors import OneLineParser, positive, run_door
+from flexgen_h2o.doors import OneLineParser, positive
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
 from flexgen_h2o.llm import LLM
@@ -110,11 +110,7 @@ CASES = (
 
 
 def main() -> int:
-    return run_door("planner_accuracy", _run, None)
-
-
-def _run(argv: list[str] | None) -> int:
-    args = _parse(argv)
+    args = _parse()
     chosen = [c for c in CASES if not args.cases or any(part in c.name for part in args.cases)]
     if not chosen:
         raise UsageError(f"--cases: none matches; there are: {'; '.join(c.name for c in CASES)}")
@@ -132,7 +128,7 @@ def _run(argv: list[str] | None) -> int:
     return 0
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
+def _parse() -> argparse.Namespace:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     common.add_flags(parser, None, "14GiB")
     parser.add_argument("--cases", nargs="+", metavar="TEXT", help="only those with TEXT in their name")
@@ -143,7 +139,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--repeats", type=positive, default=1, help="runs of each case; the median of each phase counts (1)"
     )
-    return parser.parse_args(argv)
+    return parser.parse_args()
 
 
 def _profile(args: argparse.Namespace) -> HardwareProfile:
@@ -240,4 +236,4 @@ def _spread(values: list[float]) -> str:
 
 if __name__ == "__main__":
     torch.set_grad_enabled(False)
-    sys.exit(main())
+    sys.exit(common.door(main))

@@ -21,7 +21,7 @@ from typing import Any
 import common
 
 from flexgen_h2o.config import MemoryBudget, Policy
-from flexgen_h2o.doors import OneLineParser, positive, run_door
+from flexgen_h2o.doors import OneLineParser, positive
 from flexgen_h2o.engine_flags import as_flags
 from flexgen_h2o.errors import DoesNotFitError, UsageError
 from flexgen_h2o.eviction_need import need_of
@@ -74,11 +74,7 @@ THREE_TIERS = tuple(
 
 
 def main() -> int:
-    return run_door("policy_grid", _run, None)
-
-
-def _run(argv: list[str] | None) -> int:
-    args = _parse(argv)
+    args = _parse()
     common.wait_for_quiet(args.quiet_wait)
     if args.hardware is None:
         hardware = measure("cpu", Path(args.offload_dir), lambda line: None, dtypes=("bfloat16",))
@@ -90,13 +86,13 @@ def _run(argv: list[str] | None) -> int:
     return 0
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
+def _parse() -> argparse.Namespace:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     common.add_flags(parser, None, None)
     parser.add_argument("--workloads", type=int, nargs="+", choices=(1, 2, 3), default=(1, 2, 3))
     parser.add_argument("--hardware", metavar="FILE", help="a profile of this machine (one is measured)")
     parser.add_argument("--policies", type=positive, default=20, help="of the grid that are run (20)")
-    return parser.parse_args(argv)
+    return parser.parse_args()
 
 
 def _compare(work: Workload, hardware: HardwareProfile, args: argparse.Namespace) -> dict[str, Any]:
@@ -172,4 +168,4 @@ def _fits(work: Workload, policy: Policy) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(common.door(main))

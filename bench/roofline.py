@@ -23,7 +23,7 @@ import common
 import torch
 
 from flexgen_h2o.config import MemoryBudget, Policy
-from flexgen_h2o.doors import OneLineParser, positive, run_door
+from flexgen_h2o.doors import OneLineParser, positive
 from flexgen_h2o.engine_flags import as_flags
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.planner.roofline import Peak, RunWork, roofline
@@ -50,18 +50,14 @@ CASES = (Case("facebook/opt-1.3b", 256, 2), Case("facebook/opt-6.7b", 128, 1))
 
 
 def main() -> int:
-    return run_door("roofline", _run, None)
-
-
-def _run(argv: list[str] | None) -> int:
-    args = _parse(argv)
+    args = _parse()
     cases = CASES if args.model is None else (Case(args.model, args.rows, args.num_gpu_batches),)
     found = [_measure(case, args) for case in cases]
     common.finish({"benchmark": "roofline", "runs": found}, args.output)
     return 0
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
+def _parse() -> argparse.Namespace:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     common.add_flags(parser, None, None)
     add = parser.add_argument
@@ -71,7 +67,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--prompt-len", type=positive, default=64)
     add("--gen-len", type=positive, default=64)
     add("--repeats", type=positive, default=2)
-    return parser.parse_args(argv)
+    return parser.parse_args()
 
 
 class Probed:
@@ -145,4 +141,4 @@ def _facts(report: RunReport, probed: Probed) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(common.door(main))

@@ -22,7 +22,7 @@ import common
 from cut_model import cut_model
 
 from flexgen_h2o.config import MemoryBudget, Policy
-from flexgen_h2o.doors import OneLineParser, positive, run_door
+from flexgen_h2o.doors import OneLineParser, positive
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.planner.need import AutoPolicy
 from flexgen_h2o.profiling.measure import measure
@@ -61,11 +61,7 @@ class Found:
 
 
 def main() -> int:
-    return run_door("scaling", _run, None)
-
-
-def _run(argv: list[str] | None) -> int:
-    args = _parse(argv)
+    args = _parse()
     args.profile = args.hardware or measure("cpu", args.offload_dir, lambda line: None, dtypes=("bfloat16",))
     axes: dict[str, Any] = {}
     for axis in args.axes:
@@ -95,7 +91,7 @@ def _run(argv: list[str] | None) -> int:
     return 0
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
+def _parse() -> argparse.Namespace:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     common.add_flags(parser, "facebook/opt-1.3b", None)
     add = parser.add_argument
@@ -105,7 +101,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--repeats", type=positive, default=3)
     add("--hardware", help="a profile's file or name, instead of measuring")
     add("--plot", type=Path, help="PNG to draw")
-    return parser.parse_args(argv)
+    return parser.parse_args()
 
 
 def _measure(args: argparse.Namespace, point: Point) -> RunReport:
@@ -160,4 +156,4 @@ def _draw(result: dict[str, Any], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(common.door(main))
