@@ -48,6 +48,15 @@ def block_rows(rows: torch.Tensor) -> tuple[torch.Tensor | BlockedRows, ...]:
     return blocked if end == len(rows) else (*blocked, rows[end:])
 
 
+def product(x: torch.Tensor, part: BlockedRows, bias: torch.Tensor | None, epilogue: str = "none") -> torch.Tensor:
+    """x W^T + bias, or with the epilogue "relu" relu of it, in memory of its own: (rows, n).
+
+    x: (rows, columns), rows at most TOKEN_CHUNK, bias: (n,). Rounded once; relu before rounding is relu after it.
+    """
+    found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, part.opaque, bias, epilogue, [], "")
+    return found
+
+
 def multiply(
     x: torch.Tensor, part: BlockedRows, bias: torch.Tensor | None, out: torch.Tensor, adds: bool = False
 ) -> None:
@@ -56,13 +65,13 @@ def multiply(
     Rounded as linear.py's products with rows in order are: once, and where it adds to what is there once more for the
     bias. So it is no matter to the result which rows of a matrix are blocked.
     """
-    product = torch.ops.mkldnn._linear_pointwise
+    add = torch.ops.mkldnn._linear_pointwise.binary
     for start in range(0, len(x), TOKEN_CHUNK):
         some, there = x[start : start + TOKEN_CHUNK], out[start : start + TOKEN_CHUNK]
         if not adds:
-            there.copy_(product(some, part.opaque, bias, "none", [], ""))
+            there.copy_(product(some, part, bias))
             continue
-        there.copy_(product.binary(some, there.contiguous(), part.opaque, None, "add"))
+        there.copy_(add(some, there.contiguous(), part.opaque, None, "add"))
         if bias is not None:
             there.add_(bias)
 
@@ -98,6 +107,9 @@ def _works() -> bool:
         if isinstance(part, torch.Tensor) or torch.ops.mkldnn.data_ptr(part.opaque) != rows.data_ptr():
             return False
         multiply(x.bfloat16(), part, bias.bfloat16(), out)
+        relu = product(x.bfloat16(), part, bias.bfloat16(), "relu")
+        if not torch.equal(relu, torch.relu(out)):
+            return False
         multiply(x.bfloat16(), part, None, out, adds=True)
     except (AttributeError, OSError, RuntimeError, TypeError, ValueError):  # gone, renamed, or not for this CPU
         return False

@@ -14,6 +14,7 @@ import torch
 from flexgen_h2o.kernels import blocked_rows, int8_rows
 from flexgen_h2o.kernels.blocked_rows import BlockedRows
 from flexgen_h2o.kernels.int8_rows import Int8Rows
+from flexgen_h2o.limits import TOKEN_CHUNK
 
 RowParts = tuple[torch.Tensor | BlockedRows | Int8Rows, ...]
 
@@ -22,6 +23,16 @@ def linear(x: torch.Tensor, weight: RowParts, bias: torch.Tensor | None, out: to
     """out = x W^T + bias. x: (rows, in), weight parts: (out_i, in), bias: (out,), out: (rows, sum out_i)."""
     linear_each(x, ((weight, bias, out),))
     return out
+
+
+def linear_relu(x: torch.Tensor, weight: RowParts, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+    """relu(x W^T + bias), the shapes as of `linear`, in `out` or in memory of the product's own.
+
+    A matrix that is one blocked part makes it in a single pass; a copy into `out` would be another.
+    """
+    if len(weight) == 1 and isinstance(weight[0], BlockedRows) and len(x) <= TOKEN_CHUNK:
+        return blocked_rows.product(x, weight[0], bias, "relu")
+    return torch.relu_(linear(x, weight, bias, out))
 
 
 def linear_each(x: torch.Tensor, maps: Sequence[tuple[RowParts, torch.Tensor | None, torch.Tensor]]) -> None:

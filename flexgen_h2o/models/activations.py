@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.kernels.gated import silu_gated
+from flexgen_h2o.kernels.linear import RowParts, linear, linear_relu
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
@@ -19,6 +20,15 @@ ACTIVATIONS: dict[str, Activation] = {
     "relu": torch.relu_, "gelu": F.gelu, "gelu_new": _TANH_GELU, "gelu_fast": _TANH_GELU,
     "gelu_pytorch_tanh": _TANH_GELU, "silu": partial(F.silu, inplace=True),
 }  # fmt: skip
+
+
+def activated(
+    name: str, x: torch.Tensor, weight: RowParts, bias: torch.Tensor | None, out: torch.Tensor
+) -> torch.Tensor:
+    """activation(x W^T + bias), (rows, sum out_i), in `out` or elsewhere; the shapes as of kernels.linear.linear."""
+    if name == "relu":
+        return linear_relu(x, weight, bias, out)
+    return ACTIVATIONS[name](linear(x, weight, bias, out))
 
 
 def gated(name: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from flexgen_h2o.errors import UsageError
 from flexgen_h2o.kernels.linear import add_linear, linear, lookup, optional_vector, vector
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import Attend, Weights
-from flexgen_h2o.models.activations import ACTIVATIONS, check_activation
+from flexgen_h2o.models.activations import activated, check_activation
 from flexgen_h2o.models.chunks import token_chunks
 from flexgen_h2o.models.fields import end_tokens, linear_tensors, read_positive, read_sizes
 from flexgen_h2o.models.rope import read_rotary
@@ -139,10 +139,9 @@ def head(spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> torch.T
 
 def _add_mlp(spec: ModelSpec, w: Weights, x: torch.Tensor, inputs: torch.Tensor, ws: Workspace) -> None:
     """x += dense_4h_to_h(activation(dense_h_to_4h(inputs))). x, inputs: (tokens of a chunk, hidden)."""
-    out = ws.get("ffn", len(x), spec.ffn_size)
-    inner = linear(inputs, w["dense_h_to_4h.weight"], _bias(w, "dense_h_to_4h"), out)
-    activation = ACTIVATIONS[spec.option("activation")]
-    add_linear(x, activation(inner), w["dense_4h_to_h.weight"], _bias(w, "dense_4h_to_h"))
+    wide, activation = ws.get("ffn", len(x), spec.ffn_size), spec.option("activation")
+    inner = activated(activation, inputs, w["dense_h_to_4h.weight"], _bias(w, "dense_h_to_4h"), wide)
+    add_linear(x, inner, w["dense_4h_to_h.weight"], _bias(w, "dense_4h_to_h"))
 
 
 def _norm(spec: ModelSpec, w: Weights, name: str, x: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from flexgen_h2o.errors import UsageError
 from flexgen_h2o.kernels.linear import add_linear, linear, linear_each, lookup, optional_vector
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import Attend, Weights
-from flexgen_h2o.models.activations import ACTIVATIONS, check_activation
+from flexgen_h2o.models.activations import activated, check_activation
 from flexgen_h2o.models.chunks import token_chunks
 from flexgen_h2o.models.fields import end_tokens, read_sizes
 
@@ -149,11 +149,12 @@ def attention(spec: ModelSpec, w: Weights, x: torch.Tensor, attend: Attend, ws: 
 
 def mlp(spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> None:
     """x += fc2(activation(fc1(x))), the norm before or after as in `attention`. x: (tokens, hidden)."""
-    pre_norm, activation = spec.option("pre_norm"), ACTIVATIONS[spec.option("activation")]
+    pre_norm, activation = spec.option("pre_norm"), spec.option("activation")
     for a, b in token_chunks(len(x)):
         inputs = _norm(w, "final_layer_norm", x[a:b]) if pre_norm else x[a:b]
-        inner = linear(inputs, w["fc1.weight"], _bias(w, "fc1"), ws.get("ffn", b - a, spec.ffn_size))
-        add_linear(x[a:b], activation(inner), w["fc2.weight"], _bias(w, "fc2"))
+        wide = ws.get("ffn", b - a, spec.ffn_size)
+        inner = activated(activation, inputs, w["fc1.weight"], _bias(w, "fc1"), wide)
+        add_linear(x[a:b], inner, w["fc2.weight"], _bias(w, "fc2"))
         if not pre_norm:
             x[a:b] = _norm(w, "final_layer_norm", x[a:b])
 

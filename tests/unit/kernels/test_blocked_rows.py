@@ -9,7 +9,7 @@ import torch
 
 from flexgen_h2o.kernels import blocked_rows
 from flexgen_h2o.kernels.blocked_rows import BlockedRows, block_rows, multiply
-from flexgen_h2o.kernels.linear import RowParts, add_linear, linear
+from flexgen_h2o.kernels.linear import RowParts, add_linear, linear, linear_relu
 from flexgen_h2o.limits import BLOCK_CHUNK, BLOCK_ROWS, TOKEN_CHUNK
 
 SHAPES = [(64, 64), (192, 128), (128, 1024), (1024, 320)]
@@ -52,6 +52,21 @@ def test_products(shape: tuple[int, int], n: int, has_bias: bool) -> None:
     total = before.clone()
     multiply(x, part, bias, total, adds=True)
     check(total, want + before.float())
+
+
+@needs_blocking
+@pytest.mark.parametrize("n", [1, 33, TOKEN_CHUNK + 1])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_relu_within_a_product_is_that_after_it(has_bias: bool, n: int) -> None:
+    """To the bit, whichever way it takes: one part within a pass, or more of them, or too many rows, into `out`."""
+    x, weight, bias = normal(n, 128), normal(192, 128), normal(192) if has_bias else None
+    want = torch.relu(linear(x, block_rows(weight.clone()), bias, torch.empty(n, 192, dtype=torch.bfloat16)))
+    assert (want == 0).any() and (want > 0).any()
+    for parts in (block_rows(weight.clone()), (*block_rows(weight[:64].clone()), *block_rows(weight[64:].clone()))):
+        out = torch.full((n, 192), torch.nan, dtype=torch.bfloat16)
+        found = linear_relu(x, parts, bias, out)
+        assert torch.equal(found, want)
+        assert bool(out.isnan().all()) == (len(parts) == 1 and n <= TOKEN_CHUNK)
 
 
 @needs_blocking
