@@ -1,7 +1,8 @@
 """Rows of a bf16 matrix in oneDNN's blocked layout, in which a CPU multiplies them faster than in order.
 
 The values are the same, and so is their place: rows are blocked where they lie, some at a time, so that neither the
-memory plan nor whoever owns the memory sees a difference. Products make a tensor of their own, which is copied.
+memory plan nor whoever owns the memory sees a difference. Products make a tensor of their own, which is copied where
+it is not used as it is.
 
 The operations are private ones of torch: those that compiled models call, and of its C interface for such models the
 one that makes a tensor of memory. They are tried once; where they are missing or differ, rows stay as they are.
