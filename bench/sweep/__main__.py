@@ -49,7 +49,7 @@ class Sweep:
         print(f"\n== {cell.name}", flush=True)
         ready = []
         for system in systems:
-            why = self.setup.missing(system)
+            why = system.misfit(cell.kind) or self.setup.missing(system)
             if why:
                 print(f"{system.name}: skipped, {why}", flush=True)
             else:
@@ -172,7 +172,7 @@ def _cells(args: argparse.Namespace) -> list[tuple[Cell, tuple[System, ...]]]:
     if args.systems is None:
         return cells
     chosen = tuple(_read_system(name) for name in args.systems)
-    return [(cell, tuple(s for s in chosen if cell.kind in s.kinds)) for cell, _ in cells]
+    return [(cell, chosen) for cell, _ in cells]
 
 
 def _read_cell(text: str) -> Cell:

@@ -105,6 +105,21 @@ def test_a_peer_that_breaks_is_a_line(script: str, status: str, reason: str, tmp
     assert (line["status"], line["reason"]) == (status, reason)
 
 
+def test_a_system_of_another_kind_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was asked for, so the sweep says why it is not there."""
+    monkeypatch.setattr(door, "measure", pytest.fail)
+    asked = {"none": "accelerate-disk", "third": "hf-eager"}
+    for budget, name in asked.items():
+        flags = ["--cell", f"facebook/opt-125m,16,4,{budget},2,2", "--systems", name, "--results", str(tmp_path)]
+        monkeypatch.setattr(sys, "argv", ["sweep", *flags])
+        assert door.main() == 0
+    said = capsys.readouterr().out.splitlines()
+    assert "accelerate-disk: skipped, it is for a budget" in said
+    assert "hf-eager: skipped, it runs all in RAM only" in said
+
+
 def test_half_an_environment_is_none(tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "installed.txt").touch()
