@@ -60,12 +60,19 @@ def door(main: Callable[[], int | None]) -> int:
 
 
 def finish(result: dict[str, Any], output: Path | None) -> None:
-    """Print the result as the last line of stdout, and write it where --output says."""
+    """Print the result as the last line of stdout, then write it where --output says. UsageError: it cannot be written.
+
+    Printed first: minutes of measuring shall not be lost to a wrong path.
+    """
     whole = {**result, "machine": machine_facts(), "command": [Path(sys.argv[0]).name, *sys.argv[1:]]}
-    if output is not None:
+    print(json.dumps(whole), flush=True)
+    if output is None:
+        return
+    try:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(whole, indent=2) + "\n")
-    print(json.dumps(whole), flush=True)
+    except OSError as error:
+        raise UsageError(f"--output {output}: cannot be written ({error.strerror}); the result is printed") from error
 
 
 def machine_facts() -> dict[str, Any]:
