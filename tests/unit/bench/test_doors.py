@@ -46,3 +46,13 @@ def test_a_value_that_cannot_be(
     assert run(name, flags, monkeypatch) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and flags[0] in said
+
+
+def test_a_picture_asks_for_matplotlib_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("flexgen_h2o.doors.find_spec", lambda name: None)
+    monkeypatch.setattr("flexgen_h2o.profiling.measure.measure", pytest.fail)
+    assert run("scaling", ["--plot", str(tmp_path / "x.png")], monkeypatch) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "flexgen-h2o[plot]" in said
