@@ -54,6 +54,13 @@ def add_flags(parser: argparse.ArgumentParser, model: str | None, host_mem: str 
     add("--output", type=Path, help="also write the JSON object here")
 
 
+def decoded(text: str) -> int:
+    """--gen-len of a benchmark that divides by what decoding takes: the first new token comes from the prefill."""
+    if not text.isdecimal() or int(text) < 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 2, since decoding is measured")
+    return int(text)
+
+
 def door(main: Callable[[], int | None]) -> int:
     """`main` as a command line: what is wrong in one line, and the package's exit codes."""
     return run_door(Path(sys.argv[0]).stem, lambda _: main() or 0, None)

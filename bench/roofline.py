@@ -65,7 +65,7 @@ def _parse() -> argparse.Namespace:
     add("--rows", type=positive, default=256, help="of a micro-batch, with --model (256)")
     add("--num-gpu-batches", type=positive, default=1, help="with --model (1)")
     add("--prompt-len", type=positive, default=64)
-    add("--gen-len", type=positive, default=64)
+    add("--gen-len", type=common.decoded, default=64)
     add("--repeats", type=positive, default=2)
     return parser.parse_args()
 

@@ -96,7 +96,7 @@ def _parse() -> argparse.Namespace:
     common.add_flags(parser, "facebook/opt-1.3b", None)
     add = parser.add_argument
     add("--layers", type=positive, default=4, help="transformer blocks of the cut model (4)")
-    add("--gen-len", type=positive, default=9)
+    add("--gen-len", type=common.decoded, default=9)
     add("--axes", nargs="+", choices=AXES, default=list(AXES))
     add("--repeats", type=positive, default=3)
     add("--hardware", help="a profile's file or name, instead of measuring")

@@ -37,7 +37,8 @@ def test_a_flag_that_does_not_exist(
         ("io_bandwidth", ["--repeats", "0"]), ("overlap", ["--sweeps", "-1"]), ("scale", ["--gpu-batch-size", "x"]),
         ("share_prefix", ["--repeats", "0"]), ("refill", ["--rows", "0"]),
         ("memory_budget", ["--model", "nobody/none"]), ("h2o_vs_full", ["--model", "nobody/none", "ram"]),
-        ("huge_pages", ["--model", "nobody/none"]),
+        ("huge_pages", ["--model", "nobody/none"]), ("compare_policies", ["--gen-len", "1", "int8"]),
+        ("roofline", ["--gen-len", "1"]), ("h2o_vs_full", ["--gen-len", "1", "ram"]), ("scaling", ["--gen-len", "x"]),
     ],
 )  # fmt: skip
 def test_a_value_that_cannot_be(
