@@ -57,3 +57,15 @@ def test_a_picture_asks_for_matplotlib_before_anything_is_measured(
     assert run("scaling", ["--plot", str(tmp_path / "x.png")], monkeypatch) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "flexgen-h2o[plot]" in said
+
+
+@pytest.mark.parametrize("content", [None, b"# no JSON\n", b"[1]\n", b'{"article": "x"}\n', b"\xff\n", b""])
+def test_articles_that_cannot_be_read(
+    content: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "articles.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    assert run("xsum_job", ["--input", str(path)], monkeypatch) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and f"--input {path}: " in said
