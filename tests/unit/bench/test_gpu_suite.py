@@ -104,6 +104,13 @@ def test_a_damaged_state_is_named(tmp_path: Path) -> None:
     assert run([step("one", "", tmp_path)], tmp_path, again=True) == {"one": DONE}
 
 
+@pytest.mark.parametrize("state", ["[1]", "1", '{"auto": 1}', '{"auto": {"status": "done"}}'])
+def test_a_state_that_is_none_is_named(state: str, tmp_path: Path) -> None:
+    (tmp_path / "steps.json").write_text(state)
+    with pytest.raises(UsageError, match=r"steps\.json: is not what the suite keeps"):
+        run([], tmp_path)
+
+
 @pytest.mark.parametrize("flags", [("--limit", "0"), ("--limit", "nan"), ("--only", "nothing")])
 def test_wrong_use_is_one_line(flags: tuple[str, str], tmp_path: Path) -> None:
     done = start("--tiny", "--results", str(tmp_path / "r"), *flags)
