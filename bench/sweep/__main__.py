@@ -149,7 +149,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--machine", default=platform.node() or "here", help="name of the folder in bench/results (the host's name)")
     add("--results", type=Path, help="another folder for the results")
     add("--device", choices=("cpu", "cuda"), default="cpu")
-    add("--device-mem", type=parse_bytes, help="of the device; on a CPU a device tier of RAM (the whole card; none)")
+    add("--device-mem", help="of the device; on a CPU a device tier of RAM (the whole card; none)")
     add("--name", help="of the files of lines, table and pictures (throughput, with DEVICE-BYTES for another device)")
     args = parser.parse_args(argv)
     if args.limit == 0:
@@ -158,6 +158,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         raise UsageError(
             "--device cuda: no CUDA device is usable here; --device-mem on a CPU makes a device tier of RAM"
         )
+    if args.device_mem is not None:
+        args.device_mem = parse_bytes(args.device_mem, "--device-mem")
     if args.name is None:  # lines of different devices are never of the same measurement
         args.name = "-".join(map(str, ("throughput", *((args.device, args.device_mem) if args.device_mem else ()))))
     args.grid = [*args.grid, *(["quick"] if args.quick else [])]

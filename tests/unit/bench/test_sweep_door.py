@@ -52,6 +52,7 @@ CELL = "facebook/opt-125m,16,4,none,2,2"
         ["--systems", "theirs", "--cell", CELL], ["--repeats", "-1", "--cell", CELL],
         ["--limit", "0", "--cell", CELL], ["--limit", "nan", "--cell", CELL],
         ["--quiet-wait", "-1", "--cell", CELL], ["--threads", "0", "--cell", CELL], ["--grid", "none"],
+        ["--device-mem", "12XB", "--cell", CELL],
     ],
 )  # fmt: skip
 def test_wrong_use_is_one_line_before_anything_runs(
