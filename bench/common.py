@@ -11,6 +11,7 @@ os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 import argparse
 import json
+import math
 import platform
 import statistics
 import subprocess
@@ -50,8 +51,24 @@ def add_flags(parser: argparse.ArgumentParser, model: str | None, host_mem: str 
     add("--path", default="_DUMMY_", help="where checkpoints are (_DUMMY_: random weights at the true shape)")
     add("--offload-dir", type=Path, default=Path("~/flexgen_h2o_offload_dir").expanduser(), help="weights, disk tier")
     add("--host-mem", default=host_mem, help=f"budget of RAM ({host_mem or 'what is free, less a margin'})")
-    add("--quiet-wait", type=float, default=120.0, metavar="S", help="most seconds to wait for quiet cores (120)")
+    add_wait_and_output(parser)
+
+
+def add_wait_and_output(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--quiet-wait", type=seconds, default=120.0, metavar="S", help="most seconds to wait for quiet cores (120)")
     add("--output", type=Path, help="also write the JSON object here")
+
+
+def seconds(text: str) -> float:
+    """A number of seconds, at least 0, that ends."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds, at least 0")
+    return value
 
 
 def decoded(text: str) -> int:

@@ -57,8 +57,7 @@ def main() -> None:
     add("--rounds", type=positive, default=3)
     add("--hf-batches", type=positive, nargs="+", default=[8, 16, 32, 64, 128])
     add("--hf-share", type=float, default=0.15, help="share of the articles that hf's batch size is chosen by")
-    add("--quiet-wait", type=float, default=120.0, metavar="S", help="most seconds to wait for quiet cores (120)")
-    add("--output", type=Path, help="also write the JSON object here")
+    common.add_wait_and_output(parser)
     args = parser.parse_args()
 
     with tempfile.TemporaryDirectory() as folder:

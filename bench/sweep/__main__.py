@@ -11,7 +11,6 @@ the table (throughput.md) and the pictures beside it are made anew from all line
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import platform
 import re
@@ -139,8 +138,13 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--systems", nargs="+", metavar="NAME", help=f"only these of {', '.join(s.name for s in SYSTEMS)}, ours-h2o:R")
     add("--repeats", type=count, help="runs at the best batch (3)")
     add("--again", action="store_true", help="measure what is there once more")
-    add("--limit", type=_seconds, metavar="S", help="most seconds of one measurement (1800)")
-    add("--quiet-wait", type=_seconds, metavar="S", help="most seconds to wait for quiet cores before each one (60)")
+    add("--limit", type=common.seconds, metavar="S", help="most seconds of one measurement (1800)")
+    add(
+        "--quiet-wait",
+        type=common.seconds,
+        metavar="S",
+        help="most seconds to wait for quiet cores before each one (60)",
+    )
     add("--threads", type=positive, default=os.cpu_count())
     add("--offload-dir", type=Path, default=Path("~/flexgen_h2o_offload_dir").expanduser(), help="weights, disk tiers")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -221,16 +225,6 @@ def _is_ratio(text: str) -> bool:
         return 0 < float(text) <= 1
     except ValueError:
         return False
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
-    return value
 
 
 def _model_folder(model: str, setup: Setup) -> Path:

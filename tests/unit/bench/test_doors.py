@@ -39,6 +39,7 @@ def test_a_flag_that_does_not_exist(
         ("memory_budget", ["--model", "nobody/none"]), ("h2o_vs_full", ["--model", "nobody/none", "ram"]),
         ("huge_pages", ["--model", "nobody/none"]), ("compare_policies", ["--gen-len", "1", "int8"]),
         ("roofline", ["--gen-len", "1"]), ("h2o_vs_full", ["--gen-len", "1", "ram"]), ("scaling", ["--gen-len", "x"]),
+        ("refill", ["--quiet-wait", "nan"]), ("xsum_job", ["--quiet-wait", "-5"]),
     ],
 )  # fmt: skip
 def test_a_value_that_cannot_be(
