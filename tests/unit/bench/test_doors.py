@@ -70,3 +70,13 @@ def test_articles_that_cannot_be_read(
     assert run("xsum_job", ["--input", str(path)], monkeypatch) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and f"--input {path}: " in said
+
+
+def test_roofline_refuses_lengths_before_it_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("common.wait_for_quiet", pytest.fail)
+    flags = ["--prompt-len", "3000", "--model", "facebook/opt-125m", "--offload-dir", str(tmp_path)]
+    assert run("roofline", flags, monkeypatch) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "--prompt-len 3000" in said
