@@ -7,6 +7,7 @@ the card's tensors held at most, by torch's own count.
 from __future__ import annotations
 
 import json
+import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -49,7 +50,7 @@ def write_report(setting: Setting, steps: Sequence[Step], state: State) -> None:
     ]  # fmt: skip
     text = "\n".join(parts) + "\n"
     if table:
-        text += "\n" + markdown(table).replace("\n# ", "\n## ")
+        text += "\n" + re.sub(r"^#", "##", markdown(table), flags=re.MULTILINE)  # its headings one deeper: a part
     (setting.results / "gpu_suite.md").write_text(text)
     whole = {"benchmark": "gpu_suite", "tiny": setting.tiny, "machine": facts, "steps": state, "runs": runs}
     whole |= {"table": table, "mem_spd": grid}

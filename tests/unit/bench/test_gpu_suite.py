@@ -21,8 +21,10 @@ from gpu.runner import CUT, DOES_NOT_FIT, DONE, FAILED, REFUSED, TIMEOUT, Suite
 from gpu.steps import TESTS, Setting, Step, all_steps, tiny_setting
 from sweep.grid import SYSTEMS
 from sweep.runner import Setup
+from sweep.store import Store
 
 from flexgen_h2o.errors import UsageError
+from tests.unit.bench.test_throughput_sweep import figures, key
 
 ROOT = Path(__file__).resolve().parents[3]
 OURS = SYSTEMS[0]
@@ -172,6 +174,17 @@ def test_the_report_tells_what_is_there(tmp_path: Path) -> None:
     assert mem_spd_texts(line | {"status": "ok"})[4] == "False"
     no_figure = {name: line[name] for name in ("system", "rows", "prompt_len", "gen_len")} | {"status": DOES_NOT_FIT}
     assert mem_spd_texts(no_figure)[4:6] == ["True", DOES_NOT_FIT]
+
+
+def test_the_report_has_one_title(tmp_path: Path) -> None:
+    """The sweep's page is a part of it."""
+    setting = tiny_setting(tmp_path, tmp_path)
+    Store(tmp_path / "table.jsonl").add(key(), figures(5.0))
+    write_report(setting, all_steps(setting), {})
+    lines = (tmp_path / "gpu_suite.md").read_text().splitlines()
+    heads = [line for line in lines if line.startswith("#")]
+    assert [head for head in heads if head.startswith("# ")] == heads[:1]
+    assert heads[-2] == "## Throughput" and heads[-1].startswith("### facebook/opt-125m")
 
 
 @pytest.mark.parametrize(("device", "flags"), [("cpu", []), ("cuda", ["--device", "cuda", "--device-mem", "7"])])
