@@ -187,6 +187,19 @@ def test_the_report_has_one_title(tmp_path: Path) -> None:
     assert heads[-2] == "## Throughput" and heads[-1].startswith("### facebook/opt-125m")
 
 
+def test_the_report_names_placements_of_another_model(tmp_path: Path) -> None:
+    """The tiny suite has none, though a step keeps the name of the large one."""
+    said = []
+    for setting in (Setting(False, tmp_path, tmp_path), tiny_setting(tmp_path, tmp_path)):
+        write_report(setting, all_steps(setting), {})
+        lines = (tmp_path / "gpu_suite.md").read_text().splitlines()
+        said.append(next(line for line in lines if line.startswith(setting.model)))
+    assert said == [
+        "facebook/opt-6.7b, 512 + 32 tokens, bfloat16; opt-30b-4bit: facebook/opt-30b.",
+        "facebook/opt-125m, 32 + 8 tokens, bfloat16.",
+    ]
+
+
 @pytest.mark.parametrize(("device", "flags"), [("cpu", []), ("cuda", ["--device", "cuda", "--device-mem", "7"])])
 def test_a_device_tier_of_ram_is_for_ours_only(device: str, flags: list[str]) -> None:
     setup = Setup(Path(), Path(), 1, 1.0, 1.0, device, 7)
