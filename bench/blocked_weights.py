@@ -13,7 +13,6 @@ import argparse
 import statistics
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import common
 import torch
@@ -77,8 +76,7 @@ def _parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--hidden", type=positive, default=2048, help="width of the model (2048: OPT-1.3B)")
     add("--figure-s", type=float, default=0.6, help="seconds for each figure (0.6)")
-    add("--quiet-wait", type=float, default=120.0, metavar="S", help="most seconds to wait for quiet cores (120)")
-    add("--output", type=Path, help="also write the JSON object here")
+    common.add_wait_and_output(parser)
     return parser.parse_args()
 
 

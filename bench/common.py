@@ -11,6 +11,7 @@ os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 import argparse
 import json
+import math
 import platform
 import statistics
 import subprocess
@@ -50,8 +51,31 @@ def add_flags(parser: argparse.ArgumentParser, model: str | None, host_mem: str 
     add("--path", default="_DUMMY_", help="where checkpoints are (_DUMMY_: random weights at the true shape)")
     add("--offload-dir", type=Path, default=Path("~/flexgen_h2o_offload_dir").expanduser(), help="weights, disk tier")
     add("--host-mem", default=host_mem, help=f"budget of RAM ({host_mem or 'what is free, less a margin'})")
-    add("--quiet-wait", type=float, default=120.0, metavar="S", help="most seconds to wait for quiet cores (120)")
+    add_wait_and_output(parser)
+
+
+def add_wait_and_output(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--quiet-wait", type=seconds, default=120.0, metavar="S", help="most seconds to wait for quiet cores (120)")
     add("--output", type=Path, help="also write the JSON object here")
+
+
+def seconds(text: str) -> float:
+    """A number of seconds, at least 0, that ends."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds, at least 0")
+    return value
+
+
+def decoded(text: str) -> int:
+    """--gen-len of a benchmark that divides by what decoding takes: the first new token comes from the prefill."""
+    if not text.isdecimal() or int(text) < 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 2, since decoding is measured")
+    return int(text)
 
 
 def door(main: Callable[[], int | None]) -> int:
@@ -60,12 +84,19 @@ def door(main: Callable[[], int | None]) -> int:
 
 
 def finish(result: dict[str, Any], output: Path | None) -> None:
-    """Print the result as the last line of stdout, and write it where --output says."""
+    """Print the result as the last line of stdout, then write it where --output says. UsageError: it cannot be written.
+
+    Printed first: minutes of measuring shall not be lost to a wrong path.
+    """
     whole = {**result, "machine": machine_facts(), "command": [Path(sys.argv[0]).name, *sys.argv[1:]]}
-    if output is not None:
+    print(json.dumps(whole), flush=True)
+    if output is None:
+        return
+    try:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(whole, indent=2) + "\n")
-    print(json.dumps(whole), flush=True)
+    except OSError as error:
+        raise UsageError(f"--output {output}: cannot be written ({error.strerror}); the result is printed") from error
 
 
 def machine_facts() -> dict[str, Any]:

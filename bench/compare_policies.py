@@ -103,7 +103,7 @@ def _parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--rows", type=positive, help="of the one micro-batch (the claim's)")
     add("--prompt-len", type=positive)
-    add("--gen-len", type=positive)
+    add("--gen-len", type=common.decoded)
     add("--repeats", type=positive, default=5)
     args = parser.parse_args()
     for name in ("rows", "prompt_len", "gen_len"):

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from common import Spread, add_flags, alternate, benchmark_rows, door, finish, show_rounds, table
+from common import Spread, add_flags, alternate, benchmark_rows, decoded, door, finish, show_rounds, table
 from cut_model import cut_model
 
 from flexgen_h2o.config import MemoryBudget, Policy
@@ -82,7 +82,7 @@ def _parse() -> argparse.Namespace:
     add("--rows", type=positive, default=64, help="rows of the block (64)")
     add("--num-gpu-batches", type=positive, default=2, help="micro-batches that the rows are cut into (2)")
     add("--prompt-len", type=positive, help="1024, 512 for traffic")
-    add("--gen-len", type=positive, help="256 in ram, 24 on disk, 512 for traffic")
+    add("--gen-len", type=decoded, help="256 in ram, 24 on disk, 512 for traffic")
     add("--hh-ratio", type=float, default=0.1, help="heavy columns of the prompt, and as many recent (0.1)")
     add("--runs", nargs="+", choices=RUNS, default=list(RUNS), help="which to run; full is always needed")
     add("--repeats", type=positive, default=3)

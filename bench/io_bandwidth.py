@@ -36,6 +36,7 @@ from reader import Reader
 
 from flexgen_h2o.config import DTYPE_BYTES, MemoryBudget, Policy
 from flexgen_h2o.doors import OneLineParser, positive
+from flexgen_h2o.errors import UsageError
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.planner.memory import Depth, Shape, memory_plan
 from flexgen_h2o.timeline import Span
@@ -78,6 +79,8 @@ def main() -> None:
 
             def alone() -> None:
                 nbytes, seconds = reader.read(args.sweeps - 2)
+                if not nbytes:
+                    raise UsageError(f"--offload-dir {args.offload_dir}: is on no disk; give one that is")
                 measured.reader.append(nbytes / seconds)
 
             rounds = alternate(args.repeats, [engine, alone], args.quiet_wait)
@@ -134,7 +137,8 @@ def _ring_bytes(llm: LLM) -> int:
     assert llm.report is not None
     policy, depth = llm.report.policy, Depth(**llm.report.extra["look_ahead_units"])
     rows, spec = policy.gpu_batch_size, llm.model.spec
-    shape = Shape(rows, policy.num_gpu_batches, rows * llm.report.prompt_len, llm.report.kv["slots"])
+    slots = (llm.report.kv["slots"],) * spec.num_blocks  # of the full cache: every block has as many
+    shape = Shape(rows, policy.num_gpu_batches, rows * llm.report.prompt_len, slots)
     return memory_plan(spec, policy, shape, DTYPE_BYTES[llm.dtype], True, depth).size("weight ring")
 
 

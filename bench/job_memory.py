@@ -39,8 +39,7 @@ def main() -> None:
     add("--rows", type=positive, nargs="+", default=[1000, 10_000, 100_000])
     add("--hidden", type=positive, default=32, help="hidden size of the model (32)")
     add("--gpu-batch-size", type=positive, default=128)
-    add("--quiet-wait", type=float, default=120.0, metavar="S", help="most seconds to wait for quiet cores (120)")
-    add("--output", type=Path, help="also write the JSON object here")
+    common.add_wait_and_output(parser)
     add("batch_flags", nargs="*", help="after --: more flags of flexgen_h2o.batch")
     args = parser.parse_args()
 

@@ -24,7 +24,7 @@ import torch
 
 from flexgen_h2o.config import MemoryBudget, Policy
 from flexgen_h2o.doors import OneLineParser, positive
-from flexgen_h2o.engine_flags import as_flags
+from flexgen_h2o.engine_flags import as_flags, check_positions
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.planner.roofline import Peak, RunWork, roofline
 from flexgen_h2o.profiling.peak import PeakProbe
@@ -65,7 +65,7 @@ def _parse() -> argparse.Namespace:
     add("--rows", type=positive, default=256, help="of a micro-batch, with --model (256)")
     add("--num-gpu-batches", type=positive, default=1, help="with --model (1)")
     add("--prompt-len", type=positive, default=64)
-    add("--gen-len", type=positive, default=64)
+    add("--gen-len", type=common.decoded, default=64)
     add("--repeats", type=positive, default=2)
     return parser.parse_args()
 
@@ -104,6 +104,7 @@ def _measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
         case.model, policy, device="cpu", dtype=args.dtype, path=args.path, offload_dir=args.offload_dir,
         budget=MemoryBudget(host=args.host_mem),
     ) as llm:  # fmt: skip
+        check_positions(args, llm.model.name, llm.model.spec.max_positions)  # before it waits for quiet cores
         prompts = common.benchmark_rows(llm, policy.block_size, args.prompt_len)
         for _ in range(args.repeats):
             common.wait_for_quiet(args.quiet_wait)

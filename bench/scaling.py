@@ -22,7 +22,7 @@ import common
 from cut_model import cut_model
 
 from flexgen_h2o.config import MemoryBudget, Policy
-from flexgen_h2o.doors import OneLineParser, positive
+from flexgen_h2o.doors import OneLineParser, check_plot_library, positive
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.planner.need import AutoPolicy
 from flexgen_h2o.profiling.measure import measure
@@ -85,9 +85,9 @@ def main() -> int:
     result = {
         "benchmark": "scaling", "model": args.model, "layers": args.layers, "gen_len": args.gen_len, "axes": axes,
     }  # fmt: skip
+    common.finish(result, args.output)
     if args.plot is not None:
         _draw(result, args.plot)
-    common.finish(result, args.output)
     return 0
 
 
@@ -96,12 +96,15 @@ def _parse() -> argparse.Namespace:
     common.add_flags(parser, "facebook/opt-1.3b", None)
     add = parser.add_argument
     add("--layers", type=positive, default=4, help="transformer blocks of the cut model (4)")
-    add("--gen-len", type=positive, default=9)
+    add("--gen-len", type=common.decoded, default=9)
     add("--axes", nargs="+", choices=AXES, default=list(AXES))
     add("--repeats", type=positive, default=3)
     add("--hardware", help="a profile's file or name, instead of measuring")
     add("--plot", type=Path, help="PNG to draw")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.plot is not None:
+        check_plot_library()
+    return args
 
 
 def _measure(args: argparse.Namespace, point: Point) -> RunReport:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from flexgen_h2o.doors import OneLineParser, positive
+from flexgen_h2o.errors import UsageError
 from flexgen_h2o.source import find_model
 
 ARTICLES = common.ROOT.parent / "shared" / "data" / "xsum_0shot.jsonl"
@@ -56,8 +57,7 @@ def main() -> None:
     add("--rounds", type=positive, default=3)
     add("--hf-batches", type=positive, nargs="+", default=[8, 16, 32, 64, 128])
     add("--hf-share", type=float, default=0.15, help="share of the articles that hf's batch size is chosen by")
-    add("--quiet-wait", type=float, default=120.0, metavar="S", help="most seconds to wait for quiet cores (120)")
-    add("--output", type=Path, help="also write the JSON object here")
+    common.add_wait_and_output(parser)
     args = parser.parse_args()
 
     with tempfile.TemporaryDirectory() as folder:
@@ -82,10 +82,18 @@ def main() -> None:
 
 
 def read_articles(path: Path, count: int, model_name: str) -> list[dict[str, Any]]:
-    """Greedy records whose articles leave room for their new tokens."""
+    """Greedy records whose articles leave room for their new tokens. UsageError: the file has none, or another line."""
     model = find_model(model_name, None, None)
     assert model.tokenizer is not None
-    records = [json.loads(line) for line in path.read_text().splitlines()[:count]]
+    try:
+        lines = path.read_text().splitlines()[:count]
+    except OSError as error:
+        raise UsageError(f"--input {path}: cannot be read ({error.strerror}); give a file of article lines") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--input {path}: is not text; give a file of article lines") from error
+    records = [_record(path, number, line) for number, line in enumerate(lines, 1)]
+    if not records:
+        raise UsageError(f"--input {path}: is empty; give a file of article lines")
     for record in records:
         record.update(temperature=0.0, top_p=1.0, logprobs=None)
         room = model.spec.max_positions - record["max_tokens"]
@@ -93,6 +101,16 @@ def read_articles(path: Path, count: int, model_name: str) -> list[dict[str, Any
         if len(ids) > room:
             record["article"] = model.tokenizer.decode(ids[MARGIN - room :], skip_special_tokens=True)
     return records
+
+
+def _record(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        record = None
+    if not isinstance(record, dict) or not record.keys() >= {"article", "max_tokens", "stop"}:
+        raise UsageError(f"--input {path}: line {number} is no JSON object with an article, max_tokens and stop")
+    return record
 
 
 def write_lines(path: Path, records: Sequence[dict[str, Any]]) -> None:

@@ -7,6 +7,7 @@ the card's tensors held at most, by torch's own count.
 from __future__ import annotations
 
 import json
+import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -42,14 +43,14 @@ def write_report(setting: Setting, steps: Sequence[Step], state: State) -> None:
         f"`--device {setting.device} --device-mem {setting.device_mem}`",
         "", "## Steps", "", *_table(STEP_HEAD, (_step_texts(step, state) for step in steps)),
         "", *_tests(setting), "", "## Placements", "",
-        f"{setting.model}, {setting.prompt_len} + {setting.gen_len} tokens, bfloat16; opt-30b-4bit is another model.",
+        f"{setting.model}, {setting.prompt_len} + {setting.gen_len} tokens, bfloat16{_others(setting, steps)}.",
         "", *_table(RUN_HEAD, (run_texts(name, run) for name, run in runs.items())),
         "", "## As MiniKV measures", "", "tokens/s counts prompts too, as its mem_spd_test does.",
         "", *_table(MEM_SPD_HEAD, map(mem_spd_texts, grid)),
     ]  # fmt: skip
     text = "\n".join(parts) + "\n"
     if table:
-        text += "\n" + markdown(table).replace("\n# ", "\n## ")
+        text += "\n" + re.sub(r"^#", "##", markdown(table), flags=re.MULTILINE)  # its headings one deeper: a part
     (setting.results / "gpu_suite.md").write_text(text)
     whole = {"benchmark": "gpu_suite", "tiny": setting.tiny, "machine": facts, "steps": state, "runs": runs}
     whole |= {"table": table, "mem_spd": grid}
@@ -105,6 +106,12 @@ def _run_of(step: Step) -> dict[str, Any] | None:
     except (FileNotFoundError, ValueError):
         return None
     return run
+
+
+def _others(setting: Setting, steps: Sequence[Step]) -> str:
+    """Placements of another model than the setting's."""
+    models = {s.name: s.command[s.command.index("--model") + 1] for s in steps if s.kind == "placement"}
+    return "".join(f"; {name}: {model}" for name, model in models.items() if model != setting.model)
 
 
 def _step_texts(step: Step, state: State) -> list[str]:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import common
 
@@ -28,6 +28,7 @@ LEAST_S = 20.0  # with less time left no step is begun
 GRACE_S = 10.0  # from SIGTERM to SIGKILL
 SAID = 300  # characters of a failure that are kept
 State = dict[str, dict[str, Any]]
+KEPT = {"status", "seconds", "attempts", "reason"}  # of a step, beside what it was
 
 
 class Suite:
@@ -83,11 +84,15 @@ class Suite:
 
 
 def _read_state(path: Path) -> State:
+    advice = "remove it, or begin anew with --again"
     try:
-        state: State = json.loads(path.read_bytes())
+        state = json.loads(path.read_bytes())
     except ValueError as error:
-        raise UsageError(f"{path}: is damaged ({error}); remove it, or begin anew with --again") from error
-    return state
+        raise UsageError(f"{path}: is damaged ({error}); {advice}") from error
+    steps = list(state.values()) if isinstance(state, dict) else [None]
+    if not all(isinstance(step, dict) and step.keys() >= KEPT for step in steps):
+        raise UsageError(f"{path}: is not what the suite keeps of its steps; {advice}")
+    return cast(State, state)
 
 
 def run_limited(command: Sequence[str], environment: dict[str, str], limit: float) -> tuple[int | None, str]:

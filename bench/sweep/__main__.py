@@ -11,7 +11,6 @@ the table (throughput.md) and the pictures beside it are made anew from all line
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import platform
 import re
@@ -49,7 +48,7 @@ class Sweep:
         print(f"\n== {cell.name}", flush=True)
         ready = []
         for system in systems:
-            why = self.setup.missing(system)
+            why = system.misfit(cell.kind) or self.setup.missing(system)
             if why:
                 print(f"{system.name}: skipped, {why}", flush=True)
             else:
@@ -139,8 +138,13 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--systems", nargs="+", metavar="NAME", help=f"only these of {', '.join(s.name for s in SYSTEMS)}, ours-h2o:R")
     add("--repeats", type=count, help="runs at the best batch (3)")
     add("--again", action="store_true", help="measure what is there once more")
-    add("--limit", type=_seconds, metavar="S", help="most seconds of one measurement (1800)")
-    add("--quiet-wait", type=_seconds, metavar="S", help="most seconds to wait for quiet cores before each one (60)")
+    add("--limit", type=common.seconds, metavar="S", help="most seconds of one measurement (1800)")
+    add(
+        "--quiet-wait",
+        type=common.seconds,
+        metavar="S",
+        help="most seconds to wait for quiet cores before each one (60)",
+    )
     add("--threads", type=positive, default=os.cpu_count())
     add("--offload-dir", type=Path, default=Path("~/flexgen_h2o_offload_dir").expanduser(), help="weights, disk tiers")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -149,7 +153,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--machine", default=platform.node() or "here", help="name of the folder in bench/results (the host's name)")
     add("--results", type=Path, help="another folder for the results")
     add("--device", choices=("cpu", "cuda"), default="cpu")
-    add("--device-mem", type=parse_bytes, help="of the device; on a CPU a device tier of RAM (the whole card; none)")
+    add("--device-mem", help="of the device; on a CPU a device tier of RAM (the whole card; none)")
     add("--name", help="of the files of lines, table and pictures (throughput, with DEVICE-BYTES for another device)")
     args = parser.parse_args(argv)
     if args.limit == 0:
@@ -158,6 +162,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         raise UsageError(
             "--device cuda: no CUDA device is usable here; --device-mem on a CPU makes a device tier of RAM"
         )
+    if args.device_mem is not None:
+        args.device_mem = parse_bytes(args.device_mem, "--device-mem")
     if args.name is None:  # lines of different devices are never of the same measurement
         args.name = "-".join(map(str, ("throughput", *((args.device, args.device_mem) if args.device_mem else ()))))
     args.grid = [*args.grid, *(["quick"] if args.quick else [])]
@@ -172,7 +178,7 @@ def _cells(args: argparse.Namespace) -> list[tuple[Cell, tuple[System, ...]]]:
     if args.systems is None:
         return cells
     chosen = tuple(_read_system(name) for name in args.systems)
-    return [(cell, tuple(s for s in chosen if cell.kind in s.kinds)) for cell, _ in cells]
+    return [(cell, chosen) for cell, _ in cells]
 
 
 def _read_cell(text: str) -> Cell:
@@ -219,16 +225,6 @@ def _is_ratio(text: str) -> bool:
         return 0 < float(text) <= 1
     except ValueError:
         return False
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
-    return value
 
 
 def _model_folder(model: str, setup: Setup) -> Path:

@@ -12,7 +12,7 @@ KV_RATIOS = ("0.025", "0.05", "0.1", "0.2", "0.4")
 
 @dataclass(frozen=True)
 class System:
-    """A peer's folder under bench/baselines and its variant. kind: where it belongs, IN_RAM, OFFLOAD or both."""
+    """A peer's folder under bench/baselines and its variant. kinds: where it belongs, IN_RAM, OFFLOAD or both."""
 
     peer: str
     variant: str
@@ -25,6 +25,12 @@ class System:
     @property
     def ours(self) -> bool:
         return self.peer == "ours"
+
+    def misfit(self, kind: str) -> str | None:
+        """Why it is not compared in a cell of this kind; None when it is."""
+        if kind in self.kinds:
+            return None
+        return "it runs all in RAM only" if self.kinds == (IN_RAM,) else "it is for a budget"
 
 
 BOTH = (IN_RAM, OFFLOAD)

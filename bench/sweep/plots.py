@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from sweep.runner import OVER_BUDGET
 from sweep.store import MEASURED, Line
 from sweep.summary import Row, cells_of, rows_of
 
@@ -89,14 +90,23 @@ def _memory(rows: list[Row], path: Path, title: str) -> Path:
         peaks = [row.median("peak_rss_bytes") for row in rows][::-1]
         bars = ax.barh(names, [peak / 1e9 for peak in peaks], color="#3b6fb6")
         ax.bar_label(bars, [f"{peak / 1e9:.2f}" for peak in peaks], fontsize=8, padding=3)
-        budget = rows[0].lines[0]["budget_bytes"]
-        if budget is not None:
-            ax.axvline(budget / 1e9, color="#b5541c", label="budget")
+        allowed = _allowed_bytes(rows[0].lines[0])
+        if allowed is not None:
+            label = f"allowed: budget + {OVER_BUDGET / 1e6:.0f} MB"
+            ax.axvline(allowed / 1e9, color="#b5541c", label=label)
             ax.legend(fontsize=8)
         ax.set(title=title, xlabel="peak memory over an empty process, GB")
         ax.margins(x=0.15)
 
     return _save(draw, path, (8, 1.5 + 0.35 * len(rows)))
+
+
+def _allowed_bytes(line: Line) -> int | None:
+    """What a run may take of RAM; more is over the budget. A device tier on the CPU is RAM too."""
+    if line["budget_bytes"] is None:
+        return None
+    tier = line.get("device_mem_bytes") or 0
+    return int(line["budget_bytes"]) + (tier if line.get("device", "cpu") == "cpu" else 0) + OVER_BUDGET
 
 
 def _save(draw: Callable[[Any], None], path: Path, size: tuple[float, float]) -> Path:

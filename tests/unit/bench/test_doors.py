@@ -11,7 +11,7 @@ import pytest
 BENCH = Path(__file__).resolve().parents[3] / "bench"
 sys.path.append(str(BENCH))
 # Not of those: modules, what another benchmark starts, and hf_job, which runs where the package is not.
-OTHERS = ("common", "cut_model", "hf_job", "reader", "watch_flex_opt")
+OTHERS = ("common", "hf_job", "reader", "watch_flex_opt")
 SCRIPTS = sorted(path.stem for path in BENCH.glob("*.py") if path.stem not in OTHERS)
 
 
@@ -37,7 +37,9 @@ def test_a_flag_that_does_not_exist(
         ("io_bandwidth", ["--repeats", "0"]), ("overlap", ["--sweeps", "-1"]), ("scale", ["--gpu-batch-size", "x"]),
         ("share_prefix", ["--repeats", "0"]), ("refill", ["--rows", "0"]),
         ("memory_budget", ["--model", "nobody/none"]), ("h2o_vs_full", ["--model", "nobody/none", "ram"]),
-        ("huge_pages", ["--model", "nobody/none"]),
+        ("huge_pages", ["--model", "nobody/none"]), ("compare_policies", ["--gen-len", "1", "int8"]),
+        ("roofline", ["--gen-len", "1"]), ("h2o_vs_full", ["--gen-len", "1", "ram"]), ("scaling", ["--gen-len", "x"]),
+        ("cut_model", ["--layers", "0"]), ("refill", ["--quiet-wait", "nan"]), ("xsum_job", ["--quiet-wait", "-5"]),
     ],
 )  # fmt: skip
 def test_a_value_that_cannot_be(
@@ -46,3 +48,35 @@ def test_a_value_that_cannot_be(
     assert run(name, flags, monkeypatch) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and flags[0] in said
+
+
+def test_a_picture_asks_for_matplotlib_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("flexgen_h2o.doors.find_spec", lambda name: None)
+    monkeypatch.setattr("flexgen_h2o.profiling.measure.measure", pytest.fail)
+    assert run("scaling", ["--plot", str(tmp_path / "x.png")], monkeypatch) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "flexgen-h2o[plot]" in said
+
+
+@pytest.mark.parametrize("content", [None, b"# no JSON\n", b"[1]\n", b'{"article": "x"}\n', b"\xff\n", b""])
+def test_articles_that_cannot_be_read(
+    content: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "articles.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    assert run("xsum_job", ["--input", str(path)], monkeypatch) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and f"--input {path}: " in said
+
+
+def test_roofline_refuses_lengths_before_it_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("common.wait_for_quiet", pytest.fail)
+    flags = ["--prompt-len", "3000", "--model", "facebook/opt-125m", "--offload-dir", str(tmp_path)]
+    assert run("roofline", flags, monkeypatch) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "--prompt-len 3000" in said

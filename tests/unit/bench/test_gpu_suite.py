@@ -21,8 +21,10 @@ from gpu.runner import CUT, DOES_NOT_FIT, DONE, FAILED, REFUSED, TIMEOUT, Suite
 from gpu.steps import TESTS, Setting, Step, all_steps, tiny_setting
 from sweep.grid import SYSTEMS
 from sweep.runner import Setup
+from sweep.store import Store
 
 from flexgen_h2o.errors import UsageError
+from tests.unit.bench.test_throughput_sweep import figures, key
 
 ROOT = Path(__file__).resolve().parents[3]
 OURS = SYSTEMS[0]
@@ -104,6 +106,13 @@ def test_a_damaged_state_is_named(tmp_path: Path) -> None:
     assert run([step("one", "", tmp_path)], tmp_path, again=True) == {"one": DONE}
 
 
+@pytest.mark.parametrize("state", ["[1]", "1", '{"auto": 1}', '{"auto": {"status": "done"}}'])
+def test_a_state_that_is_none_is_named(state: str, tmp_path: Path) -> None:
+    (tmp_path / "steps.json").write_text(state)
+    with pytest.raises(UsageError, match=r"steps\.json: is not what the suite keeps"):
+        run([], tmp_path)
+
+
 @pytest.mark.parametrize("flags", [("--limit", "0"), ("--limit", "nan"), ("--only", "nothing")])
 def test_wrong_use_is_one_line(flags: tuple[str, str], tmp_path: Path) -> None:
     done = start("--tiny", "--results", str(tmp_path / "r"), *flags)
@@ -165,6 +174,30 @@ def test_the_report_tells_what_is_there(tmp_path: Path) -> None:
     assert mem_spd_texts(line | {"status": "ok"})[4] == "False"
     no_figure = {name: line[name] for name in ("system", "rows", "prompt_len", "gen_len")} | {"status": DOES_NOT_FIT}
     assert mem_spd_texts(no_figure)[4:6] == ["True", DOES_NOT_FIT]
+
+
+def test_the_report_has_one_title(tmp_path: Path) -> None:
+    """The sweep's page is a part of it."""
+    setting = tiny_setting(tmp_path, tmp_path)
+    Store(tmp_path / "table.jsonl").add(key(), figures(5.0))
+    write_report(setting, all_steps(setting), {})
+    lines = (tmp_path / "gpu_suite.md").read_text().splitlines()
+    heads = [line for line in lines if line.startswith("#")]
+    assert [head for head in heads if head.startswith("# ")] == heads[:1]
+    assert heads[-2] == "## Throughput" and heads[-1].startswith("### facebook/opt-125m")
+
+
+def test_the_report_names_placements_of_another_model(tmp_path: Path) -> None:
+    """The tiny suite has none, though a step keeps the name of the large one."""
+    said = []
+    for setting in (Setting(False, tmp_path, tmp_path), tiny_setting(tmp_path, tmp_path)):
+        write_report(setting, all_steps(setting), {})
+        lines = (tmp_path / "gpu_suite.md").read_text().splitlines()
+        said.append(next(line for line in lines if line.startswith(setting.model)))
+    assert said == [
+        "facebook/opt-6.7b, 512 + 32 tokens, bfloat16; opt-30b-4bit: facebook/opt-30b.",
+        "facebook/opt-125m, 32 + 8 tokens, bfloat16.",
+    ]
 
 
 @pytest.mark.parametrize(("device", "flags"), [("cpu", []), ("cuda", ["--device", "cuda", "--device-mem", "7"])])

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 sys.path.extend(str(Path(__file__).resolve().parents[3] / folder) for folder in ("bench", "bench/baselines"))
 
 from sweep import __main__ as door
+from sweep import plots
 from sweep.grid import SYSTEMS, Cell, System
 from sweep.runner import Setup, measure
 from sweep.store import DOES_NOT_FIT, FAILED, TIMEOUT, Line, Store
+from sweep.summary import rows_of
 
 from tests.unit.bench.test_throughput_sweep import OPT_TINY, figures, key
 
@@ -52,6 +55,7 @@ CELL = "facebook/opt-125m,16,4,none,2,2"
         ["--systems", "theirs", "--cell", CELL], ["--repeats", "-1", "--cell", CELL],
         ["--limit", "0", "--cell", CELL], ["--limit", "nan", "--cell", CELL],
         ["--quiet-wait", "-1", "--cell", CELL], ["--threads", "0", "--cell", CELL], ["--grid", "none"],
+        ["--device-mem", "12XB", "--cell", CELL],
     ],
 )  # fmt: skip
 def test_wrong_use_is_one_line_before_anything_runs(
@@ -79,11 +83,26 @@ def test_without_matplotlib_there_is_a_table_and_a_word(
 
 def test_pictures_of_one_point_and_of_failures_alone(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from sweep.plots import draw_all
-
     failed = vars(key("hf-sdpa")) | {"status": FAILED, "reason": ""}
-    assert draw_all([failed], tmp_path, "t") == []
-    assert len(draw_all([failed, vars(key()) | figures(5.0)], tmp_path, "t")) == 2
+    assert plots.draw_all([failed], tmp_path, "t") == []
+    assert len(plots.draw_all([failed, vars(key()) | figures(5.0)], tmp_path, "t")) == 2
+
+
+@pytest.mark.parametrize(
+    ("more", "allowed_gb"), [({}, 1.3), ({"device": "cpu", "device_mem_bytes": 5 * 10**8}, 1.8),
+                             ({"device": "cuda", "device_mem_bytes": 5 * 10**8}, 1.3)],
+)  # fmt: skip
+def test_the_line_in_the_picture_of_memory_is_where_a_run_is_over_the_budget(
+    more: dict[str, Any], allowed_gb: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the 300 MB that all are allowed, and a device tier that is RAM."""
+    figure = pytest.importorskip("matplotlib.figure")
+    axes = figure.Figure().subplots()
+    monkeypatch.setattr(plots, "_save", lambda draw, path, size: draw(axes))
+    rows = rows_of([vars(key()) | figures(5.0) | {"budget_bytes": 10**9, **more}])
+    plots._memory(rows, tmp_path / "x.png", "title")
+    assert axes.lines[0].get_xdata()[0] == pytest.approx(allowed_gb)
+    assert "300 MB" in axes.lines[0].get_label()
 
 
 @pytest.mark.parametrize(
@@ -103,6 +122,21 @@ def test_a_peer_that_breaks_is_a_line(script: str, status: str, reason: str, tmp
     setup = Setup(tmp_path / "peers", tmp_path, 1, 2.0 if status == TIMEOUT else 30.0, 0.0)
     line = measure(setup, System("hf", "sdpa", ("ram",)), Cell("m", 8, 4, "none", (1, 1)), OPT_TINY, 1)
     assert (line["status"], line["reason"]) == (status, reason)
+
+
+def test_a_system_of_another_kind_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was asked for, so the sweep says why it is not there."""
+    monkeypatch.setattr(door, "measure", pytest.fail)
+    asked = {"none": "accelerate-disk", "third": "hf-eager"}
+    for budget, name in asked.items():
+        flags = ["--cell", f"facebook/opt-125m,16,4,{budget},2,2", "--systems", name, "--results", str(tmp_path)]
+        monkeypatch.setattr(sys, "argv", ["sweep", *flags])
+        assert door.main() == 0
+    said = capsys.readouterr().out.splitlines()
+    assert "accelerate-disk: skipped, it is for a budget" in said
+    assert "hf-eager: skipped, it runs all in RAM only" in said
 
 
 def test_half_an_environment_is_none(tmp_path: Path) -> None:
