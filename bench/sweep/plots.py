@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sweep.runner import OVER_BUDGET
+from sweep.runner import OVER_BUDGET, ram_of
 from sweep.store import MEASURED, Line
 from sweep.summary import Row, cells_of, rows_of
 
@@ -102,11 +102,9 @@ def _memory(rows: list[Row], path: Path, title: str) -> Path:
 
 
 def _allowed_bytes(line: Line) -> int | None:
-    """What a run may take of RAM; more is over the budget. A device tier on the CPU is RAM too."""
-    if line["budget_bytes"] is None:
-        return None
-    tier = line.get("device_mem_bytes") or 0
-    return int(line["budget_bytes"]) + (tier if line.get("device", "cpu") == "cpu" else 0) + OVER_BUDGET
+    """What a run may take of RAM; more is over the budget."""
+    ram = ram_of(line["budget_bytes"], line.get("device", "cpu"), line.get("device_mem_bytes"))
+    return None if ram is None else ram + OVER_BUDGET
 
 
 def _save(draw: Callable[[Any], None], path: Path, size: tuple[float, float]) -> Path:

@@ -59,7 +59,7 @@ class Setup:
 
     def ram(self, budget: int | None) -> int | None:
         """The budget of RAM, with the device tier's bytes where these are RAM too."""
-        return budget if budget is None or self.device == "cuda" else budget + (self.device_mem or 0)
+        return ram_of(budget, self.device, self.device_mem)
 
     def missing(self, system: System) -> str | None:
         """What to do before a peer can run; None when it is installed."""
@@ -67,6 +67,11 @@ class Setup:
         if system.ours or (marker.exists() and os.access(self.python(system), os.X_OK)):
             return None
         return f"not installed; run bash bench/baselines/{system.peer}/setup.sh"
+
+
+def ram_of(budget: int | None, device: str, device_mem: int | None) -> int | None:
+    """The budget of RAM, with the device tier's bytes where these are RAM too."""
+    return budget if budget is None or device == "cuda" else budget + (device_mem or 0)
 
 
 def measure(setup: Setup, system: System, cell: Cell, model_dir: Path, rows: int) -> Line:
