@@ -30,6 +30,7 @@ import torch
 from flexgen_h2o.config import DTYPE_BYTES, TIERS, ModelSpec, Policy
 from flexgen_h2o.doors import run_door
 from flexgen_h2o.errors import UsageError
+from flexgen_h2o.files import write_whole
 from flexgen_h2o.generation import Watches
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.packing import weight_form
@@ -94,7 +95,7 @@ def finish(result: dict[str, Any], output: Path | None) -> None:
         return
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(whole, indent=2) + "\n")
+        write_whole(output, json.dumps(whole, indent=2) + "\n")
     except OSError as error:
         raise UsageError(f"--output {output}: cannot be written ({error.strerror}); the result is printed") from error
 
