@@ -65,7 +65,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--tiny", action="store_true", help="small shapes on the CPU, with a device tier of ordinary memory")
-    add("--limit", type=float, default=540.0, metavar="S", help="seconds of this call (540)")
+    add("--limit", type=common.seconds, default=540.0, metavar="S", help="seconds of this call (540)")
     add("--only", nargs="+", default=[], metavar="TEXT", help="steps whose name has one of these in it")
     add("--again", action="store_true", help="run finished steps once more (cells of the sweep keep their lines)")
     add("--list", action="store_true", help="show the steps and their limits")
