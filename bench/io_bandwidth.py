@@ -5,7 +5,8 @@ run is cut after some sweeps; its steady decode sweeps (all but the first) give 
 from storage) over seconds. In the same process and alternating with it, the engine's own reader does the same requests
 with nothing computing (reader.py). Also shown: how long no disk request was under way in the steady sweeps.
 
-Good: a ratio >= 0.85, idle time of the disk near 0, bytes read equal to the bytes of the weights.
+Good: a ratio >= 0.85, idle time of the disk near 0, bytes read equal to the bytes of the weights (of one sweep: give or
+take the ring, since a sweep ends with some of the next one's weights read ahead).
 
     python bench/io_bandwidth.py [--model facebook/opt-6.7b] [--repeats 5] [--output FILE]
 """
