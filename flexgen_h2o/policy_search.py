@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from flexgen_h2o.config import DTYPE_BYTES, TIERS, Policy, SavedPolicy, write_policy
+from flexgen_h2o.config import DTYPE_BYTES, TIERS, Policy, SavedPolicy, without_unused_bits, write_policy
 from flexgen_h2o.doors import OneLineParser, check_plot_library, check_separate, file_name, flag_of, positive, run_door
 from flexgen_h2o.engine_flags import (
     EVICTION_FLAGS,
@@ -201,6 +201,7 @@ def _answer(args: argparse.Namespace, task: _Task) -> Answer:
         return Answer(None if asked.searched else task.policy, None, time.perf_counter() - began, str(error))
     seconds, q = time.perf_counter() - began, Search(task.spec, asked.need, task.policy, *at, sides)
     gains = gains_of_search(q, plan, seconds <= QUICK_S) if asked.searched else gains_of_policy(q, plan)
+    plan = replace(plan, policy=without_unused_bits(plan.policy))  # a search need not use the bits that it may use
     return Answer(plan.policy, plan, seconds, gains=gains)
 
 
