@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common import writing
+
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.locks import try_lock
 
@@ -71,13 +73,9 @@ def claimed(path: Path) -> Iterator[None]:
 
     Raises UsageError: it cannot be written to, or another sweep has claimed it.
     """
-    try:
+    with writing("--results", path.parent, "give another folder"):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("a")
-    except OSError as error:
-        raise UsageError(
-            f"--results {path.parent}: cannot be written to ({error.strerror}); give another folder"
-        ) from error
     with file:
         if not try_lock(file.fileno()):
             raise UsageError(

@@ -125,6 +125,8 @@ def test_results_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"--results .*file: cannot be written to"):
         run([], tmp_path / "file")
+    with pytest.raises(UsageError, match=r"OUT .*file: cannot be written to"):
+        run([], tmp_path / "results", copy_to=tmp_path / "file")
 
 
 def test_what_was_killed_while_it_wrote_is_left_out(tmp_path: Path) -> None:
