@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from itertools import pairwise
@@ -34,8 +34,10 @@ from flexgen_h2o.files import write_whole
 from flexgen_h2o.generation import Watches
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.packing import weight_form
+from flexgen_h2o.paths import usable_path
 from flexgen_h2o.planner.memory import part_bytes, tier_shares, weight_parts
 from flexgen_h2o.prompts import Prompt, benchmark_prompts
+from flexgen_h2o.report import check_writable
 from flexgen_h2o.sampling import SamplingParams
 from flexgen_h2o.schedule import Step, zigzag
 
@@ -58,7 +60,28 @@ def add_flags(parser: argparse.ArgumentParser, model: str | None, host_mem: str 
 def add_wait_and_output(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--quiet-wait", type=seconds, default=120.0, metavar="S", help="most seconds to wait for quiet cores (120)")
-    add("--output", type=Path, help="also write the JSON object here")
+    add("--output", action=ResultFile, help="also write the JSON object here")
+
+
+class ResultFile(argparse.Action):
+    """A file that is written when all is measured. UsageError before, where it could not be."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, args: argparse.Namespace, value: Any, given: str | None = None
+    ) -> None:
+        flag = self.option_strings[0]  # in full: `given` may be cut short
+        path = usable_path(value, flag)
+        check_writable(path, flag)
+        setattr(args, self.dest, path)
+
+
+@contextmanager
+def writing(flag: str, path: Path, advice: str) -> Iterator[None]:
+    """UsageError naming the flag where `path`, or what is in it, cannot be written. advice: what to do then."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{flag} {path}: cannot be written to ({error.strerror or error}); {advice}") from error
 
 
 def seconds(text: str) -> float:
@@ -87,17 +110,13 @@ def door(main: Callable[[], int | None]) -> int:
 def finish(result: dict[str, Any], output: Path | None) -> None:
     """Print the result as the last line of stdout, then write it where --output says. UsageError: it cannot be written.
 
-    Printed first: minutes of measuring shall not be lost to a wrong path.
+    Printed first: minutes of measuring shall not be lost to a full disk.
     """
     whole = {**result, "machine": machine_facts(), "command": [Path(sys.argv[0]).name, *sys.argv[1:]]}
     print(json.dumps(whole), flush=True)
-    if output is None:
-        return
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(output, json.dumps(whole, indent=2) + "\n")
-    except OSError as error:
-        raise UsageError(f"--output {output}: cannot be written ({error.strerror}); the result is printed") from error
+    if output is not None:
+        with writing("--output", output, "the result is printed"):
+            write_whole(output, json.dumps(whole, indent=2) + "\n")
 
 
 def machine_facts() -> dict[str, Any]:

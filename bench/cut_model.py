@@ -12,7 +12,7 @@ import json
 import sys
 from pathlib import Path
 
-from common import door
+from common import door, writing
 
 from flexgen_h2o.doors import OneLineParser, positive
 from flexgen_h2o.errors import UsageError
@@ -26,10 +26,8 @@ def main() -> None:
     add("--layers", type=positive, required=True, help="transformer blocks of the cut model")
     add("--output", type=Path, required=True, metavar="FOLDER", help="gets config.json")
     args = parser.parse_args()
-    try:
+    with writing("--output", args.output, "give another"):
         write_cut(args.model, args.layers, args.output)
-    except OSError as error:
-        raise UsageError(f"--output {args.output}: cannot be written ({error.strerror}); give another") from error
     print(args.output)
 
 

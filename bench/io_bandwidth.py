@@ -17,11 +17,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from common import (
     GB,
+    ResultFile,
     Spread,
     add_flags,
     alternate,
@@ -85,12 +85,12 @@ def main() -> None:
                 measured.reader.append(nbytes / seconds)
 
             rounds = alternate(args.repeats, [engine, alone], args.quiet_wait)
-        if args.trace is not None:
-            llm.timeline.write_chrome_trace(args.trace)
         weight_bytes = disk_weight_bytes(llm.model.spec, policy, llm.dtype, device_is_host=True)
         result = _result(args, llm, measured, weight_bytes, rounds)
     _show(args, measured, result)
     finish(result, args.output)
+    if args.trace is not None:
+        llm.timeline.write_chrome_trace(args.trace)
 
 
 def _parse() -> argparse.Namespace:
@@ -103,7 +103,7 @@ def _parse() -> argparse.Namespace:
     add("--prompt-len", type=positive, default=32)
     add("--sweeps", type=positive, default=8, help="sweeps of a run; prefill and the first decode do not count (8)")
     add("--repeats", type=positive, default=5)
-    add("--trace", type=Path, help="write the last run's Chrome trace")
+    add("--trace", action=ResultFile, help="write the last run's Chrome trace")
     return parser.parse_args()
 
 

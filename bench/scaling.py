@@ -22,7 +22,7 @@ import common
 from cut_model import cut_model
 
 from flexgen_h2o.config import MemoryBudget, Policy
-from flexgen_h2o.doors import OneLineParser, check_plot_library, positive
+from flexgen_h2o.doors import OneLineParser, check_picture, positive
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.planner.need import AutoPolicy
 from flexgen_h2o.profiling.measure import measure
@@ -100,10 +100,10 @@ def _parse() -> argparse.Namespace:
     add("--axes", nargs="+", choices=AXES, default=list(AXES))
     add("--repeats", type=positive, default=3)
     add("--hardware", help="a profile's file or name, instead of measuring")
-    add("--plot", type=Path, help="PNG to draw")
+    add("--plot", action=common.ResultFile, help="picture to draw (.png, .svg, .pdf)")
     args = parser.parse_args()
     if args.plot is not None:
-        check_plot_library()
+        check_picture(args.plot)
     return args
 
 
@@ -155,7 +155,8 @@ def _draw(result: dict[str, Any], path: Path) -> None:
     figure.axes[0].legend(fontsize=8)
     figure.suptitle(f"{result['model']} cut to {result['layers']} blocks, {ROWS} rows of {PROMPT_LEN} + "
                     f"{result['gen_len']} tokens where nothing else is said, bf16")  # fmt: skip
-    figure.savefig(path, dpi=110)
+    with common.writing("--plot", path, "the result is printed"):
+        figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":

@@ -261,10 +261,14 @@ def _check_input(args: argparse.Namespace, progress: JobProgress) -> None:
 
 def _show(args: argparse.Namespace, job: Job | RayJob, model: str) -> int:
     """The summary; returns the exit code."""
+    from flexgen_h2o.jobs.status import spared_text
+
     status = job.progress.status
     did = f"{status.tokens} new tokens in {format_seconds(status.seconds)} ({status.tokens_per_s:.1f} token/s)"
     if job.before.rows == status.rows:
         did = "nothing was left to do"
+    if status.spared_tokens:
+        did += f"; {spared_text(status)}"
     print(f"{status.done} rows in {args.output}, {status.errors} of them errors; {did}")
     if job.other_models:
         _say(f"{job.other_models} requests name another model (the first: {job.first_other}); {model} answered them")

@@ -22,6 +22,7 @@ POLICY_SCHEMA = 2
 # Fields that a file of an older schema does not have; they are at their defaults there.
 SINCE_SCHEMA_2 = ("weight_bits", "cache_bits", "int8_compute")
 BITS = (4, 8)  # of a compressed value
+BITS_OF = {"weight_bits": "compress_weight", "cache_bits": "compress_cache"}  # what they are the bits of
 MOST_ROWS = 2**16  # of a block
 
 # receive, send: where a stage of a pipeline begins and ends that has no embedding, no head.
@@ -280,6 +281,24 @@ class Policy:
         return {**asdict(self), "percent": list(self.percent)}
 
 
+def without_unused_bits(policy: Policy) -> Policy:
+    """The policy, with bits of what it does not compress at their defaults."""
+    return replace(policy, **{bits: getattr(Policy, bits) for bits in _unused_bits(policy)})
+
+
+def check_bits_used(policy: Policy) -> Policy:
+    """`policy`; UsageError where it has bits, other than the default, of what it does not compress: of a policy that
+    is to run they mean nothing (of one that a search begins with, they are those that it may use)."""
+    for bits in _unused_bits(policy):
+        if getattr(policy, bits) != getattr(Policy, bits):
+            raise UsageError(f"{bits}: {getattr(policy, bits)} goes with {BITS_OF[bits]}, which is off; give both")
+    return policy
+
+
+def _unused_bits(policy: Policy) -> list[str]:
+    return [bits for bits, switch in BITS_OF.items() if not getattr(policy, switch)]
+
+
 @dataclass(frozen=True)
 class MemoryBudget:
     """Bytes each tier may hold; `16GiB` and plain ints are taken. None: what is free, less a margin.
@@ -371,7 +390,7 @@ def read_policy(path: Path) -> SavedPolicy:
         problem = f"unknown field {unknown[0]!r}" if unknown else f"field {missing[0]!r} is missing"
         raise UsageError(f"--policy {path}: {problem}")
     try:
-        policy = Policy(**{name: body[name] for name in names})
+        policy = check_bits_used(Policy(**{name: body[name] for name in names}))
     except UsageError as error:
         raise UsageError(f"--policy {path}: {error}") from error
     return SavedPolicy(policy, **{key: body.get(key) for key in about})

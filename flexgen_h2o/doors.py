@@ -12,13 +12,12 @@ import sys
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from flexgen_h2o import interrupts
 from flexgen_h2o.errors import EXIT_DOES_NOT_FIT, EXIT_FAILED, EXIT_USAGE, SIGNAL_BASE, FlexgenError, UsageError
 
-if TYPE_CHECKING:
-    pass
+PICTURES = (".png", ".svg", ".pdf")
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -159,10 +158,9 @@ def count(text: str) -> int:
     return int(text)
 
 
-def check_plot_library() -> None:
-    """UsageError where matplotlib is missing."""
+def check_picture(path: Path) -> None:
+    """UsageError, before the run, where --plot could not draw `path`: its suffix names no format, or no matplotlib."""
+    if path.suffix.lower() not in PICTURES:
+        raise UsageError(f"--plot {path}: the file name must end in one of {', '.join(PICTURES)}")
     if find_spec("matplotlib") is None:
         raise UsageError("--plot: needs matplotlib; pip install 'flexgen-h2o[plot]'")
-
-
-# Fields of an eviction policy by the flag that sets them.

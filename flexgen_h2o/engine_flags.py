@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.config import BITS, DTYPE_BYTES, MemoryBudget, Policy, read_policy
+from flexgen_h2o.config import BITS, BITS_OF, DTYPE_BYTES, MemoryBudget, Policy, read_policy, without_unused_bits
 from flexgen_h2o.doors import boolean, flag_of, positive
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.paths import usable_path
@@ -196,7 +196,6 @@ def policy_settings(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-BITS_OF = {"weight_bits": "compress_weight", "cache_bits": "compress_cache"}  # what they are the bits of
 PLACEMENT = ("gpu_batch_size", "num_gpu_batches", "percent")
 
 
@@ -239,7 +238,7 @@ COMPRESSION = ("compress_weight", "compress_cache", "int8_compute")
 
 def uncompressed(policy: Policy) -> Policy:
     """The policy with weights and KV in the compute dtype."""
-    return replace(policy, compress_weight=False, compress_cache=False, int8_compute=False)
+    return without_unused_bits(replace(policy, compress_weight=False, compress_cache=False, int8_compute=False))
 
 
 def compression_flags(policy: Policy) -> str:

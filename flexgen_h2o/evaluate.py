@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.doors import (
     OneLineParser,
-    check_plot_library,
+    check_picture,
     check_separate,
     count,
     file_name,
@@ -154,7 +154,7 @@ def _check(args: argparse.Namespace) -> None:
             check_writable(getattr(args, name), flag_of(name))
     check_separate(args, ("prompts", "policy", "hardware"), OUTPUTS)
     if args.plot is not None:
-        check_plot_library()
+        check_picture(args.plot)
 
 
 def _lengths(args: argparse.Namespace, llm: LLM) -> Lengths:

@@ -138,8 +138,9 @@ class LLM:
     def use(self, policy: Policy | AutoPolicy) -> None:
         """Run with another policy from the next `generate` on; what was held for the old one is given back."""
         if policy != self.asked_policy:
+            asked = read_policy_argument(policy)
             self.close()
-            self.asked_policy = read_policy_argument(policy)
+            self.asked_policy = asked
             self._policy = policy if isinstance(policy, Policy) else None
 
     def join(self, pipeline: Pipeline) -> None:

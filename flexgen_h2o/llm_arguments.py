@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flexgen_h2o.config import DTYPE_BYTES, Policy, read_policy
+from flexgen_h2o.config import DTYPE_BYTES, Policy, check_bits_used, read_policy
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.paths import usable_path
@@ -12,12 +12,13 @@ from flexgen_h2o.planner.need import AutoPolicy, base_of
 
 
 def read_policy_argument(policy: Policy | AutoPolicy | str | Path) -> Policy | AutoPolicy:
-    """UsageError for a bad file."""
+    """UsageError for a bad file, and for bits of what is not compressed."""
     if policy == "auto":
         return AutoPolicy()
-    if isinstance(policy, AutoPolicy):
+    if isinstance(policy, AutoPolicy | Policy):
+        check_bits_used(base_of(policy))
         return policy
-    return policy if isinstance(policy, Policy) else read_policy(usable_path(policy, "--policy")).policy
+    return read_policy(usable_path(policy, "--policy")).policy
 
 
 def check_together(policy: Policy | AutoPolicy, eviction: Eviction) -> None:

@@ -13,8 +13,8 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from flexgen_h2o.config import DTYPE_BYTES, TIERS, Policy, SavedPolicy, write_policy
-from flexgen_h2o.doors import OneLineParser, check_plot_library, check_separate, file_name, flag_of, positive, run_door
+from flexgen_h2o.config import DTYPE_BYTES, TIERS, Policy, SavedPolicy, without_unused_bits, write_policy
+from flexgen_h2o.doors import OneLineParser, check_picture, check_separate, file_name, flag_of, positive, run_door
 from flexgen_h2o.engine_flags import (
     EVICTION_FLAGS,
     add_engine_flags,
@@ -46,7 +46,6 @@ REPEATED = (
     "--path", "--revision", "--offload-dir", "--device-mem", "--host-mem", "--disk-mem", "--eviction",
     *EVICTION_FLAGS.values(),
 )  # fmt: skip
-PICTURES = (".png", ".svg", ".pdf")
 MOST_PROMPTS = 10**9
 QUICK_S = 1.0  # a search that takes no longer is done again with more memory on each tier
 
@@ -116,9 +115,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.num_prompts is not None and args.num_prompts > MOST_PROMPTS:
         raise UsageError(f"--num-prompts {args.num_prompts}: must be at most {MOST_PROMPTS}")
     if args.plot is not None:
-        if args.plot.suffix.lower() not in PICTURES:
-            raise UsageError(f"--plot {args.plot}: the file name must end in one of {', '.join(PICTURES)}")
-        check_plot_library()
+        check_picture(args.plot)
 
 
 def _task(args: argparse.Namespace) -> _Task:
@@ -201,6 +198,7 @@ def _answer(args: argparse.Namespace, task: _Task) -> Answer:
         return Answer(None if asked.searched else task.policy, None, time.perf_counter() - began, str(error))
     seconds, q = time.perf_counter() - began, Search(task.spec, asked.need, task.policy, *at, sides)
     gains = gains_of_search(q, plan, seconds <= QUICK_S) if asked.searched else gains_of_policy(q, plan)
+    plan = replace(plan, policy=without_unused_bits(plan.policy))  # a search need not use the bits that it may use
     return Answer(plan.policy, plan, seconds, gains=gains)
 
 

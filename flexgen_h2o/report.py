@@ -82,6 +82,11 @@ class RunReport:
         """Generated tokens over prefill + decode time, as FlexGen counts: prefill gives each row its first token."""
         return PhaseReport(self.prefill.seconds + self.decode.seconds, self.num_prompts + self.decode.tokens)
 
+    @property
+    def spared_tokens(self) -> int:
+        """Prompt tokens that prefill was not fed, because rows that begin alike share them."""
+        return self.prefill.tokens - int(self.extra.get("prefill_fed_tokens", self.prefill.tokens))
+
     def to_json(self) -> dict[str, Any]:
         """The report as JSON values; a number that JSON cannot hold (NaN, infinity) becomes None."""
         body = {

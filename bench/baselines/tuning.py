@@ -37,6 +37,8 @@ def main(tuning: Tuning, doc: str | None) -> int:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="gets the best settings, for the sweep")
     args, flags = parser.parse_known_args()
+    if args.output.is_dir() or not args.output.absolute().parent.is_dir():  # before the measuring
+        parser.error(f"--output {args.output}: name a file in a folder that exists")
     heads = [*tuning.knobs, *tuning.columns]
     print("| " + " | ".join(heads) + " |\n|" + "---|" * len(heads))
     best = {name: values[0] for name, values in tuning.knobs.items()}

@@ -18,6 +18,7 @@ from common import GB
 from sweep.store import Line, Store
 from sweep.summary import device_bytes, markdown
 
+from flexgen_h2o.errors import UsageError
 from gpu.runner import State
 from gpu.steps import TESTS, Setting, Step
 
@@ -100,11 +101,15 @@ def _tests(setting: Setting) -> list[str]:
 
 
 def _run_of(step: Step) -> dict[str, Any] | None:
-    """What a placement left; None where it left nothing, or was killed while it wrote."""
+    """What a placement left; None where it left nothing, or was killed while it wrote. UsageError: it is another's."""
     try:
         run: dict[str, Any] = json.loads(step.output.read_text())
     except (FileNotFoundError, ValueError):
         return None
+    try:
+        run_texts(step.name, run)
+    except (TypeError, KeyError, ValueError) as error:
+        raise UsageError(f"{step.output}: is not what a placement leaves ({error!r}); remove it") from error
     return run
 
 

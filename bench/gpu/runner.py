@@ -37,10 +37,11 @@ class Suite:
     def __init__(self, results: Path, limit: float, copy_to: Path | None = None, again: bool = False) -> None:
         self.results, self._copy_to = results, copy_to
         self._end = time.monotonic() + limit
-        try:
+        with common.writing("--results", results, "give another folder"):
             (results / "runs").mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"--results {results}: cannot be written to ({error.strerror}); give another") from error
+        if copy_to is not None:
+            with common.writing("OUT", copy_to, "give another folder"):
+                copy_to.mkdir(parents=True, exist_ok=True)
         self._file = results / "steps.json"
         self.state: State = {} if again or not self._file.exists() else _read_state(self._file)
 
@@ -80,7 +81,8 @@ class Suite:
         write_whole(self._file, json.dumps(self.state, indent=1) + "\n")
         report(self.state)
         if self._copy_to is not None:
-            shutil.copytree(self.results, self._copy_to, dirs_exist_ok=True)
+            with common.writing("OUT", self._copy_to, f"the results are in {self.results}"):
+                shutil.copytree(self.results, self._copy_to, dirs_exist_ok=True)
 
 
 def _read_state(path: Path) -> State:

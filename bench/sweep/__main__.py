@@ -16,6 +16,7 @@ import platform
 import re
 import sys
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -24,7 +25,7 @@ import torch
 
 from flexgen_h2o.doors import OneLineParser, count, positive, run_door
 from flexgen_h2o.errors import UsageError
-from flexgen_h2o.source import find_checkpoint, find_model
+from flexgen_h2o.source import Model, find_checkpoint, find_model
 from flexgen_h2o.units import parse_bytes
 from sweep.grid import GRIDS, SYSTEMS, Cell, System, systems_of
 from sweep.plots import draw_all
@@ -196,7 +197,7 @@ def _read_cell(text: str) -> Cell:
         raise UsageError(f"--cell {text}: rows are tried from FIRST, at least 1, to LAST, at least FIRST")
     try:
         cell.budget_bytes(1)
-        positions = find_model(cell.model, "_DUMMY_").spec.max_positions
+        positions = _model(cell.model).spec.max_positions
     except UsageError as error:
         raise UsageError(f"--cell {text}: {str(error).removeprefix('--model ')}") from error
     if cell.prompt_len + cell.gen_len - 1 > positions:
@@ -229,8 +230,13 @@ def _is_ratio(text: str) -> bool:
 
 def _model_folder(model: str, setup: Setup) -> Path:
     """Random weights at the model's true shape, written once: every system reads this folder."""
-    found = find_model(model, "_DUMMY_")
-    return find_checkpoint(found, "bfloat16", setup.offload_dir, 0, progress=False).folder
+    return find_checkpoint(_model(model), "bfloat16", setup.offload_dir, 0, progress=False).folder
+
+
+@cache
+def _model(name: str) -> Model:
+    """Read once: many cells have the same."""
+    return find_model(name, "_DUMMY_")
 
 
 if __name__ == "__main__":

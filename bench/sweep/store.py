@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common import writing
+
 from flexgen_h2o.errors import UsageError
+from flexgen_h2o.locks import try_lock
 
 # ok; over_budget: it ran, and took more memory than the budget; the rest did not give a figure.
 OK, OVER, DOES_NOT_FIT, TIMEOUT, FAILED, REFUSED = "ok", "over_budget", "does_not_fit", "timeout", "failed", "refused"
@@ -71,20 +73,14 @@ def claimed(path: Path) -> Iterator[None]:
 
     Raises UsageError: it cannot be written to, or another sweep has claimed it.
     """
-    try:
+    with writing("--results", path.parent, "give another folder"):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("a")
-    except OSError as error:
-        raise UsageError(
-            f"--results {path.parent}: cannot be written to ({error.strerror}); give another folder"
-        ) from error
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        if not try_lock(file.fileno()):
             raise UsageError(
                 f"{path}: another sweep writes to it; wait until it is done, or give other --results or --name"
-            ) from error
+            )
         yield
 
 

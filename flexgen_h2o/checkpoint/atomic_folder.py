@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import shutil
@@ -12,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from flexgen_h2o.errors import DoesNotFitError, UsageError
+from flexgen_h2o.locks import is_still, try_lock, wait_for_lock
 from flexgen_h2o.units import format_bytes, format_free
 
 _TEMP_SUFFIX = ".flexgen-building"
@@ -91,7 +91,7 @@ def _exclusively(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _locked(path: Path, wait: bool) -> Iterator[bool]:
-    """Hold an flock on `path`, which exists only while somebody holds it; False: somebody else does (not `wait`)."""
+    """Hold a lock on `path`, which exists only while somebody holds it; False: somebody else does (not `wait`)."""
     fd = _take(path, wait)
     if fd is None:
         yield False
@@ -107,28 +107,19 @@ def _take(path: Path, wait: bool) -> int | None:
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not try_lock(fd):
                 if not wait:
                     os.close(fd)
                     return None
                 _log.warning("waiting for another process that is working on %s", path.parent)
-                fcntl.flock(fd, fcntl.LOCK_EX)
-            if _is_still(path, fd):
+                wait_for_lock(fd)
+            if is_still(path, fd):
                 return fd
         except BaseException:
             os.close(fd)
             raise
         # The last holder removed the file that we waited on: what counts is the one there now.
         os.close(fd)
-
-
-def _is_still(path: Path, fd: int) -> bool:
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(fd))
-    except FileNotFoundError:
-        return False
 
 
 def _remove_stale(parent: Path) -> None:

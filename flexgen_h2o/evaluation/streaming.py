@@ -36,6 +36,20 @@ POLICIES = ("full", "h2o")
 SIZE = 128  # heavy columns, and as many recent ones: llama-recipes' defaults
 GEN_LEN, OWN_STREAMS, OWN_STREAM_LEN, WINDOWS = 64, 8, 1024, 4
 RULE = "-" * 70
+# Flags of one of the two; a text has its own tokens, none are drawn.
+OF_TURNS = (
+    "turns",
+    "num_turns",
+    "chat",
+    "turn_format",
+    "gen_len",
+    "temperature",
+    "top_p",
+    "top_k",
+    "stop",
+    "ignore_eos",
+)
+OF_TEXT = ("stream_len", "streams", "windows")
 MT_BENCH = "mt_bench.jsonl"  # in the folder that h2o_hf's --data_root names
 
 
@@ -97,10 +111,11 @@ def run_streaming(args: argparse.Namespace) -> int:
             print(f"evaluate: {llm.precision_note}", file=sys.stderr)
         for case in cases:  # before the first of them has run for long
             check_rolling(case.eviction, llm.model.spec, policy.compress_cache)
-        found = _texts(args, llm, cases) if args.text is not None else _turns(args, llm, cases)
+        compression = compression_flags(policy)
+        found = (_turns if args.text is None else _texts)(args, llm, cases, compression)
         facts = {
             "measure": "streaming", "schema": SCHEMA, "model": llm.model.name, "dtype": llm.dtype,
-            "compression": compression_flags(policy),
+            "compression": compression,
         }  # fmt: skip
     if args.json is not None:
         try:
@@ -114,10 +129,9 @@ def _check(args: argparse.Namespace) -> None:
     """What can be wrong with flags and files, before anything is loaded."""
     from flexgen_h2o.report import check_writable
 
-    of_turns, of_text = ("turns", "num_turns", "chat", "turn_format", "gen_len"), ("stream_len", "streams", "windows")
     is_text = args.text is not None
-    for name in of_turns if is_text else of_text:
-        if getattr(args, name):
+    for name in OF_TURNS if is_text else OF_TEXT:
+        if getattr(args, name) and (name, getattr(args, name)) != ("top_p", 1):
             flag = flag_of(name)
             raise UsageError(
                 f"{flag} and --text: give one of them" if is_text else f"{flag}: goes with --text; give it"
@@ -139,6 +153,10 @@ def _check(args: argparse.Namespace) -> None:
 def _cases(args: argparse.Namespace) -> list[Case]:
     from flexgen_h2o.evaluation.cells import make_cases
 
+    if set(args.policies) == {"full"}:
+        for name in ("hh_size", "recent_size", "positions"):
+            if getattr(args, name) not in (None, "original"):
+                raise UsageError(f"{flag_of(name)}: says nothing of the full cache; name another in --policies too")
     settings: dict[str, Any] = dict(zip(("heavy_size", "recent_size"), _sizes(args), strict=True))
     if args.positions is not None:
         settings["positions"] = args.positions
@@ -166,7 +184,7 @@ def _sizes(args: argparse.Namespace) -> tuple[int, int]:
     return heavy, window - heavy
 
 
-def _turns(args: argparse.Namespace, llm: LLM, cases: Sequence[Case]) -> dict[str, Any]:
+def _turns(args: argparse.Namespace, llm: LLM, cases: Sequence[Case], compression: str) -> dict[str, Any]:
     from flexgen_h2o.evaluation.dialogue import converse
     from flexgen_h2o.evaluation.tables import conversation_table
     from flexgen_h2o.evaluation.turns import default_turns, encoded, read_turns
@@ -181,16 +199,16 @@ def _turns(args: argparse.Namespace, llm: LLM, cases: Sequence[Case]) -> dict[st
         )
     found = []
     for case in cases:
-        _show(f"{RULE}\n{_title(case)}\n{RULE}\n")
+        _show(f"{RULE}\n{_title(case, compression)}\n{RULE}\n")
         with naming_flags():
             found.append(converse(llm, case, turns, ids, params, _show))
         _show("\n")
-    print(conversation_table(found, len(turns)))
+    print(conversation_table(found, len(turns), compression))
     settings = {"turns": None if args.turns is None else str(args.turns), "gen_len": args.gen_len, "chat": args.chat}
     return {"settings": {**settings, "num_turns": len(turns)}, "policies": found}
 
 
-def _texts(args: argparse.Namespace, llm: LLM, cases: Sequence[Case]) -> dict[str, Any]:
+def _texts(args: argparse.Namespace, llm: LLM, cases: Sequence[Case], compression: str) -> dict[str, Any]:
     from flexgen_h2o.evaluation.long_text import measure, streams_of, text_of
     from flexgen_h2o.evaluation.tables import text_tables
     from flexgen_h2o.kvcache.eviction.rolling import most_new_tokens
@@ -211,13 +229,16 @@ def _texts(args: argparse.Namespace, llm: LLM, cases: Sequence[Case]) -> dict[st
     found = []
     for case in cases:
         found.append(measure(llm, case, streams, windows, args.seed))
-        print(f"evaluate: {_title(case)}: NLL {found[-1]['nll']['value']:.3f}", file=sys.stderr, flush=True)
-    print(text_tables(found, llm.model.name, llm.dtype))
+        print(
+            f"evaluate: {_title(case, compression)}: NLL {found[-1]['nll']['value']:.3f}", file=sys.stderr, flush=True
+        )
+    print(text_tables(found, llm.model.name, llm.dtype, compression))
     settings = {"text": None if own else str(args.text), "streams": stretches, "stream_len": size, "windows": windows}
     return {"settings": {**settings, "seed": args.seed}, "policies": found}
 
 
-def _title(case: Case) -> str:
+def _title(case: Case, compression: str) -> str:
+    said = f", {compression}" if compression else ""
     budget = case.eviction.budget(0, 0, 1)
     if case.eviction.needs.record:
         parts = (
@@ -225,8 +246,8 @@ def _title(case: Case) -> str:
             for n, name in ((budget.sinks, "sinks"), (budget.heavy, "heavy"), (budget.recent, "recent"))
             if n
         )
-        return f"{case.label}: {' + '.join(parts)} KV columns a row, {case.positions} positions"
-    return f"{case.label}: every KV column"
+        return f"{case.label}: {' + '.join(parts)} KV columns a row, {case.positions} positions{said}"
+    return f"{case.label}: every KV column{said}"
 
 
 def _show(text: str) -> None:

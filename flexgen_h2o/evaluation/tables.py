@@ -110,8 +110,8 @@ def _percent(interval: Figures) -> str:
     return f"{value:.1f}% [{low:.1f}, {high:.1f}]"
 
 
-def conversation_table(policies: Sequence[Figures], turns: int) -> str:
-    """What conversations took (streaming JSON), a policy a row."""
+def conversation_table(policies: Sequence[Figures], turns: int, compression: str) -> str:
+    """What conversations took (streaming JSON), a policy a row. compression: flags of all of them."""
     names = ["policy", "positions", "turns answered", "tokens", "perplexity", "KV held at most", "seconds"]
     rows = [
         [
@@ -121,12 +121,15 @@ def conversation_table(policies: Sequence[Figures], turns: int) -> str:
         ]
         for found in policies
     ]  # fmt: skip
-    note = "Perplexity: of the tokens of all turns but the first, as they came."
+    note = "Perplexity: of the tokens of all turns but the first, as they came." + (
+        f" All with {compression}." if compression else ""
+    )
     return "\n".join([*header(names), *map(row, rows), "", note])
 
 
-def text_tables(policies: Sequence[Figures], model: str, dtype: str) -> str:
-    """The surprise of long texts and the KV held (streaming JSON), a policy a row, by window."""
+def text_tables(policies: Sequence[Figures], model: str, dtype: str, compression: str) -> str:
+    """The surprise of long texts and the KV held (streaming JSON), a policy a row, by window. compression: flags of all
+    of them."""
     windows, streams = policies[0]["windows"], policies[0]["nll"]["n"]
     spans = [f"{w['first']} - {w['last']}" for w in windows]
 
@@ -148,7 +151,8 @@ def text_tables(policies: Sequence[Figures], model: str, dtype: str) -> str:
         for found in policies
     ]  # fmt: skip
     intervals = f"{streams} streams; NLL in nats a token, 95% bootstrap intervals over streams"
-    head = f"Model `{model}` in {dtype}; {intervals if streams > 1 else 'NLL in nats a token'}."
+    setting = f"{dtype}, all with {compression}" if compression else dtype
+    head = f"Model `{model}` in {setting}; {intervals if streams > 1 else 'NLL in nats a token'}."
     parts = [
         [head], [*header(["policy", "positions", *spans, "all", "perplexity"]), *map(row, rows)],
         ["KV held by one stream at the end of each window:"],

@@ -20,6 +20,7 @@ from flexgen_h2o.engine_flags import (
     add_engine_flags,
     add_eviction_flags,
     add_sampling_flags,
+    compression_flags,
     eviction_of,
     naming_flags,
     open_llm,
@@ -129,8 +130,13 @@ def run_text(args: argparse.Namespace) -> int:
             Beside(prompt.index, prompt.text, len(prompt.token_ids), *both)
             for prompt, *both in zip(prompts, *sides, strict=True)
         ]
-        facts = {"measure": "text", "model": llm.model.name, "dtype": llm.dtype, "eviction": eviction.to_json()}
-    print("\n\n".join(as_blocks(row, eviction.name) for row in rows) + "\n\n" + summary(rows, eviction.name))
+        compression = compression_flags(policy)
+        facts = {
+            "measure": "text", "model": llm.model.name, "dtype": llm.dtype, "eviction": eviction.to_json(),
+            "compression": compression,
+        }  # fmt: skip
+    texts = "\n\n".join(as_blocks(row, eviction.name) for row in rows)
+    print(f"{texts}\n\n{summary(rows, eviction.name, compression)}")
     if args.json is not None:
         _write(args.json, {**facts, "rows": [{**asdict(row), "same_tokens": row.same_tokens} for row in rows]})
     return EXIT_DONE
@@ -147,13 +153,13 @@ def as_blocks(row: Beside, name: str) -> str:
     return "\n".join(f"{RULE}\n{head}\n{RULE}\n{'(token ids)' if text is None else text}" for head, text in parts)
 
 
-def summary(rows: Sequence[Beside], name: str) -> str:
-    """One line over all prompts."""
+def summary(rows: Sequence[Beside], name: str, compression: str = "") -> str:
+    """One line over all prompts. compression: flags of both runs."""
     full, evicted = (sum(getattr(row, side).bytes for row in rows) for side in ("full", "evicted"))
     same = sum(row.full.token_ids == row.evicted.token_ids for row in rows)
     return (
         f"{name}: {evicted / full:.1%} of the full cache's {format_bytes(full)}; "
-        f"{same} of {len(rows)} texts the same"
+        f"{same} of {len(rows)} texts the same" + (f"; both with {compression}" if compression else "")
     )  # fmt: skip
 
 

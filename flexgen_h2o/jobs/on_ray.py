@@ -115,7 +115,8 @@ class Engines:
             for answers in job.answers():
                 yield _packed("found", answers)
             self._has_run = True
-            yield _packed("found", Notes(job.other_models, job.first_other, self._llm.peak_bytes))
+            counts = job.prompt_tokens, job.spared_tokens
+            yield _packed("found", Notes(job.other_models, job.first_other, self._llm.peak_bytes, *counts))
         except Exception as error:
             yield _packed("found", Raised(error, traceback.format_exc()))
 
@@ -173,6 +174,7 @@ class RayJob:
             self.other_models += found.other_models
             self.first_other = self.first_other or found.first_other
             self.peak_bytes |= {t: max(n, self.peak_bytes.get(t, 0)) for t, n in found.peak_bytes.items()}
+            self.progress.prefilled(found.prompt_tokens, found.spared_tokens)
             return
         new: list[Answer] = [one for one in found if not done[one.row]]  # a window that was run again names some twice
         done[[one.row for one in new]] = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import stat
@@ -14,6 +13,7 @@ from typing import Any
 
 from flexgen_h2o import interrupts
 from flexgen_h2o.errors import FlexgenError, UsageError
+from flexgen_h2o.locks import is_still, try_lock
 
 SYNC_EVERY_S = 1.0
 # fsync may take at most this share of the time: a slow disk gets rarer syncs, not a slower job.
@@ -111,11 +111,7 @@ class OutputFile:
                 os.close(self._fd)
 
     def _check_still_there(self) -> None:
-        try:
-            same = os.path.samestat(os.stat(self.path), os.fstat(self._fd))
-        except FileNotFoundError:
-            same = False
-        if not same:
+        if not is_still(self.path, self._fd):
             raise FlexgenError(f"--output {self.path}: was removed or replaced while the job wrote to it")
 
     def _cut(self, size: int) -> None:
@@ -163,12 +159,9 @@ def is_locked(path: Path) -> bool:
     except OSError as error:
         raise UsageError(f"--output {path}: {error.strerror or error}") from error
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        return not try_lock(fd, shared=True)
     finally:
         os.close(fd)
-    return False
 
 
 def _open_locked(path: Path) -> int:
@@ -182,15 +175,12 @@ def _open_locked(path: Path) -> int:
             os.close(fd)
             raise UsageError(f"--output {path}: is no regular file, and a job reads its rows back; name one")
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.stat(path), os.fstat(fd)):
+            if try_lock(fd) and is_still(path, fd):
                 return fd
-        except (BlockingIOError, FileNotFoundError):
-            pass  # held by another job, or for a moment by somebody's --status; or removed just now
         except OSError as error:
             os.close(fd)
             raise UsageError(f"--output {path}: cannot be locked here ({error.strerror or error})") from error
-        os.close(fd)
+        os.close(fd)  # held by another job, or for a moment by somebody's --status; or removed just now
         if attempt < _LOCK_TRIES - 1:
             time.sleep(_LOCK_WAIT_S)
     raise UsageError(f"--output {path}: another job writes to it; wait for its end, or give another --output")

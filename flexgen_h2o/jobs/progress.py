@@ -43,6 +43,11 @@ class JobProgress:
     def finish(self, rows: Sequence[Row]) -> None:
         """They are counted when they are written."""
 
+    def prefilled(self, tokens: int, spared: int) -> None:
+        """A run of prompts with so many tokens has ended; `spared` of them were not computed."""
+        self.status.prompt_tokens += tokens
+        self.status.spared_tokens += spared
+
     def wrote(self, rows: int, errors: int = 0) -> None:
         """So many rows more are in the output, `errors` of them error rows."""
         self.status.done += rows

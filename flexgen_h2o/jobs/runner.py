@@ -146,9 +146,13 @@ class Job:
         self._window_rows = window_rows(block_size, self.window)
         self._running = {request.prompt.index: request for request in requests}
         self._has_run = True
-        self.llm.run(
+        report = self.llm.run(
             *_prompts_and_params(requests), self._finish, listener=self.progress, refill=self.refill, more=more
         )  # fmt: skip
+        self._prefilled(report.prefill.tokens, report.spared_tokens)
+
+    def _prefilled(self, tokens: int, spared: int) -> None:
+        self.progress.prefilled(tokens, spared)
 
     def _next_window(self) -> PromptsAndParams | None:
         """The rows that enter the running block next; None at the end, and where the open engine has no room."""

@@ -15,13 +15,17 @@ from flexgen_h2o.jobs.output import is_locked
 from flexgen_h2o.units import format_bytes, format_seconds
 
 RUNNING = "running"
-_NUMBERS = ("rows", "done", "errors", "tokens", "seconds", "tokens_per_s", "updated")
+_NUMBERS = (
+    "rows", "done", "errors", "tokens", "prompt_tokens", "spared_tokens", "seconds", "tokens_per_s", "updated"
+)  # fmt: skip
 
 
 @dataclass
 class Status:
     """Counts of rows are of the whole output, tokens and seconds of this run. tokens: new ones. pid: of the job.
 
+    prompt_tokens: of rows that the engine is done with, which is known as a window ends, with refill at the job's end.
+    spared_tokens: those of them that were not computed, because rows that begin alike share them.
     state: running, done, or what ended it. eta_s: None until a row is done. peak_bytes: of the budgets, by tier.
     """
 
@@ -31,6 +35,8 @@ class Status:
     done: int = 0
     errors: int = 0
     tokens: int = 0
+    prompt_tokens: int = 0
+    spared_tokens: int = 0
     seconds: float = 0.0
     tokens_per_s: float = 0.0
     eta_s: float | None = None
@@ -77,6 +83,8 @@ def status_lines(status: Status) -> list[str]:
         f"rows: {status.done} of {status.rows} done, {status.errors} of them errors, {left} to do",
         f"speed: {status.tokens_per_s:.1f} new tokens/s, {status.tokens} in {format_seconds(status.seconds)}",
     ]
+    if status.spared_tokens:
+        lines.append(spared_text(status))
     if status.eta_s is not None and left:
         lines.append(f"left: {format_seconds(status.eta_s)}")
     if status.peak_bytes:
@@ -84,6 +92,10 @@ def status_lines(status: Status) -> list[str]:
     if status.updated:
         lines.append(f"updated: {max(0, round(time.time() - status.updated))} s ago")
     return lines
+
+
+def spared_text(status: Status) -> str:
+    return f"shared prefixes spared {status.spared_tokens} of {status.prompt_tokens} prompt tokens"
 
 
 def tiers_text(nbytes: dict[str, int]) -> str:

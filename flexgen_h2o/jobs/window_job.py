@@ -33,11 +33,16 @@ class Answer:
 
 @dataclass(frozen=True)
 class Notes:
-    """What a window says at its end. other_models, first_other: as of `Job`; peak_bytes: of the engine, by tier."""
+    """What a window says at its end. other_models, first_other: as of `Job`; peak_bytes: of the engine, by tier.
+
+    prompt_tokens, spared_tokens: as of `status.Status`.
+    """
 
     other_models: int
     first_other: str
     peak_bytes: dict[str, int]
+    prompt_tokens: int = 0
+    spared_tokens: int = 0
 
 
 class WindowJob(Job):
@@ -55,6 +60,7 @@ class WindowJob(Job):
         nothing = Before(np.zeros(len(lines), bool), 0, 0)
         super().__init__(llm, Path(), reader, cast(Any, None), nothing, cast(Any, Silent()), None, window, refill)
         self._has_run = has_run
+        self.prompt_tokens = self.spared_tokens = 0
 
     def answers(self) -> Iterator[list[Answer]]:
         """Those that finish together, as they do; raises what the engine raises."""
@@ -85,6 +91,10 @@ class WindowJob(Job):
             line = to_line(success_row(self._running.pop(one.index), one, self.llm.model))
             found.append(Answer(self._row_of[one.index], line, False, len(one.token_ids)))
         self._answers.put(found)
+
+    def _prefilled(self, tokens: int, spared: int) -> None:
+        self.prompt_tokens += tokens
+        self.spared_tokens += spared
 
     def _fail(self, custom_id: str, number: int, error: RowError) -> None:
         self._answers.put([Answer(self._row_of[number], to_line(error_row(custom_id, number, error)), True, 0)])

@@ -14,6 +14,7 @@ import torch
 
 from flexgen_h2o.errors import DoesNotFitError, TransferError, UsageError
 from flexgen_h2o.limits import PAGE
+from flexgen_h2o.locks import try_lock, wait_for_lock
 from flexgen_h2o.units import format_bytes, format_free
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
@@ -108,7 +109,7 @@ class Scratch:
                 self.folder = offload_dir / f"run-{os.getpid()}-{os.urandom(4).hex()}"
                 self._lock_path = self.folder.with_name(f"{self.folder.name}.lock")
                 self._lock = open(self._lock_path, "w")  # noqa: SIM115 - held for the life of the run
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                wait_for_lock(self._lock.fileno())
                 self.folder.mkdir()
         except OSError as error:
             kind = DoesNotFitError if error.errno in _FULL else UsageError
@@ -140,16 +141,16 @@ class Scratch:
     def _remove_dead(offload_dir: Path) -> None:
         for lock_path in offload_dir.glob("run-*.lock"):
             with contextlib.suppress(OSError), open(lock_path) as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while its run lives
-                shutil.rmtree(lock_path.with_suffix(""), ignore_errors=True)
-                lock_path.unlink(missing_ok=True)
+                if try_lock(lock.fileno()):  # which its run holds while it lives
+                    shutil.rmtree(lock_path.with_suffix(""), ignore_errors=True)
+                    lock_path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def _locked_folder(folder: Path) -> Iterator[None]:
     fd = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        wait_for_lock(fd)
         yield
     finally:
         os.close(fd)

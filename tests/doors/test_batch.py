@@ -14,6 +14,7 @@ from transformers import OPTForCausalLM
 
 from flexgen_h2o import LLM, batch
 from flexgen_h2o.cli import VERBS
+from flexgen_h2o.report import RunReport
 from tests.doors.conftest import Answer
 from tests.parity.reference import greedy
 
@@ -72,6 +73,18 @@ def test_rows_of_all_lengths_equal_transformers(job: Callable[..., Answer], tmp_
     assert found["line-10"]["error"]["code"] == "invalid_json"
 
 
+def kept_reports(monkeypatch: pytest.MonkeyPatch) -> list[RunReport]:
+    """Fills with the report of each run of an engine."""
+    reports, run = [], LLM.run
+
+    def keep(llm: LLM, *args: Any, **named: Any) -> RunReport:
+        reports.append(run(llm, *args, **named))
+        return reports[-1]
+
+    monkeypatch.setattr(LLM, "run", keep)
+    return reports
+
+
 def test_rows_are_the_same_with_and_without_refill(
     job: Callable[..., Answer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,9 +98,7 @@ def test_rows_are_the_same_with_and_without_refill(
             for params in [sampled if i % 2 else {}]
         ),
     )
-    reports: list[Any] = []
-    run = LLM.run
-    monkeypatch.setattr(LLM, "run", lambda llm, *args, **named: reports.append(run(llm, *args, **named)))
+    reports = kept_reports(monkeypatch)
     flags = "--gpu-batch-size", 2, "--num-gpu-batches", 2, "--window", 8, "--percent", 0, 50, 0, 50, 0, 100
     found = {}
     for way in ("--refill", "--no-refill"):
@@ -126,18 +137,21 @@ def test_a_header_that_changes_within_a_job(
     """Rows of a later window do not enter a block whose rows begin otherwise; a block of theirs follows."""
     prompts = [[*header, 4 + i] for header in ([7] * 9, [8, 7] * 6) for i in range(12)]
     lines(tmp_path / "in.jsonl", *({"prompt": p, "max_tokens": 1 + i * 3 % 4} for i, p in enumerate(prompts)))
-    reports: list[Any] = []
-    run = LLM.run
-    monkeypatch.setattr(LLM, "run", lambda llm, *args, **named: reports.append(run(llm, *args, **named)))
-    found = []
+    reports = kept_reports(monkeypatch)
+    found, said = [], []
     for how in ("off", "on"):
         flags = ("--gpu-batch-size", 2, "--num-gpu-batches", 2, "--window", 4, "--share-prefix", how)
-        assert job(*flags, "--output", f"{how}.jsonl").code == 0
+        ended = job(*flags, "--output", f"{how}.jsonl")
+        assert ended.code == 0, ended.err
+        said.append((ended.out, job("--status", "--output", f"{how}.jsonl").out))
         found.append({n: row["response"]["body"]["choices"] for n, row in rows(tmp_path / f"{how}.jsonl").items()})
     assert found[0] == found[1] and len(found[0]) == 24
     shared = [report.extra["common_prefix"]["tokens"] for report in reports]
     assert shared[0] == 0 and shared[-2:] == [9, 12]
     assert [report.num_prompts for report in reports[-2:]] == [12, 12]
+    # Each header is fed once for its twelve rows.
+    spared = f"shared prefixes spared {11 * 9 + 11 * 12} of {sum(map(len, prompts))} prompt tokens"
+    assert all(spared in text for text in said[1]) and "spared" not in "".join(said[0])
 
 
 def test_flags_are_what_lines_do_not_say(job: Callable[..., Answer], tmp_path: Path) -> None:

@@ -11,8 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from flexgen_h2o import flex_opt, policy_search
+from flexgen_h2o import LLM, flex_opt, policy_search
 from flexgen_h2o.config import Policy, SavedPolicy, write_policy
+from flexgen_h2o.errors import UsageError
+from flexgen_h2o.planner.need import AutoPolicy
 from flexgen_h2o.profile import write_profile
 from flexgen_h2o.profiling.nominal import nominal_profile
 from tests.doors.conftest import Answer
@@ -101,6 +103,15 @@ def test_products_in_int8_of_weights_in_4_bits(door: Door, profile: Path) -> Non
     assert door("--policy", "p.json").code == 0
     out = door("--int8-compute", "--compress-weight", "--hardware", profile)
     assert out.code == 0, out.err
+
+
+def test_bits_without_compression_are_refused_in_python(ids_model: Path, tmp_path: Path) -> None:
+    model, says = str(ids_model), "^weight_bits: 8 goes with compress_weight, which is off; give both$"
+    for policy in (Policy(weight_bits=8), AutoPolicy(Policy(weight_bits=8, compress_cache=True))):
+        with pytest.raises(UsageError, match=says):
+            LLM(model, policy, offload_dir=tmp_path)
+        with LLM(model, Policy(weight_bits=4), offload_dir=tmp_path) as llm, pytest.raises(UsageError, match=says):
+            llm.use(policy)
 
 
 @pytest.mark.parametrize("flags", ["", "--percent 0 0 100 0 100 0 --gpu-batch-size 2 --num-gpu-batches 2"])

@@ -112,6 +112,7 @@ WRONG = [
     ("fidelity --json /no/folder/r.json", "--json /no/folder"),
     ("fidelity --markdown /tmp", "--markdown /tmp"),
     ("fidelity --plot /no/folder/p.png", "--plot /no/folder"),
+    ("fidelity --plot p.doc", "--plot p.doc: the file name must end in"),
     ("fidelity --model /no/such/model", "/no/such/model"),
     ("fidelity --model facebook/opt-125m --path _DUMMY_", "has no tokenizer; give --prompts"),
 ]

@@ -228,6 +228,24 @@ def test_rolling_texts_outgrow_the_positions(streaming: Door, rotary: Path, tmp_
     assert len({w["kv_bytes"] for w in result["policies"][0]["windows"]}) == 1
 
 
+# ---- both
+
+
+@pytest.mark.parametrize("asked", ["--num-turns 1 --gen-len 3", "--text t.txt --stream-len 9 --streams 1 --windows 2"])
+@pytest.mark.parametrize("compression", ["", "--compress-cache --cache-bits 8"])
+def test_what_is_compressed_is_said(
+    asked: str, compression: str, streaming: Door, rotary: Path, tmp_path: Path
+) -> None:
+    """Above each policy, with the table, and in the JSON."""
+    (tmp_path / "t.txt").write_text("import os\n" * 9)
+    out = streaming(f"--model {rotary} {asked} {SMALL} {compression} --json r.json")
+    assert out.code == 0, out.err
+    assert figures(tmp_path / "r.json")["compression"] == compression
+    said = out.out + out.err
+    assert said.count("--compress-cache --cache-bits 8") == (3 if compression else 0)
+    assert ("all with" in said.lower()) == bool(compression)
+
+
 # ---- wrong use
 
 
@@ -238,9 +256,13 @@ def test_rolling_texts_outgrow_the_positions(streaming: Door, rotary: Path, tmp_
         ("--policies local:positions=rolling", "--positions rolling: needs rotary embeddings"),
         ("--policies h2o other", "--policies other: other is not one of"),
         ("--policies h2o h2o", "--policies: h2o is given twice"),
+        ("--policies full --hh-size 5", "--hh-size: says nothing of the full cache"),
+        ("--policies full --positions rolling", "--positions: says nothing of the full cache"),
         ("--positions rolling --policies h2o:positions=rolling", "positions is given twice"),
         ("--text --turns t.jsonl", "--turns and --text: give one of them"),
         ("--text --chat", "--chat and --text: give one of them"),
+        ("--text --temperature 1", "--temperature and --text: give one of them"),
+        ("--text --top-p 0.5", "--top-p and --text: give one of them"),
         ("--streams 3", "--streams: goes with --text"),
         ("--text --windows 9 --stream-len 9", "--windows 9: a stream has 9 tokens"),
         ("--text --stream-len 2000", "--stream-len 2000: opt-tiny has 1024 positions; lower it, or leave full out"),

@@ -59,6 +59,14 @@ def test_budget_for_everything_writes_the_same(text: Door, tmp_path: Path) -> No
     assert "1 of 1 texts the same" in out.out and "100.0%" in out.out
 
 
+@pytest.mark.parametrize("compression", ["", "--compress-cache --cache-bits 4"])
+def test_what_is_compressed_is_said(compression: str, text: Door, tmp_path: Path) -> None:
+    out = text(f"--prompt {shlex.quote(TEXTS[0])} --gen-len 2 {compression} {PLACED} --json r.json")
+    assert out.code == 0, out.err
+    assert json.loads((tmp_path / "r.json").read_text())["compression"] == compression
+    assert out.out.splitlines()[-1].endswith(f"; both with {compression}" if compression else "texts the same")
+
+
 def test_flags_of_run_text_generation(text: Door, words_model: Path) -> None:
     """The same output as with our names; without any, its shares and a prompt of our own."""
     theirs = text(

@@ -153,6 +153,15 @@ def test_output_is_a_policy_file_that_flex_opt_runs(plan: Door, capfd: pytest.Ca
     assert again["policy"] == saved.policy.to_json()
 
 
+def test_bits_that_a_search_did_not_use_are_not_in_its_policy(plan: Door) -> None:
+    """Everything fits the card: nothing is compressed, and flex_opt takes the file."""
+    asked = "--model facebook/opt-125m --hardware t4 --num-prompts 4 --prompt-len 16 --gen-len 4 --output p.json"
+    bits = "--compress-cache --cache-bits 8 --json"
+    found = object_of(plan(f"{asked} {bits}", None))["policy"]
+    assert (found["compress_cache"], found["cache_bits"]) == (False, 4)
+    assert read_policy(Path("p.json")).policy.to_json() == found
+
+
 def test_what_a_run_holds_is_what_was_predicted(plan: Door) -> None:
     short = "--model opt-tiny --prompt-len 16 --gen-len 4 --percent 0 50 0 100 0 0 --host-mem 1GiB --device-mem 1GiB"
     predicted = object_of(plan(f"{short} --dtype float32 --json", "card"))["predicted"]["peak_bytes"]

@@ -130,7 +130,7 @@ def test_random_weights_are_those_of_the_checkpoint_packed(bits: int, tmp_path: 
     with LLM(model, policy, **at) as llm:  # type: ignore[arg-type]
         found = tokens_of(llm.generate(prompts, PARAMS))
     assert [f.parent.parent.name for f in (tmp_path / "packed").rglob("*.safetensors")] == ["packed"]
-    with LLM(model, replace(policy, compress_weight=False), **{**at, "offload_dir": tmp_path / "whole"}) as llm:  # type: ignore[arg-type]
+    with LLM(model, Policy(), **{**at, "offload_dir": tmp_path / "whole"}) as llm:  # type: ignore[arg-type]
         llm.generate(prompts, PARAMS)
     (folder,) = (f.parent for f in (tmp_path / "whole").rglob("*.safetensors"))
     with LLM(str(folder), policy, dtype="float32", offload_dir=tmp_path / "again") as llm:

@@ -11,14 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_h2o.config import (
+    BITS_OF,
     MemoryBudget,
     ModelSpec,
     Policy,
     TensorSpec,
     WeightUnit,
     Workload,
+    check_bits_used,
     check_int,
     check_percent,
+    without_unused_bits,
 )
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.units import GIB
@@ -93,6 +96,17 @@ def test_shares_are_what_percent_says(six: list[int]) -> None:
     for (a, b), shares in zip(pairs, (policy.weight_shares, policy.cache_shares, policy.hidden_shares), strict=True):
         assert shares == (a / 100, b / 100, (100 - a - b) / 100)
         assert math.isclose(sum(shares), 1)
+
+
+@pytest.mark.parametrize(("bits", "switch"), BITS_OF.items())
+def test_bits_are_of_what_is_compressed(bits: str, switch: str) -> None:
+    """A search may begin with bits that it need not use; what runs has none that mean nothing."""
+    policy = Policy(**{bits: 8})  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=f"^{bits}: 8 goes with {switch}, which is off; give both$"):
+        check_bits_used(policy)
+    assert without_unused_bits(policy) == Policy()
+    for fine in (Policy(**{bits: 4}), replace(policy, **{switch: True})):  # type: ignore[arg-type]
+        assert check_bits_used(fine) is fine and without_unused_bits(fine) == fine
 
 
 def test_a_policy_is_a_value() -> None:

@@ -30,7 +30,7 @@ FLOORS = tuple(
         "executor attention_step engine conversation courses eviction_need generation handoff row_rules refill",
         "weights kvcache hidden models planner block_facts",
         "kernels tiers checkpoint schedule timeline timeline_plot sampling prompts prefixes",
-        "config files interrupts limits packing paths profile units errors",
+        "config files interrupts limits locks packing paths profile units errors",
     )
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

@@ -60,6 +60,8 @@ def damaged(body: dict[str, Any], change: dict[str, Any], drop: str | None) -> s
         ({"schema": True}, None, "schema is True"),
         ({"overlap": "yes"}, None, "overlap: 'yes'"),
         ({"attn_sparsity": 2}, None, "attn_sparsity: 2"),
+        ({"cache_bits": 8}, None, "cache_bits: 8 goes with compress_cache"),
+        ({"weight_bits": 8, "compress_cache": True}, None, "weight_bits: 8 goes with compress_weight"),
     ],
 )
 def test_a_bad_field_is_named_with_its_file(

@@ -19,9 +19,9 @@ def test_the_result_is_printed_also_where_it_cannot_be_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
-    for output in (tmp_path, tmp_path / "file" / "result.json"):
+    for output in (tmp_path, tmp_path / "file" / "result.json", tmp_path / "none" / "result.json"):
         with pytest.raises(UsageError, match=rf"--output {output}: cannot be written"):
             common.finish({"figure": 7}, output)
         assert json.loads(capsys.readouterr().out.splitlines()[-1])["figure"] == 7
-    common.finish({"figure": 7}, tmp_path / "new" / "result.json")
-    assert json.loads((tmp_path / "new" / "result.json").read_text()) == json.loads(capsys.readouterr().out)
+    common.finish({"figure": 7}, tmp_path / "result.json")
+    assert json.loads((tmp_path / "result.json").read_text()) == json.loads(capsys.readouterr().out)

@@ -60,6 +60,32 @@ def test_a_picture_asks_for_matplotlib_before_anything_is_measured(
     assert said.count("\n") == 1 and "flexgen-h2o[plot]" in said
 
 
+FILES = [(name, "--output", "r.json") for name in SCRIPTS if name != "cut_model"]  # which writes at once
+
+
+@pytest.mark.parametrize(
+    ("name", "flag", "file"), [*FILES, ("io_bandwidth", "--trace", "t.json"), ("scaling", "--plot", "p.png")]
+)
+def test_a_result_that_could_not_be_written_is_refused_before_anything_is_measured(
+    name: str, flag: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("common.wait_for_quiet", pytest.fail)
+    for path in (tmp_path / "none" / file, tmp_path):
+        assert run(name, [flag, str(path)], monkeypatch) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and f"{flag} {path}: " in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("flexgen_h2o.profiling.measure.measure", pytest.fail)
+    assert run("scaling", ["--plot", str(tmp_path / "p.doc")], monkeypatch) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "p.doc: the file name must end in one of .png" in said
+
+
 @pytest.mark.parametrize("content", [None, b"# no JSON\n", b"[1]\n", b'{"article": "x"}\n', b"\xff\n", b""])
 def test_articles_that_cannot_be_read(
     content: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

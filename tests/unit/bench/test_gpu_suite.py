@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,8 @@ def test_results_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"--results .*file: cannot be written to"):
         run([], tmp_path / "file")
+    with pytest.raises(UsageError, match=r"OUT .*file: cannot be written to"):
+        run([], tmp_path / "results", copy_to=tmp_path / "file")
 
 
 def test_what_was_killed_while_it_wrote_is_left_out(tmp_path: Path) -> None:
@@ -134,6 +137,21 @@ def test_what_was_killed_while_it_wrote_is_left_out(tmp_path: Path) -> None:
     write_report(setting, all_steps(setting), {})
     text = (tmp_path / "gpu_suite.md").read_text()
     assert "Parity tests:" not in text and json.loads((tmp_path / "gpu_suite.json").read_text())["runs"] == {}
+
+
+@pytest.mark.parametrize(
+    "content", ["[1]", "null", "7", "{}", '{"report": {"gen_len": 4}, "card": null}', '{"report": [], "card": 5}']
+)
+def test_what_no_placement_has_left_is_named(content: str, tmp_path: Path) -> None:
+    """Before the first step runs: the suite reports first."""
+    setting, ran = tiny_setting(tmp_path, tmp_path), tmp_path / "ran"
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "auto.json").write_text(content)
+    only = step("one", f"open({str(ran)!r}, 'w')", tmp_path)
+    report = partial(write_report, setting, all_steps(setting))
+    with pytest.raises(UsageError, match=r"auto\.json: is not what a placement leaves .*; remove it"):
+        Suite(tmp_path, 60.0).run([only], report)
+    assert not ran.exists()
 
 
 def test_steps_are_in_order_of_worth_and_the_same_when_tiny(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,18 @@ def test_wrong_use_is_one_line_before_anything_runs(
     said = capsys.readouterr()
     assert said.err.count("\n") == 1 and flags[0] in said.err
     assert said.out == "" and not (tmp_path / "r").exists()
+
+
+def test_the_model_of_several_cells_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To check cells before any of them runs, and for the weights of each."""
+    read, find = [], door.find_model
+    monkeypatch.setattr(door, "find_model", lambda name, path: read.append(name) or find(name, path))
+    folder = tmp_path / "model"
+    shutil.copytree(OPT_TINY, folder)
+    args = door._parse(["--cell", f"{folder},8,4,none,2,2", f"{folder},4,4,third,2,2", "--results", str(tmp_path)])
+    setup = Setup(tmp_path, tmp_path / "offload", 1, 5.0, 0.0)
+    weights = {door._model_folder(cell.model, setup) for cell, _ in door._cells(args)}
+    assert len(weights) == 1 and read == [str(folder)]
 
 
 def test_without_matplotlib_there_is_a_table_and_a_word(

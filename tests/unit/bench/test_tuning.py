@@ -53,6 +53,11 @@ def test_nothing_is_written_where_every_run_fails(tmp_path: Path) -> None:
     assert not (tmp_path / "best.json").exists()
 
 
+def test_settings_that_could_not_be_written_are_refused_before_anything_runs(tmp_path: Path) -> None:
+    done = tune(tmp_path, "--output", str(tmp_path / "none" / "best.json"))
+    assert (done.returncode, done.stdout) == (2, "") and "none/best.json: name a file" in done.stderr
+
+
 @pytest.mark.parametrize("peer", ["deepspeed", "llamacpp"])
 def test_each_peer_has_the_command(peer: str) -> None:
     command = [sys.executable, str(BASELINES / peer / "tune.py"), "--help"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -203,6 +204,27 @@ def test_a_damaged_store_is_named(spec, source, cache: Path) -> None:
     with pytest.raises(UsageError, match=rf"{found.folder}: .*truncated.*remove this folder") as refused:
         pack_checkpoint(spec, checkpoint, cache, Packing(4))
     assert "download" not in str(refused.value)
+
+
+def test_a_header_with_a_byte_changed_is_named_or_says_the_same(spec, source, cache: Path) -> None:
+    """Of names, dtypes, shapes and places nothing can change unseen; of padding and notes it may."""
+    checkpoint = source()
+    found = pack_checkpoint(spec, checkpoint, cache, Packing(4))
+    path = found.folder / "model.safetensors"
+    text = path.read_bytes()[8:].partition(b"   ")[0]
+    refused = []
+    with path.open("r+b", buffering=0) as file:
+        for at, byte in [*enumerate(file.read(8)), *list(enumerate(text, 8))[::5]]:
+            os.pwrite(file.fileno(), bytes([byte ^ 1]), at)
+            try:
+                assert pack_checkpoint(spec, checkpoint, cache, Packing(4)).tensors == found.tensors
+            except UsageError as error:
+                refused.append(str(error))
+            os.pwrite(file.fileno(), bytes([byte]), at)
+    assert len(refused) > len(text) / 5 * 0.9
+    says = re.escape(f"{found.folder}: packed weights ") + ".*remove this folder"
+    assert all(re.match(says, line) for line in refused)
+    assert pack_checkpoint(spec, checkpoint, cache, Packing(4)).tensors == found.tensors
 
 
 @pytest.mark.parametrize(

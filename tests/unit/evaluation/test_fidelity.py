@@ -82,7 +82,7 @@ def test_compressed_runs_are_compared_with_an_uncompressed_one(cell: Cell, llm: 
         found = Runner(llm, 2**30, 4, compared=compared).texts(rows, [cell])
         assert (found.full_nll == plain.full_nll).all() and found.cells[0].columns == PROMPT
         off.append(found.cells[0].kl.mean())
-        llm.use(replace(compared, compress_cache=False))
+        llm.use(replace(compared, compress_cache=False, cache_bits=4))
     assert 0 < 5 * off[0] < off[1]
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from flexgen_h2o.config import Policy
@@ -24,12 +25,13 @@ from flexgen_h2o.source import Model
 class StubLLM:
     """Answers with the prompt's tokens backwards, cut to what is asked for. runs: the lines of each run.
 
-    room: tokens that one run's rows may have in all, and one row alone.
+    room: tokens that one run's rows may have in all, and one row alone. spared: prompt tokens, by each run.
     """
 
     model: Model
     policy: Policy = field(default_factory=lambda: Policy(2, 2))
     room: int = 10**9
+    spared: int = 0
     runs: list[list[int]] = field(default_factory=list)
     expected: int | None = None
     before_row: Callable[[int], None] = lambda line: None
@@ -48,15 +50,18 @@ class StubLLM:
     def run(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], on_finished: Any, *, listener: Any,
         refill: bool, more: Any,
-    ) -> None:  # fmt: skip
-        """With `more` a run goes on."""
+    ) -> SimpleNamespace:  # fmt: skip
+        """With `more` a run goes on. Returns what a job asks of a report."""
         lines: list[int] = []
+        tokens = 0
         self.runs.append(lines)
         found = prompts, params
         while found is not None:
             lines += [prompt.index for prompt in found[0]]
+            tokens += sum(len(prompt.token_ids) for prompt in found[0])
             self._answer(*found, on_finished, listener)
             found = more() if refill and more is not None else None
+        return SimpleNamespace(prefill=SimpleNamespace(tokens=tokens), spared_tokens=self.spared)
 
     def has_room(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> bool:
         return sum(len(p.token_ids) for p in prompts) <= self.room

@@ -120,11 +120,12 @@ def test_a_window_answers_each_row_once(tmp_path: Path, words: Model) -> None:
     requests = [{"prompt": [9, 8, 7], "max_tokens": 1 + i % 3, "custom_id": f"r{i}"} for i in range(10)]
     source = write_lines(tmp_path / "in.jsonl", *requests[:4], "{", "", *requests[4:])
     [cut] = cut_input(source, np.array([False] * 3 + [True] * 2 + [False] * 6), 100)
-    llm = StubLLM(words)
+    llm = StubLLM(words, spared=4)
     job = WindowJob(llm, RequestReader(words, SamplingParams()), list(read_cut(source, cut)), refill=True)
     found = [one for some in job.answers() for one in some]
     assert sorted(one.row for one in found) == [0, 1, 2, *range(5, 11)] and llm.expected == 9
     assert [one.row for one in found if one.is_error] == []
+    assert (job.prompt_tokens, job.spared_tokens) == (9 * 3, 4)
     assert all(one.tokens == 1 + int(json.loads(one.line)["custom_id"][1:]) % 3 for one in found)
 
 
@@ -197,7 +198,7 @@ def gives_up(*found: Any) -> Iterator[Any]:
 def test_rows_that_come_twice_are_written_once_and_those_that_do_not_are_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    notes = Notes(2, "m in line 1", {"host": 5}), Notes(1, "n in line 4", {"host": 3, "disk": 1})
+    notes = Notes(2, "m in line 1", {"host": 5}, 9, 2), Notes(1, "n in line 4", {"host": 3, "disk": 1}, 6, 3)
     driven = Driven(
         tmp_path, monkeypatch, 6,
         [answers(3, 1), answers(1), answers(0, 3), notes[0]],
@@ -212,6 +213,7 @@ def test_rows_that_come_twice_are_written_once_and_those_that_do_not_are_run_aga
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2 and "2 rows are missing (the actor died); they are run again" in said[1]
     assert driven.progress.status.done == 6 and driven.progress.status.tokens == 12
+    assert (driven.progress.status.prompt_tokens, driven.progress.status.spared_tokens) == (15, 5)
 
 
 def test_a_job_of_which_nothing_comes_back_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

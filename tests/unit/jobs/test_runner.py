@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flexgen_h2o.errors import DoesNotFitError, UsageError
-from flexgen_h2o.jobs.status import read_status
+from flexgen_h2o.jobs.status import read_status, status_lines
 from flexgen_h2o.jobs.window import Window, window_rows
 from flexgen_h2o.source import Model
 from tests.unit.jobs.stub import StubLLM, read_rows, run_job, write_lines
@@ -221,6 +221,19 @@ def test_the_status_follows_the_job(paths: tuple[Path, Path], words: Model, monk
     assert seen == [("running", 0, 3, True), ("running", 1, 3, False), ("running", 2, 3, False)]
     status = read_status(output)
     assert (status.state, status.done, status.peak_bytes) == ("done", 3, {"host": 5})
+
+
+@pytest.mark.parametrize(("spared", "says"), [(5, ["shared prefixes spared 10 of 24 prompt tokens"]), (0, [])])
+def test_the_status_says_what_shared_prefixes_spared(
+    spared: int, says: list[str], paths: tuple[Path, Path], words: Model
+) -> None:
+    source, output = paths
+    llm = StubLLM(words, spared=spared)
+    run_job(llm, write_lines(source, *prompts(8)), output, window=4)
+    assert len(llm.runs) == 2
+    status = read_status(output)
+    assert (status.prompt_tokens, status.spared_tokens) == (24, 2 * spared)
+    assert [line for line in status_lines(status) if "spared" in line] == says
 
 
 def test_a_job_that_was_killed_does_not_run(paths: tuple[Path, Path], words: Model) -> None:
