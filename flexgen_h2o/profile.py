@@ -20,7 +20,7 @@ from flexgen_h2o.errors import FlexgenError, UsageError
 from flexgen_h2o.files import write_whole
 from flexgen_h2o.paths import usable_path
 
-PROFILE_SCHEMA = 3
+PROFILE_SCHEMA = 4
 # Products in int8 over those in bf16 on a CPU whose profile is older than schema 3 and does not tell: what a 2-core AMD
 # EPYC with VNNI reached (build-2core) in 128 rows and a layer around them.
 UNKNOWN_INT8_SPEEDUP = 1.6
@@ -124,10 +124,14 @@ class HardwareProfile:
     while all cores compute, a share; compute_beside_disk_read: what is left of the compute rate while the disk is
     read. *_memory_bytes_per_s: of a copy, bytes read and written. kernel_s: of one operation with next to nothing to
     do; transfer_s, disk_request_s: from handing a small copy, a small read to its lane until the bytes are there.
+    overlay_bytes_per_s: new columns of KV units on disk that wait in RAM to be written back, bytes of keys and values
+    read and written when they are laid over a unit and another one is taken up.
     step_s: of one (layer, micro-batch) step of a decode sweep beside its products and kernel_s for each of them; where
     compute is asynchronous, with the seconds that issuing them takes. attention_step_s: more in an attention layer;
     eviction_step_s: more where columns are dropped; row_s: for each further row of a step that the host computes, and
-    beside a card for each row whose columns the host drops.
+    beside a card for each row whose columns the host drops. short_read_compute_s: that a disk request of next to no
+    bytes takes from the steps beside it; the longer a request, the less (planner.work.Move.short_requests), and its
+    bytes take what compute_beside_disk_read says. cache_load_step_s: more where a KV unit is brought from another tier.
     compute: rates by dtype. source: where the numbers are from; notes: the same for single fields.
     """
 
@@ -153,10 +157,13 @@ class HardwareProfile:
     kernel_s: float
     transfer_s: float
     disk_request_s: float
+    overlay_bytes_per_s: float
     step_s: float
     attention_step_s: float
     eviction_step_s: float
     row_s: float
+    short_read_compute_s: float
+    cache_load_step_s: float
     compute: Mapping[str, ComputeRates]
     notes: Mapping[str, str] = field(default_factory=dict)
 
@@ -231,16 +238,17 @@ def profile_from_json(body: object) -> HardwareProfile:
 
 def _with_what_is_new(schema: int, given: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of an older schema, and those that came later as if nothing were known of them."""
-    compute = given.get("compute")
-    if not isinstance(compute, dict):
-        return dict(given)
+    since_4 = {"overlay_bytes_per_s": MOST_RATE, "short_read_compute_s": 0.0, "cache_load_step_s": 0.0}
+    found, compute = {**since_4, **given}, given.get("compute")
+    if schema > 2 or not isinstance(compute, dict):
+        return found
 
     def new(dtype: str) -> dict[str, Any]:
         on_cpu = given.get("device_is_host") is True and dtype == "bfloat16"
         since_3 = {"int8_speedup": {"1": UNKNOWN_INT8_SPEEDUP if on_cpu else 1.0}, "requantise_speedup": 1.0}
         return since_3 if schema > 1 else {"blocked_speedup": {"1": 1.0}, **since_3}
 
-    return {**given, "compute": {d: {**new(d), **r} if isinstance(r, dict) else r for d, r in compute.items()}}
+    return {**found, "compute": {d: {**new(d), **r} if isinstance(r, dict) else r for d, r in compute.items()}}
 
 
 def _check_keys(where: str, given: Mapping[str, object], kind: type) -> None:

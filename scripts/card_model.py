@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flexgen_h2o.profile import ComputeRates, Curve, HardwareProfile
+from flexgen_h2o.profile import MOST_RATE, ComputeRates, Curve, HardwareProfile
 
 DTYPE = "float16"
 ITEMSIZE = 2
@@ -141,6 +141,7 @@ def profile_of(card: Card, values: Mapping[str, float], date: str = "", source: 
         device_memory_bytes_per_s=card.memory * values["memory"],
         disk_read_beside_compute=1.0, compute_beside_disk_read=1.0,
         kernel_s=KERNEL_S, transfer_s=TRANSFER_S, disk_request_s=DISK_REQUEST_S,
+        overlay_bytes_per_s=MOST_RATE, short_read_compute_s=0.0, cache_load_step_s=0.0,
         step_s=STEP_S, attention_step_s=ATTENTION_STEP_S, eviction_step_s=EVICTION_STEP_S,
         row_s=values["host_row_s"], compute={DTYPE: rates_of(card, values)}, notes=notes_of(card, values),
     )  # fmt: skip
@@ -179,6 +180,7 @@ def notes_of(card: Card, values: Mapping[str, float]) -> dict[str, str]:
         "device_memory_bytes_per_s": streaming,
         "disk_read_beside_compute, compute_beside_disk_read": "assumed: a card computes beside the disk undisturbed",
         "kernel_s, transfer_s, disk_request_s": "assumed",
+        "overlay_bytes_per_s, short_read_compute_s, cache_load_step_s": "not fitted: counted as nothing",
         "step_s, attention_step_s, eviction_step_s": issued,
         "row_s": f"fitted on the T4: host_row_s {values['host_row_s']:g}; where columns are dropped on the host",
         f16 + "matmul_flops_per_s": (

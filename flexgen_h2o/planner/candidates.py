@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -15,11 +16,13 @@ from flexgen_h2o.planner.rounding import Percent
 Budgets = Mapping[str, int | None]
 MOST_MICRO_BATCH = 512
 BATCHES = (1, 2, 4, 8, 16, 32)  # K that is tried at first
+FEW_BATCHES = BATCHES[:3]  # K of the largest blocks that memory holds; around the best the search goes on
 LOOK_AHEADS = OVERLAPPED[2:]  # deeper rings are taken where memory is left over
 # A KV unit is read as far as it is filled, on average more than this share of what is set aside for it.
 LEAST_READ = 0.5
 NOTHING: Percent = (0, 0, 0, 0, 0, 0)
 IN_MEMORY: Percent = (100, 0, 100, 0, 100, 0)
+STREAMED_WEIGHTS: Percent = (0, 0, 100, 0, 100, 0)
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,15 @@ class Search:
     sides: Sides = Sides()
 
     def blocks(self, policy: Policy) -> float:
-        """Blocks of the pile; a part of one counts as a part."""
+        """Blocks of the pile; a part of one counts as a part, which is the least that it may take."""
         return self.need.rows / min(policy.block_size, self.need.rows)
+
+    def likely_blocks(self, policy: Policy) -> float:
+        """Where a part of one counts as half of itself and half of a block: weights are read for any."""
+        full, rest = divmod(self.need.rows, policy.block_size)
+        if not full or not rest:
+            return max(1.0, full)
+        return full + (1 + rest / policy.block_size) / 2
 
 
 @dataclass(frozen=True)
@@ -58,7 +68,8 @@ class Candidate:
 
 def candidates(q: Search) -> list[Candidate]:
     """All that may fit, the lowest bound first."""
-    tried = (bounded(q, policy) for gbs, batches in _sizes(q.need.rows) for policy in with_sides(q, gbs, batches))
+    even = (policy for gbs, batches in _sizes(q.need.rows) for policy in with_sides(q, gbs, batches))
+    tried = (bounded(q, policy) for policy in dict.fromkeys([*even, *_largest(q)]))
     return sorted((c for c in tried if c is not None), key=lambda c: c.bound_s)
 
 
@@ -105,27 +116,58 @@ def _sizes(rows: int) -> Iterator[tuple[int, int]]:
         parts *= 2
 
 
+def _largest(q: Search) -> Iterator[Policy]:
+    """For a few numbers of micro-batches the largest ones with which everything is in memory, and all but the weights;
+    and of as many blocks those that are equal. Measured with the base policy's switches, tried with all."""
+    for batches in (k for k in FEW_BATCHES if k <= q.need.rows):
+        for percent in (IN_MEMORY, STREAMED_WEIGHTS):
+            gbs = _most_rows(q, replace(q.base, num_gpu_batches=batches), percent)
+            if gbs:
+                blocks = -(-q.need.rows // (gbs * batches))
+                for rows in (gbs, -(-q.need.rows // (blocks * batches))):
+                    yield from with_sides(q, rows, batches)
+
+
+def _most_rows(q: Search, policy: Policy, percent: Percent) -> int:
+    """Rows of the largest micro-batches that fit device and host together with these shares; 0 where none do."""
+    depth = LOOK_AHEADS[0] if policy.overlap else SEQUENTIAL
+
+    def fits(rows: int) -> bool:
+        return not _over_memory(q, _plan(q, replace(policy, gpu_batch_size=rows), percent, depth))
+
+    most = min(-(-q.need.rows // policy.num_gpu_batches), MOST_ROWS // policy.num_gpu_batches, MOST_MICRO_BATCH)
+    # The first that does not fit, less one: what is held grows with the rows.
+    return most if fits(most) else bisect_left(range(1, most), True, key=lambda rows: not fits(rows))
+
+
+def _over_memory(q: Search, plan: MemoryPlan) -> float:
+    """Bytes that device and host together hold above their budgets, 0 at least; of an unbounded tier 0."""
+    fast = q.budgets.get("device"), q.budgets.get("host")
+    if fast[0] is None or fast[1] is None:
+        return 0.0
+    return max(0.0, plan.bytes_on("device") + plan.bytes_on("host") - fast[0] - fast[1])
+
+
 def bounded(q: Search, policy: Policy) -> Candidate | None:
     """The candidate with its lower bound; None when it cannot fit."""
     depth = _depth(q, policy)
     if depth is None:
         return None
-    on_disk = find_corner(q.spec, policy, (), q.need, q.machine, depth)
-    fast = q.budgets.get("device"), q.budgets.get("host")
-    overflow = 0.0
-    if fast[0] is not None and fast[1] is not None:
-        in_memory = _plan(q, policy, IN_MEMORY, depth)
-        overflow = max(0.0, in_memory.bytes_on("device") + in_memory.bytes_on("host") - sum(b or 0 for b in fast))
+    # Reads take from compute, so that in memory it takes least; but on the host's side of attention a device has less.
+    places: tuple[tuple[int, ...], ...] = ((0, 2, 4),) if q.machine.device_is_host else ((0, 2, 4), ())
+    corners = [find_corner(q.spec, policy, moved, q.need, q.machine, depth) for moved in places]
+    overflow = _over_memory(q, _plan(q, policy, IN_MEMORY, depth))
     read_s = LEAST_READ * overflow / q.machine.profile.disk_read_bytes_per_s
     bound = 0.0
     for phase, count in (("prefill", 1), ("decode", q.need.gen_len - 1)):
-        bound += count * max(on_disk.busy[phase]["device_compute"], read_s if phase == "decode" else 0.0)
+        compute_s = min(corner.busy[phase]["device_compute"] for corner in corners)
+        bound += count * max(compute_s, read_s if phase == "decode" else 0.0)
     return Candidate(policy, depth, bound * q.blocks(policy))
 
 
 def _depth(q: Search, policy: Policy) -> Depth | None:
     """The deepest look-ahead that is worth memory and fits: on each tier with what holds least there."""
-    places: list[Percent] = [NOTHING, (0, 0, 0, 100, 0, 0), (0, 0, 100, 0, 100, 0)]
+    places: list[Percent] = [NOTHING, (0, 0, 0, 100, 0, 0), STREAMED_WEIGHTS]
     for depth in LOOK_AHEADS if policy.overlap else (SEQUENTIAL,):
         plans = [_plan(q, policy, percent, depth) for percent in places]
         least = {tier: min(plan.bytes_on(tier) for plan in plans) for tier in TIERS}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -32,16 +32,19 @@ RESOURCES = (*LANES, "device_compute", "host_compute")
 # where bf16 is read at 13.8 GB/s.
 PACKED_VALUE_BYTES = 1.2
 ATTENTION_KINDS = ("attention", "block")
+STEP_COSTS = ("kernel_s", "step_s", "attention_step_s", "eviction_step_s", "row_s", "cache_load_step_s")
 
 
 @dataclass(frozen=True)
 class Lasting:
-    """A load or store: `seconds` on a lane. link_s: that it keeps the link between host and device busy beside it."""
+    """A load or store: `seconds` on a lane. link_s: that it keeps the link between host and device busy beside it;
+    taken_s: that it takes from compute beside it."""
 
     lane: str
     seconds: float
     link: str = ""
     link_s: float = 0.0
+    taken_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,7 @@ class Costs:
         if layer.kind in ATTENTION_KINDS:
             kv = kv_load_moves(at, layer.block, batch, sweep), kv_store_moves(at, layer.block, batch, sweep)
             issue_s += p.attention_step_s + (p.eviction_step_s if at.need.record else 0.0)
+            issue_s += p.cache_load_step_s if kv[0] else 0.0
         load = hidden_moves(at, batch, sweep, store=False) if index else ()
         store = hidden_moves(at, batch, sweep, store=True) if index < len(self.kinds) - 1 else ()
         return StepCost(
@@ -133,6 +137,7 @@ class Costs:
         on_host = rates.host_scored_attention_bytes_per_s if scored else rates.host_attention_bytes_per_s
         device = sum(self._product_seconds(product) for product in work.products)
         device += work.elementwise / rates.elementwise_bytes_per_s + work.logits / rates.logits_per_s
+        device += work.overlay / p.overlay_bytes_per_s
         if work.prompt_flops:
             n = self.at.need.prompt_len
             device += work.prompt_flops / rates.prefill_attention_flops_per_s.at(n) + p.kernel_s
@@ -176,13 +181,13 @@ class Costs:
         return tuple(self._lasting_of(m) for m in moves if m.nbytes)
 
     def _lasting_of(self, move: Move) -> Lasting:
-        seconds = self.move_seconds(move)
+        seconds, p, reads = self.move_seconds(move), self.profile, move.lane == "disk_read"
+        taken_s = move.short_requests * p.short_read_compute_s if reads and self.at.policy.overlap else 0.0
         if not move.crosses:
-            return Lasting(move.lane, seconds)
-        p, reads = self.profile, move.lane == "disk_read"
+            return Lasting(move.lane, seconds, taken_s=taken_s)
         link, rate = ("h2d", p.h2d_bytes_per_s) if reads else ("d2h", p.d2h_bytes_per_s)
         link_s = move.nbytes / rate + move.pieces * p.transfer_s
-        return Lasting(move.lane, max(seconds, link_s), link, link_s)
+        return Lasting(move.lane, max(seconds, link_s), link, link_s, taken_s)
 
     def move_seconds(self, move: Move) -> float:
         """Of a disk's bytes that cross to the device each reader copies its own, so two of them share the copying."""
@@ -204,52 +209,66 @@ class Costs:
 
     def busy(self, block: Sequence[Batch], sweep: int) -> dict[str, float]:
         """Seconds that each resource works in a sweep of a block; their largest bounds the sweep from below when all
-        overlap, their sum when nothing does."""
+        overlap, their sum when nothing does. What loads take from compute is compute."""
         found = dict.fromkeys(RESOURCES, 0.0)
         beside = self.profile.device_is_asynchronous  # issuing goes on beside what is queued on the device
         issue_s = 0.0
-        batches, kinds = Counter(block), Counter(self.kinds)
         for index, count in self.loaded_kinds.items():
-            unit = self.layers.layers[index].unit
-            found["device_compute"] += count * self.dequantise_s(unit)
-            for load in self.weight_load(unit):
-                _work(found, load, count)
-        for index, layers in kinds.items():
-            for batch, count in batches.items():
-                cost, times = self.step(index, batch, sweep), layers * count
-                for moved in (*cost.kv_load, *cost.kv_store, *cost.hidden_load, *cost.hidden_store):
-                    _work(found, moved, times)
-                device_s = cost.device_s if beside else cost.device_s + cost.issue_s
-                if not self.at.policy.overlap:  # each step is waited for
-                    device_s = max(device_s, cost.issue_s)
-                found["device_compute"] += times * device_s
-                found["host_compute"] += times * cost.host_s
-                issue_s += times * cost.issue_s
+            found["device_compute"] += count * self.dequantise_s(self.layers.layers[index].unit)
+        for moved, times in self._moved(block, sweep):
+            _work(found, moved, times)
+        for cost, times in self._steps(block, sweep):
+            device_s = cost.device_s if beside else cost.device_s + cost.issue_s
+            if not self.at.policy.overlap:  # each step is waited for
+                device_s = max(device_s, cost.issue_s)
+            found["device_compute"] += times * device_s
+            found["host_compute"] += times * cost.host_s
+            issue_s += times * cost.issue_s
         found["device_compute"] = max(found["device_compute"], issue_s)
         return found
+
+    def _moved(self, block: Sequence[Batch], sweep: int) -> Iterator[tuple[Lasting, int]]:
+        """The loads and stores of a sweep, each with how often."""
+        for index, count in self.loaded_kinds.items():
+            yield from ((load, count) for load in self.weight_load(self.layers.layers[index].unit))
+        for cost, times in self._steps(block, sweep):
+            moved = (*cost.kv_load, *cost.kv_store, *cost.hidden_load, *cost.hidden_store)
+            yield from ((one, times) for one in moved)
+
+    def _steps(self, block: Sequence[Batch], sweep: int) -> Iterator[tuple[StepCost, int]]:
+        """The steps of a sweep, each with how often."""
+        batches, kinds = Counter(block), Counter(self.kinds)
+        for index, layers in kinds.items():
+            for batch, count in batches.items():
+                yield self.step(index, batch, sweep), layers * count
 
     def with_contention(self, block: Sequence[Batch], sweep: int) -> Costs:
         """The same, where resources slow each other down as far as they are busy at once.
 
-        Reading the disk and computing do; and copies to and from a device that is made of ordinary memory take the
-        cores that compute.
+        Reading the disk and computing do, the more the shorter the requests are; and copies to and from a device that
+        is made of ordinary memory take the cores that compute.
         """
         p, busy = self.profile, self.busy(block, sweep)
         compute = busy["device_compute"] + busy["host_compute"]
         if not self.at.policy.overlap or not compute:
             return self
-        read_left = compute_left = 1.0
+        read_left = compute_left = rest_left = 1.0
         if busy["disk_read"]:
             longest = max(compute, busy["disk_read"])
             read_left = 1 - compute / longest * (1 - p.disk_read_beside_compute)
             compute_left = 1 - busy["disk_read"] / longest * (1 - p.compute_beside_disk_read)
+            # What is read while compute waits takes nothing from it.
+            taken = sum(times * moved.taken_s for moved, times in self._moved(block, sweep))
+            slower = (compute - taken) / compute_left
+            rest_left = slower / (slower + taken * compute / longest)
         if p.device_is_host and not self.at.device_is_host:
             compute_left *= compute / (compute + busy["h2d"] + busy["d2h"])
-        return replace(self, profile=slowed(p, read_left, compute_left))
+        return replace(self, profile=slowed(p, read_left, compute_left * rest_left, rest_left))
 
 
 def _work(busy: dict[str, float], moved: Lasting, times: float) -> None:
     busy[moved.lane] += times * moved.seconds
+    busy["device_compute"] += times * moved.taken_s
     if moved.link:
         busy[moved.link] += times * moved.link_s
 
@@ -283,8 +302,11 @@ def _matrix_elements(unit: WeightUnit) -> int:
     return sum(t.numel for t in unit.tensors if len(t.shape) == 2)
 
 
-def slowed(profile: HardwareProfile, read_left: float, compute_left: float) -> HardwareProfile:
-    """The profile with only these shares of its disk's read rate and of its compute rates."""
+def slowed(
+    profile: HardwareProfile, read_left: float, compute_left: float, rest_left: float = 1.0
+) -> HardwareProfile:  # fmt: skip
+    """The profile with only these shares of its disk's read rate and of its compute rates. rest_left: of what is
+    computed besides products and attention, steps' fixed costs included."""
     compute = {
         dtype: replace(
             rates,
@@ -297,7 +319,11 @@ def slowed(profile: HardwareProfile, read_left: float, compute_left: float) -> H
             device_scored_attention_bytes_per_s=rates.device_scored_attention_bytes_per_s.scaled(compute_left),
             host_attention_bytes_per_s=rates.host_attention_bytes_per_s.scaled(compute_left),
             host_scored_attention_bytes_per_s=rates.host_scored_attention_bytes_per_s.scaled(compute_left),
+            elementwise_bytes_per_s=rates.elementwise_bytes_per_s * rest_left,
+            device_dequantise_bytes_per_s=rates.device_dequantise_bytes_per_s * rest_left,
+            logits_per_s=rates.logits_per_s * rest_left,
         )
         for dtype, rates in profile.compute.items()
     }  # fmt: skip
-    return replace(profile, disk_read_bytes_per_s=profile.disk_read_bytes_per_s * read_left, compute=compute)
+    fixed = {name: getattr(profile, name) / rest_left for name in STEP_COSTS}
+    return replace(profile, disk_read_bytes_per_s=profile.disk_read_bytes_per_s * read_left, compute=compute, **fixed)

@@ -23,6 +23,7 @@ from flexgen_h2o.planner.rounding import placements
 from flexgen_h2o.units import GIB
 
 MOST_SOLVED = 64
+OPTIMISM = 1.25  # the program knows no waits and no contention: what it says of a plan may come out so much longer
 # Of the coarse grid, best first: at least so many, and more while that is quick (steps of the schedule, all told).
 LEAST_SIMULATED, MOST_SIMULATED, QUICK_STEPS = 6, 24, 40_000
 MOST_STEPS = 4  # around the best
@@ -68,7 +69,9 @@ def search(
         found = [evaluate(spec, policy, need, machine, budgets) for policy in that_fit(q, MOST_SIMULATED)]
     if not found:
         raise DoesNotFitError(too_small(q))
-    return _thriftiest([*found, _improved(q, min(found, key=_seconds))])
+    # What is all in memory, and what is not, improve in different directions.
+    kinds = [[p for p in found if _uses_disk(p) is on_disk] for on_disk in (False, True)]
+    return _thriftiest([*found, *(_improved(q, min(kind, key=_seconds)) for kind in kinds if kind)])
 
 
 def around(q: Search, plan: Plan) -> Plan:
@@ -85,6 +88,10 @@ def _seconds(plan: Plan) -> float:
     return plan.prediction.total_s
 
 
+def _uses_disk(plan: Plan) -> bool:
+    return any(sum(plan.policy.percent[i : i + 2]) < 100 for i in (0, 2, 4))
+
+
 def _thriftiest(found: Sequence[Plan]) -> Plan:
     """Of the plans that are as good as the fastest, the one that takes the least of the slowest tiers."""
     fastest = _seconds(min(found, key=_seconds))
@@ -99,11 +106,11 @@ def _solved(q: Search) -> list[tuple[Candidate, Solution]]:
     found: list[tuple[float, Candidate, Solution]] = []
     fastest = math.inf
     for candidate in candidates(q)[:MOST_SOLVED]:
-        if candidate.bound_s >= fastest:
+        if candidate.bound_s >= OPTIMISM * fastest:
             break
         solution = _solve(q, candidate, q.budgets)
         if solution is not None:
-            found.append((solution.seconds * q.blocks(candidate.policy), candidate, solution))
+            found.append((solution.seconds * q.likely_blocks(candidate.policy), candidate, solution))
             fastest = min(fastest, found[-1][0])
     found.sort(key=lambda entry: entry[0])
     return [(candidate, solution) for _, candidate, solution in found]

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from flexgen_h2o.config import Layer, LayerKind, ModelSpec, Policy, TensorSpec, WeightUnit
 from flexgen_h2o.kvcache.layout import UnitLayout
-from flexgen_h2o.limits import BLOCK_ROWS, TOKEN_CHUNK, WRITE_BACK_STEPS
+from flexgen_h2o.limits import BLOCK_ROWS, TOKEN_CHUNK, TRANSFER_CHUNK, WRITE_BACK_STEPS
 from flexgen_h2o.packing import WeightForm, weight_form
 from flexgen_h2o.planner.blocked_sizes import is_blocked
 from flexgen_h2o.planner.memory import (
@@ -39,6 +39,11 @@ class Move:
     pieces: float
     crosses: bool = False
 
+    @property
+    def short_requests(self) -> float:
+        """The pieces less those that it would take in requests of TRANSFER_CHUNK, which is what rates are of."""
+        return max(0.0, self.pieces - self.nbytes / TRANSFER_CHUNK)
+
 
 @dataclass(frozen=True)
 class Product:
@@ -61,7 +66,8 @@ class Work:
     prompt_flops: causal attention; sums_flops: column sums; both as profile.ComputeRates counts them. device_kv,
     host_kv: bytes of keys and values that decode attention reads on each side. elementwise: bytes read and written by
     norms, activations and packing. packed_values: of the KV that is read, numbers in packed slots. logits: looked at to
-    choose tokens. crossing: bytes between device and host that the step itself waits for.
+    choose tokens. crossing: bytes between device and host that the step itself waits for. overlay: bytes read and
+    written of columns that wait for their unit on disk.
     """
 
     products: tuple[Product, ...] = ()
@@ -73,6 +79,7 @@ class Work:
     packed_values: float = 0.0
     logits: float = 0.0
     crossing: float = 0.0
+    overlay: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -273,7 +280,15 @@ def _attention_work(
     return Work(
         products, common_flops, 0.0, read * on_device + common_read, read * (1 - on_device),
         elementwise + batch.rows * packing, packed, 0.0, crossing,
+        overlay=2.0 * cache[2] * batch.rows * stored * (1 + _waiting_columns(at.need.gen_len)),
     )  # fmt: skip
+
+
+def _waiting_columns(gen_len: int) -> float:
+    """Columns of a row that wait in RAM for their unit on disk, at a decode sweep: their mean over all of them."""
+    sweeps = max(1, gen_len - 1)
+    written, rest = divmod(sweeps, WRITE_BACK_STEPS)
+    return (written * WRITE_BACK_STEPS * (WRITE_BACK_STEPS - 1) + rest * (rest - 1)) / 2 / sweeps
 
 
 def _products(at: Setting, unit: WeightUnit, rows: int, is_table: bool = False) -> tuple[Product, ...]:

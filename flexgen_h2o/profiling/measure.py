@@ -21,6 +21,7 @@ from flexgen_h2o.profiling.links import LinkRates, link_rates
 from flexgen_h2o.profiling.machine import Neighbours, this_machine
 from flexgen_h2o.profiling.matmul import warm_cores
 from flexgen_h2o.profiling.memory import kernel_seconds, memory_rate
+from flexgen_h2o.profiling.overlay import overlay_rate
 from flexgen_h2o.profiling.sizes import CARD, CARD_HOST, HOST, Sizes
 from flexgen_h2o.profiling.steps import FIXED, StepCosts, step_costs
 from flexgen_h2o.tiers.device import Device, HostDevice, StandInDevice, open_device
@@ -101,10 +102,13 @@ def _measure(
         kernel_s=kernel_seconds(bench),
         transfer_s=link.transfer_s,
         disk_request_s=storage.disk.request_s,
+        overlay_bytes_per_s=overlay_rate(bench, getattr(torch, dtypes[0])),
         step_s=0.0,
         attention_step_s=0.0,
         eviction_step_s=0.0,
         row_s=0.0,
+        short_read_compute_s=0.0,
+        cache_load_step_s=0.0,
         compute=compute,
     )
     progress("fixed costs of the engine's loop")

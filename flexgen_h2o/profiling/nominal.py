@@ -39,10 +39,13 @@ def nominal_profile(device_is_host: bool) -> HardwareProfile:
         kernel_s=1e-5,
         transfer_s=5e-5,
         disk_request_s=1e-4,
+        overlay_bytes_per_s=2e9,
         step_s=1e-4,
         attention_step_s=2e-4,
         eviction_step_s=2e-4,
         row_s=2e-6,
+        short_read_compute_s=5e-5 if device_is_host else 0.0,
+        cache_load_step_s=2e-4 if device_is_host else 0.0,
         compute=compute,
     )
 

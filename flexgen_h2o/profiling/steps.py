@@ -27,10 +27,11 @@ from flexgen_h2o.kernels.warm_up import warm_up
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
 from flexgen_h2o.models import spec_from_config
 from flexgen_h2o.planner.costs import Costs
-from flexgen_h2o.planner.memory import SEQUENTIAL, Shape, memory_plan
+from flexgen_h2o.planner.memory import OVERLAPPED, SEQUENTIAL, Shape, memory_plan
 from flexgen_h2o.planner.need import Batch
 from flexgen_h2o.planner.predict import Machine
-from flexgen_h2o.planner.work import layer_work
+from flexgen_h2o.planner.rounding import Percent
+from flexgen_h2o.planner.work import kv_load_moves, layer_work, weight_moves
 from flexgen_h2o.profile import HardwareProfile
 from flexgen_h2o.profiling.bench import Bench
 from flexgen_h2o.prompts import Prompt
@@ -39,7 +40,11 @@ from flexgen_h2o.tiers.machine import Site
 from flexgen_h2o.timeline import Timeline
 
 BLOCKS, VOCABULARY, PROMPT, HEAD_DIM = 8, 128, 16, 64
-FIXED = ("step_s", "attention_step_s", "eviction_step_s", "row_s")
+FIXED = ("step_s", "attention_step_s", "eviction_step_s", "row_s", "short_read_compute_s", "cache_load_step_s")
+IN_MEMORY: Percent = (100, 0, 100, 0, 100, 0)
+SOME_WEIGHTS: Percent = (90, 0, 100, 0, 100, 0)
+NO_CACHE: Percent = (100, 0, 0, 0, 100, 0)
+LOOK_AHEAD = OVERLAPPED[2]  # the deepest that the search counts on
 ROUNDS = 5
 LEAST_S = 1e-7  # a difference of two timings may be anything
 
@@ -63,16 +68,23 @@ class StepCosts:
     eviction_step_s: float
     row_s: float
     elementwise_bytes_per_s: float
+    short_read_compute_s: float = 0.0
+    cache_load_step_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class _Run:
-    """A block of equal rows, everything resident."""
+    """A block of equal rows; percent: what is not in memory is on disk."""
 
     rows: int
     prompt_len: int
     new_tokens: int
     eviction: Eviction
+    percent: Percent = IN_MEMORY
+
+    @property
+    def policy(self) -> Policy:
+        return Policy(self.rows, 1, self.percent)
 
 
 @dataclass(frozen=True)
@@ -84,9 +96,9 @@ class _Steps:
 
 
 def step_costs(bench: Bench, profile: HardwareProfile, dtype: str, folder: Path) -> StepCosts:
-    """What decode sweeps of a few rows, of many rows, and of a few that drop a column at each step, take more than the
-    planner says with a profile whose step costs are 0; and the rate of norms, activations and copies at which it is
-    right about a prefill sweep.
+    """What decode sweeps of a few rows, of many rows, of a few that drop a column at each step, and of a few with some
+    weights or the cache on disk, take more than the planner says with a profile whose step costs are 0; and the rate
+    of norms, activations and copies at which it is right about a prefill sweep.
 
     A few rows, not one: from some rows on every operation wakes all cores. folder: for the small model's checkpoint.
     """
@@ -95,7 +107,10 @@ def step_costs(bench: Bench, profile: HardwareProfile, dtype: str, folder: Path)
     write_random_checkpoint(spec, config, folder / "weights", dtype)
     few, many = sizes.step_rows
     full, h2o, new = Full(), H2O(heavy_size=4, recent_size=4), 1 + sizes.steps
-    runs = (_Run(few, PROMPT, new, full), _Run(many, PROMPT, new, full), _Run(few, PROMPT, new, h2o))
+    runs = (
+        _Run(few, PROMPT, new, full), _Run(many, PROMPT, new, full), _Run(few, PROMPT, new, h2o),
+        _Run(few, PROMPT, new, full, SOME_WEIGHTS), _Run(few, PROMPT, new, full, NO_CACHE),
+    )  # fmt: skip
     prompts = _Run(few, sizes.step_prompt, 2, full)
     with ExitStack() as stack:
         engines = [stack.enter_context(_engine(bench, spec, dtype, folder, run)) for run in (*runs, prompts)]
@@ -107,10 +122,15 @@ def step_costs(bench: Bench, profile: HardwareProfile, dtype: str, folder: Path)
     decode = [_median([found[i][1] for found in rounds]) for i in range(len(runs))]
     elementwise = profile.rates(dtype).elementwise_bytes_per_s
     if bench.device.is_asynchronous:  # what a thread that only issues them takes is part of the step
-        return _solve(decode, 0, 0, elementwise)
+        return _solve(decode[:3], 0, 0, elementwise)
     planned = [_planned(_costs(spec, profile, dtype, run), run, new // 2) for run in runs]
     left = [_Steps(d.attention - p.attention, d.mlp - p.mlp) for d, p in zip(decode, planned, strict=True)]
-    found = _solve(left, few, many, elementwise)
+    found = _solve(left[:3], few, many, elementwise)
+    loading = [
+        _Loading(_costs(spec, profile, dtype, runs[i]), statistics.median(r[i][2] for r in rounds) - _sum(planned[i]))
+        for i in (0, 3, 4)
+    ]
+    found = replace(found, **_load_costs(*loading))
     costs = _costs(spec, replace(profile, **{k: v for k, v in asdict(found).items() if k in FIXED}), dtype, prompts)
     return replace(found, elementwise_bytes_per_s=_elementwise(costs, prompts, _median([r[-1][0] for r in rounds])))
 
@@ -123,6 +143,31 @@ def _solve(left: Sequence[_Steps], few: int, many: int, elementwise: float) -> S
     step_s, attention_s = less.mlp - few * row_s, less.attention - less.mlp
     evicting_s = evicting.attention - less.attention
     return StepCosts(max(LEAST_S, step_s), max(LEAST_S, attention_s), max(LEAST_S, evicting_s), row_s, elementwise)
+
+
+@dataclass(frozen=True)
+class _Loading:
+    """A run of a few rows. left_s: what the planner leaves of a transformer block in a decode sweep, on average: what
+    reads take from compute they take now and then."""
+
+    costs: Costs
+    left_s: float
+
+    def short_requests(self) -> float:
+        """Of weights and KV of a transformer block in the middle."""
+        at, layers, half = self.costs.at, self.costs.layers, self.costs.at.spec.num_blocks // 2
+        units = {layer.unit for layer in layers.layers if layer.block == half}
+        moves = [move for unit in units for move in weight_moves(at, layers.units[unit])]
+        batch = at.need.block((at.need.rows,))[0]
+        return sum(move.short_requests for move in (*moves, *kv_load_moves(at, half, batch, at.need.gen_len // 2)))
+
+
+def _load_costs(alone: _Loading, weights: _Loading, cache: _Loading) -> dict[str, float]:
+    """Seconds, at least 0. Of equal rows: all in memory, with some weights and with the cache on disk."""
+    reads, more_s = weights.short_requests(), weights.left_s - alone.left_s
+    short_s = max(0.0, more_s) / reads if reads else 0.0
+    brought_s = cache.left_s - alone.left_s - short_s * cache.short_requests()
+    return {"short_read_compute_s": short_s, "cache_load_step_s": max(0.0, brought_s)}
 
 
 def _elementwise(costs: Costs, run: _Run, measured: _Steps) -> float:
@@ -144,12 +189,13 @@ def _elementwise(costs: Costs, run: _Run, measured: _Steps) -> float:
 def _costs(spec: ModelSpec, profile: HardwareProfile, dtype: str, run: _Run) -> Costs:
     need = need_of(run.eviction, run.rows, {(run.prompt_len, run.new_tokens)}, spec.num_blocks)
     machine = Machine(profile, dtype, profile.device_is_host)
-    return Costs(machine.setting(spec, Policy(gpu_batch_size=run.rows), need), profile, dtype)
+    return Costs(machine.setting(spec, run.policy, need), profile, dtype)
 
 
 def _planned(costs: Costs, run: _Run, sweep: int) -> _Steps:
     """What the planner says of a step of a sweep, its fixed costs aside."""
     kinds, batch = [layer.kind for layer in costs.layers.layers], Batch.even(run.rows, run.prompt_len)
+    costs = costs.with_contention([batch], sweep)
     return _Steps(*(costs.step(kinds.index(kind), batch, sweep).device_s for kind in ("attention", "mlp")))
 
 
@@ -157,8 +203,14 @@ def _median(found: Sequence[_Steps]) -> _Steps:
     return _Steps(statistics.median(f.attention for f in found), statistics.median(f.mlp for f in found))
 
 
-def _run_block(engine: Engine, run: _Run) -> tuple[_Steps, _Steps]:
-    """Medians over the layers of one kind, in the prefill sweep and in the decode sweeps of a block."""
+def _sum(steps: _Steps) -> float:
+    """Of both layers of a transformer block."""
+    return steps.attention + steps.mlp
+
+
+def _run_block(engine: Engine, run: _Run) -> tuple[_Steps, _Steps, float]:
+    """Medians over the layers of one kind, in the prefill sweep and in the decode sweeps of a block; and the mean
+    seconds of a transformer block in those."""
     params = SamplingParams(max_tokens=run.new_tokens, ignore_eos=True)
     decoding = Decoding(TokenChooser(params), RowEnd(params, (), StopStrings(None, ())))
     executor = Executor(engine, run.eviction, decoding, lambda finished: None, params.max_tokens)
@@ -176,16 +228,18 @@ def _run_block(engine: Engine, run: _Run) -> tuple[_Steps, _Steps]:
             )
         )
 
-    return medians(seconds[: len(kinds)]), medians(seconds[len(kinds) :])
+    blocks = [s for i, s in enumerate(seconds) if i >= len(kinds) and kinds[i % len(kinds)] in ("attention", "mlp")]
+    return medians(seconds[: len(kinds)]), medians(seconds[len(kinds) :]), 2 * statistics.fmean(blocks)
 
 
 @contextmanager
 def _engine(bench: Bench, spec: ModelSpec, dtype: str, folder: Path, run: _Run) -> Iterator[Engine]:
-    """Everything resident on the device."""
-    policy, kind, blocks = Policy(gpu_batch_size=run.rows), getattr(torch, dtype), spec.num_blocks
+    """An engine for the run; what is on disk is loaded ahead."""
+    policy, kind, blocks = run.policy, getattr(torch, dtype), spec.num_blocks
     slots = tuple(run.eviction.slots(run.prompt_len, run.new_tokens, block, blocks) for block in range(blocks))
     shape = Shape(run.rows, 1, run.rows * run.prompt_len, slots, run.eviction.needs.record)
-    plan = memory_plan(spec, policy, shape, kind.itemsize, bench.device.is_host, SEQUENTIAL)
+    depth = SEQUENTIAL if run.percent == IN_MEMORY else LOOK_AHEAD
+    plan = memory_plan(spec, policy, shape, kind.itemsize, bench.device.is_host, depth)
     warm_up(bench.device.torch_device, kind, bool(run.eviction.needs.record))
     checkpoint = open_checkpoint(spec, folder / "weights", folder)
     site = Site(bench.device, dict.fromkeys(TIERS), folder)

@@ -17,6 +17,7 @@ RATES = {
     "d2h_unpinned_bytes_per_s": "device to host",
     "host_memory_bytes_per_s": "host memory",
     "device_memory_bytes_per_s": "device memory",
+    "overlay_bytes_per_s": "KV columns laid over units from disk",
 }
 SECONDS = {
     "kernel_s": "kernel",
@@ -26,6 +27,8 @@ SECONDS = {
     "attention_step_s": "more, with attention",
     "eviction_step_s": "more, with eviction",
     "row_s": "more, for each row",
+    "short_read_compute_s": "more, for each short disk read",
+    "cache_load_step_s": "more, with a KV unit from another tier",
 }
 SHARES = {
     "disk_read_beside_compute": "disk read beside compute",

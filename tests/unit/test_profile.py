@@ -50,7 +50,8 @@ PROFILE = HardwareProfile(
     disk_read_bytes_per_s=1e9, disk_write_bytes_per_s=2e9, h2d_bytes_per_s=3e9, d2h_bytes_per_s=4e9,
     h2d_unpinned_bytes_per_s=5e9, d2h_unpinned_bytes_per_s=6e9, host_memory_bytes_per_s=7e9,
     device_memory_bytes_per_s=8e9, disk_read_beside_compute=0.9, compute_beside_disk_read=1.0, kernel_s=1e-6,
-    transfer_s=2e-6, disk_request_s=3e-6, step_s=4e-6, attention_step_s=5e-6, eviction_step_s=6e-6, row_s=0.0,
+    transfer_s=2e-6, disk_request_s=3e-6, overlay_bytes_per_s=3e9, step_s=4e-6, attention_step_s=5e-6,
+    eviction_step_s=6e-6, row_s=0.0, short_read_compute_s=7e-6, cache_load_step_s=8e-6,
     compute={"float32": RATES, "bfloat16": RATES}, notes={"step_s": "a guess"},
 )  # fmt: skip
 
@@ -66,10 +67,18 @@ def test_comes_back_from_its_file(tmp_path: Path) -> None:
 
 
 NEW = {2: ("blocked_speedup",), 3: ("int8_speedup", "requantise_speedup")}  # by the schema that they came with
+SINCE_4 = {
+    "overlay_bytes_per_s": MOST_RATE,
+    "short_read_compute_s": 0.0,
+    "cache_load_step_s": 0.0,
+}  # not of a dtype, and as nothing is known
 
 
 def of_schema(schema: int, **changes: Any) -> dict[str, Any]:
     body = {**PROFILE.to_json(), "schema": schema, **changes}
+    if schema < 4:
+        for name in SINCE_4:
+            del body[name]
     for rates in body["compute"].values():
         for name in (name for since, names in NEW.items() if since > schema for name in names):
             del rates[name]
@@ -77,14 +86,16 @@ def of_schema(schema: int, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("is_host", [True, False])
-@pytest.mark.parametrize("schema", [1, 2])
+@pytest.mark.parametrize("schema", [1, 2, 3])
 def test_older_schema_knows_nothing_of_what_came_later(schema: int, is_host: bool) -> None:
     """Products in int8: what is known of one CPU over bf16, nothing over other dtypes and of cards."""
-    blocked = RATES.blocked_speedup if schema == 2 else Curve.flat(1.0)
-    plain = replace(RATES, blocked_speedup=blocked, int8_speedup=Curve.flat(1.0), requantise_speedup=1.0)
-    in_bf16 = replace(plain, int8_speedup=Curve.flat(UNKNOWN_INT8_SPEEDUP)) if is_host else plain
+    blocked = RATES.blocked_speedup if schema >= 2 else Curve.flat(1.0)
+    plain = in_bf16 = RATES
+    if schema < 3:
+        plain = replace(RATES, blocked_speedup=blocked, int8_speedup=Curve.flat(1.0), requantise_speedup=1.0)
+        in_bf16 = replace(plain, int8_speedup=Curve.flat(UNKNOWN_INT8_SPEEDUP)) if is_host else plain
     assert profile_from_json(of_schema(schema, device_is_host=is_host)) == replace(
-        PROFILE, device_is_host=is_host, compute={"float32": plain, "bfloat16": in_bf16}
+        PROFILE, device_is_host=is_host, compute={"float32": plain, "bfloat16": in_bf16}, **SINCE_4
     )
 
 
@@ -95,6 +106,14 @@ def test_field_that_came_with_a_schema_must_be_there(schema: int) -> None:
         del body["compute"]["float32"][name]
         with pytest.raises(UsageError, match=f"compute.float32: field '{name}' is missing"):
             profile_from_json(body)
+
+
+@pytest.mark.parametrize("name", SINCE_4)
+def test_field_of_schema_4_must_be_there(name: str) -> None:
+    body = of_schema(4)
+    del body[name]
+    with pytest.raises(UsageError, match=f"field '{name}' is missing"):
+        profile_from_json(body)
 
 
 @pytest.mark.parametrize(("compute", "says"), [({"float32": 1}, "float32: a JSON object"), ([], "object of dtypes")])
@@ -137,7 +156,7 @@ def _drop(*keys: str) -> Callable[[dict[str, Any]], None]:
 F32 = ("compute", "float32")
 # (what is done to a good profile, what the error names)
 BAD = [
-    (_set("schema", to=4), "schema is 4, this version reads 1 to 3"),
+    (_set("schema", to=5), "schema is 5, this version reads 1 to 4"),
     (_set("schema", to=0), "schema is 0"),
     (_set("schema", to=True), "schema is True"),
     (_drop("schema"), "schema is None"),

@@ -29,6 +29,7 @@ RATES = [f.name for f in fields(HardwareProfile) if f.name.endswith("per_s")]
 COMPUTE_RATES = [f.name for f in fields(ComputeRates)]
 FIXED = [
     "kernel_s", "transfer_s", "disk_request_s", "step_s", "attention_step_s", "eviction_step_s", "row_s",
+    "short_read_compute_s", "cache_load_step_s",
 ]  # fmt: skip
 
 
@@ -113,7 +114,8 @@ def machines(draw: st.DrawFn) -> Machine:
     for name in draw(st.lists(st.sampled_from(RATES + FIXED), max_size=8, unique=True)):
         profile = faster(profile, name, 10 ** draw(st.sampled_from([-3, -2, -1, 1, 2])))
     slower = faster(profile, "matmul_flops_per_s", draw(st.sampled_from([1, 1e-1, 1e-2, 1e-3])))
-    return Machine(replace(slower, disk_read_beside_compute=1.0, compute_beside_disk_read=1.0), DTYPE, is_host)
+    alone = replace(slower, disk_read_beside_compute=1.0, compute_beside_disk_read=1.0, short_read_compute_s=0.0)
+    return Machine(alone, DTYPE, is_host)
 
 
 @st.composite

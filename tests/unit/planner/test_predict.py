@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -17,6 +18,7 @@ from flexgen_h2o.planner.memory import MemoryPlan
 from flexgen_h2o.planner.need import Need, even_blocks
 from flexgen_h2o.planner.predict import MOST_WALKED, Machine, Prediction, predict, walked_sweeps
 from flexgen_h2o.planner.simulator import simulate
+from flexgen_h2o.planner.work import weight_moves
 from flexgen_h2o.profiling.nominal import nominal_profile
 from tests.unit.planner.made_up import (
     BLOCKS,
@@ -34,6 +36,7 @@ from tests.unit.planner.made_up import (
 )
 
 STREAMED = (0, 30, 20, 40, 0, 100)
+WEIGHTS_ON_DISK = (0, 0, 100, 0, 100, 0)
 Case = tuple[Policy, Need, Machine, MemoryPlan]
 
 
@@ -164,6 +167,27 @@ def test_contention_does_not_turn_a_gain_into_a_loss(name: str, left: float) -> 
         predicted(policy, need, replace(where, profile=faster(where.profile, name, 1.1**i))).total_s for i in range(50)
     ]
     assert seconds == sorted(seconds, reverse=True) and seconds[0] > 2 * seconds[-1]
+
+
+def test_short_reads_take_time_from_what_is_computed_beside_them() -> None:
+    """As much for each as the profile says, where compute binds; less where it waits for the disk, nothing without
+    overlap or without reads."""
+    need, seconds = Need.full(256, 64, 6, BLOCKS), 1e-4
+
+    def longer(percent: tuple[int, int, int, int, int, int], **changes: Any) -> float:
+        policy = Policy(256, 1, percent, overlap=changes.pop("overlap", True))
+        free, taken = (
+            predicted(policy, need, machine(True, short_read_compute_s=s, **changes)).total_s for s in (0.0, seconds)
+        )
+        return taken - free
+
+    costs = costs_of(Policy(256, 1, WEIGHTS_ON_DISK), need, machine(True))
+    moves = [move for unit in costs.layers.units for move in weight_moves(costs.at, unit)]
+    assert sum(m.pieces for m in moves) > sum(m.short_requests for m in moves) > 0
+    expected = need.gen_len * seconds * sum(m.short_requests for m in moves)
+    assert longer(WEIGHTS_ON_DISK, disk_read_bytes_per_s=1e12) == pytest.approx(expected, rel=0.05)
+    assert 0 <= longer(WEIGHTS_ON_DISK, disk_read_bytes_per_s=1e7) < expected / 10
+    assert longer(WEIGHTS_ON_DISK, disk_read_bytes_per_s=1e12, overlap=False) == longer((100, 0) * 3) == 0
 
 
 def test_contention_costs_time_only_where_both_are_busy() -> None:

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from flexgen_h2o.config import MOST_ROWS, TIERS, ModelSpec, Policy
 from flexgen_h2o.errors import DoesNotFitError
 from flexgen_h2o.models import built_in_spec
-from flexgen_h2o.planner.candidates import Search
+from flexgen_h2o.planner.candidates import Search, bounded, candidates
 from flexgen_h2o.planner.least import least as least_held
 from flexgen_h2o.planner.memory import SEQUENTIAL, memory_plan, plan_within
 from flexgen_h2o.planner.need import Need, fitted, shape_of
 from flexgen_h2o.planner.predict import Machine
 from flexgen_h2o.planner.rounding import placements
 from flexgen_h2o.planner.search import Plan, Sides, evaluate, search
-from flexgen_h2o.profile import find_profile, read_profile
+from flexgen_h2o.profile import Curve, find_profile, read_profile
 from flexgen_h2o.profiling.nominal import nominal_profile
 from flexgen_h2o.units import GIB, MIB
 from tests.unit.planner.made_up import BLOCKS, DTYPE, HUGE, SPEC, evicting, machine
@@ -92,7 +92,9 @@ def test_small_ram_leaves_weights_on_disk() -> None:
     ]
     assert all(plan.policy.percent[0] < 100 for plan in found[:3]) and found[3].policy.percent[0] == 100
     read_s = [plan.prediction.busy["decode"]["disk_read"] for plan in found]
-    assert read_s[0] > max(read_s[1:]) and read_s[-1] == 0 < read_s[-2]
+    assert read_s[0] > read_s[-2] > 0 == read_s[-1]
+    seconds = [plan.prediction.total_s for plan in found]
+    assert seconds == sorted(seconds, reverse=True)
 
 
 def test_fewer_slots_make_more_of_the_same_ram() -> None:
@@ -119,6 +121,73 @@ def test_only_switches_that_are_asked_for_are_set() -> None:
     assert not (plain.compress_weight or plain.compress_cache or plain.cpu_cache_compute)
     packed = search(SPEC, NEED, Policy(), slow, tight, Sides(compress_weight=True, compress_cache=True))
     assert packed.policy.compress_weight
+
+
+# ---- blocks that do not cut the pile evenly
+
+
+def in_ram(rows: int, need: Need, spec: ModelSpec) -> int:
+    """Bytes of a block of one micro-batch with everything in RAM."""
+    policy = Policy(rows, 1, (100, 0, 100, 0, 100, 0))
+    return memory_plan(spec, policy, shape_of(policy, need), 2, True, SEQUENTIAL).bytes_on("host")
+
+
+@pytest.mark.parametrize("fits", [1, 3, 11, 21, 40, 63])
+def test_the_largest_blocks_that_memory_holds_are_candidates(fits: int) -> None:
+    """Besides those that cut the pile into equal parts, and those that cut it into as few equal ones."""
+    spec = known("opt-125m")
+    need = Need.full(100, 64, 32, spec.num_blocks)
+    budgets = {**HUGE, "device": 0, "host": in_ram(fits, need, spec)}
+    assert in_ram(fits + 1, need, spec) > (budgets["host"] or 0)
+    q = Search(spec, need, Policy(), Machine(nominal_profile(True), "bfloat16", True), budgets)
+    sizes = {(c.policy.gpu_batch_size, c.policy.num_gpu_batches) for c in candidates(q)}
+    blocks = -(-need.rows // fits)
+    assert {(fits, 1), (-(-need.rows // blocks), 1)} <= sizes
+
+
+def even_products(**changes: Any) -> Machine:
+    """Products that take as long for each row, however many there are."""
+    profile = replace(nominal_profile(True), **changes)
+    flat = replace(profile.rates("bfloat16"), matmul_flops_per_s=((1.0, ((4096.0, Curve.flat(3e11)),)),))
+    return Machine(replace(profile, compute={"bfloat16": flat}), "bfloat16", True)
+
+
+def test_all_in_ram_is_chosen_where_the_profile_says_so() -> None:
+    """Of OPT-125m, with a pile that no power of two cuts into the most that RAM holds; and where the disk costs
+    nothing, something is on it so that there are fewer blocks."""
+    spec = known("opt-125m")
+    need = Need.full(96, 64, 32, spec.num_blocks)
+    budgets = {**HUGE, "device": 0, "host": in_ram(23, need, spec)}
+    slow = even_products(disk_read_bytes_per_s=2e8, disk_write_bytes_per_s=2e8)
+    chosen = search(spec, need, Policy(), slow, budgets).policy
+    assert (chosen.percent, chosen.block_size) == ((100, 0, 100, 0, 100, 0), 23)
+    free = even_products(disk_read_bytes_per_s=1e12, disk_request_s=0.0, short_read_compute_s=0.0, step_s=1e-3)
+    assert search(spec, need, Policy(), free, budgets).policy.percent != (100, 0, 100, 0, 100, 0)
+
+
+def test_bound_is_none_of_reads_that_are_not_needed() -> None:
+    """Or the search would leave out what is all in RAM without a look."""
+    spec, policy = known("opt-125m"), Policy(24, 1, (100, 0, 100, 0, 100, 0))
+    need = Need.full(96, 64, 32, spec.num_blocks)
+    costly = even_products(short_read_compute_s=1e-2)
+    found = bounded(Search(spec, need, policy, costly, HUGE), policy)
+    assert found is not None
+    assert found.bound_s <= evaluate(spec, policy, need, costly, HUGE).prediction.total_s
+
+
+def test_short_reads_cost_where_slivers_of_matrices_are_on_disk() -> None:
+    """And nothing where all is in RAM."""
+    spec = known("opt-125m")
+    need = Need.full(96, 64, 32, spec.num_blocks)
+    seconds = {
+        (short_s, rows): evaluate(
+            spec, Policy(rows, 1, (weights, 0, 100, 0, 100, 0)), need, even_products(short_read_compute_s=short_s), HUGE
+        ).prediction.total_s
+        for short_s in (0.0, 1e-3)
+        for rows, weights in ((24, 100), (32, 80))
+    }
+    assert seconds[0.0, 24] == seconds[1e-3, 24]
+    assert seconds[1e-3, 32] > seconds[0.0, 32] + 1
 
 
 # ---- what fits

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from flexgen_h2o.config import Policy
 from flexgen_h2o.kernels.slot_packing import SlotPacking
+from flexgen_h2o.limits import WRITE_BACK_STEPS
 from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.packing import Packing, WeightForm
 from flexgen_h2o.planner.memory import OVERLAPPED, memory_plan
@@ -192,3 +193,17 @@ def test_int8_rows_move_a_byte_a_value_a_scale_and_a_sum() -> None:
     assert sum(m.nbytes for m in weight_moves(at, unit)) == sum(n * (round_up(k, 4) + 8) for n, k in matrices)
     products = layer_work(at, SPEC.layers(True).layers[1], unit, Batch.even(4, 10), 1).products
     assert len(products) > len(matrices) and sum(p.outer for p in products) == sum(n for n, _ in matrices)
+
+
+@pytest.mark.parametrize("steps", [1, 7, WRITE_BACK_STEPS, WRITE_BACK_STEPS + 1, 3 * WRITE_BACK_STEPS + 5])
+@pytest.mark.parametrize("on_disk", [0, 40, 100])
+def test_columns_that_wait_for_the_disk_are_laid_over_their_unit(steps: int, on_disk: int) -> None:
+    """In a decode sweep those since the last write-back, and its own is taken up; each read and written."""
+    need, policy = Need.full(6, 30, 1 + steps, BLOCKS), Policy(6, 1, (100, 0, 100 - on_disk, 0, 100, 0))
+    at, batch = setting(policy, need, is_host=True), Batch.even(6, 30)
+    layers = SPEC.layers(True)
+    layer = next(one for one in layers.layers if one.kind == "attention")
+    work = [layer_work(at, layer, layers.units[layer.unit], batch, sweep) for sweep in range(1 + steps)]
+    columns = sum(1 + sweep % WRITE_BACK_STEPS for sweep in range(steps))
+    assert sum(w.overlay for w in work) == pytest.approx(2 * columns * 6 * COLUMN * on_disk / 100)
+    assert work[0].overlay == 0

@@ -14,6 +14,8 @@ from flexgen_h2o import LLM, MemoryBudget, Policy
 from flexgen_h2o.errors import DoesNotFitError, UsageError
 from flexgen_h2o.kernels.blocked_rows import BlockedRows, block_rows
 from flexgen_h2o.kernels.int8_rows import Int8Rows
+from flexgen_h2o.kvcache.eviction import Full
+from flexgen_h2o.models import spec_from_config
 from flexgen_h2o.packing import INT8
 from flexgen_h2o.planner.roofline import Peak
 from flexgen_h2o.profile import AS_FAST, Curve, profile_from_json
@@ -25,6 +27,7 @@ from flexgen_h2o.profiling.disk import DiskProbe, check_space
 from flexgen_h2o.profiling.links import link_rates
 from flexgen_h2o.profiling.memory import kernel_seconds, memory_rate, other_rates
 from flexgen_h2o.profiling.nominal import nominal_profile
+from flexgen_h2o.profiling.overlay import overlay_rate
 from flexgen_h2o.profiling.peak import PeakProbe, peak_bytes
 from flexgen_h2o.profiling.sizes import CARD, CARD_HOST, HOST, TINY, Sizes
 from flexgen_h2o.tiers.device import HostDevice, StandInDevice
@@ -177,6 +180,10 @@ def test_disk_alone_and_beside_compute(bench: Bench, scratch: Scratch) -> None:
     assert all(0.01 <= share <= 1 for share in shares)
 
 
+def test_columns_that_wait_for_the_disk(bench: Bench) -> None:
+    check(overlay_rate(bench, torch.bfloat16))
+
+
 def test_slow_disk_gets_a_smaller_file(bench: Bench, scratch: Scratch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flexgen_h2o.profiling.disk.PIECE", TINY.disk_bytes // 4)
     mover = mover_of(bench.device)
@@ -201,6 +208,7 @@ def test_fixed_costs_of_the_loop(bench: Bench, dtype: str, tmp_path: Path) -> No
     with torch.inference_mode():
         costs = steps.step_costs(bench, nominal_profile(True), dtype, tmp_path)
     check(costs.step_s, costs.attention_step_s, costs.eviction_step_s, costs.row_s, costs.elementwise_bytes_per_s)
+    assert 0 <= costs.short_read_compute_s < math.inf and 0 <= costs.cache_load_step_s < math.inf
 
 
 def test_fixed_costs_are_what_the_planner_leaves() -> None:
@@ -212,6 +220,24 @@ def test_fixed_costs_are_what_the_planner_leaves() -> None:
     assert found.eviction_step_s == pytest.approx(5e-6)
     nothing = steps._solve([few, few, few], 0, 0, 1e9)
     assert min(nothing.step_s, nothing.eviction_step_s, nothing.row_s) > 0
+
+
+def test_loads_cost_what_runs_that_read_take_more() -> None:
+    """Six parts of matrices in a transformer block, of a tenth each; one KV unit, whose request is not long either."""
+    spec = spec_from_config("small", steps.config_of(HOST.step_width), "profiling")
+
+    def run(percent: steps.Percent, left_s: float) -> steps._Loading:
+        policy = steps._Run(8, 16, 49, Full(), percent)
+        return steps._Loading(steps._costs(spec, nominal_profile(True), "bfloat16", policy), left_s)
+
+    alone, weights, cache = run(steps.IN_MEMORY, 1e-3), run(steps.SOME_WEIGHTS, 1.6e-3), run(steps.NO_CACHE, 1.5e-3)
+    reads, whole = weights.short_requests(), cache.short_requests()
+    assert alone.short_requests() == 0 < whole < 1 and 5.5 < reads < 6
+    found = steps._load_costs(alone, weights, cache)
+    assert found["short_read_compute_s"] == pytest.approx(6e-4 / reads)
+    assert found["cache_load_step_s"] == pytest.approx(5e-4 - whole * 6e-4 / reads)
+    faster = steps._load_costs(alone, run(steps.SOME_WEIGHTS, 9e-4), run(steps.NO_CACHE, 9e-4))
+    assert set(faster.values()) == {0.0}
 
 
 def test_whole_profile_is_one_that_can_be_read_and_leaves_nothing(
