@@ -302,9 +302,7 @@ def _matrix_elements(unit: WeightUnit) -> int:
     return sum(t.numel for t in unit.tensors if len(t.shape) == 2)
 
 
-def slowed(
-    profile: HardwareProfile, read_left: float, compute_left: float, rest_left: float = 1.0
-) -> HardwareProfile:  # fmt: skip
+def slowed(profile: HardwareProfile, read_left: float, compute_left: float, rest_left: float = 1.0) -> HardwareProfile:
     """The profile with only these shares of its disk's read rate and of its compute rates. rest_left: of what is
     computed besides products and attention, steps' fixed costs included."""
     compute = {

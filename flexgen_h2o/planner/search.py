@@ -89,7 +89,8 @@ def _seconds(plan: Plan) -> float:
 
 
 def _uses_disk(plan: Plan) -> bool:
-    return any(sum(plan.policy.percent[i : i + 2]) < 100 for i in (0, 2, 4))
+    policy = plan.policy
+    return any(on_disk for *_, on_disk in (policy.weight_shares, policy.cache_shares, policy.hidden_shares))
 
 
 def _thriftiest(found: Sequence[Plan]) -> Plan:

@@ -26,6 +26,7 @@ from flexgen_h2o.generation import Decoding, Row, RowEnd
 from flexgen_h2o.kernels.warm_up import warm_up
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
 from flexgen_h2o.models import spec_from_config
+from flexgen_h2o.planner.candidates import IN_MEMORY
 from flexgen_h2o.planner.costs import Costs
 from flexgen_h2o.planner.memory import OVERLAPPED, SEQUENTIAL, Shape, memory_plan
 from flexgen_h2o.planner.need import Batch
@@ -41,7 +42,6 @@ from flexgen_h2o.timeline import Timeline
 
 BLOCKS, VOCABULARY, PROMPT, HEAD_DIM = 8, 128, 16, 64
 FIXED = ("step_s", "attention_step_s", "eviction_step_s", "row_s", "short_read_compute_s", "cache_load_step_s")
-IN_MEMORY: Percent = (100, 0, 100, 0, 100, 0)
 SOME_WEIGHTS: Percent = (90, 0, 100, 0, 100, 0)
 NO_CACHE: Percent = (100, 0, 0, 0, 100, 0)
 LOOK_AHEAD = OVERLAPPED[2]  # the deepest that the search counts on
