@@ -29,8 +29,9 @@ setup(
     description="Offline LLM inference for models that do not fit the machine: FlexGen's schedule, H2O's KV cache",
     license="Apache-2.0",
     python_requires=">=3.10",
-    packages=find_packages(include=["flexgen_h2o", "flexgen_h2o.*"]),
-    package_data={"flexgen_h2o": ["py.typed", "assets/opt-tiny/*"]},
+    packages=[*find_packages(include=["flexgen_h2o", "flexgen_h2o.*"]), "flexgen_h2o.policies"],
+    package_dir={"flexgen_h2o.policies": "policies"},  # data only; it stays at the top of the repository
+    package_data={"flexgen_h2o": ["py.typed", "assets/opt-tiny/*"], "flexgen_h2o.policies": ["*/*.json"]},
     install_requires=CORE,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["flexgen-h2o = flexgen_h2o.cli:main"]},

@@ -1,4 +1,4 @@
-"""Paths as users write them: `~` expanded, and refused at the door when no file could ever have that name."""
+"""Paths: as users write them (`~` expanded, impossible names refused), and of the data that comes with the package."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ from pathlib import Path
 from flexgen_h2o.errors import UsageError
 
 DEFAULT_OFFLOAD_DIR = Path("~/flexgen_h2o_offload_dir")
+
+
+def policies_folder() -> Path:
+    """The shipped policies and, in `profiles/`, hardware profiles: inside an installed package, beside a checkout's."""
+    package = Path(__file__).resolve().parent
+    installed = package / "policies"  # where setup.py maps the folder at the top of the repository
+    return installed if installed.is_dir() else package.parent / "policies"
 
 
 def usable_path(text: str | Path, what: str) -> Path:

@@ -18,7 +18,7 @@ from typing import Any
 from flexgen_h2o.config import DTYPE_BYTES
 from flexgen_h2o.errors import FlexgenError, UsageError
 from flexgen_h2o.files import write_whole
-from flexgen_h2o.paths import usable_path
+from flexgen_h2o.paths import policies_folder, usable_path
 
 PROFILE_SCHEMA = 4
 # Products in int8 over those in bf16 on a CPU whose profile is older than schema 3 and does not tell: what a 2-core AMD
@@ -32,7 +32,7 @@ MOST_BYTES = 2**63
 BUSY_NOTE = "measured while other processes took"
 MEASURED_BUSY = "profile measured on a busy machine: measure again with python -m flexgen_h2o.hardware"
 LEAST_SHAPE = 2**-10  # out / in of a matrix
-SHIPPED = Path(__file__).resolve().parent.parent / "policies" / "profiles"
+SHIPPED = policies_folder() / "profiles"
 
 
 @dataclass(frozen=True)
