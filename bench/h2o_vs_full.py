@@ -1,4 +1,4 @@
-"""Claim: keeping 20% of the KV cache as H2O does makes decoding several times faster, and choosing costs little.
+"""Claim: keeping 20% of a prompt's columns as H2O does makes decoding several times as fast, and choosing costs little.
 
 Method: the shape of a public OPT, bf16, cut to `--layers` transformer blocks so that prefill takes minutes, not hours
 (every block is the same; embedding and head stay whole). In one process and alternating, the same prompts through

@@ -1,6 +1,6 @@
 """Fit the profiles of known machines (policies/profiles) to recorded runs of FlexGen and H2O, and show the errors.
 
-    python scripts/fit_profile.py                 fit, and print fitted, leave-one-out and held-out errors
+    python scripts/fit_profile.py                 fit, and print errors: fitted, left out, development set
     python scripts/fit_profile.py --write DIR     the same, and write DIR/t4.json and DIR/a100-80.json
     python scripts/fit_profile.py --check         no fit: errors of the shipped profiles
     python scripts/fit_profile.py --check --runs FILE     ... over other runs in the same format
@@ -32,7 +32,7 @@ from flexgen_h2o.profile import HardwareProfile, read_profile, write_profile
 ROOT = Path(__file__).resolve().parent.parent
 SHIPPED = ROOT / "policies" / "profiles"
 PUBLISHED = ROOT / "scripts" / "data" / "published_runs.json"
-HELD_OUT = ROOT / "scripts" / "data" / "held_out_runs.json"
+DEVELOPMENT = ROOT / "scripts" / "data" / "development_runs.json"
 SPREAD = 0.05  # log units that a recorded number is off by itself: another day, another machine of the same kind
 STEP = 1e-3  # of a parameter, in its widths, for a derivative
 MOST_ITERATIONS, TOLERANCE = 20, 1e-3
@@ -53,17 +53,19 @@ def _body(argv: list[str] | None) -> int:
     if args.check and args.write:
         raise UsageError("--write: --check fits nothing that could be written")
     runs = read_runs(args.runs or PUBLISHED)
-    held_out = () if args.runs else read_runs(HELD_OUT)
-    summary = _check(runs, held_out) if args.check else _fit(args, runs, held_out)
+    development = () if args.runs else read_runs(DEVELOPMENT)
+    summary = _check(runs, development) if args.check else _fit(args, runs, development)
     print(json.dumps(summary))
     return 0
 
 
-def _check(runs: Sequence[Run], held_out: Sequence[Run]) -> dict[str, Any]:
-    profiles = {name: _shipped(name) for name in {run.machine for run in (*runs, *held_out)}}
+def _check(runs: Sequence[Run], development: Sequence[Run]) -> dict[str, Any]:
+    profiles = {name: _shipped(name) for name in {run.machine for run in (*runs, *development)}}
     summary = {"runs": report("Shipped profiles: recorded runs", evaluated(runs, profiles))}
-    if held_out:
-        summary["held_out"] = report("Shipped profiles: held-out runs, not fitted", evaluated(held_out, profiles))
+    if development:
+        summary["development"] = report(
+            "Shipped profiles: development set, not fitted", evaluated(development, profiles)
+        )
     return summary
 
 
@@ -75,7 +77,7 @@ def _shipped(machine: str) -> HardwareProfile:
     return read_profile(path)
 
 
-def _fit(args: argparse.Namespace, runs: Sequence[Run], held_out: Sequence[Run]) -> dict[str, Any]:
+def _fit(args: argparse.Namespace, runs: Sequence[Run], development: Sequence[Run]) -> dict[str, Any]:
     unknown = sorted({run.machine for run in runs} - set(CARDS))
     if unknown:
         raise UsageError(f"machine: {unknown[0]!r} is not one of {', '.join(CARDS)}")
@@ -87,8 +89,8 @@ def _fit(args: argparse.Namespace, runs: Sequence[Run], held_out: Sequence[Run])
     summary: dict[str, Any] = {"runs": report("Fitted runs", evaluated(runs, profiles))}
     without = [evaluated([run], profiles_without(runs, i, at))[0] for i, run in enumerate(runs)]
     summary["leave_one_out"] = report("Leave one out: each run predicted by a fit to the others", without)
-    if held_out:
-        summary["held_out"] = report("Held-out runs, not fitted", evaluated(held_out, profiles))
+    if development:
+        summary["development"] = report("Development set, not fitted", evaluated(development, profiles))
     if args.write:
         for name, profile in profiles.items():
             write_profile(args.write / f"{name}.json", profile)

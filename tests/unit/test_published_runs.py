@@ -42,7 +42,7 @@ def shipped(machine: str) -> HardwareProfile:
 
 
 @pytest.mark.parametrize(
-    ("name", "runs", "median", "worst"), [("published_runs", 9, 0.10, 0.25), ("held_out_runs", 16, 0.15, 0.25)]
+    ("name", "runs", "median", "worst"), [("published_runs", 9, 0.10, 0.25), ("development_runs", 16, 0.15, 0.25)]
 )
 def test_recorded_runs_are_predicted(
     scripts: dict[str, ModuleType], name: str, runs: int, median: float, worst: float
