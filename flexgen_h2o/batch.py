@@ -225,15 +225,18 @@ def _progress(
 
     rows = len(before.done)
     print(f"{rows} rows, {before.rows} of them done before", flush=True)
-    return JobProgress(args.output, rows, before.rows, before.errors, peak_bytes, output.sync_if_due)
+    return JobProgress(args.output, rows, before.rows, before.errors, peak_bytes, output.sync_if_due, before.others)
 
 
 @contextlib.contextmanager
 def _saying_how_it_ends(progress: Any, output: OutputFile) -> Iterator[None]:
     """The status file, for good; and finished rows safely on disk before the engine is closed."""
-    state = "done"
+    from flexgen_h2o.jobs.status import DONE
+
+    state = DONE
     try:
         yield
+        output.sync()
     except Interrupted as signal:
         state = f"ended by {signal}"
         raise
