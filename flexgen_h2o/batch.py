@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.config import Policy
-from flexgen_h2o.doors import OneLineParser, check_separate, count, file_name, positive, run_door
+from flexgen_h2o.doors import OneLineParser, check_separate, count, file_name, positive, results_are_in, run_door
 from flexgen_h2o.engine_flags import (
     PLACEMENT,
     add_engine_flags,
@@ -79,6 +79,7 @@ def _run(argv: list[str] | None) -> int:
     args.output = usable_path(args.output, "--output")
     if args.status:
         return _show_status(args.output)
+    results_are_in(args.output)
     _check_paths(args)
     if args.ray_actors and args.ray is None:
         raise UsageError("--ray-actors: goes with --ray; give both")
@@ -225,15 +226,18 @@ def _progress(
 
     rows = len(before.done)
     print(f"{rows} rows, {before.rows} of them done before", flush=True)
-    return JobProgress(args.output, rows, before.rows, before.errors, peak_bytes, output.sync_if_due)
+    return JobProgress(args.output, rows, before.rows, before.errors, peak_bytes, output.sync_if_due, before.others)
 
 
 @contextlib.contextmanager
 def _saying_how_it_ends(progress: Any, output: OutputFile) -> Iterator[None]:
     """The status file, for good; and finished rows safely on disk before the engine is closed."""
-    state = "done"
+    from flexgen_h2o.jobs.status import DONE
+
+    state = DONE
     try:
         yield
+        output.sync()
     except Interrupted as signal:
         state = f"ended by {signal}"
         raise

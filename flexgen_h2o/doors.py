@@ -9,13 +9,22 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, TextIO, cast
 
 from flexgen_h2o import interrupts
-from flexgen_h2o.errors import EXIT_DOES_NOT_FIT, EXIT_FAILED, EXIT_USAGE, SIGNAL_BASE, FlexgenError, UsageError
+from flexgen_h2o.errors import (
+    EXIT_ALL_ROWS_FAILED,
+    EXIT_DOES_NOT_FIT,
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_USAGE,
+    SIGNAL_BASE,
+    FlexgenError,
+    UsageError,
+)
 
 PICTURES = (".png", ".svg", ".pdf")
 
@@ -27,23 +36,91 @@ class OneLineParser(argparse.ArgumentParser):
         raise UsageError(message)
 
 
+_results: list[str] = []  # files that have what the run is for
+
+
+def results_are_in(*paths: str | Path | None) -> None:
+    """These files (None: not asked for) get the results: what is printed is a summary, and losing it is no failure."""
+    _results.extend(str(path) for path in paths if path is not None)
+
+
+class _Patient:
+    """A standard stream that remembers what it cannot write, and raises nothing: a run must not end for its summary.
+
+    A pipe that nobody reads any more (`| head`) ends a run whose results are printed: `stops` says so.
+    """
+
+    def __init__(self, stream: TextIO, stops: bool) -> None:
+        self._stream, self._stops = stream, stops
+        self.error: OSError | None = None
+
+    def write(self, text: str) -> int:
+        self._try(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def _try(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except OSError as error:
+            self.error = self.error or error
+            if self._stops and not _results and isinstance(error, BrokenPipeError):
+                raise
+
+    def close_up(self) -> None:
+        """Python flushes once more as it exits; where that would fail it goes nowhere, without a complaint."""
+        self._stops = False
+        self.flush()
+        if self.error is not None:
+            with contextlib.suppress(OSError, ValueError):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self._stream.fileno())
+                os.close(nowhere)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def _patient_streams() -> Iterator[_Patient | None]:
+    """Standard output (None where the shell has closed it) and standard error that end no run."""
+    for fd in range(3):  # a file that gets the number of a closed one would get what libraries print
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    before = sys.stdout, sys.stderr  # either is None where the shell has closed it: `>&-`
+    out, err = (_Patient(stream, stops=stream is before[0]) if stream else None for stream in before)
+    sys.stdout, sys.stderr = cast(TextIO, out), cast(TextIO, err)
+    _results.clear()
+    try:
+        yield out
+    finally:
+        sys.stdout, sys.stderr = before
+        for stream in filter(None, (out, err)):
+            stream.close_up()
+
+
 def run_door(name: str, body: Callable[[list[str] | None], int], argv: list[str] | None) -> int:
     """Run a door's body; every failure becomes its exit code and one line on stderr (a traceback for our own bugs)."""
-    with interrupts.as_exceptions():
+    with interrupts.as_exceptions(), _patient_streams() as out:
         try:
-            return _exit_code(name, body, argv)
+            code = _exit_code(name, body, argv)
         except Exception:
             # An exception that a signal turned into on its way is still that signal.
             signal = interrupts.arrived()
             if signal is None:
                 raise
             return _ended_by(name, signal)
+        return code if out is None else _code_with_loss(name, code, out)
 
 
 def _exit_code(name: str, body: Callable[[list[str] | None], int], argv: list[str] | None) -> int:
     try:
         code = body(argv)
-        if sys.stdout is not None:  # closed by the shell: `>&-`
+        if sys.stdout is not None:
             sys.stdout.flush()
         interrupts.check()
         return code
@@ -56,16 +133,13 @@ def _exit_code(name: str, body: Callable[[list[str] | None], int], argv: list[st
     except interrupts.Interrupted as signal:
         return _ended_by(name, signal)
     except SystemExit as stop:  # argparse: --help
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return stop.code if isinstance(stop.code, int) else EXIT_USAGE
-    except BrokenPipeError:  # nobody reads what is printed: `| head`
-        _silence_stdout()
-        return EXIT_FAILED
-    except OSError as error:
-        if _can_print():
+    except BrokenPipeError:
+        if getattr(sys.stdout, "error", None) is None:
             raise
-        _complain(f"{name}: cannot write to standard output ({error.strerror or error})")
-        _silence_stdout()
-        return EXIT_FAILED
+        return EXIT_FAILED  # nobody reads what is printed: `| head`
     except MemoryError:
         _complain(f"{name}: the machine ran out of memory; lower --host-mem")
         return EXIT_FAILED
@@ -76,24 +150,20 @@ def _exit_code(name: str, body: Callable[[list[str] | None], int], argv: list[st
         return EXIT_DOES_NOT_FIT
 
 
+def _code_with_loss(name: str, code: int, out: _Patient) -> int:
+    """`code`, unless what was printed has got lost and no file has it; one line says so where no other was said."""
+    if out.error is None or code not in (EXIT_DONE, EXIT_ALL_ROWS_FAILED):
+        return code
+    if not isinstance(out.error, BrokenPipeError):
+        where = f"; only the summary is lost, the results are in {', '.join(_results)}" if _results else ""
+        _complain(f"{name}: cannot write to standard output ({out.error.strerror or out.error}){where}")
+    return code if _results else EXIT_FAILED
+
+
 def _complain(line: str) -> None:
     """In one piece, so that the lines of several processes do not run into each other."""
-    print(line + "\n", end="", file=sys.stderr)
-
-
-def _can_print() -> bool:
-    """False where standard output takes nothing, not even an empty line."""
-    try:
-        print(flush=True)
-    except OSError:
-        return False
-    return True
-
-
-def _silence_stdout() -> None:
-    """Let Python's own flush at exit go nowhere, so that it does not complain."""
-    with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if sys.stderr is not None:
+        print(line + "\n", end="", file=sys.stderr)
 
 
 def _ended_by(name: str, signal: interrupts.Interrupted) -> int:

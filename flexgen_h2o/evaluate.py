@@ -18,6 +18,7 @@ from flexgen_h2o.doors import (
     file_name,
     flag_of,
     positive,
+    results_are_in,
     run_door,
 )
 from flexgen_h2o.engine_flags import (
@@ -118,6 +119,7 @@ def _run(argv: list[str] | None) -> int:
 
 def _run_fidelity(args: argparse.Namespace) -> int:
     _check(args)
+    results_are_in(args.json, args.markdown)
     policy, is_auto = policy_of(args)
     if policy.attn_sparsity != 1:
         raise UsageError("--attn-sparsity: the full cache is the reference here; leave it out")

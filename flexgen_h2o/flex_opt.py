@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexgen_h2o.config import read_policy
-from flexgen_h2o.doors import OneLineParser, check_separate, file_name, flag_of, positive, run_door
+from flexgen_h2o.doors import OneLineParser, check_separate, file_name, flag_of, positive, results_are_in, run_door
 from flexgen_h2o.engine_flags import (
     add_engine_flags,
     add_eviction_flags,
@@ -113,6 +113,7 @@ class _Outputs:
 def _run(argv: list[str] | None) -> int:
     args = _parser().parse_args(argv)
     _check(args)
+    results_are_in(args.output, args.json)
     policy, is_auto = policy_of(args)
     if args.debug_mode == "breakdown":
         policy = replace(policy, overlap=False)

@@ -6,7 +6,7 @@ import argparse
 import sys
 from dataclasses import replace
 
-from flexgen_h2o.doors import OneLineParser, file_name, run_door
+from flexgen_h2o.doors import OneLineParser, file_name, results_are_in, run_door
 from flexgen_h2o.errors import EXIT_DONE, FlexgenError, UsageError
 from flexgen_h2o.paths import DEFAULT_OFFLOAD_DIR, usable_path
 from flexgen_h2o.profile import HardwareProfile, find_profile, read_profile, write_profile
@@ -74,6 +74,7 @@ def _measured(args: argparse.Namespace) -> HardwareProfile:
     if args.output is not None:
         args.output = usable_path(args.output, "--output")
         check_writable(args.output, "--output")
+        results_are_in(args.output)
     from flexgen_h2o.profiling.cache import store
     from flexgen_h2o.profiling.measure import measure
 

@@ -14,7 +14,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from flexgen_h2o.config import DTYPE_BYTES, TIERS, Policy, SavedPolicy, without_unused_bits, write_policy
-from flexgen_h2o.doors import OneLineParser, check_picture, check_separate, file_name, flag_of, positive, run_door
+from flexgen_h2o.doors import (
+    OneLineParser,
+    check_picture,
+    check_separate,
+    file_name,
+    flag_of,
+    positive,
+    results_are_in,
+    run_door,
+)
 from flexgen_h2o.engine_flags import (
     EVICTION_FLAGS,
     add_engine_flags,
@@ -82,6 +91,8 @@ class _Task:
 def _run(argv: list[str] | None) -> int:
     args = _parser().parse_args(argv)
     _check(args)
+    if not args.json:
+        results_are_in(args.output)
     task = _task(args)
     answer = _answer(args, task)
     from flexgen_h2o.plan_report import to_json, to_text

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flexgen_h2o.errors import FlexgenError
+from flexgen_h2o.files import replacing
 from flexgen_h2o.timeline import LANES, Span
 
 PIXELS = 2000  # spans of one name whose gap is narrower than one of these are drawn as one
@@ -48,7 +49,8 @@ def draw_timeline(spans: Sequence[Span], path: Path, title: str, window: tuple[f
     if seen:
         figure.legend(loc="outside lower center", ncols=8, fontsize=8)
     try:
-        figure.savefig(path, dpi=110)
+        with replacing(path) as file:
+            figure.savefig(file.buffer, format=path.suffix.lower().removeprefix("."), dpi=110)
     except (OSError, ValueError) as error:  # ValueError: a suffix that matplotlib does not know
         raise FlexgenError(f"--plot {path}: {error}") from error
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import glob
 import logging
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -33,7 +35,7 @@ def building(folder: Path, nbytes: int = 0) -> Iterator[Path | None]:
     if _is_complete(folder):
         yield None
         return
-    temp = _beside(folder, _TEMP_SUFFIX)
+    temp = _beside(folder, f"{_TEMP_SUFFIX}-{secrets.token_hex(8)}")
     with _exclusively(folder):
         if _is_complete(folder):
             yield None
@@ -78,7 +80,7 @@ def _exclusively(folder: Path) -> Iterator[None]:
             _remove_stale(folder.parent)
             stack.enter_context(_locked(_beside(folder, _LOCK_SUFFIX), wait=True))
             # Under the lock nobody else can be filling it.
-            shutil.rmtree(_beside(folder, _TEMP_SUFFIX), ignore_errors=True)
+            _remove_temps(folder)
         except OSError as error:
             if error.errno in _FULL:
                 raise _no_space(folder, 0) from error
@@ -105,7 +107,7 @@ def _locked(path: Path, wait: bool) -> Iterator[bool]:
 
 def _take(path: Path, wait: bool) -> int | None:
     while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:
             if not try_lock(fd):
                 if not wait:
@@ -125,10 +127,18 @@ def _take(path: Path, wait: bool) -> int | None:
 def _remove_stale(parent: Path) -> None:
     """The kernel drops the lock of a killed process, so a lock file that can be taken has lost its owner."""
     for lock in parent.glob(f".*{_LOCK_SUFFIX}"):
+        if lock.is_symlink():  # none of ours
+            continue
         with _locked(lock, wait=False) as taken:
             if taken:
-                temp = lock.with_name(lock.name.removesuffix(_LOCK_SUFFIX) + _TEMP_SUFFIX)
-                shutil.rmtree(temp, ignore_errors=True)
+                _remove_temps(lock.with_name(lock.name.removesuffix(_LOCK_SUFFIX)[1:]))
+
+
+def _remove_temps(folder: Path) -> None:
+    """What was begun for `folder` and not ended."""
+    pattern = glob.escape(_beside(folder, _TEMP_SUFFIX).name) + "-" + "[0-9a-f]" * 16
+    for temp in folder.parent.glob(pattern):
+        shutil.rmtree(temp, ignore_errors=True)
 
 
 def _require_space(folder: Path, nbytes: int) -> None:

@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 from types import TracebackType
 
+from flexgen_h2o.files import open_new
 from flexgen_h2o.units import MIB
 
 # Also a multiple of every block size that O_DIRECT may ask for.
@@ -24,7 +25,7 @@ def reserve(path: Path, nbytes: int) -> None:
 
     Raises OSError (ENOSPC) when the disk has not the room, FileExistsError.
     """
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    fd = open_new(path)
     try:
         os.posix_fallocate(fd, 0, nbytes)
     except OSError as error:
@@ -42,7 +43,7 @@ class FileWriter:
     """
 
     def __init__(self, path: Path) -> None:
-        flags = os.O_WRONLY | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             self._fd = os.open(path, flags | os.O_DIRECT)
         except OSError as error:

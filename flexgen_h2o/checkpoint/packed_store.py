@@ -21,6 +21,7 @@ from flexgen_h2o.checkpoint.shards import plan_shards, tensors_of, write_shards
 from flexgen_h2o.checkpoint.stored import Checkpoint, StoredTensor
 from flexgen_h2o.config import DTYPE_BYTES, ModelSpec, TensorSpec
 from flexgen_h2o.errors import UsageError
+from flexgen_h2o.files import write_new
 from flexgen_h2o.limits import PACK_CHUNK
 from flexgen_h2o.packing import GROUP, Packing
 from flexgen_h2o.tiers.buffers import host_buffer
@@ -85,7 +86,7 @@ def _pack(spec: ModelSpec, values: _Values, folder: Path, packing: Packing, prog
         if temp is not None:
             _compile(packing)
             record = {**_record(packing), "model": spec.name}
-            (temp / RECORD_NAME).write_text(json.dumps(record, indent=2) + "\n")
+            write_new(temp / RECORD_NAME, json.dumps(record, indent=2) + "\n")
             title = f"{packing.label} weights {spec.name}"
             write_shards(temp, shards, lambda t: _pieces(t, values, packing), title, progress)
     return _open(spec, values, folder, packing)

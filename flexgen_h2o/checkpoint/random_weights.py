@@ -16,6 +16,7 @@ from flexgen_h2o.checkpoint.safetensors_format import FROM_ENGINE, Entry
 from flexgen_h2o.checkpoint.shards import plan_shards, tensors_of, write_shards
 from flexgen_h2o.config import DTYPE_BYTES, ModelSpec, TensorSpec
 from flexgen_h2o.errors import UsageError
+from flexgen_h2o.files import write_new
 
 if TYPE_CHECKING:
     import torch
@@ -103,8 +104,8 @@ def _write_small_files(folder: Path, config_json: dict[str, Any], dtype: str, re
     # The files decide the dtype; a config that says otherwise would mislead whoever reads it first.
     config = {key: value for key, value in config_json.items() if key not in ("dtype", "torch_dtype")}
     config["torch_dtype"] = dtype
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (folder / RECORD_NAME).write_text(json.dumps(record, indent=2) + "\n")
+    write_new(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    write_new(folder / RECORD_NAME, json.dumps(record, indent=2) + "\n")
 
 
 def _table(dtype: str, seed: int) -> torch.Tensor:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from flexgen_h2o.files import write_new
 from flexgen_h2o.units import round_up
 
 SINGLE_NAME = "model.safetensors"
@@ -66,4 +67,4 @@ def shard_name(index: int, count: int) -> str:
 def write_index(folder: Path, weight_map: dict[str, str], nbytes: int) -> None:
     """Write the index file of a sharded checkpoint: tensor name -> file name, and the sum of the tensors' bytes."""
     body = {"metadata": {"total_size": nbytes}, "weight_map": weight_map}
-    (folder / INDEX_NAME).write_text(json.dumps(body, indent=2) + "\n")
+    write_new(folder / INDEX_NAME, json.dumps(body, indent=2) + "\n")

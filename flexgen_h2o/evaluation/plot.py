@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from flexgen_h2o.errors import FlexgenError
+from flexgen_h2o.files import replacing
 
 Figures = dict[str, Any]
 _MARKS = "osD^vP*X<>h"
@@ -48,7 +49,8 @@ def draw(result: Figures, path: Path) -> None:
         "prompts, 95% bootstrap intervals"
     )
     try:
-        figure.savefig(path, dpi=110)
+        with replacing(path) as file:
+            figure.savefig(file.buffer, format=path.suffix.lower().removeprefix("."), dpi=110)
     except (OSError, ValueError) as error:  # ValueError: a suffix that matplotlib does not know
         raise FlexgenError(f"--plot {path}: {error}") from error
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.doors import check_separate, count, file_name, flag_of, positive
+from flexgen_h2o.doors import check_separate, count, file_name, flag_of, positive, results_are_in
 from flexgen_h2o.engine_flags import (
     EVICTIONS,
     add_engine_flags,
@@ -99,6 +99,7 @@ def add_streaming_flags(parser: argparse.ArgumentParser) -> None:
 def run_streaming(args: argparse.Namespace) -> int:
     """All policies, one after the other; returns the exit code."""
     _check(args)
+    results_are_in(args.json)
     policy, is_auto = policy_of(args)
     if policy.attn_sparsity != 1:
         raise UsageError("--attn-sparsity: is for the full cache, not beside others; leave it out")

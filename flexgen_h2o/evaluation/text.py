@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.config import Policy
-from flexgen_h2o.doors import check_separate, file_name, flag_of, positive
+from flexgen_h2o.doors import check_separate, file_name, flag_of, positive, results_are_in
 from flexgen_h2o.engine_flags import (
     add_engine_flags,
     add_eviction_flags,
@@ -28,6 +28,7 @@ from flexgen_h2o.engine_flags import (
     sampling_of,
 )
 from flexgen_h2o.errors import EXIT_DONE, FlexgenError, UsageError
+from flexgen_h2o.files import write_whole
 from flexgen_h2o.paths import usable_path
 from flexgen_h2o.units import format_bytes
 
@@ -112,6 +113,7 @@ def add_text_flags(parser: argparse.ArgumentParser) -> None:
 def run_text(args: argparse.Namespace) -> int:
     """Both runs, printed; returns the exit code."""
     _check(args)
+    results_are_in(args.json)
     policy, is_auto = policy_of(args)
     eviction = _eviction(args, policy)
     from flexgen_h2o.kvcache.eviction import Full
@@ -225,6 +227,6 @@ def _shown(side: Written) -> str:
 
 def _write(path: Path, result: dict[str, Any]) -> None:
     try:
-        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(result, indent=1) + "\n")
     except OSError as error:
         raise FlexgenError(f"--json {path}: {error.strerror or error}") from error

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import stat
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from flexgen_h2o import interrupts
 from flexgen_h2o.errors import FlexgenError, UsageError
@@ -19,12 +20,16 @@ SYNC_EVERY_S = 1.0
 # fsync may take at most this share of the time: a slow disk gets rarer syncs, not a slower job.
 MOST_SYNC_SHARE = 0.05
 _LOCK_TRIES, _LOCK_WAIT_S = 5, 0.1
+_TAIL_BYTES = 64  # at the end of the output, which are compared with what was written
+_PIECE_BYTES, _MOST_PIECES = 2**20, 128  # of a row: the most that is read of a line
 
 
 class OutputFile:
     """Open for appending, and locked until `close`. UsageError where it cannot be, or another job has it.
 
     A line is written in one piece right when it comes; what a failed write or sync leaves of a line is cut off again.
+    Before each append and sync the file must be as the job left it: FlexgenError where somebody else has moved it, cut
+    it or written to it. Nothing is written then, so that at worst its last line is torn, and the next run mends that.
     """
 
     def __init__(self, path: Path) -> None:
@@ -32,7 +37,9 @@ class OutputFile:
         self.cut_bytes = 0  # of a torn end, by `rows`
         self._is_new = not path.exists()
         self._fd = _open_locked(path)
-        self._end = self._synced = os.fstat(self._fd).st_size
+        self._tail = b""
+        self._synced = os.fstat(self._fd).st_size
+        self._set_end()
         self._last_sync, self._sync_s = time.monotonic(), 0.0
 
     @property
@@ -46,7 +53,7 @@ class OutputFile:
         """
         good = bad = 0
         with self.path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
+            for number, line in enumerate(_lines(file), start=1):
                 row = whole_row(line)
                 if row is None:
                     bad = bad or number
@@ -58,44 +65,55 @@ class OutputFile:
                 else:
                     good += len(line)
                     yield row
+        self._check_unchanged()
         if good < self._end:
             self.cut_bytes = self._end - good
-            self._cut(good)
+            self._cut(good, self._end)
 
     def append(self, lines: Sequence[bytes]) -> None:
-        """Write whole lines (without their newlines); synced when it is due. FlexgenError where the disk fails."""
+        """Write whole lines (without their newlines); synced when it is due.
+
+        FlexgenError where the disk fails, or the file is not as the job left it.
+        """
         data = b"".join(line + b"\n" for line in lines)
         if not data:
             return
         with interrupts.held():  # a signal comes before a line or after it
+            self._check_unchanged()
             written = 0
             try:
                 while written < len(data):
                     written += os.write(self._fd, data[written:])
             except OSError as error:
-                whole = data.rfind(b"\n", 0, written) + 1
-                self._cut(self._end + whole)
+                self._take_back(written, data.rfind(b"\n", 0, written) + 1)
                 raise self._failed(error) from error
-            self._end += len(data)
+            if os.lseek(self._fd, 0, os.SEEK_CUR) != self._end + written:  # changed since it was looked at
+                self._take_back(written, 0)
+                raise self._changed()
+            self._end += written
+            self._tail = (self._tail + data)[-_TAIL_BYTES:]
             self.sync_if_due()
 
     def sync_if_due(self) -> None:
-        """Put finished rows safely on disk, if that was long enough ago."""
-        wait = max(SYNC_EVERY_S, self._sync_s / MOST_SYNC_SHARE)
-        if self._synced < self._end and time.monotonic() - self._last_sync >= wait:
+        """Look at the file, and put finished rows safely on disk, if that was long enough ago."""
+        if time.monotonic() - self._last_sync >= max(SYNC_EVERY_S, self._sync_s / MOST_SYNC_SHARE):
             self.sync()
 
     def sync(self) -> None:
-        """Put finished rows safely on disk now. FlexgenError where that fails: rows since the last sync are cut off."""
+        """Put finished rows safely on disk now.
+
+        FlexgenError where that fails, and rows since the last sync are cut off; and where the file is not as it was
+        left.
+        """
+        self._check_unchanged()
+        began = self._last_sync = time.monotonic()
         if self._synced == self._end:
             return
-        began = time.monotonic()
         try:
-            self._check_still_there()
             os.fsync(self._fd)
         except OSError as error:
             # What did not reach the disk is unknown, and a second fsync would not say.
-            self._cut(self._synced)
+            self._cut(self._synced, self._end)
             raise self._failed(error) from error
         self._synced, self._last_sync = self._end, time.monotonic()
         self._sync_s = self._last_sync - began
@@ -110,23 +128,105 @@ class OutputFile:
             finally:
                 os.close(self._fd)
 
-    def _check_still_there(self) -> None:
-        if not is_still(self.path, self._fd):
-            raise FlexgenError(f"--output {self.path}: was removed or replaced while the job wrote to it")
+    def _check_unchanged(self) -> None:
+        try:
+            is_there = is_still(self.path, self._fd)
+        except OSError as error:
+            raise self._failed(error) from error
+        if not is_there:
+            raise FlexgenError(
+                f"--output {self.path}: was removed or replaced while the job wrote to it; put it back, and the same "
+                "command does the rest"
+            )
+        if os.fstat(self._fd).st_size != self._end or self._read_tail() != self._tail:
+            raise self._changed()
 
-    def _cut(self, size: int) -> None:
-        """Best effort on a disk that fails: a line that stays torn is cut off when the job goes on."""
+    def _changed(self) -> FlexgenError:
+        size = os.fstat(self._fd).st_size
+        return FlexgenError(
+            f"--output {self.path}: somebody else cut it or wrote to it while the job ran ({size} bytes, the job left "
+            f"{self._end}); leave it alone, and the same command does what is missing"
+        )
+
+    def _read_tail(self) -> bytes:
+        """The last bytes: a file that was cut and has grown again has others."""
+        start = max(0, self._end - _TAIL_BYTES)
+        try:
+            return os.pread(self._fd, self._end - start, start)
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def _set_end(self) -> None:
+        """The file is as the job leaves it."""
+        self._end = os.fstat(self._fd).st_size
+        self._tail = self._read_tail()
+        self._synced = min(self._synced, self._end)
+
+    def _take_back(self, written: int, keep: int) -> None:
+        """Cut off what an append has written, but for its first `keep` bytes."""
+        start = os.lseek(self._fd, 0, os.SEEK_CUR) - written if written else self._end
+        is_ours = start == self._end  # else somebody has moved the end of the file
+        self._cut(start + (keep if is_ours else 0), start + written, is_ours)
+
+    def _cut(self, size: int, end: int, is_ours: bool = True) -> None:
+        """Shorten the file where it still ends at `end`; it never gets longer, and no bytes of others are cut off.
+
+        Best effort on a disk that fails: a line that stays torn is cut off when the job goes on.
+        """
+        if end != os.fstat(self._fd).st_size:
+            return
         with contextlib.suppress(OSError):
-            os.ftruncate(self._fd, size)
-            os.fsync(self._fd)
-        self._end = size
-        self._synced = min(self._synced, size)
+            if size < end:
+                os.ftruncate(self._fd, size)
+                os.fsync(self._fd)
+        if is_ours:
+            self._set_end()
 
     def _failed(self, error: OSError) -> FlexgenError:
         return FlexgenError(
             f"--output {self.path}: {error.strerror or error}; the rows in it are whole: make room, and the same "
             "command does the rest"
         )
+
+
+def count_rows(path: Path) -> tuple[int, int]:
+    """Whole rows of an output, and the error rows among them, also while a job writes to it.
+
+    A line is in memory at a time. (0, 0) where there is no file; UsageError where it cannot be read.
+    """
+    rows = errors = 0
+    try:
+        with open(path, "rb", opener=_open_regular) as file:
+            for line in _lines(file):
+                row = whole_row(line)
+                rows += row is not None
+                errors += row is not None and row["error"] is not None
+    except FileNotFoundError:
+        return 0, 0
+    except OSError as error:
+        raise UsageError(f"--output {path}: {error.strerror or error}") from error
+    return rows, errors
+
+
+def _open_regular(path: str, flags: int) -> int:
+    """A descriptor for reading; of a pipe or a device the end would never come."""
+    fd = os.open(path, flags | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "is no regular file")
+    return fd
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """Lines with their newlines; what is longer than a row can be, or a hole, comes in pieces, none of which is one."""
+    while piece := file.readline(_PIECE_BYTES):
+        parts = [piece]
+        while not piece.endswith(b"\n") and b"\0" not in piece and len(parts) < _MOST_PIECES:
+            piece = file.readline(_PIECE_BYTES)
+            if not piece:
+                break
+            parts.append(piece)
+        yield b"".join(parts)
 
 
 def whole_row(line: bytes) -> dict[str, Any] | None:
@@ -153,7 +253,7 @@ def to_line(row: dict[str, Any]) -> bytes:
 def is_locked(path: Path) -> bool:
     """Is a job writing to this file now? UsageError where it cannot be opened."""
     try:
-        fd = os.open(path, os.O_RDONLY)
+        fd = _open_regular(str(path), os.O_RDONLY)
     except FileNotFoundError:
         return False
     except OSError as error:

@@ -19,14 +19,14 @@ WRITE_EVERY_S = 1.0
 class JobProgress:
     """Listens to the runs of a job. on_tick is called with every micro-batch; peak_bytes says what the engine holds.
 
-    rows: of the input; done, errors: those that the output had before.
+    rows: of the input; done, errors: those that the output had before. others: what else it had, rows and error rows.
     """
 
     def __init__(
         self, output: Path, rows: int, done: int, errors: int, peak_bytes: Callable[[], dict[str, int]],
-        on_tick: Callable[[], None],
+        on_tick: Callable[[], None], others: tuple[int, int] = (0, 0),
     ) -> None:  # fmt: skip
-        self.status = Status(rows=rows, done=done, errors=errors)
+        self.status = Status(rows=rows, done=done, errors=errors, other_rows=others[0], other_errors=others[1])
         self._output, self._peak_bytes, self._on_tick = output, peak_bytes, on_tick
         self._done_before, self._began, self._written = done, time.monotonic(), 0.0
         self._bar = tqdm(

@@ -49,15 +49,19 @@ class Generator(Protocol):
 
 @dataclass(frozen=True)
 class Before:
-    """What an output had when the job began. done: for each row of the input, is it in there?"""
+    """What an output had when the job began. done: for each row of the input, is it in there?
+
+    others: rows of other inputs, and error rows among them; they do not count.
+    """
 
     done: npt.NDArray[np.bool_]
     rows: int
     errors: int
+    others: tuple[int, int] = (0, 0)
 
 
 def rows_before(output: OutputFile, ids: Digests) -> Before:
-    """Read the output back (its torn end is cut off). Rows of other inputs do not count."""
+    """Read the output back (its torn end is cut off)."""
     digests, failed = bytearray(), bytearray()
     for row in output.rows():
         digests += id_digest(row["custom_id"])
@@ -65,7 +69,8 @@ def rows_before(output: OutputFile, ids: Digests) -> Before:
             failed += digests[-ids.dtype.itemsize :]
     done = which_are_in(ids, np.frombuffer(digests, ids.dtype))
     errors = int(which_are_in(ids, np.frombuffer(failed, ids.dtype)).sum())
-    return Before(done, int(done.sum()), errors)
+    rows, size = int(done.sum()), ids.dtype.itemsize
+    return Before(done, rows, errors, (len(digests) // size - rows, len(failed) // size - errors))
 
 
 @dataclass

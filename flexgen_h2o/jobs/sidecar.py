@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flexgen_h2o.errors import FlexgenError, UsageError
-from flexgen_h2o.jobs.files import replace_json
+from flexgen_h2o.files import write_whole
 from flexgen_h2o.jobs.lines import Scan
 
 SCHEMA = 1
@@ -28,6 +28,18 @@ class Sidecar:
     input_digest: str
     earlier: list[dict[str, Any]] = field(default_factory=list)
 
+    @property
+    def is_sound(self) -> bool:
+        """Has each field the type that a job writes?"""
+        texts = (self.input_path, self.input_digest)
+        return (
+            all(isinstance(one, dict) for one in (self.settings, *self.earlier))
+            and isinstance(self.earlier, list)
+            and all(isinstance(text, str) for text in texts)
+            and type(self.input_bytes) is int
+            and self.input_bytes >= 0
+        )
+
     @classmethod
     def of(cls, settings: dict[str, Any], path: Path, scan: Scan) -> Sidecar:
         return cls(settings, str(path), scan.nbytes, scan.digest)
@@ -41,7 +53,7 @@ class Sidecar:
             "earlier": self.earlier,
         }
         try:
-            replace_json(sidecar_path(output), body, durable=True)
+            write_whole(sidecar_path(output), json.dumps(body, indent=1) + "\n", follow=False)
         except OSError as error:
             raise FlexgenError(f"{sidecar_path(output)}: {error.strerror or error}") from error
 
@@ -58,7 +70,10 @@ def read_sidecar(output: Path) -> Sidecar | None:
         if body["schema"] != SCHEMA:
             raise UsageError(f"{path}: schema is {body['schema']!r}, this version reads {SCHEMA}")
         source = body["input"]
-        return Sidecar(dict(body["settings"]), source["path"], source["bytes"], source["digest"], list(body["earlier"]))
+        found = Sidecar(body["settings"], source["path"], source["bytes"], source["digest"], body["earlier"])
+        if not found.is_sound:
+            raise TypeError
+        return found
     except FileNotFoundError:
         return None
     except OSError as error:

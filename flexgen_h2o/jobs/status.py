@@ -10,14 +10,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from flexgen_h2o.errors import UsageError
-from flexgen_h2o.jobs.files import replace_json
-from flexgen_h2o.jobs.output import is_locked
+from flexgen_h2o.files import write_whole
+from flexgen_h2o.jobs.output import count_rows, is_locked
 from flexgen_h2o.units import format_bytes, format_seconds
 
-RUNNING = "running"
-_NUMBERS = (
-    "rows", "done", "errors", "tokens", "prompt_tokens", "spared_tokens", "seconds", "tokens_per_s", "updated"
-)  # fmt: skip
+RUNNING, DONE = "running", "done"
+_COUNTS = ("pid", "rows", "done", "errors", "other_rows", "other_errors", "tokens", "prompt_tokens", "spared_tokens")
+_NUMBERS = ("seconds", "tokens_per_s", "updated")
+_MOST = 2**63  # of any number; a year of seconds is 2**25
 
 
 @dataclass
@@ -26,6 +26,7 @@ class Status:
 
     prompt_tokens: of rows that the engine is done with, which is known as a window ends, with refill at the job's end.
     spared_tokens: those of them that were not computed, because rows that begin alike share them.
+    other_rows, other_errors: those in the output that answer no line of this input, as after --force with another one.
     state: running, done, or what ended it. eta_s: None until a row is done. peak_bytes: of the budgets, by tier.
     """
 
@@ -34,6 +35,8 @@ class Status:
     rows: int = 0
     done: int = 0
     errors: int = 0
+    other_rows: int = 0
+    other_errors: int = 0
     tokens: int = 0
     prompt_tokens: int = 0
     spared_tokens: int = 0
@@ -43,11 +46,23 @@ class Status:
     peak_bytes: dict[str, int] = field(default_factory=dict)
     updated: float = 0.0
 
+    @property
+    def is_sound(self) -> bool:
+        """Has each field the type that a job writes, and is each number one that can be?"""
+        counts = [getattr(self, name) for name in _COUNTS]
+        numbers = [getattr(self, name) for name in _NUMBERS] + ([] if self.eta_s is None else [self.eta_s])
+        return (
+            isinstance(self.state, str)
+            and isinstance(self.peak_bytes, dict)
+            and all(type(n) is int and 0 <= n < _MOST for n in (*counts, *self.peak_bytes.values()))
+            and all(type(n) in (int, float) and 0 <= n < _MOST for n in numbers)
+        )
+
     def write(self, output: Path) -> None:
         """Best effort: a job must not end because nobody can be told of it."""
         self.updated = time.time()
         with contextlib.suppress(OSError):
-            replace_json(status_path(output), asdict(self), durable=False)
+            write_whole(status_path(output), json.dumps(asdict(self), indent=1) + "\n", follow=False, sync=False)
 
 
 def status_path(output: Path) -> Path:
@@ -57,27 +72,32 @@ def status_path(output: Path) -> Path:
 def read_status(output: Path) -> Status:
     """The status of the job that writes `output`, or did last. UsageError where there is none.
 
-    A job that says that it runs and does not hold the output's lock was killed.
+    Rows are counted in the output itself, which has more than the file says where the job was killed, and fewer where
+    somebody has cut it. A job that says that it runs and does not hold the output's lock was killed.
     """
     path = status_path(output)
     try:
         status = Status(**json.loads(path.read_text(encoding="utf-8")))
-        if not all(isinstance(getattr(status, name), int | float) for name in _NUMBERS):
+        if not status.is_sound:
             raise TypeError
     except FileNotFoundError as error:
         raise UsageError(f"--status: no job has written {output}: there is no {path.name} beside it") from error
     except OSError as error:
         raise UsageError(f"--status: {path}: {error.strerror or error}") from error
-    except (ValueError, TypeError) as error:
-        raise UsageError(f"--status: {path}: is not the status of a job") from error
+    except (ValueError, TypeError, RecursionError) as error:
+        raise UsageError(f"--status: {path}: is not the status of a job; its next run writes one") from error
     if status.state == RUNNING and not is_locked(output):
         status.state = "killed"
+    rows, errors = count_rows(output)
+    status.done, status.errors = max(0, rows - status.other_rows), max(0, errors - status.other_errors)
+    if status.state == DONE and status.done < status.rows:
+        status.state = "done, and rows were taken away since; the same command does them again"
     return status
 
 
 def status_lines(status: Status) -> list[str]:
     """The status for people."""
-    left = status.rows - status.done
+    left = max(0, status.rows - status.done)
     lines = [
         f"state: {status.state}" + (f" (process {status.pid})" if status.state == RUNNING else ""),
         f"rows: {status.done} of {status.rows} done, {status.errors} of them errors, {left} to do",

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import OPTConfig, OPTForCausalLM
 
-from flexgen_h2o import flex_opt
+from flexgen_h2o import batch, flex_opt
 from flexgen_h2o.checkpoint.resolve import PACKAGED
 
 POSITIONS = 64
@@ -72,6 +72,35 @@ def door(
         argv = ["--model", str(model or ids_model), *short, *map(str, flags)]
         capfd.readouterr()
         code = flex_opt.main(argv)
+        return Answer(code, *capfd.readouterr())
+
+    return call
+
+
+@pytest.fixture
+def job(
+    tmp_path: Path, ids_model: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., Answer]:
+    """batch in the working folder `tmp_path`, from in.jsonl to out.jsonl, in fp32."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+    def call(*flags: object, model: Path = ids_model) -> Answer:
+        given = [] if "--input" in flags or "--status" in flags else ["--input", "in.jsonl"]
+        named = [] if "--output" in flags else ["--output", "out.jsonl"]
+        argv = [
+            "--model",
+            str(model),
+            "--dtype",
+            "float32",
+            "--offload-dir",
+            "offload",
+            *given,
+            *named,
+            *map(str, flags),
+        ]
+        capfd.readouterr()
+        code = batch.main(argv)
         return Answer(code, *capfd.readouterr())
 
     return call

@@ -19,35 +19,6 @@ from tests.doors.conftest import Answer
 from tests.parity.reference import greedy
 
 
-@pytest.fixture
-def job(
-    tmp_path: Path, ids_model: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Callable[..., Answer]:
-    """batch in the working folder `tmp_path`, from in.jsonl to out.jsonl, in fp32."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-
-    def call(*flags: object, model: Path = ids_model) -> Answer:
-        given = [] if "--input" in flags or "--status" in flags else ["--input", "in.jsonl"]
-        named = [] if "--output" in flags else ["--output", "out.jsonl"]
-        argv = [
-            "--model",
-            str(model),
-            "--dtype",
-            "float32",
-            "--offload-dir",
-            "offload",
-            *given,
-            *named,
-            *map(str, flags),
-        ]
-        capfd.readouterr()
-        code = batch.main(argv)
-        return Answer(code, *capfd.readouterr())
-
-    return call
-
-
 def lines(path: Path, *values: Any) -> None:
     path.write_text("".join((v if isinstance(v, str) else json.dumps(v)) + "\n" for v in values))
 

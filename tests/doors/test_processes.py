@@ -6,8 +6,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -107,3 +108,51 @@ def test_the_door_is_quiet_about_signals_afterwards(door: Callable) -> None:
     before = signal.getsignal(signal.SIGTERM)
     assert door("--no-log").code == 0
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+# ---- a standard output that takes nothing
+
+PLAN = "plan --model facebook/opt-125m --num-prompts 16 --prompt-len 32 --gen-len 8 --hardware t4"
+# Each with the file that gets the results, and whether that is all that was asked for.
+LOSSES = [
+    ("flex-opt --no-log --output out.jsonl", "out.jsonl", True),
+    ("flex-opt --no-log --json report.json", "report.json", True),
+    ("flex-opt --log-file run.log", "run.log", False),
+    ("evaluate text --prompts prompts.jsonl --json texts.json", "texts.json", True),
+    ("evaluate streaming --policies h2o --turns turns.jsonl --json turns.json", "turns.json", True),
+    (f"{PLAN} --output policy.json", "policy.json", True),
+    (f"{PLAN} --json --output policy.json", "policy.json", False),
+    (f"{PLAN} --trace trace.json", "trace.json", False),
+]
+
+
+@pytest.fixture(params=["full", "unread"])
+def lossy(request: pytest.FixtureRequest) -> Iterator[TextIO]:
+    """A file on a full disk, or a pipe that nobody reads any more."""
+    read, write = os.pipe()
+    os.close(read)
+    with open("/dev/full" if request.param == "full" else f"/proc/self/fd/{write}", "w") as file:
+        yield file
+    os.close(write)
+
+
+@pytest.mark.parametrize(("command", "name", "is_all"), LOSSES)
+def test_files_are_written_where_standard_output_takes_nothing(
+    command: str, name: str, is_all: bool, lossy: TextIO, words_model: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """What is lost is a failure where it was what had been asked for."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt_token_ids": [5, 6]}\n')
+    (tmp_path / "turns.jsonl").write_text('{"turns": ["a", "b"]}\n')
+    words, is_full = command.split(), lossy.name == "/dev/full"
+    if words[0] != "plan":
+        words += ["--model", str(words_model), "--device", "cpu", "--dtype", "float32", "--offload-dir", "offload"]
+        words += ["--gen-len", "2", *(["--prompt-len", "8"] if words[0] == "flex-opt" else [])]
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", lossy)
+        assert cli.main(words) == (0 if is_all else 1)
+    said = [line for line in capfd.readouterr().err.splitlines() if "standard output" in line]
+    assert len(said) == is_full
+    assert not said or not is_all or said[0].endswith(f"the results are in {name}")
+    assert (tmp_path / name).exists() or not (is_all or is_full), "where nobody reads, a run without results ends"

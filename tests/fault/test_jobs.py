@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,6 +112,100 @@ def test_a_job_that_was_killed_while_rows_entered_goes_on_with_or_without_refill
         assert again.wait() == 0, again.err
         assert tokens_of(rows_of(job.output)) == whole.tokens
         assert before < ROWS
+
+
+def status_of(jobs: Jobs, folder: Path) -> str:
+    assert jobs.start(folder, "--status").wait() == 0
+    return (folder / "stdout").read_text()
+
+
+def test_the_status_counts_what_a_killed_job_has_written(jobs: Jobs, tmp_path: Path) -> None:
+    """The file beside the output is written once a second, and says less; the output says what is there."""
+    write_input(tmp_path, ROWS)
+    job = jobs.start(tmp_path)
+    job.wait_for_rows(12)
+    job.send(signal.SIGSTOP)
+    before = sorted(tmp_path.iterdir())
+    status = tmp_path / "out.jsonl.status.json"
+    status.write_text(json.dumps({**json.loads(status.read_text()), "done": 7, "errors": 0}))
+    assert f"rows: {job.lines()} of {ROWS + 2} done" in status_of(jobs, tmp_path)
+    assert sorted(tmp_path.iterdir()) == before and "state: running" in status_of(jobs, tmp_path)
+    job.send(signal.SIGKILL)
+    job.wait()
+    said, errors = status_of(jobs, tmp_path), sum(row["error"] is not None for row in rows_of(job.output))
+    assert "state: killed" in said
+    left = ROWS + 2 - job.lines()
+    assert f"rows: {job.lines()} of {ROWS + 2} done, {errors} of them errors, {left} to do" in said
+
+
+# ---- somebody else
+
+
+def put_new_in_its_place(path: Path) -> None:
+    path.rename(path.with_name("moved.jsonl"))
+    path.touch()
+
+
+def write_other_bytes(path: Path) -> None:
+    """As many as there were."""
+    path.write_bytes(b"x" * path.stat().st_size)
+
+
+def write_more(path: Path) -> None:
+    with path.open("a") as file:
+        file.write("not a row\n")
+
+
+CHANGES = [
+    (lambda path: os.truncate(path, path.stat().st_size - 50), "somebody else cut it"),
+    (lambda path: os.truncate(path, 0), "somebody else cut it"),
+    (lambda path: os.truncate(path, path.stat().st_size + 10_000), "somebody else cut it or wrote to it"),
+    (write_more, "somebody else cut it or wrote to it"),
+    (write_other_bytes, "somebody else cut it or wrote to it"),
+    (put_new_in_its_place, "was removed or replaced"),
+    (Path.unlink, "was removed or replaced"),
+]
+NAMES = ["end cut off", "emptied", "made longer", "written to", "overwritten", "replaced", "removed"]
+
+
+@pytest.mark.parametrize(("change", "says"), CHANGES, ids=NAMES)
+def test_an_output_that_somebody_changes_ends_the_job_and_the_next_run_mends_it(
+    change: Callable[[Path], object], says: str, jobs: Jobs, whole: Whole, tmp_path: Path
+) -> None:
+    write_input(tmp_path, ROWS)
+    job = jobs.start(tmp_path)
+    job.wait_for_rows(10)
+    job.send(signal.SIGSTOP)
+    assert job.lines() < ROWS
+    change(job.output)
+    left = job.output.read_bytes() if job.output.exists() else None
+    job.send(signal.SIGCONT)
+    assert job.wait() == 1
+    [line] = job.err.splitlines()
+    assert line.startswith(f"batch: --output out.jsonl: {says}") and "the same command does" in line
+    assert (job.output.read_bytes() if job.output.exists() else None) == left, "nothing more was written"
+    assert "state: failed: --output out.jsonl" in status_of(jobs, tmp_path)
+    again = jobs.start(tmp_path)
+    assert again.wait() == 0, again.err
+    assert tokens_of(rows_of(job.output)) == whole.tokens
+
+
+def test_a_full_standard_output_and_standard_error_cost_no_row(jobs: Jobs, whole: Whole, tmp_path: Path) -> None:
+    write_input(tmp_path, ROWS)
+    (tmp_path / "stdout").symlink_to("/dev/full")
+    job = jobs.start(tmp_path)
+    assert job.wait() == 0, job.err
+    assert tokens_of(rows_of(job.output)) == whole.tokens
+    [line] = job.err.splitlines()
+    assert line.startswith("batch: cannot write to standard output (No space left on device); only the summary is lost")
+    os.truncate(job.output, job.output.stat().st_size - 9)  # which is said on standard error, before the rest is done
+    (tmp_path / "stderr").unlink()
+    (tmp_path / "stderr").symlink_to("/dev/full")
+    assert jobs.start(tmp_path).wait() == 0
+    assert tokens_of(rows_of(job.output)) == whole.tokens
+
+
+# ---- signals and disks
 
 
 def test_sigterm_ends_a_job_soon_and_the_rest_can_be_done(jobs: Jobs, whole: Whole, tmp_path: Path) -> None:

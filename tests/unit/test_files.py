@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flexgen_h2o.config import Policy, SavedPolicy, write_policy
 from flexgen_h2o.errors import FlexgenError
-from flexgen_h2o.files import write_whole
+from flexgen_h2o.files import open_new, replacing, write_whole
 from flexgen_h2o.profile import write_profile
 from flexgen_h2o.profiling.nominal import nominal_profile
 from flexgen_h2o.timeline import Timeline
@@ -22,6 +26,20 @@ WRITERS: dict[str, Callable[[Path], None]] = {
     "profile": lambda path: write_profile(path, nominal_profile(True)),
     "trace": lambda path: Timeline().write_chrome_trace(path),
 }
+
+
+@pytest.fixture(params=["drafts without a name", "drafts with a name"], autouse=True)
+def _drafts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the two ways to write a draft, the second is for file systems that cannot do the first."""
+    real = os.open
+
+    def refuse(path: Any, flags: int, *more: Any, **named: Any) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+        return real(path, flags, *more, **named)
+
+    if request.param == "drafts with a name":
+        monkeypatch.setattr(os, "open", refuse)
 
 
 @contextmanager
@@ -64,3 +82,56 @@ def test_what_is_no_regular_file_is_written_to(tmp_path: Path) -> None:
     assert (tmp_path / "pipe").is_fifo()
     write_whole(Path(os.devnull), "text")
     assert not Path(os.devnull).is_file()
+
+
+def test_a_link_is_replaced_where_it_is_not_to_be_followed(tmp_path: Path) -> None:
+    target, link = tmp_path / "target", tmp_path / "link"
+    target.write_text("old")
+    link.symlink_to(target)
+    write_whole(link, "new", follow=False)
+    assert not link.is_symlink() and (link.read_text(), target.read_text()) == ("new", "old")
+
+
+def test_a_draft_has_no_name_that_can_be_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what has the name all the same is not opened, a link neither."""
+    (tmp_path / "victim").write_text("mine")
+    names = []
+    for _ in range(2):
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "replace", lambda draft, path: names.append(draft))
+            write_whole(tmp_path / "result", "text")
+    assert names[0] != names[1]
+    (tmp_path / "link").symlink_to(tmp_path / "victim")
+    (tmp_path / "dangling").symlink_to(tmp_path / "new")
+    for name in ("link", "dangling", "victim"):
+        with pytest.raises(FileExistsError):
+            open_new(tmp_path / name)
+    assert (tmp_path / "victim").read_text() == "mine" and not (tmp_path / "new").exists()
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from flexgen_h2o.files import replacing
+with replacing(Path(sys.argv[1])) as file:
+    file.write("half of it")
+    file.flush()
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_writer_that_is_killed_leaves_no_draft(tmp_path: Path) -> None:
+    try:
+        os.close(os.open(tmp_path, os.O_TMPFILE | os.O_WRONLY))
+    except OSError:
+        pytest.skip("this file system has no files without a name")
+    path = tmp_path / "result"
+    path.write_text("old")
+    assert subprocess.run([sys.executable, "-c", KILLED, str(path)], check=False).returncode == -9
+    assert list(tmp_path.iterdir()) == [path] and path.read_text() == "old"
+
+
+def test_bytes_may_be_written_too(tmp_path: Path) -> None:
+    with replacing(tmp_path / "picture") as file:
+        file.buffer.write(b"\x89PNG")
+    assert (tmp_path / "picture").read_bytes() == b"\x89PNG"

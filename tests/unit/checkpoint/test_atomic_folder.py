@@ -167,3 +167,18 @@ def test_a_living_builders_folder_is_left_alone(tmp_path: Path) -> None:
         assert temp.is_dir()
         (temp / "done").write_text("")
     assert (tmp_path / "slow" / "done").exists()
+
+
+def test_links_with_our_names_lead_nowhere(tmp_path: Path) -> None:
+    """What is begun has no name that can be known, and a lock is no link."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "kept").write_text("")
+    for name in ("made", "other"):
+        (tmp_path / f".{name}.flexgen-building").symlink_to(elsewhere)
+    assert build(tmp_path / "made")
+    (tmp_path / ".other.flexgen-lock").symlink_to(tmp_path / "victim")
+    with pytest.raises(UsageError, match=r"--offload-dir .*: cannot be written to"):
+        build(tmp_path / "other")
+    assert build(tmp_path / "third"), "others are not stopped by it"
+    assert not (tmp_path / "victim").exists() and [p.name for p in elsewhere.iterdir()] == ["kept"]

@@ -223,6 +223,18 @@ def test_a_job_of_which_nothing_comes_back_ends(tmp_path: Path, monkeypatch: pyt
     assert driven.ids() == ["r1"]
 
 
+def test_an_output_that_somebody_cuts_ends_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flow() -> Iterator[Any]:
+        yield answers(2, 0)
+        driven.path.write_bytes(driven.path.read_bytes()[:-5])
+        yield answers(1)
+
+    driven = Driven(tmp_path, monkeypatch, 3, flow())
+    with pytest.raises(FlexgenError, match="somebody else cut it"):
+        driven.job.run()
+    assert driven.path.read_bytes().count(b"\n") == 1, "nothing more was written"
+
+
 def test_what_an_engine_raises_ends_the_job_as_it_would_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driven = Driven(tmp_path, monkeypatch, 3, [answers(2), Raised(DoesNotFitError("too large"), "where it was")])
     with pytest.raises(DoesNotFitError, match="too large") as found:

@@ -16,7 +16,7 @@ import pytest
 from flexgen_h2o import interrupts
 from flexgen_h2o.errors import EXIT_FAILED, FlexgenError, UsageError
 from flexgen_h2o.jobs import output as module
-from flexgen_h2o.jobs.output import OutputFile, is_locked, to_line
+from flexgen_h2o.jobs.output import OutputFile, count_rows, is_locked, to_line
 
 ROWS = [{"custom_id": name, "response": {"text": text}, "error": None} for name, text in zip("abc", "xéz", strict=True)]
 LINES = [to_line(row) for row in ROWS]
@@ -79,6 +79,19 @@ def test_a_bad_line_with_rows_behind_it_is_no_crash(path: Path, opened: Callable
     with pytest.raises(UsageError, match=r"out.jsonl:4: is not a row"):
         list(opened().rows())
     assert path.read_bytes() == damaged
+
+
+@pytest.mark.parametrize("tail", [b"\0", b"x"])
+def test_a_line_that_is_longer_than_a_row_can_be(
+    tail: bytes, path: Path, opened: Callable[[], OutputFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the hole is that a file has whose size somebody has set; it is read in pieces."""
+    monkeypatch.setattr(module, "_PIECE_BYTES", 9)
+    path.write_bytes(WHOLE + tail * 10_000 + b"\n")
+    assert count_rows(path) == (3, 0), "rows have several pieces"
+    file = opened()
+    assert list(file.rows()) == ROWS and file.cut_bytes == 10_001
+    assert path.read_bytes() == WHOLE
 
 
 # ---- one writer
@@ -233,6 +246,71 @@ def test_an_output_that_is_taken_away_ends_the_job(path: Path, opened: Callable[
     path.unlink()
     with pytest.raises(FlexgenError, match="was removed or replaced"):
         file.sync()
+
+
+# ---- somebody else (tests/fault/test_jobs.py has whole jobs)
+
+
+def interfering(monkeypatch: pytest.MonkeyPatch, change: Callable[[], None], error: int = 0) -> None:
+    """Somebody changes the file after the job has looked at it and before it writes, or fails to."""
+    real = os.write
+
+    def write(fd: int, data: bytes) -> int:
+        change()
+        if error:
+            raise OSError(error, os.strerror(error))
+        return real(fd, data)
+
+    monkeypatch.setattr(module.os, "write", write)
+
+
+@pytest.mark.parametrize("left", [0, 3, len(LINES[0]) + 1, len(LINES[0]) + 9])
+@pytest.mark.parametrize("error", [0, errno.ENOSPC])
+def test_a_cut_at_the_moment_of_a_write(
+    left: int, error: int, path: Path, opened: Callable[[], OutputFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is not made longer, with zeros, and no row is written behind a torn one."""
+    file = opened()
+    file.append(LINES[:1])
+    file.append(LINES[1:2])
+    interfering(monkeypatch, lambda: os.truncate(path, left), error)
+    with pytest.raises(FlexgenError, match="No space" if error else f"somebody else cut it .*\\({left} bytes"):
+        file.append([LINES[2]] * 3)
+    monkeypatch.undo()
+    assert path.read_bytes() == WHOLE[:left]
+    with pytest.raises(FlexgenError, match="somebody else"):
+        file.append(LINES[2:])
+    assert path.read_bytes() == WHOLE[:left]
+
+
+def test_what_others_write_at_the_moment_of_a_write_is_left(
+    path: Path, opened: Callable[[], OutputFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = opened()
+    file.append(LINES[:1])
+    interfering(monkeypatch, lambda: os.truncate(path, path.write_bytes(path.read_bytes() + b"mine\n")))
+    with pytest.raises(FlexgenError, match="somebody else"):
+        file.append(LINES[1:])
+    assert path.read_bytes() == LINES[0] + b"\nmine\n"
+
+
+def test_a_failed_sync_does_not_make_a_cut_file_longer(
+    path: Path, opened: Callable[[], OutputFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = opened()
+    file.append(LINES[:2])
+    file.sync()
+    file.append(LINES[2:])
+
+    def fsync(fd: int) -> None:
+        if path.stat().st_size == len(WHOLE):
+            os.truncate(path, 5)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(module.os, "fsync", fsync)
+    with pytest.raises(FlexgenError, match="Input/output error"):
+        file.sync()
+    assert path.read_bytes() == WHOLE[:5]
 
 
 def test_a_signal_comes_between_lines(

@@ -255,6 +255,7 @@ def test_a_job_that_was_killed_does_not_run(paths: tuple[Path, Path], words: Mod
 GROWTH = """
 import json, os, resource, sys
 from pathlib import Path
+from flexgen_h2o.jobs.status import read_status
 from flexgen_h2o.source import find_model
 from tests.unit.jobs.stub import StubLLM, run_job
 folder, model, peaks = Path(sys.argv[1]), find_model("opt-tiny", None), []
@@ -271,6 +272,8 @@ for rows in (2_000, 100_000):
     os.truncate(output, output.stat().st_size * 9 // 10)
     job = run_job(StubLLM(model, runs=Forgetful()), source, output)
     assert job.progress.status.done == rows and job.before.rows > rows * 8 // 10
+    job.progress.status.write(output)
+    assert read_status(output).done == rows
     peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 print(json.dumps(peaks))
 """
