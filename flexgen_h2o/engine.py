@@ -43,6 +43,7 @@ class Engine:
     ) -> None:  # fmt: skip
         device = site.device
         plan.check(site.budgets)
+        checkpoint.check_unchanged()
         self.spec, self.policy, self.plan, self.dtype, self.device = spec, policy, plan, dtype, device
         self.timeline = timeline
         self.ledger = Ledger(site.budgets)
@@ -61,6 +62,7 @@ class Engine:
             stack.callback(self.lanes.close)
             self._take_buffers(site.offload_dir)
             self.weights.load_resident(self._arenas("weights"))
+            checkpoint.check_unchanged()
             self.cache, self.hidden = self._open_cache(), self._open_hidden()
             self.wire: Wire | None = None  # to the other ranks, where this is a stage of a pipeline
             if peers is not None:

@@ -45,7 +45,7 @@ from flexgen_h2o.run_facts import Tally, make_report, sizes_of
 from flexgen_h2o.run_rows import More, RunRows, run_blocks, run_rows
 from flexgen_h2o.sampling import SamplingParams
 from flexgen_h2o.schedule import Step
-from flexgen_h2o.source import Model, find_checkpoint, find_model
+from flexgen_h2o.source import Model, content_digests, find_checkpoint, find_model
 from flexgen_h2o.tiers.device import open_device
 from flexgen_h2o.tiers.machine import Site, resolve_budgets
 from flexgen_h2o.timeline import Timeline
@@ -65,8 +65,9 @@ class LLM:
     margin. hardware: the profile that plans are made with, its file or the name of a shipped one; by default this
     machine's, measured by `python -m flexgen_h2o.hardware`.
 
-    Raises UsageError (unusable input) here, DoesNotFitError here or at `generate`. Nothing big is allocated before the
-    first `generate`. Close it, or use it as a context manager, to give memory and scratch files back.
+    Raises UsageError (unusable input) here, DoesNotFitError here or at `generate`, CheckpointChangedError there, after
+    which a new LLM is needed. Nothing big is allocated before the first `generate`. Close it, or use it as a context
+    manager, to give memory and scratch files back.
     """
 
     def __init__(
@@ -347,6 +348,8 @@ class LLM:
             spec.rotary is not None, form.to_int8,
         )  # fmt: skip
         checkpoint = self._find_checkpoint(packing) if packing else self._checkpoint
+        if not self.model.random:  # what is packed now must be what was opened at first
+            self._checkpoint.check_unchanged()
         site = Site(self._device, budgets, self.offload_dir)
         self._engine = Engine(spec, checkpoint, policy, plan, dtype, site, self.timeline, plans.part.peers)
         return self._engine
@@ -364,6 +367,10 @@ class LLM:
     @cached_property
     def _checkpoint(self) -> Checkpoint:
         return self._find_checkpoint(None)
+
+    def digests(self) -> dict[str, str | None]:
+        """Of the weights and the tokenizer that this LLM has opened (source.content_digests)."""
+        return content_digests(self.model, None if self.model.random else self._checkpoint)
 
     def _find_checkpoint(self, packing: Packing | None) -> Checkpoint:
         """Random and packed weights are written at first use: after the memory plan, since they may be many GB."""
