@@ -256,7 +256,7 @@ class LLM:
         engine, tally = self._engine, work.tally
         assert engine is not None
         self._tally = tally
-        before = engine.io_bytes
+        before = engine.io_bytes_by_kind
         if work.queue is not None:
             self.predicted = None  # it is of blocks whose rows begin together
         bar = Progress(sum(r.max_new for r in work.rows)) if listener is None else contextlib.nullcontext(listener)
@@ -282,7 +282,8 @@ class LLM:
             row.finish_reason = "length"
         tally.finish(cut_short)
         on_finished([rules.completion(row) for row in cut_short])
-        moved = {lane: n - before[lane] for lane, n in engine.io_bytes.items()}
+        now = engine.io_bytes_by_kind
+        moved = {kind: {lane: n - before[kind][lane] for lane, n in now[kind].items()} for kind in now}
         facts = self._planner.profile_facts | ({"refilled": work.queue.entered} if work.queue else {})
         kept = self._plans.part.eviction
         self.report = make_report(self.model.name, engine, kept, tally, moved, self.predicted, facts, work.common)

@@ -49,9 +49,10 @@ class RunReport:
     """The run report of DESIGN 3.3. Bytes are ints, times seconds; mappings must have exactly the keys named here.
 
     prompt_len, gen_len: the longest prompt and the most new tokens asked for. decode.tokens: tokens generated after
-    each row's first one. peak_bytes: `TIERS`; io_bytes: `IO_LINKS`; kv: `KV_FACTS`; predicted: `PREDICTIONS`, None
+    each row's first one. peak_bytes: `TIERS`; io_bytes: `IO_LINKS`; both also by kind (`weights`, `kv`, `hidden`, and
+    for peak_bytes the other buffers of the memory plan), with the same sums. kv: `KV_FACTS`; predicted: `PREDICTIONS`, None
     where nothing was predicted. projected: decode was cut short and scaled up. model_bytes, cache_bytes, hidden_bytes:
-    the sizes of FlexGen's summary. extra: more facts, JSON values. Raises ValueError for a mapping with other keys.
+    the sizes of FlexGen's summary. extra: more facts, JSON values. Raises ValueError for a mapping with other keys or sums.
     """
 
     model: str
@@ -64,6 +65,8 @@ class RunReport:
     decode: PhaseReport
     peak_bytes: Mapping[str, int]
     io_bytes: Mapping[str, int]
+    peak_bytes_by_kind: Mapping[str, Mapping[str, int]]
+    io_bytes_by_kind: Mapping[str, Mapping[str, int]]
     kv: Mapping[str, int]
     predicted: Mapping[str, float | None]
     model_bytes: int
@@ -76,6 +79,10 @@ class RunReport:
         for name, keys in (("peak_bytes", TIERS), ("io_bytes", IO_LINKS), ("kv", KV_FACTS), ("predicted", PREDICTIONS)):
             if set(getattr(self, name)) != set(keys):
                 raise ValueError(f"{name} has the keys {sorted(getattr(self, name))}, not {sorted(keys)}")
+        for name, keys in (("peak_bytes", TIERS), ("io_bytes", IO_LINKS)):
+            kinds = getattr(self, f"{name}_by_kind")
+            if {key: sum(of[key] for of in kinds.values()) for key in keys} != dict(getattr(self, name)):
+                raise ValueError(f"{name}_by_kind does not sum up to {name}")
 
     @property
     def total(self) -> PhaseReport:
@@ -101,6 +108,8 @@ class RunReport:
             "total": self.total.to_json(),
             "peak_bytes": self.peak_bytes,
             "io_bytes": self.io_bytes,
+            "peak_bytes_by_kind": self.peak_bytes_by_kind,
+            "io_bytes_by_kind": self.io_bytes_by_kind,
             "kv": self.kv,
             "predicted": self.predicted,
             "projected": self.projected,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from tests.parity.planned import FAMILIES, ITEMSIZE, SHAPE, Run, write_aligned
 from tests.parity.reference import random_model
 
 LANES = ("disk_read", "disk_write", "h2d", "d2h")
+KINDS = ("weights", "kv", "hidden")
 LAYERS, COLUMN = BASE["num_hidden_layers"], 2 * SHAPE["hidden_size"] * ITEMSIZE  # a key and a value of every head
 
 
@@ -35,25 +37,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-def planned(llm: LLM, run: Run) -> dict[str, float]:
-    """Bytes over each lane by planner/work.py, in whole pages where they go to or come from the disk."""
+Moved = dict[str, dict[str, float]]  # by kind and lane
+
+
+def planned(llm: LLM, run: Run) -> Moved:
+    """Bytes of each kind over each lane by planner/work.py, in whole pages where they go to or come from the disk."""
     assert llm.policy is not None
     at = Setting(llm.model.spec, llm.policy, run.need(llm.model.spec), ITEMSIZE, not run.stand_in)
-    found: Counter[str] = Counter()
+    found: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
     for what, move in moves_of(at, run):
         nbytes = move.nbytes
         if what == "weights":
             assert at.form.packing or nbytes % PAGE == 0
         elif move.lane in ("disk_read", "disk_write"):
             nbytes = move.pieces * round_up(round(nbytes / move.pieces), PAGE)
-        found[move.lane] += nbytes
+        found[what][move.lane] += nbytes
         if move.crosses and move.lane == "disk_read":
-            found["h2d"] += move.nbytes
+            found[what]["h2d"] += move.nbytes
         elif move.crosses:  # a KV unit leaves the device in whole pages too
-            found["d2h"] += nbytes if what == "cache" else move.nbytes
+            found[what]["d2h"] += nbytes if what == "kv" else move.nbytes
     if at.form.packing:
-        found["disk_read"] += ends_of_pages(llm, at, run)
-    return {lane: found[lane] for lane in LANES}
+        found["weights"]["disk_read"] += ends_of_pages(llm, at, run)
+    return {kind: {lane: found[kind][lane] for lane in LANES} for kind in KINDS}
 
 
 def ends_of_pages(llm: LLM, at: Setting, run: Run) -> int:
@@ -80,17 +85,21 @@ def moves_of(at: Setting, run: Run) -> Iterator[tuple[str, Move]]:
             layer, batch = plan.layers[step.layer], block[step.micro_batch]
             if layer.kind in ATTENTION_KINDS:
                 for moves in (kv_load_moves, kv_store_moves):
-                    yield from (("cache", move) for move in moves(at, layer.block, batch, step.sweep))
+                    yield from (("kv", move) for move in moves(at, layer.block, batch, step.sweep))
             for store, end in ((False, 0), (True, len(units) - 1)):
                 if step.layer != end:
                     yield from (("hidden", move) for move in hidden_moves(at, batch, step.sweep, store))
 
 
-def both(run: Run, placement: str, folder: Path, offload_dir: Path) -> tuple[dict[str, float], dict[str, float]]:
-    """Bytes by lane: moved, and planned."""
+def both(run: Run, placement: str, folder: Path, offload_dir: Path) -> tuple[Moved, Moved]:
+    """Bytes by kind and lane: moved, and planned."""
     llm = run.go(folder, PLACEMENTS[placement], offload_dir)
-    assert llm.report is not None
-    return {lane: llm.report.io_bytes[lane] for lane in LANES}, planned(llm, run)
+    report = llm.report
+    assert report is not None
+    for name in ("io_bytes", "peak_bytes"):
+        kinds, total = getattr(report, f"{name}_by_kind"), getattr(report, name)
+        assert {key: sum(of[key] for of in kinds.values()) for key in total} == total
+    return {kind: dict(report.io_bytes_by_kind[kind]) for kind in KINDS}, planned(llm, run)
 
 
 # ---- exact
@@ -138,7 +147,7 @@ PAIRS = [(p, r) for i, p in enumerate(PLACEMENTS) for j, r in enumerate(RUNS) if
 
 @pytest.mark.parametrize(("placement", "run"), PAIRS)
 def test_the_engine_moves_what_is_planned(placement: str, run: str, folder: Path, tmp_path: Path) -> None:
-    """Every lane to the byte."""
+    """Every kind and lane to the byte."""
     moved, expected = both(RUNS[run], placement, folder, tmp_path)
     assert moved == expected
 
@@ -182,13 +191,14 @@ def test_writing_back_is_spread_evenly(new_tokens: int, folder: Path, tmp_path: 
     moved, expected = both(run, "kv on disk", folder, tmp_path)
     writes = LAYERS * ((new_tokens - 1) // WRITE_BACK_STEPS)
     bound = writes * len(run.lengths) * COLUMN * SEGMENT_SLOTS
-    for lane in LANES:
-        written = lane in ("disk_write", "d2h")
-        assert abs(moved[lane] - expected[lane]) <= (bound if written else 0)
+    for kind, lane in product(KINDS, LANES):
+        written = kind == "kv" and lane in ("disk_write", "d2h")
+        assert abs(moved[kind][lane] - expected[kind][lane]) <= (bound if written else 0)
 
 
 def test_where_slots_do_not_grow_writing_back_is_exact(folder: Path, tmp_path: Path) -> None:
     """With H2O every write-back is of a whole unit."""
     run = Run(new_tokens=40, eviction=H2O(heavy_size=4, recent_size=2))
     moved, expected = both(run, "kv on disk", folder, tmp_path)
-    assert moved == pytest.approx(expected)
+    for kind in KINDS:
+        assert moved[kind] == pytest.approx(expected[kind])
