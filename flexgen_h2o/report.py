@@ -19,7 +19,7 @@ from flexgen_h2o.errors import FlexgenError, UsageError
 from flexgen_h2o.files import write_whole
 from flexgen_h2o.planner.roofline import Peak, RunWork, roofline
 from flexgen_h2o.profile import MEASURED_BUSY
-from flexgen_h2o.units import GIB
+from flexgen_h2o.units import GIB, format_bytes
 
 IO_LINKS = ("disk_read", "disk_write", "h2d", "d2h")
 KV_FACTS = ("slots", "bytes", "full_bytes")
@@ -50,9 +50,10 @@ class RunReport:
 
     prompt_len, gen_len: the longest prompt and the most new tokens asked for. decode.tokens: tokens generated after
     each row's first one. peak_bytes: `TIERS`; io_bytes: `IO_LINKS`; both also by kind (`weights`, `kv`, `hidden`, and
-    for peak_bytes the other buffers of the memory plan), with the same sums. kv: `KV_FACTS`; predicted: `PREDICTIONS`, None
-    where nothing was predicted. projected: decode was cut short and scaled up. model_bytes, cache_bytes, hidden_bytes:
-    the sizes of FlexGen's summary. extra: more facts, JSON values. Raises ValueError for a mapping with other keys or sums.
+    for peak_bytes the other buffers of the memory plan), with the same sums. kv: `KV_FACTS`; predicted: `PREDICTIONS`,
+    None where nothing was predicted. projected: decode was cut short and scaled up. model_bytes, cache_bytes,
+    hidden_bytes: the sizes of FlexGen's summary. extra: more facts, JSON values. Raises ValueError for a mapping with
+    other keys or sums.
     """
 
     model: str
@@ -137,6 +138,15 @@ def eviction_line(report: RunReport) -> str:
     return (
         f"eviction: {report.eviction['name']}, {report.kv['slots']} slots a row{behind}, "
         f"{share:.1%} of the full KV cache"
+    )
+
+
+def sparsity_line(report: RunReport) -> str:
+    """What --attn-sparsity did not save, since its name promises it."""
+    moved = ", ".join(f"{link} {format_bytes(n)}" for link, n in report.io_bytes_by_kind["kv"].items() if n)
+    return (
+        f"attention sparsity: {report.policy.attn_sparsity} of the values are added up; that saves arithmetic, no "
+        f"traffic (KV moved: {moved or 'nothing'})"
     )
 
 

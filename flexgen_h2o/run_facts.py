@@ -48,8 +48,8 @@ def make_report(
     model: str, engine: Engine, eviction: Eviction, tally: Tally, moved: Mapping[str, Mapping[str, int]],
     predicted: Prediction | None, facts: Mapping[str, str | bool | int], common: int = 0,
 ) -> RunReport:  # fmt: skip
-    """The report of a finished run. moved: bytes by kind and lane; facts: more, of the profile; common: columns that all rows
-    had in one copy."""
+    """The report of a finished run. moved: bytes by kind and lane; facts: more, of the profile; common: columns that
+    all rows had in one copy."""
     blocks, fed = tally.blocks, FedPrompts()
     for block in blocks:
         fed += block.fed
@@ -87,6 +87,7 @@ def make_report(
             "prefill_fed_tokens": fed.tokens,
             "common_prefix": {"tokens": common, "kv_bytes": copied},
             "work": asdict(run_work(spec, fed, tally.decoded, held * sum(b.read for b in blocks))),
+            **({"attn_sparsity_saves": "arithmetic, no traffic"} if engine.policy.attn_sparsity < 1 else {}),
             "busy_s": {lane: engine.timeline.seconds(lane) for lane in LANES},
         },
     )

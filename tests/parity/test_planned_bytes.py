@@ -17,7 +17,15 @@ from flexgen_h2o.kvcache.eviction import H2O, Local
 from flexgen_h2o.limits import PAGE, SEGMENT_SLOTS, WRITE_BACK_STEPS
 from flexgen_h2o.planner.costs import ATTENTION_KINDS
 from flexgen_h2o.planner.memory import part_bytes, tier_shares, weight_parts
-from flexgen_h2o.planner.work import Move, Setting, hidden_moves, kv_load_moves, kv_store_moves, weight_moves
+from flexgen_h2o.planner.work import (
+    Move,
+    Setting,
+    disk_read_bytes,
+    hidden_moves,
+    kv_load_moves,
+    kv_store_moves,
+    weight_moves,
+)
 from flexgen_h2o.schedule import weight_sequence, zigzag
 from flexgen_h2o.tiers.disk import aligned_range
 from flexgen_h2o.units import round_up
@@ -44,6 +52,9 @@ def planned(llm: LLM, run: Run) -> Moved:
     """Bytes of each kind over each lane by planner/work.py, in whole pages where they go to or come from the disk."""
     assert llm.policy is not None
     at = Setting(llm.model.spec, llm.policy, run.need(llm.model.spec), ITEMSIZE, not run.stand_in)
+    blocks = [(tuple(block), 1) for block in run.blocks]
+    read = sum(move.nbytes for _, move in moves_of(at, run) if move.lane == "disk_read")
+    assert disk_read_bytes(at, blocks) == pytest.approx(read)
     found: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
     for what, move in moves_of(at, run):
         nbytes = move.nbytes
@@ -176,6 +187,15 @@ def test_shorter_prompts_move_less(run: Run, placement: str, folder: Path, tmp_p
     """Each micro-batch is planned by its own longest prompt, as the engine lays out its units."""
     moved, expected = both(run, placement, folder, tmp_path)
     assert moved == expected
+
+
+@pytest.mark.parametrize(("rows", "share"), [(1, 3 / 4), (2, 6 / 8), (5, 14 / 20)])
+def test_kv_shares_are_honoured_to_a_kv_head_of_a_row(rows: int, share: float, folder: Path, tmp_path: Path) -> None:
+    """Of 4 kv-heads of one row 30 30 puts 1 on the device, 1 on the host, 2 on disk: 75% leave the device, not 70."""
+    run = Run(rows, 1, lengths=(64,) * rows, new_tokens=1)
+    moved = [run.go(folder, (100, 0, *kv, 100, 0), tmp_path).report for kv in ((30, 30), (0, 100))]
+    split, whole = (report.io_bytes_by_kind["kv"]["d2h"] for report in moved if report is not None)
+    assert split == share * whole
 
 
 # ---- within a bound

@@ -47,7 +47,8 @@ def make_report(**changes: Any) -> RunReport:
         "peak_bytes": {"device": 3 * GB // 2, "host": 10, "disk": 0},
         "io_bytes": {"disk_read": 1, "disk_write": 2, "h2d": 3, "d2h": 4},
         "peak_bytes_by_kind": {
-            "weights": {"device": GB, "host": 4, "disk": 0}, "kv": {"device": GB // 2, "host": 6, "disk": 0},
+            "weights": {"device": GB, "host": 4, "disk": 0},
+            "kv": {"device": GB // 2, "host": 6, "disk": 0},
         },
         "io_bytes_by_kind": {
             "weights": {"disk_read": 1, "disk_write": 0, "h2d": 3, "d2h": 0},
