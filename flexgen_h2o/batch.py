@@ -94,14 +94,17 @@ def _run(argv: list[str] | None) -> int:
         llm.check_plan()
         if llm.precision_note:
             _say(llm.precision_note)
-        before = _settle(args, output, _settings(llm, policy, is_auto, defaults))
+        settings = _settings(llm, policy, is_auto, defaults)
+        before = _settle(args, output, settings)
         if output.cut_bytes:
             _say(f"--output {args.output}: cut off a torn row of {output.cut_bytes} bytes")
         if args.ray is None:
             return _run_job(args, output, llm, before, defaults)
         from flexgen_h2o.jobs.on_ray import Opening
 
-        opening = Opening(_with_whole_paths(args), policy, is_auto, eviction, defaults, args.window, args.refill)
+        digests = {what: settings["model"][what] for what in ("weights", "tokenizer")}
+        how = (defaults, args.window, args.refill, digests)
+        opening = Opening(_with_whole_paths(args), policy, is_auto, eviction, *how)
         return _run_on_ray(args, output, llm.model.name, before, opening)
 
 
@@ -132,12 +135,12 @@ def _check_paths(args: argparse.Namespace) -> None:
 
 def _settings(llm: LLM, policy: Policy, is_auto: bool, defaults: SamplingParams) -> dict[str, Any]:
     """What answers depend on, for the sidecar. Budgets and devices may change from run to run."""
-    from flexgen_h2o.source import content_digests, shape_fingerprint
+    from flexgen_h2o.source import shape_fingerprint
 
     placement = dict.fromkeys(PLACEMENT, "auto") if is_auto else {}
     shape = {"name": llm.model.name, "config": shape_fingerprint(llm.model.config), "random": llm.model.random}
     return {
-        "model": {**shape, **content_digests(llm.model)},
+        "model": {**shape, **llm.digests()},
         "dtype": llm.dtype,
         "policy": {**policy.to_json(), **placement},
         "eviction": llm.eviction.to_json(),

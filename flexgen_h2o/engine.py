@@ -31,6 +31,7 @@ from flexgen_h2o.timeline import Timeline
 from flexgen_h2o.weights import WeightStore
 
 LANE_THREADS = {"disk_read": READ_THREADS, "disk_write": WRITE_THREADS, "h2d": 1, "d2h": 1}
+KINDS = {"weight": "weights", "cache": "kv", "hidden": "hidden"}  # what lanes move, by how their operations' names end
 COPIED_HOMES = ("weights", "cache", "hidden")  # host buffers whose bytes are copied to a card and back: pinned
 
 
@@ -43,6 +44,7 @@ class Engine:
     ) -> None:  # fmt: skip
         device = site.device
         plan.check(site.budgets)
+        checkpoint.check_unchanged()
         self.spec, self.policy, self.plan, self.dtype, self.device = spec, policy, plan, dtype, device
         self.timeline = timeline
         self.ledger = Ledger(site.budgets)
@@ -61,6 +63,7 @@ class Engine:
             stack.callback(self.lanes.close)
             self._take_buffers(site.offload_dir)
             self.weights.load_resident(self._arenas("weights"))
+            checkpoint.check_unchanged()
             self.cache, self.hidden = self._open_cache(), self._open_hidden()
             self.wire: Wire | None = None  # to the other ranks, where this is a stage of a pipeline
             if peers is not None:
@@ -77,13 +80,26 @@ class Engine:
         self._stack.close()
 
     @property
-    def io_bytes(self) -> dict[str, int]:
-        return dict(self.lanes.bytes_moved)
+    def io_bytes_by_kind(self) -> dict[str, dict[str, int]]:
+        """Bytes moved since the engine was opened, by what they are of and by lane."""
+        found = {kind: dict.fromkeys(LANE_THREADS, 0) for kind in KINDS.values()}
+        for (lane, name), nbytes in list(self.lanes.bytes_by_name.items()):
+            found[KINDS[name.rpartition("_")[2]]][lane] += nbytes
+        return found
 
     @property
     def peak_bytes(self) -> dict[str, int]:
         """Most bytes that each tier held; disk is the offload dir, without the checkpoint itself."""
         return {tier: self.ledger.peak[tier] for tier in TIERS}
+
+    @property
+    def peak_bytes_by_kind(self) -> dict[str, dict[str, int]]:
+        """The same by what they are for: KINDS, and the plan's other buffers by name. All are taken at once."""
+        found = {kind: dict.fromkeys(TIERS, 0) for kind in KINDS.values()}
+        for b in self.plan.buffers:
+            held = found.setdefault(KINDS.get(b.name, b.name), dict.fromkeys(TIERS, 0))
+            held[b.tier] += b.nbytes
+        return found
 
     def _take_buffers(self, offload_dir: Path) -> None:
         for b in self.plan.buffers:

@@ -75,7 +75,11 @@ def add_engine_flags(parser: argparse.ArgumentParser, compression: str = "") -> 
     add("--sep-layer", type=boolean, nargs="?", const=True, help="attention and MLP are two schedule steps (true)")
     add("--pin-weight", type=boolean, nargs="?", const=True, help="pin what the host holds, with a card (true)")
     add("--cpu-cache-compute", action="store_true", default=None, help="attend on the host to KV that lives there")
-    add("--attn-sparsity", type=float, help="share of past values read by decode attention (1.0)")
+    add(
+        "--attn-sparsity",
+        type=float,
+        help="share of past values that decode attention adds up (1.0); KV moves whole all the same",
+    )
     add("--overlap", type=boolean, nargs="?", const=True, help="move and compute at the same time (true)")
     add("--compress-weight", action="store_true", default=None, help=f"weights in --weight-bits{compression}")
     add("--compress-cache", action="store_true", default=None, help=f"KV cache in --cache-bits{compression}")

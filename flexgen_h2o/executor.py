@@ -107,6 +107,7 @@ class Executor:
         for stream, store in ((self._cache, self._engine.cache), (self._hidden, self._engine.hidden)):
             stream.drain()
             store.settle()
+        self._engine.weights.check_unchanged()  # for rows that are cut short, and for whoever watches logits
         if order is None:  # what was still being stored belongs to the block
             facts.add_seconds(time.perf_counter() - sweep_start)
 
@@ -276,6 +277,7 @@ class Executor:
         if layer.kind == "head":
             self._head(k, w, x)
         if layer.kind == "send" and self._handoff is not None:
+            self._engine.weights.check_unchanged()  # the ranks behind hand out what comes of it
             self._handoff.pass_on(k, len(self._batches[k].rows), x)
 
     def _head(self, k: int, w: Weights, x: torch.Tensor) -> None:
@@ -300,6 +302,7 @@ class Executor:
     def _after_sweep(self, k: int, finished: list[Row], moves: list[Move]) -> None:
         """Hand out the rows of a micro-batch that have ended with a sweep; they leave, and others may enter."""
         if finished:
+            self._engine.weights.check_unchanged()  # no row leaves that may have been computed with two models
             self._on_finished(finished)
         self._change_rows(k, moves, bool(finished))
         self._begin_sweep(k)

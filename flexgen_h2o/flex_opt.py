@@ -276,6 +276,7 @@ def _show(args: argparse.Namespace, llm: LLM, report: RunReport, done: list[Comp
         prediction_line,
         ranks_line,
         roofline_line,
+        sparsity_line,
         with_roofline,
         write_json,
     )
@@ -290,6 +291,8 @@ def _show(args: argparse.Namespace, llm: LLM, report: RunReport, done: list[Comp
     if args.verbose >= 1:
         print(f"policy: {as_flags(report.policy)}")
         print(eviction_line(report))
+        if report.policy.attn_sparsity < 1:
+            print(sparsity_line(report))
         print(ranks_line(report) if args.pipeline else prediction_line(report))
         if "roofline" in report.extra:
             print(roofline_line(report))

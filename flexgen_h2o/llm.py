@@ -45,7 +45,7 @@ from flexgen_h2o.run_facts import Tally, make_report, sizes_of
 from flexgen_h2o.run_rows import More, RunRows, run_blocks, run_rows
 from flexgen_h2o.sampling import SamplingParams
 from flexgen_h2o.schedule import Step
-from flexgen_h2o.source import Model, find_checkpoint, find_model
+from flexgen_h2o.source import Model, content_digests, find_checkpoint, find_model
 from flexgen_h2o.tiers.device import open_device
 from flexgen_h2o.tiers.machine import Site, resolve_budgets
 from flexgen_h2o.timeline import Timeline
@@ -65,8 +65,9 @@ class LLM:
     margin. hardware: the profile that plans are made with, its file or the name of a shipped one; by default this
     machine's, measured by `python -m flexgen_h2o.hardware`.
 
-    Raises UsageError (unusable input) here, DoesNotFitError here or at `generate`. Nothing big is allocated before the
-    first `generate`. Close it, or use it as a context manager, to give memory and scratch files back.
+    Raises UsageError (unusable input) here, DoesNotFitError here or at `generate`, CheckpointChangedError there, after
+    which a new LLM is needed. Nothing big is allocated before the first `generate`. Close it, or use it as a context
+    manager, to give memory and scratch files back.
     """
 
     def __init__(
@@ -255,7 +256,7 @@ class LLM:
         engine, tally = self._engine, work.tally
         assert engine is not None
         self._tally = tally
-        before = engine.io_bytes
+        before = engine.io_bytes_by_kind
         if work.queue is not None:
             self.predicted = None  # it is of blocks whose rows begin together
         bar = Progress(sum(r.max_new for r in work.rows)) if listener is None else contextlib.nullcontext(listener)
@@ -281,7 +282,8 @@ class LLM:
             row.finish_reason = "length"
         tally.finish(cut_short)
         on_finished([rules.completion(row) for row in cut_short])
-        moved = {lane: n - before[lane] for lane, n in engine.io_bytes.items()}
+        now = engine.io_bytes_by_kind
+        moved = {kind: {lane: n - before[kind][lane] for lane, n in now[kind].items()} for kind in now}
         facts = self._planner.profile_facts | ({"refilled": work.queue.entered} if work.queue else {})
         kept = self._plans.part.eviction
         self.report = make_report(self.model.name, engine, kept, tally, moved, self.predicted, facts, work.common)
@@ -347,6 +349,8 @@ class LLM:
             spec.rotary is not None, form.to_int8,
         )  # fmt: skip
         checkpoint = self._find_checkpoint(packing) if packing else self._checkpoint
+        if not self.model.random:  # what is packed now must be what was opened at first
+            self._checkpoint.check_unchanged()
         site = Site(self._device, budgets, self.offload_dir)
         self._engine = Engine(spec, checkpoint, policy, plan, dtype, site, self.timeline, plans.part.peers)
         return self._engine
@@ -364,6 +368,10 @@ class LLM:
     @cached_property
     def _checkpoint(self) -> Checkpoint:
         return self._find_checkpoint(None)
+
+    def digests(self) -> dict[str, str | None]:
+        """Of the weights and the tokenizer that this LLM has opened (source.content_digests)."""
+        return content_digests(self.model, None if self.model.random else self._checkpoint)
 
     def _find_checkpoint(self, packing: Packing | None) -> Checkpoint:
         """Random and packed weights are written at first use: after the memory plan, since they may be many GB."""

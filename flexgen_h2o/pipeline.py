@@ -141,6 +141,12 @@ def joint_report(part: Part, report: RunReport, wire: Wire) -> RunReport:
     def summed(name: str) -> dict[str, int]:
         return {key: sum(getattr(one, name)[key] for one in reports) for key in getattr(report, name)}
 
+    def summed_by_kind(name: str) -> dict[str, dict[str, int]]:
+        kinds = [getattr(one, name) for one in reports]
+        keys = next(iter(kinds[0].values()))
+        every = dict.fromkeys(kind for one in kinds for kind in one)
+        return {kind: {key: sum(one[kind][key] for one in kinds if kind in one) for key in keys} for kind in every}
+
     kv = {**summed("kv"), "slots": max(one.kv["slots"] for one in reports)}
     work = {key: sum(one.extra["work"][key] for one in reports) for key in report.extra["work"]}
     extra = {**report.extra, "work": work, "ranks": [facts for _, facts in all_of_them]}
@@ -149,6 +155,7 @@ def joint_report(part: Part, report: RunReport, wire: Wire) -> RunReport:
         prefill=PhaseReport(last.prefill.seconds, report.prefill.tokens),
         decode=PhaseReport(last.decode.seconds, report.decode.tokens),
         peak_bytes=summed("peak_bytes"), io_bytes=summed("io_bytes"), kv=kv, extra=extra,
+        peak_bytes_by_kind=summed_by_kind("peak_bytes_by_kind"), io_bytes_by_kind=summed_by_kind("io_bytes_by_kind"),
         model_bytes=sum(one.model_bytes for one in reports), cache_bytes=sum(one.cache_bytes for one in reports),
     )  # fmt: skip
 

@@ -10,6 +10,7 @@ from typing import Any
 from flexgen_h2o.config import TIERS, Policy
 from flexgen_h2o.planner.candidates import Budgets
 from flexgen_h2o.planner.gains import Gains
+from flexgen_h2o.planner.least import More
 from flexgen_h2o.planner.need import Need
 from flexgen_h2o.planner.predict import PHASES, Machine
 from flexgen_h2o.planner.search import Plan
@@ -60,13 +61,16 @@ class Question:
 @dataclass(frozen=True)
 class Answer:
     """policy: that was found or given, None when none fits. plan: what it costs, None when it does not fit, and then
-    `problem` says why. seconds: of looking for it. gains: what more memory would save, where there is a plan."""
+    `problem` says why. seconds: of looking for it. Where there is a plan, gains: what more memory would save;
+    disk_read_bytes: during the sweeps; more: budgets a little larger that save most of these."""
 
     policy: Policy | None
     plan: Plan | None
     seconds: float
     problem: str | None = None
     gains: Gains | None = None
+    disk_read_bytes: float = 0.0
+    more: More | None = None
 
 
 def to_json(question: Question, answer: Answer) -> dict[str, Any]:
@@ -102,6 +106,8 @@ def _details(question: Question, answer: Answer) -> dict[str, Any]:
         found["gain_found_by"] = None if answer.gains is None else answer.gains.found_by
         found["dual_s_per_gib"] = {tier: max(0.0, dual) for tier, dual in plan.dual_s_per_gib.items()} or None
         found["look_ahead"] = asdict(plan.memory.depth)
+        found["disk_read_bytes"] = answer.disk_read_bytes
+        found["worth_more"] = None if answer.more is None else asdict(answer.more)
         found["buffers"] = [asdict(buffer) for buffer in plan.memory.buffers]
     return found
 
@@ -118,7 +124,8 @@ def to_text(question: Question, answer: Answer, plan: Plan, flags: str, command:
         f"  {command}",
     ]
     gains = () if answer.gains is None else _gains(question, plan, answer.gains)
-    return "\n".join([*lines, "", *_memory(question, plan), "", *_seconds(question, plan), "", *gains, *_eta(plan)])
+    memory = [*_memory(question, plan), *_disk_reads(answer)]
+    return "\n".join([*lines, "", *memory, "", *_seconds(question, plan), "", *gains, *_eta(plan)])
 
 
 def _about(question: Question) -> Iterator[str]:
@@ -150,6 +157,13 @@ def _memory(question: Question, plan: Plan) -> list[str]:
         limit = "-" if budget is None else format_bytes(budget)
         rows.append([tier, format_bytes(plan.memory.bytes_on(tier)), limit, largest])
     return [*columns(rows, left=(0, 3)), *_look_ahead(plan)]
+
+
+def _disk_reads(answer: Answer) -> Iterator[str]:
+    """Of weights, KV and hidden states in all sweeps."""
+    if answer.disk_read_bytes:
+        more = "" if answer.more is None else f"; {answer.more.text}"
+        yield f"disk reads in all: {format_bytes(answer.disk_read_bytes)}{more}"
 
 
 def _look_ahead(plan: Plan) -> Iterator[str]:

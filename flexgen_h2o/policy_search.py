@@ -195,6 +195,7 @@ def _answer(args: argparse.Namespace, task: _Task) -> Answer:
     from flexgen_h2o.plan_report import Answer
     from flexgen_h2o.planner.candidates import Search, Sides
     from flexgen_h2o.planner.gains import gains_of_policy, gains_of_search
+    from flexgen_h2o.planner.least import disk_reads, worth_more
     from flexgen_h2o.planner.search import evaluate, search
 
     asked, began = task.question, time.perf_counter()
@@ -210,7 +211,9 @@ def _answer(args: argparse.Namespace, task: _Task) -> Answer:
     seconds, q = time.perf_counter() - began, Search(task.spec, asked.need, task.policy, *at, sides)
     gains = gains_of_search(q, plan, seconds <= QUICK_S) if asked.searched else gains_of_policy(q, plan)
     plan = replace(plan, policy=without_unused_bits(plan.policy))  # a search need not use the bits that it may use
-    return Answer(plan.policy, plan, seconds, gains=gains)
+    reads = disk_reads(q, plan.policy)
+    more = worth_more(q, reads) if asked.searched else None
+    return Answer(plan.policy, plan, seconds, gains=gains, disk_read_bytes=reads, more=more)
 
 
 def _command(args: argparse.Namespace, task: _Task, policy: Policy) -> str:

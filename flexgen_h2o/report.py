@@ -19,7 +19,7 @@ from flexgen_h2o.errors import FlexgenError, UsageError
 from flexgen_h2o.files import write_whole
 from flexgen_h2o.planner.roofline import Peak, RunWork, roofline
 from flexgen_h2o.profile import MEASURED_BUSY
-from flexgen_h2o.units import GIB
+from flexgen_h2o.units import GIB, format_bytes
 
 IO_LINKS = ("disk_read", "disk_write", "h2d", "d2h")
 KV_FACTS = ("slots", "bytes", "full_bytes")
@@ -49,9 +49,11 @@ class RunReport:
     """The run report of DESIGN 3.3. Bytes are ints, times seconds; mappings must have exactly the keys named here.
 
     prompt_len, gen_len: the longest prompt and the most new tokens asked for. decode.tokens: tokens generated after
-    each row's first one. peak_bytes: `TIERS`; io_bytes: `IO_LINKS`; kv: `KV_FACTS`; predicted: `PREDICTIONS`, None
-    where nothing was predicted. projected: decode was cut short and scaled up. model_bytes, cache_bytes, hidden_bytes:
-    the sizes of FlexGen's summary. extra: more facts, JSON values. Raises ValueError for a mapping with other keys.
+    each row's first one. peak_bytes: `TIERS`; io_bytes: `IO_LINKS`; both also by kind (`weights`, `kv`, `hidden`, and
+    for peak_bytes the other buffers of the memory plan), with the same sums. kv: `KV_FACTS`; predicted: `PREDICTIONS`,
+    None where nothing was predicted. projected: decode was cut short and scaled up. model_bytes, cache_bytes,
+    hidden_bytes: the sizes of FlexGen's summary. extra: more facts, JSON values. Raises ValueError for a mapping with
+    other keys or sums.
     """
 
     model: str
@@ -64,6 +66,8 @@ class RunReport:
     decode: PhaseReport
     peak_bytes: Mapping[str, int]
     io_bytes: Mapping[str, int]
+    peak_bytes_by_kind: Mapping[str, Mapping[str, int]]
+    io_bytes_by_kind: Mapping[str, Mapping[str, int]]
     kv: Mapping[str, int]
     predicted: Mapping[str, float | None]
     model_bytes: int
@@ -76,6 +80,10 @@ class RunReport:
         for name, keys in (("peak_bytes", TIERS), ("io_bytes", IO_LINKS), ("kv", KV_FACTS), ("predicted", PREDICTIONS)):
             if set(getattr(self, name)) != set(keys):
                 raise ValueError(f"{name} has the keys {sorted(getattr(self, name))}, not {sorted(keys)}")
+        for name, keys in (("peak_bytes", TIERS), ("io_bytes", IO_LINKS)):
+            kinds = getattr(self, f"{name}_by_kind")
+            if {key: sum(of[key] for of in kinds.values()) for key in keys} != dict(getattr(self, name)):
+                raise ValueError(f"{name}_by_kind does not sum up to {name}")
 
     @property
     def total(self) -> PhaseReport:
@@ -101,6 +109,8 @@ class RunReport:
             "total": self.total.to_json(),
             "peak_bytes": self.peak_bytes,
             "io_bytes": self.io_bytes,
+            "peak_bytes_by_kind": self.peak_bytes_by_kind,
+            "io_bytes_by_kind": self.io_bytes_by_kind,
             "kv": self.kv,
             "predicted": self.predicted,
             "projected": self.projected,
@@ -128,6 +138,15 @@ def eviction_line(report: RunReport) -> str:
     return (
         f"eviction: {report.eviction['name']}, {report.kv['slots']} slots a row{behind}, "
         f"{share:.1%} of the full KV cache"
+    )
+
+
+def sparsity_line(report: RunReport) -> str:
+    """What --attn-sparsity did not save, since its name promises it."""
+    moved = ", ".join(f"{link} {format_bytes(n)}" for link, n in report.io_bytes_by_kind["kv"].items() if n)
+    return (
+        f"attention sparsity: {report.policy.attn_sparsity} of the values are added up; that saves arithmetic, no "
+        f"traffic (KV moved: {moved or 'nothing'})"
     )
 
 

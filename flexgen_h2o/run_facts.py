@@ -16,7 +16,7 @@ from flexgen_h2o.planner.memory import packing_of
 from flexgen_h2o.planner.predict import Prediction
 from flexgen_h2o.planner.roofline import run_work
 from flexgen_h2o.prefixes import FedPrompts
-from flexgen_h2o.report import PhaseReport, RunReport
+from flexgen_h2o.report import IO_LINKS, PhaseReport, RunReport
 from flexgen_h2o.timeline import LANES
 
 
@@ -45,11 +45,11 @@ class Tally:
 
 
 def make_report(
-    model: str, engine: Engine, eviction: Eviction, tally: Tally, moved: dict[str, int],
+    model: str, engine: Engine, eviction: Eviction, tally: Tally, moved: Mapping[str, Mapping[str, int]],
     predicted: Prediction | None, facts: Mapping[str, str | bool | int], common: int = 0,
 ) -> RunReport:  # fmt: skip
-    """The report of a finished run. moved: bytes by lane; facts: more, of the profile; common: columns that all rows
-    had in one copy."""
+    """The report of a finished run. moved: bytes by kind and lane; facts: more, of the profile; common: columns that
+    all rows had in one copy."""
     blocks, fed = tally.blocks, FedPrompts()
     for block in blocks:
         fed += block.fed
@@ -68,7 +68,9 @@ def make_report(
         prefill=PhaseReport(sum(b.prefill_s for b in blocks), tally.prompt_tokens),
         decode=PhaseReport(sum(b.decode_s for b in blocks), tally.decoded),
         peak_bytes=engine.peak_bytes,
-        io_bytes=moved,
+        io_bytes={link: sum(lanes[link] for lanes in moved.values()) for link in IO_LINKS},
+        peak_bytes_by_kind=engine.peak_bytes_by_kind,
+        io_bytes_by_kind=moved,
         kv=kv_facts(held, column, max(need.slots) - common, blocks, copied),
         predicted=predicted_seconds(predicted),
         model_bytes=model_bytes,
@@ -85,6 +87,7 @@ def make_report(
             "prefill_fed_tokens": fed.tokens,
             "common_prefix": {"tokens": common, "kv_bytes": copied},
             "work": asdict(run_work(spec, fed, tally.decoded, held * sum(b.read for b in blocks))),
+            **({"attn_sparsity_saves": "arithmetic, no traffic"} if engine.policy.attn_sparsity < 1 else {}),
             "busy_s": {lane: engine.timeline.seconds(lane) for lane in LANES},
         },
     )

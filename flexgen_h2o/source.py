@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from flexgen_h2o.checkpoint import (
     weight_files,
     write_random_checkpoint,
 )
-from flexgen_h2o.checkpoint.fingerprint import label, sample_digest
+from flexgen_h2o.checkpoint.fingerprint import States, check_unchanged, label, sample_digest, states_of
 from flexgen_h2o.checkpoint.resolve import DUMMY, find_folder
 from flexgen_h2o.config import ModelSpec
 from flexgen_h2o.errors import UsageError
@@ -31,7 +31,10 @@ _BESIDE_TOKENIZERS = ("merges.txt", "added_tokens.json", "special_tokens_map.jso
 
 @dataclass(frozen=True)
 class Model:
-    """`folder` is None for random weights of a built-in shape that no folder describes."""
+    """`folder` is None for random weights of a built-in shape that no folder describes.
+
+    files: config and tokenizer, as they were before they were read.
+    """
 
     name: str
     spec: ModelSpec
@@ -39,6 +42,7 @@ class Model:
     folder: Path | None
     random: bool
     tokenizer: Any | None
+    files: States = field(default_factory=dict)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt with the tokenizer's own special tokens; prompts that are too long are found later."""
@@ -101,8 +105,9 @@ def find_model(model: str, path: str | None, revision: str | None = None) -> Mod
     """Locate a model and read its shape; no weights are read. UsageError says what is wrong and the way out."""
     source: ModelSource = resolve(model, path, revision)
     if source.folder is not None:
+        files = states_of(source.folder / name for name in ("config.json", *TOKENIZER_FILES, *_BESIDE_TOKENIZERS))
         spec, config = spec_from_folder(source.name, source.folder)
-        return Model(source.name, spec, config, source.folder, source.random, _load_tokenizer(source.folder))
+        return Model(source.name, spec, config, source.folder, source.random, _load_tokenizer(source.folder), files)
     built_in = built_in_spec(source.name)
     if built_in is None:
         raise UsageError(
@@ -144,9 +149,12 @@ def find_checkpoint(
     return open_checkpoint(spec, folder, cache)
 
 
-def content_digests(model: Model) -> dict[str, str | None]:
+def content_digests(model: Model, checkpoint: Checkpoint | None) -> dict[str, str | None]:
     """`weights` and `tokenizer` of a model, by their contents (checkpoint/fingerprint.py), however the folder is
-    called; None where it has none of its own. UsageError for a file that cannot be read."""
+    called; None where it has none of its own. checkpoint: of the model, opened before.
+
+    UsageError for a file that cannot be read, CheckpointChangedError where one has changed since it was opened.
+    """
     if model.folder is None:
         return {"weights": None, "tokenizer": None}
     names = (*TOKENIZER_FILES, *_BESIDE_TOKENIZERS)
@@ -155,9 +163,13 @@ def content_digests(model: Model) -> dict[str, str | None]:
         "tokenizer": [path for name in names if (path := model.folder / name).is_file()],
     }
     try:
-        return {what: sample_digest(paths) if paths else None for what, paths in found.items()}
+        digests = {what: sample_digest(paths) if paths else None for what, paths in found.items()}
     except OSError as error:
         raise UsageError(f"--model {model.name}: {error.filename}: {error.strerror or error}") from error
+    check_unchanged(model.files)
+    if checkpoint is not None:
+        checkpoint.check_unchanged()
+    return digests
 
 
 def shape_fingerprint(config: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from flexgen_h2o.checkpoint.fingerprint import check_unchanged
 from flexgen_h2o.checkpoint.stored import Checkpoint, StoredTensor
 from flexgen_h2o.config import LayerPlan, TensorSpec, WeightUnit
 from flexgen_h2o.kernels.blocked_rows import BlockedRows, block_rows
@@ -68,6 +69,8 @@ class WeightStore:
         self._blocked: dict[tuple[str, int], HeldParts] = {}
         self._int8: dict[tuple[int, tuple[int, ...]], tuple[torch.Tensor | BlockedInt8, ...]] = {}
         self._parts = {t.name: weight_parts(t, shares) for unit in plan.units for t in unit.tensors}
+        streamed = [name for name, parts in self._parts.items() if any(part.tier == "disk" for part in parts)]
+        self._read_in_sweeps = {stored.path: stored.state for stored in map(checkpoint.tensors.__getitem__, streamed)}
         self._pieces = [self._lay_out(unit) for unit in plan.units]
         self._sizes = [streamed_bytes(unit, shares, self._form, self._is_host) for unit in plan.units]
 
@@ -110,6 +113,13 @@ class WeightStore:
                     if key in self._resident and len(tensor.shape) == 2:
                         rows = self._resident[key]
                         self._blocked[key] = block_int8_rows(rows) if is_int8 else block_rows(rows)
+
+    def check_unchanged(self) -> None:
+        """CheckpointChangedError where a file that sweeps read from is not as it was when the checkpoint was opened.
+
+        What is resident was checked once it was loaded (Engine): nothing that is done to its files reaches it.
+        """
+        check_unchanged(self._read_in_sweeps)
 
     def nbytes(self, key: int) -> int:
         """Ring bytes of one load of a unit; 0 when all its rows are used where they live."""

@@ -5,9 +5,11 @@ Model families and tiers are not known here: a spec says which tensors, the tier
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from flexgen_h2o.checkpoint.bin_import import BIN_INDEX_NAME, BIN_NAME, has_bin, import_bin
+from flexgen_h2o.checkpoint.fingerprint import states_of
 from flexgen_h2o.checkpoint.match import match
 from flexgen_h2o.checkpoint.packed_store import pack_checkpoint, pack_random
 from flexgen_h2o.checkpoint.random_weights import write_random_checkpoint
@@ -40,13 +42,13 @@ def open_checkpoint(spec: ModelSpec, folder: Path, cache_dir: Path) -> Checkpoin
     Raises UsageError that names the folder, file or tensor: no weights, damaged, missing, wrong shape or dtype;
     DoesNotFitError when an import fills the disk.
     """
-    if not has_safetensors(folder):
-        if not has_bin(folder):
-            raise UsageError(
-                f"--model {folder}: no weights there (no {SINGLE_NAME}, no {BIN_NAME}, no index of either)"
-            )
-        folder = import_bin(folder, cache_dir)
-    return match(spec, read_index(folder), folder)
+    if has_safetensors(folder):
+        return match(spec, read_index(folder), folder)
+    if not has_bin(folder):
+        raise UsageError(f"--model {folder}: no weights there (no {SINGLE_NAME}, no {BIN_NAME}, no index of either)")
+    sources = states_of(weight_files(folder))
+    imported = import_bin(folder, cache_dir)
+    return replace(match(spec, read_index(imported), imported), sources=sources)
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -1,16 +1,22 @@
-"""A short name for the state of some files, so that what was made from them is made anew when they change."""
+"""The state of files: a short name for it, so that what was made from them is made anew when they change, and a check
+that they have not changed since they were opened."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+
+from flexgen_h2o.errors import CheckpointChangedError
 
 WHOLE_BYTES = 32 * 2**20
 SAMPLES, SAMPLE_BYTES = 64, 4096  # of a larger file, evenly from its first byte to its last
 LABEL_BYTES = 100  # file systems take names of 255 bytes, and ours get endings
+
+FileState = tuple[int, int, int, int]  # bytes, mtime and ctime in ns, inode
+States = Mapping[Path, FileState | None]  # None: the file is not there
 
 
 def fingerprint(paths: Sequence[Path], *more: object) -> str:
@@ -43,7 +49,31 @@ def sample_digest(paths: Sequence[Path]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _state(stat: os.stat_result) -> tuple[int, int, int, int]:
+def file_state(path: Path) -> FileState | None:
+    """Of a file, or of what a link leads to; None where there is none that can be looked at."""
+    try:
+        return _state(path.stat())
+    except OSError:
+        return None
+
+
+def states_of(paths: Iterable[Path]) -> States:
+    return {path: file_state(path) for path in paths}
+
+
+def check_unchanged(states: States) -> None:
+    """CheckpointChangedError where a file is in another state than in `states`. One `stat` a file, no byte is read."""
+    for path, before in states.items():
+        now = file_state(path)
+        if now != before:
+            what = "removed" if now is None else "written to or replaced"
+            raise CheckpointChangedError(
+                f"{path}: was {what} after this run had opened it, and what was computed since is not handed out; "
+                "leave the checkpoint alone while it is in use, and start again"
+            )
+
+
+def _state(stat: os.stat_result) -> FileState:
     return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,9 +60,10 @@ def pack_checkpoint(
             lambda t: f"{stored[t.name].path}: tensor {t.name!r}", lambda t: stored[t.name].dtype,
             lambda t, first, end: reader.rows(stored[t.name], first, end),
         )  # fmt: skip
-        return _pack(spec, values, folder, packing, progress)
+        packed = _pack(spec, values, folder, packing, progress)
     finally:
         reader.close()
+    return replace(packed, sources={**source.sources, **source.files})
 
 
 def pack_random(

@@ -6,10 +6,12 @@ Reads headers and the index only, never a tensor; knows no model.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from flexgen_h2o.checkpoint.fingerprint import file_state
 from flexgen_h2o.checkpoint.safetensors_format import (
     DTYPE_BITS,
     INDEX_NAME,
@@ -82,9 +84,10 @@ def shard_path(index: Path, shard: str) -> Path:
 
 def read_file(path: Path) -> dict[str, StoredTensor]:
     """Every tensor of one safetensors file. Raises UsageError that names the file and what is wrong with it."""
+    state = file_state(path)  # first, so that whatever is written from here on is noticed
     head, start, size = _read_header(path)
     metadata = head.pop("__metadata__", None)
-    tensors = {name: _stored(path, name, entry, start) for name, entry in head.items()}
+    tensors = {name: replace(_stored(path, name, entry, start), state=state) for name, entry in head.items()}
     end = max((t.offset + t.nbytes for t in tensors.values()), default=start)
     if size != end:
         what = "is truncated" if size < end else "has bytes that belong to no tensor"

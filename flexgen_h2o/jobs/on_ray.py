@@ -62,7 +62,10 @@ class Pool:
 
 @dataclass(frozen=True)
 class Opening:
-    """How an actor opens its engine: by the command line's flags, with absolute paths. window, refill: as the flags."""
+    """How an actor opens its engine: by the command line's flags, with absolute paths. window, refill: as the flags.
+
+    digests: of the driver's weights and tokenizer (`LLM.digests`).
+    """
 
     args: argparse.Namespace
     policy: Policy
@@ -71,11 +74,19 @@ class Opening:
     defaults: SamplingParams
     window: int | None
     refill: bool
+    digests: dict[str, str | None]
 
     def open(self, host_bytes: int) -> LLM:
+        """FlexgenError where this node has another model under the name, or has it by now."""
         args = argparse.Namespace(**{**vars(self.args), "host_mem": host_bytes})
         llm = open_llm(args, self.policy, self.is_auto, self.eviction)
         llm.share_prefix = args.share_prefix
+        differing = [what for what, digest in llm.digests().items() if digest != self.digests[what]]
+        if differing:
+            raise FlexgenError(
+                f"--ray: {' and '.join(differing)} of {llm.model.name} on {socket.gethostname()} are not those that "
+                "the job was begun with; give every node the same model, and leave it alone while the job runs"
+            )
         return llm
 
 

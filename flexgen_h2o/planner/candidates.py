@@ -68,7 +68,7 @@ class Candidate:
 
 def candidates(q: Search) -> list[Candidate]:
     """All that may fit, the lowest bound first."""
-    even = (policy for gbs, batches in _sizes(q.need.rows) for policy in with_sides(q, gbs, batches))
+    even = (policy for gbs, batches in block_sizes(q.need.rows) for policy in with_sides(q, gbs, batches))
     tried = (bounded(q, policy) for policy in dict.fromkeys([*even, *_largest(q)]))
     return sorted((c for c in tried if c is not None), key=lambda c: c.bound_s)
 
@@ -101,7 +101,7 @@ def with_sides(q: Search, gbs: int, batches: int) -> Iterator[Policy]:
                 )  # fmt: skip
 
 
-def _sizes(rows: int) -> Iterator[tuple[int, int]]:
+def block_sizes(rows: int) -> Iterator[tuple[int, int]]:
     """(micro-batch, micro-batches) of blocks that cut the pile evenly into 1, 2, 4, ... parts."""
     seen, parts, block = set(), 1, rows
     while True:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations, product
 
 from flexgen_h2o.config import TIERS, Policy
-from flexgen_h2o.planner.candidates import Search, with_sides
+from flexgen_h2o.planner.candidates import Search, block_sizes, with_sides
 from flexgen_h2o.planner.lp import find_corners, least_excess
 from flexgen_h2o.planner.memory import SEQUENTIAL, MemoryPlan, memory_plan
-from flexgen_h2o.planner.need import shape_of
+from flexgen_h2o.planner.need import even_blocks, shape_of
 from flexgen_h2o.planner.rounding import Percent
-from flexgen_h2o.units import format_bytes
+from flexgen_h2o.planner.work import disk_read_bytes
+from flexgen_h2o.units import MIB, format_bytes, round_up
 
 STEPS = (32, 8, 4, 2, 1)  # percents that are moved at a time
+WORTH_MORE = 1.25  # of a budget: so much more is named where it saves half of what is read from disk, and more
+NEARLY = 1.1  # times the fewest bytes that are read with so much more
 WHOLE = ((100, 0), (0, 100), (0, 0))  # each kind of bytes on one tier
 
 
@@ -59,11 +62,55 @@ def too_small(q: Search) -> str:
     short, enough = held.memory.overflow(dict(q.budgets)), _enough(q, held)
     given = " and ".join(f"--{tier}-mem {format_bytes(q.budgets.get(tier) or 0)}" for tier in short)
     needed = " ".join(f"--{tier}-mem {nbytes}" for tier, nbytes in enough.items())
+    with_it = replace(q, budgets={**q.budgets, **enough})
+    reads = disk_reads(q, held.policy)
+    more = worth_more(with_it, reads)
+    read = f" and {format_bytes(reads)} of disk reads" if reads else ""
     return (
         f"{given} {'is' if len(short) == 1 else 'are'} too small for any policy by "
         f"{', '.join(map(format_bytes, short.values()))}; the smallest that would do: {needed} "
-        f"({', '.join(map(format_bytes, enough.values()))}), with {_switches(q, held.policy)}"
+        f"({', '.join(map(format_bytes, enough.values()))}), with {_switches(q, held.policy)}{read}"
+        f"{'' if more is None else '; ' + more.text}"
     )
+
+
+@dataclass(frozen=True)
+class More:
+    """Budgets, by the tiers that have more of them, and what the pile then reads from disk at most."""
+
+    budgets: Mapping[str, int]
+    disk_read_bytes: float
+
+    @property
+    def text(self) -> str:
+        """`with 200.00 MiB (host) at most 4.40 GiB`: a part of a line that has said what is read with less."""
+        needed = ", ".join(f"{format_bytes(nbytes)} ({tier})" for tier, nbytes in self.budgets.items())
+        return f"with {needed} at most {format_bytes(self.disk_read_bytes)}"
+
+
+def disk_reads(q: Search, policy: Policy) -> float:
+    """Bytes that the pile reads from disk during its sweeps."""
+    return disk_read_bytes(q.machine.setting(q.spec, policy, q.need), even_blocks(policy, q.need))
+
+
+def worth_more(q: Search, reads: float) -> More | None:
+    """Budgets that are a little larger, and less than half of what is read; None where there are none.
+
+    Where memory is just enough for one or two rows, all weights are read for each of them; a few MiB hold many.
+    """
+    found: list[More] = []
+    if not reads:
+        return None
+    for (gbs, batches), places in product(block_sizes(q.need.rows), product(WHOLE[1:], WHOLE, WHOLE[:2])):
+        (weights, cache, hidden) = places
+        for policy in with_sides(q, gbs, batches):
+            held = _held(q, replace(policy, percent=(*weights, *cache, *hidden)))
+            more = {tier: round_up(held.memory.bytes_on(tier), MIB) for tier in held.memory.overflow(dict(q.budgets))}
+            if all(nbytes <= WORTH_MORE * (q.budgets.get(tier) or 0) for tier, nbytes in more.items()) and more:
+                found.append(More(more, disk_reads(q, held.policy)))
+    fewest = min((one.disk_read_bytes for one in found), default=reads)
+    enough = [one for one in found if one.disk_read_bytes <= NEARLY * fewest]
+    return min(enough, key=lambda one: sum(one.budgets.values())) if NEARLY * fewest < reads / 2 else None
 
 
 def _enough(q: Search, held: Held) -> dict[str, int]:

@@ -6,6 +6,8 @@ model's (Sheng et al. 2023, appendix A.3), with H2O's slots in place of the whol
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -23,7 +25,7 @@ from flexgen_h2o.planner.memory import (
     tier_shares,
     weight_parts,
 )
-from flexgen_h2o.planner.need import Batch, Need
+from flexgen_h2o.planner.need import Batch, Block, Need
 from flexgen_h2o.tiers.placement import Part, Shares, is_streamed, split_rows
 
 WHOLE: Shares = (1.0, 0.0, 0.0)
@@ -203,6 +205,34 @@ def hidden_moves(at: Setting, batch: Batch, sweep: int, store: bool) -> tuple[Mo
         else:  # the device's own share is copied out of the ring and back
             found.append(Move("d2h" if store else "h2d", part.rows * row, 1))
     return tuple(found)
+
+
+def disk_read_bytes(at: Setting, blocks: Sequence[tuple[Block, int]]) -> float:
+    """That the sweeps of `blocks`, each as often as it says, read from disk; rows do not end early."""
+    plan, sweeps = at.spec.layers(at.policy.sep_layer), at.need.gen_len
+    used = [layer.unit for layer in plan.layers]
+    # A unit that two layers share (tied head and next embedding) is loaded once, but at the very first.
+    loads = [unit for unit, before in zip(used, [None, *used], strict=False) if unit != before]
+    tied = len(loads) > 1 and loads[0] == loads[-1]
+    weights = sum(_from_disk(weight_moves(at, plan.units[unit])) for unit in loads[tied:])
+    columns = [*zip(at.need.slots, at.need.kept, strict=True)]
+    blocks_alike = {columns.index(key): count for key, count in Counter(columns).items()}
+
+    def of_batch(batch: Batch) -> float:
+        hidden = [_from_disk(hidden_moves(at, batch, sweep, store=False)) for sweep in (0, 1)]
+        cache = 0.0
+        for sweep in range(1, sweeps if at.policy.cache_shares[2] else 1):
+            cache += sum(n * _from_disk(kv_load_moves(at, i, batch, sweep)) for i, n in blocks_alike.items())
+        return cache + (len(used) - 1) * (hidden[0] + (sweeps - 1) * hidden[1])
+
+    total = _from_disk(weight_moves(at, plan.units[loads[0]])) if tied else 0.0
+    for block, count in blocks:
+        total += count * (sweeps * weights + sum(n * of_batch(batch) for batch, n in Counter(block).items()))
+    return total
+
+
+def _from_disk(moves: Sequence[Move]) -> float:
+    return sum(move.nbytes for move in moves if move.lane == "disk_read")
 
 
 def hidden_is_brought(at: Setting) -> bool:

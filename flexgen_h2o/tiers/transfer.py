@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
@@ -22,11 +23,16 @@ class _Cancelled(Exception):
 
 
 class Lanes:
-    """Named worker queues (`disk_read`, `disk_write`, `h2d`, `d2h`), each with its own threads and byte counter."""
+    """Named worker queues (`disk_read`, `disk_write`, `h2d`, `d2h`), each with its own threads.
+
+    bytes_moved: over each lane's link; bytes_by_name: the same by (lane, name of the operation).
+    """
 
     def __init__(self, threads: dict[str, int], timeline: Timeline) -> None:
         self.timeline = timeline
         self.bytes_moved = dict.fromkeys(threads, 0)
+        self.bytes_by_name: Counter[tuple[str, str]] = Counter()
+        self._current = threading.local()  # `name`: of the operation that a worker is at
         self._queues: dict[str, queue.SimpleQueue[_Job | None]] = {lane: queue.SimpleQueue() for lane in threads}
         self._failure: BaseException | None = None
         self._closed = False
@@ -49,9 +55,10 @@ class Lanes:
         return done
 
     def count(self, lane: str, nbytes: int) -> None:
-        """Count bytes that crossed a lane's link inside a job of another lane."""
+        """Count bytes that crossed a lane's link, inside a job of that or of another lane."""
         with self._lock:
             self.bytes_moved[lane] += nbytes
+            self.bytes_by_name[lane, self._current.name] += nbytes
 
     def close(self) -> None:
         """Drop what is queued, end the threads and wait for them."""
@@ -71,7 +78,7 @@ class Lanes:
                 continue
             try:
                 wait_all(job.after)
-                start = time.perf_counter()
+                start, self._current.name = time.perf_counter(), job.name
                 moved = job.run()
                 self.timeline.record(lane, job.name, start, time.perf_counter(), row)
             except BaseException as error:

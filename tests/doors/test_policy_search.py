@@ -230,6 +230,27 @@ def test_the_smallest_budget_that_would_do_does(plan: Door, hardware: str, budge
         assert plan(f"{SMALL} {switches} {less}", hardware).code == 3
 
 
+def test_the_smallest_budget_and_the_next_one_worth_having_are_named_with_what_they_read(plan: Door) -> None:
+    """Where the largest layer leaves room for a row only, all weights are read for each row and new token."""
+    task = "--model facebook/opt-125m --dtype float32 --num-prompts 8 --prompt-len 32 --gen-len 8"
+    answer = plan(f"{task} --host-mem 100MiB", "host")
+    refused(answer, 3, "too small for any policy")
+    said = re.search(
+        r"would do: --host-mem (\d+) \(.*with one row at a time and ([\d.]+) GiB of disk reads; "
+        r"with ([\d.]+) MiB \(host\) at most ([\d.]+) GiB",
+        answer.err,
+    )
+    assert said is not None, answer.err
+    least, reads, enough, fewer = (float(text) for text in said.groups())
+    assert fewer < reads / 2 and enough * 2**20 <= 1.25 * least + 2**20
+    two = [object_of(plan(f"{task} --json --host-mem {int(n)}", "host"))["details"] for n in (least, enough * 2**20)]
+    assert two[0]["disk_read_bytes"] <= 1.01 * reads * 2**30
+    assert two[1]["disk_read_bytes"] <= 1.01 * fewer * 2**30 < two[0]["disk_read_bytes"] / 2
+    assert two[0]["worth_more"]["budgets"]["host"] <= 1.25 * least + 2**20
+    shown = plan(f"{task} --host-mem {int(least)}", "host").out
+    assert re.search(r"^disk reads in all: [\d.]+ GiB; with [\d.]+ MiB \(host\) at most [\d.]+ GiB$", shown, re.M)
+
+
 def test_what_does_not_fit_is_said_in_both_ways(plan: Door) -> None:
     answer = plan(f"{SMALL} {GIVEN} --host-mem 10MiB --json")
     refused(answer, 3, "raise --host-mem")

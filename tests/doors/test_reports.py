@@ -24,7 +24,9 @@ CONTRACT = {
     "model", "policy", "eviction", "prompt_len", "gen_len", "num_prompts", "prefill", "decode", "total", "peak_bytes",
     "io_bytes", "kv", "predicted",
 }  # fmt: skip
-BESIDES = {"projected", "model_bytes", "cache_bytes", "hidden_bytes", "extra"}
+BESIDES = {
+    "peak_bytes_by_kind", "io_bytes_by_kind", "projected", "model_bytes", "cache_bytes", "hidden_bytes", "extra",
+}  # fmt: skip
 NUMBER = r"\d+\.\d{3}"
 LOG_LINES = [
     rf"model size: {NUMBER} GB\tcache size: {NUMBER} GB\thidden size \(p\): {NUMBER} GB",
@@ -70,6 +72,56 @@ def test_report_of_a_run_in_three_tiers(door: Callable[..., Answer]) -> None:
     assert all(report["io_bytes"][link] > 0 for link in ("disk_read", "disk_write", "h2d", "d2h"))
     assert all(0 < report["peak_bytes"][tier] <= 32 * 2**20 for tier in ("device", "host", "disk"))
     assert set(report["predicted"]) == {"prefill_s", "decode_s"}
+
+
+@pytest.mark.parametrize("device_mem", [(), ("--device-mem", "32MiB")], ids=["two tiers", "three tiers"])
+@pytest.mark.parametrize(
+    ("percent", "switches"),
+    [
+        ((30, 30) * 3, ()),
+        ((20, 50, 0, 100, 0, 0), ("--hh-ratio", 0.25)),
+        ((0, 100, 40, 30, 100, 0), ("--compress-cache",)),
+        ((50, 0, 0, 50, 0, 100), ("--cpu-cache-compute", "--eviction", "local")),
+    ],
+    ids=str,
+)
+def test_bytes_by_kind_say_what_percent_placed(
+    percent: tuple[int, ...], switches: tuple[object, ...], device_mem: tuple[str, ...], door: Callable[..., Answer]
+) -> None:
+    """Sums are the totals; what has its home on a tier is held there, and nothing of it elsewhere."""
+    flags = ("--percent", *percent, "--gpu-batch-size", 5, "--num-gpu-batches", 2, "--gen-len", 20)
+    report = report_of(door, *flags, *switches, *device_mem)
+    for name in ("io_bytes", "peak_bytes"):
+        kinds, total = report[f"{name}_by_kind"], report[name]
+        assert {key: sum(of[key] for of in kinds.values()) for key in total} == total
+    held, moved = report["peak_bytes_by_kind"], report["io_bytes_by_kind"]
+    assert set(moved) == {"weights", "kv", "hidden"} < set(held)
+    for i, kind in enumerate(("weights", "kv", "hidden")):
+        device, host = percent[2 * i : 2 * i + 2]
+        disk = 100 - device - host
+        assert (held[kind]["disk"] > 0) is (disk > 0 and kind != "weights")  # these stay in the checkpoint
+        assert (moved[kind]["disk_read"] > 0) is (disk > 0)
+        if device_mem:
+            vectors = kind == "weights"  # which stay with the device
+            assert [held[kind][tier] > 0 for tier in ("device", "host")] == [device > 0 or vectors, host > 0]
+        else:
+            assert held[kind]["device"] == 0 and (kind == "hidden" or moved[kind]["h2d"] == moved[kind]["d2h"] == 0)
+    assert held["workspace"]["device" if device_mem else "host"] > 0
+
+
+@pytest.mark.parametrize("cache", [(0, 100), (0, 0)], ids=["host", "disk"])
+def test_attn_sparsity_says_that_it_saves_no_traffic(cache: tuple[int, int], door: Callable[..., Answer]) -> None:
+    """And it does not."""
+    flags = ("--percent", 100, 0, *cache, 100, 0, "--device-mem", "32MiB", "--prompt-len", 40, "--no-log")
+    whole, sparse = (door(*flags, "--attn-sparsity", s, "--json", f"{s}.json") for s in (1.0, 0.2))
+    assert_done(whole)
+    assert_done(sparse)
+    kv, less = (json.loads(Path(f"{s}.json").read_text()) for s in (1.0, 0.2))
+    assert kv["io_bytes_by_kind"] == less["io_bytes_by_kind"] and kv["io_bytes"]["h2d"] > 0
+    assert "sparsity" not in whole.out and "attn_sparsity_saves" not in kv["extra"]
+    [line] = [text for text in sparse.out.splitlines() if text.startswith("attention sparsity")]
+    assert "saves arithmetic, no traffic (KV moved: " in line and " h2d " in f" {line}"
+    assert less["extra"]["attn_sparsity_saves"] == "arithmetic, no traffic"
 
 
 def test_rows_that_end_early_are_counted_as_they_are(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,15 @@ from flexgen_h2o.kvcache.eviction import H2O, Local
 from flexgen_h2o.limits import PAGE, SEGMENT_SLOTS, WRITE_BACK_STEPS
 from flexgen_h2o.planner.costs import ATTENTION_KINDS
 from flexgen_h2o.planner.memory import part_bytes, tier_shares, weight_parts
-from flexgen_h2o.planner.work import Move, Setting, hidden_moves, kv_load_moves, kv_store_moves, weight_moves
+from flexgen_h2o.planner.work import (
+    Move,
+    Setting,
+    disk_read_bytes,
+    hidden_moves,
+    kv_load_moves,
+    kv_store_moves,
+    weight_moves,
+)
 from flexgen_h2o.schedule import weight_sequence, zigzag
 from flexgen_h2o.tiers.disk import aligned_range
 from flexgen_h2o.units import round_up
@@ -25,6 +34,7 @@ from tests.parity.planned import FAMILIES, ITEMSIZE, SHAPE, Run, write_aligned
 from tests.parity.reference import random_model
 
 LANES = ("disk_read", "disk_write", "h2d", "d2h")
+KINDS = ("weights", "kv", "hidden")
 LAYERS, COLUMN = BASE["num_hidden_layers"], 2 * SHAPE["hidden_size"] * ITEMSIZE  # a key and a value of every head
 
 
@@ -35,25 +45,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-def planned(llm: LLM, run: Run) -> dict[str, float]:
-    """Bytes over each lane by planner/work.py, in whole pages where they go to or come from the disk."""
+Moved = dict[str, dict[str, float]]  # by kind and lane
+
+
+def planned(llm: LLM, run: Run) -> Moved:
+    """Bytes of each kind over each lane by planner/work.py, in whole pages where they go to or come from the disk."""
     assert llm.policy is not None
     at = Setting(llm.model.spec, llm.policy, run.need(llm.model.spec), ITEMSIZE, not run.stand_in)
-    found: Counter[str] = Counter()
+    blocks = [(tuple(block), 1) for block in run.blocks]
+    read = sum(move.nbytes for _, move in moves_of(at, run) if move.lane == "disk_read")
+    assert disk_read_bytes(at, blocks) == pytest.approx(read)
+    found: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
     for what, move in moves_of(at, run):
         nbytes = move.nbytes
         if what == "weights":
             assert at.form.packing or nbytes % PAGE == 0
         elif move.lane in ("disk_read", "disk_write"):
             nbytes = move.pieces * round_up(round(nbytes / move.pieces), PAGE)
-        found[move.lane] += nbytes
+        found[what][move.lane] += nbytes
         if move.crosses and move.lane == "disk_read":
-            found["h2d"] += move.nbytes
+            found[what]["h2d"] += move.nbytes
         elif move.crosses:  # a KV unit leaves the device in whole pages too
-            found["d2h"] += nbytes if what == "cache" else move.nbytes
+            found[what]["d2h"] += nbytes if what == "kv" else move.nbytes
     if at.form.packing:
-        found["disk_read"] += ends_of_pages(llm, at, run)
-    return {lane: found[lane] for lane in LANES}
+        found["weights"]["disk_read"] += ends_of_pages(llm, at, run)
+    return {kind: {lane: found[kind][lane] for lane in LANES} for kind in KINDS}
 
 
 def ends_of_pages(llm: LLM, at: Setting, run: Run) -> int:
@@ -80,17 +96,21 @@ def moves_of(at: Setting, run: Run) -> Iterator[tuple[str, Move]]:
             layer, batch = plan.layers[step.layer], block[step.micro_batch]
             if layer.kind in ATTENTION_KINDS:
                 for moves in (kv_load_moves, kv_store_moves):
-                    yield from (("cache", move) for move in moves(at, layer.block, batch, step.sweep))
+                    yield from (("kv", move) for move in moves(at, layer.block, batch, step.sweep))
             for store, end in ((False, 0), (True, len(units) - 1)):
                 if step.layer != end:
                     yield from (("hidden", move) for move in hidden_moves(at, batch, step.sweep, store))
 
 
-def both(run: Run, placement: str, folder: Path, offload_dir: Path) -> tuple[dict[str, float], dict[str, float]]:
-    """Bytes by lane: moved, and planned."""
+def both(run: Run, placement: str, folder: Path, offload_dir: Path) -> tuple[Moved, Moved]:
+    """Bytes by kind and lane: moved, and planned."""
     llm = run.go(folder, PLACEMENTS[placement], offload_dir)
-    assert llm.report is not None
-    return {lane: llm.report.io_bytes[lane] for lane in LANES}, planned(llm, run)
+    report = llm.report
+    assert report is not None
+    for name in ("io_bytes", "peak_bytes"):
+        kinds, total = getattr(report, f"{name}_by_kind"), getattr(report, name)
+        assert {key: sum(of[key] for of in kinds.values()) for key in total} == total
+    return {kind: dict(report.io_bytes_by_kind[kind]) for kind in KINDS}, planned(llm, run)
 
 
 # ---- exact
@@ -138,7 +158,7 @@ PAIRS = [(p, r) for i, p in enumerate(PLACEMENTS) for j, r in enumerate(RUNS) if
 
 @pytest.mark.parametrize(("placement", "run"), PAIRS)
 def test_the_engine_moves_what_is_planned(placement: str, run: str, folder: Path, tmp_path: Path) -> None:
-    """Every lane to the byte."""
+    """Every kind and lane to the byte."""
     moved, expected = both(RUNS[run], placement, folder, tmp_path)
     assert moved == expected
 
@@ -169,6 +189,15 @@ def test_shorter_prompts_move_less(run: Run, placement: str, folder: Path, tmp_p
     assert moved == expected
 
 
+@pytest.mark.parametrize(("rows", "share"), [(1, 3 / 4), (2, 6 / 8), (5, 14 / 20)])
+def test_kv_shares_are_honoured_to_a_kv_head_of_a_row(rows: int, share: float, folder: Path, tmp_path: Path) -> None:
+    """Of 4 kv-heads of one row 30 30 puts 1 on the device, 1 on the host, 2 on disk: 75% leave the device, not 70."""
+    run = Run(rows, 1, lengths=(64,) * rows, new_tokens=1)
+    moved = [run.go(folder, (100, 0, *kv, 100, 0), tmp_path).report for kv in ((30, 30), (0, 100))]
+    split, whole = (report.io_bytes_by_kind["kv"]["d2h"] for report in moved if report is not None)
+    assert split == share * whole
+
+
 # ---- within a bound
 
 
@@ -182,13 +211,14 @@ def test_writing_back_is_spread_evenly(new_tokens: int, folder: Path, tmp_path: 
     moved, expected = both(run, "kv on disk", folder, tmp_path)
     writes = LAYERS * ((new_tokens - 1) // WRITE_BACK_STEPS)
     bound = writes * len(run.lengths) * COLUMN * SEGMENT_SLOTS
-    for lane in LANES:
-        written = lane in ("disk_write", "d2h")
-        assert abs(moved[lane] - expected[lane]) <= (bound if written else 0)
+    for kind, lane in product(KINDS, LANES):
+        written = kind == "kv" and lane in ("disk_write", "d2h")
+        assert abs(moved[kind][lane] - expected[kind][lane]) <= (bound if written else 0)
 
 
 def test_where_slots_do_not_grow_writing_back_is_exact(folder: Path, tmp_path: Path) -> None:
     """With H2O every write-back is of a whole unit."""
     run = Run(new_tokens=40, eviction=H2O(heavy_size=4, recent_size=2))
     moved, expected = both(run, "kv on disk", folder, tmp_path)
-    assert moved == pytest.approx(expected)
+    for kind in KINDS:
+        assert moved[kind] == pytest.approx(expected[kind])

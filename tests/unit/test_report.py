@@ -46,6 +46,14 @@ def make_report(**changes: Any) -> RunReport:
         "decode": PhaseReport(500.0, 144 * 31),
         "peak_bytes": {"device": 3 * GB // 2, "host": 10, "disk": 0},
         "io_bytes": {"disk_read": 1, "disk_write": 2, "h2d": 3, "d2h": 4},
+        "peak_bytes_by_kind": {
+            "weights": {"device": GB, "host": 4, "disk": 0},
+            "kv": {"device": GB // 2, "host": 6, "disk": 0},
+        },
+        "io_bytes_by_kind": {
+            "weights": {"disk_read": 1, "disk_write": 0, "h2d": 3, "d2h": 0},
+            "kv": {"disk_read": 0, "disk_write": 2, "h2d": 0, "d2h": 4},
+        },
         "kv": {"slots": 543, "bytes": 5, "full_bytes": 5},
         "predicted": {"prefill_s": 90.0, "decode_s": None},
         "model_bytes": int(55.803 * GB),
@@ -112,8 +120,8 @@ def test_json_has_the_names_of_the_contract() -> None:
     contract = (
         "model policy eviction prompt_len gen_len num_prompts prefill decode total peak_bytes io_bytes kv predicted"
     )
-    ours = "projected model_bytes cache_bytes hidden_bytes extra"
-    assert list(body) == [*contract.split(), *ours.split()]
+    ours = "peak_bytes_by_kind io_bytes_by_kind projected model_bytes cache_bytes hidden_bytes extra"
+    assert set(body) == {*contract.split(), *ours.split()}
     for phase in ("prefill", "decode", "total"):
         assert list(body[phase]) == ["seconds", "tokens_per_s", "tokens"]
     assert body["policy"] == Policy(**body["policy"]).to_json()
@@ -162,6 +170,13 @@ def test_a_mapping_with_other_keys_is_refused(name: str) -> None:
     for bad in ({**good, "more": 1}, dict(list(good.items())[1:])):
         with pytest.raises(ValueError, match=name):
             make_report(**{name: bad})
+
+
+@pytest.mark.parametrize("name", ["peak_bytes", "io_bytes"])
+def test_kinds_that_do_not_sum_up_are_refused(name: str) -> None:
+    kinds = dict(getattr(make_report(), f"{name}_by_kind"))
+    with pytest.raises(ValueError, match=f"{name}_by_kind"):
+        make_report(**{f"{name}_by_kind": {kind: kinds[kind] for kind in ("weights",)}})
 
 
 # ---- FlexGen's text

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flexgen_h2o import batch
+from flexgen_h2o import LLM, Full, Policy, batch
 from flexgen_h2o.errors import DoesNotFitError, FlexgenError, UsageError
 from flexgen_h2o.jobs import on_ray
 from flexgen_h2o.jobs.lines import Cut, cut_input, read_cut, read_lines, scan_input
-from flexgen_h2o.jobs.on_ray import Notes, Pool, Raised, RayJob, find_pool, window_size
+from flexgen_h2o.jobs.on_ray import Notes, Opening, Pool, Raised, RayJob, find_pool, window_size
 from flexgen_h2o.jobs.output import OutputFile
 from flexgen_h2o.jobs.progress import JobProgress
 from flexgen_h2o.jobs.requests import RequestReader
@@ -249,6 +249,17 @@ def test_errors_of_all_actors_count(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(UsageError, match="--max-errors 1: 2 rows"):
         driven.job.run()
     assert driven.ids() == ["r2", "r0"]
+
+
+def test_an_actor_that_finds_another_model_ends_the_job(tmp_path: Path) -> None:
+    """Started again by Ray after the model was replaced, or on a node that has another one."""
+    args = batch._parser().parse_args(["--offload-dir", str(tmp_path), "--device", "cpu"])
+    how = (args, Policy(), False, Full(), SamplingParams(), None, True)
+    with LLM(offload_dir=tmp_path, device="cpu") as driver:
+        digests = driver.digests()
+    Opening(*how, digests).open(GIB).close()
+    with pytest.raises(FlexgenError, match=r"weights of opt-tiny on .* are not those"):
+        Opening(*how, {**digests, "weights": "0" * 16}).open(GIB)
 
 
 # ---- the door

@@ -1,0 +1,220 @@
+"""Files of a checkpoint that change while it is in use: no row leaves that may have been computed with two models."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from flexgen_h2o import LLM, Policy, SamplingParams
+from flexgen_h2o.checkpoint.resolve import PACKAGED
+from flexgen_h2o.errors import CheckpointChangedError
+from flexgen_h2o.prompts import Completion, prompts_from_python
+from tests.fault.jobs import Jobs, Running, job_server, rows_of, tokens_of, write_input
+from tests.parity.reference import Reference, random_model
+
+ROWS = 200
+NEW_TOKENS = (1, 5, 2, 5, 4)  # of each prompt: some rows finish before the change, others are in the middle
+ON_DISK = (0, 0, 100, 0, 100, 0)
+
+
+def noise(data: bytes) -> bytes:
+    """The same safetensors header over the same values in another order."""
+    start = 8 + int.from_bytes(data[:8], "little")
+    return data[:start] + np.frombuffer(data[start:], np.uint32)[::-1].tobytes()
+
+
+def overwrite(path: Path) -> None:
+    """In place, with the same size and time."""
+    times = path.stat()
+    with path.open("r+b") as file:
+        file.write(noise(path.read_bytes()))
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def replace(path: Path) -> None:
+    other = path.with_name("other")
+    other.write_bytes(noise(path.read_bytes()))
+    os.replace(other, path)
+
+
+def point_elsewhere(path: Path) -> None:
+    """As a link that a download of another revision sets anew."""
+    other = path.with_name("blob")
+    other.write_bytes(noise(path.read_bytes()))
+    path.unlink()
+    path.symlink_to(other)
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+CHANGES = (overwrite, replace, point_elsewhere, remove)
+
+
+@pytest.fixture
+def folder(known: Reference, tmp_path: Path) -> Path:
+    """The known model as the hub's cache has it: links to files with other names."""
+    found, blobs = tmp_path / "model", tmp_path / "blobs"
+    known.model.save_pretrained(blobs, max_shard_size="60KB")
+    found.mkdir()
+    for path in blobs.iterdir():
+        (found / path.name).symlink_to(path)
+    assert len(shards(found)) > 1
+    return found
+
+
+def shards(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def opened(folder: Path, tmp_path: Path, policy: Policy) -> LLM:
+    return LLM(str(folder), policy, dtype="float32", offload_dir=tmp_path / "offload")
+
+
+def run(llm: LLM, known: Reference, refill: bool, at_step: Callable[[int], None]) -> list[Completion]:
+    """What is handed out. at_step: called with the number of each step that logits are looked at."""
+    done: list[Completion] = []
+    steps = 0
+
+    class Watch:
+        def logits(self, rows: list[int], logits: torch.Tensor) -> None:
+            nonlocal steps
+            steps += 1
+            at_step(steps)
+
+        slots = None
+
+    prompts = prompts_from_python(known.prompts, None, llm.model.spec.vocab_size)
+    params = [SamplingParams(max_tokens=n) for n in NEW_TOKENS]
+    try:
+        llm.run(prompts, params, done.extend, Watch(), refill=refill)
+    except CheckpointChangedError:
+        assert len(done) < len(prompts)
+        raise
+    finally:
+        for one in done:
+            assert one.token_ids == known.tokens[one.index][: NEW_TOKENS[one.index]]
+    return done
+
+
+@pytest.mark.parametrize("refill", [True, False])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_run_that_streams_weights_ends(
+    change: Callable[[Path], None],
+    refill: bool,
+    folder: Path,
+    known: Reference,
+    tmp_path: Path,
+    assert_clean: Callable[[], None],
+) -> None:
+    path = shards(folder)[-1] if change is point_elsewhere else shards(folder)[-1].resolve()
+    with opened(folder, tmp_path, Policy(2, 1, ON_DISK)) as llm:
+        with pytest.raises(CheckpointChangedError, match=shards(folder)[-1].name) as caught:
+            run(llm, known, refill, lambda step: change(path) if step == 3 else None)
+        assert "\n" not in str(caught.value)
+        assert_clean()
+        with pytest.raises(CheckpointChangedError):  # the LLM is of the checkpoint that it has opened
+            run(llm, known, refill, lambda step: None)
+    assert_clean()
+
+
+def test_what_is_in_memory_is_not_reached(folder: Path, known: Reference, tmp_path: Path) -> None:
+    """A run that holds all weights goes on, with the right tokens; what would read the files again does not."""
+    with opened(folder, tmp_path, Policy(2, 1, (100, 0, 100, 0, 100, 0))) as llm:
+        done = run(llm, known, True, lambda step: overwrite(shards(folder)[-1].resolve()) if step == 3 else None)
+        assert len(done) == len(known.prompts)
+        assert len(run(llm, known, True, lambda step: None)) == len(known.prompts)
+        llm.close()
+        with pytest.raises(CheckpointChangedError):
+            run(llm, known, True, lambda step: None)
+
+
+@pytest.mark.parametrize("policy", [Policy(2, 1), Policy(2, 1, ON_DISK), Policy(2, 1, compress_weight=True)])
+def test_between_opening_and_loading(policy: Policy, folder: Path, known: Reference, tmp_path: Path) -> None:
+    """Where tensors lie was read from the files as they were."""
+    with opened(folder, tmp_path, policy) as llm:
+        llm.digests()
+        overwrite(shards(folder)[0].resolve())
+        with pytest.raises(CheckpointChangedError):
+            run(llm, known, False, lambda step: None)
+        with pytest.raises(CheckpointChangedError):
+            llm.digests()
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "config.json", "tokenizer.json"])
+def test_a_job_is_of_the_files_that_it_has_read(name: str, known: Reference, tmp_path: Path) -> None:
+    """Between reading them and saying in the sidecar what they were."""
+    model = tmp_path / "model"
+    model.mkdir()
+    known.model.config.save_pretrained(model)
+    shutil.copy(PACKAGED["opt-tiny"] / "tokenizer.json", model)
+    torch.save(known.model.state_dict(), model / "pytorch_model.bin")
+    with opened(model, tmp_path, Policy(2, 1)) as llm:
+        before = llm.digests()
+        assert before == llm.digests()
+        os.utime(model / name)
+        with pytest.raises(CheckpointChangedError, match=name):
+            llm.digests()
+
+
+# ---- Jobs in processes of their own
+
+
+@pytest.fixture(scope="module")
+def jobs() -> Iterator[Jobs]:
+    with job_server() as found:
+        yield found
+
+
+def started(jobs: Jobs, folder: Path) -> Running:
+    return jobs.start(folder, "--model", "model", "--percent", *map(str, ON_DISK))
+
+
+def test_a_job_whose_model_is_overwritten(jobs: Jobs, tmp_path: Path) -> None:
+    """It ends, a rerun refuses to mix, and with the old weights back it is finished with the right tokens."""
+    model, apart = tmp_path / "model", tmp_path / "apart"
+    for folder in (tmp_path, apart):
+        shutil.copytree(PACKAGED["opt-tiny"], folder / "model")
+        write_input(folder, ROWS)
+    whole = started(jobs, apart)
+    assert whole.wait() == 0, whole.err
+    right = tokens_of(rows_of(whole.output))
+
+    weights = model / "model.safetensors"
+    old = weights.read_bytes()
+    job = started(jobs, tmp_path)
+    job.wait_for_rows(ROWS // 20)
+    overwrite(weights)
+    assert job.wait() == 1, job.err
+    line = job.err.splitlines()[-1]
+    assert line.startswith("batch: ") and "model.safetensors" in line and "Traceback" not in job.err
+    found = tokens_of(rows_of(job.output))
+    assert len(found) < len(right) and found.items() <= right.items()
+
+    again = started(jobs, tmp_path)
+    assert again.wait() == 2 and "model" in again.err
+    weights.write_bytes(old)
+    last = started(jobs, tmp_path)
+    assert last.wait() == 0, last.err
+    assert tokens_of(rows_of(last.output)) == right
+
+
+def test_random_weights_are_read_by_one_model(known: Reference, tmp_path: Path) -> None:
+    """Files of the package's own in the offload dir count as any others."""
+    folder = tmp_path / "model"
+    random_model().config.save_pretrained(folder)
+    prompts = prompts_from_python(known.prompts, None, 120)
+    llm = LLM(str(folder), Policy(2, 1, ON_DISK), dtype="float32", path="_DUMMY_", offload_dir=tmp_path / "offload")
+    with llm:
+        llm.run(prompts, SamplingParams(max_tokens=2), lambda done: None)
+        [written] = (tmp_path / "offload").rglob("*.safetensors")
+        overwrite(written)
+        with pytest.raises(CheckpointChangedError, match=written.name):
+            llm.run(prompts, SamplingParams(max_tokens=2), lambda done: None)
