@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flexgen_h2o.errors import FlexgenError, UsageError
+from flexgen_h2o.files import read_json
 from flexgen_h2o.jobs.files import replace_json
 from flexgen_h2o.jobs.lines import Scan
 
@@ -54,7 +55,7 @@ def read_sidecar(output: Path) -> Sidecar | None:
     """None where there is none; UsageError for a file that is not one."""
     path = sidecar_path(output)
     try:
-        body = json.loads(path.read_text(encoding="utf-8"))
+        body = read_json(path)
         if body["schema"] != SCHEMA:
             raise UsageError(f"{path}: schema is {body['schema']!r}, this version reads {SCHEMA}")
         source = body["input"]

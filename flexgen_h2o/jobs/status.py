@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from flexgen_h2o.errors import UsageError
+from flexgen_h2o.files import read_json
 from flexgen_h2o.jobs.files import replace_json
 from flexgen_h2o.jobs.output import is_locked
 from flexgen_h2o.units import format_bytes, format_seconds
@@ -61,7 +61,7 @@ def read_status(output: Path) -> Status:
     """
     path = status_path(output)
     try:
-        status = Status(**json.loads(path.read_text(encoding="utf-8")))
+        status = Status(**read_json(path))
         if not all(isinstance(getattr(status, name), int | float) for name in _NUMBERS):
             raise TypeError
     except FileNotFoundError as error:
