@@ -23,11 +23,13 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from flexgen_h2o.doors import OneLineParser, positive
 from flexgen_h2o.errors import UsageError
+from flexgen_h2o.prompts import lines_of
 from flexgen_h2o.source import find_model
 
 ARTICLES = common.ROOT.parent / "shared" / "data" / "xsum_0shot.jsonl"
@@ -85,13 +87,7 @@ def read_articles(path: Path, count: int, model_name: str) -> list[dict[str, Any
     """Greedy records whose articles leave room for their new tokens. UsageError: the file has none, or another line."""
     model = find_model(model_name, None, None)
     assert model.tokenizer is not None
-    try:
-        lines = path.read_text().splitlines()[:count]
-    except OSError as error:
-        raise UsageError(f"--input {path}: cannot be read ({error.strerror}); give a file of article lines") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"--input {path}: is not text; give a file of article lines") from error
-    records = [_record(path, number, line) for number, line in enumerate(lines, 1)]
+    records = [_record(place, line) for place, line in islice(lines_of(path, "--input"), count)]
     if not records:
         raise UsageError(f"--input {path}: is empty; give a file of article lines")
     for record in records:
@@ -103,13 +99,13 @@ def read_articles(path: Path, count: int, model_name: str) -> list[dict[str, Any
     return records
 
 
-def _record(path: Path, number: int, line: str) -> dict[str, Any]:
+def _record(place: str, line: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except ValueError:
         record = None
     if not isinstance(record, dict) or not record.keys() >= {"article", "max_tokens", "stop"}:
-        raise UsageError(f"--input {path}: line {number} is no JSON object with an article, max_tokens and stop")
+        raise UsageError(f"{place}: is no JSON object with an article, max_tokens and stop")
     return record
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flexgen_h2o.errors import UsageError
-from flexgen_h2o.files import write_whole
+from flexgen_h2o.files import read_json, write_whole
 from flexgen_h2o.units import parse_bytes
 
 DType = Literal["float32", "bfloat16", "float16"]
@@ -372,10 +372,10 @@ def write_policy(path: Path, saved: SavedPolicy) -> None:
 def read_policy(path: Path) -> SavedPolicy:
     """Read and validate a policy file; UsageError names the file and the unknown, missing or bad field."""
     try:
-        body = json.loads(path.read_text())
+        body = read_json(path)
     except OSError as error:
         raise UsageError(f"--policy {path}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UsageError(f"--policy {path}: not a JSON file ({error})") from error
     if not isinstance(body, dict):
         raise UsageError(f"--policy {path}: a JSON object is expected")

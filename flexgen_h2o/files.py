@@ -1,18 +1,75 @@
-"""The one writer of files: results that appear whole or not at all, and drafts that lead nowhere else.
+"""The one reader and the one writer of files.
 
-No name of a draft can be known beforehand, and none is opened that is there already, as a link too.
+What is read is a regular file of bounded size, so that no device or pipe fills the memory. Results appear whole or not
+at all: no name of a draft can be known beforehand, and none is opened that is there already, as a link too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import secrets
 import stat
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
+
+# Of a settings file: policy, profile, config, index, sidecar. Parsed, it takes at most some twenty times as much.
+MOST_JSON_BYTES = 8 * 2**20
+# Of a line of prompts or requests. A million token ids of six digits, each with a comma and a space, fit in.
+MOST_LINE_BYTES = 8 * 2**20
+_LONG_LINE_PIECE = 2**20
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """A file to read from, if it is a regular one, by links or not. OSError: a device, a pipe, a folder; not there."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)  # a pipe must not be waited for
+    try:
+        mode = os.fstat(fd).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "is no regular file; save what it gives in a file, and name that", str(path))
+        return open(fd, "rb")
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def read_bounded(path: Path, most: int = MOST_JSON_BYTES) -> bytes:
+    """A regular file's bytes. OSError as of `open_regular`, and where there are more than `most`."""
+    with open_regular(path) as file:
+        # The size is asked first, so that nothing is read of a large file, and not believed: that of /proc's is 0.
+        is_large = os.fstat(file.fileno()).st_size > most
+        data = b"" if is_large else file.read(most + 1)
+        if is_large or len(data) > most:
+            raise OSError(errno.EFBIG, f"is larger than {most // 2**20} MiB", str(path))
+    return data
+
+
+def read_json(path: Path, most: int = MOST_JSON_BYTES) -> Any:
+    """The value of a JSON file. OSError as of `read_bounded`, ValueError where it is not JSON."""
+    try:
+        return json.loads(read_bounded(path, most))
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def read_lines(path: Path, offset: int = 0) -> Iterator[tuple[bytes, bool]]:
+    """The lines of a regular file from a byte on, each with its newline; OSError as of `open_regular`.
+
+    A line of more than MOST_LINE_BYTES comes in pieces. The flag says of each piece: does its line go on?
+    """
+    with open_regular(path) as file:
+        file.seek(offset)
+        goes_on = False
+        while raw := file.readline(min(_LONG_LINE_PIECE, MOST_LINE_BYTES) if goes_on else MOST_LINE_BYTES):
+            goes_on = not raw.endswith(b"\n") and bool(file.peek(1))
+            yield raw, goes_on
+
 
 # What open says of O_TMPFILE where the file system, or the kernel, has no files without a name.
 _NO_NAMELESS = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)

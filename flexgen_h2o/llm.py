@@ -196,7 +196,8 @@ class LLM:
         `run`.
         """
         encode = self.model.encode if self.model.tokenizer is not None else None
-        read = prompts_from_python(prompts, encode, self.model.spec.vocab_size)
+        spec = self.model.spec
+        read = prompts_from_python(prompts, encode, spec.vocab_size, spec.max_positions)
         done: list[Completion] = []
         if read:
             self.run(read, params or SamplingParams(), done.extend, Watches(watch_logits), refill=refill)

@@ -17,7 +17,7 @@ from typing import Any
 
 from flexgen_h2o.config import DTYPE_BYTES
 from flexgen_h2o.errors import FlexgenError, UsageError
-from flexgen_h2o.files import write_whole
+from flexgen_h2o.files import read_json, write_whole
 from flexgen_h2o.paths import policies_folder, usable_path
 
 PROFILE_SCHEMA = 4
@@ -210,10 +210,10 @@ def find_profile(name_or_path: str | Path, flag: str = "--hardware") -> Path:
 def read_profile(path: Path, flag: str = "--hardware") -> HardwareProfile:
     """Read and validate a profile file; UsageError names the file and the unknown, missing or bad field."""
     try:
-        body = json.loads(path.read_text(encoding="utf-8"))
+        body = read_json(path)
     except OSError as error:
         raise UsageError(f"{flag} {path}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UsageError(f"{flag} {path}: not a JSON file ({error})") from error
     try:
         return profile_from_json(body)

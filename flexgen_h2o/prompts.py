@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import cycle, islice, takewhile
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.config import check_int
 from flexgen_h2o.errors import FlexgenError, UsageError
-from flexgen_h2o.files import replacing
+from flexgen_h2o.files import MOST_LINE_BYTES, read_lines, replacing
 from flexgen_h2o.prefixes import Sharing, family_order, neighbours
 
 if TYPE_CHECKING:  # it imports torch, and prompts are read without
@@ -24,6 +25,7 @@ if TYPE_CHECKING:  # it imports torch, and prompts are read without
 
 Encode = Callable[[str], list[int]]
 
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
 BENCHMARK_TEXT = "Paris is the capital city of"
 # Ids below this are special tokens in every family's vocabulary (pad, begin, end, unknown).
 _FIRST_PLAIN_ID = 4
@@ -78,33 +80,43 @@ def read_prompts(path: Path, encode: Encode | None, vocab_size: int) -> list[Pro
     return prompts
 
 
+class TooLongError(UsageError):
+    """A prompt that the model's positions cannot hold."""
+
+
 def lines_of(path: Path, flag: str) -> Iterator[tuple[str, str]]:
-    """The lines of a UTF-8 file that are not blank, each with `FLAG FILE:LINE`; UsageError where one cannot be read."""
+    """The lines of a UTF-8 file that are not blank, each with `FLAG FILE:LINE`; UsageError where one cannot be read,
+    or has more than MOST_LINE_BYTES."""
     try:
-        lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
+        for number, (raw, goes_on) in enumerate(read_lines(path), start=1):
+            place = f"{flag} {path}:{number}"
+            if goes_on:
+                raise UsageError(f"{place}: is longer than {MOST_LINE_BYTES // 2**20} MiB; shorten it")
+            text = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
+            try:
+                line = text.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise UsageError(f"{place}: not UTF-8 text; save the file as UTF-8") from error
+            if line.strip():
+                yield place, line
     except OSError as error:
         raise UsageError(f"{flag} {path}: {error.strerror or error}") from error
-    for number, raw in enumerate(lines, start=1):
-        place = f"{flag} {path}:{number}"
-        try:
-            line = raw.removesuffix(b"\r").decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise UsageError(f"{place}: not UTF-8 text; save the file as UTF-8") from error
-        if line.strip():
-            yield place, line
 
 
-def prompts_from_python(inputs: Sequence[str | Sequence[int]], encode: Encode | None, vocab_size: int) -> list[Prompt]:
+def prompts_from_python(
+    inputs: Sequence[str | Sequence[int]], encode: Encode | None, vocab_size: int, positions: int | None = None
+) -> list[Prompt]:
     """Prompts from strings and token ids (lists, tuples, 1-D numpy arrays or torch tensors of ints), any mix.
 
-    Checked as those of a file; raises UsageError naming `prompts[i]`. No inputs give no prompts.
+    Checked as those of a file; raises UsageError naming `prompts[i]`. No inputs give no prompts. positions: as of
+    `make_prompt`.
     """
     if isinstance(inputs, str | bytes):
         raise UsageError("prompts: a list of prompts is needed, not one string; write [prompt]")
     prompts: list[Prompt] = []
     for i, given in enumerate(inputs):
         try:
-            prompts.append(make_prompt(i, given, encode, vocab_size))
+            prompts.append(make_prompt(i, given, encode, vocab_size, positions))
         except UsageError as error:
             raise UsageError(f"prompts[{i}]: {error}") from error
     return prompts
@@ -220,15 +232,21 @@ def prompt_of_json(line: str) -> object:
     return value
 
 
-def make_prompt(index: int, given: object, encode: Encode | None, vocab_size: int) -> Prompt:
-    """A prompt of a text or of token ids; UsageError says what is wrong with it."""
+def make_prompt(
+    index: int, given: object, encode: Encode | None, vocab_size: int, positions: int | None = None
+) -> Prompt:
+    """A prompt of a text or of token ids; UsageError says what is wrong with it. More ids than `positions` are a
+    TooLongError, before they are looked at one by one; of a text, that is for `encode` to say."""
     if not isinstance(given, str):
+        size = len(given) if isinstance(given, list | tuple) or getattr(given, "ndim", 0) else 0  # type: ignore[arg-type]
+        if positions is not None and size > positions:
+            raise TooLongError(f"{size} tokens, but the model has {positions} positions; shorten it")
         return Prompt(index, _check_ids(given, vocab_size), None)
     if encode is None:
         raise UsageError(
             "a text prompt needs a tokenizer and this model has none (random weights never do); give prompt_token_ids"
         )
-    if any("\ud800" <= c <= "\udfff" for c in given):
+    if _HALF_PAIR.search(given):
         raise UsageError("the prompt holds half of a surrogate pair, which is not text")
     return Prompt(index, _check_ids(encode(given), vocab_size), given)
 

@@ -21,6 +21,7 @@ from flexgen_h2o.limits import SAMPLING_CHUNK
 
 GREEDY_BELOW = 1e-5
 MOST_LOGPROBS = 20  # likeliest tokens a step, as in OpenAI's chat API
+MOST_STOP_CHARACTERS = 4096  # of all stop strings of a row together: they are looked for after each token
 _NUCLEUS_GUESS = 1024
 # Tokens looked at beyond the longest stop string: a UTF-8 character cut at the window's start spoils up to 4 of them.
 _WINDOW_MARGIN = 8
@@ -282,4 +283,6 @@ def _check_stop(value: object) -> tuple[str, ...]:
     for s in strings:
         if not isinstance(s, str) or not s:
             raise UsageError(f"stop: {s!r} is not a string with at least one character")
+    if sum(map(len, strings)) > MOST_STOP_CHARACTERS:
+        raise UsageError(f"stop: the strings have more than {MOST_STOP_CHARACTERS} characters in all; shorten them")
     return tuple(strings)

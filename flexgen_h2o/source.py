@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,26 @@ from flexgen_h2o.checkpoint.fingerprint import States, check_unchanged, label, s
 from flexgen_h2o.checkpoint.resolve import DUMMY, find_folder
 from flexgen_h2o.config import ModelSpec
 from flexgen_h2o.errors import UsageError
+from flexgen_h2o.files import open_regular
 from flexgen_h2o.models import built_in_names, built_in_spec, one_line, spec_from_folder
 from flexgen_h2o.packing import Packing
+from flexgen_h2o.prompts import TooLongError
+from flexgen_h2o.units import MIB
 
 _SOME_ANSWER = "\u241fanswer\u241f"  # stands for an answer in a conversation that is still to be had
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "tokenizer_config.json")
 _BESIDE_TOKENIZERS = ("merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template.jinja")
+# What transformers reads besides.
+_OTHER_TOKENIZER_FILES = (
+    "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json", "chat_template.json", "processor_config.json"
+)  # fmt: skip
+_MOST_TOKENIZER_BYTES = 64 * MIB  # of a file; the largest known have 35 MB
+# A tokenizer takes some 300 bytes a character: long texts are measured, and cut, in pieces.
+PIECE_CHARACTERS = 2**16
+LONG_PIECE_CHARACTERS = 2**18
+# Tokens that a piece may have more because it was cut off. The whole may have half as many as its pieces and no less.
+_CUT_TOKENS, _CUT_SHARE = 256, 2
+MOST_RENDERED_CHARACTERS = 8 * 2**20  # of a chat template's text: beyond any model's positions
 
 
 @dataclass(frozen=True)
@@ -45,9 +61,34 @@ class Model:
     files: States = field(default_factory=dict)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt with the tokenizer's own special tokens; prompts that are too long are found later."""
+        """Token ids of a prompt with the tokenizer's own special tokens. TooLongError as of `check_fits`; prompts that
+        are a little too long are found later."""
         assert self.tokenizer is not None
+        self.check_fits(text)
         return list(self.tokenizer(text, verbose=False)["input_ids"])
+
+    def check_fits(self, text: str) -> None:
+        """TooLongError for a text of far more tokens than there are positions, in little memory: the tokens of its
+        pieces are counted until they are too many."""
+        tokens, positions = 0, self.spec.max_positions
+        if len(text) <= PIECE_CHARACTERS:
+            return
+        for at in range(0, len(text), PIECE_CHARACTERS):
+            tokens += max(0, len(self.encode_more(text[at : at + PIECE_CHARACTERS])) - _CUT_TOKENS)
+            if tokens > _CUT_SHARE * positions:
+                raise TooLongError(
+                    f"{len(text)} characters, too many for the {positions} positions of {self.name}; shorten it"
+                )
+
+    def encode_beginning(self, text: str, tokens: int) -> list[int]:
+        """As `encode`, of a beginning of the text that has at least so many tokens; of the whole where it has fewer."""
+        assert self.tokenizer is not None
+        size = PIECE_CHARACTERS
+        while True:
+            ids = list(self.tokenizer(text[:size], verbose=False)["input_ids"])
+            if size >= len(text) or len(ids) >= tokens + _CUT_TOKENS:
+                return ids
+            size *= 2
 
     def encode_message(self, text: str) -> list[int]:
         """Token ids of a user's message, up to where the answer begins, by the tokenizer's chat template.
@@ -56,6 +97,8 @@ class Model:
         """
         try:
             return self.encode_chat([{"role": "user", "content": text}])
+        except TooLongError:
+            raise
         except ValueError as error:
             raise UsageError(f"the chat template of {self.name} cannot take the prompt ({error})") from error
 
@@ -71,8 +114,11 @@ class Model:
         return bool(getattr(self.tokenizer, "chat_template", None))
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a conversation, up to where the answer begins. ValueError if the template does not take it."""
-        return self.encode_more(self._chat_text(messages))
+        """Token ids of a conversation, up to where the answer begins. ValueError if the template does not take it,
+        TooLongError where it is too long."""
+        text = self._chat_text(messages)
+        self.check_fits(text)
+        return self.encode_more(text)
 
     def encode_turn(self, users: Sequence[str]) -> list[int]:
         """Token ids of the last of a user's messages, by the chat template, up to where its answer begins.
@@ -86,19 +132,35 @@ class Model:
         head, answer, turn = self._chat_text(messages[:-1]).rpartition(_SOME_ANSWER)
         if bool(answer) != (len(users) > 1) or head.count(_SOME_ANSWER) != max(0, len(users) - 2):
             raise ValueError("it leaves out answers that came before")
+        self.check_fits(turn)
         return self.encode_more(turn)
 
     def _chat_text(self, messages: Sequence[Mapping[str, Any]]) -> str:
         assert self.tokenizer is not None
         try:
-            return str(self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+            _bound_template(self.tokenizer)
+            text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except TooLongError:
+            raise
         except Exception as error:  # of the template's language: many kinds
             raise ValueError(one_line(error) or type(error).__name__) from error
+        return str(text)
 
     def encode_more(self, text: str) -> list[int]:
         """Token ids of text that has its special tokens in it, or that others stand before."""
         assert self.tokenizer is not None
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def encode_long(self, text: str) -> list[int]:
+        """As `encode_more`, of a text of any length: a longer one in pieces, cut behind an end of line if it can be."""
+        found, at = [], 0
+        while at < len(text):
+            end = at + LONG_PIECE_CHARACTERS
+            if end < len(text):
+                end = text.rfind("\n", at, end) + 1 or end
+            found += self.encode_more(text[at:end])
+            at = end
+        return found
 
 
 def find_model(model: str, path: str | None, revision: str | None = None) -> Model:
@@ -183,9 +245,45 @@ def shape_fingerprint(config: dict[str, Any]) -> str:
 def _load_tokenizer(folder: Path) -> Any | None:
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         return None
+    for name in (*TOKENIZER_FILES, *_BESIDE_TOKENIZERS, *_OTHER_TOKENIZER_FILES):
+        _check_tokenizer_file(folder / name)
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # transformers and tokenizers raise many kinds for a bad file
         raise UsageError(f"{folder}: its tokenizer cannot be read ({str(error).splitlines()[0]})") from error
+
+
+def _check_tokenizer_file(path: Path) -> None:
+    """UsageError for what transformers must not read: no regular file, or too large a one."""
+    try:
+        with open_regular(path) as file:
+            if file.seek(0, 2) > _MOST_TOKENIZER_BYTES:
+                raise UsageError(f"{path}: is larger than {_MOST_TOKENIZER_BYTES // MIB} MiB, and so no tokenizer")
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}") from error
+
+
+def _bound_template(tokenizer: Any) -> None:
+    """Let the text of the chat template end with a TooLongError at MOST_RENDERED_CHARACTERS, while it is put together.
+
+    transformers keeps compiled templates; where it does so otherwise than now, the text has no bound.
+    """
+    from transformers.utils import chat_template_utils
+
+    compiled = getattr(chat_template_utils, "_compile_jinja_template", None)
+    if compiled is not None:
+        compiled(tokenizer.get_chat_template()).environment.concat = partial(_joined, MOST_RENDERED_CHARACTERS)
+
+
+def _joined(most: int, pieces: Iterable[str]) -> str:
+    found, size = StringIO(), 0
+    for piece in pieces:
+        size += len(piece)
+        if size > most:
+            raise TooLongError(f"the chat template makes more than {most} characters of it; shorten it")
+        found.write(piece)
+    return found.getvalue()

@@ -6,7 +6,6 @@ One run is one JSON object: `machine model prompt_len gen_len percent gbs num_gp
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import lru_cache
@@ -15,6 +14,7 @@ from typing import Any
 
 from flexgen_h2o.config import DTYPE_BYTES, ModelSpec, Policy, TensorSpec
 from flexgen_h2o.errors import UsageError
+from flexgen_h2o.files import read_json
 from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.planner.memory import plan_within
 from flexgen_h2o.planner.need import Need, even_blocks, shape_of
@@ -80,10 +80,10 @@ class Run:
 def read_runs(path: Path) -> tuple[Run, ...]:
     """The runs of a file. UsageError names the file, the run and the unknown, missing or bad field."""
     try:
-        body = json.loads(path.read_text(encoding="utf-8"))
+        body = read_json(path)
     except OSError as error:
         raise UsageError(f"--runs {path}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UsageError(f"--runs {path}: not a JSON file ({error})") from error
     if not isinstance(body, dict) or not isinstance(body.get("runs"), list) or not body["runs"]:
         raise UsageError(f"--runs {path}: an object with a list `runs` is expected")

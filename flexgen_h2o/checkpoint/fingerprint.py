@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from flexgen_h2o.errors import CheckpointChangedError
+from flexgen_h2o.files import open_regular
 
 WHOLE_BYTES = 32 * 2**20
 SAMPLES, SAMPLE_BYTES = 64, 4096  # of a larger file, evenly from its first byte to its last
@@ -39,7 +40,7 @@ def sample_digest(paths: Sequence[Path]) -> str:
     for path in paths:
         size = path.stat().st_size
         digest.update(json.dumps([path.name, size]).encode())
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             if size <= WHOLE_BYTES:
                 digest.update(file.read())
                 continue

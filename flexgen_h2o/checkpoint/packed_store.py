@@ -21,7 +21,7 @@ from flexgen_h2o.checkpoint.shards import plan_shards, tensors_of, write_shards
 from flexgen_h2o.checkpoint.stored import Checkpoint, StoredTensor
 from flexgen_h2o.config import DTYPE_BYTES, ModelSpec, TensorSpec
 from flexgen_h2o.errors import UsageError
-from flexgen_h2o.files import write_new
+from flexgen_h2o.files import read_json, write_new
 from flexgen_h2o.limits import PACK_CHUNK
 from flexgen_h2o.packing import GROUP, Packing
 from flexgen_h2o.tiers.buffers import host_buffer
@@ -121,8 +121,8 @@ def _record(packing: Packing) -> dict[str, object]:
 def _check_record(folder: Path, packing: Packing) -> None:
     path = folder / RECORD_NAME
     try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        found = read_json(path)
+    except (OSError, ValueError) as error:
         raise UsageError(f"{path}: not a readable JSON file ({error})") from error
     if not isinstance(found, dict) or not _record(packing).items() <= found.items():
         raise UsageError(f"{path}: describes other weights")

@@ -16,7 +16,7 @@ from flexgen_h2o.checkpoint.safetensors_format import FROM_ENGINE, Entry
 from flexgen_h2o.checkpoint.shards import plan_shards, tensors_of, write_shards
 from flexgen_h2o.config import DTYPE_BYTES, ModelSpec, TensorSpec
 from flexgen_h2o.errors import UsageError
-from flexgen_h2o.files import write_new
+from flexgen_h2o.files import read_json, write_new
 
 if TYPE_CHECKING:
     import torch
@@ -93,7 +93,7 @@ def record_of(spec: ModelSpec, config_json: dict[str, Any], dtype: str, seed: in
 
 def _check_record(folder: Path, record: dict[str, Any]) -> None:
     try:
-        found = json.loads((folder / RECORD_NAME).read_bytes())
+        found = read_json(folder / RECORD_NAME)
     except (OSError, ValueError):
         found = None
     if found != record:

@@ -6,8 +6,11 @@ Reads headers and the index only, never a tensor; knows no model.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
+from itertools import accumulate
 from math import prod
+from operator import mul
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -22,8 +25,11 @@ from flexgen_h2o.checkpoint.safetensors_format import (
 )
 from flexgen_h2o.checkpoint.stored import StoredTensor
 from flexgen_h2o.errors import UsageError
+from flexgen_h2o.files import open_regular, read_json
 
 AGAIN = "download it again"
+MOST_INDEX_BYTES = 16 * 2**20
+_MOST_NUMBER = 2**64 - 1  # of what the safetensors library counts with
 
 
 def has_safetensors(folder: Path) -> bool:
@@ -61,10 +67,10 @@ def read_index(folder: Path) -> dict[str, StoredTensor]:
 def read_weight_map(index: Path) -> dict[str, str]:
     """The `weight_map` of an index file: tensor name -> file name. Raises UsageError that names the file."""
     try:
-        body = json.loads(index.read_bytes())
+        body = read_json(index, MOST_INDEX_BYTES)
     except OSError as error:
         raise UsageError(f"{index}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UsageError(f"{index}: not a JSON file ({error}); {AGAIN}") from error
     weight_map = body.get("weight_map") if isinstance(body, dict) else None
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
@@ -74,10 +80,15 @@ def read_weight_map(index: Path) -> dict[str, str]:
 
 def shard_path(index: Path, shard: str) -> Path:
     """Where the shard `shard` of `index` lies. Raises UsageError: not there, or a name that leaves the folder."""
+    shown = repr(shard) if len(shard) <= 80 else f"{shard[:60]!r}... ({len(shard)} characters)"
+    if Path(shard).name != shard or shard == ".." or "\0" in shard:
+        raise UsageError(f"{index}: {shown} is not a plain file name; {AGAIN}")
     path = index.parent / shard
-    if Path(shard).name != shard:
-        raise UsageError(f"{index}: {shard!r} is not a plain file name; {AGAIN}")
-    if not path.is_file():
+    try:
+        is_there = path.is_file()
+    except OSError as error:  # a name that no file can have
+        raise UsageError(f"{index}: lists the shard {shown} ({error.strerror or error}); {AGAIN}") from error
+    if not is_there:
         raise UsageError(f"{path}: {index.name} lists this shard, but it is missing; {AGAIN}")
     return path
 
@@ -87,14 +98,21 @@ def read_file(path: Path) -> dict[str, StoredTensor]:
     state = file_state(path)  # first, so that whatever is written from here on is noticed
     head, start, size = _read_header(path)
     metadata = head.pop("__metadata__", None)
+    if metadata is not None and not (isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())):
+        raise UsageError(f"{path}: the safetensors header is damaged (__metadata__ is not a table of texts); {AGAIN}")
     tensors = {name: replace(_stored(path, name, entry, start), state=state) for name, entry in head.items()}
-    end = max((t.offset + t.nbytes for t in tensors.values()), default=start)
+    end = start
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if tensor.offset != end:
+            what = "lies on another one" if tensor.offset < end else "has bytes before it that belong to no tensor"
+            raise UsageError(f"{path}: tensor {name!r} {what}: at byte {tensor.offset}, {end} expected; {AGAIN}")
+        end += tensor.nbytes
     if size != end:
         what = "is truncated" if size < end else "has bytes that belong to no tensor"
         raise UsageError(f"{path}: {what}: {size} bytes, {end} expected; {AGAIN}")
-    if isinstance(metadata, dict):
+    if metadata:
         # safetensors.torch.save_model notes tied weights this way; the import of .bin files does too.
-        aliases = {a: tensors[kept] for a, kept in metadata.items() if isinstance(kept, str) and kept in tensors}
+        aliases = {a: tensors[kept] for a, kept in metadata.items() if kept in tensors}
         tensors = {**aliases, **tensors}
     return tensors
 
@@ -102,7 +120,7 @@ def read_file(path: Path) -> dict[str, StoredTensor]:
 def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
     """The parsed header, where the data start and the size of the file (bytes)."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = file.seek(0, 2)
             file.seek(0)
             length = int.from_bytes(file.read(LENGTH_BYTES), "little")
@@ -116,7 +134,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
             f" of {size} bytes; {AGAIN}"
         )
     try:
-        head = json.loads(text)
+        head = _HEADER_JSON.decode(text.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: the safetensors header is damaged ({error}); {AGAIN}") from error
     if not isinstance(head, dict):
@@ -134,7 +152,10 @@ def _stored(path: Path, name: str, entry: Any, start: int) -> StoredTensor:
         raise bad
     begin, end = span
     nbytes = end - begin
-    wanted = -(-prod(shape) * DTYPE_BITS[dtype] // 8) if dtype in DTYPE_BITS else nbytes
+    bits = prod(shape) * DTYPE_BITS.get(dtype, 0)
+    wanted = bits // 8 if dtype in DTYPE_BITS else nbytes
+    if bits % 8 or any(n > _MOST_NUMBER for n in accumulate(shape, mul)):
+        raise bad
     if nbytes < 0 or nbytes != wanted:
         raise UsageError(
             f"{path}: tensor {name!r} takes {nbytes} bytes, but {dtype} of shape {tuple(shape)} needs {wanted}; {AGAIN}"
@@ -143,4 +164,28 @@ def _stored(path: Path, name: str, entry: Any, start: int) -> StoredTensor:
 
 
 def _naturals(value: Any) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(v) is int and v >= 0 for v in value)
+    return isinstance(value, list) and all(type(v) is int and 0 <= v <= _MOST_NUMBER for v in value)
+
+
+def _table_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object without names that are there twice, which the format forbids: which of the two would count?"""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        raise ValueError(f"{counts.most_common(1)[0][0]!r} is there twice")
+    return found
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _whole_number(text: str) -> int:
+    if text == "-0":
+        raise ValueError("-0 is not a whole number of at least 0")
+    return int(text)
+
+
+_HEADER_JSON = json.JSONDecoder(
+    object_pairs_hook=_table_of, parse_constant=_no_constant, parse_int=_whole_number
+)  # fmt: skip

@@ -16,10 +16,12 @@ from flexgen_h2o.evaluation.held import bytes_of_column, held_columns
 from flexgen_h2o.evaluation.metrics import perplexity, surprise
 from flexgen_h2o.evaluation.rows import HeldOutText, held_out_text
 from flexgen_h2o.evaluation.watches import StepCounter
+from flexgen_h2o.files import read_bounded
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.source import Model
 
 RESAMPLES = 1000
+MOST_TEXT_BYTES = 16 * 2**20  # of a file: more than any stream is long
 AT_ONCE = 16  # tokens of every stream in one sweep
 
 
@@ -46,12 +48,12 @@ def text_of(path: Path | None, model: Model) -> HeldOutText:
     if path is None:
         return held_out_text(model)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_bounded(path, MOST_TEXT_BYTES).decode("utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise UsageError(f"--text {path}: not UTF-8 text; save the file as UTF-8") from error
     except OSError as error:
         raise UsageError(f"--text {path}: {error.strerror or error}") from error
-    return HeldOutText(model.encode_more, tuple(model.encode("")), model.encode_more(text))
+    return HeldOutText(model.encode_more, tuple(model.encode("")), model.encode_long(text))
 
 
 def streams_of(text: HeldOutText, count: int, length: int | None) -> list[tuple[int, ...]]:

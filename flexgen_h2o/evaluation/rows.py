@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from flexgen_h2o.errors import UsageError
@@ -81,7 +82,7 @@ def rows_of_file(path: Path, model: Model, lengths: Lengths, greedy: bool, most:
     greedy continuation is to be followed, rows are prompts and keep their length, up to that of a prompt. UsageError if
     no row is left.
     """
-    encode = model.encode if model.tokenizer is not None else None
+    encode = partial(model.encode_beginning, tokens=lengths.both) if model.tokenizer is not None else None
     found = [p.token_ids for p in read_prompts(path, encode, model.spec.vocab_size)]
     long_enough = found if greedy else [ids for ids in found if len(ids) >= lengths.both]
     if not long_enough:

@@ -99,7 +99,10 @@ def _ids(content: object, model: Model, form: str, said: list[str] | None, first
         if said is not None:
             return model.encode_turn(said)
         text = form.replace(PLACE, text)
-        return model.encode(text) if first else model.encode_more(text)
+        if first:
+            return model.encode(text)
+        model.check_fits(text)
+        return model.encode_more(text)
 
     given = encode if model.tokenizer is not None else None
     return make_prompt(0, content, given, model.spec.vocab_size).token_ids

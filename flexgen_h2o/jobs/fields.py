@@ -13,12 +13,15 @@ from typing import Any
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.sampling import SamplingParams
 
+MOST_MESSAGE_CHARACTERS = 500  # what a request says may be quoted in it, and that may have any length
+
 
 class RowError(Exception):
     """A request that cannot be run: its row says why, and the job goes on. code: one of docs/jobs.md."""
 
     def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
+        is_long = len(message) > MOST_MESSAGE_CHARACTERS
+        super().__init__(message[: MOST_MESSAGE_CHARACTERS - 3] + "..." if is_long else message)
         self.code = code
 
 

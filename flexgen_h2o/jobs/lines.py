@@ -5,6 +5,7 @@ Of a line no more stays in memory than the digest of its id.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,11 +16,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from flexgen_h2o import files
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.prompts import STRICT_JSON
 
-MOST_LINE_BYTES = 64 * 2**20
 DIGEST_BYTES = 16
+MOST_ID_CHARACTERS = 1024  # of a custom_id
+_HEAD_BYTES = 2**16  # of a line that is too long, in which its custom_id is looked for
 _BOM = b"\xef\xbb\xbf"
 # First bytes of what is no text of ours: every line would be an error row, and the output spoilt.
 _FOREIGN = {
@@ -34,15 +37,17 @@ Digests = npt.NDArray[np.bytes_]
 
 @dataclass(frozen=True)
 class Line:
-    """A line that is not blank. number: counted from 1, blank ones too. text: None where it is too long to be read."""
+    """A line that is not blank. number: counted from 1, blank ones too. text: None where it is too long to be read, and
+    then head is what it begins with."""
 
     number: int
     text: bytes | None
+    head: bytes = b""
 
     def parse(self) -> Any:
         """Its JSON value; ValueError says what is wrong with it."""
         if self.text is None:
-            raise ValueError(f"longer than {MOST_LINE_BYTES // 2**20} MiB")
+            raise ValueError(f"longer than {files.MOST_LINE_BYTES // 2**20} MiB")
         try:
             return STRICT_JSON.decode(self.text.decode("utf-8"))
         except UnicodeDecodeError as error:
@@ -53,6 +58,8 @@ class Line:
     @cached_property
     def custom_id(self) -> str:
         """As the line gives it, else `line-NUMBER`."""
+        if self.text is None:
+            return self.id_in(dict(_first_members(self.head)))
         try:
             value = self.parse()
         except ValueError:
@@ -62,7 +69,9 @@ class Line:
     def id_in(self, value: Any) -> str:
         """`custom_id` of the line whose value this is."""
         given = value.get("custom_id") if isinstance(value, dict) else None
-        return given if isinstance(given, str) and given else f"line-{self.number}"
+        if isinstance(given, str) and 0 < len(given) <= MOST_ID_CHARACTERS:
+            return given
+        return f"line-{self.number}"
 
 
 @dataclass(frozen=True)
@@ -80,9 +89,7 @@ class Scan:
 
 def read_lines(path: Path) -> Iterator[Line]:
     """The lines of a file that are not blank. UsageError naming --input where it cannot be read."""
-    for number, _, text in _raw_lines(path):
-        if text is None or text.strip():
-            yield Line(number, text)
+    return (line for _, _, line in _pieces(path) if line is not None)
 
 
 @dataclass(frozen=True)
@@ -102,13 +109,13 @@ def cut_input(path: Path, done: npt.NDArray[np.bool_], size: int) -> Iterator[Cu
     """The input in parts with `size` rows each that are not `done`, but for the last; one pass over it."""
     offset = row = start_row = count = 0
     start = line = (0, 1)  # byte and number, of the part and of the line
-    for number, raw, text in _raw_lines(path):
+    for number, raw, found in _pieces(path):
         if row >= len(done):
             break
         if number != line[1]:
             line = (offset, number)
         offset += len(raw)
-        if text is not None and not text.strip():
+        if found is None:
             continue
         if count == size and not done[row]:
             yield Cut(*start, start_row, ~done[start_row:row])
@@ -122,13 +129,13 @@ def cut_input(path: Path, done: npt.NDArray[np.bool_], size: int) -> Iterator[Cu
 def read_cut(path: Path, cut: Cut) -> Iterator[tuple[int, Line]]:
     """The lines of a part that are to be done, each with its row."""
     row = 0
-    for number, _, text in _raw_lines(path, cut.offset, cut.number):
-        if text is not None and not text.strip():
+    for _, _, line in _pieces(path, cut.offset, cut.number):
+        if line is None:
             continue
         if row >= len(cut.left):
             return
         if cut.left[row]:
-            yield cut.row + row, Line(number, text)
+            yield cut.row + row, line
         row += 1
 
 
@@ -136,7 +143,7 @@ def scan_input(path: Path, known_bytes: int = 0) -> Scan:
     """One pass over the input. Takes 16 bytes a row; UsageError where two lines have the same id, or where the file is
     packed or UTF-16."""
     ids, whole, prefix, nbytes = bytearray(), hashlib.blake2b(digest_size=DIGEST_BYTES), None, 0
-    for number, raw, text in _raw_lines(path):
+    for _, raw, line in _pieces(path):
         if not nbytes:
             _check_begin(path, raw)
         cut = known_bytes - nbytes
@@ -148,8 +155,8 @@ def scan_input(path: Path, known_bytes: int = 0) -> Scan:
             raw_rest = raw
         whole.update(raw_rest)
         nbytes += len(raw)
-        if text is None or text.strip():
-            ids += id_digest(Line(number, text).custom_id)
+        if line is not None:
+            ids += id_digest(line.custom_id)
     found = Scan(np.frombuffer(ids, f"S{DIGEST_BYTES}"), nbytes, whole.hexdigest(), prefix)
     _refuse_duplicates(path, found.ids)
     return found
@@ -165,7 +172,7 @@ def begins_as(path: Path, nbytes: int, digest: str) -> bool:
     """Have the first `nbytes` of a file that digest, as `Scan` says it? True where it cannot be read any more."""
     found = hashlib.blake2b(digest_size=DIGEST_BYTES)
     try:
-        with path.open("rb") as file:
+        with files.open_regular(path) as file:
             while nbytes > 0 and (piece := file.read(min(nbytes, _PIECE_BYTES))):
                 found.update(piece)
                 nbytes -= len(piece)
@@ -191,28 +198,49 @@ def which_are_in(ids: Digests, done: Digests) -> npt.NDArray[np.bool_]:
     return mask
 
 
-def _raw_lines(path: Path, offset: int = 0, number: int = 1) -> Iterator[tuple[int, bytes, bytes | None]]:
-    """(number, a piece of at most MOST_LINE_BYTES, the line without byte order mark). From the line at `offset` on.
+def _pieces(path: Path, offset: int = 0, number: int = 1) -> Iterator[tuple[int, bytes, Line | None]]:
+    """(number of the line, bytes, the line without byte order mark) from the line at `offset` on.
 
-    A longer line comes in pieces with the same number; all but its last piece have a blank line, the last has None.
+    A line that is too long comes in pieces; the line itself is with the last. None: it goes on, or is blank.
     """
     try:
-        with path.open("rb") as file:
-            file.seek(offset)
-            is_long = False
-            while raw := file.readline(MOST_LINE_BYTES):
-                ends = raw.endswith(b"\n") or len(raw) < MOST_LINE_BYTES
-                if not ends:
-                    is_long = True
-                    yield number, raw, b""
-                    continue
+        head: bytes | None = None  # of a line that came in pieces
+        for raw, goes_on in files.read_lines(path, offset):
+            if goes_on or head is not None:
+                head = raw[:_HEAD_BYTES] if head is None else head
+                yield number, raw, None if goes_on else Line(number, None, head.removeprefix(_BOM))
+            else:
                 text = raw.removeprefix(_BOM) if number == 1 else raw
-                yield number, raw, None if is_long else text
-                number, is_long = number + 1, False
-            if is_long:
-                yield number, b"", None
+                yield number, raw, Line(number, text) if text.strip() else None
+            if not goes_on:
+                number, head = number + 1, None
     except OSError as error:
         raise UsageError(f"--input {path}: {error.strerror or error}") from error
+
+
+def _first_members(head: bytes) -> Iterator[tuple[str, Any]]:
+    """The members that the beginning of a JSON object has whole, each with its name."""
+    try:
+        text = codecs.getincrementaldecoder("utf-8")().decode(head)
+        at, before = _after_space(text, 0), "{"
+        while text[at : at + 1] == before:
+            name, at = STRICT_JSON.raw_decode(text, _after_space(text, at + 1))
+            at = _after_space(text, at)
+            if text[at : at + 1] != ":" or not isinstance(name, str):
+                return
+            value, at = STRICT_JSON.raw_decode(text, _after_space(text, at + 1))
+            at, before = _after_space(text, at), ","
+            if text[at : at + 1] not in (",", "}"):  # the end of the head may have cut a number
+                return
+            yield name, value
+    except (ValueError, RecursionError):
+        return
+
+
+def _after_space(text: str, at: int) -> int:
+    while text[at : at + 1] in (" ", "\t", "\r", "\n"):
+        at += 1
+    return at
 
 
 def _refuse_duplicates(path: Path, ids: Digests) -> None:

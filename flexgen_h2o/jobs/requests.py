@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.jobs.fields import RowError, check_fields, sampling_of
-from flexgen_h2o.jobs.lines import Line
-from flexgen_h2o.prompts import Prompt, make_prompt
+from flexgen_h2o.jobs.lines import MOST_ID_CHARACTERS, Line
+from flexgen_h2o.prompts import Prompt, TooLongError, make_prompt
 from flexgen_h2o.sampling import SamplingParams
 from flexgen_h2o.source import Model
 
 Kind = Literal["completion", "chat", "helm"]
+MOST_RECORD_BYTES = 2**18  # of what is kept of a row, beside its prompt, to be sent back; a window has thousands
 URLS: dict[str, Kind] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
 
 
@@ -53,6 +55,7 @@ class RequestReader:
         """RowError for a line that cannot be run; its message names the field."""
         value = _value(line)
         asked, custom_id = _asked(value), line.id_in(value)
+        _check_record(line, asked)
         check_fields(asked.fields, asked.lenient)
         params = sampling_of(asked.fields, asked.kind == "chat", self.defaults, custom_id)
         if params.stop and self.model.tokenizer is None:
@@ -66,9 +69,11 @@ class RequestReader:
     def _prompt(self, line: Line, given: Any) -> Prompt:
         if isinstance(given, list) and given and isinstance(given[0], str | list):
             raise RowError("unsupported", f"prompt: {len(given)} prompts in one line; give each a line of its own")
-        encode = self.model.encode if self.model.tokenizer is not None else None
+        encode, spec = self.model.encode if self.model.tokenizer is not None else None, self.model.spec
         try:
-            return self._fitting(make_prompt(line.number, given, encode, self.model.spec.vocab_size))
+            return self._fitting(make_prompt(line.number, given, encode, spec.vocab_size, spec.max_positions))
+        except TooLongError as error:
+            raise RowError("context_length_exceeded", f"prompt: {error}") from error
         except UsageError as error:
             raise RowError("invalid_request", f"prompt: {error}") from error
 
@@ -79,6 +84,8 @@ class RequestReader:
             raise RowError("no_chat_template", f"messages: {self.model.name} has no {missing}; send it as a prompt")
         try:
             ids = self.model.encode_chat(messages)
+        except TooLongError as error:
+            raise RowError("context_length_exceeded", f"messages: {error}") from error
         except ValueError as error:
             raise RowError("invalid_request", f"messages: the chat template does not take them ({error})") from error
         return self._prompt(line, ids)
@@ -107,6 +114,8 @@ def _asked(value: Any) -> _Asked:
     given = value.get("custom_id")
     if given is not None and (not isinstance(given, str) or not given):
         raise RowError("invalid_request", f"custom_id: {given!r} is not a string with at least one character")
+    if given is not None and len(given) > MOST_ID_CHARACTERS:
+        raise RowError("invalid_request", f"custom_id: is longer than {MOST_ID_CHARACTERS} characters")
     if {"url", "body", "method"} & value.keys():
         return _openai(value)
     if "request" in value:
@@ -115,6 +124,16 @@ def _asked(value: Any) -> _Asked:
     if "article" in value:
         return _Asked("helm", {k: v for k, v in value.items() if k != "custom_id"}, value["article"], True, value)
     return _Asked("completion", value, _plain_prompt(value), True)
+
+
+def _check_record(line: Line, asked: _Asked) -> None:
+    if asked.record is None or line.text is None or len(line.text) <= MOST_RECORD_BYTES:
+        return
+    if len(json.dumps(asked.record)) - len(json.dumps(asked.prompt)) > MOST_RECORD_BYTES:
+        raise RowError(
+            "invalid_request",
+            f"the record is sent back, and has more than {MOST_RECORD_BYTES // 2**10} KiB beside its prompt",
+        )
 
 
 def _openai(value: dict[str, Any]) -> _Asked:

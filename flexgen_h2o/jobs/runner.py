@@ -198,7 +198,7 @@ class Job:
     def _note_model(self, request: Request) -> None:
         if request.asked_model not in (None, self.llm.model.name):
             self.other_models += 1
-            self.first_other = self.first_other or f"{request.asked_model} in line {request.prompt.index}"
+            self.first_other = self.first_other or f"{str(request.asked_model)[:100]} in line {request.prompt.index}"
 
 
 def check_errors(progress: JobProgress, most: int | None, output: OutputFile) -> None:

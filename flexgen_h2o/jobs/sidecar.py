@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flexgen_h2o.errors import FlexgenError, UsageError
-from flexgen_h2o.files import write_whole
+from flexgen_h2o.files import read_json, write_whole
 from flexgen_h2o.jobs.lines import Scan
 
 SCHEMA = 1
@@ -66,7 +66,7 @@ def read_sidecar(output: Path) -> Sidecar | None:
     """None where there is none; UsageError for a file that is not one."""
     path = sidecar_path(output)
     try:
-        body = json.loads(path.read_text(encoding="utf-8"))
+        body = read_json(path)
         if body["schema"] != SCHEMA:
             raise UsageError(f"{path}: schema is {body['schema']!r}, this version reads {SCHEMA}")
         source = body["input"]

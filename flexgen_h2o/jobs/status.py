@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from flexgen_h2o.errors import UsageError
-from flexgen_h2o.files import write_whole
+from flexgen_h2o.files import read_json, write_whole
 from flexgen_h2o.jobs.output import count_rows, is_locked
 from flexgen_h2o.units import format_bytes, format_seconds
 
@@ -77,7 +77,7 @@ def read_status(output: Path) -> Status:
     """
     path = status_path(output)
     try:
-        status = Status(**json.loads(path.read_text(encoding="utf-8")))
+        status = Status(**read_json(path))
         if not status.is_sound:
             raise TypeError
     except FileNotFoundError as error:

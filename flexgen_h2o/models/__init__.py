@@ -4,7 +4,6 @@ are the same network share one."""
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 
 from flexgen_h2o.config import ModelSpec, check_int
 from flexgen_h2o.errors import UsageError
+from flexgen_h2o.files import read_json
 from flexgen_h2o.kernels.linear import RowParts
 from flexgen_h2o.kernels.workspace import Workspace
 
@@ -83,8 +83,10 @@ def spec_from_folder(name: str, folder: Path) -> tuple[ModelSpec, dict[str, Any]
     """Read `config.json` of a checkpoint folder, its defaults filled in by transformers."""
     path = folder / "config.json"
     try:
-        raw = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
+        raw = read_json(path)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}") from error
+    except ValueError as error:
         raise UsageError(f"{path}: not a readable JSON file ({error})") from error
     if not isinstance(raw, dict):
         raise UsageError(f"{path}: a JSON object is expected")

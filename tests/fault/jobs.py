@@ -27,7 +27,8 @@ numba.njit(lambda x: x + 1)(1)  # what every job would load by itself, a second 
 for line in sys.stdin:
     asked = json.loads(line)
     if "wait" in asked:
-        print(json.dumps(os.waitstatus_to_exitcode(os.waitpid(asked["wait"], 0)[1])), flush=True)
+        _, status, usage = os.wait4(asked["wait"], 0)
+        print(json.dumps([os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024]), flush=True)
         continue
     pid = os.fork()
     if not pid:
@@ -57,6 +58,7 @@ class Running:
     pid: int
     server: subprocess.Popen[str]
     code: int | None = None
+    peak_rss: int = 0  # bytes, once it has ended; with those that it shares with the server
 
     @property
     def output(self) -> Path:
@@ -71,7 +73,8 @@ class Running:
 
     def wait(self) -> int:
         if self.code is None:
-            self.code = ask(self.server, {"wait": self.pid})
+            self.code, self.peak_rss = ask(self.server, {"wait": self.pid})
+        assert self.code is not None
         return self.code
 
     def has_ended(self) -> bool:

@@ -278,3 +278,36 @@ def test_a_full_file_system_ends_a_job_clearly_and_the_rest_can_be_done(
         assert tokens_of(rows_of(job.output)) == whole.tokens
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+LONG_LINES = {
+    "5 MB of text": {"prompt": "def f(x): return x\n" * 250_000},
+    "20 MB of text": {"prompt": "def f(x): return x\n" * 1_000_000},
+    "half a million ids": {"prompt_token_ids": [1999] * 500_000},
+    "10 million ids": {"prompt_token_ids": [5] * 10_000_000},
+}
+MOST_GROWTH = 50_000_000  # bytes; 5 MB of text took 1.5 GB
+
+
+def test_a_long_line_takes_no_memory_and_no_other_row(jobs: Jobs, tmp_path: Path) -> None:
+    """It is an error row, at once and after a restart; the others are those of a job without it."""
+    tokens, peaks = {}, {}
+    for name, long_line in {"none": {}, **LONG_LINES}.items():
+        folder = tmp_path / name.replace(" ", "-")
+        folder.mkdir()
+        write_input(folder, ROWS)
+        lines = (folder / "in.jsonl").read_text().splitlines(keepends=True)
+        lines[10:10] = [json.dumps({"custom_id": "long", **long_line}) + "\n"] if long_line else []
+        (folder / "in.jsonl").write_text("".join(lines))
+        job = jobs.start(folder, "--host-mem", "256MiB")
+        assert job.wait() == 0, job.err
+        tokens[name], peaks[name] = tokens_of(rows_of(job.output)), job.peak_rss
+        before = job.output.read_bytes()
+        again = jobs.start(folder, "--host-mem", "256MiB")
+        assert again.wait() == 0 and job.output.read_bytes() == before, again.err
+        peaks[f"{name}, again"] = again.peak_rss
+    plain = {name: t for name, t in tokens["none"].items() if name.startswith("row-")}
+    assert len(plain) == ROWS
+    for name in LONG_LINES:
+        assert tokens[name]["long"] == [] and plain.items() <= tokens[name].items(), name
+    assert max(peaks.values()) - peaks["none"] < MOST_GROWTH, peaks

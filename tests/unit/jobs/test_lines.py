@@ -27,7 +27,7 @@ def test_lines_keep_their_numbers(tmp_path: Path) -> None:
 def test_a_line_that_is_too_long_is_one_line_without_text(
     last: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MOST_LINE_BYTES", 10)
+    monkeypatch.setattr("flexgen_h2o.files.MOST_LINE_BYTES", 10)
     path = tmp_path / "in.jsonl"
     path.write_bytes(b"1\n" + b"x" * 30 + last)
     found = [(line.number, line.text) for line in read_lines(path)]

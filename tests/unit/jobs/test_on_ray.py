@@ -48,7 +48,7 @@ def test_parts_have_the_rows_that_are_left_and_no_others(tmp_path: Path, size: i
 
 
 def test_a_long_line_is_one_row_of_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flexgen_h2o.jobs.lines.MOST_LINE_BYTES", 20)
+    monkeypatch.setattr("flexgen_h2o.files.MOST_LINE_BYTES", 20)
     source = tmp_path / "in.jsonl"
     source.write_bytes(b'{"a": 1}\n{"a": "' + b"x" * 50 + b'"}\n{"a": 3}\n')
     cuts = list(cut_input(source, np.zeros(3, bool), 1))

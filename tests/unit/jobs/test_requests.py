@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from flexgen_h2o.files import MOST_LINE_BYTES
 from flexgen_h2o.jobs.fields import RowError
-from flexgen_h2o.jobs.lines import MOST_LINE_BYTES, Line
+from flexgen_h2o.jobs.lines import Line
 from flexgen_h2o.jobs.requests import Request, RequestReader
 from flexgen_h2o.sampling import SamplingParams
 from flexgen_h2o.source import Model
@@ -143,7 +144,7 @@ BAD = [
     ({"prompt": []}, "invalid_request", "no tokens"),
     ({"prompt": ["a", "b"]}, "unsupported", "prompt: 2 prompts in one line"),
     ({"prompt": "\ud800"}, "invalid_request", "surrogate"),
-    ({"prompt": [5] * 1025}, "context_length_exceeded", "prompt: 1025 tokens, but opt-tiny has 1024 positions"),
+    ({"prompt": [5] * 1025}, "context_length_exceeded", "prompt: 1025 tokens, but the model has 1024 positions"),
     ({"request": "x"}, "invalid_request", "request: a JSON object"),
     ({"request": {}}, "invalid_request", "prompt: is missing"),
     ({"request": {**HELM, "echo": True}}, "unsupported", "echo: True is not supported, only False"),

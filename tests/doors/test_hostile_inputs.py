@@ -1,0 +1,319 @@
+"""Inputs that would fill the memory or lead out of a folder: one line that names flag or file, exit code 2.
+
+Every command runs under an address space that is little larger than what the tests have already.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from flexgen_h2o import LLM, SamplingParams, batch, evaluate, flex_opt, policy_search
+from flexgen_h2o.errors import UsageError
+from flexgen_h2o.files import MOST_LINE_BYTES
+from flexgen_h2o.source import find_model
+
+DOORS = {"flex_opt": flex_opt, "batch": batch, "evaluate": evaluate, "policy_search": policy_search}
+ROOM = 3 * 2**29  # bytes of address space that a command may take
+pytestmark = pytest.mark.timeout(120)  # a pipe that is waited for would never end
+
+
+@contextmanager
+def little_room() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + ROOM, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.fixture
+def refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """The one line that a command ends with, and its exit code is 2."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+    def call(door: str, *flags: object) -> str:
+        capfd.readouterr()
+        with little_room():
+            code = DOORS[door].main([*map(str, flags)])
+        said = capfd.readouterr().err
+        [line] = said.splitlines()
+        assert code == 2, line
+        assert line.startswith(f"{door}: "), line
+        return line
+
+    return call
+
+
+# ---- devices, pipes, files of any size
+
+
+def device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def large(path: Path) -> None:
+    """Larger than any settings file, and without an end of line."""
+    with path.open("wb") as file:
+        file.write(b"[")
+        file.truncate(2**31)
+
+
+READERS = [
+    ("flex_opt", "--policy", "a.json"),
+    ("flex_opt", "--prompts", "a.txt"),
+    ("flex_opt", "--prompts", "a.jsonl"),
+    ("flex_opt", "--hardware", "a.json", "--policy", "auto"),
+    ("policy_search", "--policy", "a.json"),
+    ("policy_search", "--hardware", "a.json"),
+    ("evaluate", "text", "--prompts", "a.txt"),
+    ("evaluate", "fidelity", "--prompts", "a.jsonl"),
+    ("evaluate", "streaming", "--turns", "a.jsonl"),
+    ("evaluate", "streaming", "--text", "a.txt"),
+    ("batch", "--input", "in.jsonl", "--policy", "a.json", "--output", "out.jsonl"),
+]
+
+
+@pytest.mark.parametrize("made", [device, pipe, large], ids=lambda made: made.__name__)
+@pytest.mark.parametrize("command", READERS, ids=lambda command: " ".join(command[:3]))
+def test_what_a_flag_names_is_a_regular_file_of_bounded_size(
+    command: tuple[str, ...], made: Callable[[Path], None], refusal: Callable[..., str], tmp_path: Path
+) -> None:
+    name = next(word for word in command if word.startswith("a."))
+    made(tmp_path / name)
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
+    line = refusal(*command)
+    assert f"{command[command.index(name) - 1]} {name}" in line
+    assert any(text in line for text in ("is no regular file", "is larger than", "is longer than", "no such file"))
+
+
+@pytest.mark.parametrize("made", [device, pipe, large], ids=lambda made: made.__name__)
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "merges.txt", "chat_template.jinja"])
+def test_a_tokenizer_is_read_from_regular_files(
+    name: str, made: Callable[[Path], None], refusal: Callable[..., str], words_model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(words_model, folder)
+    (folder / name).unlink(missing_ok=True)
+    made(folder / name)
+    assert f"model/{name}: is " in refusal("flex_opt", "--model", folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_a_models_other_files_have_a_bounded_size(
+    name: str, refusal: Callable[..., str], words_model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(words_model, folder)
+    (folder / "model.safetensors").unlink()
+    large(folder / name)
+    assert f"{name}: is larger than" in refusal("flex_opt", "--model", folder, "--percent", *"000000")
+
+
+@pytest.mark.parametrize("made", [device, pipe, large], ids=lambda made: made.__name__)
+def test_a_jobs_own_files_are_regular_ones(
+    made: Callable[[Path], None], refusal: Callable[..., str], tmp_path: Path
+) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
+    for name in ("job", "status"):
+        made(tmp_path / f"out.jsonl.{name}.json")
+    assert "out.jsonl.status.json: is " in refusal("batch", "--output", "out.jsonl", "--status")
+    assert "out.jsonl.job.json: is " in refusal("batch", "--input", "in.jsonl", "--output", "out.jsonl")
+
+
+def test_a_link_to_a_regular_file_is_read(door: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "real").write_text('{"prompt_token_ids": [5, 6]}')
+    (tmp_path / "a.jsonl").symlink_to("real")
+    assert door("--prompts", "a.jsonl", "--no-log").code == 0
+
+
+def test_python_takes_no_device_either() -> None:
+    with little_room(), pytest.raises(UsageError, match="--policy /dev/zero: is no regular file"):
+        LLM(policy="/dev/zero")
+
+
+# ---- long lines and texts
+
+LONG_TEXT = "def f(x): return x\n" * 250_000  # 5 MB; tokenised, it takes 1.5 GB
+
+
+def prompts_with(tmp_path: Path, line: str) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(f'{{"prompt": "import os"}}\n{line}\n')
+    return path
+
+
+@pytest.mark.parametrize("command", [("flex_opt",), ("evaluate", "text"), ("evaluate", "streaming")], ids=" ".join)
+def test_a_text_that_no_positions_hold_is_not_tokenised(
+    command: tuple[str, ...], refusal: Callable[..., str], tmp_path: Path
+) -> None:
+    path = prompts_with(tmp_path, json.dumps({"prompt": LONG_TEXT}))
+    line = refusal(*command, "--turns" if "streaming" in command else "--prompts", path)
+    assert f"{path}:2: 475000" in line and "characters, too many for the 1024 positions of opt-tiny" in line
+
+
+def test_a_line_that_is_too_long_is_not_read(refusal: Callable[..., str], tmp_path: Path) -> None:
+    path = prompts_with(tmp_path, json.dumps({"prompt_token_ids": [5] * (MOST_LINE_BYTES // 3)}))
+    assert f"--prompts {path}:2: is longer than 8 MiB" in refusal("flex_opt", "--prompts", path)
+
+
+def test_python_refuses_them_too(tmp_path: Path) -> None:
+    with LLM(device="cpu", offload_dir=tmp_path) as llm, little_room():
+        for prompt, says in ((LONG_TEXT, "4750000 characters"), ([5] * 10**7, "10000000 tokens, but")):
+            with pytest.raises(UsageError, match=rf"prompts\[1\]: {says}"):
+                llm.generate(["import os", prompt])
+        with pytest.raises(UsageError, match="stop: the strings have more than 4096 characters"):
+            SamplingParams(stop=(LONG_TEXT,))
+
+
+TEXTS = {
+    "sources": "".join(path.read_text() for path in sorted(Path(os.__file__).parent.glob("*.py"))[:20]),
+    "one word": "a" * 300_000,
+    "few tokens": "-" * 900_000,
+    "spaces": " " * 300_000,
+    "other scripts": "\u00e9\u4e2d\U0001f600e\u0301" * 30_000,
+}
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_a_text_that_fits_is_never_refused(text: str) -> None:
+    """Positions for just its tokens are enough; with a fourth of them it is refused unseen."""
+    shipped = find_model("opt-tiny", None)
+    ids = shipped.encode_more(text)
+    fits, far_too_few = (
+        replace(shipped, spec=replace(shipped.spec, max_positions=n)) for n in (len(ids), len(ids) // 4)
+    )
+    assert fits.encode(text)[-len(ids) :] == ids
+    with pytest.raises(UsageError, match=f"{len(text)} characters, too many for the {len(ids) // 4} positions"):
+        far_too_few.encode(text)
+
+
+def test_texts_whose_tokenizer_leaves_most_of_them_out_are_not_refused() -> None:
+    """A word of any length is one token, spaces and some words none."""
+    few = Tokenizer(models.WordLevel({"[UNK]": 0, "b": 1}, unk_token="[UNK]"))
+    few.normalizer = normalizers.Replace(" a", "")
+    few.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    model = replace(find_model("opt-tiny", None), tokenizer=PreTrainedTokenizerFast(tokenizer_object=few))
+    for text, count in (("x" * 10**6, 1), ("b" + " " * 10**6 + "b", 2), ("c" + " a" * 10**6, 1), ("b " * 1000, 1000)):
+        assert len(model.encode(text)) == count
+
+
+# ---- requests of a job
+
+
+TEMPLATES = {
+    "a loop": "{% for i in range(100000) %}{% for j in range(1000) %}{{ messages[0].content }}{% endfor %}{% endfor %}",
+    "a loop in a block": "{% set x %}{% for i in range(10) %}{% for j in range(100000) %}{{ messages[0].content }}"
+    "{% endfor %}{% endfor %}{% endset %}{{ x }}",
+    "megabytes": "{% for i in range(400000 // 4) %}{{ messages[0].content }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+def test_a_chat_template_that_writes_without_end(
+    template: str, refusal: Callable[..., str], words_model: Path, tmp_path: Path
+) -> None:
+    """In a job it is an error row; in flex_opt, a refusal."""
+    folder = tmp_path / "model"
+    shutil.copytree(words_model, folder)
+    (folder / "chat_template.jinja").write_text(template)
+    content = "def f(x): return x\n" * 2
+    path = prompts_with(tmp_path, json.dumps({"prompt": content}))
+    line = refusal("flex_opt", "--model", folder, "--chat", "--prompts", path)
+    assert f"{path}:1: " in line and ("chat template makes more than" in line or "characters, too many" in line)
+    body = {"messages": [{"role": "user", "content": content}]}
+    rows = rows_of_job(tmp_path, folder, {"custom_id": "a", "url": "/v1/chat/completions", "body": body}, [5, 6])
+    assert rows["a"]["error"]["code"] == "context_length_exceeded" and rows["line-2"]["error"] is None
+
+
+def rows_of_job(tmp_path: Path, model: Path, *lines: object) -> dict[str, dict[str, Any]]:
+    """What a job answers, in little room. A list is a plain prompt of token ids, bytes are a line."""
+    (tmp_path / "in.jsonl").write_bytes(
+        b"".join(
+            line
+            if isinstance(line, bytes)
+            else json.dumps({"prompt": line} if isinstance(line, list) else line).encode() + b"\n"
+            for line in lines
+        )
+    )
+    argv = ["--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl", "--offload-dir", tmp_path / "off"]
+    with little_room():
+        code = batch.main([*map(str, ["--model", model, "--device", "cpu", "--gen-len", 2, *argv])])
+    assert code == 0
+    found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert len({row["custom_id"] for row in found}) == len(found) == len(lines)
+    return {row["custom_id"]: row for row in found}
+
+
+LONG = "x" * 5_000_000
+
+
+def test_fields_of_any_length_are_error_rows(
+    words_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    said: dict[str, tuple[object, str, str]] = {
+        "prompt": ({"prompt": LONG_TEXT}, "context_length_exceeded", "4750000 characters"),
+        "article": ({"article": LONG_TEXT}, "context_length_exceeded", "4750000 characters"),
+        "helm": ({"request": {"prompt": LONG_TEXT}}, "context_length_exceeded", "4750000 characters"),
+        "ids": ({"prompt_token_ids": [5] * 1_000_000}, "context_length_exceeded", "1000000 tokens"),
+        "ids of all sizes": ({"prompt": [5] * 4_000_000}, "invalid_json", "longer than 8 MiB"),
+        "line": ({"prompt": LONG_TEXT * 4}, "invalid_json", "longer than 8 MiB"),
+        "stop": ({"prompt": "a", "stop": [LONG]}, "invalid_request", "stop: "),
+        "record": ({"article": "a", "data": LONG}, "invalid_request", "more than 256 KiB beside its prompt"),
+        "url": ({"url": LONG, "body": {}}, "unknown_url", "url: "),
+        "a field": ({"prompt": "a", "n": LONG}, "unsupported", "n: "),
+        "a name": ({"url": "/v1/completions", "body": {"prompt": "a", LONG: 1}}, "unsupported", "xxx"),
+    }
+    lines = [{"custom_id": name, **line} for name, (line, _, _) in said.items()]  # type: ignore[dict-item]
+    long_id = {"custom_id": LONG, "prompt": "a"}
+    late_id = {"prompt": LONG_TEXT * 4, "custom_id": "behind what is not read"}
+    rows = rows_of_job(tmp_path, words_model, [5, 6], *lines, long_id, late_id, [7])
+    for name, (_, code, says) in said.items():
+        error = rows[name]["error"]
+        assert error["code"] == code and says in error["message"] and len(error["message"]) < 600
+    at = len(lines) + 2
+    assert rows[f"line-{at}"]["error"]["message"] == f"line {at}: custom_id: is longer than 1024 characters"
+    assert "longer than 8 MiB" in rows[f"line-{at + 1}"]["error"]["message"]
+    assert rows["line-1"]["error"] is None and rows[f"line-{at + 2}"]["error"] is None
+    before = (tmp_path / "out.jsonl").read_bytes()
+    capfd.readouterr()
+    argv = ["--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl", "--offload-dir", tmp_path / "off"]
+    assert batch.main([*map(str, ["--model", words_model, "--device", "cpu", "--gen-len", 2, *argv])]) == 0
+    assert "nothing was left to do" in capfd.readouterr().out and (tmp_path / "out.jsonl").read_bytes() == before
+
+
+# ---- shards
+
+SHARD_NAMES = ["x" * 300, "a\0b", "..", ".", "", "../up.safetensors", "/etc/passwd", "a/b", "\ud800.safetensors"]
+
+
+@pytest.mark.parametrize("index", ["model.safetensors.index.json", "pytorch_model.bin.index.json"])
+@pytest.mark.parametrize("shard", SHARD_NAMES, ids=lambda name: repr(name)[:25])
+def test_a_shard_name_that_is_none(
+    shard: str, index: str, refusal: Callable[..., str], words_model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(words_model, folder)
+    (folder / "model.safetensors").unlink()
+    (folder / index).write_text(json.dumps({"weight_map": {"model.decoder.embed_tokens.weight": shard}}))
+    line = refusal("flex_opt", "--model", folder, "--prompt-len", 4, "--gen-len", 2)
+    assert str(folder) in line and "download it again" in line and len(line) < 400
