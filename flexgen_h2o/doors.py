@@ -83,6 +83,8 @@ class OneLineParser(argparse.ArgumentParser):
         if not action.option_strings:
             return super()._get_values(action, arg_strings)
         self._given[action.dest] = action.option_strings[0]
+        if arg_strings == [""] and action.const == "":  # a shell variable that is not set, not a flag without a value
+            raise argparse.ArgumentError(action, "'' is empty; leave it out")
         if arg_strings != ["--"]:
             return super()._get_values(action, arg_strings)
         value = self._get_value(action, "--")
@@ -201,6 +203,13 @@ def file_name(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("'' is not a file name")
     return Path(text)
+
+
+def not_empty(text: str) -> str:
+    """A text with something in it: an empty one is a shell variable that is not set."""
+    if not text:
+        raise argparse.ArgumentTypeError("'' is empty; leave it out")
+    return text
 
 
 def boolean(text: str) -> bool:

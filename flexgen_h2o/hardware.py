@@ -6,8 +6,9 @@ import argparse
 import sys
 from dataclasses import replace
 
-from flexgen_h2o.doors import OneLineParser, file_name, run_door
+from flexgen_h2o.doors import OneLineParser, file_name, not_empty, run_door
 from flexgen_h2o.errors import EXIT_DONE, FlexgenError, UsageError
+from flexgen_h2o.idle_flags import say_idle_flags
 from flexgen_h2o.paths import DEFAULT_OFFLOAD_DIR, usable_path
 from flexgen_h2o.profile import HardwareProfile, find_profile, read_profile, write_profile
 
@@ -28,9 +29,14 @@ def _parser() -> OneLineParser:
         metavar="FILE",
         help="also write the profile here (JSON); it is kept for later anyway",
     )
-    add("--offload-dir", default=DEFAULT_OFFLOAD_DIR, help=f"whose disk is measured (default {DEFAULT_OFFLOAD_DIR})")
+    add(
+        "--offload-dir",
+        type=not_empty,
+        default=DEFAULT_OFFLOAD_DIR,
+        help=f"whose disk is measured (default {DEFAULT_OFFLOAD_DIR})",
+    )
     add("--device", default="auto", help="auto, cpu or cuda")
-    add("--machine", metavar="NAME", help="the profile's name (default: from the card or the CPU)")
+    add("--machine", type=not_empty, metavar="NAME", help="the profile's name (default: from the card or the CPU)")
     add(
         "--show",
         nargs="?",
@@ -51,6 +57,7 @@ def _run(argv: list[str] | None) -> int:
     from flexgen_h2o.profiling.table import table
 
     print(table(profile))
+    say_idle_flags("hardware", args)
     return EXIT_DONE
 
 

@@ -28,6 +28,7 @@ from flexgen_h2o.engine_flags import (
     sampling_of,
 )
 from flexgen_h2o.errors import EXIT_DONE, FlexgenError, UsageError
+from flexgen_h2o.idle_flags import place_of, say_idle_flags
 from flexgen_h2o.paths import usable_path
 from flexgen_h2o.units import format_bytes
 
@@ -124,6 +125,7 @@ def run_text(args: argparse.Namespace) -> int:
         if llm.precision_note:
             print(f"evaluate: {llm.precision_note}", file=sys.stderr)
         prompts = _prompts(args, llm)
+        say_idle_flags("evaluate text", args, place_of(args, llm))
         with naming_flags():  # a prompt longer than the model's positions
             sides = [_written(llm, kept, prompts, params) for kept in (Full(), eviction)]
         rows = [
