@@ -310,7 +310,7 @@ class LLM:
     def expect(self, rows: int) -> None:
         """From now on each `run` is a part of a job of `rows` rows: "auto" chooses for all of them, and an engine that
         is opened again for longer rows also serves what came before."""
-        self._plans.job_rows = check_int("rows", rows, low=1)
+        self._plans.job_rows = check_int("rows", rows, low=0)
 
     def prepare(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], by: Course | None = None) -> Policy:
         """Open the engine for these rows, as `run` does, and return the policy. DoesNotFitError: no engine is open."""

@@ -100,7 +100,7 @@ def add_text_flags(parser: argparse.ArgumentParser) -> None:
     add("--json", type=file_name, help="write prompts, texts, tokens and KV bytes")
     hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     add("--model_name", dest="model", **hidden)
-    add("--cache_dir", dest="path", **hidden)
+    add("--cache_dir", dest="path", type=lambda name: name if Path(name).expanduser().is_dir() else None, **hidden)
     add("--heavy_ratio", dest="hh_ratio", type=float, **hidden)
     add("--recent_ratio", dest="recent_ratio", type=float, **hidden)
     add("--length", dest="gen_len", type=positive, **hidden)
