@@ -117,3 +117,21 @@ def round_up(size: int, multiple: int) -> int:
 def less_margin(free: int) -> int:
     """What a run may hold of `free` bytes of a tier: a tenth, and at least half a GiB, stays free."""
     return max(0, int(free - max(MARGIN_BYTES, MARGIN_SHARE * free)))
+
+
+class DiskBudget(int):
+    """Bytes that the disk tier may hold. free: bytes that are free there, beyond which no flag raises the budget."""
+
+    free: int
+
+    def __new__(cls, nbytes: int, free: int) -> DiskBudget:
+        made = super().__new__(cls, nbytes)
+        made.free = free
+        return made
+
+
+def advice(tier: str, budget: int | None, needed: int) -> str:
+    """What gives a tier `needed` bytes: a higher budget, or where the disk has no more, space on it."""
+    if isinstance(budget, DiskBudget) and needed > budget.free:
+        return f"{format_bytes(budget.free)} are free on that disk: free space, or give another --offload-dir"
+    return f"raise --{tier}-mem"

@@ -12,7 +12,7 @@ from flexgen_h2o.planner.lp import find_corners, least_excess
 from flexgen_h2o.planner.memory import SEQUENTIAL, MemoryPlan, memory_plan
 from flexgen_h2o.planner.need import shape_of
 from flexgen_h2o.planner.rounding import Percent
-from flexgen_h2o.units import format_bytes
+from flexgen_h2o.units import advice, format_bytes
 
 STEPS = (32, 8, 4, 2, 1)  # percents that are moved at a time
 WHOLE = ((100, 0), (0, 100), (0, 0))  # each kind of bytes on one tier
@@ -59,10 +59,12 @@ def too_small(q: Search) -> str:
     short, enough = held.memory.overflow(dict(q.budgets)), _enough(q, held)
     given = " and ".join(f"--{tier}-mem {format_bytes(q.budgets.get(tier) or 0)}" for tier in short)
     needed = " ".join(f"--{tier}-mem {nbytes}" for tier, nbytes in enough.items())
+    full = next((a for t, n in enough.items() if (a := advice(t, q.budgets.get(t), n)) != f"raise --{t}-mem"), "")
     return (
         f"{given} {'is' if len(short) == 1 else 'are'} too small for any policy by "
         f"{', '.join(map(format_bytes, short.values()))}; the smallest that would do: {needed} "
         f"({', '.join(map(format_bytes, enough.values()))}), with {_switches(q, held.policy)}"
+        + (f"; {full}" if full else "")
     )
 
 

@@ -121,7 +121,7 @@ def test_cached(home: Path) -> None:
     assert resolve(ID, None).folder == folder
     (home / "others").mkdir()
     assert resolve(ID, str(home / "others")).folder == folder
-    with pytest.raises(UsageError, match="--path .*: there is no such folder"):  # mistyped, most likely
+    with pytest.raises(UsageError, match=r"--path .*: there is no such folder"):  # mistyped, most likely
         resolve(ID, str(home / "nothing here"))
 
 
