@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from flexgen_h2o.errors import DoesNotFitError, FlexgenError
-from flexgen_h2o.profile import MEASURED_BUSY, HardwareProfile
+from flexgen_h2o.profile import HardwareProfile
 from flexgen_h2o.profiling.cache import cache_path, cached_profile, store
 from flexgen_h2o.profiling.measure import measure, measure_again, parts_of
 from flexgen_h2o.profiling.nominal import nominal_profile
@@ -48,7 +48,7 @@ def calmer(
         found = profile
     if found.was_disturbed:
         parts = ", ".join(found.busy_parts(parts_of(found.compute)))
-        progress(f"predictions come from a {MEASURED_BUSY} ({parts})")
+        progress(f"predictions come from a profile measured on a busy machine; when it is quiet, again: {parts}")
     return found if found is profile else _kept(found, device, offload_dir, progress)
 
 
