@@ -25,6 +25,7 @@ from flexgen_h2o.engine_flags import (
     sampling_of,
 )
 from flexgen_h2o.errors import EXIT_ALL_ROWS_FAILED, EXIT_DONE, FlexgenError, UsageError
+from flexgen_h2o.idle_flags import place_of, say_idle_flags
 from flexgen_h2o.interrupts import Interrupted
 from flexgen_h2o.paths import usable_path
 from flexgen_h2o.prefixes import SHARINGS
@@ -78,7 +79,7 @@ def _run(argv: list[str] | None) -> int:
         raise UsageError("--output: is missing; name the .jsonl file that the job writes")
     args.output = usable_path(args.output, "--output")
     if args.status:
-        return _show_status(args.output)
+        return _show_status(args)
     results_are_in(args.output)
     _check_paths(args)
     if args.ray_actors and args.ray is None:
@@ -96,6 +97,7 @@ def _run(argv: list[str] | None) -> int:
             _say(llm.precision_note)
         settings = _settings(llm, policy, is_auto, defaults)
         before = _settle(args, output, settings)
+        say_idle_flags("batch", args, place_of(args, llm))
         if output.cut_bytes:
             _say(f"--output {args.output}: cut off a torn row of {output.cut_bytes} bytes")
         if args.ray is None:
@@ -108,10 +110,11 @@ def _run(argv: list[str] | None) -> int:
         return _run_on_ray(args, output, llm.model.name, before, opening)
 
 
-def _show_status(output: Path) -> int:
+def _show_status(args: argparse.Namespace) -> int:
     from flexgen_h2o.jobs.status import read_status, status_lines
 
-    print("\n".join(status_lines(read_status(output))))
+    print("\n".join(status_lines(read_status(args.output))))
+    say_idle_flags("batch --status", args)
     return EXIT_DONE
 
 

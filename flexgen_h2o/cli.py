@@ -26,6 +26,9 @@ def main(argv: list[str] | None = None) -> int:
         print(_usage(), file=sys.stderr)
         return EXIT_USAGE
     verb, *rest = args
+    if verb in ("-h", "--help", "--version") and rest:
+        print(f"flexgen-h2o: {verb} stands alone, without {rest[0]!r}", file=sys.stderr)
+        return EXIT_USAGE
     if verb in ("-h", "--help"):
         print(_usage())
         return EXIT_DONE

@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.files import read_json, write_whole
-from flexgen_h2o.units import parse_bytes
+from flexgen_h2o.units import check_int as check_int
+from flexgen_h2o.units import check_share, parse_bytes
 
 DType = Literal["float32", "bfloat16", "float16"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -237,24 +238,23 @@ class Policy:
     attn_sparsity: float = 1.0
 
     def __post_init__(self) -> None:
-        check_int("gpu_batch_size", self.gpu_batch_size, low=1, high=2**20)
-        check_int("num_gpu_batches", self.num_gpu_batches, low=1, high=2**20)
+        for name in ("gpu_batch_size", "num_gpu_batches"):
+            object.__setattr__(self, name, check_int(name, getattr(self, name), low=1, high=2**20))
         check_int("gpu_batch_size x num_gpu_batches", self.block_size, low=1, high=MOST_ROWS)
         object.__setattr__(self, "percent", check_percent(self.percent))
         for f in fields(self):
             if f.type == "bool" and not isinstance(getattr(self, f.name), bool):
-                raise UsageError(f"{f.name}: {getattr(self, f.name)!r} is not true or false")
+                raise UsageError(f"{f.name}: {getattr(self, f.name)!r:.60} is not true or false")
         for name in ("weight_bits", "cache_bits"):
-            if check_int(name, getattr(self, name), *BITS) not in BITS:
+            object.__setattr__(self, name, check_int(name, getattr(self, name), *BITS))
+            if getattr(self, name) not in BITS:
                 raise UsageError(f"{name}: {getattr(self, name)} is neither 4 nor 8")
         if self.int8_compute and self.compress_weight and self.weight_bits == 8:
             raise UsageError(
                 "int8_compute: holds weights in 8 bits already; leave compress_weight off, or weight_bits at 4"
             )
-        sparsity = self.attn_sparsity
-        if isinstance(sparsity, bool) or not isinstance(sparsity, int | float) or not 0 < sparsity <= 1:
-            raise UsageError(f"attn_sparsity: {sparsity!r} is not in (0, 1]")
-        if self.compress_cache and sparsity != 1:
+        object.__setattr__(self, "attn_sparsity", check_share("attn_sparsity", self.attn_sparsity))
+        if self.compress_cache and self.attn_sparsity != 1:
             raise UsageError("attn_sparsity: is for an uncompressed cache; leave compress_cache off, or it at 1")
 
     @property
@@ -301,7 +301,7 @@ def _unused_bits(policy: Policy) -> list[str]:
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """Bytes each tier may hold; `16GiB` and plain ints are taken. None: what is free, less a margin.
+    """Bytes each tier may hold; `16GiB` and whole numbers are taken. None: what is free, less a margin.
 
     On a CPU, `device` left out means that the device *is* host memory (two tiers); given, a device tier of
     ordinary memory with that budget stands in for a card (three tiers).
@@ -334,20 +334,10 @@ def _shares(first: int, second: int) -> tuple[float, float, float]:
     return first / 100, second / 100, (100 - first - second) / 100
 
 
-def check_int(name: str, value: object, low: int, high: int | None = None) -> int:
-    """`value` as an int in [low, high]; raises UsageError that names `name`."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise UsageError(f"{name}: {value!r} is not a whole number")
-    if value < low or (high is not None and value > high):
-        bounds = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise UsageError(f"{name}: {value} must be {bounds}")
-    return value
-
-
 def check_percent(values: object) -> tuple[int, int, int, int, int, int]:
     """Six whole numbers WG WC CG CC HG HC: each pair is at most 100 together, the remainder is disk."""
     if not isinstance(values, tuple | list) or len(values) != 6:
-        raise UsageError(f"percent: six whole numbers WG WC CG CC HG HC are needed, not {values!r}")
+        raise UsageError(f"percent: six whole numbers WG WC CG CC HG HC are needed, not {values!r:.60}")
     six = tuple(check_int("percent", v, 0, 100) for v in values)
     for what, first, second in zip(("weights", "cache", "hidden"), six[::2], six[1::2], strict=True):
         if first + second > 100:

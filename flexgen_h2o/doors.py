@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -29,11 +30,84 @@ from flexgen_h2o.errors import (
 PICTURES = (".png", ".svg", ".pdf")
 
 
+_SHARES_OF_LAYERS = "torchrun and --pipeline do that here (docs/parallel.md)"
+# Flags of FlexGen's and H2O's scripts that are not taken here, with hyphens: what to do instead.
+REPLACED = {
+    "--hh-long-seq": "prompts of any length are taken without it; leave it out",
+    "--sample-num": "give a file with as many prompts",
+    "--input-path": "give --prompts FILE to flex_opt, or --input FILE to batch",
+    "--output-path": "give --output FILE",
+    "--model-name": "give --model",
+    "--model-name-or-path": "give --model",
+    "--model-arch": "the model's config says it; leave it out",
+    "--model-type": "the model's config says it; leave it out",
+    "--cache-dir": "give --path",
+    "--enable-small-cache": "give --hh-ratio R, or --eviction h2o",
+    "--enable-h2o-cache": "give --hh-ratio R, or --eviction h2o",
+    "--enable-h2o-generation": "give --hh-ratio R, or --eviction h2o",
+    "--enable-position-rolling": "give --positions rolling",
+    "--heavy-ratio": "give --hh-ratio",
+    "--heavy-hitter-size": "give --hh-size",
+    "--num-heavy-hitter-tokens": "give --hh-size",
+    "--num-window-length": "give --recent-size, which the heavy columns are not in",
+    "--start-size": "give --eviction local:sinks=N",
+    "--length": "give --gen-len",
+    "--no-cuda": "give --device cpu",
+    "--fp16": "give --dtype float16",
+    "--gbs": "give --gpu-batch-size",
+    "--num-gb": "give --num-gpu-batches",
+    "--gpu-mem": "give --device-mem",
+    "--cpu-mem": "give --host-mem",
+    "--nvme-mem": "give --disk-mem",
+    "--pad-to-seq-len": "nothing is padded; leave it out",
+    **dict.fromkeys(
+        ("--head-ip", "--port", "--rank", "--local-rank", "--world-size", "--use-mpi", "--comm-device", "--async-comm"),
+        _SHARES_OF_LAYERS,
+    ),
+}
+
+
 class OneLineParser(argparse.ArgumentParser):
-    """Wrong flags end with one line on stderr and exit code 2."""
+    """Wrong flags end with one line on stderr and exit code 2.
+
+    The namespace also has `given`: which flags were on the command line, by field.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._given: dict[str, str] = {}
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # of a sub-command's parser too
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(self._advice(next((word for word in unknown if word.startswith("-")), unknown[0])))
+        found.given = {**getattr(found, "given", {}), **self._given}
+        return found, unknown
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        """Some Pythons take the `--` of `--flag=--` for the end of the flags, and the flag gets an empty list."""
+        if not action.option_strings:
+            return super()._get_values(action, arg_strings)
+        self._given[action.dest] = action.option_strings[0]
+        if arg_strings == [""] and action.const == "":  # a shell variable that is not set, not a flag without a value
+            raise argparse.ArgumentError(action, "'' is empty; leave it out")
+        if arg_strings != ["--"]:
+            return super()._get_values(action, arg_strings)
+        value = self._get_value(action, "--")
+        self._check_value(action, value)
+        return value if action.nargs in (None, argparse.OPTIONAL) else [value]
+
+    def _advice(self, word: str) -> str:
+        """What to do about a word that is no flag of this command."""
+        flag = word.partition("=")[0].replace("_", "-")
+        if flag in REPLACED:
+            return f"{word}: is not a flag here; {REPLACED[flag]}"
+        known = [o for a in self._actions if a.help != argparse.SUPPRESS for o in a.option_strings]
+        near = difflib.get_close_matches(flag, known, n=1)
+        return f"unrecognized arguments: {word}; {f'did you mean {near[0]}?' if near else 'see --help'}"
 
 
 _results: list[str] = []  # files that have what the run is for
@@ -199,6 +273,13 @@ def file_name(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("'' is not a file name")
     return Path(text)
+
+
+def not_empty(text: str) -> str:
+    """A text with something in it: an empty one is a shell variable that is not set."""
+    if not text:
+        raise argparse.ArgumentTypeError("'' is empty; leave it out")
+    return text
 
 
 def boolean(text: str) -> bool:

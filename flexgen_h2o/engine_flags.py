@@ -14,7 +14,7 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.config import BITS, BITS_OF, DTYPE_BYTES, MemoryBudget, Policy, read_policy, without_unused_bits
-from flexgen_h2o.doors import boolean, flag_of, positive
+from flexgen_h2o.doors import boolean, flag_of, not_empty, positive
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.paths import usable_path
 
@@ -48,9 +48,13 @@ def add_engine_flags(parser: argparse.ArgumentParser, compression: str = "") -> 
     """
     add = parser.add_argument
     add("--model", default="opt-tiny", help="hub id, local Hugging Face folder, or opt-tiny (shipped)")
-    add("--path", help="folder with checkpoints; _DUMMY_: random weights at the model's true shape")
-    add("--revision", help="branch, tag or commit of a hub id")
-    add("--offload-dir", help="disk tier, imported and random weights (default ~/flexgen_h2o_offload_dir)")
+    add("--path", type=not_empty, help="folder with checkpoints; _DUMMY_: random weights at the model's true shape")
+    add("--revision", type=not_empty, help="branch, tag or commit of a hub id")
+    add(
+        "--offload-dir",
+        type=not_empty,
+        help="disk tier, imported and random weights (default ~/flexgen_h2o_offload_dir)",
+    )
     add("--device", default="auto", help="auto, cpu or cuda")
     add("--dtype", default="auto", help=f"auto, {', '.join(DTYPE_BYTES)}")
     add("--device-mem", help="budget of the device tier, for example 15GiB; on a CPU it makes a device tier of RAM")

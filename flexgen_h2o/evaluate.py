@@ -34,6 +34,7 @@ from flexgen_h2o.errors import EXIT_DONE, FlexgenError, UsageError
 from flexgen_h2o.evaluation.streaming import add_streaming_flags
 from flexgen_h2o.evaluation.text import add_text_flags
 from flexgen_h2o.files import write_whole
+from flexgen_h2o.idle_flags import place_of, say_idle_flags
 from flexgen_h2o.paths import usable_path
 from flexgen_h2o.units import parse_bytes
 
@@ -135,6 +136,7 @@ def _run_fidelity(args: argparse.Namespace) -> int:
         lengths = _lengths(args, llm)
         runner = Runner(llm, parse_bytes(args.keep_mem, "--keep-mem"), args.mass_steps, _say, compared)
         texts, recalls = _rows(args, llm, runner, lengths)
+        say_idle_flags("evaluate fidelity", args, place_of(args, llm))
         result = {**_facts(args, llm, policy, cells, texts), **_measure(args, runner, texts, recalls, cells)}
     result["seconds"] = time.perf_counter() - began
     _show(args, result)

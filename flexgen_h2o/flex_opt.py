@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexgen_h2o.config import read_policy
-from flexgen_h2o.doors import OneLineParser, check_separate, file_name, flag_of, positive, results_are_in, run_door
+from flexgen_h2o.doors import (
+    OneLineParser,
+    check_separate,
+    count,
+    file_name,
+    flag_of,
+    positive,
+    results_are_in,
+    run_door,
+)
 from flexgen_h2o.engine_flags import (
     add_engine_flags,
     add_eviction_flags,
@@ -26,6 +35,7 @@ from flexgen_h2o.engine_flags import (
     sampling_of,
 )
 from flexgen_h2o.errors import EXIT_DONE, UsageError
+from flexgen_h2o.idle_flags import place_of, say_idle_flags
 from flexgen_h2o.paths import usable_path
 from flexgen_h2o.prefixes import SHARINGS
 
@@ -91,7 +101,7 @@ def _parser() -> OneLineParser:
     add("--trace", type=file_name, help="write a Chrome trace (opens in Perfetto)")
     add("--log-file", default="auto", help="append FlexGen's log lines here (auto: FlexGen's name)")
     add("--no-log", action="store_true", help="write no log file")
-    add("--verbose", type=int, default=2, help="0: nothing, 1: log lines, 2: also the first and last text (2)")
+    add("--verbose", type=count, default=2, help="0: nothing, 1: log lines, 2: also the first and last text (2)")
     return parser
 
 
@@ -139,6 +149,7 @@ def _run(argv: list[str] | None) -> int:
         with naming_flags():  # a prompt longer than the model's positions
             sizes = llm.sizes(prompts, params)
         if args.verbose >= 1:
+            say_idle_flags("flex_opt", args, place_of(args, llm))
             print(f"<run_flexgen_h2o>: args.model: {args.model}")
             print(sizes_line(*sizes))
             print("benchmark - generate" if args.prompts is None else "generate", flush=True)

@@ -12,7 +12,7 @@ from types import TracebackType
 
 import torch
 
-from flexgen_h2o import interrupts
+from flexgen_h2o import interrupts, llm_arguments
 from flexgen_h2o.block_facts import BlockLists, BlockTimes, KvUse
 from flexgen_h2o.checkpoint import Checkpoint
 from flexgen_h2o.config import DTYPE_BYTES, MemoryBudget, Policy
@@ -24,7 +24,6 @@ from flexgen_h2o.generation import Decoding, LogitsWatch, Row, SlotsWatch, Watch
 from flexgen_h2o.kernels.warm_up import warm_up
 from flexgen_h2o.kvcache.eviction import Eviction, check_eviction
 from flexgen_h2o.kvcache.eviction.rolling import check_rolling, is_rolling
-from flexgen_h2o.llm_arguments import check_dtype, check_together, read_policy_argument
 from flexgen_h2o.packing import Packing, weight_form
 from flexgen_h2o.paths import DEFAULT_OFFLOAD_DIR, usable_path
 from flexgen_h2o.pipeline import Pipeline, check_same, joint_report, part_of
@@ -49,6 +48,7 @@ from flexgen_h2o.source import Model, content_digests, find_checkpoint, find_mod
 from flexgen_h2o.tiers.device import open_device
 from flexgen_h2o.tiers.machine import Site, resolve_budgets
 from flexgen_h2o.timeline import Timeline
+from flexgen_h2o.units import check_int
 
 RANDOM_WEIGHTS_SEED = 0
 RANDOM_DTYPE = "bfloat16"  # of random weights, unless another is asked for
@@ -71,20 +71,24 @@ class LLM:
     """
 
     def __init__(
-        self, model: str = "opt-tiny", policy: Policy | AutoPolicy | str | Path = "auto", eviction: object = None,
-        device: str = "auto", dtype: str = "auto", budget: MemoryBudget | None = None,
-        offload_dir: str | Path | None = None, path: str | None = None, revision: str | None = None,
+        self, model: str | Path = "opt-tiny", policy: Policy | AutoPolicy | str | Path = "auto",
+        eviction: object = None, device: str = "auto", dtype: str = "auto", budget: MemoryBudget | None = None,
+        offload_dir: str | Path | None = None, path: str | Path | None = None, revision: str | None = None,
         hardware: HardwareProfile | str | Path | None = None,
     ) -> None:  # fmt: skip
         self._eviction = check_eviction(eviction)
-        self.asked_policy = read_policy_argument(policy)
-        check_together(self.asked_policy, self._eviction)
-        self._budget = budget or MemoryBudget()
+        self.asked_policy = llm_arguments.read_policy_argument(policy)
+        llm_arguments.check_together(self.asked_policy, self._eviction)
+        self._budget, self._hardware = llm_arguments.check_budget(budget), llm_arguments.check_hardware(hardware)
+        self._device_name = llm_arguments.check_text("device", device)
         self._device = open_device(device, separate_budget=self._budget.device is not None)
-        self._device_name, self._hardware = device, hardware
-        self.offload_dir = usable_path(offload_dir or DEFAULT_OFFLOAD_DIR, "--offload-dir")
-        self.model: Model = find_model(model, path, revision)
-        self._asked_dtype = check_dtype(dtype)
+        self.offload_dir = usable_path(DEFAULT_OFFLOAD_DIR if offload_dir is None else offload_dir, "--offload-dir")
+        where, which = (
+            llm_arguments.check_text("path", path, True),
+            llm_arguments.check_text("revision", revision, True),
+        )
+        self.model: Model = find_model(llm_arguments.check_text("model", model), where, which)
+        self._asked_dtype = llm_arguments.check_dtype(dtype)
         self.timeline = Timeline()
         self.report: RunReport | None = None
         self._policy = self.asked_policy if isinstance(self.asked_policy, Policy) else None
@@ -114,8 +118,10 @@ class LLM:
 
     @eviction.setter
     def eviction(self, eviction: Eviction) -> None:
-        self._eviction = eviction
-        self._plans.part = replace(self._plans.part, eviction=eviction)
+        kept = check_eviction(eviction)
+        llm_arguments.check_together(self.asked_policy, kept)
+        self._eviction = kept
+        self._plans.part = replace(self._plans.part, eviction=kept)
 
     @property
     def share_prefix(self) -> str:
@@ -139,10 +145,10 @@ class LLM:
     def use(self, policy: Policy | AutoPolicy) -> None:
         """Run with another policy from the next `generate` on; what was held for the old one is given back."""
         if policy != self.asked_policy:
-            asked = read_policy_argument(policy)
+            asked = llm_arguments.read_policy_argument(policy)
             self.close()
             self.asked_policy = asked
-            self._policy = policy if isinstance(policy, Policy) else None
+            self._policy = asked if isinstance(asked, Policy) else None
 
     def join(self, pipeline: Pipeline) -> None:
         """From now on run this rank's part of the model only: every rank calls `run` with the same prompts.
@@ -195,12 +201,16 @@ class LLM:
         watch_logits sees every step's logits: (indices of the rows, (rows, vocab) in the compute dtype). refill: as of
         `run`.
         """
+        asked = llm_arguments.check_params(params)
+        llm_arguments.check_watch(watch_logits, refill)
         encode = self.model.encode if self.model.tokenizer is not None else None
         spec = self.model.spec
         read = prompts_from_python(prompts, encode, spec.vocab_size, spec.max_positions)
         done: list[Completion] = []
+        if not read and not isinstance(asked, SamplingParams) and asked:
+            raise UsageError(f"params: {len(asked)} for 0 prompts")
         if read:
-            self.run(read, params or SamplingParams(), done.extend, Watches(watch_logits), refill=refill)
+            self.run(read, asked, done.extend, Watches(watch_logits), refill=refill)
         return sorted(done, key=lambda c: c.index)
 
     def follow(
@@ -215,6 +225,7 @@ class LLM:
         """
         if watch_slots is not None and not self.eviction.needs.record:
             raise UsageError(f"watch_slots: nothing is recorded of slots with {self.eviction.name}")
+        check_int("at_once", at_once, low=1)
         read, forced = forced_rows(prompts, continuations, self.eviction, self.model.spec, at_once)
         watches = Watches(watch_logits, watch_slots)
         return self.run(read, SamplingParams(), lambda done: None, watches, course=forced)
@@ -302,7 +313,7 @@ class LLM:
     def expect(self, rows: int) -> None:
         """From now on each `run` is a part of a job of `rows` rows: "auto" chooses for all of them, and an engine that
         is opened again for longer rows also serves what came before."""
-        self._plans.job_rows = rows
+        self._plans.job_rows = check_int("rows", rows, low=0)
 
     def prepare(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], by: Course | None = None) -> Policy:
         """Open the engine for these rows, as `run` does, and return the policy. DoesNotFitError: no engine is open."""
@@ -381,7 +392,8 @@ class LLM:
         return find_checkpoint(self.model, dtype, self.offload_dir, RANDOM_WEIGHTS_SEED, shown, packing)
 
     def _rules(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]) -> RowRules:
-        return RowRules(prompts, params, self.model.spec, self.model.tokenizer, self.eviction)
+        asked = llm_arguments.check_params(params)
+        return RowRules(prompts, asked, self.model.spec, self.model.tokenizer, self.eviction)
 
     def measure_peak(self) -> Peak | None:
         """Of matrix products and of reading memory, now and in the compute dtype; half a second. Call it after `close`.

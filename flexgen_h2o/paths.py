@@ -20,13 +20,16 @@ def policies_folder() -> Path:
 def usable_path(text: str | Path, what: str) -> Path:
     """`text` with `~` expanded. `what` names the flag in the error.
 
-    Raises UsageError for an unknown user, a name that is too long or holds a NUL byte.
+    Raises UsageError for an empty one (it would be the current folder), an unknown user, a name that is too long or
+    holds a NUL byte, and for what is no path at all.
     """
+    if text == "":
+        raise UsageError(f"{what} '': is empty; name a file or folder, or leave {what} out")
     try:
         path = Path(text).expanduser()
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
             path.stat()
-    except (RuntimeError, OSError, ValueError) as error:
+    except (RuntimeError, OSError, ValueError, TypeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"{what} {str(text)[:60]!r}: not a usable path ({reason})") from error
     return path

@@ -16,11 +16,13 @@ from flexgen_h2o.planner.predict import Machine, Prediction, predict
 from flexgen_h2o.planner.search import search
 from flexgen_h2o.prefixes import PromptGroup
 from flexgen_h2o.profile import HardwareProfile, find_profile, read_profile
-from flexgen_h2o.profiling.choose import profile_of_this_machine
+from flexgen_h2o.profiling.choose import calmer, profile_of_this_machine
 from flexgen_h2o.profiling.nominal import NOMINAL
+from flexgen_h2o.units import GIB
 
 # Measuring takes about a minute: worth it before a run that will take longer than this.
 WORTH_MEASURING_S = 600.0
+MEASURING_BYTES = 5 * GIB // 4  # of RAM
 
 
 @dataclass
@@ -35,6 +37,7 @@ class Planner:
     offload_dir: Path
     hardware: HardwareProfile | str | Path | None
     _profile: HardwareProfile | None = None
+    _is_calm: bool = False  # what can be done about a busy machine's profile has been done
 
     @property
     def profile(self) -> HardwareProfile:
@@ -49,6 +52,7 @@ class Planner:
         Measures this machine first where it has no profile and the run is long enough to be worth it.
         """
         self.check_dtype()
+        self._calm(budgets)
         plan = search(self.spec, need, base, self._machine, budgets)
         if self.profile.machine == NOMINAL and plan.prediction.total_s > WORTH_MEASURING_S:
             self._profile = self._find(measure_missing=True)
@@ -79,6 +83,13 @@ class Planner:
     def profile_facts(self) -> dict[str, str | bool | int]:
         """What a report says of the profile that predictions are made with."""
         return {"profile": self.profile.machine, "profile_disturbed": self.profile.was_disturbed}
+
+    def _calm(self, budgets: Budgets) -> None:
+        """Once, where the budgets have room for it: measure again what a busy machine disturbed, if it is quiet now."""
+        room, self._is_calm = budgets.get("host"), self._is_calm or self.hardware is not None
+        if not self._is_calm and self.profile.was_disturbed and (room is None or room >= MEASURING_BYTES):
+            self._profile = calmer(self.profile, self.device, self.offload_dir, _say)
+        self._is_calm = True
 
     @property
     def _machine(self) -> Machine:

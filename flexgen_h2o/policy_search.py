@@ -36,6 +36,7 @@ from flexgen_h2o.engine_flags import (
     policy_of,
 )
 from flexgen_h2o.errors import EXIT_DONE, DoesNotFitError, FlexgenError, UsageError
+from flexgen_h2o.idle_flags import Place, say_idle_flags
 from flexgen_h2o.paths import DEFAULT_OFFLOAD_DIR, usable_path
 
 if TYPE_CHECKING:
@@ -101,6 +102,9 @@ def _run(argv: list[str] | None) -> int:
         print(json.dumps(to_json(task.question, answer), indent=1, allow_nan=False))
     if answer.plan is None:
         raise DoesNotFitError(answer.problem or "nothing fits")
+    machine = task.question.machine
+    has_card = not machine.device_is_host and not machine.profile.device_is_host
+    say_idle_flags("policy_search", args, Place(task.spec, machine.device_is_host, has_card))
     policy = answer.plan.policy
     if not args.json:
         flags = " ".join(filter(None, [as_flags(policy), given_flags(args, ("--eviction", *EVICTION_FLAGS.values()))]))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -171,6 +171,16 @@ class HardwareProfile:
     def was_disturbed(self) -> bool:
         """Was it measured on a busy machine?"""
         return any(note.startswith(BUSY_NOTE) for note in self.notes.values())
+
+    def busy_parts(self, parts: Sequence[str]) -> dict[str, str]:
+        """Those of `parts`, in their order, that were measured on a busy machine, each with its note.
+
+        Profiles of before parts were told apart have one note for all.
+        """
+        noted = {name: note for name, note in self.notes.items() if note.startswith(BUSY_NOTE)}
+        if not set(noted) <= set(parts):
+            return dict.fromkeys(parts, next(iter(noted.values())))
+        return {part: noted[part] for part in parts if part in noted}
 
     def rates(self, dtype: str) -> ComputeRates:
         """UsageError for a dtype that was not measured."""

@@ -9,7 +9,7 @@ import json
 import os
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import cycle, islice, takewhile
 from pathlib import Path
@@ -113,6 +113,8 @@ def prompts_from_python(
     """
     if isinstance(inputs, str | bytes):
         raise UsageError("prompts: a list of prompts is needed, not one string; write [prompt]")
+    if isinstance(inputs, Mapping) or not isinstance(inputs, Iterable):
+        raise UsageError(f"prompts: a list of prompts is needed, not {type(inputs).__name__}")
     prompts: list[Prompt] = []
     for i, given in enumerate(inputs):
         try:

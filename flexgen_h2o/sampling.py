@@ -6,7 +6,6 @@ Knows nothing of models, blocks or tiers: it is handed logits and token ids.
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexgen_h2o.config import check_int
 from flexgen_h2o.errors import FlexgenError, UsageError
 from flexgen_h2o.limits import SAMPLING_CHUNK
+from flexgen_h2o.units import check_int, check_number
 
 GREEDY_BELOW = 1e-5
 MOST_LOGPROBS = 20  # likeliest tokens a step, as in OpenAI's chat API
@@ -58,16 +57,15 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        check_int("max_tokens", self.max_tokens, low=1)
-        check_int("top_k", self.top_k, low=0)
-        check_int("seed", self.seed, low=0, high=2**63 - 1)
-        object.__setattr__(self, "temperature", _check_number("temperature", self.temperature, None))
-        object.__setattr__(self, "top_p", _check_number("top_p", self.top_p, 1.0))
+        for name, low, most in (("max_tokens", 1, None), ("top_k", 0, None), ("seed", 0, 2**63 - 1)):
+            object.__setattr__(self, name, check_int(name, getattr(self, name), low, most))
+        object.__setattr__(self, "temperature", check_number("temperature", self.temperature, None))
+        object.__setattr__(self, "top_p", check_number("top_p", self.top_p, 1.0))
         object.__setattr__(self, "stop", _check_stop(self.stop))
         if not isinstance(self.ignore_eos, bool):
-            raise UsageError(f"ignore_eos: {self.ignore_eos!r} is not true or false")
+            raise UsageError(f"ignore_eos: {self.ignore_eos!r:.60} is not true or false")
         if self.logprobs is not None:
-            check_int("logprobs", self.logprobs, low=0, high=MOST_LOGPROBS)
+            object.__setattr__(self, "logprobs", check_int("logprobs", self.logprobs, low=0, high=MOST_LOGPROBS))
 
     @property
     def greedy(self) -> bool:
@@ -261,28 +259,15 @@ def _silent_ids(tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset(tokenizer.all_special_ids) | {i for i, token in added.items() if getattr(token, "special", False)}
 
 
-def _check_number(name: str, value: object, high: float | None) -> float:
-    bounds = "a number of at least 0" if high is None else f"a number in [0, {high:g}]"
-    number = math.nan
-    if not isinstance(value, bool) and isinstance(value, numbers.Real):
-        try:
-            number = float(value)
-        except OverflowError:
-            number = math.inf
-    if math.isfinite(number) and number >= 0 and (high is None or number <= high):
-        return number
-    raise UsageError(f"{name}: {value!r} is not {bounds}")
-
-
 def _check_stop(value: object) -> tuple[str, ...]:
     if value is None:
         return ()
     strings = (value,) if isinstance(value, str) else value
     if not isinstance(strings, list | tuple):
-        raise UsageError(f"stop: {value!r} is not a string or a list of strings")
+        raise UsageError(f"stop: {value!r:.60} is not a string or a list of strings")
     for s in strings:
         if not isinstance(s, str) or not s:
-            raise UsageError(f"stop: {s!r} is not a string with at least one character")
+            raise UsageError(f"stop: {s!r:.60} is not a string with at least one character")
     if sum(map(len, strings)) > MOST_STOP_CHARACTERS:
         raise UsageError(f"stop: the strings have more than {MOST_STOP_CHARACTERS} characters in all; shorten them")
     return tuple(strings)

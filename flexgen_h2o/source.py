@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+import importlib
+import logging
+import threading
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from io import StringIO
@@ -31,6 +36,8 @@ from flexgen_h2o.units import MIB
 
 _SOME_ANSWER = "\u241fanswer\u241f"  # stands for an answer in a conversation that is still to be had
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "tokenizer_config.json")
+_LOUD = ("transformers", "huggingface_hub")  # libraries that log to stderr while they read files
+_listening = threading.RLock()
 _BESIDE_TOKENIZERS = ("merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template.jinja")
 # What transformers reads besides.
 _OTHER_TOKENIZER_FILES = (
@@ -139,7 +146,8 @@ class Model:
         assert self.tokenizer is not None
         try:
             _bound_template(self.tokenizer)
-            text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            with _quiet():
+                text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         except TooLongError:
             raise
         except Exception as error:  # of the template's language: many kinds
@@ -168,8 +176,9 @@ def find_model(model: str, path: str | None, revision: str | None = None) -> Mod
     source: ModelSource = resolve(model, path, revision)
     if source.folder is not None:
         files = states_of(source.folder / name for name in ("config.json", *TOKENIZER_FILES, *_BESIDE_TOKENIZERS))
-        spec, config = spec_from_folder(source.name, source.folder)
-        return Model(source.name, spec, config, source.folder, source.random, _load_tokenizer(source.folder), files)
+        with _quiet():
+            spec, config = spec_from_folder(source.name, source.folder)
+            return Model(source.name, spec, config, source.folder, source.random, _load_tokenizer(source.folder), files)
     built_in = built_in_spec(source.name)
     if built_in is None:
         raise UsageError(
@@ -188,7 +197,8 @@ def find_spec(model: str, path: str | None, revision: str | None = None) -> Mode
         return find_model(model, path).spec  # says which shapes there are
     folder = folder or resolve(model, path, revision, weights=False).folder
     assert folder is not None
-    return spec_from_folder(model, folder)[0]
+    with _quiet():
+        return spec_from_folder(model, folder)[0]
 
 
 def find_checkpoint(
@@ -240,6 +250,44 @@ def shape_fingerprint(config: dict[str, Any]) -> str:
     import json
 
     return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:8]
+
+
+class _Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[tuple[logging.Logger, logging.LogRecord]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append((logging.getLogger(record.name.partition(".")[0]), record))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """What libraries log and warn of while files are read: each message once, in a line, and only where it ends well.
+
+    An error of ours says what is wrong with the file, alone.
+    """
+    heard, said = _Heard(), set[str]()
+    with _listening, warnings.catch_warnings(record=True) as warned:
+        for name in _LOUD:
+            importlib.import_module(f"{name}.utils.logging").get_logger()  # which adds its handlers
+        loggers = [logging.getLogger(name) for name in _LOUD]
+        before = [logger.handlers[:] for logger in loggers]
+        for logger in loggers:
+            logger.handlers[:] = [heard]
+        try:
+            yield
+        finally:
+            for logger, handlers in zip(loggers, before, strict=True):
+                logger.handlers[:] = handlers
+    for logger, record in heard.records:
+        record.msg, record.args = " ".join(record.getMessage().split()), None
+        if record.msg not in said:
+            said.add(record.msg)
+            for handler in logger.handlers:
+                handler.handle(record)
+    for one in warned:
+        warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
 
 
 def _load_tokenizer(folder: Path) -> Any | None:

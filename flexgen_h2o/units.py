@@ -1,7 +1,9 @@
-"""Byte sizes as people write them (`12GiB`) and as the engine counts them (int); durations for people."""
+"""Numbers as people write them: byte sizes (`12GiB`), whole numbers, shares; sizes and durations for people."""
 
 from __future__ import annotations
 
+import math
+import numbers
 import re
 
 from flexgen_h2o.errors import UsageError
@@ -21,21 +23,62 @@ _UNITS = {
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-z]*)", re.IGNORECASE)
 
 
-def parse_bytes(text: str | int, what: str = "size") -> int:
+def parse_bytes(text: str | float, what: str = "size") -> int:
     """Read `12GiB`, `1.5g`, `800MB` or a plain count of bytes; `GiB`/`g` are binary, `GB` decimal.
 
-    `what` names the flag in the error. Raises UsageError for anything else, zero and negative sizes.
+    `what` names the flag in the error. Raises UsageError for anything else, parts of bytes, zero and negative sizes.
     """
-    if isinstance(text, int) and not isinstance(text, bool):
-        size: float = text
+    if isinstance(text, numbers.Real) and not isinstance(text, bool):
+        size, unit = text if isinstance(text, numbers.Integral) else float(text), 1
     else:
-        match = _SIZE.fullmatch(str(text).strip())
+        match = _SIZE.fullmatch(text.strip()) if isinstance(text, str) else None
         if match is None or match[2].lower() not in _UNITS:
-            raise UsageError(f"{what}: {text!r} is not a size; write for example 12GiB, 800MiB or 4e9 as 4GB")
-        size = float(match[1]) * _UNITS[match[2].lower()]
-    if size < 1 or size > MOST_BYTES:
-        raise UsageError(f"{what}: {text!r} must be from 1 byte to 2**63 bytes")
+            raise UsageError(f"{what}: {text!r:.60} is not a size; write for example 12GiB, 800MiB or 4e9 as 4GB")
+        unit = _UNITS[match[2].lower()]
+        size = float(match[1]) * unit
+    if not 1 <= size <= MOST_BYTES:
+        raise UsageError(f"{what}: {text!r:.60} must be from 1 byte to 2**63 bytes")
+    if unit == 1 and size != int(size):
+        raise UsageError(f"{what}: {text!r} bytes are not whole; write for example 1.5GiB with its unit")
     return int(size)
+
+
+def check_int(name: str, value: object, low: int, high: int | None = None) -> int:
+    """`value` as an int in [low, high], of numpy's integers too; raises UsageError that names `name`."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise UsageError(f"{name}: {value!r:.60} is not a whole number")
+    whole = int(value)
+    if whole < low or (high is not None and whole > high):
+        bounds = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise UsageError(f"{name}: {whole} must be {bounds}")
+    return whole
+
+
+def check_number(name: str, value: object, high: float | None) -> float:
+    """`value` as a finite float in [0, high], of numpy's floats too; raises UsageError that names `name`."""
+    bounds = "a number of at least 0" if high is None else f"a number in [0, {high:g}]"
+    number = as_float(value)
+    if math.isfinite(number) and number >= 0 and (high is None or number <= high):
+        return number
+    raise UsageError(f"{name}: {value!r:.60} is not {bounds}")
+
+
+def check_share(name: str, value: object) -> float:
+    """`value` as a float in (0, 1]; raises UsageError that names `name`."""
+    share = as_float(value)
+    if not 0 < share <= 1:
+        raise UsageError(f"{name}: {value!r:.60} is not in (0, 1]")
+    return share
+
+
+def as_float(value: object) -> float:
+    """NaN for what is no real number."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def format_bytes(size: float) -> str:
@@ -74,3 +117,21 @@ def round_up(size: int, multiple: int) -> int:
 def less_margin(free: int) -> int:
     """What a run may hold of `free` bytes of a tier: a tenth, and at least half a GiB, stays free."""
     return max(0, int(free - max(MARGIN_BYTES, MARGIN_SHARE * free)))
+
+
+class DiskBudget(int):
+    """Bytes that the disk tier may hold. free: bytes that are free there, beyond which no flag raises the budget."""
+
+    free: int
+
+    def __new__(cls, nbytes: int, free: int) -> DiskBudget:
+        made = super().__new__(cls, nbytes)
+        made.free = free
+        return made
+
+
+def advice(tier: str, budget: int | None, needed: int) -> str:
+    """What gives a tier `needed` bytes: a higher budget, or where the disk has no more, space on it."""
+    if isinstance(budget, DiskBudget) and needed > budget.free:
+        return f"{format_bytes(budget.free)} are free on that disk: free space, or give another --offload-dir"
+    return f"raise --{tier}-mem"

@@ -42,10 +42,12 @@ def resolve(model: str, path: str | None, revision: str | None = None, weights: 
     A `path` with "_DUMMY_" in it asks for random weights, with the config of the folder where `model` is one.
     weights: False is content with config and tokenizer when it has to go to the hub.
 
-    Raises UsageError in one line with the way out: no such folder, no config.json in it, not cached and not to be
-    had from the hub. DoesNotFitError: the disk filled up during the download.
+    Raises UsageError in one line with the way out: no such folder (`path` too), no config.json in it, not cached and
+    not to be had from the hub. DoesNotFitError: the disk filled up during the download.
     """
     folder, random = find_folder(model, path), path is not None and DUMMY in path
+    if path is not None and not random and not usable_path(path, "--path").is_dir():
+        raise UsageError(f"--path {path}: there is no such folder; name the one with checkpoints, or {DUMMY}")
     if folder is None and not random:
         folder = _from_hub(model, revision, weights)
     return ModelSource(model, folder, random)

@@ -25,6 +25,7 @@ from flexgen_h2o.engine_flags import (
 )
 from flexgen_h2o.errors import EXIT_DONE, FlexgenError, UsageError
 from flexgen_h2o.files import write_whole
+from flexgen_h2o.idle_flags import place_of, say_idle_flags
 from flexgen_h2o.paths import usable_path
 
 if TYPE_CHECKING:
@@ -112,6 +113,7 @@ def run_streaming(args: argparse.Namespace) -> int:
             print(f"evaluate: {llm.precision_note}", file=sys.stderr)
         for case in cases:  # before the first of them has run for long
             check_rolling(case.eviction, llm.model.spec, policy.compress_cache)
+        say_idle_flags("evaluate streaming", args, place_of(args, llm))
         compression = compression_flags(policy)
         found = (_turns if args.text is None else _texts)(args, llm, cases, compression)
         facts = {

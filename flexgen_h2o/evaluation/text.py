@@ -29,6 +29,7 @@ from flexgen_h2o.engine_flags import (
 )
 from flexgen_h2o.errors import EXIT_DONE, FlexgenError, UsageError
 from flexgen_h2o.files import write_whole
+from flexgen_h2o.idle_flags import place_of, say_idle_flags
 from flexgen_h2o.paths import usable_path
 from flexgen_h2o.units import format_bytes
 
@@ -100,7 +101,7 @@ def add_text_flags(parser: argparse.ArgumentParser) -> None:
     add("--json", type=file_name, help="write prompts, texts, tokens and KV bytes")
     hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     add("--model_name", dest="model", **hidden)
-    add("--cache_dir", dest="path", **hidden)
+    add("--cache_dir", dest="path", type=lambda name: name if Path(name).expanduser().is_dir() else None, **hidden)
     add("--heavy_ratio", dest="hh_ratio", type=float, **hidden)
     add("--recent_ratio", dest="recent_ratio", type=float, **hidden)
     add("--length", dest="gen_len", type=positive, **hidden)
@@ -126,6 +127,7 @@ def run_text(args: argparse.Namespace) -> int:
         if llm.precision_note:
             print(f"evaluate: {llm.precision_note}", file=sys.stderr)
         prompts = _prompts(args, llm)
+        say_idle_flags("evaluate text", args, place_of(args, llm))
         with naming_flags():  # a prompt longer than the model's positions
             sides = [_written(llm, kept, prompts, params) for kept in (Full(), eviction)]
         rows = [

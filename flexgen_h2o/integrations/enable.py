@@ -64,7 +64,7 @@ def enable_eviction(model: PreTrainedModel, eviction: Eviction, mode: str = "dro
     Raises UsageError where the model or the settings are not supported.
     """
     eviction = check_eviction(eviction)
-    if mode not in MODES:
+    if not isinstance(mode, str) or mode not in MODES:
         raise UsageError(f"mode: {mode!r} is not one of {', '.join(MODES)}")
     unknown = set(eviction.needs.record) - {POSITIONS, SCORES, NORMS}
     if unknown:  # such as the ranks of rolling positions: the model itself has rotated its keys before they are cached
@@ -84,7 +84,7 @@ def enable_eviction(model: PreTrainedModel, eviction: Eviction, mode: str = "dro
 
 def disable_eviction(model: PreTrainedModel) -> None:
     """The model as it was before `enable_eviction` or `enable_h2o`. Raises UsageError if eviction is not enabled."""
-    if model not in _enabled:
+    if not isinstance(model, PreTrainedModel) or model not in _enabled:
         raise UsageError("model: eviction is not enabled on it")
     enabled = _enabled.pop(model)
     enabled.hook.remove()

@@ -13,7 +13,7 @@ from flexgen_h2o.planner.memory import SEQUENTIAL, MemoryPlan, memory_plan
 from flexgen_h2o.planner.need import even_blocks, shape_of
 from flexgen_h2o.planner.rounding import Percent
 from flexgen_h2o.planner.work import disk_read_bytes
-from flexgen_h2o.units import MIB, format_bytes, round_up
+from flexgen_h2o.units import MIB, advice, format_bytes, round_up
 
 STEPS = (32, 8, 4, 2, 1)  # percents that are moved at a time
 WORTH_MORE = 1.25  # of a budget: so much more is named where it saves half of what is read from disk, and more
@@ -66,11 +66,12 @@ def too_small(q: Search) -> str:
     reads = disk_reads(q, held.policy)
     more = worth_more(with_it, reads)
     read = f" and {format_bytes(reads)} of disk reads" if reads else ""
+    full = next((a for t, n in enough.items() if (a := advice(t, q.budgets.get(t), n)) != f"raise --{t}-mem"), "")
     return (
         f"{given} {'is' if len(short) == 1 else 'are'} too small for any policy by "
         f"{', '.join(map(format_bytes, short.values()))}; the smallest that would do: {needed} "
         f"({', '.join(map(format_bytes, enough.values()))}), with {_switches(q, held.policy)}{read}"
-        f"{'' if more is None else '; ' + more.text}"
+        f"{'' if more is None else '; ' + more.text}{'; ' + full if full else ''}"
     )
 
 

@@ -26,7 +26,7 @@ from flexgen_h2o.packing import WeightForm, weight_form
 from flexgen_h2o.planner.int8_sizes import int8_sizes
 from flexgen_h2o.planner.temporaries import step_bytes, unpacked_cache_bytes
 from flexgen_h2o.tiers.placement import Part, Shares, is_streamed, on_host_device, split_rows
-from flexgen_h2o.units import format_bytes, round_up
+from flexgen_h2o.units import advice, format_bytes, round_up
 
 
 @dataclass(frozen=True)
@@ -140,8 +140,8 @@ class MemoryPlan:
         parts = ", ".join(f"{b.name} {format_bytes(b.nbytes)}" for b in largest)
         raise DoesNotFitError(
             f"the policy needs {format_bytes(self.bytes_on(tier))} on the {tier} tier ({parts}), "
-            f"{format_bytes(excess)} more than its budget of {format_bytes(budgets[tier] or 0)}; raise --{tier}-mem"
-            f"{self._other_ways(tier)}"
+            f"{format_bytes(excess)} more than its budget of {format_bytes(budgets[tier] or 0)}; "
+            f"{advice(tier, budgets[tier], self.bytes_on(tier))}{self._other_ways(tier)}"
         )
 
 

@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from flexgen_h2o.tiers.device import Device
-from flexgen_h2o.units import GIB
+from flexgen_h2o.units import GIB, MIB, format_bytes
 
 _CPU_INFO, _MOUNTS = Path("/proc/cpuinfo"), Path("/proc/mounts")
 
@@ -60,11 +60,26 @@ def fingerprint_text(machine: Machine) -> str:
     return "\n".join(map(str, facts))
 
 
+DISTURBED = 0.05  # share of all cores
+DISTURBED_DISK = 50 * MIB  # bytes a second
+
+
 class Neighbours:
     """What other processes take of the machine while this one measures."""
 
     def __init__(self) -> None:
         self._start = time.monotonic(), *_cpu_seconds()
+        self._disk = _disk_bytes()
+
+    def of_cores(self) -> str:
+        """`40% of the cores (load 3.1)`, where it is enough to be seen in figures; else nothing."""
+        share = self.share()
+        return f"{share:.0%} of the cores (load {os.getloadavg()[0]:.1f})" if share >= DISTURBED else ""
+
+    def of_disks(self) -> str:
+        """The same of bytes that disks moved. Only of a time in which this process moves none."""
+        rate = (_disk_bytes() - self._disk) / max(1e-3, time.monotonic() - self._start[0])
+        return f"{format_bytes(rate)} a second of the disks" if rate >= DISTURBED_DISK else ""
 
     def share(self) -> float:
         """Of all cores since this was made: between 0 and 1. What the hypervisor takes is not seen here."""
@@ -80,6 +95,15 @@ def _cpu_seconds() -> tuple[float, float]:
     idle = times.idle + getattr(times, "iowait", 0.0)
     # Guests' seconds are in `user` as well.
     return sum(times) - idle - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0), own.user + own.system
+
+
+def _disk_bytes() -> float:
+    """That all disks have moved; 0 where the system does not tell."""
+    try:
+        disks = psutil.disk_io_counters()
+    except (OSError, RuntimeError):
+        disks = None
+    return 0.0 if disks is None else float(disks.read_bytes + disks.write_bytes)
 
 
 def _cpu_name() -> str:

@@ -1,18 +1,20 @@
-"""Measures a whole hardware profile in about a minute."""
+"""Measures a whole hardware profile in about a minute, and again what other processes disturbed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from flexgen_h2o import interrupts
 from flexgen_h2o.engine import LANE_THREADS
-from flexgen_h2o.profile import BUSY_NOTE, HardwareProfile
+from flexgen_h2o.profile import BUSY_NOTE, ComputeRates, HardwareProfile
 from flexgen_h2o.profiling.bench import Bench
 from flexgen_h2o.profiling.beside import beside_shares
 from flexgen_h2o.profiling.compute import compute_rates
@@ -20,7 +22,7 @@ from flexgen_h2o.profiling.disk import DiskProbe, DiskRates, check_space
 from flexgen_h2o.profiling.links import LinkRates, link_rates
 from flexgen_h2o.profiling.machine import Neighbours, this_machine
 from flexgen_h2o.profiling.matmul import warm_cores
-from flexgen_h2o.profiling.memory import kernel_seconds, memory_rate
+from flexgen_h2o.profiling.memory import kernel_seconds, memory_rate, other_rates
 from flexgen_h2o.profiling.overlay import overlay_rate
 from flexgen_h2o.profiling.sizes import CARD, CARD_HOST, HOST, Sizes
 from flexgen_h2o.profiling.steps import FIXED, StepCosts, step_costs
@@ -29,9 +31,10 @@ from flexgen_h2o.tiers.disk import Scratch
 from flexgen_h2o.tiers.mover import Mover
 from flexgen_h2o.tiers.transfer import Lanes
 from flexgen_h2o.timeline import Timeline
+from flexgen_h2o.units import MIB
 
 SOURCE = f"measured by python -m flexgen_h2o.hardware, torch {torch.__version__}"
-DISTURBED = 0.05  # share of all cores
+QUIET_S = 0.5  # that the machine must be quiet before anything is measured again
 Progress = Callable[[str], None]
 
 
@@ -60,25 +63,48 @@ def measure(
         return _measure(opened, offload_dir, scratch, progress, sizes, dtypes or opened.dtypes)
 
 
+# What is measured apart, in this order; a note of each says what disturbed it. The last leans on all others.
+MEMORY, COMPUTE, DISK, STEPS = "memory", "compute", "disk", "steps"
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """Where figures are taken. host: of the host, which is `device` itself where that computes."""
+
+    device: Bench
+    host: Bench
+    scratch: Scratch
+    dtype: str
+
+    @classmethod
+    def of(cls, device: Device, scratch: Scratch, sizes: Sizes | None, dtype: str) -> _Bench:
+        """Ready to measure: what runs first on idle cores would be slower. dtype: of what is measured in one only."""
+        bench = Bench(device, sizes or (HOST if device.is_host else CARD))
+        warm_cores(bench, getattr(torch, dtype))
+        return cls(bench, bench if device.is_host else Bench(HostDevice(), sizes or CARD_HOST), scratch, dtype)
+
+
+def parts_of(dtypes: Iterable[str]) -> list[str]:
+    """The parts of a profile with these dtypes, in the order in which they are measured."""
+    return [MEMORY, *(f"{COMPUTE}.{dtype}" for dtype in dtypes), DISK, STEPS]
+
+
 def _measure(
     device: Device, offload_dir: Path, scratch: Scratch, progress: Progress, sizes: Sizes | None,
     dtypes: tuple[str, ...],
 ) -> HardwareProfile:  # fmt: skip
-    machine, neighbours = this_machine(device, offload_dir), Neighbours()
-    bench = Bench(device, sizes or (HOST if device.is_host else CARD))
-    host = bench if device.is_host else Bench(HostDevice(), sizes or CARD_HOST)
+    machine = this_machine(device, offload_dir)
     progress(machine.description)
-    warm_cores(bench, getattr(torch, dtypes[0]))
-    progress("memory and the link between host and device")
-    host_memory = memory_rate(host)
-    device_memory = host_memory if host is bench else memory_rate(bench)
-    link = _link(device, host.sizes)
-    compute = {}
-    for dtype in dtypes:
-        progress(f"compute in {dtype}")
-        compute[dtype] = compute_rates(bench, host, dtype)
-    progress(f"disk tier in {offload_dir}")
-    storage = _storage(bench, host, scratch)
+    at = _Bench.of(device, scratch, sizes, dtypes[0])
+    found: dict[str, Any] = dict.fromkeys(FIXED, 0.0)
+    compute: dict[str, ComputeRates] = {}
+    notes: dict[str, str] = {}
+    for part in parts_of(dtypes)[:-1]:
+        progress(_words(part, offload_dir))
+        with _noting(part, notes):
+            figures = _figures(at, part)
+            compute |= figures.pop("compute", {})
+            found |= figures
     profile = HardwareProfile(
         machine=machine.short_name,
         description=machine.description,
@@ -89,32 +115,142 @@ def _measure(
         device_mem_bytes=machine.card_bytes,
         host_mem_bytes=machine.host_bytes,
         disk_mem_bytes=machine.disk_bytes,
-        disk_read_bytes_per_s=storage.disk.read,
-        disk_write_bytes_per_s=storage.disk.write,
-        h2d_bytes_per_s=link.h2d,
-        d2h_bytes_per_s=link.d2h,
-        h2d_unpinned_bytes_per_s=link.h2d_unpinned,
-        d2h_unpinned_bytes_per_s=link.d2h_unpinned,
-        host_memory_bytes_per_s=host_memory,
-        device_memory_bytes_per_s=device_memory,
-        disk_read_beside_compute=storage.read_beside_compute,
-        compute_beside_disk_read=storage.compute_beside_read,
-        kernel_s=kernel_seconds(bench),
-        transfer_s=link.transfer_s,
-        disk_request_s=storage.disk.request_s,
-        overlay_bytes_per_s=overlay_rate(bench, getattr(torch, dtypes[0])),
-        step_s=0.0,
-        attention_step_s=0.0,
-        eviction_step_s=0.0,
-        row_s=0.0,
-        short_read_compute_s=0.0,
-        cache_load_step_s=0.0,
         compute=compute,
+        **found,
     )
-    progress("fixed costs of the engine's loop")
-    costs = step_costs(bench, profile, dtypes[0], scratch.folder)
-    notes = _notes(neighbours.share(), progress)
-    return replace(_with_elementwise(profile, dtypes[0], costs), notes=notes, **{k: getattr(costs, k) for k in FIXED})
+    progress(_words(STEPS, offload_dir))
+    with _noting(STEPS, notes):
+        profile = _with_steps(at, profile)
+    if notes:
+        progress(f"{next(iter(notes.values()))}: what it disturbed is measured again when the machine is quiet")
+    return replace(profile, notes=notes)
+
+
+def measure_again(
+    profile: HardwareProfile, device: str, offload_dir: Path, progress: Progress, seconds: float,
+    sizes: Sizes | None = None,
+) -> HardwareProfile:  # fmt: skip
+    """The profile with some of the parts that other processes disturbed measured anew, as long as the machine is quiet.
+
+    seconds: after which no further part is begun; each takes a few. What is disturbed again stays as it was. Raises
+    what `measure` raises.
+    """
+    opened = open_device(device, separate_budget=False)
+    smaller = sizes or _quick(HOST if opened.is_host else CARD)
+    busy, began = profile.busy_parts(parts_of(profile.compute)), time.monotonic()
+    if not busy or not is_quiet():
+        return profile
+    check_space(offload_dir)
+    progress(f"the machine is quiet: measuring what was disturbed before ({', '.join(busy)}), for some seconds")
+    with _scratch(offload_dir) as scratch, torch.inference_mode():
+        at = _Bench.of(opened, scratch, smaller, next(iter(profile.compute)))
+        for part in busy:
+            notes: dict[str, str] = {}
+            with _noting(part, notes):
+                tried = _again(at, profile, part)
+            if notes:
+                progress(f"{part}: {notes[part]} again")
+                break
+            profile = tried
+            if time.monotonic() - began > seconds:
+                break
+    return profile
+
+
+def _again(at: _Bench, profile: HardwareProfile, part: str) -> HardwareProfile:
+    """The profile with one part measured anew; its steps are then to be measured too, since they lean on all others."""
+    busy = profile.busy_parts(parts_of(profile.compute))
+    notes = {name: note for name, note in profile.notes.items() if not note.startswith(BUSY_NOTE)}
+    notes |= {name: note for name, note in {STEPS: busy[part], **busy}.items() if name != part}
+    compute = dict(profile.compute)
+    if part == STEPS:
+        for dtype, rates in compute.items():  # the sweep told more of them: they begin from what loops alone reach
+            alone = other_rates(at.device, getattr(torch, dtype)).elementwise
+            compute[dtype] = replace(rates, elementwise_bytes_per_s=alone)
+        return replace(_with_steps(at, replace(profile, compute=compute)), notes=notes)
+    figures = _figures(at, part)
+    return replace(profile, **{**figures, "compute": compute | figures.get("compute", {}), "notes": notes})
+
+
+def _figures(at: _Bench, part: str) -> dict[str, Any]:
+    """Fields of the profile that one part measures; of compute those of one dtype."""
+    if part == MEMORY:
+        host = memory_rate(at.host)
+        link = _link(at.device.device, at.host.sizes)
+        return {
+            "host_memory_bytes_per_s": host,
+            "device_memory_bytes_per_s": host if at.host is at.device else memory_rate(at.device),
+            "h2d_bytes_per_s": link.h2d,
+            "d2h_bytes_per_s": link.d2h,
+            "h2d_unpinned_bytes_per_s": link.h2d_unpinned,
+            "d2h_unpinned_bytes_per_s": link.d2h_unpinned,
+            "transfer_s": link.transfer_s,
+            "kernel_s": kernel_seconds(at.device),
+            "overlay_bytes_per_s": overlay_rate(at.device, getattr(torch, at.dtype)),
+        }
+    if part == DISK:
+        storage = _storage(at.device, at.host, at.scratch)
+        return {
+            "disk_read_bytes_per_s": storage.disk.read,
+            "disk_write_bytes_per_s": storage.disk.write,
+            "disk_request_s": storage.disk.request_s,
+            "disk_read_beside_compute": storage.read_beside_compute,
+            "compute_beside_disk_read": storage.compute_beside_read,
+        }
+    dtype = part.partition(".")[2]
+    return {"compute": {dtype: compute_rates(at.device, at.host, dtype)}}
+
+
+def _with_steps(at: _Bench, profile: HardwareProfile) -> HardwareProfile:
+    """Fixed costs of the engine's loop, on top of what the profile says of everything else."""
+    nothing: dict[str, Any] = dict.fromkeys(FIXED, 0.0)
+    costs = step_costs(at.device, replace(profile, **nothing), at.dtype, at.scratch.folder)
+    return replace(_with_elementwise(profile, at.dtype, costs), **{k: getattr(costs, k) for k in FIXED})
+
+
+def _words(part: str, offload_dir: Path) -> str:
+    named = {
+        MEMORY: "memory and the link between host and device", DISK: f"disk tier in {offload_dir}",
+        STEPS: "fixed costs of the engine's loop",
+    }  # fmt: skip
+    return named.get(part) or part.replace(".", " in ")
+
+
+def _quick(sizes: Sizes) -> Sizes:
+    """For a few seconds a part: fewer rounds and shapes, a smaller file, and no product that takes long by itself."""
+    shapes = {name: getattr(sizes, name)[::2] for name in ("widths", "hidden", "heads")}
+    rows = (*sizes.rows[:-1:2], sizes.rows[-1])
+    most = {"figure_s": 0.03, "longest_s": 0.15, "disk_bytes": 256 * MIB, "disk_s": 1.0, "beside_s": 0.5}
+    return replace(
+        sizes, **{name: min(value, getattr(sizes, name)) for name, value in most.items()}, **shapes, rows=rows
+    )
+
+
+@contextmanager
+def _noting(part: str, notes: dict[str, str]) -> Iterator[None]:
+    """A note of the part where other processes took enough of the cores meanwhile, or of the disks before, to be seen.
+
+    While this process uses a disk nobody can tell what others do: devices on devices count its bytes twice.
+    """
+    disk = _watched().of_disks() if part == DISK else ""
+    neighbours = Neighbours()
+    yield
+    disturbed = " and ".join(filter(None, (neighbours.of_cores(), disk)))
+    if disturbed:
+        notes[part] = f"{BUSY_NOTE} {disturbed}"
+
+
+def _watched() -> Neighbours:
+    """What others did in half a second in which this process did nothing."""
+    neighbours = Neighbours()
+    time.sleep(QUIET_S)
+    return neighbours
+
+
+def is_quiet() -> bool:
+    """Does no other process take enough of cores or disks now to be seen in figures?"""
+    neighbours = _watched()
+    return not neighbours.of_cores() and not neighbours.of_disks()
 
 
 def _with_elementwise(profile: HardwareProfile, dtype: str, costs: StepCosts) -> HardwareProfile:
@@ -125,14 +261,6 @@ def _with_elementwise(profile: HardwareProfile, dtype: str, costs: StepCosts) ->
         for name, rates in profile.compute.items()
     }
     return replace(profile, compute=compute)
-
-
-def _notes(others: float, progress: Progress) -> dict[str, str]:
-    """A note where other processes took enough of the cores to be seen in the figures."""
-    if others < DISTURBED:
-        return {}
-    progress(f"other processes took {others:.0%} of the cores: measure again when the machine is quiet")
-    return {"compute": f"{BUSY_NOTE} {others:.0%} of the cores"}
 
 
 def _link(device: Device, sizes: Sizes) -> LinkRates:

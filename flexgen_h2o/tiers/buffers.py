@@ -9,7 +9,7 @@ import torch
 
 from flexgen_h2o.errors import DoesNotFitError
 from flexgen_h2o.limits import PAGE
-from flexgen_h2o.units import format_bytes, round_up
+from flexgen_h2o.units import advice, format_bytes, round_up
 
 HUGE_PAGE = 2 * 2**20
 
@@ -50,7 +50,7 @@ class Ledger:
             over = self.used[tier] + nbytes - budget
             raise DoesNotFitError(
                 f"{what} needs {format_bytes(nbytes)} on the {tier} tier: {format_bytes(over)} over the budget of "
-                f"{format_bytes(budget)}; raise --{tier}-mem or move shares with --percent"
+                f"{format_bytes(budget)}; {advice(tier, budget, budget + over)} or move shares with --percent"
             )
         self.used[tier] += nbytes
         self.peak[tier] = max(self.peak[tier], self.used[tier])

@@ -128,7 +128,8 @@ class Scratch:
             free = shutil.disk_usage(self.folder).free
             raise DoesNotFitError(
                 f"--offload-dir {self.folder.parent}: {format_bytes(nbytes)} are needed on disk, "
-                f"{format_free(free, nbytes)} ({error.strerror}); lower the disk shares of --percent"
+                f"{format_free(free, nbytes)} ({error.strerror}); free space, give another --offload-dir, "
+                "or lower the disk shares of --percent"
             ) from error
         return DirectFile(path, writable=True)
 

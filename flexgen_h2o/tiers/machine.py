@@ -11,7 +11,7 @@ import torch
 
 from flexgen_h2o.config import MemoryBudget
 from flexgen_h2o.tiers.device import Device
-from flexgen_h2o.units import GIB, less_margin
+from flexgen_h2o.units import GIB, DiskBudget, less_margin
 
 DISK_MARGIN_BYTES = 2 * GIB
 _CGROUP = Path("/sys/fs/cgroup")
@@ -30,16 +30,16 @@ class Site:
 def resolve_budgets(
     budget: MemoryBudget, device: Device, offload_dir: Path, processes: int = 1
 ) -> dict[str, int | None]:
-    """Bytes by tier: the given budgets, and what is free less a margin for the others.
+    """Bytes by tier: the given budgets (of the disk no more than is free), and what is free less a margin for others.
 
     Where the device is host memory there is no device tier (0). processes: of this run on this machine, which share
     its RAM and its disk evenly.
     """
     host = budget.host if budget.host is not None else less_margin(free_host_bytes()) // processes
-    disk = budget.disk
-    if disk is None:
-        folder = next(p for p in (offload_dir, *offload_dir.absolute().parents) if p.exists())
-        disk = max(0, shutil.disk_usage(folder).free - DISK_MARGIN_BYTES) // processes
+    folder = next(p for p in (offload_dir, *offload_dir.absolute().parents) if p.exists())
+    free = shutil.disk_usage(folder).free
+    most = max(0, free - DISK_MARGIN_BYTES) // processes if budget.disk is None else min(budget.disk, free // processes)
+    disk = DiskBudget(most, free // processes)
     if device.is_host:
         return {"device": 0, "host": host, "disk": disk}
     on_device = budget.device if budget.device is not None else less_margin(_free_device_bytes(device))

@@ -68,7 +68,8 @@ def door(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
     def call(*flags: object, model: Path | str | None = None) -> Answer:
-        short = ["--offload-dir", "offload", "--prompt-len", "8", "--gen-len", "4"]
+        short = ["--offload-dir", "offload", "--gen-len", "4"]
+        short += [] if "--prompts" in flags else ["--prompt-len", "8"]
         argv = ["--model", str(model or ids_model), *short, *map(str, flags)]
         capfd.readouterr()
         code = flex_opt.main(argv)

@@ -74,7 +74,7 @@ def test_flags_of_run_text_generation(text: Door, words_model: Path) -> None:
         f"--seed 42 --no_cuda {PLACED} --prompt 'import os and more'"
     )
     ours = text(
-        f"--model {words_model} --path c --hh-ratio 0.3 --recent-ratio 0.2 --gen-len 8 --device cpu --seed 1 "
+        f"--model {words_model} --hh-ratio 0.3 --recent-ratio 0.2 --gen-len 8 --device cpu --seed 1 "
         f"{PLACED} --prompt 'import os and more'"
     )
     assert theirs.code == 0 and theirs.out == ours.out, theirs.err

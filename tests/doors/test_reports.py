@@ -149,12 +149,12 @@ def test_log_file_is_named_as_flexgen_names_it(door: Callable[..., Answer]) -> N
         assert line in answer.out
     assert_done(door(*flags))
     assert len(log.read_text().splitlines()) == 2 * len(LOG_LINES), "a log is appended to"
-    assert_done(door(*flags, "--cpu-cache-compute"))
+    assert_done(door(*flags, "--cpu-cache-compute"), "--cpu-cache-compute")
     assert len(list(Path().glob("*-cpu-cache.log"))) == 1
 
 
 def test_where_the_log_goes(door: Callable[..., Answer]) -> None:
-    assert_done(door("--no-log", "--log-file", "never.txt", "--gpu-batch-size", 1))
+    assert_done(door("--no-log", "--log-file", "never.txt", "--gpu-batch-size", 1), "--log-file")
     assert not list(Path().glob("*.log")) and not Path("never.txt").exists()
     assert_done(door("--log-file", "mine.txt", "--gpu-batch-size", 1))
     assert len(Path("mine.txt").read_text().splitlines()) == len(LOG_LINES)

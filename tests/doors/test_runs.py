@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,11 @@ def reference_model(folder: Path) -> OPTForCausalLM:
     return OPTForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def assert_done(answer: Answer) -> None:
-    assert (answer.code, answer.err) == (0, ""), answer
+def assert_done(answer: Answer, *idle: str) -> None:
+    """idle: flags without effect, of which stderr says so, and nothing else."""
+    assert answer.code == 0, answer
+    said = [re.fullmatch(r"flex_opt: (--.+) ha(?:s|ve) no effect: .+", line) for line in answer.err.splitlines()]
+    assert sorted(", ".join(found[1] if found else "?" for found in said).split(", ")) == sorted(idle or [""]), answer
     assert not list(Path("offload").glob("run-*"))
 
 
@@ -102,7 +106,8 @@ def test_every_engine_flag_is_taken(door: Callable[..., Answer], write_jsonl: Ca
         "--cpu-cache-compute --attn-sparsity 0.5 --overlap 0 --device cpu --dtype bfloat16 --device-mem 64MiB "
         "--host-mem 64MiB --disk-mem 0.5GiB --eviction full --ignore-eos --revision main --path . --verbose 1"
     )
-    assert_done(door("--prompts", prompts, "--json", "report.json", *flags.split()))
+    idle = ("--path", "--pin-weight", "--revision")
+    assert_done(door("--prompts", prompts, "--json", "report.json", *flags.split()), *idle)
     policy = json.loads(Path("report.json").read_text())["policy"]
     assert policy == Policy(
         2, 2, (30, 30, 30, 30, 30, 30), sep_layer=False, pin_weight=False, cpu_cache_compute=True, attn_sparsity=0.5,
@@ -132,7 +137,7 @@ def test_policy_of_another_model_and_cache_is_said(door: Callable[..., Answer], 
 
 @pytest.mark.parametrize("flags", ["", "--policy auto", "--overlap false --cpu-cache-compute"])
 def test_auto_is_the_default_without_a_placement_flag(flags: str, door: Callable[..., Answer]) -> None:
-    assert_done(door(*flags.split(), "--json", "report.json"))
+    assert_done(door(*flags.split(), "--json", "report.json"), *re.findall("--cpu-cache-compute", flags))
     policy = json.loads(Path("report.json").read_text())["policy"]
     assert policy["gpu_batch_size"] * policy["num_gpu_batches"] == 32
     assert policy["overlap"] is (not flags.startswith("--overlap"))

@@ -26,7 +26,7 @@ FLOORS = tuple(
     for rooms in (
         "flex_opt policy_search hardware batch evaluate cli",
         "llm llm_arguments jobs evaluation integrations plan_report planning pipeline profiling report progress "
-        "run_facts run_rows row_plans source doors engine_flags",
+        "run_facts run_rows row_plans source doors engine_flags idle_flags",
         "executor attention_step engine conversation courses eviction_need generation handoff row_rules refill",
         "weights kvcache hidden models planner block_facts",
         "kernels tiers checkpoint schedule timeline timeline_plot sampling prompts prefixes",

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from flexgen_h2o.config import check_int
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.kvcache.eviction.policy import EVERYTHING, RANKS, Columns, Needs, RowBudget
+from flexgen_h2o.units import check_int, check_share
 
 DEFAULT_RATIO = 0.1
 SCHEDULES = ("uniform", "pyramid")
@@ -48,9 +48,9 @@ class Evicting:
             if ratio is not None and size is not None:
                 raise UsageError(f"{kind}_size: both a count and a share of {kind} columns are given; give one of them")
             if ratio is not None:
-                _check_ratio(f"{kind}_ratio", ratio)
+                object.__setattr__(self, f"{kind}_ratio", check_share(f"{kind}_ratio", ratio))
             if size is not None:
-                check_int(f"{kind}_size", size, low=0 if kind == "heavy" else 1)
+                self._take_int(f"{kind}_size", low=0 if kind == "heavy" else 1)
         if self.heavy_size == 0 and self.recent_size is None and self.recent_ratio is None:
             raise UsageError("heavy_size: 0 alone leaves nothing; say how many recent columns stay")
         if self.layer_schedule not in SCHEDULES:
@@ -59,6 +59,12 @@ class Evicting:
             raise UsageError(f"while_decoding: {self.while_decoding!r} is not true or false")
         if self.positions not in (ORIGINAL, ROLLING):
             raise UsageError(f"positions: {self.positions!r} is neither {ORIGINAL} nor {ROLLING}")
+
+    def _take_int(self, name: str, low: int, high: int | None = None) -> int:
+        """A setting as a plain int, which a report can hold."""
+        value = check_int(name, getattr(self, name), low, high)
+        object.__setattr__(self, name, value)
+        return value
 
     @property
     def needs(self) -> Needs:
@@ -110,11 +116,6 @@ class Evicting:
     def _count(self, kind: str, prompt_len: int) -> int:
         what, value = self._share(kind)
         return min(int(value), EVERYTHING) if what == "size" else max(1, int(value * prompt_len))
-
-
-def _check_ratio(name: str, ratio: object) -> None:
-    if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 < ratio <= 1:
-        raise UsageError(f"{name}: {ratio!r} is not in (0, 1]")
 
 
 def _pyramid(heavy: int, most: int, block: int, num_blocks: int) -> int:

@@ -8,10 +8,9 @@ from typing import ClassVar
 
 import torch
 
-from flexgen_h2o.config import check_int
-from flexgen_h2o.errors import UsageError
 from flexgen_h2o.kvcache.eviction.evicting import Evicting
 from flexgen_h2o.kvcache.eviction.policy import EVERYTHING, POSITIONS, SCORES, Columns, Needs, RowBudget
+from flexgen_h2o.units import check_share
 
 
 @dataclass(frozen=True)
@@ -33,10 +32,9 @@ class H2ONorm(Evicting):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_int("sinks", self.sinks, low=0, high=EVERYTHING)
-        check_int("grace", self.grace, low=0, high=EVERYTHING)
-        if isinstance(self.decay, bool) or not isinstance(self.decay, int | float) or not 0 < self.decay <= 1:
-            raise UsageError(f"decay: {self.decay!r} is not in (0, 1]")
+        self._take_int("sinks", low=0, high=EVERYTHING)
+        self._take_int("grace", low=0, high=EVERYTHING)
+        object.__setattr__(self, "decay", check_share("decay", self.decay))
 
     @property
     def measures(self) -> Needs:

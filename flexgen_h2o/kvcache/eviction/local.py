@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import torch
 
-from flexgen_h2o.config import check_int
 from flexgen_h2o.kvcache.eviction.evicting import Evicting
 from flexgen_h2o.kvcache.eviction.policy import EVERYTHING, POSITIONS, Columns, Needs, RowBudget
 
@@ -25,7 +24,7 @@ class Local(Evicting):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_int("sinks", self.sinks, low=0, high=EVERYTHING)
+        self._take_int("sinks", low=0, high=EVERYTHING)
 
     @property
     def measures(self) -> Needs:

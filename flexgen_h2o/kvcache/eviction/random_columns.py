@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import torch
 
-from flexgen_h2o.config import check_int
 from flexgen_h2o.kvcache.eviction.evicting import Evicting
 from flexgen_h2o.kvcache.eviction.policy import POSITIONS, Columns, Needs
 
@@ -25,7 +24,7 @@ class Random(Evicting):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_int("seed", self.seed, low=0, high=2**31)
+        self._take_int("seed", low=0, high=2**31)
 
     @property
     def measures(self) -> Needs:

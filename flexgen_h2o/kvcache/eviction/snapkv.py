@@ -8,7 +8,6 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from flexgen_h2o.config import check_int
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.kvcache.eviction.evicting import Evicting
 from flexgen_h2o.kvcache.eviction.policy import EVERYTHING, POSITIONS, SCORES, Needs
@@ -30,8 +29,8 @@ class SnapKV(Evicting):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_int("window", self.window, low=1, high=EVERYTHING)
-        if check_int("kernel", self.kernel, low=1, high=EVERYTHING) % 2 == 0:
+        self._take_int("window", low=1, high=EVERYTHING)
+        if self._take_int("kernel", low=1, high=EVERYTHING) % 2 == 0:
             raise UsageError(f"kernel: {self.kernel} is not odd")
 
     @property

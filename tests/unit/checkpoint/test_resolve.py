@@ -119,7 +119,10 @@ def test_under_path(tmp_path: Path, where: str) -> None:
 def test_cached(home: Path) -> None:
     folder = cached(home, "model.safetensors")
     assert resolve(ID, None).folder == folder
-    assert resolve(ID, str(home / "nothing here")).folder == folder
+    (home / "others").mkdir()
+    assert resolve(ID, str(home / "others")).folder == folder
+    with pytest.raises(UsageError, match=r"--path .*: there is no such folder"):  # mistyped, most likely
+        resolve(ID, str(home / "nothing here"))
 
 
 def test_cached_bin_files(home: Path) -> None:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams, hardware
 from flexgen_h2o.errors import FlexgenError, UsageError
+from flexgen_h2o.profile import BUSY_NOTE, HardwareProfile
+from flexgen_h2o.profiling import choose, machine, measure
 from flexgen_h2o.profiling.cache import cache_path, cached_profile, store
 from flexgen_h2o.profiling.choose import profile_of_this_machine
 from flexgen_h2o.profiling.machine import Machine, Neighbours, fingerprint_text, this_machine
 from flexgen_h2o.profiling.nominal import NOMINAL
+from flexgen_h2o.profiling.sizes import TINY
 from flexgen_h2o.tiers.device import HostDevice
 from tests.unit.test_profile import PROFILE
 
@@ -115,3 +121,124 @@ def test_this_machine(tmp_path: Path) -> None:
     assert machine.cpu and " at /" in machine.mount
     assert this_machine(HostDevice(), Path("/")).mount.endswith(" at /")
     assert 0 <= Neighbours().share() <= 1
+
+
+# ---- A busy machine
+
+PARTS = ["memory", "compute.bfloat16", "compute.float32", "disk", "steps"]
+
+
+class Others:
+    """What other processes do, as the system tells it: cores that they take, bytes a second that their disks move."""
+
+    def __init__(self) -> None:
+        self.cores, self.disk = 0.0, 0.0
+
+    def cpu_seconds(self) -> tuple[float, float]:
+        return 1000.0 + self.cores * time.monotonic(), 0.0
+
+    def disk_bytes(self) -> float:
+        return self.disk * time.monotonic()
+
+
+@pytest.fixture
+def others(monkeypatch: pytest.MonkeyPatch) -> Others:
+    """A quiet machine, at first, whose figures take no time."""
+    found = Others()
+    monkeypatch.setattr(machine, "_cpu_seconds", found.cpu_seconds)
+    monkeypatch.setattr(machine, "_disk_bytes", found.disk_bytes)
+    monkeypatch.setattr(measure, "HOST", TINY)
+    monkeypatch.setattr(measure, "QUIET_S", 0.01)
+    monkeypatch.setattr(choose, "AGAIN_S", 0.0)  # a part at a time
+    return found
+
+
+def kept(tmp_path: Path) -> HardwareProfile:
+    found = cached_profile("cpu", tmp_path)
+    assert found is not None
+    return found
+
+
+def busy(profile: HardwareProfile) -> list[str]:
+    return list(profile.busy_parts(PARTS))
+
+
+def test_parts_that_a_busy_machine_disturbed_are_measured_again_when_it_is_quiet(
+    others: Others, tmp_path: Path
+) -> None:
+    others.cores = float(os.cpu_count() or 1)
+    said: list[str] = []
+    first = profile_of_this_machine("cpu", tmp_path, said.append, measure_missing=True)
+    assert first.was_disturbed and busy(first) == PARTS and kept(tmp_path) == first
+    assert all(note.startswith(f"{BUSY_NOTE} 100% of the cores (load ") for note in first.notes.values())
+    assert profile_of_this_machine("cpu", tmp_path, said.append, measure_missing=True) == first, "busy still"
+    assert "predictions come from a profile measured on a busy machine" in said[-1]
+    others.cores, others.disk = 0.0, 1e9
+    assert profile_of_this_machine("cpu", tmp_path, said.append, measure_missing=True) == first, "its disk is busy"
+    others.disk = 0.0
+    for left in range(len(PARTS) - 1, -1, -1):
+        found = profile_of_this_machine("cpu", tmp_path, said.append, measure_missing=True)
+        assert busy(found) == PARTS[len(PARTS) - left :] and kept(tmp_path) == found
+    assert not found.was_disturbed and found.host_memory_bytes_per_s != first.host_memory_bytes_per_s
+    before = len(said)
+    assert profile_of_this_machine("cpu", tmp_path, said.append, measure_missing=True) == found
+    assert len(said) == before and list(tmp_path.glob("run-*")) == []
+
+
+def test_a_disk_that_others_use_is_noted(others: Others, tmp_path: Path) -> None:
+    others.disk = 1e9
+    found = measure.measure("cpu", tmp_path, lambda line: None, TINY)
+    assert busy(found) == ["disk"] and "a second of the disks" in found.notes["disk"]
+
+
+def test_what_is_disturbed_again_stays_as_it_was(
+    others: Others, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here somebody begins to work as soon as the machine was found quiet."""
+    others.cores = float(os.cpu_count() or 1)
+    first = measure.measure("cpu", tmp_path, lambda line: None, TINY)
+    monkeypatch.setattr(measure, "is_quiet", lambda: True)
+    assert measure.measure_again(first, "cpu", tmp_path, lambda line: None, 1e9) == first
+
+
+def test_profiles_of_before_parts_were_told_apart_are_read(others: Others, tmp_path: Path) -> None:
+    whole = measure.measure("cpu", tmp_path, lambda line: None, TINY)
+    assert not whole.notes
+    old = replace(whole, notes={"compute": f"{BUSY_NOTE} 40% of the cores", "kernel_s": "by hand"})
+    store(old, "cpu", tmp_path)
+    assert kept(tmp_path).was_disturbed and busy(kept(tmp_path)) == PARTS
+    profile_of_this_machine("cpu", tmp_path, lambda line: None, measure_missing=True)
+    assert busy(kept(tmp_path)) == PARTS[1:] and kept(tmp_path).notes["kernel_s"] == "by hand"
+
+
+@pytest.mark.parametrize(("host", "policy"), [("4GiB", "auto"), ("256MiB", "auto"), ("4GiB", Policy(1, 1))])
+def test_auto_measures_again_where_the_budget_has_room(
+    host: str, policy: str | Policy, others: Others, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(choose, "AGAIN_S", 1e9)
+    quiet = measure.measure("cpu", tmp_path, lambda line: None, TINY)
+    store(replace(quiet, notes=dict.fromkeys(PARTS, f"{BUSY_NOTE} 40% of the cores")), "cpu", tmp_path)
+    again = host == "4GiB" and policy == "auto"
+    with LLM("opt-tiny", policy, device="cpu", offload_dir=tmp_path, budget=MemoryBudget(host=host)) as llm:
+        for _ in range(2):
+            llm.generate([[5, 6]], SamplingParams(max_tokens=2))
+        assert llm.report is not None and llm.report.extra["profile_disturbed"] is not again
+    assert kept(tmp_path).was_disturbed is not again
+    assert capfd.readouterr().err.count("the machine is quiet: measuring") == again
+
+
+@pytest.mark.parametrize("promised", [(0.0, 1e9), (1e9, 2e9)])
+def test_hardware_says_how_long_it_takes(
+    promised: tuple[float, float], others: Others, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """And when it took another time; parts that were disturbed are measured again at once, if it is quiet by then."""
+    others.cores = float(os.cpu_count() or 1)
+    monkeypatch.setattr(hardware, "PROMISED_S", promised)
+    monkeypatch.setattr(measure, "is_quiet", lambda: setattr(others, "cores", 0.0) or True)
+    assert hardware.main(["--device", "cpu", "--offload-dir", str(tmp_path)]) == 0
+    said = capfd.readouterr().err.splitlines()
+    assert said[0].startswith("hardware: takes one to two minutes")
+    assert any("not the one to two minutes" in line for line in said) == (promised[0] > 0)
+    assert not kept(tmp_path).was_disturbed
