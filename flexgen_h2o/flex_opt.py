@@ -137,10 +137,6 @@ def _run(argv: list[str] | None) -> int:
     with open_llm(args, policy, is_auto, eviction_of(args, policy)) as llm:
         if pipeline is not None:
             llm.join(pipeline)
-        if args.policy not in (None, "auto") and args.verbose >= 1:
-            _say_what_it_was_found_for(args.policy, llm)
-        if llm.precision_note and args.verbose >= 1:
-            print(f"flex_opt: {llm.precision_note}", file=sys.stderr)
         # The benchmark's prompts are all equal, and FlexGen computes each.
         llm.share_prefix = args.share_prefix or ("off" if args.prompts is None else "auto")
         llm.timeline.keep_spans = args.trace is not None
@@ -148,7 +144,10 @@ def _run(argv: list[str] | None) -> int:
         prompts = _prompts(args, llm, AUTO_BENCHMARK_ROWS if is_auto else policy.block_size)
         with naming_flags():  # a prompt longer than the model's positions
             sizes = llm.sizes(prompts, params)
+        if pipeline is None:  # what is refused is refused before anything is said
+            llm.prepare(prompts, [params] * len(prompts))
         if args.verbose >= 1:
+            _say_notes(args, llm)
             say_idle_flags("flex_opt", args, place_of(args, llm))
             print(f"<run_flexgen_h2o>: args.model: {args.model}")
             print(sizes_line(*sizes))
@@ -168,6 +167,14 @@ def _join_pipeline(args: argparse.Namespace) -> Pipeline | None:
     if not pipeline.peers.is_first:
         args.verbose, args.no_log, args.output, args.json, args.trace = 0, True, None, None, None
     return pipeline
+
+
+def _say_notes(args: argparse.Namespace, llm: LLM) -> None:
+    """What the user may not expect of this run."""
+    if args.policy not in (None, "auto"):
+        _say_what_it_was_found_for(args.policy, llm)
+    if llm.precision_note:
+        print(f"flex_opt: {llm.precision_note}", file=sys.stderr)
 
 
 def _say_what_it_was_found_for(path: str, llm: LLM) -> None:

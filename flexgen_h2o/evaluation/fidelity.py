@@ -74,8 +74,8 @@ class Runner:
         full_nll = []
         for start in range(0, len(rows), size):
             chunk = rows[start : start + size]
-            self._say(f"full cache, rows {start + 1} - {start + len(chunk)} of {len(rows)}")
             full, tokens = self._watch_full(chunk), torch.tensor([row.continuation for row in chunk])
+            self._say(f"full cache, rows {start + 1} - {start + len(chunk)} of {len(rows)}")
             nll = surprise(full.logits[:, 1:].flatten(0, 1), tokens[:, 1:].flatten())
             full_nll.append(nll.view(len(chunk), -1).numpy())
             for cell, found in zip(cells, parts, strict=True):

@@ -113,6 +113,7 @@ WRONG = [
     ("fidelity --markdown /tmp", "--markdown /tmp"),
     ("fidelity --plot /no/folder/p.png", "--plot /no/folder"),
     ("fidelity --plot p.doc", "--plot p.doc: the file name must end in"),
+    ("fidelity --hardware no-such-machine", "--hardware no-such-machine"),
     ("fidelity --model /no/such/model", "/no/such/model"),
     ("fidelity --model facebook/opt-125m --path _DUMMY_", "has no tokenizer; give --prompts"),
 ]

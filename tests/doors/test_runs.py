@@ -133,6 +133,11 @@ def test_policy_of_another_model_and_cache_is_said(door: Callable[..., Answer], 
         "flex_opt: --policy policy.json was found for facebook/opt-30b",
         "flex_opt: --policy policy.json was found with h2o",
     ]
+    for flags, code, named in (("--host-mem 1KiB", 3, "host tier"), ("--prompts bad.jsonl", 2, "bad.jsonl:1")):
+        (tmp_path / "bad.jsonl").write_text("{}\n")
+        refused = door("--policy", "policy.json", *flags.split())
+        assert refused.code == code
+        assert len(refused.err.splitlines()) == 1 and named in refused.err, "one line for what is wrong, and no other"
 
 
 @pytest.mark.parametrize("flags", ["", "--policy auto", "--overlap false --cpu-cache-compute"])

@@ -1,14 +1,15 @@
-"""Batch jobs in processes of their own: torch is imported once, and every job is forked off."""
+"""Batch jobs in processes of their own, and how they are killed. Most are forked off one that has imported torch."""
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +45,7 @@ for line in sys.stdin:
         os._exit(code)
     print(pid, flush=True)
 """
+FILES = ("--input", "in.jsonl", "--output", "out.jsonl")
 FLAGS = (
     *("--device", "cpu", "--dtype", "float32", "--offload-dir", "offload"),
     *("--gpu-batch-size", "4", "--num-gpu-batches", "2", "--window", "16"),
@@ -52,11 +54,12 @@ FLAGS = (
 
 @dataclass
 class Running:
-    """A job that was started. `folder` has in.jsonl, out.jsonl, stdout and stderr."""
+    """A job that was started. `folder` has in.jsonl, out.jsonl, stdout and stderr. reap: waits, and gives the code and
+    the peak RSS in bytes."""
 
     folder: Path
     pid: int
-    server: subprocess.Popen[str]
+    reap: Callable[[], tuple[int, int]]
     code: int | None = None
     peak_rss: int = 0  # bytes, once it has ended; with those that it shares with the server
 
@@ -73,8 +76,7 @@ class Running:
 
     def wait(self) -> int:
         if self.code is None:
-            self.code, self.peak_rss = ask(self.server, {"wait": self.pid})
-        assert self.code is not None
+            self.code, self.peak_rss = self.reap()
         return self.code
 
     def has_ended(self) -> bool:
@@ -84,6 +86,12 @@ class Running:
     def lines(self) -> int:
         """Whole lines of the output."""
         return self.output.read_bytes().count(b"\n") if self.output.exists() else 0
+
+    def wait_for_moment(self, has_come: Callable[[], bool], generator: random.Random) -> None:
+        """And a little longer, or until the job has ended: a kill at any moment is as good as another."""
+        end = time.monotonic() + 600
+        while not has_come() and not self.has_ended() and time.monotonic() < end:
+            time.sleep(generator.uniform(0, 0.02))
 
     def wait_for_rows(self, count: int) -> None:
         """Until so many rows are in the output; a job that does not get there fails the test."""
@@ -108,18 +116,32 @@ class Jobs:
     started: list[Running] = field(default_factory=list)
 
     def start(self, folder: Path, *flags: str, file_limit: int = 0) -> Running:
-        argv = ["--input", "in.jsonl", "--output", "out.jsonl", *FLAGS, *flags]
-        pid = ask(self.server, {"folder": str(folder), "flags": argv, "file_limit": file_limit})
-        self.started.append(Running(folder, pid, self.server))
+        asked = {"folder": str(folder), "flags": [*FILES, *FLAGS, *flags], "file_limit": file_limit}
+        pid = ask(self.server, asked)
+        self.started.append(Running(folder, pid, lambda: ask(self.server, {"wait": pid})))
         return self.started[-1]
+
+
+def environment() -> dict[str, str]:
+    """Of a process that runs this package. One thread: jobs this small lose more by waking a second one than they
+    gain."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(flexgen_h2o.__file__).parents[1])}
+
+
+def launch(folder: Path, *flags: str) -> Running:
+    """The job as a shell starts it: a process that imports everything itself."""
+    argv = [sys.executable, "-m", "flexgen_h2o.batch", *FILES, *FLAGS, *flags]
+    with (folder / "stdout").open("w") as out, (folder / "stderr").open("w") as err:
+        process = subprocess.Popen(
+            argv, cwd=folder, env=environment(), stdin=subprocess.DEVNULL, stdout=out, stderr=err
+        )  # fmt: skip
+    return Running(folder, process.pid, lambda: (process.wait(), 0))
 
 
 @contextmanager
 def job_server() -> Iterator[Jobs]:
-    # One thread: jobs this small lose more by waking a second one than they gain.
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(flexgen_h2o.__file__).parents[1])}
     argv = [sys.executable, "-c", SERVER]
-    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as server:
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()) as server:
         jobs = Jobs(server)
         try:
             yield jobs
@@ -159,3 +181,17 @@ def tokens_of(rows: list[dict[str, Any]]) -> dict[str, list[int]]:
     }
     assert len(found) == len(rows)
     return found
+
+
+def tear_the_end(output: Path, generator: random.Random) -> None:
+    """Sometimes, as after a power cut: the newest bytes are gone."""
+    if output.exists() and generator.random() < 0.5:
+        data = output.read_bytes()
+        output.write_bytes(data[: len(data) - generator.randrange(1, 1000)])
+
+
+def whole_rows_of(output: Path) -> dict[str, list[int]]:
+    """Token ids by custom id of those rows that are whole, however the output ends."""
+    if not output.exists():
+        return {}
+    return tokens_of([json.loads(line) for line in output.read_bytes().split(b"\n")[:-1]])

@@ -1,0 +1,109 @@
+"""Random placements of OPT's shapes, each in a process of its own that may hold just what its plan says: the kernel's
+peak RSS stays within the budgets of RAM + 300 MB over a process that has only imported torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import flexgen_h2o
+from flexgen_h2o import policy_search
+from flexgen_h2o.profile import write_profile
+from tests.unit.test_profile import PROFILE
+
+SEED, MOST_BEYOND = 18, 300_000_000
+MODELS = {"facebook/opt-125m": 8, "facebook/opt-350m": 6, "facebook/opt-1.3b": 6}  # placements of each
+PEAK = "[print(int(x.split()[1]) * 1024) for x in open('/proc/self/status') if x.startswith('VmHWM')]"
+RUN = f"import sys\nfrom flexgen_h2o import flex_opt\ncode = flex_opt.main(sys.argv[1:])\n{PEAK}\nsys.exit(code)"
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes of RAM: what the budgets allow, and what the process held at most above an empty one."""
+
+    flags: str
+    allowed: int
+    held: int
+
+    @property
+    def beyond(self) -> int:
+        return self.held - self.allowed
+
+
+def peak_rss(*words: str) -> int:
+    """Of a Python process; its last line says so."""
+    env = {**os.environ, "PYTHONPATH": str(Path(flexgen_h2o.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", *words], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, (words[1:], done.stderr)
+    return int(done.stdout.splitlines()[-1])
+
+
+def pair(generator: random.Random) -> list[int]:
+    first = generator.choice([0, 0, 100, generator.randrange(101)])
+    return [first, generator.choice([0, 100 - first, generator.randrange(101 - first)])]
+
+
+def placement(generator: random.Random, index: int) -> str:
+    """The flags of a run. Two and three tiers, H2O and the full cache, whole and compressed take turns."""
+    percent = " ".join(str(n) for _ in range(3) for n in pair(generator))
+    flags = f"--percent {percent} --gpu-batch-size {generator.choice([1, 2, 4])}"
+    flags += f" --num-gpu-batches {generator.choice([1, 2, 3])} --prompt-len {generator.choice([16, 64, 128])}"
+    flags += f" --gen-len {generator.randint(2, 4)}"
+    flags += " --hh-ratio 0.2" if index % 2 else ""
+    flags += " --compress-weight" if index // 2 % 2 else ""
+    flags += " --compress-cache" if generator.random() < 0.5 else ""
+    flags += " --overlap false" if generator.random() < 0.25 else ""
+    return flags
+
+
+@pytest.fixture(scope="module")
+def empty() -> int:
+    return peak_rss(f"import torch\n{PEAK}")
+
+
+@pytest.fixture
+def offload(tmp_path: Path) -> Iterator[Path]:
+    """Of all runs of a model; gigabytes, gone at once."""
+    folder = tmp_path / "offload"
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * 3600)
+@pytest.mark.parametrize("model", MODELS)
+def test_peak_rss_of_random_placements(
+    model: str, empty: int, offload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Runs that write random weights first are among them."""
+    generator, found = random.Random(f"{SEED} {model}"), list[Peak]()
+    write_profile(tmp_path / "profile.json", PROFILE)
+    common = ["--model", model, "--path", "_DUMMY_", "--offload-dir", str(offload), "--dtype", "bfloat16"]
+    for index in range(MODELS[model]):
+        flags = placement(generator, index)
+        three_tiers = ["--device-mem", "64GiB"] if index % 3 else []
+        planned = [*common, *flags.split(), "--hardware", str(tmp_path / "profile.json"), "--host-mem", "64GiB"]
+        capsys.readouterr()
+        assert policy_search.main([*planned, "--disk-mem", "64GiB", *three_tiers, "--json"]) == 0
+        needed = json.loads(capsys.readouterr().out)["predicted"]["peak_bytes"]
+        budgets = [word for tier in ("device", "host", "disk") for word in (f"--{tier}-mem", str(max(1, needed[tier])))]
+        if not three_tiers:
+            budgets = budgets[2:]
+        run = [*common, *flags.split(), *budgets, "--device", "cpu", "--no-log"]
+        found.append(Peak(" ".join(run), needed["host"] + needed["device"], peak_rss(RUN, *run) - empty))
+    worst = max(found, key=lambda peak: peak.beyond)
+    median = statistics.median(peak.beyond for peak in found)
+    print(f"{model}: beyond the budgets at worst {worst.beyond / 1e6:.0f} MB, median {median / 1e6:.0f} MB")
+    for peak in found:
+        print(f"{peak.beyond / 1e6:.0f} MB beyond {peak.allowed / 1e6:.0f} MB: {peak.flags}")
+    assert worst.beyond <= MOST_BEYOND, worst
