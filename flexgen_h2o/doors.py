@@ -118,6 +118,15 @@ def results_are_in(*paths: str | Path | None) -> None:
     _results.extend(str(path) for path in paths if path is not None)
 
 
+_notes: list[str] = []  # that wait
+
+
+def note(line: str) -> None:
+    """A line on stderr that nobody asked for, said before anything else is printed. A run that is refused until then
+    says its one line and no notes."""
+    _notes.append(line)
+
+
 class _Patient:
     """A standard stream that remembers what it cannot write, and raises nothing: a run must not end for its summary.
 
@@ -129,6 +138,7 @@ class _Patient:
         self.error: OSError | None = None
 
     def write(self, text: str) -> int:
+        _say_notes()
         self._try(lambda: self._stream.write(text))
         return len(text)
 
@@ -157,6 +167,18 @@ class _Patient:
         return getattr(self._stream, name)
 
 
+def _say_notes() -> None:
+    lines, _notes[:] = _notes[:], []
+    _print_on_stderr(lines)
+
+
+def _print_on_stderr(lines: Iterable[str]) -> None:
+    """Each in one piece, so that the lines of several processes do not run into each other."""
+    if sys.stderr is not None:
+        for line in lines:
+            print(line + "\n", end="", file=sys.stderr, flush=True)
+
+
 @contextlib.contextmanager
 def _patient_streams() -> Iterator[_Patient | None]:
     """Standard output (None where the shell has closed it) and standard error that end no run."""
@@ -169,6 +191,7 @@ def _patient_streams() -> Iterator[_Patient | None]:
     out, err = (_Patient(stream, stops=stream is before[0]) if stream else None for stream in before)
     sys.stdout, sys.stderr = cast(TextIO, out), cast(TextIO, err)
     _results.clear()
+    _notes.clear()
     try:
         yield out
     finally:
@@ -194,6 +217,7 @@ def run_door(name: str, body: Callable[[list[str] | None], int], argv: list[str]
 def _exit_code(name: str, body: Callable[[list[str] | None], int], argv: list[str] | None) -> int:
     try:
         code = body(argv)
+        _say_notes()
         if sys.stdout is not None:
             sys.stdout.flush()
         interrupts.check()
@@ -235,9 +259,8 @@ def _code_with_loss(name: str, code: int, out: _Patient) -> int:
 
 
 def _complain(line: str) -> None:
-    """In one piece, so that the lines of several processes do not run into each other."""
-    if sys.stderr is not None:
-        print(line + "\n", end="", file=sys.stderr)
+    _notes.clear()
+    _print_on_stderr([line])
 
 
 def _ended_by(name: str, signal: interrupts.Interrupted) -> int:

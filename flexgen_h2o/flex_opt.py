@@ -18,6 +18,7 @@ from flexgen_h2o.doors import (
     count,
     file_name,
     flag_of,
+    note,
     positive,
     results_are_in,
     run_door,
@@ -174,7 +175,7 @@ def _say_notes(args: argparse.Namespace, llm: LLM) -> None:
     if args.policy not in (None, "auto"):
         _say_what_it_was_found_for(args.policy, llm)
     if llm.precision_note:
-        print(f"flex_opt: {llm.precision_note}", file=sys.stderr)
+        note(f"flex_opt: {llm.precision_note}")
 
 
 def _say_what_it_was_found_for(path: str, llm: LLM) -> None:
@@ -183,9 +184,9 @@ def _say_what_it_was_found_for(path: str, llm: LLM) -> None:
     planned = (saved.workload or {}).get("eviction")
     eviction = planned.get("name") if isinstance(planned, dict) else None
     if saved.model not in (None, llm.model.name):
-        print(f"flex_opt: --policy {path} was found for {saved.model}, and this is {llm.model.name}", file=sys.stderr)
+        note(f"flex_opt: --policy {path} was found for {saved.model}, and this is {llm.model.name}")
     if eviction not in (None, llm.eviction.name):
-        print(f"flex_opt: --policy {path} was found with {eviction}, and this is {llm.eviction.name}", file=sys.stderr)
+        note(f"flex_opt: --policy {path} was found with {eviction}, and this is {llm.eviction.name}")
 
 
 def _check(args: argparse.Namespace) -> None:

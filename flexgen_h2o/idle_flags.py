@@ -6,10 +6,11 @@ Imports nothing heavy by itself; the reasons are asked for when the model is ope
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from flexgen_h2o.doors import note
 
 if TYPE_CHECKING:
     from flexgen_h2o.config import ModelSpec
@@ -30,11 +31,11 @@ Reason = Callable[[argparse.Namespace, Place], str]
 
 
 def say_idle_flags(command: str, args: argparse.Namespace, at: Place | None = None) -> None:
-    """A line on stderr for the flags that were given and that have no effect, with the reason."""
+    """A note for the flags that were given and that have no effect, with the reason."""
     prog = command.partition(" ")[0]
     for reason, flags in idle_flags(command, args, at or Place()).items():
         has = "have" if len(flags) > 1 else "has"
-        print(f"{prog}: {', '.join(flags)} {has} no effect: {reason}", file=sys.stderr, flush=True)
+        note(f"{prog}: {', '.join(flags)} {has} no effect: {reason}")
 
 
 def idle_flags(command: str, args: argparse.Namespace, at: Place) -> dict[str, list[str]]:

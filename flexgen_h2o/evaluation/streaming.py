@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.doors import check_separate, count, file_name, flag_of, positive, results_are_in
+from flexgen_h2o.doors import check_separate, count, file_name, flag_of, note, positive, results_are_in
 from flexgen_h2o.engine_flags import (
     EVICTIONS,
     add_engine_flags,
@@ -110,7 +110,7 @@ def run_streaming(args: argparse.Namespace) -> int:
 
     with open_llm(args, policy, is_auto, Full()) as llm:
         if llm.precision_note:
-            print(f"evaluate: {llm.precision_note}", file=sys.stderr)
+            note(f"evaluate: {llm.precision_note}")
         for case in cases:  # before the first of them has run for long
             check_rolling(case.eviction, llm.model.spec, policy.compress_cache)
         say_idle_flags("evaluate streaming", args, place_of(args, llm))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import takewhile
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.config import Policy
-from flexgen_h2o.doors import check_separate, file_name, flag_of, positive, results_are_in
+from flexgen_h2o.doors import check_separate, file_name, flag_of, note, positive, results_are_in
 from flexgen_h2o.engine_flags import (
     add_engine_flags,
     add_eviction_flags,
@@ -125,7 +124,7 @@ def run_text(args: argparse.Namespace) -> int:
         if "model_arch" in args:
             check_family(llm.model.spec, args.model_arch, "--model_arch")
         if llm.precision_note:
-            print(f"evaluate: {llm.precision_note}", file=sys.stderr)
+            note(f"evaluate: {llm.precision_note}")
         prompts = _prompts(args, llm)
         say_idle_flags("evaluate text", args, place_of(args, llm))
         with naming_flags():  # a prompt longer than the model's positions
