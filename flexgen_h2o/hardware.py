@@ -89,9 +89,15 @@ def _measured(args: argparse.Namespace) -> HardwareProfile:
     from flexgen_h2o.profiling.cache import store
     from flexgen_h2o.profiling.measure import measure, measure_again
 
-    _say(f"takes {PROMISED} where the machine is quiet, up to 2 GiB of disk and 1 GiB of memory meanwhile")
+    promise = [f"takes {PROMISED} where the machine is quiet, up to 2 GiB of disk and 1 GiB of memory meanwhile"]
+
+    def progress(line: str) -> None:  # the first one comes when nothing can be refused any more
+        for said in (*promise, line):
+            _say(said)
+        promise.clear()
+
     began = time.monotonic()
-    profile = measure(args.device, args.offload_dir, _say)
+    profile = measure(args.device, args.offload_dir, progress)
     if profile.was_disturbed:
         profile = measure_again(profile, args.device, args.offload_dir, _say, MOST_AGAIN_S)
     took = time.monotonic() - began

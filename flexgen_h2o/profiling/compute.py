@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from flexgen_h2o.profile import ComputeRates
+from flexgen_h2o.profile import MOST_SPEEDUP, ComputeRates, Curve
 from flexgen_h2o.profiling.attention import decode_rates, prefill_rates
 from flexgen_h2o.profiling.bench import Bench
 from flexgen_h2o.profiling.matmul import matmul_rates, speedups
@@ -32,11 +32,16 @@ def compute_rates(bench: Bench, host: Bench, dtype: str) -> ComputeRates:
         device_dequantise_bytes_per_s=others.dequantise,
         host_dequantise_bytes_per_s=others.dequantise,
         logits_per_s=others.logits,
-        blocked_speedup=faster["blocked"],
-        int8_speedup=faster["int8"],
-        requantise_speedup=others.requantise_speedup,
+        blocked_speedup=_in_bounds(faster["blocked"]),
+        int8_speedup=_in_bounds(faster["int8"]),
+        requantise_speedup=_in_bounds(Curve.flat(others.requantise_speedup)).at(1),
     )
     return rates if host is bench else _with_host(rates, host, kind)
+
+
+def _in_bounds(speedup: Curve) -> Curve:
+    """On a busy machine a ratio of two timings may be anything, and a profile with it could not be read again."""
+    return Curve(tuple((size, min(MOST_SPEEDUP, max(1 / MOST_SPEEDUP, ratio))) for size, ratio in speedup.points))
 
 
 def _with_host(rates: ComputeRates, host: Bench, dtype: torch.dtype) -> ComputeRates:

@@ -24,7 +24,7 @@ from flexgen_h2o.units import GIB, KIB, MIB, TIB, format_bytes, format_free, for
         ("7b", 7),
         ("10kb", 10**4),
         (4096, 4096),
-        ("1.9", 1),
+        ("1.0", 1),
     ],
 )
 def test_sizes_as_people_write_them(text: str | int, size: int) -> None:

@@ -19,7 +19,7 @@ from flexgen_h2o.models import spec_from_config
 from flexgen_h2o.packing import INT8
 from flexgen_h2o.planner.roofline import Peak
 from flexgen_h2o.profile import AS_FAST, Curve, profile_from_json
-from flexgen_h2o.profiling import matmul, measure, steps
+from flexgen_h2o.profiling import compute, matmul, measure, memory, steps
 from flexgen_h2o.profiling.attention import decode_rates, no_longer_than_next, prefill_rates
 from flexgen_h2o.profiling.bench import Bench
 from flexgen_h2o.profiling.beside import beside_shares
@@ -249,6 +249,15 @@ def test_whole_profile_is_one_that_can_be_read_and_leaves_nothing(
     assert profile.device_is_host and not profile.device_is_asynchronous and profile.device_mem_bytes == 0
     assert set(profile.compute) == {"bfloat16", "float32"}
     assert len(said) >= 5 and list((tmp_path / "offload").iterdir()) == []
+
+
+def test_ratios_of_disturbed_timings_can_be_read_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kept profile that cannot be read would be measured anew at each run."""
+    monkeypatch.setattr(compute, "other_rates", lambda *_: memory.OtherRates(1e9, 1e9, 1e9, 1e-3))
+    monkeypatch.setattr(compute, "speedups", lambda *_: {"blocked": Curve.flat(1e5), "int8": Curve.flat(1e-5)})
+    rates = compute.compute_rates(bench, bench, "float32")
+    profile = replace(nominal_profile(True), compute={"float32": rates})
+    assert profile_from_json(profile.to_json()) == profile
 
 
 class QueueingStandIn(StandInDevice):
