@@ -63,7 +63,7 @@ HOSTILE_WORDS = (
     "none", "é🦙", "\udcff",
 )  # fmt: skip
 HOSTILE_PATHS = (
-    "", "--", "/no/such/file.json", "/no/such.jsonl", "/dev/zero", "/dev/null", "/dev/zero/x.jsonl", "/proc/self/mem",
+    "", "--", "/no/such/file.json", "/no/such.jsonl", "/dev/zero", "/dev/null", "/dev/zero/x.jsonl",
     ".", "..", "offload", "policy.json", "policy.json/x", "folder.json", "folder.jsonl", "zero.jsonl", "zero.txt",
     "null.jsonl", "in.jsonl", "new.jsonl", "~nobody-here/x", "x" * 300, "x" * 5000 + ".jsonl", "a/b/c",
     "\udcff.jsonl", "é🦙.json", "\u202e.txt", "a\nb.jsonl", "words/model.safetensors",
