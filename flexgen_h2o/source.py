@@ -298,9 +298,12 @@ def _load_tokenizer(folder: Path) -> Any | None:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer.decode(tokenizer("a", verbose=False)["input_ids"])  # a setting of a wrong type is found at first use
+        return tokenizer
     except Exception as error:  # transformers and tokenizers raise many kinds for a bad file
-        raise UsageError(f"{folder}: its tokenizer cannot be read ({str(error).splitlines()[0]})") from error
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise UsageError(f"{folder}: its tokenizer cannot be read ({reason})") from error
 
 
 def _check_tokenizer_file(path: Path) -> None:

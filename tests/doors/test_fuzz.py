@@ -131,6 +131,7 @@ def search(command: str, fuzzed: Fuzzed, examples: int, repeatable: bool) -> Non
     check()
 
 
+@pytest.mark.timeout(900)  # seconds where all is well; the shortest line that is wrong takes a minute to find
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_few_lines(command: str, fuzzed: Fuzzed) -> None:
     search(command, fuzzed, FEW // len(COMMANDS), True)

@@ -85,6 +85,16 @@ def test_broken_tokenizer(door: Callable[..., Answer], ids_model: Path, tmp_path
     assert_refused(door(model=folder), "tokenizer")
 
 
+def test_a_tokenizer_whose_settings_are_of_a_wrong_type(
+    door: Callable[..., Answer], words_model: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(words_model, tmp_path / "model")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "model_max_length": "many"}))
+    (tmp_path / "prompts.txt").write_text("import os")
+    assert_refused(door("--prompts", "prompts.txt", model=folder), "its tokenizer cannot be read")
+
+
 # ---- Policy files
 
 
