@@ -66,7 +66,9 @@ class LLM:
     machine's, measured by `python -m flexgen_h2o.hardware`.
 
     Raises UsageError (unusable input) here, DoesNotFitError here or at `generate`. Nothing big is allocated before the
-    first `generate`. Close it, or use it as a context manager, to give memory and scratch files back.
+    first `generate`. Close it, or use it as a context manager, to give memory and scratch files back at once; without
+    that they go with its last reference, or as the process ends. Processes that are forked after a `generate` can run
+    no LLM: UsageError.
     """
 
     def __init__(
@@ -230,6 +232,7 @@ class LLM:
         finish give their places to the next ones while the others go on, where rows may end apart; nothing is predicted
         then. more: with refill, gives further rows that `has_room`, when all others have entered.
         """
+        Engine.check_not_forked()
         if not self._running.acquire(blocking=False):
             raise UsageError("this LLM is generating already; a thread needs an LLM of its own")
         try:
