@@ -57,10 +57,13 @@ def _exit_code(name: str, body: Callable[[list[str] | None], int], argv: list[st
         return _ended_by(name, signal)
     except SystemExit as stop:  # argparse: --help
         return stop.code if isinstance(stop.code, int) else EXIT_USAGE
-    except BrokenPipeError:  # nobody reads what is printed: `| head`
-        _silence_stdout()
-        return EXIT_FAILED
     except OSError as error:
+        interrupted = interrupts.arrived()
+        if interrupted is not None:  # a terminal that goes away takes nothing more, which is what SIGHUP says
+            return _ended_by(name, interrupted)
+        if isinstance(error, BrokenPipeError):  # nobody reads what is printed: `| head`
+            _silence_stdout()
+            return EXIT_FAILED
         if _can_print():
             raise
         _complain(f"{name}: cannot write to standard output ({error.strerror or error})")
@@ -77,8 +80,9 @@ def _exit_code(name: str, body: Callable[[list[str] | None], int], argv: list[st
 
 
 def _complain(line: str) -> None:
-    """In one piece, so that the lines of several processes do not run into each other."""
-    print(line + "\n", end="", file=sys.stderr)
+    """In one piece, so that the lines of several processes do not run into each other. A terminal may be gone."""
+    with contextlib.suppress(OSError):
+        print(line + "\n", end="", file=sys.stderr, flush=True)
 
 
 def _can_print() -> bool:
@@ -98,6 +102,11 @@ def _silence_stdout() -> None:
 
 def _ended_by(name: str, signal: interrupts.Interrupted) -> int:
     _complain(f"{name}: ended by {signal}")
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        _silence_stdout()
     return SIGNAL_BASE + signal.number
 
 
