@@ -173,10 +173,11 @@ def _say_notes() -> None:
 
 
 def _print_on_stderr(lines: Iterable[str]) -> None:
-    """Each in one piece, so that the lines of several processes do not run into each other."""
+    """Each in one piece, so that the lines of several processes do not run into each other. A terminal may be gone."""
     if sys.stderr is not None:
-        for line in lines:
-            print(line + "\n", end="", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            for line in lines:
+                print(line + "\n", end="", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -234,8 +235,11 @@ def _exit_code(name: str, body: Callable[[list[str] | None], int], argv: list[st
         if sys.stdout is not None:
             sys.stdout.flush()
         return stop.code if isinstance(stop.code, int) else EXIT_USAGE
-    except BrokenPipeError:
-        if getattr(sys.stdout, "error", None) is None:
+    except OSError as error:
+        interrupted = interrupts.arrived()
+        if interrupted is not None:  # a terminal that goes away takes nothing more, which is what SIGHUP says
+            return _ended_by(name, interrupted)
+        if not isinstance(error, BrokenPipeError) or getattr(sys.stdout, "error", None) is None:
             raise
         return EXIT_FAILED  # nobody reads what is printed: `| head`
     except MemoryError:
@@ -265,6 +269,9 @@ def _complain(line: str) -> None:
 
 def _ended_by(name: str, signal: interrupts.Interrupted) -> int:
     _complain(f"{name}: ended by {signal}")
+    if sys.stdout is not None:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
     return SIGNAL_BASE + signal.number
 
 

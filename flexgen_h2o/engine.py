@@ -6,13 +6,19 @@ Every byte is taken here, from the memory plan, before the first sweep. Computes
 from __future__ import annotations
 
 import contextlib
+import os
+import threading
+import weakref
 from pathlib import Path
 from types import TracebackType
+from typing import ClassVar
 
 import torch
 
+from flexgen_h2o import interrupts
 from flexgen_h2o.checkpoint.stored import Checkpoint
 from flexgen_h2o.config import TIERS, ModelSpec, Policy
+from flexgen_h2o.errors import UsageError
 from flexgen_h2o.hidden import HiddenStore
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.kvcache.common_prefix import CommonPrefix
@@ -32,36 +38,43 @@ from flexgen_h2o.weights import WeightStore
 
 LANE_THREADS = {"disk_read": READ_THREADS, "disk_write": WRITE_THREADS, "h2d": 1, "d2h": 1}
 KINDS = {"weight": "weights", "cache": "kv", "hidden": "hidden"}  # what lanes move, by how their operations' names end
+DROPPED_PATIENCE_S = 10.0
 COPIED_HOMES = ("weights", "cache", "hidden")  # host buffers whose bytes are copied to a card and back: pinned
 
 
 class Engine:
-    """Resources of a run. A context manager: leaving it ends the worker threads and removes the scratch folder."""
+    """Resources of a run. A context manager: leaving it ends the worker threads and removes the scratch folder. So does
+    the end of the process, and of the last reference: nothing that a thread or the clean-up holds leads to the engine.
+    """
+
+    _first_process: ClassVar[int | None] = None  # in which an engine was opened
 
     def __init__(
         self, spec: ModelSpec, checkpoint: Checkpoint, policy: Policy, plan: MemoryPlan, dtype: torch.dtype, site: Site,
         timeline: Timeline, peers: Peers | None = None,
     ) -> None:  # fmt: skip
+        self.check_not_forked()
         device = site.device
         plan.check(site.budgets)
         checkpoint.check_unchanged()
+        Engine._first_process = os.getpid()
         self.spec, self.policy, self.plan, self.dtype, self.device = spec, policy, plan, dtype, device
         self.timeline = timeline
         self.ledger = Ledger(site.budgets)
         self.layers = spec.layers(policy.sep_layer)
         self._buffers: dict[tuple[str, str], torch.Tensor] = {}
         self._files: dict[str, DirectFile] = {}
-        self._scratch: Scratch | None = None
         self.lanes = Lanes(LANE_THREADS, timeline)
         self.mover = Mover(device, self.lanes)
         shares = tier_shares(policy.weight_shares, device.is_host)
         form = weight_form(policy, dtype.itemsize)
-        self.weights = WeightStore(self.layers, checkpoint, shares, dtype, self.mover, form)
         with contextlib.ExitStack() as stack:
-            # Left in reverse: the threads end before the files that they use are closed.
-            stack.callback(self._close_files)
             stack.callback(self.lanes.close)
-            self._take_buffers(site.offload_dir)
+            self._take_buffers(site.offload_dir, stack)
+            self.weights = WeightStore(self.layers, checkpoint, shares, dtype, self.mover, form)
+            stack.callback(self.weights.close)
+            # Left in reverse: the threads end before the files that they use are closed.
+            stack.callback(self.lanes.close)
             self.weights.load_resident(self._arenas("weights"))
             checkpoint.check_unchanged()
             self.cache, self.hidden = self._open_cache(), self._open_hidden()
@@ -70,6 +83,7 @@ class Engine:
                 self.wire = Wire(peers, device, self._buffers["wire", device.tier])
                 stack.callback(self.wire.close)
             self._stack = stack.pop_all()
+        self._dropped = weakref.finalize(self, _close_dropped, self._stack, os.getpid())
 
     def __enter__(self) -> Engine:
         return self
@@ -77,7 +91,18 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stack.close()
+        if self._dropped.detach() is not None:
+            self._stack.close()
+
+    @staticmethod
+    def check_not_forked() -> None:
+        """UsageError in a child of os.fork() whose parent has opened an engine: what computes has threads, of engines
+        and of OpenMP, which do not come along, and the child would wait for them without end."""
+        if Engine._first_process not in (None, os.getpid()):
+            raise UsageError(
+                "this process was forked from one whose LLM has run, and cannot run one: start it with "
+                "multiprocessing's 'spawn', or fork before the first generate"
+            )
 
     @property
     def io_bytes_by_kind(self) -> dict[str, dict[str, int]]:
@@ -101,25 +126,21 @@ class Engine:
             held[b.tier] += b.nbytes
         return found
 
-    def _take_buffers(self, offload_dir: Path) -> None:
+    def _take_buffers(self, offload_dir: Path, stack: contextlib.ExitStack) -> None:
         for b in self.plan.buffers:
             self.ledger.charge(b.tier, b.nbytes, b.name)
         on_disk = [b for b in self.plan.buffers if b.tier == "disk"]
         if on_disk:
-            self._scratch = Scratch(offload_dir)
-        for b in on_disk:
-            assert self._scratch is not None
-            self._files[b.name] = self._scratch.create(f"{b.name}.bin", b.nbytes)
+            with interrupts.held():
+                scratch = Scratch(offload_dir)
+                stack.callback(scratch.close)
+            interrupts.check()
+            for b in on_disk:
+                self._files[b.name] = file = scratch.create(f"{b.name}.bin", b.nbytes)
+                stack.callback(file.close)
         for b in self.plan.buffers:
             if b.tier != "disk" and b.name not in ("temporaries", "staging"):  # these two are taken by their users
                 self._buffers[b.name, b.tier] = self._allocate(b.name, b.tier, b.nbytes)
-
-    def _close_files(self) -> None:
-        self.weights.close()
-        for file in self._files.values():
-            file.close()
-        if self._scratch is not None:
-            self._scratch.close()
 
     def _allocate(self, name: str, tier: str, nbytes: int) -> torch.Tensor:
         if tier == self.device.tier:
@@ -174,3 +195,21 @@ class Engine:
     def workspace(self) -> Workspace:
         sizes = dict(self.plan.workspace)
         return Workspace(self._buffers["workspace", self.device.tier], sizes, self.dtype)
+
+
+def _close_dropped(stack: contextlib.ExitStack, owner: int) -> None:
+    """Close what an engine held that nobody refers to any more.
+
+    It may be garbage collection that calls, within any line of any thread: one of the engine's own, or one that holds a
+    lock that these need to end. So another thread closes, and is not waited for without end.
+    """
+    with interrupts.held():
+        closing = threading.Thread(target=stack.close, name="closing")
+        try:
+            if os.getpid() == owner:
+                closing.start()
+                closing.join(DROPPED_PATIENCE_S)
+                return
+        except RuntimeError:
+            pass  # newer Pythons start no thread as they end, and collect no garbage then
+        stack.close()

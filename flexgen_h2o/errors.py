@@ -7,7 +7,7 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_DOES_NOT_FIT = 3
 EXIT_ALL_ROWS_FAILED = 4  # of a batch job
-SIGNAL_BASE = 128  # a run ended by a signal exits with this plus its number: SIGINT 130, SIGTERM 143
+SIGNAL_BASE = 128  # a run ended by a signal exits with this plus its number: SIGHUP 129, SIGINT 130, SIGTERM 143
 
 
 class FlexgenError(Exception):

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM as exceptions that cannot get lost.
+"""SIGINT, SIGTERM and SIGHUP as exceptions that cannot get lost.
 
 A signal handler raises in whatever code the main thread runs; inside a finaliser Python swallows that. So the signal
 is also remembered, and the engine asks at every step.
@@ -7,11 +7,12 @@ is also remembered, and the engine asks at every step.
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(BaseException):
@@ -42,6 +43,9 @@ def check() -> None:
 def held() -> Iterator[None]:
     """A signal that arrives in here is remembered and not raised: for cleaning up, which must not be cut short."""
     global _held
+    if threading.current_thread() is not threading.main_thread():  # signals are raised in the main thread only
+        yield
+        return
     _held += 1
     try:
         yield
@@ -51,7 +55,10 @@ def held() -> Iterator[None]:
 
 @contextmanager
 def as_exceptions() -> Iterator[None]:
-    """The first SIGINT or SIGTERM raises Interrupted in the main thread; later ones do not disturb the cleaning up."""
+    """The first of these signals raises Interrupted in the main thread; later ones do not disturb the cleaning up.
+
+    SIGHUP stays ignored where it is, as under nohup.
+    """
 
     def arrive(number: int, frame: FrameType | None) -> None:
         if not _arrived:
@@ -60,7 +67,8 @@ def as_exceptions() -> Iterator[None]:
                 raise Interrupted(number)
 
     try:
-        before = {number: signal.signal(number, arrive) for number in SIGNALS}
+        heard = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+        before = {number: signal.signal(number, arrive) for number in heard}
     except ValueError:  # not the main thread: whoever embeds us handles signals
         yield
         return

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -67,7 +66,8 @@ class LLM:
 
     Raises UsageError (unusable input) here, DoesNotFitError here or at `generate`, CheckpointChangedError there, after
     which a new LLM is needed. Nothing big is allocated before the first `generate`. Close it, or use it as a context
-    manager, to give memory and scratch files back.
+    manager, to give memory and scratch files back at once; without that they go with its last reference, or as the
+    process ends. Processes that are forked after a `generate` can run no LLM: UsageError.
     """
 
     def __init__(
@@ -83,11 +83,8 @@ class LLM:
         self._device_name = llm_arguments.check_text("device", device)
         self._device = open_device(device, separate_budget=self._budget.device is not None)
         self.offload_dir = usable_path(DEFAULT_OFFLOAD_DIR if offload_dir is None else offload_dir, "--offload-dir")
-        where, which = (
-            llm_arguments.check_text("path", path, True),
-            llm_arguments.check_text("revision", revision, True),
-        )
-        self.model: Model = find_model(llm_arguments.check_text("model", model), where, which)
+        name, where = llm_arguments.check_text("model", model), llm_arguments.check_text("path", path, True)
+        self.model: Model = find_model(name, where, llm_arguments.check_text("revision", revision, True))
         self._asked_dtype = llm_arguments.check_dtype(dtype)
         self.timeline = Timeline()
         self.report: RunReport | None = None
@@ -101,9 +98,7 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @property
@@ -243,6 +238,7 @@ class LLM:
         finish give their places to the next ones while the others go on, where rows may end apart; nothing is predicted
         then. more: with refill, gives further rows that `has_room`, when all others have entered.
         """
+        Engine.check_not_forked()
         if not self._running.acquire(blocking=False):
             raise UsageError("this LLM is generating already; a thread needs an LLM of its own")
         try:
@@ -387,8 +383,7 @@ class LLM:
 
     def _find_checkpoint(self, packing: Packing | None) -> Checkpoint:
         """Random and packed weights are written at first use: after the memory plan, since they may be many GB."""
-        dtype = self.dtype if self.model.random else ""
-        shown = Progress.on_terminal()
+        dtype, shown = self.dtype if self.model.random else "", Progress.on_terminal()
         return find_checkpoint(self.model, dtype, self.offload_dir, RANDOM_WEIGHTS_SEED, shown, packing)
 
     def _rules(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]) -> RowRules:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from pathlib import Path
 
 from flexgen_h2o.errors import UsageError
@@ -33,3 +34,12 @@ def usable_path(text: str | Path, what: str) -> Path:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"{what} {str(text)[:60]!r}: not a usable path ({reason})") from error
     return path
+
+
+def user_cache_dir() -> Path:
+    """The package's own folder in the XDG base folder for caches; a relative one is to be ignored."""
+    for base in (os.environ.get("XDG_CACHE_HOME", ""), "~/.cache"):
+        folder = os.path.expanduser(base)  # as it was, and so relative, where there is no such home
+        if os.path.isabs(folder):
+            return Path(folder) / "flexgen_h2o"
+    return Path(os.devnull) / "flexgen_h2o"  # nobody's home: nothing is kept there, nothing can be

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import os
 import threading
+import time
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,12 +32,14 @@ from flexgen_h2o.checkpoint.resolve import DUMMY, find_folder
 from flexgen_h2o.config import ModelSpec
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.files import open_regular
+from flexgen_h2o.locks import MARK, lock_folder, read_mark
 from flexgen_h2o.models import built_in_names, built_in_spec, one_line, spec_from_folder
 from flexgen_h2o.packing import Packing
 from flexgen_h2o.prompts import TooLongError
 from flexgen_h2o.units import MIB
 
 _SOME_ANSWER = "\u241fanswer\u241f"  # stands for an answer in a conversation that is still to be had
+_LOCK_TRIES, _LOCK_WAIT_S = 5, 0.1
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "tokenizer_config.json")
 _LOUD = ("transformers", "huggingface_hub")  # libraries that log to stderr while they read files
 _listening = threading.RLock()
@@ -211,14 +216,34 @@ def find_checkpoint(
     cache, spec = offload_dir / "weights", model.spec
     if not model.random:
         assert model.folder is not None
-        found = open_checkpoint(spec, model.folder, cache)
-        return pack_checkpoint(spec, found, cache, packing, progress) if packing else found
+        found = _in_use(open_checkpoint(spec, model.folder, cache))
+        return _in_use(pack_checkpoint(spec, found, cache, packing, progress)) if packing else found
     name = f"{label(model.name.replace('/', '--'))}-{dtype}-seed{seed}-{shape_fingerprint(model.config)}"
     if packing:
         folder = cache / "packed" / f"random-{name}"
-        return pack_random(spec, model.config, folder, dtype, seed, packing, progress)
+        return _in_use(pack_random(spec, model.config, folder, dtype, seed, packing, progress))
     folder = write_random_checkpoint(spec, model.config, cache / "random" / name, dtype, seed, progress)
-    return open_checkpoint(spec, folder, cache)
+    return _in_use(open_checkpoint(spec, folder, cache))
+
+
+def _in_use(checkpoint: Checkpoint) -> Checkpoint:
+    """Keep `flexgen-h2o cache` from removing it, if it is the package's own, as long as the object is there."""
+    folder = checkpoint.folder
+    if read_mark(folder) is not None:
+        try:
+            lock = lock_folder(folder, shared=True)
+            for _ in range(_LOCK_TRIES):  # somebody may only be looking whether it is in use
+                if lock is None:
+                    time.sleep(_LOCK_WAIT_S)
+                    lock = lock_folder(folder, shared=True)
+        except OSError:  # no locks there
+            return checkpoint
+        if lock is None:
+            raise UsageError(f"{folder}: another process is removing it; run again")
+        weakref.finalize(checkpoint, os.close, lock)
+        with contextlib.suppress(OSError):
+            os.utime(folder / MARK)  # when it was last used
+    return checkpoint
 
 
 def content_digests(model: Model, checkpoint: Checkpoint | None) -> dict[str, str | None]:

@@ -1,19 +1,21 @@
-"""Folders that are there complete or not at all, made by one process at a time. Knows nothing of what is in them."""
+"""Folders that are there complete or not at all, made by one process at a time. Knows nothing of what is in them.
+
+Each has the package's mark. What has none is somebody else's and stays, whatever its name.
+"""
 
 from __future__ import annotations
 
 import errno
-import glob
 import logging
 import os
-import secrets
 import shutil
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from flexgen_h2o.errors import DoesNotFitError, UsageError
-from flexgen_h2o.locks import is_still, try_lock, wait_for_lock
+from flexgen_h2o.locks import MARK, is_still, lock_folder, mark, read_mark, try_lock, wait_for_lock
 from flexgen_h2o.units import format_bytes, format_free
 
 _TEMP_SUFFIX = ".flexgen-building"
@@ -23,35 +25,91 @@ _log = logging.getLogger(__name__)
 
 
 @contextmanager
-def building(folder: Path, nbytes: int = 0) -> Iterator[Path | None]:
-    """Yield an empty folder to fill, which becomes `folder` at the end; or None: `folder` is already complete.
+def building(folder: Path, nbytes: int = 0, kind: str = "files", model: str = "") -> Iterator[Path | None]:
+    """Yield a folder to fill with files, which becomes `folder` at the end; or None: `folder` is already complete.
 
-    nbytes: about what will be written; refused before anything is written if the disk has less free. When the body
-    fails, by whatever exception, what it wrote is removed. A second process waits and then gets None; what killed
-    processes left in the same parent is removed. Raises DoesNotFitError when the disk is full, UsageError when the
-    parent cannot be written to.
+    nbytes: about what will be written; refused before anything is written if the disk has less free, else said on
+    stderr. kind, model: what it will be, for that line and the mark. When the body fails, by whatever exception, what
+    it wrote is removed. A second process waits and then gets None; what killed processes left in the same parent is
+    removed. Raises DoesNotFitError when the disk is full, UsageError when the parent cannot be written to.
     """
     folder = Path(os.path.abspath(folder))
     if _is_complete(folder):
         yield None
         return
-    temp = _beside(folder, f"{_TEMP_SUFFIX}-{secrets.token_hex(8)}")
+    temp = _beside(folder, _TEMP_SUFFIX)
     with _exclusively(folder):
         if _is_complete(folder):
             yield None
             return
+        is_ours = False
         try:
             _require_space(folder, nbytes)
+            _announce(folder, nbytes, f"{kind} of {model}")
             temp.mkdir()
+            is_ours = True
+            mark(temp, kind=kind, model=model)
             yield temp
+            mark(temp, kind=kind, model=model, files=sorted(p.name for p in temp.iterdir() if p.name != MARK))
             _sync_tree(temp)
             os.rename(temp, folder)
             _sync(folder.parent)
         except BaseException as error:
-            shutil.rmtree(temp, ignore_errors=True)
+            if is_ours:
+                shutil.rmtree(temp, ignore_errors=True)
+            if isinstance(error, FileExistsError) and not is_ours:
+                raise _in_the_way(temp) from error
             if isinstance(error, OSError) and error.errno in _FULL:
                 raise _no_space(folder, nbytes) from error
             raise
+
+
+def is_unfinished(folder: Path) -> bool:
+    """Is it one that `building` has not finished?"""
+    return folder.name.endswith(_TEMP_SUFFIX) and read_mark(folder) is not None
+
+
+def is_in_use(folder: Path) -> bool:
+    """Does a process use what `building` has made (`lock_folder`), or is one still building it?"""
+    held = _lock_of(folder) if is_unfinished(folder) else folder / MARK
+    try:
+        fd = os.open(held, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return not try_lock(fd)
+    finally:
+        os.close(fd)
+
+
+def remove_built(folder: Path, files: Collection[str]) -> bool:
+    """Remove what `building` has made, complete or not. False: it is in use, or has more than `files` in it.
+
+    It goes at once: no run ever finds half of it. Raises OSError.
+    """
+    unfinished = is_unfinished(folder)
+    with _locked(_lock_of(folder), wait=False) as taken:
+        if taken and unfinished:
+            return _remove_marked(folder)
+        if taken and read_mark(folder) is None:  # of an older version
+            mark(folder)
+        fd = lock_folder(folder) if taken else None
+        if fd is None:
+            return False
+        try:
+            if not {MARK, *files}.issuperset(os.listdir(folder)):
+                return False
+            temp = _beside(folder, _TEMP_SUFFIX)
+            os.rename(folder, temp)
+            return _remove_marked(temp)
+        finally:
+            os.close(fd)
+
+
+def _announce(folder: Path, nbytes: int, what: str) -> None:
+    if nbytes and read_mark(folder.parent) is None:  # a scratch folder goes with its run
+        line = f"# {format_bytes(nbytes)} will be written to {folder} ({what}), and stay there for later runs"
+        print(f"{line}; flexgen-h2o cache lists and removes them", file=sys.stderr, flush=True)
 
 
 def _is_complete(folder: Path) -> bool:
@@ -67,8 +125,18 @@ def _is_complete(folder: Path) -> bool:
     return complete
 
 
+def _in_the_way(temp: Path) -> UsageError:
+    return UsageError(f"--offload-dir {temp.parent}: {temp.name} is in the way and not of this version; remove it")
+
+
 def _beside(folder: Path, suffix: str) -> Path:
     return folder.with_name(f".{folder.name}{suffix}")
+
+
+def _lock_of(folder: Path) -> Path:
+    """Of a folder that is complete or being built."""
+    name = folder.name.removeprefix(".").removesuffix(_TEMP_SUFFIX) if is_unfinished(folder) else folder.name
+    return _beside(folder.with_name(name), _LOCK_SUFFIX)
 
 
 @contextmanager
@@ -80,7 +148,7 @@ def _exclusively(folder: Path) -> Iterator[None]:
             _remove_stale(folder.parent)
             stack.enter_context(_locked(_beside(folder, _LOCK_SUFFIX), wait=True))
             # Under the lock nobody else can be filling it.
-            _remove_temps(folder)
+            _remove_marked(_beside(folder, _TEMP_SUFFIX))
         except OSError as error:
             if error.errno in _FULL:
                 raise _no_space(folder, 0) from error
@@ -93,7 +161,10 @@ def _exclusively(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _locked(path: Path, wait: bool) -> Iterator[bool]:
-    """Hold a lock on `path`, which exists only while somebody holds it; False: somebody else does (not `wait`)."""
+    """Hold a lock on `path`, which exists only while somebody holds it; False: somebody else does (not `wait`).
+
+    Locks of ours are empty: a file that is not is somebody else's, and stays.
+    """
     fd = _take(path, wait)
     if fd is None:
         yield False
@@ -101,7 +172,8 @@ def _locked(path: Path, wait: bool) -> Iterator[bool]:
     try:
         yield True
     finally:
-        path.unlink(missing_ok=True)
+        if not os.fstat(fd).st_size:
+            path.unlink(missing_ok=True)
         os.close(fd)
 
 
@@ -127,18 +199,21 @@ def _take(path: Path, wait: bool) -> int | None:
 def _remove_stale(parent: Path) -> None:
     """The kernel drops the lock of a killed process, so a lock file that can be taken has lost its owner."""
     for lock in parent.glob(f".*{_LOCK_SUFFIX}"):
-        if lock.is_symlink():  # none of ours
+        if lock.is_symlink() or not lock.is_file():
             continue
         with _locked(lock, wait=False) as taken:
             if taken:
-                _remove_temps(lock.with_name(lock.name.removesuffix(_LOCK_SUFFIX)[1:]))
+                _remove_marked(lock.with_name(lock.name.removesuffix(_LOCK_SUFFIX) + _TEMP_SUFFIX))
 
 
-def _remove_temps(folder: Path) -> None:
-    """What was begun for `folder` and not ended."""
-    pattern = glob.escape(_beside(folder, _TEMP_SUFFIX).name) + "-" + "[0-9a-f]" * 16
-    for temp in folder.parent.glob(pattern):
+def _remove_marked(temp: Path) -> bool:
+    """Remove what a dead process was building. False: it is not one's of ours, or not there."""
+    if read_mark(temp) is not None:
         shutil.rmtree(temp, ignore_errors=True)
+    else:
+        with suppress(OSError):  # killed before it could mark it: nothing is in it
+            os.rmdir(temp)
+    return not temp.exists()
 
 
 def _require_space(folder: Path, nbytes: int) -> None:

@@ -76,7 +76,8 @@ def import_bin(folder: Path, cache_dir: Path) -> Path:
     carried = _carried_files(folder)
     sources = [shard.path for shard in shards]
     target = cache_dir / "imported" / f"{label(folder.resolve().name)}-{fingerprint([*sources, *carried])}"
-    with building(target, sum(path.stat().st_size for path in sources)) as temp:
+    nbytes = sum(path.stat().st_size for path in sources)
+    with building(target, nbytes, "imported checkpoint", folder.resolve().name) as temp:
         if temp is not None:
             for path in carried:
                 shutil.copyfile(path, temp / path.name)

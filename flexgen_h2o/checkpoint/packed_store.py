@@ -83,7 +83,8 @@ def pack_random(
 def _pack(spec: ModelSpec, values: _Values, folder: Path, packing: Packing, progress: bool) -> Checkpoint:
     tensors = sorted(tensors_of(spec), key=lambda t: not _is_packed(t))
     shards = plan_shards(tensors, lambda t: _entry(t, values.dtype(t), packing), {"packed": packing.label})
-    with building(folder, sum(shard.nbytes for shard in shards)) as temp:
+    nbytes = sum(shard.nbytes for shard in shards)
+    with building(folder, nbytes, f"{packing.label} weights", spec.name) as temp:
         if temp is not None:
             _compile(packing)
             record = {**_record(packing), "model": spec.name}

@@ -44,7 +44,7 @@ def write_random_checkpoint(
         raise UsageError(f"--dtype {dtype}: not one of {', '.join(DTYPE_BYTES)}")
     record = record_of(spec, config_json, dtype, seed)
     shards = plan_shards(tensors_of(spec), lambda t: Entry(t.name, FROM_ENGINE[dtype], t.shape))
-    with building(folder, sum(shard.nbytes for shard in shards)) as temp:
+    with building(folder, sum(shard.nbytes for shard in shards), "random weights", spec.name) as temp:
         if temp is None:
             _check_record(folder, record)
             return folder

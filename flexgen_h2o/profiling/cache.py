@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from pathlib import Path
 
 from flexgen_h2o.errors import UsageError
+from flexgen_h2o.paths import user_cache_dir
 from flexgen_h2o.profile import HardwareProfile, read_profile, write_profile
 from flexgen_h2o.profiling.machine import fingerprint_text, this_machine
 from flexgen_h2o.tiers.device import open_device
@@ -19,7 +19,7 @@ def cache_path(device: str, offload_dir: Path) -> Path:
     """
     machine = this_machine(open_device(device, separate_budget=False), offload_dir)
     digest = hashlib.sha256(fingerprint_text(machine).encode()).hexdigest()[:16]
-    return _cache_folder() / f"profile-{digest}.json"
+    return user_cache_dir() / f"profile-{digest}.json"
 
 
 def cached_profile(device: str, offload_dir: Path) -> HardwareProfile | None:
@@ -39,12 +39,3 @@ def store(profile: HardwareProfile, device: str, offload_dir: Path) -> Path:
     path = cache_path(device, offload_dir)
     write_profile(path, profile)
     return path
-
-
-def _cache_folder() -> Path:
-    """The XDG base folder; a relative one is to be ignored."""
-    for base in (os.environ.get("XDG_CACHE_HOME", ""), "~/.cache"):
-        folder = os.path.expanduser(base)  # as it was, and so relative, where there is no such home
-        if os.path.isabs(folder):
-            return Path(folder) / "flexgen_h2o"
-    return Path(os.devnull) / "flexgen_h2o"  # nobody's home: nothing is kept there, nothing can be

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,11 +15,15 @@ import torch
 
 from flexgen_h2o.errors import DoesNotFitError, TransferError, UsageError
 from flexgen_h2o.limits import PAGE
-from flexgen_h2o.locks import try_lock, wait_for_lock
+from flexgen_h2o.locks import MARK, lock_folder, mark, read_mark, wait_for_lock
 from flexgen_h2o.units import format_bytes, format_free
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _FULL = (errno.ENOSPC, errno.EDQUOT)  # of blocks, or of inodes
+SCRATCH = "scratch"  # what the mark of a scratch folder says
+_SCRATCH_NAME = re.compile(r"run-[0-9]+-[0-9a-f]{8}")
+# What runs put into it, with the lock of weights that a measurement makes there; these have a mark of their own.
+SCRATCH_FILES = ("cache.bin", "hidden.bin", "profile.bin", ".weights.flexgen-lock")
 
 
 class DirectFile:
@@ -96,27 +101,32 @@ class DirectFile:
 class Scratch:
     """A folder of this run alone inside the offload dir, removed at the end.
 
-    Every run has its own, held by a lock, so two runs may share an offload dir; folders whose run is dead
-    (killed with -9) are removed by the next run.
+    Every run has its own and holds its lock, so two runs may share an offload dir; folders whose run is dead (killed
+    with -9) are removed by the next run. A child of os.fork() leaves its parent's folder alone.
     """
 
     def __init__(self, offload_dir: Path) -> None:
+        self._lock: int | None = None
+        self._owner = os.getpid()
+        self.folder = offload_dir / f"run-{self._owner}-{os.urandom(4).hex()}"
         try:
             offload_dir.mkdir(parents=True, exist_ok=True)
             with _locked_folder(offload_dir):
-                # One at a time: a run between making its lock and holding it would look dead to another.
-                self._remove_dead(offload_dir)
-                self.folder = offload_dir / f"run-{os.getpid()}-{os.urandom(4).hex()}"
-                self._lock_path = self.folder.with_name(f"{self.folder.name}.lock")
-                self._lock = open(self._lock_path, "w")  # noqa: SIM115 - held for the life of the run
-                wait_for_lock(self._lock.fileno())
+                # One at a time: a run between making its folder and holding the lock would look dead to another.
+                _remove_dead(offload_dir)
                 self.folder.mkdir()
+                mark(self.folder, kind=SCRATCH)
+                self._lock = lock_folder(self.folder)
         except OSError as error:
+            if self._lock is None:
+                _clear(self.folder)
+            self.close()
             kind = DoesNotFitError if error.errno in _FULL else UsageError
             raise kind(f"--offload-dir {offload_dir}: cannot be used ({error.strerror})") from error
 
     def create(self, name: str, nbytes: int) -> DirectFile:
         """A file of `nbytes`, its space taken now so that the run cannot fill the disk half-way."""
+        assert name in SCRATCH_FILES, f"{name}: no other file is removed with the folder"
         path = self.folder / name
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -134,17 +144,57 @@ class Scratch:
         return DirectFile(path, writable=True)
 
     def close(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self._lock_path.unlink(missing_ok=True)
-        self._lock.close()
+        """Remove the folder; called again it does nothing."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            if os.getpid() == self._owner:
+                _clear(self.folder)
+            os.close(lock)
 
-    @staticmethod
-    def _remove_dead(offload_dir: Path) -> None:
-        for lock_path in offload_dir.glob("run-*.lock"):
-            with contextlib.suppress(OSError), open(lock_path) as lock:
-                if try_lock(lock.fileno()):  # which its run holds while it lives
-                    shutil.rmtree(lock_path.with_suffix(""), ignore_errors=True)
-                    lock_path.unlink(missing_ok=True)
+
+def is_scratch(folder: Path) -> bool:
+    """Is it a scratch folder of some run? Its name and its mark say so."""
+    return bool(_SCRATCH_NAME.fullmatch(folder.name)) and (read_mark(folder) or {}).get("kind") == SCRATCH
+
+
+def remove_scratch(folder: Path) -> bool:
+    """Remove a scratch folder whose run is dead. False: its run lives, or something else is in it as well."""
+    with _locked_folder(folder.parent):
+        return _remove_if_dead(folder)
+
+
+def _remove_if_dead(folder: Path) -> bool:
+    if not is_scratch(folder):
+        return False
+    try:
+        lock = lock_folder(folder)  # which its run holds while it lives
+    except OSError:
+        return False
+    if lock is None:
+        return False
+    try:
+        return _clear(folder)
+    finally:
+        os.close(lock)
+
+
+def _remove_dead(offload_dir: Path) -> None:
+    for folder in offload_dir.glob("run-*"):
+        _remove_if_dead(folder)
+
+
+def _clear(folder: Path) -> bool:
+    """Remove what runs put into a scratch folder, and the folder. The mark goes last: without it nobody would go on."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):
+            if name in SCRATCH_FILES:
+                os.unlink(folder / name)
+            elif read_mark(folder / name) is not None:
+                shutil.rmtree(folder / name, ignore_errors=True)
+        if os.listdir(folder) == [MARK]:
+            os.unlink(folder / MARK)
+        os.rmdir(folder)
+    return not os.path.lexists(folder)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ The first failure ends every lane: whoever waits gets that error.
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -36,6 +37,7 @@ class Lanes:
         self._queues: dict[str, queue.SimpleQueue[_Job | None]] = {lane: queue.SimpleQueue() for lane in threads}
         self._failure: BaseException | None = None
         self._closed = False
+        self._owner = os.getpid()
         self._lock = threading.Lock()
         rows = [(lane, f"{lane} {i + 1}" if i else lane) for lane, count in threads.items() for i in range(count)]
         self._threads = [threading.Thread(target=self._work, args=row, name=row[1], daemon=True) for row in rows]
@@ -61,7 +63,9 @@ class Lanes:
             self.bytes_by_name[lane, self._current.name] += nbytes
 
     def close(self) -> None:
-        """Drop what is queued, end the threads and wait for them."""
+        """Drop what is queued, end the threads and wait for them. In a child of os.fork() there are none."""
+        if os.getpid() != self._owner:  # and one of them may have held the lock as the child was made
+            return
         with self._lock:
             self._failure = self._failure or _Cancelled("the run has ended")
             self._closed = True

@@ -33,8 +33,9 @@ for line in sys.stdin:
         continue
     pid = os.fork()
     if not pid:
-        # A shell that runs the tests in the background has SIGINT ignored, and children inherit that.
+        # A shell that runs the tests in the background has SIGINT ignored, nohup SIGHUP, and children inherit that.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         os.chdir(asked["folder"])
         for number, name in ((1, "stdout"), (2, "stderr")):
             os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)

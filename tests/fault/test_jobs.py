@@ -220,11 +220,12 @@ def test_sigterm_ends_a_job_soon_and_the_rest_can_be_done(jobs: Jobs, whole: Who
     assert tokens_of(rows_of(job.output)) == whole.tokens
 
 
-def test_sigint_ends_a_job_soon(jobs: Jobs, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGHUP", 129)])
+def test_other_signals_end_a_job_soon(jobs: Jobs, tmp_path: Path, name: str, code: int) -> None:
     write_input(tmp_path, ROWS)
     job = jobs.start(tmp_path)
     job.wait_for_rows(6)
-    end_by(job, "SIGINT", 130)
+    end_by(job, name, code)
 
 
 def end_by(job: Running, name: str, code: int) -> None:

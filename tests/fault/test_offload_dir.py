@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -71,26 +73,84 @@ def test_a_run_starts_while_another_cleans_up(tmp_path: Path, monkeypatch: pytes
         stack.callback(others[0].close)
         assert newcomer.folder.is_dir()
         stack.callback(Scratch(tmp_path).close)
-        assert len(list(tmp_path.glob("run-*.lock"))) == 3, "without a lock file nobody will clean up after a kill -9"
+        assert len(list(tmp_path.glob("run-*"))) == 3
     assert not list(tmp_path.iterdir())
 
 
+# Leaves its scratch folder behind, as kill -9 does, and says its name.
+DIES = """
+import os, sys
+from pathlib import Path
+from flexgen_h2o.tiers.disk import Scratch
+scratch = Scratch(Path(sys.argv[1]))
+scratch.create("cache.bin", 4096).close()
+print(scratch.folder, flush=True)
+os._exit(9)
+"""
+
+
+def dead_run(offload: Path) -> Path:
+    """The scratch folder of a run that was killed."""
+    done = subprocess.run([sys.executable, "-c", DIES, str(offload)], capture_output=True, text=True, check=False)
+    assert done.returncode == 9, done.stderr
+    return Path(done.stdout.strip())
+
+
 def test_folders_of_live_and_dead_runs(known: Reference, tmp_path: Path) -> None:
-    """What looks like a run's folder is removed only if its lock can be taken; anything else is not ours."""
+    """What looks like a run's folder is removed only if its lock can be taken."""
     offload = tmp_path / "offload"
     alive = Scratch(offload)
     (alive.folder / "cache.bin").write_bytes(b"in use")
-    dead = offload / "run-1-dead"
-    dead.mkdir()
-    (dead / "cache.bin").write_bytes(b"left")
-    (offload / "run-1-dead.lock").touch()
-    (offload / "run-of-somebody-else").mkdir()
+    dead = dead_run(offload)
+    assert (dead / "cache.bin").is_file()
     assert generate(known.folder, known, offload) == known.tokens
-    assert sorted(p.name for p in offload.iterdir()) == sorted(
-        [alive.folder.name, f"{alive.folder.name}.lock", "run-of-somebody-else"]
-    )
+    assert [p.name for p in offload.iterdir()] == [alive.folder.name]
     assert (alive.folder / "cache.bin").read_bytes() == b"in use"
     alive.close()
+
+
+@pytest.mark.parametrize("name", ["run-exp1", "run-7", "run-1234-0123abcd"])
+def test_a_users_folder_beside_a_lock_stays(name: str, known: Reference, tmp_path: Path) -> None:
+    """Also where its name is of our pattern: it does not carry our mark."""
+    offload = tmp_path / "offload"
+    theirs = offload / name
+    theirs.mkdir(parents=True)
+    (theirs / "cache.bin").write_text("results of a week")
+    (offload / f"{name}.lock").touch()
+    assert generate(known.folder, known, offload) == known.tokens
+    assert (theirs / "cache.bin").read_text() == "results of a week" and (offload / f"{name}.lock").exists()
+    assert len(list(offload.iterdir())) == 2
+
+
+def test_a_marked_folder_of_another_name_stays(known: Reference, tmp_path: Path) -> None:
+    """A user's copy of a scratch folder, mark and all."""
+    offload = tmp_path / "offload"
+    dead = dead_run(offload)
+    dead.rename(offload / "run-kept-for-later")
+    assert generate(known.folder, known, offload) == known.tokens
+    assert (offload / "run-kept-for-later" / "cache.bin").is_file()
+
+
+def test_a_link_to_a_scratch_folder_is_not_followed(known: Reference, tmp_path: Path) -> None:
+    offload, elsewhere = tmp_path / "offload", tmp_path / "elsewhere"
+    dead = dead_run(elsewhere)
+    offload.mkdir()
+    (offload / dead.name).symlink_to(dead)
+    assert generate(known.folder, known, offload) == known.tokens
+    assert (offload / dead.name).is_symlink() and (dead / "cache.bin").is_file()
+
+
+def test_what_a_user_put_into_a_scratch_folder_stays(known: Reference, tmp_path: Path) -> None:
+    offload = tmp_path / "offload"
+    dead = dead_run(offload)
+    (dead / "notes").mkdir()
+    (dead / "notes" / "today.txt").write_text("mine")
+    assert generate(known.folder, known, offload) == known.tokens
+    assert (dead / "notes" / "today.txt").read_text() == "mine" and not (dead / "cache.bin").exists()
+    (dead / "notes" / "today.txt").unlink()
+    (dead / "notes").rmdir()
+    assert generate(known.folder, known, offload) == known.tokens
+    assert not list(offload.iterdir())
 
 
 @pytest.mark.parametrize("place", ["file", "file/inside", "read-only"])

@@ -5,31 +5,29 @@ from __future__ import annotations
 import gc
 import json
 import os
-import shutil
 import signal
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from flexgen_h2o import flex_opt
 from flexgen_h2o.progress import Progress
-from flexgen_h2o.tiers import disk
 from tests.parity.reference import Reference
 
 pytestmark = pytest.mark.timeout(30)
 ROWS, SWEEPS = 40, 3
-SIGNALS = [(signal.SIGTERM, 143), (signal.SIGINT, 130)]
+SIGNALS = [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)]
 
 
 @pytest.fixture(autouse=True)
 def _interruptible() -> Iterator[None]:
-    """A shell that runs the tests in the background has SIGINT ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """A shell that runs the tests in the background has SIGINT ignored, nohup has SIGHUP."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler), signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in zip((signal.SIGINT, signal.SIGHUP), before, strict=True):
+        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -64,7 +62,7 @@ def run_until(
     return run
 
 
-@pytest.mark.parametrize(("number", "code"), SIGNALS, ids=["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize(("number", "code"), SIGNALS, ids=["SIGTERM", "SIGINT", "SIGHUP"])
 def test_one_signal(number: int, code: int, run_until, assert_clean: Callable[[], None]) -> None:
     ended, err, rows = run_until(lambda: os.kill(os.getpid(), number))
     assert (ended, rows) == (code, ROWS // 2), err
@@ -72,25 +70,26 @@ def test_one_signal(number: int, code: int, run_until, assert_clean: Callable[[]
     assert_clean()
 
 
-@pytest.mark.parametrize(("number", "code"), SIGNALS, ids=["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize(("number", "code"), SIGNALS, ids=["SIGTERM", "SIGINT", "SIGHUP"])
 def test_an_impatient_user(
     number: int, code: int, run_until, monkeypatch: pytest.MonkeyPatch, assert_clean: Callable[[], None]
 ) -> None:
-    remove, kill = shutil.rmtree, lambda: os.kill(os.getpid(), number)
+    remove, removed, kill = os.rmdir, [], lambda: os.kill(os.getpid(), number)
 
-    def rmtree(*args: Any, **kwargs: Any) -> None:
+    def rmdir(path: Path) -> None:
         kill()
-        remove(*args, **kwargs)
+        remove(path)
+        removed.append(path)
 
-    monkeypatch.setattr(disk.shutil, "rmtree", rmtree)
+    monkeypatch.setattr(os, "rmdir", rmdir)
     ended, err, rows = run_until(kill)
-    assert (ended, rows) == (code, ROWS // 2), err
+    assert (ended, rows) == (code, ROWS // 2) and removed, err
     assert len(err.splitlines()) == 1
     assert_clean()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize(("number", "code"), SIGNALS, ids=["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize(("number", "code"), SIGNALS, ids=["SIGTERM", "SIGINT", "SIGHUP"])
 def test_a_signal_inside_a_finaliser(number: int, code: int, run_until, assert_clean: Callable[[], None]) -> None:
     """About one in a hundred signals falls into some object's `__del__` or a weak reference's callback."""
 
@@ -104,7 +103,7 @@ def test_a_signal_inside_a_finaliser(number: int, code: int, run_until, assert_c
     assert_clean()
 
 
-@pytest.mark.parametrize(("number", "code"), SIGNALS, ids=["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize(("number", "code"), SIGNALS, ids=["SIGTERM", "SIGINT", "SIGHUP"])
 def test_a_signal_that_comes_out_as_another_error(
     number: int, code: int, run_until, assert_clean: Callable[[], None]
 ) -> None:
@@ -122,17 +121,25 @@ def test_a_signal_that_comes_out_as_another_error(
     assert_clean()
 
 
-@pytest.mark.parametrize(("number", "code"), SIGNALS, ids=["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize(("number", "code"), SIGNALS, ids=["SIGTERM", "SIGINT", "SIGHUP"])
 def test_a_signal_while_a_finished_run_cleans_up(
     number: int, code: int, run_until, monkeypatch: pytest.MonkeyPatch, assert_clean: Callable[[], None]
 ) -> None:
-    remove = shutil.rmtree
+    remove, removed = os.rmdir, []
 
-    def rmtree(*args: Any, **kwargs: Any) -> None:
+    def rmdir(path: Path) -> None:
         os.kill(os.getpid(), number)
-        remove(*args, **kwargs)
+        remove(path)
+        removed.append(path)
 
-    monkeypatch.setattr(disk.shutil, "rmtree", rmtree)
+    monkeypatch.setattr(os, "rmdir", rmdir)
     ended, err, rows = run_until(lambda: None)
-    assert ended in (0, code) and rows == ROWS, err
+    assert ended in (0, code) and rows == ROWS and removed, err
+    assert_clean()
+
+
+def test_under_nohup_a_hang_up_ends_nothing(run_until, assert_clean: Callable[[], None]) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    ended, err, rows = run_until(lambda: os.kill(os.getpid(), signal.SIGHUP))
+    assert (ended, rows, err) == (0, ROWS, "")
     assert_clean()

@@ -19,16 +19,17 @@ from flexgen_h2o.planner import search
 from flexgen_h2o.planner.candidates import Budgets
 from flexgen_h2o.planner.lp import Corners, Solution, solve
 
-SIGNALS = [(signal.SIGTERM, 143), (signal.SIGINT, 130)]
+SIGNALS = [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)]
 PLAN = "plan --model facebook/opt-125m --num-prompts 16 --prompt-len 32 --gen-len 8 --hardware t4"
 
 
 @pytest.fixture(autouse=True)
 def _interruptible() -> Iterator[None]:
-    """A shell that runs the tests in the background has SIGINT ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """A shell that runs the tests in the background has SIGINT ignored, nohup has SIGHUP."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler), signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in zip((signal.SIGINT, signal.SIGHUP), before, strict=True):
+        signal.signal(number, handler)
 
 
 def swallow(number: int) -> None:
@@ -73,6 +74,37 @@ def test_a_signal_while_a_verb_is_imported(monkeypatch: pytest.MonkeyPatch, capf
     monkeypatch.setattr(importlib, "import_module", lambda name: os.kill(os.getpid(), signal.SIGINT))
     assert cli.main(["plan"]) == 130
     assert capfd.readouterr().err == "flexgen-h2o plan: ended by SIGINT\n"
+
+
+def test_a_terminal_that_goes_away(tmp_path: Path) -> None:
+    """It takes nothing any more, and the kernel sends SIGHUP: the body's clean-up runs, and the exit code says it."""
+    script = f"""
+import fcntl, sys, termios, time
+from pathlib import Path
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+from flexgen_h2o.doors import run_door
+def body(argv):
+    try:
+        print("running")
+        time.sleep(60)
+    finally:
+        Path({str(tmp_path / "tidy")!r}).touch()
+        print("not to be read by anybody")
+sys.exit(run_door("plan", body, []))
+"""
+    ours, theirs = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+        cwd=Path(cli.__file__).parents[1], preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+    )  # fmt: skip
+    os.close(theirs)
+    try:
+        assert os.read(ours, 100).startswith(b"running")
+        os.close(ours)
+        assert process.wait(30) == 129
+    finally:
+        process.kill()
+    assert (tmp_path / "tidy").exists()
 
 
 @pytest.mark.parametrize("size", [1, 100_000])

@@ -104,7 +104,7 @@ def test_an_engine_leaves_no_thread_no_file_and_no_descriptor(open_engine: Open,
     threads, files = set(threading.enumerate()), len(list(Path("/proc/self/fd").iterdir()))
     with open_engine(Policy(percent=(0, 0, 0, 0, 0, 0)), StandInDevice()) as engine:
         assert len(threading.enumerate()) > len(threads)
-        assert len(names_in(tmp_path / "offload")) == 2  # its folder and its lock
+        assert len(names_in(tmp_path / "offload")) == 1  # its folder
         assert engine.io_bytes_by_kind["weights"]["disk_read"] > 0
     assert set(threading.enumerate()) == threads and names_in(tmp_path / "offload") == []
     assert len(list(Path("/proc/self/fd").iterdir())) == files

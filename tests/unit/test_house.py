@@ -24,7 +24,7 @@ PACKAGE = "flexgen_h2o"
 FLOORS = tuple(
     frozenset(rooms.split())
     for rooms in (
-        "flex_opt policy_search hardware batch evaluate cli",
+        "flex_opt policy_search hardware batch evaluate cache cli",
         "llm llm_arguments jobs evaluation integrations plan_report planning pipeline profiling report progress "
         "run_facts run_rows row_plans source doors engine_flags idle_flags",
         "executor attention_step engine conversation courses eviction_need generation handoff row_rules refill",

@@ -15,6 +15,7 @@ import pytest
 
 from flexgen_h2o.checkpoint.atomic_folder import building
 from flexgen_h2o.errors import DoesNotFitError, UsageError
+from flexgen_h2o.locks import MARK, mark
 
 
 def build(folder: Path, pause: float = 0.0) -> bool:
@@ -38,7 +39,7 @@ def test_built_once_then_found(tmp_path: Path, names_in) -> None:
     folder = tmp_path / "deep" / "down" / "made"
     assert build(folder)
     assert not build(folder)
-    assert names_in(tmp_path) == ["deep/down/made/half", "deep/down/made/whole"]
+    assert names_in(tmp_path) == [f"deep/down/made/{name}" for name in (MARK, "half", "whole")]
 
 
 @pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt(), SystemExit(143)], ids=repr)
@@ -112,7 +113,7 @@ def test_two_processes_build_once(tmp_path: Path, names_in) -> None:
         worker.join(20)
     assert [worker.exitcode for worker in workers] == [0, 0, 0]
     assert log.read_text() == "built\n"
-    assert names_in(tmp_path / "p") == ["made/half", "made/whole"]
+    assert names_in(tmp_path / "p") == [f"made/{name}" for name in (MARK, "half", "whole")]
 
 
 def test_two_threads_build_once(tmp_path: Path) -> None:
@@ -157,7 +158,7 @@ def test_what_a_killed_builder_left_is_removed(tmp_path: Path, names_in, followi
     worker.join(20)
     assert names_in(tmp_path), "the kill must leave something, or this tests nothing"
     assert build(tmp_path / following)
-    assert names_in(tmp_path) == [f"{following}/half", f"{following}/whole"]
+    assert names_in(tmp_path) == [f"{following}/{name}" for name in (MARK, "half", "whole")]
 
 
 def test_a_living_builders_folder_is_left_alone(tmp_path: Path) -> None:
@@ -169,16 +170,36 @@ def test_a_living_builders_folder_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "slow" / "done").exists()
 
 
-def test_links_with_our_names_lead_nowhere(tmp_path: Path) -> None:
-    """What is begun has no name that can be known, and a lock is no link."""
+@pytest.mark.parametrize("locked", [False, True], ids=["without a lock", "with a lock"])
+@pytest.mark.parametrize("following", ["made", "other"])
+def test_what_a_user_calls_as_we_do_is_not_removed(tmp_path: Path, following: str, locked: bool) -> None:
+    theirs = tmp_path / ".made.flexgen-building"
+    theirs.mkdir()
+    (theirs / "thesis.txt").write_text("mine")
+    if locked:
+        (tmp_path / ".made.flexgen-lock").write_text("mine too")
+    if following == "made":
+        with pytest.raises(UsageError, match=r"\.made\.flexgen-building is in the way"):
+            build(tmp_path / following)
+    else:
+        assert build(tmp_path / following)
+    assert (theirs / "thesis.txt").read_text() == "mine"
+    if locked:
+        assert (tmp_path / ".made.flexgen-lock").read_text() == "mine too"
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    """Neither as the folder of a killed builder, nor as its lock."""
     elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "kept").write_text("")
-    for name in ("made", "other"):
-        (tmp_path / f".{name}.flexgen-building").symlink_to(elsewhere)
-    assert build(tmp_path / "made")
-    (tmp_path / ".other.flexgen-lock").symlink_to(tmp_path / "victim")
+    (elsewhere / "made").mkdir(parents=True)
+    mark(elsewhere / "made")
+    (elsewhere / "file").write_text("")
+    (tmp_path / ".made.flexgen-building").symlink_to(elsewhere / "made")
+    (tmp_path / ".made.flexgen-lock").touch()
+    (tmp_path / ".more.flexgen-lock").symlink_to(elsewhere / "file")
+    assert build(tmp_path / "other")
+    with pytest.raises(UsageError, match=r"--offload-dir .* is in the way"):
+        build(tmp_path / "made")
     with pytest.raises(UsageError, match=r"--offload-dir .*: cannot be written to"):
-        build(tmp_path / "other")
-    assert build(tmp_path / "third"), "others are not stopped by it"
-    assert not (tmp_path / "victim").exists() and [p.name for p in elsewhere.iterdir()] == ["kept"]
+        build(tmp_path / "more")
+    assert (elsewhere / "made" / MARK).is_file() and (elsewhere / "file").is_file()

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from flexgen_h2o.checkpoint import bin_import, import_bin, read_index
 from flexgen_h2o.errors import DoesNotFitError, UsageError
+from flexgen_h2o.locks import MARK
 
 BIN, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 SHARDS = ("pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin")
@@ -93,7 +94,7 @@ def test_a_full_folder_that_transformers_opens(source: Path, cache: Path, model,
     torch.save(model.state_dict(), source / BIN)
     made = import_bin(source, cache)
     assert names_in(made) == [
-        "config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json", "tokenizer.json"
+        MARK, "config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json", "tokenizer.json"
     ]  # fmt: skip
     again = AutoModelForCausalLM.from_pretrained(made)
     assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in model.state_dict().items())

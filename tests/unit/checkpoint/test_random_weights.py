@@ -111,7 +111,7 @@ def test_full_disk(write, tmp_path: Path, names_in, monkeypatch, call: str) -> N
 
 
 def test_too_large_is_refused_before_writing(write, tmp_path: Path, names_in, monkeypatch) -> None:
-    monkeypatch.setattr(random_weights, "building", lambda folder, nbytes: building(folder, nbytes + 2**60))
+    monkeypatch.setattr(random_weights, "building", lambda folder, nbytes, *of: building(folder, nbytes + 2**60))
     with pytest.raises(DoesNotFitError, match="--offload-dir"):
         write("m")
     assert names_in(tmp_path) == []

@@ -1,0 +1,211 @@
+"""`python -m flexgen_h2o.cache`: list what the package keeps for later runs and what killed runs left; remove it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from flexgen_h2o.doors import OneLineParser, run_door
+from flexgen_h2o.errors import EXIT_DONE, FlexgenError, UsageError
+from flexgen_h2o.locks import MARK, read_mark
+from flexgen_h2o.paths import DEFAULT_OFFLOAD_DIR, usable_path, user_cache_dir
+from flexgen_h2o.units import format_bytes
+
+HEADS = ("name", "kind", "model", "size", "last used", "")
+_WEIGHTS = ("random", "imported", "packed")
+# Versions that put no mark into their folders: what a folder of weights says of itself, and the keys of that.
+_OLD_RECORDS = {
+    "random_weights.json": ("random weights", {"seed", "dtype", "model"}),
+    "packed_weights.json": ("packed weights", {"format", "bits", "group", "model"}),
+}
+_OLD_FILES = ("config.json", "model.safetensors.index.json", *_OLD_RECORDS)
+_RECORD_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Something that the package has made. files: those that belong to it; state: empty, or why it has to stay.
+
+    last_used: seconds since 1970, of weights by a run; of others when they were last written to.
+    """
+
+    name: str
+    path: Path
+    kind: str
+    model: str
+    files: tuple[str, ...] = ()
+    nbytes: int = 0
+    last_used: float = 0.0
+    state: str = ""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code (DESIGN 3.1)."""
+    return run_door("cache", _run, argv)
+
+
+def _parser() -> OneLineParser:
+    parser = OneLineParser(prog="cache", description=__doc__)
+    add = parser.add_mutually_exclusive_group().add_argument
+    add("--list", action="store_true", help="show names, sizes, last uses, and what is in use (the default)")
+    add("--remove", nargs="+", metavar="NAME", help="remove these, by the names that --list shows")
+    add("--remove-all", action="store_true", help="remove everything that no live run uses")
+    parser.add_argument("--offload-dir", metavar="DIR", help=f"where it is kept (default {DEFAULT_OFFLOAD_DIR})")
+    return parser
+
+
+def _run(argv: list[str] | None) -> int:
+    args = _parser().parse_args(argv)
+    folder = usable_path(args.offload_dir or DEFAULT_OFFLOAD_DIR, "--offload-dir")
+    if args.offload_dir is not None and not folder.is_dir():
+        raise UsageError(f"--offload-dir {args.offload_dir}: there is no such folder")
+    try:
+        found = list(_kept(folder))
+        if args.remove or args.remove_all:
+            _remove(_chosen(args, found, folder))
+        else:
+            _show(found, folder)
+    except OSError as error:
+        if error.filename is None:  # standard output's
+            raise
+        raise FlexgenError(f"{error.filename}: {error.strerror or error}") from error
+    return EXIT_DONE
+
+
+def _kept(folder: Path) -> Iterator[Kept]:
+    """Everything of the package's own in an offload dir, and the profiles of this machine."""
+    from flexgen_h2o.tiers.disk import SCRATCH_FILES, is_scratch
+
+    found = [
+        _weights(path, f"{group}/{path.name}")
+        for group in _WEIGHTS
+        for path in sorted((folder / "weights" / group).glob("*"))
+    ]
+    scratch = [path for path in sorted(folder.glob("run-*")) if is_scratch(path)]
+    found += [Kept(path.name, path, "scratch", "", SCRATCH_FILES) for path in scratch]
+    for path in sorted(user_cache_dir().glob("profile-*.json")):
+        machine = _machine_of(path)
+        found.append(Kept(path.name, path, "profile", machine) if machine is not None else None)
+    for one in found:
+        with contextlib.suppress(FileNotFoundError):  # a run has just ended
+            if one is not None:
+                yield _looked_at(one)
+
+
+def _looked_at(kept: Kept) -> Kept:
+    """With its size, its last use and its state. Raises FileNotFoundError."""
+    from flexgen_h2o.checkpoint.atomic_folder import is_in_use, is_unfinished
+
+    path = kept.path
+    if not path.is_dir():
+        return replace(kept, nbytes=path.lstat().st_size, last_used=path.lstat().st_mtime)
+    inside = sorted(os.listdir(path))
+    ours = (*kept.files, MARK)
+    extra = [name for name in inside if kept.files and name not in ours and read_mark(path / name) is None]
+    state = f"holds {extra[0]!r}, which is not the package's" if extra and not is_unfinished(path) else ""
+    return replace(
+        kept,
+        nbytes=sum((path / name).lstat().st_size for name in inside),
+        last_used=(path / MARK if MARK in inside else path).lstat().st_mtime,
+        state="in use" if is_in_use(path) else state,
+    )
+
+
+def _weights(path: Path, name: str) -> Kept | None:
+    """A folder of weights, complete or not; None where it is not the package's own."""
+    from flexgen_h2o.checkpoint.atomic_folder import is_unfinished
+
+    found = read_mark(path)
+    if found is not None:
+        kind, model, files = (found.get(key) for key in ("kind", "model", "files"))
+        given = tuple(map(str, files)) if isinstance(files, list) else ()
+        return Kept(name, path, f"unfinished {kind}" if is_unfinished(path) else str(kind), str(model), given)
+    if path.is_symlink() or not path.is_dir():
+        return None
+    for record, (kind, keys) in _OLD_RECORDS.items():
+        body = _read_json(path / record)
+        if body is not None and body.keys() == keys:
+            shards = tuple(p.name for p in path.glob("model*.safetensors"))
+            model = str(body["model"]) if kind.startswith("packed") else path.name.partition("-seed")[0]
+            return Kept(name, path, kind, model, (*shards, *_OLD_FILES))
+    return None
+
+
+def _machine_of(path: Path) -> str | None:
+    """Of a profile that was measured here, of whatever version; None where the file is something else."""
+    body = _read_json(path)
+    if body is None or not {"schema", "machine"} <= body.keys():
+        return None
+    return str(body["machine"])
+
+
+def _read_json(path: Path) -> dict[str, object] | None:
+    try:
+        if path.is_symlink() or not path.is_file() or path.stat().st_size > _RECORD_BYTES:
+            return None
+        body = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return body if isinstance(body, dict) else None
+
+
+def _show(found: list[Kept], folder: Path) -> None:
+    if not found:
+        print(f"nothing is kept in {folder}")
+        return
+    rows = [HEADS]
+    for k in found:
+        at = time.strftime("%Y-%m-%d %H:%M", time.localtime(k.last_used))
+        rows.append((shlex.quote(k.name), k.kind, k.model or "-", format_bytes(k.nbytes), at, k.state))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(HEADS))]
+    for row in rows:
+        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+    print(f"{format_bytes(sum(k.nbytes for k in found))} kept; --remove NAME ... or --remove-all gives them back")
+
+
+def _chosen(args: argparse.Namespace, found: list[Kept], folder: Path) -> list[Kept]:
+    """What is to be removed. UsageError, before anything is, for a name that is not there or that has to stay."""
+    if args.remove_all:
+        return found
+    by_name = {kept.name: kept for kept in found}
+    for name in args.remove:
+        if name not in by_name:
+            raise UsageError(f"--remove {name}: nothing of that name is kept in {folder}; --list shows the names")
+        if by_name[name].state == "in use":
+            raise UsageError(f"--remove {name}: is in use; wait until its run has ended")
+        if by_name[name].state:
+            raise UsageError(f"--remove {name}: {by_name[name].state}; move it away first")
+    return [by_name[name] for name in dict.fromkeys(args.remove)]
+
+
+def _remove(chosen: list[Kept]) -> None:
+    from flexgen_h2o.checkpoint.atomic_folder import remove_built
+    from flexgen_h2o.tiers.disk import remove_scratch
+
+    freed = 0
+    for kept in chosen:
+        if kept.state:
+            gone = False
+        elif kept.kind == "scratch":
+            gone = remove_scratch(kept.path)
+        elif kept.path.is_dir():
+            gone = remove_built(kept.path, kept.files)
+        else:
+            kept.path.unlink()
+            gone = True
+        freed += kept.nbytes if gone else 0
+        did, why = ("removed", "") if gone else ("left", f": {kept.state or 'in use'}")
+        print(f"{did} {shlex.quote(kept.name)}{why}")
+    print(f"{format_bytes(freed)} freed")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""LLMs that nobody closes: dropped, in a circle, left at the end of a process, and in a child of os.fork()."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import flexgen_h2o
+from tests.parity.reference import Reference
+
+# What each script begins with. `made()` is an LLM that has generated, with weights, KV and hidden states on disk.
+BEGIN = """
+import gc, multiprocessing, os, signal, sys, threading, time
+import numba, psutil, torch, transformers  # once, for all children
+from flexgen_h2o import LLM, Policy, SamplingParams
+
+FOLDER, OFFLOAD = sys.argv[1:]
+PROMPTS, PARAMS = [[5, 6, 7], [8, 9], [10]], SamplingParams(max_tokens=3)
+me = psutil.Process()
+
+def made():
+    llm = LLM(FOLDER, Policy(2, 2, (0,) * 6), device="cpu", dtype="float32", offload_dir=OFFLOAD)
+    llm.generate(PROMPTS, PARAMS)
+    assert [name for name in os.listdir(OFFLOAD) if name.startswith("run-")]
+    return llm
+
+def held():
+    return threading.active_count(), me.num_fds(), sorted(os.listdir(OFFLOAD))
+"""
+
+
+def run(known: Reference, offload: Path, script: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """BEGIN and `script` in a process of their own; one that hangs fails the test."""
+    env = {**os.environ, "PYTHONPATH": str(Path(flexgen_h2o.__file__).parents[1])}
+    return subprocess.run(
+        [sys.executable, "-c", BEGIN + script, str(known.folder), str(offload)],
+        capture_output=True, text=True, check=False, timeout=timeout, env=env,
+    )  # fmt: skip
+
+
+# How processes end that hold an open LLM, and their exit codes.
+ENDS = {
+    "the last line": ("llm = made()", 0),
+    "sys.exit": ("llm = made(); sys.exit(7)", 7),
+    "an uncaught exception": ("llm = made(); raise ValueError('mine')", 1),
+    "in a circle": ("llm = made(); llm.me = llm; del llm", 0),
+    "an exception during generate": ("llm = made(); llm.generate(PROMPTS, PARAMS, lambda rows, logits: 1 / 0)", 1),
+    "made by a thread": ("t = threading.Thread(target=lambda: globals().update(llm=made())); t.start(); t.join()", 0),
+}
+
+
+def test_nothing_is_left_when_the_process_ends(known: Reference, tmp_path: Path) -> None:
+    """Each is a child that is forked before anything has run, so that torch is imported once."""
+    script = f"""
+for name, (script, code) in {ENDS!r}.items():
+    pid = os.fork()
+    if not pid:
+        exec(script)
+        sys.exit()
+    ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert (ended, os.listdir(OFFLOAD)) == (code, []), (name, ended, os.listdir(OFFLOAD))
+print("all", flush=True)
+"""
+    done = run(known, tmp_path, script)
+    assert (done.returncode, done.stdout) == (0, "all\n"), done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+def test_fifty_dropped_llms_leave_what_one_leaves(known: Reference, tmp_path: Path) -> None:
+    """Threads, descriptors and folders at once, or with the garbage where they are in a circle; RSS within 1 MiB each.
+
+    Before they were closed, each held five threads, three descriptors and 16 MiB.
+    """
+    script = """
+def drop(circle):
+    llm = made()
+    if circle:
+        llm.me = llm
+
+for i in range(5):
+    drop(False)
+gc.collect()
+one, rss = held(), me.memory_info().rss
+for i in range(50):
+    drop(circle=i % 2 == 1)
+    if i % 2 == 0:
+        assert held()[2] == [] or i, held()
+    else:
+        gc.collect()
+    assert held() == one, (i, held(), one)
+gone = me.memory_info().rss - rss
+assert gone < 50 * 2**20, gone
+print("one", one)
+"""
+    done = run(known, tmp_path, script, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith(", [])\n"), "no scratch folder while the process lives on"
+
+
+# How a child of a process with an open LLM ends, and its exit code. It must not wait for threads that it does not have.
+CHILDREN = {
+    "exits": ("sys.exit(0)", 0),
+    "closes": ("llm.close(); sys.exit(0)", 0),
+    "drops": ("del llm; gc.collect(); sys.exit(0)", 0),
+    "fails": ("raise ValueError('mine')", 1),
+    "leaves a with": ("with llm: sys.exit(0)", 0),
+    "of multiprocessing": ("sys.exit(0)", 0),
+}
+
+
+def test_a_forked_child_ends_and_leaves_its_parents_scratch(known: Reference, tmp_path: Path) -> None:
+    script = f"""
+llm = made()
+before, tokens = held(), [one.token_ids for one in llm.generate(PROMPTS, PARAMS)]
+for name, (script, code) in {CHILDREN!r}.items():
+    if "multiprocessing" in name:
+        child = multiprocessing.get_context("fork").Process(target=gc.collect)
+        child.start()
+        child.join()
+        ended = child.exitcode
+        child.close()
+    else:
+        pid = os.fork()
+        if not pid:
+            exec(script)
+        ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert (ended, held()) == (code, before), (name, ended, held(), before)
+assert [one.token_ids for one in llm.generate(PROMPTS, PARAMS)] == tokens
+other = made()  # a run that removes what is dead
+assert set(before[2]) < set(os.listdir(OFFLOAD))
+print("all", flush=True)
+"""
+    done = run(known, tmp_path, script)
+    assert (done.returncode, done.stdout) == (0, "all\n"), done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+USES = ["llm.generate(PROMPTS, PARAMS)", "llm.close(); llm.generate(PROMPTS, PARAMS)", "made()"]
+
+
+def test_a_forked_child_is_told_that_it_cannot_generate(known: Reference, tmp_path: Path) -> None:
+    """With its parent's LLM or its own: it would wait without end for OpenMP's threads, which stay in the parent."""
+    script = f"""
+llm = made()
+for use in {USES!r}:
+    pid = os.fork()
+    if not pid:
+        try:
+            exec(use)
+        except ValueError as error:
+            print(error, flush=True)
+            sys.exit(5)
+        sys.exit()
+    ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert ended == 5 and held()[2], (use, ended)
+"""
+    done = run(known, tmp_path, script)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(USES) and all("forked" in line and "'spawn'" in line for line in lines)
+    assert not list(tmp_path.iterdir())
+
+
+def test_children_forked_before_the_first_generate_generate(known: Reference, tmp_path: Path) -> None:
+    """The LLM is there, and its weights' folder; nothing is open yet."""
+    script = """
+llm = LLM(FOLDER, Policy(2, 2, (0,) * 6), device="cpu", dtype="float32", offload_dir=OFFLOAD)
+pids = []
+for _ in range(2):
+    pid = os.fork()
+    if not pid:
+        print(len(llm.generate(PROMPTS, PARAMS)), flush=True)
+        sys.exit(0)
+    pids.append(pid)
+assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0, 0]
+"""
+    done = run(known, tmp_path, script)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["3", "3"]
+    assert not list(tmp_path.iterdir())
