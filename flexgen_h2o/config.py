@@ -13,8 +13,7 @@ from typing import Any, Literal
 
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.files import read_json, write_whole
-from flexgen_h2o.units import check_int as check_int
-from flexgen_h2o.units import check_share, parse_bytes
+from flexgen_h2o.units import check_int, check_share, parse_bytes
 
 DType = Literal["float32", "bfloat16", "float16"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -34,3 +34,7 @@ class CheckpointChangedError(FlexgenError):
 
 class TransferError(FlexgenError):
     """Moving bytes failed during the run (a disk error, a truncated file, a worker that raised)."""
+
+
+class TooLongError(UsageError):
+    """A prompt that the model's positions cannot hold."""

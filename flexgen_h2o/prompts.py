@@ -15,10 +15,10 @@ from itertools import cycle, islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.config import check_int
-from flexgen_h2o.errors import FlexgenError, UsageError
+from flexgen_h2o.errors import FlexgenError, TooLongError, UsageError
 from flexgen_h2o.files import MOST_LINE_BYTES, read_lines, replacing
 from flexgen_h2o.prefixes import Sharing, family_order, neighbours
+from flexgen_h2o.units import check_int
 
 if TYPE_CHECKING:  # it imports torch, and prompts are read without
     from flexgen_h2o.sampling import TokenLogprobs
@@ -78,10 +78,6 @@ def read_prompts(path: Path, encode: Encode | None, vocab_size: int) -> list[Pro
     if not prompts:
         raise UsageError(f"--prompts {path}: no prompt in it, only blank lines or nothing")
     return prompts
-
-
-class TooLongError(UsageError):
-    """A prompt that the model's positions cannot hold."""
 
 
 def lines_of(path: Path, flag: str) -> Iterator[tuple[str, str]]:

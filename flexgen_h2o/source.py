@@ -30,12 +30,11 @@ from flexgen_h2o.checkpoint import (
 from flexgen_h2o.checkpoint.fingerprint import States, check_unchanged, label, sample_digest, states_of
 from flexgen_h2o.checkpoint.resolve import DUMMY, find_folder
 from flexgen_h2o.config import ModelSpec
-from flexgen_h2o.errors import UsageError
+from flexgen_h2o.errors import TooLongError, UsageError
 from flexgen_h2o.files import open_regular
 from flexgen_h2o.locks import MARK, lock_folder, read_mark
 from flexgen_h2o.models import built_in_names, built_in_spec, one_line, spec_from_folder
 from flexgen_h2o.packing import Packing
-from flexgen_h2o.prompts import TooLongError
 from flexgen_h2o.units import MIB
 
 _SOME_ANSWER = "\u241fanswer\u241f"  # stands for an answer in a conversation that is still to be had

@@ -6,10 +6,10 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from flexgen_h2o.errors import UsageError
+from flexgen_h2o.errors import TooLongError, UsageError
 from flexgen_h2o.jobs.fields import RowError, check_fields, sampling_of
 from flexgen_h2o.jobs.lines import MOST_ID_CHARACTERS, Line
-from flexgen_h2o.prompts import Prompt, TooLongError, make_prompt
+from flexgen_h2o.prompts import Prompt, make_prompt
 from flexgen_h2o.sampling import SamplingParams
 from flexgen_h2o.source import Model
 

@@ -11,11 +11,12 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from flexgen_h2o.config import ModelSpec, check_int
+from flexgen_h2o.config import ModelSpec
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.files import read_json
 from flexgen_h2o.kernels.linear import RowParts
 from flexgen_h2o.kernels.workspace import Workspace
+from flexgen_h2o.units import check_int
 
 FAMILIES = {
     "opt": "flexgen_h2o.models.opt",

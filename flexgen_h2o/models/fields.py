@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flexgen_h2o.config import TensorSpec, check_int
+from flexgen_h2o.config import TensorSpec
 from flexgen_h2o.errors import UsageError
+from flexgen_h2o.units import check_int
 
 # Far beyond any model: a damaged config must not keep the reader busy for minutes.
 MOST = {

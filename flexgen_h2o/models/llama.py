@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from flexgen_h2o.config import ModelSpec, StepBuffer, TensorSpec, check_int
+from flexgen_h2o.config import ModelSpec, StepBuffer, TensorSpec
 from flexgen_h2o.errors import UsageError
 from flexgen_h2o.kernels.linear import add_linear, linear, linear_each, lookup, optional_vector, vector
 from flexgen_h2o.kernels.rms_norm import rms_norm
@@ -21,6 +21,7 @@ from flexgen_h2o.models.activations import check_activation, gated
 from flexgen_h2o.models.chunks import token_chunks
 from flexgen_h2o.models.fields import end_tokens, linear_tensors, read_positive, read_sizes
 from flexgen_h2o.models.rope import read_rotary
+from flexgen_h2o.units import check_int
 
 
 def _shape(hidden: int, blocks: int, heads: int, kv_heads: int, ffn: int, **other: Any) -> dict[str, Any]:

@@ -19,12 +19,11 @@ from flexgen_h2o.config import (
     WeightUnit,
     Workload,
     check_bits_used,
-    check_int,
     check_percent,
     without_unused_bits,
 )
 from flexgen_h2o.errors import UsageError
-from flexgen_h2o.units import GIB
+from flexgen_h2o.units import GIB, check_int
 
 
 def small_spec(tied: bool) -> ModelSpec:
