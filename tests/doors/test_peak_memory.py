@@ -1,5 +1,5 @@
 """What runs hold of RAM. Random placements of OPT's shapes, each in a process of its own that may hold just what its
-plan says: the kernel's peak RSS stays within the budgets of RAM + 300 MB over a process that has only imported torch."""
+plan says: the kernel's peak RSS stays within the budgets of RAM + 300 MB over a process that has only torch."""
 
 from __future__ import annotations
 
