@@ -155,15 +155,14 @@ class Executor:
         together = None if self._handoff is None else self._engine.policy.num_gpu_batches
         return zigzag(sweeps, len(self._layers), count, together)
 
+    # Keys without `self`: they would hold the executor, and so the engine's memory, in a circle after the run.
     def _cache_keys(self, sweeps: int | None, count: int) -> Iterator[CacheKey]:
-        for s in self._order(sweeps, count):
-            layer = self._layers[s.layer]
-            if layer.kind in ATTENTION_KINDS:
-                yield s.sweep, layer.block, s.micro_batch
+        order, layers = self._order(sweeps, count), self._layers
+        at = ((layers[s.layer], s) for s in order)
+        return ((s.sweep, layer.block, s.micro_batch) for layer, s in at if layer.kind in ATTENTION_KINDS)
 
     def _hidden_keys(self, sweeps: int | None, count: int) -> Iterator[HiddenKey]:
-        for s in self._order(sweeps, count):
-            yield s.sweep, s.layer, s.micro_batch
+        return ((s.sweep, s.layer, s.micro_batch) for s in self._order(sweeps, count))
 
     def _hear(self, step: Step, stage: Handoff) -> None:
         """The tokens of a micro-batch's last sweep, where another rank has chosen them."""

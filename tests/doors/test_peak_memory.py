@@ -1,8 +1,9 @@
-"""Random placements of OPT's shapes, each in a process of its own that may hold just what its plan says: the kernel's
-peak RSS stays within the budgets of RAM + 300 MB over a process that has only imported torch."""
+"""What runs hold of RAM. Random placements of OPT's shapes, each in a process of its own that may hold just what its
+plan says: the kernel's peak RSS stays within the budgets of RAM + 300 MB over a process that has only torch."""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -10,14 +11,16 @@ import shutil
 import statistics
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 import flexgen_h2o
-from flexgen_h2o import policy_search
+from flexgen_h2o import H2O, LLM, Full, Policy, SamplingParams, policy_search
 from flexgen_h2o.profile import write_profile
 from tests.unit.test_profile import PROFILE
 
@@ -107,3 +110,31 @@ def test_peak_rss_of_random_placements(
     for peak in found:
         print(f"{peak.beyond / 1e6:.0f} MB beyond {peak.allowed / 1e6:.0f} MB: {peak.flags}")
     assert worst.beyond <= MOST_BEYOND, worst
+
+
+def tensor_bytes() -> int:
+    """Of all tensors that live."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some modules of torch complain when they are looked at
+        tensors = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
+    return sum({one.data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
+
+
+@pytest.mark.parametrize("eviction", [Full(), H2O(heavy_ratio=0.5, recent_ratio=0.5)], ids=["full", "h2o"])
+@pytest.mark.parametrize("percent", [(100, 0, 100, 0, 100, 0), (0, 0, 0, 0, 0, 0)])
+def test_a_closed_llm_gives_its_memory_back_at_once(
+    percent: tuple[int, ...], eviction: object, ids_model: Path, tmp_path: Path, plain_cpu: None
+) -> None:
+    """Not when Python next looks for circles: by then another engine may hold as much again."""
+    gc.collect()
+    gc.disable()
+    try:
+        before = tensor_bytes()
+        params = [SamplingParams(max_tokens=n) for n in (1, 2, 5, 3)]
+        with LLM(str(ids_model), Policy(2, 1, percent), eviction, "cpu", offload_dir=tmp_path / "offload") as llm:
+            llm.generate([[5, 6, 7]] * 4, params)
+            held = tensor_bytes()
+        assert held > before + 100_000
+        assert tensor_bytes() < before + 10_000
+    finally:
+        gc.enable()
