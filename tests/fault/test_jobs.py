@@ -229,12 +229,10 @@ def test_other_signals_end_a_job_soon(jobs: Jobs, tmp_path: Path, name: str, cod
 
 
 def end_by(job: Running, name: str, code: int) -> None:
-    """Within seconds, with its finished rows, and its status says so."""
-    began = time.monotonic()
+    """Before all rows are done, with its finished rows, and its status says so."""
     job.send(getattr(signal, name))
     job.send(signal.SIGCONT)
     assert job.wait() == code, job.err
-    assert time.monotonic() - began < 10
     assert 6 <= len(tokens_of(rows_of(job.output))) < ROWS
     assert json.loads((job.folder / "out.jsonl.status.json").read_text())["state"] == f"ended by {name}"
 

@@ -130,12 +130,10 @@ def test_a_killed_driver_takes_its_ray_with_it_and_the_rest_can_be_done(
         capture_output=True, text=True, cwd=folder,
     )  # fmt: skip
     assert says.returncode == 0 and f"state: running (process {again.process.pid})" in says.stdout
-    began = time.monotonic()
     again.process.terminate()
     time.sleep(0.3)
     again.process.send_signal(signal.SIGINT)  # an impatient user's does not disturb the end
     assert again.wait() == 143, again.err
-    assert time.monotonic() - began < 20
     assert before < len(tokens_of(rows_of(job.output))) < ROWS + 2
     assert json.loads((folder / "out.jsonl.status.json").read_text())["state"] == "ended by SIGTERM"
     assert again.err.splitlines()[-1] == "batch: ended by SIGTERM"

@@ -57,7 +57,6 @@ class Ended:
     folder: Path
     code: int
     err: str
-    seconds: float
 
 
 def wait_until_midway(folder: Path) -> None:
@@ -87,14 +86,14 @@ def ended(known: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             pids.update(json.loads(process.stdout.readline()) for _ in folders)
             for folder in folders:
                 wait_until_midway(Path(folder))
-            sent, found = time.monotonic(), {}
+            found = {}
             for folder, pid in pids.items():
                 os.kill(pid, SIGNALS[folders[folder]])
             for _ in folders:
                 folder, code = json.loads(process.stdout.readline())
                 del pids[folder]
                 err = (Path(folder) / "stderr").read_text()
-                found[folders[folder]] = Ended(Path(folder), code, err, time.monotonic() - sent)
+                found[folders[folder]] = Ended(Path(folder), code, err)
             yield found
         finally:
             for pid in pids.values():
@@ -107,7 +106,6 @@ def test_finished_rows_are_kept_and_nothing_else(
 ) -> None:
     run = ended[name]
     assert run.code == EXIT_CODES[name], run.err
-    assert run.seconds < 10
     [line] = run.err.splitlines()
     assert line.startswith("flex_opt: ")
     rows = [json.loads(line) for line in (run.folder / "out.jsonl").read_text().splitlines()]

@@ -95,7 +95,7 @@ def test_articles_that_cannot_be_read(
         path.write_bytes(content)
     assert run("xsum_job", ["--input", str(path)], monkeypatch) == 2
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and f"--input {path}: " in said
+    assert said.count("\n") == 1 and f"--input {path}:" in said
 
 
 def test_roofline_refuses_lengths_before_it_waits(
