@@ -53,7 +53,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> OneLineParser:
-    parser = OneLineParser(prog="cache", description=__doc__)
+    # A flag that removes things is spelt out.
+    parser = OneLineParser(prog="cache", description=__doc__, allow_abbrev=False)
     add = parser.add_mutually_exclusive_group().add_argument
     add("--list", action="store_true", help="show names, sizes, last uses, and what is in use (the default)")
     add("--remove", nargs="+", metavar="NAME", help="remove these, by the names that --list shows")
@@ -168,7 +169,9 @@ def _show(found: list[Kept], folder: Path) -> None:
     widths = [max(len(row[i]) for row in rows) for i in range(len(HEADS))]
     for row in rows:
         print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
-    print(f"{format_bytes(sum(k.nbytes for k in found))} kept; --remove NAME ... or --remove-all gives them back")
+    free = sum(k.nbytes for k in found if not k.state)
+    gives = f"; --remove NAME ... or --remove-all gives {format_bytes(free)} back" if free else ""
+    print(f"{format_bytes(sum(k.nbytes for k in found))} kept{gives}")
 
 
 def _chosen(args: argparse.Namespace, found: list[Kept], folder: Path) -> list[Kept]:

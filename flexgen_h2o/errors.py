@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -38,3 +40,8 @@ class TransferError(FlexgenError):
 
 class TooLongError(UsageError):
     """A prompt that the model's positions cannot hold."""
+
+
+def json_reason(error: ValueError | RecursionError) -> str:
+    """What is wrong with the JSON of one line, without Python's own "line 1" beside the line of the file."""
+    return f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)

@@ -15,7 +15,7 @@ from itertools import cycle, islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.errors import FlexgenError, TooLongError, UsageError
+from flexgen_h2o.errors import FlexgenError, TooLongError, UsageError, json_reason
 from flexgen_h2o.files import MOST_LINE_BYTES, read_lines, replacing
 from flexgen_h2o.prefixes import Sharing, family_order, neighbours
 from flexgen_h2o.units import check_int
@@ -210,7 +210,7 @@ def object_of_json(line: str) -> dict[str, Any]:
     try:
         body = STRICT_JSON.decode(line)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"not valid JSON ({error})") from error
+        raise UsageError(f"not valid JSON ({json_reason(error)})") from error
     if not isinstance(body, dict):
         raise UsageError('a JSON object is expected, such as {"prompt": "text"}')
     return body

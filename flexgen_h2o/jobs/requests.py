@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from flexgen_h2o.errors import TooLongError, UsageError
+from flexgen_h2o.errors import TooLongError, UsageError, json_reason
 from flexgen_h2o.jobs.fields import RowError, check_fields, sampling_of
 from flexgen_h2o.jobs.lines import MOST_ID_CHARACTERS, Line
 from flexgen_h2o.prompts import Prompt, make_prompt
@@ -104,7 +104,7 @@ def _value(line: Line) -> Any:
     try:
         return line.parse()
     except ValueError as error:
-        raise RowError("invalid_json", f"not valid JSON ({error})") from error
+        raise RowError("invalid_json", f"not valid JSON ({json_reason(error)})") from error
 
 
 def _asked(value: Any) -> _Asked:
