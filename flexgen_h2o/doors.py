@@ -139,7 +139,9 @@ class _Patient:
 
     def write(self, text: str) -> int:
         _say_notes()
-        self._try(lambda: self._stream.write(text))
+        encoding = self._stream.encoding or "utf-8"  # which may lack a character of a prompt or a file's name
+        shown = text.encode(encoding, "backslashreplace").decode(encoding)
+        self._try(lambda: self._stream.write(shown))
         return len(text)
 
     def flush(self) -> None:
@@ -174,31 +176,31 @@ def _say_notes() -> None:
 
 def _print_on_stderr(lines: Iterable[str]) -> None:
     """Each in one piece, so that the lines of several processes do not run into each other. A terminal may be gone."""
-    if sys.stderr is not None:
-        with contextlib.suppress(OSError):
-            for line in lines:
-                print(line + "\n", end="", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):
+        for line in lines:
+            print(line + "\n", end="", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
-def _patient_streams() -> Iterator[_Patient | None]:
-    """Standard output (None where the shell has closed it) and standard error that end no run."""
+def _patient_streams() -> Iterator[_Patient]:
+    """Standard output and standard error that end no run. What the shell has closed (`>&-`) goes nowhere."""
     for fd in range(3):  # a file that gets the number of a closed one would get what libraries print
         try:
             os.fstat(fd)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
-    before = sys.stdout, sys.stderr  # either is None where the shell has closed it: `>&-`
-    out, err = (_Patient(stream, stops=stream is before[0]) if stream else None for stream in before)
-    sys.stdout, sys.stderr = cast(TextIO, out), cast(TextIO, err)
-    _results.clear()
-    _notes.clear()
-    try:
-        yield out
-    finally:
-        sys.stdout, sys.stderr = before
-        for stream in filter(None, (out, err)):
-            stream.close_up()
+    before = sys.stdout, sys.stderr  # either is None where the shell has closed it
+    with open(os.devnull, "w") as nowhere:
+        out, err = (_Patient(stream or nowhere, stops=stream is before[0]) for stream in before)
+        sys.stdout, sys.stderr = cast(TextIO, out), cast(TextIO, err)
+        _results.clear()
+        _notes.clear()
+        try:
+            yield out
+        finally:
+            sys.stdout, sys.stderr = before
+            for stream in (out, err):
+                stream.close_up()
 
 
 def run_door(name: str, body: Callable[[list[str] | None], int], argv: list[str] | None) -> int:
@@ -212,15 +214,14 @@ def run_door(name: str, body: Callable[[list[str] | None], int], argv: list[str]
             if signal is None:
                 raise
             return _ended_by(name, signal)
-        return code if out is None else _code_with_loss(name, code, out)
+        return _code_with_loss(name, code, out)
 
 
 def _exit_code(name: str, body: Callable[[list[str] | None], int], argv: list[str] | None) -> int:
     try:
         code = body(argv)
         _say_notes()
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        sys.stdout.flush()
         interrupts.check()
         return code
     except FlexgenError as error:
@@ -232,8 +233,7 @@ def _exit_code(name: str, body: Callable[[list[str] | None], int], argv: list[st
     except interrupts.Interrupted as signal:
         return _ended_by(name, signal)
     except SystemExit as stop:  # argparse: --help
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        sys.stdout.flush()
         return stop.code if isinstance(stop.code, int) else EXIT_USAGE
     except OSError as error:
         interrupted = interrupts.arrived()
@@ -269,9 +269,8 @@ def _complain(line: str) -> None:
 
 def _ended_by(name: str, signal: interrupts.Interrupted) -> int:
     _complain(f"{name}: ended by {signal}")
-    if sys.stdout is not None:
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
     return SIGNAL_BASE + signal.number
 
 

@@ -156,3 +156,18 @@ def test_files_are_written_where_standard_output_takes_nothing(
     assert len(said) == is_full
     assert not said or not is_all or said[0].endswith(f"the results are in {name}")
     assert (tmp_path / name).exists() or not (is_all or is_full), "where nobody reads, a run without results ends"
+
+
+@pytest.mark.parametrize("kind", ["closed", "ascii"])
+def test_files_are_written_where_standard_output_is_closed_or_lacks_a_character(
+    kind: str, words_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.txt").write_text("café €\n", encoding="utf-8")
+    command = f"flex-opt --model {words_model} --prompts prompts.txt --gen-len 2 --offload-dir offload --no-log"
+    with open("printed", "w", encoding="ascii") as printed, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", None if kind == "closed" else printed)
+        assert cli.main([*command.split(), "--device", "cpu", "--output", "out.jsonl", "--json", "report.json"]) == 0
+    assert capfd.readouterr().err == ""
+    assert (tmp_path / "out.jsonl").exists() and (tmp_path / "report.json").exists()
+    assert (r"caf\xe9" in (tmp_path / "printed").read_text()) is (kind == "ascii")
