@@ -132,6 +132,8 @@ BAD = [
     (b"\xff\xfe", "invalid_json", "not UTF-8"),
     (b"[" * 10**5, "invalid_json", "nested too deeply"),
     (b'{"prompt": "a", "temperature": NaN}', "invalid_json", "NaN is not JSON"),
+    (b'{"article": "a", "x": 1e400}', "invalid_json", "1e400 is too large a number"),
+    (b'{"prompt": "a", "x": [-1E9999]}', "invalid_json", "-1E9999 is too large a number"),
     ([1], "invalid_request", "a JSON object is expected, not list"),
     ({}, "invalid_request", "prompt: is missing"),
     ({"prompt": None}, "invalid_request", "prompt: is missing"),

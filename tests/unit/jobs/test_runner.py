@@ -52,6 +52,13 @@ def test_every_line_gets_one_row(paths: tuple[Path, Path], words: Model) -> None
     assert (status.rows, status.done, status.errors, status.tokens) == (8, 8, 2, new_tokens)
 
 
+def test_a_record_with_a_number_that_json_cannot_hold_is_an_error_row(paths: tuple[Path, Path], words: Model) -> None:
+    """It is sent back with the answer, and would end the job there."""
+    source, output = paths
+    run_job(StubLLM(words), write_lines(source, '{"article": "a", "x": 1e400}', '{"prompt": "a"}'), output)
+    assert [row["error"] and row["error"]["code"] for row in read_rows(output)] == ["invalid_json", None]
+
+
 def test_a_restart_does_the_rest(paths: tuple[Path, Path], words: Model) -> None:
     source, output = paths
     write_lines(source, *prompts(10), "{bad")
