@@ -176,10 +176,11 @@ def _settle(args: argparse.Namespace, output: OutputFile, settings: dict[str, An
             )
         if found:
             earlier = [*earlier, before.settings]
+    found_rows = rows_before(output, scan.ids)
     with_input = Sidecar(settings, str(args.input), scan.nbytes, scan.digest, earlier)
     if with_input != before:
         with_input.write(args.output)
-    return rows_before(output, scan.ids)
+    return found_rows
 
 
 def _run_job(args: argparse.Namespace, output: OutputFile, llm: LLM, before: Before, defaults: SamplingParams) -> int:
