@@ -72,6 +72,15 @@ class OutputFile:
             self.cut_bytes = self._end - good
             self._cut(good, self._end)
 
+    def check_rows(self, rows: int) -> None:
+        """Count those in the file, when all are written; FlexgenError where it has fewer: size and end do not tell."""
+        found, _ = count_rows(self.path)
+        if found < rows:
+            raise FlexgenError(
+                f"--output {self.path}: has {found} rows, and the job wrote {rows}: somebody else wrote over some while "
+                "it ran; the same command names the first line that is not a row"
+            )
+
     def append(self, lines: Sequence[bytes]) -> None:
         """Write whole lines (without their newlines); synced when it is due.
 
