@@ -77,8 +77,8 @@ class OutputFile:
         found, _ = count_rows(self.path)
         if found < rows:
             raise FlexgenError(
-                f"--output {self.path}: has {found} rows, and the job wrote {rows}: somebody else wrote over some while "
-                "it ran; the same command names the first line that is not a row"
+                f"--output {self.path}: has {found} rows, and the job wrote {rows}: somebody else wrote over some "
+                "while it ran; the same command names the first line that is not a row"
             )
 
     def append(self, lines: Sequence[bytes]) -> None:
