@@ -176,10 +176,11 @@ def _settle(args: argparse.Namespace, output: OutputFile, settings: dict[str, An
             )
         if found:
             earlier = [*earlier, before.settings]
+    found_rows = rows_before(output, scan.ids)
     with_input = Sidecar(settings, str(args.input), scan.nbytes, scan.digest, earlier)
     if with_input != before:
         with_input.write(args.output)
-    return rows_before(output, scan.ids)
+    return found_rows
 
 
 def _run_job(args: argparse.Namespace, output: OutputFile, llm: LLM, before: Before, defaults: SamplingParams) -> int:
@@ -191,7 +192,7 @@ def _run_job(args: argparse.Namespace, output: OutputFile, llm: LLM, before: Bef
     job = Job(llm, args.input, reader, output, before, progress, args.max_errors, args.window, args.refill)
     with _saying_how_it_ends(progress, output):
         job.run()
-        _check_input(args, progress)
+        _check_files(args, progress, output)
     return _show(args, job, llm.model.name)
 
 
@@ -212,7 +213,7 @@ def _run_on_ray(args: argparse.Namespace, output: OutputFile, model: str, before
                 args.input, output, before, progress, pool, opening, block_size, args.max_errors, peak_bytes=peak_bytes
             )
             job.run()
-            _check_input(args, progress)
+            _check_files(args, progress, output)
     return _show(args, job, model)
 
 
@@ -255,8 +256,8 @@ def _saying_how_it_ends(progress: Any, output: OutputFile) -> Iterator[None]:
         output.sync()
 
 
-def _check_input(args: argparse.Namespace, progress: JobProgress) -> None:
-    """FlexgenError where the input was changed under the job: its lines are read again while it runs."""
+def _check_files(args: argparse.Namespace, progress: JobProgress, output: OutputFile) -> None:
+    """FlexgenError where input or output was changed under the job: the input is read again while it runs."""
     from flexgen_h2o.jobs.lines import begins_as
     from flexgen_h2o.jobs.sidecar import read_sidecar
 
@@ -267,6 +268,7 @@ def _check_input(args: argparse.Namespace, progress: JobProgress) -> None:
             f"--input {args.input}: was changed while the job ran ({missing} rows are missing); rows of {args.output} "
             "may be of either state: leave the input alone, and give another --output"
         )
+    output.check_rows(progress.status.done + progress.status.other_rows)
 
 
 def _show(args: argparse.Namespace, job: Job | RayJob, model: str) -> int:

@@ -6,6 +6,7 @@ Knows nothing of models or tokenizers: `encode` is handed in as a function from 
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import re
@@ -202,7 +203,14 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-STRICT_JSON = json.JSONDecoder(parse_constant=_no_constant)  # without Python's NaN and Infinity
+def _finite(text: str) -> float:
+    if math.isinf(number := float(text)):
+        raise ValueError(f"{text[:20]} is too large a number")
+    return number
+
+
+# Without Python's NaN and Infinity, and without numbers that would become infinite: no JSON could be written of them.
+STRICT_JSON = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite)
 
 
 def object_of_json(line: str) -> dict[str, Any]:

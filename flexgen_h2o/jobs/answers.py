@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from typing import Any
 
@@ -33,7 +34,7 @@ def success_row(request: Request, done: Completion, model: Model) -> dict[str, A
     }
     row: dict[str, Any] = {"id": f"batch_req_{own}", "custom_id": request.custom_id}
     if request.record is not None:
-        row |= {"request": request.record, "result": helm_result(choice)}
+        row |= {"request": json.loads(request.record), "result": helm_result(choice)}
     return {**row, "response": {"status_code": 200, "request_id": own, "body": body}, "error": None}
 
 

@@ -47,28 +47,39 @@ class OutputFile:
         return self._end == 0
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """The rows that are in the file, to be read to their end: then what a crash tore of the last is cut off.
+        """The rows that are in the file, to be read to their end: then what a crash left at the end is cut off.
 
-        UsageError for a line that is not a row, with rows behind it: no crash does that.
+        That is the beginning of a line, without its newline, or a hole of NUL bytes. UsageError for any other line that
+        is not a row: no crash does that.
         """
         good = bad = 0
+        is_hole = False
         with self.path.open("rb") as file:
             for number, line in enumerate(_lines(file), start=1):
                 row = whole_row(line)
-                if row is None:
-                    bad = bad or number
-                elif bad:
-                    raise UsageError(
-                        f"--output {self.path}:{bad}: is not a row that a job has written; remove the line, and its "
-                        "request is done again"
-                    )
-                else:
+                if row is not None and not bad:
                     good += len(line)
                     yield row
+                    continue
+                bad, is_hole = bad or number, is_hole or b"\0" in line
+                if row is not None or (line.endswith(b"\n") and not is_hole):
+                    raise UsageError(
+                        f"--output {self.path}:{bad}: is not a row that a job has written; remove the line, and its "
+                        "request is done again, or give another --output"
+                    )
         self._check_unchanged()
         if good < self._end:
             self.cut_bytes = self._end - good
             self._cut(good, self._end)
+
+    def check_rows(self, rows: int) -> None:
+        """Count those in the file, when all are written; FlexgenError where it has fewer: size and end do not tell."""
+        found, _ = count_rows(self.path)
+        if found < rows:
+            raise FlexgenError(
+                f"--output {self.path}: has {found} rows, and the job wrote {rows}: somebody else wrote over some "
+                "while it ran; the same command names the first line that is not a row"
+            )
 
     def append(self, lines: Sequence[bytes]) -> None:
         """Write whole lines (without their newlines); synced when it is due.

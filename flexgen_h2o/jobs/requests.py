@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from flexgen_h2o.errors import TooLongError, UsageError, json_reason
 from flexgen_h2o.jobs.fields import RowError, check_fields, sampling_of
 from flexgen_h2o.jobs.lines import MOST_ID_CHARACTERS, Line
+from flexgen_h2o.jobs.output import to_line
 from flexgen_h2o.prompts import Prompt, make_prompt
 from flexgen_h2o.sampling import SamplingParams
 from flexgen_h2o.source import Model
 
 Kind = Literal["completion", "chat", "helm"]
-MOST_RECORD_BYTES = 2**18  # of what is kept of a row, beside its prompt, to be sent back; a window has thousands
+# Of a record that is sent back: bytes beside its prompt, since a window keeps thousands, and levels that nest.
+MOST_RECORD_BYTES, MOST_RECORD_LEVELS = 2**14, 100
 URLS: dict[str, Kind] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
 
 
@@ -22,7 +24,8 @@ URLS: dict[str, Kind] = {"/v1/completions": "completion", "/v1/chat/completions"
 class Request:
     """A row to be run. kind: how it is answered. prompt: its index is the number of the line; without its text.
 
-    asked_model: the model that it names. record: of a HELM request, what is sent back with the answer.
+    asked_model: the model that it names. record: of a HELM request, what is sent back with the answer,
+    as JSON: parsed it takes some thirty times as much.
     """
 
     kind: Kind
@@ -30,7 +33,7 @@ class Request:
     prompt: Prompt
     params: SamplingParams
     asked_model: str | None = None
-    record: dict[str, Any] | None = None
+    record: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class RequestReader:
         """RowError for a line that cannot be run; its message names the field."""
         value = _value(line)
         asked, custom_id = _asked(value), line.id_in(value)
-        _check_record(line, asked)
+        record = None if asked.record is None else _kept_record(asked.record, asked.prompt)
         check_fields(asked.fields, asked.lenient)
         params = sampling_of(asked.fields, asked.kind == "chat", self.defaults, custom_id)
         if params.stop and self.model.tokenizer is None:
@@ -63,8 +66,10 @@ class RequestReader:
         named = asked.fields.get("model")
         if named is not None and not isinstance(named, str):
             raise RowError("invalid_request", f"model: {named!r} is not a string")
+        if named is not None and len(named) > MOST_ID_CHARACTERS:
+            raise RowError("invalid_request", f"model: is longer than {MOST_ID_CHARACTERS} characters")
         prompt = self._chat(line, asked) if asked.kind == "chat" else self._prompt(line, asked.prompt)
-        return Request(asked.kind, custom_id, prompt, params, named, asked.record)
+        return Request(asked.kind, custom_id, prompt, params, named, record)
 
     def _prompt(self, line: Line, given: Any) -> Prompt:
         if isinstance(given, list) and given and isinstance(given[0], str | list):
@@ -126,14 +131,28 @@ def _asked(value: Any) -> _Asked:
     return _Asked("completion", value, _plain_prompt(value), True)
 
 
-def _check_record(line: Line, asked: _Asked) -> None:
-    if asked.record is None or line.text is None or len(line.text) <= MOST_RECORD_BYTES:
-        return
-    if len(json.dumps(asked.record)) - len(json.dumps(asked.prompt)) > MOST_RECORD_BYTES:
-        raise RowError(
-            "invalid_request",
-            f"the record is sent back, and has more than {MOST_RECORD_BYTES // 2**10} KiB beside its prompt",
-        )
+def _kept_record(record: dict[str, Any], prompt: Any) -> bytes:
+    """A record as it is kept until it is sent back."""
+    level: Iterable[Any] = [record]
+    for _ in range(MOST_RECORD_LEVELS):
+        level = [child for one in level for child in _children(one)]
+    if level:
+        raise RowError("invalid_request", f"the record is sent back, and nests more than {MOST_RECORD_LEVELS} levels")
+    kept = to_line(record)
+    if len(kept) > MOST_RECORD_BYTES:
+        beside = {name: value for name, value in record.items() if value is not prompt}
+        if len(to_line(beside)) > MOST_RECORD_BYTES:
+            raise RowError(
+                "invalid_request",
+                f"the record is sent back, and has more than {MOST_RECORD_BYTES // 2**10} KiB beside its prompt",
+            )
+    return kept
+
+
+def _children(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 def _openai(value: dict[str, Any]) -> _Asked:

@@ -278,7 +278,7 @@ def test_fields_of_any_length_are_error_rows(
         "ids of all sizes": ({"prompt": [5] * 4_000_000}, "invalid_json", "longer than 8 MiB"),
         "line": ({"prompt": LONG_TEXT * 4}, "invalid_json", "longer than 8 MiB"),
         "stop": ({"prompt": "a", "stop": [LONG]}, "invalid_request", "stop: "),
-        "record": ({"article": "a", "data": LONG}, "invalid_request", "more than 256 KiB beside its prompt"),
+        "record": ({"article": "a", "data": LONG}, "invalid_request", "more than 16 KiB beside its prompt"),
         "url": ({"url": LONG, "body": {}}, "unknown_url", "url: "),
         "a field": ({"prompt": "a", "n": LONG}, "unsupported", "n: "),
         "a name": ({"url": "/v1/completions", "body": {"prompt": "a", LONG: 1}}, "unsupported", "xxx"),

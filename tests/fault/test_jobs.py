@@ -180,8 +180,53 @@ def test_an_output_that_somebody_changes_ends_the_job_and_the_next_run_mends_it(
     assert (job.output.read_bytes() if job.output.exists() else None) == left, "nothing more was written"
     assert "state: failed: --output out.jsonl" in status_of(jobs, tmp_path)
     again = jobs.start(tmp_path)
+    if change is write_more:  # a whole line of somebody else's is not thrown away
+        [data, notes] = (left or b"").rsplit(b"not a row", 1)
+        assert again.wait() == 2 and f"out.jsonl:{data.count(10) + 1}: is not a row" in again.err
+        assert job.output.read_bytes() == left and notes == b"\n"
+        job.output.write_bytes(data)
+        again = jobs.start(tmp_path)
     assert again.wait() == 0, again.err
     assert tokens_of(rows_of(job.output)) == whole.tokens
+
+
+def test_rows_that_somebody_writes_over_inside_the_output_are_missed_at_the_end(jobs: Jobs, tmp_path: Path) -> None:
+    """Size and last bytes stay; the next run names the line, and does its row again once it is gone."""
+    ids = write_input(tmp_path, ROWS)
+    job = jobs.start(tmp_path)
+    job.wait_for_rows(10)
+    job.send(signal.SIGSTOP)
+    with job.output.open("r+b") as file:
+        file.write(b"x" * 20)
+    job.send(signal.SIGCONT)
+    assert job.wait() == 1, job.err
+    [line] = job.err.splitlines()
+    assert f"--output out.jsonl: has {len(ids) - 1} rows, and the job wrote {len(ids)}" in line
+    assert f"rows: {len(ids) - 1} of {len(ids)} done" in status_of(jobs, tmp_path)
+    again = jobs.start(tmp_path)
+    assert again.wait() == 2 and "--output out.jsonl:1: is not a row" in again.err
+    job.output.write_bytes(job.output.read_bytes().partition(b"\n")[2])
+    again = jobs.start(tmp_path)
+    assert again.wait() == 0, again.err
+    assert tokens_of(rows_of(job.output)).keys() == ids.keys()
+
+
+@pytest.mark.parametrize("flags", [(), ("--force",)])
+def test_an_output_that_was_laid_out_anew_is_refused_and_left_alone(
+    flags: tuple[str, ...], jobs: Jobs, tmp_path: Path
+) -> None:
+    """As by `jq .`, which gives each row many lines; with --force the sidecar of the older settings stays too."""
+    write_input(tmp_path, 2)
+    job = jobs.start(tmp_path)
+    assert job.wait() == 0, job.err
+    job.output.write_text("".join(json.dumps(row, indent=2) + "\n" for row in rows_of(job.output)))
+    before, sidecar = job.output.read_bytes(), tmp_path / "out.jsonl.job.json"
+    settings = sidecar.read_bytes()
+    again = jobs.start(tmp_path, *flags, *(("--temperature", "0.5") if flags else ()))
+    assert again.wait() == 2, again.err
+    [line] = again.err.splitlines()
+    assert line.startswith("batch: --output out.jsonl:1: is not a row that a job has written")
+    assert job.output.read_bytes() == before and sidecar.read_bytes() == settings
 
 
 def test_a_full_standard_output_and_standard_error_cost_no_row(jobs: Jobs, whole: Whole, tmp_path: Path) -> None:

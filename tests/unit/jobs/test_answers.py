@@ -7,6 +7,7 @@ from typing import Any
 from flexgen_h2o.jobs.answers import error_row, success_row
 from flexgen_h2o.jobs.fields import RowError
 from flexgen_h2o.jobs.helm_format import helm_result
+from flexgen_h2o.jobs.output import to_line
 from flexgen_h2o.jobs.requests import Kind, Request
 from flexgen_h2o.prompts import Completion, Prompt
 from flexgen_h2o.sampling import SamplingParams, TokenLogprobs
@@ -59,12 +60,12 @@ def test_half_a_character_has_no_bytes(words: Model) -> None:
 
 def test_a_helm_result_has_lists_where_helm_reads_lists(words: Model) -> None:
     record = {"prompt": "x"}
-    row = answered(words, "helm", record=record)
-    assert row["request"] is record
+    row = answered(words, "helm", record=to_line(record))
+    assert row["request"] == record
     assert row["result"]["choices"][0]["logprobs"] == {
         "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": [],
     }  # fmt: skip
-    choice = answered(words, "helm", STEPS[1:] * 2, record=record)["response"]["body"]["choices"][0]
+    choice = answered(words, "helm", STEPS[1:] * 2, record=to_line(record))["response"]["body"]["choices"][0]
     assert choice["logprobs"]["top_logprobs"] is None
     assert helm_result(choice)["choices"][0]["logprobs"]["top_logprobs"] == []
 

@@ -62,7 +62,8 @@ def test_a_last_line_torn_at_any_byte(torn: int, path: Path, opened: Callable[[]
 
 
 @pytest.mark.parametrize(
-    "tail", [b"\0" * 5000, b"\0" * 50 + b"\n", b"{}\n", b'{"custom_id": 1}\n[]\n', b"\xff\n", b"\n"]
+    "tail",
+    [b"\0" * 5000, b"\0" * 50 + b"\n", b"\0" * 50 + b'": null}\n', LINES[0][:9] + b"\0" * 50 + b"\n", b"\xff", b"{}"],
 )
 def test_what_a_power_cut_leaves_at_the_end_is_cut_off(
     tail: bytes, path: Path, opened: Callable[[], OutputFile]
@@ -81,17 +82,34 @@ def test_a_bad_line_with_rows_behind_it_is_no_crash(path: Path, opened: Callable
     assert path.read_bytes() == damaged
 
 
-@pytest.mark.parametrize("tail", [b"\0", b"x"])
+@pytest.mark.parametrize(
+    "tail", [b"{}\n", b'{"custom_id": 1}\n[]\n', b"\xff\n", b"\n", b"my notes\n", b"notes\nmore", b"a\n\0"]
+)
+@pytest.mark.parametrize("rows", [WHOLE, b""])
+def test_a_whole_line_at_the_end_that_is_no_row_is_no_crash(
+    rows: bytes, tail: bytes, path: Path, opened: Callable[[], OutputFile]
+) -> None:
+    path.write_bytes(rows + tail)
+    with pytest.raises(UsageError, match=rf"out.jsonl:{rows.count(10) + 1}: is not a row"):
+        list(opened().rows())
+    assert path.read_bytes() == rows + tail
+
+
+@pytest.mark.parametrize(("tail", "end"), [(b"\0", b"\n"), (b"x", b"")])
 def test_a_line_that_is_longer_than_a_row_can_be(
-    tail: bytes, path: Path, opened: Callable[[], OutputFile], monkeypatch: pytest.MonkeyPatch
+    tail: bytes, end: bytes, path: Path, opened: Callable[[], OutputFile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the hole is that a file has whose size somebody has set; it is read in pieces."""
     monkeypatch.setattr(module, "_PIECE_BYTES", 9)
-    path.write_bytes(WHOLE + tail * 10_000 + b"\n")
+    path.write_bytes(WHOLE + tail * 10_000 + end)
     assert count_rows(path) == (3, 0), "rows have several pieces"
     file = opened()
-    assert list(file.rows()) == ROWS and file.cut_bytes == 10_001
+    assert list(file.rows()) == ROWS and file.cut_bytes == 10_000 + len(end)
     assert path.read_bytes() == WHOLE
+    file.close()
+    path.write_bytes(WHOLE + b"x" * 10_000 + b"\n")
+    with pytest.raises(UsageError, match=r"out.jsonl:4: is not a row"):
+        list(opened().rows())
 
 
 # ---- one writer

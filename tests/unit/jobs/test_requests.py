@@ -100,12 +100,12 @@ HELM = {
 def test_helm_requests_and_h2o_articles(words: Model) -> None:
     want = SamplingParams(64, 0.3, 1.0, 0, 0, ("###",), logprobs=1)
     found = read(words, {"scenario": "xsum", "request": HELM})
-    assert (found.kind, found.custom_id, found.record) == ("helm", "line-3", HELM)
+    assert (found.kind, found.custom_id, json.loads(found.record or b"")) == ("helm", "line-3", HELM)
     assert replace(found.params, seed=0) == want
     keys = ("temperature", "n", "max_tokens", "logprobs", "stop", "top_p")
     article = {"article": "import os", "summary_gt": "no", **{key: HELM[key] for key in keys}}
     also = read(words, article)
-    assert (also.kind, also.record, also.prompt) == ("helm", article, found.prompt)
+    assert (also.kind, json.loads(also.record or b""), also.prompt) == ("helm", article, found.prompt)
     assert also.params == found.params
 
 
@@ -132,6 +132,8 @@ BAD = [
     (b"\xff\xfe", "invalid_json", "not UTF-8"),
     (b"[" * 10**5, "invalid_json", "nested too deeply"),
     (b'{"prompt": "a", "temperature": NaN}', "invalid_json", "NaN is not JSON"),
+    (b'{"article": "a", "x": 1e400}', "invalid_json", "1e400 is too large a number"),
+    (b'{"prompt": "a", "x": [-1E9999]}', "invalid_json", "-1E9999 is too large a number"),
     ([1], "invalid_request", "a JSON object is expected, not list"),
     ({}, "invalid_request", "prompt: is missing"),
     ({"prompt": None}, "invalid_request", "prompt: is missing"),
@@ -149,6 +151,8 @@ BAD = [
     ({"request": {}}, "invalid_request", "prompt: is missing"),
     ({"request": {**HELM, "echo": True}}, "unsupported", "echo: True is not supported, only False"),
     ({"article": 3}, "invalid_request", "prompt: a prompt is"),
+    ({"article": "a", "data": "x" * 20_000}, "invalid_request", "more than 16 KiB beside its prompt"),
+    (b'{"article": "a", "data": ' + b"[" * 300 + b"]" * 300 + b"}", "invalid_request", "nests more than 100 levels"),
     (openai({}, custom_id=None), "invalid_request", "custom_id: is missing"),
     (openai(None), "invalid_request", "body: is missing"),
     (openai([]), "invalid_request", "body: a JSON object"),
@@ -157,6 +161,7 @@ BAD = [
     (openai({"prompt": "a"}, 3), "unknown_url", "url: 3"),  # type: ignore[arg-type]
     (openai({"prompt": "a"}, method="GET"), "invalid_request", "method: 'GET' is not POST"),
     (openai({"prompt": "a", "model": 3}), "invalid_request", "model: 3 is not a string"),
+    (openai({"prompt": "a", "model": "x" * 2000}), "invalid_request", "model: is longer than 1024 characters"),
     (openai({"prompt": "a", "foo": 1}), "unsupported", "foo: is not supported"),
     (openai({"prompt": "a", "n": True}), "unsupported", "n: True"),
     (openai({"prompt": "a", "presence_penalty": 0.5}), "unsupported", "presence_penalty: 0.5"),

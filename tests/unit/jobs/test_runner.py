@@ -52,6 +52,13 @@ def test_every_line_gets_one_row(paths: tuple[Path, Path], words: Model) -> None
     assert (status.rows, status.done, status.errors, status.tokens) == (8, 8, 2, new_tokens)
 
 
+def test_a_record_with_a_number_that_json_cannot_hold_is_an_error_row(paths: tuple[Path, Path], words: Model) -> None:
+    """It is sent back with the answer, and would end the job there."""
+    source, output = paths
+    run_job(StubLLM(words), write_lines(source, '{"article": "a", "x": 1e400}', '{"prompt": "a"}'), output)
+    assert [row["error"] and row["error"]["code"] for row in read_rows(output)] == ["invalid_json", None]
+
+
 def test_a_restart_does_the_rest(paths: tuple[Path, Path], words: Model) -> None:
     source, output = paths
     write_lines(source, *prompts(10), "{bad")
@@ -284,3 +291,27 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", GROWTH, str(tmp_path)], capture_output=True, text=True, check=True)
     few, many = json.loads(done.stdout)
     assert many - few < 8e6, (few, many)
+
+
+RECORDS = """
+import json, resource, sys
+from pathlib import Path
+from flexgen_h2o.source import find_model
+from tests.unit.jobs.stub import StubLLM, run_job
+folder, model, peaks = Path(sys.argv[1]), find_model("opt-tiny", None), []
+data = {"article": "a", "x": [{}] * 3200}  # 16 KB of text; parsed, 300 KB
+for rows in (1, 600):
+    source, output = folder / f"in{rows}.jsonl", folder / f"out{rows}.jsonl"
+    source.write_text((json.dumps(data, separators=(",", ":")) + "\\n") * rows)
+    run_job(StubLLM(model), source, output)
+    assert json.loads(output.read_bytes().splitlines()[-1])["request"] == data
+    peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+print(json.dumps(peaks))
+"""
+
+
+def test_records_that_are_sent_back_are_kept_as_their_text(tmp_path: Path) -> None:
+    """A window of them, at most 16 KiB each, and not what they are as Python objects."""
+    done = subprocess.run([sys.executable, "-c", RECORDS, str(tmp_path)], capture_output=True, text=True, check=True)
+    one, many = json.loads(done.stdout)
+    assert many - one < 60e6, (one, many)
