@@ -67,6 +67,9 @@ REPLACED = {
 }
 
 
+_MOST_QUOTED = 60  # characters of a word of the command line
+
+
 class OneLineParser(argparse.ArgumentParser):
     """Wrong flags end with one line on stderr and exit code 2.
 
@@ -76,11 +79,17 @@ class OneLineParser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._given: dict[str, str] = {}
+        self._words: set[str] = set()  # of the command line, too long to be quoted whole
 
     def error(self, message: str) -> NoReturn:
+        for word in sorted(self._words, key=len, reverse=True):
+            for quoted in (word, repr(word)[1:-1]):
+                message = message.replace(quoted, f"{quoted[:_MOST_QUOTED]}...")
         raise UsageError(message)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # of a sub-command's parser too
+        given = [part for word in (sys.argv[1:] if args is None else args) for part in (word, word.partition("=")[2])]
+        self._words = {part for part in given if len(part) > _MOST_QUOTED}
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(self._advice(next((word for word in unknown if word.startswith("-")), unknown[0])))
