@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from flexgen_h2o import cli, flex_opt
+from flexgen_h2o.checkpoint import write_random_checkpoint
 from flexgen_h2o.checkpoint.file_writer import FileWriter
 from flexgen_h2o.doors import OneLineParser, run_door
 from flexgen_h2o.errors import DoesNotFitError, UsageError
 from flexgen_h2o.planner import search
 from flexgen_h2o.planner.candidates import Budgets
 from flexgen_h2o.planner.lp import Corners, Solution, solve
-from flexgen_h2o.source import Model, find_model
 
 SIGNALS = [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)]
 PLAN = "plan --model facebook/opt-125m --num-prompts 16 --prompt-len 32 --gen-len 8 --hardware t4"
@@ -146,11 +146,11 @@ def test_a_long_word_is_not_quoted_whole(words: list[str]) -> None:
 def test_a_swallowed_signal_ends_a_run_before_weights_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def found(*args: object) -> Model:
+    def signalled(*args: Any) -> Path:
         swallow(signal.SIGTERM)
-        return find_model(*args)  # type: ignore[arg-type]
+        return write_random_checkpoint(*args)
 
-    monkeypatch.setattr("flexgen_h2o.llm.find_model", found)
+    monkeypatch.setattr("flexgen_h2o.source.write_random_checkpoint", signalled)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     argv = ["--model", "opt-tiny", "--path", "_DUMMY_", "--offload-dir", str(tmp_path), "--no-log"]
     assert flex_opt.main([*argv, "--prompt-len", "8", "--gen-len", "2"]) == 143
