@@ -93,7 +93,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
     code_generator_class = _Generator
-    concat = staticmethod(joined)  # type: ignore[assignment]
+    concat = staticmethod(joined)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
