@@ -21,7 +21,8 @@ from flexgen_h2o.errors import TooLongError
 MOST_RENDERED_CHARACTERS = 8 * 2**20  # of a chat template's text: beyond any model's positions
 _MOST_LOOPS = 2**21  # items of all ranges of a rendering
 _MOST_BITS = 2**20  # of a whole number
-_WIDTH = re.compile(r"\d{5,}|%[^a-zA-Z%]*\*|\{[^}]*:[^}]*\{")  # in a format: a large one, or one that an argument gives
+# Widths in a format: large ones, and those that an argument gives.
+_WIDTH = re.compile(r"%[^a-zA-Z%]*(\d{5,}|\*)|\{[^}]*:[^}]*(\d{5,}|\{)")
 
 
 def _check(size: int) -> None:
