@@ -345,10 +345,9 @@ def _bound_template(tokenizer: Any) -> None:
 
     transformers keeps compiled templates; where it does so otherwise than now, the text has no bound.
     """
-    from transformers.utils import chat_template_utils
-
     from flexgen_h2o.templates import BoundedEnvironment
 
+    chat_template_utils: Any = importlib.import_module("transformers.utils.chat_template_utils")
     compiled, text = getattr(chat_template_utils, "_compile_jinja_template", None), tokenizer.get_chat_template()
     if compiled is None:
         return
