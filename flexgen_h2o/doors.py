@@ -67,6 +67,9 @@ REPLACED = {
 }
 
 
+_MOST_QUOTED = 60  # characters of a word of the command line
+
+
 class OneLineParser(argparse.ArgumentParser):
     """Wrong flags end with one line on stderr and exit code 2.
 
@@ -76,11 +79,17 @@ class OneLineParser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._given: dict[str, str] = {}
+        self._words: set[str] = set()  # of the command line, too long to be quoted whole
 
     def error(self, message: str) -> NoReturn:
+        for word in sorted(self._words, key=len, reverse=True):
+            for quoted in (word, repr(word)[1:-1]):
+                message = message.replace(quoted, f"{quoted[:_MOST_QUOTED]}...")
         raise UsageError(message)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # of a sub-command's parser too
+        given = [part for word in (sys.argv[1:] if args is None else args) for part in (word, word.partition("=")[2])]
+        self._words = {part for part in given if len(part) > _MOST_QUOTED}
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(self._advice(next((word for word in unknown if word.startswith("-")), unknown[0])))
@@ -280,7 +289,8 @@ def flag_of(field: str) -> str:
 
 
 def check_separate(args: argparse.Namespace, read: Iterable[str], written: Iterable[str]) -> None:
-    """UsageError where a file would be written that is read, or that another flag writes too. Names of args' fields."""
+    """UsageError where a file would be written that is read, that another flag writes too, or that the loader of the
+    model reads. Names of args' fields."""
     given = [(name, getattr(args, name)) for name in (*read, *written)]
     paths = [(name, os.path.expanduser(path)) for name, path in given if path not in (None, "auto")]
     outputs = set(written)
@@ -288,6 +298,28 @@ def check_separate(args: argparse.Namespace, read: Iterable[str], written: Itera
         for other, there in paths[:i]:
             if name in outputs and (other in outputs or os.path.isfile(there)) and _is_same(path, there):
                 raise UsageError(f"{flag_of(name)} {path}: is the file of {flag_of(other)} too; give another name")
+    _check_keeps_model(args, [(name, path) for name, path in paths if name in outputs])
+
+
+def _check_keeps_model(args: argparse.Namespace, written: Iterable[tuple[str, str]]) -> None:
+    """UsageError where an output is a file that is read of the model's folder, or would be one. A model of the hub's
+    cache is not looked for here."""
+    from flexgen_h2o.checkpoint.resolve import find_folder, is_model_file
+
+    try:
+        folder = find_folder(args.model, args.path)
+        files = [] if folder is None else [str(path) for path in folder.iterdir() if is_model_file(path.name)]
+    except (UsageError, OSError):  # said where the model is opened
+        return
+    for name, path in written:
+        target = os.path.realpath(path)
+        is_new = folder is not None and is_model_file(os.path.basename(target))
+        if any(_is_same(path, there) for there in files) or (
+            is_new and os.path.dirname(target) == os.path.realpath(str(folder))
+        ):
+            raise UsageError(
+                f"{flag_of(name)} {path}: is the name of a file of --model {args.model}; give another name"
+            )
 
 
 def _is_same(path: str, other: str) -> bool:

@@ -75,6 +75,7 @@ class Engine:
             stack.callback(self.weights.close)
             # Left in reverse: the threads end before the files that they use are closed.
             stack.callback(self.lanes.close)
+            interrupts.check()  # a signal may have got lost in an import
             self.weights.load_resident(self._arenas("weights"))
             checkpoint.check_unchanged()
             self.cache, self.hidden = self._open_cache(), self._open_hidden()

@@ -70,8 +70,13 @@ def read_mark(folder: Path) -> dict[str, Any] | None:
         if not stat.S_ISDIR(os.lstat(folder).st_mode):
             return None
         fd = os.open(folder / MARK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(fd, "rb") as file:
-            found = json.loads(file.read(_MARK_BYTES)) if stat.S_ISREG(os.fstat(fd).st_mode) else None
+        try:  # open() refuses a folder, and leaves its descriptor open
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                return None
+            with open(fd, "rb", closefd=False) as file:
+                found = json.loads(file.read(_MARK_BYTES))
+        finally:
+            os.close(fd)
     except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) and _MADE_BY.items() <= found.items() else None

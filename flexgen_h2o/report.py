@@ -242,6 +242,9 @@ def check_writable(path: Path, flag: str) -> None:
     folder = path.absolute().parent
     if path.is_dir():
         raise UsageError(f"{flag} {path}: is a folder; name a file in it")
+    # A pipe would be waited for until somebody reads it. Standard output may be one: /dev/stdout is in /proc.
+    if path.exists() and not (path.is_file() or path.is_char_device() or os.path.realpath(path).startswith("/proc/")):
+        raise UsageError(f"{flag} {path}: is no regular file; name one")
     if not folder.is_dir():
         raise UsageError(f"{flag} {path}: the folder {folder} does not exist; create it first")
     if not os.access(path if path.exists() else folder, os.W_OK):

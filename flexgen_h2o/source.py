@@ -10,10 +10,8 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +40,7 @@ _LOCK_TRIES, _LOCK_WAIT_S = 5, 0.1
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "tokenizer_config.json")
 _LOUD = ("transformers", "huggingface_hub")  # libraries that log to stderr while they read files
 _listening = threading.RLock()
+_compiling = threading.Lock()
 _BESIDE_TOKENIZERS = ("merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template.jinja")
 # What transformers reads besides.
 _OTHER_TOKENIZER_FILES = (
@@ -53,7 +52,6 @@ PIECE_CHARACTERS = 2**16
 LONG_PIECE_CHARACTERS = 2**18
 # Tokens that a piece may have more because it was cut off. The whole may have half as many as its pieces and no less.
 _CUT_TOKENS, _CUT_SHARE = 256, 2
-MOST_RENDERED_CHARACTERS = 8 * 2**20  # of a chat template's text: beyond any model's positions
 
 
 @dataclass(frozen=True)
@@ -343,22 +341,23 @@ def _check_tokenizer_file(path: Path) -> None:
 
 
 def _bound_template(tokenizer: Any) -> None:
-    """Let the text of the chat template end with a TooLongError at MOST_RENDERED_CHARACTERS, while it is put together.
+    """Let the chat template end with a TooLongError where it writes or computes too much (flexgen_h2o.templates).
 
     transformers keeps compiled templates; where it does so otherwise than now, the text has no bound.
     """
-    from transformers.utils import chat_template_utils
+    from flexgen_h2o.templates import BoundedEnvironment
 
-    compiled = getattr(chat_template_utils, "_compile_jinja_template", None)
-    if compiled is not None:
-        compiled(tokenizer.get_chat_template()).environment.concat = partial(_joined, MOST_RENDERED_CHARACTERS)
-
-
-def _joined(most: int, pieces: Iterable[str]) -> str:
-    found, size = StringIO(), 0
-    for piece in pieces:
-        size += len(piece)
-        if size > most:
-            raise TooLongError(f"the chat template makes more than {most} characters of it; shorten it")
-        found.write(piece)
-    return found.getvalue()
+    chat_template_utils: Any = importlib.import_module("transformers.utils.chat_template_utils")
+    compiled, text = getattr(chat_template_utils, "_compile_jinja_template", None), tokenizer.get_chat_template()
+    if compiled is None:
+        return
+    with _compiling:
+        before = getattr(chat_template_utils, "ImmutableSandboxedEnvironment", None)
+        chat_template_utils.ImmutableSandboxedEnvironment = BoundedEnvironment
+        try:
+            if not isinstance(compiled(text).environment, BoundedEnvironment):  # compiled by somebody else before
+                compiled.cache_clear()
+            environment = compiled(text).environment
+        finally:
+            chat_template_utils.ImmutableSandboxedEnvironment = before
+    environment.loops = 0

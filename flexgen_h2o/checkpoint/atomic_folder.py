@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from flexgen_h2o import interrupts
 from flexgen_h2o.errors import DoesNotFitError, UsageError
 from flexgen_h2o.locks import MARK, is_still, lock_folder, mark, read_mark, try_lock, wait_for_lock
 from flexgen_h2o.units import format_bytes, format_free
@@ -38,6 +39,7 @@ def building(folder: Path, nbytes: int = 0, kind: str = "files", model: str = ""
         yield None
         return
     temp = _beside(folder, _TEMP_SUFFIX)
+    interrupts.check()
     with _exclusively(folder):
         if _is_complete(folder):
             yield None

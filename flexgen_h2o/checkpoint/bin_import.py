@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flexgen_h2o import interrupts
 from flexgen_h2o.checkpoint.atomic_folder import building
 from flexgen_h2o.checkpoint.file_writer import FileWriter, reserve
 from flexgen_h2o.checkpoint.fingerprint import fingerprint, label
@@ -137,6 +138,7 @@ def _convert_shard(shard: _Shard, out: Path) -> list[Entry]:
     with FileWriter(out) as file:
         file.write(head)
         for entry in entries:
+            interrupts.check()
             _write_tensor(file, tensors[entry.name])
             if mapped:
                 _forget(tensors[entry.name])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,12 @@ _SMALL_FILES = ["*.json", "*.txt", "*.model", "tokenizer*"]
 _SAFETENSORS = [*_SMALL_FILES, "*.safetensors"]
 _BIN = [*_SMALL_FILES, "pytorch_model*.bin"]
 _SUBFOLDERS = ["*/*"]
+# What is read of a model's folder, by the package or by transformers' tokenizers.
+_READ = (
+    "*.safetensors", "*.bin", "*.safetensors.index.json", "*.bin.index.json", "*.model", "tokenizer*", "vocab.*",
+    "config.json", "*_config.json", "added_tokens.json", "special_tokens_map.json", "merges.txt", "chat_template*",
+    "tekken.json", "random_weights.json", ".flexgen_h2o",
+)  # fmt: skip
 _HUB_SECONDS = 5.0
 
 
@@ -61,6 +68,11 @@ def find_folder(model: str, path: str | None) -> Path | None:
     if folder is None and path is not None and DUMMY not in path:
         folder = _under(usable_path(path, "--path"), model)
     return folder
+
+
+def is_model_file(name: str) -> bool:
+    """Whether a file of this name in a model's folder is read with the model."""
+    return any(fnmatchcase(name, pattern) for pattern in _READ)
 
 
 def _local(model: str) -> Path | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from flexgen_h2o import interrupts
 from flexgen_h2o.checkpoint.file_writer import FileWriter, reserve
 from flexgen_h2o.checkpoint.safetensors_format import SINGLE_NAME, Entry, header, shard_name, write_index
 from flexgen_h2o.config import ModelSpec, TensorSpec
@@ -79,5 +80,6 @@ def _fill(
         advance(len(shard.head))
         for tensor in shard.tensors:
             for piece in pieces(tensor):
+                interrupts.check()
                 file.write(piece)
                 advance(piece.nbytes)

@@ -57,6 +57,7 @@ def measure(
 
     Raises UsageError for a device that is not there, DoesNotFitError where the disk is too full.
     """
+    interrupts.check()
     opened = open_device(device, separate_budget=False)
     check_space(offload_dir)
     with _scratch(offload_dir) as scratch, torch.inference_mode():

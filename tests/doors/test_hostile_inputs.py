@@ -223,6 +223,16 @@ TEMPLATES = {
     "a loop": "{% for i in range(100000) %}{% for j in range(1000) %}{{ messages[0].content }}{% endfor %}{% endfor %}",
     "a loop in a block": "{% set x %}{% for i in range(10) %}{% for j in range(100000) %}{{ messages[0].content }}"
     "{% endfor %}{% endfor %}{% endset %}{{ x }}",
+    "doubling": "{% set n = namespace(a='a') %}{% for i in range(40) %}{% set n.a = n.a + n.a %}{% endfor %}"
+    "{{ n.a|length }}",
+    "doubling by ~": "{% set n = namespace(a='a') %}{% for i in range(40) %}{% set n.a = n.a ~ n.a %}{% endfor %}"
+    "{{ n.a[0] }}",
+    "repeated": "{{ ('a' * 2000000000)|length }}",
+    "centred": "{{ 'a'.center(2000000000)|length }}",
+    "a centring filter": "{{ ('a'|center(2000000000))|length }}",
+    "a format": "{{ ('%2000000000d' % 1)|length }}{{ '{:2000000000d}'.format(1)|length }}",
+    "replaced": "{% set a = 'a' * 100000 %}{{ a.replace('a', a)|length }}",
+    "empty loops": "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
     "megabytes": "{% for i in range(400000 // 4) %}{{ messages[0].content }}{% endfor %}",
 }
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from flexgen_h2o import evaluate, policy_search
+from flexgen_h2o import batch, evaluate, flex_opt, policy_search
 from tests.doors.conftest import Answer
 
 LINE = '{"prompt_token_ids": [4, 5]}\n'
@@ -65,6 +66,57 @@ def test_other_doors(
     assert main(flags.split()) == 2
     assert f": {flag} " in (err := capfd.readouterr().err) and f"is the file of {other} too" in err
     assert files.read_text() == LINE
+
+
+OUTPUTS_IN_MODEL = [
+    (flex_opt.main, "--trace", "model.safetensors"),
+    (flex_opt.main, "--json", "config.json"),
+    (flex_opt.main, "--log-file", "link"),
+    (flex_opt.main, "--output", "hard.jsonl"),
+    (flex_opt.main, "--json", "generation_config.json"),  # not there yet
+    (flex_opt.main, "--json", "to-new"),
+    (batch.main, "--input in.jsonl --output", "hard.jsonl"),
+    (policy_search.main, "--output", "config.json"),
+    (evaluate.main, "fidelity --json", "tokenizer.json"),
+    (evaluate.main, "text --json", "tokenizer.json"),
+    (evaluate.main, "streaming --json", "model.safetensors"),
+]
+
+
+@pytest.mark.parametrize(("main", "flags", "name"), OUTPUTS_IN_MODEL)
+def test_no_output_takes_the_place_of_the_models_files(
+    main: Callable[[list[str]], int], flags: str, name: str, files: Path, words_model: Path,
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(files.parent)
+    model = files.parent / "model"
+    shutil.copytree(words_model, model)
+    (model / "generation_config.json").unlink(missing_ok=True)
+    (model / "link").symlink_to("config.json")
+    (model / "to-new").symlink_to("vocab.json")
+    os.link(model / "model.safetensors", model / "hard.jsonl")
+    before = {path.name: path.read_bytes() for path in model.iterdir() if path.is_file()}
+    assert main([*flags.split(), f"model/{name}", "--model", "model"]) == 2
+    [line] = capfd.readouterr().err.splitlines()
+    assert f": {flags.split()[-1]} model/{name}: is the name of a file of --model model" in line
+    assert {path.name: path.read_bytes() for path in model.iterdir() if path.is_file()} == before
+
+
+def test_an_output_beside_the_models_files(door: Callable[..., Answer], words_model: Path, tmp_path: Path) -> None:
+    """Also one that is there already."""
+    shutil.copytree(words_model, tmp_path / "model")
+    for _ in range(2):
+        answer = door("--model", tmp_path / "model", "--json", tmp_path / "model" / "report.json", "--no-log")
+        assert answer.code == 0, answer.err
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("flag", ["--log-file", "--json", "--trace"])
+def test_a_pipe_that_nobody_reads_is_not_waited_for(flag: str, door: Callable[..., Answer], tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    answer = door(flag, tmp_path / "pipe")
+    assert answer.code == 2
+    assert answer.err == f"flex_opt: {flag} {tmp_path}/pipe: is no regular file; name one\n"
 
 
 def test_what_may_be_the_same(door: Callable[..., Answer], files: Path) -> None:

@@ -9,12 +9,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from flexgen_h2o import cli
-from flexgen_h2o.doors import run_door
-from flexgen_h2o.errors import DoesNotFitError
+from flexgen_h2o import cli, flex_opt
+from flexgen_h2o.checkpoint import write_random_checkpoint
+from flexgen_h2o.checkpoint.file_writer import FileWriter
+from flexgen_h2o.doors import OneLineParser, run_door
+from flexgen_h2o.errors import DoesNotFitError, UsageError
 from flexgen_h2o.planner import search
 from flexgen_h2o.planner.candidates import Budgets
 from flexgen_h2o.planner.lp import Corners, Solution, solve
@@ -127,3 +130,48 @@ def test_other_errors_of_the_system_are_bugs() -> None:
 
     with pytest.raises(OSError, match="No space"):
         run_door("plan", body, [])
+
+
+@pytest.mark.parametrize(
+    "words", [["--n", "9" * 5000], [f"--n={'9' * 5000}"], ["--x" + "9" * 5000], ["--n", "\n" * 999]]
+)
+def test_a_long_word_is_not_quoted_whole(words: list[str]) -> None:
+    parser = OneLineParser(prog="a")
+    parser.add_argument("--n", type=int)
+    with pytest.raises(UsageError) as raised:
+        parser.parse_args(words)
+    assert 50 < len(str(raised.value)) < 200 and "..." in str(raised.value)
+
+
+def test_a_swallowed_signal_ends_a_run_before_weights_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def signalled(*args: Any) -> Path:
+        swallow(signal.SIGTERM)
+        return write_random_checkpoint(*args)
+
+    monkeypatch.setattr("flexgen_h2o.source.write_random_checkpoint", signalled)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    argv = ["--model", "opt-tiny", "--path", "_DUMMY_", "--offload-dir", str(tmp_path), "--no-log"]
+    assert flex_opt.main([*argv, "--prompt-len", "8", "--gen-len", "2"]) == 143
+    assert capfd.readouterr() == ("", "flex_opt: ended by SIGTERM\n")
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_a_swallowed_signal_ends_the_writing_of_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    written = 0
+    write = FileWriter.write
+
+    def signalled(self: FileWriter, data: Any) -> None:
+        nonlocal written
+        written += 1
+        swallow(signal.SIGTERM)
+        write(self, data)
+
+    monkeypatch.setattr(FileWriter, "write", signalled)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    argv = ["--model", "opt-tiny", "--path", "_DUMMY_", "--offload-dir", str(tmp_path), "--no-log"]
+    assert flex_opt.main([*argv, "--prompt-len", "8", "--gen-len", "2"]) == 143
+    assert written == 1 and not list(tmp_path.rglob("*.safetensors"))

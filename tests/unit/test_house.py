@@ -29,7 +29,7 @@ FLOORS = tuple(
         "run_facts run_rows row_plans source doors engine_flags idle_flags",
         "executor attention_step engine conversation courses eviction_need generation handoff row_rules refill",
         "weights kvcache hidden models planner block_facts",
-        "kernels tiers checkpoint schedule timeline timeline_plot sampling prompts prefixes",
+        "kernels tiers checkpoint schedule timeline timeline_plot sampling prompts prefixes templates",
         "config files interrupts limits locks packing paths profile units errors",
     )
 )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flexgen_h2o.locks import is_still, try_lock, wait_for_lock
+from flexgen_h2o.locks import MARK, is_still, read_mark, try_lock, wait_for_lock
 
 
 @pytest.fixture
@@ -64,3 +64,10 @@ def test_a_file_that_was_removed_or_replaced_is_not_the_one_that_is_open(path: P
     assert not is_still(path, two[0])
     path.touch()
     assert not is_still(path, two[0])
+
+
+def test_a_folder_in_the_place_of_a_mark_leaves_nothing_open(tmp_path: Path) -> None:
+    (tmp_path / MARK).mkdir()
+    before = os.listdir("/proc/self/fd")
+    assert read_mark(tmp_path) is None
+    assert os.listdir("/proc/self/fd") == before
