@@ -115,7 +115,10 @@ def _prepare() -> None:
 
 def _child(folder: str, argv: list[str]) -> None:
     """Ends this process, with 0 where there is a result."""
+    from flexgen_h2o.engine import Engine
+
     try:
+        Engine._first_process = None  # the server has closed its engines, and computes in one thread: none is missing
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with the server
         os.chdir(folder)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -271,7 +271,8 @@ def budget_of(argv: Sequence[str]) -> int:
 
 def problems(case: Case, ended: Ended) -> list[str]:
     """What is wrong with how a line ended, in words; empty where nothing is."""
-    found, lines = [], ended.err.split("\n")[:-1] if ended.err.endswith("\n") else ended.err.split("\n")
+    lines = ended.err.split("\n")[:-1] if ended.err.endswith("\n") else ended.err.split("\n")
+    found, lines = [], [line for line in lines if not line.startswith("# ")]  # weights that will stay were announced
     if ended.code >= BUG or "Traceback" in ended.err:
         return [f"traceback: {ended.err[-1500:]}"]
     if ended.code >= DIED:
