@@ -127,12 +127,15 @@ def _run_fidelity(args: argparse.Namespace) -> int:
     from flexgen_h2o.evaluation.cells import make_cells
     from flexgen_h2o.evaluation.fidelity import Runner
     from flexgen_h2o.kvcache.eviction import Full
+    from flexgen_h2o.kvcache.eviction.rolling import check_rolling
     from flexgen_h2o.planner.need import AutoPolicy
 
     plain = uncompressed(policy)
     cells, began = make_cells(args.policies, args.budgets, whole=policy != plain), time.perf_counter()
     compared = AutoPolicy(policy) if is_auto else policy
     with open_llm(args, plain, is_auto, Full()) as llm:
+        for cell in cells:  # before the first of them has run for long
+            check_rolling(cell.eviction, llm.model.spec, policy.compress_cache)
         lengths = _lengths(args, llm)
         runner = Runner(llm, parse_bytes(args.keep_mem, "--keep-mem"), args.mass_steps, _say, compared)
         texts, recalls = _rows(args, llm, runner, lengths)

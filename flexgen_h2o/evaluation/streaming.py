@@ -109,6 +109,7 @@ def run_streaming(args: argparse.Namespace) -> int:
     from flexgen_h2o.kvcache.eviction.rolling import check_rolling
 
     with open_llm(args, policy, is_auto, Full()) as llm:
+        dtype = llm.dtype  # one that cannot be computed in is refused before anything is shown
         if llm.precision_note:
             note(f"evaluate: {llm.precision_note}")
         for case in cases:  # before the first of them has run for long
@@ -117,7 +118,7 @@ def run_streaming(args: argparse.Namespace) -> int:
         compression = compression_flags(policy)
         found = (_turns if args.text is None else _texts)(args, llm, cases, compression)
         facts = {
-            "measure": "streaming", "schema": SCHEMA, "model": llm.model.name, "dtype": llm.dtype,
+            "measure": "streaming", "schema": SCHEMA, "model": llm.model.name, "dtype": dtype,
             "compression": compression,
         }  # fmt: skip
     if args.json is not None:

@@ -212,3 +212,24 @@ def test_a_full_disk_is_no_small_budget(
     assert answer.code == 3 and len(answer.err.splitlines()) == 1, answer.err
     assert ("free space, or give another --offload-dir" in answer.err) == (free < TIB), answer.err
     assert ("raise --disk-mem" in answer.err) == (free == TIB)
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("fidelity --num-prompts 1 --policies h2o:positions=rolling --budgets 0.5", "--positions rolling: needs rotary"),
+        ("streaming --policies h2o --pin-weight --dtype float16", "--dtype float16: far too slow on a CPU"),
+    ],
+)
+def test_what_is_refused_is_one_line_that_names_the_flag_once(
+    command: str, says: str, words_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Before progress and notes."""
+    monkeypatch.chdir(tmp_path)
+    Path("prompts.txt").write_text("import os\nfrom pathlib import Path\n")
+    texts = ["--prompts" if command.startswith("fidelity") else "--turns", "prompts.txt", "--gen-len", "4"]
+    flags = ["--model", str(words_model), "--device", "cpu", "--offload-dir", "offload", *texts]
+    assert cli.main(["evaluate", *command.split(), *flags]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"evaluate: {says}")
