@@ -38,7 +38,7 @@ def naming_flags(**flags: str) -> Iterator[None]:
     except UsageError as error:
         field, _, rest = str(error).partition(":")
         rest = re.sub("|".join((*COMPRESSION, *BITS_OF)), lambda found: flag_of(found[0]), rest)
-        if not re.fullmatch(r"\w+", field):  # a flag or a sentence already
+        if field.startswith("--") or field.count(" ") > 2:  # a flag or a sentence already
             raise
         raise UsageError(f"{flags.get(field, flag_of(field))}:{rest}") from error
 

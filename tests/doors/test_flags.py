@@ -217,7 +217,10 @@ def test_a_full_disk_is_no_small_budget(
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        ("fidelity --num-prompts 1 --policies h2o:positions=rolling --budgets 0.5", "--positions rolling: needs rotary"),
+        (
+            "fidelity --num-prompts 1 --policies h2o:positions=rolling --budgets 0.5",
+            "--positions rolling: needs rotary",
+        ),
         ("streaming --policies h2o --pin-weight --dtype float16", "--dtype float16: far too slow on a CPU"),
     ],
 )
