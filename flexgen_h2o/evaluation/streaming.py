@@ -109,7 +109,8 @@ def run_streaming(args: argparse.Namespace) -> int:
     from flexgen_h2o.kvcache.eviction.rolling import check_rolling
 
     with open_llm(args, policy, is_auto, Full()) as llm:
-        dtype = llm.dtype  # one that cannot be computed in is refused before anything is shown
+        llm.check_plan()  # what is refused, a dtype too, is refused before anything is shown
+        dtype = llm.dtype
         if llm.precision_note:
             note(f"evaluate: {llm.precision_note}")
         for case in cases:  # before the first of them has run for long

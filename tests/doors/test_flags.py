@@ -222,6 +222,7 @@ def test_a_full_disk_is_no_small_budget(
             "--positions rolling: needs rotary",
         ),
         ("streaming --policies h2o --pin-weight --dtype float16", "--dtype float16: far too slow on a CPU"),
+        ("streaming --policies h2o --top-p 0.2 --hardware t4", "--hardware t4: has compute rates of float16"),
     ],
 )
 def test_what_is_refused_is_one_line_that_names_the_flag_once(
