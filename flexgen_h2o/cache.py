@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import shlex
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from flexgen_h2o.doors import OneLineParser, run_door
 from flexgen_h2o.errors import EXIT_DONE, FlexgenError, UsageError
+from flexgen_h2o.files import read_json
 from flexgen_h2o.locks import MARK, read_mark
 from flexgen_h2o.paths import DEFAULT_OFFLOAD_DIR, usable_path, user_cache_dir
 from flexgen_h2o.units import format_bytes
@@ -150,10 +150,8 @@ def _machine_of(path: Path) -> str | None:
 
 def _read_json(path: Path) -> dict[str, object] | None:
     try:
-        if path.is_symlink() or not path.is_file() or path.stat().st_size > _RECORD_BYTES:
-            return None
-        body = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        body = None if path.is_symlink() else read_json(path, _RECORD_BYTES)
+    except (OSError, ValueError):
         return None
     return body if isinstance(body, dict) else None
 
