@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from flexgen_h2o.kvcache.eviction.full import Full
+from flexgen_h2o.kvcache.eviction import Full
 from flexgen_h2o.kvcache.eviction.policy import POSITIONS, SCORES, Columns, Needs
 
 
