@@ -118,7 +118,7 @@ def main() -> int:
         args.output.write_text(json.dumps(found))
     differ = []
     if args.compare:
-        before = json.loads(args.compare.read_text())
+        before = json.loads(args.compare.read_text())[: args.count]
         pairs = zip(before, found, strict=True)
         differ = [i for i, (a, b) in enumerate(pairs) if a["tokens"] != b["tokens"]]
         for i in differ[:5]:
