@@ -17,13 +17,12 @@ from dataclasses import replace
 import common
 import torch
 
-from flexgen_h2o.doors import OneLineParser, positive
-from flexgen_h2o.errors import FlexgenError
-from flexgen_h2o.kernels.blocked_rows import BlockedRows, block_rows
-from flexgen_h2o.limits import TOKEN_CHUNK
-from flexgen_h2o.profiling.bench import Bench
-from flexgen_h2o.profiling.matmul import MLP, Products
-from flexgen_h2o.profiling.sizes import HOST
+from flexgen_h2o.cli_common import OneLineParser, positive
+from flexgen_h2o.core.errors import FlexgenError
+from flexgen_h2o.core.units import TOKEN_CHUNK
+from flexgen_h2o.kernels.blocked import BlockedRows, block_rows
+from flexgen_h2o.planner.measure.bench import HOST, Bench
+from flexgen_h2o.planner.measure.compute import MLP, Products
 from flexgen_h2o.tiers.device import HostDevice
 
 ROWS = (1, 4, 8, 16, 32, 64, 128, 256, 512, TOKEN_CHUNK)

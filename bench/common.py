@@ -27,19 +27,18 @@ from typing import Any
 
 import torch
 
-from flexgen_h2o.config import DTYPE_BYTES, TIERS, ModelSpec, Policy
-from flexgen_h2o.doors import run_door
-from flexgen_h2o.errors import UsageError
-from flexgen_h2o.files import write_whole
-from flexgen_h2o.generation import Watches
+from flexgen_h2o.cli_common import run_door
+from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, ModelSpec, Policy
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.files import usable_path, write_whole
+from flexgen_h2o.core.packing import weight_form
+from flexgen_h2o.core.schedule import Step, zigzag
+from flexgen_h2o.engine.generation import Watches
+from flexgen_h2o.engine.memory_plan import part_bytes, tier_shares, weight_parts
+from flexgen_h2o.engine.prompts import Prompt, benchmark_prompts
+from flexgen_h2o.engine.report import check_writable
+from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.llm import LLM
-from flexgen_h2o.packing import weight_form
-from flexgen_h2o.paths import usable_path
-from flexgen_h2o.planner.memory import part_bytes, tier_shares, weight_parts
-from flexgen_h2o.prompts import Prompt, benchmark_prompts
-from flexgen_h2o.report import check_writable
-from flexgen_h2o.sampling import SamplingParams
-from flexgen_h2o.schedule import Step, zigzag
 
 ROOT = Path(__file__).resolve().parent.parent
 MB, GB = 10**6, 10**9

@@ -25,12 +25,12 @@ from typing import Any
 
 import common
 
-from flexgen_h2o.config import MemoryBudget, Policy
-from flexgen_h2o.doors import OneLineParser, positive
+from flexgen_h2o.cli_common import OneLineParser, positive
+from flexgen_h2o.core.config import MemoryBudget, Policy
+from flexgen_h2o.core.schedule import zigzag
+from flexgen_h2o.engine.report import RunReport
+from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.llm import LLM
-from flexgen_h2o.report import RunReport
-from flexgen_h2o.sampling import SamplingParams
-from flexgen_h2o.schedule import zigzag
 
 PHASES = ("prefill", "decode")
 FIRST_STEPS = 3

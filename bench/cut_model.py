@@ -14,8 +14,8 @@ from pathlib import Path
 
 from common import door, writing
 
-from flexgen_h2o.doors import OneLineParser, positive
-from flexgen_h2o.errors import UsageError
+from flexgen_h2o.cli_common import OneLineParser, positive
+from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.models import built_in_spec
 
 

@@ -26,11 +26,10 @@ from common import GB, Neighbours, Spread, add_flags, door, finish, table, wait_
 # isort: split
 import torch
 
-from flexgen_h2o.doors import OneLineParser, positive
-from flexgen_h2o.kernels.causal import causal_attention, causal_attention_lse
-from flexgen_h2o.kernels.column_sums import column_sums
-from flexgen_h2o.kernels.packed_slots import attend_packed, pack_columns
-from flexgen_h2o.kernels.slot_packing import SlotPacking
+from flexgen_h2o.cli_common import OneLineParser, positive
+from flexgen_h2o.core.packing import SlotPacking
+from flexgen_h2o.kernels.packed import attend_packed, pack_columns
+from flexgen_h2o.kernels.prefill_attention import causal_attention, causal_attention_lse, column_sums
 from flexgen_h2o.kernels.slots import ScoreBook, attend, attend_reference, attend_scored
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

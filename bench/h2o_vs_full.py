@@ -29,14 +29,14 @@ from typing import Any
 from common import Spread, add_flags, alternate, benchmark_rows, decoded, door, finish, show_rounds, table
 from cut_model import cut_model
 
-from flexgen_h2o.config import MemoryBudget, Policy
-from flexgen_h2o.doors import OneLineParser, positive
+from flexgen_h2o.cli_common import OneLineParser, positive
+from flexgen_h2o.core.config import MemoryBudget, Policy
+from flexgen_h2o.core.units import GIB
+from flexgen_h2o.engine.report import RunReport
+from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.models import built_in_spec
-from flexgen_h2o.report import RunReport
-from flexgen_h2o.sampling import SamplingParams
-from flexgen_h2o.units import GIB
 
 # Shares of weights, KV cache and hidden states on device and host.
 PLACES = {"ram": (0, 100, 0, 100, 0, 100), "disk": (0, 100, 0, 0, 0, 100)}

@@ -22,11 +22,11 @@ from common import GB, Neighbours, Spread, add_flags, door, finish, table, wait_
 # isort: split
 import torch
 
-from flexgen_h2o.doors import OneLineParser, positive
-from flexgen_h2o.limits import TRANSFER_CHUNK
+from flexgen_h2o.cli_common import OneLineParser, positive
+from flexgen_h2o.core.units import TRANSFER_CHUNK
 from flexgen_h2o.llm import RANDOM_WEIGHTS_SEED
-from flexgen_h2o.source import find_checkpoint, find_model
-from flexgen_h2o.tiers.buffers import host_buffer
+from flexgen_h2o.models.load import find_checkpoint, find_model
+from flexgen_h2o.tiers.device import host_buffer
 from flexgen_h2o.tiers.disk import DirectFile
 
 BUFFER_BYTES = 64 * 2**20

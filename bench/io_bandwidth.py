@@ -35,12 +35,12 @@ from common import (
 )
 from reader import Reader
 
-from flexgen_h2o.config import DTYPE_BYTES, MemoryBudget, Policy
-from flexgen_h2o.doors import OneLineParser, positive
-from flexgen_h2o.errors import UsageError
+from flexgen_h2o.cli_common import OneLineParser, positive
+from flexgen_h2o.core.config import DTYPE_BYTES, MemoryBudget, Policy
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.timeline import Span
+from flexgen_h2o.engine.memory_plan import Depth, Shape, memory_plan
 from flexgen_h2o.llm import LLM
-from flexgen_h2o.planner.memory import Depth, Shape, memory_plan
-from flexgen_h2o.timeline import Span
 
 DISK_RUN = (0, 0, 0, 100, 0, 100)
 

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from transformers import OPTConfig, OPTForCausalLM
 
-from flexgen_h2o.doors import OneLineParser, positive
-from flexgen_h2o.errors import FlexgenError
+from flexgen_h2o.cli_common import OneLineParser, positive
+from flexgen_h2o.core.errors import FlexgenError
 
 VOCABULARY = 512
 

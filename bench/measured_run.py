@@ -16,10 +16,10 @@ from typing import Any
 
 import common
 
-from flexgen_h2o.config import MemoryBudget, Policy
-from flexgen_h2o.doors import OneLineParser, positive
+from flexgen_h2o.cli_common import OneLineParser, positive
+from flexgen_h2o.core.config import MemoryBudget, Policy
+from flexgen_h2o.engine.workload import AutoPolicy
 from flexgen_h2o.llm import LLM
-from flexgen_h2o.planner.need import AutoPolicy
 
 
 def main() -> int:

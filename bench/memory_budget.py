@@ -22,10 +22,10 @@ from typing import Any
 import common
 from common import MB
 
-from flexgen_h2o.doors import OneLineParser, positive
+from flexgen_h2o.cli_common import OneLineParser, positive
+from flexgen_h2o.core.units import parse_bytes
 from flexgen_h2o.llm import RANDOM_WEIGHTS_SEED
-from flexgen_h2o.source import find_checkpoint, find_model
-from flexgen_h2o.units import parse_bytes
+from flexgen_h2o.models.load import find_checkpoint, find_model
 
 ALLOWED_OVER = 300 * MB
 ON_DISK = "0 0 0 100 0 100"

@@ -22,12 +22,12 @@ from typing import Any
 from common import GB, Spread, add_flags, alternate, door, finish, run_sweeps, show_rounds, steady, table
 from reader import Reader
 
-from flexgen_h2o.config import MemoryBudget, Policy
-from flexgen_h2o.doors import OneLineParser, positive
+from flexgen_h2o.cli_common import OneLineParser, positive
+from flexgen_h2o.core.config import MemoryBudget, Policy
+from flexgen_h2o.core.packing import WeightForm
+from flexgen_h2o.engine.memory_plan import streamed_bytes, tier_shares
 from flexgen_h2o.llm import LLM
-from flexgen_h2o.packing import WeightForm
-from flexgen_h2o.planner.memory import streamed_bytes, tier_shares
-from flexgen_h2o.source import find_model
+from flexgen_h2o.models.load import find_model
 
 ON_DISK = (0, 0, 0, 100, 0, 100)
 IN_RAM = (0, 100, 0, 100, 0, 100)

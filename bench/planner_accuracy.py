@@ -23,15 +23,15 @@ from typing import Any
 import common
 import torch
 
-from flexgen_h2o.config import MemoryBudget, Policy
-from flexgen_h2o.doors import OneLineParser, positive
-from flexgen_h2o.errors import UsageError
+from flexgen_h2o.cli_common import OneLineParser, positive
+from flexgen_h2o.core.config import MemoryBudget, Policy
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
 from flexgen_h2o.llm import LLM
-from flexgen_h2o.profile import HardwareProfile
-from flexgen_h2o.profiling.measure import measure
-from flexgen_h2o.profiling.sizes import HOST
-from flexgen_h2o.sampling import SamplingParams
+from flexgen_h2o.planner.measure.bench import HOST
+from flexgen_h2o.planner.measure.run import measure
+from flexgen_h2o.planner.profile import HardwareProfile
 
 PHASES = ("prefill", "decode", "total")
 # Fields whose spread over the profiles of a run is shown.

@@ -20,20 +20,20 @@ from typing import Any
 
 import common
 
-from flexgen_h2o.config import MemoryBudget, Policy
-from flexgen_h2o.doors import OneLineParser, positive
-from flexgen_h2o.engine_flags import as_flags
-from flexgen_h2o.errors import DoesNotFitError, UsageError
-from flexgen_h2o.eviction_need import need_of
+from flexgen_h2o.cli_common import OneLineParser, positive
+from flexgen_h2o.core.config import MemoryBudget, Policy
+from flexgen_h2o.core.errors import DoesNotFitError, UsageError
+from flexgen_h2o.core.units import parse_bytes
+from flexgen_h2o.engine.generation import need_of
+from flexgen_h2o.engine.memory_plan import plan_within
+from flexgen_h2o.engine.sampling import SamplingParams
+from flexgen_h2o.engine.workload import shape_of
+from flexgen_h2o.flags import as_flags
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
 from flexgen_h2o.llm import LLM
-from flexgen_h2o.planner.memory import plan_within
-from flexgen_h2o.planner.need import shape_of
-from flexgen_h2o.profile import HardwareProfile, find_profile, read_profile
-from flexgen_h2o.profiling.measure import measure
-from flexgen_h2o.sampling import SamplingParams
-from flexgen_h2o.source import find_model
-from flexgen_h2o.units import parse_bytes
+from flexgen_h2o.models.load import find_model
+from flexgen_h2o.planner.measure.run import measure
+from flexgen_h2o.planner.profile import HardwareProfile, find_profile, read_profile
 
 
 @dataclass(frozen=True)

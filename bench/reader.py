@@ -10,19 +10,16 @@ from types import TracebackType
 import torch
 from common import storage_read_bytes
 
-from flexgen_h2o.config import Policy
-from flexgen_h2o.engine import LANE_THREADS
+from flexgen_h2o.core.config import Policy
+from flexgen_h2o.core.timeline import Timeline
+from flexgen_h2o.engine.memory_plan import tier_shares
+from flexgen_h2o.engine.resources import LANE_THREADS
+from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.llm import RANDOM_WEIGHTS_SEED
-from flexgen_h2o.planner.memory import tier_shares
-from flexgen_h2o.source import Model, find_checkpoint
-from flexgen_h2o.tiers.buffers import host_buffer
-from flexgen_h2o.tiers.device import HostDevice
-from flexgen_h2o.tiers.events import Done, wait_all
-from flexgen_h2o.tiers.mover import Mover
-from flexgen_h2o.tiers.ring import Region, Ring
-from flexgen_h2o.tiers.transfer import Lanes
-from flexgen_h2o.timeline import Timeline
-from flexgen_h2o.weights import WeightStore
+from flexgen_h2o.models.load import Model, find_checkpoint
+from flexgen_h2o.tiers.device import HostDevice, host_buffer
+from flexgen_h2o.tiers.stream import Done, Region, Ring, wait_all
+from flexgen_h2o.tiers.transfers import Lanes, Mover
 
 
 class Reader:

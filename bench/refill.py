@@ -23,12 +23,12 @@ from typing import Any
 
 from common import Spread, add_flags, alternate, door, finish, show_rounds, table
 
-from flexgen_h2o.config import MemoryBudget, Policy
-from flexgen_h2o.doors import OneLineParser, positive
-from flexgen_h2o.errors import FlexgenError
+from flexgen_h2o.cli_common import OneLineParser, positive
+from flexgen_h2o.core.config import MemoryBudget, Policy
+from flexgen_h2o.core.errors import FlexgenError
+from flexgen_h2o.engine.prompts import Completion, Prompt, prompts_from_python
+from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.llm import LLM
-from flexgen_h2o.prompts import Completion, Prompt, prompts_from_python
-from flexgen_h2o.sampling import SamplingParams
 
 PROMPT_TOKENS, SHORT, LONG = (8, 64), (4, 24), (128, 256)
 

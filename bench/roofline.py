@@ -22,15 +22,14 @@ from typing import Any
 import common
 import torch
 
-from flexgen_h2o.config import MemoryBudget, Policy
-from flexgen_h2o.doors import OneLineParser, positive
-from flexgen_h2o.engine_flags import as_flags, check_positions
+from flexgen_h2o.cli_common import OneLineParser, positive
+from flexgen_h2o.core.config import MemoryBudget, Policy
+from flexgen_h2o.core.schedule import Step, zigzag
+from flexgen_h2o.engine.report import Peak, RunReport, RunWork, roofline
+from flexgen_h2o.engine.sampling import SamplingParams
+from flexgen_h2o.flags import as_flags, check_positions
 from flexgen_h2o.llm import LLM
-from flexgen_h2o.planner.roofline import Peak, RunWork, roofline
-from flexgen_h2o.profiling.peak import PeakProbe
-from flexgen_h2o.report import RunReport
-from flexgen_h2o.sampling import SamplingParams
-from flexgen_h2o.schedule import Step, zigzag
+from flexgen_h2o.planner.measure.machine import PeakProbe
 from flexgen_h2o.tiers.device import HostDevice
 
 PROBE_EVERY_S = 1.0

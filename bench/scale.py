@@ -22,10 +22,10 @@ from typing import Any
 import common
 from common import GB
 
-from flexgen_h2o.config import DTYPE_BYTES
-from flexgen_h2o.doors import OneLineParser, positive
+from flexgen_h2o.cli_common import OneLineParser, positive
+from flexgen_h2o.core.config import DTYPE_BYTES
 from flexgen_h2o.llm import RANDOM_WEIGHTS_SEED
-from flexgen_h2o.source import Model, find_checkpoint, find_model
+from flexgen_h2o.models.load import Model, find_checkpoint, find_model
 
 ON_DISK = "0 0 0 100 0 100"
 MODELS = ["facebook/opt-6.7b", "facebook/opt-30b"]

@@ -21,13 +21,13 @@ from typing import Any
 import common
 from cut_model import cut_model
 
-from flexgen_h2o.config import MemoryBudget, Policy
-from flexgen_h2o.doors import OneLineParser, check_picture, positive
+from flexgen_h2o.cli_common import OneLineParser, check_picture, positive
+from flexgen_h2o.core.config import MemoryBudget, Policy
+from flexgen_h2o.engine.report import RunReport
+from flexgen_h2o.engine.sampling import SamplingParams
+from flexgen_h2o.engine.workload import AutoPolicy
 from flexgen_h2o.llm import LLM
-from flexgen_h2o.planner.need import AutoPolicy
-from flexgen_h2o.profiling.measure import measure
-from flexgen_h2o.report import RunReport
-from flexgen_h2o.sampling import SamplingParams
+from flexgen_h2o.planner.measure.run import measure
 
 PHASES = ("prefill", "decode")
 ROWS, PROMPT_LEN = 32, 64

@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
-from flexgen_h2o.doors import OneLineParser, positive
+from flexgen_h2o.cli_common import OneLineParser, positive
+from flexgen_h2o.engine.report import RunReport
 from flexgen_h2o.kvcache.eviction import H2O, Full
-from flexgen_h2o.prefixes import SHARINGS, group_prompts
-from flexgen_h2o.report import RunReport
+from flexgen_h2o.kvcache.prefixes import SHARINGS, group_prompts
 
 IN_RAM = (100, 0, 100, 0, 100, 0)
 WAYS = ("off", "on")

@@ -27,10 +27,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from flexgen_h2o.doors import OneLineParser, positive
-from flexgen_h2o.errors import UsageError
-from flexgen_h2o.prompts import lines_of
-from flexgen_h2o.source import find_model
+from flexgen_h2o.cli_common import OneLineParser, positive
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.engine.prompts import lines_of
+from flexgen_h2o.models.load import find_model
 
 ARTICLES = common.ROOT.parent / "shared" / "data" / "xsum_0shot.jsonl"
 MARGIN = 16  # tokens that a shortened article may grow by when it is encoded again

@@ -6,6 +6,14 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from flexgen_h2o.core.config import MemoryBudget, Policy
+    from flexgen_h2o.engine.prompts import Completion
+    from flexgen_h2o.engine.sampling import SamplingParams
+    from flexgen_h2o.kvcache.eviction import H2O, Full, Local
+    from flexgen_h2o.llm import LLM
+
+
 # To be set before torch is imported. Spinning OpenMP workers steal the cores from the transfer threads; and two caches
 # of matmul kernels hold 0.6 MB for every shape that occurs, 1,024 shapes each by default: ragged prompts fill them.
 for _name, _value in (
@@ -17,18 +25,13 @@ for _name, _value in (
 
 __version__ = "0.1.0"
 
-if TYPE_CHECKING:
-    from flexgen_h2o.config import MemoryBudget, Policy
-    from flexgen_h2o.kvcache.eviction import H2O, Full, Local
-    from flexgen_h2o.llm import LLM
-    from flexgen_h2o.prompts import Completion
-    from flexgen_h2o.sampling import SamplingParams
 
 __all__ = ["H2O", "LLM", "Completion", "Full", "Local", "MemoryBudget", "Policy", "SamplingParams"]
 
 _HOMES = {
     "H2O": "kvcache.eviction", "Full": "kvcache.eviction", "Local": "kvcache.eviction", "LLM": "llm",
-    "Completion": "prompts", "MemoryBudget": "config", "Policy": "config", "SamplingParams": "sampling",
+    "Completion": "engine.prompts", "SamplingParams": "engine.sampling", "MemoryBudget": "core.config",
+    "Policy": "core.config",
 }  # fmt: skip
 
 

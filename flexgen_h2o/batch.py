@@ -11,9 +11,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.config import Policy
-from flexgen_h2o.doors import OneLineParser, check_separate, count, file_name, positive, results_are_in, run_door
-from flexgen_h2o.engine_flags import (
+from flexgen_h2o.cli_common import OneLineParser, check_separate, count, file_name, positive, results_are_in, run_door
+from flexgen_h2o.core.config import Policy
+from flexgen_h2o.core.errors import EXIT_ALL_ROWS_FAILED, EXIT_DONE, FlexgenError, UsageError
+from flexgen_h2o.core.files import usable_path
+from flexgen_h2o.core.interrupts import Interrupted
+from flexgen_h2o.core.units import format_bytes, format_seconds
+from flexgen_h2o.flags import (
     PLACEMENT,
     add_engine_flags,
     add_eviction_flags,
@@ -21,23 +25,19 @@ from flexgen_h2o.engine_flags import (
     budget_of,
     eviction_of,
     open_llm,
+    place_of,
     policy_of,
     sampling_of,
+    say_idle_flags,
 )
-from flexgen_h2o.errors import EXIT_ALL_ROWS_FAILED, EXIT_DONE, FlexgenError, UsageError
-from flexgen_h2o.idle_flags import place_of, say_idle_flags
-from flexgen_h2o.interrupts import Interrupted
-from flexgen_h2o.paths import usable_path
-from flexgen_h2o.prefixes import SHARINGS
-from flexgen_h2o.units import format_bytes, format_seconds
+from flexgen_h2o.kvcache.prefixes import SHARINGS
 
 if TYPE_CHECKING:
+    from flexgen_h2o.engine.sampling import SamplingParams
     from flexgen_h2o.jobs.on_ray import Opening, RayJob
     from flexgen_h2o.jobs.output import OutputFile
-    from flexgen_h2o.jobs.progress import JobProgress
-    from flexgen_h2o.jobs.runner import Before, Job
+    from flexgen_h2o.jobs.runner import Before, Job, JobProgress
     from flexgen_h2o.llm import LLM
-    from flexgen_h2o.sampling import SamplingParams
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -111,7 +111,7 @@ def _run(argv: list[str] | None) -> int:
 
 
 def _show_status(args: argparse.Namespace) -> int:
-    from flexgen_h2o.jobs.status import read_status, status_lines
+    from flexgen_h2o.jobs.sidecar import read_status, status_lines
 
     print("\n".join(status_lines(read_status(args.output))))
     say_idle_flags("batch --status", args)
@@ -119,9 +119,8 @@ def _show_status(args: argparse.Namespace) -> int:
 
 
 def _check_paths(args: argparse.Namespace) -> None:
-    from flexgen_h2o.jobs.sidecar import sidecar_path
-    from flexgen_h2o.jobs.status import status_path
-    from flexgen_h2o.prompts import check_output_path
+    from flexgen_h2o.engine.prompts import check_output_path
+    from flexgen_h2o.jobs.sidecar import sidecar_path, status_path
 
     if args.input is None:
         raise UsageError("--input: is missing; name the .jsonl file with the requests")
@@ -138,7 +137,7 @@ def _check_paths(args: argparse.Namespace) -> None:
 
 def _settings(llm: LLM, policy: Policy, is_auto: bool, defaults: SamplingParams) -> dict[str, Any]:
     """What answers depend on, for the sidecar. Budgets and devices may change from run to run."""
-    from flexgen_h2o.source import shape_fingerprint
+    from flexgen_h2o.models.load import shape_fingerprint
 
     placement = dict.fromkeys(PLACEMENT, "auto") if is_auto else {}
     shape = {"name": llm.model.name, "config": shape_fingerprint(llm.model.config), "random": llm.model.random}
@@ -153,7 +152,7 @@ def _settings(llm: LLM, policy: Policy, is_auto: bool, defaults: SamplingParams)
 
 def _settle(args: argparse.Namespace, output: OutputFile, settings: dict[str, Any]) -> Before:
     """Look through input and output, and see that the output goes on as it was begun; then the sidecar says so."""
-    from flexgen_h2o.jobs.lines import scan_input
+    from flexgen_h2o.jobs.input import scan_input
     from flexgen_h2o.jobs.runner import rows_before
     from flexgen_h2o.jobs.sidecar import Sidecar, differences, read_sidecar, sidecar_path
 
@@ -229,7 +228,7 @@ def _with_whole_paths(args: argparse.Namespace) -> argparse.Namespace:
 def _progress(
     args: argparse.Namespace, output: OutputFile, before: Before, peak_bytes: Callable[[], dict[str, int]]
 ) -> JobProgress:
-    from flexgen_h2o.jobs.progress import JobProgress
+    from flexgen_h2o.jobs.runner import JobProgress
 
     rows = len(before.done)
     print(f"{rows} rows, {before.rows} of them done before", flush=True)
@@ -239,7 +238,7 @@ def _progress(
 @contextlib.contextmanager
 def _saying_how_it_ends(progress: Any, output: OutputFile) -> Iterator[None]:
     """The status file, for good; and finished rows safely on disk before the engine is closed."""
-    from flexgen_h2o.jobs.status import DONE
+    from flexgen_h2o.jobs.sidecar import DONE
 
     state = DONE
     try:
@@ -258,7 +257,7 @@ def _saying_how_it_ends(progress: Any, output: OutputFile) -> Iterator[None]:
 
 def _check_files(args: argparse.Namespace, progress: JobProgress, output: OutputFile) -> None:
     """FlexgenError where input or output was changed under the job: the input is read again while it runs."""
-    from flexgen_h2o.jobs.lines import begins_as
+    from flexgen_h2o.jobs.input import begins_as
     from flexgen_h2o.jobs.sidecar import read_sidecar
 
     begun = read_sidecar(args.output)
@@ -273,7 +272,7 @@ def _check_files(args: argparse.Namespace, progress: JobProgress, output: Output
 
 def _show(args: argparse.Namespace, job: Job | RayJob, model: str) -> int:
     """The summary; returns the exit code."""
-    from flexgen_h2o.jobs.status import spared_text
+    from flexgen_h2o.jobs.sidecar import spared_text
 
     status = job.progress.status
     did = f"{status.tokens} new tokens in {format_seconds(status.seconds)} ({status.tokens_per_s:.1f} token/s)"

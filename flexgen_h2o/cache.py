@@ -12,12 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flexgen_h2o.doors import OneLineParser, run_door
-from flexgen_h2o.errors import EXIT_DONE, FlexgenError, UsageError
-from flexgen_h2o.files import read_json
-from flexgen_h2o.locks import MARK, read_mark
-from flexgen_h2o.paths import DEFAULT_OFFLOAD_DIR, usable_path, user_cache_dir
-from flexgen_h2o.units import format_bytes
+from flexgen_h2o.cli_common import OneLineParser, run_door
+from flexgen_h2o.core.errors import EXIT_DONE, FlexgenError, UsageError
+from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, MARK, read_json, read_mark, usable_path, user_cache_dir
+from flexgen_h2o.core.units import format_bytes
 
 HEADS = ("name", "kind", "model", "size", "last used", "")
 _WEIGHTS = ("random", "imported", "packed")

@@ -7,7 +7,7 @@ import signal
 import sys
 from importlib import metadata
 
-from flexgen_h2o.errors import EXIT_DONE, EXIT_USAGE, SIGNAL_BASE
+from flexgen_h2o.core.errors import EXIT_DONE, EXIT_USAGE, SIGNAL_BASE
 
 # verb -> (module with `main(argv) -> int`, one line of help)
 VERBS: dict[str, tuple[str, str]] = {

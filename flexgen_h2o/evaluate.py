@@ -1,5 +1,6 @@
 """`python -m flexgen_h2o.evaluate`: what evicted KV columns cost, in figures (`fidelity`), to be read (`text`), and in
-streams longer than the cache (`streaming`)."""
+streams longer than the cache (`streaming`).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.doors import (
+from flexgen_h2o.cli_common import (
     OneLineParser,
     check_picture,
     check_separate,
@@ -21,30 +22,30 @@ from flexgen_h2o.doors import (
     results_are_in,
     run_door,
 )
-from flexgen_h2o.engine_flags import (
+from flexgen_h2o.core.errors import EXIT_DONE, FlexgenError, UsageError
+from flexgen_h2o.core.files import usable_path, write_whole
+from flexgen_h2o.core.units import parse_bytes
+from flexgen_h2o.evaluation.streaming import add_streaming_flags
+from flexgen_h2o.evaluation.text import add_text_flags
+from flexgen_h2o.flags import (
     EVICTIONS,
     add_engine_flags,
     check_positions,
     compression_flags,
     open_llm,
+    place_of,
     policy_of,
+    say_idle_flags,
     uncompressed,
 )
-from flexgen_h2o.errors import EXIT_DONE, FlexgenError, UsageError
-from flexgen_h2o.evaluation.streaming import add_streaming_flags
-from flexgen_h2o.evaluation.text import add_text_flags
-from flexgen_h2o.files import write_whole
-from flexgen_h2o.idle_flags import place_of, say_idle_flags
-from flexgen_h2o.paths import usable_path
-from flexgen_h2o.units import parse_bytes
 
 if TYPE_CHECKING:
-    from flexgen_h2o.config import Policy
-    from flexgen_h2o.evaluation.cells import Cell
+    from flexgen_h2o.core.config import Policy
     from flexgen_h2o.evaluation.fidelity import Runner
-    from flexgen_h2o.evaluation.recall import RecallRow
-    from flexgen_h2o.evaluation.rows import HeldOutText, Lengths, TextRow
+    from flexgen_h2o.evaluation.metrics import Cell
+    from flexgen_h2o.evaluation.rows import HeldOutText, Lengths, RecallRow, TextRow
     from flexgen_h2o.llm import LLM
+
 
 BUDGETS = (0.5, 0.2, 0.1)
 TEXT_PROMPTS, RECALL_PROMPTS = 200, 100
@@ -124,11 +125,11 @@ def _run_fidelity(args: argparse.Namespace) -> int:
     policy, is_auto = policy_of(args)
     if policy.attn_sparsity != 1:
         raise UsageError("--attn-sparsity: the full cache is the reference here; leave it out")
-    from flexgen_h2o.evaluation.cells import make_cells
+    from flexgen_h2o.engine.workload import AutoPolicy
     from flexgen_h2o.evaluation.fidelity import Runner
+    from flexgen_h2o.evaluation.metrics import make_cells
     from flexgen_h2o.kvcache.eviction import Full
-    from flexgen_h2o.kvcache.eviction.rolling import check_rolling
-    from flexgen_h2o.planner.need import AutoPolicy
+    from flexgen_h2o.kvcache.eviction.policy import check_rolling
 
     plain = uncompressed(policy)
     cells, began = make_cells(args.policies, args.budgets, whole=policy != plain), time.perf_counter()
@@ -148,7 +149,7 @@ def _run_fidelity(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Everything that can be wrong with flags and files, before anything is loaded."""
-    from flexgen_h2o.report import check_writable
+    from flexgen_h2o.engine.report import check_writable
 
     if args.gen_len < 2:
         raise UsageError(f"--gen-len {args.gen_len}: the first token comes from the prefill; at least 2 are needed")
@@ -220,7 +221,7 @@ def _facts(
 def _measure(
     args: argparse.Namespace, runner: Runner, texts: list[TextRow], recalls: list[RecallRow], cells: list[Cell]
 ) -> dict[str, Any]:
-    from flexgen_h2o.evaluation.summary import summarise_divergence, summarise_recall, summarise_texts
+    from flexgen_h2o.evaluation.fidelity import summarise_divergence, summarise_recall, summarise_texts
 
     full, found = summarise_texts(runner.texts(texts, cells), args.resamples, args.seed)
     if args.free_run:
@@ -249,7 +250,7 @@ def _show(args: argparse.Namespace, result: dict[str, Any]) -> None:
             except OSError as error:
                 raise FlexgenError(f"{flag_of(name)} {path}: {error.strerror or error}") from error
     if args.plot is not None:
-        from flexgen_h2o.evaluation.plot import draw
+        from flexgen_h2o.evaluation.tables import draw
 
         draw(result, args.plot)
 

@@ -11,8 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexgen_h2o.config import read_policy
-from flexgen_h2o.doors import (
+from flexgen_h2o.cli_common import (
     OneLineParser,
     check_separate,
     count,
@@ -23,7 +22,10 @@ from flexgen_h2o.doors import (
     results_are_in,
     run_door,
 )
-from flexgen_h2o.engine_flags import (
+from flexgen_h2o.core.config import read_policy
+from flexgen_h2o.core.errors import EXIT_DONE, UsageError
+from flexgen_h2o.core.files import usable_path
+from flexgen_h2o.flags import (
     add_engine_flags,
     add_eviction_flags,
     add_sampling_flags,
@@ -32,21 +34,21 @@ from flexgen_h2o.engine_flags import (
     eviction_of,
     naming_flags,
     open_llm,
+    place_of,
     policy_of,
     sampling_of,
+    say_idle_flags,
 )
-from flexgen_h2o.errors import EXIT_DONE, UsageError
-from flexgen_h2o.idle_flags import place_of, say_idle_flags
-from flexgen_h2o.paths import usable_path
-from flexgen_h2o.prefixes import SHARINGS
+from flexgen_h2o.kvcache.prefixes import SHARINGS
 
 if TYPE_CHECKING:
+    from flexgen_h2o.core.schedule import Step
+    from flexgen_h2o.engine.distributed import Pipeline
+    from flexgen_h2o.engine.prompts import Completion, Prompt
+    from flexgen_h2o.engine.report import RunReport
+    from flexgen_h2o.engine.sampling import SamplingParams
     from flexgen_h2o.llm import LLM, Order
-    from flexgen_h2o.pipeline import Pipeline
-    from flexgen_h2o.prompts import Completion, Prompt
-    from flexgen_h2o.report import RunReport
-    from flexgen_h2o.sampling import SamplingParams
-    from flexgen_h2o.schedule import Step
+
 
 RULE = "-" * 70
 DEBUG_LAYER_STEPS = 20  # FlexGen's --debug-mode measures this many decode layers
@@ -60,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     if rank is None:
         return run_door("flex_opt", _run, argv)
     code = run_door(f"flex_opt, rank {rank}", _run, argv)
-    from flexgen_h2o.pipeline import leave
+    from flexgen_h2o.engine.distributed import leave
 
     return leave(code)
 
@@ -115,7 +117,7 @@ class _Outputs:
 
     def write(self) -> None:
         """Nothing finished, nothing written: a run that is refused leaves an older file as it is."""
-        from flexgen_h2o.prompts import write_outputs
+        from flexgen_h2o.engine.prompts import write_outputs
 
         if self.path is not None and self.done:
             write_outputs(self.path, self.done)
@@ -131,7 +133,7 @@ def _run(argv: list[str] | None) -> int:
     params = sampling_of(args)
     if args.prompts is None:  # all rows of the benchmark are equally long
         params = replace(params, ignore_eos=True)
-    from flexgen_h2o.report import sizes_line
+    from flexgen_h2o.engine.report import sizes_line
 
     pipeline = _join_pipeline(args)
     outputs = _Outputs(args.output)
@@ -162,7 +164,7 @@ def _join_pipeline(args: argparse.Namespace) -> Pipeline | None:
     """Meet the other processes, all of which run alike; the first one speaks for them."""
     if not args.pipeline:
         return None
-    from flexgen_h2o.pipeline import join_pipeline
+    from flexgen_h2o.engine.distributed import join_pipeline
 
     pipeline = join_pipeline(args.num_inner_iterations)
     if not pipeline.peers.is_first:
@@ -191,8 +193,8 @@ def _say_what_it_was_found_for(path: str, llm: LLM) -> None:
 
 def _check(args: argparse.Namespace) -> None:
     """Everything that can be wrong with files and combinations, before anything is loaded."""
-    from flexgen_h2o.prompts import check_output_path
-    from flexgen_h2o.report import check_writable
+    from flexgen_h2o.engine.prompts import check_output_path
+    from flexgen_h2o.engine.report import check_writable
 
     for flag in ("prompts", "output", "json", "trace", "log_file"):
         if getattr(args, flag) is not None:
@@ -224,7 +226,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _prompts(args: argparse.Namespace, llm: LLM, rows: int) -> list[Prompt]:
-    from flexgen_h2o.prompts import benchmark_prompts, read_prompts
+    from flexgen_h2o.engine.prompts import benchmark_prompts, read_prompts
 
     spec = llm.model.spec
     encode = llm.model.encode if llm.model.tokenizer is not None else None
@@ -253,7 +255,7 @@ def _generate(
 
 def _order(args: argparse.Namespace) -> Order | None:
     """The steps of a run that is cut short; None for a whole one."""
-    from flexgen_h2o.schedule import zigzag
+    from flexgen_h2o.core.schedule import zigzag
 
     def some_sweeps(layers: int, batches: int) -> Iterator[Step]:
         return zigzag(args.cut_gen_len, layers, batches)
@@ -265,7 +267,7 @@ def _order(args: argparse.Namespace) -> Order | None:
 
 
 def _project_sweeps(llm: LLM, gen_len: int) -> float:
-    from flexgen_h2o.report import project_decode_seconds
+    from flexgen_h2o.engine.report import project_decode_seconds
 
     return sum(project_decode_seconds(times.sweeps[1:], gen_len) for times in llm.times)
 
@@ -281,13 +283,13 @@ def _project_layers(llm: LLM, gen_len: int) -> float:
 
 
 def _projected(report: RunReport, decode_seconds: float, gen_len: int) -> RunReport:
-    from flexgen_h2o.report import PhaseReport
+    from flexgen_h2o.engine.report import PhaseReport
 
     return replace(report, decode=PhaseReport(decode_seconds, report.num_prompts * (gen_len - 1)), projected=True)
 
 
 def _show(args: argparse.Namespace, llm: LLM, report: RunReport, done: list[Completion]) -> None:
-    from flexgen_h2o.report import (
+    from flexgen_h2o.engine.report import (
         append_log,
         eviction_line,
         log_block,

@@ -7,12 +7,12 @@ import sys
 import time
 from dataclasses import replace
 
-from flexgen_h2o.doors import OneLineParser, file_name, not_empty, results_are_in, run_door
-from flexgen_h2o.errors import EXIT_DONE, FlexgenError, UsageError
-from flexgen_h2o.idle_flags import say_idle_flags
-from flexgen_h2o.paths import DEFAULT_OFFLOAD_DIR, usable_path
-from flexgen_h2o.profile import HardwareProfile, find_profile, read_profile, write_profile
-from flexgen_h2o.units import format_seconds
+from flexgen_h2o.cli_common import OneLineParser, file_name, not_empty, results_are_in, run_door
+from flexgen_h2o.core.errors import EXIT_DONE, FlexgenError, UsageError
+from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, usable_path
+from flexgen_h2o.core.units import format_seconds
+from flexgen_h2o.flags import say_idle_flags
+from flexgen_h2o.planner.profile import HardwareProfile, find_profile, read_profile, write_profile
 
 PROMISED, PROMISED_S = "one to two minutes", (50, 130)
 MOST_AGAIN_S = 60.0  # for what other processes disturbed
@@ -58,7 +58,7 @@ def _run(argv: list[str] | None) -> int:
         profile = _shown(args)
     else:
         profile = _measured(args)
-    from flexgen_h2o.profiling.table import table
+    from flexgen_h2o.planner.measure.table import table
 
     print(table(profile))
     say_idle_flags("hardware", args)
@@ -71,7 +71,7 @@ def _shown(args: argparse.Namespace) -> HardwareProfile:
             raise UsageError(f"{flag} and --show: nothing is measured with --show; leave one of them out")
     if args.show != CACHED:
         return read_profile(find_profile(args.show, "--show"), "--show")
-    from flexgen_h2o.profiling.cache import cached_profile
+    from flexgen_h2o.planner.measure.machine import cached_profile
 
     found = cached_profile(args.device, args.offload_dir)
     if found is None:
@@ -80,14 +80,14 @@ def _shown(args: argparse.Namespace) -> HardwareProfile:
 
 
 def _measured(args: argparse.Namespace) -> HardwareProfile:
-    from flexgen_h2o.report import check_writable
+    from flexgen_h2o.engine.report import check_writable
 
     if args.output is not None:
         args.output = usable_path(args.output, "--output")
         check_writable(args.output, "--output")
         results_are_in(args.output)
-    from flexgen_h2o.profiling.cache import store
-    from flexgen_h2o.profiling.measure import measure, measure_again
+    from flexgen_h2o.planner.measure.machine import store
+    from flexgen_h2o.planner.measure.run import measure, measure_again
 
     promise = [f"takes {PROMISED} where the machine is quiet, up to 2 GiB of disk and 1 GiB of memory meanwhile"]
 

@@ -11,43 +11,37 @@ from pathlib import Path
 
 import torch
 
-from flexgen_h2o import interrupts, llm_arguments
-from flexgen_h2o.block_facts import BlockLists, BlockTimes, KvUse
 from flexgen_h2o.checkpoint import Checkpoint
-from flexgen_h2o.config import DTYPE_BYTES, MemoryBudget, Policy
-from flexgen_h2o.courses import Course, forced_rows, steered
-from flexgen_h2o.engine import Engine
-from flexgen_h2o.errors import UsageError
-from flexgen_h2o.executor import Executor
-from flexgen_h2o.generation import Decoding, LogitsWatch, Row, SlotsWatch, Watches
+from flexgen_h2o.core import interrupts
+from flexgen_h2o.core.config import DTYPE_BYTES, MemoryBudget, Policy
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, usable_path
+from flexgen_h2o.core.packing import Packing, weight_form
+from flexgen_h2o.core.schedule import Step
+from flexgen_h2o.core.timeline import Timeline
+from flexgen_h2o.core.units import check_int
+from flexgen_h2o.engine.distributed import Pipeline, check_same, joint_report, part_of
+from flexgen_h2o.engine.executor import Executor
+from flexgen_h2o.engine.generation import Decoding, LogitsWatch, Row, SlotsWatch, Watches
+from flexgen_h2o.engine.memory_plan import packing_of
+from flexgen_h2o.engine.metrics import BlockLists, BlockTimes, KvUse, Listener, Progress, Tally, make_report, sizes_of
+from flexgen_h2o.engine.prompts import Completion, Prompt, prompts_from_python
+from flexgen_h2o.engine.report import Peak, RunReport
+from flexgen_h2o.engine.requests import Course, More, RowRules, RunRows, forced_rows, run_blocks, run_rows, steered
+from flexgen_h2o.engine.resources import Engine
+from flexgen_h2o.engine.sampling import SamplingParams
+from flexgen_h2o.engine.workload import AutoPolicy, base_of
 from flexgen_h2o.kernels.warm_up import warm_up
 from flexgen_h2o.kvcache.eviction import Eviction, check_eviction
-from flexgen_h2o.kvcache.eviction.rolling import check_rolling, is_rolling
-from flexgen_h2o.packing import Packing, weight_form
-from flexgen_h2o.paths import DEFAULT_OFFLOAD_DIR, usable_path
-from flexgen_h2o.pipeline import Pipeline, check_same, joint_report, part_of
-from flexgen_h2o.planner.memory import packing_of
-from flexgen_h2o.planner.need import AutoPolicy, base_of
+from flexgen_h2o.kvcache.eviction.policy import check_rolling, is_rolling
+from flexgen_h2o.kvcache.prefixes import TokenIds, check_sharing
+from flexgen_h2o.models.load import Model, content_digests, find_checkpoint, find_model
+from flexgen_h2o.planner import plans as llm_arguments
+from flexgen_h2o.planner.measure.machine import measure_peak, peak_bytes
+from flexgen_h2o.planner.plans import Planner, RowPlans
 from flexgen_h2o.planner.predict import Prediction
-from flexgen_h2o.planner.roofline import Peak
-from flexgen_h2o.planning import Planner
-from flexgen_h2o.prefixes import TokenIds, check_sharing
-from flexgen_h2o.profile import HardwareProfile
-from flexgen_h2o.profiling.peak import measure_peak, peak_bytes
-from flexgen_h2o.progress import Listener, Progress
-from flexgen_h2o.prompts import Completion, Prompt, prompts_from_python
-from flexgen_h2o.report import RunReport
-from flexgen_h2o.row_plans import RowPlans
-from flexgen_h2o.row_rules import RowRules
-from flexgen_h2o.run_facts import Tally, make_report, sizes_of
-from flexgen_h2o.run_rows import More, RunRows, run_blocks, run_rows
-from flexgen_h2o.sampling import SamplingParams
-from flexgen_h2o.schedule import Step
-from flexgen_h2o.source import Model, content_digests, find_checkpoint, find_model
-from flexgen_h2o.tiers.device import open_device
-from flexgen_h2o.tiers.machine import Site, resolve_budgets
-from flexgen_h2o.timeline import Timeline
-from flexgen_h2o.units import check_int
+from flexgen_h2o.planner.profile import HardwareProfile
+from flexgen_h2o.tiers.device import Site, open_device, resolve_budgets
 
 RANDOM_WEIGHTS_SEED = 0
 RANDOM_DTYPE = "bfloat16"  # of random weights, unless another is asked for

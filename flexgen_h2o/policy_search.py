@@ -13,8 +13,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from flexgen_h2o.config import DTYPE_BYTES, TIERS, Policy, SavedPolicy, without_unused_bits, write_policy
-from flexgen_h2o.doors import (
+from flexgen_h2o.cli_common import (
     OneLineParser,
     check_picture,
     check_separate,
@@ -24,8 +23,12 @@ from flexgen_h2o.doors import (
     results_are_in,
     run_door,
 )
-from flexgen_h2o.engine_flags import (
+from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, Policy, SavedPolicy, without_unused_bits, write_policy
+from flexgen_h2o.core.errors import EXIT_DONE, DoesNotFitError, FlexgenError, UsageError
+from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, usable_path
+from flexgen_h2o.flags import (
     EVICTION_FLAGS,
+    Place,
     add_engine_flags,
     add_eviction_flags,
     as_flags,
@@ -34,18 +37,17 @@ from flexgen_h2o.engine_flags import (
     eviction_of,
     given_flags,
     policy_of,
+    say_idle_flags,
 )
-from flexgen_h2o.errors import EXIT_DONE, DoesNotFitError, FlexgenError, UsageError
-from flexgen_h2o.idle_flags import Place, say_idle_flags
-from flexgen_h2o.paths import DEFAULT_OFFLOAD_DIR, usable_path
 
 if TYPE_CHECKING:
-    from flexgen_h2o.config import ModelSpec
-    from flexgen_h2o.plan_report import Answer, Question
+    from flexgen_h2o.core.config import ModelSpec
     from flexgen_h2o.planner.candidates import Budgets
     from flexgen_h2o.planner.predict import Machine
+    from flexgen_h2o.planner.profile import HardwareProfile
+    from flexgen_h2o.planner.report import Answer, Question
     from flexgen_h2o.planner.search import Plan
-    from flexgen_h2o.profile import HardwareProfile
+
 
 SEARCHED_PROMPTS = 1024
 COMPRESSION = ("compress_weight", "compress_cache")
@@ -96,7 +98,7 @@ def _run(argv: list[str] | None) -> int:
         results_are_in(args.output)
     task = _task(args)
     answer = _answer(args, task)
-    from flexgen_h2o.plan_report import to_json, to_text
+    from flexgen_h2o.planner.report import to_json, to_text
 
     if args.json:
         print(json.dumps(to_json(task.question, answer), indent=1, allow_nan=False))
@@ -116,7 +118,7 @@ def _run(argv: list[str] | None) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Everything that can be wrong with flags and files, before anything is loaded."""
-    from flexgen_h2o.report import check_writable
+    from flexgen_h2o.engine.report import check_writable
 
     if args.dtype != "auto" and args.dtype not in DTYPE_BYTES:
         raise UsageError(f"--dtype {args.dtype}: not one of auto, {', '.join(DTYPE_BYTES)}")
@@ -136,10 +138,10 @@ def _check(args: argparse.Namespace) -> None:
 def _task(args: argparse.Namespace) -> _Task:
     policy, is_auto = _policy(args)
     eviction = eviction_of(args, policy)
-    from flexgen_h2o.eviction_need import need_of
-    from flexgen_h2o.kvcache.eviction.rolling import check_rolling
-    from flexgen_h2o.plan_report import Question
-    from flexgen_h2o.source import find_spec
+    from flexgen_h2o.engine.generation import need_of
+    from flexgen_h2o.kvcache.eviction.policy import check_rolling
+    from flexgen_h2o.models.load import find_spec
+    from flexgen_h2o.planner.report import Question
 
     spec = find_spec(args.model, args.path, args.revision)
     check_positions(args, spec.name, spec.max_positions)
@@ -165,8 +167,8 @@ def _machine(args: argparse.Namespace) -> tuple[Machine, Budgets]:
 
 
 def _shipped(args: argparse.Namespace) -> tuple[HardwareProfile, bool, Budgets]:
-    from flexgen_h2o.profile import find_profile, read_profile
-    from flexgen_h2o.units import less_margin
+    from flexgen_h2o.core.units import less_margin
+    from flexgen_h2o.planner.profile import find_profile, read_profile
 
     profile, asked = read_profile(find_profile(args.hardware)), budget_of(args)
     device_is_host = profile.device_is_host and asked.device is None
@@ -176,9 +178,8 @@ def _shipped(args: argparse.Namespace) -> tuple[HardwareProfile, bool, Budgets]:
 
 
 def _this_machine(args: argparse.Namespace) -> tuple[HardwareProfile, bool, Budgets]:
-    from flexgen_h2o.profiling.choose import profile_of_this_machine
-    from flexgen_h2o.tiers.device import open_device
-    from flexgen_h2o.tiers.machine import resolve_budgets
+    from flexgen_h2o.planner.measure.run import profile_of_this_machine
+    from flexgen_h2o.tiers.device import open_device, resolve_budgets
 
     folder, asked = usable_path(args.offload_dir or DEFAULT_OFFLOAD_DIR, "--offload-dir"), budget_of(args)
     device = open_device(args.device, separate_budget=asked.device is not None)
@@ -196,10 +197,8 @@ def _dtype(args: argparse.Namespace, profile: HardwareProfile) -> str:
 
 def _answer(args: argparse.Namespace, task: _Task) -> Answer:
     """A plan, or why there is none."""
-    from flexgen_h2o.plan_report import Answer
-    from flexgen_h2o.planner.candidates import Search, Sides
-    from flexgen_h2o.planner.gains import gains_of_policy, gains_of_search
-    from flexgen_h2o.planner.least import disk_reads, worth_more
+    from flexgen_h2o.planner.candidates import Search, Sides, disk_reads, worth_more
+    from flexgen_h2o.planner.report import Answer, gains_of_policy, gains_of_search
     from flexgen_h2o.planner.search import evaluate, search
 
     asked, began = task.question, time.perf_counter()
@@ -247,9 +246,9 @@ def _write(args: argparse.Namespace, task: _Task, plan: Plan, command: str) -> N
 
 def _draw(args: argparse.Namespace, task: _Task, plan: Plan) -> None:
     """The first block again, with all its spans."""
-    from flexgen_h2o.planner.need import even_blocks
+    from flexgen_h2o.core.timeline import Timeline
+    from flexgen_h2o.engine.workload import even_blocks
     from flexgen_h2o.planner.predict import predict, walked_sweeps
-    from flexgen_h2o.timeline import Timeline
 
     asked, timeline = task.question, Timeline()
     timeline.keep_spans = True
@@ -258,7 +257,7 @@ def _draw(args: argparse.Namespace, task: _Task, plan: Plan) -> None:
     if args.trace is not None:
         timeline.write_chrome_trace(args.trace)
     if args.plot is not None:
-        from flexgen_h2o.timeline_plot import around_prefill_end, draw_timeline
+        from flexgen_h2o.core.timeline import around_prefill_end, draw_timeline
 
         steps = len(task.spec.layers(plan.policy.sep_layer).layers) * len(blocks[0][0])
         sweeps = ", ".join(map(str, walked_sweeps(asked.need.gen_len)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flexgen_h2o.profile import MOST_RATE, ComputeRates, Curve, HardwareProfile
+from flexgen_h2o.planner.profile import MOST_RATE, ComputeRates, Curve, HardwareProfile
 
 DTYPE = "float16"
 ITEMSIZE = 2

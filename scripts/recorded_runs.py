@@ -12,14 +12,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from flexgen_h2o.config import DTYPE_BYTES, ModelSpec, Policy, TensorSpec
-from flexgen_h2o.errors import UsageError
-from flexgen_h2o.files import read_json
+from flexgen_h2o.core.config import DTYPE_BYTES, ModelSpec, Policy, TensorSpec
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.files import read_json
+from flexgen_h2o.engine.memory_plan import plan_within
+from flexgen_h2o.engine.workload import Need, even_blocks, shape_of
 from flexgen_h2o.models import built_in_spec
-from flexgen_h2o.planner.memory import plan_within
-from flexgen_h2o.planner.need import Need, even_blocks, shape_of
 from flexgen_h2o.planner.predict import Machine, predict
-from flexgen_h2o.profile import HardwareProfile
+from flexgen_h2o.planner.profile import HardwareProfile
 
 QUANTITIES = ("tokens_per_s", "prefill_s", "decode_s")
 DTYPE = "float16"

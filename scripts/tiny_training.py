@@ -28,8 +28,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from flexgen_h2o.evaluation.python_sources import is_held_out, read_text, stdlib_files
-from flexgen_h2o.evaluation.recall import training_row
+from flexgen_h2o.evaluation.rows import is_held_out, read_text, stdlib_files, training_row
 
 BOS, PAD, EOS, UNK = "<s>", "<pad>", "</s>", "<unk>"
 RECALL_SHARE = 0.30

@@ -20,8 +20,8 @@ from pathlib import Path
 import common
 import torch
 
-from flexgen_h2o.doors import OneLineParser, run_door
-from flexgen_h2o.errors import UsageError
+from flexgen_h2o.cli_common import OneLineParser, run_door
+from flexgen_h2o.core.errors import UsageError
 from gpu.report import write_report
 from gpu.runner import FAILED, TIMEOUT, Suite
 from gpu.steps import Setting, Step, all_steps, tiny_setting

@@ -18,7 +18,7 @@ from common import GB
 from sweep.store import Line, Store
 from sweep.summary import device_bytes, markdown
 
-from flexgen_h2o.errors import UsageError
+from flexgen_h2o.core.errors import UsageError
 from gpu.runner import State
 from gpu.steps import TESTS, Setting, Step
 

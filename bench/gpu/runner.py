@@ -15,8 +15,8 @@ from typing import Any, cast
 
 import common
 
-from flexgen_h2o.errors import UsageError
-from flexgen_h2o.files import write_whole
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.files import write_whole
 from gpu.steps import Step
 
 # failed: tried again by the next call, until MOST_ATTEMPTS. cut: the suite's own time was over; left_out: never begun.

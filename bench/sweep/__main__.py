@@ -23,10 +23,10 @@ from pathlib import Path
 import common
 import torch
 
-from flexgen_h2o.doors import OneLineParser, count, positive, run_door
-from flexgen_h2o.errors import UsageError
-from flexgen_h2o.source import Model, find_checkpoint, find_model
-from flexgen_h2o.units import parse_bytes
+from flexgen_h2o.cli_common import OneLineParser, count, positive, run_door
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.units import parse_bytes
+from flexgen_h2o.models.load import Model, find_checkpoint, find_model
 from sweep.grid import GRIDS, SYSTEMS, Cell, System, systems_of
 from sweep.plots import draw_all
 from sweep.runner import Setup, describe, measure

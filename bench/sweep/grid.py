@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flexgen_h2o.units import parse_bytes
+from flexgen_h2o.core.units import parse_bytes
 
 IN_RAM, OFFLOAD = "ram", "offload"
 KV_RATIOS = ("0.025", "0.05", "0.1", "0.2", "0.4")

@@ -11,8 +11,8 @@ from typing import Any
 
 from common import writing
 
-from flexgen_h2o.errors import UsageError
-from flexgen_h2o.locks import try_lock
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.files import try_lock
 
 # ok; over_budget: it ran, and took more memory than the budget; the rest did not give a figure.
 OK, OVER, DOES_NOT_FIT, TIMEOUT, FAILED, REFUSED = "ok", "over_budget", "does_not_fit", "timeout", "failed", "refused"

@@ -8,17 +8,23 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from flexgen_h2o.checkpoint.atomic_folder import states_of
 from flexgen_h2o.checkpoint.bin_import import BIN_INDEX_NAME, BIN_NAME, has_bin, import_bin
-from flexgen_h2o.checkpoint.fingerprint import states_of
-from flexgen_h2o.checkpoint.match import match
 from flexgen_h2o.checkpoint.packed_store import pack_checkpoint, pack_random
 from flexgen_h2o.checkpoint.random_weights import write_random_checkpoint
-from flexgen_h2o.checkpoint.resolve import ModelSource, resolve
-from flexgen_h2o.checkpoint.safetensors_format import INDEX_NAME, SINGLE_NAME
-from flexgen_h2o.checkpoint.safetensors_index import has_safetensors, read_index, read_weight_map, shard_path
-from flexgen_h2o.checkpoint.stored import Checkpoint, StoredTensor
-from flexgen_h2o.config import ModelSpec
-from flexgen_h2o.errors import UsageError
+from flexgen_h2o.checkpoint.resolve import ModelSource, match, resolve
+from flexgen_h2o.checkpoint.safetensors import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    Checkpoint,
+    StoredTensor,
+    has_safetensors,
+    read_index,
+    read_weight_map,
+    shard_path,
+)
+from flexgen_h2o.core.config import ModelSpec
+from flexgen_h2o.core.errors import UsageError
 
 __all__ = [
     "Checkpoint",

@@ -14,23 +14,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexgen_h2o import interrupts
-from flexgen_h2o.checkpoint.atomic_folder import building
-from flexgen_h2o.checkpoint.file_writer import FileWriter, reserve
-from flexgen_h2o.checkpoint.fingerprint import fingerprint, label
-from flexgen_h2o.checkpoint.safetensors_format import (
+from flexgen_h2o.checkpoint.atomic_folder import building, fingerprint, label
+from flexgen_h2o.checkpoint.safetensors import (
     INDEX_NAME,
     Entry,
     header,
+    read_weight_map,
     shard_name,
+    shard_path,
     write_index,
 )
-from flexgen_h2o.checkpoint.safetensors_index import read_weight_map, shard_path
-from flexgen_h2o.errors import UsageError
-from flexgen_h2o.units import MIB
+from flexgen_h2o.checkpoint.writing import FileWriter, reserve
+from flexgen_h2o.core import interrupts
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.units import MIB
 
 if TYPE_CHECKING:
     import torch
+
 
 BIN_NAME = "pytorch_model.bin"
 BIN_INDEX_NAME = "pytorch_model.bin.index.json"

@@ -1,6 +1,6 @@
 """Compressed weights on disk: made once from a checkpoint or from random values, found by later runs.
 
-A safetensors folder with the tensors of a spec under their names: matrices as packed rows (packing.py), uint8 of
+A safetensors folder with the tensors of a spec under their names: matrices as packed rows (core/packing.py), uint8 of
 (rows, bytes of a packed row), first in each file, so that they start at multiples of 4; vectors as they were stored.
 """
 
@@ -12,23 +12,29 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexgen_h2o.checkpoint.atomic_folder import building
-from flexgen_h2o.checkpoint.fingerprint import fingerprint, label
+from flexgen_h2o.checkpoint.atomic_folder import building, fingerprint, label
 from flexgen_h2o.checkpoint.random_weights import RandomValues, record_of
-from flexgen_h2o.checkpoint.safetensors_format import FROM_ENGINE, TO_ENGINE, Entry
-from flexgen_h2o.checkpoint.safetensors_index import AGAIN, read_index
-from flexgen_h2o.checkpoint.shards import plan_shards, tensors_of, write_shards
-from flexgen_h2o.checkpoint.stored import Checkpoint, StoredTensor
-from flexgen_h2o.config import DTYPE_BYTES, ModelSpec, TensorSpec
-from flexgen_h2o.errors import UsageError
-from flexgen_h2o.files import read_json, write_new
-from flexgen_h2o.limits import PACK_CHUNK
-from flexgen_h2o.packing import GROUP, Packing
-from flexgen_h2o.tiers.buffers import host_buffer
+from flexgen_h2o.checkpoint.safetensors import (
+    AGAIN,
+    FROM_ENGINE,
+    TO_ENGINE,
+    Checkpoint,
+    Entry,
+    StoredTensor,
+    read_index,
+)
+from flexgen_h2o.checkpoint.writing import plan_shards, tensors_of, write_shards
+from flexgen_h2o.core.config import DTYPE_BYTES, ModelSpec, TensorSpec
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.files import read_json, write_new
+from flexgen_h2o.core.packing import GROUP, Packing
+from flexgen_h2o.core.units import PACK_CHUNK
+from flexgen_h2o.tiers.device import host_buffer
 from flexgen_h2o.tiers.disk import DirectFile, aligned_range
 
 if TYPE_CHECKING:
     import torch
+
 
 RECORD_NAME = "packed_weights.json"
 
@@ -142,14 +148,14 @@ def _entry(tensor: TensorSpec, dtype: str, packing: Packing) -> Entry:
 def _compile(packing: Packing) -> None:
     import torch
 
-    from flexgen_h2o.kernels.apart import compiled_apart
+    from flexgen_h2o.kernels.warm_up import compiled_apart
 
     compiled_apart(_packed, torch.zeros(1, GROUP), packing)
 
 
 def _packed(rows: torch.Tensor, packing: Packing) -> torch.Tensor:
-    from flexgen_h2o.kernels.int8_rows import pack_int8_rows
-    from flexgen_h2o.kernels.packed_rows import pack_rows
+    from flexgen_h2o.kernels.int8 import pack_int8_rows
+    from flexgen_h2o.kernels.packed import pack_rows
 
     return pack_int8_rows(rows) if packing.by_row else pack_rows(rows, packing.bits)
 

@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.checkpoint.atomic_folder import building
-from flexgen_h2o.checkpoint.safetensors_format import FROM_ENGINE, Entry
-from flexgen_h2o.checkpoint.shards import plan_shards, tensors_of, write_shards
-from flexgen_h2o.config import DTYPE_BYTES, ModelSpec, TensorSpec
-from flexgen_h2o.errors import UsageError
-from flexgen_h2o.files import read_json, write_new
+from flexgen_h2o.checkpoint.safetensors import FROM_ENGINE, Entry
+from flexgen_h2o.checkpoint.writing import plan_shards, tensors_of, write_shards
+from flexgen_h2o.core.config import DTYPE_BYTES, ModelSpec, TensorSpec
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.files import read_json, write_new
 
 if TYPE_CHECKING:
     import torch
+
 
 RECORD_NAME = "random_weights.json"
 # 2**24 - 3 is prime: the rows of no matrix repeat, as they would with a power of two (equal rows: equal logits).

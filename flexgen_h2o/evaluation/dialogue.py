@@ -1,25 +1,216 @@
-"""Many turns in one conversation whose KV lives on, shown as it goes, with what each turn took."""
+"""The turns of a conversation: read from a file as MT-bench has them, and as token ids of a model.
+
+A conversation whose KV lives on: one row that takes the tokens of each coming turn, then answers, then the next.
+
+The first turn is the row's prompt. Every later token, given or said, is a decode step: its column joins the cache and,
+where the row is full, takes the slot of the column that the eviction policy has named. So room is made for what comes,
+column by column, and an eviction policy does in the tenth turn what it does in the first. What is given is known
+before, so one sweep over the weights takes many of these steps, layer by layer.
+
+Many turns in one conversation whose KV lives on, shown as it goes, with what each turn took.
+"""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
-from flexgen_h2o.conversation import Conversation, tokens_after_first
-from flexgen_h2o.evaluation.cells import Case
-from flexgen_h2o.evaluation.held import bytes_of_column, held_columns
-from flexgen_h2o.evaluation.metrics import perplexity, surprise
-from flexgen_h2o.evaluation.turns import Turn
-from flexgen_h2o.generation import RowEnd
-from flexgen_h2o.kvcache.eviction.rolling import most_new_tokens
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.units import GIVEN_CHUNK, format_bytes, format_seconds
+from flexgen_h2o.engine.generation import Chooser, Row, RowEnd
+from flexgen_h2o.engine.metrics import Silent
+from flexgen_h2o.engine.prompts import Prompt, lines_of, make_prompt, object_of_json, prompt_of_json
+from flexgen_h2o.engine.sampling import SamplingParams, StopStrings, TokenChooser, Tokenizer, decode_text
+from flexgen_h2o.evaluation.metrics import Case, bytes_of_column, held_columns, perplexity, surprise
+from flexgen_h2o.kvcache.eviction.policy import most_new_tokens
 from flexgen_h2o.llm import LLM
-from flexgen_h2o.progress import Silent
-from flexgen_h2o.sampling import SamplingParams, StopStrings, TokenChooser, Tokenizer, decode_text
-from flexgen_h2o.units import format_bytes, format_seconds
+from flexgen_h2o.models.load import Model
+
+PLACE = "{turn}"
+FORMAT = "\n{turn}\n"  # apart from the answer before it, which may have been cut anywhere
+# Without --turns: what the shipped model, which knows Python sources, can go on with.
+TURNS = (
+    "import os\nimport sys\n\ndef read_lines(path):",
+    "class Shape:\n    def __init__(self, name):",
+    "    def area(self):",
+    "for name in os.listdir(path):",
+    "try:\n    import json\nexcept ImportError:",
+    "class TestShape(unittest.TestCase):\n    def test_area(self):",
+    'if __name__ == "__main__":',
+    "def main(argv=None):",
+)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What is said to the model: a text, or token ids. place: where it stands, for errors. labels: what the file says
+    of it (`question_id`, `category`)."""
+
+    content: object
+    place: str
+    labels: dict[str, Any]
+
+
+def default_turns() -> list[Turn]:
+    return [Turn(text, "--turns", {}) for text in TURNS]
+
+
+def read_turns(path: Path) -> list[Turn]:
+    """All turns of a file, in its order.
+
+    `.txt`: one a line. `.jsonl`: a line is a question of MT-bench, `{"question_id", "category", "turns": [...]}`, with
+    texts or lists of token ids as turns; or one turn, as `prompt` or `prompt_token_ids`. Raises UsageError naming
+    `--turns FILE:LINE`.
+    """
+    if path.suffix.lower() not in (".txt", ".jsonl"):
+        raise UsageError(f"--turns {path}: the file name must end in .txt (a turn a line) or .jsonl")
+    is_text, turns = path.suffix.lower() == ".txt", []
+    for place, line in lines_of(path, "--turns"):
+        try:
+            turns += [Turn(line, place, {})] if is_text else _turns_of_json(line, place)
+        except UsageError as error:
+            raise UsageError(f"{place}: {error}") from error
+    if not turns:
+        raise UsageError(f"--turns {path}: no turn in it, only blank lines or nothing")
+    return turns
+
+
+def _turns_of_json(line: str, place: str) -> list[Turn]:
+    body = object_of_json(line)
+    labels = {key: body[key] for key in ("question_id", "category") if body.get(key) is not None}
+    if body.get("turns") is None:
+        return [Turn(prompt_of_json(line), place, labels)]
+    turns = body["turns"]
+    if not isinstance(turns, list) or not turns:
+        raise UsageError("turns must be a list of at least one text or list of token ids")
+    for turn in turns:
+        if not isinstance(turn, str | list):
+            raise UsageError(f"a turn is a text or a list of token ids, not {type(turn).__name__}")
+    return [Turn(turn, place, labels) for turn in turns]
+
+
+def encoded(turns: Sequence[Turn], model: Model, form: str | None, chat: bool) -> list[tuple[int, ...]]:
+    """The turns as token ids; those that are ids stay as they are.
+
+    form: what a text is put into, at PLACE; only the first turn gets the tokenizer's special tokens. chat: by the
+    model's chat template instead. Raises UsageError naming the turn's place.
+    """
+    if chat:
+        model.check_chat()
+    found, said = [], []
+    for i, turn in enumerate(turns):
+        said += [turn.content] if isinstance(turn.content, str) else []
+        if chat and len(said) != i + 1:
+            raise UsageError(f"{turn.place}: a chat template takes texts, not token ids; leave --chat out")
+        try:
+            found.append(_ids(turn.content, model, (form or FORMAT), said if chat else None, first=not i))
+        except (UsageError, ValueError) as error:
+            raise UsageError(f"{turn.place}: {error}") from error
+    return found
+
+
+def _ids(content: object, model: Model, form: str, said: list[str] | None, first: bool) -> tuple[int, ...]:
+    def encode(text: str) -> list[int]:
+        if said is not None:
+            return model.encode_turn(said)
+        text = form.replace(PLACE, text)
+        if first:
+            return model.encode(text)
+        model.check_fits(text)
+        return model.encode_more(text)
+
+    given = encode if model.tokenizer is not None else None
+    return make_prompt(0, content, given, model.spec.vocab_size).token_ids
+
+
+TurnIds = Sequence[int]
+
+
+class Audience(Protocol):
+    """Who hears a conversation while it goes on. turn: 0 is the first. They may not keep the logits."""
+
+    def given(self, turn: int, token: int, logits: torch.Tensor) -> None:
+        """A token of a turn is taken. logits: (vocab,), what the model expected in its place."""
+
+    def said(self, turn: int, token: int, reason: str | None) -> None:
+        """The model's answer to a turn goes on with a token. reason: why it ends with it, "stop" or "length"."""
+
+
+class Conversation:
+    """A course (courses.Course) of one row through all turns, each answered with at most `max_tokens` tokens.
+
+    turns: token ids, one of them at least. chooser: of the answers' tokens; ends: when an answer is over, by its own
+    tokens. at_once: the most tokens of a turn in one sweep. room: the most tokens that may follow on the first turn;
+    where they are used up, the conversation ends.
+    The end-of-sequence token that ends an answer stays, as all that is said; a turn that begins with the same token,
+    as chat templates write it, does not repeat it.
+    """
+
+    def __init__(
+        self, turns: Sequence[TurnIds], max_tokens: int, chooser: Chooser, ends: RowEnd, audience: Audience,
+        room: int | None = None, at_once: int = GIVEN_CHUNK,
+    ) -> None:  # fmt: skip
+        self._turns, self._max_tokens, self._chooser, self._ends = turns, max_tokens, chooser, ends
+        self._audience, self.at_once = audience, at_once
+        self._most = tokens_after_first(turns, max_tokens)
+        if room is not None:
+            self._most = min(self._most, room)
+        self._turn = 0
+        self._coming: deque[int] = deque()
+        self._answer = self._new_answer()
+
+    @property
+    def prompt(self) -> Prompt:
+        """The first turn, as the row's prompt."""
+        return Prompt(0, tuple(self._turns[0]), None)
+
+    def choose(self, logits: torch.Tensor, rows: Sequence[int], steps: Sequence[int]) -> list[int]:
+        if self._coming:
+            token = self._coming.popleft()
+            self._audience.given(self._turn, token, logits[0])
+            return [token]
+        (token,) = self._chooser.choose(logits, rows, steps)
+        self._answer.token_ids.append(token)
+        reason = self._ends(self._answer)
+        self._audience.said(self._turn, token, reason)
+        if reason is not None:
+            self._next_turn(token)
+        return [token]
+
+    def most_new(self, row: int) -> int:
+        return self._most
+
+    def end(self, row: Row) -> str | None:
+        if self._turn == len(self._turns):
+            return "stop"
+        return "length" if len(row.token_ids) >= row.max_new else None
+
+    def coming(self, row: Row) -> Sequence[int]:
+        return list(islice(self._coming, self.at_once))
+
+    def _next_turn(self, last: int) -> None:
+        self._turn += 1
+        self._answer = self._new_answer()
+        if self._turn < len(self._turns):
+            turn = list(self._turns[self._turn])
+            is_said = self._ends.is_eos(last) and turn[:1] == [last]
+            self._coming.extend(turn[1:] if is_said else turn)
+
+    def _new_answer(self) -> Row:
+        return Row(self.prompt, self._max_tokens)
+
+
+def tokens_after_first(turns: Sequence[TurnIds], max_tokens: int) -> int:
+    """The most tokens that follow on the first turn where every answer has at most `max_tokens`."""
+    return sum(map(len, turns[1:])) + max_tokens * len(turns)
+
 
 Show = Callable[[str], None]
 

@@ -13,9 +13,12 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.config import Policy
-from flexgen_h2o.doors import check_separate, file_name, flag_of, note, positive, results_are_in
-from flexgen_h2o.engine_flags import (
+from flexgen_h2o.cli_common import check_separate, file_name, flag_of, note, positive, results_are_in
+from flexgen_h2o.core.config import Policy
+from flexgen_h2o.core.errors import EXIT_DONE, FlexgenError, UsageError
+from flexgen_h2o.core.files import usable_path, write_whole
+from flexgen_h2o.core.units import format_bytes
+from flexgen_h2o.flags import (
     add_engine_flags,
     add_eviction_flags,
     add_sampling_flags,
@@ -23,20 +26,18 @@ from flexgen_h2o.engine_flags import (
     eviction_of,
     naming_flags,
     open_llm,
+    place_of,
     policy_of,
     sampling_of,
+    say_idle_flags,
 )
-from flexgen_h2o.errors import EXIT_DONE, FlexgenError, UsageError
-from flexgen_h2o.files import write_whole
-from flexgen_h2o.idle_flags import place_of, say_idle_flags
-from flexgen_h2o.paths import usable_path
-from flexgen_h2o.units import format_bytes
 
 if TYPE_CHECKING:
+    from flexgen_h2o.engine.prompts import Prompt
+    from flexgen_h2o.engine.sampling import SamplingParams
     from flexgen_h2o.kvcache.eviction import Eviction
     from flexgen_h2o.llm import LLM
-    from flexgen_h2o.prompts import Prompt
-    from flexgen_h2o.sampling import SamplingParams
+
 
 GEN_LEN = 64
 RULE = "-" * 70
@@ -168,7 +169,7 @@ def summary(rows: Sequence[Beside], name: str, compression: str = "") -> str:
 
 def _check(args: argparse.Namespace) -> None:
     """What can be wrong with files and combinations, before anything is loaded."""
-    from flexgen_h2o.report import check_writable
+    from flexgen_h2o.engine.report import check_writable
 
     if args.prompt is not None and args.prompts is not None:
         raise UsageError("--prompt and --prompts: give one of them")
@@ -189,7 +190,7 @@ def _eviction(args: argparse.Namespace, policy: Policy) -> Eviction:
 
 
 def _prompts(args: argparse.Namespace, llm: LLM) -> list[Prompt]:
-    from flexgen_h2o.prompts import prompts_from_python, read_prompts
+    from flexgen_h2o.engine.prompts import prompts_from_python, read_prompts
 
     model = llm.model
     encode = model.encode if model.tokenizer is not None else None
@@ -204,8 +205,8 @@ def _prompts(args: argparse.Namespace, llm: LLM) -> list[Prompt]:
 
 def _written(llm: LLM, eviction: Eviction, prompts: Sequence[Prompt], params: SamplingParams) -> list[Written]:
     """A run with `eviction`, in the order of the prompts."""
-    from flexgen_h2o.evaluation.held import bytes_of_column, held_columns
-    from flexgen_h2o.prompts import Completion
+    from flexgen_h2o.engine.prompts import Completion
+    from flexgen_h2o.evaluation.metrics import bytes_of_column, held_columns
 
     done: list[Completion] = []
     llm.eviction = eviction

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from flexgen_h2o.errors import UsageError
+from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.integrations.cache import MODES, EvictingCache
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, check_eviction
 from flexgen_h2o.kvcache.eviction.policy import NORMS, POSITIONS, SCORES

@@ -26,21 +26,19 @@ from typing import Any
 
 import numpy as np
 
-from flexgen_h2o import interrupts
-from flexgen_h2o.config import Policy
-from flexgen_h2o.engine_flags import open_llm
-from flexgen_h2o.errors import DoesNotFitError, FlexgenError, UsageError
-from flexgen_h2o.jobs.lines import Cut, cut_input, read_cut
+from flexgen_h2o.core import interrupts
+from flexgen_h2o.core.config import Policy
+from flexgen_h2o.core.errors import DoesNotFitError, FlexgenError, UsageError
+from flexgen_h2o.core.units import format_bytes, less_margin
+from flexgen_h2o.engine.sampling import SamplingParams
+from flexgen_h2o.flags import open_llm
+from flexgen_h2o.jobs.input import Cut, cut_input, read_cut
 from flexgen_h2o.jobs.output import OutputFile
-from flexgen_h2o.jobs.progress import JobProgress
 from flexgen_h2o.jobs.requests import RequestReader
-from flexgen_h2o.jobs.runner import Before, check_errors
-from flexgen_h2o.jobs.window_job import Answer, Notes, WindowJob
+from flexgen_h2o.jobs.runner import Answer, Before, JobProgress, Notes, WindowJob, check_errors
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.llm import LLM
-from flexgen_h2o.sampling import SamplingParams
 from flexgen_h2o.tiers.device import may_use_card
-from flexgen_h2o.units import format_bytes, less_margin
 
 LOCAL = "local"
 _STORE_BYTES = 256 * 2**20  # of Ray's shared memory, on a Ray of our own: windows and rows are small

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from flexgen_h2o import interrupts
-from flexgen_h2o.errors import FlexgenError, UsageError
-from flexgen_h2o.locks import is_still, try_lock
+from flexgen_h2o.core import interrupts
+from flexgen_h2o.core.errors import FlexgenError, UsageError
+from flexgen_h2o.core.files import is_still, try_lock
 
 SYNC_EVERY_S = 1.0
 # fsync may take at most this share of the time: a slow disk gets rarer syncs, not a slower job.

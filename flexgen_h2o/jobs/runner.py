@@ -1,29 +1,136 @@
-"""A job from its input to its output: windows of requests through the engine, every row written when it is done."""
+"""The look-ahead of a job: enough requests are read ahead to sort them into blocks, and no more.
+
+A job's progress: the numbers of its status, shown on a terminal and kept in the status file.
+
+A job from its input to its output: windows of requests through the engine, every row written when it is done.
+
+A window of a job's rows, run somewhere else than the output is: rows are handed out as they finish.
+"""
 
 from __future__ import annotations
 
+import queue
+import sys
+import threading
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
+from tqdm import tqdm
 
-from flexgen_h2o.config import Policy
-from flexgen_h2o.errors import DoesNotFitError, UsageError
+from flexgen_h2o.core.config import Policy
+from flexgen_h2o.core.errors import DoesNotFitError, UsageError
+from flexgen_h2o.engine.generation import Row
+from flexgen_h2o.engine.metrics import Listener, Progress, Silent
+from flexgen_h2o.engine.prompts import Completion, Prompt
+from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.jobs.answers import error_row, success_row
-from flexgen_h2o.jobs.fields import RowError
-from flexgen_h2o.jobs.lines import Digests, Line, id_digest, read_lines, which_are_in
+from flexgen_h2o.jobs.input import Digests, Line, id_digest, read_lines, which_are_in
 from flexgen_h2o.jobs.output import OutputFile, to_line
-from flexgen_h2o.jobs.progress import JobProgress
-from flexgen_h2o.jobs.requests import Request, RequestReader
-from flexgen_h2o.jobs.window import Window, window_rows
-from flexgen_h2o.progress import Listener
-from flexgen_h2o.prompts import Completion, Prompt
-from flexgen_h2o.sampling import SamplingParams
-from flexgen_h2o.source import Model
+from flexgen_h2o.jobs.requests import Request, RequestReader, RowError
+from flexgen_h2o.jobs.sidecar import Status, tiers_text
+from flexgen_h2o.models.load import Model
+
+LEAST_ROWS = 1024
+LEAST_BLOCKS = 4
+
+
+def window_rows(block_size: int, asked: int | None) -> int:
+    """Rows of a window, in whole blocks. asked: as --window; None: at least LEAST_BLOCKS blocks and LEAST_ROWS rows."""
+    rows = max(LEAST_ROWS, LEAST_BLOCKS * block_size) if asked is None else asked
+    return -(-rows // block_size) * block_size
+
+
+class Window:
+    """Requests that are read and not yet run, out of a stream of them."""
+
+    def __init__(self, requests: Iterator[Request]) -> None:
+        self._requests = requests
+        self._ahead: list[Request] = []
+
+    def fill(self, rows: int) -> list[Request]:
+        """Read on until `rows` are ahead, or the stream ends; those that are. They stay in the window."""
+        while len(self._ahead) < rows and (request := next(self._requests, None)) is not None:
+            self._ahead.append(request)
+        return self._ahead
+
+    def take(self, rows: int) -> list[Request]:
+        """The next `rows` requests, or those that there are, in the order of the input."""
+        self.fill(rows)
+        taken, self._ahead = self._ahead[:rows], self._ahead[rows:]
+        return taken
+
+
+WRITE_EVERY_S = 1.0
+
+
+class JobProgress:
+    """Listens to the runs of a job. on_tick is called with every micro-batch; peak_bytes says what the engine holds.
+
+    rows: of the input; done, errors: those that the output had before. others: what else it had, rows and error rows.
+    """
+
+    def __init__(
+        self, output: Path, rows: int, done: int, errors: int, peak_bytes: Callable[[], dict[str, int]],
+        on_tick: Callable[[], None], others: tuple[int, int] = (0, 0),
+    ) -> None:  # fmt: skip
+        self.status = Status(rows=rows, done=done, errors=errors, other_rows=others[0], other_errors=others[1])
+        self._output, self._peak_bytes, self._on_tick = output, peak_bytes, on_tick
+        self._done_before, self._began, self._written = done, time.monotonic(), 0.0
+        self._bar = tqdm(
+            total=rows, initial=done, unit="row", desc="batch", file=sys.stderr, disable=not Progress.on_terminal()
+        )
+        self._write()
+
+    def sweep(self, tokens: int) -> None:
+        """A micro-batch has got `tokens` new ones."""
+        self.status.tokens += tokens
+        self._on_tick()
+        self._tick()
+
+    def finish(self, rows: Sequence[Row]) -> None:
+        """They are counted when they are written."""
+
+    def prefilled(self, tokens: int, spared: int) -> None:
+        """A run of prompts with so many tokens has ended; `spared` of them were not computed."""
+        self.status.prompt_tokens += tokens
+        self.status.spared_tokens += spared
+
+    def wrote(self, rows: int, errors: int = 0) -> None:
+        """So many rows more are in the output, `errors` of them error rows."""
+        self.status.done += rows
+        self.status.errors += errors
+        self._bar.update(rows)
+        self._tick()
+
+    def end(self, state: str) -> None:
+        """state: of the status file, for good."""
+        self.status.state = state
+        self._bar.close()
+        self._write()
+
+    def _tick(self) -> None:
+        if time.monotonic() - self._written >= WRITE_EVERY_S:
+            self._write()
+
+    def _write(self) -> None:
+        status, now = self.status, time.monotonic()
+        status.seconds = now - self._began
+        status.tokens_per_s = status.tokens / status.seconds if status.seconds > 0 else 0.0
+        here = status.done - self._done_before
+        status.eta_s = status.seconds / here * (status.rows - status.done) if here else None
+        status.peak_bytes = {t: max(n, status.peak_bytes.get(t, 0)) for t, n in self._peak_bytes().items()} or (
+            status.peak_bytes
+        )
+        self._written = now
+        self._bar.set_postfix_str(f"{status.tokens_per_s:.1f} token/s, {tiers_text(status.peak_bytes)}", refresh=False)
+        status.write(self._output)
+
 
 PromptsAndParams = tuple[list[Prompt], list[SamplingParams]]
 
@@ -213,3 +320,85 @@ def check_errors(progress: JobProgress, most: int | None, output: OutputFile) ->
 
 def _prompts_and_params(requests: Sequence[Request]) -> PromptsAndParams:
     return [request.prompt for request in requests], [request.params for request in requests]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A row that is done. row: of the input; line: for the output, without its newline; tokens: new ones."""
+
+    row: int
+    line: bytes
+    is_error: bool
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Notes:
+    """What a window says at its end. other_models, first_other: as of `Job`; peak_bytes: of the engine, by tier.
+
+    prompt_tokens, spared_tokens: as of `status.Status`.
+    """
+
+    other_models: int
+    first_other: str
+    peak_bytes: dict[str, int]
+    prompt_tokens: int = 0
+    spared_tokens: int = 0
+
+
+class WindowJob(Job):
+    """A job whose rows are `lines`, by row of the whole input, and whose output is whoever takes its answers.
+
+    has_run: the engine has run another window; rows that do not fit together are run apart then.
+    """
+
+    def __init__(
+        self, llm: Generator, reader: RequestReader, lines: Sequence[tuple[int, Line]], window: int | None = None,
+        refill: bool = False, *, has_run: bool = False,
+    ) -> None:  # fmt: skip
+        self._given, self._row_of = lines, {line.number: row for row, line in lines}
+        self._answers: queue.SimpleQueue[list[Answer] | BaseException | None] = queue.SimpleQueue()
+        nothing = Before(np.zeros(len(lines), bool), 0, 0)
+        super().__init__(llm, Path(), reader, cast(Any, None), nothing, cast(Any, Silent()), None, window, refill)
+        self._has_run = has_run
+        self.prompt_tokens = self.spared_tokens = 0
+
+    def answers(self) -> Iterator[list[Answer]]:
+        """Those that finish together, as they do; raises what the engine raises."""
+        thread = threading.Thread(target=self._work, name="window", daemon=True)
+        thread.start()
+        while (found := self._answers.get()) is not None:
+            if isinstance(found, BaseException):
+                raise found
+            yield found
+        thread.join()
+
+    def _work(self) -> None:
+        try:
+            self.run()
+            self._answers.put(None)
+        except BaseException as error:
+            self._answers.put(error)
+
+    def _lines(self) -> Iterator[Line]:
+        return (line for _, line in self._given)
+
+    def _end(self) -> None:
+        """There is no file to sync."""
+
+    def _finish(self, done: Sequence[Completion]) -> None:
+        found = []
+        for one in done:
+            line = to_line(success_row(self._running.pop(one.index), one, self.llm.model))
+            found.append(Answer(self._row_of[one.index], line, False, len(one.token_ids)))
+        self._answers.put(found)
+
+    def _prefilled(self, tokens: int, spared: int) -> None:
+        self.prompt_tokens += tokens
+        self.spared_tokens += spared
+
+    def _fail(self, custom_id: str, number: int, error: RowError) -> None:
+        self._answers.put([Answer(self._row_of[number], to_line(error_row(custom_id, number, error)), True, 0)])
+
+    def _check_errors(self) -> None:
+        """Errors are counted where rows are written."""

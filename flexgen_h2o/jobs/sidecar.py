@@ -1,19 +1,26 @@
 """What an output was made with, kept beside it, so that no restart mixes answers of two settings in one file.
 
 `OUT.jsonl.job.json`: schema, settings, input {path, bytes, digest}, earlier (settings before a --force).
+
+How a job stands, in a small file beside its output that other processes may read: `OUT.jsonl.status.json`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flexgen_h2o.errors import FlexgenError, UsageError
-from flexgen_h2o.files import read_json, write_whole
-from flexgen_h2o.jobs.lines import Scan
+from flexgen_h2o.core.errors import FlexgenError, UsageError
+from flexgen_h2o.core.files import read_json, write_whole
+from flexgen_h2o.core.units import format_bytes, format_seconds
+from flexgen_h2o.jobs.input import Scan
+from flexgen_h2o.jobs.output import count_rows, is_locked
 
 SCHEMA = 1
 
@@ -108,3 +115,111 @@ def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 def _short(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+RUNNING, DONE = "running", "done"
+_COUNTS = ("pid", "rows", "done", "errors", "other_rows", "other_errors", "tokens", "prompt_tokens", "spared_tokens")
+_NUMBERS = ("seconds", "tokens_per_s", "updated")
+_MOST = 2**63  # of any number; a year of seconds is 2**25
+
+
+@dataclass
+class Status:
+    """Counts of rows are of the whole output, tokens and seconds of this run. tokens: new ones. pid: of the job.
+
+    prompt_tokens: of rows that the engine is done with, which is known as a window ends, with refill at the job's end.
+    spared_tokens: those of them that were not computed, because rows that begin alike share them.
+    other_rows, other_errors: those in the output that answer no line of this input, as after --force with another one.
+    state: running, done, or what ended it. eta_s: None until a row is done. peak_bytes: of the budgets, by tier.
+    """
+
+    state: str = RUNNING
+    pid: int = field(default_factory=os.getpid)
+    rows: int = 0
+    done: int = 0
+    errors: int = 0
+    other_rows: int = 0
+    other_errors: int = 0
+    tokens: int = 0
+    prompt_tokens: int = 0
+    spared_tokens: int = 0
+    seconds: float = 0.0
+    tokens_per_s: float = 0.0
+    eta_s: float | None = None
+    peak_bytes: dict[str, int] = field(default_factory=dict)
+    updated: float = 0.0
+
+    @property
+    def is_sound(self) -> bool:
+        """Has each field the type that a job writes, and is each number one that can be?"""
+        counts = [getattr(self, name) for name in _COUNTS]
+        numbers = [getattr(self, name) for name in _NUMBERS] + ([] if self.eta_s is None else [self.eta_s])
+        return (
+            isinstance(self.state, str)
+            and isinstance(self.peak_bytes, dict)
+            and all(type(n) is int and 0 <= n < _MOST for n in (*counts, *self.peak_bytes.values()))
+            and all(type(n) in (int, float) and 0 <= n < _MOST for n in numbers)
+        )
+
+    def write(self, output: Path) -> None:
+        """Best effort: a job must not end because nobody can be told of it."""
+        self.updated = time.time()
+        with contextlib.suppress(OSError):
+            write_whole(status_path(output), json.dumps(asdict(self), indent=1) + "\n", follow=False, sync=False)
+
+
+def status_path(output: Path) -> Path:
+    return output.with_name(output.name + ".status.json")
+
+
+def read_status(output: Path) -> Status:
+    """The status of the job that writes `output`, or did last. UsageError where there is none.
+
+    Rows are counted in the output itself, which has more than the file says where the job was killed, and fewer where
+    somebody has cut it. A job that says that it runs and does not hold the output's lock was killed.
+    """
+    path = status_path(output)
+    try:
+        status = Status(**read_json(path))
+        if not status.is_sound:
+            raise TypeError
+    except FileNotFoundError as error:
+        raise UsageError(f"--status: no job has written {output}: there is no {path.name} beside it") from error
+    except OSError as error:
+        raise UsageError(f"--status: {path}: {error.strerror or error}") from error
+    except (ValueError, TypeError, RecursionError) as error:
+        raise UsageError(f"--status: {path}: is not the status of a job; its next run writes one") from error
+    if status.state == RUNNING and not is_locked(output):
+        status.state = "killed"
+    rows, errors = count_rows(output)
+    status.done, status.errors = max(0, rows - status.other_rows), max(0, errors - status.other_errors)
+    if status.state == DONE and status.done < status.rows:
+        status.state = "done, and rows were taken away since; the same command does them again"
+    return status
+
+
+def status_lines(status: Status) -> list[str]:
+    """The status for people."""
+    left = max(0, status.rows - status.done)
+    lines = [
+        f"state: {status.state}" + (f" (process {status.pid})" if status.state == RUNNING else ""),
+        f"rows: {status.done} of {status.rows} done, {status.errors} of them errors, {left} to do",
+        f"speed: {status.tokens_per_s:.1f} new tokens/s, {status.tokens} in {format_seconds(status.seconds)}",
+    ]
+    if status.spared_tokens:
+        lines.append(spared_text(status))
+    if status.eta_s is not None and left:
+        lines.append(f"left: {format_seconds(status.eta_s)}")
+    if status.peak_bytes:
+        lines.append("memory: " + tiers_text(status.peak_bytes))
+    if status.updated:
+        lines.append(f"updated: {max(0, round(time.time() - status.updated))} s ago")
+    return lines
+
+
+def spared_text(status: Status) -> str:
+    return f"shared prefixes spared {status.spared_tokens} of {status.prompt_tokens} prompt tokens"
+
+
+def tiers_text(nbytes: dict[str, int]) -> str:
+    return ", ".join(f"{tier} {format_bytes(n)}" for tier, n in nbytes.items())

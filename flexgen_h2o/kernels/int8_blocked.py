@@ -1,4 +1,6 @@
-"""Rows in int8 in oneDNN's blocked layout, in which a CPU multiplies them faster than in order.
+"""Products of int8 codes, as whole numbers: torch's, or the same by products of float32.
+
+Rows in int8 in oneDNN's blocked layout, in which a CPU multiplies them faster than in order.
 
 Some packed rows (packing.Packing.by_row) are blocked where they lie, in as many bytes: their values, 64 rows together
 and of each 4 columns in turn; the negative sums of these, which the product takes off for inputs around 128; the
@@ -6,20 +8,64 @@ scales. Looked up, a row is gathered from its block.
 
 The product and the layout are private to torch: both are tried once against products of int8_sums.py (instructions of
 older CPUs cut sums, other CPUs have other layouts); where they are missing or differ, rows stay as they are.
+
+Packed rows of 4 bits (core/packing.py) into int8 rows with one scale each, for products in int8 (kernels/int8.py).
+
+scale = the largest magnitude that the groups of a row can hold, |least| or |least + 15 x scale|, over 127: it follows
+from the groups' ends, so values are gone through once. int8 = round(value x 127 / largest). Beside the 4 bits' own
+error, a value is off by at most half of a scale.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 
-from flexgen_h2o.kernels.int8_sums import int8_products_reference
-from flexgen_h2o.kernels.opaque import opaque_tensor
-from flexgen_h2o.limits import BLOCK_CHUNK, BLOCK_ROWS, INT8_BLOCK_ROWS
-from flexgen_h2o.packing import INT8_ROW_BYTES
+from flexgen_h2o.core.packing import GROUP_BYTES, INT8, INT8_ROW_BYTES, num_groups, value_bytes
+from flexgen_h2o.core.units import BLOCK_CHUNK, BLOCK_ROWS, INT8_BLOCK_ROWS, UNPACK_CHUNK
+from flexgen_h2o.kernels.blocked import opaque_tensor
+from flexgen_h2o.kernels.packed import unpack_rows_reference
+from flexgen_h2o.kernels.workspace import share_rows
+
+_EXACT = 1024  # products of codes (at most 127 x 127) whose sum float32 holds exactly, in any order
+
+
+def int8_products(codes: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """out = codes W^T. codes: (rows, columns), weight: (n, columns), both int8; out: (rows, n) int32, contiguous."""
+    if codes.device.type == "cpu" and _int_mm_works():
+        torch._int_mm(codes, weight.t(), out=out)
+    else:
+        int8_products_reference(codes, weight, out)
+
+
+def int8_products_reference(codes: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """`int8_products` as products of float32, exact: some columns, and some rows of the weight, at a time."""
+    out.zero_()
+    step = UNPACK_CHUNK // _EXACT
+    for k in range(0, codes.shape[1], _EXACT):
+        inputs = codes[:, k : k + _EXACT].float()
+        for a in range(0, len(weight), step):
+            out[:, a : a + step] += (inputs @ weight[a : a + step, k : k + _EXACT].float().t()).to(torch.int32)
+
+
+@lru_cache(maxsize=1)
+def _int_mm_works() -> bool:
+    """torch._int_mm is private, and instructions of older CPUs cut sums of large products: is it there, and exact?"""
+    codes, weight = (torch.full((n, 260), 127, dtype=torch.int8) for n in (3, 32))
+    codes[0, ::2], weight[1], weight[2, 1::2] = -127, -127, -127
+    weight = weight[:, :256]  # rows that lie apart, as packed rows do
+    out, want = (torch.empty(3, 32, dtype=torch.int32) for _ in range(2))
+    try:
+        torch._int_mm(codes[:, :256].contiguous(), weight.t(), out=out)
+    except (AttributeError, RuntimeError, TypeError):
+        return False
+    int8_products_reference(codes[:, :256], weight, want)
+    return torch.equal(out, want)
+
 
 ZERO = 128  # what is added to the inputs' codes: oneDNN takes them as uint8
 _WORD = 4  # columns that lie together
@@ -62,7 +108,7 @@ def block_int8_rows(packed: torch.Tensor) -> tuple[torch.Tensor | BlockedInt8, .
 
 
 def blank_int8_rows(memory: torch.Tensor) -> tuple[torch.Tensor | BlockedInt8, ...]:
-    """Parts as `block_int8_rows` makes them, of rows that are yet to be filled (kernels/requantised.py)."""
+    """Parts as `block_int8_rows` makes them, of rows that are yet to be filled (kernels/int8_blocked.py)."""
     columns = memory.shape[1] - INT8_ROW_BYTES
     if not _can_block(memory, columns) or not _can_fill():
         return (memory,)
@@ -95,7 +141,7 @@ def _can_block(packed: torch.Tensor, columns: int) -> bool:
 
 @lru_cache(maxsize=1)
 def _can_fill() -> bool:
-    from flexgen_h2o.kernels.requantise_vectors import is_there
+    from flexgen_h2o.kernels.compiled.packed_vectors import is_there
 
     return is_there()
 
@@ -166,3 +212,80 @@ def _works() -> bool:
     except (AttributeError, OSError, RuntimeError, TypeError, ValueError):  # gone, renamed, or not for this CPU
         return False
     return torch.equal(found, want.float())
+
+
+BITS = 4
+_MOST = 2**BITS - 1
+_LEVELS = 127.0
+_NOTHING = 1e-30  # as in requantise_loops
+
+
+def requantise_rows(
+    packed: torch.Tensor, first: int, parts: Sequence[torch.Tensor | BlockedInt8], columns: int
+) -> None:
+    """Fill rows of an int8 matrix from `first` on. packed: (n, packed row bytes) uint8; parts: of the whole matrix.
+
+    Of a blocked part, rows are filled 16 at a time: `first` and, where more rows follow, n are multiples of 16.
+    """
+    start = 0
+    for part in parts:
+        begin, end = max(first, start), min(first + len(packed), start + len(part))
+        if begin < end:
+            some = packed[begin - first : end - first]
+            if isinstance(part, BlockedInt8):
+                _fill_blocked(some, begin - start, part, columns)
+            elif part.device.type == "cpu":
+                _fill_in_order(some, part[begin - start : end - start], columns)
+            else:
+                requantise_rows_reference(some, part[begin - start : end - start], columns)
+        start += len(part)
+
+
+def requantise_rows_reference(packed: torch.Tensor, out: torch.Tensor, columns: int) -> None:
+    """`requantise_rows` in torch operations, UNPACK_CHUNK values at a time, with the same bits.
+
+    out: rows in order, (n, INT8.row_bytes(columns)) uint8.
+    """
+    step = max(1, UNPACK_CHUNK // columns)
+    for start in range(0, len(packed), step):
+        some, rows = packed[start : start + step], out[start : start + step]
+        values = unpack_rows_reference(some, BITS, torch.empty(len(some), columns, device=packed.device))
+        largest = _largest(some, columns)
+        steps = torch.full_like(largest, _LEVELS) / largest  # a number over a tensor would be rounded twice
+        codes = values.mul_(steps.masked_fill(largest == 0, 0).unsqueeze(1)).round_().to(torch.int8)
+        rows.zero_()
+        rows[:, :columns] = codes.view(torch.uint8)
+        ends = torch.stack([(largest * (1 / _LEVELS)).view(torch.int32), codes.sum(1, dtype=torch.int32)], dim=1)
+        rows[:, -INT8_ROW_BYTES:] = ends.view(torch.uint8)
+
+
+def _largest(packed: torch.Tensor, columns: int) -> torch.Tensor:
+    """(n,) float32: of each row the largest magnitude that its groups can hold."""
+    groups, at = num_groups(columns), value_bytes(columns, BITS)
+    ends = packed[:, at : at + GROUP_BYTES * groups].contiguous().view(torch.bfloat16).float()
+    scale, least = ends.view(len(packed), groups, 2).unbind(dim=2)
+    largest = torch.maximum(least.abs(), (least + _MOST * scale).abs()).amax(dim=1)
+    return largest.masked_fill(largest < _NOTHING, 0)
+
+
+def _fill_in_order(packed: torch.Tensor, out: torch.Tensor, columns: int) -> None:
+    from flexgen_h2o.kernels.compiled import int8 as requantise_loops
+
+    job = requantise_loops.Job(
+        packed.data_ptr(), packed.stride(0), value_bytes(columns, BITS), columns, out.data_ptr(), out.stride(0),
+        len(out), 0,
+    )  # fmt: skip
+    share_rows(lambda a, b: requantise_loops.in_order(job, a, b), len(packed), packed.shape[1] + columns)
+
+
+def _fill_blocked(packed: torch.Tensor, first: int, part: BlockedInt8, columns: int) -> None:
+    from flexgen_h2o.kernels.compiled import int8 as requantise_loops
+    from flexgen_h2o.kernels.compiled.packed_vectors import ROWS
+
+    assert first % ROWS == 0 and len(packed) % ROWS == 0
+    job = requantise_loops.Job(
+        packed.data_ptr(), packed.stride(0), value_bytes(columns, BITS), columns, part.memory.data_ptr(),
+        INT8.row_bytes(columns), len(part), first,
+    )  # fmt: skip
+    strip_bytes = ROWS * (packed.shape[1] + columns)
+    share_rows(lambda a, b: requantise_loops.blocked(job, a, b), len(packed) // ROWS, strip_bytes)

@@ -24,7 +24,7 @@ _types: Any = numba.types
 # the compiler assume that there is no NaN and no infinity, and a broken model must show, not turn into numbers.
 FASTMATH = ("reassoc", "contract", "nsz", "arcp", "afn")
 _OPTIONS = {"nogil": True, "error_model": "numpy", "fastmath": set(FASTMATH)}
-_STAMP = tuple((f.name, f.stat().st_mtime_ns, f.stat().st_size) for f in sorted(Path(__file__).parent.glob("*.py")))
+_STAMP = tuple((f.name, f.stat().st_mtime_ns, f.stat().st_size) for f in sorted(Path(__file__).parent.rglob("*.py")))
 
 
 def jit(function: Callable[..., Any]) -> Any:

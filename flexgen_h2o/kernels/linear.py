@@ -2,7 +2,7 @@
 
 A matrix split over tiers arrives as up to three tensors, each a run of its rows; a whole one as a single part. No
 part is ever copied together: each is multiplied where it lies and fills its own columns of the result. A part is in
-the compute dtype, in order or blocked (kernels/blocked_rows.py), or in int8 and multiplied so (kernels/int8_rows.py).
+the compute dtype, in order or blocked (kernels/blocked.py), or in int8 and multiplied so (kernels/int8.py).
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from flexgen_h2o.kernels import blocked_rows, int8_rows
-from flexgen_h2o.kernels.blocked_rows import BlockedRows
-from flexgen_h2o.kernels.int8_rows import Int8Rows
-from flexgen_h2o.limits import TOKEN_CHUNK
+from flexgen_h2o.core.units import TOKEN_CHUNK
+from flexgen_h2o.kernels import blocked as blocked_rows
+from flexgen_h2o.kernels import int8 as int8_rows
+from flexgen_h2o.kernels.blocked import BlockedRows
+from flexgen_h2o.kernels.int8 import Int8Rows
 
 RowParts = tuple[torch.Tensor | BlockedRows | Int8Rows, ...]
 

@@ -1,26 +1,92 @@
-"""Compile the kernels, or load what was compiled before, so that no sweep of a run waits for it."""
+"""Loops are compiled in a process of their own, which leaves them on disk.
+
+numba and LLVM keep 100 MB and more of the process that compiles for good, which no budget knows of; loading what was
+compiled takes little.
+
+Compile the kernels, or load what was compiled before, so that no sweep of a run waits for it.
+"""
 
 from __future__ import annotations
 
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
 import torch
 
-from flexgen_h2o.kernels.apart import compiled_apart
-from flexgen_h2o.kernels.causal import causal_attention_lse
-from flexgen_h2o.kernels.column_sums import column_sums
-from flexgen_h2o.kernels.gated import silu_gated
-from flexgen_h2o.kernels.int8_blocked import blank_int8_rows
-from flexgen_h2o.kernels.int8_rows import Int8Rows, multiply_each, rescale
-from flexgen_h2o.kernels.packed_rows import unpack_rows
-from flexgen_h2o.kernels.packed_slots import attend_packed, pack_columns
-from flexgen_h2o.kernels.requantised import BITS, requantise_rows
-from flexgen_h2o.kernels.rms_norm import rms_norm
-from flexgen_h2o.kernels.rotary import Rotation
-from flexgen_h2o.kernels.slot_columns import get_last_slots, put_slots
-from flexgen_h2o.kernels.slot_packing import SlotPacking
-from flexgen_h2o.kernels.slots import ScoreBook, attend_scored
+from flexgen_h2o.core.packing import INT8, Packing, SlotPacking
+from flexgen_h2o.core.units import BLOCK_ROWS
+from flexgen_h2o.kernels.elementwise import Rotation, rms_norm, silu_gated
+from flexgen_h2o.kernels.int8 import Int8Rows, multiply_each, rescale
+from flexgen_h2o.kernels.int8_blocked import BITS, blank_int8_rows, requantise_rows
+from flexgen_h2o.kernels.packed import attend_packed, pack_columns, unpack_rows
+from flexgen_h2o.kernels.prefill_attention import causal_attention_lse, column_sums
+from flexgen_h2o.kernels.slots import ScoreBook, attend_scored, get_last_slots, put_slots
 from flexgen_h2o.kernels.workspace import Workspace
-from flexgen_h2o.limits import BLOCK_ROWS
-from flexgen_h2o.packing import INT8, Packing
+
+_LONGEST_S = 300.0
+# The process that compiles imports from where this one does, and from nowhere else.
+_CODE = """
+import pickle, sys
+sys.path[:] = pickle.load(sys.stdin.buffer)
+function, arguments = pickle.load(sys.stdin.buffer)
+function(*arguments)
+"""
+
+
+class _NotCompiledError(Exception):
+    """A loop would have to be compiled."""
+
+
+def compiled_apart(function: Callable[..., object], *arguments: object) -> None:
+    """Call function(*arguments), whose result nobody wants, so that its loops are compiled.
+
+    Where some are not yet, another process calls it first. function: of a module; arguments: can be pickled. The call
+    may end at any loop and begin anew. Where nothing can be kept on disk, or no process started, this one compiles.
+    """
+    from flexgen_h2o.kernels.jit import is_kept
+
+    if is_kept() and sys.executable:
+        try:
+            with _refusing_to_compile():
+                function(*arguments)
+            return
+        except _NotCompiledError:
+            _call_in_a_process(function, arguments)
+    function(*arguments)
+
+
+@contextmanager
+def _refusing_to_compile() -> Iterator[None]:
+    """_NotCompiledError where this thread would compile; loops that are on disk are loaded."""
+    from numba.core import event
+
+    thread = threading.get_ident()
+
+    class Refusal(event.Listener):
+        def on_start(self, _event: Any) -> None:
+            if threading.get_ident() == thread:
+                raise _NotCompiledError
+
+        def on_end(self, _event: Any) -> None:
+            pass
+
+    with event.install_listener("numba:compile", Refusal()):
+        yield
+
+
+def _call_in_a_process(function: Callable[..., object], arguments: tuple[object, ...]) -> None:
+    given = pickle.dumps(sys.path) + pickle.dumps((function, arguments))
+    quiet = subprocess.DEVNULL
+    with suppress(OSError, subprocess.SubprocessError):
+        subprocess.run(
+            [sys.executable, "-c", _CODE], input=given, stdout=quiet, stderr=quiet, timeout=_LONGEST_S, check=False
+        )
+
 
 _ROWS, _SLOTS, _WIDTH = 1, 4, 64
 

@@ -1,8 +1,19 @@
-"""Named step buffers, taken once and reused by every layer and micro-batch: no allocation in the loop."""
+"""Named step buffers, taken once and reused by every layer and micro-batch: no allocation in the loop.
+
+Threads that share the rows of a compiled loop, beside torch's own.
+
+numba's parallel loops are not used: they bring a second OpenMP, or a scheduler that only one thread may enter, and they
+split evenly, so that the slowest core decides. Here each thread takes the next few rows until there are none.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 
 import torch
 
@@ -23,3 +34,42 @@ class Workspace:
         dtype = dtype or self.dtype
         nbytes = math.prod(shape) * dtype.itemsize
         return self._slices[name][:nbytes].view(dtype).view(shape)
+
+
+_SHARES = 8  # a thread takes its rows in about so many parts
+_WORTH_WAKING = 2**19  # bytes of work below which waking a thread costs more than it saves
+
+
+@lru_cache(maxsize=1)
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="kernel")
+
+
+os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has the pool, but none of its threads
+
+
+def share_rows(loop: Callable[[int, int], object], rows: int, row_bytes: int) -> None:
+    """Call loop(first, end) until all `rows` are done, on as many threads as torch uses, this one among them.
+
+    row_bytes: about how much memory a row goes through; little work stays on this thread. What a row gets must not
+    depend on the split. Raises what a loop raises, after all have ended.
+    """
+    threads = min(torch.get_num_threads(), rows, 1 + rows * row_bytes // _WORTH_WAKING)
+    if threads <= 1:
+        loop(0, rows)
+        return
+    step = -(-rows // (threads * _SHARES))
+    starts = itertools.count(0, step)  # next() is one step of the interpreter: no lock
+
+    def work() -> None:
+        while (first := next(starts)) < rows:
+            loop(first, min(rows, first + step))
+
+    helpers = [_pool(torch.get_num_threads() - 1).submit(work) for _ in range(threads - 1)]
+    try:
+        work()
+    finally:
+        errors = [helper.exception() for helper in helpers]
+    for error in errors:
+        if error is not None:
+            raise error

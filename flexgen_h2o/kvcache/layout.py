@@ -11,10 +11,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from flexgen_h2o.kernels.slot_packing import SlotPacking
-from flexgen_h2o.limits import ALIGN, PAGE, SEGMENT_SLOTS, WRITE_BACK_STEPS
+from flexgen_h2o.core.packing import SlotPacking
+from flexgen_h2o.core.units import ALIGN, PAGE, SEGMENT_SLOTS, WRITE_BACK_STEPS, round_up
 from flexgen_h2o.tiers.placement import Part, Shares, split_rows
-from flexgen_h2o.units import round_up
 
 RECORD_ITEMSIZE = 4  # int32 positions, float32 scores and norms, int32 victims
 

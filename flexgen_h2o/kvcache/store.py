@@ -1,4 +1,6 @@
-"""KV units on their home tiers: brought to where attention runs, extended in place, written back.
+"""The newest columns of a KV part on disk, in RAM until the part is written back.
+
+KV units on their home tiers: brought to where attention runs, extended in place, written back.
 
 Homes are taken once for the largest block and carved anew for each. Parts that live where attention runs are used in
 place; the others come through a ring. Columns made for a disk part wait in a RAM overlay and the part is written back
@@ -14,18 +16,68 @@ from dataclasses import dataclass, field
 
 import torch
 
-from flexgen_h2o.config import TIERS
+from flexgen_h2o.core.config import TIERS
+from flexgen_h2o.core.units import PAGE, WRITE_BACK_STEPS, round_up
+from flexgen_h2o.kernels.slots import get_last_slots, put_slots
 from flexgen_h2o.kvcache.layout import UnitLayout
-from flexgen_h2o.kvcache.moves import Move, move_rows
-from flexgen_h2o.kvcache.overlay import Overlay
-from flexgen_h2o.kvcache.view import PartView, Record, carve_record, column_index, part_view
-from flexgen_h2o.limits import PAGE
+from flexgen_h2o.kvcache.slots import (
+    Move,
+    PartView,
+    Record,
+    carve_record,
+    column_index,
+    move_rows,
+    part_view,
+    stored_dtype,
+)
 from flexgen_h2o.tiers.disk import DirectFile
-from flexgen_h2o.tiers.events import Done, Waitable, wait_all
-from flexgen_h2o.tiers.mover import Memory, Mover
 from flexgen_h2o.tiers.placement import Part, is_streamed
-from flexgen_h2o.tiers.ring import Region
-from flexgen_h2o.units import round_up
+from flexgen_h2o.tiers.stream import Done, Region, Waitable, wait_all
+from flexgen_h2o.tiers.transfers import Memory, Mover
+
+
+class Overlay:
+    """Up to WRITE_BACK_STEPS columns a row. `memory`: uint8, UnitLayout.overlay_bytes of the part."""
+
+    def __init__(self, layout: UnitLayout, part: Part, memory: torch.Tensor, dtype: torch.dtype) -> None:
+        dtype = stored_dtype(layout, dtype)
+        shape = (part.rows, WRITE_BACK_STEPS, layout.slot_bytes // dtype.itemsize)
+        slot_bytes = 8 * part.rows * WRITE_BACK_STEPS
+        half = (memory.numel() - slot_bytes) // 2
+        self._slots = memory[:slot_bytes].view(torch.int64).view(part.rows, WRITE_BACK_STEPS)
+        self._keys = memory[slot_bytes : slot_bytes + half].view(dtype).view(shape)
+        self._values = memory[slot_bytes + half :].view(dtype).view(shape)
+        self._used = 0
+
+    @property
+    def is_full(self) -> bool:
+        return self._used == WRITE_BACK_STEPS
+
+    def clear(self) -> None:
+        self._used = 0
+
+    def add(self, view: PartView, slots: torch.Tensor) -> None:
+        """Remember the columns of the view's rows at `slots` ((rows,) int64).
+
+        A slot may have been taken before: both entries then hold the newer column, so that their order is free.
+        """
+        rows, where = view.rows, view.keys.device
+        self._slots[:rows, self._used] = slots.to(self._slots.device)
+        self._used += 1
+        waiting = self._keys[:rows, : self._used], self._values[:rows, : self._used]
+        brought = waiting[0].to(where), waiting[1].to(where)
+        get_last_slots((view.keys, view.values), self._slots[:rows, : self._used].to(where), brought)
+        if where != self._keys.device:
+            for ours, theirs in zip(waiting, brought, strict=True):
+                ours.copy_(theirs)
+
+    def apply(self, view: PartView) -> None:
+        """Lay the columns over the view, which holds the part as it was last written."""
+        rows, where = view.rows, view.keys.device
+        if self._used:
+            slots, keys, values = (t[:rows, : self._used].to(where) for t in (self._slots, self._keys, self._values))
+            put_slots((view.keys, view.values), slots, (keys, values))
+
 
 CacheKey = tuple[int, int, int]  # sweep, transformer block, micro-batch
 

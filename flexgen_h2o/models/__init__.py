@@ -1,5 +1,6 @@
 """Model families: one file each. `FAMILIES` maps a Hugging Face `model_type` to the module that knows it; types that
-are the same network share one."""
+are the same network share one.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from flexgen_h2o.config import ModelSpec
-from flexgen_h2o.errors import UsageError
-from flexgen_h2o.files import read_json
+from flexgen_h2o.core.config import ModelSpec
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.files import read_json
+from flexgen_h2o.core.units import check_int
 from flexgen_h2o.kernels.linear import RowParts
 from flexgen_h2o.kernels.workspace import Workspace
-from flexgen_h2o.units import check_int
 
 FAMILIES = {
     "opt": "flexgen_h2o.models.opt",

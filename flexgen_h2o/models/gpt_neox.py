@@ -12,16 +12,22 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from flexgen_h2o.config import ModelSpec, StepBuffer, TensorSpec
-from flexgen_h2o.errors import UsageError
+from flexgen_h2o.core.config import ModelSpec, StepBuffer, TensorSpec
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.units import check_int
 from flexgen_h2o.kernels.linear import add_linear, linear, lookup, optional_vector, vector
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import Attend, Weights
-from flexgen_h2o.models.activations import activated, check_activation
-from flexgen_h2o.models.chunks import token_chunks
-from flexgen_h2o.models.fields import end_tokens, linear_tensors, read_positive, read_sizes
-from flexgen_h2o.models.rope import read_rotary
-from flexgen_h2o.units import check_int
+from flexgen_h2o.models.layers import (
+    activated,
+    check_activation,
+    end_tokens,
+    linear_tensors,
+    read_positive,
+    read_rotary,
+    read_sizes,
+    token_chunks,
+)
 
 
 def _shape(hidden: int, blocks: int, heads: int, vocab: int, **other: Any) -> dict[str, Any]:

@@ -12,15 +12,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from flexgen_h2o.config import ModelSpec, TensorSpec
-from flexgen_h2o.errors import UsageError
+from flexgen_h2o.core.config import ModelSpec, TensorSpec
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.units import check_int
 from flexgen_h2o.kernels.linear import add_linear, linear, linear_each, lookup, optional_vector
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import Attend, Weights
-from flexgen_h2o.models.activations import activated, check_activation
-from flexgen_h2o.models.chunks import token_chunks
-from flexgen_h2o.models.fields import end_tokens, read_sizes
-from flexgen_h2o.units import check_int
+from flexgen_h2o.models.layers import activated, check_activation, end_tokens, read_sizes, token_chunks
 
 POSITION_OFFSET = 2  # learned positions start at row 2 of their table
 LAYER_NORM_EPS = 1e-5

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from flexgen_h2o.config import Layer, LayerPlan, ModelSpec, WeightUnit
-from flexgen_h2o.limits import READ_THREADS, TOKEN_CHUNK
-from flexgen_h2o.planner.need import Batch
+from flexgen_h2o.core.config import Layer, LayerPlan, ModelSpec, WeightUnit
+from flexgen_h2o.core.units import READ_THREADS, TOKEN_CHUNK
+from flexgen_h2o.engine.workload import Batch
+from flexgen_h2o.planner.profile import HardwareProfile
 from flexgen_h2o.planner.work import (
     Move,
     Product,
@@ -22,7 +23,6 @@ from flexgen_h2o.planner.work import (
     layer_work,
     weight_moves,
 )
-from flexgen_h2o.profile import HardwareProfile
 
 LANES = ("disk_read", "disk_write", "h2d", "d2h")
 # What can be busy; the first four are lanes. Device and host compute are one after the other: one thread issues both.

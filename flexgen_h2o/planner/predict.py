@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
-from flexgen_h2o.config import DTYPE_BYTES, TIERS, ModelSpec, Policy
+from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, ModelSpec, Policy
+from flexgen_h2o.engine.memory_plan import MemoryPlan
+from flexgen_h2o.engine.workload import Block, Need
 from flexgen_h2o.planner.costs import RESOURCES, Costs
-from flexgen_h2o.planner.memory import MemoryPlan
-from flexgen_h2o.planner.need import Block, Need
-from flexgen_h2o.planner.simulator import OnSpan, simulate
+from flexgen_h2o.planner.profile import HardwareProfile
+from flexgen_h2o.planner.simulate import OnSpan, simulate
 from flexgen_h2o.planner.work import Setting
-from flexgen_h2o.profile import HardwareProfile
 
 _Any = TypeVar("_Any")
 PHASES = ("prefill", "decode")

@@ -10,17 +10,25 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from flexgen_h2o import interrupts
-from flexgen_h2o.config import TIERS, ModelSpec, Policy
-from flexgen_h2o.errors import DoesNotFitError
-from flexgen_h2o.planner.candidates import Budgets, Candidate, Search, Sides, bounded, candidates, neighbours
-from flexgen_h2o.planner.least import that_fit, too_small
-from flexgen_h2o.planner.lp import Solution, find_corners, solve
-from flexgen_h2o.planner.memory import MemoryPlan, plan_within
-from flexgen_h2o.planner.need import Need, even_blocks, shape_of
+from flexgen_h2o.core import interrupts
+from flexgen_h2o.core.config import TIERS, ModelSpec, Policy
+from flexgen_h2o.core.errors import DoesNotFitError
+from flexgen_h2o.core.units import GIB
+from flexgen_h2o.engine.memory_plan import MemoryPlan, plan_within
+from flexgen_h2o.engine.workload import Need, even_blocks, shape_of
+from flexgen_h2o.planner.candidates import (
+    Budgets,
+    Candidate,
+    Search,
+    Sides,
+    bounded,
+    candidates,
+    neighbours,
+    that_fit,
+    too_small,
+)
+from flexgen_h2o.planner.lp import Solution, find_corners, placements, solve
 from flexgen_h2o.planner.predict import Machine, Prediction, predict
-from flexgen_h2o.planner.rounding import placements
-from flexgen_h2o.units import GIB
 
 MOST_SOLVED = 64
 OPTIMISM = 1.25  # the program knows no waits and no contention: what it says of a plan may come out so much longer

@@ -1,7 +1,7 @@
 """Bytes and FLOPs of every load, store and step of a sweep. Formulas only: no speeds, no memory, no torch.
 
-The bytes are those that the engine moves (weights.py, hidden.py, kvcache/store.py); the terms are FlexGen's cost
-model's (Sheng et al. 2023, appendix A.3), with H2O's slots in place of the whole context.
+The bytes are those that the engine moves (engine/weights.py, engine/hidden.py, kvcache/store.py); the terms are
+FlexGen's cost model's (Sheng et al. 2023, appendix A.3), with H2O's slots in place of the whole context.
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from flexgen_h2o.config import Layer, LayerKind, ModelSpec, Policy, TensorSpec, WeightUnit
-from flexgen_h2o.kvcache.layout import UnitLayout
-from flexgen_h2o.limits import BLOCK_ROWS, TOKEN_CHUNK, TRANSFER_CHUNK, WRITE_BACK_STEPS
-from flexgen_h2o.packing import WeightForm, weight_form
-from flexgen_h2o.planner.blocked_sizes import is_blocked
-from flexgen_h2o.planner.memory import (
+from flexgen_h2o.core.config import Layer, LayerKind, ModelSpec, Policy, TensorSpec, WeightUnit
+from flexgen_h2o.core.packing import WeightForm, weight_form
+from flexgen_h2o.core.units import BLOCK_ROWS, TOKEN_CHUNK, TRANSFER_CHUNK, WRITE_BACK_STEPS
+from flexgen_h2o.engine.memory_plan import (
     attends_on_host,
     hidden_is_streamed,
     kv_layout,
@@ -25,7 +23,9 @@ from flexgen_h2o.planner.memory import (
     tier_shares,
     weight_parts,
 )
-from flexgen_h2o.planner.need import Batch, Block, Need
+from flexgen_h2o.engine.workload import Batch, Block, Need
+from flexgen_h2o.engine.workspace_sizes import is_blocked
+from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.tiers.placement import Part, Shares, is_streamed, split_rows
 
 WHOLE: Shares = (1.0, 0.0, 0.0)

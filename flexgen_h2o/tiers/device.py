@@ -1,20 +1,78 @@
-"""The device tier: where layers are computed. Host memory itself, ordinary memory with its own budget, or CUDA.
+"""Host memory for big reusable buffers, and the ledger that keeps every tier within its budget.
+
+The device tier: where layers are computed. Host memory itself, ordinary memory with its own budget, or CUDA.
 
 The rest of the engine asks only what is here; it never asks which kind it has.
+
+What a run may hold of this machine; where no budget was given, what is free, less a margin.
 """
 
 from __future__ import annotations
 
+import mmap
+import shutil
 import threading
 import weakref
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
 
+import psutil
 import torch
 
-from flexgen_h2o.errors import UsageError
-from flexgen_h2o.tiers.buffers import host_buffer
-from flexgen_h2o.tiers.events import NOTHING, Waitable
+from flexgen_h2o.core.config import MemoryBudget
+from flexgen_h2o.core.errors import DoesNotFitError, UsageError
+from flexgen_h2o.core.units import GIB, PAGE, DiskBudget, advice, format_bytes, less_margin, round_up
+from flexgen_h2o.tiers.stream import NOTHING, Waitable
+
+HUGE_PAGE = 2 * 2**20
+
+
+def host_buffer(nbytes: int) -> torch.Tensor:
+    """A uint8 tensor of `nbytes` in host memory, every page touched.
+
+    Large buffers are aligned to huge pages and ask for them: O_DIRECT into huge pages reads about twice
+    as fast as into 4 KiB pages, because the device sees whole requests (docs/benchmarks/offloading.md, "Huge pages").
+    """
+    size = max(1, nbytes)
+    align = HUGE_PAGE if size >= HUGE_PAGE else PAGE
+    memory = mmap.mmap(-1, round_up(size, PAGE) + align, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if align == HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:
+            pass  # transparent huge pages are off: slower reads, same bytes
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -whole.data_ptr() % align
+    buffer = whole[start : start + nbytes]
+    buffer.zero_()
+    return buffer
+
+
+class Ledger:
+    """Bytes charged to each tier against its budget, with the peak of each."""
+
+    def __init__(self, budgets: dict[str, int | None]) -> None:
+        self.budgets = budgets
+        self.used: dict[str, int] = defaultdict(int)
+        self.peak: dict[str, int] = defaultdict(int)
+
+    def charge(self, tier: str, nbytes: int, what: str) -> None:
+        """Count `nbytes` as held; DoesNotFitError, and nothing counted, when the tier's budget would be exceeded."""
+        budget = self.budgets.get(tier)
+        if budget is not None and self.used[tier] + nbytes > budget:
+            over = self.used[tier] + nbytes - budget
+            raise DoesNotFitError(
+                f"{what} needs {format_bytes(nbytes)} on the {tier} tier: {format_bytes(over)} over the budget of "
+                f"{format_bytes(budget)}; {advice(tier, budget, budget + over)} or move shares with --percent"
+            )
+        self.used[tier] += nbytes
+        self.peak[tier] = max(self.peak[tier], self.used[tier])
+
+    def release(self, tier: str, nbytes: int) -> None:
+        self.used[tier] -= nbytes
 
 
 class Device(ABC):
@@ -188,3 +246,55 @@ def open_device(name: str, separate_budget: bool) -> Device:
     if name != "cpu" and torch.cuda.is_available():
         return CudaDevice()
     return StandInDevice() if separate_budget else HostDevice()
+
+
+DISK_MARGIN_BYTES = 2 * GIB
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a run is held: the device that computes, the bytes that each tier may hold (None: any number), the folder
+    of the disk tier."""
+
+    device: Device
+    budgets: dict[str, int | None]
+    offload_dir: Path
+
+
+def resolve_budgets(
+    budget: MemoryBudget, device: Device, offload_dir: Path, processes: int = 1
+) -> dict[str, int | None]:
+    """Bytes by tier: the given budgets (of the disk no more than is free), and what is free less a margin for others.
+
+    Where the device is host memory there is no device tier (0). processes: of this run on this machine, which share
+    its RAM and its disk evenly.
+    """
+    host = budget.host if budget.host is not None else less_margin(free_host_bytes()) // processes
+    folder = next(p for p in (offload_dir, *offload_dir.absolute().parents) if p.exists())
+    free = shutil.disk_usage(folder).free
+    most = max(0, free - DISK_MARGIN_BYTES) // processes if budget.disk is None else min(budget.disk, free // processes)
+    disk = DiskBudget(most, free // processes)
+    if device.is_host:
+        return {"device": 0, "host": host, "disk": disk}
+    on_device = budget.device if budget.device is not None else less_margin(_free_device_bytes(device))
+    return {"device": on_device, "host": host, "disk": disk}
+
+
+def free_host_bytes() -> int:
+    """RAM that can be taken now: what the machine has available, or the cgroup's limit leaves."""
+    free = int(psutil.virtual_memory().available)
+    try:
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        if limit != "max":
+            stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+            # Clean page cache counts as used there, but is given back when memory is asked for.
+            used = int((_CGROUP / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
+            free = min(free, int(limit) - used)
+    except (OSError, ValueError):
+        pass  # no cgroup limit
+    return free
+
+
+def _free_device_bytes(device: Device) -> int:
+    return int(torch.cuda.mem_get_info(device.torch_device)[0])

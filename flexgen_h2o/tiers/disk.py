@@ -13,10 +13,9 @@ from pathlib import Path
 
 import torch
 
-from flexgen_h2o.errors import DoesNotFitError, TransferError, UsageError
-from flexgen_h2o.limits import PAGE
-from flexgen_h2o.locks import MARK, lock_folder, mark, read_mark, wait_for_lock
-from flexgen_h2o.units import format_bytes, format_free
+from flexgen_h2o.core.errors import DoesNotFitError, TransferError, UsageError
+from flexgen_h2o.core.files import MARK, lock_folder, mark, read_mark, wait_for_lock
+from flexgen_h2o.core.units import PAGE, format_bytes, format_free
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _FULL = (errno.ENOSPC, errno.EDQUOT)  # of blocks, or of inodes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flexgen_h2o.config import TIERS
+from flexgen_h2o.core.config import TIERS
 
 Shares = tuple[float, float, float]
 

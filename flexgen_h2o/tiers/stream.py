@@ -1,4 +1,10 @@
-"""Look-ahead: brings units into a ring in schedule order, before compute asks for them.
+"""Events that order transfers and compute. No torch: the planner's simulator walks them too.
+
+Events, not barriers: whoever takes bytes waits for their last readers and writers, and for nothing else.
+
+A byte ring of reusable buffer space, taken and given back in schedule order.
+
+Look-ahead: brings units into a ring in schedule order, before compute asks for them.
 
 One `Stream` for each thing that moves (weights, KV units, hidden states). Space is taken strictly in schedule order, so
 a unit that is needed now never waits for space held by one that is needed later.
@@ -6,13 +12,121 @@ a unit that is needed now never waits for space held by one that is needed later
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from flexgen_h2o.tiers.events import Done, Waitable, wait_all
-from flexgen_h2o.tiers.ring import Region, Ring
+from flexgen_h2o.core.units import PAGE, round_up
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Waitable(Protocol):
+    def wait(self) -> None: ...
+
+    @property
+    def is_done(self) -> bool: ...
+
+
+class Done:
+    """An event that may carry an error. `parts`: how many operations must finish first."""
+
+    def __init__(self, parts: int = 1) -> None:
+        self._event = threading.Event()
+        self._lock = threading.Lock()
+        self._left = parts
+        self._error: BaseException | None = None
+        if parts == 0:
+            self._event.set()
+
+    def finish_one(self, error: BaseException | None = None) -> None:
+        with self._lock:
+            self._left -= 1
+            if error is not None and self._error is None:
+                self._error = error
+            if self._left <= 0 or error is not None:
+                self._event.set()
+
+    def wait(self) -> None:
+        """Block until done; raises the operation's error."""
+        # A timeout keeps the main thread open to signals on every platform.
+        while not self._event.wait(1.0):
+            pass
+        if self._error is not None:
+            raise self._error
+
+    @property
+    def is_done(self) -> bool:
+        return self._event.is_set()
+
+
+NOTHING = Done(0)
+
+
+def wait_all(events: Iterable[Waitable]) -> None:
+    for event in events:
+        event.wait()
+
+
+@dataclass(eq=False)
+class Region:
+    """`data`: uint8 view, 4 KiB aligned. Its first writer must wait for `after`, the last users of those bytes."""
+
+    start: int
+    end: int
+    data: torch.Tensor
+    after: list[Waitable]
+    freed: bool = False
+    users: list[Waitable] = field(default_factory=list)
+
+
+class Ring:
+    """FIFO space in one buffer. Regions are contiguous; what does not fit at the end wraps to the start."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self._buffer = buffer
+        self._live: deque[Region] = deque()
+        self._old: list[Region] = []
+
+    @property
+    def capacity(self) -> int:
+        return self._buffer.numel()
+
+    def take(self, nbytes: int) -> Region | None:
+        """A region of at least `nbytes`, or None while older regions still hold the space."""
+        size = round_up(max(1, nbytes), PAGE)
+        if size > self.capacity:
+            raise ValueError(f"ring of {self.capacity} bytes cannot hold {size}")
+        while self._live and self._live[0].freed:
+            self._old.append(self._live.popleft())
+        start = self._place(size)
+        if start is None:
+            return None
+        self._old = [r for r in self._old if not all(u.is_done for u in r.users)]
+        after = [u for r in self._old if r.start < start + size and start < r.end for u in r.users]
+        region = Region(start, start + size, self._buffer[start : start + size], after)
+        self._live.append(region)
+        return region
+
+    def give_back(self, region: Region, users: Sequence[Waitable] = ()) -> None:
+        """The space may be taken again; its next writer waits for `users`."""
+        region.freed = True
+        region.users = [u for u in users if not u.is_done]
+
+    def _place(self, size: int) -> int | None:
+        if not self._live:
+            return 0
+        tail, head = self._live[0].start, self._live[-1].end
+        wrapped = self._live[-1].start < tail
+        if wrapped:
+            return head if tail - head >= size else None
+        if self.capacity - head >= size:
+            return head
+        return 0 if tail >= size else None
+
 
 Key = TypeVar("Key")
 KeyIn = TypeVar("KeyIn", contravariant=True)

@@ -105,7 +105,8 @@ def _prepare() -> None:
     """No card, no Ray, and a profile instead of minutes of measuring."""
     import torch
 
-    from flexgen_h2o.profiling import choose, measure
+    from flexgen_h2o.planner.measure import run as choose
+    from flexgen_h2o.planner.measure import run as measure
     from tests.unit.test_profile import PROFILE
 
     torch.cuda.is_available = lambda: False
@@ -115,7 +116,7 @@ def _prepare() -> None:
 
 def _child(folder: str, argv: list[str]) -> None:
     """Ends this process, with 0 where there is a result."""
-    from flexgen_h2o.engine import Engine
+    from flexgen_h2o.engine.resources import Engine
 
     try:
         Engine._first_process = None  # the server has closed its engines, and computes in one thread: none is missing

@@ -15,8 +15,8 @@ from unittest import mock
 from hypothesis import strategies as st
 
 from flexgen_h2o import cli
-from flexgen_h2o.errors import UsageError
-from flexgen_h2o.units import parse_bytes
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.units import parse_bytes
 from tests.doors.forked import BUG, DIED, Ended
 
 BUDGET, MOST_BEYOND = 64 << 20, 300_000_000

@@ -14,7 +14,7 @@ from transformers import OPTForCausalLM
 
 from flexgen_h2o import LLM, batch
 from flexgen_h2o.cli import VERBS
-from flexgen_h2o.report import RunReport
+from flexgen_h2o.engine.report import RunReport
 from tests.doors.conftest import Answer
 from tests.parity.reference import greedy
 

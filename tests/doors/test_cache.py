@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from flexgen_h2o import LLM, Policy, SamplingParams, cli
-from flexgen_h2o.profile import find_profile
+from flexgen_h2o.planner.profile import find_profile
 from tests.doors.conftest import Answer
 
 ALL_ON_DISK = Policy(1, 1, (0, 0, 0, 0, 0, 0))

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from flexgen_h2o import LLM, flex_opt, policy_search
-from flexgen_h2o.config import Policy, SavedPolicy, write_policy
-from flexgen_h2o.errors import UsageError
-from flexgen_h2o.planner.need import AutoPolicy
-from flexgen_h2o.profile import write_profile
-from flexgen_h2o.profiling.nominal import nominal_profile
+from flexgen_h2o.core.config import Policy, SavedPolicy, write_policy
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.engine.workload import AutoPolicy
+from flexgen_h2o.planner.measure.machine import nominal_profile
+from flexgen_h2o.planner.profile import write_profile
 from tests.doors.conftest import Answer
 
 Door = Callable[..., Answer]

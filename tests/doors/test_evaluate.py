@@ -129,6 +129,6 @@ def test_wrong_use_is_one_line_and_exit_code_2(flags: str, names: str, evaluate:
 
 
 def test_a_picture_without_matplotlib_names_the_extra(evaluate: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flexgen_h2o.doors.find_spec", lambda name: None)
+    monkeypatch.setattr("flexgen_h2o.cli_common.find_spec", lambda name: None)
     out = evaluate("fidelity --plot p.png")
     assert out.code == 2 and "flexgen-h2o[plot]" in out.err

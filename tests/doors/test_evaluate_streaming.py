@@ -210,7 +210,7 @@ def test_a_long_text_by_window(streaming: Door, rotary: Path, tmp_path: Path) ->
 
 
 def test_what_is_said_to_be_held_is_what_the_engine_held(rotary: Path, tmp_path: Path) -> None:
-    from flexgen_h2o.evaluation.held import held_columns
+    from flexgen_h2o.evaluation.metrics import held_columns
 
     for eviction in (None, H2O(heavy_size=5, recent_size=4)):
         with LLM(str(rotary), Policy(), eviction, dtype="float32", offload_dir=tmp_path) as llm:

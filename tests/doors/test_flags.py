@@ -16,8 +16,8 @@ import pytest
 
 from flexgen_h2o import batch, cli, evaluate, flex_opt, hardware, policy_search
 from flexgen_h2o.checkpoint.resolve import PACKAGED
-from flexgen_h2o.errors import UsageError
-from flexgen_h2o.units import MIB, TIB
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.units import MIB, TIB
 from tests.doors.conftest import Answer
 
 Door = Callable[..., Answer]

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from flexgen_h2o import Policy
-from flexgen_h2o.config import SavedPolicy, write_policy
-from flexgen_h2o.profile import write_profile
+from flexgen_h2o.core.config import SavedPolicy, write_policy
+from flexgen_h2o.planner.profile import write_profile
 from tests.doors.forked import Ended, Forked, forked
 from tests.doors.fuzz import BASE, Case, cases, parsers, problems, verbs
 from tests.unit.test_profile import PROFILE

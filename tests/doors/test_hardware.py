@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from flexgen_h2o import cli
-from flexgen_h2o.profile import read_profile, write_profile
-from flexgen_h2o.profiling import measure
-from flexgen_h2o.profiling.sizes import TINY
+from flexgen_h2o.planner.measure import run as measure
+from flexgen_h2o.planner.measure.bench import TINY
+from flexgen_h2o.planner.profile import read_profile, write_profile
 from tests.doors.conftest import Answer
 from tests.unit.test_profile import PROFILE
 
@@ -56,7 +56,7 @@ def test_measures_shows_writes_and_keeps(hardware: Door, tmp_path: Path) -> None
 
 
 def test_shows_a_file_without_measuring(hardware: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flexgen_h2o.profile.SHIPPED", tmp_path / "shipped")
+    monkeypatch.setattr("flexgen_h2o.planner.profile.SHIPPED", tmp_path / "shipped")
     write_profile(tmp_path / "shipped" / "t4.json", PROFILE)
     out = hardware("--show", "t4")
     assert out.code == 0 and out.out.startswith("test: none") and out.err == ""

@@ -20,9 +20,9 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from flexgen_h2o import LLM, SamplingParams, batch, evaluate, flex_opt, policy_search
-from flexgen_h2o.errors import UsageError
-from flexgen_h2o.files import MOST_LINE_BYTES
-from flexgen_h2o.source import find_model
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.files import MOST_LINE_BYTES
+from flexgen_h2o.models.load import find_model
 
 DOORS = {"flex_opt": flex_opt, "batch": batch, "evaluate": evaluate, "policy_search": policy_search}
 ROOM = 3 * 2**29  # bytes of address space that a command may take

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flexgen_h2o.config import Policy
+from flexgen_h2o.core.config import Policy
 from flexgen_h2o.llm import LLM
 from tests.unit.jobs.stub import run_job, write_lines
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flexgen_h2o.doors import run_door
-from flexgen_h2o.errors import EXIT_DOES_NOT_FIT, EXIT_FAILED
+from flexgen_h2o.cli_common import run_door
+from flexgen_h2o.core.errors import EXIT_DOES_NOT_FIT, EXIT_FAILED
 
 
 @pytest.mark.parametrize(

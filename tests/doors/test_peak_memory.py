@@ -21,7 +21,7 @@ import torch
 
 import flexgen_h2o
 from flexgen_h2o import H2O, LLM, Full, Policy, SamplingParams, policy_search
-from flexgen_h2o.profile import write_profile
+from flexgen_h2o.planner.profile import write_profile
 from tests.unit.test_profile import PROFILE
 
 SEED, MOST_BEYOND = 18, 300_000_000

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from flexgen_h2o import cli, flex_opt, policy_search
-from flexgen_h2o.config import TIERS, Policy, read_policy
-from flexgen_h2o.engine_flags import as_flags, policy_of
+from flexgen_h2o.core.config import TIERS, Policy, read_policy
+from flexgen_h2o.flags import as_flags, policy_of
 from flexgen_h2o.planner import search
-from flexgen_h2o.profile import HardwareProfile, write_profile
-from flexgen_h2o.profiling.nominal import nominal_profile
+from flexgen_h2o.planner.measure.machine import nominal_profile
+from flexgen_h2o.planner.profile import HardwareProfile, write_profile
 from tests.doors.conftest import Answer
 
 Door = Callable[..., Answer]
@@ -290,7 +290,7 @@ def test_this_machine_s_profile_is_asked_for(
         progress("measuring")
         return nominal_profile(device_is_host=True)
 
-    monkeypatch.setattr("flexgen_h2o.profiling.choose.profile_of_this_machine", measured)
+    monkeypatch.setattr("flexgen_h2o.planner.measure.run.profile_of_this_machine", measured)
     answer = plan("--model opt-tiny --num-prompts 2 --offload-dir o --host-mem 100MiB --json", None)
     assert answer.err == "policy_search: measuring\n"
     assert object_of(answer)["details"]["budget_bytes"]["host"] == 100 * 2**20
@@ -321,7 +321,7 @@ def test_trace_and_picture_of_the_simulated_block(plan: Door) -> None:
 
 
 def test_a_picture_needs_matplotlib(plan: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flexgen_h2o.doors.find_spec", lambda name: None)
+    monkeypatch.setattr("flexgen_h2o.cli_common.find_spec", lambda name: None)
     refused(plan(f"{SMALL} --plot p.png"), 2, "--plot: needs matplotlib; pip install 'flexgen-h2o[plot]'")
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from flexgen_h2o.checkpoint.safetensors_index import read_index
-from flexgen_h2o.config import Policy
-from flexgen_h2o.planner.memory import OVERLAPPED, Shape, memory_plan
-from flexgen_h2o.source import find_model
-from flexgen_h2o.timeline import LANES
+from flexgen_h2o.checkpoint.safetensors import read_index
+from flexgen_h2o.core.config import Policy
+from flexgen_h2o.core.timeline import LANES
+from flexgen_h2o.engine.memory_plan import OVERLAPPED, Shape, memory_plan
+from flexgen_h2o.models.load import find_model
 from tests.doors.conftest import Answer
 from tests.doors.test_runs import assert_done
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, OPTForCausalLM
 
-from flexgen_h2o.config import Policy, SavedPolicy, write_policy
+from flexgen_h2o.core.config import Policy, SavedPolicy, write_policy
 from tests.doors.conftest import POSITIONS, Answer
 from tests.parity.reference import greedy
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flexgen_h2o.config import Policy, SavedPolicy, write_policy
+from flexgen_h2o.core.config import Policy, SavedPolicy, write_policy
 from tests.doors.conftest import Answer
 from tests.doors.test_refusals import assert_refused
 

@@ -15,7 +15,9 @@ from typing import Any, Protocol
 import torch
 
 from flexgen_h2o import LLM, Completion, MemoryBudget, Policy, SamplingParams
-from flexgen_h2o.generation import Watches
+from flexgen_h2o.engine.generation import Watches
+from flexgen_h2o.engine.prompts import prompts_from_python
+from flexgen_h2o.engine.report import RunReport
 from flexgen_h2o.kvcache.eviction import (
     H2O,
     Evicting,
@@ -28,8 +30,6 @@ from flexgen_h2o.kvcache.eviction import (
     ValueH2O,
 )
 from flexgen_h2o.kvcache.eviction.policy import Columns
-from flexgen_h2o.prompts import prompts_from_python
-from flexgen_h2o.report import RunReport
 from tests.eviction import policies as plain
 from tests.eviction.policies import Budget, Sizes
 from tests.eviction.reference import Evicted, PlainModel, Turn, evicted_greedy

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from transformers import AutoConfig, PretrainedConfig
 
-from flexgen_h2o.config import ModelSpec, TensorSpec
+from flexgen_h2o.core.config import ModelSpec, TensorSpec
 from flexgen_h2o.kernels.linear import add_linear, linear, lookup
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import FAMILIES, Attend, Weights

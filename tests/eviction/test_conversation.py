@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
-from flexgen_h2o.conversation import Conversation, tokens_after_first
-from flexgen_h2o.generation import RowEnd, Watches
+from flexgen_h2o.core.units import GIVEN_CHUNK
+from flexgen_h2o.engine.generation import RowEnd, Watches
+from flexgen_h2o.engine.sampling import StopStrings, TokenChooser
+from flexgen_h2o.evaluation.dialogue import Conversation, tokens_after_first
 from flexgen_h2o.kvcache.eviction import H2O, Eviction
 from flexgen_h2o.kvcache.eviction.evicting import ROLLING
-from flexgen_h2o.limits import GIVEN_CHUNK
-from flexgen_h2o.sampling import StopStrings, TokenChooser
 from tests.eviction.conftest import Known
 from tests.eviction.engine import LEAST_SCORE_GAP, PAIRS, STAND_IN, SeenByRow
 from tests.eviction.plain_models import PlainLlama

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from flexgen_h2o import MemoryBudget, Policy
+from flexgen_h2o.core.units import WRITE_BACK_STEPS
+from flexgen_h2o.engine.report import RunReport
 from flexgen_h2o.kvcache.eviction import EVICTING, H2O, Evicting, Eviction, ValueH2O
-from flexgen_h2o.limits import WRITE_BACK_STEPS
-from flexgen_h2o.report import RunReport
 from tests.eviction.conftest import LENGTHS, NEW_TOKENS, Known
 from tests.eviction.engine import PAIRS, STAND_IN, Wanted, generate
 from tests.parity.cases import BASE, PLACEMENTS

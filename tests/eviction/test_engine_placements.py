@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
+from flexgen_h2o.core.units import SEGMENT_SLOTS, WRITE_BACK_STEPS
+from flexgen_h2o.engine.memory_plan import SEQUENTIAL, Shape, memory_plan
 from flexgen_h2o.kvcache.eviction import H2O, Tova
-from flexgen_h2o.limits import SEGMENT_SLOTS, WRITE_BACK_STEPS
-from flexgen_h2o.planner.memory import SEQUENTIAL, Shape, memory_plan
-from flexgen_h2o.source import find_model
+from flexgen_h2o.models.load import find_model
 from tests.eviction import policies as plain
 from tests.eviction.conftest import LENGTHS, NEW_TOKENS, Known
 from tests.eviction.engine import (

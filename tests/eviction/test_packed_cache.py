@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from flexgen_h2o import LLM, Policy, SamplingParams
-from flexgen_h2o.config import MemoryBudget
+from flexgen_h2o.core.config import MemoryBudget
+from flexgen_h2o.core.units import WRITE_BACK_STEPS
 from flexgen_h2o.kvcache.eviction import Eviction
-from flexgen_h2o.limits import WRITE_BACK_STEPS
 from tests.eviction import policies as plain
 from tests.eviction.conftest import LENGTHS, NEW_TOKENS, Known
 from tests.eviction.engine import PAIRS, STAND_IN, Pair, Wanted, assert_same, cut, generate, wanted
@@ -170,7 +170,7 @@ def test_bf16_runs(known: Callable[[str], Known], tmp_path: Path) -> None:
 
 
 def test_a_policy_file_asks_for_it(known: Callable[[str], Known], tmp_path: Path) -> None:
-    from flexgen_h2o.config import SavedPolicy, write_policy
+    from flexgen_h2o.core.config import SavedPolicy, write_policy
 
     policy, prompts = Policy(2, 1, compress_cache=True, cache_bits=8), random_prompts((5, 9))
     write_policy(tmp_path / "policy.json", SavedPolicy(policy))

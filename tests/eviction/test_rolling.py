@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flexgen_h2o import LLM, Policy, SamplingParams
-from flexgen_h2o.errors import UsageError
+from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.kvcache.eviction import H2O, Eviction
 from flexgen_h2o.kvcache.eviction.evicting import ROLLING
 from tests.eviction.conftest import Known

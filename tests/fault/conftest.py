@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flexgen_h2o.engine import LANE_THREADS
+from flexgen_h2o.engine.resources import LANE_THREADS
 from tests.parity.reference import Reference, make_reference, random_model, random_prompts
 
 NEW_TOKENS = 5

@@ -13,8 +13,8 @@ import torch
 
 from flexgen_h2o import LLM, Policy, SamplingParams
 from flexgen_h2o.checkpoint.resolve import PACKAGED
-from flexgen_h2o.errors import CheckpointChangedError
-from flexgen_h2o.prompts import Completion, prompts_from_python
+from flexgen_h2o.core.errors import CheckpointChangedError
+from flexgen_h2o.engine.prompts import Completion, prompts_from_python
 from tests.fault.jobs import Jobs, Running, job_server, rows_of, tokens_of, write_input
 from tests.parity.reference import Reference, random_model
 

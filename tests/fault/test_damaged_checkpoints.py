@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from flexgen_h2o import LLM, Policy, SamplingParams, flex_opt
-from flexgen_h2o.errors import TransferError
+from flexgen_h2o.core.errors import TransferError
 from tests.fault.conftest import NEW_TOKENS
 from tests.parity.reference import Reference, run, tokens_of
 

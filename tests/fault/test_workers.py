@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams, flex_opt
-from flexgen_h2o.errors import DoesNotFitError, TransferError
+from flexgen_h2o.core.errors import DoesNotFitError, TransferError
 from flexgen_h2o.tiers.device import StandInDevice
 from flexgen_h2o.tiers.disk import DirectFile
 from tests.fault.conftest import NEW_TOKENS, workers

@@ -79,7 +79,7 @@ def test_large_budget_takes_memory_as_it_is_needed(known: Models) -> None:
     """Slots are added while decoding, and what they hold stays."""
     model, prompt = known("opt").model, random_prompts((4,), seed=5)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flexgen_h2o.integrations.dropping.GROWTH", 3)
+        patch.setattr("flexgen_h2o.integrations.cache.GROWTH", 3)
         with evicting(model, ValueH2O(heavy_size=9, recent_size=3, sinks=1, grace=0)):
             grown = generated(model, prompt, 24)
     with evicting(model, ValueH2O(heavy_size=9, recent_size=3, sinks=1, grace=0), "mask"):

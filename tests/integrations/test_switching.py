@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel, DynamicCache, MistralConfig, MistralForCausalLM, PreTrainedModel
 
-from flexgen_h2o.errors import UsageError
+from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.integrations import disable_h2o, enable_eviction, enable_h2o
 from flexgen_h2o.kvcache.eviction import H2O, Tova
 from flexgen_h2o.kvcache.eviction.policy import POSITIONS, SCORES, Needs

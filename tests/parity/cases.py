@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from flexgen_h2o.config import MemoryBudget, Policy
+from flexgen_h2o.core.config import MemoryBudget, Policy
 
 # Three blocks of 16 rows in a matrix, so that a split three ways is one.
 COMMON: dict[str, Any] = {

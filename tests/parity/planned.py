@@ -11,14 +11,13 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
-from flexgen_h2o.config import ModelSpec
-from flexgen_h2o.eviction_need import need_of
+from flexgen_h2o.core.config import ModelSpec
+from flexgen_h2o.core.units import PAGE, round_up
+from flexgen_h2o.engine.generation import need_of
+from flexgen_h2o.engine.prompts import make_blocks, prompts_from_python
+from flexgen_h2o.engine.workload import Batch, Need
 from flexgen_h2o.kvcache.eviction import Eviction, Full
-from flexgen_h2o.limits import PAGE
-from flexgen_h2o.planner.need import Batch, Need
-from flexgen_h2o.prefixes import SHARINGS, Sharing, group_prompts
-from flexgen_h2o.prompts import make_blocks, prompts_from_python
-from flexgen_h2o.units import round_up
+from flexgen_h2o.kvcache.prefixes import SHARINGS, Sharing, group_prompts
 from tests.parity.reference import random_prompts
 
 # 16 rows of every matrix are whole pages in fp32, and so are the keys of a head of one row in 64 slots.

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
+from flexgen_h2o.engine.distributed import Pipeline, join_pipeline, leave
 from flexgen_h2o.kvcache.eviction import Full, make_eviction
-from flexgen_h2o.pipeline import Pipeline, join_pipeline, leave
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
-from flexgen_h2o.config import TIERS
-from flexgen_h2o.planner.memory import OVERLAPPED, SEQUENTIAL, Depth, Shape, memory_plan
-from flexgen_h2o.source import find_model
+from flexgen_h2o.core.config import TIERS
+from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, Depth, Shape, memory_plan
+from flexgen_h2o.models.load import find_model
 from tests.parity.reference import Reference, make_reference, random_model, random_prompts, tokens_of
 
 LENGTHS, NEW_TOKENS = (5, 9, 9, 1, 12), 5

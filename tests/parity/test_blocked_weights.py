@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from flexgen_h2o import LLM, Policy
-from flexgen_h2o.config import MemoryBudget
-from flexgen_h2o.kernels import blocked_rows, int8_blocked
+from flexgen_h2o.core.config import MemoryBudget
+from flexgen_h2o.kernels import blocked as blocked_rows
+from flexgen_h2o.kernels import int8_blocked
 from tests.parity.cases import PLACEMENTS
 from tests.parity.reference import LogitsByRow
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
-from flexgen_h2o.config import DTYPE_BYTES
+from flexgen_h2o.core.config import DTYPE_BYTES
+from flexgen_h2o.engine.prompts import Prompt
 from flexgen_h2o.kvcache.eviction import H2O
 from flexgen_h2o.kvcache.store import CacheStore
-from flexgen_h2o.prompts import Prompt
 from tests.parity.beginnings import POSITIONS, cases, references
 from tests.parity.cases import BASE, CONFIGURATIONS, PLACEMENTS
 from tests.parity.conftest import NEW_TOKENS

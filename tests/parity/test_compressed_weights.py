@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from flexgen_h2o import LLM, Policy, SamplingParams
-from flexgen_h2o.kernels.packed_rows import pack_rows, unpack_rows_reference
+from flexgen_h2o.kernels.packed import pack_rows, unpack_rows_reference
 from tests.parity.cases import CONFIGURATIONS, FAMILY_SHAPES, PLACEMENTS, SHAPES
 from tests.parity.conftest import LENGTHS, NEW_TOKENS
 from tests.parity.reference import (

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
-from flexgen_h2o.errors import UsageError
-from flexgen_h2o.limits import WRITE_BACK_STEPS
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.units import WRITE_BACK_STEPS
 from tests.parity.cases import PLACEMENTS
 from tests.parity.reference import Reference, greedy, random_prompts, run, tokens_of
 

@@ -16,9 +16,9 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from flexgen_h2o import LLM, Policy, SamplingParams
-from flexgen_h2o.kernels.packed_rows import pack_rows, unpack_rows_reference
+from flexgen_h2o.core.packing import value_bytes
+from flexgen_h2o.kernels.packed import pack_rows, unpack_rows_reference
 from flexgen_h2o.kvcache.eviction import H2O
-from flexgen_h2o.packing import value_bytes
 from tests.parity.cases import CONFIGURATIONS, FAMILY_SHAPES, PLACEMENTS, SHAPES
 from tests.parity.conftest import LENGTHS, NEW_TOKENS
 from tests.parity.reference import (

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flexgen_h2o import MemoryBudget, Policy
-from flexgen_h2o.limits import TOKEN_CHUNK, TRANSFER_CHUNK
+from flexgen_h2o.core.units import TOKEN_CHUNK, TRANSFER_CHUNK
 from tests.parity.cases import PLACEMENTS
 from tests.parity.reference import Reference, assert_equal, make_reference, random_model, random_prompts
 from tests.parity.test_checkpoints import save_safetensors

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from flexgen_h2o import H2O, LLM, Full, Policy, SamplingParams
-from flexgen_h2o.errors import UsageError
-from flexgen_h2o.generation import Row
-from flexgen_h2o.pipeline import Pipeline, check_same, join_pipeline, split_blocks
-from flexgen_h2o.prompts import Prompt
-from flexgen_h2o.tiers.wire import Peers
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.engine.distributed import Pipeline, check_same, join_pipeline, split_blocks
+from flexgen_h2o.engine.generation import Row
+from flexgen_h2o.engine.prompts import Prompt
+from flexgen_h2o.engine.wire import Peers
 from tests.parity.cases import CONFIGURATIONS, PLACEMENTS
 from tests.parity.ranks import Run
 from tests.parity.reference import Ended, Reference, make_reference, random_model, random_prompts
@@ -172,14 +172,14 @@ def test_a_rank_that_never_comes_keeps_nobody_waiting(tmp_path: Path) -> None:
 def test_ranks_with_other_flags_are_told_which(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a rank says of its work is taken down, and given to rank 0 as another rank's."""
     said: list[Any] = []
-    monkeypatch.setattr("flexgen_h2o.pipeline._gather", lambda _, mine: [mine, *said])
+    monkeypatch.setattr("flexgen_h2o.engine.distributed._gather", lambda _, mine: [mine, *said])
     names = ("model", "dtype", "policy", "eviction", "--gen-len or sampling flag", "--share-prefix")
     rows, work = [Row(Prompt(0, (5, 6), None), 4)], ({"layers": 3}, "float32", Policy(), Full(), GREEDY, "auto")
     check_same(Pipeline(Peers(0, 2), 2), work, rows)
     others = ({"layers": 4}, "bfloat16", Policy(2), H2O(0.1), replace(GREEDY, temperature=0.5), "off")
     for i, name in enumerate(names):
         with monkeypatch.context() as patched:
-            patched.setattr("flexgen_h2o.pipeline._gather", lambda _, mine: said.append(mine) or [mine])
+            patched.setattr("flexgen_h2o.engine.distributed._gather", lambda _, mine: said.append(mine) or [mine])
             check_same(Pipeline(Peers(1, 2), 2), (*work[:i], others[i], *work[i + 1 :]), rows)
         with pytest.raises(UsageError, match=f"rank 1 has another {name} than rank 0"):
             check_same(Pipeline(Peers(0, 2), 2), work, rows)

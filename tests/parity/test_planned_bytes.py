@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from flexgen_h2o import LLM
+from flexgen_h2o.core.schedule import weight_sequence, zigzag
+from flexgen_h2o.core.units import PAGE, SEGMENT_SLOTS, WRITE_BACK_STEPS, round_up
+from flexgen_h2o.engine.memory_plan import part_bytes, tier_shares, weight_parts
 from flexgen_h2o.kvcache.eviction import H2O, Local
-from flexgen_h2o.limits import PAGE, SEGMENT_SLOTS, WRITE_BACK_STEPS
 from flexgen_h2o.planner.costs import ATTENTION_KINDS
-from flexgen_h2o.planner.memory import part_bytes, tier_shares, weight_parts
 from flexgen_h2o.planner.work import (
     Move,
     Setting,
@@ -26,9 +27,7 @@ from flexgen_h2o.planner.work import (
     kv_store_moves,
     weight_moves,
 )
-from flexgen_h2o.schedule import weight_sequence, zigzag
 from flexgen_h2o.tiers.disk import aligned_range
-from flexgen_h2o.units import round_up
 from tests.parity.cases import BASE, PLACEMENTS
 from tests.parity.planned import FAMILIES, ITEMSIZE, SHAPE, Run, write_aligned
 from tests.parity.reference import random_model

@@ -13,18 +13,18 @@ from typing import Any
 
 import pytest
 
-from flexgen_h2o.config import ModelSpec
+from flexgen_h2o.core.config import ModelSpec
+from flexgen_h2o.core.schedule import weight_sequence
+from flexgen_h2o.core.timeline import Timeline
+from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, Depth, memory_plan
+from flexgen_h2o.engine.workload import shape_of
 from flexgen_h2o.kvcache.eviction import H2O
+from flexgen_h2o.models.load import find_model
 from flexgen_h2o.planner.costs import LANES
-from flexgen_h2o.planner.memory import OVERLAPPED, SEQUENTIAL, Depth, memory_plan
-from flexgen_h2o.planner.need import shape_of
+from flexgen_h2o.planner.measure.machine import nominal_profile
 from flexgen_h2o.planner.predict import Machine, predict
 from flexgen_h2o.planner.work import weight_moves
-from flexgen_h2o.profiling.nominal import nominal_profile
-from flexgen_h2o.schedule import weight_sequence
-from flexgen_h2o.source import find_model
-from flexgen_h2o.tiers.transfer import Lanes
-from flexgen_h2o.timeline import Timeline
+from flexgen_h2o.tiers.transfers import Lanes
 from tests.parity.cases import PLACEMENTS
 from tests.parity.planned import SHAPE, Run
 from tests.parity.reference import random_model
@@ -137,7 +137,7 @@ def test_the_order_is_the_engines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """For placements on all tiers, K = 1 to 3 and three depths of look-ahead."""
-    monkeypatch.setattr("flexgen_h2o.planner.memory.OVERLAPPED", (depth,))
+    monkeypatch.setattr("flexgen_h2o.engine.memory_plan.OVERLAPPED", (depth,))
     check(
         RUNS[run], placement, depth if RUNS[run].switches.get("overlap", True) else SEQUENTIAL, folder, tmp_path, noted
     )
@@ -149,7 +149,7 @@ def test_another_look_ahead_would_be_seen(
 ) -> None:
     """The comparison fails where the simulator is given a ring with one unit more of one kind."""
     depth = OVERLAPPED[3]
-    monkeypatch.setattr("flexgen_h2o.planner.memory.OVERLAPPED", (depth,))
+    monkeypatch.setattr("flexgen_h2o.engine.memory_plan.OVERLAPPED", (depth,))
     other = replace(depth, **{changed: getattr(depth, changed) + 1})
     with pytest.raises(AssertionError):
         check(RUNS["K = 3, h2o"], "all on disk", other, folder, tmp_path, noted)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from flexgen_h2o import LLM, Completion, MemoryBudget, Policy, SamplingParams
-from flexgen_h2o.errors import DoesNotFitError, UsageError
-from flexgen_h2o.prompts import Prompt, prompts_from_python
+from flexgen_h2o.core.errors import DoesNotFitError, UsageError
+from flexgen_h2o.engine.prompts import Prompt, prompts_from_python
 from tests.parity.cases import PLACEMENTS
 from tests.parity.reference import LONG, Reference, greedy, random_prompts, tokens_of
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
-from flexgen_h2o.errors import UsageError
+from flexgen_h2o.core.errors import UsageError
 from tests.parity.cases import BASE, PLACEMENTS
 from tests.parity.reference import LONG, Ended, Reference, folder_with_eos, greedy, random_prompts, run, tokens_of
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from flexgen_h2o import LLM, Policy, SamplingParams
-from flexgen_h2o.errors import UsageError
-from flexgen_h2o.prefixes import SHARINGS, group_prompts
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.kvcache.prefixes import SHARINGS, group_prompts
 from tests.parity.beginnings import cases, references
 from tests.parity.cases import CONFIGURATIONS, PLACEMENTS
 from tests.parity.conftest import NEW_TOKENS

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from flexgen_h2o import H2O, LLM, Full, Local, MemoryBudget, Policy, SamplingParams
-from flexgen_h2o.errors import UsageError
+from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.integrations import disable_h2o, enable_h2o
 from flexgen_h2o.kvcache.eviction import H2ONorm, Random, SnapKV
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flexgen_h2o.block_facts import BlockLists, BlockSums, KvUse, Sweep
+from flexgen_h2o.engine.metrics import BlockLists, BlockSums, KvUse, Sweep
 
 SWEEPS = (Sweep(4.0, 1.0, 10, 12, 0), Sweep(2.0, 0.25, 20, 30, 7), Sweep(1.0, 0.0, 25, 35, 9))
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o.config import (
+from flexgen_h2o.core.config import (
     BITS_OF,
     MemoryBudget,
     ModelSpec,
@@ -22,8 +22,8 @@ from flexgen_h2o.config import (
     check_percent,
     without_unused_bits,
 )
-from flexgen_h2o.errors import UsageError
-from flexgen_h2o.units import GIB, check_int
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.units import GIB, check_int
 
 
 def small_spec(tied: bool) -> ModelSpec:

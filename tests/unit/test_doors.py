@@ -15,9 +15,9 @@ import pytest
 
 from flexgen_h2o import cli, flex_opt
 from flexgen_h2o.checkpoint import write_random_checkpoint
-from flexgen_h2o.checkpoint.file_writer import FileWriter
-from flexgen_h2o.doors import OneLineParser, run_door
-from flexgen_h2o.errors import DoesNotFitError, UsageError
+from flexgen_h2o.checkpoint.writing import FileWriter
+from flexgen_h2o.cli_common import OneLineParser, run_door
+from flexgen_h2o.core.errors import DoesNotFitError, UsageError
 from flexgen_h2o.planner import search
 from flexgen_h2o.planner.candidates import Budgets
 from flexgen_h2o.planner.lp import Corners, Solution, solve
@@ -85,7 +85,7 @@ def test_a_terminal_that_goes_away(tmp_path: Path) -> None:
 import fcntl, sys, termios, time
 from pathlib import Path
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-from flexgen_h2o.doors import run_door
+from flexgen_h2o.cli_common import run_door
 def body(argv):
     try:
         print("running")
@@ -114,7 +114,7 @@ sys.exit(run_door("plan", body, []))
 def test_standard_output_that_is_full(size: int) -> None:
     """At the flush after the body, and within the body's print."""
     body = f"lambda argv: print('x' * {size}) or 0"
-    script = f"import sys; from flexgen_h2o.doors import run_door; sys.exit(run_door('plan', {body}, []))"
+    script = f"import sys; from flexgen_h2o.cli_common import run_door; sys.exit(run_door('plan', {body}, []))"
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             [sys.executable, "-c", script], stdout=full, stderr=subprocess.PIPE, text=True, check=False,
@@ -150,7 +150,7 @@ def test_a_swallowed_signal_ends_a_run_before_weights_are_written(
         swallow(signal.SIGTERM)
         return write_random_checkpoint(*args)
 
-    monkeypatch.setattr("flexgen_h2o.source.write_random_checkpoint", signalled)
+    monkeypatch.setattr("flexgen_h2o.models.load.write_random_checkpoint", signalled)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     argv = ["--model", "opt-tiny", "--path", "_DUMMY_", "--offload-dir", str(tmp_path), "--no-log"]
     assert flex_opt.main([*argv, "--prompt-len", "8", "--gen-len", "2"]) == 143

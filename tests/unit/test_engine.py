@@ -12,16 +12,15 @@ import torch
 from safetensors.torch import save_file
 
 from flexgen_h2o.checkpoint import Checkpoint, match, read_index
-from flexgen_h2o.config import TIERS, ModelSpec, Policy
-from flexgen_h2o.engine import Engine
-from flexgen_h2o.errors import DoesNotFitError
-from flexgen_h2o.limits import READ_THREADS, STAGING_BYTES, WRITE_THREADS
+from flexgen_h2o.core.config import TIERS, ModelSpec, Policy
+from flexgen_h2o.core.errors import DoesNotFitError
+from flexgen_h2o.core.timeline import Timeline
+from flexgen_h2o.core.units import READ_THREADS, STAGING_BYTES, WRITE_THREADS
+from flexgen_h2o.engine.memory_plan import OVERLAPPED, MemoryPlan, Shape, memory_plan
+from flexgen_h2o.engine.resources import Engine
 from flexgen_h2o.models import spec_from_config
-from flexgen_h2o.planner.memory import OVERLAPPED, MemoryPlan, Shape, memory_plan
-from flexgen_h2o.tiers.device import Device, HostDevice, StandInDevice
+from flexgen_h2o.tiers.device import Device, HostDevice, Site, StandInDevice
 from flexgen_h2o.tiers.disk import DirectFile
-from flexgen_h2o.tiers.machine import Site
-from flexgen_h2o.timeline import Timeline
 
 CONFIG: dict[str, Any] = {
     "model_type": "opt", "vocab_size": 90, "hidden_size": 48, "num_hidden_layers": 2, "ffn_dim": 96,

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from flexgen_h2o import doors, engine_flags
-from flexgen_h2o.config import Policy
-from flexgen_h2o.errors import UsageError
+from flexgen_h2o import cli_common as doors
+from flexgen_h2o import flags as engine_flags
+from flexgen_h2o.core.config import Policy
+from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.kvcache.eviction import EVICTING, H2O, POLICIES, Eviction, Full, H2ONorm, Local, SnapKV, Tova
 
 

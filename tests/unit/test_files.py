@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from flexgen_h2o.config import Policy, SavedPolicy, write_policy
-from flexgen_h2o.errors import FlexgenError
-from flexgen_h2o.files import open_new, replacing, write_whole
-from flexgen_h2o.profile import write_profile
-from flexgen_h2o.profiling.nominal import nominal_profile
-from flexgen_h2o.timeline import Timeline
+from flexgen_h2o.core.config import Policy, SavedPolicy, write_policy
+from flexgen_h2o.core.errors import FlexgenError
+from flexgen_h2o.core.files import open_new, replacing, write_whole
+from flexgen_h2o.core.timeline import Timeline
+from flexgen_h2o.planner.measure.machine import nominal_profile
+from flexgen_h2o.planner.profile import write_profile
 
 WRITERS: dict[str, Callable[[Path], None]] = {
     "policy": lambda path: write_policy(path, SavedPolicy(Policy())),
@@ -112,7 +112,7 @@ def test_a_draft_has_no_name_that_can_be_known(tmp_path: Path, monkeypatch: pyte
 KILLED = """
 import os, sys
 from pathlib import Path
-from flexgen_h2o.files import replacing
+from flexgen_h2o.core.files import replacing
 with replacing(Path(sys.argv[1])) as file:
     file.write("half of it")
     file.flush()

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o.courses import ForcedTokens
-from flexgen_h2o.generation import Decoding, MicroBatch, Row, RowEnd, Watches
-from flexgen_h2o.prompts import Prompt
-from flexgen_h2o.sampling import SamplingParams, StopStrings, TokenChooser
+from flexgen_h2o.engine.generation import Decoding, MicroBatch, Row, RowEnd, Watches
+from flexgen_h2o.engine.prompts import Prompt
+from flexgen_h2o.engine.requests import ForcedTokens
+from flexgen_h2o.engine.sampling import SamplingParams, StopStrings, TokenChooser
 
 
 def row(index: int, length: int, max_new: int = 9) -> Row:

@@ -9,21 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexgen_h2o.hidden import HiddenKey, HiddenStore
-from flexgen_h2o.limits import PAGE
-from flexgen_h2o.planner.memory import hidden_home_bytes, hidden_is_streamed
-from flexgen_h2o.schedule import zigzag
-from flexgen_h2o.tiers.buffers import host_buffer
-from flexgen_h2o.tiers.device import Device, HostDevice, StandInDevice
+from flexgen_h2o.core.schedule import zigzag
+from flexgen_h2o.core.timeline import Timeline
+from flexgen_h2o.core.units import PAGE, round_up
+from flexgen_h2o.engine.hidden import HiddenKey, HiddenStore
+from flexgen_h2o.engine.memory_plan import hidden_home_bytes, hidden_is_streamed
+from flexgen_h2o.tiers.device import Device, HostDevice, StandInDevice, host_buffer
 from flexgen_h2o.tiers.disk import Scratch
-from flexgen_h2o.tiers.events import NOTHING, Done
-from flexgen_h2o.tiers.mover import Mover
 from flexgen_h2o.tiers.placement import Shares, split_rows
-from flexgen_h2o.tiers.ring import Ring
-from flexgen_h2o.tiers.stream import Stream
-from flexgen_h2o.tiers.transfer import Lanes
-from flexgen_h2o.timeline import Timeline
-from flexgen_h2o.units import round_up
+from flexgen_h2o.tiers.stream import NOTHING, Done, Ring, Stream
+from flexgen_h2o.tiers.transfers import Lanes, Mover
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flexgen_h2o.locks import MARK, is_still, read_mark, try_lock, wait_for_lock
+from flexgen_h2o.core.files import MARK, is_still, read_mark, try_lock, wait_for_lock
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_it_is_waited_for(two: tuple[int, int]) -> None:
 
 
 def test_a_process_that_dies_leaves_none(path: Path, two: tuple[int, int]) -> None:
-    code = "import os, sys; from flexgen_h2o.locks import try_lock; "
+    code = "import os, sys; from flexgen_h2o.core.files import try_lock; "
     code += "print(try_lock(os.open(sys.argv[1], os.O_RDONLY)), flush=True); os.kill(os.getpid(), 9)"
     done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False)
     assert done.stdout == "True\n" and done.returncode == -9, done.stderr

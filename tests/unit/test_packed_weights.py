@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from flexgen_h2o.checkpoint import match, pack_checkpoint, read_index
-from flexgen_h2o.kernels.int8_rows import Int8Rows
+from flexgen_h2o.core.packing import INT8, Packing
+from flexgen_h2o.kernels.int8 import Int8Rows
+from flexgen_h2o.kernels.int8_blocked import requantise_rows_reference
 from flexgen_h2o.kernels.linear import linear, lookup
-from flexgen_h2o.kernels.packed_rows import pack_rows, unpack_rows_reference
-from flexgen_h2o.kernels.requantised import requantise_rows_reference
-from flexgen_h2o.packing import INT8, Packing
+from flexgen_h2o.kernels.packed import pack_rows, unpack_rows_reference
 from flexgen_h2o.tiers.device import Device, HostDevice
-from flexgen_h2o.tiers.events import NOTHING, Done
+from flexgen_h2o.tiers.stream import NOTHING, Done
 from tests.unit.weight_room import (
     DEVICES,
     PLACES,

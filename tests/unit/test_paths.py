@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from flexgen_h2o.errors import UsageError
-from flexgen_h2o.paths import usable_path
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.files import usable_path
 
 
 def test_home_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

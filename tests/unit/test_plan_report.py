@@ -6,18 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from flexgen_h2o.config import Policy
-from flexgen_h2o.eviction_need import need_of
+from flexgen_h2o.core.config import Policy
+from flexgen_h2o.core.units import GIB
+from flexgen_h2o.engine.generation import need_of
+from flexgen_h2o.engine.memory_plan import Depth
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
 from flexgen_h2o.models import built_in_spec
-from flexgen_h2o.plan_report import Answer, Question, columns, to_json, to_text
-from flexgen_h2o.planner.gains import Gains
-from flexgen_h2o.planner.memory import Depth
+from flexgen_h2o.planner.measure.machine import nominal_profile
 from flexgen_h2o.planner.predict import Machine
+from flexgen_h2o.planner.profile import BUSY_NOTE
+from flexgen_h2o.planner.report import Answer, Gains, Question, columns, to_json, to_text
 from flexgen_h2o.planner.search import Plan, evaluate
-from flexgen_h2o.profile import BUSY_NOTE
-from flexgen_h2o.profiling.nominal import nominal_profile
-from flexgen_h2o.units import GIB
 
 BUDGETS = {"device": 4 * GIB, "host": 8 * GIB, "disk": 50 * GIB}
 

@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
-from flexgen_h2o.errors import UsageError
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.units import GIB
+from flexgen_h2o.engine.memory_plan import plan_within
+from flexgen_h2o.engine.workload import Batch, Need, even_blocks, shape_of
+from flexgen_h2o.kvcache.prefixes import PromptGroup
 from flexgen_h2o.models import built_in_spec
-from flexgen_h2o.planner.memory import plan_within
-from flexgen_h2o.planner.need import Batch, Need, even_blocks, shape_of
+from flexgen_h2o.planner.measure import run as choose
+from flexgen_h2o.planner.measure.machine import NOMINAL, nominal_profile
+from flexgen_h2o.planner.plans import WORTH_MEASURING_S, Planner
 from flexgen_h2o.planner.predict import Machine, predict
-from flexgen_h2o.planning import WORTH_MEASURING_S, Planner
-from flexgen_h2o.prefixes import PromptGroup
-from flexgen_h2o.profile import HardwareProfile, write_profile
-from flexgen_h2o.profiling import choose
-from flexgen_h2o.profiling.nominal import NOMINAL, nominal_profile
-from flexgen_h2o.units import GIB
+from flexgen_h2o.planner.profile import HardwareProfile, write_profile
 
 NO_BUDGETS: dict[str, int | None] = {"device": 0, "host": 100 * GIB, "disk": 100 * GIB}
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13, 14]]
@@ -77,7 +77,7 @@ def test_only_a_long_run_is_worth_measuring_for(slow: float, tmp_path: Path, mon
         asked.append(measure_missing)
         return measured if measure_missing else nominal_profile(True)
 
-    monkeypatch.setattr("flexgen_h2o.planning.profile_of_this_machine", of_this_machine)
+    monkeypatch.setattr("flexgen_h2o.planner.plans.profile_of_this_machine", of_this_machine)
     need = replace(NEED, rows=int(8 * slow))
     plans = planner(tmp_path)
     plans.choose(need, Policy(), NO_BUDGETS)

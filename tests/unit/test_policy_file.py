@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o.config import Policy, SavedPolicy, read_policy, write_policy
-from flexgen_h2o.errors import UsageError
+from flexgen_h2o.core.config import Policy, SavedPolicy, read_policy, write_policy
+from flexgen_h2o.core.errors import UsageError
 
 pairs = st.integers(0, 100).flatmap(lambda a: st.tuples(st.just(a), st.integers(0, 100 - a)))
 policies = st.builds(

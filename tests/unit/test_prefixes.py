@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o.errors import UsageError
-from flexgen_h2o.prefixes import (
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.engine.prompts import Prompt, make_blocks
+from flexgen_h2o.kvcache.prefixes import (
     SHARINGS,
     WHERE_IT_PAYS,
     PromptGroup,
@@ -22,7 +23,6 @@ from flexgen_h2o.prefixes import (
     pack_prompts,
     row_ends,
 )
-from flexgen_h2o.prompts import Prompt, make_blocks
 
 ON = Sharing(1, 0.0)
 Prompts = list[tuple[int, ...]]

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o.errors import FlexgenError, UsageError
-from flexgen_h2o.profile import (
+from flexgen_h2o.core.errors import FlexgenError, UsageError
+from flexgen_h2o.planner.profile import (
     MOST_RATE,
     SHIPPED,
     UNKNOWN_INT8_SPEEDUP,
@@ -283,7 +283,7 @@ def test_product_rate_goes_over_rows_and_width() -> None:
 
 def test_profile_is_found_by_path_and_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("flexgen_h2o.profile.SHIPPED", tmp_path / "shipped")
+    monkeypatch.setattr("flexgen_h2o.planner.profile.SHIPPED", tmp_path / "shipped")
     for path in (tmp_path / "shipped" / "t4.json", tmp_path / "mine.json", tmp_path / "t4"):
         write_profile(path, PROFILE)
     assert find_profile("mine.json").resolve() == tmp_path / "mine.json"

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from flexgen_h2o.generation import Row
-from flexgen_h2o.progress import Progress
-from flexgen_h2o.prompts import Prompt
+from flexgen_h2o.engine.generation import Row
+from flexgen_h2o.engine.metrics import Progress
+from flexgen_h2o.engine.prompts import Prompt
 
 
 class Terminal(io.StringIO):

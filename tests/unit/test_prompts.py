@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from flexgen_h2o.errors import FlexgenError, UsageError
-from flexgen_h2o.prompts import (
+from flexgen_h2o.core.errors import FlexgenError, UsageError
+from flexgen_h2o.engine.prompts import (
     BENCHMARK_TEXT,
     Completion,
     Prompt,

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from flexgen_h2o.models import built_in_spec
-from flexgen_h2o.profile import HardwareProfile, read_profile
+from flexgen_h2o.planner.profile import HardwareProfile, read_profile
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS, SHIPPED = ROOT / "scripts", ROOT / "policies" / "profiles"

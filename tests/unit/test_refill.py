@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o.generation import Row
-from flexgen_h2o.prompts import Prompt
-from flexgen_h2o.refill import Queue
+from flexgen_h2o.engine.generation import Row
+from flexgen_h2o.engine.prompts import Prompt
+from flexgen_h2o.engine.requests import Queue
 
 
 def row(index: int, length: int) -> Row:

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flexgen_h2o.config import Policy
-from flexgen_h2o.errors import FlexgenError, UsageError
-from flexgen_h2o.planner.roofline import Peak
-from flexgen_h2o.report import (
+from flexgen_h2o.core.config import Policy
+from flexgen_h2o.core.errors import FlexgenError, UsageError
+from flexgen_h2o.engine.report import (
+    Peak,
     PhaseReport,
     RunReport,
     append_log,

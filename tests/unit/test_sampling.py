@@ -12,8 +12,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from flexgen_h2o.errors import EXIT_FAILED, FlexgenError, UsageError
-from flexgen_h2o.sampling import (
+from flexgen_h2o.core.errors import EXIT_FAILED, FlexgenError, UsageError
+from flexgen_h2o.engine.sampling import (
     SamplingParams,
     StopStrings,
     TokenChooser,
@@ -194,7 +194,7 @@ MIXED = [
 
 def test_rows_with_parameters_of_their_own_choose_as_if_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy rows and rows cut differently side by side, in chunks; a row's index says nothing."""
-    monkeypatch.setattr("flexgen_h2o.sampling.SAMPLING_CHUNK", 3000)
+    monkeypatch.setattr("flexgen_h2o.engine.sampling.SAMPLING_CHUNK", 3000)
     logits = torch.randn(40, 1031, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
     rows, steps = [i * 2**33 for i in range(40)], [i % 3 for i in range(40)]
     params = {row: MIXED[i % 5] for i, row in enumerate(rows)}
@@ -204,7 +204,7 @@ def test_rows_with_parameters_of_their_own_choose_as_if_alone(monkeypatch: pytes
 
 
 def test_logprobs_of_chosen_and_likeliest_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flexgen_h2o.sampling.SAMPLING_CHUNK", 130)
+    monkeypatch.setattr("flexgen_h2o.engine.sampling.SAMPLING_CHUNK", 130)
     logits = torch.randn(7, 50, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
     logits[:, 3:] = -math.inf  # a topic of three words
     tokens, tops = [0, 1, 2, 0, 1, 2, 0], [0, 1, 2, 3, 4, 20, 0]
@@ -222,7 +222,7 @@ def test_chunks_of_rows_do_not_change_a_token(monkeypatch: pytest.MonkeyPatch) -
     logits = torch.randn(10, 100, generator=torch.Generator().manual_seed(0))
     chooser = TokenChooser(SamplingParams(temperature=1.0, top_p=0.8))
     whole = chooser.choose(logits, range(10), range(10))
-    monkeypatch.setattr("flexgen_h2o.sampling.SAMPLING_CHUNK", 300)
+    monkeypatch.setattr("flexgen_h2o.engine.sampling.SAMPLING_CHUNK", 300)
     assert chooser.choose(logits, range(10), range(10)) == whole
 
 
@@ -238,7 +238,7 @@ def test_the_extreme_draws_stay_in_the_vocabulary(monkeypatch: pytest.MonkeyPatc
     logits = torch.tensor([[-math.inf, 0.0, 0.3, -math.inf]])
     chooser = TokenChooser(SamplingParams(temperature=1.0))
     for number, token in ((0.0, 1), (1 - 2.0**-53, 2), (1.0, 2)):
-        monkeypatch.setattr("flexgen_h2o.sampling._uniform", lambda *_, number=number: number)
+        monkeypatch.setattr("flexgen_h2o.engine.sampling._uniform", lambda *_, number=number: number)
         assert chooser.choose(logits, [0], [0]) == [token]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flexgen_h2o import policy_search
-from flexgen_h2o.config import SavedPolicy, read_policy
+from flexgen_h2o.core.config import SavedPolicy, read_policy
 
 FOLDER = Path(__file__).resolve().parents[2] / "policies"
 FILES = sorted(FOLDER.glob("opt-*/*.json"))

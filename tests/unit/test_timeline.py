@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from flexgen_h2o.errors import FlexgenError
-from flexgen_h2o.timeline import LANES, Span, Timeline
+from flexgen_h2o.core.errors import FlexgenError
+from flexgen_h2o.core.timeline import LANES, Span, Timeline
 
 
 def test_seconds_are_summed_by_lane_and_kind() -> None:

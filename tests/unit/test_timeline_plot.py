@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from flexgen_h2o.errors import FlexgenError
-from flexgen_h2o.timeline import Span
-from flexgen_h2o.timeline_plot import _bars, _cut, _rows, around_prefill_end, draw_timeline
+from flexgen_h2o.core.errors import FlexgenError
+from flexgen_h2o.core.timeline import Span, _bars, _cut, _rows, around_prefill_end, draw_timeline
 
 PREFILL, DECODE = "compute_layer prefill", "compute_layer decode"
 RUN = [

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o.errors import UsageError
-from flexgen_h2o.units import GIB, KIB, MIB, TIB, format_bytes, format_free, format_seconds, parse_bytes, round_up
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.units import GIB, KIB, MIB, TIB, format_bytes, format_free, format_seconds, parse_bytes, round_up
 
 
 @pytest.mark.parametrize(

@@ -10,18 +10,16 @@ import pytest
 import torch
 
 from flexgen_h2o.checkpoint import Checkpoint, match, pack_checkpoint, read_index
-from flexgen_h2o.config import ModelSpec
-from flexgen_h2o.errors import TransferError
-from flexgen_h2o.kernels.blocked_rows import BlockedRows, block_rows
+from flexgen_h2o.core.config import ModelSpec
+from flexgen_h2o.core.errors import TransferError
+from flexgen_h2o.core.packing import INT8
+from flexgen_h2o.core.units import ALIGN, PAGE, ROW_BLOCK, round_up
+from flexgen_h2o.kernels.blocked import BlockedRows, block_rows
+from flexgen_h2o.kernels.int8 import Int8Rows, pack_int8_rows
 from flexgen_h2o.kernels.int8_blocked import BlockedInt8
-from flexgen_h2o.kernels.int8_rows import Int8Rows, pack_int8_rows
 from flexgen_h2o.kernels.linear import linear, lookup
-from flexgen_h2o.limits import ALIGN, PAGE, ROW_BLOCK
-from flexgen_h2o.packing import INT8
 from flexgen_h2o.tiers.device import Device, HostDevice, StandInDevice
-from flexgen_h2o.tiers.events import NOTHING, Done
-from flexgen_h2o.tiers.ring import Region
-from flexgen_h2o.units import round_up
+from flexgen_h2o.tiers.stream import NOTHING, Done, Region
 from tests.unit.weight_room import (
     DEVICES,
     PLACES,

@@ -12,21 +12,18 @@ import pytest
 import torch
 
 from flexgen_h2o.checkpoint import Checkpoint, match, read_index
-from flexgen_h2o.config import ModelSpec, Policy, WeightUnit
+from flexgen_h2o.core.config import ModelSpec, Policy, WeightUnit
+from flexgen_h2o.core.packing import Packing, WeightForm
+from flexgen_h2o.core.schedule import weight_sequence
+from flexgen_h2o.core.timeline import Timeline
+from flexgen_h2o.engine.memory_plan import Depth, Shape, memory_plan, tier_shares
+from flexgen_h2o.engine.weights import WeightStore, WeightStream
 from flexgen_h2o.kernels.linear import RowParts
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import spec_from_config
-from flexgen_h2o.packing import Packing, WeightForm
-from flexgen_h2o.planner.memory import Depth, Shape, memory_plan, tier_shares
-from flexgen_h2o.schedule import weight_sequence
-from flexgen_h2o.tiers.buffers import host_buffer
-from flexgen_h2o.tiers.device import Device, HostDevice, StandInDevice
-from flexgen_h2o.tiers.events import NOTHING
-from flexgen_h2o.tiers.mover import Mover
-from flexgen_h2o.tiers.ring import Region, Ring
-from flexgen_h2o.tiers.transfer import Lanes
-from flexgen_h2o.timeline import Timeline
-from flexgen_h2o.weights import WeightStore, WeightStream
+from flexgen_h2o.tiers.device import Device, HostDevice, StandInDevice, host_buffer
+from flexgen_h2o.tiers.stream import NOTHING, Region, Ring
+from flexgen_h2o.tiers.transfers import Lanes, Mover
 
 CONFIG: dict[str, Any] = {
     "model_type": "opt", "vocab_size": 200, "hidden_size": 80, "num_hidden_layers": 2, "ffn_dim": 160,

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from flexgen_h2o.errors import UsageError
-from flexgen_h2o.kvcache.eviction.evicting import Evicting
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.kvcache.eviction.evicting import Evicting, named_eviction
 from flexgen_h2o.kvcache.eviction.full import Full
 from flexgen_h2o.kvcache.eviction.h2o import H2O
 from flexgen_h2o.kvcache.eviction.h2o_norm import H2ONorm
 from flexgen_h2o.kvcache.eviction.local import Local
-from flexgen_h2o.kvcache.eviction.named import named_eviction
 from flexgen_h2o.kvcache.eviction.policy import Eviction
 from flexgen_h2o.kvcache.eviction.random_columns import Random
 from flexgen_h2o.kvcache.eviction.snapkv import SnapKV

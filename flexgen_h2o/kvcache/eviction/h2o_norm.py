@@ -8,9 +8,9 @@ from typing import ClassVar
 
 import torch
 
+from flexgen_h2o.core.units import check_share
 from flexgen_h2o.kvcache.eviction.evicting import Evicting
 from flexgen_h2o.kvcache.eviction.policy import EVERYTHING, POSITIONS, SCORES, Columns, Needs, RowBudget
-from flexgen_h2o.units import check_share
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,25 @@
 
 The engine owns everything else: slots, protection of sinks and recent columns, which column leaves, tiers. A new policy
 is a file in this folder and a row in `POLICIES`.
+
+What rolling positions ask of a model, a policy and a row.
+
+An eviction policy as a stage of a pipeline sees it, whose blocks are counted from the stage's first one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_left
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 
+from flexgen_h2o.core.config import ModelSpec
+from flexgen_h2o.core.errors import UsageError
+
 EVERYTHING = 2**30  # more columns than any row has
-# Records of a slot (kvcache/view.Record), in the order in which they are laid out.
+# Records of a slot (kvcache/slots.Record), in the order in which they are laid out.
 POSITIONS, SCORES, NORMS, RANKS = "positions", "scores", "norms", "ranks"
 
 
@@ -103,3 +111,71 @@ class Eviction(Protocol):
         """(b, kv_heads, n) fp32: columns with the lowest leave first, of equal ones the oldest."""
 
     def to_json(self) -> dict[str, Any]: ...
+
+
+def is_rolling(eviction: Eviction) -> bool:
+    """Does a column's position follow from the columns that its row holds?"""
+    return RANKS in eviction.needs.record
+
+
+def check_rolling(eviction: Eviction, spec: ModelSpec, compresses_cache: bool) -> None:
+    """UsageError where columns cannot take other positions than their tokens had."""
+    if not is_rolling(eviction):
+        return
+    if spec.rotary is None:
+        raise UsageError(
+            f"--positions rolling: needs rotary embeddings, and {spec.name} has learned positions, which its hidden "
+            "states and so its keys hold; leave it at original"
+        )
+    if compresses_cache:
+        raise UsageError(
+            "--positions rolling: turns keys as they are read, not packed ones; leave out --compress-cache"
+        )
+
+
+def most_new_tokens(eviction: Eviction, spec: ModelSpec, prompt_len: int, asked: int) -> int:
+    """New tokens that a prompt of so many tokens may grow by: with original positions as long as there are some, with
+    rolling ones as long as its columns are no more than there are positions.
+
+    The newest token needs no position of its own, so a prompt that fills all positions still gets one.
+    """
+    if not is_rolling(eviction):
+        return min(asked, spec.max_positions - prompt_len + 1)
+
+    def is_too_much(new: int) -> bool:
+        columns = (eviction.slots(prompt_len, new, block, spec.num_blocks) for block in range(spec.num_blocks))
+        return max(columns) > spec.max_positions
+
+    return max(1, bisect_left(range(1, asked + 1), True, key=is_too_much))
+
+
+@dataclass(frozen=True)
+class OfStage:
+    """`policy` of a model of `depth` transformer blocks, where block 0 is the model's block `first`."""
+
+    policy: Eviction
+    first: int
+    depth: int
+
+    @property
+    def name(self) -> str:
+        return self.policy.name
+
+    @property
+    def needs(self) -> Needs:
+        return self.policy.needs
+
+    def budget(self, prompt_len: int, block: int, num_blocks: int) -> RowBudget:
+        return self.policy.budget(prompt_len, self.first + block, self.depth)
+
+    def slots(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> int:
+        return self.policy.slots(prompt_len, gen_len, self.first + block, self.depth)
+
+    def prompt_scores(self, sums: torch.Tensor, query_rows: int) -> torch.Tensor:
+        return self.policy.prompt_scores(sums, query_rows)
+
+    def rank(self, columns: Columns) -> torch.Tensor:
+        return self.policy.rank(replace(columns, block=self.first + columns.block))
+
+    def to_json(self) -> dict[str, Any]:
+        return self.policy.to_json()

@@ -12,7 +12,7 @@ sys.path.append(str(Path(__file__).resolve().parents[3] / "bench"))
 
 import common
 
-from flexgen_h2o.errors import UsageError
+from flexgen_h2o.core.errors import UsageError
 
 
 def test_the_result_is_printed_also_where_it_cannot_be_written(

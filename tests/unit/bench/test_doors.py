@@ -53,8 +53,8 @@ def test_a_value_that_cannot_be(
 def test_a_picture_asks_for_matplotlib_before_anything_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("flexgen_h2o.doors.find_spec", lambda name: None)
-    monkeypatch.setattr("flexgen_h2o.profiling.measure.measure", pytest.fail)
+    monkeypatch.setattr("flexgen_h2o.cli_common.find_spec", lambda name: None)
+    monkeypatch.setattr("flexgen_h2o.planner.measure.run.measure", pytest.fail)
     assert run("scaling", ["--plot", str(tmp_path / "x.png")], monkeypatch) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "flexgen-h2o[plot]" in said
@@ -80,7 +80,7 @@ def test_a_result_that_could_not_be_written_is_refused_before_anything_is_measur
 def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("flexgen_h2o.profiling.measure.measure", pytest.fail)
+    monkeypatch.setattr("flexgen_h2o.planner.measure.run.measure", pytest.fail)
     assert run("scaling", ["--plot", str(tmp_path / "p.doc")], monkeypatch) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "p.doc: the file name must end in one of .png" in said

@@ -24,7 +24,7 @@ from sweep.grid import SYSTEMS
 from sweep.runner import Setup
 from sweep.store import Store
 
-from flexgen_h2o.errors import UsageError
+from flexgen_h2o.core.errors import UsageError
 from tests.unit.bench.test_throughput_sweep import figures, key
 
 ROOT = Path(__file__).resolve().parents[3]

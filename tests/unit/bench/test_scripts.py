@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flexgen_h2o.source import find_model
+from flexgen_h2o.models.load import find_model
 from tests.unit.bench.test_doors import run
 
 

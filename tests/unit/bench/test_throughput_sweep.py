@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from flexgen_h2o.errors import UsageError
+from flexgen_h2o.core.errors import UsageError
 
 sys.path.extend(str(Path(__file__).resolve().parents[3] / folder) for folder in ("bench", "bench/baselines"))
 

@@ -11,7 +11,7 @@ import torch
 from transformers import OPTConfig, OPTForCausalLM
 
 from flexgen_h2o.checkpoint import StoredTensor
-from flexgen_h2o.config import ModelSpec, TensorSpec
+from flexgen_h2o.core.config import ModelSpec, TensorSpec
 
 HIDDEN, HEADS, FFN, VOCAB, POSITIONS, BLOCKS = 16, 2, 32, 40, 24, 2
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from flexgen_h2o.checkpoint.atomic_folder import building
-from flexgen_h2o.errors import DoesNotFitError, UsageError
-from flexgen_h2o.locks import MARK, mark
+from flexgen_h2o.core.errors import DoesNotFitError, UsageError
+from flexgen_h2o.core.files import MARK, mark
 
 
 def build(folder: Path, pause: float = 0.0) -> bool:

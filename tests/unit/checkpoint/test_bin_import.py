@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from flexgen_h2o.checkpoint import bin_import, import_bin, read_index
-from flexgen_h2o.errors import DoesNotFitError, UsageError
-from flexgen_h2o.locks import MARK
+from flexgen_h2o.core.errors import DoesNotFitError, UsageError
+from flexgen_h2o.core.files import MARK
 
 BIN, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 SHARDS = ("pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin")

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from flexgen_h2o.checkpoint import fingerprint as module
+from flexgen_h2o.checkpoint import atomic_folder as module
 from flexgen_h2o.checkpoint import weight_files
-from flexgen_h2o.checkpoint.fingerprint import sample_digest
-from flexgen_h2o.errors import UsageError
+from flexgen_h2o.checkpoint.atomic_folder import sample_digest
+from flexgen_h2o.core.errors import UsageError
 
 
 @pytest.mark.parametrize("whole", [2**20, 1000])

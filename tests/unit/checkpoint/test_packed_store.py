@@ -14,19 +14,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from flexgen_h2o.checkpoint import (
-    open_checkpoint,
-    pack_checkpoint,
-    pack_random,
-    packed_store,
-    shards,
-    write_random_checkpoint,
-)
-from flexgen_h2o.checkpoint.stored import Checkpoint
-from flexgen_h2o.errors import DoesNotFitError, UsageError
-from flexgen_h2o.kernels.int8_rows import pack_int8_rows
-from flexgen_h2o.kernels.packed_rows import pack_rows
-from flexgen_h2o.packing import INT8, Packing
+from flexgen_h2o.checkpoint import open_checkpoint, pack_checkpoint, pack_random, packed_store, write_random_checkpoint
+from flexgen_h2o.checkpoint import writing as shards
+from flexgen_h2o.checkpoint.safetensors import Checkpoint
+from flexgen_h2o.core.errors import DoesNotFitError, UsageError
+from flexgen_h2o.core.packing import INT8, Packing
+from flexgen_h2o.kernels.int8 import pack_int8_rows
+from flexgen_h2o.kernels.packed import pack_rows
 
 FC1 = "model.decoder.layers.1.fc1.weight"
 

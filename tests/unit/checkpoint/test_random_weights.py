@@ -10,9 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from flexgen_h2o.checkpoint import file_writer, open_checkpoint, random_weights, shards, write_random_checkpoint
+from flexgen_h2o.checkpoint import open_checkpoint, random_weights, write_random_checkpoint
+from flexgen_h2o.checkpoint import writing as file_writer
+from flexgen_h2o.checkpoint import writing as shards
 from flexgen_h2o.checkpoint.atomic_folder import building
-from flexgen_h2o.errors import DoesNotFitError, UsageError
+from flexgen_h2o.core.errors import DoesNotFitError, UsageError
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundEr
 
 from flexgen_h2o.checkpoint import ModelSource, resolve
 from flexgen_h2o.checkpoint.resolve import PACKAGED
-from flexgen_h2o.errors import DoesNotFitError, UsageError
+from flexgen_h2o.core.errors import DoesNotFitError, UsageError
 
 ID = "someone/some-model"
 

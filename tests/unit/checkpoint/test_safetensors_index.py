@@ -17,8 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file, save_model
 
-from flexgen_h2o.checkpoint.safetensors_index import has_safetensors, read_index
-from flexgen_h2o.errors import UsageError
+from flexgen_h2o.checkpoint.safetensors import has_safetensors, read_index
+from flexgen_h2o.core.errors import UsageError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flexgen_h2o.evaluation.bootstrap import Bootstrap
+from flexgen_h2o.evaluation.metrics import Bootstrap
 
 
 def test_equal_seeds_give_equal_intervals_and_others_do_not() -> None:

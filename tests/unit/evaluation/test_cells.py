@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from flexgen_h2o.errors import UsageError
-from flexgen_h2o.evaluation.cells import make_cells
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.evaluation.metrics import make_cells
 from flexgen_h2o.kvcache.eviction import EVICTING, H2O, H2ONorm
 
 

@@ -11,9 +11,8 @@ from transformers import OPTForCausalLM
 
 from flexgen_h2o import LLM
 from flexgen_h2o.checkpoint.resolve import PACKAGED
-from flexgen_h2o.evaluation.cells import Cell
 from flexgen_h2o.evaluation.fidelity import Runner
-from flexgen_h2o.evaluation.metrics import divergence
+from flexgen_h2o.evaluation.metrics import Cell, divergence
 from flexgen_h2o.evaluation.rows import TextRow
 from flexgen_h2o.kvcache.eviction import EVICTING, H2O, Full, Local
 

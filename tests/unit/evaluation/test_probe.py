@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from flexgen_h2o import LLM, Policy
-from flexgen_h2o.evaluation.probe import Probe
-from flexgen_h2o.evaluation.watches import FullWatch
+from flexgen_h2o.evaluation.metrics import FullWatch, Probe
 from flexgen_h2o.kvcache.eviction import Full
 from flexgen_h2o.kvcache.eviction.policy import Columns
 from tests.eviction.gqa_family import CONFIG, random_weights, register, save

@@ -8,18 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from flexgen_h2o.errors import UsageError
-from flexgen_h2o.evaluation.python_sources import is_held_out, stdlib_files
-from flexgen_h2o.evaluation.recall import PAIRS, question, training_row
+from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.evaluation.rows import (
+    PAIRS,
     HeldOutText,
     Lengths,
     held_out_rows,
     held_out_text,
+    is_held_out,
+    question,
     recall_rows,
     rows_of_file,
+    stdlib_files,
+    training_row,
 )
-from flexgen_h2o.source import Model, find_model
+from flexgen_h2o.models.load import Model, find_model
 
 LENGTHS = Lengths(160, 40)
 

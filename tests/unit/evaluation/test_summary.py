@@ -8,13 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flexgen_h2o.errors import FlexgenError
-from flexgen_h2o.evaluation.cells import make_cells
-from flexgen_h2o.evaluation.fidelity import TextFidelity, TextResults
-from flexgen_h2o.evaluation.plot import draw
-from flexgen_h2o.evaluation.recall import Question, RecallRow
-from flexgen_h2o.evaluation.summary import summarise_divergence, summarise_recall, summarise_texts
-from flexgen_h2o.evaluation.tables import markdown
+from flexgen_h2o.core.errors import FlexgenError
+from flexgen_h2o.evaluation.fidelity import (
+    TextFidelity,
+    TextResults,
+    summarise_divergence,
+    summarise_recall,
+    summarise_texts,
+)
+from flexgen_h2o.evaluation.metrics import make_cells
+from flexgen_h2o.evaluation.rows import Question, RecallRow
+from flexgen_h2o.evaluation.tables import draw, markdown
 
 N, STEPS = 6, 12
 

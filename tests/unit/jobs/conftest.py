@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from flexgen_h2o.source import Model, find_model
+from flexgen_h2o.models.load import Model, find_model
 
 
 @pytest.fixture(scope="session")

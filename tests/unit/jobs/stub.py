@@ -9,16 +9,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from flexgen_h2o.config import Policy
-from flexgen_h2o.errors import DoesNotFitError
-from flexgen_h2o.jobs.lines import scan_input
+from flexgen_h2o.core.config import Policy
+from flexgen_h2o.core.errors import DoesNotFitError
+from flexgen_h2o.engine.prompts import Completion, Prompt
+from flexgen_h2o.engine.sampling import SamplingParams
+from flexgen_h2o.jobs.input import scan_input
 from flexgen_h2o.jobs.output import OutputFile
-from flexgen_h2o.jobs.progress import JobProgress
 from flexgen_h2o.jobs.requests import RequestReader
-from flexgen_h2o.jobs.runner import Job, rows_before
-from flexgen_h2o.prompts import Completion, Prompt
-from flexgen_h2o.sampling import SamplingParams
-from flexgen_h2o.source import Model
+from flexgen_h2o.jobs.runner import Job, JobProgress, rows_before
+from flexgen_h2o.models.load import Model
 
 
 @dataclass

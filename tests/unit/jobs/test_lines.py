@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flexgen_h2o.errors import UsageError
-from flexgen_h2o.jobs import lines as module
-from flexgen_h2o.jobs.lines import id_digest, read_lines, scan_input, which_are_in
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.jobs import input as module
+from flexgen_h2o.jobs.input import id_digest, read_lines, scan_input, which_are_in
 
 
 def test_lines_keep_their_numbers(tmp_path: Path) -> None:
@@ -27,7 +27,7 @@ def test_lines_keep_their_numbers(tmp_path: Path) -> None:
 def test_a_line_that_is_too_long_is_one_line_without_text(
     last: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flexgen_h2o.files.MOST_LINE_BYTES", 10)
+    monkeypatch.setattr("flexgen_h2o.core.files.MOST_LINE_BYTES", 10)
     path = tmp_path / "in.jsonl"
     path.write_bytes(b"1\n" + b"x" * 30 + last)
     found = [(line.number, line.text) for line in read_lines(path)]

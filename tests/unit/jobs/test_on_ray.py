@@ -13,18 +13,16 @@ import numpy as np
 import pytest
 
 from flexgen_h2o import LLM, Full, Policy, batch
-from flexgen_h2o.errors import DoesNotFitError, FlexgenError, UsageError
+from flexgen_h2o.core.errors import DoesNotFitError, FlexgenError, UsageError
+from flexgen_h2o.core.units import less_margin
+from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.jobs import on_ray
-from flexgen_h2o.jobs.lines import Cut, cut_input, read_cut, read_lines, scan_input
+from flexgen_h2o.jobs.input import Cut, cut_input, read_cut, read_lines, scan_input
 from flexgen_h2o.jobs.on_ray import Notes, Opening, Pool, Raised, RayJob, find_pool, window_size
 from flexgen_h2o.jobs.output import OutputFile
-from flexgen_h2o.jobs.progress import JobProgress
 from flexgen_h2o.jobs.requests import RequestReader
-from flexgen_h2o.jobs.runner import rows_before
-from flexgen_h2o.jobs.window_job import Answer, WindowJob
-from flexgen_h2o.sampling import SamplingParams
-from flexgen_h2o.source import Model
-from flexgen_h2o.units import less_margin
+from flexgen_h2o.jobs.runner import Answer, JobProgress, WindowJob, rows_before
+from flexgen_h2o.models.load import Model
 from tests.unit.jobs.stub import StubLLM, read_rows, write_lines
 
 GIB = 2**30
@@ -48,7 +46,7 @@ def test_parts_have_the_rows_that_are_left_and_no_others(tmp_path: Path, size: i
 
 
 def test_a_long_line_is_one_row_of_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flexgen_h2o.files.MOST_LINE_BYTES", 20)
+    monkeypatch.setattr("flexgen_h2o.core.files.MOST_LINE_BYTES", 20)
     source = tmp_path / "in.jsonl"
     source.write_bytes(b'{"a": 1}\n{"a": "' + b"x" * 50 + b'"}\n{"a": 3}\n')
     cuts = list(cut_input(source, np.zeros(3, bool), 1))

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from flexgen_h2o import interrupts
-from flexgen_h2o.errors import EXIT_FAILED, FlexgenError, UsageError
+from flexgen_h2o.core import interrupts
+from flexgen_h2o.core.errors import EXIT_FAILED, FlexgenError, UsageError
 from flexgen_h2o.jobs import output as module
 from flexgen_h2o.jobs.output import OutputFile, count_rows, is_locked, to_line
 

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from flexgen_h2o.files import MOST_LINE_BYTES
-from flexgen_h2o.jobs.fields import RowError
-from flexgen_h2o.jobs.lines import Line
-from flexgen_h2o.jobs.requests import Request, RequestReader
-from flexgen_h2o.sampling import SamplingParams
-from flexgen_h2o.source import Model
+from flexgen_h2o.core.files import MOST_LINE_BYTES
+from flexgen_h2o.engine.sampling import SamplingParams
+from flexgen_h2o.jobs.input import Line
+from flexgen_h2o.jobs.requests import Request, RequestReader, RowError
+from flexgen_h2o.models.load import Model
 
 DEFAULTS = SamplingParams(max_tokens=9, temperature=0.5, seed=4)
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

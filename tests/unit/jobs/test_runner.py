@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from flexgen_h2o.errors import DoesNotFitError, UsageError
-from flexgen_h2o.jobs.status import read_status, status_lines
-from flexgen_h2o.jobs.window import Window, window_rows
-from flexgen_h2o.source import Model
+from flexgen_h2o.core.errors import DoesNotFitError, UsageError
+from flexgen_h2o.jobs.runner import Window, window_rows
+from flexgen_h2o.jobs.sidecar import read_status, status_lines
+from flexgen_h2o.models.load import Model
 from tests.unit.jobs.stub import StubLLM, read_rows, run_job, write_lines
 
 
@@ -217,7 +217,7 @@ def test_requests_for_another_model_are_counted(paths: tuple[Path, Path], words:
 
 def test_the_status_follows_the_job(paths: tuple[Path, Path], words: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     source, output = paths
-    monkeypatch.setattr("flexgen_h2o.jobs.progress.WRITE_EVERY_S", 0.0)
+    monkeypatch.setattr("flexgen_h2o.jobs.runner.WRITE_EVERY_S", 0.0)
     seen = []
 
     def look(line: int) -> None:
@@ -262,8 +262,8 @@ def test_a_job_that_was_killed_does_not_run(paths: tuple[Path, Path], words: Mod
 GROWTH = """
 import json, os, resource, sys
 from pathlib import Path
-from flexgen_h2o.jobs.status import read_status
-from flexgen_h2o.source import find_model
+from flexgen_h2o.jobs.sidecar import read_status
+from flexgen_h2o.models.load import find_model
 from tests.unit.jobs.stub import StubLLM, run_job
 folder, model, peaks = Path(sys.argv[1]), find_model("opt-tiny", None), []
 
@@ -296,7 +296,7 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
 RECORDS = """
 import json, resource, sys
 from pathlib import Path
-from flexgen_h2o.source import find_model
+from flexgen_h2o.models.load import find_model
 from tests.unit.jobs.stub import StubLLM, run_job
 folder, model, peaks = Path(sys.argv[1]), find_model("opt-tiny", None), []
 data = {"article": "a", "x": [{}] * 3200}  # 16 KB of text; parsed, 300 KB

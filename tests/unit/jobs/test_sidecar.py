@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from flexgen_h2o.errors import FlexgenError, UsageError
-from flexgen_h2o.jobs.lines import scan_input
+from flexgen_h2o.core.errors import FlexgenError, UsageError
+from flexgen_h2o.jobs.input import scan_input
 from flexgen_h2o.jobs.sidecar import Sidecar, differences, read_sidecar, sidecar_path
 
 SETTINGS: dict[str, Any] = {

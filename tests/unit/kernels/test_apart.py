@@ -11,15 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexgen_h2o.kernels import apart, jit
-from flexgen_h2o.kernels.apart import compiled_apart
+from flexgen_h2o.kernels import jit
+from flexgen_h2o.kernels import warm_up as apart
+from flexgen_h2o.kernels.warm_up import compiled_apart
 
 # Packs a row, and says how often a compiled loop was loaded from disk.
 PACK = """
 import flexgen_h2o, torch
-from flexgen_h2o.kernels import pack_loops
-from flexgen_h2o.kernels.apart import compiled_apart
-from flexgen_h2o.kernels.packed_rows import pack_rows
+from flexgen_h2o.kernels.compiled import rows as pack_loops
+from flexgen_h2o.kernels.warm_up import compiled_apart
+from flexgen_h2o.kernels.packed import pack_rows
 
 compiled_apart(pack_rows, torch.zeros(1, 64), 4)
 pack_rows(torch.zeros(1, 64), 4)

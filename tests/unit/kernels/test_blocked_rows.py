@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from flexgen_h2o.kernels import blocked_rows
-from flexgen_h2o.kernels.blocked_rows import BlockedRows, block_rows, multiply
+from flexgen_h2o.core.units import BLOCK_CHUNK, BLOCK_ROWS, TOKEN_CHUNK
+from flexgen_h2o.kernels import blocked as blocked_rows
+from flexgen_h2o.kernels.blocked import BlockedRows, block_rows, multiply
 from flexgen_h2o.kernels.linear import RowParts, add_linear, linear, linear_relu
-from flexgen_h2o.limits import BLOCK_CHUNK, BLOCK_ROWS, TOKEN_CHUNK
 
 SHAPES = [(64, 64), (192, 128), (128, 1024), (1024, 320)]
 ROUNDING = 2.0**-7  # of bf16, relative: a unit in the last place of the larger neighbour

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_h2o.kernels import causal
-from flexgen_h2o.kernels.causal import causal_attention, causal_attention_lse, causal_attention_lse_reference
+from flexgen_h2o.kernels import prefill_attention as causal
+from flexgen_h2o.kernels.prefill_attention import causal_attention, causal_attention_lse, causal_attention_lse_reference
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.03}

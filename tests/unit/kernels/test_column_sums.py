@@ -8,10 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
-from flexgen_h2o.kernels import column_sums as module
-from flexgen_h2o.kernels.causal import causal_attention_lse
-from flexgen_h2o.kernels.column_sums import column_sums, column_sums_reference
-from flexgen_h2o.kernels.tiles import TILE_BYTES
+from flexgen_h2o.kernels import prefill_attention as module
+from flexgen_h2o.kernels.prefill_attention import TILE_BYTES, causal_attention_lse, column_sums, column_sums_reference
 
 # In bf16 the products are rounded; they are below 8 here, a rounding of them below 2**-6 / 2, a column has many.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}

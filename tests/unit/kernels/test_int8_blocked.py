@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from flexgen_h2o.kernels import int8_blocked, int8_rows
-from flexgen_h2o.kernels.int8_blocked import BlockedInt8, block_int8_rows, blocked_products
-from flexgen_h2o.kernels.int8_rows import Int8Rows, codes_of, pack_int8_rows, scales_of
-from flexgen_h2o.kernels.int8_sums import int8_products_reference
+from flexgen_h2o.core.units import BLOCK_ROWS
+from flexgen_h2o.kernels import int8 as int8_rows
+from flexgen_h2o.kernels import int8_blocked
+from flexgen_h2o.kernels.int8 import Int8Rows, codes_of, pack_int8_rows, scales_of
+from flexgen_h2o.kernels.int8_blocked import BlockedInt8, block_int8_rows, blocked_products, int8_products_reference
 from flexgen_h2o.kernels.linear import RowParts, add_linear, linear, linear_each, lookup
 from flexgen_h2o.kernels.workspace import Workspace
-from flexgen_h2o.limits import BLOCK_ROWS
 
 SHAPES = [(64, 64), (192, 128), (128, 2048), (320, 1024)]
 DTYPES = [torch.float32, torch.bfloat16]

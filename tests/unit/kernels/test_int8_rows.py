@@ -7,8 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_h2o.kernels import int8_rows, int8_sums
-from flexgen_h2o.kernels.int8_rows import (
+from flexgen_h2o.core.packing import INT8
+from flexgen_h2o.core.units import ALIGN, INT8_TILE, round_up
+from flexgen_h2o.kernels import int8 as int8_rows
+from flexgen_h2o.kernels import int8_blocked as int8_sums
+from flexgen_h2o.kernels.int8 import (
     Int8Rows,
     codes_of,
     look_up,
@@ -20,12 +23,9 @@ from flexgen_h2o.kernels.int8_rows import (
     rescale_reference,
     scales_of,
 )
-from flexgen_h2o.kernels.int8_sums import int8_products, int8_products_reference
+from flexgen_h2o.kernels.int8_blocked import int8_products, int8_products_reference
 from flexgen_h2o.kernels.linear import add_linear, linear, lookup
 from flexgen_h2o.kernels.workspace import Workspace
-from flexgen_h2o.limits import ALIGN, INT8_TILE
-from flexgen_h2o.packing import INT8
-from flexgen_h2o.units import round_up
 
 WIDTHS = [1, 2, 3, 16, 60, 64, 83, 127, 200, 1025]
 DTYPES = [torch.float32, torch.bfloat16]

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_h2o.kernels import packed_rows
-from flexgen_h2o.kernels.packed_rows import pack_rows, pack_rows_reference, unpack_rows, unpack_rows_reference
-from flexgen_h2o.packing import GROUP, num_groups, packed_row_bytes, value_bytes
+from flexgen_h2o.core.packing import GROUP, num_groups, packed_row_bytes, value_bytes
+from flexgen_h2o.kernels import packed as packed_rows
+from flexgen_h2o.kernels.packed import pack_rows, pack_rows_reference, unpack_rows, unpack_rows_reference
 
 WIDTHS = [1, 2, 3, 60, 63, 64, 65, 83, 127, 128, 200, 1024]
 BITS = [4, 8]

@@ -9,15 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_h2o.kernels import packed_slots
-from flexgen_h2o.kernels.packed_slots import (
+from flexgen_h2o.core.packing import SlotPacking
+from flexgen_h2o.kernels import packed as packed_slots
+from flexgen_h2o.kernels.packed import (
     attend_packed,
     attend_packed_reference,
     pack_columns,
     pack_columns_reference,
     unpack_columns,
 )
-from flexgen_h2o.kernels.slot_packing import SlotPacking
 from flexgen_h2o.kernels.slots import attend_reference, attend_scored_reference
 from tests.unit.kernels.test_slots import DTYPES, copy_of, in_segments, make, make_book, ragged, victims
 

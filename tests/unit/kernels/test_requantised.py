@@ -7,12 +7,18 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from flexgen_h2o.kernels import int8_blocked, requantised
-from flexgen_h2o.kernels.int8_blocked import BlockedInt8, blank_int8_rows, block_int8_rows
-from flexgen_h2o.kernels.int8_rows import codes_of, scales_of
-from flexgen_h2o.kernels.packed_rows import pack_rows, unpack_rows_reference
-from flexgen_h2o.kernels.requantised import requantise_rows, requantise_rows_reference
-from flexgen_h2o.packing import INT8
+from flexgen_h2o.core.packing import INT8
+from flexgen_h2o.kernels import int8_blocked
+from flexgen_h2o.kernels import int8_blocked as requantised
+from flexgen_h2o.kernels.int8 import codes_of, scales_of
+from flexgen_h2o.kernels.int8_blocked import (
+    BlockedInt8,
+    blank_int8_rows,
+    block_int8_rows,
+    requantise_rows,
+    requantise_rows_reference,
+)
+from flexgen_h2o.kernels.packed import pack_rows, unpack_rows_reference
 
 SHAPES = [(1, 1), (3, 5), (5, 77), (16, 64), (64, 64), (80, 2048), (192, 128), (336, 192), (16464, 64)]
 

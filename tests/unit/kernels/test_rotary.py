@@ -8,7 +8,7 @@ from transformers import GPTNeoXConfig, LlamaConfig
 from transformers.models.gpt_neox import modeling_gpt_neox
 from transformers.models.llama import modeling_llama
 
-from flexgen_h2o.kernels.rotary import Rotation
+from flexgen_h2o.kernels.elementwise import Rotation
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -16,7 +16,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("share", [1.0, 0.25])
 def test_rotation_equals_transformers(share: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flexgen_h2o.kernels.rotary.ROTARY_CHUNK", 4)
+    monkeypatch.setattr("flexgen_h2o.kernels.elementwise.ROTARY_CHUNK", 4)
     if share == 1:
         module, config = modeling_llama, LlamaConfig(hidden_size=64, num_attention_heads=4)
         embedding = module.LlamaRotaryEmbedding(config)

@@ -8,8 +8,7 @@ import pytest
 import torch
 from transformers.models.llama import modeling_llama
 
-from flexgen_h2o.kernels.gated import silu_gated, silu_gated_reference
-from flexgen_h2o.kernels.rms_norm import rms_norm, rms_norm_reference
+from flexgen_h2o.kernels.elementwise import rms_norm, rms_norm_reference, silu_gated, silu_gated_reference
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -26,7 +25,7 @@ def assert_rounded_alike(found: torch.Tensor, want: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rms_norm_equals_transformers(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flexgen_h2o.kernels.rms_norm.NORM_CHUNK", 4)
+    monkeypatch.setattr("flexgen_h2o.kernels.elementwise.NORM_CHUNK", 4)
     theirs = modeling_llama.LlamaRMSNorm(24, eps=1e-5).to(dtype)
     x = (3 * torch.randn(11, 24)).to(dtype)
     with torch.no_grad():

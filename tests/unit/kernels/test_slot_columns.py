@@ -7,14 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_h2o.kernels import slot_columns
-from flexgen_h2o.kernels.slot_columns import (
-    Pair,
-    get_last_slots,
-    get_last_slots_reference,
-    put_slots,
-    put_slots_reference,
-)
+from flexgen_h2o.kernels import slots as slot_columns
+from flexgen_h2o.kernels.slots import Pair, get_last_slots, get_last_slots_reference, put_slots, put_slots_reference
 
 
 def areas(rows: int, segments: int, per_segment: int, width: int, dtype: torch.dtype) -> Pair:

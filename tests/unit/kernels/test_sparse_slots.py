@@ -9,8 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o.kernels.slots import attend
-from flexgen_h2o.kernels.sparse_slots import attend_sparse
+from flexgen_h2o.kernels.slots import attend, attend_sparse
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.03}
@@ -79,5 +78,5 @@ def test_chunks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     q, keys, values = slots_of(7, 2, 12, torch.float32)
     filled = filled_tensor([5, 12, 1, 9, 3, 12, 7])
     whole = attend_sparse(q, keys, values, filled, 0.4, 0.5)
-    monkeypatch.setattr("flexgen_h2o.kernels.sparse_slots.SPARSE_CHUNK", 400)
+    monkeypatch.setattr("flexgen_h2o.kernels.slots.SPARSE_CHUNK", 400)
     assert torch.equal(attend_sparse(q, keys, values, filled, 0.4, 0.5), whole)

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from flexgen_h2o.kernels.threads import share_rows
+from flexgen_h2o.kernels.workspace import share_rows
 
 
 @pytest.fixture

@@ -5,29 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flexgen_h2o.kernels import (
-    column_loops,
-    int8_loops,
-    prompt_loops,
-    requantise_loops,
-    rotary_loops,
-    row_loops,
-    slot_loops,
-    unpack_loops,
-)
-from flexgen_h2o.kernels.causal import causal_attention_lse
-from flexgen_h2o.kernels.column_sums import column_sums
-from flexgen_h2o.kernels.gated import silu_gated
-from flexgen_h2o.kernels.int8_blocked import blank_int8_rows
-from flexgen_h2o.kernels.int8_rows import Int8Rows, multiply_each, pack_int8_rows, rescale
-from flexgen_h2o.kernels.packed_rows import pack_rows, unpack_rows
-from flexgen_h2o.kernels.requantised import requantise_rows
-from flexgen_h2o.kernels.rms_norm import rms_norm
-from flexgen_h2o.kernels.rotary import Rotation
+from flexgen_h2o.core.packing import INT8, Packing
+from flexgen_h2o.kernels.compiled import int8 as int8_loops
+from flexgen_h2o.kernels.compiled import int8 as requantise_loops
+from flexgen_h2o.kernels.compiled import prompts as column_loops
+from flexgen_h2o.kernels.compiled import prompts as prompt_loops
+from flexgen_h2o.kernels.compiled import rows as rotary_loops
+from flexgen_h2o.kernels.compiled import rows as row_loops
+from flexgen_h2o.kernels.compiled import rows as unpack_loops
+from flexgen_h2o.kernels.compiled import slots as slot_loops
+from flexgen_h2o.kernels.elementwise import Rotation, rms_norm, silu_gated
+from flexgen_h2o.kernels.int8 import Int8Rows, multiply_each, pack_int8_rows, rescale
+from flexgen_h2o.kernels.int8_blocked import blank_int8_rows, requantise_rows
+from flexgen_h2o.kernels.packed import pack_rows, unpack_rows
+from flexgen_h2o.kernels.prefill_attention import causal_attention_lse, column_sums
 from flexgen_h2o.kernels.slots import attend
 from flexgen_h2o.kernels.warm_up import warm_up
 from flexgen_h2o.kernels.workspace import Workspace
-from flexgen_h2o.packing import INT8, Packing
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

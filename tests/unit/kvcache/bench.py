@@ -9,21 +9,16 @@ from pathlib import Path
 
 import torch
 
+from flexgen_h2o.core.schedule import zigzag
+from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.kvcache.layout import UnitLayout, unit_layout
-from flexgen_h2o.kvcache.moves import plan_moves
+from flexgen_h2o.kvcache.slots import PartView, plan_moves, put_columns, put_first_columns, split_views
 from flexgen_h2o.kvcache.store import CacheKey, CacheStore
-from flexgen_h2o.kvcache.view import PartView, put_columns, put_first_columns, split_views
-from flexgen_h2o.schedule import zigzag
-from flexgen_h2o.tiers.buffers import host_buffer
-from flexgen_h2o.tiers.device import Device, HostDevice, StandInDevice
+from flexgen_h2o.tiers.device import Device, HostDevice, StandInDevice, host_buffer
 from flexgen_h2o.tiers.disk import Scratch
-from flexgen_h2o.tiers.events import NOTHING
-from flexgen_h2o.tiers.mover import Mover
 from flexgen_h2o.tiers.placement import Shares, is_streamed
-from flexgen_h2o.tiers.ring import Ring
-from flexgen_h2o.tiers.stream import Stream
-from flexgen_h2o.tiers.transfer import Lanes
-from flexgen_h2o.timeline import Timeline
+from flexgen_h2o.tiers.stream import NOTHING, Ring, Stream
+from flexgen_h2o.tiers.transfers import Lanes, Mover
 
 BLOCKS, KV_HEADS, WIDTH, DTYPE = 2, 2, 32, torch.bfloat16
 COLUMN = 2 * KV_HEADS * WIDTH * DTYPE.itemsize  # bytes of the key and the value of one token

@@ -12,17 +12,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flexgen_h2o.core.units import TOKEN_CHUNK
 from flexgen_h2o.kernels import slots as slot_kernels
 from flexgen_h2o.kvcache import layout as layout_module
 from flexgen_h2o.kvcache.attend import attend_prompts, attend_slots
+from flexgen_h2o.kvcache.evict import Hook
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full, H2ONorm, Local, Random, SnapKV, Tova, ValueH2O
 from flexgen_h2o.kvcache.eviction.policy import Columns
-from flexgen_h2o.kvcache.hook import Hook
 from flexgen_h2o.kvcache.layout import unit_layout
-from flexgen_h2o.kvcache.slots import Joining, SlotTable, joining
-from flexgen_h2o.kvcache.view import PartView, carve_record, part_view
-from flexgen_h2o.limits import TOKEN_CHUNK
-from flexgen_h2o.prefixes import PromptGroup
+from flexgen_h2o.kvcache.prefixes import PromptGroup
+from flexgen_h2o.kvcache.slots import Joining, PartView, SlotTable, carve_record, joining, part_view
 
 HEADS, KV_HEADS, WIDTH, SCALE = 8, 2, 4, 0.5
 GROUP = HEADS // KV_HEADS

@@ -11,8 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o import engine_flags
-from flexgen_h2o.errors import UsageError
+from flexgen_h2o import flags as engine_flags
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.kvcache.evict import choose_kept
 from flexgen_h2o.kvcache.eviction import (
     EVICTING,
     H2O,
@@ -28,7 +29,6 @@ from flexgen_h2o.kvcache.eviction import (
     check_eviction,
 )
 from flexgen_h2o.kvcache.eviction.policy import Columns, RowBudget
-from flexgen_h2o.kvcache.hook import choose_kept
 
 any_policy = pytest.mark.parametrize("policy", EVICTING.values(), ids=EVICTING)
 

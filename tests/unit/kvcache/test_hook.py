@@ -12,10 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o.kernels.causal import causal_attention_lse
-from flexgen_h2o.kvcache.eviction import H2O, Evicting, Full, H2ONorm, Local, SnapKV, Tova, ValueH2O
-from flexgen_h2o.kvcache.eviction.policy import Columns, Needs
-from flexgen_h2o.kvcache.hook import (
+from flexgen_h2o.kernels.prefill_attention import causal_attention_lse
+from flexgen_h2o.kvcache.evict import (
     Hook,
     KeptColumns,
     choose_kept,
@@ -25,8 +23,9 @@ from flexgen_h2o.kvcache.hook import (
     record_prompt,
     unit_columns,
 )
-from flexgen_h2o.kvcache.slots import Joining, RowSlots, SlotTable
-from flexgen_h2o.kvcache.view import PartView, Record
+from flexgen_h2o.kvcache.eviction import H2O, Evicting, Full, H2ONorm, Local, SnapKV, Tova, ValueH2O
+from flexgen_h2o.kvcache.eviction.policy import Columns, Needs
+from flexgen_h2o.kvcache.slots import Joining, PartView, Record, RowSlots, SlotTable
 
 KV_HEADS, GROUP, WIDTH, SCALE = 2, 3, 4, 0.5
 NORMS = ("positions", "scores", "norms")

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o.config import Policy
+from flexgen_h2o.core.config import Policy
+from flexgen_h2o.core.units import ALIGN, PAGE, SEGMENT_SLOTS, WRITE_BACK_STEPS
 from flexgen_h2o.kvcache.layout import UnitLayout, unit_layout
-from flexgen_h2o.limits import ALIGN, PAGE, SEGMENT_SLOTS, WRITE_BACK_STEPS
 
 pairs = st.integers(0, 100).flatmap(lambda a: st.tuples(st.just(a), st.integers(0, 100 - a)))
 few = st.integers(1, 40)

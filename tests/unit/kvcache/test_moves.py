@@ -8,8 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o.kvcache.moves import move_rows, plan_moves
-from flexgen_h2o.kvcache.view import PartView, Record
+from flexgen_h2o.kvcache.slots import PartView, Record, move_rows, plan_moves
 
 SLOTS, WIDTH = 3, 2
 

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full, Local, SnapKV
-from flexgen_h2o.kvcache.moves import plan_moves
-from flexgen_h2o.kvcache.slots import RowSlots, SlotTable, joining
+from flexgen_h2o.kvcache.slots import RowSlots, SlotTable, joining, plan_moves
 
 BLOCKS = 3
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from flexgen_h2o.core.units import WRITE_BACK_STEPS
 from flexgen_h2o.kvcache import layout as layout_module
 from flexgen_h2o.kvcache.layout import UnitLayout
-from flexgen_h2o.limits import WRITE_BACK_STEPS
 from tests.unit.kvcache.bench import BLOCKS, COLUMN, ENOUGH, PLACES, RECORD, Bench
 
 pytestmark = pytest.mark.timeout(60)

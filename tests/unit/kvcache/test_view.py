@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flexgen_h2o.core.units import SEGMENT_SLOTS, WRITE_BACK_STEPS
 from flexgen_h2o.kvcache.layout import UnitLayout, unit_layout
-from flexgen_h2o.kvcache.overlay import Overlay
-from flexgen_h2o.kvcache.view import PartView, carve_record, part_view, put_columns, put_first_columns
-from flexgen_h2o.limits import SEGMENT_SLOTS, WRITE_BACK_STEPS
+from flexgen_h2o.kvcache.slots import PartView, carve_record, part_view, put_columns, put_first_columns
+from flexgen_h2o.kvcache.store import Overlay
 
 WIDTH, DTYPE = 4, torch.float32
 HOST = (0.0, 1.0, 0.0)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import OPTConfig, OPTForCausalLM
 
-from flexgen_h2o.errors import UsageError
+from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.models import FAMILIES, built_in_names, built_in_spec, family_of, spec_from_config, spec_from_folder
 
 RAW: dict[str, Any] = {

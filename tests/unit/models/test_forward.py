@@ -9,15 +9,15 @@ import pytest
 import torch
 from transformers import OPTConfig, OPTForCausalLM, PreTrainedModel
 
-from flexgen_h2o.config import ModelSpec, TensorSpec
-from flexgen_h2o.kernels.causal import causal_attention
+from flexgen_h2o.core.config import ModelSpec, TensorSpec
+from flexgen_h2o.core.units import TOKEN_CHUNK
+from flexgen_h2o.engine.memory_plan import Shape, workspace_sizes
+from flexgen_h2o.kernels.elementwise import Rotation
 from flexgen_h2o.kernels.linear import RowParts
-from flexgen_h2o.kernels.rotary import Rotation
+from flexgen_h2o.kernels.prefill_attention import causal_attention
 from flexgen_h2o.kernels.workspace import Workspace
-from flexgen_h2o.limits import TOKEN_CHUNK
 from flexgen_h2o.models import family_of, spec_from_config
-from flexgen_h2o.models.chunks import token_chunks
-from flexgen_h2o.planner.memory import Shape, workspace_sizes
+from flexgen_h2o.models.layers import token_chunks
 from tests.parity.cases import FAMILY_SHAPES
 from tests.parity.reference import random_model
 

@@ -11,8 +11,8 @@ import torch
 from transformers import GPTNeoXConfig
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
 
-from flexgen_h2o.config import ModelSpec
-from flexgen_h2o.errors import UsageError
+from flexgen_h2o.core.config import ModelSpec
+from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.models import built_in_names, built_in_spec, spec_from_folder
 
 # hidden size, blocks, heads, vocabulary; parameters as in the table of the Pythia paper, embeddings counted twice

@@ -11,11 +11,11 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from flexgen_h2o.config import ModelSpec
-from flexgen_h2o.errors import UsageError
+from flexgen_h2o.core.config import ModelSpec
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.engine.memory_plan import Shape, workspace_sizes
 from flexgen_h2o.models import built_in_names, built_in_spec, spec_from_config, spec_from_folder
-from flexgen_h2o.models.rope import ROPE_TYPES
-from flexgen_h2o.planner.memory import Shape, workspace_sizes
+from flexgen_h2o.models.layers import ROPE_TYPES
 
 # hidden size, blocks, heads, kv-heads, head width, MLP width, vocabulary, positions; parameters as published
 PUBLIC = {

@@ -7,15 +7,15 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from flexgen_h2o.config import TIERS, ModelSpec, Policy
+from flexgen_h2o.core.config import TIERS, ModelSpec, Policy
+from flexgen_h2o.core.units import GIB
+from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, MemoryPlan, memory_plan
+from flexgen_h2o.engine.workload import Need, fitted, shape_of
 from flexgen_h2o.models import spec_from_config
 from flexgen_h2o.planner.costs import Costs
-from flexgen_h2o.planner.memory import OVERLAPPED, SEQUENTIAL, MemoryPlan, memory_plan
-from flexgen_h2o.planner.need import Need, fitted, shape_of
+from flexgen_h2o.planner.measure.machine import nominal_profile
 from flexgen_h2o.planner.predict import Machine
-from flexgen_h2o.profile import ComputeRates, Curve, HardwareProfile
-from flexgen_h2o.profiling.nominal import nominal_profile
-from flexgen_h2o.units import GIB
+from flexgen_h2o.planner.profile import ComputeRates, Curve, HardwareProfile
 
 BLOCKS = 4
 CONFIG: dict[str, Any] = {

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o.config import Policy
-from flexgen_h2o.planner.need import Batch, Need
+from flexgen_h2o.core.config import Policy
+from flexgen_h2o.engine.workload import Batch, Need
 from flexgen_h2o.planner.predict import Machine
+from flexgen_h2o.planner.profile import Curve
 from flexgen_h2o.planner.work import Product, Work
-from flexgen_h2o.profile import Curve
 from tests.unit.planner.made_up import BLOCKS, DTYPE, costs_of, machine
 
 NEED = Need.full(4, 10, 4, BLOCKS)

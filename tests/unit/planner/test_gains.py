@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from flexgen_h2o.config import TIERS, ModelSpec, Policy
+from flexgen_h2o.core.config import TIERS, ModelSpec, Policy
+from flexgen_h2o.core.units import GIB
+from flexgen_h2o.engine.workload import Need
 from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.planner.candidates import Budgets, Search
-from flexgen_h2o.planner.gains import gains_of_policy, gains_of_search
-from flexgen_h2o.planner.need import Need
 from flexgen_h2o.planner.predict import Machine
+from flexgen_h2o.planner.profile import find_profile, read_profile
+from flexgen_h2o.planner.report import gains_of_policy, gains_of_search
 from flexgen_h2o.planner.search import Plan, evaluate, search
-from flexgen_h2o.profile import find_profile, read_profile
-from flexgen_h2o.units import GIB
 
 ON_T4: Budgets = {"device": int(13.5 * GIB), "host": int(187.2 * GIB), "disk": 1200 * GIB}
 

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_h2o.config import TIERS, Policy
-from flexgen_h2o.errors import FlexgenError
+from flexgen_h2o.core.config import TIERS, Policy
+from flexgen_h2o.core.errors import FlexgenError
+from flexgen_h2o.core.units import GIB
+from flexgen_h2o.engine.memory_plan import OVERLAPPED, memory_plan
+from flexgen_h2o.engine.workload import Need, shape_of
 from flexgen_h2o.planner.costs import LANES
 from flexgen_h2o.planner.lp import TIE_BREAK, Corners, Solution, find_corners, solve
-from flexgen_h2o.planner.memory import OVERLAPPED, memory_plan
-from flexgen_h2o.planner.need import Need, shape_of
-from flexgen_h2o.units import GIB
 from tests.unit.planner.made_up import BLOCKS, HUGE, SPEC, costs_of, machine
 
 NEED = Need.full(64, 60, 8, BLOCKS)

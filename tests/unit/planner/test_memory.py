@@ -11,19 +11,13 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from flexgen_h2o.config import TIERS, ModelSpec, Policy
-from flexgen_h2o.errors import DoesNotFitError
-from flexgen_h2o.kvcache.store import CacheStore
-from flexgen_h2o.limits import ALIGN, BLOCK_CHUNK, INT8_TILE
-from flexgen_h2o.models import spec_from_config
-from flexgen_h2o.packing import WeightForm
-from flexgen_h2o.planner.blocked_sizes import (
-    blocking_bytes,
-    int8_blocking_bytes,
-    int8_product_bytes,
-    product_bytes,
-)
-from flexgen_h2o.planner.memory import (
+from flexgen_h2o.core.config import TIERS, ModelSpec, Policy
+from flexgen_h2o.core.errors import DoesNotFitError
+from flexgen_h2o.core.packing import WeightForm
+from flexgen_h2o.core.schedule import weight_sequence
+from flexgen_h2o.core.timeline import Timeline
+from flexgen_h2o.core.units import ALIGN, BLOCK_CHUNK, INT8_TILE, round_up
+from flexgen_h2o.engine.memory_plan import (
     OVERLAPPED,
     SEQUENTIAL,
     Depth,
@@ -35,13 +29,17 @@ from flexgen_h2o.planner.memory import (
     streamed_bytes,
     workspace_sizes,
 )
-from flexgen_h2o.planner.temporaries import temporary_bytes
-from flexgen_h2o.schedule import weight_sequence
+from flexgen_h2o.engine.workspace_sizes import (
+    blocking_bytes,
+    int8_blocking_bytes,
+    int8_product_bytes,
+    product_bytes,
+    temporary_bytes,
+)
+from flexgen_h2o.kvcache.store import CacheStore
+from flexgen_h2o.models import spec_from_config
 from flexgen_h2o.tiers.device import HostDevice, StandInDevice
-from flexgen_h2o.tiers.mover import Mover
-from flexgen_h2o.tiers.transfer import Lanes
-from flexgen_h2o.timeline import Timeline
-from flexgen_h2o.units import round_up
+from flexgen_h2o.tiers.transfers import Lanes, Mover
 
 CONFIG: dict[str, Any] = {
     "model_type": "opt", "vocab_size": 90, "hidden_size": 48, "num_hidden_layers": 2, "ffn_dim": 96,

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from flexgen_h2o.config import Policy
-from flexgen_h2o.eviction_need import need_of
+from flexgen_h2o.core.config import Policy
+from flexgen_h2o.engine.generation import need_of
+from flexgen_h2o.engine.workload import AutoPolicy, Batch, Need, even_blocks, fitted, shape_of
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full, SnapKV
-from flexgen_h2o.planner.need import AutoPolicy, Batch, Need, even_blocks, fitted, shape_of
-from flexgen_h2o.prefixes import PromptGroup
+from flexgen_h2o.kvcache.prefixes import PromptGroup
 
 
 def test_the_full_cache_grows_by_a_column_a_sweep() -> None:

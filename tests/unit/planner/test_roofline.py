@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from flexgen_h2o.engine.report import Peak, RunWork, roofline, run_work
+from flexgen_h2o.kvcache.prefixes import FedPrompts, PromptGroup
 from flexgen_h2o.models import built_in_spec
-from flexgen_h2o.planner.roofline import Peak, RunWork, roofline, run_work
-from flexgen_h2o.prefixes import FedPrompts, PromptGroup
 
 
 def fed(group: PromptGroup) -> FedPrompts:

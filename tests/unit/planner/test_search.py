@@ -10,19 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_h2o.config import MOST_ROWS, TIERS, ModelSpec, Policy
-from flexgen_h2o.errors import DoesNotFitError
+from flexgen_h2o.core.config import MOST_ROWS, TIERS, ModelSpec, Policy
+from flexgen_h2o.core.errors import DoesNotFitError
+from flexgen_h2o.core.units import GIB, MIB
+from flexgen_h2o.engine.memory_plan import SEQUENTIAL, memory_plan, plan_within
+from flexgen_h2o.engine.workload import Need, fitted, shape_of
 from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.planner.candidates import Search, bounded, candidates
-from flexgen_h2o.planner.least import least as least_held
-from flexgen_h2o.planner.memory import SEQUENTIAL, memory_plan, plan_within
-from flexgen_h2o.planner.need import Need, fitted, shape_of
+from flexgen_h2o.planner.candidates import least as least_held
+from flexgen_h2o.planner.lp import placements
+from flexgen_h2o.planner.measure.machine import nominal_profile
 from flexgen_h2o.planner.predict import Machine
-from flexgen_h2o.planner.rounding import placements
+from flexgen_h2o.planner.profile import Curve, find_profile, read_profile
 from flexgen_h2o.planner.search import Plan, Sides, evaluate, search
-from flexgen_h2o.profile import Curve, find_profile, read_profile
-from flexgen_h2o.profiling.nominal import nominal_profile
-from flexgen_h2o.units import GIB, MIB
 from tests.unit.planner.made_up import BLOCKS, DTYPE, HUGE, SPEC, evicting, machine
 
 NEED = Need.full(8, 20, 5, BLOCKS)

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_h2o.config import Policy
+from flexgen_h2o.core.config import Policy
+from flexgen_h2o.engine.memory_plan import MemoryPlan
+from flexgen_h2o.engine.workload import Block, Need, even_blocks
 from flexgen_h2o.planner.costs import LANES, Costs
-from flexgen_h2o.planner.memory import MemoryPlan
-from flexgen_h2o.planner.need import Block, Need, even_blocks
 from flexgen_h2o.planner.predict import Machine
-from flexgen_h2o.planner.simulator import Simulated, simulate
-from flexgen_h2o.profile import HardwareProfile
+from flexgen_h2o.planner.profile import HardwareProfile
+from flexgen_h2o.planner.simulate import Simulated, simulate
 from tests.unit.planner.made_up import (
     BLOCKS,
     COMPUTE_RATES,

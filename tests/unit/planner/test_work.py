@@ -8,15 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_h2o.config import Policy
-from flexgen_h2o.kernels.slot_packing import SlotPacking
-from flexgen_h2o.limits import WRITE_BACK_STEPS
+from flexgen_h2o.core.config import Policy
+from flexgen_h2o.core.packing import Packing, SlotPacking, WeightForm
+from flexgen_h2o.core.units import WRITE_BACK_STEPS, round_up
+from flexgen_h2o.engine.memory_plan import OVERLAPPED, memory_plan
+from flexgen_h2o.engine.workload import Batch, Need, shape_of
 from flexgen_h2o.models import built_in_spec
-from flexgen_h2o.packing import Packing, WeightForm
-from flexgen_h2o.planner.memory import OVERLAPPED, memory_plan
-from flexgen_h2o.planner.need import Batch, Need, shape_of
 from flexgen_h2o.planner.work import Setting, Work, kv_load_moves, kv_store_moves, layer_work, weight_moves
-from flexgen_h2o.units import round_up
 from tests.unit.planner.made_up import BLOCKS, SPEC, evicting, make_spec, policies
 
 COLUMN = SPEC.kv_bytes_per_token(4) // BLOCKS

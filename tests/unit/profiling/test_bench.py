@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flexgen_h2o.profiling.bench import LEAST_ROUNDS, ROUNDS, Bench
-from flexgen_h2o.profiling.sizes import TINY
+from flexgen_h2o.planner.measure.bench import LEAST_ROUNDS, ROUNDS, TINY, Bench
 from flexgen_h2o.tiers.device import HostDevice
 
 

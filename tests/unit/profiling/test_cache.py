@@ -11,14 +11,23 @@ from pathlib import Path
 import pytest
 
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams, hardware
-from flexgen_h2o.errors import FlexgenError, UsageError
-from flexgen_h2o.profile import BUSY_NOTE, HardwareProfile
-from flexgen_h2o.profiling import choose, machine, measure
-from flexgen_h2o.profiling.cache import cache_path, cached_profile, store
-from flexgen_h2o.profiling.choose import profile_of_this_machine
-from flexgen_h2o.profiling.machine import Machine, Neighbours, fingerprint_text, this_machine
-from flexgen_h2o.profiling.nominal import NOMINAL
-from flexgen_h2o.profiling.sizes import TINY
+from flexgen_h2o.core.errors import FlexgenError, UsageError
+from flexgen_h2o.planner.measure import machine
+from flexgen_h2o.planner.measure import run as choose
+from flexgen_h2o.planner.measure import run as measure
+from flexgen_h2o.planner.measure.bench import TINY
+from flexgen_h2o.planner.measure.machine import (
+    NOMINAL,
+    Machine,
+    Neighbours,
+    cache_path,
+    cached_profile,
+    fingerprint_text,
+    store,
+    this_machine,
+)
+from flexgen_h2o.planner.measure.run import profile_of_this_machine
+from flexgen_h2o.planner.profile import BUSY_NOTE, HardwareProfile
 from flexgen_h2o.tiers.device import HostDevice
 from tests.unit.test_profile import PROFILE
 

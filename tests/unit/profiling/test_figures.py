@@ -11,31 +11,34 @@ import pytest
 import torch
 
 from flexgen_h2o import LLM, MemoryBudget, Policy
-from flexgen_h2o.errors import DoesNotFitError, UsageError
-from flexgen_h2o.kernels.blocked_rows import BlockedRows, block_rows
-from flexgen_h2o.kernels.int8_rows import Int8Rows
+from flexgen_h2o.core.errors import DoesNotFitError, UsageError
+from flexgen_h2o.core.packing import INT8
+from flexgen_h2o.core.timeline import Timeline
+from flexgen_h2o.core.units import MIB
+from flexgen_h2o.engine.report import Peak
+from flexgen_h2o.kernels.blocked import BlockedRows, block_rows
+from flexgen_h2o.kernels.int8 import Int8Rows
 from flexgen_h2o.kvcache.eviction import Full
 from flexgen_h2o.models import spec_from_config
-from flexgen_h2o.packing import INT8
-from flexgen_h2o.planner.roofline import Peak
-from flexgen_h2o.profile import AS_FAST, Curve, profile_from_json
-from flexgen_h2o.profiling import compute, matmul, measure, memory, steps
-from flexgen_h2o.profiling.attention import decode_rates, no_longer_than_next, prefill_rates
-from flexgen_h2o.profiling.bench import Bench
-from flexgen_h2o.profiling.beside import beside_shares
-from flexgen_h2o.profiling.disk import DiskProbe, check_space
-from flexgen_h2o.profiling.links import link_rates
-from flexgen_h2o.profiling.memory import kernel_seconds, memory_rate, other_rates
-from flexgen_h2o.profiling.nominal import nominal_profile
-from flexgen_h2o.profiling.overlay import overlay_rate
-from flexgen_h2o.profiling.peak import PeakProbe, peak_bytes
-from flexgen_h2o.profiling.sizes import CARD, CARD_HOST, HOST, TINY, Sizes
+from flexgen_h2o.planner.measure import compute, steps
+from flexgen_h2o.planner.measure import compute as matmul
+from flexgen_h2o.planner.measure import compute as memory
+from flexgen_h2o.planner.measure import run as measure
+from flexgen_h2o.planner.measure.bench import CARD, CARD_HOST, HOST, TINY, Bench, Sizes
+from flexgen_h2o.planner.measure.compute import (
+    decode_rates,
+    kernel_seconds,
+    memory_rate,
+    no_longer_than_next,
+    other_rates,
+    prefill_rates,
+)
+from flexgen_h2o.planner.measure.links import DiskProbe, beside_shares, check_space, link_rates, overlay_rate
+from flexgen_h2o.planner.measure.machine import PeakProbe, nominal_profile, peak_bytes
+from flexgen_h2o.planner.profile import AS_FAST, Curve, profile_from_json
 from flexgen_h2o.tiers.device import HostDevice, StandInDevice
 from flexgen_h2o.tiers.disk import Scratch
-from flexgen_h2o.tiers.mover import Mover
-from flexgen_h2o.tiers.transfer import Lanes
-from flexgen_h2o.timeline import Timeline
-from flexgen_h2o.units import MIB
+from flexgen_h2o.tiers.transfers import Lanes, Mover
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -185,7 +188,7 @@ def test_columns_that_wait_for_the_disk(bench: Bench) -> None:
 
 
 def test_slow_disk_gets_a_smaller_file(bench: Bench, scratch: Scratch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flexgen_h2o.profiling.disk.PIECE", TINY.disk_bytes // 4)
+    monkeypatch.setattr("flexgen_h2o.planner.measure.links.LOAD_PIECE", TINY.disk_bytes // 4)
     mover = mover_of(bench.device)
     try:
         probe = DiskProbe(replace(bench, sizes=replace(TINY, disk_s=0.0)), mover, scratch)

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o.errors import DoesNotFitError
-from flexgen_h2o.limits import PAGE
-from flexgen_h2o.tiers.buffers import HUGE_PAGE, Ledger, host_buffer
+from flexgen_h2o.core.errors import DoesNotFitError
+from flexgen_h2o.core.units import PAGE
+from flexgen_h2o.tiers.device import HUGE_PAGE, Ledger, host_buffer
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, PAGE, PAGE + 1, HUGE_PAGE - 1, HUGE_PAGE, HUGE_PAGE + 1, 2 * HUGE_PAGE + 5])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flexgen_h2o.errors import UsageError
-from flexgen_h2o.limits import PAGE
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.units import PAGE
 from flexgen_h2o.tiers.device import CudaDevice, HostDevice, StandInDevice, open_device
 
 

@@ -13,11 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o.errors import DoesNotFitError, TransferError, UsageError
-from flexgen_h2o.limits import PAGE
-from flexgen_h2o.tiers.buffers import host_buffer
+from flexgen_h2o.core.errors import DoesNotFitError, TransferError, UsageError
+from flexgen_h2o.core.units import PAGE, round_up
+from flexgen_h2o.tiers.device import host_buffer
 from flexgen_h2o.tiers.disk import DirectFile, aligned_range
-from flexgen_h2o.units import round_up
 
 SIZES = [1, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE + 77]
 Refuse = Callable[[str], None]

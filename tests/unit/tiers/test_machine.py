@@ -9,11 +9,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flexgen_h2o.config import MemoryBudget
-from flexgen_h2o.tiers import machine
-from flexgen_h2o.tiers.device import HostDevice, StandInDevice
-from flexgen_h2o.tiers.machine import free_host_bytes, resolve_budgets
-from flexgen_h2o.units import GIB
+from flexgen_h2o.core.config import MemoryBudget
+from flexgen_h2o.core.units import GIB
+from flexgen_h2o.tiers import device as machine
+from flexgen_h2o.tiers.device import HostDevice, StandInDevice, free_host_bytes, resolve_budgets
 
 Disk = namedtuple("Disk", "free")
 Memory = namedtuple("Memory", "available")

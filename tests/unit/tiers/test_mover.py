@@ -13,16 +13,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o.errors import TransferError
-from flexgen_h2o.limits import PAGE, STAGING_BYTES
-from flexgen_h2o.tiers import mover as mover_module
-from flexgen_h2o.tiers.buffers import host_buffer
-from flexgen_h2o.tiers.device import HostDevice, StandInDevice
+from flexgen_h2o.core.errors import TransferError
+from flexgen_h2o.core.timeline import Timeline
+from flexgen_h2o.core.units import PAGE, STAGING_BYTES
+from flexgen_h2o.tiers import transfers as mover_module
+from flexgen_h2o.tiers.device import HostDevice, StandInDevice, host_buffer
 from flexgen_h2o.tiers.disk import DirectFile
-from flexgen_h2o.tiers.events import Done
-from flexgen_h2o.tiers.mover import Memory, Mover
-from flexgen_h2o.tiers.transfer import Lanes
-from flexgen_h2o.timeline import Timeline
+from flexgen_h2o.tiers.stream import Done
+from flexgen_h2o.tiers.transfers import Lanes, Memory, Mover
 
 pytestmark = pytest.mark.timeout(60)
 

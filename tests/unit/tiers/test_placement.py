@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o.config import TIERS, Policy
+from flexgen_h2o.core.config import TIERS, Policy
 from flexgen_h2o.tiers.placement import Part, Shares, on_host_device, split_rows
 
 pairs = st.integers(0, 100).flatmap(lambda a: st.tuples(st.just(a), st.integers(0, 100 - a)))

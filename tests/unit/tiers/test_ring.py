@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o.limits import PAGE
-from flexgen_h2o.tiers.ring import Region, Ring
+from flexgen_h2o.core.units import PAGE
+from flexgen_h2o.tiers.stream import Region, Ring
 
 
 @dataclass(eq=False)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from flexgen_h2o.errors import DoesNotFitError, UsageError
-from flexgen_h2o.limits import PAGE
-from flexgen_h2o.locks import MARK
-from flexgen_h2o.tiers.buffers import host_buffer
+from flexgen_h2o.core.errors import DoesNotFitError, UsageError
+from flexgen_h2o.core.files import MARK
+from flexgen_h2o.core.units import PAGE
+from flexgen_h2o.tiers.device import host_buffer
 from flexgen_h2o.tiers.disk import Scratch
 
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from flexgen_h2o.tiers.events import NOTHING, Done, wait_all
-from flexgen_h2o.tiers.transfer import Lanes
-from flexgen_h2o.timeline import Timeline
+from flexgen_h2o.core.timeline import Timeline
+from flexgen_h2o.tiers.stream import NOTHING, Done, wait_all
+from flexgen_h2o.tiers.transfers import Lanes
 
 pytestmark = pytest.mark.timeout(30)
 

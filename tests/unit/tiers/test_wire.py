@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from flexgen_h2o import interrupts
-from flexgen_h2o.tiers.wire import is_waiting, meet
+from flexgen_h2o.core import interrupts
+from flexgen_h2o.engine.wire import is_waiting, meet
 
 
 def test_a_signal_ends_the_wait_for_others() -> None:

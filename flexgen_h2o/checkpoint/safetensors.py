@@ -1,0 +1,297 @@
+"""Where a checkpoint's tensors lie on disk, as plain data. Knows no file format and reads no file.
+
+The safetensors layout: dtype names, file names, building headers and indexes. Opens no checkpoint, knows no model.
+
+A file is an 8-byte little-endian header length, that many bytes of JSON, then the tensors' bytes without gaps.
+
+Finds every tensor of a safetensors checkpoint by byte range and refuses damaged files before the run.
+
+Reads headers and the index only, never a tensor; knows no model.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from math import prod
+from operator import mul
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from flexgen_h2o.checkpoint.atomic_folder import FileState, States, check_unchanged, file_state
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.files import open_regular, read_json, write_new
+from flexgen_h2o.core.units import round_up
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor's bytes: `nbytes` from `offset` (bytes from the start of the file), row-major, little-endian.
+
+    dtype: a key of `config.DTYPE_BYTES`, `uint8` (packed rows), or the safetensors name of a type that the engine does
+    not know (`I8`, ...). state: of the file, before anything of it was read.
+    """
+
+    path: Path
+    offset: int
+    nbytes: int
+    dtype: str
+    shape: tuple[int, ...]
+    state: FileState | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The stored tensors of one model, keyed by the `TensorSpec.name` of its spec.
+
+    sources: the files that these were made from (imported, packed), as they were before that.
+    """
+
+    folder: Path
+    tensors: dict[str, StoredTensor]
+    sources: States = field(default_factory=dict, compare=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors of the model."""
+        return sum(t.nbytes for t in self.tensors.values())
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that most bytes have (`float32`, `bfloat16`, `float16`)."""
+        sizes: Counter[str] = Counter()
+        for tensor in self.tensors.values():
+            sizes[tensor.dtype] += tensor.nbytes
+        return sizes.most_common(1)[0][0]
+
+    @property
+    def files(self) -> States:
+        """The files that tensors lie in, as they were before anything of them was read."""
+        return {t.path: t.state for t in self.tensors.values()}
+
+    def check_unchanged(self) -> None:
+        """CheckpointChangedError where one of its files, or of those it was made from, is not as it was."""
+        check_unchanged({**self.sources, **self.files})
+
+
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+LENGTH_BYTES = 8
+# What the safetensors library itself refuses to exceed.
+MAX_HEADER_BYTES = 100_000_000
+
+# Bits of one element. Types that are missing here are kept, but their size cannot be checked.
+DTYPE_BITS = {
+    "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "C64": 64,
+    "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8,
+    "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
+}  # fmt: skip
+TO_ENGINE = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "U8": "uint8"}
+FROM_ENGINE = {ours: theirs for theirs, ours in TO_ENGINE.items()}
+
+# Direct reads fetch whole blocks: data that starts on one costs no extra block.
+_DATA_ALIGNMENT = 4096
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file to be written: its name, its safetensors dtype (`F32`, ...) and shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return -(-prod(self.shape) * DTYPE_BITS[self.dtype] // 8)
+
+
+def header(entries: Iterable[Entry], metadata: dict[str, str] | None = None) -> bytes:
+    """The first bytes of a file whose data are `entries` in this order, length prefix included, padded to a block."""
+    body: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    end = 0
+    for entry in entries:
+        begin, end = end, end + entry.nbytes
+        body[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [begin, end]}
+    text = json.dumps(body, separators=(",", ":")).encode()
+    text = text.ljust(round_up(LENGTH_BYTES + len(text), _DATA_ALIGNMENT) - LENGTH_BYTES)
+    return struct.pack("<Q", len(text)) + text
+
+
+def shard_name(index: int, count: int) -> str:
+    """The customary name of shard `index` (from 0) of `count`."""
+    return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+def write_index(folder: Path, weight_map: dict[str, str], nbytes: int) -> None:
+    """Write the index file of a sharded checkpoint: tensor name -> file name, and the sum of the tensors' bytes."""
+    body = {"metadata": {"total_size": nbytes}, "weight_map": weight_map}
+    write_new(folder / INDEX_NAME, json.dumps(body, indent=2) + "\n")
+
+
+AGAIN = "download it again"
+MOST_INDEX_BYTES = 16 * 2**20
+_MOST_NUMBER = 2**64 - 1  # of what the safetensors library counts with
+
+
+def has_safetensors(folder: Path) -> bool:
+    """Whether `folder` holds a safetensors checkpoint (single file or index); nothing is opened."""
+    return any((folder / name).is_file() for name in (SINGLE_NAME, INDEX_NAME))
+
+
+def read_index(folder: Path) -> dict[str, StoredTensor]:
+    """Every tensor of the checkpoint in `folder`, by its name in the files.
+
+    A name that the file's metadata gives as another name of a stored tensor (tied weights) points at the same bytes.
+    Raises UsageError that names the file: missing or truncated shard, damaged header or index.
+    """
+    single = folder / SINGLE_NAME
+    if single.is_file():
+        return read_file(single)
+    index = folder / INDEX_NAME
+    if not index.is_file():
+        raise UsageError(f"{folder}: there is no {SINGLE_NAME} and no {INDEX_NAME}; give a folder that has one")
+    weight_map = read_weight_map(index)
+    found: dict[str, StoredTensor] = {}
+    extra: dict[str, StoredTensor] = {}
+    for shard in sorted(set(weight_map.values())):
+        path = shard_path(index, shard)
+        tensors = read_file(path)
+        listed = [name for name, home in weight_map.items() if home == shard]
+        for name in listed:
+            if name not in tensors:
+                raise UsageError(f"{path}: {INDEX_NAME} says that tensor {name!r} is in it, but it is not; {AGAIN}")
+            found[name] = tensors[name]
+        extra.update(tensors)
+    return {**extra, **found}
+
+
+def read_weight_map(index: Path) -> dict[str, str]:
+    """The `weight_map` of an index file: tensor name -> file name. Raises UsageError that names the file."""
+    try:
+        body = read_json(index, MOST_INDEX_BYTES)
+    except OSError as error:
+        raise UsageError(f"{index}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UsageError(f"{index}: not a JSON file ({error}); {AGAIN}") from error
+    weight_map = body.get("weight_map") if isinstance(body, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
+        raise UsageError(f"{index}: weight_map is missing or not a table of file names; {AGAIN}")
+    return weight_map
+
+
+def shard_path(index: Path, shard: str) -> Path:
+    """Where the shard `shard` of `index` lies. Raises UsageError: not there, or a name that leaves the folder."""
+    shown = repr(shard) if len(shard) <= 80 else f"{shard[:60]!r}... ({len(shard)} characters)"
+    if Path(shard).name != shard or shard == ".." or "\0" in shard:
+        raise UsageError(f"{index}: {shown} is not a plain file name; {AGAIN}")
+    path = index.parent / shard
+    try:
+        is_there = path.is_file()
+    except OSError as error:  # a name that no file can have
+        raise UsageError(f"{index}: lists the shard {shown} ({error.strerror or error}); {AGAIN}") from error
+    if not is_there:
+        raise UsageError(f"{path}: {index.name} lists this shard, but it is missing; {AGAIN}")
+    return path
+
+
+def read_file(path: Path) -> dict[str, StoredTensor]:
+    """Every tensor of one safetensors file. Raises UsageError that names the file and what is wrong with it."""
+    state = file_state(path)  # first, so that whatever is written from here on is noticed
+    head, start, size = _read_header(path)
+    metadata = head.pop("__metadata__", None)
+    if metadata is not None and not (isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())):
+        raise UsageError(f"{path}: the safetensors header is damaged (__metadata__ is not a table of texts); {AGAIN}")
+    tensors = {name: replace(_stored(path, name, entry, start), state=state) for name, entry in head.items()}
+    end = start
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if tensor.offset != end:
+            what = "lies on another one" if tensor.offset < end else "has bytes before it that belong to no tensor"
+            raise UsageError(f"{path}: tensor {name!r} {what}: at byte {tensor.offset}, {end} expected; {AGAIN}")
+        end += tensor.nbytes
+    if size != end:
+        what = "is truncated" if size < end else "has bytes that belong to no tensor"
+        raise UsageError(f"{path}: {what}: {size} bytes, {end} expected; {AGAIN}")
+    if metadata:
+        # safetensors.torch.save_model notes tied weights this way; the import of .bin files does too.
+        aliases = {a: tensors[kept] for a, kept in metadata.items() if kept in tensors}
+        tensors = {**aliases, **tensors}
+    return tensors
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
+    """The parsed header, where the data start and the size of the file (bytes)."""
+    try:
+        with open_regular(path) as file:
+            size = file.seek(0, 2)
+            file.seek(0)
+            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+            sane = 2 <= length <= min(MAX_HEADER_BYTES, size - LENGTH_BYTES)
+            text = file.read(length) if sane else b""
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}") from error
+    if not sane:
+        raise UsageError(
+            f"{path}: truncated or not a safetensors file (a git-lfs pointer?): a header of {length} bytes in a file"
+            f" of {size} bytes; {AGAIN}"
+        )
+    try:
+        head = _HEADER_JSON.decode(text.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: the safetensors header is damaged ({error}); {AGAIN}") from error
+    if not isinstance(head, dict):
+        raise UsageError(f"{path}: the safetensors header is damaged (not a table); {AGAIN}")
+    return head, LENGTH_BYTES + length, size
+
+
+def _stored(path: Path, name: str, entry: Any, start: int) -> StoredTensor:
+    """One header entry, checked: its range must have the bytes that shape x dtype needs."""
+    bad = UsageError(f"{path}: the header entry of tensor {name!r} is damaged; {AGAIN}")
+    if not isinstance(entry, dict):
+        raise bad
+    dtype, shape, span = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not isinstance(dtype, str) or not _naturals(shape) or not _naturals(span) or len(span) != 2:
+        raise bad
+    begin, end = span
+    nbytes = end - begin
+    bits = prod(shape) * DTYPE_BITS.get(dtype, 0)
+    wanted = bits // 8 if dtype in DTYPE_BITS else nbytes
+    if bits % 8 or any(n > _MOST_NUMBER for n in accumulate(shape, mul)):
+        raise bad
+    if nbytes < 0 or nbytes != wanted:
+        raise UsageError(
+            f"{path}: tensor {name!r} takes {nbytes} bytes, but {dtype} of shape {tuple(shape)} needs {wanted}; {AGAIN}"
+        )
+    return StoredTensor(path, start + begin, nbytes, TO_ENGINE.get(dtype, dtype), tuple(shape))
+
+
+def _naturals(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(v) is int and 0 <= v <= _MOST_NUMBER for v in value)
+
+
+def _table_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object without names that are there twice, which the format forbids: which of the two would count?"""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        raise ValueError(f"{counts.most_common(1)[0][0]!r} is there twice")
+    return found
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _whole_number(text: str) -> int:
+    if text == "-0":
+        raise ValueError("-0 is not a whole number of at least 0")
+    return int(text)
+
+
+_HEADER_JSON = json.JSONDecoder(
+    object_pairs_hook=_table_of, parse_constant=_no_constant, parse_int=_whole_number
+)  # fmt: skip

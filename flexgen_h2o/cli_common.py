@@ -1,0 +1,378 @@
+"""What all command lines share: one-line errors, exit codes, signals, and the kinds of values that flags take.
+
+Imports nothing heavy, so that `--help` and wrong flags answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NoReturn, TextIO, cast
+
+from flexgen_h2o.core import interrupts
+from flexgen_h2o.core.errors import (
+    EXIT_ALL_ROWS_FAILED,
+    EXIT_DOES_NOT_FIT,
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_USAGE,
+    SIGNAL_BASE,
+    FlexgenError,
+    UsageError,
+)
+
+PICTURES = (".png", ".svg", ".pdf")
+
+
+_SHARES_OF_LAYERS = "torchrun and --pipeline do that here (docs/parallel.md)"
+# Flags of FlexGen's and H2O's scripts that are not taken here, with hyphens: what to do instead.
+REPLACED = {
+    "--hh-long-seq": "prompts of any length are taken without it; leave it out",
+    "--sample-num": "give a file with as many prompts",
+    "--input-path": "give --prompts FILE to flex_opt, or --input FILE to batch",
+    "--output-path": "give --output FILE",
+    "--model-name": "give --model",
+    "--model-name-or-path": "give --model",
+    "--model-arch": "the model's config says it; leave it out",
+    "--model-type": "the model's config says it; leave it out",
+    "--cache-dir": "give --path",
+    "--enable-small-cache": "give --hh-ratio R, or --eviction h2o",
+    "--enable-h2o-cache": "give --hh-ratio R, or --eviction h2o",
+    "--enable-h2o-generation": "give --hh-ratio R, or --eviction h2o",
+    "--enable-position-rolling": "give --positions rolling",
+    "--heavy-ratio": "give --hh-ratio",
+    "--heavy-hitter-size": "give --hh-size",
+    "--num-heavy-hitter-tokens": "give --hh-size",
+    "--num-window-length": "give --recent-size, which the heavy columns are not in",
+    "--start-size": "give --eviction local:sinks=N",
+    "--length": "give --gen-len",
+    "--no-cuda": "give --device cpu",
+    "--fp16": "give --dtype float16",
+    "--gbs": "give --gpu-batch-size",
+    "--num-gb": "give --num-gpu-batches",
+    "--gpu-mem": "give --device-mem",
+    "--cpu-mem": "give --host-mem",
+    "--nvme-mem": "give --disk-mem",
+    "--pad-to-seq-len": "nothing is padded; leave it out",
+    **dict.fromkeys(
+        ("--head-ip", "--port", "--rank", "--local-rank", "--world-size", "--use-mpi", "--comm-device", "--async-comm"),
+        _SHARES_OF_LAYERS,
+    ),
+}
+
+
+_MOST_QUOTED = 60  # characters of a word of the command line
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Wrong flags end with one line on stderr and exit code 2.
+
+    The namespace also has `given`: which flags were on the command line, by field.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._given: dict[str, str] = {}
+        self._words: set[str] = set()  # of the command line, too long to be quoted whole
+
+    def error(self, message: str) -> NoReturn:
+        for word in sorted(self._words, key=len, reverse=True):
+            for quoted in (word, repr(word)[1:-1]):
+                message = message.replace(quoted, f"{quoted[:_MOST_QUOTED]}...")
+        raise UsageError(message)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # of a sub-command's parser too
+        given = [part for word in (sys.argv[1:] if args is None else args) for part in (word, word.partition("=")[2])]
+        self._words = {part for part in given if len(part) > _MOST_QUOTED}
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(self._advice(next((word for word in unknown if word.startswith("-")), unknown[0])))
+        found.given = {**getattr(found, "given", {}), **self._given}
+        return found, unknown
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        """Some Pythons take the `--` of `--flag=--` for the end of the flags, and the flag gets an empty list."""
+        if not action.option_strings:
+            return super()._get_values(action, arg_strings)
+        self._given[action.dest] = action.option_strings[0]
+        if arg_strings == [""] and action.const == "":  # a shell variable that is not set, not a flag without a value
+            raise argparse.ArgumentError(action, "'' is empty; leave it out")
+        if arg_strings != ["--"]:
+            return super()._get_values(action, arg_strings)
+        value = self._get_value(action, "--")
+        self._check_value(action, value)
+        return value if action.nargs in (None, argparse.OPTIONAL) else [value]
+
+    def _advice(self, word: str) -> str:
+        """What to do about a word that is no flag of this command."""
+        flag = word.partition("=")[0].replace("_", "-")
+        if flag in REPLACED:
+            return f"{word}: is not a flag here; {REPLACED[flag]}"
+        known = [o for a in self._actions if a.help != argparse.SUPPRESS for o in a.option_strings]
+        near = difflib.get_close_matches(flag, known, n=1)
+        return f"unrecognized arguments: {word}; {f'did you mean {near[0]}?' if near else 'see --help'}"
+
+
+_results: list[str] = []  # files that have what the run is for
+
+
+def results_are_in(*paths: str | Path | None) -> None:
+    """These files (None: not asked for) get the results: what is printed is a summary, and losing it is no failure."""
+    _results.extend(str(path) for path in paths if path is not None)
+
+
+_notes: list[str] = []  # that wait
+
+
+def note(line: str) -> None:
+    """A line on stderr that nobody asked for, said before anything else is printed. A run that is refused until then
+    says its one line and no notes."""
+    _notes.append(line)
+
+
+class _Patient:
+    """A standard stream that remembers what it cannot write, and raises nothing: a run must not end for its summary.
+
+    A pipe that nobody reads any more (`| head`) ends a run whose results are printed: `stops` says so.
+    """
+
+    def __init__(self, stream: TextIO, stops: bool) -> None:
+        self._stream, self._stops = stream, stops
+        self.error: OSError | None = None
+
+    def write(self, text: str) -> int:
+        _say_notes()
+        encoding = self._stream.encoding or "utf-8"  # which may lack a character of a prompt or a file's name
+        shown = text.encode(encoding, "backslashreplace").decode(encoding)
+        self._try(lambda: self._stream.write(shown))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def _try(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except OSError as error:
+            self.error = self.error or error
+            if self._stops and not _results and isinstance(error, BrokenPipeError):
+                raise
+
+    def close_up(self) -> None:
+        """Python flushes once more as it exits; where that would fail it goes nowhere, without a complaint."""
+        self._stops = False
+        self.flush()
+        if self.error is not None:
+            with contextlib.suppress(OSError, ValueError):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self._stream.fileno())
+                os.close(nowhere)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _say_notes() -> None:
+    lines, _notes[:] = _notes[:], []
+    _print_on_stderr(lines)
+
+
+def _print_on_stderr(lines: Iterable[str]) -> None:
+    """Each in one piece, so that the lines of several processes do not run into each other. A terminal may be gone."""
+    with contextlib.suppress(OSError):
+        for line in lines:
+            print(line + "\n", end="", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _patient_streams() -> Iterator[_Patient]:
+    """Standard output and standard error that end no run. What the shell has closed (`>&-`) goes nowhere."""
+    for fd in range(3):  # a file that gets the number of a closed one would get what libraries print
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    before = sys.stdout, sys.stderr  # either is None where the shell has closed it
+    with open(os.devnull, "w") as nowhere:
+        out, err = (_Patient(stream or nowhere, stops=stream is before[0]) for stream in before)
+        sys.stdout, sys.stderr = cast(TextIO, out), cast(TextIO, err)
+        _results.clear()
+        _notes.clear()
+        try:
+            yield out
+        finally:
+            sys.stdout, sys.stderr = before
+            for stream in (out, err):
+                stream.close_up()
+
+
+def run_door(name: str, body: Callable[[list[str] | None], int], argv: list[str] | None) -> int:
+    """Run a door's body; every failure becomes its exit code and one line on stderr (a traceback for our own bugs)."""
+    with interrupts.as_exceptions(), _patient_streams() as out:
+        try:
+            code = _exit_code(name, body, argv)
+        except Exception:
+            # An exception that a signal turned into on its way is still that signal.
+            signal = interrupts.arrived()
+            if signal is None:
+                raise
+            return _ended_by(name, signal)
+        return _code_with_loss(name, code, out)
+
+
+def _exit_code(name: str, body: Callable[[list[str] | None], int], argv: list[str] | None) -> int:
+    try:
+        code = body(argv)
+        _say_notes()
+        sys.stdout.flush()
+        interrupts.check()
+        return code
+    except FlexgenError as error:
+        interrupted = interrupts.arrived()  # and what it broke
+        if interrupted is not None:
+            return _ended_by(name, interrupted)
+        _complain(f"{name}: {error}".replace("\n", " "))
+        return error.exit_code
+    except interrupts.Interrupted as signal:
+        return _ended_by(name, signal)
+    except SystemExit as stop:  # argparse: --help
+        sys.stdout.flush()
+        return stop.code if isinstance(stop.code, int) else EXIT_USAGE
+    except OSError as error:
+        interrupted = interrupts.arrived()
+        if interrupted is not None:  # a terminal that goes away takes nothing more, which is what SIGHUP says
+            return _ended_by(name, interrupted)
+        if not isinstance(error, BrokenPipeError) or getattr(sys.stdout, "error", None) is None:
+            raise
+        return EXIT_FAILED  # nobody reads what is printed: `| head`
+    except MemoryError:
+        _complain(f"{name}: the machine ran out of memory; lower --host-mem")
+        return EXIT_FAILED
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's; importing it here would slow --help down
+            raise
+        _complain(f"{name}: the card ran out of memory; lower --device-mem, or end what else uses it")
+        return EXIT_DOES_NOT_FIT
+
+
+def _code_with_loss(name: str, code: int, out: _Patient) -> int:
+    """`code`, unless what was printed has got lost and no file has it; one line says so where no other was said."""
+    if out.error is None or code not in (EXIT_DONE, EXIT_ALL_ROWS_FAILED):
+        return code
+    if not isinstance(out.error, BrokenPipeError):
+        where = f"; only the summary is lost, the results are in {', '.join(_results)}" if _results else ""
+        _complain(f"{name}: cannot write to standard output ({out.error.strerror or out.error}){where}")
+    return code if _results else EXIT_FAILED
+
+
+def _complain(line: str) -> None:
+    _notes.clear()
+    _print_on_stderr([line])
+
+
+def _ended_by(name: str, signal: interrupts.Interrupted) -> int:
+    _complain(f"{name}: ended by {signal}")
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    return SIGNAL_BASE + signal.number
+
+
+def flag_of(field: str) -> str:
+    """The flag that sets a field: `top_p` -> `--top-p`."""
+    return "--" + field.replace("_", "-")
+
+
+def check_separate(args: argparse.Namespace, read: Iterable[str], written: Iterable[str]) -> None:
+    """UsageError where a file would be written that is read, that another flag writes too, or that the loader of the
+    model reads. Names of args' fields."""
+    given = [(name, getattr(args, name)) for name in (*read, *written)]
+    paths = [(name, os.path.expanduser(path)) for name, path in given if path not in (None, "auto")]
+    outputs = set(written)
+    for i, (name, path) in enumerate(paths):
+        for other, there in paths[:i]:
+            if name in outputs and (other in outputs or os.path.isfile(there)) and _is_same(path, there):
+                raise UsageError(f"{flag_of(name)} {path}: is the file of {flag_of(other)} too; give another name")
+    _check_keeps_model(args, [(name, path) for name, path in paths if name in outputs])
+
+
+def _check_keeps_model(args: argparse.Namespace, written: Iterable[tuple[str, str]]) -> None:
+    """UsageError where an output is a file that is read of the model's folder, or would be one. A model of the hub's
+    cache is not looked for here."""
+    from flexgen_h2o.checkpoint.resolve import find_folder, is_model_file
+
+    try:
+        folder = find_folder(args.model, args.path)
+        files = [] if folder is None else [str(path) for path in folder.iterdir() if is_model_file(path.name)]
+    except (UsageError, OSError):  # said where the model is opened
+        return
+    for name, path in written:
+        target = os.path.realpath(path)
+        is_new = folder is not None and is_model_file(os.path.basename(target))
+        if any(_is_same(path, there) for there in files) or (
+            is_new and os.path.dirname(target) == os.path.realpath(str(folder))
+        ):
+            raise UsageError(
+                f"{flag_of(name)} {path}: is the name of a file of --model {args.model}; give another name"
+            )
+
+
+def _is_same(path: str, other: str) -> bool:
+    """Whether two names lead to one file, by links or not. /dev/null and its like may be written twice."""
+    if os.path.exists(path) and os.path.exists(other):
+        return os.path.isfile(path) and os.path.samefile(path, other)
+    return os.path.realpath(path) == os.path.realpath(other)
+
+
+def file_name(text: str) -> Path:
+    """A path that is not empty: that would be the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("'' is not a file name")
+    return Path(text)
+
+
+def not_empty(text: str) -> str:
+    """A text with something in it: an empty one is a shell variable that is not set."""
+    if not text:
+        raise argparse.ArgumentTypeError("'' is empty; leave it out")
+    return text
+
+
+def boolean(text: str) -> bool:
+    """`true/false`, `yes/no`, `1/0` and so on, as FlexGen's flags take them."""
+    if text.lower() in ("true", "t", "yes", "y", "1", "on"):
+        return True
+    if text.lower() in ("false", "f", "no", "n", "0", "off"):
+        return False
+    raise argparse.ArgumentTypeError(f"{text!r} is not true or false")
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return value
+
+
+def count(text: str) -> int:
+    """A whole number of at least 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return int(text)
+
+
+def check_picture(path: Path) -> None:
+    """UsageError, before the run, where --plot could not draw `path`: its suffix names no format, or no matplotlib."""
+    if path.suffix.lower() not in PICTURES:
+        raise UsageError(f"--plot {path}: the file name must end in one of {', '.join(PICTURES)}")
+    if find_spec("matplotlib") is None:
+        raise UsageError("--plot: needs matplotlib; pip install 'flexgen-h2o[plot]'")

@@ -1,0 +1,281 @@
+"""The one reader and the one writer of files.
+
+What is read is a regular file of bounded size, so that no device or pipe fills the memory. Results appear whole or not
+at all: no name of a draft can be known beforehand, and none is opened that is there already, as a link too.
+
+Locks on files and folders (flock), which the kernel drops when their holder dies, however that comes; and the mark
+of folders that the package has made: it removes no other.
+
+Paths: as users write them (`~` expanded, impossible names refused), and of the data that comes with the package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from io import BufferedReader
+from pathlib import Path
+from typing import Any, TextIO
+
+from flexgen_h2o.core.errors import UsageError
+
+# Of a settings file: policy, profile, config, index, sidecar. Parsed, it takes at most some twenty times as much.
+MOST_JSON_BYTES = 8 * 2**20
+# Of a line of prompts or requests. A million token ids of six digits, each with a comma and a space, fit in.
+MOST_LINE_BYTES = 8 * 2**20
+_LONG_LINE_PIECE = 2**20
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """A file to read from, if it is a regular one, by links or not. OSError: a device, a pipe, a folder; not there."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)  # a pipe must not be waited for
+    try:
+        mode = os.fstat(fd).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "is no regular file; save what it gives in a file, and name that", str(path))
+        return open(fd, "rb")
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def read_bounded(path: Path, most: int = MOST_JSON_BYTES) -> bytes:
+    """A regular file's bytes. OSError as of `open_regular`, and where there are more than `most`."""
+    with open_regular(path) as file:
+        # The size is asked first, so that nothing is read of a large file, and not believed: that of /proc's is 0.
+        is_large = os.fstat(file.fileno()).st_size > most
+        data = b"" if is_large else file.read(most + 1)
+        if is_large or len(data) > most:
+            raise OSError(errno.EFBIG, f"is larger than {most // 2**20} MiB", str(path))
+    return data
+
+
+def read_json(path: Path, most: int = MOST_JSON_BYTES) -> Any:
+    """The value of a JSON file. OSError as of `read_bounded`, ValueError where it is not JSON."""
+    try:
+        return json.loads(read_bounded(path, most))
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def read_lines(path: Path, offset: int = 0) -> Iterator[tuple[bytes, bool]]:
+    """The lines of a regular file from a byte on, each with its newline; OSError as of `open_regular`.
+
+    A line of more than MOST_LINE_BYTES comes in pieces. The flag says of each piece: does its line go on?
+    """
+    with open_regular(path) as file:
+        file.seek(offset)
+        goes_on = False
+        while raw := file.readline(min(_LONG_LINE_PIECE, MOST_LINE_BYTES) if goes_on else MOST_LINE_BYTES):
+            goes_on = not raw.endswith(b"\n") and bool(file.peek(1))
+            yield raw, goes_on
+
+
+# What open says of O_TMPFILE where the file system, or the kernel, has no files without a name.
+_NO_NAMELESS = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
+
+
+def open_new(path: Path, flags: int = os.O_WRONLY, mode: int = 0o666) -> int:
+    """A descriptor of a new file. Raises OSError; FileExistsError also for a link, wherever it leads."""
+    return os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+
+
+def write_new(path: Path, text: str) -> None:
+    """A small new file in a folder that nobody else reads yet. Raises OSError as above."""
+    with open(open_new(path), "w", encoding="utf-8", newline="\n") as file:
+        file.write(text)
+
+
+@contextlib.contextmanager
+def replacing(path: Path, follow: bool = True, sync: bool = True) -> Iterator[TextIO]:
+    """A text file (UTF-8) to write, which takes the place and the mode of `path` at the end; its `buffer` takes bytes.
+
+    follow: a link stays and its target is replaced, and what is no regular file, is under /dev, or lies in a folder
+    that cannot be written to, is written in place; False: what has the name is replaced, a link too. sync: the new file
+    is there after a power cut, or the older one is whole. Raises OSError.
+
+    Until its end the draft has no name where the file system can do that, so that a killed process leaves nothing.
+    """
+    if follow and _is_written_in_place(path):
+        with path.open("w", encoding="utf-8", newline="\n") as file:
+            yield file
+        return
+    target = Path(os.path.realpath(path)) if follow else path.absolute()
+    draft = target.with_name(f".flexgen-{secrets.token_hex(8)}.tmp")
+    fd, has_name = _open_draft(draft)
+    try:
+        with open(fd, "w", encoding="utf-8", newline="\n") as file:
+            yield file
+            file.flush()
+            with contextlib.suppress(FileNotFoundError):
+                older = os.lstat(target)
+                if stat.S_ISREG(older.st_mode):
+                    os.fchmod(fd, stat.S_IMODE(older.st_mode))
+            if sync:
+                os.fsync(fd)
+            if not has_name:
+                has_name = True
+                _name_draft(fd, draft)
+            os.replace(draft, target)
+            has_name = False
+    finally:
+        if has_name:
+            draft.unlink(missing_ok=True)
+    if sync:
+        _sync_folder(target.parent)
+
+
+def write_whole(path: Path, text: str, follow: bool = True, sync: bool = True) -> None:
+    """`text` as the whole of a file, as `replacing` does it; OSError leaves the older one as it was."""
+    with replacing(path, follow, sync) as file:
+        file.write(text)
+
+
+def _open_draft(draft: Path) -> tuple[int, bool]:
+    """A descriptor to write to, and whether the draft has its name yet."""
+    if os.path.isdir("/proc/self/fd"):  # where a file without a name gets one
+        try:
+            return os.open(draft.parent, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o666), False
+        except OSError as error:
+            if error.errno not in _NO_NAMELESS:
+                raise
+    return open_new(draft), True
+
+
+def _name_draft(fd: int, draft: Path) -> None:
+    folder = os.open(draft.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:  # Python follows the link in /proc only where it is given a folder
+        os.link(f"/proc/self/fd/{fd}", draft.name, src_dir_fd=folder, dst_dir_fd=folder)
+    finally:
+        os.close(folder)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Put a file's new name on disk. Some file systems cannot, and some folders may be written to and not read."""
+    with contextlib.suppress(OSError):
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def _is_written_in_place(path: Path) -> bool:
+    if not path.exists():
+        return False
+    return not path.is_file() or path.absolute().is_relative_to("/dev") or not os.access(path.resolve().parent, os.W_OK)
+
+
+MARK = ".flexgen_h2o"  # a file in each folder that the package has made
+_MADE_BY = {"made_by": "flexgen_h2o"}
+_MARK_BYTES = 2**20
+
+
+def try_lock(fd: int, shared: bool = False) -> bool:
+    """Lock an open file, or a folder, now; False: somebody else holds it. shared: others may share it.
+
+    OSError where the file system has no locks.
+    """
+    try:
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def wait_for_lock(fd: int) -> None:
+    """Lock it when nobody else does any more. OSError as above."""
+    fcntl.flock(fd, fcntl.LOCK_EX)
+
+
+def is_still(path: Path, fd: int) -> bool:
+    """Is the open file the one at `path`? It may have been removed or replaced, also while its lock was waited for."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
+def lock_folder(folder: Path, shared: bool = False) -> int | None:
+    """A descriptor that holds the lock of a folder with a mark until it is closed; None: somebody else holds it.
+
+    It is the lock of the mark: a lock of the folder itself is whoever's makes folders in it. OSError where there is no
+    mark, or its file system has no locks.
+    """
+    fd = os.open(folder / MARK, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if try_lock(fd, shared) and is_still(folder / MARK, fd):
+            return fd
+    except BaseException:
+        os.close(fd)
+        raise
+    os.close(fd)
+    return None
+
+
+def mark(folder: Path, **facts: object) -> None:
+    """Say in a folder that the package has made it, and what it is. Raises OSError."""
+    write_whole(folder / MARK, json.dumps({**_MADE_BY, **facts}) + "\n", follow=False, sync=False)
+
+
+def read_mark(folder: Path) -> dict[str, Any] | None:
+    """What `mark` says of a folder; None for a folder of somebody else, and for a link."""
+    try:
+        if not stat.S_ISDIR(os.lstat(folder).st_mode):
+            return None
+        fd = os.open(folder / MARK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:  # open() refuses a folder, and leaves its descriptor open
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                return None
+            with open(fd, "rb", closefd=False) as file:
+                found = json.loads(file.read(_MARK_BYTES))
+        finally:
+            os.close(fd)
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and _MADE_BY.items() <= found.items() else None
+
+
+DEFAULT_OFFLOAD_DIR = Path("~/flexgen_h2o_offload_dir")
+
+
+def policies_folder() -> Path:
+    """The shipped policies and, in `profiles/`, hardware profiles: inside an installed package, beside a checkout's."""
+    package = Path(__file__).resolve().parent.parent
+    installed = package / "policies"  # where setup.py maps the folder at the top of the repository
+    return installed if installed.is_dir() else package.parent / "policies"
+
+
+def usable_path(text: str | Path, what: str) -> Path:
+    """`text` with `~` expanded. `what` names the flag in the error.
+
+    Raises UsageError for an empty one (it would be the current folder), an unknown user, a name that is too long or
+    holds a NUL byte, and for what is no path at all.
+    """
+    if text == "":
+        raise UsageError(f"{what} '': is empty; name a file or folder, or leave {what} out")
+    try:
+        path = Path(text).expanduser()
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+            path.stat()
+    except (RuntimeError, OSError, ValueError, TypeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"{what} {str(text)[:60]!r}: not a usable path ({reason})") from error
+    return path
+
+
+def user_cache_dir() -> Path:
+    """The package's own folder in the XDG base folder for caches; a relative one is to be ignored."""
+    for base in (os.environ.get("XDG_CACHE_HOME", ""), "~/.cache"):
+        folder = os.path.expanduser(base)  # as it was, and so relative, where there is no such home
+        if os.path.isabs(folder):
+            return Path(folder) / "flexgen_h2o"
+    return Path(os.devnull) / "flexgen_h2o"  # nobody's home: nothing is kept there, nothing can be

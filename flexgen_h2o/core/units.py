@@ -1,0 +1,167 @@
+"""Numbers as people write them: byte sizes (`12GiB`), whole numbers, shares; sizes and durations for people.
+
+Sizes that the engine takes and the planner counts: one place, so that they cannot drift apart.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import re
+
+from flexgen_h2o.core.errors import UsageError
+
+MOST_BYTES = 2**63
+KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
+MARGIN_SHARE = 0.1
+MARGIN_BYTES = GIB // 2
+
+_UNITS = {
+    "": 1, "b": 1,
+    "k": KIB, "kib": KIB, "kb": 10**3,
+    "m": MIB, "mib": MIB, "mb": 10**6,
+    "g": GIB, "gib": GIB, "gb": 10**9,
+    "t": TIB, "tib": TIB, "tb": 10**12,
+}  # fmt: skip
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-z]*)", re.IGNORECASE)
+
+
+def parse_bytes(text: str | float, what: str = "size") -> int:
+    """Read `12GiB`, `1.5g`, `800MB` or a plain count of bytes; `GiB`/`g` are binary, `GB` decimal.
+
+    `what` names the flag in the error. Raises UsageError for anything else, parts of bytes, zero and negative sizes.
+    """
+    if isinstance(text, numbers.Real) and not isinstance(text, bool):
+        size, unit = text if isinstance(text, numbers.Integral) else float(text), 1
+    else:
+        match = _SIZE.fullmatch(text.strip()) if isinstance(text, str) else None
+        if match is None or match[2].lower() not in _UNITS:
+            raise UsageError(f"{what}: {text!r:.60} is not a size; write for example 12GiB, 800MiB or 4e9 as 4GB")
+        unit = _UNITS[match[2].lower()]
+        size = float(match[1]) * unit
+    if not 1 <= size <= MOST_BYTES:
+        raise UsageError(f"{what}: {text!r:.60} must be from 1 byte to 2**63 bytes")
+    if unit == 1 and size != int(size):
+        raise UsageError(f"{what}: {text!r} bytes are not whole; write for example 1.5GiB with its unit")
+    return int(size)
+
+
+def check_int(name: str, value: object, low: int, high: int | None = None) -> int:
+    """`value` as an int in [low, high], of numpy's integers too; raises UsageError that names `name`."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise UsageError(f"{name}: {value!r:.60} is not a whole number")
+    whole = int(value)
+    if whole < low or (high is not None and whole > high):
+        bounds = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise UsageError(f"{name}: {whole} must be {bounds}")
+    return whole
+
+
+def check_number(name: str, value: object, high: float | None) -> float:
+    """`value` as a finite float in [0, high], of numpy's floats too; raises UsageError that names `name`."""
+    bounds = "a number of at least 0" if high is None else f"a number in [0, {high:g}]"
+    number = as_float(value)
+    if math.isfinite(number) and number >= 0 and (high is None or number <= high):
+        return number
+    raise UsageError(f"{name}: {value!r:.60} is not {bounds}")
+
+
+def check_share(name: str, value: object) -> float:
+    """`value` as a float in (0, 1]; raises UsageError that names `name`."""
+    share = as_float(value)
+    if not 0 < share <= 1:
+        raise UsageError(f"{name}: {value!r:.60} is not in (0, 1]")
+    return share
+
+
+def as_float(value: object) -> float:
+    """NaN for what is no real number."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def format_bytes(size: float) -> str:
+    """`size` bytes for people: three significant places in the largest fitting binary unit."""
+    for unit, scale in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if abs(size) >= scale:
+            return f"{size / scale:.2f} {unit}"
+    return f"{int(size)} B"
+
+
+def format_free(free: int, needed: int) -> str:
+    """`2.99 MiB are free, 8.00 KiB too little`: with the gap, if there is one, which rounded sizes may hide."""
+    gap = f", {format_bytes(needed - free)} too little" if free < needed else ""
+    return f"{format_bytes(free)} are free{gap}"
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration for people: `0.31 s`, `42 s`, `4 min 10 s`, `3 h 7 min`, `2 d 5 h`."""
+    if seconds < 10:
+        return f"{seconds:.2g} s"
+    whole, minutes, hours = round(seconds), round(seconds / 60), round(seconds / 3600)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    if minutes < 24 * 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{hours // 24} d {hours % 24} h"
+
+
+def round_up(size: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `size`."""
+    return -(-size // multiple) * multiple
+
+
+def less_margin(free: int) -> int:
+    """What a run may hold of `free` bytes of a tier: a tenth, and at least half a GiB, stays free."""
+    return max(0, int(free - max(MARGIN_BYTES, MARGIN_SHARE * free)))
+
+
+class DiskBudget(int):
+    """Bytes that the disk tier may hold. free: bytes that are free there, beyond which no flag raises the budget."""
+
+    free: int
+
+    def __new__(cls, nbytes: int, free: int) -> DiskBudget:
+        made = super().__new__(cls, nbytes)
+        made.free = free
+        return made
+
+
+def advice(tier: str, budget: int | None, needed: int) -> str:
+    """What gives a tier `needed` bytes: a higher budget, or where the disk has no more, space on it."""
+    if isinstance(budget, DiskBudget) and needed > budget.free:
+        return f"{format_bytes(budget.free)} are free on that disk: free space, or give another --offload-dir"
+    return f"raise --{tier}-mem"
+
+
+PAGE = 4096  # bytes; alignment of O_DIRECT reads and writes
+ALIGN = 64  # bytes; alignment of tensors that are packed side by side
+TRANSFER_CHUNK = 4 * 2**20  # bytes of one disk request
+READ_THREADS, WRITE_THREADS = 2, 1
+STAGING_BYTES = TRANSFER_CHUNK + 2 * PAGE  # of one disk thread: a chunk and its ragged ends
+SAMPLING_CHUNK = 2**19  # logits whose probabilities are worked out at a time
+SCORE_TILE_BYTES = 4 * 2**20  # of an n x n matrix that exist at a time: what both cores' caches hold
+MASK_ROWS = 256  # queries at a time, where they are the last of a prompt and need a mask
+SPARSE_CHUNK = 2**22  # values gathered at a time by --attn-sparsity
+PACKED_CHUNK = 2**22  # values of the KV cache that are unpacked at a time where they are not read packed
+TOKEN_CHUNK = 1024  # tokens whose wide activations exist at a time
+NORM_CHUNK = 128  # rows that an RMS norm holds in fp32 at a time
+ROTARY_CHUNK = 256  # tokens whose queries and keys are rotated at a time
+ROLLING_CHUNK = 2**20  # numbers of keys in slots that are rotated by their ranks at a time
+GIVEN_CHUNK = 64  # tokens of a row, known beforehand, that one decode sweep takes
+ROW_BLOCK = 16  # matrices are split over tiers at multiples of this many rows
+WRITE_BACK_STEPS = 16  # decode steps whose columns wait in RAM before a disk unit of the KV cache is written back
+SEGMENT_SLOTS = 64  # at most; KV slots that are read and written as one area
+WIRE_BUFFERS = 2  # micro-batches of hidden states on their way to, or from, a neighbour of a pipeline
+UNPACK_CHUNK = 2**20  # packed weights that torch operations unpack at a time
+PACK_CHUNK = 2**20  # weights that are packed at a time
+INT8_TILE = 2**21  # sums of int8 products that exist at a time
+INT8_BLOCK_ROWS = INT8_TILE // 128  # of a blocked int8 matrix: so many that 128 tokens are multiplied at a time
+BLOCK_CHUNK = 32 * 2**20  # bytes of a matrix that are brought into oneDNN's blocked layout, and multiplied, at a time
+BLOCK_ROWS = 64  # rows and columns of what is blocked are multiples of this: other sizes would be padded

@@ -1,0 +1,1 @@
+"""Runs a policy: resources, weights, hidden states, requests, the executor and what it reports."""

@@ -1,0 +1,127 @@
+"""Hidden states between layers, on their home tiers.
+
+One unit a micro-batch: (tokens, width). In place where the home is the device, else brought into a ring for each layer
+and stored after it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from flexgen_h2o.core.units import PAGE, round_up
+from flexgen_h2o.engine.memory_plan import hidden_home_bytes, hidden_is_streamed
+from flexgen_h2o.tiers.disk import DirectFile
+from flexgen_h2o.tiers.placement import Part, Shares, split_rows
+from flexgen_h2o.tiers.stream import Done, Region, Waitable, wait_all
+from flexgen_h2o.tiers.transfers import Mover
+
+HiddenKey = tuple[int, int, int]  # sweep, layer, micro-batch
+
+
+class HiddenStore:
+    """Hidden states of the current block. `memory`: uint8 arenas by tier; `file`: the disk arena."""
+
+    def __init__(
+        self, mover: Mover, dtype: torch.dtype, width: int, shares: Shares, num_layers: int,
+        memory: dict[str, torch.Tensor], file: DirectFile | None,
+    ) -> None:  # fmt: skip
+        self._mover, self._dtype, self._width, self._shares = mover, dtype, width, shares
+        self._last_layer = num_layers - 1
+        self._memory, self._file = memory, file
+        self._row = width * dtype.itemsize
+        self._streamed = hidden_is_streamed(shares, mover.device.is_host)
+
+    def begin_block(self, most: list[int]) -> None:
+        """most: of each micro-batch, the tokens of its largest sweep."""
+        self._now = [0] * len(most)
+        self._closed: list[tuple[int, int] | None] = [None] * len(most)
+        self._stores: list[list[Waitable]] = [[] for _ in most]
+        self._offsets: list[dict[str, int]] = []
+        used = dict.fromkeys(("device", "host", "disk"), 0)
+        for tokens in most:
+            self._offsets.append(dict(used))
+            for tier, nbytes in hidden_home_bytes(tokens, self._shares, self._row).items():
+                used[tier] += nbytes
+
+    def begin_sweep(self, micro_batch: int, tokens: int) -> None:
+        """`tokens` of the micro-batch from its next embedding on: to be said before the head of the last sweep closes.
+
+        0: it has no rows any more.
+        """
+        self._now[micro_batch] = tokens
+
+    # Source of a Stream[HiddenKey]
+
+    def nbytes(self, key: HiddenKey) -> int:
+        return round_up(self._now[key[2]] * self._row, PAGE) if self._streamed else 0
+
+    def is_wanted(self, key: HiddenKey) -> bool:
+        return self._now[key[2]] > 0
+
+    def is_ready(self, key: HiddenKey) -> bool:
+        sweep, layer, k = key
+        before = (sweep, layer - 1) if layer else ((sweep - 1, self._last_layer) if sweep else None)
+        return self._closed[k] == before
+
+    def load(self, key: HiddenKey, region: Region) -> list[Done]:
+        if key[1] == 0:
+            return []
+        loads = []
+        after = [*region.after, *self._stores[key[2]]]
+        for part, data in self._slices(key[2], region):
+            memory = self._home(key[2], part)
+            if memory is not None:
+                loads.append(self._mover.copy("h2d", "load_hidden", data, memory[: data.numel()], after))
+            else:
+                assert self._file is not None
+                offset = self._offsets[key[2]]["disk"]
+                loads.append(
+                    self._mover.read("load_hidden", data, "device", self._file, offset, data.numel(), after=after)
+                )
+        return loads
+
+    # Compute side
+
+    def open(self, key: HiddenKey, region: Region | None) -> torch.Tensor:
+        """The hidden states of a micro-batch, (tokens, width), to be changed in place."""
+        tokens = self._now[key[2]]
+        if region is None:
+            memory = self._home(key[2], split_rows(tokens, self._shares)[0])
+            assert memory is not None
+            data = memory
+        else:
+            for event in region.after:
+                event.wait()
+            data = region.data
+        return data[: tokens * self._row].view(self._dtype).view(tokens, self._width)
+
+    def close(self, key: HiddenKey, region: Region | None, fence: Waitable) -> list[Waitable]:
+        """Store what the layer left (the head leaves nothing). Returns what the region's next writer waits for."""
+        sweep, layer, k = key
+        stores: list[Waitable] = []
+        if region is not None and layer != self._last_layer:
+            for part, data in self._slices(k, region):
+                memory = self._home(k, part)
+                if memory is not None:
+                    stores.append(self._mover.copy("d2h", "store_hidden", memory[: data.numel()], data, [fence]))
+                else:
+                    assert self._file is not None
+                    offset = self._offsets[k]["disk"]
+                    stores.append(self._mover.write("store_hidden", self._file, offset, data, "device", [fence]))
+        self._closed[k], self._stores[k] = (sweep, layer), stores
+        return [fence, *stores]
+
+    def settle(self) -> None:
+        """Wait for stores under way, so that the next block may use the homes anew."""
+        for stores in self._stores:
+            wait_all(stores)
+
+    def _slices(self, k: int, region: Region) -> list[tuple[Part, torch.Tensor]]:
+        parts = split_rows(self._now[k], self._shares)
+        return [(p, region.data[p.start * self._row : p.end * self._row]) for p in parts]
+
+    def _home(self, k: int, part: Part) -> torch.Tensor | None:
+        if part.tier == "disk":
+            return None
+        start = self._offsets[k][part.tier]
+        return self._memory[part.tier][start:]

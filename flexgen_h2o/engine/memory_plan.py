@@ -1,0 +1,380 @@
+"""Bytes of every buffer of a run by tier. The engine allocates exactly this list, so what fits here runs."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from flexgen_h2o.core.config import TIERS, ModelSpec, Policy, TensorSpec, WeightUnit
+from flexgen_h2o.core.errors import DoesNotFitError
+from flexgen_h2o.core.packing import SlotPacking, WeightForm, weight_form
+from flexgen_h2o.core.units import (
+    ALIGN,
+    PAGE,
+    READ_THREADS,
+    ROW_BLOCK,
+    STAGING_BYTES,
+    TOKEN_CHUNK,
+    WIRE_BUFFERS,
+    WRITE_THREADS,
+    advice,
+    format_bytes,
+    round_up,
+)
+from flexgen_h2o.engine.workspace_sizes import int8_sizes, step_bytes, unpacked_cache_bytes
+from flexgen_h2o.kvcache.layout import UnitLayout, unit_layout
+from flexgen_h2o.tiers.placement import Part, Shares, is_streamed, on_host_device, split_rows
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The largest block of a run. `rows` and `tokens` (that the prefill sweep is fed) of a micro-batch.
+
+    slots: KV slots of a row in each transformer block; record: what is kept of each slot besides its column
+    (kvcache/layout.UnitLayout). sharing: tokens of the longest prompt that shares a prefix with others; 0: none does.
+    common: columns in front of those in slots that all rows have in one copy.
+    """
+
+    rows: int
+    micro_batches: int
+    tokens: int
+    slots: tuple[int, ...]
+    record: tuple[str, ...] = ()
+    sharing: int = 0
+    common: int = 0
+
+    @property
+    def most_slots(self) -> int:
+        return max(self.slots)
+
+    def has_slots(self, slots: tuple[int, ...]) -> bool:
+        """Are there as many in each transformer block?"""
+        return all(mine >= asked for mine, asked in zip(self.slots, slots, strict=True))
+
+    def covers(self, other: Shape) -> bool:
+        """Do buffers of this shape serve the other one too?"""
+        mine, theirs = ((s.rows, s.micro_batches, s.tokens, s.sharing, s.common, *s.slots) for s in (self, other))
+        return self.record == other.record and all(a >= b for a, b in zip(mine, theirs, strict=True))
+
+    def union(self, other: Shape) -> Shape:
+        """The smallest shape that covers both, of rows of one eviction policy and model."""
+        return Shape(
+            max(self.rows, other.rows),
+            max(self.micro_batches, other.micro_batches),
+            max(self.tokens, other.tokens),
+            tuple(map(max, self.slots, other.slots)),
+            self.record,
+            max(self.sharing, other.sharing),
+            max(self.common, other.common),
+        )
+
+
+@dataclass(frozen=True)
+class Depth:
+    """How many units each ring holds: 1 means that a load waits for the unit before it."""
+
+    weights: int
+    cache: int
+    hidden: int
+
+
+SEQUENTIAL = Depth(1, 1, 1)
+OVERLAPPED = (Depth(6, 4, 4), Depth(4, 3, 3), Depth(3, 3, 3), Depth(2, 2, 2), SEQUENTIAL)
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One allocation: `name` says what for, `tier` whose budget it is charged to."""
+
+    name: str
+    tier: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """All buffers of a run and the shapes that they were sized for."""
+
+    buffers: tuple[Buffer, ...]
+    workspace: tuple[tuple[str, int], ...]
+    shape: Shape
+    depth: Depth
+
+    def bytes_on(self, tier: str) -> int:
+        return sum(b.nbytes for b in self.buffers if b.tier == tier)
+
+    def size(self, name: str) -> int:
+        """Bytes of the buffer called `name` over all tiers."""
+        return sum(b.nbytes for b in self.buffers if b.name == name)
+
+    def overflow(self, budgets: dict[str, int | None]) -> dict[str, int]:
+        """Bytes over budget by tier; empty when the plan fits."""
+        over = {}
+        for tier in TIERS:
+            budget = budgets.get(tier)
+            if budget is not None and self.bytes_on(tier) > budget:
+                over[tier] = self.bytes_on(tier) - budget
+        return over
+
+    def _other_ways(self, tier: str) -> str:
+        """Flags besides the budget that would still lower what this tier holds."""
+        ways = []
+        if self.shape.rows * self.shape.micro_batches > 1:
+            ways.append("lower --gpu-batch-size or --num-gpu-batches")
+        if any(b.tier == tier and b.name in ("weights", "cache", "hidden") for b in self.buffers):
+            ways.append("move shares to another tier with --percent")
+        if not self.shape.record and any(b.tier == tier and b.name == "cache" for b in self.buffers):
+            ways.append("keep fewer KV columns with --hh-ratio, which may change answers")
+        return "".join(f", or {way}" for way in ways)
+
+    def check(self, budgets: dict[str, int | None]) -> None:
+        """Raise DoesNotFitError with the numbers and the flags that would help."""
+        over = self.overflow(budgets)
+        if not over:
+            return
+        tier, excess = next(iter(over.items()))
+        largest = sorted((b for b in self.buffers if b.tier == tier), key=lambda b: -b.nbytes)[:4]
+        parts = ", ".join(f"{b.name} {format_bytes(b.nbytes)}" for b in largest)
+        raise DoesNotFitError(
+            f"the policy needs {format_bytes(self.bytes_on(tier))} on the {tier} tier ({parts}), "
+            f"{format_bytes(excess)} more than its budget of {format_bytes(budgets[tier] or 0)}; "
+            f"{advice(tier, budgets[tier], self.bytes_on(tier))}{self._other_ways(tier)}"
+        )
+
+
+def weight_parts(tensor: TensorSpec, shares: Shares) -> tuple[Part, ...]:
+    """Homes of a tensor's rows: matrices are split by the shares, vectors stay with the device."""
+    if len(tensor.shape) < 2:
+        return split_rows(tensor.shape[0], (1.0, 0.0, 0.0))
+    return split_rows(tensor.shape[0], shares, ROW_BLOCK)
+
+
+def tier_shares(shares: Shares, device_is_host: bool) -> Shares:
+    """Shares as placed: where the device is host memory its share counts as host."""
+    return on_host_device(shares) if device_is_host else shares
+
+
+def part_bytes(tensor: TensorSpec, part: Part, form: WeightForm) -> int:
+    return part.rows * form.row_bytes(tensor.shape)
+
+
+def streamed_part_bytes(tensor: TensorSpec, part: Part, form: WeightForm) -> int:
+    """Ring bytes of a streamed part: room for its page-aligned file range, wherever in a page it begins."""
+    return round_up(part_bytes(tensor, part, form) + PAGE, PAGE)
+
+
+def streamed_bytes(unit: WeightUnit, shares: Shares, form: WeightForm, device_is_host: bool) -> int:
+    """Ring bytes that one load of the unit takes."""
+    return sum(
+        streamed_part_bytes(t, p, form) for t, p in _parts_of(unit, shares) if is_streamed(p.tier, device_is_host)
+    )
+
+
+def unpacked_bytes(tensor: TensorSpec, form: WeightForm) -> int:
+    """Room for a packed tensor's rows once they are unpacked."""
+    return round_up(tensor.shape[0] * form.unpacked_row_bytes(tensor.shape), ALIGN)
+
+
+def workspace_sizes(spec: ModelSpec, shape: Shape, itemsize: int) -> dict[str, int]:
+    """Bytes of the named step buffers (kernels/workspace.py) for the largest micro-batch."""
+    tokens, chunk = max(shape.tokens, shape.rows), min(TOKEN_CHUNK, max(shape.tokens, shape.rows))
+    q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    embedding = max((t.shape[-1] for t in spec.embedding), default=0)
+    widths = {
+        "q": tokens * q_width,
+        "k": tokens * kv_width,
+        "v": tokens * kv_width,
+        "mixed": tokens * q_width,
+        "normed": max(chunk, shape.rows) * max(spec.hidden_size, embedding),
+        "ffn": chunk * max(spec.ffn_size, spec.hidden_size, embedding),
+        "logits": shape.rows * spec.vocab_size if spec.head else 0,
+        **{buffer.name: chunk * buffer.width for buffer in spec.buffers},
+    }
+    return {name: round_up(count * itemsize, ALIGN) for name, count in widths.items()}
+
+
+def hidden_home_bytes(tokens: int, shares: Shares, row_bytes: int) -> dict[str, int]:
+    """Bytes that each tier sets aside for a micro-batch of at most `tokens`.
+
+    A row more than the share: with fewer tokens, rounding may give a tier one row more.
+    """
+    return {
+        tier: round_up((math.ceil(tokens * share) + 1) * row_bytes, PAGE)
+        for tier, share in zip(TIERS, shares, strict=True)
+        if share > 0
+    }
+
+
+def hidden_is_streamed(shares: Shares, device_is_host: bool) -> bool:
+    return any(s > 0 and is_streamed(t, device_is_host) for t, s in zip(TIERS, shares, strict=True))
+
+
+def wire_ends(spec: ModelSpec) -> int:
+    """How many neighbours a stage of a pipeline exchanges hidden states with; 0 of a whole model."""
+    return (not spec.embedding) + (not spec.head)
+
+
+def wire_buffer_bytes(spec: ModelSpec, shape: Shape, itemsize: int) -> int:
+    """Of one message: the hidden states of the largest micro-batch."""
+    return round_up(max(shape.tokens, shape.rows) * spec.hidden_size * itemsize, PAGE)
+
+
+def common_prefix_bytes(spec: ModelSpec, shape: Shape, itemsize: int) -> int:
+    """Of the one copy of the KV columns that all rows begin with."""
+    return round_up(shape.common * spec.kv_bytes_per_token(itemsize), ALIGN)
+
+
+def kv_layout(
+    spec: ModelSpec, policy: Policy, sequences: int, slots: int, record: tuple[str, ...], itemsize: int,
+    device_is_host: bool,
+) -> UnitLayout:  # fmt: skip
+    """The KV unit of a micro-batch of `sequences` rows under the policy's cache shares."""
+    shares, on_host = tier_shares(policy.cache_shares, device_is_host), attends_on_host(policy, device_is_host)
+    streamed = any(share > 0 and is_streamed(tier, on_host) for tier, share in zip(TIERS, shares, strict=True))
+    return unit_layout(
+        sequences, spec.num_kv_heads, slots, spec.head_dim, itemsize, shares, record, streamed,
+        packing_of(spec, policy),
+    )  # fmt: skip
+
+
+def packing_of(spec: ModelSpec, policy: Policy) -> SlotPacking | None:
+    """How KV columns are compressed; None where they are not."""
+    return SlotPacking(spec.head_dim, policy.cache_bits) if policy.compress_cache else None
+
+
+def attends_on_host(policy: Policy, device_is_host: bool) -> bool:
+    """Does attention run on the host: where the device is host memory, and with --cpu-cache-compute."""
+    return device_is_host or policy.cpu_cache_compute
+
+
+def memory_plan(
+    spec: ModelSpec, policy: Policy, shape: Shape, itemsize: int, device_is_host: bool, depth: Depth
+) -> MemoryPlan:
+    """All buffers of a run. `itemsize`: bytes of the compute dtype, which weights and KV are held in."""
+    workspace = workspace_sizes(spec, shape, itemsize)
+    if policy.int8_compute:
+        workspace |= int8_sizes(spec, max(shape.tokens, shape.rows))
+    form = weight_form(policy, itemsize)
+    buffers = [
+        *_weight_buffers(spec, policy, form, device_is_host, depth.weights),
+        *_cache_buffers(spec, policy, shape, itemsize, device_is_host, depth.cache),
+        Buffer("common prefix", "device", common_prefix_bytes(spec, shape, itemsize)),
+        *_hidden_buffers(spec, policy, shape, itemsize, device_is_host, depth.hidden),
+        Buffer("wire", "device", wire_ends(spec) * WIRE_BUFFERS * wire_buffer_bytes(spec, shape, itemsize)),
+        Buffer("workspace", "device", sum(workspace.values())),
+        Buffer("temporaries", "device", step_bytes(spec, policy, shape, itemsize, device_is_host)),
+        Buffer("temporaries", "device", unpacked_cache_bytes(spec, policy, shape, itemsize, device_is_host)),
+        Buffer("staging", "host", (READ_THREADS + WRITE_THREADS) * STAGING_BYTES),
+    ]
+    on_host = {"device": "host"} if device_is_host else {}
+    merged: dict[tuple[str, str], int] = {}
+    for b in buffers:
+        if b.nbytes:
+            place = (b.name, on_host.get(b.tier, b.tier))
+            merged[place] = merged.get(place, 0) + b.nbytes
+    placed = tuple(Buffer(name, tier, nbytes) for (name, tier), nbytes in merged.items())
+    return MemoryPlan(placed, tuple(workspace.items()), shape, depth)
+
+
+def plan_within(
+    spec: ModelSpec, policy: Policy, shape: Shape, itemsize: int, device_is_host: bool, budgets: dict[str, int | None]
+) -> MemoryPlan:
+    """The plan with the deepest look-ahead that fits the budgets. DoesNotFitError when not even the shallowest does."""
+    for depth in OVERLAPPED if policy.overlap else (SEQUENTIAL,):
+        plan = memory_plan(spec, policy, shape, itemsize, device_is_host, depth)
+        if not plan.overflow(budgets):
+            return plan
+    plan.check(budgets)
+    return plan
+
+
+def _parts_of(unit: WeightUnit, shares: Shares) -> Iterator[tuple[TensorSpec, Part]]:
+    for tensor in unit.tensors:
+        for part in weight_parts(tensor, shares):
+            yield tensor, part
+
+
+def _weight_buffers(
+    spec: ModelSpec, policy: Policy, form: WeightForm, device_is_host: bool, depth: int
+) -> list[Buffer]:
+    shares = tier_shares(policy.weight_shares, device_is_host)
+    units, used = _unit_shapes(spec, policy.sep_layer)
+    sizes = [_unit_bytes(shapes, shares, form, device_is_host) for shapes in units]
+    # A unit that two layers share (tied head and next embedding) is loaded once.
+    cycle = [sizes[unit].ring for unit, before in zip(used, [used[-1], *used], strict=False) if unit != before]
+    cycle = cycle or [sizes[used[0]].ring]
+    windows = [sum((cycle + cycle)[i : i + depth]) for i in range(len(cycle))] if depth < len(cycle) else [sum(cycle)]
+    return [
+        Buffer("weights", "device", sum(s.device for s in sizes)),
+        Buffer("weights", "host", sum(s.host for s in sizes)),
+        Buffer("weight ring", "device", max(windows)),
+        Buffer("unpacked weights", "device", max(s.unpacked for s in sizes)),
+    ]
+
+
+@dataclass(frozen=True)
+class _UnitBytes:
+    """What one weight unit takes: resident on device and host, in the ring for a load, and where it is unpacked."""
+
+    device: int
+    host: int
+    ring: int
+    unpacked: int
+
+
+# A search plans thousands of policies for one model, whose units are of four kinds or so.
+@lru_cache(maxsize=16)
+def _unit_shapes(spec: ModelSpec, sep_layer: bool) -> tuple[list[tuple[tuple[int, ...], ...]], list[int]]:
+    """The tensor shapes of each weight unit, and the unit of each layer."""
+    plan = spec.layers(sep_layer)
+    return [tuple(t.shape for t in unit.tensors) for unit in plan.units], [layer.unit for layer in plan.layers]
+
+
+@lru_cache(maxsize=4096)
+def _unit_bytes(
+    shapes: tuple[tuple[int, ...], ...], shares: Shares, form: WeightForm, device_is_host: bool
+) -> _UnitBytes:
+    unit = WeightUnit("", tuple(TensorSpec("", "", shape) for shape in shapes))
+    resident = dict.fromkeys(TIERS, 0)
+    for tensor, part in _parts_of(unit, shares):
+        resident[part.tier] += round_up(part_bytes(tensor, part, form), ALIGN)
+    ring = streamed_bytes(unit, shares, form, device_is_host)
+    unpacked = sum(unpacked_bytes(t, form) for t in unit.tensors if form.unpacks(t.shape))
+    return _UnitBytes(resident["device"], resident["host"], ring, unpacked)
+
+
+def _cache_buffers(
+    spec: ModelSpec, policy: Policy, shape: Shape, itemsize: int, device_is_host: bool, depth: int
+) -> list[Buffer]:
+    shares, on_host = tier_shares(policy.cache_shares, device_is_host), attends_on_host(policy, device_is_host)
+    attends_on = "host" if on_host else "device"
+    found, ring = [], 0
+    for slots, blocks in Counter(shape.slots).items():
+        layout = kv_layout(spec, policy, shape.rows, slots, shape.record, itemsize, device_is_host)
+        units, streamed = blocks * shape.micro_batches, 0
+        for tier, share in zip(TIERS, shares, strict=True):
+            part = Part(tier, 0, layout.most_part_rows(share))
+            is_brought = is_streamed(tier, on_host)
+            found.append(Buffer("cache", tier, round_up(units * layout.room_bytes(part), PAGE) if part.rows else 0))
+            found.append(Buffer("cache record", attends_on if is_brought else tier, units * layout.record_bytes(part)))
+            if is_brought:
+                streamed += round_up(layout.room_bytes(part), PAGE) if part.rows else 0
+            if tier == "disk":
+                found.append(Buffer("cache overlay", "host", units * layout.overlay_bytes(part)))
+        ring = max(ring, streamed)
+    return [*found, Buffer("cache ring", attends_on, depth * ring)]
+
+
+def _hidden_buffers(
+    spec: ModelSpec, policy: Policy, shape: Shape, itemsize: int, device_is_host: bool, depth: int
+) -> list[Buffer]:
+    shares = tier_shares(policy.hidden_shares, device_is_host)
+    tokens, row = max(shape.tokens, shape.rows), spec.hidden_size * itemsize
+    homes = hidden_home_bytes(tokens, shares, row)
+    found = [Buffer("hidden", tier, shape.micro_batches * nbytes) for tier, nbytes in homes.items()]
+    if hidden_is_streamed(shares, device_is_host):
+        found.append(Buffer("hidden ring", "device", depth * round_up(tokens * row, PAGE)))
+    return found

@@ -1,0 +1,278 @@
+"""Prompts in and completions out: reading and checking prompts, cutting them into blocks, writing the output file.
+
+Knows nothing of models or tokenizers: `encode` is handed in as a function from text to token ids (or None).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import cycle, islice, takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flexgen_h2o.core.errors import FlexgenError, TooLongError, UsageError, json_reason
+from flexgen_h2o.core.files import MOST_LINE_BYTES, read_lines, replacing
+from flexgen_h2o.core.units import check_int
+from flexgen_h2o.kvcache.prefixes import Sharing, family_order, neighbours
+
+if TYPE_CHECKING:
+    from flexgen_h2o.engine.sampling import TokenLogprobs
+
+
+Encode = Callable[[str], list[int]]
+
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
+BENCHMARK_TEXT = "Paris is the capital city of"
+# Ids below this are special tokens in every family's vocabulary (pad, begin, end, unknown).
+_FIRST_PLAIN_ID = 4
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt of a run. index: its place in the input. text: None when it was given as token ids."""
+
+    index: int
+    token_ids: tuple[int, ...]
+    text: str | None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What was generated for the prompt at `index`.
+
+    text: None without a tokenizer. finish_reason: stop or length. logprobs: one for each of token_ids, if asked for.
+    """
+
+    index: int
+    prompt: str | None
+    text: str | None
+    token_ids: list[int]
+    finish_reason: str
+    logprobs: list[TokenLogprobs] | None = None
+
+    def __post_init__(self) -> None:
+        if self.finish_reason not in ("stop", "length"):
+            raise ValueError(f"finish_reason: {self.finish_reason!r}")
+
+
+def read_prompts(path: Path, encode: Encode | None, vocab_size: int) -> list[Prompt]:
+    """Prompts of a UTF-8 file in its order: `.txt`, one a line, or `.jsonl`, `prompt` or `prompt_token_ids` a line.
+
+    Blank lines are skipped, so `index` counts prompts, not lines; other keys of a JSON object are ignored, and null
+    is the same as absent. Spaces around a text prompt are kept. Token ids must be in [0, vocab_size).
+    Raises UsageError naming `--prompts FILE:LINE`.
+    """
+    read_line = {".txt": lambda line: line, ".jsonl": prompt_of_json}.get(path.suffix.lower())
+    if read_line is None:
+        raise UsageError(f"--prompts {path}: the file name must end in .txt (a prompt a line) or .jsonl")
+    prompts: list[Prompt] = []
+    for place, line in lines_of(path, "--prompts"):
+        try:
+            prompts.append(make_prompt(len(prompts), read_line(line), encode, vocab_size))
+        except UsageError as error:
+            raise UsageError(f"{place}: {error}") from error
+    if not prompts:
+        raise UsageError(f"--prompts {path}: no prompt in it, only blank lines or nothing")
+    return prompts
+
+
+def lines_of(path: Path, flag: str) -> Iterator[tuple[str, str]]:
+    """The lines of a UTF-8 file that are not blank, each with `FLAG FILE:LINE`; UsageError where one cannot be read,
+    or has more than MOST_LINE_BYTES."""
+    try:
+        for number, (raw, goes_on) in enumerate(read_lines(path), start=1):
+            place = f"{flag} {path}:{number}"
+            if goes_on:
+                raise UsageError(f"{place}: is longer than {MOST_LINE_BYTES // 2**20} MiB; shorten it")
+            text = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
+            try:
+                line = text.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise UsageError(f"{place}: not UTF-8 text; save the file as UTF-8") from error
+            if line.strip():
+                yield place, line
+    except OSError as error:
+        raise UsageError(f"{flag} {path}: {error.strerror or error}") from error
+
+
+def prompts_from_python(
+    inputs: Sequence[str | Sequence[int]], encode: Encode | None, vocab_size: int, positions: int | None = None
+) -> list[Prompt]:
+    """Prompts from strings and token ids (lists, tuples, 1-D numpy arrays or torch tensors of ints), any mix.
+
+    Checked as those of a file; raises UsageError naming `prompts[i]`. No inputs give no prompts. positions: as of
+    `make_prompt`.
+    """
+    if isinstance(inputs, str | bytes):
+        raise UsageError("prompts: a list of prompts is needed, not one string; write [prompt]")
+    if isinstance(inputs, Mapping) or not isinstance(inputs, Iterable):
+        raise UsageError(f"prompts: a list of prompts is needed, not {type(inputs).__name__}")
+    prompts: list[Prompt] = []
+    for i, given in enumerate(inputs):
+        try:
+            prompts.append(make_prompt(i, given, encode, vocab_size, positions))
+        except UsageError as error:
+            raise UsageError(f"prompts[{i}]: {error}") from error
+    return prompts
+
+
+def benchmark_prompts(count: int, length: int, encode: Encode | None, vocab_size: int) -> list[Prompt]:
+    """`count` copies of FlexGen's benchmark prompt, each exactly `length` tokens.
+
+    The text's tokens are repeated behind whatever the tokenizer puts first (BOS), so that every token is computed and
+    attended to; FlexGen pads with masked tokens on the left instead. With encode=None: seeded ids that depend on
+    `length` and `vocab_size` only, not the special first four where the vocabulary has more. Raises UsageError.
+    """
+    check_int("number of prompts", count, low=1)
+    check_int("--prompt-len", length, low=1)
+    check_int("vocab_size", vocab_size, low=1)
+    text: str | None = None
+    if encode is not None and (whole := encode(BENCHMARK_TEXT)):
+        # What a tokenizer puts around an empty text, as far as the real one starts with it, is its prefix.
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(encode(""), whole, strict=False))
+        prefix = [first for first, _ in same]
+        body = whole[len(prefix) :] or whole
+        ids = [*prefix, *islice(cycle(body), length)][:length]
+        text = BENCHMARK_TEXT if ids == whole else None
+    else:
+        low = _FIRST_PLAIN_ID if vocab_size > _FIRST_PLAIN_ID else 0
+        generator = random.Random(0)
+        ids = [low + int(generator.random() * (vocab_size - low)) for _ in range(length)]
+    try:
+        token_ids = _check_ids(ids, vocab_size)
+    except UsageError as error:
+        raise UsageError(f"the tokenizer does not belong to the model: {error}") from error
+    return [Prompt(i, token_ids, text) for i in range(count)]
+
+
+def make_blocks(
+    prompts: Sequence[Prompt], gpu_batch_size: int, num_gpu_batches: int,
+    new_tokens: Callable[[Prompt], int] = lambda prompt: 0, sharing: Sharing | None = None,
+) -> list[list[list[Prompt]]]:  # fmt: skip
+    """Blocks of at most `num_gpu_batches` micro-batches of at most `gpu_batch_size` prompts each.
+
+    Those with the most new tokens first (a block runs as many sweeps as its longest answer has tokens), then the
+    longest prompts, equals in input order: neighbours are computed together, and the block that needs the most memory
+    comes first. Every micro-batch but the last of all is full. sharing: prompts that begin alike are brought together
+    where they fill micro-batches, and within each.
+    """
+    gbs, block = gpu_batch_size, gpu_batch_size * num_gpu_batches
+    family = family_order([p.token_ids for p in prompts], sharing, gbs) if sharing else lambda ids: (0, 0)
+    rows = sorted(prompts, key=lambda p: (-new_tokens(p), family(p.token_ids), -len(p.token_ids), p.index))
+    blocks = [rows[at : at + block] for at in range(0, len(rows), block)]
+    batches = [[b[at : at + gbs] for at in range(0, len(b), gbs)] for b in blocks]
+    if sharing is None:
+        return batches
+    return [[[b[i] for i in neighbours([p.token_ids for p in b], sharing)] for b in block] for block in batches]
+
+
+def check_output_path(path: Path) -> None:
+    """Refuse, before the run, an --output that could not be written after it: UsageError."""
+    if path.suffix.lower() != ".jsonl":
+        raise UsageError(f"--output {path}: the file name must end in .jsonl")
+    folder = Path(os.path.realpath(path)).parent
+    if path.is_dir():
+        raise UsageError(f"--output {path}: is a folder; name a file in it")
+    if not folder.is_dir():
+        raise UsageError(f"--output {path}: the folder {folder} does not exist; create it first")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError(f"--output {path}: no permission to write in {folder}")
+
+
+def write_outputs(path: Path, completions: Iterable[Completion]) -> None:
+    """Write completions as JSON lines in input order; the file appears whole or not at all.
+
+    Raises FlexgenError naming --output when it cannot be written (a full disk, a folder that went away).
+    """
+    try:
+        with replacing(path) as file:
+            for completion in sorted(completions, key=lambda c: c.index):
+                fields = asdict(completion)
+                del fields["logprobs"]  # the batch door's files have them
+                file.write(json.dumps(fields, ensure_ascii=False) + "\n")
+    except OSError as error:
+        raise FlexgenError(f"--output {path}: {error.strerror or error}") from error
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    if math.isinf(number := float(text)):
+        raise ValueError(f"{text[:20]} is too large a number")
+    return number
+
+
+# Without Python's NaN and Infinity, and without numbers that would become infinite: no JSON could be written of them.
+STRICT_JSON = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite)
+
+
+def object_of_json(line: str) -> dict[str, Any]:
+    """The JSON object that a line of a .jsonl file is."""
+    try:
+        body = STRICT_JSON.decode(line)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"not valid JSON ({json_reason(error)})") from error
+    if not isinstance(body, dict):
+        raise UsageError('a JSON object is expected, such as {"prompt": "text"}')
+    return body
+
+
+def prompt_of_json(line: str) -> object:
+    """The value of the one key that a line of a .jsonl file must have."""
+    body = object_of_json(line)
+    given = {key: body[key] for key in ("prompt", "prompt_token_ids") if body.get(key) is not None}
+    if len(given) != 1:
+        raise UsageError(f"give either prompt or prompt_token_ids, {'not both' if given else 'neither is there'}")
+    [(key, value)] = given.items()
+    if key == "prompt" and not isinstance(value, str):
+        raise UsageError(f"prompt must be a string, not {type(value).__name__}; for token ids use prompt_token_ids")
+    if key == "prompt_token_ids" and not isinstance(value, list):
+        raise UsageError(f"prompt_token_ids must be a list of whole numbers, not {type(value).__name__}")
+    return value
+
+
+def make_prompt(
+    index: int, given: object, encode: Encode | None, vocab_size: int, positions: int | None = None
+) -> Prompt:
+    """A prompt of a text or of token ids; UsageError says what is wrong with it. More ids than `positions` are a
+    TooLongError, before they are looked at one by one; of a text, that is for `encode` to say."""
+    if not isinstance(given, str):
+        size = len(given) if isinstance(given, list | tuple) or getattr(given, "ndim", 0) else 0  # type: ignore[arg-type]
+        if positions is not None and size > positions:
+            raise TooLongError(f"{size} tokens, but the model has {positions} positions; shorten it")
+        return Prompt(index, _check_ids(given, vocab_size), None)
+    if encode is None:
+        raise UsageError(
+            "a text prompt needs a tokenizer and this model has none (random weights never do); give prompt_token_ids"
+        )
+    if _HALF_PAIR.search(given):
+        raise UsageError("the prompt holds half of a surrogate pair, which is not text")
+    return Prompt(index, _check_ids(encode(given), vocab_size), given)
+
+
+def _check_ids(given: object, vocab_size: int) -> tuple[int, ...]:
+    """Token ids as plain ints; arrays and tensors are taken by their `tolist`, without importing their libraries."""
+    values = given.tolist() if hasattr(given, "tolist") else given
+    if not isinstance(values, list | tuple):
+        raise UsageError(f"a prompt is a string or a list of token ids, not {type(given).__name__}")
+    ids = tuple(_check_id(v, vocab_size) for v in values)
+    if not ids:
+        raise UsageError("the prompt has no tokens; give at least one")
+    return ids
+
+
+def _check_id(given: Any, vocab_size: int) -> int:
+    value = given.item() if hasattr(given, "item") else given
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise UsageError(f"token id {value!r} is not a whole number")
+    if not 0 <= value < vocab_size:
+        raise UsageError(f"token id {value} is outside the model's vocabulary of {vocab_size}")
+    return value

@@ -1,0 +1,214 @@
+"""Everything a run holds: tiers with their buffers, lanes, weights, cache and hidden stores. Opened once, closed once.
+
+Every byte is taken here, from the memory plan, before the first sweep. Computes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+from pathlib import Path
+from types import TracebackType
+from typing import ClassVar
+
+import torch
+
+from flexgen_h2o.checkpoint.safetensors import Checkpoint
+from flexgen_h2o.core import interrupts
+from flexgen_h2o.core.config import TIERS, ModelSpec, Policy
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.packing import weight_form
+from flexgen_h2o.core.timeline import Timeline
+from flexgen_h2o.core.units import READ_THREADS, WRITE_THREADS
+from flexgen_h2o.engine.hidden import HiddenStore
+from flexgen_h2o.engine.memory_plan import MemoryPlan, attends_on_host, tier_shares
+from flexgen_h2o.engine.weights import WeightStore
+from flexgen_h2o.engine.wire import Peers, Wire
+from flexgen_h2o.kernels.workspace import Workspace
+from flexgen_h2o.kvcache.attend import CommonPrefix
+from flexgen_h2o.kvcache.store import CacheStore
+from flexgen_h2o.tiers.device import Ledger, Site, host_buffer
+from flexgen_h2o.tiers.disk import DirectFile, Scratch
+from flexgen_h2o.tiers.stream import Ring
+from flexgen_h2o.tiers.transfers import Lanes, Mover
+
+LANE_THREADS = {"disk_read": READ_THREADS, "disk_write": WRITE_THREADS, "h2d": 1, "d2h": 1}
+KINDS = {"weight": "weights", "cache": "kv", "hidden": "hidden"}  # what lanes move, by how their operations' names end
+DROPPED_PATIENCE_S = 10.0
+COPIED_HOMES = ("weights", "cache", "hidden")  # host buffers whose bytes are copied to a card and back: pinned
+
+
+class Engine:
+    """Resources of a run. A context manager: leaving it ends the worker threads and removes the scratch folder. So does
+    the end of the process, and of the last reference: nothing that a thread or the clean-up holds leads to the engine.
+    """
+
+    _first_process: ClassVar[int | None] = None  # in which an engine was opened
+
+    def __init__(
+        self, spec: ModelSpec, checkpoint: Checkpoint, policy: Policy, plan: MemoryPlan, dtype: torch.dtype, site: Site,
+        timeline: Timeline, peers: Peers | None = None,
+    ) -> None:  # fmt: skip
+        self.check_not_forked()
+        device = site.device
+        plan.check(site.budgets)
+        checkpoint.check_unchanged()
+        Engine._first_process = os.getpid()
+        self.spec, self.policy, self.plan, self.dtype, self.device = spec, policy, plan, dtype, device
+        self.timeline = timeline
+        self.ledger = Ledger(site.budgets)
+        self.layers = spec.layers(policy.sep_layer)
+        self._buffers: dict[tuple[str, str], torch.Tensor] = {}
+        self._files: dict[str, DirectFile] = {}
+        self.lanes = Lanes(LANE_THREADS, timeline)
+        self.mover = Mover(device, self.lanes)
+        shares = tier_shares(policy.weight_shares, device.is_host)
+        form = weight_form(policy, dtype.itemsize)
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.lanes.close)
+            self._take_buffers(site.offload_dir, stack)
+            self.weights = WeightStore(self.layers, checkpoint, shares, dtype, self.mover, form)
+            stack.callback(self.weights.close)
+            # Left in reverse: the threads end before the files that they use are closed.
+            stack.callback(self.lanes.close)
+            interrupts.check()  # a signal may have got lost in an import
+            self.weights.load_resident(self._arenas("weights"))
+            checkpoint.check_unchanged()
+            self.cache, self.hidden = self._open_cache(), self._open_hidden()
+            self.wire: Wire | None = None  # to the other ranks, where this is a stage of a pipeline
+            if peers is not None:
+                self.wire = Wire(peers, device, self._buffers["wire", device.tier])
+                stack.callback(self.wire.close)
+            self._stack = stack.pop_all()
+        self._dropped = weakref.finalize(self, _close_dropped, self._stack, os.getpid())
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._dropped.detach() is not None:
+            self._stack.close()
+
+    @staticmethod
+    def check_not_forked() -> None:
+        """UsageError in a child of os.fork() whose parent has opened an engine: what computes has threads, of engines
+        and of OpenMP, which do not come along, and the child would wait for them without end."""
+        if Engine._first_process not in (None, os.getpid()):
+            raise UsageError(
+                "this process was forked from one whose LLM has run, and cannot run one: start it with "
+                "multiprocessing's 'spawn', or fork before the first generate"
+            )
+
+    @property
+    def io_bytes_by_kind(self) -> dict[str, dict[str, int]]:
+        """Bytes moved since the engine was opened, by what they are of and by lane."""
+        found = {kind: dict.fromkeys(LANE_THREADS, 0) for kind in KINDS.values()}
+        for (lane, name), nbytes in list(self.lanes.bytes_by_name.items()):
+            found[KINDS[name.rpartition("_")[2]]][lane] += nbytes
+        return found
+
+    @property
+    def peak_bytes(self) -> dict[str, int]:
+        """Most bytes that each tier held; disk is the offload dir, without the checkpoint itself."""
+        return {tier: self.ledger.peak[tier] for tier in TIERS}
+
+    @property
+    def peak_bytes_by_kind(self) -> dict[str, dict[str, int]]:
+        """The same by what they are for: KINDS, and the plan's other buffers by name. All are taken at once."""
+        found = {kind: dict.fromkeys(TIERS, 0) for kind in KINDS.values()}
+        for b in self.plan.buffers:
+            held = found.setdefault(KINDS.get(b.name, b.name), dict.fromkeys(TIERS, 0))
+            held[b.tier] += b.nbytes
+        return found
+
+    def _take_buffers(self, offload_dir: Path, stack: contextlib.ExitStack) -> None:
+        for b in self.plan.buffers:
+            self.ledger.charge(b.tier, b.nbytes, b.name)
+        on_disk = [b for b in self.plan.buffers if b.tier == "disk"]
+        if on_disk:
+            with interrupts.held():
+                scratch = Scratch(offload_dir)
+                stack.callback(scratch.close)
+            interrupts.check()
+            for b in on_disk:
+                self._files[b.name] = file = scratch.create(f"{b.name}.bin", b.nbytes)
+                stack.callback(file.close)
+        for b in self.plan.buffers:
+            if b.tier != "disk" and b.name not in ("temporaries", "staging"):  # these two are taken by their users
+                self._buffers[b.name, b.tier] = self._allocate(b.name, b.tier, b.nbytes)
+
+    def _allocate(self, name: str, tier: str, nbytes: int) -> torch.Tensor:
+        if tier == self.device.tier:
+            return self.device.buffer(nbytes)
+        pinned = name in COPIED_HOMES and self.policy.pin_weight
+        return self.device.host_staging(nbytes) if pinned else host_buffer(nbytes)
+
+    def _open_cache(self) -> CacheStore:
+        on_host = attends_on_host(self.policy, self.device.is_host)
+        overlay = self._buffers.get(("cache overlay", "host"), torch.empty(0, dtype=torch.uint8))
+        return CacheStore(
+            self.mover, self.dtype, self._arenas("cache"), self._files.get("cache"), overlay,
+            self._arenas("cache record"), on_host,
+        )  # fmt: skip
+
+    def _open_hidden(self) -> HiddenStore:
+        shares = tier_shares(self.policy.hidden_shares, self.device.is_host)
+        return HiddenStore(
+            self.mover, self.dtype, self.spec.hidden_size, shares, len(self.layers.layers), self._arenas("hidden"),
+            self._files.get("hidden"),
+        )  # fmt: skip
+
+    def _arenas(self, name: str) -> dict[str, torch.Tensor]:
+        return {tier: buffer for (what, tier), buffer in self._buffers.items() if what == name}
+
+    def _ring(self, name: str) -> Ring | None:
+        buffers = list(self._arenas(name).values())
+        return Ring(buffers[0]) if buffers else None
+
+    def common_prefix(self, columns: int) -> CommonPrefix:
+        """Room for one copy of so many KV columns, as the plan has it."""
+        spec, memory = self.spec, self._buffers["common prefix", self.device.tier]
+        return CommonPrefix(memory, self.dtype, columns, (spec.num_blocks, spec.num_kv_heads, spec.head_dim))
+
+    def weight_ring(self) -> Ring | None:
+        return self._ring("weight ring")
+
+    def unpacked_weights(self) -> torch.Tensor | None:
+        """Where packed weights are unpacked; None where they are not packed."""
+        return self._buffers.get(("unpacked weights", self.device.tier))
+
+    def int8_workspace(self) -> Workspace | None:
+        """Room for products in int8; None where they are in the compute dtype."""
+        return self.workspace() if self.policy.int8_compute else None
+
+    def cache_ring(self) -> Ring | None:
+        return self._ring("cache ring")
+
+    def hidden_ring(self) -> Ring | None:
+        return self._ring("hidden ring")
+
+    def workspace(self) -> Workspace:
+        sizes = dict(self.plan.workspace)
+        return Workspace(self._buffers["workspace", self.device.tier], sizes, self.dtype)
+
+
+def _close_dropped(stack: contextlib.ExitStack, owner: int) -> None:
+    """Close what an engine held that nobody refers to any more.
+
+    It may be garbage collection that calls, within any line of any thread: one of the engine's own, or one that holds a
+    lock that these need to end. So another thread closes, and is not waited for without end.
+    """
+    with interrupts.held():
+        closing = threading.Thread(target=stack.close, name="closing")
+        try:
+            if os.getpid() == owner:
+                closing.start()
+                closing.join(DROPPED_PATIENCE_S)
+                return
+        except RuntimeError:
+            pass  # newer Pythons start no thread as they end, and collect no garbage then
+        stack.close()

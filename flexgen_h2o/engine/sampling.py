@@ -1,0 +1,272 @@
+"""How the next token is chosen and when a row is done: parameters, token choice, stop strings.
+
+Knows nothing of models, blocks or tiers: it is handed logits and token ids.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flexgen_h2o.core.errors import FlexgenError, UsageError
+from flexgen_h2o.core.units import SAMPLING_CHUNK, check_int, check_number
+
+GREEDY_BELOW = 1e-5
+MOST_LOGPROBS = 20  # likeliest tokens a step, as in OpenAI's chat API
+MOST_STOP_CHARACTERS = 4096  # of all stop strings of a row together: they are looked for after each token
+_NUCLEUS_GUESS = 1024
+# Tokens looked at beyond the longest stop string: a UTF-8 character cut at the window's start spoils up to 4 of them.
+_WINDOW_MARGIN = 8
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that stop strings and texts need."""
+
+    @property
+    def all_special_ids(self) -> list[int]: ...
+
+    def __len__(self) -> int: ...
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> Any: ...
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen and when a row ends; checked here, UsageError names the field.
+
+    max_tokens: most new tokens of a row. temperature: below 1e-5 is greedy. top_p: in [0, 1], 1 is off.
+    top_k: 0 is off. seed: 0 .. 2**63 - 1. stop: strings that end a row (one string, a list or None are taken too).
+    ignore_eos: go on after the end-of-sequence token. logprobs: give the log-probability of each new token and those of
+    so many of the likeliest, up to 20; None gives none.
+    """
+
+    max_tokens: int = 32
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, low, most in (("max_tokens", 1, None), ("top_k", 0, None), ("seed", 0, 2**63 - 1)):
+            object.__setattr__(self, name, check_int(name, getattr(self, name), low, most))
+        object.__setattr__(self, "temperature", check_number("temperature", self.temperature, None))
+        object.__setattr__(self, "top_p", check_number("top_p", self.top_p, 1.0))
+        object.__setattr__(self, "stop", _check_stop(self.stop))
+        if not isinstance(self.ignore_eos, bool):
+            raise UsageError(f"ignore_eos: {self.ignore_eos!r:.60} is not true or false")
+        if self.logprobs is not None:
+            object.__setattr__(self, "logprobs", check_int("logprobs", self.logprobs, low=0, high=MOST_LOGPROBS))
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken, without drawing."""
+        return self.temperature < GREEDY_BELOW
+
+
+class TokenChooser:
+    """Chooses the next token of each row.
+
+    params: of all rows, and what a row draws depends on (seed, row, step) alone; or each row's own, by its index, and
+    what it draws depends on (its seed, step) alone: rows that ask for the same get the same.
+    """
+
+    def __init__(self, params: SamplingParams | Mapping[int, SamplingParams]) -> None:
+        self._params = params
+
+    def choose(self, logits: Tensor, rows: Sequence[int], steps: Sequence[int]) -> list[int]:
+        """The next token id of each row.
+
+        logits: [b, V], any float dtype and device; -inf forbids a token. rows: the rows' indices in the run; steps:
+        tokens each has generated already. Both have b non-negative entries and, with the seed, fix the random number.
+        Raises FlexgenError when a row holds NaN, +inf or nothing finite; ValueError when the lengths differ.
+        """
+        if logits.dim() != 2 or logits.shape[0] != len(rows) or len(rows) != len(steps):
+            raise ValueError(f"logits {tuple(logits.shape)} for {len(rows)} rows and {len(steps)} steps")
+        if not len(rows):
+            return []
+        best, tokens = logits.max(dim=-1)
+        bad = (~torch.isfinite(best)).nonzero().flatten().tolist()
+        if bad:
+            raise FlexgenError(
+                f"logits of row {rows[bad[0]]} at step {steps[bad[0]]} are not finite: "
+                "a damaged checkpoint, or a dtype that overflows (try --dtype bfloat16 or float32)"
+            )
+        chosen: list[int] = tokens.tolist()
+        for params, places in self._drawing(rows).items():
+            drawn = [self._uniform_of(rows[i], steps[i]) for i in places]
+            for place, token in zip(places, _draw(logits, places, params, drawn), strict=True):
+                chosen[place] = token
+        return chosen
+
+    def _of(self, row: int) -> SamplingParams:
+        return self._params if isinstance(self._params, SamplingParams) else self._params[row]
+
+    def _uniform_of(self, row: int, step: int) -> float:
+        return _uniform(self._of(row).seed, row if isinstance(self._params, SamplingParams) else 0, step)
+
+    def _drawing(self, rows: Sequence[int]) -> dict[SamplingParams, list[int]]:
+        """Places of the rows that are not greedy, those together whose probabilities are cut alike."""
+        alike: dict[tuple[float, int, float], list[int]] = {}
+        for place, row in enumerate(rows):
+            if not (p := self._of(row)).greedy:
+                alike.setdefault((p.temperature, p.top_k, p.top_p), []).append(place)
+        return {self._of(rows[places[0]]): places for places in alike.values()}
+
+
+def _draw(logits: Tensor, places: Sequence[int], params: SamplingParams, drawn: Sequence[float]) -> list[int]:
+    """The tokens at `drawn` in [0, 1) of the cumulative probabilities of the rows at `places`."""
+    at = torch.tensor(places, device=logits.device)
+    draws = torch.tensor(drawn, dtype=torch.float64, device=logits.device)
+    height = max(1, SAMPLING_CHUNK // logits.shape[1])
+    chosen: list[int] = []
+    # Rows are independent; in chunks, the temporaries stay small however many rows a micro-batch has.
+    for part, uniform in zip(torch.split(at, height), torch.split(draws, height), strict=True):
+        cumulative = kept_probabilities(logits[part], params).double().cumsum(-1)
+        total = cumulative[:, -1]
+        target = torch.minimum(uniform * total, total.nextafter(torch.zeros_like(total)))
+        chosen += torch.searchsorted(cumulative, target[:, None], right=True).flatten().tolist()
+    return chosen
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Natural log-probabilities at one step, before temperature and cuts. top: (token id, of it), likeliest first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+def token_logprobs(logits: Tensor, tokens: Sequence[int], top: Sequence[int]) -> list[TokenLogprobs]:
+    """Of each row's chosen token, and of so many of its likeliest. logits: [b, V]; tokens, top: b entries.
+
+    Forbidden tokens (-inf) are not among the likeliest.
+    """
+    height = max(1, SAMPLING_CHUNK // logits.shape[1])
+    found: list[TokenLogprobs] = []
+    for start in range(0, len(tokens), height):
+        scores = logits[start : start + height].float()
+        scores = scores - scores.logsumexp(dim=-1, keepdim=True)
+        own = torch.tensor(tokens[start : start + height], device=logits.device)[:, None]
+        values, ids = scores.topk(min(max(top), scores.shape[1]), dim=-1)
+        rows = zip(scores.gather(-1, own)[:, 0].tolist(), ids.tolist(), values.tolist(), top[start:], strict=False)
+        for logprob, row_ids, row_values, count in rows:
+            best = zip(row_ids[:count], row_values[:count], strict=True)
+            found.append(TokenLogprobs(logprob, tuple((i, v) for i, v in best if v > -math.inf)))
+    return found
+
+
+def kept_probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Probabilities after temperature, then top-k, then top-p: fp32 [b, V], zero for what is cut away.
+
+    logits: [b, V] with a finite maximum in each row; temperature must be above 0. Top-p is taken of what top-k
+    left; of equal logits the lower index is kept first, so that neither batch nor device decides. Rows sum to 1.
+    """
+    scores = logits.float()
+    scores = (scores - scores.amax(dim=-1, keepdim=True)) / params.temperature
+    vocab = scores.shape[1]
+    if 0 < params.top_k < vocab:
+        values = scores.topk(params.top_k, dim=-1).values
+        count = torch.full_like(values[:, :1], params.top_k, dtype=torch.int64)
+        scores = _keep_first(scores, values[:, -1:], count)
+    probabilities = scores.softmax(dim=-1)
+    if params.top_p < 1:
+        width = min(vocab, params.top_k or _NUCLEUS_GUESS)
+        values, order = scores.topk(width, dim=-1)
+        cumulative = probabilities.gather(-1, order).double().cumsum(-1)
+        if width < vocab and bool((cumulative[:, -1] < params.top_p).any()):
+            values, order = scores.sort(dim=-1, descending=True)
+            cumulative = probabilities.gather(-1, order).double().cumsum(-1)
+        count = (cumulative < params.top_p).sum(-1, keepdim=True).add(1).clamp(max=values.shape[1])
+        probabilities = _keep_first(scores, values.gather(-1, count - 1), count).softmax(dim=-1)
+    return probabilities
+
+
+class StopStrings:
+    """Finds stop strings in rows as they grow, looking at the newest tokens only, and cuts texts at them."""
+
+    def __init__(self, tokenizer: Tokenizer | None, stop: tuple[str, ...]) -> None:
+        """`tokenizer` may be None only without stop strings: else UsageError."""
+        if stop and tokenizer is None:
+            raise UsageError("--stop: stop strings need a tokenizer and the model's folder has none; leave --stop out")
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._window = max((len(s.encode("utf-8", "surrogatepass")) for s in stop), default=0) + _WINDOW_MARGIN
+        self._silent = _silent_ids(tokenizer) if tokenizer is not None and stop else frozenset()
+        self._size = len(tokenizer) if tokenizer is not None and stop else 0
+
+    def found(self, token_ids: Sequence[int]) -> bool:
+        """Whether the newest token completed a stop string; to be asked after each new token of a row.
+
+        token_ids: all that the row has generated, without its prompt. Costs the decoding of a short tail.
+        """
+        if not self._stop or self._tokenizer is None:
+            return False
+        tail: list[int] = []
+        for token in reversed(token_ids):
+            # Tokens without text would use up the window that is counted in tokens of at least one byte.
+            if token < self._size and token not in self._silent:
+                tail.append(token)
+                if len(tail) == self._window:
+                    break
+        text = decode_text(self._tokenizer, tail[::-1])
+        return any(s in text for s in self._stop)
+
+    def cut(self, text: str) -> str:
+        """`text` up to where the earliest stop string begins; all of it when there is none."""
+        starts = [at for at in map(text.find, self._stop) if at >= 0]
+        return text[: min(starts)] if starts else text
+
+
+def decode_text(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
+    """The text of generated tokens, special tokens left out; outputs and stop strings must both use this one."""
+    return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+
+def _keep_first(scores: Tensor, threshold: Tensor, count: Tensor) -> Tensor:
+    """`scores` [b, V] with all but the first `count` [b, 1] by (value, lower index) at -inf.
+
+    threshold: [b, 1], the value of the last one kept.
+    """
+    above = scores > threshold
+    tied = scores == threshold
+    room = count - above.sum(-1, keepdim=True)
+    keep = above | (tied & (tied.cumsum(-1) <= room))
+    return scores.masked_fill(~keep, -math.inf)
+
+
+def _uniform(seed: int, row: int, step: int) -> float:
+    """A number in [0, 1) with 53 random bits that depends on its three arguments only."""
+    key = np.array([seed, row], dtype=np.uint64)
+    # The generator counts up in the first word: further numbers of a step would not be the next step's.
+    counter = np.array([0, step, 0, 0], dtype=np.uint64)
+    bits = int(np.random.Philox(key=key, counter=counter).random_raw())
+    return (bits >> 11) * 2.0**-53
+
+
+def _silent_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Ids that decode to nothing because they are special."""
+    added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", None) or {}
+    return frozenset(tokenizer.all_special_ids) | {i for i, token in added.items() if getattr(token, "special", False)}
+
+
+def _check_stop(value: object) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    strings = (value,) if isinstance(value, str) else value
+    if not isinstance(strings, list | tuple):
+        raise UsageError(f"stop: {value!r:.60} is not a string or a list of strings")
+    for s in strings:
+        if not isinstance(s, str) or not s:
+            raise UsageError(f"stop: {s!r:.60} is not a string with at least one character")
+    if sum(map(len, strings)) > MOST_STOP_CHARACTERS:
+        raise UsageError(f"stop: the strings have more than {MOST_STOP_CHARACTERS} characters in all; shorten them")
+    return tuple(strings)

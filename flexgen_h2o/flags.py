@@ -1,0 +1,407 @@
+"""The flags that describe an engine: model, placement, budgets, eviction, sampling; read, and written back as flags.
+
+Imports nothing heavy, so that `--help` and wrong flags answer at once.
+
+Flags that have no effect beside others, or in the place where a run takes place: one table for all commands.
+
+Imports nothing heavy by itself; the reasons are asked for when the model is open.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from flexgen_h2o.cli_common import boolean, flag_of, not_empty, note, positive
+from flexgen_h2o.core.config import BITS, BITS_OF, DTYPE_BYTES, MemoryBudget, Policy, read_policy, without_unused_bits
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.files import usable_path
+
+if TYPE_CHECKING:
+    from flexgen_h2o.core.config import ModelSpec
+    from flexgen_h2o.engine.sampling import SamplingParams
+    from flexgen_h2o.kvcache.eviction import Eviction
+    from flexgen_h2o.llm import LLM
+
+
+# The rows of kvcache.eviction.POLICIES, here as well so that --help need not import torch; a test compares them.
+EVICTIONS = ("full", "local", "h2o", "h2o-norm", "tova", "snapkv", "h2o-v", "random")
+
+
+@contextlib.contextmanager
+def naming_flags(**flags: str) -> Iterator[None]:
+    """A UsageError that begins with a field's name (`top_p: ...`) names the flag instead (`--top-p: ...`).
+
+    So it does where it speaks of a switch of the policy further on.
+    """
+    try:
+        yield
+    except UsageError as error:
+        field, _, rest = str(error).partition(":")
+        rest = re.sub("|".join((*COMPRESSION, *BITS_OF)), lambda found: flag_of(found[0]), rest)
+        if field.startswith("--") or field.count(" ") > 2:  # a flag or a sentence already
+            raise
+        raise UsageError(f"{flags.get(field, flag_of(field))}:{rest}") from error
+
+
+def add_engine_flags(parser: argparse.ArgumentParser, compression: str = "") -> None:
+    """Model, tiers and policy: the flags that every command which runs the engine takes. FlexGen's keep their names.
+
+    compression: more help on its two flags.
+    """
+    add = parser.add_argument
+    add("--model", default="opt-tiny", help="hub id, local Hugging Face folder, or opt-tiny (shipped)")
+    add("--path", type=not_empty, help="folder with checkpoints; _DUMMY_: random weights at the model's true shape")
+    add("--revision", type=not_empty, help="branch, tag or commit of a hub id")
+    add(
+        "--offload-dir",
+        type=not_empty,
+        help="disk tier, imported and random weights (default ~/flexgen_h2o_offload_dir)",
+    )
+    add("--device", default="auto", help="auto, cpu or cuda")
+    add("--dtype", default="auto", help=f"auto, {', '.join(DTYPE_BYTES)}")
+    add("--device-mem", help="budget of the device tier, for example 15GiB; on a CPU it makes a device tier of RAM")
+    add("--host-mem", help="budget of RAM, for example 12GiB (default: what is free, less a margin)")
+    add("--disk-mem", help="budget of the offload dir (default: what is free, less a margin)")
+    add("--policy", help="a policy file, or auto (the default when no placement flag is given)")
+    add(
+        "--hardware",
+        metavar="FILE",
+        help="the profile that plans are made with, or a shipped one by its name (default: this machine, measured)",
+    )
+    add("--gpu-batch-size", type=positive, help="rows of a micro-batch (4)")
+    add("--num-gpu-batches", type=positive, help="micro-batches of a block (1)")
+    names = ("WG", "WC", "CG", "CC", "HG", "HC")
+    add(
+        "--percent",
+        nargs=6,
+        type=int,
+        metavar=names,
+        help="weights, KV cache, hidden states on device and host; the rest is on disk",
+    )
+    add("--sep-layer", type=boolean, nargs="?", const=True, help="attention and MLP are two schedule steps (true)")
+    add("--pin-weight", type=boolean, nargs="?", const=True, help="pin what the host holds, with a card (true)")
+    add("--cpu-cache-compute", action="store_true", default=None, help="attend on the host to KV that lives there")
+    add(
+        "--attn-sparsity",
+        type=float,
+        help="share of past values that decode attention adds up (1.0); KV moves whole all the same",
+    )
+    add("--overlap", type=boolean, nargs="?", const=True, help="move and compute at the same time (true)")
+    add("--compress-weight", action="store_true", default=None, help=f"weights in --weight-bits{compression}")
+    add("--compress-cache", action="store_true", default=None, help=f"KV cache in --cache-bits{compression}")
+    add("--weight-bits", type=int, choices=BITS, help="of a compressed weight (4)")
+    add("--cache-bits", type=int, choices=BITS, help="of a compressed KV value (4)")
+    add(
+        "--int8-compute",
+        action="store_true",
+        default=None,
+        help="products in int8, of weights held in int8 or, with --compress-weight, in 4 bits",
+    )
+
+
+def add_eviction_flags(parser: argparse.ArgumentParser) -> None:
+    """Which KV columns are kept."""
+    add = parser.add_argument
+    add("--hh-ratio", type=float, metavar="R", help="heavy-hitter KV columns a row: int(R x prompt), R in (0, 1] (0.1)")
+    add(
+        "--recent-ratio", type=float, metavar="R", help="recent columns a row, as a share of its prompt (as --hh-ratio)"
+    )
+    add("--hh-size", type=int, metavar="N", help="heavy-hitter columns a row, a count; 0 keeps recent ones only")
+    add("--recent-size", type=int, metavar="N", help="recent columns a row, a count (as --hh-size)")
+    add("--hh-all", type=boolean, nargs="?", const=True, help="false: drop columns of the prompt only (true)")
+    names = ", ".join(EVICTIONS)
+    add("--eviction", metavar="NAME", help=f"which columns stay: {names}; h2o with a flag above, else full")
+    add("--kv-layer-schedule", metavar="NAME", help="uniform, or pyramid: lower layers keep more (uniform)")
+    add(
+        "--positions", choices=("original", "rolling"),
+        help="rolling: while decoding a column's position is its rank among those kept; rotary models (original)",
+    )  # fmt: skip
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    add("--top-p", type=float, default=1.0)
+    add("--top-k", type=int, default=0, help="0 is off")
+    add("--seed", type=int, default=0)
+    add("--stop", action="append", default=[], metavar="TEXT", help="end a row at this text; may be repeated")
+    add("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
+
+
+def budget_of(args: argparse.Namespace) -> MemoryBudget:
+    return MemoryBudget(args.device_mem, args.host_mem, args.disk_mem)
+
+
+def sampling_of(args: argparse.Namespace) -> SamplingParams:
+    """How the flags want tokens chosen; UsageError names the flag."""
+    from flexgen_h2o.engine.sampling import SamplingParams
+
+    with naming_flags(max_tokens="--gen-len"):
+        return SamplingParams(
+            args.gen_len, args.temperature, args.top_p, args.top_k, args.seed, tuple(args.stop), args.ignore_eos
+        )
+
+
+def open_llm(args: argparse.Namespace, policy: Policy, is_auto: bool, eviction: Eviction) -> LLM:
+    """The model and tiers that the flags ask for. policy, is_auto: of `policy_of`."""
+    from flexgen_h2o.engine.workload import AutoPolicy
+    from flexgen_h2o.llm import LLM
+
+    return LLM(
+        args.model, AutoPolicy(policy) if is_auto else policy, eviction, device=args.device,
+        dtype=args.dtype, budget=budget_of(args), offload_dir=args.offload_dir, path=args.path, revision=args.revision,
+        hardware=args.hardware,
+    )  # fmt: skip
+
+
+def check_positions(args: argparse.Namespace, model: str, positions: int) -> None:
+    """UsageError where --prompt-len and --gen-len go beyond the model's positions.
+
+    The newest token needs none, and with --positions rolling no new one does.
+    """
+    new = 0 if vars(args).get("positions") == "rolling" else args.gen_len - 1
+    if args.prompt_len + new > positions:
+        raise UsageError(
+            f"--prompt-len {args.prompt_len} and --gen-len {args.gen_len}: {model} has {positions} positions; "
+            "lower one of them"
+        )
+
+
+EVICTION_FLAGS = {
+    "heavy_ratio": "--hh-ratio", "recent_ratio": "--recent-ratio", "heavy_size": "--hh-size",
+    "recent_size": "--recent-size", "while_decoding": "--hh-all", "layer_schedule": "--kv-layer-schedule",
+    "positions": "--positions",
+}  # fmt: skip
+
+
+def eviction_of(args: argparse.Namespace, policy: Policy) -> Eviction:
+    """The eviction policy that the flags ask for: h2o where they say how much is kept, else the full cache."""
+    from flexgen_h2o.kvcache.eviction import Full, make_eviction
+
+    attributes = {field: flag.removeprefix("--").replace("-", "_") for field, flag in EVICTION_FLAGS.items()}
+    given = {field: getattr(args, a) for field, a in attributes.items() if getattr(args, a) not in (None, "original")}
+    name = ("h2o" if given else "full") if args.eviction is None else args.eviction
+    if name.partition(":")[0] not in EVICTIONS:
+        raise UsageError(f"--eviction {name}: not one of {', '.join(EVICTIONS)}")
+    if name == "full":
+        if given:
+            raise UsageError(f"{EVICTION_FLAGS[next(iter(given))]} and --eviction full: give one of them")
+        return Full()
+    if policy.attn_sparsity != 1:
+        where = "--attn-sparsity" if args.attn_sparsity is not None else f"--policy {args.policy}: attn_sparsity"
+        raise UsageError(f"{where}: is for the full cache, not for {name}; leave one of them out")
+    own = (item.partition("=")[0] for item in name.partition(":")[2].split(","))
+    with naming_flags(**{**{key: f"--eviction {name}: {key}" for key in own}, **EVICTION_FLAGS}):
+        return make_eviction(name, **given)
+
+
+def policy_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The policy fields that were given as flags."""
+    names = ("gpu_batch_size", "num_gpu_batches", "percent", "sep_layer", "pin_weight", "cpu_cache_compute",
+             "attn_sparsity", "overlap", "compress_weight", "compress_cache", "weight_bits", "cache_bits",
+             "int8_compute")  # fmt: skip
+    found = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if "percent" in found:
+        found["percent"] = tuple(found["percent"])
+    return found
+
+
+PLACEMENT = ("gpu_batch_size", "num_gpu_batches", "percent")
+
+
+def policy_of(args: argparse.Namespace) -> tuple[Policy, bool]:
+    """The policy to run with, and whether its placement is still to be chosen (`auto`).
+
+    `--policy FILE` stands alone; `--policy auto` goes with all flags but the placement's; without `--policy`, a
+    placement flag means FlexGen's defaults for the others. UsageError for a mixture.
+    """
+    given = policy_settings(args)
+    placed = [name for name in PLACEMENT if name in given]
+    if args.policy not in (None, "auto"):
+        if given:
+            raise UsageError(f"--policy {args.policy} and {flag_of(next(iter(given)))}: give one of them")
+        return read_policy(usable_path(args.policy, "--policy")).policy, False
+    for bits, switch in BITS_OF.items():
+        if bits in given and switch not in given:
+            raise UsageError(f"{flag_of(bits)} {given[bits]}: goes with {flag_of(switch)}; give both")
+    if args.policy == "auto" and placed:
+        raise UsageError(f"--policy auto and {flag_of(placed[0])}: give one of them")
+    with naming_flags():
+        return Policy(**given), not placed
+
+
+def as_flags(policy: Policy) -> str:
+    """A policy as flags that can be pasted: its placement, and the switches that are not at their defaults."""
+    found = [f"--percent {' '.join(map(str, policy.percent))}"]
+    usual = {f.name: f.default for f in fields(Policy) if f.name not in PLACEMENT}
+    found += [f"{flag_of(name)} {getattr(policy, name)}" for name in ("gpu_batch_size", "num_gpu_batches")]
+    for name, default in usual.items():
+        value = getattr(policy, name)
+        is_used = getattr(policy, BITS_OF[name]) if name in BITS_OF else True
+        if value != default and is_used:
+            found.append(flag_of(name) if value is True else f"{flag_of(name)} {_as_text(value)}")
+    return " ".join(found)
+
+
+COMPRESSION = ("compress_weight", "compress_cache", "int8_compute")
+
+
+def uncompressed(policy: Policy) -> Policy:
+    """The policy with weights and KV in the compute dtype."""
+    return without_unused_bits(replace(policy, compress_weight=False, compress_cache=False, int8_compute=False))
+
+
+def compression_flags(policy: Policy) -> str:
+    """Those flags of a policy that change what is computed, to be shown; empty where none does."""
+    bits = {switch: field for field, switch in BITS_OF.items()}
+    found = []
+    for name in (name for name in COMPRESSION if getattr(policy, name)):
+        found.append(flag_of(name))
+        if name in bits:
+            found.append(f"{flag_of(bits[name])} {getattr(policy, bits[name])}")
+    return " ".join(found)
+
+
+def given_flags(args: argparse.Namespace, flags: Iterable[str]) -> str:
+    """Those of the flags that were given, to be pasted. A flag's value must be one word, a number or a boolean."""
+    found = ((flag, getattr(args, flag.removeprefix("--").replace("-", "_"))) for flag in flags)
+    return " ".join(f"{flag} {_as_text(value)}" for flag, value in found if value is not None)
+
+
+def _as_text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else shlex.quote(str(value))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run takes place. spec: None where no model is opened."""
+
+    spec: ModelSpec | None = None
+    device_is_host: bool = False
+    has_card: bool = True
+
+
+# Why a flag has no effect; empty where it has one.
+Reason = Callable[[argparse.Namespace, Place], str]
+
+
+def say_idle_flags(command: str, args: argparse.Namespace, at: Place | None = None) -> None:
+    """A note for the flags that were given and that have no effect, with the reason."""
+    prog = command.partition(" ")[0]
+    for reason, flags in idle_flags(command, args, at or Place()).items():
+        has = "have" if len(flags) > 1 else "has"
+        note(f"{prog}: {', '.join(flags)} {has} no effect: {reason}")
+
+
+def idle_flags(command: str, args: argparse.Namespace, at: Place) -> dict[str, list[str]]:
+    """The flags of the command line that have no effect, by the reason."""
+    found: dict[str, list[str]] = {}
+    reasons = WITHOUT_EFFECT[command]
+    for field, flag in args.given.items():
+        reason_of = reasons.get(field, reasons.get("*"))
+        reason = reason_of(args, at) if reason_of is not None else ""
+        if reason:
+            found.setdefault(reason, []).append(flag)
+    return found
+
+
+def place_of(args: argparse.Namespace, llm: LLM) -> Place:
+    """Of the flags that `engine_flags.open_llm` opened this model with."""
+    from flexgen_h2o.tiers.device import open_device
+
+    device = open_device(args.device, separate_budget=args.device_mem is not None)
+    return Place(llm.model.spec, device.is_host, device.card() is not None)
+
+
+def _not_of_hub(args: argparse.Namespace, at: Place) -> str:
+    from flexgen_h2o.checkpoint.resolve import DUMMY, find_folder
+
+    if args.path is not None and DUMMY in args.path:
+        return f"nothing is fetched with --path {args.path}"
+    return "" if find_folder(args.model, args.path) is None else f"{args.model} is a folder here, not of the hub"
+
+
+def _built_in(args: argparse.Namespace, at: Place) -> str:
+    from flexgen_h2o.models import built_in_spec
+
+    known = built_in_spec(args.model) is not None
+    return _not_of_hub(args, at) or (f"the shape of {args.model} is built in" if known else "")
+
+
+def _not_in_path(args: argparse.Namespace, at: Place) -> str:
+    from flexgen_h2o.checkpoint.resolve import DUMMY, find_folder
+
+    if args.path is None:  # of --cache_dir, which the script that it comes from would have made
+        return "there is no such folder yet"
+    if DUMMY in args.path:
+        return ""
+    if find_folder(args.model, None) is not None:
+        return f"--model {args.model} is a folder of its own"
+    return f"{args.model} is not in it" if find_folder(args.model, args.path) is None else ""
+
+
+def _one_step(args: argparse.Namespace, at: Place) -> str:
+    parallel = at.spec is not None and not any(at.spec.mlp)
+    return "attention and MLP of this model read the same hidden states" if parallel else ""
+
+
+def _greedy(args: argparse.Namespace, at: Place) -> str:
+    from flexgen_h2o.engine.sampling import GREEDY_BELOW
+
+    return f"nothing is drawn at --temperature {args.temperature:g}" if args.temperature < GREEDY_BELOW else ""
+
+
+def _if(text: str, holds: Callable[[argparse.Namespace], object]) -> Reason:
+    return lambda args, at: text if holds(args) else ""
+
+
+_ENGINE: dict[str, Reason] = {
+    "revision": _not_of_hub,
+    "path": _not_in_path,
+    "cpu_cache_compute": lambda args, at: "device and host are one tier here" if at.device_is_host else "",
+    "pin_weight": lambda args, at: "" if at.has_card else "there is no card here",
+    "sep_layer": _one_step,
+}
+_SAMPLING: dict[str, Reason] = {
+    "top_p": lambda args, at: _greedy(args, at) if args.top_p != 1 else "",  # 1 and 0 switch them off
+    "top_k": lambda args, at: _greedy(args, at) if args.top_k else "",
+    "seed": _greedy,
+}
+_SHOWN = _if("--show NAME says which profile", lambda args: args.show)
+
+# By command, then by the field of a flag; *: of all others. Sampling flags of batch are for rows that do not say.
+WITHOUT_EFFECT: Mapping[str, Mapping[str, Reason]] = {
+    "flex_opt": {
+        **_ENGINE,
+        **_SAMPLING,
+        "prompt_len": _if("each prompt of --prompts keeps its own length", lambda args: args.prompts),
+        "ignore_eos": _if("no row of the benchmark ends early", lambda args: not args.prompts),
+        "log_file": _if("--no-log writes none", lambda args: args.no_log and args.log_file != "auto"),
+        "overlap": _if(
+            "--debug-mode breakdown is serial", lambda args: args.overlap and args.debug_mode == "breakdown"
+        ),
+    },
+    "batch": _ENGINE,
+    "batch --status": {
+        **dict.fromkeys(("output", "status"), lambda args, at: ""),
+        "*": lambda args, at: "--status reads what --output says, and does nothing else",
+    },
+    "policy_search": {**_ENGINE, "revision": _built_in},
+    "evaluate fidelity": {
+        **_ENGINE,
+        "depths": _if(
+            "there are no recall rows",
+            lambda args: args.recall_prompts == 0 or (args.recall_prompts is None and args.prompts),
+        ),
+    },
+    "evaluate text": {**_ENGINE, **_SAMPLING},
+    # With --text the seed is the bootstrap's, and the others are refused.
+    "evaluate streaming": {**_ENGINE, **_SAMPLING, "seed": lambda a, at: _greedy(a, at) if a.text is None else ""},
+    "hardware": {"device": _SHOWN, "offload_dir": _SHOWN},
+}

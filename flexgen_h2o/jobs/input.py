@@ -1,0 +1,269 @@
+"""The input file as a stream of lines, and what is known of all of them before the run: ids, duplicates, a digest.
+
+Of a line no more stays in memory than the digest of its id.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flexgen_h2o.core import files
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.engine.prompts import STRICT_JSON
+
+DIGEST_BYTES = 16
+MOST_ID_CHARACTERS = 1024  # of a custom_id
+_HEAD_BYTES = 2**16  # of a line that is too long, in which its custom_id is looked for
+_BOM = b"\xef\xbb\xbf"
+# First bytes of what is no text of ours: every line would be an error row, and the output spoilt.
+_FOREIGN = {
+    b"\x1f\x8b": "is packed by gzip; unpack it", b"\x28\xb5\x2f\xfd": "is packed by zstd; unpack it",
+    b"\xff\xfe": "is UTF-16 text; save it as UTF-8", b"\xfe\xff": "is UTF-16 text; save it as UTF-8",
+}  # fmt: skip
+_CHUNK = 2**16  # rows that are looked up at a time
+_PIECE_BYTES = 2**20  # of the input that are read at a time for its digest alone
+
+Digests = npt.NDArray[np.bytes_]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line that is not blank. number: counted from 1, blank ones too. text: None where it is too long to be read, and
+    then head is what it begins with."""
+
+    number: int
+    text: bytes | None
+    head: bytes = b""
+
+    def parse(self) -> Any:
+        """Its JSON value; ValueError says what is wrong with it."""
+        if self.text is None:
+            raise ValueError(f"longer than {files.MOST_LINE_BYTES // 2**20} MiB")
+        try:
+            return STRICT_JSON.decode(self.text.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise ValueError("not UTF-8 text") from error
+        except RecursionError as error:
+            raise ValueError("nested too deeply") from error
+
+    @cached_property
+    def custom_id(self) -> str:
+        """As the line gives it, else `line-NUMBER`."""
+        if self.text is None:
+            return self.id_in(dict(_first_members(self.head)))
+        try:
+            value = self.parse()
+        except ValueError:
+            value = None
+        return self.id_in(value)
+
+    def id_in(self, value: Any) -> str:
+        """`custom_id` of the line whose value this is."""
+        given = value.get("custom_id") if isinstance(value, dict) else None
+        if isinstance(given, str) and 0 < len(given) <= MOST_ID_CHARACTERS:
+            return given
+        return f"line-{self.number}"
+
+
+@dataclass(frozen=True)
+class Scan:
+    """What one pass over the input found. ids: digests of custom ids, (rows,) in order. digest: of its `nbytes` bytes.
+
+    prefix: digest of its first bytes, as many as were asked for; None where it has fewer.
+    """
+
+    ids: Digests
+    nbytes: int
+    digest: str
+    prefix: str | None
+
+
+def read_lines(path: Path) -> Iterator[Line]:
+    """The lines of a file that are not blank. UsageError naming --input where it cannot be read."""
+    return (line for _, _, line in _pieces(path) if line is not None)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where a part of the input begins: byte, number of the line, and row; and which of its rows are still to be done.
+
+    left: (rows,) bool, of the rows from `row` on.
+    """
+
+    offset: int
+    number: int
+    row: int
+    left: npt.NDArray[np.bool_]
+
+
+def cut_input(path: Path, done: npt.NDArray[np.bool_], size: int) -> Iterator[Cut]:
+    """The input in parts with `size` rows each that are not `done`, but for the last; one pass over it."""
+    offset = row = start_row = count = 0
+    start = line = (0, 1)  # byte and number, of the part and of the line
+    for number, raw, found in _pieces(path):
+        if row >= len(done):
+            break
+        if number != line[1]:
+            line = (offset, number)
+        offset += len(raw)
+        if found is None:
+            continue
+        if count == size and not done[row]:
+            yield Cut(*start, start_row, ~done[start_row:row])
+            start, start_row, count = line, row, 0
+        count += not done[row]
+        row += 1
+    if count:
+        yield Cut(*start, start_row, ~done[start_row:row])
+
+
+def read_cut(path: Path, cut: Cut) -> Iterator[tuple[int, Line]]:
+    """The lines of a part that are to be done, each with its row."""
+    row = 0
+    for _, _, line in _pieces(path, cut.offset, cut.number):
+        if line is None:
+            continue
+        if row >= len(cut.left):
+            return
+        if cut.left[row]:
+            yield cut.row + row, line
+        row += 1
+
+
+def scan_input(path: Path, known_bytes: int = 0) -> Scan:
+    """One pass over the input. Takes 16 bytes a row; UsageError where two lines have the same id, or where the file is
+    packed or UTF-16."""
+    ids, whole, prefix, nbytes = bytearray(), hashlib.blake2b(digest_size=DIGEST_BYTES), None, 0
+    for _, raw, line in _pieces(path):
+        if not nbytes:
+            _check_begin(path, raw)
+        cut = known_bytes - nbytes
+        if 0 <= cut <= len(raw) and prefix is None:
+            whole.update(raw[:cut])
+            prefix = whole.hexdigest()
+            raw_rest = raw[cut:]
+        else:
+            raw_rest = raw
+        whole.update(raw_rest)
+        nbytes += len(raw)
+        if line is not None:
+            ids += id_digest(line.custom_id)
+    found = Scan(np.frombuffer(ids, f"S{DIGEST_BYTES}"), nbytes, whole.hexdigest(), prefix)
+    _refuse_duplicates(path, found.ids)
+    return found
+
+
+def _check_begin(path: Path, raw: bytes) -> None:
+    for first, what in _FOREIGN.items():
+        if raw.startswith(first):
+            raise UsageError(f"--input {path}: {what}")
+
+
+def begins_as(path: Path, nbytes: int, digest: str) -> bool:
+    """Have the first `nbytes` of a file that digest, as `Scan` says it? True where it cannot be read any more."""
+    found = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    try:
+        with files.open_regular(path) as file:
+            while nbytes > 0 and (piece := file.read(min(nbytes, _PIECE_BYTES))):
+                found.update(piece)
+                nbytes -= len(piece)
+    except OSError:
+        return True
+    return not nbytes and found.hexdigest() == digest
+
+
+def id_digest(custom_id: str) -> bytes:
+    """16 bytes that stand for an id: of a billion ids, two are alike with a chance of 1 in 10^20."""
+    return hashlib.blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES).digest()
+
+
+def which_are_in(ids: Digests, done: Digests) -> npt.NDArray[np.bool_]:
+    """For each of `ids`, is it among `done`? Sorts `done` in place and takes one byte a row."""
+    mask = np.zeros(len(ids), bool)
+    if len(done):
+        done.sort()
+        for start in range(0, len(ids), _CHUNK):
+            part = ids[start : start + _CHUNK]
+            at = np.minimum(np.searchsorted(done, part), len(done) - 1)
+            mask[start : start + _CHUNK] = done[at] == part
+    return mask
+
+
+def _pieces(path: Path, offset: int = 0, number: int = 1) -> Iterator[tuple[int, bytes, Line | None]]:
+    """(number of the line, bytes, the line without byte order mark) from the line at `offset` on.
+
+    A line that is too long comes in pieces; the line itself is with the last. None: it goes on, or is blank.
+    """
+    try:
+        head: bytes | None = None  # of a line that came in pieces
+        for raw, goes_on in files.read_lines(path, offset):
+            if goes_on or head is not None:
+                head = raw[:_HEAD_BYTES] if head is None else head
+                yield number, raw, None if goes_on else Line(number, None, head.removeprefix(_BOM))
+            else:
+                text = raw.removeprefix(_BOM) if number == 1 else raw
+                yield number, raw, Line(number, text) if text.strip() else None
+            if not goes_on:
+                number, head = number + 1, None
+    except OSError as error:
+        raise UsageError(f"--input {path}: {error.strerror or error}") from error
+
+
+def _first_members(head: bytes) -> Iterator[tuple[str, Any]]:
+    """The members that the beginning of a JSON object has whole, each with its name."""
+    try:
+        text = codecs.getincrementaldecoder("utf-8")().decode(head)
+        at, before = _after_space(text, 0), "{"
+        while text[at : at + 1] == before:
+            name, at = STRICT_JSON.raw_decode(text, _after_space(text, at + 1))
+            at = _after_space(text, at)
+            if text[at : at + 1] != ":" or not isinstance(name, str):
+                return
+            value, at = STRICT_JSON.raw_decode(text, _after_space(text, at + 1))
+            at, before = _after_space(text, at), ","
+            if text[at : at + 1] not in (",", "}"):  # the end of the head may have cut a number
+                return
+            yield name, value
+    except (ValueError, RecursionError):
+        return
+
+
+def _after_space(text: str, at: int) -> int:
+    while text[at : at + 1] in (" ", "\t", "\r", "\n"):
+        at += 1
+    return at
+
+
+def _refuse_duplicates(path: Path, ids: Digests) -> None:
+    """UsageError naming the first id that two lines have. First words are compared first, to save memory."""
+    words = ids.view(np.uint64)[::2].copy() if len(ids) else np.empty(0, np.uint64)
+    words.sort()
+    alike = words[1:][words[1:] == words[:-1]]
+    if not len(alike):
+        return
+    rows = np.flatnonzero(np.isin(ids.view(np.uint64)[::2], alike))
+    first: dict[bytes, int] = {}
+    pairs = []
+    for row in rows.tolist():
+        key = bytes(ids[row])
+        if key in first:
+            pairs.append((first[key], row))
+        first.setdefault(key, row)
+    if not pairs:
+        return
+    one, other = pairs[0]
+    found = {row: line for row, line in enumerate(read_lines(path)) if row in (one, other)}
+    more = f", and {len(pairs) - 1} more lines repeat an id" if len(pairs) > 1 else ""
+    raise UsageError(
+        f"--input {path}: lines {found[one].number} and {found[other].number} both have the custom_id "
+        f"{found[one].custom_id!r}{more}; give each line its own"
+    )

@@ -1,0 +1,151 @@
+"""Tensors in a layout of oneDNN's around memory of ours, by torch's C interface for compiled models. It is private.
+
+Rows of a bf16 matrix in oneDNN's blocked layout, in which a CPU multiplies them faster than in order.
+
+The values are the same, and so is their place: rows are blocked where they lie, some at a time, so that neither the
+memory plan nor whoever owns the memory sees a difference. Products make a tensor of their own, which is copied where
+it is not used as it is.
+
+The operations are private ones of torch: those that compiled models call, and of its C interface for such models the
+one that makes a tensor of memory. They are tried once; where they are missing or differ, rows stay as they are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from flexgen_h2o.core.units import BLOCK_CHUNK, BLOCK_ROWS, TOKEN_CHUNK
+
+
+def opaque_tensor(
+    memory: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype, layout: torch.Tensor
+) -> torch.Tensor:
+    """`memory`, contiguous, as a matrix of `shape` in a layout, serialised (uint8). It does not keep the memory alive.
+
+    dtype: bfloat16 or int8. Raises AttributeError, OSError or RuntimeError where torch has other operations.
+    """
+    torch_cpu = _torch_cpu()
+    name = str(dtype).removeprefix("torch.")
+    sizes, strides = (ctypes.c_int64 * 2)(*shape), (ctypes.c_int64 * 2)(shape[1], 1)
+    handle = ctypes.c_void_p()
+    code = torch_cpu.aoti_torch_create_tensor_from_blob_v2(
+        ctypes.c_void_p(memory.data_ptr()), ctypes.c_int64(2), sizes, strides, ctypes.c_int64(0),
+        getattr(torch_cpu, f"aoti_torch_dtype_{name}")(), torch_cpu.aoti_torch_device_type_cpu(), 0,
+        ctypes.byref(handle), torch_cpu.aoti_torch_layout__mkldnn(), ctypes.c_void_p(layout.data_ptr()),
+        ctypes.c_int64(layout.numel()),
+    )  # fmt: skip
+    if code:
+        raise RuntimeError("torch made no tensor of blocked rows")
+    capsule = ctypes.pythonapi.PyCapsule_New
+    capsule.restype, capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    opaque: torch.Tensor = torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(capsule(handle, None, None))
+    return opaque
+
+
+@lru_cache(maxsize=1)
+def _torch_cpu() -> ctypes.CDLL:
+    """The library that torch itself has loaded. OSError where it is not there."""
+    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+
+
+_FOR_ROWS = 32  # of the products that the layout is chosen for; it serves all others
+_CHECK_TOLERANCE = 0.05  # of sums of 128 products of values around 1/8, in bf16
+
+
+@dataclass(frozen=True)
+class BlockedRows:
+    """Some rows of a matrix. opaque: what products take, of shape (rows, columns); its values are those of `memory`,
+    in another order."""
+
+    opaque: torch.Tensor
+    memory: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.memory)
+
+
+def block_rows(rows: torch.Tensor) -> tuple[torch.Tensor | BlockedRows, ...]:
+    """Block `rows` (n, columns) where they lie: row parts in order, whose memory is that of `rows`.
+
+    A row part has at most BLOCK_CHUNK bytes. What cannot be blocked stays as it is: all rows where the dtype, the
+    device, the number of columns or torch is not right, and those beyond the last multiple of BLOCK_ROWS.
+    """
+    if not _can_block(rows):
+        return (rows,)
+    step = max(BLOCK_ROWS, BLOCK_CHUNK // (rows.shape[1] * rows.itemsize) // BLOCK_ROWS * BLOCK_ROWS)
+    end = len(rows) // BLOCK_ROWS * BLOCK_ROWS
+    blocked = tuple(_block(rows[first : min(first + step, end)]) for first in range(0, end, step))
+    return blocked if end == len(rows) else (*blocked, rows[end:])
+
+
+def product(x: torch.Tensor, part: BlockedRows, bias: torch.Tensor | None, epilogue: str = "none") -> torch.Tensor:
+    """x W^T + bias, or with the epilogue "relu" relu of it, in memory of its own: (rows, n).
+
+    x: (rows, columns), rows at most TOKEN_CHUNK, bias: (n,). Rounded once; relu before rounding is relu after it.
+    """
+    found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, part.opaque, bias, epilogue, [], "")
+    return found
+
+
+def multiply(
+    x: torch.Tensor, part: BlockedRows, bias: torch.Tensor | None, out: torch.Tensor, adds: bool = False
+) -> None:
+    """out = x W^T + bias; adds: to what is there. x: (rows, columns), bias: (n,), out: (rows, n). Rows may be apart.
+
+    Rounded as linear.py's products with rows in order are: once, and where it adds to what is there once more for the
+    bias. So it is no matter to the result which rows of a matrix are blocked.
+    """
+    add = torch.ops.mkldnn._linear_pointwise.binary
+    for start in range(0, len(x), TOKEN_CHUNK):
+        some, there = x[start : start + TOKEN_CHUNK], out[start : start + TOKEN_CHUNK]
+        if not adds:
+            there.copy_(product(some, part, bias))
+            continue
+        there.copy_(add(some, there.contiguous(), part.opaque, None, "add"))
+        if bias is not None:
+            there.add_(bias)
+
+
+def _can_block(rows: torch.Tensor) -> bool:
+    right = rows.device.type == "cpu" and rows.dtype == torch.bfloat16 and rows.is_contiguous()
+    return right and rows.shape[1] % BLOCK_ROWS == 0 and len(rows) >= BLOCK_ROWS and _works()
+
+
+def _block(rows: torch.Tensor) -> torch.Tensor | BlockedRows:
+    """`rows` in place, and a tensor around them; as they are where oneDNN would pad them."""
+    moved = torch.ops.mkldnn._reorder_linear_weight(rows, _FOR_ROWS)
+    if torch.ops.mkldnn._nbytes(moved) != rows.nbytes:
+        return rows
+    layout = torch.ops.mkldnn._get_mkldnn_serialized_md(moved)
+    opaque = opaque_tensor(rows, (len(rows), rows.shape[1]), rows.dtype, layout)
+    ctypes.memmove(rows.data_ptr(), torch.ops.mkldnn.data_ptr(moved), rows.nbytes)
+    return BlockedRows(opaque, rows)
+
+
+@lru_cache(maxsize=1)
+def _works() -> bool:
+    """Are the private operations there, and right?"""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(s, generator=generator).div_(8) for s in ((5, 128), (192, 128), (192,)))
+    rows = weight.bfloat16()
+    want = 2 * (x.bfloat16().float() @ rows.float().t()) + bias.bfloat16().float()
+    out = torch.zeros(5, 192, dtype=torch.bfloat16)
+    try:
+        part = _block(rows)
+        if isinstance(part, torch.Tensor) or torch.ops.mkldnn.data_ptr(part.opaque) != rows.data_ptr():
+            return False
+        multiply(x.bfloat16(), part, bias.bfloat16(), out)
+        relu = product(x.bfloat16(), part, bias.bfloat16(), "relu")
+        if not torch.equal(relu, torch.relu(out)):
+            return False
+        multiply(x.bfloat16(), part, None, out, adds=True)
+    except (AttributeError, OSError, RuntimeError, TypeError, ValueError):  # gone, renamed, or not for this CPU
+        return False
+    return torch.allclose(out.float(), want, atol=_CHECK_TOLERANCE, rtol=0.0)

@@ -1,0 +1,1 @@
+"""Loops that numba compiles; imported where they run, since importing numba takes seconds."""

@@ -1,0 +1,291 @@
+"""The compiled loops of `rms_norm` and `gated`: one pass where torch operations make several, each into new memory.
+
+The compiled loops of `Rotation`: keys in slots, each turned by its rank; heads of tokens, turned where they are.
+
+The compiled loop of `pack_rows`: the ends of each group, and its codes.
+
+The compiled loop of `unpack_rows`: codes of a packed row into bf16 or fp32.
+
+Two neighbours at a time: in bf16 they make one 4-byte word, so a vector of words is stored as it comes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from flexgen_h2o.core.packing import GROUP
+from flexgen_h2o.kernels.compiled import vectors
+from flexgen_h2o.kernels.compiled.packed_slots import number_at, set_number
+from flexgen_h2o.kernels.compiled.vectors import planes, to_bf16, to_bf16_towards
+from flexgen_h2o.kernels.jit import (
+    bits_to_float,
+    bytes_at,
+    exp2,
+    float_to_bits,
+    floats_at,
+    ints_at,
+    jit,
+    ordered,
+    shorts_at,
+    words_at,
+)
+
+_LOG2_E = np.float32(1.4426950408889634)
+_HIGH = np.uint32(0xFFFF0000)
+
+
+@jit
+def rounded(element, x):  # type: ignore[no-untyped-def]
+    """x as it would be read back: in bf16 rounded to it."""
+    if planes(element) == 2:
+        return bits_to_float(to_bf16(x) & _HIGH)
+    else:
+        return x
+
+
+class Norm(NamedTuple):
+    """Addresses of x, weight, out, whose rows are x_step and out_step bytes apart."""
+
+    width: int
+    x: int
+    x_step: int
+    weight: int
+    out: int
+    out_step: int
+
+
+@jit
+def norm_rows(element, job, eps, first, end):  # type: ignore[no-untyped-def]
+    """`rms_norm` of rows first..end-1. element: a number whose type says what they hold: uint16 for bf16, float32."""
+    for row in range(first, end):
+        x, out = job.x + row * job.x_step, job.out + row * job.out_step
+        total = np.float32(0)
+        for i in range(job.width):
+            total += number_at(element, x, i) * number_at(element, x, i)
+        scale = np.float32(1) / np.sqrt(total / np.float32(job.width) + eps)
+        for i in range(job.width):
+            normed = rounded(element, number_at(element, x, i) * scale)
+            set_number(element, out, i, normed * number_at(element, job.weight, i))
+
+
+@jit
+def silu_rows(element, gate, up, width, first, end):  # type: ignore[no-untyped-def]
+    """gate = silu(gate) x up for rows first..end-1 at the addresses `gate` and `up`."""
+    size = 2 if planes(element) == 2 else 4
+    gate, up = gate + size * first * width, up + size * first * width
+    for i in range((end - first) * width):
+        x = number_at(element, gate, i)
+        active = rounded(element, x / (np.float32(1) + exp2(-x * _LOG2_E)))
+        set_number(element, gate, i, active * number_at(element, up, i))
+
+
+class RotaryJob(NamedTuple):
+    """Addresses: keys, out of (rows, slots, width); ranks of (rows, slots) int32; cos, sin of (slots, pairs) fp32."""
+
+    slots: int
+    width: int
+    pairs: int
+    keys: int
+    ranks: int
+    cos: int
+    sin: int
+    out: int
+
+
+@jit
+def turn_rows(element, job, first, end):  # type: ignore[no-untyped-def]
+    """Rows first..end-1; slots of no rank, which hold nothing, are left as they are in `out`.
+
+    element: a number whose type says what keys are: uint16 for bf16, float32 for fp32.
+    """
+    size = 2 if vectors.planes(element) == 2 else 4
+    for slot in range(first * job.slots, end * job.slots):
+        rank = ints_at(job.ranks)[slot]
+        if rank < job.slots:
+            cos, sin = floats_at(job.cos + 4 * rank * job.pairs), floats_at(job.sin + 4 * rank * job.pairs)
+            key, out = job.keys + size * slot * job.width, job.out + size * slot * job.width
+            for i in range(job.pairs):
+                a, b = number_at(element, key, i), number_at(element, key, job.pairs + i)
+                set_number(element, out, i, a * cos[i] - b * sin[i])
+                set_number(element, out, job.pairs + i, b * cos[i] + a * sin[i])
+            for i in range(2 * job.pairs, job.width):
+                set_number(element, out, i, number_at(element, key, i))
+
+
+class Heads(NamedTuple):
+    """Addresses: x of (tokens, heads, width), steps in bytes; cos, sin of (tokens, pairs), in the dtype of x."""
+
+    heads: int
+    pairs: int
+    x: int
+    token_step: int
+    head_step: int
+    cos: int
+    sin: int
+
+
+@jit
+def turn_heads(element, job, first, end):  # type: ignore[no-untyped-def]
+    """Tokens first..end-1, in place; every product and sum is rounded, as torch operations would."""
+    size = 2 if vectors.planes(element) == 2 else 4
+    for token in range(first, end):
+        cos, sin = job.cos + size * token * job.pairs, job.sin + size * token * job.pairs
+        for head in range(job.heads):
+            x = job.x + token * job.token_step + head * job.head_step
+            for i in range(job.pairs):
+                a, b = number_at(element, x, i), number_at(element, x, job.pairs + i)
+                c, s = number_at(element, cos, i), number_at(element, sin, i)
+                set_number(element, x, i, rounded(element, a * c) - rounded(element, b * s))
+                set_number(element, x, job.pairs + i, rounded(element, b * c) + rounded(element, a * s))
+
+
+_EXPONENT = np.uint32(0x7F800000)  # all set: infinite, or not a number
+
+
+class PackJob(NamedTuple):
+    """values, packed, bad: addresses of the fp32 rows, the packed rows, an int32 a row; sizes as in unpack_loops."""
+
+    values: int
+    columns: int
+    packed: int
+    row_bytes: int
+    value_bytes: int
+    bits: int
+    bad: int
+
+
+@jit
+def pack(job, first, end):  # type: ignore[no-untyped-def]
+    """Rows first..end-1; a row's `bad` is set where a group cannot be packed. Bytes of codes must be zero before."""
+    levels = np.float32((1 << job.bits) - 1)
+    for row in range(first, end):
+        codes = job.packed + row * job.row_bytes
+        ends = words_at(codes + job.value_bytes)
+        for g in range((job.columns + GROUP - 1) // GROUP):
+            values = floats_at(job.values + 4 * (row * job.columns + g * GROUP))
+            n = min(GROUP, job.columns - g * GROUP)
+            low = high = ordered(float_to_bits(values[0]))
+            for i in range(n):
+                key = ordered(float_to_bits(values[i]))
+                low, high = min(low, key), max(high, key)
+            least = to_bf16_towards(bits_to_float(np.uint32(ordered(low))), False)
+            most = bits_to_float(np.uint32(ordered(high)))
+            scale = to_bf16_towards((most - bits_to_float(least)) / levels, True)
+            if (least & _EXPONENT) == _EXPONENT or (scale & _EXPONENT) == _EXPONENT:
+                words_at(job.bad)[row] = np.uint32(1)
+            ends[g] = (scale >> np.uint32(16)) | least
+            step = bits_to_float(scale) if scale != np.uint32(0) else np.float32(1)
+            _codes(codes + g * (GROUP * job.bits // 8), values, n, bits_to_float(least), step, levels, job.bits)
+
+
+@jit
+def _codes(at, values, n, least, step, levels, bits):  # type: ignore[no-untyped-def]
+    codes = bytes_at(at)
+    if bits == 8:
+        for i in range(n):
+            codes[i] = np.uint8(_code(values[i], least, step, levels))
+    else:
+        for i in range(n // 2):
+            low, high = _code(values[2 * i], least, step, levels), _code(values[2 * i + 1], least, step, levels)
+            codes[i] = np.uint8(low | (high << np.int32(4)))
+        if n % 2 == 1:
+            codes[n // 2] = np.uint8(_code(values[n - 1], least, step, levels))
+
+
+@jit
+def _code(value, least, step, levels):  # type: ignore[no-untyped-def]
+    code = np.rint((value - least) / step)
+    return np.int32(min(max(code, np.float32(0)), levels))
+
+
+_PAIRS = GROUP // 2
+_LOW = np.uint32(0xFFFF)
+
+
+class UnpackJob(NamedTuple):
+    """packed, out: addresses of the first row; row_bytes, value_bytes: of a packed row and of its codes."""
+
+    packed: int
+    row_bytes: int
+    value_bytes: int
+    out: int
+    columns: int
+    bits: int
+
+
+@jit
+def unpack(element, job, first, end):  # type: ignore[no-untyped-def]
+    """Rows first..end-1. element: a number whose type says what they become: uint16 for bf16, float32 for fp32."""
+    size = 2 if vectors.planes(element) == 2 else 4
+    for row in range(first, end):
+        codes = job.packed + row * job.row_bytes
+        ends = words_at(codes + job.value_bytes)
+        out = job.out + row * job.columns * size
+        whole = job.columns // GROUP
+        for g in range(whole):
+            at = codes + g * (GROUP * job.bits // 8)
+            if job.bits == 4:
+                _pairs_of_4(element, at, ends[g], out + g * GROUP * size, _PAIRS)
+            else:
+                _pairs_of_8(element, at, ends[g], out + g * GROUP * size, _PAIRS)
+        rest = job.columns - whole * GROUP
+        if rest > 0:
+            at = codes + whole * (GROUP * job.bits // 8)
+            to = out + whole * GROUP * size
+            if job.bits == 4:
+                _pairs_of_4(element, at, ends[whole], to, rest // 2)
+            else:
+                _pairs_of_8(element, at, ends[whole], to, rest // 2)
+            if rest % 2 == 1:
+                code = bytes_at(at)[(rest - 1) * job.bits // 8]
+                code = code & np.uint8(15) if job.bits == 4 else code
+                store_one(element, _value(np.uint32(code), ends[whole]), to, rest - 1)
+
+
+@jit
+def _pairs_of_4(element, at, ends, out, pairs):  # type: ignore[no-untyped-def]
+    codes = bytes_at(at)
+    for i in range(pairs):
+        code = np.uint32(codes[i])
+        _store(element, out, i, _value(code & np.uint32(15), ends), _value(code >> np.uint32(4), ends))
+
+
+@jit
+def _pairs_of_8(element, at, ends, out, pairs):  # type: ignore[no-untyped-def]
+    codes = shorts_at(at)
+    for i in range(pairs):
+        code = np.uint32(codes[i])
+        _store(element, out, i, _value(code & np.uint32(255), ends), _value(code >> np.uint32(8), ends))
+
+
+@jit
+def _value(code, ends):  # type: ignore[no-untyped-def]
+    scale, least = bits_to_float(np.uint32(ends << np.uint32(16))), bits_to_float(np.uint32(ends & _HIGH))
+    return np.float32(np.int32(code)) * scale + least
+
+
+@jit
+def _store(element, out, i, low, high):  # type: ignore[no-untyped-def]
+    if vectors.planes(element) == 2:
+        words_at(out)[i] = (_bf16(low) >> np.uint32(16)) | (_bf16(high) & _HIGH)
+    else:
+        floats_at(out)[2 * i] = low
+        floats_at(out)[2 * i + 1] = high
+
+
+@jit
+def store_one(element, value, out, i):  # type: ignore[no-untyped-def]
+    """Element i of those at `out`."""
+    if vectors.planes(element) == 2:
+        shorts_at(out)[i] = np.uint16(_bf16(value) >> np.uint32(16))
+    else:
+        floats_at(out)[i] = value
+
+
+@jit
+def _bf16(value):  # type: ignore[no-untyped-def]
+    """A number's bits, the upper half rounded to the nearest bf16, ties to even."""
+    bits = np.uint32(float_to_bits(value))
+    return np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))

@@ -1,0 +1,358 @@
+"""The compiled loops of `slots`: one pass over the keys and one over the values of each row.
+
+What a row gets depends on that row alone: slots are always taken in the same eights, whatever the segments.
+
+The compiled loops of `slot_columns`: keys and values of columns into slots, and out of them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from flexgen_h2o.kernels.compiled import vectors
+from flexgen_h2o.kernels.compiled.vectors import to_bf16
+from flexgen_h2o.kernels.jit import (
+    bits_to_float,
+    bytes_at,
+    exp2,
+    float_to_bits,
+    floats_at,
+    ints_at,
+    jit,
+    longs_at,
+    ordered,
+    words_at,
+)
+
+BLOCK = 2 * vectors.SLOTS  # slots that are looked up together
+QUERIES = 4  # that are worked on together, where a kv-head has as many
+AHEAD = 2048  # bytes of slots that are asked for before they are needed: into the next segment, pass and row
+_SCORES_AHEAD = 512  # bytes of a row's scores, and of its positions
+_LINE = 64  # bytes
+_LOG2_E, _LN_2 = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
+_NONE = np.iinfo(np.int64).max
+
+
+class Slots(NamedTuple):
+    """What `attend_rows` reads and writes: sizes, then addresses. A word is 4 bytes: one fp32 number or two in bf16."""
+
+    group: int
+    words: int  # of a slot
+    per_segment: int
+    segment_words: int  # from one segment to the next
+    most: int  # the largest of `filled`
+    q: int
+    keys: int
+    values: int
+    filled: int
+    out: int
+    lse: int  # 0 where nobody wants it
+
+
+class Scores(NamedTuple):
+    """The addresses of a ScoreBook's tensors and its number; `columns` is 0 where nothing is scored."""
+
+    columns: int
+    scores: int
+    positions: int
+    oldest: int
+    newest: int
+    victims: int
+    gains: int
+    fade: float
+
+
+NO_SCORES = Scores(0, 0, 0, 0, 0, 0, 0, 0.0)
+
+
+@jit
+def attend_rows(element, slots, scale, book, first, end):  # type: ignore[no-untyped-def]
+    """`attend` or `attend_scored` for the rows first..end-1.
+
+    element: a number whose type says what slots hold: uint16 for bf16 (then d is even), float32 for fp32.
+    """
+    planes, lanes = vectors.planes(element), 16 if slots.words >= 16 else 1
+    ahead = max(1, AHEAD // (BLOCK * 4 * slots.words)) * BLOCK
+    chunks = -(-slots.words // lanes)
+    query = np.empty((slots.group, chunks, planes, lanes), np.float32)
+    mixed = np.empty((slots.group, chunks, planes, lanes), np.float32)
+    p = np.empty((slots.group, -(-slots.most // BLOCK) * BLOCK), np.float32)
+    few = np.empty(BLOCK * slots.words, np.uint32)
+    for r in range(first, end):
+        filled = ints_at(slots.filled)[r]
+        asked = r * slots.group * slots.words * 4
+        _unpack(element, slots.q + asked, slots.words, query)
+        if book.columns:
+            fetch_scores(book, r)
+        keys, values = row_at(slots, slots.keys, r), row_at(slots, slots.values, r)
+        at, inside = keys, 0
+        for j in range(0, filled, BLOCK):
+            coming = coming_at(slots, at, j + ahead, filled, inside + ahead, values)
+            _dots(element, take(slots, at, inside, j, filled, few), slots.words, query, p, j, coming)
+            at, inside = onwards(slots, at, inside)
+        softmax(p, filled, np.float32(scale), slots.lse + 4 * r * slots.group if slots.lse else 0)
+        mixed[:] = 0
+        at, inside, then = values, 0, row_at(slots, slots.keys, r + 1)
+        for j in range(0, filled, BLOCK):
+            coming = coming_at(slots, at, j + ahead, filled, inside + ahead, then)
+            _mix(element, take(slots, at, inside, j, filled, few), slots.words, mixed, p, j, coming)
+            at, inside = onwards(slots, at, inside)
+        _pack(element, mixed, slots.words, slots.out + asked)
+        if book.columns:
+            score_row(book, r, filled, p)
+
+
+@jit
+def _unpack(element, at, words, query):  # type: ignore[no-untyped-def]
+    """Spread the queries at address `at` over planes; lanes that the last chunk shares with the one before are 0."""
+    lanes = query.shape[3]
+    for g in range(query.shape[0]):
+        done = 0
+        for c in range(query.shape[1]):
+            start = min(c * lanes, words - lanes)
+            for i in range(lanes):
+                word = words_at(at)[g * words + start + i] if start + i >= done else np.uint32(0)
+                if vectors.planes(element) == 2:
+                    query[g, c, 0, i] = bits_to_float(word << np.uint32(16))
+                    query[g, c, 1, i] = bits_to_float(word & np.uint32(0xFFFF0000))
+                else:
+                    query[g, c, 0, i] = bits_to_float(word)
+            done = start + lanes
+
+
+@jit
+def _pack(element, mixed, words, at):  # type: ignore[no-untyped-def]
+    """Write the sums to address `at` in the dtype of the slots."""
+    lanes = mixed.shape[3]
+    for g in range(mixed.shape[0]):
+        for c in range(mixed.shape[1]):
+            start = g * words + min(c * lanes, words - lanes)
+            for i in range(lanes):
+                if vectors.planes(element) == 2:
+                    low, high = to_bf16(mixed[g, c, 0, i]), to_bf16(mixed[g, c, 1, i])
+                    words_at(at)[start + i] = (low >> np.uint32(16)) | (high & np.uint32(0xFFFF0000))
+                else:
+                    floats_at(at)[start + i] = mixed[g, c, 0, i]
+
+
+@jit
+def row_at(slots, memory, r):  # type: ignore[no-untyped-def]
+    """The address of row r in the first segment."""
+    return memory + 4 * r * slots.per_segment * slots.words
+
+
+# A place among a row's slots is the row's address in a segment, and how many slots into it: no division per block.
+
+
+@jit
+def onwards(slots, at, inside):  # type: ignore[no-untyped-def]
+    """The place a block further."""
+    inside += BLOCK
+    while inside >= slots.per_segment:
+        inside -= slots.per_segment
+        at += 4 * slots.segment_words
+    return at, inside
+
+
+@jit
+def coming_at(slots, at, j, filled, inside, then):  # type: ignore[no-untyped-def]
+    """The address of what is read a little later, slot j: in this segment, in the next, or beyond the row at `then`."""
+    if j >= filled:
+        return then + 4 * max(0, j - -(-filled // BLOCK) * BLOCK) * slots.words
+    if inside >= slots.per_segment:
+        return at + 4 * (slots.segment_words + (inside - slots.per_segment) * slots.words)
+    return at + 4 * inside * slots.words
+
+
+@jit
+def fetch(at, size):  # type: ignore[no-untyped-def]
+    """Ask for the cache lines of some bytes; of a tile's at most, as more would hold up what is needed now."""
+    for line in range(at, at + size, _LINE):
+        vectors.prefetch(line)
+
+
+@jit
+def fetch_scores(book, r):  # type: ignore[no-untyped-def]
+    """Ask for the beginning of row r's scores and positions; from there on the hardware fetches ahead."""
+    start = 4 * r * book.columns
+    fetch(book.scores + start, min(_SCORES_AHEAD, 4 * book.columns))
+    fetch(book.positions + start, min(_SCORES_AHEAD, 4 * book.columns))
+    fetch(book.oldest + 4 * r, 1)
+    fetch(book.newest + 4 * r, 1)
+    fetch(book.victims + 4 * r, 1)
+
+
+@jit
+def take(slots, at, inside, j, filled, few):  # type: ignore[no-untyped-def]
+    """The address of slots j..j+7, side by side; beyond `filled` they are zero, and nothing is read there."""
+    words = slots.words
+    if inside + BLOCK <= slots.per_segment and j + BLOCK <= filled:
+        return at + 4 * inside * words
+    for s in range(BLOCK):
+        for i in range(words):
+            few[s * words + i] = words_at(at)[inside * words + i] if j + s < filled else np.uint32(0)
+        inside += 1
+        if inside == slots.per_segment:
+            inside = 0
+            at += 4 * slots.segment_words
+    return few.ctypes.data
+
+
+@jit
+def _dots(element, block, words, query, p, j, coming):  # type: ignore[no-untyped-def]
+    """p[g, j..j+7] = q[g] . key, for all g while the block is in the nearest cache."""
+    group, stride = p.shape
+    step = query.itemsize * (query.size // group)
+    size = vectors.SLOTS * 4 * words
+    for start in range(j, j + BLOCK, vectors.SLOTS):
+        fetch(coming, size)
+        asked, to, g = query.ctypes.data, p.ctypes.data + p.itemsize * start, 0
+        while g < group:
+            together = 1
+            if words < 16:
+                vectors.dots_narrow(element, block, words, asked, to, stride)
+            elif g + QUERIES <= group:
+                vectors.dots_four(element, block, words, asked, to, stride)
+                together = QUERIES
+            else:
+                vectors.dots_one(element, block, words, asked, to, stride)
+            g, asked, to = g + together, asked + together * step, to + together * p.itemsize * stride
+        block, coming = block + size, coming + size
+
+
+@jit
+def _mix(element, block, words, mixed, p, j, coming):  # type: ignore[no-untyped-def]
+    """mixed[g] += sum over slots j..j+7 of p[g, slot] x value."""
+    group, stride = p.shape
+    step = mixed.itemsize * (mixed.size // group)
+    size = vectors.SLOTS * 4 * words
+    for start in range(j, j + BLOCK, vectors.SLOTS):
+        fetch(coming, size)
+        total, share, g = mixed.ctypes.data, p.ctypes.data + p.itemsize * start, 0
+        while g < group:
+            together = 1
+            if words < 16:
+                vectors.mix_narrow(element, block, words, total, share, stride)
+            elif g + QUERIES <= group:
+                vectors.mix_four(element, block, words, total, share, stride)
+                together = QUERIES
+            else:
+                vectors.mix_one(element, block, words, total, share, stride)
+            g, total, share = g + together, total + together * step, share + together * p.itemsize * stride
+        block, coming = block + size, coming + size
+
+
+@jit
+def softmax(p, filled, scale, lse):  # type: ignore[no-untyped-def]
+    """p[g, :filled] = softmax(scale x p[g, :filled]); the rest of the last block is 0.
+
+    lse: the address of where the log-sum-exp of each g goes; 0: nowhere.
+    """
+    factor = scale * _LOG2_E
+    for g in range(p.shape[0]):
+        row = p[g]
+        largest = np.int32(-(2**31))
+        for j in range(filled):
+            row[j] *= factor
+            largest = max(largest, ordered(float_to_bits(row[j])))
+        top = bits_to_float(np.uint32(ordered(largest)))
+        total = np.float32(0)
+        for j in range(filled):
+            row[j] = exp2(row[j] - top)
+            total += row[j]
+        if lse:
+            floats_at(lse)[g] = (top + np.log2(total)) * _LN_2
+        share = np.float32(1) / total
+        for j in range(filled):
+            row[j] *= share
+        row[filled : -(-filled // BLOCK) * BLOCK] = 0
+
+
+@jit
+def score_row(book, r, filled, p):  # type: ignore[no-untyped-def]
+    """The column scores of row r, and its victim. `ordered` integers and 64-bit pairs make all of it vectorise."""
+    scores, positions = floats_at(book.scores + 4 * r * book.columns), ints_at(book.positions + 4 * r * book.columns)
+    oldest, newest = ints_at(book.oldest)[r], ints_at(book.newest)[r]
+    fade, gain = np.float32(book.fade), floats_at(book.gains)[r]
+    lowest = np.int32(2**31 - 1)
+    for g in range(1, p.shape[0]):
+        for j in range(filled):
+            p[0, j] += p[g, j]
+    received = p[0]
+    for j in range(filled):
+        score = fade * scores[j] + gain * received[j]
+        scores[j] = score
+        allowed = (oldest <= positions[j]) & (positions[j] <= newest)
+        lowest = min(lowest, ordered(float_to_bits(score)) if allowed else np.int32(2**31 - 1))
+    floor = bits_to_float(np.uint32(ordered(lowest)))
+    best = np.int64(_NONE)
+    for j in range(filled):
+        allowed = (oldest <= positions[j]) & (positions[j] <= newest) & (scores[j] == floor)
+        best = min(best, (np.int64(positions[j]) << np.int64(32)) + np.int64(j) if allowed else np.int64(_NONE))
+    ints_at(book.victims)[r] = np.int32(-1) if best == _NONE else np.int32(best & np.int64(0xFFFFFFFF))
+
+
+class ColumnSlots(NamedTuple):
+    """Sizes and addresses, in bytes. Slot j of row r is slot j % per_segment of its row in segment j // per_segment.
+
+    slots: of the int64 numbers; slots_step: from a row's first to the next row's. columns: of keys and values; a row's
+    columns follow one another, columns_step: from a row's first to the next row's.
+    """
+
+    keys: int
+    values: int
+    per_segment: int
+    segment_step: int
+    row_step: int
+    slot_bytes: int
+    slots: int
+    slots_step: int
+    column_keys: int
+    column_values: int
+    columns_step: int
+
+
+@jit
+def put(job, count, first, end):  # type: ignore[no-untyped-def]
+    """`count` columns of each of the rows first..end-1 into their slots, in order."""
+    for row in range(first, end):
+        slots = longs_at(job.slots + row * job.slots_step)
+        column = row * job.columns_step
+        for i in range(count):
+            at = _place(job, row, slots[i])
+            _copy(job.keys + at, job.column_keys + column, job.slot_bytes)
+            _copy(job.values + at, job.column_values + column, job.slot_bytes)
+            column += job.slot_bytes
+
+
+@jit
+def get(job, count, first, end):  # type: ignore[no-untyped-def]
+    """What is in slot number `count` of each row, as column `count`, and as those before it of the same slot."""
+    for row in range(first, end):
+        slots = longs_at(job.slots + row * job.slots_step)
+        at = _place(job, row, slots[count])
+        for i in range(count + 1):
+            if slots[i] == slots[count]:
+                column = row * job.columns_step + i * job.slot_bytes
+                _copy(job.column_keys + column, job.keys + at, job.slot_bytes)
+                _copy(job.column_values + column, job.values + at, job.slot_bytes)
+
+
+@jit
+def _place(job, row, slot):  # type: ignore[no-untyped-def]
+    """How far a row's slot is from the beginning."""
+    segment = slot // job.per_segment
+    inside = slot - segment * job.per_segment
+    return segment * job.segment_step + row * job.row_step + inside * job.slot_bytes
+
+
+@jit
+def _copy(to, source, size):  # type: ignore[no-untyped-def]
+    if size % 4 == 0:
+        for i in range(size // 4):
+            words_at(to)[i] = words_at(source)[i]
+    else:
+        for i in range(size):
+            bytes_at(to)[i] = bytes_at(source)[i]

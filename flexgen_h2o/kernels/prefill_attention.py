@@ -1,0 +1,309 @@
+"""How large the pieces of an n x n matrix are that exist at a time.
+
+Column scores of a prefill: how much attention each key received, summed over queries. Never an n x n matrix.
+
+Causal attention over prompts, and the same with the log-sum-exp that the column sums need.
+
+There may be more keys than queries: the queries are then the last rows of the prompt.
+
+On a CPU with AVX-512, fp32 and bf16 go through a compiled loop (`prompt_loops`): 2 to 3 times as fast as torch's own.
+
+Elsewhere torch computes the log-sum-exp inside its fused attention, but gives it out only through private operations.
+They are tried once against `causal_attention_lse_reference` on a small case, and left alone where they are missing,
+raise or differ. The CUDA one has not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+
+import torch
+
+from flexgen_h2o.core.units import MASK_ROWS, SCORE_TILE_BYTES
+from flexgen_h2o.kernels.workspace import share_rows
+
+TILE_ROWS = 256  # query rows; fewer where a tile of so many is over TILE_BYTES for each thread
+LEAST_TILE_ROWS = 16  # fewer make matrix products slow
+TILE_BYTES = SCORE_TILE_BYTES  # of all products that exist at a time
+REFERENCE_ROWS = 32  # query rows where all heads of all prompts are worked on at once
+
+
+_COMPILED = (torch.float32, torch.bfloat16)
+
+
+def column_sums(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float, first_row: int = 0) -> torch.Tensor:
+    """The sum over query rows i >= max(first_row, j) and over the heads of a kv-group of exp(scale x q_i.k_j - lse_i).
+
+    q: (b, heads, m, d), the last m of n rows; k: (b, kv_heads, n, d), any strides; lse: (b, heads, m) fp32, of
+    `causal_attention_lse`. first_row is counted from the first of all n, as j is. Returns (b, kv_heads, n) fp32.
+    Memory: `TILE_BYTES` of products, and as many queries and keys copied.
+
+    fp32 is exact to a few 1e-6. In bf16 the products of a tile are rounded to bf16, by 2**-9 of each at most, so one
+    probability may be off by scale x |q.k| / 512 of itself, to either side; what a column gets from many rows is off
+    by far less.
+    """
+    batch, kv_heads, n, _ = k.shape
+    group, before = q.shape[1] // kv_heads, n - q.shape[2]
+    q, lse = q.unflatten(1, (kv_heads, group)), lse.unflatten(1, (kv_heads, group))
+    sums = torch.zeros(batch, kv_heads, n, dtype=torch.float32, device=q.device)
+    threads = min(torch.get_num_threads(), batch * kv_heads)
+    row_bytes = group * n * q.itemsize  # of one kv-head's products with one row
+    rows = max(LEAST_TILE_ROWS, min(TILE_ROWS, TILE_BYTES // (row_bytes * threads)))
+    buffer = torch.empty(max(TILE_BYTES, rows * row_bytes) // q.itemsize, dtype=q.dtype, device=q.device)
+    for some, parts in _pieces(batch, kv_heads, max(1, TILE_BYTES // (rows * row_bytes))):
+        _add_piece(
+            q[some, parts].flatten(0, 1), k[some, parts].flatten(0, 1), lse[some, parts].flatten(0, 1),
+            scale, sums[some, parts].flatten(0, 1), range(max(before, first_row), n, rows), buffer,
+        )  # fmt: skip
+    return sums
+
+
+def column_sums_reference(
+    q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float, first_row: int = 0
+) -> torch.Tensor:
+    """`column_sums` in torch operations, all heads at once: memory O(b x heads x n x REFERENCE_ROWS)."""
+    batch, kv_heads, n, _ = k.shape
+    before = n - q.shape[2]
+    q, lse = q.unflatten(1, (kv_heads, -1)), lse.unflatten(1, (kv_heads, -1))
+    sums = torch.zeros(batch, kv_heads, n, dtype=torch.float32, device=q.device)
+    for start in range(max(before, first_row), n, REFERENCE_ROWS):
+        end = min(n, start + REFERENCE_ROWS)
+        here = slice(start - before, end - before)
+        products = (q[..., here, :] @ k[:, :, None, :end].transpose(-1, -2)).float()
+        p = products.mul_(scale).sub_(lse[..., here, None]).exp_()
+        sums[..., :end] += p.tril_(start).sum(dim=(2, 3))
+    return sums
+
+
+def _pieces(batch: int, kv_heads: int, most: int) -> Iterator[tuple[slice, slice]]:
+    """Slices of sequences and of kv-heads, together at most `most` kv-heads each: whole sequences where they fit."""
+    if most >= kv_heads:
+        step = most // kv_heads
+        yield from ((slice(i, i + step), slice(None)) for i in range(0, batch, step))
+        return
+    for i in range(batch):
+        yield from ((slice(i, i + 1), slice(h, h + most)) for h in range(0, kv_heads, most))
+
+
+def _add_piece(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+    sums: torch.Tensor,
+    starts: range,
+    buffer: torch.Tensor,
+) -> None:
+    """q: (rows, group, m, d), k: (rows, n, d), lse: (rows, group, m), sums: (rows, n) with rows = kv-heads."""
+    rows, group, _, width = q.shape
+    n, before = k.shape[1], k.shape[1] - q.shape[2]
+    k = k.contiguous()
+    for start in starts:
+        end = min(n, start + starts.step)
+        count, here = end - start, slice(start - before, end - before)
+        products = buffer[: rows * group * count * end].view(rows, group * count, end)
+        torch.bmm(q[:, :, here].reshape(rows, group * count, width), k[:, :end].transpose(1, 2), out=products)
+        _add_tile(products.view(rows, group, count, end), lse[:, :, here].contiguous(), scale, sums, start)
+
+
+def _add_tile(products: torch.Tensor, lse: torch.Tensor, scale: float, sums: torch.Tensor, first: int) -> None:
+    """lse: (rows, group, count), of the tile's own queries, which begin at row `first`."""
+    rows, group, count, end = products.shape
+    if products.device.type != "cpu" or products.dtype not in _COMPILED:
+        p = products.float().mul_(scale).sub_(lse[..., None]).exp_().tril_(first)
+        sums[:, :end] += p.sum(dim=(1, 2))
+        return
+    import numpy as np
+
+    from flexgen_h2o.kernels.compiled import prompts as column_loops
+
+    tile = column_loops.Tile(
+        group, count, end, sums.shape[1], first, products.data_ptr(), lse.data_ptr(), sums.data_ptr()
+    )
+    element = np.float32(0) if products.dtype == torch.float32 else np.uint16(0)
+    share_rows(
+        lambda a, b: column_loops.add_tile(element, tile, scale, a, b),
+        rows,
+        4 * group * count * end * products.itemsize,
+    )
+
+
+Result = tuple[torch.Tensor, torch.Tensor]
+_Fused = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], Result]
+
+# Of a self-check: rows on both sides of a tile's edge, of them queries where they are fewer, and how far results in a
+# dtype may be apart.
+_CHECK_ROWS, _CHECK_LAST = 37, 5
+_CHECK_TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+
+
+def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """Causal attention of the last m rows of prompts, or of all, O(n) memory.
+
+    q: (b, heads, m, d), k and v: (b, kv_heads, n, d), same dtype, m <= n. Returns (b, heads, m, d).
+    """
+    if _is_compiled(q, k, v):
+        return _attend_compiled(q, k, v, scale)[0]
+    rows, n = q.shape[2], k.shape[2]
+    if rows < n and rows > 1:
+        pieces = [
+            torch.nn.functional.scaled_dot_product_attention(
+                some, keys, values, attn_mask=_last_rows(some, keys), scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            )
+            for some, keys, values in _row_pieces(q, k, v)
+        ]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+    return torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=rows > 1, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+def causal_attention_lse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Result:
+    """`causal_attention`, and for each query the natural logarithm of the sum of exp(scale x q.k) over its keys.
+
+    q: (b, heads, m, d), k and v: (b, kv_heads, n, d), same dtype, any strides, m <= n. Returns (b, heads, m, d) in q's
+    dtype and (b, heads, m) fp32.
+    """
+    if _is_compiled(q, k, v):
+        return _attend_compiled(q, k, v, scale)
+    fused = _checked(q.device.type, q.dtype, q.shape[1] != k.shape[1])
+    return (fused or causal_attention_lse_reference)(q, k, v, scale)
+
+
+def causal_attention_lse_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Result:
+    """`causal_attention_lse` in torch operations, `REFERENCE_ROWS` queries at a time: memory O(n x REFERENCE_ROWS)."""
+    batch, heads, rows, width = q.shape
+    kv_heads, before = k.shape[1], k.shape[2] - rows
+    grouped = (batch, kv_heads, heads // kv_heads)
+    out = torch.empty(*grouped, rows, width, dtype=q.dtype, device=q.device)
+    lse = torch.empty(*grouped, rows, dtype=torch.float32, device=q.device)
+    queries, keys, values = q.unflatten(1, grouped[1:]), k.unsqueeze(2), v.unsqueeze(2)
+    for start in range(0, rows, REFERENCE_ROWS):
+        end = min(rows, start + REFERENCE_ROWS)
+        seen = before + end
+        products = (queries[..., start:end, :].float() @ keys[..., :seen, :].float().transpose(-1, -2)).mul_(scale)
+        later = torch.ones(end - start, seen, dtype=torch.bool, device=q.device).triu_(before + start + 1)
+        products.masked_fill_(later, float("-inf"))
+        lse[..., start:end] = torch.logsumexp(products, dim=-1)
+        p = products.sub_(lse[..., start:end, None]).exp_()
+        out[..., start:end, :] = p @ values[..., :seen, :].float()
+    return out.view(q.shape), lse.view(batch, heads, rows)
+
+
+def _row_pieces(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """A few of the last rows at a time, each with the keys that it may see: masks stay small, and so does the work."""
+    before = k.shape[2] - q.shape[2]
+    for start in range(0, q.shape[2], MASK_ROWS):
+        end = min(q.shape[2], start + MASK_ROWS)
+        yield q[:, :, start:end], k[:, :, : before + end], v[:, :, : before + end]
+
+
+def _last_rows(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """The mask of queries that are the last of as many rows as there are keys: (queries, keys), 0 or -inf."""
+    rows, n = q.shape[2], k.shape[2]
+    return torch.full((rows, n), float("-inf"), dtype=q.dtype, device=q.device).triu_(n - rows + 1)
+
+
+def _is_compiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether the compiled loop can read these, and is the faster one."""
+    right = q.device.type == "cpu" and q.dtype in (torch.float32, torch.bfloat16)
+    return right and all(t.stride(3) == 1 for t in (q, k, v)) and _has_wide_vectors()
+
+
+@lru_cache(maxsize=1)
+def _has_wide_vectors() -> bool:
+    """AVX-512: 32 registers of 16 floats, as many as a tile of the compiled loop takes."""
+    from llvmlite import binding
+
+    return bool(binding.get_host_cpu_features().get("avx512f", False))
+
+
+def _attend_compiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Result:
+    """The result has the heads of a token side by side. What a prompt gets depends on that prompt alone."""
+    import numpy as np
+
+    from flexgen_h2o.kernels.compiled import prompts as prompt_loops
+
+    (batch, heads, n, width), (kv_heads, keys) = q.shape, k.shape[1:3]
+    if (
+        k.shape != (batch, kv_heads, keys, width)
+        or keys < n
+        or v.shape != k.shape
+        or heads % kv_heads
+        or not k.dtype == v.dtype == q.dtype
+    ):
+        shapes = (f"{tuple(t.shape)} {t.dtype}" for t in (q, k, v))
+        raise ValueError("causal_attention: q, k, v do not go together: {}; {}; {}".format(*shapes))
+    out = torch.empty(batch, n, heads, width, dtype=q.dtype).transpose(1, 2)
+    lse = torch.empty(batch, heads, n, dtype=torch.float32)
+    places = [x for t in (q, k, v, out) for x in (t.data_ptr(), *(t.itemsize * step for step in t.stride()[:3]))]
+    places.append(lse.data_ptr())
+    group, block = heads // kv_heads, prompt_loops.KEYS
+    queries = min(max(1, prompt_loops.QUERIES // group // block), -(-n // block)) * block
+    job = prompt_loops.Prompts(kv_heads, group, n, keys - n, width, queries, *places)
+    element = np.float32(0) if q.dtype == torch.float32 else np.uint16(0)
+    units = batch * kv_heads * -(-n // queries)
+    share_rows(
+        lambda first, end: prompt_loops.attend_units(element, job, np.float32(scale), first, end),
+        units, 4 * group * queries * width * q.itemsize,
+    )  # fmt: skip
+    return out, lse
+
+
+def _fused_cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Result:
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    if q.shape[2] == k.shape[2]:
+        out, lse = fused(q, k, v, is_causal=True, scale=scale)
+        return out, lse
+    pieces = [
+        fused(some, keys, values, attn_mask=_last_rows(some, keys), scale=scale)
+        for some, keys, values in _row_pieces(q, k, v)
+    ]
+    if len(pieces) == 1:
+        return pieces[0][0], pieces[0][1]
+    return torch.cat([out for out, _ in pieces], dim=2), torch.cat([lse for _, lse in pieces], dim=2)
+
+
+def _fused_cuda(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Result:
+    """The head width must be a multiple of 8, as in all models we know; others raise, and the check sees only 16.
+
+    With more keys than queries these are the last rows, as they should be; the check sees whether that is so.
+    """
+    if q.shape[3] % 8:
+        return causal_attention_lse_reference(q, k, v, scale)
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True, scale=scale)
+    return out, lse[..., : q.shape[2]]
+
+
+_FUSED: dict[str, tuple[_Fused, tuple[torch.dtype, ...]]] = {
+    "cpu": (_fused_cpu, (torch.float32, torch.bfloat16)),
+    "cuda": (_fused_cuda, (torch.float16, torch.bfloat16)),
+}
+
+
+@lru_cache
+def _checked(device: str, dtype: torch.dtype, shared: bool) -> _Fused | None:
+    """The fused operation of a kind of device, if it does what we think; shared: fewer kv-heads than heads."""
+    fused, dtypes = _FUSED.get(device, (None, ()))
+    if fused is None or dtype not in dtypes:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(2, _CHECK_ROWS, heads, 16, generator=generator).to(device, dtype).transpose(1, 2)
+        for heads in (4, 2 if shared else 4, 2 if shared else 4)
+    )
+    for queries in (q, q[:, :, -_CHECK_LAST:]):
+        try:
+            result = fused(queries, k, v, 0.3)
+        except (RuntimeError, AttributeError, TypeError, ValueError):  # gone, renamed, or not for this hardware
+            return None
+        expected = causal_attention_lse_reference(queries, k, v, 0.3)
+        if not all(
+            a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, atol=_CHECK_TOLERANCE[dtype], rtol=0.0)
+            for a, b in zip(result, expected, strict=True)
+        ):
+            return None
+    return fused

@@ -1,0 +1,139 @@
+"""Runs of tokens short enough that a layer's wide activations stay small.
+
+Fields of a Hugging Face config that families share, checked as they are read.
+
+Rotary embeddings of a config: the frequencies that transformers computes for its rope type.
+
+Activations by the name that configs give them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from flexgen_h2o.core.config import Rotary, TensorSpec
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.units import TOKEN_CHUNK, check_int
+from flexgen_h2o.kernels.elementwise import silu_gated
+from flexgen_h2o.kernels.linear import RowParts, linear, linear_relu
+
+
+def token_chunks(tokens: int) -> Iterator[tuple[int, int]]:
+    """[start, end) runs of at most TOKEN_CHUNK tokens."""
+    for start in range(0, tokens, TOKEN_CHUNK):
+        yield start, min(start + TOKEN_CHUNK, tokens)
+
+
+# Far beyond any model: a damaged config must not keep the reader busy for minutes.
+MOST = {
+    "hidden_size": 2**18, "num_hidden_layers": 2**12, "num_attention_heads": 2**12, "num_key_value_heads": 2**12,
+    "head_dim": 2**16, "ffn_dim": 2**20, "intermediate_size": 2**20, "vocab_size": 2**24,
+}  # fmt: skip
+
+
+def read_sizes(config: Mapping[str, Any], names: Sequence[str]) -> list[int]:
+    """Positive whole numbers by name, none beyond MOST; UsageError names the field."""
+    return [check_int(n, config.get(n), low=1, high=MOST[n]) for n in names]
+
+
+def read_positive(config: Mapping[str, Any], name: str) -> float:
+    """A finite number above 0; UsageError names the field."""
+    value = config.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise UsageError(f"{name}: {value!r} is not a number above 0")
+    return float(value)
+
+
+def end_tokens(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """End-of-sequence ids: a config has none, one or a list."""
+    eos = config.get("eos_token_id")
+    return tuple(eos) if isinstance(eos, list) else (() if eos is None else (int(eos),))
+
+
+def linear_tensors(role: str, name: str, rows: int, columns: int, bias: bool) -> tuple[TensorSpec, ...]:
+    """`role`.weight (rows, columns), and `role`.bias (rows,) where there is one; `name` as in the checkpoint."""
+    weight = TensorSpec(f"{role}.weight", f"{name}.weight", (rows, columns))
+    return (weight, TensorSpec(f"{role}.bias", f"{name}.bias", (rows,))) if bias else (weight,)
+
+
+# The others depend on the length of a sequence, so that keys would have to be rotated anew, or on the layer. dynamic
+# does too, but not up to max_position_embeddings, and nothing goes beyond it.
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+def read_rotary(config: Mapping[str, Any]) -> Rotary:
+    """The rotary embeddings of a config whose sizes are checked; UsageError names the field.
+
+    config: with its model_type and transformers' defaults filled in.
+    """
+    parameters = config.get("rope_parameters")
+    if not isinstance(parameters, Mapping):
+        raise UsageError(f"rope_parameters: {parameters!r} is not an object")
+    kind = parameters.get("rope_type")
+    if kind not in ROPE_TYPES:
+        raise UsageError(f"rope_parameters: rope_type {kind!r} is not supported (known: {', '.join(ROPE_TYPES)})")
+    try:
+        frequencies, scaling = _default(config) if kind == "default" else _scaled(config, kind)
+    except Exception as error:  # transformers raises many kinds for a missing or bad value
+        raise UsageError(f"rope_parameters: not usable with rope_type {kind!r} ({error!r})") from error
+    if not (len(frequencies) and bool((frequencies.isfinite() & (frequencies > 0)).all()) and 0 < scaling < 1e6):
+        raise UsageError(f"rope_parameters: rope_type {kind!r} with these values gives no usable frequencies")
+    return Rotary(tuple(frequencies.tolist()), scaling)
+
+
+def _default(config: Mapping[str, Any]) -> tuple[torch.Tensor, float]:
+    """theta^(-2i/d) for the pairs of the share of a head that turns (Su et al. 2021, section 3.2.2)."""
+    parameters = config["rope_parameters"]
+    width = int(_head_dim(config) * parameters.get("partial_rotary_factor", 1.0))
+    return 1.0 / (parameters["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float) / width)), 1.0
+
+
+def _scaled(config: Mapping[str, Any], kind: str) -> tuple[torch.Tensor, float]:
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    known = AutoConfig.for_model(**deepcopy(dict(config)))
+    frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](known, torch.device("cpu"))
+    return frequencies.float(), float(scaling)
+
+
+def _head_dim(config: Mapping[str, Any]) -> int:
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+
+_TANH_GELU = partial(F.gelu, approximate="tanh")
+# They may change their argument in place. gelu_new and gelu_fast write the same tanh formula in other words.
+ACTIVATIONS: dict[str, Activation] = {
+    "relu": torch.relu_, "gelu": F.gelu, "gelu_new": _TANH_GELU, "gelu_fast": _TANH_GELU,
+    "gelu_pytorch_tanh": _TANH_GELU, "silu": partial(F.silu, inplace=True),
+}  # fmt: skip
+
+
+def activated(
+    name: str, x: torch.Tensor, weight: RowParts, bias: torch.Tensor | None, out: torch.Tensor
+) -> torch.Tensor:
+    """activation(x W^T + bias), (rows, sum out_i), in `out` or elsewhere; the shapes as of kernels.linear.linear."""
+    if name == "relu":
+        return linear_relu(x, weight, bias, out)
+    return ACTIVATIONS[name](linear(x, weight, bias, out))
+
+
+def gated(name: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """activation(gate) x up, in the memory of `gate`. gate, up: (rows, width), contiguous."""
+    return silu_gated(gate, up) if name == "silu" else ACTIVATIONS[name](gate).mul_(up)
+
+
+def check_activation(field: str, name: object) -> str:
+    """`name` if it is known; UsageError names the field."""
+    if name not in ACTIVATIONS:
+        raise UsageError(f"{field} {name!r} is not one of {sorted(ACTIVATIONS)}")
+    return str(name)

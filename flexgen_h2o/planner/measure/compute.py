@@ -1,0 +1,373 @@
+"""Rates of attention: over whole prompts, over the slots of a KV cache, and what scoring adds to both.
+
+FLOPs a second of linear maps whose matrices come from memory, by their shape and by rows; and how many times faster
+they are where matrices are blocked, or in int8.
+
+Rates of memory, and of the work between the products of a layer.
+
+All compute rates of one dtype.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, cycle, pairwise
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+from flexgen_h2o.core.packing import INT8, packed_row_bytes
+from flexgen_h2o.engine.sampling import SamplingParams, TokenChooser
+from flexgen_h2o.engine.workspace_sizes import product_sizes
+from flexgen_h2o.kernels.blocked import BlockedRows, block_rows
+from flexgen_h2o.kernels.int8 import Int8Rows, pack_int8_rows
+from flexgen_h2o.kernels.int8_blocked import blank_int8_rows, block_int8_rows, requantise_rows
+from flexgen_h2o.kernels.linear import RowParts, linear
+from flexgen_h2o.kernels.packed import pack_rows, unpack_rows
+from flexgen_h2o.kernels.prefill_attention import causal_attention, causal_attention_lse
+from flexgen_h2o.kernels.slots import ScoreBook, attend, attend_scored
+from flexgen_h2o.kernels.workspace import Workspace
+from flexgen_h2o.kvcache.evict import Hook, keep_prompt_columns
+from flexgen_h2o.kvcache.eviction import H2O
+from flexgen_h2o.kvcache.slots import SlotTable
+from flexgen_h2o.planner.measure.bench import Bench, Call, Sizes
+from flexgen_h2o.planner.profile import AS_FAST, MOST_SPEEDUP, ComputeRates, Curve
+from flexgen_h2o.planner.profile import Products as Rates
+
+HEAD_WIDTH = 64  # of prompts
+LEAST_SHARE = 0.05  # of attention's seconds that scoring takes at least: a difference of two timings may be anything
+PROBE = 16  # a cache smaller by this factor is tried first, and kept where it is slow
+
+
+def prefill_rates(bench: Bench, dtype: torch.dtype) -> tuple[Curve, Curve]:
+    """FLOPs a second of causal attention, and of what h2o adds to it, by the tokens of a prompt.
+
+    Added are the log-sum-exp that attention gives out, the column sums, and choosing the columns that stay.
+    """
+    lengths = bench.sizes.prompt_lengths
+    timings = bench.rounds(*(call for length in lengths for call in _prefill_calls(bench, dtype, length)))
+    attention, scoring, one_prompt = [], [], []
+    for length, plain, scored in zip(lengths, timings[::2], timings[1::2], strict=True):
+        pairs = _prompts(bench, length) * length**2 * bench.sizes.prompt_width
+        seconds = statistics.median(plain)
+        # Both took their turns together, so each round has a difference of its own.
+        added = statistics.median(b - a for a, b in zip(plain, scored, strict=False))
+        attention.append((float(length), 2 * pairs / seconds))
+        one_prompt.append(max(added, LEAST_SHARE * seconds) / _prompts(bench, length))
+    for length, added in zip(lengths, no_longer_than_next(one_prompt), strict=True):
+        scoring.append((float(length), length**2 * bench.sizes.prompt_width / added))
+    return Curve(tuple(attention)), Curve(tuple(scoring))
+
+
+def no_longer_than_next(seconds: Sequence[float]) -> list[float]:
+    """Seconds of ever more work, of which none takes longer than what is more: such a figure was disturbed."""
+    return list(accumulate(reversed(seconds), min))[::-1]
+
+
+def _prompts(bench: Bench, length: int) -> int:
+    return max(1, bench.sizes.prompt_tokens // length)
+
+
+def _prefill_calls(bench: Bench, dtype: torch.dtype, length: int) -> tuple[Call, Call]:
+    """Attention without and with scores over a micro-batch of prompts of one length, packed as the engine has them."""
+    prompts, heads = _prompts(bench, length), bench.sizes.prompt_width // HEAD_WIDTH
+    q, k, v = (bench.normal(dtype, prompts, length, heads, HEAD_WIDTH).transpose(1, 2) for _ in range(3))
+    policy, scale = H2O(), HEAD_WIDTH**-0.5
+    hook = Hook(policy, 0, SlotTable(policy, [(length, 1)] * prompts, 1).at(0, range(prompts)), heads)
+
+    def scored() -> None:
+        _, lse = causal_attention_lse(q, k, v, scale)
+        keep_prompt_columns(hook, 0, (q, k, v), lse, scale)
+
+    return lambda: causal_attention(q, k, v, scale), scored
+
+
+def decode_rates(bench: Bench, dtype: torch.dtype) -> tuple[Curve, Curve]:
+    """Bytes a second of keys and values that one query a head reads, without and with scores, by head width."""
+    cache = bench.normal(dtype, 2, bench.sizes.cache_bytes // dtype.itemsize // 2)
+    widths, sizes = bench.sizes.head_widths, []
+    calls: list[Call] = []
+    for width in widths:
+        rows = max(1, cache.shape[1] // (bench.sizes.slots * width))
+        few = max(1, rows // PROBE)
+        tried = bench.once(_decode_calls(bench, cache, width, few)[1])
+        rows = rows if tried * rows / few < bench.sizes.longest_s else few
+        calls += _decode_calls(bench, cache, width, rows)
+        sizes += [2 * rows * bench.sizes.slots * width * dtype.itemsize] * 2
+    rates = [nbytes / seconds for nbytes, seconds in zip(sizes, bench.seconds_of(*calls), strict=True)]
+    plain, scored = (Curve(tuple(zip(map(float, widths), rates[i::2], strict=True))) for i in range(2))
+    return plain, scored
+
+
+def _decode_calls(bench: Bench, cache: torch.Tensor, width: int, rows: int) -> tuple[Call, Call]:
+    """cache: (2, values), of which the rows take what they need for keys and for values."""
+    slots, scale, where = bench.sizes.slots, width**-0.5, cache.device
+    keys, values = (part[: rows * slots * width].view(1, rows, slots, width) for part in cache)
+    q = bench.normal(cache.dtype, rows, 1, width)
+
+    def ints(value: int) -> torch.Tensor:
+        return torch.full((rows,), value, dtype=torch.int32, device=where)
+
+    positions = torch.arange(slots, dtype=torch.int32, device=where).repeat(rows, 1)
+    scores, gains = torch.zeros(rows, slots, device=where), torch.ones(rows, device=where)
+    book = ScoreBook(scores, positions, ints(0), ints(slots // 2), 1.0, gains, ints(0))
+    filled = ints(slots)
+    return (
+        lambda: attend(q, keys, values, filled, scale),
+        lambda: attend_scored(q, keys, values, filled, scale, book),
+    )
+
+
+WARM_S = 1.0
+MLP, HEAD = 4, 16  # out / in of a block's first MLP matrix, and of what stands for the head
+# How matrices are held. int8: as the engine holds them in RAM, blocked where they can be.
+Held = Literal["in order", "blocked", "int8"]
+FASTER: tuple[Held, ...] = ("blocked", "int8")
+
+
+def matmul_rates(bench: Bench, dtype: torch.dtype) -> Rates:
+    """Curves over rows of (rows, in) times an (out, in) matrix and a bias, by out / in and by in.
+
+    A sweep uses each matrix once, so the matrices here are many: they cycle through a pool larger than the caches.
+    What would take too long is left to the next smaller matrix of its shape, whose rate it takes.
+    """
+    sizes, products = bench.sizes, Products(bench, dtype)
+    most, middle = sizes.rows[-1], sizes.widths[len(sizes.widths) // 2]
+    fastest = 2 * most * middle**2 / bench.once(products.call(most, middle, middle))
+    by_shape = shapes(sizes)
+    smallest = {by_inner[0] for by_inner in by_shape.values()}
+    measured = [
+        (inner, outer, rows)
+        for by_inner in by_shape.values()
+        for inner, outer in by_inner
+        for rows in sizes.rows
+        if 2 * rows * inner * outer / fastest <= sizes.longest_s or (inner, outer) in smallest
+    ]
+    seconds = bench.seconds_of(*(products.call(rows, inner, outer) for inner, outer, rows in measured))
+    found = {(i, o, r): 2 * r * i * o / s for (i, o, r), s in zip(measured, seconds, strict=True)}
+    for by_inner in by_shape.values():
+        for smaller, larger in pairwise(by_inner):
+            for rows in sizes.rows:
+                found.setdefault((*larger, rows), found[(*smaller, rows)])
+
+    def curve(inner: int, outer: int) -> Curve:
+        return Curve(tuple((float(rows), found[inner, outer, rows]) for rows in sizes.rows))
+
+    return tuple(
+        (shape, tuple((float(inner), curve(inner, outer)) for inner, outer in by_inner))
+        for shape, by_inner in by_shape.items()
+    )
+
+
+def speedups(bench: Bench, dtype: torch.dtype) -> dict[Held, Curve]:
+    """How many times faster than with matrices in order products are, over rows: of a square matrix and of an MLP's
+    first one, the mean. 1.0 where nothing is blocked, and in int8 where the host does not compute: no card has run it.
+    """
+    sizes, products = bench.sizes, Products(bench, dtype)
+    width = sizes.widths[len(sizes.widths) // 2]
+    pairs = [(width, width), (width, MLP * width)]
+    there: list[Held] = ["int8"] if bench.device.is_host else []
+    if isinstance(block_rows(bench.normal(dtype, width, width))[0], BlockedRows):
+        there.append("blocked")
+    points: dict[Held, list[tuple[float, float]]] = {held: [] for held in there}
+    for rows in sizes.rows if there else ():
+        calls = [products.call(rows, *pair, held) for held in ("in order", *there) for pair in pairs]
+        seconds, count = bench.seconds_of(*calls), len(pairs)
+        for i, held in enumerate(there, 1):
+            gain = _mean_ratio(seconds[:count], seconds[i * count : (i + 1) * count])
+            points[held].append((float(rows), gain))
+    return {held: Curve(tuple(points[held])) if held in points else AS_FAST for held in FASTER}
+
+
+def _mean_ratio(slow: Sequence[float], fast: Sequence[float]) -> float:
+    return math.exp(statistics.fmean(math.log(a / b) for a, b in zip(slow, fast, strict=True)))
+
+
+def shapes(sizes: Sizes) -> dict[float, list[tuple[int, int]]]:
+    """(in, out) of the matrices that are measured, by out / in: a block's own, and the head's."""
+    return {
+        1 / MLP: [(MLP * h, h) for h in sizes.hidden],
+        1.0: [(w, w) for w in sizes.widths],
+        float(MLP): [(h, MLP * h) for h in sizes.hidden],
+        float(HEAD): [(h, HEAD * h) for h in sizes.heads],
+    }
+
+
+class Products:
+    """Products with the matrices of a pool; inputs and results are as large as the largest needs."""
+
+    def __init__(self, bench: Bench, dtype: torch.dtype) -> None:
+        self._bench = bench
+        sizes = bench.sizes
+        every = [pair for by_inner in shapes(sizes).values() for pair in by_inner]
+        numel = max(inner * outer for inner, outer in every)
+        self._pool = bench.normal(dtype, max(numel, sizes.weight_bytes // dtype.itemsize))
+        self._held: dict[tuple[int, int, Held], list[RowParts]] = {}
+        widest = max(outer for _, outer in every)
+        self._inputs = bench.normal(dtype, sizes.rows[-1] * max(inner for inner, _ in every))
+        self._bias, self._out = bench.normal(dtype, widest), bench.empty(dtype, sizes.rows[-1] * widest)
+
+    def call(self, rows: int, inner: int, outer: int, held: Held = "in order") -> Call:
+        """A product that takes the next matrix each time it is called; held: blocked only where it can be.
+
+        Matrices in order and blocked ones are the same memory. To block some gives the others' numbers another order,
+        and no others.
+        """
+        matrices = cycle(self._matrices(inner, outer, held))
+        x, out = self._inputs[: rows * inner].view(rows, inner), self._out[: rows * outer].view(rows, outer)
+        bias = self._bias[:outer]
+        return lambda: linear(x, next(matrices), bias, out)
+
+    def _matrices(self, inner: int, outer: int, held: Held) -> list[RowParts]:
+        key = inner, outer, held
+        if key not in self._held:
+            whole = [part.view(outer, inner) for part in self._pool.split(inner * outer) if len(part) == inner * outer]
+            if held == "int8":
+                self._held[key] = self._in_int8(whole[0])
+            else:
+                self._held[key] = [block_rows(matrix) if held == "blocked" else (matrix,) for matrix in whole]
+        return self._held[key]
+
+    def _in_int8(self, matrix: torch.Tensor) -> list[RowParts]:
+        """One over and over, in as many bytes as half of the pool."""
+        (outer, inner), packed = matrix.shape, pack_int8_rows(matrix)
+        count = max(1, self._bench.sizes.weight_bytes // 2 // packed.nbytes)
+        memory = self._bench.empty(torch.uint8, count, *packed.shape)
+        memory.copy_(packed)
+        workspace = self._int8_workspace(inner, outer)
+        return [tuple(Int8Rows(part, inner, workspace) for part in block_int8_rows(rows)) for rows in memory]
+
+    def _int8_workspace(self, inner: int, outer: int) -> Workspace:
+        sizes = product_sizes(self._bench.sizes.rows[-1], inner, outer)
+        return Workspace(self._bench.empty(torch.uint8, sum(sizes.values())), sizes, self._pool.dtype)
+
+
+def warm_cores(bench: Bench, dtype: torch.dtype) -> None:
+    """Bring the clocks up and the libraries in before the first figure."""
+    width = bench.sizes.widths[len(bench.sizes.widths) // 2]
+    call = Products(bench, dtype).call(bench.sizes.rows[-1], width, width)
+    until = time.perf_counter() + WARM_S
+    while time.perf_counter() < until:
+        bench.once(call)
+
+
+PACKED_BITS = 4
+
+
+@dataclass(frozen=True)
+class OtherRates:
+    """Of one dtype, a second: bytes read and written by norms and activations, bytes of dequantised results, logits.
+
+    requantise_speedup: how many times faster the same values become int8 rows.
+    """
+
+    elementwise: float
+    dequantise: float
+    logits: float
+    requantise_speedup: float
+
+
+def memory_rate(bench: Bench) -> float:
+    """Bytes a second, read and written, of a copy between two buffers larger than the caches."""
+    target, source = (bench.empty(torch.uint8, bench.sizes.memory_bytes) for _ in range(2))
+    return 2 * bench.sizes.memory_bytes / bench.seconds_of(lambda: target.copy_(source))[0]
+
+
+def kernel_seconds(bench: Bench) -> float:
+    """Seconds of one operation that has next to nothing to do, with others before and after it."""
+    one = bench.normal(torch.float32, 1)
+    return bench.seconds_of(lambda: one.add_(1.0))[0]
+
+
+def other_rates(bench: Bench, dtype: torch.dtype) -> OtherRates:
+    (tokens, width), logits = bench.sizes.block, bench.normal(dtype, *bench.sizes.logits)
+    packed = _packed(bench, dtype)
+    calls = [_norm_and_activation(bench, dtype), _choice(logits), _dequantise(bench, dtype, packed)]
+    if bench.device.is_host:  # no card has made int8 rows
+        calls.append(_requantise(bench, packed))
+    elementwise, choice, dequantise, *requantise = bench.seconds_of(*calls)
+    return OtherRates(
+        4 * tokens * width * dtype.itemsize / elementwise,
+        bench.sizes.weight_bytes / dequantise,
+        logits.numel() / choice,
+        dequantise / requantise[0] if requantise else 1.0,
+    )
+
+
+def _norm_and_activation(bench: Bench, dtype: torch.dtype) -> Call:
+    """Over the tokens of a chunk; each reads and writes all of them."""
+    x = bench.normal(dtype, *bench.sizes.block)
+    weight, bias = (bench.normal(dtype, x.shape[1]) for _ in range(2))
+    return lambda: torch.relu_(F.layer_norm(x, (x.shape[1],), weight, bias))
+
+
+def _packed(bench: Bench, dtype: torch.dtype) -> torch.Tensor:
+    """Rows in 4 bits of weight_bytes of `dtype`, more than caches hold: one over and over."""
+    width = bench.sizes.block[1]
+    rows = bench.sizes.weight_bytes // (width * dtype.itemsize)
+    packed = bench.empty(torch.uint8, rows, packed_row_bytes(width, PACKED_BITS))
+    packed.copy_(pack_rows(bench.normal(dtype, 1, width).cpu(), PACKED_BITS))
+    return packed
+
+
+def _dequantise(bench: Bench, dtype: torch.dtype, packed: torch.Tensor) -> Call:
+    """Into `dtype`, as the engine unpacks them."""
+    out = bench.empty(dtype, len(packed), bench.sizes.block[1])
+    return lambda: unpack_rows(packed, PACKED_BITS, out)
+
+
+def _requantise(bench: Bench, packed: torch.Tensor) -> Call:
+    """Into int8 rows, as the engine unpacks them for products in int8."""
+    width = bench.sizes.block[1]
+    parts = blank_int8_rows(bench.empty(torch.uint8, len(packed), INT8.row_bytes(width)))
+    return lambda: requantise_rows(packed, 0, parts, width)
+
+
+def _choice(logits: torch.Tensor) -> Call:
+    """The greedy tokens of all rows."""
+    chooser, rows = TokenChooser(SamplingParams()), range(len(logits))
+    return lambda: chooser.choose(logits, rows, rows)
+
+
+def compute_rates(bench: Bench, host: Bench, dtype: str) -> ComputeRates:
+    """host: the host's bench, which is `bench` itself where the host computes; nothing is measured twice there."""
+    kind = getattr(torch, dtype)
+    prefill, column_sums = prefill_rates(bench, kind)
+    plain, scored = decode_rates(bench, kind)
+    others = other_rates(bench, kind)
+    faster = speedups(bench, kind)
+    rates = ComputeRates(
+        matmul_flops_per_s=matmul_rates(bench, kind),
+        prefill_attention_flops_per_s=prefill,
+        column_sums_flops_per_s=column_sums,
+        device_attention_bytes_per_s=plain,
+        device_scored_attention_bytes_per_s=scored,
+        host_attention_bytes_per_s=plain,
+        host_scored_attention_bytes_per_s=scored,
+        elementwise_bytes_per_s=others.elementwise,
+        device_dequantise_bytes_per_s=others.dequantise,
+        host_dequantise_bytes_per_s=others.dequantise,
+        logits_per_s=others.logits,
+        blocked_speedup=_in_bounds(faster["blocked"]),
+        int8_speedup=_in_bounds(faster["int8"]),
+        requantise_speedup=_in_bounds(Curve.flat(others.requantise_speedup)).at(1),
+    )
+    return rates if host is bench else _with_host(rates, host, kind)
+
+
+def _in_bounds(speedup: Curve) -> Curve:
+    """On a busy machine a ratio of two timings may be anything, and a profile with it could not be read again."""
+    return Curve(tuple((size, min(MOST_SPEEDUP, max(1 / MOST_SPEEDUP, ratio))) for size, ratio in speedup.points))
+
+
+def _with_host(rates: ComputeRates, host: Bench, dtype: torch.dtype) -> ComputeRates:
+    plain, scored = decode_rates(host, dtype)
+    return replace(
+        rates, host_attention_bytes_per_s=plain, host_scored_attention_bytes_per_s=scored,
+        host_dequantise_bytes_per_s=other_rates(host, dtype).dequantise,
+    )  # fmt: skip

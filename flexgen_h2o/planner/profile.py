@@ -1,0 +1,378 @@
+"""A hardware profile: the measured rates and fixed costs of one machine, JSON in and out. No torch, measures nothing.
+
+A rate is bytes or FLOPs a second; where it depends on a size it is a curve of a few points. Compute rates belong to
+the dtype that is computed in. Written by `flexgen_h2o.hardware` and scripts/fit_profile.py, read by the planner.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+from flexgen_h2o.core.config import DTYPE_BYTES
+from flexgen_h2o.core.errors import FlexgenError, UsageError
+from flexgen_h2o.core.files import policies_folder, read_json, usable_path, write_whole
+
+PROFILE_SCHEMA = 4
+# Products in int8 over those in bf16 on a CPU whose profile is older than schema 3 and does not tell: what a 2-core AMD
+# EPYC with VNNI reached (build-2core) in 128 rows and a layer around them.
+UNKNOWN_INT8_SPEEDUP = 1.6
+MOST_RATE = 1e18
+MOST_SECONDS = 10.0
+MOST_SPEEDUP = 100.0
+MOST_BYTES = 2**63
+# How a note begins where other processes took enough of the cores to be seen in the figures.
+BUSY_NOTE = "measured while other processes took"
+MEASURED_BUSY = "profile measured on a busy machine: measure again with python -m flexgen_h2o.hardware"
+LEAST_SHAPE = 2**-10  # out / in of a matrix
+SHIPPED = policies_folder() / "profiles"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A rate as a function of a size, by points of rising size. Between two points the seconds that one unit of work
+    takes are interpolated over log(size); outside them the nearest point holds.
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    @classmethod
+    def flat(cls, rate: float) -> Curve:
+        return cls(((1.0, rate),))
+
+    @cached_property
+    def _sizes(self) -> list[float]:
+        return [size for size, _ in self.points]
+
+    def at(self, size: float) -> float:
+        i = bisect_left(self._sizes, size)
+        if i == 0 or i == len(self.points):
+            return self.points[min(i, len(self.points) - 1)][1]
+        (a, slow), (b, fast) = self.points[i - 1], self.points[i]
+        t = math.log(size / a) / math.log(b / a)
+        return 1 / ((1 - t) / slow + t / fast)
+
+    def scaled(self, factor: float) -> Curve:
+        return Curve(tuple((size, rate * factor) for size, rate in self.points))
+
+
+AS_FAST = Curve.flat(1.0)
+# (out / in, ((in, FLOPs a second over rows), ...)) of linear maps, both rising
+Products = tuple[tuple[float, tuple[tuple[float, Curve], ...]], ...]
+
+
+@dataclass(frozen=True)
+class ComputeRates:
+    """What one dtype computes at. Curves are over the size in brackets.
+
+    matmul_flops_per_s: products of (rows, in) with (out, in) matrices that are not in a cache: by out / in, by in, and
+    for each over [rows]. prefill_attention_flops_per_s: causal attention over [prompt tokens],
+    2 n^2 x (heads x d) FLOPs a prompt (half of the n x n pairs, two products). column_sums_flops_per_s: the second
+    pass of an eviction policy, n^2 x (heads x d) FLOPs. device_ and host_attention_bytes_per_s: decode attention over
+    [head width], bytes of the keys and values that it reads; scored_...: the same with scores and victims.
+    elementwise_bytes_per_s: norms and activations, bytes read and written. dequantise_bytes_per_s: packed weights in
+    4 bits to the dtype, bytes of the result. logits_per_s: choosing a token, logits looked at. blocked_speedup: how
+    many times faster products are with matrices in RAM that are held blocked (kernels/blocked.py), over [rows];
+    int8_speedup: the same of products in int8 (kernels/int8.py), inputs and results included. requantise_speedup:
+    how many times faster the same values in 4 bits become int8 rows than the dtype.
+    """
+
+    matmul_flops_per_s: Products
+    prefill_attention_flops_per_s: Curve
+    column_sums_flops_per_s: Curve
+    device_attention_bytes_per_s: Curve
+    device_scored_attention_bytes_per_s: Curve
+    host_attention_bytes_per_s: Curve
+    host_scored_attention_bytes_per_s: Curve
+    elementwise_bytes_per_s: float
+    device_dequantise_bytes_per_s: float
+    host_dequantise_bytes_per_s: float
+    logits_per_s: float
+    blocked_speedup: Curve = AS_FAST
+    int8_speedup: Curve = AS_FAST
+    requantise_speedup: float = 1.0
+
+    def matmul_rate(self, rows: float, inner: float, outer: float) -> float:
+        """FLOPs a second of (rows, inner) x (inner, outer)."""
+        return _matmul_rate(self.matmul_flops_per_s, rows, inner, outer)
+
+
+# A sweep has a handful of products, and a search asks for them thousands of times.
+@lru_cache(maxsize=8192)
+def _matmul_rate(products: Products, rows: float, inner: float, outer: float) -> float:
+    by_shape = tuple(
+        (shape, Curve(tuple((width, over_rows.at(rows)) for width, over_rows in by_inner)).at(inner))
+        for shape, by_inner in products
+    )
+    return Curve(by_shape).at(outer / inner)
+
+
+@dataclass(frozen=True)
+class HardwareProfile:
+    """One machine. Rates in bytes a second, times in seconds, sizes in bytes.
+
+    machine: a short name. device_is_host: there is no card, the host computes. device_is_asynchronous: compute is
+    queued on the device and the thread that issues it goes on. *_mem_bytes: what the tiers have in all. h2d, d2h: the
+    link with pinned host memory, ..._unpinned without. disk_read_beside_compute: what is left of the disk's read rate
+    while all cores compute, a share; compute_beside_disk_read: what is left of the compute rate while the disk is
+    read. *_memory_bytes_per_s: of a copy, bytes read and written. kernel_s: of one operation with next to nothing to
+    do; transfer_s, disk_request_s: from handing a small copy, a small read to its lane until the bytes are there.
+    overlay_bytes_per_s: new columns of KV units on disk that wait in RAM to be written back, bytes of keys and values
+    read and written when they are laid over a unit and another one is taken up.
+    step_s: of one (layer, micro-batch) step of a decode sweep beside its products and kernel_s for each of them; where
+    compute is asynchronous, with the seconds that issuing them takes. attention_step_s: more in an attention layer;
+    eviction_step_s: more where columns are dropped; row_s: for each further row of a step that the host computes, and
+    beside a card for each row whose columns the host drops. short_read_compute_s: that a disk request of next to no
+    bytes takes from the steps beside it; the longer a request, the less (planner.work.Move.short_requests), and its
+    bytes take what compute_beside_disk_read says. cache_load_step_s: more where a KV unit is brought from another tier.
+    compute: rates by dtype. source: where the numbers are from; notes: the same for single fields.
+    """
+
+    machine: str
+    description: str
+    date: str
+    source: str
+    device_is_host: bool
+    device_is_asynchronous: bool
+    device_mem_bytes: int
+    host_mem_bytes: int
+    disk_mem_bytes: int
+    disk_read_bytes_per_s: float
+    disk_write_bytes_per_s: float
+    h2d_bytes_per_s: float
+    d2h_bytes_per_s: float
+    h2d_unpinned_bytes_per_s: float
+    d2h_unpinned_bytes_per_s: float
+    host_memory_bytes_per_s: float
+    device_memory_bytes_per_s: float
+    disk_read_beside_compute: float
+    compute_beside_disk_read: float
+    kernel_s: float
+    transfer_s: float
+    disk_request_s: float
+    overlay_bytes_per_s: float
+    step_s: float
+    attention_step_s: float
+    eviction_step_s: float
+    row_s: float
+    short_read_compute_s: float
+    cache_load_step_s: float
+    compute: Mapping[str, ComputeRates]
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def was_disturbed(self) -> bool:
+        """Was it measured on a busy machine?"""
+        return any(note.startswith(BUSY_NOTE) for note in self.notes.values())
+
+    def busy_parts(self, parts: Sequence[str]) -> dict[str, str]:
+        """Those of `parts`, in their order, that were measured on a busy machine, each with its note.
+
+        Profiles of before parts were told apart have one note for all.
+        """
+        noted = {name: note for name, note in self.notes.items() if note.startswith(BUSY_NOTE)}
+        if not set(noted) <= set(parts):
+            return dict.fromkeys(parts, next(iter(noted.values())))
+        return {part: noted[part] for part in parts if part in noted}
+
+    def rates(self, dtype: str) -> ComputeRates:
+        """UsageError for a dtype that was not measured."""
+        if dtype not in self.compute:
+            raise UsageError(
+                f"profile of {self.machine}: has no compute rates of {dtype}, only {', '.join(self.compute)}"
+            )
+        return self.compute[dtype]
+
+    def to_json(self) -> dict[str, Any]:
+        body = {f.name: getattr(self, f.name) for f in fields(self)}
+        compute = {dtype: _rates_to_json(rates) for dtype, rates in self.compute.items()}
+        return {"schema": PROFILE_SCHEMA, **body, "compute": compute, "notes": dict(self.notes)}
+
+
+def write_profile(path: Path, profile: HardwareProfile) -> None:
+    """Write a profile file (JSON, DESIGN 3.3), whole or not at all. Raises FlexgenError naming the file."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(profile.to_json(), indent=2, allow_nan=False) + "\n")
+    except OSError as error:
+        raise FlexgenError(f"profile {path}: {error.strerror or error}") from error
+
+
+def find_profile(name_or_path: str | Path, flag: str = "--hardware") -> Path:
+    """A profile file, or the name of a shipped one (`t4`). UsageError naming `flag` for neither."""
+    path = usable_path(name_or_path, flag)
+    if path.is_file():
+        return path
+    shipped = SHIPPED / f"{name_or_path}.json"
+    if str(name_or_path) == path.name and shipped.is_file():
+        return shipped
+    names = ", ".join(sorted(p.stem for p in SHIPPED.glob("*.json")))
+    raise UsageError(f"{flag} {name_or_path}: no such file, and not a shipped profile ({names or 'none is here'})")
+
+
+def read_profile(path: Path, flag: str = "--hardware") -> HardwareProfile:
+    """Read and validate a profile file; UsageError names the file and the unknown, missing or bad field."""
+    try:
+        body = read_json(path)
+    except OSError as error:
+        raise UsageError(f"{flag} {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UsageError(f"{flag} {path}: not a JSON file ({error})") from error
+    try:
+        return profile_from_json(body)
+    except UsageError as error:
+        raise UsageError(f"{flag} {path}: {error}") from error
+
+
+def profile_from_json(body: object) -> HardwareProfile:
+    """UsageError names the unknown, missing or bad field."""
+    if not isinstance(body, dict):
+        raise UsageError("a JSON object is expected")
+    schema = body.get("schema")
+    if isinstance(schema, bool) or not isinstance(schema, int) or not 1 <= schema <= PROFILE_SCHEMA:
+        raise UsageError(f"schema is {schema!r}, this version reads 1 to {PROFILE_SCHEMA}")
+    given = {key: value for key, value in body.items() if key != "schema"}
+    if schema < PROFILE_SCHEMA:
+        given = _with_what_is_new(schema, given)
+    _check_keys("", given, HardwareProfile)
+    found = {f.name: _READERS[str(f.type)](f.name, given[f.name]) for f in fields(HardwareProfile) if f.name in given}
+    return HardwareProfile(**found)
+
+
+def _with_what_is_new(schema: int, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of an older schema, and those that came later as if nothing were known of them."""
+    since_4 = {"overlay_bytes_per_s": MOST_RATE, "short_read_compute_s": 0.0, "cache_load_step_s": 0.0}
+    found, compute = {**since_4, **given}, given.get("compute")
+    if schema > 2 or not isinstance(compute, dict):
+        return found
+
+    def new(dtype: str) -> dict[str, Any]:
+        on_cpu = given.get("device_is_host") is True and dtype == "bfloat16"
+        since_3 = {"int8_speedup": {"1": UNKNOWN_INT8_SPEEDUP if on_cpu else 1.0}, "requantise_speedup": 1.0}
+        return since_3 if schema > 1 else {"blocked_speedup": {"1": 1.0}, **since_3}
+
+    return {**found, "compute": {d: {**new(d), **r} if isinstance(r, dict) else r for d, r in compute.items()}}
+
+
+def _check_keys(where: str, given: Mapping[str, object], kind: type) -> None:
+    names = {f.name for f in fields(kind)}
+    unknown, missing = sorted(set(given) - names), sorted(names - set(given) - {"notes"})
+    if unknown or missing:
+        problem = f"unknown field {unknown[0]!r}" if unknown else f"field {missing[0]!r} is missing"
+        raise UsageError(f"{where}{problem}")
+
+
+def _text(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise UsageError(f"{name}: {value!r} is not a text")
+    return value
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise UsageError(f"{name}: {value!r} is not true or false")
+    return value
+
+
+def _size(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST_BYTES:
+        raise UsageError(f"{name}: {value!r:.40} is not a number of bytes")
+    return value
+
+
+def _number(name: str, value: object) -> float:
+    """Rates, shares and seconds: the name's ending says which."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UsageError(f"{name}: {value!r} is not a number")
+    if name.endswith("per_s"):
+        low, high, what = 1.0, MOST_RATE, "a rate"
+    elif name.endswith("_s"):
+        low, high, what = 0.0, MOST_SECONDS, "a time in seconds"
+    elif name.endswith("_speedup"):
+        low, high, what = 1 / MOST_SPEEDUP, MOST_SPEEDUP, "how many times faster"
+    else:
+        low, high, what = 0.01, 1.0, "a share"
+    if not low <= value <= high:
+        raise UsageError(f"{name}: {value!r:.40} is out of range; {what} is between {low:g} and {high:g}")
+    return float(value)
+
+
+def _points(name: str, value: object, least: float = 1.0) -> list[tuple[float, Any]]:
+    """The (size, anything) pairs of a curve's object, by size."""
+    if not isinstance(value, dict) or not value:
+        raise UsageError(f"{name}: an object of sizes and rates is expected, not {value!r}")
+    found: list[tuple[float, Any]] = []
+    for key, entry in value.items():
+        try:
+            size = float(key)
+        except ValueError:
+            size = 0.0
+        if not least <= size <= MOST_BYTES:
+            raise UsageError(f"{name}: {key!r} is not a size of at least {least:g}")
+        if size in (other for other, _ in found):
+            raise UsageError(f"{name}: size {size:g} is there twice")
+        found.append((size, entry))
+    return sorted(found, key=lambda pair: pair[0])
+
+
+def _curve(name: str, value: object) -> Curve:
+    return Curve(tuple((size, _number(name, rate)) for size, rate in _points(name, value)))
+
+
+def _products(name: str, value: object) -> Products:
+    return tuple(
+        (shape, tuple((inner, _curve(name, curve)) for inner, curve in _points(name, by_inner)))
+        for shape, by_inner in _points(name, value, LEAST_SHAPE)
+    )
+
+
+def _compute(name: str, value: object) -> dict[str, ComputeRates]:
+    if not isinstance(value, dict) or not value:
+        raise UsageError(f"{name}: an object of dtypes is expected, not {value!r}")
+    found = {}
+    for dtype, rates in value.items():
+        if dtype not in DTYPE_BYTES:
+            raise UsageError(f"{name}: {dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+        if not isinstance(rates, dict):
+            raise UsageError(f"{name}.{dtype}: a JSON object is expected")
+        _check_keys(f"{name}.{dtype}: ", rates, ComputeRates)
+        found[dtype] = ComputeRates(
+            **{f.name: _READERS[str(f.type)](f.name, rates[f.name]) for f in fields(ComputeRates)}
+        )
+    return found
+
+
+def _notes(name: str, value: object) -> dict[str, str]:
+    if not isinstance(value, dict):
+        raise UsageError(f"{name}: a JSON object is expected")
+    return {key: _text(f"{name}.{key}", text) for key, text in value.items()}
+
+
+# By the field's annotation, as it is written above.
+_READERS: dict[str, Any] = {
+    "str": _text,
+    "bool": _flag,
+    "int": _size,
+    "float": _number,
+    "Curve": _curve,
+    "Products": _products,
+    "Mapping[str, ComputeRates]": _compute,
+    "Mapping[str, str]": _notes,
+}
+
+
+def _rates_to_json(rates: ComputeRates) -> dict[str, Any]:
+    def plain(value: Any) -> Any:
+        if isinstance(value, Curve):
+            return {f"{size:g}": rate for size, rate in value.points}
+        if isinstance(value, tuple):
+            return {f"{size:g}": plain(curve) for size, curve in value}
+        return value
+
+    return {f.name: plain(getattr(rates, f.name)) for f in fields(rates)}

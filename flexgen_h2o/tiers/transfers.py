@@ -1,0 +1,236 @@
+"""Transfer lanes: worker threads that move bytes.
+
+An operation names the events that must come before it, waits for them on its own worker, and signals its own `Done`.
+The first failure ends every lane: whoever waits gets that error.
+
+Moves bytes between files, host and device memory: in chunks, directly where alignment allows, else staged.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+
+from flexgen_h2o.core.timeline import Timeline
+from flexgen_h2o.core.units import PAGE, STAGING_BYTES, TRANSFER_CHUNK, round_up
+from flexgen_h2o.tiers.device import Device
+from flexgen_h2o.tiers.disk import DirectFile, aligned_range
+from flexgen_h2o.tiers.stream import Done, Waitable, wait_all
+
+
+class _Cancelled(Exception):
+    """Set on operations dropped because another one failed or the lanes were closed."""
+
+
+class Lanes:
+    """Named worker queues (`disk_read`, `disk_write`, `h2d`, `d2h`), each with its own threads.
+
+    bytes_moved: over each lane's link; bytes_by_name: the same by (lane, name of the operation).
+    """
+
+    def __init__(self, threads: dict[str, int], timeline: Timeline) -> None:
+        self.timeline = timeline
+        self.bytes_moved = dict.fromkeys(threads, 0)
+        self.bytes_by_name: Counter[tuple[str, str]] = Counter()
+        self._current = threading.local()  # `name`: of the operation that a worker is at
+        self._queues: dict[str, queue.SimpleQueue[_Job | None]] = {lane: queue.SimpleQueue() for lane in threads}
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._owner = os.getpid()
+        self._lock = threading.Lock()
+        rows = [(lane, f"{lane} {i + 1}" if i else lane) for lane, count in threads.items() for i in range(count)]
+        self._threads = [threading.Thread(target=self._work, args=row, name=row[1], daemon=True) for row in rows]
+        self._lane_of_thread = [lane for lane, _ in rows]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, lane: str, name: str, jobs: Sequence[Callable[[], int]], after: Sequence[Waitable] = ()) -> Done:
+        """Queue `jobs` (each returns the bytes it moved) on a lane; they start once `after` is done, in queue order."""
+        done = Done(len(jobs))
+        with self._lock:
+            if self._closed:  # nobody is left to serve it
+                done.finish_one(self._failure)
+                return done
+            for job in jobs:
+                self._queues[lane].put(_Job(name, job, after, done))
+        return done
+
+    def count(self, lane: str, nbytes: int) -> None:
+        """Count bytes that crossed a lane's link, inside a job of that or of another lane."""
+        with self._lock:
+            self.bytes_moved[lane] += nbytes
+            self.bytes_by_name[lane, self._current.name] += nbytes
+
+    def close(self) -> None:
+        """Drop what is queued, end the threads and wait for them. In a child of os.fork() there are none."""
+        if os.getpid() != self._owner:  # and one of them may have held the lock as the child was made
+            return
+        with self._lock:
+            self._failure = self._failure or _Cancelled("the run has ended")
+            self._closed = True
+        for lane in self._lane_of_thread:
+            self._queues[lane].put(None)
+        for thread in self._threads:
+            thread.join()
+
+    @torch.inference_mode()  # as the compute thread, whose views it fills
+    def _work(self, lane: str, row: str) -> None:
+        while (job := self._queues[lane].get()) is not None:
+            if self._failure is not None:
+                job.done.finish_one(self._failure)
+                continue
+            try:
+                wait_all(job.after)
+                start, self._current.name = time.perf_counter(), job.name
+                moved = job.run()
+                self.timeline.record(lane, job.name, start, time.perf_counter(), row)
+            except BaseException as error:
+                with self._lock:
+                    self._failure = self._failure or error
+                job.done.finish_one(self._failure)
+                continue
+            self.count(lane, moved)
+            job.done.finish_one()
+
+
+class _Job:
+    def __init__(self, name: str, run: Callable[[], int], after: Sequence[Waitable], done: Done) -> None:
+        self.name, self.run, self.after, self.done = name, run, after, done
+
+
+Memory = Literal["device", "host"]
+
+
+class Mover:
+    """All traffic of a run. Every method queues the work and returns its `Done`."""
+
+    def __init__(self, device: Device, lanes: Lanes) -> None:
+        self.device = device
+        self.lanes = lanes
+        self._staging = threading.local()
+
+    def read(
+        self, name: str, dst: torch.Tensor, memory: Memory, file: DirectFile, offset: int, nbytes: int,
+        dtype: torch.dtype = torch.uint8, after: Sequence[Waitable] = (),
+    ) -> Done:  # fmt: skip
+        """Fill `dst`, which lies in `memory`, from file bytes [offset, offset + nbytes), which hold `dtype` values.
+
+        Straight into `dst` when it is page-aligned host bytes with room for the aligned range; otherwise chunk by
+        chunk through the worker's staging buffer, converted to dst's dtype and copied to dst's memory.
+        """
+        crosses = self._crosses(memory)
+        if dtype == torch.uint8 and not crosses and _takes_direct(dst, offset, nbytes):
+            jobs = [_bind(file.read, dst[a:b], offset + a, min(b, nbytes) - a) for a, b in _even_chunks(dst.numel())]
+        else:
+            flat = dst.view(-1) if dtype != torch.uint8 else dst.view(-1)[:nbytes]
+            step = TRANSFER_CHUNK // dtype.itemsize
+            jobs = [
+                _bind(self._staged_read, flat[a:b], file, offset + a * dtype.itemsize, dtype, crosses)
+                for a, b in _chunks(flat.numel(), step)
+            ]
+        return self.lanes.submit("disk_read", name, jobs, after)
+
+    def write(
+        self, name: str, file: DirectFile, offset: int, src: torch.Tensor, memory: Memory,
+        after: Sequence[Waitable] = (),
+    ) -> Done:  # fmt: skip
+        """Write `src` (uint8), which lies in `memory`, to the file at `offset` (a multiple of 4 KiB).
+
+        Whole pages are written: the file's bytes behind a `src` that ends inside one are undefined.
+        """
+        crosses = self._crosses(memory)
+        if not crosses and src.data_ptr() % PAGE == 0 and src.numel() % PAGE == 0:
+            jobs = [_bind(file.write, src[a:b], offset + a) for a, b in _even_chunks(src.numel())]
+        else:
+            jobs = [
+                _bind(self._staged_write, src[a:b], file, offset + a, crosses)
+                for a, b in _chunks(src.numel(), TRANSFER_CHUNK)
+            ]
+        return self.lanes.submit("disk_write", name, jobs, after)
+
+    def _crosses(self, memory: Memory) -> bool:
+        """Do bytes between a file and `memory` cross the link between host and device?"""
+        return memory == "device" and not self.device.is_host
+
+    def copy(self, lane: str, name: str, dst: torch.Tensor, src: torch.Tensor, after: Sequence[Waitable] = ()) -> Done:
+        """Copy between host and device memory on lane `h2d` or `d2h`."""
+
+        def job() -> int:
+            self.device.copy(dst, src)
+            return src.numel() * src.element_size()
+
+        return self.lanes.submit(lane, name, [job], after)
+
+    def copy_indexed(
+        self, name: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], index: tuple[torch.Tensor, ...],
+        after: Sequence[Waitable],
+    ) -> Done:  # fmt: skip
+        """Copy dst[index] = src[index] for each (dst, src), from device to host memory. index: as torch takes it."""
+
+        def job() -> int:
+            moved = 0
+            for target, source in pairs:
+                with self.device.beside_compute():  # the copies to the host wait for their stream
+                    values = source[tuple(i.to(source.device) for i in index)].to(target.device)
+                target[tuple(i.to(target.device) for i in index)] = values
+                moved += values.numel() * values.element_size()
+            return moved
+
+        return self.lanes.submit("d2h", name, [job], after)
+
+    def _staged_read(self, dst: torch.Tensor, file: DirectFile, offset: int, dtype: torch.dtype, crosses: bool) -> int:
+        nbytes = dst.numel() * dtype.itemsize
+        start, length = aligned_range(offset, nbytes)
+        staging = self._thread_staging()[:length]
+        got = file.read(staging, start, offset - start + nbytes)
+        source = staging[offset - start : offset - start + nbytes]
+        if source.data_ptr() % dtype.itemsize:
+            source = source.clone()  # safetensors promises no alignment
+        self.device.copy(dst, source.view(dtype))
+        if crosses:
+            self.lanes.count("h2d", dst.numel() * dst.element_size())
+        return got
+
+    def _staged_write(self, src: torch.Tensor, file: DirectFile, offset: int, crosses: bool) -> int:
+        staging = self._thread_staging()[: round_up(src.numel(), PAGE)]
+        self.device.copy(staging[: src.numel()], src)
+        if crosses:
+            self.lanes.count("d2h", src.numel())
+        return file.write(staging, offset)
+
+    def _thread_staging(self) -> torch.Tensor:
+        if not hasattr(self._staging, "buffer"):
+            self._staging.buffer = self.device.host_staging(STAGING_BYTES)
+        buffer: torch.Tensor = self._staging.buffer
+        return buffer
+
+
+def _takes_direct(dst: torch.Tensor, offset: int, nbytes: int) -> bool:
+    return (
+        dst.dtype == torch.uint8
+        and dst.is_contiguous()
+        and dst.data_ptr() % PAGE == 0
+        and dst.numel() % PAGE == 0
+        and offset % PAGE == 0
+        and dst.numel() >= nbytes
+    )
+
+
+def _chunks(total: int, step: int) -> list[tuple[int, int]]:
+    return [(a, min(a + step, total)) for a in range(0, total, step)]
+
+
+def _even_chunks(total: int) -> list[tuple[int, int]]:
+    """Page-aligned runs of about TRANSFER_CHUNK bytes, none much shorter than the others: short requests are slow."""
+    return _chunks(total, round_up(-(-total // max(1, total // TRANSFER_CHUNK)), PAGE))
+
+
+def _bind(call: Callable[..., int], *args: object) -> Callable[[], int]:
+    return lambda: call(*args)
