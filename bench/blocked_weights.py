@@ -38,7 +38,7 @@ def main() -> int:
             raise FlexgenError("torch does not block matrices here")
         products = Products(bench, torch.bfloat16)
         busy = common.wait_for_quiet(args.quiet_wait)
-        with common.Neighbours() as seen:
+        with common.BackgroundLoad() as seen:
             found = [
                 _pair(bench, products, rows, *pair)
                 for pair in ((hidden, hidden), (hidden, MLP * hidden), (MLP * hidden, hidden))

@@ -27,13 +27,13 @@ from typing import Any
 
 import torch
 
-from flexgen_h2o.cli_common import run_door
+from flexgen_h2o.cli_common import run_cli
 from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, ModelSpec, Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import usable_path, write_whole
 from flexgen_h2o.core.packing import weight_form
 from flexgen_h2o.core.schedule import Step, zigzag
-from flexgen_h2o.engine.generation import Watches
+from flexgen_h2o.engine.generation import Callbacks
 from flexgen_h2o.engine.memory_plan import part_bytes, tier_shares, weight_parts
 from flexgen_h2o.engine.prompts import Prompt, benchmark_prompts
 from flexgen_h2o.engine.report import check_writable
@@ -103,7 +103,7 @@ def decoded(text: str) -> int:
 
 def door(main: Callable[[], int | None]) -> int:
     """`main` as a command line: what is wrong in one line, and the package's exit codes."""
-    return run_door(Path(sys.argv[0]).stem, lambda _: main() or 0, None)
+    return run_cli(Path(sys.argv[0]).stem, lambda _: main() or 0, None)
 
 
 def finish(result: dict[str, Any], output: Path | None) -> None:
@@ -183,10 +183,10 @@ def wait_for_quiet(limit_s: float) -> float:
             return busy
 
 
-class Neighbours:
+class BackgroundLoad:
     """What others took of the machine while a `with` block ran: shares of all cores. 0.0 each on a quiet machine."""
 
-    def __enter__(self) -> Neighbours:
+    def __enter__(self) -> BackgroundLoad:
         self._start = (_cpu_seconds(), _own_seconds(), time.monotonic())
         return self
 
@@ -211,7 +211,7 @@ def _own_seconds() -> float:
 
 
 def _busy_share(seconds: float) -> float:
-    with Neighbours() as watched:
+    with BackgroundLoad() as watched:
         time.sleep(seconds)
     return watched.others
 
@@ -298,7 +298,7 @@ def run_sweeps(llm: LLM, rows: int, prompt_len: int, sweeps: int) -> list[Mark]:
     def some_sweeps(layers: int, batches: int) -> Iterator[Step]:
         return zigzag(sweeps, layers, batches)
 
-    llm.run(prompts, SamplingParams(sweeps + 2, ignore_eos=True), lambda done: None, Watches(mark), order=some_sweeps)
+    llm.run(prompts, SamplingParams(sweeps + 2, ignore_eos=True), lambda done: None, Callbacks(mark), order=some_sweeps)
     assert llm.policy is not None
     block = min(rows, llm.policy.block_size)
     return [m for m in marks if m.rows % block == 0][:sweeps]
@@ -321,7 +321,7 @@ def alternate(repeats: int, parts: Sequence[Callable[[], None]], quiet_wait: flo
     rounds = []
     for i in range(repeats):
         busy = wait_for_quiet(quiet_wait)
-        with Neighbours() as seen:
+        with BackgroundLoad() as seen:
             for part in parts if i % 2 == 0 else list(reversed(parts)):
                 part()
         rounds.append({"busy_before": busy, "others": seen.others, "stolen": seen.stolen})

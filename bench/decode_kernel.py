@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from common import GB, Neighbours, Spread, add_flags, door, finish, table, wait_for_quiet
+from common import GB, BackgroundLoad, Spread, add_flags, door, finish, table, wait_for_quiet
 
 # isort: split
 import torch
@@ -30,7 +30,7 @@ from flexgen_h2o.cli_common import OneLineParser, positive
 from flexgen_h2o.core.packing import SlotPacking
 from flexgen_h2o.kernels.packed import attend_packed, pack_columns
 from flexgen_h2o.kernels.prefill_attention import causal_attention, causal_attention_lse, column_sums
-from flexgen_h2o.kernels.slots import ScoreBook, attend, attend_reference, attend_scored
+from flexgen_h2o.kernels.slots import ScoreState, attend, attend_reference, attend_scored
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 HEADS = {"opt-1.3b": (32, 64), "opt-6.7b": (32, 128), "opt-30b": (56, 128)}  # heads, width
@@ -45,7 +45,7 @@ def main() -> None:
     args = _parse()
     wait_for_quiet(args.quiet_wait)
     dtype, decode, prefill = DTYPES[args.dtype], [], []
-    with torch.inference_mode(), Neighbours() as seen:
+    with torch.inference_mode(), BackgroundLoad() as seen:
         for model in args.models:
             for slots in SLOTS:
                 decode.append(_decode(model, slots, dtype, args.mib * 2**20, args.repeats))
@@ -100,7 +100,7 @@ def _decode(model: str, slots: int, dtype: torch.dtype, nbytes: int, repeats: in
     packed = {name: [pack_columns(t, p) for t in (keys, values)] for name, p in packings.items()}
     one = [t[0, :, 0].contiguous() for t in (keys, values)]  # what a decode step packs
 
-    def attend_over(name: str, book: ScoreBook | None = None) -> Callable[[], object]:
+    def attend_over(name: str, book: ScoreState | None = None) -> Callable[[], object]:
         return lambda: attend_packed(q, *packed[name], filled, scale, packings[name], book)
 
     seconds = _in_turn(
@@ -147,10 +147,10 @@ def _decode(model: str, slots: int, dtype: torch.dtype, nbytes: int, repeats: in
     }
 
 
-def _book(rows: int, slots: int) -> ScoreBook:
+def _book(rows: int, slots: int) -> ScoreState:
     ends = torch.zeros(rows, dtype=torch.int32), torch.full((rows,), slots * 9 // 10, dtype=torch.int32)
     positions = torch.arange(slots, dtype=torch.int32).repeat(rows, 1)
-    return ScoreBook(
+    return ScoreState(
         torch.rand(rows, slots), positions, *ends, 1.0, torch.ones(rows), torch.empty(rows, dtype=torch.int32)
     )
 

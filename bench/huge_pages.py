@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from common import GB, Neighbours, Spread, add_flags, door, finish, table, wait_for_quiet
+from common import GB, BackgroundLoad, Spread, add_flags, door, finish, table, wait_for_quiet
 
 # isort: split
 import torch
@@ -42,7 +42,7 @@ def main() -> None:
     kinds: dict[str, Callable[[int], torch.Tensor]] = {"huge pages": host_buffer, "ordinary pages": _ordinary_buffer}
     wait_for_quiet(args.quiet_wait)
     rates: dict[str, list[float]] = {kind: [] for kind in kinds}
-    with Neighbours() as seen:
+    with BackgroundLoad() as seen:
         for _ in range(args.repeats):
             for kind, allocate in kinds.items():
                 rates[kind].append(_read(DirectFile(path), allocate(BUFFER_BYTES), nbytes))

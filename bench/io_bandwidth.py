@@ -39,7 +39,7 @@ from flexgen_h2o.cli_common import OneLineParser, positive
 from flexgen_h2o.core.config import DTYPE_BYTES, MemoryBudget, Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.timeline import Span
-from flexgen_h2o.engine.memory_plan import Depth, Shape, memory_plan
+from flexgen_h2o.engine.memory_plan import BlockShape, Depth, memory_plan
 from flexgen_h2o.llm import LLM
 
 DISK_RUN = (0, 0, 0, 100, 0, 100)
@@ -139,7 +139,7 @@ def _ring_bytes(llm: LLM) -> int:
     policy, depth = llm.report.policy, Depth(**llm.report.extra["look_ahead_units"])
     rows, spec = policy.gpu_batch_size, llm.model.spec
     slots = (llm.report.kv["slots"],) * spec.num_blocks  # of the full cache: every block has as many
-    shape = Shape(rows, policy.num_gpu_batches, rows * llm.report.prompt_len, slots)
+    shape = BlockShape(rows, policy.num_gpu_batches, rows * llm.report.prompt_len, slots)
     return memory_plan(spec, policy, shape, DTYPE_BYTES[llm.dtype], True, depth).size("weight ring")
 
 

@@ -126,7 +126,7 @@ def _throughput(
     with LLM(
         work.model, policy, work.eviction, device="cpu", dtype="bfloat16", path=args.path, budget=work.budget,
         offload_dir=args.offload_dir, hardware=hardware,
-    ) as llm, common.Neighbours() as neighbours:  # fmt: skip
+    ) as llm, common.BackgroundLoad() as neighbours:  # fmt: skip
         prompts = [p.token_ids for p in common.benchmark_rows(llm, work.rows, work.prompt_len)]
         llm.generate(prompts, SamplingParams(work.gen_len, ignore_eos=True))
         assert llm.report is not None and llm.policy is not None

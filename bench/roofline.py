@@ -108,7 +108,7 @@ def _measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
         for _ in range(args.repeats):
             common.wait_for_quiet(args.quiet_wait)
             probed = Probed(llm, args.gen_len)
-            with common.Neighbours() as neighbours:
+            with common.BackgroundLoad() as neighbours:
                 params = SamplingParams(args.gen_len, ignore_eos=True)
                 report = llm.run(prompts, params, lambda done: None, order=probed.order)
             runs.append(_facts(report, probed) | {"others": neighbours.others})

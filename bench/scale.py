@@ -83,7 +83,7 @@ def _measure(model: Model, name: str, args: argparse.Namespace) -> dict[str, Any
     busy = common.wait_for_quiet(args.quiet_wait)
     names = ("path", "offload_dir", "host_mem", "dtype", "gpu_batch_size", "num_gpu_batches", "prompt_len", "sweeps")
     flags = [text for n in names for text in (f"--{n.replace('_', '-')}", str(getattr(args, n)))]
-    with common.Neighbours() as seen:
+    with common.BackgroundLoad() as seen:
         run = common.measured_run(["--model", name, "--percent", *ON_DISK.split(), *flags])
     if args.remove_weights:
         for folder in set(_checkpoints(model, args)) - set(before):

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.cli_common import OneLineParser, check_separate, count, file_name, positive, results_are_in, run_door
+from flexgen_h2o.cli_common import OneLineParser, check_separate, count, file_name, positive, results_are_in, run_cli
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import EXIT_ALL_ROWS_FAILED, EXIT_DONE, FlexgenError, UsageError
 from flexgen_h2o.core.files import usable_path
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code (DESIGN 3.1), 4 where every row is an error."""
-    return run_door("batch", _run, argv)
+    return run_cli("batch", _run, argv)
 
 
 def _parser() -> OneLineParser:

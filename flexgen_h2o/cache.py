@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flexgen_h2o.cli_common import OneLineParser, run_door
+from flexgen_h2o.cli_common import OneLineParser, run_cli
 from flexgen_h2o.core.errors import EXIT_DONE, FlexgenError, UsageError
 from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, MARK, read_json, read_mark, usable_path, user_cache_dir
 from flexgen_h2o.core.units import format_bytes
@@ -47,7 +47,7 @@ class Kept:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code (DESIGN 3.1)."""
-    return run_door("cache", _run, argv)
+    return run_cli("cache", _run, argv)
 
 
 def _parser() -> OneLineParser:

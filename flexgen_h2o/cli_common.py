@@ -212,7 +212,7 @@ def _patient_streams() -> Iterator[_Patient]:
                 stream.close_up()
 
 
-def run_door(name: str, body: Callable[[list[str] | None], int], argv: list[str] | None) -> int:
+def run_cli(name: str, body: Callable[[list[str] | None], int], argv: list[str] | None) -> int:
     """Run a door's body; every failure becomes its exit code and one line on stderr (a traceback for our own bugs)."""
     with interrupts.as_exceptions(), _patient_streams() as out:
         try:

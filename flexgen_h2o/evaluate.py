@@ -20,7 +20,7 @@ from flexgen_h2o.cli_common import (
     flag_of,
     positive,
     results_are_in,
-    run_door,
+    run_cli,
 )
 from flexgen_h2o.core.errors import EXIT_DONE, FlexgenError, UsageError
 from flexgen_h2o.core.files import usable_path, write_whole
@@ -55,7 +55,7 @@ OUTPUTS = ("json", "markdown", "plot")
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code (DESIGN 3.1)."""
-    return run_door("evaluate", _run, argv)
+    return run_cli("evaluate", _run, argv)
 
 
 def _parser() -> OneLineParser:

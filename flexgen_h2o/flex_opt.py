@@ -20,7 +20,7 @@ from flexgen_h2o.cli_common import (
     note,
     positive,
     results_are_in,
-    run_door,
+    run_cli,
 )
 from flexgen_h2o.core.config import read_policy
 from flexgen_h2o.core.errors import EXIT_DONE, UsageError
@@ -60,8 +60,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code (DESIGN 3.1)."""
     rank = os.environ.get("RANK")  # set by torchrun
     if rank is None:
-        return run_door("flex_opt", _run, argv)
-    code = run_door(f"flex_opt, rank {rank}", _run, argv)
+        return run_cli("flex_opt", _run, argv)
+    code = run_cli(f"flex_opt, rank {rank}", _run, argv)
     from flexgen_h2o.engine.distributed import leave
 
     return leave(code)

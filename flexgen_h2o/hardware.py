@@ -7,7 +7,7 @@ import sys
 import time
 from dataclasses import replace
 
-from flexgen_h2o.cli_common import OneLineParser, file_name, not_empty, results_are_in, run_door
+from flexgen_h2o.cli_common import OneLineParser, file_name, not_empty, results_are_in, run_cli
 from flexgen_h2o.core.errors import EXIT_DONE, FlexgenError, UsageError
 from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, usable_path
 from flexgen_h2o.core.units import format_seconds
@@ -21,7 +21,7 @@ CACHED = ""  # --show without a name
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code (DESIGN 3.1)."""
-    return run_door("hardware", _run, argv)
+    return run_cli("hardware", _run, argv)
 
 
 def _parser() -> OneLineParser:

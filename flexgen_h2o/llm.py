@@ -22,12 +22,30 @@ from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import check_int
 from flexgen_h2o.engine.distributed import Pipeline, check_same, joint_report, part_of
 from flexgen_h2o.engine.executor import Executor
-from flexgen_h2o.engine.generation import Decoding, LogitsWatch, Row, SlotsWatch, Watches
+from flexgen_h2o.engine.generation import Callbacks, Decoding, LogitsWatch, Row, SlotsWatch
 from flexgen_h2o.engine.memory_plan import packing_of
-from flexgen_h2o.engine.metrics import BlockLists, BlockTimes, KvUse, Listener, Progress, Tally, make_report, sizes_of
+from flexgen_h2o.engine.metrics import (
+    BlockLists,
+    BlockTimes,
+    KvUse,
+    Listener,
+    Progress,
+    RunStats,
+    make_report,
+    sizes_of,
+)
 from flexgen_h2o.engine.prompts import Completion, Prompt, prompts_from_python
 from flexgen_h2o.engine.report import Peak, RunReport
-from flexgen_h2o.engine.requests import Course, More, RowRules, RunRows, forced_rows, run_blocks, run_rows, steered
+from flexgen_h2o.engine.requests import (
+    More,
+    RequestTable,
+    RunRows,
+    TokenSource,
+    forced_rows,
+    run_blocks,
+    run_rows,
+    steered,
+)
 from flexgen_h2o.engine.resources import Engine
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.engine.workload import AutoPolicy, base_of
@@ -45,7 +63,7 @@ from flexgen_h2o.tiers.device import Site, open_device, resolve_budgets
 
 RANDOM_WEIGHTS_SEED = 0
 RANDOM_DTYPE = "bfloat16"  # of random weights, unless another is asked for
-NOBODY = Watches()
+NO_CALLBACKS = Callbacks()
 Order = Callable[[int, int], Iterator[Step]]
 
 
@@ -86,7 +104,7 @@ class LLM:
         self._engine: Engine | None = None
         self.predicted: Prediction | None = None
         self._running = threading.Lock()
-        self._tally = Tally()  # of the newest run
+        self._stats = RunStats()  # of the newest run
         self._common: TokenIds = ()  # of its rows, held in one copy
 
     def __enter__(self) -> LLM:
@@ -124,12 +142,12 @@ class LLM:
     @property
     def times(self) -> list[BlockTimes]:
         """Seconds of each block of the newest run; a block that rows entered has only sums, in the report."""
-        return [block.times for block in self._tally.blocks if isinstance(block, BlockLists)]
+        return [block.times for block in self._stats.blocks if isinstance(block, BlockLists)]
 
     @property
     def kv_use(self) -> list[KvUse]:
         """KV columns of each block of the newest run, as of `times`."""
-        return [block.kv_use for block in self._tally.blocks if isinstance(block, BlockLists)]
+        return [block.kv_use for block in self._stats.blocks if isinstance(block, BlockLists)]
 
     def use(self, policy: Policy | AutoPolicy) -> None:
         """Run with another policy from the next `generate` on; what was held for the old one is given back."""
@@ -176,9 +194,9 @@ class LLM:
 
     def sizes(self, prompts: Sequence[Prompt], params: SamplingParams) -> tuple[int, int, int]:
         """Bytes of weights, of the full KV cache and of the hidden states of all rows: FlexGen's summary."""
-        tally = Tally()
-        tally.begin(self._rules(prompts, params).rows())
-        return sizes_of(self.model.spec, tally.sizes, DTYPE_BYTES[self.dtype])
+        stats = RunStats()
+        stats.begin(self._rules(prompts, params).rows())
+        return sizes_of(self.model.spec, stats.sizes, DTYPE_BYTES[self.dtype])
 
     def generate(
         self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None,
@@ -199,12 +217,12 @@ class LLM:
         if not read and not isinstance(asked, SamplingParams) and asked:
             raise UsageError(f"params: {len(asked)} for 0 prompts")
         if read:
-            self.run(read, asked, done.extend, Watches(watch_logits), refill=refill)
+            self.run(read, asked, done.extend, Callbacks(watch_logits), refill=refill)
         return sorted(done, key=lambda c: c.index)
 
     def follow(
         self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]], watch_logits: LogitsWatch,
-        watch_slots: SlotsWatch | None = None, at_once: int = 1,
+        watch_slots: SlotsWatch | None = None, max_tokens_per_sweep: int = 1,
     ) -> RunReport:  # fmt: skip
         """Teacher forcing: run `prompts` as `generate` does, but each row takes the tokens of its continuation.
 
@@ -214,30 +232,31 @@ class LLM:
         """
         if watch_slots is not None and not self.eviction.needs.record:
             raise UsageError(f"watch_slots: nothing is recorded of slots with {self.eviction.name}")
-        check_int("at_once", at_once, low=1)
-        read, forced = forced_rows(prompts, continuations, self.eviction, self.model.spec, at_once)
-        watches = Watches(watch_logits, watch_slots)
-        return self.run(read, SamplingParams(), lambda done: None, watches, course=forced)
+        check_int("at_once", max_tokens_per_sweep, low=1)
+        read, forced = forced_rows(prompts, continuations, self.eviction, self.model.spec, max_tokens_per_sweep)
+        watches = Callbacks(watch_logits, watch_slots)
+        return self.run(read, SamplingParams(), lambda done: None, watches, token_source=forced)
 
     def run(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams],
-        on_finished: Callable[[list[Completion]], None], watches: Watches = NOBODY, order: Order | None = None,
-        course: Course | None = None, listener: Listener | None = None, refill: bool = False, more: More | None = None,
+        on_finished: Callable[[list[Completion]], None], watches: Callbacks = NO_CALLBACKS, order: Order | None = None,
+        token_source: TokenSource | None = None, listener: Listener | None = None, refill: bool = False,
+        more: More | None = None,
     ) -> RunReport:  # fmt: skip
         """`generate` for read prompts: completions are handed out as rows finish, the report is returned.
 
-        course: which tokens rows take and when they are done, instead of `params`. order: the steps to run of a block
-        instead of its whole schedule, from its numbers of layers and micro-batches; rows that it cuts short are handed
-        out at the end, as of length. listener: hears of tokens and rows instead of the progress bar. refill: rows that
-        finish give their places to the next ones while the others go on, where rows may end apart; nothing is predicted
-        then. more: with refill, gives further rows that `has_room`, when all others have entered.
+        token_source: which tokens rows take and when they are done, instead of `params`. order: the steps to run of a
+        block instead of its whole schedule, from its numbers of layers and micro-batches; rows that it cuts short are
+        handed out at the end, as of length. listener: hears of tokens and rows instead of the progress bar. refill:
+        rows that finish give their places to the next ones while the others go on, where rows may end apart; nothing is
+        predicted then. more: with refill, gives further rows that `has_room`, when all others have entered.
         """
         Engine.check_not_forked()
         if not self._running.acquire(blocking=False):
             raise UsageError("this LLM is generating already; a thread needs an LLM of its own")
         try:
             rules = self._rules(prompts, params)
-            rows = rules.rows(course)
+            rows = rules.rows(token_source)
             pipeline = self._plans.part.pipeline
             if pipeline is not None:
                 given = (self.model.config, self.dtype, self.asked_policy, self.eviction, params, self.share_prefix)
@@ -246,18 +265,18 @@ class LLM:
             blocks, self._common = self._plans.blocks(rows, policy), self._plans.common(rows, policy)
             refills = refill and order is None and pipeline is None
             work = run_rows(rules, rows, blocks, refills, more, len(self._common))
-            decoding = steered(course, rules.chooser, rules.end, watches)
+            decoding = steered(token_source, rules.sampler, rules.end, watches)
             return self._run(rules, work, decoding, on_finished, order, listener)
         finally:
             self._running.release()
 
     def _run(
-        self, rules: RowRules, work: RunRows, decoding: Decoding, on_finished: Callable[[list[Completion]], None],
+        self, rules: RequestTable, work: RunRows, decoding: Decoding, on_finished: Callable[[list[Completion]], None],
         order: Order | None, listener: Listener | None,
     ) -> RunReport:  # fmt: skip
-        engine, tally = self._engine, work.tally
+        engine, stats = self._engine, work.stats
         assert engine is not None
-        self._tally = tally
+        self._stats = stats
         before = engine.io_bytes_by_kind
         if work.queue is not None:
             self.predicted = None  # it is of blocks whose rows begin together
@@ -266,7 +285,7 @@ class LLM:
 
             def hand_out(finished: list[Row]) -> None:
                 progress.finish(finished)
-                tally.finish(finished)
+                stats.finish(finished)
                 on_finished([rules.completion(row) for row in finished])
                 rules.forget(finished)
 
@@ -282,13 +301,13 @@ class LLM:
         cut_short = [row for row in work.rows if row.finish_reason is None]
         for row in cut_short:
             row.finish_reason = "length"
-        tally.finish(cut_short)
+        stats.finish(cut_short)
         on_finished([rules.completion(row) for row in cut_short])
         now = engine.io_bytes_by_kind
         moved = {kind: {lane: n - before[kind][lane] for lane, n in now[kind].items()} for kind in now}
         facts = self._planner.profile_facts | ({"refilled": work.queue.entered} if work.queue else {})
         kept = self._plans.part.eviction
-        self.report = make_report(self.model.name, engine, kept, tally, moved, self.predicted, facts, work.common)
+        self.report = make_report(self.model.name, engine, kept, stats, moved, self.predicted, facts, work.common)
         if engine.wire is not None:
             self.report = joint_report(self._plans.part, self.report, engine.wire)
         return self.report
@@ -305,7 +324,9 @@ class LLM:
         is opened again for longer rows also serves what came before."""
         self._plans.job_rows = check_int("rows", rows, low=0)
 
-    def prepare(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], by: Course | None = None) -> Policy:
+    def prepare(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], by: TokenSource | None = None
+    ) -> Policy:
         """Open the engine for these rows, as `run` does, and return the policy. DoesNotFitError: no engine is open."""
         return self._ready(self._rules(prompts, params).rows(by)).policy
 
@@ -380,9 +401,9 @@ class LLM:
         dtype, shown = self.dtype if self.model.random else "", Progress.on_terminal()
         return find_checkpoint(self.model, dtype, self.offload_dir, RANDOM_WEIGHTS_SEED, shown, packing)
 
-    def _rules(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]) -> RowRules:
+    def _rules(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]) -> RequestTable:
         asked = llm_arguments.check_params(params)
-        return RowRules(prompts, asked, self.model.spec, self.model.tokenizer, self.eviction)
+        return RequestTable(prompts, asked, self.model.spec, self.model.tokenizer, self.eviction)
 
     def measure_peak(self) -> Peak | None:
         """Of matrix products and of reading memory, now and in the compute dtype; half a second. Call it after `close`.

@@ -21,7 +21,7 @@ from flexgen_h2o.cli_common import (
     flag_of,
     positive,
     results_are_in,
-    run_door,
+    run_cli,
 )
 from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, Policy, SavedPolicy, without_unused_bits, write_policy
 from flexgen_h2o.core.errors import EXIT_DONE, DoesNotFitError, FlexgenError, UsageError
@@ -64,7 +64,7 @@ QUICK_S = 1.0  # a search that takes no longer is done again with more memory on
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code (DESIGN 3.1)."""
-    return run_door("policy_search", _run, argv)
+    return run_cli("policy_search", _run, argv)
 
 
 def _parser() -> OneLineParser:
@@ -197,13 +197,13 @@ def _dtype(args: argparse.Namespace, profile: HardwareProfile) -> str:
 
 def _answer(args: argparse.Namespace, task: _Task) -> Answer:
     """A plan, or why there is none."""
-    from flexgen_h2o.planner.candidates import Search, Sides, disk_reads, worth_more
+    from flexgen_h2o.planner.candidates import Search, SearchSpace, disk_reads, worth_more
     from flexgen_h2o.planner.report import Answer, gains_of_policy, gains_of_search
     from flexgen_h2o.planner.search import evaluate, search
 
     asked, began = task.question, time.perf_counter()
     at = (asked.machine, asked.budgets)
-    sides = Sides(**{name: bool(getattr(args, name)) for name in COMPRESSION})
+    sides = SearchSpace(**{name: bool(getattr(args, name)) for name in COMPRESSION})
     try:
         if asked.searched:
             plan = search(task.spec, asked.need, task.policy, *at, sides)

@@ -25,7 +25,7 @@ import numpy as np
 from card_model import CARDS, PARAMETERS, profile_of, source_of
 from recorded_runs import QUANTITIES, Run, errors_of, predicted, predicted_quickly, read_runs
 
-from flexgen_h2o.cli_common import OneLineParser, run_door
+from flexgen_h2o.cli_common import OneLineParser, run_cli
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.planner.profile import HardwareProfile, read_profile, write_profile
 
@@ -41,7 +41,7 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code of the command line."""
-    return run_door("fit_profile", _body, argv)
+    return run_cli("fit_profile", _body, argv)
 
 
 def _body(argv: list[str] | None) -> int:

@@ -16,7 +16,7 @@ from flexgen_h2o.core.config import DTYPE_BYTES, ModelSpec, Policy, TensorSpec
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import read_json
 from flexgen_h2o.engine.memory_plan import plan_within
-from flexgen_h2o.engine.workload import Need, even_blocks, shape_of
+from flexgen_h2o.engine.workload import WorkloadShape, even_blocks, shape_of
 from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.planner.predict import Machine, predict
 from flexgen_h2o.planner.profile import HardwareProfile
@@ -175,14 +175,16 @@ def policy_of(run: Run, spec: ModelSpec) -> Policy:
     )  # fmt: skip
 
 
-def need_of(run: Run, num_blocks: int) -> Need:
+def need_of(run: Run, num_blocks: int) -> WorkloadShape:
     """The need; H2O keeps twice int(ratio x prompt) slots, the newcomer's among them."""
     heavy = int(run.hh_ratio * run.prompt_len)
     if not heavy:
-        return Need.full(run.rows, run.prompt_len, run.gen_len, num_blocks)
+        return WorkloadShape.full(run.rows, run.prompt_len, run.gen_len, num_blocks)
     slots, kept = min(2 * heavy, run.prompt_len + run.gen_len - 1), min(2 * heavy - 1, run.prompt_len)
     scored = ("positions", "scores")
-    return Need(run.rows, run.prompt_len, run.gen_len, (slots,) * num_blocks, (kept,) * num_blocks, scored, True)
+    return WorkloadShape(
+        run.rows, run.prompt_len, run.gen_len, (slots,) * num_blocks, (kept,) * num_blocks, scored, True
+    )
 
 
 @lru_cache(maxsize=64)

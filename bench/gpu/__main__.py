@@ -20,15 +20,15 @@ from pathlib import Path
 import common
 import torch
 
-from flexgen_h2o.cli_common import OneLineParser, run_door
+from flexgen_h2o.cli_common import OneLineParser, run_cli
 from flexgen_h2o.core.errors import UsageError
 from gpu.report import write_report
 from gpu.runner import FAILED, TIMEOUT, Suite
-from gpu.steps import Setting, Step, all_steps, tiny_setting
+from gpu.steps import CostContext, Step, all_steps, tiny_setting
 
 
 def main() -> int:
-    return run_door("gpu_suite", _run, None)
+    return run_cli("gpu_suite", _run, None)
 
 
 def _run(argv: list[str] | None) -> int:
@@ -51,8 +51,8 @@ def _run(argv: list[str] | None) -> int:
     return int(any(suite.state.get(step.name, {}).get("status") in (FAILED, TIMEOUT) for step in steps))
 
 
-def _card_setting(results: Path, offload_dir: Path) -> Setting:
-    return Setting(False, results, offload_dir)
+def _card_setting(results: Path, offload_dir: Path) -> CostContext:
+    return CostContext(False, results, offload_dir)
 
 
 def _is_wanted(step: Step, only: list[str]) -> bool:

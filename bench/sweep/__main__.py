@@ -23,7 +23,7 @@ from pathlib import Path
 import common
 import torch
 
-from flexgen_h2o.cli_common import OneLineParser, count, positive, run_door
+from flexgen_h2o.cli_common import OneLineParser, count, positive, run_cli
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import parse_bytes
 from flexgen_h2o.models.load import Model, find_checkpoint, find_model
@@ -84,7 +84,7 @@ class Sweep:
 
 
 def main() -> int:
-    return run_door("throughput_sweep", _run, None)
+    return run_cli("throughput_sweep", _run, None)
 
 
 def _run(argv: list[str] | None) -> int:

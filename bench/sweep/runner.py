@@ -82,7 +82,7 @@ def measure(setup: Setup, system: System, cell: Cell, model_dir: Path, rows: int
     environment, malloc = _environment(setup, system)
     _drop_page_cache(weights)
     busy = common.wait_for_quiet(setup.quiet_wait)
-    with common.Neighbours() as seen:
+    with common.BackgroundLoad() as seen:
         code, out, said = _run(command, environment, setup.limit_s)
     facts = {
         "malloc": malloc, "busy_before": busy, "others": seen.others, "stolen": seen.stolen, "budget_bytes": budget,

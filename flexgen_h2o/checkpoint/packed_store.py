@@ -148,9 +148,9 @@ def _entry(tensor: TensorSpec, dtype: str, packing: Packing) -> Entry:
 def _compile(packing: Packing) -> None:
     import torch
 
-    from flexgen_h2o.kernels.warm_up import compiled_apart
+    from flexgen_h2o.kernels.warm_up import compile_subprocess
 
-    compiled_apart(_packed, torch.zeros(1, GROUP), packing)
+    compile_subprocess(_packed, torch.zeros(1, GROUP), packing)
 
 
 def _packed(rows: torch.Tensor, packing: Packing) -> torch.Tensor:

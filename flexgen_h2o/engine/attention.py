@@ -14,11 +14,11 @@ from flexgen_h2o.kernels import slots as slot_kernels
 from flexgen_h2o.kernels.elementwise import Rotation
 from flexgen_h2o.kernels.slots import attend_sparse
 from flexgen_h2o.kvcache.attend import CommonColumns, CommonPrefix, SlotAttention, attend_prompts, attend_slots
-from flexgen_h2o.kvcache.evict import Hook
+from flexgen_h2o.kvcache.evict import EvictionStep
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.eviction.policy import RANKS
 from flexgen_h2o.kvcache.prefixes import PromptGroup
-from flexgen_h2o.kvcache.slots import Joining, PartView, RowSlots, joining, split_views
+from flexgen_h2o.kvcache.slots import NewColumn, PartView, RowSlots, new_columns, split_views
 from flexgen_h2o.tiers.stream import Region
 
 
@@ -33,18 +33,19 @@ class UnitViews:
 
 @dataclass(frozen=True)
 class DecodingRows:
-    """The first rows of a unit, each with one new column a step; slots: where the first goes, as of `Hook.next_slots`.
+    """The first rows of a unit, each with one new column a step.
 
-    Which slots the others take is known when the step before has named its victims.
+    slots: where the first column goes (`EvictionStep.next_slots`). Which slots the others take is known when the
+    step before has named its victims.
     """
 
-    hook: Hook
+    hook: EvictionStep
     views: list[PartView]
-    steps: list[Joining]
+    steps: list[NewColumn]
     slots: list[torch.Tensor]
 
     @property
-    def new(self) -> Joining:
+    def new(self) -> NewColumn:
         """Of the last step."""
         return self.steps[-1]
 
@@ -58,7 +59,7 @@ class DecodingRows:
 class EnteringRows:
     """The rows of a unit behind those, with their prompts. The views count from the first of them."""
 
-    hook: Hook
+    hook: EvictionStep
     views: list[PartView]
 
 
@@ -116,13 +117,13 @@ class UnitAttention:
         before, behind = split_views(unit.views, first * self._kv_heads)
         decoding = entering = None
         if before:
-            hook = Hook(self._eviction, block, rows.part(0, first), self._kv_heads)
+            hook = EvictionStep(self._eviction, block, rows.part(0, first), self._kv_heads)
             past = torch.tensor(fed.past[:first])
-            steps = [joining(hook.rows, past + step) for step in range(fed.steps)]
+            steps = [new_columns(hook.rows, past + step) for step in range(fed.steps)]
             decoding = DecodingRows(hook, before, steps, hook.next_slots(before, steps[0]))
         if behind:
             assert unit.store_whole  # a prompt is more than a column
-            entering = EnteringRows(Hook(self._eviction, block, rows.part(first, None), self._kv_heads), behind)
+            entering = EnteringRows(EvictionStep(self._eviction, block, rows.part(first, None), self._kv_heads), behind)
         return CacheStep(unit, decoding, entering)
 
     def attend(self, fed: SweepInput, cache: CacheStep, out: torch.Tensor, *qkv: torch.Tensor) -> torch.Tensor:
@@ -144,7 +145,7 @@ class UnitAttention:
         stored = k if self._is_rolling else None
         if rotation is not None:
             k = k.clone() if self._is_rolling else k
-            rotation.turn((q, k), positions)
+            rotation.rotate((q, k), positions)
         attend_prompts((q, k, v), groups, rows.views, rows.hook, self._scale, out, stored, self._common_of(rows))
 
     def _attend_slots(
@@ -157,7 +158,7 @@ class UnitAttention:
             here = slice(step * len(new.past), (step + 1) * len(new.past))
             q, k, v = (t[here] for t in qkv)
             if rotation is not None:
-                rotation.turn((q,) if rolls else (q, k), new.filled - 1 if rolls else positions[here])
+                rotation.rotate((q,) if rolls else (q, k), new.filled - 1 if rolls else positions[here])
             slots = slots if step == 0 else rows.hook.next_slots(rows.views, new)
             attend_slots(
                 (q, k, v), new, slots, rows.views, rows.hook, self._scale, self._slot_attention, out[here],

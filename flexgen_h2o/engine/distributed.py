@@ -51,7 +51,7 @@ class Handoff:
         """Does every rank before this one know that all rows have ended?"""
         return self._wire.is_over
 
-    def hear(self, sweep: int, micro_batch: int) -> tuple[int, ...]:
+    def recv_tokens(self, sweep: int, micro_batch: int) -> tuple[int, ...]:
         """Wait for what the rank before says of a micro-batch in this sweep: the tokens that its rows have got in the
         last one; () where there are none, and in the last rank, which has chosen them."""
         message = self._wire.receive(sweep, micro_batch)
@@ -75,19 +75,19 @@ class Handoff:
             if not self._wire.peers.is_last:
                 self._wire.send(micro_batch, 0, message.tokens)
 
-    def take_over(self, micro_batch: int, x: torch.Tensor) -> None:
+    def recv_hidden(self, micro_batch: int, x: torch.Tensor) -> None:
         """Fill `x`, (tokens, width), with the hidden states of the rank before."""
         message = self._messages[micro_batch]
         assert message.hidden is not None
         x.copy_(message.hidden.view(x.dtype).view(x.shape))
         self._wire.release(message, self._fence())
 
-    def pass_on(self, micro_batch: int, left: int, x: torch.Tensor) -> None:
+    def send_hidden(self, micro_batch: int, left: int, x: torch.Tensor) -> None:
         """Give the rank behind the hidden states `x`, (tokens, width), of the rows that are left."""
         message = self._messages.get(micro_batch)
         self._wire.send(micro_batch, left, () if message is None else message.tokens, x)
 
-    def tell(self, micro_batch: int, left: int, tokens: Sequence[int]) -> None:
+    def send_tokens(self, micro_batch: int, left: int, tokens: Sequence[int]) -> None:
         """Give the first rank the tokens that were chosen, and say how many rows go on with them."""
         self._wire.send(micro_batch, left, tokens)
 

@@ -19,7 +19,7 @@ from flexgen_h2o.engine.distributed import Handoff
 from flexgen_h2o.engine.generation import Decoding, MicroBatch, Row, SweepInput, Waiting
 from flexgen_h2o.engine.hidden import HiddenKey
 from flexgen_h2o.engine.memory_plan import kv_layout
-from flexgen_h2o.engine.metrics import BlockSums, Sweep
+from flexgen_h2o.engine.metrics import BlockStats, Sweep
 from flexgen_h2o.engine.resources import Engine
 from flexgen_h2o.engine.weights import WeightStream
 from flexgen_h2o.kvcache.evict import unit_columns
@@ -69,7 +69,7 @@ class Executor:
         )  # fmt: skip
 
     def run_block(
-        self, rows: Sequence[Sequence[Row]], facts: BlockSums, order: Iterator[Step] | None = None,
+        self, rows: Sequence[Sequence[Row]], facts: BlockStats, order: Iterator[Step] | None = None,
         on_tokens: Callable[[int], None] = lambda count: None, waiting: Waiting | None = None,
     ) -> None:  # fmt: skip
         """Generate for the rows of a block, given as micro-batches.
@@ -145,7 +145,7 @@ class Executor:
     def _most_tokens(self, batch: MicroBatch) -> int:
         """Of its largest sweep."""
         shape = self._engine.plan.shape
-        least = max(batch.prompt_tokens, sum(row.at_once for row in batch.rows))
+        least = max(batch.prompt_tokens, sum(row.max_tokens_per_sweep for row in batch.rows))
         return least if self._waiting is None else max(shape.tokens, shape.rows)
 
     def _order(self, sweeps: int | None, count: int) -> Iterator[Step]:
@@ -166,7 +166,7 @@ class Executor:
         """The tokens of a micro-batch's last sweep, where another rank has chosen them."""
         k = step.micro_batch
         with self._engine.timeline.span("wait", "receive"):
-            tokens = stage.hear(step.sweep, k)
+            tokens = stage.recv_tokens(step.sweep, k)
         if tokens:
             self._after_sweep(k, *self._accept(k, tokens))
         stage.check(k, len(self._batches[k].rows))
@@ -256,14 +256,14 @@ class Executor:
         batch, tokens = self._batches[k], 0
         if batch.rows:
             alone = self._decoding.watches.slots is None  # who watches slots sees every step's
-            self._inputs[k] = batch.sweep_input(self._decoding.coming if alone else None)
+            self._inputs[k] = batch.sweep_input(self._decoding.known_tokens if alone else None)
             tokens = len(self._inputs[k].ids)
         self._engine.hidden.begin_sweep(k, tokens)
 
     def _compute(self, k: int, layer: Layer, w: Weights, x: torch.Tensor, cache: CacheStep | None) -> None:
         spec, family, ws, fed = self._engine.spec, self._family, self._workspace, self._inputs[k]
         if layer.kind == "receive" and self._handoff is not None:
-            self._handoff.take_over(k, x)
+            self._handoff.recv_hidden(k, x)
         if layer.kind == "embedding":
             family.embed(spec, w, fed.ids.to(x.device), fed.positions.to(x.device), x, ws)
         if cache is not None:
@@ -275,7 +275,7 @@ class Executor:
             self._head(k, w, x)
         if layer.kind == "send" and self._handoff is not None:
             self._engine.weights.check_unchanged()  # the ranks behind hand out what comes of it
-            self._handoff.pass_on(k, len(self._batches[k].rows), x)
+            self._handoff.send_hidden(k, len(self._batches[k].rows), x)
 
     def _head(self, k: int, w: Weights, x: torch.Tensor) -> None:
         batch, fed = self._batches[k], self._inputs[k]
@@ -284,15 +284,15 @@ class Executor:
             assert not finished  # what was fed of the steps to come is taken
             last = x.index_select(0, fed.last(step).to(x.device))
             logits = self._family.head(self._engine.spec, w, last, self._workspace)
-            tokens = self._decoding.choose(batch, logits)
+            tokens = self._decoding.sample(batch, logits)
             finished, moves = self._accept(k, tokens)
         self._after_sweep(k, finished, moves)
         if self._handoff is not None:
-            self._handoff.tell(k, len(self._batches[k].rows), tokens)
+            self._handoff.send_tokens(k, len(self._batches[k].rows), tokens)
 
     def _accept(self, k: int, tokens: Sequence[int]) -> tuple[list[Row], list[Move]]:
         """The next token of each row of a micro-batch (MicroBatch.accept)."""
-        accepted = self._batches[k].accept(tokens, self._decoding.end)
+        accepted = self._batches[k].append_tokens(tokens, self._decoding.end)
         self._on_tokens(len(tokens))
         return accepted
 
@@ -311,11 +311,11 @@ class Executor:
         if self._waiting is not None:
             entering = self._waiting.take(shape.rows - left, self._most_tokens(batch) - left)
         if have_left:
-            table.close_ranks(moves, left)
+            table.compact(moves, left)
         if entering:
             longest = max(len(row.prompt.token_ids) for row in entering)
-            batch.enter(entering, self._sharing if longest <= shape.sharing else None)
-            table.enter(self._sizes(entering))
+            batch.admit(entering, self._sharing if longest <= shape.sharing else None)
+            table.admit(self._sizes(entering))
         if have_left or entering:
             self._engine.cache.change_rows(k, moves, left, len(entering))
 

@@ -13,10 +13,10 @@ from typing import Protocol
 
 import torch
 
-from flexgen_h2o.engine.memory_plan import Shape
+from flexgen_h2o.engine.memory_plan import BlockShape
 from flexgen_h2o.engine.prompts import Prompt, make_blocks
 from flexgen_h2o.engine.sampling import SamplingParams, StopStrings, TokenLogprobs, token_logprobs
-from flexgen_h2o.engine.workload import Need
+from flexgen_h2o.engine.workload import WorkloadShape
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.eviction.policy import Columns
 from flexgen_h2o.kvcache.prefixes import PromptGroup, Sharing, common_prefix, group_prompts, pack_prompts, row_ends
@@ -32,7 +32,7 @@ class Row:
 
     max_new: tokens it may still grow to, at least 1. asked: new tokens that were asked for, by which rows are sorted
     into blocks. top_logprobs: how many of the likeliest tokens get into `logprobs` at each step; None: no `logprobs`.
-    at_once: the most tokens that a decode sweep may feed of it, where they are known before.
+    max_tokens_per_sweep: the most tokens that a decode sweep may feed of it, where they are known before.
     """
 
     prompt: Prompt
@@ -42,7 +42,7 @@ class Row:
     asked: int = 0
     top_logprobs: int | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    at_once: int = 1
+    max_tokens_per_sweep: int = 1
 
     @property
     def length(self) -> int:
@@ -135,17 +135,20 @@ class MicroBatch:
         """That the next sweep is fed for rows that enter."""
         return sum(group.tokens for group in self._entering)
 
-    def sweep_input(self, coming: Coming | None = None) -> SweepInput:
+    def sweep_input(self, known_tokens: Coming | None = None) -> SweepInput:
         """The newest token of each row that has one, then the prompts of those that enter.
 
-        coming: where none enters, also the tokens that follow, as many as all rows know.
+        known_tokens: where none enters, also the tokens that follow, as many as all rows know.
         """
         decoding = sum(bool(r.token_ids) for r in self.rows)
         before, prompts = self.rows[:decoding], [r.prompt.token_ids for r in self.rows[decoding:]]
         past = [r.length - 1 - self._common for r in before]
         ids, positions = pack_prompts(prompts, self._entering)
-        known = [[r.token_ids[-1], *(coming(r) if coming and not prompts else ())] for r in before]
-        fits = (min(len(k), r.at_once, r.max_new - len(r.token_ids)) for k, r in zip(known, before, strict=True))
+        known = [[r.token_ids[-1], *(known_tokens(r) if known_tokens and not prompts else ())] for r in before]
+        fits = (
+            min(len(k), r.max_tokens_per_sweep, r.max_new - len(r.token_ids))
+            for k, r in zip(known, before, strict=True)
+        )
         steps = min(fits, default=1)
         return SweepInput(
             ids=torch.tensor([k[step] for step in range(steps) for k in known] + ids),
@@ -158,7 +161,7 @@ class MicroBatch:
             common=self._common,
         )
 
-    def accept(self, tokens: Sequence[int], finish: Callable[[Row], str | None]) -> tuple[list[Row], list[Move]]:
+    def append_tokens(self, tokens: Sequence[int], finish: Callable[[Row], str | None]) -> tuple[list[Row], list[Move]]:
         """Append each row's new token. Returns the rows that finish with it and the moves that fill their places."""
         self._entering = ()
         for row, token in zip(self.rows, tokens, strict=True):
@@ -170,7 +173,7 @@ class MicroBatch:
         self.rows = [self.rows[i] for i in order]
         return finished, moves
 
-    def enter(self, rows: Sequence[Row], sharing: Sharing | None = None) -> None:
+    def admit(self, rows: Sequence[Row], sharing: Sharing | None = None) -> None:
         """They take the places behind the others, with the next sweep."""
         self.rows += rows
         self._entering = group_rows(rows, sharing, self._common)
@@ -184,12 +187,12 @@ class Waiting(Protocol):
 
 
 class Chooser(Protocol):
-    """Chooses the next token of each row: sampling.TokenChooser, or a course (engine/requests.py)."""
+    """Chooses the next token of each row: sampling.Sampler, or a token source (engine/requests.py)."""
 
-    def choose(self, logits: torch.Tensor, rows: Sequence[int], steps: Sequence[int]) -> list[int]: ...
+    def sample(self, logits: torch.Tensor, rows: Sequence[int], steps: Sequence[int]) -> list[int]: ...
 
 
-class RowEnd:
+class StopCriteria:
     """When a row is done: end-of-sequence token or stop string ("stop"), or its length ("length")."""
 
     def __init__(self, params: SamplingParams, eos_token_ids: Sequence[int], stop: StopStrings) -> None:
@@ -207,7 +210,7 @@ class RowEnd:
 
 
 @dataclass(frozen=True)
-class Watches:
+class Callbacks:
     """Who looks on.
 
     logits: every step's, (prompt indices, (rows, vocab)). slots: what the attention of each layer of a decode sweep
@@ -222,19 +225,19 @@ class Watches:
 class Decoding:
     """How tokens are chosen, when a row is done and why (None: not yet), and who looks on.
 
-    coming: the tokens that a row will take next, whatever the logits, as far as that is known.
+    known_tokens: the tokens that a row will take next, whatever the logits, as far as that is known.
     """
 
-    chooser: Chooser
+    sampler: Chooser
     end: Callable[[Row], str | None]
-    watches: Watches = Watches()
-    coming: Coming | None = None
+    watches: Callbacks = Callbacks()
+    known_tokens: Coming | None = None
 
-    def choose(self, micro_batch: MicroBatch, logits: torch.Tensor) -> list[int]:
+    def sample(self, micro_batch: MicroBatch, logits: torch.Tensor) -> list[int]:
         rows = [r.prompt.index for r in micro_batch.rows]
         if self.watches.logits is not None:
             self.watches.logits(rows, logits)
-        tokens = self.chooser.choose(logits, rows, [len(r.token_ids) for r in micro_batch.rows])
+        tokens = self.sampler.sample(logits, rows, [len(r.token_ids) for r in micro_batch.rows])
         note_logprobs(micro_batch.rows, logits, tokens)
         return tokens
 
@@ -249,12 +252,12 @@ def note_logprobs(rows: Sequence[Row], logits: torch.Tensor, tokens: Sequence[in
             rows[i].logprobs.append(found)
 
 
-def need_of(eviction: Eviction, rows: int, sizes: set[tuple[int, int]], num_blocks: int) -> Need:
+def need_of(eviction: Eviction, rows: int, sizes: set[tuple[int, int]], num_blocks: int) -> WorkloadShape:
     """The need of `rows` rows. sizes: the (prompt tokens, most new tokens) that there are among them."""
     blocks = range(num_blocks)
     lengths = {prompt for prompt, _ in sizes}
     prompt_len = max(lengths)
-    return Need(
+    return WorkloadShape(
         rows=rows,
         prompt_len=prompt_len,
         gen_len=max(new for _, new in sizes),
@@ -266,7 +269,9 @@ def need_of(eviction: Eviction, rows: int, sizes: set[tuple[int, int]], num_bloc
     )
 
 
-def need_of_rows(eviction: Eviction, rows: Sequence[Row], num_blocks: int, sharing: Sharing | None = None) -> Need:
+def need_of_rows(
+    eviction: Eviction, rows: Sequence[Row], num_blocks: int, sharing: Sharing | None = None
+) -> WorkloadShape:
     """The need of the rows of a run.
 
     Its prefix is one that any two of the rows share under `sharing`, so that no micro-batch of so many of them is fed
@@ -280,15 +285,19 @@ def need_of_rows(eviction: Eviction, rows: Sequence[Row], num_blocks: int, shari
     return replace(need, prefix=prefix)
 
 
-def shape_of_blocks(blocks: Sequence[Sequence[Sequence[PromptGroup]]], need: Need, at_once: int) -> Shape:
-    """The shape that covers all these blocks of micro-batches. need: of the rows; at_once: the most tokens of a row
-    that a decode sweep takes."""
+def shape_of_blocks(
+    blocks: Sequence[Sequence[Sequence[PromptGroup]]], need: WorkloadShape, max_tokens_per_sweep: int
+) -> BlockShape:
+    """The shape that covers all these blocks of micro-batches. need: of the rows.
+
+    max_tokens_per_sweep: the most tokens of a row that a decode sweep takes.
+    """
     batches = [batch for block in blocks for batch in block]
     rows = max(sum(group.rows for group in batch) for batch in batches)
-    return Shape(
+    return BlockShape(
         rows=rows,
         micro_batches=max(map(len, blocks)),
-        tokens=max(rows * at_once, *(sum(group.tokens for group in batch) for batch in batches)),
+        tokens=max(rows * max_tokens_per_sweep, *(sum(group.tokens for group in batch) for batch in batches)),
         slots=need.slots,
         record=need.record,
         sharing=max((max(g.lengths) for batch in batches for g in batch if g.before and g.rows), default=0),

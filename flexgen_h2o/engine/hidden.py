@@ -55,7 +55,7 @@ class HiddenStore:
     def nbytes(self, key: HiddenKey) -> int:
         return round_up(self._now[key[2]] * self._row, PAGE) if self._streamed else 0
 
-    def is_wanted(self, key: HiddenKey) -> bool:
+    def is_needed(self, key: HiddenKey) -> bool:
         return self._now[key[2]] > 0
 
     def is_ready(self, key: HiddenKey) -> bool:

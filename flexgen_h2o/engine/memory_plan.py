@@ -30,7 +30,7 @@ from flexgen_h2o.tiers.placement import Part, Shares, is_streamed, on_host_devic
 
 
 @dataclass(frozen=True)
-class Shape:
+class BlockShape:
     """The largest block of a run. `rows` and `tokens` (that the prefill sweep is fed) of a micro-batch.
 
     slots: KV slots of a row in each transformer block; record: what is kept of each slot besides its column
@@ -54,14 +54,14 @@ class Shape:
         """Are there as many in each transformer block?"""
         return all(mine >= asked for mine, asked in zip(self.slots, slots, strict=True))
 
-    def covers(self, other: Shape) -> bool:
+    def covers(self, other: BlockShape) -> bool:
         """Do buffers of this shape serve the other one too?"""
         mine, theirs = ((s.rows, s.micro_batches, s.tokens, s.sharing, s.common, *s.slots) for s in (self, other))
         return self.record == other.record and all(a >= b for a, b in zip(mine, theirs, strict=True))
 
-    def union(self, other: Shape) -> Shape:
+    def union(self, other: BlockShape) -> BlockShape:
         """The smallest shape that covers both, of rows of one eviction policy and model."""
-        return Shape(
+        return BlockShape(
             max(self.rows, other.rows),
             max(self.micro_batches, other.micro_batches),
             max(self.tokens, other.tokens),
@@ -100,7 +100,7 @@ class MemoryPlan:
 
     buffers: tuple[Buffer, ...]
     workspace: tuple[tuple[str, int], ...]
-    shape: Shape
+    shape: BlockShape
     depth: Depth
 
     def bytes_on(self, tier: str) -> int:
@@ -178,7 +178,7 @@ def unpacked_bytes(tensor: TensorSpec, form: WeightForm) -> int:
     return round_up(tensor.shape[0] * form.unpacked_row_bytes(tensor.shape), ALIGN)
 
 
-def workspace_sizes(spec: ModelSpec, shape: Shape, itemsize: int) -> dict[str, int]:
+def workspace_sizes(spec: ModelSpec, shape: BlockShape, itemsize: int) -> dict[str, int]:
     """Bytes of the named step buffers (kernels/workspace.py) for the largest micro-batch."""
     tokens, chunk = max(shape.tokens, shape.rows), min(TOKEN_CHUNK, max(shape.tokens, shape.rows))
     q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -217,12 +217,12 @@ def wire_ends(spec: ModelSpec) -> int:
     return (not spec.embedding) + (not spec.head)
 
 
-def wire_buffer_bytes(spec: ModelSpec, shape: Shape, itemsize: int) -> int:
+def wire_buffer_bytes(spec: ModelSpec, shape: BlockShape, itemsize: int) -> int:
     """Of one message: the hidden states of the largest micro-batch."""
     return round_up(max(shape.tokens, shape.rows) * spec.hidden_size * itemsize, PAGE)
 
 
-def common_prefix_bytes(spec: ModelSpec, shape: Shape, itemsize: int) -> int:
+def common_prefix_bytes(spec: ModelSpec, shape: BlockShape, itemsize: int) -> int:
     """Of the one copy of the KV columns that all rows begin with."""
     return round_up(shape.common * spec.kv_bytes_per_token(itemsize), ALIGN)
 
@@ -251,7 +251,7 @@ def attends_on_host(policy: Policy, device_is_host: bool) -> bool:
 
 
 def memory_plan(
-    spec: ModelSpec, policy: Policy, shape: Shape, itemsize: int, device_is_host: bool, depth: Depth
+    spec: ModelSpec, policy: Policy, shape: BlockShape, itemsize: int, device_is_host: bool, depth: Depth
 ) -> MemoryPlan:
     """All buffers of a run. `itemsize`: bytes of the compute dtype, which weights and KV are held in."""
     workspace = workspace_sizes(spec, shape, itemsize)
@@ -280,7 +280,12 @@ def memory_plan(
 
 
 def plan_within(
-    spec: ModelSpec, policy: Policy, shape: Shape, itemsize: int, device_is_host: bool, budgets: dict[str, int | None]
+    spec: ModelSpec,
+    policy: Policy,
+    shape: BlockShape,
+    itemsize: int,
+    device_is_host: bool,
+    budgets: dict[str, int | None],
 ) -> MemoryPlan:
     """The plan with the deepest look-ahead that fits the budgets. DoesNotFitError when not even the shallowest does."""
     for depth in OVERLAPPED if policy.overlap else (SEQUENTIAL,):
@@ -347,7 +352,7 @@ def _unit_bytes(
 
 
 def _cache_buffers(
-    spec: ModelSpec, policy: Policy, shape: Shape, itemsize: int, device_is_host: bool, depth: int
+    spec: ModelSpec, policy: Policy, shape: BlockShape, itemsize: int, device_is_host: bool, depth: int
 ) -> list[Buffer]:
     shares, on_host = tier_shares(policy.cache_shares, device_is_host), attends_on_host(policy, device_is_host)
     attends_on = "host" if on_host else "device"
@@ -369,7 +374,7 @@ def _cache_buffers(
 
 
 def _hidden_buffers(
-    spec: ModelSpec, policy: Policy, shape: Shape, itemsize: int, device_is_host: bool, depth: int
+    spec: ModelSpec, policy: Policy, shape: BlockShape, itemsize: int, device_is_host: bool, depth: int
 ) -> list[Buffer]:
     shares = tier_shares(policy.hidden_shares, device_is_host)
     tokens, row = max(shape.tokens, shape.rows), spec.hidden_size * itemsize

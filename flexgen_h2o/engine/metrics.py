@@ -44,7 +44,7 @@ class Sweep:
 
 
 @dataclass
-class BlockSums:
+class BlockStats:
     """Sums over a block's sweeps: they take the same memory however many there are.
 
     held, full: columns of the sweeps behind the first one (of the first one where there is no other), of which there
@@ -104,7 +104,7 @@ class KvUse:
 
 
 @dataclass
-class BlockLists(BlockSums):
+class BlockLists(BlockStats):
     """The sums with a list of each sweep and layer: for a block that has an end, as no further rows enter it."""
 
     times: BlockTimes = field(default_factory=BlockTimes)
@@ -124,7 +124,7 @@ class BlockLists(BlockSums):
         self.times.sweeps[-1] += seconds
 
 
-class Tally:
+class RunStats:
     """What a run's rows were: `sizes` (prompt tokens, most new tokens) of all, `decoded` tokens besides their first.
 
     blocks: what was measured of each. Rows themselves are not kept: a run may be
@@ -134,7 +134,7 @@ class Tally:
     def __init__(self) -> None:
         self.sizes: Counter[tuple[int, int]] = Counter()
         self.decoded = 0
-        self.blocks: list[BlockSums] = []
+        self.blocks: list[BlockStats] = []
 
     def begin(self, rows: Sequence[Row]) -> None:
         self.sizes.update((len(r.prompt.token_ids), r.max_new) for r in rows)
@@ -149,19 +149,19 @@ class Tally:
 
 
 def make_report(
-    model: str, engine: Engine, eviction: Eviction, tally: Tally, moved: Mapping[str, Mapping[str, int]],
+    model: str, engine: Engine, eviction: Eviction, stats: RunStats, moved: Mapping[str, Mapping[str, int]],
     predicted: Prediction | None, facts: Mapping[str, str | bool | int], common: int = 0,
 ) -> RunReport:  # fmt: skip
     """The report of a finished run. moved: bytes by kind and lane; facts: more, of the profile; common: columns that
     all rows had in one copy."""
-    blocks, fed = tally.blocks, FedPrompts()
+    blocks, fed = stats.blocks, FedPrompts()
     for block in blocks:
         fed += block.fed
     spec, itemsize = engine.spec, engine.dtype.itemsize
-    need = need_of(eviction, tally.sizes.total(), set(tally.sizes), spec.num_blocks)
+    need = need_of(eviction, stats.sizes.total(), set(stats.sizes), spec.num_blocks)
     held, column = column_bytes(spec, engine.policy, itemsize)
     copied = common * spec.kv_bytes_per_token(itemsize)
-    model_bytes, cache_bytes, hidden_bytes = sizes_of(spec, tally.sizes, itemsize)
+    model_bytes, cache_bytes, hidden_bytes = sizes_of(spec, stats.sizes, itemsize)
     return RunReport(
         model=model,
         policy=engine.policy,
@@ -169,8 +169,8 @@ def make_report(
         prompt_len=need.prompt_len,
         gen_len=need.gen_len,
         num_prompts=need.rows,
-        prefill=PhaseReport(sum(b.prefill_s for b in blocks), tally.prompt_tokens),
-        decode=PhaseReport(sum(b.decode_s for b in blocks), tally.decoded),
+        prefill=PhaseReport(sum(b.prefill_s for b in blocks), stats.prompt_tokens),
+        decode=PhaseReport(sum(b.decode_s for b in blocks), stats.decoded),
         peak_bytes=engine.peak_bytes,
         io_bytes={link: sum(lanes[link] for lanes in moved.values()) for link in IO_LINKS},
         peak_bytes_by_kind=engine.peak_bytes_by_kind,
@@ -190,7 +190,7 @@ def make_report(
             **facts,
             "prefill_fed_tokens": fed.tokens,
             "common_prefix": {"tokens": common, "kv_bytes": copied},
-            "work": asdict(run_work(spec, fed, tally.decoded, held * sum(b.read for b in blocks))),
+            "work": asdict(run_work(spec, fed, stats.decoded, held * sum(b.read for b in blocks))),
             **({"attn_sparsity_saves": "arithmetic, no traffic"} if engine.policy.attn_sparsity < 1 else {}),
             "busy_s": {lane: engine.timeline.seconds(lane) for lane in LANES},
         },
@@ -212,7 +212,7 @@ def column_bytes(spec: ModelSpec, policy: Policy, itemsize: int) -> tuple[int, i
     return (2 * spec.num_kv_heads * packing.slot_bytes if packing else column), column
 
 
-def kv_facts(held: int, column: int, slots: int, blocks: Sequence[BlockSums], copied: int = 0) -> dict[str, int]:
+def kv_facts(held: int, column: int, slots: int, blocks: Sequence[BlockStats], copied: int = 0) -> dict[str, int]:
     """Slots of the neediest row; mean bytes of KV held in a decode sweep, and of what the full cache would hold.
 
     held, column: of `column_bytes`. copied: bytes of KV outside of slots, the whole time.

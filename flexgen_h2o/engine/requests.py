@@ -23,19 +23,19 @@ from flexgen_h2o.core.config import ModelSpec
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.schedule import Step
 from flexgen_h2o.engine.executor import Executor
-from flexgen_h2o.engine.generation import Chooser, Decoding, Row, RowEnd, Watches, in_order
-from flexgen_h2o.engine.metrics import BlockLists, BlockSums, Tally
+from flexgen_h2o.engine.generation import Callbacks, Chooser, Decoding, Row, StopCriteria, in_order
+from flexgen_h2o.engine.metrics import BlockLists, BlockStats, RunStats
 from flexgen_h2o.engine.prompts import Completion, Prompt, prompts_from_python
-from flexgen_h2o.engine.sampling import SamplingParams, StopStrings, TokenChooser, Tokenizer, decode_text
+from flexgen_h2o.engine.sampling import Sampler, SamplingParams, StopStrings, Tokenizer, decode_text
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.eviction.policy import most_new_tokens
 
 
-class Course(Chooser, Protocol):
+class TokenSource(Chooser, Protocol):
     """Which tokens rows take, and when they are done."""
 
     @property
-    def at_once(self) -> int:
+    def max_tokens_per_sweep(self) -> int:
         """The most tokens of a row that a sweep may feed."""
 
     def most_new(self, row: int) -> int:
@@ -44,7 +44,7 @@ class Course(Chooser, Protocol):
     def end(self, row: Row) -> str | None:
         """Why the row is done with its newest token (Decoding.end)."""
 
-    def coming(self, row: Row) -> Sequence[int]:
+    def known_tokens(self, row: Row) -> Sequence[int]:
         """The tokens that it will take next, as far as they are known; `at_once` of them are enough."""
 
 
@@ -53,9 +53,9 @@ class ForcedTokens:
     """Teacher forcing: rows take the tokens that they are given, whatever the logits: `tokens[row][step]`."""
 
     tokens: Mapping[int, Sequence[int]]
-    at_once: int = 1
+    max_tokens_per_sweep: int = 1
 
-    def choose(self, logits: torch.Tensor, rows: Sequence[int], steps: Sequence[int]) -> list[int]:
+    def sample(self, logits: torch.Tensor, rows: Sequence[int], steps: Sequence[int]) -> list[int]:
         return [self.tokens[row][step] for row, step in zip(rows, steps, strict=True)]
 
     def most_new(self, row: int) -> int:
@@ -64,21 +64,23 @@ class ForcedTokens:
     def end(self, row: Row) -> str | None:
         return "length" if len(row.token_ids) >= row.max_new else None
 
-    def coming(self, row: Row) -> Sequence[int]:
+    def known_tokens(self, row: Row) -> Sequence[int]:
         done = len(row.token_ids)
-        return self.tokens[row.prompt.index][done : done + self.at_once]
+        return self.tokens[row.prompt.index][done : done + self.max_tokens_per_sweep]
 
 
-def steered(course: Course | None, chooser: Chooser, end: Callable[[Row], str | None], watches: Watches) -> Decoding:
-    """Decoding by a course; without one, as the others say."""
-    if course is None:
-        return Decoding(chooser, end, watches)
-    return Decoding(course, course.end, watches, course.coming)
+def steered(
+    token_source: TokenSource | None, sampler: Chooser, end: Callable[[Row], str | None], watches: Callbacks
+) -> Decoding:
+    """Decoding by a token source; without one, as the others say."""
+    if token_source is None:
+        return Decoding(sampler, end, watches)
+    return Decoding(token_source, token_source.end, watches, token_source.known_tokens)
 
 
 def forced_rows(
     prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]], eviction: Eviction, spec: ModelSpec,
-    at_once: int,
+    max_tokens_per_sweep: int,
 ) -> tuple[list[Prompt], ForcedTokens]:  # fmt: skip
     """Prompts of token ids, each with the tokens that it is to take. UsageError where they do not fit together."""
     read = prompts_from_python(prompts, None, spec.vocab_size)
@@ -91,13 +93,13 @@ def forced_rows(
             raise UsageError(
                 f"prompts[{prompt.index}]: with its continuation longer than {spec.max_positions} positions"
             )
-    return read, ForcedTokens({p.index: p.token_ids for p in after}, at_once)
+    return read, ForcedTokens({p.index: p.token_ids for p in after}, max_tokens_per_sweep)
 
 
 STOPS_KEPT = 1024  # sets of stop strings: rows may all have others, and there may be any number of rows
 
 
-class RowRules:
+class RequestTable:
     """The rules of a run's rows. params: of all of them, or each row's own in the order of `prompts`.
 
     Raises UsageError, as `add` does, for another number of params, and for stop strings without a tokenizer.
@@ -109,7 +111,7 @@ class RowRules:
     ) -> None:  # fmt: skip
         self._prompts, self._spec, self._tokenizer, self._eviction = prompts, spec, tokenizer, eviction
         self._params: dict[int, SamplingParams] = {}
-        self.chooser = TokenChooser(params if isinstance(params, SamplingParams) else self._params)
+        self.sampler = Sampler(params if isinstance(params, SamplingParams) else self._params)
         # Few sets of stop strings occur as a rule, and a finder of each is enough.
         self._stops = lru_cache(STOPS_KEPT)(partial(StopStrings, tokenizer))
         self._ends = lru_cache(STOPS_KEPT)(self._row_end)
@@ -133,20 +135,28 @@ class RowRules:
         for p in each:
             self._stops(p.stop)
 
-    def _row_end(self, stop: tuple[str, ...], ignore_eos: bool) -> RowEnd:
-        return RowEnd(SamplingParams(ignore_eos=ignore_eos), self._spec.eos_token_ids, self._stops(stop))
+    def _row_end(self, stop: tuple[str, ...], ignore_eos: bool) -> StopCriteria:
+        return StopCriteria(SamplingParams(ignore_eos=ignore_eos), self._spec.eos_token_ids, self._stops(stop))
 
-    def rows(self, course: Course | None = None) -> list[Row]:
-        """The rows, with nothing generated. course: as of `LLM.run`. UsageError for a prompt that is too long."""
-        return self._rows(self._prompts, course)
+    def rows(self, token_source: TokenSource | None = None) -> list[Row]:
+        """The rows, with nothing generated. token_source: as of `LLM.run`. UsageError for a prompt that is too long."""
+        return self._rows(self._prompts, token_source)
 
-    def _rows(self, prompts: Sequence[Prompt], course: Course | None) -> list[Row]:
+    def _rows(self, prompts: Sequence[Prompt], token_source: TokenSource | None) -> list[Row]:
         found = []
         for prompt in prompts:
             params = self._params[prompt.index]
-            most = self.most_new_tokens(prompt) if course is None else course.most_new(prompt.index)
-            at_once = 1 if course is None else course.at_once
-            found.append(Row(prompt, most, asked=params.max_tokens, top_logprobs=params.logprobs, at_once=at_once))
+            most = self.most_new_tokens(prompt) if token_source is None else token_source.most_new(prompt.index)
+            max_tokens_per_sweep = 1 if token_source is None else token_source.max_tokens_per_sweep
+            found.append(
+                Row(
+                    prompt,
+                    most,
+                    asked=params.max_tokens,
+                    top_logprobs=params.logprobs,
+                    max_tokens_per_sweep=max_tokens_per_sweep,
+                )
+            )
         return found
 
     def most_new_tokens(self, prompt: Prompt) -> int:
@@ -228,7 +238,7 @@ More = Callable[[], tuple[Sequence[Prompt], Sequence[SamplingParams]] | None]
 
 @dataclass(frozen=True)
 class RunRows:
-    """`rows` in `blocks`, or in one block and a `queue` of those that enter it. tally: counts them all.
+    """`rows` in `blocks`, or in one block and a `queue` of those that enter it. stats: counts them all.
 
     common: tokens that all begin with, whose KV is held in one copy.
     """
@@ -236,7 +246,7 @@ class RunRows:
     rows: list[Row]
     blocks: list[list[list[Row]]]
     queue: Queue | None
-    tally: Tally
+    stats: RunStats
     common: int = 0
 
     def most_sweeps(self, loads: int) -> int | None:
@@ -251,32 +261,37 @@ def run_blocks(
 ) -> None:
     """Run them one after another. order: of a block's steps by its number of micro-batches, instead of all of them."""
     for block in work.blocks:
-        facts = BlockLists() if work.queue is None else BlockSums()
+        facts = BlockLists() if work.queue is None else BlockStats()
         with torch.inference_mode():
             executor.run_block(block, facts, order(len(block)) if order else None, on_tokens, work.queue)
-        work.tally.blocks.append(facts)
+        work.stats.blocks.append(facts)
         if order:  # it may have ended within a sweep: the next block's weights begin anew
             executor.restart()
     executor.finish()
 
 
 def run_rows(
-    rules: RowRules, rows: list[Row], blocks: list[list[list[Row]]], refill: bool, more: More | None, common: int = 0
+    rules: RequestTable,
+    rows: list[Row],
+    blocks: list[list[list[Row]]],
+    refill: bool,
+    more: More | None,
+    common: int = 0,
 ) -> RunRows:
     """refill, more: as of `LLM.run`. Rows that all end together gain nothing by waiting, and stay in their blocks.
 
     common: as of `RunRows`; rows of `more` begin with the same.
     """
-    tally = Tally()
-    tally.begin(rows)
+    stats = RunStats()
+    stats.begin(rows)
     if not refill or (more is None and (len(blocks) == 1 or not rules.may_end_apart(rows))):
-        return RunRows(rows, blocks, None, tally, common)
+        return RunRows(rows, blocks, None, stats, common)
 
     def feed() -> list[Row]:
         found = more() if more is not None else None
         further = in_order(rules.add(*found)) if found is not None else []
-        tally.begin(further)
+        stats.begin(further)
         return further
 
     waiting = [row for block in blocks[1:] for batch in block for row in batch]
-    return RunRows(rows, blocks[:1], Queue(waiting, feed, common), tally, common)
+    return RunRows(rows, blocks[:1], Queue(waiting, feed, common), stats, common)

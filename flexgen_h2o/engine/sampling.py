@@ -72,7 +72,7 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW
 
 
-class TokenChooser:
+class Sampler:
     """Chooses the next token of each row.
 
     params: of all rows, and what a row draws depends on (seed, row, step) alone; or each row's own, by its index, and
@@ -82,7 +82,7 @@ class TokenChooser:
     def __init__(self, params: SamplingParams | Mapping[int, SamplingParams]) -> None:
         self._params = params
 
-    def choose(self, logits: Tensor, rows: Sequence[int], steps: Sequence[int]) -> list[int]:
+    def sample(self, logits: Tensor, rows: Sequence[int], steps: Sequence[int]) -> list[int]:
         """The next token id of each row.
 
         logits: [b, V], any float dtype and device; -inf forbids a token. rows: the rows' indices in the run; steps:

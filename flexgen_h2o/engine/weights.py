@@ -121,7 +121,7 @@ class WeightStore:
         """Ring bytes of one load of a unit; 0 when all its rows are used where they live."""
         return self._sizes[key]
 
-    def is_wanted(self, key: int) -> bool:
+    def is_needed(self, key: int) -> bool:
         return True
 
     def is_ready(self, key: int) -> bool:

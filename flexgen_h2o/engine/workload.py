@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from flexgen_h2o.core.config import Policy
-from flexgen_h2o.engine.memory_plan import Shape
+from flexgen_h2o.engine.memory_plan import BlockShape
 from flexgen_h2o.kvcache.prefixes import PromptGroup
 
 
 @dataclass(frozen=True)
-class Need:
+class WorkloadShape:
     """A pile of prompts. rows: of them in all; prompt_len, gen_len: tokens of the longest prompt, most new tokens.
 
     slots: KV slots of the neediest row in each transformer block. kept: columns that are left there of its prompt
@@ -34,12 +34,12 @@ class Need:
     common: int = 0
 
     @classmethod
-    def full(cls, rows: int, prompt_len: int, gen_len: int, num_blocks: int) -> Need:
+    def full(cls, rows: int, prompt_len: int, gen_len: int, num_blocks: int) -> WorkloadShape:
         """The need of the full cache."""
         slots = (prompt_len + gen_len - 1,) * num_blocks
         return cls(rows, prompt_len, gen_len, slots, (prompt_len,) * num_blocks)
 
-    def union(self, other: Need) -> Need:
+    def union(self, other: WorkloadShape) -> WorkloadShape:
         """What serves both, of rows of one eviction policy and model."""
         return replace(
             self,
@@ -53,7 +53,7 @@ class Need:
             common=min(self.common, other.common),
         )
 
-    def in_one_copy(self, common: int) -> Need:
+    def in_one_copy(self, common: int) -> WorkloadShape:
         """The same of the full cache, where `common` tokens that all prompts begin with are held in one copy."""
         slots, kept = (tuple(n - common for n in columns) for columns in (self.slots, self.kept))
         return replace(self, slots=slots, kept=kept, prefix=0, common=common)
@@ -131,7 +131,7 @@ def base_of(asked: Policy | AutoPolicy) -> Policy:
     return asked.base if isinstance(asked, AutoPolicy) else asked
 
 
-def even_blocks(policy: Policy, need: Need) -> list[tuple[Block, int]]:
+def even_blocks(policy: Policy, need: WorkloadShape) -> list[tuple[Block, int]]:
     """The blocks of a pile of equal prompts, as (block, how many like it): full ones, and a last one of the rest."""
     full, rest = divmod(need.rows, policy.block_size)
     gbs = policy.gpu_batch_size
@@ -142,16 +142,16 @@ def even_blocks(policy: Policy, need: Need) -> list[tuple[Block, int]]:
     return found
 
 
-def shape_of(policy: Policy, need: Need) -> Shape:
+def shape_of(policy: Policy, need: WorkloadShape) -> BlockShape:
     """The largest block of a pile of equal prompts."""
     rows = min(policy.gpu_batch_size, need.rows)
     batches = min(policy.num_gpu_batches, -(-need.rows // policy.gpu_batch_size))
     sharing = need.prompt_len if need.common or (need.prefix and rows > 1) else 0
     fed = need.block((rows,))[0].fed
-    return Shape(rows, batches, fed, need.slots, need.record, sharing, need.common)
+    return BlockShape(rows, batches, fed, need.slots, need.record, sharing, need.common)
 
 
-def fitted(policy: Policy, need: Need) -> Policy:
+def fitted(policy: Policy, need: WorkloadShape) -> Policy:
     """The policy with batch sizes no larger than the pile."""
     shape = shape_of(policy, need)
     return replace(policy, gpu_batch_size=shape.rows, num_gpu_batches=shape.micro_batches)

@@ -31,7 +31,7 @@ from flexgen_h2o.core.units import (
 )
 
 if TYPE_CHECKING:
-    from flexgen_h2o.engine.memory_plan import Shape
+    from flexgen_h2o.engine.memory_plan import BlockShape
 
 
 def int8_sizes(spec: ModelSpec, tokens: int) -> dict[str, int]:
@@ -124,7 +124,7 @@ UNPACK_KV_BYTES = 28
 RANK_BYTES = 48  # of a column while it is ranked: sums, ranks, sorted copies of both and int64 indices
 
 
-def temporary_bytes(spec: ModelSpec, shape: Shape, itemsize: int, policy: Policy) -> int:
+def temporary_bytes(spec: ModelSpec, shape: BlockShape, itemsize: int, policy: Policy) -> int:
     """Upper estimate of what torch allocates and frees inside one step: attention, sampling, norms and activations.
 
     Packed weights are unpacked between steps, or multiplied in int8, by torch operations where nothing is compiled.
@@ -165,7 +165,7 @@ def temporary_bytes(spec: ModelSpec, shape: Shape, itemsize: int, policy: Policy
     return step
 
 
-def step_bytes(spec: ModelSpec, policy: Policy, shape: Shape, itemsize: int, device_is_host: bool) -> int:
+def step_bytes(spec: ModelSpec, policy: Policy, shape: BlockShape, itemsize: int, device_is_host: bool) -> int:
     """`temporary_bytes` with the largest product of blocked weights, where those of this run are blocked."""
     step, form = temporary_bytes(spec, shape, itemsize, policy), weight_form(policy, itemsize)
     tokens = max(shape.tokens, shape.rows)
@@ -176,7 +176,9 @@ def step_bytes(spec: ModelSpec, policy: Policy, shape: Shape, itemsize: int, dev
     return step
 
 
-def unpacked_cache_bytes(spec: ModelSpec, policy: Policy, shape: Shape, itemsize: int, device_is_host: bool) -> int:
+def unpacked_cache_bytes(
+    spec: ModelSpec, policy: Policy, shape: BlockShape, itemsize: int, device_is_host: bool
+) -> int:
     """What a card takes to read packed KV, some rows at a time: a host reads it as it lies."""
     on_card = not device_is_host and (policy.percent[2] > 0 or not policy.cpu_cache_compute)
     if not policy.compress_cache or not on_card:

@@ -24,10 +24,10 @@ import torch
 
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import GIVEN_CHUNK, format_bytes, format_seconds
-from flexgen_h2o.engine.generation import Chooser, Row, RowEnd
+from flexgen_h2o.engine.generation import Chooser, Row, StopCriteria
 from flexgen_h2o.engine.metrics import Silent
 from flexgen_h2o.engine.prompts import Prompt, lines_of, make_prompt, object_of_json, prompt_of_json
-from flexgen_h2o.engine.sampling import SamplingParams, StopStrings, TokenChooser, Tokenizer, decode_text
+from flexgen_h2o.engine.sampling import Sampler, SamplingParams, StopStrings, Tokenizer, decode_text
 from flexgen_h2o.evaluation.metrics import Case, bytes_of_column, held_columns, perplexity, surprise
 from flexgen_h2o.kvcache.eviction.policy import most_new_tokens
 from flexgen_h2o.llm import LLM
@@ -144,21 +144,23 @@ class Audience(Protocol):
 
 
 class Conversation:
-    """A course (courses.Course) of one row through all turns, each answered with at most `max_tokens` tokens.
+    """A token source (engine.requests.TokenSource) of one row through all turns.
 
-    turns: token ids, one of them at least. chooser: of the answers' tokens; ends: when an answer is over, by its own
-    tokens. at_once: the most tokens of a turn in one sweep. room: the most tokens that may follow on the first turn;
-    where they are used up, the conversation ends.
+    Each is answered with at most `max_tokens` tokens.
+
+    turns: token ids, one of them at least. sampler: of the answers' tokens; ends: when an answer is over, by its own
+    tokens. max_tokens_per_sweep: the most tokens of a turn in one sweep. room: the most tokens that may follow on the
+    first turn; where they are used up, the conversation ends.
     The end-of-sequence token that ends an answer stays, as all that is said; a turn that begins with the same token,
     as chat templates write it, does not repeat it.
     """
 
     def __init__(
-        self, turns: Sequence[TurnIds], max_tokens: int, chooser: Chooser, ends: RowEnd, audience: Audience,
-        room: int | None = None, at_once: int = GIVEN_CHUNK,
+        self, turns: Sequence[TurnIds], max_tokens: int, sampler: Chooser, ends: StopCriteria, audience: Audience,
+        room: int | None = None, max_tokens_per_sweep: int = GIVEN_CHUNK,
     ) -> None:  # fmt: skip
-        self._turns, self._max_tokens, self._chooser, self._ends = turns, max_tokens, chooser, ends
-        self._audience, self.at_once = audience, at_once
+        self._turns, self._max_tokens, self._chooser, self._ends = turns, max_tokens, sampler, ends
+        self._audience, self.max_tokens_per_sweep = audience, max_tokens_per_sweep
         self._most = tokens_after_first(turns, max_tokens)
         if room is not None:
             self._most = min(self._most, room)
@@ -171,12 +173,12 @@ class Conversation:
         """The first turn, as the row's prompt."""
         return Prompt(0, tuple(self._turns[0]), None)
 
-    def choose(self, logits: torch.Tensor, rows: Sequence[int], steps: Sequence[int]) -> list[int]:
+    def sample(self, logits: torch.Tensor, rows: Sequence[int], steps: Sequence[int]) -> list[int]:
         if self._coming:
             token = self._coming.popleft()
             self._audience.given(self._turn, token, logits[0])
             return [token]
-        (token,) = self._chooser.choose(logits, rows, steps)
+        (token,) = self._chooser.sample(logits, rows, steps)
         self._answer.token_ids.append(token)
         reason = self._ends(self._answer)
         self._audience.said(self._turn, token, reason)
@@ -192,8 +194,8 @@ class Conversation:
             return "stop"
         return "length" if len(row.token_ids) >= row.max_new else None
 
-    def coming(self, row: Row) -> Sequence[int]:
-        return list(islice(self._coming, self.at_once))
+    def known_tokens(self, row: Row) -> Sequence[int]:
+        return list(islice(self._coming, self.max_tokens_per_sweep))
 
     def _next_turn(self, last: int) -> None:
         self._turn += 1
@@ -310,12 +312,12 @@ def converse(
     """One conversation with a policy; what it was, for the JSON. ids: of the turns; params: of each answer."""
     llm.eviction, spec = case.eviction, llm.model.spec
     room = most_new_tokens(case.eviction, spec, len(ids[0]), tokens_after_first(ids, params.max_tokens))
-    ends = RowEnd(params, spec.eos_token_ids, StopStrings(llm.model.tokenizer, params.stop))
+    ends = StopCriteria(params, spec.eos_token_ids, StopStrings(llm.model.tokenizer, params.stop))
     shown = Shown(llm, turns, len(ids[0]), show)
-    talk = Conversation(ids, params.max_tokens, TokenChooser(params), ends, shown, room)
+    talk = Conversation(ids, params.max_tokens, Sampler(params), ends, shown, room)
     llm.prepare([talk.prompt], [params], talk)
     shown.begin()
-    report = llm.run([talk.prompt], params, lambda done: None, course=talk, listener=Silent())
+    report = llm.run([talk.prompt], params, lambda done: None, token_source=talk, listener=Silent())
     found = shown.exchanges
     if found[-1].reason is None:
         shown.end()

@@ -194,7 +194,7 @@ class Probe(Full):
 
     @property
     def needs(self) -> Needs:
-        return Needs(record=(POSITIONS, SCORES), query_rows=1, fade=0.0, gain=1.0)
+        return Needs(record=(POSITIONS, SCORES), query_rows=1, decay=0.0, gain=1.0)
 
     def prompt_scores(self, sums: torch.Tensor, query_rows: int) -> torch.Tensor:
         return sums

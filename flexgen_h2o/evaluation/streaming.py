@@ -107,7 +107,7 @@ def measure(llm: LLM, case: Case, streams: Sequence[Sequence[int]], windows: int
     llm.eviction, tokens = case.eviction, torch.tensor([list(s) for s in streams])
     n, length = tokens.shape
     watch = NatsWatch(tokens[:, 1:])
-    report = llm.follow(tokens[:, :1].tolist(), tokens[:, 1:].tolist(), watch, at_once=AT_ONCE)
+    report = llm.follow(tokens[:, :1].tolist(), tokens[:, 1:].tolist(), watch, max_tokens_per_sweep=AT_ONCE)
     seconds = report.prefill.seconds + report.decode.seconds
     edges = [length * i // windows for i in range(windows + 1)]
     held = [held_columns(case.eviction, 1, last - 1, llm.model.spec.num_blocks) for last in edges[1:]]

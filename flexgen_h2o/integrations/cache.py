@@ -26,9 +26,9 @@ from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.kernels.prefill_attention import causal_attention, causal_attention_lse
 from flexgen_h2o.kernels.slots import attend
 from flexgen_h2o.kvcache.attend import attend_slots
-from flexgen_h2o.kvcache.evict import Hook, KeptColumns, keep_prompt_columns, rank_victims, record_prompt
+from flexgen_h2o.kvcache.evict import EvictionStep, KeptColumns, keep_prompt_columns, rank_victims, record_prompt
 from flexgen_h2o.kvcache.eviction.policy import EVERYTHING, NORMS, SCORES, Eviction
-from flexgen_h2o.kvcache.slots import Joining, PartView, Record, RowSlots, SlotTable, joining
+from flexgen_h2o.kvcache.slots import NewColumn, PartView, RowSlots, SlotMetadata, SlotTable, new_columns
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class EvictingLayer(CacheLayerMixin):
         """Empty, as new."""
         self.keys = self.values = None
         self.is_initialized = False
-        self.record: Record | None = None
+        self.record: SlotMetadata | None = None
         self.rows: RowSlots | None = None
         self.past = torch.zeros(0, dtype=torch.int64)
         self._seen = 0
@@ -157,16 +157,16 @@ class EvictingLayer(CacheLayerMixin):
             begin = some.stop
         self.past = torch.tensor([count for _, count in spans])
 
-    def _hook(self, kv_heads: int) -> Hook:
+    def _hook(self, kv_heads: int) -> EvictionStep:
         assert self.rows is not None
-        return Hook(self._policy, self._block, self.rows, kv_heads)
+        return EvictionStep(self._policy, self._block, self.rows, kv_heads)
 
     def _view(self) -> PartView:
         """The slots as the engine sees them, one row for each (sequence, kv-head)."""
         assert self.keys is not None and self.values is not None
         return PartView(0, self.keys.flatten(0, 1)[None], self.values.flatten(0, 1)[None], self.record)
 
-    def _empty_record(self, rows: int, slots: int) -> Record | None:
+    def _empty_record(self, rows: int, slots: int) -> SlotMetadata | None:
         wanted = self._policy.needs.record
         if not wanted:
             return None
@@ -174,7 +174,7 @@ class EvictingLayer(CacheLayerMixin):
             torch.zeros(rows, slots, device=self.device) if name in wanted else None for name in (SCORES, NORMS)
         )
         positions = torch.full((rows, slots), -1, dtype=torch.int32, device=self.device)
-        return Record(positions, torch.zeros(rows, dtype=torch.int32, device=self.device), scores, norms)
+        return SlotMetadata(positions, torch.zeros(rows, dtype=torch.int32, device=self.device), scores, norms)
 
     def _select(self, index: torch.Tensor) -> None:
         """Sequences `index` take the places 0, 1, ..., with all that is known of them."""
@@ -186,7 +186,7 @@ class EvictingLayer(CacheLayerMixin):
         self.rows = RowSlots(*(getattr(self.rows, name)[here] for name in RowSlots.__dataclass_fields__))
         if self.record is not None:
             rows = (there[:, None] * kv_heads + torch.arange(kv_heads, device=self.device)).flatten()
-            fields = {name: getattr(self.record, name) for name in Record.__dataclass_fields__}
+            fields = {name: getattr(self.record, name) for name in SlotMetadata.__dataclass_fields__}
             self.record = replace(
                 self.record, **{name: t.index_select(0, rows) for name, t in fields.items() if t is not None}
             )
@@ -249,7 +249,7 @@ class DroppingLayer(EvictingLayer):
 
     def _attend_token(self, qkv: tuple[torch.Tensor, ...], scale: float, joins: torch.Tensor) -> torch.Tensor:
         assert self.rows is not None and bool(joins.all())
-        new = joining(self.rows, self.past)
+        new = new_columns(self.rows, self.past)
         self._grow(int(new.filled.max()))
         view, hook = self._view(), self._hook(qkv[1].shape[1])
         out = torch.empty_like(qkv[0]).flatten(1)
@@ -264,11 +264,11 @@ class MaskingLayer(EvictingLayer):
         self.keys, self.values = torch.zeros_like(k), torch.zeros_like(k)
         self.record = self._empty_record(batch * kv_heads, n)
 
-    def _empty_record(self, rows: int, slots: int) -> Record:
+    def _empty_record(self, rows: int, slots: int) -> SlotMetadata:
         """Also where the policy has no use for one: positions are the mask."""
         positions = torch.full((rows, slots), -1, dtype=torch.int32, device=self.device)
         victims = torch.zeros(rows, dtype=torch.int32, device=self.device)
-        return super()._empty_record(rows, slots) or Record(positions, victims)
+        return super()._empty_record(rows, slots) or SlotMetadata(positions, victims)
 
     def _store_prompts(self, some: slice, first: int, k: torch.Tensor, v: torch.Tensor, kept: KeptColumns) -> None:
         assert self.keys is not None and self.values is not None and self.record is not None
@@ -298,7 +298,7 @@ class MaskingLayer(EvictingLayer):
             self._evict(record, filled, kv_heads)
         return (p @ self.values.float()).to(q.dtype)
 
-    def _append(self, k: torch.Tensor, v: torch.Tensor, joins: torch.Tensor) -> Record:
+    def _append(self, k: torch.Tensor, v: torch.Tensor, joins: torch.Tensor) -> SlotMetadata:
         """The new columns in a slot of their own, with score 0; the record with them."""
         batch, kv_heads, _ = k.shape
         if self.keys is None or self.values is None or self.record is None:
@@ -316,7 +316,7 @@ class MaskingLayer(EvictingLayer):
             for name in ("positions", SCORES, NORMS)
             if getattr(new, name) is not None
         }
-        self.record = Record(victims=new.victims, **fields)
+        self.record = SlotMetadata(victims=new.victims, **fields)
         return self.record
 
     def _add(self, scores: torch.Tensor, received: torch.Tensor, filled: torch.Tensor, joins: torch.Tensor) -> None:
@@ -325,9 +325,9 @@ class MaskingLayer(EvictingLayer):
         gains = needs.gain * (filled / (self.past + 1) if needs.even else torch.ones(len(self.past)))
         kv_heads = len(scores) // len(gains)
         gain, real = (t.repeat_interleave(kv_heads)[:, None].to(scores.device) for t in (gains.float(), joins))
-        scores.copy_(torch.where(real, needs.fade * scores + gain * received, scores))
+        scores.copy_(torch.where(real, needs.decay * scores + gain * received, scores))
 
-    def _evict(self, record: Record, filled: torch.Tensor, kv_heads: int) -> None:
+    def _evict(self, record: SlotMetadata, filled: torch.Tensor, kv_heads: int) -> None:
         """Mask one column of each row that holds one more than its budget."""
         assert self.rows is not None
         full = (filled >= self.rows.slots).repeat_interleave(kv_heads).to(record.positions.device)
@@ -336,7 +336,7 @@ class MaskingLayer(EvictingLayer):
         every = torch.full_like(
             self.past, record.positions.shape[1]
         )  # what is not held has a position that no policy drops
-        rank_victims(self._hook(kv_heads), [self._view()], Joining(self.past, every, every))
+        rank_victims(self._hook(kv_heads), [self._view()], NewColumn(self.past, every, every))
         victims = record.victims.long()[:, None]
         gone = torch.where(full[:, None], -1, record.positions.gather(1, victims))
         record.positions.scatter_(1, victims, gone)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from flexgen_h2o.core.units import NORM_CHUNK, ROTARY_CHUNK
-from flexgen_h2o.kernels.workspace import share_rows
+from flexgen_h2o.kernels.workspace import parallel_rows
 
 
 def silu_gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -33,7 +33,7 @@ def silu_gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     rows, width = gate.shape
     element = np.float32(0) if gate.dtype == torch.float32 else np.uint16(0)
     places = gate.data_ptr(), up.data_ptr()
-    share_rows(
+    parallel_rows(
         lambda first, end: row_loops.silu_rows(element, *places, width, first, end), rows, 3 * width * gate.itemsize
     )
     return gate
@@ -66,7 +66,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tenso
     steps = [t.stride(0) * t.itemsize for t in (x, out)]
     job = row_loops.Norm(x.shape[1], x.data_ptr(), steps[0], weight.data_ptr(), out.data_ptr(), steps[1])
     element = np.float32(0) if x.dtype == torch.float32 else np.uint16(0)
-    share_rows(
+    parallel_rows(
         lambda first, end: row_loops.norm_rows(element, job, np.float32(eps), first, end),
         len(x), 2 * x.shape[1] * x.itemsize,
     )  # fmt: skip
@@ -92,7 +92,7 @@ class Rotation:
     def __init__(self, frequencies: torch.Tensor, scaling: float) -> None:
         self._frequencies, self._scaling = frequencies, scaling
 
-    def turn(self, tensors: Sequence[torch.Tensor], positions: torch.Tensor) -> None:
+    def rotate(self, tensors: Sequence[torch.Tensor], positions: torch.Tensor) -> None:
         """Turn heads in place. tensors: (tokens, heads, d) of one dtype; positions: (tokens,) ints, on any device."""
         where, dtype = tensors[0].device, tensors[0].dtype
         for start in range(0, len(positions), ROTARY_CHUNK):
@@ -104,7 +104,7 @@ class Rotation:
                 else:
                     _turn(t[here], t[here], cos.unsqueeze(1), sin.unsqueeze(1))
 
-    def turned(self, keys: torch.Tensor, ranks: torch.Tensor) -> torch.Tensor:
+    def rotated(self, keys: torch.Tensor, ranks: torch.Tensor) -> torch.Tensor:
         """Keys (rows, slots, d), each turned by its rank, as a tensor of their own; ranks: (rows, slots) int32.
 
         Slots whose rank is not below the number of slots hold nothing, and may hold anything in the result.
@@ -128,16 +128,16 @@ class Rotation:
 
         (rows, slots, width), pairs = keys.shape, len(self._frequencies)
         if not (keys.is_contiguous() and ranks.is_contiguous() and ranks.shape == keys.shape[:2]):
-            raise ValueError(f"turned: keys {tuple(keys.shape)} and ranks {tuple(ranks.shape)} do not go together")
+            raise ValueError(f"rotated: keys {tuple(keys.shape)} and ranks {tuple(ranks.shape)} do not go together")
         if ranks.dtype != torch.int32 or 2 * pairs > width:
-            raise ValueError(f"turned: ranks are {ranks.dtype}, and {2 * pairs} numbers of {width} turn")
+            raise ValueError(f"rotated: ranks are {ranks.dtype}, and {2 * pairs} numbers of {width} turn")
         cos, sin = self._angles(torch.arange(slots), torch.float32)
         out = torch.empty_like(keys)
         job = rotary_loops.RotaryJob(
             slots, width, pairs, keys.data_ptr(), ranks.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr()
         )
         element = np.float32(0) if keys.dtype == torch.float32 else np.uint16(0)
-        share_rows(
+        parallel_rows(
             lambda first, end: rotary_loops.turn_rows(element, job, first, end), rows, 2 * slots * width * keys.itemsize
         )
         return out
@@ -160,16 +160,16 @@ def _turn_compiled(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Non
 
     (tokens, heads, width), pairs = x.shape, cos.shape[1]
     if 2 * pairs > width:
-        raise ValueError(f"turn: {2 * pairs} numbers of {width} cannot turn")
+        raise ValueError(f"rotate: {2 * pairs} numbers of {width} cannot turn")
     token, head = (2 * step for step in x.stride()[:2])
     job = rotary_loops.Heads(heads, pairs, x.data_ptr(), token, head, cos.data_ptr(), sin.data_ptr())
-    share_rows(lambda first, end: rotary_loops.turn_heads(np.uint16(0), job, first, end), tokens, 8 * heads * pairs)
+    parallel_rows(lambda first, end: rotary_loops.turn_heads(np.uint16(0), job, first, end), tokens, 8 * heads * pairs)
 
 
 def _turn(x: torch.Tensor, out: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     """out = x with pairs (i, i + pairs) of its last dimension turned; out may be x. cos, sin: (..., pairs)."""
     pairs = cos.shape[-1]
     first, second = x[..., :pairs], x[..., pairs : 2 * pairs]
-    turned = (first * cos).sub_(second * sin)
+    rotated = (first * cos).sub_(second * sin)
     out[..., pairs : 2 * pairs] = (second * cos).add_(first * sin)
-    out[..., :pairs] = turned
+    out[..., :pairs] = rotated

@@ -15,7 +15,7 @@ import torch
 from flexgen_h2o.core.packing import INT8, INT8_ROW_BYTES
 from flexgen_h2o.core.units import INT8_TILE, TOKEN_CHUNK, UNPACK_CHUNK
 from flexgen_h2o.kernels.int8_blocked import ZERO, BlockedInt8, blocked_products, int8_products
-from flexgen_h2o.kernels.workspace import Workspace, share_rows
+from flexgen_h2o.kernels.workspace import Workspace, parallel_rows
 
 _COMPILED = (torch.float32, torch.bfloat16)
 _LEVELS = 127.0
@@ -173,7 +173,7 @@ def quantise_rows(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) ->
         4 * scales.stride(0),
     )  # fmt: skip
     element = _element(x)
-    share_rows(
+    parallel_rows(
         lambda first, end: int8_loops.quantise(element, job, first, end), n, columns * (x.itemsize + 1) // _IN_CACHE
     )
 
@@ -211,7 +211,7 @@ def rescale(
     )  # fmt: skip
     element, counted = _element(out), _element(sums)
     row_bytes = columns * (sums.itemsize + out.itemsize) // _IN_CACHE
-    share_rows(lambda first, end: int8_loops.rescale(element, counted, job, first, end), rows, row_bytes)
+    parallel_rows(lambda first, end: int8_loops.rescale(element, counted, job, first, end), rows, row_bytes)
 
 
 def rescale_reference(

@@ -29,7 +29,7 @@ from flexgen_h2o.core.packing import GROUP_BYTES, INT8, INT8_ROW_BYTES, num_grou
 from flexgen_h2o.core.units import BLOCK_CHUNK, BLOCK_ROWS, INT8_BLOCK_ROWS, UNPACK_CHUNK
 from flexgen_h2o.kernels.blocked import opaque_tensor
 from flexgen_h2o.kernels.packed import unpack_rows_reference
-from flexgen_h2o.kernels.workspace import share_rows
+from flexgen_h2o.kernels.workspace import parallel_rows
 
 _EXACT = 1024  # products of codes (at most 127 x 127) whose sum float32 holds exactly, in any order
 
@@ -275,7 +275,7 @@ def _fill_in_order(packed: torch.Tensor, out: torch.Tensor, columns: int) -> Non
         packed.data_ptr(), packed.stride(0), value_bytes(columns, BITS), columns, out.data_ptr(), out.stride(0),
         len(out), 0,
     )  # fmt: skip
-    share_rows(lambda a, b: requantise_loops.in_order(job, a, b), len(packed), packed.shape[1] + columns)
+    parallel_rows(lambda a, b: requantise_loops.in_order(job, a, b), len(packed), packed.shape[1] + columns)
 
 
 def _fill_blocked(packed: torch.Tensor, first: int, part: BlockedInt8, columns: int) -> None:
@@ -288,4 +288,4 @@ def _fill_blocked(packed: torch.Tensor, first: int, part: BlockedInt8, columns: 
         INT8.row_bytes(columns), len(part), first,
     )  # fmt: skip
     strip_bytes = ROWS * (packed.shape[1] + columns)
-    share_rows(lambda a, b: requantise_loops.blocked(job, a, b), len(packed) // ROWS, strip_bytes)
+    parallel_rows(lambda a, b: requantise_loops.blocked(job, a, b), len(packed) // ROWS, strip_bytes)

@@ -1,7 +1,7 @@
 """How numba compiles here, memory by address, and 2**x. Importing it imports numba (0.2 s): do so lazily.
 
 Loops get addresses, whose tensors the caller keeps alive: no array has to be made of a bf16 tensor, and numba compiles
-each loop once. They hold no lock and start no threads: `threads.share_rows` runs them side by side.
+each loop once. They hold no lock and start no threads: `threads.parallel_rows` runs them side by side.
 """
 
 from __future__ import annotations

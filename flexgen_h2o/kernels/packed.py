@@ -16,8 +16,14 @@ import torch
 
 from flexgen_h2o.core.packing import GROUP, GROUP_BYTES, SlotPacking, num_groups, packed_row_bytes, value_bytes
 from flexgen_h2o.core.units import PACKED_CHUNK, UNPACK_CHUNK
-from flexgen_h2o.kernels.slots import ScoreBook, attend_reference, attend_scored_reference, check_slots, score_addresses
-from flexgen_h2o.kernels.workspace import share_rows
+from flexgen_h2o.kernels.slots import (
+    ScoreState,
+    attend_reference,
+    attend_scored_reference,
+    check_slots,
+    score_addresses,
+)
+from flexgen_h2o.kernels.workspace import parallel_rows
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,7 +50,7 @@ def pack_rows(rows: torch.Tensor, bits: int) -> torch.Tensor:
     job = pack_loops.PackJob(
         values.data_ptr(), columns, packed.data_ptr(), packed.shape[1], value_bytes(columns, bits), bits, bad.data_ptr()
     )
-    share_rows(lambda first, end: pack_loops.pack(job, first, end), n, 4 * columns + packed.shape[1])
+    parallel_rows(lambda first, end: pack_loops.pack(job, first, end), n, 4 * columns + packed.shape[1])
     if bad.any():
         raise ValueError(_UNUSABLE)
     return packed
@@ -91,7 +97,7 @@ def unpack_rows(packed: torch.Tensor, bits: int, out: torch.Tensor) -> torch.Ten
     )
     element = np.float32(0) if out.dtype == torch.float32 else np.uint16(0)
     row_bytes = packed.shape[1] + columns * out.itemsize
-    share_rows(lambda first, end: unpack_loops.unpack(element, job, first, end), n, row_bytes)
+    parallel_rows(lambda first, end: unpack_loops.unpack(element, job, first, end), n, row_bytes)
     return out
 
 
@@ -140,7 +146,7 @@ def pack_columns(columns: torch.Tensor, packing: SlotPacking) -> torch.Tensor:
     packed = torch.empty(*columns.shape[:-1], packing.words, dtype=torch.int32)
     form, element = _format(packing), _element(columns.dtype)
     rows = columns.numel() // packing.width
-    share_rows(
+    parallel_rows(
         lambda first, end: packed_loops.pack_rows(
             element, form, columns.data_ptr(), packed.data_ptr(), packing.words, first, end
         ),
@@ -180,7 +186,7 @@ def unpack_columns(packed: torch.Tensor, packing: SlotPacking, dtype: torch.dtyp
 
 def attend_packed(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float, packing: SlotPacking,
-    book: ScoreBook | None = None,
+    book: ScoreState | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """`slots.attend`, or with a book `slots.attend_scored`, over packed slots.
 
@@ -204,7 +210,7 @@ def attend_packed(
     )  # fmt: skip
     scores = slot_loops.NO_SCORES if book is None else score_addresses(book, rows, most)
     form, element = _format(packing), _element(q.dtype)
-    share_rows(
+    parallel_rows(
         lambda first, end: packed_loops.attend_rows(element, form, slots, scale, scores, first, end),
         rows,
         2 * most * packing.slot_bytes,
@@ -214,7 +220,7 @@ def attend_packed(
 
 def attend_packed_reference(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float, packing: SlotPacking,
-    book: ScoreBook | None = None,
+    book: ScoreState | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """`attend_packed` in torch operations: some rows at a time are unpacked into q's dtype."""
     out = torch.empty_like(q)

@@ -21,7 +21,7 @@ from functools import lru_cache
 import torch
 
 from flexgen_h2o.core.units import MASK_ROWS, SCORE_TILE_BYTES
-from flexgen_h2o.kernels.workspace import share_rows
+from flexgen_h2o.kernels.workspace import parallel_rows
 
 TILE_ROWS = 256  # query rows; fewer where a tile of so many is over TILE_BYTES for each thread
 LEAST_TILE_ROWS = 16  # fewer make matrix products slow
@@ -122,7 +122,7 @@ def _add_tile(products: torch.Tensor, lse: torch.Tensor, scale: float, sums: tor
         group, count, end, sums.shape[1], first, products.data_ptr(), lse.data_ptr(), sums.data_ptr()
     )
     element = np.float32(0) if products.dtype == torch.float32 else np.uint16(0)
-    share_rows(
+    parallel_rows(
         lambda a, b: column_loops.add_tile(element, tile, scale, a, b),
         rows,
         4 * group * count * end * products.itemsize,
@@ -246,7 +246,7 @@ def _attend_compiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: f
     job = prompt_loops.Prompts(kv_heads, group, n, keys - n, width, queries, *places)
     element = np.float32(0) if q.dtype == torch.float32 else np.uint16(0)
     units = batch * kv_heads * -(-n // queries)
-    share_rows(
+    parallel_rows(
         lambda first, end: prompt_loops.attend_units(element, job, np.float32(scale), first, end),
         units, 4 * group * queries * width * q.itemsize,
     )  # fmt: skip

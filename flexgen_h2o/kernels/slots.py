@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from flexgen_h2o.core.units import SPARSE_CHUNK
-from flexgen_h2o.kernels.workspace import share_rows
+from flexgen_h2o.kernels.workspace import parallel_rows
 
 if TYPE_CHECKING:
     from flexgen_h2o.kernels.compiled.slots import ColumnSlots as Slots
@@ -33,7 +33,7 @@ _WORD = 4  # bytes: the compiled loops take slots in such steps
 
 
 @dataclass(frozen=True)
-class ScoreBook:
+class ScoreState:
     """Column scores of R rows with C slots, on the device of the keys, each tensor contiguous; updated in place.
 
     scores: (R, C) fp32. positions: (R, C) int32, distinct within a row and not negative. oldest, newest: (R,) int32,
@@ -44,11 +44,11 @@ class ScoreBook:
     positions: torch.Tensor
     oldest: torch.Tensor
     newest: torch.Tensor
-    fade: float
+    decay: float
     gains: torch.Tensor
     victims: torch.Tensor
 
-    def rows(self, some: slice) -> ScoreBook:
+    def rows(self, some: slice) -> ScoreState:
         """The book of some of the rows."""
         names = ("scores", "positions", "oldest", "newest", "gains", "victims")
         return replace(self, **{name: getattr(self, name)[some] for name in names})
@@ -79,7 +79,7 @@ def attend_lse(
 
 
 def attend_scored(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float, book: ScoreBook
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float, book: ScoreState
 ) -> torch.Tensor:
     """`attend`, bit for bit, which also keeps the book.
 
@@ -109,14 +109,14 @@ def attend_lse_reference(
 
 
 def attend_scored_reference(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float, book: ScoreBook
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float, book: ScoreState
 ) -> torch.Tensor:
     """`attend_scored` in torch operations."""
     p = slot_probabilities(q, keys, filled, scale)
     longest = p.shape[2]
     scores, positions = book.scores[:, :longest], book.positions[:, :longest]
     used = torch.arange(longest, device=q.device) < filled.unsqueeze(1)
-    scores.copy_(torch.where(used, book.fade * scores + book.gains.unsqueeze(1) * p.sum(dim=1), scores))
+    scores.copy_(torch.where(used, book.decay * scores + book.gains.unsqueeze(1) * p.sum(dim=1), scores))
     allowed = used & (positions >= book.oldest.unsqueeze(1)) & (positions <= book.newest.unsqueeze(1))
     lowest = scores.masked_fill(~allowed, float("inf")).amin(dim=1, keepdim=True)
     candidates = allowed & (scores == lowest)
@@ -169,7 +169,7 @@ def _attend_compiled(
     values: torch.Tensor,
     filled: torch.Tensor,
     scale: float,
-    book: ScoreBook | None = None,
+    book: ScoreState | None = None,
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     import numpy as np
@@ -188,7 +188,7 @@ def _attend_compiled(
     )  # fmt: skip
     scores = slot_loops.NO_SCORES if book is None else score_addresses(book, rows, most)
     element = np.float32(0) if q.dtype == torch.float32 else np.uint16(0)
-    share_rows(
+    parallel_rows(
         lambda first, end: slot_loops.attend_rows(element, slots, scale, scores, first, end),
         rows,
         2 * most * width * q.itemsize,
@@ -214,7 +214,7 @@ def check_slots(
         raise ValueError("attend: q, keys, values, filled do not go together: {}; {}; {}; {}".format(*shapes))
 
 
-def score_addresses(book: ScoreBook, rows: int, most: int) -> Scores:
+def score_addresses(book: ScoreState, rows: int, most: int) -> Scores:
     """Raises ValueError."""
     from flexgen_h2o.kernels.compiled.slots import Scores
 
@@ -230,7 +230,7 @@ def score_addresses(book: ScoreBook, rows: int, most: int) -> Scores:
             raise ValueError(f"attend_scored: {name} is {tuple(tensor.shape)} {tensor.dtype}, not {wanted[name]}")
     return Scores(
         columns, book.scores.data_ptr(), book.positions.data_ptr(), book.oldest.data_ptr(), book.newest.data_ptr(),
-        book.victims.data_ptr(), book.gains.data_ptr(), float(book.fade),
+        book.victims.data_ptr(), book.gains.data_ptr(), float(book.decay),
     )  # fmt: skip
 
 
@@ -276,7 +276,7 @@ def put_slots(areas: Pair, slots: torch.Tensor, columns: Pair) -> None:
 
     (rows, count), job = slots.shape, _job(areas, slots, columns)
     row_bytes = 4 * count * job.slot_bytes
-    share_rows(lambda first, end: slot_column_loops.put(job, count, first, end), rows, row_bytes)
+    parallel_rows(lambda first, end: slot_column_loops.put(job, count, first, end), rows, row_bytes)
 
 
 def put_slots_reference(areas: Pair, slots: torch.Tensor, columns: Pair) -> None:
@@ -294,7 +294,7 @@ def get_last_slots(areas: Pair, slots: torch.Tensor, columns: Pair) -> None:
     from flexgen_h2o.kernels.compiled import slots as slot_column_loops
 
     (rows, count), job = slots.shape, _job(areas, slots, columns)
-    share_rows(lambda first, end: slot_column_loops.get(job, count - 1, first, end), rows, 4 * job.slot_bytes)
+    parallel_rows(lambda first, end: slot_column_loops.get(job, count - 1, first, end), rows, 4 * job.slot_bytes)
 
 
 def get_last_slots_reference(areas: Pair, slots: torch.Tensor, columns: Pair) -> None:

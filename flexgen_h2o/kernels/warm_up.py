@@ -25,7 +25,7 @@ from flexgen_h2o.kernels.int8 import Int8Rows, multiply_each, rescale
 from flexgen_h2o.kernels.int8_blocked import BITS, blank_int8_rows, requantise_rows
 from flexgen_h2o.kernels.packed import attend_packed, pack_columns, unpack_rows
 from flexgen_h2o.kernels.prefill_attention import causal_attention_lse, column_sums
-from flexgen_h2o.kernels.slots import ScoreBook, attend_scored, get_last_slots, put_slots
+from flexgen_h2o.kernels.slots import ScoreState, attend_scored, get_last_slots, put_slots
 from flexgen_h2o.kernels.workspace import Workspace
 
 _LONGEST_S = 300.0
@@ -42,7 +42,7 @@ class _NotCompiledError(Exception):
     """A loop would have to be compiled."""
 
 
-def compiled_apart(function: Callable[..., object], *arguments: object) -> None:
+def compile_subprocess(function: Callable[..., object], *arguments: object) -> None:
     """Call function(*arguments), whose result nobody wants, so that its loops are compiled.
 
     Where some are not yet, another process calls it first. function: of a module; arguments: can be pickled. The call
@@ -103,7 +103,7 @@ def warm_up(
 
     A few seconds the first time on a machine, in a process of their own, then some tenths of one.
     """
-    compiled_apart(_call_all, device, dtype, scored, packing, weights, rolling, rotary, to_int8)
+    compile_subprocess(_call_all, device, dtype, scored, packing, weights, rolling, rotary, to_int8)
 
 
 def _call_all(
@@ -117,7 +117,7 @@ def _call_all(
         torch.zeros(size, dtype=torch.int32, device=device) for size in (whole, single, single, single)
     )
     scores, gains = torch.zeros(whole, device=device), torch.ones(single, device=device)
-    book = ScoreBook(scores, positions, oldest, newest, 1.0, gains, victims)
+    book = ScoreState(scores, positions, oldest, newest, 1.0, gains, victims)
     filled = victims.new_full(single, _SLOTS)
     first, column = torch.zeros(_ROWS, 1, dtype=torch.int64, device=device), columns[0, :, :1].clone()
     put_slots((columns, columns), first, (column, column))
@@ -129,11 +129,11 @@ def _call_all(
         packed = pack_columns(wide, packing)
         attend_packed(wide[0, :, :1], packed, packed, filled, 1.0, packing, book)
     if rotary:
-        Rotation(gains.expand(_WIDTH // 2), 1.0).turn((columns[0],), victims)
+        Rotation(gains.expand(_WIDTH // 2), 1.0).rotate((columns[0],), victims)
         rms_norm(columns[0, 0], columns[0, 0, 0], 1.0, columns[0, 0].clone())
         silu_gated(columns[0, 0], columns[0, 0])
     if rolling:
-        Rotation(gains.expand(_WIDTH // 2), 1.0).turned(columns[0], positions)
+        Rotation(gains.expand(_WIDTH // 2), 1.0).rotated(columns[0], positions)
     _, lse = causal_attention_lse(columns, columns, columns, 1.0)
     if scored:
         column_sums(columns, columns, lse, 1.0)

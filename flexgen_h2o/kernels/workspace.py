@@ -48,7 +48,7 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has the pool, but none of its threads
 
 
-def share_rows(loop: Callable[[int, int], object], rows: int, row_bytes: int) -> None:
+def parallel_rows(loop: Callable[[int, int], object], rows: int, row_bytes: int) -> None:
     """Call loop(first, end) until all `rows` are done, on as many threads as torch uses, this one among them.
 
     row_bytes: about how much memory a row goes through; little work stays on this thread. What a row gets must not

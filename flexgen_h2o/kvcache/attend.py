@@ -20,9 +20,9 @@ from flexgen_h2o.core.units import ROLLING_CHUNK, TOKEN_CHUNK
 from flexgen_h2o.kernels.elementwise import Rotation
 from flexgen_h2o.kernels.packed import attend_packed
 from flexgen_h2o.kernels.prefill_attention import causal_attention, causal_attention_lse
-from flexgen_h2o.kernels.slots import ScoreBook, attend, attend_lse, attend_scored
+from flexgen_h2o.kernels.slots import ScoreState, attend, attend_lse, attend_scored
 from flexgen_h2o.kvcache.evict import (
-    Hook,
+    EvictionStep,
     KeptColumns,
     ScoredPrefix,
     keep_prompt_columns,
@@ -31,7 +31,7 @@ from flexgen_h2o.kvcache.evict import (
     record_prompt,
 )
 from flexgen_h2o.kvcache.prefixes import PromptGroup
-from flexgen_h2o.kvcache.slots import Joining, PartView, put_columns, put_first_columns
+from flexgen_h2o.kvcache.slots import NewColumn, PartView, put_columns, put_first_columns
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,8 @@ SlotAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 
 
 def attend_prompts(
-    qkv: Sequence[torch.Tensor], groups: Sequence[PromptGroup], views: Sequence[PartView], hook: Hook, scale: float,
-    out: torch.Tensor, stored_keys: torch.Tensor | None = None, common: CommonColumns | None = None,
+    qkv: Sequence[torch.Tensor], groups: Sequence[PromptGroup], views: Sequence[PartView], hook: EvictionStep,
+    scale: float, out: torch.Tensor, stored_keys: torch.Tensor | None = None, common: CommonColumns | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Causal attention of packed prompts; the columns that the policy keeps go to slots 0, 1, ... of each row.
 
@@ -113,19 +113,19 @@ def attend_prompts(
     q: (tokens, heads, d); k, v: (tokens, kv_heads, d); out: (tokens, heads x d); all packed as `groups` say. Neighbours
     of equal length are computed together; nothing is ever padded.
     """
-    mixed = out.view(qkv[0].shape)
+    attn_out = out.view(qkv[0].shape)
     packed = qkv if stored_keys is None else (*qkv, stored_keys)
     start = sequence = 0
     for group in groups:
         here = slice(start, start + group.tokens)
-        _attend_group([t[here] for t in packed], group, sequence, views, hook, scale, mixed[here], common)
+        _attend_group([t[here] for t in packed], group, sequence, views, hook, scale, attn_out[here], common)
         start, sequence = here.stop, sequence + group.rows
     return out
 
 
 def _attend_group(
-    packed: Sequence[torch.Tensor], group: PromptGroup, first: int, views: Sequence[PartView], hook: Hook,
-    scale: float, mixed: torch.Tensor, common: CommonColumns | None,
+    packed: Sequence[torch.Tensor], group: PromptGroup, first: int, views: Sequence[PartView], hook: EvictionStep,
+    scale: float, attn_out: torch.Tensor, common: CommonColumns | None,
 ) -> None:  # fmt: skip
     """`attend_prompts` for one group, the sequences `first`, `first` + 1, ... packed: q, k, v, and stored_keys if any.
 
@@ -137,7 +137,7 @@ def _attend_group(
         assert common is not None
         columns = common.in_front()
         prefix[1:] = [torch.cat(pair, dim=1) for pair in zip(columns, prefix[1:], strict=True)] if start else columns
-    scored = _attend_prefix(prefix, hook, scale, mixed[:start]) if group.prefix else None
+    scored = _attend_prefix(prefix, hook, scale, attn_out[:start]) if group.prefix else None
     if not group.rows:
         assert common is not None
         common.put(*prefix[1:])
@@ -153,7 +153,7 @@ def _attend_group(
             attended, lse = causal_attention_lse(q, k, v, scale)
         else:
             attended = causal_attention(q, k, v, scale)
-        mixed[start:end].view(queries.shape).copy_(attended.transpose(1, 2))
+        attn_out[start:end].view(queries.shape).copy_(attended.transpose(1, 2))
         own = [t[:, group.common :] for t in columns]  # all but what the common prefix's copy has
         k, v = (t[:, :, group.common :] for t in (k, v))
         kept = keep_prompt_columns(hook, sequence, (q, k, v), lse, scale, scored)
@@ -163,15 +163,15 @@ def _attend_group(
 
 
 def _attend_prefix(
-    prefix: Sequence[torch.Tensor], hook: Hook, scale: float, mixed: torch.Tensor
+    prefix: Sequence[torch.Tensor], hook: EvictionStep, scale: float, attn_out: torch.Tensor
 ) -> ScoredPrefix | None:
     """Attention within a shared prefix, q, k and v of `prefix` (1, tokens, heads, d). None where nothing is scored."""
     q, k, v = (t.transpose(1, 2) for t in prefix[:3])
     if not hook.scores_prompts:
-        mixed.copy_(causal_attention(q, k, v, scale)[0].transpose(0, 1))
+        attn_out.copy_(causal_attention(q, k, v, scale)[0].transpose(0, 1))
         return None
     attended, lse = causal_attention_lse(q, k, v, scale)
-    mixed.copy_(attended[0].transpose(0, 1))
+    attn_out.copy_(attended[0].transpose(0, 1))
     return ScoredPrefix(q, k, lse, scale)
 
 
@@ -189,8 +189,8 @@ def _equal_rows(group: PromptGroup) -> Iterator[tuple[int, int]]:
 
 
 def attend_slots(
-    qkv: Sequence[torch.Tensor], new: Joining, slots: Sequence[torch.Tensor], views: Sequence[PartView], hook: Hook,
-    scale: float, attention: SlotAttention, out: torch.Tensor, rolling: Rotation | None = None,
+    qkv: Sequence[torch.Tensor], new: NewColumn, slots: Sequence[torch.Tensor], views: Sequence[PartView],
+    hook: EvictionStep, scale: float, attention: SlotAttention, out: torch.Tensor, rolling: Rotation | None = None,
     common: CommonColumns | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Put each row's new column into its slot and attend over its filled slots, part by part where the part lies.
@@ -198,12 +198,18 @@ def attend_slots(
     Where the policy scores, the slots' scores grow by what they received and each row's next victim is named. rolling:
     turns the keys by their ranks as they are read. common: of the full cache, columns that all rows have in front.
 
-    q: (sequences, heads, d); k, v: (sequences, kv_heads, d); slots: of `Hook.next_slots`; out: (sequences, heads x d).
+    q: (sequences, heads, d); k, v: (sequences, kv_heads, d); slots: of `EvictionStep.next_slots`; out:
+    (sequences, heads x d).
     """
     q, k, v = qkv
     rows, width = k.shape[0] * k.shape[1], k.shape[2]
     group = q.shape[1] // k.shape[1]
-    q, k, v, mixed = q.view(rows, group, width), k.view(rows, width), v.view(rows, width), out.view(rows, group, width)
+    q, k, v, attn_out = (
+        q.view(rows, group, width),
+        k.view(rows, width),
+        v.view(rows, width),
+        out.view(rows, group, width),
+    )
     before = None if common is None else common.attend(q, scale)
     past, filled = (t.repeat_interleave(hook.kv_heads) for t in (new.past, new.filled.int()))
     for view, taken in zip(views, slots, strict=True):
@@ -216,11 +222,11 @@ def attend_slots(
         scores = None if view.record is None else view.record.scores
         book = None if scores is None else _book(hook, view, scores, past[here], filled[here])
         if before is not None:
-            mixed[here].copy_(attend_behind(before.rows(here, where), queries, view, seen, scale))
+            attn_out[here].copy_(attend_behind(before.rows(here, where), queries, view, seen, scale))
         elif rolling is None:
-            mixed[here].copy_(_attend_view(queries, view, seen, scale, attention, book))
+            attn_out[here].copy_(_attend_view(queries, view, seen, scale, attention, book))
         else:
-            _attend_rolling(rolling, queries, view, seen, scale, book, mixed[here])
+            _attend_rolling(rolling, queries, view, seen, scale, book, attn_out[here])
     if hook.policy.needs.record and not hook.policy.needs.ranks_by_score:
         rank_victims(hook, views, new)
     return out
@@ -228,7 +234,7 @@ def attend_slots(
 
 def _attend_view(
     q: torch.Tensor, view: PartView, filled: torch.Tensor, scale: float, attention: SlotAttention,
-    book: ScoreBook | None,
+    book: ScoreState | None,
 ) -> torch.Tensor:  # fmt: skip
     """`attention` is for the full cache that is not packed."""
     if view.packing is not None:
@@ -239,7 +245,7 @@ def _attend_view(
 
 
 def _attend_rolling(
-    rotation: Rotation, q: torch.Tensor, view: PartView, filled: torch.Tensor, scale: float, book: ScoreBook | None,
+    rotation: Rotation, q: torch.Tensor, view: PartView, filled: torch.Tensor, scale: float, book: ScoreState | None,
     out: torch.Tensor,
 ) -> None:  # fmt: skip
     """ROLLING_CHUNK numbers of keys are turned at a time, or those of one row."""
@@ -247,12 +253,14 @@ def _attend_rolling(
     (keys,), slots = view.keys, view.keys.shape[2]
     for rows in torch.arange(view.rows).split(max(1, ROLLING_CHUNK // (slots * view.keys.shape[3]))):
         here = slice(int(rows[0]), int(rows[-1]) + 1)
-        turned = rotation.turned(keys[here], view.record.ranks[here]).unsqueeze(0)
-        columns = (q[here], turned, view.values[:, here], filled[here], scale)
+        rotated = rotation.rotated(keys[here], view.record.ranks[here]).unsqueeze(0)
+        columns = (q[here], rotated, view.values[:, here], filled[here], scale)
         out[here].copy_(attend(*columns) if book is None else attend_scored(*columns, book.rows(here)))
 
 
-def _book(hook: Hook, view: PartView, scores: torch.Tensor, past: torch.Tensor, filled: torch.Tensor) -> ScoreBook:
+def _book(
+    hook: EvictionStep, view: PartView, scores: torch.Tensor, past: torch.Tensor, filled: torch.Tensor
+) -> ScoreState:
     """What the decode kernel needs to keep the scores of a view's rows; past, filled: (rows,) ints on the host."""
     assert view.record is not None
     needs, where = hook.policy.needs, view.keys.device
@@ -261,8 +269,8 @@ def _book(hook: Hook, view: PartView, scores: torch.Tensor, past: torch.Tensor, 
     )
     oldest, newest = (t.int().to(where) for t in (sinks, past - recent))
     gains = needs.gain * (filled / (past + 1) if needs.even else torch.ones(len(past)))
-    return ScoreBook(
-        scores, view.record.positions, oldest, newest, needs.fade, gains.float().to(where), view.record.victims
+    return ScoreState(
+        scores, view.record.positions, oldest, newest, needs.decay, gains.float().to(where), view.record.victims
     )  # fmt: skip
 
 

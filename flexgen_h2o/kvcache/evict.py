@@ -14,13 +14,13 @@ import torch
 
 from flexgen_h2o.kernels.prefill_attention import column_sums
 from flexgen_h2o.kvcache.eviction.policy import NORMS, POSITIONS, SCORES, Columns, Eviction, Needs
-from flexgen_h2o.kvcache.slots import Joining, PartView, RowSlots
+from flexgen_h2o.kvcache.slots import NewColumn, PartView, RowSlots
 
 NO_RANK = 2**30  # of a slot that holds nothing: above all others, so that nothing steps down when it is filled
 
 
 @dataclass(frozen=True)
-class Hook:
+class EvictionStep:
     """An eviction policy at work on one (transformer block, micro-batch). A sequence is `kv_heads` rows of its unit."""
 
     policy: Eviction
@@ -32,7 +32,7 @@ class Hook:
     def scores_prompts(self) -> bool:
         return self.policy.needs.query_rows != 0
 
-    def next_slots(self, views: Sequence[PartView], new: Joining) -> list[torch.Tensor]:
+    def next_slots(self, views: Sequence[PartView], new: NewColumn) -> list[torch.Tensor]:
         """For each view, (rows,) int64 on its device: the slots that the new columns take."""
         wanted = new.slot.repeat_interleave(self.kv_heads)
         found = []
@@ -74,7 +74,7 @@ class ScoredPrefix:
 
 
 def keep_prompt_columns(
-    hook: Hook, first: int, qkv: Sequence[torch.Tensor], lse: torch.Tensor | None, scale: float,
+    hook: EvictionStep, first: int, qkv: Sequence[torch.Tensor], lse: torch.Tensor | None, scale: float,
     prefix: ScoredPrefix | None = None,
 ) -> KeptColumns:  # fmt: skip
     """Score the columns of equally long prompts, the sequences `first`, `first` + 1, ..., and choose those that stay.
@@ -143,7 +143,7 @@ def record_columns(
         record.ranks[rows, slots] = filled.int() - 1
 
 
-def rank_victims(hook: Hook, views: Sequence[PartView], new: Joining) -> None:
+def rank_victims(hook: EvictionStep, views: Sequence[PartView], new: NewColumn) -> None:
     """Name each row's victim by the policy's own rank, where it is not the score that the decode kernel knows."""
     columns = unit_columns(hook, views, new)
     rank, stays = hook.policy.rank(columns), ~columns.may_leave
@@ -155,7 +155,7 @@ def rank_victims(hook: Hook, views: Sequence[PartView], new: Joining) -> None:
         view.record.victims.copy_(victims[view.start : view.end])
 
 
-def unit_columns(hook: Hook, views: Sequence[PartView], new: Joining) -> Columns:
+def unit_columns(hook: EvictionStep, views: Sequence[PartView], new: NewColumn) -> Columns:
     """The records of all rows of a unit, together on the device of its first part."""
     records = [view.record for view in views if view.record is not None]
     where = records[0].positions.device
@@ -186,7 +186,7 @@ def _prompt_scores(
     query_rows = n if needs.query_rows is None else min(n, needs.query_rows)
     sums = _column_sums(needs, q, k, lse, scale, min(own, query_rows))
     if prefix is not None and query_rows > own:
-        sums[..., : n - own] += prefix.sums(needs, query_rows - own) * needs.query_fade**own
+        sums[..., : n - own] += prefix.sums(needs, query_rows - own) * needs.query_decay**own
     return policy.prompt_scores(sums, query_rows)
 
 
@@ -194,7 +194,7 @@ def _column_sums(
     needs: Needs, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float, query_rows: int
 ) -> torch.Tensor:
     """(b, kv_heads, n) fp32: sums over the last `query_rows` rows, each with the weight that its age has."""
-    if needs.query_fade != 1:  # a weight of a row is an offset of its log-sum-exp
+    if needs.query_decay != 1:  # a weight of a row is an offset of its log-sum-exp
         before_last = torch.arange(q.shape[2] - 1, -1, -1, device=lse.device, dtype=torch.float32)
-        lse = lse - before_last * math.log(needs.query_fade)
+        lse = lse - before_last * math.log(needs.query_decay)
     return column_sums(q, k, lse, scale, k.shape[2] - query_rows)

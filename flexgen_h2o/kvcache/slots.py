@@ -21,7 +21,7 @@ from flexgen_h2o.tiers.placement import Part
 
 
 @dataclass(frozen=True)
-class Record:
+class SlotMetadata:
     """What an eviction policy knows of the slots of some rows; only slots that are filled hold meaning.
 
     positions: (rows, slots) int32, of the columns in their sequences. scores, norms: (rows, slots) fp32, or None where
@@ -39,13 +39,13 @@ class Record:
         every = (self.positions, self.victims, self.scores, self.norms, self.ranks)
         return [t for t in every if t is not None]
 
-    def rows(self, start: int, end: int) -> Record:
+    def rows(self, start: int, end: int) -> SlotMetadata:
         positions, victims, *others = (
             None if t is None else t[start:end]
             for t in (self.positions, self.victims, self.scores, self.norms, self.ranks)
         )
         assert positions is not None and victims is not None
-        return Record(positions, victims, *others)
+        return SlotMetadata(positions, victims, *others)
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class PartView:
     start: int
     keys: torch.Tensor
     values: torch.Tensor
-    record: Record | None = None
+    record: SlotMetadata | None = None
     packing: SlotPacking | None = None
 
     @property
@@ -94,7 +94,7 @@ def split_views(views: Sequence[PartView], row: int) -> tuple[list[PartView], li
 
 
 def part_view(
-    layout: UnitLayout, part: Part, data: torch.Tensor, dtype: torch.dtype, record: Record | None
+    layout: UnitLayout, part: Part, data: torch.Tensor, dtype: torch.dtype, record: SlotMetadata | None
 ) -> PartView:
     """The part whose bytes `data` holds. dtype: of numbers that are not packed."""
     dtype = stored_dtype(layout, dtype)
@@ -109,7 +109,7 @@ def stored_dtype(layout: UnitLayout, dtype: torch.dtype) -> torch.dtype:
     return dtype if layout.packing is None else torch.int32
 
 
-def carve_record(layout: UnitLayout, part: Part, data: torch.Tensor) -> Record | None:
+def carve_record(layout: UnitLayout, part: Part, data: torch.Tensor) -> SlotMetadata | None:
     """The record whose bytes `data` holds; None where the policy keeps none."""
     if not layout.record:
         return None
@@ -120,7 +120,7 @@ def carve_record(layout: UnitLayout, part: Part, data: torch.Tensor) -> Record |
         fields[name] = data[i * size : (i + 1) * size].view(dtype).view(part.rows, layout.slots)
     start = len(layout.record) * size
     victims = data[start : start + part.rows * RECORD_ITEMSIZE].view(torch.int32)
-    return Record(victims=victims, **fields)
+    return SlotMetadata(victims=victims, **fields)
 
 
 def put_columns(view: PartView, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -215,7 +215,7 @@ class RowSlots:
 
 
 @dataclass(frozen=True)
-class Joining:
+class NewColumn:
     """The new columns of one decode step; each field (sequences,) int64 on the host.
 
     past: their positions. slot: where each goes, -1 for the victim of the step before. filled: slots in use with it.
@@ -226,11 +226,11 @@ class Joining:
     filled: torch.Tensor
 
 
-def joining(rows: RowSlots, past: torch.Tensor) -> Joining:
+def new_columns(rows: RowSlots, past: torch.Tensor) -> NewColumn:
     """Where the columns at positions `past` go: the next free slot, or in a full row the slot of its victim."""
     held = rows.kept + past - rows.prompts
     filled = torch.minimum(held + 1, rows.slots)
-    return Joining(past, torch.where(held < rows.slots, held, -1), filled)
+    return NewColumn(past, torch.where(held < rows.slots, held, -1), filled)
 
 
 class SlotTable:
@@ -243,11 +243,11 @@ class SlotTable:
         self._policy, self._num_blocks = policy, num_blocks
         self._table = self._entries(rows)
 
-    def close_ranks(self, moves: Sequence[Move], remaining: int) -> None:
+    def compact(self, moves: Sequence[Move], remaining: int) -> None:
         """Rows have left: `moves` bring the others to the front, `remaining` stay."""
         self._table = self._table[:, order_after(moves, remaining)]
 
-    def enter(self, rows: Sequence[tuple[int, int]]) -> None:
+    def admit(self, rows: Sequence[tuple[int, int]]) -> None:
         """More rows, behind the others."""
         self._table = torch.cat([self._table, self._entries(rows)], dim=1)
 

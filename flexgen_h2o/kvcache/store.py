@@ -23,7 +23,7 @@ from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.kvcache.slots import (
     Move,
     PartView,
-    Record,
+    SlotMetadata,
     carve_record,
     column_index,
     move_rows,
@@ -91,7 +91,7 @@ class _Home:
     memory: torch.Tensor | None = None
     offset: int = 0
     overlay: Overlay | None = None
-    record: Record | None = None
+    record: SlotMetadata | None = None
 
 
 @dataclass
@@ -164,7 +164,7 @@ class CacheStore:
         unit = self._units[key[1:]]
         return sum(unit.layout.part_bytes(h.part) for h in unit.homes if h.streamed)
 
-    def is_wanted(self, key: CacheKey) -> bool:
+    def is_needed(self, key: CacheKey) -> bool:
         return self._live[key[2]] > 0
 
     def is_ready(self, key: CacheKey) -> bool:

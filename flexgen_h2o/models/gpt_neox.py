@@ -124,10 +124,10 @@ def attention(spec: ModelSpec, w: Weights, x: torch.Tensor, attend: Attend, ws: 
         linear(_norm(spec, w, "input_norm", x[a:b]), w["query_key_value.weight"], _bias(w, "query_key_value"), fused)
         for out, part in zip(qkv, fused.view(b - a, heads, 3, width).unbind(2), strict=True):
             out[a:b] = part
-    mixed = attend(*qkv)
+    attn_out = attend(*qkv)
     for a, b in token_chunks(tokens):
         before = _norm(spec, w, "mlp_norm", x[a:b]) if spec.option("parallel") else None
-        add_linear(x[a:b], mixed[a:b], w["dense.weight"], _bias(w, "dense"))
+        add_linear(x[a:b], attn_out[a:b], w["dense.weight"], _bias(w, "dense"))
         if before is not None:
             _add_mlp(spec, w, x[a:b], before, ws)
 

@@ -164,9 +164,9 @@ def attention(spec: ModelSpec, w: Weights, x: torch.Tensor, attend: Attend, ws: 
         linear_each(
             inputs, [(w[f"{name}_proj.weight"], _bias(w, f"{name}_proj"), out[a:b]) for name, out in qkv.items()]
         )
-    mixed = attend(*(out.view(tokens, heads[name], width) for name, out in qkv.items()))
+    attn_out = attend(*(out.view(tokens, heads[name], width) for name, out in qkv.items()))
     for a, b in token_chunks(tokens):
-        add_linear(x[a:b], mixed[a:b], w["o_proj.weight"], _bias(w, "o_proj"))
+        add_linear(x[a:b], attn_out[a:b], w["o_proj.weight"], _bias(w, "o_proj"))
 
 
 def mlp(spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> None:

@@ -139,9 +139,9 @@ def attention(spec: ModelSpec, w: Weights, x: torch.Tensor, attend: Attend, ws: 
         inputs = _norm(w, "self_attn_layer_norm", x[a:b]) if pre_norm else x[a:b]
         outs = ((q, "q_proj"), (k, "k_proj"), (v, "v_proj"))
         linear_each(inputs, [(w[f"{name}.weight"], _bias(w, name), out[a:b]) for out, name in outs])
-    mixed = attend(*(t.view(tokens, heads, width) for t in (q, k, v)))
+    attn_out = attend(*(t.view(tokens, heads, width) for t in (q, k, v)))
     for a, b in token_chunks(tokens):
-        add_linear(x[a:b], mixed[a:b], w["out_proj.weight"], _bias(w, "out_proj"))
+        add_linear(x[a:b], attn_out[a:b], w["out_proj.weight"], _bias(w, "out_proj"))
         if not pre_norm:
             x[a:b] = _norm(w, "self_attn_layer_norm", x[a:b])
 

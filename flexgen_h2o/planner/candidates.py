@@ -13,7 +13,7 @@ from itertools import permutations, product
 from flexgen_h2o.core.config import MOST_ROWS, TIERS, ModelSpec, Policy
 from flexgen_h2o.core.units import MIB, advice, format_bytes, round_up
 from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, Depth, MemoryPlan, memory_plan
-from flexgen_h2o.engine.workload import Need, even_blocks, shape_of
+from flexgen_h2o.engine.workload import WorkloadShape, even_blocks, shape_of
 from flexgen_h2o.planner.lp import Percent, find_corner, find_corners, least_excess
 from flexgen_h2o.planner.predict import Machine
 from flexgen_h2o.planner.work import disk_read_bytes
@@ -31,7 +31,7 @@ STREAMED_WEIGHTS: Percent = (0, 0, 100, 0, 100, 0)
 
 
 @dataclass(frozen=True)
-class Sides:
+class SearchSpace:
     """Which switches the search may set besides those of the base policy."""
 
     attention: bool = True
@@ -44,11 +44,11 @@ class Search:
     """A search. base: its switches are kept, batch sizes and shares chosen."""
 
     spec: ModelSpec
-    need: Need
+    need: WorkloadShape
     base: Policy
     machine: Machine
     budgets: Budgets
-    sides: Sides = Sides()
+    sides: SearchSpace = SearchSpace()
 
     def blocks(self, policy: Policy) -> float:
         """Blocks of the pile; a part of one counts as a part, which is the least that it may take."""
@@ -175,8 +175,8 @@ def _depth(q: Search, policy: Policy) -> Depth | None:
     places: list[Percent] = [NOTHING, (0, 0, 0, 100, 0, 0), STREAMED_WEIGHTS]
     for depth in LOOK_AHEADS if policy.overlap else (SEQUENTIAL,):
         plans = [_plan(q, policy, percent, depth) for percent in places]
-        least = {tier: min(plan.bytes_on(tier) for plan in plans) for tier in TIERS}
-        if all((q.budgets.get(tier) or 0) >= n for tier, n in least.items() if q.budgets.get(tier) is not None):
+        tight_fit = {tier: min(plan.bytes_on(tier) for plan in plans) for tier in TIERS}
+        if all((q.budgets.get(tier) or 0) >= n for tier, n in tight_fit.items() if q.budgets.get(tier) is not None):
             return depth
     return None
 
@@ -202,7 +202,7 @@ class Held:
     excess: int
 
 
-def least(q: Search) -> Held:
+def tight_fit(q: Search) -> Held:
     """The policy that exceeds the budgets least, by the linear program and whole percents around what it says."""
     found = []
     for policy in with_sides(q, 1, 1):
@@ -220,7 +220,7 @@ def that_fit(q: Search, most: int) -> list[Policy]:
     fitting = sorted((h for h in every if not h.excess), key=lambda h: [h.memory.bytes_on(t) for t in reversed(TIERS)])
     found = [held.policy for held in fitting[:most]]
     if not found:
-        tried = least(q)
+        tried = tight_fit(q)
         found = [] if tried.excess else [tried.policy]
     return found
 
@@ -228,7 +228,7 @@ def that_fit(q: Search, most: int) -> list[Policy]:
 def too_small(q: Search) -> str:
     """One line: the tiers that are short for one row in any place, and the least that would do."""
     whole = min((held for policy in with_sides(q, 1, 1) for held in _whole(q, policy)), key=_excess)
-    found = least(q)
+    found = tight_fit(q)
     # With the budgets that are named the search begins anew, and must arrive.
     held = found if that_fit(replace(q, budgets={**q.budgets, **_enough(q, found)}), 1) else whole
     short, enough = held.memory.overflow(dict(q.budgets)), _enough(q, held)

@@ -12,9 +12,9 @@ from flexgen_h2o.core.units import READ_THREADS, TOKEN_CHUNK
 from flexgen_h2o.engine.workload import Batch
 from flexgen_h2o.planner.profile import HardwareProfile
 from flexgen_h2o.planner.work import (
-    Move,
+    CostContext,
     Product,
-    Setting,
+    Transfer,
     Work,
     chunks,
     hidden_moves,
@@ -36,7 +36,7 @@ STEP_COSTS = ("kernel_s", "step_s", "attention_step_s", "eviction_step_s", "row_
 
 
 @dataclass(frozen=True)
-class Lasting:
+class TransferCost:
     """A load or store: `seconds` on a lane. link_s: that it keeps the link between host and device busy beside it;
     taken_s: that it takes from compute beside it."""
 
@@ -54,17 +54,17 @@ class StepCost:
     device_s: float
     host_s: float
     issue_s: float
-    kv_load: tuple[Lasting, ...]
-    kv_store: tuple[Lasting, ...]
-    hidden_load: tuple[Lasting, ...]
-    hidden_store: tuple[Lasting, ...]
+    kv_load: tuple[TransferCost, ...]
+    kv_store: tuple[TransferCost, ...]
+    hidden_load: tuple[TransferCost, ...]
+    hidden_store: tuple[TransferCost, ...]
 
 
 @dataclass(frozen=True)
 class Costs:
     """Seconds under one setting on one machine. dtype: that is computed in."""
 
-    at: Setting
+    at: CostContext
     profile: HardwareProfile
     dtype: str
 
@@ -90,7 +90,7 @@ class Costs:
         """How often a sweep loads each kind of layer's weights; a tied head and the next embedding are one load."""
         return _loaded_kinds(self.at.spec, self.at.policy.sep_layer, self.kinds)
 
-    def weight_load(self, unit: int) -> tuple[Lasting, ...]:
+    def weight_load(self, unit: int) -> tuple[TransferCost, ...]:
         """One load of a weight unit."""
         return self._lasting(weight_moves(self.at, self.layers.units[unit]))
 
@@ -118,7 +118,7 @@ class Costs:
             issue_s += p.row_s * batch.rows
         elif at.need.record and work.host_kv:  # a card computes rows side by side, a host drops columns row by row
             host_s += p.row_s * batch.rows * work.host_kv / (work.host_kv + work.device_kv)
-        kv: tuple[tuple[Move, ...], tuple[Move, ...]] = ((), ())
+        kv: tuple[tuple[Transfer, ...], tuple[Transfer, ...]] = ((), ())
         if layer.kind in ATTENTION_KINDS:
             kv = kv_load_moves(at, layer.block, batch, sweep), kv_store_moves(at, layer.block, batch, sweep)
             issue_s += p.attention_step_s + (p.eviction_step_s if at.need.record else 0.0)
@@ -177,19 +177,19 @@ class Costs:
             rate *= rates.blocked_speedup.at(product.rows)
         return product.flops / rate + self.profile.kernel_s
 
-    def _lasting(self, moves: Sequence[Move]) -> tuple[Lasting, ...]:
+    def _lasting(self, moves: Sequence[Transfer]) -> tuple[TransferCost, ...]:
         return tuple(self._lasting_of(m) for m in moves if m.nbytes)
 
-    def _lasting_of(self, move: Move) -> Lasting:
+    def _lasting_of(self, move: Transfer) -> TransferCost:
         seconds, p, reads = self.move_seconds(move), self.profile, move.lane == "disk_read"
         taken_s = move.short_requests * p.short_read_compute_s if reads and self.at.policy.overlap else 0.0
         if not move.crosses:
-            return Lasting(move.lane, seconds, taken_s=taken_s)
+            return TransferCost(move.lane, seconds, taken_s=taken_s)
         link, rate = ("h2d", p.h2d_bytes_per_s) if reads else ("d2h", p.d2h_bytes_per_s)
         link_s = move.nbytes / rate + move.pieces * p.transfer_s
-        return Lasting(move.lane, max(seconds, link_s), link, link_s, taken_s)
+        return TransferCost(move.lane, max(seconds, link_s), link, link_s, taken_s)
 
-    def move_seconds(self, move: Move) -> float:
+    def move_seconds(self, move: Transfer) -> float:
         """Of a disk's bytes that cross to the device each reader copies its own, so two of them share the copying."""
         p, pinned = self.profile, self.at.policy.pin_weight
         link = {
@@ -227,7 +227,7 @@ class Costs:
         found["device_compute"] = max(found["device_compute"], issue_s)
         return found
 
-    def _moved(self, block: Sequence[Batch], sweep: int) -> Iterator[tuple[Lasting, int]]:
+    def _moved(self, block: Sequence[Batch], sweep: int) -> Iterator[tuple[TransferCost, int]]:
         """The loads and stores of a sweep, each with how often."""
         for index, count in self.loaded_kinds.items():
             yield from ((load, count) for load in self.weight_load(self.layers.layers[index].unit))
@@ -266,7 +266,7 @@ class Costs:
         return replace(self, profile=slowed(p, read_left, compute_left * rest_left, rest_left))
 
 
-def _work(busy: dict[str, float], moved: Lasting, times: float) -> None:
+def _work(busy: dict[str, float], moved: TransferCost, times: float) -> None:
     busy[moved.lane] += times * moved.seconds
     busy["device_compute"] += times * moved.taken_s
     if moved.link:

@@ -18,8 +18,8 @@ from pulp.apis.core import PulpSolverError
 from flexgen_h2o.core.config import TIERS, ModelSpec, Policy
 from flexgen_h2o.core.errors import FlexgenError
 from flexgen_h2o.core.units import GIB
-from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, Depth, Shape, memory_plan
-from flexgen_h2o.engine.workload import Need, shape_of
+from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, BlockShape, Depth, memory_plan
+from flexgen_h2o.engine.workload import WorkloadShape, shape_of
 from flexgen_h2o.planner.costs import LANES, Costs
 from flexgen_h2o.planner.predict import PHASES, Machine
 
@@ -55,7 +55,7 @@ class Solution:
     gain_s_per_gib: Mapping[str, float]
 
 
-def find_corners(spec: ModelSpec, policy: Policy, need: Need, machine: Machine, depth: Depth) -> Corners:
+def find_corners(spec: ModelSpec, policy: Policy, need: WorkloadShape, machine: Machine, depth: Depth) -> Corners:
     """policy: batch sizes and switches; its shares do not count."""
 
     def corner(*moved: int) -> Corner:
@@ -66,7 +66,7 @@ def find_corners(spec: ModelSpec, policy: Policy, need: Need, machine: Machine, 
 
 
 def find_corner(
-    spec: ModelSpec, policy: Policy, moved: Sequence[int], need: Need, machine: Machine, depth: Depth
+    spec: ModelSpec, policy: Policy, moved: Sequence[int], need: WorkloadShape, machine: Machine, depth: Depth
 ) -> Corner:
     """The kinds of bytes at these indices of `percent` are moved there, the others are on disk."""
     w, wc, c, cc, h, hc = (100 if i in moved else 0 for i in range(6))
@@ -173,7 +173,7 @@ Percent = tuple[int, int, int, int, int, int]
 
 
 def placements(
-    spec: ModelSpec, policy: Policy, shares: Sequence[float], need: Need, machine: Machine,
+    spec: ModelSpec, policy: Policy, shares: Sequence[float], need: WorkloadShape, machine: Machine,
     budgets: Mapping[str, int | None],
 ) -> Iterator[Policy]:  # fmt: skip
     """Policies near the shares that fit: as they are rounded, and with small shares snapped to whole ones.
@@ -215,7 +215,12 @@ def _snapped(percent: Percent) -> Percent:
 
 
 def _made_to_fit(
-    spec: ModelSpec, policy: Policy, need: Need, machine: Machine, budgets: Mapping[str, int | None], depth: Depth
+    spec: ModelSpec,
+    policy: Policy,
+    need: WorkloadShape,
+    machine: Machine,
+    budgets: Mapping[str, int | None],
+    depth: Depth,
 ) -> Policy | None:
     """Shares are moved a percent at a time, as many as are missing, to the next slower tier until the plan fits."""
     shape = shape_of(policy, need)
@@ -231,15 +236,20 @@ def _made_to_fit(
 
 
 def _overflow(
-    spec: ModelSpec, policy: Policy, shape: Shape, machine: Machine, budgets: Mapping[str, int | None], depth: Depth
+    spec: ModelSpec,
+    policy: Policy,
+    shape: BlockShape,
+    machine: Machine,
+    budgets: Mapping[str, int | None],
+    depth: Depth,
 ) -> dict[str, int]:
     plan = memory_plan(spec, policy, shape, machine.itemsize, machine.device_is_host, depth)
     return plan.overflow(dict(budgets))
 
 
 def _moved(
-    spec: ModelSpec, policy: Policy, shape: Shape, machine: Machine, budgets: Mapping[str, int | None], depth: Depth,
-    over: Mapping[str, int],
+    spec: ModelSpec, policy: Policy, shape: BlockShape, machine: Machine, budgets: Mapping[str, int | None],
+    depth: Depth, over: Mapping[str, int],
 ) -> Policy | None:  # fmt: skip
     """One step: of the tier that is short, some percent of the kind that gives way first and helps."""
     tier = next(iter(over))

@@ -21,9 +21,9 @@ from flexgen_h2o.core.files import usable_path
 from flexgen_h2o.core.units import GIB
 from flexgen_h2o.engine.distributed import Part
 from flexgen_h2o.engine.generation import Row, group_rows, need_of_rows, row_blocks, shape_of_blocks
-from flexgen_h2o.engine.memory_plan import MemoryPlan, Shape, plan_within
+from flexgen_h2o.engine.memory_plan import BlockShape, MemoryPlan, plan_within
 from flexgen_h2o.engine.sampling import SamplingParams
-from flexgen_h2o.engine.workload import AutoPolicy, Batch, Block, Need, base_of
+from flexgen_h2o.engine.workload import AutoPolicy, Batch, Block, WorkloadShape, base_of
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.prefixes import SHARINGS, PromptGroup, Sharing, TokenIds
 from flexgen_h2o.planner.candidates import Budgets
@@ -136,7 +136,7 @@ class Planner:
             self._profile = self._find(measure_missing=False)
         return self._profile
 
-    def choose(self, need: Need, base: Policy, budgets: Budgets) -> Policy:
+    def choose(self, need: WorkloadShape, base: Policy, budgets: Budgets) -> Policy:
         """The fastest policy; DoesNotFitError when there is none. base: its switches are kept.
 
         Measures this machine first where it has no profile and the run is long enough to be worth it.
@@ -150,7 +150,7 @@ class Planner:
         return plan.policy
 
     def predict(
-        self, policy: Policy, need: Need, plan: MemoryPlan, blocks: Sequence[Sequence[Sequence[PromptGroup]]]
+        self, policy: Policy, need: WorkloadShape, plan: MemoryPlan, blocks: Sequence[Sequence[Sequence[PromptGroup]]]
     ) -> Prediction:
         """The cost of a run. blocks: for each block the prompts of its micro-batches."""
         return predict(self.spec, policy, need, self._machine, plan, _counted(blocks))
@@ -210,7 +210,7 @@ def _counted(blocks: Sequence[Sequence[Sequence[PromptGroup]]]) -> list[tuple[Bl
 class Planned:
     """A policy with its memory plan, and what it was made for."""
 
-    need: Need
+    need: WorkloadShape
     policy: Policy
     memory: MemoryPlan
 
@@ -234,7 +234,7 @@ class RowPlans:
         """When rows of a micro-batch share a prefix; None: never."""
         return SHARINGS[self.share_prefix]
 
-    def need(self, rows: Sequence[Row], policy: Policy) -> Need:
+    def need(self, rows: Sequence[Row], policy: Policy) -> WorkloadShape:
         """policy: its switches count."""
         need = self._need(rows, self.sharing)
         return need.in_one_copy(need.prefix) if need.prefix and self._takes_one_copy(policy) else need
@@ -282,7 +282,7 @@ class RowPlans:
         return self._planner.predict(policy, need, plan, self._groups(rows, policy, need.common))
 
     def _plan(
-        self, rows: Sequence[Row], asked: Policy | AutoPolicy, own: Need, before: Planned | None,
+        self, rows: Sequence[Row], asked: Policy | AutoPolicy, own: WorkloadShape, before: Planned | None,
         budgets: dict[str, int | None],
     ) -> Planned:  # fmt: skip
         """own: the need of the rows. before: a plan whose rows are served too."""
@@ -294,8 +294,10 @@ class RowPlans:
         memory = plan_within(self.part.spec, policy, shape, self._itemsize, self._device_is_host, budgets)
         return Planned(need, policy, memory)
 
-    def _shape(self, rows: Sequence[Row], policy: Policy, need: Need) -> Shape:
-        return shape_of_blocks(self._groups(rows, policy, need.common), need, max(row.at_once for row in rows))
+    def _shape(self, rows: Sequence[Row], policy: Policy, need: WorkloadShape) -> BlockShape:
+        return shape_of_blocks(
+            self._groups(rows, policy, need.common), need, max(row.max_tokens_per_sweep for row in rows)
+        )
 
     def _groups(self, rows: Sequence[Row], policy: Policy, common: int) -> list[list[tuple[PromptGroup, ...]]]:
         """The prompts of each micro-batch of each block, as they will be fed."""
@@ -304,7 +306,7 @@ class RowPlans:
             for block in self.blocks(rows, policy)
         ]
 
-    def _need(self, rows: Sequence[Row], sharing: Sharing | None) -> Need:
+    def _need(self, rows: Sequence[Row], sharing: Sharing | None) -> WorkloadShape:
         return need_of_rows(self.part.eviction, rows, self.part.spec.num_blocks, sharing)
 
     def _takes_one_copy(self, policy: Policy) -> bool:

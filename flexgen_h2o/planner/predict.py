@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 
 from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, ModelSpec, Policy
 from flexgen_h2o.engine.memory_plan import MemoryPlan
-from flexgen_h2o.engine.workload import Block, Need
+from flexgen_h2o.engine.workload import Block, WorkloadShape
 from flexgen_h2o.planner.costs import RESOURCES, Costs
 from flexgen_h2o.planner.profile import HardwareProfile
 from flexgen_h2o.planner.simulate import OnSpan, simulate
-from flexgen_h2o.planner.work import Setting
+from flexgen_h2o.planner.work import CostContext
 
 _Any = TypeVar("_Any")
 PHASES = ("prefill", "decode")
@@ -76,12 +76,12 @@ class Machine:
     def itemsize(self) -> int:
         return DTYPE_BYTES[self.dtype]
 
-    def setting(self, spec: ModelSpec, policy: Policy, need: Need) -> Setting:
-        return Setting(spec, policy, need, self.itemsize, self.device_is_host)
+    def setting(self, spec: ModelSpec, policy: Policy, need: WorkloadShape) -> CostContext:
+        return CostContext(spec, policy, need, self.itemsize, self.device_is_host)
 
 
 def predict(
-    spec: ModelSpec, policy: Policy, need: Need, machine: Machine, plan: MemoryPlan,
+    spec: ModelSpec, policy: Policy, need: WorkloadShape, machine: Machine, plan: MemoryPlan,
     blocks: Sequence[tuple[Block, int]], on_span: OnSpan | None = None,
 ) -> Prediction:  # fmt: skip
     """The cost of running `blocks`, each as often as it says, with the buffers of `plan`.
@@ -128,7 +128,7 @@ def _block_seconds(
     return extended(few[0], more[0]), busy
 
 
-def _cut(at: Setting, depth: int) -> Setting:
+def _cut(at: CostContext, depth: int) -> CostContext:
     """The same with `depth` transformer blocks, evenly taken from all."""
     spec, need = at.spec, at.need
     chosen = [round(i * (spec.num_blocks - 1) / (depth - 1)) for i in range(depth)]

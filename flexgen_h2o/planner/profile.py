@@ -129,7 +129,7 @@ class HardwareProfile:
     compute is asynchronous, with the seconds that issuing them takes. attention_step_s: more in an attention layer;
     eviction_step_s: more where columns are dropped; row_s: for each further row of a step that the host computes, and
     beside a card for each row whose columns the host drops. short_read_compute_s: that a disk request of next to no
-    bytes takes from the steps beside it; the longer a request, the less (planner.work.Move.short_requests), and its
+    bytes takes from the steps beside it; the longer a request, the less (planner.work.Transfer.short_requests), and its
     bytes take what compute_beside_disk_read says. cache_load_step_s: more where a KV unit is brought from another tier.
     compute: rates by dtype. source: where the numbers are from; notes: the same for single fields.
     """

@@ -16,7 +16,7 @@ from flexgen_h2o.core.config import TIERS, Policy
 from flexgen_h2o.core.errors import DoesNotFitError
 from flexgen_h2o.core.units import GIB, format_bytes, format_seconds
 from flexgen_h2o.engine.memory_plan import memory_plan
-from flexgen_h2o.engine.workload import Need, shape_of
+from flexgen_h2o.engine.workload import WorkloadShape, shape_of
 from flexgen_h2o.planner.candidates import Budgets, More, Search
 from flexgen_h2o.planner.predict import PHASES, Machine, Prediction
 from flexgen_h2o.planner.profile import MEASURED_BUSY
@@ -151,7 +151,7 @@ class Question:
     """
 
     model: str
-    need: Need
+    need: WorkloadShape
     eviction: Mapping[str, Any]
     machine: Machine
     budgets: Budgets

@@ -15,12 +15,12 @@ from flexgen_h2o.core.config import TIERS, ModelSpec, Policy
 from flexgen_h2o.core.errors import DoesNotFitError
 from flexgen_h2o.core.units import GIB
 from flexgen_h2o.engine.memory_plan import MemoryPlan, plan_within
-from flexgen_h2o.engine.workload import Need, even_blocks, shape_of
+from flexgen_h2o.engine.workload import WorkloadShape, even_blocks, shape_of
 from flexgen_h2o.planner.candidates import (
     Budgets,
     Candidate,
     Search,
-    Sides,
+    SearchSpace,
     bounded,
     candidates,
     neighbours,
@@ -50,7 +50,7 @@ class Plan:
     dual_s_per_gib: Mapping[str, float]
 
 
-def evaluate(spec: ModelSpec, policy: Policy, need: Need, machine: Machine, budgets: Budgets) -> Plan:
+def evaluate(spec: ModelSpec, policy: Policy, need: WorkloadShape, machine: Machine, budgets: Budgets) -> Plan:
     """What a given policy costs. DoesNotFitError when it does not fit the budgets."""
     interrupts.check()
     plan = plan_within(spec, policy, shape_of(policy, need), machine.itemsize, machine.device_is_host, dict(budgets))
@@ -58,13 +58,18 @@ def evaluate(spec: ModelSpec, policy: Policy, need: Need, machine: Machine, budg
 
 
 def search(
-    spec: ModelSpec, need: Need, base: Policy, machine: Machine, budgets: Budgets, sides: Sides | None = None
+    spec: ModelSpec,
+    need: WorkloadShape,
+    base: Policy,
+    machine: Machine,
+    budgets: Budgets,
+    sides: SearchSpace | None = None,
 ) -> Plan:
     """The policy that runs the pile in the least time. base: its switches are kept, batch sizes and shares chosen.
 
     DoesNotFitError, with the smallest budget that would do, when nothing fits.
     """
-    q = Search(spec, need, base, machine, budgets, sides or Sides())
+    q = Search(spec, need, base, machine, budgets, sides or SearchSpace())
     found: list[Plan] = []
     steps, layers = 0, len(spec.layers(base.sep_layer).layers)
     for i, (candidate, solution) in enumerate(_solved(q)):

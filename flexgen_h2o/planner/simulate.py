@@ -15,8 +15,8 @@ from typing import Any, cast
 from flexgen_h2o.core.schedule import Step, weight_sequence, zigzag
 from flexgen_h2o.engine.memory_plan import MemoryPlan
 from flexgen_h2o.engine.workload import Batch
-from flexgen_h2o.planner.costs import ATTENTION_KINDS, LANES, RESOURCES, Costs, Lasting, StepCost
-from flexgen_h2o.planner.work import Setting, hidden_is_brought, kv_ring_bytes, tokens_of, weight_ring_bytes
+from flexgen_h2o.planner.costs import ATTENTION_KINDS, LANES, RESOURCES, Costs, StepCost, TransferCost
+from flexgen_h2o.planner.work import CostContext, hidden_is_brought, kv_ring_bytes, tokens_of, weight_ring_bytes
 from flexgen_h2o.tiers.stream import Done, Region, Ring, Stream, Waitable
 
 OnSpan = Callable[[str, str, float, float], None]  # lane, name, start and end in seconds
@@ -35,7 +35,7 @@ class _Clock:
         if self._on_span is not None and end > start:
             self._on_span(lane, name, start, end)
 
-    def queue(self, name: str, lasting: Lasting, after: Iterable[Waitable]) -> _Event:
+    def queue(self, name: str, lasting: TransferCost, after: Iterable[Waitable]) -> _Event:
         """An operation at the end of its lane's queue."""
         start = max(self.now, self.free[lasting.lane], max((cast(_Event, e).time for e in after), default=0.0))
         end = start + lasting.seconds
@@ -84,7 +84,7 @@ class _WeightSource:
     def nbytes(self, key: int) -> int:
         return self._nbytes[key]
 
-    def is_wanted(self, key: int) -> bool:
+    def is_needed(self, key: int) -> bool:
         return True
 
     def is_ready(self, key: int) -> bool:
@@ -120,7 +120,7 @@ class _CacheSource:
     def nbytes(self, key: UnitKey) -> int:
         return self._sim.kv_bytes[key[1]][key[2]]
 
-    def is_wanted(self, key: UnitKey) -> bool:
+    def is_needed(self, key: UnitKey) -> bool:
         return True
 
     def is_ready(self, key: UnitKey) -> bool:
@@ -145,7 +145,7 @@ class _HiddenSource:
     def nbytes(self, key: UnitKey) -> int:
         return self._sim.hidden_bytes(key)
 
-    def is_wanted(self, key: UnitKey) -> bool:
+    def is_needed(self, key: UnitKey) -> bool:
         return True
 
     def is_ready(self, key: UnitKey) -> bool:
@@ -192,7 +192,7 @@ class _Simulation:
         on_span: OnSpan | None,
     ) -> None:  # fmt: skip
         self.costs, self.block, self._sweeps = costs, tuple(block), tuple(sweeps)
-        at: Setting = costs[0].at
+        at: CostContext = costs[0].at
         self._at, self._layers, self._overlap = at, costs[0].layers, at.policy.overlap
         self._asynchronous = costs[0].profile.device_is_asynchronous
         self.clock = _Clock(on_span)

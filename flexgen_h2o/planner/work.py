@@ -23,7 +23,7 @@ from flexgen_h2o.engine.memory_plan import (
     tier_shares,
     weight_parts,
 )
-from flexgen_h2o.engine.workload import Batch, Block, Need
+from flexgen_h2o.engine.workload import Batch, Block, WorkloadShape
 from flexgen_h2o.engine.workspace_sizes import is_blocked
 from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.tiers.placement import Part, Shares, is_streamed, split_rows
@@ -33,7 +33,7 @@ PACK_BYTES = 6  # to pack a number of KV takes as long as norms and activations 
 
 
 @dataclass(frozen=True)
-class Move:
+class Transfer:
     """Bytes over one lane, in `pieces` separate transfers. crosses: the bytes go between disk and device."""
 
     lane: str
@@ -85,12 +85,12 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Setting:
+class CostContext:
     """Everything that fixes the bytes and FLOPs of a run."""
 
     spec: ModelSpec
     policy: Policy
-    need: Need
+    need: WorkloadShape
     itemsize: int
     device_is_host: bool
 
@@ -105,14 +105,14 @@ class Setting:
         return weight_form(self.policy, self.itemsize)
 
 
-def weight_moves(at: Setting, unit: WeightUnit) -> tuple[Move, ...]:
+def weight_moves(at: CostContext, unit: WeightUnit) -> tuple[Transfer, ...]:
     """One load of a weight unit: what comes from disk and what from the host."""
     shares = tier_shares(at.policy.weight_shares, at.device_is_host)
     shapes = tuple(t.shape for t in unit.tensors)
     return _weight_moves(shapes, shares, at.form, at.device_is_host)
 
 
-def weight_ring_bytes(at: Setting, unit: WeightUnit) -> int:
+def weight_ring_bytes(at: CostContext, unit: WeightUnit) -> int:
     shares = tier_shares(at.policy.weight_shares, at.device_is_host)
     return streamed_bytes(unit, shares, at.form, at.device_is_host)
 
@@ -121,7 +121,7 @@ def weight_ring_bytes(at: Setting, unit: WeightUnit) -> int:
 @lru_cache(maxsize=4096)
 def _weight_moves(
     shapes: tuple[tuple[int, ...], ...], shares: Shares, form: WeightForm, device_is_host: bool
-) -> tuple[Move, ...]:
+) -> tuple[Transfer, ...]:
     nbytes, pieces = {"disk": 0.0, "host": 0.0}, {"disk": 0, "host": 0}
     for shape in shapes:
         tensor = TensorSpec("", "", shape)
@@ -130,27 +130,27 @@ def _weight_moves(
                 nbytes[part.tier] += part_bytes(tensor, part, form)
                 pieces[part.tier] += 1
     moves = (
-        Move("disk_read", nbytes["disk"], pieces["disk"], not device_is_host),
-        Move("h2d", nbytes["host"], pieces["host"]),
+        Transfer("disk_read", nbytes["disk"], pieces["disk"], not device_is_host),
+        Transfer("h2d", nbytes["host"], pieces["host"]),
     )
     return tuple(m for m in moves if m.nbytes)
 
 
-def layout_of(at: Setting, block: int, batch: Batch) -> UnitLayout:
+def layout_of(at: CostContext, block: int, batch: Batch) -> UnitLayout:
     return _layout(at, at.need.slots_of(block, batch.longest), batch.rows)
 
 
 @lru_cache(maxsize=4096)
-def _layout(at: Setting, slots: int, rows: int) -> UnitLayout:
+def _layout(at: CostContext, slots: int, rows: int) -> UnitLayout:
     return kv_layout(at.spec, at.policy, rows, slots, at.need.record, at.itemsize, at.device_is_host)
 
 
-def kv_ring_bytes(at: Setting, block: int, batch: Batch) -> int:
+def kv_ring_bytes(at: CostContext, block: int, batch: Batch) -> int:
     layout = layout_of(at, block, batch)
     return sum(layout.part_bytes(p) for p in layout.parts if is_streamed(p.tier, at.on_host))
 
 
-def kv_load_moves(at: Setting, block: int, batch: Batch, sweep: int) -> tuple[Move, ...]:
+def kv_load_moves(at: CostContext, block: int, batch: Batch, sweep: int) -> tuple[Transfer, ...]:
     """Bring a KV unit for decode sweep `sweep`: the columns that the sweep before has left."""
     if sweep == 0:
         return ()
@@ -159,7 +159,7 @@ def kv_load_moves(at: Setting, block: int, batch: Batch, sweep: int) -> tuple[Mo
     )
 
 
-def kv_store_moves(at: Setting, block: int, batch: Batch, sweep: int) -> tuple[Move, ...]:
+def kv_store_moves(at: CostContext, block: int, batch: Batch, sweep: int) -> tuple[Transfer, ...]:
     """Store a KV unit: whole after prefill; in decode the new columns to the host, and a share of a whole unit to disk
     (the overlay is written back every WRITE_BACK_STEPS sweeps)."""
     whole = _unit_moves(
@@ -170,16 +170,18 @@ def kv_store_moves(at: Setting, block: int, batch: Batch, sweep: int) -> tuple[M
     decode_sweeps = max(1, at.need.gen_len - 1)
     share = decode_sweeps // WRITE_BACK_STEPS / decode_sweeps
     found = [
-        Move(m.lane, m.nbytes * share, m.pieces * share, m.crosses) for m in whole if m.lane == "disk_write" and share
+        Transfer(m.lane, m.nbytes * share, m.pieces * share, m.crosses)
+        for m in whole
+        if m.lane == "disk_write" and share
     ]
     layout = layout_of(at, block, batch)
     for part in layout.parts:
         if part.tier == "host" and not at.on_host:
-            found.append(Move("d2h", part.rows * 2 * layout.slot_bytes, 1))
+            found.append(Transfer("d2h", part.rows * 2 * layout.slot_bytes, 1))
     return tuple(found)
 
 
-def _unit_moves(at: Setting, block: int, batch: Batch, columns: int, lanes: dict[str, str]) -> tuple[Move, ...]:
+def _unit_moves(at: CostContext, block: int, batch: Batch, columns: int, lanes: dict[str, str]) -> tuple[Transfer, ...]:
     """The first `columns` slots of every streamed part of a unit, over the lane of its tier."""
     layout = layout_of(at, block, batch)
     found = []
@@ -187,11 +189,11 @@ def _unit_moves(at: Setting, block: int, batch: Batch, columns: int, lanes: dict
         if is_streamed(part.tier, at.on_host):
             ranges = layout.live_ranges(part, batch.rows, columns)
             crosses = part.tier == "disk" and not at.on_host
-            found.append(Move(lanes[part.tier], sum(n for _, n in ranges), len(ranges), crosses))
+            found.append(Transfer(lanes[part.tier], sum(n for _, n in ranges), len(ranges), crosses))
     return tuple(found)
 
 
-def hidden_moves(at: Setting, batch: Batch, sweep: int, store: bool) -> tuple[Move, ...]:
+def hidden_moves(at: CostContext, batch: Batch, sweep: int, store: bool) -> tuple[Transfer, ...]:
     """Hidden states of a micro-batch between two layers."""
     shares = tier_shares(at.policy.hidden_shares, at.device_is_host)
     tokens, row = tokens_of(batch, sweep), at.spec.hidden_size * at.itemsize
@@ -201,13 +203,13 @@ def hidden_moves(at: Setting, batch: Batch, sweep: int, store: bool) -> tuple[Mo
     found = []
     for part in split_rows(tokens, shares):
         if part.tier in lanes:
-            found.append(Move(lanes[part.tier], part.rows * row, 1, part.tier == "disk" and not at.device_is_host))
+            found.append(Transfer(lanes[part.tier], part.rows * row, 1, part.tier == "disk" and not at.device_is_host))
         else:  # the device's own share is copied out of the ring and back
-            found.append(Move("d2h" if store else "h2d", part.rows * row, 1))
+            found.append(Transfer("d2h" if store else "h2d", part.rows * row, 1))
     return tuple(found)
 
 
-def disk_read_bytes(at: Setting, blocks: Sequence[tuple[Block, int]]) -> float:
+def disk_read_bytes(at: CostContext, blocks: Sequence[tuple[Block, int]]) -> float:
     """That the sweeps of `blocks`, each as often as it says, read from disk; rows do not end early."""
     plan, sweeps = at.spec.layers(at.policy.sep_layer), at.need.gen_len
     used = [layer.unit for layer in plan.layers]
@@ -231,11 +233,11 @@ def disk_read_bytes(at: Setting, blocks: Sequence[tuple[Block, int]]) -> float:
     return total
 
 
-def _from_disk(moves: Sequence[Move]) -> float:
+def _from_disk(moves: Sequence[Transfer]) -> float:
     return sum(move.nbytes for move in moves if move.lane == "disk_read")
 
 
-def hidden_is_brought(at: Setting) -> bool:
+def hidden_is_brought(at: CostContext) -> bool:
     return hidden_is_streamed(tier_shares(at.policy.hidden_shares, at.device_is_host), at.device_is_host)
 
 
@@ -244,7 +246,7 @@ def tokens_of(batch: Batch, sweep: int) -> int:
     return batch.rows if sweep else batch.fed
 
 
-def layer_work(at: Setting, layer: Layer, unit: WeightUnit, batch: Batch, sweep: int) -> Work:
+def layer_work(at: CostContext, layer: Layer, unit: WeightUnit, batch: Batch, sweep: int) -> Work:
     """One (layer, micro-batch) step."""
     if layer.kind == "embedding":
         return Work(elementwise=3.0 * tokens_of(batch, sweep) * at.spec.hidden_size * at.itemsize)
@@ -266,15 +268,15 @@ def _elementwise_width(spec: ModelSpec, kind: LayerKind) -> int:
     """
     norm, width = 2 * spec.hidden_size, 0
     if kind != "mlp":
-        turned = spec.rotary.width * (spec.num_heads + spec.num_kv_heads) if spec.rotary else 0
-        width += norm + 2 * turned
+        rotated = spec.rotary.width * (spec.num_heads + spec.num_kv_heads) if spec.rotary else 0
+        width += norm + 2 * rotated
     if kind != "attention":
         width += norm + 2 * spec.ffn_size
     return width + sum(2 * b.width for b in spec.buffers if kind in (b.layer, "block"))
 
 
 def _attention_work(
-    at: Setting, block: int, batch: Batch, sweep: int, products: tuple[Product, ...], elementwise: float
+    at: CostContext, block: int, batch: Batch, sweep: int, products: tuple[Product, ...], elementwise: float
 ) -> Work:
     spec = at.spec
     q_width, column = spec.num_heads * spec.head_dim, 2 * spec.num_kv_heads * spec.head_dim * at.itemsize
@@ -321,7 +323,7 @@ def _waiting_columns(gen_len: int) -> float:
     return (written * WRITE_BACK_STEPS * (WRITE_BACK_STEPS - 1) + rest * (rest - 1)) / 2 / sweeps
 
 
-def _products(at: Setting, unit: WeightUnit, rows: int, is_table: bool = False) -> tuple[Product, ...]:
+def _products(at: CostContext, unit: WeightUnit, rows: int, is_table: bool = False) -> tuple[Product, ...]:
     """Each part of a matrix is multiplied where it lies, so a split matrix takes several products; a packed one is
     whole once it is unpacked. Resident parts are blocked, but not those of a table, which is looked up in as well."""
     shares = WHOLE if at.policy.compress_weight else tier_shares(at.policy.weight_shares, at.device_is_host)

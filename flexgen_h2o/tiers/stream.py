@@ -138,7 +138,7 @@ class Source(Protocol[KeyIn]):
     def nbytes(self, key: KeyIn) -> int:
         """Ring bytes that the unit takes; 0: it is used where it lives."""
 
-    def is_wanted(self, key: KeyIn) -> bool:
+    def is_needed(self, key: KeyIn) -> bool:
         """False when the unit is not needed after all (its rows have finished)."""
 
     def is_ready(self, key: KeyIn) -> bool:
@@ -185,7 +185,7 @@ class Stream(Generic[Key]):
             wait_all(entry.loads)
             if entry.key == key:
                 return entry.region
-            assert not self._source.is_wanted(entry.key), f"{key} asked for before {entry.key}"
+            assert not self._source.is_needed(entry.key), f"{key} asked for before {entry.key}"
             self.give_back(entry.region)
 
     def give_back(self, region: Region | None, users: Sequence[Waitable] = ()) -> None:
@@ -215,12 +215,12 @@ class Stream(Generic[Key]):
 
     def _next_wanted(self) -> Key | None:
         """The next key that takes ring space and is still wanted; it stays pending until it is started."""
-        if self._pending is not None and not self._source.is_wanted(self._pending):
+        if self._pending is not None and not self._source.is_needed(self._pending):
             self._pending = None
         while self._pending is None:
             key = next(self._sequence, None)
             if key is None:
                 return None
-            if self._source.nbytes(key) and self._source.is_wanted(key):
+            if self._source.nbytes(key) and self._source.is_needed(key):
                 self._pending = key
         return self._pending

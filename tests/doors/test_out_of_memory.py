@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flexgen_h2o.cli_common import run_door
+from flexgen_h2o.cli_common import run_cli
 from flexgen_h2o.core.errors import EXIT_DOES_NOT_FIT, EXIT_FAILED
 
 
@@ -20,7 +20,7 @@ def test_it_names_the_flag(error: BaseException, code: int, flag: str, capsys: p
     def body(argv: list[str] | None) -> int:
         raise error
 
-    assert run_door("door", body, None) == code
+    assert run_cli("door", body, None) == code
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1 and said[0].startswith("door: ") and flag in said[0]
 
@@ -30,4 +30,4 @@ def test_another_error_is_ours(capsys: pytest.CaptureFixture[str]) -> None:
         raise RuntimeError("a bug")
 
     with pytest.raises(RuntimeError, match="a bug"):
-        run_door("door", body, None)
+        run_cli("door", body, None)

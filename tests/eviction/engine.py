@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from flexgen_h2o import LLM, Completion, MemoryBudget, Policy, SamplingParams
-from flexgen_h2o.engine.generation import Watches
+from flexgen_h2o.engine.generation import Callbacks
 from flexgen_h2o.engine.prompts import prompts_from_python
 from flexgen_h2o.engine.report import RunReport
 from flexgen_h2o.kvcache.eviction import (
@@ -198,7 +198,7 @@ def run_with(
     done: list[Completion] = []
     logits, seen = LogitsByRow(), SeenByRow()
     watch: Callable[..., None] | None = seen if llm.eviction.needs.record else None
-    report = llm.run(read, params, done.extend, Watches(logits, watch), refill=refill)
+    report = llm.run(read, params, done.extend, Callbacks(logits, watch), refill=refill)
     return Ran(sorted(done, key=lambda c: c.index), logits.rows, seen.rows, report)
 
 

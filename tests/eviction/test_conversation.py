@@ -12,8 +12,8 @@ import torch
 
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.core.units import GIVEN_CHUNK
-from flexgen_h2o.engine.generation import RowEnd, Watches
-from flexgen_h2o.engine.sampling import StopStrings, TokenChooser
+from flexgen_h2o.engine.generation import Callbacks, StopCriteria
+from flexgen_h2o.engine.sampling import Sampler, StopStrings
 from flexgen_h2o.evaluation.dialogue import Conversation, tokens_after_first
 from flexgen_h2o.kvcache.eviction import H2O, Eviction
 from flexgen_h2o.kvcache.eviction.evicting import ROLLING
@@ -59,19 +59,19 @@ class Held:
 def converse(
     folder: Path, turns: Sequence[Sequence[int]], eviction: Eviction | None, policy: Policy, offload_dir: Path,
     answer: int = ANSWER, eos: Sequence[int] = (), budget: MemoryBudget | None = None, room: int | None = None,
-    at_once: int = GIVEN_CHUNK,
+    max_tokens_per_sweep: int = GIVEN_CHUNK,
 ) -> Held:  # fmt: skip
     """One token at once: held positions too."""
     heard, logits, seen = Heard(), LogitsByRow(), SeenByRow()
     params = SamplingParams(max_tokens=answer)
-    ends = RowEnd(params, eos, StopStrings(None, ()))
-    talk = Conversation(turns, answer, TokenChooser(params), ends, heard, room, at_once)
+    ends = StopCriteria(params, eos, StopStrings(None, ()))
+    talk = Conversation(turns, answer, Sampler(params), ends, heard, room, max_tokens_per_sweep)
     done: list[list[int]] = []
     with LLM(str(folder), policy, eviction, dtype="float32", budget=budget, offload_dir=offload_dir) as llm:
-        watch = seen if at_once == 1 and llm.eviction.needs.record else None
+        watch = seen if max_tokens_per_sweep == 1 and llm.eviction.needs.record else None
         llm.run(
-            [talk.prompt], params, lambda rows: done.extend(row.token_ids for row in rows), Watches(logits, watch),
-            course=talk,
+            [talk.prompt], params, lambda rows: done.extend(row.token_ids for row in rows), Callbacks(logits, watch),
+            token_source=talk,
         )  # fmt: skip
         return Held(heard, done[0], torch.stack(logits.rows[0]), seen, llm.kv_use[0].held, llm.peak_bytes)
 
@@ -110,17 +110,17 @@ def test_every_turn_equals_the_reference(
     plain = PlainLlama(model.model, rolling=True) if positions == ROLLING else model.plain
     turns, want = turns_without_near_ties(plain, pair, plain.turn if positions == ROLLING else None)
     given = sum(map(len, turns[1:]))
-    for at_once in (GIVEN_CHUNK, 3, 1):
+    for max_tokens_per_sweep in (GIVEN_CHUNK, 3, 1):
         found = converse(
             model.folder, turns, replace(how.engine, positions=positions), policy, tmp_path, budget=budget,
-            at_once=at_once,
+            max_tokens_per_sweep=max_tokens_per_sweep,
         )  # fmt: skip
         assert found.tokens == want.tokens
         assert (found.logits - want.logits).abs().max() <= LOGIT_TOLERANCE
         assert found.heard.taken == [(i, token) for i, turn in enumerate(turns[1:], start=1) for token in turn]
         assert [len(found.heard.answers[i]) for i in range(len(turns))] == [ANSWER] * len(turns)
         sweeps = {GIVEN_CHUNK: len(want.tokens) - given, 1: len(want.tokens)}
-        assert len(found.columns) == sweeps.get(at_once, len(found.columns))
+        assert len(found.columns) == sweeps.get(max_tokens_per_sweep, len(found.columns))
     for step, kept in enumerate(want.kept[:-1]):
         for block, heads in enumerate(kept):
             assert found.seen.rows[0, block][step] == [[*held, len(turns[0]) + step] for held in heads]
@@ -145,10 +145,10 @@ def test_many_rows_follow_many_tokens_at_once(name: str, known: Callable[[str], 
     budget = None if name == "all on device" else STAND_IN
     for eviction in (None, PAIRS["h2o"].engine, replace(PAIRS["h2o"].engine, positions=ROLLING)):
         found = []
-        for at_once in (1, 7):
+        for max_tokens_per_sweep in (1, 7):
             seen, policy = LogitsByRow(), Policy(2, 2, PLACEMENTS[name])
             with LLM(str(model.folder), policy, eviction, dtype="float32", budget=budget, offload_dir=tmp_path) as llm:
-                llm.follow(prompts, more, seen, at_once=at_once)
+                llm.follow(prompts, more, seen, max_tokens_per_sweep=max_tokens_per_sweep)
                 read = sum(llm.kv_use[0].read)
             found.append((seen.rows, read))
         (one, read), (many, as_much) = found

@@ -10,7 +10,7 @@ import torch
 
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.core.units import SEGMENT_SLOTS, WRITE_BACK_STEPS
-from flexgen_h2o.engine.memory_plan import SEQUENTIAL, Shape, memory_plan
+from flexgen_h2o.engine.memory_plan import SEQUENTIAL, BlockShape, memory_plan
 from flexgen_h2o.kvcache.eviction import H2O, Tova
 from flexgen_h2o.models.load import find_model
 from tests.eviction import policies as plain
@@ -96,7 +96,7 @@ def test_a_chosen_policy_keeps_to_its_budget(
     """Room for one row at a time with everything on disk: whatever is chosen, the columns are the same."""
     folder, want, eviction = known("normal").folder, reference("normal", "h2o"), PAIRS["h2o"].engine
     spec = find_model(str(folder), None).spec
-    shape = Shape(1, 1, max(LENGTHS), (9,) * spec.num_blocks, eviction.needs.record)
+    shape = BlockShape(1, 1, max(LENGTHS), (9,) * spec.num_blocks, eviction.needs.record)
     plan = memory_plan(spec, Policy(1, 1, (0,) * 6), shape, 4, not stand_in, SEQUENTIAL)
     device, host = plan.bytes_on("device"), plan.bytes_on("host")
     allowed = MemoryBudget(device, host, "64MiB") if stand_in else MemoryBudget(None, host, "64MiB")

@@ -124,7 +124,7 @@ def test_workers_end_before_their_files_are_closed(
 # ---- The disk
 
 
-def run_door(known: Reference, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> tuple[int, str, list[str]]:
+def run_cli(known: Reference, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> tuple[int, str, list[str]]:
     """flex_opt over 40 prompts in blocks of four with everything on disk: exit code, stderr, lines of the output."""
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     prompts.write_text('{"prompt_token_ids": [4, 5, 6]}\n' * 40)
@@ -137,7 +137,7 @@ def run_door(known: Reference, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 
 def test_no_room_for_the_scratch_files(known: Reference, tmp_path: Path, monkeypatch, capfd, assert_clean) -> None:
     fail_after(monkeypatch, os, "posix_fallocate", 1, OSError(errno.ENOSPC, "No space left on device"))
-    code, err, rows = run_door(known, tmp_path, capfd)
+    code, err, rows = run_cli(known, tmp_path, capfd)
     assert code == 3 and len(err.splitlines()) == 1 and rows == []
     assert "--offload-dir" in err and "No space left" in err and "are free" in err
     assert_clean()
@@ -149,7 +149,7 @@ def test_the_disk_fills_up_during_the_run(
 ) -> None:
     """It cannot where files are reserved; file systems that only pretend to reserve exist."""
     fail_after(monkeypatch, os, "pwritev", calls, OSError(errno.ENOSPC, "No space left on device"))
-    code, err, rows = run_door(known, tmp_path, capfd)
+    code, err, rows = run_cli(known, tmp_path, capfd)
     assert code == DoesNotFitError.exit_code and len(err.splitlines()) == 1
     assert "--offload-dir" in err and "full" in err
     assert len(rows) % 4 == 0 and (0 < len(rows) < 40 if calls else rows == []), "rows of whole blocks are kept"
@@ -161,7 +161,7 @@ def test_the_disk_fails_during_the_run(
     call: str, known: Reference, tmp_path: Path, monkeypatch, capfd, assert_clean
 ) -> None:
     fail_after(monkeypatch, os, call, 100, OSError(errno.EIO, "Input/output error"))
-    code, err, _ = run_door(known, tmp_path, capfd)
+    code, err, _ = run_cli(known, tmp_path, capfd)
     assert code == TransferError.exit_code == 1 and len(err.splitlines()) == 1
     assert call in err and "Input/output error" in err
     assert_clean()

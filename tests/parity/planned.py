@@ -15,7 +15,7 @@ from flexgen_h2o.core.config import ModelSpec
 from flexgen_h2o.core.units import PAGE, round_up
 from flexgen_h2o.engine.generation import need_of
 from flexgen_h2o.engine.prompts import make_blocks, prompts_from_python
-from flexgen_h2o.engine.workload import Batch, Need
+from flexgen_h2o.engine.workload import Batch, WorkloadShape
 from flexgen_h2o.kvcache.eviction import Eviction, Full
 from flexgen_h2o.kvcache.prefixes import SHARINGS, Sharing, group_prompts
 from tests.parity.reference import random_prompts
@@ -67,7 +67,7 @@ class Run:
     def policy(self, percent: tuple[int, int, int, int, int, int]) -> Policy:
         return Policy(self.gbs, self.num_batches, percent, **self.switches)
 
-    def need(self, spec: ModelSpec) -> Need:
+    def need(self, spec: ModelSpec) -> WorkloadShape:
         sizes = {(self.header + n, self.new_tokens) for n in self.lengths}
         return need_of(self.eviction, len(self.lengths), sizes, spec.num_blocks).in_one_copy(self.common)
 

@@ -8,7 +8,7 @@ import pytest
 
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.core.config import TIERS
-from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, Depth, Shape, memory_plan
+from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, BlockShape, Depth, memory_plan
 from flexgen_h2o.models.load import find_model
 from tests.parity.reference import Reference, make_reference, random_model, random_prompts, tokens_of
 
@@ -25,7 +25,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 def budget(known: Reference, stand_in: bool, depth: Depth, weight_share: float) -> MemoryBudget:
     """What one row at a time takes with everything on disk, and on the computing tier a share of the weights more."""
     spec = find_model(str(known.folder), None).spec
-    shape = Shape(1, 1, max(LENGTHS), (max(LENGTHS) + NEW_TOKENS - 1,) * spec.num_blocks)
+    shape = BlockShape(1, 1, max(LENGTHS), (max(LENGTHS) + NEW_TOKENS - 1,) * spec.num_blocks)
     plan = memory_plan(spec, Policy(1, 1, (0,) * 6), shape, 4, not stand_in, depth)
     more = int(weight_share * spec.num_weights * 4)
     host, device = plan.bytes_on("host"), plan.bytes_on("device")

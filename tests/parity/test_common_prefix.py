@@ -160,7 +160,7 @@ def test_prompts_that_fill_the_positions(headed: Callable[[str], Reference], tmp
 def test_teacher_forcing_takes_several_tokens_at_once(headed: Callable[[str], Reference], tmp_path: Path) -> None:
     known, watch = headed("llama"), LogitsByRow()
     with open_llm(known.folder, Policy(5, 2), tmp_path) as llm:
-        llm.follow(known.prompts, known.tokens, watch, at_once=3)
+        llm.follow(known.prompts, known.tokens, watch, max_tokens_per_sweep=3)
     assert held_in_one_copy(llm) == HEADER
     for row, want in enumerate(known.logits):
         assert (torch.stack(watch.rows[row]) - want).abs().max() <= LOGIT_TOLERANCE

@@ -19,8 +19,8 @@ from flexgen_h2o.engine.memory_plan import part_bytes, tier_shares, weight_parts
 from flexgen_h2o.kvcache.eviction import H2O, Local
 from flexgen_h2o.planner.costs import ATTENTION_KINDS
 from flexgen_h2o.planner.work import (
-    Move,
-    Setting,
+    CostContext,
+    Transfer,
     disk_read_bytes,
     hidden_moves,
     kv_load_moves,
@@ -50,7 +50,7 @@ Moved = dict[str, dict[str, float]]  # by kind and lane
 def planned(llm: LLM, run: Run) -> Moved:
     """Bytes of each kind over each lane by planner/work.py, in whole pages where they go to or come from the disk."""
     assert llm.policy is not None
-    at = Setting(llm.model.spec, llm.policy, run.need(llm.model.spec), ITEMSIZE, not run.stand_in)
+    at = CostContext(llm.model.spec, llm.policy, run.need(llm.model.spec), ITEMSIZE, not run.stand_in)
     blocks = [(tuple(block), 1) for block in run.blocks]
     read = sum(move.nbytes for _, move in moves_of(at, run) if move.lane == "disk_read")
     assert disk_read_bytes(at, blocks) == pytest.approx(read)
@@ -71,7 +71,7 @@ def planned(llm: LLM, run: Run) -> Moved:
     return {kind: {lane: found[kind][lane] for lane in LANES} for kind in KINDS}
 
 
-def ends_of_pages(llm: LLM, at: Setting, run: Run) -> int:
+def ends_of_pages(llm: LLM, at: CostContext, run: Run) -> int:
     """Bytes that are read besides packed rows, because these begin and end within pages."""
     plan, shares = at.spec.layers(at.policy.sep_layer), tier_shares(at.policy.weight_shares, at.device_is_host)
     stored, total = llm._find_checkpoint(at.form.packing).tensors, 0
@@ -84,7 +84,7 @@ def ends_of_pages(llm: LLM, at: Setting, run: Run) -> int:
     return total
 
 
-def moves_of(at: Setting, run: Run) -> Iterator[tuple[str, Move]]:
+def moves_of(at: CostContext, run: Run) -> Iterator[tuple[str, Transfer]]:
     """Every transfer of a run, and what it brings."""
     plan, blocks = at.spec.layers(at.policy.sep_layer), run.blocks
     units = tuple(layer.unit for layer in plan.layers)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from flexgen_h2o.engine.metrics import BlockLists, BlockSums, KvUse, Sweep
+from flexgen_h2o.engine.metrics import BlockLists, BlockStats, KvUse, Sweep
 
 SWEEPS = (Sweep(4.0, 1.0, 10, 12, 0), Sweep(2.0, 0.25, 20, 30, 7), Sweep(1.0, 0.0, 25, 35, 9))
 
 
-@pytest.mark.parametrize("kind", [BlockSums, BlockLists])
-def test_sums(kind: type[BlockSums]) -> None:
+@pytest.mark.parametrize("kind", [BlockStats, BlockLists])
+def test_sums(kind: type[BlockStats]) -> None:
     """A mixed sweep is shared out by its tokens; columns are those of the sweeps behind the first, if there are any."""
     facts, found = kind(), []
     for sweep in SWEEPS:

@@ -16,7 +16,7 @@ import pytest
 from flexgen_h2o import cli, flex_opt
 from flexgen_h2o.checkpoint import write_random_checkpoint
 from flexgen_h2o.checkpoint.writing import FileWriter
-from flexgen_h2o.cli_common import OneLineParser, run_door
+from flexgen_h2o.cli_common import OneLineParser, run_cli
 from flexgen_h2o.core.errors import DoesNotFitError, UsageError
 from flexgen_h2o.planner import search
 from flexgen_h2o.planner.candidates import Budgets
@@ -52,7 +52,7 @@ def test_a_swallowed_signal_counts(number: int, code: int, fails: bool, capfd: p
             raise DoesNotFitError("what the signal broke")
         return 0
 
-    assert run_door("plan", body, []) == code
+    assert run_cli("plan", body, []) == code
     assert capfd.readouterr().err == f"plan: ended by {signal.Signals(number).name}\n"
 
 
@@ -85,7 +85,7 @@ def test_a_terminal_that_goes_away(tmp_path: Path) -> None:
 import fcntl, sys, termios, time
 from pathlib import Path
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-from flexgen_h2o.cli_common import run_door
+from flexgen_h2o.cli_common import run_cli
 def body(argv):
     try:
         print("running")
@@ -93,7 +93,7 @@ def body(argv):
     finally:
         Path({str(tmp_path / "tidy")!r}).touch()
         print("not to be read by anybody")
-sys.exit(run_door("plan", body, []))
+sys.exit(run_cli("plan", body, []))
 """
     ours, theirs = os.openpty()
     process = subprocess.Popen(
@@ -114,7 +114,7 @@ sys.exit(run_door("plan", body, []))
 def test_standard_output_that_is_full(size: int) -> None:
     """At the flush after the body, and within the body's print."""
     body = f"lambda argv: print('x' * {size}) or 0"
-    script = f"import sys; from flexgen_h2o.cli_common import run_door; sys.exit(run_door('plan', {body}, []))"
+    script = f"import sys; from flexgen_h2o.cli_common import run_cli; sys.exit(run_cli('plan', {body}, []))"
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             [sys.executable, "-c", script], stdout=full, stderr=subprocess.PIPE, text=True, check=False,
@@ -129,7 +129,7 @@ def test_other_errors_of_the_system_are_bugs() -> None:
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space"):
-        run_door("plan", body, [])
+        run_cli("plan", body, [])
 
 
 @pytest.mark.parametrize(

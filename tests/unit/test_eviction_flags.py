@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flexgen_h2o import cli_common as doors
+from flexgen_h2o import cli_common
 from flexgen_h2o import flags as engine_flags
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import UsageError
@@ -16,7 +16,7 @@ from flexgen_h2o.kvcache.eviction import EVICTING, H2O, POLICIES, Eviction, Full
 
 
 def parse(flags: str) -> Eviction:
-    parser = doors.OneLineParser()
+    parser = cli_common.OneLineParser()
     engine_flags.add_engine_flags(parser)
     engine_flags.add_eviction_flags(parser)
     args = parser.parse_args(flags.split())
@@ -108,7 +108,7 @@ def test_refusals_name_the_flag(flags: str, says: list[str]) -> None:
 
 
 def test_an_empty_name_is_no_name() -> None:
-    parser = doors.OneLineParser()
+    parser = cli_common.OneLineParser()
     engine_flags.add_engine_flags(parser)
     engine_flags.add_eviction_flags(parser)
     with pytest.raises(UsageError, match="--eviction : not one of full"):
@@ -116,7 +116,7 @@ def test_an_empty_name_is_no_name() -> None:
 
 
 def test_a_policy_file_that_goes_with_the_full_cache_only_is_named() -> None:
-    parser = doors.OneLineParser()
+    parser = cli_common.OneLineParser()
     engine_flags.add_engine_flags(parser)
     engine_flags.add_eviction_flags(parser)
     args = parser.parse_args(["--policy", "sparse.json", "--hh-ratio", "0.5"])

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o.engine.generation import Decoding, MicroBatch, Row, RowEnd, Watches
+from flexgen_h2o.engine.generation import Callbacks, Decoding, MicroBatch, Row, StopCriteria
 from flexgen_h2o.engine.prompts import Prompt
 from flexgen_h2o.engine.requests import ForcedTokens
-from flexgen_h2o.engine.sampling import SamplingParams, StopStrings, TokenChooser
+from flexgen_h2o.engine.sampling import Sampler, SamplingParams, StopStrings
 
 
 def row(index: int, length: int, max_new: int = 9) -> Row:
@@ -45,8 +45,8 @@ def test_the_first_sweep_takes_the_prompts_packed() -> None:
 def test_later_sweeps_take_each_rows_newest_token_behind_its_columns() -> None:
     batch = MicroBatch([row(0, 3), row(1, 1)])
     assert batch.prompt_tokens == 4
-    batch.accept([7, 8], lambda r: None)
-    batch.accept([5, 6], lambda r: None)
+    batch.append_tokens([7, 8], lambda r: None)
+    batch.append_tokens([5, 6], lambda r: None)
     fed = batch.sweep_input()
     assert (fed.phase, fed.decoding, fed.prompt_tokens) == ("decode", 2, 0)
     assert (fed.ids.tolist(), fed.positions.tolist()) == ([5, 6], [4, 2])
@@ -55,13 +55,13 @@ def test_later_sweeps_take_each_rows_newest_token_behind_its_columns() -> None:
 
 def test_rows_that_enter_bring_their_prompts_behind_those_that_decode() -> None:
     batch = MicroBatch([row(0, 3), row(1, 1)])
-    batch.accept([7, 8], lambda r: None)
-    batch.enter([row(2, 2), row(3, 3)])
+    batch.append_tokens([7, 8], lambda r: None)
+    batch.admit([row(2, 2), row(3, 3)])
     fed = batch.sweep_input()
     assert (fed.phase, fed.decoding, fed.prompt_tokens) == ("mixed", 2, 5)
     assert fed.ids.tolist() == [7, 8, 200, 201, 300, 301, 302] and fed.positions.tolist() == [3, 1, 0, 1, 0, 1, 2]
     assert (fed.counts, fed.past, fed.last().tolist()) == ((1, 1, 2, 3), (3, 1, 0, 0), [0, 1, 3, 6])
-    finished, moves = batch.accept([4, 5, 6, 9], lambda r: "stop" if r.prompt.index == 0 else None)
+    finished, moves = batch.append_tokens([4, 5, 6, 9], lambda r: "stop" if r.prompt.index == 0 else None)
     assert [r.prompt.index for r in finished] == [0] and moves == [(3, 0)]
     fed = batch.sweep_input()
     assert (fed.phase, fed.ids.tolist(), fed.past) == ("decode", [9, 5, 6], (3, 2, 2))
@@ -69,25 +69,25 @@ def test_rows_that_enter_bring_their_prompts_behind_those_that_decode() -> None:
 
 def test_tokens_that_are_known_are_fed_together_step_by_step() -> None:
     """As many as all rows know, may feed at once, and have room for; never beside rows that enter."""
-    coming = {0: [7, 8, 9], 1: [4, 5]}
-    rows = [Row(Prompt(i, (1,) * (i + 2), None), 9, at_once=3) for i in range(2)]
+    known_tokens = {0: [7, 8, 9], 1: [4, 5]}
+    rows = [Row(Prompt(i, (1,) * (i + 2), None), 9, max_tokens_per_sweep=3) for i in range(2)]
     batch = MicroBatch(rows)
 
     def know(row: Row) -> list[int]:
-        return coming[row.prompt.index]
+        return known_tokens[row.prompt.index]
 
     assert (batch.sweep_input(know).steps, batch.sweep_input(know).phase) == (1, "prefill")
-    batch.accept([11, 12], lambda r: None)
+    batch.append_tokens([11, 12], lambda r: None)
     fed = batch.sweep_input(know)
     assert fed.ids.tolist() == [11, 12, 7, 4, 8, 5] and fed.positions.tolist() == [2, 3, 3, 4, 4, 5]
     assert (fed.steps, fed.counts, fed.past, fed.phase) == (3, (3, 3), (2, 3), "decode")
     assert [fed.last(step).tolist() for step in range(3)] == [[0, 1], [2, 3], [4, 5]]
-    coming[1] = []
+    known_tokens[1] = []
     assert batch.sweep_input(know).steps == batch.sweep_input().steps == 1
-    coming[1] = [4, 5]
+    known_tokens[1] = [4, 5]
     rows[0].max_new = 3
     assert batch.sweep_input(know).steps == 2
-    batch.enter([row(2, 3)])
+    batch.admit([row(2, 3)])
     assert batch.sweep_input(know).steps == 1
 
 
@@ -96,7 +96,7 @@ def test_rows_of_any_length_generate_to_their_own_end(shapes: list[tuple[int, in
     """Columns in the cache are always the positions before the token that is fed; a list follows the moves."""
     rows = [row(i, length, most) for i, (length, most) in enumerate(shapes)]
     batch, done, cache = MicroBatch(rows), [], [0] * len(rows)
-    end = RowEnd(SamplingParams(), (), StopStrings(None, ()))
+    end = StopCriteria(SamplingParams(), (), StopStrings(None, ()))
     while batch.rows:
         fed = batch.sweep_input()
         assert list(fed.past) == cache[: len(batch.rows)]
@@ -104,7 +104,7 @@ def test_rows_of_any_length_generate_to_their_own_end(shapes: list[tuple[int, in
             cache[i] += count
         assert [r.length for r in batch.rows] == cache[: len(batch.rows)]
         tokens = [len(r.token_ids) for r in batch.rows]
-        finished, moves = batch.accept(tokens, end)
+        finished, moves = batch.append_tokens(tokens, end)
         for source, target in moves:
             cache[target] = cache[source]
         done += finished
@@ -114,11 +114,11 @@ def test_rows_of_any_length_generate_to_their_own_end(shapes: list[tuple[int, in
 
 def test_those_who_stay_close_ranks_and_know_who_they_are() -> None:
     batch = MicroBatch([row(i, 2) for i in range(5)])
-    finished, moves = batch.accept([1] * 5, lambda r: "stop" if r.prompt.index in (1, 3) else None)
+    finished, moves = batch.append_tokens([1] * 5, lambda r: "stop" if r.prompt.index in (1, 3) else None)
     assert [r.prompt.index for r in finished] == [1, 3] and [r.prompt.index for r in batch.rows] == [0, 4, 2]
     assert moves == [(4, 1)] and [r.finish_reason for r in finished] == ["stop", "stop"]
     with pytest.raises(ValueError, match="zip"):
-        batch.accept([1] * 5, lambda r: None)
+        batch.append_tokens([1] * 5, lambda r: None)
 
 
 # ---- when a row ends
@@ -128,7 +128,7 @@ def ended(new: list[int], max_new: int = 9, eos: tuple[int, ...] = (2,), **param
     one = row(0, 1, max_new)
     one.token_ids += new
     sampling = SamplingParams(**params)
-    return RowEnd(sampling, eos, StopStrings(Letters(), sampling.stop))(one)
+    return StopCriteria(sampling, eos, StopStrings(Letters(), sampling.stop))(one)
 
 
 @pytest.mark.parametrize(
@@ -158,8 +158,8 @@ def test_reasons(reason: str | None, arguments: dict[str, Any]) -> None:
 def test_forced_tokens_are_taken_whatever_the_logits() -> None:
     """Rows by their index, each at its own step, to the last."""
     forced = ForcedTokens({7: [1, 2, 3], 4: (5, 6)})
-    assert forced.choose(torch.randn(2, 9), [4, 7], [1, 0]) == [6, 1]
-    assert forced.choose(torch.full((1, 9), torch.nan), [7], [2]) == [3]
+    assert forced.sample(torch.randn(2, 9), [4, 7], [1, 0]) == [6, 1]
+    assert forced.sample(torch.full((1, 9), torch.nan), [7], [2]) == [3]
     assert (forced.most_new(7), forced.most_new(4)) == (3, 2)
     assert [forced.end(Row(Prompt(4, (1,), None), 2, ids)) for ids in ([5], [5, 6])] == [None, "length"]
 
@@ -167,17 +167,17 @@ def test_forced_tokens_are_taken_whatever_the_logits() -> None:
 def test_choice_and_watch_see_rows_by_their_place_in_the_input() -> None:
     seen: list[Any] = []
 
-    class Chooser(TokenChooser):
-        def choose(self, logits: torch.Tensor, rows: Any, steps: Any) -> list[int]:
+    class Chooser(Sampler):
+        def sample(self, logits: torch.Tensor, rows: Any, steps: Any) -> list[int]:
             seen.append((list(rows), list(steps)))
-            return super().choose(logits, rows, steps)
+            return super().sample(logits, rows, steps)
 
-    end = RowEnd(SamplingParams(), (), StopStrings(None, ()))
+    end = StopCriteria(SamplingParams(), (), StopStrings(None, ()))
     batch = MicroBatch([row(7, 2), row(3, 1)])
-    batch.accept([1, 1], lambda r: None)
+    batch.append_tokens([1, 1], lambda r: None)
     logits = torch.eye(4)[:2]
     watched: list[Any] = []
-    decoding = Decoding(Chooser(SamplingParams()), end, Watches(lambda rows, t: watched.append((rows, t.clone()))))
-    assert decoding.choose(batch, logits) == [0, 1]
+    decoding = Decoding(Chooser(SamplingParams()), end, Callbacks(lambda rows, t: watched.append((rows, t.clone()))))
+    assert decoding.sample(batch, logits) == [0, 1]
     assert seen == [([7, 3], [1, 1])] and watched[0][0] == [7, 3] and torch.equal(watched[0][1], logits)
-    assert Decoding(TokenChooser(SamplingParams()), end).choose(batch, logits) == [0, 1]
+    assert Decoding(Sampler(SamplingParams()), end).sample(batch, logits) == [0, 1]

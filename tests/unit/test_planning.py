@@ -11,7 +11,7 @@ from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import GIB
 from flexgen_h2o.engine.memory_plan import plan_within
-from flexgen_h2o.engine.workload import Batch, Need, even_blocks, shape_of
+from flexgen_h2o.engine.workload import Batch, WorkloadShape, even_blocks, shape_of
 from flexgen_h2o.kvcache.prefixes import PromptGroup
 from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.planner.measure import run as choose
@@ -26,7 +26,7 @@ PARAMS = SamplingParams(max_tokens=3, ignore_eos=True)
 found = built_in_spec("facebook/opt-125m")
 assert found is not None
 SPEC = found[0]
-NEED = Need.full(8, 16, 4, SPEC.num_blocks)
+NEED = WorkloadShape.full(8, 16, 4, SPEC.num_blocks)
 
 
 def planner(tmp_path: Path, hardware: HardwareProfile | str | Path | None = None, dtype: str = "float32") -> Planner:

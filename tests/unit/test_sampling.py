@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerFast
 
 from flexgen_h2o.core.errors import EXIT_FAILED, FlexgenError, UsageError
 from flexgen_h2o.engine.sampling import (
+    Sampler,
     SamplingParams,
     StopStrings,
-    TokenChooser,
     decode_text,
     kept_probabilities,
     token_logprobs,
@@ -82,8 +82,8 @@ def test_bad_values_are_refused_by_name(field: str, value: Any) -> None:
 
 
 def test_largest_seed_works() -> None:
-    chooser = TokenChooser(SamplingParams(temperature=1.0, seed=2**63 - 1))
-    assert chooser.choose(torch.zeros(1, 5), [2**40], [0])[0] in range(5)
+    sampler = Sampler(SamplingParams(temperature=1.0, seed=2**63 - 1))
+    assert sampler.sample(torch.zeros(1, 5), [2**40], [0])[0] in range(5)
 
 
 # ---- greedy
@@ -93,7 +93,7 @@ def test_largest_seed_works() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 9.9e-6])
 def test_greedy_takes_the_lowest_of_equal_maxima(dtype: torch.dtype, temperature: float) -> None:
     logits = torch.randint(0, 4, (9, 5003), generator=torch.Generator().manual_seed(0)).to(dtype)
-    chosen = TokenChooser(SamplingParams(temperature=temperature)).choose(logits, range(9), [0] * 9)
+    chosen = Sampler(SamplingParams(temperature=temperature)).sample(logits, range(9), [0] * 9)
     assert chosen == [int((row == row.max()).nonzero()[0]) for row in logits]
     assert all(type(token) is int for token in chosen)
 
@@ -148,7 +148,7 @@ def test_distribution_follows_the_probabilities() -> None:
     row = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -math.inf])
     draws = 20_000
     params = SamplingParams(temperature=1.3, top_k=4, top_p=0.95, seed=11)
-    chosen = TokenChooser(params).choose(row.expand(draws, 6), range(draws), [7] * draws)
+    chosen = Sampler(params).sample(row.expand(draws, 6), range(draws), [7] * draws)
     wanted = np.array(slow_probabilities(row.tolist(), 1.3, 4, 0.95))
     counts = np.bincount(chosen, minlength=6)
     assert (counts[wanted == 0] == 0).all() and (wanted > 0).sum() == 4
@@ -161,7 +161,7 @@ def test_steps_rows_and_seeds_draw_independently() -> None:
     """Neighbouring rows, steps and seeds must not share or shift one stream."""
     logits = torch.zeros(1, 2**20)
     drawn = {
-        (seed, row, step): TokenChooser(SamplingParams(temperature=1.0, seed=seed)).choose(logits, [row], [step])[0]
+        (seed, row, step): Sampler(SamplingParams(temperature=1.0, seed=seed)).sample(logits, [row], [step])[0]
         for seed in range(4)
         for row in range(4)
         for step in range(4)
@@ -173,12 +173,12 @@ def test_batching_and_order_do_not_change_a_token() -> None:
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(37, 1031, generator=generator).to(torch.bfloat16)
     rows, steps = list(range(100, 137)), [i % 5 for i in range(37)]
-    chooser = TokenChooser(SamplingParams(temperature=0.9, top_k=200, top_p=0.9, seed=5))
-    together = chooser.choose(logits, rows, steps)
+    sampler = Sampler(SamplingParams(temperature=0.9, top_k=200, top_p=0.9, seed=5))
+    together = sampler.sample(logits, rows, steps)
     assert len(set(together)) > 15
-    alone = [chooser.choose(logits[i : i + 1], [rows[i]], [steps[i]])[0] for i in range(37)]
+    alone = [sampler.sample(logits[i : i + 1], [rows[i]], [steps[i]])[0] for i in range(37)]
     shuffled = torch.randperm(37, generator=generator).tolist()
-    mixed = chooser.choose(logits[shuffled], [rows[i] for i in shuffled], [steps[i] for i in shuffled])
+    mixed = sampler.sample(logits[shuffled], [rows[i] for i in shuffled], [steps[i] for i in shuffled])
     assert alone == together
     assert mixed == [together[i] for i in shuffled]
 
@@ -198,8 +198,8 @@ def test_rows_with_parameters_of_their_own_choose_as_if_alone(monkeypatch: pytes
     logits = torch.randn(40, 1031, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
     rows, steps = [i * 2**33 for i in range(40)], [i % 3 for i in range(40)]
     params = {row: MIXED[i % 5] for i, row in enumerate(rows)}
-    together = TokenChooser(params).choose(logits, rows, steps)
-    alone = [TokenChooser(MIXED[i % 5]).choose(logits[i : i + 1], [0], [steps[i]])[0] for i in range(40)]
+    together = Sampler(params).sample(logits, rows, steps)
+    alone = [Sampler(MIXED[i % 5]).sample(logits[i : i + 1], [0], [steps[i]])[0] for i in range(40)]
     assert together == alone and len(set(together)) > 20
 
 
@@ -220,31 +220,31 @@ def test_logprobs_of_chosen_and_likeliest_tokens(monkeypatch: pytest.MonkeyPatch
 
 def test_chunks_of_rows_do_not_change_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(10, 100, generator=torch.Generator().manual_seed(0))
-    chooser = TokenChooser(SamplingParams(temperature=1.0, top_p=0.8))
-    whole = chooser.choose(logits, range(10), range(10))
+    sampler = Sampler(SamplingParams(temperature=1.0, top_p=0.8))
+    whole = sampler.sample(logits, range(10), range(10))
     monkeypatch.setattr("flexgen_h2o.engine.sampling.SAMPLING_CHUNK", 300)
-    assert chooser.choose(logits, range(10), range(10)) == whole
+    assert sampler.sample(logits, range(10), range(10)) == whole
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_card_chooses_what_the_cpu_chooses(temperature: float) -> None:
     logits = torch.randn(16, 4099, generator=torch.Generator().manual_seed(1)).half()
-    chooser = TokenChooser(SamplingParams(temperature=temperature, top_k=2000, top_p=0.9))
-    assert chooser.choose(logits.cuda(), range(16), range(16)) == chooser.choose(logits, range(16), range(16))
+    sampler = Sampler(SamplingParams(temperature=temperature, top_k=2000, top_p=0.9))
+    assert sampler.sample(logits.cuda(), range(16), range(16)) == sampler.sample(logits, range(16), range(16))
 
 
 def test_the_extreme_draws_stay_in_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.tensor([[-math.inf, 0.0, 0.3, -math.inf]])
-    chooser = TokenChooser(SamplingParams(temperature=1.0))
+    sampler = Sampler(SamplingParams(temperature=1.0))
     for number, token in ((0.0, 1), (1 - 2.0**-53, 2), (1.0, 2)):
         monkeypatch.setattr("flexgen_h2o.engine.sampling._uniform", lambda *_, number=number: number)
-        assert chooser.choose(logits, [0], [0]) == [token]
+        assert sampler.sample(logits, [0], [0]) == [token]
 
 
 def test_low_temperature_does_not_overflow() -> None:
     logits = torch.tensor([[1e35, 9e34, -1e35]])
-    assert TokenChooser(SamplingParams(temperature=1e-5)).choose(logits, [0], [0]) == [0]
+    assert Sampler(SamplingParams(temperature=1e-5)).sample(logits, [0], [0]) == [0]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -253,17 +253,17 @@ def test_logits_that_are_not_finite_end_the_run(temperature: float, value: float
     logits = torch.zeros(3, 8)
     logits[1, 5] = value
     with pytest.raises(FlexgenError, match="row 41 at step 6 are not finite") as error:
-        TokenChooser(SamplingParams(temperature=temperature)).choose(logits, [40, 41, 42], [6, 6, 6])
+        Sampler(SamplingParams(temperature=temperature)).sample(logits, [40, 41, 42], [6, 6, 6])
     assert error.value.exit_code == EXIT_FAILED
 
 
 def test_a_row_of_forbidden_tokens_only_is_refused_and_lengths_are_checked() -> None:
-    chooser = TokenChooser(SamplingParams())
+    sampler = Sampler(SamplingParams())
     with pytest.raises(FlexgenError, match="not finite"):
-        chooser.choose(torch.full((1, 4), -math.inf), [0], [0])
+        sampler.sample(torch.full((1, 4), -math.inf), [0], [0])
     with pytest.raises(ValueError, match="for 1 rows and 2 steps"):
-        chooser.choose(torch.zeros(2, 4), [0], [0, 0])
-    assert chooser.choose(torch.zeros(0, 4), [], []) == []
+        sampler.sample(torch.zeros(2, 4), [0], [0, 0])
+    assert sampler.sample(torch.zeros(0, 4), [], []) == []
 
 
 # ---- stop strings

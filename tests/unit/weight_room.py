@@ -16,7 +16,7 @@ from flexgen_h2o.core.config import ModelSpec, Policy, WeightUnit
 from flexgen_h2o.core.packing import Packing, WeightForm
 from flexgen_h2o.core.schedule import weight_sequence
 from flexgen_h2o.core.timeline import Timeline
-from flexgen_h2o.engine.memory_plan import Depth, Shape, memory_plan, tier_shares
+from flexgen_h2o.engine.memory_plan import BlockShape, Depth, memory_plan, tier_shares
 from flexgen_h2o.engine.weights import WeightStore, WeightStream
 from flexgen_h2o.kernels.linear import RowParts
 from flexgen_h2o.kernels.workspace import Workspace
@@ -64,7 +64,7 @@ class Room:
             percent=(*place, 100, 0, 100, 0), sep_layer=sep_layer, compress_weight=packing is not None,
             weight_bits=packing.bits if packing else 4, int8_compute=to_int8,
         )  # fmt: skip
-        shape = Shape(rows=1, micro_batches=1, tokens=1, slots=(1,))
+        shape = BlockShape(rows=1, micro_batches=1, tokens=1, slots=(1,))
         plan = memory_plan(spec, policy, shape, dtype.itemsize, device.is_host, Depth(depth, 1, 1))
         self.memory = {b.tier: host_buffer(b.nbytes) for b in plan.buffers if b.name == "weights"}
         self.ring = Ring(host_buffer(plan.size("weight ring"))) if plan.size("weight ring") else None

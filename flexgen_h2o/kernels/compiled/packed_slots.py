@@ -62,7 +62,7 @@ def attend_rows(element, form, slots, scale, book, first, end):  # type: ignore[
     """
     sharing = 2 if form.lanes > 1 else 1
     shape = (slots.group, form.chunks, 32 // form.bits + 1, sharing * form.lanes)
-    query, mixed = np.empty(shape, np.float32), np.empty(shape, np.float32)
+    query, attn_out = np.empty(shape, np.float32), np.empty(shape, np.float32)
     p = np.empty((slots.group, -(-slots.most // BLOCK) * BLOCK), np.float32)
     few = np.empty(BLOCK * slots.words, np.uint32)
     one = np.empty(form.width, np.float32)
@@ -76,9 +76,9 @@ def attend_rows(element, form, slots, scale, book, first, end):  # type: ignore[
         keys, values = row_at(slots, slots.keys, r), row_at(slots, slots.values, r)
         _pass(form, slots, keys, values, filled, few, query, p, True)
         softmax(p, filled, np.float32(scale), 0)
-        mixed[:] = 0
-        _pass(form, slots, values, row_at(slots, slots.keys, r + 1), filled, few, mixed, p, False)
-        _gather(element, form, mixed, one, slots.out + r * size)
+        attn_out[:] = 0
+        _pass(form, slots, values, row_at(slots, slots.keys, r + 1), filled, few, attn_out, p, False)
+        _gather(element, form, attn_out, one, slots.out + r * size)
         if book.columns:
             score_row(book, r, filled, p)
 
@@ -161,13 +161,13 @@ def _spread(element, form, at, one, query):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _gather(element, form, mixed, one, at):  # type: ignore[no-untyped-def]
+def _gather(element, form, attn_out, one, at):  # type: ignore[no-untyped-def]
     """Write the sums to address `at`. one: scratch of a column."""
-    per_word, second = 32 // form.bits, mixed.shape[3] - form.lanes
-    for g in range(mixed.shape[0]):
-        for c in range(mixed.shape[1]):
+    per_word, second = 32 // form.bits, attn_out.shape[3] - form.lanes
+    for g in range(attn_out.shape[0]):
+        for c in range(attn_out.shape[1]):
             first, start, end = _place(form, c)
-            lanes = mixed[g, c]
+            lanes = attn_out[g, c]
             for k in range(per_word + 1):
                 for i in range(second):
                     lanes[k, i] += lanes[k, form.lanes + i]
@@ -212,12 +212,12 @@ def _dots(form, at, words, count, after, query, step, p, group, stride):  # type
 
 
 @jit
-def _mix(form, at, words, count, after, mixed, step, p, group, stride):  # type: ignore[no-untyped-def]
+def _mix(form, at, words, count, after, attn_out, step, p, group, stride):  # type: ignore[no-untyped-def]
     """mixed[g] += sum over the slots of `count` blocks of p[g, slot] x value."""
     size = 4 * words * BLOCK
     for block in range(count):
         _ahead(at, size, (count - block) * size, after)
-        total, share, g = mixed, p + 4 * BLOCK * block, 0
+        total, share, g = attn_out, p + 4 * BLOCK * block, 0
         while g < group:
             together = QUERIES if form.lanes > 1 and g + QUERIES <= group else 1
             if form.bits == 4:

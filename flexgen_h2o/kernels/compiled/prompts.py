@@ -203,7 +203,7 @@ def attend_units(element, job, scale, first, end):  # type: ignore[no-untyped-de
     units = -(-job.tokens // job.queries)
     wide = -(-job.width // LANES) * LANES
     rows = job.group * job.queries
-    query, mixed = np.empty((rows, job.width), np.float32), np.empty((rows, wide), np.float32)
+    query, attn_out = np.empty((rows, job.width), np.float32), np.empty((rows, wide), np.float32)
     top, total = np.empty(rows, np.float32), np.empty(rows, np.float32)
     keys, values = np.empty((job.width, KEYS), np.float32), np.zeros((KEYS, wide), np.float32)
     scores = np.empty((ROWS, KEYS), np.float32)
@@ -212,7 +212,7 @@ def attend_units(element, job, scale, first, end):  # type: ignore[no-untyped-de
         head, start = rest // units, (rest % units) * job.queries
         stop = min(job.tokens, start + job.queries)
         _take_queries(element, job, scale, batch, head, start, stop, query)
-        mixed[:], total[:], top[:] = 0, 0, -np.float32(np.inf)
+        attn_out[:], total[:], top[:] = 0, 0, -np.float32(np.inf)
         k, v = job.k + batch * job.k_batch + head * job.k_head, job.v + batch * job.v_batch + head * job.v_head
         for block in range(0, job.before + stop, KEYS):
             count = min(KEYS, job.before + stop - block)
@@ -227,9 +227,9 @@ def attend_units(element, job, scale, first, end):  # type: ignore[no-untyped-de
                     )  # fmt: skip
                     seen = min(count, i + ROWS - own)
                     for r in range(ROWS):
-                        _weigh(scores[r], min(count, i + r + 1 - own), row + r, top, total, mixed)
-                    _add_values(scores, values, mixed, row, seen)
-        _give(element, job, batch, head, start, stop, mixed, top, total)
+                        _weigh(scores[r], min(count, i + r + 1 - own), row + r, top, total, attn_out)
+                    _add_values(scores, values, attn_out, row, seen)
+        _give(element, job, batch, head, start, stop, attn_out, top, total)
 
 
 @jit
@@ -264,7 +264,7 @@ def _take_block(element, job, k, v, block, count, keys, values):  # type: ignore
 
 
 @jit
-def _weigh(scores, seen, row, top, total, mixed):  # type: ignore[no-untyped-def]
+def _weigh(scores, seen, row, top, total, attn_out):  # type: ignore[no-untyped-def]
     """Turn a row's scores of the first `seen` keys into weights, the others into 0, and rescale what the row has.
 
     Always all KEYS of them: loops of a known length have no rest.
@@ -282,19 +282,19 @@ def _weigh(scores, seen, row, top, total, mixed):  # type: ignore[no-untyped-def
         scores[j] = weight
         added += weight
     if now != top[row]:
-        fade = exp2(top[row] - now)
-        total[row] *= fade
-        for d in range(mixed.shape[1]):
-            mixed[row, d] *= fade
+        decay = exp2(top[row] - now)
+        total[row] *= decay
+        for d in range(attn_out.shape[1]):
+            attn_out[row, d] *= decay
         top[row] = now
     total[row] += added
 
 
 @jit
-def _add_values(weights, values, mixed, row, seen):  # type: ignore[no-untyped-def]
+def _add_values(weights, values, attn_out, row, seen):  # type: ignore[no-untyped-def]
     """mixed[row..row+ROWS-1] += weights x the first `seen` values."""
     wide = values.shape[1]
-    to, source = mixed.ctypes.data + 4 * row * wide, values.ctypes.data
+    to, source = attn_out.ctypes.data + 4 * row * wide, values.ctypes.data
     done = 0
     while done + KEYS <= wide:
         add_wide(weights.ctypes.data, KEYS, source + 4 * done, wide, to + 4 * done, wide, seen)
@@ -305,7 +305,7 @@ def _add_values(weights, values, mixed, row, seen):  # type: ignore[no-untyped-d
 
 
 @jit
-def _give(element, job, batch, head, start, stop, mixed, top, total):  # type: ignore[no-untyped-def]
+def _give(element, job, batch, head, start, stop, attn_out, top, total):  # type: ignore[no-untyped-def]
     """Sums over weights into `out`, and the log-sum-exp of each query."""
     for g in range(job.group):
         place = head * job.group + g
@@ -315,5 +315,5 @@ def _give(element, job, batch, head, start, stop, mixed, top, total):  # type: i
             row = g * job.queries + i
             share, at = np.float32(1) / total[row], out + (start + i) * job.out_token
             for d in range(job.width):
-                set_number(element, at, d, mixed[row, d] * share)
+                set_number(element, at, d, attn_out[row, d] * share)
             floats_at(lse)[start + i] = (top[row] + np.log2(total[row])) * _LN_2

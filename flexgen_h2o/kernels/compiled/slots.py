@@ -52,7 +52,7 @@ class Slots(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """The addresses of a ScoreBook's tensors and its number; `columns` is 0 where nothing is scored."""
+    """The addresses of a ScoreState's tensors and its number; `columns` is 0 where nothing is scored."""
 
     columns: int
     scores: int
@@ -61,7 +61,7 @@ class Scores(NamedTuple):
     newest: int
     victims: int
     gains: int
-    fade: float
+    decay: float
 
 
 NO_SCORES = Scores(0, 0, 0, 0, 0, 0, 0, 0.0)
@@ -77,7 +77,7 @@ def attend_rows(element, slots, scale, book, first, end):  # type: ignore[no-unt
     ahead = max(1, AHEAD // (BLOCK * 4 * slots.words)) * BLOCK
     chunks = -(-slots.words // lanes)
     query = np.empty((slots.group, chunks, planes, lanes), np.float32)
-    mixed = np.empty((slots.group, chunks, planes, lanes), np.float32)
+    attn_out = np.empty((slots.group, chunks, planes, lanes), np.float32)
     p = np.empty((slots.group, -(-slots.most // BLOCK) * BLOCK), np.float32)
     few = np.empty(BLOCK * slots.words, np.uint32)
     for r in range(first, end):
@@ -93,13 +93,13 @@ def attend_rows(element, slots, scale, book, first, end):  # type: ignore[no-unt
             _dots(element, take(slots, at, inside, j, filled, few), slots.words, query, p, j, coming)
             at, inside = onwards(slots, at, inside)
         softmax(p, filled, np.float32(scale), slots.lse + 4 * r * slots.group if slots.lse else 0)
-        mixed[:] = 0
+        attn_out[:] = 0
         at, inside, then = values, 0, row_at(slots, slots.keys, r + 1)
         for j in range(0, filled, BLOCK):
             coming = coming_at(slots, at, j + ahead, filled, inside + ahead, then)
-            _mix(element, take(slots, at, inside, j, filled, few), slots.words, mixed, p, j, coming)
+            _mix(element, take(slots, at, inside, j, filled, few), slots.words, attn_out, p, j, coming)
             at, inside = onwards(slots, at, inside)
-        _pack(element, mixed, slots.words, slots.out + asked)
+        _pack(element, attn_out, slots.words, slots.out + asked)
         if book.columns:
             score_row(book, r, filled, p)
 
@@ -123,18 +123,18 @@ def _unpack(element, at, words, query):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _pack(element, mixed, words, at):  # type: ignore[no-untyped-def]
+def _pack(element, attn_out, words, at):  # type: ignore[no-untyped-def]
     """Write the sums to address `at` in the dtype of the slots."""
-    lanes = mixed.shape[3]
-    for g in range(mixed.shape[0]):
-        for c in range(mixed.shape[1]):
+    lanes = attn_out.shape[3]
+    for g in range(attn_out.shape[0]):
+        for c in range(attn_out.shape[1]):
             start = g * words + min(c * lanes, words - lanes)
             for i in range(lanes):
                 if vectors.planes(element) == 2:
-                    low, high = to_bf16(mixed[g, c, 0, i]), to_bf16(mixed[g, c, 1, i])
+                    low, high = to_bf16(attn_out[g, c, 0, i]), to_bf16(attn_out[g, c, 1, i])
                     words_at(at)[start + i] = (low >> np.uint32(16)) | (high & np.uint32(0xFFFF0000))
                 else:
-                    floats_at(at)[start + i] = mixed[g, c, 0, i]
+                    floats_at(at)[start + i] = attn_out[g, c, 0, i]
 
 
 @jit
@@ -223,14 +223,14 @@ def _dots(element, block, words, query, p, j, coming):  # type: ignore[no-untype
 
 
 @jit
-def _mix(element, block, words, mixed, p, j, coming):  # type: ignore[no-untyped-def]
+def _mix(element, block, words, attn_out, p, j, coming):  # type: ignore[no-untyped-def]
     """mixed[g] += sum over slots j..j+7 of p[g, slot] x value."""
     group, stride = p.shape
-    step = mixed.itemsize * (mixed.size // group)
+    step = attn_out.itemsize * (attn_out.size // group)
     size = vectors.SLOTS * 4 * words
     for start in range(j, j + BLOCK, vectors.SLOTS):
         fetch(coming, size)
-        total, share, g = mixed.ctypes.data, p.ctypes.data + p.itemsize * start, 0
+        total, share, g = attn_out.ctypes.data, p.ctypes.data + p.itemsize * start, 0
         while g < group:
             together = 1
             if words < 16:
@@ -275,14 +275,14 @@ def score_row(book, r, filled, p):  # type: ignore[no-untyped-def]
     """The column scores of row r, and its victim. `ordered` integers and 64-bit pairs make all of it vectorise."""
     scores, positions = floats_at(book.scores + 4 * r * book.columns), ints_at(book.positions + 4 * r * book.columns)
     oldest, newest = ints_at(book.oldest)[r], ints_at(book.newest)[r]
-    fade, gain = np.float32(book.fade), floats_at(book.gains)[r]
+    decay, gain = np.float32(book.decay), floats_at(book.gains)[r]
     lowest = np.int32(2**31 - 1)
     for g in range(1, p.shape[0]):
         for j in range(filled):
             p[0, j] += p[g, j]
     received = p[0]
     for j in range(filled):
-        score = fade * scores[j] + gain * received[j]
+        score = decay * scores[j] + gain * received[j]
         scores[j] = score
         allowed = (oldest <= positions[j]) & (positions[j] <= newest)
         lowest = min(lowest, ordered(float_to_bits(score)) if allowed else np.int32(2**31 - 1))

@@ -38,7 +38,9 @@ class H2ONorm(Evicting):
 
     @property
     def measures(self) -> Needs:
-        return Needs((POSITIONS, SCORES), None, query_fade=self.decay, fade=self.decay, even=True, ranks_by_score=False)
+        return Needs(
+            (POSITIONS, SCORES), None, query_decay=self.decay, decay=self.decay, even=True, ranks_by_score=False
+        )
 
     def split(self, heavy: int, recent: int) -> RowBudget:
         """Sinks first, then grace, both out of the heavy share; grace leaves half of it to the heavy hitters."""

@@ -43,8 +43,8 @@ class Needs:
 
     record: what is kept of each slot, of POSITIONS, SCORES, NORMS and RANKS in this order; () for a policy that drops
     nothing. With RANKS keys are kept before their rotary embeddings, and each is turned by its rank when it is read.
-    query_rows: the last rows of a prompt whose column sums are wanted; None for all. query_fade: the row i before the
-    last counts query_fade ** i. In a decode step a slot's score becomes fade x score + gain x the probability that it
+    query_rows: the last rows of a prompt whose column sums are wanted; None for all. query_decay: the row i before the
+    last counts query_decay ** i. In a decode step a slot's score becomes fade x score + gain x the probability that it
     received, summed over the query heads of its kv-head. even: the gain is multiplied by columns held / columns seen
     so far, since a query that attends to fewer columns gives more to each. ranks_by_score: `rank` gives the scores
     themselves, so the decode kernel can find the column that leaves.
@@ -52,8 +52,8 @@ class Needs:
 
     record: tuple[str, ...] = ()
     query_rows: int | None = 0
-    query_fade: float = 1.0
-    fade: float = 1.0
+    query_decay: float = 1.0
+    decay: float = 1.0
     gain: float = 1.0
     even: bool = False
     ranks_by_score: bool = True

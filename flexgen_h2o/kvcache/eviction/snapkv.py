@@ -35,7 +35,7 @@ class SnapKV(Evicting):
 
     @property
     def measures(self) -> Needs:
-        return Needs((POSITIONS, SCORES), query_rows=self.window, fade=1 - 1 / self.window, gain=1 / self.window)
+        return Needs((POSITIONS, SCORES), query_rows=self.window, decay=1 - 1 / self.window, gain=1 / self.window)
 
     def prompt_scores(self, sums: torch.Tensor, query_rows: int) -> torch.Tensor:
         mean = sums / query_rows

@@ -23,7 +23,7 @@ class Tova(Evicting):
 
     @property
     def measures(self) -> Needs:
-        return Needs((POSITIONS, SCORES), query_rows=1, fade=0.0, ranks_by_score=False)
+        return Needs((POSITIONS, SCORES), query_rows=1, decay=0.0, ranks_by_score=False)
 
     def split(self, heavy: int, recent: int) -> RowBudget:
         return RowBudget(0, heavy + recent - 1, 1)

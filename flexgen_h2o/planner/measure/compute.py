@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from flexgen_h2o.core.packing import INT8, packed_row_bytes
-from flexgen_h2o.engine.sampling import SamplingParams, TokenChooser
+from flexgen_h2o.engine.sampling import Sampler, SamplingParams
 from flexgen_h2o.engine.workspace_sizes import product_sizes
 from flexgen_h2o.kernels.blocked import BlockedRows, block_rows
 from flexgen_h2o.kernels.int8 import Int8Rows, pack_int8_rows
@@ -30,9 +30,9 @@ from flexgen_h2o.kernels.int8_blocked import blank_int8_rows, block_int8_rows, r
 from flexgen_h2o.kernels.linear import RowParts, linear
 from flexgen_h2o.kernels.packed import pack_rows, unpack_rows
 from flexgen_h2o.kernels.prefill_attention import causal_attention, causal_attention_lse
-from flexgen_h2o.kernels.slots import ScoreBook, attend, attend_scored
+from flexgen_h2o.kernels.slots import ScoreState, attend, attend_scored
 from flexgen_h2o.kernels.workspace import Workspace
-from flexgen_h2o.kvcache.evict import Hook, keep_prompt_columns
+from flexgen_h2o.kvcache.evict import EvictionStep, keep_prompt_columns
 from flexgen_h2o.kvcache.eviction import H2O
 from flexgen_h2o.kvcache.slots import SlotTable
 from flexgen_h2o.planner.measure.bench import Bench, Call, Sizes
@@ -78,7 +78,7 @@ def _prefill_calls(bench: Bench, dtype: torch.dtype, length: int) -> tuple[Call,
     prompts, heads = _prompts(bench, length), bench.sizes.prompt_width // HEAD_WIDTH
     q, k, v = (bench.normal(dtype, prompts, length, heads, HEAD_WIDTH).transpose(1, 2) for _ in range(3))
     policy, scale = H2O(), HEAD_WIDTH**-0.5
-    hook = Hook(policy, 0, SlotTable(policy, [(length, 1)] * prompts, 1).at(0, range(prompts)), heads)
+    hook = EvictionStep(policy, 0, SlotTable(policy, [(length, 1)] * prompts, 1).at(0, range(prompts)), heads)
 
     def scored() -> None:
         _, lse = causal_attention_lse(q, k, v, scale)
@@ -115,7 +115,7 @@ def _decode_calls(bench: Bench, cache: torch.Tensor, width: int, rows: int) -> t
 
     positions = torch.arange(slots, dtype=torch.int32, device=where).repeat(rows, 1)
     scores, gains = torch.zeros(rows, slots, device=where), torch.ones(rows, device=where)
-    book = ScoreBook(scores, positions, ints(0), ints(slots // 2), 1.0, gains, ints(0))
+    book = ScoreState(scores, positions, ints(0), ints(slots // 2), 1.0, gains, ints(0))
     filled = ints(slots)
     return (
         lambda: attend(q, keys, values, filled, scale),
@@ -330,8 +330,8 @@ def _requantise(bench: Bench, packed: torch.Tensor) -> Call:
 
 def _choice(logits: torch.Tensor) -> Call:
     """The greedy tokens of all rows."""
-    chooser, rows = TokenChooser(SamplingParams()), range(len(logits))
-    return lambda: chooser.choose(logits, rows, rows)
+    sampler, rows = Sampler(SamplingParams()), range(len(logits))
+    return lambda: sampler.sample(logits, rows, rows)
 
 
 def compute_rates(bench: Bench, host: Bench, dtype: str) -> ComputeRates:

@@ -87,7 +87,7 @@ DISTURBED = 0.05  # share of all cores
 DISTURBED_DISK = 50 * MIB  # bytes a second
 
 
-class Neighbours:
+class BackgroundLoad:
     """What other processes take of the machine while this one measures."""
 
     def __init__(self) -> None:

@@ -33,7 +33,7 @@ from flexgen_h2o.planner.measure.links import (
     overlay_rate,
 )
 from flexgen_h2o.planner.measure.machine import (
-    Neighbours,
+    BackgroundLoad,
     cache_path,
     cached_profile,
     nominal_profile,
@@ -247,16 +247,16 @@ def _noting(part: str, notes: dict[str, str]) -> Iterator[None]:
     While this process uses a disk nobody can tell what others do: devices on devices count its bytes twice.
     """
     disk = _watched().of_disks() if part == DISK else ""
-    neighbours = Neighbours()
+    neighbours = BackgroundLoad()
     yield
     disturbed = " and ".join(filter(None, (neighbours.of_cores(), disk)))
     if disturbed:
         notes[part] = f"{BUSY_NOTE} {disturbed}"
 
 
-def _watched() -> Neighbours:
+def _watched() -> BackgroundLoad:
     """What others did in half a second in which this process did nothing."""
-    neighbours = Neighbours()
+    neighbours = BackgroundLoad()
     time.sleep(QUIET_S)
     return neighbours
 

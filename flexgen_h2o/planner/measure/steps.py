@@ -20,12 +20,12 @@ from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import TIERS, ModelSpec, Policy
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.engine.executor import Executor
-from flexgen_h2o.engine.generation import Decoding, Row, RowEnd, need_of
-from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, Shape, memory_plan
+from flexgen_h2o.engine.generation import Decoding, Row, StopCriteria, need_of
+from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, BlockShape, memory_plan
 from flexgen_h2o.engine.metrics import BlockLists
 from flexgen_h2o.engine.prompts import Prompt
 from flexgen_h2o.engine.resources import Engine
-from flexgen_h2o.engine.sampling import SamplingParams, StopStrings, TokenChooser
+from flexgen_h2o.engine.sampling import Sampler, SamplingParams, StopStrings
 from flexgen_h2o.engine.workload import Batch
 from flexgen_h2o.kernels.warm_up import warm_up
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
@@ -211,7 +211,7 @@ def _run_block(engine: Engine, run: _Run) -> tuple[_Steps, _Steps, float]:
     """Medians over the layers of one kind, in the prefill sweep and in the decode sweeps of a block; and the mean
     seconds of a transformer block in those."""
     params = SamplingParams(max_tokens=run.new_tokens, ignore_eos=True)
-    decoding = Decoding(TokenChooser(params), RowEnd(params, (), StopStrings(None, ())))
+    decoding = Decoding(Sampler(params), StopCriteria(params, (), StopStrings(None, ())))
     executor = Executor(engine, run.eviction, decoding, lambda finished: None, params.max_tokens)
     ids = tuple(i % VOCABULARY for i in range(run.prompt_len))
     facts = BlockLists()
@@ -236,7 +236,7 @@ def _engine(bench: Bench, spec: ModelSpec, dtype: str, folder: Path, run: _Run) 
     """An engine for the run; what is on disk is loaded ahead."""
     policy, kind, blocks = run.policy, getattr(torch, dtype), spec.num_blocks
     slots = tuple(run.eviction.slots(run.prompt_len, run.new_tokens, block, blocks) for block in range(blocks))
-    shape = Shape(run.rows, 1, run.rows * run.prompt_len, slots, run.eviction.needs.record)
+    shape = BlockShape(run.rows, 1, run.rows * run.prompt_len, slots, run.eviction.needs.record)
     depth = SEQUENTIAL if run.percent == IN_MEMORY else LOOK_AHEAD
     plan = memory_plan(spec, policy, shape, kind.itemsize, bench.device.is_host, depth)
     warm_up(bench.device.torch_device, kind, bool(run.eviction.needs.record))

@@ -13,16 +13,16 @@ import torch
 
 from flexgen_h2o.kernels import jit
 from flexgen_h2o.kernels import warm_up as apart
-from flexgen_h2o.kernels.warm_up import compiled_apart
+from flexgen_h2o.kernels.warm_up import compile_subprocess
 
 # Packs a row, and says how often a compiled loop was loaded from disk.
 PACK = """
 import flexgen_h2o, torch
 from flexgen_h2o.kernels.compiled import rows as pack_loops
-from flexgen_h2o.kernels.warm_up import compiled_apart
+from flexgen_h2o.kernels.warm_up import compile_subprocess
 from flexgen_h2o.kernels.packed import pack_rows
 
-compiled_apart(pack_rows, torch.zeros(1, 64), 4)
+compile_subprocess(pack_rows, torch.zeros(1, 64), 4)
 pack_rows(torch.zeros(1, 64), 4)
 assert len(pack_loops.pack.signatures) == 1
 print(sum(pack_loops.pack.stats.cache_hits.values()))
@@ -56,7 +56,7 @@ def test_where_nothing_can_be_kept_this_process_compiles(monkeypatch: pytest.Mon
     monkeypatch.setattr(jit, "is_kept", lambda: False)
     monkeypatch.setattr(apart, "_call_in_a_process", pytest.fail)
     calls: list[object] = []
-    compiled_apart(calls.append, 1)
+    compile_subprocess(calls.append, 1)
     assert calls == [1]
 
 
@@ -71,7 +71,7 @@ def test_where_no_process_starts_this_one_compiles(executable: str, monkeypatch:
             raise apart._NotCompiledError
 
     monkeypatch.setattr(apart.pickle, "dumps", lambda _: b"")
-    compiled_apart(call, torch.ones(1))
+    compile_subprocess(call, torch.ones(1))
     assert len(calls) == 1 + bool(executable)
 
 

@@ -108,9 +108,9 @@ def test_attention_is_that_over_the_rounded_columns(filled, group, packing, dtyp
 
 @settings(max_examples=40, deadline=None)
 @given(ragged, st.sampled_from([1, 3, 4]), packings, st.sampled_from(DTYPES), st.sampled_from([1.0, 0.5]))
-def test_scores_and_victims(filled, group, packing, dtype, fade) -> None:  # type: ignore[no-untyped-def]
+def test_scores_and_victims(filled, group, packing, dtype, decay) -> None:  # type: ignore[no-untyped-def]
     q, pair, back, counts = packed_inputs(filled, group, packing, dtype, 7)
-    book = make_book(len(filled), max(filled) + 2, fade, 2.0)
+    book = make_book(len(filled), max(filled) + 2, decay, 2.0)
     expected = copy_of(book)
     with_book = attend_packed(q, *pair, counts, 0.3, packing, book)
     attend_scored_reference(q.float(), *back, counts, 0.3, expected)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_h2o.kernels.slots import (
-    ScoreBook,
+    ScoreState,
     attend,
     attend_lse,
     attend_lse_reference,
@@ -48,16 +48,16 @@ def make(filled: list[int], group: int, width: int, dtype: torch.dtype, seed: in
     return q, keys, values, torch.tensor(filled, dtype=torch.int32)
 
 
-def make_book(rows: int, slots: int, fade: float = 1.0, gain: float = 1.0) -> ScoreBook:
+def make_book(rows: int, slots: int, decay: float = 1.0, gain: float = 1.0) -> ScoreState:
     g = torch.Generator().manual_seed(rows)
     positions = torch.stack([torch.randperm(3 * slots, generator=g)[:slots] for _ in range(rows)]).int()
     oldest = torch.randint(0, slots, (rows,), generator=g).int()
     scores = torch.randint(0, 3, (rows, slots), generator=g) / 4
     gains = gain * torch.rand(rows, generator=g)
-    return ScoreBook(scores, positions, oldest, oldest + slots, fade, gains, torch.full((rows,), -7).int())
+    return ScoreState(scores, positions, oldest, oldest + slots, decay, gains, torch.full((rows,), -7).int())
 
 
-def copy_of(book: ScoreBook) -> ScoreBook:
+def copy_of(book: ScoreState) -> ScoreState:
     return replace(book, scores=book.scores.clone(), victims=book.victims.clone())
 
 
@@ -107,10 +107,10 @@ def test_the_log_sum_exp(filled: list[int], group: int, width: int, dtype: torch
 
 @settings(max_examples=60, deadline=None)
 @given(ragged, st.integers(1, 9), st.sampled_from(WIDTHS), st.sampled_from(DTYPES), st.sampled_from([1.0, 0.5]))
-def test_scores_and_victims(filled: list[int], group: int, width: int, dtype: torch.dtype, fade: float) -> None:
+def test_scores_and_victims(filled: list[int], group: int, width: int, dtype: torch.dtype, decay: float) -> None:
     """Scores by the reference in fp32; victims by definition from the scores that came out."""
     q, keys, values, counts = make(filled, group, width, dtype)
-    book = make_book(len(filled), keys.shape[1], fade, 2.0)
+    book = make_book(len(filled), keys.shape[1], decay, 2.0)
     expected = copy_of(book)
     args = in_segments(keys, 7), in_segments(values, 7), counts, 0.3
     attend_scored(q, *args, book)
@@ -120,7 +120,7 @@ def test_scores_and_victims(filled: list[int], group: int, width: int, dtype: to
     assert expected.victims.tolist() == victims(expected, filled)
 
 
-def victims(book: ScoreBook, filled: list[int]) -> list[int]:
+def victims(book: ScoreState, filled: list[int]) -> list[int]:
     found = []
     for r, n in enumerate(filled):
         allowed = [j for j in range(n) if book.oldest[r] <= book.positions[r, j] <= book.newest[r]]
@@ -169,7 +169,7 @@ def test_ties_go_to_the_lowest_position_and_an_empty_range_to_nobody(scored) -> 
     oldest, newest = torch.tensor([0, 4, 0, 10]).int(), torch.tensor([99, 8, 3, 99]).int()
     scores = torch.zeros(4, 6)
     scores[1, 1] = 1.0
-    book = ScoreBook(scores, positions, oldest, newest, 1.0, torch.ones(4), torch.zeros(4).int())
+    book = ScoreState(scores, positions, oldest, newest, 1.0, torch.ones(4), torch.zeros(4).int())
     scored(q, keys, values, filled, 1.0, book)
     assert book.victims.tolist() == [3, 2, -1, -1]
     assert torch.equal(book.scores[2, 2:], torch.zeros(4))  # what is not filled keeps its score

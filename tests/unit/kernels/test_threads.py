@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from flexgen_h2o.kernels.workspace import share_rows
+from flexgen_h2o.kernels.workspace import parallel_rows
 
 
 @pytest.fixture
@@ -23,15 +23,15 @@ def three_threads():
 @pytest.mark.parametrize("row_bytes", [1, 2**20])
 def test_each_row_once(rows: int, row_bytes: int, three_threads) -> None:
     seen: list[int] = []
-    share_rows(lambda first, end: seen.extend(range(first, end)), rows, row_bytes)
+    parallel_rows(lambda first, end: seen.extend(range(first, end)), rows, row_bytes)
     assert sorted(seen) == list(range(rows))
 
 
 def test_threads_help_where_it_pays(three_threads) -> None:
     meet = threading.Barrier(3, timeout=10)  # passes only if three threads are at work at a time
-    share_rows(lambda _first, _end: meet.wait(), 3, 2**30)
+    parallel_rows(lambda _first, _end: meet.wait(), 3, 2**30)
     names = set()
-    share_rows(lambda _first, _end: names.add(threading.current_thread()), 1000, 1)
+    parallel_rows(lambda _first, _end: names.add(threading.current_thread()), 1000, 1)
     assert names == {threading.current_thread()}
 
 
@@ -44,16 +44,16 @@ def test_an_error_comes_out_after_all_have_ended(three_threads) -> None:
         ended.append(first)
 
     with pytest.raises(ValueError, match="row 0"):
-        share_rows(loop, 24, 2**30)
+        parallel_rows(loop, 24, 2**30)
     assert len(ended) == 23
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_child_starts_its_own_threads(three_threads) -> None:
-    share_rows(lambda _first, _end: None, 9, 2**30)
+    parallel_rows(lambda _first, _end: None, 9, 2**30)
     child = os.fork()
     if child == 0:
         seen: list[int] = []
-        share_rows(lambda first, end: seen.extend(range(first, end)), 9, 2**30)
+        parallel_rows(lambda first, end: seen.extend(range(first, end)), 9, 2**30)
         os._exit(0 if sorted(seen) == list(range(9)) else 1)
     assert os.waitpid(child, 0)[1] == 0

@@ -40,7 +40,7 @@ def test_nothing_is_left_to_compile(dtype: torch.dtype) -> None:
 def test_turning_is_compiled(dtype: torch.dtype) -> None:
     warm_up(torch.device("cpu"), dtype, scored=False, rolling=True)
     compiled = len(rotary_loops.turn_rows.signatures)
-    Rotation(torch.ones(8), 1.0).turned(torch.zeros(3, 5, 16).to(dtype), torch.zeros(3, 5).int())
+    Rotation(torch.ones(8), 1.0).rotated(torch.zeros(3, 5, 16).to(dtype), torch.zeros(3, 5).int())
     assert len(rotary_loops.turn_rows.signatures) == compiled >= 1
 
 
@@ -53,7 +53,7 @@ def test_what_llama_needs_is_compiled(dtype: torch.dtype) -> None:
     warm_up(torch.device("cpu"), dtype, scored=False, rotary=True)
     before = compiled()
     x = torch.randn(5, 3, 16).to(dtype)
-    Rotation(torch.ones(8), 1.0).turn((x,), torch.arange(5))
+    Rotation(torch.ones(8), 1.0).rotate((x,), torch.arange(5))
     silu_gated(rms_norm(x[:, 0], x[0, 0], 1e-5, x[:, 1].clone()), x[:, 2].contiguous())
     assert compiled() == before and min(before[:2]) >= 1
 

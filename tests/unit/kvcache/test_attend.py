@@ -16,12 +16,12 @@ from flexgen_h2o.core.units import TOKEN_CHUNK
 from flexgen_h2o.kernels import slots as slot_kernels
 from flexgen_h2o.kvcache import layout as layout_module
 from flexgen_h2o.kvcache.attend import attend_prompts, attend_slots
-from flexgen_h2o.kvcache.evict import Hook
+from flexgen_h2o.kvcache.evict import EvictionStep
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full, H2ONorm, Local, Random, SnapKV, Tova, ValueH2O
 from flexgen_h2o.kvcache.eviction.policy import Columns
 from flexgen_h2o.kvcache.layout import unit_layout
 from flexgen_h2o.kvcache.prefixes import PromptGroup
-from flexgen_h2o.kvcache.slots import Joining, PartView, SlotTable, carve_record, joining, part_view
+from flexgen_h2o.kvcache.slots import NewColumn, PartView, SlotTable, carve_record, new_columns, part_view
 
 HEADS, KV_HEADS, WIDTH, SCALE = 8, 2, 4, 0.5
 GROUP = HEADS // KV_HEADS
@@ -72,13 +72,13 @@ def alone(counts: Sequence[int]) -> tuple[PromptGroup, ...]:
     return (PromptGroup(0, tuple(counts)),)
 
 
-def hook_of(policy: Eviction, counts: Sequence[int], steps: int) -> tuple[Hook, int]:
+def hook_of(policy: Eviction, counts: Sequence[int], steps: int) -> tuple[EvictionStep, int]:
     """The hook of a micro-batch, and the slots of its fullest row."""
     table = SlotTable(policy, [(count, steps + 1) for count in counts], 1)
-    return Hook(policy, 0, table.at(0, range(len(counts))), KV_HEADS), table.most_slots(0)
+    return EvictionStep(policy, 0, table.at(0, range(len(counts))), KV_HEADS), table.most_slots(0)
 
 
-def decode(new: Qkv, joined: Joining, views: list[PartView], hook: Hook) -> torch.Tensor:
+def decode(new: Qkv, joined: NewColumn, views: list[PartView], hook: EvictionStep) -> torch.Tensor:
     slots = hook.next_slots(views, joined)
     out = torch.full((len(new[0]), HEADS * WIDTH), math.nan)
     assert attend_slots(new, joined, slots, views, hook, SCALE, slot_kernels.attend, out) is out
@@ -99,7 +99,7 @@ def test_generation_of_ragged_rows(counts: list[int], cuts: list[int], steps: in
     assert (out.double() - expected).abs().max() < 1e-5
     for step in range(steps):
         new = random_qkv(len(counts))
-        out = decode(new, joining(hook.rows, torch.tensor(counts) + step), views, hook)
+        out = decode(new, new_columns(hook.rows, torch.tensor(counts) + step), views, hook)
         for i, row in enumerate(history):
             row[1], row[2] = (torch.cat([row[j], new[j][i : i + 1]]) for j in (1, 2))
             assert (out[i] - full_attention(new[0][i : i + 1], row[1], row[2])[0]).abs().max() < 1e-5
@@ -127,7 +127,7 @@ def test_a_slot_is_overwritten_in_place_whatever_its_number() -> None:
     q, k, v = random_qkv(3)
     hook = hook_of(Full(), [3], 1)[0]
     attend_prompts((q, k, v), alone([3]), views, hook, SCALE, torch.empty(3, HEADS * WIDTH))
-    new, joined = random_qkv(1), Joining(torch.tensor([3]), torch.tensor([1]), torch.tensor([3]))
+    new, joined = random_qkv(1), NewColumn(torch.tensor([3]), torch.tensor([1]), torch.tensor([3]))
     kept = [0, 2]
     expected = full_attention(new[0], torch.cat([k[kept], new[1]]), torch.cat([v[kept], new[2]]))
     assert (decode(new, joined, views, hook) - expected).abs().max() < 1e-5
@@ -165,7 +165,7 @@ class PlainRow:
         self.heads = [PlainHead(k[:, i], v[:, i], list(range(len(q)))) for i in range(KV_HEADS)]
         rows = len(q) if policy.needs.query_rows is None else min(len(q), policy.needs.query_rows)
         if rows:
-            weights = policy.needs.query_fade ** torch.arange(rows - 1, -1, -1).double()
+            weights = policy.needs.query_decay ** torch.arange(rows - 1, -1, -1).double()
             sums = []
             for i in range(KV_HEADS):
                 p = probabilities(q[:, i * GROUP : (i + 1) * GROUP], k[:, i]).sum(0)
@@ -182,7 +182,7 @@ class PlainRow:
 
     def step(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """One new token, (heads, d) and (kv_heads, d): its attention (heads x d)."""
-        mixed = []
+        attn_out = []
         for i, head in enumerate(self.heads):
             head.keys, head.values = torch.cat([head.keys, k[i : i + 1]]), torch.cat([head.values, v[i : i + 1]])
             if len(head.positions) < self.room:
@@ -192,16 +192,16 @@ class PlainRow:
                 head.positions[head.victim], head.scores[head.victim] = self.length, 0.0
             # The newest query's own column may lie in any slot, and all slots are seen.
             out, p = head.attend(q[i * GROUP : (i + 1) * GROUP])
-            mixed.append(out)
+            attn_out.append(out)
             needs = self.policy.needs
             received = p.sum(0).tolist()
             gain = needs.gain * (len(head.positions) / (self.length + 1) if needs.even else 1)
-            head.scores = [needs.fade * s + gain * r for s, r in zip(head.scores, received, strict=True)]
+            head.scores = [needs.decay * s + gain * r for s, r in zip(head.scores, received, strict=True)]
         self.length += 1
         if len(self.heads[0].positions) > self.budget.columns and self.room == self.budget.columns + 1:
             for head, ranks in zip(self.heads, self._ranks(), strict=True):
                 head.victim = self._least(head, ranks)
-        return torch.cat(mixed).flatten()
+        return torch.cat(attn_out).flatten()
 
     def _may_leave(self, position: int) -> bool:
         return self.budget.sinks <= position < self.length - self.budget.recent
@@ -247,7 +247,7 @@ def test_rows_that_drop_columns(policy: Eviction, cuts: tuple[int, ...]) -> None
     check_records(views, rows, record)
     for step in range(steps):
         new = random_qkv(len(counts))
-        out = decode(new, joining(hook.rows, torch.tensor(counts) + step), views, hook)
+        out = decode(new, new_columns(hook.rows, torch.tensor(counts) + step), views, hook)
         for i, row in enumerate(rows):
             assert (out[i] - row.step(*(t[i] for t in new))).abs().max() < 1e-5
         check_records(views, rows, record)

@@ -266,16 +266,16 @@ def test_h2o_norm_divides_by_the_queries_that_saw_a_column() -> None:
 
 def test_what_decays_decays_alike_in_prompt_and_decoding() -> None:
     needs = H2ONorm(decay=0.5).needs
-    assert (needs.query_rows, needs.query_fade, needs.fade, needs.gain) == (None, 0.5, 0.5, 1.0)
-    assert not needs.ranks_by_score and ValueH2O(decay=0.5).needs.fade == 0.5
-    assert H2O().needs.query_fade == H2O().needs.fade == H2ONorm(decay=1.0).needs.fade == 1.0
+    assert (needs.query_rows, needs.query_decay, needs.decay, needs.gain) == (None, 0.5, 0.5, 1.0)
+    assert not needs.ranks_by_score and ValueH2O(decay=0.5).needs.decay == 0.5
+    assert H2O().needs.query_decay == H2O().needs.decay == H2ONorm(decay=1.0).needs.decay == 1.0
     assert needs.even and ValueH2O().needs.even and not H2O().needs.even
 
 
 def test_tova_ranks_all_heads_alike_by_the_newest_query() -> None:
     rank = Tova().rank(make_columns([[0, 4, 2]] * 2, [[0.5, 0.2, 0.9], [0.1, 0.8, 0.1]]))
     assert torch.allclose(rank[0], torch.tensor([[0.3, 0.5, 0.5]] * 2))
-    assert (Tova().needs.query_rows, Tova().needs.fade, Tova().needs.gain) == (1, 0.0, 1.0)
+    assert (Tova().needs.query_rows, Tova().needs.decay, Tova().needs.gain) == (1, 0.0, 1.0)
 
 
 def test_snapkv_pools_the_mean_of_its_window_over_the_columns_before_it() -> None:
@@ -292,8 +292,8 @@ def test_snapkv_pools_the_mean_of_its_window_over_the_columns_before_it() -> Non
 
 def test_snapkv_goes_on_with_a_moving_average() -> None:
     needs = SnapKV(window=8).needs
-    assert (needs.query_rows, needs.fade, needs.gain) == (8, 7 / 8, 1 / 8)
-    assert SnapKV(window=1).needs.fade == 0
+    assert (needs.query_rows, needs.decay, needs.gain) == (8, 7 / 8, 1 / 8)
+    assert SnapKV(window=1).needs.decay == 0
 
 
 def test_value_h2o_chooses_one_half_by_score_and_one_by_score_times_value() -> None:

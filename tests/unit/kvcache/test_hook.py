@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from flexgen_h2o.kernels.prefill_attention import causal_attention_lse
 from flexgen_h2o.kvcache.evict import (
-    Hook,
+    EvictionStep,
     KeptColumns,
     choose_kept,
     keep_prompt_columns,
@@ -25,18 +25,18 @@ from flexgen_h2o.kvcache.evict import (
 )
 from flexgen_h2o.kvcache.eviction import H2O, Evicting, Full, H2ONorm, Local, SnapKV, Tova, ValueH2O
 from flexgen_h2o.kvcache.eviction.policy import Columns, Needs
-from flexgen_h2o.kvcache.slots import Joining, PartView, Record, RowSlots, SlotTable
+from flexgen_h2o.kvcache.slots import NewColumn, PartView, RowSlots, SlotMetadata, SlotTable
 
 KV_HEADS, GROUP, WIDTH, SCALE = 2, 3, 4, 0.5
 NORMS = ("positions", "scores", "norms")
 
 
-def hook_of(policy: Evicting | Full, prompts: Sequence[int], gen_len: int = 9, block: int = 0) -> Hook:
+def hook_of(policy: Evicting | Full, prompts: Sequence[int], gen_len: int = 9, block: int = 0) -> EvictionStep:
     rows = SlotTable(policy, [(n, gen_len) for n in prompts], 1).at(0, range(len(prompts)))
-    return Hook(policy, block, rows, KV_HEADS)
+    return EvictionStep(policy, block, rows, KV_HEADS)
 
 
-def split_views(record: Record, cuts: Sequence[int]) -> list[PartView]:
+def split_views(record: SlotMetadata, cuts: Sequence[int]) -> list[PartView]:
     """Parts cut at the given rows; the record's tensors are those of the parts too."""
     rows, slots = record.positions.shape
     bounds = sorted({0, rows, *(c for c in cuts if c < rows)})
@@ -156,9 +156,11 @@ def test_local_keeps_sinks_and_a_window() -> None:
 # ---- the record
 
 
-def empty_record(rows: int, slots: int) -> Record:
+def empty_record(rows: int, slots: int) -> SlotMetadata:
     nothing = torch.full((rows, slots), math.nan)
-    return Record(torch.full((rows, slots), 77, dtype=torch.int32), torch.full((rows,), -1).int(), nothing, nothing + 0)
+    return SlotMetadata(
+        torch.full((rows, slots), 77, dtype=torch.int32), torch.full((rows,), -1).int(), nothing, nothing + 0
+    )
 
 
 def test_what_is_kept_is_recorded_of_each_head() -> None:
@@ -211,13 +213,13 @@ def test_ranks_are_the_order_of_positions() -> None:
 def test_a_full_row_gives_the_slot_of_its_victim(cuts: tuple[int, ...]) -> None:
     record = empty_record(6, 9)
     record.victims.copy_(torch.tensor([5, 6, 0, 1, 7, 8]))
-    new = Joining(torch.tensor([20, 30, 40]), torch.tensor([-1, 4, -1]), torch.tensor([9, 5, 9]))
+    new = NewColumn(torch.tensor([20, 30, 40]), torch.tensor([-1, 4, -1]), torch.tensor([9, 5, 9]))
     hook = hook_of(H2O(), [10, 10, 10])
     slots = hook.next_slots(split_views(record, cuts), new)
     assert torch.cat(slots).tolist() == [5, 6, 4, 4, 7, 8]
     assert all(t.dtype == torch.int64 for t in slots)
     bare = [PartView(0, *torch.zeros(2, 1, 6, 9, WIDTH))]
-    grown = Joining(new.past, torch.tensor([3, 4, 5]), torch.tensor([4, 5, 6]))
+    grown = NewColumn(new.past, torch.tensor([3, 4, 5]), torch.tensor([4, 5, 6]))
     assert hook.next_slots(bare, grown)[0].tolist() == [3, 3, 4, 4, 5, 5]
 
 
@@ -251,7 +253,7 @@ def test_the_lowest_rank_leaves_and_of_equals_the_oldest(count: int, cuts: list[
         record.scores[row, :place] = torch.randint(0, 3, (place,)).float()
         record.positions[row, place:], record.scores[row, place:] = int(sinks[i]), -1.0  # what an old row left there
     rows = RowSlots(torch.ones(count).long(), sinks, torch.ones(count).long(), recent, filled)
-    hook, new = Hook(ByScore(), 0, rows, KV_HEADS), Joining(past, torch.full((count,), -1), filled)
+    hook, new = EvictionStep(ByScore(), 0, rows, KV_HEADS), NewColumn(past, torch.full((count,), -1), filled)
     views = split_views(record, cuts)
     rank_victims(hook, views, new)
     columns = unit_columns(hook, views, new)
@@ -271,7 +273,7 @@ def test_the_lowest_rank_leaves_and_of_equals_the_oldest(count: int, cuts: list[
 
 def test_columns_of_a_unit_have_what_the_policy_records() -> None:
     record = empty_record(4, 3)
-    new = Joining(torch.tensor([2, 2]), torch.tensor([2, 2]), torch.tensor([3, 3]))
+    new = NewColumn(torch.tensor([2, 2]), torch.tensor([2, 2]), torch.tensor([3, 3]))
     for policy, names in ((H2O(), {"scores"}), (ValueH2O(), {"scores", "norms"}), (Local(), set())):
         columns = unit_columns(hook_of(policy, [2, 2], block=5), split_views(record, [1, 3]), new)
         assert columns.positions.shape == columns.may_leave.shape == (2, KV_HEADS, 3) and columns.block == 5
@@ -281,6 +283,6 @@ def test_columns_of_a_unit_have_what_the_policy_records() -> None:
 def test_queries_that_saw_a_column_are_counted_with_its_own() -> None:
     record = empty_record(2, 2)
     record.positions.copy_(torch.tensor([[0, 9], [4, 9]]))
-    new = Joining(torch.tensor([9]), torch.tensor([1]), torch.tensor([2]))
+    new = NewColumn(torch.tensor([9]), torch.tensor([1]), torch.tensor([2]))
     columns = unit_columns(hook_of(H2O(), [2]), split_views(record, []), new)
     assert columns.seen()[0].tolist() == [[10, 1], [6, 1]]

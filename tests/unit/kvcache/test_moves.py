@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o.kvcache.slots import PartView, Record, move_rows, plan_moves
+from flexgen_h2o.kvcache.slots import PartView, SlotMetadata, move_rows, plan_moves
 
 SLOTS, WIDTH = 3, 2
 
@@ -33,9 +33,9 @@ def test_the_order_of_leaving_does_not_matter() -> None:
     assert plan_moves([4, 0, 2], 5) == plan_moves([0, 2, 4], 5) == ([(3, 0)], [3, 1])
 
 
-def random_record(rows: int) -> Record:
+def random_record(rows: int) -> SlotMetadata:
     positions = torch.randint(0, 99, (rows, SLOTS), dtype=torch.int32)
-    return Record(positions, positions[:, 0].clone(), torch.randn(rows, SLOTS), torch.randn(rows, SLOTS))
+    return SlotMetadata(positions, positions[:, 0].clone(), torch.randn(rows, SLOTS), torch.randn(rows, SLOTS))
 
 
 @given(batches, st.integers(1, 4), st.lists(st.integers(0, 48), max_size=2), st.booleans())
@@ -51,7 +51,7 @@ def test_rows_arrive_whole_across_parts(
     views = [
         PartView(
             a, keys[:, a:b].clone(), values[:, a:b].clone(),
-            Record(*(t[a:b].clone() for t in whole.record.tensors())) if whole.record else None,
+            SlotMetadata(*(t[a:b].clone() for t in whole.record.tensors())) if whole.record else None,
         )
         for a, b in pairwise(bounds)
     ]  # fmt: skip

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full, Local, SnapKV
-from flexgen_h2o.kvcache.slots import RowSlots, SlotTable, joining, plan_moves
+from flexgen_h2o.kvcache.slots import RowSlots, SlotTable, new_columns, plan_moves
 
 BLOCKS = 3
 
@@ -60,7 +60,7 @@ def test_rows_grow_to_their_budget_and_then_stand(
     for step in range(max(gen for _, gen in workload) - 1):
         left = [i for i, (_, gen) in enumerate(workload) if step < gen - 1]
         past = torch.tensor([workload[i][0] + step for i in left])
-        new = joining(SlotTable(policy, workload, BLOCKS).at(block, left), past)
+        new = new_columns(SlotTable(policy, workload, BLOCKS).at(block, left), past)
         assert torch.equal(new.past, past)
         for place, i in enumerate(left):
             budget = policy.budget(workload[i][0], block, BLOCKS)
@@ -75,7 +75,7 @@ def test_rows_grow_to_their_budget_and_then_stand(
 def one_row(policy: Eviction, prompt: int, gen: int) -> list[tuple[int, int]]:
     """(slot, filled) of each decode step."""
     rows = SlotTable(policy, [(prompt, gen)], 1).at(0, [0])
-    steps = [joining(rows, torch.tensor([prompt + step])) for step in range(gen - 1)]
+    steps = [new_columns(rows, torch.tensor([prompt + step])) for step in range(gen - 1)]
     return [(int(new.slot), int(new.filled)) for new in steps]
 
 
@@ -126,8 +126,8 @@ def test_tables_follow_rows_that_leave_and_enter() -> None:
     shapes = [(30, 9), (5, 2), (20, 9), (8, 8)]
     table = SlotTable(policy, shapes, BLOCKS)
     moves, order = plan_moves([1], len(shapes))
-    table.close_ranks(moves, len(order))
-    table.enter([(40, 3), (9, 1)])
+    table.compact(moves, len(order))
+    table.admit([(40, 3), (9, 1)])
     now = SlotTable(policy, [*(shapes[i] for i in order), (40, 3), (9, 1)], BLOCKS)
     for block in range(BLOCKS):
         mine, want = table.at(block), now.at(block)
@@ -135,6 +135,6 @@ def test_tables_follow_rows_that_leave_and_enter() -> None:
         for name in ("prompts", "sinks", "heavy", "recent", "slots"):
             assert torch.equal(getattr(mine, name), getattr(want, name))
             assert torch.equal(getattr(mine.part(3, None), name), getattr(want, name)[3:])
-    table.close_ranks([], 0)
-    table.enter([(3, 3)])
+    table.compact([], 0)
+    table.admit([(3, 3)])
     assert table.at(0).prompts.tolist() == [3]

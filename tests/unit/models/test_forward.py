@@ -11,7 +11,7 @@ from transformers import OPTConfig, OPTForCausalLM, PreTrainedModel
 
 from flexgen_h2o.core.config import ModelSpec, TensorSpec
 from flexgen_h2o.core.units import TOKEN_CHUNK
-from flexgen_h2o.engine.memory_plan import Shape, workspace_sizes
+from flexgen_h2o.engine.memory_plan import BlockShape, workspace_sizes
 from flexgen_h2o.kernels.elementwise import Rotation
 from flexgen_h2o.kernels.linear import RowParts
 from flexgen_h2o.kernels.prefill_attention import causal_attention
@@ -47,7 +47,7 @@ def in_three(t: torch.Tensor) -> RowParts:
 def logits_of(spec: ModelSpec, tensors: dict[str, torch.Tensor], ids: torch.Tensor, split: Split) -> torch.Tensor:
     """The model's layers one after the other, as the executor calls them for one prompt."""
     family, n = family_of(spec), len(ids)
-    sizes = workspace_sizes(spec, Shape(rows=n, micro_batches=1, tokens=n, slots=(n,)), 4)
+    sizes = workspace_sizes(spec, BlockShape(rows=n, micro_batches=1, tokens=n, slots=(n,)), 4)
     ws = Workspace(torch.zeros(sum(sizes.values()), dtype=torch.uint8), sizes, torch.float32)
 
     def roles(specs: tuple[TensorSpec, ...]) -> dict[str, RowParts]:
@@ -56,7 +56,7 @@ def logits_of(spec: ModelSpec, tensors: dict[str, torch.Tensor], ids: torch.Tens
     def attend(*qkv: torch.Tensor) -> torch.Tensor:
         if spec.rotary is not None:
             rotation = Rotation(torch.tensor(spec.rotary.frequencies), spec.rotary.scaling)
-            rotation.turn(qkv[:2], torch.arange(n))
+            rotation.rotate(qkv[:2], torch.arange(n))
         q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in qkv)
         return causal_attention(q, k, v, spec.head_dim**-0.5)[0].transpose(0, 1).reshape(n, -1)
 

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from flexgen_h2o.core.config import ModelSpec
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.engine.memory_plan import Shape, workspace_sizes
+from flexgen_h2o.engine.memory_plan import BlockShape, workspace_sizes
 from flexgen_h2o.models import built_in_names, built_in_spec, spec_from_config, spec_from_folder
 from flexgen_h2o.models.layers import ROPE_TYPES
 
@@ -156,6 +156,6 @@ def test_a_bad_config_is_refused_by_file_and_field(tmp_path: Path, changes: dict
 
 
 def test_a_gated_mlp_has_two_wide_buffers(tmp_path: Path) -> None:
-    spec, shape = read(tmp_path), Shape(rows=2, micro_batches=1, tokens=9, slots=(9, 9))
+    spec, shape = read(tmp_path), BlockShape(rows=2, micro_batches=1, tokens=9, slots=(9, 9))
     sizes = workspace_sizes(spec, shape, 4)
     assert sizes["gate"] >= 9 * spec.ffn_size * 4 and sizes["k"] == sizes["v"] < sizes["q"]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from flexgen_h2o.core.config import TIERS, ModelSpec, Policy
 from flexgen_h2o.core.units import GIB
 from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, MemoryPlan, memory_plan
-from flexgen_h2o.engine.workload import Need, fitted, shape_of
+from flexgen_h2o.engine.workload import WorkloadShape, fitted, shape_of
 from flexgen_h2o.models import spec_from_config
 from flexgen_h2o.planner.costs import Costs
 from flexgen_h2o.planner.measure.machine import nominal_profile
@@ -70,20 +70,20 @@ def _scaled(rates: ComputeRates, name: str, factor: float) -> ComputeRates:
     return replace(rates, **{name: value * factor})
 
 
-def plan_of(policy: Policy, need: Need, is_host: bool, spec: ModelSpec = SPEC, depth: int = 0) -> MemoryPlan:
+def plan_of(policy: Policy, need: WorkloadShape, is_host: bool, spec: ModelSpec = SPEC, depth: int = 0) -> MemoryPlan:
     """depth: which of the look-aheads, where there is a choice."""
     ahead = OVERLAPPED[depth] if policy.overlap else SEQUENTIAL
     return memory_plan(spec, policy, shape_of(policy, need), 4, is_host, ahead)
 
 
-def costs_of(policy: Policy, need: Need, where: Machine, spec: ModelSpec = SPEC) -> Costs:
+def costs_of(policy: Policy, need: WorkloadShape, where: Machine, spec: ModelSpec = SPEC) -> Costs:
     return Costs(where.setting(spec, policy, need), where.profile, where.dtype)
 
 
-def evicting(rows: int, prompt_len: int, gen_len: int, kept: int, blocks: int = BLOCKS) -> Need:
+def evicting(rows: int, prompt_len: int, gen_len: int, kept: int, blocks: int = BLOCKS) -> WorkloadShape:
     """H2O that keeps `kept` columns of each prompt."""
     slots = min(kept + 1, kept + gen_len - 1)
-    return Need(rows, prompt_len, gen_len, (slots,) * blocks, (kept,) * blocks, ("positions", "scores"), True)
+    return WorkloadShape(rows, prompt_len, gen_len, (slots,) * blocks, (kept,) * blocks, ("positions", "scores"), True)
 
 
 # ---- strategies
@@ -100,10 +100,10 @@ policies = st.builds(
 
 
 @st.composite
-def needs(draw: st.DrawFn, most_new: int = 7) -> Need:
+def needs(draw: st.DrawFn, most_new: int = 7) -> WorkloadShape:
     rows, prompt_len, gen_len = draw(st.integers(1, 100)), draw(st.integers(1, 200)), draw(st.integers(1, most_new))
     if draw(st.booleans()):
-        return Need.full(rows, prompt_len, gen_len, BLOCKS)
+        return WorkloadShape.full(rows, prompt_len, gen_len, BLOCKS)
     return evicting(rows, prompt_len, gen_len, draw(st.integers(1, prompt_len)))
 
 
@@ -119,7 +119,7 @@ def machines(draw: st.DrawFn) -> Machine:
 
 
 @st.composite
-def cases(draw: st.DrawFn, most_new: int = 7) -> tuple[Policy, Need, Machine, MemoryPlan]:
+def cases(draw: st.DrawFn, most_new: int = 7) -> tuple[Policy, WorkloadShape, Machine, MemoryPlan]:
     """Something to run, and buffers for it."""
     need, where = draw(needs(most_new)), draw(machines())
     policy = fitted(draw(policies), need)

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_h2o.core.config import Policy
-from flexgen_h2o.engine.workload import Batch, Need
+from flexgen_h2o.engine.workload import Batch, WorkloadShape
 from flexgen_h2o.planner.predict import Machine
 from flexgen_h2o.planner.profile import Curve
 from flexgen_h2o.planner.work import Product, Work
 from tests.unit.planner.made_up import BLOCKS, DTYPE, costs_of, machine
 
-NEED = Need.full(4, 10, 4, BLOCKS)
+NEED = WorkloadShape.full(4, 10, 4, BLOCKS)
 TIMES = Curve(((1.0, 4.0), (64.0, 2.0)))
 
 
@@ -71,7 +71,7 @@ def test_unpacking_to_int8_has_its_own_rate() -> None:
 
 @given(st.integers(1, 300), st.floats(0.5, 8.0), st.floats(1.0, 3.0), st.booleans())
 def test_a_layer_is_never_slower_with_faster_products(rows: int, times: float, more: float, packed: bool) -> None:
-    policy, need = Policy(rows, compress_weight=packed, int8_compute=True), Need.full(rows, 10, 4, BLOCKS)
+    policy, need = Policy(rows, compress_weight=packed, int8_compute=True), WorkloadShape.full(rows, 10, 4, BLOCKS)
     slow, fast = (costs_of(policy, need, measured(Curve.flat(gain), gain)) for gain in (times, times * more))
     for sweep in (0, 1):
         assert fast.step(1, Batch.even(rows, 10), sweep).device_s <= slow.step(1, Batch.even(rows, 10), sweep).device_s

@@ -8,7 +8,7 @@ import pytest
 
 from flexgen_h2o.core.config import TIERS, ModelSpec, Policy
 from flexgen_h2o.core.units import GIB
-from flexgen_h2o.engine.workload import Need
+from flexgen_h2o.engine.workload import WorkloadShape
 from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.planner.candidates import Budgets, Search
 from flexgen_h2o.planner.predict import Machine
@@ -28,7 +28,7 @@ def known(name: str) -> ModelSpec:
 def asked(name: str, rows: int, budgets: Budgets = ON_T4) -> Search:
     spec = known(name)
     machine = Machine(read_profile(find_profile("t4")), "float16", False)
-    return Search(spec, Need.full(rows, 512, 32, spec.num_blocks), Policy(), machine, budgets)
+    return Search(spec, WorkloadShape.full(rows, 512, 32, spec.num_blocks), Policy(), machine, budgets)
 
 
 def found(q: Search) -> Plan:

@@ -15,12 +15,12 @@ from flexgen_h2o.core.config import TIERS, Policy
 from flexgen_h2o.core.errors import FlexgenError
 from flexgen_h2o.core.units import GIB
 from flexgen_h2o.engine.memory_plan import OVERLAPPED, memory_plan
-from flexgen_h2o.engine.workload import Need, shape_of
+from flexgen_h2o.engine.workload import WorkloadShape, shape_of
 from flexgen_h2o.planner.costs import LANES
 from flexgen_h2o.planner.lp import TIE_BREAK, Corners, Solution, find_corners, solve
 from tests.unit.planner.made_up import BLOCKS, HUGE, SPEC, costs_of, machine
 
-NEED = Need.full(64, 60, 8, BLOCKS)
+NEED = WorkloadShape.full(64, 60, 8, BLOCKS)
 POLICY = Policy(16, 2)
 SWEEPS = NEED.gen_len - 1
 Budgets = dict[str, int | None]

@@ -20,9 +20,9 @@ from flexgen_h2o.core.units import ALIGN, BLOCK_CHUNK, INT8_TILE, round_up
 from flexgen_h2o.engine.memory_plan import (
     OVERLAPPED,
     SEQUENTIAL,
+    BlockShape,
     Depth,
     MemoryPlan,
-    Shape,
     kv_layout,
     memory_plan,
     plan_within,
@@ -60,12 +60,12 @@ policies = st.builds(Policy, percent=percents, sep_layer=st.booleans(), cpu_cach
 slot_counts = st.tuples(st.integers(1, 90), st.integers(1, 90))  # of each of the two blocks
 records = st.sampled_from([(), ("positions",), ("positions", "scores"), ("positions", "scores", "norms")])
 shapes = st.builds(
-    Shape, rows=st.integers(1, 9), micro_batches=st.integers(1, 4), tokens=st.integers(1, 60),
+    BlockShape, rows=st.integers(1, 9), micro_batches=st.integers(1, 4), tokens=st.integers(1, 60),
     slots=slot_counts, record=records,
 )  # fmt: skip
 
 
-def make_plan(policy: Policy, shape: Shape, is_host: bool, depth: Depth = OVERLAPPED[2]) -> MemoryPlan:
+def make_plan(policy: Policy, shape: BlockShape, is_host: bool, depth: Depth = OVERLAPPED[2]) -> MemoryPlan:
     return memory_plan(SPEC, policy, shape, 4, is_host, depth)
 
 
@@ -76,7 +76,7 @@ def totals(plan: MemoryPlan) -> list[int]:
 # ---- what grows
 
 
-def one_more(shape: Shape, field: str) -> Shape:
+def one_more(shape: BlockShape, field: str) -> BlockShape:
     """The shape with one more of a number; "slots 1" stands for those of block 1."""
     name, _, place = field.partition(" ")
     if not place:
@@ -87,7 +87,9 @@ def one_more(shape: Shape, field: str) -> Shape:
 
 
 @given(policies, shapes, st.sampled_from(["rows", "micro_batches", "tokens", "slots 0", "slots 1"]), st.booleans())
-def test_more_of_anything_needs_no_less_of_any_tier(policy: Policy, shape: Shape, field: str, is_host: bool) -> None:
+def test_more_of_anything_needs_no_less_of_any_tier(
+    policy: Policy, shape: BlockShape, field: str, is_host: bool
+) -> None:
     on_device, on_host = policy.percent[2:4]
     in_three = on_device and on_host and on_device + on_host < 100 and not is_host
     assume(field != "rows" or not in_three)  # see test_smaller_micro_batches_fit_too
@@ -103,7 +105,7 @@ def test_smaller_micro_batches_fit_too() -> None:
     for pair in [(25, 50), *((on_device, 5) for on_device in range(5, 95, 10))]:
         policy = Policy(percent=(100, 0, *pair, 100, 0))
         for most in range(1, 16):
-            plan = memory_plan(spec, policy, Shape(most, 1, 10, (50, 50)), 4, False, SEQUENTIAL)
+            plan = memory_plan(spec, policy, BlockShape(most, 1, 10, (50, 50)), 4, False, SEQUENTIAL)
             homes = {b.tier: b.nbytes for b in plan.buffers if b.name == "cache"}
             for rows in range(1, most + 1):
                 layout = kv_layout(spec, policy, rows, 50, (), 4, False)
@@ -121,7 +123,7 @@ def test_shorter_rows_fit_too(most: int) -> None:
     for percent in ((0, 0, 0, 0, 0, 0), (0, 0, 0, 60, 0, 0)):
         policy = Policy(percent=percent)
         for rows in (1, 2, 5):
-            plan = memory_plan(spec, policy, Shape(rows, 1, 10, (most, most)), 4, False, SEQUENTIAL)
+            plan = memory_plan(spec, policy, BlockShape(rows, 1, 10, (most, most)), 4, False, SEQUENTIAL)
             homes = {b.tier: b.nbytes for b in plan.buffers if b.name == "cache"}
             for slots in range(1, most + 1):
                 layout = kv_layout(spec, policy, rows, slots, (), 4, False)
@@ -131,7 +133,7 @@ def test_shorter_rows_fit_too(most: int) -> None:
 
 
 @given(policies, shapes, st.booleans())
-def test_a_shallower_ring_needs_no_more(policy: Policy, shape: Shape, is_host: bool) -> None:
+def test_a_shallower_ring_needs_no_more(policy: Policy, shape: BlockShape, is_host: bool) -> None:
     sizes = [totals(make_plan(policy, shape, is_host, depth)) for depth in OVERLAPPED]
     for deep, shallow in pairwise(sizes):
         assert all(b <= a for a, b in zip(deep, shallow, strict=True))
@@ -142,7 +144,7 @@ def test_a_shallower_ring_needs_no_more(policy: Policy, shape: Shape, is_host: b
 def test_bytes_follow_the_shares(kind: int, is_host: bool) -> None:
     """Moving weights, cache or hidden states from disk up makes the faster tier's homes larger, never smaller."""
     name = {0: "weights", 2: "cache", 4: "hidden"}[kind]
-    shape, before = Shape(6, 2, 60, (30, 30)), -1
+    shape, before = BlockShape(6, 2, 60, (30, 30)), -1
     for share in range(0, 101, 5):
         percent = [0] * 6
         percent[kind] = share
@@ -154,7 +156,7 @@ def test_bytes_follow_the_shares(kind: int, is_host: bool) -> None:
 
 
 def test_buffers_serve_what_is_smaller_in_every_way() -> None:
-    shape = Shape(4, 2, 40, (30, 20), ("positions",))
+    shape = BlockShape(4, 2, 40, (30, 20), ("positions",))
     assert shape.covers(shape) and shape.most_slots == 30
     for fewer in ({"rows": 3}, {"micro_batches": 1}, {"tokens": 39}, {"slots": (30, 19)}, {"slots": (29, 20)}):
         less = replace(shape, **fewer)
@@ -167,7 +169,7 @@ def test_buffers_serve_what_is_smaller_in_every_way() -> None:
 
 
 @given(policies, shapes, st.booleans())
-def test_where_the_device_is_host_memory_it_holds_nothing(policy: Policy, shape: Shape, is_host: bool) -> None:
+def test_where_the_device_is_host_memory_it_holds_nothing(policy: Policy, shape: BlockShape, is_host: bool) -> None:
     plan = make_plan(policy, shape, is_host)
     assert (plan.bytes_on("device") == 0) is is_host
     assert len({(b.name, b.tier) for b in plan.buffers}) == len(plan.buffers)
@@ -177,7 +179,7 @@ def test_where_the_device_is_host_memory_it_holds_nothing(policy: Policy, shape:
 
 
 def test_all_on_the_device_needs_no_ring_no_overlay_and_no_disk() -> None:
-    plan = make_plan(Policy(), Shape(4, 2, 40, (20, 20)), is_host=False)
+    plan = make_plan(Policy(), BlockShape(4, 2, 40, (20, 20)), is_host=False)
     assert {b.name for b in plan.buffers} == {"weights", "cache", "hidden", "workspace", "temporaries", "staging"}
     assert plan.bytes_on("disk") == 0 and {b.name for b in plan.buffers if b.tier == "host"} == {"staging"}
     assert plan.size("weights") >= SPEC.num_weights * 4
@@ -190,7 +192,7 @@ def test_the_weight_ring_holds_any_so_many_neighbours_of_the_cycle(depth: int, t
     """Sweeps follow one another: behind the head comes the embedding, in one load when they are tied."""
     spec = make_spec(tie_word_embeddings=tied, vocab_size=900)
     policy = Policy(percent=(0, 0, 100, 0, 100, 0))
-    ring = memory_plan(spec, policy, Shape(1, 1, 1, (1, 1)), 4, True, Depth(depth, 1, 1)).size("weight ring")
+    ring = memory_plan(spec, policy, BlockShape(1, 1, 1, (1, 1)), 4, True, Depth(depth, 1, 1)).size("weight ring")
     layers = spec.layers(True)
     sizes = [streamed_bytes(u, policy.weight_shares, WeightForm(4), True) for u in layers.units]
     loads = list(weight_sequence(5, tuple(layer.unit for layer in layers.layers)))[1:]
@@ -199,7 +201,7 @@ def test_the_weight_ring_holds_any_so_many_neighbours_of_the_cycle(depth: int, t
 
 
 def test_attention_on_the_host_brings_cache_to_the_host() -> None:
-    policy, shape = Policy(percent=(100, 0, 0, 50, 100, 0)), Shape(4, 2, 40, (20, 20))
+    policy, shape = Policy(percent=(100, 0, 0, 50, 100, 0)), BlockShape(4, 2, 40, (20, 20))
     for on_host in (False, True):
         plan = make_plan(replace(policy, cpu_cache_compute=on_host), shape, is_host=False)
         rings = {b.name: b.tier for b in plan.buffers if "ring" in b.name}
@@ -209,7 +211,7 @@ def test_attention_on_the_host_brings_cache_to_the_host() -> None:
 
 @given(policies, shapes.filter(lambda s: s.record), st.booleans(), st.data())
 def test_records_and_overlays_are_taken_from_what_is_planned_for_them(
-    policy: Policy, shape: Shape, is_host: bool, data: st.DataObject
+    policy: Policy, shape: BlockShape, is_host: bool, data: st.DataObject
 ) -> None:
     """The store carves the record of each part where attention runs on it: every tier's arena holds its parts."""
     plan = make_plan(policy, shape, is_host)
@@ -235,14 +237,14 @@ def test_records_and_overlays_are_taken_from_what_is_planned_for_them(
 
 
 def test_a_policy_that_records_nothing_plans_nothing_for_it() -> None:
-    assert make_plan(Policy(), Shape(4, 2, 40, (20, 20)), is_host=False).size("cache record") == 0
-    plan = make_plan(Policy(), Shape(4, 2, 40, (20, 20), ("positions", "scores")), is_host=False)
+    assert make_plan(Policy(), BlockShape(4, 2, 40, (20, 20)), is_host=False).size("cache record") == 0
+    plan = make_plan(Policy(), BlockShape(4, 2, 40, (20, 20), ("positions", "scores")), is_host=False)
     words = 2 * 2 * 4 * 4 * (2 * 20 + 1)  # blocks, micro-batches, sequences, kv-heads
     assert plan.size("cache record") == 4 * words + 4 * (-4 * 16 * 41 % 64)
 
 
 def test_a_workspace_has_the_widest_values_of_a_step() -> None:
-    sizes = workspace_sizes(SPEC, Shape(rows=3, micro_batches=9, tokens=2000, slots=(9, 9)), 2)
+    sizes = workspace_sizes(SPEC, BlockShape(rows=3, micro_batches=9, tokens=2000, slots=(9, 9)), 2)
     assert sizes["q"] == 2000 * 48 * 2 and sizes["ffn"] == 1024 * 96 * 2 and sizes["logits"] >= 3 * 90 * 2
     assert sizes["normed"] == 1024 * 48 * 2 and all(n % 64 == 0 for n in sizes.values())
 
@@ -251,7 +253,7 @@ def test_a_workspace_has_the_widest_values_of_a_step() -> None:
 
 
 def test_a_refusal_names_tier_numbers_and_flags() -> None:
-    plan = make_plan(Policy(), Shape(4, 2, 40, (20, 20)), is_host=False)
+    plan = make_plan(Policy(), BlockShape(4, 2, 40, (20, 20)), is_host=False)
     need = plan.bytes_on("device")
     plan.check({"device": need, "host": None, "disk": 0})
     budgets = {"device": need - 2048, "host": None, "disk": 0}
@@ -267,7 +269,7 @@ def test_a_refusal_names_tier_numbers_and_flags() -> None:
 
 @pytest.mark.parametrize("is_host", [False, True])
 def test_look_ahead_shrinks_with_the_budget_before_anything_is_refused(is_host: bool) -> None:
-    policy, shape = Policy(percent=(0, 0, 0, 0, 0, 0)), Shape(4, 2, 40, (20, 20))
+    policy, shape = Policy(percent=(0, 0, 0, 0, 0, 0)), BlockShape(4, 2, 40, (20, 20))
     tier = "host" if is_host else "device"
     plans = [make_plan(policy, shape, is_host, depth) for depth in OVERLAPPED]
     for depth, plan in zip(OVERLAPPED, plans, strict=True):
@@ -278,13 +280,13 @@ def test_look_ahead_shrinks_with_the_budget_before_anything_is_refused(is_host: 
 
 
 def test_without_overlap_nothing_is_loaded_ahead() -> None:
-    plan = plan_within(SPEC, Policy(overlap=False), Shape(1, 1, 1, (1, 1)), 4, True, UNLIMITED)
+    plan = plan_within(SPEC, Policy(overlap=False), BlockShape(1, 1, 1, (1, 1)), 4, True, UNLIMITED)
     assert plan.depth == SEQUENTIAL
 
 
 def test_int8_compute_needs_room_for_products_and_none_to_unpack() -> None:
     """Codes and scales of TOKEN_CHUNK rows of the widest input, scales of the longest matrix, INT8_TILE sums."""
-    shape = Shape(rows=3, micro_batches=1, tokens=2000, slots=(9,) * SPEC.num_blocks)
+    shape = BlockShape(rows=3, micro_batches=1, tokens=2000, slots=(9,) * SPEC.num_blocks)
     plan, plain = (
         memory_plan(SPEC, Policy(3, int8_compute=int8), shape, 2, True, SEQUENTIAL) for int8 in (True, False)
     )
@@ -298,7 +300,7 @@ def test_int8_compute_needs_room_for_products_and_none_to_unpack() -> None:
 
 def test_weights_in_4_bits_become_int8_in_half_of_the_room() -> None:
     """Rows of 4 bits as ever; int8 rows with a scale and a sum each; products as with int8_compute alone."""
-    shape = Shape(rows=3, micro_batches=1, tokens=2000, slots=(9,) * SPEC.num_blocks)
+    shape = BlockShape(rows=3, micro_batches=1, tokens=2000, slots=(9,) * SPEC.num_blocks)
     both, packed, int8 = (
         memory_plan(SPEC, Policy(3, compress_weight=w, int8_compute=i), shape, 2, True, SEQUENTIAL)
         for w, i in ((True, True), (True, False), (False, True))
@@ -351,15 +353,15 @@ def test_sums_of_blocked_int8_rows_are_planned_for() -> None:
 
 def test_temporaries_cover_it_where_weights_are_blocked() -> None:
     """On the host, in bf16, and where they are not packed; in int8."""
-    untied, shape = make_spec(tie_word_embeddings=False, vocab_size=5000), Shape(300, 1, 2000, (30, 30))
+    untied, shape = make_spec(tie_word_embeddings=False, vocab_size=5000), BlockShape(300, 1, 2000, (30, 30))
 
-    def temporaries(itemsize: int, is_host: bool, policy: Policy, shape: Shape = shape) -> int:
+    def temporaries(itemsize: int, is_host: bool, policy: Policy, shape: BlockShape = shape) -> int:
         return memory_plan(untied, policy, shape, itemsize, is_host, SEQUENTIAL).size("temporaries")
 
     for itemsize, is_host, policy in ((4, True, Policy()), (2, False, Policy()), (2, False, Policy(int8_compute=True))):
         assert temporaries(itemsize, is_host, policy) == temporary_bytes(untied, shape, itemsize, policy)
     assert temporaries(2, True, Policy()) == temporary_bytes(untied, shape, 2, Policy()) + 300 * 5000 * 2
-    assert temporaries(2, True, Policy(), Shape(1, 1, 1, (1, 1))) >= blocking_bytes(untied, 2)
+    assert temporaries(2, True, Policy(), BlockShape(1, 1, 1, (1, 1))) >= blocking_bytes(untied, 2)
     int8 = Policy(int8_compute=True)
     want = temporary_bytes(untied, shape, 2, int8) + int8_product_bytes(untied, 2000, 300)
     assert temporaries(2, True, int8) == want > temporary_bytes(untied, shape, 2, int8)

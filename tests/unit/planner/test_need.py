@@ -8,14 +8,14 @@ import pytest
 
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.engine.generation import need_of
-from flexgen_h2o.engine.workload import AutoPolicy, Batch, Need, even_blocks, fitted, shape_of
+from flexgen_h2o.engine.workload import AutoPolicy, Batch, WorkloadShape, even_blocks, fitted, shape_of
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full, SnapKV
 from flexgen_h2o.kvcache.prefixes import PromptGroup
 
 
 def test_the_full_cache_grows_by_a_column_a_sweep() -> None:
     """The newest token's column is never read again, so the last sweep adds none."""
-    need = Need.full(3, 10, 5, 2)
+    need = WorkloadShape.full(3, 10, 5, 2)
     assert need.slots == (14, 14)
     assert [need.columns(1, sweep, 10) for sweep in range(5)] == [10, 11, 12, 13, 14]
     assert [need.columns(1, sweep, 4) for sweep in range(5)] == [4, 5, 6, 7, 8]
@@ -59,7 +59,7 @@ def test_a_micro_batch_of_lengths() -> None:
 
 def test_a_common_prefix_is_in_no_slot() -> None:
     """The first micro-batch is fed it; pairs are counted one by one."""
-    need = Need.full(7, 10, 5, 2).in_one_copy(6)
+    need = WorkloadShape.full(7, 10, 5, 2).in_one_copy(6)
     assert need.slots == (8, 8) and [need.columns(0, sweep, 10) for sweep in range(5)] == [4, 5, 6, 7, 8]
     assert need.columns(1, 1, 8) == 3 and need.slots_of(0, 8) == 6
     ((first, second), full), ((third,), rest) = even_blocks(Policy(2, 2), replace(need, rows=6))
@@ -93,7 +93,7 @@ def test_a_pile_is_cut_into_equal_blocks_and_a_rest(
     gbs: int, batches: int, rows: int, blocks: list[tuple[list[int], int]]
 ) -> None:
     """No row is lost, and the last micro-batch may be smaller."""
-    found = even_blocks(Policy(gbs, batches), Need.full(rows, 10, 2, 1))
+    found = even_blocks(Policy(gbs, batches), WorkloadShape.full(rows, 10, 2, 1))
     assert [([b.rows for b in block], count) for block, count in found] == blocks
     assert sum(count * sum(b.rows for b in block) for block, count in found) == rows
 
@@ -104,7 +104,7 @@ def test_a_pile_is_cut_into_equal_blocks_and_a_rest(
 )
 def test_the_shape_is_of_the_rows_there_are(gbs: int, batches: int, rows: int, shape: tuple[int, int]) -> None:
     """Not of those that the policy would take."""
-    need = Need(rows, 10, 8, (30, 29, 28, 30), (9, 9, 9, 9), ("positions", "scores"))
+    need = WorkloadShape(rows, 10, 8, (30, 29, 28, 30), (9, 9, 9, 9), ("positions", "scores"))
     found = shape_of(Policy(gbs, batches), need)
     assert (found.rows, found.micro_batches, found.tokens) == (*shape, 10 * shape[0])
     assert (found.slots, found.record) == (need.slots, need.record)

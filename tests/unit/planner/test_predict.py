@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from flexgen_h2o.core.config import TIERS, Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.engine.memory_plan import MemoryPlan
-from flexgen_h2o.engine.workload import Need, even_blocks
+from flexgen_h2o.engine.workload import WorkloadShape, even_blocks
 from flexgen_h2o.planner.measure.machine import nominal_profile
 from flexgen_h2o.planner.predict import MOST_WALKED, Machine, Prediction, predict, walked_sweeps
 from flexgen_h2o.planner.simulate import simulate
@@ -37,10 +37,10 @@ from tests.unit.planner.made_up import (
 
 STREAMED = (0, 30, 20, 40, 0, 100)
 WEIGHTS_ON_DISK = (0, 0, 100, 0, 100, 0)
-Case = tuple[Policy, Need, Machine, MemoryPlan]
+Case = tuple[Policy, WorkloadShape, Machine, MemoryPlan]
 
 
-def predicted(policy: Policy, need: Need, where: Machine, plan: MemoryPlan | None = None) -> Prediction:
+def predicted(policy: Policy, need: WorkloadShape, where: Machine, plan: MemoryPlan | None = None) -> Prediction:
     plan = plan or plan_of(policy, need, where.device_is_host)
     return predict(SPEC, policy, need, where, plan, even_blocks(policy, need))
 
@@ -51,7 +51,7 @@ def predicted(policy: Policy, need: Need, where: Machine, plan: MemoryPlan | Non
 @pytest.mark.parametrize("gen_len", [1, 2, 3, MOST_WALKED - 1, MOST_WALKED])
 def test_all_sweeps_of_a_short_generation_count_as_they_are(gen_len: int) -> None:
     """All but the first are decode."""
-    need, policy, where = Need.full(12, 60, gen_len, BLOCKS), Policy(4, 3, STREAMED), machine(False)
+    need, policy, where = WorkloadShape.full(12, 60, gen_len, BLOCKS), Policy(4, 3, STREAMED), machine(False)
     costs = costs_of(policy, need, where)
     ends = simulate((costs, costs), plan_of(policy, need, False), even_blocks(policy, need)[0][0], range(gen_len)).ends
     found = predicted(policy, need, where)
@@ -66,7 +66,7 @@ def test_what_is_not_walked_is_interpolated(
     gen_len: int, percent: tuple[int, int, int, int, int, int], prompt_len: int, within: float
 ) -> None:
     """Beside walking all sweeps, though the cache grows: in steps of whole segments, which are large for short rows."""
-    need, policy, where = Need.full(12, prompt_len, gen_len, BLOCKS), Policy(4, 3, percent), machine(False)
+    need, policy, where = WorkloadShape.full(12, prompt_len, gen_len, BLOCKS), Policy(4, 3, percent), machine(False)
     costs = costs_of(policy, need, where)
     ends = simulate((costs, costs), plan_of(policy, need, False), even_blocks(policy, need)[0][0], range(gen_len)).ends
     assert len(walked_sweeps(gen_len)) == MOST_WALKED
@@ -98,7 +98,10 @@ def test_blocks_add_up_and_the_last_may_be_smaller() -> None:
 
     def of(rows: int) -> Prediction:
         return predicted(
-            policy, Need.full(rows, 20, 4, BLOCKS), where, plan_of(policy, Need.full(99, 20, 4, BLOCKS), True)
+            policy,
+            WorkloadShape.full(rows, 20, 4, BLOCKS),
+            where,
+            plan_of(policy, WorkloadShape.full(99, 20, 4, BLOCKS), True),
         )
 
     assert of(24).total_s == pytest.approx(3 * of(8).total_s)
@@ -109,7 +112,7 @@ def test_blocks_add_up_and_the_last_may_be_smaller() -> None:
 
 def test_what_binds_is_what_works_longest() -> None:
     """Of each phase, and of the longer one."""
-    need, disk = Need.full(8, 20, 4, BLOCKS), Policy(8, 1, (0, 0, 100, 0, 100, 0))
+    need, disk = WorkloadShape.full(8, 20, 4, BLOCKS), Policy(8, 1, (0, 0, 100, 0, 100, 0))
     slow = predicted(disk, need, machine(True, disk_read_bytes_per_s=1e6))
     assert slow.binds("prefill") == slow.binds("decode") == slow.bound_by == "disk_read"
     assert slow.busy["decode"]["disk_read"] == pytest.approx(slow.decode_s, rel=0.3)
@@ -118,7 +121,7 @@ def test_what_binds_is_what_works_longest() -> None:
 
 def test_peak_bytes_are_the_memory_plans() -> None:
     """By tier."""
-    policy, need = Policy(4, 3, STREAMED), Need.full(12, 60, 3, BLOCKS)
+    policy, need = Policy(4, 3, STREAMED), WorkloadShape.full(12, 60, 3, BLOCKS)
     plan = plan_of(policy, need, False)
     found = predicted(policy, need, machine(False), plan)
     assert found.peak_bytes == {tier: plan.bytes_on(tier) for tier in TIERS}
@@ -129,7 +132,7 @@ def test_a_dtype_that_was_not_measured_is_refused() -> None:
     """With the dtype in the message."""
     where = Machine(nominal_profile(True), "float16", True)
     with pytest.raises(UsageError, match="no compute rates of float16"):
-        predicted(Policy(), Need.full(2, 3, 2, BLOCKS), where)
+        predicted(Policy(), WorkloadShape.full(2, 3, 2, BLOCKS), where)
 
 
 # ---- monotony
@@ -160,7 +163,7 @@ def test_nor_by_more_than_interpolation_errs(case: Case, name: str, factor: floa
 def test_contention_does_not_turn_a_gain_into_a_loss(name: str, left: float) -> None:
     """Where at least half of the disk's rate is left beside compute. Below, a faster disk that is busy beside compute
     for longer could be predicted slower."""
-    policy, need = Policy(32, 1, (0, 0, 100, 0, 100, 0)), Need.full(32, 64, 6, BLOCKS)
+    policy, need = Policy(32, 1, (0, 0, 100, 0, 100, 0)), WorkloadShape.full(32, 64, 6, BLOCKS)
     where = machine(True, disk_read_beside_compute=left, compute_beside_disk_read=left, disk_read_bytes_per_s=1e9)
     where = replace(where, profile=faster(where.profile, name, 1e-1))
     seconds = [
@@ -172,7 +175,7 @@ def test_contention_does_not_turn_a_gain_into_a_loss(name: str, left: float) -> 
 def test_short_reads_take_time_from_what_is_computed_beside_them() -> None:
     """As much for each as the profile says, where compute binds; less where it waits for the disk, nothing without
     overlap or without reads."""
-    need, seconds = Need.full(256, 64, 6, BLOCKS), 1e-4
+    need, seconds = WorkloadShape.full(256, 64, 6, BLOCKS), 1e-4
 
     def longer(percent: tuple[int, int, int, int, int, int], **changes: Any) -> float:
         policy = Policy(256, 1, percent, overlap=changes.pop("overlap", True))
@@ -192,7 +195,7 @@ def test_short_reads_take_time_from_what_is_computed_beside_them() -> None:
 
 def test_contention_costs_time_only_where_both_are_busy() -> None:
     """Not where the disk is idle, and not without overlap."""
-    need, disk = Need.full(32, 64, 6, BLOCKS), (0, 0, 100, 0, 100, 0)
+    need, disk = WorkloadShape.full(32, 64, 6, BLOCKS), (0, 0, 100, 0, 100, 0)
     for percent, slower in ((disk, True), ((100, 0, 100, 0, 100, 0), False)):
         policy = Policy(32, 1, percent)
         free, beside = (

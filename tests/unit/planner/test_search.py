@@ -14,18 +14,18 @@ from flexgen_h2o.core.config import MOST_ROWS, TIERS, ModelSpec, Policy
 from flexgen_h2o.core.errors import DoesNotFitError
 from flexgen_h2o.core.units import GIB, MIB
 from flexgen_h2o.engine.memory_plan import SEQUENTIAL, memory_plan, plan_within
-from flexgen_h2o.engine.workload import Need, fitted, shape_of
+from flexgen_h2o.engine.workload import WorkloadShape, fitted, shape_of
 from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.planner.candidates import Search, bounded, candidates
-from flexgen_h2o.planner.candidates import least as least_held
+from flexgen_h2o.planner.candidates import tight_fit as least_held
 from flexgen_h2o.planner.lp import placements
 from flexgen_h2o.planner.measure.machine import nominal_profile
 from flexgen_h2o.planner.predict import Machine
 from flexgen_h2o.planner.profile import Curve, find_profile, read_profile
-from flexgen_h2o.planner.search import Plan, Sides, evaluate, search
+from flexgen_h2o.planner.search import Plan, SearchSpace, evaluate, search
 from tests.unit.planner.made_up import BLOCKS, DTYPE, HUGE, SPEC, evicting, machine
 
-NEED = Need.full(8, 20, 5, BLOCKS)
+NEED = WorkloadShape.full(8, 20, 5, BLOCKS)
 NOTHING = (0, 0, 0, 0, 0, 0)
 T4_BUDGETS: dict[str, int | None] = {"device": 15 * GIB, "host": 208 * 10**9, "disk": 1500 * 10**9}
 
@@ -44,14 +44,14 @@ def known(name: str) -> ModelSpec:
     return found[0]
 
 
-def least(need: Need, is_host: bool, base: Policy | None = None) -> dict[str, int]:
+def tight_fit(need: WorkloadShape, is_host: bool, base: Policy | None = None) -> dict[str, int]:
     """Bytes on each tier with one row at a time and the rest on disk."""
     policy = replace(base or Policy(), gpu_batch_size=1, num_gpu_batches=1, percent=NOTHING)
     plan = memory_plan(SPEC, policy, shape_of(policy, need), 4, is_host, SEQUENTIAL)
     return {tier: plan.bytes_on(tier) for tier in TIERS}
 
 
-def fits(plan: Plan, need: Need, is_host: bool, budgets: dict[str, Any], spec: ModelSpec = SPEC) -> bool:
+def fits(plan: Plan, need: WorkloadShape, is_host: bool, budgets: dict[str, Any], spec: ModelSpec = SPEC) -> bool:
     return plan_within(spec, plan.policy, shape_of(plan.policy, need), 4, is_host, budgets) == plan.memory
 
 
@@ -78,14 +78,14 @@ def test_everything_but_batches_and_shares_is_the_base_policys() -> None:
 
 def test_a_small_device_leaves_weights_on_the_host_before_the_disk() -> None:
     """The link is faster than the disk."""
-    room = {**HUGE, "device": least(NEED, False)["device"] + 3 * MIB}
+    room = {**HUGE, "device": tight_fit(NEED, False)["device"] + 3 * MIB}
     percent = search(SPEC, NEED, Policy(), nominal(False), room).policy.percent
     assert percent[0] + percent[1] == 100 > percent[0] and percent[2] + percent[3] == 100
 
 
 def test_small_ram_leaves_weights_on_disk() -> None:
     """More RAM saves reading."""
-    room = least(NEED, True)["host"] + MIB
+    room = tight_fit(NEED, True)["host"] + MIB
     found = [
         search(SPEC, NEED, Policy(), nominal(True), {**HUGE, "device": 0, "host": room + more * MIB})
         for more in (0, 1, 2, 9)
@@ -99,8 +99,8 @@ def test_small_ram_leaves_weights_on_disk() -> None:
 
 def test_fewer_slots_make_more_of_the_same_ram() -> None:
     """H2O is faster where memory is short."""
-    few, full = evicting(40, 250, 40, 25), Need.full(40, 250, 40, BLOCKS)
-    budgets = {**HUGE, "device": 0, "host": least(few, True)["host"] + 12 * MIB}
+    few, full = evicting(40, 250, 40, 25), WorkloadShape.full(40, 250, 40, BLOCKS)
+    budgets = {**HUGE, "device": 0, "host": tight_fit(few, True)["host"] + 12 * MIB}
     slow_disk = machine(True, disk_read_bytes_per_s=1e8)
     kept, whole = (search(SPEC, need, Policy(), slow_disk, budgets) for need in (few, full))
     assert kept.prediction.total_s < whole.prediction.total_s
@@ -108,25 +108,25 @@ def test_fewer_slots_make_more_of_the_same_ram() -> None:
 
 def test_the_search_finds_the_same_twice() -> None:
     """Nothing in it is by chance."""
-    budgets = {**HUGE, "device": least(NEED, False)["device"] + MIB, "host": least(NEED, False)["host"] + MIB}
+    budgets = {**HUGE, "device": tight_fit(NEED, False)["device"] + MIB, "host": tight_fit(NEED, False)["host"] + MIB}
     first, second = (search(SPEC, NEED, Policy(), nominal(False), budgets) for _ in range(2))
     assert first == second
 
 
 def test_only_switches_that_are_asked_for_are_set() -> None:
     """Compression halves what a link must bring, so it wins where it may."""
-    tight = {**HUGE, "device": least(NEED, False)["device"] + MIB}
+    tight = {**HUGE, "device": tight_fit(NEED, False)["device"] + MIB}
     slow = machine(False, h2d_bytes_per_s=1e7, d2h_bytes_per_s=1e7, disk_read_bytes_per_s=1e6)
-    plain = search(SPEC, NEED, Policy(), slow, tight, Sides(attention=False)).policy
+    plain = search(SPEC, NEED, Policy(), slow, tight, SearchSpace(attention=False)).policy
     assert not (plain.compress_weight or plain.compress_cache or plain.cpu_cache_compute)
-    packed = search(SPEC, NEED, Policy(), slow, tight, Sides(compress_weight=True, compress_cache=True))
+    packed = search(SPEC, NEED, Policy(), slow, tight, SearchSpace(compress_weight=True, compress_cache=True))
     assert packed.policy.compress_weight
 
 
 # ---- blocks that do not cut the pile evenly
 
 
-def in_ram(rows: int, need: Need, spec: ModelSpec) -> int:
+def in_ram(rows: int, need: WorkloadShape, spec: ModelSpec) -> int:
     """Bytes of a block of one micro-batch with everything in RAM."""
     policy = Policy(rows, 1, (100, 0, 100, 0, 100, 0))
     return memory_plan(spec, policy, shape_of(policy, need), 2, True, SEQUENTIAL).bytes_on("host")
@@ -136,7 +136,7 @@ def in_ram(rows: int, need: Need, spec: ModelSpec) -> int:
 def test_the_largest_blocks_that_memory_holds_are_candidates(fits: int) -> None:
     """Besides those that cut the pile into equal parts, and those that cut it into as few equal ones."""
     spec = known("opt-125m")
-    need = Need.full(100, 64, 32, spec.num_blocks)
+    need = WorkloadShape.full(100, 64, 32, spec.num_blocks)
     budgets = {**HUGE, "device": 0, "host": in_ram(fits, need, spec)}
     assert in_ram(fits + 1, need, spec) > (budgets["host"] or 0)
     q = Search(spec, need, Policy(), Machine(nominal_profile(True), "bfloat16", True), budgets)
@@ -156,7 +156,7 @@ def test_all_in_ram_is_chosen_where_the_profile_says_so() -> None:
     """Of OPT-125m, with a pile that no power of two cuts into the most that RAM holds; and where the disk costs
     nothing, something is on it so that there are fewer blocks."""
     spec = known("opt-125m")
-    need = Need.full(96, 64, 32, spec.num_blocks)
+    need = WorkloadShape.full(96, 64, 32, spec.num_blocks)
     budgets = {**HUGE, "device": 0, "host": in_ram(23, need, spec)}
     slow = even_products(disk_read_bytes_per_s=2e8, disk_write_bytes_per_s=2e8)
     chosen = search(spec, need, Policy(), slow, budgets).policy
@@ -168,7 +168,7 @@ def test_all_in_ram_is_chosen_where_the_profile_says_so() -> None:
 def test_bound_is_none_of_reads_that_are_not_needed() -> None:
     """Or the search would leave out what is all in RAM without a look."""
     spec, policy = known("opt-125m"), Policy(24, 1, (100, 0, 100, 0, 100, 0))
-    need = Need.full(96, 64, 32, spec.num_blocks)
+    need = WorkloadShape.full(96, 64, 32, spec.num_blocks)
     costly = even_products(short_read_compute_s=1e-2)
     found = bounded(Search(spec, need, policy, costly, HUGE), policy)
     assert found is not None
@@ -178,7 +178,7 @@ def test_bound_is_none_of_reads_that_are_not_needed() -> None:
 def test_short_reads_cost_where_slivers_of_matrices_are_on_disk() -> None:
     """And nothing where all is in RAM."""
     spec = known("opt-125m")
-    need = Need.full(96, 64, 32, spec.num_blocks)
+    need = WorkloadShape.full(96, 64, 32, spec.num_blocks)
     seconds = {
         (short_s, rows): evaluate(
             spec, Policy(rows, 1, (weights, 0, 100, 0, 100, 0)), need, even_products(short_read_compute_s=short_s), HUGE
@@ -194,16 +194,16 @@ def test_short_reads_cost_where_slivers_of_matrices_are_on_disk() -> None:
 
 
 @st.composite
-def budgets_of(draw: st.DrawFn, need: Need, is_host: bool, base: Policy) -> dict[str, int | None]:
+def budgets_of(draw: st.DrawFn, need: WorkloadShape, is_host: bool, base: Policy) -> dict[str, int | None]:
     """From what little does up to where everything is resident."""
     found: dict[str, int | None] = {}
-    for tier, nbytes in least(need, is_host, base).items():
+    for tier, nbytes in tight_fit(need, is_host, base).items():
         found[tier] = int(nbytes * draw(st.sampled_from([1, 1, 0.6])) + draw(st.integers(0, 5 * MIB)))
     return found
 
 
 small_needs = st.builds(
-    Need.full, rows=st.integers(1, 12), prompt_len=st.integers(1, 40), gen_len=st.integers(1, 4),
+    WorkloadShape.full, rows=st.integers(1, 12), prompt_len=st.integers(1, 40), gen_len=st.integers(1, 4),
     num_blocks=st.just(BLOCKS),
 )  # fmt: skip
 
@@ -211,7 +211,7 @@ small_needs = st.builds(
 @settings(max_examples=15)
 @given(small_needs, st.booleans(), st.booleans(), st.data())
 def test_what_is_found_fits_and_a_refusal_names_what_would(
-    need: Need, is_host: bool, overlap: bool, data: st.DataObject
+    need: WorkloadShape, is_host: bool, overlap: bool, data: st.DataObject
 ) -> None:
     """Rounding breaks no budget. Given the bytes that a refusal names, the search finds something."""
     base, where = Policy(overlap=overlap), nominal(is_host)
@@ -232,8 +232,8 @@ def test_what_is_found_fits_and_a_refusal_names_what_would(
 def test_a_refusal_names_budgets_that_do(is_host: bool, tiers: list[str]) -> None:
     """With the tiers that are not named as they were; no more in sum than where everything is on disk."""
     short = [tier for tier in tiers if not (is_host and tier == "device")]
-    need = Need.full(40, 200, 5, BLOCKS)
-    enough = least(need, is_host)
+    need = WorkloadShape.full(40, 200, 5, BLOCKS)
+    enough = tight_fit(need, is_host)
     budgets: dict[str, int | None] = {**enough, **dict.fromkeys(short, 1000)}
     if not short:
         return
@@ -249,10 +249,10 @@ def test_a_refusal_names_budgets_that_do(is_host: bool, tiers: list[str]) -> Non
 
 @settings(max_examples=10)
 @given(small_needs, st.booleans(), st.data())
-def test_no_placement_needs_less_than_a_refusal_says(need: Need, is_host: bool, data: st.DataObject) -> None:
+def test_no_placement_needs_less_than_a_refusal_says(need: WorkloadShape, is_host: bool, data: st.DataObject) -> None:
     """Mixed ones and attention on the host included: none exceeds the budgets by less, but for a page or so."""
     budgets: dict[str, int | None] = {}
-    for tier, nbytes in least(need, is_host).items():
+    for tier, nbytes in tight_fit(need, is_host).items():
         budgets[tier] = int(nbytes * data.draw(st.floats(0, 1.1)))
     q = Search(SPEC, need, Policy(), nominal(is_host), budgets)
     found = least_held(q)
@@ -272,7 +272,9 @@ def test_a_disk_that_holds_nothing_is_not_needed() -> None:
 
 @settings(max_examples=15)
 @given(small_needs, st.booleans(), st.lists(st.floats(0, 0.5), min_size=6, max_size=6), st.data())
-def test_rounding_breaks_no_budget(need: Need, is_host: bool, shares: list[float], data: st.DataObject) -> None:
+def test_rounding_breaks_no_budget(
+    need: WorkloadShape, is_host: bool, shares: list[float], data: st.DataObject
+) -> None:
     """Whatever shares it starts from."""
     policy, where = fitted(Policy(4, 3), need), nominal(is_host)
     budgets = data.draw(budgets_of(need, is_host, Policy()))
@@ -293,7 +295,7 @@ def test_whole_percents_of_shares_that_fit() -> None:
 
 def test_a_long_pile_is_cut_into_blocks_of_bounded_size() -> None:
     """Of rows that a policy may have."""
-    need = Need.full(3 * MOST_ROWS, 2, 2, BLOCKS)
+    need = WorkloadShape.full(3 * MOST_ROWS, 2, 2, BLOCKS)
     found = search(SPEC, need, Policy(), nominal(True), HUGE)
     assert found.policy.block_size <= MOST_ROWS
     assert found.prediction.new_tokens == 2 * need.rows
@@ -313,7 +315,7 @@ def test_a_long_pile_is_cut_into_blocks_of_bounded_size() -> None:
 def test_the_published_policies_of_a_t4_fit_it(name: str, policy: Policy, prompt_len: int) -> None:
     """FlexGen's own planner had its memory multiplied by a fudge factor."""
     spec = known(name)
-    need = Need.full(policy.block_size, prompt_len, 32, spec.num_blocks)
+    need = WorkloadShape.full(policy.block_size, prompt_len, 32, spec.num_blocks)
     found = evaluate(spec, policy, need, t4(), T4_BUDGETS)
     assert found.prediction.tokens_per_s > 0
 
@@ -322,7 +324,7 @@ def test_the_published_policies_of_a_t4_fit_it(name: str, policy: Policy, prompt
 def test_a_model_on_the_card_is_not_run_row_by_row(device: int) -> None:
     """FlexGen's cost model has no fixed costs, and so its planner chose batches of one."""
     spec = known("opt-6.7b")
-    need = Need.full(64, 512, 32, spec.num_blocks)
+    need = WorkloadShape.full(64, 512, 32, spec.num_blocks)
     found = search(spec, need, Policy(), t4(), {**T4_BUDGETS, "device": device * GIB})
     assert found.policy.gpu_batch_size >= 4 and found.policy.percent[0] >= 80
     one = evaluate(spec, replace(found.policy, gpu_batch_size=1, num_gpu_batches=1), need, t4(), T4_BUDGETS)
@@ -332,7 +334,7 @@ def test_a_model_on_the_card_is_not_run_row_by_row(device: int) -> None:
 def test_more_memory_is_hardly_ever_predicted_slower() -> None:
     """Candidates are rounded, and only the best few are simulated: within 2%."""
     spec = known("opt-1.3b")
-    need = Need.full(64, 256, 32, spec.num_blocks)
+    need = WorkloadShape.full(64, 256, 32, spec.num_blocks)
     seconds: dict[tuple[int, int], float] = {}
     for device in (1, 4):
         for host in (2, 8):
@@ -353,7 +355,7 @@ def test_more_memory_is_hardly_ever_predicted_slower() -> None:
 def test_nothing_that_is_tried_by_hand_is_faster(percent: tuple[int, int, int, int, int, int]) -> None:
     """With the memory that the other policy holds, and no more."""
     spec, by_hand = known("opt-1.3b"), Policy(16, 4, percent)
-    need = Need.full(64, 256, 32, spec.num_blocks)
+    need = WorkloadShape.full(64, 256, 32, spec.num_blocks)
     tried = evaluate(spec, by_hand, need, t4(), HUGE)
     budgets: dict[str, int | None] = {tier: tried.memory.bytes_on(tier) for tier in TIERS}
     found = search(spec, need, Policy(), t4(), budgets)

@@ -12,19 +12,19 @@ from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.packing import Packing, SlotPacking, WeightForm
 from flexgen_h2o.core.units import WRITE_BACK_STEPS, round_up
 from flexgen_h2o.engine.memory_plan import OVERLAPPED, memory_plan
-from flexgen_h2o.engine.workload import Batch, Need, shape_of
+from flexgen_h2o.engine.workload import Batch, WorkloadShape, shape_of
 from flexgen_h2o.models import built_in_spec
-from flexgen_h2o.planner.work import Setting, Work, kv_load_moves, kv_store_moves, layer_work, weight_moves
+from flexgen_h2o.planner.work import CostContext, Work, kv_load_moves, kv_store_moves, layer_work, weight_moves
 from tests.unit.planner.made_up import BLOCKS, SPEC, evicting, make_spec, policies
 
 COLUMN = SPEC.kv_bytes_per_token(4) // BLOCKS
 
 
-def setting(policy: Policy, need: Need, is_host: bool = False) -> Setting:
-    return Setting(SPEC, policy, need, 4, is_host)
+def setting(policy: Policy, need: WorkloadShape, is_host: bool = False) -> CostContext:
+    return CostContext(SPEC, policy, need, 4, is_host)
 
 
-def kv_bytes(policy: Policy, need: Need, is_host: bool) -> float:
+def kv_bytes(policy: Policy, need: WorkloadShape, is_host: bool) -> float:
     """Over all lanes and sweeps of a micro-batch, in one transformer block."""
     at, batch = setting(policy, need, is_host), Batch.even(need.rows, need.prompt_len)
     moves = (kv_load_moves, kv_store_moves)
@@ -38,7 +38,7 @@ def test_eviction_never_moves_nor_holds_more_kv(
 ) -> None:
     """Where at most half of a prompt is kept. A unit moves with all its slots then, and in segments without."""
     is_host, kept = data.draw(st.booleans()), data.draw(st.integers(1, prompt_len // 2))
-    full, few = Need.full(rows, prompt_len, gen_len, BLOCKS), evicting(rows, prompt_len, gen_len, kept)
+    full, few = WorkloadShape.full(rows, prompt_len, gen_len, BLOCKS), evicting(rows, prompt_len, gen_len, kept)
     assert kv_bytes(policy, few, is_host) <= kv_bytes(policy, full, is_host)
     held = []
     for need in (few, full):
@@ -51,7 +51,7 @@ def test_eviction_never_moves_nor_holds_more_kv(
 @pytest.mark.parametrize("is_host", [True, False])
 def test_attention_reads_the_columns_that_are_held(is_host: bool) -> None:
     """Of all rows, the sweep's own among them, and nothing in prefill."""
-    need, batch = Need.full(6, 10, 4, BLOCKS), Batch.even(6, 10)
+    need, batch = WorkloadShape.full(6, 10, 4, BLOCKS), Batch.even(6, 10)
     at = setting(Policy(), need, is_host)
     layer = at.spec.layers(True).layers[1]
     unit = at.spec.layers(True).units[layer.unit]
@@ -63,8 +63,8 @@ def test_attention_reads_the_columns_that_are_held(is_host: bool) -> None:
 
 def blocked_rows(policy: Policy, is_host: bool, tied: bool) -> dict[str, tuple[int, int]]:
     """By kind of layer: rows of matrices that are multiplied blocked, and of all."""
-    spec, need = make_spec(tie_word_embeddings=tied), Need.full(2, 10, 2, BLOCKS)
-    at, plan = Setting(spec, policy, need, 2, is_host), spec.layers(True)
+    spec, need = make_spec(tie_word_embeddings=tied), WorkloadShape.full(2, 10, 2, BLOCKS)
+    at, plan = CostContext(spec, policy, need, 2, is_host), spec.layers(True)
     found = {}
     for layer in (plan.layers[1], plan.layers[2], plan.layers[-1]):
         work = layer_work(at, layer, plan.units[layer.unit], Batch.even(2, 10), 1)
@@ -92,7 +92,7 @@ def test_what_lies_where_it_is_computed_on_is_multiplied_blocked(tied: bool) -> 
 
 def test_attention_on_the_host_reads_its_share_there() -> None:
     """Queries and results cross, KV does not move."""
-    need, batch = Need.full(6, 10, 4, BLOCKS), Batch.even(6, 10)
+    need, batch = WorkloadShape.full(6, 10, 4, BLOCKS), Batch.even(6, 10)
     at = setting(Policy(percent=(100, 0, 25, 75, 100, 0), cpu_cache_compute=True), need)
     layer = at.spec.layers(True).layers[1]
     work = layer_work(at, layer, at.spec.layers(True).units[layer.unit], batch, 1)
@@ -100,11 +100,11 @@ def test_attention_on_the_host_reads_its_share_there() -> None:
     assert work.crossing > 0 and not kv_load_moves(at, 0, batch, 1)
 
 
-def block_work(name: str, sweep: int, need: Need) -> Work:
+def block_work(name: str, sweep: int, need: WorkloadShape) -> Work:
     """Of a transformer block of a public shape in bf16, all its steps together."""
     found = built_in_spec(name)
     assert found is not None
-    at = Setting(found[0], Policy(), need, 2, True)
+    at = CostContext(found[0], Policy(), need, 2, True)
     plan = at.spec.layers(at.policy.sep_layer)
     steps = [layer_work(at, x, plan.units[x.unit], Batch.even(4, 100), sweep) for x in plan.layers if x.block == 0]
     return Work(
@@ -130,7 +130,7 @@ def block_work(name: str, sweep: int, need: Need) -> Work:
 )  # fmt: skip
 def test_a_block_of_a_public_shape(name: str, matrices: int, columns: int, numbers: int) -> None:
     """matrices: elements; columns: numbers of a key and a value of all kv-heads; numbers: elementwise, of a token."""
-    need = Need.full(4, 100, 4, 80)
+    need = WorkloadShape.full(4, 100, 4, 80)
     prompt, decode = (block_work(name, sweep, need) for sweep in (0, 2))
     assert sum(p.flops for p in prompt.products) == 2 * 400 * matrices
     assert sum(p.flops for p in decode.products) == 2 * 4 * matrices
@@ -150,7 +150,7 @@ def test_vectors_stay_with_the_device() -> None:
     """All of the matrices move, and nothing else."""
     unit = SPEC.layers(True).units[1]
     matrices = sum(4 * t.numel for t in unit.tensors if len(t.shape) == 2)
-    need = Need.full(1, 1, 1, BLOCKS)
+    need = WorkloadShape.full(1, 1, 1, BLOCKS)
     moves = weight_moves(setting(Policy(percent=(0, 0, 100, 0, 100, 0)), need), unit)
     assert [(m.lane, m.nbytes, m.crosses) for m in moves] == [("disk_read", matrices, True)]
     moves = weight_moves(setting(Policy(percent=(0, 100, 100, 0, 100, 0)), need), unit)
@@ -161,7 +161,7 @@ def test_vectors_stay_with_the_device() -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_packed_weights_move_their_codes_and_groups(bits: int) -> None:
     """To the byte; 4.5 or 8.5 bits a value where rows are whole groups; and products are whole once unpacked."""
-    need, unit = Need.full(4, 10, 4, BLOCKS), SPEC.layers(True).units[1]
+    need, unit = WorkloadShape.full(4, 10, 4, BLOCKS), SPEC.layers(True).units[1]
     policy = Policy(percent=(0, 40, 0, 100, 100, 0), compress_weight=True, weight_bits=bits)
     packed = setting(policy, need)
     matrices = [t.shape for t in unit.tensors if len(t.shape) == 2]
@@ -176,7 +176,7 @@ def test_packed_weights_move_their_codes_and_groups(bits: int) -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_packed_kv_moves_its_slots(bits: int) -> None:
-    need, policy = Need.full(4, 10, 4, BLOCKS), Policy(percent=(0, 0, 0, 100, 100, 0), cache_bits=bits)
+    need, policy = WorkloadShape.full(4, 10, 4, BLOCKS), Policy(percent=(0, 0, 0, 100, 100, 0), cache_bits=bits)
     plain, small = setting(policy, need), setting(replace(policy, compress_cache=True), need)
     for at, slot in ((plain, 4 * SPEC.head_dim), (small, SlotPacking(SPEC.head_dim, bits).slot_bytes)):
         moves = kv_store_moves(at, 0, Batch.even(4, 10), 1)
@@ -185,7 +185,7 @@ def test_packed_kv_moves_its_slots(bits: int) -> None:
 
 def test_int8_rows_move_a_byte_a_value_a_scale_and_a_sum() -> None:
     """And are multiplied where they lie, in parts."""
-    need, unit = Need.full(4, 10, 4, BLOCKS), SPEC.layers(True).units[1]
+    need, unit = WorkloadShape.full(4, 10, 4, BLOCKS), SPEC.layers(True).units[1]
     at = setting(Policy(percent=(0, 40, 0, 100, 100, 0), int8_compute=True), need)
     matrices = [t.shape for t in unit.tensors if len(t.shape) == 2]
     assert sum(m.nbytes for m in weight_moves(at, unit)) == sum(n * (round_up(k, 4) + 8) for n, k in matrices)
@@ -197,7 +197,7 @@ def test_int8_rows_move_a_byte_a_value_a_scale_and_a_sum() -> None:
 @pytest.mark.parametrize("on_disk", [0, 40, 100])
 def test_columns_that_wait_for_the_disk_are_laid_over_their_unit(steps: int, on_disk: int) -> None:
     """In a decode sweep those since the last write-back, and its own is taken up; each read and written."""
-    need, policy = Need.full(6, 30, 1 + steps, BLOCKS), Policy(6, 1, (100, 0, 100 - on_disk, 0, 100, 0))
+    need, policy = WorkloadShape.full(6, 30, 1 + steps, BLOCKS), Policy(6, 1, (100, 0, 100 - on_disk, 0, 100, 0))
     at, batch = setting(policy, need, is_host=True), Batch.even(6, 30)
     layers = SPEC.layers(True)
     layer = next(one for one in layers.layers if one.kind == "attention")

@@ -18,8 +18,8 @@ from flexgen_h2o.planner.measure import run as measure
 from flexgen_h2o.planner.measure.bench import TINY
 from flexgen_h2o.planner.measure.machine import (
     NOMINAL,
+    BackgroundLoad,
     Machine,
-    Neighbours,
     cache_path,
     cached_profile,
     fingerprint_text,
@@ -129,7 +129,7 @@ def test_this_machine(tmp_path: Path) -> None:
     assert machine.cores > 0 and machine.host_bytes > 0 and machine.disk_bytes > 0 and machine.card == ""
     assert machine.cpu and " at /" in machine.mount
     assert this_machine(HostDevice(), Path("/")).mount.endswith(" at /")
-    assert 0 <= Neighbours().share() <= 1
+    assert 0 <= BackgroundLoad().share() <= 1
 
 
 # ---- A busy machine

@@ -30,7 +30,7 @@ class Fake:
     def nbytes(self, key: int) -> int:
         return self.pages[key] * PAGE
 
-    def is_wanted(self, key: int) -> bool:
+    def is_needed(self, key: int) -> bool:
         return key not in self.unwanted
 
     def is_ready(self, key: int) -> bool:
