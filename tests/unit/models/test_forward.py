@@ -93,7 +93,7 @@ def test_logits_of_other_families(shape: str, split: Split, monkeypatch: pytest.
 @torch.no_grad()
 def assert_logits(model: PreTrainedModel, split: Split, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 11 tokens: two whole chunks and a short one, and more of those that norms and rotations see."""
-    for name, count in (("models.chunks.TOKEN", 4), ("kernels.rms_norm.NORM", 3), ("kernels.rotary.ROTARY", 2)):
+    for name, count in (("models.layers.TOKEN", 4), ("kernels.elementwise.NORM", 3), ("kernels.elementwise.ROTARY", 2)):
         monkeypatch.setattr(f"flexgen_h2o.{name}_CHUNK", count)
     ids = torch.randint(0, 50, (11,))
     expected = model(ids[None]).logits[0]
