@@ -1,4 +1,4 @@
-"""A plain loop over Hugging Face `generate`, the peer of bench/xsum_job.py, in a process of its own.
+"""A plain loop over Hugging Face `generate`, the peer of bench/jobs/xsum_job.py, in a process of its own.
 
 Reads article lines and writes {"index", "token_ids"} a line as each batch ends. The longest rows come first, side by
 side with their likes, which is the order that pads least; on the left.

@@ -4,13 +4,13 @@ Each claim names its policies; the first is what the others are divided by. All 
 in turn, so that neighbours meet all of them. Before the first round each engine is opened and computes its first
 layers. Ratios are of the runs of a round; random weights at the true shape, full KV cache.
 
-    python bench/compare_policies.py 4bit-disk            weights in 4 bits, disk-bound: few rows, all weights on disk
-    python bench/compare_policies.py 4bit-ram             weights in 4 bits, in RAM, a large block
-    python bench/compare_policies.py 4bit-int8-disk       weights in 4 bits and products in int8, as 4bit-disk
-    python bench/compare_policies.py 4bit-int8-ram        the same in RAM, as 4bit-ram
-    python bench/compare_policies.py disk                 weights on disk beside weights in RAM, a large block
-    python bench/compare_policies.py int8                 products in int8 against bf16, in RAM
-    python bench/compare_policies.py int8 --model facebook/opt-125m --rows 8 --gen-len 4 --repeats 1 --quiet-wait 0
+    python -m bench.engine.compare_policies 4bit-disk           weights in 4 bits, all on disk, few rows
+    python -m bench.engine.compare_policies 4bit-ram            weights in 4 bits, in RAM, a large block
+    python -m bench.engine.compare_policies 4bit-int8-disk      weights in 4 bits and products in int8, as 4bit-disk
+    python -m bench.engine.compare_policies 4bit-int8-ram       the same in RAM, as 4bit-ram
+    python -m bench.engine.compare_policies disk                weights on disk beside weights in RAM, a large block
+    python -m bench.engine.compare_policies int8                products in int8 against bf16, in RAM
+    python -m bench.engine.compare_policies int8 --model facebook/opt-125m --rows 8 --gen-len 4 --repeats 1
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-import common
-
+from bench import common
 from flexgen_h2o.cli_common import OneLineParser, positive
 from flexgen_h2o.core.config import MemoryBudget, Policy
 from flexgen_h2o.core.schedule import zigzag

@@ -8,12 +8,10 @@ output; imports, loading, tokenising and planning count. Before the rounds, hf r
 over wall seconds; ratios are within a round. Rows whose tokens are hf's are counted too: all of them for `full` in
 float32, save ties; in bfloat16 kernels round differently, and H2O is another function.
 
-    python bench/xsum_job.py [--articles 1000] [--dtype bfloat16] [--rounds 3] [--output FILE]
+    python -m bench.jobs.xsum_job [--articles 1000] [--dtype bfloat16] [--rounds 3] [--output FILE]
 """
 
 from __future__ import annotations
-
-import common  # isort: skip  (before torch: OpenMP's wait policy)
 
 import argparse
 import json
@@ -27,6 +25,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from bench import common
 from flexgen_h2o.cli_common import OneLineParser, positive
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.engine.prompts import lines_of

@@ -5,8 +5,8 @@ budgets are left out, and of the others `--policies` evenly chosen ones run. The
 profile measured at the start) runs first and last; the better of its two runs counts, as does the better of two runs
 of the grid's best. Claim: at least 0.9 of the best of 20.
 
-    python bench/policy_grid.py                     about 10 minutes
-    python bench/policy_grid.py --workloads 1 3
+    python -m bench.planner.policy_grid                     about 10 minutes
+    python -m bench.planner.policy_grid --workloads 1 3
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import common
-
+from bench import common
 from flexgen_h2o.cli_common import OneLineParser, positive
 from flexgen_h2o.core.config import MemoryBudget, Policy
 from flexgen_h2o.core.errors import DoesNotFitError, UsageError

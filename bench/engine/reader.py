@@ -8,8 +8,8 @@ from pathlib import Path
 from types import TracebackType
 
 import torch
-from common import storage_read_bytes
 
+from bench.common import storage_read_bytes
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.engine.memory_plan import tier_shares

@@ -5,8 +5,8 @@ a minute, so the peak is measured all through the run: after each second of it, 
 of each of two shapes (the faster counts) and one read of 128 MB; these seconds are taken off the run's. A phase's peak
 is that of the mean seconds of its probes. Claim: decode and prefill each reach at least 0.85.
 
-    python bench/roofline.py                                          OPT-1.3B and OPT-6.7B, about 15 minutes
-    python bench/roofline.py --model facebook/opt-125m --rows 16 --prompt-len 8 --gen-len 4 --repeats 1 --quiet-wait 0
+    python -m bench.engine.roofline                                          OPT-1.3B and OPT-6.7B, about 15 minutes
+    python -m bench.engine.roofline --model facebook/opt-125m --rows 16 --prompt-len 8 --gen-len 4 --repeats 1
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import common
 import torch
 
+from bench import common
 from flexgen_h2o.cli_common import OneLineParser, positive
 from flexgen_h2o.core.config import MemoryBudget, Policy
 from flexgen_h2o.core.schedule import Step, zigzag

@@ -1,7 +1,7 @@
 """Matrices in RAM held blocked against matrices held in order: products in bf16, over shapes and rows.
 
-    python bench/blocked_weights.py                 matrices of OPT-1.3B, two minutes
-    python bench/blocked_weights.py --hidden 4096   of OPT-6.7B
+    python -m bench.kernels.blocked_weights                 matrices of OPT-1.3B, two minutes
+    python -m bench.kernels.blocked_weights --hidden 4096   of OPT-6.7B
 
 Claim: no product of a sweep is slower with blocked matrices, and those of decode are faster. Both kinds take turns
 call by call, in one process, each with matrices that come from memory. No checkpoint, no disk.
@@ -14,9 +14,9 @@ import statistics
 import sys
 from dataclasses import replace
 
-import common
 import torch
 
+from bench import common
 from flexgen_h2o.cli_common import OneLineParser, positive
 from flexgen_h2o.core.errors import FlexgenError
 from flexgen_h2o.core.units import TOKEN_CHUNK

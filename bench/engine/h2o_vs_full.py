@@ -13,9 +13,9 @@ at the model's depth: the measured seconds of embedding and head, and those of t
 `traffic` counts bytes instead (no clock): KV that the tiers moved in a decode sweep, full and h2o, with KV on disk, and
 on host with a device tier of its own; beside it slots / (prompt + mean of the tokens generated so far).
 
-    python bench/h2o_vs_full.py ram --model facebook/opt-1.3b [--layers 4] [--rows 64] [--output FILE]
-    python bench/h2o_vs_full.py disk --model facebook/opt-6.7b --layers 2 --rows 32 --runs full h2o
-    python bench/h2o_vs_full.py traffic --prompt-len 512 --gen-len 512 --rows 8
+    python -m bench.engine.h2o_vs_full ram --model facebook/opt-1.3b [--layers 4] [--rows 64] [--output FILE]
+    python -m bench.engine.h2o_vs_full disk --model facebook/opt-6.7b --layers 2 --rows 32 --runs full h2o
+    python -m bench.engine.h2o_vs_full traffic --prompt-len 512 --gen-len 512 --rows 8
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from common import Spread, add_flags, alternate, benchmark_rows, decoded, door, finish, show_rounds, table
-from cut_model import cut_model
-
+from bench.common import Spread, add_flags, alternate, benchmark_rows, decoded, door, finish, show_rounds, table
+from bench.sweep.cut_model import cut_model
 from flexgen_h2o.cli_common import OneLineParser, positive
 from flexgen_h2o.core.config import MemoryBudget, Policy
 from flexgen_h2o.core.units import GIB

@@ -4,7 +4,7 @@ The first sweeps of benchmark prompts (`--sweeps`, prefill first). Peak resident
 process, also at stages on the way: after the imports, after opening the model, at the end of each sweep. The last line
 of stdout is JSON. Exit codes are those of the package's command lines.
 
-    python bench/measured_run.py --model facebook/opt-1.3b --host-mem 1GiB --percent 0 0 0 100 0 100
+    python -m bench.engine.measured_run --model facebook/opt-1.3b --host-mem 1GiB --percent 0 0 0 100 0 100
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import json
 import sys
 from typing import Any
 
-import common
-
+from bench import common
 from flexgen_h2o.cli_common import OneLineParser, positive
 from flexgen_h2o.core.config import MemoryBudget, Policy
 from flexgen_h2o.engine.workload import AutoPolicy

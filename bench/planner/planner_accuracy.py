@@ -5,9 +5,9 @@ machine's profile is measured (`--profile quick`, some seconds a case; or `full`
 prediction and the run see the same neighbours. Reported: predicted / measured of prefill, decode and both; the median
 and worst error |ratio - 1|; predicted and measured peak bytes; how far the profiles of the run are from each other.
 
-    python bench/planner_accuracy.py                       all cases, about 16 minutes
-    python bench/planner_accuracy.py --cases 125m 350m     those whose name has one of these in it
-    python bench/planner_accuracy.py --cases llama neox    the shapes that are not OPT's
+    python -m bench.planner.planner_accuracy                       all cases, about 16 minutes
+    python -m bench.planner.planner_accuracy --cases 125m 350m     those whose name has one of these in it
+    python -m bench.planner.planner_accuracy --cases llama neox    the shapes that are not OPT's
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import common
 import torch
 
+from bench import common
 from flexgen_h2o.cli_common import OneLineParser, positive
 from flexgen_h2o.core.config import MemoryBudget, Policy
 from flexgen_h2o.core.errors import UsageError

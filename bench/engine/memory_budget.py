@@ -9,7 +9,7 @@ Good: `over the empty process` below the budget + 300 MB; the report's peak_byte
 the process took; no growth from sweep to sweep (`--sweeps 60` shows it well: a run of 500 tokens must fit too); every
 decode sweep reads the bytes of the weights whose home is the disk.
 
-    python bench/memory_budget.py [--host-mem 1GiB] [--output FILE]
+    python -m bench.engine.memory_budget [--host-mem 1GiB] [--output FILE]
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ import subprocess
 import sys
 from typing import Any
 
-import common
-from common import MB
-
+from bench import common
+from bench.common import MB
 from flexgen_h2o.cli_common import OneLineParser, positive
 from flexgen_h2o.core.units import parse_bytes
 from flexgen_h2o.llm import RANDOM_WEIGHTS_SEED

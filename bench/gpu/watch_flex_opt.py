@@ -1,6 +1,6 @@
 """Runs flex_opt in this process and writes its report with what the process really took: RSS and the card's memory.
 
-python bench/watch_flex_opt.py FILE --model facebook/opt-6.7b --path _DUMMY_ ...      (flex_opt's own flags)
+python -m bench.gpu.watch_flex_opt FILE --model facebook/opt-6.7b --path _DUMMY_ ...      (flex_opt's own flags)
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import common
 import torch
 
+from bench import common
 from flexgen_h2o import flex_opt
 
 

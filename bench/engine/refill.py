@@ -7,9 +7,9 @@ of every row must be the same (fp32). Answers are short for most rows and long f
   a row. Nobody knows beforehand. This is the common case: chats and summaries end when they end.
 Figure: generated tokens over the seconds of the whole run, prefill and all, on / off within a round.
 
-    python bench/refill.py stopped                      # the shipped model, everything in RAM
-    python bench/refill.py asked --output FILE
-    python bench/refill.py stopped --model facebook/opt-125m --path _DUMMY_ --offload-dir DIR --percent 0 0 0 100 0 100
+    python -m bench.engine.refill stopped                      # the shipped model, everything in RAM
+    python -m bench.engine.refill asked --output FILE
+    python -m bench.engine.refill stopped --model facebook/opt-125m --path _DUMMY_ --percent 0 0 0 100 0 100
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from common import Spread, add_flags, alternate, door, finish, show_rounds, table
-
+from bench.common import Spread, add_flags, alternate, door, finish, show_rounds, table
 from flexgen_h2o.cli_common import OneLineParser, positive
 from flexgen_h2o.core.config import MemoryBudget, Policy
 from flexgen_h2o.core.errors import FlexgenError

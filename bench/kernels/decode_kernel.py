@@ -10,7 +10,7 @@ values per second, for packed slots also in values per second. Medians of the ra
 Then `column_sums` of a prefill, as a share of the matrix products and the attention of one layer (measured on 1,024
 tokens, scaled to the micro-batch), in turn in each round.
 
-    python bench/decode_kernel.py [--repeats 9] [--dtype bf16] [--mib 256] [--output FILE]
+    python -m bench.kernels.decode_kernel [--repeats 9] [--dtype bf16] [--mib 256] [--output FILE]
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from common import GB, BackgroundLoad, Spread, add_flags, door, finish, table, wait_for_quiet
+from bench.common import GB, BackgroundLoad, Spread, add_flags, door, finish, table, wait_for_quiet
 
 # isort: split
 import torch

@@ -8,7 +8,7 @@ Good: sequential / overlapped close to the ideal (compute + read) / max(compute,
 share of the ideal = max(compute, read) / overlapped, 100% at best. On a CPU reading and computing also share cores and
 memory bandwidth, so that less than 100% is expected.
 
-    python bench/overlap.py [--rows 64] [--host-mem 1GiB] [--output FILE]
+    python -m bench.engine.overlap [--rows 64] [--host-mem 1GiB] [--output FILE]
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from common import GB, Spread, add_flags, alternate, door, finish, run_sweeps, show_rounds, steady, table
-from reader import Reader
-
+from bench.common import GB, Spread, add_flags, alternate, door, finish, run_sweeps, show_rounds, steady, table
+from bench.engine.reader import Reader
 from flexgen_h2o.cli_common import OneLineParser, positive
 from flexgen_h2o.core.config import MemoryBudget, Policy
 from flexgen_h2o.core.packing import WeightForm

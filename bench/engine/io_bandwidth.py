@@ -8,7 +8,7 @@ with nothing computing (reader.py). Also shown: how long no disk request was und
 Good: a ratio >= 0.85, idle time of the disk near 0, bytes read equal to the bytes of the weights (of one sweep: give or
 take the ring, since a sweep ends with some of the next one's weights read ahead).
 
-    python bench/io_bandwidth.py [--model facebook/opt-6.7b] [--repeats 5] [--output FILE]
+    python -m bench.engine.io_bandwidth [--model facebook/opt-6.7b] [--repeats 5] [--output FILE]
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from common import (
+from bench.common import (
     GB,
     ResultFile,
     Spread,
@@ -33,8 +33,7 @@ from common import (
     steady,
     table,
 )
-from reader import Reader
-
+from bench.engine.reader import Reader
 from flexgen_h2o.cli_common import OneLineParser, positive
 from flexgen_h2o.core.config import DTYPE_BYTES, MemoryBudget, Policy
 from flexgen_h2o.core.errors import UsageError

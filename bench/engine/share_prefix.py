@@ -7,10 +7,6 @@ micro-batch, and each row has its own columns of it.
 
 from __future__ import annotations
 
-import common  # before torch: it sets OMP_WAIT_POLICY
-
-# isort: split
-
 import argparse
 import contextlib
 import random
@@ -18,6 +14,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
+from bench import common
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.cli_common import OneLineParser, positive
 from flexgen_h2o.engine.report import RunReport

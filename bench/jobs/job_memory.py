@@ -6,12 +6,10 @@ work. Peak RSS is the kernel's figure of the ended process (wait4). With refill 
 A job of 100 rows goes before, which compiles the kernels.
 Figures: peak RSS by rows, its growth a row from the fewest rows to the most, rows a second of the whole process.
 
-    python bench/job_memory.py [--rows 1000 10000 100000] [--output FILE] [-- more flags of batch, as --no-refill]
+    python -m bench.jobs.job_memory [--rows 1000 10000 100000] [--output FILE] [-- more flags of batch, as --no-refill]
 """
 
 from __future__ import annotations
-
-import common  # isort: skip  (before torch: OpenMP's wait policy)
 
 import argparse
 import json
@@ -27,6 +25,7 @@ from typing import Any
 import torch
 from transformers import OPTConfig, OPTForCausalLM
 
+from bench import common
 from flexgen_h2o.cli_common import OneLineParser, positive
 from flexgen_h2o.core.errors import FlexgenError
 

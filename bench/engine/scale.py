@@ -7,7 +7,7 @@ disk, KV cache and hidden states in RAM. Steady figures leave out prefill and th
 Good: tokens/s = rows x (what the disk gives) / (bytes of the weights); peak RSS within budget + 300 MB over an empty
 torch process; every decode sweep reads all weights.
 
-    python bench/scale.py [--model facebook/opt-30b] [--remove-weights] [--output FILE]
+    python -m bench.engine.scale [--model facebook/opt-30b] [--remove-weights] [--output FILE]
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import common
-from common import GB
-
+from bench import common
+from bench.common import GB
 from flexgen_h2o.cli_common import OneLineParser, positive
 from flexgen_h2o.core.config import DTYPE_BYTES
 from flexgen_h2o.llm import RANDOM_WEIGHTS_SEED

@@ -2,7 +2,7 @@
 
 Writes a folder with the config alone; what runs it makes random weights. It serves as a cell's model in the sweep.
 
-    python bench/cut_model.py --model facebook/opt-1.3b --layers 4 --output FOLDER
+    python -m bench.sweep.cut_model --model facebook/opt-1.3b --layers 4 --output FOLDER
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import json
 import sys
 from pathlib import Path
 
-from common import door, writing
-
+from bench.common import door, writing
 from flexgen_h2o.cli_common import OneLineParser, positive
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.models import built_in_spec

@@ -5,8 +5,8 @@ time. Everything is in RAM, but for the budget: there `--policy auto` plans the 
 what the run takes in RAM. The machine's profile is measured first (40 s), so that lines and points saw the same hour;
 `--hardware FILE` takes a saved one. Draws `--plot FILE`: points are medians with least and most, lines predictions.
 
-    python bench/scaling.py --plot scaling.png                              OPT-1.3B cut to 4 blocks, 8 minutes
-    python bench/scaling.py --model facebook/opt-125m --layers 2 --axes rows --repeats 1 --quiet-wait 0
+    python -m bench.planner.scaling --plot scaling.png                              OPT-1.3B cut to 4 blocks, 8 minutes
+    python -m bench.planner.scaling --model facebook/opt-125m --layers 2 --axes rows --repeats 1 --quiet-wait 0
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import common
-from cut_model import cut_model
-
+from bench import common
+from bench.sweep.cut_model import cut_model
 from flexgen_h2o.cli_common import OneLineParser, check_picture, positive
 from flexgen_h2o.core.config import MemoryBudget, Policy
 from flexgen_h2o.engine.report import RunReport

@@ -6,7 +6,7 @@ process.
 
 Good: a ratio well above 1; near 1 where transparent huge pages are off (`huge_pages` in the JSON says).
 
-    python bench/huge_pages.py [--model facebook/opt-1.3b] [--output FILE]
+    python -m bench.engine.huge_pages [--model facebook/opt-1.3b] [--output FILE]
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from common import GB, BackgroundLoad, Spread, add_flags, door, finish, table, wait_for_quiet
+from bench.common import GB, BackgroundLoad, Spread, add_flags, door, finish, table, wait_for_quiet
 
 # isort: split
 import torch
