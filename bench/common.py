@@ -1,17 +1,11 @@
-"""Shared by the benchmarks: flags, quiet cores, marks at the end of sweeps, peak memory, tables, the JSON line.
-
-Import it before torch: it tells idle OpenMP workers to sleep, as the package's command lines do.
-"""
+"""Shared by the benchmarks: flags, quiet cores, marks at the end of sweeps, peak memory, tables, the JSON line."""
 
 from __future__ import annotations
-
-import os
-
-os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 import argparse
 import json
 import math
+import os
 import platform
 import statistics
 import subprocess
@@ -328,12 +322,17 @@ def alternate(repeats: int, parts: Sequence[Callable[[], None]], quiet_wait: flo
     return rounds
 
 
+def environment() -> dict[str, str]:
+    """Of a child process that runs a module of `bench`, wherever this one was started."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+
+
 def measured_run(flags: Sequence[str]) -> dict[str, Any]:
-    """Run measured_run.py in a process of its own and return its JSON; {"error", "exit_code"} when it failed."""
-    command = [sys.executable, str(Path(__file__).with_name("measured_run.py")), *flags]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    """Run `bench.engine.measured_run` in a process of its own. Returns its JSON, or {"error", "exit_code"}."""
+    command = [sys.executable, "-m", "bench.engine.measured_run", *flags]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=environment())
     if done.returncode:
-        return {"error": f"measured_run.py ended with exit code {done.returncode}", "exit_code": done.returncode}
+        return {"error": f"measured_run ended with exit code {done.returncode}", "exit_code": done.returncode}
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 

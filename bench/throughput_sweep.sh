@@ -12,4 +12,4 @@ else
     source "$(dirname "${BASH_SOURCE[0]}")/../scripts/venv.sh"
     use_venv dev
 fi
-PYTHONPATH="$ROOT/bench:$PYTHONPATH" exec "$PYTHON" -m sweep "$@"
+exec "$PYTHON" -m bench.sweep "$@"

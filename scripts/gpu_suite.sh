@@ -12,5 +12,4 @@ else
     source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
     use_venv dev
 fi
-export PYTHONPATH="$ROOT/bench:$PYTHONPATH"
-exec "$PYTHON" -m gpu "$@"
+exec "$PYTHON" -m bench.gpu "$@"

@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # Sourced by the other scripts: finds or makes the Python environment they run in.
 #
-#   use_venv [EXTRA]   sets PYTHON to an interpreter that has the core requirements, and those of EXTRA (`dev`)
+#   use_venv [EXTRAS]   sets PYTHON to an interpreter that has the core requirements, and those of EXTRAS (`dev,ray`)
 #
 # Taken, in this order: $FLEXGEN_VENV, which is made or completed; the active environment if it has everything, which is
 # never changed; .venv in the repository, made or completed. A new one is made with $PYTHON, or python3.
@@ -12,7 +12,7 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 # The tree is what runs, wherever a child process stands and whatever is installed.
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 
-# has_requirements PYTHON [EXTRA]: does this interpreter have what setup.py asks for?
+# has_requirements PYTHON [EXTRAS]: does this interpreter have what setup.py asks for?
 has_requirements() {
     "$1" - "$ROOT/setup.py" "${2:-}" 2>/dev/null <<'PY'
 import ast
@@ -21,17 +21,18 @@ from importlib.metadata import version
 
 from packaging.requirements import Requirement
 
-setup, extra = sys.argv[1:]
+setup, extras = sys.argv[1:]
 with open(setup, encoding="utf-8") as file:
     body = ast.parse(file.read()).body
 lists = {node.targets[0].id: ast.literal_eval(node.value) for node in body if isinstance(node, ast.Assign)}
-for requirement in map(Requirement, lists["CORE"] + lists["EXTRAS"].get(extra, [])):
+asked = [name for extra in filter(None, extras.split(",")) for name in lists["EXTRAS"][extra]]
+for requirement in map(Requirement, lists["CORE"] + asked):
     if not requirement.specifier.contains(version(requirement.name), prereleases=True):
         sys.exit(1)
 PY
 }
 
-# install_into PYTHON [EXTRA]: torch first and alone, so that nothing later picks another build of it.
+# install_into PYTHON [EXTRAS]: torch first and alone, so that nothing later picks another build of it.
 install_into() {
     local target="$ROOT${2:+[$2]}"
     "$1" -m pip install --quiet -c "$ROOT/constraints.txt" "$(grep '^torch==' "$ROOT/constraints.txt")"

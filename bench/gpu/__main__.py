@@ -17,14 +17,14 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import common
 import torch
 
+from bench import common
+from bench.gpu.report import write_report
+from bench.gpu.runner import FAILED, TIMEOUT, Suite
+from bench.gpu.steps import Setting, Step, all_steps, tiny_setting
 from flexgen_h2o.cli_common import OneLineParser, run_cli
 from flexgen_h2o.core.errors import UsageError
-from gpu.report import write_report
-from gpu.runner import FAILED, TIMEOUT, Suite
-from gpu.steps import CostContext, Step, all_steps, tiny_setting
 
 
 def main() -> int:
@@ -51,8 +51,8 @@ def _run(argv: list[str] | None) -> int:
     return int(any(suite.state.get(step.name, {}).get("status") in (FAILED, TIMEOUT) for step in steps))
 
 
-def _card_setting(results: Path, offload_dir: Path) -> CostContext:
-    return CostContext(False, results, offload_dir)
+def _card_setting(results: Path, offload_dir: Path) -> Setting:
+    return Setting(False, results, offload_dir)
 
 
 def _is_wanted(step: Step, only: list[str]) -> bool:

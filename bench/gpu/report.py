@@ -12,15 +12,15 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import common
 import torch
-from common import GB
-from sweep.store import Line, Store
-from sweep.summary import device_bytes, markdown
 
+from bench import common
+from bench.common import GB
+from bench.gpu.runner import State
+from bench.gpu.steps import TESTS, Setting, Step
+from bench.sweep.store import Line, Store
+from bench.sweep.summary import device_bytes, markdown
 from flexgen_h2o.core.errors import UsageError
-from gpu.runner import State
-from gpu.steps import TESTS, CostContext, Step
 
 GIB = 2**30
 STEP_HEAD = ("step", "status", "s", "why")
@@ -30,7 +30,7 @@ MEM_SPD_HEAD = ("strategy", "batch", "prompt", "output", "OOM", "latency s", "to
                 "decode tokens/s", "peak device GiB", "peak RAM GiB")  # fmt: skip
 
 
-def write_report(setting: CostContext, steps: Sequence[Step], state: State) -> None:
+def write_report(setting: Setting, steps: Sequence[Step], state: State) -> None:
     """Both files, anew, into the results."""
     found = {step.name: _run_of(step) for step in steps if step.kind == "placement"}
     runs = {name: run for name, run in found.items() if run is not None}
@@ -88,7 +88,7 @@ def mem_spd_texts(line: Line) -> list[str]:
     ]  # fmt: skip
 
 
-def _tests(setting: CostContext) -> list[str]:
+def _tests(setting: Setting) -> list[str]:
     """What pytest counted, from its XML file."""
     path = setting.results / TESTS
     try:
@@ -113,7 +113,7 @@ def _run_of(step: Step) -> dict[str, Any] | None:
     return run
 
 
-def _others(setting: CostContext, steps: Sequence[Step]) -> str:
+def _others(setting: Setting, steps: Sequence[Step]) -> str:
     """Placements of another model than the setting's."""
     models = {s.name: s.command[s.command.index("--model") + 1] for s in steps if s.kind == "placement"}
     return "".join(f"; {name}: {model}" for name, model in models.items() if model != setting.model)

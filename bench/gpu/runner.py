@@ -13,11 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
-import common
-
+from bench import common
+from bench.gpu.steps import Step
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import write_whole
-from gpu.steps import Step
 
 # failed: tried again by the next call, until MOST_ATTEMPTS. cut: the suite's own time was over; left_out: never begun.
 DONE, REFUSED, DOES_NOT_FIT, FAILED, TIMEOUT, CUT = "done", "refused", "does_not_fit", "failed", "timeout", "cut"

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import common
-from sweep.grid import GRIDS, Cell, systems_of
+from bench import common
+from bench.sweep.grid import GRIDS, Cell, systems_of
 
-BENCH = common.ROOT / "bench"
 PARITY_S = 200.0
 TESTS = "tests.xml"
 
@@ -28,7 +27,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class CostContext:
+class Setting:
     """Where and at what size. device_mem, host_mem: as the flags take them; limits: seconds of a run and of a cell."""
 
     tiny: bool
@@ -45,9 +44,9 @@ class CostContext:
     measurement_limit: float = 150.0
 
 
-def tiny_setting(results: Path, offload_dir: Path) -> CostContext:
+def tiny_setting(results: Path, offload_dir: Path) -> Setting:
     """The same steps on the CPU: a device tier of ordinary memory, which holds the weights and little more."""
-    return CostContext(
+    return Setting(
         True, results, offload_dir, "cpu", "300MiB", "2GiB", "facebook/opt-125m", 32, 8, 60.0, 120.0, 60.0
     )  # fmt: skip
 
@@ -85,7 +84,7 @@ _THEN: dict[str, str] = {
 _LARGE = "--policy auto --compress-weight --cut-gen-len 4"
 
 
-def all_steps(setting: CostContext) -> list[Step]:
+def all_steps(setting: Setting) -> list[Step]:
     """Every step of the suite in the order in which they are worth having."""
     six, thirty, minikv = (
         (("gpu-tiny",) * 2 + ("mem-spd-tiny",)) if setting.tiny else ("gpu-6.7b", "gpu-30b", "mem-spd")
@@ -104,7 +103,7 @@ def all_steps(setting: CostContext) -> list[Step]:
     ]
 
 
-def _parity(setting: CostContext) -> Step:
+def _parity(setting: Setting) -> Step:
     found = setting.results / TESTS
     tests = str(common.ROOT / "tests" / "gpu")
     command = (
@@ -122,15 +121,15 @@ def _parity(setting: CostContext) -> Step:
     return Step("parity-tests", "tests", command, PARITY_S, found, {"FLEXGEN_GPU_TEST_DEVICE": setting.device})
 
 
-def _placements(setting: CostContext, flags: dict[str, str]) -> Iterator[Step]:
+def _placements(setting: Setting, flags: dict[str, str]) -> Iterator[Step]:
     for name, text in flags.items():
         yield _placement(setting, name, text, setting.model, setting.run_limit)
 
 
-def _placement(setting: CostContext, name: str, flags: str, model: str, limit: float) -> Step:
+def _placement(setting: Setting, name: str, flags: str, model: str, limit: float) -> Step:
     output = setting.results / "runs" / f"{name}.json"
     command = (
-        sys.executable, str(BENCH / "watch_flex_opt.py"), str(output), "--model", model, "--path", "_DUMMY_",
+        sys.executable, "-m", "bench.gpu.watch_flex_opt", str(output), "--model", model, "--path", "_DUMMY_",
         "--dtype", "bfloat16", "--device", setting.device, "--device-mem", setting.device_mem,
         "--host-mem", setting.host_mem, "--prompt-len", str(setting.prompt_len), "--gen-len", str(setting.gen_len),
         "--offload-dir", str(setting.offload_dir), *flags.split(),
@@ -138,7 +137,7 @@ def _placement(setting: CostContext, name: str, flags: str, model: str, limit: f
     return Step(name, "placement", command, limit, output)
 
 
-def _cell(setting: CostContext, table: str, grid: str, cell: Cell) -> Step:
+def _cell(setting: Setting, table: str, grid: str, cell: Cell) -> Step:
     """One cell of the sweep. Lines go to <table>.jsonl, so that a step which was cut short goes on where it was."""
     first, last = cell.rows
     values = (cell.model, cell.prompt_len, cell.gen_len, cell.budget, first, last)

@@ -20,19 +20,19 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-import common
 import torch
 
+from bench import common
+from bench.sweep.grid import GRIDS, SYSTEMS, Cell, System, systems_of
+from bench.sweep.plots import draw_all
+from bench.sweep.runner import Setup, describe, measure
+from bench.sweep.search import best_rows, search
+from bench.sweep.store import REFUSED, TIMEOUT, Key, Line, Store, claimed
+from bench.sweep.summary import markdown
 from flexgen_h2o.cli_common import OneLineParser, count, positive, run_cli
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import parse_bytes
 from flexgen_h2o.models.load import Model, find_checkpoint, find_model
-from sweep.grid import GRIDS, SYSTEMS, Cell, System, systems_of
-from sweep.plots import draw_all
-from sweep.runner import Setup, describe, measure
-from sweep.search import best_rows, search
-from sweep.store import REFUSED, TIMEOUT, Key, Line, Store, claimed
-from sweep.summary import markdown
 
 QUICK = {"repeats": 1, "quiet_wait": 2.0, "limit": 90.0}
 FULL = {"repeats": 3, "quiet_wait": 60.0, "limit": 1800.0}

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sweep.runner import OVER_BUDGET, ram_of
-from sweep.store import MEASURED, Line
-from sweep.summary import Row, cells_of, rows_of
+from bench.sweep.runner import OVER_BUDGET, ram_of
+from bench.sweep.store import MEASURED, Line
+from bench.sweep.summary import Row, cells_of, rows_of
 
 MARKS = "osD^vP*X<>h"
 Points = dict[str, list[tuple[float, float]]]  # by system

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import common
-
-from sweep.grid import Cell, System
-from sweep.store import DOES_NOT_FIT, FAILED, OK, OVER, REFUSED, TIMEOUT, Line
+from bench import common
+from bench.sweep.grid import Cell, System
+from bench.sweep.store import DOES_NOT_FIT, FAILED, OK, OVER, REFUSED, TIMEOUT, Line
 
 BASELINES = Path(__file__).resolve().parents[1] / "baselines"
 TCMALLOC = ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4")

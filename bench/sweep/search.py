@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sweep.store import DOES_NOT_FIT, MEASURED, OK, OVER, TIMEOUT, Line
+from bench.sweep.store import DOES_NOT_FIT, MEASURED, OK, OVER, TIMEOUT, Line
 
 GAIN = 1.03  # twice the rows must give so much more than the best so far
 MISSES = 2  # so often in a row without that, and the search has ended: one may be a neighbour's doing

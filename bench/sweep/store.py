@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import writing
-
+from bench.common import writing
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import try_lock
 

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from sweep.search import best_rows
-from sweep.store import MEASURED, OVER, Line
+from bench.sweep.search import best_rows
+from bench.sweep.store import MEASURED, OVER, Line
 
 GB = 10**9
 CELL = ("model", "prompt_len", "gen_len", "budget")

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).resolve().parents[3] / "bench"))
-
-import common
-
+from bench import common
 from flexgen_h2o.core.errors import UsageError
 
 

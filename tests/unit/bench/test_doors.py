@@ -9,16 +9,22 @@ from pathlib import Path
 import pytest
 
 BENCH = Path(__file__).resolve().parents[3] / "bench"
-sys.path.append(str(BENCH))
 # Not of those: modules, what another benchmark starts, and hf_job, which runs where the package is not.
-OTHERS = ("common", "hf_job", "reader", "watch_flex_opt")
-SCRIPTS = sorted(path.stem for path in BENCH.glob("*.py") if path.stem not in OTHERS)
+OTHERS = ("__init__", "hf_job", "reader", "watch_flex_opt")
+FOLDERS = ("kernels", "engine", "planner", "jobs")
+MODULES = {
+    path.stem: f"bench.{folder}.{path.stem}"
+    for folder in FOLDERS
+    for path in sorted((BENCH / folder).glob("*.py"))
+    if path.stem not in OTHERS
+} | {"cut_model": "bench.sweep.cut_model"}
+SCRIPTS = sorted(MODULES)
 
 
 def run(name: str, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> object:
-    monkeypatch.setattr(sys, "argv", [str(BENCH / f"{name}.py"), *flags])
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *flags])
     with pytest.raises(SystemExit) as stop:
-        runpy.run_path(str(BENCH / f"{name}.py"), run_name="__main__")
+        runpy.run_module(MODULES[name], run_name="__main__", alter_sys=True)
     return stop.value.code
 
 
@@ -69,7 +75,7 @@ FILES = [(name, "--output", "r.json") for name in SCRIPTS if name != "cut_model"
 def test_a_result_that_could_not_be_written_is_refused_before_anything_is_measured(
     name: str, flag: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("common.wait_for_quiet", pytest.fail)
+    monkeypatch.setattr("bench.common.wait_for_quiet", pytest.fail)
     for path in (tmp_path / "none" / file, tmp_path):
         assert run(name, [flag, str(path)], monkeypatch) == 2
         said = capsys.readouterr().err
@@ -101,7 +107,7 @@ def test_articles_that_cannot_be_read(
 def test_roofline_refuses_lengths_before_it_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("common.wait_for_quiet", pytest.fail)
+    monkeypatch.setattr("bench.common.wait_for_quiet", pytest.fail)
     flags = ["--prompt-len", "3000", "--model", "facebook/opt-125m", "--offload-dir", str(tmp_path)]
     assert run("roofline", flags, monkeypatch) == 2
     said = capsys.readouterr().err

@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 
-sys.path.extend(str(Path(__file__).resolve().parents[3] / folder) for folder in ("bench", "bench/baselines"))
+sys.path.append(str(Path(__file__).resolve().parents[3] / "bench" / "baselines"))
 
 from contract import CARD_SLACK, RefusedError, hold_card, is_out_of_card_memory
-from gpu import runner
-from gpu.report import mem_spd_texts, run_texts, write_report
-from gpu.runner import CUT, DOES_NOT_FIT, DONE, FAILED, REFUSED, TIMEOUT, Suite
-from gpu.steps import TESTS, CostContext, Step, all_steps, tiny_setting
-from sweep.grid import SYSTEMS
-from sweep.runner import Setup
-from sweep.store import Store
 
+from bench.gpu import runner
+from bench.gpu.report import mem_spd_texts, run_texts, write_report
+from bench.gpu.runner import CUT, DOES_NOT_FIT, DONE, FAILED, REFUSED, TIMEOUT, Suite
+from bench.gpu.steps import TESTS, Setting, Step, all_steps, tiny_setting
+from bench.sweep.grid import SYSTEMS
+from bench.sweep.runner import Setup
+from bench.sweep.store import Store
 from flexgen_h2o.core.errors import UsageError
 from tests.unit.bench.test_throughput_sweep import figures, key
 
@@ -155,7 +155,7 @@ def test_what_no_placement_has_left_is_named(content: str, tmp_path: Path) -> No
 
 
 def test_steps_are_in_order_of_worth_and_the_same_when_tiny(tmp_path: Path) -> None:
-    full = all_steps(CostContext(False, tmp_path, tmp_path))
+    full = all_steps(Setting(False, tmp_path, tmp_path))
     tiny = all_steps(tiny_setting(tmp_path, tmp_path))
     assert [s.name for s in full][:3] == ["parity-tests", "auto", "auto-h2o"]
     assert len({s.name for s in full}) == len(full)
@@ -208,7 +208,7 @@ def test_the_report_has_one_title(tmp_path: Path) -> None:
 def test_the_report_names_placements_of_another_model(tmp_path: Path) -> None:
     """The tiny suite has none, though a step keeps the name of the large one."""
     said = []
-    for setting in (CostContext(False, tmp_path, tmp_path), tiny_setting(tmp_path, tmp_path)):
+    for setting in (Setting(False, tmp_path, tmp_path), tiny_setting(tmp_path, tmp_path)):
         write_report(setting, all_steps(setting), {})
         lines = (tmp_path / "gpu_suite.md").read_text().splitlines()
         said.append(next(line for line in lines if line.startswith(setting.model)))

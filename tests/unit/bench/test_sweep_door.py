@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 
-sys.path.extend(str(Path(__file__).resolve().parents[3] / folder) for folder in ("bench", "bench/baselines"))
+sys.path.append(str(Path(__file__).resolve().parents[3] / "bench" / "baselines"))
 
-from sweep import __main__ as door
-from sweep import plots
-from sweep.grid import SYSTEMS, Cell, System
-from sweep.runner import Setup, measure
-from sweep.store import DOES_NOT_FIT, FAILED, TIMEOUT, Line, Store
-from sweep.summary import rows_of
-
+from bench.sweep import __main__ as door
+from bench.sweep import plots
+from bench.sweep.grid import SYSTEMS, Cell, System
+from bench.sweep.runner import Setup, measure
+from bench.sweep.store import DOES_NOT_FIT, FAILED, TIMEOUT, Line, Store
+from bench.sweep.summary import rows_of
 from tests.unit.bench.test_throughput_sweep import OPT_TINY, figures, key
 
 

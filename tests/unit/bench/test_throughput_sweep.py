@@ -17,14 +17,15 @@ from safetensors import safe_open
 
 from flexgen_h2o.core.errors import UsageError
 
-sys.path.extend(str(Path(__file__).resolve().parents[3] / folder) for folder in ("bench", "bench/baselines"))
+sys.path.append(str(Path(__file__).resolve().parents[3] / "bench" / "baselines"))
 
 from contract import Request, drop_page_cache, kv_and_work_bytes, phases, stored_tensors
-from sweep.grid import GRIDS, SYSTEMS, Cell, systems_of
-from sweep.runner import describe
-from sweep.search import best_rows, search
-from sweep.store import DOES_NOT_FIT, FAILED, OK, OVER, REFUSED, Key, Line, Store, claimed
-from sweep.summary import markdown, rows_of
+
+from bench.sweep.grid import GRIDS, SYSTEMS, Cell, systems_of
+from bench.sweep.runner import describe
+from bench.sweep.search import best_rows, search
+from bench.sweep.store import DOES_NOT_FIT, FAILED, OK, OVER, REFUSED, Key, Line, Store, claimed
+from bench.sweep.summary import markdown, rows_of
 
 ROOT = Path(__file__).resolve().parents[3]
 OPT_TINY = ROOT / "flexgen_h2o" / "assets" / "opt-tiny"

@@ -18,7 +18,16 @@ def test_a_small_job(tmp_path: Path) -> None:
     articles = tmp_path / "articles.jsonl"
     articles.write_text("".join(json.dumps({"article": t, "max_tokens": 8, "stop": ["###"]}) + "\n" for t in texts))
     flags = ["--input", articles, "--dtype", "float32", "--rounds", "1", "--hf-batches", "2", "4", "--hf-share", "0.5"]
-    command = [sys.executable, BENCH / "xsum_job.py", *flags, "--quiet-wait", "0", "--output", tmp_path / "result.json"]
+    command = [
+        sys.executable,
+        "-m",
+        "bench.jobs.xsum_job",
+        *flags,
+        "--quiet-wait",
+        "0",
+        "--output",
+        tmp_path / "result.json",
+    ]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "result.json").read_text())

@@ -1,0 +1,1 @@
+"""Benchmarks of runs: transfers, memory, eviction, compression."""

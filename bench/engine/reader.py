@@ -1,0 +1,64 @@
+"""The engine's own weight reader without its compute: what the disk gives to the same requests."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from bench.common import storage_read_bytes
+from flexgen_h2o.core.config import Policy
+from flexgen_h2o.core.timeline import Timeline
+from flexgen_h2o.engine.memory_plan import tier_shares
+from flexgen_h2o.engine.resources import LANE_THREADS
+from flexgen_h2o.engine.weights import WeightStore
+from flexgen_h2o.llm import RANDOM_WEIGHTS_SEED
+from flexgen_h2o.models.load import Model, find_checkpoint
+from flexgen_h2o.tiers.device import HostDevice, host_buffer
+from flexgen_h2o.tiers.stream import Done, Region, Ring, wait_all
+from flexgen_h2o.tiers.transfers import Lanes, Mover
+
+
+class Reader:
+    """Reads a model's disk weights unit by unit in the order of a sweep, into a ring that is always full of requests.
+
+    Same files, byte ranges, request sizes, threads and kind of buffer as the engine's; nothing computes meanwhile.
+    """
+
+    def __init__(self, model: Model, policy: Policy, dtype: str, offload_dir: Path, ring_bytes: int) -> None:
+        self._lanes = Lanes(LANE_THREADS, Timeline())
+        checkpoint = find_checkpoint(model, dtype, offload_dir, RANDOM_WEIGHTS_SEED, False)
+        layers = model.spec.layers(policy.sep_layer)
+        shares = tier_shares(policy.weight_shares, device_is_host=True)
+        mover = Mover(HostDevice(), self._lanes)
+        self._store = WeightStore(layers, checkpoint, shares, getattr(torch, dtype), mover)
+        self._units = [unit for unit in range(len(layers.units)) if self._store.nbytes(unit)]
+        self._ring = Ring(host_buffer(ring_bytes))
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lanes.close()
+        self._store.close()
+
+    def read(self, sweeps: int) -> tuple[int, float]:
+        """Bytes and seconds of so many sweeps' reads."""
+        before, start = storage_read_bytes(), time.perf_counter()
+        under_way: deque[tuple[Region, list[Done]]] = deque()
+        for unit in self._units * sweeps:
+            while (region := self._ring.take(self._store.nbytes(unit))) is None:
+                self._end(*under_way.popleft())
+            under_way.append((region, self._store.load(unit, region)))
+        while under_way:
+            self._end(*under_way.popleft())
+        return storage_read_bytes() - before, time.perf_counter() - start
+
+    def _end(self, region: Region, loads: list[Done]) -> None:
+        wait_all(loads)
+        self._ring.give_back(region)

@@ -1,0 +1,144 @@
+"""How near runs in RAM come to the roofline: matrix FLOPs / measured peak + KV bytes / measured bandwidth.
+
+Random weights at the true shape, all in RAM, one large block. Neighbours make this machine twice as fast or slow within
+a minute, so the peak is measured all through the run: after each second of it, between two layers, one large product
+of each of two shapes (the faster counts) and one read of 128 MB; these seconds are taken off the run's. A phase's peak
+is that of the mean seconds of its probes. Claim: decode and prefill each reach at least 0.85.
+
+    python -m bench.engine.roofline                                          OPT-1.3B and OPT-6.7B, about 15 minutes
+    python -m bench.engine.roofline --model facebook/opt-125m --rows 16 --prompt-len 8 --gen-len 4 --repeats 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bench import common
+from flexgen_h2o.cli_common import OneLineParser, positive
+from flexgen_h2o.core.config import MemoryBudget, Policy
+from flexgen_h2o.core.schedule import Step, zigzag
+from flexgen_h2o.engine.report import Peak, RunReport, RunWork, roofline
+from flexgen_h2o.engine.sampling import SamplingParams
+from flexgen_h2o.flags import as_flags, check_positions
+from flexgen_h2o.llm import LLM
+from flexgen_h2o.planner.measure.machine import PeakProbe
+from flexgen_h2o.tiers.device import HostDevice
+
+PROBE_EVERY_S = 1.0
+PHASES = ("prefill", "decode")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model, with the rows of its micro-batch and its micro-batches: as many as RAM holds the KV cache of."""
+
+    model: str
+    rows: int
+    batches: int
+
+
+CASES = (Case("facebook/opt-1.3b", 256, 2), Case("facebook/opt-6.7b", 128, 1))
+
+
+def main() -> int:
+    args = _parse()
+    cases = CASES if args.model is None else (Case(args.model, args.rows, args.num_gpu_batches),)
+    found = [_measure(case, args) for case in cases]
+    common.finish({"benchmark": "roofline", "runs": found}, args.output)
+    return 0
+
+
+def _parse() -> argparse.Namespace:
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    common.add_flags(parser, None, None)
+    add = parser.add_argument
+    add("--dtype", default="bfloat16")
+    add("--rows", type=positive, default=256, help="of a micro-batch, with --model (256)")
+    add("--num-gpu-batches", type=positive, default=1, help="with --model (1)")
+    add("--prompt-len", type=positive, default=64)
+    add("--gen-len", type=common.decoded, default=64)
+    add("--repeats", type=positive, default=2)
+    return parser.parse_args()
+
+
+class Probed:
+    """The steps of a run with probes of the peak between them, and the seconds that these took."""
+
+    def __init__(self, llm: LLM, gen_len: int) -> None:
+        self._probe, self._gen_len = PeakProbe(HostDevice(), getattr(torch, llm.dtype)), gen_len
+        self.peaks: dict[str, list[Peak]] = {"prefill": [], "decode": []}
+        self.seconds = {"prefill": 0.0, "decode": 0.0}
+
+    def order(self, layers: int, batches: int) -> Iterator[Step]:
+        last = 0.0
+        for step in zigzag(self._gen_len, layers, batches):
+            phase = "prefill" if step.sweep == 0 else "decode"
+            if not step.micro_batch and (time.perf_counter() - last > PROBE_EVERY_S or not self.peaks[phase]):
+                start = time.perf_counter()
+                self.peaks[phase].append(self._probe.now())
+                last = time.perf_counter()
+                self.seconds[phase] += last - start
+            yield step
+
+    def peak(self, phase: str) -> Peak:
+        """Of the mean seconds of the phase's probes."""
+        return Peak(
+            statistics.harmonic_mean([p.flops_per_s for p in self.peaks[phase]]),
+            statistics.harmonic_mean([p.memory_bytes_per_s for p in self.peaks[phase]]),
+        )
+
+
+def _measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
+    policy = Policy(case.rows, case.batches)
+    runs = []
+    with LLM(
+        case.model, policy, device="cpu", dtype=args.dtype, path=args.path, offload_dir=args.offload_dir,
+        budget=MemoryBudget(host=args.host_mem),
+    ) as llm:  # fmt: skip
+        check_positions(args, llm.model.name, llm.model.spec.max_positions)  # before it waits for quiet cores
+        prompts = common.benchmark_rows(llm, policy.block_size, args.prompt_len)
+        for _ in range(args.repeats):
+            common.wait_for_quiet(args.quiet_wait)
+            probed = Probed(llm, args.gen_len)
+            with common.BackgroundLoad() as neighbours:
+                params = SamplingParams(args.gen_len, ignore_eos=True)
+                report = llm.run(prompts, params, lambda done: None, order=probed.order)
+            runs.append(_facts(report, probed) | {"others": neighbours.others})
+    spread = {name: common.Spread([run[name] for run in runs]) for name in runs[0]}
+    common.table(f"{case.model}, {as_flags(policy)}, {args.prompt_len} + {args.gen_len} tokens, {args.dtype}", [
+        *((f"{phase}, of the roofline", spread[f"{phase}_of_roofline"].show("")) for phase in PHASES),
+        *((f"{phase} tokens/s", spread[f"{phase}_tokens_per_s"].show("", 1)) for phase in PHASES),
+        *((f"{phase} peak TFLOP/s", spread[f"{phase}_flops_per_s"].show("", 2, 1e12)) for phase in PHASES),
+        ("decode memory GB/s", spread["decode_memory_bytes_per_s"].show("", 0, common.GB)),
+        ("taken by others", spread["others"].show("")),
+    ])  # fmt: skip
+    return {
+        "model": case.model, "policy": policy.to_json(), "prompt_len": args.prompt_len, "gen_len": args.gen_len,
+        **{name: values.to_json() for name, values in spread.items()},
+    }  # fmt: skip
+
+
+def _facts(report: RunReport, probed: Probed) -> dict[str, float]:
+    found: dict[str, float] = {}
+    work = RunWork(**report.extra["work"])
+    for phase, measured in (("prefill", report.prefill), ("decode", report.decode)):
+        peak, seconds = probed.peak(phase), measured.seconds - probed.seconds[phase]
+        ideal = getattr(roofline(work, peak), f"{phase}_s")
+        found |= {
+            f"{phase}_s": seconds, f"{phase}_tokens_per_s": measured.tokens / seconds,
+            f"{phase}_of_roofline": ideal / seconds, f"{phase}_probes": len(probed.peaks[phase]),
+            f"{phase}_flops_per_s": peak.flops_per_s, f"{phase}_memory_bytes_per_s": peak.memory_bytes_per_s,
+        }  # fmt: skip
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(common.door(main))

@@ -1,0 +1,1 @@
+"""Benchmarks of predictions and searched policies."""
