@@ -239,11 +239,10 @@ def _attend_compiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: f
         raise ValueError("causal_attention: q, k, v do not go together: {}; {}; {}".format(*shapes))
     out = torch.empty(batch, n, heads, width, dtype=q.dtype).transpose(1, 2)
     lse = torch.empty(batch, heads, n, dtype=torch.float32)
-    places = [x for t in (q, k, v, out) for x in (t.data_ptr(), *(t.itemsize * step for step in t.stride()[:3]))]
-    places.append(lse.data_ptr())
+    places = [prompt_loops.Heads(t.data_ptr(), *(t.itemsize * step for step in t.stride()[:3])) for t in (q, k, v, out)]
     group, block = heads // kv_heads, prompt_loops.KEYS
     queries = min(max(1, prompt_loops.QUERIES // group // block), -(-n // block)) * block
-    job = prompt_loops.Prompts(kv_heads, group, n, keys - n, width, queries, *places)
+    job = prompt_loops.Prompts(kv_heads, group, n, keys - n, width, queries, *places, lse.data_ptr())
     element = np.float32(0) if q.dtype == torch.float32 else np.uint16(0)
     units = batch * kv_heads * -(-n // queries)
     parallel_rows(

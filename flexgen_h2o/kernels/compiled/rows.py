@@ -16,10 +16,9 @@ from typing import NamedTuple
 import numpy as np
 
 from flexgen_h2o.core.packing import GROUP
-from flexgen_h2o.kernels.compiled import vectors
-from flexgen_h2o.kernels.compiled.packed_slots import number_at, set_number
-from flexgen_h2o.kernels.compiled.vectors import planes, to_bf16, to_bf16_towards
 from flexgen_h2o.kernels.jit import (
+    HIGH,
+    LOG2_E,
     bits_to_float,
     bytes_at,
     exp2,
@@ -27,22 +26,15 @@ from flexgen_h2o.kernels.jit import (
     floats_at,
     ints_at,
     jit,
+    number_at,
     ordered,
+    planes,
+    rounded,
+    set_number,
     shorts_at,
+    to_bf16_towards,
     words_at,
 )
-
-_LOG2_E = np.float32(1.4426950408889634)
-_HIGH = np.uint32(0xFFFF0000)
-
-
-@jit
-def rounded(element, x):  # type: ignore[no-untyped-def]
-    """x as it would be read back: in bf16 rounded to it."""
-    if planes(element) == 2:
-        return bits_to_float(to_bf16(x) & _HIGH)
-    else:
-        return x
 
 
 class Norm(NamedTuple):
@@ -77,7 +69,7 @@ def silu_rows(element, gate, up, width, first, end):  # type: ignore[no-untyped-
     gate, up = gate + size * first * width, up + size * first * width
     for i in range((end - first) * width):
         x = number_at(element, gate, i)
-        active = rounded(element, x / (np.float32(1) + exp2(-x * _LOG2_E)))
+        active = rounded(element, x / (np.float32(1) + exp2(-x * LOG2_E)))
         set_number(element, gate, i, active * number_at(element, up, i))
 
 
@@ -100,7 +92,7 @@ def turn_rows(element, job, first, end):  # type: ignore[no-untyped-def]
 
     element: a number whose type says what keys are: uint16 for bf16, float32 for fp32.
     """
-    size = 2 if vectors.planes(element) == 2 else 4
+    size = 2 if planes(element) == 2 else 4
     for slot in range(first * job.slots, end * job.slots):
         rank = ints_at(job.ranks)[slot]
         if rank < job.slots:
@@ -129,7 +121,7 @@ class Heads(NamedTuple):
 @jit
 def turn_heads(element, job, first, end):  # type: ignore[no-untyped-def]
     """Tokens first..end-1, in place; every product and sum is rounded, as torch operations would."""
-    size = 2 if vectors.planes(element) == 2 else 4
+    size = 2 if planes(element) == 2 else 4
     for token in range(first, end):
         cos, sin = job.cos + size * token * job.pairs, job.sin + size * token * job.pairs
         for head in range(job.heads):
@@ -218,7 +210,7 @@ class UnpackJob(NamedTuple):
 @jit
 def unpack(element, job, first, end):  # type: ignore[no-untyped-def]
     """Rows first..end-1. element: a number whose type says what they become: uint16 for bf16, float32 for fp32."""
-    size = 2 if vectors.planes(element) == 2 else 4
+    size = 2 if planes(element) == 2 else 4
     for row in range(first, end):
         codes = job.packed + row * job.row_bytes
         ends = words_at(codes + job.value_bytes)
@@ -262,14 +254,14 @@ def _pairs_of_8(element, at, ends, out, pairs):  # type: ignore[no-untyped-def]
 
 @jit
 def _value(code, ends):  # type: ignore[no-untyped-def]
-    scale, least = bits_to_float(np.uint32(ends << np.uint32(16))), bits_to_float(np.uint32(ends & _HIGH))
+    scale, least = bits_to_float(np.uint32(ends << np.uint32(16))), bits_to_float(np.uint32(ends & HIGH))
     return np.float32(np.int32(code)) * scale + least
 
 
 @jit
 def _store(element, out, i, low, high):  # type: ignore[no-untyped-def]
-    if vectors.planes(element) == 2:
-        words_at(out)[i] = (_bf16(low) >> np.uint32(16)) | (_bf16(high) & _HIGH)
+    if planes(element) == 2:
+        words_at(out)[i] = (_bf16(low) >> np.uint32(16)) | (_bf16(high) & HIGH)
     else:
         floats_at(out)[2 * i] = low
         floats_at(out)[2 * i + 1] = high
@@ -278,7 +270,7 @@ def _store(element, out, i, low, high):  # type: ignore[no-untyped-def]
 @jit
 def store_one(element, value, out, i):  # type: ignore[no-untyped-def]
     """Element i of those at `out`."""
-    if vectors.planes(element) == 2:
+    if planes(element) == 2:
         shorts_at(out)[i] = np.uint16(_bf16(value) >> np.uint32(16))
     else:
         floats_at(out)[i] = value
