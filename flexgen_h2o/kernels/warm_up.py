@@ -23,9 +23,9 @@ from flexgen_h2o.core.units import BLOCK_ROWS
 from flexgen_h2o.kernels.elementwise import Rotation, rms_norm, silu_gated
 from flexgen_h2o.kernels.int8 import Int8Rows, multiply_each, rescale
 from flexgen_h2o.kernels.int8_blocked import BITS, blank_int8_rows, requantise_rows
-from flexgen_h2o.kernels.packed import attend_packed, pack_columns, unpack_rows
+from flexgen_h2o.kernels.packed import pack_columns, unpack_rows
 from flexgen_h2o.kernels.prefill_attention import causal_attention_lse, column_sums
-from flexgen_h2o.kernels.slots import ScoreState, attend_scored, get_last_slots, put_slots
+from flexgen_h2o.kernels.slots import ScoreState, attend_packed, attend_scored, get_last_slots, put_slots
 from flexgen_h2o.kernels.workspace import Workspace
 
 _LONGEST_S = 300.0

@@ -1,6 +1,4 @@
-"""The compiled loops of `rms_norm` and `gated`: one pass where torch operations make several, each into new memory.
-
-The compiled loops of `Rotation`: keys in slots, each turned by its rank; heads of tokens, turned where they are.
+"""The compiled loops of `elementwise`: one pass where torch operations make several, each into new memory.
 
 The compiled loop of `pack_rows`: the ends of each group, and its codes.
 
@@ -50,7 +48,7 @@ class Norm(NamedTuple):
 
 @jit
 def norm_rows(element, job, eps, first, end):  # type: ignore[no-untyped-def]
-    """`rms_norm` of rows first..end-1. element: a number whose type says what they hold: uint16 for bf16, float32."""
+    """`rms_norm` of rows first..end-1."""
     for row in range(first, end):
         x, out = job.x + row * job.x_step, job.out + row * job.out_step
         total = np.float32(0)
@@ -65,7 +63,7 @@ def norm_rows(element, job, eps, first, end):  # type: ignore[no-untyped-def]
 @jit
 def silu_rows(element, gate, up, width, first, end):  # type: ignore[no-untyped-def]
     """gate = silu(gate) x up for rows first..end-1 at the addresses `gate` and `up`."""
-    size = 2 if planes(element) == 2 else 4
+    size = 4 // planes(element)
     gate, up = gate + size * first * width, up + size * first * width
     for i in range((end - first) * width):
         x = number_at(element, gate, i)
@@ -87,12 +85,9 @@ class RotaryJob(NamedTuple):
 
 
 @jit
-def turn_rows(element, job, first, end):  # type: ignore[no-untyped-def]
-    """Rows first..end-1; slots of no rank, which hold nothing, are left as they are in `out`.
-
-    element: a number whose type says what keys are: uint16 for bf16, float32 for fp32.
-    """
-    size = 2 if planes(element) == 2 else 4
+def rotate_rows(element, job, first, end):  # type: ignore[no-untyped-def]
+    """Rows first..end-1; slots without a rank, which hold nothing, are left as they are in `out`."""
+    size = 4 // planes(element)
     for slot in range(first * job.slots, end * job.slots):
         rank = ints_at(job.ranks)[slot]
         if rank < job.slots:
@@ -119,9 +114,9 @@ class Heads(NamedTuple):
 
 
 @jit
-def turn_heads(element, job, first, end):  # type: ignore[no-untyped-def]
-    """Tokens first..end-1, in place; every product and sum is rounded, as torch operations would."""
-    size = 2 if planes(element) == 2 else 4
+def rotate_heads(element, job, first, end):  # type: ignore[no-untyped-def]
+    """Tokens first..end-1, in place; every product and sum is rounded, as torch operations do."""
+    size = 4 // planes(element)
     for token in range(first, end):
         cos, sin = job.cos + size * token * job.pairs, job.sin + size * token * job.pairs
         for head in range(job.heads):
@@ -210,7 +205,7 @@ class UnpackJob(NamedTuple):
 @jit
 def unpack(element, job, first, end):  # type: ignore[no-untyped-def]
     """Rows first..end-1. element: a number whose type says what they become: uint16 for bf16, float32 for fp32."""
-    size = 2 if planes(element) == 2 else 4
+    size = 4 // planes(element)
     for row in range(first, end):
         codes = job.packed + row * job.row_bytes
         ends = words_at(codes + job.value_bytes)

@@ -7,7 +7,7 @@ A tile is some neighbouring slots, whose words (4 bytes) are taken in chunks of 
 fp32 in scratch of (queries, chunks, planes, floats of a vector), in the order of the slots' words:
 
 - whole slots: a word is an fp32 number (one plane) or two in bf16 (two planes: the low half is the even one). Where
-  chunks do not divide a slot, the last one overlaps the one before it; the caller zeroes the queries' overlapping lanes.
+  chunks do not divide a slot, the last overlaps the one before it; the caller zeroes the queries' overlapping lanes.
 - packed slots (packing.SlotPacking): a word holds 8 or 4 values, a plane each. A value is not shifted into place:
   masked where it lies it is 2**(bits x plane) times too large, which the caller takes off in queries and sums. Only the
   highest plane is shifted, to stay clear of the sign. Scale and least value of a group enter once a chunk:
@@ -120,7 +120,7 @@ class Emitter:
 
 def _checked(numbers: Any) -> Any:
     """The types of a tuple of numbers, all of 64 bits: they are not converted."""
-    if not all(isinstance(kind, types.Integer) and kind.bitwidth == 64 for kind in numbers):
+    if not all(getattr(kind, "bitwidth", 0) == 64 and isinstance(kind, types.Integer) for kind in numbers):
         raise TypeError(f"vector code takes numbers of 64 bits, not {numbers}")
     return numbers
 

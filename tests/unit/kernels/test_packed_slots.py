@@ -10,15 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_h2o.core.packing import SlotPacking
-from flexgen_h2o.kernels import packed as packed_slots
-from flexgen_h2o.kernels.packed import (
+from flexgen_h2o.kernels import slots as slot_kernels
+from flexgen_h2o.kernels.packed import pack_columns, pack_columns_reference, unpack_columns
+from flexgen_h2o.kernels.slots import (
     attend_packed,
     attend_packed_reference,
-    pack_columns,
-    pack_columns_reference,
-    unpack_columns,
+    attend_reference,
+    attend_scored_reference,
 )
-from flexgen_h2o.kernels.slots import attend_reference, attend_scored_reference
 from tests.unit.kernels.test_slots import DTYPES, copy_of, in_segments, make, make_book, ragged, victims
 
 WIDTHS = [1, 3, 16, 20, 33, 64, 67, 80, 96, 128, 160, 256]
@@ -138,7 +137,7 @@ def test_torch_unpacks_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
     q, pair, _, counts = packed_inputs([5, 9, 2, 7, 1], 2, packing, torch.float32, 4)
     found = []
     for chunk in (1, 2 * 12 * 16, 2**20):
-        monkeypatch.setattr(packed_slots, "PACKED_CHUNK", chunk)
+        monkeypatch.setattr(slot_kernels, "PACKED_CHUNK", chunk)
         book = make_book(5, 11)
         found.append((attend_packed_reference(q, *pair, counts, 0.3, packing, book), book))
     for out, book in found[1:]:

@@ -40,7 +40,7 @@ def test_a_key_turned_by_its_rank_is_the_key_at_that_position(dtype: torch.dtype
     for row, order in zip(want, ranks, strict=True):
         rotation.rotate((row.unsqueeze(1),), order)
     before = keys.clone()
-    assert torch.equal(rotation.turned_reference(keys, ranks), want) and torch.equal(keys, before)
+    assert torch.equal(rotation.rotated_reference(keys, ranks), want) and torch.equal(keys, before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -52,7 +52,7 @@ def test_the_compiled_loop_turns_as_the_reference_does(
     rotation, keys = Rotation(torch.rand(pairs), 1.1), torch.randn(rows, slots, width).to(dtype)
     ranks = torch.stack([torch.randperm(slots) for _ in range(rows)]).int()
     ranks[0, -1] = 2**30
-    found, want = rotation.rotated(keys, ranks), rotation.turned_reference(keys.float(), ranks)
+    found, want = rotation.rotated(keys, ranks), rotation.rotated_reference(keys.float(), ranks)
     used = ranks < slots
     assert found.dtype == dtype
     assert torch.allclose(found.float()[used], want[used], atol=1e-6, rtol=1e-6 if dtype == torch.float32 else 2**-8)
