@@ -39,8 +39,7 @@ def test_against_the_definition(batch: int, heads: int, group: int, n: int, d: i
     assert (lse.double() - products.logsumexp(dim=3)).abs().max() < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [1, 5, 20])
+@pytest.mark.parametrize(("rows", "dtype"), [(1, torch.float32), (5, torch.bfloat16), (20, torch.float32)])
 def test_pieces_of_the_last_rows(rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many queries one mask is for, and with or without the log-sum-exp."""
     q, k, v = prompts(2, 2, 2, 23, 16, dtype)
@@ -52,17 +51,15 @@ def test_pieces_of_the_last_rows(rows: int, dtype: torch.dtype, monkeypatch: pyt
         assert a.shape == b.shape and torch.allclose(a, b, atol=TOLERANCE[dtype], rtol=0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_tiles_join(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = prompts(2, 2, 2, 50, 16, dtype)
+def test_the_reference_takes_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = prompts(2, 2, 2, 50, 16, torch.float32)
     whole = causal_attention_lse_reference(q, k, v, 0.3)
     monkeypatch.setattr(causal, "REFERENCE_ROWS", 7)
     for tiled, one in zip(causal_attention_lse_reference(q, k, v, 0.3), whole, strict=True):
-        assert torch.allclose(tiled, one, atol=TOLERANCE[dtype], rtol=0)
+        assert torch.allclose(tiled, one, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize(("group", "dtype"), [(1, torch.float32), (4, torch.bfloat16)])
 def test_batches_are_prompts_and_lse_changes_nothing(group: int, dtype: torch.dtype) -> None:
     q, k, v = prompts(5, 2, group, 70, 64, dtype)
     out, lse = causal_attention_lse(q, k, v, 0.125)
@@ -89,7 +86,7 @@ def test_the_compiled_loop_is_the_reference(heads: int, group: int, n: int, d: i
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("group", "n", "rows"), [(1, 64, 1), (3, 65, 64), (1, 200, 71), (2, 700, 600), (4, 130, 3)])
+@pytest.mark.parametrize(("group", "n", "rows"), [(1, 64, 1), (3, 65, 64), (2, 700, 600)])
 def test_the_compiled_loop_of_the_last_rows(group: int, n: int, rows: int, dtype: torch.dtype) -> None:
     q, k, v = prompts(2, 2, group, n, 24, dtype)
     whole = causal._attend_compiled(q, k, v, 0.2)

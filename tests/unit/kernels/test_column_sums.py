@@ -45,8 +45,9 @@ def test_against_the_definition(batch, heads, group, n, d, dtype, skipped, funct
 
 
 @pytest.mark.parametrize("function", BOTH)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("n", "first_row"), [(1, 0), (129, 0), (500, 0), (500, 468), (500, 499)])
+@pytest.mark.parametrize(
+    ("n", "first_row", "dtype"), [(1, 0, torch.float32), (500, 0, torch.bfloat16), (500, 468, torch.float32)]
+)
 def test_every_query_gives_one(n: int, first_row: int, dtype: torch.dtype, function) -> None:
     q, k, lse, scale = prompts(2, 3, 2, n, 64, dtype)
     total = function(q, k, lse, scale, first_row).sum(dim=2)
@@ -54,8 +55,7 @@ def test_every_query_gives_one(n: int, first_row: int, dtype: torch.dtype, funct
 
 
 @pytest.mark.parametrize("function", BOTH)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("first", [1, 90, 149])
+@pytest.mark.parametrize(("first", "dtype"), [(1, torch.float32), (90, torch.bfloat16), (149, torch.float32)])
 def test_the_first_and_the_last_rows_give_what_all_give(first: int, dtype: torch.dtype, function) -> None:
     q, k, lse, scale = prompts(3, 2, 2, 150, 20, dtype)
     whole = function(q, k, lse, scale)
@@ -67,14 +67,12 @@ def test_the_first_and_the_last_rows_give_what_all_give(first: int, dtype: torch
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("group", [1, 3])
-def test_batches_are_prompts(group: int, dtype: torch.dtype) -> None:
-    q, k, lse, scale = prompts(6, 2, group, 150, 20, dtype)
+def test_batches_are_prompts(dtype: torch.dtype) -> None:
+    q, k, lse, scale = prompts(6, 2, 3, 150, 20, dtype)
     together = column_sums(q, k, lse, scale)
     for b in range(6):
         one = slice(b, b + 1)
-        alone = column_sums(q[one], k[one], lse[one], scale)
-        assert torch.allclose(alone, together[one], rtol=1e-5)
+        assert torch.allclose(column_sums(q[one], k[one], lse[one], scale), together[one], rtol=1e-5)
 
 
 @pytest.mark.parametrize("limit", [1, 40_000, 130_000])

@@ -34,7 +34,7 @@ def test_rms_norm_equals_transformers(dtype: torch.dtype, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 37), (11, 4096), (700, 512)])
+@pytest.mark.parametrize(("rows", "width"), [(3, 37), (700, 512)])
 def test_the_compiled_norm_is_the_reference(rows: int, width: int, dtype: torch.dtype) -> None:
     """Rows of x may be apart, and the result of one does not depend on the others."""
     apart = (3 * torch.randn(rows, width + 5)).to(dtype)
