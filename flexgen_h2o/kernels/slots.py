@@ -77,7 +77,7 @@ def attend_lse(
 
 
 def attend_scored(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float, book: ScoreState
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float, state: ScoreState
 ) -> torch.Tensor:
     """`attend`, bit for bit, which also updates the scores.
 
@@ -86,23 +86,23 @@ def attend_scored(
     equal scores the one of the lowest position; -1 if there is none.
     """
     if not _is_compiled(q, keys, values):
-        return attend_scored_reference(q, keys, values, filled, scale, book)
-    return _attend_compiled(q, keys, values, filled, scale, book)
+        return attend_scored_reference(q, keys, values, filled, scale, state)
+    return _attend_compiled(q, keys, values, filled, scale, state)
 
 
 def attend_packed(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float, packing: SlotPacking,
-    book: ScoreState | None = None,
+    state: ScoreState | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """`attend`, or with a book `attend_scored`, over packed slots: keys, values (segments, R, S, W) int32."""
+    """`attend`, or with a state `attend_scored`, over packed slots: keys, values (segments, R, S, W) int32."""
     if not is_compiled(q):
-        return attend_packed_reference(q, keys, values, filled, scale, packing, book)
+        return attend_packed_reference(q, keys, values, filled, scale, packing, state)
     from flexgen_h2o.kernels.compiled import packed_slots as packed_loops
 
     if q.shape[2] != packing.width:
         raise ValueError(f"attend_packed: queries of width {q.shape[2]}, slots of width {packing.width}")
     loop = partial(packed_loops.attend_rows, element_of(q.dtype), slot_format(packing))
-    return _run(loop, (q, keys, values, filled), scale, (packing.words, torch.int32), book)
+    return _run(loop, (q, keys, values, filled), scale, (packing.words, torch.int32), state)
 
 
 def attend_reference(
@@ -122,25 +122,25 @@ def attend_lse_reference(
 
 
 def attend_scored_reference(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float, book: ScoreState
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float, state: ScoreState
 ) -> torch.Tensor:
     """`attend_scored` in torch operations."""
     p = slot_probabilities(q, keys, filled, scale)
     longest = p.shape[2]
-    scores, positions = book.scores[:, :longest], book.positions[:, :longest]
+    scores, positions = state.scores[:, :longest], state.positions[:, :longest]
     used = torch.arange(longest, device=q.device) < filled.unsqueeze(1)
-    scores.copy_(torch.where(used, book.decay * scores + book.gains.unsqueeze(1) * p.sum(dim=1), scores))
-    allowed = used & (positions >= book.oldest.unsqueeze(1)) & (positions <= book.newest.unsqueeze(1))
+    scores.copy_(torch.where(used, state.decay * scores + state.gains.unsqueeze(1) * p.sum(dim=1), scores))
+    allowed = used & (positions >= state.oldest.unsqueeze(1)) & (positions <= state.newest.unsqueeze(1))
     lowest = scores.masked_fill(~allowed, float("inf")).amin(dim=1, keepdim=True)
     candidates = allowed & (scores == lowest)
     earliest = positions.masked_fill(~candidates, torch.iinfo(torch.int32).max).argmin(dim=1)
-    book.victims.copy_(torch.where(candidates.any(dim=1), earliest, -1))
+    state.victims.copy_(torch.where(candidates.any(dim=1), earliest, -1))
     return _mix(p, values, filled).to(q.dtype)
 
 
 def attend_packed_reference(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float, packing: SlotPacking,
-    book: ScoreState | None = None,
+    state: ScoreState | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """`attend_packed` in torch operations: some rows at a time are unpacked into q's dtype."""
     out = torch.empty_like(q)
@@ -148,10 +148,10 @@ def attend_packed_reference(
     for a in range(0, len(q), step):
         rows = slice(a, a + step)
         k, v = (unpack_columns(t[:, rows], packing, q.dtype) for t in (keys, values))
-        if book is None:
+        if state is None:
             out[rows] = attend_reference(q[rows], k, v, filled[rows], scale)
         else:
-            out[rows] = attend_scored_reference(q[rows], k, v, filled[rows], scale, book.rows(rows))
+            out[rows] = attend_scored_reference(q[rows], k, v, filled[rows], scale, state.rows(rows))
     return out
 
 
@@ -191,17 +191,17 @@ def _is_compiled(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> b
 
 def _attend_compiled(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float,
-    book: ScoreState | None = None, lse: torch.Tensor | None = None,
+    state: ScoreState | None = None, lse: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     from flexgen_h2o.kernels.compiled import slots as slot_loops
 
     loop = partial(slot_loops.attend_rows, element_of(q.dtype))
-    return _run(loop, (q, keys, values, filled), scale, (q.shape[2], q.dtype), book, lse)
+    return _run(loop, (q, keys, values, filled), scale, (q.shape[2], q.dtype), state, lse)
 
 
 def _run(
     loop: Callable[[Slots, float, Scores, int, int], None], tensors: tuple[torch.Tensor, ...], scale: float,
-    slot: tuple[int, torch.dtype], book: ScoreState | None, lse: torch.Tensor | None = None,
+    slot: tuple[int, torch.dtype], state: ScoreState | None, lse: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Run a loop over all rows. tensors: q, keys, values, filled; slot: how many elements one has, and their dtype."""
     from flexgen_h2o.kernels.compiled import slots as slot_loops
@@ -216,7 +216,7 @@ def _run(
         q.data_ptr(), keys.data_ptr(), values.data_ptr(), filled.data_ptr(), out.data_ptr(),
         0 if lse is None else lse.data_ptr(),
     )  # fmt: skip
-    scores = slot_loops.NO_SCORES if book is None else _score_addresses(book, len(q), most)
+    scores = slot_loops.NO_SCORES if state is None else _score_addresses(state, len(q), most)
     parallel_rows(lambda first, end: loop(slots, scale, scores, first, end), len(q), 2 * most * words * _WORD)
     return out
 
@@ -236,20 +236,20 @@ def _check_slots(tensors: tuple[torch.Tensor, ...], most: int, slot: tuple[int, 
         raise ValueError("attend: q, keys, values, filled do not go together: {}; {}; {}; {}".format(*shapes))
 
 
-def _score_addresses(book: ScoreState, rows: int, most: int) -> Scores:
+def _score_addresses(state: ScoreState, rows: int, most: int) -> Scores:
     """Raises ValueError."""
     from flexgen_h2o.kernels.compiled.slots import Scores
 
-    columns = book.scores.shape[1]
+    columns = state.scores.shape[1]
     for name in ("scores", "positions", "oldest", "newest", "gains", "victims"):
-        tensor = getattr(book, name)
+        tensor = getattr(state, name)
         shape = (rows, columns) if name in ("scores", "positions") else (rows,)
         dtype = torch.float32 if name in ("scores", "gains") else torch.int32
         if (tuple(tensor.shape), tensor.dtype) != (shape, dtype) or not tensor.is_contiguous() or columns < most:
             raise ValueError(f"attend_scored: {name} is {tuple(tensor.shape)} {tensor.dtype}, not {shape} {dtype}")
     return Scores(
-        columns, book.scores.data_ptr(), book.positions.data_ptr(), book.oldest.data_ptr(), book.newest.data_ptr(),
-        book.victims.data_ptr(), book.gains.data_ptr(), float(book.decay),
+        columns, state.scores.data_ptr(), state.positions.data_ptr(), state.oldest.data_ptr(), state.newest.data_ptr(),
+        state.victims.data_ptr(), state.gains.data_ptr(), float(state.decay),
     )  # fmt: skip
 
 

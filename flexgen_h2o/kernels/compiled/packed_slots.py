@@ -12,7 +12,7 @@ from flexgen_h2o.kernels.compiled.slots import (
     AHEAD,
     BLOCK,
     Pass,
-    coming_at,
+    address_ahead,
     fetch,
     fetch_scores,
     onwards,
@@ -64,7 +64,7 @@ def table_of(packing: SlotPacking) -> tuple[int, np.ndarray]:
 
 
 @jit
-def attend_rows(element, form, slots, scale, book, first, end):  # type: ignore[no-untyped-def]
+def attend_rows(element, form, slots, scale, state, first, end):  # type: ignore[no-untyped-def]
     """`attend` or `attend_scored` over packed slots for the rows first..end-1.
 
     element: of the queries. slots: as of whole slots, `words` those of a packed slot.
@@ -73,27 +73,27 @@ def attend_rows(element, form, slots, scale, book, first, end):  # type: ignore[
     shape = (slots.group, form.chunks, 32 // form.bits + 1, sharing * form.lanes)
     query, attn_out = np.empty(shape, np.float32), np.empty(shape, np.float32)
     p = np.empty((slots.group, -(-slots.most // BLOCK) * BLOCK), np.float32)
-    few = np.empty(BLOCK * slots.words, np.uint32)
+    gathered = np.empty(BLOCK * slots.words, np.uint32)
     one = np.empty(form.width, np.float32)
     size = 4 // planes(element) * slots.group * form.width
     query[:] = 0
     for r in range(first, end):
         filled = ints_at(slots.filled)[r]
         _spread(element, form, slots.q + r * size, one, query)
-        if book.columns:
-            fetch_scores(book, r)
+        if state.columns:
+            fetch_scores(state, r)
         keys, values = row_at(slots, slots.keys, r), row_at(slots, slots.values, r)
-        _pass(form, slots, Pass(True, keys, values, filled), few, query, p)
+        _pass(form, slots, Pass(True, keys, values, filled), gathered, query, p)
         softmax(p, filled, np.float32(scale), 0)
         attn_out[:] = 0
-        _pass(form, slots, Pass(False, values, row_at(slots, slots.keys, r + 1), filled), few, attn_out, p)
+        _pass(form, slots, Pass(False, values, row_at(slots, slots.keys, r + 1), filled), gathered, attn_out, p)
         _gather(element, form, attn_out, one, slots.out + r * size)
-        if book.columns:
-            score_row(book, r, filled, p)
+        if state.columns:
+            score_row(state, r, filled, p)
 
 
 @jit
-def _pass(form, slots, row, few, scratch, p):  # type: ignore[no-untyped-def]
+def _pass(form, slots, row, gathered, scratch, p):  # type: ignore[no-untyped-def]
     """Run by run of neighbouring blocks, block by block for all queries. scratch: queries, or their sums."""
     words, group, stride = slots.words, np.int64(p.shape[0]), np.int64(p.shape[1])
     layout = (form.bits, form.lanes, form.places, form.chunks)
@@ -103,8 +103,8 @@ def _pass(form, slots, row, few, scratch, p):  # type: ignore[no-untyped-def]
     while j < row.filled:
         run = min(row.filled - j, slots.per_segment - inside) // BLOCK
         count = max(1, run)
-        block = at + 4 * inside * words if run else take(slots, at, inside, j, row.filled, few)
-        after = coming_at(slots, at, j + count * BLOCK, row.filled, inside + count * BLOCK, row.then)
+        block = at + 4 * inside * words if run else take(slots, at, inside, j, row.filled, gathered)
+        after = address_ahead(slots, at, j + count * BLOCK, row.filled, inside + count * BLOCK, row.next_at)
         for left in range(count * size, 0, -size):
             # AHEAD bytes later: in this run, which has `left` bytes more, or after it.
             fetch(block + AHEAD if left > AHEAD else after + AHEAD - left, size)

@@ -163,14 +163,6 @@ class Unit(NamedTuple):
     stop: int
 
 
-class Softmax(NamedTuple):
-    """Of each query row of a unit: the largest score, the sum of the weights and of the weighted values so far."""
-
-    top: np.ndarray
-    total: np.ndarray
-    attn_out: np.ndarray
-
-
 @jit
 def attend_units(element, job, scale, first, end):  # type: ignore[no-untyped-def]
     """Units first..end-1: (prompt, kv-head, run of `queries` tokens). element: of q, k and v."""
@@ -178,7 +170,7 @@ def attend_units(element, job, scale, first, end):  # type: ignore[no-untyped-de
     wide = -(-job.width // LANES) * LANES
     rows = job.group * job.queries
     query, attn_out = np.empty((rows, job.width), np.float32), np.empty((rows, wide), np.float32)
-    softmax = Softmax(np.empty(rows, np.float32), np.empty(rows, np.float32), attn_out)
+    top, total = np.empty(rows, np.float32), np.empty(rows, np.float32)
     keys, values = np.empty((job.width, KEYS), np.float32), np.zeros((KEYS, wide), np.float32)
     scores = np.empty((ROWS, KEYS), np.float32)
     query_at, keys_at = np.int64(query.ctypes.data), np.int64(keys.ctypes.data)
@@ -188,7 +180,7 @@ def attend_units(element, job, scale, first, end):  # type: ignore[no-untyped-de
         start = (rest % units) * job.queries
         unit = Unit(batch, rest // units, start, min(job.tokens, start + job.queries))
         _take_queries(element, job, scale, unit, query)
-        softmax.attn_out[:], softmax.total[:], softmax.top[:] = 0, 0, -np.float32(np.inf)
+        attn_out[:], total[:], top[:] = 0, 0, -np.float32(np.inf)
         for block in range(0, job.before + unit.stop, KEYS):
             count = min(KEYS, job.before + unit.stop - block)
             own = block - job.before - start  # the first query that sees none before this block
@@ -200,9 +192,9 @@ def attend_units(element, job, scale, first, end):  # type: ignore[no-untyped-de
                     gemm_tile((rows_at, job.width, keys_at, KEYS, scores_at, KEYS, job.width))
                     seen = min(count, i + ROWS - own)
                     for r in range(ROWS):
-                        _weigh(scores[r], min(count, i + r + 1 - own), row + r, softmax)
-                    _add_values(scores, values, softmax.attn_out, row, seen)
-        _write(element, job, unit, softmax)
+                        _weigh(scores[r], min(count, i + r + 1 - own), row + r, top, total, attn_out)
+                    _add_values(scores, values, attn_out, row, seen)
+        _write(element, job, unit, top, total, attn_out)
 
 
 @jit
@@ -243,16 +235,16 @@ def _take_block(element, job, unit, block, count, keys, values):  # type: ignore
 
 
 @jit
-def _weigh(scores, seen, row, softmax):  # type: ignore[no-untyped-def]
+def _weigh(scores, seen, row, top, total, attn_out):  # type: ignore[no-untyped-def]
     """Turn a row's scores of the first `seen` keys into weights, the others into 0, and rescale the row's sums.
 
-    Always all KEYS of them: loops of a known length have no remainder.
+    top, total, attn_out: of each row the largest score, the sum of the weights and of the weighted values so far.
+    Always all KEYS: loops of a known length have no remainder.
     """
     if seen <= 0:
         scores[:] = 0
         return
-    top, attn_out = softmax.top[row], softmax.attn_out
-    largest = ordered(float_to_bits(top))
+    largest = ordered(float_to_bits(top[row]))
     for j in range(KEYS):
         largest = max(largest, ordered(float_to_bits(scores[j])) if j < seen else _LOWEST)
     now = bits_to_float(np.uint32(ordered(largest)))
@@ -261,13 +253,13 @@ def _weigh(scores, seen, row, softmax):  # type: ignore[no-untyped-def]
         weight = exp2(scores[j] - now) if j < seen else np.float32(0)
         scores[j] = weight
         added += weight
-    if now != top:
-        decay = exp2(top - now)
-        softmax.total[row] *= decay
+    if now != top[row]:
+        decay = exp2(top[row] - now)
+        total[row] *= decay
         for d in range(attn_out.shape[1]):
             attn_out[row, d] *= decay
-        softmax.top[row] = now
-    softmax.total[row] += added
+        top[row] = now
+    total[row] += added
 
 
 @jit
@@ -285,7 +277,7 @@ def _add_values(weights, values, attn_out, row, seen):  # type: ignore[no-untype
 
 
 @jit
-def _write(element, job, unit, softmax):  # type: ignore[no-untyped-def]
+def _write(element, job, unit, top, total, attn_out):  # type: ignore[no-untyped-def]
     """Sums over weights into `out`, and the log-sum-exp of each query."""
     for g in range(job.group):
         head = unit.kv_head * job.group + g
@@ -293,7 +285,7 @@ def _write(element, job, unit, softmax):  # type: ignore[no-untyped-def]
         lse = job.lse + 4 * (unit.batch * job.kv_heads * job.group + head) * job.tokens
         for token in range(unit.start, unit.stop):
             row = g * job.queries + token - unit.start
-            share, at = np.float32(1) / softmax.total[row], out + token * job.out.token_step
+            share, at = np.float32(1) / total[row], out + token * job.out.token_step
             for d in range(job.width):
-                set_number(element, at, d, softmax.attn_out[row, d] * share)
-            floats_at(lse)[token] = (softmax.top[row] + np.log2(softmax.total[row])) * LN_2
+                set_number(element, at, d, attn_out[row, d] * share)
+            floats_at(lse)[token] = (top[row] + np.log2(total[row])) * LN_2

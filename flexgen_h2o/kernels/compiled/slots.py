@@ -71,42 +71,42 @@ NO_SCORES = Scores(0, 0, 0, 0, 0, 0, 0, 0.0)
 class Pass(NamedTuple):
     """A pass over a row: dots of its keys with the queries, or its values added to the sums, from address `at`.
 
-    then: the address of what is read after it.
+    next_at: the address of what is read after it.
     """
 
     is_dots: bool
     at: int
-    then: int
+    next_at: int
     filled: int
 
 
 @jit
-def attend_rows(element, slots, scale, book, first, end):  # type: ignore[no-untyped-def]
+def attend_rows(element, slots, scale, state, first, end):  # type: ignore[no-untyped-def]
     """`attend`, `attend_lse` or `attend_scored` of the rows first..end-1. In bf16 d is even."""
     lanes = vectors.WIDE if slots.words >= vectors.WIDE else 1
     chunks = -(-slots.words // lanes)
     query = np.empty((slots.group, chunks, planes(element), lanes), np.float32)
     attn_out = np.empty((slots.group, chunks, planes(element), lanes), np.float32)
     p = np.empty((slots.group, -(-slots.most // BLOCK) * BLOCK), np.float32)
-    few = np.empty(BLOCK * slots.words, np.uint32)
+    gathered = np.empty(BLOCK * slots.words, np.uint32)
     for r in range(first, end):
         filled = ints_at(slots.filled)[r]
-        asked = r * slots.group * slots.words * 4
-        _unpack(element, slots.q + asked, slots.words, query)
-        if book.columns:
-            fetch_scores(book, r)
+        offset = r * slots.group * slots.words * 4
+        _unpack(element, slots.q + offset, slots.words, query)
+        if state.columns:
+            fetch_scores(state, r)
         keys, values = row_at(slots, slots.keys, r), row_at(slots, slots.values, r)
-        _pass(element, slots, Pass(True, keys, values, filled), few, query, p)
+        _pass(element, slots, Pass(True, keys, values, filled), gathered, query, p)
         softmax(p, filled, np.float32(scale), slots.lse + 4 * r * slots.group if slots.lse else 0)
         attn_out[:] = 0
-        _pass(element, slots, Pass(False, values, row_at(slots, slots.keys, r + 1), filled), few, attn_out, p)
-        _pack(element, attn_out, slots.words, slots.out + asked)
-        if book.columns:
-            score_row(book, r, filled, p)
+        _pass(element, slots, Pass(False, values, row_at(slots, slots.keys, r + 1), filled), gathered, attn_out, p)
+        _pack(element, attn_out, slots.words, slots.out + offset)
+        if state.columns:
+            score_row(state, r, filled, p)
 
 
 @jit
-def _pass(element, slots, row, few, scratch, p):  # type: ignore[no-untyped-def]
+def _pass(element, slots, row, gathered, scratch, p):  # type: ignore[no-untyped-def]
     """Tile by tile, for all queries while a tile is in the nearest cache. scratch: queries, or their sums."""
     words, group, stride = slots.words, np.int64(p.shape[0]), np.int64(p.shape[1])
     ahead = max(1, AHEAD // (BLOCK * 4 * words)) * BLOCK
@@ -114,16 +114,16 @@ def _pass(element, slots, row, few, scratch, p):  # type: ignore[no-untyped-def]
     tile = vectors.SLOTS * 4 * words  # bytes
     at, inside = row.at, 0
     for j in range(0, row.filled, BLOCK):
-        coming = coming_at(slots, at, j + ahead, row.filled, inside + ahead, row.then)
-        block = take(slots, at, inside, j, row.filled, few)
+        ahead_at = address_ahead(slots, at, j + ahead, row.filled, inside + ahead, row.next_at)
+        block = take(slots, at, inside, j, row.filled, gathered)
         for start in range(j, j + BLOCK, vectors.SLOTS):
-            fetch(coming, tile)
+            fetch(ahead_at, tile)
             numbers = (block, words, scratch_at, p_at + 4 * start, stride, group)
             if row.is_dots:
                 vectors.dots(element, numbers)
             else:
                 vectors.mix(element, numbers)
-            block, coming = block + tile, coming + tile
+            block, ahead_at = block + tile, ahead_at + tile
         at, inside = onwards(slots, at, inside)
 
 
@@ -180,10 +180,10 @@ def onwards(slots, at, inside):  # type: ignore[no-untyped-def]
 
 
 @jit
-def coming_at(slots, at, j, filled, inside, then):  # type: ignore[no-untyped-def]
-    """The address of slot j, which is read soon: in this segment, in the next, or beyond the row at `then`."""
+def address_ahead(slots, at, j, filled, inside, next_at):  # type: ignore[no-untyped-def]
+    """The address of slot j, which is read soon: in this segment, in the next, or beyond the row at `next_at`."""
     if j >= filled:
-        return then + 4 * max(0, j - -(-filled // BLOCK) * BLOCK) * slots.words
+        return next_at + 4 * max(0, j - -(-filled // BLOCK) * BLOCK) * slots.words
     if inside >= slots.per_segment:
         return at + 4 * (slots.segment_words + (inside - slots.per_segment) * slots.words)
     return at + 4 * inside * slots.words
@@ -197,30 +197,30 @@ def fetch(at, size):  # type: ignore[no-untyped-def]
 
 
 @jit
-def fetch_scores(book, r):  # type: ignore[no-untyped-def]
+def fetch_scores(state, r):  # type: ignore[no-untyped-def]
     """Prefetch the beginning of row r's scores and positions; the hardware prefetches the rest."""
-    start = 4 * r * book.columns
-    fetch(book.scores + start, min(_SCORES_AHEAD, 4 * book.columns))
-    fetch(book.positions + start, min(_SCORES_AHEAD, 4 * book.columns))
-    fetch(book.oldest + 4 * r, 1)
-    fetch(book.newest + 4 * r, 1)
-    fetch(book.victims + 4 * r, 1)
+    start = 4 * r * state.columns
+    fetch(state.scores + start, min(_SCORES_AHEAD, 4 * state.columns))
+    fetch(state.positions + start, min(_SCORES_AHEAD, 4 * state.columns))
+    fetch(state.oldest + 4 * r, 1)
+    fetch(state.newest + 4 * r, 1)
+    fetch(state.victims + 4 * r, 1)
 
 
 @jit
-def take(slots, at, inside, j, filled, few):  # type: ignore[no-untyped-def]
+def take(slots, at, inside, j, filled, gathered):  # type: ignore[no-untyped-def]
     """The address of slots j..j+7, side by side; beyond `filled` they are zero, and nothing is read there."""
     words = slots.words
     if inside + BLOCK <= slots.per_segment and j + BLOCK <= filled:
         return at + 4 * inside * words
     for s in range(BLOCK):
         for i in range(words):
-            few[s * words + i] = words_at(at)[inside * words + i] if j + s < filled else np.uint32(0)
+            gathered[s * words + i] = words_at(at)[inside * words + i] if j + s < filled else np.uint32(0)
         inside += 1
         if inside == slots.per_segment:
             inside = 0
             at += 4 * slots.segment_words
-    return np.int64(few.ctypes.data)
+    return np.int64(gathered.ctypes.data)
 
 
 @jit
@@ -250,11 +250,14 @@ def softmax(p, filled, scale, lse):  # type: ignore[no-untyped-def]
 
 
 @jit
-def score_row(book, r, filled, p):  # type: ignore[no-untyped-def]
+def score_row(state, r, filled, p):  # type: ignore[no-untyped-def]
     """The column scores of row r, and its victim. `ordered` integers and 64-bit pairs make all of it vectorise."""
-    scores, positions = floats_at(book.scores + 4 * r * book.columns), ints_at(book.positions + 4 * r * book.columns)
-    oldest, newest = ints_at(book.oldest)[r], ints_at(book.newest)[r]
-    decay, gain = np.float32(book.decay), floats_at(book.gains)[r]
+    scores, positions = (
+        floats_at(state.scores + 4 * r * state.columns),
+        ints_at(state.positions + 4 * r * state.columns),
+    )
+    oldest, newest = ints_at(state.oldest)[r], ints_at(state.newest)[r]
+    decay, gain = np.float32(state.decay), floats_at(state.gains)[r]
     lowest = np.int32(2**31 - 1)
     for g in range(1, p.shape[0]):
         for j in range(filled):
@@ -270,7 +273,7 @@ def score_row(book, r, filled, p):  # type: ignore[no-untyped-def]
     for j in range(filled):
         allowed = (oldest <= positions[j]) & (positions[j] <= newest) & (scores[j] == floor)
         best = min(best, (np.int64(positions[j]) << np.int64(32)) + np.int64(j) if allowed else np.int64(_NONE))
-    ints_at(book.victims)[r] = np.int32(-1) if best == _NONE else np.int32(best & np.int64(0xFFFFFFFF))
+    ints_at(state.victims)[r] = np.int32(-1) if best == _NONE else np.int32(best & np.int64(0xFFFFFFFF))
 
 
 class ColumnSlots(NamedTuple):

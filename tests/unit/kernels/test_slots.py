@@ -55,7 +55,7 @@ def make(filled: list[int], group: int, width: int, dtype: torch.dtype, seed: in
     return q, keys, values, torch.tensor(filled, dtype=torch.int32)
 
 
-def make_book(rows: int, slots: int, decay: float = 1.0, gain: float = 1.0) -> ScoreState:
+def make_state(rows: int, slots: int, decay: float = 1.0, gain: float = 1.0) -> ScoreState:
     g = torch.Generator().manual_seed(rows)
     positions = torch.stack([torch.randperm(3 * slots, generator=g)[:slots] for _ in range(rows)]).int()
     oldest = torch.randint(0, slots, (rows,), generator=g).int()
@@ -69,8 +69,8 @@ def is_compiled(width: int, dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or width % 2 == 0
 
 
-def copy_of(book: ScoreState) -> ScoreState:
-    return replace(book, scores=book.scores.clone(), victims=book.victims.clone())
+def copy_of(state: ScoreState) -> ScoreState:
+    return replace(state, scores=state.scores.clone(), victims=state.victims.clone())
 
 
 def double_attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, n: int, scale: float) -> torch.Tensor:
@@ -111,22 +111,22 @@ def test_against_the_definition(filled: list[int], group: int, width: int, dtype
 def test_scores_and_victims(filled: list[int], group: int, width: int, dtype: torch.dtype, decay: float) -> None:
     """Scores by the reference in fp32; victims by definition from the scores that came out; the same attention."""
     q, keys, values, counts = make(filled, group, width, dtype)
-    book = make_book(len(filled), keys.shape[1], decay, 2.0)
-    expected = copy_of(book)
+    state = make_state(len(filled), keys.shape[1], decay, 2.0)
+    expected = copy_of(state)
     args = in_segments(keys, 7), in_segments(values, 7), counts, 0.3
-    assert torch.equal(attend_scored(q, *args, book), attend(q, *args))
+    assert torch.equal(attend_scored(q, *args, state), attend(q, *args))
     attend_scored_reference(q.float(), args[0].float(), args[1].float(), counts, 0.3, expected)
     tolerance = 2e-6 if is_compiled(width, dtype) else 0.03
-    assert torch.allclose(book.scores, expected.scores, atol=tolerance, rtol=tolerance)
-    assert book.victims.tolist() == victims(book, filled)
+    assert torch.allclose(state.scores, expected.scores, atol=tolerance, rtol=tolerance)
+    assert state.victims.tolist() == victims(state, filled)
     assert expected.victims.tolist() == victims(expected, filled)
 
 
-def victims(book: ScoreState, filled: list[int]) -> list[int]:
+def victims(state: ScoreState, filled: list[int]) -> list[int]:
     found = []
     for r, n in enumerate(filled):
-        allowed = [j for j in range(n) if book.oldest[r] <= book.positions[r, j] <= book.newest[r]]
-        found.append(min(allowed, key=lambda j: (float(book.scores[r, j]), int(book.positions[r, j])), default=-1))
+        allowed = [j for j in range(n) if state.oldest[r] <= state.positions[r, j] <= state.newest[r]]
+        found.append(min(allowed, key=lambda j: (float(state.scores[r, j]), int(state.positions[r, j])), default=-1))
     return found
 
 
@@ -163,10 +163,10 @@ def test_ties_go_to_the_lowest_position_and_an_empty_range_to_nobody(scored) -> 
     oldest, newest = torch.tensor([0, 4, 0, 10]).int(), torch.tensor([99, 8, 3, 99]).int()
     scores = torch.zeros(4, 6)
     scores[1, 1] = 1.0
-    book = ScoreState(scores, positions, oldest, newest, 1.0, torch.ones(4), torch.zeros(4).int())
-    scored(q, keys, values, filled, 1.0, book)
-    assert book.victims.tolist() == [3, 2, -1, -1]
-    assert torch.equal(book.scores[2, 2:], torch.zeros(4))  # what is not filled keeps its score
+    state = ScoreState(scores, positions, oldest, newest, 1.0, torch.ones(4), torch.zeros(4).int())
+    scored(q, keys, values, filled, 1.0, state)
+    assert state.victims.tolist() == [3, 2, -1, -1]
+    assert torch.equal(state.scores[2, 2:], torch.zeros(4))  # what is not filled keeps its score
 
 
 @pytest.mark.parametrize("function", [attend, attend_reference])
@@ -195,9 +195,9 @@ def test_wrong_shapes_are_refused_before_memory_is_touched() -> None:
     with pytest.raises(ValueError, match="do not go together"):
         attend(q, keys.transpose(2, 3).contiguous().transpose(2, 3), values, counts, 1.0)
     with pytest.raises(ValueError, match="scores is"):
-        attend_scored(q, keys, values, counts, 1.0, make_book(3, 7))
+        attend_scored(q, keys, values, counts, 1.0, make_state(3, 7))
     with pytest.raises(ValueError, match="scores is"):
-        attend_scored(q, keys, values, counts, 1.0, make_book(2, 4))
+        attend_scored(q, keys, values, counts, 1.0, make_state(2, 4))
 
 
 # Shares whose product with a count of slots is the same in every precision.
