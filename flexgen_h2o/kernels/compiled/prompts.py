@@ -32,10 +32,9 @@ ROWS = 4  # of a tile: with 4 vectors each, 16 sums, which is enough to wait for
 WIDE = 64  # columns of a wide tile
 
 
-def _emit_gemm(
-    vectors: int, adds: bool, e: Emitter, a: Any, a_step: Any, b: Any, b_step: Any, c: Any, c_step: Any, count: Any
-) -> None:
+def _emit_gemm(vectors: int, adds: bool, e: Emitter, *numbers: Any) -> None:
     """A tile of `vectors` x LANES columns. adds: to what is in c. The numbers of a row of `a` are spread one by one."""
+    a, a_step, b, b_step, c, c_step, count = numbers
     builder, kind = e.builder, ir.VectorType(F32, LANES)
 
     def at(start: Any, step: Any, row: Any, column: Any) -> Any:

@@ -105,17 +105,12 @@ class Emitter:
         read, keep, data = (ir.Constant(I32, x) for x in (0, 3, 1))
         self.builder.call(function, [self.builder.inttoptr(address, pointer), read, keep, data])
 
-    @contextmanager
-    def either(self, condition: Any, values: tuple[int, int]) -> Iterator[Iterator[int]]:
-        """Emit code twice, for the first of two values where the condition holds and for the second elsewhere."""
+    def choose(self, condition: Any, values: tuple[int, int], emit: Callable[[int], None]) -> None:
+        """Emit code for the first of two values, run where the condition holds, and for the second, run elsewhere."""
         with self.builder.if_else(condition) as branches:
-            yield self._in_branches(branches, values)
-
-    @staticmethod
-    def _in_branches(branches: tuple[Any, Any], values: tuple[int, int]) -> Iterator[int]:
-        for branch, value in zip(branches, values, strict=True):
-            with branch:
-                yield value
+            for branch, value in zip(branches, values, strict=True):
+                with branch:
+                    emit(value)
 
 
 def _checked(numbers: Any) -> Any:
@@ -377,23 +372,22 @@ def _for_queries(emit: Callable[..., None], tile: _Tile, scratch: Any, p: Any, s
     work(b.sub(group, done), done, 1)
 
 
-def _over_slots(emit: Callable[..., None], e: Emitter, planes: int, at: Any, words: Any, *queries: Any) -> None:
-    with e.either(e.builder.icmp_signed(">=", words, e.number(WIDE)), (WIDE, 1)) as versions:
-        for lanes in versions:
-            _for_queries(emit, _Tile(e, lanes, planes, at, words), *queries)
+def _over_slots(emit: Callable[..., None], e: Emitter, planes: int, *numbers: Any) -> None:
+    at, words, *queries = numbers
+    is_wide = e.builder.icmp_signed(">=", words, e.number(WIDE))
+    e.choose(is_wide, (WIDE, 1), lambda lanes: _for_queries(emit, _Tile(e, lanes, planes, at, words), *queries))
 
 
-def _over_packed_slots(
-    emit: Callable[..., None], e: Emitter, bits: Any, lanes: Any, places: Any, count: Any, at: Any, words: Any,
-    *queries: Any,
-) -> None:  # fmt: skip
-    b = e.builder
-    with e.either(b.icmp_signed("==", bits, e.number(4)), (4, 8)) as formats:
-        for number in formats:
-            with e.either(b.icmp_signed(">", lanes, e.number(1)), (PACKED_WIDE, 1)) as versions:
-                for width in versions:
-                    tile = _PackedTile(e, width, 32 // number + 1, at, words, number, places, count)
-                    _for_queries(emit, tile, *queries)
+def _over_packed_slots(emit: Callable[..., None], e: Emitter, *numbers: Any) -> None:
+    bits, lanes, places, count, at, words, *queries = numbers
+
+    def emit_format(bits: int, lanes: int) -> None:
+        tile = _PackedTile(e, lanes, 32 // bits + 1, at, words, bits, places, count)
+        _for_queries(emit, tile, *queries)
+
+    is_four = e.builder.icmp_signed("==", bits, e.number(4))
+    is_wide = e.builder.icmp_signed(">", lanes, e.number(1))
+    e.choose(is_four, (4, 8), lambda b: e.choose(is_wide, (PACKED_WIDE, 1), partial(emit_format, b)))
 
 
 # dots(element, (at, words, scratch, p, stride, group)): a tile's first slot and words of a slot; the first query (or

@@ -85,13 +85,13 @@ ragged = st.lists(st.integers(1, 21), min_size=1, max_size=5)
 @settings(max_examples=60, deadline=None)
 @given(ragged, st.integers(1, 9), st.sampled_from(WIDTHS), st.sampled_from(DTYPES), st.integers(1, 24))
 def test_against_the_definition(filled: list[int], group: int, width: int, dtype: torch.dtype, length: int) -> None:
-    """The result, to the bit the same with the log-sum-exp, and this."""
+    """The result, bit for bit the same with the log-sum-exp, and the log-sum-exp."""
     q, keys, values, counts = make(filled, group, width, dtype)
     columns = in_segments(keys, length), in_segments(values, length)
     out, lse = attend_lse(q, *columns, counts, 0.3)
     assert torch.equal(out, attend(q, *columns, counts, 0.3)) and out.shape == q.shape and out.dtype == dtype
-    reference, reference_lse = attend_lse_reference(q, *columns, counts, 0.3)
-    assert torch.equal(attend_reference(q, *columns, counts, 0.3), reference) or dtype == torch.bfloat16
+    reference = attend_reference(q, *columns, counts, 0.3)
+    same, reference_lse = attend_lse_reference(q, *columns, counts, 0.3)
     assert lse.shape == reference_lse.shape == (len(filled), group)
     assert lse.dtype == reference_lse.dtype == torch.float32
     for r, n in enumerate(filled):
@@ -99,6 +99,7 @@ def test_against_the_definition(filled: list[int], group: int, width: int, dtype
         tolerance = TOLERANCE[dtype] * max(1.0, float(expected.abs().max()))
         assert (out[r].double() - expected).abs().max() < tolerance
         assert (reference[r].double() - expected).abs().max() < 4 * tolerance
+        assert (same[r] - out[r]).abs().max() <= 0.05 * max(1.0, float(out[r].abs().max()))
         products = 0.3 * (q[r].double() @ keys[r, :n].double().T)
         expected, largest = torch.logsumexp(products, dim=1), max(1.0, float(products.abs().max()))
         rounded = (1e-5 if dtype == torch.float32 else 2**-7) * largest
