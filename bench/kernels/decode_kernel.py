@@ -28,9 +28,9 @@ import torch
 
 from flexgen_h2o.cli_common import OneLineParser, positive
 from flexgen_h2o.core.packing import SlotPacking
-from flexgen_h2o.kernels.packed import attend_packed, pack_columns
+from flexgen_h2o.kernels.packed import pack_columns
 from flexgen_h2o.kernels.prefill_attention import causal_attention, causal_attention_lse, column_sums
-from flexgen_h2o.kernels.slots import ScoreState, attend, attend_reference, attend_scored
+from flexgen_h2o.kernels.slots import ScoreState, attend, attend_packed, attend_reference, attend_scored
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 HEADS = {"opt-1.3b": (32, 64), "opt-6.7b": (32, 128), "opt-30b": (56, 128)}  # heads, width

@@ -1,13 +1,10 @@
-"""Tensors in a layout of oneDNN's around memory of ours, by torch's C interface for compiled models. It is private.
+"""Rows of a bf16 matrix in oneDNN's blocked layout, in which a CPU multiplies them faster than in order.
 
-Rows of a bf16 matrix in oneDNN's blocked layout, in which a CPU multiplies them faster than in order.
+Rows are blocked in place, some at a time: the bytes are the same in another order, so that the memory plan and the
+owner of the memory need not know. Products make a tensor of their own, which is copied unless it is used as it is.
 
-The values are the same, and so is their place: rows are blocked where they lie, some at a time, so that neither the
-memory plan nor whoever owns the memory sees a difference. Products make a tensor of their own, which is copied where
-it is not used as it is.
-
-The operations are private ones of torch: those that compiled models call, and of its C interface for such models the
-one that makes a tensor of memory. They are tried once; where they are missing or differ, rows stay as they are.
+The operations are private to torch: those that compiled models call, and the function of its C interface that makes a
+tensor around given memory. They are tried once; where they are missing or differ, rows stay in order.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ def _can_block(packed: torch.Tensor, columns: int) -> bool:
 
 @lru_cache(maxsize=1)
 def _can_fill() -> bool:
-    from flexgen_h2o.kernels.compiled.packed_vectors import is_there
+    from flexgen_h2o.kernels.compiled.int8 import is_there
 
     return is_there()
 
@@ -280,7 +280,7 @@ def _fill_in_order(packed: torch.Tensor, out: torch.Tensor, columns: int) -> Non
 
 def _fill_blocked(packed: torch.Tensor, first: int, part: BlockedInt8, columns: int) -> None:
     from flexgen_h2o.kernels.compiled import int8 as requantise_loops
-    from flexgen_h2o.kernels.compiled.packed_vectors import ROWS
+    from flexgen_h2o.kernels.compiled.int8 import ROWS
 
     assert first % ROWS == 0 and len(packed) % ROWS == 0
     job = requantise_loops.Job(

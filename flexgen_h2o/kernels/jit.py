@@ -1,7 +1,9 @@
-"""How numba compiles here, memory by address, and 2**x. Importing it imports numba (0.2 s): do so lazily.
+"""How numba compiles here, and the scalar helpers of all loops. It imports numba (0.2 s): import it lazily.
 
 Loops get addresses, whose tensors the caller keeps alive: no array has to be made of a bf16 tensor, and numba compiles
-each loop once. They hold no lock and start no threads: `threads.parallel_rows` runs them side by side.
+each loop once. They hold no lock and start no threads: `workspace.parallel_rows` runs them in parallel.
+
+`element` is a number whose type says what lies at an address: uint16 stands for bf16, float32 for fp32.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import numpy as np
 from llvmlite import ir
 from numba.extending import intrinsic
 
-# numba's own annotations cover some of it only, and not in all versions.
+# numba's annotations cover some of it only, and not in all versions.
 _njit: Any = numba.njit
 _types: Any = numba.types
 
@@ -28,20 +30,20 @@ _STAMP = tuple((f.name, f.stat().st_mtime_ns, f.stat().st_size) for f in sorted(
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """numba.njit for a loop over addresses. What it compiles stays on disk where numba finds a folder to write to."""
+    """numba.njit for a loop over addresses. The compiled code is cached on disk where numba finds a writable folder."""
     try:
         compiled = _njit(function, cache=True, **_OPTIONS)
-    except RuntimeError:  # neither beside the source nor in the user's cache folder
+    except RuntimeError:  # no folder can be written to
         return _njit(function, **_OPTIONS)
-    # By itself numba would look only at the function's own file to see whether what it kept is out of date.
+    # numba compares only the function's own file with the cache; a loop also depends on the other files here.
     with suppress(AttributeError):
         compiled._cache._cache_file._source_stamp = _STAMP
-        compiled._cache.save_overload = _saving_if_possible(compiled._cache.save_overload)
+        compiled._cache.save_overload = _ignoring_full_disk(compiled._cache.save_overload)
     return compiled
 
 
-def _saving_if_possible(save: Callable[..., None]) -> Callable[..., None]:
-    """A full disk costs the next run its time to compile, and this one nothing."""
+def _ignoring_full_disk(save: Callable[..., None]) -> Callable[..., None]:
+    """Writing to a full disk fails silently: the next run compiles again."""
 
     def saved(*arguments: Any) -> None:
         with suppress(OSError):
@@ -51,7 +53,7 @@ def _saving_if_possible(save: Callable[..., None]) -> Callable[..., None]:
 
 
 def _cast(to: Any, source: Any, emit: Callable[[Any, Any], Any]) -> Any:
-    """An intrinsic that turns a value of numba type `source` into one of type `to`."""
+    """An intrinsic that converts a value of numba type `source` to type `to`."""
 
     @intrinsic
     def cast(_context: Any, _value: Any) -> Any:
@@ -60,28 +62,49 @@ def _cast(to: Any, source: Any, emit: Callable[[Any, Any], Any]) -> Any:
     return cast
 
 
-_F32, _I32 = ir.FloatType(), ir.IntType(32)
-# Memory at an address, by its elements.
-floats_at = _cast(_types.CPointer(_types.float32), _types.int64, lambda b, x: b.inttoptr(x, _F32.as_pointer()))
-ints_at = _cast(_types.CPointer(_types.int32), _types.int64, lambda b, x: b.inttoptr(x, _I32.as_pointer()))
-bytes_at = _cast(_types.CPointer(_types.uint8), _types.int64, lambda b, x: b.inttoptr(x, ir.IntType(8).as_pointer()))
-shorts_at = _cast(_types.CPointer(_types.uint16), _types.int64, lambda b, x: b.inttoptr(x, ir.IntType(16).as_pointer()))
-longs_at = _cast(_types.CPointer(_types.int64), _types.int64, lambda b, x: b.inttoptr(x, ir.IntType(64).as_pointer()))
-words_at = _cast(_types.CPointer(_types.uint32), _types.int64, lambda b, x: b.inttoptr(x, _I32.as_pointer()))
+_F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+
+
+def _pointer(to: Any, kind: Any) -> Any:
+    """An intrinsic that makes an array of the memory at an address."""
+    return _cast(_types.CPointer(to), _types.int64, lambda b, x: b.inttoptr(x, kind.as_pointer()))
+
+
+floats_at, ints_at, longs_at = (
+    _pointer(_types.float32, _F32),
+    _pointer(_types.int32, _I32),
+    _pointer(_types.int64, _I64),
+)
+bytes_at, shorts_at = _pointer(_types.uint8, ir.IntType(8)), _pointer(_types.uint16, ir.IntType(16))
+words_at = _pointer(_types.uint32, _I32)
 # The same bits, read as another type.
 bits_to_float = _cast(_types.float32, _types.uint32, lambda b, x: b.bitcast(x, _F32))
 float_to_bits = _cast(_types.int32, _types.float32, lambda b, x: b.bitcast(x, _I32))
 
 
 def _is_float(_context: Any, number: Any) -> Any:
-    """Is the type of this number a float? Known when compiled, so that a loop has one of two bodies."""
+    """Whether the type of this number is a float; known at compile time, so that a loop has one of two bodies."""
     constant = ir.Constant(ir.IntType(1), isinstance(number, _types.Float))
     return _types.boolean(number), lambda *_: constant
 
 
+def num_planes(element: Any) -> int:
+    """The numbers in a 4-byte word, by the numba type of an element."""
+    return 2 if element == _types.uint16 else 1
+
+
+def _planes(_context: Any, element: Any) -> Any:
+    """The numbers in a 4-byte word; known at compile time."""
+    constant = ir.Constant(_I64, num_planes(element))
+    return _types.int64(element), lambda *_: constant
+
+
 is_float: Any = intrinsic(_is_float)
+planes: Any = intrinsic(_planes)
 
-
+LOG2_E, LN_2 = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
+HIGH = np.uint32(0xFFFF0000)  # the upper half of a word
+_QUIET = np.uint32(0x400000)  # a bit of a NaN; set, the upper half is a NaN too
 # 2**f for |f| <= 1/2 to one part in 10**7, lowest power first; the first is 1, so that 2**0 is.
 _C0, _C1, _C2, _C3, _C4, _C5 = (
     np.float32(c) for c in (1.0, 0.69314698, 0.24022242, 0.05550734, 0.00967151, 0.00132647)
@@ -101,13 +124,54 @@ def exp2(x):  # type: ignore[no-untyped-def]
 
 @jit
 def ordered(bits):  # type: ignore[no-untyped-def]
-    """Turn the bits of a float into an int32 that sorts as the float does, positive NaN last; and back again.
+    """Map the bits of a float to an int32 that sorts as the float does, positive NaN last; and back again.
 
     The largest or smallest of integers vectorises; that of floats only if the compiler may forget about NaN.
     """
     return bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))
 
 
+@jit
+def to_bf16(x):  # type: ignore[no-untyped-def]
+    """The bits of x rounded to bf16, half to even, in the upper half; the lower half has no meaning."""
+    bits = np.uint32(float_to_bits(x))
+    return bits | _QUIET if x != x else bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+
+
+@jit
+def to_bf16_towards(x, up):  # type: ignore[no-untyped-def]
+    """The nearest bf16 number that is not below x (up) or not above it, the lower half 0; NaN stays NaN."""
+    bits = np.uint32(float_to_bits(x))
+    if x != x:
+        bits |= _QUIET
+    elif (x < np.float32(0)) != up:  # away from zero
+        bits += np.uint32(0xFFFF)
+    return np.uint32(bits & HIGH)
+
+
+@jit
+def number_at(element, at, i):  # type: ignore[no-untyped-def]
+    """Number i at address `at`, in fp32."""
+    if planes(element) == 2:
+        return bits_to_float(np.uint32(shorts_at(at)[i]) << np.uint32(16))
+    return floats_at(at)[i]
+
+
+@jit
+def set_number(element, at, i, x):  # type: ignore[no-untyped-def]
+    """Round x to number i at address `at`."""
+    if planes(element) == 2:
+        shorts_at(at)[i] = np.uint16(to_bf16(x) >> np.uint32(16))
+    else:
+        floats_at(at)[i] = x
+
+
+@jit
+def rounded(element, x):  # type: ignore[no-untyped-def]
+    """x as it would be read back: rounded to bf16 if elements are."""
+    return bits_to_float(to_bf16(x) & HIGH) if planes(element) == 2 else x
+
+
 def is_kept() -> bool:
-    """Does what is compiled stay on disk, for other processes and later ones?"""
+    """Whether compiled code is cached on disk, for other processes and later ones."""
     return getattr(getattr(exp2, "_cache", None), "cache_path", None) is not None

@@ -1,29 +1,18 @@
 """Rows of a matrix into the packed format of core/packing.py, and back into a compute dtype.
 
-Columns packed into a few bits a value, and decode attention over slots that hold them (packing.SlotPacking).
-
-Letters as in `slots`; W = words of a slot. On the CPU, in fp32 and bf16, columns are packed and read by compiled loops
-(`packed_loops`): what is read is dequantised in registers. Everything else goes through torch operations, which unpack
-`PACKED_CHUNK` values at a time.
+Columns packed into a few bits a value (packing.SlotPacking). W = words of a slot.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from flexgen_h2o.core.packing import GROUP, GROUP_BYTES, SlotPacking, num_groups, packed_row_bytes, value_bytes
-from flexgen_h2o.core.units import PACKED_CHUNK, UNPACK_CHUNK
-from flexgen_h2o.kernels.slots import (
-    ScoreState,
-    attend_reference,
-    attend_scored_reference,
-    check_slots,
-    score_addresses,
-)
-from flexgen_h2o.kernels.workspace import parallel_rows
+from flexgen_h2o.core.units import UNPACK_CHUNK
+from flexgen_h2o.kernels.workspace import element_of, parallel_rows
 
 if TYPE_CHECKING:
     import numpy as np
@@ -87,15 +76,13 @@ def unpack_rows(packed: torch.Tensor, bits: int, out: torch.Tensor) -> torch.Ten
     """Fill out (n, columns), contiguous, with the values of packed (n, packed_row_bytes), rounded to out's dtype."""
     if out.device.type != "cpu" or out.dtype not in _COMPILED:
         return unpack_rows_reference(packed, bits, out)
-    import numpy as np
-
     from flexgen_h2o.kernels.compiled import rows as unpack_loops
 
     n, columns = out.shape
     job = unpack_loops.UnpackJob(
         packed.data_ptr(), packed.shape[1], value_bytes(columns, bits), out.data_ptr(), columns, bits
     )
-    element = np.float32(0) if out.dtype == torch.float32 else np.uint16(0)
+    element = element_of(out.dtype)
     row_bytes = packed.shape[1] + columns * out.itemsize
     parallel_rows(lambda first, end: unpack_loops.unpack(element, job, first, end), n, row_bytes)
     return out
@@ -144,7 +131,7 @@ def pack_columns(columns: torch.Tensor, packing: SlotPacking) -> torch.Tensor:
         raise ValueError(f"pack_columns: {tuple(columns.shape)} is not of width {packing.width}")
     columns = columns.contiguous()
     packed = torch.empty(*columns.shape[:-1], packing.words, dtype=torch.int32)
-    form, element = _format(packing), _element(columns.dtype)
+    form, element = slot_format(packing), element_of(columns.dtype)
     rows = columns.numel() // packing.width
     parallel_rows(
         lambda first, end: packed_loops.pack_rows(
@@ -184,57 +171,6 @@ def unpack_columns(packed: torch.Tensor, packing: SlotPacking, dtype: torch.dtyp
     return (values * scale + least).to(dtype)
 
 
-def attend_packed(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float, packing: SlotPacking,
-    book: ScoreState | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """`slots.attend`, or with a book `slots.attend_scored`, over packed slots.
-
-    q: (R, g, d). keys, values: (segments, R, S, W) int32, strides as there. Returns (R, g, d) in q's dtype.
-    """
-    if q.device.type != "cpu" or q.dtype not in _COMPILED:
-        return attend_packed_reference(q, keys, values, filled, scale, packing, book)
-    from flexgen_h2o.kernels.compiled import packed_slots as packed_loops
-    from flexgen_h2o.kernels.compiled import slots as slot_loops
-
-    q, filled = q.contiguous(), filled.contiguous()
-    rows, group, width = q.shape
-    most = int(filled.max())
-    check_slots(q, keys, values, filled, most, (packing.words, torch.int32))
-    if width != packing.width:
-        raise ValueError(f"attend_packed: queries of width {width}, slots of width {packing.width}")
-    out = torch.empty_like(q)
-    slots = slot_loops.Slots(
-        group, packing.words, keys.shape[2], keys.stride(0), most,
-        q.data_ptr(), keys.data_ptr(), values.data_ptr(), filled.data_ptr(), out.data_ptr(), 0,
-    )  # fmt: skip
-    scores = slot_loops.NO_SCORES if book is None else score_addresses(book, rows, most)
-    form, element = _format(packing), _element(q.dtype)
-    parallel_rows(
-        lambda first, end: packed_loops.attend_rows(element, form, slots, scale, scores, first, end),
-        rows,
-        2 * most * packing.slot_bytes,
-    )
-    return out
-
-
-def attend_packed_reference(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float, packing: SlotPacking,
-    book: ScoreState | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """`attend_packed` in torch operations: some rows at a time are unpacked into q's dtype."""
-    out = torch.empty_like(q)
-    step = max(1, PACKED_CHUNK // (keys.shape[0] * keys.shape[2] * packing.width))
-    for a in range(0, len(q), step):
-        rows = slice(a, a + step)
-        k, v = (unpack_columns(t[:, rows], packing, q.dtype) for t in (keys, values))
-        if book is None:
-            out[rows] = attend_reference(q[rows], k, v, filled[rows], scale)
-        else:
-            out[rows] = attend_scored_reference(q[rows], k, v, filled[rows], scale, book.rows(rows))
-    return out
-
-
 @lru_cache
 def _table(packing: SlotPacking) -> tuple[int, np.ndarray]:
     from flexgen_h2o.kernels.compiled import packed_slots as packed_loops
@@ -242,17 +178,12 @@ def _table(packing: SlotPacking) -> tuple[int, np.ndarray]:
     return packed_loops.table_of(packing)
 
 
-def _format(packing: SlotPacking) -> Format:
+def slot_format(packing: SlotPacking) -> Format:
+    """What compiled loops know of a packing."""
     from flexgen_h2o.kernels.compiled.packed_slots import Format
 
     lanes, table = _table(packing)
     return Format(packing.width, packing.bits, packing.group, packing.value_words, lanes, len(table), table.ctypes.data)
-
-
-def _element(dtype: torch.dtype) -> np.number[Any]:
-    import numpy as np
-
-    return np.float32(0) if dtype == torch.float32 else np.uint16(0)
 
 
 def _outwards(x: torch.Tensor, down: bool) -> torch.Tensor:

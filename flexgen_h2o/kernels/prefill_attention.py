@@ -1,35 +1,26 @@
-"""How large the pieces of an n x n matrix are that exist at a time.
+"""Causal attention over prompts with the log-sum-exp, and column scores: the attention that each key received, summed
+over queries, never as an n x n matrix. With more keys than queries, the queries are the last rows of the prompt.
 
-Column scores of a prefill: how much attention each key received, summed over queries. Never an n x n matrix.
-
-Causal attention over prompts, and the same with the log-sum-exp that the column sums need.
-
-There may be more keys than queries: the queries are then the last rows of the prompt.
-
-On a CPU with AVX-512, fp32 and bf16 go through a compiled loop (`prompt_loops`): 2 to 3 times as fast as torch's own.
-
-Elsewhere torch computes the log-sum-exp inside its fused attention, but gives it out only through private operations.
-They are tried once against `causal_attention_lse_reference` on a small case, and left alone where they are missing,
-raise or differ. The CUDA one has not run on a GPU yet.
+On a CPU with AVX-512, fp32 and bf16 go through a compiled loop: 2 to 3 times as fast as torch's own. Elsewhere torch
+computes the log-sum-exp inside its fused attention, but returns it only from private operations. They are tried once
+against `causal_attention_lse_reference` on a small case, and not used where they are missing, raise or differ. The CUDA
+one has not run on a GPU yet.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
 from flexgen_h2o.core.units import MASK_ROWS, SCORE_TILE_BYTES
-from flexgen_h2o.kernels.workspace import parallel_rows
+from flexgen_h2o.kernels.workspace import element_of, is_compiled, parallel_rows
 
 TILE_ROWS = 256  # query rows; fewer where a tile of so many is over TILE_BYTES for each thread
 LEAST_TILE_ROWS = 16  # fewer make matrix products slow
 TILE_BYTES = SCORE_TILE_BYTES  # of all products that exist at a time
 REFERENCE_ROWS = 32  # query rows where all heads of all prompts are worked on at once
-
-
-_COMPILED = (torch.float32, torch.bfloat16)
 
 
 def column_sums(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float, first_row: int = 0) -> torch.Tensor:
@@ -110,30 +101,23 @@ def _add_piece(
 def _add_tile(products: torch.Tensor, lse: torch.Tensor, scale: float, sums: torch.Tensor, first: int) -> None:
     """lse: (rows, group, count), of the tile's own queries, which begin at row `first`."""
     rows, group, count, end = products.shape
-    if products.device.type != "cpu" or products.dtype not in _COMPILED:
+    if not is_compiled(products):
         p = products.float().mul_(scale).sub_(lse[..., None]).exp_().tril_(first)
         sums[:, :end] += p.sum(dim=(1, 2))
         return
-    import numpy as np
+    from flexgen_h2o.kernels.compiled import prompts as prompt_loops
 
-    from flexgen_h2o.kernels.compiled import prompts as column_loops
-
-    tile = column_loops.Tile(
+    tile = prompt_loops.Tile(
         group, count, end, sums.shape[1], first, products.data_ptr(), lse.data_ptr(), sums.data_ptr()
     )
-    element = np.float32(0) if products.dtype == torch.float32 else np.uint16(0)
-    parallel_rows(
-        lambda a, b: column_loops.add_tile(element, tile, scale, a, b),
-        rows,
-        4 * group * count * end * products.itemsize,
-    )
+    element, row_bytes = element_of(products.dtype), 4 * group * count * end * products.itemsize
+    parallel_rows(lambda a, b: prompt_loops.add_tile(element, tile, scale, a, b), rows, row_bytes)
 
 
 Result = tuple[torch.Tensor, torch.Tensor]
 _Fused = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], Result]
 
-# Of a self-check: rows on both sides of a tile's edge, of them queries where they are fewer, and how far results in a
-# dtype may be apart.
+# Of a self-check: rows on both sides of a tile's edge, the queries where they are fewer, and the tolerance by dtype.
 _CHECK_ROWS, _CHECK_LAST = 37, 5
 _CHECK_TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 
@@ -146,17 +130,12 @@ def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: f
     if _is_compiled(q, k, v):
         return _attend_compiled(q, k, v, scale)[0]
     rows, n = q.shape[2], k.shape[2]
-    if rows < n and rows > 1:
-        pieces = [
-            torch.nn.functional.scaled_dot_product_attention(
-                some, keys, values, attn_mask=_last_rows(some, keys), scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-            )
-            for some, keys, values in _row_pieces(q, k, v)
-        ]
+    enable_gqa = q.shape[1] != k.shape[1]
+    attend = partial(torch.nn.functional.scaled_dot_product_attention, scale=scale, enable_gqa=enable_gqa)
+    if 1 < rows < n:
+        pieces = [attend(some, a, b, _last_rows(some, a)) for some, a, b in _row_pieces(q, k, v)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
-    return torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, is_causal=rows > 1, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    return attend(q, k, v, is_causal=rows > 1)
 
 
 def causal_attention_lse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Result:
@@ -209,8 +188,7 @@ def _last_rows(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 def _is_compiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether the compiled loop can read these, and is the faster one."""
-    right = q.device.type == "cpu" and q.dtype in (torch.float32, torch.bfloat16)
-    return right and all(t.stride(3) == 1 for t in (q, k, v)) and _has_wide_vectors()
+    return is_compiled(q) and all(t.stride(3) == 1 for t in (q, k, v)) and _has_wide_vectors()
 
 
 @lru_cache(maxsize=1)
@@ -239,12 +217,18 @@ def _attend_compiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: f
         raise ValueError("causal_attention: q, k, v do not go together: {}; {}; {}".format(*shapes))
     out = torch.empty(batch, n, heads, width, dtype=q.dtype).transpose(1, 2)
     lse = torch.empty(batch, heads, n, dtype=torch.float32)
-    places = [x for t in (q, k, v, out) for x in (t.data_ptr(), *(t.itemsize * step for step in t.stride()[:3]))]
-    places.append(lse.data_ptr())
+
+    def heads_of(t: torch.Tensor) -> prompt_loops.Heads:
+        batch_step, head_step, token_step = (t.itemsize * step for step in t.stride()[:3])
+        return prompt_loops.Heads(t.data_ptr(), batch_step, head_step, token_step)
+
     group, block = heads // kv_heads, prompt_loops.KEYS
     queries = min(max(1, prompt_loops.QUERIES // group // block), -(-n // block)) * block
-    job = prompt_loops.Prompts(kv_heads, group, n, keys - n, width, queries, *places)
-    element = np.float32(0) if q.dtype == torch.float32 else np.uint16(0)
+    job = prompt_loops.Prompts(
+        kv_heads, group, n, keys - n, width, queries, heads_of(q), heads_of(k), heads_of(v), heads_of(out),
+        lse.data_ptr(),
+    )  # fmt: skip
+    element = element_of(q.dtype)
     units = batch * kv_heads * -(-n // queries)
     parallel_rows(
         lambda first, end: prompt_loops.attend_units(element, job, np.float32(scale), first, end),

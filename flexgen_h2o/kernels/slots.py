@@ -1,32 +1,29 @@
 """Decode attention: one query a head over KV slots; column scores and a victim where an eviction policy wants them.
 
 R = rows: sequences x kv-heads; g = query heads of one kv-head; d = head width; C = slots of a row, held in segments of
-S: slot j of row r is at [j // S, r, j % S]. Softmax and sums in fp32.
+S: slot j of row r is at [j // S, r, j % S]; W = words of a packed slot. Softmax and sums in fp32.
 
-On the CPU, fp32 and bf16 go through one compiled pass over the keys and one over the values (`slot_loops`); everything
-else through the torch operations of `attend_reference` and `attend_scored_reference`, which mean the same.
-
-FlexGen's --attn-sparsity: decode attention that reads only the most attended values. In torch operations.
-
-Columns into the slots of KV rows, and out of them: one row a (sequence, kv-head), each with slots of its own.
-
-keys, values: (segments, R, S, d); slot j of row r is at [j // S, r, j % S]. On the CPU compiled loops go through all
-rows (`slot_column_loops`): small torch operations with an index for each number would take most of the time.
+On the CPU, fp32 and bf16 go through one compiled pass over the keys and one over the values, which dequantises packed
+slots in registers; everything else through the torch operations of the functions `..._reference`, which unpack
+PACKED_CHUNK values at a time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from flexgen_h2o.core.units import SPARSE_CHUNK
-from flexgen_h2o.kernels.workspace import parallel_rows
+from flexgen_h2o.core.packing import SlotPacking
+from flexgen_h2o.core.units import PACKED_CHUNK, SPARSE_CHUNK
+from flexgen_h2o.kernels.packed import slot_format, unpack_columns
+from flexgen_h2o.kernels.workspace import element_of, is_compiled, parallel_rows
 
 if TYPE_CHECKING:
-    from flexgen_h2o.kernels.compiled.slots import ColumnSlots as Slots
-    from flexgen_h2o.kernels.compiled.slots import Scores
+    from flexgen_h2o.kernels.compiled.slots import ColumnSlots, Scores, Slots
 
 
 _WORD = 4  # bytes: the compiled loops take slots in such steps
@@ -37,7 +34,8 @@ class ScoreState:
     """Column scores of R rows with C slots, on the device of the keys, each tensor contiguous; updated in place.
 
     scores: (R, C) fp32. positions: (R, C) int32, distinct within a row and not negative. oldest, newest: (R,) int32,
-    the positions between which, both included, a row may lose a slot. gains: (R,) fp32. victims: (R,) int32, written.
+    the range of positions, both ends included, in which a row may lose a slot. gains: (R,) fp32. victims: (R,) int32,
+    written.
     """
 
     scores: torch.Tensor
@@ -49,7 +47,7 @@ class ScoreState:
     victims: torch.Tensor
 
     def rows(self, some: slice) -> ScoreState:
-        """The book of some of the rows."""
+        """The state of some of the rows."""
         names = ("scores", "positions", "oldest", "newest", "gains", "victims")
         return replace(self, **{name: getattr(self, name)[some] for name in names})
 
@@ -79,17 +77,32 @@ def attend_lse(
 
 
 def attend_scored(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float, book: ScoreState
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float, state: ScoreState
 ) -> torch.Tensor:
-    """`attend`, bit for bit, which also keeps the book.
+    """`attend`, bit for bit, which also updates the scores.
 
-    scores[r, j] = fade x scores[r, j] + gains[r] x (sum over g of the probability of slot j), for j < filled;
+    scores[r, j] = decay x scores[r, j] + gains[r] x (sum over g of the probability of slot j), for j < filled;
     victims[r] = the slot j < filled of the lowest new score among those with oldest <= positions[r, j] <= newest, on
     equal scores the one of the lowest position; -1 if there is none.
     """
     if not _is_compiled(q, keys, values):
-        return attend_scored_reference(q, keys, values, filled, scale, book)
-    return _attend_compiled(q, keys, values, filled, scale, book)
+        return attend_scored_reference(q, keys, values, filled, scale, state)
+    return _attend_compiled(q, keys, values, filled, scale, state)
+
+
+def attend_packed(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float, packing: SlotPacking,
+    state: ScoreState | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """`attend`, or with a state `attend_scored`, over packed slots: keys, values (segments, R, S, W) int32."""
+    if not is_compiled(q):
+        return attend_packed_reference(q, keys, values, filled, scale, packing, state)
+    from flexgen_h2o.kernels.compiled import packed_slots as packed_loops
+
+    if q.shape[2] != packing.width:
+        raise ValueError(f"attend_packed: queries of width {q.shape[2]}, slots of width {packing.width}")
+    loop = partial(packed_loops.attend_rows, element_of(q.dtype), slot_format(packing))
+    return _run(loop, (q, keys, values, filled), scale, (packing.words, torch.int32), state)
 
 
 def attend_reference(
@@ -109,20 +122,37 @@ def attend_lse_reference(
 
 
 def attend_scored_reference(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float, book: ScoreState
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float, state: ScoreState
 ) -> torch.Tensor:
     """`attend_scored` in torch operations."""
     p = slot_probabilities(q, keys, filled, scale)
     longest = p.shape[2]
-    scores, positions = book.scores[:, :longest], book.positions[:, :longest]
+    scores, positions = state.scores[:, :longest], state.positions[:, :longest]
     used = torch.arange(longest, device=q.device) < filled.unsqueeze(1)
-    scores.copy_(torch.where(used, book.decay * scores + book.gains.unsqueeze(1) * p.sum(dim=1), scores))
-    allowed = used & (positions >= book.oldest.unsqueeze(1)) & (positions <= book.newest.unsqueeze(1))
+    scores.copy_(torch.where(used, state.decay * scores + state.gains.unsqueeze(1) * p.sum(dim=1), scores))
+    allowed = used & (positions >= state.oldest.unsqueeze(1)) & (positions <= state.newest.unsqueeze(1))
     lowest = scores.masked_fill(~allowed, float("inf")).amin(dim=1, keepdim=True)
     candidates = allowed & (scores == lowest)
     earliest = positions.masked_fill(~candidates, torch.iinfo(torch.int32).max).argmin(dim=1)
-    book.victims.copy_(torch.where(candidates.any(dim=1), earliest, -1))
+    state.victims.copy_(torch.where(candidates.any(dim=1), earliest, -1))
     return _mix(p, values, filled).to(q.dtype)
+
+
+def attend_packed_reference(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float, packing: SlotPacking,
+    state: ScoreState | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """`attend_packed` in torch operations: some rows at a time are unpacked into q's dtype."""
+    out = torch.empty_like(q)
+    step = max(1, PACKED_CHUNK // (keys.shape[0] * keys.shape[2] * packing.width))
+    for a in range(0, len(q), step):
+        rows = slice(a, a + step)
+        k, v = (unpack_columns(t[:, rows], packing, q.dtype) for t in (keys, values))
+        if state is None:
+            out[rows] = attend_reference(q[rows], k, v, filled[rows], scale)
+        else:
+            out[rows] = attend_scored_reference(q[rows], k, v, filled[rows], scale, state.rows(rows))
+    return out
 
 
 def slot_probabilities(q: torch.Tensor, keys: torch.Tensor, filled: torch.Tensor, scale: float) -> torch.Tensor:
@@ -155,92 +185,81 @@ def _mix(p: torch.Tensor, values: torch.Tensor, filled: torch.Tensor) -> torch.T
 
 def _is_compiled(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
     """Whether the compiled loops can read these: in the CPU's memory, slots of whole words."""
-    if q.device.type != "cpu" or q.dtype not in (torch.float32, torch.bfloat16):
-        return False
-    places = (t.data_ptr() for t in (q, keys, values))
-    return not any(size * q.itemsize % _WORD for size in (q.shape[2], keys.stride(0))) and not any(
-        place % _WORD for place in places
-    )
+    places = (q.shape[2] * q.itemsize, keys.stride(0) * q.itemsize, *(t.data_ptr() for t in (q, keys, values)))
+    return is_compiled(q) and not any(place % _WORD for place in places)
 
 
 def _attend_compiled(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    filled: torch.Tensor,
-    scale: float,
-    book: ScoreState | None = None,
-    lse: torch.Tensor | None = None,
-) -> torch.Tensor:
-    import numpy as np
-
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float,
+    state: ScoreState | None = None, lse: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     from flexgen_h2o.kernels.compiled import slots as slot_loops
 
-    q, filled = q.contiguous(), filled.contiguous()
-    rows, group, width = q.shape
-    most = int(filled.max())
-    check_slots(q, keys, values, filled, most, (width, q.dtype))
+    loop = partial(slot_loops.attend_rows, element_of(q.dtype))
+    return _run(loop, (q, keys, values, filled), scale, (q.shape[2], q.dtype), state, lse)
+
+
+def _run(
+    loop: Callable[[Slots, float, Scores, int, int], None], tensors: tuple[torch.Tensor, ...], scale: float,
+    slot: tuple[int, torch.dtype], state: ScoreState | None, lse: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Run a loop over all rows. tensors: q, keys, values, filled; slot: how many elements one has, and their dtype."""
+    from flexgen_h2o.kernels.compiled import slots as slot_loops
+
+    q, keys, values, filled = tensors
+    q, filled, most = q.contiguous(), filled.contiguous(), int(filled.max())
+    _check_slots((q, keys, values, filled), most, slot)
     out = torch.empty_like(q)
+    words = slot[0] * keys.itemsize // _WORD
     slots = slot_loops.Slots(
-        group, q.itemsize * width // _WORD, keys.shape[2], q.itemsize * keys.stride(0) // _WORD, most,
+        q.shape[1], words, keys.shape[2], keys.itemsize * keys.stride(0) // _WORD, most,
         q.data_ptr(), keys.data_ptr(), values.data_ptr(), filled.data_ptr(), out.data_ptr(),
         0 if lse is None else lse.data_ptr(),
     )  # fmt: skip
-    scores = slot_loops.NO_SCORES if book is None else score_addresses(book, rows, most)
-    element = np.float32(0) if q.dtype == torch.float32 else np.uint16(0)
-    parallel_rows(
-        lambda first, end: slot_loops.attend_rows(element, slots, scale, scores, first, end),
-        rows,
-        2 * most * width * q.itemsize,
-    )
+    scores = slot_loops.NO_SCORES if state is None else _score_addresses(state, len(q), most)
+    parallel_rows(lambda first, end: loop(slots, scale, scores, first, end), len(q), 2 * most * words * _WORD)
     return out
 
 
 # What the loops read goes by address: a wrong shape would be memory out of bounds, so all of it is checked.
 
 
-def check_slots(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, most: int,
-    slot: tuple[int, torch.dtype],
-) -> None:  # fmt: skip
-    """most: the largest of `filled`; slot: what one holds, how many elements of which dtype. Raises ValueError."""
-    rows, (size, dtype) = len(q), slot
+def _check_slots(tensors: tuple[torch.Tensor, ...], most: int, slot: tuple[int, torch.dtype]) -> None:
+    """tensors: q, keys, values, filled; most: the largest of `filled`. Raises ValueError."""
+    (q, keys, values, filled), (size, dtype) = tensors, slot
     segments, _, length, _ = keys.shape
-    ok = keys.shape == values.shape == (segments, rows, length, size) and most <= segments * length
+    ok = keys.shape == values.shape == (segments, len(q), length, size) and most <= segments * length
     ok = ok and all(t.dtype == dtype and t[0].is_contiguous() for t in (keys, values))
     ok = ok and (segments == 1 or keys.stride(0) == values.stride(0))
-    if not ok or filled.dtype != torch.int32 or filled.shape != (rows,):
-        shapes = (f"{tuple(t.shape)} {t.dtype} strides {t.stride()}" for t in (q, keys, values, filled))
+    if not ok or filled.dtype != torch.int32 or filled.shape != (len(q),):
+        shapes = (f"{tuple(t.shape)} {t.dtype} strides {t.stride()}" for t in tensors)
         raise ValueError("attend: q, keys, values, filled do not go together: {}; {}; {}; {}".format(*shapes))
 
 
-def score_addresses(book: ScoreState, rows: int, most: int) -> Scores:
+def _score_addresses(state: ScoreState, rows: int, most: int) -> Scores:
     """Raises ValueError."""
     from flexgen_h2o.kernels.compiled.slots import Scores
 
-    columns = book.scores.shape[1]
-    whole, single = (rows, columns), (rows,)
-    wanted = {
-        "scores": (whole, torch.float32), "positions": (whole, torch.int32), "oldest": (single, torch.int32),
-        "newest": (single, torch.int32), "gains": (single, torch.float32), "victims": (single, torch.int32),
-    }  # fmt: skip
-    for name in wanted:
-        tensor = getattr(book, name)
-        if (tuple(tensor.shape), tensor.dtype) != wanted[name] or not tensor.is_contiguous() or columns < most:
-            raise ValueError(f"attend_scored: {name} is {tuple(tensor.shape)} {tensor.dtype}, not {wanted[name]}")
+    columns = state.scores.shape[1]
+    for name in ("scores", "positions", "oldest", "newest", "gains", "victims"):
+        tensor = getattr(state, name)
+        shape = (rows, columns) if name in ("scores", "positions") else (rows,)
+        dtype = torch.float32 if name in ("scores", "gains") else torch.int32
+        if (tuple(tensor.shape), tensor.dtype) != (shape, dtype) or not tensor.is_contiguous() or columns < most:
+            raise ValueError(f"attend_scored: {name} is {tuple(tensor.shape)} {tensor.dtype}, not {shape} {dtype}")
     return Scores(
-        columns, book.scores.data_ptr(), book.positions.data_ptr(), book.oldest.data_ptr(), book.newest.data_ptr(),
-        book.victims.data_ptr(), book.gains.data_ptr(), float(book.decay),
+        columns, state.scores.data_ptr(), state.positions.data_ptr(), state.oldest.data_ptr(), state.newest.data_ptr(),
+        state.victims.data_ptr(), state.gains.data_ptr(), float(state.decay),
     )  # fmt: skip
 
 
 def attend_sparse(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float, share: float
 ) -> torch.Tensor:
-    """`slots.attend` with the values of the int(share x past) most attended slots and the newest only.
+    """FlexGen's --attn-sparsity: `attend` with the values of the int(share x past) most attended slots and the newest.
 
     Chosen per query head; the kept weights are not normalised again. The newest column is each row's slot filled - 1.
-    Shapes as in `slots.attend`. The other values are not read.
+    The other values are not read. In torch operations.
     """
     probabilities = slot_probabilities(q, keys, filled, scale)
     rows, group, width = q.shape
@@ -267,16 +286,20 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def put_slots(areas: Pair, slots: torch.Tensor, columns: Pair) -> None:
-    """areas[slots[r, i]] = columns[r, i] for all rows r, in the order of i. areas: keys and values; slots: (R, n)
-    int64; columns: (R, n, d) of the areas' dtype. All on one device."""
+    """areas[slots[r, i]] = columns[r, i] for all rows r, in the order of i. All on one device.
+
+    areas: keys and values, (segments, R, S, d); slots: (R, n) int64; columns: (R, n, d) of the areas' dtype.
+
+    In a compiled loop on the CPU: small torch operations with an index for each number would take most of the time.
+    """
     if not _are_columns_compiled(areas, slots, columns):
         put_slots_reference(areas, slots, columns)
         return
-    from flexgen_h2o.kernels.compiled import slots as slot_column_loops
+    from flexgen_h2o.kernels.compiled import slots as slot_loops
 
     (rows, count), job = slots.shape, _job(areas, slots, columns)
     row_bytes = 4 * count * job.slot_bytes
-    parallel_rows(lambda first, end: slot_column_loops.put(job, count, first, end), rows, row_bytes)
+    parallel_rows(lambda first, end: slot_loops.put(job, count, first, end), rows, row_bytes)
 
 
 def put_slots_reference(areas: Pair, slots: torch.Tensor, columns: Pair) -> None:
@@ -291,10 +314,10 @@ def get_last_slots(areas: Pair, slots: torch.Tensor, columns: Pair) -> None:
     if not _are_columns_compiled(areas, slots, columns):
         get_last_slots_reference(areas, slots, columns)
         return
-    from flexgen_h2o.kernels.compiled import slots as slot_column_loops
+    from flexgen_h2o.kernels.compiled import slots as slot_loops
 
     (rows, count), job = slots.shape, _job(areas, slots, columns)
-    parallel_rows(lambda first, end: slot_column_loops.get(job, count - 1, first, end), rows, 4 * job.slot_bytes)
+    parallel_rows(lambda first, end: slot_loops.get(job, count - 1, first, end), rows, 4 * job.slot_bytes)
 
 
 def get_last_slots_reference(areas: Pair, slots: torch.Tensor, columns: Pair) -> None:
@@ -311,7 +334,7 @@ def _index(area: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def _are_columns_compiled(areas: Pair, slots: torch.Tensor, columns: Pair) -> bool:
-    """The loops go by address: what is laid out otherwise than they take it goes through torch operations."""
+    """Whether the loops, which go by address, can read these."""
     (keys, values), (column_keys, column_values) = areas, columns
     (rows, count), size = slots.shape, keys.shape[3]
     right = all(t.device.type == "cpu" and t.dtype == keys.dtype for t in (keys, values, column_keys, column_values))
@@ -322,12 +345,12 @@ def _are_columns_compiled(areas: Pair, slots: torch.Tensor, columns: Pair) -> bo
     return right and slots.dtype == torch.int64 and slots.device.type == "cpu" and slots[0].is_contiguous()
 
 
-def _job(areas: Pair, slots: torch.Tensor, columns: Pair) -> Slots:
-    from flexgen_h2o.kernels.compiled.slots import ColumnSlots as Slots
+def _job(areas: Pair, slots: torch.Tensor, columns: Pair) -> ColumnSlots:
+    from flexgen_h2o.kernels.compiled.slots import ColumnSlots
 
     (keys, values), (column_keys, column_values) = areas, columns
     size, item = keys.shape[3], keys.itemsize
-    return Slots(
+    return ColumnSlots(
         keys.data_ptr(), values.data_ptr(), keys.shape[2], keys.stride(0) * item, keys.stride(1) * item, size * item,
         slots.data_ptr(), slots.stride(0) * slots.itemsize, column_keys.data_ptr(), column_values.data_ptr(),
         column_keys.stride(0) * item,

@@ -23,9 +23,9 @@ from flexgen_h2o.core.units import BLOCK_ROWS
 from flexgen_h2o.kernels.elementwise import Rotation, rms_norm, silu_gated
 from flexgen_h2o.kernels.int8 import Int8Rows, multiply_each, rescale
 from flexgen_h2o.kernels.int8_blocked import BITS, blank_int8_rows, requantise_rows
-from flexgen_h2o.kernels.packed import attend_packed, pack_columns, unpack_rows
+from flexgen_h2o.kernels.packed import pack_columns, unpack_rows
 from flexgen_h2o.kernels.prefill_attention import causal_attention_lse, column_sums
-from flexgen_h2o.kernels.slots import ScoreState, attend_scored, get_last_slots, put_slots
+from flexgen_h2o.kernels.slots import ScoreState, attend_packed, attend_scored, get_last_slots, put_slots
 from flexgen_h2o.kernels.workspace import Workspace
 
 _LONGEST_S = 300.0
@@ -117,17 +117,17 @@ def _call_all(
         torch.zeros(size, dtype=torch.int32, device=device) for size in (whole, single, single, single)
     )
     scores, gains = torch.zeros(whole, device=device), torch.ones(single, device=device)
-    book = ScoreState(scores, positions, oldest, newest, 1.0, gains, victims)
+    state = ScoreState(scores, positions, oldest, newest, 1.0, gains, victims)
     filled = victims.new_full(single, _SLOTS)
     first, column = torch.zeros(_ROWS, 1, dtype=torch.int64, device=device), columns[0, :, :1].clone()
     put_slots((columns, columns), first, (column, column))
     get_last_slots((columns, columns), first, (column, column))
     if packing is None:
-        attend_scored(q, columns, columns, filled, 1.0, book)
+        attend_scored(q, columns, columns, filled, 1.0, state)
     else:
         wide = columns.new_zeros(*columns.shape[:-1], packing.width)
         packed = pack_columns(wide, packing)
-        attend_packed(wide[0, :, :1], packed, packed, filled, 1.0, packing, book)
+        attend_packed(wide[0, :, :1], packed, packed, filled, 1.0, packing, state)
     if rotary:
         Rotation(gains.expand(_WIDTH // 2), 1.0).rotate((columns[0],), victims)
         rms_norm(columns[0, 0], columns[0, 0, 0], 1.0, columns[0, 0].clone())

@@ -1,10 +1,4 @@
-"""Named step buffers, taken once and reused by every layer and micro-batch: no allocation in the loop.
-
-Threads that share the rows of a compiled loop, beside torch's own.
-
-numba's parallel loops are not used: they bring a second OpenMP, or a scheduler that only one thread may enter, and they
-split evenly, so that the slowest core decides. Here each thread takes the next few rows until there are none.
-"""
+"""What kernels share: step buffers, what compiled loops take, and threads for their rows. It does not import numba."""
 
 from __future__ import annotations
 
@@ -14,12 +8,17 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from typing import Any
 
+import numpy as np
 import torch
 
 
 class Workspace:
-    """Views of one buffer. `sizes`: bytes of each named slice; `buffer`: uint8 of at least their sum, 64-aligned."""
+    """Named slices of one buffer, reused by every layer and micro-batch: no allocation in the loop.
+
+    sizes: bytes of each slice; buffer: uint8 of at least their sum, 64-aligned.
+    """
 
     def __init__(self, buffer: torch.Tensor, sizes: dict[str, int], dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -36,7 +35,17 @@ class Workspace:
         return self._slices[name][:nbytes].view(dtype).view(shape)
 
 
-_SHARES = 8  # a thread takes its rows in about so many parts
+def is_compiled(*tensors: torch.Tensor) -> bool:
+    """Whether compiled loops take these: fp32 or bf16 in the CPU's memory."""
+    return all(t.device.type == "cpu" and t.dtype in (torch.float32, torch.bfloat16) for t in tensors)
+
+
+def element_of(dtype: torch.dtype) -> np.number[Any]:
+    """The number whose type tells compiled loops what elements are: uint16 stands for bf16."""
+    return np.float32(0) if dtype == torch.float32 else np.uint16(0)
+
+
+_PARTS = 8  # about as many parts of its rows a thread takes one by one
 _WORTH_WAKING = 2**19  # bytes of work below which waking a thread costs more than it saves
 
 
@@ -51,14 +60,17 @@ os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has the pool, b
 def parallel_rows(loop: Callable[[int, int], object], rows: int, row_bytes: int) -> None:
     """Call loop(first, end) until all `rows` are done, on as many threads as torch uses, this one among them.
 
-    row_bytes: about how much memory a row goes through; little work stays on this thread. What a row gets must not
+    row_bytes: about how much memory a row reads and writes; little work stays on this thread. What a row gets must not
     depend on the split. Raises what a loop raises, after all have ended.
+
+    numba's parallel loops bring a second OpenMP, or a scheduler that only one thread may enter, and split evenly, so
+    that the slowest core decides. Here each thread takes the next few rows until there are none.
     """
     threads = min(torch.get_num_threads(), rows, 1 + rows * row_bytes // _WORTH_WAKING)
     if threads <= 1:
         loop(0, rows)
         return
-    step = -(-rows // (threads * _SHARES))
+    step = -(-rows // (threads * _PARTS))
     starts = itertools.count(0, step)  # next() is one step of the interpreter: no lock
 
     def work() -> None:

@@ -18,9 +18,8 @@ import torch
 
 from flexgen_h2o.core.units import ROLLING_CHUNK, TOKEN_CHUNK
 from flexgen_h2o.kernels.elementwise import Rotation
-from flexgen_h2o.kernels.packed import attend_packed
 from flexgen_h2o.kernels.prefill_attention import causal_attention, causal_attention_lse
-from flexgen_h2o.kernels.slots import ScoreState, attend, attend_lse, attend_scored
+from flexgen_h2o.kernels.slots import ScoreState, attend, attend_lse, attend_packed, attend_scored
 from flexgen_h2o.kvcache.evict import (
     EvictionStep,
     KeptColumns,

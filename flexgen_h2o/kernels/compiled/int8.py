@@ -1,20 +1,27 @@
-"""The compiled loops of int8 products: rows of numbers into int8 before them, and their sums into numbers after.
+"""The compiled loops of int8 products: rows of numbers into int8 before them, and their sums into numbers after; packed
+rows of 4 bits into int8 rows, in order or in strips of blocks.
 
-The compiled loops of `requantise_rows`: packed rows of 4 bits into int8 rows, in order or in strips of blocks.
+A strip is 16 packed rows, made by LLVM vector code. A group of a row has 16 codes, so its int8 values are a table of 16
+bytes in a vector, and one shuffle of bytes looks up 64 codes. What 16 rows make, 4 columns to a word, is transposed in
+registers, so that whole cache lines are stored. The instructions are those of AVX-512 (BW), without which int8 rows are
+not blocked: see `is_there`.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
+from llvmlite import binding, ir
+from numba import types
+from numba.extending import intrinsic
 
 from flexgen_h2o.core.packing import GROUP
 from flexgen_h2o.core.units import BLOCK_ROWS
-from flexgen_h2o.kernels.compiled import vectors
-from flexgen_h2o.kernels.compiled.packed_vectors import ROWS, quotient, strip
-from flexgen_h2o.kernels.compiled.rows import store_one
+from flexgen_h2o.kernels.compiled.vectors import F32, I32, Emitter, cgutils, emitted
 from flexgen_h2o.kernels.jit import (
+    HIGH,
     bits_to_float,
     bytes_at,
     float_to_bits,
@@ -22,10 +29,13 @@ from flexgen_h2o.kernels.jit import (
     ints_at,
     is_float,
     jit,
+    number_at,
+    set_number,
     shorts_at,
     words_at,
 )
 
+_MAGNITUDE = np.int32(0x7FFFFFFF)  # the bits of a float without its sign, which sort as the numbers do, NaN last
 _LEVELS = np.float32(127)
 _NOTHING = np.float32(1e-30)  # a row without larger values is all zeros: 127 over it would be infinite
 
@@ -47,16 +57,16 @@ def quantise(element, job, first, end):  # type: ignore[no-untyped-def]
     """Rows first..end-1. element: a number whose type says what they are: uint16 for bf16, float32 for fp32."""
     for row in range(first, end):
         values = job.values + row * job.values_step
-        most = np.int32(0)  # bits of numbers without their sign sort as the numbers do, NaN last
+        most = np.int32(0)
         for i in range(job.columns):
-            most = max(most, float_to_bits(_load(element, values, i)) & np.int32(0x7FFFFFFF))
+            most = max(most, float_to_bits(number_at(element, values, i)) & _MAGNITUDE)
         largest = bits_to_float(np.uint32(most))
         steps = _LEVELS / largest
         if largest < _NOTHING:
             largest = steps = np.float32(0)
         codes = bytes_at(job.codes + row * job.codes_step)
         for i in range(job.columns):
-            codes[i] = np.uint8(np.int32(np.rint(_load(element, values, i) * steps)))
+            codes[i] = np.uint8(np.int32(np.rint(number_at(element, values, i) * steps)))
         floats_at(job.scales + row * job.scales_step)[0] = largest / _LEVELS
 
 
@@ -89,16 +99,18 @@ def rescale(element, counted, job, first, end):  # type: ignore[no-untyped-def]
         if job.adds and job.bias != 0:
             for i in range(job.columns):
                 value = _sum(counted, sums, i) * scale * columns[i]
-                store_one(element, value + _load(element, job.bias, i) + _load(element, out, i), out, i)
+                set_number(element, out, i, value + number_at(element, job.bias, i) + number_at(element, out, i))
         elif job.adds:
             for i in range(job.columns):
-                store_one(element, _sum(counted, sums, i) * scale * columns[i] + _load(element, out, i), out, i)
+                value = _sum(counted, sums, i) * scale * columns[i]
+                set_number(element, out, i, value + number_at(element, out, i))
         elif job.bias != 0:
             for i in range(job.columns):
-                store_one(element, _sum(counted, sums, i) * scale * columns[i] + _load(element, job.bias, i), out, i)
+                value = _sum(counted, sums, i) * scale * columns[i]
+                set_number(element, out, i, value + number_at(element, job.bias, i))
         else:
             for i in range(job.columns):
-                store_one(element, _sum(counted, sums, i) * scale * columns[i], out, i)
+                set_number(element, out, i, _sum(counted, sums, i) * scale * columns[i])
 
 
 @jit
@@ -106,17 +118,7 @@ def _sum(counted, at, i):  # type: ignore[no-untyped-def]
     return floats_at(at)[i] if is_float(counted) else np.float32(ints_at(at)[i])
 
 
-@jit
-def _load(element, at, i):  # type: ignore[no-untyped-def]
-    if vectors.planes(element) == 2:
-        return bits_to_float(np.uint32(np.uint32(shorts_at(at)[i]) << np.uint32(16)))
-    return floats_at(at)[i]
-
-
 _STEP = np.float32(1 / 127)
-# as in int8_loops
-_HIGH = np.uint32(0xFFFF0000)
-_MAGNITUDE = np.int32(0x7FFFFFFF)
 _MOST = np.uint32(15)  # the last code
 
 
@@ -170,13 +172,13 @@ def blocked(job, first, end):  # type: ignore[no-untyped-def]
             floats_at(sums)[i] = steps
         block, inside = row // BLOCK_ROWS, row % BLOCK_ROWS
         out = job.out + block * BLOCK_ROWS * job.columns + 4 * inside
-        strip(packed, job.row_bytes, job.value_bytes, groups, out, sums)
+        strip((packed, job.row_bytes, job.value_bytes, groups, out, sums))
 
 
 @jit
 def _largest(ends, groups):  # type: ignore[no-untyped-def]
     """The largest magnitude that codes of these groups can stand for, and 127 over it; zeros where there is none."""
-    most = np.int32(0)  # bits of numbers without their sign sort as the numbers do
+    most = np.int32(0)
     for g in range(groups):
         most = max(most, float_to_bits(_value(np.uint32(0), ends[g])) & _MAGNITUDE)
         most = max(most, float_to_bits(_value(_MOST, ends[g])) & _MAGNITUDE)
@@ -210,5 +212,111 @@ def _int8(code, ends, steps):  # type: ignore[no-untyped-def]
 
 @jit
 def _value(code, ends):  # type: ignore[no-untyped-def]
-    scale, least = bits_to_float(np.uint32(ends << np.uint32(16))), bits_to_float(np.uint32(ends & _HIGH))
+    scale, least = bits_to_float(np.uint32(ends << np.uint32(16))), bits_to_float(np.uint32(ends & HIGH))
     return np.float32(np.int32(code)) * scale + least
+
+
+# ---- strips
+
+ROWS = 16  # of a strip: one word of each fills a vector
+_WORD = 4  # columns of a word
+_GROUP_BYTES = ROWS * (GROUP // 2 + 4)  # of one group of a strip's packed rows
+_LINE = 64  # bytes of a cache line
+_I8, _I16 = ir.IntType(8), ir.IntType(16)
+_BYTES, _HALVES = ir.VectorType(_I8, GROUP), ir.VectorType(_I16, GROUP // 2)
+_WORDS, _FLOATS = ir.VectorType(I32, ROWS), ir.VectorType(F32, ROWS)
+
+
+@lru_cache(maxsize=1)
+def is_there() -> bool:
+    """Whether this CPU has the instructions."""
+    return bool(binding.get_host_cpu_features().get("avx512bw", False))
+
+
+def _quotient(_context: Any, above: Any, below: Any) -> Any:
+    """Of two float32, rounded: what jit.FASTMATH allows may be off by the last bit."""
+    return types.float32(above, below), lambda _context, builder, _signature, arguments: builder.fdiv(*arguments)
+
+
+quotient: Any = intrinsic(_quotient)
+
+
+def _emit_strip(e: Emitter, packed: Any, row_bytes: Any, ends: Any, groups: Any, out: Any, totals: Any) -> None:
+    b = e.builder
+    sums = cgutils.alloca_once(b, _WORDS)
+    b.store(e.constant(_WORDS, 0), sums)
+    with e.loop(groups) as loop:
+        lines = []
+        for row in range(ROWS):
+            start = b.add(packed, b.mul(row_bytes, e.number(row)))
+            step = e.load(b.add(totals, e.number(4 * row)), F32)
+            pair = e.load(b.add(b.add(start, ends), b.mul(loop.index, e.number(4))), I32)
+            codes = e.load(b.add(start, b.mul(loop.index, e.number(GROUP // 2))), ir.VectorType(_I8, GROUP // 2))
+            lines.append(b.bitcast(_look_up(e, _table(e, pair, step), codes), _WORDS))
+        # Of the next strip: 16 rows side by side are too many for the hardware to prefetch.
+        ahead = b.add(b.add(packed, b.mul(row_bytes, e.number(ROWS))), b.mul(loop.index, e.number(_GROUP_BYTES)))
+        for line in range(0, _GROUP_BYTES, _LINE):
+            e.prefetch(b.add(ahead, e.number(line)))
+        at = b.add(out, b.mul(loop.index, e.number(GROUP * BLOCK_ROWS)))
+        total = e.constant(_HALVES, 0)
+        for number, words in enumerate(_transposed(e, lines)):
+            e.store(words, b.add(at, e.number(number * _WORD * BLOCK_ROWS)))
+            total = b.add(total, _pair_sums(e, words))
+        pairs = b.bitcast(total, _WORDS)
+        half = e.constant(_WORDS, 16)
+        own = b.add(b.ashr(b.shl(pairs, half), half), b.ashr(pairs, half))
+        b.store(b.sub(b.load(sums), own), sums)
+    e.store(b.load(sums), totals)
+
+
+def _table(e: Emitter, pair: Any, step: Any) -> Any:
+    """The int8 values of the 16 codes of a group, four times over."""
+    b, pairs = e.builder, e.spread([pair], ROWS)
+    scale = b.bitcast(b.shl(pairs, e.constant(_WORDS, 16)), _FLOATS)
+    least = b.bitcast(b.and_(pairs, e.constant(_WORDS, 0xFFFF0000)), _FLOATS)
+    codes = ir.Constant(_FLOATS, [float(code) for code in range(ROWS)])
+    values = b.fmul(b.fadd(b.fmul(codes, scale), least), e.spread([step], ROWS))
+    rint = cgutils.get_or_insert_function(b.module, ir.FunctionType(_FLOATS, [_FLOATS]), "llvm.rint.v16f32")
+    table = b.trunc(b.fptosi(b.call(rint, [values]), _WORDS), ir.VectorType(_I8, ROWS))
+    return e.shuffle(table, table, [i % ROWS for i in range(GROUP)])
+
+
+def _look_up(e: Emitter, table: Any, codes: Any) -> Any:
+    """codes: two to a byte, the first in the low half."""
+    b = e.builder
+    wide = b.zext(codes, _HALVES)
+    single = b.and_(b.or_(wide, b.shl(wide, e.constant(_HALVES, 4))), e.constant(_HALVES, 0x0F0F))
+    kind = ir.FunctionType(_BYTES, [_BYTES, _BYTES])
+    shuffle = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx512.pshuf.b.512")
+    return b.call(shuffle, [table, b.bitcast(single, _BYTES)])
+
+
+def _pair_sums(e: Emitter, words: Any) -> Any:
+    """Sums of two neighbouring int8 each, as int16."""
+    b, kind = e.builder, ir.FunctionType(_HALVES, [_BYTES, _BYTES])
+    multiply_add = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx512.pmaddubs.w.512")
+    return b.call(multiply_add, [e.constant(_BYTES, 1), b.bitcast(words, _BYTES)])
+
+
+def _transposed(e: Emitter, lines: list[Any]) -> list[Any]:
+    """16 vectors of 16 words: word i of line j becomes word j of line i.
+
+    Four times, lines at `distance` swap the halves of their blocks of 2 x `distance` words.
+    """
+    distance = 1
+    while distance < ROWS:
+        firsts = [i - i % (2 * distance) + i % distance for i in range(ROWS)]
+        low = [i if i % (2 * distance) < distance else i - distance + ROWS for i in range(ROWS)]
+        high = [i + distance if i % (2 * distance) < distance else i + ROWS for i in range(ROWS)]
+        lines = [
+            e.shuffle(lines[first], lines[first + distance], low if i == first else high)
+            for i, first in enumerate(firsts)
+        ]
+        distance *= 2
+    return lines
+
+
+# strip((packed, row_bytes, ends, groups, out, totals)): packed: the address of 16 packed rows, `row_bytes` apart; ends:
+# the offset of a row's scales and least values; groups: of a row; out: the address of the strip; totals: of 16 floats,
+# the factors of the values before they are rounded, which become the negative sums of the rows, int32.
+strip = emitted(_emit_strip)

@@ -1,4 +1,4 @@
-"""The compiled loops of `packed_slots`: columns into packed slots, and attention over these without unpacking them."""
+"""The compiled loops over packed slots: columns into them, and attention over them without unpacking to memory."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import NamedTuple
 import numpy as np
 
 from flexgen_h2o.core.packing import SlotPacking
-from flexgen_h2o.kernels.compiled import packed_vectors as vectors
+from flexgen_h2o.kernels.compiled import vectors
 from flexgen_h2o.kernels.compiled.slots import (
     AHEAD,
     BLOCK,
-    QUERIES,
-    coming_at,
+    Pass,
+    address_ahead,
     fetch,
     fetch_scores,
     onwards,
@@ -21,15 +21,25 @@ from flexgen_h2o.kernels.compiled.slots import (
     softmax,
     take,
 )
-from flexgen_h2o.kernels.compiled.vectors import planes, to_bf16, to_bf16_towards
-from flexgen_h2o.kernels.jit import bits_to_float, float_to_bits, floats_at, ints_at, jit, ordered, shorts_at, words_at
+from flexgen_h2o.kernels.jit import (
+    bits_to_float,
+    float_to_bits,
+    ints_at,
+    jit,
+    number_at,
+    ordered,
+    planes,
+    set_number,
+    to_bf16_towards,
+    words_at,
+)
 
 _LEAST, _MOST = np.int32(-(2**31)), np.int32(2**31 - 1)
 
 
 class Format(NamedTuple):
     """A packing in numbers. places: address of the table of chunks, int32 (chunks, PLACE): of each its first word, the
-    word of its group, and from which word to before which its lanes count."""
+    word of its group, and the first and the end of the words that its lanes stand for."""
 
     width: int
     bits: int
@@ -42,7 +52,7 @@ class Format(NamedTuple):
 
 def table_of(packing: SlotPacking) -> tuple[int, np.ndarray]:
     """The lanes of a chunk, and the table of chunks of `Format`."""
-    lanes = vectors.LANES if packing.words >= vectors.LANES else 1
+    lanes = vectors.PACKED_WIDE if packing.words >= vectors.PACKED_WIDE else 1
     places = []
     for group in range(packing.groups):
         end = min((group + 1) * packing.group_words, packing.value_words)
@@ -54,90 +64,76 @@ def table_of(packing: SlotPacking) -> tuple[int, np.ndarray]:
 
 
 @jit
-def attend_rows(element, form, slots, scale, book, first, end):  # type: ignore[no-untyped-def]
+def attend_rows(element, form, slots, scale, state, first, end):  # type: ignore[no-untyped-def]
     """`attend` or `attend_scored` over packed slots for the rows first..end-1.
 
-    element: a number whose type says what queries hold: uint16 for bf16, float32 for fp32. slots: as in `slot_loops`,
-    `words` those of a packed slot.
+    element: of the queries. slots: as of whole slots, `words` those of a packed slot.
     """
     sharing = 2 if form.lanes > 1 else 1
     shape = (slots.group, form.chunks, 32 // form.bits + 1, sharing * form.lanes)
     query, attn_out = np.empty(shape, np.float32), np.empty(shape, np.float32)
     p = np.empty((slots.group, -(-slots.most // BLOCK) * BLOCK), np.float32)
-    few = np.empty(BLOCK * slots.words, np.uint32)
+    gathered = np.empty(BLOCK * slots.words, np.uint32)
     one = np.empty(form.width, np.float32)
-    size = (2 if planes(element) == 2 else 4) * slots.group * form.width
+    size = 4 // planes(element) * slots.group * form.width
     query[:] = 0
     for r in range(first, end):
         filled = ints_at(slots.filled)[r]
         _spread(element, form, slots.q + r * size, one, query)
-        if book.columns:
-            fetch_scores(book, r)
+        if state.columns:
+            fetch_scores(state, r)
         keys, values = row_at(slots, slots.keys, r), row_at(slots, slots.values, r)
-        _pass(form, slots, keys, values, filled, few, query, p, True)
+        _pass(form, slots, Pass(True, keys, values, filled), gathered, query, p)
         softmax(p, filled, np.float32(scale), 0)
         attn_out[:] = 0
-        _pass(form, slots, values, row_at(slots, slots.keys, r + 1), filled, few, attn_out, p, False)
+        _pass(form, slots, Pass(False, values, row_at(slots, slots.keys, r + 1), filled), gathered, attn_out, p)
         _gather(element, form, attn_out, one, slots.out + r * size)
-        if book.columns:
-            score_row(book, r, filled, p)
+        if state.columns:
+            score_row(state, r, filled, p)
 
 
 @jit
-def _pass(form, slots, at, then, filled, few, scratch, p, is_dots):  # type: ignore[no-untyped-def]
-    """One pass over the row's slots: dots of its keys (at `at`) with the queries, or its values mixed. then: what is
-    read after it."""
-    words, j, inside = slots.words, 0, 0
-    step = scratch.itemsize * (scratch.size // slots.group)
-    while j < filled:
-        run = min(filled - j, slots.per_segment - inside) // BLOCK
+def _pass(form, slots, row, gathered, scratch, p):  # type: ignore[no-untyped-def]
+    """Run by run of neighbouring blocks, block by block for all queries. scratch: queries, or their sums."""
+    words, group, stride = slots.words, np.int64(p.shape[0]), np.int64(p.shape[1])
+    layout = (form.bits, form.lanes, form.places, form.chunks)
+    scratch_at, p_at = np.int64(scratch.ctypes.data), np.int64(p.ctypes.data)
+    size = 4 * words * BLOCK
+    at, j, inside = row.at, 0, 0
+    while j < row.filled:
+        run = min(row.filled - j, slots.per_segment - inside) // BLOCK
         count = max(1, run)
-        block = at + 4 * inside * words if run else take(slots, at, inside, j, filled, few)
-        after = coming_at(slots, at, j + count * BLOCK, filled, inside + count * BLOCK, then)
-        to = p.ctypes.data + p.itemsize * j
-        if is_dots:
-            _dots(form, block, words, count, after, scratch.ctypes.data, step, to, slots.group, p.shape[1])
-        else:
-            _mix(form, block, words, count, after, scratch.ctypes.data, step, to, slots.group, p.shape[1])
-        for _ in range(count):
+        block = at + 4 * inside * words if run else take(slots, at, inside, j, row.filled, gathered)
+        after = address_ahead(slots, at, j + count * BLOCK, row.filled, inside + count * BLOCK, row.next_at)
+        for left in range(count * size, 0, -size):
+            # AHEAD bytes later: in this run, which has `left` bytes more, or after it.
+            fetch(block + AHEAD if left > AHEAD else after + AHEAD - left, size)
+            numbers = (block, words, scratch_at, p_at + 4 * j, stride, group)
+            if row.is_dots:
+                vectors.packed_dots(layout + numbers)
+            else:
+                vectors.packed_mix(layout + numbers)
+            block, j = block + size, j + BLOCK
             at, inside = onwards(slots, at, inside)
-        j += count * BLOCK
-
-
-@jit
-def number_at(element, at, i):  # type: ignore[no-untyped-def]
-    """Number i at address `at`, in fp32."""
-    if planes(element) == 2:
-        return bits_to_float(np.uint32(shorts_at(at)[i]) << np.uint32(16))
-    else:
-        return floats_at(at)[i]
-
-
-@jit
-def set_number(element, at, i, x):  # type: ignore[no-untyped-def]
-    if planes(element) == 2:
-        shorts_at(at)[i] = np.uint16(to_bf16(x) >> np.uint32(16))
-    else:
-        floats_at(at)[i] = x
 
 
 @jit
 def _place(form, chunk):  # type: ignore[no-untyped-def]
-    """The first word of a chunk, and from which word to before which its lanes count."""
+    """The first word of a chunk, and the first and the end of the words that its lanes stand for."""
     place = ints_at(form.places + 4 * vectors.PLACE * chunk)
     return place[0], place[2], place[3]
 
 
 @jit
 def _unit(form, plane):  # type: ignore[no-untyped-def]
-    """What a value of the plane is multiplied with where it lies to be itself: a power of two."""
+    """The factor, a power of two, that takes off how much too large a value of the plane is where it lies."""
     lift = 0 if plane == 32 // form.bits - 1 else form.bits * plane
     return bits_to_float(np.uint32(127 - lift) << np.uint32(23))
 
 
 @jit
 def _spread(element, form, at, one, query):  # type: ignore[no-untyped-def]
-    """Lay the queries at address `at` out as the vectors want them; all other lanes are 0 already.
+    """Spread the queries at address `at` over the planes of chunks; all other lanes are 0 already.
 
     one: scratch of a column.
     """
@@ -177,64 +173,6 @@ def _gather(element, form, attn_out, one, at):  # type: ignore[no-untyped-def]
                     one[word * per_word + k] = lanes[k, word - first] * unit + lanes[per_word, word - first]
         for i in range(form.width):
             set_number(element, at, g * form.width + i, one[i])
-
-
-@jit
-def _ahead(at, size, left, after):  # type: ignore[no-untyped-def]
-    """Ask for the block that is needed AHEAD bytes later: in this run, which has `left` bytes more, or `after` it."""
-    fetch(at + AHEAD if left > AHEAD else after + AHEAD - left, size)
-
-
-@jit
-def _dots(form, at, words, count, after, query, step, p, group, stride):  # type: ignore[no-untyped-def]
-    """p[g, slot] = q[g] . key for `count` blocks, for all g while a block is in the nearest cache."""
-    size = 4 * words * BLOCK
-    for block in range(count):
-        _ahead(at, size, (count - block) * size, after)
-        asked, to, g = query, p + 4 * BLOCK * block, 0
-        while g < group:
-            together = QUERIES if form.lanes > 1 and g + QUERIES <= group else 1
-            if form.bits == 4:
-                if form.lanes == 1:
-                    vectors.dots4_narrow(at, words, form.places, form.chunks, asked, to, stride)
-                elif together == 1:
-                    vectors.dots4_one(at, words, form.places, form.chunks, asked, to, stride)
-                else:
-                    vectors.dots4_four(at, words, form.places, form.chunks, asked, to, stride)
-            elif form.lanes == 1:
-                vectors.dots8_narrow(at, words, form.places, form.chunks, asked, to, stride)
-            elif together == 1:
-                vectors.dots8_one(at, words, form.places, form.chunks, asked, to, stride)
-            else:
-                vectors.dots8_four(at, words, form.places, form.chunks, asked, to, stride)
-            g, asked, to = g + together, asked + together * step, to + together * 4 * stride
-        at += size
-
-
-@jit
-def _mix(form, at, words, count, after, attn_out, step, p, group, stride):  # type: ignore[no-untyped-def]
-    """mixed[g] += sum over the slots of `count` blocks of p[g, slot] x value."""
-    size = 4 * words * BLOCK
-    for block in range(count):
-        _ahead(at, size, (count - block) * size, after)
-        total, share, g = attn_out, p + 4 * BLOCK * block, 0
-        while g < group:
-            together = QUERIES if form.lanes > 1 and g + QUERIES <= group else 1
-            if form.bits == 4:
-                if form.lanes == 1:
-                    vectors.mix4_narrow(at, words, form.places, form.chunks, total, share, stride)
-                elif together == 1:
-                    vectors.mix4_one(at, words, form.places, form.chunks, total, share, stride)
-                else:
-                    vectors.mix4_four(at, words, form.places, form.chunks, total, share, stride)
-            elif form.lanes == 1:
-                vectors.mix8_narrow(at, words, form.places, form.chunks, total, share, stride)
-            elif together == 1:
-                vectors.mix8_one(at, words, form.places, form.chunks, total, share, stride)
-            else:
-                vectors.mix8_four(at, words, form.places, form.chunks, total, share, stride)
-            g, total, share = g + together, total + together * step, share + together * 4 * stride
-        at += size
 
 
 # ---- packing

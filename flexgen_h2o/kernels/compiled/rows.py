@@ -1,6 +1,4 @@
-"""The compiled loops of `rms_norm` and `gated`: one pass where torch operations make several, each into new memory.
-
-The compiled loops of `Rotation`: keys in slots, each turned by its rank; heads of tokens, turned where they are.
+"""The compiled loops of `elementwise`: one pass where torch operations make several, each into new memory.
 
 The compiled loop of `pack_rows`: the ends of each group, and its codes.
 
@@ -16,10 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from flexgen_h2o.core.packing import GROUP
-from flexgen_h2o.kernels.compiled import vectors
-from flexgen_h2o.kernels.compiled.packed_slots import number_at, set_number
-from flexgen_h2o.kernels.compiled.vectors import planes, to_bf16, to_bf16_towards
 from flexgen_h2o.kernels.jit import (
+    HIGH,
+    LOG2_E,
     bits_to_float,
     bytes_at,
     exp2,
@@ -27,22 +24,15 @@ from flexgen_h2o.kernels.jit import (
     floats_at,
     ints_at,
     jit,
+    number_at,
     ordered,
+    planes,
+    rounded,
+    set_number,
     shorts_at,
+    to_bf16_towards,
     words_at,
 )
-
-_LOG2_E = np.float32(1.4426950408889634)
-_HIGH = np.uint32(0xFFFF0000)
-
-
-@jit
-def rounded(element, x):  # type: ignore[no-untyped-def]
-    """x as it would be read back: in bf16 rounded to it."""
-    if planes(element) == 2:
-        return bits_to_float(to_bf16(x) & _HIGH)
-    else:
-        return x
 
 
 class Norm(NamedTuple):
@@ -58,7 +48,7 @@ class Norm(NamedTuple):
 
 @jit
 def norm_rows(element, job, eps, first, end):  # type: ignore[no-untyped-def]
-    """`rms_norm` of rows first..end-1. element: a number whose type says what they hold: uint16 for bf16, float32."""
+    """`rms_norm` of rows first..end-1."""
     for row in range(first, end):
         x, out = job.x + row * job.x_step, job.out + row * job.out_step
         total = np.float32(0)
@@ -73,11 +63,11 @@ def norm_rows(element, job, eps, first, end):  # type: ignore[no-untyped-def]
 @jit
 def silu_rows(element, gate, up, width, first, end):  # type: ignore[no-untyped-def]
     """gate = silu(gate) x up for rows first..end-1 at the addresses `gate` and `up`."""
-    size = 2 if planes(element) == 2 else 4
+    size = 4 // planes(element)
     gate, up = gate + size * first * width, up + size * first * width
     for i in range((end - first) * width):
         x = number_at(element, gate, i)
-        active = rounded(element, x / (np.float32(1) + exp2(-x * _LOG2_E)))
+        active = rounded(element, x / (np.float32(1) + exp2(-x * LOG2_E)))
         set_number(element, gate, i, active * number_at(element, up, i))
 
 
@@ -95,12 +85,9 @@ class RotaryJob(NamedTuple):
 
 
 @jit
-def turn_rows(element, job, first, end):  # type: ignore[no-untyped-def]
-    """Rows first..end-1; slots of no rank, which hold nothing, are left as they are in `out`.
-
-    element: a number whose type says what keys are: uint16 for bf16, float32 for fp32.
-    """
-    size = 2 if vectors.planes(element) == 2 else 4
+def rotate_rows(element, job, first, end):  # type: ignore[no-untyped-def]
+    """Rows first..end-1; slots without a rank, which hold nothing, are left as they are in `out`."""
+    size = 4 // planes(element)
     for slot in range(first * job.slots, end * job.slots):
         rank = ints_at(job.ranks)[slot]
         if rank < job.slots:
@@ -127,9 +114,9 @@ class Heads(NamedTuple):
 
 
 @jit
-def turn_heads(element, job, first, end):  # type: ignore[no-untyped-def]
-    """Tokens first..end-1, in place; every product and sum is rounded, as torch operations would."""
-    size = 2 if vectors.planes(element) == 2 else 4
+def rotate_heads(element, job, first, end):  # type: ignore[no-untyped-def]
+    """Tokens first..end-1, in place; every product and sum is rounded, as torch operations do."""
+    size = 4 // planes(element)
     for token in range(first, end):
         cos, sin = job.cos + size * token * job.pairs, job.sin + size * token * job.pairs
         for head in range(job.heads):
@@ -218,7 +205,7 @@ class UnpackJob(NamedTuple):
 @jit
 def unpack(element, job, first, end):  # type: ignore[no-untyped-def]
     """Rows first..end-1. element: a number whose type says what they become: uint16 for bf16, float32 for fp32."""
-    size = 2 if vectors.planes(element) == 2 else 4
+    size = 4 // planes(element)
     for row in range(first, end):
         codes = job.packed + row * job.row_bytes
         ends = words_at(codes + job.value_bytes)
@@ -262,14 +249,14 @@ def _pairs_of_8(element, at, ends, out, pairs):  # type: ignore[no-untyped-def]
 
 @jit
 def _value(code, ends):  # type: ignore[no-untyped-def]
-    scale, least = bits_to_float(np.uint32(ends << np.uint32(16))), bits_to_float(np.uint32(ends & _HIGH))
+    scale, least = bits_to_float(np.uint32(ends << np.uint32(16))), bits_to_float(np.uint32(ends & HIGH))
     return np.float32(np.int32(code)) * scale + least
 
 
 @jit
 def _store(element, out, i, low, high):  # type: ignore[no-untyped-def]
-    if vectors.planes(element) == 2:
-        words_at(out)[i] = (_bf16(low) >> np.uint32(16)) | (_bf16(high) & _HIGH)
+    if planes(element) == 2:
+        words_at(out)[i] = (_bf16(low) >> np.uint32(16)) | (_bf16(high) & HIGH)
     else:
         floats_at(out)[2 * i] = low
         floats_at(out)[2 * i + 1] = high
@@ -278,7 +265,7 @@ def _store(element, out, i, low, high):  # type: ignore[no-untyped-def]
 @jit
 def store_one(element, value, out, i):  # type: ignore[no-untyped-def]
     """Element i of those at `out`."""
-    if vectors.planes(element) == 2:
+    if planes(element) == 2:
         shorts_at(out)[i] = np.uint16(_bf16(value) >> np.uint32(16))
     else:
         floats_at(out)[i] = value

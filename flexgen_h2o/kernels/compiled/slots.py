@@ -1,8 +1,7 @@
-"""The compiled loops of `slots`: one pass over the keys and one over the values of each row.
+"""The compiled loops of `slots`: decode attention over whole slots, one pass over the keys and one over the values of
+each row; columns into slots, and out of them.
 
 What a row gets depends on that row alone: slots are always taken in the same eights, whatever the segments.
-
-The compiled loops of `slot_columns`: keys and values of columns into slots, and out of them.
 """
 
 from __future__ import annotations
@@ -12,8 +11,10 @@ from typing import NamedTuple
 import numpy as np
 
 from flexgen_h2o.kernels.compiled import vectors
-from flexgen_h2o.kernels.compiled.vectors import to_bf16
 from flexgen_h2o.kernels.jit import (
+    HIGH,
+    LN_2,
+    LOG2_E,
     bits_to_float,
     bytes_at,
     exp2,
@@ -23,15 +24,15 @@ from flexgen_h2o.kernels.jit import (
     jit,
     longs_at,
     ordered,
+    planes,
+    to_bf16,
     words_at,
 )
 
-BLOCK = 2 * vectors.SLOTS  # slots that are looked up together
-QUERIES = 4  # that are worked on together, where a kv-head has as many
-AHEAD = 2048  # bytes of slots that are asked for before they are needed: into the next segment, pass and row
+BLOCK = 8  # slots that are looked up together
+AHEAD = 2048  # bytes of slots that are prefetched: into the next segment, pass and row
 _SCORES_AHEAD = 512  # bytes of a row's scores, and of its positions
 _LINE = 64  # bytes
-_LOG2_E, _LN_2 = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
 _NONE = np.iinfo(np.int64).max
 
 
@@ -48,7 +49,7 @@ class Slots(NamedTuple):
     values: int
     filled: int
     out: int
-    lse: int  # 0 where nobody wants it
+    lse: int  # 0: not wanted
 
 
 class Scores(NamedTuple):
@@ -67,41 +68,63 @@ class Scores(NamedTuple):
 NO_SCORES = Scores(0, 0, 0, 0, 0, 0, 0, 0.0)
 
 
-@jit
-def attend_rows(element, slots, scale, book, first, end):  # type: ignore[no-untyped-def]
-    """`attend` or `attend_scored` for the rows first..end-1.
+class Pass(NamedTuple):
+    """A pass over a row: dots of its keys with the queries, or its values added to the sums, from address `at`.
 
-    element: a number whose type says what slots hold: uint16 for bf16 (then d is even), float32 for fp32.
+    next_at: the address of what is read after it.
     """
-    planes, lanes = vectors.planes(element), 16 if slots.words >= 16 else 1
-    ahead = max(1, AHEAD // (BLOCK * 4 * slots.words)) * BLOCK
+
+    is_dots: bool
+    at: int
+    next_at: int
+    filled: int
+
+
+@jit
+def attend_rows(element, slots, scale, state, first, end):  # type: ignore[no-untyped-def]
+    """`attend`, `attend_lse` or `attend_scored` of the rows first..end-1. In bf16 d is even."""
+    lanes = vectors.WIDE if slots.words >= vectors.WIDE else 1
     chunks = -(-slots.words // lanes)
-    query = np.empty((slots.group, chunks, planes, lanes), np.float32)
-    attn_out = np.empty((slots.group, chunks, planes, lanes), np.float32)
+    query = np.empty((slots.group, chunks, planes(element), lanes), np.float32)
+    attn_out = np.empty((slots.group, chunks, planes(element), lanes), np.float32)
     p = np.empty((slots.group, -(-slots.most // BLOCK) * BLOCK), np.float32)
-    few = np.empty(BLOCK * slots.words, np.uint32)
+    gathered = np.empty(BLOCK * slots.words, np.uint32)
     for r in range(first, end):
         filled = ints_at(slots.filled)[r]
-        asked = r * slots.group * slots.words * 4
-        _unpack(element, slots.q + asked, slots.words, query)
-        if book.columns:
-            fetch_scores(book, r)
+        offset = r * slots.group * slots.words * 4
+        _unpack(element, slots.q + offset, slots.words, query)
+        if state.columns:
+            fetch_scores(state, r)
         keys, values = row_at(slots, slots.keys, r), row_at(slots, slots.values, r)
-        at, inside = keys, 0
-        for j in range(0, filled, BLOCK):
-            coming = coming_at(slots, at, j + ahead, filled, inside + ahead, values)
-            _dots(element, take(slots, at, inside, j, filled, few), slots.words, query, p, j, coming)
-            at, inside = onwards(slots, at, inside)
+        _pass(element, slots, Pass(True, keys, values, filled), gathered, query, p)
         softmax(p, filled, np.float32(scale), slots.lse + 4 * r * slots.group if slots.lse else 0)
         attn_out[:] = 0
-        at, inside, then = values, 0, row_at(slots, slots.keys, r + 1)
-        for j in range(0, filled, BLOCK):
-            coming = coming_at(slots, at, j + ahead, filled, inside + ahead, then)
-            _mix(element, take(slots, at, inside, j, filled, few), slots.words, attn_out, p, j, coming)
-            at, inside = onwards(slots, at, inside)
-        _pack(element, attn_out, slots.words, slots.out + asked)
-        if book.columns:
-            score_row(book, r, filled, p)
+        _pass(element, slots, Pass(False, values, row_at(slots, slots.keys, r + 1), filled), gathered, attn_out, p)
+        _pack(element, attn_out, slots.words, slots.out + offset)
+        if state.columns:
+            score_row(state, r, filled, p)
+
+
+@jit
+def _pass(element, slots, row, gathered, scratch, p):  # type: ignore[no-untyped-def]
+    """Tile by tile, for all queries while a tile is in the nearest cache. scratch: queries, or their sums."""
+    words, group, stride = slots.words, np.int64(p.shape[0]), np.int64(p.shape[1])
+    ahead = max(1, AHEAD // (BLOCK * 4 * words)) * BLOCK
+    scratch_at, p_at = np.int64(scratch.ctypes.data), np.int64(p.ctypes.data)
+    tile = vectors.SLOTS * 4 * words  # bytes
+    at, inside = row.at, 0
+    for j in range(0, row.filled, BLOCK):
+        ahead_at = address_ahead(slots, at, j + ahead, row.filled, inside + ahead, row.next_at)
+        block = take(slots, at, inside, j, row.filled, gathered)
+        for start in range(j, j + BLOCK, vectors.SLOTS):
+            fetch(ahead_at, tile)
+            numbers = (block, words, scratch_at, p_at + 4 * start, stride, group)
+            if row.is_dots:
+                vectors.dots(element, numbers)
+            else:
+                vectors.mix(element, numbers)
+            block, ahead_at = block + tile, ahead_at + tile
+        at, inside = onwards(slots, at, inside)
 
 
 @jit
@@ -114,9 +137,9 @@ def _unpack(element, at, words, query):  # type: ignore[no-untyped-def]
             start = min(c * lanes, words - lanes)
             for i in range(lanes):
                 word = words_at(at)[g * words + start + i] if start + i >= done else np.uint32(0)
-                if vectors.planes(element) == 2:
+                if planes(element) == 2:
                     query[g, c, 0, i] = bits_to_float(word << np.uint32(16))
-                    query[g, c, 1, i] = bits_to_float(word & np.uint32(0xFFFF0000))
+                    query[g, c, 1, i] = bits_to_float(word & HIGH)
                 else:
                     query[g, c, 0, i] = bits_to_float(word)
             done = start + lanes
@@ -130,9 +153,9 @@ def _pack(element, attn_out, words, at):  # type: ignore[no-untyped-def]
         for c in range(attn_out.shape[1]):
             start = g * words + min(c * lanes, words - lanes)
             for i in range(lanes):
-                if vectors.planes(element) == 2:
+                if planes(element) == 2:
                     low, high = to_bf16(attn_out[g, c, 0, i]), to_bf16(attn_out[g, c, 1, i])
-                    words_at(at)[start + i] = (low >> np.uint32(16)) | (high & np.uint32(0xFFFF0000))
+                    words_at(at)[start + i] = (low >> np.uint32(16)) | (high & HIGH)
                 else:
                     floats_at(at)[start + i] = attn_out[g, c, 0, i]
 
@@ -143,12 +166,12 @@ def row_at(slots, memory, r):  # type: ignore[no-untyped-def]
     return memory + 4 * r * slots.per_segment * slots.words
 
 
-# A place among a row's slots is the row's address in a segment, and how many slots into it: no division per block.
+# A place among a row's slots is the row's address in a segment and the slots before it there: no division per block.
 
 
 @jit
 def onwards(slots, at, inside):  # type: ignore[no-untyped-def]
-    """The place a block further."""
+    """The place of the next block."""
     inside += BLOCK
     while inside >= slots.per_segment:
         inside -= slots.per_segment
@@ -157,10 +180,10 @@ def onwards(slots, at, inside):  # type: ignore[no-untyped-def]
 
 
 @jit
-def coming_at(slots, at, j, filled, inside, then):  # type: ignore[no-untyped-def]
-    """The address of what is read a little later, slot j: in this segment, in the next, or beyond the row at `then`."""
+def address_ahead(slots, at, j, filled, inside, next_at):  # type: ignore[no-untyped-def]
+    """The address of slot j, which is read soon: in this segment, in the next, or beyond the row at `next_at`."""
     if j >= filled:
-        return then + 4 * max(0, j - -(-filled // BLOCK) * BLOCK) * slots.words
+        return next_at + 4 * max(0, j - -(-filled // BLOCK) * BLOCK) * slots.words
     if inside >= slots.per_segment:
         return at + 4 * (slots.segment_words + (inside - slots.per_segment) * slots.words)
     return at + 4 * inside * slots.words
@@ -168,89 +191,45 @@ def coming_at(slots, at, j, filled, inside, then):  # type: ignore[no-untyped-de
 
 @jit
 def fetch(at, size):  # type: ignore[no-untyped-def]
-    """Ask for the cache lines of some bytes; of a tile's at most, as more would hold up what is needed now."""
+    """Prefetch some bytes: those of a tile at most, more would delay what is needed now."""
     for line in range(at, at + size, _LINE):
-        vectors.prefetch(line)
+        vectors.prefetch((line,))
 
 
 @jit
-def fetch_scores(book, r):  # type: ignore[no-untyped-def]
-    """Ask for the beginning of row r's scores and positions; from there on the hardware fetches ahead."""
-    start = 4 * r * book.columns
-    fetch(book.scores + start, min(_SCORES_AHEAD, 4 * book.columns))
-    fetch(book.positions + start, min(_SCORES_AHEAD, 4 * book.columns))
-    fetch(book.oldest + 4 * r, 1)
-    fetch(book.newest + 4 * r, 1)
-    fetch(book.victims + 4 * r, 1)
+def fetch_scores(state, r):  # type: ignore[no-untyped-def]
+    """Prefetch the beginning of row r's scores and positions; the hardware prefetches the rest."""
+    start = 4 * r * state.columns
+    fetch(state.scores + start, min(_SCORES_AHEAD, 4 * state.columns))
+    fetch(state.positions + start, min(_SCORES_AHEAD, 4 * state.columns))
+    fetch(state.oldest + 4 * r, 1)
+    fetch(state.newest + 4 * r, 1)
+    fetch(state.victims + 4 * r, 1)
 
 
 @jit
-def take(slots, at, inside, j, filled, few):  # type: ignore[no-untyped-def]
+def take(slots, at, inside, j, filled, gathered):  # type: ignore[no-untyped-def]
     """The address of slots j..j+7, side by side; beyond `filled` they are zero, and nothing is read there."""
     words = slots.words
     if inside + BLOCK <= slots.per_segment and j + BLOCK <= filled:
         return at + 4 * inside * words
     for s in range(BLOCK):
         for i in range(words):
-            few[s * words + i] = words_at(at)[inside * words + i] if j + s < filled else np.uint32(0)
+            gathered[s * words + i] = words_at(at)[inside * words + i] if j + s < filled else np.uint32(0)
         inside += 1
         if inside == slots.per_segment:
             inside = 0
             at += 4 * slots.segment_words
-    return few.ctypes.data
-
-
-@jit
-def _dots(element, block, words, query, p, j, coming):  # type: ignore[no-untyped-def]
-    """p[g, j..j+7] = q[g] . key, for all g while the block is in the nearest cache."""
-    group, stride = p.shape
-    step = query.itemsize * (query.size // group)
-    size = vectors.SLOTS * 4 * words
-    for start in range(j, j + BLOCK, vectors.SLOTS):
-        fetch(coming, size)
-        asked, to, g = query.ctypes.data, p.ctypes.data + p.itemsize * start, 0
-        while g < group:
-            together = 1
-            if words < 16:
-                vectors.dots_narrow(element, block, words, asked, to, stride)
-            elif g + QUERIES <= group:
-                vectors.dots_four(element, block, words, asked, to, stride)
-                together = QUERIES
-            else:
-                vectors.dots_one(element, block, words, asked, to, stride)
-            g, asked, to = g + together, asked + together * step, to + together * p.itemsize * stride
-        block, coming = block + size, coming + size
-
-
-@jit
-def _mix(element, block, words, attn_out, p, j, coming):  # type: ignore[no-untyped-def]
-    """mixed[g] += sum over slots j..j+7 of p[g, slot] x value."""
-    group, stride = p.shape
-    step = attn_out.itemsize * (attn_out.size // group)
-    size = vectors.SLOTS * 4 * words
-    for start in range(j, j + BLOCK, vectors.SLOTS):
-        fetch(coming, size)
-        total, share, g = attn_out.ctypes.data, p.ctypes.data + p.itemsize * start, 0
-        while g < group:
-            together = 1
-            if words < 16:
-                vectors.mix_narrow(element, block, words, total, share, stride)
-            elif g + QUERIES <= group:
-                vectors.mix_four(element, block, words, total, share, stride)
-                together = QUERIES
-            else:
-                vectors.mix_one(element, block, words, total, share, stride)
-            g, total, share = g + together, total + together * step, share + together * p.itemsize * stride
-        block, coming = block + size, coming + size
+    return np.int64(gathered.ctypes.data)
 
 
 @jit
 def softmax(p, filled, scale, lse):  # type: ignore[no-untyped-def]
     """p[g, :filled] = softmax(scale x p[g, :filled]); the rest of the last block is 0.
 
-    lse: the address of where the log-sum-exp of each g goes; 0: nowhere.
+    lse: the address of the log-sum-exp of each g; 0: not wanted.
     """
-    factor = scale * _LOG2_E
+    factor = scale * LOG2_E
     for g in range(p.shape[0]):
         row = p[g]
         largest = np.int32(-(2**31))
@@ -263,7 +242,7 @@ def softmax(p, filled, scale, lse):  # type: ignore[no-untyped-def]
             row[j] = exp2(row[j] - top)
             total += row[j]
         if lse:
-            floats_at(lse)[g] = (top + np.log2(total)) * _LN_2
+            floats_at(lse)[g] = (top + np.log2(total)) * LN_2
         share = np.float32(1) / total
         for j in range(filled):
             row[j] *= share
@@ -271,11 +250,14 @@ def softmax(p, filled, scale, lse):  # type: ignore[no-untyped-def]
 
 
 @jit
-def score_row(book, r, filled, p):  # type: ignore[no-untyped-def]
+def score_row(state, r, filled, p):  # type: ignore[no-untyped-def]
     """The column scores of row r, and its victim. `ordered` integers and 64-bit pairs make all of it vectorise."""
-    scores, positions = floats_at(book.scores + 4 * r * book.columns), ints_at(book.positions + 4 * r * book.columns)
-    oldest, newest = ints_at(book.oldest)[r], ints_at(book.newest)[r]
-    decay, gain = np.float32(book.decay), floats_at(book.gains)[r]
+    scores, positions = (
+        floats_at(state.scores + 4 * r * state.columns),
+        ints_at(state.positions + 4 * r * state.columns),
+    )
+    oldest, newest = ints_at(state.oldest)[r], ints_at(state.newest)[r]
+    decay, gain = np.float32(state.decay), floats_at(state.gains)[r]
     lowest = np.int32(2**31 - 1)
     for g in range(1, p.shape[0]):
         for j in range(filled):
@@ -291,7 +273,7 @@ def score_row(book, r, filled, p):  # type: ignore[no-untyped-def]
     for j in range(filled):
         allowed = (oldest <= positions[j]) & (positions[j] <= newest) & (scores[j] == floor)
         best = min(best, (np.int64(positions[j]) << np.int64(32)) + np.int64(j) if allowed else np.int64(_NONE))
-    ints_at(book.victims)[r] = np.int32(-1) if best == _NONE else np.int32(best & np.int64(0xFFFFFFFF))
+    ints_at(state.victims)[r] = np.int32(-1) if best == _NONE else np.int32(best & np.int64(0xFFFFFFFF))
 
 
 class ColumnSlots(NamedTuple):

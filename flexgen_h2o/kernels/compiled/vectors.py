@@ -1,63 +1,64 @@
-"""LLVM vector code that numba's loops call: products of queries and slots, with nothing left to the auto-vectoriser.
+"""LLVM vector code that numba's loops call: products of queries and slots, without the auto-vectoriser.
 
-numba has no vector types, and its loops over a runtime width of 64 are mostly prologue and rest. So the innermost
-loops are emitted here: `lanes` floats at a time, several queries and slots at once, sums in registers.
+numba has no vector types, and its loops over a runtime width of 64 are mostly prologue and remainder. So the innermost
+loops are emitted here: several queries and slots at once, sums in registers.
 
-A slot's d elements are `words` of 4 bytes: an fp32 number (one plane), or two neighbours in bf16 (two planes: the low
-half is the even one; a shift and a mask make fp32 of them). Words are taken in chunks of `lanes`; where they do not
-divide, the last chunk starts early and overlaps the one before it. Queries and sums are fp32 in the same order, in
-scratch of (queries, chunks, planes, lanes); the queries' overlapping lanes are zeroed by whoever fills them.
+A tile is some neighbouring slots, whose words (4 bytes) are taken in chunks of `lanes`. The queries, or the sums, are
+fp32 in scratch of (queries, chunks, planes, floats of a vector), in the order of the slots' words:
 
-Addresses and counts are int64.
-
-Rounding to bf16 in compiled loops: what comes back are bits, of which the upper 16 are the number.
+- whole slots: a word is an fp32 number (one plane) or two in bf16 (two planes: the low half is the even one). Where
+  chunks do not divide a slot, the last overlaps the one before it; the caller zeroes the queries' overlapping lanes.
+- packed slots (packing.SlotPacking): a word holds 8 or 4 values, a plane each. A value is not shifted into place:
+  masked where it lies it is 2**(bits x plane) times too large, which the caller takes off in queries and sums. Only the
+  highest plane is shifted, to stay clear of the sign. Scale and least value of a group enter once a chunk:
+  query . slot = scale x (query . values) + least x (sum of the query), where the sum of the query is a last plane. A
+  table gives the chunks' places, each within one group. With 8 lanes two slots share a vector of 16. Lanes that are not
+  a chunk's own are 0 in a query and have no meaning in a sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
+from functools import partial
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils as _cgutils
 from numba.extending import intrinsic
 
-from flexgen_h2o.kernels.jit import float_to_bits, jit
+from flexgen_h2o.kernels.jit import num_planes
 
 cgutils: Any = _cgutils  # without annotations
-_F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
-SLOTS = 4  # of a tile: more of them jump so far in memory that the hardware no longer fetches ahead
+F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 # See jit.FASTMATH: no assumption that there is no NaN.
 _FLAGS = ("contract", "reassoc", "nsz")
+WIDE = 16  # words of a chunk of whole slots; 1 where a slot has fewer
+SLOTS = 4  # of a tile: more of them jump so far in memory that the hardware no longer prefetches
+PACKED_WIDE = 8  # words of a chunk of packed slots; 1 where a slot has fewer
+PACKED_SLOTS = 8
+PLACE = 4  # int32 numbers of a chunk in the table, of which the first two are read here: its first word, its group's
+_QUERIES = 4  # of a tile, where a kv-head has as many
 
 
 @dataclass(frozen=True)
-class _Emitter:
-    """Emits vector instructions of `lanes` floats for slots of a type of element."""
+class Emitter:
+    """The common instructions of vector code. Addresses and counts are int64."""
 
     builder: Any
-    planes: int
-    lanes: int
-
-    @property
-    def _words(self) -> Any:
-        return ir.VectorType(_I32, self.lanes)
-
-    @property
-    def floats(self) -> Any:
-        return ir.VectorType(_F32, self.lanes)
 
     def number(self, value: int) -> Any:
-        return ir.Constant(_I64, value)
+        return ir.Constant(I64, value)
 
-    def offset(self, address: Any, floats: Any) -> Any:
+    def constant(self, kind: Any, value: Any) -> Any:
+        """A vector with `value` in all lanes."""
+        return ir.Constant(kind, [value] * kind.count)
+
+    def onward(self, address: Any, words: Any) -> Any:
         """`address` moved by a number of 4-byte words."""
-        return self.builder.add(address, self.builder.mul(floats, self.number(4)))
+        return self.builder.add(address, self.builder.mul(words, self.number(4)))
 
     def load(self, address: Any, kind: Any) -> Any:
         return self.builder.load(self.builder.inttoptr(address, kind.as_pointer()), align=4)
@@ -65,183 +66,335 @@ class _Emitter:
     def store(self, value: Any, address: Any) -> None:
         self.builder.store(value, self.builder.inttoptr(address, value.type.as_pointer()), align=4)
 
-    def slot(self, address: Any) -> list[Any]:
-        """A chunk of a slot: a vector a plane."""
-        words = self.load(address, self._words)
-        if self.planes == 1:
-            return [self.builder.bitcast(words, self.floats)]
-        shift, mask = (ir.Constant(self._words, [x] * self.lanes) for x in (16, 0xFFFF0000))
-        halves = self.builder.shl(words, shift), self.builder.and_(words, mask)
-        return [self.builder.bitcast(half, self.floats) for half in halves]
+    def add(self, a: Any, b: Any) -> Any:
+        return self.builder.fadd(a, b, flags=_FLAGS)
+
+    def multiply(self, a: Any, b: Any) -> Any:
+        return self.builder.fmul(a, b, flags=_FLAGS)
 
     def multiply_add(self, a: Any, b: Any, to: Any) -> Any:
-        return self.builder.fadd(to, self.builder.fmul(a, b, flags=_FLAGS), flags=_FLAGS)
+        return self.add(to, self.multiply(a, b))
 
-    def splat(self, value: Any) -> Any:
-        one = self.builder.insert_element(ir.Constant(self.floats, ir.Undefined), value, ir.Constant(_I32, 0))
-        return self._shuffle(one, one, [0] * self.lanes)
+    def shuffle(self, a: Any, b: Any, lanes: list[int]) -> Any:
+        return self.builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))
 
-    def sums(self, vectors: list[Any]) -> Any:
-        """The sums over the lanes of four vectors (or of one), as a vector of four (or one)."""
-        width = self.lanes
-        while width > len(vectors):
+    def spread(self, values: list[Any], lanes: int) -> Any:
+        """A vector of the values, each in so many lanes."""
+        few = ir.Constant(ir.VectorType(values[0].type, len(values)), ir.Undefined)
+        for i, value in enumerate(values):
+            few = self.builder.insert_element(few, value, ir.Constant(I32, i))
+        return self.shuffle(few, few, [lane // lanes for lane in range(lanes * len(values))])
+
+    def loop(self, count: Any) -> Any:
+        """A context manager that emits a loop; `index` of what it gives is the iteration."""
+        return cgutils.for_range(self.builder, count, intp=I64)
+
+    def variables(self, kind: Any, rows: int, columns: int) -> list[list[Any]]:
+        """Vectors that live in registers over a loop, zero at first."""
+        found = [[cgutils.alloca_once(self.builder, kind) for _ in range(columns)] for _ in range(rows)]
+        for row in found:
+            for variable in row:
+                self.builder.store(self.constant(kind, 0), variable)
+        return found
+
+    def prefetch(self, address: Any) -> None:
+        """Ask for the cache line at `address`, which need not exist."""
+        pointer = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
+        function = self.builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
+        read, keep, data = (ir.Constant(I32, x) for x in (0, 3, 1))
+        self.builder.call(function, [self.builder.inttoptr(address, pointer), read, keep, data])
+
+    def choose(self, condition: Any, values: tuple[int, int], emit: Callable[[int], None]) -> None:
+        """Emit code for the first of two values, run where the condition holds, and for the second, run elsewhere."""
+        with self.builder.if_else(condition) as branches:
+            for branch, value in zip(branches, values, strict=True):
+                with branch:
+                    emit(value)
+
+
+def _checked(numbers: Any) -> Any:
+    """The types of a tuple of numbers, all of 64 bits: they are not converted."""
+    if not all(getattr(kind, "bitwidth", 0) == 64 and isinstance(kind, types.Integer) for kind in numbers):
+        raise TypeError(f"vector code takes numbers of 64 bits, not {numbers}")
+    return numbers
+
+
+def _generator(emit: Callable[..., None]) -> Callable[..., Any]:
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        emit(Emitter(builder), *cgutils.unpack_tuple(builder, arguments[-1]))
+        return cgutils.get_null_value(I64)
+
+    return generate
+
+
+def emitted(emit: Callable[..., None]) -> Any:
+    """An intrinsic of one tuple of numbers, which runs what emit(emitter, *numbers) emits."""
+
+    @intrinsic
+    def run(_context: Any, numbers: Any) -> Any:
+        return types.int64(_checked(numbers)), _generator(emit)
+
+    return run
+
+
+def _emitted_by_element(emit: Callable[..., None]) -> Any:
+    """An intrinsic of an element and a tuple of numbers, which runs what emit(emitter, planes, *numbers) emits."""
+
+    @intrinsic
+    def run(_context: Any, element: Any, numbers: Any) -> Any:
+        planes = num_planes(element)
+        return types.int64(element, _checked(numbers)), _generator(lambda e, *values: emit(e, planes, *values))
+
+    return run
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """A chunk of a tile: for each vector the words, and in packed slots the scale and the least value of the group."""
+
+    number: Any
+    words: list[Any]
+    scales: list[Any]
+    least: list[Any]
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """Whole slots. at: the address of the first slot; words: of a slot; planes: of scratch."""
+
+    e: Emitter
+    lanes: int
+    planes: int
+    at: Any
+    words: Any
+    slots = SLOTS
+    sharing = 1  # slots of a vector
+
+    @property
+    def size(self) -> int:
+        """Floats of a vector."""
+        return self.lanes * self.sharing
+
+    @property
+    def floats(self) -> Any:
+        return ir.VectorType(F32, self.size)
+
+    @property
+    def ints(self) -> Any:
+        return ir.VectorType(I32, self.size)
+
+    @property
+    def vectors(self) -> int:
+        return self.slots // self.sharing
+
+    def num_chunks(self) -> Any:
+        b, e = self.e.builder, self.e
+        return b.sdiv(b.add(self.words, e.number(self.lanes - 1)), e.number(self.lanes))
+
+    def scratch(self, start: Any, query: int, chunk: Any, plane: int) -> Any:
+        """The address of a vector of scratch."""
+        b, e = self.e.builder, self.e
+        number = b.add(b.mul(self.num_chunks(), e.number(query)), chunk)
+        number = b.add(b.mul(number, e.number(self.planes)), e.number(plane))
+        return e.onward(start, b.mul(number, e.number(self.size)))
+
+    @contextmanager
+    def chunks(self) -> Iterator[_Chunk]:
+        b, e = self.e.builder, self.e
+        last = b.sub(self.words, e.number(self.lanes))
+        with e.loop(self.num_chunks()) as loop:
+            regular = b.mul(loop.index, e.number(self.lanes))
+            first = b.select(b.icmp_signed("<", regular, last), regular, last)
+            places = [e.onward(self.at, b.add(b.mul(self.words, e.number(s)), first)) for s in range(self.slots)]
+            yield _Chunk(loop.index, [e.load(place, self.ints) for place in places], [], [])
+
+    def plane(self, chunk: _Chunk, i: int, plane: int) -> Any:
+        """The numbers of vector i in a plane, as floats."""
+        b, words = self.e.builder, chunk.words[i]
+        if self.planes == 2:
+            high = self.e.constant(self.ints, 0xFFFF0000)
+            words = b.and_(words, high) if plane else b.shl(words, self.e.constant(self.ints, 16))
+        return b.bitcast(words, self.floats)
+
+    def add_dots(self, chunk: _Chunk, i: int, asked: list[list[Any]], totals: list[Any]) -> list[Any]:
+        """totals[q] + the products of vector i and the query `asked[q]` (a vector a plane)."""
+        for plane in range(self.planes):
+            values = self.plane(chunk, i, plane)
+            totals = [self.e.multiply_add(q[plane], values, total) for q, total in zip(asked, totals, strict=True)]
+        return totals
+
+    def weights(self, chunk: _Chunk, p: list[Any], plane: int) -> list[Any]:
+        """What the vectors of a plane are multiplied with; p: the probabilities of their slots."""
+        return p
+
+    def slot_sums(self, vectors: list[Any]) -> list[Any]:
+        """The sums over the lanes of vectors: in vectors of four, or one each."""
+        e, width, together = self.e, self.lanes, min(self.lanes, self.slots)
+        if width == 1:
+            return vectors
+        while width > together:
             width //= 2
             low, high = list(range(width)), list(range(width, 2 * width))
-            vectors = [self._add(self._shuffle(v, v, low), self._shuffle(v, v, high)) for v in vectors]
+            vectors = [e.add(e.shuffle(v, v, low), e.shuffle(v, v, high)) for v in vectors]
         while len(vectors) > 1:
             even, odd = list(range(0, 2 * width, 2)), list(range(1, 2 * width, 2))
             pairs = zip(vectors[::2], vectors[1::2], strict=True)
-            vectors = [self._add(self._shuffle(a, b, even), self._shuffle(a, b, odd)) for a, b in pairs]
-        return vectors[0]
+            vectors = [e.add(e.shuffle(a, b, even), e.shuffle(a, b, odd)) for a, b in pairs]
+        return vectors
 
-    def _add(self, a: Any, b: Any) -> Any:
-        return self.builder.fadd(a, b, flags=_FLAGS)
 
-    def _shuffle(self, a: Any, b: Any, lanes: list[int]) -> Any:
-        return self.builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_I32, len(lanes)), lanes))
+@dataclass(frozen=True)
+class _PackedTile(_Tile):
+    """Packed slots. places, count: the address of the table of chunks, and how many there are."""
+
+    bits: int
+    places: Any
+    count: Any
+    slots = PACKED_SLOTS
+
+    @property
+    def sharing(self) -> int:  # type: ignore[override]
+        return 2 if self.lanes > 1 else 1
+
+    def num_chunks(self) -> Any:
+        return self.count
 
     @contextmanager
-    def chunks(self, words: Any) -> Iterator[tuple[Any, Any]]:
-        """A loop over the chunks of a slot: (number of the chunk, its first word)."""
-        b = self.builder
-        count = b.sdiv(b.add(words, self.number(self.lanes - 1)), self.number(self.lanes))
-        last = b.sub(words, self.number(self.lanes))
-        with cgutils.for_range(b, count, intp=_I64) as loop:
-            regular = b.mul(loop.index, self.number(self.lanes))
-            yield loop.index, b.select(b.icmp_signed("<", regular, last), regular, last)
+    def chunks(self) -> Iterator[_Chunk]:
+        b, e = self.e.builder, self.e
+        with e.loop(self.count) as loop:
+            place = e.onward(self.places, b.mul(loop.index, e.number(PLACE)))
+            first, group = (b.sext(e.load(e.onward(place, e.number(i)), I32), I64) for i in range(2))
+            chunk = _Chunk(loop.index, [], [], [])
+            for slot in range(0, self.slots, self.sharing):
+                each = [e.onward(self.at, b.mul(self.words, e.number(slot + i))) for i in range(self.sharing)]
+                parts = [e.load(e.onward(a, first), ir.VectorType(I32, self.lanes)) for a in each]
+                joined = parts[0] if len(parts) == 1 else e.shuffle(parts[0], parts[1], list(range(self.size)))
+                chunk.words.append(joined)
+                both = e.spread([e.load(e.onward(a, group), I32) for a in each], self.lanes)
+                scale, least = b.shl(both, e.constant(self.ints, 16)), b.and_(both, e.constant(self.ints, 0xFFFF0000))
+                chunk.scales.append(b.bitcast(scale, self.floats))
+                chunk.least.append(b.bitcast(least, self.floats))
+            yield chunk
+
+    def plane(self, chunk: _Chunk, i: int, plane: int) -> Any:
+        """Values, 2**(bits x plane) times too large but for the highest; in the last plane the least value."""
+        b, e, values = self.e.builder, self.e, chunk.words[i]
+        if plane == self.planes - 1:
+            return chunk.least[i]
+        if plane == self.planes - 2:
+            values = b.lshr(values, e.constant(self.ints, 32 - self.bits))
+        else:
+            values = b.and_(values, e.constant(self.ints, (2**self.bits - 1) << (self.bits * plane)))
+        return b.sitofp(values, self.floats)
+
+    def add_dots(self, chunk: _Chunk, i: int, asked: list[list[Any]], totals: list[Any]) -> list[Any]:
+        e, sums = self.e, [None] * len(asked)
+        for plane in range(self.planes - 1):
+            values = self.plane(chunk, i, plane)
+            products = [e.multiply(values, q[plane]) for q in asked]
+            sums = [new if old is None else e.add(old, new) for old, new in zip(sums, products, strict=True)]
+        scaled = [e.multiply_add(a, chunk.scales[i], total) for a, total in zip(sums, totals, strict=True)]
+        return [e.multiply_add(q[-1], chunk.least[i], total) for q, total in zip(asked, scaled, strict=True)]
+
+    def weights(self, chunk: _Chunk, p: list[Any], plane: int) -> list[Any]:
+        if plane == self.planes - 1:
+            return p
+        return [self.e.multiply(share, scale) for share, scale in zip(p, chunk.scales, strict=True)]
+
+    def slot_sums(self, vectors: list[Any]) -> list[Any]:
+        """Of 8 lanes all in one vector, of 1 lane one each: neighbours are added until one number a slot is left."""
+        e, lanes = self.e, self.lanes
+        while lanes > 1:
+            size = vectors[0].type.count
+            others = vectors if len(vectors) == 1 else vectors[1::2]
+            end = size if len(vectors) == 1 else 2 * size
+            even, odd = list(range(0, end, 2)), list(range(1, end, 2))
+            pairs = zip(vectors[::2], others, strict=True)
+            vectors = [e.add(e.shuffle(x, y, even), e.shuffle(x, y, odd)) for x, y in pairs]
+            lanes //= 2
+        return vectors
 
 
-def _planes(element: Any) -> int:
-    return 2 if element == types.uint16 else 1
-
-
-def _planes_of(_context: Any, element: Any) -> Any:
-    """How many planes slots of the type of this number have; known when compiled."""
-    number = _planes(element)
-    return types.int64(element), lambda *_: ir.Constant(_I64, number)
-
-
-planes: Any = intrinsic(_planes_of)
-
-
-def _prefetch(_context: Any, address: Any) -> Any:
-    """Ask for the cache line at `address`, which need not exist."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        prefetch_at(builder, arguments[0])
-        return cgutils.get_null_value(_I64)
-
-    return types.int64(types.int64), generate
-
-
-prefetch: Any = intrinsic(_prefetch)
-
-
-def prefetch_at(builder: Any, address: Any) -> None:
-    """Emit `prefetch`."""
-    pointer = ir.IntType(8).as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [pointer, _I32, _I32, _I32])
-    function = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
-    read, keep, data = (ir.Constant(_I32, x) for x in (0, 3, 1))
-    builder.call(function, [builder.inttoptr(address, pointer), read, keep, data])
-
-
-def _tile(emit: Any, queries: int, lanes: int) -> Any:
-    """An intrinsic over `queries` queries and `SLOTS` neighbouring slots.
-
-    Arguments: a number of the slots' type (uint16 stands for bf16), the address of the first slot, words of a slot,
-    the address of the first query (or sum) in scratch, the address of its first probability, floats from one query's
-    probabilities to the next's.
-    """
-
-    @intrinsic
-    def tile(_context: Any, element: Any, at: Any, words: Any, scratch: Any, p: Any, stride: Any) -> Any:
-        def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-            emit(_Emitter(builder, _planes(element), lanes), queries, *arguments[1:])
-            return cgutils.get_null_value(_I64)
-
-        return types.int64(element, types.int64, types.int64, types.int64, types.int64, types.int64), generate
-
-    return tile
-
-
-def _query_address(e: _Emitter, scratch: Any, words: Any, query: int, chunk: Any, plane: int) -> Any:
-    b = e.builder
-    chunks = b.sdiv(b.add(words, e.number(e.lanes - 1)), e.number(e.lanes))
-    number = b.add(b.mul(chunks, e.number(query)), chunk)
-    return e.offset(scratch, b.mul(b.add(b.mul(number, e.number(e.planes)), e.number(plane)), e.number(e.lanes)))
-
-
-def _emit_dots(e: _Emitter, queries: int, at: Any, words: Any, scratch: Any, p: Any, stride: Any) -> None:
+def _emit_dots(tile: _Tile, queries: int, scratch: Any, p: Any, stride: Any) -> None:
     """p[query, slot] = query . slot."""
-    b = e.builder
-    zero = ir.Constant(e.floats, [0.0] * e.lanes)
-    totals = [[cgutils.alloca_once(b, e.floats) for _ in range(SLOTS)] for _ in range(queries)]
-    for total in chain.from_iterable(totals):
-        b.store(zero, total)
-    with e.chunks(words) as (chunk, first):
-        planes = range(e.planes)
-        asked = [
-            [e.load(_query_address(e, scratch, words, q, chunk, plane), e.floats) for plane in planes]
-            for q in range(queries)
-        ]
-        for s in range(SLOTS):
-            parts = e.slot(e.offset(at, b.add(b.mul(words, e.number(s)), first)))
-            for row, query in zip(totals, asked, strict=True):
-                total = b.load(row[s])
-                for x, y in zip(query, parts, strict=True):
-                    total = e.multiply_add(x, y, total)
-                b.store(total, row[s])
-    together = min(e.lanes, SLOTS)
+    e, b = tile.e, tile.e.builder
+    totals = e.variables(tile.floats, queries, tile.vectors)
+    with tile.chunks() as chunk:
+        places = [[tile.scratch(scratch, q, chunk.number, x) for x in range(tile.planes)] for q in range(queries)]
+        asked = [[e.load(place, tile.floats) for place in row] for row in places]
+        for i in range(tile.vectors):
+            sums = tile.add_dots(chunk, i, asked, [b.load(row[i]) for row in totals])
+            for row, value in zip(totals, sums, strict=True):
+                b.store(value, row[i])
     for q, row in enumerate(totals):
-        for s in range(0, SLOTS, together):
-            sums = e.sums([b.load(total) for total in row[s : s + together]])
-            e.store(sums, e.offset(p, b.add(b.mul(stride, e.number(q)), e.number(s))))
+        for i, found in enumerate(tile.slot_sums([b.load(total) for total in row])):
+            e.store(found, e.onward(p, b.add(b.mul(stride, e.number(q)), e.number(i))))
 
 
-def _emit_mix(e: _Emitter, queries: int, at: Any, words: Any, scratch: Any, p: Any, stride: Any) -> None:
+def _emit_mix(tile: _Tile, queries: int, scratch: Any, p: Any, stride: Any) -> None:
     """sums[query] += sum over slots of p[query, slot] x slot."""
-    b = e.builder
-    shares = [
-        [e.splat(e.load(e.offset(p, b.add(b.mul(stride, e.number(q)), e.number(s))), _F32)) for s in range(SLOTS)]
-        for q in range(queries)
-    ]
-    with e.chunks(words) as (chunk, first):
-        places = [
-            [_query_address(e, scratch, words, q, chunk, plane) for plane in range(e.planes)] for q in range(queries)
-        ]
-        totals = [[e.load(place, e.floats) for place in row] for row in places]
-        for s in range(SLOTS):
-            parts = e.slot(e.offset(at, b.add(b.mul(words, e.number(s)), first)))
+    e, b = tile.e, tile.e.builder
+    shares = []
+    for q in range(queries):
+        row = e.onward(p, b.mul(stride, e.number(q)))
+        numbers = [e.load(e.onward(row, e.number(s)), F32) for s in range(tile.slots)]
+        firsts = range(0, tile.slots, tile.sharing)
+        shares.append([e.spread(numbers[s : s + tile.sharing], tile.lanes) for s in firsts])
+    with tile.chunks() as chunk:
+        for plane in range(tile.planes):
+            values = [tile.plane(chunk, i, plane) for i in range(tile.vectors)]
             for q in range(queries):
-                totals[q] = [
-                    e.multiply_add(shares[q][s], part, total) for part, total in zip(parts, totals[q], strict=True)
-                ]
-        for row, values in zip(places, totals, strict=True):
-            for place, value in zip(row, values, strict=True):
-                e.store(value, place)
+                place = tile.scratch(scratch, q, chunk.number, plane)
+                total = e.load(place, tile.floats)
+                for value, weight in zip(values, tile.weights(chunk, shares[q], plane), strict=True):
+                    total = e.multiply_add(value, weight, total)
+                e.store(total, place)
 
 
-dots_one, dots_four, dots_narrow = _tile(_emit_dots, 1, 16), _tile(_emit_dots, 4, 16), _tile(_emit_dots, 1, 1)
-mix_one, mix_four, mix_narrow = _tile(_emit_mix, 1, 16), _tile(_emit_mix, 4, 16), _tile(_emit_mix, 1, 1)
+def _for_queries(emit: Callable[..., None], tile: _Tile, scratch: Any, p: Any, stride: Any, group: Any) -> None:
+    """Emit loops over the queries: four at a time where vectors are wide, then one by one."""
+    e, b = tile.e, tile.e.builder
+
+    def work(count: Any, first: Any, together: int) -> None:
+        with e.loop(count) as loop:
+            query = b.add(first, b.mul(loop.index, e.number(together)))
+            floats = b.mul(tile.num_chunks(), e.number(tile.planes * tile.size))
+            emit(tile, together, e.onward(scratch, b.mul(query, floats)), e.onward(p, b.mul(query, stride)), stride)
+
+    if tile.lanes == 1:
+        work(group, e.number(0), 1)
+        return
+    fours = b.sdiv(group, e.number(_QUERIES))
+    work(fours, e.number(0), _QUERIES)
+    done = b.mul(fours, e.number(_QUERIES))
+    work(b.sub(group, done), done, 1)
 
 
-_QUIET = np.uint32(0x400000)  # set in a NaN, so that its upper half is one too
+def _over_slots(emit: Callable[..., None], e: Emitter, planes: int, *numbers: Any) -> None:
+    at, words, *queries = numbers
+    is_wide = e.builder.icmp_signed(">=", words, e.number(WIDE))
+    e.choose(is_wide, (WIDE, 1), lambda lanes: _for_queries(emit, _Tile(e, lanes, planes, at, words), *queries))
 
 
-@jit
-def to_bf16(x):  # type: ignore[no-untyped-def]
-    """x rounded to bf16, half to even; the lower half of the result is of no use."""
-    bits = np.uint32(float_to_bits(x))
-    return bits | _QUIET if x != x else bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+def _over_packed_slots(emit: Callable[..., None], e: Emitter, *numbers: Any) -> None:
+    bits, lanes, places, count, at, words, *queries = numbers
+
+    def emit_format(bits: int, lanes: int) -> None:
+        tile = _PackedTile(e, lanes, 32 // bits + 1, at, words, bits, places, count)
+        _for_queries(emit, tile, *queries)
+
+    is_four = e.builder.icmp_signed("==", bits, e.number(4))
+    is_wide = e.builder.icmp_signed(">", lanes, e.number(1))
+    e.choose(is_four, (4, 8), lambda b: e.choose(is_wide, (PACKED_WIDE, 1), partial(emit_format, b)))
 
 
-@jit
-def to_bf16_towards(x, up):  # type: ignore[no-untyped-def]
-    """The nearest bf16 number that is not below x (up) or not above it, the lower half 0; NaN stays NaN."""
-    bits = np.uint32(float_to_bits(x))
-    if x != x:
-        bits |= _QUIET
-    elif (x < np.float32(0)) != up:  # away from zero
-        bits += np.uint32(0xFFFF)
-    return np.uint32(bits & np.uint32(0xFFFF0000))
+# dots(element, (at, words, scratch, p, stride, group)): a tile's first slot and words of a slot; the first query (or
+# sum) in scratch; its first probability, and floats from one query's probabilities to the next's; how many queries.
+dots = _emitted_by_element(partial(_over_slots, _emit_dots))
+mix = _emitted_by_element(partial(_over_slots, _emit_mix))
+# packed_dots((bits, lanes, places, chunks, at, words, scratch, p, stride, group)): first the format.
+packed_dots = emitted(partial(_over_packed_slots, _emit_dots))
+packed_mix = emitted(partial(_over_packed_slots, _emit_mix))
+prefetch = emitted(Emitter.prefetch)

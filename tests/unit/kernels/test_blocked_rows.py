@@ -37,8 +37,7 @@ def check(found: torch.Tensor, want: torch.Tensor) -> None:
 
 @needs_blocking
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("n", [1, 3, 32, 100])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "n"), list(zip(SHAPES, (1, 3, 32, 100), strict=True)))
 def test_products(shape: tuple[int, int], n: int, has_bias: bool) -> None:
     x, weight, bias = normal(n, shape[1]), normal(*shape), normal(shape[0]) if has_bias else None
     want = x.float() @ weight.float().t() + (bias.float() if bias is not None else 0)
@@ -55,8 +54,7 @@ def test_products(shape: tuple[int, int], n: int, has_bias: bool) -> None:
 
 
 @needs_blocking
-@pytest.mark.parametrize("n", [1, 33, TOKEN_CHUNK + 1])
-@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("n", "has_bias"), [(1, True), (33, False), (TOKEN_CHUNK + 1, True)])
 def test_relu_within_a_product_is_that_after_it(has_bias: bool, n: int) -> None:
     """To the bit, whichever way it takes: one part within a pass, or more of them, or too many rows, into `out`."""
     x, weight, bias = normal(n, 128), normal(192, 128), normal(192) if has_bias else None

@@ -43,8 +43,7 @@ def blocked(packed: torch.Tensor) -> BlockedInt8:
 
 
 @needs_blocking
-@pytest.mark.parametrize("n", [1, 3, 32, 100])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "n"), list(zip(SHAPES, (1, 3, 32, 100), strict=True)))
 def test_products_are_the_reference_to_the_bit(shape: tuple[int, int], n: int) -> None:
     """Of the largest codes there are, too."""
     codes = torch.randint(-127, 128, (n, shape[1]), dtype=torch.int8)
@@ -72,8 +71,7 @@ def test_rows_are_blocked_where_they_lie() -> None:
 
 
 @needs_blocking
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("has_bias", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
 def test_no_bit_depends_on_which_rows_are_blocked(
     has_bias: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

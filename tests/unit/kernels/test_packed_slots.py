@@ -10,16 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_h2o.core.packing import SlotPacking
-from flexgen_h2o.kernels import packed as packed_slots
-from flexgen_h2o.kernels.packed import (
+from flexgen_h2o.kernels import slots as slot_kernels
+from flexgen_h2o.kernels.packed import pack_columns, pack_columns_reference, unpack_columns
+from flexgen_h2o.kernels.slots import (
     attend_packed,
     attend_packed_reference,
-    pack_columns,
-    pack_columns_reference,
-    unpack_columns,
+    attend_reference,
+    attend_scored_reference,
 )
-from flexgen_h2o.kernels.slots import attend_reference, attend_scored_reference
-from tests.unit.kernels.test_slots import DTYPES, copy_of, in_segments, make, make_book, ragged, victims
+from tests.unit.kernels.test_slots import DTYPES, copy_of, in_segments, make, make_state, ragged, victims
 
 WIDTHS = [1, 3, 16, 20, 33, 64, 67, 80, 96, 128, 160, 256]
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 2**-7}
@@ -110,17 +109,19 @@ def test_attention_is_that_over_the_rounded_columns(filled, group, packing, dtyp
 @given(ragged, st.sampled_from([1, 3, 4]), packings, st.sampled_from(DTYPES), st.sampled_from([1.0, 0.5]))
 def test_scores_and_victims(filled, group, packing, dtype, decay) -> None:  # type: ignore[no-untyped-def]
     q, pair, back, counts = packed_inputs(filled, group, packing, dtype, 7)
-    book = make_book(len(filled), max(filled) + 2, decay, 2.0)
-    expected = copy_of(book)
-    with_book = attend_packed(q, *pair, counts, 0.3, packing, book)
+    state = make_state(len(filled), max(filled) + 2, decay, 2.0)
+    expected = copy_of(state)
+    with_book = attend_packed(q, *pair, counts, 0.3, packing, state)
     attend_scored_reference(q.float(), *back, counts, 0.3, expected)
-    assert torch.allclose(book.scores, expected.scores, atol=4e-6, rtol=4e-6)
-    assert book.victims.tolist() == victims(book, filled)
+    assert torch.allclose(state.scores, expected.scores, atol=4e-6, rtol=4e-6)
+    assert state.victims.tolist() == victims(state, filled)
     assert torch.equal(with_book, attend_packed(q, *pair, counts, 0.3, packing))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("group", "width", "bits"), [(1, 64, 4), (6, 80, 4), (1, 128, 8), (2, 16, 4)])
+@pytest.mark.parametrize(
+    ("group", "width", "bits", "dtype"),
+    [(1, 64, 4, torch.bfloat16), (6, 80, 4, torch.float32), (1, 128, 8, torch.bfloat16), (2, 16, 4, torch.float32)],
+)
 def test_segments_and_rows_change_no_bit(group: int, width: int, bits: int, dtype: torch.dtype) -> None:
     filled, packing = [50, 3, 103, 64, 1, 77, 12] * 60, SlotPacking(width, bits)
     q, whole, _, counts = packed_inputs(filled, group, packing, dtype, 105)
@@ -133,17 +134,17 @@ def test_segments_and_rows_change_no_bit(group: int, width: int, bits: int, dtyp
 
 
 def test_torch_unpacks_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the chunk, the same; the book too."""
+    """Whatever the chunk, the same; the state too."""
     packing = SlotPacking(16, 4)
     q, pair, _, counts = packed_inputs([5, 9, 2, 7, 1], 2, packing, torch.float32, 4)
     found = []
     for chunk in (1, 2 * 12 * 16, 2**20):
-        monkeypatch.setattr(packed_slots, "PACKED_CHUNK", chunk)
-        book = make_book(5, 11)
-        found.append((attend_packed_reference(q, *pair, counts, 0.3, packing, book), book))
-    for out, book in found[1:]:
-        assert torch.allclose(out, found[0][0], atol=1e-6) and torch.allclose(book.scores, found[0][1].scores)
-        assert book.victims.tolist() == found[0][1].victims.tolist()
+        monkeypatch.setattr(slot_kernels, "PACKED_CHUNK", chunk)
+        state = make_state(5, 11)
+        found.append((attend_packed_reference(q, *pair, counts, 0.3, packing, state), state))
+    for out, state in found[1:]:
+        assert torch.allclose(out, found[0][0], atol=1e-6) and torch.allclose(state.scores, found[0][1].scores)
+        assert state.victims.tolist() == found[0][1].victims.tolist()
 
 
 def test_wrong_shapes_are_refused_before_memory_is_touched() -> None:

@@ -1,4 +1,4 @@
-"""Decode attention over slots: the compiled loops against torch in fp32, and torch against plain loops."""
+"""Slots: attention over them and columns into them, compiled loops against torch and torch against plain loops."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flexgen_h2o.kernels import slots as slot_kernels
 from flexgen_h2o.kernels.slots import (
+    Pair,
     ScoreState,
     attend,
     attend_lse,
@@ -18,6 +20,11 @@ from flexgen_h2o.kernels.slots import (
     attend_reference,
     attend_scored,
     attend_scored_reference,
+    attend_sparse,
+    get_last_slots,
+    get_last_slots_reference,
+    put_slots,
+    put_slots_reference,
 )
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7}  # bf16: the result is rounded; everything before it is fp32
@@ -48,7 +55,7 @@ def make(filled: list[int], group: int, width: int, dtype: torch.dtype, seed: in
     return q, keys, values, torch.tensor(filled, dtype=torch.int32)
 
 
-def make_book(rows: int, slots: int, decay: float = 1.0, gain: float = 1.0) -> ScoreState:
+def make_state(rows: int, slots: int, decay: float = 1.0, gain: float = 1.0) -> ScoreState:
     g = torch.Generator().manual_seed(rows)
     positions = torch.stack([torch.randperm(3 * slots, generator=g)[:slots] for _ in range(rows)]).int()
     oldest = torch.randint(0, slots, (rows,), generator=g).int()
@@ -57,8 +64,13 @@ def make_book(rows: int, slots: int, decay: float = 1.0, gain: float = 1.0) -> S
     return ScoreState(scores, positions, oldest, oldest + slots, decay, gains, torch.full((rows,), -7).int())
 
 
-def copy_of(book: ScoreState) -> ScoreState:
-    return replace(book, scores=book.scores.clone(), victims=book.victims.clone())
+def is_compiled(width: int, dtype: torch.dtype) -> bool:
+    """The compiled loops read whole words; torch operations round products to the dtype."""
+    return dtype == torch.float32 or width % 2 == 0
+
+
+def copy_of(state: ScoreState) -> ScoreState:
+    return replace(state, scores=state.scores.clone(), victims=state.victims.clone())
 
 
 def double_attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, n: int, scale: float) -> torch.Tensor:
@@ -73,72 +85,55 @@ ragged = st.lists(st.integers(1, 21), min_size=1, max_size=5)
 @settings(max_examples=60, deadline=None)
 @given(ragged, st.integers(1, 9), st.sampled_from(WIDTHS), st.sampled_from(DTYPES), st.integers(1, 24))
 def test_against_the_definition(filled: list[int], group: int, width: int, dtype: torch.dtype, length: int) -> None:
-    q, keys, values, counts = make(filled, group, width, dtype)
-    actual = attend(q, in_segments(keys, length), in_segments(values, length), counts, 0.3)
-    assert actual.shape == q.shape and actual.dtype == dtype
-    reference = attend_reference(q, in_segments(keys, length), in_segments(values, length), counts, 0.3)
-    for r, n in enumerate(filled):
-        expected = double_attend(q[r], keys[r], values[r], n, 0.3)
-        tolerance = TOLERANCE[dtype] * max(1.0, float(expected.abs().max()))
-        assert (actual[r].double() - expected).abs().max() < tolerance
-        assert (reference[r].double() - expected).abs().max() < 4 * tolerance
-
-
-@settings(max_examples=30, deadline=None)
-@given(ragged, st.integers(1, 9), st.sampled_from(WIDTHS), st.sampled_from(DTYPES), st.integers(1, 24))
-def test_the_log_sum_exp(filled: list[int], group: int, width: int, dtype: torch.dtype, length: int) -> None:
-    """The same result to the bit, and of each query the logarithm of what its softmax is divided by."""
+    """The result, bit for bit the same with the log-sum-exp, and the log-sum-exp."""
     q, keys, values, counts = make(filled, group, width, dtype)
     columns = in_segments(keys, length), in_segments(values, length)
     out, lse = attend_lse(q, *columns, counts, 0.3)
-    assert torch.equal(out, attend(q, *columns, counts, 0.3))
-    reference, by_reference = attend_lse_reference(q, *columns, counts, 0.3)
-    assert lse.shape == by_reference.shape == (len(filled), group) and lse.dtype == by_reference.dtype == torch.float32
+    assert torch.equal(out, attend(q, *columns, counts, 0.3)) and out.shape == q.shape and out.dtype == dtype
+    reference = attend_reference(q, *columns, counts, 0.3)
+    same, reference_lse = attend_lse_reference(q, *columns, counts, 0.3)
+    assert lse.shape == reference_lse.shape == (len(filled), group)
+    assert lse.dtype == reference_lse.dtype == torch.float32
     for r, n in enumerate(filled):
+        expected = double_attend(q[r], keys[r], values[r], n, 0.3)
+        tolerance = TOLERANCE[dtype] * max(1.0, float(expected.abs().max()))
+        assert (out[r].double() - expected).abs().max() < tolerance
+        assert (reference[r].double() - expected).abs().max() < 4 * tolerance
+        assert (same[r] - out[r]).abs().max() <= 0.05 * max(1.0, float(out[r].abs().max()))
         products = 0.3 * (q[r].double() @ keys[r, :n].double().T)
-        expected = torch.logsumexp(products, dim=1)
-        exact = 1e-5 * max(1.0, float(products.abs().max()))
-        rounded = exact if dtype == torch.float32 else 2**-7 * max(1.0, float(products.abs().max()))
-        is_compiled = dtype == torch.float32 or width % 2 == 0  # the compiled loops read whole words
-        assert (lse[r] - expected).abs().max() <= (exact if is_compiled else rounded)
-        assert (by_reference[r] - expected).abs().max() <= rounded
-        assert (reference[r] - out[r]).abs().max() <= 0.05 * max(1.0, float(out[r].abs().max()))
+        expected, largest = torch.logsumexp(products, dim=1), max(1.0, float(products.abs().max()))
+        rounded = (1e-5 if dtype == torch.float32 else 2**-7) * largest
+        assert (lse[r] - expected).abs().max() <= (1e-5 * largest if is_compiled(width, dtype) else rounded)
+        assert (reference_lse[r] - expected).abs().max() <= rounded
 
 
 @settings(max_examples=60, deadline=None)
 @given(ragged, st.integers(1, 9), st.sampled_from(WIDTHS), st.sampled_from(DTYPES), st.sampled_from([1.0, 0.5]))
 def test_scores_and_victims(filled: list[int], group: int, width: int, dtype: torch.dtype, decay: float) -> None:
-    """Scores by the reference in fp32; victims by definition from the scores that came out."""
+    """Scores by the reference in fp32; victims by definition from the scores that came out; the same attention."""
     q, keys, values, counts = make(filled, group, width, dtype)
-    book = make_book(len(filled), keys.shape[1], decay, 2.0)
-    expected = copy_of(book)
+    state = make_state(len(filled), keys.shape[1], decay, 2.0)
+    expected = copy_of(state)
     args = in_segments(keys, 7), in_segments(values, 7), counts, 0.3
-    attend_scored(q, *args, book)
+    assert torch.equal(attend_scored(q, *args, state), attend(q, *args))
     attend_scored_reference(q.float(), args[0].float(), args[1].float(), counts, 0.3, expected)
-    assert torch.allclose(book.scores, expected.scores, atol=2e-6, rtol=2e-6)
-    assert book.victims.tolist() == victims(book, filled)
+    tolerance = 2e-6 if is_compiled(width, dtype) else 0.03
+    assert torch.allclose(state.scores, expected.scores, atol=tolerance, rtol=tolerance)
+    assert state.victims.tolist() == victims(state, filled)
     assert expected.victims.tolist() == victims(expected, filled)
 
 
-def victims(book: ScoreState, filled: list[int]) -> list[int]:
+def victims(state: ScoreState, filled: list[int]) -> list[int]:
     found = []
     for r, n in enumerate(filled):
-        allowed = [j for j in range(n) if book.oldest[r] <= book.positions[r, j] <= book.newest[r]]
-        found.append(min(allowed, key=lambda j: (float(book.scores[r, j]), int(book.positions[r, j])), default=-1))
+        allowed = [j for j in range(n) if state.oldest[r] <= state.positions[r, j] <= state.newest[r]]
+        found.append(min(allowed, key=lambda j: (float(state.scores[r, j]), int(state.positions[r, j])), default=-1))
     return found
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("group", "width"), [(1, 64), (1, 80), (1, 6), (5, 128), (3, 20)])
-def test_scoring_does_not_touch_the_attention(group: int, width: int, dtype: torch.dtype) -> None:
-    filled = [1, 4, 100, 103, 37] * 5
-    q, keys, values, counts = make(filled, group, width, dtype)
-    args = q, in_segments(keys, 105), in_segments(values, 105), counts, 0.125
-    assert torch.equal(attend(*args), attend_scored(*args, make_book(len(filled), 105)))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("group", "width"), [(1, 64), (6, 34), (1, 8)])
+@pytest.mark.parametrize(
+    ("group", "width", "dtype"), [(1, 64, torch.bfloat16), (6, 34, torch.float32), (5, 8, torch.bfloat16)]
+)
 def test_segments_rows_and_threads_change_no_bit(group: int, width: int, dtype: torch.dtype) -> None:
     filled = [50, 3, 103, 64, 1, 77, 12]
     q, keys, values, counts = make(filled, group, width, dtype)
@@ -169,10 +164,10 @@ def test_ties_go_to_the_lowest_position_and_an_empty_range_to_nobody(scored) -> 
     oldest, newest = torch.tensor([0, 4, 0, 10]).int(), torch.tensor([99, 8, 3, 99]).int()
     scores = torch.zeros(4, 6)
     scores[1, 1] = 1.0
-    book = ScoreState(scores, positions, oldest, newest, 1.0, torch.ones(4), torch.zeros(4).int())
-    scored(q, keys, values, filled, 1.0, book)
-    assert book.victims.tolist() == [3, 2, -1, -1]
-    assert torch.equal(book.scores[2, 2:], torch.zeros(4))  # what is not filled keeps its score
+    state = ScoreState(scores, positions, oldest, newest, 1.0, torch.ones(4), torch.zeros(4).int())
+    scored(q, keys, values, filled, 1.0, state)
+    assert state.victims.tolist() == [3, 2, -1, -1]
+    assert torch.equal(state.scores[2, 2:], torch.zeros(4))  # what is not filled keeps its score
 
 
 @pytest.mark.parametrize("function", [attend, attend_reference])
@@ -201,6 +196,137 @@ def test_wrong_shapes_are_refused_before_memory_is_touched() -> None:
     with pytest.raises(ValueError, match="do not go together"):
         attend(q, keys.transpose(2, 3).contiguous().transpose(2, 3), values, counts, 1.0)
     with pytest.raises(ValueError, match="scores is"):
-        attend_scored(q, keys, values, counts, 1.0, make_book(3, 7))
+        attend_scored(q, keys, values, counts, 1.0, make_state(3, 7))
     with pytest.raises(ValueError, match="scores is"):
-        attend_scored(q, keys, values, counts, 1.0, make_book(2, 4))
+        attend_scored(q, keys, values, counts, 1.0, make_state(2, 4))
+
+
+# Shares whose product with a count of slots is the same in every precision.
+SHARES = st.sampled_from([1 / 16, 1 / 4, 1 / 2, 3 / 4, 15 / 16])
+
+
+def slots_of(rows: int, group: int, slots: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """q (rows, group, 8), keys and values in segments of 4 slots."""
+    q = torch.randn(rows, group, 8).to(dtype)
+    keys, values = (torch.randn(-(-slots // 4), rows, 4, 8).to(dtype) for _ in range(2))
+    return q, keys, values
+
+
+def row_of(segments: torch.Tensor, row: int, filled: int) -> torch.Tensor:
+    return segments[:, row].flatten(0, 1)[:filled]
+
+
+def filled_tensor(filled: list[int]) -> torch.Tensor:
+    return torch.tensor(filled, dtype=torch.int32)
+
+
+def sparse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, share: float) -> torch.Tensor:
+    """FlexGen: probabilities over all columns, of which the largest int(share x past) and the newest are used."""
+    p = torch.softmax(scale * (k.double() @ q.double()), dim=0)
+    past = len(p) - 1
+    largest = sorted(range(past), key=lambda i: -float(p[i]))[: int(share * past)]
+    return sum((p[i] * v[i].double() for i in (*largest, past)), torch.zeros(v.shape[1], dtype=torch.float64))
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 11), min_size=1, max_size=5), st.integers(1, 3), SHARES)
+def test_sparse_attention_against_a_plain_loop(filled: list[int], group: int, share: float) -> None:
+    q, keys, values = slots_of(len(filled), group, 12, torch.float32)
+    for r, n in enumerate(filled):
+        for slot in range(n, 12):  # what a row has not filled may hold anything
+            keys[slot // 4, r, slot % 4], values[slot // 4, r, slot % 4] = math.nan, math.nan
+    actual = attend_sparse(q, keys, values, filled_tensor(filled), 0.4, share)
+    for r, n in enumerate(filled):
+        for g in range(group):
+            expected = sparse(q[r, g], row_of(keys, r, n), row_of(values, r, n), 0.4, share)
+            assert (actual[r, g].double() - expected).abs().max() < 1e-5
+
+
+def test_sparse_attention_to_everything_is_attention() -> None:
+    q, keys, values = slots_of(3, 2, 12, torch.bfloat16)
+    filled = filled_tensor([12, 1, 7])
+    found = attend_sparse(q, keys, values, filled, 0.4, share=1.0)
+    assert found.dtype == torch.bfloat16
+    assert (attend(q, keys, values, filled, 0.4) - found).abs().max() < 0.03
+
+
+def test_the_number_of_kept_slots_is_pythons_int_of_the_product() -> None:
+    q = torch.zeros(1, 1, 8)
+    keys, values = torch.zeros(1, 1, 101, 8), torch.ones(1, 1, 101, 8)
+    actual = attend_sparse(q, keys, values, filled_tensor([101]), 1.0, share=0.29)
+    assert torch.allclose(actual, torch.tensor((int(0.29 * 100) + 1) / 101))
+
+
+def test_sparse_attention_takes_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, keys, values = slots_of(7, 2, 12, torch.float32)
+    filled = filled_tensor([5, 12, 1, 9, 3, 12, 7])
+    whole = attend_sparse(q, keys, values, filled, 0.4, 0.5)
+    monkeypatch.setattr(slot_kernels, "SPARSE_CHUNK", 400)
+    assert torch.equal(attend_sparse(q, keys, values, filled, 0.4, 0.5), whole)
+
+
+def areas(rows: int, segments: int, per_segment: int, width: int, dtype: torch.dtype) -> Pair:
+    """Keys and values in one memory, a segment behind the other, with room between them."""
+    memory = torch.randn(segments, 2, rows * per_segment * width + 5).to(dtype)
+    keys, values = memory[..., :-5].unflatten(2, (rows, per_segment, width)).unbind(1)
+    return keys, values
+
+
+def distinct(rows: int, count: int, slots: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.stack([torch.randperm(slots, generator=generator)[:count] for _ in range(rows)])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 5), st.integers(1, 3), st.integers(1, 4), st.sampled_from([1, 3, 8, 64]),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.int32]), st.integers(0, 99), st.data(),
+)  # fmt: skip
+def test_columns_as_the_reference(
+    rows: int, segments: int, per_segment: int, width: int, dtype: torch.dtype, seed: int, data: st.DataObject
+) -> None:
+    count = data.draw(st.integers(1, segments * per_segment))
+    slots = distinct(rows, count, segments * per_segment, seed)
+    wide = torch.randn(2, rows, count + 2, width).to(dtype)
+    found, want = (areas(rows, segments, per_segment, width, dtype) for _ in range(2))
+    for a, b in zip(found, want, strict=True):
+        a.copy_(b)
+    columns = wide[0, :, :count], wide[1, :, :count]
+    put_slots(found, slots, columns)
+    put_slots_reference(want, slots, columns)
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+    again = data.draw(st.integers(0, count - 1))
+    slots[:, again] = slots[:, -1]
+    outs = torch.zeros(2, 2, rows, count + 1, width).to(dtype)
+    get_last_slots(found, slots, (outs[0, 0, :, :count], outs[0, 1, :, :count]))
+    get_last_slots_reference(found, slots, (outs[1, 0, :, :count], outs[1, 1, :, :count]))
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0, 0, :, again], outs[0, 0, :, count - 1])
+    assert not outs[0, :, :, count].any()
+
+
+def test_of_columns_for_one_slot_the_last_stays() -> None:
+    keys, values = areas(2, 2, 3, 8, torch.float32)
+    column = torch.randn(2, 2, 8)
+    put_slots((keys, values), torch.tensor([[4, 4], [1, 1]]), (column, -column))
+    assert torch.equal(keys[1, 0, 1], column[0, 1]) and torch.equal(values[0, 1, 1], -column[1, 1])
+
+
+def test_many_rows_on_two_threads() -> None:
+    keys, values = areas(3000, 1, 4, 64, torch.bfloat16)
+    slots, column = torch.arange(3000).unsqueeze(1) % 4, torch.randn(3000, 1, 64).bfloat16()
+    torch.set_num_threads(2)
+    put_slots((keys, values), slots, (column, -column))
+    at = 0, torch.arange(3000), slots[:, 0]
+    assert torch.equal(keys[at], column[:, 0]) and torch.equal(values[at], -column[:, 0])
+
+
+@pytest.mark.parametrize("wrong", ["columns' dtype", "slots' dtype", "columns apart"])
+def test_what_the_loops_do_not_take_goes_through_torch(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What goes by address is checked."""
+    called = []
+    monkeypatch.setattr(slot_kernels, "put_slots_reference", lambda *_: called.append(wrong))
+    keys, values = areas(2, 1, 3, 8, torch.float32)
+    column, slots = torch.randn(2, 1, 8), torch.tensor([[1], [2]])
+    columns = {"columns' dtype": column.bfloat16(), "columns apart": torch.randn(2, 1, 16)[..., ::2]}.get(wrong, column)
+    put_slots((keys, values), slots.int() if wrong == "slots' dtype" else slots, (columns, columns))
+    assert called == [wrong]

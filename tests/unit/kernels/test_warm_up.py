@@ -39,15 +39,15 @@ def test_nothing_is_left_to_compile(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_turning_is_compiled(dtype: torch.dtype) -> None:
     warm_up(torch.device("cpu"), dtype, scored=False, rolling=True)
-    compiled = len(rotary_loops.turn_rows.signatures)
+    compiled = len(rotary_loops.rotate_rows.signatures)
     Rotation(torch.ones(8), 1.0).rotated(torch.zeros(3, 5, 16).to(dtype), torch.zeros(3, 5).int())
-    assert len(rotary_loops.turn_rows.signatures) == compiled >= 1
+    assert len(rotary_loops.rotate_rows.signatures) == compiled >= 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_llama_needs_is_compiled(dtype: torch.dtype) -> None:
     def compiled() -> list[int]:
-        loops = (row_loops.norm_rows, row_loops.silu_rows, rotary_loops.turn_heads)
+        loops = (row_loops.norm_rows, row_loops.silu_rows, rotary_loops.rotate_heads)
         return [len(loop.signatures) for loop in loops]
 
     warm_up(torch.device("cpu"), dtype, scored=False, rotary=True)

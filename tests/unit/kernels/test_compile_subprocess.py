@@ -1,4 +1,4 @@
-"""Loops are compiled by another process, once; this one loads what that left on disk."""
+"""Loops are compiled once, by another process; this one loads the result from disk."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexgen_h2o.kernels import jit
-from flexgen_h2o.kernels import warm_up as apart
+from flexgen_h2o.kernels import jit, warm_up
 from flexgen_h2o.kernels.warm_up import compile_subprocess
 
-# Packs a row, and says how often a compiled loop was loaded from disk.
-PACK = """
+# Runs a loop, and prints how often a compiled loop was loaded from disk.
+RUN = """
 import flexgen_h2o, torch
-from flexgen_h2o.kernels.compiled import rows as pack_loops
+from flexgen_h2o.kernels.compiled.rows import silu_rows
+from flexgen_h2o.kernels.elementwise import silu_gated
 from flexgen_h2o.kernels.warm_up import compile_subprocess
-from flexgen_h2o.kernels.packed import pack_rows
 
-compile_subprocess(pack_rows, torch.zeros(1, 64), 4)
-pack_rows(torch.zeros(1, 64), 4)
-assert len(pack_loops.pack.signatures) == 1
-print(sum(pack_loops.pack.stats.cache_hits.values()))
+x = torch.zeros(1, 64)
+compile_subprocess(silu_gated, x, x)
+silu_gated(x, x)
+assert len(silu_rows.signatures) == 1
+print(sum(silu_rows.stats.cache_hits.values()))
 """
 
 
@@ -35,7 +35,7 @@ def _write_nothing() -> None:
 
 def loaded_in(cache: Path, disk_is_full: bool = False) -> int:
     environment = os.environ | {"NUMBA_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", PACK]
+    command = [sys.executable, "-c", RUN]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, check=False,
         preexec_fn=_write_nothing if disk_is_full else None,
@@ -54,7 +54,7 @@ def test_this_process_never_compiles(tmp_path: Path) -> None:
 
 def test_where_nothing_can_be_kept_this_process_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jit, "is_kept", lambda: False)
-    monkeypatch.setattr(apart, "_call_in_a_process", pytest.fail)
+    monkeypatch.setattr(warm_up, "_call_in_a_process", pytest.fail)
     calls: list[object] = []
     compile_subprocess(calls.append, 1)
     assert calls == [1]
@@ -68,9 +68,9 @@ def test_where_no_process_starts_this_one_compiles(executable: str, monkeypatch:
     def call(x: torch.Tensor) -> None:
         calls.append(x)
         if len(calls) == 1 and executable:
-            raise apart._NotCompiledError
+            raise warm_up._NotCompiledError
 
-    monkeypatch.setattr(apart.pickle, "dumps", lambda _: b"")
+    monkeypatch.setattr(warm_up.pickle, "dumps", lambda _: b"")
     compile_subprocess(call, torch.ones(1))
     assert len(calls) == 1 + bool(executable)
 

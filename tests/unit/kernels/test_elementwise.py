@@ -1,0 +1,135 @@
+"""Norms, gates and rotary embeddings: references are transformers to the bit, loops the references to rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import GPTNeoXConfig, LlamaConfig
+from transformers.models.gpt_neox import modeling_gpt_neox
+from transformers.models.llama import modeling_llama
+
+from flexgen_h2o.kernels.elementwise import Rotation, rms_norm, rms_norm_reference, silu_gated, silu_gated_reference
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def assert_rounded_alike(found: torch.Tensor, want: torch.Tensor) -> None:
+    """In bf16 nearly all values are equal, and the others neighbours."""
+    assert found.dtype == want.dtype
+    if found.dtype == torch.float32:
+        assert torch.allclose(found, want, rtol=2e-6, atol=1e-7)
+    else:
+        assert torch.allclose(found.float(), want.float(), rtol=2**-6, atol=1e-30)
+        assert ((found - want).abs() > 1e-30).float().mean() < 0.01  # exp2 ends at 2**127
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rms_norm_equals_transformers(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flexgen_h2o.kernels.elementwise.NORM_CHUNK", 4)
+    theirs = modeling_llama.LlamaRMSNorm(24, eps=1e-5).to(dtype)
+    x = (3 * torch.randn(11, 24)).to(dtype)
+    with torch.no_grad():
+        theirs.weight.normal_(1, 0.3)
+        assert torch.equal(rms_norm_reference(x, theirs.weight, 1e-5, torch.empty_like(x)), theirs(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "width"), [(3, 37), (700, 512)])
+def test_the_compiled_norm_is_the_reference(rows: int, width: int, dtype: torch.dtype) -> None:
+    """Rows of x may be apart, and the result of one does not depend on the others."""
+    apart = (3 * torch.randn(rows, width + 5)).to(dtype)
+    x, weight = apart[:, :width], torch.randn(width).to(dtype)
+    found = rms_norm(x, weight, 1e-5, torch.empty(rows, width, dtype=dtype))
+    assert_rounded_alike(found, rms_norm_reference(x, weight, 1e-5, torch.empty(rows, width, dtype=dtype)))
+    assert torch.equal(found[-1:], rms_norm(x[-1:], weight, 1e-5, torch.empty(1, width, dtype=dtype)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("values", [lambda x: x, lambda x: 40 * x, torch.zeros_like], ids=["small", "large", "zero"])
+def test_the_compiled_gate_is_the_reference(values: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> None:
+    gate, up = values(torch.randn(300, 1003)).to(dtype), torch.randn(300, 1003).to(dtype)
+    want = silu_gated_reference(gate.clone(), up)
+    found = silu_gated(gate, up)
+    assert found.data_ptr() == gate.data_ptr()
+    assert_rounded_alike(found, want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_no_number_stays_none(dtype: torch.dtype) -> None:
+    x = torch.ones(2, 8, dtype=dtype)
+    x[0, 3] = float("nan")
+    normed = rms_norm(x, x[1], 1e-5, torch.empty_like(x))
+    assert normed[0].isnan().all() and not normed[1].isnan().any()
+    gate = silu_gated(x.clone(), x)
+    assert gate[0, 3].isnan() and gate.isnan().sum() == 1
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    x = torch.zeros(3, 8)
+    for weight, out in ((x[0], x[:2]), (x[0].bfloat16(), x), (x[0, :4], x), (x[0], x.t().contiguous().t())):
+        with pytest.raises(ValueError, match="rms_norm: "):
+            rms_norm(x, weight, 1e-5, out)
+    for up in (x[:2], x.bfloat16(), x.t().contiguous().t()):
+        with pytest.raises(ValueError, match="silu_gated: "):
+            silu_gated(x, up)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("share", [1.0, 0.25])
+def test_rotation_equals_transformers(share: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flexgen_h2o.kernels.elementwise.ROTARY_CHUNK", 4)
+    if share == 1:
+        module, config = modeling_llama, LlamaConfig(hidden_size=64, num_attention_heads=4)
+        embedding = module.LlamaRotaryEmbedding(config)
+    else:
+        module, config = modeling_gpt_neox, GPTNeoXConfig(hidden_size=64, num_attention_heads=4, rotary_pct=share)
+        embedding = module.GPTNeoXRotaryEmbedding(config)
+    positions = torch.tensor([0, 1, 2, 3, 4, 77, 5000, 0, 3])  # two rows' prompts
+    q, k = torch.randn(9, 4, 16).to(dtype), torch.randn(9, 3, 16).to(dtype)[:, ::2]
+    cos, sin = embedding(q, positions[None])
+    want = module.apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
+    Rotation(embedding.inv_freq, embedding.attention_scaling).rotate((q, k), positions)
+    for ours, theirs in zip((q, k), want, strict=True):
+        assert torch.equal(ours, theirs[0].transpose(0, 1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_key_rotated_by_its_rank_is_the_key_at_that_position(dtype: torch.dtype) -> None:
+    rotation, keys = Rotation(torch.tensor([0.7, 0.1]), 1.2), torch.randn(2, 5, 6).to(dtype)
+    ranks = torch.tensor([[3, 0, 1, 4, 2], [0, 1, 2, 2, 2]], dtype=torch.int32)
+    want = keys.clone()
+    for row, order in zip(want, ranks, strict=True):
+        rotation.rotate((row.unsqueeze(1),), order)
+    before = keys.clone()
+    assert torch.equal(rotation.rotated_reference(keys, ranks), want) and torch.equal(keys, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "slots", "width", "pairs"), [(2, 5, 6, 2), (600, 9, 128, 16)])
+def test_the_compiled_rotation_is_the_reference(
+    rows: int, slots: int, width: int, pairs: int, dtype: torch.dtype
+) -> None:
+    """To rounding: it rounds once. Slots without a rank are left alone."""
+    rotation, keys = Rotation(torch.rand(pairs), 1.1), torch.randn(rows, slots, width).to(dtype)
+    ranks = torch.stack([torch.randperm(slots) for _ in range(rows)]).int()
+    ranks[0, -1] = 2**30
+    found, want = rotation.rotated(keys, ranks), rotation.rotated_reference(keys.float(), ranks)
+    used = ranks < slots
+    assert found.dtype == dtype
+    assert torch.allclose(found.float()[used], want[used], atol=1e-6, rtol=1e-6 if dtype == torch.float32 else 2**-8)
+
+
+def test_keys_and_ranks_that_do_not_go_together() -> None:
+    rotation, keys, ranks = Rotation(torch.ones(2), 1.0), torch.zeros(2, 5, 6), torch.zeros(2, 5).int()
+    for bad in ((keys, ranks.long()), (keys, ranks[:, :4]), (keys.transpose(0, 1), ranks), (keys[..., :3], ranks)):
+        with pytest.raises(ValueError, match="rotated: "):
+            rotation.rotated(*bad)
+
+
+def test_scaling_is_of_what_rotates() -> None:
+    q = torch.randn(3, 1, 6)
+    before, frequencies = q.clone(), torch.tensor([0.5, 0.25])
+    Rotation(frequencies, 1.5).rotate((q,), torch.tensor([0, 0, 0]))
+    assert torch.equal(q[..., :4], before[..., :4] * 1.5) and torch.equal(q[..., 4:], before[..., 4:])
