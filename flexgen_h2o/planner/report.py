@@ -88,12 +88,12 @@ def _details(question: Question, answer: Answer) -> dict[str, Any]:
         "problem": answer.problem,
     }
     if plan is not None:
-        duals = dict(answer.s_per_gib) or None
+        duals = answer.s_per_gib
         found["busy_s"] = {phase: dict(busy) for phase, busy in plan.prediction.busy.items()}
         found["binds"] = {phase: plan.prediction.binds(phase) for phase in PHASES}
-        found["gain_s_per_gib"] = duals
-        found["gain_found_by"] = None if duals is None else "duals"
-        found["dual_s_per_gib"] = duals if question.searched else None
+        found["gain_s_per_gib"] = {tier: duals[tier] for tier in _tiers(space) if tier in duals} or None
+        found["gain_found_by"] = "duals" if duals else None
+        found["dual_s_per_gib"] = (dict(duals) or None) if question.searched else None
         found["look_ahead"] = asdict(plan.memory.depth)
         found["disk_read_bytes"] = answer.disk_read_bytes
         found["worth_more"] = None if answer.more is None else asdict(answer.more)

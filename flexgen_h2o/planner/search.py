@@ -123,9 +123,7 @@ def sensitivity(space: SearchSpace, policy: Policy) -> dict[str, float]:
     solution = _solve(space, policy, _depth(space, policy) or SEQUENTIAL, space.budgets)
     if solution is None:
         return {}
-    is_host = space.machine.device_is_host
-    duals = {tier: dual for tier, dual in solution.gain_s_per_gib.items() if not (is_host and tier == "device")}
-    return {tier: max(0.0, dual) * _blocks(space, policy) for tier, dual in duals.items()}
+    return {tier: max(0.0, dual) * _blocks(space, policy) for tier, dual in solution.gain_s_per_gib.items()}
 
 
 def disk_reads(space: SearchSpace, policy: Policy) -> float:
