@@ -73,8 +73,8 @@ class Plan:
 
     @property
     def uses_disk(self) -> bool:
-        shares = (self.policy.weight_shares, self.policy.cache_shares, self.policy.hidden_shares)
-        return any(on_disk for *_, on_disk in shares)
+        policy = self.policy
+        return any(shares[2] for shares in (policy.weight_shares, policy.cache_shares, policy.hidden_shares))
 
 
 def evaluate(spec: ModelSpec, policy: Policy, need: WorkloadShape, machine: Machine, budgets: Budgets) -> Plan:
@@ -110,7 +110,10 @@ def search(
     found += [_improved(space, min(kind, key=attrgetter("seconds"))) for kind in kinds if kind]
     fastest = min(plan.seconds for plan in found)
     # Of the plans that are as good as the fastest, the one that takes the least of the slowest tiers.
-    return min((p for p in found if p.seconds <= EQUAL * fastest), key=_thrift)
+    return min(
+        (plan for plan in found if plan.seconds <= EQUAL * fastest),
+        key=lambda plan: (*(plan.memory.bytes_on(tier) // GIB for tier in reversed(TIERS)), plan.seconds),
+    )
 
 
 def sensitivity(space: SearchSpace, policy: Policy) -> dict[str, float]:
@@ -130,10 +133,6 @@ def disk_reads(space: SearchSpace, policy: Policy) -> float:
     """Bytes that the pile reads from disk during its sweeps."""
     at = space.machine.setting(space.spec, policy, space.need)
     return disk_read_bytes(at, even_blocks(policy, space.need))
-
-
-def _thrift(plan: Plan) -> tuple[float, ...]:
-    return (*(plan.memory.bytes_on(tier) // GIB for tier in reversed(TIERS)), plan.seconds)
 
 
 def _evaluated(space: SearchSpace, policy: Policy) -> Plan:
@@ -181,13 +180,10 @@ def _simulated(space: SearchSpace, candidate: Candidate, solution: Solution) -> 
         tighter = {tier: None if b is None else int(b * TIGHTER) for tier, b in space.budgets.items()}
         other = _solve(space, policy, candidate.depth, tighter)
         placed = [] if other is None else list(placements(space, policy, other.shares))
-    return [_evaluated(space, _without_idle_switch(space, p)) for p in placed]
-
-
-def _without_idle_switch(space: SearchSpace, policy: Policy) -> Policy:
-    """Without --cpu-cache-compute where no KV is off the device: it would do nothing."""
-    idle = policy.percent[2] == 100 and not space.base.cpu_cache_compute
-    return replace(policy, cpu_cache_compute=False) if idle else policy
+    # Where no KV is off the device, --cpu-cache-compute would do nothing.
+    on_host = [p.cpu_cache_compute and (p.percent[2] < 100 or space.base.cpu_cache_compute) for p in placed]
+    needed = (replace(p, cpu_cache_compute=side) for p, side in zip(placed, on_host, strict=True))
+    return [_evaluated(space, policy) for policy in needed]
 
 
 def _improved(space: SearchSpace, best: Plan) -> Plan:
@@ -237,13 +233,10 @@ def _neighbours(space: SearchSpace, policy: Policy) -> list[Candidate]:
         (gbs * 2 // 3, batches), (gbs * 3 // 2, batches), (gbs, batches * 2 // 3), (gbs, batches * 3 // 2),
         (gbs + 1, batches), (gbs - 1, batches), (gbs, batches + 1), (gbs // 2, 2 * batches), (2 * gbs, batches // 2),
     ]  # fmt: skip
-    allowed = [
-        (a, b) for a, b in dict.fromkeys(sizes)
-        if 1 <= a <= MOST_MICRO_BATCH and b >= 1 and (a, b) != (gbs, batches)
-        and a * b <= min(space.need.rows, MOST_ROWS)
-    ]  # fmt: skip
-    tried = (bounded(space, other) for a, b in allowed for other in space.policies(a, b))
-    return [c for c in tried if c is not None]
+    most = min(space.need.rows, MOST_ROWS)
+    allowed = [(a, b) for a, b in dict.fromkeys(sizes) if 1 <= a <= MOST_MICRO_BATCH and b >= 1 and a * b <= most]
+    tried = (bounded(space, p) for a, b in allowed if (a, b) != (gbs, batches) for p in space.policies(a, b))
+    return [candidate for candidate in tried if candidate is not None]
 
 
 def _largest(space: SearchSpace) -> Iterator[Policy]:

@@ -174,7 +174,7 @@ def test_wrong_use_is_one_line(plan: Door, profiles: Path, tmp_path: Path, flags
     [
         ("card", "--device-mem 10MiB --host-mem 1MiB --disk-mem 1MiB", "--overlap false"),
         ("host", "--host-mem 20MiB --device-mem 5MiB", "--hh-size 3"),
-        ("card", "--device-mem 10MiB --host-mem 1GiB", "--compress-weight --compress-cache"),
+        ("card", "--device-mem 10MiB --host-mem 1GiB", "--compress-weight --compress-cache --num-prompts 1"),
     ],
 )
 def test_the_smallest_budget_that_would_do_does(plan: Door, hardware: str, budgets: str, switches: str) -> None:
@@ -275,7 +275,7 @@ def test_trace_and_picture_of_the_simulated_block(plan: Door) -> None:
     names = {event["name"] for event in events}
     assert {"compute_layer prefill", "compute_layer decode", "load_weight", "load_cache"} <= names
     steps = sum(event["name"] == "compute_layer decode" for event in events)
-    assert steps == 7 * 26 * 2  # decode sweeps, layers, micro-batches
+    assert steps == 7 * 26  # decode sweeps, layers
     pytest.importorskip("matplotlib")
     assert plan(f"{SMALL} {GIVEN} --plot p.png").code == 0
     assert Path("p.png").read_bytes().startswith(b"\x89PNG")

