@@ -122,7 +122,8 @@ def test_a_gib_more_is_worth_the_dual_times_the_blocks() -> None:
     """A small step on the device saves that share; without a limit nothing is said of a tier."""
     need, policy = replace(NEED, rows=64), Policy(8, 2)
     device = all_on_disk(need, False, policy)["device"] + 3 * MIB
-    space = SearchSpace(SPEC, need, Policy(), nominal(False), {**HUGE, "device": device, "disk": None})
+    slow_link = machine(False, h2d_bytes_per_s=1e7)
+    space = SearchSpace(SPEC, need, Policy(), slow_link, {**HUGE, "device": device, "disk": None})
     found, step, seconds = sensitivity(space, policy), MIB // 8, []
     assert found["device"] > 0 == found["host"] and set(found) == {"device", "host"}
     depth = next(c.depth for c in [bounded(space, policy)] if c is not None)
