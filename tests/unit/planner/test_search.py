@@ -297,3 +297,15 @@ def test_the_published_policies_of_a_t4_fit_it() -> None:
         spec = known(name)
         need = WorkloadShape.full(policy.block_size, prompt_len, 32, spec.num_blocks)
         assert evaluate(spec, policy, need, t4(), T4_BUDGETS).prediction.tokens_per_s > 0
+
+
+@pytest.mark.parametrize("is_host", [True, False])
+def test_one_row_at_a_time_is_tried_where_nothing_that_is_solved_fits(
+    is_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a long pile the candidates with the lowest bounds may all be too large."""
+    monkeypatch.setattr("flexgen_h2o.planner.search.MOST_SOLVED", 0)
+    monkeypatch.setattr("flexgen_h2o.planner.search.MOST_STEPS", 0)
+    budgets: dict[str, int | None] = {**all_on_disk(NEED, is_host)}
+    found = search(SPEC, NEED, Policy(), nominal(is_host), budgets)
+    assert found.policy.block_size == 1 and fits(found, NEED, is_host, budgets)
