@@ -10,7 +10,7 @@ import json
 import shlex
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from flexgen_h2o.cli_common import (
@@ -41,8 +41,7 @@ from flexgen_h2o.flags import (
 )
 
 if TYPE_CHECKING:
-    from flexgen_h2o.core.config import ModelSpec
-    from flexgen_h2o.planner.candidates import Budgets
+    from flexgen_h2o.planner.lp import Budgets, SearchSpace
     from flexgen_h2o.planner.predict import Machine
     from flexgen_h2o.planner.profile import HardwareProfile
     from flexgen_h2o.planner.report import Answer, Question
@@ -59,7 +58,6 @@ REPEATED = (
     *EVICTION_FLAGS.values(),
 )  # fmt: skip
 MOST_PROMPTS = 10**9
-QUICK_S = 1.0  # a search that takes no longer is done again with more memory on each tier
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -82,37 +80,27 @@ def _parser() -> OneLineParser:
     return parser
 
 
-@dataclass(frozen=True)
-class _Task:
-    """A question with what its answer needs. policy: to evaluate, or whose switches a search keeps."""
-
-    question: Question
-    spec: ModelSpec
-    policy: Policy
-
-
 def _run(argv: list[str] | None) -> int:
     args = _parser().parse_args(argv)
     _check(args)
     if not args.json:
         results_are_in(args.output)
-    task = _task(args)
-    answer = _answer(args, task)
+    question = _question(args)
+    answer = _answer(question)
     from flexgen_h2o.planner.report import to_json, to_text
 
     if args.json:
-        print(json.dumps(to_json(task.question, answer), indent=1, allow_nan=False))
+        print(json.dumps(to_json(question, answer), indent=1, allow_nan=False))
     if answer.plan is None:
         raise DoesNotFitError(answer.problem or "nothing fits")
-    machine = task.question.machine
+    spec, machine, policy = question.space.spec, question.space.machine, answer.plan.policy
     has_card = not machine.device_is_host and not machine.profile.device_is_host
-    say_idle_flags("policy_search", args, Place(task.spec, machine.device_is_host, has_card))
-    policy = answer.plan.policy
+    say_idle_flags("policy_search", args, Place(spec, machine.device_is_host, has_card))
     if not args.json:
         flags = " ".join(filter(None, [as_flags(policy), given_flags(args, ("--eviction", *EVICTION_FLAGS.values()))]))
-        print(to_text(task.question, answer, answer.plan, flags, _command(args, task, policy)))
+        print(to_text(question, answer, answer.plan, flags, _command(args, machine.dtype, policy)))
     words = sys.argv[1:] if argv is None else argv
-    _write(args, task, answer.plan, f"python -m flexgen_h2o.policy_search {shlex.join(words)}")
+    _write(args, question, answer.plan, f"python -m flexgen_h2o.policy_search {shlex.join(words)}")
     return EXIT_DONE
 
 
@@ -135,27 +123,25 @@ def _check(args: argparse.Namespace) -> None:
         check_picture(args.plot)
 
 
-def _task(args: argparse.Namespace) -> _Task:
-    policy, is_auto = _policy(args)
+def _question(args: argparse.Namespace) -> Question:
+    policy, searched = policy_of(args)
     eviction = eviction_of(args, policy)
     from flexgen_h2o.engine.generation import need_of
     from flexgen_h2o.kvcache.eviction.policy import check_rolling
     from flexgen_h2o.models.load import find_spec
+    from flexgen_h2o.planner.lp import SearchSpace
     from flexgen_h2o.planner.report import Question
 
     spec = find_spec(args.model, args.path, args.revision)
     check_positions(args, spec.name, spec.max_positions)
     check_rolling(eviction, spec, policy.compress_cache or bool(args.compress_cache))
-    rows = args.num_prompts or (SEARCHED_PROMPTS if is_auto else policy.block_size)
+    compress = [name for name in COMPRESSION if searched and getattr(args, name)]
+    if searched:
+        policy = replace(policy, compress_weight=False, compress_cache=False)
+    rows = args.num_prompts or (SEARCHED_PROMPTS if searched else policy.block_size)
     need = need_of(eviction, rows, {(args.prompt_len, args.gen_len)}, spec.num_blocks)
     machine, budgets = _machine(args)
-    return _Task(Question(spec.name, need, eviction.to_json(), machine, budgets, is_auto), spec, policy)
-
-
-def _policy(args: argparse.Namespace) -> tuple[Policy, bool]:
-    """The policy of the flags or the file, and whether it is to be searched for."""
-    policy, is_auto = policy_of(args)
-    return (replace(policy, compress_weight=False, compress_cache=False), True) if is_auto else (policy, False)
+    return Question(SearchSpace(spec, need, policy, machine, budgets, compress), eviction.to_json(), searched)
 
 
 def _machine(args: argparse.Namespace) -> tuple[Machine, Budgets]:
@@ -195,73 +181,68 @@ def _dtype(args: argparse.Namespace, profile: HardwareProfile) -> str:
     return dtype
 
 
-def _answer(args: argparse.Namespace, task: _Task) -> Answer:
+def _answer(question: Question) -> Answer:
     """A plan, or why there is none."""
-    from flexgen_h2o.planner.candidates import Search, SearchSpace, disk_reads, worth_more
-    from flexgen_h2o.planner.report import Answer, gains_of_policy, gains_of_search
-    from flexgen_h2o.planner.search import evaluate, search
+    from flexgen_h2o.planner.report import Answer
+    from flexgen_h2o.planner.search import disk_reads, evaluate, search, sensitivity, worth_more
 
-    asked, began = task.question, time.perf_counter()
-    at = (asked.machine, asked.budgets)
-    sides = SearchSpace(**{name: bool(getattr(args, name)) for name in COMPRESSION})
+    space, searched, began = question.space, question.searched, time.perf_counter()
     try:
-        if asked.searched:
-            plan = search(task.spec, asked.need, task.policy, *at, sides)
+        if searched:
+            plan = search(space.spec, space.need, space.base, space.machine, space.budgets, space.compress)
         else:
-            plan = evaluate(task.spec, task.policy, asked.need, *at)
+            plan = evaluate(space.spec, space.base, space.need, space.machine, space.budgets)
     except DoesNotFitError as error:
-        return Answer(None if asked.searched else task.policy, None, time.perf_counter() - began, str(error))
-    seconds, q = time.perf_counter() - began, Search(task.spec, asked.need, task.policy, *at, sides)
-    gains = gains_of_search(q, plan, seconds <= QUICK_S) if asked.searched else gains_of_policy(q, plan)
+        return Answer(None if searched else space.base, None, time.perf_counter() - began, str(error))
+    seconds = time.perf_counter() - began
     plan = replace(plan, policy=without_unused_bits(plan.policy))  # a search need not use the bits that it may use
-    reads = disk_reads(q, plan.policy)
-    more = worth_more(q, reads) if asked.searched else None
-    return Answer(plan.policy, plan, seconds, gains=gains, disk_read_bytes=reads, more=more)
+    reads = disk_reads(space, plan.policy)
+    more = worth_more(space, reads) if searched else None
+    return Answer(plan.policy, plan, seconds, None, sensitivity(space, plan.policy), reads, more)
 
 
-def _command(args: argparse.Namespace, task: _Task, policy: Policy) -> str:
+def _command(args: argparse.Namespace, dtype: str, policy: Policy) -> str:
     """The benchmark of the plan's block as a command."""
     words = ["python -m flexgen_h2o.flex_opt", f"--model {shlex.quote(args.model)}"]
     words += [f"--prompt-len {args.prompt_len} --gen-len {args.gen_len}", as_flags(policy), given_flags(args, REPEATED)]
     if args.device != "auto":
         words.append(f"--device {args.device}")
     if args.dtype != "auto":
-        words.append(f"--dtype {task.question.machine.dtype}")
+        words.append(f"--dtype {dtype}")
     return " ".join(filter(None, words))
 
 
-def _write(args: argparse.Namespace, task: _Task, plan: Plan, command: str) -> None:
+def _write(args: argparse.Namespace, question: Question, plan: Plan, command: str) -> None:
     if args.output is not None:
-        asked = task.question
-        saved = SavedPolicy(
-            plan.policy, asked.model, asked.workload, asked.machine.profile.machine, plan.prediction.to_json(), command
-        )
+        model, machine = question.space.spec.name, question.space.machine.profile.machine
+        saved = SavedPolicy(plan.policy, model, question.workload, machine, plan.prediction.to_json(), command)
         try:
             write_policy(args.output, saved)
         except OSError as error:
             raise FlexgenError(f"--output {args.output}: {error.strerror or error}") from error
     if args.trace is not None or args.plot is not None:
-        _draw(args, task, plan)
+        _draw(args, question.space, plan)
 
 
-def _draw(args: argparse.Namespace, task: _Task, plan: Plan) -> None:
+def _draw(args: argparse.Namespace, space: SearchSpace, plan: Plan) -> None:
     """The first block again, with all its spans."""
     from flexgen_h2o.core.timeline import Timeline
     from flexgen_h2o.engine.workload import even_blocks
     from flexgen_h2o.planner.predict import predict, walked_sweeps
 
-    asked, timeline = task.question, Timeline()
+    timeline = Timeline()
     timeline.keep_spans = True
-    blocks = even_blocks(plan.policy, asked.need)[:1]
-    predict(task.spec, plan.policy, asked.need, asked.machine, plan.memory, blocks, timeline.record)
+    blocks = even_blocks(plan.policy, space.need)[:1]
+    predict(space.spec, plan.policy, space.need, space.machine, plan.memory, blocks, timeline.record)
     if args.trace is not None:
         timeline.write_chrome_trace(args.trace)
     if args.plot is not None:
         from flexgen_h2o.core.timeline import around_prefill_end, draw_timeline
 
-        steps = len(task.spec.layers(plan.policy.sep_layer).layers) * len(blocks[0][0])
-        sweeps = ", ".join(map(str, walked_sweeps(asked.need.gen_len)))
-        title = f"{asked.model} on {asked.machine.profile.machine}, simulated sweeps {sweeps}\n{as_flags(plan.policy)}"
+        steps = len(space.spec.layers(plan.policy.sep_layer).layers) * len(blocks[0][0])
+        sweeps = ", ".join(map(str, walked_sweeps(space.need.gen_len)))
+        where = f"{space.spec.name} on {space.machine.profile.machine}"
+        title = f"{where}, simulated sweeps {sweeps}\n{as_flags(plan.policy)}"
         draw_timeline(timeline.spans, args.plot, title, around_prefill_end(timeline.spans, steps))
 
 

@@ -16,7 +16,6 @@ from flexgen_h2o.planner.work import (
     Product,
     Transfer,
     Work,
-    chunks,
     hidden_moves,
     kv_load_moves,
     kv_store_moves,
@@ -32,6 +31,12 @@ RESOURCES = (*LANES, "device_compute", "host_compute")
 # where bf16 is read at 13.8 GB/s.
 PACKED_VALUE_BYTES = 1.2
 ATTENTION_KINDS = ("attention", "block")
+# What computing beside disk reads slows down, besides products.
+ATTENTION_RATES = (
+    "prefill_attention_flops_per_s", "device_attention_bytes_per_s", "device_scored_attention_bytes_per_s",
+    "host_attention_bytes_per_s", "host_scored_attention_bytes_per_s",
+)  # fmt: skip
+OTHER_RATES = ("elementwise_bytes_per_s", "device_dequantise_bytes_per_s", "logits_per_s")
 STEP_COSTS = ("kernel_s", "step_s", "attention_step_s", "eviction_step_s", "row_s", "cache_load_step_s")
 
 
@@ -78,21 +83,20 @@ class Costs:
     @cached_property
     def kinds(self) -> tuple[int, ...]:
         """For each layer the first layer that costs the same."""
-        at = self.at
-        return _kinds(at.spec, at.policy.sep_layer, at.need.slots, at.need.kept)
+        return _kinds(self.at.spec, self.at.policy.sep_layer, self.at.need.slots, self.at.need.kept)
+
+    @cached_property
+    def loaded_kinds(self) -> Counter[int]:
+        """How often a sweep loads each kind of layer's weights; a tied head and the next embedding are one load."""
+        return _loaded_kinds(self.at.spec, self.at.policy.sep_layer, self.kinds)
 
     @cached_property
     def _step_costs(self) -> dict[tuple[int, Batch, int], StepCost]:
         return {}
 
-    @property
-    def loaded_kinds(self) -> Counter[int]:
-        """How often a sweep loads each kind of layer's weights; a tied head and the next embedding are one load."""
-        return _loaded_kinds(self.at.spec, self.at.policy.sep_layer, self.kinds)
-
     def weight_load(self, unit: int) -> tuple[TransferCost, ...]:
         """One load of a weight unit."""
-        return self._lasting(weight_moves(self.at, self.layers.units[unit]))
+        return self._priced(weight_moves(self.at, self.layers.units[unit]))
 
     def dequantise_s(self, unit: int) -> float:
         """To unpack a weight unit for a block."""
@@ -126,7 +130,7 @@ class Costs:
         load = hidden_moves(at, batch, sweep, store=False) if index else ()
         store = hidden_moves(at, batch, sweep, store=True) if index < len(self.kinds) - 1 else ()
         return StepCost(
-            device_s, host_s, issue_s, *(self._lasting(moves) for moves in (*kv, load, store)),
+            device_s, host_s, issue_s, *(self._priced(moves) for moves in (*kv, load, store)),
         )  # fmt: skip
 
     def compute_seconds(self, work: Work) -> tuple[float, float]:
@@ -164,48 +168,40 @@ class Costs:
         return max(read, share * work.packed_values * PACKED_VALUE_BYTES)
 
     def _product_seconds(self, product: Product) -> float:
-        whole, rest = chunks(product.rows)
-        seconds = whole * self._chunk_seconds(replace(product, rows=TOKEN_CHUNK)) if whole else 0.0
-        return seconds + (self._chunk_seconds(replace(product, rows=rest)) if rest else 0.0)
+        """Rows are multiplied at most TOKEN_CHUNK at a time."""
+        whole, rest = divmod(product.rows, TOKEN_CHUNK)
+        return sum(n * self._chunk_seconds(product, rows) for n, rows in ((whole, TOKEN_CHUNK), (1, rest)) if n * rows)
 
-    def _chunk_seconds(self, product: Product) -> float:
+    def _chunk_seconds(self, product: Product, rows: int) -> float:
         rates = self.profile.rates(self.dtype)
-        rate = rates.matmul_rate(product.rows, product.inner, product.outer)
+        rate = rates.matmul_rate(rows, product.inner, product.outer)
         if self.at.policy.int8_compute:
-            rate *= rates.int8_speedup.at(product.rows)
+            rate *= rates.int8_speedup.at(rows)
         elif product.blocked:
-            rate *= rates.blocked_speedup.at(product.rows)
-        return product.flops / rate + self.profile.kernel_s
+            rate *= rates.blocked_speedup.at(rows)
+        return replace(product, rows=rows).flops / rate + self.profile.kernel_s
 
-    def _lasting(self, moves: Sequence[Transfer]) -> tuple[TransferCost, ...]:
-        return tuple(self._lasting_of(m) for m in moves if m.nbytes)
+    def _priced(self, moves: Sequence[Transfer]) -> tuple[TransferCost, ...]:
+        return tuple(self._transfer_cost(m) for m in moves if m.nbytes)
 
-    def _lasting_of(self, move: Transfer) -> TransferCost:
-        seconds, p, reads = self.move_seconds(move), self.profile, move.lane == "disk_read"
+    def _transfer_cost(self, move: Transfer) -> TransferCost:
+        """Of a disk's bytes that cross to the device each reader copies its own, so two of them share the copying."""
+        p, pinned = self.profile, self.at.policy.pin_weight
+        if move.lane in ("h2d", "d2h"):
+            rate = getattr(p, f"{move.lane}_bytes_per_s" if pinned else f"{move.lane}_unpinned_bytes_per_s")
+            return TransferCost(move.lane, move.nbytes / rate + move.pieces * p.transfer_s)
+        reads = move.lane == "disk_read"
+        each = 1 / (p.disk_read_bytes_per_s if reads else p.disk_write_bytes_per_s)
+        link, link_rate = ("h2d", p.h2d_bytes_per_s) if reads else ("d2h", p.d2h_bytes_per_s)
+        if move.crosses:
+            both = each + 1 / link_rate
+            each = max(each, both / READ_THREADS) if reads else both
+        seconds = move.nbytes * each + move.pieces * p.disk_request_s / (READ_THREADS if reads else 1)
         taken_s = move.short_requests * p.short_read_compute_s if reads and self.at.policy.overlap else 0.0
         if not move.crosses:
             return TransferCost(move.lane, seconds, taken_s=taken_s)
-        link, rate = ("h2d", p.h2d_bytes_per_s) if reads else ("d2h", p.d2h_bytes_per_s)
-        link_s = move.nbytes / rate + move.pieces * p.transfer_s
+        link_s = move.nbytes / link_rate + move.pieces * p.transfer_s
         return TransferCost(move.lane, max(seconds, link_s), link, link_s, taken_s)
-
-    def move_seconds(self, move: Transfer) -> float:
-        """Of a disk's bytes that cross to the device each reader copies its own, so two of them share the copying."""
-        p, pinned = self.profile, self.at.policy.pin_weight
-        link = {
-            "h2d": p.h2d_bytes_per_s if pinned else p.h2d_unpinned_bytes_per_s,
-            "d2h": p.d2h_bytes_per_s if pinned else p.d2h_unpinned_bytes_per_s,
-        }
-        if move.lane in link:
-            return move.nbytes / link[move.lane] + move.pieces * p.transfer_s
-        reads = move.lane == "disk_read"
-        rate = p.disk_read_bytes_per_s if reads else p.disk_write_bytes_per_s
-        each = 1 / rate
-        if move.crosses and reads:
-            each = max(each, (each + 1 / p.h2d_bytes_per_s) / READ_THREADS)
-        elif move.crosses:
-            each += 1 / p.d2h_bytes_per_s
-        return move.nbytes * each + move.pieces * p.disk_request_s / (READ_THREADS if reads else 1)
 
     def busy(self, block: Sequence[Batch], sweep: int) -> dict[str, float]:
         """Seconds that each resource works in a sweep of a block; their largest bounds the sweep from below when all
@@ -216,7 +212,10 @@ class Costs:
         for index, count in self.loaded_kinds.items():
             found["device_compute"] += count * self.dequantise_s(self.layers.layers[index].unit)
         for moved, times in self._moved(block, sweep):
-            _work(found, moved, times)
+            found[moved.lane] += times * moved.seconds
+            found["device_compute"] += times * moved.taken_s
+            if moved.link:
+                found[moved.link] += times * moved.link_s
         for cost, times in self._steps(block, sweep):
             device_s = cost.device_s if beside else cost.device_s + cost.issue_s
             if not self.at.policy.overlap:  # each step is waited for
@@ -266,13 +265,6 @@ class Costs:
         return replace(self, profile=slowed(p, read_left, compute_left * rest_left, rest_left))
 
 
-def _work(busy: dict[str, float], moved: TransferCost, times: float) -> None:
-    busy[moved.lane] += times * moved.seconds
-    busy["device_compute"] += times * moved.taken_s
-    if moved.link:
-        busy[moved.link] += times * moved.link_s
-
-
 @lru_cache(maxsize=64)
 def _loaded_kinds(spec: ModelSpec, sep_layer: bool, kinds: tuple[int, ...]) -> Counter[int]:
     layers = _layer_plan(spec, sep_layer).layers
@@ -305,23 +297,14 @@ def _matrix_elements(unit: WeightUnit) -> int:
 def slowed(profile: HardwareProfile, read_left: float, compute_left: float, rest_left: float = 1.0) -> HardwareProfile:
     """The profile with only these shares of its disk's read rate and of its compute rates. rest_left: of what is
     computed besides products and attention, steps' fixed costs included."""
-    compute = {
-        dtype: replace(
-            rates,
-            matmul_flops_per_s=tuple(
-                (shape, tuple((inner, curve.scaled(compute_left)) for inner, curve in by_inner))
-                for shape, by_inner in rates.matmul_flops_per_s
-            ),
-            prefill_attention_flops_per_s=rates.prefill_attention_flops_per_s.scaled(compute_left),
-            device_attention_bytes_per_s=rates.device_attention_bytes_per_s.scaled(compute_left),
-            device_scored_attention_bytes_per_s=rates.device_scored_attention_bytes_per_s.scaled(compute_left),
-            host_attention_bytes_per_s=rates.host_attention_bytes_per_s.scaled(compute_left),
-            host_scored_attention_bytes_per_s=rates.host_scored_attention_bytes_per_s.scaled(compute_left),
-            elementwise_bytes_per_s=rates.elementwise_bytes_per_s * rest_left,
-            device_dequantise_bytes_per_s=rates.device_dequantise_bytes_per_s * rest_left,
-            logits_per_s=rates.logits_per_s * rest_left,
+    compute = {}
+    for dtype, rates in profile.compute.items():
+        matmul = tuple(
+            (shape, tuple((inner, curve.scaled(compute_left)) for inner, curve in by_inner))
+            for shape, by_inner in rates.matmul_flops_per_s
         )
-        for dtype, rates in profile.compute.items()
-    }  # fmt: skip
+        attention = {name: getattr(rates, name).scaled(compute_left) for name in ATTENTION_RATES}
+        rest = {name: getattr(rates, name) * rest_left for name in OTHER_RATES}
+        compute[dtype] = replace(rates, matmul_flops_per_s=matmul, **attention, **rest)
     fixed = {name: getattr(profile, name) / rest_left for name in STEP_COSTS}
     return replace(profile, disk_read_bytes_per_s=profile.disk_read_bytes_per_s * read_left, compute=compute, **fixed)

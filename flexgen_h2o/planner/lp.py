@@ -1,24 +1,25 @@
 """The linear program over the nine shares of a placement, for fixed batch sizes (FlexGen, Sheng et al. 2023, 4.3).
 
-Bytes and seconds are linear in the shares. Their coefficients are not written down a second time: the memory plan and
-the costs are worked out for placements with everything on one tier, and the program interpolates between these corners.
-
-Shares of the linear program as whole percents that fit the budgets exactly.
+Bytes and seconds are linear in the shares. Their coefficients come from the memory plan and the costs of placements
+with everything on one tier (corners); the program interpolates between these. A solution is rounded to whole percents
+that fit the budgets by the exact memory plan.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
+from typing import cast
 
 import pulp
 from pulp.apis.core import PulpSolverError
 
-from flexgen_h2o.core.config import TIERS, ModelSpec, Policy
+from flexgen_h2o.core.config import MOST_ROWS, TIERS, ModelSpec, Policy
 from flexgen_h2o.core.errors import FlexgenError
 from flexgen_h2o.core.units import GIB
-from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, BlockShape, Depth, memory_plan
+from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, Depth, MemoryPlan, memory_plan
 from flexgen_h2o.engine.workload import WorkloadShape, shape_of
 from flexgen_h2o.planner.costs import LANES, Costs
 from flexgen_h2o.planner.predict import PHASES, Machine
@@ -26,8 +27,70 @@ from flexgen_h2o.planner.predict import PHASES, Machine
 KINDS = ("weights", "cache", "hidden")
 # Of equally fast placements the one that keeps resources idle: this share of their busy seconds counts.
 TIE_BREAK = 1e-3
+# A share this close to nothing or to everything is rounded to it: each tier that is used costs transfers of its own.
+SNAP = 3
+# Percents that are moved at a time; a few percent of a small matrix may be no whole row block.
+STEPS = (1, 2, 4, 8, 16, 32, 64, 100)
+MOST_MICRO_BATCH = 512
+BATCHES = (1, 2, 4, 8, 16, 32)  # K that is tried at first
+LOOK_AHEADS = OVERLAPPED[2:]  # deeper rings are taken where memory is left over
 
-Shares = tuple[float, float, float, float, float, float]  # of weights, cache, hidden on device and host
+Budgets = Mapping[str, int | None]
+Percent = tuple[int, int, int, int, int, int]  # of weights, cache, hidden on device and host; the rest is on disk
+NOTHING: Percent = (0, 0, 0, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """What a search chooses from. base: its switches are kept, batch sizes and shares are chosen.
+
+    compress: the compression switches (fields of `Policy`) that may be set as well. budgets: bytes by tier, None for
+    no limit.
+    """
+
+    spec: ModelSpec
+    need: WorkloadShape
+    base: Policy
+    machine: Machine
+    budgets: Budgets
+    compress: Sequence[str] = ()
+
+    def memory(self, policy: Policy, depth: Depth) -> MemoryPlan:
+        """The buffers of a policy."""
+        shape, machine = shape_of(policy, self.need), self.machine
+        return memory_plan(self.spec, policy, shape, machine.itemsize, machine.device_is_host, depth)
+
+    def overflow(self, policy: Policy, depth: Depth) -> dict[str, int]:
+        """Bytes over budget by tier."""
+        return self.memory(policy, depth).overflow(dict(self.budgets))
+
+    def block_sizes(self) -> Iterator[tuple[int, int]]:
+        """(micro-batch, micro-batches) of blocks that cut the pile evenly into 1, 2, 4, ... parts."""
+        seen, parts, block = set(), 1, self.need.rows
+        while True:
+            block = min(-(-self.need.rows // parts), MOST_ROWS)
+            for batches in (k for k in BATCHES if k <= block):
+                gbs = -(-block // batches)
+                if gbs <= MOST_MICRO_BATCH and (gbs, batches) not in seen:
+                    seen.add((gbs, batches))
+                    yield gbs, batches
+            if block == 1:
+                return
+            parts *= 2
+
+    def policies(self, gbs: int, batches: int) -> Iterator[Policy]:
+        """Policies of one block size, all on disk, that differ in the side of attention and in compression."""
+        base, either = self.base, (False, True)
+        attention = (base.cpu_cache_compute,) if self.machine.device_is_host or base.cpu_cache_compute else either
+        weights, caches = (
+            either if name in self.compress else (getattr(base, name),)
+            for name in ("compress_weight", "compress_cache")
+        )
+        for on_host, weight, cache in product(attention, weights, caches):
+            yield replace(
+                base, gpu_batch_size=gbs, num_gpu_batches=batches, percent=NOTHING, cpu_cache_compute=on_host,
+                compress_weight=weight, compress_cache=cache,
+            )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -51,56 +114,41 @@ class Solution:
     """seconds: of one block by the program; shares: 0 to 1; gain_s_per_gib: seconds a block saves with a GiB more."""
 
     seconds: float
-    shares: Shares
+    shares: Sequence[float]
     gain_s_per_gib: Mapping[str, float]
 
 
-def find_corners(spec: ModelSpec, policy: Policy, need: WorkloadShape, machine: Machine, depth: Depth) -> Corners:
+def find_corners(space: SearchSpace, policy: Policy, depth: Depth) -> Corners:
     """policy: batch sizes and switches; its shares do not count."""
-
-    def corner(*moved: int) -> Corner:
-        return find_corner(spec, policy, moved, need, machine, depth)
-
     # Where the device is host memory there is no host tier besides it.
-    return Corners(corner(), {i: corner(i) for i in (range(0, 6, 2) if machine.device_is_host else range(6))})
+    indices = range(0, 6, 2 if space.machine.device_is_host else 1)
+    return Corners(find_corner(space, policy, (), depth), {i: find_corner(space, policy, (i,), depth) for i in indices})
 
 
-def find_corner(
-    spec: ModelSpec, policy: Policy, moved: Sequence[int], need: WorkloadShape, machine: Machine, depth: Depth
-) -> Corner:
+def find_corner(space: SearchSpace, policy: Policy, moved: Sequence[int], depth: Depth) -> Corner:
     """The kinds of bytes at these indices of `percent` are moved there, the others are on disk."""
-    w, wc, c, cc, h, hc = (100 if i in moved else 0 for i in range(6))
-    policy = replace(policy, percent=(w, wc, c, cc, h, hc))
-    shape = shape_of(policy, need)
-    plan = memory_plan(spec, policy, shape, machine.itemsize, machine.device_is_host, depth)
+    need, machine = space.need, space.machine
+    policy = replace(policy, percent=as_percent(100 if i in moved else 0 for i in range(6)))
+    plan, shape = space.memory(policy, depth), shape_of(policy, need)
     block = need.block((shape.rows,) * shape.micro_batches)
-    costs = Costs(machine.setting(spec, policy, need), machine.profile, machine.dtype)
+    costs = Costs(machine.setting(space.spec, policy, need), machine.profile, machine.dtype)
     sweeps = {"prefill": 0, "decode": max(1, need.gen_len // 2)}
     busy = {phase: costs.busy(block, sweep) for phase, sweep in sweeps.items()}
     return Corner({tier: plan.bytes_on(tier) for tier in TIERS}, busy)
 
 
-def solve(
-    corners: Corners, decode_sweeps: int, overlap: bool, budgets: Mapping[str, int | None]
-) -> Solution | None:  # fmt: skip
+def solve(corners: Corners, decode_sweeps: int, overlap: bool, budgets: Budgets) -> Solution | None:
     """The fastest shares within the budgets; None when there are none.
 
     A block's seconds: prefill + decode_sweeps x decode, each at least as long as every lane and as all compute when
     transfers overlap, their sum when they do not. FlexgenError where the solver cannot run.
     """
-    problem = pulp.LpProblem("placement", pulp.LpMinimize)
-    share = {i: pulp.LpVariable(f"share_{i}", 0, 1) for i in corners.moved}
-    for kind in range(3):
-        pair = [share[i] for i in (2 * kind, 2 * kind + 1) if i in share]
-        problem += pulp.lpSum(pair) <= 1, f"whole_{KINDS[kind]}"
-    counts = {"prefill": 1, "decode": decode_sweeps}
+    program = _Program(corners)
+    problem, counts = program.problem, {"prefill": 1, "decode": decode_sweeps}
     seconds = {phase: pulp.LpVariable(phase, 0) for phase in PHASES}
     objective = pulp.lpSum(counts[phase] * seconds[phase] for phase in PHASES)
     for phase in PHASES:
-        busy = {
-            name: _mixed(corners, share, [c.busy[phase][name] for c in _all(corners)])
-            for name in corners.base.busy[phase]
-        }
+        busy = {name: program.interpolated(_busy(phase, name)) for name in corners.base.busy[phase]}
         objective += TIE_BREAK * counts[phase] * pulp.lpSum(busy.values())
         compute = busy["device_compute"] + busy["host_compute"]
         lanes = [busy[lane] for lane in LANES]
@@ -110,82 +158,98 @@ def solve(
     for tier in TIERS:
         budget = budgets.get(tier)
         if budget is not None:
-            held = _mixed(corners, share, [c.nbytes[tier] / GIB for c in _all(corners)])
-            problem += held <= budget / GIB, f"memory_{tier}"
-    if pulp.LpStatus[_status(problem)] != "Optimal":
+            problem += program.gib_on(tier) <= budget / GIB, f"memory_{tier}"
+    shares = program.solved_shares()
+    if shares is None:
         return None
     gains = {t: -(problem.constraints[f"memory_{t}"].pi or 0.0) for t in TIERS if f"memory_{t}" in problem.constraints}
-    found = [min(1.0, max(0.0, share[i].value() or 0.0)) if i in share else 0.0 for i in range(6)]
-    total = sum(counts[phase] * (seconds[phase].value() or 0.0) for phase in PHASES)
-    return Solution(total, (found[0], found[1], found[2], found[3], found[4], found[5]), gains)
+    return Solution(sum(counts[phase] * (seconds[phase].value() or 0.0) for phase in PHASES), shares, gains)
 
 
-def least_excess(corners: Corners, budgets: Mapping[str, int | None]) -> Shares | None:
+def least_excess(corners: Corners, budgets: Budgets) -> Sequence[float] | None:
     """The shares whose bytes exceed the budgets least in all."""
-    problem = pulp.LpProblem("least", pulp.LpMinimize)
-    share = {i: pulp.LpVariable(f"share_{i}", 0, 1) for i in corners.moved}
-    for kind in range(3):
-        problem += pulp.lpSum(share[i] for i in (2 * kind, 2 * kind + 1) if i in share) <= 1, f"whole_{KINDS[kind]}"
+    program = _Program(corners)
     excess = {tier: pulp.LpVariable(f"excess_{tier}", 0) for tier in TIERS if budgets.get(tier) is not None}
-    problem += pulp.lpSum(excess.values())
+    program.problem += pulp.lpSum(excess.values())
     for tier, more in excess.items():
-        held = _mixed(corners, share, [c.nbytes[tier] / GIB for c in _all(corners)])
-        problem += held - more <= (budgets[tier] or 0) / GIB, f"memory_{tier}"
-    if pulp.LpStatus[_status(problem)] != "Optimal":
-        return None
-    a, b, c, d, e, f = (min(1.0, max(0.0, share[i].value() or 0.0)) if i in share else 0.0 for i in range(6))
-    return a, b, c, d, e, f
+        program.problem += program.gib_on(tier) - more <= (budgets[tier] or 0) / GIB, f"memory_{tier}"
+    return program.solved_shares()
 
 
-def _status(problem: pulp.LpProblem) -> int:
-    """The solver's verdict. It reads and writes files: FlexgenError where there is no room for them."""
-    try:
-        with tempfile.TemporaryDirectory(prefix="flexgen-lp-") as folder:
-            solver = pulp.PULP_CBC_CMD(msg=False)
-            solver.tmpDir = folder
-            status: int = problem.solve(solver)
-            return status
-    except (OSError, PulpSolverError) as error:
-        reason = " ".join(str(error).split())
-        raise FlexgenError(
-            f"the solver of the linear program failed ({reason}); is the folder for temporary files full? Set TMPDIR to"
-            " one with room"
-        ) from error
+def _busy(phase: str, name: str) -> Callable[[Corner], float]:
+    return lambda corner: corner.busy[phase][name]
 
 
-def _all(corners: Corners) -> list[Corner]:
-    return [corners.base, *corners.moved.values()]
+class _Program:
+    """Shares as variables, of each kind at most all of it."""
+
+    def __init__(self, corners: Corners) -> None:
+        self.problem, self._corners = pulp.LpProblem("placement", pulp.LpMinimize), corners
+        self._shares = {i: pulp.LpVariable(f"share_{i}", 0, 1) for i in corners.moved}
+        for kind, name in enumerate(KINDS):
+            pair = [self._shares[i] for i in (2 * kind, 2 * kind + 1) if i in self._shares]
+            self.problem += pulp.lpSum(pair) <= 1, f"whole_{name}"
+
+    def interpolated(self, value: Callable[[Corner], float]) -> pulp.LpAffineExpression:
+        """base + sum of share x (corner - base)."""
+        base = value(self._corners.base)
+        return base + pulp.lpSum((value(self._corners.moved[i]) - base) * share for i, share in self._shares.items())
+
+    def gib_on(self, tier: str) -> pulp.LpAffineExpression:
+        return self.interpolated(lambda corner: corner.nbytes[tier] / GIB)
+
+    def solved_shares(self) -> list[float] | None:
+        """None without a solution. The solver reads and writes files: FlexgenError where there is no room for them."""
+        try:
+            with tempfile.TemporaryDirectory(prefix="flexgen-lp-") as folder:
+                solver = pulp.PULP_CBC_CMD(msg=False)
+                solver.tmpDir = folder
+                status = self.problem.solve(solver)
+        except (OSError, PulpSolverError) as error:
+            reason = " ".join(str(error).split())
+            raise FlexgenError(
+                f"the solver of the linear program failed ({reason}); is the folder for temporary files full? Set "
+                "TMPDIR to one with room"
+            ) from error
+        if pulp.LpStatus[status] != "Optimal":
+            return None
+        values = [self._shares[i].value() or 0.0 if i in self._shares else 0.0 for i in range(6)]
+        return [min(1.0, max(0.0, value)) for value in values]
 
 
-def _mixed(corners: Corners, share: Mapping[int, pulp.LpVariable], values: Sequence[float]) -> pulp.LpAffineExpression:
-    """base + sum of share x (corner - base). values: at the base and at each moved corner."""
-    base, *others = values
-    return base + pulp.lpSum((value - base) * share[i] for i, value in zip(corners.moved, others, strict=True))
+# ---- whole percents
 
 
-# Shares this close to nothing or to everything are taken as such: a sliver on a tier costs transfers of its own.
-SNAP = 3
-# What makes room first: weights serve a whole block with each load, hidden states move twice a layer.
-GIVES_WAY = (0, 2, 4)
-# Percents that are moved at a time, as many as it takes to save anything.
-STEPS = (1, 2, 4, 8, 16, 32, 64, 100)
-Percent = tuple[int, int, int, int, int, int]
+def as_percent(values: Iterable[int]) -> Percent:
+    return cast(Percent, tuple(values))
 
 
-def placements(
-    spec: ModelSpec, policy: Policy, shares: Sequence[float], need: WorkloadShape, machine: Machine,
-    budgets: Mapping[str, int | None],
-) -> Iterator[Policy]:  # fmt: skip
+def tier_percents(percent: Percent, kind: int) -> list[int]:
+    """Percents of one kind on device, host and disk."""
+    device, host = percent[2 * kind : 2 * kind + 2]
+    return [device, host, 100 - device - host]
+
+
+def moved(policy: Policy, kind: int, source: int, to: int, count: int) -> Policy:
+    """The policy with `count` percent of one kind on another tier, tiers as indices of TIERS."""
+    shares, found = tier_percents(policy.percent, kind), list(policy.percent)
+    shares[source] -= count
+    shares[to] += count
+    found[2 * kind : 2 * kind + 2] = shares[:2]
+    return replace(policy, percent=as_percent(found))
+
+
+def placements(space: SearchSpace, policy: Policy, shares: Sequence[float]) -> Iterator[Policy]:
     """Policies near the shares that fit: as they are rounded, and with small shares snapped to whole ones.
 
     Where neither can be made to fit, everything on disk if that does.
     """
     seen: set[Percent] = set()
-    for start in (_rounded(shares), _snapped(_rounded(shares)), (0, 0, 0, 0, 0, 0)):
-        if seen and not any(start):
+    for start in (_rounded(shares), _snapped(_rounded(shares)), NOTHING):
+        if seen and start == NOTHING:
             return
-        for depth in OVERLAPPED[2:] if policy.overlap else (SEQUENTIAL,):
-            found = _made_to_fit(spec, replace(policy, percent=start), need, machine, budgets, depth)
+        for depth in LOOK_AHEADS if policy.overlap else (SEQUENTIAL,):
+            found = _made_to_fit(space, replace(policy, percent=start), depth)
             if found is not None:
                 if found.percent not in seen:
                     seen.add(found.percent)
@@ -198,78 +262,48 @@ def _rounded(shares: Sequence[float]) -> Percent:
     found = [round(100 * share) for share in shares]
     for i in (0, 2, 4):
         found[i + 1] = min(found[i + 1], 100 - found[i])
-    return found[0], found[1], found[2], found[3], found[4], found[5]
+    return as_percent(found)
 
 
 def _snapped(percent: Percent) -> Percent:
-    found = []
-    for i in (0, 2, 4):
-        three = [percent[i], percent[i + 1], 100 - percent[i] - percent[i + 1]]
-        largest = three.index(max(three))
-        for tier in range(3):
-            if tier != largest and three[tier] <= SNAP:
-                three[largest] += three[tier]
-                three[tier] = 0
-        found += three[:2]
-    return found[0], found[1], found[2], found[3], found[4], found[5]
+    """Shares of up to SNAP percent are added to the largest of their kind."""
+    found: list[int] = []
+    for kind in range(3):
+        shares = tier_percents(percent, kind)
+        largest = shares.index(max(shares))
+        kept = [n if i == largest or n > SNAP else 0 for i, n in enumerate(shares)]
+        kept[largest] += 100 - sum(kept)
+        found += kept[:2]
+    return as_percent(found)
 
 
-def _made_to_fit(
-    spec: ModelSpec,
-    policy: Policy,
-    need: WorkloadShape,
-    machine: Machine,
-    budgets: Mapping[str, int | None],
-    depth: Depth,
-) -> Policy | None:
-    """Shares are moved a percent at a time, as many as are missing, to the next slower tier until the plan fits."""
-    shape = shape_of(policy, need)
+def _made_to_fit(space: SearchSpace, policy: Policy, depth: Depth) -> Policy | None:
+    """Shares are moved to the next slower tier, as many percent as are missing, until the plan fits."""
     for _ in range(200):
-        over = _overflow(spec, policy, shape, machine, budgets, depth)
+        over = space.overflow(policy, depth)
         if not over:
             return policy
-        moved = _moved(spec, policy, shape, machine, budgets, depth, over)
-        if moved is None:
+        relieved = _relieved(space, policy, depth, over)
+        if relieved is None:
             return None
-        policy = moved
+        policy = relieved
     return None
 
 
-def _overflow(
-    spec: ModelSpec,
-    policy: Policy,
-    shape: BlockShape,
-    machine: Machine,
-    budgets: Mapping[str, int | None],
-    depth: Depth,
-) -> dict[str, int]:
-    plan = memory_plan(spec, policy, shape, machine.itemsize, machine.device_is_host, depth)
-    return plan.overflow(dict(budgets))
-
-
-def _moved(
-    spec: ModelSpec, policy: Policy, shape: BlockShape, machine: Machine, budgets: Mapping[str, int | None],
-    depth: Depth, over: Mapping[str, int],
-) -> Policy | None:  # fmt: skip
-    """One step: of the tier that is short, some percent of the kind that gives way first and helps."""
+def _relieved(space: SearchSpace, policy: Policy, depth: Depth, over: Mapping[str, int]) -> Policy | None:
+    """One step for the first tier that is over budget: some percent of the first kind that helps goes to the next
+    slower tier. Weights go first: a whole block uses each load of them; hidden states last: they move twice a layer."""
     tier = next(iter(over))
-    # Where the device is host memory, "device" shares live on the host tier.
-    offset = {"device": 0, "host": 0 if machine.device_is_host else 1}.get(tier)
-    for i in () if offset is None else (kind + offset for kind in GIVES_WAY):
-        # Rows move in blocks: of a small matrix a percent may be nothing.
-        for count in (min(n, policy.percent[i]) for n in STEPS if policy.percent[i]):
-            tried = replace(policy, percent=_shifted(policy.percent, i, count, machine.device_is_host))
-            saved = over[tier] - _overflow(spec, tried, shape, machine, budgets, depth).get(tier, 0)
+    if tier == "disk":
+        return None
+    # Where the device is host memory, "device" shares live on the host tier, and disk is next.
+    is_host = space.machine.device_is_host
+    source = 0 if is_host else TIERS.index(tier)
+    to = 2 if is_host else source + 1
+    for kind in range(3):
+        share = policy.percent[2 * kind + source]
+        for count in (min(n, share) for n in STEPS if share):
+            saved = over[tier] - space.overflow(moved(policy, kind, source, to, count), depth).get(tier, 0)
             if saved > 0:
-                needed = min(policy.percent[i], max(count, count * over[tier] // saved))
-                return replace(policy, percent=_shifted(policy.percent, i, needed, machine.device_is_host))
+                return moved(policy, kind, source, to, min(share, max(count, count * over[tier] // saved)))
     return None
-
-
-def _shifted(percent: Percent, i: int, count: int, device_is_host: bool) -> Percent:
-    """`count` percent of share `i` on the next slower tier: the one after it, or disk, which is what is left."""
-    found = list(percent)
-    found[i] -= count
-    if i % 2 == 0 and not device_is_host:
-        found[i + 1] += count
-    return found[0], found[1], found[2], found[3], found[4], found[5]

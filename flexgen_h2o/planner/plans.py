@@ -26,7 +26,7 @@ from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.engine.workload import AutoPolicy, Batch, Block, WorkloadShape, base_of
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.prefixes import SHARINGS, PromptGroup, Sharing, TokenIds
-from flexgen_h2o.planner.candidates import Budgets
+from flexgen_h2o.planner.lp import Budgets
 from flexgen_h2o.planner.measure.machine import NOMINAL
 from flexgen_h2o.planner.measure.run import calmer, profile_of_this_machine
 from flexgen_h2o.planner.predict import Machine, Prediction, predict

@@ -1,35 +1,51 @@
-"""The policy search: batch sizes and sides are enumerated, the linear program places each, the simulator decides.
+"""The policy search: batch sizes and switches are enumerated, the linear program places each, the simulator decides.
 
 A lower bound (what must be computed, and what cannot but be read from disk) prunes what cannot win before it is solved;
-around the best of a coarse grid the search goes on in smaller steps.
+around the best of a coarse grid the search goes on in smaller steps. Where budgets leave room for next to nothing it
+looks for the policy with one row at a time that exceeds them least.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import permutations, product
+from operator import attrgetter
 
 from flexgen_h2o.core import interrupts
-from flexgen_h2o.core.config import TIERS, ModelSpec, Policy
+from flexgen_h2o.core.config import MOST_ROWS, TIERS, ModelSpec, Policy
 from flexgen_h2o.core.errors import DoesNotFitError
-from flexgen_h2o.core.units import GIB
-from flexgen_h2o.engine.memory_plan import MemoryPlan, plan_within
+from flexgen_h2o.core.units import GIB, MIB, advice, format_bytes, round_up
+from flexgen_h2o.engine.memory_plan import SEQUENTIAL, Depth, MemoryPlan, plan_within
 from flexgen_h2o.engine.workload import WorkloadShape, even_blocks, shape_of
-from flexgen_h2o.planner.candidates import (
+from flexgen_h2o.planner.lp import (
+    BATCHES,
+    LOOK_AHEADS,
+    MOST_MICRO_BATCH,
+    NOTHING,
     Budgets,
-    Candidate,
-    Search,
+    Percent,
     SearchSpace,
-    bounded,
-    candidates,
-    neighbours,
-    that_fit,
-    too_small,
+    Solution,
+    as_percent,
+    find_corner,
+    find_corners,
+    least_excess,
+    moved,
+    placements,
+    solve,
+    tier_percents,
 )
-from flexgen_h2o.planner.lp import Solution, find_corners, placements, solve
 from flexgen_h2o.planner.predict import Machine, Prediction, predict
+from flexgen_h2o.planner.work import disk_read_bytes
 
+FEW_BATCHES = BATCHES[:3]  # K of the largest blocks that memory holds; around the best the search goes on
+# A KV unit is read as far as it is filled, on average more than this share of what is set aside for it.
+LEAST_READ = 0.5
+IN_MEMORY: Percent = (100, 0, 100, 0, 100, 0)
+STREAMED_WEIGHTS: Percent = (0, 0, 100, 0, 100, 0)
 MOST_SOLVED = 64
 OPTIMISM = 1.25  # the program knows no waits and no contention: what it says of a plan may come out so much longer
 # Of the coarse grid, best first: at least so many, and more while that is quick (steps of the schedule, all told).
@@ -37,141 +53,397 @@ LEAST_SIMULATED, MOST_SIMULATED, QUICK_STEPS = 6, 24, 40_000
 MOST_STEPS = 4  # around the best
 EQUAL = 1.003  # plans whose seconds differ by less are equally fast
 TIGHTER = 0.95  # budgets for the program where rounding found no way into the real ones
+WHOLE = ((100, 0), (0, 100), (0, 0))  # each kind of bytes on one tier
+DESCENT_STEPS = (32, 8, 4, 2, 1)  # percents that are moved at a time
+WORTH_MORE = 1.25  # of a budget: so much more is named where it saves half of what is read from disk, and more
+NEARLY = 1.1  # times the fewest bytes that are read with so much more
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A policy with what it costs. dual_s_per_gib: seconds of the pile by the program's duals, for each tier; empty
-    where the policy was given."""
+    """A policy with the buffers it needs and what it costs."""
 
     policy: Policy
     memory: MemoryPlan
     prediction: Prediction
-    dual_s_per_gib: Mapping[str, float]
+
+    @property
+    def seconds(self) -> float:
+        return self.prediction.total_s
+
+    @property
+    def uses_disk(self) -> bool:
+        policy = self.policy
+        return any(shares[2] for shares in (policy.weight_shares, policy.cache_shares, policy.hidden_shares))
 
 
 def evaluate(spec: ModelSpec, policy: Policy, need: WorkloadShape, machine: Machine, budgets: Budgets) -> Plan:
     """What a given policy costs. DoesNotFitError when it does not fit the budgets."""
     interrupts.check()
     plan = plan_within(spec, policy, shape_of(policy, need), machine.itemsize, machine.device_is_host, dict(budgets))
-    return Plan(policy, plan, predict(spec, policy, need, machine, plan, even_blocks(policy, need)), {})
+    return Plan(policy, plan, predict(spec, policy, need, machine, plan, even_blocks(policy, need)))
 
 
 def search(
-    spec: ModelSpec,
-    need: WorkloadShape,
-    base: Policy,
-    machine: Machine,
-    budgets: Budgets,
-    sides: SearchSpace | None = None,
+    spec: ModelSpec, need: WorkloadShape, base: Policy, machine: Machine, budgets: Budgets, compress: Sequence[str] = ()
 ) -> Plan:
-    """The policy that runs the pile in the least time. base: its switches are kept, batch sizes and shares chosen.
+    """The policy that runs the pile in the least time. base: its switches are kept, batch sizes and shares chosen;
+    compress: the compression switches that may be set as well.
 
     DoesNotFitError, with the smallest budget that would do, when nothing fits.
     """
-    q = Search(spec, need, base, machine, budgets, sides or SearchSpace())
+    space = SearchSpace(spec, need, base, machine, budgets, compress)
     found: list[Plan] = []
     steps, layers = 0, len(spec.layers(base.sep_layer).layers)
-    for i, (candidate, solution) in enumerate(_solved(q)):
+    for i, (candidate, solution) in enumerate(_solved(space)):
         if found and (i >= MOST_SIMULATED or (i >= LEAST_SIMULATED and steps > QUICK_STEPS)):
             break
         steps += layers * candidate.policy.num_gpu_batches * min(need.gen_len, 8)
-        found += _simulated(q, candidate, solution)
+        found += _simulated(space, candidate, solution)
     if not found:
         # One row at a time, where budgets leave room for little more.
-        found = [evaluate(spec, policy, need, machine, budgets) for policy in that_fit(q, MOST_SIMULATED)]
+        found = [_evaluated(space, policy) for policy in single_row_policies(space, MOST_SIMULATED)]
     if not found:
-        raise DoesNotFitError(too_small(q))
+        raise DoesNotFitError(too_small(space))
     # What is all in memory, and what is not, improve in different directions.
-    kinds = [[p for p in found if _uses_disk(p) is on_disk] for on_disk in (False, True)]
-    return _thriftiest([*found, *(_improved(q, min(kind, key=_seconds)) for kind in kinds if kind)])
-
-
-def around(q: Search, plan: Plan) -> Plan:
-    """The best of a plan that fits, its batch sizes with other shares, and better and better neighbours of these."""
-    found = [evaluate(q.spec, plan.policy, q.need, q.machine, q.budgets)]
-    same = bounded(q, plan.policy)
-    solution = None if same is None else _solve(q, same, q.budgets)
-    if same is not None and solution is not None:
-        found += _simulated(q, same, solution)
-    return _improved(q, min(found, key=_seconds))
-
-
-def _seconds(plan: Plan) -> float:
-    return plan.prediction.total_s
-
-
-def _uses_disk(plan: Plan) -> bool:
-    policy = plan.policy
-    return any(on_disk for *_, on_disk in (policy.weight_shares, policy.cache_shares, policy.hidden_shares))
-
-
-def _thriftiest(found: Sequence[Plan]) -> Plan:
-    """Of the plans that are as good as the fastest, the one that takes the least of the slowest tiers."""
-    fastest = _seconds(min(found, key=_seconds))
-    equal = (plan for plan in found if _seconds(plan) <= EQUAL * fastest)
+    kinds = [[p for p in found if p.uses_disk is on_disk] for on_disk in (False, True)]
+    found += [_improved(space, min(kind, key=attrgetter("seconds"))) for kind in kinds if kind]
+    fastest = min(plan.seconds for plan in found)
+    # Of the plans that are as good as the fastest, the one that takes the least of the slowest tiers.
     return min(
-        equal, key=lambda plan: (*(plan.memory.bytes_on(tier) // GIB for tier in reversed(TIERS)), _seconds(plan))
+        (plan for plan in found if plan.seconds <= EQUAL * fastest),
+        key=lambda plan: (*(plan.memory.bytes_on(tier) // GIB for tier in reversed(TIERS)), plan.seconds),
     )
 
 
-def _solved(q: Search) -> list[tuple[Candidate, Solution]]:
+def sensitivity(space: SearchSpace, policy: Policy) -> dict[str, float]:
+    """Seconds of the pile that a GiB more on each tier with a budget saves; empty where the program has no solution.
+
+    These are the duals of the linear program at the policy's batch sizes and switches, times the blocks of the pile:
+    slopes for a little more memory, at the program's own shares. They say nothing of larger batches that more memory
+    allows, and a rounded policy may be bound by something else than the program.
+    """
+    solution = _solve(space, policy, _depth(space, policy) or SEQUENTIAL, space.budgets)
+    if solution is None:
+        return {}
+    return {tier: max(0.0, dual) * _blocks(space, policy) for tier, dual in solution.gain_s_per_gib.items()}
+
+
+def disk_reads(space: SearchSpace, policy: Policy) -> float:
+    """Bytes that the pile reads from disk during its sweeps."""
+    at = space.machine.setting(space.spec, policy, space.need)
+    return disk_read_bytes(at, even_blocks(policy, space.need))
+
+
+def _evaluated(space: SearchSpace, policy: Policy) -> Plan:
+    return evaluate(space.spec, policy, space.need, space.machine, space.budgets)
+
+
+def _blocks(space: SearchSpace, policy: Policy) -> float:
+    """Blocks of the pile; a part of one counts as a part, which is the least that it may take."""
+    return space.need.rows / min(policy.block_size, space.need.rows)
+
+
+def _likely_blocks(space: SearchSpace, policy: Policy) -> float:
+    """Where a part of one counts as half of itself and half of a block: weights are read for any."""
+    full, rest = divmod(space.need.rows, policy.block_size)
+    if not full or not rest:
+        return max(1.0, full)
+    return full + (1 + rest / policy.block_size) / 2
+
+
+def _solved(space: SearchSpace) -> list[tuple[Candidate, Solution]]:
     """The coarse grid's candidates with the program's placements, fastest first."""
     found: list[tuple[float, Candidate, Solution]] = []
     fastest = math.inf
-    for candidate in candidates(q)[:MOST_SOLVED]:
+    for candidate in candidates(space)[:MOST_SOLVED]:
         if candidate.bound_s >= OPTIMISM * fastest:
             break
-        solution = _solve(q, candidate, q.budgets)
+        solution = _solve(space, candidate.policy, candidate.depth, space.budgets)
         if solution is not None:
-            found.append((solution.seconds * q.likely_blocks(candidate.policy), candidate, solution))
+            found.append((solution.seconds * _likely_blocks(space, candidate.policy), candidate, solution))
             fastest = min(fastest, found[-1][0])
     found.sort(key=lambda entry: entry[0])
     return [(candidate, solution) for _, candidate, solution in found]
 
 
-def _solve(q: Search, candidate: Candidate, budgets: Budgets) -> Solution | None:
+def _solve(space: SearchSpace, policy: Policy, depth: Depth, budgets: Budgets) -> Solution | None:
     interrupts.check()
-    corners = find_corners(q.spec, candidate.policy, q.need, q.machine, candidate.depth)
-    return solve(corners, q.need.gen_len - 1, q.base.overlap, budgets)
+    return solve(find_corners(space, policy, depth), space.need.gen_len - 1, space.base.overlap, budgets)
 
 
-def _simulated(q: Search, candidate: Candidate, solution: Solution) -> list[Plan]:
+def _simulated(space: SearchSpace, candidate: Candidate, solution: Solution) -> list[Plan]:
     """The solution as whole percents that fit, simulated."""
     policy = candidate.policy
-    placed = list(placements(q.spec, policy, solution.shares, q.need, q.machine, q.budgets))
+    placed = list(placements(space, policy, solution.shares))
     if not placed:
-        tighter = {tier: None if b is None else int(b * TIGHTER) for tier, b in q.budgets.items()}
-        other = _solve(q, candidate, tighter)
-        if other is not None:
-            placed = list(placements(q.spec, policy, other.shares, q.need, q.machine, q.budgets))
-    duals = {tier: dual * q.blocks(policy) for tier, dual in solution.gain_s_per_gib.items()}
-    needed = (_without_idle_switch(q, p) for p in placed)
-    return [replace(evaluate(q.spec, p, q.need, q.machine, q.budgets), dual_s_per_gib=duals) for p in needed]
+        tighter = {tier: None if b is None else int(b * TIGHTER) for tier, b in space.budgets.items()}
+        other = _solve(space, policy, candidate.depth, tighter)
+        placed = [] if other is None else list(placements(space, policy, other.shares))
+    # Where no KV is off the device, --cpu-cache-compute would do nothing.
+    on_host = [p.cpu_cache_compute and (p.percent[2] < 100 or space.base.cpu_cache_compute) for p in placed]
+    needed = (replace(p, cpu_cache_compute=side) for p, side in zip(placed, on_host, strict=True))
+    return [_evaluated(space, policy) for policy in needed]
 
 
-def _without_idle_switch(q: Search, policy: Policy) -> Policy:
-    """Without --cpu-cache-compute where no KV is off the device: it would do nothing."""
-    idle = policy.percent[2] == 100 and not q.base.cpu_cache_compute
-    return replace(policy, cpu_cache_compute=False) if idle else policy
-
-
-def _improved(q: Search, best: Plan) -> Plan:
+def _improved(space: SearchSpace, best: Plan) -> Plan:
     """Steps to the best neighbour, as long as there is a better one."""
-    tried = {(best.policy.gpu_batch_size, best.policy.num_gpu_batches, best.policy.cpu_cache_compute)}
+    key = attrgetter("gpu_batch_size", "num_gpu_batches", "cpu_cache_compute")
+    tried = {key(best.policy)}
     for _ in range(MOST_STEPS):
         found = [best]
-        for candidate in neighbours(q, best.policy):
+        for candidate in _neighbours(space, best.policy):
             policy = candidate.policy
-            key = (policy.gpu_batch_size, policy.num_gpu_batches, policy.cpu_cache_compute)
-            if key in tried or candidate.bound_s >= _seconds(best):
+            if key(policy) in tried or candidate.bound_s >= best.seconds:
                 continue
-            tried.add(key)
-            solution = _solve(q, candidate, q.budgets)
-            if solution is not None and solution.seconds * q.blocks(policy) < _seconds(best):
-                found += _simulated(q, candidate, solution)
-        better = min(found, key=_seconds)
+            tried.add(key(policy))
+            solution = _solve(space, policy, candidate.depth, space.budgets)
+            if solution is not None and solution.seconds * _blocks(space, policy) < best.seconds:
+                found += _simulated(space, candidate, solution)
+        better = min(found, key=attrgetter("seconds"))
         if better is best:
             return best
         best = better
     return best
+
+
+# ---- what is tried
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Batch sizes and switches. bound_s: no placement runs the pile faster."""
+
+    policy: Policy
+    depth: Depth
+    bound_s: float
+
+
+def candidates(space: SearchSpace) -> list[Candidate]:
+    """All that may fit, the lowest bound first."""
+    even = (policy for gbs, batches in space.block_sizes() for policy in space.policies(gbs, batches))
+    tried = (bounded(space, policy) for policy in dict.fromkeys([*even, *_largest(space)]))
+    return sorted((c for c in tried if c is not None), key=attrgetter("bound_s"))
+
+
+def _neighbours(space: SearchSpace, policy: Policy) -> list[Candidate]:
+    """Candidates with somewhat larger and smaller micro-batches, and more and fewer of them."""
+    gbs, batches = policy.gpu_batch_size, policy.num_gpu_batches
+    sizes = [
+        (gbs * 2 // 3, batches), (gbs * 3 // 2, batches), (gbs, batches * 2 // 3), (gbs, batches * 3 // 2),
+        (gbs + 1, batches), (gbs - 1, batches), (gbs, batches + 1), (gbs // 2, 2 * batches), (2 * gbs, batches // 2),
+    ]  # fmt: skip
+    most = min(space.need.rows, MOST_ROWS)
+    allowed = [(a, b) for a, b in dict.fromkeys(sizes) if 1 <= a <= MOST_MICRO_BATCH and b >= 1 and a * b <= most]
+    tried = (bounded(space, p) for a, b in allowed if (a, b) != (gbs, batches) for p in space.policies(a, b))
+    return [candidate for candidate in tried if candidate is not None]
+
+
+def _largest(space: SearchSpace) -> Iterator[Policy]:
+    """For a few numbers of micro-batches the largest ones with which everything is in memory, and all but the weights;
+    and of as many blocks those that are equal. Measured with the base policy's switches, tried with all."""
+    rows = space.need.rows
+    for batches in (k for k in FEW_BATCHES if k <= rows):
+        for percent in (IN_MEMORY, STREAMED_WEIGHTS):
+            gbs = _most_rows(space, replace(space.base, num_gpu_batches=batches, percent=percent))
+            if gbs:
+                blocks = -(-rows // (gbs * batches))
+                for size in (gbs, -(-rows // (blocks * batches))):
+                    yield from space.policies(size, batches)
+
+
+def _most_rows(space: SearchSpace, policy: Policy) -> int:
+    """Rows of the largest micro-batches that fit device and host together with these shares; 0 where none do."""
+    depth = LOOK_AHEADS[0] if policy.overlap else SEQUENTIAL
+
+    def is_over(rows: int) -> bool:
+        return _over_memory(space, replace(policy, gpu_batch_size=rows), depth) > 0
+
+    batches = policy.num_gpu_batches
+    most = min(-(-space.need.rows // batches), MOST_ROWS // batches, MOST_MICRO_BATCH)
+    # The first that does not fit, less one: what is held grows with the rows.
+    return bisect_left(range(1, most), True, key=is_over) if is_over(most) else most
+
+
+def _over_memory(space: SearchSpace, policy: Policy, depth: Depth) -> float:
+    """Bytes that device and host together hold above their budgets, 0 at least; of an unbounded tier 0."""
+    device, host = space.budgets.get("device"), space.budgets.get("host")
+    if device is None or host is None:
+        return 0.0
+    plan = space.memory(policy, depth)
+    return max(0.0, plan.bytes_on("device") + plan.bytes_on("host") - device - host)
+
+
+def bounded(space: SearchSpace, policy: Policy) -> Candidate | None:
+    """The candidate with its lower bound; None when it cannot fit."""
+    depth = _depth(space, policy)
+    if depth is None:
+        return None
+    # Reads take from compute, so that in memory it takes least; but on the host's side of attention a device has less.
+    places: tuple[tuple[int, ...], ...] = ((0, 2, 4),) if space.machine.device_is_host else ((0, 2, 4), ())
+    corners = [find_corner(space, policy, place, depth) for place in places]
+    overflow = _over_memory(space, replace(policy, percent=IN_MEMORY), depth)
+    least_s = {"prefill": 0.0, "decode": LEAST_READ * overflow / space.machine.profile.disk_read_bytes_per_s}
+    for phase in least_s:
+        least_s[phase] = max(least_s[phase], min(corner.busy[phase]["device_compute"] for corner in corners))
+    bound_s = least_s["prefill"] + (space.need.gen_len - 1) * least_s["decode"]
+    return Candidate(policy, depth, bound_s * _blocks(space, policy))
+
+
+def _depth(space: SearchSpace, policy: Policy) -> Depth | None:
+    """The deepest look-ahead that is worth memory and fits: on each tier with what holds least there."""
+    places: tuple[Percent, ...] = (NOTHING, (0, 0, 0, 100, 0, 0), STREAMED_WEIGHTS)
+    for depth in LOOK_AHEADS if policy.overlap else (SEQUENTIAL,):
+        over = [space.overflow(replace(policy, percent=percent), depth) for percent in places]
+        if not any(all(tier in one for one in over) for tier in TIERS):
+            return depth
+    return None
+
+
+# ---- one row at a time, where budgets are tight
+
+
+@dataclass(frozen=True)
+class Held:
+    """A policy, the buffers it needs, and by how many bytes they exceed each tier's budget."""
+
+    policy: Policy
+    memory: MemoryPlan
+    over: Mapping[str, int]
+
+    @property
+    def excess(self) -> int:
+        return sum(self.over.values())
+
+    @property
+    def enough(self) -> dict[str, int]:
+        """Budgets that would do, of the tiers that are short."""
+        return {tier: self.memory.bytes_on(tier) for tier in self.over}
+
+
+def tight_fit(space: SearchSpace) -> Held:
+    """The policy that exceeds the budgets least, by the linear program and whole percents around what it says."""
+    found = []
+    for policy in space.policies(1, 1):
+        starts = [min(_on_whole_tiers(space, policy), key=attrgetter("excess"))]
+        shares = least_excess(find_corners(space, policy, SEQUENTIAL), space.budgets)
+        if shares is not None:
+            starts.append(_held(space, policy, as_percent(int(100 * share) for share in shares)))
+        found += [_descended(space, start) for start in starts]
+    return min(found, key=attrgetter("excess"))
+
+
+def single_row_policies(space: SearchSpace, most: int) -> list[Policy]:
+    """At most so many policies with one row at a time that fit: those with most in fast memory."""
+    every = [held for policy in space.policies(1, 1) for held in _on_whole_tiers(space, policy)]
+    fitting = sorted((h for h in every if not h.over), key=lambda h: [h.memory.bytes_on(t) for t in reversed(TIERS)])
+    if fitting:
+        return [held.policy for held in fitting[:most]]
+    tried = tight_fit(space)
+    return [] if tried.over else [tried.policy]
+
+
+def _held(space: SearchSpace, policy: Policy, percent: Percent) -> Held:
+    placed = replace(policy, percent=percent)
+    plan = space.memory(placed, SEQUENTIAL)
+    return Held(placed, plan, plan.overflow(dict(space.budgets)))
+
+
+def _on_whole_tiers(space: SearchSpace, policy: Policy) -> list[Held]:
+    return [_held(space, policy, (*w, *c, *h)) for w, c, h in product(WHOLE, repeat=3)]
+
+
+def _descended(space: SearchSpace, best: Held) -> Held:
+    """Shares of one kind moved between two tiers as long as that helps."""
+    step = 0
+    while best.over and step < len(DESCENT_STEPS):
+        tried = [_held(space, p, p.percent) for p in _moves(best.policy, DESCENT_STEPS[step])]
+        better = min(tried, key=attrgetter("excess"), default=best)
+        if better.excess < best.excess:
+            best = better
+        else:
+            step += 1
+    return best
+
+
+def _moves(policy: Policy, most: int) -> Iterator[Policy]:
+    """At most that many percent of each kind from each tier to each other one."""
+    for kind, (source, to) in product(range(3), permutations(range(len(TIERS)), 2)):
+        count = min(most, tier_percents(policy.percent, kind)[source])
+        if count:
+            yield moved(policy, kind, source, to, count)
+
+
+def too_small(space: SearchSpace) -> str:
+    """One line: the tiers that are short for one row in any place, and the least that would do."""
+    held = tight_fit(space)
+    # With the budgets that are named the search begins anew, and must arrive.
+    if not single_row_policies(_with_budgets(space, held.enough), 1):
+        every = (one for policy in space.policies(1, 1) for one in _on_whole_tiers(space, policy))
+        held = min(every, key=attrgetter("excess"))
+    enough = held.enough
+    given = " and ".join(f"--{tier}-mem {format_bytes(space.budgets.get(tier) or 0)}" for tier in enough)
+    needed = " ".join(f"--{tier}-mem {nbytes}" for tier, nbytes in enough.items())
+    reads = disk_reads(space, held.policy)
+    more = worth_more(_with_budgets(space, enough), reads)
+    read = f" and {format_bytes(reads)} of disk reads" if reads else ""
+    full = [
+        text for tier, nbytes in enough.items()
+        if (text := advice(tier, space.budgets.get(tier), nbytes)) != f"raise --{tier}-mem"
+    ]  # fmt: skip
+    return (
+        f"{given} {'is' if len(enough) == 1 else 'are'} too small for any policy by "
+        f"{', '.join(map(format_bytes, held.over.values()))}; the smallest that would do: {needed} "
+        f"({', '.join(map(format_bytes, enough.values()))}), with {_switches(space, held.policy)}{read}"
+        f"{'' if more is None else '; ' + more.text}{'; ' + full[0] if full else ''}"
+    )
+
+
+def _with_budgets(space: SearchSpace, budgets: Budgets) -> SearchSpace:
+    return replace(space, budgets={**space.budgets, **budgets})
+
+
+def _switches(space: SearchSpace, policy: Policy) -> str:
+    """What the search has set besides the placement."""
+    said = ["one row at a time"]
+    if policy.cpu_cache_compute and not space.base.cpu_cache_compute:
+        said.append("--cpu-cache-compute")
+    for name in space.compress:
+        flag = f"--{name.replace('_', '-')}"
+        said.append(flag if getattr(policy, name) else f"without {flag}")
+    return ", ".join(said)
+
+
+@dataclass(frozen=True)
+class More:
+    """Budgets, by the tiers that have more of them, and what the pile then reads from disk at most."""
+
+    budgets: Mapping[str, int]
+    disk_read_bytes: float
+
+    @property
+    def text(self) -> str:
+        """`with 200.00 MiB (host) at most 4.40 GiB`: a part of a line that has said what is read with less."""
+        needed = ", ".join(f"{format_bytes(nbytes)} ({tier})" for tier, nbytes in self.budgets.items())
+        return f"with {needed} at most {format_bytes(self.disk_read_bytes)}"
+
+
+def worth_more(space: SearchSpace, reads: float) -> More | None:
+    """Budgets that are a little larger, and less than half of what is read; None where there are none.
+
+    Where memory is just enough for one or two rows, all weights are read for each of them; a few MiB hold many.
+    """
+    found: list[More] = []
+    if not reads:
+        return None
+    for (gbs, batches), (w, c, h) in product(space.block_sizes(), product(WHOLE[1:], WHOLE, WHOLE[:2])):
+        for policy in space.policies(gbs, batches):
+            held = _held(space, policy, (*w, *c, *h))
+            more = {tier: round_up(nbytes, MIB) for tier, nbytes in held.enough.items()}
+            if more and all(nbytes <= WORTH_MORE * (space.budgets.get(tier) or 0) for tier, nbytes in more.items()):
+                found.append(More(more, disk_reads(space, held.policy)))
+    fewest = min((one.disk_read_bytes for one in found), default=reads)
+    if NEARLY * fewest >= reads / 2:
+        return None
+    enough = [one for one in found if one.disk_read_bytes <= NEARLY * fewest]
+    return min(enough, key=lambda one: sum(one.budgets.values()))

@@ -1,19 +1,19 @@
 """Bytes and FLOPs of every load, store and step of a sweep. Formulas only: no speeds, no memory, no torch.
 
-The bytes are those that the engine moves (engine/weights.py, engine/hidden.py, kvcache/store.py); the terms are
-FlexGen's cost model's (Sheng et al. 2023, appendix A.3), with H2O's slots in place of the whole context.
+The bytes are those that the engine moves (engine/weights.py, engine/hidden.py, kvcache/store.py); the terms are those
+of FlexGen's cost model (Sheng et al. 2023, appendix A.3), with H2O's slots in place of the whole context.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from flexgen_h2o.core.config import Layer, LayerKind, ModelSpec, Policy, TensorSpec, WeightUnit
 from flexgen_h2o.core.packing import WeightForm, weight_form
-from flexgen_h2o.core.units import BLOCK_ROWS, TOKEN_CHUNK, TRANSFER_CHUNK, WRITE_BACK_STEPS
+from flexgen_h2o.core.units import BLOCK_ROWS, TRANSFER_CHUNK, WRITE_BACK_STEPS
 from flexgen_h2o.engine.memory_plan import (
     attends_on_host,
     hidden_is_streamed,
@@ -29,7 +29,13 @@ from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.tiers.placement import Part, Shares, is_streamed, split_rows
 
 WHOLE: Shares = (1.0, 0.0, 0.0)
+LOAD_LANES = {"disk": "disk_read", "host": "h2d"}  # by the tier that a part is on
+STORE_LANES = {"disk": "disk_write", "host": "d2h"}
 PACK_BYTES = 6  # to pack a number of KV takes as long as norms and activations take for so many bytes
+# --attn-sparsity reads all keys, selects among the probabilities of each query head, and gathers the chosen values, all
+# in separate operations: a probability and a gathered number take as long as attention takes for so many bytes.
+# kernels.slots.attend_sparse on a 2-core AMD EPYC in bf16: 0.27 us and 3 ns, where attention reads 11 GB/s.
+SELECT_BYTES, GATHER_BYTES = 3000, 33
 
 
 @dataclass(frozen=True)
@@ -104,17 +110,25 @@ class CostContext:
         """How weights are held."""
         return weight_form(self.policy, self.itemsize)
 
+    @property
+    def weight_shares(self) -> Shares:
+        return tier_shares(self.policy.weight_shares, self.device_is_host)
+
+    @property
+    def hidden_shares(self) -> Shares:
+        return tier_shares(self.policy.hidden_shares, self.device_is_host)
+
+
+# ---- transfers
+
 
 def weight_moves(at: CostContext, unit: WeightUnit) -> tuple[Transfer, ...]:
     """One load of a weight unit: what comes from disk and what from the host."""
-    shares = tier_shares(at.policy.weight_shares, at.device_is_host)
-    shapes = tuple(t.shape for t in unit.tensors)
-    return _weight_moves(shapes, shares, at.form, at.device_is_host)
+    return _weight_moves(tuple(t.shape for t in unit.tensors), at.weight_shares, at.form, at.device_is_host)
 
 
 def weight_ring_bytes(at: CostContext, unit: WeightUnit) -> int:
-    shares = tier_shares(at.policy.weight_shares, at.device_is_host)
-    return streamed_bytes(unit, shares, at.form, at.device_is_host)
+    return streamed_bytes(unit, at.weight_shares, at.form, at.device_is_host)
 
 
 # Units of a model are of four kinds or so.
@@ -129,11 +143,8 @@ def _weight_moves(
             if is_streamed(part.tier, device_is_host):
                 nbytes[part.tier] += part_bytes(tensor, part, form)
                 pieces[part.tier] += 1
-    moves = (
-        Transfer("disk_read", nbytes["disk"], pieces["disk"], not device_is_host),
-        Transfer("h2d", nbytes["host"], pieces["host"]),
-    )
-    return tuple(m for m in moves if m.nbytes)
+    crosses = {"disk": not device_is_host, "host": False}
+    return tuple(Transfer(lane, nbytes[t], pieces[t], crosses[t]) for t, lane in LOAD_LANES.items() if nbytes[t])
 
 
 def layout_of(at: CostContext, block: int, batch: Batch) -> UnitLayout:
@@ -152,38 +163,28 @@ def kv_ring_bytes(at: CostContext, block: int, batch: Batch) -> int:
 
 def kv_load_moves(at: CostContext, block: int, batch: Batch, sweep: int) -> tuple[Transfer, ...]:
     """Bring a KV unit for decode sweep `sweep`: the columns that the sweep before has left."""
-    if sweep == 0:
-        return ()
-    return _unit_moves(
-        at, block, batch, at.need.columns(block, sweep - 1, batch.longest), {"disk": "disk_read", "host": "h2d"}
-    )
+    return _unit_moves(at, block, batch, sweep - 1, LOAD_LANES) if sweep else ()
 
 
 def kv_store_moves(at: CostContext, block: int, batch: Batch, sweep: int) -> tuple[Transfer, ...]:
     """Store a KV unit: whole after prefill; in decode the new columns to the host, and a share of a whole unit to disk
     (the overlay is written back every WRITE_BACK_STEPS sweeps)."""
-    whole = _unit_moves(
-        at, block, batch, at.need.columns(block, sweep, batch.longest), {"disk": "disk_write", "host": "d2h"}
-    )
+    whole = _unit_moves(at, block, batch, sweep, STORE_LANES)
     if sweep == 0:
         return whole
     decode_sweeps = max(1, at.need.gen_len - 1)
     share = decode_sweeps // WRITE_BACK_STEPS / decode_sweeps
     found = [
-        Transfer(m.lane, m.nbytes * share, m.pieces * share, m.crosses)
-        for m in whole
-        if m.lane == "disk_write" and share
+        replace(m, nbytes=m.nbytes * share, pieces=m.pieces * share) for m in whole if m.lane == "disk_write" and share
     ]
     layout = layout_of(at, block, batch)
-    for part in layout.parts:
-        if part.tier == "host" and not at.on_host:
-            found.append(Transfer("d2h", part.rows * 2 * layout.slot_bytes, 1))
-    return tuple(found)
+    on_host = [part for part in layout.parts if part.tier == "host" and not at.on_host]
+    return (*found, *(Transfer("d2h", part.rows * 2 * layout.slot_bytes, 1) for part in on_host))
 
 
-def _unit_moves(at: CostContext, block: int, batch: Batch, columns: int, lanes: dict[str, str]) -> tuple[Transfer, ...]:
-    """The first `columns` slots of every streamed part of a unit, over the lane of its tier."""
-    layout = layout_of(at, block, batch)
+def _unit_moves(at: CostContext, block: int, batch: Batch, sweep: int, lanes: dict[str, str]) -> tuple[Transfer, ...]:
+    """The columns that a sweep leaves, of every streamed part of a unit, over the lane of its tier."""
+    layout, columns = layout_of(at, block, batch), at.need.columns(block, sweep, batch.longest)
     found = []
     for part in layout.parts:
         if is_streamed(part.tier, at.on_host):
@@ -195,18 +196,19 @@ def _unit_moves(at: CostContext, block: int, batch: Batch, columns: int, lanes: 
 
 def hidden_moves(at: CostContext, batch: Batch, sweep: int, store: bool) -> tuple[Transfer, ...]:
     """Hidden states of a micro-batch between two layers."""
-    shares = tier_shares(at.policy.hidden_shares, at.device_is_host)
-    tokens, row = tokens_of(batch, sweep), at.spec.hidden_size * at.itemsize
     if not hidden_is_brought(at):
         return ()
-    lanes = {"disk": "disk_write", "host": "d2h"} if store else {"disk": "disk_read", "host": "h2d"}
-    found = []
-    for part in split_rows(tokens, shares):
-        if part.tier in lanes:
-            found.append(Transfer(lanes[part.tier], part.rows * row, 1, part.tier == "disk" and not at.device_is_host))
-        else:  # the device's own share is copied out of the ring and back
-            found.append(Transfer("d2h" if store else "h2d", part.rows * row, 1))
-    return tuple(found)
+    # The device's own share is copied out of the ring and back.
+    lanes = {"device": "d2h", **STORE_LANES} if store else {"device": "h2d", **LOAD_LANES}
+    row = at.spec.hidden_size * at.itemsize
+    return tuple(
+        Transfer(lanes[part.tier], part.rows * row, 1, part.tier == "disk" and not at.device_is_host)
+        for part in split_rows(tokens_of(batch, sweep), at.hidden_shares)
+    )
+
+
+def hidden_is_brought(at: CostContext) -> bool:
+    return hidden_is_streamed(at.hidden_shares, at.device_is_host)
 
 
 def disk_read_bytes(at: CostContext, blocks: Sequence[tuple[Block, int]]) -> float:
@@ -221,11 +223,11 @@ def disk_read_bytes(at: CostContext, blocks: Sequence[tuple[Block, int]]) -> flo
     blocks_alike = {columns.index(key): count for key, count in Counter(columns).items()}
 
     def of_batch(batch: Batch) -> float:
-        hidden = [_from_disk(hidden_moves(at, batch, sweep, store=False)) for sweep in (0, 1)]
+        prefill, decode = (_from_disk(hidden_moves(at, batch, sweep, store=False)) for sweep in (0, 1))
         cache = 0.0
         for sweep in range(1, sweeps if at.policy.cache_shares[2] else 1):
             cache += sum(n * _from_disk(kv_load_moves(at, i, batch, sweep)) for i, n in blocks_alike.items())
-        return cache + (len(used) - 1) * (hidden[0] + (sweeps - 1) * hidden[1])
+        return cache + (len(used) - 1) * (prefill + (sweeps - 1) * decode)
 
     total = _from_disk(weight_moves(at, plan.units[loads[0]])) if tied else 0.0
     for block, count in blocks:
@@ -237,8 +239,7 @@ def _from_disk(moves: Sequence[Transfer]) -> float:
     return sum(move.nbytes for move in moves if move.lane == "disk_read")
 
 
-def hidden_is_brought(at: CostContext) -> bool:
-    return hidden_is_streamed(tier_shares(at.policy.hidden_shares, at.device_is_host), at.device_is_host)
+# ---- steps
 
 
 def tokens_of(batch: Batch, sweep: int) -> int:
@@ -248,23 +249,23 @@ def tokens_of(batch: Batch, sweep: int) -> int:
 
 def layer_work(at: CostContext, layer: Layer, unit: WeightUnit, batch: Batch, sweep: int) -> Work:
     """One (layer, micro-batch) step."""
+    tokens = tokens_of(batch, sweep)
     if layer.kind == "embedding":
-        return Work(elementwise=3.0 * tokens_of(batch, sweep) * at.spec.hidden_size * at.itemsize)
+        return Work(elementwise=3.0 * tokens * at.spec.hidden_size * at.itemsize)
     if layer.kind == "head":
         head = WeightUnit("", tuple(at.spec.head))
         return Work(_products(at, head, batch.rows, at.spec.tied), logits=float(batch.rows * at.spec.vocab_size))
-    tokens = tokens_of(batch, sweep)
-    products = _products(at, unit, tokens)
     elementwise = float(tokens * _elementwise_width(at.spec, layer.kind) * at.itemsize)
+    alone = Work(_products(at, unit, tokens), elementwise=elementwise)
     if layer.kind == "mlp":
-        return Work(products, elementwise=elementwise)
-    return _attention_work(at, layer.block, batch, sweep, products, elementwise)
+        return alone
+    return _with_decode(at, alone, layer.block, batch, sweep) if sweep else _with_prefill(at, alone, layer.block, batch)
 
 
 def _elementwise_width(spec: ModelSpec, kind: LayerKind) -> int:
     """Numbers that norms, activations and rotary embeddings of a layer read and write for a token.
 
-    A buffer of the family's own is read once more and written; a number that turns is read and written.
+    A buffer of the family's own is read once more and written; a number that is rotated is read and written.
     """
     norm, width = 2 * spec.hidden_size, 0
     if kind != "mlp":
@@ -275,45 +276,54 @@ def _elementwise_width(spec: ModelSpec, kind: LayerKind) -> int:
     return width + sum(2 * b.width for b in spec.buffers if kind in (b.layer, "block"))
 
 
-def _attention_work(
-    at: CostContext, block: int, batch: Batch, sweep: int, products: tuple[Product, ...], elementwise: float
-) -> Work:
-    spec = at.spec
-    q_width, column = spec.num_heads * spec.head_dim, 2 * spec.num_kv_heads * spec.head_dim * at.itemsize
-    cache = tier_shares(at.policy.cache_shares, at.device_is_host)
-    stored, values = (
-        2 * spec.num_kv_heads * layout_of(at, block, batch).slot_bytes,
-        2 * spec.num_kv_heads * spec.head_dim,
+def _column(at: CostContext, block: int, batch: Batch) -> tuple[int, float]:
+    """Of a column of a row, all kv-heads together: bytes of its slots, and elementwise bytes of packing them."""
+    values = 2 * at.spec.num_kv_heads * at.spec.head_dim
+    packing = float(PACK_BYTES * values * at.policy.compress_cache)
+    return 2 * at.spec.num_kv_heads * layout_of(at, block, batch).slot_bytes, packing
+
+
+def _with_prefill(at: CostContext, alone: Work, block: int, batch: Batch) -> Work:
+    """The step with attention over prompts."""
+    q_width, column = at.spec.num_heads * at.spec.head_dim, 2 * at.spec.num_kv_heads * at.spec.head_dim * at.itemsize
+    stored, packing = _column(at, block, batch)
+    kept = batch.rows * at.need.columns(block, 0, batch.mean_len)
+    # Under attention on the host, kept columns go there as they are written.
+    off_device = 1.0 - at.policy.cache_shares[0] if at.on_host and not at.device_is_host else 0.0
+    copied = 2.0 * batch.tokens * column if batch.saved else 0.0  # prefixes in front of rows' own columns
+    return replace(
+        alone,
+        prompt_flops=2.0 * batch.pairs * q_width,
+        sums_flops=1.0 * batch.pairs * q_width * at.need.scored,
+        elementwise=alone.elementwise + copied + kept * (2.0 * stored + packing),
+        crossing=kept * stored * off_device,
     )
-    packing = float(PACK_BYTES * values * at.policy.compress_cache)  # of a column
-    if sweep == 0:
-        # Under attention on the host, kept columns go there as they are written.
-        kept = batch.rows * at.need.columns(block, 0, batch.mean_len)
-        away = kept * stored * (1.0 - cache[0]) if at.on_host and not at.device_is_host else 0.0
-        copied = 2.0 * batch.tokens * column if batch.saved else 0.0  # prefixes in front of rows' own columns
-        return Work(
-            products, 2.0 * batch.pairs * q_width, 1.0 * batch.pairs * q_width * at.need.scored, 0.0, 0.0,
-            elementwise + copied + kept * (2.0 * stored + packing), 0.0, 0.0, away,
-        )  # fmt: skip
+
+
+def _with_decode(at: CostContext, alone: Work, block: int, batch: Batch, sweep: int) -> Work:
+    """The step with attention over the KV slots of rows."""
+    spec, sparsity = at.spec, at.policy.attn_sparsity
+    q_width, column = spec.num_heads * spec.head_dim, 2 * spec.num_kv_heads * spec.head_dim * at.itemsize
+    stored, packing = _column(at, block, batch)
     columns = float(batch.rows * at.need.columns(block, sweep, batch.mean_len))
-    read, packed = columns * stored, columns * values * at.policy.compress_cache
-    # Full attention reads all keys but only this share of the values.
-    read *= (1 + at.policy.attn_sparsity) / 2
-    on_device = 1.0 if not at.on_host else cache[0]
-    if at.device_is_host:
-        on_device = 1.0
-    # All rows' queries read the common prefix together: its bytes once, and as many products as prompts have.
-    common_read, common_flops = at.need.common * stored, 4.0 * batch.rows * at.need.common * q_width
-    crossing = 0.0
-    if on_device < 1:
-        crossing = (1 - on_device) * batch.rows * (2 * q_width * at.itemsize + column)
-    if "ranks" in at.need.record and spec.rotary:  # keys are turned as they are read
+    read, cache = columns * stored, tier_shares(at.policy.cache_shares, at.device_is_host)
+    if sparsity < 1:
+        read = read / 2 + columns * spec.num_heads * (SELECT_BYTES + sparsity * spec.head_dim * GATHER_BYTES)
+    on_device = cache[0] if at.on_host and not at.device_is_host else 1.0
+    elementwise = alone.elementwise
+    if "ranks" in at.need.record and spec.rotary:  # keys are rotated as they are read
         elementwise += 6.0 * columns * spec.num_kv_heads * spec.rotary.width * at.itemsize
-    return Work(
-        products, common_flops, 0.0, read * on_device + common_read, read * (1 - on_device),
-        elementwise + batch.rows * packing, packed, 0.0, crossing,
+    return replace(
+        alone,
+        # All rows' queries read the common prefix together: its bytes once, and as many products as prompts have.
+        prompt_flops=4.0 * batch.rows * at.need.common * q_width,
+        device_kv=read * on_device + at.need.common * stored,
+        host_kv=read * (1 - on_device),
+        elementwise=elementwise + batch.rows * packing,
+        packed_values=columns * 2 * spec.num_kv_heads * spec.head_dim * at.policy.compress_cache,
+        crossing=(1 - on_device) * batch.rows * (2 * q_width * at.itemsize + column),
         overlay=2.0 * cache[2] * batch.rows * stored * (1 + _waiting_columns(at.need.gen_len)),
-    )  # fmt: skip
+    )
 
 
 def _waiting_columns(gen_len: int) -> float:
@@ -326,7 +336,7 @@ def _waiting_columns(gen_len: int) -> float:
 def _products(at: CostContext, unit: WeightUnit, rows: int, is_table: bool = False) -> tuple[Product, ...]:
     """Each part of a matrix is multiplied where it lies, so a split matrix takes several products; a packed one is
     whole once it is unpacked. Resident parts are blocked, but not those of a table, which is looked up in as well."""
-    shares = WHOLE if at.policy.compress_weight else tier_shares(at.policy.weight_shares, at.device_is_host)
+    shares = WHOLE if at.policy.compress_weight else at.weight_shares
     shapes = tuple(t.shape for t in unit.tensors if len(t.shape) == 2)
     blocks = is_blocked(at.form, at.device_is_host) and not is_table
     return tuple(
@@ -339,8 +349,3 @@ def _products(at: CostContext, unit: WeightUnit, rows: int, is_table: bool = Fal
 def _part_shapes(shapes: tuple[tuple[int, ...], ...], shares: Shares) -> tuple[tuple[int, Part], ...]:
     """Columns and rows of each part."""
     return tuple((shape[1], part) for shape in shapes for part in weight_parts(TensorSpec("", "", shape), shares))
-
-
-def chunks(rows: int) -> tuple[int, int]:
-    """Rows are multiplied at most TOKEN_CHUNK at a time: (whole chunks, rows of the last one)."""
-    return divmod(rows, TOKEN_CHUNK)

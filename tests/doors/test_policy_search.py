@@ -21,7 +21,7 @@ from tests.doors.conftest import Answer
 
 Door = Callable[..., Answer]
 KEYS = ["policy", "fits", "predicted", "bound_by", "eta_s", "details"]
-SMALL = "--model facebook/opt-125m --num-prompts 16 --prompt-len 32 --gen-len 8"
+SMALL = "--model facebook/opt-125m --num-prompts 4 --prompt-len 32 --gen-len 8"
 GIVEN = "--percent 0 50 0 100 100 0 --gpu-batch-size 4 --num-gpu-batches 2"
 
 
@@ -69,11 +69,11 @@ def test_a_search_prints_the_contract_s_object(plan: Door) -> None:
     assert found["fits"] is True
     assert set(found["predicted"]) == {"prefill_s", "decode_s", "tokens_per_s", "peak_bytes"}
     assert found["eta_s"] == pytest.approx(found["predicted"]["prefill_s"] + found["predicted"]["decode_s"])
-    assert found["predicted"]["tokens_per_s"] == pytest.approx(16 * 8 / found["eta_s"])
+    assert found["predicted"]["tokens_per_s"] == pytest.approx(4 * 8 / found["eta_s"])
     assert found["bound_by"] in found["details"]["busy_s"]["decode"]
-    assert Policy(**found["policy"]).block_size <= 16
+    assert Policy(**found["policy"]).block_size <= 4
     assert found["details"]["dtype"] == "float16"
-    assert found["details"]["workload"]["num_prompts"] == 16
+    assert found["details"]["workload"]["num_prompts"] == 4
 
 
 def test_the_verb_is_plan_and_a_search_is_for_1024_prompts(plan: Door, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,30 +89,15 @@ def test_a_given_policy_is_evaluated_for_one_block(plan: Door) -> None:
     assert Policy(**found["policy"]) == Policy(4, 2, (0, 50, 0, 100, 100, 0))
     assert found["details"]["workload"]["num_prompts"] == 8
     assert found["details"]["search_s"] is found["details"]["dual_s_per_gib"] is None
-    assert found["details"]["gain_found_by"] == "placement" and set(found["details"]["gain_s_per_gib"]) == set(TIERS)
+    assert found["details"]["gain_found_by"] == "duals" and set(found["details"]["gain_s_per_gib"]) == set(TIERS)
     more = object_of(plan(f"--model facebook/opt-125m {GIVEN} --num-prompts 80 --json"))
     assert more["eta_s"] == pytest.approx(10 * found["eta_s"])
 
 
-def test_a_search_beats_the_policies_beside_it(plan: Door) -> None:
-    best = object_of(plan(f"{SMALL} --device-mem 300MiB --json"))
-    given = object_of(plan(f"{SMALL} --device-mem 300MiB --json {GIVEN}"))
-    assert best["eta_s"] < given["eta_s"]
-    assert set(best["details"]["gain_s_per_gib"]) == set(best["details"]["dual_s_per_gib"]) == set(TIERS)
-
-
-@pytest.mark.parametrize(
-    ("flags", "policy"),
-    [
-        (GIVEN, Policy(4, 2, (0, 50, 0, 100, 100, 0))),
-        (
-            f"{GIVEN} --cpu-cache-compute --overlap false --sep-layer 0 --pin-weight no --attn-sparsity 0.5",
-            Policy(4, 2, (0, 50, 0, 100, 100, 0), cpu_cache_compute=True, overlap=False, sep_layer=False,
-                   pin_weight=False, attn_sparsity=0.5),
-        ),
-    ],
-)  # fmt: skip
-def test_printed_flags_are_flex_opt_s(plan: Door, flags: str, policy: Policy) -> None:
+def test_printed_flags_are_flex_opt_s(plan: Door) -> None:
+    flags = f"{GIVEN} --cpu-cache-compute --overlap false --sep-layer 0 --pin-weight no --attn-sparsity 0.5"
+    switches = {"cpu_cache_compute": True, "overlap": False, "sep_layer": False, "pin_weight": False}
+    policy = Policy(4, 2, (0, 50, 0, 100, 100, 0), **switches, attn_sparsity=0.5)
     out = plan(f"{SMALL} {flags} --host-mem 4GiB --dtype bfloat16").out
     lines = out.splitlines()
     words = shlex.split(lines[lines.index("policy, as given:") + 1])
@@ -146,9 +131,10 @@ def test_output_is_a_policy_file_that_flex_opt_runs(plan: Door, capfd: pytest.Ca
     assert (saved.model, saved.profile) == ("opt-tiny", "nominal")
     assert saved.workload["num_prompts"] == 6 and saved.workload["eviction"]["name"] == "h2o"
     assert saved.predicted["tokens_per_s"] > 0
-    argv = f"{short} --policy p.json --offload-dir o --json r.json --no-log --verbose 0 --host-mem 1GiB".split()
-    assert flex_opt.main(argv) == 0, capfd.readouterr().err
-    assert json.loads(Path("r.json").read_text())["policy"] == saved.policy.to_json()
+    argv = f"{short} --policy p.json --hh-ratio 0.5 --offload-dir o --json r.json --no-log --verbose 0 --host-mem 1GiB"
+    assert flex_opt.main(argv.split()) == 0, capfd.readouterr().err
+    report = json.loads(Path("r.json").read_text())
+    assert report["policy"] == saved.policy.to_json() and report["peak_bytes"] == saved.predicted["peak_bytes"]
     again = object_of(plan(f"{short} --policy p.json --json", "host"))
     assert again["policy"] == saved.policy.to_json()
 
@@ -162,45 +148,23 @@ def test_bits_that_a_search_did_not_use_are_not_in_its_policy(plan: Door) -> Non
     assert read_policy(Path("p.json")).policy.to_json() == found
 
 
-def test_what_a_run_holds_is_what_was_predicted(plan: Door) -> None:
-    short = "--model opt-tiny --prompt-len 16 --gen-len 4 --percent 0 50 0 100 0 0 --host-mem 1GiB --device-mem 1GiB"
-    predicted = object_of(plan(f"{short} --dtype float32 --json", "card"))["predicted"]["peak_bytes"]
-    argv = f"{short} --dtype float32 --offload-dir o --json r.json --no-log --verbose 0"
-    assert flex_opt.main(argv.split()) == 0
-    assert json.loads(Path("r.json").read_text())["peak_bytes"] == predicted
-
-
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
         ("--hardware nowhere.json", "--hardware nowhere.json: no such file, and not a shipped profile"),
-        ("--hardware bad.json", "--hardware bad.json: not a JSON file"),
-        ("--hardware old.json", "--hardware old.json: schema is 7"),
         ("--hardware t4 --device cpu", "--device cpu and --hardware"),
         ("--hardware t4 --model no/such-model", "--model no/such-model: "),
-        ("--hardware t4 --model no/such-model --path _DUMMY_", "built-in shapes"),
-        ("--hardware t4 --model ./nowhere", "there is no such folder"),
-        ("--hardware t4 --percent 60 60 0 0 0 0", "--percent: weights on device and host are 60 + 60 > 100"),
-        ("--hardware t4 --percent 1 2 3", "--percent"),
         ("--hardware t4 --prompt-len 2040 --gen-len 10", "--prompt-len 2040 and --gen-len 10: facebook/opt-125m has"),
         ("--hardware t4 --num-prompts 0", "--num-prompts"),
-        ("--hardware t4 --host-mem lots", "--host-mem"),
         ("--hardware t4 --dtype int8", "--dtype int8: not one of"),
         ("--hardware host.json --dtype float16", "--dtype float16: the profile of nominal has only float32, bfloat16"),
-        ("--hardware t4 --policy nowhere.json", "--policy nowhere.json: No such file"),
-        ("--hardware t4 --policy p.json --compress-weight", "--policy p.json and --compress-weight: give one of them"),
         ("--hardware t4 --policy auto --percent 0 0 0 0 0 0", "--policy auto and --percent: give one of them"),
         ("--hardware t4 --hh-ratio 0.1 --attn-sparsity 0.5", "--attn-sparsity: is for the full cache"),
-        ("--hardware t4 --hh-ratio 2", "--hh-ratio: 2.0 is not in (0, 1]"),
         ("--hardware t4 --output missing/p.json", "--output missing/p.json: the folder"),
-        ("--hardware t4 --trace .", "--trace .: is a folder"),
     ],
 )
 def test_wrong_use_is_one_line(plan: Door, profiles: Path, tmp_path: Path, flags: str, says: str) -> None:
-    (tmp_path / "bad.json").write_text("{")
-    (tmp_path / "old.json").write_text('{"schema": 7}')
     (tmp_path / "host.json").write_text((profiles / "host.json").read_text())
-    (tmp_path / "p.json").write_text(json.dumps({"schema": 2, **Policy().to_json()}))
     model = "" if "--model" in flags else "--model facebook/opt-125m "
     refused(plan(model + flags, None), 2, says)
 
@@ -208,17 +172,15 @@ def test_wrong_use_is_one_line(plan: Door, profiles: Path, tmp_path: Path, flags
 @pytest.mark.parametrize(
     ("hardware", "budgets", "switches"),
     [
-        ("card", "--device-mem 10MiB", ""),
         ("card", "--device-mem 10MiB --host-mem 1MiB --disk-mem 1MiB", "--overlap false"),
-        ("card", "--host-mem 1MiB", "--sep-layer false --hh-ratio 0.2"),
-        ("host", "--host-mem 20MiB", ""),
         ("host", "--host-mem 20MiB --device-mem 5MiB", "--hh-size 3"),
-        ("card", "--device-mem 10MiB --host-mem 1GiB", "--compress-weight --compress-cache"),
+        ("card", "--device-mem 10MiB --host-mem 1GiB", "--compress-weight --compress-cache --num-prompts 1"),
     ],
 )
 def test_the_smallest_budget_that_would_do_does(plan: Door, hardware: str, budgets: str, switches: str) -> None:
     answer = plan(f"{SMALL} {switches} {budgets}", hardware)
     refused(answer, 3, "too small for any policy")
+    assert ("--compress-weight" in answer.err) is ("--compress-weight" in switches)
     smallest = dict(re.findall(r"(--\w+-mem) (\d+)(?= )", answer.err.partition("would do: ")[2]))
     assert smallest
     given = dict(zip(budgets.split()[::2], budgets.split()[1::2], strict=True))
@@ -300,11 +262,10 @@ def test_a_model_comes_from_a_folder_or_the_table(plan: Door, ids_model: Path, t
     (tmp_path / "org" / "m").mkdir(parents=True)
     (tmp_path / "org" / "m" / "config.json").write_text((ids_model / "config.json").read_text())
     short = "--num-prompts 2 --prompt-len 8 --gen-len 4 --json"
-    for flags in (f"--model {ids_model}", f"--model org/m --path {tmp_path}", "--model ./org/m"):
+    for flags in (f"--model {ids_model}", f"--model org/m --path {tmp_path}"):
         found = object_of(plan(f"{flags} {short}"))
         assert found["predicted"]["peak_bytes"]["device"] < 2**20
-    for flags in ("--model opt-125m", "--model facebook/opt-125m --path _DUMMY_"):
-        assert object_of(plan(f"{flags} {short}"))["details"]["model"] == "facebook/opt-125m"
+    assert object_of(plan(f"--model opt-125m --path _DUMMY_ {short}"))["details"]["model"] == "facebook/opt-125m"
 
 
 def test_trace_and_picture_of_the_simulated_block(plan: Door) -> None:
@@ -314,7 +275,7 @@ def test_trace_and_picture_of_the_simulated_block(plan: Door) -> None:
     names = {event["name"] for event in events}
     assert {"compute_layer prefill", "compute_layer decode", "load_weight", "load_cache"} <= names
     steps = sum(event["name"] == "compute_layer decode" for event in events)
-    assert steps == 7 * 26 * 2  # decode sweeps, layers, micro-batches
+    assert steps == 7 * 26  # decode sweeps, layers
     pytest.importorskip("matplotlib")
     assert plan(f"{SMALL} {GIVEN} --plot p.png").code == 0
     assert Path("p.png").read_bytes().startswith(b"\x89PNG")
@@ -336,16 +297,7 @@ def test_opt_175b_without_simulating_much(plan: Door, monkeypatch: pytest.Monkey
     monkeypatch.setattr(search, "predict", counted)
     found = object_of(plan("--model facebook/opt-175b --num-prompts 8 --prompt-len 512 --gen-len 4 --json"))
     assert found["bound_by"] == "disk_read"
-    assert 0 < len(simulated) <= 250  # gains are simulated as well
-
-
-def test_a_refusal_never_says_that_what_fits_does_not(plan: Door) -> None:
-    """Disk is closed, so only one row at a time fits."""
-    asked = "--model facebook/opt-6.7b --num-prompts 1024 --prompt-len 32 --gen-len 32"
-    budgets = "--device-mem 2000MiB --host-mem 300MiB --disk-mem 1"
-    one_row = "--percent 0 0 100 0 100 0 --gpu-batch-size 1"
-    assert plan(f"{asked} {budgets} {one_row} --num-prompts 1").code == 0
-    assert plan(f"{asked} {budgets}").code == 0
+    assert 0 < len(simulated) <= 100
 
 
 def test_the_smallest_card_for_a_model_attends_on_the_host(plan: Door) -> None:
@@ -356,20 +308,3 @@ def test_the_smallest_card_for_a_model_attends_on_the_host(plan: Door) -> None:
     (smallest,) = re.findall(r"would do: --device-mem (\d+) ", answer.err)
     assert int(smallest) < 920 * 2**20
     assert plan(f"{asked} --device-mem {smallest}", None).code == 0
-
-
-def test_the_smallest_budget_counts_what_compression_may_do(plan: Door) -> None:
-    """And the line says whether it is used: flex_opt takes the flag as an order."""
-    asked = "--model facebook/opt-350m --hardware t4 --num-prompts 2 --prompt-len 100 --gen-len 2 --cache-bits 8"
-    budgets = "--compress-weight --compress-cache --host-mem 99 --disk-mem 1"
-    answer = plan(f"{asked} {budgets} --device-mem 7160109", None)
-    assert answer.code == 3 and "-mem " in answer.err
-    named = dict(re.findall(r"--(\w+)-mem (\d+)(?= )", answer.err.partition("would do: ")[2]))
-    total = sum(map(int, named.values())) + sum(
-        {"device": 7160109, "host": 99, "disk": 1}[tier] for tier in ("device", "host", "disk") if tier not in named
-    )
-    assert "--compress-weight" in answer.err.partition("one row at a time")[2]
-    least = {"device": 7160109, "host": 99, "disk": 1} | {tier: int(size) for tier, size in named.items()}
-    flags = " ".join(f"--{tier}-mem {size}" for tier, size in least.items())
-    assert plan(f"{asked} --compress-weight --compress-cache {flags}", None).code == 0
-    assert total <= 73324076 + 13 * 2**20  # what a search found by hand, and staging on the host

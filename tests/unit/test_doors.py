@@ -19,8 +19,7 @@ from flexgen_h2o.checkpoint.writing import FileWriter
 from flexgen_h2o.cli_common import OneLineParser, run_cli
 from flexgen_h2o.core.errors import DoesNotFitError, UsageError
 from flexgen_h2o.planner import search
-from flexgen_h2o.planner.candidates import Budgets
-from flexgen_h2o.planner.lp import Corners, Solution, solve
+from flexgen_h2o.planner.lp import Budgets, Corners, Solution, solve
 
 SIGNALS = [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)]
 PLAN = "plan --model facebook/opt-125m --num-prompts 16 --prompt-len 32 --gen-len 8 --hardware t4"

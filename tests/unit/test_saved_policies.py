@@ -14,7 +14,7 @@ from flexgen_h2o.core.config import SavedPolicy, read_policy
 FOLDER = Path(__file__).resolve().parents[2] / "policies"
 FILES = sorted(FOLDER.glob("opt-*/*.json"))
 NAMES = [f"{path.parent.name}/{path.stem}" for path in FILES]
-QUICK = {"opt-6.7b/t4", "opt-6.7b/build-2core", "opt-30b/t4-h2o20", "opt-175b/t4"}  # the others: some seconds each
+QUICK = {"opt-6.7b/build-2core", "opt-30b/t4-h2o20"}  # the others: some seconds each
 MADE_BY = "python -m flexgen_h2o.policy_search "
 
 
@@ -52,9 +52,9 @@ def test_every_model_machine_and_cache_is_there() -> None:
     assert set(NAMES) == wanted
 
 
-@pytest.mark.parametrize("path", FILES, ids=NAMES)
-def test_a_file_names_its_own_path_and_profile(path: Path) -> None:
-    body = json.loads(path.read_text())
-    assert f"--output policies/{path.parent.name}/{path.name}" in body["command"]
-    assert path.stem.removesuffix("-h2o20") == body["profile"]
-    assert ("--hh-ratio 0.1" in body["command"]) == path.stem.endswith("-h2o20")
+def test_a_file_names_its_own_path_and_profile() -> None:
+    for path in FILES:
+        body = json.loads(path.read_text())
+        assert f"--output policies/{path.parent.name}/{path.name}" in body["command"]
+        assert path.stem.removesuffix("-h2o20") == body["profile"]
+        assert ("--hh-ratio 0.1" in body["command"]) == path.stem.endswith("-h2o20")

@@ -30,12 +30,12 @@ from flexgen_h2o.engine.workload import Batch
 from flexgen_h2o.kernels.warm_up import warm_up
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
 from flexgen_h2o.models import spec_from_config
-from flexgen_h2o.planner.candidates import IN_MEMORY
 from flexgen_h2o.planner.costs import Costs
 from flexgen_h2o.planner.lp import Percent
 from flexgen_h2o.planner.measure.bench import Bench
 from flexgen_h2o.planner.predict import Machine
 from flexgen_h2o.planner.profile import HardwareProfile
+from flexgen_h2o.planner.search import IN_MEMORY
 from flexgen_h2o.planner.work import kv_load_moves, layer_work, weight_moves
 from flexgen_h2o.tiers.device import Site
 

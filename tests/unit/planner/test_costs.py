@@ -1,28 +1,228 @@
-"""Products in int8, and unpacking for them, at the rates that the profile has over those of the dtype."""
+"""Work and its seconds: what they say of eviction, batches, tiers and int8. That the bytes are those that the engine
+moves is shown in tests/parity."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_h2o.core.config import Policy
-from flexgen_h2o.engine.workload import Batch, WorkloadShape
+from flexgen_h2o.core.packing import SlotPacking
+from flexgen_h2o.core.units import WRITE_BACK_STEPS, round_up
+from flexgen_h2o.engine.memory_plan import OVERLAPPED, memory_plan
+from flexgen_h2o.engine.workload import Batch, WorkloadShape, shape_of
+from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.planner.predict import Machine
 from flexgen_h2o.planner.profile import Curve
-from flexgen_h2o.planner.work import Product, Work
-from tests.unit.planner.made_up import BLOCKS, DTYPE, costs_of, machine
+from flexgen_h2o.planner.work import (
+    CostContext,
+    Product,
+    Work,
+    kv_load_moves,
+    kv_store_moves,
+    layer_work,
+    weight_moves,
+)
+from tests.unit.planner.made_up import BLOCKS, DTYPE, SPEC, costs_of, evicting, machine, make_spec, policies
 
-NEED = WorkloadShape.full(4, 10, 4, BLOCKS)
+COLUMN = SPEC.kv_bytes_per_token(4) // BLOCKS
+NEED = WorkloadShape.full(6, 10, 4, BLOCKS)
 TIMES = Curve(((1.0, 4.0), (64.0, 2.0)))
 
 
-def measured(int8: Curve, requantise: float = 1.0, is_host: bool = True) -> Machine:
+def context(policy: Policy, need: WorkloadShape = NEED, is_host: bool = False) -> CostContext:
+    return CostContext(SPEC, policy, need, 4, is_host)
+
+
+def attention(at: CostContext, sweep: int) -> Work:
+    """Of the first attention layer."""
+    plan = at.spec.layers(True)
+    return layer_work(at, plan.layers[1], plan.units[1], Batch.even(at.need.rows, at.need.prompt_len), sweep)
+
+
+# ---- bytes and FLOPs
+
+
+def kv_bytes(policy: Policy, need: WorkloadShape, is_host: bool) -> float:
+    """Over all lanes and sweeps of a micro-batch, in one transformer block."""
+    at, batch = context(policy, need, is_host), Batch.even(need.rows, need.prompt_len)
+    moves = (kv_load_moves, kv_store_moves)
+    return sum(m.nbytes for sweep in range(need.gen_len) for of in moves for m in of(at, 0, batch, sweep))
+
+
+@settings(max_examples=12)
+@given(policies, st.integers(1, 20), st.integers(40, 200), st.integers(1, 40), st.data())
+def test_eviction_never_moves_nor_holds_more_kv(
+    policy: Policy, rows: int, prompt_len: int, gen_len: int, data: st.DataObject
+) -> None:
+    """Where at most half of a prompt is kept. A unit moves with all its slots then, and in segments without."""
+    is_host, kept = data.draw(st.booleans()), data.draw(st.integers(1, prompt_len // 2))
+    full, few = WorkloadShape.full(rows, prompt_len, gen_len, BLOCKS), evicting(rows, prompt_len, gen_len, kept)
+    assert kv_bytes(policy, few, is_host) <= kv_bytes(policy, full, is_host)
+    held = []
+    for need in (few, full):
+        plan = memory_plan(SPEC, policy, shape_of(policy, need), 4, is_host, OVERLAPPED[0])
+        names = ("cache", "cache record", "cache ring", "cache overlay")
+        held.append([sum(b.nbytes for b in plan.buffers if b.tier == t and b.name in names) for t in ("host", "disk")])
+    assert all(a <= b for a, b in zip(*held, strict=True))
+
+
+def test_attention_reads_the_columns_that_are_held() -> None:
+    """Of all rows, the sweep's own among them; on the host its share there, and then queries and results cross."""
+    for is_host in (True, False):
+        for sweep in range(4):
+            work = attention(context(Policy(), is_host=is_host), sweep)
+            held = 6 * (10 + sweep) * COLUMN if sweep else 0
+            assert (work.device_kv, work.host_kv, work.crossing) == (held, 0, 0)
+    at = context(Policy(percent=(100, 0, 25, 75, 100, 0), cpu_cache_compute=True))
+    work = attention(at, 1)
+    assert (work.device_kv, work.host_kv) == (0.25 * 6 * 11 * COLUMN, 0.75 * 6 * 11 * COLUMN)
+    assert work.crossing > 0 and not kv_load_moves(at, 0, Batch.even(6, 10), 1)
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_sparse_attention_is_never_priced_as_faster(on_host: bool) -> None:
+    """It reads all keys, and selects and gathers values: measured, it takes longer."""
+    seconds = []
+    for sparsity in (1.0, 0.01, 0.2, 0.9):
+        policy = Policy(6, 1, (100, 0, 0, 100, 100, 0), cpu_cache_compute=on_host, attn_sparsity=sparsity)
+        seconds.append(sum(costs_of(policy, NEED, machine(False)).compute_seconds(attention(context(policy), 2))))
+    assert seconds == sorted(seconds) and seconds[1] > seconds[0]
+
+
+def blocked_rows(policy: Policy, is_host: bool, tied: bool) -> dict[str, tuple[int, int]]:
+    """By kind of layer: rows of matrices that are multiplied blocked, and of all."""
+    spec, need = make_spec(tie_word_embeddings=tied), WorkloadShape.full(2, 10, 2, BLOCKS)
+    at, plan = CostContext(spec, policy, need, 2, is_host), spec.layers(True)
+    found = {}
+    for layer in (plan.layers[1], plan.layers[2], plan.layers[-1]):
+        work = layer_work(at, layer, plan.units[layer.unit], Batch.even(2, 10), 1)
+        every = [(p.outer, p.blocked) for p in work.products]
+        found[layer.kind] = sum(n for n, blocked in every if blocked), sum(n for n, _ in every)
+    return found
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_lies_where_it_is_computed_on_is_multiplied_blocked(tied: bool) -> None:
+    head = 0 if tied else SPEC.vocab_size
+    whole = {"attention": (512, 512), "mlp": (640, 640), "head": (head, SPEC.vocab_size)}
+    nothing = {kind: (0, every) for kind, (_, every) in whole.items()}
+    rest = (100, 0, 100, 0)
+    for on_device, on_host in ((100, 0), (0, 100)):
+        assert blocked_rows(Policy(percent=(on_device, on_host, *rest)), True, tied) == whole
+        assert blocked_rows(Policy(percent=(on_device, on_host, *rest)), False, tied) == nothing
+    assert blocked_rows(Policy(percent=(0, 0, *rest)), True, tied) == nothing
+    assert blocked_rows(Policy(compress_weight=True), True, tied) == nothing
+    assert blocked_rows(Policy(int8_compute=True), True, tied) == nothing
+    half = blocked_rows(Policy(percent=(50, 0, *rest)), True, tied)
+    assert half["attention"] == (256, 512) and half["mlp"] == (320, 640)
+
+
+def block_work(name: str, sweep: int, need: WorkloadShape) -> Work:
+    """Of a transformer block of a public shape in bf16, all its steps together."""
+    found = built_in_spec(name)
+    assert found is not None
+    at = CostContext(found[0], Policy(), need, 2, True)
+    plan = at.spec.layers(at.policy.sep_layer)
+    steps = [layer_work(at, x, plan.units[x.unit], Batch.even(4, 100), sweep) for x in plan.layers if x.block == 0]
+    return Work(
+        tuple(p for step in steps for p in step.products),
+        **{f: sum(getattr(step, f) for step in steps) for f in ("prompt_flops", "device_kv", "elementwise")},
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "matrices", "columns", "numbers"),
+    [
+        # q and o, k and v, three of the MLP; two norms, the heads that are rotated, gate and product of the MLP
+        (
+            "Meta-Llama-3-8B", 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336, 2 * 8 * 128,
+            4 * 4096 + 2 * 40 * 128 + 4 * 14336,
+        ),
+        # the fused matrix and what comes of it, one step for both halves; a quarter of each head is rotated
+        (
+            "gpt-neox-20b", 4 * 6144 * 6144 + 2 * 6144 * 24576, 2 * 64 * 96,
+            4 * 6144 + 2 * 128 * 24 + 2 * 24576 + 2 * 3 * 6144,
+        ),
+    ],
+)  # fmt: skip
+def test_a_block_of_a_public_shape(name: str, matrices: int, columns: int, numbers: int) -> None:
+    """matrices: elements; columns: numbers of a key and a value of all kv-heads; numbers: elementwise, of a token."""
+    need = WorkloadShape.full(4, 100, 4, 80)
+    prompt, decode = (block_work(name, sweep, need) for sweep in (0, 2))
+    assert sum(p.flops for p in prompt.products) == 2 * 400 * matrices
+    assert sum(p.flops for p in decode.products) == 2 * 4 * matrices
+    assert decode.device_kv == 4 * 102 * columns * 2
+    assert decode.elementwise == 4 * numbers * 2
+    assert prompt.elementwise == 400 * numbers * 2 + 400 * 2 * columns * 2  # what is kept is copied
+
+
+def test_rolling_positions_rotate_the_keys_that_are_read() -> None:
+    need = evicting(4, 100, 4, 20)
+    still, rolling = (block_work("Meta-Llama-3-8B", 2, replace(need, record=r)) for r in ((), ("positions", "ranks")))
+    columns = rolling.device_kv / (2 * 8 * 128 * 2)
+    assert rolling.elementwise - still.elementwise == 6 * columns * 8 * 128 * 2
+
+
+def test_weight_loads_are_the_matrices_in_the_form_they_are_held_in() -> None:
+    """Vectors stay with the device. Packed in 4 or 8 bits: codes and a scale and zero a group; int8: a byte a value, a
+    scale and a sum a row."""
+    unit = SPEC.layers(True).units[1]
+    shapes = [t.shape for t in unit.tensors if len(t.shape) == 2]
+    plain, rest = sum(4 * n * k for n, k in shapes), (100, 0, 100, 0)
+    for percent, is_host, want in (
+        ((0, 0, *rest), False, [("disk_read", plain, True)]),
+        ((0, 100, *rest), False, [("h2d", plain, False)]),
+        ((0, 100, *rest), True, []),
+    ):
+        moves = weight_moves(context(Policy(percent=percent), is_host=is_host), unit)
+        assert [(m.lane, m.nbytes, m.crosses) for m in moves] == want
+    for bits in (4, 8):
+        at = context(Policy(percent=(0, 40, *rest), compress_weight=True, weight_bits=bits))
+        want_bytes = sum(n * (round_up(-(-k * bits // 8), 4) + 4 * -(-k // 64)) for n, k in shapes)
+        assert sum(m.nbytes for m in weight_moves(at, unit)) == want_bytes
+        assert sorted((p.outer, p.inner) for p in attention(at, 1).products) == sorted(shapes)  # whole once unpacked
+    at = context(Policy(percent=(0, 40, *rest), int8_compute=True))
+    assert sum(m.nbytes for m in weight_moves(at, unit)) == sum(n * (round_up(k, 4) + 8) for n, k in shapes)
+    products = attention(at, 1).products  # where they lie, in parts
+    assert len(products) > len(shapes) and sum(p.outer for p in products) == sum(n for n, _ in shapes)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_packed_kv_moves_its_slots(bits: int) -> None:
+    policy = Policy(percent=(0, 0, 0, 100, 100, 0), cache_bits=bits)
+    for packed, slot in ((False, 4 * SPEC.head_dim), (True, SlotPacking(SPEC.head_dim, bits).slot_bytes)):
+        moves = kv_store_moves(context(replace(policy, compress_cache=packed)), 0, Batch.even(6, 10), 1)
+        assert [m.nbytes for m in moves] == [6 * SPEC.num_kv_heads * 2 * slot]
+
+
+@pytest.mark.parametrize("steps", [1, WRITE_BACK_STEPS + 1, 3 * WRITE_BACK_STEPS + 5])
+def test_columns_that_wait_for_the_disk_are_laid_over_their_unit(steps: int) -> None:
+    """In a decode sweep those since the last write-back, and its own is taken up; each read and written."""
+    need = WorkloadShape.full(6, 30, 1 + steps, BLOCKS)
+    for on_disk in (0, 40):
+        at = context(Policy(6, 1, (100, 0, 100 - on_disk, 0, 100, 0)), need, is_host=True)
+        work = [attention(at, sweep) for sweep in range(1 + steps)]
+        columns = sum(1 + sweep % WRITE_BACK_STEPS for sweep in range(steps))
+        assert sum(w.overlay for w in work) == pytest.approx(2 * columns * 6 * COLUMN * on_disk / 100)
+        assert work[0].overlay == 0
+
+
+# ---- seconds
+
+
+def measured(int8: Curve, requantise: float = 1.0, is_host: bool = True, blocked: float = 1.0) -> Machine:
     """Those rates in the dtype of the other tests; no fixed costs."""
     where = machine(is_host)
-    rates = replace(where.profile.rates(DTYPE), int8_speedup=int8, requantise_speedup=requantise)
+    rates = replace(
+        where.profile.rates(DTYPE),
+        int8_speedup=int8,
+        requantise_speedup=requantise,
+        blocked_speedup=Curve.flat(blocked),
+    )
     return replace(where, profile=replace(where.profile, compute={DTYPE: rates}))
 
 
@@ -31,33 +231,14 @@ def product_seconds(policy: Policy, where: Machine, rows: int, is_blocked: bool 
     return costs_of(policy, NEED, where).compute_seconds(work)[0]
 
 
-@pytest.mark.parametrize("compress_weight", [False, True])
-@pytest.mark.parametrize("rows", [1, 8, 64, 200])
-def test_products_in_int8_are_faster_by_rows(rows: int, compress_weight: bool) -> None:
-    plain, int8 = (
-        product_seconds(Policy(4, compress_weight=compress_weight, int8_compute=on), measured(TIMES), rows)
-        for on in (False, True)
-    )
-    assert plain == pytest.approx(int8 * TIMES.at(rows))
-
-
-def test_gains_of_int8_and_of_blocked_matrices_are_both_over_matrices_in_order() -> None:
-    where = measured(TIMES)
-    rates = replace(where.profile.rates(DTYPE), blocked_speedup=Curve.flat(1.5))
-    where = replace(where, profile=replace(where.profile, compute={DTYPE: rates}))
-    in_order, blocked = (product_seconds(Policy(4), where, 1, is_blocked) for is_blocked in (False, True))
+@pytest.mark.parametrize("rows", [1, 8, 200])
+def test_products_in_int8_and_blocked_ones_are_faster_by_rows(rows: int) -> None:
+    where = measured(TIMES, blocked=1.5)
+    in_order, blocked = (product_seconds(Policy(4), where, rows, is_blocked) for is_blocked in (False, True))
     assert in_order == pytest.approx(1.5 * blocked)
-    assert in_order == pytest.approx(4 * product_seconds(Policy(4, int8_compute=True), where, 1))
-
-
-@pytest.mark.parametrize("is_host", [True, False])
-def test_where_int8_gains_nothing_it_costs_as_much(is_host: bool) -> None:
-    """A card, whose profile says 1."""
-    where = measured(Curve.flat(1.0), is_host=is_host)
     for packed in (False, True):
-        plain, int8 = (Policy(4, compress_weight=packed, int8_compute=on) for on in (False, True))
-        assert product_seconds(plain, where, 8) == product_seconds(int8, where, 8)
-        assert costs_of(plain, NEED, where).dequantise_s(1) == costs_of(int8, NEED, where).dequantise_s(1)
+        int8 = product_seconds(Policy(4, compress_weight=packed, int8_compute=True), where, rows)
+        assert in_order == pytest.approx(int8 * TIMES.at(rows))
 
 
 def test_unpacking_to_int8_has_its_own_rate() -> None:
@@ -69,10 +250,33 @@ def test_unpacking_to_int8_has_its_own_rate() -> None:
     assert costs_of(Policy(4, int8_compute=True), NEED, where).dequantise_s(1) == 0.0
 
 
-@given(st.integers(1, 300), st.floats(0.5, 8.0), st.floats(1.0, 3.0), st.booleans())
-def test_a_layer_is_never_slower_with_faster_products(rows: int, times: float, more: float, packed: bool) -> None:
-    policy, need = Policy(rows, compress_weight=packed, int8_compute=True), WorkloadShape.full(rows, 10, 4, BLOCKS)
-    slow, fast = (costs_of(policy, need, measured(Curve.flat(gain), gain)) for gain in (times, times * more))
-    for sweep in (0, 1):
-        assert fast.step(1, Batch.even(rows, 10), sweep).device_s <= slow.step(1, Batch.even(rows, 10), sweep).device_s
-    assert fast.dequantise_s(1) <= slow.dequantise_s(1)
+def test_without_overlap_a_step_takes_at_least_as_long_as_issuing_it() -> None:
+    """On a device that is asynchronous: with overlap issuing goes on beside other steps, without each is waited for."""
+    where = machine(False, step_s=1e-3, device_is_asynchronous=True)
+    batch = Batch.even(6, 10)
+    for overlap in (True, False):
+        costs = costs_of(Policy(6, overlap=overlap), NEED, where)
+        steps = [costs.step(i, batch, 1) for i in range(len(costs.layers.layers))]
+        slow = replace(costs.profile, step_s=min(s.device_s for s in steps) * 2)
+        costs = replace(costs, profile=slow)
+        steps = [costs.step(i, batch, 1) for i in range(len(costs.layers.layers))]
+        assert any(s.device_s > s.issue_s for s in steps) and any(s.device_s < s.issue_s for s in steps)
+        waited = sum(max(s.device_s, s.issue_s) for s in steps)
+        beside = max(sum(s.device_s for s in steps), sum(s.issue_s for s in steps))
+        assert costs.busy([batch], 1)["device_compute"] == pytest.approx(beside if overlap else waited)
+        assert beside < waited
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_short_reads_take_from_compute_only_with_overlap(overlap: bool) -> None:
+    """Without it nothing is computed while the disk is read."""
+    policy, batch = Policy(6, percent=(0, 0, 100, 0, 100, 0), overlap=overlap), Batch.even(6, 10)
+    free, short = (
+        costs_of(policy, NEED, machine(True, short_read_compute_s=s)).busy([batch], 1)["device_compute"]
+        for s in (0.0, 1e-3)
+    )
+    costs = costs_of(policy, NEED, machine(True))
+    units = {index: costs.layers.units[costs.layers.layers[index].unit] for index in costs.loaded_kinds}
+    requests = {index: sum(m.short_requests for m in weight_moves(costs.at, unit)) for index, unit in units.items()}
+    taken = 1e-3 * sum(count * requests[index] for index, count in costs.loaded_kinds.items())
+    assert taken > 0 and short - free == pytest.approx(taken if overlap else 0.0)

@@ -27,7 +27,6 @@ from flexgen_h2o.engine.memory_plan import (
     memory_plan,
     plan_within,
     streamed_bytes,
-    workspace_sizes,
 )
 from flexgen_h2o.engine.workspace_sizes import (
     blocking_bytes,
@@ -113,7 +112,7 @@ def test_smaller_micro_batches_fit_too() -> None:
                     assert spec.num_blocks * layout.part_bytes(part) <= homes.get(part.tier, 0)
 
 
-@pytest.mark.parametrize("most", [65, 129, 193])
+@pytest.mark.parametrize("most", [65, 193])
 def test_shorter_rows_fit_too(most: int) -> None:
     """A micro-batch whose rows need fewer slots is carved from the homes of the neediest, and comes through its ring.
 
@@ -139,8 +138,7 @@ def test_a_shallower_ring_needs_no_more(policy: Policy, shape: BlockShape, is_ho
         assert all(b <= a for a, b in zip(deep, shallow, strict=True))
 
 
-@pytest.mark.parametrize("is_host", [False, True])
-@pytest.mark.parametrize("kind", [0, 2, 4])
+@pytest.mark.parametrize(("kind", "is_host"), [(0, False), (2, True), (4, False)])
 def test_bytes_follow_the_shares(kind: int, is_host: bool) -> None:
     """Moving weights, cache or hidden states from disk up makes the faster tier's homes larger, never smaller."""
     name = {0: "weights", 2: "cache", 4: "hidden"}[kind]
@@ -153,16 +151,6 @@ def test_bytes_follow_the_shares(kind: int, is_host: bool) -> None:
         assert home >= before
         before = home
     assert before > 0 and all(b.tier != "disk" for b in plan.buffers if b.name == name)
-
-
-def test_buffers_serve_what_is_smaller_in_every_way() -> None:
-    shape = BlockShape(4, 2, 40, (30, 20), ("positions",))
-    assert shape.covers(shape) and shape.most_slots == 30
-    for fewer in ({"rows": 3}, {"micro_batches": 1}, {"tokens": 39}, {"slots": (30, 19)}, {"slots": (29, 20)}):
-        less = replace(shape, **fewer)
-        assert shape.covers(less) and not less.covers(shape)
-    for other in ({"slots": (29, 21)}, {"record": ()}, {"record": ("positions", "scores")}):
-        assert not shape.covers(replace(shape, **other))
 
 
 # ---- what is in it
@@ -187,7 +175,7 @@ def test_all_on_the_device_needs_no_ring_no_overlay_and_no_disk() -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("depth", [1, 2, 3, 4, 6, 50])
+@pytest.mark.parametrize("depth", [1, 3, 50])
 def test_the_weight_ring_holds_any_so_many_neighbours_of_the_cycle(depth: int, tied: bool) -> None:
     """Sweeps follow one another: behind the head comes the embedding, in one load when they are tied."""
     spec = make_spec(tie_word_embeddings=tied, vocab_size=900)
@@ -198,15 +186,6 @@ def test_the_weight_ring_holds_any_so_many_neighbours_of_the_cycle(depth: int, t
     loads = list(weight_sequence(5, tuple(layer.unit for layer in layers.layers)))[1:]
     count = min(depth, len(layers.units))
     assert ring == max(sum(sizes[u] for u in loads[i : i + count]) for i in range(len(loads)))
-
-
-def test_attention_on_the_host_brings_cache_to_the_host() -> None:
-    policy, shape = Policy(percent=(100, 0, 0, 50, 100, 0)), BlockShape(4, 2, 40, (20, 20))
-    for on_host in (False, True):
-        plan = make_plan(replace(policy, cpu_cache_compute=on_host), shape, is_host=False)
-        rings = {b.name: b.tier for b in plan.buffers if "ring" in b.name}
-        assert rings == {"cache ring": "host" if on_host else "device"}
-        assert plan.size("cache overlay") > 0
 
 
 @given(policies, shapes.filter(lambda s: s.record), st.booleans(), st.data())
@@ -236,19 +215,6 @@ def test_records_and_overlays_are_taken_from_what_is_planned_for_them(
     lanes.close()
 
 
-def test_a_policy_that_records_nothing_plans_nothing_for_it() -> None:
-    assert make_plan(Policy(), BlockShape(4, 2, 40, (20, 20)), is_host=False).size("cache record") == 0
-    plan = make_plan(Policy(), BlockShape(4, 2, 40, (20, 20), ("positions", "scores")), is_host=False)
-    words = 2 * 2 * 4 * 4 * (2 * 20 + 1)  # blocks, micro-batches, sequences, kv-heads
-    assert plan.size("cache record") == 4 * words + 4 * (-4 * 16 * 41 % 64)
-
-
-def test_a_workspace_has_the_widest_values_of_a_step() -> None:
-    sizes = workspace_sizes(SPEC, BlockShape(rows=3, micro_batches=9, tokens=2000, slots=(9, 9)), 2)
-    assert sizes["q"] == 2000 * 48 * 2 and sizes["ffn"] == 1024 * 96 * 2 and sizes["logits"] >= 3 * 90 * 2
-    assert sizes["normed"] == 1024 * 48 * 2 and all(n % 64 == 0 for n in sizes.values())
-
-
 # ---- what fits
 
 
@@ -275,13 +241,9 @@ def test_look_ahead_shrinks_with_the_budget_before_anything_is_refused(is_host: 
     for depth, plan in zip(OVERLAPPED, plans, strict=True):
         budgets = {**UNLIMITED, tier: plan.bytes_on(tier)}
         assert plan_within(SPEC, policy, shape, 4, is_host, budgets).depth == depth
+    assert plan_within(SPEC, replace(policy, overlap=False), shape, 4, is_host, UNLIMITED).depth == SEQUENTIAL
     with pytest.raises(DoesNotFitError, match=f"on the {tier} tier"):
         plan_within(SPEC, policy, shape, 4, is_host, {**UNLIMITED, tier: plans[-1].bytes_on(tier) - 1})
-
-
-def test_without_overlap_nothing_is_loaded_ahead() -> None:
-    plan = plan_within(SPEC, Policy(overlap=False), BlockShape(1, 1, 1, (1, 1)), 4, True, UNLIMITED)
-    assert plan.depth == SEQUENTIAL
 
 
 def test_int8_compute_needs_room_for_products_and_none_to_unpack() -> None:
@@ -341,14 +303,6 @@ def test_a_wide_attention_is_planned_for() -> None:
     assert blocking_bytes(wide, 2) == 8 * 64 * 64 * 2
     assert int8_product_bytes(wide, 1024, 1) == 1024 * 8 * 64 * 4
     assert int8_blocking_bytes(wide) == 2 * 8 * 64 * (64 + 8)
-
-
-def test_sums_of_blocked_int8_rows_are_planned_for() -> None:
-    """INT8_TILE at most; a tied head is blocked as well."""
-    tied = make_spec(vocab_size=5000)
-    assert int8_product_bytes(tied, 1024, 300) == 4 * 300 * 5000
-    assert int8_product_bytes(tied, 1024, 3000) == 4 * INT8_TILE
-    assert int8_blocking_bytes(tied) == 2 * 5000 * (48 + 8)
 
 
 def test_temporaries_cover_it_where_weights_are_blocked() -> None:

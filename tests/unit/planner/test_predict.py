@@ -37,6 +37,7 @@ from tests.unit.planner.made_up import (
 
 STREAMED = (0, 30, 20, 40, 0, 100)
 WEIGHTS_ON_DISK = (0, 0, 100, 0, 100, 0)
+Percent = tuple[int, int, int, int, int, int]
 Case = tuple[Policy, WorkloadShape, Machine, MemoryPlan]
 
 
@@ -48,7 +49,7 @@ def predicted(policy: Policy, need: WorkloadShape, where: Machine, plan: MemoryP
 # ---- sums
 
 
-@pytest.mark.parametrize("gen_len", [1, 2, 3, MOST_WALKED - 1, MOST_WALKED])
+@pytest.mark.parametrize("gen_len", [1, 2, MOST_WALKED])
 def test_all_sweeps_of_a_short_generation_count_as_they_are(gen_len: int) -> None:
     """All but the first are decode."""
     need, policy, where = WorkloadShape.full(12, 60, gen_len, BLOCKS), Policy(4, 3, STREAMED), machine(False)
@@ -59,12 +60,14 @@ def test_all_sweeps_of_a_short_generation_count_as_they_are(gen_len: int) -> Non
     assert (found.decode_s == 0) is (gen_len == 1)
 
 
-@pytest.mark.parametrize("gen_len", [MOST_WALKED + 1, 20, 33, 100])
-@pytest.mark.parametrize("percent", [STREAMED, (0, 0, 100, 0, 100, 0), (100, 0, 0, 0, 100, 0)])
-@pytest.mark.parametrize(("prompt_len", "within"), [(400, 0.03), (60, 0.1)])
-def test_what_is_not_walked_is_interpolated(
-    gen_len: int, percent: tuple[int, int, int, int, int, int], prompt_len: int, within: float
-) -> None:
+@pytest.mark.parametrize(
+    ("gen_len", "percent", "prompt_len", "within"),
+    [
+        (MOST_WALKED + 1, STREAMED, 400, 0.03), (100, STREAMED, 60, 0.1), (20, WEIGHTS_ON_DISK, 60, 0.1),
+        (33, (100, 0, 0, 0, 100, 0), 400, 0.03), (100, (100, 0, 0, 0, 100, 0), 60, 0.1),
+    ],
+)  # fmt: skip
+def test_what_is_not_walked_is_interpolated(gen_len: int, percent: Percent, prompt_len: int, within: float) -> None:
     """Beside walking all sweeps, though the cache grows: in steps of whole segments, which are large for short rows."""
     need, policy, where = WorkloadShape.full(12, prompt_len, gen_len, BLOCKS), Policy(4, 3, percent), machine(False)
     costs = costs_of(policy, need, where)
@@ -73,11 +76,10 @@ def test_what_is_not_walked_is_interpolated(
     assert predicted(policy, need, where).total_s == pytest.approx(ends[-1], rel=within)
 
 
-@pytest.mark.parametrize("percent", [STREAMED, (0, 0, 100, 0, 100, 0), (100, 0, 0, 0, 100, 0), (50, 50, 0, 100, 0, 0)])
-@pytest.mark.parametrize("pyramid", [False, True])
-def test_a_deep_model_costs_what_walking_all_of_it_says(
-    percent: tuple[int, int, int, int, int, int], pyramid: bool
-) -> None:
+@pytest.mark.parametrize(
+    ("percent", "pyramid"), [(STREAMED, True), (WEIGHTS_ON_DISK, False), ((50, 50, 0, 100, 0, 0), False)]
+)
+def test_a_deep_model_costs_what_walking_all_of_it_says(percent: Percent, pyramid: bool) -> None:
     """Within 2%, and 5% where layers differ: only a part of them are walked, unless somebody listens."""
     depth, where = 40, machine(False, disk_read_bytes_per_s=5e8, step_s=1e-4)
     deep, need = make_spec(num_hidden_layers=depth), evicting(12, 60, 6, 20, depth)
@@ -110,13 +112,17 @@ def test_blocks_add_up_and_the_last_may_be_smaller() -> None:
     assert of(24).busy["decode"]["disk_read"] == pytest.approx(3 * of(8).busy["decode"]["disk_read"])
 
 
-def test_what_binds_is_what_works_longest() -> None:
-    """Of each phase, and of the longer one."""
-    need, disk = WorkloadShape.full(8, 20, 4, BLOCKS), Policy(8, 1, (0, 0, 100, 0, 100, 0))
-    slow = predicted(disk, need, machine(True, disk_read_bytes_per_s=1e6))
-    assert slow.binds("prefill") == slow.binds("decode") == slow.bound_by == "disk_read"
-    assert slow.busy["decode"]["disk_read"] == pytest.approx(slow.decode_s, rel=0.3)
-    assert predicted(Policy(8, 1), need, machine(True)).bound_by == "device_compute"
+def test_what_binds_is_what_works_longest_in_the_longer_phase() -> None:
+    """Prefill is bound by compute and decode by the disk here; which phase is longer decides."""
+    disk, where = Policy(8, 1, WEIGHTS_ON_DISK), machine(True, disk_read_bytes_per_s=1e8)
+    slow = faster(where.profile, "matmul_flops_per_s", 1e-1)
+    for gen_len, decode_is_longer in ((2, False), (40, True)):
+        need = WorkloadShape.full(8, 200, gen_len, BLOCKS)
+        found = predicted(disk, need, replace(where, profile=slow))
+        assert (found.binds("prefill"), found.binds("decode")) == ("device_compute", "disk_read")
+        assert (found.decode_s > found.prefill_s) is decode_is_longer
+        assert found.bound_by == ("disk_read" if decode_is_longer else "device_compute")
+    assert found.busy["decode"]["disk_read"] == pytest.approx(found.decode_s, rel=0.3)
 
 
 def test_peak_bytes_are_the_memory_plans() -> None:
@@ -148,18 +154,8 @@ def test_faster_hardware_is_never_predicted_slower(case: Case, name: str, factor
     assert after <= before * (1 + 1e-9)
 
 
-@settings(max_examples=15)
-@given(cases(most_new=60), st.sampled_from(RATES + FIXED + COMPUTE_RATES), st.sampled_from([1.01, 2.0, 100.0]))
-def test_nor_by_more_than_interpolation_errs(case: Case, name: str, factor: float) -> None:
-    """Differences of sweeps weigh differently then: within 1%."""
-    policy, need, where, plan = case
-    better = replace(where, profile=faster(where.profile, name, factor))
-    before, after = (predicted(policy, need, m, plan).total_s for m in (where, better))
-    assert after <= before * 1.01
-
-
 @pytest.mark.parametrize("name", ["disk_read_bytes_per_s", "matmul_flops_per_s"])
-@pytest.mark.parametrize("left", [0.5, 0.7, 0.9])
+@pytest.mark.parametrize("left", [0.5, 0.9])
 def test_contention_does_not_turn_a_gain_into_a_loss(name: str, left: float) -> None:
     """Where at least half of the disk's rate is left beside compute. Below, a faster disk that is busy beside compute
     for longer could be predicted slower."""
@@ -167,7 +163,8 @@ def test_contention_does_not_turn_a_gain_into_a_loss(name: str, left: float) -> 
     where = machine(True, disk_read_beside_compute=left, compute_beside_disk_read=left, disk_read_bytes_per_s=1e9)
     where = replace(where, profile=faster(where.profile, name, 1e-1))
     seconds = [
-        predicted(policy, need, replace(where, profile=faster(where.profile, name, 1.1**i))).total_s for i in range(50)
+        predicted(policy, need, replace(where, profile=faster(where.profile, name, 1.1**i))).total_s
+        for i in range(0, 50, 3)
     ]
     assert seconds == sorted(seconds, reverse=True) and seconds[0] > 2 * seconds[-1]
 
@@ -177,7 +174,7 @@ def test_short_reads_take_time_from_what_is_computed_beside_them() -> None:
     overlap or without reads."""
     need, seconds = WorkloadShape.full(256, 64, 6, BLOCKS), 1e-4
 
-    def longer(percent: tuple[int, int, int, int, int, int], **changes: Any) -> float:
+    def longer(percent: Percent, **changes: Any) -> float:
         policy = Policy(256, 1, percent, overlap=changes.pop("overlap", True))
         free, taken = (
             predicted(policy, need, machine(True, short_read_compute_s=s, **changes)).total_s for s in (0.0, seconds)
@@ -205,9 +202,8 @@ def test_contention_costs_time_only_where_both_are_busy() -> None:
         )  # fmt: skip
         assert (beside > free * 1.01) is slower and beside >= free
     sequential = Policy(32, 1, disk, overlap=False)
-    assert predicted(sequential, need, machine(True, disk_read_beside_compute=0.5)).total_s == pytest.approx(
-        predicted(sequential, need, machine(True)).total_s
-    )
+    slowed = machine(True, disk_read_beside_compute=0.5, compute_beside_disk_read=0.5)
+    assert predicted(sequential, need, slowed).total_s == predicted(sequential, need, machine(True)).total_s
 
 
 # ---- the room
@@ -222,4 +218,4 @@ def test_the_planner_never_imports_torch() -> None:
     code = "import importlib, sys\n" + "\n".join(f"importlib.import_module({name!r})" for name in names)
     code += "\nprint([n for n in ('torch', 'transformers', 'numba') if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert len(names) >= 8 and done.stdout.strip() == "[]"
+    assert len(names) >= 7 and done.stdout.strip() == "[]"
