@@ -1,8 +1,8 @@
 """A job as a Ray Data pipeline: windows of the input go to a pool of actors with an engine each, and rows come back one
 by one. Output, sidecar and status stay with the driver.
 
-When an actor dies, Ray runs its window again. Rows are known by their place in the input, so those that came back before
-are not written twice. When Ray gives up, new actors run what is missing, as long as some rows come back each time.
+When an actor dies, Ray runs its window again. Rows are known by their place in the input, so those that came back
+before are not written twice. When Ray gives up, new actors run what is missing, as long as some rows come back each time.
 """
 
 from __future__ import annotations
