@@ -2,7 +2,8 @@
 by one. Output, sidecar and status stay with the driver.
 
 When an actor dies, Ray runs its window again. Rows are known by their place in the input, so those that came back
-before are not written twice. When Ray gives up, new actors run what is missing, as long as some rows come back each time.
+before are not written twice. When Ray gives up, new actors run what is missing, as long as some rows come back each
+time.
 """
 
 from __future__ import annotations
