@@ -5,13 +5,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.cli_common import OneLineParser, check_separate, count, file_name, positive, results_are_in, run_cli
+from flexgen_h2o.cli_common import (
+    OneLineParser,
+    check_separate,
+    count,
+    file_name,
+    note,
+    positive,
+    results_are_in,
+    run_cli,
+)
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import EXIT_ALL_ROWS_FAILED, EXIT_DONE, FlexgenError, UsageError
 from flexgen_h2o.core.files import usable_path
@@ -36,7 +45,7 @@ if TYPE_CHECKING:
     from flexgen_h2o.engine.sampling import SamplingParams
     from flexgen_h2o.jobs.on_ray import Opening, RayJob
     from flexgen_h2o.jobs.output import OutputFile
-    from flexgen_h2o.jobs.runner import Before, Job, JobProgress
+    from flexgen_h2o.jobs.runner import Before, Job, JobWriter
     from flexgen_h2o.llm import LLM
 
 
@@ -94,19 +103,18 @@ def _run(argv: list[str] | None) -> int:
         llm.share_prefix = args.share_prefix
         llm.check_plan()
         if llm.precision_note:
-            _say(llm.precision_note)
+            note(f"batch: {llm.precision_note}")
         settings = _settings(llm, policy, is_auto, defaults)
         before = _settle(args, output, settings)
         say_idle_flags("batch", args, place_of(args, llm))
         if output.cut_bytes:
-            _say(f"--output {args.output}: cut off a torn row of {output.cut_bytes} bytes")
+            note(f"batch: --output {args.output}: cut off a torn row of {output.cut_bytes} bytes")
         if args.ray is None:
-            return _run_job(args, output, llm, before, defaults)
+            return _run_here(args, output, llm, before, defaults)
         from flexgen_h2o.jobs.on_ray import Opening
 
         digests = {what: settings["model"][what] for what in ("weights", "tokenizer")}
-        how = (defaults, args.window, args.refill, digests)
-        opening = Opening(_with_whole_paths(args), policy, is_auto, eviction, *how)
+        opening = Opening(_with_whole_paths(args), policy, is_auto, eviction, digests)
         return _run_on_ray(args, output, llm.model.name, before, opening)
 
 
@@ -151,7 +159,7 @@ def _settings(llm: LLM, policy: Policy, is_auto: bool, defaults: SamplingParams)
 
 
 def _settle(args: argparse.Namespace, output: OutputFile, settings: dict[str, Any]) -> Before:
-    """Look through input and output, and see that the output goes on as it was begun; then the sidecar says so."""
+    """Read input and output, and refuse an output that was begun with other settings; then write the sidecar."""
     from flexgen_h2o.jobs.input import scan_input
     from flexgen_h2o.jobs.runner import rows_before
     from flexgen_h2o.jobs.sidecar import Sidecar, differences, read_sidecar, sidecar_path
@@ -176,44 +184,41 @@ def _settle(args: argparse.Namespace, output: OutputFile, settings: dict[str, An
         if found:
             earlier = [*earlier, before.settings]
     found_rows = rows_before(output, scan.ids)
-    with_input = Sidecar(settings, str(args.input), scan.nbytes, scan.digest, earlier)
-    if with_input != before:
-        with_input.write(args.output)
+    now = Sidecar(settings, str(args.input), scan.nbytes, scan.digest, earlier)
+    if now != before:
+        now.write(args.output)
     return found_rows
 
 
-def _run_job(args: argparse.Namespace, output: OutputFile, llm: LLM, before: Before, defaults: SamplingParams) -> int:
+def _run_here(args: argparse.Namespace, output: OutputFile, llm: LLM, before: Before, defaults: SamplingParams) -> int:
+    from flexgen_h2o.jobs.input import Cut, read_cut
     from flexgen_h2o.jobs.requests import RequestReader
-    from flexgen_h2o.jobs.runner import Job
+    from flexgen_h2o.jobs.runner import Job, JobWriter
 
-    progress = _progress(args, output, before, lambda: llm.peak_bytes)
-    reader = RequestReader(llm.model, defaults)
-    job = Job(llm, args.input, reader, output, before, progress, args.max_errors, args.window, args.refill)
-    with _saying_how_it_ends(progress, output):
-        job.run()
-        _check_files(args, progress, output)
-    return _show(args, job, llm.model.name)
+    _say_rows(before)
+    writer = JobWriter(output, before, lambda: llm.peak_bytes, args.max_errors)
+    lines = read_cut(args.input, Cut(0, 1, 0, ~before.done))
+    job = Job(llm, RequestReader(llm.model, defaults), lines, writer, args.window, args.refill)
+    with _writing(args, output, writer):
+        job.run(len(before.done) - before.rows)
+    return _show(args, writer, before, job, llm.model.name)
 
 
 def _run_on_ray(args: argparse.Namespace, output: OutputFile, model: str, before: Before, opening: Opening) -> int:
     from flexgen_h2o.jobs.on_ray import RayJob, find_pool, ray_at
+    from flexgen_h2o.jobs.runner import JobWriter
 
     # Ray ends last: while it does, a second SIGTERM kills the process, and by then rows and status are on disk.
     with ray_at(args.ray or None):
-        peak_bytes: dict[str, int] = {}
-        progress = _progress(args, output, before, lambda: peak_bytes)
-        with _saying_how_it_ends(progress, output):
-            host_bytes = budget_of(args).host
-            pool = find_pool(args.ray_actors, host_bytes, args.device)
+        _say_rows(before)
+        writer = JobWriter(output, before, dict, args.max_errors)
+        with _writing(args, output, writer):
+            pool = find_pool(args.ray_actors, budget_of(args).host, args.device)
             cores = f"{pool.cpus} core{'s' if pool.cpus != 1 else ''}"
             _say(f"{pool.actors} engines on Ray, each with {cores} and {format_bytes(pool.host_bytes)} of RAM")
-            block_size = 1 if opening.is_auto else opening.policy.block_size
-            job = RayJob(
-                args.input, output, before, progress, pool, opening, block_size, args.max_errors, peak_bytes=peak_bytes
-            )
+            job = RayJob(args.input, before.done, writer, pool, opening)
             job.run()
-            _check_files(args, progress, output)
-    return _show(args, job, model)
+    return _show(args, writer, before, job, model)
 
 
 def _with_whole_paths(args: argparse.Namespace) -> argparse.Namespace:
@@ -225,25 +230,21 @@ def _with_whole_paths(args: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(**{**vars(args), **whole})
 
 
-def _progress(
-    args: argparse.Namespace, output: OutputFile, before: Before, peak_bytes: Callable[[], dict[str, int]]
-) -> JobProgress:
-    from flexgen_h2o.jobs.runner import JobProgress
-
-    rows = len(before.done)
-    print(f"{rows} rows, {before.rows} of them done before", flush=True)
-    return JobProgress(args.output, rows, before.rows, before.errors, peak_bytes, output.sync_if_due, before.others)
+def _say_rows(before: Before) -> None:
+    print(f"{len(before.done)} rows, {before.rows} of them done before", flush=True)
 
 
 @contextlib.contextmanager
-def _saying_how_it_ends(progress: Any, output: OutputFile) -> Iterator[None]:
-    """The status file, for good; and finished rows safely on disk before the engine is closed."""
+def _writing(args: argparse.Namespace, output: OutputFile, writer: JobWriter) -> Iterator[None]:
+    """Around the run of a job: its end in the status file, and finished rows on disk before the engine is closed."""
     from flexgen_h2o.jobs.sidecar import DONE
 
     state = DONE
     try:
+        writer.check_errors()
         yield
         output.sync()
+        _check_files(args, writer, output)
     except Interrupted as signal:
         state = f"ended by {signal}"
         raise
@@ -251,36 +252,39 @@ def _saying_how_it_ends(progress: Any, output: OutputFile) -> Iterator[None]:
         state = f"failed: {error}"
         raise
     finally:
-        progress.end(state)
+        writer.end(state)
         output.sync()
 
 
-def _check_files(args: argparse.Namespace, progress: JobProgress, output: OutputFile) -> None:
+def _check_files(args: argparse.Namespace, writer: JobWriter, output: OutputFile) -> None:
     """FlexgenError where input or output was changed under the job: the input is read again while it runs."""
     from flexgen_h2o.jobs.input import begins_as
     from flexgen_h2o.jobs.sidecar import read_sidecar
 
     begun = read_sidecar(args.output)
-    missing = progress.status.rows - progress.status.done
+    status = writer.status
+    missing = status.rows - status.done
     if missing or (begun is not None and not begins_as(args.input, begun.input_bytes, begun.input_digest)):
         raise FlexgenError(
             f"--input {args.input}: was changed while the job ran ({missing} rows are missing); rows of {args.output} "
             "may be of either state: leave the input alone, and give another --output"
         )
-    output.check_rows(progress.status.done + progress.status.other_rows)
+    output.check_rows(status.done + status.other_rows)
 
 
-def _show(args: argparse.Namespace, job: Job | RayJob, model: str) -> int:
+def _show(args: argparse.Namespace, writer: JobWriter, before: Before, job: Job | RayJob, model: str) -> int:
     """The summary; returns the exit code."""
     from flexgen_h2o.jobs.sidecar import spared_text
 
-    status = job.progress.status
+    status = writer.status
     did = f"{status.tokens} new tokens in {format_seconds(status.seconds)} ({status.tokens_per_s:.1f} token/s)"
-    if job.before.rows == status.rows:
+    if before.rows == status.rows:
         did = "nothing was left to do"
     if status.spared_tokens:
         did += f"; {spared_text(status)}"
     print(f"{status.done} rows in {args.output}, {status.errors} of them errors; {did}")
+    if status.errors:
+        print("errors: " + ", ".join(f"{n} {code}" for code, n in writer.errors.most_common() if n))
     if job.other_models:
         _say(f"{job.other_models} requests name another model (the first: {job.first_other}); {model} answered them")
     return EXIT_ALL_ROWS_FAILED if status.errors == status.rows else EXIT_DONE

@@ -1,12 +1,13 @@
-"""The input file as a stream of lines, and what is known of all of them before the run: ids, duplicates, a digest.
+"""The input file: its lines one by one, and one pass over them before the run for ids, duplicates and a digest.
 
-Of a line no more stays in memory than the digest of its id.
+Of each line only the digest of its id stays in memory.
 """
 
 from __future__ import annotations
 
 import codecs
 import hashlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,25 +25,30 @@ DIGEST_BYTES = 16
 MOST_ID_CHARACTERS = 1024  # of a custom_id
 _HEAD_BYTES = 2**16  # of a line that is too long, in which its custom_id is looked for
 _BOM = b"\xef\xbb\xbf"
-# First bytes of what is no text of ours: every line would be an error row, and the output spoilt.
+# First bytes of files whose every line would be an error row.
 _FOREIGN = {
     b"\x1f\x8b": "is packed by gzip; unpack it", b"\x28\xb5\x2f\xfd": "is packed by zstd; unpack it",
     b"\xff\xfe": "is UTF-16 text; save it as UTF-8", b"\xfe\xff": "is UTF-16 text; save it as UTF-8",
 }  # fmt: skip
+_SPACE = re.compile(r"[ \t\r\n]*")  # between the parts of JSON
 _CHUNK = 2**16  # rows that are looked up at a time
-_PIECE_BYTES = 2**20  # of the input that are read at a time for its digest alone
+_PIECE_BYTES = 2**20  # read at a time where only the digest is wanted
 
 Digests = npt.NDArray[np.bytes_]
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line that is not blank. number: counted from 1, blank ones too. text: None where it is too long to be read, and
-    then head is what it begins with."""
+    """A line that is not blank.
+
+    number: counted from 1, blank lines included. text: None where the line is too long to be read; head is how it
+    begins then. offset: of its first byte in the file.
+    """
 
     number: int
     text: bytes | None
     head: bytes = b""
+    offset: int = 0
 
     def parse(self) -> Any:
         """Its JSON value; ValueError says what is wrong with it."""
@@ -87,11 +93,6 @@ class Scan:
     prefix: str | None
 
 
-def read_lines(path: Path) -> Iterator[Line]:
-    """The lines of a file that are not blank. UsageError naming --input where it cannot be read."""
-    return (line for _, _, line in _pieces(path) if line is not None)
-
-
 @dataclass(frozen=True)
 class Cut:
     """Where a part of the input begins: byte, number of the line, and row; and which of its rows are still to be done.
@@ -105,55 +106,22 @@ class Cut:
     left: npt.NDArray[np.bool_]
 
 
-def cut_input(path: Path, done: npt.NDArray[np.bool_], size: int) -> Iterator[Cut]:
-    """The input in parts with `size` rows each that are not `done`, but for the last; one pass over it."""
-    offset = row = start_row = count = 0
-    start = line = (0, 1)  # byte and number, of the part and of the line
-    for number, raw, found in _pieces(path):
-        if row >= len(done):
-            break
-        if number != line[1]:
-            line = (offset, number)
-        offset += len(raw)
-        if found is None:
-            continue
-        if count == size and not done[row]:
-            yield Cut(*start, start_row, ~done[start_row:row])
-            start, start_row, count = line, row, 0
-        count += not done[row]
-        row += 1
-    if count:
-        yield Cut(*start, start_row, ~done[start_row:row])
-
-
-def read_cut(path: Path, cut: Cut) -> Iterator[tuple[int, Line]]:
-    """The lines of a part that are to be done, each with its row."""
-    row = 0
-    for _, _, line in _pieces(path, cut.offset, cut.number):
-        if line is None:
-            continue
-        if row >= len(cut.left):
-            return
-        if cut.left[row]:
-            yield cut.row + row, line
-        row += 1
-
-
 def scan_input(path: Path, known_bytes: int = 0) -> Scan:
-    """One pass over the input. Takes 16 bytes a row; UsageError where two lines have the same id, or where the file is
-    packed or UTF-16."""
+    """One pass over the input, in 16 bytes of memory a row. known_bytes: of the prefix whose digest is wanted.
+
+    UsageError where two lines have the same id, or where the file is packed or UTF-16.
+    """
     ids, whole, prefix, nbytes = bytearray(), hashlib.blake2b(digest_size=DIGEST_BYTES), None, 0
-    for _, raw, line in _pieces(path):
+    for raw, line in _pieces(path):
         if not nbytes:
-            _check_begin(path, raw)
-        cut = known_bytes - nbytes
-        if 0 <= cut <= len(raw) and prefix is None:
-            whole.update(raw[:cut])
+            for first, what in _FOREIGN.items():
+                if raw.startswith(first):
+                    raise UsageError(f"--input {path}: {what}")
+        split = min(max(0, known_bytes - nbytes), len(raw))
+        whole.update(raw[:split])
+        if nbytes + split == known_bytes and prefix is None:
             prefix = whole.hexdigest()
-            raw_rest = raw[cut:]
-        else:
-            raw_rest = raw
-        whole.update(raw_rest)
+        whole.update(raw[split:])
         nbytes += len(raw)
         if line is not None:
             ids += id_digest(line.custom_id)
@@ -162,10 +130,33 @@ def scan_input(path: Path, known_bytes: int = 0) -> Scan:
     return found
 
 
-def _check_begin(path: Path, raw: bytes) -> None:
-    for first, what in _FOREIGN.items():
-        if raw.startswith(first):
-            raise UsageError(f"--input {path}: {what}")
+def read_lines(path: Path) -> Iterator[Line]:
+    """The lines of a file that are not blank. UsageError naming --input where it cannot be read."""
+    return (line for _, line in _pieces(path) if line is not None)
+
+
+def cut_input(path: Path, done: npt.NDArray[np.bool_], size: int) -> Iterator[Cut]:
+    """The input in parts with `size` rows each that are not `done`, but for the last; one pass over it."""
+    start, start_row, count = None, 0, 0
+    for row, line in zip(range(len(done)), read_lines(path), strict=False):
+        if done[row]:
+            continue
+        if start is not None and count == size:
+            yield Cut(start.offset, start.number, start_row, ~done[start_row:row])
+            start = None
+        if start is None:
+            start, start_row, count = line, row, 0
+        count += 1
+    if start is not None:
+        yield Cut(start.offset, start.number, start_row, ~done[start_row:])
+
+
+def read_cut(path: Path, cut: Cut) -> Iterator[tuple[int, Line]]:
+    """The lines of a part that are to be done, each with its row."""
+    lines = (line for _, line in _pieces(path, cut.offset, cut.number) if line is not None)
+    for row, line in zip(range(len(cut.left)), lines, strict=False):
+        if cut.left[row]:
+            yield cut.row + row, line
 
 
 def begins_as(path: Path, nbytes: int, digest: str) -> bool:
@@ -198,49 +189,49 @@ def which_are_in(ids: Digests, done: Digests) -> npt.NDArray[np.bool_]:
     return mask
 
 
-def _pieces(path: Path, offset: int = 0, number: int = 1) -> Iterator[tuple[int, bytes, Line | None]]:
-    """(number of the line, bytes, the line without byte order mark) from the line at `offset` on.
+def _pieces(path: Path, offset: int = 0, number: int = 1) -> Iterator[tuple[bytes, Line | None]]:
+    """(bytes, the line without byte order mark) from the line `number` at `offset` on.
 
-    A line that is too long comes in pieces; the line itself is with the last. None: it goes on, or is blank.
+    A line that is too long comes in pieces, and is a `Line` with the last of them. None: it goes on, or is blank.
     """
+    head: bytes | None = None  # of a line that comes in pieces
+    start = offset
     try:
-        head: bytes | None = None  # of a line that came in pieces
         for raw, goes_on in files.read_lines(path, offset):
             if goes_on or head is not None:
                 head = raw[:_HEAD_BYTES] if head is None else head
-                yield number, raw, None if goes_on else Line(number, None, head.removeprefix(_BOM))
+                yield raw, None if goes_on else Line(number, None, head.removeprefix(_BOM), start)
             else:
                 text = raw.removeprefix(_BOM) if number == 1 else raw
-                yield number, raw, Line(number, text) if text.strip() else None
+                yield raw, Line(number, text, offset=start) if text.strip() else None
+            offset += len(raw)
             if not goes_on:
-                number, head = number + 1, None
+                number, head, start = number + 1, None, offset
     except OSError as error:
         raise UsageError(f"--input {path}: {error.strerror or error}") from error
 
 
 def _first_members(head: bytes) -> Iterator[tuple[str, Any]]:
     """The members that the beginning of a JSON object has whole, each with its name."""
+
+    def after_space(at: int) -> int:
+        return _SPACE.match(text, at).end()  # type: ignore[union-attr]
+
     try:
         text = codecs.getincrementaldecoder("utf-8")().decode(head)
-        at, before = _after_space(text, 0), "{"
+        at, before = after_space(0), "{"
         while text[at : at + 1] == before:
-            name, at = STRICT_JSON.raw_decode(text, _after_space(text, at + 1))
-            at = _after_space(text, at)
+            name, at = STRICT_JSON.raw_decode(text, after_space(at + 1))
+            at = after_space(at)
             if text[at : at + 1] != ":" or not isinstance(name, str):
                 return
-            value, at = STRICT_JSON.raw_decode(text, _after_space(text, at + 1))
-            at, before = _after_space(text, at), ","
-            if text[at : at + 1] not in (",", "}"):  # the end of the head may have cut a number
+            value, at = STRICT_JSON.raw_decode(text, after_space(at + 1))
+            at, before = after_space(at), ","
+            if text[at : at + 1] not in (",", "}"):  # the head may end within a number
                 return
             yield name, value
     except (ValueError, RecursionError):
         return
-
-
-def _after_space(text: str, at: int) -> int:
-    while text[at : at + 1] in (" ", "\t", "\r", "\n"):
-        at += 1
-    return at
 
 
 def _refuse_duplicates(path: Path, ids: Digests) -> None:
@@ -252,12 +243,7 @@ def _refuse_duplicates(path: Path, ids: Digests) -> None:
         return
     rows = np.flatnonzero(np.isin(ids.view(np.uint64)[::2], alike))
     first: dict[bytes, int] = {}
-    pairs = []
-    for row in rows.tolist():
-        key = bytes(ids[row])
-        if key in first:
-            pairs.append((first[key], row))
-        first.setdefault(key, row)
+    pairs = [(before, row) for row in rows.tolist() if (before := first.setdefault(bytes(ids[row]), row)) != row]
     if not pairs:
         return
     one, other = pairs[0]

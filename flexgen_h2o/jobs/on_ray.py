@@ -1,9 +1,9 @@
 """A job as a Ray Data pipeline: windows of the input go to a pool of actors with an engine each, and rows come back one
-by one. The output, its sidecar and its status stay with the driver.
+by one. Output, sidecar and status stay with the driver.
 
-Ray runs a window again whose actor has died. What came back of it before is in the output already; rows are known by
-their place in the input, so none is written twice. Where Ray gives a window up, or itself, what is missing then is run
-again by new actors, as long as some rows come back each time.
+When an actor dies, Ray runs its window again. Rows are known by their place in the input, so those that came back
+before are not written twice. When Ray gives up, new actors run what is missing, as long as some rows come back each
+time.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import DoesNotFitError, FlexgenError, UsageError
 from flexgen_h2o.core.units import format_bytes, less_margin
-from flexgen_h2o.engine.sampling import SamplingParams
-from flexgen_h2o.flags import open_llm
-from flexgen_h2o.jobs.input import Cut, cut_input, read_cut
-from flexgen_h2o.jobs.output import OutputFile
+from flexgen_h2o.engine.metrics import Silent
+from flexgen_h2o.flags import open_llm, sampling_of
+from flexgen_h2o.jobs.input import Cut, Line, cut_input, read_cut
 from flexgen_h2o.jobs.requests import RequestReader
-from flexgen_h2o.jobs.runner import Answer, Before, JobProgress, Notes, WindowJob, check_errors
+from flexgen_h2o.jobs.runner import Answer, Job, JobWriter, window_rows
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.tiers.device import may_use_card
 
 LOCAL = "local"
-_STORE_BYTES = 256 * 2**20  # of Ray's shared memory, on a Ray of our own: windows and rows are small
+_STORE_BYTES = 256 * 2**20  # Ray's shared memory, on a Ray of our own: windows and rows are small
 _TICK_S = 1.0
 _KNOCK_S = 10.0
 _AHEAD = 2  # windows that an actor has, with the one that it runs
-_RETRIES = 3  # of a window, by Ray; rows that kill every actor would go round for ever
+_RETRIES = 3  # of a window, by Ray; rows that kill every actor would be retried for ever
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class Opening:
-    """How an actor opens its engine: by the command line's flags, with absolute paths. window, refill: as the flags.
+    """How an actor opens its engine. args: of the command line, with absolute paths.
 
     digests: of the driver's weights and tokenizer (`LLM.digests`).
     """
@@ -69,9 +69,6 @@ class Opening:
     policy: Policy
     is_auto: bool
     eviction: Eviction
-    defaults: SamplingParams
-    window: int | None
-    refill: bool
     digests: dict[str, str | None]
 
     def open(self, host_bytes: int) -> LLM:
@@ -89,6 +86,18 @@ class Opening:
 
 
 @dataclass(frozen=True)
+class Notes:
+    """What an actor says at the end of a window. other_models, first_other: as of `Job`. peak_bytes: of the engine, by
+    tier. prompt_tokens, spared_tokens: as of `sidecar.Status`."""
+
+    other_models: int
+    first_other: str
+    peak_bytes: dict[str, int]
+    prompt_tokens: int = 0
+    spared_tokens: int = 0
+
+
+@dataclass(frozen=True)
 class Raised:
     """What the engine raised. trace: with its traceback, as text."""
 
@@ -97,6 +106,50 @@ class Raised:
 
 
 # ---- In the actors
+
+
+class AnswerQueue(Silent):
+    """Takes the rows of a window for the thread that hands them out."""
+
+    has_answers = False
+
+    def __init__(self) -> None:
+        self.said: queue.SimpleQueue[Sequence[Answer] | Notes | BaseException] = queue.SimpleQueue()
+        self.prompt_tokens = self.spared_tokens = 0
+
+    def write(self, answers: Sequence[Answer]) -> None:
+        self.said.put(answers)
+
+    def add_prompt_tokens(self, tokens: int, spared: int) -> None:
+        self.prompt_tokens += tokens
+        self.spared_tokens += spared
+
+
+def run_window(
+    llm: LLM, reader: RequestReader, lines: Sequence[tuple[int, Line]], window: int | None, refill: bool,
+    has_run: bool = False,
+) -> Iterator[Sequence[Answer] | Notes]:  # fmt: skip
+    """Run a window in a thread; its answers as they come, then its notes. Raises what the engine raises."""
+    sink = AnswerQueue()
+    job = Job(llm, reader, lines, sink, window, refill, has_run)
+
+    def work() -> None:
+        try:
+            job.run(len(lines))
+            counts = sink.prompt_tokens, sink.spared_tokens
+            sink.said.put(Notes(job.other_models, job.first_other, llm.peak_bytes, *counts))
+        except BaseException as error:
+            sink.said.put(error)
+
+    thread = threading.Thread(target=work, name="window", daemon=True)
+    thread.start()
+    found: Sequence[Answer] | Notes | BaseException | None = None
+    while not isinstance(found, Notes):
+        found = sink.said.get()
+        if isinstance(found, BaseException):
+            raise found
+        yield found
+    thread.join()
 
 
 class Engines:
@@ -111,21 +164,18 @@ class Engines:
         self._has_run = False
 
     def __call__(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """batch: `lines`, one value: a window, pickled. Yields `found`, one value: answers, notes or `Raised`, pickled.
+        """batch: `lines`, a pickled window. Yields `found`: pickled answers, `Notes` or `Raised`.
 
-        One at a time: each becomes a block of its own (`_settings`), which the driver has at once.
+        Each becomes a block of its own (`_settings`), which the driver gets at once.
         """
+        args = self._opening.args
         try:
             if self._llm is None:
                 self._llm = self._opening.open(self._pool.host_bytes)
-            reader = RequestReader(self._llm.model, self._opening.defaults)
-            opening, lines = self._opening, pickle.loads(batch["lines"][0])
-            job = WindowJob(self._llm, reader, lines, opening.window, opening.refill, has_run=self._has_run)
-            for answers in job.answers():
-                yield _packed("found", answers)
+            reader, lines = RequestReader(self._llm.model, sampling_of(args)), pickle.loads(batch["lines"][0])
+            for found in run_window(self._llm, reader, lines, args.window, args.refill, self._has_run):
+                yield _packed("found", found)
             self._has_run = True
-            counts = job.prompt_tokens, job.spared_tokens
-            yield _packed("found", Notes(job.other_models, job.first_other, self._llm.peak_bytes, *counts))
         except Exception as error:
             yield _packed("found", Raised(error, traceback.format_exc()))
 
@@ -141,32 +191,25 @@ class _FlowError(Exception):
     """Ray has given up, or an engine raised: its traceback."""
 
 
-@dataclass
 class RayJob:
-    """What is left of a job, run by a pool. block_size: rows of a block, as far as the policy is given."""
+    """What is left of a job, run by a pool. done: (rows,) bool, rows of the input; kept up to date."""
 
-    source: Path
-    output: OutputFile
-    before: Before
-    progress: JobProgress
-    pool: Pool
-    opening: Opening
-    block_size: int
-    max_errors: int | None = None
-    other_models: int = 0
-    first_other: str = ""
-    peak_bytes: dict[str, int] = field(default_factory=dict)
+    def __init__(
+        self, source: Path, done: npt.NDArray[np.bool_], writer: JobWriter, pool: Pool, opening: Opening
+    ) -> None:
+        self._source, self._done, self._writer, self._pool, self._opening = source, done, writer, pool, opening
+        self.other_models, self.first_other = 0, ""
 
     def run(self) -> None:
-        """UsageError with more than max_errors; what an engine raises goes through; FlexgenError if rows get lost."""
-        check_errors(self.progress, self.max_errors, self.output)
-        done = self.before.done
+        """What an engine and the writer raise goes through; FlexgenError if rows get lost."""
+        done, opening = self._done, self._opening
+        block_size = 1 if opening.is_auto else opening.policy.block_size
         while left := int((~done).sum()):
-            size = window_size(left, self.pool.actors, self.block_size, self.opening.window)
+            size = window_size(left, self._pool.actors, block_size, opening.args.window)
             why = "some came from no actor"
             try:
-                for found in self._flow(list(cut_input(self.source, done, size))):
-                    self._take(found, done)
+                for found in self._flow(list(cut_input(self._source, done, size))):
+                    self._take(found)
             except _FlowError as error:
                 why = str(error)
             missing = int((~done).sum())
@@ -174,35 +217,34 @@ class RayJob:
                 raise FlexgenError(f"--ray: no row came back from any actor ({why})")
             if missing:
                 print(f"batch: --ray: {missing} rows are missing ({why}); they are run again", file=sys.stderr)
-        self.output.sync()
 
-    def _take(self, found: Any, done: Any) -> None:
+    def _take(self, found: Any) -> None:
         if isinstance(found, Raised):
             raise found.error from _FlowError(found.trace)
         if isinstance(found, Notes):
             self.other_models += found.other_models
             self.first_other = self.first_other or found.first_other
-            self.peak_bytes |= {t: max(n, self.peak_bytes.get(t, 0)) for t, n in found.peak_bytes.items()}
-            self.progress.prefilled(found.prompt_tokens, found.spared_tokens)
+            self._writer.add_peaks(found.peak_bytes)
+            self._writer.add_prompt_tokens(found.prompt_tokens, found.spared_tokens)
             return
-        new: list[Answer] = [one for one in found if not done[one.row]]  # a window that was run again names some twice
-        done[[one.row for one in new]] = True
-        self.output.append([one.line for one in new])
-        self.progress.sweep(sum(one.tokens for one in new))
-        self.progress.wrote(len(new), errors=sum(one.is_error for one in new))
-        check_errors(self.progress, self.max_errors, self.output)
+        new: list[Answer] = [one for one in found if not self._done[one.row]]  # a retried window answers some again
+        self._done[[one.row for one in new]] = True
+        self._writer.sweep(sum(one.tokens for one in new))
+        self._writer.write(new)
 
     def _flow(self, cuts: list[Cut]) -> Iterator[Any]:
-        """What the actors say of these parts of the input, as they say it; meanwhile the output is synced."""
+        """What the actors answer to these parts of the input, as it comes; meanwhile the output is synced."""
         said: queue.Queue[Any] = queue.Queue()
-        flow = threading.Thread(target=_run_flow, args=(self.source, cuts, self.opening, self.pool, said), daemon=True)
+        flow = threading.Thread(
+            target=_run_flow, args=(self._source, cuts, self._opening, self._pool, said), daemon=True
+        )
         flow.start()
         while True:
             try:
                 found = said.get(timeout=_TICK_S)
             except queue.Empty:
                 interrupts.check()
-                self.progress.sweep(0)
+                self._writer.sweep(0)
                 continue
             if found is None:
                 return
@@ -212,23 +254,22 @@ class RayJob:
 
 
 def window_size(left: int, actors: int, block_size: int, asked: int | None) -> int:
-    """Rows of a window, in whole blocks: as asked, else so many that all actors get about as much."""
+    """Rows of a window, in whole blocks: as asked, else so that all actors get about as many."""
     if asked is None:
-        most = max(1024, 4 * block_size)
-        windows = actors * -(-left // (actors * most))
+        windows = actors * -(-left // (actors * window_rows(block_size, None)))
         asked = -(-left // windows)
-    return -(-asked // block_size) * block_size
+    return window_rows(block_size, asked)
 
 
 def _run_flow(source: Path, cuts: list[Cut], opening: Opening, pool: Pool, said: queue.Queue[Any]) -> None:
-    """The pipeline, in a thread of its own: the driver's main thread hears of signals."""
+    """The pipeline, in a thread of its own: signals reach the driver's main thread."""
     import pyarrow
     import ray
 
     def lines_of(batch: dict[str, Any]) -> dict[str, Any]:
         return _packed("lines", list(read_cut(source, pickle.loads(batch["cut"][0]))))
 
-    # The input is read here, where it is, a window at a time, and no more of them than the actors ask for.
+    # The input is read on this node, a window at a time, and only as the actors ask for them.
     here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
     try:
         blocks = [pyarrow.table({"cut": [pickle.dumps(cut)]}) for cut in cuts]
@@ -254,7 +295,7 @@ def _run_flow(source: Path, cuts: list[Cut], opening: Opening, pool: Pool, said:
 def ray_at(address: str | None) -> Iterator[None]:
     """Ray at an address; None: a Ray of our own on this machine, which ends with the job."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # what is worth saying comes as an exception
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # errors come as exceptions
     # The thread of a flow that was ended would start another Ray, whose signal handlers end the process at once.
     os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     import logging
@@ -303,28 +344,25 @@ def find_pool(actors: int | None, host_bytes: int | None, device: str) -> Pool:
     """Actors for the nodes of the Ray that is open: by default one a card, or one a node without cards.
 
     Each gets as many cores as all can have. host_bytes: the RAM of each as it was asked for; None: an even share of its
-    node's. DoesNotFitError where the nodes have not got so much.
+    node's. DoesNotFitError where the nodes do not have so much.
     """
     import ray
 
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    cards = sum(int(node.get("GPU", 0)) for node in nodes) if may_use_card(device) else 0
+    cores, gpus, memory = ([int(node.get(name, 0)) for node in nodes] for name in ("CPU", "GPU", "memory"))
+    cards = sum(gpus) if may_use_card(device) else 0
     number = actors or cards or len(nodes)
-    each = 1 if cards else 0
-    for cpus in range(max(1, sum(int(node.get("CPU", 0)) for node in nodes) // number), 0, -1):
-        room = [
-            min(int(node.get("CPU", 0)) // cpus, int(node.get("GPU", 0)) if each else number, number) for node in nodes
-        ]
-        memory = [int(node.get("memory", 0)) for node in nodes]
+    for cpus in range(max(1, sum(cores) // number), 0, -1):
+        places = [min(c // cpus, g if cards else number, number) for c, g in zip(cores, gpus, strict=True)]
         share = host_bytes
         if share is None:
-            share = min((less_margin(m // n) for m, n in zip(memory, room, strict=True) if n), default=0)
-        held = [min(n, m // share) if share else 0 for m, n in zip(memory, room, strict=True)]
-        if sum(held) >= number:
-            return Pool(number, cpus, each, share)
+            share = min((less_margin(m // n) for m, n in zip(memory, places, strict=True) if n), default=0)
+        fitting = sum(min(n, m // share) if share else 0 for m, n in zip(memory, places, strict=True))
+        if fitting >= number:
+            return Pool(number, cpus, 1 if cards else 0, share)
     raise DoesNotFitError(
-        f"--ray-actors {number}: the nodes of this Ray have {sum(int(node.get('CPU', 0)) for node in nodes)} cores, "
-        f"{cards} cards and {format_bytes(sum(int(node.get('memory', 0)) for node in nodes))} of RAM for actors"
+        f"--ray-actors {number}: the nodes of this Ray have {sum(cores)} cores, {cards} cards and "
+        f"{format_bytes(sum(memory))} of RAM for actors"
         + (f", and each takes {format_bytes(host_bytes)} (--host-mem); lower one of them" if host_bytes else "; fewer")
     )
 

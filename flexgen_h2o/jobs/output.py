@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import stat
@@ -14,7 +13,7 @@ from typing import Any, BinaryIO
 
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.errors import FlexgenError, UsageError
-from flexgen_h2o.core.files import is_still, try_lock
+from flexgen_h2o.core.files import is_still, open_regular, try_lock
 
 SYNC_EVERY_S = 1.0
 # fsync may take at most this share of the time: a slow disk gets rarer syncs, not a slower job.
@@ -27,9 +26,9 @@ _PIECE_BYTES, _MOST_PIECES = 2**20, 128  # of a row: the most that is read of a 
 class OutputFile:
     """Open for appending, and locked until `close`. UsageError where it cannot be, or another job has it.
 
-    A line is written in one piece right when it comes; what a failed write or sync leaves of a line is cut off again.
-    Before each append and sync the file must be as the job left it: FlexgenError where somebody else has moved it, cut
-    it or written to it. Nothing is written then, so that at worst its last line is torn, and the next run mends that.
+    A line is written in one piece; what a failed write or sync leaves of it is cut off again. Before each append and
+    sync the file must be as the job left it. Where somebody else has moved it, cut it or written to it: FlexgenError,
+    and nothing is written. At worst its last line is torn then, and the next run mends that.
     """
 
     def __init__(self, path: Path) -> None:
@@ -47,10 +46,10 @@ class OutputFile:
         return self._end == 0
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """The rows that are in the file, to be read to their end: then what a crash left at the end is cut off.
+        """The rows in the file. When all are read, what a crash left at its end is cut off.
 
-        That is the beginning of a line, without its newline, or a hole of NUL bytes. UsageError for any other line that
-        is not a row: no crash does that.
+        That is a line without its newline, or a hole of NUL bytes. UsageError for any other line that is not a row: no
+        crash makes one.
         """
         good = bad = 0
         is_hole = False
@@ -73,7 +72,7 @@ class OutputFile:
             self._cut(good, self._end)
 
     def check_rows(self, rows: int) -> None:
-        """Count those in the file, when all are written; FlexgenError where it has fewer: size and end do not tell."""
+        """Count the rows in the file, when all are written; FlexgenError where somebody wrote over some of them."""
         found, _ = count_rows(self.path)
         if found < rows:
             raise FlexgenError(
@@ -207,25 +206,15 @@ def count_rows(path: Path) -> tuple[int, int]:
     """
     rows = errors = 0
     try:
-        with open(path, "rb", opener=_open_regular) as file:
+        with open_regular(path) as file:
             for line in _lines(file):
-                row = whole_row(line)
-                rows += row is not None
-                errors += row is not None and row["error"] is not None
+                if (row := whole_row(line)) is not None:
+                    rows, errors = rows + 1, errors + (row["error"] is not None)
     except FileNotFoundError:
         return 0, 0
     except OSError as error:
         raise UsageError(f"--output {path}: {error.strerror or error}") from error
     return rows, errors
-
-
-def _open_regular(path: str, flags: int) -> int:
-    """A descriptor for reading; of a pipe or a device the end would never come."""
-    fd = os.open(path, flags | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise OSError(errno.EINVAL, "is no regular file")
-    return fd
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
@@ -264,15 +253,12 @@ def to_line(row: dict[str, Any]) -> bytes:
 def is_locked(path: Path) -> bool:
     """Is a job writing to this file now? UsageError where it cannot be opened."""
     try:
-        fd = _open_regular(str(path), os.O_RDONLY)
+        with open_regular(path) as file:
+            return not try_lock(file.fileno(), shared=True)
     except FileNotFoundError:
         return False
     except OSError as error:
         raise UsageError(f"--output {path}: {error.strerror or error}") from error
-    try:
-        return not try_lock(fd, shared=True)
-    finally:
-        os.close(fd)
 
 
 def _open_locked(path: Path) -> int:

@@ -1,8 +1,7 @@
-"""What an output was made with, kept beside it, so that no restart mixes answers of two settings in one file.
+"""The files beside an output: its settings, so that no restart mixes answers of two settings, and how the job stands.
 
 `OUT.jsonl.job.json`: schema, settings, input {path, bytes, digest}, earlier (settings before a --force).
-
-How a job stands, in a small file beside its output that other processes may read: `OUT.jsonl.status.json`.
+`OUT.jsonl.status.json`: the fields of `Status`; other processes may read it.
 """
 
 from __future__ import annotations
@@ -11,10 +10,10 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.core.files import read_json, write_whole
@@ -23,6 +22,12 @@ from flexgen_h2o.jobs.input import Scan
 from flexgen_h2o.jobs.output import count_rows, is_locked
 
 SCHEMA = 1
+RUNNING, DONE = "running", "done"
+_COUNTS = ("pid", "rows", "done", "errors", "other_rows", "other_errors", "tokens", "prompt_tokens", "spared_tokens")
+_NUMBERS = ("seconds", "tokens_per_s", "updated")
+_MOST = 2**63  # of any number; a year of seconds is 2**25
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -38,27 +43,19 @@ class Sidecar:
     @property
     def is_sound(self) -> bool:
         """Has each field the type that a job writes?"""
-        texts = (self.input_path, self.input_digest)
         return (
-            all(isinstance(one, dict) for one in (self.settings, *self.earlier))
-            and isinstance(self.earlier, list)
-            and all(isinstance(text, str) for text in texts)
+            isinstance(self.earlier, list)
+            and all(isinstance(one, dict) for one in (self.settings, *self.earlier))
+            and isinstance(self.input_path, str)
+            and isinstance(self.input_digest, str)
             and type(self.input_bytes) is int
             and self.input_bytes >= 0
         )
 
-    @classmethod
-    def of(cls, settings: dict[str, Any], path: Path, scan: Scan) -> Sidecar:
-        return cls(settings, str(path), scan.nbytes, scan.digest)
-
     def write(self, output: Path) -> None:
         """FlexgenError where it cannot be written."""
-        body = {
-            "schema": SCHEMA,
-            "settings": self.settings,
-            "input": {"path": self.input_path, "bytes": self.input_bytes, "digest": self.input_digest},
-            "earlier": self.earlier,
-        }
+        source = {"path": self.input_path, "bytes": self.input_bytes, "digest": self.input_digest}
+        body = {"schema": SCHEMA, "settings": self.settings, "input": source, "earlier": self.earlier}
         try:
             write_whole(sidecar_path(output), json.dumps(body, indent=1) + "\n", follow=False)
         except OSError as error:
@@ -72,23 +69,14 @@ def sidecar_path(output: Path) -> Path:
 def read_sidecar(output: Path) -> Sidecar | None:
     """None where there is none; UsageError for a file that is not one."""
     path = sidecar_path(output)
-    try:
-        body = read_json(path)
+
+    def made(body: Any) -> Sidecar:
         if body["schema"] != SCHEMA:
             raise UsageError(f"{path}: schema is {body['schema']!r}, this version reads {SCHEMA}")
         source = body["input"]
-        found = Sidecar(body["settings"], source["path"], source["bytes"], source["digest"], body["earlier"])
-        if not found.is_sound:
-            raise TypeError
-        return found
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        if isinstance(error, UsageError):
-            raise
-        raise UsageError(f"{path}: is not the sidecar of a job; move it away, with its output") from error
+        return Sidecar(body["settings"], source["path"], source["bytes"], source["digest"], body["earlier"])
+
+    return _read(path, made, f"{path}", "is not the sidecar of a job; move it away, with its output")
 
 
 def differences(before: Sidecar, settings: dict[str, Any], scan: Scan) -> list[str]:
@@ -117,19 +105,13 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-RUNNING, DONE = "running", "done"
-_COUNTS = ("pid", "rows", "done", "errors", "other_rows", "other_errors", "tokens", "prompt_tokens", "spared_tokens")
-_NUMBERS = ("seconds", "tokens_per_s", "updated")
-_MOST = 2**63  # of any number; a year of seconds is 2**25
-
-
 @dataclass
 class Status:
     """Counts of rows are of the whole output, tokens and seconds of this run. tokens: new ones. pid: of the job.
 
-    prompt_tokens: of rows that the engine is done with, which is known as a window ends, with refill at the job's end.
+    prompt_tokens: of rows that the engine is done with, known as a window ends, with refill as the job ends.
     spared_tokens: those of them that were not computed, because rows that begin alike share them.
-    other_rows, other_errors: those in the output that answer no line of this input, as after --force with another one.
+    other_rows, other_errors: rows in the output that answer no line of this input, as after --force with another one.
     state: running, done, or what ended it. eta_s: None until a row is done. peak_bytes: of the budgets, by tier.
     """
 
@@ -179,16 +161,12 @@ def read_status(output: Path) -> Status:
     somebody has cut it. A job that says that it runs and does not hold the output's lock was killed.
     """
     path = status_path(output)
-    try:
-        status = Status(**read_json(path))
-        if not status.is_sound:
-            raise TypeError
-    except FileNotFoundError as error:
-        raise UsageError(f"--status: no job has written {output}: there is no {path.name} beside it") from error
-    except OSError as error:
-        raise UsageError(f"--status: {path}: {error.strerror or error}") from error
-    except (ValueError, TypeError, RecursionError) as error:
-        raise UsageError(f"--status: {path}: is not the status of a job; its next run writes one") from error
+    status = _read(
+        path, lambda body: Status(**body), f"--status: {path}",
+        "is not the status of a job; its next run writes one",
+    )  # fmt: skip
+    if status is None:
+        raise UsageError(f"--status: no job has written {output}: there is no {path.name} beside it")
     if status.state == RUNNING and not is_locked(output):
         status.state = "killed"
     rows, errors = count_rows(output)
@@ -196,6 +174,23 @@ def read_status(output: Path) -> Status:
     if status.state == DONE and status.done < status.rows:
         status.state = "done, and rows were taken away since; the same command does them again"
     return status
+
+
+def _read(path: Path, made: Callable[[Any], Made], name: str, advice: str) -> Made | None:
+    """What is made of a JSON file; None where there is no file, UsageError where it is not sound."""
+    try:
+        found = made(read_json(path))
+        if not found.is_sound:  # type: ignore[attr-defined]
+            raise TypeError
+        return found
+    except FileNotFoundError:
+        return None
+    except UsageError:
+        raise
+    except OSError as error:
+        raise UsageError(f"{name}: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UsageError(f"{name}: {advice}") from error
 
 
 def status_lines(status: Status) -> list[str]:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.doors.conftest import Answer
-
-ROW = {"custom_id": "line-1", "response": {}, "error": None}
-ERROR = {"custom_id": "line-2", "response": None, "error": {"code": "x", "message": "y"}}
 
 
 @pytest.fixture
@@ -23,74 +18,21 @@ def ended(job: Callable[..., Answer], tmp_path: Path) -> Path:
     return tmp_path / "out.jsonl"
 
 
-def damage(path: Path, change: dict[str, Any] | str) -> None:
-    """Fields of a JSON file; or the whole of it, as text. 1e999 is a number that is not finite."""
-    text = change if isinstance(change, str) else json.dumps({**json.loads(path.read_text()), **change})
-    path.write_text(text.replace("Infinity", "1e999"))
-
-
-INFINITE = float("inf")
-SIDECARS: list[dict[str, Any] | str] = [
-    {"input": {"path": "in.jsonl", "bytes": "x", "digest": ""}},
-    {"input": {"path": "in.jsonl", "bytes": INFINITE, "digest": ""}},
-    {"input": {"path": "in.jsonl", "bytes": -1, "digest": ""}},
-    {"input": {"path": "in.jsonl", "bytes": True, "digest": ""}},
-    {"input": {"path": ["in.jsonl"], "bytes": 5, "digest": ""}},
-    {"input": {"path": "in.jsonl", "bytes": 5, "digest": 5}},
-    {"input": 3},
-    {"settings": [["dtype", "float32"]]},
-    {"earlier": {}},
-    {"earlier": [3]},
-    {"schema": None},
-    "",
-    "[" * 100_000,
-    "\0" * 100,
-]
-
-
-@pytest.mark.parametrize("change", SIDECARS, ids=lambda value: json.dumps(value)[:50])
-def test_a_damaged_sidecar_is_one_line(change: dict[str, Any] | str, job: Callable[..., Answer], ended: Path) -> None:
-    sidecar, before = ended.with_name("out.jsonl.job.json"), ended.read_bytes()
-    damage(sidecar, change)
-    found = sidecar.read_bytes()
-    answer = job()
-    assert answer.code == 2, answer.err
-    [line] = answer.err.splitlines()
-    assert line.startswith("batch: out.jsonl.job.json: ")
-    assert (ended.read_bytes(), sidecar.read_bytes()) == (before, found)
-
-
-STATUSES: list[dict[str, Any] | str] = [
-    *({name: "x"} for name in ("rows", "done", "errors", "tokens", "seconds", "updated")),
-    *({name: INFINITE} for name in ("rows", "done", "errors", "tokens", "seconds", "updated")),
-    {"seconds": float("nan")},
-    {"rows": -1},
-    {"rows": 1.5},
-    {"done": True},
-    {"tokens": 10**300},
-    {"eta_s": "x"},
-    {"eta_s": INFINITE},
-    {"state": 3},
-    {"state": None},
-    {"peak_bytes": [1]},
-    {"peak_bytes": {"host": "x"}},
-    {"peak_bytes": {"host": INFINITE}},
-    {"pid": "x"},
-    {"unknown": 1},
-    "[]",
-    "[" * 100_000,
-    "1" * 10_000,
-]
-
-
-@pytest.mark.parametrize("change", STATUSES, ids=lambda value: json.dumps(value)[:50])
-def test_a_damaged_status_is_one_line(change: dict[str, Any] | str, job: Callable[..., Answer], ended: Path) -> None:
-    """And the next run of the job writes a good one."""
-    damage(ended.with_name("out.jsonl.status.json"), change)
-    answer = job("--status")
-    assert answer.code == 2, answer.err
-    [line] = answer.err.splitlines()
-    assert line.startswith("batch: --status: out.jsonl.status.json: is not the status of a job")
+def test_damaged_files_are_one_line(job: Callable[..., Answer], ended: Path) -> None:
+    """A sidecar is left alone; a status is written anew by the next run. tests/unit/jobs/test_sidecar.py has more."""
+    sidecar, status = (ended.with_name(f"out.jsonl.{name}.json") for name in ("job", "status"))
+    good, before = sidecar.read_bytes(), ended.read_bytes()
+    for path, flags, says in (
+        (sidecar, (), "batch: out.jsonl.job.json: is not the sidecar of a job"),
+        (status, ("--status",), "batch: --status: out.jsonl.status.json: is not the status of a job"),
+    ):
+        path.write_text("[" * 100_000)
+        answer = job(*flags)
+        assert answer.code == 2, answer.err
+        [line] = answer.err.splitlines()
+        assert line.startswith(says)
+        assert (ended.read_bytes(), path.read_text()) == (before, "[" * 100_000)
+        sidecar.write_bytes(good)
     assert job().code == 0 and "2 of 2 done, 1 of them errors" in job("--status").out
 
 

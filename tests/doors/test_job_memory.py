@@ -59,7 +59,7 @@ def test_memory_is_flat_in_rows(ids_model: Path, tmp_path: Path, tracing: None) 
         job = run_job(llm, source, tmp_path / "out.jsonl", window=64, refill=True)  # type: ignore[arg-type]
         assert llm.report is not None and llm.report.extra["blocks"] == 1
         assert llm.report.extra["refilled"] > LATE - 200
-        assert (job.progress.status.done, job.progress.status.errors) == (LATE + 100, (LATE + 100) // 100)
-        assert llm.report.num_prompts == LATE + 100 - job.progress.status.errors
+        assert (job.status.done, job.status.errors) == (LATE + 100, (LATE + 100) // 100)
+        assert llm.report.num_prompts == LATE + 100 - job.status.errors
     growth = llm.held[LATE] - llm.held[EARLY]
     assert growth < MOST_GROWTH, f"{growth} bytes for {LATE - EARLY} rows"

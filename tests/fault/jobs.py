@@ -55,8 +55,11 @@ FLAGS = (
 
 @dataclass
 class Running:
-    """A job that was started. `folder` has in.jsonl, out.jsonl, stdout and stderr. reap: waits, and gives the code and
-    the peak RSS in bytes."""
+    """A job that was started. `folder` has in.jsonl, out.jsonl, stdout and stderr.
+
+    reap: waits, and gives the code and the peak RSS in bytes. Nothing here has a deadline, so a busy machine fails no
+    test; pytest's own limit ends a hang.
+    """
 
     folder: Path
     pid: int
@@ -90,15 +93,13 @@ class Running:
 
     def wait_for_moment(self, has_come: Callable[[], bool], generator: random.Random) -> None:
         """And a little longer, or until the job has ended: a kill at any moment is as good as another."""
-        end = time.monotonic() + 600
-        while not has_come() and not self.has_ended() and time.monotonic() < end:
+        while not has_come() and not self.has_ended():
             time.sleep(generator.uniform(0, 0.02))
 
     def wait_for_rows(self, count: int) -> None:
-        """Until so many rows are in the output; a job that does not get there fails the test."""
-        end = time.monotonic() + 60
+        """Until so many rows are in the output; a job that ends before fails the test."""
         while self.lines() < count:
-            assert time.monotonic() < end, self.err
+            assert not self.has_ended() or self.lines() >= count, self.err
             time.sleep(0.005)
 
 

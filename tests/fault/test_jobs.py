@@ -9,7 +9,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -25,14 +24,10 @@ from tests.fault.jobs import (
     write_input,
 )
 
-ROWS = 44
+ROWS, MOST_KILLS = 44, 6
 
 
-@dataclass(frozen=True)
-class Whole:
-    """What an undisturbed job answers: tokens by id."""
-
-    tokens: dict[str, list[int]]
+Tokens = dict[str, list[int]]  # by custom id
 
 
 @pytest.fixture(scope="module")
@@ -41,32 +36,41 @@ def jobs() -> Iterator[Jobs]:
         yield found
 
 
-@pytest.fixture(scope="module")
-def whole(jobs: Jobs, tmp_path_factory: pytest.TempPathFactory) -> Whole:
-    folder = tmp_path_factory.mktemp("whole")
-    ids = write_input(folder, ROWS)
+def finish(jobs: Jobs, folder: Path) -> Tokens:
+    """Do the rest; the tokens of all rows."""
     job = jobs.start(folder)
     assert job.wait() == 0, job.err
-    tokens = tokens_of(rows_of(job.output))
+    return tokens_of(rows_of(job.output))
+
+
+@pytest.fixture(scope="module")
+def whole(jobs: Jobs, tmp_path_factory: pytest.TempPathFactory) -> Tokens:
+    """What an undisturbed job answers."""
+    folder = tmp_path_factory.mktemp("whole")
+    ids = write_input(folder, ROWS)
+    tokens = finish(jobs, folder)
     assert {name: len(t) for name, t in tokens.items()} == ids
     assert len({tuple(t) for t in tokens.values()}) > ROWS / 3, "rows that are alike tell nothing"
-    return Whole(tokens)
+    return tokens
 
 
-def kill_until_done(jobs: Jobs, folder: Path, whole: Whole, generator: random.Random) -> int:
-    """Kill -9 at random moments, sometimes with a torn end as after a power cut, until a run ends. How many kills?"""
+def kill_until_done(jobs: Jobs, folder: Path, whole: Tokens, generator: random.Random) -> int:
+    """Kill -9 at random moments, sometimes with a torn end as after a power cut, until a run ends. How many kills?
+
+    After MOST_KILLS nobody kills it: on a slow machine it would never get to its end.
+    """
     kills = 0
     while True:
         job = jobs.start(folder)
-        wait_for_a_moment(job, len(whole.tokens), generator)
-        job.send(signal.SIGKILL)
+        if kills < MOST_KILLS:
+            wait_for_a_moment(job, len(whole), generator)
+            job.send(signal.SIGKILL)
         if job.wait() == 0:
             return kills
         assert job.code == -signal.SIGKILL, job.err
         kills += 1
         tear_the_end(job.output, generator)
-        assert whole_rows_of(job.output).items() <= whole.tokens.items()
-        assert kills < 60, "it never gets to its end"
+        assert whole_rows_of(job.output).items() <= whole.items()
 
 
 def wait_for_a_moment(job: Running, rows: int, generator: random.Random) -> None:
@@ -78,7 +82,7 @@ def wait_for_a_moment(job: Running, rows: int, generator: random.Random) -> None
         job.wait_for_moment(lambda: job.lines() > min(target, done + 12), generator)
 
 
-def test_kill_9_loses_nothing(jobs: Jobs, whole: Whole, tmp_path: Path) -> None:
+def test_kill_9_loses_nothing(jobs: Jobs, whole: Tokens, tmp_path: Path) -> None:
     """A few times; soak.py does it a hundred times, to jobs of many kinds."""
     generator, kills, runs = random.Random(1), 0, 0
     while kills < 2:
@@ -86,11 +90,11 @@ def test_kill_9_loses_nothing(jobs: Jobs, whole: Whole, tmp_path: Path) -> None:
         folder.mkdir()
         write_input(folder, ROWS)
         kills, runs = kills + kill_until_done(jobs, folder, whole, generator), runs + 1
-        assert tokens_of(rows_of(folder / "out.jsonl")) == whole.tokens
+        assert tokens_of(rows_of(folder / "out.jsonl")) == whole
 
 
 def test_a_job_that_was_killed_while_rows_entered_goes_on_with_or_without_refill(
-    jobs: Jobs, whole: Whole, tmp_path: Path
+    jobs: Jobs, whole: Tokens, tmp_path: Path
 ) -> None:
     """One block serves windows until it is killed, past the first of them; the other way does the rest."""
     for first, then in (("--refill", "--no-refill"), ("--no-refill", "--refill")):
@@ -104,7 +108,7 @@ def test_a_job_that_was_killed_while_rows_entered_goes_on_with_or_without_refill
         before = job.lines()
         again = jobs.start(folder, then)
         assert again.wait() == 0, again.err
-        assert tokens_of(rows_of(job.output)) == whole.tokens
+        assert tokens_of(rows_of(again.output)) == whole
         assert before < ROWS
 
 
@@ -152,19 +156,17 @@ def write_more(path: Path) -> None:
 
 CHANGES = [
     (lambda path: os.truncate(path, path.stat().st_size - 50), "somebody else cut it"),
-    (lambda path: os.truncate(path, 0), "somebody else cut it"),
-    (lambda path: os.truncate(path, path.stat().st_size + 10_000), "somebody else cut it or wrote to it"),
     (write_more, "somebody else cut it or wrote to it"),
     (write_other_bytes, "somebody else cut it or wrote to it"),
     (put_new_in_its_place, "was removed or replaced"),
     (Path.unlink, "was removed or replaced"),
 ]
-NAMES = ["end cut off", "emptied", "made longer", "written to", "overwritten", "replaced", "removed"]
+NAMES = ["end cut off", "written to", "overwritten", "replaced", "removed"]
 
 
 @pytest.mark.parametrize(("change", "says"), CHANGES, ids=NAMES)
 def test_an_output_that_somebody_changes_ends_the_job_and_the_next_run_mends_it(
-    change: Callable[[Path], object], says: str, jobs: Jobs, whole: Whole, tmp_path: Path
+    change: Callable[[Path], object], says: str, jobs: Jobs, whole: Tokens, tmp_path: Path
 ) -> None:
     write_input(tmp_path, ROWS)
     job = jobs.start(tmp_path)
@@ -179,15 +181,12 @@ def test_an_output_that_somebody_changes_ends_the_job_and_the_next_run_mends_it(
     assert line.startswith(f"batch: --output out.jsonl: {says}") and "the same command does" in line
     assert (job.output.read_bytes() if job.output.exists() else None) == left, "nothing more was written"
     assert "state: failed: --output out.jsonl" in status_of(jobs, tmp_path)
-    again = jobs.start(tmp_path)
     if change is write_more:  # a whole line of somebody else's is not thrown away
-        [data, notes] = (left or b"").rsplit(b"not a row", 1)
+        again, [data, notes] = jobs.start(tmp_path), (left or b"").rsplit(b"not a row", 1)
         assert again.wait() == 2 and f"out.jsonl:{data.count(10) + 1}: is not a row" in again.err
         assert job.output.read_bytes() == left and notes == b"\n"
         job.output.write_bytes(data)
-        again = jobs.start(tmp_path)
-    assert again.wait() == 0, again.err
-    assert tokens_of(rows_of(job.output)) == whole.tokens
+    assert finish(jobs, tmp_path) == whole
 
 
 def test_rows_that_somebody_writes_over_inside_the_output_are_missed_at_the_end(jobs: Jobs, tmp_path: Path) -> None:
@@ -206,48 +205,42 @@ def test_rows_that_somebody_writes_over_inside_the_output_are_missed_at_the_end(
     again = jobs.start(tmp_path)
     assert again.wait() == 2 and "--output out.jsonl:1: is not a row" in again.err
     job.output.write_bytes(job.output.read_bytes().partition(b"\n")[2])
-    again = jobs.start(tmp_path)
-    assert again.wait() == 0, again.err
-    assert tokens_of(rows_of(job.output)).keys() == ids.keys()
+    assert finish(jobs, tmp_path).keys() == ids.keys()
 
 
-@pytest.mark.parametrize("flags", [(), ("--force",)])
-def test_an_output_that_was_laid_out_anew_is_refused_and_left_alone(
-    flags: tuple[str, ...], jobs: Jobs, tmp_path: Path
-) -> None:
+def test_an_output_that_was_laid_out_anew_is_refused_and_left_alone(jobs: Jobs, tmp_path: Path) -> None:
     """As by `jq .`, which gives each row many lines; with --force the sidecar of the older settings stays too."""
     write_input(tmp_path, 2)
-    job = jobs.start(tmp_path)
-    assert job.wait() == 0, job.err
-    job.output.write_text("".join(json.dumps(row, indent=2) + "\n" for row in rows_of(job.output)))
-    before, sidecar = job.output.read_bytes(), tmp_path / "out.jsonl.job.json"
-    settings = sidecar.read_bytes()
-    again = jobs.start(tmp_path, *flags, *(("--temperature", "0.5") if flags else ()))
-    assert again.wait() == 2, again.err
-    [line] = again.err.splitlines()
-    assert line.startswith("batch: --output out.jsonl:1: is not a row that a job has written")
-    assert job.output.read_bytes() == before and sidecar.read_bytes() == settings
+    finish(jobs, tmp_path)
+    output, sidecar = tmp_path / "out.jsonl", tmp_path / "out.jsonl.job.json"
+    output.write_text("".join(json.dumps(row, indent=2) + "\n" for row in rows_of(output)))
+    before, settings = output.read_bytes(), sidecar.read_bytes()
+    for flags in ((), ("--force", "--temperature", "0.5")):
+        again = jobs.start(tmp_path, *flags)
+        assert again.wait() == 2, again.err
+        [line] = again.err.splitlines()
+        assert line.startswith("batch: --output out.jsonl:1: is not a row that a job has written")
+        assert output.read_bytes() == before and sidecar.read_bytes() == settings
 
 
-def test_a_full_standard_output_and_standard_error_cost_no_row(jobs: Jobs, whole: Whole, tmp_path: Path) -> None:
+def test_a_full_standard_output_and_standard_error_cost_no_row(jobs: Jobs, whole: Tokens, tmp_path: Path) -> None:
     write_input(tmp_path, ROWS)
     (tmp_path / "stdout").symlink_to("/dev/full")
     job = jobs.start(tmp_path)
     assert job.wait() == 0, job.err
-    assert tokens_of(rows_of(job.output)) == whole.tokens
+    assert tokens_of(rows_of(job.output)) == whole
     [line] = job.err.splitlines()
     assert line.startswith("batch: cannot write to standard output (No space left on device); only the summary is lost")
     os.truncate(job.output, job.output.stat().st_size - 9)  # which is said on standard error, before the rest is done
     (tmp_path / "stderr").unlink()
     (tmp_path / "stderr").symlink_to("/dev/full")
-    assert jobs.start(tmp_path).wait() == 0
-    assert tokens_of(rows_of(job.output)) == whole.tokens
+    assert finish(jobs, tmp_path) == whole
 
 
 # ---- signals and disks
 
 
-def test_sigterm_ends_a_job_soon_and_the_rest_can_be_done(jobs: Jobs, whole: Whole, tmp_path: Path) -> None:
+def test_sigterm_ends_a_job_soon_and_the_rest_can_be_done(jobs: Jobs, whole: Tokens, tmp_path: Path) -> None:
     """In between a second job is refused, and is told how the first stands."""
     write_input(tmp_path, ROWS)
     job = jobs.start(tmp_path)
@@ -260,9 +253,7 @@ def test_sigterm_ends_a_job_soon_and_the_rest_can_be_done(jobs: Jobs, whole: Who
     said = (tmp_path / "stdout").read_text()
     assert f"state: running (process {job.pid})" in said and f"of {ROWS + 2} done" in said
     end_by(job, "SIGTERM", 143)
-    again = jobs.start(tmp_path)
-    assert again.wait() == 0, again.err
-    assert tokens_of(rows_of(job.output)) == whole.tokens
+    assert finish(jobs, tmp_path) == whole
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGHUP", 129)])
@@ -282,7 +273,7 @@ def end_by(job: Running, name: str, code: int) -> None:
     assert json.loads((job.folder / "out.jsonl.status.json").read_text())["state"] == f"ended by {name}"
 
 
-def test_a_full_disk_ends_a_job_clearly(jobs: Jobs, whole: Whole, tmp_path: Path) -> None:
+def test_a_full_disk_ends_a_job_clearly(jobs: Jobs, whole: Tokens, tmp_path: Path) -> None:
     """The kernel's own refusal in the middle of a line, by a limit on the size of files."""
     write_input(tmp_path, ROWS)
     job = jobs.start(tmp_path, file_limit=6_000)
@@ -290,12 +281,12 @@ def test_a_full_disk_ends_a_job_clearly(jobs: Jobs, whole: Whole, tmp_path: Path
     [line] = job.err.splitlines()
     assert line.startswith("batch: --output out.jsonl: File too large; the rows in it are whole")
     found = tokens_of(rows_of(job.output))
-    assert 5 < len(found) < ROWS and found.items() <= whole.tokens.items()
+    assert 5 < len(found) < ROWS and found.items() <= whole.items()
 
 
 @pytest.mark.slow
 def test_a_full_file_system_ends_a_job_clearly_and_the_rest_can_be_done(
-    jobs: Jobs, whole: Whole, tmp_path: Path
+    jobs: Jobs, whole: Tokens, tmp_path: Path
 ) -> None:
     """A real one, of 16 KiB, where mounting is permitted; a link leads there."""
     disk = tmp_path / "disk"
@@ -309,19 +300,15 @@ def test_a_full_file_system_ends_a_job_clearly_and_the_rest_can_be_done(
         job = jobs.start(tmp_path)
         assert job.wait() == 1, job.err
         assert "No space left on device" in job.err and len(job.err.splitlines()) == 1
-        assert tokens_of(rows_of(job.output)).items() < whole.tokens.items()
+        assert tokens_of(rows_of(job.output)).items() < whole.items()
         subprocess.run(["mount", "-o", "remount,size=400k", str(disk)], check=True)
-        again = jobs.start(tmp_path)
-        assert again.wait() == 0, again.err
-        assert tokens_of(rows_of(job.output)) == whole.tokens
+        assert finish(jobs, tmp_path) == whole
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 LONG_LINES = {
-    "5 MB of text": {"prompt": "def f(x): return x\n" * 250_000},
     "20 MB of text": {"prompt": "def f(x): return x\n" * 1_000_000},
-    "half a million ids": {"prompt_token_ids": [1999] * 500_000},
     "10 million ids": {"prompt_token_ids": [5] * 10_000_000},
 }
 MOST_GROWTH = 50_000_000  # bytes; 5 MB of text took 1.5 GB

@@ -29,7 +29,6 @@ def generate(folder: Path, known: Reference, offload_dir: Path) -> list[list[int
         return tokens_of(llm.generate(known.prompts, PARAMS))
 
 
-@pytest.mark.timeout(60)
 def test_two_runs_at_the_same_time(known: Reference, tmp_path: Path, assert_clean: Callable[[], None]) -> None:
     """From one .bin checkpoint too: one imports it, the other waits and uses the import."""
     folder, offload = tmp_path / "model", tmp_path / "offload"
@@ -109,35 +108,24 @@ def test_folders_of_live_and_dead_runs(known: Reference, tmp_path: Path) -> None
     alive.close()
 
 
-@pytest.mark.parametrize("name", ["run-exp1", "run-7", "run-1234-0123abcd"])
-def test_a_users_folder_beside_a_lock_stays(name: str, known: Reference, tmp_path: Path) -> None:
-    """Also where its name is of our pattern: it does not carry our mark."""
-    offload = tmp_path / "offload"
-    theirs = offload / name
-    theirs.mkdir(parents=True)
-    (theirs / "cache.bin").write_text("results of a week")
-    (offload / f"{name}.lock").touch()
+def test_what_only_looks_like_a_scratch_folder_stays(known: Reference, tmp_path: Path) -> None:
+    """A user's folders beside locks, also under a name of our pattern, without our mark; a copy with the mark under
+    another name; a link to a scratch folder elsewhere."""
+    offload, names = tmp_path / "offload", ("run-exp1", "run-7", "run-1234-0123abcd")
+    for name in names:
+        (offload / name).mkdir(parents=True)
+        (offload / name / "cache.bin").write_text("results of a week")
+        (offload / f"{name}.lock").touch()
+    dead_run(offload).rename(offload / "run-kept-for-later")
+    linked = dead_run(tmp_path / "elsewhere")
+    (offload / linked.name).symlink_to(linked)
+    before = sorted(offload.iterdir())
     assert generate(known.folder, known, offload) == known.tokens
-    assert (theirs / "cache.bin").read_text() == "results of a week" and (offload / f"{name}.lock").exists()
-    assert len(list(offload.iterdir())) == 2
-
-
-def test_a_marked_folder_of_another_name_stays(known: Reference, tmp_path: Path) -> None:
-    """A user's copy of a scratch folder, mark and all."""
-    offload = tmp_path / "offload"
-    dead = dead_run(offload)
-    dead.rename(offload / "run-kept-for-later")
-    assert generate(known.folder, known, offload) == known.tokens
-    assert (offload / "run-kept-for-later" / "cache.bin").is_file()
-
-
-def test_a_link_to_a_scratch_folder_is_not_followed(known: Reference, tmp_path: Path) -> None:
-    offload, elsewhere = tmp_path / "offload", tmp_path / "elsewhere"
-    dead = dead_run(elsewhere)
-    offload.mkdir()
-    (offload / dead.name).symlink_to(dead)
-    assert generate(known.folder, known, offload) == known.tokens
-    assert (offload / dead.name).is_symlink() and (dead / "cache.bin").is_file()
+    left = sorted(offload.iterdir())
+    assert [path for path in before if path not in left and path.suffix != ".lock"] == []
+    assert all((offload / f"{name}.lock").exists() for name in names)
+    assert all((offload / name / "cache.bin").read_text() == "results of a week" for name in names)
+    assert (offload / "run-kept-for-later" / "cache.bin").is_file() and (linked / "cache.bin").is_file()
 
 
 def test_what_a_user_put_into_a_scratch_folder_stays(known: Reference, tmp_path: Path) -> None:

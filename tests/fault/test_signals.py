@@ -62,9 +62,8 @@ class Ended:
 def wait_until_midway(folder: Path) -> None:
     """Until some blocks are done: a block writes its KV four times, and as many times at least are seen for each."""
     seen: set[int] = set()
-    end = time.monotonic() + 60
     while len(seen) < 4 * FINISHED_BLOCKS:
-        assert time.monotonic() < end, (folder / "stderr").read_text()
+        assert not (folder / "stderr").exists() or not (folder / "stderr").read_text()
         seen.update(path.stat().st_mtime_ns for path in folder.glob("offload/run-*/cache.bin"))
         time.sleep(0.01)
 

@@ -1,7 +1,6 @@
 """The rules of the house: who may import whom, how large things get, where names may be compared.
 
-Every rule is a function from sources to problems. One test runs it on the tree, another on a bad snippet, so that the
-rule itself is known to be able to fail.
+A rule is a function from sources to problems. It is run on the tree, and on a bad snippet that it must find.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import re
 import subprocess
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import pytest
@@ -19,8 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "flexgen_h2o"
 
-# The rooms of the house (files and folders of the package), and for each the rooms that it may import from, one by one.
-# They are sorted so that edges lead up the page; `UPWARD` has those that do not yet.
+# The rooms (files and folders of the package), each below the rooms that it may import from; UPWARD has the exceptions.
 EDGES = {
     room: frozenset(others.split())
     for room, others in {
@@ -52,9 +50,43 @@ UPWARD = {("engine", "planner")}
 
 # What of the planner needs torch: it measures, and plans for the rows and the processes of a run.
 WITH_TORCH = (f"{PACKAGE}.planner.measure", f"{PACKAGE}.planner.plans")
+# What else must not reach torch by any chain of imports, so that the planner can use it.
+WITHOUT_TORCH = (f"{PACKAGE}.engine.memory_plan",)
+TORCH = {"torch", "transformers", "safetensors.torch"}
 
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_ARGUMENTS = 450, 60, 10
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_ARGUMENTS = 450, 60, 7
 MAX_TRACKED_BYTES = 15_000_000
+
+CONTRACT = {"flexgen_h2o/llm.py: LLM.__init__"}  # its arguments are DESIGN 3.2's
+# Functions that take more arguments still. Only ever take entries out.
+MANY_ARGUMENTS = {
+    f"{path}: {name}"
+    for path, names in {
+        "flexgen_h2o/engine/metrics.py": "make_report",
+        "flexgen_h2o/engine/resources.py": "Engine.__init__",
+        "flexgen_h2o/integrations/enable.py": "evicting_attention",
+        "flexgen_h2o/kernels/compiled/packed_slots.py": "_pass _dots _mix",
+        "flexgen_h2o/kernels/compiled/packed_vectors.py": "_tile.tile _emit_dots _emit_mix",
+        "flexgen_h2o/kernels/compiled/prompts.py": "_tile.product _emit _add_four _take_queries _take_block _give",
+        "flexgen_h2o/kernels/warm_up.py": "warm_up _call_all",
+        "flexgen_h2o/kvcache/attend.py": "attend_prompts _attend_group attend_slots",
+        "flexgen_h2o/kvcache/layout.py": "unit_layout",
+        "flexgen_h2o/llm.py": "LLM.run",
+        "flexgen_h2o/tiers/transfers.py": "Mover.read",
+        "tests/doors/test_processes.py": "test_files_are_written_where_standard_output_takes_nothing",
+        "tests/eviction/engine.py": "generate",
+        "tests/eviction/test_conversation.py": "converse",
+        "tests/eviction/test_engine_bytes.py": "test_kv_of_the_report",
+        "tests/eviction/test_engine_placements.py": "test_rows_that_end_leave_a_block",
+        "tests/eviction/test_packed_cache.py": "test_other_shapes_and_bits",
+        "tests/fault/test_workers.py": "test_its_error_reaches_the_caller",
+        "tests/unit/kernels/test_causal.py": "test_against_the_definition",
+        "tests/unit/kernels/test_column_sums.py": "test_against_the_definition",
+        "tests/unit/kernels/test_packed_rows.py": "test_a_value_is_off_by_half_a_step_at_most",
+        "tests/unit/weight_room.py": "Room.__init__",
+    }.items()
+    for name in names.split()
+}
 
 FAMILY = re.compile(r"(opt|llama|gpt_?neox|neox|mistral|qwen\d?|galactica)", re.IGNORECASE)
 FAMILY_FIELDS = {"model_type", "family"}
@@ -63,7 +95,7 @@ DEVICE = re.compile(r"(cuda|cpu|mps)(:\d+)?")
 
 @dataclass(frozen=True)
 class Import:
-    """One import: `target` is dotted and absolute, `lazy` means inside a function."""
+    """target: dotted and absolute. lazy: inside a function."""
 
     line: int
     target: str
@@ -72,7 +104,7 @@ class Import:
 
 @dataclass(frozen=True)
 class Source:
-    """One Python file: its path from the repository root, and its text."""
+    """One Python file. path: from the repository root."""
 
     path: str
     text: str
@@ -87,7 +119,7 @@ class Source:
 
     @property
     def room(self) -> str | None:
-        """The room of the package it belongs to; None for the package's own `__init__.py` and outside it."""
+        """None for the package's own `__init__.py` and outside the package."""
         parts = self.module.split(".")
         return parts[1] if parts[0] == PACKAGE and len(parts) > 1 else None
 
@@ -104,44 +136,45 @@ class Source:
                 base = self._absolute(child)
                 yield from (Import(child.lineno, f"{base}.{alias.name}", lazy) for alias in child.names)
             elif isinstance(child, ast.If) and ast.unparse(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
-                for other in child.orelse:
-                    yield from self._imports(ast.Module([other], []), lazy)
+                yield from self._imports(ast.Module(child.orelse, []), lazy)
             else:
                 yield from self._imports(child, lazy or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
 
     def _absolute(self, node: ast.ImportFrom) -> str:
-        """`from ..tiers import x`, found in `flexgen_h2o.kvcache.slots`, names `flexgen_h2o.tiers`."""
+        """`from ..tiers import x` in `flexgen_h2o.kvcache.slots` names `flexgen_h2o.tiers`."""
         if not node.level:
             return node.module or ""
         up = node.level - self.path.endswith("/__init__.py")
         parts = self.module.split(".")
         return ".".join(parts[: len(parts) - up] + ([node.module] if node.module else []))
 
+    @property
+    def rooms(self) -> Iterator[tuple[Import, str]]:
+        """The imports that lead into another room, each with it."""
+        for imported in self.imports:
+            parts = imported.target.split(".")
+            if parts[0] == PACKAGE and len(parts) > 1 and parts[1] != self.room:
+                yield imported, parts[1]
 
+
+@lru_cache
 def python_files(*folders: str) -> list[Source]:
     paths = (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py")))
     return [Source(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")) for path in paths]
 
 
-def room_imports(source: Source) -> Iterator[tuple[Import, str]]:
-    """The imports that lead into the package, each with the room it enters."""
-    for imported in source.imports:
-        parts = imported.target.split(".")
-        if parts[0] == PACKAGE and len(parts) > 1 and parts[1] != source.room:
-            yield imported, parts[1]
+# ---- Rules of the package
 
 
 def unplaced_rooms(sources: Iterable[Source]) -> list[str]:
-    rooms = {source.room for source in sources} - {None}
-    return sorted(f"{PACKAGE}/{room}: a new room; place it in EDGES" for room in rooms if room not in EDGES)
+    rooms = {source.room for source in sources} - {None, *EDGES}
+    return sorted(f"{PACKAGE}/{room}: a new room; place it in EDGES" for room in rooms)
 
 
 def forbidden_edges(sources: Iterable[Source]) -> list[str]:
     found = []
     for source in sources:
-        if source.room not in EDGES:
-            continue
-        for imported, room in room_imports(source):
+        for imported, room in source.rooms if source.room in EDGES else ():
             where = f"{source.path}:{imported.line}"
             if room not in EDGES:
                 found.append(f"{where}: {imported.target} is not a room; import the name from the room that has it")
@@ -151,10 +184,9 @@ def forbidden_edges(sources: Iterable[Source]) -> list[str]:
 
 
 def unused_edges(sources: Iterable[Source]) -> list[str]:
-    used: dict[str, set[str]] = {source.room: set() for source in sources if source.room is not None}
+    used: dict[str | None, set[str]] = {}
     for source in sources:
-        if source.room is not None:
-            used[source.room].update(room for _, room in room_imports(source))
+        used.setdefault(source.room, set()).update(room for _, room in source.rooms)
     return sorted(
         f"{room} may import {other} and does not: take the edge out of EDGES"
         for room, others in EDGES.items()
@@ -162,64 +194,26 @@ def unused_edges(sources: Iterable[Source]) -> list[str]:
     )
 
 
-def path_between(graph: dict[str, set[str]], start: str, goals: set[str]) -> list[str]:
-    """The shortest chain of at least one step from `start` to any of `goals`; empty when there is none."""
-    chains, seen = [[start]], {start}
-    for chain in chains:
-        for following in sorted(graph.get(chain[-1], ())):
-            if following in goals:
-                return [*chain, following]
-            if following not in seen:
-                seen.add(following)
-                chains.append([*chain, following])
-    return []
-
-
-def torch_in_planner(sources: Iterable[Source]) -> list[str]:
-    """Chains of imports from the planner to torch. Lazy ones count in the planner itself, not further down."""
+def reaches_torch(sources: Iterable[Source]) -> list[str]:
+    """Shortest chains of imports to torch. Lazy ones count in the planner itself, not further down."""
     by_module = {source.module: source for source in sources}
-    heavy = {"torch", "transformers"}
     graph: dict[str, set[str]] = {}
     for module, source in by_module.items():
         reached = graph.setdefault(module, set())
-        targets = [i.target for i in source.imports if not i.lazy or source.room == "planner"]
-        for target in [module, *targets]:  # importing a.b.c runs a, a.b and a.b.c
-            parts = target.split(".")
+        for target in [module, *(i.target for i in source.imports if not i.lazy or source.room == "planner")]:
+            parts = target.split(".")  # importing a.b.c runs a, a.b and a.b.c
             prefixes = {".".join(parts[:n]) for n in range(1, len(parts) + 1)}
-            reached.update((prefixes & by_module.keys()) - {module})
-            reached.update({parts[0], target} & (heavy | {"safetensors.torch"}))
-    planner = sorted(module for module, source in by_module.items() if source.room == "planner")
-    planner = [module for module in planner if not module.startswith(WITH_TORCH)]
-    chains = [path_between(graph, module, heavy | {"safetensors.torch"}) for module in planner]
-    return [" -> ".join(chain) for chain in chains if chain]
-
-
-def long_files(sources: Iterable[Source]) -> list[str]:
-    counted = [(source.path, len(source.text.splitlines())) for source in sources]
-    return [f"{path}: {lines} lines, at most {MAX_FILE_LINES}" for path, lines in counted if lines > MAX_FILE_LINES]
-
-
-def functions(source: Source) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield f"{source.path}:{node.lineno}: {node.name}", node
-
-
-def long_functions(sources: Iterable[Source]) -> list[str]:
-    counted = [
-        (name, (node.end_lineno or 0) - node.lineno + 1) for source in sources for name, node in functions(source)
-    ]
-    return [f"{name} has {n} lines, at most {MAX_FUNCTION_LINES}" for name, n in counted if n > MAX_FUNCTION_LINES]
-
-
-def many_arguments(sources: Iterable[Source]) -> list[str]:
+            reached |= (prefixes & by_module.keys()) - {module} | ({parts[0], target} & TORCH)
+    starts = [m for m, s in by_module.items() if s.room == "planner" and not m.startswith(WITH_TORCH)]
     found = []
-    for name, node in (pair for source in sources for pair in functions(source)):
-        spec = node.args
-        names = [a.arg for a in (*spec.posonlyargs, *spec.args, *spec.kwonlyargs, spec.vararg, spec.kwarg) if a]
-        count = len(names) - (names[:1] in (["self"], ["cls"]))
-        if count > MAX_ARGUMENTS:
-            found.append(f"{name} takes {count} arguments, at most {MAX_ARGUMENTS}")
+    for start in [*starts, *(module for module in WITHOUT_TORCH if module in by_module)]:
+        chains, seen = [[start]], {start}
+        for chain in chains:  # grows while it is walked: breadth first
+            if chain[-1] in TORCH:
+                found.append(" -> ".join(chain))
+                break
+            chains += [[*chain, following] for following in sorted(graph.get(chain[-1], set()) - seen)]
+            seen |= graph.get(chain[-1], set())
     return found
 
 
@@ -243,7 +237,7 @@ def comparisons(source: Source) -> Iterator[tuple[int, list[ast.AST]]]:
 def compared(sources: Iterable[Source], text: re.Pattern[str], names: set[str], advice: str) -> list[str]:
     """Comparisons with a string that is `text`, or of something called one of `names`."""
 
-    def forbidden(node: ast.AST) -> bool:
+    def is_forbidden(node: ast.AST) -> bool:
         match node:
             case ast.Constant(value=str(value)):
                 return text.fullmatch(value) is not None
@@ -253,12 +247,12 @@ def compared(sources: Iterable[Source], text: re.Pattern[str], names: set[str], 
                 return any(isinstance(arg, ast.Constant) and arg.value in names for arg in args)
         return False
 
-    found = []
-    for source in sources:
-        for line, operands in comparisons(source):
-            bad = [ast.unparse(node) for node in operands if forbidden(node)]
-            found += [f"{source.path}:{line}: compares {bad[0]}; {advice}"] if bad else []
-    return found
+    return [
+        f"{source.path}:{line}: compares {ast.unparse(bad[0])}; {advice}"
+        for source in sources
+        for line, operands in comparisons(source)
+        if (bad := [node for node in operands if is_forbidden(node)])
+    ]
 
 
 def family_comparisons(sources: Iterable[Source]) -> list[str]:
@@ -273,44 +267,79 @@ def device_comparisons(sources: Iterable[Source]) -> list[str]:
 
 def folders_without_init(sources: Iterable[Source]) -> list[str]:
     paths = {source.path for source in sources}
-    folders = sorted({path.rpartition("/")[0] for path in paths})
+    missing = {f"{path.rpartition('/')[0]}/__init__.py" for path in paths} - paths
+    return [f"{path} is missing: setup.py would not install its folder" for path in sorted(missing)]
+
+
+# ---- Rules of sizes
+
+
+def long_files(sources: Iterable[Source]) -> list[str]:
+    counted = [(source.path, len(source.text.splitlines())) for source in sources]
+    return [f"{path}: {lines} lines, at most {MAX_FILE_LINES}" for path, lines in counted if lines > MAX_FILE_LINES]
+
+
+def functions(node: ast.AST, where: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """All functions, each named `PATH: Class.name`."""
+    for child in ast.iter_child_nodes(node):
+        name = where
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            name = f"{where}{'' if where.endswith(' ') else '.'}{child.name}"
+            if not isinstance(child, ast.ClassDef):
+                yield name, child
+        yield from functions(child, name)
+
+
+def long_functions(sources: Iterable[Source]) -> list[str]:
+    counted = [
+        (name, (node.end_lineno or 0) - node.lineno + 1)
+        for source in sources
+        for name, node in functions(source.tree, f"{source.path}: ")
+    ]
+    return [f"{name} has {n} lines, at most {MAX_FUNCTION_LINES}" for name, n in counted if n > MAX_FUNCTION_LINES]
+
+
+def argument_counts(sources: Iterable[Source]) -> dict[str, int]:
+    """Functions with more than MAX_ARGUMENTS arguments, self and cls not counted."""
+    found = {}
+    for source in sources:
+        for name, node in functions(source.tree, f"{source.path}: "):
+            spec = node.args
+            names = [a.arg for a in (*spec.posonlyargs, *spec.args, *spec.kwonlyargs, spec.vararg, spec.kwarg) if a]
+            found[name] = len(names) - (names[:1] in (["self"], ["cls"]))
+    return {name: count for name, count in found.items() if count > MAX_ARGUMENTS}
+
+
+def many_arguments(sources: Iterable[Source]) -> list[str]:
     return [
-        f"{f}/__init__.py is missing: setup.py would not install it" for f in folders if f"{f}/__init__.py" not in paths
+        f"{name} takes {count} arguments, at most {MAX_ARGUMENTS}"
+        for name, count in argument_counts(sources).items()
+        if name not in CONTRACT | MANY_ARGUMENTS
     ]
 
 
-def large_files(sizes: dict[str, int]) -> list[str]:
-    return [f"{path}: {n:,} bytes, at most {MAX_TRACKED_BYTES:,}" for path, n in sizes.items() if n > MAX_TRACKED_BYTES]
-
-
 PACKAGE_RULES = (
-    unplaced_rooms,
-    forbidden_edges,
-    unused_edges,
-    torch_in_planner,
-    family_comparisons,
-    device_comparisons,
+    unplaced_rooms, forbidden_edges, unused_edges, reaches_torch, family_comparisons, device_comparisons,
     folders_without_init,
-)
+)  # fmt: skip
 SIZE_RULES = (long_files, long_functions, many_arguments)
+EVERYWHERE = (PACKAGE, "scripts", "bench", "tests")
 
 
-@pytest.mark.parametrize("rule", PACKAGE_RULES, ids=lambda rule: rule.__name__)
-def test_package(rule) -> None:
-    problems = rule(python_files(PACKAGE))
+@pytest.mark.parametrize("rule", [*PACKAGE_RULES, *SIZE_RULES], ids=lambda rule: rule.__name__)
+def test_the_tree(rule) -> None:
+    problems = rule(python_files(*(EVERYWHERE if rule in SIZE_RULES else (PACKAGE,))))
     assert not problems, "\n" + "\n".join(problems)
 
 
-@pytest.mark.parametrize("rule", SIZE_RULES, ids=lambda rule: rule.__name__)
-def test_sizes(rule) -> None:
-    problems = rule(python_files(PACKAGE, "scripts", "bench", "tests"))
-    assert not problems, "\n" + "\n".join(problems)
-
-
-def test_edges_lead_up_the_page() -> None:
+def test_tables_name_what_is_there() -> None:
+    fewer = (CONTRACT | MANY_ARGUMENTS) - argument_counts(python_files(*EVERYWHERE)).keys()
+    assert not fewer, f"take out of MANY_ARGUMENTS what has {MAX_ARGUMENTS} arguments or fewer: {sorted(fewer)}"
+    assert set(WITHOUT_TORCH) <= {source.module for source in python_files(PACKAGE)}
     order = {room: place for place, room in enumerate(EDGES)}
-    down = {(room, other) for room, others in EDGES.items() for other in others if order[other] >= order[room]}
-    assert down == UPWARD
+    assert {
+        (room, other) for room, others in EDGES.items() for other in others if order[other] >= order[room]
+    } == UPWARD
 
 
 def test_tracked_files_are_small() -> None:
@@ -318,8 +347,7 @@ def test_tracked_files_are_small() -> None:
     if listed.returncode:
         pytest.skip("not a git checkout")
     paths = [ROOT / name for name in listed.stdout.split("\0") if name]
-    problems = large_files({str(path.relative_to(ROOT)): path.stat().st_size for path in paths if path.is_file()})
-    assert not problems, "\n" + "\n".join(problems)
+    assert not [path for path in paths if path.is_file() and path.stat().st_size > MAX_TRACKED_BYTES]
 
 
 # (rule, path of the bad snippet, the snippet, what the problem says)
@@ -327,23 +355,31 @@ BAD = [
     (unplaced_rooms, "utils.py", "", "place it in EDGES"),
     (forbidden_edges, "tiers/disk.py", "from flexgen_h2o.llm import LLM", "tiers must not know llm"),
     (forbidden_edges, "tiers/disk.py", "from ..engine.executor import run", "must not know engine"),
-    (forbidden_edges, "tiers/__init__.py", "from .. import kernels", "must not know kernels"),
     (forbidden_edges, "core/config.py", "def f():\n    import flexgen_h2o.tiers", "core/config.py:2: core"),
     (forbidden_edges, "llm.py", "from flexgen_h2o import Policy", "is not a room"),
     (forbidden_edges, "tiers/disk.py", "if not TYPE_CHECKING:\n    import flexgen_h2o.llm", "must not know llm"),
     (unused_edges, "tiers/disk.py", "import flexgen_h2o.kernels", "tiers may import core and does not"),
-    (torch_in_planner, "planner/lp.py", "def f():\n    import torch.nn", "planner.lp -> torch"),
-    (torch_in_planner, "planner/lp.py", "from flexgen_h2o.core.schedule import order", "schedule -> torch"),
+    (reaches_torch, "planner/lp.py", "def f():\n    import torch.nn", "planner.lp -> torch"),
+    (reaches_torch, "planner/lp.py", "from flexgen_h2o.core.schedule import order", "schedule -> torch"),
+    (
+        reaches_torch,
+        "engine/memory_plan.py",
+        "from ..core import schedule",
+        "memory_plan -> flexgen_h2o.core.schedule -> torch",
+    ),
     (long_files, "a.py", "\n" * 451, "451 lines"),
     (long_functions, "a.py", "def f():\n" + "    x = 1\n" * 60, "f has 61 lines"),
-    (many_arguments, "a.py", "def f(self, a, b, c, d, e, f, g, h, i, *, j, **k): ...", "takes 11 arguments"),
+    (
+        many_arguments,
+        "a.py",
+        "class A:\n  def f(self, a, b, c, d, e, *, j, h=1, **k): ...",
+        "a.py: A.f takes 8 arguments",
+    ),
     (family_comparisons, "engine/executor.py", "if name == 'opt': ...", "compares 'opt'"),
     (family_comparisons, "engine/executor.py", "x = 1 if spec.family in names else 2", "compares spec.family"),
-    (family_comparisons, "llm.py", "while config['model_type'] != x: ...", "compares config['model_type']"),
     (family_comparisons, "llm.py", "y = [m for m in ms if m.lower() in ('gpt2', 'llama')]", "compares 'llama'"),
     (family_comparisons, "llm.py", "if config.get('model_type') == kind: ...", "compares config.get('model_type')"),
     (family_comparisons, "llm.py", "match kind:\n    case 'gpt_neox': ...", "compares 'gpt_neox'"),
-    (device_comparisons, "engine/executor.py", "if device == 'cuda': ...", "compares 'cuda'"),
     (device_comparisons, "llm.py", "if str(device).startswith('cuda'): ...", "compares 'cuda'"),
     (device_comparisons, "llm.py", "assert device in {'cpu', 'cuda:0'}", "compares 'cpu'"),
     (folders_without_init, "tiers/disk.py", "", "tiers/__init__.py is missing"),
@@ -358,23 +394,15 @@ def test_rule_finds_bad_snippet(rule, path: str, text: str, says: str) -> None:
 
 
 # (rule, path, a snippet that is allowed)
+LAZY = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..llm import LLM"
 GOOD = [
-    (unplaced_rooms, "kvcache/eviction/full.py", ""),
     (unplaced_rooms, "__init__.py", "from flexgen_h2o.llm import LLM"),
-    (forbidden_edges, "__init__.py", "from flexgen_h2o.llm import LLM"),
-    (
-        forbidden_edges,
-        "tiers/disk.py",
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..llm import LLM",
-    ),
-    (
-        forbidden_edges,
-        "kvcache/eviction/h2o.py",
-        "from ..slots import Slots\nfrom flexgen_h2o.core import x\nimport numpy",
-    ),
-    (torch_in_planner, "planner/lp.py", "import pulp\nfrom flexgen_h2o.core.errors import UsageError"),
+    (forbidden_edges, "tiers/disk.py", LAZY),
+    (forbidden_edges, "kvcache/eviction/h2o.py", "from ..slots import Slots\nfrom flexgen_h2o.core import x"),
+    (reaches_torch, "planner/lp.py", "import pulp\nfrom flexgen_h2o.core.errors import UsageError"),
     (long_functions, "a.py", "def f():\n" + "    x = 1\n" * 59),
-    (many_arguments, "a.py", "def f(self, a, b, c, d, e, f, g, h, i, *, j): ..."),
+    (many_arguments, "a.py", "class A:\n  def f(self, a, b, c, d, e, *, j, **k): ..."),
+    (many_arguments, "llm.py", "class LLM:\n  def __init__(self, a, b, c, d, e, f, g, h): ..."),
     (family_comparisons, "models/opt.py", "if config.model_type == 'opt': ..."),
     (family_comparisons, "llm.py", "family = FAMILIES[spec.family]\nif name == 'option': ..."),
     (device_comparisons, "tiers/device.py", "if device.type == 'cuda': ..."),
@@ -385,9 +413,3 @@ GOOD = [
 @pytest.mark.parametrize(("rule", "path", "text"), GOOD)
 def test_rule_lets_good_snippet_pass(rule, path: str, text: str) -> None:
     assert not rule([Source(f"{PACKAGE}/{path}", text)])
-
-
-def test_large_files_are_found() -> None:
-    assert large_files({"a.bin": MAX_TRACKED_BYTES + 1, "b.bin": MAX_TRACKED_BYTES}) == [
-        "a.bin: 15,000,001 bytes, at most 15,000,000"
-    ]

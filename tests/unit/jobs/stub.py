@@ -13,10 +13,11 @@ from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import DoesNotFitError
 from flexgen_h2o.engine.prompts import Completion, Prompt
 from flexgen_h2o.engine.sampling import SamplingParams
-from flexgen_h2o.jobs.input import scan_input
+from flexgen_h2o.jobs.input import Cut, read_cut, scan_input
 from flexgen_h2o.jobs.output import OutputFile
 from flexgen_h2o.jobs.requests import RequestReader
-from flexgen_h2o.jobs.runner import Job, JobProgress, rows_before
+from flexgen_h2o.jobs.runner import Job, JobWriter, rows_before
+from flexgen_h2o.jobs.sidecar import Status
 from flexgen_h2o.models.load import Model
 
 
@@ -31,6 +32,7 @@ class StubLLM:
     policy: Policy = field(default_factory=lambda: Policy(2, 2))
     room: int = 10**9
     spared: int = 0
+    peak_bytes: dict[str, int] = field(default_factory=dict)
     runs: list[list[int]] = field(default_factory=list)
     expected: int | None = None
     before_row: Callable[[int], None] = lambda line: None
@@ -76,16 +78,30 @@ class StubLLM:
             on_finished([Completion(prompt.index, None, None, tokens, "length")])
 
 
-def run_job(llm: StubLLM, source: Path, output: Path, **options: Any) -> Job:
-    """As the door does it, without its checks."""
+@dataclass
+class Ran:
+    """A job that has ended."""
+
+    job: Job
+    writer: JobWriter
+
+    @property
+    def status(self) -> Status:
+        return self.writer.status
+
+
+def run_job(llm: Any, source: Path, output: Path, max_errors: int | None = None, **options: Any) -> Ran:
+    """As `batch` does it, without its checks."""
     scan, file = scan_input(source), OutputFile(output)
     try:
         before = rows_before(file, scan.ids)
-        progress = JobProgress(output, len(scan.ids), before.rows, before.errors, lambda: {"host": 5}, file.sync_if_due)
-        job = Job(llm, source, RequestReader(llm.model, SamplingParams()), file, before, progress, **options)
-        job.run()
-        progress.end("done")
-        return job
+        writer = JobWriter(file, before, lambda: {"host": 5}, max_errors)
+        lines = read_cut(source, Cut(0, 1, 0, ~before.done))
+        job = Job(llm, RequestReader(llm.model, SamplingParams()), lines, writer, **options)
+        writer.check_errors()
+        job.run(len(scan.ids) - before.rows)
+        writer.end("done")
+        return Ran(job, writer)
     finally:
         file.close()
 

@@ -6,9 +6,8 @@ from typing import Any
 
 from flexgen_h2o.engine.prompts import Completion, Prompt
 from flexgen_h2o.engine.sampling import SamplingParams, TokenLogprobs
-from flexgen_h2o.jobs.answers import error_row, helm_result, success_row
 from flexgen_h2o.jobs.output import to_line
-from flexgen_h2o.jobs.requests import Kind, Request, RowError
+from flexgen_h2o.jobs.requests import Kind, Request, RowError, error_row, helm_result, success_row
 from flexgen_h2o.models.load import Model
 
 STEPS = [TokenLogprobs(-0.5, ((265, -0.25), (7, -2.0))), TokenLogprobs(-1.0, ())]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +19,10 @@ from flexgen_h2o.core.units import less_margin
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.jobs import on_ray
 from flexgen_h2o.jobs.input import Cut, cut_input, read_cut, read_lines, scan_input
-from flexgen_h2o.jobs.on_ray import Notes, Opening, Pool, Raised, RayJob, find_pool, window_size
+from flexgen_h2o.jobs.on_ray import Notes, Opening, Pool, Raised, RayJob, find_pool, run_window, window_size
 from flexgen_h2o.jobs.output import OutputFile
 from flexgen_h2o.jobs.requests import RequestReader
-from flexgen_h2o.jobs.runner import Answer, JobProgress, WindowJob, rows_before
+from flexgen_h2o.jobs.runner import Answer, JobWriter, rows_before
 from flexgen_h2o.models.load import Model
 from tests.unit.jobs.stub import StubLLM, read_rows, write_lines
 
@@ -31,13 +32,12 @@ GIB = 2**30
 # ---- parts of the input
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
-def test_parts_have_the_rows_that_are_left_and_no_others(tmp_path: Path, size: int) -> None:
+def test_parts_have_the_rows_that_are_left_and_no_others(tmp_path: Path) -> None:
     """Blank lines, a byte order mark and no newline at the end among them."""
     source = tmp_path / "in.jsonl"
     source.write_bytes(b'\xef\xbb\xbf{"a": 1}\n\n  \n' + b"\n".join(b'{"a": %d}\n' % i * 2 for i in range(9)) + b"{}")
     lines = list(read_lines(source))
-    for pattern in (0b0, 0b10110100, 0b11, 1 << 18, 2**19 - 1, 2**20 - 1):
+    for pattern, size in product((0b0, 0b10110100, 0b11, 1 << 18, 2**19 - 1, 2**20 - 1), (1, 2, 3, 7, 100)):
         done = np.array([bool(pattern >> i & 1) for i in range(len(lines))])
         cuts = list(cut_input(source, done, size))
         assert [int(cut.left.sum()) for cut in cuts[:-1]] == [size] * (len(cuts) - 1)
@@ -92,26 +92,30 @@ def test_an_actor_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_pool(None, 8 * GIB, "cpu").cards == 0
 
 
-@pytest.mark.parametrize(
-    ("actors", "host_bytes", "says"), [(5, None, "4 cores"), (2, 9 * GIB, "9.00 GiB (--host-mem)")]
-)
-def test_actors_that_have_no_room_are_refused(
-    actors: int, host_bytes: int | None, says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_actors_that_have_no_room_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ray_of(monkeypatch, {"CPU": 4, "memory": 16 * GIB})
-    with pytest.raises(DoesNotFitError, match=f"--ray-actors {actors}") as found:
-        find_pool(actors, host_bytes, "cpu")
-    assert says in str(found.value)
+    with pytest.raises(DoesNotFitError, match=r"--ray-actors 5: .* 4 cores"):
+        find_pool(5, None, "cpu")
+    with pytest.raises(DoesNotFitError, match=r"--ray-actors 2: .* 9.00 GiB \(--host-mem\)"):
+        find_pool(2, 9 * GIB, "cpu")
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "localhost:99999"])
-def test_an_address_where_nobody_listens_is_refused_at_once(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_where_nobody_listens_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
-    with pytest.raises(UsageError, match=f"--ray {address}: no Ray there"), on_ray.ray_at(address):
-        pass
+    for address in ("127.0.0.1:1", "localhost:99999"):
+        with pytest.raises(UsageError, match=f"--ray {address}: no Ray there"), on_ray.ray_at(address):
+            pass
 
 
 # ---- a window in its actor
+
+
+def window(llm: Any, lines: list[Any], **how: Any) -> Iterator[Any]:
+    return run_window(llm, RequestReader(llm.model, SamplingParams()), lines, None, refill=True, **how)
+
+
+def all_lines(source: Path, rows: int) -> list[Any]:
+    return list(read_cut(source, Cut(0, 1, 0, np.ones(rows, bool))))
 
 
 def test_a_window_answers_each_row_once(tmp_path: Path, words: Model) -> None:
@@ -119,11 +123,11 @@ def test_a_window_answers_each_row_once(tmp_path: Path, words: Model) -> None:
     source = write_lines(tmp_path / "in.jsonl", *requests[:4], "{", "", *requests[4:])
     [cut] = cut_input(source, np.array([False] * 3 + [True] * 2 + [False] * 6), 100)
     llm = StubLLM(words, spared=4)
-    job = WindowJob(llm, RequestReader(words, SamplingParams()), list(read_cut(source, cut)), refill=True)
-    found = [one for some in job.answers() for one in some]
+    *some, notes = window(llm, list(read_cut(source, cut)))
+    found = [one for answers in some for one in answers]
     assert sorted(one.row for one in found) == [0, 1, 2, *range(5, 11)] and llm.expected == 9
-    assert [one.row for one in found if one.is_error] == []
-    assert (job.prompt_tokens, job.spared_tokens) == (9 * 3, 4)
+    assert not [one for one in found if one.error]
+    assert (notes.prompt_tokens, notes.spared_tokens) == (9 * 3, 4)
     assert all(one.tokens == 1 + int(json.loads(one.line)["custom_id"][1:]) % 3 for one in found)
 
 
@@ -134,43 +138,39 @@ def test_what_the_engine_raises_comes_out_after_what_was_done(tmp_path: Path, wo
         if line == 3:
             raise OSError("a broken disk")
 
-    lines = list(read_cut(source, Cut(0, 1, 0, np.ones(4, bool))))
-    job = WindowJob(StubLLM(words, before_row=fail), RequestReader(words, SamplingParams()), lines)
-    found = job.answers()
-    assert [(one.row, one.is_error) for one in next(found)] == [(0, True)]
-    assert [(one.row, one.is_error) for one in next(found)] == [(1, False)]
+    found = window(StubLLM(words, before_row=fail), all_lines(source, 4))
+    assert [(one.row, one.error) for one in next(found)] == [(0, "invalid_json")]
+    assert [(one.row, one.error) for one in next(found)] == [(1, None)]
     with pytest.raises(OSError, match="a broken disk"):
         next(found)
 
 
-@pytest.mark.parametrize("has_run", [False, True])
-def test_only_a_first_window_ends_the_job_where_its_rows_do_not_fit_together(
-    has_run: bool, tmp_path: Path, words: Model
-) -> None:
+def test_only_a_first_window_ends_the_job_where_its_rows_do_not_fit_together(tmp_path: Path, words: Model) -> None:
     source = write_lines(tmp_path / "in.jsonl", *({"prompt": [9] * 5} for _ in range(6)))
-    lines = list(read_cut(source, Cut(0, 1, 0, np.ones(6, bool))))
-    job = WindowJob(StubLLM(words, room=20), RequestReader(words, SamplingParams()), lines, has_run=has_run)
-    if has_run:
-        assert sum(map(len, job.answers())) == 6
-    else:
-        with pytest.raises(DoesNotFitError):
-            list(job.answers())
+    lines = all_lines(source, 6)
+    *answers, _ = window(StubLLM(words, room=20), lines, has_run=True)
+    assert sum(map(len, answers)) == 6
+    with pytest.raises(DoesNotFitError):
+        list(window(StubLLM(words, room=20), lines))
 
 
 # ---- the driver
 
 
 class Driven:
-    """A driver over an input of rows, whose flows are given: what each says, from the parts that it is to do."""
+    """A driver over an input of rows, whose flows are given: what the actors answer to the parts that each gets."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, rows: int, *flows: Any, **options: Any) -> None:
+    def __init__(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, rows: int, *flows: Any, max_errors: int | None = None
+    ) -> None:
         self.path = folder / "out.jsonl"
         source = write_lines(folder / "in.jsonl", *({"custom_id": f"r{i}"} for i in range(rows)))
         scan, self.output = scan_input(source), OutputFile(self.path)
         before = rows_before(self.output, scan.ids)
-        self.progress = JobProgress(self.path, rows, 0, 0, dict, self.output.sync_if_due)
-        opening: Any = SimpleNamespace(window=4)
-        self.job = RayJob(source, self.output, before, self.progress, Pool(2, 1, 0, GIB), opening, 1, **options)
+        writer = JobWriter(self.output, before, dict, max_errors)
+        self.status = writer.status
+        opening: Any = SimpleNamespace(args=SimpleNamespace(window=4), is_auto=True)
+        self.job = RayJob(source, before.done, writer, Pool(2, 1, 0, GIB), opening)
         self.asked: list[list[int]] = []
         left = iter(flows)
 
@@ -184,8 +184,8 @@ class Driven:
         return [row["custom_id"] for row in read_rows(self.path)]
 
 
-def answers(*rows: int, error: bool = False) -> list[Answer]:
-    return [Answer(row, b'{"custom_id": "r%d", "error": null}' % row, error, 2) for row in rows]
+def answers(*rows: int, error: str | None = None) -> list[Answer]:
+    return [Answer(row, b'{"custom_id": "r%d", "error": null}' % row, 2, error) for row in rows]
 
 
 def gives_up(*found: Any) -> Iterator[Any]:
@@ -207,11 +207,11 @@ def test_rows_that_come_twice_are_written_once_and_those_that_do_not_are_run_aga
     assert driven.ids() == ["r3", "r1", "r0", "r4", "r5", "r2"]
     assert driven.asked == [[0, 1, 2, 3, 4, 5], [2, 4, 5], [2, 5]]
     assert (driven.job.other_models, driven.job.first_other) == (3, "m in line 1")
-    assert driven.job.peak_bytes == {"host": 5, "disk": 1}
+    assert driven.status.peak_bytes == {"host": 5, "disk": 1}
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2 and "2 rows are missing (the actor died); they are run again" in said[1]
-    assert driven.progress.status.done == 6 and driven.progress.status.tokens == 12
-    assert (driven.progress.status.prompt_tokens, driven.progress.status.spared_tokens) == (15, 5)
+    assert (driven.status.done, driven.status.tokens) == (6, 12)
+    assert (driven.status.prompt_tokens, driven.status.spared_tokens) == (15, 5)
 
 
 def test_a_job_of_which_nothing_comes_back_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,9 +241,8 @@ def test_what_an_engine_raises_ends_the_job_as_it_would_here(tmp_path: Path, mon
 
 
 def test_errors_of_all_actors_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    driven = Driven(
-        tmp_path, monkeypatch, 4, [answers(2, error=True), answers(0, error=True), answers(1)], max_errors=1
-    )
+    flow = [answers(2, error="a"), answers(0, error="b"), answers(1)]
+    driven = Driven(tmp_path, monkeypatch, 4, flow, max_errors=1)
     with pytest.raises(UsageError, match="--max-errors 1: 2 rows"):
         driven.job.run()
     assert driven.ids() == ["r2", "r0"]
@@ -252,7 +251,7 @@ def test_errors_of_all_actors_count(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_an_actor_that_finds_another_model_ends_the_job(tmp_path: Path) -> None:
     """Started again by Ray after the model was replaced, or on a node that has another one."""
     args = batch._parser().parse_args(["--offload-dir", str(tmp_path), "--device", "cpu"])
-    how = (args, Policy(), False, Full(), SamplingParams(), None, True)
+    how = (args, Policy(), False, Full())
     with LLM(offload_dir=tmp_path, device="cpu") as driver:
         digests = driver.digests()
     Opening(*how, digests).open(GIB).close()

@@ -185,11 +185,11 @@ BAD = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("value", "code", "says"), BAD, ids=[f"{i}-{case[2][:20]}" for i, case in enumerate(BAD)])
-def test_bad_lines_are_named(value: Any, code: str, says: str, words: Model) -> None:
-    found, message = refused(words, value)
-    assert (found, says in message) == (code, True), message
-    assert "\n" not in message and len(message) < 300
+def test_bad_lines_are_named(words: Model) -> None:
+    for value, code, says in BAD:
+        found, message = refused(words, value)
+        assert (found, says in message) == (code, True), (says, message)
+        assert "\n" not in message and len(message) < 300
 
 
 def test_what_needs_a_tokenizer_says_so(ids_only: Model) -> None:

@@ -1,9 +1,9 @@
-"""What an output was begun with, and what a restart would mix."""
+"""What an output was begun with, what a restart would mix, and damaged files beside an output."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 
 from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.jobs.input import scan_input
-from flexgen_h2o.jobs.sidecar import Sidecar, differences, read_sidecar, sidecar_path
+from flexgen_h2o.jobs.sidecar import Sidecar, Status, differences, read_sidecar, read_status, sidecar_path, status_path
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
@@ -27,17 +27,24 @@ def source(tmp_path: Path) -> Path:
     return path
 
 
+def sidecar_of(source: Path, *earlier: dict[str, Any]) -> Sidecar:
+    scan = scan_input(source)
+    return Sidecar(SETTINGS, str(source), scan.nbytes, scan.digest, list(earlier))
+
+
 def test_it_comes_back_as_it_was_written(source: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     assert read_sidecar(output) is None
-    one = replace(Sidecar.of(SETTINGS, source, scan_input(source)), earlier=[{"dtype": "bfloat16"}])
+    one = sidecar_of(source, {"dtype": "bfloat16"})
     one.write(output)
     assert read_sidecar(output) == one
     assert [path.name for path in tmp_path.glob("out*")] == ["out.jsonl.job.json"]
+    with pytest.raises(FlexgenError, match=r"job.json: No such file"):
+        one.write(tmp_path / "no" / "out.jsonl")
 
 
 def test_differences_are_named(source: Path) -> None:
-    one = Sidecar.of(SETTINGS, source, scan_input(source))
+    one = sidecar_of(source)
     scan = scan_input(source, one.input_bytes)
     assert differences(one, SETTINGS, scan) == []
     other = {**SETTINGS, "policy": {"percent": [1, 3], "overlap": True}, "eviction": {"name": "h2o", "recent": 4}}
@@ -51,23 +58,50 @@ def test_differences_are_named(source: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("{", "is not the sidecar"),
-        ("[]", "is not the sidecar"),
-        ('{"schema": 1}', "is not the sidecar"),
-        ('{"schema": 2}', "schema is 2, this version reads 1"),
-        (json.dumps({"schema": 1, "settings": 3, "input": {}, "earlier": []}), "is not the sidecar"),
-    ],
-)
-def test_what_is_no_sidecar_is_refused(text: str, says: str, tmp_path: Path) -> None:
+INFINITE = float("inf")
+NO_JSON = ["", "{", "[]", "[" * 100_000, "\0" * 100, "1" * 10_000]
+SIDECARS: list[dict[str, Any] | str] = [
+    *NO_JSON,
+    *(
+        {"input": {"path": "in.jsonl", "bytes": 5, "digest": "", **change}}
+        for change in ({"bytes": "x"}, {"bytes": INFINITE}, {"bytes": -1}, {"bytes": True}, {"path": []}, {"digest": 5})
+    ),
+    {"input": 3}, {"settings": [["dtype", "float32"]]}, {"earlier": {}}, {"earlier": [3]}, {"schema": None},
+]  # fmt: skip
+STATUSES: list[dict[str, Any] | str] = [
+    *NO_JSON,
+    *({name: value} for name in ("rows", "done", "tokens", "seconds", "updated") for value in ("x", INFINITE)),
+    {"seconds": float("nan")}, {"rows": -1}, {"rows": 1.5}, {"done": True}, {"tokens": 10**300}, {"pid": "x"},
+    {"eta_s": "x"}, {"eta_s": INFINITE}, {"state": 3}, {"state": None}, {"unknown": 1},
+    {"peak_bytes": [1]}, {"peak_bytes": {"host": "x"}}, {"peak_bytes": {"host": INFINITE}},
+]  # fmt: skip
+
+
+def check_damaged(
+    path: Path, changes: list[dict[str, Any] | str], read: Callable[[Path], object], output: Path, says: str
+) -> None:
+    """Each change of a good file, of some fields or of the whole text, is a UsageError. 1e999 is not finite."""
+    good = path.read_text()
+    read(output)
+    for change in changes:
+        text = change if isinstance(change, str) else json.dumps({**json.loads(good), **change})
+        path.write_text(text.replace("Infinity", "1e999"))
+        with pytest.raises(UsageError) as error:
+            read(output)
+        assert str(path) in str(error.value) and (says in str(error.value) or "schema is" in str(error.value)), change
+        assert "\n" not in str(error.value)
+
+
+def test_a_damaged_sidecar_is_refused(source: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
-    sidecar_path(output).write_text(text)
-    with pytest.raises(UsageError, match=says):
-        read_sidecar(output)
+    sidecar_of(source).write(output)
+    check_damaged(sidecar_path(output), SIDECARS, read_sidecar, output, "is not the sidecar of a job")
 
 
-def test_a_sidecar_that_cannot_be_written(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(FlexgenError, match=r"job.json: No such file"):
-        Sidecar.of(SETTINGS, source, scan_input(source)).write(tmp_path / "no" / "out.jsonl")
+def test_a_damaged_status_is_refused(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    Status(rows=3).write(output)
+    check_damaged(status_path(output), STATUSES, read_status, output, "is not the status of a job")
+    status_path(output).unlink()
+    with pytest.raises(UsageError, match="--status: no job has written"):
+        read_status(output)

@@ -18,22 +18,21 @@ def test_lines_keep_their_numbers(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"custom_id": "a"}\r\n\n  \n{bad\n{"custom_id": 3}\n{"custom_id": ""}\n["x"]')
     found = list(read_lines(path))
+    assert [path.read_bytes()[line.offset :].startswith(line.text or b"-") for line in found[1:]] == [True] * 4
     assert [line.number for line in found] == [1, 4, 5, 6, 7]
     assert [line.custom_id for line in found] == ["a", "line-4", "line-5", "line-6", "line-7"]
     assert len(scan_input(path).ids) == 5
 
 
-@pytest.mark.parametrize("last", [b"", b"y" * 3, b"\n", b"y" * 3 + b"\n{}"])
-def test_a_line_that_is_too_long_is_one_line_without_text(
-    last: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_that_is_too_long_is_one_line_without_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flexgen_h2o.core.files.MOST_LINE_BYTES", 10)
     path = tmp_path / "in.jsonl"
-    path.write_bytes(b"1\n" + b"x" * 30 + last)
-    found = [(line.number, line.text) for line in read_lines(path)]
-    assert found[:2] == [(1, b"1\n"), (2, None)]
-    assert found[2:] == ([(3, b"{}")] if last.endswith(b"{}") else [])
-    assert scan_input(path).nbytes == 32 + len(last)
+    for last in (b"", b"y" * 3, b"\n", b"y" * 3 + b"\n{}"):
+        path.write_bytes(b"1\n" + b"x" * 30 + last)
+        found = [(line.number, line.text, line.offset) for line in read_lines(path)]
+        assert found[:2] == [(1, b"1\n", 0), (2, None, 2)]
+        assert found[2:] == ([(3, b"{}", 36)] if last.endswith(b"{}") else [])
+        assert scan_input(path).nbytes == 32 + len(last)
 
 
 @pytest.mark.parametrize(
@@ -87,8 +86,3 @@ def test_which_are_in() -> None:
     done = np.frombuffer(bytearray(b"".join(id_digest(n) for n in [*names[::7], "other"][::-1])), "S16")
     assert np.flatnonzero(which_are_in(ids, done)).tolist() == list(range(0, 3000, 7))
     assert not which_are_in(ids, np.empty(0, "S16")).any()
-
-
-def test_an_input_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"--input .*: Is a directory"):
-        scan_input(tmp_path)
