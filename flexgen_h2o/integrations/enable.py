@@ -113,21 +113,21 @@ def _check_model(model: PreTrainedModel) -> None:
 
 def evicting_attention(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    attention_mask: torch.Tensor | None, scaling: float | None = None, dropout: float = 0.0,
-    evicting_cache: EvictingCache | None = None, **kwargs: Any,
+    attention_mask: torch.Tensor | None, scaling: float | None = None, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """transformers' attention interface. query: (b, heads, n, d); key, value: (b, kv_heads, n, d), the new columns.
 
     Returns ((b, n, heads, d), None). Raises UsageError for what eviction cannot do.
     """
-    if evicting_cache is None:
+    cache: EvictingCache | None = kwargs.get("evicting_cache")
+    if cache is None:
         raise UsageError(f"attn_implementation: {ATTENTION} is set by enable_h2o(model), not by hand")
     if attention_mask is not None:
         raise UsageError("attention_mask: eviction has no use for masks of its own; give (sequences, tokens)")
-    if query.requires_grad or dropout:
+    if query.requires_grad or kwargs.get("dropout"):
         raise UsageError("gradients: evicted columns have none; use model.eval() and torch.no_grad()")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return evicting_cache.attend(cast(int, module.layer_idx), query, key, value, scale), None
+    return cache.attend(cast(int, module.layer_idx), (query, key, value), scale), None
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from flexgen_h2o.engine.generation import Callbacks, StopCriteria
 from flexgen_h2o.engine.sampling import Sampler, StopStrings
 from flexgen_h2o.evaluation.dialogue import Conversation, tokens_after_first
 from flexgen_h2o.kvcache.eviction import H2O, Eviction
-from flexgen_h2o.kvcache.eviction.evicting import ROLLING
+from flexgen_h2o.kvcache.eviction.policy import ROLLING
 from tests.eviction.conftest import Known
 from tests.eviction.engine import LEAST_SCORE_GAP, PAIRS, STAND_IN, SeenByRow
 from tests.eviction.plain_models import PlainLlama

@@ -12,7 +12,7 @@ import torch
 
 from flexgen_h2o import LLM, SamplingParams
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Local, Tova
-from flexgen_h2o.kvcache.eviction.evicting import ROLLING
+from flexgen_h2o.kvcache.eviction.policy import ROLLING
 from tests.eviction.conftest import Known
 from tests.eviction.engine import PAIRS, Ran, Wanted, assert_same, cut, run_with
 from tests.eviction.test_engine_placements import KV_PLACEMENTS, TURNS

@@ -13,7 +13,7 @@ import torch
 from flexgen_h2o import LLM, Policy, SamplingParams
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.kvcache.eviction import H2O, Eviction
-from flexgen_h2o.kvcache.eviction.evicting import ROLLING
+from flexgen_h2o.kvcache.eviction.policy import ROLLING
 from tests.eviction.conftest import Known
 from tests.eviction.engine import PAIRS, STAND_IN, Pair, Wanted, assert_same, generate, wanted
 from tests.eviction.plain_models import PlainLlama, PlainNeoX

@@ -12,16 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o.core.units import TOKEN_CHUNK
-from flexgen_h2o.kernels import slots as slot_kernels
 from flexgen_h2o.kvcache import layout as layout_module
 from flexgen_h2o.kvcache.attend import attend_prompts, attend_slots
-from flexgen_h2o.kvcache.evict import EvictionStep
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full, H2ONorm, Local, Random, SnapKV, Tova, ValueH2O
 from flexgen_h2o.kvcache.eviction.policy import Columns
-from flexgen_h2o.kvcache.layout import unit_layout
+from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.kvcache.prefixes import PromptGroup
-from flexgen_h2o.kvcache.slots import NewColumn, PartView, SlotTable, carve_record, new_columns, part_view
+from flexgen_h2o.kvcache.slots import KVRows, PartView, SlotTable, metadata_view, part_view
 
 HEADS, KV_HEADS, WIDTH, SCALE = 8, 2, 4, 0.5
 GROUP = HEADS // KV_HEADS
@@ -37,16 +34,16 @@ def random_qkv(tokens: int) -> Qkv:
     return torch.randn(tokens, HEADS, WIDTH), torch.randn(tokens, KV_HEADS, WIDTH), torch.randn(tokens, KV_HEADS, WIDTH)
 
 
-def split_views(rows: int, slots: int, cuts: Sequence[int], record: tuple[str, ...] = ()) -> list[PartView]:
+def cut_views(rows: int, slots: int, cuts: Sequence[int], record: tuple[str, ...] = ()) -> list[PartView]:
     """Parts cut at the given rows, full of what a buffer may hold before: no numbers."""
     views = []
     for a, b in pairwise(sorted({0, rows, *(c for c in cuts if c < rows)})):
-        layout = unit_layout(b - a, 1, slots, WIDTH, 4, (0.0, 1.0, 0.0), record)
+        layout = UnitLayout(b - a, 1, slots, WIDTH, 4, (0.0, 1.0, 0.0), record)
         (part,) = layout.parts
         data = torch.full((layout.part_bytes(part) // 4,), math.nan).view(torch.uint8)
-        memory = torch.full((layout.record_bytes(part),), 255, dtype=torch.uint8)
-        view = part_view(layout, part, data, torch.float32, carve_record(layout, part, memory))
-        views.append(PartView(a, view.keys, view.values, view.record))
+        memory = torch.full((layout.metadata_bytes(part),), 255, dtype=torch.uint8)
+        view = part_view(layout, part, data, torch.float32, metadata_view(layout, part, memory))
+        views.append(view.part(0, b - a, a))
     return views
 
 
@@ -72,16 +69,22 @@ def alone(counts: Sequence[int]) -> tuple[PromptGroup, ...]:
     return (PromptGroup(0, tuple(counts)),)
 
 
-def hook_of(policy: Eviction, counts: Sequence[int], steps: int) -> tuple[EvictionStep, int]:
-    """The hook of a micro-batch, and the slots of its fullest row."""
+def rows_of(policy: Eviction, counts: Sequence[int], steps: int, cuts: Sequence[int]) -> KVRows:
+    """The rows of a micro-batch with prompts of these lengths."""
     table = SlotTable(policy, [(count, steps + 1) for count in counts], 1)
-    return EvictionStep(policy, 0, table.at(0, range(len(counts))), KV_HEADS), table.most_slots(0)
+    views = cut_views(len(counts) * KV_HEADS, table.most_slots(0), cuts, policy.needs.record)
+    return KVRows(policy, 0, KV_HEADS, table.at(0), views)
 
 
-def decode(new: Qkv, joined: NewColumn, views: list[PartView], hook: EvictionStep) -> torch.Tensor:
-    slots = hook.next_slots(views, joined)
+def prefill(rows: KVRows, qkv: Qkv, groups: Sequence[PromptGroup], stored: torch.Tensor | None = None) -> torch.Tensor:
+    out = torch.full((len(qkv[0]), HEADS * WIDTH), math.nan)
+    assert attend_prompts(qkv, groups, rows, SCALE, out, stored) is out
+    return out.double()
+
+
+def decode(rows: KVRows, new: Qkv, positions: torch.Tensor) -> torch.Tensor:
     out = torch.full((len(new[0]), HEADS * WIDTH), math.nan)
-    assert attend_slots(new, joined, slots, views, hook, SCALE, slot_kernels.attend, out) is out
+    assert attend_slots(new, rows, rows.new_columns(positions), SCALE, out) is out
     return out.double()
 
 
@@ -90,47 +93,23 @@ def decode(new: Qkv, joined: NewColumn, views: list[PartView], hook: EvictionSte
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.lists(st.integers(0, 8), max_size=2), st.integers(0, 3))
 def test_generation_of_ragged_rows(counts: list[int], cuts: list[int], steps: int) -> None:
-    hook, slots = hook_of(Full(), counts, steps)
-    views = split_views(len(counts) * KV_HEADS, slots, cuts)
-    qkv = random_qkv(sum(counts))
+    """Each column in the slot of its position, and nothing behind them."""
+    rows, qkv = rows_of(Full(), counts, steps, cuts), random_qkv(sum(counts))
     history = [list(row) for row in zip(*(t.split(counts) for t in qkv), strict=True)]
-    out = attend_prompts(qkv, alone(counts), views, hook, SCALE, torch.full((sum(counts), HEADS * WIDTH), math.nan))
-    expected = torch.cat([full_attention(*row) for row in history])
-    assert (out.double() - expected).abs().max() < 1e-5
+    out = prefill(rows, qkv, alone(counts))
+    assert (out - torch.cat([full_attention(*row) for row in history])).abs().max() < 1e-5
     for step in range(steps):
         new = random_qkv(len(counts))
-        out = decode(new, new_columns(hook.rows, torch.tensor(counts) + step), views, hook)
+        out = decode(rows, new, torch.tensor(counts) + step)
         for i, row in enumerate(history):
             row[1], row[2] = (torch.cat([row[j], new[j][i : i + 1]]) for j in (1, 2))
             assert (out[i] - full_attention(new[0][i : i + 1], row[1], row[2])[0]).abs().max() < 1e-5
-
-
-@pytest.mark.parametrize("cuts", [(), (3,), (1, 5)])
-def test_columns_lie_in_the_slots_of_their_positions(cuts: tuple[int, ...]) -> None:
-    counts, slots = [2, 4, 1], 5
-    qkv = random_qkv(sum(counts))
-    views = split_views(len(counts) * KV_HEADS, slots, cuts)
-    attend_prompts(
-        qkv, alone(counts), views, hook_of(Full(), counts, 2)[0], SCALE, torch.empty(sum(counts), HEADS * WIDTH)
-    )  # fmt: skip
-    for stored, fed in (("keys", qkv[1]), ("values", qkv[2])):
-        parts = [getattr(view, stored).transpose(0, 1).flatten(1, 2) for view in views]
+    for stored, place in (("keys", 1), ("values", 2)):
+        parts = [getattr(view, stored).transpose(0, 1).flatten(1, 2) for view in rows.views]
         whole = torch.cat(parts).view(len(counts), KV_HEADS, -1, WIDTH)
-        for row, own in zip(whole, fed.split(counts), strict=True):
-            assert torch.equal(row[:, : len(own)], own.transpose(0, 1))
-            assert bool(row[:, len(own) :].isnan().all())  # nothing is written behind them
-
-
-def test_a_slot_is_overwritten_in_place_whatever_its_number() -> None:
-    """Slots have no order: a new column may take any."""
-    views = split_views(KV_HEADS, 3, ())
-    q, k, v = random_qkv(3)
-    hook = hook_of(Full(), [3], 1)[0]
-    attend_prompts((q, k, v), alone([3]), views, hook, SCALE, torch.empty(3, HEADS * WIDTH))
-    new, joined = random_qkv(1), NewColumn(torch.tensor([3]), torch.tensor([1]), torch.tensor([3]))
-    kept = [0, 2]
-    expected = full_attention(new[0], torch.cat([k[kept], new[1]]), torch.cat([v[kept], new[2]]))
-    assert (decode(new, joined, views, hook) - expected).abs().max() < 1e-5
+        for own, row in zip(whole, history, strict=True):
+            assert torch.equal(own[:, : len(row[place])], row[place].transpose(0, 1))
+            assert bool(own[:, len(row[place]) :].isnan().all())
 
 
 # ---- columns that leave
@@ -223,7 +202,7 @@ class PlainRow:
 
 
 POLICIES: list[Eviction] = [
-    H2O(heavy_size=3, recent_size=2), H2O(heavy_size=3, recent_size=2, while_decoding=False), H2O(heavy_ratio=0.5),
+    H2O(heavy_size=3, recent_size=2, while_decoding=False), H2O(heavy_ratio=0.5),
     H2ONorm(heavy_size=4, recent_size=1, sinks=1, grace=2, decay=0.8), Local(recent_size=4, sinks=2),
     SnapKV(heavy_size=3, recent_size=2, window=3, kernel=3), Tova(heavy_size=2, recent_size=2),
     Random(heavy_size=2, recent_size=2), ValueH2O(heavy_size=4, recent_size=2, sinks=1, grace=1),
@@ -231,72 +210,68 @@ POLICIES: list[Eviction] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: " ".join(f"{k}={v}" for k, v in p.to_json().items())[:50])
-@pytest.mark.parametrize("cuts", [(), (3, 5)])
-def test_rows_that_drop_columns(policy: Eviction, cuts: tuple[int, ...]) -> None:
+of_each_policy = pytest.mark.parametrize(
+    "policy", POLICIES, ids=lambda p: " ".join(f"{k}={v}" for k, v in p.to_json().items())[:50]
+)
+
+
+@of_each_policy
+def test_rows_that_drop_columns(policy: Eviction) -> None:
     """Prompts shorter than, as long as and longer than the budget; parts cut within a sequence's heads."""
     counts, steps = [9, 9, 2, 5, 14, 1], 9
-    hook, slots = hook_of(policy, counts, steps)
-    record = policy.needs.record
-    views = split_views(len(counts) * KV_HEADS, slots, cuts, record)
-    qkv = random_qkv(sum(counts))
+    rows, qkv = rows_of(policy, counts, steps, (3, 5)), random_qkv(sum(counts))
     prompts = list(zip(*(t.split(counts) for t in qkv), strict=True))
-    rows = [PlainRow(policy, q, k, v, steps + 1) for q, k, v in prompts]
-    out = attend_prompts(qkv, alone(counts), views, hook, SCALE, torch.full((sum(counts), HEADS * WIDTH), math.nan))
-    assert (out.double() - torch.cat([full_attention(*own) for own in prompts])).abs().max() < 1e-5
-    check_records(views, rows, record)
+    plain = [PlainRow(policy, q, k, v, steps + 1) for q, k, v in prompts]
+    out = prefill(rows, qkv, alone(counts))
+    assert (out - torch.cat([full_attention(*own) for own in prompts])).abs().max() < 1e-5
+    check_metadata(rows, plain)
     for step in range(steps):
         new = random_qkv(len(counts))
-        out = decode(new, new_columns(hook.rows, torch.tensor(counts) + step), views, hook)
-        for i, row in enumerate(rows):
+        out = decode(rows, new, torch.tensor(counts) + step)
+        for i, row in enumerate(plain):
             assert (out[i] - row.step(*(t[i] for t in new))).abs().max() < 1e-5
-        check_records(views, rows, record)
+        check_metadata(rows, plain)
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: " ".join(f"{k}={v}" for k, v in p.to_json().items())[:50])
-@pytest.mark.parametrize("chunk", [TOKEN_CHUNK, 20])
-def test_rows_that_share_a_prefix(policy: Eviction, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two groups that share, one between them that does not: outputs, records and columns are those of whole prompts.
+@of_each_policy
+def test_rows_that_share_a_prefix(policy: Eviction, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two groups that share, one between them that does not: outputs, metadata and columns are those of whole prompts.
 
     Own tokens fewer and more than the rows that a policy looks at; several rows of a length, one or two at a time.
     """
-    monkeypatch.setattr("flexgen_h2o.kvcache.attend.TOKEN_CHUNK", chunk)
+    monkeypatch.setattr("flexgen_h2o.kvcache.attend.TOKEN_CHUNK", 20)
     groups = (PromptGroup(6, (1, 3, 3, 3, 8)), PromptGroup(0, (4, 4, 1)), PromptGroup(12, (2, 2)))
     counts = [n for group in groups for n in group.lengths]
-    hook, slots = hook_of(policy, counts, 1)
-    record = policy.needs.record
-    views = split_views(len(counts) * KV_HEADS, slots, (3, 8), record)
+    rows = rows_of(policy, counts, 1, (3, 8))
     prompts, fed = [], []
     for group in groups:
         prefix, owns = random_qkv(group.prefix), [random_qkv(n) for n in group.own]
         prompts += [[torch.cat(pair) for pair in zip(prefix, own, strict=True)] for own in owns]
         fed += [prefix, *owns]
-    qkv = [torch.cat(parts) for parts in zip(*fed, strict=True)]
-    stored = qkv[1] + 1
-    out = torch.full((len(stored), HEADS * WIDTH), math.nan)
-    attend_prompts(qkv, groups, views, hook, SCALE, out, stored)
+    q, k, v = (torch.cat(parts) for parts in zip(*fed, strict=True))
+    out = prefill(rows, (q, k, v), groups, k + 1)
     expected = [full_attention(*own) for own in prompts]
     start = row = 0
     for group in groups:
         if group.prefix:
-            assert (out[start : start + group.prefix].double() - expected[row][: group.prefix]).abs().max() < 1e-5
+            assert (out[start : start + group.prefix] - expected[row][: group.prefix]).abs().max() < 1e-5
         start += group.prefix
         for n in group.own:
-            assert (out[start : start + n].double() - expected[row][group.prefix :]).abs().max() < 1e-5
+            assert (out[start : start + n] - expected[row][group.prefix :]).abs().max() < 1e-5
             start, row = start + n, row + 1
-    check_records(views, [PlainRow(policy, *own, 2) for own in prompts], record)
-    check_columns(views, prompts)
+    check_metadata(rows, [PlainRow(policy, *own, 2) for own in prompts])
+    check_columns(rows.views, prompts)
 
 
-def check_columns(views: list[PartView], prompts: list[list[torch.Tensor]]) -> None:
-    """Each slot that is filled holds the column that its record names, the key one more than it was."""
+def check_columns(views: Sequence[PartView], prompts: list[list[torch.Tensor]]) -> None:
+    """Each slot that is filled holds the column that its metadata names, the key one more than it was."""
     for i, (_, k, v) in enumerate(prompts):
         for head in range(KV_HEADS):
             row = i * KV_HEADS + head
             view = next(one for one in views if one.start <= row < one.end)
-            assert view.record is not None
-            kept = min(len(k), view.record.positions.shape[1])
-            positions = view.record.positions[row - view.start, :kept].long()
+            assert view.metadata is not None
+            kept = min(len(k), view.metadata.positions.shape[1])
+            positions = view.metadata.positions[row - view.start, :kept].long()
             filled = positions < len(k)
             keys, values = (t.transpose(0, 1).flatten(1, 2)[row - view.start, :kept] for t in (view.keys, view.values))
             good = keys.isfinite().all(dim=-1) & filled
@@ -305,15 +280,15 @@ def check_columns(views: list[PartView], prompts: list[list[torch.Tensor]]) -> N
             assert torch.equal(values[good], v[positions[good], head])
 
 
-def check_records(views: list[PartView], rows: list[PlainRow], record: tuple[str, ...]) -> None:
+def check_metadata(rows: KVRows, plain: list[PlainRow]) -> None:
     """Slot by slot: the same columns, with their scores and norms."""
-    for i, head in enumerate(head for row in rows for head in row.heads):
-        view = next(v for v in views if v.start <= i < v.end)
-        own, n = view.record, len(head.positions)
+    for i, head in enumerate(head for row in plain for head in row.heads):
+        view = next(v for v in rows.views if v.start <= i < v.end)
+        own, n = view.metadata, len(head.positions)
         assert own is not None
         assert own.positions[i - view.start, :n].tolist() == head.positions
         for name, expected in (("scores", head.scores), ("norms", head.norms())):
             field_of = getattr(own, name)
-            assert (field_of is not None) is (name in record)
+            assert (field_of is not None) is (name in rows.policy.needs.record)
             if field_of is not None:
                 assert field_of[i - view.start, :n].tolist() == pytest.approx(expected, rel=1e-4, abs=1e-5)
