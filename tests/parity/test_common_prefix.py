@@ -80,8 +80,7 @@ def test_tokens_and_logits(
     assert llm.report.kv["slots"] == max(map(len, known.prompts)) - HEADER + NEW_TOKENS - 1
 
 
-@pytest.mark.parametrize("placement", ["all on device", "kv split three ways", "all on disk"])
-@pytest.mark.parametrize("refill", [True, False])
+@pytest.mark.parametrize(("placement", "refill"), [("all on device", False), ("kv split three ways", True)])
 def test_rows_that_end_at_different_steps(
     refill: bool, placement: str, headed: Callable[[str], Reference], tmp_path: Path
 ) -> None:
@@ -170,11 +169,10 @@ def test_teacher_forcing_takes_several_tokens_at_once(headed: Callable[[str], Re
     ("switches", "common"),
     [
         ({"int8_compute": True}, HEADER),
-        ({"compress_weight": True}, HEADER),
         ({"compress_cache": True}, 0),
         ({"attn_sparsity": 0.3}, 0),
     ],
-    ids=["int8", "packed weights", "packed KV", "sparse"],
+    ids=["int8", "packed KV", "sparse"],
 )
 def test_with_and_without_are_the_same(
     switches: dict[str, object], common: int, headed: Callable[[str], Reference], tmp_path: Path
@@ -202,7 +200,7 @@ def test_rows_with_an_eviction_policy_have_their_own(headed: Callable[[str], Ref
 # ---- bytes
 
 
-@pytest.mark.parametrize("placement", ["all on device", "kv on disk", "kv split three ways"])
+@pytest.mark.parametrize("placement", ["all on device", "kv split three ways"])
 def test_the_plan_holds_one_copy(placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Homes of units are for rows' own columns, exactly; peak bytes are the plan's, with the copy in it."""
     random_model(max_position_embeddings=512).save_pretrained(tmp_path / "model")
