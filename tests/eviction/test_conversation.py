@@ -22,7 +22,7 @@ from tests.eviction.engine import LEAST_SCORE_GAP, PAIRS, STAND_IN, SeenByRow
 from tests.eviction.plain_models import PlainLlama
 from tests.eviction.reference import Evicted, PlainModel, Turn, evicted_greedy
 from tests.parity.cases import PLACEMENTS
-from tests.parity.reference import LEAST_GAP, LOGIT_TOLERANCE, LogitsByRow, greedy, random_prompts
+from tests.parity.reference import LEAST_GAP, LOGIT_TOLERANCE, LogitsByRow, random_prompts
 
 LENGTHS, ANSWER = (9, 5, 1, 7), 4
 
@@ -154,18 +154,6 @@ def test_many_rows_follow_many_tokens_at_once(name: str, known: Callable[[str], 
         for row, tokens in enumerate(more):
             assert len(one[row]) == len(many[row]) == len(tokens)
             assert (torch.stack(one[row]) - torch.stack(many[row])).abs().max() <= LOGIT_TOLERANCE
-
-
-def test_the_full_cache_answers_as_if_all_had_been_one_prompt(known: Callable[[str], Known], tmp_path: Path) -> None:
-    model, turns = known("llama"), random_prompts((6, 3, 4))
-    found = converse(model.folder, turns, None, Policy(1), tmp_path)
-    said: list[int] = []
-    for i, turn in enumerate(turns):
-        said += turn
-        answer = greedy(model.model, said, ANSWER)
-        assert found.heard.answers[i] == answer
-        said += answer
-    assert [*turns[0], *found.tokens] == said
 
 
 def test_memory_does_not_grow_with_the_conversation(known: Callable[[str], Known], tmp_path: Path) -> None:

@@ -77,17 +77,6 @@ def test_a_budget_for_everything_gives_transformers_logits(shape: str, policy: P
     assert got.kept == [[[columns] * plain.kv_heads] * plain.num_layers for columns in whole]
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_column_scores_sum_to_query_heads_times_rows(model: str) -> None:
-    plain, n = MODELS[model](), len(PROMPT)
-    masks = [torch.ones(plain.kv_heads, n, n).tril().bool()] * plain.num_layers
-    for seen in forward(plain, PROMPT, masks)[1]:
-        scorer = ColumnSums(0, Sizes(0, 1, 1))
-        scorer.see_prompt(seen.probabilities.double(), seen.v)
-        group = seen.probabilities.shape[1]
-        torch.testing.assert_close(scorer.scores().sum(1), torch.full((plain.kv_heads,), float(group * n)).double())
-
-
 @torch.no_grad()
 def test_the_prefill_keeps_what_transformers_own_attention_says() -> None:
     model = random_model()
@@ -203,23 +192,6 @@ def test_mean_over_the_queries_that_saw_a_column() -> None:
     torch.testing.assert_close(decayed.scores(), 2 * torch.tensor([[0.7 / 1.75, 0.95 / 1.5, 0.1]]).double())
 
 
-def test_a_decode_step_counts_by_the_columns_that_are_left() -> None:
-    """Of four columns one was dropped: what the others receive is three quarters of it."""
-    scorer = h2o_norm(SMALL, decay=1.0).scorer(0, Sizes(0, 1, 1))
-    scorer.see_prompt(torch.eye(3).double().expand(1, 1, 3, 3), torch.zeros(1, 3, 1))
-    scorer.see_token(torch.tensor([[[0.5, 0.0, 0.3, 0.2]]]).double(), torch.zeros(1, 4, 1))
-    expected = torch.tensor([[1.375 / 4, 1.0 / 3, 1.225 / 2, 0.15 / 1]]).double()
-    torch.testing.assert_close(scorer.scores(), expected)
-
-
-def test_the_last_query_counts_over_all_heads_of_a_layer() -> None:
-    scorer = tova(SMALL).scorer(0, Sizes(0, 1, 0))
-    scorer.see_token(torch.tensor([[[0.2, 0.8], [0.6, 0.4]], [[0.1, 0.9], [0.1, 0.9]]]).double(), torch.zeros(2, 2, 1))
-    torch.testing.assert_close(scorer.scores(), torch.tensor([[0.25, 0.75]] * 2).double())
-    got = evicted_greedy(gqa(), PROMPT, NEW_TOKENS, POLICIES["tova"])
-    assert all(heads[0] == heads[1] for kept in got.kept for heads in kept)
-
-
 def test_a_second_half_is_chosen_by_the_values_too() -> None:
     p = torch.eye(3).double().expand(1, 1, 3, 3) / torch.tensor([1.0, 1, 2]).double()[:, None]
     scorer = h2o_v(SMALL, decay=1.0).scorer(0, Sizes(0, 3, 0))
@@ -260,28 +232,6 @@ def test_the_observation_window_is_pooled(rows: int, pooled: list[float], steppe
 )
 def test_what_stays(sizes: Sizes, score: list[float], stay: list[int], gap: float) -> None:
     assert choose(range(6), sizes, [(sizes.heavy, torch.tensor(score).double())]) == (stay, gap)
-
-
-def test_two_turns_choose_one_after_the_other() -> None:
-    turns = [(1, torch.tensor([9.0, 8, 1, 0, 0])), (1, torch.tensor([9.0, 2, 5, 0, 0]))]
-    assert choose(range(5), Sizes(0, 2, 1), turns) == ([0, 2, 4], 1.0)
-
-
-@pytest.mark.parametrize(
-    ("policy", "sizes"),
-    [
-        (h2o(Budget(heavy_size=9, recent_size=5), sinks=3), Sizes(3, 9, 5)),
-        (local(Budget(heavy_size=9, recent_size=5), sinks=3), Sizes(3, 0, 11)),
-        (local(Budget(heavy_size=1, recent_size=1), sinks=3), Sizes(1, 0, 1)),
-        (h2o_norm(Budget(heavy_size=30, recent_size=10)), Sizes(4, 20, 16)),
-        (h2o_norm(Budget(heavy_size=9, recent_size=5)), Sizes(4, 3, 7)),
-        (h2o_norm(Budget(heavy_size=3, recent_size=5)), Sizes(3, 0, 5)),
-        (h2o_norm(Budget(heavy_size=9, recent_size=5), sinks=0, grace=0), Sizes(0, 9, 5)),
-        (tova(Budget(heavy_size=9, recent_size=5)), Sizes(0, 13, 1)),
-    ],
-)
-def test_how_a_policy_divides_its_budget(policy: Policy, sizes: Sizes) -> None:
-    assert policy.sizes(100, 0) == sizes
 
 
 def test_h2o_by_hand() -> None:

@@ -101,11 +101,6 @@ def test_models_that_are_not_supported_are_refused(make: Callable[[], Any], says
         enable_eviction(make(), H2O(**SIZES))
 
 
-def test_what_is_no_policy_is_refused(known: Callable[[str], Known]) -> None:
-    with pytest.raises(UsageError, match="eviction: 'h2o' is not an eviction policy"):
-        enable_eviction(known("opt").model, "h2o")  # type: ignore[arg-type]
-
-
 class Ranked(H2O):
     """Wants of each column what the engine alone could know."""
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from flexgen_h2o import LLM, Policy, SamplingParams
-from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.kvcache.prefixes import SHARINGS, group_prompts
 from tests.parity.beginnings import cases, references
 from tests.parity.cases import CONFIGURATIONS, PLACEMENTS
@@ -160,14 +159,3 @@ def test_what_is_planned_is_what_is_fed(tmp_path: Path) -> None:
     with LLM(str(tmp_path / "model"), "auto", dtype="float32", offload_dir=tmp_path) as llm:
         llm.generate(prompts, SamplingParams(max_tokens=2, ignore_eos=True))
         assert llm.report is not None and llm.report.extra["prefill_fed_tokens"] <= 600 + 16 * 5 + 600
-
-
-def test_turned_on_and_off_between_runs(shared: Callable[[str], Reference], tmp_path: Path) -> None:
-    """Buffers that were taken for shared prompts are too small for whole ones: the engine is opened again."""
-    known = shared("normal")
-    with LLM(str(known.folder), Policy(16, 1), dtype="float32", offload_dir=tmp_path) as llm:
-        for how in ("on", "off", "on"):
-            llm.share_prefix = how
-            assert tokens_of(llm.generate(known.prompts, SamplingParams(max_tokens=NEW_TOKENS))) == known.tokens
-        with pytest.raises(UsageError, match="share_prefix"):
-            llm.share_prefix = "sometimes"

@@ -134,18 +134,6 @@ def test_waiting_columns_are_put_over_what_was_written(rows: int, slots: int, st
     assert not overlay.is_full and bool((written.keys == 0.5).all())
 
 
-def test_entries_of_one_slot_hold_the_same_column() -> None:
-    """So the order in which they are put is free: on a card it is not known."""
-    layout, view = one_part(2, 6)
-    overlay, new = make_overlay(layout), torch.randn(3, 2, WIDTH)
-    for slots, column in zip(([4, 1], [4, 2], [4, 1]), new, strict=True):
-        put_columns(view, torch.tensor(slots), column, -column)
-        overlay.add(view, torch.tensor(slots))
-    for kept, sign in ((overlay._keys, 1), (overlay._values, -1)):
-        expected = torch.stack([new[[2, 2, 2], 0], new[[2, 1, 2], 1]])
-        assert torch.equal(kept[:, :3], sign * expected)
-
-
 # ---- rows that are moved and cut
 
 
