@@ -27,15 +27,8 @@ MODEL_TYPES = ("opt", "llama", "mistral", "gpt_neox")
 LEAST_TRANSFORMERS = "5.20"  # the oldest that was tried; the engine itself runs with older ones
 
 
-@dataclass(frozen=True)
-class _Enabled:
-    """What `disable_eviction` undoes."""
-
-    hook: RemovableHandle
-    attention: str
-
-
-_enabled: WeakKeyDictionary[PreTrainedModel, _Enabled] = WeakKeyDictionary()
+# The pre-hook, and the attention implementation before: what `disable_eviction` undoes.
+_enabled: WeakKeyDictionary[PreTrainedModel, tuple[RemovableHandle, str]] = WeakKeyDictionary()
 
 
 def enable_h2o(
@@ -79,16 +72,16 @@ def enable_eviction(model: PreTrainedModel, eviction: Eviction, mode: str = "dro
     model.set_attn_implementation(ATTENTION)
     give = torch.compiler.disable(_GiveCache(eviction, mode).give)
     hook = model.get_decoder().register_forward_pre_hook(give, with_kwargs=True)
-    _enabled[model] = _Enabled(hook, attention)
+    _enabled[model] = hook, attention
 
 
 def disable_eviction(model: PreTrainedModel) -> None:
     """The model as it was before `enable_eviction` or `enable_h2o`. Raises UsageError if eviction is not enabled."""
     if not isinstance(model, PreTrainedModel) or model not in _enabled:
         raise UsageError("model: eviction is not enabled on it")
-    enabled = _enabled.pop(model)
-    enabled.hook.remove()
-    model.set_attn_implementation(enabled.attention)
+    hook, attention = _enabled.pop(model)
+    hook.remove()
+    model.set_attn_implementation(attention)
 
 
 def _attention_of(model: PreTrainedModel) -> str:

@@ -20,7 +20,7 @@ TokenIds = Sequence[int]
 
 @dataclass(frozen=True)
 class Sharing:
-    """When neighbouring rows share a prefix: it has at least `least` tokens, and `share` of their mean prompt."""
+    """When neighbouring rows share a prefix: where it has `least` tokens and `share` of their mean prompt, or more."""
 
     least: int
     share: float
@@ -167,7 +167,7 @@ def family_order(prompts: Sequence[TokenIds], sharing: Sharing, rows: int) -> Ca
     """A key that sorts prompts with equal beginnings together, those with the longest prompt first.
 
     Only families of at least `rows`, which fill micro-batches of equal beginnings; all others are one family, so that
-    a few alike do not tear prompts of one length apart.
+    a few of them do not separate prompts of equal length.
     """
     sizes = Counter(_head(p, sharing) for p in prompts)
     order: dict[TokenIds, tuple[int, int]] = {}  # by family: -longest, first

@@ -1,6 +1,6 @@
 """Rows of a KV unit as tensors: the slots that they hold, the slots that new columns take, and columns put into them.
 
-Rows that have left a micro-batch are filled up with those at its end (compaction).
+When rows leave a micro-batch its last rows take their places (compaction).
 """
 
 from __future__ import annotations
