@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from flexgen_h2o.core.config import ModelSpec
 
 EVERYTHING = 2**30  # more columns than any row has
-# Records of a slot (kvcache/slots.Record), in the order in which they are laid out.
+# What is recorded of a slot (kvcache/slots.SlotMetadata), in the order of its bytes.
 POSITIONS, SCORES, NORMS, RANKS = "positions", "scores", "norms", "ranks"
 
 
@@ -43,7 +43,7 @@ class Needs:
     record: what is kept of each slot, of POSITIONS, SCORES, NORMS and RANKS in this order; () for a policy that drops
     nothing. With RANKS keys are kept before their rotary embeddings, and each is turned by its rank when it is read.
     query_rows: the last rows of a prompt whose column sums are wanted; None for all. query_decay: the row i before the
-    last counts query_decay ** i. In a decode step a slot's score becomes fade x score + gain x the probability that it
+    last counts query_decay ** i. In a decode step a slot's score becomes decay x score + gain x the probability that it
     received, summed over the query heads of its kv-head. even: the gain is multiplied by columns held / columns seen
     so far, since a query that attends to fewer columns gives more to each. ranks_by_score: `rank` gives the scores
     themselves, so the decode kernel can find the column that leaves.
@@ -60,12 +60,12 @@ class Needs:
 
 @dataclass(frozen=True)
 class Columns:
-    """What may be known of the columns of `b` sequences when a policy scores or ranks them.
+    """What a policy knows of the columns of `b` sequences when it ranks them.
 
     positions: (b, kv_heads, n) int32; newest: (b,) int64, the position of the newest column; scores, norms (of the
     values): (b, kv_heads, n) fp32 where the policy's record has them; heavy: (b,) int64, of the rows' budgets; block:
     the transformer block. may_leave: (b, kv_heads, n) bool, False for sinks, recent columns and slots that are not
-    filled, whose other entries are arbitrary; ranks of such columns are not looked at.
+    filled, whose other entries are arbitrary; ranks of such columns are not read.
     """
 
     block: int
@@ -82,7 +82,7 @@ class Columns:
 
 
 class Eviction(Protocol):
-    """Decides which KV columns a row keeps, apart for each sequence and kv-head."""
+    """Decides which KV columns a row keeps, for each sequence and kv-head separately."""
 
     @property
     def name(self) -> str: ...
@@ -234,7 +234,7 @@ def _pyramid(heavy: int, most: int, block: int, num_blocks: int) -> int:
 
 
 def is_rolling(eviction: Eviction) -> bool:
-    """Does a column's position follow from the columns that its row holds?"""
+    """Whether a column's position is its rank among the columns that its row holds."""
     return RANKS in eviction.needs.record
 
 
