@@ -28,7 +28,6 @@ from flexgen_h2o.core.units import parse_bytes
 from flexgen_h2o.evaluation.streaming import add_streaming_flags
 from flexgen_h2o.evaluation.text import add_text_flags
 from flexgen_h2o.flags import (
-    EVICTIONS,
     add_engine_flags,
     check_positions,
     compression_flags,
@@ -38,6 +37,7 @@ from flexgen_h2o.flags import (
     say_idle_flags,
     uncompressed,
 )
+from flexgen_h2o.kvcache.eviction import POLICIES
 
 if TYPE_CHECKING:
     from flexgen_h2o.core.config import Policy
@@ -75,7 +75,7 @@ def _parser() -> OneLineParser:
 def _add_fidelity_flags(parser: argparse.ArgumentParser) -> None:
     add_engine_flags(parser)
     add = parser.add_argument
-    names = list(EVICTIONS[1:])
+    names = list(POLICIES[1:])
     add(
         "--policies",
         nargs="+",

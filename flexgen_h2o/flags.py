@@ -21,16 +21,13 @@ from flexgen_h2o.cli_common import boolean, flag_of, not_empty, note, positive
 from flexgen_h2o.core.config import BITS, BITS_OF, DTYPE_BYTES, MemoryBudget, Policy, read_policy, without_unused_bits
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import usable_path
+from flexgen_h2o.kvcache.eviction import POLICIES
 
 if TYPE_CHECKING:
     from flexgen_h2o.core.config import ModelSpec
     from flexgen_h2o.engine.sampling import SamplingParams
     from flexgen_h2o.kvcache.eviction import Eviction
     from flexgen_h2o.llm import LLM
-
-
-# The rows of kvcache.eviction.POLICIES, here as well so that --help need not import torch; a test compares them.
-EVICTIONS = ("full", "local", "h2o", "h2o-norm", "tova", "snapkv", "h2o-v", "random")
 
 
 @contextlib.contextmanager
@@ -115,7 +112,7 @@ def add_eviction_flags(parser: argparse.ArgumentParser) -> None:
     add("--hh-size", type=int, metavar="N", help="heavy-hitter columns a row, a count; 0 keeps recent ones only")
     add("--recent-size", type=int, metavar="N", help="recent columns a row, a count (as --hh-size)")
     add("--hh-all", type=boolean, nargs="?", const=True, help="false: drop columns of the prompt only (true)")
-    names = ", ".join(EVICTIONS)
+    names = ", ".join(POLICIES)
     add("--eviction", metavar="NAME", help=f"which columns stay: {names}; h2o with a flag above, else full")
     add("--kv-layer-schedule", metavar="NAME", help="uniform, or pyramid: lower layers keep more (uniform)")
     add(
@@ -187,8 +184,8 @@ def eviction_of(args: argparse.Namespace, policy: Policy) -> Eviction:
     attributes = {field: flag.removeprefix("--").replace("-", "_") for field, flag in EVICTION_FLAGS.items()}
     given = {field: getattr(args, a) for field, a in attributes.items() if getattr(args, a) not in (None, "original")}
     name = ("h2o" if given else "full") if args.eviction is None else args.eviction
-    if name.partition(":")[0] not in EVICTIONS:
-        raise UsageError(f"--eviction {name}: not one of {', '.join(EVICTIONS)}")
+    if name.partition(":")[0] not in POLICIES:
+        raise UsageError(f"--eviction {name}: not one of {', '.join(POLICIES)}")
     if name == "full":
         if given:
             raise UsageError(f"{EVICTION_FLAGS[next(iter(given))]} and --eviction full: give one of them")

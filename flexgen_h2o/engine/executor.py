@@ -14,7 +14,7 @@ import torch
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import Layer
 from flexgen_h2o.core.schedule import Step, weight_sequence, zigzag
-from flexgen_h2o.engine.attention import CacheStep, DecodingRows, UnitAttention, UnitViews
+from flexgen_h2o.engine.attention import CacheStep, UnitAttention
 from flexgen_h2o.engine.distributed import Handoff
 from flexgen_h2o.engine.generation import Decoding, MicroBatch, Row, SweepInput, Waiting
 from flexgen_h2o.engine.hidden import HiddenKey
@@ -22,7 +22,7 @@ from flexgen_h2o.engine.memory_plan import kv_layout
 from flexgen_h2o.engine.metrics import BlockStats, Sweep
 from flexgen_h2o.engine.resources import Engine
 from flexgen_h2o.engine.weights import WeightStream
-from flexgen_h2o.kvcache.evict import unit_columns
+from flexgen_h2o.kvcache.evict import columns_of
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.kvcache.prefixes import Sharing
@@ -197,8 +197,7 @@ class Executor:
             self._compute(k, layer, w, x, cache)
         if cache is not None:
             self._count(k, cache)
-            if cache.decoding is not None:
-                self._watch_slots(k, cache.decoding)
+            self._watch_slots(k, cache)
             with span("wait", f"store_cache {phase}"):
                 self._close_cache(step, layer, cache)
         with span("wait", f"store_hidden {phase}"):
@@ -215,12 +214,13 @@ class Executor:
         key, k = (step.sweep, layer.block, step.micro_batch), step.micro_batch
         region = self._cache.take(key)
         views, store_whole = self._engine.cache.open(key, region)
-        rows = self._tables[k].at(layer.block)
-        return self._attention.open(layer.block, rows, self._inputs[k], UnitViews(region, views, store_whole))
+        budgets = self._tables[k].at(layer.block)
+        return self._attention.open(layer.block, budgets, self._inputs[k], views, region, store_whole)
 
     def _close_cache(self, step: Step, layer: Layer, cache: CacheStep) -> None:
-        key, engine, region = (step.sweep, layer.block, step.micro_batch), self._engine, cache.unit.region
-        stores = engine.cache.close(key, region, cache.columns, cache.slots_to_store, engine.device.fence())
+        key, engine, region = (step.sweep, layer.block, step.micro_batch), self._engine, cache.region
+        columns = int(cache.filled.max())
+        stores = engine.cache.close(key, region, columns, cache.slots_to_store, engine.device.fence())
         self._cache.give_back(region, stores)
         self._settle(stores)
 
@@ -240,16 +240,16 @@ class Executor:
     def _count(self, k: int, cache: CacheStep) -> None:
         """The columns of one layer."""
         fed = self._inputs[k]
-        self._read += cache.decoding.read + fed.steps * fed.common if cache.decoding is not None else 0
-        self._held += int(cache.decoded.sum()) + int(cache.entered.sum())
+        self._read += cache.read + fed.steps * fed.common if cache.new else 0
+        self._held += int(cache.filled.sum())
         self._full += fed.seen
 
-    def _watch_slots(self, k: int, decoding: DecodingRows) -> None:
+    def _watch_slots(self, k: int, cache: CacheStep) -> None:
         """Show what a decode step's attention saw to whoever watches."""
         watch = self._decoding.watches.slots
-        if watch is not None:
+        if watch is not None and cache.decoding is not None:
             rows = [r.prompt.index for r in self._batches[k].rows[: self._inputs[k].decoding]]
-            watch(rows, decoding.new.filled, unit_columns(decoding.hook, decoding.views, decoding.new))
+            watch(rows, cache.new[-1].filled, columns_of(cache.decoding, cache.new[-1]))
 
     def _begin_sweep(self, k: int) -> None:
         """Fix what micro-batch `k` feeds into its next sweep, if it has rows left."""

@@ -11,7 +11,7 @@ import torch
 from flexgen_h2o.core.units import PAGE, round_up
 from flexgen_h2o.engine.memory_plan import hidden_home_bytes, hidden_is_streamed
 from flexgen_h2o.tiers.disk import DirectFile
-from flexgen_h2o.tiers.placement import Part, Shares, split_rows
+from flexgen_h2o.tiers.placement import Shares, split_rows
 from flexgen_h2o.tiers.stream import Done, Region, Waitable, wait_all
 from flexgen_h2o.tiers.transfers import Mover
 
@@ -44,9 +44,9 @@ class HiddenStore:
                 used[tier] += nbytes
 
     def begin_sweep(self, micro_batch: int, tokens: int) -> None:
-        """`tokens` of the micro-batch from its next embedding on: to be said before the head of the last sweep closes.
+        """`tokens` of the micro-batch from its next embedding on, 0 when it has no rows any more.
 
-        0: it has no rows any more.
+        Call it before the head of the sweep before closes.
         """
         self._now[micro_batch] = tokens
 
@@ -68,10 +68,9 @@ class HiddenStore:
             return []
         loads = []
         after = [*region.after, *self._stores[key[2]]]
-        for part, data in self._slices(key[2], region):
-            memory = self._home(key[2], part)
-            if memory is not None:
-                loads.append(self._mover.copy("h2d", "load_hidden", data, memory[: data.numel()], after))
+        for data, home in self._parts(key[2], region):
+            if home is not None:
+                loads.append(self._mover.copy("h2d", "load_hidden", data, home, after))
             else:
                 assert self._file is not None
                 offset = self._offsets[key[2]]["disk"]
@@ -86,12 +85,10 @@ class HiddenStore:
         """The hidden states of a micro-batch, (tokens, width), to be changed in place."""
         tokens = self._now[key[2]]
         if region is None:
-            memory = self._home(key[2], split_rows(tokens, self._shares)[0])
-            assert memory is not None
-            data = memory
+            (part,) = split_rows(tokens, self._shares)
+            data = self._memory[part.tier][self._offsets[key[2]][part.tier] :]
         else:
-            for event in region.after:
-                event.wait()
+            wait_all(region.after)
             data = region.data
         return data[: tokens * self._row].view(self._dtype).view(tokens, self._width)
 
@@ -100,10 +97,9 @@ class HiddenStore:
         sweep, layer, k = key
         stores: list[Waitable] = []
         if region is not None and layer != self._last_layer:
-            for part, data in self._slices(k, region):
-                memory = self._home(k, part)
-                if memory is not None:
-                    stores.append(self._mover.copy("d2h", "store_hidden", memory[: data.numel()], data, [fence]))
+            for data, home in self._parts(k, region):
+                if home is not None:
+                    stores.append(self._mover.copy("d2h", "store_hidden", home, data, [fence]))
                 else:
                     assert self._file is not None
                     offset = self._offsets[k]["disk"]
@@ -116,12 +112,11 @@ class HiddenStore:
         for stores in self._stores:
             wait_all(stores)
 
-    def _slices(self, k: int, region: Region) -> list[tuple[Part, torch.Tensor]]:
-        parts = split_rows(self._now[k], self._shares)
-        return [(p, region.data[p.start * self._row : p.end * self._row]) for p in parts]
-
-    def _home(self, k: int, part: Part) -> torch.Tensor | None:
-        if part.tier == "disk":
-            return None
-        start = self._offsets[k][part.tier]
-        return self._memory[part.tier][start:]
+    def _parts(self, k: int, region: Region) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """The region's bytes of each part of a micro-batch, and its home in memory; None on disk."""
+        found: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        for part in split_rows(self._now[k], self._shares):
+            data, start = region.data[part.start * self._row : part.end * self._row], self._offsets[k][part.tier]
+            in_memory = part.tier != "disk"
+            found.append((data, self._memory[part.tier][start : start + data.numel()] if in_memory else None))
+        return found

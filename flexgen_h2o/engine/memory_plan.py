@@ -25,7 +25,7 @@ from flexgen_h2o.core.units import (
     round_up,
 )
 from flexgen_h2o.engine.workspace_sizes import int8_sizes, step_bytes, unpacked_cache_bytes
-from flexgen_h2o.kvcache.layout import UnitLayout, unit_layout
+from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.tiers.placement import Part, Shares, is_streamed, on_host_device, split_rows
 
 
@@ -234,7 +234,7 @@ def kv_layout(
     """The KV unit of a micro-batch of `sequences` rows under the policy's cache shares."""
     shares, on_host = tier_shares(policy.cache_shares, device_is_host), attends_on_host(policy, device_is_host)
     streamed = any(share > 0 and is_streamed(tier, on_host) for tier, share in zip(TIERS, shares, strict=True))
-    return unit_layout(
+    return UnitLayout(
         sequences, spec.num_kv_heads, slots, spec.head_dim, itemsize, shares, record, streamed,
         packing_of(spec, policy),
     )  # fmt: skip
@@ -364,7 +364,9 @@ def _cache_buffers(
             part = Part(tier, 0, layout.most_part_rows(share))
             is_brought = is_streamed(tier, on_host)
             found.append(Buffer("cache", tier, round_up(units * layout.room_bytes(part), PAGE) if part.rows else 0))
-            found.append(Buffer("cache record", attends_on if is_brought else tier, units * layout.record_bytes(part)))
+            found.append(
+                Buffer("cache record", attends_on if is_brought else tier, units * layout.metadata_bytes(part))
+            )
             if is_brought:
                 streamed += round_up(layout.room_bytes(part), PAGE) if part.rows else 0
             if tier == "disk":

@@ -27,7 +27,7 @@ from flexgen_h2o.engine.memory_plan import MemoryPlan, attends_on_host, tier_sha
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.engine.wire import Peers, Wire
 from flexgen_h2o.kernels.workspace import Workspace
-from flexgen_h2o.kvcache.attend import CommonPrefix
+from flexgen_h2o.kvcache.slots import CommonPrefix
 from flexgen_h2o.kvcache.store import CacheStore
 from flexgen_h2o.tiers.device import Ledger, Site, host_buffer
 from flexgen_h2o.tiers.disk import DirectFile, Scratch

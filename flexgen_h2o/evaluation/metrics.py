@@ -31,8 +31,7 @@ from flexgen_h2o.core.config import DTYPE_BYTES
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.engine.metrics import column_bytes
 from flexgen_h2o.kvcache.eviction import EVICTING, Eviction, Full, make_eviction
-from flexgen_h2o.kvcache.eviction.evicting import ORIGINAL, ROLLING
-from flexgen_h2o.kvcache.eviction.policy import POSITIONS, SCORES, Columns, Needs, is_rolling
+from flexgen_h2o.kvcache.eviction.policy import ORIGINAL, POSITIONS, ROLLING, SCORES, Columns, Needs, is_rolling
 from flexgen_h2o.llm import LLM
 
 

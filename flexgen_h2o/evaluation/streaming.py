@@ -31,7 +31,6 @@ from flexgen_h2o.evaluation.metrics import (
 )
 from flexgen_h2o.evaluation.rows import HeldOutText, held_out_text
 from flexgen_h2o.flags import (
-    EVICTIONS,
     add_engine_flags,
     add_sampling_flags,
     compression_flags,
@@ -42,6 +41,7 @@ from flexgen_h2o.flags import (
     sampling_of,
     say_idle_flags,
 )
+from flexgen_h2o.kvcache.eviction import POLICIES as EVICTIONS
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.models.load import Model
 

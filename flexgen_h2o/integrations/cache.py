@@ -1,12 +1,9 @@
-"""What the two kinds of cache layers share: whole prompts, then one token after the other.
+"""A transformers cache whose layers evict columns, and what its sequences bring in each forward.
+
+`DroppingLayer` drops columns, with the engine's own slots and decode kernels. `MaskingLayer` is the papers' simulation,
+which masks evicted columns and saves nothing. Both take whole prompts, then one token at a time.
 
 Letters: b = sequences of the batch, n = tokens of a forward with padding, d = head width.
-
-A cache layer that drops columns: the engine's own slots, hook and decode kernels, on transformers' tensors.
-
-A cache layer that only masks: the papers' simulation. It keeps every column and saves nothing.
-
-A transformers cache of evicting layers, and what its sequences bring in each forward.
 """
 
 from __future__ import annotations
@@ -14,7 +11,6 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -23,23 +19,12 @@ import torch.nn.functional as F
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.kernels.prefill_attention import causal_attention, causal_attention_lse
-from flexgen_h2o.kernels.slots import attend
-from flexgen_h2o.kvcache.attend import attend_slots
-from flexgen_h2o.kvcache.evict import EvictionStep, KeptColumns, keep_prompt_columns, rank_victims, record_prompt
+from flexgen_h2o.kvcache.attend import attend_slots, causal, write_prompts
+from flexgen_h2o.kvcache.evict import KeptColumns, keep_prompt_columns, rank_victims
 from flexgen_h2o.kvcache.eviction.policy import EVERYTHING, NORMS, SCORES, Eviction
-from flexgen_h2o.kvcache.slots import NewColumn, PartView, RowSlots, SlotMetadata, SlotTable, new_columns
+from flexgen_h2o.kvcache.slots import KVRows, NewColumns, PartView, RowBudgets, SlotMetadata, SlotTable
 
-
-@dataclass(frozen=True)
-class Arriving:
-    """The tokens of one forward. spans: of each sequence, (first, count) of its tokens among the n; others are padding.
-
-    one_by_one: they join as if they were generated; otherwise, where the cache is empty, they are a prompt.
-    """
-
-    spans: Sequence[tuple[int, int]]
-    one_by_one: bool
+Spans = Sequence[tuple[int, int]]  # of each sequence, (first, count) of its tokens among the n; others are padding
 
 
 class EvictingLayer(CacheLayerMixin):
@@ -48,8 +33,8 @@ class EvictingLayer(CacheLayerMixin):
     transformers gives keys and values to `update` and then calls the attention function, which calls `attend`: only
     there the queries are known, so only there columns are stored, scored and evicted.
 
-    keys, values: (b, kv_heads, slots, d) in the model's dtype. record: what the policy knows of each slot, its rows
-    (sequence, kv-head); None for the full cache. past: (b,) int64, the tokens of each sequence so far, without padding.
+    keys, values: (b, kv_heads, slots, d) in the model's dtype. metadata: of each slot, its rows (sequence, kv-head);
+    None where nothing is recorded. past: (b,) int64, the tokens of each sequence so far, without padding.
     """
 
     is_compileable = False
@@ -65,8 +50,8 @@ class EvictingLayer(CacheLayerMixin):
         """Empty, as new."""
         self.keys = self.values = None
         self.is_initialized = False
-        self.record: SlotMetadata | None = None
-        self.rows: RowSlots | None = None
+        self.metadata: SlotMetadata | None = None
+        self.budgets: RowBudgets | None = None
         self.past = torch.zeros(0, dtype=torch.int64)
         self._seen = 0
 
@@ -95,115 +80,113 @@ class EvictingLayer(CacheLayerMixin):
         raise UsageError("assisted decoding takes tokens back, and evicted columns do not return: generate without it")
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self._select(beam_idx)
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self._select(indices)
+        self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._select(torch.arange(len(self.past)).repeat_interleave(repeats))
+        self.batch_select_indices(torch.arange(len(self.past)).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Sequences `indices` take the places 0, 1, ..., with all that is known of them."""
+        if self.budgets is None or self.keys is None or self.values is None:
+            return
+        kv_heads, here, there = self.keys.shape[1], indices.cpu(), indices.to(self.device)
+        self.keys, self.values = self.keys.index_select(0, there), self.values.index_select(0, there)
+        self.past, self.budgets = self.past[here], self.budgets.select(here)
+        if self.metadata is not None:
+            rows = (there[:, None] * kv_heads + torch.arange(kv_heads, device=self.device)).flatten()
+            self.metadata = self.metadata.map(lambda t: t.index_select(0, rows))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys, values and record."""
-        held = [self.keys, self.values, *(self.record.tensors() if self.record is not None else [])]
+        """Bytes of keys, values and metadata."""
+        held = [self.keys, self.values, *(self.metadata.tensors() if self.metadata is not None else [])]
         return sum(t.numel() * t.element_size() for t in held if t is not None)
 
-    def begin(self, rows: RowSlots) -> None:
+    def begin(self, budgets: RowBudgets) -> None:
         """Sequences with these budgets come; called once, before the first `attend`."""
-        self.rows, self.past = rows, torch.zeros_like(rows.prompts)
+        self.budgets, self.past = budgets, torch.zeros_like(budgets.prompts)
 
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, arriving: Arriving
-    ) -> torch.Tensor:
-        """Attention of new tokens, whose columns join; then the policy evicts.
+    def attend(self, qkv: Sequence[torch.Tensor], scale: float, spans: Spans, one_by_one: bool) -> torch.Tensor:
+        """Attention of new tokens, whose columns are added; then the policy evicts.
 
-        q: (b, heads, n, d); k, v: (b, kv_heads, n, d), rotated where the model rotates. Returns (b, n, heads, d), 0
-        for padding.
+        q: (b, heads, n, d); k, v: (b, kv_heads, n, d), rotated where the model rotates. one_by_one: the tokens count as
+        generated; otherwise, where the cache is empty, they are a prompt. Returns (b, n, heads, d), 0 for padding.
         """
+        q, k, v = qkv
         if not self.is_initialized:
             self.lazy_initialization(k, v)
         out = torch.zeros_like(q.transpose(1, 2), memory_format=torch.contiguous_format)
-        if self._seen == 0 and not arriving.one_by_one:
-            self._attend_prompts((q, k, v), scale, arriving.spans, out)
+        if self._seen == 0 and not one_by_one:
+            self._attend_prompts(qkv, scale, spans, out)
         else:
             for i in range(q.shape[2]):
-                joins = torch.tensor([first <= i < first + count for first, count in arriving.spans])
-                new = (t[:, :, i].contiguous() for t in (q, k, v))
-                out[:, i].copy_(self._attend_token(tuple(new), scale, joins).view(out[:, i].shape))
-                self.past = self.past + joins
+                is_token = torch.tensor([first <= i < first + count for first, count in spans])
+                new = tuple(t[:, :, i].contiguous() for t in qkv)
+                out[:, i].copy_(self._attend_token(new, scale, is_token).view(out[:, i].shape))
+                self.past = self.past + is_token
         self._seen += q.shape[2]
         return out
 
-    def _attend_prompts(
-        self, qkv: Sequence[torch.Tensor], scale: float, spans: Sequence[tuple[int, int]], out: torch.Tensor
-    ) -> None:
+    def _attend_prompts(self, qkv: Sequence[torch.Tensor], scale: float, spans: Spans, out: torch.Tensor) -> None:
         """Full causal attention of each prompt over itself; what the policy keeps of it is stored.
 
         Neighbours of equal padding are computed together, without it: it never scores and is never kept.
         """
-        hook, begin = self._hook(qkv[1].shape[1]), 0
-        self._make_room(qkv[1])
+        batch, kv_heads, n, width = qkv[1].shape
+        self._allocate(batch, kv_heads, self._prompt_slots(n), width)
+        rows, begin = self._rows(), 0
         for (first, count), same in groupby(spans):
             some, columns = slice(begin, begin + len(list(same))), slice(first, first + count)
             q, k, v = (t[some, :, columns] for t in qkv)
-            lse = None
-            if hook.scores_prompts:
-                attended, lse = causal_attention_lse(q, k, v, scale)
-            else:
-                attended = causal_attention(q, k, v, scale)
+            attended, lse = causal(rows, q, k, v, scale)
             out[some, columns].copy_(attended.transpose(1, 2))
-            self._store_prompts(some, first, k, v, keep_prompt_columns(hook, begin, (q, k, v), lse, scale))
+            self._store_prompts(some, first, k, v, keep_prompt_columns(rows, begin, (q, k, v), lse, scale))
             begin = some.stop
         self.past = torch.tensor([count for _, count in spans])
 
-    def _hook(self, kv_heads: int) -> EvictionStep:
-        assert self.rows is not None
-        return EvictionStep(self._policy, self._block, self.rows, kv_heads)
-
-    def _view(self) -> PartView:
+    def _rows(self) -> KVRows:
         """The slots as the engine sees them, one row for each (sequence, kv-head)."""
-        assert self.keys is not None and self.values is not None
-        return PartView(0, self.keys.flatten(0, 1)[None], self.values.flatten(0, 1)[None], self.record)
+        assert self.budgets is not None and self.keys is not None and self.values is not None
+        view = PartView(0, self.keys.flatten(0, 1)[None], self.values.flatten(0, 1)[None], self.metadata)
+        return KVRows(self._policy, self._block, self.keys.shape[1], self.budgets, [view])
 
-    def _empty_record(self, rows: int, slots: int) -> SlotMetadata | None:
-        wanted = self._policy.needs.record
-        if not wanted:
-            return None
+    def _allocate(self, batch: int, kv_heads: int, slots: int, width: int) -> None:
+        """Empty slots, with position -1."""
+        self.keys, self.values = (
+            torch.zeros(batch, kv_heads, slots, width, dtype=self.dtype, device=self.device) for _ in range(2)
+        )
+        rows, wanted = batch * kv_heads, self._policy.needs.record
+        if not wanted and self._drops:
+            return
         scores, norms = (
             torch.zeros(rows, slots, device=self.device) if name in wanted else None for name in (SCORES, NORMS)
         )
         positions = torch.full((rows, slots), -1, dtype=torch.int32, device=self.device)
-        return SlotMetadata(positions, torch.zeros(rows, dtype=torch.int32, device=self.device), scores, norms)
+        victims = torch.zeros(rows, dtype=torch.int32, device=self.device)
+        self.metadata = SlotMetadata(positions, victims, scores, norms)
 
-    def _select(self, index: torch.Tensor) -> None:
-        """Sequences `index` take the places 0, 1, ..., with all that is known of them."""
-        if self.rows is None or self.keys is None or self.values is None:
-            return
-        kv_heads, here, there = self.keys.shape[1], index.cpu(), index.to(self.device)
-        self.keys, self.values = self.keys.index_select(0, there), self.values.index_select(0, there)
-        self.past = self.past[here]
-        self.rows = RowSlots(*(getattr(self.rows, name)[here] for name in RowSlots.__dataclass_fields__))
-        if self.record is not None:
-            rows = (there[:, None] * kv_heads + torch.arange(kv_heads, device=self.device)).flatten()
-            fields = {name: getattr(self.record, name) for name in SlotMetadata.__dataclass_fields__}
-            self.record = replace(
-                self.record, **{name: t.index_select(0, rows) for name, t in fields.items() if t is not None}
-            )
+    def _widen(self, more: int) -> None:
+        """As many slots more, of zeros."""
+        assert self.keys is not None and self.values is not None
+        self.keys, self.values = (F.pad(t, (0, 0, 0, more)) for t in (self.keys, self.values))
+        if self.metadata is not None:
+            self.metadata = self.metadata.map(lambda t: F.pad(t, (0, more)) if t.dim() == 2 else t)
+
+    _drops: bool  # columns that are evicted; the full cache then needs no metadata
 
     @abstractmethod
-    def _make_room(self, k: torch.Tensor) -> None:
-        """Storage for what is kept of prompts; k: (b, kv_heads, n, d)."""
+    def _prompt_slots(self, n: int) -> int:
+        """Slots for what is kept of prompts of n tokens with padding."""
 
     @abstractmethod
     def _store_prompts(self, some: slice, first: int, k: torch.Tensor, v: torch.Tensor, kept: KeptColumns) -> None:
         """Of the sequences `some`, whose tokens begin at `first`: k, v (some, kv_heads, count, d), without padding."""
 
     @abstractmethod
-    def _attend_token(self, qkv: tuple[torch.Tensor, ...], scale: float, joins: torch.Tensor) -> torch.Tensor:
+    def _attend_token(self, qkv: tuple[torch.Tensor, ...], scale: float, is_token: torch.Tensor) -> torch.Tensor:
         """One token of each sequence: q (b, heads, d), k and v (b, kv_heads, d). Returns b x heads x d numbers.
 
-        joins: (b,) bool on the host, False where the token is padding.
+        is_token: (b,) bool on the host, False where the token is padding.
         """
 
 
@@ -213,133 +196,90 @@ GROWTH = 64  # slots that are added at a time, where a budget is larger than wha
 class DroppingLayer(EvictingLayer):
     """Slots for sinks + heavy + recent + 1 columns a row; a new column overwrites the row's victim."""
 
-    def _make_room(self, k: torch.Tensor) -> None:
-        assert self.rows is not None
-        batch, kv_heads, _, width = k.shape
-        slots = min(int(self.rows.slots.max()), int(self.rows.kept.max()) + GROWTH)
-        self.keys, self.values = (
-            torch.zeros(batch, kv_heads, slots, width, dtype=self.dtype, device=self.device) for _ in range(2)
-        )
-        self.record = self._empty_record(batch * kv_heads, slots)
+    _drops = True
 
-    def _grow(self, filled: int) -> None:
-        """Room for `filled` slots: a large budget does not take its memory before it is needed."""
-        assert self.rows is not None and self.keys is not None and self.values is not None
-        held = self.keys.shape[2]
-        if filled <= held:
-            return
-        more = min(int(self.rows.slots.max()), held + max(GROWTH, held // 4)) - held
-        self.keys, self.values = (F.pad(t, (0, 0, 0, more)) for t in (self.keys, self.values))
-        if self.record is not None:
-            wide = {name: getattr(self.record, name) for name in ("positions", "scores", "norms")}
-            self.record = replace(
-                self.record, **{name: F.pad(t, (0, more)) for name, t in wide.items() if t is not None}
-            )
+    def _prompt_slots(self, n: int) -> int:
+        assert self.budgets is not None
+        return min(int(self.budgets.slots.max()), int(self.budgets.kept.max()) + GROWTH)
 
     def _store_prompts(self, some: slice, first: int, k: torch.Tensor, v: torch.Tensor, kept: KeptColumns) -> None:
-        assert self.keys is not None and self.values is not None
-        kv_heads, count, width = k.shape[1], kept.positions.shape[-1], k.shape[3]
-        index = kept.positions.unsqueeze(-1).expand(*kept.positions.shape, width)
-        for home, columns in ((self.keys, k), (self.values, v)):
-            home[some, :, :count] = columns.gather(2, index)
-        if self.record is not None:
-            for i in range(some.stop - some.start):
-                row = (some.start + i) * kv_heads
-                record_prompt(self._view(), slice(row, row + kv_heads), kept, i, slice(None))
+        (view,) = self._rows().views
+        write_prompts(view, some.start, k.transpose(1, 2), v.transpose(1, 2), kept)
 
-    def _attend_token(self, qkv: tuple[torch.Tensor, ...], scale: float, joins: torch.Tensor) -> torch.Tensor:
-        assert self.rows is not None and bool(joins.all())
-        new = new_columns(self.rows, self.past)
-        self._grow(int(new.filled.max()))
-        view, hook = self._view(), self._hook(qkv[1].shape[1])
-        out = torch.empty_like(qkv[0]).flatten(1)
-        return attend_slots(qkv, new, hook.next_slots([view], new), [view], hook, scale, attend, out)
+    def _attend_token(self, qkv: tuple[torch.Tensor, ...], scale: float, is_token: torch.Tensor) -> torch.Tensor:
+        assert self.budgets is not None and self.keys is not None and bool(is_token.all())
+        rows, held = self._rows(), self.keys.shape[2]
+        new = rows.new_columns(self.past)
+        if int(new.filled.max()) > held:  # a large budget does not take its memory before it is needed
+            self._widen(min(int(self.budgets.slots.max()), held + max(GROWTH, held // 4)) - held)
+            rows = self._rows()
+        return attend_slots(qkv, rows, new, scale, torch.empty_like(qkv[0]).flatten(1))
 
 
 class MaskingLayer(EvictingLayer):
     """Slot j holds column j of the batch, padding and all; columns that were evicted have position -1."""
 
-    def _make_room(self, k: torch.Tensor) -> None:
-        batch, kv_heads, n, _ = k.shape
-        self.keys, self.values = torch.zeros_like(k), torch.zeros_like(k)
-        self.record = self._empty_record(batch * kv_heads, n)
+    _drops = False
 
-    def _empty_record(self, rows: int, slots: int) -> SlotMetadata:
-        """Also where the policy has no use for one: positions are the mask."""
-        positions = torch.full((rows, slots), -1, dtype=torch.int32, device=self.device)
-        victims = torch.zeros(rows, dtype=torch.int32, device=self.device)
-        return super()._empty_record(rows, slots) or SlotMetadata(positions, victims)
+    def _prompt_slots(self, n: int) -> int:
+        return n
 
     def _store_prompts(self, some: slice, first: int, k: torch.Tensor, v: torch.Tensor, kept: KeptColumns) -> None:
-        assert self.keys is not None and self.values is not None and self.record is not None
+        assert self.keys is not None and self.values is not None and self.metadata is not None
         here = slice(first, first + k.shape[2])
         self.keys[some, :, here], self.values[some, :, here] = k, v
         positions = torch.full(k.shape[:3], -1, dtype=torch.int32, device=self.device)
         positions.scatter_(2, kept.positions, kept.positions.int())
         of_rows = slice(some.start * k.shape[1], some.stop * k.shape[1])
+        metadata = self.metadata
         for target, values in (
-            (self.record.positions, positions), (self.record.scores, kept.scores), (self.record.norms, kept.norms),
+            (metadata.positions, positions), (metadata.scores, kept.scores), (metadata.norms, kept.norms),
         ):  # fmt: skip
             if target is not None and values is not None:
                 target[of_rows, here] = values.flatten(0, 1)
 
-    def _attend_token(self, qkv: tuple[torch.Tensor, ...], scale: float, joins: torch.Tensor) -> torch.Tensor:
+    def _attend_token(self, qkv: tuple[torch.Tensor, ...], scale: float, is_token: torch.Tensor) -> torch.Tensor:
         q, k, v = qkv
         batch, kv_heads, width = k.shape
-        record = self._append(k, v, joins)
-        assert self.keys is not None and self.values is not None and self.rows is not None
-        held = (record.positions >= 0).view(batch, kv_heads, 1, -1)
+        if self.keys is None:
+            self._allocate(batch, kv_heads, 0, width)
+        self._widen(1)
+        assert self.keys is not None and self.values is not None and self.metadata is not None
+        metadata = self.metadata
+        self.keys[:, :, -1], self.values[:, :, -1] = k, v
+        metadata.positions[:, -1] = torch.where(is_token, self.past, -1).repeat_interleave(kv_heads).int()
+        if metadata.norms is not None:
+            metadata.norms[:, -1] = v.float().norm(dim=-1).flatten()
+        held = (metadata.positions >= 0).view(batch, kv_heads, 1, -1)
         products = q.view(batch, kv_heads, -1, width).float() @ self.keys.float().transpose(-1, -2) * scale
         p = products.masked_fill(~held, -math.inf).softmax(-1).nan_to_num(0.0)  # padding sees nothing
         filled = held.sum(-1)[:, 0, 0].cpu()  # as many in each kv-head
-        if record.scores is not None:
-            self._add(record.scores, p.sum(2).flatten(0, 1), filled, joins)
+        if metadata.scores is not None:
+            self._add_scores(metadata.scores, p.sum(2).flatten(0, 1), filled, is_token)
         if self._policy.needs.record:
-            self._evict(record, filled, kv_heads)
+            self._evict(metadata.positions, metadata.victims, filled)
         return (p @ self.values.float()).to(q.dtype)
 
-    def _append(self, k: torch.Tensor, v: torch.Tensor, joins: torch.Tensor) -> SlotMetadata:
-        """The new columns in a slot of their own, with score 0; the record with them."""
-        batch, kv_heads, _ = k.shape
-        if self.keys is None or self.values is None or self.record is None:
-            self._make_room(k[:, :, None][:, :, :0])
-        assert self.keys is not None and self.values is not None and self.record is not None
-        self.keys, self.values = (
-            torch.cat([old, new[:, :, None]], dim=2) for old, new in ((self.keys, k), (self.values, v))
-        )
-        new = self._empty_record(batch * kv_heads, 1)
-        new.positions[:, 0] = torch.where(joins, self.past, -1).repeat_interleave(kv_heads).int()
-        if new.norms is not None:
-            new.norms[:, 0] = v.float().norm(dim=-1).flatten()
-        fields = {
-            name: torch.cat([getattr(self.record, name), getattr(new, name)], dim=1)
-            for name in ("positions", SCORES, NORMS)
-            if getattr(new, name) is not None
-        }
-        self.record = SlotMetadata(victims=new.victims, **fields)
-        return self.record
-
-    def _add(self, scores: torch.Tensor, received: torch.Tensor, filled: torch.Tensor, joins: torch.Tensor) -> None:
+    def _add_scores(
+        self, scores: torch.Tensor, received: torch.Tensor, filled: torch.Tensor, is_token: torch.Tensor
+    ) -> None:
         """scores, received: (rows, slots), received being 0 where masked; a padding token leaves scores as they are."""
         needs = self._policy.needs
         gains = needs.gain * (filled / (self.past + 1) if needs.even else torch.ones(len(self.past)))
         kv_heads = len(scores) // len(gains)
-        gain, real = (t.repeat_interleave(kv_heads)[:, None].to(scores.device) for t in (gains.float(), joins))
+        gain, real = (t.repeat_interleave(kv_heads)[:, None].to(scores.device) for t in (gains.float(), is_token))
         scores.copy_(torch.where(real, needs.decay * scores + gain * received, scores))
 
-    def _evict(self, record: SlotMetadata, filled: torch.Tensor, kv_heads: int) -> None:
+    def _evict(self, positions: torch.Tensor, victims: torch.Tensor, filled: torch.Tensor) -> None:
         """Mask one column of each row that holds one more than its budget."""
-        assert self.rows is not None
-        full = (filled >= self.rows.slots).repeat_interleave(kv_heads).to(record.positions.device)
+        rows = self._rows()
+        full = (filled >= rows.budgets.slots).repeat_interleave(rows.kv_heads).to(positions.device)
         if not bool(full.any()):
             return
-        every = torch.full_like(
-            self.past, record.positions.shape[1]
-        )  # what is not held has a position that no policy drops
-        rank_victims(self._hook(kv_heads), [self._view()], NewColumn(self.past, every, every))
-        victims = record.victims.long()[:, None]
-        gone = torch.where(full[:, None], -1, record.positions.gather(1, victims))
-        record.positions.scatter_(1, victims, gone)
+        every_slot = torch.full_like(self.past, positions.shape[1])  # masked ones have a position that never leaves
+        rank_victims(rows, NewColumns(self.past, every_slot, []))
+        index = victims.long()[:, None]
+        positions.scatter_(1, index, torch.where(full[:, None], -1, positions.gather(1, index)))
 
 
 MODES: Mapping[str, type[EvictingLayer]] = {"drop": DroppingLayer, "mask": MaskingLayer}
@@ -357,53 +297,54 @@ class EvictingCache(Cache):
         super().__init__(layers=[*self._blocks])
         self._policy, self._keeps = eviction, keeps
         self._table: SlotTable | None = None
-        self._arriving: Arriving | None = None
+        self._spans: Spans | None = None  # of the forward under way
+        self._one_by_one = False
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys, values and of what the policy records of them."""
+        """Bytes of keys, values and metadata."""
         return sum(layer.nbytes for layer in self._blocks)
 
     def arrive(self, sequences: int, tokens: int, attention_mask: torch.Tensor | None, one_by_one: bool) -> None:
         """A forward with (sequences, tokens) ids begins.
 
         attention_mask: (sequences, tokens seen so far + tokens), 0 for padding; None for none. one_by_one: as in
-        `Arriving`. Raises UsageError for a mask that eviction cannot follow.
+        `EvictingLayer.attend`. Raises UsageError for a mask that eviction cannot follow.
         """
         seen = self.get_seq_length()
         spans = [(0, tokens)] * sequences
         if attention_mask is not None:
-            spans = _spans(attention_mask, seen + tokens)
+            spans = _spans_of(attention_mask, seen + tokens)
             if seen and any(first + count != seen + tokens for first, count in spans):
                 raise UsageError("attention_mask: tokens that follow on a cache are padding; pad on the left")
             spans = [(0, tokens)] * sequences if seen else spans
         if not seen:
             self._table = SlotTable(self._policy, [(count, EVERYTHING) for _, count in spans], len(self._blocks))
-        self._arriving = Arriving(spans, one_by_one)
+        self._spans, self._one_by_one = spans, one_by_one
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The new columns alone. Raises UsageError where no attention of ours will follow."""
-        if self._arriving is None:
+        if self._spans is None:
             raise UsageError("past_key_values: made while eviction was enabled, which it is no longer; give a new one")
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
-    def attend(self, block: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend(self, block: int, qkv: Sequence[torch.Tensor], scale: float) -> torch.Tensor:
         """Attention of the tokens that arrived, in one block: `EvictingLayer.attend`."""
-        assert self._table is not None and self._arriving is not None
+        assert self._table is not None and self._spans is not None
         layer = self._blocks[block]
-        if layer.rows is None:
-            layer.begin(self._table.at(block, range(len(q))))
-        out = layer.attend(q, k, v, scale, self._arriving)
+        if layer.budgets is None:
+            layer.begin(self._table.at(block))
+        out = layer.attend(qkv, scale, self._spans, self._one_by_one)
         if not self._keeps:
             layer.reset()
         if block == len(self._blocks) - 1:
-            self._arriving = None
+            self._spans = None
         return out
 
 
-def _spans(mask: torch.Tensor, length: int) -> list[tuple[int, int]]:
+def _spans_of(mask: torch.Tensor, length: int) -> list[tuple[int, int]]:
     """(first, count) of the tokens of each sequence."""
     if mask.dim() != 2 or mask.shape[1] != length:
         raise UsageError(f"attention_mask: shape {tuple(mask.shape)}, but eviction needs (sequences, {length})")

@@ -27,15 +27,8 @@ MODEL_TYPES = ("opt", "llama", "mistral", "gpt_neox")
 LEAST_TRANSFORMERS = "5.20"  # the oldest that was tried; the engine itself runs with older ones
 
 
-@dataclass(frozen=True)
-class _Enabled:
-    """What `disable_eviction` undoes."""
-
-    hook: RemovableHandle
-    attention: str
-
-
-_enabled: WeakKeyDictionary[PreTrainedModel, _Enabled] = WeakKeyDictionary()
+# The pre-hook, and the attention implementation before: what `disable_eviction` undoes.
+_enabled: WeakKeyDictionary[PreTrainedModel, tuple[RemovableHandle, str]] = WeakKeyDictionary()
 
 
 def enable_h2o(
@@ -79,16 +72,16 @@ def enable_eviction(model: PreTrainedModel, eviction: Eviction, mode: str = "dro
     model.set_attn_implementation(ATTENTION)
     give = torch.compiler.disable(_GiveCache(eviction, mode).give)
     hook = model.get_decoder().register_forward_pre_hook(give, with_kwargs=True)
-    _enabled[model] = _Enabled(hook, attention)
+    _enabled[model] = hook, attention
 
 
 def disable_eviction(model: PreTrainedModel) -> None:
     """The model as it was before `enable_eviction` or `enable_h2o`. Raises UsageError if eviction is not enabled."""
     if not isinstance(model, PreTrainedModel) or model not in _enabled:
         raise UsageError("model: eviction is not enabled on it")
-    enabled = _enabled.pop(model)
-    enabled.hook.remove()
-    model.set_attn_implementation(enabled.attention)
+    hook, attention = _enabled.pop(model)
+    hook.remove()
+    model.set_attn_implementation(attention)
 
 
 def _attention_of(model: PreTrainedModel) -> str:
@@ -113,21 +106,21 @@ def _check_model(model: PreTrainedModel) -> None:
 
 def evicting_attention(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    attention_mask: torch.Tensor | None, scaling: float | None = None, dropout: float = 0.0,
-    evicting_cache: EvictingCache | None = None, **kwargs: Any,
+    attention_mask: torch.Tensor | None, scaling: float | None = None, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """transformers' attention interface. query: (b, heads, n, d); key, value: (b, kv_heads, n, d), the new columns.
 
     Returns ((b, n, heads, d), None). Raises UsageError for what eviction cannot do.
     """
-    if evicting_cache is None:
+    cache: EvictingCache | None = kwargs.get("evicting_cache")
+    if cache is None:
         raise UsageError(f"attn_implementation: {ATTENTION} is set by enable_h2o(model), not by hand")
     if attention_mask is not None:
         raise UsageError("attention_mask: eviction has no use for masks of its own; give (sequences, tokens)")
-    if query.requires_grad or dropout:
+    if query.requires_grad or kwargs.get("dropout"):
         raise UsageError("gradients: evicted columns have none; use model.eval() and torch.no_grad()")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return evicting_cache.attend(cast(int, module.layer_idx), query, key, value, scale), None
+    return cache.attend(cast(int, module.layer_idx), (query, key, value), scale), None
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ TokenIds = Sequence[int]
 
 @dataclass(frozen=True)
 class Sharing:
-    """When neighbouring rows share a prefix: it has at least `least` tokens, and `share` of their mean prompt."""
+    """When neighbouring rows share a prefix: where it has `least` tokens and `share` of their mean prompt, or more."""
 
     least: int
     share: float
@@ -86,15 +86,6 @@ class PromptGroup:
         """Twice the pairs of a query and a key that attention works out: the sum of n^2 where nothing is shared."""
         return sum(n * n for n in self.lengths) - (self.rows - 1) * self.before**2 - self.common**2
 
-    def pack(self, prompts: Sequence[TokenIds]) -> tuple[list[int], list[int]]:
-        """The ids and positions that are fed for the group's prompts. Without rows: for what any prompt begins with."""
-        start = self.before
-        ids, positions = list(prompts[0][self.common : start]), list(range(self.common, start))
-        for prompt in prompts[: self.rows]:
-            ids += prompt[start:]
-            positions += range(start, len(prompt))
-        return ids, positions
-
 
 @dataclass
 class FedPrompts:
@@ -104,16 +95,14 @@ class FedPrompts:
     tokens: int = 0
     pairs: int = 0
 
-    def add(self, groups: Iterable[PromptGroup]) -> None:
+    def add(self, groups: Iterable[PromptGroup | FedPrompts]) -> None:
         for group in groups:
             self.rows += group.rows
             self.tokens += group.tokens
             self.pairs += group.pairs
 
     def __iadd__(self, other: FedPrompts) -> FedPrompts:
-        self.rows, self.tokens, self.pairs = (
-            self.rows + other.rows, self.tokens + other.tokens, self.pairs + other.pairs
-        )  # fmt: skip
+        self.add([other])
         return self
 
 
@@ -146,12 +135,16 @@ def _group(prompts: Sequence[TokenIds], sharing: Sharing | None) -> Sequence[Pro
 
 def pack_prompts(prompts: Sequence[TokenIds], groups: Sequence[PromptGroup]) -> tuple[list[int], list[int]]:
     """The ids and positions that a micro-batch feeds, group after group."""
-    ids: list[int] = []
-    positions: list[int] = []
-    first = 0
+    ids, positions, first = list[int](), list[int](), 0
     for group in groups:
-        more = group.pack(prompts[first:])
-        ids, positions, first = ids + more[0], positions + more[1], first + group.rows
+        start, end = group.before, first + group.rows
+        # A group without rows feeds what any prompt begins with.
+        ids += prompts[first][group.common : start]
+        positions += range(group.common, start)
+        for prompt in prompts[first:end]:
+            ids += prompt[start:]
+            positions += range(start, len(prompt))
+        first = end
     return ids, positions
 
 
@@ -174,10 +167,10 @@ def family_order(prompts: Sequence[TokenIds], sharing: Sharing, rows: int) -> Ca
     """A key that sorts prompts with equal beginnings together, those with the longest prompt first.
 
     Only families of at least `rows`, which fill micro-batches of equal beginnings; all others are one family, so that
-    a few alike do not tear prompts of one length apart.
+    a few of them do not separate prompts of equal length.
     """
     sizes = Counter(_head(p, sharing) for p in prompts)
-    order: dict[TokenIds, tuple[int, int]] = {}
+    order: dict[TokenIds, tuple[int, int]] = {}  # by family: -longest, first
 
     def family(prompt: TokenIds) -> TokenIds:
         head = _head(prompt, sharing)

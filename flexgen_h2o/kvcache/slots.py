@@ -1,14 +1,12 @@
-"""Rows of a KV unit as tensors: where columns are put, gathered and recorded.
+"""Rows of a KV unit as tensors: the slots that they hold, the slots that new columns take, and columns put into them.
 
-Compaction: rows that remain are moved over those that left.
-
-Which slots the rows of a micro-batch hold, and which their next column takes. No keys and no values here.
+When rows leave a micro-batch its last rows take their places (compaction).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -16,17 +14,17 @@ from flexgen_h2o.core.packing import SlotPacking
 from flexgen_h2o.kernels.packed import pack_columns
 from flexgen_h2o.kernels.slots import put_slots
 from flexgen_h2o.kvcache.eviction.policy import POSITIONS, RANKS, Eviction
-from flexgen_h2o.kvcache.layout import RECORD_ITEMSIZE, UnitLayout
+from flexgen_h2o.kvcache.layout import METADATA_ITEMSIZE, UnitLayout
 from flexgen_h2o.tiers.placement import Part
 
 
 @dataclass(frozen=True)
 class SlotMetadata:
-    """What an eviction policy knows of the slots of some rows; only slots that are filled hold meaning.
+    """What an eviction policy records of the slots of some rows; meaningless for slots that are not filled.
 
-    positions: (rows, slots) int32, of the columns in their sequences. scores, norms: (rows, slots) fp32, or None where
-    the policy has no use for them. ranks: (rows, slots) int32, how many columns of the row are older, or None where
-    columns keep their positions. victims: (rows,) int32, the slot that the next column of a full row takes.
+    positions: (rows, slots) int32, of the columns in their sequences. victims: (rows,) int32, the slot that the next
+    column of a full row takes. scores, norms: (rows, slots) fp32; ranks: (rows, slots) int32, how many columns of the
+    row are older. Each of these three is None unless the policy needs it.
     """
 
     positions: torch.Tensor
@@ -36,30 +34,25 @@ class SlotMetadata:
     ranks: torch.Tensor | None = None
 
     def tensors(self) -> list[torch.Tensor]:
-        every = (self.positions, self.victims, self.scores, self.norms, self.ranks)
-        return [t for t in every if t is not None]
+        return [t for t in vars(self).values() if t is not None]
 
-    def rows(self, start: int, end: int) -> SlotMetadata:
-        positions, victims, *others = (
-            None if t is None else t[start:end]
-            for t in (self.positions, self.victims, self.scores, self.norms, self.ranks)
-        )
-        assert positions is not None and victims is not None
-        return SlotMetadata(positions, victims, *others)
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> SlotMetadata:
+        """`change` applied to every tensor."""
+        return SlotMetadata(**{name: change(t) for name, t in vars(self).items() if t is not None})
 
 
 @dataclass(frozen=True)
 class PartView:
     """Rows [start, end) of a unit, where attention runs on them.
 
-    keys, values: (segments, rows, segment slots, width); slot j is [j // segment slots, :, j % segment slots]. Packed
-    (`packing`) the width is a slot's words, int32. record: None with the full cache.
+    keys, values: (segments, rows, segment slots, width); slot j is [j // segment slots, :, j % segment slots]. With
+    `packing` the width is a slot's words, int32. metadata: None with the full cache.
     """
 
     start: int
     keys: torch.Tensor
     values: torch.Tensor
-    record: SlotMetadata | None = None
+    metadata: SlotMetadata | None = None
     packing: SlotPacking | None = None
 
     @property
@@ -70,38 +63,33 @@ class PartView:
     def end(self) -> int:
         return self.start + self.rows
 
-    def first_rows(self, count: int) -> PartView:
-        record = self.record.rows(0, count) if self.record is not None else None
-        return replace(self, keys=self.keys[:, :count], values=self.values[:, :count], record=record)
-
-    def rows_from(self, first: int) -> PartView:
-        """The rows of the unit from `first` on that are in this part; they are counted from `first`."""
-        skipped = max(0, first - self.start)
-        record = self.record.rows(skipped, self.rows) if self.record is not None else None
-        keys, values = self.keys[:, skipped:], self.values[:, skipped:]
-        return replace(self, start=max(0, self.start - first), keys=keys, values=values, record=record)
+    def part(self, first: int, end: int, start: int) -> PartView:
+        """The view's rows [first, end), numbered from `start` on."""
+        metadata = self.metadata.map(lambda t: t[first:end]) if self.metadata is not None else None
+        return PartView(start, self.keys[:, first:end], self.values[:, first:end], metadata, self.packing)
 
     def row_tensors(self) -> list[torch.Tensor]:
         """Every tensor of the view with its rows first."""
-        kept = [self.keys.transpose(0, 1), self.values.transpose(0, 1)]
-        return kept + (self.record.tensors() if self.record is not None else [])
+        columns = [self.keys.transpose(0, 1), self.values.transpose(0, 1)]
+        return columns + (self.metadata.tensors() if self.metadata is not None else [])
 
 
 def split_views(views: Sequence[PartView], row: int) -> tuple[list[PartView], list[PartView]]:
-    """The rows of a unit before `row`, and those from there on, counted from there."""
-    before = [v.first_rows(row - v.start) for v in views if v.start < row]
-    return before, [v.rows_from(row) for v in views if v.end > row]
+    """The rows of a unit before `row`, and those from `row` on, numbered from 0."""
+    before = [v if v.end <= row else v.part(0, row - v.start, v.start) for v in views if v.start < row]
+    behind = [v.part(max(0, row - v.start), v.rows, max(0, v.start - row)) for v in views if v.end > row]
+    return before, behind
 
 
 def part_view(
-    layout: UnitLayout, part: Part, data: torch.Tensor, dtype: torch.dtype, record: SlotMetadata | None
+    layout: UnitLayout, part: Part, data: torch.Tensor, dtype: torch.dtype, metadata: SlotMetadata | None = None
 ) -> PartView:
     """The part whose bytes `data` holds. dtype: of numbers that are not packed."""
     dtype = stored_dtype(layout, dtype)
     area, size = layout.area_bytes(part) // dtype.itemsize, part.rows * layout.row_bytes // dtype.itemsize
     areas = data.view(dtype).view(layout.segments, 2, area)[:, :, :size]
     keys, values = areas.unflatten(2, (part.rows, layout.segment_slots, layout.slot_bytes // dtype.itemsize)).unbind(1)
-    return PartView(part.start, keys, values, record, layout.packing)
+    return PartView(part.start, keys, values, metadata, layout.packing)
 
 
 def stored_dtype(layout: UnitLayout, dtype: torch.dtype) -> torch.dtype:
@@ -109,17 +97,17 @@ def stored_dtype(layout: UnitLayout, dtype: torch.dtype) -> torch.dtype:
     return dtype if layout.packing is None else torch.int32
 
 
-def carve_record(layout: UnitLayout, part: Part, data: torch.Tensor) -> SlotMetadata | None:
-    """The record whose bytes `data` holds; None where the policy keeps none."""
+def metadata_view(layout: UnitLayout, part: Part, data: torch.Tensor) -> SlotMetadata | None:
+    """The metadata whose bytes `data` holds; None where the policy records nothing."""
     if not layout.record:
         return None
-    size = part.rows * layout.slots * RECORD_ITEMSIZE
+    size = part.rows * layout.slots * METADATA_ITEMSIZE
     fields: dict[str, torch.Tensor] = {}
     for i, name in enumerate(layout.record):
         dtype = torch.int32 if name in (POSITIONS, RANKS) else torch.float32
         fields[name] = data[i * size : (i + 1) * size].view(dtype).view(part.rows, layout.slots)
     start = len(layout.record) * size
-    victims = data[start : start + part.rows * RECORD_ITEMSIZE].view(torch.int32)
+    victims = data[start : start + part.rows * METADATA_ITEMSIZE].view(torch.int32)
     return SlotMetadata(victims=victims, **fields)
 
 
@@ -144,58 +132,53 @@ def _stored(view: PartView, columns: torch.Tensor) -> torch.Tensor:
     return columns if view.packing is None else pack_columns(columns, view.packing)
 
 
-def column_index(view: PartView, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What finds one slot a row in the view's keys and values. slots: (rows,) int64."""
-    per_segment = view.keys.shape[2]
-    rows = torch.arange(view.rows, device=slots.device)
-    return slots // per_segment, rows, slots % per_segment
-
-
-Move = tuple[int, int]  # from sequence, to sequence
-
-
-def plan_moves(leaving: Sequence[int], count: int) -> tuple[list[Move], list[int]]:
-    """Fill the places of `leaving` (indices of `count` sequences) from the end.
-
-    Returns the moves and, for each remaining place, the sequence that stands there now.
-    """
-    gone = set(leaving)
-    order, moves = list(range(count)), []
-    remaining = count - len(gone)
-    donors = [i for i in range(count - 1, remaining - 1, -1) if i not in gone]
-    for place, donor in zip(sorted(i for i in gone if i < remaining), donors, strict=True):
-        moves.append((donor, place))
-        order[place] = donor
-    return moves, order[:remaining]
-
-
-def order_after(moves: Sequence[Move], remaining: int) -> list[int]:
-    """For each of the `remaining` places, the sequence that stands there after the moves."""
-    came_from = {target: source for source, target in moves}
-    return [came_from.get(place, place) for place in range(remaining)]
-
-
-def move_rows(views: Sequence[PartView], moves: Sequence[Move], kv_heads: int) -> None:
-    """Copy the `kv_heads` rows of each moved sequence, and their records, across parts where they are split."""
-    for source, target in moves:
-        done = 0
-        while done < kv_heads:
-            src_row, dst_row = source * kv_heads + done, target * kv_heads + done
-            src = next(v for v in views if v.start <= src_row < v.end)
-            dst = next(v for v in views if v.start <= dst_row < v.end)
-            n = min(kv_heads - done, src.end - src_row, dst.end - dst_row)
-            a, b = src_row - src.start, dst_row - dst.start
-            for there, here in zip(dst.row_tensors(), src.row_tensors(), strict=True):
-                there[b : b + n].copy_(here[a : a + n])
-            done += n
+# ---- a prefix that all rows begin with
 
 
 @dataclass(frozen=True)
-class RowSlots:
-    """The rows of a micro-batch in one transformer block; each field (sequences,) int64 on the host.
+class CommonColumns:
+    """The common prefix in one transformer block, as the slots of as many rows as there are kv-heads, all filled.
 
-    prompts: tokens of the prompt. sinks, heavy, recent: the row's budget. slots: what the row may fill; a row that has
-    filled them drops a column for each new one.
+    keys, values: (1, kv_heads, columns, d), rotated where the model has rotary embeddings. filled: (kv_heads,) int32.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    filled: torch.Tensor
+
+    def put(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """keys, values: (1, columns, kv_heads, d), as prompts are packed."""
+        self.keys.copy_(keys.transpose(1, 2))
+        self.values.copy_(values.transpose(1, 2))
+
+    def packed(self) -> list[torch.Tensor]:
+        """Keys and values as `put` takes them."""
+        return [t.transpose(1, 2) for t in (self.keys, self.values)]
+
+
+class CommonPrefix:
+    """The common prefix in all transformer blocks. Written by the first micro-batch of a block of rows."""
+
+    def __init__(self, memory: torch.Tensor, dtype: torch.dtype, columns: int, shape: Sequence[int]) -> None:
+        """memory: bytes, room for `columns` or more. shape: transformer blocks, kv-heads and d."""
+        blocks, heads, width = shape
+        copies = memory.view(dtype)[: 2 * blocks * heads * columns * width].view(blocks, 2, 1, heads, columns, width)
+        filled = torch.full((heads,), columns, dtype=torch.int32, device=memory.device)
+        self._blocks = [CommonColumns(keys, values, filled) for keys, values in copies]
+
+    def at(self, block: int) -> CommonColumns:
+        return self._blocks[block]
+
+
+# ---- rows and their budgets
+
+
+@dataclass(frozen=True)
+class RowBudgets:
+    """Budgets of sequences in one transformer block; each field (sequences,) int64 on the host.
+
+    prompts: tokens of the prompt. sinks, heavy, recent: columns that stay (`RowBudget`). slots: what the sequence may
+    fill; one that has filled them drops a column for each new one.
     """
 
     prompts: torch.Tensor
@@ -209,28 +192,54 @@ class RowSlots:
         """Columns left of each prompt after the prefill sweep."""
         return torch.minimum(self.prompts, self.sinks + self.heavy + self.recent)
 
-    def part(self, start: int, end: int | None) -> RowSlots:
-        """The sequences [start, end); None: to the last."""
-        return RowSlots(*(t[start:end] for t in (self.prompts, self.sinks, self.heavy, self.recent, self.slots)))
+    def select(self, rows: slice | torch.Tensor) -> RowBudgets:
+        return RowBudgets(*(t[rows] for t in vars(self).values()))
 
 
 @dataclass(frozen=True)
-class NewColumn:
-    """The new columns of one decode step; each field (sequences,) int64 on the host.
+class NewColumns:
+    """The new columns of one decode step.
 
-    past: their positions. slot: where each goes, -1 for the victim of the step before. filled: slots in use with it.
+    positions: (sequences,) int64 on the host. filled: (sequences,) int64, slots in use with the new column. slots: for
+    each view, (rows,) int64 on its device, where the columns go.
     """
 
-    past: torch.Tensor
-    slot: torch.Tensor
+    positions: torch.Tensor
     filled: torch.Tensor
+    slots: Sequence[torch.Tensor]
 
 
-def new_columns(rows: RowSlots, past: torch.Tensor) -> NewColumn:
-    """Where the columns at positions `past` go: the next free slot, or in a full row the slot of its victim."""
-    held = rows.kept + past - rows.prompts
-    filled = torch.minimum(held + 1, rows.slots)
-    return NewColumn(past, torch.where(held < rows.slots, held, -1), filled)
+@dataclass(frozen=True)
+class KVRows:
+    """Rows of a KV unit while their layer is computed, and the eviction policy at work on them.
+
+    A sequence is `kv_heads` rows. block: the transformer block. views: the parts that hold the rows, numbered from 0.
+    common: columns of the full cache that all sequences have in front of their own, in one copy.
+    """
+
+    policy: Eviction
+    block: int
+    kv_heads: int
+    budgets: RowBudgets
+    views: Sequence[PartView] = ()
+    common: CommonColumns | None = None
+
+    @property
+    def scores_prompts(self) -> bool:
+        return self.policy.needs.query_rows != 0
+
+    def new_columns(self, positions: torch.Tensor) -> NewColumns:
+        """Where columns at `positions` go: the next free slot, or in a full row the slot of its victim."""
+        budgets = self.budgets
+        held = budgets.kept + positions - budgets.prompts
+        free = torch.where(held < budgets.slots, held, -1).repeat_interleave(self.kv_heads)
+        taken = []
+        for view in self.views:
+            slots = free[view.start : view.end].to(view.keys.device)
+            if view.metadata is not None:
+                slots = torch.where(slots < 0, view.metadata.victims, slots)
+            taken.append(slots)
+        return NewColumns(positions, torch.minimum(held + 1, budgets.slots), taken)
 
 
 class SlotTable:
@@ -251,10 +260,8 @@ class SlotTable:
         """More rows, behind the others."""
         self._table = torch.cat([self._table, self._entries(rows)], dim=1)
 
-    def at(self, block: int, rows: Sequence[int] | None = None) -> RowSlots:
-        """`rows`: which of the rows, in their order; None: all."""
-        table = self._table[block]
-        return RowSlots(*(table if rows is None else table[list(rows)]).unbind(1))
+    def at(self, block: int) -> RowBudgets:
+        return RowBudgets(*self._table[block].unbind(1))
 
     def most_slots(self, block: int) -> int:
         return int(self._table[block, :, -1].max())
@@ -269,3 +276,42 @@ class SlotTable:
             return [prompt_len, budget.sinks, budget.heavy, budget.recent, slots]
 
         return torch.tensor([[entry(*row, block) for row in rows] for block in range(num_blocks)])
+
+
+# ---- compaction
+
+
+Move = tuple[int, int]  # from sequence, to sequence
+
+
+def plan_moves(leaving: Sequence[int], count: int) -> tuple[list[Move], list[int]]:
+    """Fill the places of `leaving` (indices of `count` sequences) from the end.
+
+    Returns the moves and, for each remaining place, the sequence that stands there now.
+    """
+    gone = set(leaving)
+    remaining = count - len(gone)
+    donors = [i for i in range(count - 1, remaining - 1, -1) if i not in gone]
+    moves = list(zip(donors, sorted(i for i in gone if i < remaining), strict=True))
+    return moves, order_after(moves, remaining)
+
+
+def order_after(moves: Sequence[Move], remaining: int) -> list[int]:
+    """For each of the `remaining` places, the sequence that stands there after the moves."""
+    came_from = {target: source for source, target in moves}
+    return [came_from.get(place, place) for place in range(remaining)]
+
+
+def move_rows(views: Sequence[PartView], moves: Sequence[Move], kv_heads: int) -> None:
+    """Copy the `kv_heads` rows of each moved sequence, and their metadata, across parts where they are split."""
+    for source, target in moves:
+        done = 0
+        while done < kv_heads:
+            src_row, dst_row = source * kv_heads + done, target * kv_heads + done
+            src = next(v for v in views if v.start <= src_row < v.end)
+            dst = next(v for v in views if v.start <= dst_row < v.end)
+            n = min(kv_heads - done, src.end - src_row, dst.end - dst_row)
+            a, b = src_row - src.start, dst_row - dst.start
+            for there, here in zip(dst.row_tensors(), src.row_tensors(), strict=True):
+                there[b : b + n].copy_(here[a : a + n])
+            done += n

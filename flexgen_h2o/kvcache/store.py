@@ -1,11 +1,9 @@
-"""The newest columns of a KV part on disk, in RAM until the part is written back.
+"""KV units on their home tiers: brought to where attention runs, extended in place, written back.
 
-KV units on their home tiers: brought to where attention runs, extended in place, written back.
-
-Homes are taken once for the largest block and carved anew for each. Parts that live where attention runs are used in
-place; the others come through a ring. Columns made for a disk part wait in a RAM overlay and the part is written back
-every WRITE_BACK_STEPS steps. Only segments that hold columns move. What an eviction policy records of the slots stays
-where attention runs. Knows rows and slots, not prompts, eviction policies or models.
+Homes are taken once for the largest block and divided anew for each block. Parts that live where attention runs are
+used in place; the others come through a ring. New columns of a disk part wait in a RAM overlay, and the part is written
+back every WRITE_BACK_STEPS steps. Only segments that hold columns move. The metadata of slots stays where attention
+runs. Knows rows and slots, not prompts, eviction policies or models.
 """
 
 from __future__ import annotations
@@ -24,10 +22,10 @@ from flexgen_h2o.kvcache.slots import (
     Move,
     PartView,
     SlotMetadata,
-    carve_record,
-    column_index,
+    metadata_view,
     move_rows,
     part_view,
+    split_views,
     stored_dtype,
 )
 from flexgen_h2o.tiers.disk import DirectFile
@@ -35,9 +33,14 @@ from flexgen_h2o.tiers.placement import Part, is_streamed
 from flexgen_h2o.tiers.stream import Done, Region, Waitable, wait_all
 from flexgen_h2o.tiers.transfers import Memory, Mover
 
+CacheKey = tuple[int, int, int]  # sweep, transformer block, micro-batch
+
 
 class Overlay:
-    """Up to WRITE_BACK_STEPS columns a row. `memory`: uint8, UnitLayout.overlay_bytes of the part."""
+    """The newest columns of a part on disk, in RAM: up to WRITE_BACK_STEPS a row.
+
+    memory: uint8, UnitLayout.overlay_bytes of the part.
+    """
 
     def __init__(self, layout: UnitLayout, part: Part, memory: torch.Tensor, dtype: torch.dtype) -> None:
         dtype = stored_dtype(layout, dtype)
@@ -57,7 +60,7 @@ class Overlay:
         self._used = 0
 
     def add(self, view: PartView, slots: torch.Tensor) -> None:
-        """Remember the columns of the view's rows at `slots` ((rows,) int64).
+        """Copy the columns of the view's rows at `slots` ((rows,) int64).
 
         A slot may have been taken before: both entries then hold the newer column, so that their order is free.
         """
@@ -72,14 +75,11 @@ class Overlay:
                 ours.copy_(theirs)
 
     def apply(self, view: PartView) -> None:
-        """Lay the columns over the view, which holds the part as it was last written."""
+        """Put the columns into the view, which holds the part as it was last written."""
         rows, where = view.rows, view.keys.device
         if self._used:
             slots, keys, values = (t[:rows, : self._used].to(where) for t in (self._slots, self._keys, self._values))
             put_slots((view.keys, view.values), slots, (keys, values))
-
-
-CacheKey = tuple[int, int, int]  # sweep, transformer block, micro-batch
 
 
 @dataclass
@@ -91,60 +91,62 @@ class _Home:
     memory: torch.Tensor | None = None
     offset: int = 0
     overlay: Overlay | None = None
-    record: SlotMetadata | None = None
+    metadata: SlotMetadata | None = None
 
 
 @dataclass
 class Unit:
-    """One (transformer block, micro-batch): homes of its parts, and how far it follows its micro-batch."""
+    """One (transformer block, micro-batch): homes of its parts, and which rows and columns they hold."""
 
     layout: UnitLayout
     homes: list[_Home]
     sequences: int  # rows of the micro-batch that the unit holds now
     columns: int = 0  # slots that its fullest row has filled; 0 before the prefill sweep
-    version: int = 0  # changes of its rows applied
+    version: int = 0  # changes of the micro-batch's rows that were applied
     in_use: bool = False
     last_store: list[Waitable] = field(default_factory=list)
 
+    def live_views(self, views: list[PartView]) -> list[PartView]:
+        return split_views(views, self.sequences * self.layout.kv_heads)[0]
+
 
 @dataclass(frozen=True)
-class _Change:
-    """What became of a micro-batch's rows after a sweep: `moves` brought the `left` to the front; others came behind.
+class _LiveRows:
+    """The rows of a micro-batch after the last change: `moves` brought the `left` to the front, others came behind.
 
-    version: how many changes there were with it.
+    live: rows now. version: how many changes there were.
     """
 
-    version: int = 0
+    live: int
+    left: int
     moves: tuple[Move, ...] = ()
-    left: int = 0
+    version: int = 0
 
 
 class CacheStore:
-    """All units of the current block. `memory`, `records`: uint8 arenas by tier; `file`: the disk arena."""
+    """All units of the current block. `memory`, `metadata`: uint8 arenas by tier; `file`: the disk arena."""
 
     def __init__(
         self, mover: Mover, dtype: torch.dtype, memory: dict[str, torch.Tensor], file: DirectFile | None,
-        overlay: torch.Tensor, records: dict[str, torch.Tensor], attends_on_host: bool,
+        overlay: torch.Tensor, metadata: dict[str, torch.Tensor], attends_on_host: bool,
     ) -> None:  # fmt: skip
         self._mover, self._dtype, self._memory, self._file = mover, dtype, memory, file
-        self._overlay, self._records = overlay, records
+        self._overlay, self._metadata = overlay, metadata
         # Attention runs on the host where the device is host memory and with --cpu-cache-compute.
         self._streamed_tiers = frozenset(t for t in TIERS if is_streamed(t, attends_on_host))
         self._ring_memory: Memory = "host" if attends_on_host else "device"
         self._units: dict[tuple[int, int], Unit] = {}
-        self._changes: list[_Change] = []  # the last of each micro-batch
-        self._live: list[int] = []
+        self._rows: list[_LiveRows] = []  # by micro-batch
 
     def begin_block(self, layouts: Sequence[Sequence[UnitLayout]], rows: Sequence[int]) -> None:
-        """Carve homes for a block: `layouts` has a row for each transformer block, a layout for each micro-batch.
+        """Divide the homes for a block: `layouts` has a row for each transformer block, a layout for each micro-batch.
 
         rows: of each micro-batch now; its layout may have room for more.
         """
         used: Counter[str] = Counter()
-        self._changes = [_Change(left=count) for count in rows]
-        self._live = list(rows)
+        self._rows = [_LiveRows(count, count) for count in rows]
         self._units = {
-            (block, k): Unit(layout, [self._carve(layout, part, used) for part in layout.parts], rows[k])
+            (block, k): Unit(layout, [self._take_home(layout, part, used) for part in layout.parts], rows[k])
             for block, of_block in enumerate(layouts)
             for k, layout in enumerate(of_block)
         }
@@ -154,9 +156,8 @@ class CacheStore:
 
         Units follow at their next use, which is in the next sweep.
         """
-        version = self._changes[micro_batch].version + 1
-        self._changes[micro_batch] = _Change(version, tuple(moves), left)
-        self._live[micro_batch] = left + entering
+        version = self._rows[micro_batch].version + 1
+        self._rows[micro_batch] = _LiveRows(left + entering, left, tuple(moves), version)
 
     # Source of a Stream[CacheKey]
 
@@ -165,46 +166,43 @@ class CacheStore:
         return sum(unit.layout.part_bytes(h.part) for h in unit.homes if h.streamed)
 
     def is_needed(self, key: CacheKey) -> bool:
-        return self._live[key[2]] > 0
+        return self._rows[key[2]].live > 0
 
     def is_ready(self, key: CacheKey) -> bool:
         unit = self._units[key[1:]]
         return not unit.in_use and (unit.columns > 0 or key[0] == 0)
 
     def load(self, key: CacheKey, region: Region) -> list[Done]:
-        unit = self._units[key[1:]]
+        unit, rows = self._units[key[1:]], self._rows[key[2]]
         unit.in_use = True  # from here on: a later sweep's load must not overtake this one's use
         loads: list[Done] = []
-        for home, data in self._slices(unit, region) if self._holds_rows(unit, key[2]) else []:
-            loads += self._load_part(unit, home, data, [*region.after, *unit.last_store])
+        if unit.columns > 0 and (unit.version == rows.version or rows.left > 0):  # else it holds no row that stays
+            for home, data in zip(unit.homes, self._data(unit, region), strict=True):
+                if home.streamed:
+                    loads += self._load_part(unit, home, data, [*region.after, *unit.last_store])
         return loads
-
-    def _holds_rows(self, unit: Unit, k: int) -> bool:
-        """False before the prefill sweep, and where all its rows have left."""
-        change = self._changes[k]
-        return unit.columns > 0 and (unit.version == change.version or change.left > 0)
 
     # Compute side
 
     def open(self, key: CacheKey, region: Region | None) -> tuple[list[PartView], bool]:
         """Views of the unit's live rows, overlay and moves applied; whether whole parts must be stored after.
 
-        Rows that enter are the last, and whatever their places held is still there.
+        Rows that enter are the last; their slots still hold whatever was there before.
         """
-        unit, change, live = self._units[key[1:]], self._changes[key[2]], self._live[key[2]]
+        unit, rows = self._units[key[1:]], self._rows[key[2]]
         unit.in_use = True
-        is_new, has_changed = not unit.columns, unit.version != change.version
-        if region is not None and (is_new or (has_changed and live > change.left)):
+        is_new, has_changed = not unit.columns, unit.version != rows.version
+        if region is not None and (is_new or (has_changed and rows.live > rows.left)):
             wait_all([*region.after, *unit.last_store])  # rows that enter go where nothing was loaded to
         views = self._views(unit, region)
-        # The overlay holds columns of the rows that are in the unit now, as before any change still to come.
-        for home, view in zip(unit.homes, self._live_views(unit, views), strict=False):
+        # The overlay holds columns of the rows that are in the unit now, before the change.
+        for home, view in zip(unit.homes, unit.live_views(views), strict=False):
             if home.overlay is not None:
                 home.overlay.apply(view)
         if has_changed:
-            move_rows(views, change.moves, unit.layout.kv_heads)
-        unit.version, unit.sequences = change.version, live
-        return self._live_views(unit, views), has_changed or is_new
+            move_rows(views, rows.moves, unit.layout.kv_heads)
+        unit.version, unit.sequences = rows.version, rows.live
+        return unit.live_views(views), has_changed or is_new
 
     def close(
         self, key: CacheKey, region: Region | None, columns: int, slots: Sequence[torch.Tensor] | None, fence: Waitable
@@ -218,60 +216,63 @@ class CacheStore:
         unit.columns = columns
         stores: list[Waitable] = [fence]
         if region is not None:
-            views = self._live_views(unit, self._views(unit, region))
-            slices = {id(home): data for home, data in self._slices(unit, region)}
-            for i, (home, view) in enumerate(zip(unit.homes, views, strict=False)):
+            parts = zip(unit.homes, unit.live_views(self._views(unit, region)), self._data(unit, region), strict=False)
+            for i, (home, view, data) in enumerate(parts):
                 if home.streamed and slots is None:
-                    stores += self._store_whole(unit, home, slices[id(home)], fence)
+                    stores += self._store_whole(unit, home, data, fence)
                 elif home.streamed and slots is not None:
-                    stores += self._store_columns(unit, home, view, slices[id(home)], slots[i], fence)
+                    stores += self._store_columns(unit, home, view, data, slots[i], fence)
         unit.in_use, unit.last_store = False, stores[1:]
         return stores
 
     def settle(self) -> None:
-        """Wait for stores under way, so that the next block may carve the homes anew."""
+        """Wait for stores under way, so that the next block may divide the homes anew."""
         for unit in self._units.values():
             wait_all(unit.last_store)
 
-    def _carve(self, layout: UnitLayout, part: Part, used: Counter[str]) -> _Home:
+    def _take_home(self, layout: UnitLayout, part: Part, used: Counter[str]) -> _Home:
+        """The next free bytes for a part; `used` counts those that are taken."""
+
+        def take(arena: torch.Tensor, name: str, nbytes: int) -> torch.Tensor:
+            start = used[name]
+            used[name] += nbytes
+            return arena[start : start + nbytes]
+
         streamed = part.tier in self._streamed_tiers
         place: str = self._ring_memory if streamed else part.tier
         home = _Home(part, streamed)
         if layout.record:
-            data = _carved(self._records[place], f"record on {place}", layout.record_bytes(part), used)
-            home.record = carve_record(layout, part, data)
+            data = take(self._metadata[place], f"metadata on {place}", layout.metadata_bytes(part))
+            home.metadata = metadata_view(layout, part, data)
         if part.tier == "disk":
-            waiting = _carved(self._overlay, "overlay", layout.overlay_bytes(part), used)
-            home.overlay = Overlay(layout, part, waiting, self._dtype)
+            home.overlay = Overlay(
+                layout, part, take(self._overlay, "overlay", layout.overlay_bytes(part)), self._dtype
+            )
             home.offset = used["disk"]
             used["disk"] += layout.part_bytes(part)
         else:
-            home.memory = _carved(self._memory[part.tier], part.tier, layout.part_bytes(part), used)
+            home.memory = take(self._memory[part.tier], part.tier, layout.part_bytes(part))
         return home
 
-    def _slices(self, unit: Unit, region: Region) -> list[tuple[_Home, torch.Tensor]]:
-        """The region's bytes of each streamed part."""
+    def _data(self, unit: Unit, region: Region | None) -> list[torch.Tensor]:
+        """The bytes of each part where attention runs: in the region, or in its home."""
         found, start = [], 0
         for home in unit.homes:
             if home.streamed:
+                assert region is not None
                 nbytes = unit.layout.part_bytes(home.part)
-                found.append((home, region.data[start : start + nbytes]))
+                found.append(region.data[start : start + nbytes])
                 start += nbytes
+            else:
+                assert home.memory is not None
+                found.append(home.memory)
         return found
 
     def _views(self, unit: Unit, region: Region | None) -> list[PartView]:
-        brought = {id(h): data for h, data in self._slices(unit, region)} if region is not None else {}
-        views = []
-        for home in unit.homes:
-            data = brought.get(id(home), home.memory)
-            assert data is not None
-            views.append(part_view(unit.layout, home.part, data, self._dtype, home.record))
-        return views
-
-    @staticmethod
-    def _live_views(unit: Unit, views: list[PartView]) -> list[PartView]:
-        rows = unit.sequences * unit.layout.kv_heads
-        return [v.first_rows(rows - v.start) for v in views if v.start < rows]
+        return [
+            part_view(unit.layout, home.part, data, self._dtype, home.metadata)
+            for home, data in zip(unit.homes, self._data(unit, region), strict=True)
+        ]
 
     def _load_part(self, unit: Unit, home: _Home, data: torch.Tensor, after: list[Waitable]) -> list[Done]:
         """Bring the columns of the live rows of one part."""
@@ -297,12 +298,8 @@ class CacheStore:
                 stores.append(self._mover.copy("d2h", "store_cache", target, data[start : start + size], [fence]))
             else:
                 assert self._file is not None
-                source = data[start : start + round_up(size, PAGE)]
-                stores.append(
-                    self._mover.write(
-                        "store_cache", self._file, home.offset + start, source, self._ring_memory, [fence]
-                    )
-                )
+                source, offset = data[start : start + round_up(size, PAGE)], home.offset + start
+                stores.append(self._mover.write("store_cache", self._file, offset, source, self._ring_memory, [fence]))
         if home.overlay is not None:
             home.overlay.clear()
         return stores
@@ -310,18 +307,13 @@ class CacheStore:
     def _store_columns(
         self, unit: Unit, home: _Home, view: PartView, data: torch.Tensor, slots: torch.Tensor, fence: Waitable
     ) -> list[Done]:
+        """Only the columns at `slots`; a part on disk is stored whole when its overlay is full."""
         if home.overlay is not None:
             home.overlay.add(view, slots)
             return self._store_whole(unit, home, data, fence) if home.overlay.is_full else []
         assert home.memory is not None
-        target = part_view(unit.layout, home.part, home.memory, self._dtype, None)
-        index = column_index(view, slots)
+        target = part_view(unit.layout, home.part, home.memory, self._dtype)
+        per_segment, rows = view.keys.shape[2], torch.arange(view.rows, device=slots.device)
+        index = slots // per_segment, rows, slots % per_segment
         pairs = ((target.keys, view.keys), (target.values, view.values))
         return [self._mover.copy_indexed("store_cache", pairs, index, [fence])]
-
-
-def _carved(arena: torch.Tensor, name: str, nbytes: int, used: Counter[str]) -> torch.Tensor:
-    """The next `nbytes` of an arena; `used` counts those of each name that are taken."""
-    start = used[name]
-    used[name] += nbytes
-    return arena[start : start + nbytes]

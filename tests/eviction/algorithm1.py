@@ -12,9 +12,8 @@ the oldest leaves.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from itertools import combinations
 
 import torch
 
@@ -28,15 +27,6 @@ def additive(h: Callable[[float], float]) -> SetFunction:
     def score(history: torch.Tensor, columns: Collection[int]) -> float:
         sums = history.sum(0).tolist()
         return math.fsum(h(sums[s]) for s in columns)
-
-    return score
-
-
-def covered(h: Callable[[float], float]) -> SetFunction:
-    """Sum over the queries of h(attention of that query inside T): columns that serve the same queries add less."""
-
-    def score(history: torch.Tensor, columns: Collection[int]) -> float:
-        return math.fsum(h(math.fsum(row[s] for s in columns)) for row in history.tolist())
 
     return score
 
@@ -79,47 +69,3 @@ def algorithm_1(
             kept.remove(leaver(score, history, kept, recent))
         kept_sets.append(tuple(kept))
     return kept_sets
-
-
-# ---- by brute force
-
-
-Plain = Callable[[Collection[int]], float]
-
-
-def subsets(ground: Collection[int], most: int | None = None) -> Iterator[frozenset[int]]:
-    """All subsets of at most `most` elements, the smaller first."""
-    sizes = range((len(ground) if most is None else most) + 1)
-    return (frozenset(chosen) for size in sizes for chosen in combinations(sorted(ground), size))
-
-
-def is_monotone(f: Plain, ground: Collection[int], tolerance: float = 1e-12) -> bool:
-    """F(T + {v}) >= F(T) for all T and v."""
-    return all(f(t | {v}) >= f(t) - tolerance for t in subsets(ground) for v in set(ground) - t)
-
-
-def is_submodular(f: Plain, ground: Collection[int], tolerance: float = 1e-12) -> bool:
-    """F(S + {v}) - F(S) >= F(T + {v}) - F(T) for all S inside T and v outside T."""
-    known = {t: f(t) for t in subsets(ground)}
-
-    def gain(t: frozenset[int], v: int) -> float:
-        return known[t | {v}] - known[t]
-
-    # It is enough to look at T = S + {w}: longer chains are sums of such steps.
-    return all(
-        gain(s, v) >= gain(s | {w}, v) - tolerance
-        for s in known
-        for v, w in combinations(sorted(set(ground) - s), 2)
-    )  # fmt: skip
-
-
-def best_subset(f: Plain, ground: Collection[int], k: int) -> frozenset[int]:
-    return max(subsets(ground, k), key=f)
-
-
-def greedy_subset(f: Plain, ground: Collection[int], k: int) -> frozenset[int]:
-    """k elements, each time the one that adds the most."""
-    chosen: frozenset[int] = frozenset()
-    for _ in range(k):
-        chosen |= {max(sorted(set(ground) - chosen), key=lambda v: f(chosen | {v}))}
-    return chosen

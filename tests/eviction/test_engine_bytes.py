@@ -12,7 +12,7 @@ import torch
 from flexgen_h2o import MemoryBudget, Policy
 from flexgen_h2o.core.units import WRITE_BACK_STEPS
 from flexgen_h2o.engine.report import RunReport
-from flexgen_h2o.kvcache.eviction import EVICTING, H2O, Evicting, Eviction, ValueH2O
+from flexgen_h2o.kvcache.eviction import H2O, Evicting, Eviction, ValueH2O
 from tests.eviction.conftest import LENGTHS, NEW_TOKENS, Known
 from tests.eviction.engine import PAIRS, STAND_IN, Wanted, generate
 from tests.parity.cases import BASE, PLACEMENTS
@@ -38,7 +38,7 @@ def held(pair: str, n: int, step: int) -> int:
 @pytest.mark.parametrize(
     ("pair", "slots", "gbs", "num_batches", "blocks"),
     [
-        ("h2o", 9, 6, 1, 1), ("h2o", 9, 2, 2, 2), ("h2o, ratios", 16, 1, 1, 6), ("tova", 9, 2, 3, 1),
+        ("h2o", 9, 2, 2, 2), ("h2o, ratios", 16, 1, 1, 6), ("tova", 9, 2, 3, 1),
         ("h2o, pyramid", 14, 1, 3, 2),
     ],
 )  # fmt: skip
@@ -82,7 +82,7 @@ def moved(known: Callable[[str], Known], placement: str, eviction: Eviction | No
     [
         (None, 128),
         (EVICTION, SLOTS),
-        *((EVICTING[name](heavy_size=9, recent_size=6), SLOTS) for name in ("tova", "h2o-v", "local")),
+        (ValueH2O(heavy_size=9, recent_size=6), SLOTS),
     ],
 )
 def test_a_unit_on_disk_moves_its_slots(
@@ -120,23 +120,6 @@ def test_only_what_is_kept_is_planned_for(known: Callable[[str], Known], tmp_pat
         assert saved <= full - evicted <= SPARE * saved
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("placement", "link"), [("kv on host", "h2d"), ("kv on disk", "disk_read")])
-def test_a_tenth_at_512_and_512(placement: str, link: str, tmp_path: Path) -> None:
-    """Held and moved bytes are within 10% of slots / (prompt + mean generation)."""
-    random_model(num_hidden_layers=1, max_position_embeddings=1024).save_pretrained(tmp_path / "model")
-    prompts, policy, reports = random_prompts((512,) * 4), Policy(2, 2, PLACEMENTS[placement]), []
-    for eviction in (None, H2O(0.1)):
-        ran = generate(tmp_path / "model", prompts, 512, eviction, policy, tmp_path / "offload", STAND_IN)
-        reports.append(ran.report)
-    full, evicted = reports
-    share = evicted.kv["slots"] / (512 + 256)
-    assert evicted.kv["slots"] == 103
-    assert evicted.kv["bytes"] / evicted.kv["full_bytes"] == pytest.approx(share, rel=0.01)
-    assert evicted.io_bytes[link] / full.io_bytes[link] == pytest.approx(share, rel=0.1)
-    assert evicted.kv["full_bytes"] == full.kv["bytes"]
-
-
 # ---- memory of the prefill
 
 
@@ -156,27 +139,17 @@ def most_resident(run: Callable[[], Any]) -> int:
     return status("VmHWM") - before
 
 
-def test_the_measure_sees_what_is_freed_again() -> None:
-    assert most_resident(lambda: torch.ones(2**24)) > 60 * 2**20
-
-
-@pytest.mark.parametrize(
-    "eviction",
-    [H2O(0.1), ValueH2O(0.1, while_decoding=False)],
-    ids=lambda e: e.name,
-)
-def test_a_long_prompt_takes_memory_in_its_length(
-    eviction: Evicting, known: Callable[[str], Known], tmp_path: Path
-) -> None:
+def test_a_long_prompt_takes_memory_in_its_length(tmp_path: Path) -> None:
     """One matrix of scores of 1,900 columns is 14 MB; a layer here has 32 of them."""
     random_model(num_hidden_layers=1, max_position_embeddings=2048).save_pretrained(tmp_path / "model")
     budget, grown, planned = MemoryBudget(None, "2GiB", "64MiB"), [], []
 
     def run(length: int) -> None:
         prompts, policy = random_prompts((length,) * 8), Policy(8, 1)
-        ran = generate(tmp_path / "model", prompts, 2, eviction, policy, tmp_path / "offload", budget)
+        ran = generate(tmp_path / "model", prompts, 2, ValueH2O(0.1), policy, tmp_path / "offload", budget)
         planned.append(ran.report.peak_bytes["host"])
 
+    assert most_resident(lambda: torch.ones(2**24)) > 60 * 2**20, "the measure sees what is freed again"
     run(16)  # compiles, starts threads
     for length in (950, 1900):
         grown.append(most_resident(lambda length=length: run(length)))

@@ -47,25 +47,15 @@ TURNS = ("h2o", "h2o-norm, decayed", "tova", "h2o, prompt only", "h2o-v", "rando
 
 
 def some_of_each() -> Iterator[tuple[str, str, str]]:
-    """(placement, configuration, pair): each placement in three configurations, all of these in turn with all pairs."""
+    """(placement, configuration, pair): each placement in two configurations, all of these in turn with all pairs."""
     names, turn = list(CONFIGURATIONS), 0
     for p, placement in enumerate(KV_PLACEMENTS):
-        for step in (0, 4, 8):
+        for step in (0, 5):
             yield placement, names[(p + step) % len(names)], TURNS[turn % len(TURNS)]
             turn += 1
 
 
-def all_of_them() -> Iterator[tuple[str, str, str]]:
-    done = set(some_of_each())
-    for p, placement in enumerate(KV_PLACEMENTS):
-        for c, configuration in enumerate(CONFIGURATIONS):
-            for turn in (0, 2, 5):
-                case = placement, configuration, TURNS[(p + c + turn) % len(TURNS)]
-                if case not in done:
-                    yield pytest.param(*case, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize(("placement", "configuration", "pair"), [*some_of_each(), *all_of_them()])
+@pytest.mark.parametrize(("placement", "configuration", "pair"), some_of_each())
 def test_placement_by_configuration(
     placement: str, configuration: str, pair: str, known: Callable[[str], Known], reference: Callable[..., Wanted],
     tmp_path: Path,
@@ -137,17 +127,13 @@ ENDING_LENGTHS = (17, 3, 9, 9, 1, 12, 5, 9, 2)
     ("pair", "placement", "gbs", "num_batches", "budget", "on_host"),
     [
         ("h2o", "kv split three ways", 3, 3, "stand-in", False),
-        ("h2o", "kv split three ways", 9, 1, "stand-in", True),
-        ("h2o", "kv on disk", 9, 1, "host", False),
         ("h2o", "kv on host", 2, 5, "stand-in", True),
-        ("h2o", "all on device", 9, 1, "host", True),
         ("tova", "everything split 30/30", 9, 1, "stand-in", False),
         ("tova", "kv on host and disk", 3, 2, "stand-in", True),
         ("h2o-norm, decayed", "kv split three ways", 9, 1, "stand-in", False),
         ("h2o-v", "kv on disk", 5, 2, "stand-in", True),
         ("h2o, prompt only", "everything split 30/30", 4, 2, "stand-in", False),
         ("h2o, pyramid", "kv split three ways", 9, 1, "host", False),
-        ("random", "kv on host", 9, 1, "stand-in", False),
         ("snapkv", "all on disk", 9, 1, "host", True),
     ],
 )
@@ -168,12 +154,12 @@ def test_rows_that_end_leave_a_block(
 # ---- columns that wait in memory for the disk
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize(
-    ("pair", "placement"),
+    ("pair", "placement", "budget"),
     [
-        ("h2o", "kv on disk"), ("h2o", "kv split three ways"), ("h2o, no heavy", "kv on disk"),
-        ("h2o, prompt only", "kv on disk"), ("h2o-v, decayed", "kv on host and disk"), ("tova", "all on disk"),
+        ("h2o", "kv on disk", "host"), ("h2o", "kv split three ways", "stand-in"),
+        ("h2o, prompt only", "kv on disk", "stand-in"), ("h2o-v, decayed", "kv on host and disk", "stand-in"),
+        ("tova", "all on disk", "host"),
     ],
 )  # fmt: skip
 def test_the_overlay_is_written_back_many_times(
@@ -206,14 +192,14 @@ def run_far(
     return assert_equal(model.folder, want, pair, policy, offload, budget)
 
 
-@pytest.mark.parametrize("name", FAR)
 @pytest.mark.parametrize(
-    ("policy", "budget"),
+    ("name", "policy", "budget"),
     [
-        (Policy(5, 1, PLACEMENTS["kv on disk"]), "host"),
-        (Policy(2, 2, PLACEMENTS["kv split three ways"]), "stand-in"),
+        ("h2o", Policy(5, 1, PLACEMENTS["kv on disk"]), "host"),
+        ("h2o, ratios", Policy(2, 2, PLACEMENTS["kv split three ways"]), "stand-in"),
+        ("tova", Policy(2, 2, PLACEMENTS["kv on disk"]), "stand-in"),
     ],
-    ids=["disk", "split"],
+    ids=["h2o", "ratios", "tova"],
 )
 def test_more_slots_than_a_segment(
     name: str, policy: Policy, budget: str, known: Callable[[str], Known], tmp_path: Path
@@ -225,7 +211,7 @@ def test_more_slots_than_a_segment(
 
 @pytest.mark.parametrize(
     ("pair", "budget"),
-    [("h2o", "host"), ("h2o, ratios", "stand-in"), ("h2o, prompt only", "stand-in"), ("snapkv", "host")],
+    [("h2o, ratios", "stand-in"), ("h2o, prompt only", "stand-in"), ("snapkv", "host")],
 )
 def test_the_last_position_ends_a_row(pair: str, budget: str, known: Callable[[str], Known], tmp_path: Path) -> None:
     """A prompt that fills all positions gets one token."""
@@ -234,9 +220,3 @@ def test_the_last_position_ends_a_row(pair: str, budget: str, known: Callable[[s
     policy = Policy(4, 1, PLACEMENTS[placement])
     ran = run_far(known("normal"), PAIRS[pair], lengths, NEW_TOKENS, policy, tmp_path, BUDGETS[budget])
     assert [len(row) for row in ran.tokens] == [1, 2, 4, 5, 7, 12]
-
-
-def test_lengths_are_what_they_are_for() -> None:
-    sizes = PAIRS["h2o"].plain.sizes(9, 0).total
-    assert min(LENGTHS) == 1 and sizes in LENGTHS and sizes + 1 in LENGTHS and any(1 < n < sizes for n in LENGTHS)
-    assert max(LENGTHS) > sizes and any(n + NEW_TOKENS - 1 > sizes > n for n in LENGTHS)

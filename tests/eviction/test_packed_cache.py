@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexgen_h2o import LLM, Policy, SamplingParams
+from flexgen_h2o import Policy
 from flexgen_h2o.core.config import MemoryBudget
 from flexgen_h2o.core.units import WRITE_BACK_STEPS
 from flexgen_h2o.kvcache.eviction import Eviction
@@ -79,7 +79,7 @@ PLANE = [
     (pair, placement, NAMES[(p + 3 * i) % len(NAMES)])
     for i, pair in enumerate((FULL, "h2o", "tova", "local", "snapkv", "h2o-v"))
     for p, placement in enumerate(PLACEMENTS)
-    if i < 2 or p % 3 == i % 3
+    if p % 3 == i % 3
 ]
 
 
@@ -96,31 +96,22 @@ def test_four_bits_on_every_placement(
 @pytest.mark.parametrize(
     ("shape", "pair", "bits", "placement"),
     [
-        ("normal", FULL, 8, "kv split three ways"), ("normal", "h2o", 8, "kv on disk"),
         ("post-norm, narrow embedding (350m)", FULL, 4, "everything split 30/30"),
-        ("post-norm, narrow embedding (350m)", "h2o", 4, "kv on host and disk"),
-        ("one layer", FULL, 4, "all on disk"), ("one layer", "h2o", 8, "kv on host"),
-        ("head width 15", FULL, 4, "kv split three ways"), ("head width 15", "h2o", 8, "all on device"),
+        ("one layer", "h2o", 8, "kv on host"), ("head width 15", FULL, 4, "kv split three ways"),
+        ("head width 15", "h2o", 8, "all on device"),
         ("llama, one kv-head, odd sizes", FULL, 4, "kv split three ways"), ("llama", "h2o", 8, "kv on disk"),
         ("gpt_neox", "h2o", 4, "kv split three ways"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("budget", [None, STAND_IN], ids=["host", "stand-in"])
 def test_other_shapes_and_bits(
-    shape: str, pair: str, bits: int, placement: str, budget: MemoryBudget | None, known: Callable[[str], Known],
+    shape: str, pair: str, bits: int, placement: str, known: Callable[[str], Known],
     packed: Callable[..., Wanted], tmp_path: Path,
 ) -> None:  # fmt: skip
     policy = Policy(2, 2, PLACEMENTS[placement], compress_cache=True, cache_bits=bits)
-    check(packed(shape, pair, bits, (9, 4, 21)), pair, known(shape).folder, policy, tmp_path, budget)
+    check(packed(shape, pair, bits, (9, 4, 21)), pair, known(shape).folder, policy, tmp_path, STAND_IN)
 
 
-def test_one_row(known: Callable[[str], Known], packed: Callable[..., Wanted], tmp_path: Path) -> None:
-    policy = Policy(1, 1, PLACEMENTS["kv split three ways"], compress_cache=True)
-    check(packed("normal", FULL, 4, (9,)), FULL, known("normal").folder, policy, tmp_path, STAND_IN)
-
-
-@pytest.mark.parametrize("pair", [FULL, "h2o"])
-@pytest.mark.parametrize("budget", [None, STAND_IN], ids=["host", "stand-in"])
+@pytest.mark.parametrize(("pair", "budget"), [(FULL, STAND_IN), ("h2o", None)], ids=[FULL, "h2o"])
 def test_rows_that_end_while_columns_wait_for_the_disk(
     pair: str, budget: MemoryBudget | None, known: Callable[[str], Known], packed: Callable[..., Wanted],
     tmp_path: Path,
@@ -135,15 +126,14 @@ def test_rows_that_end_while_columns_wait_for_the_disk(
         check(want, pair, folder, Policy(3, 2, PLACEMENTS[name], compress_cache=True), tmp_path, budget)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
 def test_more_slots_than_a_segment(
-    bits: int, known: Callable[[str], Known], packed: Callable[..., Wanted], tmp_path: Path
+    known: Callable[[str], Known], packed: Callable[..., Wanted], tmp_path: Path
 ) -> None:
-    policy = Policy(2, 1, PLACEMENTS["kv on disk"], compress_cache=True, cache_bits=bits)
-    check(packed("long", FULL, bits, (133, 62), 5), FULL, known("long").folder, policy, tmp_path, STAND_IN)
+    policy = Policy(2, 1, PLACEMENTS["kv on disk"], compress_cache=True, cache_bits=8)
+    check(packed("long", FULL, 8, (133, 62), 5), FULL, known("long").folder, policy, tmp_path, STAND_IN)
 
 
-@pytest.mark.parametrize(("bits", "pair"), [(4, None), (8, None), (4, "h2o")])
+@pytest.mark.parametrize(("bits", "pair"), [(8, None), (4, "h2o")])
 def test_bytes_held_are_those_of_packed_slots(
     bits: int, pair: str | None, known: Callable[[str], Known], tmp_path: Path
 ) -> None:
@@ -167,13 +157,3 @@ def test_bf16_runs(known: Callable[[str], Known], tmp_path: Path) -> None:
         ran = generate(known("normal").folder, random_prompts(LENGTHS), 9, None, policy, tmp_path, STAND_IN, "bfloat16")
         found.append(ran.tokens)
     assert found[0] == found[1] == found[2]
-
-
-def test_a_policy_file_asks_for_it(known: Callable[[str], Known], tmp_path: Path) -> None:
-    from flexgen_h2o.core.config import SavedPolicy, write_policy
-
-    policy, prompts = Policy(2, 1, compress_cache=True, cache_bits=8), random_prompts((5, 9))
-    write_policy(tmp_path / "policy.json", SavedPolicy(policy))
-    with LLM(str(known("normal").folder), str(tmp_path / "policy.json"), offload_dir=tmp_path) as llm:
-        llm.generate(prompts, SamplingParams(max_tokens=3))
-        assert llm.report is not None and llm.report.policy == policy

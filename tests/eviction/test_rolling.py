@@ -13,7 +13,7 @@ import torch
 from flexgen_h2o import LLM, Policy, SamplingParams
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.kvcache.eviction import H2O, Eviction
-from flexgen_h2o.kvcache.eviction.evicting import ROLLING
+from flexgen_h2o.kvcache.eviction.policy import ROLLING
 from tests.eviction.conftest import Known
 from tests.eviction.engine import PAIRS, STAND_IN, Pair, Wanted, assert_same, generate, wanted
 from tests.eviction.plain_models import PlainLlama, PlainNeoX
@@ -43,15 +43,12 @@ def rolled(known: Callable[[str], Known]) -> Callable[..., Wanted]:
 @pytest.mark.parametrize(
     ("shape", "pair", "configuration", "placement"),
     [
-        ("llama", "h2o", "2x2", "all on device"),
         ("llama", "h2o", "device, 2x2", "kv split three ways"),
         ("llama", "h2o", "device, 2x3, attends on host", "kv on host and disk"),
         ("llama", "local", "one batch, sequential", "kv on disk"),
-        ("llama", "snapkv", "device, 4x1, joined", "everything split 30/30"),
         ("llama, one kv-head, odd sizes", "h2o-norm, decayed", "device, 2x3, sequential", "kv on host"),
         ("llama, rope yarn", "tova", "3x1, joined", "kv on disk"),
         ("gpt_neox", "h2o", "device, 2x2", "each kind elsewhere"),
-        ("llama, a kv-head for each query head, tied", "h2o, prompt only", "device, 1x4", "kv split three ways"),
     ],
 )
 def test_equal_to_the_reference(
@@ -135,8 +132,3 @@ def test_what_cannot_roll(
     llm = LLM(str(known(shape).folder), policy, eviction, offload_dir=tmp_path)
     with llm, pytest.raises(UsageError, match=f"--positions rolling: .*{says}"):
         llm.generate(random_prompts((5,)), SamplingParams(max_tokens=30))
-
-
-def test_a_name_of_no_positions() -> None:
-    with pytest.raises(UsageError, match="positions: 'other' is neither original nor rolling"):
-        H2O(positions="other")

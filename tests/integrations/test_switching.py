@@ -33,8 +33,7 @@ def state(model: PreTrainedModel) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", ["opt", "llama, grouped", "neox"])
+@pytest.mark.parametrize(("name", "attention"), [("opt", "sdpa"), ("llama, grouped", "eager"), ("neox", "sdpa")])
 def test_disabled_model_is_as_before(name: str, attention: str) -> None:
     model = MODELS[name]().model
     model.set_attn_implementation(attention)
@@ -70,8 +69,6 @@ def test_two_models_evict_apart(known: Callable[[str], Known]) -> None:
     ("settings", "says"),
     [
         ({"mode": "hide"}, "mode: 'hide' is not one of drop, mask"),
-        ({"heavy_ratio": 0.0}, "heavy_ratio: 0.0 is not in"),
-        ({"heavy_size": 0}, "heavy_size: 0 alone"),
         ({"heavy_ratio": 0.1, "heavy_size": 3}, "heavy_size: both"),
     ],
 )
@@ -102,11 +99,6 @@ def test_wrong_settings_are_refused(settings: dict[str, Any], says: str, known: 
 def test_models_that_are_not_supported_are_refused(make: Callable[[], Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         enable_eviction(make(), H2O(**SIZES))
-
-
-def test_what_is_no_policy_is_refused(known: Callable[[str], Known]) -> None:
-    with pytest.raises(UsageError, match="eviction: 'h2o' is not an eviction policy"):
-        enable_eviction(known("opt").model, "h2o")  # type: ignore[arg-type]
 
 
 class Ranked(H2O):

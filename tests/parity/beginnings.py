@@ -45,6 +45,6 @@ def cases() -> Iterator[tuple[str, str, str]]:
         "llama, rope yarn", "qwen2", "gpt_neox", "gpt_neox, one after the other",
     )  # fmt: skip
     for s, shape in enumerate(others):
-        for placement in list(PLACEMENTS)[s % 4 :: 4]:
+        for placement in list(PLACEMENTS)[s % 6 :: 6]:
             yield shape, placement, names[turn % len(names)]
             turn += 1

@@ -75,13 +75,12 @@ def test_the_reference_itself_is_transformers_when_nothing_is_cut(reference: Cal
         assert sparse_greedy(known.model, prompt, 1.0)[0][: len(tokens)] == tokens
 
 
-@pytest.mark.parametrize("share", [0.05, 0.25, 0.5])
 @pytest.mark.parametrize(
-    ("policy", "budget"),
+    ("policy", "budget", "share"),
     [
-        (Policy(5, 1), MemoryBudget()),
-        (Policy(2, 2, PLACEMENTS["kv split three ways"]), MemoryBudget("64MiB", "64MiB", "64MiB")),
-        (Policy(2, 3, PLACEMENTS["kv on host"], cpu_cache_compute=True), MemoryBudget("64MiB", "64MiB", "64MiB")),
+        (Policy(5, 1), MemoryBudget(), 0.25),
+        (Policy(2, 2, PLACEMENTS["kv split three ways"]), MemoryBudget("64MiB", "64MiB", "64MiB"), 0.5),
+        (Policy(2, 3, PLACEMENTS["kv on host"], cpu_cache_compute=True), MemoryBudget(*["64MiB"] * 3), 0.05),
     ],
     ids=["one batch", "split three ways", "on host"],
 )  # fmt: skip

@@ -31,7 +31,7 @@ EDGES = {
         "engine": "core kernels tiers checkpoint models kvcache planner",
         "planner": "core kernels tiers checkpoint models kvcache engine",
         "llm": "core kernels tiers checkpoint models kvcache engine planner",
-        "integrations": "core kernels kvcache",
+        "integrations": "core kvcache",
         "cli_common": "core checkpoint",
         "flags": "core tiers checkpoint models kvcache engine llm cli_common",
         "jobs": "core tiers models kvcache engine llm flags",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from itertools import pairwise
 
 import pytest
@@ -19,7 +18,6 @@ from flexgen_h2o.kvcache.prefixes import (
     check_sharing,
     common_prefix,
     group_prompts,
-    neighbours,
     pack_prompts,
     row_ends,
 )
@@ -143,22 +141,3 @@ def test_prompts_that_fill_micro_batches_are_brought_together() -> None:
     prompts = [text((1 + i % 2, 4), (9, 1 + i // 2)) for i in range(8)]
     assert blocks(prompts, 4, None) == [[[6, 7, 4, 5], [2, 3, 0, 1]]]
     assert blocks(prompts, 4, Sharing(4, 0.0)) == [[[6, 4, 2, 0], [7, 5, 3, 1]]]
-
-
-def test_a_few_that_are_alike_stay_among_prompts_of_their_length() -> None:
-    """Two of a header do not fill a micro-batch of four: they are only neighbours within one."""
-    prompts = [text((1, 4), (9, 6)), text((2, 9)), text((1, 4), (9, 4)), text((3, 7)), text((1, 4)), text((4, 2))]
-    assert blocks(prompts, 4, None) == [[[0, 1, 2, 3], [4, 5]]]
-    assert blocks(prompts, 4, Sharing(4, 0.0)) == [[[0, 2, 1, 3], [4, 5]]]
-    assert neighbours([prompts[i] for i in (0, 1, 2, 3)], Sharing(4, 0.0)) == [0, 2, 1, 3]
-
-
-def test_the_order_does_not_depend_on_the_inputs_order_of_families() -> None:
-    """But for equals, which stay in input order."""
-    generator = random.Random(0)
-    prompts = [text((i % 3, 5), (9, 1 + i)) for i in range(24)]
-    places = list(range(24))
-    generator.shuffle(places)
-    shuffled = [prompts[i] for i in places]
-    found = [[[places[i] for i in batch] for batch in block] for block in blocks(shuffled, 4, Sharing(5, 0.0))]
-    assert found == blocks(prompts, 4, Sharing(5, 0.0))

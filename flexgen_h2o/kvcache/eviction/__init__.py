@@ -1,16 +1,16 @@
-"""Which KV columns are kept. One file a policy; `POLICIES` names them."""
+"""Which KV columns are kept: one class in one file a policy, and one row in `EVICTING`."""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.kvcache.eviction.evicting import Evicting, named_eviction
 from flexgen_h2o.kvcache.eviction.full import Full
 from flexgen_h2o.kvcache.eviction.h2o import H2O
 from flexgen_h2o.kvcache.eviction.h2o_norm import H2ONorm
 from flexgen_h2o.kvcache.eviction.local import Local
-from flexgen_h2o.kvcache.eviction.policy import Eviction
+from flexgen_h2o.kvcache.eviction.policy import Evicting, Eviction
 from flexgen_h2o.kvcache.eviction.random_columns import Random
 from flexgen_h2o.kvcache.eviction.snapkv import SnapKV
 from flexgen_h2o.kvcache.eviction.tova import Tova
@@ -21,22 +21,61 @@ __all__ = [
     "ValueH2O", "check_eviction", "make_eviction",
 ]  # fmt: skip
 
+# By the names that flags, reports and files give them.
 EVICTING: dict[str, type[Evicting]] = {
-    policy.name: policy for policy in (Local, H2O, H2ONorm, Tova, SnapKV, ValueH2O, Random)
+    policy.name: policy
+    for policy in (
+        Local,
+        H2O,
+        H2ONorm,
+        Tova,
+        SnapKV,
+        ValueH2O,
+        Random,
+    )
 }
 POLICIES: tuple[str, ...] = (Full.name, *EVICTING)
 
+# How many columns are kept is a setting of the caller's, not of a policy's text.
+_SIZES = frozenset({"heavy_ratio", "recent_ratio", "heavy_size", "recent_size"})
+
 
 def make_eviction(text: str, **settings: Any) -> Evicting:
-    """A policy of `EVICTING` from its name, with its own settings behind a colon: `h2o-norm:decay=0.95`.
+    """A policy of `EVICTING` from its name, with settings of its own behind a colon: `h2o-norm:decay=0.95,sinks=0`.
 
     Raises UsageError that begins with the name of a setting, or with `eviction` where the text is wrong.
     """
-    return named_eviction(EVICTING, text, settings)
+    name, colon, rest = text.partition(":")
+    if name not in EVICTING:
+        raise UsageError(f"eviction: {name or 'nothing'} is not one of {', '.join(EVICTING)}")
+    if colon and not rest:
+        raise UsageError(f"eviction: no settings behind the colon of {text}")
+    known = [field.name for field in fields(EVICTING[name]) if field.name not in _SIZES]
+    own: dict[str, Any] = {}
+    for item in filter(None, rest.split(",")):
+        key, _, value = item.partition("=")
+        if key not in known:
+            raise UsageError(f"eviction: {key} is not a setting of {name}; it has {', '.join(known)}")
+        if key in own or key in settings:
+            raise UsageError(f"eviction: {key} is given twice")
+        own[key] = _value(value)
+    return EVICTING[name](**settings, **own)
+
+
+def _value(text: str) -> bool | int | float | str:
+    """A setting as Python has it; anything but a number or a truth value is a name, for the policy to check."""
+    if text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
 
 
 def check_eviction(eviction: object) -> Eviction:
-    """The policy to run with, None being the full cache; UsageError for what is no eviction policy."""
+    """The policy to run with, None being the full cache; UsageError for anything that is no eviction policy."""
     if eviction is None:
         return Full()
     if isinstance(eviction, type) or not all(

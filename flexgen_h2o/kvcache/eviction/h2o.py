@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from flexgen_h2o.kvcache.eviction.evicting import Evicting
-from flexgen_h2o.kvcache.eviction.policy import POSITIONS, SCORES, Needs
+from flexgen_h2o.kvcache.eviction.policy import POSITIONS, SCORES, Evicting, Needs
 
 
 @dataclass(frozen=True)

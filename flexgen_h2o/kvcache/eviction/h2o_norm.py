@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
+from typing import TYPE_CHECKING, ClassVar
 
 from flexgen_h2o.core.units import check_share
-from flexgen_h2o.kvcache.eviction.evicting import Evicting
-from flexgen_h2o.kvcache.eviction.policy import EVERYTHING, POSITIONS, SCORES, Columns, Needs, RowBudget
+from flexgen_h2o.kvcache.eviction.policy import EVERYTHING, POSITIONS, SCORES, Columns, Evicting, Needs, RowBudget
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -57,4 +57,4 @@ class H2ONorm(Evicting):
         if self.decay == 1:
             return seen
         step = math.log(self.decay)
-        return (torch.expm1(seen.double() * step) / math.expm1(step)).float()  # exact for a decay close to 1 as well
+        return ((seen.double() * step).expm1() / math.expm1(step)).float()  # exact for a decay close to 1 as well

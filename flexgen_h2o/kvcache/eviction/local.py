@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
+from flexgen_h2o.kvcache.eviction.policy import EVERYTHING, POSITIONS, Columns, Evicting, Needs, RowBudget
 
-from flexgen_h2o.kvcache.eviction.evicting import Evicting
-from flexgen_h2o.kvcache.eviction.policy import EVERYTHING, POSITIONS, Columns, Needs, RowBudget
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)

@@ -1,26 +1,25 @@
 """What an eviction policy is: it says how many columns a row keeps, what it needs measured, and ranks columns.
 
-The engine owns everything else: slots, protection of sinks and recent columns, which column leaves, tiers. A new policy
-is a file in this folder and a row in `POLICIES`.
-
-What rolling positions ask of a model, a policy and a row.
-
-An eviction policy as a stage of a pipeline sees it, whose blocks are counted from the stage's first one.
+The engine does the rest: slots, protection of sinks and recent columns, which column leaves, tiers. No policy imports
+torch before it computes, so that command lines know all their names at once.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-import torch
-
-from flexgen_h2o.core.config import ModelSpec
 from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.units import check_int, check_share
+
+if TYPE_CHECKING:
+    import torch
+
+    from flexgen_h2o.core.config import ModelSpec
 
 EVERYTHING = 2**30  # more columns than any row has
-# Records of a slot (kvcache/slots.Record), in the order in which they are laid out.
+# What is recorded of a slot (kvcache/slots.SlotMetadata), in the order of its bytes.
 POSITIONS, SCORES, NORMS, RANKS = "positions", "scores", "norms", "ranks"
 
 
@@ -44,7 +43,7 @@ class Needs:
     record: what is kept of each slot, of POSITIONS, SCORES, NORMS and RANKS in this order; () for a policy that drops
     nothing. With RANKS keys are kept before their rotary embeddings, and each is turned by its rank when it is read.
     query_rows: the last rows of a prompt whose column sums are wanted; None for all. query_decay: the row i before the
-    last counts query_decay ** i. In a decode step a slot's score becomes fade x score + gain x the probability that it
+    last counts query_decay ** i. In a decode step a slot's score becomes decay x score + gain x the probability that it
     received, summed over the query heads of its kv-head. even: the gain is multiplied by columns held / columns seen
     so far, since a query that attends to fewer columns gives more to each. ranks_by_score: `rank` gives the scores
     themselves, so the decode kernel can find the column that leaves.
@@ -61,12 +60,12 @@ class Needs:
 
 @dataclass(frozen=True)
 class Columns:
-    """What may be known of the columns of `b` sequences when a policy scores or ranks them.
+    """What a policy knows of the columns of `b` sequences when it ranks them.
 
     positions: (b, kv_heads, n) int32; newest: (b,) int64, the position of the newest column; scores, norms (of the
     values): (b, kv_heads, n) fp32 where the policy's record has them; heavy: (b,) int64, of the rows' budgets; block:
     the transformer block. may_leave: (b, kv_heads, n) bool, False for sinks, recent columns and slots that are not
-    filled, whose other entries are arbitrary; ranks of such columns are not looked at.
+    filled, whose other entries are arbitrary; ranks of such columns are not read.
     """
 
     block: int
@@ -83,7 +82,7 @@ class Columns:
 
 
 class Eviction(Protocol):
-    """Decides which KV columns a row keeps, apart for each sequence and kv-head."""
+    """Decides which KV columns a row keeps, for each sequence and kv-head separately."""
 
     @property
     def name(self) -> str: ...
@@ -113,8 +112,129 @@ class Eviction(Protocol):
     def to_json(self) -> dict[str, Any]: ...
 
 
+DEFAULT_RATIO = 0.1
+SCHEDULES = ("uniform", "pyramid")
+ORIGINAL, ROLLING = "original", "rolling"
+PYRAMID_BETA = 20  # PyramidKV: the last layer's heavy budget is the mean / beta
+
+
+@dataclass(frozen=True)
+class Evicting:
+    """Settings of a policy that keeps heavy + recent columns a row: as shares of the row's prompt, or as counts.
+
+    heavy_ratio, recent_ratio: in (0, 1]; int(ratio x prompt tokens) columns, at least 1. heavy_size, recent_size:
+    columns; heavy 0 is what the H2O paper calls "local". What is not given of recent is as heavy; nothing at all is
+    0.1 each. layer_schedule: "uniform", or "pyramid", where lower layers keep more heavy columns and upper ones fewer,
+    as many in sum (PyramidKV, Cai et al. 2024, arXiv 2406.02069). while_decoding: False drops columns of the prompt
+    only and keeps all that are generated (FlexGen's H2O without --hh-all). positions: "original", or "rolling": while
+    decoding a column's position is its rank among those that its row holds (StreamingLLM, Xiao et al. 2024, section
+    3.2), so that rows may grow past the positions that the model was trained for. Needs rotary embeddings.
+
+    Raises UsageError for a setting out of range.
+    """
+
+    name: ClassVar[str] = ""
+
+    heavy_ratio: float | None = None
+    recent_ratio: float | None = None
+    heavy_size: int | None = None
+    recent_size: int | None = None
+    layer_schedule: str = "uniform"
+    while_decoding: bool = True
+    positions: str = ORIGINAL
+
+    def __post_init__(self) -> None:
+        for kind in ("heavy", "recent"):
+            ratio, size = getattr(self, f"{kind}_ratio"), getattr(self, f"{kind}_size")
+            if ratio is not None and size is not None:
+                raise UsageError(f"{kind}_size: both a count and a share of {kind} columns are given; give one of them")
+            if ratio is not None:
+                object.__setattr__(self, f"{kind}_ratio", check_share(f"{kind}_ratio", ratio))
+            if size is not None:
+                self._take_int(f"{kind}_size", low=0 if kind == "heavy" else 1)
+        if self.heavy_size == 0 and self.recent_size is None and self.recent_ratio is None:
+            raise UsageError("heavy_size: 0 alone leaves nothing; say how many recent columns stay")
+        if self.layer_schedule not in SCHEDULES:
+            raise UsageError(f"layer_schedule: {self.layer_schedule!r} is not one of {', '.join(SCHEDULES)}")
+        if not isinstance(self.while_decoding, bool):
+            raise UsageError(f"while_decoding: {self.while_decoding!r} is not true or false")
+        if self.positions not in (ORIGINAL, ROLLING):
+            raise UsageError(f"positions: {self.positions!r} is neither {ORIGINAL} nor {ROLLING}")
+
+    def _take_int(self, name: str, low: int, high: int | None = None) -> int:
+        """A setting as a plain int, which a report can hold."""
+        value = check_int(name, getattr(self, name), low, high)
+        object.__setattr__(self, name, value)
+        return value
+
+    @property
+    def needs(self) -> Needs:
+        found = self.measures
+        return replace(found, record=(*found.record, RANKS)) if self.positions == ROLLING else found
+
+    @property
+    def measures(self) -> Needs:
+        """What the policy itself needs, wherever positions come from."""
+        raise NotImplementedError
+
+    def split(self, heavy: int, recent: int) -> RowBudget:
+        """How the policy uses heavy + recent columns."""
+        return RowBudget(0, heavy, recent)
+
+    def budget(self, prompt_len: int, block: int, num_blocks: int) -> RowBudget:
+        heavy, recent = self._count("heavy", prompt_len), self._count("recent", prompt_len)
+        if self.layer_schedule == "pyramid":
+            heavy = _pyramid(heavy, prompt_len - recent, block, num_blocks)
+        return self.split(heavy, recent)
+
+    def slots(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> int:
+        columns = self.budget(prompt_len, block, num_blocks).columns
+        grown = min(columns, prompt_len) + gen_len - 1
+        return max(1, min(columns + 1, grown) if self.while_decoding else grown)
+
+    def prompt_scores(self, sums: torch.Tensor, query_rows: int) -> torch.Tensor:
+        return sums
+
+    def rank(self, columns: Columns) -> torch.Tensor:
+        assert columns.scores is not None
+        return columns.scores
+
+    def to_json(self) -> dict[str, Any]:
+        """The settings as they are used: defaults filled in, each share a ratio or a size."""
+        shares = {f"{kind}_{what}": value for kind in ("heavy", "recent") for what, value in [self._share(kind)]}
+        settings = {k: v for k, v in asdict(self).items() if v is not None and (k, v) != ("positions", ORIGINAL)}
+        return {"name": self.name, **settings, **shares}
+
+    def _share(self, kind: str) -> tuple[str, int | float]:
+        """("size", columns) or ("ratio", of the prompt)."""
+        ratio, size = getattr(self, f"{kind}_ratio"), getattr(self, f"{kind}_size")
+        if ratio is None and size is None and kind == "recent":
+            ratio, size = self.heavy_ratio, self.heavy_size
+        if size is not None:
+            return "size", size
+        return "ratio", DEFAULT_RATIO if ratio is None else ratio
+
+    def _count(self, kind: str, prompt_len: int) -> int:
+        what, value = self._share(kind)
+        return min(int(value), EVERYTHING) if what == "size" else max(1, int(value * prompt_len))
+
+
+def _pyramid(heavy: int, most: int, block: int, num_blocks: int) -> int:
+    """The heavy columns of one block: falling in a line, `num_blocks * heavy` in sum, no block above `most`."""
+    if num_blocks == 1:
+        return heavy
+    high = min(2 * heavy - heavy / PYRAMID_BETA, max(heavy, most))
+    step = 2 * (high - heavy) / (num_blocks - 1)
+
+    def below(blocks: int) -> int:
+        """Heavy columns of the first `blocks`, rounded so that every sum is a whole number."""
+        return round(blocks * high - step * blocks * (blocks - 1) / 2)
+
+    return below(block + 1) - below(block)
+
+
 def is_rolling(eviction: Eviction) -> bool:
-    """Does a column's position follow from the columns that its row holds?"""
+    """Whether a column's position is its rank among the columns that its row holds."""
     return RANKS in eviction.needs.record
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
+from flexgen_h2o.kvcache.eviction.policy import POSITIONS, Columns, Evicting, Needs
 
-from flexgen_h2o.kvcache.eviction.evicting import Evicting
-from flexgen_h2o.kvcache.eviction.policy import POSITIONS, Columns, Needs
+if TYPE_CHECKING:
+    import torch
 
 _ODD = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)  # xxHash's 32-bit primes: large, odd, of mixed bits
 _MASK = 0xFFFFFFFF
@@ -31,6 +31,8 @@ class Random(Evicting):
         return Needs((POSITIONS,), ranks_by_score=False)
 
     def rank(self, columns: Columns) -> torch.Tensor:
+        import torch
+
         positions = columns.positions.long()
         heads = torch.arange(positions.shape[1], device=positions.device).view(1, -1, 1)
         layer = (columns.block + self.seed * 65537 + 1) * _ODD[2] & _MASK

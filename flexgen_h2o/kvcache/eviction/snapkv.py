@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-import torch.nn.functional as F
+from typing import TYPE_CHECKING, ClassVar
 
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.kvcache.eviction.evicting import Evicting
-from flexgen_h2o.kvcache.eviction.policy import EVERYTHING, POSITIONS, SCORES, Needs
+from flexgen_h2o.kvcache.eviction.policy import EVERYTHING, POSITIONS, SCORES, Evicting, Needs
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -38,6 +37,8 @@ class SnapKV(Evicting):
         return Needs((POSITIONS, SCORES), query_rows=self.window, decay=1 - 1 / self.window, gain=1 / self.window)
 
     def prompt_scores(self, sums: torch.Tensor, query_rows: int) -> torch.Tensor:
+        import torch.nn.functional as F
+
         mean = sums / query_rows
         before = max(0, mean.shape[-1] - self.window)
         if before:

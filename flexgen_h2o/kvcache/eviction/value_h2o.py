@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
-
-import torch
+from typing import TYPE_CHECKING, ClassVar
 
 from flexgen_h2o.kvcache.eviction.h2o_norm import H2ONorm
 from flexgen_h2o.kvcache.eviction.policy import NORMS, Columns, Needs
+
+if TYPE_CHECKING:
+    import torch
 
 LEAST_WEIGHT = 1e-4  # CriticalKV's: a column that nobody has attended to still counts by its value
 

@@ -32,9 +32,9 @@ from flexgen_h2o.kernels.packed import pack_rows, unpack_rows
 from flexgen_h2o.kernels.prefill_attention import causal_attention, causal_attention_lse
 from flexgen_h2o.kernels.slots import ScoreState, attend, attend_scored
 from flexgen_h2o.kernels.workspace import Workspace
-from flexgen_h2o.kvcache.evict import EvictionStep, keep_prompt_columns
+from flexgen_h2o.kvcache.evict import keep_prompt_columns
 from flexgen_h2o.kvcache.eviction import H2O
-from flexgen_h2o.kvcache.slots import SlotTable
+from flexgen_h2o.kvcache.slots import KVRows, SlotTable
 from flexgen_h2o.planner.measure.bench import Bench, Call, Sizes
 from flexgen_h2o.planner.profile import AS_FAST, MOST_SPEEDUP, ComputeRates, Curve
 from flexgen_h2o.planner.profile import Products as Rates
@@ -78,11 +78,11 @@ def _prefill_calls(bench: Bench, dtype: torch.dtype, length: int) -> tuple[Call,
     prompts, heads = _prompts(bench, length), bench.sizes.prompt_width // HEAD_WIDTH
     q, k, v = (bench.normal(dtype, prompts, length, heads, HEAD_WIDTH).transpose(1, 2) for _ in range(3))
     policy, scale = H2O(), HEAD_WIDTH**-0.5
-    hook = EvictionStep(policy, 0, SlotTable(policy, [(length, 1)] * prompts, 1).at(0, range(prompts)), heads)
+    rows = KVRows(policy, 0, heads, SlotTable(policy, [(length, 1)] * prompts, 1).at(0))
 
     def scored() -> None:
         _, lse = causal_attention_lse(q, k, v, scale)
-        keep_prompt_columns(hook, 0, (q, k, v), lse, scale)
+        keep_prompt_columns(rows, 0, (q, k, v), lse, scale)
 
     return lambda: causal_attention(q, k, v, scale), scored
 

@@ -24,7 +24,7 @@ import torch
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.errors import DoesNotFitError
 from flexgen_h2o.core.units import MIB, PAGE, SEGMENT_SLOTS, TRANSFER_CHUNK, WRITE_BACK_STEPS, format_bytes
-from flexgen_h2o.kvcache.layout import UnitLayout, unit_layout
+from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.kvcache.slots import PartView, part_view
 from flexgen_h2o.kvcache.store import Overlay
 from flexgen_h2o.planner.measure.bench import Bench, Call
@@ -83,7 +83,7 @@ def overlay_rate(bench: Bench, dtype: torch.dtype) -> float:
     Of units that are not in a cache, each a step further than the one before, as far as a unit is written back.
     """
     on_disk = (0.0, 0.0, 1.0)
-    layout = unit_layout(bench.sizes.step_rows[0], HEADS, SEGMENT_SLOTS, HEAD_WIDTH, dtype.itemsize, on_disk)
+    layout = UnitLayout(bench.sizes.step_rows[0], HEADS, SEGMENT_SLOTS, HEAD_WIDTH, dtype.itemsize, on_disk)
     count = max(1, bench.sizes.cache_bytes // layout.part_bytes(layout.parts[0]) // WRITE_BACK_STEPS)
     every = [_unit(bench, layout, dtype, i % WRITE_BACK_STEPS) for i in range(count * WRITE_BACK_STEPS)]
     units = cycle(every)

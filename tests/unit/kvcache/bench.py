@@ -11,7 +11,7 @@ import torch
 
 from flexgen_h2o.core.schedule import zigzag
 from flexgen_h2o.core.timeline import Timeline
-from flexgen_h2o.kvcache.layout import UnitLayout, unit_layout
+from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.kvcache.slots import PartView, plan_moves, put_columns, put_first_columns, split_views
 from flexgen_h2o.kvcache.store import CacheKey, CacheStore
 from flexgen_h2o.tiers.device import Device, HostDevice, StandInDevice, host_buffer
@@ -83,11 +83,11 @@ class Bench:
         units = BLOCKS * BATCHES
         homes = {p.tier: units * largest.part_bytes(p) for p in largest.parts}
         memory = {tier: host_buffer(n) for tier, n in homes.items() if tier != "disk"}
-        records: Counter[str] = Counter()
+        metadata: Counter[str] = Counter()
         for part in largest.parts:
             where = ("host" if on_host else "device") if is_streamed(part.tier, on_host) else part.tier
-            records[where] += units * (largest.record_bytes(part) + 64)
-        arenas = {tier: host_buffer(n) for tier, n in records.items()}
+            metadata[where] += units * (largest.metadata_bytes(part) + 64)
+        arenas = {tier: host_buffer(n) for tier, n in metadata.items()}
         overlay = host_buffer(sum(units * largest.overlay_bytes(p) for p in largest.parts if p.tier == "disk"))
         self.file = self.scratch.create("cache.bin", homes["disk"]) if "disk" in homes else None
         self.store = CacheStore(Mover(device, self.lanes), DTYPE, memory, self.file, overlay, arenas, on_host)
@@ -96,7 +96,7 @@ class Bench:
             buffer.fill_(255)  # empty slots hold no numbers
 
     def layout(self, sequences: int, slots: int) -> UnitLayout:
-        return unit_layout(sequences, KV_HEADS, slots, WIDTH, DTYPE.itemsize, self.shares, self.record)
+        return UnitLayout(sequences, KV_HEADS, slots, WIDTH, DTYPE.itemsize, self.shares, self.record)
 
     def close(self) -> None:
         self.lanes.close()
@@ -141,7 +141,7 @@ class Bench:
         region = stream.take(key)
         views, whole = self.store.open(key, region)
         assert sum(view.rows for view in views) == len(prompts) * KV_HEADS
-        assert all((view.record is not None) is bool(self.record) for view in views)
+        assert all((view.metadata is not None) is bool(self.record) for view in views)
         taken: list[torch.Tensor] | None = None
         before, behind = split_views(views, len(rows) * KV_HEADS)
         if rows:
@@ -176,7 +176,7 @@ class Bench:
             view, at = find(views, place * KV_HEADS + head)
             put_first_columns(view, at, at + 1, row.keys[head : head + 1], row.values[head : head + 1])
             for name in self.record:
-                getattr(view.record, name)[at, : row.filled] = getattr(row, name)[head]
+                getattr(view.metadata, name)[at, : row.filled] = getattr(row, name)[head]
 
     def _put_new(self, views: list[PartView], rows: list[PlainRow], slots: torch.Tensor) -> list[torch.Tensor]:
         """Write the newest column of each row to its slots (sequences, kv_heads); returns them view by view."""
@@ -191,7 +191,7 @@ class Bench:
             taken.append(slots.flatten()[here])
             put_columns(view, taken[-1], new["keys"][here], new["values"][here])
             for name in self.record:
-                getattr(view.record, name)[torch.arange(view.rows), taken[-1]] = new[name][here]
+                getattr(view.metadata, name)[torch.arange(view.rows), taken[-1]] = new[name][here]
         return taken
 
 
@@ -206,6 +206,6 @@ def check(views: list[PartView], rows: list[PlainRow]) -> None:
             view, at = find(views, i * KV_HEADS + head)
             assert torch.equal(view.keys[:, at].flatten(0, 1)[: row.filled], row.keys[head])
             assert torch.equal(view.values[:, at].flatten(0, 1)[: row.filled], row.values[head])
-            if view.record is not None:
+            if view.metadata is not None:
                 for name in RECORD:
-                    assert torch.equal(getattr(view.record, name)[at, : row.filled], getattr(row, name)[head])
+                    assert torch.equal(getattr(view.metadata, name)[at, : row.filled], getattr(row, name)[head])

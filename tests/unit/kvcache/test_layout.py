@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.units import ALIGN, PAGE, SEGMENT_SLOTS, WRITE_BACK_STEPS
-from flexgen_h2o.kvcache.layout import UnitLayout, unit_layout
+from flexgen_h2o.kvcache.layout import UnitLayout
 
 pairs = st.integers(0, 100).flatmap(lambda a: st.tuples(st.just(a), st.integers(0, 100 - a)))
 few = st.integers(1, 40)
 records = st.sampled_from([(), ("positions",), ("positions", "scores"), ("positions", "scores", "norms")])
 all_shares = pairs.map(lambda pair: Policy(percent=(0, 0, *pair, 0, 0)).cache_shares)
 layouts = st.builds(
-    unit_layout, sequences=few, kv_heads=few, slots=st.integers(1, 300), width=st.sampled_from([1, 8, 80, 128]),
+    UnitLayout, sequences=few, kv_heads=few, slots=st.integers(1, 300), width=st.sampled_from([1, 8, 80, 128]),
     itemsize=st.sampled_from([2, 4]), shares=all_shares, record=records,
 )  # fmt: skip
 
@@ -33,12 +33,12 @@ def test_areas(layout: UnitLayout) -> None:
         columns = part.rows * WRITE_BACK_STEPS
         assert layout.overlay_bytes(part) == 2 * columns * layout.width * layout.itemsize + 8 * columns
         words = part.rows * (layout.slots * len(layout.record) + 1) if layout.record else 0
-        assert layout.record_bytes(part) % ALIGN == 0 and 0 <= layout.record_bytes(part) - 4 * words < ALIGN
+        assert layout.metadata_bytes(part) % ALIGN == 0 and 0 <= layout.metadata_bytes(part) - 4 * words < ALIGN
 
 
 @given(few, few, all_shares)
 def test_rows_follow_the_shares(sequences: int, kv_heads: int, shares: tuple[float, float, float]) -> None:
-    layout = unit_layout(sequences, kv_heads, 5, 8, 2, shares)
+    layout = UnitLayout(sequences, kv_heads, 5, 8, 2, shares)
     for part in layout.parts:
         share = dict(zip(("device", "host", "disk"), shares, strict=True))[part.tier]
         assert abs(part.rows - share * sequences * kv_heads) <= 1
@@ -47,7 +47,7 @@ def test_rows_follow_the_shares(sequences: int, kv_heads: int, shares: tuple[flo
 
 @pytest.mark.parametrize("slots", [1, 2, SEGMENT_SLOTS, SEGMENT_SLOTS + 1, 3 * SEGMENT_SLOTS, 1000])
 def test_segments_are_equal_and_hold_every_slot(slots: int) -> None:
-    layout = unit_layout(1, 1, slots, 8, 2, (0.0, 1.0, 0.0))
+    layout = UnitLayout(1, 1, slots, 8, 2, (0.0, 1.0, 0.0))
     assert layout.segment_slots <= SEGMENT_SLOTS
     assert (layout.segments - 1) * layout.segment_slots < slots <= layout.segments * layout.segment_slots
     assert layout.segments * layout.segment_slots - slots < layout.segments
@@ -90,7 +90,7 @@ def test_live_ranges_hold_the_live_rows_and_no_other(layout: UnitLayout, data: s
 
 
 def test_a_cache_that_grows_moves_the_segments_that_it_fills() -> None:
-    layout = unit_layout(2, 3, 4 * SEGMENT_SLOTS, 16, 4, (0.0, 0.0, 1.0))
+    layout = UnitLayout(2, 3, 4 * SEGMENT_SLOTS, 16, 4, (0.0, 0.0, 1.0))
     (part,), area = layout.parts, layout.area_bytes(layout.parts[0])
     whole = [sum(size for _, size in layout.live_ranges(part, 2, n)) for n in (1, 64, 65, 128, 129, 256)]
     assert whole == [2 * area, 2 * area, 4 * area, 4 * area, 6 * area, 8 * area]
@@ -103,5 +103,5 @@ def test_a_cache_that_grows_moves_the_segments_that_it_fills() -> None:
     [((), True, 4), ((), False, 1), (("positions",), True, 1), (("positions",), False, 1)],
 )
 def test_only_a_cache_that_grows_and_travels_is_cut(record: tuple[str, ...], streamed: bool, segments: int) -> None:
-    layout = unit_layout(2, 4, 3 * SEGMENT_SLOTS + 1, 8, 2, (0.0, 1.0, 0.0), record, streamed)
+    layout = UnitLayout(2, 4, 3 * SEGMENT_SLOTS + 1, 8, 2, (0.0, 1.0, 0.0), record, streamed)
     assert layout.segments == segments and layout.segments * layout.segment_slots >= layout.slots

@@ -1,18 +1,198 @@
-"""Where new columns go, step by step, against lists of positions that rows hold."""
+"""Rows of a KV unit: where columns lie, where new ones go, what waits in RAM, and rows that are moved."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flexgen_h2o.core.units import SEGMENT_SLOTS, WRITE_BACK_STEPS
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full, Local, SnapKV
-from flexgen_h2o.kvcache.slots import RowSlots, SlotTable, new_columns, plan_moves
+from flexgen_h2o.kvcache.layout import UnitLayout
+from flexgen_h2o.kvcache.slots import (
+    KVRows,
+    PartView,
+    SlotMetadata,
+    SlotTable,
+    metadata_view,
+    move_rows,
+    part_view,
+    plan_moves,
+    put_columns,
+    put_first_columns,
+    split_views,
+)
+from flexgen_h2o.kvcache.store import Overlay
 
-BLOCKS = 3
+WIDTH, DTYPE, BLOCKS = 4, torch.float32, 3
+HOST = (0.0, 1.0, 0.0)
+slot_counts = st.sampled_from([1, 3, SEGMENT_SLOTS, SEGMENT_SLOTS + 1, 2 * SEGMENT_SLOTS + 3])
+batches = st.integers(1, 12).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1))))
+
+
+# ---- columns in their slots
+
+
+def one_part(rows: int, slots: int, fill: float = float("nan")) -> tuple[UnitLayout, PartView]:
+    layout = UnitLayout(rows, 1, slots, WIDTH, DTYPE.itemsize, HOST)
+    (part,) = layout.parts
+    data = torch.full((layout.part_bytes(part) // 4,), fill).view(torch.uint8)
+    return layout, part_view(layout, part, data, DTYPE)
+
+
+def unfolded(view: PartView) -> list[torch.Tensor]:
+    """Keys and values as (rows, slots, width), slots in order."""
+    return [t.transpose(0, 1).flatten(1, 2) for t in (view.keys, view.values)]
+
+
+@given(st.integers(1, 5), slot_counts, st.data())
+def test_columns_lie_at_their_slots(rows: int, slots: int, data: st.DataObject) -> None:
+    _, view = one_part(rows, slots)
+    where = torch.tensor(data.draw(st.lists(st.integers(0, slots - 1), min_size=rows, max_size=rows)))
+    keys, values = torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)
+    put_columns(view, where, keys, values)
+    for whole, column in zip(unfolded(view), (keys, values), strict=True):
+        assert whole.shape[1] >= slots and torch.equal(whole[torch.arange(rows), where], column)
+        assert int(whole.isnan().all(-1).sum()) == rows * (whole.shape[1] - 1)  # no other slot is touched
+
+
+@given(st.integers(1, 5), slot_counts, st.data())
+def test_first_columns_fill_segment_after_segment(rows: int, slots: int, data: st.DataObject) -> None:
+    _, view = one_part(rows, slots)
+    start = data.draw(st.integers(0, rows - 1))
+    end, count = data.draw(st.integers(start, rows)), data.draw(st.integers(0, slots))
+    pair = [torch.randn(end - start, count, WIDTH) for _ in range(2)]
+    put_first_columns(view, start, end, *pair)
+    for whole, columns in zip(unfolded(view), pair, strict=True):
+        assert torch.equal(whole[start:end, :count], columns)
+        assert int((~whole.isnan()).sum()) == columns.numel()
+
+
+def test_parts_begin_in_the_bytes_they_are_given() -> None:
+    """A view is the bytes themselves, keys and values of a segment each on a page."""
+    layout, _ = one_part(3, 2 * SEGMENT_SLOTS)
+    (part,) = layout.parts
+    data = torch.zeros(layout.part_bytes(part), dtype=torch.uint8)
+    view = part_view(layout, part, data, DTYPE)
+    for i, area in enumerate((view.keys[0], view.values[0], view.keys[1], view.values[1])):
+        assert area.data_ptr() == data.data_ptr() + i * layout.area_bytes(part)
+        assert area.is_contiguous() and area.shape == (3, SEGMENT_SLOTS, WIDTH)
+
+
+@pytest.mark.parametrize("record", [(), ("positions",), ("positions", "scores", "norms")])
+def test_metadata_has_what_the_policy_asks_for(record: tuple[str, ...]) -> None:
+    layout = UnitLayout(3, 2, 5, WIDTH, 4, HOST, record)
+    (part,) = layout.parts
+    found = metadata_view(layout, part, torch.zeros(layout.metadata_bytes(part), dtype=torch.uint8))
+    if not record:
+        assert found is None
+        return
+    assert found is not None and len(found.tensors()) == len(record) + 1
+    for i, tensor in enumerate(found.tensors()):
+        tensor.fill_(i + 1)  # none lies over another
+    assert [set(t.flatten().tolist()) for t in found.tensors()] == [{i + 1} for i in range(len(record) + 1)]
+    assert found.positions.shape == (6, 5) and found.positions.dtype == found.victims.dtype == torch.int32
+    for name in ("scores", "norms"):
+        field = getattr(found, name)
+        assert (field is None) is (name not in record)
+        assert field is None or (field.shape, field.dtype) == ((6, 5), torch.float32)
+
+
+# ---- the overlay
+
+
+def make_overlay(layout: UnitLayout) -> Overlay:
+    (part,) = layout.parts
+    memory = torch.full((layout.overlay_bytes(part),), 255, dtype=torch.uint8)  # what it held before is no column
+    return Overlay(layout, part, memory, DTYPE)
+
+
+@given(st.integers(1, 4), slot_counts, st.integers(0, WRITE_BACK_STEPS), st.data())
+def test_waiting_columns_are_put_over_what_was_written(rows: int, slots: int, steps: int, data: st.DataObject) -> None:
+    """Any slots in any order, the same slot again too; then by fewer rows; and nothing once it is cleared."""
+    layout, view = one_part(rows, slots, fill=0.5)
+    overlay = make_overlay(layout)
+    for _ in range(steps):
+        assert not overlay.is_full
+        where = torch.tensor(data.draw(st.lists(st.integers(0, slots - 1), min_size=rows, max_size=rows)))
+        put_columns(view, where, torch.randn(rows, WIDTH), torch.randn(rows, WIDTH))
+        overlay.add(view, where)
+    assert overlay.is_full is (steps == WRITE_BACK_STEPS)
+    for left in {rows, 1}:
+        _, written = one_part(rows, slots, fill=0.5)
+        overlay.apply(written.part(0, left, 0))
+        assert torch.equal(written.keys[:, :left], view.keys[:, :left])
+        assert torch.equal(written.values[:, :left], view.values[:, :left])
+        assert bool((written.keys[:, left:] == 0.5).all())
+    overlay.clear()
+    _, written = one_part(rows, slots, fill=0.5)
+    overlay.apply(written)
+    assert not overlay.is_full and bool((written.keys == 0.5).all())
+
+
+# ---- rows that are moved and cut
+
+
+@given(batches)
+def test_the_moves_make_the_order_that_is_named(batch: tuple[int, set[int]]) -> None:
+    count, leaving = batch
+    moves, order = plan_moves(sorted(leaving, reverse=True), count)
+    assert sorted(order) == [i for i in range(count) if i not in leaving]
+    places: list[int | None] = [None if i in leaving else i for i in range(count)]
+    for source, target in moves:
+        assert places[target] is None and places[source] is not None
+        places[target], places[source] = places[source], None
+    assert places == [*order, *[None] * len(leaving)]
+    assert all(order[i] == i for i in range(len(order)) if i not in leaving)  # no row moves that could have stayed
+
+
+def random_views(rows: int, slots: int, cuts: Sequence[int], has_metadata: bool) -> list[PartView]:
+    """Parts cut anywhere, in the middle of a sequence's heads too."""
+    keys, values = torch.randn(2, rows, slots, WIDTH), torch.randn(2, rows, slots, WIDTH)
+    positions = torch.randint(0, 99, (rows, slots), dtype=torch.int32)
+    metadata = SlotMetadata(positions, positions[:, 0].clone(), torch.randn(rows, slots), torch.randn(rows, slots))
+    whole = PartView(0, keys, values, metadata if has_metadata else None)
+    return [whole.part(a, b, a) for a, b in pairwise(sorted({0, rows, *(c for c in cuts if c < rows)}))]
+
+
+def joined(views: Sequence[PartView]) -> list[torch.Tensor]:
+    return [torch.cat(parts) for parts in zip(*(view.row_tensors() for view in views), strict=True)]
+
+
+@given(batches, st.integers(1, 4), st.lists(st.integers(0, 48), max_size=2), st.booleans())
+def test_rows_arrive_whole_across_parts(
+    batch: tuple[int, set[int]], kv_heads: int, cuts: list[int], has_metadata: bool
+) -> None:
+    count, leaving = batch
+    views = random_views(count * kv_heads, 3, cuts, has_metadata)
+    before = [t.clone() for t in joined(views)]
+    moves, order = plan_moves(sorted(leaving), count)
+    move_rows(views, moves, kv_heads)
+    for tensor, arrived in zip(before, joined(views), strict=True):
+        expected = tensor.unflatten(0, (count, kv_heads))[order].flatten(0, 1)
+        assert torch.equal(arrived[: len(order) * kv_heads], expected)
+
+
+@given(st.integers(1, 9), st.lists(st.integers(0, 9), max_size=2), st.data())
+def test_views_are_split_at_any_row(rows: int, cuts: list[int], data: st.DataObject) -> None:
+    views, row = random_views(rows, 3, cuts, True), data.draw(st.integers(0, rows))
+    before, behind = split_views(views, row)
+    for half, first, count in ((before, 0, row), (behind, row, rows - row)):
+        assert [v.start for v in half] == [0, *(v.end for v in half)][: len(half)]
+        assert sum(v.rows for v in half) == count
+        for mine, whole in zip(joined(half) if half else [], joined(views), strict=False):
+            assert torch.equal(mine, whole[first : first + count])
+    for view in behind:
+        assert view.metadata is not None
+        view.metadata.victims.fill_(-7)  # views of the same memory
+    assert int((joined(views)[3] == -7).sum()) == rows - row
+
+
+# ---- the slots that new columns take
 
 budgets = st.tuples(st.integers(1, 6), st.integers(1, 6))
 policies = st.one_of(
@@ -23,118 +203,64 @@ policies = st.one_of(
     st.builds(lambda ratio, w: SnapKV(heavy_ratio=ratio, while_decoding=w), st.floats(0.01, 1), st.booleans()),
 )
 workloads = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 12)), min_size=1, max_size=4)
+KV_HEADS = 2
 
 
-@dataclass
-class PlainRow:
-    """A row as a list: slot i holds the column at position slots[i]."""
-
-    slots: list[int]
-    room: int
-    victim: int | None = None
-
-    def join(self, position: int) -> tuple[int, int]:
-        """The slot that the column takes (-1: the victim's) and the slots that are filled then."""
-        if len(self.slots) < self.room:
-            self.slots.append(position)
-            return len(self.slots) - 1, len(self.slots)
-        assert self.victim is not None
-        self.slots[self.victim] = position
-        return -1, len(self.slots)
-
-
-@given(policies, workloads, st.integers(0, BLOCKS - 1))
-def test_rows_grow_to_their_budget_and_then_stand(
-    policy: Eviction, workload: list[tuple[int, int]], block: int
+@given(policies, workloads, st.integers(0, BLOCKS - 1), st.lists(st.integers(0, 8), max_size=2))
+def test_rows_grow_to_their_budget_and_then_give_up_their_victims(
+    policy: Eviction, workload: list[tuple[int, int]], block: int, cuts: list[int]
 ) -> None:
-    """Prompts shorter than, as long as and longer than what is kept; never a slot more than the row was given."""
-    rows = SlotTable(policy, workload, BLOCKS).at(block, range(len(workload)))
-    plain = []
-    for i, (prompt, gen) in enumerate(workload):
-        budget = policy.budget(prompt, block, BLOCKS)
-        kept = min(prompt, budget.columns)
-        assert int(rows.kept[i]) == kept
-        plain.append(PlainRow(list(range(kept)), policy.slots(prompt, gen, block, BLOCKS)))
-        assert len(plain[-1].slots) <= plain[-1].room
-    # The last token of a row is never fed, so it has gen - 1 decode steps; rows that end sooner leave.
-    for step in range(max(gen for _, gen in workload) - 1):
-        left = [i for i, (_, gen) in enumerate(workload) if step < gen - 1]
-        past = torch.tensor([workload[i][0] + step for i in left])
-        new = new_columns(SlotTable(policy, workload, BLOCKS).at(block, left), past)
-        assert torch.equal(new.past, past)
-        for place, i in enumerate(left):
-            budget = policy.budget(workload[i][0], block, BLOCKS)
-            if len(plain[i].slots) > budget.columns:
-                plain[i].victim = int(torch.randint(len(plain[i].slots), ()))
-            expected = plain[i].join(workload[i][0] + step)
-            assert (int(new.slot[place]), int(new.filled[place])) == expected
-    for row, (prompt, gen) in zip(plain, workload, strict=True):
-        assert len(row.slots) == row.room == policy.slots(prompt, gen, block, BLOCKS) or gen == 1
-
-
-def one_row(policy: Eviction, prompt: int, gen: int) -> list[tuple[int, int]]:
-    """(slot, filled) of each decode step."""
-    rows = SlotTable(policy, [(prompt, gen)], 1).at(0, [0])
-    steps = [new_columns(rows, torch.tensor([prompt + step])) for step in range(gen - 1)]
-    return [(int(new.slot), int(new.filled)) for new in steps]
+    """The next free slot, or the victim's; as many slots as the row was given, each of them filled in the end."""
+    count, record = len(workload), policy.needs.record
+    table = SlotTable(policy, workload, BLOCKS)
+    views = random_views(count * KV_HEADS, table.most_slots(block), cuts, bool(record))
+    rows = KVRows(policy, block, KV_HEADS, table.at(block), views)
+    held = [min(prompt, policy.budget(prompt, block, BLOCKS).columns) for prompt, _ in workload]
+    room = [policy.slots(prompt, gen, block, BLOCKS) for prompt, gen in workload]
+    assert rows.budgets.kept.tolist() == held
+    prompts = torch.tensor([prompt for prompt, _ in workload])
+    # The last token of a row is never fed, so it has gen - 1 decode steps.
+    for step in range(min(gen for _, gen in workload) - 1):
+        for view in views:
+            if view.metadata is not None:
+                view.metadata.victims.random_(0, 5)
+        victims = torch.cat([v.metadata.victims for v in views if v.metadata is not None]) if record else None
+        new = rows.new_columns(prompts + step)
+        free = [h if h < r else None for h, r in zip(held, room, strict=True)]
+        held = [min(h + 1, r) for h, r in zip(held, room, strict=True)]
+        assert new.positions.tolist() == (prompts + step).tolist() and new.filled.tolist() == held
+        slots = torch.cat(list(new.slots))
+        assert slots.dtype == torch.int64 and [len(s) for s in new.slots] == [v.rows for v in views]
+        for row, slot in enumerate(slots.tolist()):
+            expected = free[row // KV_HEADS]
+            assert slot == (int(victims[row]) if expected is None and victims is not None else expected)
+    if len({gen for _, gen in workload}) == 1 and workload[0][1] > 1:
+        assert held == room
 
 
 KEEP = H2O(heavy_size=2, recent_size=3)
-PROMPT_ONLY = H2O(heavy_size=2, recent_size=3, while_decoding=False)
-
-
-@pytest.mark.parametrize(
-    ("policy", "prompt", "steps"),
-    [
-        # A longer prompt is cut to five columns; the sixth slot is the new column's, then always the victim's.
-        (KEEP, 9, [(5, 6), (-1, 6), (-1, 6), (-1, 6)]),
-        (KEEP, 5, [(5, 6), (-1, 6), (-1, 6), (-1, 6)]),
-        (KEEP, 3, [(3, 4), (4, 5), (5, 6), (-1, 6)]),  # the budget is reached while decoding
-        (KEEP, 1, [(1, 2), (2, 3), (3, 4), (4, 5)]),  # or never
-        (PROMPT_ONLY, 9, [(5, 6), (6, 7), (7, 8), (8, 9)]),
-        (PROMPT_ONLY, 3, [(3, 4), (4, 5), (5, 6), (6, 7)]),
-        (Full(), 3, [(3, 4), (4, 5), (5, 6), (6, 7)]),
-        (H2O(heavy_size=1, recent_size=1), 1, [(1, 2), (2, 3), (-1, 3), (-1, 3)]),
-        (Local(heavy_size=0, recent_size=1, sinks=4), 6, [(1, 2), (-1, 2), (-1, 2), (-1, 2)]),
-    ],
-)
-def test_examples(policy: Eviction, prompt: int, steps: list[tuple[int, int]]) -> None:
-    assert one_row(policy, prompt, 5) == steps
 
 
 @pytest.mark.parametrize(("prompt", "gen", "slots"), [(9, 8, 6), (5, 1, 5), (5, 2, 6), (3, 2, 4), (2, 3, 4), (1, 1, 1)])
 def test_a_row_has_no_slot_that_it_never_fills(prompt: int, gen: int, slots: int) -> None:
     assert KEEP.slots(prompt, gen, 0, 1) == slots
-    assert max(filled for _, filled in [(0, min(prompt, 5)), *one_row(KEEP, prompt, gen)]) == slots
-
-
-def test_tables_follow_rows_and_blocks() -> None:
-    policy = H2O(heavy_size=4, recent_size=2, layer_schedule="pyramid")
-    table = SlotTable(policy, [(30, 9), (5, 2), (20, 9)], BLOCKS)
-    for block in range(BLOCKS):
-        rows = table.at(block, [2, 0])
-        assert isinstance(rows, RowSlots) and rows.prompts.tolist() == [20, 30]
-        budget = policy.budget(20, block, BLOCKS)
-        assert (int(rows.sinks[0]), int(rows.heavy[0]), int(rows.recent[0])) == (budget.sinks, budget.heavy, 2)
-        most = max(policy.slots(*size, block, BLOCKS) for size in ((30, 9), (5, 2), (20, 9)))
-        assert table.most_slots(block) == most
-    assert table.most_slots(0) > table.most_slots(2)
 
 
 def test_tables_follow_rows_that_leave_and_enter() -> None:
-    policy = H2O(heavy_ratio=0.2, recent_size=2)
-    shapes = [(30, 9), (5, 2), (20, 9), (8, 8)]
-    table = SlotTable(policy, shapes, BLOCKS)
-    moves, order = plan_moves([1], len(shapes))
+    policy = H2O(heavy_size=4, recent_size=2, layer_schedule="pyramid")
+    sizes = [(30, 9), (5, 2), (20, 9), (8, 8)]
+    table = SlotTable(policy, sizes, BLOCKS)
+    moves, order = plan_moves([1], len(sizes))
     table.compact(moves, len(order))
     table.admit([(40, 3), (9, 1)])
-    now = SlotTable(policy, [*(shapes[i] for i in order), (40, 3), (9, 1)], BLOCKS)
+    rows = [*(sizes[i] for i in order), (40, 3), (9, 1)]
     for block in range(BLOCKS):
-        mine, want = table.at(block), now.at(block)
+        mine, budget = table.at(block), [policy.budget(n, block, BLOCKS) for n, _ in rows]
         assert mine.prompts.tolist() == [30, 8, 20, 40, 9]
-        for name in ("prompts", "sinks", "heavy", "recent", "slots"):
-            assert torch.equal(getattr(mine, name), getattr(want, name))
-            assert torch.equal(getattr(mine.part(3, None), name), getattr(want, name)[3:])
+        assert mine.heavy.tolist() == [b.heavy for b in budget] and mine.recent.tolist() == [2] * len(rows)
+        assert mine.slots.tolist() == [policy.slots(*row, block, BLOCKS) for row in rows]
+        assert table.most_slots(block) == int(mine.slots.max())
+        assert torch.equal(mine.select(slice(3, None)).heavy, mine.heavy[3:])
     table.compact([], 0)
     table.admit([(3, 3)])
     assert table.at(0).prompts.tolist() == [3]

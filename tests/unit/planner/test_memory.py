@@ -206,12 +206,12 @@ def test_records_and_overlays_are_taken_from_what_is_planned_for_them(
     store.begin_block(layouts, rows)
     for unit in store._units.values():
         for home in unit.homes:
-            assert home.record is not None and home.record.victims.shape == (home.part.rows,)
+            assert home.metadata is not None and home.metadata.victims.shape == (home.part.rows,)
             for name in shape.record:
-                assert getattr(home.record, name).shape == (home.part.rows, unit.layout.slots)
+                assert getattr(home.metadata, name).shape == (home.part.rows, unit.layout.slots)
             tier = home.part.tier if not home.streamed else "host" if attends_on_host else "device"
             arena = arenas[tier].untyped_storage().data_ptr()
-            assert {t.untyped_storage().data_ptr() for t in home.record.tensors()} == {arena}
+            assert {t.untyped_storage().data_ptr() for t in home.metadata.tensors()} == {arena}
     lanes.close()
 
 
