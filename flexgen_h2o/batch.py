@@ -11,7 +11,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.cli_common import OneLineParser, check_separate, count, file_name, positive, results_are_in, run_cli
+from flexgen_h2o.cli_common import (
+    OneLineParser,
+    check_separate,
+    count,
+    file_name,
+    positive,
+    results_are_in,
+    run_cli,
+    say,
+)
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import EXIT_ALL_ROWS_FAILED, EXIT_DONE, FlexgenError, UsageError
 from flexgen_h2o.core.files import usable_path
@@ -287,7 +296,7 @@ def _show(args: argparse.Namespace, job: Job | RayJob, model: str) -> int:
 
 
 def _say(line: str) -> None:
-    print(f"batch: {line}", file=sys.stderr, flush=True)
+    say("batch", line)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pathlib import Path
 from flexgen_h2o.cli_common import OneLineParser, run_cli
 from flexgen_h2o.core.errors import EXIT_DONE, FlexgenError, UsageError
 from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, MARK, read_json, read_mark, usable_path, user_cache_dir
+from flexgen_h2o.core.tables import aligned
 from flexgen_h2o.core.units import format_bytes
 
 HEADS = ("name", "kind", "model", "size", "last used", "")
@@ -162,9 +163,7 @@ def _show(found: list[Kept], folder: Path) -> None:
     for k in found:
         at = time.strftime("%Y-%m-%d %H:%M", time.localtime(k.last_used))
         rows.append((shlex.quote(k.name), k.kind, k.model or "-", format_bytes(k.nbytes), at, k.state))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(HEADS))]
-    for row in rows:
-        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+    print("\n".join(aligned(rows)))
     free = sum(k.nbytes for k in found if not k.state)
     gives = f"; --remove NAME ... or --remove-all gives {format_bytes(free)} back" if free else ""
     print(f"{format_bytes(sum(k.nbytes for k in found))} kept{gives}")

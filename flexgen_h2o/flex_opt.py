@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING
 
 from flexgen_h2o.cli_common import (
     OneLineParser,
-    check_separate,
+    check_files,
     count,
     file_name,
-    flag_of,
     note,
+    own_name,
     positive,
     results_are_in,
     run_cli,
 )
 from flexgen_h2o.core.config import read_policy
 from flexgen_h2o.core.errors import EXIT_DONE, UsageError
-from flexgen_h2o.core.files import usable_path
+from flexgen_h2o.core.files import usable_path, write_result
 from flexgen_h2o.flags import (
     add_engine_flags,
     add_eviction_flags,
@@ -59,16 +59,16 @@ AUTO_BENCHMARK_ROWS = 32  # without a prompt file and with --policy auto nothing
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code (DESIGN 3.1)."""
     rank = os.environ.get("RANK")  # set by torchrun
+    code = run_cli("flex_opt" if rank is None else f"flex_opt, rank {rank}", _run, argv)
     if rank is None:
-        return run_cli("flex_opt", _run, argv)
-    code = run_cli(f"flex_opt, rank {rank}", _run, argv)
+        return code
     from flexgen_h2o.engine.distributed import leave
 
     return leave(code)
 
 
 def _parser() -> OneLineParser:
-    parser = OneLineParser(prog="flex_opt", description=__doc__)
+    parser = OneLineParser(prog=own_name("flex_opt"), description=__doc__)
     add_engine_flags(parser)
     add_eviction_flags(parser)
     add = parser.add_argument
@@ -177,7 +177,7 @@ def _say_notes(args: argparse.Namespace, llm: LLM) -> None:
     if args.policy not in (None, "auto"):
         _say_what_it_was_found_for(args.policy, llm)
     if llm.precision_note:
-        note(f"flex_opt: {llm.precision_note}")
+        note("flex_opt", llm.precision_note)
 
 
 def _say_what_it_was_found_for(path: str, llm: LLM) -> None:
@@ -186,23 +186,21 @@ def _say_what_it_was_found_for(path: str, llm: LLM) -> None:
     planned = (saved.workload or {}).get("eviction")
     eviction = planned.get("name") if isinstance(planned, dict) else None
     if saved.model not in (None, llm.model.name):
-        note(f"flex_opt: --policy {path} was found for {saved.model}, and this is {llm.model.name}")
+        note("flex_opt", f"--policy {path} was found for {saved.model}, and this is {llm.model.name}")
     if eviction not in (None, llm.eviction.name):
-        note(f"flex_opt: --policy {path} was found with {eviction}, and this is {llm.eviction.name}")
+        note("flex_opt", f"--policy {path} was found with {eviction}, and this is {llm.eviction.name}")
 
 
 def _check(args: argparse.Namespace) -> None:
     """Everything that can be wrong with files and combinations, before anything is loaded."""
     from flexgen_h2o.engine.prompts import check_output_path
-    from flexgen_h2o.engine.report import check_writable
 
-    for flag in ("prompts", "output", "json", "trace", "log_file"):
-        if getattr(args, flag) is not None:
-            usable_path(getattr(args, flag), flag_of(flag))
     if args.chat and args.prompts is None:
         raise UsageError("--chat: is for the prompts of a file; give one with --prompts")
-    outputs = ("output", "json", "trace") if args.no_log else ("output", "json", "trace", "log_file")
-    check_separate(args, ("prompts", "policy", "hardware"), outputs)
+    if args.output is not None:
+        check_output_path(usable_path(args.output, "--output"))
+    written = ("json", "trace") if args.no_log or args.log_file == "auto" else ("json", "trace", "log_file")
+    check_files(args, ("prompts",), written, rows="output")
     cut_short = "--cut-gen-len" if args.cut_gen_len else "--debug-mode" if args.debug_mode else None
     if cut_short and args.pipeline:
         raise UsageError(f"{cut_short}: not with --pipeline, whose processes run to the end together; leave it out")
@@ -216,13 +214,6 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(f"--cut-gen-len: {args.cut_gen_len} must be between 2 and --gen-len {args.gen_len}")
     if args.debug_mode and args.gen_len < 2:
         raise UsageError(f"--debug-mode {args.debug_mode}: measures decoding; --gen-len must be at least 2")
-    if args.output is not None:
-        check_output_path(args.output)
-    for flag, path in (("--json", args.json), ("--trace", args.trace)):
-        if path is not None:
-            check_writable(path, flag)
-    if args.log_file != "auto" and not args.no_log:
-        check_writable(Path(args.log_file), "--log-file")
 
 
 def _prompts(args: argparse.Namespace, llm: LLM, rows: int) -> list[Prompt]:
@@ -299,7 +290,6 @@ def _show(args: argparse.Namespace, llm: LLM, report: RunReport, done: list[Comp
         roofline_line,
         sparsity_line,
         with_roofline,
-        write_json,
     )
 
     if report.total.seconds > WORTH_A_ROOFLINE_S and not report.projected and not args.pipeline:
@@ -319,7 +309,7 @@ def _show(args: argparse.Namespace, llm: LLM, report: RunReport, done: list[Comp
             print(roofline_line(report))
         print(log_block(report))
     if args.json is not None:
-        write_json(args.json, report)
+        write_result(args.json, report.to_json(), "--json")
     if args.trace is not None:
         llm.timeline.write_chrome_trace(args.trace)
     if not args.no_log:

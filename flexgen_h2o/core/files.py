@@ -23,7 +23,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, TextIO
 
-from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.errors import FlexgenError, UsageError
 
 # Of a settings file: policy, profile, config, index, sidecar. Parsed, it takes at most some twenty times as much.
 MOST_JSON_BYTES = 8 * 2**20
@@ -64,6 +64,19 @@ def read_json(path: Path, most: int = MOST_JSON_BYTES) -> Any:
         return json.loads(read_bounded(path, most))
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
+
+
+def read_object(path: Path, where: str) -> dict[str, Any]:
+    """The object of a JSON file. `where` begins the UsageError where it cannot be read or is something else."""
+    try:
+        body = read_json(path)
+    except OSError as error:
+        raise UsageError(f"{where}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UsageError(f"{where}: not a JSON file ({error})") from error
+    if not isinstance(body, dict):
+        raise UsageError(f"{where}: a JSON object is expected")
+    return body
 
 
 def read_lines(path: Path, offset: int = 0) -> Iterator[tuple[bytes, bool]]:
@@ -137,6 +150,29 @@ def write_whole(path: Path, text: str, follow: bool = True, sync: bool = True) -
     """`text` as the whole of a file, as `replacing` does it; OSError leaves the older one as it was."""
     with replacing(path, follow, sync) as file:
         file.write(text)
+
+
+def write_result(path: Path, content: object, flag: str) -> None:
+    """A text, or any other value as JSON, as the whole of the file that a flag names. FlexgenError names both."""
+    text = content if isinstance(content, str) else json.dumps(content, indent=1) + "\n"
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise FlexgenError(f"{flag} {path}: {error.strerror or error}") from error
+
+
+def check_writable(path: Path, flag: str) -> None:
+    """Refuse, before the run, a file that could not be written after it: UsageError naming `flag`. Creates nothing."""
+    folder = path.absolute().parent
+    if path.is_dir():
+        raise UsageError(f"{flag} {path}: is a folder; name a file in it")
+    # A pipe would be waited for until somebody reads it. Standard output may be one: /dev/stdout is in /proc.
+    if path.exists() and not (path.is_file() or path.is_char_device() or os.path.realpath(path).startswith("/proc/")):
+        raise UsageError(f"{flag} {path}: is no regular file; name one")
+    if not folder.is_dir():
+        raise UsageError(f"{flag} {path}: the folder {folder} does not exist; create it first")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise UsageError(f"{flag} {path}: no permission to write there")
 
 
 def _open_draft(draft: Path) -> tuple[int, bool]:

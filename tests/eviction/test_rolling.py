@@ -138,5 +138,5 @@ def test_what_cannot_roll(
 
 
 def test_a_name_of_no_positions() -> None:
-    with pytest.raises(UsageError, match="positions: 'other' is neither original nor rolling"):
+    with pytest.raises(UsageError, match="positions: 'other' is not one of original, rolling"):
         H2O(positions="other")

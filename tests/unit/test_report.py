@@ -19,7 +19,7 @@ from flexgen_h2o.engine.report import (
     PhaseReport,
     RunReport,
     append_log,
-    check_writable,
+
     eviction_line,
     log_block,
     log_file_name,
