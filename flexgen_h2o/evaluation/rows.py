@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.files import read_bounded
 from flexgen_h2o.engine.prompts import read_prompts
 from flexgen_h2o.models.load import Model
 
@@ -270,3 +271,33 @@ def recall_rows(text: HeldOutText, count: int, lengths: Lengths, depths: int, se
     planter = Planter(text.encode, text.start, text.tokens, lengths.prompt, lengths.continuation, depths)
     rng = random.Random(seed)
     return [planter.row(rng, i % depths) for i in range(count)]
+
+
+MOST_TEXT_BYTES = 16 * 2**20  # of a file: more than any stream is long
+
+
+def text_of(path: Path | None, model: Model) -> HeldOutText:
+    """A file's text, or that of the sources which the shipped model has not seen, as token ids."""
+    if model.tokenizer is None:
+        raise UsageError(f"--model {model.name}: has no tokenizer, and --text needs one")
+    if path is None:
+        return held_out_text(model)
+    try:
+        text = read_bounded(path, MOST_TEXT_BYTES).decode("utf-8").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--text {path}: not UTF-8 text; save the file as UTF-8") from error
+    except OSError as error:
+        raise UsageError(f"--text {path}: {error.strerror or error}") from error
+    return HeldOutText(model.encode_more, tuple(model.encode("")), model.encode_long(text))
+
+
+def streams_of(text: HeldOutText, count: int, length: int | None) -> list[tuple[int, ...]]:
+    """Stretches of the text, evenly apart, each behind what a prompt begins with; None: as long as there is text."""
+    have = len(text.tokens)
+    size = have // count if length is None else length - len(text.start)
+    if size + len(text.start) < 2 or count * size > have:
+        raise UsageError(
+            f"--stream-len {'(all of the text)' if length is None else length}, --streams {count}: the text has {have} "
+            "tokens, and a stream takes at least 2; ask for fewer, shorter or longer ones"
+        )
+    return [(*text.start, *text.tokens[at : at + size]) for at in (i * have // count for i in range(count))]

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from flexgen_h2o.core.config import Policy, SavedPolicy, write_policy
-from flexgen_h2o.core.errors import FlexgenError
-from flexgen_h2o.core.files import open_new, replacing, write_whole
+from flexgen_h2o.core.errors import FlexgenError, UsageError
+from flexgen_h2o.core.files import check_writable, open_new, replacing, write_whole
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.planner.measure.machine import nominal_profile
 from flexgen_h2o.planner.profile import write_profile
@@ -135,3 +135,25 @@ def test_bytes_may_be_written_too(tmp_path: Path) -> None:
     with replacing(tmp_path / "picture") as file:
         file.buffer.write(b"\x89PNG")
     assert (tmp_path / "picture").read_bytes() == b"\x89PNG"
+
+
+def test_check_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run.json"
+    check_writable(path, "--json")
+    monkeypatch.chdir(tmp_path)
+    check_writable(Path("run.json"), "--json")
+    assert os.listdir(tmp_path) == []
+    check_writable(Path("/dev/null"), "--log-file")
+    with pytest.raises(UsageError, match=r"^--trace .*does not exist"):
+        check_writable(tmp_path / "no" / "x", "--trace")
+    with pytest.raises(UsageError, match=r"^--json .*is a folder"):
+        check_writable(tmp_path, "--json")
+    # As root everything may be written: permissions are played.
+    monkeypatch.setattr("os.access", lambda asked, mode: asked != tmp_path)
+    with pytest.raises(UsageError, match=r"^--json .*no permission"):
+        check_writable(path, "--json")
+    path.touch()
+    check_writable(path, "--json")
+    monkeypatch.setattr("os.access", lambda asked, mode: asked != path)
+    with pytest.raises(UsageError, match=r"^--json .*no permission"):
+        check_writable(path, "--json")
