@@ -317,7 +317,7 @@ def check_files(args: argparse.Namespace, read: Sequence[str], written: Sequence
     UsageError names the flag, also where an output is a file that another flag, --policy and --hardware too, reads.
     rows: the field of an output whose folder the caller checks.
     """
-    outputs = (*written, *(() if rows is None else (rows,)))
+    outputs = (*(() if rows is None else (rows,)), *written)
     for name in (*read, *outputs):
         if getattr(args, name):
             setattr(args, name, usable_path(getattr(args, name), flag_of(name)))

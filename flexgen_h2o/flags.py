@@ -66,7 +66,7 @@ def _arguments_of(f: Field[Any]) -> dict[str, Any]:
     kind = re.findall("bool|int|float|str", str(f.type))[0]
     if kind == "bool":
         return {"type": boolean, "nargs": "?", "const": True} if f.default else {"action": "store_true"}
-    whole = positive if f.metadata.get("low") == 1 else int
+    whole = positive if f.metadata.get("low") == 1 and f.default is not None else int
     more = {name: f.metadata[name] for name in ("action", "choices", "metavar", "nargs") if name in f.metadata}
     return {"type": {"int": whole, "float": float, "str": str}[kind], **more}
 

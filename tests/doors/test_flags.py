@@ -42,13 +42,6 @@ def command(
     return call
 
 
-def refused(answer: Answer, *says: str) -> None:
-    assert answer.code == 2 and answer.out == "", answer
-    assert len(answer.err.splitlines()) == 1 and "Traceback" not in answer.err, answer.err
-    for text in says:
-        assert text in answer.err
-
-
 # ---- Odd values
 
 
@@ -72,51 +65,6 @@ def test_two_dashes_are_a_value_like_any_other(name: str) -> None:
             assert option in str(refusal)  # noqa: PT017 - a text is taken, a number is not
         else:
             assert "--" in str(value) or option == "--cache_dir", option  # a folder that is not there yet
-
-
-@pytest.mark.parametrize("flag", ["--gen-len", "--model", "--overlap", "--policy", "--percent", "--seed", "--hardware"])
-@pytest.mark.parametrize("verb", ["flex-opt", "batch --input in.jsonl --output out.jsonl"])
-def test_two_dashes_at_the_door(verb: str, flag: str, command: Callable[[str], Answer], tmp_path: Path) -> None:
-    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
-    refused(command(f"{verb} {flag}=-- --offload-dir o"), flag)
-
-
-EMPTY = [
-    "flex-opt --offload-dir ''", "flex-opt --path ''", "flex-opt --revision ''", "plan --revision ''",
-    "plan --offload-dir=", "hardware --offload-dir ''", "hardware --machine ''", "hardware --show ''",
-    "batch --output o.jsonl --ray ''", "evaluate streaming --text ''",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("line", EMPTY)
-def test_an_empty_value_is_a_variable_that_is_not_set(line: str, command: Callable[[str], Answer]) -> None:
-    refused(command(line), next(word for word in line.split()[::-1] if word.startswith("--")).rstrip("="), "empty")
-
-
-# ---- Flags of other scripts, and mistyped ones
-
-REPLACED = [
-    ("flex-opt --hh-long-seq", "leave it out"),
-    ("flex-opt --hh-long-seq=true", "leave it out"),
-    ("flex-opt --gbs 4 --num-gb 2", "--gpu-batch-size"),
-    ("flex-opt --hh_ratio 0.1", "did you mean --hh-ratio?"),
-    ("flex-opt --promt-len 5", "did you mean --prompt-len?"),
-    ("flex-opt --head-ip 1.2.3.4", "--pipeline"),
-    ("batch --enable_small_cache", "--eviction h2o"),
-    ("plan --gpu-mem 15", "--device-mem"),
-    ("evaluate streaming --heavy_ratio 0.1", "--hh-ratio"),
-]
-
-
-@pytest.mark.parametrize(("line", "says"), REPLACED)
-def test_a_flag_of_another_script_says_what_replaces_it(line: str, says: str, command: Callable[[str], Answer]) -> None:
-    refused(command(line), line.split(" --")[1].split()[0].partition("=")[0], says)
-
-
-def test_a_path_that_is_not_there(command: Callable[[str], Answer]) -> None:
-    refused(command("flex-opt --path no/such"), "--path no/such", "no such folder")
-    refused(command("flex-opt --model some/model --path _DUMY_"), "--path _DUMY_", "_DUMMY_")
-    refused(command("--version now"), "--version")
 
 
 # ---- Flags without effect
@@ -212,28 +160,3 @@ def test_a_full_disk_is_no_small_budget(
     assert answer.code == 3 and len(answer.err.splitlines()) == 1, answer.err
     assert ("free space, or give another --offload-dir" in answer.err) == (free < TIB), answer.err
     assert ("raise --disk-mem" in answer.err) == (free == TIB)
-
-
-@pytest.mark.parametrize(
-    ("command", "says"),
-    [
-        (
-            "fidelity --num-prompts 1 --policies h2o:positions=rolling --budgets 0.5",
-            "--positions rolling: needs rotary",
-        ),
-        ("streaming --policies h2o --pin-weight --dtype float16", "--dtype float16: far too slow on a CPU"),
-        ("streaming --policies h2o --top-p 0.2 --hardware t4", "--hardware t4: has compute rates of float16"),
-    ],
-)
-def test_what_is_refused_is_one_line_that_names_the_flag_once(
-    command: str, says: str, words_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    """Before progress and notes."""
-    monkeypatch.chdir(tmp_path)
-    Path("prompts.txt").write_text("import os\nfrom pathlib import Path\n")
-    texts = ["--prompts" if command.startswith("fidelity") else "--turns", "prompts.txt", "--gen-len", "4"]
-    flags = ["--model", str(words_model), "--device", "cpu", "--offload-dir", "offload", *texts]
-    assert cli.main(["evaluate", *command.split(), *flags]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"evaluate: {says}")
