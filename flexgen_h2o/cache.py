@@ -1,4 +1,4 @@
-"""`python -m flexgen_h2o.cache`: list what the package keeps for later runs and what killed runs left; remove it."""
+"""`python -m flexgen_h2o.cache`: list and remove what the package keeps for later runs, and what killed runs left."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flexgen_h2o.core.units import format_bytes
 
 HEADS = ("name", "kind", "model", "size", "last used", "")
 _WEIGHTS = ("random", "imported", "packed")
-# Versions that put no mark into their folders: what a folder of weights says of itself, and the keys of that.
+# Folders of versions that put no mark into them: the record file, its kind, and the record's keys.
 _OLD_RECORDS = {
     "random_weights.json": ("random weights", {"seed", "dtype", "model"}),
     "packed_weights.json": ("packed weights", {"format", "bits", "group", "model"}),
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> OneLineParser:
-    # A flag that removes things is spelt out.
+    # Flags that remove things must be spelt out.
     parser = OneLineParser(prog="cache", description=__doc__, allow_abbrev=False)
     add = parser.add_mutually_exclusive_group().add_argument
     add("--list", action="store_true", help="show names, sizes, last uses, and what is in use (the default)")

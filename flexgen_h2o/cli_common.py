@@ -159,9 +159,9 @@ def note(name: str, line: str) -> None:
 
 
 class _PatientStream:
-    """A standard stream that remembers what it cannot write, and raises nothing: a run must not end for its summary.
+    """A standard stream that remembers a failed write and raises nothing: a run must not end for its summary.
 
-    A pipe that nobody reads any more (`| head`) ends a run whose results are printed: `stops` says so.
+    stops: a pipe that nobody reads any more (`| head`) raises where no file gets the results.
     """
 
     def __init__(self, stream: TextIO, stops: bool) -> None:
@@ -187,7 +187,7 @@ class _PatientStream:
                 raise
 
     def close_up(self) -> None:
-        """Python flushes once more as it exits; where that would fail it goes nowhere, without a complaint."""
+        """Python flushes once more as it exits; where that would fail it writes to /dev/null instead."""
         self._stops = False
         self.flush()
         if self.error is not None:
@@ -206,7 +206,7 @@ def _print_notes() -> None:
 
 
 def _print_on_stderr(lines: Iterable[str]) -> None:
-    """Each in one piece, so that the lines of several processes do not run into each other. A terminal may be gone."""
+    """Each line in one write, so that lines of several processes do not mix. The terminal may be gone."""
     with contextlib.suppress(OSError):
         for line in lines:
             print(line + "\n", end="", file=sys.stderr, flush=True)
@@ -214,8 +214,8 @@ def _print_on_stderr(lines: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def _patient_streams() -> Iterator[_PatientStream]:
-    """Standard output and standard error that end no run. What the shell has closed (`>&-`) goes nowhere."""
-    for fd in range(3):  # a file that gets the number of a closed one would get what libraries print
+    """Standard output and error that end no run; one that the shell has closed (`>&-`) becomes /dev/null."""
+    for fd in range(3):  # a file opened later must not get the number of a closed one: libraries print there
         try:
             os.fstat(fd)
         except OSError:
@@ -241,7 +241,7 @@ def run_cli(name: str, body: Callable[[list[str] | None], int], argv: list[str] 
         try:
             code = _exit_code(name, body, argv)
         except Exception:
-            # An exception that a signal turned into on its way is still that signal.
+            # A signal's exception may have become another one on its way.
             signal = interrupts.arrived()
             if signal is None:
                 raise
@@ -257,7 +257,7 @@ def _exit_code(name: str, body: Callable[[list[str] | None], int], argv: list[st
         interrupts.check()
         return code
     except FlexgenError as error:
-        interrupted = interrupts.arrived()  # and what it broke
+        interrupted = interrupts.arrived()  # the error may be its consequence
         if interrupted is not None:
             return _ended_by(name, interrupted)
         _complain(f"{name}: {error}".replace("\n", " "))
@@ -269,7 +269,7 @@ def _exit_code(name: str, body: Callable[[list[str] | None], int], argv: list[st
         return stop.code if isinstance(stop.code, int) else EXIT_USAGE
     except OSError as error:
         interrupted = interrupts.arrived()
-        if interrupted is not None:  # a terminal that goes away takes nothing more, which is what SIGHUP says
+        if interrupted is not None:  # writing to a terminal that has gone away
             return _ended_by(name, interrupted)
         if not isinstance(error, BrokenPipeError) or getattr(sys.stdout, "error", None) is None:
             raise
@@ -285,7 +285,7 @@ def _exit_code(name: str, body: Callable[[list[str] | None], int], argv: list[st
 
 
 def _code_with_loss(name: str, code: int, out: _PatientStream) -> int:
-    """`code`, unless what was printed has got lost and no file has it; one line says so where no other was said."""
+    """`code`, unless what was printed is lost and no file has it; one line says so."""
     if out.error is None or code not in (EXIT_DONE, EXIT_ALL_ROWS_FAILED):
         return code
     if not isinstance(out.error, BrokenPipeError):
@@ -328,8 +328,7 @@ def check_files(args: argparse.Namespace, read: Sequence[str], written: Sequence
 
 
 def check_separate(args: argparse.Namespace, read: Iterable[str], written: Iterable[str]) -> None:
-    """UsageError where a file would be written that is read, that another flag writes too, or that the loader of the
-    model reads. Names of args' fields."""
+    """UsageError where an output is also an input, another output, or a file of the model. Takes fields of `args`."""
     given = [(name, getattr(args, name)) for name in (*read, *written)]
     paths = [(name, os.path.expanduser(path)) for name, path in given if path not in (None, "auto")]
     outputs = set(written)
@@ -341,14 +340,13 @@ def check_separate(args: argparse.Namespace, read: Iterable[str], written: Itera
 
 
 def _check_keeps_model(args: argparse.Namespace, written: Iterable[tuple[str, str]]) -> None:
-    """UsageError where an output is a file that is read of the model's folder, or would be one. A model of the hub's
-    cache is not looked for here."""
+    """UsageError where an output is a file of the model folder, or would be read as one; the hub cache is left out."""
     from flexgen_h2o.checkpoint.resolve import find_folder, is_model_file
 
     try:
         folder = find_folder(args.model, args.path)
         files = [] if folder is None else [str(path) for path in folder.iterdir() if is_model_file(path.name)]
-    except (UsageError, OSError):  # said where the model is opened
+    except (UsageError, OSError):  # reported where the model is opened
         return
     for name, path in written:
         target = os.path.realpath(path)
@@ -376,7 +374,7 @@ def file_name(text: str) -> Path:
 
 
 def not_empty(text: str) -> str:
-    """A text with something in it: an empty one is a shell variable that is not set."""
+    """A text that is not empty: that would be a shell variable that is not set."""
     if not text:
         raise argparse.ArgumentTypeError("'' is empty; leave it out")
     return text

@@ -147,7 +147,7 @@ def _run(argv: list[str] | None) -> int:
         prompts = _prompts(args, llm, AUTO_BENCHMARK_ROWS if is_auto else policy.block_size)
         with naming_flags():  # a prompt longer than the model's positions
             sizes = llm.sizes(prompts, params)
-        if pipeline is None:  # what is refused is refused before anything is said
+        if pipeline is None:  # refusals come before anything is printed
             llm.prepare(prompts, [params] * len(prompts))
         if args.verbose >= 1:
             _say_notes(args, llm)
@@ -161,7 +161,7 @@ def _run(argv: list[str] | None) -> int:
 
 
 def _join_pipeline(args: argparse.Namespace) -> Pipeline | None:
-    """Meet the other processes, all of which run alike; the first one speaks for them."""
+    """Join the other processes; only the first one prints and writes files."""
     if not args.pipeline:
         return None
     from flexgen_h2o.engine.distributed import join_pipeline
@@ -173,15 +173,15 @@ def _join_pipeline(args: argparse.Namespace) -> Pipeline | None:
 
 
 def _say_notes(args: argparse.Namespace, llm: LLM) -> None:
-    """What the user may not expect of this run."""
+    """Notes on what the user may not expect of this run."""
     if args.policy not in (None, "auto"):
-        _say_what_it_was_found_for(args.policy, llm)
+        _note_what_it_was_found_for(args.policy, llm)
     if llm.precision_note:
         note("flex_opt", llm.precision_note)
 
 
-def _say_what_it_was_found_for(path: str, llm: LLM) -> None:
-    """A saved policy tells of a model and an eviction policy; whether this run has them is for the user to know."""
+def _note_what_it_was_found_for(path: str, llm: LLM) -> None:
+    """A note where a saved policy was found for another model or eviction policy."""
     saved = read_policy(usable_path(path, "--policy"))
     planned = (saved.workload or {}).get("eviction")
     eviction = planned.get("name") if isinstance(planned, dict) else None
@@ -232,7 +232,7 @@ def _prompts(args: argparse.Namespace, llm: LLM, rows: int) -> list[Prompt]:
 def _generate(
     args: argparse.Namespace, llm: LLM, prompts: list[Prompt], params: SamplingParams, outputs: _Outputs
 ) -> RunReport:
-    """Run, and project what was cut short. Rows that have finished are written even when the run does not end well."""
+    """Run, and project what was cut short. Finished rows are written also when the run fails."""
     try:
         report = llm.run(prompts, params, outputs.done.extend, order=_order(args))
     finally:

@@ -193,13 +193,13 @@ def bytes_of_column(llm: LLM) -> int:
 
 
 class StepCounter:
-    """How often each row has been seen."""
+    """Counts the steps of each row."""
 
     def __init__(self, rows: int) -> None:
         self._seen = [0] * rows
 
     def next(self, rows: Sequence[int]) -> list[int]:
-        """The step that each of `rows` is at, which is then over."""
+        """The step of each of `rows`; their counts go up by one."""
         steps = [self._seen[row] for row in rows]
         for row in rows:
             self._seen[row] += 1

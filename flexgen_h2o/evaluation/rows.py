@@ -1,13 +1,8 @@
-"""The source files of Python's standard library: text that every machine has.
+"""The rows that quality is measured on: held-out text, prompt files, recall rows, streams.
 
-The shipped model is trained on them, but for those that are held out; quality is measured on these.
-
-Recall rows: pairs that are stated early and asked for later, so that columns far back in the KV cache matter.
-
-The shipped model is trained on `training_row`s (scripts/train_tiny_opt.py). A `Planter` states pairs at a given depth
-of a prompt of given length, in the same words.
-
-The prompts that quality is measured on, each with the tokens that are to follow on it.
+Text is the source files of Python's standard library, which every machine has; the shipped model was trained on all but
+the held-out ones (scripts/train_tiny_opt.py). Recall rows state pairs early and ask for them later, so that columns far
+back in the KV cache matter.
 """
 
 from __future__ import annotations
@@ -140,7 +135,7 @@ class Planter:
     def row(self, rng: random.Random, depth: int) -> RecallRow:
         """Code, pairs, code, and a question; then its answer, and all other pairs asked for in another order.
 
-        The pairs are stated together, as in training: apart, the shipped model with its full cache misses one in ten.
+        The pairs are stated together, as in training: stated separately, the shipped model misses one in ten.
         Raises UsageError if the prompt has no room for them.
         """
         pairs = self._distinct_pairs(rng)
@@ -208,7 +203,7 @@ class TextRow:
 
 @dataclass(frozen=True)
 class HeldOutText:
-    """Sources that the shipped model did not see in training, as token ids of a model's tokenizer.
+    """Held-out sources as token ids of a model's tokenizer.
 
     start: what a prompt begins with (BOS); encode: token ids of more text, without special tokens.
     """
