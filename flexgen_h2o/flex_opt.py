@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -108,21 +108,6 @@ def _parser() -> OneLineParser:
     return parser
 
 
-@dataclass
-class _Outputs:
-    """Completions as rows finish; written also when the run is interrupted."""
-
-    path: Path | None
-    done: list[Completion] = field(default_factory=list)
-
-    def write(self) -> None:
-        """Nothing finished, nothing written: a run that is refused leaves an older file as it is."""
-        from flexgen_h2o.engine.prompts import write_outputs
-
-        if self.path is not None and self.done:
-            write_outputs(self.path, self.done)
-
-
 def _run(argv: list[str] | None) -> int:
     args = _parser().parse_args(argv)
     _check(args)
@@ -136,7 +121,7 @@ def _run(argv: list[str] | None) -> int:
     from flexgen_h2o.engine.report import sizes_line
 
     pipeline = _join_pipeline(args)
-    outputs = _Outputs(args.output)
+    done: list[Completion] = []
     with open_llm(args, policy, is_auto, eviction_of(args, policy)) as llm:
         if pipeline is not None:
             llm.join(pipeline)
@@ -155,8 +140,8 @@ def _run(argv: list[str] | None) -> int:
             print(f"<run_flexgen_h2o>: args.model: {args.model}")
             print(sizes_line(*sizes))
             print("benchmark - generate" if args.prompts is None else "generate", flush=True)
-        report = _generate(args, llm, prompts, params, outputs)
-    _show(args, llm, report, outputs.done)
+        report = _generate(args, llm, prompts, params, done)
+    _show(args, llm, report, done)
     return EXIT_DONE
 
 
@@ -230,13 +215,16 @@ def _prompts(args: argparse.Namespace, llm: LLM, rows: int) -> list[Prompt]:
 
 
 def _generate(
-    args: argparse.Namespace, llm: LLM, prompts: list[Prompt], params: SamplingParams, outputs: _Outputs
+    args: argparse.Namespace, llm: LLM, prompts: list[Prompt], params: SamplingParams, done: list[Completion]
 ) -> RunReport:
     """Run, and project what was cut short. Finished rows are written also when the run fails."""
+    from flexgen_h2o.engine.prompts import write_outputs
+
     try:
-        report = llm.run(prompts, params, outputs.done.extend, order=_order(args))
+        report = llm.run(prompts, params, done.extend, order=_order(args))
     finally:
-        outputs.write()
+        if args.output is not None and done:  # a run that is refused leaves an older file as it is
+            write_outputs(args.output, done)
     if args.cut_gen_len:
         return _projected(report, _project_sweeps(llm, args.gen_len), args.gen_len)
     if args.debug_mode:

@@ -22,10 +22,12 @@ from flexgen_h2o.core.units import GIVEN_CHUNK, format_bytes, format_seconds
 from flexgen_h2o.engine.generation import Chooser, Row, StopCriteria
 from flexgen_h2o.engine.metrics import Silent
 from flexgen_h2o.engine.prompts import Prompt, lines_of, make_prompt, object_of_json, prompt_of_json
+from flexgen_h2o.engine.report import RunReport
 from flexgen_h2o.engine.sampling import Sampler, SamplingParams, StopStrings, Tokenizer, decode_text
 from flexgen_h2o.evaluation.metrics import (
     Bootstrap,
     Case,
+    Figures,
     NatsWatch,
     bytes_of_column,
     held_columns,
@@ -327,11 +329,7 @@ def converse(
         )
     answered = sum(one.reason is not None for one in found)
     nats, tokens = [n for one in found for n in one.nats], sum(one.tokens + len(one.answer) for one in found)
-    seconds = sum(one.seconds for one in found)
-    return {
-        "policy": case.label,
-        "positions": case.positions,
-        "eviction": case.eviction.to_json(),
+    own = {
         "turns": [_facts(i, turn, one, llm, params) for i, (turn, one) in enumerate(zip(turns, found, strict=False))],
         "answered": answered,
         "tokens": tokens,
@@ -339,6 +337,17 @@ def converse(
         "nll": _mean(nats) if nats else None,
         "perplexity": perplexity(_mean(nats)) if nats else None,
         "kv_bytes": max(one.kv_bytes for one in found),
+    }
+    return _result(case, own, report, tokens, sum(one.seconds for one in found))
+
+
+def _result(case: Case, own: Figures, report: RunReport, tokens: int, seconds: float) -> Figures:
+    """One policy's part of the JSON. own: figures of its measure."""
+    return {
+        "policy": case.label,
+        "positions": case.positions,
+        "eviction": case.eviction.to_json(),
+        **own,
         "kv_reserved_bytes": report.extra["kv_reserved_bytes"],
         "peak_bytes": report.peak_bytes,
         "seconds": seconds,
@@ -397,18 +406,8 @@ def measure_streams(llm: LLM, case: Case, streams: Sequence[Sequence[int]], wind
         for first, last, columns in zip(edges, edges[1:], held, strict=False)
     ]
     whole = _interval(watch.nats, seed)
-    return {
-        "policy": case.label,
-        "positions": case.positions,
-        "eviction": case.eviction.to_json(),
-        "windows": found,
-        "nll": whole,
-        "perplexity": perplexity(whole["value"]),
-        "kv_reserved_bytes": report.extra["kv_reserved_bytes"],
-        "peak_bytes": report.peak_bytes,
-        "seconds": seconds,
-        "tokens_per_s": n * length / seconds,
-    }
+    own = {"windows": found, "nll": whole, "perplexity": perplexity(whole["value"])}
+    return _result(case, own, report, n * length, seconds)
 
 
 def _interval(nats: torch.Tensor, seed: int) -> dict[str, Any]:

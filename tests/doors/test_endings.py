@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from flexgen_h2o import cli, flex_opt
-from flexgen_h2o.checkpoint import write_random_checkpoint
 from flexgen_h2o.checkpoint.writing import FileWriter
 from flexgen_h2o.cli_common import OneLineParser, run_cli
 from flexgen_h2o.core.errors import EXIT_DOES_NOT_FIT, EXIT_FAILED, DoesNotFitError, UsageError
@@ -143,21 +142,6 @@ def test_a_long_word_is_not_quoted_whole(words: list[str]) -> None:
     with pytest.raises(UsageError) as raised:
         parser.parse_args(words)
     assert 50 < len(str(raised.value)) < 200 and "..." in str(raised.value)
-
-
-def test_a_swallowed_signal_ends_a_run_before_weights_are_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def signalled(*args: Any) -> Path:
-        swallow(signal.SIGTERM)
-        return write_random_checkpoint(*args)
-
-    monkeypatch.setattr("flexgen_h2o.models.load.write_random_checkpoint", signalled)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    argv = ["--model", "opt-tiny", "--path", "_DUMMY_", "--offload-dir", str(tmp_path), "--no-log"]
-    assert flex_opt.main([*argv, "--prompt-len", "8", "--gen-len", "2"]) == 143
-    assert capfd.readouterr() == ("", "flex_opt: ended by SIGTERM\n")
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_a_swallowed_signal_ends_the_writing_of_weights(

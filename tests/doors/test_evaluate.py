@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from flexgen_h2o import H2O, LLM, Policy, SamplingParams, cli
+from flexgen_h2o import H2O, LLM, Policy, SamplingParams
 from flexgen_h2o.checkpoint.resolve import PACKAGED
 from flexgen_h2o.evaluation.metrics import held_columns
 from flexgen_h2o.evaluation.streaming import MT_BENCH
@@ -34,18 +34,8 @@ QUESTIONS = [
 
 
 @pytest.fixture
-def evaluate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], plain_cpu: None
-) -> Door:
-    """The console command, in the working folder `tmp_path`."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(flags: str) -> Answer:
-        capfd.readouterr()
-        code = cli.main(["evaluate", *shlex.split(flags)])
-        return Answer(code, *capfd.readouterr())
-
-    return call
+def evaluate(command: Door) -> Door:
+    return lambda flags: command(f"evaluate {flags}")
 
 
 @pytest.fixture
@@ -133,19 +123,15 @@ def test_both_texts_are_the_engine_s(text: Door, tmp_path: Path) -> None:
 
 
 def test_budget_for_everything_writes_the_same(text: Door, tmp_path: Path) -> None:
-    out = text(f"--prompt {shlex.quote(TEXTS[0])} --gen-len 6 --hh-ratio 1 --recent-ratio 1 --json r.json")
+    full = "--gen-len 6 --hh-ratio 1 --recent-ratio 1"
+    out = text(f"--prompt {shlex.quote(TEXTS[0])} {full} --compress-cache --cache-bits 4 --json r.json")
     assert out.code == 0, out.err
-    (row,) = json.loads((tmp_path / "r.json").read_text())["rows"]
+    result = figures(tmp_path / "r.json")
+    (row,) = result["rows"]
     assert row["full"] == row["evicted"] and row["same_tokens"] == 6
     assert "1 of 1 texts the same" in out.out and "100.0%" in out.out
-
-
-@pytest.mark.parametrize("compression", ["", "--compress-cache --cache-bits 4"])
-def test_what_is_compressed_is_said_with_texts(compression: str, text: Door, tmp_path: Path) -> None:
-    out = text(f"--prompt {shlex.quote(TEXTS[0])} --gen-len 2 {compression} --json r.json")
-    assert out.code == 0, out.err
-    assert json.loads((tmp_path / "r.json").read_text())["compression"] == compression
-    assert out.out.splitlines()[-1].endswith(f"; both with {compression}" if compression else "texts the same")
+    assert result["compression"] == "--compress-cache --cache-bits 4"
+    assert out.out.splitlines()[-1].endswith("; both with --compress-cache --cache-bits 4")
 
 
 def test_flags_of_run_text_generation(text: Door, words_model: Path) -> None:
@@ -352,8 +338,14 @@ def test_what_is_said_to_be_held_is_what_the_engine_held(rotary: Path, tmp_path:
 # ---- both
 
 
-@pytest.mark.parametrize("asked", ["--num-turns 1 --gen-len 3", "--text t.txt --stream-len 9 --streams 1 --windows 2"])
-@pytest.mark.parametrize("compression", ["", "--compress-cache --cache-bits 8"])
+@pytest.mark.parametrize(
+    ("asked", "compression"),
+    [
+        ("--num-turns 1 --gen-len 3", "--compress-cache --cache-bits 8"),
+        ("--text t.txt --stream-len 9 --streams 1 --windows 2", "--compress-cache --cache-bits 8"),
+        ("--num-turns 1 --gen-len 3", ""),
+    ],
+)
 def test_what_is_compressed_is_said(
     asked: str, compression: str, streaming: Door, rotary: Path, tmp_path: Path
 ) -> None:

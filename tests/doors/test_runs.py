@@ -165,7 +165,7 @@ def test_the_output_is_replaced_and_nothing_else_left(
     flags = ("--prompts", prompts, "--log-file", prompts, "--no-log", "--verbose", 0, "--output", "out.jsonl")
     answer = door(*flags, "--json", "/dev/null", "--trace", "/dev/null")
     assert_done(answer, "--log-file") if answer.err else assert_done(answer)
-    model = shutil.copytree(ids_model, "offload/model")
+    model = shutil.copytree(ids_model, tmp_path / "offload/model")
     for _ in range(2):
         assert_done(door("--no-log", "--json", model / "report.json", model=model))
     shutil.rmtree("offload/model")
