@@ -157,6 +157,15 @@ def write_result(path: Path, content: object, flag: str) -> None:
         raise FlexgenError(f"{flag} {path}: {error.strerror or error}") from error
 
 
+def write_picture(path: Path, figure: Any) -> None:
+    """A matplotlib figure as a whole file; the suffix names the format. FlexgenError names --plot and the file."""
+    try:
+        with replacing(path) as file:
+            figure.savefig(file.buffer, format=path.suffix.lower().removeprefix("."), dpi=110)
+    except (OSError, ValueError) as error:  # ValueError: a suffix that matplotlib does not know
+        raise FlexgenError(f"--plot {path}: {error}") from error
+
+
 def check_writable(path: Path, flag: str) -> None:
     """Refuse, before the run, a file that could not be written after it: UsageError naming `flag`. Creates nothing."""
     folder = path.absolute().parent

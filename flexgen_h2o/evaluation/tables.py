@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from flexgen_h2o.core.errors import FlexgenError
-from flexgen_h2o.core.files import replacing
+from flexgen_h2o.core.files import write_picture
 from flexgen_h2o.core.tables import markdown_table
 from flexgen_h2o.core.units import format_bytes
 
@@ -198,11 +197,7 @@ def draw(result: Figures, path: Path) -> None:
         f"{result['model']}: {settings['prompt_len']} + {settings['gen_len']} tokens, {result['text']['prompts']} "
         "prompts, 95% bootstrap intervals"
     )
-    try:
-        with replacing(path) as file:
-            figure.savefig(file.buffer, format=path.suffix.lower().removeprefix("."), dpi=110)
-    except (OSError, ValueError) as error:  # ValueError: a suffix that matplotlib does not know
-        raise FlexgenError(f"--plot {path}: {error}") from error
+    write_picture(path, figure)
 
 
 def _over_budgets(ax: Any, cells: list[Figures], intervals: list[Figures], style: Figures) -> None:
