@@ -98,7 +98,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
 def add_eviction_flags(parser: argparse.ArgumentParser) -> None:
     """Which KV columns are kept."""
     add_flags_of(parser, EvictionSettings)
-    which = f"which columns stay: {', '.join(EVICTIONS)}; h2o with --hh-ratio and its like, else full"
+    which = f"which columns stay: {', '.join(EVICTIONS)}; h2o where one of these flags is given, else full"
     parser.add_argument("--eviction", metavar="NAME", help=which)
 
 
@@ -172,7 +172,7 @@ def policy_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def policy_of(args: argparse.Namespace) -> tuple[Policy, bool]:
-    """The policy to run with, and whether its placement is still to be chosen (`auto`).
+    """The policy to run with, and whether a search is to choose its placement (`auto`).
 
     `--policy FILE` stands alone; `--policy auto` goes with all flags but the placement's; without `--policy`, a
     placement flag means FlexGen's defaults for the others. UsageError for a mixture.
@@ -211,7 +211,7 @@ def uncompressed(policy: Policy) -> Policy:
 
 
 def compression_flags(policy: Policy) -> str:
-    """Those flags of a policy that change what is computed, to be shown; empty where none does."""
+    """The flags of a policy that change what is computed, as text; empty where none does."""
     found = []
     for bits, switch in BITS_OF.items():
         if getattr(policy, switch):
@@ -224,7 +224,7 @@ def value_of(args: argparse.Namespace, flag: str) -> Any:
 
 
 def given_flags(args: argparse.Namespace, flags: Iterable[str]) -> str:
-    """Those of the flags that were given, to be pasted. A flag's value must be one word, a number or a boolean."""
+    """Those of the flags that were given, as a command line; their values are single words."""
     found = ((flag, value_of(args, flag)) for flag in flags)
     return " ".join(f"{flag} {_as_text(value)}" for flag, value in found if value is not None)
 
@@ -260,7 +260,7 @@ def say_idle_flags(command: str, args: argparse.Namespace, at: Place | None = No
 
 
 def place_of(args: argparse.Namespace, llm: LLM) -> Place:
-    """Of the flags that `engine_flags.open_llm` opened this model with."""
+    """The place of the model that `open_llm` has opened with these flags."""
     from flexgen_h2o.tiers.device import open_device
 
     device = open_device(args.device, separate_budget=args.device_mem is not None)

@@ -97,7 +97,9 @@ MADE = [
 ]
 
 
-@pytest.mark.parametrize(("made", "command"), MADE, ids=lambda one: getattr(one, "__name__", " ".join(one[:3])))
+@pytest.mark.parametrize(
+    ("made", "command"), MADE, ids=lambda one: one.__name__ if callable(one) else " ".join(one[:3])
+)
 def test_what_a_flag_names_is_a_regular_file_of_bounded_size(
     command: tuple[str, ...], made: Callable[[Path], None], refusal: Callable[..., str], tmp_path: Path
 ) -> None:
