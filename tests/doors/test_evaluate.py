@@ -7,6 +7,7 @@ import math
 import shlex
 import shutil
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +53,12 @@ def streaming(evaluate: Door) -> Door:
 
 
 def test_writes_json_tables_and_picture(evaluate: Door, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    out = evaluate(f"fidelity {FEW_ROWS} --free-run --offload-dir o --json r.json --markdown r.md --plot r.png")
+    has_plot = find_spec("matplotlib") is not None
+    plot = "--plot r.png" if has_plot else ""
+    out = evaluate(f"fidelity {FEW_ROWS} --free-run --offload-dir o --json r.json --markdown r.md {plot}")
     assert out.code == 0, out.err
     assert out.out.strip() == (tmp_path / "r.md").read_text().strip()
-    assert (tmp_path / "r.png").stat().st_size > 10_000
+    assert not has_plot or (tmp_path / "r.png").stat().st_size > 10_000
     result = json.loads((tmp_path / "r.json").read_text())
     assert [(cell["policy"], cell["columns"]) for cell in result["cells"]] == [("local", 24), ("h2o", 24)]
     for cell in result["cells"]:
