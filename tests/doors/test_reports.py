@@ -191,7 +191,7 @@ def test_debug_modes_project(mode: str, door: Callable[..., Answer]) -> None:
         assert all(float(seconds[name]) > 0 for name in ("load_weight", "compute_layer_decode", "store_cache_prefill"))
 
 
-@pytest.mark.parametrize("mode", ["--cut-gen-len 2", "--debug-mode fewer_batch", "--debug-mode breakdown"])
+@pytest.mark.parametrize("mode", ["--cut-gen-len 2", "--debug-mode fewer_batch"])
 def test_cut_runs_of_several_blocks(mode: str, door: Callable[..., Answer], ids_model: Path, tmp_path: Path) -> None:
     """With --policy auto and little RAM the 32 benchmark rows are several blocks, whose weights come from disk."""
     folder, new = tmp_path / "deep", 40

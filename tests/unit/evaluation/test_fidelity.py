@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from transformers import OPTForCausalLM
 
-from flexgen_h2o import LLM
+from flexgen_h2o import LLM, Policy
 from flexgen_h2o.checkpoint.resolve import PACKAGED
 from flexgen_h2o.evaluation.fidelity import Runner
-from flexgen_h2o.evaluation.metrics import Cell, divergence
+from flexgen_h2o.evaluation.metrics import Cell, FullWatch, Probe, divergence
 from flexgen_h2o.evaluation.rows import TextRow
 from flexgen_h2o.kvcache.eviction import EVICTING, H2O, Full, Local
+from flexgen_h2o.kvcache.eviction.policy import Columns
+from tests.eviction.gqa_family import CONFIG, random_weights, register, save
 
 PROMPT, STEPS = 24, 9
 
@@ -95,3 +98,62 @@ def test_greedy_continuations_are_the_full_cache_s_and_never_diverge_from_it(llm
     assert (same == STEPS).all()
     assert (other >= 1).all(), "the first token comes from the exact prefill"
     assert (other < STEPS).any()
+
+
+# ---- the probe drops nothing and sees the attention probabilities of each decode step
+
+LENGTHS, WATCHED = (7, 3, 3, 5), 6
+
+
+def watched(llm: LLM, eviction: object, continuations: torch.Tensor) -> FullWatch:
+    watch = FullWatch(LENGTHS, WATCHED, frozenset(range(WATCHED - 1)))
+    prompts = [[10 + i] * n for i, n in enumerate(LENGTHS)]
+    llm.eviction = eviction
+    slots = watch.see_slots if isinstance(eviction, Probe) else None
+    llm.follow(prompts, continuations.tolist(), watch.see_logits, slots)
+    return watch
+
+
+@pytest.fixture
+def grouped(tmp_path: Path, plain_cpu: None, monkeypatch: pytest.MonkeyPatch) -> LLM:
+    """A random model with 3 query heads a kv-head; micro-batches of 3, so that rows are compacted and split."""
+    register(monkeypatch)
+    return LLM(str(save(random_weights(), tmp_path / "m")), Policy(3, 2), dtype="float32", offload_dir=tmp_path / "o")
+
+
+def test_weights_of_each_step_sum_to_the_query_heads_of_a_kv_head(grouped: LLM) -> None:
+    group = CONFIG["num_attention_heads"] // CONFIG["num_key_value_heads"]
+    with grouped:
+        found = watched(grouped, Probe(), torch.randint(0, 120, (4, WATCHED)))
+    blocks = CONFIG["num_hidden_layers"]
+    assert sorted(found.weights) == [(step, block) for step in range(WATCHED - 1) for block in range(blocks)]
+    for (step, _), weights in found.weights.items():
+        assert weights.shape == (4, CONFIG["num_key_value_heads"], max(LENGTHS) + WATCHED)
+        assert torch.allclose(weights.sum(dim=-1), torch.tensor(float(group)), atol=1e-5)
+        for row, length in enumerate(LENGTHS):
+            assert (weights[row, :, : length + step + 1] > 0).all(), "every column is attended to"
+            assert (weights[row, :, length + step + 1 :] == 0).all(), "a column that is not there yet"
+
+
+def test_the_probe_computes_what_the_full_cache_does(grouped: LLM) -> None:
+    continuations = torch.randint(0, 120, (4, WATCHED))
+    with grouped:
+        probe, full = (watched(grouped, eviction, continuations) for eviction in (Probe(), Full()))
+    assert (probe.logits - full.logits).abs().max() < 1e-4
+
+
+def test_weights_are_put_where_their_columns_are() -> None:
+    """Slots in no order, one of two rows of the run, a slot that is not filled."""
+    watch = FullWatch([2, 3], 3, frozenset({1}))
+    columns = Columns(
+        block=4,
+        positions=torch.tensor([[[3, 0, 4, 1, 2, 77]]], dtype=torch.int32),
+        may_leave=torch.zeros(1, 1, 6, dtype=torch.bool),
+        newest=torch.tensor([4]),
+        heavy=torch.tensor([0]),
+        scores=torch.tensor([[[0.3, 0.1, 0.4, 0.05, 0.15, float("nan")]]]),
+    )
+    watch.see_slots([1], torch.tensor([5]), columns)
+    assert list(watch.weights) == [(1, 4)]
+    assert torch.allclose(watch.weights[1, 4][1], torch.tensor([[0.1, 0.05, 0.15, 0.3, 0.4, 0.0]]))
+    assert not watch.weights[1, 4][0].any()
