@@ -78,31 +78,22 @@ def _add_fidelity_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     names = list(EVICTIONS[1:])
     add(
-        "--policies",
-        nargs="+",
-        default=names,
-        metavar="NAME",
+        "--policies", nargs="+", default=names, metavar="NAME",
         help=f"{', '.join(names)} (all); with settings: h2o-norm:decay=0.98,sinks=0",
-    )
+    )  # fmt: skip
     add(
-        "--budgets",
-        nargs="+",
-        type=float,
-        default=BUDGETS,
-        metavar="SHARE",
+        "--budgets", nargs="+", type=float, default=BUDGETS, metavar="SHARE",
         help="columns kept as shares of the prompt, half heavy and half recent (0.5 0.2 0.1)",
-    )
+    )  # fmt: skip
     add("--prompts", type=file_name, help=".txt or .jsonl as flex_opt takes them (default: Python's own sources)")
     add("--num-prompts", type=positive, help=f"text rows ({TEXT_PROMPTS}; of a file all)")
     add("--recall-prompts", type=count, help=f"recall rows ({RECALL_PROMPTS}; 0 with --prompts)")
     add("--prompt-len", type=positive, default=256, help="tokens of a prompt (256)")
     add("--gen-len", type=positive, default=96, help="tokens that are followed after it (96)")
     add(
-        "--continuation",
-        choices=("text", "greedy"),
-        default="text",
+        "--continuation", choices=("text", "greedy"), default="text",
         help="follow the text itself, or the model's own greedy tokens",
-    )
+    )  # fmt: skip
     add("--depths", type=positive, default=5, help="places where recall prompts state their pairs (5)")
     add("--mass-steps", type=count, default=12, help="decode steps whose evicted attention is measured (12)")
     add("--free-run", action="store_true", help="also generate freely: where does the first other token come?")

@@ -73,31 +73,26 @@ def _parser() -> OneLineParser:
     add_eviction_flags(parser)
     add = parser.add_argument
     add(
-        "--prompts",
-        type=file_name,
+        "--prompts", type=file_name,
         help=".txt (a prompt a line) or .jsonl (prompt or prompt_token_ids); every prompt keeps its length",
-    )
+    )  # fmt: skip
     add("--chat", action="store_true", help="each text prompt is a user's message, put into the model's chat template")
     add("--output", type=file_name, help=".jsonl in input order: index, prompt, text, token_ids, finish_reason")
     add("--prompt-len", type=positive, default=512, help="tokens of the benchmark prompt (512)")
     add("--gen-len", type=positive, default=32, help="most new tokens of a row (32)")
     add("--cut-gen-len", type=positive, help="run only so many tokens and project the decode time")
     add(
-        "--debug-mode",
-        choices=("fewer_batch", "breakdown"),
+        "--debug-mode", choices=("fewer_batch", "breakdown"),
         help="fewer_batch: 20 decode layers, projected; breakdown: serial, seconds by kind",
-    )
+    )  # fmt: skip
     add(
-        "--pipeline",
-        action="store_true",
+        "--pipeline", action="store_true",
         help="one of several processes, started by torchrun, that share the layers; budgets are of each process",
-    )
+    )  # fmt: skip
     add(
-        "--num-inner-iterations",
-        type=positive,
-        metavar="N",
+        "--num-inner-iterations", type=positive, metavar="N",
         help="with --pipeline: blocks that are on their way at a time (as many as processes)",
-    )
+    )  # fmt: skip
     add_sampling_flags(parser)
     add("--share-prefix", choices=tuple(SHARINGS), help="compute once what prompts begin with (auto; benchmark: off)")
     add("--json", type=file_name, help="write the run report")

@@ -50,12 +50,9 @@ def add_streaming_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     names = ", ".join(EVICTIONS)
     add(
-        "--policies",
-        nargs="+",
-        default=POLICIES,
-        metavar="NAME",
+        "--policies", nargs="+", default=POLICIES, metavar="NAME",
         help=f"{names} (full h2o); also h2o:positions=rolling",
-    )
+    )  # fmt: skip
     add("--hh-size", type=count, metavar="N", help=f"heavy-hitter columns a row ({SIZE})")
     add("--recent-size", type=positive, metavar="N", help=f"recent columns a row ({SIZE})")
     add("--positions", choices=("original", "rolling"), help="of all policies but full (original)")

@@ -22,7 +22,7 @@ def markdown(result: Figures) -> str:
         f"{settings['gen_len']} tokens followed ({settings['continuation']}), {text['prompts']} of text"
         + (f", {recall['prompts']} of recall" if recall else "")
         + (f"; all rows but the last of a table with {settings['compression']}" if settings["compression"] else "")
-        + f"; 95% bootstrap intervals over prompts in brackets; seed {settings['seed']}.",
+        + f"; 95% bootstrap intervals over prompts in brackets; seed {settings['seed']}."
     ]
     parts = [head]
     for budget in settings["budgets"]:

@@ -9,12 +9,7 @@ import numpy as np
 import pytest
 
 from flexgen_h2o.core.errors import FlexgenError
-from flexgen_h2o.evaluation.fidelity import (
-    TextFidelity,
-    summarise_divergence,
-    summarise_recall,
-    summarise_texts,
-)
+from flexgen_h2o.evaluation.fidelity import TextFidelity, summarise_divergence, summarise_recall, summarise_texts
 from flexgen_h2o.evaluation.metrics import make_cells
 from flexgen_h2o.evaluation.rows import Question, RecallRow
 from flexgen_h2o.evaluation.tables import draw, markdown
