@@ -329,7 +329,7 @@ def converse(
         )
     answered = sum(one.reason is not None for one in found)
     nats, tokens = [n for one in found for n in one.nats], sum(one.tokens + len(one.answer) for one in found)
-    own = {
+    own: Figures = {
         "turns": [_facts(i, turn, one, llm, params) for i, (turn, one) in enumerate(zip(turns, found, strict=False))],
         "answered": answered,
         "tokens": tokens,
@@ -406,7 +406,7 @@ def measure_streams(llm: LLM, case: Case, streams: Sequence[Sequence[int]], wind
         for first, last, columns in zip(edges, edges[1:], held, strict=False)
     ]
     whole = _interval(watch.nats, seed)
-    own = {"windows": found, "nll": whole, "perplexity": perplexity(whole["value"])}
+    own: Figures = {"windows": found, "nll": whole, "perplexity": perplexity(whole["value"])}
     return _result(case, own, report, n * length, seconds)
 
 
