@@ -20,6 +20,7 @@ from flexgen_h2o.cli_common import (
     positive,
     results_are_in,
     run_cli,
+    say,
 )
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import EXIT_ALL_ROWS_FAILED, EXIT_DONE, FlexgenError, UsageError
@@ -103,12 +104,12 @@ def _run(argv: list[str] | None) -> int:
         llm.share_prefix = args.share_prefix
         llm.check_plan()
         if llm.precision_note:
-            note(f"batch: {llm.precision_note}")
+            note("batch", llm.precision_note)
         settings = _settings(llm, policy, is_auto, defaults)
         before = _settle(args, output, settings)
         say_idle_flags("batch", args, place_of(args, llm))
         if output.cut_bytes:
-            note(f"batch: --output {args.output}: cut off a torn row of {output.cut_bytes} bytes")
+            note("batch", f"--output {args.output}: cut off a torn row of {output.cut_bytes} bytes")
         if args.ray is None:
             return _run_here(args, output, llm, before, defaults)
         from flexgen_h2o.jobs.on_ray import Opening
@@ -291,7 +292,7 @@ def _show(args: argparse.Namespace, writer: JobWriter, before: Before, job: Job 
 
 
 def _say(line: str) -> None:
-    print(f"batch: {line}", file=sys.stderr, flush=True)
+    say("batch", line)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`python -m flexgen_h2o.cache`: list what the package keeps for later runs and what killed runs left; remove it."""
+"""`python -m flexgen_h2o.cache`: list and remove what the package keeps for later runs, and what killed runs left."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from pathlib import Path
 from flexgen_h2o.cli_common import OneLineParser, run_cli
 from flexgen_h2o.core.errors import EXIT_DONE, FlexgenError, UsageError
 from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, MARK, read_json, read_mark, usable_path, user_cache_dir
+from flexgen_h2o.core.tables import aligned
 from flexgen_h2o.core.units import format_bytes
 
 HEADS = ("name", "kind", "model", "size", "last used", "")
 _WEIGHTS = ("random", "imported", "packed")
-# Versions that put no mark into their folders: what a folder of weights says of itself, and the keys of that.
+# Folders of versions that put no mark into them: the record file, its kind, and the record's keys.
 _OLD_RECORDS = {
     "random_weights.json": ("random weights", {"seed", "dtype", "model"}),
     "packed_weights.json": ("packed weights", {"format", "bits", "group", "model"}),
@@ -51,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> OneLineParser:
-    # A flag that removes things is spelt out.
+    # Flags that remove things must be spelt out.
     parser = OneLineParser(prog="cache", description=__doc__, allow_abbrev=False)
     add = parser.add_mutually_exclusive_group().add_argument
     add("--list", action="store_true", help="show names, sizes, last uses, and what is in use (the default)")
@@ -162,9 +163,7 @@ def _show(found: list[Kept], folder: Path) -> None:
     for k in found:
         at = time.strftime("%Y-%m-%d %H:%M", time.localtime(k.last_used))
         rows.append((shlex.quote(k.name), k.kind, k.model or "-", format_bytes(k.nbytes), at, k.state))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(HEADS))]
-    for row in rows:
-        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+    print("\n".join(aligned(rows)))
     free = sum(k.nbytes for k in found if not k.state)
     gives = f"; --remove NAME ... or --remove-all gives {format_bytes(free)} back" if free else ""
     print(f"{format_bytes(sum(k.nbytes for k in found))} kept{gives}")

@@ -7,7 +7,9 @@ import signal
 import sys
 from importlib import metadata
 
+from flexgen_h2o.cli_common import called_as
 from flexgen_h2o.core.errors import EXIT_DONE, EXIT_USAGE, SIGNAL_BASE
+from flexgen_h2o.core.tables import aligned
 
 # verb -> (module with `main(argv) -> int`, one line of help)
 VERBS: dict[str, tuple[str, str]] = {
@@ -41,16 +43,16 @@ def main(argv: list[str] | None = None) -> int:
         return EXIT_USAGE
     try:
         module = importlib.import_module(VERBS[verb][0])
-    except KeyboardInterrupt:  # from here on the door sees to signals
+    except KeyboardInterrupt:  # from here on the command handles signals
         print(f"flexgen-h2o {verb}: ended by SIGINT", file=sys.stderr)
         return SIGNAL_BASE + signal.SIGINT
-    code: int = module.main(rest)
+    with called_as(verb):
+        code: int = module.main(rest)
     return code
 
 
 def _usage() -> str:
-    width = max(map(len, VERBS))
-    verbs = "\n".join(f"  {verb:{width}}  {text}" for verb, (_, text) in VERBS.items())
+    verbs = "\n".join(f"  {line}" for line in aligned([(verb, text) for verb, (_, text) in VERBS.items()]))
     return f"usage: flexgen-h2o VERB ... | --help | --version\n\n{verbs}\n\nflexgen-h2o VERB --help lists its flags."
 
 

@@ -10,7 +10,7 @@ import contextlib
 import difflib
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, cast
@@ -26,11 +26,13 @@ from flexgen_h2o.core.errors import (
     FlexgenError,
     UsageError,
 )
+from flexgen_h2o.core.files import check_writable, usable_path
 
 PICTURES = (".png", ".svg", ".pdf")
 
 
-_SHARES_OF_LAYERS = "torchrun and --pipeline do that here (docs/parallel.md)"
+_H2O = "give --hh-ratio R, or --eviction h2o"
+_PIPELINE = "torchrun and --pipeline do that here (docs/parallel.md)"
 # Flags of FlexGen's and H2O's scripts that are not taken here, with hyphens: what to do instead.
 REPLACED = {
     "--hh-long-seq": "prompts of any length are taken without it; leave it out",
@@ -42,9 +44,9 @@ REPLACED = {
     "--model-arch": "the model's config says it; leave it out",
     "--model-type": "the model's config says it; leave it out",
     "--cache-dir": "give --path",
-    "--enable-small-cache": "give --hh-ratio R, or --eviction h2o",
-    "--enable-h2o-cache": "give --hh-ratio R, or --eviction h2o",
-    "--enable-h2o-generation": "give --hh-ratio R, or --eviction h2o",
+    "--enable-small-cache": _H2O,
+    "--enable-h2o-cache": _H2O,
+    "--enable-h2o-generation": _H2O,
     "--enable-position-rolling": "give --positions rolling",
     "--heavy-ratio": "give --hh-ratio",
     "--heavy-hitter-size": "give --hh-size",
@@ -62,7 +64,7 @@ REPLACED = {
     "--pad-to-seq-len": "nothing is padded; leave it out",
     **dict.fromkeys(
         ("--head-ip", "--port", "--rank", "--local-rank", "--world-size", "--use-mpi", "--comm-device", "--async-comm"),
-        _SHARES_OF_LAYERS,
+        _PIPELINE,
     ),
 }
 
@@ -119,7 +121,25 @@ class OneLineParser(argparse.ArgumentParser):
         return f"unrecognized arguments: {word}; {f'did you mean {near[0]}?' if near else 'see --help'}"
 
 
+_verb = ""  # of `flexgen-h2o VERB`, while it runs
 _results: list[str] = []  # files that have what the run is for
+_notes: list[str] = []  # that wait
+
+
+@contextlib.contextmanager
+def called_as(verb: str) -> Iterator[None]:
+    """In here a command calls itself by this name, not by its module's."""
+    global _verb
+    before, _verb = _verb, verb
+    try:
+        yield
+    finally:
+        _verb = before
+
+
+def own_name(name: str) -> str:
+    """What the command of the module `name` calls itself: as it was called."""
+    return _verb or name
 
 
 def results_are_in(*paths: str | Path | None) -> None:
@@ -127,19 +147,21 @@ def results_are_in(*paths: str | Path | None) -> None:
     _results.extend(str(path) for path in paths if path is not None)
 
 
-_notes: list[str] = []  # that wait
+def say(name: str, line: str) -> None:
+    """A line of progress on stderr, now."""
+    print(f"{own_name(name)}: {line}", file=sys.stderr, flush=True)
 
 
-def note(line: str) -> None:
-    """A line on stderr that nobody asked for, said before anything else is printed. A run that is refused until then
-    says its one line and no notes."""
-    _notes.append(line)
+def note(name: str, line: str) -> None:
+    """A line on stderr that nobody asked for, printed before anything else is. A run that is refused until then prints
+    its one line and no notes."""
+    _notes.append(f"{own_name(name)}: {line}")
 
 
-class _Patient:
-    """A standard stream that remembers what it cannot write, and raises nothing: a run must not end for its summary.
+class _PatientStream:
+    """A standard stream that remembers a failed write and raises nothing: a run must not end for its summary.
 
-    A pipe that nobody reads any more (`| head`) ends a run whose results are printed: `stops` says so.
+    stops: a pipe that nobody reads any more (`| head`) raises where no file gets the results.
     """
 
     def __init__(self, stream: TextIO, stops: bool) -> None:
@@ -147,7 +169,7 @@ class _Patient:
         self.error: OSError | None = None
 
     def write(self, text: str) -> int:
-        _say_notes()
+        _print_notes()
         encoding = self._stream.encoding or "utf-8"  # which may lack a character of a prompt or a file's name
         shown = text.encode(encoding, "backslashreplace").decode(encoding)
         self._try(lambda: self._stream.write(shown))
@@ -165,7 +187,7 @@ class _Patient:
                 raise
 
     def close_up(self) -> None:
-        """Python flushes once more as it exits; where that would fail it goes nowhere, without a complaint."""
+        """Python flushes once more as it exits; where that would fail it writes to /dev/null instead."""
         self._stops = False
         self.flush()
         if self.error is not None:
@@ -178,29 +200,29 @@ class _Patient:
         return getattr(self._stream, name)
 
 
-def _say_notes() -> None:
+def _print_notes() -> None:
     lines, _notes[:] = _notes[:], []
     _print_on_stderr(lines)
 
 
 def _print_on_stderr(lines: Iterable[str]) -> None:
-    """Each in one piece, so that the lines of several processes do not run into each other. A terminal may be gone."""
+    """Each line in one write, so that lines of several processes do not mix. The terminal may be gone."""
     with contextlib.suppress(OSError):
         for line in lines:
             print(line + "\n", end="", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
-def _patient_streams() -> Iterator[_Patient]:
-    """Standard output and standard error that end no run. What the shell has closed (`>&-`) goes nowhere."""
-    for fd in range(3):  # a file that gets the number of a closed one would get what libraries print
+def _patient_streams() -> Iterator[_PatientStream]:
+    """Standard output and error that end no run; one that the shell has closed (`>&-`) becomes /dev/null."""
+    for fd in range(3):  # a file opened later must not get the number of a closed one: libraries print there
         try:
             os.fstat(fd)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
     before = sys.stdout, sys.stderr  # either is None where the shell has closed it
     with open(os.devnull, "w") as nowhere:
-        out, err = (_Patient(stream or nowhere, stops=stream is before[0]) for stream in before)
+        out, err = (_PatientStream(stream or nowhere, stops=stream is before[0]) for stream in before)
         sys.stdout, sys.stderr = cast(TextIO, out), cast(TextIO, err)
         _results.clear()
         _notes.clear()
@@ -213,12 +235,13 @@ def _patient_streams() -> Iterator[_Patient]:
 
 
 def run_cli(name: str, body: Callable[[list[str] | None], int], argv: list[str] | None) -> int:
-    """Run a door's body; every failure becomes its exit code and one line on stderr (a traceback for our own bugs)."""
+    """Run a command's body; every failure becomes its exit code and one line on stderr (our own bugs: a traceback)."""
+    name = own_name(name)
     with interrupts.as_exceptions(), _patient_streams() as out:
         try:
             code = _exit_code(name, body, argv)
         except Exception:
-            # An exception that a signal turned into on its way is still that signal.
+            # A signal's exception may have become another one on its way.
             signal = interrupts.arrived()
             if signal is None:
                 raise
@@ -229,12 +252,12 @@ def run_cli(name: str, body: Callable[[list[str] | None], int], argv: list[str] 
 def _exit_code(name: str, body: Callable[[list[str] | None], int], argv: list[str] | None) -> int:
     try:
         code = body(argv)
-        _say_notes()
+        _print_notes()
         sys.stdout.flush()
         interrupts.check()
         return code
     except FlexgenError as error:
-        interrupted = interrupts.arrived()  # and what it broke
+        interrupted = interrupts.arrived()  # the error may be its consequence
         if interrupted is not None:
             return _ended_by(name, interrupted)
         _complain(f"{name}: {error}".replace("\n", " "))
@@ -246,7 +269,7 @@ def _exit_code(name: str, body: Callable[[list[str] | None], int], argv: list[st
         return stop.code if isinstance(stop.code, int) else EXIT_USAGE
     except OSError as error:
         interrupted = interrupts.arrived()
-        if interrupted is not None:  # a terminal that goes away takes nothing more, which is what SIGHUP says
+        if interrupted is not None:  # writing to a terminal that has gone away
             return _ended_by(name, interrupted)
         if not isinstance(error, BrokenPipeError) or getattr(sys.stdout, "error", None) is None:
             raise
@@ -261,8 +284,8 @@ def _exit_code(name: str, body: Callable[[list[str] | None], int], argv: list[st
         return EXIT_DOES_NOT_FIT
 
 
-def _code_with_loss(name: str, code: int, out: _Patient) -> int:
-    """`code`, unless what was printed has got lost and no file has it; one line says so where no other was said."""
+def _code_with_loss(name: str, code: int, out: _PatientStream) -> int:
+    """`code`, unless what was printed is lost and no file has it; one line says so."""
     if out.error is None or code not in (EXIT_DONE, EXIT_ALL_ROWS_FAILED):
         return code
     if not isinstance(out.error, BrokenPipeError):
@@ -288,9 +311,24 @@ def flag_of(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
+def check_files(args: argparse.Namespace, read: Sequence[str], written: Sequence[str], rows: str | None = None) -> None:
+    """Expand the paths in these fields of `args`, and refuse outputs that could not be written after the run.
+
+    UsageError names the flag, also where an output is a file that another flag, --policy and --hardware too, reads.
+    rows: the field of an output whose folder the caller checks.
+    """
+    outputs = (*(() if rows is None else (rows,)), *written)
+    for name in (*read, *outputs):
+        if getattr(args, name):
+            setattr(args, name, usable_path(getattr(args, name), flag_of(name)))
+    for name in written:
+        if getattr(args, name) is not None:
+            check_writable(getattr(args, name), flag_of(name))
+    check_separate(args, (*(name for name in read if getattr(args, name)), "policy", "hardware"), outputs)
+
+
 def check_separate(args: argparse.Namespace, read: Iterable[str], written: Iterable[str]) -> None:
-    """UsageError where a file would be written that is read, that another flag writes too, or that the loader of the
-    model reads. Names of args' fields."""
+    """UsageError where an output is also an input, another output, or a file of the model. Takes fields of `args`."""
     given = [(name, getattr(args, name)) for name in (*read, *written)]
     paths = [(name, os.path.expanduser(path)) for name, path in given if path not in (None, "auto")]
     outputs = set(written)
@@ -302,14 +340,13 @@ def check_separate(args: argparse.Namespace, read: Iterable[str], written: Itera
 
 
 def _check_keeps_model(args: argparse.Namespace, written: Iterable[tuple[str, str]]) -> None:
-    """UsageError where an output is a file that is read of the model's folder, or would be one. A model of the hub's
-    cache is not looked for here."""
+    """UsageError where an output is a file of the model folder, or would be read as one; the hub cache is left out."""
     from flexgen_h2o.checkpoint.resolve import find_folder, is_model_file
 
     try:
         folder = find_folder(args.model, args.path)
         files = [] if folder is None else [str(path) for path in folder.iterdir() if is_model_file(path.name)]
-    except (UsageError, OSError):  # said where the model is opened
+    except (UsageError, OSError):  # reported where the model is opened
         return
     for name, path in written:
         target = os.path.realpath(path)
@@ -337,7 +374,7 @@ def file_name(text: str) -> Path:
 
 
 def not_empty(text: str) -> str:
-    """A text with something in it: an empty one is a shell variable that is not set."""
+    """A text that is not empty: that would be a shell variable that is not set."""
     if not text:
         raise argparse.ArgumentTypeError("'' is empty; leave it out")
     return text

@@ -5,7 +5,6 @@ streams longer than the cache (`streaming`).
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -13,17 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.cli_common import (
     OneLineParser,
+    check_files,
     check_picture,
-    check_separate,
     count,
     file_name,
     flag_of,
+    own_name,
     positive,
     results_are_in,
     run_cli,
+    say,
 )
-from flexgen_h2o.core.errors import EXIT_DONE, FlexgenError, UsageError
-from flexgen_h2o.core.files import usable_path, write_whole
+from flexgen_h2o.core.errors import EXIT_DONE, UsageError
+from flexgen_h2o.core.files import write_result
 from flexgen_h2o.core.units import parse_bytes
 from flexgen_h2o.evaluation.streaming import add_streaming_flags
 from flexgen_h2o.evaluation.text import add_text_flags
@@ -59,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> OneLineParser:
-    parser = OneLineParser(prog="evaluate", description=__doc__)
+    parser = OneLineParser(prog=own_name("evaluate"), description=__doc__)
     measures = parser.add_subparsers(dest="measure", required=True, metavar="fidelity|text|streaming")
     fidelity = measures.add_parser(
         "fidelity", help="KL, flips, NLL, recall and evicted attention against the full cache"
@@ -77,31 +78,22 @@ def _add_fidelity_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     names = list(POLICIES[1:])
     add(
-        "--policies",
-        nargs="+",
-        default=names,
-        metavar="NAME",
+        "--policies", nargs="+", default=names, metavar="NAME",
         help=f"{', '.join(names)} (all); with settings: h2o-norm:decay=0.98,sinks=0",
-    )
+    )  # fmt: skip
     add(
-        "--budgets",
-        nargs="+",
-        type=float,
-        default=BUDGETS,
-        metavar="SHARE",
+        "--budgets", nargs="+", type=float, default=BUDGETS, metavar="SHARE",
         help="columns kept as shares of the prompt, half heavy and half recent (0.5 0.2 0.1)",
-    )
+    )  # fmt: skip
     add("--prompts", type=file_name, help=".txt or .jsonl as flex_opt takes them (default: Python's own sources)")
     add("--num-prompts", type=positive, help=f"text rows ({TEXT_PROMPTS}; of a file all)")
     add("--recall-prompts", type=count, help=f"recall rows ({RECALL_PROMPTS}; 0 with --prompts)")
     add("--prompt-len", type=positive, default=256, help="tokens of a prompt (256)")
     add("--gen-len", type=positive, default=96, help="tokens that are followed after it (96)")
     add(
-        "--continuation",
-        choices=("text", "greedy"),
-        default="text",
+        "--continuation", choices=("text", "greedy"), default="text",
         help="follow the text itself, or the model's own greedy tokens",
-    )
+    )  # fmt: skip
     add("--depths", type=positive, default=5, help="places where recall prompts state their pairs (5)")
     add("--mass-steps", type=count, default=12, help="decode steps whose evicted attention is measured (12)")
     add("--free-run", action="store_true", help="also generate freely: where does the first other token come?")
@@ -128,17 +120,17 @@ def _run_fidelity(args: argparse.Namespace) -> int:
     from flexgen_h2o.engine.workload import AutoPolicy
     from flexgen_h2o.evaluation.fidelity import Runner
     from flexgen_h2o.evaluation.metrics import make_cells
+    from flexgen_h2o.evaluation.rows import Lengths
     from flexgen_h2o.kvcache.eviction import Full
-    from flexgen_h2o.kvcache.eviction.policy import check_rolling
 
     plain = uncompressed(policy)
     cells, began = make_cells(args.policies, args.budgets, whole=policy != plain), time.perf_counter()
     compared = AutoPolicy(policy) if is_auto else policy
     with open_llm(args, plain, is_auto, Full()) as llm:
-        for cell in cells:  # before the first of them has run for long
-            check_rolling(cell.eviction, llm.model.spec, policy.compress_cache)
-        lengths = _lengths(args, llm)
         runner = Runner(llm, parse_bytes(args.keep_mem, "--keep-mem"), args.mass_steps, _say, compared)
+        runner.check(cells)
+        check_positions(args, llm.model.name, llm.model.spec.max_positions)
+        lengths = Lengths(args.prompt_len, args.gen_len)
         texts, recalls = _rows(args, llm, runner, lengths)
         say_idle_flags("evaluate fidelity", args, place_of(args, llm))
         result = {**_facts(args, llm, policy, cells, texts), **_measure(args, runner, texts, recalls, cells)}
@@ -149,27 +141,12 @@ def _run_fidelity(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Everything that can be wrong with flags and files, before anything is loaded."""
-    from flexgen_h2o.engine.report import check_writable
-
     if args.gen_len < 2:
         raise UsageError(f"--gen-len {args.gen_len}: the first token comes from the prefill; at least 2 are needed")
     parse_bytes(args.keep_mem, "--keep-mem")
-    for name in ("prompts", *OUTPUTS):
-        if getattr(args, name) is not None:
-            setattr(args, name, usable_path(getattr(args, name), flag_of(name)))
-    for name in OUTPUTS:
-        if getattr(args, name) is not None:
-            check_writable(getattr(args, name), flag_of(name))
-    check_separate(args, ("prompts", "policy", "hardware"), OUTPUTS)
+    check_files(args, ("prompts",), OUTPUTS)
     if args.plot is not None:
         check_picture(args.plot)
-
-
-def _lengths(args: argparse.Namespace, llm: LLM) -> Lengths:
-    from flexgen_h2o.evaluation.rows import Lengths
-
-    check_positions(args, llm.model.name, llm.model.spec.max_positions)
-    return Lengths(args.prompt_len, args.gen_len)
 
 
 def _rows(
@@ -223,7 +200,7 @@ def _measure(
 ) -> dict[str, Any]:
     from flexgen_h2o.evaluation.fidelity import summarise_divergence, summarise_recall, summarise_texts
 
-    full, found = summarise_texts(runner.texts(texts, cells), args.resamples, args.seed)
+    full, found = summarise_texts(*runner.texts(texts, cells), args.resamples, args.seed)
     if args.free_run:
         firsts = runner.first_divergence(texts, cells, args.gen_len)
         for figures, first in zip(found, firsts, strict=True):
@@ -242,13 +219,9 @@ def _show(args: argparse.Namespace, result: dict[str, Any]) -> None:
 
     text = markdown(result)
     print(text)
-    for name, content in (("json", json.dumps(result, indent=1) + "\n"), ("markdown", text)):
-        path = getattr(args, name)
-        if path is not None:
-            try:
-                write_whole(path, content)
-            except OSError as error:
-                raise FlexgenError(f"{flag_of(name)} {path}: {error.strerror or error}") from error
+    for name, content in (("json", result), ("markdown", text)):
+        if getattr(args, name) is not None:
+            write_result(getattr(args, name), content, flag_of(name))
     if args.plot is not None:
         from flexgen_h2o.evaluation.tables import draw
 
@@ -256,7 +229,7 @@ def _show(args: argparse.Namespace, result: dict[str, Any]) -> None:
 
 
 def _say(line: str) -> None:
-    print(f"evaluate: {line}", file=sys.stderr, flush=True)
+    say("evaluate", line)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,7 @@
 """The flags that describe an engine: model, placement, budgets, eviction, sampling; read, and written back as flags.
 
-Imports nothing heavy, so that `--help` and wrong flags answer at once.
-
-Flags that have no effect beside others, or in the place where a run takes place: one table for all commands.
-
-Imports nothing heavy by itself; the reasons are asked for when the model is open.
+Flags that fill a dataclass are made from its fields. Imports nothing heavy, so that `--help` and wrong flags answer at
+once.
 """
 
 from __future__ import annotations
@@ -14,121 +11,98 @@ import contextlib
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import Field, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.cli_common import boolean, flag_of, not_empty, note, positive
-from flexgen_h2o.core.config import BITS, BITS_OF, DTYPE_BYTES, MemoryBudget, Policy, read_policy, without_unused_bits
+from flexgen_h2o.core.config import BITS_OF, DTYPE_BYTES, MemoryBudget, Policy, read_policy, without_unused_bits
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import usable_path
+from flexgen_h2o.core.settings import GREEDY_BELOW, ORIGINAL, EvictionSettings, SamplingParams
 from flexgen_h2o.kvcache.eviction import POLICIES
 
 if TYPE_CHECKING:
     from flexgen_h2o.core.config import ModelSpec
-    from flexgen_h2o.engine.sampling import SamplingParams
     from flexgen_h2o.kvcache.eviction import Eviction
     from flexgen_h2o.llm import LLM
+
+
+EVICTION_FLAGS = {f.name: f.metadata.get("flag", flag_of(f.name)) for f in fields(EvictionSettings)}
+PLACEMENT = ("gpu_batch_size", "num_gpu_batches", "percent")
+_SWITCHES = re.compile("|".join(f.name for f in fields(Policy) if "_" in f.name))
 
 
 @contextlib.contextmanager
 def naming_flags(**flags: str) -> Iterator[None]:
     """A UsageError that begins with a field's name (`top_p: ...`) names the flag instead (`--top-p: ...`).
 
-    So it does where it speaks of a switch of the policy further on.
+    Fields of the policy become flags in the rest of the message too.
     """
     try:
         yield
     except UsageError as error:
         field, _, rest = str(error).partition(":")
-        rest = re.sub("|".join((*COMPRESSION, *BITS_OF)), lambda found: flag_of(found[0]), rest)
         if field.startswith("--") or field.count(" ") > 2:  # a flag or a sentence already
             raise
+        rest = _SWITCHES.sub(lambda found: flag_of(found[0]), rest)
         raise UsageError(f"{flags.get(field, flag_of(field))}:{rest}") from error
 
 
-def add_engine_flags(parser: argparse.ArgumentParser, compression: str = "") -> None:
-    """Model, tiers and policy: the flags that every command which runs the engine takes. FlexGen's keep their names.
+def add_flags_of(parser: argparse.ArgumentParser, settings: type, only_given: bool = True) -> None:
+    """A flag for each `setting` of a dataclass that has a help text.
 
-    compression: more help on its two flags.
+    only_given: every flag's default is None, which tells what was given from what was not.
     """
+    for f in fields(settings):
+        if f.metadata.get("help"):
+            default = None if only_given else list(f.default) if isinstance(f.default, tuple) else f.default
+            flag = f.metadata.get("flag", flag_of(f.name))
+            parser.add_argument(flag, default=default, help=_help_of(f), **_arguments_of(f))
+
+
+def _arguments_of(f: Field[Any]) -> dict[str, Any]:
+    """What argparse must know of a field, by its type."""
+    kind = re.findall("bool|int|float|str", str(f.type))[0]
+    if kind == "bool":
+        return {"type": boolean, "nargs": "?", "const": True} if f.default else {"action": "store_true"}
+    whole = positive if f.metadata.get("low") == 1 and f.default is not None else int
+    more = {name: f.metadata[name] for name in ("action", "choices", "metavar", "nargs") if name in f.metadata}
+    return {"type": {"int": whole, "float": float, "str": str}[kind], **more}
+
+
+def _help_of(f: Field[Any]) -> str:
+    """With the default, where there is one to be shown."""
+    text: str = f.metadata["help"]
+    return text if f.default in (None, False) or isinstance(f.default, tuple) else f"{text} ({_as_text(f.default)})"
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """Model, tiers and policy: the flags that every command which runs the engine takes. FlexGen's keep their names."""
     add = parser.add_argument
     add("--model", default="opt-tiny", help="hub id, local Hugging Face folder, or opt-tiny (shipped)")
     add("--path", type=not_empty, help="folder with checkpoints; _DUMMY_: random weights at the model's true shape")
     add("--revision", type=not_empty, help="branch, tag or commit of a hub id")
-    add(
-        "--offload-dir",
-        type=not_empty,
-        help="disk tier, imported and random weights (default ~/flexgen_h2o_offload_dir)",
-    )
+    where = "disk tier, imported and random weights (default ~/flexgen_h2o_offload_dir)"
+    add("--offload-dir", type=not_empty, help=where)
     add("--device", default="auto", help="auto, cpu or cuda")
     add("--dtype", default="auto", help=f"auto, {', '.join(DTYPE_BYTES)}")
-    add("--device-mem", help="budget of the device tier, for example 15GiB; on a CPU it makes a device tier of RAM")
-    add("--host-mem", help="budget of RAM, for example 12GiB (default: what is free, less a margin)")
-    add("--disk-mem", help="budget of the offload dir (default: what is free, less a margin)")
+    for f in fields(MemoryBudget):
+        add(f"--{f.name}-mem", help=f.metadata["help"])
     add("--policy", help="a policy file, or auto (the default when no placement flag is given)")
-    add(
-        "--hardware",
-        metavar="FILE",
-        help="the profile that plans are made with, or a shipped one by its name (default: this machine, measured)",
-    )
-    add("--gpu-batch-size", type=positive, help="rows of a micro-batch (4)")
-    add("--num-gpu-batches", type=positive, help="micro-batches of a block (1)")
-    names = ("WG", "WC", "CG", "CC", "HG", "HC")
-    add(
-        "--percent",
-        nargs=6,
-        type=int,
-        metavar=names,
-        help="weights, KV cache, hidden states on device and host; the rest is on disk",
-    )
-    add("--sep-layer", type=boolean, nargs="?", const=True, help="attention and MLP are two schedule steps (true)")
-    add("--pin-weight", type=boolean, nargs="?", const=True, help="pin what the host holds, with a card (true)")
-    add("--cpu-cache-compute", action="store_true", default=None, help="attend on the host to KV that lives there")
-    add(
-        "--attn-sparsity",
-        type=float,
-        help="share of past values that decode attention adds up (1.0); KV moves whole all the same",
-    )
-    add("--overlap", type=boolean, nargs="?", const=True, help="move and compute at the same time (true)")
-    add("--compress-weight", action="store_true", default=None, help=f"weights in --weight-bits{compression}")
-    add("--compress-cache", action="store_true", default=None, help=f"KV cache in --cache-bits{compression}")
-    add("--weight-bits", type=int, choices=BITS, help="of a compressed weight (4)")
-    add("--cache-bits", type=int, choices=BITS, help="of a compressed KV value (4)")
-    add(
-        "--int8-compute",
-        action="store_true",
-        default=None,
-        help="products in int8, of weights held in int8 or, with --compress-weight, in 4 bits",
-    )
+    profile = "the profile that plans are made with, or a shipped one by its name (default: this machine, measured)"
+    add("--hardware", metavar="FILE", help=profile)
+    add_flags_of(parser, Policy)
 
 
 def add_eviction_flags(parser: argparse.ArgumentParser) -> None:
     """Which KV columns are kept."""
-    add = parser.add_argument
-    add("--hh-ratio", type=float, metavar="R", help="heavy-hitter KV columns a row: int(R x prompt), R in (0, 1] (0.1)")
-    add(
-        "--recent-ratio", type=float, metavar="R", help="recent columns a row, as a share of its prompt (as --hh-ratio)"
-    )
-    add("--hh-size", type=int, metavar="N", help="heavy-hitter columns a row, a count; 0 keeps recent ones only")
-    add("--recent-size", type=int, metavar="N", help="recent columns a row, a count (as --hh-size)")
-    add("--hh-all", type=boolean, nargs="?", const=True, help="false: drop columns of the prompt only (true)")
-    names = ", ".join(POLICIES)
-    add("--eviction", metavar="NAME", help=f"which columns stay: {names}; h2o with a flag above, else full")
-    add("--kv-layer-schedule", metavar="NAME", help="uniform, or pyramid: lower layers keep more (uniform)")
-    add(
-        "--positions", choices=("original", "rolling"),
-        help="rolling: while decoding a column's position is its rank among those kept; rotary models (original)",
-    )  # fmt: skip
+    add_flags_of(parser, EvictionSettings)
+    which = f"which columns stay: {', '.join(POLICIES)}; h2o where one of these flags is given, else full"
+    parser.add_argument("--eviction", metavar="NAME", help=which)
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    add("--top-p", type=float, default=1.0)
-    add("--top-k", type=int, default=0, help="0 is off")
-    add("--seed", type=int, default=0)
-    add("--stop", action="append", default=[], metavar="TEXT", help="end a row at this text; may be repeated")
-    add("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
+    add_flags_of(parser, SamplingParams, only_given=False)
 
 
 def budget_of(args: argparse.Namespace) -> MemoryBudget:
@@ -137,12 +111,9 @@ def budget_of(args: argparse.Namespace) -> MemoryBudget:
 
 def sampling_of(args: argparse.Namespace) -> SamplingParams:
     """How the flags want tokens chosen; UsageError names the flag."""
-    from flexgen_h2o.engine.sampling import SamplingParams
-
+    given = {f.name: getattr(args, f.name) for f in fields(SamplingParams) if f.metadata["help"]}
     with naming_flags(max_tokens="--gen-len"):
-        return SamplingParams(
-            args.gen_len, args.temperature, args.top_p, args.top_k, args.seed, tuple(args.stop), args.ignore_eos
-        )
+        return SamplingParams(args.gen_len, **given)
 
 
 def open_llm(args: argparse.Namespace, policy: Policy, is_auto: bool, eviction: Eviction) -> LLM:
@@ -170,19 +141,12 @@ def check_positions(args: argparse.Namespace, model: str, positions: int) -> Non
         )
 
 
-EVICTION_FLAGS = {
-    "heavy_ratio": "--hh-ratio", "recent_ratio": "--recent-ratio", "heavy_size": "--hh-size",
-    "recent_size": "--recent-size", "while_decoding": "--hh-all", "layer_schedule": "--kv-layer-schedule",
-    "positions": "--positions",
-}  # fmt: skip
-
-
 def eviction_of(args: argparse.Namespace, policy: Policy) -> Eviction:
     """The eviction policy that the flags ask for: h2o where they say how much is kept, else the full cache."""
     from flexgen_h2o.kvcache.eviction import Full, make_eviction
 
-    attributes = {field: flag.removeprefix("--").replace("-", "_") for field, flag in EVICTION_FLAGS.items()}
-    given = {field: getattr(args, a) for field, a in attributes.items() if getattr(args, a) not in (None, "original")}
+    given = {field: value_of(args, flag) for field, flag in EVICTION_FLAGS.items()}
+    given = {field: value for field, value in given.items() if value not in (None, ORIGINAL)}
     name = ("h2o" if given else "full") if args.eviction is None else args.eviction
     if name.partition(":")[0] not in POLICIES:
         raise UsageError(f"--eviction {name}: not one of {', '.join(POLICIES)}")
@@ -200,20 +164,14 @@ def eviction_of(args: argparse.Namespace, policy: Policy) -> Eviction:
 
 def policy_settings(args: argparse.Namespace) -> dict[str, Any]:
     """The policy fields that were given as flags."""
-    names = ("gpu_batch_size", "num_gpu_batches", "percent", "sep_layer", "pin_weight", "cpu_cache_compute",
-             "attn_sparsity", "overlap", "compress_weight", "compress_cache", "weight_bits", "cache_bits",
-             "int8_compute")  # fmt: skip
-    found = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    found = {f.name: getattr(args, f.name) for f in fields(Policy) if getattr(args, f.name) is not None}
     if "percent" in found:
         found["percent"] = tuple(found["percent"])
     return found
 
 
-PLACEMENT = ("gpu_batch_size", "num_gpu_batches", "percent")
-
-
 def policy_of(args: argparse.Namespace) -> tuple[Policy, bool]:
-    """The policy to run with, and whether its placement is still to be chosen (`auto`).
+    """The policy to run with, and whether a search is to choose its placement (`auto`).
 
     `--policy FILE` stands alone; `--policy auto` goes with all flags but the placement's; without `--policy`, a
     placement flag means FlexGen's defaults for the others. UsageError for a mixture.
@@ -246,28 +204,27 @@ def as_flags(policy: Policy) -> str:
     return " ".join(found)
 
 
-COMPRESSION = ("compress_weight", "compress_cache", "int8_compute")
-
-
 def uncompressed(policy: Policy) -> Policy:
     """The policy with weights and KV in the compute dtype."""
     return without_unused_bits(replace(policy, compress_weight=False, compress_cache=False, int8_compute=False))
 
 
 def compression_flags(policy: Policy) -> str:
-    """Those flags of a policy that change what is computed, to be shown; empty where none does."""
-    bits = {switch: field for field, switch in BITS_OF.items()}
+    """The flags of a policy that change what is computed, as text; empty where none does."""
     found = []
-    for name in (name for name in COMPRESSION if getattr(policy, name)):
-        found.append(flag_of(name))
-        if name in bits:
-            found.append(f"{flag_of(bits[name])} {getattr(policy, bits[name])}")
-    return " ".join(found)
+    for bits, switch in BITS_OF.items():
+        if getattr(policy, switch):
+            found.append(f"{flag_of(switch)} {flag_of(bits)} {getattr(policy, bits)}")
+    return " ".join([*found, "--int8-compute"] if policy.int8_compute else found)
+
+
+def value_of(args: argparse.Namespace, flag: str) -> Any:
+    return getattr(args, flag.removeprefix("--").replace("-", "_"))
 
 
 def given_flags(args: argparse.Namespace, flags: Iterable[str]) -> str:
-    """Those of the flags that were given, to be pasted. A flag's value must be one word, a number or a boolean."""
-    found = ((flag, getattr(args, flag.removeprefix("--").replace("-", "_"))) for flag in flags)
+    """Those of the flags that were given, as a command line; their values are single words."""
+    found = ((flag, value_of(args, flag)) for flag in flags)
     return " ".join(f"{flag} {_as_text(value)}" for flag, value in found if value is not None)
 
 
@@ -289,27 +246,20 @@ Reason = Callable[[argparse.Namespace, Place], str]
 
 
 def say_idle_flags(command: str, args: argparse.Namespace, at: Place | None = None) -> None:
-    """A note for the flags that were given and that have no effect, with the reason."""
-    prog = command.partition(" ")[0]
-    for reason, flags in idle_flags(command, args, at or Place()).items():
-        has = "have" if len(flags) > 1 else "has"
-        note(f"{prog}: {', '.join(flags)} {has} no effect: {reason}")
-
-
-def idle_flags(command: str, args: argparse.Namespace, at: Place) -> dict[str, list[str]]:
-    """The flags of the command line that have no effect, by the reason."""
+    """A note for the flags of the command line that have no effect, with the reason."""
     found: dict[str, list[str]] = {}
     reasons = WITHOUT_EFFECT[command]
     for field, flag in args.given.items():
         reason_of = reasons.get(field, reasons.get("*"))
-        reason = reason_of(args, at) if reason_of is not None else ""
+        reason = reason_of(args, at or Place()) if reason_of is not None else ""
         if reason:
             found.setdefault(reason, []).append(flag)
-    return found
+    for reason, flags in found.items():
+        note(command.partition(" ")[0], f"{', '.join(flags)} {'have' if len(flags) > 1 else 'has'} no effect: {reason}")
 
 
 def place_of(args: argparse.Namespace, llm: LLM) -> Place:
-    """Of the flags that `engine_flags.open_llm` opened this model with."""
+    """The place of the model that `open_llm` has opened with these flags."""
     from flexgen_h2o.tiers.device import open_device
 
     device = open_device(args.device, separate_budget=args.device_mem is not None)
@@ -349,8 +299,6 @@ def _one_step(args: argparse.Namespace, at: Place) -> str:
 
 
 def _greedy(args: argparse.Namespace, at: Place) -> str:
-    from flexgen_h2o.engine.sampling import GREEDY_BELOW
-
     return f"nothing is drawn at --temperature {args.temperature:g}" if args.temperature < GREEDY_BELOW else ""
 
 

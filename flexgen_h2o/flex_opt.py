@@ -6,25 +6,25 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexgen_h2o.cli_common import (
     OneLineParser,
-    check_separate,
+    check_files,
     count,
     file_name,
-    flag_of,
     note,
+    own_name,
     positive,
     results_are_in,
     run_cli,
 )
 from flexgen_h2o.core.config import read_policy
 from flexgen_h2o.core.errors import EXIT_DONE, UsageError
-from flexgen_h2o.core.files import usable_path
+from flexgen_h2o.core.files import usable_path, write_result
 from flexgen_h2o.flags import (
     add_engine_flags,
     add_eviction_flags,
@@ -59,45 +59,40 @@ AUTO_BENCHMARK_ROWS = 32  # without a prompt file and with --policy auto nothing
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code (DESIGN 3.1)."""
     rank = os.environ.get("RANK")  # set by torchrun
+    code = run_cli("flex_opt" if rank is None else f"flex_opt, rank {rank}", _run, argv)
     if rank is None:
-        return run_cli("flex_opt", _run, argv)
-    code = run_cli(f"flex_opt, rank {rank}", _run, argv)
+        return code
     from flexgen_h2o.engine.distributed import leave
 
     return leave(code)
 
 
 def _parser() -> OneLineParser:
-    parser = OneLineParser(prog="flex_opt", description=__doc__)
+    parser = OneLineParser(prog=own_name("flex_opt"), description=__doc__)
     add_engine_flags(parser)
     add_eviction_flags(parser)
     add = parser.add_argument
     add(
-        "--prompts",
-        type=file_name,
+        "--prompts", type=file_name,
         help=".txt (a prompt a line) or .jsonl (prompt or prompt_token_ids); every prompt keeps its length",
-    )
+    )  # fmt: skip
     add("--chat", action="store_true", help="each text prompt is a user's message, put into the model's chat template")
     add("--output", type=file_name, help=".jsonl in input order: index, prompt, text, token_ids, finish_reason")
     add("--prompt-len", type=positive, default=512, help="tokens of the benchmark prompt (512)")
     add("--gen-len", type=positive, default=32, help="most new tokens of a row (32)")
     add("--cut-gen-len", type=positive, help="run only so many tokens and project the decode time")
     add(
-        "--debug-mode",
-        choices=("fewer_batch", "breakdown"),
+        "--debug-mode", choices=("fewer_batch", "breakdown"),
         help="fewer_batch: 20 decode layers, projected; breakdown: serial, seconds by kind",
-    )
+    )  # fmt: skip
     add(
-        "--pipeline",
-        action="store_true",
+        "--pipeline", action="store_true",
         help="one of several processes, started by torchrun, that share the layers; budgets are of each process",
-    )
+    )  # fmt: skip
     add(
-        "--num-inner-iterations",
-        type=positive,
-        metavar="N",
+        "--num-inner-iterations", type=positive, metavar="N",
         help="with --pipeline: blocks that are on their way at a time (as many as processes)",
-    )
+    )  # fmt: skip
     add_sampling_flags(parser)
     add("--share-prefix", choices=tuple(SHARINGS), help="compute once what prompts begin with (auto; benchmark: off)")
     add("--json", type=file_name, help="write the run report")
@@ -106,21 +101,6 @@ def _parser() -> OneLineParser:
     add("--no-log", action="store_true", help="write no log file")
     add("--verbose", type=count, default=2, help="0: nothing, 1: log lines, 2: also the first and last text (2)")
     return parser
-
-
-@dataclass
-class _Outputs:
-    """Completions as rows finish; written also when the run is interrupted."""
-
-    path: Path | None
-    done: list[Completion] = field(default_factory=list)
-
-    def write(self) -> None:
-        """Nothing finished, nothing written: a run that is refused leaves an older file as it is."""
-        from flexgen_h2o.engine.prompts import write_outputs
-
-        if self.path is not None and self.done:
-            write_outputs(self.path, self.done)
 
 
 def _run(argv: list[str] | None) -> int:
@@ -136,7 +116,7 @@ def _run(argv: list[str] | None) -> int:
     from flexgen_h2o.engine.report import sizes_line
 
     pipeline = _join_pipeline(args)
-    outputs = _Outputs(args.output)
+    done: list[Completion] = []
     with open_llm(args, policy, is_auto, eviction_of(args, policy)) as llm:
         if pipeline is not None:
             llm.join(pipeline)
@@ -147,7 +127,7 @@ def _run(argv: list[str] | None) -> int:
         prompts = _prompts(args, llm, AUTO_BENCHMARK_ROWS if is_auto else policy.block_size)
         with naming_flags():  # a prompt longer than the model's positions
             sizes = llm.sizes(prompts, params)
-        if pipeline is None:  # what is refused is refused before anything is said
+        if pipeline is None:  # refusals come before anything is printed
             llm.prepare(prompts, [params] * len(prompts))
         if args.verbose >= 1:
             _say_notes(args, llm)
@@ -155,13 +135,13 @@ def _run(argv: list[str] | None) -> int:
             print(f"<run_flexgen_h2o>: args.model: {args.model}")
             print(sizes_line(*sizes))
             print("benchmark - generate" if args.prompts is None else "generate", flush=True)
-        report = _generate(args, llm, prompts, params, outputs)
-    _show(args, llm, report, outputs.done)
+        report = _generate(args, llm, prompts, params, done)
+    _show(args, llm, report, done)
     return EXIT_DONE
 
 
 def _join_pipeline(args: argparse.Namespace) -> Pipeline | None:
-    """Meet the other processes, all of which run alike; the first one speaks for them."""
+    """Join the other processes; only the first one prints and writes files."""
     if not args.pipeline:
         return None
     from flexgen_h2o.engine.distributed import join_pipeline
@@ -173,36 +153,34 @@ def _join_pipeline(args: argparse.Namespace) -> Pipeline | None:
 
 
 def _say_notes(args: argparse.Namespace, llm: LLM) -> None:
-    """What the user may not expect of this run."""
+    """Notes on what the user may not expect of this run."""
     if args.policy not in (None, "auto"):
-        _say_what_it_was_found_for(args.policy, llm)
+        _note_what_it_was_found_for(args.policy, llm)
     if llm.precision_note:
-        note(f"flex_opt: {llm.precision_note}")
+        note("flex_opt", llm.precision_note)
 
 
-def _say_what_it_was_found_for(path: str, llm: LLM) -> None:
-    """A saved policy tells of a model and an eviction policy; whether this run has them is for the user to know."""
+def _note_what_it_was_found_for(path: str, llm: LLM) -> None:
+    """A note where a saved policy was found for another model or eviction policy."""
     saved = read_policy(usable_path(path, "--policy"))
     planned = (saved.workload or {}).get("eviction")
     eviction = planned.get("name") if isinstance(planned, dict) else None
     if saved.model not in (None, llm.model.name):
-        note(f"flex_opt: --policy {path} was found for {saved.model}, and this is {llm.model.name}")
+        note("flex_opt", f"--policy {path} was found for {saved.model}, and this is {llm.model.name}")
     if eviction not in (None, llm.eviction.name):
-        note(f"flex_opt: --policy {path} was found with {eviction}, and this is {llm.eviction.name}")
+        note("flex_opt", f"--policy {path} was found with {eviction}, and this is {llm.eviction.name}")
 
 
 def _check(args: argparse.Namespace) -> None:
     """Everything that can be wrong with files and combinations, before anything is loaded."""
     from flexgen_h2o.engine.prompts import check_output_path
-    from flexgen_h2o.engine.report import check_writable
 
-    for flag in ("prompts", "output", "json", "trace", "log_file"):
-        if getattr(args, flag) is not None:
-            usable_path(getattr(args, flag), flag_of(flag))
     if args.chat and args.prompts is None:
         raise UsageError("--chat: is for the prompts of a file; give one with --prompts")
-    outputs = ("output", "json", "trace") if args.no_log else ("output", "json", "trace", "log_file")
-    check_separate(args, ("prompts", "policy", "hardware"), outputs)
+    if args.output is not None:
+        check_output_path(usable_path(args.output, "--output"))
+    written = ("json", "trace") if args.no_log or args.log_file == "auto" else ("json", "trace", "log_file")
+    check_files(args, ("prompts",), written, rows="output")
     cut_short = "--cut-gen-len" if args.cut_gen_len else "--debug-mode" if args.debug_mode else None
     if cut_short and args.pipeline:
         raise UsageError(f"{cut_short}: not with --pipeline, whose processes run to the end together; leave it out")
@@ -216,13 +194,6 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(f"--cut-gen-len: {args.cut_gen_len} must be between 2 and --gen-len {args.gen_len}")
     if args.debug_mode and args.gen_len < 2:
         raise UsageError(f"--debug-mode {args.debug_mode}: measures decoding; --gen-len must be at least 2")
-    if args.output is not None:
-        check_output_path(args.output)
-    for flag, path in (("--json", args.json), ("--trace", args.trace)):
-        if path is not None:
-            check_writable(path, flag)
-    if args.log_file != "auto" and not args.no_log:
-        check_writable(Path(args.log_file), "--log-file")
 
 
 def _prompts(args: argparse.Namespace, llm: LLM, rows: int) -> list[Prompt]:
@@ -239,13 +210,16 @@ def _prompts(args: argparse.Namespace, llm: LLM, rows: int) -> list[Prompt]:
 
 
 def _generate(
-    args: argparse.Namespace, llm: LLM, prompts: list[Prompt], params: SamplingParams, outputs: _Outputs
+    args: argparse.Namespace, llm: LLM, prompts: list[Prompt], params: SamplingParams, done: list[Completion]
 ) -> RunReport:
-    """Run, and project what was cut short. Rows that have finished are written even when the run does not end well."""
+    """Run, and project what was cut short. Finished rows are written also when the run fails."""
+    from flexgen_h2o.engine.prompts import write_outputs
+
     try:
-        report = llm.run(prompts, params, outputs.done.extend, order=_order(args))
+        report = llm.run(prompts, params, done.extend, order=_order(args))
     finally:
-        outputs.write()
+        if args.output is not None and done:  # a run that is refused leaves an older file as it is
+            write_outputs(args.output, done)
     if args.cut_gen_len:
         return _projected(report, _project_sweeps(llm, args.gen_len), args.gen_len)
     if args.debug_mode:
@@ -299,7 +273,6 @@ def _show(args: argparse.Namespace, llm: LLM, report: RunReport, done: list[Comp
         roofline_line,
         sparsity_line,
         with_roofline,
-        write_json,
     )
 
     if report.total.seconds > WORTH_A_ROOFLINE_S and not report.projected and not args.pipeline:
@@ -319,7 +292,7 @@ def _show(args: argparse.Namespace, llm: LLM, report: RunReport, done: list[Comp
             print(roofline_line(report))
         print(log_block(report))
     if args.json is not None:
-        write_json(args.json, report)
+        write_result(args.json, report.to_json(), "--json")
     if args.trace is not None:
         llm.timeline.write_chrome_trace(args.trace)
     if not args.no_log:

@@ -7,9 +7,9 @@ import sys
 import time
 from dataclasses import replace
 
-from flexgen_h2o.cli_common import OneLineParser, file_name, not_empty, results_are_in, run_cli
+from flexgen_h2o.cli_common import OneLineParser, file_name, not_empty, results_are_in, run_cli, say
 from flexgen_h2o.core.errors import EXIT_DONE, FlexgenError, UsageError
-from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, usable_path
+from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, check_writable, usable_path
 from flexgen_h2o.core.units import format_seconds
 from flexgen_h2o.flags import say_idle_flags
 from flexgen_h2o.planner.profile import HardwareProfile, find_profile, read_profile, write_profile
@@ -80,8 +80,6 @@ def _shown(args: argparse.Namespace) -> HardwareProfile:
 
 
 def _measured(args: argparse.Namespace) -> HardwareProfile:
-    from flexgen_h2o.engine.report import check_writable
-
     if args.output is not None:
         args.output = usable_path(args.output, "--output")
         check_writable(args.output, "--output")
@@ -115,7 +113,7 @@ def _measured(args: argparse.Namespace) -> HardwareProfile:
 
 
 def _say(line: str) -> None:
-    print(f"hardware: {line}", file=sys.stderr, flush=True)
+    say("hardware", line)
 
 
 if __name__ == "__main__":

@@ -19,13 +19,15 @@ from flexgen_h2o.cli_common import (
     check_separate,
     file_name,
     flag_of,
+    own_name,
     positive,
     results_are_in,
     run_cli,
+    say,
 )
 from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, Policy, SavedPolicy, without_unused_bits, write_policy
-from flexgen_h2o.core.errors import EXIT_DONE, DoesNotFitError, FlexgenError, UsageError
-from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, usable_path
+from flexgen_h2o.core.errors import EXIT_DONE, DoesNotFitError, UsageError
+from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, check_writable, usable_path
 from flexgen_h2o.flags import (
     EVICTION_FLAGS,
     Place,
@@ -66,8 +68,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> OneLineParser:
-    parser = OneLineParser(prog="policy_search", description=__doc__)
-    add_engine_flags(parser, compression=": allowed in a search, part of a given policy")
+    parser = OneLineParser(prog=own_name("policy_search"), description=__doc__)
+    add_engine_flags(parser)
     add_eviction_flags(parser)
     add = parser.add_argument
     add("--prompt-len", type=positive, default=512, help="tokens of a prompt (512)")
@@ -106,8 +108,6 @@ def _run(argv: list[str] | None) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Everything that can be wrong with flags and files, before anything is loaded."""
-    from flexgen_h2o.engine.report import check_writable
-
     if args.dtype != "auto" and args.dtype not in DTYPE_BYTES:
         raise UsageError(f"--dtype {args.dtype}: not one of auto, {', '.join(DTYPE_BYTES)}")
     if args.hardware is not None and args.device != "auto":
@@ -216,10 +216,7 @@ def _write(args: argparse.Namespace, question: Question, plan: Plan, command: st
     if args.output is not None:
         model, machine = question.space.spec.name, question.space.machine.profile.machine
         saved = SavedPolicy(plan.policy, model, question.workload, machine, plan.prediction.to_json(), command)
-        try:
-            write_policy(args.output, saved)
-        except OSError as error:
-            raise FlexgenError(f"--output {args.output}: {error.strerror or error}") from error
+        write_policy(args.output, saved)
     if args.trace is not None or args.plot is not None:
         _draw(args, question.space, plan)
 
@@ -247,7 +244,7 @@ def _draw(args: argparse.Namespace, space: SearchSpace, plan: Plan) -> None:
 
 
 def _say(line: str) -> None:
-    print(f"policy_search: {line}", file=sys.stderr, flush=True)
+    say("policy_search", line)
 
 
 if __name__ == "__main__":

@@ -5,15 +5,15 @@ Values are checked where they enter: constructing one of these with a number out
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.core.files import read_json, write_whole
-from flexgen_h2o.core.units import check_int, check_share, parse_bytes
+from flexgen_h2o.core.files import read_object, write_result
+from flexgen_h2o.core.settings import check_settings, setting
+from flexgen_h2o.core.units import check_int, parse_bytes
 
 DType = Literal["float32", "bfloat16", "float16"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -222,37 +222,37 @@ class Policy:
     bits they are held and moved so, and become int8 once a block.
     """
 
-    gpu_batch_size: int = 4
-    num_gpu_batches: int = 1
-    percent: tuple[int, int, int, int, int, int] = (100, 0, 100, 0, 100, 0)
-    compress_weight: bool = False
-    compress_cache: bool = False
-    weight_bits: int = 4
-    cache_bits: int = 4
-    int8_compute: bool = False
-    cpu_cache_compute: bool = False
-    overlap: bool = True
-    sep_layer: bool = True
-    pin_weight: bool = True
-    attn_sparsity: float = 1.0
+    gpu_batch_size: int = setting(4, "rows of a micro-batch", low=1, high=2**20)
+    num_gpu_batches: int = setting(1, "micro-batches of a block", low=1, high=2**20)
+    percent: tuple[int, int, int, int, int, int] = setting(
+        (100, 0, 100, 0, 100, 0),
+        "weights, KV cache, hidden states on device and host; the rest is on disk",
+        nargs=6,
+        metavar=("WG", "WC", "CG", "CC", "HG", "HC"),
+    )
+    compress_weight: bool = setting(False, "hold weights in --weight-bits; a search may then do so")
+    compress_cache: bool = setting(False, "hold the KV cache in --cache-bits; a search may then do so")
+    weight_bits: int = setting(4, "of a compressed weight", low=4, choices=BITS)
+    cache_bits: int = setting(4, "of a compressed KV value", low=4, choices=BITS)
+    int8_compute: bool = setting(
+        False, "products in int8, of weights held in int8 or, with --compress-weight, in 4 bits"
+    )
+    cpu_cache_compute: bool = setting(False, "attend on the host to KV that lives there")
+    overlap: bool = setting(True, "move and compute at the same time")
+    sep_layer: bool = setting(True, "attention and MLP are two schedule steps")
+    pin_weight: bool = setting(True, "pin what the host holds, with a card")
+    attn_sparsity: float = setting(
+        1.0, "share of past values that decode attention adds up; KV moves whole all the same", share=True
+    )
 
     def __post_init__(self) -> None:
-        for name in ("gpu_batch_size", "num_gpu_batches"):
-            object.__setattr__(self, name, check_int(name, getattr(self, name), low=1, high=2**20))
+        check_settings(self)
         check_int("gpu_batch_size x num_gpu_batches", self.block_size, low=1, high=MOST_ROWS)
         object.__setattr__(self, "percent", check_percent(self.percent))
-        for f in fields(self):
-            if f.type == "bool" and not isinstance(getattr(self, f.name), bool):
-                raise UsageError(f"{f.name}: {getattr(self, f.name)!r:.60} is not true or false")
-        for name in ("weight_bits", "cache_bits"):
-            object.__setattr__(self, name, check_int(name, getattr(self, name), *BITS))
-            if getattr(self, name) not in BITS:
-                raise UsageError(f"{name}: {getattr(self, name)} is neither 4 nor 8")
         if self.int8_compute and self.compress_weight and self.weight_bits == 8:
             raise UsageError(
                 "int8_compute: holds weights in 8 bits already; leave compress_weight off, or weight_bits at 4"
             )
-        object.__setattr__(self, "attn_sparsity", check_share("attn_sparsity", self.attn_sparsity))
         if self.compress_cache and self.attn_sparsity != 1:
             raise UsageError("attn_sparsity: is for an uncompressed cache; leave compress_cache off, or it at 1")
 
@@ -306,9 +306,11 @@ class MemoryBudget:
     ordinary memory with that budget stands in for a card (three tiers).
     """
 
-    device: int | None = None
-    host: int | None = None
-    disk: int | None = None
+    device: int | None = setting(
+        None, "budget of the device tier, for example 15GiB; on a CPU it makes a device tier of RAM"
+    )
+    host: int | None = setting(None, "budget of RAM, for example 12GiB (default: what is free, less a margin)")
+    disk: int | None = setting(None, "budget of the offload dir (default: what is free, less a margin)")
 
     def __init__(
         self, device: str | int | None = None, host: str | int | None = None, disk: str | int | None = None
@@ -329,6 +331,9 @@ class SavedPolicy:
     command: str | None = None
 
 
+ABOUT = tuple(f.name for f in fields(SavedPolicy) if f.name != "policy")
+
+
 def _shares(first: int, second: int) -> tuple[float, float, float]:
     return first / 100, second / 100, (100 - first - second) / 100
 
@@ -345,35 +350,19 @@ def check_percent(values: object) -> tuple[int, int, int, int, int, int]:
 
 
 def write_policy(path: Path, saved: SavedPolicy) -> None:
-    """Write a policy file (JSON, DESIGN 3.3), whole or not at all. Raises OSError."""
-    body = {
-        "schema": POLICY_SCHEMA,
-        **saved.policy.to_json(),
-        "model": saved.model,
-        "workload": saved.workload,
-        "profile": saved.profile,
-        "predicted": saved.predicted,
-        "command": saved.command,
-    }
-    write_whole(path, json.dumps(body, indent=2) + "\n")
+    """Write a policy file (JSON, DESIGN 3.3), whole or not at all. FlexgenError names --output and the file."""
+    about = {name: getattr(saved, name) for name in ABOUT}
+    write_result(path, {"schema": POLICY_SCHEMA, **saved.policy.to_json(), **about}, "--output")
 
 
 def read_policy(path: Path) -> SavedPolicy:
     """Read and validate a policy file; UsageError names the file and the unknown, missing or bad field."""
-    try:
-        body = read_json(path)
-    except OSError as error:
-        raise UsageError(f"--policy {path}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise UsageError(f"--policy {path}: not a JSON file ({error})") from error
-    if not isinstance(body, dict):
-        raise UsageError(f"--policy {path}: a JSON object is expected")
+    body = read_object(path, f"--policy {path}")
     schema = body.get("schema")
     if schema is True or schema not in (1, POLICY_SCHEMA):
         raise UsageError(f"--policy {path}: schema is {schema!r}, this version reads 1 and {POLICY_SCHEMA}")
     names = [f.name for f in fields(Policy) if schema != 1 or f.name not in SINCE_SCHEMA_2]
-    about = ("model", "workload", "profile", "predicted", "command")
-    unknown = sorted(set(body) - {*names, *about, "schema"})
+    unknown = sorted(set(body) - {*names, *ABOUT, "schema"})
     missing = sorted(set(names) - set(body))
     if unknown or missing:
         problem = f"unknown field {unknown[0]!r}" if unknown else f"field {missing[0]!r} is missing"
@@ -382,4 +371,4 @@ def read_policy(path: Path) -> SavedPolicy:
         policy = check_bits_used(Policy(**{name: body[name] for name in names}))
     except UsageError as error:
         raise UsageError(f"--policy {path}: {error}") from error
-    return SavedPolicy(policy, **{key: body.get(key) for key in about})
+    return SavedPolicy(policy, **{key: body.get(key) for key in ABOUT})

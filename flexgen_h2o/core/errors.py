@@ -1,4 +1,4 @@
-"""The errors that a door turns into an exit code and one line on stderr."""
+"""The errors that a command turns into an exit code and one line on stderr."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIGNAL_BASE = 128  # a run ended by a signal exits with this plus its number: SI
 
 
 class FlexgenError(Exception):
-    """Base of the package's own errors; `exit_code` is what a door exits with."""
+    """Base of the package's own errors; `exit_code` is what a command exits with."""
 
     exit_code = EXIT_FAILED
 
@@ -43,5 +43,5 @@ class TooLongError(UsageError):
 
 
 def json_reason(error: ValueError | RecursionError) -> str:
-    """What is wrong with the JSON of one line, without Python's own "line 1" beside the line of the file."""
+    """What is wrong with the JSON of one line; Python's own message would say "line 1"."""
     return f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)

@@ -1,12 +1,8 @@
-"""The one reader and the one writer of files.
+"""Files: bounded reads, atomic writes, locks (flock), the mark of folders that the package made, and paths.
 
-What is read is a regular file of bounded size, so that no device or pipe fills the memory. Results appear whole or not
-at all: no name of a draft can be known beforehand, and none is opened that is there already, as a link too.
-
-Locks on files and folders (flock), which the kernel drops when their holder dies, however that comes; and the mark
-of folders that the package has made: it removes no other.
-
-Paths: as users write them (`~` expanded, impossible names refused), and of the data that comes with the package.
+Only regular files of bounded size are read, so that no device or pipe fills the memory. Results appear whole or not at
+all; a draft's name is random, and a file or link that has it already is never opened. The package removes only folders
+with its mark.
 """
 
 from __future__ import annotations
@@ -23,9 +19,9 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, TextIO
 
-from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.errors import FlexgenError, UsageError
 
-# Of a settings file: policy, profile, config, index, sidecar. Parsed, it takes at most some twenty times as much.
+# Of a settings file (policy, profile, config, index, sidecar). Parsed, it takes up to twenty times as much memory.
 MOST_JSON_BYTES = 8 * 2**20
 # Of a line of prompts or requests. A million token ids of six digits, each with a comma and a space, fit in.
 MOST_LINE_BYTES = 8 * 2**20
@@ -33,7 +29,7 @@ _LONG_LINE_PIECE = 2**20
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """A file to read from, if it is a regular one, by links or not. OSError: a device, a pipe, a folder; not there."""
+    """Open a regular file, or a link to one, for reading. OSError for a device, a pipe, a folder, or no file."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)  # a pipe must not be waited for
     try:
         mode = os.fstat(fd).st_mode
@@ -50,7 +46,7 @@ def open_regular(path: Path) -> BufferedReader:
 def read_bounded(path: Path, most: int = MOST_JSON_BYTES) -> bytes:
     """A regular file's bytes. OSError as of `open_regular`, and where there are more than `most`."""
     with open_regular(path) as file:
-        # The size is asked first, so that nothing is read of a large file, and not believed: that of /proc's is 0.
+        # Nothing is read of a file whose size says that it is too large; files in /proc say 0.
         is_large = os.fstat(file.fileno()).st_size > most
         data = b"" if is_large else file.read(most + 1)
         if is_large or len(data) > most:
@@ -64,6 +60,19 @@ def read_json(path: Path, most: int = MOST_JSON_BYTES) -> Any:
         return json.loads(read_bounded(path, most))
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
+
+
+def read_object(path: Path, where: str) -> dict[str, Any]:
+    """The object of a JSON file. `where` begins the UsageError where it cannot be read or is something else."""
+    try:
+        body = read_json(path)
+    except OSError as error:
+        raise UsageError(f"{where}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UsageError(f"{where}: not a JSON file ({error})") from error
+    if not isinstance(body, dict):
+        raise UsageError(f"{where}: a JSON object is expected")
+    return body
 
 
 def read_lines(path: Path, offset: int = 0) -> Iterator[tuple[bytes, bool]]:
@@ -98,11 +107,11 @@ def write_new(path: Path, text: str) -> None:
 def replacing(path: Path, follow: bool = True, sync: bool = True) -> Iterator[TextIO]:
     """A text file (UTF-8) to write, which takes the place and the mode of `path` at the end; its `buffer` takes bytes.
 
-    follow: a link stays and its target is replaced, and what is no regular file, is under /dev, or lies in a folder
-    that cannot be written to, is written in place; False: what has the name is replaced, a link too. sync: the new file
-    is there after a power cut, or the older one is whole. Raises OSError.
+    follow: a link stays and its target is replaced; a file that is not regular, is under /dev, or lies in a folder
+    without write permission is written in place. False: the name is replaced, a link too. sync: after a power cut the
+    new file or the older one is whole. Raises OSError.
 
-    Until its end the draft has no name where the file system can do that, so that a killed process leaves nothing.
+    The draft has no name until its end, where the file system allows that, so that a killed process leaves nothing.
     """
     if follow and _is_written_in_place(path):
         with path.open("w", encoding="utf-8", newline="\n") as file:
@@ -139,6 +148,38 @@ def write_whole(path: Path, text: str, follow: bool = True, sync: bool = True) -
         file.write(text)
 
 
+def write_result(path: Path, content: object, flag: str) -> None:
+    """A text, or any other value as JSON, as the whole of the file that a flag names. FlexgenError names both."""
+    text = content if isinstance(content, str) else json.dumps(content, indent=1) + "\n"
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise FlexgenError(f"{flag} {path}: {error.strerror or error}") from error
+
+
+def write_picture(path: Path, figure: Any) -> None:
+    """A matplotlib figure as a whole file; the suffix names the format. FlexgenError names --plot and the file."""
+    try:
+        with replacing(path) as file:
+            figure.savefig(file.buffer, format=path.suffix.lower().removeprefix("."), dpi=110)
+    except (OSError, ValueError) as error:  # ValueError: a suffix that matplotlib does not know
+        raise FlexgenError(f"--plot {path}: {error}") from error
+
+
+def check_writable(path: Path, flag: str) -> None:
+    """Refuse, before the run, a file that could not be written after it: UsageError naming `flag`. Creates nothing."""
+    folder = path.absolute().parent
+    if path.is_dir():
+        raise UsageError(f"{flag} {path}: is a folder; name a file in it")
+    # A pipe would be waited for until somebody reads it. Standard output may be one: /dev/stdout is in /proc.
+    if path.exists() and not (path.is_file() or path.is_char_device() or os.path.realpath(path).startswith("/proc/")):
+        raise UsageError(f"{flag} {path}: is no regular file; name one")
+    if not folder.is_dir():
+        raise UsageError(f"{flag} {path}: the folder {folder} does not exist; create it first")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise UsageError(f"{flag} {path}: no permission to write there")
+
+
 def _open_draft(draft: Path) -> tuple[int, bool]:
     """A descriptor to write to, and whether the draft has its name yet."""
     if os.path.isdir("/proc/self/fd"):  # where a file without a name gets one
@@ -159,7 +200,7 @@ def _name_draft(fd: int, draft: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Put a file's new name on disk. Some file systems cannot, and some folders may be written to and not read."""
+    """Put a file's new name on disk, where file system and permissions allow it."""
     with contextlib.suppress(OSError):
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -180,7 +221,7 @@ _MARK_BYTES = 2**20
 
 
 def try_lock(fd: int, shared: bool = False) -> bool:
-    """Lock an open file, or a folder, now; False: somebody else holds it. shared: others may share it.
+    """Lock an open file or folder without waiting; False: another process holds it. shared: others may share it.
 
     OSError where the file system has no locks.
     """
@@ -192,7 +233,7 @@ def try_lock(fd: int, shared: bool = False) -> bool:
 
 
 def wait_for_lock(fd: int) -> None:
-    """Lock it when nobody else does any more. OSError as above."""
+    """Lock an open file or folder, waiting for whoever holds it. OSError as above."""
     fcntl.flock(fd, fcntl.LOCK_EX)
 
 
@@ -205,10 +246,10 @@ def is_still(path: Path, fd: int) -> bool:
 
 
 def lock_folder(folder: Path, shared: bool = False) -> int | None:
-    """A descriptor that holds the lock of a folder with a mark until it is closed; None: somebody else holds it.
+    """A descriptor that holds the lock of a marked folder until it is closed; None: another process holds it.
 
-    It is the lock of the mark: a lock of the folder itself is whoever's makes folders in it. OSError where there is no
-    mark, or its file system has no locks.
+    The lock is on the mark; the folder's own lock belongs to processes that make folders in it. OSError where there is
+    no mark, or the file system has no locks.
     """
     fd = os.open(folder / MARK, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
@@ -222,12 +263,12 @@ def lock_folder(folder: Path, shared: bool = False) -> int | None:
 
 
 def mark(folder: Path, **facts: object) -> None:
-    """Say in a folder that the package has made it, and what it is. Raises OSError."""
+    """Mark a folder as made by the package, with facts about it. Raises OSError."""
     write_whole(folder / MARK, json.dumps({**_MADE_BY, **facts}) + "\n", follow=False, sync=False)
 
 
 def read_mark(folder: Path) -> dict[str, Any] | None:
-    """What `mark` says of a folder; None for a folder of somebody else, and for a link."""
+    """The facts of `mark`; None for a folder without it, and for a link."""
     try:
         if not stat.S_ISDIR(os.lstat(folder).st_mode):
             return None
@@ -273,9 +314,9 @@ def usable_path(text: str | Path, what: str) -> Path:
 
 
 def user_cache_dir() -> Path:
-    """The package's own folder in the XDG base folder for caches; a relative one is to be ignored."""
+    """The package's folder in XDG_CACHE_HOME, or in ~/.cache where that is not an absolute path."""
     for base in (os.environ.get("XDG_CACHE_HOME", ""), "~/.cache"):
-        folder = os.path.expanduser(base)  # as it was, and so relative, where there is no such home
+        folder = os.path.expanduser(base)  # unchanged, and so relative, where there is no such home
         if os.path.isabs(folder):
             return Path(folder) / "flexgen_h2o"
-    return Path(os.devnull) / "flexgen_h2o"  # nobody's home: nothing is kept there, nothing can be
+    return Path(os.devnull) / "flexgen_h2o"  # no home: nothing can be kept

@@ -1,7 +1,7 @@
 """SIGINT, SIGTERM and SIGHUP as exceptions that cannot get lost.
 
-A signal handler raises in whatever code the main thread runs; inside a finaliser Python swallows that. So the signal
-is also remembered, and the engine asks at every step.
+A signal handler raises in whatever code the main thread runs, and Python swallows exceptions in finalisers. So the
+signal is also remembered, and the engine checks at every step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _held = 0
 
 
 def arrived() -> Interrupted | None:
-    """The signal that has arrived, whatever became of its exception."""
+    """The signal that has arrived, also where its exception was swallowed."""
     return Interrupted(_arrived[0]) if _arrived else None
 
 
@@ -41,7 +41,7 @@ def check() -> None:
 
 @contextmanager
 def held() -> Iterator[None]:
-    """A signal that arrives in here is remembered and not raised: for cleaning up, which must not be cut short."""
+    """Signals that arrive in here are remembered and not raised: for cleaning up."""
     global _held
     if threading.current_thread() is not threading.main_thread():  # signals are raised in the main thread only
         yield
@@ -55,7 +55,7 @@ def held() -> Iterator[None]:
 
 @contextmanager
 def as_exceptions() -> Iterator[None]:
-    """The first of these signals raises Interrupted in the main thread; later ones do not disturb the cleaning up.
+    """The first of these signals raises Interrupted in the main thread; later ones are ignored.
 
     SIGHUP stays ignored where it is, as under nohup.
     """
@@ -67,9 +67,9 @@ def as_exceptions() -> Iterator[None]:
                 raise Interrupted(number)
 
     try:
-        heard = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
-        before = {number: signal.signal(number, arrive) for number in heard}
-    except ValueError:  # not the main thread: whoever embeds us handles signals
+        handled = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+        before = {number: signal.signal(number, arrive) for number in handled}
+    except ValueError:  # not the main thread: the embedding program handles signals
         yield
         return
     try:

@@ -17,8 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from flexgen_h2o.core.errors import FlexgenError
-from flexgen_h2o.core.files import replacing, write_whole
+from flexgen_h2o.core.files import write_picture, write_result
 
 LANES = ("compute", "disk_read", "disk_write", "h2d", "d2h", "wait")
 
@@ -102,10 +101,7 @@ class Timeline:
                     "ts": (s.start - origin) * 1e6, "dur": (s.end - s.start) * 1e6,
                 }
             )  # fmt: skip
-        try:
-            write_whole(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-        except OSError as error:
-            raise FlexgenError(f"--trace {path}: {error.strerror or error}") from error
+        write_result(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), "--trace")
 
 
 PIXELS = 2000  # spans of one name whose gap is narrower than one of these are drawn as one
@@ -146,11 +142,7 @@ def draw_timeline(spans: Sequence[Span], path: Path, title: str, window: tuple[f
     ax.grid(axis="x", alpha=0.3)
     if seen:
         figure.legend(loc="outside lower center", ncols=8, fontsize=8)
-    try:
-        with replacing(path) as file:
-            figure.savefig(file.buffer, format=path.suffix.lower().removeprefix("."), dpi=110)
-    except (OSError, ValueError) as error:  # ValueError: a suffix that matplotlib does not know
-        raise FlexgenError(f"--plot {path}: {error}") from error
+    write_picture(path, figure)
 
 
 def around_prefill_end(spans: Sequence[Span], steps: int) -> tuple[float, float] | None:

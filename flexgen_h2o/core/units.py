@@ -1,7 +1,4 @@
-"""Numbers as people write them: byte sizes (`12GiB`), whole numbers, shares; sizes and durations for people.
-
-Sizes that the engine takes and the planner counts: one place, so that they cannot drift apart.
-"""
+"""Numbers as people write them (`12GiB`), range checks, and the buffer sizes that engine and planner share."""
 
 from __future__ import annotations
 
@@ -93,7 +90,7 @@ def format_bytes(size: float) -> str:
 
 
 def format_free(free: int, needed: int) -> str:
-    """`2.99 MiB are free, 8.00 KiB too little`: with the gap, if there is one, which rounded sizes may hide."""
+    """`2.99 MiB are free, 8.00 KiB too little`: with the gap, which rounded sizes may hide."""
     gap = f", {format_bytes(needed - free)} too little" if free < needed else ""
     return f"{format_bytes(free)} are free{gap}"
 
@@ -118,7 +115,7 @@ def round_up(size: int, multiple: int) -> int:
 
 
 def less_margin(free: int) -> int:
-    """What a run may hold of `free` bytes of a tier: a tenth, and at least half a GiB, stays free."""
+    """What a run may hold of `free` bytes of a tier: a tenth of them, and at least half a GiB, stays free."""
     return max(0, int(free - max(MARGIN_BYTES, MARGIN_SHARE * free)))
 
 
@@ -134,7 +131,7 @@ class DiskBudget(int):
 
 
 def advice(tier: str, budget: int | None, needed: int) -> str:
-    """What gives a tier `needed` bytes: a higher budget, or where the disk has no more, space on it."""
+    """How to give a tier `needed` bytes: a higher budget, or space on a full disk."""
     if isinstance(budget, DiskBudget) and needed > budget.free:
         return f"{format_bytes(budget.free)} are free on that disk: free space, or give another --offload-dir"
     return f"raise --{tier}-mem"

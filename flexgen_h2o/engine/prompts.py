@@ -194,7 +194,7 @@ def write_outputs(path: Path, completions: Iterable[Completion]) -> None:
         with replacing(path) as file:
             for completion in sorted(completions, key=lambda c: c.index):
                 fields = asdict(completion)
-                del fields["logprobs"]  # the batch door's files have them
+                del fields["logprobs"]  # the files of batch have them
                 file.write(json.dumps(fields, ensure_ascii=False) + "\n")
     except OSError as error:
         raise FlexgenError(f"--output {path}: {error.strerror or error}") from error

@@ -9,9 +9,7 @@ Knows nothing of how a run is executed: it is handed numbers.
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -20,7 +18,6 @@ from typing import Any
 
 from flexgen_h2o.core.config import TIERS, ModelSpec, Policy, TensorSpec
 from flexgen_h2o.core.errors import FlexgenError, UsageError
-from flexgen_h2o.core.files import write_whole
 from flexgen_h2o.core.units import GIB, format_bytes
 from flexgen_h2o.kvcache.prefixes import FedPrompts
 from flexgen_h2o.planner.profile import MEASURED_BUSY
@@ -280,28 +277,6 @@ def append_log(path: Path, report: RunReport) -> None:
             file.write(log_block(report) + "\n")
     except OSError as error:
         raise FlexgenError(f"--log-file {path}: {error.strerror or error}") from error
-
-
-def write_json(path: Path, report: RunReport) -> None:
-    """Write the run report, whole or not at all. Raises FlexgenError naming the file."""
-    try:
-        write_whole(path, json.dumps(report.to_json(), indent=2, allow_nan=False) + "\n")
-    except OSError as error:
-        raise FlexgenError(f"--json {path}: {error.strerror or error}") from error
-
-
-def check_writable(path: Path, flag: str) -> None:
-    """Refuse, before the run, a file that could not be written after it: UsageError naming `flag`. Creates nothing."""
-    folder = path.absolute().parent
-    if path.is_dir():
-        raise UsageError(f"{flag} {path}: is a folder; name a file in it")
-    # A pipe would be waited for until somebody reads it. Standard output may be one: /dev/stdout is in /proc.
-    if path.exists() and not (path.is_file() or path.is_char_device() or os.path.realpath(path).startswith("/proc/")):
-        raise UsageError(f"{flag} {path}: is no regular file; name one")
-    if not folder.is_dir():
-        raise UsageError(f"{flag} {path}: the folder {folder} does not exist; create it first")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise UsageError(f"{flag} {path}: no permission to write there")
 
 
 def project_decode_seconds(sweep_seconds: Sequence[float], gen_len: int) -> float:

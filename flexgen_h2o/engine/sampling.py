@@ -15,11 +15,9 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.core.errors import FlexgenError, UsageError
-from flexgen_h2o.core.units import SAMPLING_CHUNK, check_int, check_number
+from flexgen_h2o.core.settings import SamplingParams as SamplingParams
+from flexgen_h2o.core.units import SAMPLING_CHUNK
 
-GREEDY_BELOW = 1e-5
-MOST_LOGPROBS = 20  # likeliest tokens a step, as in OpenAI's chat API
-MOST_STOP_CHARACTERS = 4096  # of all stop strings of a row together: they are looked for after each token
 _NUCLEUS_GUESS = 1024
 # Tokens looked at beyond the longest stop string: a UTF-8 character cut at the window's start spoils up to 4 of them.
 _WINDOW_MARGIN = 8
@@ -34,42 +32,6 @@ class Tokenizer(Protocol):
     def __len__(self) -> int: ...
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> Any: ...
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How tokens are chosen and when a row ends; checked here, UsageError names the field.
-
-    max_tokens: most new tokens of a row. temperature: below 1e-5 is greedy. top_p: in [0, 1], 1 is off.
-    top_k: 0 is off. seed: 0 .. 2**63 - 1. stop: strings that end a row (one string, a list or None are taken too).
-    ignore_eos: go on after the end-of-sequence token. logprobs: give the log-probability of each new token and those of
-    so many of the likeliest, up to 20; None gives none.
-    """
-
-    max_tokens: int = 32
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int = 0
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, low, most in (("max_tokens", 1, None), ("top_k", 0, None), ("seed", 0, 2**63 - 1)):
-            object.__setattr__(self, name, check_int(name, getattr(self, name), low, most))
-        object.__setattr__(self, "temperature", check_number("temperature", self.temperature, None))
-        object.__setattr__(self, "top_p", check_number("top_p", self.top_p, 1.0))
-        object.__setattr__(self, "stop", _check_stop(self.stop))
-        if not isinstance(self.ignore_eos, bool):
-            raise UsageError(f"ignore_eos: {self.ignore_eos!r:.60} is not true or false")
-        if self.logprobs is not None:
-            object.__setattr__(self, "logprobs", check_int("logprobs", self.logprobs, low=0, high=MOST_LOGPROBS))
-
-    @property
-    def greedy(self) -> bool:
-        """Whether the likeliest token is taken, without drawing."""
-        return self.temperature < GREEDY_BELOW
 
 
 class Sampler:
@@ -256,17 +218,3 @@ def _silent_ids(tokenizer: Tokenizer) -> frozenset[int]:
     """Ids that decode to nothing because they are special."""
     added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", None) or {}
     return frozenset(tokenizer.all_special_ids) | {i for i, token in added.items() if getattr(token, "special", False)}
-
-
-def _check_stop(value: object) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    strings = (value,) if isinstance(value, str) else value
-    if not isinstance(strings, list | tuple):
-        raise UsageError(f"stop: {value!r:.60} is not a string or a list of strings")
-    for s in strings:
-        if not isinstance(s, str) or not s:
-            raise UsageError(f"stop: {s!r:.60} is not a string with at least one character")
-    if sum(map(len, strings)) > MOST_STOP_CHARACTERS:
-        raise UsageError(f"stop: the strings have more than {MOST_STOP_CHARACTERS} characters in all; shorten them")
-    return tuple(strings)

@@ -1,13 +1,9 @@
-"""Runs policies beside the full cache through the engine, teacher-forced along the same continuations.
-
-From arrays to figures with intervals: the JSON result, which tables and the picture are made of.
-"""
+"""Runs policies and the full cache along the same continuations (teacher forcing), and makes figures of the arrays."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +11,7 @@ import torch
 from flexgen_h2o.core.config import DTYPE_BYTES, Policy
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.engine.workload import AutoPolicy
-from flexgen_h2o.evaluation.metrics import Bootstrap, Cell, FullWatch, PolicyWatch, Probe, TokenWatch, surprise
+from flexgen_h2o.evaluation.metrics import Bootstrap, Cell, Figures, FullWatch, PolicyWatch, Probe, TokenWatch, surprise
 from flexgen_h2o.evaluation.rows import RecallRow, TextRow
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
 from flexgen_h2o.llm import LLM
@@ -40,14 +36,6 @@ class TextFidelity:
     mass: np.ndarray | None
 
 
-@dataclass(frozen=True)
-class TextResults:
-    """full_nll: (n, s) float64, nats of the reference tokens with the full cache."""
-
-    full_nll: np.ndarray
-    cells: list[TextFidelity]
-
-
 class Runner:
     """Runs one open LLM with one eviction policy after another.
 
@@ -67,8 +55,11 @@ class Runner:
         found = self._generate(None, [row.prompt for row in rows], tokens)
         return [replace(row, continuation=tuple(ids)) for row, ids in zip(rows, found, strict=True)]
 
-    def texts(self, rows: Sequence[TextRow], cells: Sequence[Cell]) -> TextResults:
-        """Follow all rows, whose continuations are equally long, with the full cache and with each cell's policy."""
+    def texts(self, rows: Sequence[TextRow], cells: Sequence[Cell]) -> tuple[np.ndarray, list[TextFidelity]]:
+        """Follow all rows, whose continuations are equally long, with the full cache and with each cell's policy.
+
+        Returns nats of the reference tokens with the full cache, (n, s) float64, and a result a cell.
+        """
         size = max(1, self._keep_bytes // self._row_bytes(rows))
         parts: list[list[TextFidelity]] = [[] for _ in cells]
         full_nll = []
@@ -81,7 +72,7 @@ class Runner:
             for cell, found in zip(cells, parts, strict=True):
                 found.append(self._watch_cell(cell, chunk, tokens, full))
                 self._say(f"{cell.label} at {cell.budget:.0%}: KL {found[-1].kl.mean():.4f}")
-        return TextResults(np.concatenate(full_nll), [_join(found) for found in parts])
+        return np.concatenate(full_nll), [_join(found) for found in parts]
 
     def recall(self, rows: Sequence[RecallRow], eviction: Eviction | None) -> list[list[bool]]:
         """For each row and question: are all tokens of the answer the likeliest ones? eviction: None for the
@@ -104,6 +95,11 @@ class Runner:
             found.append(np.where(other.any(axis=1), other.argmax(axis=1), tokens))
             self._say(f"{cell.label} at {cell.budget:.0%}: greedy tokens equal up to {np.median(found[-1]):.0f}")
         return found
+
+    def check(self, cells: Sequence[Cell]) -> None:
+        """UsageError for a policy that cannot run, before the first of them has run for long."""
+        for cell in cells:
+            self._use(cell.eviction).check_plan()
 
     def _use(self, eviction: Eviction | None) -> LLM:
         """The LLM reads its policies at each run and opens new buffers where they need others. None: the reference."""
@@ -160,21 +156,22 @@ def _join(parts: Sequence[TextFidelity]) -> TextFidelity:
 
 STEP_BINS = 6
 BASELINE = H2O.name
-Figures = dict[str, Any]
 
 
-def summarise_texts(results: TextResults, resamples: int, seed: int) -> tuple[Figures, list[Figures]]:
+def summarise_texts(
+    full_nll: np.ndarray, results: Sequence[TextFidelity], resamples: int, seed: int
+) -> tuple[Figures, list[Figures]]:
     """The figures of the full cache, and those of each cell, with its difference to the baseline at its budget."""
-    n, steps = results.full_nll.shape
+    n, steps = full_nll.shape
     bootstrap = Bootstrap(n, resamples, seed)
     bins = [part for part in np.array_split(np.arange(steps), min(STEP_BINS, steps)) if len(part)]
     full = {
-        "nll": bootstrap.mean(results.full_nll.mean(axis=1)).to_json(),
-        "by_step": [_bin(part, {"nll": results.full_nll}, bootstrap) for part in bins],
+        "nll": bootstrap.mean(full_nll.mean(axis=1)),
+        "by_step": [_bin(part, {"nll": full_nll}, bootstrap) for part in bins],
     }
-    cells = [_cell(found, results.full_nll, bins, bootstrap) for found in results.cells]
-    for found, figures in zip(results.cells, cells, strict=True):
-        figures["kl_less_baseline"] = _less_baseline(found, results.cells, bootstrap)
+    cells = [_cell(found, full_nll, bins, bootstrap) for found in results]
+    for found, figures in zip(results, cells, strict=True):
+        figures["kl_less_baseline"] = _less_baseline(found, results, bootstrap)
     return full, cells
 
 
@@ -190,7 +187,7 @@ def summarise_recall(rows: Sequence[RecallRow], right: Sequence[Sequence[bool]],
 
     def share(chosen: np.ndarray) -> Figures:
         above, below = (np.bincount(row[mask], minlength=len(rows)).astype(float) for mask in (hits & chosen, chosen))
-        return {**bootstrap.ratio(above, below).to_json(), "questions": int(chosen.sum())}
+        return {**bootstrap.ratio(above, below), "questions": int(chosen.sum())}
 
     figures: Figures = {}
     for name, place in (("inside", inside), ("after", ~inside)):
@@ -205,39 +202,38 @@ def summarise_divergence(first: np.ndarray, tokens: int, resamples: int, seed: i
     """first: (n,) as of Runner.first_divergence."""
     bootstrap = Bootstrap(len(first), resamples, seed)
     return {
-        "first": bootstrap.mean(first.astype(float)).to_json(),
+        "first": bootstrap.mean(first.astype(float)),
         "median": float(np.median(first)),
-        "never": bootstrap.mean((first == tokens).astype(float)).to_json(),
+        "never": bootstrap.mean((first == tokens).astype(float)),
     }
-
-
-def describe(cell: Cell, columns: float) -> Figures:
-    return {"policy": cell.label, "budget": cell.budget, "columns": columns, "eviction": cell.eviction.to_json()}
 
 
 def _cell(found: TextFidelity, full_nll: np.ndarray, bins: Sequence[np.ndarray], bootstrap: Bootstrap) -> Figures:
     flipped, more = found.flipped.astype(float), found.nll - full_nll
     figures = {
-        **describe(found.cell, found.columns),
-        "kl": bootstrap.mean(found.kl.mean(axis=1)).to_json(),
-        "kl_p95": bootstrap.percentile(found.kl, 95).to_json(),
-        "flips": bootstrap.mean(flipped.mean(axis=1)).to_json(),
-        "nll": bootstrap.mean(found.nll.mean(axis=1)).to_json(),
-        "nll_less_full": bootstrap.mean(more.mean(axis=1)).to_json(),
+        "policy": found.cell.label,
+        "budget": found.cell.budget,
+        "columns": found.columns,
+        "eviction": found.cell.eviction.to_json(),
+        "kl": bootstrap.mean(found.kl.mean(axis=1)),
+        "kl_p95": bootstrap.percentile(found.kl, 95),
+        "flips": bootstrap.mean(flipped.mean(axis=1)),
+        "nll": bootstrap.mean(found.nll.mean(axis=1)),
+        "nll_less_full": bootstrap.mean(more.mean(axis=1)),
         "by_step": [
             _bin(part, {"kl": found.kl, "flips": flipped, "nll": found.nll, "nll_less_full": more}, bootstrap)
             for part in bins
         ],
     }
     if found.mass is not None:
-        figures["evicted_mass"] = bootstrap.mean(found.mass.mean(axis=1)).to_json()
+        figures["evicted_mass"] = bootstrap.mean(found.mass.mean(axis=1))
         figures["evicted_mass_by_block"] = found.mass.mean(axis=0).tolist()
     return figures
 
 
 def _bin(part: np.ndarray, values: dict[str, np.ndarray], bootstrap: Bootstrap) -> Figures:
     """Means over some decode steps, which are counted from 1: token 0 comes from the prefill."""
-    means = {name: bootstrap.mean(v[:, part].mean(axis=1)).to_json() for name, v in values.items()}
+    means = {name: bootstrap.mean(v[:, part].mean(axis=1)) for name, v in values.items()}
     return {"first": int(part[0]) + 1, "last": int(part[-1]) + 1, **means}
 
 
@@ -246,4 +242,4 @@ def _less_baseline(found: TextFidelity, every: Sequence[TextFidelity], bootstrap
     base = next((o for o in every if o.cell.label == BASELINE and o.cell.budget == found.cell.budget), None)
     if base is None or base is found:
         return None
-    return bootstrap.mean((found.kl - base.kl).mean(axis=1)).to_json()
+    return bootstrap.mean((found.kl - base.kl).mean(axis=1))

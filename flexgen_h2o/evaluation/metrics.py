@@ -1,26 +1,10 @@
-"""What is compared: eviction policies at budgets.
-
-Percentile bootstrap intervals over prompts (Efron and Tibshirani 1993, chapter 13).
-
-A prompt with all its steps or questions is drawn as a whole, since what belongs to one prompt is not independent. Equal
-seeds draw equal prompts, so differences between policies are paired.
-
-What is measured at one decode step: plain functions of logits and attention probabilities.
-
-A policy that drops nothing and remembers what each decode step attended to.
-
-KV columns and bytes that a row holds.
-
-What is taken from the engine while it follows given continuations: `LLM.follow` calls these at every step.
-
-Rows are known by their index among the prompts of one call of `follow`.
-"""
+"""What is compared (policies at budgets), what is measured at a decode step, and the intervals of its means."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 import numpy as np
@@ -29,9 +13,10 @@ from numpy.typing import NDArray
 
 from flexgen_h2o.core.config import DTYPE_BYTES
 from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.settings import ORIGINAL, ROLLING
 from flexgen_h2o.engine.metrics import column_bytes
 from flexgen_h2o.kvcache.eviction import EVICTING, Eviction, Full, make_eviction
-from flexgen_h2o.kvcache.eviction.policy import ORIGINAL, POSITIONS, ROLLING, SCORES, Columns, Needs, is_rolling
+from flexgen_h2o.kvcache.eviction.policy import POSITIONS, SCORES, Columns, Needs, is_rolling
 from flexgen_h2o.llm import LLM
 
 
@@ -102,46 +87,39 @@ def _eviction(policy: str, settings: Mapping[str, Any]) -> Eviction:
 
 
 Array = NDArray[np.float64]
+Figures = dict[str, Any]  # as the JSON result has them
 LEVEL = 0.95
 
 
-@dataclass(frozen=True)
-class Interval:
-    """An estimate from `n` prompts with the ends of its 95% interval."""
-
-    value: float
-    low: float
-    high: float
-    n: int
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
 class Bootstrap:
-    """`count` resamples of `n` prompts."""
+    """Percentile intervals (Efron and Tibshirani 1993, chapter 13) from `count` resamples of `n` prompts.
+
+    A prompt is drawn with all its steps or questions, since what belongs to one prompt is not independent. Equal seeds
+    draw equal prompts, so differences between policies are paired. An interval is {value, low, high, n}: the estimate,
+    the ends of its 95% interval, and the number of prompts.
+    """
 
     def __init__(self, n: int, count: int, seed: int) -> None:
         self._drawn = np.random.default_rng(seed).integers(0, n, size=(count, n))
 
-    def mean(self, values: Array) -> Interval:
+    def mean(self, values: Array) -> Figures:
         """Of one value a prompt, (n,)."""
         return self._interval(float(values.mean()), values[self._drawn].mean(axis=1))
 
-    def percentile(self, values: Array, percent: float) -> Interval:
+    def percentile(self, values: Array, percent: float) -> Figures:
         """Of all values (n, steps) together."""
         found = [np.percentile(values[rows], percent) for rows in self._drawn]
         return self._interval(float(np.percentile(values, percent)), np.array(found))
 
-    def ratio(self, above: Array, below: Array) -> Interval:
+    def ratio(self, above: Array, below: Array) -> Figures:
         """Of two sums over prompts, (n,) each; a resample whose lower sum is 0 does not count."""
         drawn = below[self._drawn].sum(axis=1)
         found = above[self._drawn].sum(axis=1)[drawn > 0] / drawn[drawn > 0]
         return self._interval(float(above.sum() / below.sum()), found)
 
-    def _interval(self, value: float, resampled: Array) -> Interval:
+    def _interval(self, value: float, resampled: Array) -> Figures:
         low, high = np.percentile(resampled, [50 * (1 - LEVEL), 50 * (1 + LEVEL)])
-        return Interval(value, float(low), float(high), self._drawn.shape[1])
+        return {"value": value, "low": float(low), "high": float(high), "n": self._drawn.shape[1]}
 
 
 def divergence(full: torch.Tensor, policy: torch.Tensor) -> torch.Tensor:
@@ -215,13 +193,13 @@ def bytes_of_column(llm: LLM) -> int:
 
 
 class StepCounter:
-    """How often each row has been seen."""
+    """Counts the steps of each row."""
 
     def __init__(self, rows: int) -> None:
         self._seen = [0] * rows
 
     def next(self, rows: Sequence[int]) -> list[int]:
-        """The step that each of `rows` is at, which is then over."""
+        """The step of each of `rows`; their counts go up by one."""
         steps = [self._seen[row] for row in rows]
         for row in rows:
             self._seen[row] += 1
@@ -308,6 +286,22 @@ class PolicyWatch:
         if weights is not None:
             lost = evicted_mass(weights[rows], columns.positions.cpu(), filled.cpu())
             self.mass[rows, columns.block] += lost.double().mean(dim=1) / len(self.full.mass_steps)
+
+
+@dataclass
+class NatsWatch:
+    """The surprise of given tokens: `nats`, (n, steps) float64. tokens: (n, steps) int64."""
+
+    tokens: torch.Tensor
+    nats: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._counter = StepCounter(len(self.tokens))
+        self.nats = torch.zeros(self.tokens.shape, dtype=torch.float64)
+
+    def __call__(self, rows: list[int], logits: torch.Tensor) -> None:
+        at = (rows, self._counter.next(rows))
+        self.nats[at] = surprise(logits.cpu(), self.tokens[at])
 
 
 class TokenWatch:

@@ -1,13 +1,8 @@
-"""The source files of Python's standard library: text that every machine has.
+"""The rows that quality is measured on: held-out text, prompt files, recall rows, streams.
 
-The shipped model is trained on them, but for those that are held out; quality is measured on these.
-
-Recall rows: pairs that are stated early and asked for later, so that columns far back in the KV cache matter.
-
-The shipped model is trained on `training_row`s (scripts/train_tiny_opt.py). A `Planter` states pairs at a given depth
-of a prompt of given length, in the same words.
-
-The prompts that quality is measured on, each with the tokens that are to follow on it.
+Text is the source files of Python's standard library, which every machine has; the shipped model was trained on all but
+the held-out ones (scripts/train_tiny_opt.py). Recall rows state pairs early and ask for them later, so that columns far
+back in the KV cache matter.
 """
 
 from __future__ import annotations
@@ -22,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.files import read_bounded
 from flexgen_h2o.engine.prompts import read_prompts
 from flexgen_h2o.models.load import Model
 
@@ -139,7 +135,7 @@ class Planter:
     def row(self, rng: random.Random, depth: int) -> RecallRow:
         """Code, pairs, code, and a question; then its answer, and all other pairs asked for in another order.
 
-        The pairs are stated together, as in training: apart, the shipped model with its full cache misses one in ten.
+        The pairs are stated together, as in training: stated separately, the shipped model misses one in ten.
         Raises UsageError if the prompt has no room for them.
         """
         pairs = self._distinct_pairs(rng)
@@ -207,7 +203,7 @@ class TextRow:
 
 @dataclass(frozen=True)
 class HeldOutText:
-    """Sources that the shipped model did not see in training, as token ids of a model's tokenizer.
+    """Held-out sources as token ids of a model's tokenizer.
 
     start: what a prompt begins with (BOS); encode: token ids of more text, without special tokens.
     """
@@ -270,3 +266,33 @@ def recall_rows(text: HeldOutText, count: int, lengths: Lengths, depths: int, se
     planter = Planter(text.encode, text.start, text.tokens, lengths.prompt, lengths.continuation, depths)
     rng = random.Random(seed)
     return [planter.row(rng, i % depths) for i in range(count)]
+
+
+MOST_TEXT_BYTES = 16 * 2**20  # of a file: more than any stream is long
+
+
+def text_of(path: Path | None, model: Model) -> HeldOutText:
+    """A file's text, or that of the sources which the shipped model has not seen, as token ids."""
+    if model.tokenizer is None:
+        raise UsageError(f"--model {model.name}: has no tokenizer, and --text needs one")
+    if path is None:
+        return held_out_text(model)
+    try:
+        text = read_bounded(path, MOST_TEXT_BYTES).decode("utf-8").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--text {path}: not UTF-8 text; save the file as UTF-8") from error
+    except OSError as error:
+        raise UsageError(f"--text {path}: {error.strerror or error}") from error
+    return HeldOutText(model.encode_more, tuple(model.encode("")), model.encode_long(text))
+
+
+def streams_of(text: HeldOutText, count: int, length: int | None) -> list[tuple[int, ...]]:
+    """Stretches of the text, evenly apart, each behind what a prompt begins with; None: as long as there is text."""
+    have = len(text.tokens)
+    size = have // count if length is None else length - len(text.start)
+    if size + len(text.start) < 2 or count * size > have:
+        raise UsageError(
+            f"--stream-len {'(all of the text)' if length is None else length}, --streams {count}: the text has {have} "
+            "tokens, and a stream takes at least 2; ask for fewer, shorter or longer ones"
+        )
+    return [(*text.start, *text.tokens[at : at + size]) for at in (i * have // count for i in range(count))]

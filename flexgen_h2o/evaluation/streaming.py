@@ -1,35 +1,19 @@
-"""The surprise of long texts, fed token by token: where it grows with their length, the cache is at fault.
+"""`evaluate streaming`: conversations and texts longer than the cache, with the full cache and with policies.
 
-`evaluate streaming`: conversations and texts longer than the cache, with the full cache and with policies.
-
-The flags of llama-recipes' H2O example (run_streaming.py) and of h2o_hf's streaming script are taken as aliases.
+The NLL of long texts is measured token by token: where it grows with their length, the cache is at fault. The flags of
+llama-recipes' H2O example (run_streaming.py) and of h2o_hf's streaming script are taken as aliases.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from flexgen_h2o.cli_common import check_separate, count, file_name, flag_of, note, positive, results_are_in
-from flexgen_h2o.core.errors import EXIT_DONE, FlexgenError, UsageError
-from flexgen_h2o.core.files import read_bounded, usable_path, write_whole
-from flexgen_h2o.evaluation.metrics import (
-    Bootstrap,
-    Case,
-    StepCounter,
-    bytes_of_column,
-    held_columns,
-    perplexity,
-    surprise,
-)
-from flexgen_h2o.evaluation.rows import HeldOutText, held_out_text
+from flexgen_h2o.cli_common import check_files, count, file_name, flag_of, note, positive, results_are_in, say
+from flexgen_h2o.core.errors import EXIT_DONE, UsageError
+from flexgen_h2o.core.files import write_result
 from flexgen_h2o.flags import (
     add_engine_flags,
     add_sampling_flags,
@@ -43,103 +27,10 @@ from flexgen_h2o.flags import (
 )
 from flexgen_h2o.kvcache.eviction import POLICIES as EVICTIONS
 from flexgen_h2o.llm import LLM
-from flexgen_h2o.models.load import Model
 
 if TYPE_CHECKING:
     from flexgen_h2o.evaluation.metrics import Case
     from flexgen_h2o.llm import LLM
-
-
-RESAMPLES = 1000
-MOST_TEXT_BYTES = 16 * 2**20  # of a file: more than any stream is long
-AT_ONCE = 16  # tokens of every stream in one sweep
-
-
-@dataclass
-class NatsWatch:
-    """The surprise of given tokens: `nats`, (n, steps) float64. tokens: (n, steps) int64."""
-
-    tokens: torch.Tensor
-    nats: torch.Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._counter = StepCounter(len(self.tokens))
-        self.nats = torch.zeros(self.tokens.shape, dtype=torch.float64)
-
-    def __call__(self, rows: list[int], logits: torch.Tensor) -> None:
-        at = (rows, self._counter.next(rows))
-        self.nats[at] = surprise(logits.cpu(), self.tokens[at])
-
-
-def text_of(path: Path | None, model: Model) -> HeldOutText:
-    """A file's text, or that of the sources which the shipped model has not seen, as token ids."""
-    if model.tokenizer is None:
-        raise UsageError(f"--model {model.name}: has no tokenizer, and --text needs one")
-    if path is None:
-        return held_out_text(model)
-    try:
-        text = read_bounded(path, MOST_TEXT_BYTES).decode("utf-8").replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"--text {path}: not UTF-8 text; save the file as UTF-8") from error
-    except OSError as error:
-        raise UsageError(f"--text {path}: {error.strerror or error}") from error
-    return HeldOutText(model.encode_more, tuple(model.encode("")), model.encode_long(text))
-
-
-def streams_of(text: HeldOutText, count: int, length: int | None) -> list[tuple[int, ...]]:
-    """Stretches of the text, evenly apart, each behind what a prompt begins with; None: as long as there is text."""
-    have = len(text.tokens)
-    size = have // count if length is None else length - len(text.start)
-    if size + len(text.start) < 2 or count * size > have:
-        raise UsageError(
-            f"--stream-len {'(all of the text)' if length is None else length}, --streams {count}: the text has {have} "
-            "tokens, and a stream takes at least 2; ask for fewer, shorter or longer ones"
-        )
-    return [(*text.start, *text.tokens[at : at + size]) for at in (i * have // count for i in range(count))]
-
-
-def measure(llm: LLM, case: Case, streams: Sequence[Sequence[int]], windows: int, seed: int) -> dict[str, Any]:
-    """Each stream token by token with a policy; NLL and KV by window, for the JSON. Windows count tokens from 1, which
-    nothing is expected for.
-
-    Every token is a decode step: the policy decides after each, and no prompt is attended to as a whole.
-    """
-    llm.eviction, tokens = case.eviction, torch.tensor([list(s) for s in streams])
-    n, length = tokens.shape
-    watch = NatsWatch(tokens[:, 1:])
-    report = llm.follow(tokens[:, :1].tolist(), tokens[:, 1:].tolist(), watch, max_tokens_per_sweep=AT_ONCE)
-    seconds = report.prefill.seconds + report.decode.seconds
-    edges = [length * i // windows for i in range(windows + 1)]
-    held = [held_columns(case.eviction, 1, last - 1, llm.model.spec.num_blocks) for last in edges[1:]]
-    found = [
-        {
-            "first": first + 1,
-            "last": last,
-            "nll": _mean(watch.nats[:, max(0, first - 1) : last - 1], seed),
-            "kv_columns": columns / llm.model.spec.num_blocks,
-            "kv_bytes": columns * bytes_of_column(llm),
-        }
-        for first, last, columns in zip(edges, edges[1:], held, strict=False)
-    ]
-    whole = _mean(watch.nats, seed)
-    return {
-        "policy": case.label,
-        "positions": case.positions,
-        "eviction": case.eviction.to_json(),
-        "windows": found,
-        "nll": whole,
-        "perplexity": perplexity(whole["value"]),
-        "kv_reserved_bytes": report.extra["kv_reserved_bytes"],
-        "peak_bytes": report.peak_bytes,
-        "seconds": seconds,
-        "tokens_per_s": n * length / seconds,
-    }
-
-
-def _mean(nats: torch.Tensor, seed: int) -> dict[str, Any]:
-    """Of (streams, tokens), with an interval over streams."""
-    return Bootstrap(len(nats), RESAMPLES, seed).mean(nats.mean(dim=1).numpy()).to_json()
-
 
 SCHEMA = 1
 POLICIES = ("full", "h2o")
@@ -148,17 +39,8 @@ GEN_LEN, OWN_STREAMS, OWN_STREAM_LEN, WINDOWS = 64, 8, 1024, 4
 RULE = "-" * 70
 # Flags of one of the two; a text has its own tokens, none are drawn.
 OF_TURNS = (
-    "turns",
-    "num_turns",
-    "chat",
-    "turn_format",
-    "gen_len",
-    "temperature",
-    "top_p",
-    "top_k",
-    "stop",
-    "ignore_eos",
-)
+    "turns", "num_turns", "chat", "turn_format", "gen_len", "temperature", "top_p", "top_k", "stop", "ignore_eos",
+)  # fmt: skip
 OF_TEXT = ("stream_len", "streams", "windows")
 MT_BENCH = "mt_bench.jsonl"  # in the folder that h2o_hf's --data_root names
 
@@ -169,12 +51,9 @@ def add_streaming_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     names = ", ".join(EVICTIONS)
     add(
-        "--policies",
-        nargs="+",
-        default=POLICIES,
-        metavar="NAME",
+        "--policies", nargs="+", default=POLICIES, metavar="NAME",
         help=f"{names} (full h2o); also h2o:positions=rolling",
-    )
+    )  # fmt: skip
     add("--hh-size", type=count, metavar="N", help=f"heavy-hitter columns a row ({SIZE})")
     add("--recent-size", type=positive, metavar="N", help=f"recent columns a row ({SIZE})")
     add("--positions", choices=("original", "rolling"), help="of all policies but full (original)")
@@ -215,34 +94,27 @@ def run_streaming(args: argparse.Namespace) -> int:
         raise UsageError("--attn-sparsity: is for the full cache, not beside others; leave it out")
     cases = _cases(args)
     from flexgen_h2o.kvcache.eviction import Full
-    from flexgen_h2o.kvcache.eviction.policy import check_rolling
 
     with open_llm(args, policy, is_auto, Full()) as llm:
-        llm.check_plan()  # what is refused, a dtype too, is refused before anything is shown
-        dtype = llm.dtype
+        for case in cases:  # what is refused, a dtype too, is refused before anything is shown
+            llm.eviction = case.eviction
+            llm.check_plan()
         if llm.precision_note:
-            note(f"evaluate: {llm.precision_note}")
-        for case in cases:  # before the first of them has run for long
-            check_rolling(case.eviction, llm.model.spec, policy.compress_cache)
+            note("evaluate", llm.precision_note)
         say_idle_flags("evaluate streaming", args, place_of(args, llm))
         compression = compression_flags(policy)
         found = (_turns if args.text is None else _texts)(args, llm, cases, compression)
         facts = {
-            "measure": "streaming", "schema": SCHEMA, "model": llm.model.name, "dtype": dtype,
+            "measure": "streaming", "schema": SCHEMA, "model": llm.model.name, "dtype": llm.dtype,
             "compression": compression,
         }  # fmt: skip
     if args.json is not None:
-        try:
-            write_whole(args.json, json.dumps({**facts, **found}, indent=1) + "\n")
-        except OSError as error:
-            raise FlexgenError(f"--json {args.json}: {error.strerror or error}") from error
+        write_result(args.json, {**facts, **found}, "--json")
     return EXIT_DONE
 
 
 def _check(args: argparse.Namespace) -> None:
     """What can be wrong with flags and files, before anything is loaded."""
-    from flexgen_h2o.engine.report import check_writable
-
     is_text = args.text is not None
     for name in OF_TURNS if is_text else OF_TEXT:
         if getattr(args, name) and (name, getattr(args, name)) != ("top_p", 1):
@@ -256,12 +128,7 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(f"--turn-format {args.turn_format!r}: has no {{turn}} in it, where the turn would go")
     if args.turn_format is not None:
         args.turn_format = args.turn_format.replace(r"\n", "\n")
-    for name in ("turns", "text", "json"):
-        if getattr(args, name):
-            setattr(args, name, usable_path(getattr(args, name), flag_of(name)))
-    check_separate(args, ("turns", *(("text",) if args.text else ()), "policy", "hardware"), ("json",))
-    if args.json is not None:
-        check_writable(args.json, "--json")
+    check_files(args, ("turns", "text"), ("json",))
 
 
 def _cases(args: argparse.Namespace) -> list[Case]:
@@ -281,10 +148,7 @@ def _sizes(args: argparse.Namespace) -> tuple[int, int]:
     """Heavy and recent columns. llama-recipes says them as the heavy ones, -1 being half, of a window of all."""
     window, heavy = vars(args).get("window"), vars(args).get("heavy_of_window")
     if window is None and heavy is None:
-        return (
-            SIZE if args.hh_size is None else args.hh_size,
-            SIZE if args.recent_size is None else args.recent_size,
-        )
+        return SIZE if args.hh_size is None else args.hh_size, args.recent_size or SIZE
     if args.hh_size is not None or args.recent_size is not None:
         given = "--hh-size" if args.hh_size is not None else "--recent-size"
         raise UsageError(f"{given}: is said by --num_window_length and --num_heavy_hitter_tokens too; give one of them")
@@ -299,12 +163,12 @@ def _sizes(args: argparse.Namespace) -> tuple[int, int]:
 
 
 def _turns(args: argparse.Namespace, llm: LLM, cases: Sequence[Case], compression: str) -> dict[str, Any]:
-    from flexgen_h2o.evaluation.dialogue import converse, default_turns, encoded, read_turns
+    from flexgen_h2o.evaluation.streams import converse, encoded, read_turns
     from flexgen_h2o.evaluation.tables import conversation_table
 
     args.gen_len = args.gen_len or GEN_LEN
     params = sampling_of(args)
-    turns = (default_turns() if args.turns is None else read_turns(args.turns))[: args.num_turns]
+    turns = read_turns(args.turns)[: args.num_turns]
     ids, spec = encoded(turns, llm.model, args.turn_format, args.chat), llm.model.spec
     if len(ids[0]) > spec.max_positions:
         raise UsageError(
@@ -322,7 +186,8 @@ def _turns(args: argparse.Namespace, llm: LLM, cases: Sequence[Case], compressio
 
 
 def _texts(args: argparse.Namespace, llm: LLM, cases: Sequence[Case], compression: str) -> dict[str, Any]:
-
+    from flexgen_h2o.evaluation.rows import streams_of, text_of
+    from flexgen_h2o.evaluation.streams import measure_streams
     from flexgen_h2o.evaluation.tables import text_tables
     from flexgen_h2o.kvcache.eviction.policy import most_new_tokens
 
@@ -341,10 +206,8 @@ def _texts(args: argparse.Namespace, llm: LLM, cases: Sequence[Case], compressio
             )
     found = []
     for case in cases:
-        found.append(measure(llm, case, streams, windows, args.seed))
-        print(
-            f"evaluate: {_title(case, compression)}: NLL {found[-1]['nll']['value']:.3f}", file=sys.stderr, flush=True
-        )
+        found.append(measure_streams(llm, case, streams, windows, args.seed))
+        say("evaluate", f"{_title(case, compression)}: NLL {found[-1]['nll']['value']:.3f}")
     print(text_tables(found, llm.model.name, llm.dtype, compression))
     settings = {"text": None if own else str(args.text), "streams": stretches, "stream_len": size, "windows": windows}
     return {"settings": {**settings, "seed": args.seed}, "policies": found}
@@ -352,15 +215,12 @@ def _texts(args: argparse.Namespace, llm: LLM, cases: Sequence[Case], compressio
 
 def _title(case: Case, compression: str) -> str:
     said = f", {compression}" if compression else ""
+    if not case.eviction.needs.record:
+        return f"{case.label}: every KV column{said}"
     budget = case.eviction.budget(0, 0, 1)
-    if case.eviction.needs.record:
-        parts = (
-            f"{n} {name}"
-            for n, name in ((budget.sinks, "sinks"), (budget.heavy, "heavy"), (budget.recent, "recent"))
-            if n
-        )
-        return f"{case.label}: {' + '.join(parts)} KV columns a row, {case.positions} positions{said}"
-    return f"{case.label}: every KV column{said}"
+    counts = [(name, getattr(budget, name)) for name in ("sinks", "heavy", "recent")]
+    columns = " + ".join(f"{n} {name}" for name, n in counts if n)
+    return f"{case.label}: {columns} KV columns a row, {case.positions} positions{said}"
 
 
 def _show(text: str) -> None:

@@ -1,16 +1,13 @@
-"""The result as markdown tables.
-
-The result as a picture. matplotlib is imported only here, and only where a picture is asked for.
-"""
+"""Results as markdown tables, and as a picture. Imports matplotlib only where a picture is asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from flexgen_h2o.core.errors import FlexgenError
-from flexgen_h2o.core.files import replacing
+from flexgen_h2o.core.files import write_picture
+from flexgen_h2o.core.tables import markdown_table
 from flexgen_h2o.core.units import format_bytes
 
 Figures = dict[str, Any]
@@ -25,7 +22,7 @@ def markdown(result: Figures) -> str:
         f"{settings['gen_len']} tokens followed ({settings['continuation']}), {text['prompts']} of text"
         + (f", {recall['prompts']} of recall" if recall else "")
         + (f"; all rows but the last of a table with {settings['compression']}" if settings["compression"] else "")
-        + f"; 95% bootstrap intervals over prompts in brackets; seed {settings['seed']}.",
+        + f"; 95% bootstrap intervals over prompts in brackets; seed {settings['seed']}."
     ]
     parts = [head]
     for budget in settings["budgets"]:
@@ -52,7 +49,7 @@ def _names(result: Figures) -> tuple[str, Callable[[Figures], str]]:
     )
 
 
-def _main(cells: Sequence[Figures], result: Figures) -> Iterator[str]:
+def _main(cells: Sequence[Figures], result: Figures) -> list[str]:
     full, text, recall = result["full"], result["text"], result["recall"]
     watched, diverged = "evicted_mass" in cells[0], "greedy" in cells[0]
     reference, name_of = _names(result)
@@ -62,7 +59,8 @@ def _main(cells: Sequence[Figures], result: Figures) -> Iterator[str]:
         (diverged, "equal greedy tokens"),
     ]  # fmt: skip
     names = ["policy", "columns", "KL, nats", "KL p95", "flips", "NLL - full", "KL - h2o's"]
-    yield from header([*names, *(name for given, name in optional if given)])
+    names += [name for given, name in optional if given]
+    rows = []
     for cell in cells:
         columns = [
             name_of(cell), f"{cell['columns']:.0f}", number(cell["kl"], 3), number(cell["kl_p95"], 2),
@@ -70,39 +68,32 @@ def _main(cells: Sequence[Figures], result: Figures) -> Iterator[str]:
         ]  # fmt: skip
         columns += [_percent(cell["evicted_mass"])] if watched else []
         columns += [_percent(part) for part in cell.get("recall", {}).values()]
-        columns += [number(cell["greedy"]["first"], 1)] if diverged else []
-        yield row(columns)
+        rows.append([*columns, number(cell["greedy"]["first"], 1)] if diverged else columns)
     columns = [reference, f"{text['mean_prompt_len']:.0f}", "0", "0", "0", f"0 (NLL {number(full['nll'], 3)})", ""]
     columns += ["0"] if watched else []
     columns += [_percent(part) for part in full.get("recall", {}).values()]
-    yield row([*columns, f"{text['steps']}"] if diverged else columns)
+    rows.append([*columns, f"{text['steps']}"] if diverged else columns)
+    return markdown_table(names, rows)
 
 
-def _by_step(result: Figures) -> Iterator[str]:
+def _by_step(result: Figures) -> list[str]:
     bins, (reference, name_of) = result["full"]["by_step"], _names(result)
-    yield from header(["policy", "budget", *(f"{part['first']} - {part['last']}" for part in bins)])
-    for cell in result["cells"]:
-        steps = [number(part["nll_less_full"], 3) for part in cell["by_step"]]
-        yield row([name_of(cell), f"{cell['budget']:.0%}", *steps])
-    yield row([f"{reference}: NLL", "", *(number(part["nll"], 3) for part in bins)])
+    rows = [
+        [name_of(cell), f"{cell['budget']:.0%}", *(number(part["nll_less_full"], 3) for part in cell["by_step"])]
+        for cell in result["cells"]
+    ]
+    rows.append([f"{reference}: NLL", "", *(number(part["nll"], 3) for part in bins)])
+    return markdown_table(["policy", "budget", *(f"{part['first']} - {part['last']}" for part in bins)], rows)
 
 
-def _by_depth(result: Figures, name: str) -> Iterator[str]:
+def _by_depth(result: Figures, name: str) -> list[str]:
     full, (reference, name_of) = result["full"]["recall"][name]["by_depth"], _names(result)
-    yield from header(["policy", "budget", *(f"stated at {part['at']:.0%}" for part in full)])
-    for cell in result["cells"]:
-        shares = [_percent(part) for part in cell["recall"][name]["by_depth"]]
-        yield row([name_of(cell), f"{cell['budget']:.0%}", *shares])
-    yield row([reference, "", *(_percent(part) for part in full)])
-
-
-def header(names: Sequence[str]) -> Iterator[str]:
-    yield row(names)
-    yield "|" + "---|" * len(names)
-
-
-def row(columns: Sequence[str]) -> str:
-    return f"| {' | '.join(columns)} |"
+    rows = [
+        [name_of(cell), f"{cell['budget']:.0%}", *map(_percent, cell["recall"][name]["by_depth"])]
+        for cell in result["cells"]
+    ]
+    rows.append([reference, "", *map(_percent, full)])
+    return markdown_table(["policy", "budget", *(f"stated at {part['at']:.0%}" for part in full)], rows)
 
 
 def number(interval: Figures | None, digits: int) -> str:
@@ -130,7 +121,7 @@ def conversation_table(policies: Sequence[Figures], turns: int, compression: str
     note = "Perplexity: of the tokens of all turns but the first, as they came." + (
         f" All with {compression}." if compression else ""
     )
-    return "\n".join([*header(names), *map(row, rows), "", note])
+    return "\n".join([*markdown_table(names, rows), "", note])
 
 
 def text_tables(policies: Sequence[Figures], model: str, dtype: str, compression: str) -> str:
@@ -160,9 +151,9 @@ def text_tables(policies: Sequence[Figures], model: str, dtype: str, compression
     setting = f"{dtype}, all with {compression}" if compression else dtype
     head = f"Model `{model}` in {setting}; {intervals if streams > 1 else 'NLL in nats a token'}."
     parts = [
-        [head], [*header(["policy", "positions", *spans, "all", "perplexity"]), *map(row, rows)],
+        [head], markdown_table(["policy", "positions", *spans, "all", "perplexity"], rows),
         ["KV held by one stream at the end of each window:"],
-        [*header(["policy", "positions", *spans, "seconds"]), *map(row, held)],
+        markdown_table(["policy", "positions", *spans, "seconds"], held),
     ]  # fmt: skip
     return "\n\n".join("\n".join(part) for part in parts)
 
@@ -206,11 +197,7 @@ def draw(result: Figures, path: Path) -> None:
         f"{result['model']}: {settings['prompt_len']} + {settings['gen_len']} tokens, {result['text']['prompts']} "
         "prompts, 95% bootstrap intervals"
     )
-    try:
-        with replacing(path) as file:
-            figure.savefig(file.buffer, format=path.suffix.lower().removeprefix("."), dpi=110)
-    except (OSError, ValueError) as error:  # ValueError: a suffix that matplotlib does not know
-        raise FlexgenError(f"--plot {path}: {error}") from error
+    write_picture(path, figure)
 
 
 def _over_budgets(ax: Any, cells: list[Figures], intervals: list[Figures], style: Figures) -> None:

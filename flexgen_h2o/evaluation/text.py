@@ -6,17 +6,16 @@ The flags of h2o_hf's run_text_generation are taken as aliases.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.cli_common import check_separate, file_name, flag_of, note, positive, results_are_in
+from flexgen_h2o.cli_common import check_files, file_name, note, positive, results_are_in
 from flexgen_h2o.core.config import Policy
-from flexgen_h2o.core.errors import EXIT_DONE, FlexgenError, UsageError
-from flexgen_h2o.core.files import usable_path, write_whole
+from flexgen_h2o.core.errors import EXIT_DONE, UsageError
+from flexgen_h2o.core.files import write_result
 from flexgen_h2o.core.units import format_bytes
 from flexgen_h2o.flags import (
     add_engine_flags,
@@ -73,10 +72,18 @@ class Written:
     columns: float
     bytes: int
 
+    @property
+    def held(self) -> str:
+        return f"{self.columns:.4g} KV columns, {format_bytes(self.bytes)}"
+
+    @property
+    def shown(self) -> str:
+        return str(self.token_ids) if self.text is None else self.text
+
 
 @dataclass(frozen=True)
-class Beside:
-    """One prompt with both runs. same_tokens: the first so many new tokens of both are the same."""
+class Comparison:
+    """One prompt with both runs. same_tokens: how many new tokens both begin with."""
 
     index: int
     prompt: str | None
@@ -113,7 +120,9 @@ def add_text_flags(parser: argparse.ArgumentParser) -> None:
 
 def run_text(args: argparse.Namespace) -> int:
     """Both runs, printed; returns the exit code."""
-    _check(args)
+    if args.prompt is not None and args.prompts is not None:
+        raise UsageError("--prompt and --prompts: give one of them")
+    check_files(args, ("prompts",), ("json",))
     results_are_in(args.json)
     policy, is_auto = policy_of(args)
     eviction = _eviction(args, policy)
@@ -125,39 +134,43 @@ def run_text(args: argparse.Namespace) -> int:
         if "model_arch" in args:
             check_family(llm.model.spec, args.model_arch, "--model_arch")
         if llm.precision_note:
-            note(f"evaluate: {llm.precision_note}")
+            note("evaluate", llm.precision_note)
         prompts = _prompts(args, llm)
         say_idle_flags("evaluate text", args, place_of(args, llm))
         with naming_flags():  # a prompt longer than the model's positions
             sides = [_written(llm, kept, prompts, params) for kept in (Full(), eviction)]
         rows = [
-            Beside(prompt.index, prompt.text, len(prompt.token_ids), *both)
+            Comparison(prompt.index, prompt.text, len(prompt.token_ids), *both)
             for prompt, *both in zip(prompts, *sides, strict=True)
         ]
         compression = compression_flags(policy)
-        facts = {
+        facts: dict[str, Any] = {
             "measure": "text", "model": llm.model.name, "dtype": llm.dtype, "eviction": eviction.to_json(),
             "compression": compression,
         }  # fmt: skip
     texts = "\n\n".join(as_blocks(row, eviction.name) for row in rows)
     print(f"{texts}\n\n{summary(rows, eviction.name, compression)}")
     if args.json is not None:
-        _write(args.json, {**facts, "rows": [{**asdict(row), "same_tokens": row.same_tokens} for row in rows]})
+        facts["rows"] = [{**asdict(row), "same_tokens": row.same_tokens} for row in rows]
+        write_result(args.json, facts, "--json")
     return EXIT_DONE
 
 
-def as_blocks(row: Beside, name: str) -> str:
+def as_blocks(row: Comparison, name: str) -> str:
     """A prompt and the two texts that follow on it, one below the other; token ids where there is no tokenizer."""
     same = f"first {row.same_tokens} of {len(row.full.token_ids)} tokens as the full cache's"
     parts = (
-        (f"prompt {row.index}, {row.prompt_len} token{'s' if row.prompt_len != 1 else ''}", row.prompt),
-        (f"full cache: {_held(row.full)}", _shown(row.full)),
-        (f"{name}: {_held(row.evicted)}; {same}", _shown(row.evicted)),
+        (
+            f"prompt {row.index}, {row.prompt_len} token{'s' if row.prompt_len != 1 else ''}",
+            "(token ids)" if row.prompt is None else row.prompt,
+        ),
+        (f"full cache: {row.full.held}", row.full.shown),
+        (f"{name}: {row.evicted.held}; {same}", row.evicted.shown),
     )
-    return "\n".join(f"{RULE}\n{head}\n{RULE}\n{'(token ids)' if text is None else text}" for head, text in parts)
+    return "\n".join(f"{RULE}\n{head}\n{RULE}\n{text}" for head, text in parts)
 
 
-def summary(rows: Sequence[Beside], name: str, compression: str = "") -> str:
+def summary(rows: Sequence[Comparison], name: str, compression: str = "") -> str:
     """One line over all prompts. compression: flags of both runs."""
     full, evicted = (sum(getattr(row, side).bytes for row in rows) for side in ("full", "evicted"))
     same = sum(row.full.token_ids == row.evicted.token_ids for row in rows)
@@ -165,20 +178,6 @@ def summary(rows: Sequence[Beside], name: str, compression: str = "") -> str:
         f"{name}: {evicted / full:.1%} of the full cache's {format_bytes(full)}; "
         f"{same} of {len(rows)} texts the same" + (f"; both with {compression}" if compression else "")
     )  # fmt: skip
-
-
-def _check(args: argparse.Namespace) -> None:
-    """What can be wrong with files and combinations, before anything is loaded."""
-    from flexgen_h2o.engine.report import check_writable
-
-    if args.prompt is not None and args.prompts is not None:
-        raise UsageError("--prompt and --prompts: give one of them")
-    for name in ("prompts", "json"):
-        if getattr(args, name) is not None:
-            setattr(args, name, usable_path(getattr(args, name), flag_of(name)))
-    check_separate(args, ("prompts", "policy", "hardware"), ("json",))
-    if args.json is not None:
-        check_writable(args.json, "--json")
 
 
 def _eviction(args: argparse.Namespace, policy: Policy) -> Eviction:
@@ -217,18 +216,3 @@ def _written(llm: LLM, eviction: Eviction, prompts: Sequence[Prompt], params: Sa
         held = held_columns(eviction, len(prompt.token_ids), len(out.token_ids), blocks)
         found.append(Written(out.text, out.token_ids, out.finish_reason, held / blocks, held * size))
     return found
-
-
-def _held(side: Written) -> str:
-    return f"{side.columns:.4g} KV columns, {format_bytes(side.bytes)}"
-
-
-def _shown(side: Written) -> str:
-    return str(side.token_ids) if side.text is None else side.text
-
-
-def _write(path: Path, result: dict[str, Any]) -> None:
-    try:
-        write_whole(path, json.dumps(result, indent=1) + "\n")
-    except OSError as error:
-        raise FlexgenError(f"--json {path}: {error.strerror or error}") from error

@@ -14,7 +14,7 @@ import torch
 
 from flexgen_h2o.core.config import ModelSpec
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.core.files import read_json
+from flexgen_h2o.core.files import read_object
 from flexgen_h2o.core.units import check_int
 from flexgen_h2o.kernels.linear import RowParts
 from flexgen_h2o.kernels.workspace import Workspace
@@ -84,15 +84,7 @@ def spec_from_config(name: str, config: Mapping[str, Any], where: str) -> ModelS
 def spec_from_folder(name: str, folder: Path) -> tuple[ModelSpec, dict[str, Any]]:
     """Read `config.json` of a checkpoint folder, its defaults filled in by transformers."""
     path = folder / "config.json"
-    try:
-        raw = read_json(path)
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise UsageError(f"{path}: not a readable JSON file ({error})") from error
-    if not isinstance(raw, dict):
-        raise UsageError(f"{path}: a JSON object is expected")
-    raw = {key: value for key, value in raw.items() if key not in _LABELS}
+    raw = {key: value for key, value in read_object(path, str(path)).items() if key not in _LABELS}
     known = isinstance(raw.get("model_type"), str) and raw["model_type"] in FAMILIES
     config = _with_defaults(raw, str(path)) if known else raw
     return spec_from_config(name, config, str(path)), config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib
 import logging
 import os
@@ -26,7 +27,7 @@ from flexgen_h2o.checkpoint import (
     write_random_checkpoint,
 )
 from flexgen_h2o.checkpoint.atomic_folder import States, check_unchanged, label, sample_digest, states_of
-from flexgen_h2o.checkpoint.resolve import DUMMY, find_folder
+from flexgen_h2o.checkpoint.resolve import DUMMY, PACKAGED, find_folder
 from flexgen_h2o.core.config import ModelSpec
 from flexgen_h2o.core.errors import TooLongError, UsageError
 from flexgen_h2o.core.files import MARK, lock_folder, open_regular, read_mark
@@ -174,7 +175,8 @@ class Model:
 
 def find_model(model: str, path: str | None, revision: str | None = None) -> Model:
     """Locate a model and read its shape; no weights are read. UsageError says what is wrong and the way out."""
-    source: ModelSource = resolve(model, path, revision)
+    with _suggesting(model):
+        source: ModelSource = resolve(model, path, revision)
     if source.folder is not None:
         files = states_of(source.folder / name for name in ("config.json", *TOKENIZER_FILES, *_BESIDE_TOKENIZERS))
         with _quiet():
@@ -196,10 +198,23 @@ def find_spec(model: str, path: str | None, revision: str | None = None) -> Mode
         return known[0]
     if folder is None and path is not None and DUMMY in path:
         return find_model(model, path).spec  # says which shapes there are
-    folder = folder or resolve(model, path, revision, weights=False).folder
+    with _suggesting(model):
+        folder = folder or resolve(model, path, revision, weights=False).folder
     assert folder is not None
     with _quiet():
         return spec_from_folder(model, folder)[0]
+
+
+@contextlib.contextmanager
+def _suggesting(model: str) -> Iterator[None]:
+    """A UsageError about a mistyped name ends with the name that may be meant."""
+    try:
+        yield
+    except UsageError as error:
+        near = difflib.get_close_matches(model, [*PACKAGED, *built_in_names()], n=1, cutoff=0.8)
+        if not near or near[0] == model:
+            raise
+        raise UsageError(f"{error}; did you mean {near[0]}?") from error
 
 
 def find_checkpoint(

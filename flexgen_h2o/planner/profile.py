@@ -17,7 +17,7 @@ from typing import Any
 
 from flexgen_h2o.core.config import DTYPE_BYTES
 from flexgen_h2o.core.errors import FlexgenError, UsageError
-from flexgen_h2o.core.files import policies_folder, read_json, usable_path, write_whole
+from flexgen_h2o.core.files import policies_folder, read_object, usable_path, write_whole
 
 PROFILE_SCHEMA = 4
 # Products in int8 over those in bf16 on a CPU whose profile is older than schema 3 and does not tell: what a 2-core AMD
@@ -218,12 +218,7 @@ def find_profile(name_or_path: str | Path, flag: str = "--hardware") -> Path:
 
 def read_profile(path: Path, flag: str = "--hardware") -> HardwareProfile:
     """Read and validate a profile file; UsageError names the file and the unknown, missing or bad field."""
-    try:
-        body = read_json(path)
-    except OSError as error:
-        raise UsageError(f"{flag} {path}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise UsageError(f"{flag} {path}: not a JSON file ({error})") from error
+    body = read_object(path, f"{flag} {path}")
     try:
         return profile_from_json(body)
     except UsageError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import pytest
 import torch
 from transformers import OPTConfig, OPTForCausalLM
 
-from flexgen_h2o import batch, flex_opt
+from flexgen_h2o import batch, cli, flex_opt
 from flexgen_h2o.checkpoint.resolve import PACKAGED
 
 POSITIONS = 64
@@ -89,19 +90,25 @@ def job(
     def call(*flags: object, model: Path = ids_model) -> Answer:
         given = [] if "--input" in flags or "--status" in flags else ["--input", "in.jsonl"]
         named = [] if "--output" in flags else ["--output", "out.jsonl"]
-        argv = [
-            "--model",
-            str(model),
-            "--dtype",
-            "float32",
-            "--offload-dir",
-            "offload",
-            *given,
-            *named,
-            *map(str, flags),
-        ]
+        common = ["--model", str(model), "--dtype", "float32", "--offload-dir", "offload"]
+        argv = [*common, *given, *named, *map(str, flags)]
         capfd.readouterr()
         code = batch.main(argv)
+        return Answer(code, *capfd.readouterr())
+
+    return call
+
+
+@pytest.fixture
+def command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], plain_cpu: None
+) -> Callable[[str], Answer]:
+    """The console command, given as one text, in the working folder `tmp_path`."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(line: str) -> Answer:
+        capfd.readouterr()
+        code = cli.main(shlex.split(line))
         return Answer(code, *capfd.readouterr())
 
     return call

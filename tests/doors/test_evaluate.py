@@ -1,46 +1,64 @@
-"""`evaluate fidelity` on the shipped model, with very few rows; wrong use ends with one line and exit code 2."""
+"""`evaluate` run to its end: fidelity with few rows, texts with and without eviction, and streams past the cache."""
 
 from __future__ import annotations
 
 import json
+import math
+import shlex
+import shutil
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from flexgen_h2o import cli
-from tests.doors.conftest import Answer
-
-SMALL = (
-    "--num-prompts 3 --recall-prompts 2 --depths 2 --prompt-len 128 --gen-len 12 --policies local h2o --budgets 0.2 "
-    "--resamples 20 --mass-steps 2 --gpu-batch-size 4"
-)  # fmt: skip
-POSITIONS = 1024
+from flexgen_h2o import H2O, LLM, Policy, SamplingParams
+from flexgen_h2o.checkpoint.resolve import PACKAGED
+from flexgen_h2o.evaluation.metrics import held_columns
+from flexgen_h2o.evaluation.streaming import MT_BENCH
+from tests.doors.conftest import POSITIONS, Answer
 
 Door = Callable[..., Answer]
+FEW_ROWS = (
+    "--num-prompts 3 --recall-prompts 2 --depths 2 --prompt-len 128 --gen-len 12 --policies local h2o --budgets 0.2 "
+    "--resamples 20 --mass-steps 2 --gpu-batch-size 4"
+)
+TEXTS = ["def read(self, path):\n        with open(path", "import os"]
+SMALL = "--hh-size 5 --recent-size 4"
+QUESTIONS = [
+    {"question_id": 81, "category": "writing", "turns": ["import os", "class Shape:"]},
+    {"question_id": 82, "category": "coding", "turns": ["def area(self):"], "reference": ["ignored"]},
+]
 
 
 @pytest.fixture
-def evaluate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], plain_cpu: None
-) -> Door:
-    """The console command, in the working folder `tmp_path`."""
-    monkeypatch.chdir(tmp_path)
+def evaluate(command: Door) -> Door:
+    return lambda flags: command(f"evaluate {flags}")
 
-    def call(flags: str) -> Answer:
-        capfd.readouterr()
-        code = cli.main(["evaluate", *flags.split()])
-        return Answer(code, *capfd.readouterr())
 
-    return call
+@pytest.fixture
+def text(evaluate: Door) -> Door:
+    return lambda flags: evaluate(f"text --offload-dir o --gpu-batch-size 4 {flags}")
+
+
+@pytest.fixture
+def streaming(evaluate: Door) -> Door:
+    return lambda flags: evaluate(f"streaming --offload-dir o --gpu-batch-size 4 --dtype float32 {flags}")
+
+
+# ---- fidelity
 
 
 def test_writes_json_tables_and_picture(evaluate: Door, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    out = evaluate(f"fidelity {SMALL} --free-run --offload-dir o --json r.json --markdown r.md --plot r.png")
+    has_plot = find_spec("matplotlib") is not None
+    plot = "--plot r.png" if has_plot else ""
+    out = evaluate(f"fidelity {FEW_ROWS} --free-run --offload-dir o --json r.json --markdown r.md {plot}")
     assert out.code == 0, out.err
     assert out.out.strip() == (tmp_path / "r.md").read_text().strip()
-    assert (tmp_path / "r.png").stat().st_size > 10_000
+    assert not has_plot or (tmp_path / "r.png").stat().st_size > 10_000
     result = json.loads((tmp_path / "r.json").read_text())
     assert [(cell["policy"], cell["columns"]) for cell in result["cells"]] == [("local", 24), ("h2o", 24)]
     for cell in result["cells"]:
@@ -49,7 +67,7 @@ def test_writes_json_tables_and_picture(evaluate: Door, tmp_path: Path) -> None:
     assert result["full"]["recall"]["inside"]["questions"] == 2
     assert result["settings"]["seed"] == 0
     assert "evaluate: recall of the full cache: " in out.err and "evaluate: recall of h2o at 20%: " in out.err
-    again = evaluate(f"fidelity {SMALL} --offload-dir o --json again.json")
+    again = evaluate(f"fidelity {FEW_ROWS} --offload-dir o --json again.json")
     assert again.code == 0
     for one, other in zip(result["cells"], json.loads((tmp_path / "again.json").read_text())["cells"], strict=True):
         assert one["kl"] == other["kl"] and one["recall"] == other["recall"]
@@ -57,7 +75,7 @@ def test_writes_json_tables_and_picture(evaluate: Door, tmp_path: Path) -> None:
 
 def test_fewer_bits_of_weights_are_further_from_the_model(evaluate: Door, tmp_path: Path) -> None:
     """The runs that are compared have what the flags say, the reference has not; products in int8 lie between."""
-    small, kl = SMALL.replace("local h2o", "local").replace("--recall-prompts 2", "--recall-prompts 0"), []
+    small, kl = FEW_ROWS.replace("local h2o", "local").replace("--recall-prompts 2", "--recall-prompts 0"), []
     for flags in ("--compress-weight --weight-bits 8", "--int8-compute", "--compress-weight"):
         out = evaluate(f"fidelity {small} --offload-dir o --json r.json {flags}")
         assert out.code == 0, out.err
@@ -82,53 +100,277 @@ def test_follows_the_model_s_own_tokens_after_a_prompt_file(evaluate: Door, tmp_
     assert result["cells"][0]["eviction"]["sinks"] == 0
 
 
-WRONG = [
-    ("", "fidelity"),
-    ("perplexity", "perplexity"),
-    ("fidelity --policies nonsense", "--policies nonsense"),
-    ("fidelity --policies full", "--policies full"),
-    ("fidelity --policies h2o:decay=1", "--policies h2o:decay=1"),
-    ("fidelity --budgets 0", "--budgets: 0.0"),
-    ("fidelity --budgets 50", "--budgets: 50.0"),
-    ("fidelity --budgets nan", "--budgets: nan"),
-    ("fidelity --budgets half", "--budgets"),
-    ("fidelity --eviction h2o", "--eviction"),
-    ("fidelity --hh-ratio 0.1", "--hh-ratio"),
-    ("fidelity --hh-size 3", "--hh-size"),
-    ("fidelity --kv-layer-schedule pyramid", "--kv-layer-schedule"),
-    ("fidelity --attn-sparsity 0.5", "--attn-sparsity"),
-    ("fidelity --compress-cache --attn-sparsity 0.5", "--attn-sparsity"),
-    ("fidelity --gen-len 1", "--gen-len 1"),
-    (f"fidelity --prompt-len {POSITIONS} --gen-len 2", f"--prompt-len {POSITIONS}"),
-    ("fidelity --prompt-len 1 --recall-prompts 0", "--prompt-len 1"),
-    ("fidelity --prompt-len 30", "--prompt-len 30: too short for recall rows"),
-    ("fidelity --num-prompts 0", "--num-prompts"),
-    ("fidelity --num-prompts 99999", "--num-prompts 99999"),
-    ("fidelity --mass-steps -1", "--mass-steps"),
-    ("fidelity --keep-mem lots", "--keep-mem"),
-    ("fidelity --seed x", "--seed"),
-    ("fidelity --prompts none.jsonl", "--prompts none.jsonl"),
-    ("fidelity --prompts short.txt", "--prompts short.txt: no row has 352 tokens"),
-    ("fidelity --json /no/folder/r.json", "--json /no/folder"),
-    ("fidelity --markdown /tmp", "--markdown /tmp"),
-    ("fidelity --plot /no/folder/p.png", "--plot /no/folder"),
-    ("fidelity --plot p.doc", "--plot p.doc: the file name must end in"),
-    ("fidelity --hardware no-such-machine", "--hardware no-such-machine"),
-    ("fidelity --model /no/such/model", "/no/such/model"),
-    ("fidelity --model facebook/opt-125m --path _DUMMY_", "has no tokenizer; give --prompts"),
-]
+# ---- texts
 
 
-@pytest.mark.parametrize(("flags", "names"), WRONG, ids=[flags for flags, _ in WRONG])
-def test_wrong_use_is_one_line_and_exit_code_2(flags: str, names: str, evaluate: Door, tmp_path: Path) -> None:
-    (tmp_path / "short.txt").write_text("import os\n")
-    out = evaluate(f"{flags} --offload-dir o" if flags.startswith("fidelity") else flags)
-    assert out.code == 2, out
-    assert out.out == ""
-    assert names in out.err and len(out.err.strip().splitlines()) == 1 and "Traceback" not in out.err
+def test_both_texts_are_the_engine_s(text: Door, tmp_path: Path) -> None:
+    asked = " ".join(f"--prompt {shlex.quote(t)}" for t in TEXTS)
+    sizes = "--hh-size 3 --recent-size 2 --dtype float32"
+    out = text(f"{asked} --gen-len 10 {sizes} --json r.json")
+    assert out.code == 0, out.err
+    result = json.loads((tmp_path / "r.json").read_text())
+    params = SamplingParams(max_tokens=10)
+    for side, eviction in (("full", None), ("evicted", H2O(heavy_size=3, recent_size=2))):
+        with LLM("opt-tiny", Policy(), eviction, dtype="float32", offload_dir="o") as llm:
+            want = llm.generate(TEXTS, params)
+            blocks, column = llm.model.spec.num_blocks, llm.model.spec.kv_bytes_per_token(4)
+        for row, completion in zip(result["rows"], want, strict=True):
+            assert row[side]["text"] == completion.text and row[side]["token_ids"] == completion.token_ids
+            columns = row["prompt_len"] + 9 if eviction is None else min(6, row["prompt_len"] + 9)
+            assert (row[side]["columns"], row[side]["bytes"]) == (columns, columns * column) and blocks == 6
+            assert completion.text in out.out
+    assert result["eviction"]["name"] == "h2o" and result["rows"][0]["same_tokens"] < 10
+    held = [sum(row[side]["bytes"] for row in result["rows"]) for side in ("evicted", "full")]
+    assert out.out.splitlines()[-1].startswith(f"h2o: {held[0] / held[1]:.1%} of the full cache's")
 
 
-def test_a_picture_without_matplotlib_names_the_extra(evaluate: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flexgen_h2o.cli_common.find_spec", lambda name: None)
-    out = evaluate("fidelity --plot p.png")
-    assert out.code == 2 and "flexgen-h2o[plot]" in out.err
+def test_budget_for_everything_writes_the_same(text: Door, tmp_path: Path) -> None:
+    full = "--gen-len 6 --hh-ratio 1 --recent-ratio 1"
+    out = text(f"--prompt {shlex.quote(TEXTS[0])} {full} --compress-cache --cache-bits 4 --json r.json")
+    assert out.code == 0, out.err
+    result = figures(tmp_path / "r.json")
+    (row,) = result["rows"]
+    assert row["full"] == row["evicted"] and row["same_tokens"] == 6
+    assert "1 of 1 texts the same" in out.out and "100.0%" in out.out
+    assert result["compression"] == "--compress-cache --cache-bits 4"
+    assert out.out.splitlines()[-1].endswith("; both with --compress-cache --cache-bits 4")
+
+
+def test_flags_of_run_text_generation(text: Door, words_model: Path) -> None:
+    """The same output as with our names; without any, its shares and a prompt of our own."""
+    theirs = text(
+        f"--model_arch opt --model_name {words_model} --cache_dir c --heavy_ratio 0.3 --recent_ratio 0.2 --length 8 "
+        f"--seed 42 --no_cuda --prompt 'import os and more'"
+    )
+    ours = text(
+        f"--model {words_model} --hh-ratio 0.3 --recent-ratio 0.2 --gen-len 8 --device cpu --seed 1 "
+        f"--prompt 'import os and more'"
+    )
+    assert theirs.code == 0 and theirs.out == ours.out, theirs.err
+    given = text("--heavy_ratio 0.1 --recent_ratio 0.1 --length 3")
+    assert given.code == 0 and "class Reader" in given.out
+    assert text("--gen-len 3").out == given.out
+
+
+def test_texts_of_token_ids_need_no_tokenizer(text: Door, tmp_path: Path, ids_model: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt_token_ids": [5, 6, 7, 8, 9, 10, 11, 12]}\n')
+    out = text(f"--model {ids_model} --prompts p.jsonl --gen-len 4 --eviction tova --json r.json")
+    assert out.code == 0, out.err
+    (row,) = json.loads((tmp_path / "r.json").read_text())["rows"]
+    assert row["full"]["text"] is None and str(row["full"]["token_ids"]) in out.out and "tova: " in out.out
+
+
+# ---- streams
+
+
+@pytest.fixture(scope="module")
+def rotary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A LLaMA with two kv-heads, the shipped model's tokenizer, and few positions."""
+    shipped = PACKAGED["opt-tiny"]
+    config = LlamaConfig(
+        vocab_size=json.loads((shipped / "config.json").read_text())["vocab_size"], hidden_size=32,
+        intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=POSITIONS, eos_token_id=None, bos_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for value in model.parameters():
+            value.normal_(0, 0.3)
+    folder = tmp_path_factory.mktemp("models") / "llama-words"
+    model.save_pretrained(folder)
+    for path in shipped.glob("tokenizer*"):
+        shutil.copy(path, folder)
+    return folder
+
+
+def figures(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text()))
+
+
+# ---- turns
+
+
+def test_turns_share_one_cache(streaming: Door, rotary: Path, tmp_path: Path, write_jsonl: Callable[..., Path]) -> None:
+    """The answers to MT-bench's turns are those to all that was said before them as one prompt."""
+    asked = write_jsonl(*QUESTIONS, name="question.jsonl")
+    out = streaming(f"--model {rotary} --turns {asked} --gen-len 6 {SMALL} --json r.json")
+    assert out.code == 0, out.err
+    result = figures(tmp_path / "r.json")
+    full, h2o = result["policies"]
+    assert [turn.get("question_id") for turn in full["turns"]] == [81, 81, 82]
+    assert full["turns"][2]["category"] == "coding" and full["answered"] == 3
+    with LLM(str(rotary), Policy(), dtype="float32", offload_dir="o") as llm:
+        encode, said = llm.model.encode_more, llm.model.encode("\nimport os\n")
+        for turn in full["turns"]:
+            said += [] if turn["turn"] == 0 else encode(f"\n{turn['prompt']}\n")
+            (want,) = llm.generate([said], SamplingParams(max_tokens=6))
+            assert (turn["token_ids"], turn["text"]) == (want.token_ids, want.text) and turn["text"] in out.out
+            said += want.token_ids
+        column = llm.model.spec.kv_bytes_per_token(4)
+    assert full["tokens"] == h2o["tokens"] == len(said)
+    assert full["kv_bytes"] == (len(said) - 1) * column and h2o["kv_bytes"] == 10 * column
+    assert [turn["kv_columns"] for turn in h2o["turns"]][1:] == [10, 10]
+    assert "| `h2o` | original | 3 of 3 |" in out.out and "5 heavy + 4 recent KV columns" in out.out
+
+
+def test_the_perplexity_is_that_of_the_turns(
+    streaming: Door, rotary: Path, tmp_path: Path, write_jsonl: Callable[..., Path]
+) -> None:
+    """By transformers, over the whole conversation at once."""
+    turns = [[5, 6, 7, 8], [9, 10, 11], [12, 13]]
+    asked = write_jsonl({"turns": turns[:2]}, {"prompt_token_ids": turns[2]})
+    out = streaming(f"--model {rotary} --turns {asked} --gen-len 3 --policies full --json r.json")
+    assert out.code == 0, out.err
+    (full,) = figures(tmp_path / "r.json")["policies"]
+    said, given = list(turns[0]), []
+    for turn, answer in zip([*turns[1:], []], full["turns"], strict=True):
+        said += answer["token_ids"]
+        given += range(len(said), len(said) + len(turn))
+        said += turn
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(rotary)(torch.tensor([said])).logits[0]
+    nats = -logits.double().log_softmax(-1)[[i - 1 for i in given], [said[i] for i in given]]
+    assert full["measured_tokens"] == len(given) == 5
+    assert full["nll"] == pytest.approx(float(nats.mean()), abs=1e-4)
+    assert full["perplexity"] == pytest.approx(math.exp(full["nll"]))
+
+
+def test_rolling_positions_go_on_where_others_end(streaming: Door, rotary: Path, tmp_path: Path) -> None:
+    """64 positions: the full cache and plain h2o break off, as much as fits being shown; memory stays what it is."""
+    out = streaming(f"--model {rotary} --gen-len 9 {SMALL} --policies full h2o h2o:positions=rolling --json r.json")
+    assert out.code == 0, out.err
+    full, original, rolling = figures(tmp_path / "r.json")["policies"]
+    assert full["tokens"] == original["tokens"] == POSITIONS + 1 and full["answered"] < 8
+    assert rolling["answered"] == 8 and rolling["tokens"] > 2 * POSITIONS
+    assert out.out.count(f"the {POSITIONS} positions of") == 2
+    short = streaming(
+        f"--model {rotary} --gen-len 9 {SMALL} --policies h2o --positions rolling --num-turns 2 --json s.json"
+    )
+    assert short.code == 0, short.err
+    (two,) = figures(tmp_path / "s.json")["policies"]
+    assert [t["token_ids"] for t in two["turns"]] == [t["token_ids"] for t in rolling["turns"][:2]]
+    assert two["peak_bytes"] == rolling["peak_bytes"] and two["kv_bytes"] == rolling["kv_bytes"]
+
+
+def test_chat(streaming: Door, rotary: Path, tmp_path: Path, write_jsonl: Callable[..., Path]) -> None:
+    """Each turn is what the template puts between two answers."""
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
+    folder = shutil.copytree(rotary, tmp_path / "chat")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
+    asked = write_jsonl({"turns": ["one", "two"]})
+    out = streaming(f"--model {folder} --turns {asked} --chat --gen-len 4 --policies full --json a.json")
+    assert out.code == 0, out.err
+    with LLM(str(folder), Policy(), dtype="float32", offload_dir="o") as llm:
+        ids = [llm.model.encode_more(t) for t in ("<user>one\n<assistant>", "\n<user>two\n<assistant>")]
+    plain = write_jsonl({"turns": ids}, name="plain.jsonl")
+    assert streaming(f"--model {rotary} --turns {plain} --gen-len 4 --policies full --json b.json").code == 0
+    answers = [[t["token_ids"] for t in figures(tmp_path / f)["policies"][0]["turns"]] for f in ("a.json", "b.json")]
+    assert answers[0] == answers[1]
+
+
+def test_flags_of_others(streaming: Door, rotary: Path, tmp_path: Path, write_jsonl: Callable[..., Path]) -> None:
+    """llama-recipes' run_streaming.py and h2o_hf's streaming script."""
+    write_jsonl(*QUESTIONS, name=MT_BENCH)
+    ours = f"--model {rotary} --turns {MT_BENCH} --gen-len 4 --policies h2o --hh-size 6 --recent-size 10"
+    wanted = streaming(f"{ours} --positions rolling --json a.json")
+    theirs = streaming(
+        f"--model-name {rotary} --input-path {MT_BENCH} --gen-len 4 --enable_h2o_generation --seed 42 "
+        "--num_heavy_hitter_tokens 6 --num_window_length 16 --enable_position_rolling --output b.json"
+    )
+    assert theirs.code == wanted.code == 0, theirs.err
+    first, second = (figures(tmp_path / name)["policies"][0] for name in ("a.json", "b.json"))
+    assert first["eviction"] == second["eviction"]
+    assert [t["token_ids"] for t in first["turns"]] == [t["token_ids"] for t in second["turns"]]
+    other = streaming(
+        f"--model_name_or_path {rotary} --data_root . --gen-len 4 --enable_streaming_with_H2O --start_size 4 "
+        "--heavy_hitter_size 6 --recent_size 10 --json c.json"
+    )
+    assert other.code == 0, other.err
+    (third,) = figures(tmp_path / "c.json")["policies"]
+    assert {**first["eviction"], "positions": None} == {**third["eviction"], "positions": None}
+    half = streaming(
+        f"--model {rotary} --num_heavy_hitter_tokens -1 --num_window_length 12 --num-turns 1 --json d.json"
+    )
+    assert half.code == 0 and "6 heavy + 6 recent" in half.out, half.err
+
+
+# ---- texts
+
+
+def test_a_long_text_by_window(streaming: Door, rotary: Path, tmp_path: Path) -> None:
+    """NLL as transformers has it; the full cache grows, the others do not."""
+    text = " ".join(f"def f{i}(x): return x + {i}" for i in range(40))
+    (tmp_path / "text.txt").write_text(text)
+    flags = "--text text.txt --stream-len 33 --streams 3 --policies full h2o local:positions=rolling"
+    out = streaming(f"--model {rotary} {flags} {SMALL} --json r.json")
+    assert out.code == 0, out.err
+    full, h2o, local = figures(tmp_path / "r.json")["policies"]
+    with LLM(str(rotary), Policy(), dtype="float32", offload_dir="o") as llm:
+        start, ids = llm.model.encode(""), llm.model.encode_more(text)
+        column = llm.model.spec.kv_bytes_per_token(4)
+    streams = torch.tensor([[*start, *ids[at : at + 32]] for at in (i * len(ids) // 3 for i in range(3))])
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(rotary)(streams).logits
+    nats = -logits[:, :-1].double().log_softmax(-1).gather(-1, streams[:, 1:, None])[..., 0]
+    windows = full["windows"]
+    assert [(w["first"], w["last"]) for w in windows] == [(1, 8), (9, 16), (17, 24), (25, 33)]
+    for window in windows:
+        part = nats[:, max(0, window["first"] - 2) : window["last"] - 1]
+        assert window["nll"]["value"] == pytest.approx(float(part.mean()), abs=1e-4)
+        assert window["kv_bytes"] == (window["last"] - 1) * column
+    assert (
+        [w["kv_bytes"] for w in h2o["windows"]][1:]
+        == [10 * column] * 3
+        == [w["kv_bytes"] for w in local["windows"]][1:]
+    )
+    assert h2o["nll"]["value"] != full["nll"]["value"]
+    assert "| `local:positions=rolling` | rolling |" in out.out
+
+
+def test_what_is_said_to_be_held_is_what_the_engine_held(rotary: Path, tmp_path: Path) -> None:
+    for eviction in (None, H2O(heavy_size=5, recent_size=4)):
+        with LLM(str(rotary), Policy(), eviction, dtype="float32", offload_dir=tmp_path) as llm:
+            llm.follow([[3, 4]], [list(range(5, 30))], lambda rows, logits: None)
+            held = llm.kv_use[0].held
+            assert held == [held_columns(llm.eviction, 2, new, 2) for new in range(1, len(held) + 1)]
+
+
+# ---- both
+
+
+@pytest.mark.parametrize(
+    ("asked", "compression"),
+    [
+        ("--num-turns 1 --gen-len 3", "--compress-cache --cache-bits 8"),
+        ("--text t.txt --stream-len 9 --streams 1 --windows 2", "--compress-cache --cache-bits 8"),
+        ("--num-turns 1 --gen-len 3", ""),
+    ],
+)
+def test_what_is_compressed_is_said(
+    asked: str, compression: str, streaming: Door, rotary: Path, tmp_path: Path
+) -> None:
+    """Above each policy, with the table, and in the JSON."""
+    (tmp_path / "t.txt").write_text("import os\n" * 9)
+    out = streaming(f"--model {rotary} {asked} {SMALL} {compression} --json r.json")
+    assert out.code == 0, out.err
+    assert figures(tmp_path / "r.json")["compression"] == compression
+    said = out.out + out.err
+    assert said.count("--compress-cache --cache-bits 8") == (3 if compression else 0)
+    assert ("all with" in said.lower()) == bool(compression)
+
+
+def test_a_template_that_forgets(
+    streaming: Door, rotary: Path, tmp_path: Path, write_jsonl: Callable[..., Path]
+) -> None:
+    folder = shutil.copytree(rotary, tmp_path / "chat")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    forgets = "{{ messages[-1].content }}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": forgets}))
+    out = streaming(f"--model {folder} --chat --turns {write_jsonl({'turns': ['one', 'two']})}")
+    assert out.code == 2 and "leaves out answers that came before" in out.err
+    ids = streaming(f"--model {folder} --chat --turns {write_jsonl({'turns': [[5, 6]]})}")
+    assert ids.code == 2 and "leave --chat out" in ids.err
+    plain = streaming(f"--model {rotary} --chat --turns {write_jsonl({'turns': ['one']})}")
+    assert plain.code == 2 and "has no chat template" in plain.err

@@ -92,8 +92,14 @@ READERS = [
 ]
 
 
-@pytest.mark.parametrize("made", [device, pipe, large], ids=lambda made: made.__name__)
-@pytest.mark.parametrize("command", READERS, ids=lambda command: " ".join(command[:3]))
+MADE = [
+    (made, READERS[i]) for made in (device, pipe, large) for i in ((0, 2, 8, 9) if made is not device else range(11))
+]
+
+
+@pytest.mark.parametrize(
+    ("made", "command"), MADE, ids=lambda one: one.__name__ if callable(one) else " ".join(one[:3])
+)
 def test_what_a_flag_names_is_a_regular_file_of_bounded_size(
     command: tuple[str, ...], made: Callable[[Path], None], refusal: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -105,8 +111,15 @@ def test_what_a_flag_names_is_a_regular_file_of_bounded_size(
     assert any(text in line for text in ("is no regular file", "is larger than", "is longer than", "no such file"))
 
 
-@pytest.mark.parametrize("made", [device, pipe, large], ids=lambda made: made.__name__)
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "merges.txt", "chat_template.jinja"])
+@pytest.mark.parametrize(
+    ("name", "made"),
+    [
+        ("tokenizer.json", device),
+        ("tokenizer_config.json", pipe),
+        ("merges.txt", large),
+        ("chat_template.jinja", device),
+    ],
+)
 def test_a_tokenizer_is_read_from_regular_files(
     name: str, made: Callable[[Path], None], refusal: Callable[..., str], words_model: Path, tmp_path: Path
 ) -> None:
@@ -128,7 +141,7 @@ def test_a_models_other_files_have_a_bounded_size(
     assert f"{name}: is larger than" in refusal("flex_opt", "--model", folder, "--percent", *"000000")
 
 
-@pytest.mark.parametrize("made", [device, pipe, large], ids=lambda made: made.__name__)
+@pytest.mark.parametrize("made", [pipe, large], ids=lambda made: made.__name__)
 def test_a_jobs_own_files_are_regular_ones(
     made: Callable[[Path], None], refusal: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -137,12 +150,6 @@ def test_a_jobs_own_files_are_regular_ones(
         made(tmp_path / f"out.jsonl.{name}.json")
     assert "out.jsonl.status.json: is " in refusal("batch", "--output", "out.jsonl", "--status")
     assert "out.jsonl.job.json: is " in refusal("batch", "--input", "in.jsonl", "--output", "out.jsonl")
-
-
-def test_a_link_to_a_regular_file_is_read(door: Callable[..., Any], tmp_path: Path) -> None:
-    (tmp_path / "real").write_text('{"prompt_token_ids": [5, 6]}')
-    (tmp_path / "a.jsonl").symlink_to("real")
-    assert door("--prompts", "a.jsonl", "--no-log").code == 0
 
 
 def test_python_takes_no_device_either() -> None:
@@ -188,7 +195,6 @@ TEXTS = {
     "sources": "".join(path.read_text() for path in sorted(Path(os.__file__).parent.glob("*.py"))[:20]),
     "one word": "a" * 300_000,
     "few tokens": "-" * 900_000,
-    "spaces": " " * 300_000,
     "other scripts": "\u00e9\u4e2d\U0001f600e\u0301" * 30_000,
 }
 
@@ -223,12 +229,9 @@ TEMPLATES = {
     "a loop": "{% for i in range(100000) %}{% for j in range(1000) %}{{ messages[0].content }}{% endfor %}{% endfor %}",
     "a loop in a block": "{% set x %}{% for i in range(10) %}{% for j in range(100000) %}{{ messages[0].content }}"
     "{% endfor %}{% endfor %}{% endset %}{{ x }}",
-    "doubling": "{% set n = namespace(a='a') %}{% for i in range(40) %}{% set n.a = n.a + n.a %}{% endfor %}"
-    "{{ n.a|length }}",
     "doubling by ~": "{% set n = namespace(a='a') %}{% for i in range(40) %}{% set n.a = n.a ~ n.a %}{% endfor %}"
     "{{ n.a[0] }}",
     "repeated": "{{ ('a' * 2000000000)|length }}",
-    "centred": "{{ 'a'.center(2000000000)|length }}",
     "a centring filter": "{{ ('a'|center(2000000000))|length }}",
     "a format": "{{ ('%2000000000d' % 1)|length }}{{ '{:2000000000d}'.format(1)|length }}",
     "replaced": "{% set a = 'a' * 100000 %}{{ a.replace('a', a)|length }}",
@@ -316,14 +319,15 @@ def test_fields_of_any_length_are_error_rows(
 SHARD_NAMES = ["x" * 300, "a\0b", "..", ".", "", "../up.safetensors", "/etc/passwd", "a/b", "\ud800.safetensors"]
 
 
-@pytest.mark.parametrize("index", ["model.safetensors.index.json", "pytorch_model.bin.index.json"])
-@pytest.mark.parametrize("shard", SHARD_NAMES, ids=lambda name: repr(name)[:25])
-def test_a_shard_name_that_is_none(
-    shard: str, index: str, refusal: Callable[..., str], words_model: Path, tmp_path: Path
-) -> None:
+INDICES = ["model.safetensors.index.json", "pytorch_model.bin.index.json"]
+
+
+@pytest.mark.parametrize("i", range(len(SHARD_NAMES)), ids=lambda i: repr(SHARD_NAMES[i])[:25])
+def test_a_shard_name_that_is_none(i: int, refusal: Callable[..., str], words_model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(words_model, folder)
     (folder / "model.safetensors").unlink()
-    (folder / index).write_text(json.dumps({"weight_map": {"model.decoder.embed_tokens.weight": shard}}))
+    body = {"weight_map": {"model.decoder.embed_tokens.weight": SHARD_NAMES[i]}}
+    (folder / INDICES[i % 2]).write_text(json.dumps(body))
     line = refusal("flex_opt", "--model", folder, "--prompt-len", 4, "--gen-len", 2)
     assert str(folder) in line and "download it again" in line and len(line) < 400

@@ -1,162 +1,316 @@
-"""Wrong use ends with exit code 2 and one line on stderr that names the flag; nothing is run, nothing is left."""
+"""Wrong use and unusable input: exit code 2 and one line on stderr that names flag or file; nothing is run or left."""
 
 from __future__ import annotations
 
-import re
+import json
+import os
+import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from flexgen_h2o import cli
+from flexgen_h2o.core.config import Policy, SavedPolicy, write_policy
 from tests.doors.conftest import POSITIONS, Answer
 
-EVICTION = [
-    "--hh-ratio 0", "--hh-ratio 1.5", "--hh-ratio nan", "--hh-ratio -0.1", "--hh-ratio some", "--recent-ratio 0",
-    "--hh-size 0", "--hh-size -1", "--hh-size 2.5", "--recent-size 0", "--hh-size 4 --hh-ratio 0.1",
-    "--hh-all maybe", "--eviction nonsense", "--hh-ratio 0.1 --eviction full", "--attn-sparsity 0.5 --eviction h2o",
-    "--attn-sparsity 0.5 --compress-cache", "--cache-bits 5", "--int8-compute --compress-weight --weight-bits 8",
-    "--positions sideways", "--positions rolling", "--positions rolling --eviction full",
-    "--kv-layer-schedule steps", "--kv-layer-schedule pyramid --eviction full",
+# What stands behind a command's name; the flags of a case come after it, and win.
+BASE = {
+    "flex-opt": "--model ids --offload-dir offload --gen-len 4",
+    "plan": "--model ids --offload-dir offload --hardware t4",
+    "batch": "--model ids --offload-dir offload --input in.jsonl --output out.jsonl",
+    "hardware": "--offload-dir offload",
+    "fidelity": "--offload-dir offload",
+    "text": "--offload-dir offload",
+    "streaming": "--offload-dir offload",
+}
+# A command's flags, and what the line says after the command's name; alone, flags are named by their first word.
+Cases = list[str | tuple[str, str]]
+EVICTION: Cases = [
+    "--hh-ratio 0", "--hh-ratio 1.5", "--hh-ratio nan", "--hh-ratio some", "--recent-ratio 0", "--hh-size 0",
+    "--hh-size -1", "--hh-size 2.5", "--recent-size 0", "--hh-size 4 --hh-ratio 0.1", "--hh-all maybe",
+    "--eviction nonsense", "--hh-ratio 0.1 --eviction full", "--attn-sparsity 0.5 --eviction h2o",
+    "--positions sideways", "--positions rolling", "--positions rolling --eviction full", "--kv-layer-schedule steps",
+    "--kv-layer-schedule pyramid --eviction full",
 ]  # fmt: skip
-WRONG = [
-    "--percent 100 0 100 0 100",
-    "--percent 100 0 100 0 100 half",
-    "--percent 33.3 0 0 0 0 0",
-    "--gpu-batch-size 0",
+POLICY: Cases = [
+    "--percent 100 0 100 0 100", "--percent 100 0 100 0 100 half", "--percent 33.3 0 0 0 0 0",
+    "--percent 60 60 0 0 0 0", "--percent 0 0 101 0 0 0", "--percent -5 0 0 0 0 0", "--gpu-batch-size 0",
     "--gpu-batch-size nan",
-    "--gpu-batch-size 1.5",
-    "--num-gpu-batches -1",
-    "--num-gpu-batches 0",
-    "--prompt-len 0",
-    f"--prompt-len {POSITIONS} --gen-len 2",
-    "--gen-len -1",
-    "--gen-len inf",
-    "--cut-gen-len 0",
-    "--cut-gen-len 1 --gen-len 8",
-    "--cut-gen-len 9 --gen-len 8",
-    "--cut-gen-len 3 --debug-mode breakdown",
-    "--debug-mode slow",
-    "--debug-mode breakdown --gen-len 1",
-    "--device tpu",
-    "--device cuda",
-    "--dtype int8",
-    "--dtype float16 --device cpu",
-    "--host-mem plenty",
-    "--host-mem 0",
-    "--host-mem nan",
-    "--host-mem -1GiB",
-    "--device-mem -1",
-    "--disk-mem 12parsecs",
-    "--policy /no/such/policy.json",
-    "--policy auto --percent 100 0 100 0 100 0",
-    "--policy auto --gpu-batch-size 4",
-    "--overlap maybe",
-    "--sep-layer 2",
-    "--pin-weight x",
-    "--attn-sparsity most",
-    "--temperature hot",
-    "--top-k 1.5",
-    "--seed x",
-    "--verbose loud",
-    "--output /no/folder/out.jsonl",
-    "--output out.txt",
-    "--json /no/folder/report.json",
-    "--json /tmp",
-    "--trace /no/folder/trace.json",
-    "--log-file /no/folder/run.log",
-    "--prompts /no/such/prompts.txt",
-    "--no-such-flag",
-    "--percent 60 60 0 0 0 0",
-    "--percent 0 0 101 0 0 0",
-    "--percent -5 0 0 0 0 0",
-    "--num-gpu-batches 99999999",
-    "--attn-sparsity 0",
-    "--attn-sparsity nan",
-    "--attn-sparsity 1.5",
-    "--temperature -1",
-    "--temperature nan",
-    "--top-p 2",
-    "--top-p nan",
-    "--top-k -1",
-    "--seed -1",
-    "--weight-bits 8",
-    "--weight-bits 5 --compress-weight",
-    "--gpu-batch-size 1048576 --num-gpu-batches 1048576",
-    f"--json {'j' * 300}",
-    "--offload-dir ~nosuchuser-at-all/x",
-    f"--model {'m' * 5000}",
-    f"--output {'o' * 300}.jsonl",
+    "--gpu-batch-size 1048576 --num-gpu-batches 1048576", "--num-gpu-batches -1", "--num-gpu-batches 99999999",
+    "--policy /no/such/policy.json", "--policy auto --percent 100 0 100 0 100 0", "--policy auto --gpu-batch-size 4",
+    "--overlap maybe", "--sep-layer 2", "--pin-weight x", "--attn-sparsity most", "--attn-sparsity 0",
+    "--attn-sparsity nan", "--attn-sparsity 1.5", "--attn-sparsity 0.5 --compress-cache", "--weight-bits 8",
+    "--weight-bits 5 --compress-weight", "--cache-bits 5",
+    ("--int8-compute --compress-weight --weight-bits 8", "leave --compress-weight off, or --weight-bits at 4"),
+    ("--policy auto --hardware t4", "--hardware t4: "),
+]  # fmt: skip
+RUN: Cases = [
+    "--prompt-len 0", f"--prompt-len {POSITIONS} --gen-len 2", "--gen-len -1", "--gen-len inf", "--cut-gen-len 0",
+    "--cut-gen-len 1 --gen-len 8", "--cut-gen-len 9 --gen-len 8", "--cut-gen-len 3 --debug-mode breakdown",
+    "--debug-mode slow", "--debug-mode breakdown --gen-len 1", "--device tpu", "--device cuda", "--dtype int8",
+    "--dtype float16 --device cpu", "--host-mem plenty", "--host-mem 0", "--host-mem -1GiB", "--device-mem -1",
+    "--disk-mem 12parsecs", "--temperature hot", "--temperature -1", "--temperature nan", "--top-p 2", "--top-p nan",
+    "--top-k -1", "--top-k 1.5", "--seed -1", "--seed x", "--stop ''", "--verbose loud", "--no-such-flag", "stray",
+    "--gen-len", "--json /no/folder/report.json", "--json /tmp", "--trace /no/folder/trace.json", "--output out.txt",
+    "--output /no/folder/out.jsonl", "--log-file /no/folder/run.log", "--prompts /no/such/prompts.txt",
+    f"--json {'j' * 300}", f"--output {'o' * 300}.jsonl", "--offload-dir ~nosuchuser-at-all/x",
+    *(f"{flag} ''" for flag in ("--output", "--json", "--trace", "--prompts", "--offload-dir", "--path", "--revision")),
+    *(f"{flag} pipe" for flag in ("--log-file", "--json", "--trace")),
+    "--prompts empty.txt", "--prompts prompts.csv", ("--prompts latin.txt --model words", "latin.txt:2"),
+    ("--prompts in.jsonl --cut-gen-len 4", "--cut-gen-len: only for the benchmark; leave --prompts out"),
+    ("--prompts in.jsonl --debug-mode breakdown", "--debug-mode: only"), ("--prompts in.jsonl --stop end", "--stop: "),
+    ("--prompts long.jsonl", f"--prompts[1]: {POSITIONS + 1} tokens, but"),
+]  # fmt: skip
+CLASHES: Cases = [
+    ("--prompts in.jsonl --output in.jsonl", "--output in.jsonl: is the file of --prompts too"),
+    ("--prompts in.jsonl --log-file in.jsonl", "--log-file in.jsonl: is the file of --prompts too"),
+    ("--prompts in.jsonl --trace sub/../in.jsonl", "--trace sub/../in.jsonl: is the file of --prompts too"),
+    ("--prompts in.jsonl --json link.json", "--json link.json: is the file of --prompts too"),
+    ("--prompts in.jsonl --json hard.json", "--json hard.json: is the file of --prompts too"),
+    ("--output new.jsonl --json to-new.json", "--json to-new.json: is the file of --output too"),
+    ("--json new.json --trace new.json", "--trace new.json: is the file of --json too"),
+    ("--policy in.jsonl --json in.jsonl", "--json in.jsonl: is the file of --policy too"),
+    ("--hardware in.jsonl --log-file in.jsonl", "--log-file in.jsonl: is the file of --hardware too"),
+    *(
+        (f"{output} --model words", f"{output}: is the name of a file of --model words")
+        for output in ("--trace words/model.safetensors", "--json words/vocab.json", "--output words/hard.jsonl")
+    ),
+    ("--log-file to-config --model words", "--log-file to-config: is the name of a file of --model words"),
+]  # fmt: skip
+MODELS: Cases = [
+    ("--model empty", "--model empty: there is no config.json"),
+    ("--model /no/such/folder", "--model /no/such/folder: "),
+    ("--model nobody/no-such-model", "--model nobody/no-such-model: not complete in the local cache"),
+    ("--model nobody/no-such-model --path _DUMMY_", "facebook/opt-125m"),
+    ("--model opt-tinny", "did you mean opt-tiny?"),
+    (f"--model {'m' * 5000}", "--model "), ("--path no/such", "--path no/such: there is no such folder"),
+    ("--model some/model --path _DUMY_", "--path _DUMY_: there is no such folder"),
+]  # fmt: skip
+OTHER_SCRIPTS: Cases = [
+    ("--hh-long-seq=true", "--hh-long-seq=true: is not a flag here; prompts of any length"),
+    ("--gbs 4 --num-gb 2", "--gbs: is not a flag here; give --gpu-batch-size"),
+    ("--hh_ratio 0.1", "did you mean --hh-ratio?"), ("--promt-len 5", "did you mean --prompt-len?"),
+    ("--head-ip 1.2.3.4", "--pipeline"),
+]  # fmt: skip
+FIDELITY: Cases = [
+    "--policies nonsense", "--policies full", "--policies h2o:decay=1", "--budgets 0", "--budgets 50", "--budgets nan",
+    "--budgets half", "--eviction h2o", "--hh-ratio 0.1", "--kv-layer-schedule pyramid", "--attn-sparsity 0.5",
+    "--gen-len 1", "--prompt-len 1024 --gen-len 2", "--prompt-len 1 --recall-prompts 0",
+    ("--prompt-len 30", "--prompt-len 30: too short for recall rows"), "--num-prompts 0", "--num-prompts 99999",
+    "--mass-steps -1", "--keep-mem lots", "--seed x", "--prompts none.jsonl",
+    ("--prompts short.txt", "--prompts short.txt: no row has 352 tokens"), "--json /no/folder/r.json",
+    "--markdown /tmp", "--plot /no/folder/p.png", ("--plot p.doc", "--plot p.doc: the file name must end in"),
+    "--hardware no-such-machine", ("--model facebook/opt-125m --path _DUMMY_", "has no tokenizer; give --prompts"),
+    ("--policies h2o:positions=rolling --budgets 0.5 --num-prompts 1", "--positions rolling: needs rotary"),
+    ("--prompts in.jsonl --json in.jsonl", "--json in.jsonl: is the file of --prompts too"),
+    ("--json new --markdown new", "--markdown new: is the file of --json too"),
+    ("--model words --json words/tokenizer.json", "--json words/tokenizer.json: is the name of a file of --model"),
+]  # fmt: skip
+TEXT: Cases = [
+    ("--prompt a --prompts p.txt", "--prompt and --prompts"), "--prompts none.txt", "--eviction full",
+    "--eviction nonsense", ("--heavy_ratio 0", "--hh-ratio"), "--heavy_ratio some", "--length 0",
+    "--attn-sparsity 0.5", "--json /no/folder/r.json", ("--fp16 --no_cuda", "float16"),
+    ("--model ids", "has no tokenizer; give --prompts FILE.jsonl"),
+    ("--model_arch llama", "--model_arch llama: opt-tiny"),
+    (f"--model words --prompt {'xyz-' * POSITIONS}", f"{POSITIONS} positions"),
+    ("--model words --json words/tokenizer.json", "--json words/tokenizer.json: is the name of a file of --model"),
+]  # fmt: skip
+STREAMING: Cases = [
+    ("--positions rolling", "--positions rolling: needs rotary embeddings, and opt-tiny has learned positions"),
+    ("--policies local:positions=rolling", "--positions rolling: needs rotary embeddings"),
+    ("--policies h2o other", "--policies other: other is not one of"), ("--policies h2o h2o", "h2o is given twice"),
+    ("--policies full --hh-size 5", "--hh-size: says nothing of the full cache"),
+    ("--positions rolling --policies h2o:positions=rolling", "positions is given twice"),
+    ("--text --turns t.jsonl", "--turns and --text: give one of them"),
+    ("--text --chat", "--chat and --text: give one of them"),
+    ("--text --top-p 0.5", "--top-p and --text: give one of them"), ("--streams 3", "--streams: goes with --text"),
+    ("--text --windows 9 --stream-len 9", "--windows 9: a stream has 9 tokens"),
+    ("--text --stream-len 2000", "--stream-len 2000: opt-tiny has 1024 positions; lower it, or leave full out"),
+    ("--text --stream-len 1", "--stream-len 1, --streams 8: the text has"), ("--text no.txt", "--text no.txt: No such"),
+    ("--text ''", "--text"), ("--chat", "--chat: opt-tiny has no chat template"), "--turns no.jsonl", "--turns t.csv",
+    ("--chat --turn-format x", "--turn-format and --chat"), ("--turn-format x", "has no {turn} in it"),
+    "--json no/r.json", ("--num_window_length 64 --hh-size 3", "--hh-size: is said by --num_window_length"),
+    ("--num_window_length 64 --num_heavy_hitter_tokens 64", "--num_heavy_hitter_tokens 64: must be from 0 to less"),
+    "--attn-sparsity 0.5", "--hh-size -3", ("--heavy_ratio 0.1", "--hh-ratio"),
+    ("--policies h2o --pin-weight --dtype float16 --device cpu", "--dtype float16: far too slow on a CPU"),
+    ("--policies h2o --top-p 0.2 --hardware t4", "--hardware t4: has compute rates of float16"),
+]  # fmt: skip
+OTHERS: list[tuple[str, Cases]] = [
+    ("plan", ["--revision ''", ("--offload-dir=", "--offload-dir"), ("--gpu-mem 15", "--device-mem"),
+              ("--output new.json --trace new.json", "--trace new.json: is the file of --output too"),
+              ("--policy in.jsonl --output in.jsonl", "--output in.jsonl: is the file of --policy too"),
+              ("--model words --output words/config.json", "is the name of a file of --model words")]),
+    ("hardware", ["--offload-dir ''", "--machine ''", "--show ''"]),
+    ("batch", ["--ray ''", ("--enable_small_cache", "--eviction h2o"),
+               ("--model words --output words/hard.jsonl", "is the name of a file of --model words")]),
+    ("evaluate", [("perplexity", "perplexity"), ("", "fidelity")]),
+]  # fmt: skip
+MEASURES = (("fidelity", FIDELITY), ("text", TEXT), ("streaming", STREAMING))
+TABLE = [("flex-opt", c) for c in (*EVICTION, *POLICY, *RUN, *CLASHES, *MODELS, *OTHER_SCRIPTS)]
+TABLE += [
+    (f"evaluate {name}", c)
+    for name, cs in (("fidelity", FIDELITY), ("text", TEXT), ("streaming", STREAMING))
+    for c in cs
 ]
+TABLE += [(command, c) for command, cs in OTHERS for c in cs]
 
 
-def assert_refused(answer: Answer, *says: str) -> None:
-    assert answer.code == 2, answer
-    assert re.fullmatch(r"flex_opt: .+\n", answer.err), answer.err
-    for text in says:
-        assert text in answer.err
-    assert not Path("offload").exists(), "refused only after something was written"
-    assert not list(Path().glob("*.log"))
+@pytest.fixture(scope="module")
+def place(ids_model: Path, words_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with files and the models `ids` and `words`, which no refused line may change."""
+    place = tmp_path_factory.mktemp("place")
+    rows = ({"prompt_token_ids": [4]}, {"prompt_token_ids": [4] * (POSITIONS + 1)})
+    (place / "in.jsonl").write_text('{"prompt_token_ids": [4, 5]}\n')
+    (place / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, text in (("short.txt", b"import os\n"), ("empty.txt", b"\n \n"), ("prompts.csv", b"a,b")):
+        (place / name).write_bytes(text)
+    (place / "latin.txt").write_bytes(b"plain\ncaf\xe9\n")
+    for name in ("sub", "empty"):
+        (place / name).mkdir()
+    os.mkfifo(place / "pipe")
+    os.link(place / "in.jsonl", place / "hard.json")
+    for name, model in (("ids", ids_model), ("words", words_model)):
+        shutil.copytree(model, place / name)
+    (place / "words/vocab.json").unlink(missing_ok=True)
+    os.link(place / "words/model.safetensors", place / "words/hard.jsonl")
+    for name, target in (("link.json", "in.jsonl"), ("to-new.json", "new.jsonl"), ("to-config", "words/config.json")):
+        (place / name).symlink_to(target)
+    return place
 
 
-@pytest.mark.parametrize("flags", [*EVICTION, *WRONG])
-def test_wrong_flag(flags: str, door: Callable[..., Answer]) -> None:
-    assert_refused(door(*flags.split()), flags.split()[0])
+def everything(folder: Path) -> dict[str, tuple[int, int]]:
+    """Size and time of each file and folder."""
+    states = ((path, path.lstat()) for path in folder.rglob("*"))
+    return {str(path): (state.st_size, state.st_mtime_ns) for path, state in states}
 
 
-def test_rolling_positions_are_refused_before_anything_is_said_of_the_run(door: Callable[..., Answer]) -> None:
-    answer = door("--positions", "rolling", "--hh-size", 2)
-    assert_refused(answer, "--positions rolling")
-    assert answer.out == ""
+@pytest.fixture
+def refuse(
+    place: Path, plain_cpu: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., None]:
+    """Runs a line in `place` and checks how it is refused: `says` stands in the one line on stderr."""
+    monkeypatch.chdir(place)
+
+    def call(command: str, flags: str, *says: str) -> None:
+        before = everything(place)
+        words = [*command.split(), *BASE.get(command.split()[-1], "").split(), *shlex.split(flags)]
+        capfd.readouterr()
+        answer = Answer(cli.main(words), *capfd.readouterr())
+        assert answer.code == 2 and answer.out == "", answer
+        [line] = answer.err.splitlines()
+        assert line.startswith(f"{command.split()[0]}: "), line
+        for text in says or (flags.split()[0].partition("=")[0],):
+            assert text in line
+        assert everything(place) == before, "refused only after something was written"
+
+    return call
 
 
-def test_a_stray_word_and_a_missing_value(door: Callable[..., Answer]) -> None:
-    assert_refused(door("stray"), "stray")
-    assert_refused(door("--stop", ""), "--stop")
-    assert_refused(door("--gen-len"), "--gen-len")
+@pytest.mark.parametrize(("command", "case"), TABLE, ids=lambda one: (one if isinstance(one, str) else one[0])[:80])
+def test_one_line_says_what_is_wrong(command: str, case: str | tuple[str, str], refuse: Callable[..., None]) -> None:
+    refuse(command, *((case,) if isinstance(case, str) else case))
 
 
-# ---- Prompt files
-
-BAD_LINES = [
+PROMPT_LINES = [
     ('{"prompt_token_ids": [4, 5', "not valid JSON"),
     ("[4, 5]", "JSON object"),
     ('{"text": "hello"}', "neither"),
     ('{"prompt": "a", "prompt_token_ids": [4]}', "not both"),
     ('{"prompt_token_ids": []}', "no tokens"),
     ('{"prompt_token_ids": [120]}', "vocabulary of 120"),
-    ('{"prompt_token_ids": [-1]}', "vocabulary of 120"),
     ('{"prompt_token_ids": [4.5]}', "4.5"),
     ('{"prompt": 5}', "string"),
     ('{"prompt_token_ids": [4], "index": NaN}', "NaN is not JSON"),
     ('{"prompt": "text"}', "tokenizer"),
 ]
+TURN_LINES = [
+    ("{", "not valid JSON"),
+    ("[1]", "a JSON object is expected"),
+    ('{"turns": []}', "turns must be a list of at least one"),
+    ('{"turns": "hello"}', "turns must be a list"),
+    ('{"turns": [3]}', "a turn is a text or a list of token ids, not int"),
+    ('{"turns": [[5, -1]]}', "token id -1 is outside"),
+    ('{"turns": [[]]}', "has no tokens"),
+    ('{"question_id": 3}', "give either prompt or prompt_token_ids, neither is there"),
+]
+BAD_LINES = [("flex-opt", "--prompts", *one) for one in PROMPT_LINES]
+BAD_LINES += [("evaluate streaming", "--turns", *one) for one in TURN_LINES]
 
 
-@pytest.mark.parametrize(("line", "says"), BAD_LINES, ids=[line for line, _ in BAD_LINES])
-def test_bad_line_is_named(line: str, says: str, door: Callable[..., Answer], write_jsonl: Callable[..., Path]) -> None:
-    path = write_jsonl({"prompt_token_ids": [4, 5]}, "", line)
-    assert_refused(door("--prompts", path, "--output", "out.jsonl"), f"--prompts {path}:3: ", says)
-    assert not Path("out.jsonl").exists()
-
-
-def test_prompt_files_that_are_none(
-    door: Callable[..., Answer], write_jsonl: Callable[..., Path], words_model: Path
+@pytest.mark.parametrize(("command", "flag", "line", "says"), BAD_LINES, ids=lambda text: text[:60])
+def test_a_bad_line_is_named(
+    command: str, flag: str, line: str, says: str, refuse: Callable[..., None], tmp_path: Path
 ) -> None:
-    assert_refused(door("--prompts", write_jsonl("", " ", name="empty.txt")), "--prompts", "empty.txt")
-    assert_refused(door("--prompts", write_jsonl("a,b", name="prompts.csv")), "--prompts", "prompts.csv")
-    Path("latin.txt").write_bytes(b"plain\ncaf\xe9\n")
-    assert_refused(door("--prompts", "latin.txt", model=words_model), "--prompts latin.txt:2", "UTF-8")
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"prompt_token_ids": [4, 5]}\n\n' + line + "\n")
+    refuse(command, f"{flag} {path}", f"{flag} {path}:3: ", says)
 
 
-def test_a_prompt_longer_than_the_positions(door: Callable[..., Answer], write_jsonl: Callable[..., Path]) -> None:
-    path = write_jsonl({"prompt_token_ids": [4]}, {"prompt_token_ids": [4] * (POSITIONS + 1)})
-    assert_refused(door("--prompts", path), "--prompts[1]", f"{POSITIONS + 1} tokens", f"{POSITIONS} positions")
+CONFIGS: list[tuple[Any, str]] = [
+    ("", ""), ("{", ""), ("[]", "a JSON object is expected"), ("{}", "model_type"), ({"model_type": 5}, "model_type"),
+    ({"model_type": "bert"}, "'bert' is not supported (known: gpt_neox"),
+    ({"num_attention_heads": 5}, "num_attention_heads"),
+    ({"num_hidden_layers": 0}, "num_hidden_layers"), ({"activation_function": "swish"}, "activation_function"),
+    ({"vocab_size": "many"}, "vocab_size"), ({"ffn_dim": 80}, "(80, 32)"), ({}, "no weights"),
+]  # fmt: skip
 
 
-def test_benchmark_flags_do_not_go_with_a_prompt_file(
-    door: Callable[..., Answer], write_jsonl: Callable[..., Path]
+@pytest.mark.parametrize(("config", "says"), CONFIGS, ids=str)
+def test_a_model_that_cannot_be_used(config: Any, says: str, refuse: Callable[..., None], tmp_path: Path) -> None:
+    """A file's text, or what is changed in a good one."""
+    if isinstance(config, dict) and "model_type" not in config:
+        config = {**json.loads(Path("ids/config.json").read_text()), **config}
+    if says.startswith("("):
+        shutil.copy("ids/model.safetensors", tmp_path)
+    (tmp_path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    refuse("flex-opt", f"--model {tmp_path}", str(tmp_path), says)
+
+
+TOKENIZERS = [("tokenizer.json", "{"), ("tokenizer_config.json", '{"model_max_length": "many"}')]
+
+
+@pytest.mark.parametrize(("name", "text"), TOKENIZERS)
+def test_a_tokenizer_that_cannot_be_read(name: str, text: str, refuse: Callable[..., None], tmp_path: Path) -> None:
+    folder = shutil.copytree("words", tmp_path / "model")
+    (folder / name).write_text(text)
+    refuse("flex-opt", f"--model {folder} --prompts short.txt", "tokenizer")
+
+
+POLICIES: list[tuple[Any, str]] = [
+    ({"colour": "red"}, "unknown field 'colour'"), ({"overlap": None}, "field 'overlap' is missing"),
+    ({"schema": 99}, "schema is 99"), ({"schema": None}, "schema is None"),
+    ({"percent": [60, 60, 0, 0, 0, 0]}, "60 + 60"),
+    ({"percent": [1, 2]}, "percent: "), ({"gpu_batch_size": 0}, "gpu_batch_size: "),
+    ({"gpu_batch_size": "4"}, "gpu_batch"),
+    ({"overlap": "yes"}, "overlap: "), ({"attn_sparsity": 0}, "attn_sparsity: "),
+    ({"int8_compute": True, "compress_weight": True, "weight_bits": 8}, "int8_compute: holds"),
+    ("", "not a JSON file"), ("[]", "a JSON object is expected"), ("{", "not a JSON file"), ("\xff", "not a JSON file"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "says"), POLICIES, ids=str)
+def test_a_bad_policy_file(changes: Any, says: str, refuse: Callable[..., None], tmp_path: Path) -> None:
+    """A file's text, or the fields of a good one that are changed; None takes a field out."""
+    path = tmp_path / "policy.json"
+    write_policy(path, SavedPolicy(Policy()))
+    if isinstance(changes, dict):
+        body = {**json.loads(path.read_text()), **changes}
+        changes = json.dumps({key: value for key, value in body.items() if value is not None})
+    path.write_text(changes, encoding="latin-1")
+    refuse("flex-opt", f"--policy {path}", f"--policy {path}: ", says)
+
+
+@pytest.mark.parametrize("flags", ["--percent 0 0 0 0 0 0", "--gpu-batch-size 2", "--overlap false"])
+def test_a_policy_file_stands_alone(flags: str, refuse: Callable[..., None], tmp_path: Path) -> None:
+    write_policy(tmp_path / "policy.json", SavedPolicy(Policy()))
+    refuse("flex-opt", f"--policy {tmp_path / 'policy.json'} {flags}", f"and {flags.split()[0]}: give one of them")
+
+
+def test_a_picture_without_matplotlib_names_the_extra(
+    refuse: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = write_jsonl({"prompt_token_ids": [4, 5]})
-    assert_refused(door("--prompts", path, "--cut-gen-len", "4"), "--cut-gen-len", "--prompts")
-    assert_refused(door("--prompts", path, "--debug-mode", "breakdown"), "--debug-mode", "--prompts")
-    assert_refused(door("--prompts", path, "--stop", "end"), "--stop", "tokenizer")
+    monkeypatch.setattr("flexgen_h2o.cli_common.find_spec", lambda name: None)
+    refuse("evaluate fidelity", "--plot p.png", "flexgen-h2o[plot]")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from collections.abc import Callable
@@ -63,7 +62,6 @@ def test_report_of_a_run_with_everything_on_disk(door: Callable[..., Answer], id
     assert report["peak_bytes"]["disk"] >= report["extra"]["kv_reserved_bytes"] >= report["cache_bytes"] > 0
     assert report["kv"]["slots"] == PROMPT_LEN + GEN_LEN - 1
     assert 0 < report["kv"]["bytes"] == report["kv"]["full_bytes"] <= report["cache_bytes"]
-    assert report["kv"]["slots"] == PROMPT_LEN + GEN_LEN - 1 and report["kv"]["full_bytes"] == report["kv"]["bytes"]
     assert report["model_bytes"] == sum(t.nbytes for t in stored.values())
 
 
@@ -74,14 +72,14 @@ def test_report_of_a_run_in_three_tiers(door: Callable[..., Answer]) -> None:
     assert set(report["predicted"]) == {"prefill_s", "decode_s"}
 
 
-@pytest.mark.parametrize("device_mem", [(), ("--device-mem", "32MiB")], ids=["two tiers", "three tiers"])
 @pytest.mark.parametrize(
-    ("percent", "switches"),
+    ("percent", "switches", "device_mem"),
     [
-        ((30, 30) * 3, ()),
-        ((20, 50, 0, 100, 0, 0), ("--hh-ratio", 0.25)),
-        ((0, 100, 40, 30, 100, 0), ("--compress-cache",)),
-        ((50, 0, 0, 50, 0, 100), ("--cpu-cache-compute", "--eviction", "local")),
+        ((30, 30) * 3, (), ("--device-mem", "32MiB")),
+        ((20, 50, 0, 100, 0, 0), ("--hh-ratio", 0.25), ()),
+        ((0, 100, 40, 30, 100, 0), ("--compress-cache",), ("--device-mem", "32MiB")),
+        ((50, 0, 0, 50, 0, 100), ("--cpu-cache-compute", "--eviction", "local"), ("--device-mem", "32MiB")),
+        ((50, 0, 0, 50, 0, 100), ("--cpu-cache-compute",), ()),
     ],
     ids=str,
 )
@@ -110,10 +108,9 @@ def test_bytes_by_kind_say_what_percent_placed(
     assert held["workspace"]["device" if device_mem else "host"] > 0
 
 
-@pytest.mark.parametrize("cache", [(0, 100), (0, 0)], ids=["host", "disk"])
-def test_attn_sparsity_says_that_it_saves_no_traffic(cache: tuple[int, int], door: Callable[..., Answer]) -> None:
+def test_attn_sparsity_says_that_it_saves_no_traffic(door: Callable[..., Answer]) -> None:
     """And it does not."""
-    flags = ("--percent", 100, 0, *cache, 100, 0, "--device-mem", "32MiB", "--prompt-len", 40, "--no-log")
+    flags = ("--percent", 100, 0, 0, 100, 100, 0, "--device-mem", "32MiB", "--prompt-len", 40, "--no-log")
     whole, sparse = (door(*flags, "--attn-sparsity", s, "--json", f"{s}.json") for s in (1.0, 0.2))
     assert_done(whole)
     assert_done(sparse)
@@ -154,32 +151,13 @@ def test_log_file_is_named_as_flexgen_names_it(door: Callable[..., Answer]) -> N
     assert len(list(Path().glob("*-cpu-cache.log"))) == 1
 
 
-def test_where_the_log_goes(door: Callable[..., Answer]) -> None:
-    assert_done(door("--no-log", "--log-file", "never.txt", "--gpu-batch-size", 1), "--log-file")
-    assert not list(Path().glob("*.log")) and not Path("never.txt").exists()
-    assert_done(door("--log-file", "mine.txt", "--gpu-batch-size", 1))
-    assert len(Path("mine.txt").read_text().splitlines()) == len(LOG_LINES)
-
-
 def test_how_much_is_printed(door: Callable[..., Answer]) -> None:
     silent, lines, all_of_it = (door("--no-log", "--gpu-batch-size", 1, "--verbose", n) for n in (0, 1, 2))
     for answer in (silent, lines, all_of_it):
         assert_done(answer)
-    assert silent.out == ""
+    assert silent.out == "" and not list(Path().glob("*.log"))
     assert "model size:" in lines.out and "total throughput:" in lines.out and "Outputs:" not in lines.out
     assert "Outputs:" in all_of_it.out
-
-
-def test_nobody_reads_what_is_printed(
-    door: Callable[..., Answer], write_jsonl: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Gone(io.StringIO):
-        def write(self, text: str) -> int:
-            raise BrokenPipeError
-
-    monkeypatch.setattr("sys.stdout", Gone())
-    answer = door("--prompts", write_jsonl({"prompt_token_ids": [4, 5]}), "--output", "out.jsonl", "--no-log")
-    assert answer.code != 2 and len(answer.err.splitlines()) <= 1
 
 
 # ---- Cut runs
@@ -213,7 +191,7 @@ def test_debug_modes_project(mode: str, door: Callable[..., Answer]) -> None:
         assert all(float(seconds[name]) > 0 for name in ("load_weight", "compute_layer_decode", "store_cache_prefill"))
 
 
-@pytest.mark.parametrize("mode", ["--cut-gen-len 2", "--debug-mode fewer_batch", "--debug-mode breakdown"])
+@pytest.mark.parametrize("mode", ["--cut-gen-len 2", "--debug-mode fewer_batch"])
 def test_cut_runs_of_several_blocks(mode: str, door: Callable[..., Answer], ids_model: Path, tmp_path: Path) -> None:
     """With --policy auto and little RAM the 32 benchmark rows are several blocks, whose weights come from disk."""
     folder, new = tmp_path / "deep", 40
@@ -271,16 +249,12 @@ def test_what_does_not_fit(flags: str, tier: str, door: Callable[..., Answer]) -
     assert not Path("offload").exists() or not list(Path("offload").iterdir())
 
 
-def test_a_refused_run_leaves_the_last_output_alone(
+def test_a_refused_run_leaves_the_last_output_alone_and_writes_no_weights(
     door: Callable[..., Answer], write_jsonl: Callable[..., Path]
 ) -> None:
     Path("out.jsonl").write_text("yesterday's work\n")
     prompts = write_jsonl({"prompt_token_ids": [4, 5]})
     assert door("--prompts", prompts, "--output", "out.jsonl", "--host-mem", "1MiB").code == 3
     assert Path("out.jsonl").read_text() == "yesterday's work\n"
-
-
-def test_random_weights_are_not_written_for_a_refused_run(door: Callable[..., Answer]) -> None:
-    """It could be 60 GB, for nothing."""
     assert door("--path", "_DUMMY_", "--host-mem", "1MiB").code == 3
-    assert not list(Path("offload").rglob("*.safetensors"))
+    assert not list(Path("offload").rglob("*.safetensors")), "it could be 60 GB, for nothing"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,16 +64,6 @@ def test_token_ids_need_no_tokenizer(
     rows, model = read_jsonl(Path("out.jsonl")), reference_model(ids_model)
     assert [row["token_ids"] for row in rows] == [greedy(model, ids, 4) for ids in IDS]
     assert all(row["text"] is None and row["prompt"] is None for row in rows)
-
-
-def test_texts_and_token_ids_in_one_file(
-    door: Callable[..., Answer], write_jsonl: Callable[..., Path], words_model: Path
-) -> None:
-    prompts = write_jsonl({"prompt": TEXTS[0]}, {"prompt_token_ids": IDS[0]})
-    assert_done(door("--prompts", prompts, "--output", "out.jsonl", model=words_model))
-    rows = read_jsonl(Path("out.jsonl"))
-    assert [row["prompt"] for row in rows] == [TEXTS[0], None]
-    assert all(isinstance(row["text"], str) for row in rows)
 
 
 def test_a_stop_string_ends_a_row_and_is_cut_off(door: Callable[..., Answer], words_model: Path) -> None:
@@ -165,19 +156,19 @@ def test_random_weights_for_a_folder_that_has_none(
     assert json.loads(Path("report.json").read_text())["io_bytes"]["disk_read"] > 0
 
 
-def test_shipped_model_is_the_default(door: Callable[..., Answer]) -> None:
-    Path("prompts.txt").write_text("import os\n")
-    answer = door("--prompts", "prompts.txt", "--output", "out.jsonl", model="opt-tiny")
-    assert_done(answer)
-    assert read_jsonl(Path("out.jsonl"))[0]["text"]
-
-
 def test_the_output_is_replaced_and_nothing_else_left(
-    door: Callable[..., Answer], write_jsonl: Callable[..., Path], tmp_path: Path
+    door: Callable[..., Answer], write_jsonl: Callable[..., Path], ids_model: Path, tmp_path: Path
 ) -> None:
+    """Reports may stand in the model's folder, and go nowhere twice."""
     prompts = write_jsonl({"prompt_token_ids": [4, 5]})
     Path("out.jsonl").write_text("old\n" * 99)
-    assert_done(door("--prompts", prompts, "--output", "out.jsonl", "--no-log"))
+    flags = ("--prompts", prompts, "--log-file", prompts, "--no-log", "--verbose", 0, "--output", "out.jsonl")
+    answer = door(*flags, "--json", "/dev/null", "--trace", "/dev/null")
+    assert_done(answer, "--log-file") if answer.err else assert_done(answer)
+    model = shutil.copytree(ids_model, tmp_path / "offload/model")
+    for _ in range(2):
+        assert_done(door("--no-log", "--json", model / "report.json", model=model))
+    shutil.rmtree("offload/model")
     assert len(read_jsonl(Path("out.jsonl"))) == 1
     assert {p.name for p in tmp_path.iterdir()} - {"offload"} == {"out.jsonl", "prompts.jsonl"}
     assert not Path("offload").exists() or not list(Path("offload").iterdir())

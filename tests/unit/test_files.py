@@ -1,4 +1,4 @@
-"""Results appear whole: what cannot be written to its end leaves the older file as it was, and nothing beside it."""
+"""Files: results appear whole, or the older file stays; locks have one holder; impossible paths are refused."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import resource
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,8 +16,19 @@ from typing import Any
 import pytest
 
 from flexgen_h2o.core.config import Policy, SavedPolicy, write_policy
-from flexgen_h2o.core.errors import FlexgenError
-from flexgen_h2o.core.files import open_new, replacing, write_whole
+from flexgen_h2o.core.errors import FlexgenError, UsageError
+from flexgen_h2o.core.files import (
+    MARK,
+    check_writable,
+    is_still,
+    open_new,
+    read_mark,
+    replacing,
+    try_lock,
+    usable_path,
+    wait_for_lock,
+    write_whole,
+)  # fmt: skip
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.planner.measure.machine import nominal_profile
 from flexgen_h2o.planner.profile import write_profile
@@ -28,7 +40,7 @@ WRITERS: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.fixture(params=["drafts without a name", "drafts with a name"], autouse=True)
+@pytest.fixture(params=["drafts without a name", "drafts with a name"])
 def _drafts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the two ways to write a draft, the second is for file systems that cannot do the first."""
     real = os.open
@@ -53,6 +65,7 @@ def no_room() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@pytest.mark.usefixtures("_drafts")
 @pytest.mark.parametrize("name", WRITERS)
 def test_no_room_leaves_the_older_file(name: str, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
@@ -63,6 +76,7 @@ def test_no_room_leaves_the_older_file(name: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.usefixtures("_drafts")
 def test_a_link_stays_and_the_mode_of_its_target(tmp_path: Path) -> None:
     target, link = tmp_path / "target", tmp_path / "link"
     target.write_text("old")
@@ -84,6 +98,7 @@ def test_what_is_no_regular_file_is_written_to(tmp_path: Path) -> None:
     assert not Path(os.devnull).is_file()
 
 
+@pytest.mark.usefixtures("_drafts")
 def test_a_link_is_replaced_where_it_is_not_to_be_followed(tmp_path: Path) -> None:
     target, link = tmp_path / "target", tmp_path / "link"
     target.write_text("old")
@@ -92,6 +107,7 @@ def test_a_link_is_replaced_where_it_is_not_to_be_followed(tmp_path: Path) -> No
     assert not link.is_symlink() and (link.read_text(), target.read_text()) == ("new", "old")
 
 
+@pytest.mark.usefixtures("_drafts")
 def test_a_draft_has_no_name_that_can_be_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what has the name all the same is not opened, a link neither."""
     (tmp_path / "victim").write_text("mine")
@@ -131,7 +147,106 @@ def test_a_writer_that_is_killed_leaves_no_draft(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path] and path.read_text() == "old"
 
 
+@pytest.mark.usefixtures("_drafts")
 def test_bytes_may_be_written_too(tmp_path: Path) -> None:
     with replacing(tmp_path / "picture") as file:
         file.buffer.write(b"\x89PNG")
     assert (tmp_path / "picture").read_bytes() == b"\x89PNG"
+
+
+def test_check_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run.json"
+    check_writable(path, "--json")
+    monkeypatch.chdir(tmp_path)
+    check_writable(Path("run.json"), "--json")
+    assert os.listdir(tmp_path) == []
+    check_writable(Path("/dev/null"), "--log-file")
+    with pytest.raises(UsageError, match=r"^--trace .*does not exist"):
+        check_writable(tmp_path / "no" / "x", "--trace")
+    with pytest.raises(UsageError, match=r"^--json .*is a folder"):
+        check_writable(tmp_path, "--json")
+    # As root everything may be written: permissions are played.
+    monkeypatch.setattr("os.access", lambda asked, mode: asked != tmp_path)
+    with pytest.raises(UsageError, match=r"^--json .*no permission"):
+        check_writable(path, "--json")
+    path.touch()
+    check_writable(path, "--json")
+    monkeypatch.setattr("os.access", lambda asked, mode: asked != path)
+    with pytest.raises(UsageError, match=r"^--json .*no permission"):
+        check_writable(path, "--json")
+
+
+# ---- paths
+
+
+def test_home_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert usable_path("~/x y/\u00fc", "--json") == tmp_path / "x y" / "\u00fc"
+
+
+@pytest.mark.parametrize("text", ["~nosuchuser-at-all/x", "a" * 5000, "b" * 300, "nul\0byte"])
+def test_what_cannot_be_a_path(text: str) -> None:
+    with pytest.raises(UsageError, match=r"--offload-dir .*not a usable path"):
+        usable_path(text, "--offload-dir")
+
+
+# ---- locks
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    (tmp_path / "lock").touch()
+    return tmp_path / "lock"
+
+
+@pytest.fixture
+def two(path: Path) -> Iterator[tuple[int, int]]:
+    """The file opened twice, as by two processes; the first may be closed by the test."""
+    fds = os.open(path, os.O_RDONLY), os.open(path, os.O_RDONLY)
+    yield fds
+    for fd in fds:
+        try:
+            os.close(fd)
+        except OSError:
+            pass  # closed by the test
+
+
+def test_one_holds_it(two: tuple[int, int]) -> None:
+    assert try_lock(two[0]) and not try_lock(two[1]) and not try_lock(two[1], shared=True)
+    os.close(two[0])
+    assert try_lock(two[1])
+
+
+def test_those_who_share_hold_it_together(two: tuple[int, int]) -> None:
+    assert try_lock(two[0], shared=True) and try_lock(two[1], shared=True) and not try_lock(two[1])
+
+
+def test_it_is_waited_for(two: tuple[int, int]) -> None:
+    assert try_lock(two[0])
+    timer = threading.Timer(0.05, os.close, [two[0]])
+    timer.start()
+    wait_for_lock(two[1])
+    timer.join()
+
+
+def test_a_process_that_dies_leaves_none(path: Path, two: tuple[int, int]) -> None:
+    code = "import os, sys; from flexgen_h2o.core.files import try_lock; "
+    code += "print(try_lock(os.open(sys.argv[1], os.O_RDONLY)), flush=True); os.kill(os.getpid(), 9)"
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False)
+    assert done.stdout == "True\n" and done.returncode == -9, done.stderr
+    assert try_lock(two[0])
+
+
+def test_a_file_that_was_removed_or_replaced_is_not_the_one_that_is_open(path: Path, two: tuple[int, int]) -> None:
+    assert is_still(path, two[0])
+    path.unlink()
+    assert not is_still(path, two[0])
+    path.touch()
+    assert not is_still(path, two[0])
+
+
+def test_a_folder_in_the_place_of_a_mark_leaves_nothing_open(tmp_path: Path) -> None:
+    (tmp_path / MARK).mkdir()
+    before = os.listdir("/proc/self/fd")
+    assert read_mark(tmp_path) is None
+    assert os.listdir("/proc/self/fd") == before

@@ -38,11 +38,11 @@ EDGES = {
         "evaluation": "core models kvcache engine llm cli_common flags",
         "flex_opt": "core kvcache engine cli_common flags",
         "policy_search": "core tiers models kvcache engine planner cli_common flags",
-        "hardware": "core engine planner cli_common flags",
+        "hardware": "core planner cli_common flags",
         "batch": "core models kvcache engine cli_common flags jobs",
         "evaluate": "core kvcache engine cli_common flags evaluation",
         "cache": "core tiers checkpoint cli_common",
-        "cli": "core",
+        "cli": "core cli_common",
     }.items()
 }
 # The report names the prediction and whether its profile was busy; both belong to the planner.

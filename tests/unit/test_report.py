@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,12 @@ import pytest
 
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import FlexgenError, UsageError
+from flexgen_h2o.core.files import write_result
 from flexgen_h2o.engine.report import (
     Peak,
     PhaseReport,
     RunReport,
     append_log,
-    check_writable,
     eviction_line,
     log_block,
     log_file_name,
@@ -28,7 +27,6 @@ from flexgen_h2o.engine.report import (
     roofline_line,
     sizes_line,
     with_roofline,
-    write_json,
 )
 
 GB = 2**30
@@ -151,7 +149,7 @@ def test_json_is_safe_whatever_the_extra_facts_are(tmp_path: Path) -> None:
     }
     report = make_report(extra=extra, prefill=PhaseReport(0.0, 5), decode=PhaseReport(math.inf, 0))
     path = tmp_path / "run.json"
-    write_json(path, report)
+    write_result(path, report.to_json(), "--json")
     body = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(name))
     assert body["extra"] == {
         "sweeps": [1.0, None],
@@ -272,30 +270,8 @@ def test_nothing_to_project_from() -> None:
 # ---- files
 
 
-def test_check_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "run.json"
-    check_writable(path, "--json")
-    monkeypatch.chdir(tmp_path)
-    check_writable(Path("run.json"), "--json")
-    assert os.listdir(tmp_path) == []
-    check_writable(Path("/dev/null"), "--log-file")
-    with pytest.raises(UsageError, match=r"^--trace .*does not exist"):
-        check_writable(tmp_path / "no" / "x", "--trace")
-    with pytest.raises(UsageError, match=r"^--json .*is a folder"):
-        check_writable(tmp_path, "--json")
-    # As root everything may be written: permissions are played.
-    monkeypatch.setattr("os.access", lambda asked, mode: asked != tmp_path)
-    with pytest.raises(UsageError, match=r"^--json .*no permission"):
-        check_writable(path, "--json")
-    path.touch()
-    check_writable(path, "--json")
-    monkeypatch.setattr("os.access", lambda asked, mode: asked != path)
-    with pytest.raises(UsageError, match=r"^--json .*no permission"):
-        check_writable(path, "--json")
-
-
 def test_files_that_cannot_be_written_are_named(tmp_path: Path) -> None:
     with pytest.raises(FlexgenError, match=r"^--json .*: Is a directory"):
-        write_json(tmp_path, make_report())
+        write_result(tmp_path, make_report().to_json(), "--json")
     with pytest.raises(FlexgenError, match=r"^--log-file .*: Is a directory"):
         append_log(tmp_path, make_report())

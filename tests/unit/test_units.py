@@ -34,25 +34,16 @@ def test_sizes_as_people_write_them(text: str | int, size: int) -> None:
 @given(st.integers(1, 2**53))
 def test_a_plain_count_is_exact(size: int) -> None:
     assert parse_bytes(size) == parse_bytes(str(size)) == size
+    assert parse_bytes(2**60 + 1) == 2**60 + 1
 
 
 @pytest.mark.parametrize(
-    "text", ["", "GiB", "-1", "-1GiB", "1e9", "0", "0.2", 0, -5, "12 giga", "1,5g", "0x10", "inf", "nan", True, 1.5j]
+    "text",
+    ["", "GiB", "-1GiB", "1e9", "0", "0.2", -5, "12 giga", "1,5g", "0x10", "nan", True, 1.5j, "9" * 400, -(10**400)],
 )
 def test_anything_else_is_refused_by_the_name_of_its_flag(text: object) -> None:
     with pytest.raises(UsageError, match=r"^--host-mem: "):
         parse_bytes(text, "--host-mem")  # type: ignore[arg-type]
-
-
-def test_a_number_beyond_all_floats_is_refused_too() -> None:
-    with pytest.raises(UsageError):
-        parse_bytes("9" * 400)
-
-
-def test_whole_numbers_are_exact_or_refused_at_any_size() -> None:
-    assert parse_bytes(2**60 + 1) == 2**60 + 1
-    with pytest.raises(UsageError):
-        parse_bytes(-(10**400))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.core.units import check_int, check_share
+from flexgen_h2o.core.settings import ORIGINAL, ROLLING, EvictionSettings
+from flexgen_h2o.core.units import check_int
 
 if TYPE_CHECKING:
     import torch
@@ -113,53 +114,14 @@ class Eviction(Protocol):
 
 
 DEFAULT_RATIO = 0.1
-SCHEDULES = ("uniform", "pyramid")
-ORIGINAL, ROLLING = "original", "rolling"
 PYRAMID_BETA = 20  # PyramidKV: the last layer's heavy budget is the mean / beta
 
 
 @dataclass(frozen=True)
-class Evicting:
-    """Settings of a policy that keeps heavy + recent columns a row: as shares of the row's prompt, or as counts.
-
-    heavy_ratio, recent_ratio: in (0, 1]; int(ratio x prompt tokens) columns, at least 1. heavy_size, recent_size:
-    columns; heavy 0 is what the H2O paper calls "local". What is not given of recent is as heavy; nothing at all is
-    0.1 each. layer_schedule: "uniform", or "pyramid", where lower layers keep more heavy columns and upper ones fewer,
-    as many in sum (PyramidKV, Cai et al. 2024, arXiv 2406.02069). while_decoding: False drops columns of the prompt
-    only and keeps all that are generated (FlexGen's H2O without --hh-all). positions: "original", or "rolling": while
-    decoding a column's position is its rank among those that its row holds (StreamingLLM, Xiao et al. 2024, section
-    3.2), so that rows may grow past the positions that the model was trained for. Needs rotary embeddings.
-
-    Raises UsageError for a setting out of range.
-    """
+class Evicting(EvictionSettings):
+    """A policy that drops columns; its settings are checked when it is made."""
 
     name: ClassVar[str] = ""
-
-    heavy_ratio: float | None = None
-    recent_ratio: float | None = None
-    heavy_size: int | None = None
-    recent_size: int | None = None
-    layer_schedule: str = "uniform"
-    while_decoding: bool = True
-    positions: str = ORIGINAL
-
-    def __post_init__(self) -> None:
-        for kind in ("heavy", "recent"):
-            ratio, size = getattr(self, f"{kind}_ratio"), getattr(self, f"{kind}_size")
-            if ratio is not None and size is not None:
-                raise UsageError(f"{kind}_size: both a count and a share of {kind} columns are given; give one of them")
-            if ratio is not None:
-                object.__setattr__(self, f"{kind}_ratio", check_share(f"{kind}_ratio", ratio))
-            if size is not None:
-                self._take_int(f"{kind}_size", low=0 if kind == "heavy" else 1)
-        if self.heavy_size == 0 and self.recent_size is None and self.recent_ratio is None:
-            raise UsageError("heavy_size: 0 alone leaves nothing; say how many recent columns stay")
-        if self.layer_schedule not in SCHEDULES:
-            raise UsageError(f"layer_schedule: {self.layer_schedule!r} is not one of {', '.join(SCHEDULES)}")
-        if not isinstance(self.while_decoding, bool):
-            raise UsageError(f"while_decoding: {self.while_decoding!r} is not true or false")
-        if self.positions not in (ORIGINAL, ROLLING):
-            raise UsageError(f"positions: {self.positions!r} is neither {ORIGINAL} nor {ROLLING}")
 
     def _take_int(self, name: str, low: int, high: int | None = None) -> int:
         """A setting as a plain int, which a report can hold."""

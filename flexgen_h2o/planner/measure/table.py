@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from flexgen_h2o.core.tables import aligned
 from flexgen_h2o.core.units import format_bytes
 from flexgen_h2o.planner.profile import ComputeRates, Curve, HardwareProfile
 
@@ -94,13 +95,7 @@ def _curves(curves: dict[str, Curve], scale: float = GIGA) -> list[str]:
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    count = max(map(len, rows))
-    filled = [[*row, *[""] * (count - len(row))] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*filled, strict=True)]
-    return [
-        "  " + "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
-        for row in filled
-    ]
+    return [f"  {line}" for line in aligned(rows, right=True)]
 
 
 def _aligned(figures: Sequence[tuple[str, str]]) -> list[str]:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from tests.eviction.gqa_family import CONFIG, random_weights, register, save
 from transformers import OPTForCausalLM
 
-from flexgen_h2o import LLM
+from flexgen_h2o import LLM, Policy
 from flexgen_h2o.checkpoint.resolve import PACKAGED
 from flexgen_h2o.evaluation.fidelity import Runner
-from flexgen_h2o.evaluation.metrics import Cell, divergence
+from flexgen_h2o.evaluation.metrics import Cell, FullWatch, Probe, divergence
 from flexgen_h2o.evaluation.rows import TextRow
 from flexgen_h2o.kvcache.eviction import EVICTING, H2O, Full, Local
+from flexgen_h2o.kvcache.eviction.policy import Columns
 
 PROMPT, STEPS = 24, 9
 
@@ -26,22 +29,21 @@ def rows() -> list[TextRow]:
     return [TextRow(tuple(row[:PROMPT]), tuple(row[PROMPT:])) for row in ids]
 
 
-@pytest.mark.parametrize("name", sorted(EVICTING))
+@pytest.mark.parametrize("name", ["h2o", "snapkv", "h2o-v"])
 def test_a_budget_for_everything_changes_nothing_at_all(name: str, llm: LLM, rows: list[TextRow]) -> None:
     cell = Cell(name, 1.0, EVICTING[name](heavy_size=64, recent_size=64))
-    found = Runner(llm, 2**30, 4).texts(rows, [cell])
-    assert (found.cells[0].kl == 0).all()
-    assert not found.cells[0].flipped.any()
-    assert (found.cells[0].nll == found.full_nll).all()
-    assert found.cells[0].mass.max() < 1e-6
-    assert found.cells[0].columns == PROMPT
+    full_nll, (found,) = Runner(llm, 2**30, 4).texts(rows, [cell])
+    assert (found.kl == 0).all() and not found.flipped.any()
+    assert (found.nll == full_nll).all()
+    assert found.mass.max() < 1e-6
+    assert found.columns == PROMPT
 
 
 def test_local_is_what_masking_in_transformers_gives(llm: LLM, rows: list[TextRow]) -> None:
     """Prompts are computed in full; a decode step sees the sinks, the window and itself."""
     sinks, window = 2, 5
     cell = Cell("local", 0.3, Local(heavy_size=0, recent_size=sinks + window, sinks=sinks))
-    found = Runner(llm, 2**30, 3).texts(rows, [cell])
+    _, (found,) = Runner(llm, 2**30, 3).texts(rows, [cell])
     ids = torch.tensor([[*row.prompt, *row.continuation] for row in rows])
     place = torch.arange(PROMPT + STEPS)
     query, column = place.unsqueeze(1), place.unsqueeze(0)
@@ -55,7 +57,7 @@ def test_local_is_what_masking_in_transformers_gives(llm: LLM, rows: list[TextRo
         )
     want = divergence(full.flatten(0, 1), local.flatten(0, 1)).view(5, -1)
     assert want.mean() > 0.01, "the masked model differs"
-    assert np.allclose(found.cells[0].kl, want.numpy(), atol=1e-4)
+    assert np.allclose(found.kl, want.numpy(), atol=1e-4)
 
 
 def test_chunks_do_not_show(llm: LLM, rows: list[TextRow]) -> None:
@@ -63,8 +65,8 @@ def test_chunks_do_not_show(llm: LLM, rows: list[TextRow]) -> None:
     cells = [Cell(name, 0.3, EVICTING[name](heavy_size=4, recent_size=4)) for name in ("h2o", "local")]
     whole = Runner(llm, 2**30, 4)
     parts = Runner(llm, 2 * whole._row_bytes(rows), 4)
-    one, many = whole.texts(rows, cells), parts.texts(rows, cells)
-    for a, b in zip(one.cells, many.cells, strict=True):
+    (_, one), (_, many) = whole.texts(rows, cells), parts.texts(rows, cells)
+    for a, b in zip(one, many, strict=True):
         assert np.allclose(a.kl, b.kl, atol=1e-5) and a.kl.shape == (5, STEPS - 1)
         assert np.allclose(a.mass, b.mass, atol=1e-5) and 0 < a.mass.mean() < 1
         assert a.columns == b.columns == 8
@@ -73,14 +75,14 @@ def test_chunks_do_not_show(llm: LLM, rows: list[TextRow]) -> None:
 @pytest.mark.parametrize("cell", [Cell("full", 1.0, Full()), Cell("h2o", 1.0, H2O(heavy_size=64, recent_size=64))])
 def test_compressed_runs_are_compared_with_an_uncompressed_one(cell: Cell, llm: LLM, rows: list[TextRow]) -> None:
     """Fewer bits are further off; the full cache's own figures do not change."""
-    plain = Runner(llm, 2**30, 4).texts(rows, [cell])
-    assert (plain.cells[0].kl == 0).all()
+    full_nll, (plain,) = Runner(llm, 2**30, 4).texts(rows, [cell])
+    assert (plain.kl == 0).all()
     off = []
     for bits in (8, 4):
         compared = replace(llm.asked_policy, compress_cache=True, cache_bits=bits)
-        found = Runner(llm, 2**30, 4, compared=compared).texts(rows, [cell])
-        assert (found.full_nll == plain.full_nll).all() and found.cells[0].columns == PROMPT
-        off.append(found.cells[0].kl.mean())
+        same_nll, (found,) = Runner(llm, 2**30, 4, compared=compared).texts(rows, [cell])
+        assert (same_nll == full_nll).all() and found.columns == PROMPT
+        off.append(found.kl.mean())
         llm.use(replace(compared, compress_cache=False, cache_bits=4))
     assert 0 < 5 * off[0] < off[1]
 
@@ -90,10 +92,68 @@ def test_greedy_continuations_are_the_full_cache_s_and_never_diverge_from_it(llm
     rows = runner.greedy([replace(row, prompt=row.prompt[i:]) for i, row in enumerate(rows)], STEPS)
     everything = Cell("h2o", 1.0, EVICTING["h2o"](heavy_size=64, recent_size=64))
     little = Cell("local", 0.1, EVICTING["local"](heavy_size=1, recent_size=1))
-    found = runner.texts(rows, [everything])
-    assert found.cells[0].mass is None
-    assert (found.cells[0].kl == 0).all()
+    _, (found,) = runner.texts(rows, [everything])
+    assert found.mass is None and (found.kl == 0).all()
     same, other = runner.first_divergence(rows, [everything, little], STEPS)
     assert (same == STEPS).all()
     assert (other >= 1).all(), "the first token comes from the exact prefill"
     assert (other < STEPS).any()
+
+
+# ---- the probe drops nothing and sees the attention probabilities of each decode step
+
+LENGTHS, WATCHED = (7, 3, 3, 5), 6
+
+
+def watched(llm: LLM, eviction: object, continuations: torch.Tensor) -> FullWatch:
+    watch = FullWatch(LENGTHS, WATCHED, frozenset(range(WATCHED - 1)))
+    prompts = [[10 + i] * n for i, n in enumerate(LENGTHS)]
+    llm.eviction = eviction
+    slots = watch.see_slots if isinstance(eviction, Probe) else None
+    llm.follow(prompts, continuations.tolist(), watch.see_logits, slots)
+    return watch
+
+
+@pytest.fixture
+def grouped(tmp_path: Path, plain_cpu: None, monkeypatch: pytest.MonkeyPatch) -> LLM:
+    """A random model with 3 query heads a kv-head; micro-batches of 3, so that rows are compacted and split."""
+    register(monkeypatch)
+    return LLM(str(save(random_weights(), tmp_path / "m")), Policy(3, 2), dtype="float32", offload_dir=tmp_path / "o")
+
+
+def test_weights_of_each_step_sum_to_the_query_heads_of_a_kv_head(grouped: LLM) -> None:
+    group = CONFIG["num_attention_heads"] // CONFIG["num_key_value_heads"]
+    with grouped:
+        found = watched(grouped, Probe(), torch.randint(0, 120, (4, WATCHED)))
+    blocks = CONFIG["num_hidden_layers"]
+    assert sorted(found.weights) == [(step, block) for step in range(WATCHED - 1) for block in range(blocks)]
+    for (step, _), weights in found.weights.items():
+        assert weights.shape == (4, CONFIG["num_key_value_heads"], max(LENGTHS) + WATCHED)
+        assert torch.allclose(weights.sum(dim=-1), torch.tensor(float(group)), atol=1e-5)
+        for row, length in enumerate(LENGTHS):
+            assert (weights[row, :, : length + step + 1] > 0).all(), "every column is attended to"
+            assert (weights[row, :, length + step + 1 :] == 0).all(), "a column that is not there yet"
+
+
+def test_the_probe_computes_what_the_full_cache_does(grouped: LLM) -> None:
+    continuations = torch.randint(0, 120, (4, WATCHED))
+    with grouped:
+        probe, full = (watched(grouped, eviction, continuations) for eviction in (Probe(), Full()))
+    assert (probe.logits - full.logits).abs().max() < 1e-4
+
+
+def test_weights_are_put_where_their_columns_are() -> None:
+    """Slots in no order, one of two rows of the run, a slot that is not filled."""
+    watch = FullWatch([2, 3], 3, frozenset({1}))
+    columns = Columns(
+        block=4,
+        positions=torch.tensor([[[3, 0, 4, 1, 2, 77]]], dtype=torch.int32),
+        may_leave=torch.zeros(1, 1, 6, dtype=torch.bool),
+        newest=torch.tensor([4]),
+        heavy=torch.tensor([0]),
+        scores=torch.tensor([[[0.3, 0.1, 0.4, 0.05, 0.15, float("nan")]]]),
+    )
+    watch.see_slots([1], torch.tensor([5]), columns)
+    assert list(watch.weights) == [(1, 4)]
+    assert torch.allclose(watch.weights[1, 4][1], torch.tensor([[0.1, 0.05, 0.15, 0.3, 0.4, 0.0]]))
+    assert not watch.weights[1, 4][0].any()

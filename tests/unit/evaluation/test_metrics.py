@@ -1,13 +1,104 @@
-"""The step metrics on numbers small enough to be worked out by hand."""
+"""Policies at budgets as the command line gives them, the metrics of a step by hand, and bootstrap intervals."""
 
 from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
-from flexgen_h2o.evaluation.metrics import divergence, evicted_mass, flips, surprise
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.evaluation.metrics import Bootstrap, divergence, evicted_mass, flips, make_cells, surprise
+from flexgen_h2o.kvcache.eviction import EVICTING, H2O, H2ONorm
+
+
+def test_all_policies_at_all_budgets_each_half_heavy_and_half_recent() -> None:
+    cells = make_cells(list(EVICTING), [0.5, 0.1])
+    assert len(cells) == 2 * len(EVICTING)
+    assert {(c.eviction.heavy_ratio, c.eviction.recent_ratio) for c in cells if c.budget == 0.1} == {(0.05, 0.05)}
+    assert all(c.eviction.budget(100, 0, 1).columns == 10 for c in cells if c.budget == 0.1)
+    assert H2O(heavy_ratio=0.25, recent_ratio=0.25) in [c.eviction for c in cells]
+
+
+def test_a_policy_takes_settings_of_its_own() -> None:
+    [cell] = make_cells(["h2o-norm:decay=0.98,sinks=0,layer_schedule=pyramid,while_decoding=false"], [0.2])
+    want = H2ONorm(0.1, 0.1, None, None, "pyramid", False, sinks=0, decay=0.98)
+    assert cell.eviction == want
+    assert cell.label.startswith("h2o-norm:decay")
+
+
+@pytest.mark.parametrize(
+    ("policies", "budgets", "says"),
+    [
+        (["h3o"], [0.1], "--policies h3o: h3o is not one of local, h2o"),
+        ([""], [0.1], "--policies : nothing is not one of"),
+        (["full"], [0.1], "--policies full: full is not one of"),
+        (["h2o:decay=0.9"], [0.1], "decay is not a setting of h2o"),
+        (["h2o-norm:decay=2"], [0.1], "--policies h2o-norm:decay=2: decay: 2 is not in"),
+        (["h2o-norm:decay"], [0.1], "decay"),
+        (["h2o", "h2o"], [0.1], "--policies: h2o is given twice"),
+        (["h2o"], [0.1, 0.1], "--budgets: 0.1 is given twice"),
+        (["h2o"], [0.0], "--budgets: 0.0 is not in"),
+        (["h2o"], [float("nan")], "--budgets: nan is not in"),
+    ],
+)
+def test_what_is_refused(policies: list[str], budgets: list[float], says: str) -> None:
+    with pytest.raises(UsageError) as error:
+        make_cells(policies, budgets)
+    assert says in str(error.value)
+
+
+# ---- bootstrap
+
+
+def test_equal_seeds_give_equal_intervals_and_others_do_not() -> None:
+    values = np.random.default_rng(1).normal(size=50)
+    first, again, other = (Bootstrap(50, 200, seed).mean(values) for seed in (3, 3, 4))
+    assert first == again
+    assert first != other
+
+
+def test_the_interval_holds_the_mean_and_is_as_wide_as_the_standard_error_says() -> None:
+    values = np.random.default_rng(2).normal(5, 2, size=400)
+    found = Bootstrap(400, 2000, 0).mean(values)
+    error = values.std() / 20
+    assert found["value"] == pytest.approx(values.mean())
+    assert found["low"] < found["value"] < found["high"]
+    assert (found["low"], found["high"]) == pytest.approx(
+        (found["value"] - 1.96 * error, found["value"] + 1.96 * error), abs=0.03
+    )
+    assert found["n"] == 400
+
+
+def test_about_95_in_100_intervals_hold_the_true_mean() -> None:
+    rng = np.random.default_rng(3)
+    found = [Bootstrap(60, 300, i).mean(rng.exponential(size=60)) for i in range(200)]
+    assert 0.88 <= np.mean([one["low"] <= 1 <= one["high"] for one in found]) <= 0.99
+
+
+def test_a_percentile_is_of_all_steps_of_the_drawn_prompts() -> None:
+    values = np.arange(200.0).reshape(20, 10)
+    found = Bootstrap(20, 300, 0).percentile(values, 95)
+    assert found["value"] == np.percentile(np.arange(200.0), 95)
+    assert found["low"] < found["value"] <= found["high"] <= 199
+
+
+def test_a_ratio_draws_prompts_with_all_their_questions() -> None:
+    right, asked = np.array([3.0, 0.0, 1.0, 0.0]), np.array([3.0, 1.0, 4.0, 0.0])
+    found = Bootstrap(4, 500, 0).ratio(right, asked)
+    assert found["value"] == 0.5
+    assert 0 <= found["low"] < 0.5 < found["high"] <= 1
+
+
+def test_a_difference_is_paired() -> None:
+    """Prompts differ a lot, two policies on them by a constant: the difference is certain."""
+    values = np.random.default_rng(5).normal(0, 100, size=30)
+    found = Bootstrap(30, 200, 0).mean((values + 0.5) - values)
+    assert (found["low"], found["high"]) == pytest.approx((0.5, 0.5))
+
+
+# ---- metrics of a step
 
 
 def test_divergence_of_two_coins() -> None:
@@ -49,9 +140,3 @@ def test_evicted_mass_is_what_the_columns_that_are_gone_would_get() -> None:
     positions = torch.tensor([[[3, 1, 99], [0, 3, -7]], [[2, 0, 1], [1, 3, 2]]], dtype=torch.int32)
     lost = evicted_mass(weights, positions, torch.tensor([2, 3]))
     assert torch.allclose(lost, torch.tensor([[1 - 1.25 / 2, 1.0], [0.0, 0.25]]))
-
-
-def test_holding_everything_loses_nothing() -> None:
-    weights = torch.rand(3, 2, 17)
-    positions = torch.stack([torch.randperm(17) for _ in range(6)]).view(3, 2, 17).int()
-    assert evicted_mass(weights, positions, torch.full((3,), 17)).abs().max() < 1e-6

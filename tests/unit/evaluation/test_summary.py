@@ -9,13 +9,7 @@ import numpy as np
 import pytest
 
 from flexgen_h2o.core.errors import FlexgenError
-from flexgen_h2o.evaluation.fidelity import (
-    TextFidelity,
-    TextResults,
-    summarise_divergence,
-    summarise_recall,
-    summarise_texts,
-)
+from flexgen_h2o.evaluation.fidelity import TextFidelity, summarise_divergence, summarise_recall, summarise_texts
 from flexgen_h2o.evaluation.metrics import make_cells
 from flexgen_h2o.evaluation.rows import Question, RecallRow
 from flexgen_h2o.evaluation.tables import draw, markdown
@@ -40,7 +34,7 @@ def result() -> dict[str, Any]:
         )
         for cell in cells
     ]  # fmt: skip
-    full, figures = summarise_texts(TextResults(full_nll, found), 100, 0)
+    full, figures = summarise_texts(full_nll, found, 100, 0)
     rows = [recall_row(i % 2) for i in range(N)]
     for one in (full, *figures):
         one["recall"] = summarise_recall(rows, [[True, i % 2 == 0] for i in range(N)], 100, 0)

@@ -1,13 +1,8 @@
-"""The turns of a conversation: read from a file as MT-bench has them, and as token ids of a model.
+"""Conversations of many turns that keep their KV cache: turns from a file, one row that answers them, and the figures.
 
-A conversation whose KV lives on: one row that takes the tokens of each coming turn, then answers, then the next.
-
-The first turn is the row's prompt. Every later token, given or said, is a decode step: its column joins the cache and,
-where the row is full, takes the slot of the column that the eviction policy has named. So room is made for what comes,
-column by column, and an eviction policy does in the tenth turn what it does in the first. What is given is known
-before, so one sweep over the weights takes many of these steps, layer by layer.
-
-Many turns in one conversation whose KV lives on, shown as it goes, with what each turn took.
+The first turn is the row's prompt. Every later token, of a turn or an answer, is a decode step: its column joins the
+cache and, where the row is full, takes the slot of the eviction policy's victim. The tokens of a turn are known
+beforehand, so one sweep over the weights takes many of them.
 """
 
 from __future__ import annotations
@@ -27,8 +22,18 @@ from flexgen_h2o.core.units import GIVEN_CHUNK, format_bytes, format_seconds
 from flexgen_h2o.engine.generation import Chooser, Row, StopCriteria
 from flexgen_h2o.engine.metrics import Silent
 from flexgen_h2o.engine.prompts import Prompt, lines_of, make_prompt, object_of_json, prompt_of_json
+from flexgen_h2o.engine.report import RunReport
 from flexgen_h2o.engine.sampling import Sampler, SamplingParams, StopStrings, Tokenizer, decode_text
-from flexgen_h2o.evaluation.metrics import Case, bytes_of_column, held_columns, perplexity, surprise
+from flexgen_h2o.evaluation.metrics import (
+    Bootstrap,
+    Case,
+    Figures,
+    NatsWatch,
+    bytes_of_column,
+    held_columns,
+    perplexity,
+    surprise,
+)  # fmt: skip
 from flexgen_h2o.kvcache.eviction.policy import most_new_tokens
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.models.load import Model
@@ -58,17 +63,15 @@ class Turn:
     labels: dict[str, Any]
 
 
-def default_turns() -> list[Turn]:
-    return [Turn(text, "--turns", {}) for text in TURNS]
-
-
-def read_turns(path: Path) -> list[Turn]:
-    """All turns of a file, in its order.
+def read_turns(path: Path | None) -> list[Turn]:
+    """All turns of a file, in its order; TURNS without one.
 
     `.txt`: one a line. `.jsonl`: a line is a question of MT-bench, `{"question_id", "category", "turns": [...]}`, with
     texts or lists of token ids as turns; or one turn, as `prompt` or `prompt_token_ids`. Raises UsageError naming
     `--turns FILE:LINE`.
     """
+    if path is None:
+        return [Turn(text, "--turns", {}) for text in TURNS]
     if path.suffix.lower() not in (".txt", ".jsonl"):
         raise UsageError(f"--turns {path}: the file name must end in .txt (a turn a line) or .jsonl")
     is_text, turns = path.suffix.lower() == ".txt", []
@@ -130,17 +133,14 @@ def _ids(content: object, model: Model, form: str, said: list[str] | None, first
     return make_prompt(0, content, given, model.spec.vocab_size).token_ids
 
 
-TurnIds = Sequence[int]
-
-
 class Audience(Protocol):
-    """Who hears a conversation while it goes on. turn: 0 is the first. They may not keep the logits."""
+    """Callbacks of a conversation. turn: 0 is the first."""
 
     def given(self, turn: int, token: int, logits: torch.Tensor) -> None:
-        """A token of a turn is taken. logits: (vocab,), what the model expected in its place."""
+        """A token of a turn is taken. logits: (vocab,), of the step before it; not to be kept."""
 
     def said(self, turn: int, token: int, reason: str | None) -> None:
-        """The model's answer to a turn goes on with a token. reason: why it ends with it, "stop" or "length"."""
+        """The answer to a turn has another token. reason: why it ends there, "stop" or "length"; None: it goes on."""
 
 
 class Conversation:
@@ -156,7 +156,7 @@ class Conversation:
     """
 
     def __init__(
-        self, turns: Sequence[TurnIds], max_tokens: int, sampler: Chooser, ends: StopCriteria, audience: Audience,
+        self, turns: Sequence[Sequence[int]], max_tokens: int, sampler: Chooser, ends: StopCriteria, audience: Audience,
         room: int | None = None, max_tokens_per_sweep: int = GIVEN_CHUNK,
     ) -> None:  # fmt: skip
         self._turns, self._max_tokens, self._chooser, self._ends = turns, max_tokens, sampler, ends
@@ -209,12 +209,9 @@ class Conversation:
         return Row(self.prompt, self._max_tokens)
 
 
-def tokens_after_first(turns: Sequence[TurnIds], max_tokens: int) -> int:
+def tokens_after_first(turns: Sequence[Sequence[int]], max_tokens: int) -> int:
     """The most tokens that follow on the first turn where every answer has at most `max_tokens`."""
     return sum(map(len, turns[1:])) + max_tokens * len(turns)
-
-
-Show = Callable[[str], None]
 
 
 @dataclass
@@ -235,9 +232,9 @@ class Exchange:
 
 
 class Shown:
-    """The audience (conversation.Audience) of a conversation: shows the answers as they come, and counts."""
+    """An audience that shows the answers as they come, and counts tokens, nats, columns and seconds of each turn."""
 
-    def __init__(self, llm: LLM, turns: Sequence[Turn], first: int, show: Show) -> None:
+    def __init__(self, llm: LLM, turns: Sequence[Turn], first: int, show: Callable[[str], None]) -> None:
         self.exchanges = [Exchange(first)]
         self._llm, self._turns, self._first, self._show = llm, turns, first, show
         self._text = TextStream(llm.model.tokenizer)
@@ -258,7 +255,7 @@ class Shown:
         now = self._at(turn)
         now.answer.append(token)
         self._taken += 1
-        self._show(self._text.more(token, last=reason is not None))
+        self._show(self._text.more(token, is_last=reason is not None))
         if reason is not None:
             now.reason = reason
             self.end()
@@ -294,20 +291,25 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer, self._ids, self._shown = tokenizer, list[int](), 0
 
-    def more(self, token: int, last: bool) -> str:
+    def more(self, token: int, is_last: bool) -> str:
         """What may be shown with this token: a character that is not whole yet waits, unless it is the last."""
         self._ids.append(token)
         if self._tokenizer is None:
             return f"{token} "
         text = decode_text(self._tokenizer, self._ids)
-        if text.endswith("\ufffd") and not last:
+        if text.endswith("\ufffd") and not is_last:
             return ""
         new, self._shown = text[self._shown :], max(self._shown, len(text))
         return new
 
 
 def converse(
-    llm: LLM, case: Case, turns: Sequence[Turn], ids: Sequence[Sequence[int]], params: SamplingParams, show: Show
+    llm: LLM,
+    case: Case,
+    turns: Sequence[Turn],
+    ids: Sequence[Sequence[int]],
+    params: SamplingParams,
+    show: Callable[[str], None],
 ) -> dict[str, Any]:
     """One conversation with a policy; what it was, for the JSON. ids: of the turns; params: of each answer."""
     llm.eviction, spec = case.eviction, llm.model.spec
@@ -327,11 +329,7 @@ def converse(
         )
     answered = sum(one.reason is not None for one in found)
     nats, tokens = [n for one in found for n in one.nats], sum(one.tokens + len(one.answer) for one in found)
-    seconds = sum(one.seconds for one in found)
-    return {
-        "policy": case.label,
-        "positions": case.positions,
-        "eviction": case.eviction.to_json(),
+    own: Figures = {
         "turns": [_facts(i, turn, one, llm, params) for i, (turn, one) in enumerate(zip(turns, found, strict=False))],
         "answered": answered,
         "tokens": tokens,
@@ -339,6 +337,17 @@ def converse(
         "nll": _mean(nats) if nats else None,
         "perplexity": perplexity(_mean(nats)) if nats else None,
         "kv_bytes": max(one.kv_bytes for one in found),
+    }
+    return _result(case, own, report, tokens, sum(one.seconds for one in found))
+
+
+def _result(case: Case, own: Figures, report: RunReport, tokens: int, seconds: float) -> Figures:
+    """One policy's part of the JSON. own: figures of its measure."""
+    return {
+        "policy": case.label,
+        "positions": case.positions,
+        "eviction": case.eviction.to_json(),
+        **own,
         "kv_reserved_bytes": report.extra["kv_reserved_bytes"],
         "peak_bytes": report.peak_bytes,
         "seconds": seconds,
@@ -367,3 +376,40 @@ def _facts(index: int, turn: Turn, one: Exchange, llm: LLM, params: SamplingPara
         "kv_columns": one.columns,
         "kv_bytes": one.kv_bytes,
     }
+
+
+RESAMPLES = 1000
+AT_ONCE = 16  # tokens of every stream in one sweep
+
+
+def measure_streams(llm: LLM, case: Case, streams: Sequence[Sequence[int]], windows: int, seed: int) -> dict[str, Any]:
+    """Each stream token by token with a policy; NLL and KV by window, for the JSON. Windows count tokens from 1, which
+    nothing is expected for.
+
+    Every token is a decode step: the policy decides after each, and no prompt is attended to as a whole.
+    """
+    llm.eviction, tokens = case.eviction, torch.tensor([list(s) for s in streams])
+    n, length = tokens.shape
+    watch = NatsWatch(tokens[:, 1:])
+    report = llm.follow(tokens[:, :1].tolist(), tokens[:, 1:].tolist(), watch, max_tokens_per_sweep=AT_ONCE)
+    seconds = report.prefill.seconds + report.decode.seconds
+    edges = [length * i // windows for i in range(windows + 1)]
+    held = [held_columns(case.eviction, 1, last - 1, llm.model.spec.num_blocks) for last in edges[1:]]
+    found = [
+        {
+            "first": first + 1,
+            "last": last,
+            "nll": _interval(watch.nats[:, max(0, first - 1) : last - 1], seed),
+            "kv_columns": columns / llm.model.spec.num_blocks,
+            "kv_bytes": columns * bytes_of_column(llm),
+        }
+        for first, last, columns in zip(edges, edges[1:], held, strict=False)
+    ]
+    whole = _interval(watch.nats, seed)
+    own: Figures = {"windows": found, "nll": whole, "perplexity": perplexity(whole["value"])}
+    return _result(case, own, report, n * length, seconds)
+
+
+def _interval(nats: torch.Tensor, seed: int) -> dict[str, Any]:
+    """Of (streams, tokens), with an interval over streams."""
+    return Bootstrap(len(nats), RESAMPLES, seed).mean(nats.mean(dim=1).numpy())

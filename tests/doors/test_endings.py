@@ -1,4 +1,4 @@
-"""How a door ends: signals that were swallowed, and a standard output that takes nothing."""
+"""How a command ends: signals that were swallowed, a standard output that takes nothing, memory that runs out."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from flexgen_h2o import cli, flex_opt
-from flexgen_h2o.checkpoint import write_random_checkpoint
 from flexgen_h2o.checkpoint.writing import FileWriter
 from flexgen_h2o.cli_common import OneLineParser, run_cli
-from flexgen_h2o.core.errors import DoesNotFitError, UsageError
+from flexgen_h2o.core.errors import EXIT_DOES_NOT_FIT, EXIT_FAILED, DoesNotFitError, UsageError
 from flexgen_h2o.planner import search
 from flexgen_h2o.planner.lp import Budgets, Corners, Solution, solve
 
-SIGNALS = [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)]
 PLAN = "plan --model facebook/opt-125m --num-prompts 16 --prompt-len 32 --gen-len 8 --hardware t4"
+SIGNALS = [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)]
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +69,7 @@ def test_a_search_ends_with_the_candidate_it_is_at(
     monkeypatch.setattr(search, "solve", interrupted)
     assert cli.main(PLAN.split()) == 130
     assert calls == 1
-    assert capfd.readouterr() == ("", "policy_search: ended by SIGINT\n")
+    assert capfd.readouterr() == ("", "plan: ended by SIGINT\n")
 
 
 def test_a_signal_while_a_verb_is_imported(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
@@ -123,11 +123,12 @@ def test_standard_output_that_is_full(size: int) -> None:
     assert done.stderr == "plan: cannot write to standard output (No space left on device)\n"
 
 
-def test_other_errors_of_the_system_are_bugs() -> None:
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("No space")])
+def test_other_errors_are_bugs(error: Exception) -> None:
     def body(argv: list[str] | None) -> int:
-        raise OSError(28, "No space left on device")
+        raise error
 
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(type(error), match="No space"):
         run_cli("plan", body, [])
 
 
@@ -140,21 +141,6 @@ def test_a_long_word_is_not_quoted_whole(words: list[str]) -> None:
     with pytest.raises(UsageError) as raised:
         parser.parse_args(words)
     assert 50 < len(str(raised.value)) < 200 and "..." in str(raised.value)
-
-
-def test_a_swallowed_signal_ends_a_run_before_weights_are_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def signalled(*args: Any) -> Path:
-        swallow(signal.SIGTERM)
-        return write_random_checkpoint(*args)
-
-    monkeypatch.setattr("flexgen_h2o.models.load.write_random_checkpoint", signalled)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    argv = ["--model", "opt-tiny", "--path", "_DUMMY_", "--offload-dir", str(tmp_path), "--no-log"]
-    assert flex_opt.main([*argv, "--prompt-len", "8", "--gen-len", "2"]) == 143
-    assert capfd.readouterr() == ("", "flex_opt: ended by SIGTERM\n")
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_a_swallowed_signal_ends_the_writing_of_weights(
@@ -174,3 +160,19 @@ def test_a_swallowed_signal_ends_the_writing_of_weights(
     argv = ["--model", "opt-tiny", "--path", "_DUMMY_", "--offload-dir", str(tmp_path), "--no-log"]
     assert flex_opt.main([*argv, "--prompt-len", "8", "--gen-len", "2"]) == 143
     assert written == 1 and not list(tmp_path.rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "flag"),
+    [
+        (MemoryError(), EXIT_FAILED, "--host-mem"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), EXIT_DOES_NOT_FIT, "--device-mem"),
+    ],
+)
+def test_it_names_the_flag(error: BaseException, code: int, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def body(argv: list[str] | None) -> int:
+        raise error
+
+    assert run_cli("door", body, None) == code
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1 and said[0].startswith("door: ") and flag in said[0]

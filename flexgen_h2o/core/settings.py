@@ -1,0 +1,139 @@
+"""Settings that flags fill: dataclasses whose fields say their range and their flag. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.units import check_int, check_number, check_share
+
+GREEDY_BELOW = 1e-5
+MOST_LOGPROBS = 20  # likeliest tokens a step, as in OpenAI's chat API
+MOST_STOP_CHARACTERS = 4096  # of all stop strings of a row together: they are looked for after each token
+SCHEDULES = ("uniform", "pyramid")
+ORIGINAL, ROLLING = "original", "rolling"
+
+
+def setting(default: Any, help: str = "", **rules: Any) -> Any:
+    """A field that `check_settings` checks and, where it has a help text, `flags.add_flags_of` makes a flag for.
+
+    rules: `low` and `high` of a whole number, or of a number from 0; `share`: a number in (0, 1]; `choices`; and for
+    the flag `flag` (its name, where it is not the field's), `metavar`, `nargs` and `action`, as argparse has them.
+    """
+    return field(default=default, metadata={"help": help, **rules})
+
+
+def check_settings(settings: Any) -> None:
+    """Check every `setting` of a frozen dataclass, and keep numpy's numbers as Python's.
+
+    Raises UsageError that begins with the field's name.
+    """
+    for f in fields(settings):
+        value, rules = getattr(settings, f.name), f.metadata
+        kind, _, optional = str(f.type).partition(" | ")
+        if not rules or (value is None and optional):
+            continue
+        if kind == "bool" and not isinstance(value, bool):
+            raise UsageError(f"{f.name}: {value!r:.60} is not true or false")
+        if kind == "int":
+            value = check_int(f.name, value, rules["low"], rules.get("high"))
+        elif kind == "float":
+            share = rules.get("share", False)
+            value = check_share(f.name, value) if share else check_number(f.name, value, rules.get("high"))
+        if "choices" in rules and value not in rules["choices"]:
+            raise UsageError(f"{f.name}: {value!r:.60} is not one of {', '.join(map(str, rules['choices']))}")
+        object.__setattr__(settings, f.name, value)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen and when a row ends; checked here, UsageError names the field.
+
+    max_tokens: most new tokens of a row. temperature: below 1e-5 is greedy. top_p: in [0, 1], 1 is off.
+    top_k: 0 is off. seed: 0 .. 2**63 - 1. stop: strings that end a row (one string, a list or None are taken too).
+    ignore_eos: go on after the end-of-sequence token. logprobs: give the log-probability of each new token and those of
+    so many of the likeliest, up to 20; None gives none.
+    """
+
+    max_tokens: int = setting(32, low=1)
+    temperature: float = setting(0.0, "0 is greedy")
+    top_p: float = setting(
+        1.0, "draw from the likeliest tokens that have this probability together; 1 is off", high=1.0
+    )
+    top_k: int = setting(0, "draw from so many of the likeliest tokens; 0 is off", low=0)
+    seed: int = setting(0, "of what is drawn", low=0, high=2**63 - 1)
+    stop: tuple[str, ...] = setting((), "end a row at this text; may be repeated", metavar="TEXT", action="append")
+    ignore_eos: bool = setting(False, "go on after the end-of-sequence token")
+    logprobs: int | None = setting(None, low=0, high=MOST_LOGPROBS)
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        object.__setattr__(self, "stop", _check_stop(self.stop))
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken, without drawing."""
+        return self.temperature < GREEDY_BELOW
+
+
+def _check_stop(value: object) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    strings = (value,) if isinstance(value, str) else value
+    if not isinstance(strings, list | tuple):
+        raise UsageError(f"stop: {value!r:.60} is not a string or a list of strings")
+    for s in strings:
+        if not isinstance(s, str) or not s:
+            raise UsageError(f"stop: {s!r:.60} is not a string with at least one character")
+    if sum(map(len, strings)) > MOST_STOP_CHARACTERS:
+        raise UsageError(f"stop: the strings have more than {MOST_STOP_CHARACTERS} characters in all; shorten them")
+    return tuple(strings)
+
+
+@dataclass(frozen=True)
+class EvictionSettings:
+    """Settings of a policy that keeps heavy + recent columns a row: as shares of the row's prompt, or as counts.
+
+    heavy_ratio, recent_ratio: in (0, 1]; int(ratio x prompt tokens) columns, at least 1. heavy_size, recent_size:
+    columns; heavy 0 is what the H2O paper calls "local". What is not given of recent is as heavy; nothing at all is
+    0.1 each. layer_schedule: "uniform", or "pyramid", where lower layers keep more heavy columns and upper ones fewer,
+    as many in sum (PyramidKV, Cai et al. 2024, arXiv 2406.02069). while_decoding: False drops columns of the prompt
+    only and keeps all that are generated (FlexGen's H2O without --hh-all). positions: "original", or "rolling": while
+    decoding a column's position is its rank among those that its row holds (StreamingLLM, Xiao et al. 2024, section
+    3.2), so that rows may grow past the positions that the model was trained for. Needs rotary embeddings.
+
+    Raises UsageError for a setting out of range.
+    """
+
+    heavy_ratio: float | None = setting(
+        None,
+        "heavy-hitter KV columns a row: int(R x prompt), R in (0, 1] (0.1)",
+        flag="--hh-ratio",
+        metavar="R",
+        share=True,
+    )
+    recent_ratio: float | None = setting(
+        None, "recent columns a row, as a share of its prompt (as --hh-ratio)", metavar="R", share=True
+    )
+    heavy_size: int | None = setting(
+        None, "heavy-hitter columns a row, a count; 0 keeps recent ones only", flag="--hh-size", metavar="N", low=0
+    )
+    recent_size: int | None = setting(None, "recent columns a row, a count (as --hh-size)", metavar="N", low=1)
+    layer_schedule: str = setting(
+        "uniform", "uniform, or pyramid: lower layers keep more", flag="--kv-layer-schedule", choices=SCHEDULES
+    )
+    while_decoding: bool = setting(True, "false: drop columns of the prompt only", flag="--hh-all")
+    positions: str = setting(
+        ORIGINAL,
+        "rolling: while decoding a column's position is its rank among those kept; rotary models",
+        choices=(ORIGINAL, ROLLING),
+    )
+
+    def __post_init__(self) -> None:
+        for kind in ("heavy", "recent"):
+            if getattr(self, f"{kind}_ratio") is not None and getattr(self, f"{kind}_size") is not None:
+                raise UsageError(f"{kind}_size: both a count and a share of {kind} columns are given; give one of them")
+        check_settings(self)
+        if self.heavy_size == 0 and self.recent_size is None and self.recent_ratio is None:
+            raise UsageError("heavy_size: 0 alone leaves nothing; say how many recent columns stay")
