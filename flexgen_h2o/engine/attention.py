@@ -19,14 +19,12 @@ from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.eviction.policy import RANKS
 from flexgen_h2o.kvcache.prefixes import PromptGroup
 from flexgen_h2o.kvcache.slots import NewColumn, PartView, RowSlots, new_columns, split_views
-from flexgen_h2o.tiers.stream import Region
 
 
 @dataclass(frozen=True)
 class UnitViews:
     """A KV unit as the store opened it: all its rows."""
 
-    region: Region | None
     views: list[PartView]
     store_whole: bool
 
