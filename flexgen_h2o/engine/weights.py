@@ -22,7 +22,7 @@ from flexgen_h2o.core.packing import INT8, WeightForm
 from flexgen_h2o.core.units import ALIGN, PAGE, round_up
 from flexgen_h2o.engine.loop import BaseWeightStream
 from flexgen_h2o.engine.memory_plan import part_bytes, streamed_bytes, streamed_part_bytes, unpacked_bytes, weight_parts
-from flexgen_h2o.engine.workspace_sizes import is_blocked
+from flexgen_h2o.engine.product_sizes import is_blocked
 from flexgen_h2o.kernels.blocked import BlockedRows, block_rows
 from flexgen_h2o.kernels.int8 import Int8Rows
 from flexgen_h2o.kernels.int8_blocked import BlockedInt8, blank_int8_rows, block_int8_rows, requantise_rows

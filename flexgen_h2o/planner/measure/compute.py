@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 
 from flexgen_h2o.core.packing import INT8, packed_row_bytes
+from flexgen_h2o.engine.product_sizes import product_sizes
 from flexgen_h2o.engine.sampling import Sampler, SamplingParams
-from flexgen_h2o.engine.workspace_sizes import product_sizes
 from flexgen_h2o.kernels.blocked import BlockedRows, block_rows
 from flexgen_h2o.kernels.int8 import Int8Rows, pack_int8_rows
 from flexgen_h2o.kernels.int8_blocked import blank_int8_rows, block_int8_rows, requantise_rows
