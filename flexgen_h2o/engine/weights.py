@@ -29,7 +29,7 @@ from flexgen_h2o.kernels.int8_blocked import BlockedInt8, blank_int8_rows, block
 from flexgen_h2o.kernels.linear import RowParts
 from flexgen_h2o.kernels.packed import unpack_rows
 from flexgen_h2o.kernels.workspace import Workspace
-from flexgen_h2o.tiers.disk import DirectFile, aligned_range
+from flexgen_h2o.tiers.disk import DirectFile, FileRange, aligned_range
 from flexgen_h2o.tiers.placement import Part, Shares, is_streamed
 from flexgen_h2o.tiers.stream import Done, Region, Ring, Waitable, wait_all
 from flexgen_h2o.tiers.transfers import Memory, Mover
@@ -227,17 +227,16 @@ class WeightStore:
             start, length = aligned_range(offset, nbytes)
             dst = region.data[piece.start : piece.start + length]
             file = self._file(tensor)
-            return self._mover.read(
-                "load_weight", dst, "device", file, start, offset - start + nbytes, after=region.after
-            )
+            source = FileRange(file, start, offset - start + nbytes)
+            return self._mover.read("load_weight", dst, "device", source, region.after)
         return self._read(tensor, part, self._view(piece, region).view(-1), "device", region.after)
 
     def _read(
         self, tensor: TensorSpec, part: Part, dst: torch.Tensor, memory: Memory, after: Sequence[Waitable]
     ) -> Done:
         offset, nbytes = self._file_range(tensor, part)
-        stored = getattr(torch, self._stored(tensor).dtype)
-        return self._mover.read("load_weight", dst, memory, self._file(tensor), offset, nbytes, stored, after)
+        source = FileRange(self._file(tensor), offset, nbytes, getattr(torch, self._stored(tensor).dtype))
+        return self._mover.read("load_weight", dst, memory, source, after)
 
     def _view(self, piece: _Piece, region: Region) -> torch.Tensor:
         nbytes = part_bytes(piece.tensor, piece.part, self._form)

@@ -151,8 +151,9 @@ RUNS: dict[str, Run] = {
     "device, a shared prefix, h2o": Run(header=11, lengths=(2, 9, 4, 1, 5), eviction=H2O(heavy_size=4, recent_size=2)),
     "device, 8 bits, joined": Run(switches={"compress_weight": True, "weight_bits": 8, "sep_layer": False}),
 }  # fmt: skip
-# The second run meets every placement, the others every fifth.
-PAIRS = [(p, r) for i, p in enumerate(PLACEMENTS) for j, r in enumerate(RUNS) if (i + j) % 5 == 0 or r == "device"]
+# Each run meets every tenth placement, and one that moves of each kind what it has not on the device.
+PAIRS = [(p, r) for i, p in enumerate(PLACEMENTS) for j, r in enumerate(RUNS) if (i + j) % 10 == 0]
+PAIRS += [("everything split 30/30", r) for r in RUNS if ("everything split 30/30", r) not in PAIRS]
 
 
 @pytest.mark.parametrize(("placement", "run"), PAIRS)
@@ -162,8 +163,14 @@ def test_the_engine_moves_what_is_planned(placement: str, run: str, folder: Path
     assert moved == expected
 
 
-@pytest.mark.parametrize("run", ["device", "host, sequential, joined", "device, packed KV, h2o", "device, 4 bits"])
-@pytest.mark.parametrize("placement", ["everything split 30/30", "all on disk", "kv on host"])
+@pytest.mark.parametrize(
+    ("run", "placement"),
+    [
+        ("device", "everything split 30/30"),
+        ("host, sequential, joined", "all on disk"),
+        ("device, packed KV, h2o", "kv on host"),
+    ],
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_other_families(family: str, placement: str, run: str, tmp_path: Path) -> None:
     write_aligned(random_model(model_type=family, **FAMILIES[family]), tmp_path)
@@ -188,7 +195,7 @@ def test_shorter_prompts_move_less(run: Run, placement: str, folder: Path, tmp_p
     assert moved == expected
 
 
-@pytest.mark.parametrize(("rows", "share"), [(1, 3 / 4), (2, 6 / 8), (5, 14 / 20)])
+@pytest.mark.parametrize(("rows", "share"), [(1, 3 / 4), (5, 14 / 20)])
 def test_kv_shares_are_honoured_to_a_kv_head_of_a_row(rows: int, share: float, folder: Path, tmp_path: Path) -> None:
     """Of 4 kv-heads of one row 30 30 puts 1 on the device, 1 on the host, 2 on disk: 75% leave the device, not 70."""
     run = Run(rows, 1, lengths=(64,) * rows, new_tokens=1)
@@ -200,7 +207,7 @@ def test_kv_shares_are_honoured_to_a_kv_head_of_a_row(rows: int, share: float, f
 # ---- within a bound
 
 
-@pytest.mark.parametrize("new_tokens", [17, 40, 80])
+@pytest.mark.parametrize("new_tokens", [17, 80])
 def test_writing_back_is_spread_evenly(new_tokens: int, folder: Path, tmp_path: Path) -> None:
     """Every WRITE_BACK_STEPS sweeps the engine writes what a row holds then; the plan writes a share in every sweep.
 

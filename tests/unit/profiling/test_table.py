@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import fields
 
-from flexgen_h2o.planner.measure.table import RATES, SECONDS, SHARES, table
+from flexgen_h2o.hardware import RATES, SECONDS, SHARES, table
 from flexgen_h2o.planner.profile import HardwareProfile
 from tests.unit.test_profile import PROFILE
 
