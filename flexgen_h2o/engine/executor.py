@@ -79,10 +79,10 @@ class Executor:
         self._batches = [MicroBatch(r, self._sharing, self._common, opens=k == 0) for k, r in enumerate(rows)]
         sweeps = max(r.max_new for batch in rows for r in batch) if waiting is None else None
         engine, together = self._engine, None
+        self._begin()
         if self._handoff is not None:  # some micro-batches of a pipeline are on their way while it computes others
             self._handoff.begin_block([len(r) for r in rows])
             together = engine.policy.num_gpu_batches
-        self._begin()
         walk = Walk(engine, self._layers, engine.plan.depth, engine.policy.overlap, sweeps, len(rows), together)
         self._sweep_start = self._layer_start = time.perf_counter()
         walk.run(self, self._weights, order)
