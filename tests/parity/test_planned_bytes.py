@@ -114,41 +114,31 @@ def both(run: Run, placement: str, folder: Path, offload_dir: Path) -> tuple[Mov
 
 # ---- exact
 
+FEW, H2O_6, PACKED = (2, 9, 4, 1, 5), H2O(heavy_size=4, recent_size=2), {"compress_cache": True}
 RUNS: dict[str, Run] = {
     "host": Run(stand_in=False),
     "device": Run(),
     "host, sequential, joined": Run(3, 1, False, {"overlap": False, "sep_layer": False}),
     "device, attends on host": Run(2, 3, switches={"cpu_cache_compute": True}),
-    "device, h2o": Run(eviction=H2O(heavy_size=4, recent_size=2)),
-    "device, joined": Run(4, 1, switches={"sep_layer": False}),
-    "device, sequential": Run(1, 3, switches={"overlap": False}),
+    "device, h2o": Run(eviction=H2O_6),
     "device, segments": Run(lengths=(70,) * 5),
     "host, h2o that fills up": Run(3, 1, False, eviction=H2O(heavy_size=6, recent_size=5)),
     "device, evicts in the prompt only": Run(eviction=H2O(heavy_size=4, recent_size=2, while_decoding=False)),
-    "device, packed KV": Run(switches={"compress_cache": True}),
-    "host, packed KV in 8 bits, h2o": Run(
-        3, 1, False, {"compress_cache": True, "cache_bits": 8}, H2O(heavy_size=4, recent_size=2)
-    ),
+    "host, packed KV in 8 bits, h2o": Run(3, 1, False, {**PACKED, "cache_bits": 8}, H2O_6),
     "device, packed KV, segments, attends on host": Run(
-        switches={"compress_cache": True, "cpu_cache_compute": True}, lengths=(70,) * 5
+        switches={**PACKED, "cpu_cache_compute": True}, lengths=(70,) * 5
     ),
-    "device, packed KV, h2o": Run(switches={"compress_cache": True}, eviction=H2O(heavy_size=4, recent_size=2)),
+    "device, packed KV, h2o": Run(switches=PACKED, eviction=H2O_6),
     "device, other lengths": Run(lengths=(5, 9, 30, 1, 12)),
-    "host, 4 bits": Run(stand_in=False, switches={"compress_weight": True}),
     "device, 4 bits": Run(switches={"compress_weight": True}),
-    "host, int8": Run(stand_in=False, switches={"int8_compute": True}),
     "device, int8": Run(switches={"int8_compute": True}),
     "host, 4 bits, int8": Run(stand_in=False, switches={"compress_weight": True, "int8_compute": True}),
-    "device, 4 bits, int8": Run(switches={"compress_weight": True, "int8_compute": True}),
-    "device, a shared prefix": Run(header=11, lengths=(2, 9, 4, 1, 5)),
-    "host, a shared prefix, segments": Run(3, 1, False, header=60, lengths=(2, 9, 4, 1, 5)),
-    "device, a shared prefix, packed KV": Run(
-        switches={"compress_cache": True}, header=11, lengths=(2, 9, 4, 1, 5)
-    ),
+    "host, a shared prefix, segments": Run(3, 1, False, header=60, lengths=FEW),
+    "device, a shared prefix, packed KV": Run(switches=PACKED, header=11, lengths=FEW),
     "device, a shared prefix, attends on host": Run(
         2, 3, switches={"cpu_cache_compute": True}, header=70, lengths=(70, 9, 4, 1, 5)
     ),
-    "device, a shared prefix, h2o": Run(header=11, lengths=(2, 9, 4, 1, 5), eviction=H2O(heavy_size=4, recent_size=2)),
+    "device, a shared prefix, h2o": Run(header=11, lengths=FEW, eviction=H2O_6),
     "device, 8 bits, joined": Run(switches={"compress_weight": True, "weight_bits": 8, "sep_layer": False}),
 }  # fmt: skip
 # Each run meets every tenth placement, and one that moves of each kind what it has not on the device.

@@ -83,15 +83,6 @@ def _no_card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_no_card")
-@pytest.mark.parametrize("name", ["auto", "cpu"])
-def test_a_budget_of_its_own_makes_a_device_tier(name: str) -> None:
-    host, stand_in = open_device(name, separate_budget=False), open_device(name, separate_budget=True)
-    assert (host.is_host, host.tier) == (True, "host")
-    assert (stand_in.is_host, stand_in.tier) == (False, "device")
-    assert host.torch_device == stand_in.torch_device == torch.device("cpu")
-
-
-@pytest.mark.usefixtures("_no_card")
 @pytest.mark.parametrize(("name", "says"), [("cuda", "no CUDA device"), ("tpu", "'tpu' is not one of auto, cpu, cuda")])
 def test_a_device_that_is_not_there_is_refused(name: str, says: str) -> None:
     with pytest.raises(UsageError, match=f"--device.*{says}"):
@@ -179,12 +170,6 @@ def test_others_get_what_is_free_less_a_margin(tmp_path: Path, monkeypatch: pyte
     found = resolve_budgets(MemoryBudget(), HostDevice(), tmp_path)
     assert found == {"device": 0, "host": 90 * GIB, "disk": 498 * GIB}
     assert resolve_budgets(MemoryBudget(), StandInDevice(), tmp_path)["device"] == 4 * GIB - GIB // 2
-
-
-def test_next_to_nothing_free_is_a_budget_of_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "free_host_bytes", lambda: GIB // 4)
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: Disk(GIB))
-    assert resolve_budgets(MemoryBudget(), HostDevice(), tmp_path) == {"device": 0, "host": 0, "disk": 0}
 
 
 def test_the_disk_is_the_one_of_the_folder_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

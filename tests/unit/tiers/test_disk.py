@@ -283,18 +283,6 @@ def test_a_full_disk_is_said_before_the_run(scratch: Scratch, offload: Path, mon
     assert len(os.listdir("/proc/self/fd")) == open_before
 
 
-def test_a_disk_without_inodes_is_full_too(scratch: Scratch, offload: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_inode(*_: object, **__: object) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "mkdir", no_inode)
-    with pytest.raises(DoesNotFitError, match=f"--offload-dir {offload}"):
-        Scratch(offload)
-    monkeypatch.setattr(os, "open", no_inode)
-    with pytest.raises(DoesNotFitError, match=f"--offload-dir {offload}: .*No space left"):
-        scratch.create("cache.bin", PAGE)
-
-
 def test_a_place_that_cannot_be_a_folder_is_unusable_input(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=f"--offload-dir {tmp_path / 'file'}: cannot be used"):

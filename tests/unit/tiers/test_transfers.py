@@ -18,7 +18,7 @@ from flexgen_h2o.core.errors import TransferError
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import PAGE, STAGING_BYTES
 from flexgen_h2o.tiers import transfers as mover_module
-from flexgen_h2o.tiers.device import HostDevice, StandInDevice, host_buffer
+from flexgen_h2o.tiers.device import StandInDevice, host_buffer
 from flexgen_h2o.tiers.disk import DirectFile, FileRange
 from flexgen_h2o.tiers.stream import Done, wait_all
 from flexgen_h2o.tiers.transfers import Lanes, Memory, Mover
@@ -56,18 +56,6 @@ def fails(error: BaseException) -> Callable[[], int]:
     return job
 
 
-# ---- events
-
-
-def test_done_waits_for_all_its_parts() -> None:
-    done = Done(2)
-    done.finish_one()
-    assert not done.is_done
-    done.finish_one()
-    assert done.is_done
-    done.wait()
-
-
 def test_the_first_error_ends_a_done_at_once_and_is_the_one_raised() -> None:
     done = Done(3)
     done.finish_one(OSError("first"))
@@ -88,16 +76,6 @@ def test_one_thread_keeps_the_order_of_its_queue(lanes: Lanes) -> None:
     assert log == [(i, part) for i in range(20) for part in range(3)]
 
 
-def test_two_threads_work_at_the_same_time(lanes: Lanes) -> None:
-    meeting = threading.Barrier(2, timeout=10)
-
-    def job() -> int:
-        meeting.wait()
-        return 0
-
-    lanes.submit("disk_read", "x", [job, job]).wait()
-
-
 def test_an_operation_starts_after_what_it_names_on_another_lane(lanes: Lanes, gate: Done) -> None:
     log: list[object] = []
     read = lanes.submit("disk_read", "read", [appends(log, "read"), appends(log, "read")], [gate])
@@ -108,23 +86,6 @@ def test_an_operation_starts_after_what_it_names_on_another_lane(lanes: Lanes, g
     gate.finish_one()
     written.wait()
     assert log == ["read", "read", "copy", "write"]
-
-
-def test_bytes_and_time_are_counted_by_lane(lanes: Lanes) -> None:
-    wait_all([lanes.submit("disk_read", "load", [lambda: 5, lambda: 7]), lanes.submit("h2d", "copy", [lambda: 11])])
-    assert lanes.bytes_moved == {"disk_read": 12, "disk_write": 0, "h2d": 11}
-    assert lanes.timeline.seconds("disk_read", "load") > 0 == lanes.timeline.seconds("disk_write")
-
-
-def test_workers_are_in_inference_mode_like_the_compute_thread(lanes: Lanes) -> None:
-    modes: list[object] = []
-
-    def job() -> int:
-        modes.append(torch.is_inference_mode_enabled())
-        return 0
-
-    lanes.submit("h2d", "x", [job]).wait()
-    assert modes == [True]
 
 
 # ---- failure
@@ -143,30 +104,6 @@ def test_the_first_failure_reaches_everyone_who_waits(lanes: Lanes, gate: Done) 
     with pytest.raises(OSError, match="the first one"):
         lanes.submit("h2d", "x", [appends(log, "later")]).wait()
     assert log == [] and lanes.bytes_moved == dict.fromkeys(THREADS, 0)
-
-
-def test_of_two_that_fail_side_by_side_the_first_is_the_reason(lanes: Lanes) -> None:
-    running, go_on = threading.Event(), threading.Event()
-
-    def fails_late() -> int:
-        running.set()
-        go_on.wait(10)
-        raise OSError("second")
-
-    late = lanes.submit("disk_read", "x", [fails_late])
-    assert running.wait(10)
-    with pytest.raises(OSError, match="first"):
-        lanes.submit("h2d", "x", [fails(OSError("first"))]).wait()
-    go_on.set()
-    with pytest.raises(OSError, match="first"):
-        late.wait()
-
-
-def test_even_an_exit_inside_a_job_is_a_failure_not_a_dead_thread(lanes: Lanes) -> None:
-    with pytest.raises(SystemExit):
-        lanes.submit("h2d", "x", [fails(SystemExit(3))]).wait()
-    with pytest.raises(SystemExit):
-        lanes.submit("h2d", "x", [lambda: 0]).wait()
 
 
 # ---- the end
@@ -348,32 +285,6 @@ def test_a_write_touches_no_page_beyond_its_own(room: Room) -> None:
     back = host_buffer(4 * PAGE)
     room.mover.read("r", back, "host", FileRange(room.target, 20 * PAGE, 4 * PAGE)).wait()
     assert bool((back[:PAGE] == 9).all() and (back[PAGE : 2 * PAGE + 1] == 1).all() and (back[3 * PAGE :] == 9).all())
-
-
-# ---- the link between host and device
-
-
-def moved(room: Room) -> dict[str, int]:
-    return dict(room.mover.lanes.bytes_moved)
-
-
-def test_disk_traffic_of_the_device_is_staged_and_counted_on_the_link_too(room: Room) -> None:
-    """However well the buffer is aligned: a card's memory takes nothing straight from a file."""
-    buffer, copies, before = host_buffer(5 * PAGE), room.device.copies, moved(room)
-    room.mover.read("r", buffer, "device", FileRange(room.source, 0, 5 * PAGE)).wait()
-    room.mover.write("w", room.target, 0, buffer, "device").wait()
-    assert room.device.copies - copies == 2 * 3  # chunks of two pages
-    assert {lane: n - before[lane] for lane, n in moved(room).items()} == dict.fromkeys(before, 5 * PAGE)
-    values = torch.zeros(10)
-    room.mover.read("r", values, "device", FileRange(room.source, 0, 20, torch.bfloat16)).wait()
-    assert moved(room)["h2d"] - before["h2d"] == 5 * PAGE + 40  # as converted
-
-
-def test_where_the_device_is_host_memory_there_is_no_link(room: Room) -> None:
-    lanes = Lanes({"disk_read": 1, "h2d": 1, "d2h": 1}, Timeline())
-    Mover(HostDevice(), lanes).read("r", misaligned(PAGE, 1), "device", FileRange(room.source, 0, PAGE)).wait()
-    lanes.close()
-    assert lanes.bytes_moved == {"disk_read": PAGE, "h2d": 0, "d2h": 0}
 
 
 # ---- copies
