@@ -5,18 +5,54 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from flexgen_h2o.cli_common import OneLineParser, file_name, not_empty, results_are_in, run_cli, say
 from flexgen_h2o.core.errors import EXIT_DONE, FlexgenError, UsageError
 from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, check_writable, usable_path
-from flexgen_h2o.core.units import format_seconds
+from flexgen_h2o.core.tables import aligned
+from flexgen_h2o.core.units import format_bytes, format_seconds
 from flexgen_h2o.flags import say_idle_flags
-from flexgen_h2o.planner.profile import HardwareProfile, find_profile, read_profile, write_profile
+from flexgen_h2o.planner.profile import (
+    ComputeRates,
+    Curve,
+    HardwareProfile,
+    find_profile,
+    read_profile,
+    write_profile,
+)
 
 PROMISED, PROMISED_S = "one to two minutes", (50, 130)
 MOST_AGAIN_S = 60.0  # for what other processes disturbed
 CACHED = ""  # --show without a name
+GIGA, MICRO = 1e9, 1e-6
+RATES = {
+    "disk_read_bytes_per_s": "disk, read",
+    "disk_write_bytes_per_s": "disk, write",
+    "h2d_bytes_per_s": "host to device, pinned",
+    "d2h_bytes_per_s": "device to host, pinned",
+    "h2d_unpinned_bytes_per_s": "host to device",
+    "d2h_unpinned_bytes_per_s": "device to host",
+    "host_memory_bytes_per_s": "host memory",
+    "device_memory_bytes_per_s": "device memory",
+    "overlay_bytes_per_s": "KV columns laid over units from disk",
+}
+SECONDS = {
+    "kernel_s": "kernel",
+    "transfer_s": "copy between host and device",
+    "disk_request_s": "disk request",
+    "step_s": "step of a layer and micro-batch",
+    "attention_step_s": "more, with attention",
+    "eviction_step_s": "more, with eviction",
+    "row_s": "more, for each row",
+    "short_read_compute_s": "more, for each short disk read",
+    "cache_load_step_s": "more, with a KV unit from another tier",
+}
+SHARES = {
+    "disk_read_beside_compute": "disk read beside compute",
+    "compute_beside_disk_read": "compute beside disk read",
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -27,39 +63,21 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> OneLineParser:
     parser = OneLineParser(prog="hardware", description=__doc__)
     add = parser.add_argument
-    add(
-        "--output",
-        type=file_name,
-        metavar="FILE",
-        help="also write the profile here (JSON); it is kept for later anyway",
-    )
-    add(
-        "--offload-dir",
-        type=not_empty,
-        default=DEFAULT_OFFLOAD_DIR,
-        help=f"whose disk is measured (default {DEFAULT_OFFLOAD_DIR})",
-    )
+    kept = "also write the profile here (JSON); it is kept for later anyway"
+    add("--output", type=file_name, metavar="FILE", help=kept)
+    disk = f"whose disk is measured (default {DEFAULT_OFFLOAD_DIR})"
+    add("--offload-dir", type=not_empty, default=DEFAULT_OFFLOAD_DIR, help=disk)
     add("--device", default="auto", help="auto, cpu or cuda")
     add("--machine", type=not_empty, metavar="NAME", help="the profile's name (default: from the card or the CPU)")
-    add(
-        "--show",
-        nargs="?",
-        const=CACHED,
-        metavar="NAME",
-        help="measure nothing; print a profile file, a shipped profile by its name, or the one kept for this machine",
-    )
+    shown = "measure nothing; print a profile file, a shipped profile by its name, or the one kept for this machine"
+    add("--show", nargs="?", const=CACHED, metavar="NAME", help=shown)
     return parser
 
 
 def _run(argv: list[str] | None) -> int:
     args = _parser().parse_args(argv)
     args.offload_dir = usable_path(args.offload_dir, "--offload-dir")
-    if args.show is not None:
-        profile = _shown(args)
-    else:
-        profile = _measured(args)
-    from flexgen_h2o.planner.measure.table import table
-
+    profile = _measured(args) if args.show is None else _shown(args)
     print(table(profile))
     say_idle_flags("hardware", args)
     return EXIT_DONE
@@ -114,6 +132,73 @@ def _measured(args: argparse.Namespace) -> HardwareProfile:
 
 def _say(line: str) -> None:
     say("hardware", line)
+
+
+def table(profile: HardwareProfile) -> str:
+    """The whole profile as text, a line for each figure or curve: GB/s (10^9), GFLOP/s, microseconds."""
+    lines = [f"{profile.machine}: {profile.description}", f"{profile.source}, {profile.date}"]
+    sizes = [("device", profile.device_mem_bytes), ("host", profile.host_mem_bytes), ("disk", profile.disk_mem_bytes)]
+    lines += ["", "memory", *_columns([(name, format_bytes(size)) for name, size in sizes if size])]
+    groups = (("GB/s", RATES, GIGA), ("us", SECONDS, MICRO), ("share left", SHARES, 1.0))
+    for unit, names, scale in groups:
+        figures = [(what, _number(getattr(profile, field) / scale)) for field, what in names.items()]
+        lines += ["", unit, *_columns(figures)]
+    for dtype, rates in profile.compute.items():
+        lines += ["", *_compute(dtype, rates)]
+    if profile.notes:
+        lines += ["", "notes", *(f"  {name}: {note}" for name, note in profile.notes.items())]
+    return "\n".join(lines)
+
+
+def _compute(dtype: str, rates: ComputeRates) -> Iterator[str]:
+    products = [(shape, i, c) for shape, by_inner in rates.matmul_flops_per_s for i, c in by_inner]
+    rows = [rows for rows, _ in products[0][2].points]
+    head = ["rows", *(f"{r:g}" for r in rows)]
+    body = [[f"{i:g} to {i * shape:g}", *(_number(c.at(r) / GIGA) for r in rows)] for shape, i, c in products]
+    yield f"{dtype}: products, GFLOP/s"
+    yield from _columns([head, *body])
+    yield from _curves(
+        {"times faster, blocked": rates.blocked_speedup, "times faster, int8": rates.int8_speedup}, scale=1.0
+    )
+    yield f"{dtype}: GFLOP/s by tokens of a prompt"
+    yield from _curves(
+        {"attention of prompts": rates.prefill_attention_flops_per_s, "column sums": rates.column_sums_flops_per_s}
+    )
+    yield f"{dtype}: GB/s of decode attention by head width"
+    yield from _curves(
+        {
+            "device": rates.device_attention_bytes_per_s,
+            "device, scored": rates.device_scored_attention_bytes_per_s,
+            "host": rates.host_attention_bytes_per_s,
+            "host, scored": rates.host_scored_attention_bytes_per_s,
+        }
+    )
+    others = {
+        "norms and activations, GB/s": rates.elementwise_bytes_per_s,
+        "int4 to dtype on the device, GB/s": rates.device_dequantise_bytes_per_s,
+        "int4 to dtype on the host, GB/s": rates.host_dequantise_bytes_per_s,
+        "logits looked at, G/s": rates.logits_per_s,
+    }
+    yield f"{dtype}: others"
+    faster = "int4 to int8 on the device, times faster", _number(rates.requantise_speedup)
+    yield from _columns([*((what, _number(rate / GIGA)) for what, rate in others.items()), faster])
+
+
+def _curves(curves: dict[str, Curve], scale: float = GIGA) -> list[str]:
+    """A line for each curve; those of a profile share their sizes or have one point each."""
+    return _columns(
+        [[what, *(f"{size:g}: {_number(rate / scale)}" for size, rate in c.points)] for what, c in curves.items()]
+    )
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"  {line}" for line in aligned(rows, right=True)]
+
+
+def _number(value: float) -> str:
+    """Three significant digits, never an exponent."""
+    digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2 if abs(value) >= 1 else 3
+    return f"{value:,.{digits}f}"
 
 
 if __name__ == "__main__":

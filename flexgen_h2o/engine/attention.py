@@ -18,18 +18,16 @@ from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.eviction.policy import is_rolling
 from flexgen_h2o.kvcache.prefixes import PromptGroup
 from flexgen_h2o.kvcache.slots import CommonPrefix, KVRows, NewColumns, PartView, RowBudgets, split_views
-from flexgen_h2o.tiers.stream import Region
 
 
 @dataclass(frozen=True)
 class CacheStep:
     """A KV unit while its layer is computed: first the rows that decode, behind them those that enter with prompts.
 
-    region, store_whole: of the unit as the store opened it. decoding, entering: None without such rows. new: the new
-    columns of the decode steps so far, the first of them known before attention.
+    store_whole: as the store opened the unit. decoding, entering: None without such rows. new: the new columns of the
+    decode steps so far, the first of them known before attention.
     """
 
-    region: Region | None
     store_whole: bool
     decoding: KVRows | None
     entering: KVRows | None
@@ -72,9 +70,8 @@ class UnitAttention:
         self._is_rolling = is_rolling(eviction)
 
     def open(
-        self, block: int, budgets: RowBudgets, fed: SweepInput, views: Sequence[PartView], region: Region | None,
-        store_whole: bool,
-    ) -> CacheStep:  # fmt: skip
+        self, block: int, budgets: RowBudgets, fed: SweepInput, views: Sequence[PartView], store_whole: bool
+    ) -> CacheStep:
         """The unit of transformer block `block`, whose rows are fed `fed`. views, store_whole: of `CacheStore.open`."""
         first, decoding, entering = fed.decoding, None, None
         common = self._common.at(block) if self._common is not None else None
@@ -88,7 +85,7 @@ class UnitAttention:
             assert store_whole  # a prompt is more than a column
             of_rows = budgets.select(slice(first, None))
             entering = KVRows(self._eviction, block, self._kv_heads, of_rows, behind, common)
-        return CacheStep(region, store_whole, decoding, entering, new)
+        return CacheStep(store_whole, decoding, entering, new)
 
     def attend(self, fed: SweepInput, cache: CacheStep, out: torch.Tensor, *qkv: torch.Tensor) -> torch.Tensor:
         """q: (tokens, heads, d); k, v: (tokens, kv_heads, d), packed; changed in place. out: (tokens, heads x d)."""

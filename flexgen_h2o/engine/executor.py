@@ -1,23 +1,24 @@
-"""Walks the zig-zag order: loads ahead, computes, stores behind. One loop for sequential and overlapped runs.
+"""Runs blocks of rows: fills the steps of the walk (engine/loop.py) with real transfers and compute.
 
-Knows tiers and rows; of the model it knows only that a family computes a layer from named tensors.
+Knows tiers and rows; of the model only that a family computes a layer from named tensors.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
 
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import Layer
-from flexgen_h2o.core.schedule import Step, weight_sequence, zigzag
+from flexgen_h2o.core.schedule import Step, weight_sequence
 from flexgen_h2o.engine.attention import CacheStep, UnitAttention
 from flexgen_h2o.engine.distributed import Handoff
 from flexgen_h2o.engine.generation import Decoding, MicroBatch, Row, SweepInput, Waiting
-from flexgen_h2o.engine.hidden import HiddenKey
+from flexgen_h2o.engine.loop import ATTENTION_KINDS, UnitKey, Walk
 from flexgen_h2o.engine.memory_plan import kv_layout
 from flexgen_h2o.engine.metrics import BlockStats, Sweep
 from flexgen_h2o.engine.resources import Engine
@@ -27,11 +28,9 @@ from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.kvcache.prefixes import Sharing
 from flexgen_h2o.kvcache.slots import Move, SlotTable
-from flexgen_h2o.kvcache.store import CacheKey
 from flexgen_h2o.models import Weights, family_of
-from flexgen_h2o.tiers.stream import Stream, Waitable, streamed_keys, wait_all
+from flexgen_h2o.tiers.stream import Region, Waitable, streamed_keys
 
-ATTENTION_KINDS = ("attention", "block")
 OnFinished = Callable[[list[Row]], None]
 
 
@@ -52,7 +51,6 @@ class Executor:
         self._family = family_of(engine.spec)
         self._workspace = engine.workspace()
         self._layers: tuple[Layer, ...] = engine.layers.layers
-        self._overlap = engine.policy.overlap
         self._handoff = Handoff(engine.wire, engine.device.fence) if engine.wire is not None else None
         self._max_sweeps = max_sweeps
         self._weights = self._weight_stream()
@@ -63,51 +61,36 @@ class Executor:
     def _weight_stream(self) -> WeightStream:
         engine, units = self._engine, tuple(layer.unit for layer in self._layers)
         sequence = streamed_keys(weight_sequence(self._max_sweeps, units), units, engine.weights)
-        return WeightStream(
-            engine.weights, engine.weight_ring(), sequence, len(units) if self._overlap else 0,
-            engine.unpacked_weights(), engine.int8_workspace(),
-        )  # fmt: skip
+        ahead = len(units) if engine.policy.overlap else 0
+        ring, unpacked, int8 = engine.ring("weight ring"), engine.unpacked_weights(), engine.int8_workspace()
+        return WeightStream(engine.weights, ring, sequence, ahead, unpacked, int8)
 
     def run_block(
-        self, rows: Sequence[Sequence[Row]], facts: BlockStats, order: Iterator[Step] | None = None,
+        self, rows: Sequence[Sequence[Row]], stats: BlockStats, order: Iterator[Step] | None = None,
         on_tokens: Callable[[int], None] = lambda count: None, waiting: Waiting | None = None,
     ) -> None:  # fmt: skip
         """Generate for the rows of a block, given as micro-batches.
 
-        facts hears of its layers and sweeps. `order` may cut the schedule short (debug modes); by default it runs until
-        every row has finished. on_tokens hears how many tokens a micro-batch has got. waiting: rows that take the
-        places of those that have finished, each as far as the engine's buffers have room for it.
+        stats: counts its layers and sweeps. `order` may cut the schedule short (debug modes); by default it runs until
+        every row has finished. on_tokens is called with the number of tokens that a micro-batch has got. waiting: rows
+        that take the places of those that have finished, as far as the engine's buffers have room for them.
         """
-        self._facts, self._on_tokens, self._waiting = facts, on_tokens, waiting
+        self._stats, self._on_tokens, self._waiting = stats, on_tokens, waiting
         self._batches = [MicroBatch(r, self._sharing, self._common, opens=k == 0) for k, r in enumerate(rows)]
         sweeps = max(r.max_new for batch in rows for r in batch) if waiting is None else None
-        self._begin(sweeps)
-        stage = self._handoff
-        if stage is not None:  # which hears of a sweep's tokens in the next one: the last one has nothing else
-            stage.begin_block([len(r) for r in rows])
-            sweeps = None
-        sweep_start = layer_start = time.perf_counter()
-        for step in order or self._order(sweeps, len(rows)):
-            interrupts.check()
-            if step.layer == 0 and stage is not None:
-                self._hear(step, stage)
-            if self._batches[step.micro_batch].rows:
-                self._run_step(step)
-            if step.micro_batch == len(rows) - 1:
-                now = time.perf_counter()
-                facts.end_layer(now - layer_start)
-                layer_start = now
-                if step.layer == len(self._layers) - 1:
-                    self._end_sweep(now - sweep_start)
-                    sweep_start = now
-                    if not any(batch.rows for batch in self._batches) and (stage is None or stage.is_over):
-                        break
-        for stream, store in ((self._cache, self._engine.cache), (self._hidden, self._engine.hidden)):
-            stream.drain()
+        engine, together = self._engine, None
+        self._begin()
+        if self._handoff is not None:  # some micro-batches of a pipeline are on their way while it computes others
+            self._handoff.begin_block([len(r) for r in rows])
+            together = engine.policy.num_gpu_batches
+        walk = Walk(engine, self._layers, engine.plan.depth, engine.policy.overlap, sweeps, len(rows), together)
+        self._sweep_start = self._layer_start = time.perf_counter()
+        walk.run(self, self._weights, order)
+        for store in (engine.cache, engine.hidden):
             store.settle()
-        self._engine.weights.check_unchanged()  # for rows that are cut short, and for whoever watches logits
+        engine.weights.check_unchanged()  # for rows that are cut short, and for whoever watches logits
         if order is None:  # what was still being stored belongs to the block
-            facts.add_seconds(time.perf_counter() - sweep_start)
+            stats.add_seconds(time.perf_counter() - self._sweep_start)
 
     def restart(self) -> None:
         """Load weights from the first unit on; call after a block that was cut short within a sweep."""
@@ -118,7 +101,7 @@ class Executor:
         """Wait for loads still under way; call once after the last block."""
         self._weights.drain()
 
-    def _begin(self, sweeps: int | None) -> None:
+    def _begin(self) -> None:
         engine, count = self._engine, len(self._batches)
         self._tables = [SlotTable(self._eviction, self._sizes(b.rows), engine.spec.num_blocks) for b in self._batches]
         layouts = [[self._layout(block, k) for k in range(count)] for block in range(engine.spec.num_blocks)]
@@ -128,11 +111,6 @@ class Executor:
         for k in range(count):
             self._begin_sweep(k)
         self._held = self._full = self._read = self._fed = self._prompts = 0  # columns and tokens in this sweep
-        ahead = (engine.plan.depth.cache, engine.plan.depth.hidden) if self._overlap else (0, 0)
-        cache_keys = streamed_keys(self._cache_keys(sweeps, count), self._cache_keys(1, count), engine.cache)
-        hidden_keys = streamed_keys(self._hidden_keys(sweeps, count), self._hidden_keys(1, count), engine.hidden)
-        self._cache: Stream[CacheKey] = Stream(engine.cache_ring(), cache_keys, engine.cache, ahead[0])
-        self._hidden: Stream[HiddenKey] = Stream(engine.hidden_ring(), hidden_keys, engine.hidden, ahead[1])
 
     def _layout(self, block: int, k: int) -> UnitLayout:
         """Of a KV unit; for any rows that the engine has room for where rows may enter."""
@@ -145,106 +123,101 @@ class Executor:
     def _most_tokens(self, batch: MicroBatch) -> int:
         """Of its largest sweep."""
         shape = self._engine.plan.shape
-        least = max(batch.prompt_tokens, sum(row.max_tokens_per_sweep for row in batch.rows))
-        return least if self._waiting is None else max(shape.tokens, shape.rows)
+        if self._waiting is not None:
+            return max(shape.tokens, shape.rows)
+        return max(batch.prompt_tokens, sum(row.max_tokens_per_sweep for row in batch.rows))
 
-    def _order(self, sweeps: int | None, count: int) -> Iterator[Step]:
-        """`count` micro-batches; a stage of a pipeline has some of them on their way while it computes others."""
-        together = None if self._handoff is None else self._engine.policy.num_gpu_batches
-        return zigzag(sweeps, len(self._layers), count, together)
+    # Runner of a Walk
 
-    # Keys without `self`: they would hold the executor, and so the engine's memory, in a circle after the run.
-    def _cache_keys(self, sweeps: int | None, count: int) -> Iterator[CacheKey]:
-        order, layers = self._order(sweeps, count), self._layers
-        at = ((layers[s.layer], s) for s in order)
-        return ((s.sweep, layer.block, s.micro_batch) for layer, s in at if layer.kind in ATTENTION_KINDS)
+    def span(self, lane: str, name: str) -> AbstractContextManager[None]:
+        return self._engine.timeline.span(lane, name)
 
-    def _hidden_keys(self, sweeps: int | None, count: int) -> Iterator[HiddenKey]:
-        return ((s.sweep, s.layer, s.micro_batch) for s in self._order(sweeps, count))
+    def fence(self) -> Waitable:
+        return self._engine.device.fence()
 
-    def _hear(self, step: Step, stage: Handoff) -> None:
-        """The tokens of a micro-batch's last sweep, where another rank has chosen them."""
+    def begin_step(self, step: Step) -> str | None:
+        interrupts.check()
         k = step.micro_batch
-        with self._engine.timeline.span("wait", "receive"):
-            tokens = stage.recv_tokens(step.sweep, k)
-        if tokens:
-            self._after_sweep(k, *self._accept(k, tokens))
-        stage.check(k, len(self._batches[k].rows))
-
-    def _run_step(self, step: Step) -> None:
-        engine, layer, k = self._engine, self._layers[step.layer], step.micro_batch
-        for stream in (self._weights, self._cache, self._hidden):
-            stream.prefetch()
+        if step.layer == 0 and self._handoff is not None:
+            self._receive_tokens(step, self._handoff)
+        if not self._batches[k].rows:
+            return None
         if step.layer == 0:
-            self._count_tokens(self._inputs[k])
-        phase = self._inputs[k].phase
-        span, key = engine.timeline.span, (step.sweep, step.layer, k)
-        is_fresh = layer.unit != self._weights.unit
-        with span("wait", "load_weight"):
-            w = self._weights.open(layer.unit, engine.device.fence())
-        if is_fresh and engine.policy.compress_weight:
-            with span("compute", "unpack_weights"):
-                w = self._weights.unpack(engine.device.fence)
-        self._weights.prefetch()  # into the space of the unit that has just been closed
-        with span("wait", f"load_hidden {phase}"):
-            region = self._hidden.take(key)
-            x = engine.hidden.open(key, region)
-        cache: CacheStep | None = None
-        if layer.kind in ATTENTION_KINDS:
-            with span("wait", f"load_cache {phase}"):
-                cache = self._open_cache(step, layer)
-        with span("compute", f"compute_layer {phase}"):
-            self._compute(k, layer, w, x, cache)
-        if cache is not None:
-            self._count(k, cache)
-            self._watch_slots(k, cache)
-            with span("wait", f"store_cache {phase}"):
-                self._close_cache(step, layer, cache)
-        with span("wait", f"store_hidden {phase}"):
-            stores = engine.hidden.close(key, region, engine.device.fence())
-            self._hidden.give_back(region, stores)
-            self._settle(stores)
+            fed = self._inputs[k]
+            self._fed += len(fed.ids)
+            self._prompts += fed.prompt_tokens
+            self._stats.fed.add(fed.groups)
+        return self._inputs[k].phase
 
-    def _settle(self, stores: Iterable[Waitable]) -> None:
-        """Without overlap every transfer ends before the next step begins."""
-        if not self._overlap:
-            wait_all(stores)
+    def open_hidden(self, key: UnitKey, region: Region | None) -> None:
+        self._x = self._engine.hidden.open(key, region)
 
-    def _open_cache(self, step: Step, layer: Layer) -> CacheStep:
-        key, k = (step.sweep, layer.block, step.micro_batch), step.micro_batch
-        region = self._cache.take(key)
+    def open_cache(self, key: UnitKey, region: Region | None) -> None:
+        _, block, k = key
         views, store_whole = self._engine.cache.open(key, region)
-        budgets = self._tables[k].at(layer.block)
-        return self._attention.open(layer.block, budgets, self._inputs[k], views, region, store_whole)
+        budgets = self._tables[k].at(block)
+        self._cache = self._attention.open(block, budgets, self._inputs[k], views, store_whole)
 
-    def _close_cache(self, step: Step, layer: Layer, cache: CacheStep) -> None:
-        key, engine, region = (step.sweep, layer.block, step.micro_batch), self._engine, cache.region
-        columns = int(cache.filled.max())
-        stores = engine.cache.close(key, region, columns, cache.slots_to_store, engine.device.fence())
-        self._cache.give_back(region, stores)
-        self._settle(stores)
+    def compute(self, step: Step) -> None:
+        layer, k, w, x = self._layers[step.layer], step.micro_batch, self._weights.opened, self._x
+        spec, family, ws, fed = self._engine.spec, self._family, self._workspace, self._inputs[k]
+        if layer.kind == "receive" and self._handoff is not None:
+            self._handoff.recv_hidden(k, x)
+        if layer.kind == "embedding":
+            family.embed(spec, w, fed.ids.to(x.device), fed.positions.to(x.device), x, ws)
+        if layer.kind in ATTENTION_KINDS:
+            out = ws.get("mixed", len(x), spec.num_heads * spec.head_dim)
+            family.attention(spec, w, x, partial(self._attention.attend, fed, self._cache, out), ws)
+        if layer.kind in ("mlp", "block") and spec.mlp[layer.block]:
+            family.mlp(spec, w, x, ws)
+        if layer.kind == "head":
+            self._head(k, w, x)
+        if layer.kind == "send" and self._handoff is not None:
+            self._engine.weights.check_unchanged()  # the ranks behind hand out what comes of it
+            self._handoff.send_hidden(k, len(self._batches[k].rows), x)
+
+    def close_cache(self, key: UnitKey, region: Region | None, fence: Waitable) -> list[Waitable]:
+        cache, fed = self._cache, self._inputs[key[2]]
+        if cache.new:
+            self._read += cache.read + fed.steps * fed.common
+        self._show_slots(key[2], cache)
+        filled = cache.filled
+        self._held += int(filled.sum())
+        self._full += fed.seen
+        return self._engine.cache.close(key, region, int(filled.max()), cache.slots_to_store, fence)
+
+    def close_hidden(self, key: UnitKey, region: Region | None, fence: Waitable) -> list[Waitable]:
+        return self._engine.hidden.close(key, region, fence)
+
+    def end_layer(self, step: Step) -> bool:
+        now = time.perf_counter()
+        self._stats.end_layer(now - self._layer_start)
+        self._layer_start = now
+        if step.layer < len(self._layers) - 1:
+            return False
+        self._end_sweep(now - self._sweep_start)
+        self._sweep_start = now
+        return not any(batch.rows for batch in self._batches) and (self._handoff is None or self._handoff.is_over)
+
+    # Rows
 
     def _end_sweep(self, seconds: float) -> None:
         if not self._fed:  # the ranks of a pipeline have told each other that no rows are left
-            self._facts.add_seconds(seconds)
+            self._stats.add_seconds(seconds)
             return
-        self._facts.end_sweep(Sweep(seconds, self._prompts / self._fed, self._held, self._full, self._read))
+        self._stats.end_sweep(Sweep(seconds, self._prompts / self._fed, self._held, self._full, self._read))
         self._held = self._full = self._read = self._fed = self._prompts = 0
 
-    def _count_tokens(self, fed: SweepInput) -> None:
-        """The tokens of a micro-batch's sweep."""
-        self._fed += len(fed.ids)
-        self._prompts += fed.prompt_tokens
-        self._facts.fed.add(fed.groups)
+    def _receive_tokens(self, step: Step, handoff: Handoff) -> None:
+        """The tokens of a micro-batch's last sweep, where another rank has chosen them."""
+        k = step.micro_batch
+        with self.span("wait", "receive"):
+            tokens = handoff.recv_tokens(step.sweep, k)
+        if tokens:
+            self._after_sweep(k, *self._append_tokens(k, tokens))
+        handoff.check(k, len(self._batches[k].rows))
 
-    def _count(self, k: int, cache: CacheStep) -> None:
-        """The columns of one layer."""
-        fed = self._inputs[k]
-        self._read += cache.read + fed.steps * fed.common if cache.new else 0
-        self._held += int(cache.filled.sum())
-        self._full += fed.seen
-
-    def _watch_slots(self, k: int, cache: CacheStep) -> None:
+    def _show_slots(self, k: int, cache: CacheStep) -> None:
         """Show what a decode step's attention saw to whoever watches."""
         watch = self._decoding.watches.slots
         if watch is not None and cache.decoding is not None:
@@ -260,23 +233,6 @@ class Executor:
             tokens = len(self._inputs[k].ids)
         self._engine.hidden.begin_sweep(k, tokens)
 
-    def _compute(self, k: int, layer: Layer, w: Weights, x: torch.Tensor, cache: CacheStep | None) -> None:
-        spec, family, ws, fed = self._engine.spec, self._family, self._workspace, self._inputs[k]
-        if layer.kind == "receive" and self._handoff is not None:
-            self._handoff.recv_hidden(k, x)
-        if layer.kind == "embedding":
-            family.embed(spec, w, fed.ids.to(x.device), fed.positions.to(x.device), x, ws)
-        if cache is not None:
-            out = ws.get("mixed", len(x), spec.num_heads * spec.head_dim)
-            family.attention(spec, w, x, partial(self._attention.attend, fed, cache, out), ws)
-        if layer.kind in ("mlp", "block") and spec.mlp[layer.block]:
-            family.mlp(spec, w, x, ws)
-        if layer.kind == "head":
-            self._head(k, w, x)
-        if layer.kind == "send" and self._handoff is not None:
-            self._engine.weights.check_unchanged()  # the ranks behind hand out what comes of it
-            self._handoff.send_hidden(k, len(self._batches[k].rows), x)
-
     def _head(self, k: int, w: Weights, x: torch.Tensor) -> None:
         batch, fed = self._batches[k], self._inputs[k]
         finished, moves = list[Row](), list[Move]()
@@ -285,13 +241,13 @@ class Executor:
             last = x.index_select(0, fed.last(step).to(x.device))
             logits = self._family.head(self._engine.spec, w, last, self._workspace)
             tokens = self._decoding.sample(batch, logits)
-            finished, moves = self._accept(k, tokens)
+            finished, moves = self._append_tokens(k, tokens)
         self._after_sweep(k, finished, moves)
         if self._handoff is not None:
             self._handoff.send_tokens(k, len(self._batches[k].rows), tokens)
 
-    def _accept(self, k: int, tokens: Sequence[int]) -> tuple[list[Row], list[Move]]:
-        """The next token of each row of a micro-batch (MicroBatch.accept)."""
+    def _append_tokens(self, k: int, tokens: Sequence[int]) -> tuple[list[Row], list[Move]]:
+        """The next token of each row of a micro-batch (MicroBatch.append_tokens)."""
         accepted = self._batches[k].append_tokens(tokens, self._decoding.end)
         self._on_tokens(len(tokens))
         return accepted
@@ -305,7 +261,7 @@ class Executor:
         self._begin_sweep(k)
 
     def _change_rows(self, k: int, moves: Sequence[Move], have_left: bool) -> None:
-        """Rows close ranks after a sweep, and others take the places that are free behind them."""
+        """Rows move up after a sweep, and others take the places that are free behind them."""
         batch, table, shape = self._batches[k], self._tables[k], self._engine.plan.shape
         left, entering = len(batch.rows), []
         if self._waiting is not None:

@@ -10,7 +10,7 @@ import torch
 
 from flexgen_h2o.core.units import PAGE, round_up
 from flexgen_h2o.engine.memory_plan import hidden_home_bytes, hidden_is_streamed
-from flexgen_h2o.tiers.disk import DirectFile
+from flexgen_h2o.tiers.disk import DirectFile, FileRange
 from flexgen_h2o.tiers.placement import Shares, split_rows
 from flexgen_h2o.tiers.stream import Done, Region, Waitable, wait_all
 from flexgen_h2o.tiers.transfers import Mover
@@ -75,7 +75,7 @@ class HiddenStore:
                 assert self._file is not None
                 offset = self._offsets[key[2]]["disk"]
                 loads.append(
-                    self._mover.read("load_hidden", data, "device", self._file, offset, data.numel(), after=after)
+                    self._mover.read("load_hidden", data, "device", FileRange(self._file, offset, data.numel()), after)
                 )
         return loads
 

@@ -5,37 +5,50 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from flexgen_h2o.core.config import TIERS, ModelSpec, Policy, TensorSpec, WeightUnit
 from flexgen_h2o.core.errors import DoesNotFitError
 from flexgen_h2o.core.packing import SlotPacking, WeightForm, weight_form
 from flexgen_h2o.core.units import (
     ALIGN,
+    MASK_ROWS,
+    PACKED_CHUNK,
     PAGE,
     READ_THREADS,
+    ROLLING_CHUNK,
     ROW_BLOCK,
+    SAMPLING_CHUNK,
+    SCORE_TILE_BYTES,
+    SPARSE_CHUNK,
     STAGING_BYTES,
     TOKEN_CHUNK,
+    UNPACK_CHUNK,
     WIRE_BUFFERS,
     WRITE_THREADS,
     advice,
     format_bytes,
     round_up,
 )
-from flexgen_h2o.engine.workspace_sizes import int8_sizes, step_bytes, unpacked_cache_bytes
+from flexgen_h2o.engine.product_sizes import blocked_bytes, int8_sizes
 from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.tiers.placement import Part, Shares, is_streamed, on_host_device, split_rows
+
+UNPACK_BYTES = 16  # of a weight while torch operations unpack it: codes, halves of them, fp32, the result
+# Of a value of KV while it is unpacked by torch operations: itself, scale and least, in 4 bytes each.
+UNPACK_KV_BYTES = 28
+RANK_BYTES = 48  # of a column while it is ranked: sums, ranks, sorted copies of both and int64 indices
 
 
 @dataclass(frozen=True)
 class BlockShape:
-    """The largest block of a run. `rows` and `tokens` (that the prefill sweep is fed) of a micro-batch.
+    """The largest block of a run. rows, tokens: of its largest micro-batch, in the prefill sweep.
 
-    slots: KV slots of a row in each transformer block; record: what is kept of each slot besides its column
-    (kvcache/layout.UnitLayout). sharing: tokens of the longest prompt that shares a prefix with others; 0: none does.
-    common: columns in front of those in slots that all rows have in one copy.
+    slots: KV slots of a row in each transformer block. record: what is kept of each slot besides its column
+    (kvcache/layout.UnitLayout). sharing: tokens of the longest prompt that shares a prefix with others, or 0.
+    common: columns of the prefix that all rows have in one copy, outside of slots.
     """
 
     rows: int
@@ -61,15 +74,9 @@ class BlockShape:
 
     def union(self, other: BlockShape) -> BlockShape:
         """The smallest shape that covers both, of rows of one eviction policy and model."""
-        return BlockShape(
-            max(self.rows, other.rows),
-            max(self.micro_batches, other.micro_batches),
-            max(self.tokens, other.tokens),
-            tuple(map(max, self.slots, other.slots)),
-            self.record,
-            max(self.sharing, other.sharing),
-            max(self.common, other.common),
-        )
+        names = ("rows", "micro_batches", "tokens", "sharing", "common")
+        most = {name: max(getattr(self, name), getattr(other, name)) for name in names}
+        return replace(self, slots=tuple(map(max, self.slots, other.slots)), **most)
 
 
 @dataclass(frozen=True)
@@ -112,12 +119,8 @@ class MemoryPlan:
 
     def overflow(self, budgets: dict[str, int | None]) -> dict[str, int]:
         """Bytes over budget by tier; empty when the plan fits."""
-        over = {}
-        for tier in TIERS:
-            budget = budgets.get(tier)
-            if budget is not None and self.bytes_on(tier) > budget:
-                over[tier] = self.bytes_on(tier) - budget
-        return over
+        limits = {tier: budget for tier in TIERS if (budget := budgets.get(tier)) is not None}
+        return {tier: over for tier, budget in limits.items() if (over := self.bytes_on(tier) - budget) > 0}
 
     def _other_ways(self, tier: str) -> str:
         """Flags besides the budget that would still lower what this tier holds."""
@@ -212,21 +215,6 @@ def hidden_is_streamed(shares: Shares, device_is_host: bool) -> bool:
     return any(s > 0 and is_streamed(t, device_is_host) for t, s in zip(TIERS, shares, strict=True))
 
 
-def wire_ends(spec: ModelSpec) -> int:
-    """How many neighbours a stage of a pipeline exchanges hidden states with; 0 of a whole model."""
-    return (not spec.embedding) + (not spec.head)
-
-
-def wire_buffer_bytes(spec: ModelSpec, shape: BlockShape, itemsize: int) -> int:
-    """Of one message: the hidden states of the largest micro-batch."""
-    return round_up(max(shape.tokens, shape.rows) * spec.hidden_size * itemsize, PAGE)
-
-
-def common_prefix_bytes(spec: ModelSpec, shape: BlockShape, itemsize: int) -> int:
-    """Of the one copy of the KV columns that all rows begin with."""
-    return round_up(shape.common * spec.kv_bytes_per_token(itemsize), ALIGN)
-
-
 def kv_layout(
     spec: ModelSpec, policy: Policy, sequences: int, slots: int, record: tuple[str, ...], itemsize: int,
     device_is_host: bool,
@@ -254,39 +242,37 @@ def memory_plan(
     spec: ModelSpec, policy: Policy, shape: BlockShape, itemsize: int, device_is_host: bool, depth: Depth
 ) -> MemoryPlan:
     """All buffers of a run. `itemsize`: bytes of the compute dtype, which weights and KV are held in."""
+    tokens, form = max(shape.tokens, shape.rows), weight_form(policy, itemsize)
+    product, blocking = blocked_bytes(spec, form, device_is_host, tokens, shape.rows)
     workspace = workspace_sizes(spec, shape, itemsize)
     if policy.int8_compute:
-        workspace |= int8_sizes(spec, max(shape.tokens, shape.rows))
-    form = weight_form(policy, itemsize)
+        workspace |= int8_sizes(spec, tokens)
+    # A stage of a pipeline exchanges the hidden states of a micro-batch with one neighbour or two.
+    neighbours, message = (not spec.embedding) + (not spec.head), round_up(tokens * spec.hidden_size * itemsize, PAGE)
+    common_prefix = round_up(shape.common * spec.kv_bytes_per_token(itemsize), ALIGN)
     buffers = [
         *_weight_buffers(spec, policy, form, device_is_host, depth.weights),
         *_cache_buffers(spec, policy, shape, itemsize, device_is_host, depth.cache),
-        Buffer("common prefix", "device", common_prefix_bytes(spec, shape, itemsize)),
+        Buffer("common prefix", "device", common_prefix),
         *_hidden_buffers(spec, policy, shape, itemsize, device_is_host, depth.hidden),
-        Buffer("wire", "device", wire_ends(spec) * WIRE_BUFFERS * wire_buffer_bytes(spec, shape, itemsize)),
+        Buffer("wire", "device", neighbours * WIRE_BUFFERS * message),
         Buffer("workspace", "device", sum(workspace.values())),
-        Buffer("temporaries", "device", step_bytes(spec, policy, shape, itemsize, device_is_host)),
-        Buffer("temporaries", "device", unpacked_cache_bytes(spec, policy, shape, itemsize, device_is_host)),
+        Buffer("temporaries", "device", max(temporary_bytes(spec, shape, itemsize, policy) + product, blocking)),
+        Buffer("temporaries", "device", _unpacked_cache_bytes(spec, policy, shape, itemsize, device_is_host)),
         Buffer("staging", "host", (READ_THREADS + WRITE_THREADS) * STAGING_BYTES),
     ]
-    on_host = {"device": "host"} if device_is_host else {}
-    merged: dict[tuple[str, str], int] = {}
+    merged: Counter[tuple[str, str]] = Counter()
     for b in buffers:
         if b.nbytes:
-            place = (b.name, on_host.get(b.tier, b.tier))
-            merged[place] = merged.get(place, 0) + b.nbytes
+            merged[b.name, "host" if device_is_host and b.tier == "device" else b.tier] += b.nbytes
     placed = tuple(Buffer(name, tier, nbytes) for (name, tier), nbytes in merged.items())
     return MemoryPlan(placed, tuple(workspace.items()), shape, depth)
 
 
 def plan_within(
-    spec: ModelSpec,
-    policy: Policy,
-    shape: BlockShape,
-    itemsize: int,
-    device_is_host: bool,
+    spec: ModelSpec, policy: Policy, shape: BlockShape, itemsize: int, device_is_host: bool,
     budgets: dict[str, int | None],
-) -> MemoryPlan:
+) -> MemoryPlan:  # fmt: skip
     """The plan with the deepest look-ahead that fits the budgets. DoesNotFitError when not even the shallowest does."""
     for depth in OVERLAPPED if policy.overlap else (SEQUENTIAL,):
         plan = memory_plan(spec, policy, shape, itemsize, device_is_host, depth)
@@ -320,9 +306,8 @@ def _weight_buffers(
     ]
 
 
-@dataclass(frozen=True)
-class _UnitBytes:
-    """What one weight unit takes: resident on device and host, in the ring for a load, and where it is unpacked."""
+class _UnitBytes(NamedTuple):
+    """Bytes of one weight unit: resident on device and host, of a load in the ring, and unpacked."""
 
     device: int
     host: int
@@ -385,3 +370,55 @@ def _hidden_buffers(
     if hidden_is_streamed(shares, device_is_host):
         found.append(Buffer("hidden ring", "device", depth * round_up(tokens * row, PAGE)))
     return found
+
+
+def temporary_bytes(spec: ModelSpec, shape: BlockShape, itemsize: int, policy: Policy) -> int:
+    """Upper estimate of what torch allocates and frees inside one step: attention, sampling, norms and activations.
+
+    Packed weights are unpacked between steps, or multiplied in int8, by torch operations where nothing is compiled.
+    """
+    q_width = spec.num_heads * spec.head_dim
+    prefill = shape.tokens * (q_width * itemsize + 4 * spec.num_heads)
+    scores = shape.rows * spec.num_heads * (shape.most_slots + shape.common)
+    decode = scores * (8 + itemsize)
+    copies = 2  # keys and values of a shared prefix and of rows' own tokens, put together
+    if shape.common:  # queries by kv-head, what they get from the copy and from slots, and both in fp32
+        decode += shape.rows * q_width * (4 * itemsize + 8)
+    if shape.record:  # column sums with the tile that they are summed in, ranks and their order
+        prefill += shape.tokens * spec.num_kv_heads * RANK_BYTES + 2 * SCORE_TILE_BYTES
+        decode += shape.rows * spec.num_kv_heads * shape.most_slots * RANK_BYTES
+    if "norms" in shape.record:
+        prefill += shape.tokens * spec.num_kv_heads * spec.head_dim * 4
+    if "ranks" in shape.record:  # prompts' keys before they are rotated; copies of keys in slots, and what turns them
+        prefill += shape.tokens * spec.num_kv_heads * spec.head_dim * itemsize
+        copies += 1
+        row = shape.most_slots * spec.head_dim
+        decode += 4 * itemsize * min(shape.rows * spec.num_kv_heads * row, max(ROLLING_CHUNK, row))
+    if shape.sharing:
+        columns = max(shape.sharing, TOKEN_CHUNK) * spec.num_kv_heads
+        prefill += columns * copies * spec.head_dim * itemsize
+        prefill += columns * RANK_BYTES if shape.record else 0
+        prefill += MASK_ROWS * shape.sharing * itemsize  # the mask of own queries
+    if policy.attn_sparsity < 1:  # probabilities, their order, and a chunk of gathered values in two dtypes
+        gathered = min(scores * spec.head_dim, max(SPARSE_CHUNK, shape.most_slots * spec.head_dim))
+        decode = scores * 36 + gathered * (4 + itemsize)
+    # Probabilities, sorted and summed in float64 with their indices.
+    logits = shape.rows * spec.vocab_size if spec.head else 0
+    sampling = 50 * min(logits, max(SAMPLING_CHUNK, spec.vocab_size))
+    chunk = min(TOKEN_CHUNK, max(shape.tokens, shape.rows))
+    step = max(prefill, decode, sampling) + chunk * (3 * spec.hidden_size + spec.ffn_size) * itemsize
+    if policy.compress_weight or policy.int8_compute:
+        largest = max(spec.vocab_size, spec.ffn_size, q_width) * spec.hidden_size
+        step = max(step, UNPACK_BYTES * min(UNPACK_CHUNK, largest))
+    return step
+
+
+def _unpacked_cache_bytes(
+    spec: ModelSpec, policy: Policy, shape: BlockShape, itemsize: int, device_is_host: bool
+) -> int:
+    """Of packed KV that a card unpacks to read, some rows at a time. A host reads packed slots in place."""
+    on_card = not device_is_host and (policy.percent[2] > 0 or not policy.cpu_cache_compute)
+    if not policy.compress_cache or not on_card:
+        return 0
+    row = shape.most_slots * spec.head_dim
+    return min(shape.rows * spec.num_kv_heads * row, max(PACKED_CHUNK, row)) * (UNPACK_KV_BYTES + 2 * itemsize)

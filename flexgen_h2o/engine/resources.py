@@ -165,7 +165,8 @@ class Engine:
     def _arenas(self, name: str) -> dict[str, torch.Tensor]:
         return {tier: buffer for (what, tier), buffer in self._buffers.items() if what == name}
 
-    def _ring(self, name: str) -> Ring | None:
+    def ring(self, name: str) -> Ring | None:
+        """The plan's ring of that name; None where nothing comes into it."""
         buffers = list(self._arenas(name).values())
         return Ring(buffers[0]) if buffers else None
 
@@ -174,9 +175,6 @@ class Engine:
         spec, memory = self.spec, self._buffers["common prefix", self.device.tier]
         return CommonPrefix(memory, self.dtype, columns, (spec.num_blocks, spec.num_kv_heads, spec.head_dim))
 
-    def weight_ring(self) -> Ring | None:
-        return self._ring("weight ring")
-
     def unpacked_weights(self) -> torch.Tensor | None:
         """Where packed weights are unpacked; None where they are not packed."""
         return self._buffers.get(("unpacked weights", self.device.tier))
@@ -184,12 +182,6 @@ class Engine:
     def int8_workspace(self) -> Workspace | None:
         """Room for products in int8; None where they are in the compute dtype."""
         return self.workspace() if self.policy.int8_compute else None
-
-    def cache_ring(self) -> Ring | None:
-        return self._ring("cache ring")
-
-    def hidden_ring(self) -> Ring | None:
-        return self._ring("hidden ring")
 
     def workspace(self) -> Workspace:
         sizes = dict(self.plan.workspace)

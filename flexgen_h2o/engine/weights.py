@@ -9,7 +9,7 @@ nor of models.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,17 +20,18 @@ from flexgen_h2o.checkpoint.safetensors import Checkpoint, StoredTensor
 from flexgen_h2o.core.config import LayerPlan, TensorSpec, WeightUnit
 from flexgen_h2o.core.packing import INT8, WeightForm
 from flexgen_h2o.core.units import ALIGN, PAGE, round_up
+from flexgen_h2o.engine.loop import BaseWeightStream
 from flexgen_h2o.engine.memory_plan import part_bytes, streamed_bytes, streamed_part_bytes, unpacked_bytes, weight_parts
-from flexgen_h2o.engine.workspace_sizes import is_blocked
+from flexgen_h2o.engine.product_sizes import is_blocked
 from flexgen_h2o.kernels.blocked import BlockedRows, block_rows
 from flexgen_h2o.kernels.int8 import Int8Rows
 from flexgen_h2o.kernels.int8_blocked import BlockedInt8, blank_int8_rows, block_int8_rows, requantise_rows
 from flexgen_h2o.kernels.linear import RowParts
 from flexgen_h2o.kernels.packed import unpack_rows
 from flexgen_h2o.kernels.workspace import Workspace
-from flexgen_h2o.tiers.disk import DirectFile, aligned_range
+from flexgen_h2o.tiers.disk import DirectFile, FileRange, aligned_range
 from flexgen_h2o.tiers.placement import Part, Shares, is_streamed
-from flexgen_h2o.tiers.stream import Done, Region, Ring, Stream, Waitable, wait_all
+from flexgen_h2o.tiers.stream import Done, Region, Ring, Waitable, wait_all
 from flexgen_h2o.tiers.transfers import Memory, Mover
 
 # Of a matrix: rows in the compute dtype, in order or blocked, or packed ones as uint8, those for int8 maybe blocked
@@ -226,17 +227,16 @@ class WeightStore:
             start, length = aligned_range(offset, nbytes)
             dst = region.data[piece.start : piece.start + length]
             file = self._file(tensor)
-            return self._mover.read(
-                "load_weight", dst, "device", file, start, offset - start + nbytes, after=region.after
-            )
+            source = FileRange(file, start, offset - start + nbytes)
+            return self._mover.read("load_weight", dst, "device", source, region.after)
         return self._read(tensor, part, self._view(piece, region).view(-1), "device", region.after)
 
     def _read(
         self, tensor: TensorSpec, part: Part, dst: torch.Tensor, memory: Memory, after: Sequence[Waitable]
     ) -> Done:
         offset, nbytes = self._file_range(tensor, part)
-        stored = getattr(torch, self._stored(tensor).dtype)
-        return self._mover.read("load_weight", dst, memory, self._file(tensor), offset, nbytes, stored, after)
+        source = FileRange(self._file(tensor), offset, nbytes, getattr(torch, self._stored(tensor).dtype))
+        return self._mover.read("load_weight", dst, memory, source, after)
 
     def _view(self, piece: _Piece, region: Region) -> torch.Tensor:
         nbytes = part_bytes(piece.tensor, piece.part, self._form)
@@ -272,8 +272,8 @@ class WeightStore:
         return stored.offset + part.start * row, part.rows * row
 
 
-class WeightStream:
-    """The open unit, and the loads ahead of it.
+class WeightStream(BaseWeightStream[Mapping[str, RowParts]]):
+    """The tensors of the open unit, and the loads ahead of it.
 
     unpacked: memory for the open unit's matrices where the store is packed to be unpacked; int8: the workspace of
     products where these are in int8. Else None.
@@ -283,42 +283,19 @@ class WeightStream:
         self, store: WeightStore, ring: Ring | None, sequence: Iterator[int], ahead: int,
         unpacked: torch.Tensor | None = None, int8: Workspace | None = None,
     ) -> None:  # fmt: skip
+        super().__init__(store, ring, sequence, ahead, unpacked is not None)
         self._store, self._unpacked, self._int8 = store, unpacked, int8
-        self._stream: Stream[int] = Stream(ring, sequence, store, ahead)
-        self.unit: int | None = None
-        self._region: Region | None = None
         self._held: Mapping[str, HeldParts] = {}
-        self._tensors: Mapping[str, RowParts] = {}
 
-    def prefetch(self) -> None:
-        self._stream.prefetch()
+    def _open(self, unit: int, region: Region | None) -> Mapping[str, RowParts]:
+        self._held = self._store.open_unit(unit, region)
+        if self._int8 is not None and self._unpacked is None:
+            return self._store.for_products(unit, self._held, self._int8)
+        return {role: _as_held(parts) for role, parts in self._held.items()}
 
-    def open(self, unit: int, fence: Waitable) -> Mapping[str, RowParts]:
-        """The tensors of `unit`, loaded. Another unit that is open is closed: its last reader is done with `fence`."""
-        if unit != self.unit:
-            self._stream.give_back(self._region, [fence])
-            self._region = self._stream.take(unit)
-            self.unit, self._held = unit, self._store.open_unit(unit, self._region)
-            if self._int8 is not None and self._unpacked is None:
-                self._tensors = self._store.for_products(unit, self._held, self._int8)
-            else:
-                self._tensors = {role: _as_held(parts) for role, parts in self._held.items()}
-        return self._tensors
-
-    def unpack(self, fence: Callable[[], Waitable]) -> Mapping[str, RowParts]:
-        """The tensors of the unit that was just opened, unpacked; its region is free from then on.
-
-        fence: an event that is done when what was computed up to now is.
-        """
-        if self._unpacked is not None and self.unit is not None:
-            self._tensors = self._store.unpack(self.unit, self._held, self._unpacked, self._int8)
-            self._stream.give_back(self._region, [fence()])
-            self._region = None
-        return self._tensors
-
-    def drain(self) -> None:
-        """Wait for loads under way, so that nothing writes into the ring any more."""
-        self._stream.drain()
+    def _unpack(self, unit: int) -> Mapping[str, RowParts]:
+        assert self._unpacked is not None
+        return self._store.unpack(unit, self._held, self._unpacked, self._int8)
 
 
 def _as_held(parts: HeldParts) -> RowParts:

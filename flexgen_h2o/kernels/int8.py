@@ -30,7 +30,7 @@ Map = tuple[Sequence["Int8Rows"], torch.Tensor | None, torch.Tensor]
 class Int8Rows:
     """Some rows of a matrix. packed: (n, row bytes) uint8 (packing.Packing.by_row), or blocked; columns: of a row.
 
-    workspace: where products find room ("int8 ..." of engine/workspace_sizes.py).
+    workspace: where products find room ("int8 ..." of engine/product_sizes.py).
     """
 
     packed: torch.Tensor | BlockedInt8

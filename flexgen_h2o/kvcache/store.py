@@ -28,7 +28,7 @@ from flexgen_h2o.kvcache.slots import (
     split_views,
     stored_dtype,
 )
-from flexgen_h2o.tiers.disk import DirectFile
+from flexgen_h2o.tiers.disk import DirectFile, FileRange
 from flexgen_h2o.tiers.placement import Part, is_streamed
 from flexgen_h2o.tiers.stream import Done, Region, Waitable, wait_all
 from flexgen_h2o.tiers.transfers import Memory, Mover
@@ -286,7 +286,7 @@ class CacheStore:
                 dst = data[start : start + round_up(size, PAGE)]
                 offset = home.offset + start
                 loads.append(
-                    self._mover.read("load_cache", dst, self._ring_memory, self._file, offset, size, after=after)
+                    self._mover.read("load_cache", dst, self._ring_memory, FileRange(self._file, offset, size), after)
                 )
         return loads
 

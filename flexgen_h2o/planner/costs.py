@@ -9,6 +9,7 @@ from functools import cached_property, lru_cache
 
 from flexgen_h2o.core.config import Layer, LayerPlan, ModelSpec, WeightUnit
 from flexgen_h2o.core.units import READ_THREADS, TOKEN_CHUNK
+from flexgen_h2o.engine.loop import ATTENTION_KINDS
 from flexgen_h2o.engine.workload import Batch
 from flexgen_h2o.planner.profile import HardwareProfile
 from flexgen_h2o.planner.work import (
@@ -30,7 +31,6 @@ RESOURCES = (*LANES, "device_compute", "host_compute")
 # of a cache that is not packed. bench/decode_kernel.py on the build machine: 12.5 G values/s in 4 bits and 11.0 in 8,
 # where bf16 is read at 13.8 GB/s.
 PACKED_VALUE_BYTES = 1.2
-ATTENTION_KINDS = ("attention", "block")
 # What computing beside disk reads slows down, besides products.
 ATTENTION_RATES = (
     "prefill_attention_flops_per_s", "device_attention_bytes_per_s", "device_scored_attention_bytes_per_s",

@@ -23,8 +23,8 @@ from flexgen_h2o.engine.memory_plan import (
     tier_shares,
     weight_parts,
 )
+from flexgen_h2o.engine.product_sizes import is_blocked
 from flexgen_h2o.engine.workload import Batch, Block, WorkloadShape
-from flexgen_h2o.engine.workspace_sizes import is_blocked
 from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.tiers.placement import Part, Shares, is_streamed, split_rows
 

@@ -1,10 +1,6 @@
-"""Host memory for big reusable buffers, and the ledger that keeps every tier within its budget.
+"""The device tier: host memory itself, ordinary memory with its own budget, or a CUDA card. Buffers and budgets.
 
-The device tier: where layers are computed. Host memory itself, ordinary memory with its own budget, or CUDA.
-
-The rest of the engine asks only what is here; it never asks which kind it has.
-
-What a run may hold of this machine; where no budget was given, what is free, less a margin.
+The rest of the engine never asks which kind of device it has.
 """
 
 from __future__ import annotations
@@ -33,8 +29,8 @@ HUGE_PAGE = 2 * 2**20
 def host_buffer(nbytes: int) -> torch.Tensor:
     """A uint8 tensor of `nbytes` in host memory, every page touched.
 
-    Large buffers are aligned to huge pages and ask for them: O_DIRECT into huge pages reads about twice
-    as fast as into 4 KiB pages, because the device sees whole requests (docs/benchmarks/offloading.md, "Huge pages").
+    Large buffers ask for huge pages: O_DIRECT reads about twice as fast into them as into 4 KiB pages, because the
+    disk sees whole requests (docs/benchmarks/offloading.md, "Huge pages").
     """
     size = max(1, nbytes)
     align = HUGE_PAGE if size >= HUGE_PAGE else PAGE
@@ -52,7 +48,7 @@ def host_buffer(nbytes: int) -> torch.Tensor:
 
 
 class Ledger:
-    """Bytes charged to each tier against its budget, with the peak of each."""
+    """Bytes charged to each tier's budget, and their peak."""
 
     def __init__(self, budgets: dict[str, int | None]) -> None:
         self.budgets = budgets
@@ -78,10 +74,9 @@ class Ledger:
 class Device(ABC):
     """Memory that layers are computed in.
 
-    is_host: host memory is computed on in place, nothing is copied to or from this device.
-    tier: the budget that its buffers are charged to.
-    is_asynchronous: compute is queued, and the thread that issues it goes on.
-    dtypes: what it computes fast in, the usual one first.
+    is_host: it is host memory, and nothing is copied to or from it. tier: whose budget its buffers are charged to.
+    is_asynchronous: compute is queued, and the thread that issues it goes on. dtypes: what it computes fast in, the
+    usual one first.
     """
 
     torch_device: torch.device
@@ -111,7 +106,7 @@ class Device(ABC):
         """Copy between host and device, any dtypes, on a worker thread; returns when the bytes are there."""
 
     def beside_compute(self) -> AbstractContextManager[object]:
-        """What a worker thread starts within it does not queue up behind compute; it waits for its results itself."""
+        """What a worker thread starts within it does not queue behind compute; the thread waits for the results."""
         return nullcontext()
 
     @abstractmethod
@@ -229,8 +224,8 @@ def may_use_card(name: str) -> bool:
 
 
 def take_card(local_rank: int) -> str:
-    """Give each process of a machine a card of its own, where there are cards; what torch.distributed speaks through:
-    gloo between hosts, NCCL between cards."""
+    """Give each process of a machine its card, where there are cards. Returns the backend of torch.distributed: gloo
+    between hosts, NCCL between cards."""
     if not torch.cuda.is_available():
         return "gloo"
     torch.cuda.set_device(local_rank % torch.cuda.device_count())
@@ -254,8 +249,8 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Site:
-    """Where a run is held: the device that computes, the bytes that each tier may hold (None: any number), the folder
-    of the disk tier."""
+    """Where a run takes place: the device, the bytes that each tier may hold (None: any number), the disk tier's
+    folder."""
 
     device: Device
     budgets: dict[str, int | None]
@@ -265,10 +260,10 @@ class Site:
 def resolve_budgets(
     budget: MemoryBudget, device: Device, offload_dir: Path, processes: int = 1
 ) -> dict[str, int | None]:
-    """Bytes by tier: the given budgets (of the disk no more than is free), and what is free less a margin for others.
+    """Bytes by tier: the given budget, or what is free less a margin. The disk's is never more than is free.
 
-    Where the device is host memory there is no device tier (0). processes: of this run on this machine, which share
-    its RAM and its disk evenly.
+    Where the device is host memory the device tier has 0. processes: of this run on this machine, which share its RAM
+    and its disk evenly.
     """
     host = budget.host if budget.host is not None else less_margin(free_host_bytes()) // processes
     folder = next(p for p in (offload_dir, *offload_dir.absolute().parents) if p.exists())

@@ -10,6 +10,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -21,7 +22,7 @@ _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _FULL = (errno.ENOSPC, errno.EDQUOT)  # of blocks, or of inodes
 SCRATCH = "scratch"  # what the mark of a scratch folder says
 _SCRATCH_NAME = re.compile(r"run-[0-9]+-[0-9a-f]{8}")
-# What runs put into it, with the lock of weights that a measurement makes there; these have a mark of their own.
+# The files that runs put into it, and the lock of the weights that a measurement makes there.
 SCRATCH_FILES = ("cache.bin", "hidden.bin", "profile.bin", ".weights.flexgen-lock")
 
 
@@ -97,6 +98,15 @@ class DirectFile:
                 os.posix_fadvise(self.fd, offset, length, os.POSIX_FADV_DONTNEED)
 
 
+class FileRange(NamedTuple):
+    """Bytes [offset, offset + nbytes) of a file, which hold values of `dtype`."""
+
+    file: DirectFile
+    offset: int
+    nbytes: int
+    dtype: torch.dtype = torch.uint8
+
+
 class Scratch:
     """A folder of this run alone inside the offload dir, removed at the end.
 
@@ -111,8 +121,9 @@ class Scratch:
         try:
             offload_dir.mkdir(parents=True, exist_ok=True)
             with _locked_folder(offload_dir):
-                # One at a time: a run between making its folder and holding the lock would look dead to another.
-                _remove_dead(offload_dir)
+                # One run at a time: before it holds its folder's lock, it would look dead to another.
+                for folder in offload_dir.glob("run-*"):
+                    _remove_if_dead(folder)
                 self.folder.mkdir()
                 mark(self.folder, kind=SCRATCH)
                 self._lock = lock_folder(self.folder)
@@ -124,7 +135,7 @@ class Scratch:
             raise kind(f"--offload-dir {offload_dir}: cannot be used ({error.strerror})") from error
 
     def create(self, name: str, nbytes: int) -> DirectFile:
-        """A file of `nbytes`, its space taken now so that the run cannot fill the disk half-way."""
+        """A file of `nbytes`. Its space is taken now, so that the disk cannot fill up during the run."""
         assert name in SCRATCH_FILES, f"{name}: no other file is removed with the folder"
         path = self.folder / name
         try:
@@ -177,13 +188,8 @@ def _remove_if_dead(folder: Path) -> bool:
         os.close(lock)
 
 
-def _remove_dead(offload_dir: Path) -> None:
-    for folder in offload_dir.glob("run-*"):
-        _remove_if_dead(folder)
-
-
 def _clear(folder: Path) -> bool:
-    """Remove what runs put into a scratch folder, and the folder. The mark goes last: without it nobody would go on."""
+    """Remove what runs put into a scratch folder, then its mark and the folder. Without a mark no run removes it."""
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
             if name in SCRATCH_FILES:

@@ -1,13 +1,8 @@
-"""Events that order transfers and compute. No torch: the planner's simulator walks them too.
+"""Events, rings of buffer space, and streams of units that are loaded ahead. No torch: the simulator uses them too.
 
-Events, not barriers: whoever takes bytes waits for their last readers and writers, and for nothing else.
-
-A byte ring of reusable buffer space, taken and given back in schedule order.
-
-Look-ahead: brings units into a ring in schedule order, before compute asks for them.
-
-One `Stream` for each thing that moves (weights, KV units, hidden states). Space is taken strictly in schedule order, so
-a unit that is needed now never waits for space held by one that is needed later.
+Events, not barriers: whoever overwrites bytes waits for their last readers and writers, and for nothing else. One
+`Stream` for each thing that moves (weights, KV units, hidden states). Space is taken strictly in schedule order, so a
+unit that is needed now never waits for space held by one that is needed later.
 """
 
 from __future__ import annotations
@@ -84,7 +79,7 @@ class Region:
 
 
 class Ring:
-    """FIFO space in one buffer. Regions are contiguous; what does not fit at the end wraps to the start."""
+    """Space of one buffer, first in, first out. Regions are contiguous; one that does not fit at the end wraps."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self._buffer = buffer
@@ -133,24 +128,23 @@ KeyIn = TypeVar("KeyIn", contravariant=True)
 
 
 class Source(Protocol[KeyIn]):
-    """What a stream brings."""
+    """Units that a stream loads."""
 
     def nbytes(self, key: KeyIn) -> int:
-        """Ring bytes that the unit takes; 0: it is used where it lives."""
+        """Ring bytes of the unit; 0: it is used where it lives."""
 
     def is_needed(self, key: KeyIn) -> bool:
         """False when the unit is not needed after all (its rows have finished)."""
 
     def is_ready(self, key: KeyIn) -> bool:
-        """False while the unit's last user has not given it back, so that its home is out of date."""
+        """False while its last user has not stored it, so that its home is out of date."""
 
     def load(self, key: KeyIn, region: Region) -> list[Done]:
-        """Start filling the region; empty for a unit that compute creates."""
+        """Start filling the region; [] for a unit that compute creates."""
 
 
 def streamed_keys(keys: Iterator[Key], sweep: Iterable[Key], source: Source[Key]) -> Iterator[Key]:
-    """`keys`, or none where no key of a `sweep` takes ring space: in keys without end a stream would look for one for
-    ever."""
+    """`keys`, or none where no key of a `sweep` takes ring space: a stream would search endless keys for one."""
     return keys if any(source.nbytes(key) for key in sweep) else iter(())
 
 
@@ -162,7 +156,7 @@ class _Entry(Generic[Key]):
 
 
 class Stream(Generic[Key]):
-    """Units in `sequence` order. `ahead`: how many may be on their way besides the one in use."""
+    """Loads units in the order of `sequence`. ahead: how many may be loading besides the one in use."""
 
     def __init__(self, ring: Ring | None, sequence: Iterator[Key], source: Source[Key], ahead: int) -> None:
         self._ring, self._sequence, self._source, self._ahead = ring, sequence, source, ahead
@@ -170,12 +164,12 @@ class Stream(Generic[Key]):
         self._pending: Key | None = None
 
     def prefetch(self) -> None:
-        """Start every load that may start now; never blocks."""
+        """Start every load that may start now, without waiting."""
         while len(self._entries) < self._ahead and self._start_one():
             pass
 
     def take(self, key: Key) -> Region | None:
-        """The region of `key`, loaded; None when it takes no ring space. Keys are asked for in sequence order."""
+        """Wait for the region of `key`; None when it takes no ring space. Keys come in the order of the sequence."""
         if not self._source.nbytes(key):
             return None
         while True:
@@ -189,7 +183,7 @@ class Stream(Generic[Key]):
             self.give_back(entry.region)
 
     def give_back(self, region: Region | None, users: Sequence[Waitable] = ()) -> None:
-        """The region's space may be reused once `users`, its last readers and writers, are done."""
+        """The region may be reused once `users`, its last readers and writers, are done."""
         if region is not None:
             assert self._ring is not None
             self._ring.give_back(region, users)
@@ -202,7 +196,7 @@ class Stream(Generic[Key]):
             self.give_back(entry.region)
 
     def _start_one(self) -> bool:
-        key = self._next_wanted()
+        key = self._next_needed()
         if key is None or not self._source.is_ready(key):
             return False
         assert self._ring is not None
@@ -213,8 +207,8 @@ class Stream(Generic[Key]):
         self._pending = None
         return True
 
-    def _next_wanted(self) -> Key | None:
-        """The next key that takes ring space and is still wanted; it stays pending until it is started."""
+    def _next_needed(self) -> Key | None:
+        """The next key that takes ring space and is still needed; it stays pending until its load is started."""
         if self._pending is not None and not self._source.is_needed(self._pending):
             self._pending = None
         while self._pending is None:

@@ -1,9 +1,7 @@
-"""Transfer lanes: worker threads that move bytes.
+"""Transfers between files, host and device memory, on lanes of worker threads.
 
-An operation names the events that must come before it, waits for them on its own worker, and signals its own `Done`.
-The first failure ends every lane: whoever waits gets that error.
-
-Moves bytes between files, host and device memory: in chunks, directly where alignment allows, else staged.
+An operation waits on its worker for the events that must come before it, and signals its own `Done`. The first failure
+ends every lane, and whoever waits gets that error.
 """
 
 from __future__ import annotations
@@ -14,6 +12,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -21,12 +21,20 @@ import torch
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import PAGE, STAGING_BYTES, TRANSFER_CHUNK, round_up
 from flexgen_h2o.tiers.device import Device
-from flexgen_h2o.tiers.disk import DirectFile, aligned_range
+from flexgen_h2o.tiers.disk import DirectFile, FileRange, aligned_range
 from flexgen_h2o.tiers.stream import Done, Waitable, wait_all
 
 
 class _Cancelled(Exception):
-    """Set on operations dropped because another one failed or the lanes were closed."""
+    """Raised to those who wait for an operation that was dropped as the lanes were closed."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    name: str
+    run: Callable[[], int]
+    after: Sequence[Waitable]
+    done: Done
 
 
 class Lanes:
@@ -52,7 +60,7 @@ class Lanes:
             thread.start()
 
     def submit(self, lane: str, name: str, jobs: Sequence[Callable[[], int]], after: Sequence[Waitable] = ()) -> Done:
-        """Queue `jobs` (each returns the bytes it moved) on a lane; they start once `after` is done, in queue order."""
+        """Queue `jobs` on a lane, each of which returns the bytes it moved. They start once `after` is done."""
         done = Done(len(jobs))
         with self._lock:
             if self._closed:  # nobody is left to serve it
@@ -69,8 +77,9 @@ class Lanes:
             self.bytes_by_name[lane, self._current.name] += nbytes
 
     def close(self) -> None:
-        """Drop what is queued, end the threads and wait for them. In a child of os.fork() there are none."""
-        if os.getpid() != self._owner:  # and one of them may have held the lock as the child was made
+        """Drop what is queued, end the threads and wait for them. Does nothing in a child of os.fork(), which has no
+        threads and may have inherited a lock that one of them held."""
+        if os.getpid() != self._owner:
             return
         with self._lock:
             self._failure = self._failure or _Cancelled("the run has ended")
@@ -100,11 +109,6 @@ class Lanes:
             job.done.finish_one()
 
 
-class _Job:
-    def __init__(self, name: str, run: Callable[[], int], after: Sequence[Waitable], done: Done) -> None:
-        self.name, self.run, self.after, self.done = name, run, after, done
-
-
 Memory = Literal["device", "host"]
 
 
@@ -117,23 +121,22 @@ class Mover:
         self._staging = threading.local()
 
     def read(
-        self, name: str, dst: torch.Tensor, memory: Memory, file: DirectFile, offset: int, nbytes: int,
-        dtype: torch.dtype = torch.uint8, after: Sequence[Waitable] = (),
-    ) -> Done:  # fmt: skip
-        """Fill `dst`, which lies in `memory`, from file bytes [offset, offset + nbytes), which hold `dtype` values.
+        self, name: str, dst: torch.Tensor, memory: Memory, source: FileRange, after: Sequence[Waitable] = ()
+    ) -> Done:
+        """Fill `dst`, which lies in `memory`, from a range of a file.
 
-        Straight into `dst` when it is page-aligned host bytes with room for the aligned range; otherwise chunk by
+        Straight into `dst` where it is page-aligned host bytes with room for the aligned range. Otherwise chunk by
         chunk through the worker's staging buffer, converted to dst's dtype and copied to dst's memory.
         """
+        file, offset, nbytes, dtype = source
         crosses = self._crosses(memory)
         if dtype == torch.uint8 and not crosses and _takes_direct(dst, offset, nbytes):
-            jobs = [_bind(file.read, dst[a:b], offset + a, min(b, nbytes) - a) for a, b in _even_chunks(dst.numel())]
+            jobs = [partial(file.read, dst[a:b], offset + a, min(b, nbytes) - a) for a, b in _even_chunks(dst.numel())]
         else:
             flat = dst.view(-1) if dtype != torch.uint8 else dst.view(-1)[:nbytes]
-            step = TRANSFER_CHUNK // dtype.itemsize
             jobs = [
-                _bind(self._staged_read, flat[a:b], file, offset + a * dtype.itemsize, dtype, crosses)
-                for a, b in _chunks(flat.numel(), step)
+                partial(self._staged_read, flat[a:b], file, offset + a * dtype.itemsize, dtype, crosses)
+                for a, b in _chunks(flat.numel(), TRANSFER_CHUNK // dtype.itemsize)
             ]
         return self.lanes.submit("disk_read", name, jobs, after)
 
@@ -143,14 +146,14 @@ class Mover:
     ) -> Done:  # fmt: skip
         """Write `src` (uint8), which lies in `memory`, to the file at `offset` (a multiple of 4 KiB).
 
-        Whole pages are written: the file's bytes behind a `src` that ends inside one are undefined.
+        Whole pages are written: where `src` ends within a page, the rest of that page in the file is undefined.
         """
         crosses = self._crosses(memory)
         if not crosses and src.data_ptr() % PAGE == 0 and src.numel() % PAGE == 0:
-            jobs = [_bind(file.write, src[a:b], offset + a) for a, b in _even_chunks(src.numel())]
+            jobs = [partial(file.write, src[a:b], offset + a) for a, b in _even_chunks(src.numel())]
         else:
             jobs = [
-                _bind(self._staged_write, src[a:b], file, offset + a, crosses)
+                partial(self._staged_write, src[a:b], file, offset + a, crosses)
                 for a, b in _chunks(src.numel(), TRANSFER_CHUNK)
             ]
         return self.lanes.submit("disk_write", name, jobs, after)
@@ -228,9 +231,5 @@ def _chunks(total: int, step: int) -> list[tuple[int, int]]:
 
 
 def _even_chunks(total: int) -> list[tuple[int, int]]:
-    """Page-aligned runs of about TRANSFER_CHUNK bytes, none much shorter than the others: short requests are slow."""
+    """Page-aligned chunks of about TRANSFER_CHUNK bytes, none much shorter than the others: short requests are slow."""
     return _chunks(total, round_up(-(-total // max(1, total // TRANSFER_CHUNK)), PAGE))
-
-
-def _bind(call: Callable[..., int], *args: object) -> Callable[[], int]:
-    return lambda: call(*args)

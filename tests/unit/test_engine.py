@@ -80,9 +80,9 @@ def test_every_planned_buffer_is_taken_at_its_size(
         assert {**memory, **files} == {place: n for place, n in plan.items() if place[0] not in TAKEN_BY_USERS}
         assert engine.peak_bytes == {tier: engine.plan.bytes_on(tier) for tier in TIERS}
         assert plan["staging", "host"] == (READ_THREADS + WRITE_THREADS) * STAGING_BYTES
-        ringed = {"weight": engine.weight_ring(), "cache": engine.cache_ring(), "hidden": engine.hidden_ring()}
-        for name, ring in ringed.items():
-            assert (ring.capacity if ring is not None else 0) == engine.plan.size(f"{name} ring")
+        for name in ("weight ring", "cache ring", "hidden ring"):
+            ring = engine.ring(name)
+            assert (ring.capacity if ring is not None else 0) == engine.plan.size(name)
 
 
 def test_the_workspace_is_carved_from_its_buffer(open_engine: Open) -> None:

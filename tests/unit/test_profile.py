@@ -99,40 +99,19 @@ def test_older_schema_knows_nothing_of_what_came_later(schema: int, is_host: boo
     )
 
 
-@pytest.mark.parametrize("schema", [2, 3])
-def test_field_that_came_with_a_schema_must_be_there(schema: int) -> None:
-    for name in NEW[schema]:
-        body = of_schema(schema)
-        del body["compute"]["float32"][name]
-        with pytest.raises(UsageError, match=f"compute.float32: field '{name}' is missing"):
-            profile_from_json(body)
-
-
-@pytest.mark.parametrize("name", SINCE_4)
-def test_field_of_schema_4_must_be_there(name: str) -> None:
-    body = of_schema(4)
-    del body[name]
-    with pytest.raises(UsageError, match=f"field '{name}' is missing"):
-        profile_from_json(body)
-
-
 @pytest.mark.parametrize(("compute", "says"), [({"float32": 1}, "float32: a JSON object"), ([], "object of dtypes")])
 def test_older_schema_with_bad_rates(compute: Any, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         profile_from_json({**PROFILE.to_json(), "schema": 1, "compute": compute})
 
 
-def test_sizes_come_back_in_order_whatever_their_order_in_the_file() -> None:
-    body = PROFILE.to_json()
-    curve = body["compute"]["float32"]["prefill_attention_flops_per_s"]
-    body["compute"]["float32"]["prefill_attention_flops_per_s"] = dict(reversed(curve.items()))
-    assert profile_from_json(body) == PROFILE
-
-
-def test_file_that_cannot_be_written(tmp_path: Path) -> None:
+def test_file_that_cannot_be_written_or_read(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(FlexgenError, match=r"file/p\.json"):
         write_profile(tmp_path / "file" / "p.json", PROFILE)
+    for path in (tmp_path / "none.json", tmp_path):
+        with pytest.raises(UsageError, match=str(path)):
+            read_profile(path)
 
 
 def _set(*keys: str, to: Any) -> Callable[[dict[str, Any]], None]:
@@ -157,52 +136,30 @@ F32 = ("compute", "float32")
 # (what is done to a good profile, what the error names)
 BAD = [
     (_set("schema", to=5), "schema is 5, this version reads 1 to 4"),
-    (_set("schema", to=0), "schema is 0"),
     (_set("schema", to=True), "schema is True"),
-    (_drop("schema"), "schema is None"),
     (_drop("kernel_s"), "'kernel_s' is missing"),
     (_set("speed", to=1), "unknown field 'speed'"),
     (_set("machine", to=3), "machine: 3"),
     (_set("device_is_host", to="yes"), "device_is_host: 'yes'"),
-    (_set("device_is_asynchronous", to=0), "device_is_asynchronous: 0"),
     (_set("host_mem_bytes", to=-1), "host_mem_bytes: -1"),
-    (_set("host_mem_bytes", to=1.5), "host_mem_bytes: 1.5"),
-    (_set("host_mem_bytes", to=True), "host_mem_bytes: True"),
     (_set("host_mem_bytes", to=2**64), "host_mem_bytes"),
     (_set("disk_read_bytes_per_s", to=0), "disk_read_bytes_per_s: 0 is out of range"),
     (_set("disk_read_bytes_per_s", to="fast"), "disk_read_bytes_per_s: 'fast'"),
-    (_set("disk_read_bytes_per_s", to=True), "disk_read_bytes_per_s: True"),
     (_set("disk_read_bytes_per_s", to=math.nan), "disk_read_bytes_per_s: nan"),
-    (_set("disk_read_bytes_per_s", to=10 * MOST_RATE), "a rate is between"),
-    (_set("disk_read_bytes_per_s", to=10**400), "a rate is between"),
     (_set("disk_read_bytes_per_s", to=math.inf), "a rate is between"),
     (_set("step_s", to=-1e-9), "a time in seconds"),
     (_set(*F32, "blocked_speedup", "32", to=1000), "how many times faster is between"),
-    (_set(*F32, "int8_speedup", to=1.6), "int8_speedup: an object of sizes"),
-    (_set(*F32, "int8_speedup", "1", to=0), "int8_speedup: 0 is out of range"),
     (_set(*F32, "requantise_speedup", to={"1": 1.0}), "requantise_speedup: {'1': 1.0} is not a number"),
-    (_set(*F32, "requantise_speedup", to=-1.5), "requantise_speedup: -1.5 is out of range; how many times faster"),
     (_drop("compute", "bfloat16", "int8_speedup"), "compute.bfloat16: field 'int8_speedup' is missing"),
-    (_set("step_s", to=11), "step_s: 11"),
     (_set("disk_read_beside_compute", to=0.0), "a share is between"),
-    (_set("disk_read_beside_compute", to=1.5), "disk_read_beside_compute: 1.5"),
     (_set("compute", to={}), "an object of dtypes"),
-    (_set("compute", to=[]), "an object of dtypes"),
     (_set("compute", "int4", to={}), "compute: 'int4' is not one of"),
     (_set(*F32, to=1), "compute.float32: a JSON object"),
-    (_drop(*F32, "logits_per_s"), "compute.float32: field 'logits_per_s' is missing"),
     (_set(*F32, "more", to=1), "compute.float32: unknown field 'more'"),
-    (_set(*F32, "elementwise_bytes_per_s", to=0.5), "elementwise_bytes_per_s: 0.5"),
     (_set(*F32, "column_sums_flops_per_s", to=1e9), "column_sums_flops_per_s: an object of sizes"),
-    (_set(*F32, "column_sums_flops_per_s", to={}), "column_sums_flops_per_s: an object of sizes"),
-    (_set(*F32, "column_sums_flops_per_s", to={"x": 1e9}), "'x' is not a size"),
     (_set(*F32, "column_sums_flops_per_s", to={"0": 1e9}), "'0' is not a size"),
-    (_set(*F32, "column_sums_flops_per_s", to={"nan": 1e9}), "'nan' is not a size"),
     (_set(*F32, "column_sums_flops_per_s", to={"1": 1e9, "1.0": 2e9}), "size 1 is there twice"),
-    (_set(*F32, "column_sums_flops_per_s", "1", to=-1), "column_sums_flops_per_s: -1"),
     (_set(*F32, "matmul_flops_per_s", "0.5", "64", to=5), "matmul_flops_per_s: an object of sizes"),
-    (_set(*F32, "matmul_flops_per_s", "0.5", "64", "1", to=None), "matmul_flops_per_s: None"),
-    (_set("notes", to=[]), "notes: a JSON object"),
     (_set("notes", "step_s", to=1), "notes.step_s: 1"),
 ]  # fmt: skip
 
@@ -221,7 +178,7 @@ def test_bad_field_gives_one_line_that_names_it(
     assert says in message and str(path) in message and "\n" not in message and len(message) < 300
 
 
-@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "[]", "null", '"x"', "\xff"])
+@pytest.mark.parametrize("text", ["", "[" * 100_000, "null", "\xff"])
 def test_file_that_is_no_profile(text: str, tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     path.write_bytes(text.encode("latin-1"))
@@ -229,14 +186,8 @@ def test_file_that_is_no_profile(text: str, tmp_path: Path) -> None:
         read_profile(path)
 
 
-def test_missing_file_and_folder(tmp_path: Path) -> None:
-    for path in (tmp_path / "none.json", tmp_path):
-        with pytest.raises(UsageError, match=str(path)):
-            read_profile(path)
-
-
-@given(st.recursive(st.none() | st.booleans() | st.floats() | st.text(), st.lists), st.sampled_from(list(BAD)))
-def test_nothing_but_usage_errors_come_of_strange_values(value: Any, bad: tuple[Any, str]) -> None:
+@given(st.recursive(st.none() | st.booleans() | st.floats() | st.text(), st.lists))
+def test_nothing_but_usage_errors_come_of_strange_values(value: Any) -> None:
     for name in PROFILE.to_json():
         body = copy.deepcopy(PROFILE.to_json())
         body[name] = value

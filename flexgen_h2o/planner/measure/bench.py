@@ -1,7 +1,4 @@
-"""How large the things are that are measured, and how long each figure may take.
-
-A device to measure on: its buffers filled with numbers, and the seconds of calls that take turns.
-"""
+"""A device to measure on: sizes of what is measured, buffers of numbers, and seconds of calls that run in turn."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -21,18 +19,17 @@ from flexgen_h2o.tiers.device import Device
 
 @dataclass(frozen=True)
 class Sizes:
-    """Buffers in bytes, all larger than the caches, so that a figure is that of memory; times in seconds.
+    """Of what is measured. Buffers in bytes, all larger than the caches, so that a figure is that of memory.
 
-    figure_s: aimed at for one figure. longest_s: a product that would take longer is not measured, and another call
-    that does is timed once. disk_bytes, disk_s:
-    of the file, whichever is reached first. link_bytes: walked through by copies over the link. memory_bytes: copied
-    from and to. weight_bytes: matrices that products cycle through. rows: of products; widths: of square matrices;
-    hidden: of (4 h, h) and (h, 4 h) matrices; heads: of (16 h, h) ones. prompt_tokens: of a
-    micro-batch of prompts; prompt_lengths: of one prompt; prompt_width: heads x head width. cache_bytes: keys and
-    values that decode attention reads; head_widths, slots: their shape. block: (tokens, width) of elementwise work,
-    width also of dequantised matrices. logits: (rows, vocabulary). steps: decode sweeps of a small model;
-    step_rows, step_width: rows of its micro-batches, and its width;
-    step_prompt: tokens of a prompt of its prefill sweep. beside_s: disk reads and compute together.
+    figure_s: seconds that one figure should take. longest_s: a product that would take longer is not measured, another
+    call is timed once. disk_bytes, disk_s: of the file, whichever is reached first. link_bytes: walked through by
+    copies over the link. memory_bytes: copied from and to. weight_bytes: matrices that products cycle through. rows: of
+    products; widths: of square matrices; hidden: h of (4 h, h) and (h, 4 h) matrices; heads: h of (16 h, h) ones.
+    prompt_tokens: of a micro-batch of prompts; prompt_lengths: of one prompt; prompt_width: heads x head width.
+    cache_bytes: keys and values that decode attention reads; head_widths, slots: their shape. block: (tokens, width) of
+    elementwise work, width also of unpacked matrices. logits: (rows, vocabulary). steps: decode sweeps of a small
+    model; step_rows: its micro-batches; step_width: its width; step_prompt: tokens of a prompt in its prefill sweep.
+    beside_s: seconds of disk reads and compute together.
     """
 
     figure_s: float = 0.12
@@ -79,8 +76,9 @@ TINY = Sizes(
 
 
 ROUNDS = 5
-LEAST_ROUNDS = 2  # of a call that takes longer than a figure should
+MIN_ROUNDS = 2  # of a call that takes longer than a figure should
 Call = Callable[[], object]
+Figures = dict[str, Any]  # fields of a profile
 _TABLE = 2**20  # normal numbers that buffers are filled with, over and over
 
 
@@ -98,29 +96,25 @@ class Bench:
     def rounds(self, *calls: Call) -> list[list[float]]:
         """Seconds of each call in each round.
 
-        The calls take turns, so that a second in which the machine is slow spoils a round and not a figure. In a turn
-        a call is made a few times; when it ends, the device has done everything.
+        The calls run in turn, so that a second in which the machine is slow spoils a round and not a figure.
         """
         tried = [self.once(call) for call in calls]
         counts = [max(1, int(self.sizes.figure_s / ROUNDS / seconds)) for seconds in tried]
         # What takes very long is timed once.
-        found = [[seconds] * LEAST_ROUNDS if seconds > self.sizes.longest_s else [] for seconds in tried]
+        found = [[seconds] * MIN_ROUNDS if seconds > self.sizes.longest_s else [] for seconds in tried]
         for _ in range(ROUNDS):
             for call, count, timings in zip(calls, counts, found, strict=True):
-                if len(timings) < LEAST_ROUNDS or sum(timings) * count < self.sizes.figure_s:
-                    timings.append(self._batch(call, count))
+                if len(timings) < MIN_ROUNDS or sum(timings) * count < self.sizes.figure_s:
+                    timings.append(self.timed(call, count))
         return found
 
     def once(self, call: Call) -> float:
         """Seconds of the second of two calls."""
-        self._batch(call, 1)
-        return self._batch(call, 1)
+        self.timed(call)
+        return self.timed(call)
 
-    def timed(self, call: Call) -> float:
-        """Seconds of one call."""
-        return self._batch(call, 1)
-
-    def _batch(self, call: Call, count: int) -> float:
+    def timed(self, call: Call, count: int = 1) -> float:
+        """Mean seconds of `count` calls, until the device has done everything."""
         interrupts.check()
         start = time.perf_counter()
         for _ in range(count):

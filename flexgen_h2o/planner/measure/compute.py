@@ -1,12 +1,4 @@
-"""Rates of attention: over whole prompts, over the slots of a KV cache, and what scoring adds to both.
-
-FLOPs a second of linear maps whose matrices come from memory, by their shape and by rows; and how many times faster
-they are where matrices are blocked, or in int8.
-
-Rates of memory, and of the work between the products of a layer.
-
-All compute rates of one dtype.
-"""
+"""Compute rates of one dtype: products, attention, and the work between the products of a layer. Rates of memory."""
 
 from __future__ import annotations
 
@@ -14,7 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, cycle, pairwise
 from typing import Literal
 
@@ -22,8 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from flexgen_h2o.core.packing import INT8, packed_row_bytes
+from flexgen_h2o.engine.product_sizes import product_sizes
 from flexgen_h2o.engine.sampling import Sampler, SamplingParams
-from flexgen_h2o.engine.workspace_sizes import product_sizes
 from flexgen_h2o.kernels.blocked import BlockedRows, block_rows
 from flexgen_h2o.kernels.int8 import Int8Rows, pack_int8_rows
 from flexgen_h2o.kernels.int8_blocked import blank_int8_rows, block_int8_rows, requantise_rows
@@ -35,19 +27,19 @@ from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.kvcache.evict import keep_prompt_columns
 from flexgen_h2o.kvcache.eviction import H2O
 from flexgen_h2o.kvcache.slots import KVRows, SlotTable
-from flexgen_h2o.planner.measure.bench import Bench, Call, Sizes
+from flexgen_h2o.planner.measure.bench import Bench, Call, Figures, Sizes
 from flexgen_h2o.planner.profile import AS_FAST, MOST_SPEEDUP, ComputeRates, Curve
 from flexgen_h2o.planner.profile import Products as Rates
 
 HEAD_WIDTH = 64  # of prompts
-LEAST_SHARE = 0.05  # of attention's seconds that scoring takes at least: a difference of two timings may be anything
-PROBE = 16  # a cache smaller by this factor is tried first, and kept where it is slow
+MIN_SHARE = 0.05  # scoring takes at least this share of attention: the difference of two timings may be anything
+PROBE = 16  # a cache smaller by this factor is tried first, and kept where attention is slow
 
 
 def prefill_rates(bench: Bench, dtype: torch.dtype) -> tuple[Curve, Curve]:
-    """FLOPs a second of causal attention, and of what h2o adds to it, by the tokens of a prompt.
+    """FLOPs a second over the tokens of a prompt: of causal attention, and of what h2o adds to it.
 
-    Added are the log-sum-exp that attention gives out, the column sums, and choosing the columns that stay.
+    H2O adds the log-sum-exp of attention, the column sums, and choosing the columns to keep.
     """
     lengths = bench.sizes.prompt_lengths
     timings = bench.rounds(*(call for length in lengths for call in _prefill_calls(bench, dtype, length)))
@@ -55,17 +47,17 @@ def prefill_rates(bench: Bench, dtype: torch.dtype) -> tuple[Curve, Curve]:
     for length, plain, scored in zip(lengths, timings[::2], timings[1::2], strict=True):
         pairs = _prompts(bench, length) * length**2 * bench.sizes.prompt_width
         seconds = statistics.median(plain)
-        # Both took their turns together, so each round has a difference of its own.
+        # Both ran in the same rounds, so each round has its difference.
         added = statistics.median(b - a for a, b in zip(plain, scored, strict=False))
         attention.append((float(length), 2 * pairs / seconds))
-        one_prompt.append(max(added, LEAST_SHARE * seconds) / _prompts(bench, length))
+        one_prompt.append(max(added, MIN_SHARE * seconds) / _prompts(bench, length))
     for length, added in zip(lengths, no_longer_than_next(one_prompt), strict=True):
         scoring.append((float(length), length**2 * bench.sizes.prompt_width / added))
     return Curve(tuple(attention)), Curve(tuple(scoring))
 
 
 def no_longer_than_next(seconds: Sequence[float]) -> list[float]:
-    """Seconds of ever more work, of which none takes longer than what is more: such a figure was disturbed."""
+    """Seconds of growing work. One that took longer than the next was disturbed, and gets the next one's seconds."""
     return list(accumulate(reversed(seconds), min))[::-1]
 
 
@@ -74,7 +66,7 @@ def _prompts(bench: Bench, length: int) -> int:
 
 
 def _prefill_calls(bench: Bench, dtype: torch.dtype, length: int) -> tuple[Call, Call]:
-    """Attention without and with scores over a micro-batch of prompts of one length, packed as the engine has them."""
+    """Attention over a micro-batch of prompts of one length, as the engine packs them, without and with scores."""
     prompts, heads = _prompts(bench, length), bench.sizes.prompt_width // HEAD_WIDTH
     q, k, v = (bench.normal(dtype, prompts, length, heads, HEAD_WIDTH).transpose(1, 2) for _ in range(3))
     policy, scale = H2O(), HEAD_WIDTH**-0.5
@@ -88,7 +80,7 @@ def _prefill_calls(bench: Bench, dtype: torch.dtype, length: int) -> tuple[Call,
 
 
 def decode_rates(bench: Bench, dtype: torch.dtype) -> tuple[Curve, Curve]:
-    """Bytes a second of keys and values that one query a head reads, without and with scores, by head width."""
+    """Bytes of keys and values a second that one query a head reads, over the head width, without and with scores."""
     cache = bench.normal(dtype, 2, bench.sizes.cache_bytes // dtype.itemsize // 2)
     widths, sizes = bench.sizes.head_widths, []
     calls: list[Call] = []
@@ -114,12 +106,12 @@ def _decode_calls(bench: Bench, cache: torch.Tensor, width: int, rows: int) -> t
         return torch.full((rows,), value, dtype=torch.int32, device=where)
 
     positions = torch.arange(slots, dtype=torch.int32, device=where).repeat(rows, 1)
-    scores, gains = torch.zeros(rows, slots, device=where), torch.ones(rows, device=where)
-    book = ScoreState(scores, positions, ints(0), ints(slots // 2), 1.0, gains, ints(0))
+    scores, weights = torch.zeros(rows, slots, device=where), torch.ones(rows, device=where)
+    state = ScoreState(scores, positions, ints(0), ints(slots // 2), 1.0, weights, ints(0))
     filled = ints(slots)
     return (
         lambda: attend(q, keys, values, filled, scale),
-        lambda: attend_scored(q, keys, values, filled, scale, book),
+        lambda: attend_scored(q, keys, values, filled, scale, state),
     )
 
 
@@ -133,8 +125,8 @@ FASTER: tuple[Held, ...] = ("blocked", "int8")
 def matmul_rates(bench: Bench, dtype: torch.dtype) -> Rates:
     """Curves over rows of (rows, in) times an (out, in) matrix and a bias, by out / in and by in.
 
-    A sweep uses each matrix once, so the matrices here are many: they cycle through a pool larger than the caches.
-    What would take too long is left to the next smaller matrix of its shape, whose rate it takes.
+    A sweep uses each matrix once, so matrices cycle through a pool larger than the caches. A product that would take
+    too long gets the rate of the next smaller matrix of its shape.
     """
     sizes, products = bench.sizes, Products(bench, dtype)
     most, middle = sizes.rows[-1], sizes.widths[len(sizes.widths) // 2]
@@ -164,28 +156,26 @@ def matmul_rates(bench: Bench, dtype: torch.dtype) -> Rates:
     )
 
 
-def speedups(bench: Bench, dtype: torch.dtype) -> dict[Held, Curve]:
-    """How many times faster than with matrices in order products are, over rows: of a square matrix and of an MLP's
-    first one, the mean. 1.0 where nothing is blocked, and in int8 where the host does not compute: no card has run it.
+def speedups(bench: Bench, dtype: torch.dtype) -> Figures:
+    """`blocked_speedup` and `int8_speedup`: how many times faster products are than with matrices in order, over rows.
+
+    The mean of a square matrix and an MLP's first one. 1.0 where nothing is blocked, and in int8 on a card.
     """
     sizes, products = bench.sizes, Products(bench, dtype)
     width = sizes.widths[len(sizes.widths) // 2]
     pairs = [(width, width), (width, MLP * width)]
-    there: list[Held] = ["int8"] if bench.device.is_host else []
+    faster: list[Held] = ["int8"] if bench.device.is_host else []
     if isinstance(block_rows(bench.normal(dtype, width, width))[0], BlockedRows):
-        there.append("blocked")
-    points: dict[Held, list[tuple[float, float]]] = {held: [] for held in there}
-    for rows in sizes.rows if there else ():
-        calls = [products.call(rows, *pair, held) for held in ("in order", *there) for pair in pairs]
-        seconds, count = bench.seconds_of(*calls), len(pairs)
-        for i, held in enumerate(there, 1):
-            gain = _mean_ratio(seconds[:count], seconds[i * count : (i + 1) * count])
-            points[held].append((float(rows), gain))
-    return {held: Curve(tuple(points[held])) if held in points else AS_FAST for held in FASTER}
-
-
-def _mean_ratio(slow: Sequence[float], fast: Sequence[float]) -> float:
-    return math.exp(statistics.fmean(math.log(a / b) for a, b in zip(slow, fast, strict=True)))
+        faster.append("blocked")
+    points: dict[Held, list[tuple[float, float]]] = {held: [] for held in faster}
+    for rows in sizes.rows if faster else ():
+        seconds = bench.seconds_of(
+            *(products.call(rows, *pair, way) for way in ("in order", *faster) for pair in pairs)
+        )
+        square, mlp = seconds[::2], seconds[1::2]
+        for i, held in enumerate(faster, 1):
+            points[held].append((float(rows), math.sqrt(square[0] / square[i] * mlp[0] / mlp[i])))
+    return {f"{held}_speedup": Curve(tuple(points[held])) if held in points else AS_FAST for held in FASTER}
 
 
 def shapes(sizes: Sizes) -> dict[float, list[tuple[int, int]]]:
@@ -213,10 +203,9 @@ class Products:
         self._bias, self._out = bench.normal(dtype, widest), bench.empty(dtype, sizes.rows[-1] * widest)
 
     def call(self, rows: int, inner: int, outer: int, held: Held = "in order") -> Call:
-        """A product that takes the next matrix each time it is called; held: blocked only where it can be.
+        """A product that takes the next matrix each time it is called. held: blocked only where it can be.
 
-        Matrices in order and blocked ones are the same memory. To block some gives the others' numbers another order,
-        and no others.
+        Blocked matrices share their memory with those in order, whose numbers get another order.
         """
         matrices = cycle(self._matrices(inner, outer, held))
         x, out = self._inputs[: rows * inner].view(rows, inner), self._out[: rows * outer].view(rows, outer)
@@ -234,17 +223,14 @@ class Products:
         return self._held[key]
 
     def _in_int8(self, matrix: torch.Tensor) -> list[RowParts]:
-        """One over and over, in as many bytes as half of the pool."""
+        """Copies of one matrix, in half as many bytes as the pool has."""
         (outer, inner), packed = matrix.shape, pack_int8_rows(matrix)
         count = max(1, self._bench.sizes.weight_bytes // 2 // packed.nbytes)
         memory = self._bench.empty(torch.uint8, count, *packed.shape)
         memory.copy_(packed)
-        workspace = self._int8_workspace(inner, outer)
-        return [tuple(Int8Rows(part, inner, workspace) for part in block_int8_rows(rows)) for rows in memory]
-
-    def _int8_workspace(self, inner: int, outer: int) -> Workspace:
         sizes = product_sizes(self._bench.sizes.rows[-1], inner, outer)
-        return Workspace(self._bench.empty(torch.uint8, sum(sizes.values())), sizes, self._pool.dtype)
+        workspace = Workspace(self._bench.empty(torch.uint8, sum(sizes.values())), sizes, self._pool.dtype)
+        return [tuple(Int8Rows(part, inner, workspace) for part in block_int8_rows(rows)) for rows in memory]
 
 
 def warm_cores(bench: Bench, dtype: torch.dtype) -> None:
@@ -259,19 +245,6 @@ def warm_cores(bench: Bench, dtype: torch.dtype) -> None:
 PACKED_BITS = 4
 
 
-@dataclass(frozen=True)
-class OtherRates:
-    """Of one dtype, a second: bytes read and written by norms and activations, bytes of dequantised results, logits.
-
-    requantise_speedup: how many times faster the same values become int8 rows.
-    """
-
-    elementwise: float
-    dequantise: float
-    logits: float
-    requantise_speedup: float
-
-
 def memory_rate(bench: Bench) -> float:
     """Bytes a second, read and written, of a copy between two buffers larger than the caches."""
     target, source = (bench.empty(torch.uint8, bench.sizes.memory_bytes) for _ in range(2))
@@ -284,30 +257,35 @@ def kernel_seconds(bench: Bench) -> float:
     return bench.seconds_of(lambda: one.add_(1.0))[0]
 
 
-def other_rates(bench: Bench, dtype: torch.dtype) -> OtherRates:
+def other_rates(bench: Bench, dtype: torch.dtype) -> Figures:
+    """Fields of ComputeRates: of norms and activations, of unpacking weights, and of choosing tokens.
+
+    Int8 rows are made only where the host computes: no card has made them.
+    """
     (tokens, width), logits = bench.sizes.block, bench.normal(dtype, *bench.sizes.logits)
     packed = _packed(bench, dtype)
-    calls = [_norm_and_activation(bench, dtype), _choice(logits), _dequantise(bench, dtype, packed)]
-    if bench.device.is_host:  # no card has made int8 rows
-        calls.append(_requantise(bench, packed))
+    out = bench.empty(dtype, len(packed), width)
+    x, weight, bias = (bench.normal(dtype, *shape) for shape in ((tokens, width), (width,), (width,)))
+    sampler, rows = Sampler(SamplingParams()), range(len(logits))
+    calls: list[Call] = [
+        lambda: torch.relu_(F.layer_norm(x, (width,), weight, bias)),  # each reads and writes all of x
+        lambda: sampler.sample(logits, rows, rows),
+        lambda: unpack_rows(packed, PACKED_BITS, out),
+    ]
+    if bench.device.is_host:
+        parts = blank_int8_rows(bench.empty(torch.uint8, len(packed), INT8.row_bytes(width)))
+        calls.append(lambda: requantise_rows(packed, 0, parts, width))
     elementwise, choice, dequantise, *requantise = bench.seconds_of(*calls)
-    return OtherRates(
-        4 * tokens * width * dtype.itemsize / elementwise,
-        bench.sizes.weight_bytes / dequantise,
-        logits.numel() / choice,
-        dequantise / requantise[0] if requantise else 1.0,
-    )
-
-
-def _norm_and_activation(bench: Bench, dtype: torch.dtype) -> Call:
-    """Over the tokens of a chunk; each reads and writes all of them."""
-    x = bench.normal(dtype, *bench.sizes.block)
-    weight, bias = (bench.normal(dtype, x.shape[1]) for _ in range(2))
-    return lambda: torch.relu_(F.layer_norm(x, (x.shape[1],), weight, bias))
+    return {
+        "elementwise_bytes_per_s": 4 * tokens * width * dtype.itemsize / elementwise,
+        "device_dequantise_bytes_per_s": bench.sizes.weight_bytes / dequantise,
+        "logits_per_s": logits.numel() / choice,
+        "requantise_speedup": dequantise / requantise[0] if requantise else 1.0,
+    }
 
 
 def _packed(bench: Bench, dtype: torch.dtype) -> torch.Tensor:
-    """Rows in 4 bits of weight_bytes of `dtype`, more than caches hold: one over and over."""
+    """Rows in 4 bits that unpack to weight_bytes of `dtype`, more than the caches hold: one row over and over."""
     width = bench.sizes.block[1]
     rows = bench.sizes.weight_bytes // (width * dtype.itemsize)
     packed = bench.empty(torch.uint8, rows, packed_row_bytes(width, PACKED_BITS))
@@ -315,32 +293,14 @@ def _packed(bench: Bench, dtype: torch.dtype) -> torch.Tensor:
     return packed
 
 
-def _dequantise(bench: Bench, dtype: torch.dtype, packed: torch.Tensor) -> Call:
-    """Into `dtype`, as the engine unpacks them."""
-    out = bench.empty(dtype, len(packed), bench.sizes.block[1])
-    return lambda: unpack_rows(packed, PACKED_BITS, out)
-
-
-def _requantise(bench: Bench, packed: torch.Tensor) -> Call:
-    """Into int8 rows, as the engine unpacks them for products in int8."""
-    width = bench.sizes.block[1]
-    parts = blank_int8_rows(bench.empty(torch.uint8, len(packed), INT8.row_bytes(width)))
-    return lambda: requantise_rows(packed, 0, parts, width)
-
-
-def _choice(logits: torch.Tensor) -> Call:
-    """The greedy tokens of all rows."""
-    sampler, rows = Sampler(SamplingParams()), range(len(logits))
-    return lambda: sampler.sample(logits, rows, rows)
-
-
 def compute_rates(bench: Bench, host: Bench, dtype: str) -> ComputeRates:
-    """host: the host's bench, which is `bench` itself where the host computes; nothing is measured twice there."""
+    """host: of the host, which is `bench` itself where the host computes; nothing is measured twice there."""
     kind = getattr(torch, dtype)
     prefill, column_sums = prefill_rates(bench, kind)
     plain, scored = decode_rates(bench, kind)
     others = other_rates(bench, kind)
-    faster = speedups(bench, kind)
+    faster: Figures = {name: _in_bounds(curve) for name, curve in speedups(bench, kind).items()}
+    others["requantise_speedup"] = _in_bounds(Curve.flat(others["requantise_speedup"])).at(1)
     rates = ComputeRates(
         matmul_flops_per_s=matmul_rates(bench, kind),
         prefill_attention_flops_per_s=prefill,
@@ -349,25 +309,19 @@ def compute_rates(bench: Bench, host: Bench, dtype: str) -> ComputeRates:
         device_scored_attention_bytes_per_s=scored,
         host_attention_bytes_per_s=plain,
         host_scored_attention_bytes_per_s=scored,
-        elementwise_bytes_per_s=others.elementwise,
-        device_dequantise_bytes_per_s=others.dequantise,
-        host_dequantise_bytes_per_s=others.dequantise,
-        logits_per_s=others.logits,
-        blocked_speedup=_in_bounds(faster["blocked"]),
-        int8_speedup=_in_bounds(faster["int8"]),
-        requantise_speedup=_in_bounds(Curve.flat(others.requantise_speedup)).at(1),
+        host_dequantise_bytes_per_s=others["device_dequantise_bytes_per_s"],
+        **others,
+        **faster,
     )
-    return rates if host is bench else _with_host(rates, host, kind)
+    if host is bench:
+        return rates
+    plain, scored = decode_rates(host, kind)
+    return replace(
+        rates, host_attention_bytes_per_s=plain, host_scored_attention_bytes_per_s=scored,
+        host_dequantise_bytes_per_s=other_rates(host, kind)["device_dequantise_bytes_per_s"],
+    )  # fmt: skip
 
 
 def _in_bounds(speedup: Curve) -> Curve:
-    """On a busy machine a ratio of two timings may be anything, and a profile with it could not be read again."""
+    """What a profile may hold: on a busy machine the ratio of two timings may be anything."""
     return Curve(tuple((size, min(MOST_SPEEDUP, max(1 / MOST_SPEEDUP, ratio))) for size, ratio in speedup.points))
-
-
-def _with_host(rates: ComputeRates, host: Bench, dtype: torch.dtype) -> ComputeRates:
-    plain, scored = decode_rates(host, dtype)
-    return replace(
-        rates, host_attention_bytes_per_s=plain, host_scored_attention_bytes_per_s=scored,
-        host_dequantise_bytes_per_s=other_rates(host, dtype).dequantise,
-    )  # fmt: skip

@@ -1,10 +1,6 @@
-"""Bytes a second over the link between host and device, and the fixed cost of one copy, through a transfer lane.
+"""Rates of the links between tiers, through the engine's own lanes: host and device, disk, and KV columns in RAM.
 
-Bytes a second of the columns that wait in RAM for KV units on disk.
-
-Bytes a second of the disk tier, through the engine's own lanes, and the fixed cost of one request.
-
-What disk reads and compute leave of each other when they run together.
+Each function returns fields of a HardwareProfile.
 """
 
 from __future__ import annotations
@@ -14,9 +10,8 @@ import shutil
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import cycle
+from collections.abc import Callable, Iterable, Iterator
+from itertools import cycle, islice
 from pathlib import Path
 
 import torch
@@ -27,44 +22,36 @@ from flexgen_h2o.core.units import MIB, PAGE, SEGMENT_SLOTS, TRANSFER_CHUNK, WRI
 from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.kvcache.slots import PartView, part_view
 from flexgen_h2o.kvcache.store import Overlay
-from flexgen_h2o.planner.measure.bench import Bench, Call
+from flexgen_h2o.planner.measure.bench import Bench, Call, Figures
 from flexgen_h2o.planner.measure.compute import Products
 from flexgen_h2o.tiers.device import host_buffer
-from flexgen_h2o.tiers.disk import Scratch
+from flexgen_h2o.tiers.disk import FileRange, Scratch
 from flexgen_h2o.tiers.stream import Done, wait_all
 from flexgen_h2o.tiers.transfers import Mover
 
-HOST_PIECE = 4 * TRANSFER_CHUNK  # of a weight's part that lives on the host: one copy
+HOST_PIECE = 4 * TRANSFER_CHUNK  # one copy of weights that live on the host
 
 
-@dataclass(frozen=True)
-class LinkRates:
-    """Bytes a second; transfer_s: seconds from handing a small copy to the lane until its bytes are there."""
-
-    h2d: float
-    d2h: float
-    h2d_unpinned: float
-    d2h_unpinned: float
-    transfer_s: float
-
-
-def link_rates(bench: Bench, mover: Mover) -> LinkRates:
-    """Of the bench's device, which is not host memory itself."""
+def link_rates(bench: Bench, mover: Mover) -> Figures:
+    """Of copies between the host and the bench's device, which is not host memory itself."""
     device, nbytes = bench.device, bench.sizes.link_bytes
     pinned, plain, there = device.host_staging(nbytes), host_buffer(nbytes), device.buffer(nbytes)
-    *copies, small = bench.seconds_of(
-        _copies(mover, "h2d", there, pinned),
-        _copies(mover, "d2h", pinned, there),
-        _copies(mover, "h2d", there, plain),
-        _copies(mover, "d2h", plain, there),
-        lambda: mover.copy("h2d", "probe", there[:PAGE], pinned[:PAGE]).wait(),
-    )
-    h2d, d2h, h2d_unpinned, d2h_unpinned = (nbytes / seconds for seconds in copies)
-    return LinkRates(h2d, d2h, h2d_unpinned, d2h_unpinned, small)
+    copies = {
+        "h2d_bytes_per_s": _copies(mover, "h2d", there, pinned),
+        "d2h_bytes_per_s": _copies(mover, "d2h", pinned, there),
+        "h2d_unpinned_bytes_per_s": _copies(mover, "h2d", there, plain),
+        "d2h_unpinned_bytes_per_s": _copies(mover, "d2h", plain, there),
+    }
+
+    def small() -> None:
+        mover.copy("h2d", "probe", there[:PAGE], pinned[:PAGE]).wait()
+
+    *seconds, transfer_s = bench.seconds_of(*copies.values(), small)
+    return {**{name: nbytes / s for name, s in zip(copies, seconds, strict=True)}, "transfer_s": transfer_s}
 
 
 def _copies(mover: Mover, lane: str, target: torch.Tensor, source: torch.Tensor) -> Call:
-    """Piece by piece, all of them queued."""
+    """Copy piece by piece, all of them queued."""
 
     def copy_all() -> None:
         pieces = zip(target.split(HOST_PIECE), source.split(HOST_PIECE), strict=True)
@@ -78,21 +65,20 @@ HEADS = 12  # of each sequence
 
 
 def overlay_rate(bench: Bench, dtype: torch.dtype) -> float:
-    """Bytes read and written a second where the columns that wait are laid over a unit and another one is taken up.
+    """Bytes read and written a second where the columns that wait are laid over a KV unit and another one is added.
 
-    Of units that are not in a cache, each a step further than the one before, as far as a unit is written back.
+    The units together are larger than the caches. Each is a step further than the one before, up to the step at which
+    units are written back.
     """
     on_disk = (0.0, 0.0, 1.0)
     layout = UnitLayout(bench.sizes.step_rows[0], HEADS, SEGMENT_SLOTS, HEAD_WIDTH, dtype.itemsize, on_disk)
     count = max(1, bench.sizes.cache_bytes // layout.part_bytes(layout.parts[0]) // WRITE_BACK_STEPS)
     every = [_unit(bench, layout, dtype, i % WRITE_BACK_STEPS) for i in range(count * WRITE_BACK_STEPS)]
-    units = cycle(every)
-    rows = layout.parts[0].rows
+    units, rows = cycle(every), layout.parts[0].rows
     slots = torch.full((rows,), SEGMENT_SLOTS - 1, device=every[0][1].keys.device)
 
     def steps() -> None:
-        for _ in range(WRITE_BACK_STEPS):
-            overlay, view = next(units)
+        for overlay, view in islice(units, WRITE_BACK_STEPS):
             overlay.apply(view)
             overlay.add(view, slots)
             if overlay.is_full:
@@ -103,7 +89,7 @@ def overlay_rate(bench: Bench, dtype: torch.dtype) -> float:
 
 
 def _unit(bench: Bench, layout: UnitLayout, dtype: torch.dtype, waiting: int) -> tuple[Overlay, PartView]:
-    """A unit, and an overlay with so many columns."""
+    """A unit, and an overlay of `waiting` columns."""
     part = layout.parts[0]
     view = part_view(layout, part, bench.empty(torch.uint8, layout.part_bytes(part)), dtype, None)
     overlay = Overlay(layout, part, bench.empty(torch.uint8, layout.overlay_bytes(part)), dtype)
@@ -112,29 +98,20 @@ def _unit(bench: Bench, layout: UnitLayout, dtype: torch.dtype, waiting: int) ->
     return overlay, view
 
 
-LEAST_FREE = 256 * MIB
+MIN_FREE = 256 * MIB
 PASSES = 3
 BUFFERS = 2
 LOAD_PIECE = 16 * TRANSFER_CHUNK  # of one load
 
 
-@dataclass(frozen=True)
-class DiskRates:
-    """Bytes a second; request_s: seconds from handing one read of 4 KiB to the lane until its bytes are there."""
-
-    read: float
-    write: float
-    request_s: float
-
-
 def check_space(offload_dir: Path) -> None:
-    """DoesNotFitError where the disk has no room for a file that says something; the folder need not exist."""
+    """DoesNotFitError where the disk has no room for a file to measure with; the folder need not exist."""
     folder = next(p for p in (offload_dir, *offload_dir.absolute().parents) if p.exists())
     free = shutil.disk_usage(folder).free
-    if free < LEAST_FREE:
+    if free < MIN_FREE:
         raise DoesNotFitError(
             f"--offload-dir {offload_dir}: {format_bytes(free)} are free there, and measuring the disk takes at least "
-            f"{format_bytes(LEAST_FREE)}; free space or give another --offload-dir"
+            f"{format_bytes(MIN_FREE)}; free space or give another --offload-dir"
         )
 
 
@@ -144,75 +121,65 @@ class DiskProbe:
     def __init__(self, bench: Bench, mover: Mover, scratch: Scratch) -> None:
         self._bench, self._mover = bench, mover
         piece = min(LOAD_PIECE, bench.sizes.disk_bytes)
-        buffers = bench.normal(torch.float32, BUFFERS * piece // 4).view(torch.uint8)
-        self._buffers = buffers.split(piece)
-        most = min(bench.sizes.disk_bytes, shutil.disk_usage(scratch.folder).free // 2)
-        self._file = scratch.create("profile.bin", max(1, most // piece) * piece)
-        self._offsets = self._fill(range(0, max(1, most // piece) * piece, piece))
+        self._buffers = bench.normal(torch.float32, BUFFERS * piece // 4).view(torch.uint8).split(piece)
+        most = max(1, min(bench.sizes.disk_bytes, shutil.disk_usage(scratch.folder).free // 2) // piece)
+        self._file = scratch.create("profile.bin", most * piece)
+        self._pieces = most
+        until = time.perf_counter() + bench.sizes.disk_s
+        for written, store in enumerate(self._writes(), 1):
+            store.wait()
+            if time.perf_counter() > until:
+                self._pieces = written
+                break
 
     @property
     def nbytes(self) -> int:
-        return len(self._offsets) * len(self._buffers[0])
+        return self._pieces * len(self._buffers[0])
 
-    def rates(self) -> DiskRates:
+    def rates(self) -> Figures:
         """Of a file whose space was written before, as that of a run's scratch files soon is."""
         generator = random.Random(0)
         page = self._buffers[0][:PAGE]
 
         def small() -> None:
             offset = generator.randrange(self.nbytes // PAGE) * PAGE
-            self._mover.read("request", page, "host", self._file, offset, PAGE).wait()
+            self._mover.read("request", page, "host", FileRange(self._file, offset, PAGE)).wait()
 
-        request = self._bench.seconds_of(small)[0]
-        read, write = self._rates(self.reads, self._writes)
-        return DiskRates(read, write, request)
+        return {
+            "disk_request_s": self._bench.seconds_of(small)[0],
+            **self._rates({"disk_read_bytes_per_s": self.reads, "disk_write_bytes_per_s": self._writes}),
+        }
 
     def close(self) -> None:
-        """To be called when no lane uses the file any more."""
+        """Call it when no lane uses the file any more."""
         self._file.close()
 
     def reads(self) -> Iterator[Done]:
         """Queue the reading of the whole file, piece by piece."""
-        for i, offset in enumerate(self._offsets):
-            piece = self._buffers[i % BUFFERS]
-            yield self._mover.read("probe", piece, "host", self._file, offset, len(piece))
-
-    def endless(self) -> Iterator[Done]:
-        """`reads`, again and again."""
-        while True:
-            yield from self.reads()
+        for offset, piece in self._in_turn():
+            yield self._mover.read("probe", piece, "host", FileRange(self._file, offset, len(piece)))
 
     def _writes(self) -> Iterator[Done]:
-        for i, offset in enumerate(self._offsets):
-            yield self._write(i, offset)
+        for offset, piece in self._in_turn():
+            yield self._mover.write("probe", self._file, offset, piece, "host")
 
-    def _write(self, i: int, offset: int) -> Done:
-        return self._mover.write("probe", self._file, offset, self._buffers[i % BUFFERS], "host")
+    def _in_turn(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Offsets in the file, each with a buffer."""
+        for i in range(self._pieces):
+            piece = self._buffers[i % BUFFERS]
+            yield i * len(piece), piece
 
-    def _fill(self, offsets: range) -> list[int]:
-        """Write pieces until the time for it is up; returns the offsets of those that are there."""
-        until, filled = time.perf_counter() + self._bench.sizes.disk_s, []
-        for i, offset in enumerate(offsets):
-            self._write(i, offset).wait()
-            filled.append(offset)
-            if time.perf_counter() > until:
-                break
-        return filled
-
-    def _rates(self, *passes: Callable[[], Iterator[Done]]) -> list[float]:
-        """Medians of some passes over the file, which take turns; fewer where the disk is slow."""
-        timings: list[list[float]] = [[] for _ in passes]
+    def _rates(self, passes: dict[str, Callable[[], Iterable[Done]]]) -> dict[str, float]:
+        """Medians of some passes over the file, which run in turn; fewer where the disk is slow."""
+        timings: dict[str, list[float]] = {name: [] for name in passes}
         for _ in range(PASSES):
-            for whole, found in zip(passes, timings, strict=True):
-                if sum(found) < self._bench.sizes.disk_s:
-                    found.append(self._seconds(whole))
-        return [self.nbytes / statistics.median(found) for found in timings]
-
-    def _seconds(self, whole: Callable[[], Iterator[Done]]) -> float:
-        interrupts.check()
-        start = time.perf_counter()
-        wait_all(list(whole()))
-        return time.perf_counter() - start
+            for name, whole in passes.items():
+                if sum(timings[name]) < self._bench.sizes.disk_s:
+                    interrupts.check()
+                    start = time.perf_counter()
+                    wait_all(list(whole()))
+                    timings[name].append(time.perf_counter() - start)
+        return {name: self.nbytes / statistics.median(found) for name, found in timings.items()}
 
 
 ROWS, WIDTH = 64, 4096
@@ -220,10 +187,10 @@ ISSUED = 8  # products before the device is waited for
 AHEAD = 8  # loads that wait in the lane: more than are read while the products run
 ROUNDS = 3  # alone and together in turn, so that a machine's drift counts for all
 IDLE_S = 0.005
-LEAST, MOST = 0.01, 1.0
+MIN_SHARE = 0.01
 
 
-def beside_shares(bench: Bench, mover: Mover, probe: DiskProbe, dtype: torch.dtype) -> tuple[float, float]:
+def contention(bench: Bench, mover: Mover, probe: DiskProbe, dtype: torch.dtype) -> Figures:
     """Shares that are left of the disk's read rate while products are computed, and of those while it is read."""
     rows, width = min(ROWS, bench.sizes.rows[-1]), min(WIDTH, bench.sizes.widths[-1])
     call, seconds = Products(bench, dtype).call(rows, width, width), bench.sizes.beside_s / ROUNDS
@@ -233,18 +200,22 @@ def beside_shares(bench: Bench, mover: Mover, probe: DiskProbe, dtype: torch.dty
             call()
         bench.finish()
 
-    def idle() -> None:
-        time.sleep(IDLE_S)
+    def reads() -> Iterator[Done]:
+        while True:
+            yield from probe.reads()
 
     compute()
     computed = read = computed_beside = read_beside = 0.0
     for _ in range(ROUNDS):
         computed += _rates(compute, seconds, mover, iter(()))[0]
-        read += _rates(idle, seconds, mover, probe.endless())[1]
-        calls, nbytes = _rates(compute, seconds, mover, probe.endless())
+        read += _rates(lambda: time.sleep(IDLE_S), seconds, mover, reads())[1]
+        calls, nbytes = _rates(compute, seconds, mover, reads())
         computed_beside += calls
         read_beside += nbytes
-    return _share(read_beside, read), _share(computed_beside, computed)
+    return {
+        "disk_read_beside_compute": _share(read_beside, read),
+        "compute_beside_disk_read": _share(computed_beside, computed),
+    }
 
 
 def _rates(work: Callable[[], None], seconds: float, mover: Mover, loads: Iterator[Done]) -> tuple[float, float]:
@@ -252,7 +223,7 @@ def _rates(work: Callable[[], None], seconds: float, mover: Mover, loads: Iterat
     queued: deque[Done] = deque()
     moved, start, calls = mover.lanes.bytes_moved, time.perf_counter(), 0
     before = moved["disk_read"]
-    while (now := time.perf_counter()) - start < seconds or not calls:
+    while time.perf_counter() - start < seconds or not calls:
         interrupts.check()
         while queued and queued[0].is_done:
             queued.popleft().wait()
@@ -260,10 +231,10 @@ def _rates(work: Callable[[], None], seconds: float, mover: Mover, loads: Iterat
             queued.append(load)
         work()
         calls += 1
-    nbytes, now = moved["disk_read"] - before, time.perf_counter()
+    nbytes, took = moved["disk_read"] - before, time.perf_counter() - start
     wait_all(queued)
-    return calls / (now - start), nbytes / (now - start)
+    return calls / took, nbytes / took
 
 
 def _share(beside: float, alone: float) -> float:
-    return min(MOST, max(LEAST, beside / alone if alone else MOST))
+    return min(1.0, max(MIN_SHARE, beside / alone if alone else 1.0))

@@ -1,13 +1,4 @@
-"""What this machine is: names, cores, memory, and where the disk tier would lie.
-
-The machine's peak at this moment: large matrix products, and reading memory. Takes about half a second.
-
-Measured beside a run and not taken from the profile, because neighbours make a machine twice as fast or slow.
-
-Speeds of a small machine, for plans that are made before this one has been measured.
-
-The measured profile of this machine, kept for later runs in the user's cache folder.
-"""
+"""This machine: its name, what other processes take of it, its peak now, and its profile, kept in the cache folder."""
 
 from __future__ import annotations
 
@@ -78,7 +69,7 @@ def this_machine(device: Device, offload_dir: Path) -> Machine:
 
 
 def fingerprint_text(machine: Machine) -> str:
-    """What a measured profile depends on and what stays the same from run to run."""
+    """What a measured profile depends on that stays the same from run to run."""
     facts = (machine.cpu, machine.cores, machine.card, machine.mount, torch.__version__, torch.get_num_threads())
     return "\n".join(map(str, facts))
 
@@ -95,17 +86,17 @@ class BackgroundLoad:
         self._disk = _disk_bytes()
 
     def of_cores(self) -> str:
-        """`40% of the cores (load 3.1)`, where it is enough to be seen in figures; else nothing."""
+        """`40% of the cores (load 3.1)`, where figures would show it; else ""."""
         share = self.share()
         return f"{share:.0%} of the cores (load {os.getloadavg()[0]:.1f})" if share >= DISTURBED else ""
 
     def of_disks(self) -> str:
-        """The same of bytes that disks moved. Only of a time in which this process moves none."""
+        """The same of bytes that disks moved; only while this process moves none."""
         rate = (_disk_bytes() - self._disk) / max(1e-3, time.monotonic() - self._start[0])
         return f"{format_bytes(rate)} a second of the disks" if rate >= DISTURBED_DISK else ""
 
     def share(self) -> float:
-        """Of all cores since this was made: between 0 and 1. What the hypervisor takes is not seen here."""
+        """Of all cores since this was made, between 0 and 1. What the hypervisor takes does not show."""
         start, busy, own = self._start
         busy_now, own_now = _cpu_seconds()
         cores = max(1e-3, time.monotonic() - start) * (os.cpu_count() or 1)
@@ -160,7 +151,10 @@ _CARD = replace(CARD, widths=(4096,), hidden=(4096,), heads=())
 
 
 class PeakProbe:
-    """Calls that show the peak; their buffers are taken once."""
+    """The peak of the machine at this moment: large matrix products, and reading memory. Takes about half a second.
+
+    It is not taken from the profile, because neighbours make a machine twice as fast or slow. Buffers are taken once.
+    """
 
     def __init__(self, device: Device, dtype: torch.dtype, sizes: Sizes | None = None) -> None:
         self._bench = Bench(device, sizes or _sizes(device))
@@ -215,37 +209,17 @@ def nominal_profile(device_is_host: bool) -> HardwareProfile:
     if not device_is_host:
         compute = {dtype: _card_rates(2e13) for dtype in ("float32", "bfloat16", "float16")}
     return HardwareProfile(
-        machine=NOMINAL,
-        description="round figures of a small machine",
-        date="",
-        source="nominal: nothing was measured",
-        device_is_host=device_is_host,
-        device_is_asynchronous=not device_is_host,
-        device_mem_bytes=0 if device_is_host else 16 * GIB,
-        host_mem_bytes=32 * GIB,
-        disk_mem_bytes=500 * GIB,
-        disk_read_bytes_per_s=2e9,
-        disk_write_bytes_per_s=1e9,
-        h2d_bytes_per_s=1e10,
-        d2h_bytes_per_s=1e10,
-        h2d_unpinned_bytes_per_s=4e9,
-        d2h_unpinned_bytes_per_s=4e9,
-        host_memory_bytes_per_s=2e10,
-        device_memory_bytes_per_s=2e10 if device_is_host else 3e11,
-        disk_read_beside_compute=0.9,
-        compute_beside_disk_read=0.95,
-        kernel_s=1e-5,
-        transfer_s=5e-5,
-        disk_request_s=1e-4,
-        overlay_bytes_per_s=2e9,
-        step_s=1e-4,
-        attention_step_s=2e-4,
-        eviction_step_s=2e-4,
-        row_s=2e-6,
-        short_read_compute_s=5e-5 if device_is_host else 0.0,
-        cache_load_step_s=2e-4 if device_is_host else 0.0,
-        compute=compute,
-    )
+        machine=NOMINAL, description="round figures of a small machine", date="",
+        source="nominal: nothing was measured", device_is_host=device_is_host,
+        device_is_asynchronous=not device_is_host, device_mem_bytes=0 if device_is_host else 16 * GIB,
+        host_mem_bytes=32 * GIB, disk_mem_bytes=500 * GIB, disk_read_bytes_per_s=2e9, disk_write_bytes_per_s=1e9,
+        h2d_bytes_per_s=1e10, d2h_bytes_per_s=1e10, h2d_unpinned_bytes_per_s=4e9, d2h_unpinned_bytes_per_s=4e9,
+        host_memory_bytes_per_s=2e10, device_memory_bytes_per_s=2e10 if device_is_host else 3e11,
+        disk_read_beside_compute=0.9, compute_beside_disk_read=0.95, kernel_s=1e-5, transfer_s=5e-5,
+        disk_request_s=1e-4, overlay_bytes_per_s=2e9, step_s=1e-4, attention_step_s=2e-4, eviction_step_s=2e-4,
+        row_s=2e-6, short_read_compute_s=5e-5 if device_is_host else 0.0,
+        cache_load_step_s=2e-4 if device_is_host else 0.0, compute=compute,
+    )  # fmt: skip
 
 
 def _host_rates(flops_per_s: float) -> ComputeRates:
@@ -267,7 +241,7 @@ def _card_rates(flops_per_s: float) -> ComputeRates:
 
 
 def cache_path(device: str, offload_dir: Path) -> Path:
-    """Where the profile of this machine with `device` and the disk of `offload_dir` is kept; one of each kind.
+    """Where the profile of this machine with `device` and the disk of `offload_dir` is kept.
 
     Raises UsageError for a device that is not there.
     """
@@ -289,7 +263,7 @@ def cached_profile(device: str, offload_dir: Path) -> HardwareProfile | None:
 
 
 def store(profile: HardwareProfile, device: str, offload_dir: Path) -> Path:
-    """Keep the profile; whoever reads meanwhile sees the old file or the new one. Raises FlexgenError."""
+    """Keep the profile; who reads meanwhile sees the old file or the new one. Raises FlexgenError."""
     path = cache_path(device, offload_dir)
     write_profile(path, profile)
     return path

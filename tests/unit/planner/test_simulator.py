@@ -1,6 +1,6 @@
 """The simulator: sums that can be done by hand, and what must hold of any run.
 
-Times are of made-up machines; the order of events is checked beside the engine in tests/parity/test_planned_order.py.
+Times are of made-up machines; the order of events is checked against the engine in tests/parity/test_planned_order.py.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def test_with_everything_resident_a_run_is_the_sum_of_its_compute(overlap: bool)
     assert found.busy[-1]["device_compute"] == pytest.approx(found.ends[-1])
 
 
-@pytest.mark.parametrize("disk_read", [1e7, 1e8, 2e8, 4e8, 1e9, 1e10])
+@pytest.mark.parametrize("disk_read", [1e7, 2e8, 1e10])
 def test_reading_weights_hides_behind_compute_or_the_other_way_round(disk_read: float) -> None:
     """With overlap a sweep takes the longer of both, within a layer's time."""
     policy = Policy(24, 1, WEIGHTS_ON_DISK)
@@ -134,13 +134,10 @@ def test_attention_on_the_host_is_waited_for() -> None:
         assert seconds == pytest.approx(sum(device + host for device, host, _ in steps))
 
 
-@pytest.mark.parametrize("percent", [(100, 0, 100, 0, 0, 0), (100, 0, 100, 0, 0, 100)])
-def test_one_micro_batchs_hidden_states_are_waited_for_in_every_layer(
-    percent: tuple[int, int, int, int, int, int],
-) -> None:
+def test_one_micro_batchs_hidden_states_are_waited_for_in_every_layer() -> None:
     """Each layer needs what the layer before it has stored, so that nothing overlaps."""
     where = Machine(replace(machine(False).profile, device_is_asynchronous=False), DTYPE, False)
-    costs, block, found, _ = walk(Policy(24, 1, percent), where)
+    costs, block, found, _ = walk(Policy(24, 1, (100, 0, 100, 0, 0, 0)), where)
     for sweep, seconds in enumerate(lasting(found)):
         steps = [costs.step(i, block[0], sweep) for i in range(len(costs.layers.layers))]
         moved = sum(m.seconds for step in steps for m in (*step.hidden_load, *step.hidden_store))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flexgen_h2o.planner.measure.bench import LEAST_ROUNDS, ROUNDS, TINY, Bench
+from flexgen_h2o.planner.measure.bench import MIN_ROUNDS, ROUNDS, TINY, Bench
 from flexgen_h2o.tiers.device import HostDevice
 
 
@@ -28,7 +28,7 @@ def test_calls_take_turns_after_warming_up(bench: Bench) -> None:
     timings = bench.rounds(lambda: call("a"), lambda: call("b"))
     assert all(s > 0 for seconds in timings for s in seconds)
     turns = min(map(len, timings))
-    assert turns >= LEAST_ROUNDS and made[: 2 * (1 + turns)] == ["a", "b"] * (1 + turns)
+    assert turns >= MIN_ROUNDS and made[: 2 * (1 + turns)] == ["a", "b"] * (1 + turns)
 
 
 def test_slow_call_is_made_a_few_times_only(bench: Bench) -> None:
@@ -38,8 +38,8 @@ def test_slow_call_is_made_a_few_times_only(bench: Bench) -> None:
         made.append(0)
         time.sleep(2 * TINY.figure_s)
 
-    assert len(bench.rounds(call)[0]) == LEAST_ROUNDS
-    assert len(made) == 2 + LEAST_ROUNDS
+    assert len(bench.rounds(call)[0]) == MIN_ROUNDS
+    assert len(made) == 2 + MIN_ROUNDS
 
 
 def test_very_slow_call_is_timed_once(bench: Bench) -> None:

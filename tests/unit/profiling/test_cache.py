@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams, hardware
-from flexgen_h2o.core.errors import FlexgenError, UsageError
+from flexgen_h2o import LLM, MemoryBudget, SamplingParams, hardware
+from flexgen_h2o.core.errors import FlexgenError
 from flexgen_h2o.planner.measure import machine
 from flexgen_h2o.planner.measure import run as choose
 from flexgen_h2o.planner.measure import run as measure
@@ -50,31 +50,12 @@ def test_what_is_kept_is_found_again(cache: Path, tmp_path: Path) -> None:
     assert cached_profile("cpu", tmp_path / "folder" / "to come") == newer  # on the same disk
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]", json.dumps({**PROFILE.to_json(), "schema": 0})])
+@pytest.mark.parametrize("text", ["", json.dumps({**PROFILE.to_json(), "schema": 0})])
 def test_broken_or_old_file_is_ignored(text: str, tmp_path: Path) -> None:
     store(PROFILE, "cpu", tmp_path).write_text(text)
     assert cached_profile("cpu", tmp_path) is None
     store(PROFILE, "cpu", tmp_path)
     assert cached_profile("cpu", tmp_path) == PROFILE
-
-
-def test_folder_that_cannot_be_written(cache: Path, tmp_path: Path) -> None:
-    cache.parent.write_text("a file where the folder should be")
-    with pytest.raises(FlexgenError, match="profile-"):
-        store(PROFILE, "cpu", tmp_path)
-    assert cached_profile("cpu", tmp_path) is None
-
-
-def test_half_written_file_is_never_seen(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store(PROFILE, "cpu", tmp_path)
-
-    def fail(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.replace", fail)
-    with pytest.raises(FlexgenError, match="No space left"):
-        store(replace(PROFILE, row_s=1.0), "cpu", tmp_path)
-    assert cached_profile("cpu", tmp_path) == PROFILE and len(list(cache.iterdir())) == 1
 
 
 def test_relative_cache_folder_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +65,7 @@ def test_relative_cache_folder_is_ignored(tmp_path: Path, monkeypatch: pytest.Mo
         assert cache_path("cpu", tmp_path).parent == tmp_path / ".cache" / "flexgen_h2o"
 
 
-@pytest.mark.parametrize("base", ["~nosuchuser-at-all/x", "/" + 300 * "x", "/proc/1/no/folder", "/dev/null/x"])
+@pytest.mark.parametrize("base", ["~nosuchuser-at-all/x", "/" + 300 * "x", "/dev/null/x"])
 def test_a_cache_folder_that_cannot_be_is_none(base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/dev/null")
     monkeypatch.setenv("XDG_CACHE_HOME", base)
@@ -93,20 +74,6 @@ def test_a_cache_folder_that_cannot_be_is_none(base: str, tmp_path: Path, monkey
     assert not said
     with pytest.raises(FlexgenError, match="profile-"):
         store(PROFILE, "cpu", tmp_path)
-
-
-def test_nobody_s_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user id without a name, as containers have them."""
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr("os.path.expanduser", lambda path: path)
-    assert cached_profile("cpu", tmp_path) is None
-    with pytest.raises(FlexgenError, match="profile-"):
-        store(PROFILE, "cpu", tmp_path)
-
-
-def test_device_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--device"):
-        cached_profile("cuda", tmp_path)
 
 
 def test_another_machine_or_disk_has_another_file() -> None:
@@ -194,12 +161,6 @@ def test_parts_that_a_busy_machine_disturbed_are_measured_again_when_it_is_quiet
     assert len(said) == before and list(tmp_path.glob("run-*")) == []
 
 
-def test_a_disk_that_others_use_is_noted(others: Others, tmp_path: Path) -> None:
-    others.disk = 1e9
-    found = measure.measure("cpu", tmp_path, lambda line: None, TINY)
-    assert busy(found) == ["disk"] and "a second of the disks" in found.notes["disk"]
-
-
 def test_what_is_disturbed_again_stays_as_it_was(
     others: Others, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,8 +172,10 @@ def test_what_is_disturbed_again_stays_as_it_was(
 
 
 def test_profiles_of_before_parts_were_told_apart_are_read(others: Others, tmp_path: Path) -> None:
+    others.disk = 1e9
     whole = measure.measure("cpu", tmp_path, lambda line: None, TINY)
-    assert not whole.notes
+    assert busy(whole) == ["disk"] and "a second of the disks" in whole.notes["disk"]
+    others.disk = 0.0
     old = replace(whole, notes={"compute": f"{BUSY_NOTE} 40% of the cores", "kernel_s": "by hand"})
     store(old, "cpu", tmp_path)
     assert kept(tmp_path).was_disturbed and busy(kept(tmp_path)) == PARTS
@@ -220,16 +183,16 @@ def test_profiles_of_before_parts_were_told_apart_are_read(others: Others, tmp_p
     assert busy(kept(tmp_path)) == PARTS[1:] and kept(tmp_path).notes["kernel_s"] == "by hand"
 
 
-@pytest.mark.parametrize(("host", "policy"), [("4GiB", "auto"), ("256MiB", "auto"), ("4GiB", Policy(1, 1))])
+@pytest.mark.parametrize("host", ["4GiB", "256MiB"])
 def test_auto_measures_again_where_the_budget_has_room(
-    host: str, policy: str | Policy, others: Others, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    host: str, others: Others, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.setattr(choose, "AGAIN_S", 1e9)
     quiet = measure.measure("cpu", tmp_path, lambda line: None, TINY)
     store(replace(quiet, notes=dict.fromkeys(PARTS, f"{BUSY_NOTE} 40% of the cores")), "cpu", tmp_path)
-    again = host == "4GiB" and policy == "auto"
-    with LLM("opt-tiny", policy, device="cpu", offload_dir=tmp_path, budget=MemoryBudget(host=host)) as llm:
+    again = host == "4GiB"
+    with LLM("opt-tiny", "auto", device="cpu", offload_dir=tmp_path, budget=MemoryBudget(host=host)) as llm:
         for _ in range(2):
             llm.generate([[5, 6]], SamplingParams(max_tokens=2))
         assert llm.report is not None and llm.report.extra["profile_disturbed"] is not again
@@ -237,17 +200,15 @@ def test_auto_measures_again_where_the_budget_has_room(
     assert capfd.readouterr().err.count("the machine is quiet: measuring") == again
 
 
-@pytest.mark.parametrize("promised", [(0.0, 1e9), (1e9, 2e9)])
-def test_hardware_says_how_long_it_takes(
-    promised: tuple[float, float], others: Others, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    """And when it took another time; parts that were disturbed are measured again at once, if it is quiet by then."""
+def test_hardware_says_when_it_took_longer_than_promised(
+    others: Others, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Parts that were disturbed are measured again at once, if it is quiet by then."""
     others.cores = float(os.cpu_count() or 1)
-    monkeypatch.setattr(hardware, "PROMISED_S", promised)
+    monkeypatch.setattr(hardware, "PROMISED_S", (1e9, 2e9))
     monkeypatch.setattr(measure, "is_quiet", lambda: setattr(others, "cores", 0.0) or True)
     assert hardware.main(["--device", "cpu", "--offload-dir", str(tmp_path)]) == 0
     said = capfd.readouterr().err.splitlines()
     assert said[0].startswith("hardware: takes one to two minutes")
-    assert any("not the one to two minutes" in line for line in said) == (promised[0] > 0)
+    assert any("not the one to two minutes" in line for line in said)
     assert not kept(tmp_path).was_disturbed

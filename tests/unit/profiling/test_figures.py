@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from flexgen_h2o import LLM, MemoryBudget, Policy
-from flexgen_h2o.core.errors import DoesNotFitError, UsageError
 from flexgen_h2o.core.packing import INT8
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import MIB
@@ -21,26 +20,14 @@ from flexgen_h2o.kernels.int8 import Int8Rows
 from flexgen_h2o.kvcache.eviction import Full
 from flexgen_h2o.models import spec_from_config
 from flexgen_h2o.planner.measure import compute, steps
-from flexgen_h2o.planner.measure import compute as matmul
-from flexgen_h2o.planner.measure import compute as memory
 from flexgen_h2o.planner.measure import run as measure
 from flexgen_h2o.planner.measure.bench import CARD, CARD_HOST, HOST, TINY, Bench, Sizes
-from flexgen_h2o.planner.measure.compute import (
-    decode_rates,
-    kernel_seconds,
-    memory_rate,
-    no_longer_than_next,
-    other_rates,
-    prefill_rates,
-)
-from flexgen_h2o.planner.measure.links import DiskProbe, beside_shares, check_space, link_rates, overlay_rate
+from flexgen_h2o.planner.measure.links import DiskProbe
 from flexgen_h2o.planner.measure.machine import PeakProbe, nominal_profile, peak_bytes
 from flexgen_h2o.planner.profile import AS_FAST, Curve, profile_from_json
 from flexgen_h2o.tiers.device import HostDevice, StandInDevice
 from flexgen_h2o.tiers.disk import Scratch
 from flexgen_h2o.tiers.transfers import Lanes, Mover
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @pytest.fixture
@@ -69,78 +56,55 @@ def sizes_of(curve: Curve) -> tuple[float, ...]:
     return tuple(size for size, _ in curve.points)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_attention(bench: Bench, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_rates_of_a_dtype(bench: Bench, dtype: str) -> None:
     with torch.inference_mode():
-        prefill, decode = prefill_rates(bench, dtype), decode_rates(bench, dtype)
-    check(*prefill, *decode)
-    assert {sizes_of(curve) for curve in prefill} == {TINY.prompt_lengths}
-    assert {sizes_of(curve) for curve in decode} == {TINY.head_widths}
+        rates = compute.compute_rates(bench, bench, dtype)
+    blocks = isinstance(block_rows(torch.ones(64, 64, dtype=getattr(torch, dtype)))[0], BlockedRows)
+    sizes = {
+        "prefill_attention_flops_per_s": TINY.prompt_lengths, "column_sums_flops_per_s": TINY.prompt_lengths,
+        "device_attention_bytes_per_s": TINY.head_widths, "host_scored_attention_bytes_per_s": TINY.head_widths,
+        "int8_speedup": TINY.rows, "blocked_speedup": TINY.rows if blocks else (1.0,),
+    }  # fmt: skip
+    assert {name: sizes_of(getattr(rates, name)) for name in sizes} == sizes
+    assert [shape for shape, _ in rates.matmul_flops_per_s] == [0.25, 1, 4, 16]
+    assert tuple(inner for inner, _ in dict(rates.matmul_flops_per_s)[1.0]) == TINY.widths
+    assert all(sizes_of(curve) == TINY.rows for _, by_inner in rates.matmul_flops_per_s for _, curve in by_inner)
+    profile = replace(nominal_profile(True), compute={dtype: rates})
+    assert profile_from_json(profile.to_json()) == profile, "every rate is positive and finite"
 
 
 def test_less_work_is_not_slower_than_more() -> None:
     """A neighbour that took the cores from the shortest prompts alone."""
-    assert no_longer_than_next([8e-3, 1e-3, 2e-3, 5e-3]) == [1e-3, 1e-3, 2e-3, 5e-3]
-    assert no_longer_than_next([1.0, 2.0, 2.0]) == [1.0, 2.0, 2.0]
+    assert compute.no_longer_than_next([8e-3, 1e-3, 2e-3, 5e-3]) == [1e-3, 1e-3, 2e-3, 5e-3]
+    assert compute.no_longer_than_next([1.0, 2.0, 2.0]) == [1.0, 2.0, 2.0]
 
 
 def test_slow_attention_is_measured_on_a_smaller_cache(bench: Bench) -> None:
-    check(*decode_rates(replace(bench, sizes=replace(TINY, longest_s=0.0)), torch.float32))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_other_work_of_a_layer(bench: Bench, dtype: torch.dtype) -> None:
-    with torch.inference_mode():
-        others = other_rates(bench, dtype)
-    check(others.elementwise, others.dequantise, others.logits, others.requantise_speedup)
-
-
-def test_memory_and_kernel(bench: Bench) -> None:
-    with torch.inference_mode():
-        check(memory_rate(bench), kernel_seconds(bench))
-
-
-def test_products(bench: Bench) -> None:
-    with torch.inference_mode():
-        found = matmul.matmul_rates(bench, torch.float32)
-    assert [shape for shape, _ in found] == [0.25, 1, 4, 16]
-    assert tuple(inner for inner, _ in dict(found)[1.0]) == TINY.widths
-    curves = [curve for _, by_inner in found for _, curve in by_inner]
-    assert all(sizes_of(curve) == TINY.rows for curve in curves)
-    check(*curves)
+    check(*compute.decode_rates(replace(bench, sizes=replace(TINY, longest_s=0.0)), torch.float32))
 
 
 def test_product_that_takes_too_long_has_the_rate_of_the_next_smaller_one(bench: Bench) -> None:
     sizes = replace(TINY, widths=(16, 64, 256), rows=(1, 512), longest_s=1e-9)
-    found = matmul.matmul_rates(replace(bench, sizes=sizes), torch.float32)
+    found = compute.matmul_rates(replace(bench, sizes=sizes), torch.float32)
     (_, narrow), *wider = dict(found)[1.0]
     assert [curve for _, curve in wider] == [narrow, narrow]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_gains_of_blocked_matrices_and_of_int8(bench: Bench, dtype: torch.dtype) -> None:
-    blocks = isinstance(block_rows(torch.ones(64, 64, dtype=dtype))[0], BlockedRows)
-    with torch.inference_mode():
-        found = matmul.speedups(bench, dtype)
-    check(*found.values())
-    assert sizes_of(found["int8"]) == TINY.rows
-    assert sizes_of(found["blocked"]) == (TINY.rows if blocks else (1.0,))
 
 
 def test_a_device_of_its_own_gains_nothing_by_int8() -> None:
     bench = Bench(StandInDevice(), TINY)
     with torch.inference_mode():
-        assert matmul.speedups(bench, torch.float16) == {"blocked": AS_FAST, "int8": AS_FAST}
-        assert other_rates(bench, torch.float16).requantise_speedup == 1.0
+        assert compute.speedups(bench, torch.float16) == {"blocked_speedup": AS_FAST, "int8_speedup": AS_FAST}
+        assert compute.other_rates(bench, torch.float16)["requantise_speedup"] == 1.0
 
 
 def test_products_in_int8_are_right_and_of_other_rows_each_time(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    products, seen = matmul.Products(bench, torch.float32), []
+    products, seen = compute.Products(bench, torch.float32), []
     in_order, in_int8 = (products.call(8, 128, 64, held) for held in ("in order", "int8"))
     with torch.inference_mode():
         want, found = in_order().clone(), in_int8().clone()
     assert torch.allclose(found, want, atol=0.6)  # sums of 128 products, some 11 large
-    monkeypatch.setattr(matmul, "linear", lambda x, weight, bias, out: seen.append(weight[0]))
+    monkeypatch.setattr(compute, "linear", lambda x, weight, bias, out: seen.append(weight[0]))
     count = TINY.weight_bytes // 2 // (64 * INT8.row_bytes(128))
     for _ in range(2 * count):
         in_int8()
@@ -150,41 +114,12 @@ def test_products_in_int8_are_right_and_of_other_rows_each_time(bench: Bench, mo
 
 def test_products_take_another_matrix_each_time(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    monkeypatch.setattr(matmul, "linear", lambda x, weight, bias, out: seen.append(weight[0].data_ptr()))
-    call = matmul.Products(bench, torch.float32).call(4, 64, 64)
+    monkeypatch.setattr(compute, "linear", lambda x, weight, bias, out: seen.append(weight[0].data_ptr()))
+    call = compute.Products(bench, torch.float32).call(4, 64, 64)
     for _ in range(2 * TINY.weight_bytes // (64 * 64 * 4)):
         call()
     assert len(set(seen)) == TINY.weight_bytes // (64 * 64 * 4)
     assert seen[: len(seen) // 2] == seen[len(seen) // 2 :]
-
-
-def test_link() -> None:
-    device = StandInDevice()
-    mover = mover_of(device)
-    try:
-        rates = link_rates(Bench(device, TINY), mover)
-    finally:
-        mover.lanes.close()
-    check(rates.h2d, rates.d2h, rates.h2d_unpinned, rates.d2h_unpinned, rates.transfer_s)
-    assert min(mover.lanes.bytes_moved[lane] for lane in ("h2d", "d2h")) >= 4 * TINY.link_bytes
-
-
-def test_disk_alone_and_beside_compute(bench: Bench, scratch: Scratch) -> None:
-    mover = mover_of(bench.device)
-    try:
-        probe = DiskProbe(bench, mover, scratch)
-        rates = probe.rates()
-        shares = beside_shares(bench, mover, probe, torch.float32)
-        assert (scratch.folder / "profile.bin").stat().st_size == TINY.disk_bytes == probe.nbytes
-    finally:
-        mover.lanes.close()
-        probe.close()
-    check(rates.read, rates.write, rates.request_s)
-    assert all(0.01 <= share <= 1 for share in shares)
-
-
-def test_columns_that_wait_for_the_disk(bench: Bench) -> None:
-    check(overlay_rate(bench, torch.bfloat16))
 
 
 def test_slow_disk_gets_a_smaller_file(bench: Bench, scratch: Scratch, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,49 +133,36 @@ def test_slow_disk_gets_a_smaller_file(bench: Bench, scratch: Scratch, monkeypat
     probe.close()
 
 
-def test_full_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_space(tmp_path / "not" / "there")
-    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 200 * 2**20})())
-    with pytest.raises(DoesNotFitError, match=r"--offload-dir .*: 200.00 MiB are free.*256.00 MiB"):
-        measure.measure("cpu", tmp_path / "not" / "there", lambda line: None, TINY)
-    assert not (tmp_path / "not").exists()
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_fixed_costs_of_the_loop(bench: Bench, dtype: str, tmp_path: Path) -> None:
-    with torch.inference_mode():
-        costs = steps.step_costs(bench, nominal_profile(True), dtype, tmp_path)
-    check(costs.step_s, costs.attention_step_s, costs.eviction_step_s, costs.row_s, costs.elementwise_bytes_per_s)
-    assert 0 <= costs.short_read_compute_s < math.inf and 0 <= costs.cache_load_step_s < math.inf
-
-
 def test_fixed_costs_are_what_the_planner_leaves() -> None:
-    few, many, evicting = steps._Steps(50e-6, 30e-6), steps._Steps(90e-6, 50e-6), steps._Steps(55e-6, 30e-6)
-    found = steps._solve([few, many, evicting], 5, 15, 1e9)
-    assert found.row_s == pytest.approx(60e-6 / 2 / 10)
-    assert found.step_s == pytest.approx(30e-6 - 5 * found.row_s)
-    assert found.attention_step_s == pytest.approx(20e-6)
-    assert found.eviction_step_s == pytest.approx(5e-6)
-    nothing = steps._solve([few, few, few], 0, 0, 1e9)
-    assert min(nothing.step_s, nothing.eviction_step_s, nothing.row_s) > 0
+    found = steps.fixed_costs([(50e-6, 30e-6), (90e-6, 50e-6), (55e-6, 30e-6)], 5, 15)
+    row_s = 60e-6 / 2 / 10
+    expected = {"step_s": 30e-6 - 5 * row_s, "attention_step_s": 20e-6, "eviction_step_s": 5e-6, "row_s": row_s}
+    assert found == pytest.approx(expected)
+    assert min(steps.fixed_costs([(50e-6, 30e-6)] * 3, 0, 0).values()) > 0
 
 
 def test_loads_cost_what_runs_that_read_take_more() -> None:
     """Six parts of matrices in a transformer block, of a tenth each; one KV unit, whose request is not long either."""
     spec = spec_from_config("small", steps.config_of(HOST.step_width), "profiling")
-
-    def run(percent: steps.Percent, left_s: float) -> steps._Loading:
-        policy = steps._Run(8, 16, 49, Full(), percent)
-        return steps._Loading(steps._costs(spec, nominal_profile(True), "bfloat16", policy), left_s)
-
-    alone, weights, cache = run(steps.IN_MEMORY, 1e-3), run(steps.SOME_WEIGHTS, 1.6e-3), run(steps.NO_CACHE, 1.5e-3)
-    reads, whole = weights.short_requests(), cache.short_requests()
-    assert alone.short_requests() == 0 < whole < 1 and 5.5 < reads < 6
-    found = steps._load_costs(alone, weights, cache)
+    places = (steps.IN_MEMORY, steps.SOME_WEIGHTS, steps.NO_CACHE)
+    runs = [steps._Run(8, 16, 49, Full(), place) for place in places]
+    alone, weights, cache = (run.costs(spec, nominal_profile(True), "bfloat16") for run in runs)
+    reads, whole = steps.short_requests(weights), steps.short_requests(cache)
+    assert steps.short_requests(alone) == 0 < whole < 1 and 5.5 < reads < 6
+    found = steps.load_costs((weights, cache), 6e-4, 5e-4)
     assert found["short_read_compute_s"] == pytest.approx(6e-4 / reads)
     assert found["cache_load_step_s"] == pytest.approx(5e-4 - whole * 6e-4 / reads)
-    faster = steps._load_costs(alone, run(steps.SOME_WEIGHTS, 9e-4), run(steps.NO_CACHE, 9e-4))
-    assert set(faster.values()) == {0.0}
+    assert set(steps.load_costs((weights, cache), -1e-4, -1e-4).values()) == {0.0}
+
+
+def test_ratios_of_disturbed_timings_can_be_read_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kept profile that cannot be read would be measured anew at each run."""
+    others = dict.fromkeys(("elementwise_bytes_per_s", "device_dequantise_bytes_per_s", "logits_per_s"), 1e9)
+    faster = {"blocked_speedup": Curve.flat(1e5), "int8_speedup": Curve.flat(1e-5)}
+    monkeypatch.setattr(compute, "other_rates", lambda *_: {**others, "requantise_speedup": 1e-3})
+    monkeypatch.setattr(compute, "speedups", lambda *_: faster)
+    profile = replace(nominal_profile(True), compute={"float32": compute.compute_rates(bench, bench, "float32")})
+    assert profile_from_json(profile.to_json()) == profile
 
 
 def test_whole_profile_is_one_that_can_be_read_and_leaves_nothing(
@@ -252,15 +174,6 @@ def test_whole_profile_is_one_that_can_be_read_and_leaves_nothing(
     assert profile.device_is_host and not profile.device_is_asynchronous and profile.device_mem_bytes == 0
     assert set(profile.compute) == {"bfloat16", "float32"}
     assert len(said) >= 5 and list((tmp_path / "offload").iterdir()) == []
-
-
-def test_ratios_of_disturbed_timings_can_be_read_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kept profile that cannot be read would be measured anew at each run."""
-    monkeypatch.setattr(compute, "other_rates", lambda *_: memory.OtherRates(1e9, 1e9, 1e9, 1e-3))
-    monkeypatch.setattr(compute, "speedups", lambda *_: {"blocked": Curve.flat(1e5), "int8": Curve.flat(1e-5)})
-    rates = compute.compute_rates(bench, bench, "float32")
-    profile = replace(nominal_profile(True), compute={"float32": rates})
-    assert profile_from_json(profile.to_json()) == profile
 
 
 class QueueingStandIn(StandInDevice):
@@ -288,16 +201,10 @@ def test_nothing_is_left_behind_when_measuring_fails(tmp_path: Path, monkeypatch
     def fail(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(measure, "beside_shares", fail)  # the last one: file, lanes and engine have all been there
+    monkeypatch.setattr(measure, "contention", fail)  # the last one: file, lanes and engine have all been there
     with pytest.raises(KeyboardInterrupt):
         measure.measure("cpu", tmp_path, lambda line: None, TINY)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_device_that_is_not_there(tmp_path: Path, plain_cpu: None) -> None:
-    for device in ("cuda", "tpu"):
-        with pytest.raises(UsageError, match="--device"):
-            measure.measure(device, tmp_path, lambda line: None, TINY)
 
 
 @pytest.mark.parametrize("sizes", [HOST, CARD, CARD_HOST, TINY])
@@ -318,8 +225,7 @@ def test_the_peak_is_measured_only_where_the_budget_has_room(monkeypatch: pytest
             assert llm.measure_peak() is found
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_peak(dtype: torch.dtype) -> None:
-    probe = PeakProbe(HostDevice(), dtype, TINY)
+def test_peak() -> None:
+    probe = PeakProbe(HostDevice(), torch.bfloat16, TINY)
     for peak in (probe.best(), probe.now()):
         check(peak.flops_per_s, peak.memory_bytes_per_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import fields
 
-from flexgen_h2o.planner.measure.table import RATES, SECONDS, SHARES, table
+from flexgen_h2o.hardware import RATES, SECONDS, SHARES, table
 from flexgen_h2o.planner.profile import HardwareProfile
 from tests.unit.test_profile import PROFILE
 
@@ -24,9 +24,5 @@ def test_rates_are_in_gigabytes_and_times_in_microseconds() -> None:
     lines = [" ".join(line.split()) for line in table(PROFILE).splitlines()]
     assert "disk, write 2.00" in lines and "copy between host and device 2.00" in lines
     assert "disk read beside compute 0.900" in lines and "1024 to 512 3.00 4.00" in lines
-
-
-def test_gains_are_plain_numbers() -> None:
-    lines = [" ".join(line.split()) for line in table(PROFILE).splitlines()]
     assert "times faster, blocked 1: 1.10 32: 1.40" in lines and "times faster, int8 1: 2.10 32: 1.90" in lines
     assert "int4 to int8 on the device, times faster 1.30" in lines

@@ -1,27 +1,85 @@
-"""The device tier without a card: which kind is opened, what it computes in, what it copies."""
+"""The device tier without a card: buffers, the ledger, which device is opened, and budgets that nobody gave."""
 
 from __future__ import annotations
 
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import psutil
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.core.units import PAGE
-from flexgen_h2o.tiers.device import CudaDevice, HostDevice, StandInDevice, open_device
+from flexgen_h2o.core.config import MemoryBudget
+from flexgen_h2o.core.errors import DoesNotFitError, UsageError
+from flexgen_h2o.core.units import GIB, PAGE
+from flexgen_h2o.tiers import device as machine
+from flexgen_h2o.tiers.device import (
+    HUGE_PAGE,
+    CudaDevice,
+    HostDevice,
+    Ledger,
+    StandInDevice,
+    free_host_bytes,
+    host_buffer,
+    open_device,
+    resolve_budgets,
+)
+
+
+@pytest.mark.parametrize("nbytes", [0, PAGE + 1, HUGE_PAGE, 2 * HUGE_PAGE + 5])
+def test_a_buffer_is_aligned_zero_and_all_its_own(nbytes: int) -> None:
+    buffer = host_buffer(nbytes)
+    align = HUGE_PAGE if nbytes >= HUGE_PAGE else PAGE
+    assert (buffer.dtype, buffer.shape, buffer.is_contiguous()) == (torch.uint8, (nbytes,), True)
+    assert nbytes == 0 or buffer.data_ptr() % align == 0
+    assert not bool(buffer.any())
+    buffer.fill_(255)
+    assert int(buffer.sum(dtype=torch.int64)) == 255 * nbytes
+
+
+charges = st.lists(st.tuples(st.sampled_from(["device", "host", "disk"]), st.integers(-60, 60)), max_size=40)
+
+
+@given(charges)
+def test_the_ledger_holds_every_tier_within_its_budget(history: list[tuple[str, int]]) -> None:
+    budgets = {"device": 100, "host": 50, "disk": None}
+    ledger, used, peak = Ledger(budgets), dict.fromkeys(budgets, 0), dict.fromkeys(budgets, 0)
+    for tier, nbytes in history:
+        budget = budgets[tier]
+        if nbytes < 0:
+            returned = min(-nbytes, used[tier])
+            ledger.release(tier, returned)
+            used[tier] -= returned
+        elif budget is not None and used[tier] + nbytes > budget:
+            with pytest.raises(DoesNotFitError):
+                ledger.charge(tier, nbytes, "x")
+        else:
+            ledger.charge(tier, nbytes, "x")
+            used[tier] += nbytes
+        peak[tier] = max(peak[tier], used[tier])
+        assert all(ledger.used[t] == used[t] and ledger.peak[t] == peak[t] for t in budgets)
+
+
+def test_a_refusal_says_what_how_much_and_which_flag() -> None:
+    ledger = Ledger({"host": 3 * 2**20})
+    ledger.charge("host", 2**20, "weights")
+    with pytest.raises(DoesNotFitError) as caught:
+        ledger.charge("host", 5 * 2**20, "cache")
+    text = str(caught.value)
+    for part in ("cache needs 5.00 MiB", "host tier", "3.00 MiB over", "budget of 3.00 MiB", "--host-mem", "--percent"):
+        assert part in text
+    ledger.charge("nowhere", 10**15, "a tier without a budget is free")
+
+
+# ---- devices
 
 
 @pytest.fixture
 def _no_card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
-@pytest.mark.usefixtures("_no_card")
-@pytest.mark.parametrize("name", ["auto", "cpu"])
-def test_a_budget_of_its_own_makes_a_device_tier(name: str) -> None:
-    host, stand_in = open_device(name, separate_budget=False), open_device(name, separate_budget=True)
-    assert (host.is_host, host.tier) == (True, "host")
-    assert (stand_in.is_host, stand_in.tier) == (False, "device")
-    assert host.torch_device == stand_in.torch_device == torch.device("cpu")
 
 
 @pytest.mark.usefixtures("_no_card")
@@ -31,25 +89,13 @@ def test_a_device_that_is_not_there_is_refused(name: str, says: str) -> None:
         open_device(name, separate_budget=False)
 
 
-@pytest.mark.parametrize("kind", [HostDevice, StandInDevice])
-@pytest.mark.parametrize(
-    ("asked", "stored", "computed"),
-    [
-        (None, "float32", "float32"),
-        (None, "bfloat16", "bfloat16"),
-        (None, "float16", "bfloat16"),
-        ("float32", "float16", "float32"),
-        ("bfloat16", "float32", "bfloat16"),
-    ],
-)
-def test_what_a_cpu_computes_in(kind: type[HostDevice], asked: str | None, stored: str, computed: str) -> None:
-    assert kind().compute_dtype(asked, stored) == computed
-
-
-@pytest.mark.parametrize("stored", ["float32", "float16"])
-def test_a_cpu_is_never_made_to_compute_half_precision(stored: str) -> None:
+def test_what_a_cpu_computes_in() -> None:
+    """As asked, else as stored; never in half precision."""
+    device = HostDevice()
+    assert device.compute_dtype(None, "float32") == device.compute_dtype("float32", "float16") == "float32"
+    assert device.compute_dtype(None, "float16") == device.compute_dtype("bfloat16", "float32") == "bfloat16"
     with pytest.raises(UsageError, match=r"--dtype float16: .*bfloat16"):
-        HostDevice().compute_dtype("float16", stored)
+        device.compute_dtype("float16", "float16")
 
 
 def test_buffers_copies_and_fences() -> None:
@@ -96,3 +142,65 @@ def test_pinned_memory_is_given_back_with_its_buffer(monkeypatch: pytest.MonkeyP
 def test_memory_that_cannot_be_pinned_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="--pin-weight 0"):
         _card_with(_Runtime(2), monkeypatch).host_staging(PAGE)
+
+
+# ---- budgets
+
+Disk = namedtuple("Disk", "free")
+Memory = namedtuple("Memory", "available")
+
+
+@pytest.fixture
+def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """100 GiB of RAM and 500 GiB of disk free."""
+    monkeypatch.setattr(machine, "free_host_bytes", lambda: 100 * GIB)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: Disk(500 * GIB))
+
+
+@pytest.mark.usefixtures("_machine")
+def test_budgets_that_were_given_are_taken_as_they_are(tmp_path: Path) -> None:
+    budget = MemoryBudget("1GiB", "2GiB", "3GiB")
+    assert resolve_budgets(budget, StandInDevice(), tmp_path) == {"device": GIB, "host": 2 * GIB, "disk": 3 * GIB}
+    assert resolve_budgets(budget, HostDevice(), tmp_path) == {"device": 0, "host": 2 * GIB, "disk": 3 * GIB}
+
+
+@pytest.mark.usefixtures("_machine")
+def test_others_get_what_is_free_less_a_margin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_free_device_bytes", lambda device: 4 * GIB)
+    found = resolve_budgets(MemoryBudget(), HostDevice(), tmp_path)
+    assert found == {"device": 0, "host": 90 * GIB, "disk": 498 * GIB}
+    assert resolve_budgets(MemoryBudget(), StandInDevice(), tmp_path)["device"] == 4 * GIB - GIB // 2
+
+
+def test_the_disk_is_the_one_of_the_folder_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Path] = []
+
+    def disk_usage(folder: Path) -> Disk:
+        asked.append(folder)
+        return Disk(500 * GIB)
+
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+    resolve_budgets(MemoryBudget(host=1), HostDevice(), tmp_path / "not" / "yet")
+    monkeypatch.chdir(tmp_path)
+    resolve_budgets(MemoryBudget(host=1), HostDevice(), Path("not/yet"))
+    assert asked == [tmp_path, tmp_path]
+
+
+@pytest.mark.parametrize(
+    ("limit", "current", "cached", "free"),
+    [
+        ("max", "5", 0, 90), (None, None, 0, 90), ("500", "10", 0, 90), ("garbage", "10", 0, 90), ("40", "38", 30, 32),
+    ],
+)  # fmt: skip
+def test_a_container_has_what_its_limit_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str | None, current: str | None, cached: int, free: int
+) -> None:
+    """Clean page cache counts as used by the container and is there to be had all the same."""
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory(90))
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+    for name, text in (
+        ("memory.max", limit), ("memory.current", current), ("memory.stat", f"anon 7\ninactive_file {cached}"),
+    ):  # fmt: skip
+        if text is not None:
+            (tmp_path / name).write_text(f"{text}\n")
+    assert free_host_bytes() == free

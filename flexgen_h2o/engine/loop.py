@@ -1,0 +1,197 @@
+"""The walk of a block through its layers: which loads start, and what is waited for, computed and stored after what.
+
+The executor walks with real transfers and compute, the planner's simulator on a clock, so what is predicted is what
+runs. No torch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Generic, Protocol, TypeVar
+
+from flexgen_h2o.core.config import Layer
+from flexgen_h2o.core.schedule import Step, zigzag
+from flexgen_h2o.engine.memory_plan import Depth
+from flexgen_h2o.tiers.stream import Region, Ring, Source, Stream, Waitable, streamed_keys, wait_all
+
+ATTENTION_KINDS = ("attention", "block")
+UnitKey = tuple[int, int, int]  # sweep; transformer block of KV, layer of hidden states; micro-batch
+
+
+Opened = TypeVar("Opened")
+
+
+class BaseWeightStream(ABC, Generic[Opened]):
+    """The open weight unit, and the loads ahead of it. is_packed: units are unpacked once they are open."""
+
+    def __init__(
+        self, source: Source[int], ring: Ring | None, sequence: Iterator[int], ahead: int, is_packed: bool
+    ) -> None:
+        self._stream: Stream[int] = Stream(ring, sequence, source, ahead)
+        self._region: Region | None = None
+        self.is_packed = is_packed
+        self.unit: int | None = None
+        self.opened: Opened
+
+    @abstractmethod
+    def _open(self, unit: int, region: Region | None) -> Opened:
+        """What compute uses of a unit that is loaded: its streamed bytes are in the region."""
+
+    @abstractmethod
+    def _unpack(self, unit: int) -> Opened:
+        """The same, unpacked."""
+
+    def prefetch(self) -> None:
+        """Start every load that may start now."""
+        self._stream.prefetch()
+
+    def open(self, unit: int, fence: Waitable) -> Opened:
+        """Wait for `unit` and open it. Another unit that is open is closed: its last reader is done with `fence`."""
+        if unit != self.unit:
+            self._stream.give_back(self._region, [fence])
+            self._region = self._stream.take(unit)
+            self.unit, self.opened = unit, self._open(unit, self._region)
+        return self.opened
+
+    def unpack(self, fence: Callable[[], Waitable]) -> Opened:
+        """Unpack the unit that was just opened; its region is free from then on.
+
+        fence: an event that is done when what was computed up to now is.
+        """
+        if self.is_packed and self.unit is not None:
+            self.opened = self._unpack(self.unit)
+            self._stream.give_back(self._region, [fence()])
+            self._region = None
+        return self.opened
+
+    def drain(self) -> None:
+        """Wait for loads under way, so that nothing writes into the ring any more."""
+        self._stream.drain()
+
+
+class Runner(Protocol):
+    """What a walk drives."""
+
+    def span(self, lane: str, name: str) -> AbstractContextManager[object]:
+        """Record what is done within it in the timeline."""
+
+    def fence(self) -> Waitable:
+        """Done when all compute issued so far is."""
+
+    def begin_step(self, step: Step) -> str | None:
+        """The phase of the step's rows (prefill, decode or mixed); None where the micro-batch has no rows."""
+
+    def open_hidden(self, key: UnitKey, region: Region | None) -> None:
+        """Hidden states are loaded, into the region or where they live."""
+
+    def open_cache(self, key: UnitKey, region: Region | None) -> None:
+        """The same of a KV unit."""
+
+    def compute(self, step: Step) -> None: ...
+
+    def close_cache(self, key: UnitKey, region: Region | None, fence: Waitable) -> list[Waitable]:
+        """Start storing what has changed; returns what the region's next writer waits for."""
+
+    def close_hidden(self, key: UnitKey, region: Region | None, fence: Waitable) -> list[Waitable]:
+        """The same of hidden states."""
+
+    def end_layer(self, step: Step) -> bool:
+        """All micro-batches have been through a layer; True ends the block."""
+
+
+class Tiers(Protocol):
+    """Where KV units and hidden states come from, and the buffers that they come into."""
+
+    @property
+    def cache(self) -> Source[UnitKey]: ...
+
+    @property
+    def hidden(self) -> Source[UnitKey]: ...
+
+    def ring(self, name: str) -> Ring | None:
+        """The buffer of that name; None where nothing comes into it."""
+
+
+class Walk:
+    """The steps of a block, and the KV units and hidden states that are loaded ahead of them.
+
+    sweeps: for how many there is something to load; None for any number. count: micro-batches; together: those that
+    share each weight load (core/schedule.zigzag). A walk holds no `Runner`: the engine's memory would be held in a
+    circle of references.
+    """
+
+    def __init__(
+        self, tiers: Tiers, layers: Sequence[Layer], depth: Depth, overlap: bool, sweeps: int | None, count: int,
+        together: int | None = None,
+    ) -> None:  # fmt: skip
+        self._layers, self._overlap, self._count = layers, overlap, count
+        self._order = zigzag(None, len(layers), count, together)
+
+        def steps(sweeps: int | None) -> Iterator[tuple[Step, Layer]]:
+            return ((s, layers[s.layer]) for s in zigzag(sweeps, len(layers), count, together))
+
+        def cache_keys(sweeps: int | None) -> Iterator[UnitKey]:
+            return ((s.sweep, x.block, s.micro_batch) for s, x in steps(sweeps) if x.kind in ATTENTION_KINDS)
+
+        def hidden_keys(sweeps: int | None) -> Iterator[UnitKey]:
+            return ((s.sweep, s.layer, s.micro_batch) for s, _ in steps(sweeps))
+
+        ahead = (depth.cache, depth.hidden) if overlap else (0, 0)
+        keys = streamed_keys(cache_keys(sweeps), cache_keys(1), tiers.cache)
+        self._cache: Stream[UnitKey] = Stream(tiers.ring("cache ring"), keys, tiers.cache, ahead[0])
+        keys = streamed_keys(hidden_keys(sweeps), hidden_keys(1), tiers.hidden)
+        self._hidden: Stream[UnitKey] = Stream(tiers.ring("hidden ring"), keys, tiers.hidden, ahead[1])
+
+    def run(self, runner: Runner, weights: BaseWeightStream[Any], order: Iterable[Step] | None = None) -> None:
+        """Run the block until the runner ends it; `order` may cut it short."""
+        for step in order or self._order:
+            phase = runner.begin_step(step)
+            if phase is not None:
+                self._run_step(step, phase, runner, weights)
+            if step.micro_batch == self._count - 1 and runner.end_layer(step):
+                break
+        self._cache.drain()
+        self._hidden.drain()
+
+    def _run_step(self, step: Step, phase: str, runner: Runner, weights: BaseWeightStream[Any]) -> None:
+        layer, span = self._layers[step.layer], runner.span
+        for stream in (weights, self._cache, self._hidden):
+            stream.prefetch()
+        self._open_weights(layer.unit, runner, weights)
+        hidden_key = (step.sweep, step.layer, step.micro_batch)
+        with span("wait", f"load_hidden {phase}"):
+            hidden = self._hidden.take(hidden_key)
+            runner.open_hidden(hidden_key, hidden)
+        if layer.kind in ATTENTION_KINDS:
+            cache_key = (step.sweep, layer.block, step.micro_batch)
+            with span("wait", f"load_cache {phase}"):
+                cache = self._cache.take(cache_key)
+                runner.open_cache(cache_key, cache)
+        with span("compute", f"compute_layer {phase}"):
+            runner.compute(step)
+        if layer.kind in ATTENTION_KINDS:
+            with span("wait", f"store_cache {phase}"):
+                stores = runner.close_cache(cache_key, cache, runner.fence())
+                self._give_back(self._cache, cache, stores)
+        with span("wait", f"store_hidden {phase}"):
+            stores = runner.close_hidden(hidden_key, hidden, runner.fence())
+            self._give_back(self._hidden, hidden, stores)
+
+    @staticmethod
+    def _open_weights(unit: int, runner: Runner, weights: BaseWeightStream[Any]) -> None:
+        is_fresh = unit != weights.unit
+        with runner.span("wait", "load_weight"):
+            if is_fresh:
+                weights.open(unit, runner.fence())
+        if is_fresh and weights.is_packed:
+            with runner.span("compute", "unpack_weights"):
+                weights.unpack(runner.fence)
+        weights.prefetch()  # into the space of the unit that has just been closed
+
+    def _give_back(self, stream: Stream[UnitKey], region: Region | None, stores: list[Waitable]) -> None:
+        """The next writer of the region waits for its stores; without overlap the next step does."""
+        stream.give_back(region, stores)
+        if not self._overlap:
+            wait_all(stores)
