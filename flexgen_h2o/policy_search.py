@@ -138,7 +138,7 @@ def _check(args: argparse.Namespace) -> None:
 def _task(args: argparse.Namespace) -> _Task:
     policy, is_auto = _policy(args)
     eviction = eviction_of(args, policy)
-    from flexgen_h2o.engine.generation import need_of
+    from flexgen_h2o.engine.workload import need_of
     from flexgen_h2o.kvcache.eviction.policy import check_rolling
     from flexgen_h2o.models.load import find_spec
     from flexgen_h2o.planner.report import Question

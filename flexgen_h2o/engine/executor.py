@@ -15,11 +15,12 @@ from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import Layer
 from flexgen_h2o.core.schedule import Step, weight_sequence, zigzag
 from flexgen_h2o.engine.attention import CacheStep, DecodingRows, UnitAttention, UnitViews
-from flexgen_h2o.engine.distributed import Handoff
-from flexgen_h2o.engine.generation import Decoding, MicroBatch, Row, SweepInput, Waiting
+from flexgen_h2o.engine.distributed import Wire
+from flexgen_h2o.engine.generation import Decoding, MicroBatch, Row, SweepInput
 from flexgen_h2o.engine.hidden import HiddenKey
 from flexgen_h2o.engine.memory_plan import kv_layout
-from flexgen_h2o.engine.metrics import BlockStats, Sweep
+from flexgen_h2o.engine.report import BlockStats, Sweep
+from flexgen_h2o.engine.requests import Scheduler
 from flexgen_h2o.engine.resources import Engine
 from flexgen_h2o.engine.weights import WeightStream
 from flexgen_h2o.kvcache.evict import unit_columns
@@ -53,7 +54,7 @@ class Executor:
         self._workspace = engine.workspace()
         self._layers: tuple[Layer, ...] = engine.layers.layers
         self._overlap = engine.policy.overlap
-        self._handoff = Handoff(engine.wire, engine.device.fence) if engine.wire is not None else None
+        self._handoff = engine.wire
         self._max_sweeps = max_sweeps
         self._weights = self._weight_stream()
         device, sparsity = engine.device.torch_device, engine.policy.attn_sparsity
@@ -70,7 +71,7 @@ class Executor:
 
     def run_block(
         self, rows: Sequence[Sequence[Row]], facts: BlockStats, order: Iterator[Step] | None = None,
-        on_tokens: Callable[[int], None] = lambda count: None, waiting: Waiting | None = None,
+        on_tokens: Callable[[int], None] = lambda count: None, waiting: Scheduler | None = None,
     ) -> None:  # fmt: skip
         """Generate for the rows of a block, given as micro-batches.
 
@@ -162,7 +163,7 @@ class Executor:
     def _hidden_keys(self, sweeps: int | None, count: int) -> Iterator[HiddenKey]:
         return ((s.sweep, s.layer, s.micro_batch) for s in self._order(sweeps, count))
 
-    def _hear(self, step: Step, stage: Handoff) -> None:
+    def _hear(self, step: Step, stage: Wire) -> None:
         """The tokens of a micro-batch's last sweep, where another rank has chosen them."""
         k = step.micro_batch
         with self._engine.timeline.span("wait", "receive"):
@@ -235,7 +236,7 @@ class Executor:
         """The tokens of a micro-batch's sweep."""
         self._fed += len(fed.ids)
         self._prompts += fed.prompt_tokens
-        self._facts.fed.add(fed.groups)
+        self._facts.fed_tokens += fed.prompt_tokens
 
     def _count(self, k: int, cache: CacheStep) -> None:
         """The columns of one layer."""

@@ -1,6 +1,6 @@
-"""Prompts in and completions out: reading and checking prompts, cutting them into blocks, writing the output file.
+"""Prompts in and completions out: reading and checking prompts, writing the output file.
 
-Knows nothing of models or tokenizers: `encode` is handed in as a function from text to token ids (or None).
+Knows nothing of models: `encode` is a function from text to token ids, None without a tokenizer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from flexgen_h2o.core.errors import FlexgenError, TooLongError, UsageError, json_reason
 from flexgen_h2o.core.files import MOST_LINE_BYTES, read_lines, replacing
 from flexgen_h2o.core.units import check_int
-from flexgen_h2o.kvcache.prefixes import Sharing, family_order, neighbours
 
 if TYPE_CHECKING:
     from flexgen_h2o.engine.sampling import TokenLogprobs
@@ -149,27 +148,6 @@ def benchmark_prompts(count: int, length: int, encode: Encode | None, vocab_size
     except UsageError as error:
         raise UsageError(f"the tokenizer does not belong to the model: {error}") from error
     return [Prompt(i, token_ids, text) for i in range(count)]
-
-
-def make_blocks(
-    prompts: Sequence[Prompt], gpu_batch_size: int, num_gpu_batches: int,
-    new_tokens: Callable[[Prompt], int] = lambda prompt: 0, sharing: Sharing | None = None,
-) -> list[list[list[Prompt]]]:  # fmt: skip
-    """Blocks of at most `num_gpu_batches` micro-batches of at most `gpu_batch_size` prompts each.
-
-    Those with the most new tokens first (a block runs as many sweeps as its longest answer has tokens), then the
-    longest prompts, equals in input order: neighbours are computed together, and the block that needs the most memory
-    comes first. Every micro-batch but the last of all is full. sharing: prompts that begin alike are brought together
-    where they fill micro-batches, and within each.
-    """
-    gbs, block = gpu_batch_size, gpu_batch_size * num_gpu_batches
-    family = family_order([p.token_ids for p in prompts], sharing, gbs) if sharing else lambda ids: (0, 0)
-    rows = sorted(prompts, key=lambda p: (-new_tokens(p), family(p.token_ids), -len(p.token_ids), p.index))
-    blocks = [rows[at : at + block] for at in range(0, len(rows), block)]
-    batches = [[b[at : at + gbs] for at in range(0, len(b), gbs)] for b in blocks]
-    if sharing is None:
-        return batches
-    return [[[b[i] for i in neighbours([p.token_ids for p in b], sharing)] for b in block] for block in batches]
 
 
 def check_output_path(path: Path) -> None:

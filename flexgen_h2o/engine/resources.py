@@ -22,10 +22,10 @@ from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.packing import weight_form
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import READ_THREADS, WRITE_THREADS
+from flexgen_h2o.engine.distributed import Peers, Wire
 from flexgen_h2o.engine.hidden import HiddenStore
 from flexgen_h2o.engine.memory_plan import MemoryPlan, attends_on_host, tier_shares
 from flexgen_h2o.engine.weights import WeightStore
-from flexgen_h2o.engine.wire import Peers, Wire
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.kvcache.attend import CommonPrefix
 from flexgen_h2o.kvcache.store import CacheStore

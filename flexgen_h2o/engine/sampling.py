@@ -72,6 +72,20 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW
 
 
+def check_params(params: object) -> SamplingParams | Sequence[SamplingParams]:
+    """One SamplingParams, or a list with one for each prompt; None: the defaults. UsageError names the entry."""
+    if params is None:
+        return SamplingParams()
+    if isinstance(params, SamplingParams):
+        return params
+    if not isinstance(params, Sequence) or isinstance(params, str | bytes):
+        raise UsageError(f"params: {params!r:.60} is neither a SamplingParams nor a list with one for each prompt")
+    for i, one in enumerate(params):
+        if not isinstance(one, SamplingParams):
+            raise UsageError(f"params[{i}]: {one!r:.60} is not a SamplingParams")
+    return params
+
+
 class Sampler:
     """Chooses the next token of each row.
 

@@ -25,8 +25,7 @@ from tqdm import tqdm
 
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import DoesNotFitError, UsageError
-from flexgen_h2o.engine.generation import Row
-from flexgen_h2o.engine.metrics import Listener, Progress, Silent
+from flexgen_h2o.engine.generation import Callbacks, Progress, Row, Silent
 from flexgen_h2o.engine.prompts import Completion, Prompt
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.jobs.answers import error_row, success_row
@@ -149,7 +148,7 @@ class Generator(Protocol):
     def has_room(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> bool: ...
 
     def run(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], on_finished: Any, *, listener: Listener,
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], on_finished: Any, callbacks: Callbacks, *,
         refill: bool, more: Callable[[], PromptsAndParams | None] | None,
     ) -> Any: ...  # fmt: skip
 
@@ -258,8 +257,9 @@ class Job:
         self._window_rows = window_rows(block_size, self.window)
         self._running = {request.prompt.index: request for request in requests}
         self._has_run = True
+        listening = Callbacks(listener=self.progress)
         report = self.llm.run(
-            *_prompts_and_params(requests), self._finish, listener=self.progress, refill=self.refill, more=more
+            *_prompts_and_params(requests), self._finish, listening, refill=self.refill, more=more
         )  # fmt: skip
         self._prefilled(report.prefill.tokens, report.spared_tokens)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -94,27 +94,6 @@ class PromptGroup:
             ids += prompt[start:]
             positions += range(start, len(prompt))
         return ids, positions
-
-
-@dataclass
-class FedPrompts:
-    """Sums over groups that have been fed: their `rows`, `tokens` and `pairs`."""
-
-    rows: int = 0
-    tokens: int = 0
-    pairs: int = 0
-
-    def add(self, groups: Iterable[PromptGroup]) -> None:
-        for group in groups:
-            self.rows += group.rows
-            self.tokens += group.tokens
-            self.pairs += group.pairs
-
-    def __iadd__(self, other: FedPrompts) -> FedPrompts:
-        self.rows, self.tokens, self.pairs = (
-            self.rows + other.rows, self.tokens + other.tokens, self.pairs + other.pairs
-        )  # fmt: skip
-        return self
 
 
 def group_prompts(

@@ -16,10 +16,10 @@ from flexgen_h2o.core.config import TIERS, Policy
 from flexgen_h2o.core.errors import DoesNotFitError
 from flexgen_h2o.core.units import GIB, format_bytes, format_seconds
 from flexgen_h2o.engine.memory_plan import memory_plan
+from flexgen_h2o.engine.report import MEASURED_BUSY
 from flexgen_h2o.engine.workload import WorkloadShape, shape_of
 from flexgen_h2o.planner.candidates import Budgets, More, Search
 from flexgen_h2o.planner.predict import PHASES, Machine, Prediction
-from flexgen_h2o.planner.profile import MEASURED_BUSY
 from flexgen_h2o.planner.search import Plan, around, evaluate, search
 
 # What is added to a budget: of a large one a GiB is less than the percent by which shares are moved.

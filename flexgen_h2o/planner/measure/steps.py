@@ -20,13 +20,13 @@ from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import TIERS, ModelSpec, Policy
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.engine.executor import Executor
-from flexgen_h2o.engine.generation import Decoding, Row, StopCriteria, need_of
+from flexgen_h2o.engine.generation import Decoding, Row, StopCriteria
 from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, BlockShape, memory_plan
-from flexgen_h2o.engine.metrics import BlockLists
 from flexgen_h2o.engine.prompts import Prompt
+from flexgen_h2o.engine.report import BlockStats
 from flexgen_h2o.engine.resources import Engine
 from flexgen_h2o.engine.sampling import Sampler, SamplingParams, StopStrings
-from flexgen_h2o.engine.workload import Batch
+from flexgen_h2o.engine.workload import Batch, need_of
 from flexgen_h2o.kernels.warm_up import warm_up
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
 from flexgen_h2o.models import spec_from_config
@@ -214,7 +214,7 @@ def _run_block(engine: Engine, run: _Run) -> tuple[_Steps, _Steps, float]:
     decoding = Decoding(Sampler(params), StopCriteria(params, (), StopStrings(None, ())))
     executor = Executor(engine, run.eviction, decoding, lambda finished: None, params.max_tokens)
     ids = tuple(i % VOCABULARY for i in range(run.prompt_len))
-    facts = BlockLists()
+    facts = BlockStats()
     executor.run_block([[Row(Prompt(i, ids, None), params.max_tokens) for i in range(run.rows)]], facts)
     executor.finish()
     kinds, seconds = [layer.kind for layer in engine.layers.layers], facts.times.layers
