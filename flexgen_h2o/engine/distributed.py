@@ -89,14 +89,6 @@ class Peers:
     def is_last(self) -> bool:
         return self.rank == self.ranks - 1
 
-    @property
-    def before(self) -> int:
-        return (self.rank - 1) % self.ranks
-
-    @property
-    def behind(self) -> int:
-        return (self.rank + 1) % self.ranks
-
 
 @dataclass(frozen=True)
 class Message:
@@ -113,10 +105,6 @@ class Message:
     buffer: int = -1
 
 
-# Header, hidden states, what they wait for, and the buffer that holds them.
-_Outgoing = tuple[torch.Tensor, torch.Tensor | None, Waitable, int]
-
-
 class Wire:
     """Sends to the next rank and receives from the one before, micro-batch by micro-batch of a block.
 
@@ -125,6 +113,7 @@ class Wire:
 
     def __init__(self, peers: Peers, device: Device, memory: torch.Tensor) -> None:
         self.peers, self._device = peers, device
+        self._before, self._next = (peers.rank - 1) % peers.ranks, (peers.rank + 1) % peers.ranks
         receives, sends = not peers.is_first, not peers.is_last  # hidden states; every rank does both with tokens
         count = (receives + sends) * WIRE_BUFFERS
         size = memory.numel() // count
@@ -138,7 +127,9 @@ class Wire:
                 self._to_send.put(i)
         self._blocks: queue.SimpleQueue[tuple[int, ...] | None] = queue.SimpleQueue()
         self._arrived: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._outgoing: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
+        # Headers, each with hidden states, what they wait for, and the buffer that holds them.
+        self._outgoing: queue.SimpleQueue[tuple[torch.Tensor, torch.Tensor | None, Waitable, int] | None]
+        self._outgoing = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self.bytes_sent = 0
         self._rows: tuple[int, ...] = ()
@@ -147,10 +138,8 @@ class Wire:
         self._received: dict[int, Message] = {}
         self._threads = [
             threading.Thread(target=self._guarded, args=(work, other), name=f"{_NAME} {name}", daemon=True)
-            for work, other, name in (
-                (self._receive_blocks, peers.before, "in"), (self._send_all, peers.behind, "out")
-            )
-        ]  # fmt: skip
+            for work, other, name in ((self._receive_blocks, self._before, "in"), (self._send_all, self._next, "out"))
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -191,7 +180,7 @@ class Wire:
             return
         if message.left != left:
             raise FlexgenError(
-                f"--pipeline: rank {self.peers.before} goes on with {message.left} rows where this one has {left}"
+                f"--pipeline: rank {self._before} goes on with {message.left} rows where this one has {left}"
                 "; the model must be the same everywhere"
             )
         if not left:
@@ -269,7 +258,7 @@ class Wire:
     def _receive_one(self, rows: int) -> Message:
         """rows: of the largest micro-batch."""
         header = torch.zeros(_FIELDS + rows, dtype=torch.int64)
-        dist.recv(header, self.peers.before)
+        dist.recv(header, self._before)
         micro_batch, left, nbytes, count = header[:_FIELDS].tolist()
         tokens = tuple(header[_FIELDS : _FIELDS + count].tolist())
         if not nbytes:
@@ -278,19 +267,19 @@ class Wire:
         read.wait()
         hidden = self._buffers[number][:nbytes]
         with self._device.beside_compute():
-            dist.recv(hidden, self.peers.before)
+            dist.recv(hidden, self._before)
             self._device.fence().wait()
         return Message(micro_batch, left, tokens, hidden, number)
 
     def _send_all(self) -> None:
         while (message := self._outgoing.get()) is not None:
             header, hidden, ready, buffer = message
-            dist.send(header, self.peers.behind)
+            dist.send(header, self._next)
             if hidden is None:
                 continue
             ready.wait()
             with self._device.beside_compute():
-                dist.send(hidden, self.peers.behind)
+                dist.send(hidden, self._next)
                 self._device.fence().wait()
             self._to_send.put(buffer)
 
@@ -397,8 +386,7 @@ def joint_report(part: Part, report: RunReport, wire: Wire) -> RunReport:
         "sent_bytes": wire.bytes_sent,
         "busy_s": report.extra["busy_s"],
     }
-    all_of_them = _gather(part.pipeline, (report, mine))
-    reports = [one for one, _ in all_of_them]
+    reports, facts = zip(*_gather(part.pipeline, (report, mine)), strict=True)
     last = reports[-1]
 
     def summed(name: str) -> dict[str, int]:
@@ -411,7 +399,7 @@ def joint_report(part: Part, report: RunReport, wire: Wire) -> RunReport:
         return {kind: {key: sum(one[kind][key] for one in kinds if kind in one) for key in keys} for kind in every}
 
     kv = {**summed("kv"), "slots": max(one.kv["slots"] for one in reports)}
-    extra = {**report.extra, "ranks": [facts for _, facts in all_of_them]}
+    extra = {**report.extra, "ranks": list(facts)}
     return replace(
         report,
         prefill=PhaseReport(last.prefill.seconds, report.prefill.tokens),
