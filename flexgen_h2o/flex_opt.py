@@ -166,7 +166,7 @@ def _join_pipeline(args: argparse.Namespace) -> Pipeline | None:
     from flexgen_h2o.engine.distributed import join_pipeline
 
     pipeline = join_pipeline(args.num_inner_iterations)
-    if not pipeline.peers.is_first:
+    if not pipeline.is_first:
         args.verbose, args.no_log, args.output, args.json, args.trace = 0, True, None, None, None
     return pipeline
 

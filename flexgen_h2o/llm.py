@@ -382,7 +382,7 @@ class LLM:
         if not self.model.random:  # what is packed now must be what was opened at first
             self._checkpoint.check_unchanged()
         site = Site(self._device, budgets, self.offload_dir)
-        return Engine(part.spec, checkpoint, policy, plan, dtype, site, self.timeline, part.peers)
+        return Engine(part, checkpoint, policy, plan, dtype, site, self.timeline)
 
     @cached_property
     def _planner(self) -> Planner:

@@ -74,11 +74,16 @@ def meet(others: Callable[[], object]) -> None:
 
 
 @dataclass(frozen=True)
-class Peers:
-    """Who this process is in a ring of `ranks`. local_ranks: how many of them share this machine."""
+class Pipeline:
+    """Who this process is in a ring of `ranks`.
+
+    in_flight: blocks of num_gpu_batches micro-batches on their way at a time (FlexGen's inner iterations). local_ranks:
+    how many ranks share this machine.
+    """
 
     rank: int
     ranks: int
+    in_flight: int
     local_ranks: int = 1
 
     @property
@@ -111,10 +116,10 @@ class Wire:
     memory: uint8, equal buffers for messages that come and for those that go.
     """
 
-    def __init__(self, peers: Peers, device: Device, memory: torch.Tensor) -> None:
-        self.peers, self._device = peers, device
-        self._before, self._next = (peers.rank - 1) % peers.ranks, (peers.rank + 1) % peers.ranks
-        receives, sends = not peers.is_first, not peers.is_last  # hidden states; every rank does both with tokens
+    def __init__(self, pipeline: Pipeline, device: Device, memory: torch.Tensor) -> None:
+        self._pipeline, self._device = pipeline, device
+        self._before, self._next = (pipeline.rank - 1) % pipeline.ranks, (pipeline.rank + 1) % pipeline.ranks
+        receives, sends = not pipeline.is_first, not pipeline.is_last  # hidden states; every rank does both with tokens
         count = (receives + sends) * WIRE_BUFFERS
         size = memory.numel() // count
         self._buffers = [memory[i * size : (i + 1) * size] for i in range(count)]
@@ -162,7 +167,7 @@ class Wire:
 
         Called for all micro-batches of a sweep in turn. TransferError where a neighbour is lost.
         """
-        if self._over[micro_batch] or (self.peers.is_first and sweep == 0):
+        if self._over[micro_batch] or (self._pipeline.is_first and sweep == 0):
             return ()  # nothing is sent
         # That a micro-batch is over is said before the others of its group have been computed.
         while micro_batch not in self._early:
@@ -170,7 +175,7 @@ class Wire:
             self._early[message.micro_batch] = message
         found = self._received[micro_batch] = self._early.pop(micro_batch)
         self._over[micro_batch] = not found.left
-        return () if self.peers.is_last else found.tokens
+        return () if self._pipeline.is_last else found.tokens
 
     def check(self, micro_batch: int, left: int) -> None:
         """left: rows of the micro-batch that go on; passed on where none does. FlexgenError if the rank before said
@@ -185,7 +190,7 @@ class Wire:
             )
         if not left:
             del self._received[micro_batch]
-            if not self.peers.is_last:
+            if not self._pipeline.is_last:
                 self._send(micro_batch, 0, message.tokens)
 
     def recv_hidden(self, micro_batch: int, x: torch.Tensor) -> None:
@@ -285,14 +290,6 @@ class Wire:
 
 
 @dataclass(frozen=True)
-class Pipeline:
-    """in_flight: blocks of num_gpu_batches micro-batches on their way at a time (FlexGen's inner iterations)."""
-
-    peers: Peers
-    in_flight: int
-
-
-@dataclass(frozen=True)
 class Part:
     """What of a model this process runs: all of it, or the transformer blocks of a rank from `first` on."""
 
@@ -302,22 +299,18 @@ class Part:
     pipeline: Pipeline | None = None
 
     @property
-    def peers(self) -> Peers | None:
-        return None if self.pipeline is None else self.pipeline.peers
-
-    @property
     def in_flight(self) -> int:
         return 1 if self.pipeline is None else self.pipeline.in_flight
 
     @property
     def processes(self) -> int:
         """That share this machine's memory."""
-        return 1 if self.pipeline is None else self.pipeline.peers.local_ranks
+        return 1 if self.pipeline is None else self.pipeline.local_ranks
 
 
 def part_of(pipeline: Pipeline, spec: ModelSpec, eviction: Eviction) -> Part:
     """The rank's part of a model. UsageError where there are fewer transformer blocks than ranks."""
-    blocks = split_blocks(spec.num_blocks, pipeline.peers.ranks, spec.name)[pipeline.peers.rank]
+    blocks = split_blocks(spec.num_blocks, pipeline.ranks, spec.name)[pipeline.rank]
     return Part(spec.stage(blocks), OfStage(eviction, blocks.start, spec.num_blocks), blocks.start, pipeline)
 
 
@@ -350,7 +343,7 @@ def join_pipeline(in_flight: int | None) -> Pipeline:
         meet(lambda: dist.init_process_group(backend, timeout=_PATIENCE))
     except (RuntimeError, ValueError, OSError) as error:
         raise FlexgenError(f"--pipeline: the {ranks} processes did not meet ({_first_line(error)})") from error
-    return Pipeline(Peers(rank, ranks, local_ranks), in_flight or ranks)
+    return Pipeline(rank, ranks, in_flight or ranks, local_ranks)
 
 
 def check_same(pipeline: Pipeline, given: Sequence[object], rows: Iterable[Row]) -> None:
@@ -379,7 +372,7 @@ def joint_report(part: Part, report: RunReport, wire: Wire) -> RunReport:
     """
     assert part.pipeline is not None
     mine = {
-        "rank": part.pipeline.peers.rank,
+        "rank": part.pipeline.rank,
         "blocks": [part.first, part.first + part.spec.num_blocks],
         "peak_bytes": dict(report.peak_bytes),
         "io_bytes": dict(report.io_bytes),
@@ -434,7 +427,7 @@ def _digest(values: Iterable[object]) -> str:
 
 def _gather(pipeline: Pipeline, mine: Any) -> list[Any]:
     """What every rank has, in their order; FlexgenError where one is lost."""
-    found: list[Any] = [None] * pipeline.peers.ranks
+    found: list[Any] = [None] * pipeline.ranks
     try:
         dist.all_gather_object(found, mine)
     except RuntimeError as error:

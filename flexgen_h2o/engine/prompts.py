@@ -82,7 +82,7 @@ def read_prompts(path: Path, encode: Encode | None, vocab_size: int) -> list[Pro
 
 
 def lines_of(path: Path, flag: str) -> Iterator[tuple[str, str]]:
-    """The lines of a UTF-8 file that are not blank, each with `FLAG FILE:LINE`; UsageError where one cannot be read,
+    """The lines of a UTF-8 file that are not blank, each with `FLAG FILE:LINE`. UsageError for one that cannot be read
     or has more than MOST_LINE_BYTES."""
     try:
         for number, (raw, goes_on) in enumerate(read_lines(path), start=1):
@@ -124,9 +124,9 @@ def prompts_from_python(
 def benchmark_prompts(count: int, length: int, encode: Encode | None, vocab_size: int) -> list[Prompt]:
     """`count` copies of FlexGen's benchmark prompt, each exactly `length` tokens.
 
-    The text's tokens are repeated behind whatever the tokenizer puts first (BOS), so that every token is computed and
-    attended to; FlexGen pads with masked tokens on the left instead. With encode=None: seeded ids that depend on
-    `length` and `vocab_size` only, not the special first four where the vocabulary has more. Raises UsageError.
+    The text's tokens are repeated after what the tokenizer puts first (BOS); FlexGen pads with masked tokens on the
+    left instead. With encode=None: seeded ids that depend on `length` and `vocab_size` only, without the four special
+    ones where the vocabulary has more. Raises UsageError.
     """
     check_int("number of prompts", count, low=1)
     check_int("--prompt-len", length, low=1)
@@ -220,8 +220,8 @@ def prompt_of_json(line: str) -> object:
 def make_prompt(
     index: int, given: object, encode: Encode | None, vocab_size: int, positions: int | None = None
 ) -> Prompt:
-    """A prompt of a text or of token ids; UsageError says what is wrong with it. More ids than `positions` are a
-    TooLongError, before they are looked at one by one; of a text, that is for `encode` to say."""
+    """A prompt of a text or of token ids. UsageError says what is wrong with it; TooLongError: more ids than
+    `positions`, before they are checked one by one (of a text, `encode` says so)."""
     if not isinstance(given, str):
         size = len(given) if isinstance(given, list | tuple) or getattr(given, "ndim", 0) else 0  # type: ignore[arg-type]
         if positions is not None and size > positions:

@@ -10,7 +10,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -186,28 +186,12 @@ class RunReport:
 
     def to_json(self) -> dict[str, Any]:
         """The report as JSON values; a number that JSON cannot hold (NaN, infinity) becomes None."""
-        body = {
-            "model": self.model,
-            "policy": self.policy.to_json(),
-            "eviction": self.eviction,
-            "prompt_len": self.prompt_len,
-            "gen_len": self.gen_len,
-            "num_prompts": self.num_prompts,
-            "prefill": self.prefill.to_json(),
-            "decode": self.decode.to_json(),
-            "total": self.total.to_json(),
-            "peak_bytes": self.peak_bytes,
-            "io_bytes": self.io_bytes,
-            "peak_bytes_by_kind": self.peak_bytes_by_kind,
-            "io_bytes_by_kind": self.io_bytes_by_kind,
-            "kv": self.kv,
-            "predicted": self.predicted,
-            "projected": self.projected,
-            "model_bytes": self.model_bytes,
-            "cache_bytes": self.cache_bytes,
-            "hidden_bytes": self.hidden_bytes,
-            "extra": self.extra,
-        }
+        body: dict[str, Any] = {}
+        for one in fields(self):
+            value = getattr(self, one.name)
+            body[one.name] = value.to_json() if hasattr(value, "to_json") else value
+            if one.name == "decode":
+                body["total"] = self.total.to_json()
         return {key: _json_safe(value) for key, value in body.items()}
 
 

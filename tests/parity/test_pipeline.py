@@ -15,7 +15,7 @@ import pytest
 
 from flexgen_h2o import H2O, LLM, Full, Policy, SamplingParams
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.engine.distributed import Peers, Pipeline, check_same, join_pipeline, split_blocks
+from flexgen_h2o.engine.distributed import Pipeline, check_same, join_pipeline, split_blocks
 from flexgen_h2o.engine.generation import Row
 from flexgen_h2o.engine.prompts import Prompt
 from tests.parity.cases import CONFIGURATIONS, PLACEMENTS
@@ -173,14 +173,14 @@ def test_ranks_with_other_flags_are_told_which(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("flexgen_h2o.engine.distributed._gather", lambda _, mine: [mine, *said])
     names = ("model", "dtype", "policy", "eviction", "--gen-len or sampling flag", "--share-prefix")
     rows, work = [Row(Prompt(0, (5, 6), None), 4)], ({"layers": 3}, "float32", Policy(), Full(), GREEDY, "auto")
-    check_same(Pipeline(Peers(0, 2), 2), work, rows)
+    check_same(Pipeline(0, 2, 2), work, rows)
     others = ({"layers": 4}, "bfloat16", Policy(2), H2O(0.1), replace(GREEDY, temperature=0.5), "off")
     for i, name in enumerate(names):
         with monkeypatch.context() as patched:
             patched.setattr("flexgen_h2o.engine.distributed._gather", lambda _, mine: said.append(mine) or [mine])
-            check_same(Pipeline(Peers(1, 2), 2), (*work[:i], others[i], *work[i + 1 :]), rows)
+            check_same(Pipeline(1, 2, 2), (*work[:i], others[i], *work[i + 1 :]), rows)
         with pytest.raises(UsageError, match=f"rank 1 has another {name} than rank 0"):
-            check_same(Pipeline(Peers(0, 2), 2), work, rows)
+            check_same(Pipeline(0, 2, 2), work, rows)
         said.clear()
 
 
@@ -193,10 +193,10 @@ def test_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_more_ranks_than_blocks_and_auto(three_blocks: Reference, tmp_path: Path) -> None:
     fixed = LLM(str(three_blocks.folder), Policy(), device="cpu", offload_dir=tmp_path)
     with pytest.raises(UsageError, match=r"has 3 transformer blocks, and torchrun started 4 processes"):
-        fixed.join(Pipeline(Peers(0, 4), 4))
+        fixed.join(Pipeline(0, 4, 4))
     chosen = LLM(str(three_blocks.folder), "auto", device="cpu", offload_dir=tmp_path)
     with pytest.raises(UsageError, match=r"--pipeline: auto plans for one process"):
-        chosen.join(Pipeline(Peers(0, 2), 2))
+        chosen.join(Pipeline(0, 2, 2))
 
 
 def test_blocks_are_shared_evenly_the_first_ranks_take_one_more() -> None:

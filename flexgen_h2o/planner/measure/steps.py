@@ -19,6 +19,7 @@ from flexgen_h2o.checkpoint import open_checkpoint, write_random_checkpoint
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import TIERS, ModelSpec, Policy
 from flexgen_h2o.core.timeline import Timeline
+from flexgen_h2o.engine.distributed import Part
 from flexgen_h2o.engine.executor import Executor
 from flexgen_h2o.engine.generation import Decoding, Row, StopCriteria
 from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, BlockShape, memory_plan
@@ -242,7 +243,7 @@ def _engine(bench: Bench, spec: ModelSpec, dtype: str, folder: Path, run: _Run) 
     warm_up(bench.device.torch_device, kind, bool(run.eviction.needs.record))
     checkpoint = open_checkpoint(spec, folder / "weights", folder)
     site = Site(bench.device, dict.fromkeys(TIERS), folder)
-    engine = Engine(spec, checkpoint, policy, plan, kind, site, Timeline())
+    engine = Engine(Part(spec, run.eviction), checkpoint, policy, plan, kind, site, Timeline())
     try:
         yield engine
     finally:
