@@ -58,13 +58,30 @@ def run_of(reference: Reference, policy: Policy, **more: Any) -> Run:
 def test_two_ranks_give_the_tokens_of_transformers_with_every_placement(
     three_blocks: Reference, tmp_path: Path
 ) -> None:
+    """And report together, each holding only its layers."""
     names = list(CONFIGURATIONS)
-    runs = []
+    runs = [run_of(three_blocks, Policy(2, 1))]
     for i, percent in enumerate(PLACEMENTS.values()):
         configuration = CONFIGURATIONS[names[i % len(names)]]
         runs.append(run_of(three_blocks, configuration.policy(percent), stand_in=configuration.stand_in))
-    for answer, placement in zip(answers_of(2, runs, tmp_path), PLACEMENTS, strict=True):
+    answers = answers_of(2, runs, tmp_path)
+    for answer, placement in zip(answers, ("all on device", *PLACEMENTS), strict=True):
         assert answer["tokens"] == three_blocks.tokens, placement
+    check_joint_report(answers[0]["report"], three_blocks, [[0, 2], [2, 3]], tmp_path)
+
+
+def check_joint_report(report: dict[str, Any], known: Reference, blocks: list[list[int]], folder: Path) -> None:
+    """Of Policy(2, 1) over as many ranks as `blocks` names. One process runs as many rows at a time for comparison."""
+    alone = run_of(known, Policy(2, len(blocks))).do(None, str(folder / "offload"))["report"]
+    ranks = report["extra"]["ranks"]
+    assert [one["blocks"] for one in ranks] == blocks
+    assert report["total"]["tokens"] == alone["total"]["tokens"] and report["kv"] == alone["kv"]
+    assert report["peak_bytes"]["host"] == sum(one["peak_bytes"]["host"] for one in ranks)
+    # Hidden states once to each neighbour but back to the first rank: of every prompt token, then of every new one.
+    width, rows = 48 * 4, len(LENGTHS)
+    hidden = (sum(LENGTHS) + (NEW_TOKENS - 1) * rows) * width
+    assert all(hidden < one["sent_bytes"] < hidden * 1.5 for one in ranks[:-1])
+    assert ranks[-1]["sent_bytes"] < hidden / 2
 
 
 @pytest.mark.slow
@@ -95,22 +112,11 @@ def test_micro_batches_families_eviction_and_compression_are_those_of_one_proces
     assert len({len(row) for row in ended.tokens}) > 2  # rows do end in the middle
 
 
-def test_three_ranks_hold_only_their_layers_and_report_together(three_blocks: Reference, tmp_path: Path) -> None:
-    run = run_of(three_blocks, Policy(2, 1))
-    (answer,) = answers_of(3, [run], tmp_path)
-    as_many = run_of(three_blocks, Policy(2, 3))  # rows at a time
-    alone = as_many.do(None, str(tmp_path / "offload"))
+@pytest.mark.slow
+def test_three_ranks_report_together(three_blocks: Reference, tmp_path: Path) -> None:
+    (answer,) = answers_of(3, [run_of(three_blocks, Policy(2, 1))], tmp_path)
     assert answer["tokens"] == three_blocks.tokens
-    ranks, report = answer["report"]["extra"]["ranks"], answer["report"]
-    assert [one["blocks"] for one in ranks] == [[0, 1], [1, 2], [2, 3]]
-    assert report["total"]["tokens"] == alone["report"]["total"]["tokens"]
-    assert report["kv"] == alone["report"]["kv"]
-    assert report["peak_bytes"]["host"] == sum(one["peak_bytes"]["host"] for one in ranks)
-    # Hidden states once to each neighbour but back to the first rank: of every prompt token, then of every new one.
-    width, rows = 48 * 4, len(LENGTHS)
-    hidden = (sum(LENGTHS) + (NEW_TOKENS - 1) * rows) * width
-    assert all(hidden < one["sent_bytes"] < hidden * 1.5 for one in ranks[:2])
-    assert ranks[2]["sent_bytes"] < hidden / 2
+    check_joint_report(answer["report"], three_blocks, [[0, 1], [1, 2], [2, 3]], tmp_path)
 
 
 def test_the_door_prints_and_writes_in_one_rank_only(three_blocks: Reference, tmp_path: Path) -> None:

@@ -145,11 +145,8 @@ def test_bad_python_inputs_are_named_by_place(bad: Any, says: str) -> None:
     with pytest.raises(UsageError, match=r"^prompts\[3\]: ") as error:
         prompts_from_python([[1], [1], [1], bad], encode, VOCAB)
     assert says in str(error.value)
-
-
-def test_one_string_is_not_a_list_of_prompts() -> None:
     with pytest.raises(UsageError, match=r"^prompts: a list"):
-        prompts_from_python("hello", encode, VOCAB)
+        prompts_from_python("one string", encode, VOCAB)
 
 
 # ---- benchmark prompt

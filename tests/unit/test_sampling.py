@@ -48,12 +48,6 @@ def test_stop_is_taken_in_every_spelling() -> None:
         assert SamplingParams(stop=given).stop == kept  # type: ignore[arg-type]
 
 
-def test_whole_numbers_and_numpy_numbers_become_floats() -> None:
-    params = SamplingParams(temperature=1, top_p=np.float32(0.5))  # type: ignore[arg-type]
-    assert (type(params.temperature), type(params.top_p), params.top_p) == (float, float, 0.5)
-    assert hash(SamplingParams(stop=["x"])) == hash(SamplingParams(stop=("x",)))  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -209,14 +203,6 @@ def test_logprobs_of_chosen_and_likeliest_tokens(monkeypatch: pytest.MonkeyPatch
         best = want[i].topk(len(one.top))
         assert [token for token, _ in one.top] == best.indices.tolist()
         assert [value for _, value in one.top] == pytest.approx(best.values.tolist(), abs=1e-6)
-
-
-def test_chunks_of_rows_do_not_change_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits = torch.randn(10, 100, generator=torch.Generator().manual_seed(0))
-    sampler = Sampler(SamplingParams(temperature=1.0, top_p=0.8))
-    whole = sampler.sample(logits, range(10), range(10))
-    monkeypatch.setattr("flexgen_h2o.engine.sampling.SAMPLING_CHUNK", 300)
-    assert sampler.sample(logits, range(10), range(10)) == whole
 
 
 @pytest.mark.gpu
