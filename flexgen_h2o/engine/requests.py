@@ -80,15 +80,19 @@ class RequestTable:
 
     def __init__(self, prompts: Sequence[Prompt], params: Params, model: Model, eviction: Eviction) -> None:
         self.model, self._eviction = model, eviction
-        is_source = not isinstance(params, SamplingParams | Sequence)
-        self._source: TokenSource | None = params if is_source else None  # type: ignore[assignment]
+        self._source: TokenSource | None = None
         self._params: dict[int, SamplingParams] = {}
         self._sampler = Sampler(params if isinstance(params, SamplingParams) else self._params)
         self._criteria = lru_cache(STOPS_KEPT)(self._new_criteria)
         self.sizes: Counter[tuple[int, int]] = Counter()
         self.decoded = 0
-        each = params if isinstance(params, Sequence) else [SamplingParams() if is_source else params] * len(prompts)
-        self.rows = self.add(prompts, each)  # type: ignore[arg-type]
+        if isinstance(params, SamplingParams):
+            each: Sequence[SamplingParams] = [params] * len(prompts)
+        elif isinstance(params, Sequence):
+            each = params
+        else:
+            self._source, each = params, [SamplingParams()] * len(prompts)
+        self.rows = self.add(prompts, each)
 
     def add(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Row]:
         """Rows for more prompts, each with its own params."""
