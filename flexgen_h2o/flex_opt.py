@@ -52,7 +52,6 @@ if TYPE_CHECKING:
 
 RULE = "-" * 70
 DEBUG_LAYER_STEPS = 20  # FlexGen's --debug-mode measures this many decode layers
-WORTH_A_ROOFLINE_S = 2.0  # of a run; the peak takes half a second to measure
 AUTO_BENCHMARK_ROWS = 32  # without a prompt file and with --policy auto nothing else says how many
 
 
@@ -147,7 +146,7 @@ def _join_pipeline(args: argparse.Namespace) -> Pipeline | None:
     from flexgen_h2o.engine.distributed import join_pipeline
 
     pipeline = join_pipeline(args.num_inner_iterations)
-    if not pipeline.peers.is_first:
+    if not pipeline.is_first:
         args.verbose, args.no_log, args.output, args.json, args.trace = 0, True, None, None, None
     return pipeline
 
@@ -270,14 +269,9 @@ def _show(args: argparse.Namespace, llm: LLM, report: RunReport, done: list[Comp
         log_file_name,
         prediction_line,
         ranks_line,
-        roofline_line,
         sparsity_line,
-        with_roofline,
     )
 
-    if report.total.seconds > WORTH_A_ROOFLINE_S and not report.projected and not args.pipeline:
-        peak = llm.measure_peak()
-        report = report if peak is None else with_roofline(report, peak)
     if args.verbose >= 2:
         _show_texts(done)
     if args.debug_mode == "breakdown":
@@ -288,8 +282,6 @@ def _show(args: argparse.Namespace, llm: LLM, report: RunReport, done: list[Comp
         if report.policy.attn_sparsity < 1:
             print(sparsity_line(report))
         print(ranks_line(report) if args.pipeline else prediction_line(report))
-        if "roofline" in report.extra:
-            print(roofline_line(report))
         print(log_block(report))
     if args.json is not None:
         write_result(args.json, report.to_json(), "--json")

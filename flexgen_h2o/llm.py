@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
+from typing import overload
 
 import torch
 
@@ -20,43 +22,22 @@ from flexgen_h2o.core.packing import Packing, weight_form
 from flexgen_h2o.core.schedule import Step
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import check_int
-from flexgen_h2o.engine.distributed import Pipeline, check_same, joint_report, part_of
+from flexgen_h2o.engine.distributed import Part, Pipeline, check_same, joint_report, part_of
 from flexgen_h2o.engine.executor import Executor
-from flexgen_h2o.engine.generation import Callbacks, Decoding, LogitsWatch, Row, SlotsWatch
-from flexgen_h2o.engine.memory_plan import packing_of
-from flexgen_h2o.engine.metrics import (
-    BlockLists,
-    BlockTimes,
-    KvUse,
-    Listener,
-    Progress,
-    RunStats,
-    make_report,
-    sizes_of,
-)
+from flexgen_h2o.engine.generation import Callbacks, LogitsWatch, Progress, Row, SlotsWatch
+from flexgen_h2o.engine.memory_plan import MemoryPlan, packing_of
 from flexgen_h2o.engine.prompts import Completion, Prompt, prompts_from_python
-from flexgen_h2o.engine.report import Peak, RunReport
-from flexgen_h2o.engine.requests import (
-    More,
-    RequestTable,
-    RunRows,
-    TokenSource,
-    forced_rows,
-    run_blocks,
-    run_rows,
-    steered,
-)
+from flexgen_h2o.engine.report import PREDICTIONS, BlockStats, BlockTimes, KvUse, RunReport, make_report, sizes_of
+from flexgen_h2o.engine.requests import More, Params, RequestTable, Scheduler, forced_rows
 from flexgen_h2o.engine.resources import Engine
-from flexgen_h2o.engine.sampling import SamplingParams
-from flexgen_h2o.engine.workload import AutoPolicy, base_of
+from flexgen_h2o.engine.sampling import SamplingParams, check_params
+from flexgen_h2o.engine.workload import AutoPolicy, base_of, read_policy_argument
 from flexgen_h2o.kernels.warm_up import warm_up
 from flexgen_h2o.kvcache.eviction import Eviction, check_eviction
 from flexgen_h2o.kvcache.eviction.policy import check_rolling, is_rolling
 from flexgen_h2o.kvcache.prefixes import TokenIds, check_sharing
 from flexgen_h2o.models.load import Model, content_digests, find_checkpoint, find_model
-from flexgen_h2o.planner import plans as llm_arguments
-from flexgen_h2o.planner.measure.machine import measure_peak, peak_bytes
-from flexgen_h2o.planner.plans import Planner, RowPlans
+from flexgen_h2o.planner.plans import Planner
 from flexgen_h2o.planner.predict import Prediction
 from flexgen_h2o.planner.profile import HardwareProfile
 from flexgen_h2o.tiers.device import Site, open_device, resolve_budgets
@@ -89,23 +70,31 @@ class LLM:
         hardware: HardwareProfile | str | Path | None = None,
     ) -> None:  # fmt: skip
         self._eviction = check_eviction(eviction)
-        self.asked_policy = llm_arguments.read_policy_argument(policy)
-        llm_arguments.check_together(self.asked_policy, self._eviction)
-        self._budget, self._hardware = llm_arguments.check_budget(budget), llm_arguments.check_hardware(hardware)
-        self._device_name = llm_arguments.check_text("device", device)
+        self.asked_policy = read_policy_argument(policy)
+        _check_together(self.asked_policy, self._eviction)
+        if budget is not None and not isinstance(budget, MemoryBudget):
+            raise UsageError(
+                f'budget: {budget!r:.60} is not a MemoryBudget; write for example MemoryBudget(host="16GiB")'
+            )
+        self._budget = budget or MemoryBudget()
+        is_profile = hardware is None or isinstance(hardware, HardwareProfile)
+        self._hardware = hardware if is_profile else _text("hardware", hardware)
+        self._device_name = _text("device", device)
         self._device = open_device(device, separate_budget=self._budget.device is not None)
         self.offload_dir = usable_path(DEFAULT_OFFLOAD_DIR if offload_dir is None else offload_dir, "--offload-dir")
-        name, where = llm_arguments.check_text("model", model), llm_arguments.check_text("path", path, True)
-        self.model: Model = find_model(name, where, llm_arguments.check_text("revision", revision, True))
-        self._asked_dtype = llm_arguments.check_dtype(dtype)
+        name, where = _text("model", model), _text("path", path, True)
+        self.model: Model = find_model(name, where, _text("revision", revision, True))
+        self._asked_dtype = None if dtype == "auto" else _text("dtype", dtype)
+        if self._asked_dtype is not None and self._asked_dtype not in DTYPE_BYTES:
+            raise UsageError(f"--dtype {dtype}: not one of auto, {', '.join(DTYPE_BYTES)}")
         self.timeline = Timeline()
         self.report: RunReport | None = None
         self._policy = self.asked_policy if isinstance(self.asked_policy, Policy) else None
         self._engine: Engine | None = None
         self.predicted: Prediction | None = None
         self._running = threading.Lock()
-        self._stats = RunStats()  # of the newest run
-        self._common: TokenIds = ()  # of its rows, held in one copy
+        self._blocks: list[BlockStats] = []  # of the newest run
+        self._common: TokenIds = ()  # that its rows begin with, held in one copy
 
     def __enter__(self) -> LLM:
         return self
@@ -126,33 +115,33 @@ class LLM:
     @eviction.setter
     def eviction(self, eviction: Eviction) -> None:
         kept = check_eviction(eviction)
-        llm_arguments.check_together(self.asked_policy, kept)
+        _check_together(self.asked_policy, kept)
         self._eviction = kept
-        self._plans.part = replace(self._plans.part, eviction=kept)
+        self._planner.part = replace(self._planner.part, eviction=kept)
 
     @property
     def share_prefix(self) -> str:
         """Are tokens that rows of a micro-batch begin with computed once? "auto": where it pays, "on", "off"."""
-        return self._plans.share_prefix
+        return self._planner.share_prefix
 
     @share_prefix.setter
     def share_prefix(self, name: str) -> None:
-        self._plans.share_prefix = check_sharing(name)
+        self._planner.share_prefix = check_sharing(name)
 
     @property
     def times(self) -> list[BlockTimes]:
-        """Seconds of each block of the newest run; a block that rows entered has only sums, in the report."""
-        return [block.times for block in self._stats.blocks if isinstance(block, BlockLists)]
+        """Seconds of each block of the newest run; a block that rows joined has only sums, in the report."""
+        return [block.times for block in self._blocks if block.keeps_lists]
 
     @property
     def kv_use(self) -> list[KvUse]:
         """KV columns of each block of the newest run, as of `times`."""
-        return [block.kv_use for block in self._stats.blocks if isinstance(block, BlockLists)]
+        return [block.kv_use for block in self._blocks if block.keeps_lists]
 
     def use(self, policy: Policy | AutoPolicy) -> None:
         """Run with another policy from the next `generate` on; what was held for the old one is given back."""
         if policy != self.asked_policy:
-            asked = llm_arguments.read_policy_argument(policy)
+            asked = read_policy_argument(policy)
             self.close()
             self.asked_policy = asked
             self._policy = asked if isinstance(asked, Policy) else None
@@ -164,7 +153,7 @@ class LLM:
         """
         if isinstance(self.asked_policy, AutoPolicy):
             raise UsageError("--pipeline: auto plans for one process; give --percent and batch sizes, or --policy FILE")
-        self._plans.part = part_of(pipeline, self.model.spec, self.eviction)
+        self._planner.part = part_of(pipeline, self.model.spec, self.eviction)
 
     @property
     def dtype(self) -> str:
@@ -194,9 +183,7 @@ class LLM:
 
     def sizes(self, prompts: Sequence[Prompt], params: SamplingParams) -> tuple[int, int, int]:
         """Bytes of weights, of the full KV cache and of the hidden states of all rows: FlexGen's summary."""
-        stats = RunStats()
-        stats.begin(self._rules(prompts, params).rows())
-        return sizes_of(self.model.spec, stats.sizes, DTYPE_BYTES[self.dtype])
+        return sizes_of(self.model.spec, self._table(prompts, params).sizes, DTYPE_BYTES[self.dtype])
 
     def generate(
         self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None,
@@ -208,8 +195,11 @@ class LLM:
         watch_logits sees every step's logits: (indices of the rows, (rows, vocab) in the compute dtype). refill: as of
         `run`.
         """
-        asked = llm_arguments.check_params(params)
-        llm_arguments.check_watch(watch_logits, refill)
+        asked = check_params(params)
+        if watch_logits is not None and not callable(watch_logits):
+            raise UsageError(f"watch_logits: {watch_logits!r:.60} is not a function")
+        if not isinstance(refill, bool):
+            raise UsageError(f"refill: {refill!r:.60} is not true or false")
         encode = self.model.encode if self.model.tokenizer is not None else None
         spec = self.model.spec
         read = prompts_from_python(prompts, encode, spec.vocab_size, spec.max_positions)
@@ -227,90 +217,103 @@ class LLM:
         """Teacher forcing: run `prompts` as `generate` does, but each row takes the tokens of its continuation.
 
         The t-th time that watch_logits sees a row, its logits are those that continuations[row][t] follows on.
-        watch_slots sees what the attention of each transformer block of a decode sweep saw (generation.Decoding). Where
-        nobody watches slots, a sweep takes at_once tokens of each row: the same decode steps, the weights read once.
+        watch_slots sees what the attention of each transformer block of a decode sweep saw (generation.Callbacks).
+        Without it a sweep takes `max_tokens_per_sweep` tokens of each row: the same decode steps, with the weights read
+        once.
         """
         if watch_slots is not None and not self.eviction.needs.record:
             raise UsageError(f"watch_slots: nothing is recorded of slots with {self.eviction.name}")
-        check_int("at_once", max_tokens_per_sweep, low=1)
+        check_int("max_tokens_per_sweep", max_tokens_per_sweep, low=1)
         read, forced = forced_rows(prompts, continuations, self.eviction, self.model.spec, max_tokens_per_sweep)
-        watches = Callbacks(watch_logits, watch_slots)
-        return self.run(read, SamplingParams(), lambda done: None, watches, token_source=forced)
+        return self.run(read, forced, lambda done: None, Callbacks(watch_logits, watch_slots))
 
     def run(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams],
-        on_finished: Callable[[list[Completion]], None], watches: Callbacks = NO_CALLBACKS, order: Order | None = None,
-        token_source: TokenSource | None = None, listener: Listener | None = None, refill: bool = False,
-        more: More | None = None,
+        self, prompts: Sequence[Prompt], params: Params, on_finished: Callable[[list[Completion]], None],
+        callbacks: Callbacks = NO_CALLBACKS, order: Order | None = None, refill: bool = False, more: More | None = None,
     ) -> RunReport:  # fmt: skip
         """`generate` for read prompts: completions are handed out as rows finish, the report is returned.
 
-        token_source: which tokens rows take and when they are done, instead of `params`. order: the steps to run of a
-        block instead of its whole schedule, from its numbers of layers and micro-batches; rows that it cuts short are
-        handed out at the end, as of length. listener: hears of tokens and rows instead of the progress bar. refill:
-        rows that finish give their places to the next ones while the others go on, where rows may end apart; nothing is
-        predicted then. more: with refill, gives further rows that `has_room`, when all others have entered.
+        params: as of `generate`, or a TokenSource, which says what rows take and when they are done. order: the steps
+        to run of a block instead of its whole schedule, from its numbers of layers and micro-batches; rows that it cuts
+        short are handed out at the end, as of length. refill: continuous batching, where rows may end at different
+        times; nothing is predicted then. more: with refill, gives further rows that `has_room`, when all others have
+        joined.
         """
         Engine.check_not_forked()
         if not self._running.acquire(blocking=False):
             raise UsageError("this LLM is generating already; a thread needs an LLM of its own")
         try:
-            rules = self._rules(prompts, params)
-            rows = rules.rows(token_source)
-            pipeline = self._plans.part.pipeline
+            table, planner = self._table(prompts, params), self._planner
+            pipeline = planner.part.pipeline
             if pipeline is not None:
                 given = (self.model.config, self.dtype, self.asked_policy, self.eviction, params, self.share_prefix)
-                check_same(pipeline, given, rows)
-            policy = self._ready(rows).policy
-            blocks, self._common = self._plans.blocks(rows, policy), self._plans.common(rows, policy)
-            refills = refill and order is None and pipeline is None
-            work = run_rows(rules, rows, blocks, refills, more, len(self._common))
-            decoding = steered(token_source, rules.sampler, rules.end, watches)
-            return self._run(rules, work, decoding, on_finished, order, listener)
+                check_same(pipeline, given, table.rows)
+            engine = self._ready(table.rows)
+            blocks = planner.blocks(table.rows, engine.policy)
+            self._common = planner.common(table.rows, engine.policy)
+            refill = refill and order is None and pipeline is None
+            scheduler = table.schedule(blocks, refill, more, len(self._common))
+            if scheduler.is_continuous:
+                self.predicted = None  # it is of blocks whose rows begin together
+            before = engine.io_bytes_by_kind
+            self._execute(engine, table, scheduler, on_finished, callbacks, order)
+            self.report = self._report(engine, table, scheduler, before)
+            return self.report
         finally:
             self._running.release()
 
-    def _run(
-        self, rules: RequestTable, work: RunRows, decoding: Decoding, on_finished: Callable[[list[Completion]], None],
-        order: Order | None, listener: Listener | None,
-    ) -> RunReport:  # fmt: skip
-        engine, stats = self._engine, work.stats
-        assert engine is not None
-        self._stats = stats
-        before = engine.io_bytes_by_kind
-        if work.queue is not None:
-            self.predicted = None  # it is of blocks whose rows begin together
-        bar = Progress(sum(r.max_new for r in work.rows)) if listener is None else contextlib.nullcontext(listener)
+    def _execute(
+        self, engine: Engine, table: RequestTable, scheduler: Scheduler,
+        on_finished: Callable[[list[Completion]], None], callbacks: Callbacks, order: Order | None,
+    ) -> None:  # fmt: skip
+        """Run the blocks one after another, and hand rows out as they finish."""
+        self._blocks = scheduler.stats
+        listener = callbacks.listener
+        bar = Progress(sum(r.max_new for r in table.rows)) if listener is None else contextlib.nullcontext(listener)
         with bar as progress:
 
             def hand_out(finished: list[Row]) -> None:
                 progress.finish(finished)
-                stats.finish(finished)
-                on_finished([rules.completion(row) for row in finished])
-                rules.forget(finished)
+                on_finished(table.finish(finished))
 
             engine.timeline.reset()
-            sweeps = work.most_sweeps(engine.policy.num_gpu_batches)
-            plans = self._plans
-            executor = Executor(engine, plans.part.eviction, decoding, hand_out, sweeps, plans.sharing, work.common)
+            planner, sweeps = self._planner, scheduler.most_sweeps(engine.policy.num_gpu_batches)
+            decoding = table.decoding(callbacks)
+            executor = Executor(
+                engine, planner.part.eviction, decoding, hand_out, sweeps, planner.sharing, scheduler.common
+            )
+            waiting = scheduler if scheduler.is_continuous else None
             try:
-                run_blocks(executor, work, partial(order, len(engine.layers.layers)) if order else None, progress.sweep)
+                for block in scheduler.blocks:
+                    stats = BlockStats(keeps_lists=waiting is None)
+                    steps = order(len(engine.layers.layers), len(block)) if order else None
+                    with torch.inference_mode():
+                        executor.run_block(block, stats, steps, progress.sweep, waiting)
+                    scheduler.stats.append(stats)
+                    if order:  # it may have ended within a sweep: the next block's weights begin anew
+                        executor.restart()
+                executor.finish()
             except BaseException:
                 self.close()
                 raise
-        cut_short = [row for row in work.rows if row.finish_reason is None]
+        cut_short = [row for row in table.rows if row.finish_reason is None]
         for row in cut_short:
             row.finish_reason = "length"
-        stats.finish(cut_short)
-        on_finished([rules.completion(row) for row in cut_short])
-        now = engine.io_bytes_by_kind
+        on_finished(table.finish(cut_short))
+
+    def _report(
+        self, engine: Engine, table: RequestTable, scheduler: Scheduler, before: dict[str, dict[str, int]]
+    ) -> RunReport:
+        """before: what the engine had moved before the run, by kind and lane."""
+        now, part, predicted = engine.io_bytes_by_kind, self._planner.part, self.predicted
         moved = {kind: {lane: n - before[kind][lane] for lane, n in now[kind].items()} for kind in now}
-        facts = self._planner.profile_facts | ({"refilled": work.queue.entered} if work.queue else {})
-        kept = self._plans.part.eviction
-        self.report = make_report(self.model.name, engine, kept, stats, moved, self.predicted, facts, work.common)
-        if engine.wire is not None:
-            self.report = joint_report(self._plans.part, self.report, engine.wire)
-        return self.report
+        profile = self._planner.profile
+        facts = {"profile": profile.machine, "profile_disturbed": profile.was_disturbed}
+        if scheduler.is_continuous:
+            facts["refilled"] = scheduler.joined
+        seconds = {phase: None if predicted is None else getattr(predicted, phase) for phase in PREDICTIONS}
+        report = make_report(engine, part.eviction, table, scheduler, moved, seconds, facts)
+        return report if engine.wire is None else joint_report(part, report, engine.wire)
 
     def close(self) -> None:
         """Give back memory, worker threads and scratch files. The LLM can be used again."""
@@ -322,71 +325,70 @@ class LLM:
     def expect(self, rows: int) -> None:
         """From now on each `run` is a part of a job of `rows` rows: "auto" chooses for all of them, and an engine that
         is opened again for longer rows also serves what came before."""
-        self._plans.job_rows = check_int("rows", rows, low=0)
+        self._planner.job_rows = check_int("rows", rows, low=0)
 
-    def prepare(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], by: TokenSource | None = None
-    ) -> Policy:
+    def prepare(self, prompts: Sequence[Prompt], params: Params) -> Policy:
         """Open the engine for these rows, as `run` does, and return the policy. DoesNotFitError: no engine is open."""
-        return self._ready(self._rules(prompts, params).rows(by)).policy
+        return self._ready(self._table(prompts, params).rows).policy
 
     def check_fit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
         """DoesNotFitError where `prepare` would raise it. Opens nothing, and closes what is open."""
         self.close()
-        self._plans.plan(self._rules(prompts, params).rows(), self.asked_policy, self._budgets())
+        self._planner.plan(self._table(prompts, params).rows, self.asked_policy, self._budgets())
 
     def has_room(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> bool:
-        """Can these rows enter the running block, as the engine is open for others?"""
-        rows = self._rules(prompts, params).rows()
-        return self._engine is not None and self._plans.has_room(self._engine.plan, rows, self._common)
+        """Can these rows join the running block, as the engine is open for others?"""
+        rows = self._table(prompts, params).rows
+        return self._engine is not None and self._planner.has_room(self._engine.plan, rows, self._common)
 
     @property
     def peak_bytes(self) -> dict[str, int]:
         """Bytes by tier that the open engine has charged to the budgets at most; empty without one."""
         return self._engine.peak_bytes if self._engine is not None else {}
 
+    def _table(self, prompts: Sequence[Prompt], params: Params) -> RequestTable:
+        return RequestTable(prompts, params, self.model, self.eviction)
+
     def _budgets(self) -> dict[str, int | None]:
-        return resolve_budgets(self._budget, self._device, self.offload_dir, self._plans.part.processes)
+        return resolve_budgets(self._budget, self._device, self.offload_dir, self._planner.part.processes)
 
     def _check_rolling(self) -> None:
         check_rolling(self.eviction, self.model.spec, base_of(self.asked_policy).compress_cache)
 
     def _ready(self, rows: Sequence[Row]) -> Engine:
         """An engine whose buffers cover these rows: the open one if it does, else a new one."""
-        open_one, plans, asked = self._engine, self._plans, self.asked_policy
-        if open_one is not None and plans.serves(open_one.plan, open_one.policy, asked, rows):
-            self.predicted = plans.predict(rows, open_one.policy, open_one.plan)
-            return open_one
-        self.close()
-        self._check_rolling()
-        budgets = self._budgets()
-        plans.planned = planned = plans.plan(rows, asked, budgets)
-        policy, plan = planned.policy, planned.memory
-        self._policy = policy
-        self.predicted = plans.predict(rows, policy, plan)
-        dtype, spec = getattr(torch, self.dtype), plans.part.spec
+        engine, planner = self._engine, self._planner
+        if engine is None or not planner.serves(engine.plan, engine.policy, self.asked_policy, rows):
+            self.close()
+            self._check_rolling()
+            budgets = self._budgets()
+            planner.planned = planned = planner.plan(rows, self.asked_policy, budgets)
+            self._policy = policy = planned.policy
+            self.predicted = planner.predict(rows, policy, planned.memory)
+            engine = self._engine = self._open_engine(policy, planned.memory, budgets)
+        else:
+            self.predicted = planner.predict(rows, engine.policy, engine.plan)
+        return engine
+
+    def _open_engine(self, policy: Policy, plan: MemoryPlan, budgets: dict[str, int | None]) -> Engine:
+        dtype, part = getattr(torch, self.dtype), self._planner.part
         form, scored = weight_form(policy, dtype.itemsize), bool(self.eviction.needs.record)
         packing = form.packing
         warm_up(
-            self._device.torch_device, dtype, scored, packing_of(spec, policy), packing, is_rolling(self.eviction),
-            spec.rotary is not None, form.to_int8,
+            self._device.torch_device, dtype, scored, packing_of(part.spec, policy), packing, is_rolling(self.eviction),
+            part.spec.rotary is not None, form.to_int8,
         )  # fmt: skip
         checkpoint = self._find_checkpoint(packing) if packing else self._checkpoint
         if not self.model.random:  # what is packed now must be what was opened at first
             self._checkpoint.check_unchanged()
         site = Site(self._device, budgets, self.offload_dir)
-        self._engine = Engine(spec, checkpoint, policy, plan, dtype, site, self.timeline, plans.part.peers)
-        return self._engine
+        return Engine(part, checkpoint, policy, plan, dtype, site, self.timeline)
 
     @cached_property
     def _planner(self) -> Planner:
-        return Planner(
-            self.model.spec, self._device_name, self._device.is_host, self.dtype, self.offload_dir, self._hardware
-        )
-
-    @cached_property
-    def _plans(self) -> RowPlans:
-        return RowPlans(self.model.spec, self.eviction, self._planner, self.dtype, self._device.is_host)
+        part = Part(self.model.spec, self.eviction)
+        is_host, dtype = self._device.is_host, self.dtype
+        return Planner(part, self._device_name, is_host, dtype, self.offload_dir, self._hardware)
 
     @cached_property
     def _checkpoint(self) -> Checkpoint:
@@ -401,15 +403,24 @@ class LLM:
         dtype, shown = self.dtype if self.model.random else "", Progress.on_terminal()
         return find_checkpoint(self.model, dtype, self.offload_dir, RANDOM_WEIGHTS_SEED, shown, packing)
 
-    def _rules(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]) -> RequestTable:
-        asked = llm_arguments.check_params(params)
-        return RequestTable(prompts, asked, self.model.spec, self.model.tokenizer, self.eviction)
 
-    def measure_peak(self) -> Peak | None:
-        """Of matrix products and of reading memory, now and in the compute dtype; half a second. Call it after `close`.
+def _check_together(policy: Policy | AutoPolicy, eviction: Eviction) -> None:
+    if base_of(policy).attn_sparsity != 1 and eviction.needs.record:
+        raise UsageError(f"attn_sparsity: is for the full cache, not for {eviction.name}; leave one of them out")
 
-        None where the budget has no room for it.
-        """
-        dtype, room = getattr(torch, self.dtype), self._budgets()[self._device.tier]
-        has_room = room is None or room >= peak_bytes(self._device, dtype)
-        return measure_peak(self._device, dtype) if has_room else None
+
+@overload
+def _text(name: str, value: object) -> str: ...
+@overload
+def _text(name: str, value: object, or_none: bool) -> str | None: ...
+def _text(name: str, value: object, or_none: bool = False) -> str | None:
+    """A name or a path as a string; UsageError that names the argument for anything else. or_none: None may be given,
+    an empty string may not."""
+    text = os.fspath(value) if isinstance(value, str | os.PathLike) else value
+    if or_none and text is None:
+        return None
+    if not isinstance(text, str):
+        raise UsageError(f"{name}: {value!r:.60} is not a text")
+    if or_none and not text:
+        raise UsageError(f"--{name} '': is empty; leave --{name} out")
+    return text

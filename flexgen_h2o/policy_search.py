@@ -126,7 +126,7 @@ def _check(args: argparse.Namespace) -> None:
 def _question(args: argparse.Namespace) -> Question:
     policy, searched = policy_of(args)
     eviction = eviction_of(args, policy)
-    from flexgen_h2o.engine.generation import need_of
+    from flexgen_h2o.engine.workload import need_of
     from flexgen_h2o.kvcache.eviction.policy import check_rolling
     from flexgen_h2o.models.load import find_spec
     from flexgen_h2o.planner.lp import SearchSpace

@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,15 +25,20 @@ from bench import common
 from flexgen_h2o.cli_common import OneLineParser, positive
 from flexgen_h2o.core.config import MemoryBudget, Policy
 from flexgen_h2o.core.schedule import Step, zigzag
-from flexgen_h2o.engine.report import Peak, RunReport, RunWork, roofline
+from flexgen_h2o.core.units import MIB
+from flexgen_h2o.engine.report import RunReport, column_bytes
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.flags import as_flags, check_positions
 from flexgen_h2o.llm import LLM
-from flexgen_h2o.planner.measure.machine import PeakProbe
+from flexgen_h2o.planner.measure.bench import HOST, Bench, Call
+from flexgen_h2o.planner.measure.compute import Held, Products
 from flexgen_h2o.tiers.device import HostDevice
 
 PROBE_EVERY_S = 1.0
 PHASES = ("prefill", "decode")
+# The shapes of a block's MLP, at the rows that it sees in prefill; matrices, in order and blocked, and KV larger than
+# the caches.
+SIZES = replace(HOST, widths=(2048,), hidden=(2048,), heads=(), weight_bytes=128 * MIB, cache_bytes=128 * MIB)
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,14 @@ class Case:
     model: str
     rows: int
     batches: int
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Measured: FLOPs a second of large matrix products with the faster layout, bytes a second of reading memory."""
+
+    flops_per_s: float
+    memory_bytes_per_s: float
 
 
 CASES = (Case("facebook/opt-1.3b", 256, 2), Case("facebook/opt-6.7b", 128, 1))
@@ -69,11 +82,36 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+class PeakProbe:
+    """Calls that show the peak; their buffers are taken once."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._bench = Bench(HostDevice(), SIZES)
+        rows, width = self._bench.sizes.rows[-1], self._bench.sizes.hidden[-1]
+        products = Products(self._bench, dtype)
+        self._flops = 2.0 * rows * width * 4 * width
+        cache = self._bench.normal(dtype, self._bench.sizes.cache_bytes // dtype.itemsize).view(torch.int64)
+        self._cache_bytes = cache.numel() * cache.itemsize
+        pairs = ((width, 4 * width), (4 * width, width))
+        ways: tuple[Held, ...] = ("in order", "blocked")
+        self._calls: list[Call] = [products.call(rows, *pair, held) for held in ways for pair in pairs]
+        self._calls.append(cache.sum)
+
+    def now(self) -> Peak:
+        """Of one call each."""
+        with torch.inference_mode():
+            return self._peak([self._bench.timed(call) for call in self._calls])
+
+    def _peak(self, seconds: list[float]) -> Peak:
+        *products, read = seconds
+        return Peak(self._flops / min(products), self._cache_bytes / read)
+
+
 class Probed:
     """The steps of a run with probes of the peak between them, and the seconds that these took."""
 
     def __init__(self, llm: LLM, gen_len: int) -> None:
-        self._probe, self._gen_len = PeakProbe(HostDevice(), getattr(torch, llm.dtype)), gen_len
+        self._probe, self._gen_len = PeakProbe(getattr(torch, llm.dtype)), gen_len
         self.peaks: dict[str, list[Peak]] = {"prefill": [], "decode": []}
         self.seconds = {"prefill": 0.0, "decode": 0.0}
 
@@ -111,7 +149,8 @@ def _measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
             with common.BackgroundLoad() as neighbours:
                 params = SamplingParams(args.gen_len, ignore_eos=True)
                 report = llm.run(prompts, params, lambda done: None, order=probed.order)
-            runs.append(_facts(report, probed) | {"others": neighbours.others})
+            work = _work(llm, len(prompts), args.prompt_len, report)
+            runs.append(_facts(report, probed, work) | {"others": neighbours.others})
     spread = {name: common.Spread([run[name] for run in runs]) for name in runs[0]}
     common.table(f"{case.model}, {as_flags(policy)}, {args.prompt_len} + {args.gen_len} tokens, {args.dtype}", [
         *((f"{phase}, of the roofline", spread[f"{phase}_of_roofline"].show("")) for phase in PHASES),
@@ -126,15 +165,38 @@ def _measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _facts(report: RunReport, probed: Probed) -> dict[str, float]:
+@dataclass(frozen=True)
+class Work:
+    """FLOPs of all matrix products of a phase, those of causal attention with them; bytes of KV that decode reads."""
+
+    prefill_flops: float
+    decode_flops: float
+    decode_kv_bytes: float
+
+    def seconds_at(self, peak: Peak) -> dict[str, float]:
+        decode = self.decode_flops / peak.flops_per_s + self.decode_kv_bytes / peak.memory_bytes_per_s
+        return {"prefill": self.prefill_flops / peak.flops_per_s, "decode": decode}
+
+
+def _work(llm: LLM, rows: int, prompt_len: int, report: RunReport) -> Work:
+    """Of equal prompts that share nothing; the head sees one token of each."""
+    spec, itemsize = llm.model.spec, getattr(torch, llm.dtype).itemsize
+    matrices = [t for tensors in (*spec.attention, *spec.mlp) for t in tensors if len(t.shape) == 2]
+    block, head = 2.0 * sum(t.numel for t in matrices), 2.0 * sum(t.numel for t in spec.head if len(t.shape) == 2)
+    # n^2 / 2 pairs of a query and a key, two products of 2 FLOPs each
+    causal = 2.0 * rows * prompt_len**2 * spec.num_heads * spec.head_dim * spec.num_blocks
+    column, _ = column_bytes(spec, report.policy, itemsize)
+    read = column * sum(sum(use.read) for use in llm.kv_use)
+    return Work(rows * (prompt_len * block + head) + causal, report.decode.tokens * (block + head), read)
+
+
+def _facts(report: RunReport, probed: Probed, work: Work) -> dict[str, float]:
     found: dict[str, float] = {}
-    work = RunWork(**report.extra["work"])
     for phase, measured in (("prefill", report.prefill), ("decode", report.decode)):
         peak, seconds = probed.peak(phase), measured.seconds - probed.seconds[phase]
-        ideal = getattr(roofline(work, peak), f"{phase}_s")
         found |= {
             f"{phase}_s": seconds, f"{phase}_tokens_per_s": measured.tokens / seconds,
-            f"{phase}_of_roofline": ideal / seconds, f"{phase}_probes": len(probed.peaks[phase]),
+            f"{phase}_of_roofline": work.seconds_at(peak)[phase] / seconds, f"{phase}_probes": len(probed.peaks[phase]),
             f"{phase}_flops_per_s": peak.flops_per_s, f"{phase}_memory_bytes_per_s": peak.memory_bytes_per_s,
         }  # fmt: skip
     return found

@@ -23,10 +23,9 @@ from flexgen_h2o.cli_common import OneLineParser, positive
 from flexgen_h2o.core.config import MemoryBudget, Policy
 from flexgen_h2o.core.errors import DoesNotFitError, UsageError
 from flexgen_h2o.core.units import parse_bytes
-from flexgen_h2o.engine.generation import need_of
 from flexgen_h2o.engine.memory_plan import plan_within
 from flexgen_h2o.engine.sampling import SamplingParams
-from flexgen_h2o.engine.workload import shape_of
+from flexgen_h2o.engine.workload import need_of, shape_of
 from flexgen_h2o.flags import as_flags
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
 from flexgen_h2o.llm import LLM

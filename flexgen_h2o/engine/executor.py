@@ -16,11 +16,12 @@ from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import Layer
 from flexgen_h2o.core.schedule import Step, weight_sequence
 from flexgen_h2o.engine.attention import CacheStep, UnitAttention
-from flexgen_h2o.engine.distributed import Handoff
-from flexgen_h2o.engine.generation import Decoding, MicroBatch, Row, SweepInput, Waiting
+from flexgen_h2o.engine.distributed import Wire
+from flexgen_h2o.engine.generation import Decoding, MicroBatch, Row, SweepInput
 from flexgen_h2o.engine.loop import ATTENTION_KINDS, UnitKey, Walk
 from flexgen_h2o.engine.memory_plan import kv_layout
-from flexgen_h2o.engine.metrics import BlockStats, Sweep
+from flexgen_h2o.engine.report import BlockStats, Sweep
+from flexgen_h2o.engine.requests import Scheduler
 from flexgen_h2o.engine.resources import Engine
 from flexgen_h2o.engine.weights import WeightStream
 from flexgen_h2o.kvcache.evict import columns_of
@@ -51,7 +52,7 @@ class Executor:
         self._family = family_of(engine.spec)
         self._workspace = engine.workspace()
         self._layers: tuple[Layer, ...] = engine.layers.layers
-        self._handoff = Handoff(engine.wire, engine.device.fence) if engine.wire is not None else None
+        self._handoff = engine.wire
         self._max_sweeps = max_sweeps
         self._weights = self._weight_stream()
         device, sparsity = engine.device.torch_device, engine.policy.attn_sparsity
@@ -67,7 +68,7 @@ class Executor:
 
     def run_block(
         self, rows: Sequence[Sequence[Row]], stats: BlockStats, order: Iterator[Step] | None = None,
-        on_tokens: Callable[[int], None] = lambda count: None, waiting: Waiting | None = None,
+        on_tokens: Callable[[int], None] = lambda count: None, waiting: Scheduler | None = None,
     ) -> None:  # fmt: skip
         """Generate for the rows of a block, given as micro-batches.
 
@@ -146,7 +147,7 @@ class Executor:
             fed = self._inputs[k]
             self._fed += len(fed.ids)
             self._prompts += fed.prompt_tokens
-            self._stats.fed.add(fed.groups)
+            self._stats.fed_tokens += fed.prompt_tokens
         return self._inputs[k].phase
 
     def open_hidden(self, key: UnitKey, region: Region | None) -> None:
@@ -208,7 +209,7 @@ class Executor:
         self._stats.end_sweep(Sweep(seconds, self._prompts / self._fed, self._held, self._full, self._read))
         self._held = self._full = self._read = self._fed = self._prompts = 0
 
-    def _receive_tokens(self, step: Step, handoff: Handoff) -> None:
+    def _receive_tokens(self, step: Step, handoff: Wire) -> None:
         """The tokens of a micro-batch's last sweep, where another rank has chosen them."""
         k = step.micro_batch
         with self.span("wait", "receive"):

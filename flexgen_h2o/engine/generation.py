@@ -1,25 +1,31 @@
-"""The rows of a block: what each feeds into the next sweep, what it has generated, and when it leaves.
+"""Rows and micro-batches: what each feeds into the next sweep, what it has generated, and when it leaves.
 
-Knows nothing of layers, tiers or weights.
-
-What an eviction policy keeps, and what rows take, in the planner's terms.
+The executor's view of a run. Knows nothing of layers, tiers or weights.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Protocol
 
 import torch
+from tqdm import tqdm
 
-from flexgen_h2o.engine.memory_plan import BlockShape
-from flexgen_h2o.engine.prompts import Prompt, make_blocks
-from flexgen_h2o.engine.sampling import SamplingParams, StopStrings, TokenLogprobs, token_logprobs
-from flexgen_h2o.engine.workload import WorkloadShape
-from flexgen_h2o.kvcache.eviction import Eviction
+from flexgen_h2o.engine.prompts import Prompt
+from flexgen_h2o.engine.sampling import Sampler, SamplingParams, StopStrings, TokenLogprobs, token_logprobs
 from flexgen_h2o.kvcache.eviction.policy import Columns
-from flexgen_h2o.kvcache.prefixes import PromptGroup, Sharing, common_prefix, group_prompts, pack_prompts, row_ends
+from flexgen_h2o.kvcache.prefixes import (
+    PromptGroup,
+    Sharing,
+    family_order,
+    group_prompts,
+    neighbours,
+    pack_prompts,
+    row_ends,
+)
 from flexgen_h2o.kvcache.slots import Move, plan_moves
 
 LogitsWatch = Callable[[list[int], torch.Tensor], None]
@@ -30,9 +36,9 @@ SlotsWatch = Callable[[list[int], torch.Tensor, Columns], None]
 class Row:
     """A prompt with what has been generated for it.
 
-    max_new: tokens it may still grow to, at least 1. asked: new tokens that were asked for, by which rows are sorted
-    into blocks. top_logprobs: how many of the likeliest tokens get into `logprobs` at each step; None: no `logprobs`.
-    max_tokens_per_sweep: the most tokens that a decode sweep may feed of it, where they are known before.
+    max_new: tokens it may grow to, at least 1. asked: new tokens that were asked for; rows are sorted by it.
+    top_logprobs: how many of the likeliest tokens get into `logprobs` at each step; None: no `logprobs`.
+    max_tokens_per_sweep: the most tokens of the row in one decode sweep, where they are known before.
     """
 
     prompt: Prompt
@@ -49,19 +55,28 @@ class Row:
         return len(self.prompt.token_ids) + len(self.token_ids)
 
 
-def row_blocks(
+def make_blocks(
     rows: Sequence[Row], gpu_batch_size: int, num_gpu_batches: int, sharing: Sharing | None = None
 ) -> list[list[list[Row]]]:
-    """Rows as blocks of micro-batches, sorted by what they ask for and their length (prompts.make_blocks)."""
-    of = {row.prompt.index: row for row in rows}
-    prompts = [r.prompt for r in rows]
-    blocks = make_blocks(prompts, gpu_batch_size, num_gpu_batches, lambda p: of[p.index].asked, sharing)
-    return [[[of[p.index] for p in batch] for batch in block] for block in blocks]
+    """Blocks of at most `num_gpu_batches` micro-batches of at most `gpu_batch_size` rows each.
 
+    Rows that ask for the most new tokens come first (a block runs as many sweeps as its longest answer has tokens),
+    then those with the longest prompts, equals in input order. So the block that needs the most memory comes first, and
+    every micro-batch but the last is full. sharing: rows that begin alike come together where they fill micro-batches.
+    """
+    gbs, block = gpu_batch_size, gpu_batch_size * num_gpu_batches
+    family = family_order([r.prompt.token_ids for r in rows], sharing, gbs) if sharing else lambda ids: (0, 0)
 
-def in_order(rows: Sequence[Row]) -> list[Row]:
-    """The rows as `row_blocks` sorts them."""
-    return [row for block in row_blocks(rows, 1, 1) for batch in block for row in batch]
+    def key(row: Row) -> tuple[object, ...]:
+        ids = row.prompt.token_ids
+        return -row.asked, family(ids), -len(ids), row.prompt.index
+
+    ordered = sorted(rows, key=key)
+    blocks = [ordered[at : at + block] for at in range(0, len(ordered), block)]
+    batches = [[b[at : at + gbs] for at in range(0, len(b), gbs)] for b in blocks]
+    if sharing is None:
+        return batches
+    return [[[b[i] for i in neighbours([r.prompt.token_ids for r in b], sharing)] for b in block] for block in batches]
 
 
 def group_rows(
@@ -73,14 +88,13 @@ def group_rows(
 
 @dataclass(frozen=True)
 class SweepInput:
-    """What a micro-batch feeds into one sweep, its rows' tokens packed one after the other.
+    """The tokens of a micro-batch in one sweep, packed row after row.
 
-    ids, positions: (tokens,) int64; counts: tokens of each row; past: columns each row has in its slots before; common:
-    those of the common prefix in front of all of them.
-    decoding: the first so many rows feed their newest token; those behind them enter with their prompts. groups: these
-    in their order, with the tokens that several of them begin with fed once in front of them. steps: where no row
-    enters, the rows' newest tokens may be followed by those that come next, of all rows one after the other: as many
-    decode steps, for each of which attention runs apart.
+    ids, positions: (tokens,) int64. counts: tokens of each row. past: columns that each row has in its slots before.
+    decoding: the first so many rows feed their newest token; the others are new and feed their prompts. groups: the
+    prompts, each shared prefix fed once in front of its rows. steps: without new rows, the newest tokens may be
+    followed by known ones, as many decode steps, all rows' tokens of one step after those of the step before. common:
+    columns of the common prefix in front of every row.
     """
 
     ids: torch.Tensor
@@ -94,56 +108,54 @@ class SweepInput:
 
     @property
     def seen(self) -> int:
-        """Columns that the rows have with these tokens."""
+        """Columns of all rows with these tokens."""
         return sum(self.past) + sum(self.counts) + self.decoding * self.common
 
     @property
     def phase(self) -> str:
-        """prefill, decode, or mixed where some rows do this and some that."""
+        """prefill, decode, or mixed."""
         if self.decoding == 0:
             return "prefill"
         return "decode" if self.decoding == len(self.counts) else "mixed"
 
     @property
     def prompt_tokens(self) -> int:
-        """That are fed for the prompts that enter."""
         return sum(group.tokens for group in self.groups)
 
     def last(self, step: int = 0) -> torch.Tensor:
-        """(rows,) int64: where each row's last token of a step stands in the packed order."""
+        """(rows,) int64: the place of each row's last token of a step in the packed order."""
         ends = [*range(1, self.decoding + 1), *(self.decoding + end for end in row_ends(self.groups))]
         return torch.tensor(ends) - 1 + step * self.decoding
 
 
-Coming = Callable[[Row], Sequence[int]]
+KnownTokens = Callable[[Row], Sequence[int]]
 
 
 class MicroBatch:
-    """Rows computed together. They leave as they finish; the others close ranks, and new ones may enter behind them.
+    """Rows computed together. Finished rows leave, the others move up (`compact`), and new ones may join behind them.
 
-    common: tokens of the common prefix of all rows, those that enter too. opens: it is fed in front of the first ones.
+    common: tokens of the common prefix of all rows. opens: this micro-batch feeds it, in front of its first rows.
     """
 
     def __init__(
         self, rows: Sequence[Row], sharing: Sharing | None = None, common: int = 0, opens: bool = False
     ) -> None:  # fmt: skip
         self.rows, self._common = list(rows), common
-        self._entering = group_rows(rows, sharing, common, opens)
+        self._new = group_rows(rows, sharing, common, opens)
 
     @property
     def prompt_tokens(self) -> int:
-        """That the next sweep is fed for rows that enter."""
-        return sum(group.tokens for group in self._entering)
+        """Prompt tokens of the next sweep."""
+        return sum(group.tokens for group in self._new)
 
-    def sweep_input(self, known_tokens: Coming | None = None) -> SweepInput:
-        """The newest token of each row that has one, then the prompts of those that enter.
+    def sweep_input(self, known_tokens: KnownTokens | None = None) -> SweepInput:
+        """The newest token of each row that has one, then the prompts of new rows.
 
-        known_tokens: where none enters, also the tokens that follow, as many as all rows know.
+        known_tokens: without new rows, the tokens that follow are fed too, as many as all rows know.
         """
         decoding = sum(bool(r.token_ids) for r in self.rows)
         before, prompts = self.rows[:decoding], [r.prompt.token_ids for r in self.rows[decoding:]]
-        past = [r.length - 1 - self._common for r in before]
-        ids, positions = pack_prompts(prompts, self._entering)
+        ids, positions = pack_prompts(prompts, self._new)
         known = [[r.token_ids[-1], *(known_tokens(r) if known_tokens and not prompts else ())] for r in before]
         fits = (
             min(len(k), r.max_tokens_per_sweep, r.max_new - len(r.token_ids))
@@ -154,16 +166,16 @@ class MicroBatch:
             ids=torch.tensor([k[step] for step in range(steps) for k in known] + ids),
             positions=torch.tensor([r.length - 1 + step for step in range(steps) for r in before] + positions),
             counts=(steps,) * decoding + tuple(map(len, prompts)),
-            past=(*past, *(0 for _ in prompts)),
+            past=(*(r.length - 1 - self._common for r in before), *(0 for _ in prompts)),
             decoding=decoding,
-            groups=self._entering,
+            groups=self._new,
             steps=steps,
             common=self._common,
         )
 
     def append_tokens(self, tokens: Sequence[int], finish: Callable[[Row], str | None]) -> tuple[list[Row], list[Move]]:
         """Append each row's new token. Returns the rows that finish with it and the moves that fill their places."""
-        self._entering = ()
+        self._new = ()
         for row, token in zip(self.rows, tokens, strict=True):
             row.token_ids.append(token)
             row.finish_reason = finish(row)
@@ -174,22 +186,9 @@ class MicroBatch:
         return finished, moves
 
     def admit(self, rows: Sequence[Row], sharing: Sharing | None = None) -> None:
-        """They take the places behind the others, with the next sweep."""
+        """Add rows behind the others; their prompts are fed in the next sweep."""
         self.rows += rows
-        self._entering = group_rows(rows, sharing, self._common)
-
-
-class Waiting(Protocol):
-    """Rows that wait for a place in a running block; refill.Queue."""
-
-    def take(self, places: int, tokens: int) -> list[Row]:
-        """Those that enter now: at most `places` rows, whose prompts feed `tokens` tokens at most in all."""
-
-
-class Chooser(Protocol):
-    """Chooses the next token of each row: sampling.Sampler, or a token source (engine/requests.py)."""
-
-    def sample(self, logits: torch.Tensor, rows: Sequence[int], steps: Sequence[int]) -> list[int]: ...
+        self._new = group_rows(rows, sharing, self._common)
 
 
 class StopCriteria:
@@ -197,109 +196,127 @@ class StopCriteria:
 
     def __init__(self, params: SamplingParams, eos_token_ids: Sequence[int], stop: StopStrings) -> None:
         self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
-        self._stop = stop
+        self.stop = stop
 
     def is_eos(self, token: int) -> bool:
-        """Whether a row ends with this token."""
         return token in self._eos
 
     def __call__(self, row: Row) -> str | None:
-        if self.is_eos(row.token_ids[-1]) or self._stop.found(row.token_ids):
+        if self.is_eos(row.token_ids[-1]) or self.stop.found(row.token_ids):
             return "stop"
         return "length" if len(row.token_ids) >= row.max_new else None
 
 
+class TokenSource(Protocol):
+    """Gives rows their tokens and says when they are done, in place of sampling parameters."""
+
+    @property
+    def max_tokens_per_sweep(self) -> int:
+        """The most tokens of a row in one sweep."""
+
+    def most_new(self, row: int) -> int:
+        """The most tokens that the row of this index takes."""
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[int], steps: Sequence[int]) -> list[int]:
+        """The next token of each row, as `Sampler.sample`."""
+
+    def end(self, row: Row) -> str | None:
+        """Why the row is done with its newest token; None when it is not."""
+
+    def known_tokens(self, row: Row) -> Sequence[int]:
+        """The tokens that the row takes next, as far as they are known; `max_tokens_per_sweep` of them are enough."""
+
+
+class Listener(Protocol):
+    """Called while a run goes on, on its thread."""
+
+    def sweep(self, tokens: int) -> None:
+        """A micro-batch got `tokens` new tokens."""
+
+    def finish(self, rows: Sequence[Row]) -> None:
+        """These rows are done; they are handed out next."""
+
+
+class Silent:
+    """A listener that shows nothing."""
+
+    def sweep(self, tokens: int) -> None:
+        pass
+
+    def finish(self, rows: Sequence[Row]) -> None:
+        pass
+
+
+class Progress:
+    """The progress bar of a run, on a terminal only: tokens, tokens a second, time left.
+
+    A row that stops early takes the tokens that it does not need off the total.
+    """
+
+    def __init__(self, total_tokens: int) -> None:
+        self._bar = tqdm(
+            total=total_tokens, unit="token", desc="generate", disable=not self.on_terminal(), file=sys.stderr
+        )
+
+    @staticmethod
+    def on_terminal() -> bool:
+        return sys.stderr is not None and sys.stderr.isatty()
+
+    def sweep(self, tokens: int) -> None:
+        """A micro-batch has got `tokens` new ones."""
+        self._bar.update(tokens)
+
+    def finish(self, rows: Sequence[Row]) -> None:
+        spared = sum(r.max_new - len(r.token_ids) for r in rows)
+        if spared and self._bar.total is not None:
+            self._bar.total -= spared
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.close()
+
+
 @dataclass(frozen=True)
 class Callbacks:
-    """Who looks on.
+    """Functions called during a run. They may not keep the tensors.
 
-    logits: every step's, (prompt indices, (rows, vocab)). slots: what the attention of each layer of a decode sweep
-    saw, (prompt indices, (rows,) slots that are filled, the columns of these rows). They may not keep the tensors.
+    logits: at every step, (prompt indices, (rows, vocab)). slots: what the attention of each layer of a decode sweep
+    saw, (prompt indices, (rows,) slots that are filled, the columns of these rows). listener: instead of the progress
+    bar.
     """
 
     logits: LogitsWatch | None = None
     slots: SlotsWatch | None = None
+    listener: Listener | None = None
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """How tokens are chosen, when a row is done and why (None: not yet), and who looks on.
+    """How tokens are chosen and when a row is done and why (None: not yet).
 
-    known_tokens: the tokens that a row will take next, whatever the logits, as far as that is known.
+    known_tokens: as of `TokenSource`; None where none are known.
     """
 
-    sampler: Chooser
+    sampler: Sampler | TokenSource
     end: Callable[[Row], str | None]
     watches: Callbacks = Callbacks()
-    known_tokens: Coming | None = None
+    known_tokens: KnownTokens | None = None
 
     def sample(self, micro_batch: MicroBatch, logits: torch.Tensor) -> list[int]:
-        rows = [r.prompt.index for r in micro_batch.rows]
+        """The next token of each row; keeps log-probabilities for the rows that ask for them."""
+        rows = micro_batch.rows
+        indices = [r.prompt.index for r in rows]
         if self.watches.logits is not None:
-            self.watches.logits(rows, logits)
-        tokens = self.sampler.sample(logits, rows, [len(r.token_ids) for r in micro_batch.rows])
-        note_logprobs(micro_batch.rows, logits, tokens)
+            self.watches.logits(indices, logits)
+        tokens = self.sampler.sample(logits, indices, [len(r.token_ids) for r in rows])
+        asking = [(i, top) for i, row in enumerate(rows) if (top := row.top_logprobs) is not None]
+        if asking:
+            places, tops = zip(*asking, strict=True)
+            own = logits if len(places) == len(rows) else logits[list(places)]
+            for i, found in zip(places, token_logprobs(own, [tokens[i] for i in places], tops), strict=True):
+                rows[i].logprobs.append(found)
         return tokens
-
-
-def note_logprobs(rows: Sequence[Row], logits: torch.Tensor, tokens: Sequence[int]) -> None:
-    """Keep the log-probabilities of this step for the rows that ask for them."""
-    asking = [(i, top) for i, row in enumerate(rows) if (top := row.top_logprobs) is not None]
-    if asking:
-        places, tops = zip(*asking, strict=True)
-        own = logits if len(places) == len(rows) else logits[list(places)]
-        for i, found in zip(places, token_logprobs(own, [tokens[i] for i in places], tops), strict=True):
-            rows[i].logprobs.append(found)
-
-
-def need_of(eviction: Eviction, rows: int, sizes: set[tuple[int, int]], num_blocks: int) -> WorkloadShape:
-    """The need of `rows` rows. sizes: the (prompt tokens, most new tokens) that there are among them."""
-    blocks = range(num_blocks)
-    lengths = {prompt for prompt, _ in sizes}
-    prompt_len = max(lengths)
-    return WorkloadShape(
-        rows=rows,
-        prompt_len=prompt_len,
-        gen_len=max(new for _, new in sizes),
-        slots=tuple(max(eviction.slots(*size, block, num_blocks) for size in sizes) for block in blocks),
-        kept=tuple(min(prompt_len, eviction.budget(prompt_len, block, num_blocks).columns) for block in blocks),
-        record=eviction.needs.record,
-        scored=eviction.needs.query_rows is None,
-        by_length=eviction.budget(min(lengths), 0, 1) != eviction.budget(prompt_len, 0, 1),
-    )
-
-
-def need_of_rows(
-    eviction: Eviction, rows: Sequence[Row], num_blocks: int, sharing: Sharing | None = None
-) -> WorkloadShape:
-    """The need of the rows of a run.
-
-    Its prefix is one that any two of the rows share under `sharing`, so that no micro-batch of so many of them is fed
-    more than the plan for equal prompts says.
-    """
-    sizes = {(len(row.prompt.token_ids), row.max_new) for row in rows}
-    need = need_of(eviction, len(rows), sizes, num_blocks)
-    prefix = common_prefix([row.prompt.token_ids for row in rows]) if sharing else 0
-    if sharing is None or not sharing.pays(prefix, 2, 2 * need.prompt_len):
-        return need
-    return replace(need, prefix=prefix)
-
-
-def shape_of_blocks(
-    blocks: Sequence[Sequence[Sequence[PromptGroup]]], need: WorkloadShape, max_tokens_per_sweep: int
-) -> BlockShape:
-    """The shape that covers all these blocks of micro-batches. need: of the rows.
-
-    max_tokens_per_sweep: the most tokens of a row that a decode sweep takes.
-    """
-    batches = [batch for block in blocks for batch in block]
-    rows = max(sum(group.rows for group in batch) for batch in batches)
-    return BlockShape(
-        rows=rows,
-        micro_batches=max(map(len, blocks)),
-        tokens=max(rows * max_tokens_per_sweep, *(sum(group.tokens for group in batch) for batch in batches)),
-        slots=need.slots,
-        record=need.record,
-        sharing=max((max(g.lengths) for batch in batches for g in batch if g.before and g.rows), default=0),
-        common=need.common,
-    )

@@ -1,6 +1,6 @@
-"""Prompts in and completions out: reading and checking prompts, cutting them into blocks, writing the output file.
+"""Prompts in and completions out: reading and checking prompts, writing the output file.
 
-Knows nothing of models or tokenizers: `encode` is handed in as a function from text to token ids (or None).
+Knows nothing of models: `encode` is a function from text to token ids, None without a tokenizer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from flexgen_h2o.core.errors import FlexgenError, TooLongError, UsageError, json_reason
 from flexgen_h2o.core.files import MOST_LINE_BYTES, read_lines, replacing
 from flexgen_h2o.core.units import check_int
-from flexgen_h2o.kvcache.prefixes import Sharing, family_order, neighbours
 
 if TYPE_CHECKING:
     from flexgen_h2o.engine.sampling import TokenLogprobs
@@ -83,7 +82,7 @@ def read_prompts(path: Path, encode: Encode | None, vocab_size: int) -> list[Pro
 
 
 def lines_of(path: Path, flag: str) -> Iterator[tuple[str, str]]:
-    """The lines of a UTF-8 file that are not blank, each with `FLAG FILE:LINE`; UsageError where one cannot be read,
+    """The lines of a UTF-8 file that are not blank, each with `FLAG FILE:LINE`. UsageError for one that cannot be read
     or has more than MOST_LINE_BYTES."""
     try:
         for number, (raw, goes_on) in enumerate(read_lines(path), start=1):
@@ -125,9 +124,9 @@ def prompts_from_python(
 def benchmark_prompts(count: int, length: int, encode: Encode | None, vocab_size: int) -> list[Prompt]:
     """`count` copies of FlexGen's benchmark prompt, each exactly `length` tokens.
 
-    The text's tokens are repeated behind whatever the tokenizer puts first (BOS), so that every token is computed and
-    attended to; FlexGen pads with masked tokens on the left instead. With encode=None: seeded ids that depend on
-    `length` and `vocab_size` only, not the special first four where the vocabulary has more. Raises UsageError.
+    The text's tokens are repeated after what the tokenizer puts first (BOS); FlexGen pads with masked tokens on the
+    left instead. With encode=None: seeded ids that depend on `length` and `vocab_size` only, without the four special
+    ones where the vocabulary has more. Raises UsageError.
     """
     check_int("number of prompts", count, low=1)
     check_int("--prompt-len", length, low=1)
@@ -149,27 +148,6 @@ def benchmark_prompts(count: int, length: int, encode: Encode | None, vocab_size
     except UsageError as error:
         raise UsageError(f"the tokenizer does not belong to the model: {error}") from error
     return [Prompt(i, token_ids, text) for i in range(count)]
-
-
-def make_blocks(
-    prompts: Sequence[Prompt], gpu_batch_size: int, num_gpu_batches: int,
-    new_tokens: Callable[[Prompt], int] = lambda prompt: 0, sharing: Sharing | None = None,
-) -> list[list[list[Prompt]]]:  # fmt: skip
-    """Blocks of at most `num_gpu_batches` micro-batches of at most `gpu_batch_size` prompts each.
-
-    Those with the most new tokens first (a block runs as many sweeps as its longest answer has tokens), then the
-    longest prompts, equals in input order: neighbours are computed together, and the block that needs the most memory
-    comes first. Every micro-batch but the last of all is full. sharing: prompts that begin alike are brought together
-    where they fill micro-batches, and within each.
-    """
-    gbs, block = gpu_batch_size, gpu_batch_size * num_gpu_batches
-    family = family_order([p.token_ids for p in prompts], sharing, gbs) if sharing else lambda ids: (0, 0)
-    rows = sorted(prompts, key=lambda p: (-new_tokens(p), family(p.token_ids), -len(p.token_ids), p.index))
-    blocks = [rows[at : at + block] for at in range(0, len(rows), block)]
-    batches = [[b[at : at + gbs] for at in range(0, len(b), gbs)] for b in blocks]
-    if sharing is None:
-        return batches
-    return [[[b[i] for i in neighbours([p.token_ids for p in b], sharing)] for b in block] for block in batches]
 
 
 def check_output_path(path: Path) -> None:
@@ -242,8 +220,8 @@ def prompt_of_json(line: str) -> object:
 def make_prompt(
     index: int, given: object, encode: Encode | None, vocab_size: int, positions: int | None = None
 ) -> Prompt:
-    """A prompt of a text or of token ids; UsageError says what is wrong with it. More ids than `positions` are a
-    TooLongError, before they are looked at one by one; of a text, that is for `encode` to say."""
+    """A prompt of a text or of token ids. UsageError says what is wrong with it; TooLongError: more ids than
+    `positions`, before they are checked one by one (of a text, `encode` says so)."""
     if not isinstance(given, str):
         size = len(given) if isinstance(given, list | tuple) or getattr(given, "ndim", 0) else 0  # type: ignore[arg-type]
         if positions is not None and size > positions:

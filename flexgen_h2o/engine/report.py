@@ -1,81 +1,117 @@
-"""The roofline of a run: the seconds that its matrix products and its reading of KV take at the machine's peak.
+"""What a run was: times and KV columns of its blocks, the run report as JSON, FlexGen's summary and log lines.
 
-What else a run does (norms, transfers, choosing tokens, waiting) is what it loses to its roofline.
-
-The facts of a finished run: the run report as JSON, FlexGen's summary and log lines, projections of cut runs.
-
-Knows nothing of how a run is executed: it is handed numbers.
+Imports no torch: commands check the files that they will write before anything heavy is loaded.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.core.config import TIERS, ModelSpec, Policy, TensorSpec
+from flexgen_h2o.core.config import TIERS, ModelSpec, Policy
 from flexgen_h2o.core.errors import FlexgenError, UsageError
+from flexgen_h2o.core.timeline import LANES
 from flexgen_h2o.core.units import GIB, format_bytes
-from flexgen_h2o.kvcache.prefixes import FedPrompts
-from flexgen_h2o.planner.profile import MEASURED_BUSY
+from flexgen_h2o.engine.memory_plan import packing_of
+from flexgen_h2o.engine.workload import need_of
 
+if TYPE_CHECKING:
+    from flexgen_h2o.engine.requests import RequestTable, Scheduler
+    from flexgen_h2o.engine.resources import Engine
+    from flexgen_h2o.kvcache.eviction import Eviction
 
-@dataclass(frozen=True)
-class RunWork:
-    """FLOPs of all matrix products of a phase, those of causal attention with them; bytes of KV read by decode."""
-
-    prefill_flops: float
-    decode_flops: float
-    decode_kv_bytes: float
-
-
-@dataclass(frozen=True)
-class Peak:
-    """Measured: FLOPs a second of large matrix products with the faster layout, bytes a second of reading memory."""
-
-    flops_per_s: float
-    memory_bytes_per_s: float
-
-
-@dataclass(frozen=True)
-class Roofline:
-    """Seconds at the peak."""
-
-    prefill_s: float
-    decode_s: float
-
-
-def run_work(spec: ModelSpec, fed: FedPrompts, decode_tokens: int, kv_bytes: float) -> RunWork:
-    """fed: the prompts; decode_tokens: that all rows got after their first one; kv_bytes: columns that decode
-    attention read. The head sees one token of each prompt."""
-    block = 2.0 * _elements(t for tensors in (*spec.attention, *spec.mlp) for t in tensors)
-    head = 2.0 * _elements(spec.head)
-    # n^2 / 2 pairs of a query and a key, two products of 2 FLOPs each
-    causal = 2.0 * fed.pairs * spec.num_heads * spec.head_dim * spec.num_blocks
-    prefill = fed.tokens * block + fed.rows * head + causal
-    return RunWork(prefill, decode_tokens * (block + head), kv_bytes)
-
-
-def roofline(work: RunWork, peak: Peak) -> Roofline:
-    return Roofline(
-        work.prefill_flops / peak.flops_per_s,
-        work.decode_flops / peak.flops_per_s + work.decode_kv_bytes / peak.memory_bytes_per_s,
-    )
-
-
-def _elements(tensors: Iterable[TensorSpec]) -> int:
-    """Of matrices."""
-    return sum(t.numel for t in tensors if len(t.shape) == 2)
-
-
+MEASURED_BUSY = "profile measured on a busy machine: measure again with python -m flexgen_h2o.hardware"
 IO_LINKS = ("disk_read", "disk_write", "h2d", "d2h")
 KV_FACTS = ("slots", "bytes", "full_bytes")
 PREDICTIONS = ("prefill_s", "decode_s")
 # FlexGen's first two decode sweeps are counted as measured; the mean of the later ones stands for the rest.
 _WARM_SWEEPS = 2
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """One sweep of a block.
+
+    prompts: share of its tokens that came from prompts. held: KV columns of all rows and layers (a column is one key
+    and one value of every kv-head). full: what the full cache would have held. read: columns that decode attention
+    read.
+    """
+
+    seconds: float
+    prompts: float
+    held: int
+    full: int
+    read: int
+
+
+@dataclass(frozen=True)
+class BlockTimes:
+    """Seconds of each sweep of a block, and of each layer of each sweep (all its micro-batches)."""
+
+    sweeps: list[float] = field(default_factory=list)
+    layers: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class KvUse:
+    """KV columns of each sweep of a block, as of `Sweep`."""
+
+    held: list[int] = field(default_factory=list)
+    read: list[int] = field(default_factory=list)
+
+
+@dataclass
+class BlockStats:
+    """Sums over the sweeps of a block.
+
+    held, full: columns of the decode sweeps, of which there are `later`; without one, of the first sweep. fed_tokens:
+    prompt tokens that were computed. times, kv_use: by sweep, kept unless rows may join the block, which then may go
+    on for any number of sweeps.
+    """
+
+    keeps_lists: bool = True
+    sweeps: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    held: int = 0
+    full: int = 0
+    fed_tokens: int = 0
+    times: BlockTimes = field(default_factory=BlockTimes)
+    kv_use: KvUse = field(default_factory=KvUse)
+    _prompts: float = 0.0  # of the newest sweep
+
+    @property
+    def later(self) -> int:
+        return max(0, self.sweeps - 1)
+
+    def end_layer(self, seconds: float) -> None:
+        """Add a layer's seconds in a sweep, of all micro-batches."""
+        if self.keeps_lists:
+            self.times.layers.append(seconds)
+
+    def end_sweep(self, sweep: Sweep) -> None:
+        if self.sweeps == 1:  # the first counts only while it is alone
+            self.held = self.full = 0
+        self.held += sweep.held
+        self.full += sweep.full
+        self.sweeps += 1
+        self._prompts = sweep.prompts
+        if self.keeps_lists:
+            self.times.sweeps.append(0.0)
+            self.kv_use.held.append(sweep.held)
+            self.kv_use.read.append(sweep.read)
+        self.add_seconds(sweep.seconds)
+
+    def add_seconds(self, seconds: float) -> None:
+        """Add to the newest sweep's seconds. A mixed sweep's are split between prefill and decode by its tokens."""
+        self.prefill_s += seconds * self._prompts
+        self.decode_s += seconds * (1 - self._prompts)
+        if self.keeps_lists:
+            self.times.sweeps[-1] += seconds
 
 
 @dataclass(frozen=True)
@@ -147,29 +183,88 @@ class RunReport:
 
     def to_json(self) -> dict[str, Any]:
         """The report as JSON values; a number that JSON cannot hold (NaN, infinity) becomes None."""
-        body = {
-            "model": self.model,
-            "policy": self.policy.to_json(),
-            "eviction": self.eviction,
-            "prompt_len": self.prompt_len,
-            "gen_len": self.gen_len,
-            "num_prompts": self.num_prompts,
-            "prefill": self.prefill.to_json(),
-            "decode": self.decode.to_json(),
-            "total": self.total.to_json(),
-            "peak_bytes": self.peak_bytes,
-            "io_bytes": self.io_bytes,
-            "peak_bytes_by_kind": self.peak_bytes_by_kind,
-            "io_bytes_by_kind": self.io_bytes_by_kind,
-            "kv": self.kv,
-            "predicted": self.predicted,
-            "projected": self.projected,
-            "model_bytes": self.model_bytes,
-            "cache_bytes": self.cache_bytes,
-            "hidden_bytes": self.hidden_bytes,
-            "extra": self.extra,
-        }
+        body: dict[str, Any] = {}
+        for one in fields(self):
+            value = getattr(self, one.name)
+            body[one.name] = value.to_json() if hasattr(value, "to_json") else value
+            if one.name == "decode":
+                body["total"] = self.total.to_json()
         return {key: _json_safe(value) for key, value in body.items()}
+
+
+def make_report(
+    engine: Engine, eviction: Eviction, table: RequestTable, scheduler: Scheduler,
+    moved: Mapping[str, Mapping[str, int]], predicted: Mapping[str, float | None], facts: Mapping[str, Any],
+) -> RunReport:  # fmt: skip
+    """The report of a finished run. moved: bytes by kind and lane; facts: more, for `extra`."""
+    blocks, common = scheduler.stats, scheduler.common
+    spec, itemsize = engine.spec, engine.dtype.itemsize
+    shape = need_of(eviction, table.sizes.total(), set(table.sizes), spec.num_blocks)
+    copied = common * spec.kv_bytes_per_token(itemsize)
+    model_bytes, cache_bytes, hidden_bytes = sizes_of(spec, table.sizes, itemsize)
+    saves = {"attn_sparsity_saves": "arithmetic, no traffic"} if engine.policy.attn_sparsity < 1 else {}
+    return RunReport(
+        model=table.model.name,
+        policy=engine.policy,
+        eviction=eviction.to_json(),
+        prompt_len=shape.prompt_len,
+        gen_len=shape.gen_len,
+        num_prompts=shape.rows,
+        prefill=PhaseReport(sum(b.prefill_s for b in blocks), sum(n * rows for (n, _), rows in table.sizes.items())),
+        decode=PhaseReport(sum(b.decode_s for b in blocks), table.decoded),
+        peak_bytes=engine.peak_bytes,
+        io_bytes={link: sum(lanes[link] for lanes in moved.values()) for link in IO_LINKS},
+        peak_bytes_by_kind=engine.peak_bytes_by_kind,
+        io_bytes_by_kind=moved,
+        kv=_kv_facts(column_bytes(spec, engine.policy, itemsize), max(shape.slots) - common, blocks, copied),
+        predicted=predicted,
+        model_bytes=model_bytes,
+        cache_bytes=cache_bytes,
+        hidden_bytes=hidden_bytes,
+        extra={
+            "dtype": str(engine.dtype).removeprefix("torch."),
+            "device": str(engine.device.torch_device),
+            "blocks": len(blocks),
+            "sweeps": sum(b.sweeps for b in blocks),
+            "kv_reserved_bytes": engine.plan.size("cache"),
+            "look_ahead_units": asdict(engine.plan.depth),
+            **facts,
+            "prefill_fed_tokens": sum(b.fed_tokens for b in blocks),
+            "common_prefix": {"tokens": common, "kv_bytes": copied},
+            **saves,
+            "busy_s": {lane: engine.timeline.seconds(lane) for lane in LANES},
+        },
+    )
+
+
+def sizes_of(spec: ModelSpec, sizes: Mapping[tuple[int, int], int], itemsize: int) -> tuple[int, int, int]:
+    """Bytes of weights, of the full KV cache and of the hidden states of all rows at their longest.
+
+    sizes: how many rows there are of each (prompt tokens, most new tokens).
+    """
+    tokens = sum((prompt + new) * number for (prompt, new), number in sizes.items())
+    return spec.num_weights * itemsize, tokens * spec.kv_bytes_per_token(itemsize), tokens * spec.hidden_size * itemsize
+
+
+def column_bytes(spec: ModelSpec, policy: Policy, itemsize: int) -> tuple[int, int]:
+    """Bytes of one key and value of all kv-heads in one layer: in their slots, and uncompressed."""
+    column, packing = spec.kv_bytes_per_token(itemsize) // spec.num_blocks, packing_of(spec, policy)
+    return (2 * spec.num_kv_heads * packing.slot_bytes if packing else column), column
+
+
+def _kv_facts(column: tuple[int, int], slots: int, blocks: Sequence[BlockStats], copied: int) -> dict[str, int]:
+    """Slots of the row that has the most; mean bytes of KV held in a decode sweep, and of the full cache.
+
+    column: as of `column_bytes`. copied: bytes of KV outside of slots, the whole time.
+    """
+    decoding = [b for b in blocks if b.later]
+    counted = decoding or [b for b in blocks if b.sweeps]
+    sweeps = max(1, sum(max(1, b.later) for b in counted))
+    return {
+        "slots": slots,
+        "bytes": copied + column[0] * sum(b.held for b in counted) // sweeps,
+        "full_bytes": column[1] * sum(b.full for b in counted) // sweeps,
+    }
 
 
 def sizes_line(model_bytes: int, cache_bytes: int, hidden_bytes: int) -> str:
@@ -221,23 +316,6 @@ def ranks_line(report: RunReport) -> str:
         for one in report.extra["ranks"]
     ]
     return "ranks: " + "; ".join(ranks)
-
-
-def with_roofline(report: RunReport, peak: Peak) -> RunReport:
-    """The report with `extra.roofline`: the peak, and the seconds of prefill and decode at it (engine/report.py)."""
-    ideal = roofline(RunWork(**report.extra["work"]), peak)
-    return replace(report, extra={**report.extra, "roofline": {**asdict(peak), **asdict(ideal)}})
-
-
-def roofline_line(report: RunReport) -> str:
-    """How near the run came to what its products and its reading of KV take at the machine's peak."""
-    peak = report.extra["roofline"]
-    phases = (("prefill", report.prefill, peak["prefill_s"]), ("decode", report.decode, peak["decode_s"]))
-    shares = ", ".join(f"{name} {s / phase.seconds:.0%} of peak" for name, phase, s in phases if phase.seconds > 0)
-    return (
-        f"roofline: {shares} ({peak['flops_per_s'] / 1e12:.3g} TFLOP/s, {peak['memory_bytes_per_s'] / 1e9:.3g} GB/s "
-        "measured after the run)"
-    )
 
 
 def log_block(report: RunReport) -> str:

@@ -1,51 +1,31 @@
-"""Courses: what steers rows instead of their sampling parameters, such as teacher forcing.
+"""The requests of a run: one table of their parameters, rows and completions, and a scheduler of the rows.
 
-What the rows of a run ask for: how each draws, when it is done, what becomes of it.
-
-Refill: rows that wait for the places of those that finish, so that a block's sweeps stay full.
-
-A row that enters prefills in the sweep in which its neighbours decode, and shares their weight load.
-
-The rows of a run: in which blocks they are, and which of them enter a block that is running.
+With continuous batching (`--refill`) a row that finishes gives its place in the running block to the next one, which
+prefills in the sweep in which the others decode and shares their weight load.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from typing import Protocol
+from functools import lru_cache
 
 import torch
 
 from flexgen_h2o.core.config import ModelSpec
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.core.schedule import Step
-from flexgen_h2o.engine.executor import Executor
-from flexgen_h2o.engine.generation import Callbacks, Chooser, Decoding, Row, StopCriteria, in_order
-from flexgen_h2o.engine.metrics import BlockLists, BlockStats, RunStats
+from flexgen_h2o.engine.generation import Callbacks, Decoding, Row, StopCriteria, TokenSource, make_blocks
 from flexgen_h2o.engine.prompts import Completion, Prompt, prompts_from_python
-from flexgen_h2o.engine.sampling import Sampler, SamplingParams, StopStrings, Tokenizer, decode_text
+from flexgen_h2o.engine.report import BlockStats
+from flexgen_h2o.engine.sampling import Sampler, SamplingParams, StopStrings, decode_text
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.eviction.policy import most_new_tokens
+from flexgen_h2o.models.load import Model
 
-
-class TokenSource(Chooser, Protocol):
-    """Which tokens rows take, and when they are done."""
-
-    @property
-    def max_tokens_per_sweep(self) -> int:
-        """The most tokens of a row that a sweep may feed."""
-
-    def most_new(self, row: int) -> int:
-        """The most tokens that the row of this index takes."""
-
-    def end(self, row: Row) -> str | None:
-        """Why the row is done with its newest token (Decoding.end)."""
-
-    def known_tokens(self, row: Row) -> Sequence[int]:
-        """The tokens that it will take next, as far as they are known; `at_once` of them are enough."""
+Params = SamplingParams | Sequence[SamplingParams] | TokenSource
+More = Callable[[], tuple[Sequence[Prompt], Sequence[SamplingParams]] | None]
+STOPS_KEPT = 1024  # sets of stop strings: every row may have its own, and there may be any number of rows
 
 
 @dataclass(frozen=True)
@@ -69,15 +49,6 @@ class ForcedTokens:
         return self.tokens[row.prompt.index][done : done + self.max_tokens_per_sweep]
 
 
-def steered(
-    token_source: TokenSource | None, sampler: Chooser, end: Callable[[Row], str | None], watches: Callbacks
-) -> Decoding:
-    """Decoding by a token source; without one, as the others say."""
-    if token_source is None:
-        return Decoding(sampler, end, watches)
-    return Decoding(token_source, token_source.end, watches, token_source.known_tokens)
-
-
 def forced_rows(
     prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]], eviction: Eviction, spec: ModelSpec,
     max_tokens_per_sweep: int,
@@ -96,202 +67,156 @@ def forced_rows(
     return read, ForcedTokens({p.index: p.token_ids for p in after}, max_tokens_per_sweep)
 
 
-STOPS_KEPT = 1024  # sets of stop strings: rows may all have others, and there may be any number of rows
-
-
 class RequestTable:
-    """The rules of a run's rows. params: of all of them, or each row's own in the order of `prompts`.
+    """The requests of a run: parameters, sampler, stop criteria, rows, completions.
 
-    Raises UsageError, as `add` does, for another number of params, and for stop strings without a tokenizer.
+    params: of all prompts, or each one's own in the order of `prompts`, or the source of all tokens. rows: of
+    `prompts`, with nothing generated; those that `add` returns are not kept. sizes: how many rows there are of each
+    (prompt tokens, most new tokens). decoded: tokens that finished rows got after their first one.
+
+    Raises UsageError, as `add` does, for another number of params, for stop strings without a tokenizer, and for a
+    prompt that is longer than the model's positions.
     """
 
-    def __init__(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams], spec: ModelSpec,
-        tokenizer: Tokenizer | None, eviction: Eviction,
-    ) -> None:  # fmt: skip
-        self._prompts, self._spec, self._tokenizer, self._eviction = prompts, spec, tokenizer, eviction
+    def __init__(self, prompts: Sequence[Prompt], params: Params, model: Model, eviction: Eviction) -> None:
+        self.model, self._eviction = model, eviction
+        self._source: TokenSource | None = None
         self._params: dict[int, SamplingParams] = {}
-        self.sampler = Sampler(params if isinstance(params, SamplingParams) else self._params)
-        # Few sets of stop strings occur as a rule, and a finder of each is enough.
-        self._stops = lru_cache(STOPS_KEPT)(partial(StopStrings, tokenizer))
-        self._ends = lru_cache(STOPS_KEPT)(self._row_end)
-        self._register(prompts, params)
+        self._sampler = Sampler(params if isinstance(params, SamplingParams) else self._params)
+        self._criteria = lru_cache(STOPS_KEPT)(self._new_criteria)
+        self.sizes: Counter[tuple[int, int]] = Counter()
+        self.decoded = 0
+        if isinstance(params, SamplingParams):
+            each: Sequence[SamplingParams] = [params] * len(prompts)
+        elif isinstance(params, Sequence):
+            each = params
+        else:
+            self._source, each = params, [SamplingParams()] * len(prompts)
+        self.rows = self.add(prompts, each)
 
     def add(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Row]:
-        """More rows, where each has its own params."""
-        self._register(prompts, params)
-        return self._rows(prompts, None)
-
-    def forget(self, rows: Sequence[Row]) -> None:
-        """They are handed out; their rules are not asked for again."""
-        for row in rows:
-            del self._params[row.prompt.index]
-
-    def _register(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]) -> None:
-        if not isinstance(params, SamplingParams) and len(params) != len(prompts):
+        """Rows for more prompts, each with its own params."""
+        if len(params) != len(prompts):
             raise UsageError(f"params: {len(params)} for {len(prompts)} prompts")
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
-        self._params |= {p.index: one for p, one in zip(prompts, each, strict=True)}
-        for p in each:
-            self._stops(p.stop)
+        for one in params:
+            self._criteria(one.stop, one.ignore_eos)
+        self._params |= {p.index: one for p, one in zip(prompts, params, strict=True)}
+        rows = [self._row(prompt) for prompt in prompts]
+        self.sizes.update((len(r.prompt.token_ids), r.max_new) for r in rows)
+        return rows
 
-    def _row_end(self, stop: tuple[str, ...], ignore_eos: bool) -> StopCriteria:
-        return StopCriteria(SamplingParams(ignore_eos=ignore_eos), self._spec.eos_token_ids, self._stops(stop))
-
-    def rows(self, token_source: TokenSource | None = None) -> list[Row]:
-        """The rows, with nothing generated. token_source: as of `LLM.run`. UsageError for a prompt that is too long."""
-        return self._rows(self._prompts, token_source)
-
-    def _rows(self, prompts: Sequence[Prompt], token_source: TokenSource | None) -> list[Row]:
-        found = []
-        for prompt in prompts:
-            params = self._params[prompt.index]
-            most = self.most_new_tokens(prompt) if token_source is None else token_source.most_new(prompt.index)
-            max_tokens_per_sweep = 1 if token_source is None else token_source.max_tokens_per_sweep
-            found.append(
-                Row(
-                    prompt,
-                    most,
-                    asked=params.max_tokens,
-                    top_logprobs=params.logprobs,
-                    max_tokens_per_sweep=max_tokens_per_sweep,
-                )
+    def _row(self, prompt: Prompt) -> Row:
+        params, source = self._params[prompt.index], self._source
+        if source is not None:
+            most = source.most_new(prompt.index)
+            return Row(prompt, most, asked=params.max_tokens, max_tokens_per_sweep=source.max_tokens_per_sweep)
+        spec, length = self.model.spec, len(prompt.token_ids)
+        if length > spec.max_positions:
+            raise UsageError(
+                f"prompts[{prompt.index}]: {length} tokens, but {spec.name} has {spec.max_positions} positions; "
+                "shorten it"
             )
+        most = most_new_tokens(self._eviction, spec, length, params.max_tokens)
+        return Row(prompt, most, asked=params.max_tokens, top_logprobs=params.logprobs)
+
+    def _new_criteria(self, stop: tuple[str, ...], ignore_eos: bool) -> StopCriteria:
+        params = SamplingParams(ignore_eos=ignore_eos)
+        return StopCriteria(params, self.model.spec.eos_token_ids, StopStrings(self.model.tokenizer, stop))
+
+    def decoding(self, callbacks: Callbacks) -> Decoding:
+        """How the rows get their tokens."""
+        if self._source is not None:
+            return Decoding(self._source, self._source.end, callbacks, self._source.known_tokens)
+        return Decoding(self._sampler, lambda row: self._criteria_of(row)(row), callbacks)
+
+    def _criteria_of(self, row: Row) -> StopCriteria:
+        params = self._params[row.prompt.index]
+        return self._criteria(params.stop, params.ignore_eos)
+
+    def may_end_apart(self) -> bool:
+        """Do the rows ask for different numbers of tokens, or may some stop before they have them all?"""
+        params = (self._params[row.prompt.index] for row in self.rows)
+        can_stop = any(p.stop or (self.model.spec.eos_token_ids and not p.ignore_eos) for p in params)
+        return can_stop or len({row.max_new for row in self.rows}) > 1
+
+    def finish(self, rows: Sequence[Row]) -> list[Completion]:
+        """Count finished rows, forget their parameters, and return their completions."""
+        found = [self._completion(row) for row in rows]
+        for row in rows:
+            self.decoded += max(0, len(row.token_ids) - 1)
+            del self._params[row.prompt.index]
         return found
 
-    def most_new_tokens(self, prompt: Prompt) -> int:
-        """As many as were asked for, and as there are positions for."""
-        length, positions = len(prompt.token_ids), self._spec.max_positions
-        if length > positions:
-            raise UsageError(
-                f"prompts[{prompt.index}]: {length} tokens, but {self._spec.name} has {positions} positions; shorten it"
-            )
-        return most_new_tokens(self._eviction, self._spec, length, self._params[prompt.index].max_tokens)
-
-    def may_end_apart(self, rows: Sequence[Row]) -> bool:
-        """Do the rows ask for different numbers of tokens, or may some stop before they have them all?"""
-        params = (self._params[row.prompt.index] for row in rows)
-        can_stop = any(p.stop or (self._spec.eos_token_ids and not p.ignore_eos) for p in params)
-        return can_stop or len({row.max_new for row in rows}) > 1
-
-    def end(self, row: Row) -> str | None:
-        """Why the row is done with its newest token; None when it is not."""
-        params = self._params[row.prompt.index]
-        return self._ends(params.stop, params.ignore_eos)(row)
-
-    def completion(self, row: Row) -> Completion:
-        """The row as it is handed out."""
+    def _completion(self, row: Row) -> Completion:
         assert row.finish_reason is not None
         text = None
-        if self._tokenizer is not None:
-            stops = self._stops(self._params[row.prompt.index].stop)
-            text = stops.cut(decode_text(self._tokenizer, row.token_ids))
+        if self.model.tokenizer is not None:
+            text = self._criteria_of(row).stop.cut(decode_text(self.model.tokenizer, row.token_ids))
         logprobs = None if row.top_logprobs is None else list(row.logprobs)
         return Completion(row.prompt.index, row.prompt.text, text, list(row.token_ids), row.finish_reason, logprobs)
 
+    def schedule(
+        self, blocks: list[list[list[Row]]], refill: bool, more: More | None = None, common: int = 0
+    ) -> Scheduler:
+        """Schedule the rows, given as blocks. refill, more: as of `LLM.run`; common: as of `Scheduler`.
 
-MoreRows = Callable[[], Sequence[Row]]
+        Rows that all end together gain nothing by waiting and stay in their blocks.
+        """
+        if not refill or (more is None and (len(blocks) == 1 or not self.may_end_apart())):
+            return Scheduler(blocks, None, common)
+
+        def further() -> list[Row]:
+            found = more() if more is not None else None
+            rows = self.add(*found) if found is not None else []
+            return [row for block in make_blocks(rows, 1, 1) for batch in block for row in batch]
+
+        return Scheduler(blocks, further, common)
 
 
-def nobody() -> Sequence[Row]:
-    """No further rows."""
-    return ()
+class Scheduler:
+    """When rows run: in blocks one after another, or, with `more`, in one block that all others join in their order.
 
-
-class Queue:
-    """Rows in the order in which they enter. more: gives further rows when all have entered; none: that was all.
-
-    common: tokens of each prompt that are not fed again. `entered` counts the rows that have entered.
+    more: further rows when all have joined; none: that was all. common: tokens that all rows begin with and that are
+    not fed again. stats: of the blocks that have run. joined: rows that have joined the running block.
     """
 
-    def __init__(self, rows: Sequence[Row], more: MoreRows = nobody, common: int = 0) -> None:
-        self._rows, self._more, self._common = deque(rows), more, common
-        self.entered = 0
+    def __init__(
+        self, blocks: list[list[list[Row]]], more: Callable[[], Sequence[Row]] | None = None, common: int = 0
+    ) -> None:  # fmt: skip
+        self.is_continuous, self.common = more is not None, common
+        self.blocks = blocks[:1] if self.is_continuous else blocks
+        self._queue = deque(row for block in blocks[len(self.blocks) :] for batch in block for row in batch)
+        self._more = more
+        self.stats: list[BlockStats] = []
+        self.joined = 0
+
+    def most_sweeps(self, loads: int) -> int | None:
+        """How often the weights are loaded, `loads` micro-batches sharing them; None where rows join: nobody knows."""
+        if self.is_continuous:
+            return None
+        return sum(max(r.max_new for batch in block for r in batch) * -(-len(block) // loads) for block in self.blocks)
 
     def take(self, places: int, tokens: int) -> list[Row]:
-        """Those that enter now: at most `places` rows, whose prompts feed `tokens` tokens at most in all.
+        """The rows that join now: at most `places`, with at most `tokens` prompt tokens in all.
 
-        A prompt that is too long for what is left of these waits, and shorter ones behind it may pass; it is the first
-        to be asked next time.
+        A prompt that is too long for what is left waits, and shorter ones behind it may pass; it is asked first the
+        next time.
         """
         taken: list[Row] = []
         waiting: list[Row] = []
-        while len(taken) < places and tokens > 0 and (self._rows or (not waiting and self._read_on())):
-            row = self._rows.popleft()
-            length = len(row.prompt.token_ids) - self._common
+        while len(taken) < places and tokens > 0 and (self._queue or (not waiting and self._read_on())):
+            row = self._queue.popleft()
+            length = len(row.prompt.token_ids) - self.common
             if length <= tokens:
                 taken.append(row)
                 tokens -= length
             else:
                 waiting.append(row)
-        self._rows.extendleft(reversed(waiting))
-        self.entered += len(taken)
+        self._queue.extendleft(reversed(waiting))
+        self.joined += len(taken)
         return taken
 
     def _read_on(self) -> bool:
-        self._rows.extend(self._more())
-        return bool(self._rows)
-
-
-More = Callable[[], tuple[Sequence[Prompt], Sequence[SamplingParams]] | None]
-
-
-@dataclass(frozen=True)
-class RunRows:
-    """`rows` in `blocks`, or in one block and a `queue` of those that enter it. stats: counts them all.
-
-    common: tokens that all begin with, whose KV is held in one copy.
-    """
-
-    rows: list[Row]
-    blocks: list[list[list[Row]]]
-    queue: Queue | None
-    stats: RunStats
-    common: int = 0
-
-    def most_sweeps(self, loads: int) -> int | None:
-        """How often the weights come, `loads` micro-batches sharing them; None where rows enter: any number."""
-        if self.queue is not None:
-            return None
-        return sum(max(r.max_new for batch in block for r in batch) * -(-len(block) // loads) for block in self.blocks)
-
-
-def run_blocks(
-    executor: Executor, work: RunRows, order: Callable[[int], Iterator[Step]] | None, on_tokens: Callable[[int], None]
-) -> None:
-    """Run them one after another. order: of a block's steps by its number of micro-batches, instead of all of them."""
-    for block in work.blocks:
-        facts = BlockLists() if work.queue is None else BlockStats()
-        with torch.inference_mode():
-            executor.run_block(block, facts, order(len(block)) if order else None, on_tokens, work.queue)
-        work.stats.blocks.append(facts)
-        if order:  # it may have ended within a sweep: the next block's weights begin anew
-            executor.restart()
-    executor.finish()
-
-
-def run_rows(
-    rules: RequestTable,
-    rows: list[Row],
-    blocks: list[list[list[Row]]],
-    refill: bool,
-    more: More | None,
-    common: int = 0,
-) -> RunRows:
-    """refill, more: as of `LLM.run`. Rows that all end together gain nothing by waiting, and stay in their blocks.
-
-    common: as of `RunRows`; rows of `more` begin with the same.
-    """
-    stats = RunStats()
-    stats.begin(rows)
-    if not refill or (more is None and (len(blocks) == 1 or not rules.may_end_apart(rows))):
-        return RunRows(rows, blocks, None, stats, common)
-
-    def feed() -> list[Row]:
-        found = more() if more is not None else None
-        further = in_order(rules.add(*found)) if found is not None else []
-        stats.begin(further)
-        return further
-
-    waiting = [row for block in blocks[1:] for batch in block for row in batch]
-    return RunRows(rows, blocks[:1], Queue(waiting, feed, common), stats, common)
+        if self._more is not None:
+            self._queue.extend(self._more())
+        return bool(self._queue)

@@ -1,6 +1,6 @@
-"""Everything a run holds: tiers with their buffers, lanes, weights, cache and hidden stores. Opened once, closed once.
+"""Everything that a run holds: buffers by tier, transfer lanes, stores of weights, KV cache and hidden states.
 
-Every byte is taken here, from the memory plan, before the first sweep. Computes nothing.
+Every byte is allocated here, as the memory plan lists it, before the first sweep.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import torch
 
 from flexgen_h2o.checkpoint.safetensors import Checkpoint
 from flexgen_h2o.core import interrupts
-from flexgen_h2o.core.config import TIERS, ModelSpec, Policy
+from flexgen_h2o.core.config import TIERS, Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.packing import weight_form
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import READ_THREADS, WRITE_THREADS
+from flexgen_h2o.engine.distributed import Part, Wire
 from flexgen_h2o.engine.hidden import HiddenStore
 from flexgen_h2o.engine.memory_plan import MemoryPlan, attends_on_host, tier_shares
 from flexgen_h2o.engine.weights import WeightStore
-from flexgen_h2o.engine.wire import Peers, Wire
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.kvcache.slots import CommonPrefix
 from flexgen_h2o.kvcache.store import CacheStore
@@ -41,17 +41,19 @@ COPIED_HOMES = ("weights", "cache", "hidden")  # host buffers whose bytes are co
 
 
 class Engine:
-    """Resources of a run. A context manager: leaving it ends the worker threads and removes the scratch folder. So does
-    the end of the process, and of the last reference: nothing that a thread or the clean-up holds leads to the engine.
+    """Resources of a run. A context manager: leaving it ends the worker threads and removes the scratch folder.
+
+    So does the end of the process, and of the last reference: threads and clean-up hold no reference to the engine.
     """
 
     _first_process: ClassVar[int | None] = None  # in which an engine was opened
 
     def __init__(
-        self, spec: ModelSpec, checkpoint: Checkpoint, policy: Policy, plan: MemoryPlan, dtype: torch.dtype, site: Site,
-        timeline: Timeline, peers: Peers | None = None,
+        self, part: Part, checkpoint: Checkpoint, policy: Policy, plan: MemoryPlan, dtype: torch.dtype, site: Site,
+        timeline: Timeline,
     ) -> None:  # fmt: skip
         self.check_not_forked()
+        spec = part.spec
         device = site.device
         plan.check(site.budgets)
         checkpoint.check_unchanged()
@@ -78,8 +80,8 @@ class Engine:
             checkpoint.check_unchanged()
             self.cache, self.hidden = self._open_cache(), self._open_hidden()
             self.wire: Wire | None = None  # to the other ranks, where this is a stage of a pipeline
-            if peers is not None:
-                self.wire = Wire(peers, device, self._buffers["wire", device.tier])
+            if part.pipeline is not None:
+                self.wire = Wire(part.pipeline, device, self._buffers["wire", device.tier])
                 stack.callback(self.wire.close)
             self._stack = stack.pop_all()
         self._dropped = weakref.finalize(self, _close_dropped, self._stack, os.getpid())
@@ -95,8 +97,8 @@ class Engine:
 
     @staticmethod
     def check_not_forked() -> None:
-        """UsageError in a child of os.fork() whose parent has opened an engine: what computes has threads, of engines
-        and of OpenMP, which do not come along, and the child would wait for them without end."""
+        """UsageError in a child of os.fork() whose parent has opened an engine: its threads, and those of OpenMP, are
+        not in the child, which would wait for them for ever."""
         if Engine._first_process not in (None, os.getpid()):
             raise UsageError(
                 "this process was forked from one whose LLM has run, and cannot run one: start it with "
@@ -105,7 +107,7 @@ class Engine:
 
     @property
     def io_bytes_by_kind(self) -> dict[str, dict[str, int]]:
-        """Bytes moved since the engine was opened, by what they are of and by lane."""
+        """Bytes moved since the engine was opened, by kind and lane."""
         found = {kind: dict.fromkeys(LANE_THREADS, 0) for kind in KINDS.values()}
         for (lane, name), nbytes in list(self.lanes.bytes_by_name.items()):
             found[KINDS[name.rpartition("_")[2]]][lane] += nbytes
@@ -113,12 +115,12 @@ class Engine:
 
     @property
     def peak_bytes(self) -> dict[str, int]:
-        """Most bytes that each tier held; disk is the offload dir, without the checkpoint itself."""
+        """Most bytes that each tier held; disk is the offload dir, without the checkpoint."""
         return {tier: self.ledger.peak[tier] for tier in TIERS}
 
     @property
     def peak_bytes_by_kind(self) -> dict[str, dict[str, int]]:
-        """The same by what they are for: KINDS, and the plan's other buffers by name. All are taken at once."""
+        """The same by kind: KINDS, and the plan's other buffers by name."""
         found = {kind: dict.fromkeys(TIERS, 0) for kind in KINDS.values()}
         for b in self.plan.buffers:
             held = found.setdefault(KINDS.get(b.name, b.name), dict.fromkeys(TIERS, 0))
@@ -189,10 +191,10 @@ class Engine:
 
 
 def _close_dropped(stack: contextlib.ExitStack, owner: int) -> None:
-    """Close what an engine held that nobody refers to any more.
+    """Close what an engine without references held.
 
-    It may be garbage collection that calls, within any line of any thread: one of the engine's own, or one that holds a
-    lock that these need to end. So another thread closes, and is not waited for without end.
+    Garbage collection may call this in any line of any thread: one of the engine's own, or one with a lock that these
+    need to end. So another thread closes, and the wait for it is bounded.
     """
     with interrupts.held():
         closing = threading.Thread(target=stack.close, name="closing")

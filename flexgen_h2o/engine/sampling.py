@@ -1,7 +1,4 @@
-"""How the next token is chosen and when a row is done: parameters, token choice, stop strings.
-
-Knows nothing of models, blocks or tiers: it is handed logits and token ids.
-"""
+"""Sampling parameters, the sampler and stop strings. Sees logits and token ids only."""
 
 from __future__ import annotations
 
@@ -34,11 +31,25 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> Any: ...
 
 
+def check_params(params: object) -> SamplingParams | Sequence[SamplingParams]:
+    """One SamplingParams, or a list with one for each prompt; None: the defaults. UsageError names the entry."""
+    if params is None:
+        return SamplingParams()
+    if isinstance(params, SamplingParams):
+        return params
+    if not isinstance(params, Sequence) or isinstance(params, str | bytes):
+        raise UsageError(f"params: {params!r:.60} is neither a SamplingParams nor a list with one for each prompt")
+    for i, one in enumerate(params):
+        if not isinstance(one, SamplingParams):
+            raise UsageError(f"params[{i}]: {one!r:.60} is not a SamplingParams")
+    return params
+
+
 class Sampler:
     """Chooses the next token of each row.
 
-    params: of all rows, and what a row draws depends on (seed, row, step) alone; or each row's own, by its index, and
-    what it draws depends on (its seed, step) alone: rows that ask for the same get the same.
+    params: of all rows; then a draw depends on (seed, row, step) alone. Or each row's own, by its index; then a draw
+    depends on (its seed, step) alone, and rows that ask for the same get the same.
     """
 
     def __init__(self, params: SamplingParams | Mapping[int, SamplingParams]) -> None:
@@ -76,7 +87,7 @@ class Sampler:
         return _uniform(self._of(row).seed, row if isinstance(self._params, SamplingParams) else 0, step)
 
     def _drawing(self, rows: Sequence[int]) -> dict[SamplingParams, list[int]]:
-        """Places of the rows that are not greedy, those together whose probabilities are cut alike."""
+        """Places of the rows that are not greedy, grouped by temperature, top-k and top-p."""
         alike: dict[tuple[float, int, float], list[int]] = {}
         for place, row in enumerate(rows):
             if not (p := self._of(row)).greedy:
@@ -127,10 +138,10 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int], top: Sequence[int]) ->
 
 
 def kept_probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Probabilities after temperature, then top-k, then top-p: fp32 [b, V], zero for what is cut away.
+    """Probabilities after temperature, then top-k, then top-p: fp32 [b, V], zero for what is cut. Rows sum to 1.
 
-    logits: [b, V] with a finite maximum in each row; temperature must be above 0. Top-p is taken of what top-k
-    left; of equal logits the lower index is kept first, so that neither batch nor device decides. Rows sum to 1.
+    logits: [b, V] with a finite maximum in each row; temperature must be above 0. Of equal logits the lower index is
+    kept first, so that neither batch nor device decides.
     """
     scores = logits.float()
     scores = (scores - scores.amax(dim=-1, keepdim=True)) / params.temperature
@@ -153,7 +164,7 @@ def kept_probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
 
 
 class StopStrings:
-    """Finds stop strings in rows as they grow, looking at the newest tokens only, and cuts texts at them."""
+    """Finds stop strings in the newest tokens of rows, and cuts texts at them."""
 
     def __init__(self, tokenizer: Tokenizer | None, stop: tuple[str, ...]) -> None:
         """`tokenizer` may be None only without stop strings: else UsageError."""
@@ -166,9 +177,9 @@ class StopStrings:
         self._size = len(tokenizer) if tokenizer is not None and stop else 0
 
     def found(self, token_ids: Sequence[int]) -> bool:
-        """Whether the newest token completed a stop string; to be asked after each new token of a row.
+        """Whether the newest token completed a stop string; to be called after each new token of a row.
 
-        token_ids: all that the row has generated, without its prompt. Costs the decoding of a short tail.
+        token_ids: all that the row has generated. Decodes a short tail only.
         """
         if not self._stop or self._tokenizer is None:
             return False

@@ -1,25 +1,37 @@
-"""What is to be run, as the planner sees it: rows, lengths, and the KV columns that an eviction policy keeps."""
+"""What is to be run, for the planner: rows, lengths, and the KV columns that an eviction policy keeps.
+
+Imports no torch: the planner plans with it before anything heavy is loaded.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from flexgen_h2o.core.config import Policy
+from flexgen_h2o.core.config import Policy, check_bits_used, read_policy
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.files import usable_path
 from flexgen_h2o.engine.memory_plan import BlockShape
-from flexgen_h2o.kvcache.prefixes import PromptGroup
+from flexgen_h2o.kvcache.prefixes import PromptGroup, Sharing, common_prefix
+
+if TYPE_CHECKING:
+    from flexgen_h2o.engine.generation import Row
+    from flexgen_h2o.kvcache.eviction import Eviction
 
 
 @dataclass(frozen=True)
 class WorkloadShape:
-    """A pile of prompts. rows: of them in all; prompt_len, gen_len: tokens of the longest prompt, most new tokens.
+    """A pile of prompts. prompt_len, gen_len: tokens of the longest prompt, and the most new tokens.
 
-    slots: KV slots of the neediest row in each transformer block. kept: columns that are left there of its prompt
-    after prefill. record: what is kept of each slot (kvcache/layout.UnitLayout); () for the full cache. scored: the
-    column sums of whole prompts are worked out in prefill. by_length: what is kept is a share of each row's own prompt,
-    not a number of columns. prefix: tokens that all prompts begin with and that are fed once a micro-batch. common: the
-    same, fed once a block and held in one copy in front of all slots; there is one of the two at most.
+    slots: the most KV slots of a row in each transformer block. kept: columns of its prompt that are left there after
+    prefill. record: what is stored of each slot (kvcache/layout.UnitLayout); () for the full cache. scored: prefill
+    sums the columns of whole prompts. by_length: rows keep a share of their own prompt, not a number of columns.
+    prefix: tokens that all prompts begin with, fed once a micro-batch. common: the same, fed once a block and held in
+    one copy in front of all slots. At most one of the two is above 0.
     """
 
     rows: int
@@ -35,12 +47,12 @@ class WorkloadShape:
 
     @classmethod
     def full(cls, rows: int, prompt_len: int, gen_len: int, num_blocks: int) -> WorkloadShape:
-        """The need of the full cache."""
+        """Of the full cache."""
         slots = (prompt_len + gen_len - 1,) * num_blocks
         return cls(rows, prompt_len, gen_len, slots, (prompt_len,) * num_blocks)
 
     def union(self, other: WorkloadShape) -> WorkloadShape:
-        """What serves both, of rows of one eviction policy and model."""
+        """The smallest shape that covers both, of one eviction policy and model."""
         return replace(
             self,
             rows=max(self.rows, other.rows),
@@ -54,12 +66,12 @@ class WorkloadShape:
         )
 
     def in_one_copy(self, common: int) -> WorkloadShape:
-        """The same of the full cache, where `common` tokens that all prompts begin with are held in one copy."""
+        """The same, with the full cache's columns of `common` first tokens in one copy."""
         slots, kept = (tuple(n - common for n in columns) for columns in (self.slots, self.kept))
         return replace(self, slots=slots, kept=kept, prefix=0, common=common)
 
     def columns(self, block: int, sweep: int, prompt_len: float) -> int:
-        """Columns in the slots of a row with a prompt of `prompt_len` tokens, once the sweep has added its own."""
+        """Columns of a row with a prompt of `prompt_len` tokens after a sweep."""
         if self.by_length:
             kept = max(1, round(self.kept[block] * prompt_len / self.prompt_len))
             return kept + min(sweep, self.slots[block] - self.kept[block])
@@ -77,9 +89,9 @@ class WorkloadShape:
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch. tokens: of its prompts; longest: tokens of the longest; pairs: prefixes.PromptGroup's.
+    """A micro-batch. tokens: of its prompts; longest: of the longest prompt; pairs: as of prefixes.PromptGroup.
 
-    saved: tokens that are not fed, because another row of the micro-batch feeds them.
+    saved: tokens that another row of the micro-batch feeds.
     """
 
     rows: int
@@ -131,6 +143,16 @@ def base_of(asked: Policy | AutoPolicy) -> Policy:
     return asked.base if isinstance(asked, AutoPolicy) else asked
 
 
+def read_policy_argument(policy: Policy | AutoPolicy | str | Path) -> Policy | AutoPolicy:
+    """A policy, "auto" or a policy file. UsageError for a bad file and for bits of what is not compressed."""
+    if isinstance(policy, AutoPolicy | Policy):
+        check_bits_used(base_of(policy))
+        return policy
+    if not isinstance(policy, str | os.PathLike):
+        raise UsageError(f'policy: {policy!r:.60} is not a Policy, "auto" or a policy file')
+    return AutoPolicy() if policy == "auto" else read_policy(usable_path(policy, "--policy")).policy
+
+
 def even_blocks(policy: Policy, need: WorkloadShape) -> list[tuple[Block, int]]:
     """The blocks of a pile of equal prompts, as (block, how many like it): full ones, and a last one of the rest."""
     full, rest = divmod(need.rows, policy.block_size)
@@ -155,3 +177,55 @@ def fitted(policy: Policy, need: WorkloadShape) -> Policy:
     """The policy with batch sizes no larger than the pile."""
     shape = shape_of(policy, need)
     return replace(policy, gpu_batch_size=shape.rows, num_gpu_batches=shape.micro_batches)
+
+
+def need_of(eviction: Eviction, rows: int, sizes: set[tuple[int, int]], num_blocks: int) -> WorkloadShape:
+    """The shape of `rows` rows. sizes: the (prompt tokens, most new tokens) that occur among them."""
+    blocks = range(num_blocks)
+    lengths = {prompt for prompt, _ in sizes}
+    prompt_len = max(lengths)
+    return WorkloadShape(
+        rows=rows,
+        prompt_len=prompt_len,
+        gen_len=max(new for _, new in sizes),
+        slots=tuple(max(eviction.slots(*size, block, num_blocks) for size in sizes) for block in blocks),
+        kept=tuple(min(prompt_len, eviction.budget(prompt_len, block, num_blocks).columns) for block in blocks),
+        record=eviction.needs.record,
+        scored=eviction.needs.query_rows is None,
+        by_length=eviction.budget(min(lengths), 0, 1) != eviction.budget(prompt_len, 0, 1),
+    )
+
+
+def need_of_rows(
+    eviction: Eviction, rows: Sequence[Row], num_blocks: int, sharing: Sharing | None = None
+) -> WorkloadShape:
+    """The shape of the rows of a run. sharing: when rows share a prefix; None: never.
+
+    Its prefix is one that any two rows share, so that no micro-batch of as many rows feeds more than is planned for
+    equal prompts.
+    """
+    need = need_of(eviction, len(rows), {(len(r.prompt.token_ids), r.max_new) for r in rows}, num_blocks)
+    prefix = common_prefix([row.prompt.token_ids for row in rows]) if sharing else 0
+    if sharing is None or not sharing.pays(prefix, 2, 2 * need.prompt_len):
+        return need
+    return replace(need, prefix=prefix)
+
+
+def shape_of_blocks(
+    blocks: Sequence[Sequence[Sequence[PromptGroup]]], need: WorkloadShape, max_tokens_per_sweep: int
+) -> BlockShape:
+    """The shape that covers all these blocks of micro-batches. need: of the rows.
+
+    max_tokens_per_sweep: the most tokens of a row in one decode sweep.
+    """
+    batches = [batch for block in blocks for batch in block]
+    rows = max(sum(group.rows for group in batch) for batch in batches)
+    return BlockShape(
+        rows=rows,
+        micro_batches=max(map(len, blocks)),
+        tokens=max(rows * max_tokens_per_sweep, *(sum(group.tokens for group in batch) for batch in batches)),
+        slots=need.slots,
+        record=need.record,
+        sharing=max((max(g.lengths) for batch in batches for g in batch if g.before and g.rows), default=0),
+        common=need.common,
+    )

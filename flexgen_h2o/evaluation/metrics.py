@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from flexgen_h2o.core.config import DTYPE_BYTES
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.settings import ORIGINAL, ROLLING
-from flexgen_h2o.engine.metrics import column_bytes
+from flexgen_h2o.engine.report import column_bytes
 from flexgen_h2o.kvcache.eviction import EVICTING, Eviction, Full, make_eviction
 from flexgen_h2o.kvcache.eviction.policy import POSITIONS, SCORES, Columns, Needs, is_rolling
 from flexgen_h2o.llm import LLM

@@ -19,8 +19,7 @@ import torch
 
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import GIVEN_CHUNK, format_bytes, format_seconds
-from flexgen_h2o.engine.generation import Chooser, Row, StopCriteria
-from flexgen_h2o.engine.metrics import Silent
+from flexgen_h2o.engine.generation import Callbacks, Row, Silent, StopCriteria
 from flexgen_h2o.engine.prompts import Prompt, lines_of, make_prompt, object_of_json, prompt_of_json
 from flexgen_h2o.engine.report import RunReport
 from flexgen_h2o.engine.sampling import Sampler, SamplingParams, StopStrings, Tokenizer, decode_text
@@ -144,7 +143,7 @@ class Audience(Protocol):
 
 
 class Conversation:
-    """A token source (engine.requests.TokenSource) of one row through all turns.
+    """A token source (engine.generation.TokenSource) of one row through all turns.
 
     Each is answered with at most `max_tokens` tokens.
 
@@ -156,7 +155,7 @@ class Conversation:
     """
 
     def __init__(
-        self, turns: Sequence[Sequence[int]], max_tokens: int, sampler: Chooser, ends: StopCriteria, audience: Audience,
+        self, turns: Sequence[Sequence[int]], max_tokens: int, sampler: Sampler, ends: StopCriteria, audience: Audience,
         room: int | None = None, max_tokens_per_sweep: int = GIVEN_CHUNK,
     ) -> None:  # fmt: skip
         self._turns, self._max_tokens, self._chooser, self._ends = turns, max_tokens, sampler, ends
@@ -317,9 +316,9 @@ def converse(
     ends = StopCriteria(params, spec.eos_token_ids, StopStrings(llm.model.tokenizer, params.stop))
     shown = Shown(llm, turns, len(ids[0]), show)
     talk = Conversation(ids, params.max_tokens, Sampler(params), ends, shown, room)
-    llm.prepare([talk.prompt], [params], talk)
+    llm.prepare([talk.prompt], talk)
     shown.begin()
-    report = llm.run([talk.prompt], params, lambda done: None, token_source=talk, listener=Silent())
+    report = llm.run([talk.prompt], talk, lambda done: None, Callbacks(listener=Silent()))
     found = shown.exchanges
     if found[-1].reason is None:
         shown.end()

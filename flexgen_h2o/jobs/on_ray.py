@@ -31,7 +31,7 @@ from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import DoesNotFitError, FlexgenError, UsageError
 from flexgen_h2o.core.units import format_bytes, less_margin
-from flexgen_h2o.engine.metrics import Silent
+from flexgen_h2o.engine.generation import Silent
 from flexgen_h2o.flags import open_llm, sampling_of
 from flexgen_h2o.jobs.input import Cut, Line, cut_input, read_cut
 from flexgen_h2o.jobs.requests import RequestReader

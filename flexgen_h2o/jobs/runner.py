@@ -15,7 +15,7 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from flexgen_h2o.core.errors import DoesNotFitError, UsageError
-from flexgen_h2o.engine.metrics import Listener, Progress, Silent
+from flexgen_h2o.engine.generation import Callbacks, Listener, Progress, Silent
 from flexgen_h2o.engine.prompts import Completion, Prompt
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.jobs.input import Digests, Line, id_digest, which_are_in
@@ -243,7 +243,7 @@ class Job:
         self._has_run = True
         prompts, params = _prompts_and_params(requests)
         report = self._llm.run(
-            prompts, params, self._finish, listener=self._sink, refill=self._refill, more=more
+            prompts, params, self._finish, Callbacks(listener=self._sink), refill=self._refill, more=more
         )  # fmt: skip
         self._sink.add_prompt_tokens(report.prefill.tokens, report.spared_tokens)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -85,25 +85,6 @@ class PromptGroup:
     def pairs(self) -> int:
         """Twice the pairs of a query and a key that attention works out: the sum of n^2 where nothing is shared."""
         return sum(n * n for n in self.lengths) - (self.rows - 1) * self.before**2 - self.common**2
-
-
-@dataclass
-class FedPrompts:
-    """Sums over groups that have been fed: their `rows`, `tokens` and `pairs`."""
-
-    rows: int = 0
-    tokens: int = 0
-    pairs: int = 0
-
-    def add(self, groups: Iterable[PromptGroup | FedPrompts]) -> None:
-        for group in groups:
-            self.rows += group.rows
-            self.tokens += group.tokens
-            self.pairs += group.pairs
-
-    def __iadd__(self, other: FedPrompts) -> FedPrompts:
-        self.add([other])
-        return self
 
 
 def group_prompts(

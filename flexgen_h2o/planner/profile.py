@@ -29,7 +29,6 @@ MOST_SPEEDUP = 100.0
 MOST_BYTES = 2**63
 # How a note begins where other processes took enough of the cores to be seen in the figures.
 BUSY_NOTE = "measured while other processes took"
-MEASURED_BUSY = "profile measured on a busy machine: measure again with python -m flexgen_h2o.hardware"
 LEAST_SHAPE = 2**-10  # out / in of a matrix
 SHIPPED = policies_folder() / "profiles"
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from flexgen_h2o.core.config import TIERS, Policy
 from flexgen_h2o.core.units import format_bytes, format_seconds
+from flexgen_h2o.engine.report import MEASURED_BUSY
 from flexgen_h2o.planner.lp import SearchSpace
 from flexgen_h2o.planner.predict import PHASES
-from flexgen_h2o.planner.profile import MEASURED_BUSY
 from flexgen_h2o.planner.search import More, Plan
 
 # Names of planner.costs.RESOURCES for people, in the order of the table.

@@ -70,8 +70,7 @@ def converse(
     with LLM(str(folder), policy, eviction, dtype="float32", budget=budget, offload_dir=offload_dir) as llm:
         watch = seen if max_tokens_per_sweep == 1 and llm.eviction.needs.record else None
         llm.run(
-            [talk.prompt], params, lambda rows: done.extend(row.token_ids for row in rows), Callbacks(logits, watch),
-            token_source=talk,
+            [talk.prompt], talk, lambda rows: done.extend(row.token_ids for row in rows), Callbacks(logits, watch),
         )  # fmt: skip
         return Held(heard, done[0], torch.stack(logits.rows[0]), seen, llm.kv_use[0].held, llm.peak_bytes)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from flexgen_h2o import flex_opt
-from flexgen_h2o.engine.metrics import Progress
+from flexgen_h2o.engine.generation import Progress
 from tests.parity.reference import Reference
 
 ROWS, SWEEPS = 40, 3

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.core.config import ModelSpec
 from flexgen_h2o.core.units import PAGE, round_up
-from flexgen_h2o.engine.generation import need_of
-from flexgen_h2o.engine.prompts import make_blocks, prompts_from_python
-from flexgen_h2o.engine.workload import Batch, WorkloadShape
+from flexgen_h2o.engine.generation import Row, make_blocks
+from flexgen_h2o.engine.prompts import prompts_from_python
+from flexgen_h2o.engine.workload import Batch, WorkloadShape, need_of
 from flexgen_h2o.kvcache.eviction import Eviction, Full
 from flexgen_h2o.kvcache.prefixes import SHARINGS, Sharing, group_prompts
 from tests.parity.reference import random_prompts
@@ -80,10 +80,11 @@ class Run:
     @property
     def blocks(self) -> list[list[Batch]]:
         prompts = prompts_from_python(self.prompts, None, SHAPE["vocab_size"])
-        blocks = make_blocks(prompts, self.gbs, self.num_batches, sharing=self.sharing)
+        rows = [Row(prompt, self.new_tokens) for prompt in prompts]
+        blocks = make_blocks(rows, self.gbs, self.num_batches, self.sharing)
         found = [
             [
-                group_prompts([p.token_ids for p in batch], self.sharing, self.common, opens=k == 0)
+                group_prompts([r.prompt.token_ids for r in batch], self.sharing, self.common, opens=k == 0)
                 for k, batch in enumerate(block)
             ]
             for block in blocks

@@ -46,7 +46,7 @@ class Run:
         eviction = Full() if self.eviction == "full" else make_eviction(self.eviction, **self.keeping)
         with LLM(self.folder, policy, eviction, "cpu", "float32", budget, offload_dir) as llm:
             if pipeline is not None:
-                llm.join(dataclasses.replace(pipeline, in_flight=self.in_flight or pipeline.peers.ranks))
+                llm.join(dataclasses.replace(pipeline, in_flight=self.in_flight or pipeline.ranks))
             out = llm.generate(self.prompts, SamplingParams(max_tokens=self.max_tokens, **self.sampling))
             assert llm.report is not None
             return {"tokens": [one.token_ids for one in out], "report": llm.report.to_json()}
@@ -57,7 +57,7 @@ def main(runs: str, answers: str) -> int:
     pipeline = join_pipeline(None)
     with tempfile.TemporaryDirectory() as offload_dir:
         found = [Run(**run).do(pipeline, offload_dir) for run in json.loads(Path(runs).read_text())]
-    if pipeline.peers.is_first:
+    if pipeline.is_first:
         Path(answers).write_text(json.dumps(found))
     return leave(0)
 

@@ -18,7 +18,6 @@ from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.engine.distributed import Pipeline, check_same, join_pipeline, split_blocks
 from flexgen_h2o.engine.generation import Row
 from flexgen_h2o.engine.prompts import Prompt
-from flexgen_h2o.engine.wire import Peers
 from tests.parity.cases import CONFIGURATIONS, PLACEMENTS
 from tests.parity.ranks import Run
 from tests.parity.reference import Ended, Reference, make_reference, random_model, random_prompts
@@ -59,13 +58,30 @@ def run_of(reference: Reference, policy: Policy, **more: Any) -> Run:
 def test_two_ranks_give_the_tokens_of_transformers_with_every_placement(
     three_blocks: Reference, tmp_path: Path
 ) -> None:
+    """And report together, each holding only its layers."""
     names = list(CONFIGURATIONS)
-    runs = []
+    runs = [run_of(three_blocks, Policy(2, 1))]
     for i, percent in enumerate(PLACEMENTS.values()):
         configuration = CONFIGURATIONS[names[i % len(names)]]
         runs.append(run_of(three_blocks, configuration.policy(percent), stand_in=configuration.stand_in))
-    for answer, placement in zip(answers_of(2, runs, tmp_path), PLACEMENTS, strict=True):
+    answers = answers_of(2, runs, tmp_path)
+    for answer, placement in zip(answers, ("all on device", *PLACEMENTS), strict=True):
         assert answer["tokens"] == three_blocks.tokens, placement
+    check_joint_report(answers[0]["report"], three_blocks, [[0, 2], [2, 3]], tmp_path)
+
+
+def check_joint_report(report: dict[str, Any], known: Reference, blocks: list[list[int]], folder: Path) -> None:
+    """Of Policy(2, 1) over as many ranks as `blocks` names. One process runs as many rows at a time for comparison."""
+    alone = run_of(known, Policy(2, len(blocks))).do(None, str(folder / "offload"))["report"]
+    ranks = report["extra"]["ranks"]
+    assert [one["blocks"] for one in ranks] == blocks
+    assert report["total"]["tokens"] == alone["total"]["tokens"] and report["kv"] == alone["kv"]
+    assert report["peak_bytes"]["host"] == sum(one["peak_bytes"]["host"] for one in ranks)
+    # Hidden states once to each neighbour but back to the first rank: of every prompt token, then of every new one.
+    width, rows = 48 * 4, len(LENGTHS)
+    hidden = (sum(LENGTHS) + (NEW_TOKENS - 1) * rows) * width
+    assert all(hidden < one["sent_bytes"] < hidden * 1.5 for one in ranks[:-1])
+    assert ranks[-1]["sent_bytes"] < hidden / 2
 
 
 @pytest.mark.slow
@@ -96,23 +112,11 @@ def test_micro_batches_families_eviction_and_compression_are_those_of_one_proces
     assert len({len(row) for row in ended.tokens}) > 2  # rows do end in the middle
 
 
-def test_three_ranks_hold_only_their_layers_and_report_together(three_blocks: Reference, tmp_path: Path) -> None:
-    run = run_of(three_blocks, Policy(2, 1))
-    (answer,) = answers_of(3, [run], tmp_path)
-    as_many = run_of(three_blocks, Policy(2, 3))  # rows at a time
-    alone = as_many.do(None, str(tmp_path / "offload"))
+@pytest.mark.slow
+def test_three_ranks_report_together(three_blocks: Reference, tmp_path: Path) -> None:
+    (answer,) = answers_of(3, [run_of(three_blocks, Policy(2, 1))], tmp_path)
     assert answer["tokens"] == three_blocks.tokens
-    ranks, report = answer["report"]["extra"]["ranks"], answer["report"]
-    assert [one["blocks"] for one in ranks] == [[0, 1], [1, 2], [2, 3]]
-    assert report["total"]["tokens"] == alone["report"]["total"]["tokens"]
-    assert report["kv"] == alone["report"]["kv"]
-    assert report["extra"]["work"] == alone["report"]["extra"]["work"]
-    assert report["peak_bytes"]["host"] == sum(one["peak_bytes"]["host"] for one in ranks)
-    # Hidden states once to each neighbour but back to the first rank: of every prompt token, then of every new one.
-    width, rows = 48 * 4, len(LENGTHS)
-    hidden = (sum(LENGTHS) + (NEW_TOKENS - 1) * rows) * width
-    assert all(hidden < one["sent_bytes"] < hidden * 1.5 for one in ranks[:2])
-    assert ranks[2]["sent_bytes"] < hidden / 2
+    check_joint_report(answer["report"], three_blocks, [[0, 1], [1, 2], [2, 3]], tmp_path)
 
 
 def test_the_door_prints_and_writes_in_one_rank_only(three_blocks: Reference, tmp_path: Path) -> None:
@@ -175,14 +179,14 @@ def test_ranks_with_other_flags_are_told_which(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("flexgen_h2o.engine.distributed._gather", lambda _, mine: [mine, *said])
     names = ("model", "dtype", "policy", "eviction", "--gen-len or sampling flag", "--share-prefix")
     rows, work = [Row(Prompt(0, (5, 6), None), 4)], ({"layers": 3}, "float32", Policy(), Full(), GREEDY, "auto")
-    check_same(Pipeline(Peers(0, 2), 2), work, rows)
+    check_same(Pipeline(0, 2, 2), work, rows)
     others = ({"layers": 4}, "bfloat16", Policy(2), H2O(0.1), replace(GREEDY, temperature=0.5), "off")
     for i, name in enumerate(names):
         with monkeypatch.context() as patched:
             patched.setattr("flexgen_h2o.engine.distributed._gather", lambda _, mine: said.append(mine) or [mine])
-            check_same(Pipeline(Peers(1, 2), 2), (*work[:i], others[i], *work[i + 1 :]), rows)
+            check_same(Pipeline(1, 2, 2), (*work[:i], others[i], *work[i + 1 :]), rows)
         with pytest.raises(UsageError, match=f"rank 1 has another {name} than rank 0"):
-            check_same(Pipeline(Peers(0, 2), 2), work, rows)
+            check_same(Pipeline(0, 2, 2), work, rows)
         said.clear()
 
 
@@ -195,10 +199,10 @@ def test_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_more_ranks_than_blocks_and_auto(three_blocks: Reference, tmp_path: Path) -> None:
     fixed = LLM(str(three_blocks.folder), Policy(), device="cpu", offload_dir=tmp_path)
     with pytest.raises(UsageError, match=r"has 3 transformer blocks, and torchrun started 4 processes"):
-        fixed.join(Pipeline(Peers(0, 4), 4))
+        fixed.join(Pipeline(0, 4, 4))
     chosen = LLM(str(three_blocks.folder), "auto", device="cpu", offload_dir=tmp_path)
     with pytest.raises(UsageError, match=r"--pipeline: auto plans for one process"):
-        chosen.join(Pipeline(Peers(0, 2), 2))
+        chosen.join(Pipeline(0, 2, 2))
 
 
 def test_blocks_are_shared_evenly_the_first_ranks_take_one_more() -> None:

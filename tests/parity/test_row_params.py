@@ -38,8 +38,10 @@ def alone(reference: Callable[[str], Reference], tmp_path_factory: pytest.TempPa
         return [llm.generate([p], [asked])[0] for p, asked in zip(PROMPTS, ASKED, strict=True)]
 
 
-@pytest.mark.parametrize("placement", ["all on device", "kv on disk", "everything split 30/30"])
-@pytest.mark.parametrize(("gbs", "num_batches"), [(6, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize(
+    ("gbs", "num_batches", "placement"),
+    [(6, 1, "kv on disk"), (2, 2, "all on device"), (2, 2, "everything split 30/30"), (4, 2, "kv on disk")],
+)
 def test_a_row_gets_what_it_gets_alone(
     gbs: int, num_batches: int, placement: str, alone: list[Completion], reference: Callable[[str], Reference],
     tmp_path: Path,

@@ -16,8 +16,10 @@ from flexgen_h2o.core.config import TIERS, ModelSpec, Policy
 from flexgen_h2o.core.errors import DoesNotFitError
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import READ_THREADS, STAGING_BYTES, WRITE_THREADS
+from flexgen_h2o.engine.distributed import Part
 from flexgen_h2o.engine.memory_plan import OVERLAPPED, BlockShape, MemoryPlan, memory_plan
 from flexgen_h2o.engine.resources import Engine
+from flexgen_h2o.kvcache.eviction import Full
 from flexgen_h2o.models import spec_from_config
 from flexgen_h2o.tiers.device import Device, HostDevice, Site, StandInDevice
 from flexgen_h2o.tiers.disk import DirectFile
@@ -33,6 +35,7 @@ PERCENTS = [
     (100, 0, 100, 0, 100, 0), (0, 100, 0, 100, 0, 100), (0, 0, 0, 0, 0, 0), (30, 30, 30, 30, 30, 30),
     (0, 50, 50, 0, 0, 100), (100, 0, 0, 50, 0, 0),
 ]  # fmt: skip
+DEVICES = (HostDevice, StandInDevice)
 TAKEN_BY_USERS = ("temporaries", "staging")
 Open = Callable[..., Engine]
 
@@ -52,7 +55,7 @@ def open_engine(model: tuple[ModelSpec, Checkpoint], tmp_path: Path) -> Open:
     def open_one(policy: Policy, device: Device, budgets: dict[str, int | None] = UNLIMITED) -> Engine:
         plan = memory_plan(spec, policy, SHAPE, 4, device.is_host, OVERLAPPED[0])
         site = Site(device, budgets, tmp_path / "offload")
-        return Engine(spec, checkpoint, policy, plan, torch.float32, site, Timeline())
+        return Engine(Part(spec, Full()), checkpoint, policy, plan, torch.float32, site, Timeline())
 
     return open_one
 
@@ -65,11 +68,12 @@ def names_in(offload: Path) -> list[str]:
     return [p.name for p in offload.iterdir()]
 
 
-@pytest.mark.parametrize("on_host", [False, True])
-@pytest.mark.parametrize("device", [HostDevice, StandInDevice])
-@pytest.mark.parametrize("percent", PERCENTS)
+@pytest.mark.parametrize(
+    ("device", "percent", "on_host"),
+    [(device, percent, (i + j) % 2 == 0) for i, device in enumerate(DEVICES) for j, percent in enumerate(PERCENTS)],
+)
 def test_every_planned_buffer_is_taken_at_its_size(
-    open_engine: Open, percent: tuple[int, ...], device: type[Device], on_host: bool
+    open_engine: Open, device: type[Device], percent: tuple[int, ...], on_host: bool
 ) -> None:
     policy = Policy(percent=percent, cpu_cache_compute=on_host)  # type: ignore[arg-type]
     with open_engine(policy, device()) as engine:

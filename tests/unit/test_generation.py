@@ -1,7 +1,10 @@
-"""Rows of a micro-batch: what they feed, what they get, and when they leave."""
+"""Rows: how they are cut into blocks, what micro-batches feed, when rows leave, who joins, and the progress bar."""
 
 from __future__ import annotations
 
+import io
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,14 +12,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o.engine.generation import Callbacks, Decoding, MicroBatch, Row, StopCriteria
+from flexgen_h2o.engine.generation import Callbacks, Decoding, MicroBatch, Progress, Row, StopCriteria, make_blocks
 from flexgen_h2o.engine.prompts import Prompt
-from flexgen_h2o.engine.requests import ForcedTokens
+from flexgen_h2o.engine.requests import ForcedTokens, Scheduler
 from flexgen_h2o.engine.sampling import Sampler, SamplingParams, StopStrings
 
 
-def row(index: int, length: int, max_new: int = 9) -> Row:
-    return Row(Prompt(index, tuple(range(100 * index, 100 * index + length)), None), max_new)
+def row(index: int, length: int, max_new: int = 9, **more: Any) -> Row:
+    return Row(Prompt(index, tuple(range(100 * index, 100 * index + length)), None), max_new, **more)
+
+
+def indices(rows: Sequence[Row]) -> list[int]:
+    return [r.prompt.index for r in rows]
 
 
 class Letters:
@@ -31,44 +38,51 @@ class Letters:
         return "".join(chr(97 + i) for i in token_ids if i or not skip_special_tokens)
 
 
-# ---- what a sweep is fed
+# ---- blocks
 
 
-def test_the_first_sweep_takes_the_prompts_packed() -> None:
-    fed = MicroBatch([row(0, 3), row(1, 1), row(2, 2)]).sweep_input()
-    assert (fed.phase, fed.decoding, fed.prompt_tokens) == ("prefill", 0, 6)
-    assert fed.ids.tolist() == [0, 1, 2, 100, 200, 201] and fed.ids.dtype == torch.int64
-    assert fed.positions.tolist() == [0, 1, 2, 0, 0, 1]
-    assert (fed.counts, fed.past, fed.last().tolist()) == ((3, 1, 2), (0, 0, 0), [2, 3, 5])
+def test_blocks_are_sorted_by_what_rows_ask_for_then_by_length() -> None:
+    lengths = [3, 9, 9, 1, 5, 9, 2, 7, 4, 6, 8]
+    blocks = make_blocks([row(i, n) for i, n in enumerate(lengths)], gpu_batch_size=2, num_gpu_batches=2)
+    assert [[indices(batch) for batch in block] for block in blocks] == [
+        [[1, 2], [5, 10]],
+        [[7, 9], [4, 8]],
+        [[0, 6], [3]],
+    ]
+    rows = [row(i, n, asked=asked) for i, (n, asked) in enumerate([(3, 64), (9, 2), (4, 64), (8, 2)])]
+    assert [indices(block[0]) for block in make_blocks(rows, 2, 1)] == [[2, 0], [1, 3]]
+    assert make_blocks([], 4, 2) == []
 
 
-def test_later_sweeps_take_each_rows_newest_token_behind_its_columns() -> None:
+# ---- the input of a sweep
+
+
+def test_new_rows_bring_their_prompts_behind_the_newest_tokens_of_the_others() -> None:
     batch = MicroBatch([row(0, 3), row(1, 1)])
     assert batch.prompt_tokens == 4
-    batch.append_tokens([7, 8], lambda r: None)
-    batch.append_tokens([5, 6], lambda r: None)
     fed = batch.sweep_input()
-    assert (fed.phase, fed.decoding, fed.prompt_tokens) == ("decode", 2, 0)
-    assert (fed.ids.tolist(), fed.positions.tolist()) == ([5, 6], [4, 2])
-    assert (fed.counts, fed.past, fed.last().tolist()) == ((1, 1), (4, 2), [0, 1])
-
-
-def test_rows_that_enter_bring_their_prompts_behind_those_that_decode() -> None:
-    batch = MicroBatch([row(0, 3), row(1, 1)])
+    assert (fed.phase, fed.decoding, fed.prompt_tokens) == ("prefill", 0, 4) and fed.ids.dtype == torch.int64
+    assert (fed.ids.tolist(), fed.positions.tolist()) == ([0, 1, 2, 100], [0, 1, 2, 0])
+    assert (fed.counts, fed.past, fed.last().tolist()) == ((3, 1), (0, 0), [2, 3])
     batch.append_tokens([7, 8], lambda r: None)
+    fed = batch.sweep_input()
+    assert (fed.phase, fed.ids.tolist(), fed.positions.tolist()) == ("decode", [7, 8], [3, 1])
+    assert (fed.counts, fed.past, fed.last().tolist()) == ((1, 1), (3, 1), [0, 1])
     batch.admit([row(2, 2), row(3, 3)])
     fed = batch.sweep_input()
     assert (fed.phase, fed.decoding, fed.prompt_tokens) == ("mixed", 2, 5)
     assert fed.ids.tolist() == [7, 8, 200, 201, 300, 301, 302] and fed.positions.tolist() == [3, 1, 0, 1, 0, 1, 2]
     assert (fed.counts, fed.past, fed.last().tolist()) == ((1, 1, 2, 3), (3, 1, 0, 0), [0, 1, 3, 6])
     finished, moves = batch.append_tokens([4, 5, 6, 9], lambda r: "stop" if r.prompt.index == 0 else None)
-    assert [r.prompt.index for r in finished] == [0] and moves == [(3, 0)]
+    assert indices(finished) == [0] and moves == [(3, 0)]
     fed = batch.sweep_input()
     assert (fed.phase, fed.ids.tolist(), fed.past) == ("decode", [9, 5, 6], (3, 2, 2))
+    with pytest.raises(ValueError, match="zip"):
+        batch.append_tokens([1] * 4, lambda r: None)
 
 
-def test_tokens_that_are_known_are_fed_together_step_by_step() -> None:
-    """As many as all rows know, may feed at once, and have room for; never beside rows that enter."""
+def test_known_tokens_are_fed_together_step_by_step() -> None:
+    """As many as all rows know, may feed in a sweep, and have room for; never with new rows."""
     known_tokens = {0: [7, 8, 9], 1: [4, 5]}
     rows = [Row(Prompt(i, (1,) * (i + 2), None), 9, max_tokens_per_sweep=3) for i in range(2)]
     batch = MicroBatch(rows)
@@ -103,53 +117,33 @@ def test_rows_of_any_length_generate_to_their_own_end(shapes: list[tuple[int, in
         for i, count in enumerate(fed.counts):
             cache[i] += count
         assert [r.length for r in batch.rows] == cache[: len(batch.rows)]
-        tokens = [len(r.token_ids) for r in batch.rows]
-        finished, moves = batch.append_tokens(tokens, end)
+        finished, moves = batch.append_tokens([len(r.token_ids) for r in batch.rows], end)
         for source, target in moves:
             cache[target] = cache[source]
         done += finished
-    assert sorted(r.prompt.index for r in done) == list(range(len(rows)))
+    assert sorted(indices(done)) == list(range(len(rows)))
     assert all(r.token_ids == list(range(r.max_new)) and r.finish_reason == "length" for r in done)
-
-
-def test_those_who_stay_close_ranks_and_know_who_they_are() -> None:
-    batch = MicroBatch([row(i, 2) for i in range(5)])
-    finished, moves = batch.append_tokens([1] * 5, lambda r: "stop" if r.prompt.index in (1, 3) else None)
-    assert [r.prompt.index for r in finished] == [1, 3] and [r.prompt.index for r in batch.rows] == [0, 4, 2]
-    assert moves == [(4, 1)] and [r.finish_reason for r in finished] == ["stop", "stop"]
-    with pytest.raises(ValueError, match="zip"):
-        batch.append_tokens([1] * 5, lambda r: None)
 
 
 # ---- when a row ends
 
 
-def ended(new: list[int], max_new: int = 9, eos: tuple[int, ...] = (2,), **params: Any) -> str | None:
-    one = row(0, 1, max_new)
-    one.token_ids += new
-    sampling = SamplingParams(**params)
-    return StopCriteria(sampling, eos, StopStrings(Letters(), sampling.stop))(one)
-
-
 @pytest.mark.parametrize(
-    ("reason", "arguments"),
+    ("reason", "new", "max_new", "params"),
     [
-        (None, {"new": [5, 6]}),
-        ("stop", {"new": [5, 2]}),
-        (None, {"new": [2, 5]}),  # an end token is seen when it comes, not later
-        ("stop", {"new": [5, 9], "eos": (2, 9)}),
-        (None, {"new": [5, 2], "ignore_eos": True}),
-        (None, {"new": [5, 2], "eos": ()}),
-        ("length", {"new": [5, 6], "max_new": 2}),
-        ("length", {"new": [5, 2], "max_new": 2, "ignore_eos": True}),
-        ("stop", {"new": [5, 2], "max_new": 2}),  # the end token is the better reason
-        ("stop", {"new": [1, 3, 4], "stop": ("de",)}),
-        ("stop", {"new": [1, 3, 4], "stop": ("zz", "de"), "max_new": 3, "ignore_eos": True}),
-        (None, {"new": [1, 3], "stop": ("de",)}),
+        (None, [2, 5], 9, {}),  # an end token is seen when it comes, not later
+        ("stop", [5, 9], 9, {}),
+        (None, [5, 2], 9, {"ignore_eos": True}),
+        ("length", [5, 6], 2, {}),
+        ("stop", [5, 2], 2, {}),  # the end token is the better reason
+        ("stop", [1, 3, 4], 3, {"stop": ("zz", "de"), "ignore_eos": True}),
+        (None, [1, 3], 9, {"stop": ("de",)}),
     ],
 )
-def test_reasons(reason: str | None, arguments: dict[str, Any]) -> None:
-    assert ended(**arguments) == reason
+def test_reasons(reason: str | None, new: list[int], max_new: int, params: dict[str, Any]) -> None:
+    sampling = SamplingParams(**params)
+    criteria = StopCriteria(sampling, (2, 9), StopStrings(Letters(), sampling.stop))
+    assert criteria(row(0, 1, max_new, token_ids=new)) == reason
 
 
 # ---- choosing
@@ -164,20 +158,92 @@ def test_forced_tokens_are_taken_whatever_the_logits() -> None:
     assert [forced.end(Row(Prompt(4, (1,), None), 2, ids)) for ids in ([5], [5, 6])] == [None, "length"]
 
 
-def test_choice_and_watch_see_rows_by_their_place_in_the_input() -> None:
+def test_sampler_and_watch_see_rows_by_their_place_in_the_input() -> None:
     seen: list[Any] = []
 
-    class Chooser(Sampler):
+    class Watched(Sampler):
         def sample(self, logits: torch.Tensor, rows: Any, steps: Any) -> list[int]:
             seen.append((list(rows), list(steps)))
             return super().sample(logits, rows, steps)
 
-    end = StopCriteria(SamplingParams(), (), StopStrings(None, ()))
-    batch = MicroBatch([row(7, 2), row(3, 1)])
+    batch, logits = MicroBatch([row(7, 2), row(3, 1)]), torch.eye(4)[:2]
     batch.append_tokens([1, 1], lambda r: None)
-    logits = torch.eye(4)[:2]
-    watched: list[Any] = []
-    decoding = Decoding(Chooser(SamplingParams()), end, Callbacks(lambda rows, t: watched.append((rows, t.clone()))))
-    assert decoding.sample(batch, logits) == [0, 1]
-    assert seen == [([7, 3], [1, 1])] and watched[0][0] == [7, 3] and torch.equal(watched[0][1], logits)
-    assert Decoding(Sampler(SamplingParams()), end).sample(batch, logits) == [0, 1]
+    watch = Callbacks(lambda rows, values: seen.append((rows, values.tolist())))
+    assert Decoding(Watched(SamplingParams()), lambda r: None, watch).sample(batch, logits) == [0, 1]
+    assert seen == [([7, 3], logits.tolist()), ([7, 3], [1, 1])]
+
+
+# ---- continuous batching
+
+
+def scheduler(rows: Sequence[Row], *windows: list[Row]) -> Scheduler:
+    """`rows` wait for places in a block that runs; then the windows, one after another."""
+    further = iter(windows)
+    return Scheduler([[[row(99, 1)]], [list(rows)]], lambda: next(further, []))
+
+
+def test_rows_join_in_their_order_as_far_as_there_is_room() -> None:
+    waiting = scheduler([row(i, 10) for i in range(6)])
+    assert waiting.take(0, 100) == [] == waiting.take(3, 9)
+    assert indices(waiting.take(2, 100)) == [0, 1]
+    assert indices(waiting.take(4, 25)) == [2, 3]
+    assert indices(waiting.take(4, 100)) == [4, 5] and waiting.take(4, 100) == [] and waiting.joined == 6
+
+
+def test_a_long_prompt_waits_and_is_asked_first_the_next_time() -> None:
+    waiting = scheduler([row(0, 50), row(1, 60), row(2, 5), row(3, 5)])
+    assert indices(waiting.take(3, 58)) == [0, 2]
+    assert indices(waiting.take(1, 60)) == [1]
+    assert indices(waiting.take(1, 60)) == [3]
+
+
+def test_more_rows_are_read_when_all_have_joined() -> None:
+    waiting = scheduler([row(0, 4), row(1, 4)], [row(2, 4), row(3, 40)], [row(4, 4)])
+    assert indices(waiting.take(1, 99)) == [0]
+    assert indices(waiting.take(3, 30)) == [1, 2], "of the window that is read a row must wait"
+    assert indices(waiting.take(9, 60)) == [3, 4]
+    assert waiting.take(9, 60) == [] and waiting.joined == 5
+
+
+@given(
+    st.lists(st.integers(1, 20), max_size=30),
+    st.lists(st.tuples(st.integers(0, 6), st.integers(0, 40)), min_size=5, max_size=30),
+)
+def test_no_row_is_lost_and_no_bound_is_passed(lengths: list[int], rooms: list[tuple[int, int]]) -> None:
+    waiting, joined = scheduler([row(i, n) for i, n in enumerate(lengths)]), []
+    for places, tokens in rooms:
+        taken = waiting.take(places, tokens)
+        assert len(taken) <= places and sum(len(r.prompt.token_ids) for r in taken) <= tokens
+        left = [i for i in range(len(lengths)) if i not in joined]
+        if places and left and lengths[left[0]] <= tokens:
+            assert indices(taken)[:1] == left[:1], "the first joins where it has room"
+        joined += indices(taken)
+    while taken := waiting.take(5, 20):
+        joined += indices(taken)
+    assert sorted(joined) == list(range(len(lengths)))
+
+
+# ---- the progress bar
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stderr", [io.StringIO(), None])
+def test_no_bar_without_a_terminal(stderr: io.StringIO | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", stderr)
+    with Progress(10) as progress:
+        progress.sweep(5)
+    assert not Progress.on_terminal() and (stderr is None or stderr.getvalue() == "")
+
+
+def test_a_row_that_stops_early_takes_tokens_off_the_total(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with Progress(20) as progress:
+        progress.sweep(2)
+        progress.finish([row(0, 1, 10, token_ids=[5]), row(1, 1, 10, token_ids=[5] * 10)])
+        progress.sweep(9)
+    shown = sys.stderr.getvalue()
+    assert "11/11" in shown and "generate" in shown

@@ -28,7 +28,7 @@ EDGES = {
         "checkpoint": "core kernels tiers",
         "models": "core kernels checkpoint",
         "kvcache": "core kernels tiers",
-        "engine": "core kernels tiers checkpoint models kvcache planner",
+        "engine": "core kernels tiers checkpoint models kvcache",
         "planner": "core kernels tiers checkpoint models kvcache engine",
         "llm": "core kernels tiers checkpoint models kvcache engine planner",
         "integrations": "core kvcache",
@@ -45,8 +45,7 @@ EDGES = {
         "cli": "core cli_common",
     }.items()
 }
-# The report names the prediction and whether its profile was busy; both belong to the planner.
-UPWARD = {("engine", "planner")}
+UPWARD: set[tuple[str, str]] = set()
 
 # What of the planner needs torch: it measures, and plans for the rows and the processes of a run.
 WITH_TORCH = (f"{PACKAGE}.planner.measure", f"{PACKAGE}.planner.plans")

@@ -8,8 +8,8 @@ import pytest
 
 from flexgen_h2o.core.config import TIERS, Policy
 from flexgen_h2o.core.units import GIB
-from flexgen_h2o.engine.generation import need_of
 from flexgen_h2o.engine.memory_plan import Depth
+from flexgen_h2o.engine.workload import need_of
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
 from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.planner.lp import SearchSpace

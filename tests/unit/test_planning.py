@@ -10,8 +10,10 @@ import pytest
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import GIB
+from flexgen_h2o.engine.distributed import Part
 from flexgen_h2o.engine.memory_plan import plan_within
 from flexgen_h2o.engine.workload import Batch, WorkloadShape, even_blocks, shape_of
+from flexgen_h2o.kvcache.eviction import Full
 from flexgen_h2o.kvcache.prefixes import PromptGroup
 from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.planner.measure import run as choose
@@ -30,7 +32,7 @@ NEED = WorkloadShape.full(8, 16, 4, SPEC.num_blocks)
 
 
 def planner(tmp_path: Path, hardware: HardwareProfile | str | Path | None = None, dtype: str = "float32") -> Planner:
-    return Planner(SPEC, "cpu", True, dtype, tmp_path, hardware)
+    return Planner(Part(SPEC, Full()), "cpu", True, dtype, tmp_path, hardware)
 
 
 def tiny(tmp_path: Path, policy: Policy | str, **more: object) -> LLM:
@@ -106,10 +108,10 @@ def test_a_prediction_is_of_the_micro_batches_there_are(tmp_path: Path) -> None:
     """Blocks that are equal count together; shorter prompts cost less."""
     plans, policy = planner(tmp_path), Policy(2, 2)
     plan = plan_within(SPEC, policy, shape_of(policy, NEED), 4, True, NO_BUDGETS)
-    even = plans.predict(policy, NEED, plan, [[alone(16, 16), alone(16, 16)]] * 2)
+    even = plans.predict_groups(policy, NEED, plan, [[alone(16, 16), alone(16, 16)]] * 2)
     where = Machine(nominal_profile(True), "float32", True)
     assert even == predict(SPEC, policy, NEED, where, plan, even_blocks(policy, NEED))
-    shorter = plans.predict(policy, NEED, plan, [[alone(16, 16), alone(16, 16)], [alone(9, 3), alone(2, 1)]])
+    shorter = plans.predict_groups(policy, NEED, plan, [[alone(16, 16), alone(16, 16)], [alone(9, 3), alone(2, 1)]])
     assert shorter.prefill_s < even.prefill_s
     block = tuple(Batch.of(groups) for groups in (alone(9, 3), alone(2, 1)))
     assert shorter.prefill_s == pytest.approx(
@@ -120,8 +122,8 @@ def test_a_prediction_is_of_the_micro_batches_there_are(tmp_path: Path) -> None:
 def test_what_is_shared_is_predicted_once(tmp_path: Path) -> None:
     plans, policy = planner(tmp_path), Policy(2, 2)
     plan = plan_within(SPEC, policy, shape_of(policy, NEED), 4, True, NO_BUDGETS)
-    whole = plans.predict(policy, NEED, plan, [[alone(16, 16)] * 2])
-    shared = plans.predict(policy, NEED, plan, [[(PromptGroup(12, (4, 4)),)] * 2])
+    whole = plans.predict_groups(policy, NEED, plan, [[alone(16, 16)] * 2])
+    shared = plans.predict_groups(policy, NEED, plan, [[(PromptGroup(12, (4, 4)),)] * 2])
     assert shared.prefill_s < whole.prefill_s and shared.decode_s == pytest.approx(whole.decode_s)
 
 

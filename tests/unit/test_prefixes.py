@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.engine.prompts import Prompt, make_blocks
+from flexgen_h2o.engine.generation import Row, make_blocks
+from flexgen_h2o.engine.prompts import Prompt
 from flexgen_h2o.kvcache.prefixes import (
     SHARINGS,
     WHERE_IT_PAYS,
@@ -132,8 +133,8 @@ def test_names() -> None:
 
 
 def blocks(prompts: Prompts, gbs: int, sharing: Sharing | None) -> list[list[list[int]]]:
-    rows = [Prompt(i, p, None) for i, p in enumerate(prompts)]
-    return [[[p.index for p in batch] for batch in block] for block in make_blocks(rows, gbs, 2, sharing=sharing)]
+    rows = [Row(Prompt(i, p, None), 1) for i, p in enumerate(prompts)]
+    return [[[r.prompt.index for r in batch] for batch in block] for block in make_blocks(rows, gbs, 2, sharing)]
 
 
 def test_prompts_that_fill_micro_batches_are_brought_together() -> None:

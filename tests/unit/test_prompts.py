@@ -1,4 +1,4 @@
-"""Prompts from files and from Python, the benchmark prompt, blocks, and the output file."""
+"""Prompts from files and from Python, the benchmark prompt, and the output file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from flexgen_h2o.engine.prompts import (
     Prompt,
     benchmark_prompts,
     check_output_path,
-    make_blocks,
     prompts_from_python,
     read_prompts,
     write_outputs,
@@ -68,19 +67,14 @@ def test_jsonl_takes_text_and_token_ids(tmp_path: Path) -> None:
         ("[" * 100_000, "JSON"),
         ('{"prompt_token_ids": [' + "9" * 5000 + "]}", "JSON"),
         ('"text"', "object"),
-        ("{}", "neither"),
-        ('{"text": "x"}', "neither"),
         ('{"prompt": null}', "neither"),
         ('{"prompt": "x", "prompt_token_ids": [1]}', "both"),
         ('{"prompt": 5}', "prompt must be a string"),
         ('{"prompt": [1, 2]}', "use prompt_token_ids"),
         ('{"prompt_token_ids": "12"}', "list"),
-        ('{"prompt_token_ids": 12}', "list"),
         ('{"prompt_token_ids": []}', "no tokens"),
-        ('{"prompt_token_ids": [1, 2.0]}', "2.0 is not a whole number"),
         ('{"prompt_token_ids": [1, true]}', "True is not a whole number"),
         ('{"prompt_token_ids": [1, "2"]}', "'2' is not a whole number"),
-        ('{"prompt_token_ids": [1, [2]]}', "not a whole number"),
         ('{"prompt_token_ids": [-1]}', "token id -1 is outside the model's vocabulary of 300"),
         ('{"prompt_token_ids": [300]}', "token id 300 is outside"),
         ('{"prompt": "\\ud83d"}', "surrogate"),
@@ -106,7 +100,7 @@ def test_text_without_a_tokenizer_and_not_utf8(tmp_path: Path) -> None:
         read_prompts(put(tmp_path, "r.txt", "x"), lambda text: [], VOCAB)
 
 
-@pytest.mark.parametrize("name", ["p.csv", "p", "p.json", "txt"])
+@pytest.mark.parametrize("name", ["p.json", "txt"])
 def test_other_file_names_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(UsageError, match=r"^--prompts .*\.txt .*\.jsonl"):
         read_prompts(put(tmp_path, name, "x"), encode, VOCAB)
@@ -136,12 +130,9 @@ def test_python_inputs_of_every_kind() -> None:
 @pytest.mark.parametrize(
     ("bad", "says"),
     [
-        ([], "no tokens"),
         (5, "not int"),
-        (None, "not NoneType"),
         (b"x", "not bytes"),
         ([VOCAB], "outside"),
-        ([True], "whole number"),
         ([torch.tensor(True)], "whole number"),
         (np.array([1.0]), "whole number"),
         (torch.tensor([[1]]), "whole number"),
@@ -154,17 +145,14 @@ def test_bad_python_inputs_are_named_by_place(bad: Any, says: str) -> None:
     with pytest.raises(UsageError, match=r"^prompts\[3\]: ") as error:
         prompts_from_python([[1], [1], [1], bad], encode, VOCAB)
     assert says in str(error.value)
-
-
-def test_one_string_is_not_a_list_of_prompts() -> None:
     with pytest.raises(UsageError, match=r"^prompts: a list"):
-        prompts_from_python("hello", encode, VOCAB)
+        prompts_from_python("one string", encode, VOCAB)
 
 
 # ---- benchmark prompt
 
 
-@pytest.mark.parametrize("length", [1, 2, 10, 28, 29, 30, 100])
+@pytest.mark.parametrize("length", [1, 28, 29, 100])
 def test_benchmark_prompt_has_the_length_and_one_bos(length: int) -> None:
     body = encode(BENCHMARK_TEXT)[1:]
     found = benchmark_prompts(3, length, encode, VOCAB)
@@ -178,7 +166,7 @@ def test_benchmark_prompt_without_bos() -> None:
     assert bytes(found.token_ids) == (BENCHMARK_TEXT * 3).encode()[:60]
 
 
-@pytest.mark.parametrize("vocab", [1, 2, 4, 5, 50_000])
+@pytest.mark.parametrize("vocab", [1, 4, 5, 50_000])
 def test_benchmark_ids_without_a_tokenizer(vocab: int) -> None:
     first, second = benchmark_prompts(2, 64, None, vocab)
     assert first.token_ids == second.token_ids and len(first.token_ids) == 64 and first.text is None
@@ -193,41 +181,6 @@ def test_benchmark_prompt_refuses_bad_arguments() -> None:
         benchmark_prompts(1, 0, None, VOCAB)
     with pytest.raises(UsageError, match="tokenizer does not belong to the model"):
         benchmark_prompts(1, 8, encode, 50)
-
-
-# ---- blocks
-
-
-def test_blocks_are_sorted_full_and_complete() -> None:
-    lengths = [3, 9, 9, 1, 5, 9, 2, 7, 4, 6, 8]
-    rows = [Prompt(i, (1,) * n, None) for i, n in enumerate(lengths)]
-    blocks = make_blocks(rows, gpu_batch_size=2, num_gpu_batches=2)
-    assert [[[p.index for p in mb] for mb in block] for block in blocks] == [
-        [[1, 2], [5, 10]],
-        [[7, 9], [4, 8]],
-        [[0, 6], [3]],
-    ]
-
-
-def test_blocks_hold_rows_that_ask_for_as_much() -> None:
-    """One long answer among short ones costs the sweeps of its own block, not of every block."""
-    rows = [Prompt(i, (1,) * n, None) for i, n in enumerate([3, 9, 4, 8])]
-    asked = {0: 64, 1: 2, 2: 64, 3: 2}
-    assert [[p.index for p in block[0]] for block in make_blocks(rows, 2, 1, lambda p: asked[p.index])] == [
-        [2, 0],
-        [1, 3],
-    ]
-
-
-@pytest.mark.parametrize(("count", "gbs", "k"), [(0, 4, 2), (1, 4, 2), (8, 4, 2), (9, 4, 2), (13, 3, 4), (5, 1, 1)])
-def test_blocks_hold_every_row_once(count: int, gbs: int, k: int) -> None:
-    rows = [Prompt(i, (1,) * (1 + i * 7 % 5), None) for i in range(count)]
-    blocks = make_blocks(rows, gbs, k)
-    flat = [p for block in blocks for mb in block for p in mb]
-    assert flat == sorted(rows, key=lambda p: (-len(p.token_ids), p.index))
-    sizes = [len(mb) for block in blocks for mb in block]
-    assert all(size == gbs for size in sizes[:-1]) and all(0 < size <= gbs for size in sizes)
-    assert all(len(block) == k for block in blocks[:-1]) and all(0 < len(block) <= k for block in blocks)
 
 
 # ---- output file

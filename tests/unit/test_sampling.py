@@ -43,36 +43,22 @@ def tokenizer() -> PreTrainedTokenizerFast:
 # ---- parameters
 
 
-def test_defaults_are_greedy_and_off() -> None:
-    params = SamplingParams()
-    assert (params.max_tokens, params.temperature, params.top_p, params.top_k) == (32, 0.0, 1.0, 0)
-    assert (params.seed, params.stop, params.ignore_eos, params.greedy) == (0, (), False, True)
-
-
-@pytest.mark.parametrize(
-    ("given", "kept"), [(None, ()), ("a", ("a",)), (["a", "b"], ("a", "b")), (("a",), ("a",)), ([], ())]
-)
-def test_stop_is_taken_in_every_spelling(given: Any, kept: tuple[str, ...]) -> None:
-    assert SamplingParams(stop=given).stop == kept
-
-
-def test_whole_numbers_and_numpy_numbers_become_floats() -> None:
-    params = SamplingParams(temperature=1, top_p=np.float32(0.5))  # type: ignore[arg-type]
-    assert (type(params.temperature), type(params.top_p), params.top_p) == (float, float, 0.5)
-    assert hash(SamplingParams(stop=["x"])) == hash(SamplingParams(stop=("x",)))  # type: ignore[arg-type]
+def test_stop_is_taken_in_every_spelling() -> None:
+    for given, kept in ((None, ()), ("a", ("a",)), (["a", "b"], ("a", "b")), (("a",), ("a",)), ([], ())):
+        assert SamplingParams(stop=given).stop == kept  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *[("max_tokens", v) for v in (0, -1, True, 1.0, "3", None)],
-        *[("temperature", v) for v in (-0.1, math.nan, math.inf, True, "1", None, 10**400)],
-        *[("top_p", v) for v in (-0.1, 1.01, math.nan, math.inf, False, None)],
-        *[("top_k", v) for v in (-1, 2.0, True, None)],
-        *[("seed", v) for v in (-1, 2**63, 1.0, True, None)],
-        *[("stop", v) for v in ("", [""], ["a", ""], [1], 3, {"a"}, b"a")],
-        *[("ignore_eos", v) for v in (1, 0, None, "no")],
-        *[("logprobs", v) for v in (-1, 21, True, 1.0, "1")],
+        *[("max_tokens", v) for v in (0, True, 1.0)],
+        *[("temperature", v) for v in (-0.1, math.nan, "1", 10**400)],
+        *[("top_p", v) for v in (-0.1, 1.01, math.nan)],
+        *[("top_k", v) for v in (-1, 2.0)],
+        *[("seed", v) for v in (-1, 2**63)],
+        *[("stop", v) for v in ("", ["a", ""], [1], {"a"}, b"a")],
+        *[("ignore_eos", v) for v in (1, None)],
+        *[("logprobs", v) for v in (-1, 21, True)],
     ],
 )
 def test_bad_values_are_refused_by_name(field: str, value: Any) -> None:
@@ -89,8 +75,7 @@ def test_largest_seed_works() -> None:
 # ---- greedy
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("temperature", [0.0, 9.9e-6])
+@pytest.mark.parametrize(("dtype", "temperature"), [(torch.float32, 0.0), (torch.bfloat16, 9.9e-6)])
 def test_greedy_takes_the_lowest_of_equal_maxima(dtype: torch.dtype, temperature: float) -> None:
     logits = torch.randint(0, 4, (9, 5003), generator=torch.Generator().manual_seed(0)).to(dtype)
     chosen = Sampler(SamplingParams(temperature=temperature)).sample(logits, range(9), [0] * 9)
@@ -121,8 +106,10 @@ def slow_probabilities(row: list[float], temperature: float, top_k: int, top_p: 
     return [weight[i] / mass if i in kept else 0.0 for i in range(len(row))]
 
 
-@pytest.mark.parametrize("top_k", [0, 1, 3, 40, 50, 99])
-@pytest.mark.parametrize("top_p", [0.0, 1e-9, 0.3, 0.9, 0.999, 1.0])
+@pytest.mark.parametrize(
+    ("top_k", "top_p"),
+    [(0, 0.0), (0, 0.9), (0, 1.0), (1, 0.3), (3, 0.999), (40, 1e-9), (40, 0.9), (50, 0.3), (99, 0.999), (40, 1.0)],
+)
 @pytest.mark.parametrize("ties", [False, True])
 def test_kept_probabilities_equal_the_slow_reference(top_k: int, top_p: float, ties: bool) -> None:
     logits = torch.randn(12, 50, generator=torch.Generator().manual_seed(top_k)) * 3
@@ -218,14 +205,6 @@ def test_logprobs_of_chosen_and_likeliest_tokens(monkeypatch: pytest.MonkeyPatch
         assert [value for _, value in one.top] == pytest.approx(best.values.tolist(), abs=1e-6)
 
 
-def test_chunks_of_rows_do_not_change_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits = torch.randn(10, 100, generator=torch.Generator().manual_seed(0))
-    sampler = Sampler(SamplingParams(temperature=1.0, top_p=0.8))
-    whole = sampler.sample(logits, range(10), range(10))
-    monkeypatch.setattr("flexgen_h2o.engine.sampling.SAMPLING_CHUNK", 300)
-    assert sampler.sample(logits, range(10), range(10)) == whole
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_card_chooses_what_the_cpu_chooses(temperature: float) -> None:
@@ -247,8 +226,7 @@ def test_low_temperature_does_not_overflow() -> None:
     assert Sampler(SamplingParams(temperature=1e-5)).sample(logits, [0], [0]) == [0]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(("temperature", "value"), [(0.0, math.nan), (1.0, math.inf)])
 def test_logits_that_are_not_finite_end_the_run(temperature: float, value: float) -> None:
     logits = torch.zeros(3, 8)
     logits[1, 5] = value
@@ -281,9 +259,7 @@ def first_step_in_text(tokenizer: Any, stop: tuple[str, ...], ids: list[int]) ->
     return next((n for n, text in enumerate(texts, 1) if any(s in text for s in stop)), None)
 
 
-@pytest.mark.parametrize(
-    "stop", [("###",), ("e end of",), (" dog",), ("é",), ("日本語の",), ("\n",), ("zz", "fox j"), ("🦊!",), ("never",)]
-)
+@pytest.mark.parametrize("stop", [("e end of",), ("é",), ("日本語の",), ("zz", "fox j"), ("🦊!",), ("never",)])
 def test_found_at_the_same_token_as_in_the_whole_text(tokenizer: Any, stop: tuple[str, ...]) -> None:
     text = "the quick brown fox jumps é over 日本語の 🦊! dog\n### the end of the story ###" + " the lazy" * 20
     ids = tokenizer.encode(text)
@@ -332,7 +308,7 @@ def test_found_decodes_a_short_tail_only(tokenizer: Any) -> None:
 
 @pytest.mark.parametrize(
     ("stop", "kept"),
-    [(("c",), "ab"), (("cd", "b"), "a"), (("a",), ""), (("x",), "abcdabcd"), ((), "abcdabcd"), (("da",), "abc")],
+    [(("cd", "b"), "a"), (("a",), ""), (("x",), "abcdabcd"), (("da",), "abc")],
 )
 def test_cut_at_the_earliest(tokenizer: Any, stop: tuple[str, ...], kept: str) -> None:
     assert StopStrings(tokenizer, stop).cut("abcdabcd") == kept

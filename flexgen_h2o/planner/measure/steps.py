@@ -19,14 +19,15 @@ from flexgen_h2o.checkpoint import open_checkpoint, write_random_checkpoint
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import TIERS, ModelSpec, Policy
 from flexgen_h2o.core.timeline import Timeline
+from flexgen_h2o.engine.distributed import Part
 from flexgen_h2o.engine.executor import Executor
-from flexgen_h2o.engine.generation import Decoding, Row, StopCriteria, need_of
+from flexgen_h2o.engine.generation import Decoding, Row, StopCriteria
 from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, BlockShape, memory_plan
-from flexgen_h2o.engine.metrics import BlockLists
 from flexgen_h2o.engine.prompts import Prompt
+from flexgen_h2o.engine.report import BlockStats
 from flexgen_h2o.engine.resources import Engine
 from flexgen_h2o.engine.sampling import Sampler, SamplingParams, StopStrings
-from flexgen_h2o.engine.workload import Batch
+from flexgen_h2o.engine.workload import Batch, need_of
 from flexgen_h2o.kernels.warm_up import warm_up
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
 from flexgen_h2o.models import spec_from_config
@@ -195,7 +196,7 @@ def _run_block(engine: Engine, run: _Run) -> tuple[Steps, Steps, float]:
     decoding = Decoding(Sampler(params), StopCriteria(params, (), StopStrings(None, ())))
     executor = Executor(engine, run.eviction, decoding, lambda finished: None, params.max_tokens)
     ids = tuple(i % VOCABULARY for i in range(run.prompt_len))
-    stats = BlockLists()
+    stats = BlockStats()
     executor.run_block([[Row(Prompt(i, ids, None), params.max_tokens) for i in range(run.rows)]], stats)
     executor.finish()
     kinds, seconds = [layer.kind for layer in engine.layers.layers], stats.times.layers
@@ -221,7 +222,7 @@ def _engine(bench: Bench, spec: ModelSpec, dtype: str, folder: Path, run: _Run) 
     warm_up(bench.device.torch_device, kind, bool(run.eviction.needs.record))
     checkpoint = open_checkpoint(spec, folder / "weights", folder)
     site = Site(bench.device, dict.fromkeys(TIERS), folder)
-    engine = Engine(spec, checkpoint, policy, plan, kind, site, Timeline())
+    engine = Engine(Part(spec, run.eviction), checkpoint, policy, plan, kind, site, Timeline())
     try:
         yield engine
     finally:

@@ -11,6 +11,7 @@ from typing import Any
 
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import DoesNotFitError
+from flexgen_h2o.engine.generation import Callbacks
 from flexgen_h2o.engine.prompts import Completion, Prompt
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.jobs.input import Cut, read_cut, scan_input
@@ -49,7 +50,7 @@ class StubLLM:
             raise DoesNotFitError("too large")
 
     def run(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], on_finished: Any, *, listener: Any,
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], on_finished: Any, callbacks: Callbacks, *,
         refill: bool, more: Any,
     ) -> SimpleNamespace:  # fmt: skip
         """With `more` a run goes on. Returns what a job asks of a report."""
@@ -60,7 +61,7 @@ class StubLLM:
         while found is not None:
             lines += [prompt.index for prompt in found[0]]
             tokens += sum(len(prompt.token_ids) for prompt in found[0])
-            self._answer(*found, on_finished, listener)
+            self._answer(*found, on_finished, callbacks.listener)
             found = more() if refill and more is not None else None
         return SimpleNamespace(prefill=SimpleNamespace(tokens=tokens), spared_tokens=self.spared)
 

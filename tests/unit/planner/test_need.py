@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from flexgen_h2o.core.config import Policy
-from flexgen_h2o.engine.generation import need_of
-from flexgen_h2o.engine.workload import Batch, WorkloadShape, even_blocks, fitted, shape_of
+from flexgen_h2o.engine.workload import Batch, WorkloadShape, even_blocks, fitted, need_of, shape_of
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full, SnapKV
 from flexgen_h2o.kvcache.prefixes import PromptGroup
 

@@ -10,11 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexgen_h2o import LLM, MemoryBudget, Policy
 from flexgen_h2o.core.packing import INT8
 from flexgen_h2o.core.timeline import Timeline
-from flexgen_h2o.core.units import MIB
-from flexgen_h2o.engine.report import Peak
 from flexgen_h2o.kernels.blocked import BlockedRows, block_rows
 from flexgen_h2o.kernels.int8 import Int8Rows
 from flexgen_h2o.kvcache.eviction import Full
@@ -23,7 +20,7 @@ from flexgen_h2o.planner.measure import compute, steps
 from flexgen_h2o.planner.measure import run as measure
 from flexgen_h2o.planner.measure.bench import CARD, CARD_HOST, HOST, TINY, Bench, Sizes
 from flexgen_h2o.planner.measure.links import DiskProbe
-from flexgen_h2o.planner.measure.machine import PeakProbe, nominal_profile, peak_bytes
+from flexgen_h2o.planner.measure.machine import nominal_profile
 from flexgen_h2o.planner.profile import AS_FAST, Curve, profile_from_json
 from flexgen_h2o.tiers.device import HostDevice, StandInDevice
 from flexgen_h2o.tiers.disk import Scratch
@@ -213,19 +210,3 @@ def test_sizes_go_together(sizes: Sizes) -> None:
         assert list(rising) == sorted(set(rising))
     assert sizes.prompt_tokens >= sizes.prompt_lengths[-1] and sizes.prompt_width % 64 == 0
     assert sizes.cache_bytes >= 2 * sizes.slots * sizes.head_widths[-1] * 4
-
-
-def test_the_peak_is_measured_only_where_the_budget_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = Peak(1.0, 1.0)
-    monkeypatch.setattr("flexgen_h2o.llm.measure_peak", lambda device, dtype: seen)
-    need = peak_bytes(HostDevice(), torch.float32)
-    assert need > 2 * 128 * MIB
-    for host, found in ((need, seen), (need - 1, None)):
-        with LLM("opt-tiny", Policy(1, 1), dtype="float32", budget=MemoryBudget(host=host)) as llm:
-            assert llm.measure_peak() is found
-
-
-def test_peak() -> None:
-    probe = PeakProbe(HostDevice(), torch.bfloat16, TINY)
-    for peak in (probe.best(), probe.now()):
-        check(peak.flops_per_s, peak.memory_bytes_per_s)

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from flexgen_h2o.core import interrupts
-from flexgen_h2o.engine.wire import is_waiting, meet
+from flexgen_h2o.engine.distributed import is_waiting, meet
 
 
 def test_a_signal_ends_the_wait_for_others() -> None:
