@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,12 @@ def prompts(count: int) -> list[dict[str, Any]]:
 
 def sized(*lengths: int) -> list[dict[str, Any]]:
     return [{"custom_id": f"n{n}-{i}", "prompt": [5] * n} for i, n in enumerate(lengths)]
+
+
+@pytest.fixture(autouse=True)
+def _no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows say when they were made; here they are compared."""
+    monkeypatch.setattr("flexgen_h2o.jobs.requests.time", SimpleNamespace(time=lambda: 0.0))
 
 
 @pytest.fixture
