@@ -63,10 +63,7 @@ class Executor:
     def _weight_stream(self) -> WeightStream:
         engine, units = self._engine, tuple(layer.unit for layer in self._layers)
         sequence = streamed_keys(weight_sequence(self._max_sweeps, units), units, engine.weights)
-        return WeightStream(
-            engine.weights, engine.weight_ring(), sequence, len(units) if self._overlap else 0,
-            engine.unpacked_weights(), engine.int8_workspace(),
-        )  # fmt: skip
+        return WeightStream(engine.weights, engine.weight_ring(), sequence, len(units) if self._overlap else 0)
 
     def run_block(
         self, rows: Sequence[Sequence[Row]], facts: BlockStats, order: Iterator[Step] | None = None,
@@ -182,9 +179,9 @@ class Executor:
         is_fresh = layer.unit != self._weights.unit
         with span("wait", "load_weight"):
             w = self._weights.open(layer.unit, engine.device.fence())
-        if is_fresh and engine.policy.compress_weight:
+        if is_fresh and self._weights.decodes:
             with span("compute", "unpack_weights"):
-                w = self._weights.unpack(engine.device.fence)
+                w = self._weights.decode(engine.device.fence)
         self._weights.prefetch()  # into the space of the unit that has just been closed
         with span("wait", f"load_hidden {phase}"):
             region = self._hidden.take(key)

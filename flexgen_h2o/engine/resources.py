@@ -15,11 +15,11 @@ from typing import ClassVar
 
 import torch
 
+from flexgen_h2o.checkpoint.formats import weight_format
 from flexgen_h2o.checkpoint.safetensors import Checkpoint
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import TIERS, ModelSpec, Policy
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.core.packing import weight_form
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import READ_THREADS, WRITE_THREADS
 from flexgen_h2o.engine.hidden import HiddenStore
@@ -65,11 +65,12 @@ class Engine:
         self.lanes = Lanes(LANE_THREADS, timeline)
         self.mover = Mover(device, self.lanes)
         shares = tier_shares(policy.weight_shares, device.is_host)
-        form = weight_form(policy, dtype.itemsize)
+        form = weight_format(spec, policy, dtype.itemsize)
         with contextlib.ExitStack() as stack:
             stack.callback(self.lanes.close)
             self._take_buffers(site.offload_dir, stack)
-            self.weights = WeightStore(self.layers, checkpoint, shares, dtype, self.mover, form)
+            decoded = self._buffers.get(("unpacked weights", device.tier))
+            self.weights = WeightStore(self.layers, checkpoint, shares, form, self.mover, self.workspace(), decoded)
             stack.callback(self.weights.close)
             # Left in reverse: the threads end before the files that they use are closed.
             stack.callback(self.lanes.close)
@@ -176,14 +177,6 @@ class Engine:
 
     def weight_ring(self) -> Ring | None:
         return self._ring("weight ring")
-
-    def unpacked_weights(self) -> torch.Tensor | None:
-        """Where packed weights are unpacked; None where they are not packed."""
-        return self._buffers.get(("unpacked weights", self.device.tier))
-
-    def int8_workspace(self) -> Workspace | None:
-        """Room for products in int8; None where they are in the compute dtype."""
-        return self.workspace() if self.policy.int8_compute else None
 
     def cache_ring(self) -> Ring | None:
         return self._ring("cache ring")

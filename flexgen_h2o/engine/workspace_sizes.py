@@ -12,8 +12,9 @@ from functools import lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from flexgen_h2o.checkpoint.formats import WeightFormat, weight_format
 from flexgen_h2o.core.config import ModelSpec, Policy
-from flexgen_h2o.core.packing import INT8, INT8_ROW_BYTES, WeightForm, weight_form
+from flexgen_h2o.core.packing import INT8_ROW_BYTES
 from flexgen_h2o.core.units import (
     ALIGN,
     BLOCK_CHUNK,
@@ -57,14 +58,14 @@ def product_sizes(rows: int, inner: int, outer: int) -> dict[str, int]:
 _SUM_BYTES = 4
 
 
-def is_blocked(form: WeightForm, device_is_host: bool) -> bool:
+def is_blocked(form: WeightFormat, device_is_host: bool) -> bool:
     """May resident matrices in this form be blocked for products in bf16? On a CPU, dtypes of two bytes are bf16."""
-    return device_is_host and form.packing is None and form.itemsize == 2
+    return device_is_host and not form.decodes and not form.in_int8 and form.itemsize == 2
 
 
-def is_int8_blocked(form: WeightForm, device_is_host: bool) -> bool:
-    """May rows for products in int8 be blocked, resident ones or those that 4 bits are unpacked to?"""
-    return device_is_host and (form.packing == INT8 or form.to_int8)
+def is_int8_blocked(form: WeightFormat, device_is_host: bool) -> bool:
+    """May rows for products in int8 be blocked, resident ones or those that are decoded?"""
+    return device_is_host and form.in_int8
 
 
 def product_bytes(spec: ModelSpec, tokens: int, rows: int, itemsize: int) -> int:
@@ -159,7 +160,8 @@ def temporary_bytes(spec: ModelSpec, shape: BlockShape, itemsize: int, policy: P
     sampling = 50 * min(logits, max(SAMPLING_CHUNK, spec.vocab_size))
     chunk = min(TOKEN_CHUNK, max(shape.tokens, shape.rows))
     step = max(prefill, decode, sampling) + chunk * (3 * spec.hidden_size + spec.ffn_size) * itemsize
-    if policy.compress_weight or policy.int8_compute:
+    form = weight_format(spec, policy, itemsize)
+    if form.decodes or form.in_int8:
         largest = max(spec.vocab_size, spec.ffn_size, q_width) * spec.hidden_size
         step = max(step, UNPACK_BYTES * min(UNPACK_CHUNK, largest))
     return step
@@ -167,7 +169,7 @@ def temporary_bytes(spec: ModelSpec, shape: BlockShape, itemsize: int, policy: P
 
 def step_bytes(spec: ModelSpec, policy: Policy, shape: BlockShape, itemsize: int, device_is_host: bool) -> int:
     """`temporary_bytes` with the largest product of blocked weights, where those of this run are blocked."""
-    step, form = temporary_bytes(spec, shape, itemsize, policy), weight_form(policy, itemsize)
+    step, form = temporary_bytes(spec, shape, itemsize, policy), weight_format(spec, policy, itemsize)
     tokens = max(shape.tokens, shape.rows)
     if is_blocked(form, device_is_host):
         return max(step + product_bytes(spec, tokens, shape.rows, itemsize), blocking_bytes(spec, itemsize))

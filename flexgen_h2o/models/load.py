@@ -26,11 +26,11 @@ from flexgen_h2o.checkpoint import (
     write_random_checkpoint,
 )
 from flexgen_h2o.checkpoint.atomic_folder import States, check_unchanged, label, sample_digest, states_of
+from flexgen_h2o.checkpoint.formats import PackedFormat
 from flexgen_h2o.checkpoint.resolve import DUMMY, find_folder
 from flexgen_h2o.core.config import ModelSpec
 from flexgen_h2o.core.errors import TooLongError, UsageError
 from flexgen_h2o.core.files import MARK, lock_folder, open_regular, read_mark
-from flexgen_h2o.core.packing import Packing
 from flexgen_h2o.core.units import MIB
 from flexgen_h2o.models import built_in_names, built_in_spec, one_line, spec_from_folder
 
@@ -178,7 +178,7 @@ def find_model(model: str, path: str | None, revision: str | None = None) -> Mod
     if source.folder is not None:
         files = states_of(source.folder / name for name in ("config.json", *TOKENIZER_FILES, *_BESIDE_TOKENIZERS))
         with _quiet():
-            spec, config = spec_from_folder(source.name, source.folder)
+            spec, config = spec_from_folder(source.name, source.folder, quantized=not source.random)
             return Model(source.name, spec, config, source.folder, source.random, _load_tokenizer(source.folder), files)
     built_in = built_in_spec(source.name)
     if built_in is None:
@@ -203,21 +203,21 @@ def find_spec(model: str, path: str | None, revision: str | None = None) -> Mode
 
 
 def find_checkpoint(
-    model: Model, dtype: str, offload_dir: Path, seed: int, progress: bool, packing: Packing | None = None
+    model: Model, dtype: str, offload_dir: Path, seed: int, progress: bool, form: PackedFormat | None = None
 ) -> Checkpoint:
     """The checkpoint on disk: in place, imported from .bin, or written with seeded random weights of `dtype`.
 
-    packing: with its matrices packed, once (checkpoint/packed_store.py); random weights are never written whole.
+    form: with its matrices in that format, made once; random weights are never written whole.
     """
     cache, spec = offload_dir / "weights", model.spec
     if not model.random:
         assert model.folder is not None
         found = _in_use(open_checkpoint(spec, model.folder, cache))
-        return _in_use(pack_checkpoint(spec, found, cache, packing, progress)) if packing else found
+        return _in_use(pack_checkpoint(spec, found, cache, form, progress)) if form else found
     name = f"{label(model.name.replace('/', '--'))}-{dtype}-seed{seed}-{shape_fingerprint(model.config)}"
-    if packing:
+    if form:
         folder = cache / "packed" / f"random-{name}"
-        return _in_use(pack_random(spec, model.config, folder, dtype, seed, packing, progress))
+        return _in_use(pack_random(spec, model.config, folder, dtype, seed, form, progress))
     folder = write_random_checkpoint(spec, model.config, cache / "random" / name, dtype, seed, progress)
     return _in_use(open_checkpoint(spec, folder, cache))
 

@@ -96,7 +96,7 @@ class Costs:
 
     def dequantise_s(self, unit: int) -> float:
         """To unpack a weight unit for a block."""
-        if not self.at.policy.compress_weight:
+        if not self.at.form.decodes:
             return 0.0
         rates = self.profile.rates(self.dtype)
         faster = rates.requantise_speedup if self.at.policy.int8_compute else 1.0

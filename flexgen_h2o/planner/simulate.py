@@ -276,7 +276,7 @@ class _Simulation:
 
     def _unpack(self, unit: int) -> None:
         """Packed weights are unpacked once they have come, and their region is free again."""
-        if not self._at.policy.compress_weight:
+        if not self._at.form.decodes:
             return
         clock, seconds = self.clock, self._now().dequantise_s(unit)
         start = max(clock.now, clock.device)

@@ -11,14 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from flexgen_h2o.core.config import Layer, LayerKind, ModelSpec, Policy, TensorSpec, WeightUnit
-from flexgen_h2o.core.packing import WeightForm, weight_form
+from flexgen_h2o.checkpoint.formats import TensorLayout, WeightFormat, layouts_of, weight_format
+from flexgen_h2o.core.config import Layer, LayerKind, ModelSpec, Policy, WeightUnit
 from flexgen_h2o.core.units import BLOCK_ROWS, TOKEN_CHUNK, TRANSFER_CHUNK, WRITE_BACK_STEPS
 from flexgen_h2o.engine.memory_plan import (
     attends_on_host,
     hidden_is_streamed,
     kv_layout,
-    part_bytes,
     streamed_bytes,
     tier_shares,
     weight_parts,
@@ -100,16 +99,15 @@ class CostContext:
         return attends_on_host(self.policy, self.device_is_host)
 
     @property
-    def form(self) -> WeightForm:
+    def form(self) -> WeightFormat:
         """How weights are held."""
-        return weight_form(self.policy, self.itemsize)
+        return weight_format(self.spec, self.policy, self.itemsize)
 
 
 def weight_moves(at: CostContext, unit: WeightUnit) -> tuple[Transfer, ...]:
     """One load of a weight unit: what comes from disk and what from the host."""
     shares = tier_shares(at.policy.weight_shares, at.device_is_host)
-    shapes = tuple(t.shape for t in unit.tensors)
-    return _weight_moves(shapes, shares, at.form, at.device_is_host)
+    return _weight_moves(layouts_of(at.form, unit.tensors), shares, at.device_is_host)
 
 
 def weight_ring_bytes(at: CostContext, unit: WeightUnit) -> int:
@@ -119,16 +117,13 @@ def weight_ring_bytes(at: CostContext, unit: WeightUnit) -> int:
 
 # Units of a model are of four kinds or so.
 @lru_cache(maxsize=4096)
-def _weight_moves(
-    shapes: tuple[tuple[int, ...], ...], shares: Shares, form: WeightForm, device_is_host: bool
-) -> tuple[Transfer, ...]:
+def _weight_moves(layouts: tuple[TensorLayout, ...], shares: Shares, device_is_host: bool) -> tuple[Transfer, ...]:
     nbytes, pieces = {"disk": 0.0, "host": 0.0}, {"disk": 0, "host": 0}
-    for shape in shapes:
-        tensor = TensorSpec("", "", shape)
-        for part in weight_parts(tensor, shares):
+    for layout in layouts:
+        for part in weight_parts(layout.shape, shares):
             if is_streamed(part.tier, device_is_host):
-                nbytes[part.tier] += part_bytes(tensor, part, form)
-                pieces[part.tier] += 1
+                nbytes[part.tier] += layout.part_bytes(part)
+                pieces[part.tier] += len(layout.stored)
     moves = (
         Transfer("disk_read", nbytes["disk"], pieces["disk"], not device_is_host),
         Transfer("h2d", nbytes["host"], pieces["host"]),
@@ -326,7 +321,7 @@ def _waiting_columns(gen_len: int) -> float:
 def _products(at: CostContext, unit: WeightUnit, rows: int, is_table: bool = False) -> tuple[Product, ...]:
     """Each part of a matrix is multiplied where it lies, so a split matrix takes several products; a packed one is
     whole once it is unpacked. Resident parts are blocked, but not those of a table, which is looked up in as well."""
-    shares = WHOLE if at.policy.compress_weight else tier_shares(at.policy.weight_shares, at.device_is_host)
+    shares = WHOLE if at.form.decodes else tier_shares(at.policy.weight_shares, at.device_is_host)
     shapes = tuple(t.shape for t in unit.tensors if len(t.shape) == 2)
     blocks = is_blocked(at.form, at.device_is_host) and not is_table
     return tuple(
@@ -338,7 +333,7 @@ def _products(at: CostContext, unit: WeightUnit, rows: int, is_table: bool = Fal
 @lru_cache(maxsize=4096)
 def _part_shapes(shapes: tuple[tuple[int, ...], ...], shares: Shares) -> tuple[tuple[int, Part], ...]:
     """Columns and rows of each part."""
-    return tuple((shape[1], part) for shape in shapes for part in weight_parts(TensorSpec("", "", shape), shares))
+    return tuple((shape[1], part) for shape in shapes for part in weight_parts(shape, shares))
 
 
 def chunks(rows: int) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, PretrainedConfig
 
 from flexgen_h2o.core.config import ModelSpec, TensorSpec
-from flexgen_h2o.kernels.linear import add_linear, linear, lookup
+from flexgen_h2o.kernels.linear import add_linear, linear, lookup, vector
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import FAMILIES, Attend, Weights
 
@@ -76,12 +76,12 @@ def attention(spec: ModelSpec, w: Weights, x: torch.Tensor, attend: Attend, ws: 
 
 
 def mlp(spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> None:
-    inner = linear(_normed(x, w["norm_2"][0]), w["up"], None, ws.get("ffn", len(x), spec.ffn_size))
+    inner = linear(_normed(x, vector(w["norm_2"])), w["up"], None, ws.get("ffn", len(x), spec.ffn_size))
     add_linear(x, torch.relu_(inner), w["down"], None)
 
 
 def head(spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> torch.Tensor:
-    return linear(_normed(x, w["norm_3"][0]), w["words"], None, ws.get("logits", len(x), spec.vocab_size))
+    return linear(_normed(x, vector(w["norm_3"])), w["words"], None, ws.get("logits", len(x), spec.vocab_size))
 
 
 def _normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

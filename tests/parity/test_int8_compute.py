@@ -16,7 +16,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from flexgen_h2o import LLM, Policy, SamplingParams
-from flexgen_h2o.core.packing import value_bytes
+from flexgen_h2o.core.packing import SlotPacking
 from flexgen_h2o.kernels.packed import pack_rows, unpack_rows_reference
 from flexgen_h2o.kvcache.eviction import H2O
 from tests.parity.cases import CONFIGURATIONS, FAMILY_SHAPES, PLACEMENTS, SHAPES
@@ -66,7 +66,12 @@ def codes_of_4_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     packed = pack_rows(weight, 4)
     values = unpack_rows_reference(packed, 4, torch.empty(n, columns))
     scale, least = (
-        packed[:, value_bytes(columns, 4) :].contiguous().view(torch.bfloat16).float().view(n, -1, 2).unbind(2)
+        packed[:, 4 * SlotPacking(columns, 4).value_words :]
+        .contiguous()
+        .view(torch.bfloat16)
+        .float()
+        .view(n, -1, 2)
+        .unbind(2)
     )
     largest = torch.maximum(least.abs(), (least + 15 * scale).abs()).amax(dim=1, keepdim=True)
     steps = torch.full_like(largest, 127) / largest  # many values are in the middle between two codes

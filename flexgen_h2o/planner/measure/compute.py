@@ -21,13 +21,13 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from flexgen_h2o.core.packing import INT8, packed_row_bytes
+from flexgen_h2o.core.packing import SlotPacking, int8_row_bytes
 from flexgen_h2o.engine.sampling import Sampler, SamplingParams
 from flexgen_h2o.engine.workspace_sizes import product_sizes
 from flexgen_h2o.kernels.blocked import BlockedRows, block_rows
 from flexgen_h2o.kernels.int8 import Int8Rows, pack_int8_rows
 from flexgen_h2o.kernels.int8_blocked import blank_int8_rows, block_int8_rows, requantise_rows
-from flexgen_h2o.kernels.linear import RowParts, linear
+from flexgen_h2o.kernels.linear import DenseRows, RowParts, linear
 from flexgen_h2o.kernels.packed import pack_rows, unpack_rows
 from flexgen_h2o.kernels.prefill_attention import causal_attention, causal_attention_lse
 from flexgen_h2o.kernels.slots import ScoreState, attend, attend_scored
@@ -230,7 +230,9 @@ class Products:
             if held == "int8":
                 self._held[key] = self._in_int8(whole[0])
             else:
-                self._held[key] = [block_rows(matrix) if held == "blocked" else (matrix,) for matrix in whole]
+                self._held[key] = [
+                    block_rows(matrix) if held == "blocked" else (DenseRows(matrix),) for matrix in whole
+                ]
         return self._held[key]
 
     def _in_int8(self, matrix: torch.Tensor) -> list[RowParts]:
@@ -310,7 +312,7 @@ def _packed(bench: Bench, dtype: torch.dtype) -> torch.Tensor:
     """Rows in 4 bits of weight_bytes of `dtype`, more than caches hold: one over and over."""
     width = bench.sizes.block[1]
     rows = bench.sizes.weight_bytes // (width * dtype.itemsize)
-    packed = bench.empty(torch.uint8, rows, packed_row_bytes(width, PACKED_BITS))
+    packed = bench.empty(torch.uint8, rows, SlotPacking(width, PACKED_BITS).slot_bytes)
     packed.copy_(pack_rows(bench.normal(dtype, 1, width).cpu(), PACKED_BITS))
     return packed
 
@@ -324,7 +326,7 @@ def _dequantise(bench: Bench, dtype: torch.dtype, packed: torch.Tensor) -> Call:
 def _requantise(bench: Bench, packed: torch.Tensor) -> Call:
     """Into int8 rows, as the engine unpacks them for products in int8."""
     width = bench.sizes.block[1]
-    parts = blank_int8_rows(bench.empty(torch.uint8, len(packed), INT8.row_bytes(width)))
+    parts = blank_int8_rows(bench.empty(torch.uint8, len(packed), int8_row_bytes(width)))
     return lambda: requantise_rows(packed, 0, parts, width)
 
 

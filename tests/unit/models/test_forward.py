@@ -13,7 +13,7 @@ from flexgen_h2o.core.config import ModelSpec, TensorSpec
 from flexgen_h2o.core.units import TOKEN_CHUNK
 from flexgen_h2o.engine.memory_plan import BlockShape, workspace_sizes
 from flexgen_h2o.kernels.elementwise import Rotation
-from flexgen_h2o.kernels.linear import RowParts
+from flexgen_h2o.kernels.linear import DenseRows, RowParts
 from flexgen_h2o.kernels.prefill_attention import causal_attention
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import family_of, spec_from_config
@@ -35,13 +35,14 @@ Split = Callable[[torch.Tensor], RowParts]
 
 
 def whole(t: torch.Tensor) -> RowParts:
-    return (t,)
+    return (DenseRows(t),)
 
 
 def in_three(t: torch.Tensor) -> RowParts:
     """Uneven parts for a matrix; a vector is never split."""
     n = len(t)
-    return (t,) if t.dim() == 1 else tuple(t.split([n // 3, 1, n - n // 3 - 1]))
+    sizes = [n] if t.dim() == 1 else [n // 3, 1, n - n // 3 - 1]
+    return tuple(map(DenseRows, t.split(sizes)))
 
 
 def logits_of(spec: ModelSpec, tensors: dict[str, torch.Tensor], ids: torch.Tensor, split: Split) -> torch.Tensor:

@@ -8,13 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_h2o.core.config import Policy
-from flexgen_h2o.core.packing import Packing, SlotPacking, WeightForm
+from flexgen_h2o.checkpoint.formats.groupwise import Groupwise
+from flexgen_h2o.core.config import Policy, TensorSpec
+from flexgen_h2o.core.packing import SlotPacking
 from flexgen_h2o.core.units import WRITE_BACK_STEPS, round_up
 from flexgen_h2o.engine.memory_plan import OVERLAPPED, memory_plan
 from flexgen_h2o.engine.workload import Batch, WorkloadShape, shape_of
 from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.planner.work import CostContext, Work, kv_load_moves, kv_store_moves, layer_work, weight_moves
+from flexgen_h2o.tiers.placement import Part
 from tests.unit.planner.made_up import BLOCKS, SPEC, evicting, make_spec, policies
 
 COLUMN = SPEC.kv_bytes_per_token(4) // BLOCKS
@@ -169,9 +171,9 @@ def test_packed_weights_move_their_codes_and_groups(bits: int) -> None:
     assert sum(m.nbytes for m in weight_moves(packed, unit)) == want
     products = layer_work(packed, SPEC.layers(True).layers[1], unit, Batch.even(4, 10), 1).products
     assert sorted((p.inner, p.outer) for p in products) == sorted((columns, rows) for rows, columns in matrices)
-    wide = WeightForm(2, Packing(bits))
-    assert wide.row_bytes((3, 6400)) == 6400 * (bits + 0.5) / 8
-    assert wide.row_bytes((3,)) == 2
+    wide, row = Groupwise(2, bits), Part("host", 0, 1)
+    assert wide.layout(TensorSpec("", "", (3, 6400))).part_bytes(row) == 6400 * (bits + 0.5) / 8
+    assert wide.layout(TensorSpec("", "", (3,))).part_bytes(row) == 2
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -12,7 +12,7 @@ import torch
 
 from flexgen_h2o import LLM, MemoryBudget, Policy
 from flexgen_h2o.core.errors import DoesNotFitError, UsageError
-from flexgen_h2o.core.packing import INT8
+from flexgen_h2o.core.packing import int8_row_bytes
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import MIB
 from flexgen_h2o.engine.report import Peak
@@ -141,7 +141,7 @@ def test_products_in_int8_are_right_and_of_other_rows_each_time(bench: Bench, mo
         want, found = in_order().clone(), in_int8().clone()
     assert torch.allclose(found, want, atol=0.6)  # sums of 128 products, some 11 large
     monkeypatch.setattr(matmul, "linear", lambda x, weight, bias, out: seen.append(weight[0]))
-    count = TINY.weight_bytes // 2 // (64 * INT8.row_bytes(128))
+    count = TINY.weight_bytes // 2 // (64 * int8_row_bytes(128))
     for _ in range(2 * count):
         in_int8()
     assert all(isinstance(rows, Int8Rows) and len(rows) == 64 for rows in seen)
