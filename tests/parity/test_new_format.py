@@ -52,8 +52,8 @@ def quantised(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 
 @pytest.mark.usefixtures("known_format")
-@pytest.mark.parametrize("configuration", ["2x2", "3x1, joined", "device, 2x2", "device, 2x3, sequential"])
-@pytest.mark.parametrize("placement", ["all on device", "all on disk", "everything split 30/30", "weights on host"])
+@pytest.mark.parametrize("configuration", ["3x1, joined", "device, 2x2"])
+@pytest.mark.parametrize("placement", ["all on device", "all on disk", "everything split 30/30"])
 def test_tokens_are_those_of_transformers(
     quantised: Reference, placement: str, configuration: str, offload_dir: Path
 ) -> None:

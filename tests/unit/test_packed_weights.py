@@ -18,8 +18,7 @@ from flexgen_h2o.kernels.packed import pack_rows, unpack_rows_reference
 from flexgen_h2o.tiers.device import Device, HostDevice
 from flexgen_h2o.tiers.stream import NOTHING, Done
 from tests.unit.weight_room import (
-    DEVICES,
-    PLACES,
+    PAIRS,
     int8_workspace,
     opened,
     spec_of,
@@ -46,8 +45,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[bool, int], A
 
 
 @pytest.mark.parametrize(("dtype", "bits", "tied"), [(torch.float32, 4, True), (torch.bfloat16, 8, False)])
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("place", "device"), PAIRS)
 def test_packed_layers_are_unpacked_into_the_planned_memory(
     packed: dict[tuple[bool, int], Any], place: tuple[int, int], device: type[Device], dtype: torch.dtype, bits: int,
     tied: bool,
@@ -71,8 +69,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Any]:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("place", "device"), PAIRS)
 def test_4_bits_become_int8_rows_in_the_planned_memory(
     wide: dict[bool, Any], tmp_path: Path, place: tuple[int, int], device: type[Device], tied: bool
 ) -> None:

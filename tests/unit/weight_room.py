@@ -31,8 +31,12 @@ CONFIG: dict[str, Any] = {
     "enable_bias": True, "layer_norm_elementwise_affine": True, "do_layer_norm_before": True,
 }  # fmt: skip
 SAFETENSORS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-PLACES = [(100, 0), (0, 100), (0, 0), (20, 80), (20, 30), (0, 50), (99, 0)]
 DEVICES: list[type[Device]] = [HostDevice, StandInDevice]
+# Percent of the weights on device and host, and where the device is: what is on the host is streamed to one of its own.
+PAIRS: list[tuple[tuple[int, int], type[Device]]] = [
+    ((100, 0), HostDevice), ((0, 100), StandInDevice), ((0, 0), HostDevice), ((0, 0), StandInDevice),
+    ((20, 80), StandInDevice), ((20, 30), HostDevice), ((20, 30), StandInDevice), ((0, 50), HostDevice),
+]  # fmt: skip
 
 
 def spec_of(tied: bool) -> ModelSpec:
