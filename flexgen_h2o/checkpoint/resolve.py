@@ -1,8 +1,6 @@
-"""Holds a model's spec against a checkpoint: every tensor there, of the right shape, in a dtype we compute in.
+"""Finds a model's folder (packaged, local, under --path, on the hub) and checks a checkpoint against the model's spec.
 
-Knows names only as strings: which tensors a model has is the spec's business, where bytes lie the index's.
-
-Finds the folder that a model's name stands for: packaged, local, under --path, or from the hub. Opens no weights.
+Reads no weights.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
-"""Where a checkpoint's tensors lie on disk, as plain data. Knows no file format and reads no file.
+"""Safetensors checkpoints: finds every tensor by byte range, refuses damaged files, and builds headers and indexes.
 
-The safetensors layout: dtype names, file names, building headers and indexes. Opens no checkpoint, knows no model.
-
-A file is an 8-byte little-endian header length, that many bytes of JSON, then the tensors' bytes without gaps.
-
-Finds every tensor of a safetensors checkpoint by byte range and refuses damaged files before the run.
-
-Reads headers and the index only, never a tensor; knows no model.
+A file is an 8-byte little-endian header length, that many bytes of JSON, then the tensors' bytes without gaps. Only
+headers and the index are read, never a tensor.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
-"""The compiled loops of `rms_norm` and `gated`: one pass where torch operations make several, each into new memory.
+"""The compiled loops over rows: `rms_norm` and gates, rotary embeddings (`Rotation`), and `unpack_rows`.
 
-The compiled loops of `Rotation`: keys in slots, each turned by its rank; heads of tokens, turned where they are.
-
-The compiled loop of `unpack_rows`: codes of a packed row into bf16 or fp32.
-
-Two neighbours at a time: in bf16 they make one 4-byte word, so a vector of words is stored as it comes.
+Packed values are unpacked two at a time: in bf16 they make one 4-byte word, so a vector of words is stored as it is.
 """
 
 from __future__ import annotations
