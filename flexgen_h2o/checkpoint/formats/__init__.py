@@ -191,7 +191,8 @@ def check_quantization(quantization: Mapping[str, Any] | None) -> None:
 
 
 def _recognised(policy: Policy, quantization: Mapping[str, Any] | None, itemsize: int) -> WeightFormat:
-    for module in FORMATS.values():
+    is_known_type = quantization is None or isinstance(quantization, Mapping)
+    for module in FORMATS.values() if is_known_type else ():
         found: WeightFormat | None = importlib.import_module(module).recognise(policy, quantization, itemsize)
         if found is not None:
             return found
@@ -209,24 +210,24 @@ def layouts_of(form: WeightFormat, tensors: tuple[TensorSpec, ...]) -> tuple[Ten
 
 
 def warm_up(form: WeightFormat, device: torch.device, dtype: torch.dtype) -> None:
-    """Compile what decoding and products need, by decoding and multiplying zeros."""
+    """Compile what decoding and products need, by decoding and multiplying zeros: rows that can be blocked, and one that
+    cannot."""
     import torch
 
     from flexgen_h2o.core.units import BLOCK_ROWS
     from flexgen_h2o.kernels.linear import linear
     from flexgen_h2o.kernels.workspace import Workspace
 
-    layout = form.layout(TensorSpec("", "", (2 * BLOCK_ROWS, BLOCK_ROWS)))
-    part = Part("device", 0, layout.shape[0])
     sizes = dict.fromkeys(("int8 inputs", "int8 input scales", "int8 weight scales", "int8 sums"), 2**15)
     workspace = Workspace(torch.zeros(2**17, dtype=torch.uint8, device=device), sizes, dtype)
-    pieces = [torch.zeros(stored.part_bytes(part), dtype=torch.uint8, device=device) for stored in layout.stored]
-    x, out = (torch.zeros(1, n, dtype=dtype, device=device) for n in reversed(layout.shape))
-    if not form.decodes:
-        for blocks in (False, True):
-            linear(x, form.row_parts(layout, pieces, workspace, blocks), None, out)
-        return
-    memory = torch.zeros(part.rows * layout.decoded_row_bytes, dtype=torch.uint8, device=device)
-    weight = form.decoded_parts(layout, memory, workspace)
-    form.decode(layout, part, pieces, weight)
-    linear(x, weight, None, out)
+    for rows in (BLOCK_ROWS, 1):
+        layout, part = form.layout(TensorSpec("", "", (rows, BLOCK_ROWS))), Part("device", 0, rows)
+        pieces = [torch.zeros(stored.part_bytes(part), dtype=torch.uint8, device=device) for stored in layout.stored]
+        if layout.decoded_row_bytes:
+            memory = torch.zeros(rows * layout.decoded_row_bytes, dtype=torch.uint8, device=device)
+            weight = form.decoded_parts(layout, memory, workspace)
+            form.decode(layout, part, pieces, weight)
+        else:
+            weight = form.row_parts(layout, pieces, workspace, blocks=True)
+        x, out = (torch.zeros(1, n, dtype=dtype, device=device) for n in (BLOCK_ROWS, rows))
+        linear(x, weight, None, out)
