@@ -210,7 +210,7 @@ def layouts_of(form: WeightFormat, tensors: tuple[TensorSpec, ...]) -> tuple[Ten
 
 
 def warm_up(form: WeightFormat, device: torch.device, dtype: torch.dtype) -> None:
-    """Compile what decoding and products need, by decoding and multiplying zeros: rows that can be blocked, and one that
+    """Compile what decoding and products need: decode and multiply zeros, in rows that can be blocked and in one that
     cannot."""
     import torch
 
