@@ -245,9 +245,9 @@ def memory_plan(
 ) -> MemoryPlan:
     """All buffers of a run. `itemsize`: bytes of the compute dtype, which weights and KV are held in."""
     workspace = workspace_sizes(spec, shape, itemsize)
-    if policy.int8_compute:
-        workspace |= int8_sizes(spec, max(shape.tokens, shape.rows))
     form = weight_format(spec, policy, itemsize)
+    if form.in_int8:
+        workspace |= int8_sizes(spec, max(shape.tokens, shape.rows))
     buffers = [
         *_weight_buffers(spec, policy, form, device_is_host, depth.weights),
         *_cache_buffers(spec, policy, shape, itemsize, device_is_host, depth.cache),
