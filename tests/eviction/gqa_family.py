@@ -67,7 +67,7 @@ def embed(
 
 
 def attention(spec: ModelSpec, w: Weights, x: torch.Tensor, attend: Attend, ws: Workspace) -> None:
-    inputs = _normed(x, w["norm_1"][0])
+    inputs = _normed(x, vector(w["norm_1"]))
     columns = []
     for name, heads in (("q", spec.num_heads), ("k", spec.num_kv_heads), ("v", spec.num_kv_heads)):
         out = ws.get(name, len(x), heads * spec.head_dim)

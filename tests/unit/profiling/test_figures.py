@@ -150,7 +150,7 @@ def test_products_in_int8_are_right_and_of_other_rows_each_time(bench: Bench, mo
 
 def test_products_take_another_matrix_each_time(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    monkeypatch.setattr(matmul, "linear", lambda x, weight, bias, out: seen.append(weight[0].data_ptr()))
+    monkeypatch.setattr(matmul, "linear", lambda x, weight, bias, out: seen.append(weight[0].rows.data_ptr()))
     call = matmul.Products(bench, torch.float32).call(4, 64, 64)
     for _ in range(2 * TINY.weight_bytes // (64 * 64 * 4)):
         call()
