@@ -21,14 +21,14 @@ from typing import Any
 
 import torch
 
+from flexgen_h2o.checkpoint.formats import layouts_of, weight_format
 from flexgen_h2o.cli_common import run_cli
 from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, ModelSpec, Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import check_writable, usable_path, write_whole
-from flexgen_h2o.core.packing import weight_form
 from flexgen_h2o.core.schedule import Step, zigzag
 from flexgen_h2o.engine.generation import Callbacks
-from flexgen_h2o.engine.memory_plan import part_bytes, tier_shares, weight_parts
+from flexgen_h2o.engine.memory_plan import tier_shares, weight_parts
 from flexgen_h2o.engine.prompts import Prompt, benchmark_prompts
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.llm import LLM
@@ -299,12 +299,12 @@ def run_sweeps(llm: LLM, rows: int, prompt_len: int, sweeps: int) -> list[Mark]:
 
 def disk_weight_bytes(spec: ModelSpec, policy: Policy, dtype: str, device_is_host: bool) -> int:
     """Bytes of weights whose home is the disk: what each decode sweep has to read, page rounding aside."""
-    shares, form = tier_shares(policy.weight_shares, device_is_host), weight_form(policy, DTYPE_BYTES[dtype])
+    shares, form = tier_shares(policy.weight_shares, device_is_host), weight_format(spec, policy, DTYPE_BYTES[dtype])
     return sum(
-        part_bytes(tensor, part, form)
+        layout.part_bytes(part)
         for unit in spec.layers(policy.sep_layer).units
-        for tensor in unit.tensors
-        for part in weight_parts(tensor, shares)
+        for layout in layouts_of(form, unit.tensors)
+        for part in weight_parts(layout.shape, shares)
         if part.tier == TIERS[2]
     )
 

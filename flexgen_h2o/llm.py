@@ -7,18 +7,18 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import overload
 
 import torch
 
-from flexgen_h2o.checkpoint import Checkpoint
+from flexgen_h2o.checkpoint import Checkpoint, formats
+from flexgen_h2o.checkpoint.formats import PackedFormat, weight_format
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import DTYPE_BYTES, MemoryBudget, Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, usable_path
-from flexgen_h2o.core.packing import Packing, weight_form
 from flexgen_h2o.core.schedule import Step
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import check_int
@@ -372,13 +372,12 @@ class LLM:
 
     def _open_engine(self, policy: Policy, plan: MemoryPlan, budgets: dict[str, int | None]) -> Engine:
         dtype, part = getattr(torch, self.dtype), self._planner.part
-        form, scored = weight_form(policy, dtype.itemsize), bool(self.eviction.needs.record)
-        packing = form.packing
+        form, scored = weight_format(part.spec, policy, dtype.itemsize), bool(self.eviction.needs.record)
         warm_up(
-            self._device.torch_device, dtype, scored, packing_of(part.spec, policy), packing, is_rolling(self.eviction),
-            part.spec.rotary is not None, form.to_int8,
+            self._device.torch_device, dtype, scored, packing_of(part.spec, policy), is_rolling(self.eviction),
+            part.spec.rotary is not None, partial(formats.warm_up, form),
         )  # fmt: skip
-        checkpoint = self._find_checkpoint(packing) if packing else self._checkpoint
+        checkpoint = self._find_checkpoint(form.packed) if form.packed else self._checkpoint
         if not self.model.random:  # what is packed now must be what was opened at first
             self._checkpoint.check_unchanged()
         site = Site(self._device, budgets, self.offload_dir)
@@ -398,10 +397,10 @@ class LLM:
         """Of the weights and the tokenizer that this LLM has opened (source.content_digests)."""
         return content_digests(self.model, None if self.model.random else self._checkpoint)
 
-    def _find_checkpoint(self, packing: Packing | None) -> Checkpoint:
+    def _find_checkpoint(self, form: PackedFormat | None) -> Checkpoint:
         """Random and packed weights are written at first use: after the memory plan, since they may be many GB."""
         dtype, shown = self.dtype if self.model.random else "", Progress.on_terminal()
-        return find_checkpoint(self.model, dtype, self.offload_dir, RANDOM_WEIGHTS_SEED, shown, packing)
+        return find_checkpoint(self.model, dtype, self.offload_dir, RANDOM_WEIGHTS_SEED, shown, form)
 
 
 def _check_together(policy: Policy | AutoPolicy, eviction: Eviction) -> None:

@@ -10,11 +10,13 @@ from types import TracebackType
 import torch
 
 from bench.common import storage_read_bytes
+from flexgen_h2o.checkpoint.formats import weight_format
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.engine.memory_plan import tier_shares
 from flexgen_h2o.engine.resources import LANE_THREADS
 from flexgen_h2o.engine.weights import WeightStore
+from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.llm import RANDOM_WEIGHTS_SEED
 from flexgen_h2o.models.load import Model, find_checkpoint
 from flexgen_h2o.tiers.device import HostDevice, host_buffer
@@ -34,7 +36,9 @@ class Reader:
         layers = model.spec.layers(policy.sep_layer)
         shares = tier_shares(policy.weight_shares, device_is_host=True)
         mover = Mover(HostDevice(), self._lanes)
-        self._store = WeightStore(layers, checkpoint, shares, getattr(torch, dtype), mover)
+        workspace = Workspace(torch.empty(0, dtype=torch.uint8), {}, getattr(torch, dtype))
+        form = weight_format(model.spec, policy, workspace.dtype.itemsize)
+        self._store = WeightStore(layers, checkpoint, shares, form, mover, workspace)
         self._units = [unit for unit in range(len(layers.units)) if self._store.nbytes(unit)]
         self._ring = Ring(host_buffer(ring_bytes))
 

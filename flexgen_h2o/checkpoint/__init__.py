@@ -11,7 +11,6 @@ from pathlib import Path
 from flexgen_h2o.checkpoint.atomic_folder import states_of
 from flexgen_h2o.checkpoint.bin_import import BIN_INDEX_NAME, BIN_NAME, has_bin, import_bin
 from flexgen_h2o.checkpoint.packed_store import pack_checkpoint, pack_random
-from flexgen_h2o.checkpoint.random_weights import write_random_checkpoint
 from flexgen_h2o.checkpoint.resolve import ModelSource, match, resolve
 from flexgen_h2o.checkpoint.safetensors import (
     INDEX_NAME,
@@ -23,6 +22,7 @@ from flexgen_h2o.checkpoint.safetensors import (
     read_weight_map,
     shard_path,
 )
+from flexgen_h2o.checkpoint.writing import write_random_checkpoint
 from flexgen_h2o.core.config import ModelSpec
 from flexgen_h2o.core.errors import UsageError
 

@@ -1,9 +1,7 @@
-"""The state of files: a short name for it, so that what was made from them is made anew when they change, and a check
-that they have not changed since they were opened.
+"""Fingerprints of files, a check that files have not changed, and folders that are complete or absent.
 
-Folders that are there complete or not at all, made by one process at a time. Knows nothing of what is in them.
-
-Each has the package's mark. What has none is somebody else's and stays, whatever its name.
+One process at a time builds a folder. Each folder has the package's mark; one without it belongs to somebody else and
+is never removed, whatever its name.
 """
 
 from __future__ import annotations
@@ -35,9 +33,9 @@ States = Mapping[Path, FileState | None]  # None: the file is not there
 def fingerprint(paths: Sequence[Path], *more: object) -> str:
     """16 hex digits of names and states; `more`: other facts that count, as JSON takes them.
 
-    No byte is read. A copy of a file, and one that was written to, have another inode or ctime, which no program can
-    set back, as it can the mtime. A file that is moved with its folder stays the same; one that is restored or whose
-    mode is changed counts as another: what was made is then made again, and never taken for what it is not.
+    No byte is read. A copy of a file and one that was written to have another inode or ctime, which no program can set
+    back (it can the mtime). A file that is moved with its folder stays the same. One that is restored, or whose mode
+    changes, counts as another: then its products are made again.
     """
     facts = [(path.name, *_state(path.stat())) for path in paths]
     return hashlib.sha256(json.dumps([*facts, *more]).encode()).hexdigest()[:16]
@@ -46,7 +44,8 @@ def fingerprint(paths: Sequence[Path], *more: object) -> str:
 def sample_digest(paths: Sequence[Path]) -> str:
     """16 hex digits of names, sizes and contents, the same for a copy: small files whole, of others SAMPLES pieces.
 
-    Training changes nearly every weight, and merged adapters whole matrices: some piece shows it. Raises OSError.
+    Training changes nearly every weight and merged adapters change whole matrices, so some piece differs.
+    Raises OSError.
     """
     digest = hashlib.sha256()
     for path in paths:
@@ -114,7 +113,7 @@ def building(folder: Path, nbytes: int = 0, kind: str = "files", model: str = ""
     if _is_complete(folder):
         yield None
         return
-    temp = _beside(folder, _TEMP_SUFFIX)
+    temp = _sibling(folder, _TEMP_SUFFIX)
     interrupts.check()
     with _exclusively(folder):
         if _is_complete(folder):
@@ -177,7 +176,7 @@ def remove_built(folder: Path, files: Collection[str]) -> bool:
         try:
             if not {MARK, *files}.issuperset(os.listdir(folder)):
                 return False
-            temp = _beside(folder, _TEMP_SUFFIX)
+            temp = _sibling(folder, _TEMP_SUFFIX)
             os.rename(folder, temp)
             return _remove_marked(temp)
         finally:
@@ -207,14 +206,14 @@ def _in_the_way(temp: Path) -> UsageError:
     return UsageError(f"--offload-dir {temp.parent}: {temp.name} is in the way and not of this version; remove it")
 
 
-def _beside(folder: Path, suffix: str) -> Path:
+def _sibling(folder: Path, suffix: str) -> Path:
     return folder.with_name(f".{folder.name}{suffix}")
 
 
 def _lock_of(folder: Path) -> Path:
     """Of a folder that is complete or being built."""
     name = folder.name.removeprefix(".").removesuffix(_TEMP_SUFFIX) if is_unfinished(folder) else folder.name
-    return _beside(folder.with_name(name), _LOCK_SUFFIX)
+    return _sibling(folder.with_name(name), _LOCK_SUFFIX)
 
 
 @contextmanager
@@ -224,9 +223,9 @@ def _exclusively(folder: Path) -> Iterator[None]:
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             _remove_stale(folder.parent)
-            stack.enter_context(_locked(_beside(folder, _LOCK_SUFFIX), wait=True))
+            stack.enter_context(_locked(_sibling(folder, _LOCK_SUFFIX), wait=True))
             # Under the lock nobody else can be filling it.
-            _remove_marked(_beside(folder, _TEMP_SUFFIX))
+            _remove_marked(_sibling(folder, _TEMP_SUFFIX))
         except OSError as error:
             if error.errno in _FULL:
                 raise _no_space(folder, 0) from error

@@ -7,13 +7,14 @@ A safetensors folder with the tensors of a spec under their names: matrices as p
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from flexgen_h2o.checkpoint.atomic_folder import building, fingerprint, label
-from flexgen_h2o.checkpoint.random_weights import RandomValues, record_of
+from flexgen_h2o.checkpoint.formats import PackedFormat, checkpoint_format
 from flexgen_h2o.checkpoint.safetensors import (
     AGAIN,
     FROM_ENGINE,
@@ -23,33 +24,37 @@ from flexgen_h2o.checkpoint.safetensors import (
     StoredTensor,
     read_index,
 )
-from flexgen_h2o.checkpoint.writing import plan_shards, tensors_of, write_shards
-from flexgen_h2o.core.config import DTYPE_BYTES, ModelSpec, TensorSpec
+from flexgen_h2o.checkpoint.writing import RandomValues, plan_shards, record_of, tensors_of, write_shards
+from flexgen_h2o.core.config import ModelSpec, TensorSpec
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import read_json, write_new
-from flexgen_h2o.core.packing import GROUP, Packing
+from flexgen_h2o.core.packing import GROUP, WORD
 from flexgen_h2o.core.units import PACK_CHUNK
-from flexgen_h2o.tiers.device import host_buffer
-from flexgen_h2o.tiers.disk import DirectFile, aligned_range
+from flexgen_h2o.tiers.placement import Part
 
 if TYPE_CHECKING:
     import torch
+
+    from flexgen_h2o.tiers.disk import DirectFile
 
 
 RECORD_NAME = "packed_weights.json"
 
 
-@dataclass(frozen=True)
-class _Values:
-    """Where the weights come from. name: for errors; dtype: of a tensor; rows: [first, end) of it, on the host."""
+class _Weights(Protocol):
+    """Where weights come from."""
 
-    name: Callable[[TensorSpec], str]
-    dtype: Callable[[TensorSpec], str]
-    rows: Callable[[TensorSpec, int, int], torch.Tensor]
+    def describe(self, tensor: TensorSpec) -> str:
+        """For errors."""
+
+    def dtype_of(self, tensor: TensorSpec) -> str: ...
+
+    def rows(self, tensor: TensorSpec, first: int, end: int) -> torch.Tensor:
+        """Rows [first, end), in a float dtype, on the host; the next call may overwrite them."""
 
 
 def pack_checkpoint(
-    spec: ModelSpec, source: Checkpoint, cache_dir: Path, packing: Packing, progress: bool = False
+    spec: ModelSpec, source: Checkpoint, cache_dir: Path, form: PackedFormat, progress: bool = False
 ) -> Checkpoint:
     """The tensors of `source` with matrices packed, under `cache_dir`/packed/; made at the first call.
 
@@ -57,60 +62,50 @@ def pack_checkpoint(
     names the tensor (not finite) or the store (damaged); DoesNotFitError: the disk is full. Nothing is left then.
     """
     paths = sorted({stored.path for stored in source.tensors.values()})
-    mark = fingerprint(paths, packing.format, packing.bits, [(t.name, t.shape) for t in tensors_of(spec)])
-    folder = cache_dir / "packed" / f"{label(source.folder.resolve().name)}-{packing.label}-{mark}"
-    stored = source.tensors
-    reader = _Reader()
-    try:
-        values = _Values(
-            lambda t: f"{stored[t.name].path}: tensor {t.name!r}", lambda t: stored[t.name].dtype,
-            lambda t, first, end: reader.rows(stored[t.name], first, end),
-        )  # fmt: skip
-        packed = _pack(spec, values, folder, packing, progress)
-    finally:
-        reader.close()
+    mark = fingerprint(paths, form.record, [(t.name, t.shape) for t in tensors_of(spec)])
+    folder = cache_dir / "packed" / f"{label(source.folder.resolve().name)}-{form.name}-{mark}"
+    with closing(_Reader(spec, source)) as reader:
+        packed = _pack(spec, reader, folder, form, progress)
     return replace(packed, sources={**source.sources, **source.files})
 
 
 def pack_random(
-    spec: ModelSpec, config_json: dict[str, object], folder: Path, dtype: str, seed: int, packing: Packing,
+    spec: ModelSpec, config_json: dict[str, object], folder: Path, dtype: str, seed: int, form: PackedFormat,
     progress: bool = False,
 ) -> Checkpoint:  # fmt: skip
-    """The random weights of `random_weights.write_random_checkpoint`, packed in `folder`; those are not written first.
+    """The random weights of `writing.write_random_checkpoint`, packed in `folder`; those are not written first.
 
     Raises as `pack_checkpoint`.
     """
-    mark = fingerprint([], packing.format, packing.bits, record_of(spec, config_json, dtype, seed))
-    random = RandomValues(dtype, seed)
-    values = _Values(lambda t: f"random weights: tensor {t.name!r}", lambda t: dtype, random.rows)
-    return _pack(spec, values, folder.with_name(f"{folder.name}-{packing.label}-{mark}"), packing, progress)
+    mark = fingerprint([], form.record, record_of(spec, config_json, dtype, seed))
+    folder = folder.with_name(f"{folder.name}-{form.name}-{mark}")
+    return _pack(spec, RandomValues(dtype, seed), folder, form, progress)
 
 
-def _pack(spec: ModelSpec, values: _Values, folder: Path, packing: Packing, progress: bool) -> Checkpoint:
-    tensors = sorted(tensors_of(spec), key=lambda t: not _is_packed(t))
-    shards = plan_shards(tensors, lambda t: _entry(t, values.dtype(t), packing), {"packed": packing.label})
+def _pack(spec: ModelSpec, weights: _Weights, folder: Path, form: PackedFormat, progress: bool) -> Checkpoint:
+    tensors = sorted(tensors_of(spec), key=lambda t: len(t.shape) != 2)
+    shards = plan_shards(tensors, lambda t: _entry(t, weights, form), {"packed": form.name})
     nbytes = sum(shard.nbytes for shard in shards)
-    with building(folder, nbytes, f"{packing.label} weights", spec.name) as temp:
+    with building(folder, nbytes, f"{form.name} weights", spec.name) as temp:
         if temp is not None:
-            _compile(packing)
-            record = {**_record(packing), "model": spec.name}
-            write_new(temp / RECORD_NAME, json.dumps(record, indent=2) + "\n")
-            title = f"{packing.label} weights {spec.name}"
-            write_shards(temp, shards, lambda t: _pieces(t, values, packing), title, progress)
-    return _open(spec, values, folder, packing)
+            _compile(form)
+            write_new(temp / RECORD_NAME, json.dumps({**form.record, "model": spec.name}, indent=2) + "\n")
+            title = f"{form.name} weights {spec.name}"
+            write_shards(temp, shards, lambda t: _pieces(t, weights, form), title, progress)
+    return _open(spec, weights, folder, form)
 
 
-def _open(spec: ModelSpec, values: _Values, folder: Path, packing: Packing) -> Checkpoint:
+def _open(spec: ModelSpec, weights: _Weights, folder: Path, form: PackedFormat) -> Checkpoint:
     """A store that is complete, checked against its record and the spec: somebody may have changed it since."""
     try:
-        _check_record(folder, packing)
+        _check_record(folder, form)
         found = read_index(folder)
     except UsageError as error:
         reason = str(error).removesuffix(f"; {AGAIN}")
         raise UsageError(f"{folder}: packed weights are damaged ({reason}); remove this folder") from error
     tensors: dict[str, StoredTensor] = {}
     for tensor in tensors_of(spec):
-        stored, wanted = found.get(tensor.name), _entry(tensor, values.dtype(tensor), packing)
+        stored, wanted = found.get(tensor.name), _entry(tensor, weights, form)
         if stored is None or (stored.shape, stored.dtype) != (wanted.shape, TO_ENGINE[wanted.dtype]):
             raise UsageError(
                 f"{folder}: packed weights lack tensor {tensor.name!r}, {wanted.dtype} of shape {wanted.shape};"
@@ -120,84 +115,86 @@ def _open(spec: ModelSpec, values: _Values, folder: Path, packing: Packing) -> C
     return Checkpoint(folder, tensors)
 
 
-def _record(packing: Packing) -> dict[str, object]:
-    """What the bytes mean."""
-    return {"format": packing.format, "bits": packing.bits, "group": None if packing.by_row else GROUP}
-
-
-def _check_record(folder: Path, packing: Packing) -> None:
+def _check_record(folder: Path, form: PackedFormat) -> None:
     path = folder / RECORD_NAME
     try:
         found = read_json(path)
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: not a readable JSON file ({error})") from error
-    if not isinstance(found, dict) or not _record(packing).items() <= found.items():
+    if not isinstance(found, dict) or not form.record.items() <= found.items():
         raise UsageError(f"{path}: describes other weights")
 
 
-def _is_packed(tensor: TensorSpec) -> bool:
-    return len(tensor.shape) == 2
+def _entry(tensor: TensorSpec, weights: _Weights, form: PackedFormat) -> Entry:
+    (stored,) = form.layout(tensor).stored
+    return Entry(tensor.name, FROM_ENGINE[weights.dtype_of(tensor) if stored.is_values else "uint8"], stored.shape)
 
 
-def _entry(tensor: TensorSpec, dtype: str, packing: Packing) -> Entry:
-    if not _is_packed(tensor):
-        return Entry(tensor.name, FROM_ENGINE[dtype], tensor.shape)
-    return Entry(tensor.name, FROM_ENGINE["uint8"], (tensor.shape[0], packing.row_bytes(tensor.shape[1])))
-
-
-def _compile(packing: Packing) -> None:
+def _compile(form: PackedFormat) -> None:
     import torch
 
     from flexgen_h2o.kernels.warm_up import compile_subprocess
 
-    compile_subprocess(_packed, torch.zeros(1, GROUP), packing)
+    compile_subprocess(form.encode, torch.zeros(1, GROUP))
 
 
-def _packed(rows: torch.Tensor, packing: Packing) -> torch.Tensor:
-    from flexgen_h2o.kernels.int8 import pack_int8_rows
-    from flexgen_h2o.kernels.packed import pack_rows
-
-    return pack_int8_rows(rows) if packing.by_row else pack_rows(rows, packing.bits)
-
-
-def _pieces(tensor: TensorSpec, values: _Values, packing: Packing) -> Iterator[memoryview]:
+def _pieces(tensor: TensorSpec, weights: _Weights, form: PackedFormat) -> Iterator[memoryview]:
     """The bytes of one tensor, some rows at a time."""
     import torch
 
     step = max(1, PACK_CHUNK // (tensor.numel // tensor.shape[0]))
     for first in range(0, tensor.shape[0], step):
-        rows = values.rows(tensor, first, min(first + step, tensor.shape[0]))
-        if _is_packed(tensor):
+        rows = weights.rows(tensor, first, min(first + step, tensor.shape[0]))
+        if len(tensor.shape) == 2:
             try:
-                rows = _packed(rows, packing)
+                rows = form.encode(rows)
             except ValueError as error:
-                flag = "--int8-compute" if packing.by_row else "--compress-weight"
-                raise UsageError(f"{values.name(tensor)} {error}; leave {flag} out") from error
+                raise UsageError(f"{weights.describe(tensor)} {error}; leave {form.flag} out") from error
         yield rows.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 class _Reader:
-    """Rows of stored tensors, past the page cache, in one buffer: what was read before is overwritten."""
+    """The weights of a checkpoint, read past the page cache into one buffer: what was read before is overwritten."""
 
-    def __init__(self) -> None:
+    def __init__(self, spec: ModelSpec, source: Checkpoint) -> None:
+        self._tensors, self._form = source.tensors, checkpoint_format(spec)
         self._buffer: torch.Tensor | None = None
         self._files: dict[Path, DirectFile] = {}
 
-    def rows(self, stored: StoredTensor, first: int, end: int) -> torch.Tensor:
+    def describe(self, tensor: TensorSpec) -> str:
+        return f"{self._stored(tensor).path}: tensor {tensor.name!r}"
+
+    def dtype_of(self, tensor: TensorSpec) -> str:
+        return self._stored(tensor).dtype
+
+    def _stored(self, tensor: TensorSpec) -> StoredTensor:
+        return self._tensors[self._form.layout(tensor).stored[0].name]
+
+    def rows(self, tensor: TensorSpec, first: int, end: int) -> torch.Tensor:
         import torch
 
-        row = stored.nbytes // stored.shape[0]
-        begin, nbytes = stored.offset + first * row, (end - first) * row
-        start, length = aligned_range(begin, nbytes)
+        layout, part = self._form.layout(tensor), Part("host", first, end)
+        sources = [self._tensors[stored.name].rows(*stored.part_rows(part)) for stored in layout.stored]
+        if not layout.decoded_row_bytes:
+            (source,) = sources
+            return self._read(source).view(getattr(torch, source.dtype)).view(source.shape)
+        out = torch.empty(part.rows, tensor.shape[1])
+        self._form.decode_rows(layout, part, [self._read(source).clone() for source in sources], out)
+        return out
+
+    def _read(self, source: StoredTensor) -> torch.Tensor:
+        from flexgen_h2o.tiers.device import host_buffer
+        from flexgen_h2o.tiers.disk import DirectFile, aligned_range
+
+        start, length = aligned_range(source.offset, source.nbytes)
         if self._buffer is None or len(self._buffer) < length:
             self._buffer = host_buffer(length)
-        if stored.path not in self._files:
-            self._files[stored.path] = DirectFile(stored.path)
-        self._files[stored.path].read(self._buffer[:length], start, begin - start + nbytes)
-        found = self._buffer[begin - start : begin - start + nbytes]
-        if begin % DTYPE_BYTES[stored.dtype]:
-            found = found.clone()  # safetensors promises no alignment
-        return found.view(getattr(torch, stored.dtype)).view(-1, *stored.shape[1:])
+        if source.path not in self._files:
+            self._files[source.path] = DirectFile(source.path)
+        inside = source.offset - start
+        self._files[source.path].read(self._buffer[:length], start, inside + source.nbytes)
+        found = self._buffer[inside : inside + source.nbytes]
+        return found.clone() if inside % WORD else found  # safetensors promises no alignment
 
     def close(self) -> None:
         for file in self._files.values():

@@ -1,8 +1,6 @@
-"""Holds a model's spec against a checkpoint: every tensor there, of the right shape, in a dtype we compute in.
+"""Finds a model's folder (packaged, local, under --path, on the hub) and checks a checkpoint against the model's spec.
 
-Knows names only as strings: which tensors a model has is the spec's business, where bytes lie the index's.
-
-Finds the folder that a model's name stands for: packaged, local, under --path, or from the hub. Opens no weights.
+Reads no weights.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flexgen_h2o.checkpoint.bin_import import BIN_INDEX_NAME, BIN_NAME, has_bin
+from flexgen_h2o.checkpoint.formats import StoredRows, checkpoint_format, layouts_of
 from flexgen_h2o.checkpoint.safetensors import (
     INDEX_NAME,
     SINGLE_NAME,
@@ -22,7 +21,7 @@ from flexgen_h2o.checkpoint.safetensors import (
     has_safetensors,
     read_weight_map,
 )
-from flexgen_h2o.core.config import DTYPE_BYTES, ModelSpec, TensorSpec
+from flexgen_h2o.core.config import ModelSpec
 from flexgen_h2o.core.errors import DoesNotFitError, FlexgenError, UsageError
 from flexgen_h2o.core.files import usable_path
 
@@ -31,43 +30,40 @@ _PREFIX = "model."
 
 
 def match(spec: ModelSpec, stored: dict[str, StoredTensor], folder: Path) -> Checkpoint:
-    """The tensors of `spec`, keyed by `TensorSpec.name`; what the files hold besides is ignored.
+    """The stored tensors of `spec`, by their first names; what the files hold besides is ignored.
 
-    A name (or one of its aliases) is found as it is, or with a leading "model." added or removed. Raises UsageError
-    that names the tensor and the folder (missing) or the file (shape or dtype).
+    A name is found as it is, or with a leading "model." added or removed. Raises UsageError that names the tensor and
+    the folder (missing) or the file (shape or dtype).
     """
     tensors: dict[str, StoredTensor] = {}
+    form = checkpoint_format(spec)
     for unit in spec.layers(sep_layer=False).units:
-        for tensor in unit.tensors:
-            found = _find(tensor, stored)
+        for rows in (rows for layout in layouts_of(form, unit.tensors) for rows in layout.stored):
+            names = [name for own in rows.names for name in (own, _other_name(own))]
+            found = next((stored[name] for name in names if name in stored), None)
             if found is None:
                 raise UsageError(
-                    f"{folder}: tensor {tensor.name!r} is not in this checkpoint; give a folder whose weights belong"
+                    f"{folder}: tensor {rows.name!r} is not in this checkpoint; give a folder whose weights belong"
                     " to its config.json"
                 )
-            _check(tensor, found)
-            tensors[tensor.name] = found
+            _check(rows, found)
+            tensors[rows.name] = found
     return Checkpoint(folder, tensors)
-
-
-def _find(tensor: TensorSpec, stored: dict[str, StoredTensor]) -> StoredTensor | None:
-    names = (tensor.name, *tensor.aliases)
-    return next((stored[n] for name in names for n in (name, _other_name(name)) if n in stored), None)
 
 
 def _other_name(name: str) -> str:
     return name[len(_PREFIX) :] if name.startswith(_PREFIX) else _PREFIX + name
 
 
-def _check(tensor: TensorSpec, found: StoredTensor) -> None:
-    if found.shape != tensor.shape:
+def _check(wanted: StoredRows, found: StoredTensor) -> None:
+    if found.shape != wanted.shape:
         raise UsageError(
-            f"{found.path}: tensor {tensor.name!r} has shape {found.shape}, config.json asks for {tensor.shape};"
+            f"{found.path}: tensor {wanted.name!r} has shape {found.shape}, config.json asks for {wanted.shape};"
             " give a folder whose weights belong to its config.json"
         )
-    if found.dtype not in DTYPE_BYTES:
+    if found.dtype not in wanted.dtypes:
         raise UsageError(
-            f"{found.path}: tensor {tensor.name!r} is stored as {found.dtype}; only {', '.join(DTYPE_BYTES)} can be"
+            f"{found.path}: tensor {wanted.name!r} is stored as {found.dtype}; only {', '.join(wanted.dtypes)} can be"
             " streamed, give an unquantised checkpoint"
         )
 

@@ -1,12 +1,7 @@
-"""Where a checkpoint's tensors lie on disk, as plain data. Knows no file format and reads no file.
+"""Safetensors checkpoints: finds every tensor by byte range, refuses damaged files, and builds headers and indexes.
 
-The safetensors layout: dtype names, file names, building headers and indexes. Opens no checkpoint, knows no model.
-
-A file is an 8-byte little-endian header length, that many bytes of JSON, then the tensors' bytes without gaps.
-
-Finds every tensor of a safetensors checkpoint by byte range and refuses damaged files before the run.
-
-Reads headers and the index only, never a tensor; knows no model.
+A file is an 8-byte little-endian header length, that many bytes of JSON, then the tensors' bytes without gaps. Only
+headers and the index are read, never a tensor.
 """
 
 from __future__ import annotations
@@ -23,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from flexgen_h2o.checkpoint.atomic_folder import FileState, States, check_unchanged, file_state
+from flexgen_h2o.core.config import DTYPE_BYTES
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import open_regular, read_json, write_new
 from flexgen_h2o.core.units import round_up
@@ -32,8 +28,8 @@ from flexgen_h2o.core.units import round_up
 class StoredTensor:
     """One tensor's bytes: `nbytes` from `offset` (bytes from the start of the file), row-major, little-endian.
 
-    dtype: a key of `config.DTYPE_BYTES`, `uint8` (packed rows), or the safetensors name of a type that the engine does
-    not know (`I8`, ...). state: of the file, before anything of it was read.
+    dtype: a key of `config.DTYPE_BYTES`, `uint8`, or the safetensors name of a type that is not computed with (`I8`,
+    ...). state: of the file, before anything of it was read.
     """
 
     path: Path
@@ -43,10 +39,18 @@ class StoredTensor:
     shape: tuple[int, ...]
     state: FileState | None = field(default=None, compare=False)
 
+    def rows(self, first: int, end: int) -> StoredTensor:
+        """Its rows [first, end), along the first dimension."""
+        row = self.nbytes // self.shape[0]
+        return replace(
+            self, offset=self.offset + first * row, nbytes=(end - first) * row, shape=(end - first, *self.shape[1:])
+        )
+
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The stored tensors of one model, keyed by the `TensorSpec.name` of its spec.
+    """The stored tensors of one model, by their first names (formats.StoredRows.name): of most formats the
+    `TensorSpec.name` of its spec.
 
     sources: the files that these were made from (imported, packed), as they were before that.
     """
@@ -62,10 +66,11 @@ class Checkpoint:
 
     @property
     def dtype(self) -> str:
-        """The dtype that most bytes have (`float32`, `bfloat16`, `float16`)."""
+        """The float dtype that most bytes have (`float32`, `bfloat16`, `float16`)."""
         sizes: Counter[str] = Counter()
         for tensor in self.tensors.values():
-            sizes[tensor.dtype] += tensor.nbytes
+            if tensor.dtype in DTYPE_BYTES:
+                sizes[tensor.dtype] += tensor.nbytes
         return sizes.most_common(1)[0][0]
 
     @property

@@ -6,6 +6,7 @@ Values are checked where they enter: constructing one of these with a number out
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -113,6 +114,7 @@ class ModelSpec:
     block is one layer, whose tensors are all in `attention`.
     rotary: None where positions are in the hidden states already.
     options: what only the family reads (activation, norm placement, ...), as sorted pairs.
+    quantization: the checkpoint's `quantization_config` (checkpoint/formats).
     embedding, head: empty where this is a stage of a pipeline (`stage`) that another one feeds, that feeds another one.
     """
 
@@ -135,6 +137,7 @@ class ModelSpec:
     bos_token_id: int | None = None
     options: tuple[tuple[str, Any], ...] = ()
     rotary: Rotary | None = None
+    quantization: Mapping[str, Any] | None = None
     buffers: tuple[StepBuffer, ...] = ()
 
     def __hash__(self) -> int:

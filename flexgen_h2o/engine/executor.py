@@ -63,8 +63,7 @@ class Executor:
         engine, units = self._engine, tuple(layer.unit for layer in self._layers)
         sequence = streamed_keys(weight_sequence(self._max_sweeps, units), units, engine.weights)
         ahead = len(units) if engine.policy.overlap else 0
-        ring, unpacked, int8 = engine.ring("weight ring"), engine.unpacked_weights(), engine.int8_workspace()
-        return WeightStream(engine.weights, ring, sequence, ahead, unpacked, int8)
+        return WeightStream(engine.weights, engine.ring("weight ring"), sequence, ahead)
 
     def run_block(
         self, rows: Sequence[Sequence[Row]], stats: BlockStats, order: Iterator[Step] | None = None,

@@ -24,14 +24,14 @@ Opened = TypeVar("Opened")
 
 
 class BaseWeightStream(ABC, Generic[Opened]):
-    """The open weight unit, and the loads ahead of it. is_packed: units are unpacked once they are open."""
+    """The open weight unit, and the loads ahead of it. decodes: units are decoded once they are open."""
 
     def __init__(
-        self, source: Source[int], ring: Ring | None, sequence: Iterator[int], ahead: int, is_packed: bool
+        self, source: Source[int], ring: Ring | None, sequence: Iterator[int], ahead: int, decodes: bool
     ) -> None:
         self._stream: Stream[int] = Stream(ring, sequence, source, ahead)
         self._region: Region | None = None
-        self.is_packed = is_packed
+        self.decodes = decodes
         self.unit: int | None = None
         self.opened: Opened
 
@@ -40,8 +40,8 @@ class BaseWeightStream(ABC, Generic[Opened]):
         """What compute uses of a unit that is loaded: its streamed bytes are in the region."""
 
     @abstractmethod
-    def _unpack(self, unit: int) -> Opened:
-        """The same, unpacked."""
+    def _decode(self, unit: int, region: Region | None) -> tuple[Opened, bool]:
+        """The same, decoded; and whether compute still uses the region."""
 
     def prefetch(self) -> None:
         """Start every load that may start now."""
@@ -55,15 +55,16 @@ class BaseWeightStream(ABC, Generic[Opened]):
             self.unit, self.opened = unit, self._open(unit, self._region)
         return self.opened
 
-    def unpack(self, fence: Callable[[], Waitable]) -> Opened:
-        """Unpack the unit that was just opened; its region is free from then on.
+    def decode(self, fence: Callable[[], Waitable]) -> Opened:
+        """Decode the unit that was just opened; its region is free from then on, unless compute still uses it.
 
         fence: an event that is done when what was computed up to now is.
         """
-        if self.is_packed and self.unit is not None:
-            self.opened = self._unpack(self.unit)
-            self._stream.give_back(self._region, [fence()])
-            self._region = None
+        if self.decodes and self.unit is not None:
+            self.opened, uses_region = self._decode(self.unit, self._region)
+            if not uses_region:
+                self._stream.give_back(self._region, [fence()])
+                self._region = None
         return self.opened
 
     def drain(self) -> None:
@@ -185,9 +186,9 @@ class Walk:
         with runner.span("wait", "load_weight"):
             if is_fresh:
                 weights.open(unit, runner.fence())
-        if is_fresh and weights.is_packed:
+        if is_fresh and weights.decodes:
             with runner.span("compute", "unpack_weights"):
-                weights.unpack(runner.fence)
+                weights.decode(runner.fence)
         weights.prefetch()  # into the space of the unit that has just been closed
 
     def _give_back(self, stream: Stream[UnitKey], region: Region | None, stores: list[Waitable]) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from flexgen_h2o.core.config import TIERS, ModelSpec, Policy, TensorSpec, WeightUnit
+from flexgen_h2o.checkpoint.formats import TensorLayout, WeightFormat, layouts_of, weight_format
+from flexgen_h2o.core.config import TIERS, ModelSpec, Policy, WeightUnit
 from flexgen_h2o.core.errors import DoesNotFitError
-from flexgen_h2o.core.packing import SlotPacking, WeightForm, weight_form
+from flexgen_h2o.core.packing import SlotPacking
 from flexgen_h2o.core.units import (
     ALIGN,
     MASK_ROWS,
@@ -148,11 +148,11 @@ class MemoryPlan:
         )
 
 
-def weight_parts(tensor: TensorSpec, shares: Shares) -> tuple[Part, ...]:
+def weight_parts(shape: tuple[int, ...], shares: Shares) -> tuple[Part, ...]:
     """Homes of a tensor's rows: matrices are split by the shares, vectors stay with the device."""
-    if len(tensor.shape) < 2:
-        return split_rows(tensor.shape[0], (1.0, 0.0, 0.0))
-    return split_rows(tensor.shape[0], shares, ROW_BLOCK)
+    if len(shape) < 2:
+        return split_rows(shape[0], (1.0, 0.0, 0.0))
+    return split_rows(shape[0], shares, ROW_BLOCK)
 
 
 def tier_shares(shares: Shares, device_is_host: bool) -> Shares:
@@ -160,25 +160,15 @@ def tier_shares(shares: Shares, device_is_host: bool) -> Shares:
     return on_host_device(shares) if device_is_host else shares
 
 
-def part_bytes(tensor: TensorSpec, part: Part, form: WeightForm) -> int:
-    return part.rows * form.row_bytes(tensor.shape)
+def streamed_part_bytes(nbytes: int) -> int:
+    """Ring bytes of stored rows that are streamed: room for their page-aligned file range, wherever in a page it
+    begins."""
+    return round_up(nbytes + PAGE, PAGE)
 
 
-def streamed_part_bytes(tensor: TensorSpec, part: Part, form: WeightForm) -> int:
-    """Ring bytes of a streamed part: room for its page-aligned file range, wherever in a page it begins."""
-    return round_up(part_bytes(tensor, part, form) + PAGE, PAGE)
-
-
-def streamed_bytes(unit: WeightUnit, shares: Shares, form: WeightForm, device_is_host: bool) -> int:
+def streamed_bytes(unit: WeightUnit, shares: Shares, form: WeightFormat, device_is_host: bool) -> int:
     """Ring bytes that one load of the unit takes."""
-    return sum(
-        streamed_part_bytes(t, p, form) for t, p in _parts_of(unit, shares) if is_streamed(p.tier, device_is_host)
-    )
-
-
-def unpacked_bytes(tensor: TensorSpec, form: WeightForm) -> int:
-    """Room for a packed tensor's rows once they are unpacked."""
-    return round_up(tensor.shape[0] * form.unpacked_row_bytes(tensor.shape), ALIGN)
+    return _unit_bytes(layouts_of(form, unit.tensors), shares, device_is_host).ring
 
 
 def workspace_sizes(spec: ModelSpec, shape: BlockShape, itemsize: int) -> dict[str, int]:
@@ -242,10 +232,10 @@ def memory_plan(
     spec: ModelSpec, policy: Policy, shape: BlockShape, itemsize: int, device_is_host: bool, depth: Depth
 ) -> MemoryPlan:
     """All buffers of a run. `itemsize`: bytes of the compute dtype, which weights and KV are held in."""
-    tokens, form = max(shape.tokens, shape.rows), weight_form(policy, itemsize)
+    tokens, form = max(shape.tokens, shape.rows), weight_format(spec, policy, itemsize)
     product, blocking = blocked_bytes(spec, form, device_is_host, tokens, shape.rows)
     workspace = workspace_sizes(spec, shape, itemsize)
-    if policy.int8_compute:
+    if form.in_int8:
         workspace |= int8_sizes(spec, tokens)
     # A stage of a pipeline exchanges the hidden states of a micro-batch with one neighbour or two.
     neighbours, message = (not spec.embedding) + (not spec.head), round_up(tokens * spec.hidden_size * itemsize, PAGE)
@@ -282,18 +272,12 @@ def plan_within(
     return plan
 
 
-def _parts_of(unit: WeightUnit, shares: Shares) -> Iterator[tuple[TensorSpec, Part]]:
-    for tensor in unit.tensors:
-        for part in weight_parts(tensor, shares):
-            yield tensor, part
-
-
 def _weight_buffers(
-    spec: ModelSpec, policy: Policy, form: WeightForm, device_is_host: bool, depth: int
+    spec: ModelSpec, policy: Policy, form: WeightFormat, device_is_host: bool, depth: int
 ) -> list[Buffer]:
     shares = tier_shares(policy.weight_shares, device_is_host)
-    units, used = _unit_shapes(spec, policy.sep_layer)
-    sizes = [_unit_bytes(shapes, shares, form, device_is_host) for shapes in units]
+    units, used = _unit_layouts(spec, policy.sep_layer, form)
+    sizes = [_unit_bytes(layouts, shares, device_is_host) for layouts in units]
     # A unit that two layers share (tied head and next embedding) is loaded once.
     cycle = [sizes[unit].ring for unit, before in zip(used, [used[-1], *used], strict=False) if unit != before]
     cycle = cycle or [sizes[used[0]].ring]
@@ -317,23 +301,25 @@ class _UnitBytes(NamedTuple):
 
 # A search plans thousands of policies for one model, whose units are of four kinds or so.
 @lru_cache(maxsize=16)
-def _unit_shapes(spec: ModelSpec, sep_layer: bool) -> tuple[list[tuple[tuple[int, ...], ...]], list[int]]:
-    """The tensor shapes of each weight unit, and the unit of each layer."""
+def _unit_layouts(
+    spec: ModelSpec, sep_layer: bool, form: WeightFormat
+) -> tuple[list[tuple[TensorLayout, ...]], list[int]]:
+    """The tensors of each weight unit, and the unit of each layer."""
     plan = spec.layers(sep_layer)
-    return [tuple(t.shape for t in unit.tensors) for unit in plan.units], [layer.unit for layer in plan.layers]
+    return [layouts_of(form, unit.tensors) for unit in plan.units], [layer.unit for layer in plan.layers]
 
 
 @lru_cache(maxsize=4096)
-def _unit_bytes(
-    shapes: tuple[tuple[int, ...], ...], shares: Shares, form: WeightForm, device_is_host: bool
-) -> _UnitBytes:
-    unit = WeightUnit("", tuple(TensorSpec("", "", shape) for shape in shapes))
-    resident = dict.fromkeys(TIERS, 0)
-    for tensor, part in _parts_of(unit, shares):
-        resident[part.tier] += round_up(part_bytes(tensor, part, form), ALIGN)
-    ring = streamed_bytes(unit, shares, form, device_is_host)
-    unpacked = sum(unpacked_bytes(t, form) for t in unit.tensors if form.unpacks(t.shape))
-    return _UnitBytes(resident["device"], resident["host"], ring, unpacked)
+def _unit_bytes(layouts: tuple[TensorLayout, ...], shares: Shares, device_is_host: bool) -> _UnitBytes:
+    resident, ring = dict.fromkeys(TIERS, 0), 0
+    for layout in layouts:
+        for part in weight_parts(layout.shape, shares):
+            pieces = [stored.part_bytes(part) for stored in layout.stored]
+            resident[part.tier] += sum(round_up(nbytes, ALIGN) for nbytes in pieces)
+            if is_streamed(part.tier, device_is_host):
+                ring += sum(map(streamed_part_bytes, pieces))
+    decoded = sum(round_up(layout.shape[0] * layout.decoded_row_bytes, ALIGN) for layout in layouts)
+    return _UnitBytes(resident["device"], resident["host"], ring, decoded)
 
 
 def _cache_buffers(
@@ -407,7 +393,8 @@ def temporary_bytes(spec: ModelSpec, shape: BlockShape, itemsize: int, policy: P
     sampling = 50 * min(logits, max(SAMPLING_CHUNK, spec.vocab_size))
     chunk = min(TOKEN_CHUNK, max(shape.tokens, shape.rows))
     step = max(prefill, decode, sampling) + chunk * (3 * spec.hidden_size + spec.ffn_size) * itemsize
-    if policy.compress_weight or policy.int8_compute:
+    form = weight_format(spec, policy, itemsize)
+    if form.decodes or form.in_int8:
         largest = max(spec.vocab_size, spec.ffn_size, q_width) * spec.hidden_size
         step = max(step, UNPACK_BYTES * min(UNPACK_CHUNK, largest))
     return step

@@ -9,8 +9,9 @@ from __future__ import annotations
 from functools import lru_cache
 from itertools import chain
 
+from flexgen_h2o.checkpoint.formats import WeightFormat
 from flexgen_h2o.core.config import ModelSpec
-from flexgen_h2o.core.packing import INT8, INT8_ROW_BYTES, WeightForm
+from flexgen_h2o.core.packing import INT8_ROW_BYTES
 from flexgen_h2o.core.units import ALIGN, BLOCK_CHUNK, INT8_BLOCK_ROWS, INT8_TILE, TOKEN_CHUNK, round_up
 
 _SUM_BYTES = 4
@@ -36,19 +37,19 @@ def product_sizes(rows: int, inner: int, outer: int) -> dict[str, int]:
     return {name: round_up(nbytes, ALIGN) for name, nbytes in sizes.items()}
 
 
-def is_blocked(form: WeightForm, device_is_host: bool) -> bool:
+def is_blocked(form: WeightFormat, device_is_host: bool) -> bool:
     """May resident matrices in this form be blocked for products in bf16? On a CPU, dtypes of two bytes are bf16."""
-    return device_is_host and form.packing is None and form.itemsize == 2
+    return device_is_host and not form.decodes and not form.in_int8 and form.itemsize == 2
 
 
-def blocked_bytes(spec: ModelSpec, form: WeightForm, device_is_host: bool, tokens: int, rows: int) -> tuple[int, int]:
+def blocked_bytes(spec: ModelSpec, form: WeightFormat, device_is_host: bool, tokens: int, rows: int) -> tuple[int, int]:
     """Temporaries of the largest product with blocked matrices, and of blocking them; 0 where none is blocked.
 
     tokens: the most that a step sees; rows: of a micro-batch, which the head sees.
     """
     if is_blocked(form, device_is_host):
         return product_bytes(spec, tokens, rows, form.itemsize), blocking_bytes(spec, form.itemsize)
-    if device_is_host and (form.packing == INT8 or form.to_int8):  # resident rows, or those that 4 bits are unpacked to
+    if device_is_host and form.in_int8:  # resident rows, or those that are decoded
         return int8_product_bytes(spec, tokens, rows), int8_blocking_bytes(spec)
     return 0, 0
 

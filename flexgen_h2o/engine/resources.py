@@ -15,11 +15,11 @@ from typing import ClassVar
 
 import torch
 
+from flexgen_h2o.checkpoint.formats import weight_format
 from flexgen_h2o.checkpoint.safetensors import Checkpoint
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import TIERS, Policy
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.core.packing import weight_form
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import READ_THREADS, WRITE_THREADS
 from flexgen_h2o.engine.distributed import Part, Wire
@@ -67,11 +67,12 @@ class Engine:
         self.lanes = Lanes(LANE_THREADS, timeline)
         self.mover = Mover(device, self.lanes)
         shares = tier_shares(policy.weight_shares, device.is_host)
-        form = weight_form(policy, dtype.itemsize)
+        form = weight_format(spec, policy, dtype.itemsize)
         with contextlib.ExitStack() as stack:
             stack.callback(self.lanes.close)
             self._take_buffers(site.offload_dir, stack)
-            self.weights = WeightStore(self.layers, checkpoint, shares, dtype, self.mover, form)
+            decoded = self._buffers.get(("unpacked weights", device.tier))
+            self.weights = WeightStore(self.layers, checkpoint, shares, form, self.mover, self.workspace(), decoded)
             stack.callback(self.weights.close)
             # Left in reverse: the threads end before the files that they use are closed.
             stack.callback(self.lanes.close)
@@ -176,14 +177,6 @@ class Engine:
         """Room for one copy of so many KV columns, as the plan has it."""
         spec, memory = self.spec, self._buffers["common prefix", self.device.tier]
         return CommonPrefix(memory, self.dtype, columns, (spec.num_blocks, spec.num_kv_heads, spec.head_dim))
-
-    def unpacked_weights(self) -> torch.Tensor | None:
-        """Where packed weights are unpacked; None where they are not packed."""
-        return self._buffers.get(("unpacked weights", self.device.tier))
-
-    def int8_workspace(self) -> Workspace | None:
-        """Room for products in int8; None where they are in the compute dtype."""
-        return self.workspace() if self.policy.int8_compute else None
 
     def workspace(self) -> Workspace:
         sizes = dict(self.plan.workspace)

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from flexgen_h2o.core.units import BLOCK_CHUNK, BLOCK_ROWS, TOKEN_CHUNK
+from flexgen_h2o.kernels.linear import DenseRows, RowPart, RowParts
 
 
 def opaque_tensor(
@@ -55,7 +56,7 @@ _CHECK_TOLERANCE = 0.05  # of sums of 128 products of values around 1/8, in bf16
 
 
 @dataclass(frozen=True)
-class BlockedRows:
+class BlockedRows(RowPart):
     """Some rows of a matrix. opaque: what products take, of shape (rows, columns); its values are those of `memory`,
     in another order."""
 
@@ -65,47 +66,49 @@ class BlockedRows:
     def __len__(self) -> int:
         return len(self.memory)
 
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None, epilogue: str = "none") -> torch.Tensor:
+        """x W^T + bias, or with the epilogue "relu" relu of it, in memory of its own: (rows, n).
 
-def block_rows(rows: torch.Tensor) -> tuple[torch.Tensor | BlockedRows, ...]:
+        x: (rows, columns), rows at most TOKEN_CHUNK, bias: (n,). Rounded once; relu before rounding is relu after it.
+        """
+        found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.opaque, bias, epilogue, [], "")
+        return found
+
+    def multiply(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, adds: bool) -> None:
+        """Rounded as products with rows in order are (linear.DenseRows): once, and where it adds to what is there once
+        more for the bias. So the result does not depend on which rows of a matrix are blocked."""
+        add = torch.ops.mkldnn._linear_pointwise.binary
+        for start in range(0, len(inputs), TOKEN_CHUNK):
+            some, there = inputs[start : start + TOKEN_CHUNK], out[start : start + TOKEN_CHUNK]
+            if not adds:
+                there.copy_(self.product(some, bias))
+                continue
+            there.copy_(add(some, there.contiguous(), self.opaque, None, "add"))
+            if bias is not None:
+                there.add_(bias)
+
+    def multiply_relu(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+        """In a single pass; a copy into `out` would be another."""
+        if len(x) > TOKEN_CHUNK:
+            return super().multiply_relu(x, bias, out)
+        return self.product(x, bias, "relu")
+
+    def look_up(self, ids: torch.Tensor, out: torch.Tensor) -> None:
+        raise NotImplementedError("tables of embeddings are not blocked")
+
+
+def block_rows(rows: torch.Tensor) -> RowParts:
     """Block `rows` (n, columns) where they lie: row parts in order, whose memory is that of `rows`.
 
     A row part has at most BLOCK_CHUNK bytes. What cannot be blocked stays as it is: all rows where the dtype, the
     device, the number of columns or torch is not right, and those beyond the last multiple of BLOCK_ROWS.
     """
     if not _can_block(rows):
-        return (rows,)
+        return (DenseRows(rows),)
     step = max(BLOCK_ROWS, BLOCK_CHUNK // (rows.shape[1] * rows.itemsize) // BLOCK_ROWS * BLOCK_ROWS)
     end = len(rows) // BLOCK_ROWS * BLOCK_ROWS
     blocked = tuple(_block(rows[first : min(first + step, end)]) for first in range(0, end, step))
-    return blocked if end == len(rows) else (*blocked, rows[end:])
-
-
-def product(x: torch.Tensor, part: BlockedRows, bias: torch.Tensor | None, epilogue: str = "none") -> torch.Tensor:
-    """x W^T + bias, or with the epilogue "relu" relu of it, in memory of its own: (rows, n).
-
-    x: (rows, columns), rows at most TOKEN_CHUNK, bias: (n,). Rounded once; relu before rounding is relu after it.
-    """
-    found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, part.opaque, bias, epilogue, [], "")
-    return found
-
-
-def multiply(
-    x: torch.Tensor, part: BlockedRows, bias: torch.Tensor | None, out: torch.Tensor, adds: bool = False
-) -> None:
-    """out = x W^T + bias; adds: to what is there. x: (rows, columns), bias: (n,), out: (rows, n). Rows may be apart.
-
-    Rounded as linear.py's products with rows in order are: once, and where it adds to what is there once more for the
-    bias. So it is no matter to the result which rows of a matrix are blocked.
-    """
-    add = torch.ops.mkldnn._linear_pointwise.binary
-    for start in range(0, len(x), TOKEN_CHUNK):
-        some, there = x[start : start + TOKEN_CHUNK], out[start : start + TOKEN_CHUNK]
-        if not adds:
-            there.copy_(product(some, part, bias))
-            continue
-        there.copy_(add(some, there.contiguous(), part.opaque, None, "add"))
-        if bias is not None:
-            there.add_(bias)
+    return blocked if end == len(rows) else (*blocked, DenseRows(rows[end:]))
 
 
 def _can_block(rows: torch.Tensor) -> bool:
@@ -113,11 +116,11 @@ def _can_block(rows: torch.Tensor) -> bool:
     return right and rows.shape[1] % BLOCK_ROWS == 0 and len(rows) >= BLOCK_ROWS and _works()
 
 
-def _block(rows: torch.Tensor) -> torch.Tensor | BlockedRows:
+def _block(rows: torch.Tensor) -> RowPart:
     """`rows` in place, and a tensor around them; as they are where oneDNN would pad them."""
     moved = torch.ops.mkldnn._reorder_linear_weight(rows, _FOR_ROWS)
     if torch.ops.mkldnn._nbytes(moved) != rows.nbytes:
-        return rows
+        return DenseRows(rows)
     layout = torch.ops.mkldnn._get_mkldnn_serialized_md(moved)
     opaque = opaque_tensor(rows, (len(rows), rows.shape[1]), rows.dtype, layout)
     ctypes.memmove(rows.data_ptr(), torch.ops.mkldnn.data_ptr(moved), rows.nbytes)
@@ -136,13 +139,13 @@ def _works() -> bool:
     out = torch.zeros(5, 192, dtype=torch.bfloat16)
     try:
         part = _block(rows)
-        if isinstance(part, torch.Tensor) or torch.ops.mkldnn.data_ptr(part.opaque) != rows.data_ptr():
+        if not isinstance(part, BlockedRows) or torch.ops.mkldnn.data_ptr(part.opaque) != rows.data_ptr():
             return False
-        multiply(x.bfloat16(), part, bias.bfloat16(), out)
-        relu = product(x.bfloat16(), part, bias.bfloat16(), "relu")
+        part.multiply(x.bfloat16(), bias.bfloat16(), out, adds=False)
+        relu = part.product(x.bfloat16(), bias.bfloat16(), "relu")
         if not torch.equal(relu, torch.relu(out)):
             return False
-        multiply(x.bfloat16(), part, None, out, adds=True)
+        part.multiply(x.bfloat16(), None, out, adds=True)
     except (AttributeError, OSError, RuntimeError, TypeError, ValueError):  # gone, renamed, or not for this CPU
         return False
     return torch.allclose(out.float(), want, atol=_CHECK_TOLERANCE, rtol=0.0)

@@ -7,38 +7,21 @@ the device or the dtype, torch operations do the same, UNPACK_CHUNK elements at 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from flexgen_h2o.core.packing import INT8, INT8_ROW_BYTES
+from flexgen_h2o.core.packing import INT8_ROW_BYTES, int8_row_bytes
 from flexgen_h2o.core.units import INT8_TILE, TOKEN_CHUNK, UNPACK_CHUNK
 from flexgen_h2o.kernels.int8_blocked import ZERO, BlockedInt8, blocked_products, int8_products
+from flexgen_h2o.kernels.linear import RowPart
 from flexgen_h2o.kernels.workspace import Workspace, parallel_rows
 
 _COMPILED = (torch.float32, torch.bfloat16)
 _LEVELS = 127.0
 _NOTHING = 1e-30  # as in int8_loops
 _IN_CACHE = 8  # times faster than from memory do rows come that were written just before, or are read just after
-
-# Rows of a matrix, bias, result: what products of the same inputs are made with.
-Map = tuple[Sequence["Int8Rows"], torch.Tensor | None, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Int8Rows:
-    """Some rows of a matrix. packed: (n, row bytes) uint8 (packing.Packing.by_row), or blocked; columns: of a row.
-
-    workspace: where products find room ("int8 ..." of engine/product_sizes.py).
-    """
-
-    packed: torch.Tensor | BlockedInt8
-    columns: int
-    workspace: Workspace
-
-    def __len__(self) -> int:
-        return len(self.packed)
 
 
 @dataclass
@@ -62,6 +45,66 @@ class _Inputs:
         return self.codes
 
 
+@dataclass(frozen=True)
+class Int8Rows(RowPart):
+    """Some rows of a matrix. packed: (n, row bytes) uint8 (packing.int8_row_bytes), or blocked; columns: of a row.
+
+    workspace: where products find room ("int8 ..." of engine/workspace_sizes.py).
+    """
+
+    packed: torch.Tensor | BlockedInt8
+    columns: int
+    workspace: Workspace
+
+    def __len__(self) -> int:
+        return len(self.packed)
+
+    def inputs(self, x: torch.Tensor) -> Iterator[tuple[slice, _Inputs]]:
+        """Quantised in the workspace, TOKEN_CHUNK rows at a time."""
+        for start in range(0, len(x), TOKEN_CHUNK):
+            rows = slice(start, min(start + TOKEN_CHUNK, len(x)))
+            some = x[rows]
+            codes = self.workspace.get("int8 inputs", *some.shape, dtype=torch.uint8)
+            scales = self.workspace.get("int8 input scales", len(some), dtype=torch.float32)
+            quantise_rows(some, codes.view(torch.int8), scales)
+            yield rows, _Inputs(codes, scales, is_raised=False)
+
+    def multiply(self, inputs: _Inputs, bias: torch.Tensor | None, out: torch.Tensor, adds: bool) -> None:
+        if isinstance(self.packed, BlockedInt8):
+            _multiply_blocked(inputs, self.packed, bias, out, adds)
+            return
+        codes, ws = inputs.around_zero(), self.workspace
+        weight, scales = codes_of(self.packed, self.columns), scales_of(self.packed)
+        step = INT8_TILE // len(codes)
+        for first in range(0, len(self), step):
+            rows = slice(first, min(first + step, len(self)))
+            sums = ws.get("int8 sums", len(codes), rows.stop - first, dtype=torch.int32)
+            int8_products(codes, weight[rows], sums)
+            # In a row of their own: the sums' pass would jump from row to row of the matrix for each of its rows.
+            column_scales = ws.get("int8 weight scales", rows.stop - first, dtype=torch.float32)
+            column_scales.copy_(scales[rows])
+            rescale(sums, inputs.scales, column_scales, None if bias is None else bias[rows], out[:, rows], adds)
+
+    def look_up(self, ids: torch.Tensor, out: torch.Tensor) -> None:
+        for a, b in _slices(len(ids), self.columns):
+            if isinstance(self.packed, BlockedInt8):
+                codes, scales = self.packed.rows_at(ids[a:b]), self.packed.scales[ids[a:b]]
+            else:
+                found = self.packed.index_select(0, ids[a:b])
+                codes, scales = codes_of(found, self.columns), scales_of(found)
+            out[a:b] = codes.float().mul_(scales.unsqueeze(1))
+
+
+def _multiply_blocked(
+    inputs: _Inputs, weight: BlockedInt8, bias: torch.Tensor | None, out: torch.Tensor, adds: bool
+) -> None:
+    codes, step = inputs.around_128(), max(1, INT8_TILE // len(weight))
+    for first in range(0, len(codes), step):
+        rows = slice(first, first + step)
+        # No name for the sums: they are freed before the next are made, in the memory that they had.
+        rescale(blocked_products(codes[rows], weight), inputs.scales[rows], weight.scales, bias, out[rows], adds)
+
+
 def pack_int8_rows(rows: torch.Tensor) -> torch.Tensor:
     """rows: (n, columns), any float dtype, on the host. Returns (n, row bytes) uint8.
 
@@ -71,7 +114,7 @@ def pack_int8_rows(rows: torch.Tensor) -> torch.Tensor:
     if not bool(torch.isfinite(values).all()):
         raise ValueError("holds values that are not finite")
     n, columns = values.shape
-    packed = torch.zeros(n, INT8.row_bytes(columns), dtype=torch.uint8)
+    packed = torch.zeros(n, int8_row_bytes(columns), dtype=torch.uint8)
     codes = codes_of(packed, columns)
     quantise_rows(values, codes, scales_of(packed))
     packed[:, -INT8_ROW_BYTES:].view(torch.int32)[:, 1] = codes.sum(1, dtype=torch.int32)
@@ -86,74 +129,6 @@ def codes_of(packed: torch.Tensor, columns: int) -> torch.Tensor:
 def scales_of(packed: torch.Tensor) -> torch.Tensor:
     """(n,) float32 of packed rows; a view."""
     return packed[:, -INT8_ROW_BYTES:].view(torch.float32)[:, 0]
-
-
-def multiply_each(x: torch.Tensor, maps: Sequence[Map], adds: bool = False) -> None:
-    """out = x W^T + bias for each map; adds: to what is there. x: (rows, columns), bias: (sum n,), out: (rows, sum n).
-
-    Rows of x and out may be apart.
-    """
-    for start in range(0, len(x), TOKEN_CHUNK):
-        some = slice(start, min(start + TOKEN_CHUNK, len(x)))
-        inputs = _quantised(x[some], maps[0][0][0])
-        for parts, bias, out in maps:
-            first = 0
-            for part in parts:
-                end = first + len(part)
-                own = None if bias is None else bias[first:end]
-                product = _multiply_blocked if isinstance(part.packed, BlockedInt8) else _multiply_in_order
-                product(inputs, part, own, out[some, first:end], adds)
-                first = end
-
-
-def _quantised(x: torch.Tensor, part: Int8Rows) -> _Inputs:
-    """In the workspace, as the product with `part` takes them."""
-    codes = part.workspace.get("int8 inputs", *x.shape, dtype=torch.uint8)
-    scales = part.workspace.get("int8 input scales", len(x), dtype=torch.float32)
-    quantise_rows(x, codes.view(torch.int8), scales)
-    return _Inputs(codes, scales, is_raised=False)
-
-
-def _multiply_blocked(
-    inputs: _Inputs, part: Int8Rows, bias: torch.Tensor | None, out: torch.Tensor, adds: bool
-) -> None:
-    assert isinstance(part.packed, BlockedInt8)
-    codes, step = inputs.around_128(), max(1, INT8_TILE // len(part))
-    for first in range(0, len(codes), step):
-        rows = slice(first, first + step)
-        # No name for the sums: they are freed before the next are made, in the memory that they had.
-        rescale(
-            blocked_products(codes[rows], part.packed), inputs.scales[rows], part.packed.scales, bias, out[rows], adds
-        )
-
-
-def _multiply_in_order(
-    inputs: _Inputs, part: Int8Rows, bias: torch.Tensor | None, out: torch.Tensor, adds: bool
-) -> None:
-    assert isinstance(part.packed, torch.Tensor)
-    codes, ws = inputs.around_zero(), part.workspace
-    weight, scales = codes_of(part.packed, part.columns), scales_of(part.packed)
-    step = INT8_TILE // len(codes)
-    for first in range(0, len(part), step):
-        rows = slice(first, min(first + step, len(part)))
-        sums = ws.get("int8 sums", len(codes), rows.stop - first, dtype=torch.int32)
-        int8_products(codes, weight[rows], sums)
-        # In a row of their own: the sums' pass would jump from row to row of the matrix for each of its rows.
-        column_scales = ws.get("int8 weight scales", rows.stop - first, dtype=torch.float32)
-        column_scales.copy_(scales[rows])
-        some = None if bias is None else bias[rows]
-        rescale(sums, inputs.scales, column_scales, some, out[:, rows], adds)
-
-
-def look_up(ids: torch.Tensor, part: Int8Rows, out: torch.Tensor) -> None:
-    """Rows of the matrix by `ids` (int64, (n,)) into out (n, columns)."""
-    for a, b in _slices(len(ids), part.columns):
-        if isinstance(part.packed, BlockedInt8):
-            codes, scales = part.packed.rows_at(ids[a:b]), part.packed.scales[ids[a:b]]
-        else:
-            found = part.packed.index_select(0, ids[a:b])
-            codes, scales = codes_of(found, part.columns), scales_of(found)
-        out[a:b] = codes.float().mul_(scales.unsqueeze(1))
 
 
 def quantise_rows(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:

@@ -2,7 +2,7 @@
 
 Rows in int8 in oneDNN's blocked layout, in which a CPU multiplies them faster than in order.
 
-Some packed rows (packing.Packing.by_row) are blocked where they lie, in as many bytes: their values, 64 rows together
+Some packed rows (packing.int8_row_bytes) are blocked where they lie, in as many bytes: their values, 64 rows together
 and of each 4 columns in turn; the negative sums of these, which the product takes off for inputs around 128; the
 scales. Looked up, a row is gathered from its block.
 
@@ -25,7 +25,7 @@ from functools import lru_cache
 
 import torch
 
-from flexgen_h2o.core.packing import GROUP_BYTES, INT8, INT8_ROW_BYTES, num_groups, value_bytes
+from flexgen_h2o.core.packing import INT8_ROW_BYTES, WORD, SlotPacking, int8_row_bytes
 from flexgen_h2o.core.units import BLOCK_CHUNK, BLOCK_ROWS, INT8_BLOCK_ROWS, UNPACK_CHUNK
 from flexgen_h2o.kernels.blocked import opaque_tensor
 from flexgen_h2o.kernels.packed import unpack_rows_reference
@@ -244,7 +244,7 @@ def requantise_rows(
 def requantise_rows_reference(packed: torch.Tensor, out: torch.Tensor, columns: int) -> None:
     """`requantise_rows` in torch operations, UNPACK_CHUNK values at a time, with the same bits.
 
-    out: rows in order, (n, INT8.row_bytes(columns)) uint8.
+    out: rows in order, (n, int8_row_bytes(columns)) uint8.
     """
     step = max(1, UNPACK_CHUNK // columns)
     for start in range(0, len(packed), step):
@@ -261,9 +261,8 @@ def requantise_rows_reference(packed: torch.Tensor, out: torch.Tensor, columns: 
 
 def _largest(packed: torch.Tensor, columns: int) -> torch.Tensor:
     """(n,) float32: of each row the largest magnitude that its groups can hold."""
-    groups, at = num_groups(columns), value_bytes(columns, BITS)
-    ends = packed[:, at : at + GROUP_BYTES * groups].contiguous().view(torch.bfloat16).float()
-    scale, least = ends.view(len(packed), groups, 2).unbind(dim=2)
+    ends = packed[:, WORD * SlotPacking(columns, BITS).value_words :].contiguous().view(torch.bfloat16).float()
+    scale, least = ends.view(len(packed), -1, 2).unbind(dim=2)
     largest = torch.maximum(least.abs(), (least + _MOST * scale).abs()).amax(dim=1)
     return largest.masked_fill(largest < _NOTHING, 0)
 
@@ -271,9 +270,10 @@ def _largest(packed: torch.Tensor, columns: int) -> torch.Tensor:
 def _fill_in_order(packed: torch.Tensor, out: torch.Tensor, columns: int) -> None:
     from flexgen_h2o.kernels.compiled import int8 as requantise_loops
 
+    packing = SlotPacking(columns, BITS)
     job = requantise_loops.Job(
-        packed.data_ptr(), packed.stride(0), value_bytes(columns, BITS), columns, out.data_ptr(), out.stride(0),
-        len(out), 0,
+        packed.data_ptr(), packed.stride(0), WORD * packing.value_words, columns, out.data_ptr(), out.stride(0),
+        len(out), 0, packing.group,
     )  # fmt: skip
     parallel_rows(lambda a, b: requantise_loops.in_order(job, a, b), len(packed), packed.shape[1] + columns)
 
@@ -283,9 +283,10 @@ def _fill_blocked(packed: torch.Tensor, first: int, part: BlockedInt8, columns: 
     from flexgen_h2o.kernels.compiled.int8 import ROWS
 
     assert first % ROWS == 0 and len(packed) % ROWS == 0
+    packing = SlotPacking(columns, BITS)
     job = requantise_loops.Job(
-        packed.data_ptr(), packed.stride(0), value_bytes(columns, BITS), columns, part.memory.data_ptr(),
-        INT8.row_bytes(columns), len(part), first,
+        packed.data_ptr(), packed.stride(0), WORD * packing.value_words, columns, part.memory.data_ptr(),
+        int8_row_bytes(columns), len(part), first, packing.group,
     )  # fmt: skip
     strip_bytes = ROWS * (packed.shape[1] + columns)
     parallel_rows(lambda a, b: requantise_loops.blocked(job, a, b), len(packed) // ROWS, strip_bytes)

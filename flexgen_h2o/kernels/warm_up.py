@@ -18,15 +18,11 @@ from typing import Any
 
 import torch
 
-from flexgen_h2o.core.packing import INT8, Packing, SlotPacking
-from flexgen_h2o.core.units import BLOCK_ROWS
+from flexgen_h2o.core.packing import SlotPacking
 from flexgen_h2o.kernels.elementwise import Rotation, rms_norm, silu_gated
-from flexgen_h2o.kernels.int8 import Int8Rows, multiply_each, rescale
-from flexgen_h2o.kernels.int8_blocked import BITS, blank_int8_rows, requantise_rows
-from flexgen_h2o.kernels.packed import pack_columns, unpack_rows
+from flexgen_h2o.kernels.packed import pack_columns
 from flexgen_h2o.kernels.prefill_attention import causal_attention_lse, column_sums
 from flexgen_h2o.kernels.slots import ScoreState, attend_packed, attend_scored, get_last_slots, put_slots
-from flexgen_h2o.kernels.workspace import Workspace
 
 _LONGEST_S = 300.0
 # The process that compiles imports from where this one does, and from nowhere else.
@@ -89,26 +85,26 @@ def _call_in_a_process(function: Callable[..., object], arguments: tuple[object,
 
 
 _ROWS, _SLOTS, _WIDTH = 1, 4, 64
+Weights = Callable[[torch.device, torch.dtype], None]
 
 
 def warm_up(
     device: torch.device, dtype: torch.dtype, scored: bool, packing: SlotPacking | None = None,
-    weights: Packing | None = None, rolling: bool = False, rotary: bool = False, to_int8: bool = False,
+    rolling: bool = False, rotary: bool = False, weights: Weights | None = None,
 ) -> None:  # fmt: skip
     """Run decode attention once on zeros; where columns are `scored`, prompts' scores as well.
 
-    packing: of the KV slots, weights: of matrices, where these are packed; to_int8: these become int8 rows. rolling:
-    with keys that are turned as they are read. rotary: the model has rotary embeddings; with them come RMS norms and
-    gated MLPs.
+    packing: of the KV slots. rolling: with keys that are turned as they are read. rotary: the model has rotary
+    embeddings; with them come RMS norms and gated MLPs. weights: calls what a format of weights needs.
 
     A few seconds the first time on a machine, in a process of their own, then some tenths of one.
     """
-    compile_subprocess(_call_all, device, dtype, scored, packing, weights, rolling, rotary, to_int8)
+    compile_subprocess(_call_all, device, dtype, scored, packing, rolling, rotary, weights)
 
 
 def _call_all(
-    device: torch.device, dtype: torch.dtype, scored: bool, packing: SlotPacking | None, weights: Packing | None,
-    rolling: bool, rotary: bool, to_int8: bool,
+    device: torch.device, dtype: torch.dtype, scored: bool, packing: SlotPacking | None, rolling: bool, rotary: bool,
+    weights: Weights | None,
 ) -> None:  # fmt: skip
     columns = torch.zeros(1, _ROWS, _SLOTS, _WIDTH, dtype=dtype, device=device)
     q = columns[0, :, :1].contiguous()
@@ -138,31 +134,4 @@ def _call_all(
     if scored:
         column_sums(columns, columns, lse, 1.0)
     if weights is not None:
-        rows = torch.zeros(_ROWS, weights.row_bytes(_WIDTH), dtype=torch.uint8, device=device)
-        out = torch.empty(_ROWS, _WIDTH, dtype=dtype, device=device)
-        if weights.by_row:
-            _multiply(rows, out)
-        elif to_int8:
-            _requantise(device)
-            _multiply(torch.zeros(_ROWS, INT8.row_bytes(_WIDTH), dtype=torch.uint8, device=device), out)
-        else:
-            unpack_rows(rows, weights.bits, out)
-
-
-def _requantise(device: torch.device) -> None:
-    """Packed rows into int8 rows, blocked ones where there are such, and in order."""
-    packed, memory = (
-        torch.zeros(BLOCK_ROWS, packing.row_bytes(_WIDTH), dtype=torch.uint8, device=device)
-        for packing in (Packing(BITS), INT8)
-    )
-    for parts in (blank_int8_rows(memory), (memory,)):
-        requantise_rows(packed, 0, parts, _WIDTH)
-
-
-def _multiply(packed: torch.Tensor, x: torch.Tensor) -> None:
-    """A product in int8 with packed rows, and what follows one with blocked rows."""
-    sizes = dict.fromkeys(("int8 inputs", "int8 input scales", "int8 weight scales", "int8 sums"), _WIDTH)
-    room = torch.empty(sum(sizes.values()), dtype=torch.uint8, device=x.device)
-    out, scales = x[:, : len(packed)].clone(), torch.zeros(len(packed), device=x.device)
-    multiply_each(x, [([Int8Rows(packed, _WIDTH, Workspace(room, sizes, x.dtype))], None, out)])
-    rescale(out.float(), scales, scales, None, out, adds=False)
+        weights(device, dtype)

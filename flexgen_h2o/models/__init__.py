@@ -7,11 +7,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
 
+from flexgen_h2o.checkpoint.formats import check_quantization
 from flexgen_h2o.core.config import ModelSpec
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import read_object
@@ -74,17 +76,25 @@ def spec_from_config(name: str, config: Mapping[str, Any], where: str) -> ModelS
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UsageError(f"{where}: model_type {model_type!r} is not supported (known: {', '.join(sorted(FAMILIES))})")
     try:
-        spec = _load(model_type).read_spec(name, config)
+        check_quantization(config.get("quantization_config"))
+        spec = replace(_load(model_type).read_spec(name, config), quantization=config.get("quantization_config"))
         check_int("max_position_embeddings", spec.max_positions, low=1, high=MOST_POSITIONS)
         return spec
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from error
 
 
-def spec_from_folder(name: str, folder: Path) -> tuple[ModelSpec, dict[str, Any]]:
-    """Read `config.json` of a checkpoint folder, its defaults filled in by transformers."""
+def spec_from_folder(name: str, folder: Path, quantized: bool = True) -> tuple[ModelSpec, dict[str, Any]]:
+    """Read `config.json` of a checkpoint folder, its defaults filled in by transformers.
+
+    quantized: heed its `quantization_config`; random weights have none.
+    """
     path = folder / "config.json"
-    raw = {key: value for key, value in read_object(path, str(path)).items() if key not in _LABELS}
+    raw = {
+        key: value
+        for key, value in read_object(path, str(path)).items()
+        if key not in _LABELS and (quantized or key != "quantization_config")
+    }
     known = isinstance(raw.get("model_type"), str) and raw["model_type"] in FAMILIES
     config = _with_defaults(raw, str(path)) if known else raw
     return spec_from_config(name, config, str(path)), config

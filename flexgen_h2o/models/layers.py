@@ -1,11 +1,4 @@
-"""Runs of tokens short enough that a layer's wide activations stay small.
-
-Fields of a Hugging Face config that families share, checked as they are read.
-
-Rotary embeddings of a config: the frequencies that transformers computes for its rope type.
-
-Activations by the name that configs give them.
-"""
+"""What families share: chunks of tokens, checked fields of a config, rotary frequencies, activations by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model as it is found: its shape, its checkpoint folder and its tokenizer."""
+"""Finds a model: its shape, its checkpoint folder and its tokenizer."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from flexgen_h2o.checkpoint import (
     write_random_checkpoint,
 )
 from flexgen_h2o.checkpoint.atomic_folder import States, check_unchanged, label, sample_digest, states_of
+from flexgen_h2o.checkpoint.formats import PackedFormat
 from flexgen_h2o.checkpoint.resolve import DUMMY, PACKAGED, find_folder
 from flexgen_h2o.core.config import ModelSpec
 from flexgen_h2o.core.errors import TooLongError, UsageError
 from flexgen_h2o.core.files import MARK, lock_folder, open_regular, read_mark
-from flexgen_h2o.core.packing import Packing
 from flexgen_h2o.core.units import MIB
 from flexgen_h2o.models import built_in_names, built_in_spec, one_line, spec_from_folder
 
-_SOME_ANSWER = "\u241fanswer\u241f"  # stands for an answer in a conversation that is still to be had
+_ANSWER_MARK = "\u241fanswer\u241f"  # stands for an answer that is not known yet
 _LOCK_TRIES, _LOCK_WAIT_S = 5, 0.1
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "tokenizer_config.json")
-_LOUD = ("transformers", "huggingface_hub")  # libraries that log to stderr while they read files
-_listening = threading.RLock()
+_LOGGING_LIBRARIES = ("transformers", "huggingface_hub")  # libraries that log to stderr while they read files
+_logging_lock = threading.RLock()
 _compiling = threading.Lock()
-_BESIDE_TOKENIZERS = ("merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template.jinja")
-# What transformers reads besides.
+_TOKENIZER_EXTRAS = ("merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template.jinja")
+# What transformers also reads.
 _OTHER_TOKENIZER_FILES = (
     "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json", "chat_template.json", "processor_config.json"
 )  # fmt: skip
@@ -137,9 +137,9 @@ class Model:
         """
         messages: list[dict[str, str]] = []
         for text in users:
-            messages += [{"role": "user", "content": text}, {"role": "assistant", "content": _SOME_ANSWER}]
-        head, answer, turn = self._chat_text(messages[:-1]).rpartition(_SOME_ANSWER)
-        if bool(answer) != (len(users) > 1) or head.count(_SOME_ANSWER) != max(0, len(users) - 2):
+            messages += [{"role": "user", "content": text}, {"role": "assistant", "content": _ANSWER_MARK}]
+        head, answer, turn = self._chat_text(messages[:-1]).rpartition(_ANSWER_MARK)
+        if bool(answer) != (len(users) > 1) or head.count(_ANSWER_MARK) != max(0, len(users) - 2):
             raise ValueError("it leaves out answers that came before")
         self.check_fits(turn)
         return self.encode_more(turn)
@@ -178,9 +178,9 @@ def find_model(model: str, path: str | None, revision: str | None = None) -> Mod
     with _suggesting(model):
         source: ModelSource = resolve(model, path, revision)
     if source.folder is not None:
-        files = states_of(source.folder / name for name in ("config.json", *TOKENIZER_FILES, *_BESIDE_TOKENIZERS))
+        files = states_of(source.folder / name for name in ("config.json", *TOKENIZER_FILES, *_TOKENIZER_EXTRAS))
         with _quiet():
-            spec, config = spec_from_folder(source.name, source.folder)
+            spec, config = spec_from_folder(source.name, source.folder, quantized=not source.random)
             return Model(source.name, spec, config, source.folder, source.random, _load_tokenizer(source.folder), files)
     built_in = built_in_spec(source.name)
     if built_in is None:
@@ -218,32 +218,32 @@ def _suggesting(model: str) -> Iterator[None]:
 
 
 def find_checkpoint(
-    model: Model, dtype: str, offload_dir: Path, seed: int, progress: bool, packing: Packing | None = None
+    model: Model, dtype: str, offload_dir: Path, seed: int, progress: bool, form: PackedFormat | None = None
 ) -> Checkpoint:
     """The checkpoint on disk: in place, imported from .bin, or written with seeded random weights of `dtype`.
 
-    packing: with its matrices packed, once (checkpoint/packed_store.py); random weights are never written whole.
+    form: with its matrices in that format, made once; random weights are never written whole.
     """
     cache, spec = offload_dir / "weights", model.spec
     if not model.random:
         assert model.folder is not None
         found = _in_use(open_checkpoint(spec, model.folder, cache))
-        return _in_use(pack_checkpoint(spec, found, cache, packing, progress)) if packing else found
+        return _in_use(pack_checkpoint(spec, found, cache, form, progress)) if form else found
     name = f"{label(model.name.replace('/', '--'))}-{dtype}-seed{seed}-{shape_fingerprint(model.config)}"
-    if packing:
+    if form:
         folder = cache / "packed" / f"random-{name}"
-        return _in_use(pack_random(spec, model.config, folder, dtype, seed, packing, progress))
+        return _in_use(pack_random(spec, model.config, folder, dtype, seed, form, progress))
     folder = write_random_checkpoint(spec, model.config, cache / "random" / name, dtype, seed, progress)
     return _in_use(open_checkpoint(spec, folder, cache))
 
 
 def _in_use(checkpoint: Checkpoint) -> Checkpoint:
-    """Keep `flexgen-h2o cache` from removing it, if it is the package's own, as long as the object is there."""
+    """Keep `flexgen-h2o cache` from removing the package's own folders while the object is alive."""
     folder = checkpoint.folder
     if read_mark(folder) is not None:
         try:
             lock = lock_folder(folder, shared=True)
-            for _ in range(_LOCK_TRIES):  # somebody may only be looking whether it is in use
+            for _ in range(_LOCK_TRIES):  # another process may be checking whether it is in use
                 if lock is None:
                     time.sleep(_LOCK_WAIT_S)
                     lock = lock_folder(folder, shared=True)
@@ -265,7 +265,7 @@ def content_digests(model: Model, checkpoint: Checkpoint | None) -> dict[str, st
     """
     if model.folder is None:
         return {"weights": None, "tokenizer": None}
-    names = (*TOKENIZER_FILES, *_BESIDE_TOKENIZERS)
+    names = (*TOKENIZER_FILES, *_TOKENIZER_EXTRAS)
     found = {
         "weights": [] if model.random else weight_files(model.folder),
         "tokenizer": [path for name in names if (path := model.folder / name).is_file()],
@@ -288,7 +288,7 @@ def shape_fingerprint(config: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:8]
 
 
-class _Heard(logging.Handler):
+class _LogCollector(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.records: list[tuple[logging.Logger, logging.LogRecord]] = []
@@ -299,27 +299,25 @@ class _Heard(logging.Handler):
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """What libraries log and warn of while files are read: each message once, in a line, and only where it ends well.
-
-    An error of ours says what is wrong with the file, alone.
-    """
-    heard, said = _Heard(), set[str]()
-    with _listening, warnings.catch_warnings(record=True) as warned:
-        for name in _LOUD:
+    """Collect what libraries log and warn while files are read. If no error is raised, each message is shown once, in a
+    line; otherwise none is, because the error says what is wrong with the file."""
+    collector, shown = _LogCollector(), set[str]()
+    with _logging_lock, warnings.catch_warnings(record=True) as warned:
+        for name in _LOGGING_LIBRARIES:
             importlib.import_module(f"{name}.utils.logging").get_logger()  # which adds its handlers
-        loggers = [logging.getLogger(name) for name in _LOUD]
+        loggers = [logging.getLogger(name) for name in _LOGGING_LIBRARIES]
         before = [logger.handlers[:] for logger in loggers]
         for logger in loggers:
-            logger.handlers[:] = [heard]
+            logger.handlers[:] = [collector]
         try:
             yield
         finally:
             for logger, handlers in zip(loggers, before, strict=True):
                 logger.handlers[:] = handlers
-    for logger, record in heard.records:
+    for logger, record in collector.records:
         record.msg, record.args = " ".join(record.getMessage().split()), None
-        if record.msg not in said:
-            said.add(record.msg)
+        if record.msg not in shown:
+            shown.add(record.msg)
             for handler in logger.handlers:
                 handler.handle(record)
     for one in warned:
@@ -329,7 +327,7 @@ def _quiet() -> Iterator[None]:
 def _load_tokenizer(folder: Path) -> Any | None:
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         return None
-    for name in (*TOKENIZER_FILES, *_BESIDE_TOKENIZERS, *_OTHER_TOKENIZER_FILES):
+    for name in (*TOKENIZER_FILES, *_TOKENIZER_EXTRAS, *_OTHER_TOKENIZER_FILES):
         _check_tokenizer_file(folder / name)
     from transformers import AutoTokenizer
 
@@ -355,9 +353,9 @@ def _check_tokenizer_file(path: Path) -> None:
 
 
 def _bound_template(tokenizer: Any) -> None:
-    """Let the chat template end with a TooLongError where it writes or computes too much.
+    """Make the chat template raise TooLongError when it writes or computes too much.
 
-    transformers keeps compiled templates; where it does so otherwise than now, the text has no bound.
+    transformers caches compiled templates in a private function; in a version without it the text has no bound.
     """
     from flexgen_h2o.models.templates import BoundedEnvironment
 

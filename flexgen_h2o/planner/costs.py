@@ -100,10 +100,10 @@ class Costs:
 
     def dequantise_s(self, unit: int) -> float:
         """To unpack a weight unit for a block."""
-        if not self.at.policy.compress_weight:
+        if not self.at.form.decodes:
             return 0.0
         rates = self.profile.rates(self.dtype)
-        faster = rates.requantise_speedup if self.at.policy.int8_compute else 1.0
+        faster = rates.requantise_speedup if self.at.form.in_int8 else 1.0
         nbytes = _matrix_elements(self.layers.units[unit]) * self.at.itemsize
         return nbytes / (rates.device_dequantise_bytes_per_s * faster)
 
@@ -175,7 +175,7 @@ class Costs:
     def _chunk_seconds(self, product: Product, rows: int) -> float:
         rates = self.profile.rates(self.dtype)
         rate = rates.matmul_rate(rows, product.inner, product.outer)
-        if self.at.policy.int8_compute:
+        if self.at.form.in_int8:
             rate *= rates.int8_speedup.at(rows)
         elif product.blocked:
             rate *= rates.blocked_speedup.at(rows)

@@ -72,7 +72,7 @@ class _Clock:
     def fence(self) -> Waitable:
         return _Event(self, self.device)
 
-    def unpack(self, seconds: float) -> None:
+    def decode(self, seconds: float) -> None:
         start = max(self.now, self.device)
         self.device = start + seconds
         self.busy["device_compute"] += seconds
@@ -137,7 +137,7 @@ class _WeightStream(BaseWeightStream[None]):
         ahead = len(units) if at.policy.overlap else 0
         # Other sweeps, and the next block, follow: the engine loads ahead for them.
         sequence = weight_sequence(sweeps + 1, units)
-        super().__init__(self, sim.ring("weight ring"), sequence, ahead, at.policy.compress_weight)
+        super().__init__(self, sim.ring("weight ring"), sequence, ahead, at.form.decodes)
 
     def nbytes(self, key: int) -> int:
         return self._nbytes[key]
@@ -155,8 +155,9 @@ class _WeightStream(BaseWeightStream[None]):
     def _open(self, unit: int, region: Region | None) -> None:
         pass
 
-    def _unpack(self, unit: int) -> None:
-        self._sim.clock.unpack(self._sim.costs_now.dequantise_s(unit))
+    def _decode(self, unit: int, region: Region | None) -> tuple[None, bool]:
+        self._sim.clock.decode(self._sim.costs_now.dequantise_s(unit))
+        return None, False
 
 
 Costed = tuple[Sequence[TransferCost], Sequence[TransferCost]]  # loads and stores of a unit

@@ -11,14 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from flexgen_h2o.core.config import Layer, LayerKind, ModelSpec, Policy, TensorSpec, WeightUnit
-from flexgen_h2o.core.packing import WeightForm, weight_form
+from flexgen_h2o.checkpoint.formats import TensorLayout, WeightFormat, layouts_of, weight_format
+from flexgen_h2o.core.config import Layer, LayerKind, ModelSpec, Policy, WeightUnit
 from flexgen_h2o.core.units import BLOCK_ROWS, TRANSFER_CHUNK, WRITE_BACK_STEPS
 from flexgen_h2o.engine.memory_plan import (
     attends_on_host,
     hidden_is_streamed,
     kv_layout,
-    part_bytes,
     streamed_bytes,
     tier_shares,
     weight_parts,
@@ -106,9 +105,9 @@ class CostContext:
         return attends_on_host(self.policy, self.device_is_host)
 
     @property
-    def form(self) -> WeightForm:
+    def form(self) -> WeightFormat:
         """How weights are held."""
-        return weight_form(self.policy, self.itemsize)
+        return weight_format(self.spec, self.policy, self.itemsize)
 
     @property
     def weight_shares(self) -> Shares:
@@ -124,7 +123,7 @@ class CostContext:
 
 def weight_moves(at: CostContext, unit: WeightUnit) -> tuple[Transfer, ...]:
     """One load of a weight unit: what comes from disk and what from the host."""
-    return _weight_moves(tuple(t.shape for t in unit.tensors), at.weight_shares, at.form, at.device_is_host)
+    return _weight_moves(layouts_of(at.form, unit.tensors), at.weight_shares, at.device_is_host)
 
 
 def weight_ring_bytes(at: CostContext, unit: WeightUnit) -> int:
@@ -133,16 +132,13 @@ def weight_ring_bytes(at: CostContext, unit: WeightUnit) -> int:
 
 # Units of a model are of four kinds or so.
 @lru_cache(maxsize=4096)
-def _weight_moves(
-    shapes: tuple[tuple[int, ...], ...], shares: Shares, form: WeightForm, device_is_host: bool
-) -> tuple[Transfer, ...]:
+def _weight_moves(layouts: tuple[TensorLayout, ...], shares: Shares, device_is_host: bool) -> tuple[Transfer, ...]:
     nbytes, pieces = {"disk": 0.0, "host": 0.0}, {"disk": 0, "host": 0}
-    for shape in shapes:
-        tensor = TensorSpec("", "", shape)
-        for part in weight_parts(tensor, shares):
+    for layout in layouts:
+        for part in weight_parts(layout.shape, shares):
             if is_streamed(part.tier, device_is_host):
-                nbytes[part.tier] += part_bytes(tensor, part, form)
-                pieces[part.tier] += 1
+                nbytes[part.tier] += layout.part_bytes(part)
+                pieces[part.tier] += len(layout.stored)
     crosses = {"disk": not device_is_host, "host": False}
     return tuple(Transfer(lane, nbytes[t], pieces[t], crosses[t]) for t, lane in LOAD_LANES.items() if nbytes[t])
 
@@ -336,7 +332,7 @@ def _waiting_columns(gen_len: int) -> float:
 def _products(at: CostContext, unit: WeightUnit, rows: int, is_table: bool = False) -> tuple[Product, ...]:
     """Each part of a matrix is multiplied where it lies, so a split matrix takes several products; a packed one is
     whole once it is unpacked. Resident parts are blocked, but not those of a table, which is looked up in as well."""
-    shares = WHOLE if at.policy.compress_weight else at.weight_shares
+    shares = WHOLE if at.form.decodes else at.weight_shares
     shapes = tuple(t.shape for t in unit.tensors if len(t.shape) == 2)
     blocks = is_blocked(at.form, at.device_is_host) and not is_table
     return tuple(
@@ -348,4 +344,4 @@ def _products(at: CostContext, unit: WeightUnit, rows: int, is_table: bool = Fal
 @lru_cache(maxsize=4096)
 def _part_shapes(shapes: tuple[tuple[int, ...], ...], shares: Shares) -> tuple[tuple[int, Part], ...]:
     """Columns and rows of each part."""
-    return tuple((shape[1], part) for shape in shapes for part in weight_parts(TensorSpec("", "", shape), shares))
+    return tuple((shape[1], part) for shape in shapes for part in weight_parts(shape, shares))

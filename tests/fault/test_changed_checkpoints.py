@@ -104,8 +104,7 @@ def run(llm: LLM, known: Reference, refill: bool, at_step: Callable[[int], None]
     return done
 
 
-@pytest.mark.parametrize("refill", [True, False])
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("change", "refill"), zip(CHANGES, (True, False, True, False), strict=True))
 def test_a_run_that_streams_weights_ends(
     change: Callable[[Path], None],
     refill: bool,

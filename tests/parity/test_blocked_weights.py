@@ -12,6 +12,7 @@ from flexgen_h2o import LLM, Policy
 from flexgen_h2o.core.config import MemoryBudget
 from flexgen_h2o.kernels import blocked as blocked_rows
 from flexgen_h2o.kernels import int8_blocked
+from flexgen_h2o.kernels.linear import RowPart
 from tests.parity.cases import PLACEMENTS
 from tests.parity.reference import LogitsByRow
 
@@ -55,7 +56,7 @@ def test_blocked_or_not_is_no_difference(
     blocked: list[int] = []
     block = blocked_rows._block
 
-    def counted(rows: torch.Tensor) -> torch.Tensor | blocked_rows.BlockedRows:
+    def counted(rows: torch.Tensor) -> RowPart:
         blocked.append(len(rows))
         return block(rows)
 

@@ -37,8 +37,9 @@ def save_safetensors(
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("placement", STORED)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("dtype", "placement"), zip((torch.bfloat16, torch.float16, torch.bfloat16), STORED, strict=True)
+)
 def test_half_precision_checkpoint_in_fp32(
     dtype: torch.dtype, placement: str, reference: Callable[[str], Reference], tmp_path: Path
 ) -> None:
@@ -89,8 +90,13 @@ def at_odd_bytes(known: Reference, folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(odd.to_bytes(8, "little") + header + data[8 + length :])
 
 
-@pytest.mark.parametrize("placement", STORED)
-@pytest.mark.parametrize("store", [bin_file, sharded, sharded_bin, without_prefix, at_odd_bytes])
+@pytest.mark.parametrize(
+    ("store", "placement"),
+    [
+        (bin_file, STORED[1]), (sharded, STORED[0]), (sharded_bin, STORED[2]), (without_prefix, STORED[0]),
+        *((at_odd_bytes, placement) for placement in STORED),
+    ],
+)  # fmt: skip
 def test_stored_as(
     store: Callable[[Reference, Path], None], placement: str, reference: Callable[[str], Reference], tmp_path: Path
 ) -> None:

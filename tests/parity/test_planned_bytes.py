@@ -16,7 +16,7 @@ from flexgen_h2o import LLM
 from flexgen_h2o.core.schedule import weight_sequence, zigzag
 from flexgen_h2o.core.units import PAGE, SEGMENT_SLOTS, WRITE_BACK_STEPS, round_up
 from flexgen_h2o.engine.loop import ATTENTION_KINDS
-from flexgen_h2o.engine.memory_plan import part_bytes, tier_shares, weight_parts
+from flexgen_h2o.engine.memory_plan import tier_shares, weight_parts
 from flexgen_h2o.kvcache.eviction import H2O, Local
 from flexgen_h2o.planner.work import (
     CostContext,
@@ -58,7 +58,7 @@ def planned(llm: LLM, run: Run) -> Moved:
     for what, move in moves_of(at, run):
         nbytes = move.nbytes
         if what == "weights":
-            assert at.form.packing or nbytes % PAGE == 0
+            assert at.form.packed or nbytes % PAGE == 0
         elif move.lane in ("disk_read", "disk_write"):
             nbytes = move.pieces * round_up(round(nbytes / move.pieces), PAGE)
         found[what][move.lane] += nbytes
@@ -66,7 +66,7 @@ def planned(llm: LLM, run: Run) -> Moved:
             found[what]["h2d"] += move.nbytes
         elif move.crosses:  # a KV unit leaves the device in whole pages too
             found[what]["d2h"] += nbytes if what == "kv" else move.nbytes
-    if at.form.packing:
+    if at.form.packed:
         found["weights"]["disk_read"] += ends_of_pages(llm, at, run)
     return {kind: {lane: found[kind][lane] for lane in LANES} for kind in KINDS}
 
@@ -74,13 +74,13 @@ def planned(llm: LLM, run: Run) -> Moved:
 def ends_of_pages(llm: LLM, at: CostContext, run: Run) -> int:
     """Bytes that are read besides packed rows, because these begin and end within pages."""
     plan, shares = at.spec.layers(at.policy.sep_layer), tier_shares(at.policy.weight_shares, at.device_is_host)
-    stored, total = llm._find_checkpoint(at.form.packing).tensors, 0
+    stored, total = llm._find_checkpoint(at.form.packed).tensors, 0
     for unit in weight_sequence(run.new_tokens * len(run.blocks), tuple(layer.unit for layer in plan.layers)):
         for tensor in plan.units[unit].tensors:
-            for part in weight_parts(tensor, shares):
+            for part in weight_parts(tensor.shape, shares):
                 if part.tier == "disk":
-                    row, nbytes = at.form.row_bytes(tensor.shape), part_bytes(tensor, part, at.form)
-                    total += aligned_range(stored[tensor.name].offset + part.start * row, nbytes)[1] - nbytes
+                    nbytes = at.form.layout(tensor).part_bytes(part)
+                    total += aligned_range(stored[tensor.name].rows(part.start, part.end).offset, nbytes)[1] - nbytes
     return total
 
 

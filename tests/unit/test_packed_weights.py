@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from flexgen_h2o.checkpoint import match, pack_checkpoint, read_index
-from flexgen_h2o.core.packing import INT8, Packing
+from flexgen_h2o.checkpoint.formats.groupwise import Groupwise
+from flexgen_h2o.core.packing import int8_row_bytes
 from flexgen_h2o.kernels.int8 import Int8Rows
 from flexgen_h2o.kernels.int8_blocked import requantise_rows_reference
 from flexgen_h2o.kernels.linear import linear, lookup
@@ -17,12 +18,12 @@ from flexgen_h2o.kernels.packed import pack_rows, unpack_rows_reference
 from flexgen_h2o.tiers.device import Device, HostDevice
 from flexgen_h2o.tiers.stream import NOTHING, Done
 from tests.unit.weight_room import (
-    DEVICES,
-    PLACES,
+    PAIRS,
     int8_workspace,
     opened,
     spec_of,
     unpacked_layers,
+    values,
     wide_models,
     write_checkpoint,
 )
@@ -39,20 +40,19 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[bool, int], A
         tensors = write_checkpoint(folder, spec, torch.bfloat16, 1)
         checkpoint = match(spec, read_index(folder), folder)
         for bits in (4, 8):
-            found[tied, bits] = spec, pack_checkpoint(spec, checkpoint, folder, Packing(bits)), tensors
+            found[tied, bits] = spec, pack_checkpoint(spec, checkpoint, folder, Groupwise(2, bits)), tensors
     return found
 
 
 @pytest.mark.parametrize(("dtype", "bits", "tied"), [(torch.float32, 4, True), (torch.bfloat16, 8, False)])
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("place", "device"), PAIRS)
 def test_packed_layers_are_unpacked_into_the_planned_memory(
     packed: dict[tuple[bool, int], Any], place: tuple[int, int], device: type[Device], dtype: torch.dtype, bits: int,
     tied: bool,
 ) -> None:  # fmt: skip
     """Matrices whole, as their values were rounded; vectors as the file holds them. A region is free once unpacked."""
     spec, checkpoint, tensors = packed[tied, bits]
-    with opened(spec, checkpoint, place, device(), dtype, sep_layer=tied, packing=Packing(bits)) as room:
+    with opened(spec, checkpoint, place, device(), dtype, sep_layer=tied, form=Groupwise(dtype.itemsize, bits)) as room:
         stream = room.stream(2, ahead=len(room.layers.layers))
         for unit, w in unpacked_layers(room, stream):
             for t in unit.tensors:
@@ -60,7 +60,7 @@ def test_packed_layers_are_unpacked_into_the_planned_memory(
                 if want.dim() == 2:
                     assert len(w[t.role]) == 1
                     want = unpack_rows_reference(pack_rows(want, bits), bits, torch.empty(want.shape, dtype=dtype))
-                assert torch.equal(torch.cat(w[t.role]), want.to(dtype)), t.name
+                assert torch.equal(values(w[t.role]), want.to(dtype)), t.name
 
 
 @pytest.fixture(scope="module")
@@ -69,23 +69,22 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Any]:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("place", "device"), PAIRS)
 def test_4_bits_become_int8_rows_in_the_planned_memory(
     wide: dict[bool, Any], tmp_path: Path, place: tuple[int, int], device: type[Device], tied: bool
 ) -> None:
     """However a matrix is split: products and looked-up rows are those of its int8 rows in order, in every sweep."""
     spec, source, tensors = wide[tied]
-    checkpoint = pack_checkpoint(spec, source, tmp_path, Packing(4))
-    with opened(spec, checkpoint, place, device(), torch.bfloat16, packing=Packing(4), to_int8=True) as room:
+    checkpoint = pack_checkpoint(spec, source, tmp_path, Groupwise(2, 4))
+    with opened(spec, checkpoint, place, device(), torch.bfloat16, form=Groupwise(2, 4, to_int8=True)) as room:
         ws = int8_workspace()
-        stream = room.stream(2, ahead=len(room.layers.layers), int8=ws)
+        stream = room.stream(2, ahead=len(room.layers.layers))
         for unit, parts in unpacked_layers(room, stream):
             for t in unit.tensors:
                 if len(t.shape) == 1:
-                    assert torch.equal(torch.cat(parts[t.role]), tensors[t.name])
+                    assert torch.equal(values(parts[t.role]), tensors[t.name])
                     continue
-                rows = torch.empty(t.shape[0], INT8.row_bytes(t.shape[1]), dtype=torch.uint8)
+                rows = torch.empty(t.shape[0], int8_row_bytes(t.shape[1]), dtype=torch.uint8)
                 requantise_rows_reference(pack_rows(tensors[t.name], 4), rows, t.shape[1])
                 whole, x = (Int8Rows(rows, t.shape[1], ws),), torch.randn(5, t.shape[1])
                 found = torch.empty(2, 5, t.shape[0])
@@ -97,12 +96,12 @@ def test_4_bits_become_int8_rows_in_the_planned_memory(
 def test_a_region_is_taken_again_after_what_unpacked_it(packed: dict[tuple[bool, int], Any]) -> None:
     """Its next writer waits for the fence of the unpacking, not for the compute that follows."""
     spec, checkpoint, _ = packed[True, 4]
-    with opened(spec, checkpoint, (0, 0), HostDevice(), torch.float32, depth=1, packing=Packing(4)) as room:
+    with opened(spec, checkpoint, (0, 0), HostDevice(), torch.float32, depth=1, form=Groupwise(4, 4)) as room:
         stream, fence = room.stream(2, ahead=1), Done()
         (first, second) = (room.layers.layers[i].unit for i in range(2))
         assert room.ring is not None
         stream.open(first, NOTHING)
-        stream.unpack(lambda: fence)
+        stream.decode(lambda: fence)
         region = room.ring.take(room.store.nbytes(second))
         assert region is not None and region.after == [fence]
         fence.finish_one()

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from flexgen_h2o.checkpoint import Checkpoint, match, read_index
+from flexgen_h2o.checkpoint.formats import PackedFormat, WeightFormat
 from flexgen_h2o.core.config import ModelSpec, Policy, WeightUnit
-from flexgen_h2o.core.packing import Packing, WeightForm
 from flexgen_h2o.core.schedule import weight_sequence
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.engine.memory_plan import BlockShape, Depth, memory_plan, tier_shares
 from flexgen_h2o.engine.weights import WeightStore, WeightStream
-from flexgen_h2o.kernels.linear import RowParts
+from flexgen_h2o.kernels.linear import DenseRows, RowParts
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import spec_from_config
 from flexgen_h2o.tiers.device import Device, HostDevice, StandInDevice, host_buffer
@@ -31,8 +31,12 @@ CONFIG: dict[str, Any] = {
     "enable_bias": True, "layer_norm_elementwise_affine": True, "do_layer_norm_before": True,
 }  # fmt: skip
 SAFETENSORS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-PLACES = [(100, 0), (0, 100), (0, 0), (20, 80), (20, 30), (0, 50), (99, 0)]
 DEVICES: list[type[Device]] = [HostDevice, StandInDevice]
+# Percent of the weights on device and host, and where the device is: what is on the host is streamed to one of its own.
+PAIRS: list[tuple[tuple[int, int], type[Device]]] = [
+    ((100, 0), HostDevice), ((0, 100), StandInDevice), ((0, 0), HostDevice), ((0, 0), StandInDevice),
+    ((20, 80), StandInDevice), ((20, 30), HostDevice), ((20, 30), StandInDevice), ((0, 50), HostDevice),
+]  # fmt: skip
 
 
 def spec_of(tied: bool) -> ModelSpec:
@@ -58,11 +62,12 @@ class Room:
 
     def __init__(
         self, spec: ModelSpec, checkpoint: Checkpoint, place: tuple[int, int], device: Device, dtype: torch.dtype,
-        depth: int = 3, sep_layer: bool = True, packing: Packing | None = None, to_int8: bool = False,
+        depth: int = 3, sep_layer: bool = True, form: PackedFormat | None = None,
     ) -> None:  # fmt: skip
         policy = Policy(
-            percent=(*place, 100, 0, 100, 0), sep_layer=sep_layer, compress_weight=packing is not None,
-            weight_bits=packing.bits if packing else 4, int8_compute=to_int8,
+            percent=(*place, 100, 0, 100, 0), sep_layer=sep_layer, compress_weight=form is not None and form.decodes,
+            weight_bits=form.record["bits"] if form is not None and form.decodes else 4,  # type: ignore[arg-type]
+            int8_compute=form is not None and form.in_int8,
         )  # fmt: skip
         shape = BlockShape(rows=1, micro_batches=1, tokens=1, slots=(1,))
         plan = memory_plan(spec, policy, shape, dtype.itemsize, device.is_host, Depth(depth, 1, 1))
@@ -70,14 +75,17 @@ class Room:
         self.ring = Ring(host_buffer(plan.size("weight ring"))) if plan.size("weight ring") else None
         self.lanes = Lanes({"disk_read": 2, "h2d": 1}, Timeline())
         self.layers = spec.layers(sep_layer)
-        shares, form = tier_shares(policy.weight_shares, device.is_host), WeightForm(dtype.itemsize, packing, to_int8)
-        self.store = WeightStore(self.layers, checkpoint, shares, dtype, Mover(device, self.lanes), form)
-        self.unpacked = host_buffer(plan.size("unpacked weights")) if packing else None
+        shares = tier_shares(policy.weight_shares, device.is_host)
+        decoded = host_buffer(plan.size("unpacked weights")) if form is not None and form.decodes else None
+        self.store = WeightStore(
+            self.layers, checkpoint, shares, form or WeightFormat(dtype.itemsize), Mover(device, self.lanes),
+            int8_workspace(dtype), decoded,
+        )  # fmt: skip
         self.store.load_resident(self.memory)
 
-    def stream(self, sweeps: int, ahead: int, int8: Workspace | None = None) -> WeightStream:
+    def stream(self, sweeps: int, ahead: int) -> WeightStream:
         units = tuple(layer.unit for layer in self.layers.layers)
-        return WeightStream(self.store, self.ring, weight_sequence(sweeps, units), ahead, self.unpacked, int8)
+        return WeightStream(self.store, self.ring, weight_sequence(sweeps, units), ahead)
 
     def close(self) -> None:
         self.lanes.close()
@@ -112,15 +120,20 @@ def unpacked_layers(room: Room, stream: WeightStream) -> Iterator[tuple[WeightUn
         stream.prefetch()
         if layer.unit != stream.unit:
             stream.open(layer.unit, NOTHING)
-            stream.unpack(lambda: NOTHING)
+            stream.decode(lambda: NOTHING)
         yield room.layers.units[layer.unit], stream.open(layer.unit, NOTHING)
     stream.drain()
 
 
-def int8_workspace() -> Workspace:
+def int8_workspace(dtype: torch.dtype = torch.bfloat16) -> Workspace:
     """Room for products in int8 of the shapes here."""
     sizes = dict.fromkeys(("int8 inputs", "int8 input scales", "int8 weight scales", "int8 sums"), 2**16)
-    return Workspace(torch.empty(2**18, dtype=torch.uint8), sizes, torch.bfloat16)
+    return Workspace(torch.empty(2**18, dtype=torch.uint8), sizes, dtype)
+
+
+def values(parts: RowParts) -> torch.Tensor:
+    """Of rows that are not packed, together."""
+    return torch.cat([part.rows for part in parts if isinstance(part, DenseRows)])
 
 
 def within(part: torch.Tensor, start: int | None, arena: torch.Tensor | None) -> bool:

@@ -126,7 +126,7 @@ class Job(NamedTuple):
     """packed: the address of the first packed row; row_bytes, value_bytes: of one, and of its codes.
 
     out: the address of the first row in order, or of a blocked part, in which the first row is `first_row`; rows: of
-    this part; out_step: bytes from a row to the next, in order.
+    this part; out_step: bytes from a row to the next, in order; group: values of a group.
     """
 
     packed: int
@@ -137,20 +137,21 @@ class Job(NamedTuple):
     out_step: int
     rows: int
     first_row: int
+    group: int
 
 
 @jit
 def in_order(job, first, end):  # type: ignore[no-untyped-def]
-    """Rows first..end-1: values, scale and sum (packing.Packing.by_row)."""
-    groups = (job.columns + GROUP - 1) // GROUP
+    """Rows first..end-1: values, scale and sum (packing.int8_row_bytes)."""
+    groups = (job.columns + job.group - 1) // job.group
     for row in range(first, end):
         codes, out = job.packed + row * job.row_bytes, job.out + row * job.out_step
         ends = words_at(codes + job.value_bytes)
         largest, steps = _largest(ends, groups)
         total = np.int32(0)
         for g in range(groups):
-            n = min(GROUP, job.columns - g * GROUP)
-            total += _group(codes + g * (GROUP // 2), ends[g], steps, out + g * GROUP, n)
+            n = min(job.group, job.columns - g * job.group)
+            total += _group(codes + g * (job.group // 2), ends[g], steps, out + g * job.group, n)
         for i in range(job.columns, job.out_step - 8):
             bytes_at(out)[i] = np.uint8(0)
         floats_at(out + job.out_step - 8)[0] = largest * _STEP

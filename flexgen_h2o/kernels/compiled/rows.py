@@ -1,7 +1,5 @@
 """The compiled loops of `elementwise`: one pass where torch operations make several, each into new memory.
 
-The compiled loop of `pack_rows`: the ends of each group, and its codes.
-
 The compiled loop of `unpack_rows`: codes of a packed row into bf16 or fp32.
 
 Two neighbours at a time: in bf16 they make one 4-byte word, so a vector of words is stored as it comes.
@@ -25,12 +23,10 @@ from flexgen_h2o.kernels.jit import (
     ints_at,
     jit,
     number_at,
-    ordered,
     planes,
     rounded,
     set_number,
     shorts_at,
-    to_bf16_towards,
     words_at,
 )
 
@@ -128,71 +124,14 @@ def rotate_heads(element, job, first, end):  # type: ignore[no-untyped-def]
                 set_number(element, x, job.pairs + i, rounded(element, b * c) + rounded(element, a * s))
 
 
-_EXPONENT = np.uint32(0x7F800000)  # all set: infinite, or not a number
-
-
-class PackJob(NamedTuple):
-    """values, packed, bad: addresses of the fp32 rows, the packed rows, an int32 a row; sizes as in unpack_loops."""
-
-    values: int
-    columns: int
-    packed: int
-    row_bytes: int
-    value_bytes: int
-    bits: int
-    bad: int
-
-
-@jit
-def pack(job, first, end):  # type: ignore[no-untyped-def]
-    """Rows first..end-1; a row's `bad` is set where a group cannot be packed. Bytes of codes must be zero before."""
-    levels = np.float32((1 << job.bits) - 1)
-    for row in range(first, end):
-        codes = job.packed + row * job.row_bytes
-        ends = words_at(codes + job.value_bytes)
-        for g in range((job.columns + GROUP - 1) // GROUP):
-            values = floats_at(job.values + 4 * (row * job.columns + g * GROUP))
-            n = min(GROUP, job.columns - g * GROUP)
-            low = high = ordered(float_to_bits(values[0]))
-            for i in range(n):
-                key = ordered(float_to_bits(values[i]))
-                low, high = min(low, key), max(high, key)
-            least = to_bf16_towards(bits_to_float(np.uint32(ordered(low))), False)
-            most = bits_to_float(np.uint32(ordered(high)))
-            scale = to_bf16_towards((most - bits_to_float(least)) / levels, True)
-            if (least & _EXPONENT) == _EXPONENT or (scale & _EXPONENT) == _EXPONENT:
-                words_at(job.bad)[row] = np.uint32(1)
-            ends[g] = (scale >> np.uint32(16)) | least
-            step = bits_to_float(scale) if scale != np.uint32(0) else np.float32(1)
-            _codes(codes + g * (GROUP * job.bits // 8), values, n, bits_to_float(least), step, levels, job.bits)
-
-
-@jit
-def _codes(at, values, n, least, step, levels, bits):  # type: ignore[no-untyped-def]
-    codes = bytes_at(at)
-    if bits == 8:
-        for i in range(n):
-            codes[i] = np.uint8(_code(values[i], least, step, levels))
-    else:
-        for i in range(n // 2):
-            low, high = _code(values[2 * i], least, step, levels), _code(values[2 * i + 1], least, step, levels)
-            codes[i] = np.uint8(low | (high << np.int32(4)))
-        if n % 2 == 1:
-            codes[n // 2] = np.uint8(_code(values[n - 1], least, step, levels))
-
-
-@jit
-def _code(value, least, step, levels):  # type: ignore[no-untyped-def]
-    code = np.rint((value - least) / step)
-    return np.int32(min(max(code, np.float32(0)), levels))
-
-
 _PAIRS = GROUP // 2
-_LOW = np.uint32(0xFFFF)
 
 
 class UnpackJob(NamedTuple):
-    """packed, out: addresses of the first row; row_bytes, value_bytes: of a packed row and of its codes."""
+    """packed, out: addresses of the first row; row_bytes, value_bytes: of a packed row and of its values.
+
+    group: values of a group (packing.SlotPacking).
+    """
 
     packed: int
     row_bytes: int
@@ -200,6 +139,7 @@ class UnpackJob(NamedTuple):
     out: int
     columns: int
     bits: int
+    group: int
 
 
 @jit
@@ -209,26 +149,26 @@ def unpack(element, job, first, end):  # type: ignore[no-untyped-def]
     for row in range(first, end):
         codes = job.packed + row * job.row_bytes
         ends = words_at(codes + job.value_bytes)
-        out = job.out + row * job.columns * size
-        whole = job.columns // GROUP
-        for g in range(whole):
-            at = codes + g * (GROUP * job.bits // 8)
-            if job.bits == 4:
-                _pairs_of_4(element, at, ends[g], out + g * GROUP * size, _PAIRS)
+        for g in range((job.columns + job.group - 1) // job.group):
+            start = g * job.group
+            count = min(job.group, job.columns - start)
+            at, out = codes + start * job.bits // 8, job.out + (row * job.columns + start) * size
+            if count == GROUP:  # a constant, for loops of a known length
+                _pairs(element, job.bits, at, ends[g], out, _PAIRS)
             else:
-                _pairs_of_8(element, at, ends[g], out + g * GROUP * size, _PAIRS)
-        rest = job.columns - whole * GROUP
-        if rest > 0:
-            at = codes + whole * (GROUP * job.bits // 8)
-            to = out + whole * GROUP * size
-            if job.bits == 4:
-                _pairs_of_4(element, at, ends[whole], to, rest // 2)
-            else:
-                _pairs_of_8(element, at, ends[whole], to, rest // 2)
-            if rest % 2 == 1:
-                code = bytes_at(at)[(rest - 1) * job.bits // 8]
+                _pairs(element, job.bits, at, ends[g], out, count // 2)
+            if count % 2 == 1:
+                code = bytes_at(at)[(count - 1) * job.bits // 8]
                 code = code & np.uint8(15) if job.bits == 4 else code
-                store_one(element, _value(np.uint32(code), ends[whole]), to, rest - 1)
+                set_number(element, out, count - 1, _value(np.uint32(code), ends[g]))
+
+
+@jit
+def _pairs(element, bits, at, ends, out, pairs):  # type: ignore[no-untyped-def]
+    if bits == 4:
+        _pairs_of_4(element, at, ends, out, pairs)
+    else:
+        _pairs_of_8(element, at, ends, out, pairs)
 
 
 @jit
@@ -260,15 +200,6 @@ def _store(element, out, i, low, high):  # type: ignore[no-untyped-def]
     else:
         floats_at(out)[2 * i] = low
         floats_at(out)[2 * i + 1] = high
-
-
-@jit
-def store_one(element, value, out, i):  # type: ignore[no-untyped-def]
-    """Element i of those at `out`."""
-    if planes(element) == 2:
-        shorts_at(out)[i] = np.uint16(_bf16(value) >> np.uint32(16))
-    else:
-        floats_at(out)[i] = value
 
 
 @jit

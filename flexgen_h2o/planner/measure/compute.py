@@ -13,13 +13,13 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from flexgen_h2o.core.packing import INT8, packed_row_bytes
+from flexgen_h2o.core.packing import SlotPacking, int8_row_bytes
 from flexgen_h2o.engine.product_sizes import product_sizes
 from flexgen_h2o.engine.sampling import Sampler, SamplingParams
 from flexgen_h2o.kernels.blocked import BlockedRows, block_rows
 from flexgen_h2o.kernels.int8 import Int8Rows, pack_int8_rows
 from flexgen_h2o.kernels.int8_blocked import blank_int8_rows, block_int8_rows, requantise_rows
-from flexgen_h2o.kernels.linear import RowParts, linear
+from flexgen_h2o.kernels.linear import DenseRows, RowParts, linear
 from flexgen_h2o.kernels.packed import pack_rows, unpack_rows
 from flexgen_h2o.kernels.prefill_attention import causal_attention, causal_attention_lse
 from flexgen_h2o.kernels.slots import ScoreState, attend, attend_scored
@@ -219,7 +219,9 @@ class Products:
             if held == "int8":
                 self._held[key] = self._in_int8(whole[0])
             else:
-                self._held[key] = [block_rows(matrix) if held == "blocked" else (matrix,) for matrix in whole]
+                self._held[key] = [
+                    block_rows(matrix) if held == "blocked" else (DenseRows(matrix),) for matrix in whole
+                ]
         return self._held[key]
 
     def _in_int8(self, matrix: torch.Tensor) -> list[RowParts]:
@@ -273,7 +275,7 @@ def other_rates(bench: Bench, dtype: torch.dtype) -> Figures:
         lambda: unpack_rows(packed, PACKED_BITS, out),
     ]
     if bench.device.is_host:
-        parts = blank_int8_rows(bench.empty(torch.uint8, len(packed), INT8.row_bytes(width)))
+        parts = blank_int8_rows(bench.empty(torch.uint8, len(packed), int8_row_bytes(width)))
         calls.append(lambda: requantise_rows(packed, 0, parts, width))
     elementwise, choice, dequantise, *requantise = bench.seconds_of(*calls)
     return {
@@ -288,7 +290,7 @@ def _packed(bench: Bench, dtype: torch.dtype) -> torch.Tensor:
     """Rows in 4 bits that unpack to weight_bytes of `dtype`, more than the caches hold: one row over and over."""
     width = bench.sizes.block[1]
     rows = bench.sizes.weight_bytes // (width * dtype.itemsize)
-    packed = bench.empty(torch.uint8, rows, packed_row_bytes(width, PACKED_BITS))
+    packed = bench.empty(torch.uint8, rows, SlotPacking(width, PACKED_BITS).slot_bytes)
     packed.copy_(pack_rows(bench.normal(dtype, 1, width).cpu(), PACKED_BITS))
     return packed
 

@@ -58,7 +58,7 @@ def test_sharded(source: Path, cache: Path, weights, read) -> None:
     assert len(list(made.glob("*.safetensors"))) == 2
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.bool])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.bool])
 def test_dtypes_are_kept(source: Path, cache: Path, dtype: torch.dtype) -> None:
     tensor = torch.randn(5, 3).to(dtype)
     torch.save({"t": tensor, "scalar": tensor[0, 0].clone(), "empty": tensor[:0].clone()}, source / BIN)
@@ -135,8 +135,7 @@ def test_malicious_pickle_is_not_run(source: Path, cache: Path, tmp_path: Path, 
     assert names_in(cache) == []
 
 
-@pytest.mark.parametrize("zipped", [True, False])
-@pytest.mark.parametrize("keep", [0.0, 0.02, 0.5, 0.99])
+@pytest.mark.parametrize(("keep", "zipped"), [(0.0, True), (0.02, False), (0.5, True), (0.99, False)])
 def test_truncated_file(source: Path, cache: Path, weights, names_in, keep: float, zipped: bool) -> None:
     torch.save(weights, source / BIN, _use_new_zipfile_serialization=zipped)
     data = (source / BIN).read_bytes()
@@ -163,18 +162,11 @@ def test_shard_without_a_tensor_of_the_index(source: Path, cache: Path, weights,
     assert names_in(cache) == []
 
 
-@pytest.mark.parametrize("state", [[torch.zeros(2)], {"step": 3}, {"model": {"t": torch.zeros(2)}}], ids=str)
+@pytest.mark.parametrize("state", [[torch.zeros(2)], {"model": {"t": torch.zeros(2)}}], ids=str)
 def test_not_a_state_dict(source: Path, cache: Path, state: object) -> None:
     torch.save(state, source / BIN)
     with pytest.raises(UsageError, match=rf"{BIN}: it holds no named tensors"):
         import_bin(source, cache)
-
-
-def test_sparse_tensor(source: Path, cache: Path, names_in) -> None:
-    torch.save({"t": torch.eye(3).to_sparse()}, source / BIN)
-    with pytest.raises(UsageError, match=rf"{BIN}: tensor 't'"):
-        import_bin(source, cache)
-    assert names_in(cache) == []
 
 
 @pytest.mark.parametrize("call", ["posix_fallocate", "write"])
@@ -186,17 +178,5 @@ def test_full_disk(source: Path, cache: Path, weights, names_in, monkeypatch, ca
 
     monkeypatch.setattr(os, call, full)
     with pytest.raises(DoesNotFitError, match="--offload-dir"):
-        import_bin(source, cache)
-    assert names_in(cache) == []
-
-
-def test_interrupt_leaves_nothing(source: Path, cache: Path, weights, names_in, monkeypatch) -> None:
-    torch.save(weights, source / BIN)
-
-    def interrupt(*_: object) -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "write", interrupt)
-    with pytest.raises(KeyboardInterrupt):
         import_bin(source, cache)
     assert names_in(cache) == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -15,10 +14,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from flexgen_h2o.checkpoint import open_checkpoint, pack_checkpoint, pack_random, packed_store, write_random_checkpoint
-from flexgen_h2o.checkpoint import writing as shards
+from flexgen_h2o.checkpoint.formats.groupwise import FORMAT, Groupwise
+from flexgen_h2o.checkpoint.formats.int8 import Int8
 from flexgen_h2o.checkpoint.safetensors import Checkpoint
-from flexgen_h2o.core.errors import DoesNotFitError, UsageError
-from flexgen_h2o.core.packing import INT8, Packing
+from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.kernels.int8 import pack_int8_rows
 from flexgen_h2o.kernels.packed import pack_rows
 
@@ -49,12 +48,11 @@ def bytes_of(stored) -> bytes:
         return file.read(stored.nbytes)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("bits", "dtype"), [(4, torch.float32), (8, torch.bfloat16), (4, torch.float16)])
 def test_every_tensor(spec, source, weights, cache: Path, monkeypatch, bits: int, dtype: torch.dtype) -> None:
     """Some rows at a time; matrices packed at multiples of 4 bytes, vectors as they are."""
     monkeypatch.setattr(packed_store, "PACK_CHUNK", 100)
-    found = pack_checkpoint(spec, source(dtype), cache, Packing(bits))
+    found = pack_checkpoint(spec, source(dtype), cache, Groupwise(2, bits))
     assert set(found.tensors) == set(weights)
     for name, stored in found.tensors.items():
         want = weights[name].to(dtype)
@@ -67,8 +65,8 @@ def test_every_tensor(spec, source, weights, cache: Path, monkeypatch, bits: int
 def test_int8(spec, source, weights, cache: Path, monkeypatch) -> None:
     """Beside the store in groups of 8 bits; the record says that a row has one scale."""
     monkeypatch.setattr(packed_store, "PACK_CHUNK", 100)
-    grouped = pack_checkpoint(spec, source(), cache, Packing(8))
-    found = pack_checkpoint(spec, source_as_it_is(spec, grouped, cache), cache, INT8)
+    grouped = pack_checkpoint(spec, source(), cache, Groupwise(2, 8))
+    found = pack_checkpoint(spec, source_as_it_is(spec, grouped, cache), cache, Int8(2))
     assert found.folder != grouped.folder
     for name, stored in found.tensors.items():
         want = pack_int8_rows(weights[name]) if weights[name].dim() == 2 else weights[name]
@@ -77,16 +75,8 @@ def test_int8(spec, source, weights, cache: Path, monkeypatch) -> None:
     assert (record["bits"], record["group"]) == (8, None)
 
 
-def test_a_value_that_is_not_finite_in_int8(spec, source, weights, cache: Path, names_in) -> None:
-    value = weights[FC1].clone()
-    value[3, 5] = float("nan")
-    with pytest.raises(UsageError, match=rf"tensor '{FC1}' .*not finite.*--int8-compute"):
-        pack_checkpoint(spec, source(**{FC1: value}), cache, INT8)
-    assert names_in(cache) == []
-
-
 def test_it_is_a_safetensors_folder_that_says_what_it_holds(spec, source, cache: Path) -> None:
-    found = pack_checkpoint(spec, source(), cache, Packing(4))
+    found = pack_checkpoint(spec, source(), cache, Groupwise(2, 4))
     with safe_open(found.folder / "model.safetensors", "pt") as file:
         assert file.metadata()["packed"] == "4bit"
         assert file.get_tensor(FC1).dtype == torch.uint8
@@ -94,22 +84,14 @@ def test_it_is_a_safetensors_folder_that_says_what_it_holds(spec, source, cache:
     assert (record["bits"], record["group"]) == (4, 64)
 
 
-def test_several_files(spec, source, cache: Path, monkeypatch) -> None:
-    whole = pack_checkpoint(spec, source(), cache / "a", Packing(4))
-    monkeypatch.setattr(shards, "SHARD_BYTES", 500)
-    parts = pack_checkpoint(spec, source(), cache / "b", Packing(4))
-    assert len(list(parts.folder.glob("*.safetensors"))) > 3
-    assert all(bytes_of(parts.tensors[name]) == bytes_of(stored) for name, stored in whole.tensors.items())
-
-
 def test_found_again_and_made_anew_for_a_changed_source(spec, source, cache: Path, monkeypatch) -> None:
-    first = pack_checkpoint(spec, source(), cache, Packing(4))
+    first = pack_checkpoint(spec, source(), cache, Groupwise(2, 4))
     with monkeypatch.context() as patch:
         patch.setattr(packed_store, "write_shards", None)
-        assert pack_checkpoint(spec, source_as_it_is(spec, first, cache), cache, Packing(4)) == first
-    eight = pack_checkpoint(spec, source_as_it_is(spec, first, cache), cache, Packing(8))
+        assert pack_checkpoint(spec, source_as_it_is(spec, first, cache), cache, Groupwise(2, 4)) == first
+    eight = pack_checkpoint(spec, source_as_it_is(spec, first, cache), cache, Groupwise(2, 8))
     assert eight.folder != first.folder
-    changed = pack_checkpoint(spec, source(**{FC1: torch.zeros(32, 16)}), cache, Packing(4))
+    changed = pack_checkpoint(spec, source(**{FC1: torch.zeros(32, 16)}), cache, Groupwise(2, 4))
     assert changed.folder != first.folder
     assert bytes_of(changed.tensors[FC1]) != bytes_of(first.tensors[FC1])
 
@@ -117,17 +99,17 @@ def test_found_again_and_made_anew_for_a_changed_source(spec, source, cache: Pat
 def test_another_model_of_the_same_name_size_and_time_has_its_own_store(
     spec, source, weights, cache: Path, tmp_path: Path
 ) -> None:
-    first = pack_checkpoint(spec, source(), cache, Packing(4))
+    first = pack_checkpoint(spec, source(), cache, Groupwise(2, 4))
     file, other = tmp_path / "model" / "model.safetensors", tmp_path / "b" / "model"
     shutil.copytree(file.parent, other)
     save_file({**weights, FC1: -weights[FC1]}, other / file.name)
     set_time(other / file.name, file.stat().st_mtime_ns)
-    copied = pack_checkpoint(spec, open_checkpoint(spec, other, cache / "none"), cache, Packing(4))
+    copied = pack_checkpoint(spec, open_checkpoint(spec, other, cache / "none"), cache, Groupwise(2, 4))
     assert copied.folder != first.folder
     time = file.stat().st_mtime_ns
     save_file({**weights, FC1: -weights[FC1]}, file)
     set_time(file, time)
-    changed = pack_checkpoint(spec, source_as_it_is(spec, first, cache), cache, Packing(4))
+    changed = pack_checkpoint(spec, source_as_it_is(spec, first, cache), cache, Groupwise(2, 4))
     assert bytes_of(changed.tensors[FC1]) == bytes_of(copied.tensors[FC1]) != bytes_of(first.tensors[FC1])
 
 
@@ -137,73 +119,40 @@ def set_time(path: Path, ns: int) -> None:
 
 
 def test_a_moved_model_keeps_its_store(spec, source, cache: Path, tmp_path: Path) -> None:
-    first = pack_checkpoint(spec, source(), cache, Packing(4))
+    first = pack_checkpoint(spec, source(), cache, Groupwise(2, 4))
     (tmp_path / "b").mkdir()
     (tmp_path / "model").rename(tmp_path / "b" / "model")
     moved = open_checkpoint(spec, tmp_path / "b" / "model", cache / "none")
-    assert pack_checkpoint(spec, moved, cache, Packing(4)) == first
-
-
-@pytest.mark.parametrize("letter", ["m", "ü"])
-def test_a_model_folder_with_a_long_name(spec, source, cache: Path, tmp_path: Path, letter: str) -> None:
-    source()
-    folder = (tmp_path / "model").rename(tmp_path / (240 // len(letter.encode()) * letter))
-    found = pack_checkpoint(spec, open_checkpoint(spec, folder, cache), cache, Packing(4))
-    assert found.folder.name.startswith(20 * letter)
+    assert pack_checkpoint(spec, moved, cache, Groupwise(2, 4)) == first
 
 
 def source_as_it_is(spec, found: Checkpoint, cache: Path) -> Checkpoint:
     return open_checkpoint(spec, cache.parent / "model", cache / "none")
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_value_that_is_not_finite(spec, source, weights, cache: Path, names_in, bad: float) -> None:
+@pytest.mark.parametrize(("bad", "form"), [(float("nan"), Int8(2)), (float("inf"), Groupwise(2, 4))])
+def test_a_value_that_is_not_finite(spec, source, weights, cache: Path, names_in, bad: float, form) -> None:
     value = weights[FC1].clone()
     value[3, 5] = bad
-    with pytest.raises(UsageError, match=rf"model.safetensors: tensor '{FC1}' .*not finite.*--compress-weight"):
-        pack_checkpoint(spec, source(**{FC1: value}), cache, Packing(4))
-    assert names_in(cache) == []
-
-
-@pytest.mark.parametrize("call", ["posix_fallocate", "write"])
-def test_full_disk(spec, source, cache: Path, names_in, monkeypatch, call: str) -> None:
-    checkpoint = source()
-
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, call, full)
-    with pytest.raises(DoesNotFitError, match=r"--offload-dir .* needs .* are free"):
-        pack_checkpoint(spec, checkpoint, cache, Packing(4))
-    assert names_in(cache) == []
-
-
-def test_interrupt_leaves_nothing(spec, source, cache: Path, names_in, monkeypatch) -> None:
-    checkpoint = source()
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "write", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        pack_checkpoint(spec, checkpoint, cache, Packing(4))
+    with pytest.raises(UsageError, match=rf"model.safetensors: tensor '{FC1}' .*not finite.*leave {form.flag} out"):
+        pack_checkpoint(spec, source(**{FC1: value}), cache, form)
     assert names_in(cache) == []
 
 
 def test_a_damaged_store_is_named(spec, source, cache: Path) -> None:
     checkpoint = source()
-    found = pack_checkpoint(spec, checkpoint, cache, Packing(4))
+    found = pack_checkpoint(spec, checkpoint, cache, Groupwise(2, 4))
     path = found.folder / "model.safetensors"
     os.truncate(path, path.stat().st_size - 1)
     with pytest.raises(UsageError, match=rf"{found.folder}: .*truncated.*remove this folder") as refused:
-        pack_checkpoint(spec, checkpoint, cache, Packing(4))
+        pack_checkpoint(spec, checkpoint, cache, Groupwise(2, 4))
     assert "download" not in str(refused.value)
 
 
 def test_a_header_with_a_byte_changed_is_named_or_says_the_same(spec, source, cache: Path) -> None:
     """Of names, dtypes, shapes and places nothing can change unseen; of padding and notes it may."""
     checkpoint = source()
-    found = pack_checkpoint(spec, checkpoint, cache, Packing(4))
+    found = pack_checkpoint(spec, checkpoint, cache, Groupwise(2, 4))
     path = found.folder / "model.safetensors"
     text = path.read_bytes()[8:].partition(b"   ")[0]
     refused = []
@@ -211,14 +160,14 @@ def test_a_header_with_a_byte_changed_is_named_or_says_the_same(spec, source, ca
         for at, byte in [*enumerate(file.read(8)), *list(enumerate(text, 8))[::5]]:
             os.pwrite(file.fileno(), bytes([byte ^ 1]), at)
             try:
-                assert pack_checkpoint(spec, checkpoint, cache, Packing(4)).tensors == found.tensors
+                assert pack_checkpoint(spec, checkpoint, cache, Groupwise(2, 4)).tensors == found.tensors
             except UsageError as error:
                 refused.append(str(error))
             os.pwrite(file.fileno(), bytes([byte]), at)
     assert len(refused) > len(text) / 5 * 0.9
     says = re.escape(f"{found.folder}: packed weights ") + ".*remove this folder"
     assert all(re.match(says, line) for line in refused)
-    assert pack_checkpoint(spec, checkpoint, cache, Packing(4)).tensors == found.tensors
+    assert pack_checkpoint(spec, checkpoint, cache, Groupwise(2, 4)).tensors == found.tensors
 
 
 @pytest.mark.parametrize(
@@ -227,7 +176,7 @@ def test_a_header_with_a_byte_changed_is_named_or_says_the_same(spec, source, ca
 )
 def test_a_store_with_another_dtype_is_named(spec, source, cache: Path, name: str, was: str, becomes: str) -> None:
     checkpoint = source(torch.bfloat16)
-    path = pack_checkpoint(spec, checkpoint, cache, Packing(4)).folder / "model.safetensors"
+    path = pack_checkpoint(spec, checkpoint, cache, Groupwise(2, 4)).folder / "model.safetensors"
     data = path.read_bytes()
     old = f'"{name}":{{"dtype":"{was}"'.encode()
     new = f'"{name}":{{"dtype":"{becomes}"'.encode()
@@ -235,39 +184,33 @@ def test_a_store_with_another_dtype_is_named(spec, source, cache: Path, name: st
     assert old in data
     path.write_bytes(size.to_bytes(8, "little") + data[8:].replace(old, new))
     with pytest.raises(UsageError, match=rf"lack tensor '{name}', {was} of shape .*remove this folder"):
-        pack_checkpoint(spec, checkpoint, cache, Packing(4))
+        pack_checkpoint(spec, checkpoint, cache, Groupwise(2, 4))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1, "bits": 8, "group": 64}', None])
+@pytest.mark.parametrize("text", ["", "{}", f'{{"format": {FORMAT - 1}, "bits": 4, "group": 64}}', None])
 def test_a_store_without_its_record_is_named(spec, source, cache: Path, text: str | None) -> None:
     checkpoint = source()
-    record = pack_checkpoint(spec, checkpoint, cache, Packing(4)).folder / packed_store.RECORD_NAME
+    record = pack_checkpoint(spec, checkpoint, cache, Groupwise(2, 4)).folder / packed_store.RECORD_NAME
     if text is None:
         record.unlink()
     else:
         record.write_text(text)
     with pytest.raises(UsageError, match=rf"{record}: .*remove this folder"):
-        pack_checkpoint(spec, checkpoint, cache, Packing(4))
+        pack_checkpoint(spec, checkpoint, cache, Groupwise(2, 4))
 
 
-def test_progress_goes_to_stderr(spec, source, cache: Path, capfd) -> None:
-    pack_checkpoint(spec, source(), cache, Packing(4), progress=True)
-    out, err = capfd.readouterr()
-    assert "4bit weights tiny" in err and not out
-
-
-@pytest.mark.parametrize("bits", [4, 8])
 def test_random_weights_are_packed_as_their_checkpoint_would_be(
-    spec, config_json, cache: Path, tmp_path: Path, monkeypatch, bits: int
+    spec, config_json, cache: Path, tmp_path: Path, monkeypatch
 ) -> None:
-    monkeypatch.setattr("flexgen_h2o.checkpoint.random_weights.TABLE_VALUES", 509)
+    monkeypatch.setattr("flexgen_h2o.checkpoint.writing.TABLE_VALUES", 509)
     monkeypatch.setattr(packed_store, "PACK_CHUNK", 100)
     folder = write_random_checkpoint(spec, config_json, tmp_path / "random", "bfloat16", seed=3)
-    whole = pack_checkpoint(spec, open_checkpoint(spec, folder, cache), cache, Packing(bits))
-    found = pack_random(spec, config_json, cache / "packed" / "random", "bfloat16", 3, Packing(bits))
+    whole = pack_checkpoint(spec, open_checkpoint(spec, folder, cache), cache, Groupwise(2, 4))
+    found = pack_random(spec, config_json, cache / "packed" / "random", "bfloat16", 3, Groupwise(2, 4))
     assert {name: bytes_of(s) for name, s in found.tensors.items()} == {
         name: bytes_of(s) for name, s in whole.tensors.items()
     }
     assert (
-        pack_random(spec, config_json, cache / "packed" / "random", "bfloat16", 4, Packing(bits)).folder != found.folder
+        pack_random(spec, config_json, cache / "packed" / "random", "bfloat16", 4, Groupwise(2, 4)).folder
+        != found.folder
     )

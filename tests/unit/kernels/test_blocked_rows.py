@@ -9,8 +9,8 @@ import torch
 
 from flexgen_h2o.core.units import BLOCK_CHUNK, BLOCK_ROWS, TOKEN_CHUNK
 from flexgen_h2o.kernels import blocked as blocked_rows
-from flexgen_h2o.kernels.blocked import BlockedRows, block_rows, multiply
-from flexgen_h2o.kernels.linear import RowParts, add_linear, linear, linear_relu
+from flexgen_h2o.kernels.blocked import BlockedRows, block_rows
+from flexgen_h2o.kernels.linear import DenseRows, RowParts, add_linear, linear, linear_relu
 
 SHAPES = [(64, 64), (192, 128), (128, 1024), (1024, 320)]
 ROUNDING = 2.0**-7  # of bf16, relative: a unit in the last place of the larger neighbour
@@ -44,12 +44,12 @@ def test_products(shape: tuple[int, int], n: int, has_bias: bool) -> None:
     (part,) = block_rows(weight.clone())
     assert isinstance(part, BlockedRows) and len(part) == shape[0]
     out = torch.full((n, shape[0] + 7), torch.nan, dtype=torch.bfloat16)
-    multiply(x, part, bias, out[:, 7:])
+    part.multiply(x, bias, out[:, 7:], adds=False)
     check(out[:, 7:], want)
     assert bool(out[:, :7].isnan().all())
     before = normal(n, shape[0])
     total = before.clone()
-    multiply(x, part, bias, total, adds=True)
+    part.multiply(x, bias, total, adds=True)
     check(total, want + before.float())
 
 
@@ -74,7 +74,7 @@ def test_more_rows_than_are_multiplied_at_a_time() -> None:
     (part,) = block_rows(weight)
     assert isinstance(part, BlockedRows)
     out = torch.empty(len(x), 64, dtype=torch.bfloat16)
-    multiply(x, part, None, out)
+    part.multiply(x, None, out, adds=False)
     check(out, want)
 
 
@@ -97,9 +97,9 @@ def test_long_parts_are_blocked_some_rows_at_a_time_and_odd_rows_stay(monkeypatc
     monkeypatch.setattr(blocked_rows, "BLOCK_CHUNK", 2 * BLOCK_ROWS * 128 * 2 + 100)
     weight, x, bias = normal(336 + 48, 128), normal(9, 128), normal(336 + 48)
     want = x.float() @ weight.float().t() + bias.float()
-    parts: RowParts = (*block_rows(weight[:336].clone()), weight[336:].clone())
+    parts: RowParts = (*block_rows(weight[:336].clone()), DenseRows(weight[336:].clone()))
     assert [(type(p), len(p)) for p in parts] == [
-        (BlockedRows, 128), (BlockedRows, 128), (BlockedRows, 64), (torch.Tensor, 16), (torch.Tensor, 48),
+        (BlockedRows, 128), (BlockedRows, 128), (BlockedRows, 64), (DenseRows, 16), (DenseRows, 48),
     ]  # fmt: skip
     check(linear(x, parts, bias, torch.empty(9, 384, dtype=torch.bfloat16)), want)
     before = normal(9, 384)
@@ -116,7 +116,7 @@ def test_long_parts_are_blocked_some_rows_at_a_time_and_odd_rows_stay(monkeypatc
 )  # fmt: skip
 def test_what_stays_as_it_is(rows: torch.Tensor) -> None:
     (part,) = block_rows(rows)
-    assert part is rows
+    assert isinstance(part, DenseRows) and part.rows is rows
 
 
 @pytest.mark.parametrize("gone", ["_reorder_linear_weight", "_linear_pointwise", "_get_mkldnn_serialized_md"])
@@ -138,7 +138,7 @@ def test_where_it_does_not_work_rows_stay(monkeypatch: pytest.MonkeyPatch) -> No
     rows = normal(64, 64)
     before = rows.clone()
     (part,) = block_rows(rows)
-    assert part is rows and torch.equal(rows, before)
+    assert isinstance(part, DenseRows) and part.rows is rows and torch.equal(rows, before)
 
 
 def test_a_chunk_holds_some_blocks_of_the_widest_matrices() -> None:

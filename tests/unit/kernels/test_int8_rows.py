@@ -7,15 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_h2o.core.packing import INT8
+from flexgen_h2o.core.packing import int8_row_bytes
 from flexgen_h2o.core.units import ALIGN, INT8_TILE, round_up
 from flexgen_h2o.kernels import int8 as int8_rows
 from flexgen_h2o.kernels import int8_blocked as int8_sums
 from flexgen_h2o.kernels.int8 import (
     Int8Rows,
     codes_of,
-    look_up,
-    multiply_each,
     pack_int8_rows,
     quantise_rows,
     quantise_rows_reference,
@@ -41,7 +39,7 @@ def room(rows: int, columns: int, n: int, dtype: torch.dtype = torch.float32) ->
 
 
 def multiply(x: torch.Tensor, part: Int8Rows, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-    multiply_each(x, [([part], bias, out)])
+    linear(x, (part,), bias, out)
 
 
 def quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,7 +67,7 @@ def test_a_weight_is_off_by_half_a_step_at_most(
 ) -> None:
     values = (torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * spread + offset).to(dtype)
     packed = pack_int8_rows(values)
-    assert packed.shape == (rows, INT8.row_bytes(columns)) and packed.dtype == torch.uint8
+    assert packed.shape == (rows, int8_row_bytes(columns)) and packed.dtype == torch.uint8
     codes, scales = codes_of(packed, columns), scales_of(packed)
     largest = values.float().abs().amax(dim=1)
     assert torch.allclose(scales, largest / 127, rtol=1e-6)
@@ -133,7 +131,7 @@ def test_a_weight_that_is_not_finite(bad: float) -> None:
 def test_products_are_the_reference_to_the_bit(rows: int, columns: int) -> None:
     """Of the largest codes there are, too; the weight's rows lie apart."""
     codes = torch.randint(-127, 128, (rows, columns), dtype=torch.int8)
-    weight = torch.randint(-127, 128, (50, INT8.row_bytes(columns)), dtype=torch.int8)[:, :columns]
+    weight = torch.randint(-127, 128, (50, int8_row_bytes(columns)), dtype=torch.int8)[:, :columns]
     codes[0], weight[0], weight[1] = 127, 127, -127
     found, want = (torch.full((rows, 50), 7, dtype=torch.int32) for _ in range(2))
     int8_products(codes, weight, found)
@@ -235,7 +233,7 @@ def test_looked_up_rows_are_code_times_scale(at: int, dtype: torch.dtype, monkey
     whole = Int8Rows(packed := pack_int8_rows(table), 19, ws)
     want = (codes_of(packed, 19).float() * scales_of(packed)[:, None])[ids].to(dtype)
     assert torch.equal(lookup(ids, parts, torch.empty(5, 19, dtype=dtype)), want)
-    look_up(ids, whole, out := torch.empty(5, 19, dtype=dtype))
+    whole.look_up(ids, out := torch.empty(5, 19, dtype=dtype))
     assert torch.equal(out, want)
 
 

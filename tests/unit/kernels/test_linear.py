@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o.kernels.linear import RowParts, add_linear, linear, lookup
+from flexgen_h2o.kernels.linear import DenseRows, RowParts, add_linear, linear, lookup
 
 DTYPES = [torch.float32, torch.bfloat16]
 # Largest difference between two orders of summation of about 20 products of unit normals.
@@ -17,7 +17,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.1}
 def cut(matrix: torch.Tensor, at: tuple[int, int]) -> RowParts:
     """Row parts as tiers hold them: tensors of their own, empty ones left out."""
     a, b = sorted(at)
-    return tuple(part.clone() for part in (matrix[:a], matrix[a:b], matrix[b:]) if len(part))
+    return tuple(DenseRows(part.clone()) for part in (matrix[:a], matrix[a:b], matrix[b:]) if len(part))
 
 
 rows, widths = st.integers(1, 9), st.integers(1, 20)

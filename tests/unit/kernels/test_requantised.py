@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from flexgen_h2o.core.packing import INT8
+from flexgen_h2o.core.packing import int8_row_bytes
 from flexgen_h2o.kernels import int8_blocked
 from flexgen_h2o.kernels import int8_blocked as requantised
 from flexgen_h2o.kernels.int8 import codes_of, scales_of
@@ -45,7 +45,7 @@ def packed_rows(n: int, columns: int) -> torch.Tensor:
 
 
 def in_order(packed: torch.Tensor, columns: int) -> torch.Tensor:
-    out = torch.full((len(packed), INT8.row_bytes(columns)), 77, dtype=torch.uint8)
+    out = torch.full((len(packed), int8_row_bytes(columns)), 77, dtype=torch.uint8)
     requantise_rows(packed, 0, (out,), columns)
     return out
 
@@ -53,7 +53,7 @@ def in_order(packed: torch.Tensor, columns: int) -> torch.Tensor:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_in_order_it_is_the_reference(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit, scales, sums and padding too; the reference some rows at a time."""
-    packed, want = packed_rows(*shape), torch.full((shape[0], INT8.row_bytes(shape[1])), 55, dtype=torch.uint8)
+    packed, want = packed_rows(*shape), torch.full((shape[0], int8_row_bytes(shape[1])), 55, dtype=torch.uint8)
     monkeypatch.setattr(requantised, "UNPACK_CHUNK", 3 * shape[1])
     requantise_rows_reference(packed[:500], want[:500], shape[1])
     assert torch.equal(in_order(packed, shape[1])[:500], want[:500])
@@ -81,7 +81,7 @@ def test_no_value_is_off_by_more_than_half_a_step(shape: tuple[int, int]) -> Non
 def test_blocked_it_is_the_same_rows_blocked(shape: tuple[int, int], at: int) -> None:
     """Filled in two parts, as a matrix comes that is split over tiers; what is left of the rows stays in order."""
     n, columns = shape
-    packed, memory = packed_rows(n, columns), torch.full((n, INT8.row_bytes(columns)), 77, dtype=torch.uint8)
+    packed, memory = packed_rows(n, columns), torch.full((n, int8_row_bytes(columns)), 77, dtype=torch.uint8)
     parts = blank_int8_rows(memory)
     assert isinstance(parts[0], BlockedInt8) and sum(map(len, parts)) == n
     at = min(at, n)
@@ -95,5 +95,5 @@ def test_blocked_it_is_the_same_rows_blocked(shape: tuple[int, int], at: int) ->
 
 def test_without_the_instructions_rows_are_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(int8_blocked, "_can_fill", lambda: False)
-    (whole,) = blank_int8_rows(memory := torch.empty(128, INT8.row_bytes(64), dtype=torch.uint8))
+    (whole,) = blank_int8_rows(memory := torch.empty(128, int8_row_bytes(64), dtype=torch.uint8))
     assert whole is memory

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
-from flexgen_h2o.core.packing import INT8, Packing
+from flexgen_h2o.checkpoint import formats
+from flexgen_h2o.checkpoint.formats.groupwise import Groupwise
+from flexgen_h2o.checkpoint.formats.int8 import Int8
+from flexgen_h2o.core.packing import int8_row_bytes
 from flexgen_h2o.kernels.compiled import int8 as int8_loops
 from flexgen_h2o.kernels.compiled import int8 as requantise_loops
 from flexgen_h2o.kernels.compiled import prompts as column_loops
@@ -15,8 +20,9 @@ from flexgen_h2o.kernels.compiled import rows as row_loops
 from flexgen_h2o.kernels.compiled import rows as unpack_loops
 from flexgen_h2o.kernels.compiled import slots as slot_loops
 from flexgen_h2o.kernels.elementwise import Rotation, rms_norm, silu_gated
-from flexgen_h2o.kernels.int8 import Int8Rows, multiply_each, pack_int8_rows, rescale
-from flexgen_h2o.kernels.int8_blocked import blank_int8_rows, requantise_rows
+from flexgen_h2o.kernels.int8 import Int8Rows, pack_int8_rows, rescale
+from flexgen_h2o.kernels.int8_blocked import _works, blank_int8_rows, requantise_rows
+from flexgen_h2o.kernels.linear import linear_each
 from flexgen_h2o.kernels.packed import pack_rows, unpack_rows
 from flexgen_h2o.kernels.prefill_attention import causal_attention_lse, column_sums
 from flexgen_h2o.kernels.slots import attend
@@ -60,7 +66,7 @@ def test_what_llama_needs_is_compiled(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_unpacking_is_compiled(bits: int) -> None:
-    warm_up(torch.device("cpu"), torch.bfloat16, scored=False, weights=Packing(bits))
+    warm_up(torch.device("cpu"), torch.bfloat16, scored=False, weights=partial(formats.warm_up, Groupwise(2, bits)))
     compiled = len(unpack_loops.unpack.signatures)
     unpack_rows(pack_rows(torch.randn(3, 100), bits), bits, torch.empty(3, 100, dtype=torch.bfloat16))
     assert len(unpack_loops.unpack.signatures) == compiled >= 1
@@ -68,11 +74,16 @@ def test_unpacking_is_compiled(bits: int) -> None:
 
 def test_unpacking_to_int8_is_compiled() -> None:
     """In order, and where this CPU can, blocked."""
-    warm_up(torch.device("cpu"), torch.bfloat16, scored=False, weights=Packing(4), to_int8=True)
+    warm_up(
+        torch.device("cpu"),
+        torch.bfloat16,
+        scored=False,
+        weights=partial(formats.warm_up, Groupwise(2, 4, to_int8=True)),
+    )
     loops = (requantise_loops.in_order, requantise_loops.blocked)
     compiled = [len(loop.signatures) for loop in loops]
     for columns in (100, 128):
-        memory = torch.empty(128, INT8.row_bytes(columns), dtype=torch.uint8)
+        memory = torch.empty(128, int8_row_bytes(columns), dtype=torch.uint8)
         requantise_rows(pack_rows(torch.randn(128, columns), 4), 0, blank_int8_rows(memory), columns)
     assert [len(loop.signatures) for loop in loops] == compiled and compiled[0] >= 1
 
@@ -80,14 +91,15 @@ def test_unpacking_to_int8_is_compiled() -> None:
 def test_products_in_int8_are_compiled() -> None:
     """With a bias and without, into a result and added to it."""
     packed, x = pack_int8_rows(torch.randn(5, 100)), torch.randn(3, 100).to(torch.bfloat16)
-    warm_up(torch.device("cpu"), torch.bfloat16, scored=False, weights=INT8)
+    warm_up(torch.device("cpu"), torch.bfloat16, scored=False, weights=partial(formats.warm_up, Int8(2)))
     compiled = len(int8_loops.quantise.signatures), len(int8_loops.rescale.signatures)
     sizes = dict.fromkeys(("int8 inputs", "int8 input scales", "int8 weight scales", "int8 sums"), 320)
     part = Int8Rows(packed, 100, Workspace(torch.empty(1280, dtype=torch.uint8), sizes, torch.bfloat16))
     for bias in (None, torch.randn(5).to(torch.bfloat16)):
         for adds in (False, True):
             out = torch.zeros(3, 5, dtype=torch.bfloat16)
-            multiply_each(x, [([part], bias, out)], adds)
-            rescale(torch.zeros(3, 5), torch.zeros(3), torch.zeros(5), bias, out, adds)  # of blocked rows
+            linear_each(x, [((part,), bias, out)], adds)
+            if _works():  # rows are blocked here, whose sums are in float32
+                rescale(torch.zeros(3, 5), torch.zeros(3), torch.zeros(5), bias, out, adds)
     assert (len(int8_loops.quantise.signatures), len(int8_loops.rescale.signatures)) == compiled
     assert min(compiled) >= 1

@@ -10,7 +10,7 @@ import pytest
 from transformers import OPTConfig, OPTForCausalLM
 
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.models import FAMILIES, built_in_names, built_in_spec, family_of, spec_from_config, spec_from_folder
+from flexgen_h2o.models import built_in_names, built_in_spec, spec_from_config, spec_from_folder
 
 RAW: dict[str, Any] = {
     "model_type": "opt", "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "ffn_dim": 24,
@@ -53,33 +53,27 @@ def test_the_table_is_complete() -> None:
     assert len({name.split("/")[1].lower() for name in built_in_names()}) == len(built_in_names())
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_a_public_shape(name: str) -> None:
-    found = built_in_spec(name)
-    assert found is not None and found == built_in_spec(name.split("/")[1].upper())
-    spec, config = found
-    narrow = spec.embedding[0].shape[1]
-    assert (spec.hidden_size, spec.num_blocks, spec.num_heads, spec.ffn_size, narrow, spec.vocab_size) == PUBLIC[name]
-    assert (spec.name, spec.max_positions, spec.tied, spec.num_kv_heads) == (name, 2048, True, spec.num_heads)
-    assert spec.head_dim * spec.num_heads == spec.hidden_size
-    galactica, post_norm = "galactica" in name, name.endswith("350m")
-    has_bias = any(t.role.endswith("q_proj.bias") for t in spec.attention[0])
-    assert (spec.option("activation"), has_bias) == (("gelu", False) if galactica else ("relu", True))
-    assert spec.option("pre_norm") is not post_norm
-    assert spec_from_config(name, config, "table") == spec
+def test_public_shapes() -> None:
+    for name in PUBLIC:
+        found = built_in_spec(name)
+        assert found is not None and found == built_in_spec(name.split("/")[1].upper())
+        spec, config = found
+        narrow = spec.embedding[0].shape[1]
+        assert (spec.hidden_size, spec.num_blocks, spec.num_heads, spec.ffn_size, narrow, spec.vocab_size) == PUBLIC[
+            name
+        ]
+        assert (spec.name, spec.max_positions, spec.tied, spec.num_kv_heads) == (name, 2048, True, spec.num_heads)
+        assert spec.head_dim * spec.num_heads == spec.hidden_size
+        galactica, post_norm = "galactica" in name, name.endswith("350m")
+        has_bias = any(t.role.endswith("q_proj.bias") for t in spec.attention[0])
+        assert (spec.option("activation"), has_bias) == (("gelu", False) if galactica else ("relu", True))
+        assert spec.option("pre_norm") is not post_norm
+        assert spec_from_config(name, config, "table") == spec
 
 
-@pytest.mark.parametrize("name", ["opt-9b", "", "facebook", "someone/opt-125m", "opt-tiny"])
+@pytest.mark.parametrize("name", ["opt-9b", "someone/opt-125m"])
 def test_what_is_not_in_the_table_is_none(name: str) -> None:
     assert built_in_spec(name) is None
-
-
-@pytest.mark.parametrize("name", ["opt-125m", "llama-2-7b-hf", "pythia-70m"])
-def test_every_family_offers_what_the_engine_calls(name: str) -> None:
-    spec = built_in_spec(name)
-    assert spec is not None and spec[0].family in FAMILIES
-    family = family_of(spec[0])
-    assert all(callable(getattr(family, name)) for name in ("read_spec", "embed", "attention", "mlp", "head"))
 
 
 # ---- folders
@@ -118,18 +112,10 @@ def test_defaults_are_transformers_own(tmp_path: Path) -> None:
     ("changes", "says"),
     [
         ({"model_type": "bloom"}, "model_type 'bloom' is not supported .known: .*opt"),
-        ({"model_type": None}, "model_type None is not supported"),
         ({"hidden_size": 0}, "hidden_size: 0"),
         ({"hidden_size": 18}, "hidden_size 18 is not a multiple of num_attention_heads 4"),
-        ({"hidden_size": "wide"}, "hidden_size"),
         ({"num_hidden_layers": -1}, "num_hidden_layers: -1"),
-        ({"num_attention_heads": 0}, "num_attention_heads: 0"),
-        ({"ffn_dim": 1.5}, "ffn_dim"),
-        ({"vocab_size": None}, "vocab_size"),
-        ({"max_position_embeddings": 0}, "max_position_embeddings: 0"),
         ({"max_position_embeddings": 10**400}, "max_position_embeddings: 10+ must be between"),
-        ({"word_embed_proj_dim": 10**400}, "word_embed_proj_dim: 10+ must be between"),
-        ({"word_embed_proj_dim": -2}, "word_embed_proj_dim: -2"),
         ({"activation_function": "swish"}, "activation_function 'swish' is not one of"),
         ({"eos_token_id": "x"}, "eos_token_id"),
     ],
@@ -145,15 +131,10 @@ def test_a_model_type_that_is_no_string_is_refused(tmp_path: Path) -> None:
         spec_from_folder("m", write(tmp_path, model_type=["opt"]))
 
 
-@pytest.mark.parametrize("raw", [b"[]", b"{", b"\xff", b'"opt"'])
+@pytest.mark.parametrize("raw", [b"[]", b"\xff"])
 def test_no_json_object_is_refused(tmp_path: Path, raw: bytes) -> None:
     (tmp_path / "config.json").write_bytes(raw)
     with pytest.raises(UsageError, match=r"config\.json: "):
-        spec_from_folder("m", tmp_path)
-
-
-def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"config\.json: .*No such file"):
         spec_from_folder("m", tmp_path)
 
 
@@ -162,8 +143,3 @@ def test_json_that_python_cannot_hold_is_refused(tmp_path: Path, text: str) -> N
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UsageError, match=r"config\.json"):
         spec_from_folder("m", tmp_path)
-
-
-def test_a_damaged_number_of_layers_is_refused_at_once() -> None:
-    with pytest.raises(UsageError, match="num_hidden_layers: 1000000"):
-        spec_from_config("m", {"model_type": "opt", **OPTConfig().to_dict(), "num_hidden_layers": 10**6}, "here")

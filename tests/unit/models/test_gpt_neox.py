@@ -43,15 +43,15 @@ def test_the_table_is_complete() -> None:
     assert ours == set(PUBLIC)
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_a_public_shape(name: str) -> None:
-    found = built_in_spec(name)
-    assert found is not None
-    spec, config = found
-    assert ((spec.hidden_size, spec.num_blocks, spec.num_heads, spec.vocab_size), spec.num_weights) == PUBLIC[name]
-    assert (spec.max_positions, spec.ffn_size, spec.tied) == (2048, 4 * spec.hidden_size, False)
-    assert spec.rotary is not None and spec.rotary.width == spec.head_dim // 4
-    assert config["use_parallel_residual"]
+def test_public_shapes() -> None:
+    for name in PUBLIC:
+        found = built_in_spec(name)
+        assert found is not None
+        spec, config = found
+        assert ((spec.hidden_size, spec.num_blocks, spec.num_heads, spec.vocab_size), spec.num_weights) == PUBLIC[name]
+        assert (spec.max_positions, spec.ffn_size, spec.tied) == (2048, 4 * spec.hidden_size, False)
+        assert spec.rotary is not None and spec.rotary.width == spec.head_dim // 4
+        assert config["use_parallel_residual"]
 
 
 @pytest.mark.parametrize("sep_layer", [True, False])

@@ -64,21 +64,21 @@ def test_the_table_is_complete() -> None:
     assert ours == {*PUBLIC, *CHAT}
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_a_public_shape(name: str) -> None:
-    found = built_in_spec(name.lower())
-    assert found is not None and found == built_in_spec(name.split("/")[1])
-    spec, config = found
-    sizes = (spec.hidden_size, spec.num_blocks, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.ffn_size)
-    assert ((*sizes, spec.vocab_size, spec.max_positions), spec.num_weights) == PUBLIC[name]
-    assert (spec.name, spec.tied, spec.option("eps")) == (name, "3.2" in name, 1e-5)
-    assert spec_from_config(name, config, "table") == spec
+def test_public_shapes() -> None:
+    for name in PUBLIC:
+        found = built_in_spec(name.lower())
+        assert found is not None and found == built_in_spec(name.split("/")[1])
+        spec, config = found
+        sizes = (spec.hidden_size, spec.num_blocks, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.ffn_size)
+        assert ((*sizes, spec.vocab_size, spec.max_positions), spec.num_weights) == PUBLIC[name]
+        assert (spec.name, spec.tied, spec.option("eps")) == (name, "3.2" in name, 1e-5)
+        assert spec_from_config(name, config, "table") == spec
 
 
-@pytest.mark.parametrize("name", CHAT)
-def test_chat_models_have_the_shape_of_the_others(name: str) -> None:
-    (chat, _), (plain, _) = (built_in_spec(n) or pytest.fail(n) for n in (name, CHAT[name]))
-    assert chat == plain.__class__(**{**vars(plain), "name": name})
+def test_chat_models_have_the_shape_of_the_others() -> None:
+    for name in CHAT:
+        (chat, _), (plain, _) = (built_in_spec(n) or pytest.fail(n) for n in (name, CHAT[name]))
+        assert chat == plain.__class__(**{**vars(plain), "name": name})
 
 
 @pytest.mark.parametrize("kind", ROPES)
@@ -120,22 +120,14 @@ def test_positions_end_with_the_sliding_window(changes: dict[str, Any], position
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"hidden_size": 0}, "hidden_size: 0"),
-        ({"intermediate_size": -1}, "intermediate_size: -1"),
         ({"num_hidden_layers": 10**6}, "num_hidden_layers: 1000000"),
         ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
-        ({"num_key_value_heads": 0}, "num_key_value_heads: 0"),
         ({"head_dim": 7}, "head_dim.*7"),
-        ({"head_dim": -8}, "head_dim: -8"),
         ({"hidden_size": 22, "model_type": "qwen2"}, "head_dim 5 is odd"),
         ({"hidden_size": 26}, "hidden size .26. is not a multiple"),
-        ({"vocab_size": "many"}, "vocab_size"),
         ({"rms_norm_eps": 0.0}, "rms_norm_eps: 0.0"),
-        ({"max_position_embeddings": 0}, "max_position_embeddings: 0"),
         ({"model_type": "mistral", "sliding_window": 0}, "sliding_window: 0"),
-        ({"hidden_act": "relu2"}, "hidden_act 'relu2' is not one of"),
         ({"rope_scaling": {"rope_type": "nonsense"}}, "rope_type 'nonsense' is not supported .known: default"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "rope_type 'linear' with these values"),
         ({"rope_scaling": {"rope_type": "linear", "factor": "x"}}, "not usable with rope_type 'linear'"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "factor"),
         (
@@ -143,10 +135,6 @@ def test_positions_end_with_the_sliding_window(changes: dict[str, Any], position
             "turn 2 numbers of a head of 6",
         ),
         ({"rope_theta": -1.0}, "rope_type 'default' with these values"),
-        (
-            {"rope_scaling": {"rope_type": "longrope", "long_factor": [1.0] * 3, "short_factor": [1.0] * 3}},
-            "rope_type 'longrope' is not supported",
-        ),
     ],
 )
 def test_a_bad_config_is_refused_by_file_and_field(tmp_path: Path, changes: dict[str, Any], says: str) -> None:

@@ -58,9 +58,7 @@ def test_every_tensor_of_transformers_is_there_once(config: dict[str, Any]) -> N
     assert len(tensors) == len(shapes) and spec.num_weights == sum(p.numel() for p in theirs.parameters())
 
 
-@pytest.mark.parametrize(
-    "name", ["opt-125m", "opt-350m", "opt-30b", "galactica-6.7b", "Llama-3.2-3B", "Mistral-7B-v0.1", "pythia-1b"]
-)
+@pytest.mark.parametrize("name", ["opt-350m", "galactica-6.7b", "Llama-3.2-3B", "pythia-1b"])
 def test_public_shapes_have_as_many_weights_as_in_transformers(name: str) -> None:
     found = built_in_spec(name)
     assert found is not None
@@ -68,9 +66,7 @@ def test_public_shapes_have_as_many_weights_as_in_transformers(name: str) -> Non
     assert found[0].num_weights == sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("name", "gib"), [("opt-1.3b", 2.443), ("opt-6.7b", 12.386), ("opt-30b", 55.803), ("opt-175b", 325.175)]
-)
+@pytest.mark.parametrize(("name", "gib"), [("opt-6.7b", 12.386), ("opt-175b", 325.175)])
 def test_the_difference_to_the_published_figures_is_known_to_the_byte(name: str, gib: float) -> None:
     """FlexGen's formula leaves out the positions and the last norm, and counts biases and vocabulary in its own way."""
     spec = published(name)

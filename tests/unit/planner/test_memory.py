@@ -11,9 +11,9 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from flexgen_h2o.checkpoint.formats import WeightFormat
 from flexgen_h2o.core.config import TIERS, ModelSpec, Policy
 from flexgen_h2o.core.errors import DoesNotFitError
-from flexgen_h2o.core.packing import WeightForm
 from flexgen_h2o.core.schedule import weight_sequence
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import ALIGN, BLOCK_CHUNK, INT8_TILE, round_up
@@ -182,7 +182,7 @@ def test_the_weight_ring_holds_any_so_many_neighbours_of_the_cycle(depth: int, t
     policy = Policy(percent=(0, 0, 100, 0, 100, 0))
     ring = memory_plan(spec, policy, BlockShape(1, 1, 1, (1, 1)), 4, True, Depth(depth, 1, 1)).size("weight ring")
     layers = spec.layers(True)
-    sizes = [streamed_bytes(u, policy.weight_shares, WeightForm(4), True) for u in layers.units]
+    sizes = [streamed_bytes(u, policy.weight_shares, WeightFormat(4), True) for u in layers.units]
     loads = list(weight_sequence(5, tuple(layer.unit for layer in layers.layers)))[1:]
     count = min(depth, len(layers.units))
     assert ring == max(sum(sizes[u] for u in loads[i : i + count]) for i in range(len(loads)))

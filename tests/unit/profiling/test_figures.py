@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexgen_h2o.core.packing import INT8
+from flexgen_h2o.core.packing import int8_row_bytes
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.kernels.blocked import BlockedRows, block_rows
 from flexgen_h2o.kernels.int8 import Int8Rows
@@ -102,7 +102,7 @@ def test_products_in_int8_are_right_and_of_other_rows_each_time(bench: Bench, mo
         want, found = in_order().clone(), in_int8().clone()
     assert torch.allclose(found, want, atol=0.6)  # sums of 128 products, some 11 large
     monkeypatch.setattr(compute, "linear", lambda x, weight, bias, out: seen.append(weight[0]))
-    count = TINY.weight_bytes // 2 // (64 * INT8.row_bytes(128))
+    count = TINY.weight_bytes // 2 // (64 * int8_row_bytes(128))
     for _ in range(2 * count):
         in_int8()
     assert all(isinstance(rows, Int8Rows) and len(rows) == 64 for rows in seen)
@@ -111,7 +111,7 @@ def test_products_in_int8_are_right_and_of_other_rows_each_time(bench: Bench, mo
 
 def test_products_take_another_matrix_each_time(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    monkeypatch.setattr(compute, "linear", lambda x, weight, bias, out: seen.append(weight[0].data_ptr()))
+    monkeypatch.setattr(compute, "linear", lambda x, weight, bias, out: seen.append(weight[0].rows.data_ptr()))
     call = compute.Products(bench, torch.float32).call(4, 64, 64)
     for _ in range(2 * TINY.weight_bytes // (64 * 64 * 4)):
         call()

@@ -1,0 +1,233 @@
+"""How the matrices of a model are stored, held on their tiers and multiplied: one module a format, named in `FORMATS`.
+
+A module has `recognise(policy, quantization, itemsize)`: its format where the policy's switches, or else the
+`quantization_config` of a checkpoint, ask for it. Plans ask formats for bytes, so torch is imported where it is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from flexgen_h2o.core.config import DTYPE_BYTES, ModelSpec, Policy, TensorSpec
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.tiers.placement import Part
+
+if TYPE_CHECKING:
+    import torch
+
+    from flexgen_h2o.kernels.linear import RowParts
+    from flexgen_h2o.kernels.workspace import Workspace
+
+FORMATS = {
+    name: f"flexgen_h2o.checkpoint.formats.{name}"
+    for name in ("groupwise", "int8", "dense")
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StoredRows:
+    """One of the stored tensors that a matrix, or a vector, is made of.
+
+    names: that it may have in a checkpoint; shape, dtypes: that it must have there (as of safetensors.StoredTensor).
+    row_bytes: of one of its rows, along its first dimension, in memory. rows_each: rows of the matrix that share a row
+    of it, such as 128 for the scales of blocks of 128 x 128. is_values: numbers, which are converted to the compute
+    dtype as they are read; otherwise bytes.
+    """
+
+    names: tuple[str, ...] = field(compare=False)
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    row_bytes: int
+    rows_each: int = 1
+    is_values: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    def part_rows(self, part: Part) -> tuple[int, int]:
+        """Its rows [first, end) that rows of the matrix need."""
+        return part.start // self.rows_each, -(-part.end // self.rows_each)
+
+    def part_bytes(self, part: Part) -> int:
+        first, end = self.part_rows(part)
+        return (end - first) * self.row_bytes
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """A tensor in a format. Equal for tensors that take the same bytes.
+
+    decoded_row_bytes: of a row in the buffer that it is decoded into when its unit is opened; 0: it is used as held.
+    """
+
+    shape: tuple[int, ...]
+    stored: tuple[StoredRows, ...]
+    decoded_row_bytes: int = 0
+
+    @property
+    def is_matrix(self) -> bool:
+        return len(self.shape) == 2
+
+    def part_bytes(self, part: Part) -> int:
+        """In memory."""
+        return sum(stored.part_bytes(part) for stored in self.stored)
+
+
+def plain_layout(tensor: TensorSpec, itemsize: int) -> TensorLayout:
+    """A tensor whose numbers are stored as they are, in any float dtype, and held in the compute dtype."""
+    row_bytes = itemsize * (tensor.numel // tensor.shape[0])
+    names = (tensor.name, *tensor.aliases)
+    return TensorLayout(tensor.shape, (StoredRows(names, tensor.shape, tuple(DTYPE_BYTES), row_bytes, is_values=True),))
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """One format; subclasses say how matrices are laid out and decoded. Vectors are always plain.
+
+    itemsize: bytes of the compute dtype. decodes: are matrices decoded into a buffer when their unit is opened? Else
+    they are used as held. blocks_tables: can rows be looked up in what is blocked for products?
+    """
+
+    itemsize: int
+    decodes: ClassVar[bool] = False
+    blocks_tables: ClassVar[bool] = False
+
+    @property
+    def in_int8(self) -> bool:
+        """Are products in int8?"""
+        return False
+
+    @property
+    def packed(self) -> PackedFormat | None:
+        """Itself where checkpoints have first to be brought into it."""
+        return None
+
+    def layout(self, tensor: TensorSpec) -> TensorLayout:
+        return plain_layout(tensor, self.itemsize)
+
+    def row_parts(
+        self, layout: TensorLayout, pieces: Sequence[torch.Tensor], workspace: Workspace, blocks: bool
+    ) -> RowParts:
+        """Rows of a tensor that is used as held. pieces: of each stored tensor, uint8. blocks: bring the rows into the
+        order that products are fastest with, where they lie."""
+        from flexgen_h2o.kernels.blocked import block_rows
+        from flexgen_h2o.kernels.linear import DenseRows
+
+        rows = pieces[0].view(workspace.dtype).view(-1, *layout.shape[1:])
+        return block_rows(rows) if blocks and layout.is_matrix else (DenseRows(rows),)
+
+    def decoded_parts(self, layout: TensorLayout, memory: torch.Tensor, workspace: Workspace) -> RowParts:
+        """The rows of a matrix that `decode` fills, in `memory` (uint8)."""
+        from flexgen_h2o.kernels.linear import DenseRows
+
+        return (DenseRows(memory.view(workspace.dtype).view(layout.shape)),)
+
+    def decode(self, layout: TensorLayout, part: Part, pieces: Sequence[torch.Tensor], out: RowParts) -> None:
+        """Fill the rows `part` of a matrix. pieces: of each stored tensor the rows that these need, uint8."""
+        from flexgen_h2o.kernels.linear import DenseRows
+
+        (whole,) = out
+        assert isinstance(whole, DenseRows)
+        self.decode_rows(layout, part, pieces, whole.rows[part.start : part.end])
+
+    def decode_rows(self, layout: TensorLayout, part: Part, pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """`decode` into out (rows of the part, columns), in a float dtype."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class PackedFormat(WeightFormat):
+    """A format that weights are brought into, once (checkpoint/packed_store.py), because a switch of the policy asks.
+
+    A matrix is one stored tensor under its own name, uint8 of (rows, row bytes). flag: of that switch.
+    """
+
+    flag: ClassVar[str]
+
+    @property
+    def packed(self) -> PackedFormat:
+        return self
+
+    @property
+    def name(self) -> str:
+        """Of the store."""
+        raise NotImplementedError
+
+    @property
+    def record(self) -> dict[str, object]:
+        """What the bytes mean. `format` is a number that rises when they change: stores of another one are not used."""
+        raise NotImplementedError
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """rows: (n, columns), any float dtype, on the host. Returns (n, row bytes) uint8. ValueError: not finite."""
+        raise NotImplementedError
+
+    def packed_layout(self, tensor: TensorSpec, row_bytes: int, decoded_row_bytes: int = 0) -> TensorLayout:
+        if len(tensor.shape) != 2:
+            return plain_layout(tensor, self.itemsize)
+        stored = StoredRows((tensor.name,), (tensor.shape[0], row_bytes), ("uint8",), row_bytes)
+        return TensorLayout(tensor.shape, (stored,), decoded_row_bytes)
+
+
+@lru_cache(maxsize=1024)
+def weight_format(spec: ModelSpec, policy: Policy, itemsize: int) -> WeightFormat:
+    """How a run holds a model's weights: as the policy's switches ask, else as the checkpoint has them."""
+    return _recognised(policy, spec.quantization, itemsize)
+
+
+def checkpoint_format(spec: ModelSpec) -> WeightFormat:
+    """How a model's checkpoint has its weights, whatever a policy makes of them."""
+    return weight_format(spec, Policy(), 4)
+
+
+def check_quantization(quantization: Mapping[str, Any] | None) -> None:
+    """UsageError for a `quantization_config` that no format knows."""
+    _recognised(Policy(), quantization, 4)
+
+
+def _recognised(policy: Policy, quantization: Mapping[str, Any] | None, itemsize: int) -> WeightFormat:
+    is_known_type = quantization is None or isinstance(quantization, Mapping)
+    for module in FORMATS.values() if is_known_type else ():
+        found: WeightFormat | None = importlib.import_module(module).recognise(policy, quantization, itemsize)
+        if found is not None:
+            return found
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+    raise UsageError(
+        f"quantization_config: quant_method {method!r} is not supported (known formats:"
+        f" {', '.join(FORMATS)}); give an unquantised checkpoint"
+    )
+
+
+@lru_cache(maxsize=4096)
+def layouts_of(form: WeightFormat, tensors: tuple[TensorSpec, ...]) -> tuple[TensorLayout, ...]:
+    """Of the tensors of a unit."""
+    return tuple(form.layout(tensor) for tensor in tensors)
+
+
+def warm_up(form: WeightFormat, device: torch.device, dtype: torch.dtype) -> None:
+    """Compile what decoding and products need: decode and multiply zeros, in rows that can be blocked and in one that
+    cannot."""
+    import torch
+
+    from flexgen_h2o.core.units import BLOCK_ROWS
+    from flexgen_h2o.kernels.linear import linear
+    from flexgen_h2o.kernels.workspace import Workspace
+
+    sizes = dict.fromkeys(("int8 inputs", "int8 input scales", "int8 weight scales", "int8 sums"), 2**15)
+    workspace = Workspace(torch.zeros(2**17, dtype=torch.uint8, device=device), sizes, dtype)
+    for rows in (BLOCK_ROWS, 1):
+        layout, part = form.layout(TensorSpec("", "", (rows, BLOCK_ROWS))), Part("device", 0, rows)
+        pieces = [torch.zeros(stored.part_bytes(part), dtype=torch.uint8, device=device) for stored in layout.stored]
+        if layout.decoded_row_bytes:
+            memory = torch.zeros(rows * layout.decoded_row_bytes, dtype=torch.uint8, device=device)
+            weight = form.decoded_parts(layout, memory, workspace)
+            form.decode(layout, part, pieces, weight)
+        else:
+            weight = form.row_parts(layout, pieces, workspace, blocks=True)
+        x, out = (torch.zeros(1, n, dtype=dtype, device=device) for n in (BLOCK_ROWS, rows))
+        linear(x, weight, None, out)

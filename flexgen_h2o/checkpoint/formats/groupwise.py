@@ -1,0 +1,84 @@
+"""--compress-weight: matrices in 4 or 8 bits a value, in groups with a scale and a least value (core/packing.py).
+
+They are decoded when their unit is opened: into the compute dtype, or, from 4 bits, into int8 rows for products in
+int8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from flexgen_h2o.checkpoint.formats import PackedFormat, TensorLayout
+from flexgen_h2o.core.config import Policy, TensorSpec
+from flexgen_h2o.core.packing import GROUP, SlotPacking, int8_row_bytes
+from flexgen_h2o.tiers.placement import Part
+
+if TYPE_CHECKING:
+    import torch
+
+    from flexgen_h2o.kernels.linear import RowParts
+    from flexgen_h2o.kernels.workspace import Workspace
+
+FORMAT = 3
+
+
+@dataclass(frozen=True)
+class Groupwise(PackedFormat):
+    """bits: of a value. to_int8: rows are decoded into int8."""
+
+    bits: int
+    to_int8: bool = False
+    decodes = True
+    flag = "--compress-weight"
+
+    @property
+    def name(self) -> str:
+        return f"{self.bits}bit"
+
+    @property
+    def record(self) -> dict[str, object]:
+        return {"format": FORMAT, "bits": self.bits, "group": GROUP}
+
+    @property
+    def in_int8(self) -> bool:
+        return self.to_int8
+
+    def layout(self, tensor: TensorSpec) -> TensorLayout:
+        columns = tensor.shape[-1]
+        decoded = int8_row_bytes(columns) if self.to_int8 else columns * self.itemsize
+        return self.packed_layout(tensor, SlotPacking(columns, self.bits).slot_bytes, decoded)
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        from flexgen_h2o.kernels.packed import pack_rows
+
+        return pack_rows(rows, self.bits)
+
+    def decoded_parts(self, layout: TensorLayout, memory: torch.Tensor, workspace: Workspace) -> RowParts:
+        if not self.to_int8:
+            return super().decoded_parts(layout, memory, workspace)
+        from flexgen_h2o.kernels.int8 import Int8Rows
+        from flexgen_h2o.kernels.int8_blocked import blank_int8_rows
+
+        rows = blank_int8_rows(memory.view(layout.shape[0], -1))
+        return tuple(Int8Rows(some, layout.shape[1], workspace) for some in rows)
+
+    def decode(self, layout: TensorLayout, part: Part, pieces: Sequence[torch.Tensor], out: RowParts) -> None:
+        if not self.to_int8:
+            super().decode(layout, part, pieces, out)
+            return
+        from flexgen_h2o.kernels.int8 import Int8Rows
+        from flexgen_h2o.kernels.int8_blocked import requantise_rows
+
+        rows = [some.packed for some in out if isinstance(some, Int8Rows)]
+        requantise_rows(pieces[0].view(part.rows, -1), part.start, rows, layout.shape[1])
+
+    def decode_rows(self, layout: TensorLayout, part: Part, pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        from flexgen_h2o.kernels.packed import unpack_rows
+
+        unpack_rows(pieces[0].view(part.rows, -1), self.bits, out)
+
+
+def recognise(policy: Policy, quantization: Mapping[str, Any] | None, itemsize: int) -> Groupwise | None:
+    return Groupwise(itemsize, policy.weight_bits, policy.int8_compute) if policy.compress_weight else None

@@ -1,0 +1,46 @@
+"""A format of checkpoints that exists for the tests: what a new file in checkpoint/formats/ looks like.
+
+Numbers of a matrix are stored in fp32 less an offset that OFFSET_ROWS rows share; tables of embeddings are plain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from flexgen_h2o.checkpoint.formats import StoredRows, TensorLayout, WeightFormat, plain_layout
+from flexgen_h2o.core.config import Policy, TensorSpec
+from flexgen_h2o.tiers.placement import Part
+
+if TYPE_CHECKING:
+    import torch
+
+OFFSET_ROWS = 24
+
+
+@dataclass(frozen=True)
+class Offset(WeightFormat):
+    decodes = True
+
+    def layout(self, tensor: TensorSpec) -> TensorLayout:
+        if len(tensor.shape) != 2 or "embed" in tensor.name:
+            return plain_layout(tensor, self.itemsize)
+        rows, columns = tensor.shape
+        base = tensor.name.removesuffix(".weight")
+        stored = (
+            StoredRows((f"{base}.less",), (rows, columns), ("float32",), 4 * columns),
+            StoredRows((f"{base}.offset",), (-(-rows // OFFSET_ROWS),), ("float32",), 4, rows_each=OFFSET_ROWS),
+        )
+        return TensorLayout(tensor.shape, stored, columns * self.itemsize)
+
+    def decode_rows(self, layout: TensorLayout, part: Part, pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        import torch
+
+        numbers, offsets = (piece.view(torch.float32) for piece in pieces)
+        rows = torch.arange(part.start, part.end, device=out.device) // OFFSET_ROWS - part.start // OFFSET_ROWS
+        out.copy_(numbers.view(part.rows, -1) + offsets[rows, None])
+
+
+def recognise(policy: Policy, quantization: Mapping[str, Any] | None, itemsize: int) -> Offset | None:
+    return Offset(itemsize) if quantization is not None and quantization.get("quant_method") == "offset" else None
