@@ -24,10 +24,19 @@ from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import check_int
 from flexgen_h2o.engine.distributed import Part, Pipeline, check_same, joint_report, part_of
 from flexgen_h2o.engine.executor import Executor
-from flexgen_h2o.engine.generation import Callbacks, LogitsWatch, Progress, Row, SlotsWatch
+from flexgen_h2o.engine.generation import (
+    BlockStats,
+    BlockTimes,
+    Callbacks,
+    KvUse,
+    LogitsWatch,
+    Progress,
+    Row,
+    SlotsWatch,
+)
 from flexgen_h2o.engine.memory_plan import MemoryPlan, packing_of
 from flexgen_h2o.engine.prompts import Completion, Prompt, prompts_from_python
-from flexgen_h2o.engine.report import PREDICTIONS, BlockStats, BlockTimes, KvUse, RunReport, make_report, sizes_of
+from flexgen_h2o.engine.report import PREDICTIONS, RunReport, make_report, sizes_of
 from flexgen_h2o.engine.requests import More, Params, RequestTable, Scheduler, forced_rows
 from flexgen_h2o.engine.resources import Engine
 from flexgen_h2o.engine.sampling import SamplingParams, check_params

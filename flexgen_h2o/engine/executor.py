@@ -17,10 +17,9 @@ from flexgen_h2o.core.config import Layer
 from flexgen_h2o.core.schedule import Step, weight_sequence
 from flexgen_h2o.engine.attention import CacheStep, UnitAttention
 from flexgen_h2o.engine.distributed import Wire
-from flexgen_h2o.engine.generation import Decoding, MicroBatch, Row, SweepInput
+from flexgen_h2o.engine.generation import BlockStats, Decoding, MicroBatch, Row, Sweep, SweepInput
 from flexgen_h2o.engine.loop import ATTENTION_KINDS, UnitKey, Walk
 from flexgen_h2o.engine.memory_plan import kv_layout
-from flexgen_h2o.engine.report import BlockStats, Sweep
 from flexgen_h2o.engine.requests import Scheduler
 from flexgen_h2o.engine.resources import Engine
 from flexgen_h2o.engine.weights import WeightStream

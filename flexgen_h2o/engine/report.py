@@ -1,4 +1,4 @@
-"""What a run was: times and KV columns of its blocks, the run report as JSON, FlexGen's summary and log lines.
+"""What a run was: the run report as JSON, FlexGen's summary and log lines.
 
 Imports no torch: commands check the files that they will write before anything heavy is loaded.
 """
@@ -20,6 +20,7 @@ from flexgen_h2o.engine.memory_plan import packing_of
 from flexgen_h2o.engine.workload import need_of
 
 if TYPE_CHECKING:
+    from flexgen_h2o.engine.generation import BlockStats
     from flexgen_h2o.engine.requests import RequestTable, Scheduler
     from flexgen_h2o.engine.resources import Engine
     from flexgen_h2o.kvcache.eviction import Eviction
@@ -30,88 +31,6 @@ KV_FACTS = ("slots", "bytes", "full_bytes")
 PREDICTIONS = ("prefill_s", "decode_s")
 # FlexGen's first two decode sweeps are counted as measured; the mean of the later ones stands for the rest.
 _WARM_SWEEPS = 2
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """One sweep of a block.
-
-    prompts: share of its tokens that came from prompts. held: KV columns of all rows and layers (a column is one key
-    and one value of every kv-head). full: what the full cache would have held. read: columns that decode attention
-    read.
-    """
-
-    seconds: float
-    prompts: float
-    held: int
-    full: int
-    read: int
-
-
-@dataclass(frozen=True)
-class BlockTimes:
-    """Seconds of each sweep of a block, and of each layer of each sweep (all its micro-batches)."""
-
-    sweeps: list[float] = field(default_factory=list)
-    layers: list[float] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class KvUse:
-    """KV columns of each sweep of a block, as of `Sweep`."""
-
-    held: list[int] = field(default_factory=list)
-    read: list[int] = field(default_factory=list)
-
-
-@dataclass
-class BlockStats:
-    """Sums over the sweeps of a block.
-
-    held, full: columns of the decode sweeps, of which there are `later`; without one, of the first sweep. fed_tokens:
-    prompt tokens that were computed. times, kv_use: by sweep, kept unless rows may join the block, which then may go
-    on for any number of sweeps.
-    """
-
-    keeps_lists: bool = True
-    sweeps: int = 0
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    held: int = 0
-    full: int = 0
-    fed_tokens: int = 0
-    times: BlockTimes = field(default_factory=BlockTimes)
-    kv_use: KvUse = field(default_factory=KvUse)
-    _prompts: float = 0.0  # of the newest sweep
-
-    @property
-    def later(self) -> int:
-        return max(0, self.sweeps - 1)
-
-    def end_layer(self, seconds: float) -> None:
-        """Add a layer's seconds in a sweep, of all micro-batches."""
-        if self.keeps_lists:
-            self.times.layers.append(seconds)
-
-    def end_sweep(self, sweep: Sweep) -> None:
-        if self.sweeps == 1:  # the first counts only while it is alone
-            self.held = self.full = 0
-        self.held += sweep.held
-        self.full += sweep.full
-        self.sweeps += 1
-        self._prompts = sweep.prompts
-        if self.keeps_lists:
-            self.times.sweeps.append(0.0)
-            self.kv_use.held.append(sweep.held)
-            self.kv_use.read.append(sweep.read)
-        self.add_seconds(sweep.seconds)
-
-    def add_seconds(self, seconds: float) -> None:
-        """Add to the newest sweep's seconds. A mixed sweep's are split between prefill and decode by its tokens."""
-        self.prefill_s += seconds * self._prompts
-        self.decode_s += seconds * (1 - self._prompts)
-        if self.keeps_lists:
-            self.times.sweeps[-1] += seconds
 
 
 @dataclass(frozen=True)

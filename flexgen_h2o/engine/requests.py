@@ -15,9 +15,8 @@ import torch
 
 from flexgen_h2o.core.config import ModelSpec
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.engine.generation import Callbacks, Decoding, Row, StopCriteria, TokenSource, make_blocks
+from flexgen_h2o.engine.generation import BlockStats, Callbacks, Decoding, Row, StopCriteria, TokenSource, make_blocks
 from flexgen_h2o.engine.prompts import Completion, Prompt, prompts_from_python
-from flexgen_h2o.engine.report import BlockStats
 from flexgen_h2o.engine.sampling import Sampler, SamplingParams, StopStrings, decode_text
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.eviction.policy import most_new_tokens

@@ -1,13 +1,16 @@
-"""Links between the pages: every file and every section that README, docs and comments name is there.
+"""Links between the pages, and the names on them: every file, section, class and function that they name is there.
 
 Rules are functions from text to problems, so that one test runs them on the tree and another on bad snippets.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,6 +60,54 @@ def broken_mentions(text: str) -> Iterator[str]:
             yield f'{name}, "{title}": no such section'
 
 
+FILE = re.compile(r"[\w./-]+\.(?:py|sh)|[\w/]+/")
+NAME = re.compile(r"(?:(?P<folder>\w+(?:/\w+)*)/)?(?P<first>\w+)(?P<rest>(?:\.\w+)+)(?:\(.*\))?")
+
+
+@cache
+def defined() -> dict[str, set[str]]:
+    """What each module, by its path and by its last part, and each class defines: `Name`, `Class.name`."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for path in sorted((ROOT / "flexgen_h2o").rglob("*.py")):
+        module = path.relative_to(ROOT / "flexgen_h2o").with_suffix("").as_posix().removesuffix("/__init__")
+        body = ast.parse(path.read_text()).body
+        names = set(_names(body))
+        for node in body:
+            if isinstance(node, ast.ClassDef):
+                names |= {f"{node.name}.{name}" for name in _names(node.body)}
+                found[node.name] |= set(_names(node.body))
+        for key in (module, module.rpartition("/")[2]):
+            found[key] |= names
+    return found
+
+
+def _names(body: list[ast.stmt]) -> Iterator[str]:
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        if isinstance(node, ast.FunctionDef):  # attributes that a method sets
+            yield from (n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name))
+
+
+def unknown_names(page: str) -> Iterator[str]:
+    """Files, and names of modules and classes (`tiers/stream.Ring`, `Ring.take`), that the package does not have."""
+    for span in (code.strip("`") for code in CODE.findall(FENCE.sub("", page))):
+        if FILE.fullmatch(span):
+            tops = [ROOT, ROOT / "flexgen_h2o", *(ROOT / "flexgen_h2o").glob("*/")]
+            if not any((top / span).exists() for top in tops) and span.partition("/")[0] in {t.name for t in tops}:
+                yield span
+        elif (match := NAME.fullmatch(span)) and span.rpartition(".")[2] not in ("md", "json", "jsonl", "py", "sh"):
+            owner = "/".join(filter(None, (match["folder"], match["first"])))
+            if owner in defined():
+                if match["rest"][1:] not in defined()[owner]:
+                    yield span
+            elif match["folder"] and match["folder"].partition("/")[0] in defined() | {"core": set()}:
+                yield span
+
+
 def program_files() -> Iterable[Path]:
     listed = subprocess.run(["git", "ls-files", "*.py", "*.sh"], cwd=ROOT, capture_output=True, text=True, check=True)
     return (ROOT / name for name in listed.stdout.split() if name != f"tests/unit/{Path(__file__).name}")
@@ -69,6 +120,22 @@ def test_links_lead_somewhere() -> None:
 def test_comments_name_pages_and_sections_that_exist() -> None:
     broken = [f"{path}: {problem}" for path in program_files() for problem in broken_mentions(path.read_text())]
     assert broken == []
+
+
+def test_pages_name_what_the_package_has() -> None:
+    pages = [
+        ROOT / "docs" / name for name in ("architecture.md", "internals.md", "jobs.md", "planner.md", "eviction.md")
+    ]
+    assert [f"{page.name}: {name}" for page in pages for name in unknown_names(page.read_text())] == []
+
+
+def test_a_name_that_is_gone_is_found() -> None:
+    good = (
+        "`engine/loop.Walk`, `Walk.run`, `zigzag`, `core/schedule.zigzag`, `tiers/stream.py`, `engine/`, `extra.ranks`"
+    )
+    assert list(unknown_names(good)) == []
+    for gone in ("engine/loop.Wolk", "Walk.ran", "tiers/none.py", "engine/none.Walk", "schedule.zagzig"):
+        assert list(unknown_names(f"a `{gone}` b")) == [gone]
 
 
 def test_every_page_is_reached_from_another() -> None:

@@ -50,7 +50,10 @@ UPWARD: set[tuple[str, str]] = set()
 # What of the planner needs torch: it measures, and plans for the rows and the processes of a run.
 WITH_TORCH = (f"{PACKAGE}.planner.measure", f"{PACKAGE}.planner.plans")
 # What else must not reach torch by any chain of imports, so that the planner can use it.
-WITHOUT_TORCH = (f"{PACKAGE}.engine.memory_plan",)
+WITHOUT_TORCH = tuple(
+    f"{PACKAGE}.{name}"
+    for name in ("engine.loop", "engine.memory_plan", "engine.report", "tiers.stream", "checkpoint.formats")
+)
 TORCH = {"torch", "transformers", "safetensors.torch"}
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_ARGUMENTS = 450, 60, 7
@@ -61,27 +64,8 @@ CONTRACT = {"flexgen_h2o/llm.py: LLM.__init__"}  # its arguments are DESIGN 3.2'
 MANY_ARGUMENTS = {
     f"{path}: {name}"
     for path, names in {
-        "flexgen_h2o/engine/metrics.py": "make_report",
-        "flexgen_h2o/engine/resources.py": "Engine.__init__",
-        "flexgen_h2o/integrations/enable.py": "evicting_attention",
-        "flexgen_h2o/kernels/compiled/packed_slots.py": "_pass _dots _mix",
-        "flexgen_h2o/kernels/compiled/packed_vectors.py": "_tile.tile _emit_dots _emit_mix",
-        "flexgen_h2o/kernels/compiled/prompts.py": "_tile.product _emit _add_four _take_queries _take_block _give",
-        "flexgen_h2o/kernels/warm_up.py": "warm_up _call_all",
-        "flexgen_h2o/kvcache/attend.py": "attend_prompts _attend_group attend_slots",
-        "flexgen_h2o/kvcache/layout.py": "unit_layout",
-        "flexgen_h2o/llm.py": "LLM.run",
-        "flexgen_h2o/tiers/transfers.py": "Mover.read",
-        "tests/doors/test_processes.py": "test_files_are_written_where_standard_output_takes_nothing",
         "tests/eviction/engine.py": "generate",
         "tests/eviction/test_conversation.py": "converse",
-        "tests/eviction/test_engine_bytes.py": "test_kv_of_the_report",
-        "tests/eviction/test_engine_placements.py": "test_rows_that_end_leave_a_block",
-        "tests/eviction/test_packed_cache.py": "test_other_shapes_and_bits",
-        "tests/fault/test_workers.py": "test_its_error_reaches_the_caller",
-        "tests/unit/kernels/test_causal.py": "test_against_the_definition",
-        "tests/unit/kernels/test_column_sums.py": "test_against_the_definition",
-        "tests/unit/kernels/test_packed_rows.py": "test_a_value_is_off_by_half_a_step_at_most",
         "tests/unit/weight_room.py": "Room.__init__",
     }.items()
     for name in names.split()
@@ -299,13 +283,14 @@ def long_functions(sources: Iterable[Source]) -> list[str]:
 
 
 def argument_counts(sources: Iterable[Source]) -> dict[str, int]:
-    """Functions with more than MAX_ARGUMENTS arguments, self and cls not counted."""
+    """Functions with more than MAX_ARGUMENTS arguments, self and cls not counted; tests name their fixtures by them."""
     found = {}
     for source in sources:
         for name, node in functions(source.tree, f"{source.path}: "):
             spec = node.args
             names = [a.arg for a in (*spec.posonlyargs, *spec.args, *spec.kwonlyargs, spec.vararg, spec.kwarg) if a]
-            found[name] = len(names) - (names[:1] in (["self"], ["cls"]))
+            if not name.rpartition(" ")[2].startswith("test_"):
+                found[name] = len(names) - (names[:1] in (["self"], ["cls"]))
     return {name: count for name, count in found.items() if count > MAX_ARGUMENTS}
 
 

@@ -14,12 +14,10 @@ import pytest
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.core.files import write_result
+from flexgen_h2o.engine.generation import BlockStats, KvUse, Sweep
 from flexgen_h2o.engine.report import (
-    BlockStats,
-    KvUse,
     PhaseReport,
     RunReport,
-    Sweep,
     append_log,
     eviction_line,
     log_block,

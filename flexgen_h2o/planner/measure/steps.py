@@ -21,10 +21,9 @@ from flexgen_h2o.core.config import TIERS, ModelSpec, Policy
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.engine.distributed import Part
 from flexgen_h2o.engine.executor import Executor
-from flexgen_h2o.engine.generation import Decoding, Row, StopCriteria
+from flexgen_h2o.engine.generation import BlockStats, Decoding, Row, StopCriteria
 from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, BlockShape, memory_plan
 from flexgen_h2o.engine.prompts import Prompt
-from flexgen_h2o.engine.report import BlockStats
 from flexgen_h2o.engine.resources import Engine
 from flexgen_h2o.engine.sampling import Sampler, SamplingParams, StopStrings
 from flexgen_h2o.engine.workload import Batch, need_of
