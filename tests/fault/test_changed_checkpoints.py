@@ -14,6 +14,7 @@ import torch
 from flexgen_h2o import LLM, Policy, SamplingParams
 from flexgen_h2o.checkpoint.resolve import PACKAGED
 from flexgen_h2o.core.errors import CheckpointChangedError
+from flexgen_h2o.engine.generation import Callbacks
 from flexgen_h2o.engine.prompts import Completion, prompts_from_python
 from tests.fault.jobs import Jobs, Running, job_server, rows_of, tokens_of, write_input
 from tests.parity.reference import Reference, random_model
@@ -83,18 +84,15 @@ def run(llm: LLM, known: Reference, refill: bool, at_step: Callable[[int], None]
     done: list[Completion] = []
     steps = 0
 
-    class Watch:
-        def logits(self, rows: list[int], logits: torch.Tensor) -> None:
-            nonlocal steps
-            steps += 1
-            at_step(steps)
-
-        slots = None
+    def watch(rows: list[int], logits: torch.Tensor) -> None:
+        nonlocal steps
+        steps += 1
+        at_step(steps)
 
     prompts = prompts_from_python(known.prompts, None, llm.model.spec.vocab_size)
     params = [SamplingParams(max_tokens=n) for n in NEW_TOKENS]
     try:
-        llm.run(prompts, params, done.extend, Watch(), refill=refill)
+        llm.run(prompts, params, done.extend, Callbacks(watch), refill=refill)
     except CheckpointChangedError:
         assert len(done) < len(prompts)
         raise

