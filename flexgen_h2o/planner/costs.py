@@ -28,7 +28,7 @@ LANES = ("disk_read", "disk_write", "h2d", "d2h")
 # What can be busy; the first four are lanes. Device and host compute are one after the other: one thread issues both.
 RESOURCES = (*LANES, "device_compute", "host_compute")
 # Attention over packed slots is bound by its arithmetic where it runs on a CPU: a value takes as long as so many bytes
-# of a cache that is not packed. bench/decode_kernel.py on the build machine: 12.5 G values/s in 4 bits and 11.0 in 8,
+# of a cache that is not packed. bench.kernels.decode_kernel on a 2-core CPU: 12.5 G values/s in 4 bits, 11.0 in 8,
 # where bf16 is read at 13.8 GB/s.
 PACKED_VALUE_BYTES = 1.2
 # What computing beside disk reads slows down, besides products.
