@@ -276,8 +276,9 @@ def _weight_buffers(
     spec: ModelSpec, policy: Policy, form: WeightFormat, device_is_host: bool, depth: int
 ) -> list[Buffer]:
     shares = tier_shares(policy.weight_shares, device_is_host)
-    units, used = _unit_layouts(spec, policy.sep_layer, form)
-    sizes = [_unit_bytes(layouts, shares, device_is_host) for layouts in units]
+    kinds, kind_of, used = _unit_layouts(spec, policy.sep_layer, form)
+    of_kinds = [_unit_bytes(layouts, shares, device_is_host) for layouts in kinds]
+    sizes = [of_kinds[kind] for kind in kind_of]
     # A unit that two layers share (tied head and next embedding) is loaded once.
     cycle = [sizes[unit].ring for unit, before in zip(used, [used[-1], *used], strict=False) if unit != before]
     cycle = cycle or [sizes[used[0]].ring]
@@ -303,10 +304,12 @@ class _UnitBytes(NamedTuple):
 @lru_cache(maxsize=16)
 def _unit_layouts(
     spec: ModelSpec, sep_layer: bool, form: WeightFormat
-) -> tuple[list[tuple[TensorLayout, ...]], list[int]]:
-    """The tensors of each weight unit, and the unit of each layer."""
+) -> tuple[list[tuple[TensorLayout, ...]], list[int], list[int]]:
+    """The tensors of each kind of weight unit, the kind of each unit, and the unit of each layer."""
     plan = spec.layers(sep_layer)
-    return [layouts_of(form, unit.tensors) for unit in plan.units], [layer.unit for layer in plan.layers]
+    units = [layouts_of(form, unit.tensors) for unit in plan.units]
+    kinds = {layouts: kind for kind, layouts in enumerate(dict.fromkeys(units))}
+    return list(kinds), [kinds[layouts] for layouts in units], [layer.unit for layer in plan.layers]
 
 
 @lru_cache(maxsize=4096)
