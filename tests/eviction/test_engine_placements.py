@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.core.units import SEGMENT_SLOTS, WRITE_BACK_STEPS
@@ -20,7 +19,6 @@ from tests.eviction.engine import (
     STAND_IN,
     Pair,
     Ran,
-    SeenByRow,
     Wanted,
     assert_equal,
     assert_same,
@@ -31,7 +29,7 @@ from tests.eviction.engine import (
 )
 from tests.eviction.policies import Budget
 from tests.parity.cases import BASE, CONFIGURATIONS, PLACEMENTS
-from tests.parity.reference import LONG, LogitsByRow, folder_with_eos, token_that_ends
+from tests.parity.reference import LONG, folder_with_eos, token_that_ends
 
 HERE = ("all on device", "all on host", "all on disk", "everything split 30/30", "kv on host", "kv on disk")
 KV_PLACEMENTS = (
@@ -93,28 +91,6 @@ def test_a_chosen_policy_keeps_to_its_budget(
     ran = generate(folder, want.prompts, NEW_TOKENS, eviction, "auto", tmp_path, allowed)
     assert_same(want, ran)
     assert ran.report.peak_bytes["host"] <= host and ran.report.peak_bytes["device"] <= device
-
-
-@pytest.mark.parametrize("placement", ["all on device", "kv split three ways"])
-def test_following_tokens_of_other_lengths(
-    placement: str, known: Callable[[str], Known], reference: Callable[..., Wanted], tmp_path: Path
-) -> None:
-    """Teacher forcing: each row leaves after another number of steps."""
-    lengths = (12, 2, 7, 1, 12, 9)
-    want = cut(reference("normal", "h2o-norm, decayed"), lengths)
-    logits, seen, policy = LogitsByRow(), SeenByRow(), Policy(3, 2, PLACEMENTS[placement])
-    eviction = PAIRS["h2o-norm, decayed"].engine
-    with LLM(
-        str(known("normal").folder), policy, eviction, dtype="float32", budget=STAND_IN, offload_dir=tmp_path
-    ) as llm:
-        report = llm.follow(want.prompts, want.tokens, logits, seen)
-    assert report.decode.tokens == sum(lengths) - len(lengths)
-    assert {i: len(rows) for i, rows in logits.rows.items()} == dict(enumerate(lengths))
-    for i, row in enumerate(want.rows):
-        assert (torch.stack(logits.rows[i]) - row.logits).abs().max() <= 1e-4
-        for block in range(BASE["num_hidden_layers"] if len(row.tokens) > 1 else 0):
-            before = [[[*held, len(want.prompts[i]) + t] for held in kept[block]] for t, kept in enumerate(row.kept)]
-            assert seen.rows[i, block] == before[:-1]
 
 
 # ---- rows that end at an end-of-sequence token

@@ -131,28 +131,6 @@ def test_a_budget_for_everything_gives_the_full_caches_bits(
         assert ran.report.kv == full.report.kv
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        Policy(2, 2, PLACEMENTS["kv split three ways"]),
-        Policy(3, 1, PLACEMENTS["kv on host"], cpu_cache_compute=True),
-    ],
-    ids=["split", "attends on host"],
-)
-def test_a_budget_for_everything_on_all_tiers(policy: Policy, known: Callable[[str], Known], tmp_path: Path) -> None:
-    folder = known("normal").folder
-    full = generate(folder, PROMPTS, NEW_TOKENS, None, policy, tmp_path, STAND_IN)
-    for eviction in (
-        H2O(heavy_size=MOST, recent_size=1),
-        H2O(heavy_size=20, recent_size=20, layer_schedule="pyramid"),
-        EVICTING["tova"](heavy_size=20, recent_size=20, while_decoding=False),
-        EVICTING["h2o-v"](heavy_size=20, recent_size=20),
-    ):
-        ran = generate(folder, PROMPTS, NEW_TOKENS, eviction, policy, tmp_path, STAND_IN)
-        assert_same_bits(ran, full)
-        assert ran.report.io_bytes == full.report.io_bytes
-
-
 @pytest.mark.parametrize("policy", EVICTING.values(), ids=EVICTING)
 def test_the_least_budget_for_everything(policy: type[Evicting], known: Callable[[str], Known], tmp_path: Path) -> None:
     """The newest column is never read again: a column for all tokens but two is enough, one less is not."""

@@ -268,26 +268,6 @@ def test_columns_come_back_while_rows_leave_and_enter(bench: OpenBench, place: s
     one.run_block(PROMPTS, WRITE_BACK_STEPS + 12, leaving, entering)
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("place", ["disk", "host, brought", "three", "three, attended on the host"])
-def test_rows_come_and_go_at_random(bench: OpenBench, place: str, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    sweeps, live, most, leaving, entering = 40, [7, 3], (7, 3), {}, {}
-    for sweep in range(sweeps):
-        for k in range(2):
-            gone = [
-                i for i in range(live[k]) if float(torch.rand(1, generator=generator)) < 0.1 + 0.5 * (sweep % 9 == 8)
-            ]
-            room = most[k] - live[k] + len(gone)
-            come = torch.randint(0, room + 1, (1,), generator=generator).item()
-            if live[k]:  # a micro-batch without rows has come to its end
-                come = max(1, int(come)) if len(gone) == live[k] else int(come)
-                leaving[sweep, k] = gone
-                entering[sweep, k] = torch.randint(1, 34, (come,), generator=generator).tolist()
-                live[k] += come - len(gone)
-    bench(place, FULL if seed % 2 else EVICTING).run_block(PROMPTS, sweeps, leaving, entering)
-
-
 @places
 def test_blocks_follow_one_another(bench: OpenBench, place: str, budgets: tuple[int, int]) -> None:
     """The first block is the longest; later ones find its bytes in every home, and rows leave early."""
