@@ -41,7 +41,7 @@ from flexgen_h2o.engine.requests import More, Params, RequestTable, Scheduler, f
 from flexgen_h2o.engine.resources import Engine
 from flexgen_h2o.engine.sampling import SamplingParams, check_params
 from flexgen_h2o.engine.workload import AutoPolicy, base_of, read_policy_argument
-from flexgen_h2o.kernels.warm_up import warm_up
+from flexgen_h2o.kernels.warm_up import compile_subprocess, warm_up
 from flexgen_h2o.kvcache.eviction import Eviction, check_eviction
 from flexgen_h2o.kvcache.eviction.policy import check_rolling, is_rolling
 from flexgen_h2o.kvcache.prefixes import TokenIds, check_sharing
@@ -382,8 +382,8 @@ class LLM:
     def _open_engine(self, policy: Policy, plan: MemoryPlan, budgets: dict[str, int | None]) -> Engine:
         dtype, part = getattr(torch, self.dtype), self._planner.part
         form, scored = weight_format(part.spec, policy, dtype.itemsize), bool(self.eviction.needs.record)
-        warm_up(
-            self._device.torch_device, dtype, scored, packing_of(part.spec, policy), is_rolling(self.eviction),
+        compile_subprocess(
+            warm_up, self._device.torch_device, dtype, scored, packing_of(part.spec, policy), is_rolling(self.eviction),
             part.spec.rotary is not None, partial(formats.warm_up, form),
         )  # fmt: skip
         checkpoint = self._find_checkpoint(form.packed) if form.packed else self._checkpoint

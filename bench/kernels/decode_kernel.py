@@ -2,10 +2,10 @@
 over slots packed in 4 bits it is >= 1.5x as fast a column.
 
 Method: KV caches of some layers' heads, larger than the last cache, all slots filled; in turn, in one process and with
-the same threads: a plain sum over the same bytes (torch.sum of int64: the probe of the memory), `attend`,
-`attend_scored`, `attend_reference` (torch: bmm, softmax, bmm) and SDPA with one query, on the better of two layouts
-(heads apart, tokens apart), and `attend_packed` over the same columns in 4 and in 8 bits. All in bytes of keys and
-values per second, for packed slots also in values per second. Medians of the ratios of each round.
+the same threads: a plain sum over the same bytes (torch.sum of int64: the probe of the memory), `attend`, the same with
+scores, `attend_reference` (torch: bmm, softmax, bmm) and SDPA with one query, on the better of two layouts (heads
+apart, tokens apart), and `attend` over the same columns in 4 and in 8 bits. All in bytes of keys and values per second,
+for packed slots also in values per second. Medians of the ratios of each round.
 
 Then `column_sums` of a prefill, as a share of the matrix products and the attention of one layer (measured on 1,024
 tokens, scaled to the micro-batch), in turn in each round.
@@ -30,7 +30,7 @@ from flexgen_h2o.cli_common import OneLineParser, positive
 from flexgen_h2o.core.packing import SlotPacking
 from flexgen_h2o.kernels.packed import pack_columns
 from flexgen_h2o.kernels.prefill_attention import causal_attention, causal_attention_lse, column_sums
-from flexgen_h2o.kernels.slots import ScoreState, attend, attend_packed, attend_reference, attend_scored
+from flexgen_h2o.kernels.slots import ScoreState, attend, attend_reference
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 HEADS = {"opt-1.3b": (32, 64), "opt-6.7b": (32, 128), "opt-30b": (56, 128)}  # heads, width
@@ -101,7 +101,7 @@ def _decode(model: str, slots: int, dtype: torch.dtype, nbytes: int, repeats: in
     one = [t[0, :, 0].contiguous() for t in (keys, values)]  # what a decode step packs
 
     def attend_over(name: str, book: ScoreState | None = None) -> Callable[[], object]:
-        return lambda: attend_packed(q, *packed[name], filled, scale, packings[name], book)
+        return lambda: attend(q, *packed[name], filled, scale, book, packings[name])
 
     seconds = _in_turn(
         repeats,
@@ -111,7 +111,7 @@ def _decode(model: str, slots: int, dtype: torch.dtype, nbytes: int, repeats: in
             "pack_4": lambda: [pack_columns(t, packings["packed_4"]) for t in one],
             "memory": lambda: [t.view(torch.int64).sum() for t in (keys, values)],
             "attend": lambda: attend(q, keys, values, filled, scale),
-            "attend_scored": lambda: attend_scored(q, keys, values, filled, scale, book),
+            "attend_scored": lambda: attend(q, keys, values, filled, scale, book),
             "torch": lambda: attend_reference(q, keys, values, filled, scale),
             "sdpa_heads": lambda: sdpa(*apart, scale=scale),
             "sdpa_tokens": lambda: sdpa(*tokens, scale=scale),

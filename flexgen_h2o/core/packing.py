@@ -16,7 +16,7 @@ def int8_row_bytes(columns: int) -> int:
     """Bytes of a row for products in int8: its int8 values, padded to whole words, a float32 scale and an int32 sum.
 
     value = int8 x scale. Products of two such rows are whole numbers, so a row has one scale; the sum is for products
-    with inputs that are not around 0 (kernels/int8_blocked.py).
+    with inputs that are not around 0 (kernels/int8.py).
     """
     return round_up(columns, WORD) + INT8_ROW_BYTES
 

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
 from flexgen_h2o.core.config import ModelSpec, Rotary
 from flexgen_h2o.engine.generation import SweepInput
-from flexgen_h2o.kernels import slots as slot_kernels
 from flexgen_h2o.kernels.elementwise import Rotation
-from flexgen_h2o.kernels.slots import attend_sparse
-from flexgen_h2o.kvcache.attend import SlotAttention, attend_prompts, attend_slots
+from flexgen_h2o.kvcache.attend import attend_prompts, attend_slots
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.eviction.policy import is_rolling
 from flexgen_h2o.kvcache.prefixes import PromptGroup
-from flexgen_h2o.kvcache.slots import CommonPrefix, KVRows, NewColumns, PartView, RowBudgets, split_views
+from flexgen_h2o.kvcache.slots import KVRows, NewColumns, PartView, RowBudgets, split_views
 
 
 @dataclass(frozen=True)
@@ -59,12 +56,10 @@ class UnitAttention:
 
     def __init__(
         self, spec: ModelSpec, eviction: Eviction, sparsity: float, device: torch.device,
-        common: CommonPrefix | None = None,
+        common: Sequence[PartView] | None = None,
     ) -> None:  # fmt: skip
         self._eviction, self._kv_heads, self._common = eviction, spec.num_kv_heads, common
-        self._slot_attention: SlotAttention = (
-            slot_kernels.attend if sparsity == 1 else partial(attend_sparse, share=sparsity)
-        )
+        self._sparsity = sparsity
         self._scale = spec.head_dim**-0.5
         self._rotation = _rotation(spec.rotary, device)
         self._is_rolling = is_rolling(eviction)
@@ -74,7 +69,7 @@ class UnitAttention:
     ) -> CacheStep:
         """The unit of transformer block `block`, whose rows are fed `fed`. views, store_whole: of `CacheStore.open`."""
         first, decoding, entering = fed.decoding, None, None
-        common = self._common.at(block) if self._common is not None else None
+        common = self._common[block] if self._common is not None else None
         before, behind = split_views(views, first * self._kv_heads)
         new: list[NewColumns] = []
         if before:
@@ -123,7 +118,7 @@ class UnitAttention:
             rolling.rotate((q,), new.filled - 1)
         elif rotation is not None:
             rotation.rotate((q, k), positions)
-        attend_slots((q, k, v), rows, new, self._scale, out, self._slot_attention, rolling)
+        attend_slots((q, k, v), rows, new, self._scale, out, self._sparsity, rolling)
 
 
 def _rotation(rotary: Rotary | None, device: torch.device) -> Rotation | None:

@@ -1,7 +1,7 @@
 """Bytes that products take besides their matrices.
 
 In int8 (kernels/int8.py) they take step buffers, each used by one product at a time. With blocked matrices
-(kernels/blocked.py, int8_blocked.py) torch takes temporaries, in products and while rows are being blocked.
+(kernels/linear.py, int8.py) torch takes temporaries, in products and while rows are being blocked.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from flexgen_h2o.engine.hidden import HiddenStore
 from flexgen_h2o.engine.memory_plan import MemoryPlan, attends_on_host, tier_shares
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.kernels.workspace import Workspace
-from flexgen_h2o.kvcache.slots import CommonPrefix
+from flexgen_h2o.kvcache.slots import PartView, common_views
 from flexgen_h2o.kvcache.store import CacheStore
 from flexgen_h2o.tiers.device import Ledger, Site, host_buffer
 from flexgen_h2o.tiers.disk import DirectFile, Scratch
@@ -173,10 +173,10 @@ class Engine:
         buffers = list(self._arenas(name).values())
         return Ring(buffers[0]) if buffers else None
 
-    def common_prefix(self, columns: int) -> CommonPrefix:
+    def common_prefix(self, columns: int) -> list[PartView]:
         """Room for one copy of so many KV columns, as the plan has it."""
         spec, memory = self.spec, self._buffers["common prefix", self.device.tier]
-        return CommonPrefix(memory, self.dtype, columns, (spec.num_blocks, spec.num_kv_heads, spec.head_dim))
+        return common_views(memory, self.dtype, columns, (spec.num_blocks, spec.num_kv_heads, spec.head_dim))
 
     def workspace(self) -> Workspace:
         sizes = dict(self.plan.workspace)

@@ -19,8 +19,14 @@ import torch.nn.functional as F
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.kvcache.attend import attend_slots, causal, write_prompts
-from flexgen_h2o.kvcache.evict import KeptColumns, keep_prompt_columns, rank_victims
+from flexgen_h2o.kvcache.attend import (
+    KeptColumns,
+    attend_slots,
+    causal,
+    keep_prompt_columns,
+    rank_victims,
+    write_prompts,
+)
 from flexgen_h2o.kvcache.eviction.policy import EVERYTHING, NORMS, SCORES, Eviction
 from flexgen_h2o.kvcache.slots import KVRows, NewColumns, PartView, RowBudgets, SlotMetadata, SlotTable
 

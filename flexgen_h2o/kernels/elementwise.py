@@ -6,12 +6,14 @@ Rounded where transformers' LLaMA rounds. On the CPU, fp32 and bf16 go through c
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from flexgen_h2o.core.units import NORM_CHUNK, ROTARY_CHUNK
-from flexgen_h2o.kernels.workspace import element_of, is_compiled, parallel_rows
+from flexgen_h2o.kernels.workspace import element_of, is_compiled, mismatch, parallel_rows
 
 
 def silu_gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -22,13 +24,12 @@ def silu_gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     if not is_compiled(gate):
         return silu_gated_reference(gate, up)
     if gate.shape != up.shape or gate.dtype != up.dtype or not (gate.is_contiguous() and up.is_contiguous()):
-        shapes = (f"{tuple(t.shape)} {t.dtype} {t.stride()}" for t in (gate, up))
-        raise ValueError("silu_gated: gate and up do not go together: {}; {}".format(*shapes))
+        raise mismatch("silu_gated: gate and up", gate, up)
     from flexgen_h2o.kernels.compiled import rows as row_loops
 
     rows, width = gate.shape
-    job = element_of(gate.dtype), gate.data_ptr(), up.data_ptr(), width
-    parallel_rows(lambda first, end: row_loops.silu_rows(*job, first, end), rows, 3 * width * gate.itemsize)
+    loop = partial(row_loops.silu_rows, element_of(gate.dtype), gate.data_ptr(), up.data_ptr(), width)
+    parallel_rows(loop, rows, 3 * width * gate.itemsize)
     return gate
 
 
@@ -45,18 +46,15 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tenso
     """
     if not is_compiled(x):
         return rms_norm_reference(x, weight, eps, out)
-    tensors = (x, weight, out)
     ok = x.shape == out.shape == (len(x), *weight.shape)
-    if not ok or any(t.dtype != x.dtype or t.stride(-1) != 1 for t in tensors):
-        raise ValueError(f"rms_norm: {', '.join(f'{tuple(t.shape)} {t.dtype} {t.stride()}' for t in tensors)}")
-    import numpy as np
-
+    if not ok or any(t.dtype != x.dtype or t.stride(-1) != 1 for t in (x, weight, out)):
+        raise mismatch("rms_norm: x, weight and out", x, weight, out)
     from flexgen_h2o.kernels.compiled import rows as row_loops
 
     x_step, out_step = (t.stride(0) * t.itemsize for t in (x, out))
     norm = row_loops.Norm(x.shape[1], x.data_ptr(), x_step, weight.data_ptr(), out.data_ptr(), out_step)
-    job = element_of(x.dtype), norm, np.float32(eps)
-    parallel_rows(lambda first, end: row_loops.norm_rows(*job, first, end), len(x), 2 * x.shape[1] * x.itemsize)
+    loop = partial(row_loops.norm_rows, element_of(x.dtype), norm, np.float32(eps))
+    parallel_rows(loop, len(x), 2 * x.shape[1] * x.itemsize)
     return out
 
 
@@ -110,17 +108,16 @@ class Rotation:
         from flexgen_h2o.kernels.compiled import rows as rotary_loops
 
         (rows, slots, width), pairs = keys.shape, len(self._frequencies)
-        if not (keys.is_contiguous() and ranks.is_contiguous() and ranks.shape == keys.shape[:2]):
-            raise ValueError(f"rotated: keys {tuple(keys.shape)} and ranks {tuple(ranks.shape)} do not go together")
-        if ranks.dtype != torch.int32 or 2 * pairs > width:
-            raise ValueError(f"rotated: ranks are {ranks.dtype}, and {2 * pairs} numbers of {width} turn")
+        ok = keys.is_contiguous() and ranks.is_contiguous() and ranks.shape == keys.shape[:2]
+        if not ok or ranks.dtype != torch.int32 or 2 * pairs > width:
+            raise mismatch(f"rotated: keys, ranks and {pairs} pairs", keys, ranks)
         cos, sin = self._angles(torch.arange(slots), torch.float32)
         out = torch.empty_like(keys)
         job = rotary_loops.RotaryJob(
             slots, width, pairs, keys.data_ptr(), ranks.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr()
         )
-        element, row_bytes = element_of(keys.dtype), 2 * slots * width * keys.itemsize
-        parallel_rows(lambda first, end: rotary_loops.rotate_rows(element, job, first, end), rows, row_bytes)
+        loop = partial(rotary_loops.rotate_rows, element_of(keys.dtype), job)
+        parallel_rows(loop, rows, 2 * slots * width * keys.itemsize)
         return out
 
     def _angles(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,8 +139,7 @@ def _rotate_heads(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None
         raise ValueError(f"rotate: {2 * pairs} numbers of {width} cannot turn")
     token, head = (2 * step for step in x.stride()[:2])
     job = rotary_loops.Heads(heads, pairs, x.data_ptr(), token, head, cos.data_ptr(), sin.data_ptr())
-    element = element_of(x.dtype)
-    parallel_rows(lambda first, end: rotary_loops.rotate_heads(element, job, first, end), tokens, 8 * heads * pairs)
+    parallel_rows(partial(rotary_loops.rotate_heads, element_of(x.dtype), job), tokens, 8 * heads * pairs)
 
 
 def _rotate(x: torch.Tensor, out: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:

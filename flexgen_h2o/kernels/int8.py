@@ -1,58 +1,87 @@
 """Products in int8: rows of a weight matrix held in int8, inputs quantised row by row, sums in int32.
 
 out = (input codes x weight codes) x input's scale x weight row's scale. Inputs are quantised once for all matrices that
-they are multiplied with; for blocked rows (int8_blocked.py) they are uint8 around 128. Where nothing is compiled for
-the device or the dtype, torch operations do the same, UNPACK_CHUNK elements at a time; a GPU has never run them.
+they are multiplied with. Where nothing is compiled for the device or the dtype, torch operations do the same,
+UNPACK_CHUNK elements at a time; a GPU has never run them.
+
+Blocked rows are in oneDNN's layout, in which a CPU multiplies them faster than in order. Packed rows
+(packing.int8_row_bytes) are blocked where they lie, in as many bytes: their values, 64 rows together and of each 4
+columns in turn; the negative sums of these, which the product takes off for inputs around 128; the scales. Looked up, a
+row is gathered from its block. The product and the layout are private to torch: both are tried once against plain
+products (instructions of older CPUs cut sums, other CPUs have other layouts); where they are missing or differ, rows
+stay in order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 
 import torch
 
-from flexgen_h2o.core.packing import INT8_ROW_BYTES, int8_row_bytes
-from flexgen_h2o.core.units import INT8_TILE, TOKEN_CHUNK, UNPACK_CHUNK
-from flexgen_h2o.kernels.int8_blocked import ZERO, BlockedInt8, blocked_products, int8_products
-from flexgen_h2o.kernels.linear import RowPart
-from flexgen_h2o.kernels.workspace import Workspace, parallel_rows
+from flexgen_h2o.core.packing import INT8_ROW_BYTES, WORD, SlotPacking, int8_row_bytes
+from flexgen_h2o.core.units import BLOCK_CHUNK, BLOCK_ROWS, INT8_BLOCK_ROWS, INT8_TILE, TOKEN_CHUNK, UNPACK_CHUNK
+from flexgen_h2o.kernels.linear import RowPart, opaque_tensor, pieces
+from flexgen_h2o.kernels.packed import unpack_rows_reference
+from flexgen_h2o.kernels.workspace import Workspace, cpu_has, element_of, is_compiled, parallel_rows
 
-_COMPILED = (torch.float32, torch.bfloat16)
+ZERO = 128  # what is added to the inputs' codes for blocked rows: oneDNN takes them as uint8
 _LEVELS = 127.0
-_NOTHING = 1e-30  # as in int8_loops
+_NOTHING = 1e-30  # as in compiled/int8.py
 _IN_CACHE = 8  # times faster than from memory do rows come that were written just before, or are read just after
+_EXACT = 1024  # products of codes (at most 127 x 127) whose sum float32 holds exactly, in any order
+_MOST_COLUMNS = 2**16  # of blocked rows: of 255 x 127 each int32 holds the sum
 
 
 @dataclass
 class _Inputs:
-    """Quantised rows. codes: (rows, columns) int8, or uint8 with ZERO added to each; scales: (rows,) float32."""
+    """Quantised rows. codes: (rows, columns) uint8, with `zero` (0 or ZERO) added to each; scales: (rows,) float32."""
 
     codes: torch.Tensor
     scales: torch.Tensor
-    is_raised: bool
+    zero: int = 0
 
-    def around_zero(self) -> torch.Tensor:
-        return self._raised(False).view(torch.int8)
-
-    def around_128(self) -> torch.Tensor:
-        return self._raised(True)
-
-    def _raised(self, wanted: bool) -> torch.Tensor:
-        if self.is_raised != wanted:
+    def around(self, zero: int) -> torch.Tensor:
+        """The codes, changed in place where they are around the other number."""
+        if self.zero != zero:
             self.codes.bitwise_xor_(ZERO)
-            self.is_raised = wanted
+            self.zero = zero
         return self.codes
 
 
 @dataclass(frozen=True)
+class BlockedInt8:
+    """Some rows of a matrix. opaque: what products take, (columns, rows); its values are in `memory` (uint8)."""
+
+    opaque: torch.Tensor
+    memory: torch.Tensor
+
+    def __len__(self) -> int:
+        return self.opaque.shape[1]
+
+    @property
+    def scales(self) -> torch.Tensor:
+        """(n,) float32; a view."""
+        return self.memory[-WORD * len(self) :].view(torch.float32)
+
+    def rows_at(self, ids: torch.Tensor) -> torch.Tensor:
+        """(len(ids), columns) int8: the values of rows; ids: int64."""
+        columns = self.opaque.shape[0]
+        words = self.memory[: len(self) * columns].view(torch.int32).view(-1, columns // WORD, BLOCK_ROWS)
+        return words[ids // BLOCK_ROWS, :, ids % BLOCK_ROWS].view(torch.int8)
+
+
+Packed = torch.Tensor | BlockedInt8  # rows: (n, row bytes) uint8 (packing.int8_row_bytes), or the same blocked
+
+
+@dataclass(frozen=True)
 class Int8Rows(RowPart):
-    """Some rows of a matrix. packed: (n, row bytes) uint8 (packing.int8_row_bytes), or blocked; columns: of a row.
+    """Some rows of a matrix. columns: of a row. workspace: where products find room ("int8 ..." of
+    engine/workspace_sizes.py)."""
 
-    workspace: where products find room ("int8 ..." of engine/workspace_sizes.py).
-    """
-
-    packed: torch.Tensor | BlockedInt8
+    packed: Packed
     columns: int
     workspace: Workspace
 
@@ -67,13 +96,13 @@ class Int8Rows(RowPart):
             codes = self.workspace.get("int8 inputs", *some.shape, dtype=torch.uint8)
             scales = self.workspace.get("int8 input scales", len(some), dtype=torch.float32)
             quantise_rows(some, codes.view(torch.int8), scales)
-            yield rows, _Inputs(codes, scales, is_raised=False)
+            yield rows, _Inputs(codes, scales)
 
     def multiply(self, inputs: _Inputs, bias: torch.Tensor | None, out: torch.Tensor, adds: bool) -> None:
         if isinstance(self.packed, BlockedInt8):
             _multiply_blocked(inputs, self.packed, bias, out, adds)
             return
-        codes, ws = inputs.around_zero(), self.workspace
+        codes, ws = inputs.around(0).view(torch.int8), self.workspace
         weight, scales = codes_of(self.packed, self.columns), scales_of(self.packed)
         step = INT8_TILE // len(codes)
         for first in range(0, len(self), step):
@@ -86,19 +115,19 @@ class Int8Rows(RowPart):
             rescale(sums, inputs.scales, column_scales, None if bias is None else bias[rows], out[:, rows], adds)
 
     def look_up(self, ids: torch.Tensor, out: torch.Tensor) -> None:
-        for a, b in _slices(len(ids), self.columns):
+        for some in _slices(len(ids), self.columns):
             if isinstance(self.packed, BlockedInt8):
-                codes, scales = self.packed.rows_at(ids[a:b]), self.packed.scales[ids[a:b]]
+                codes, scales = self.packed.rows_at(ids[some]), self.packed.scales[ids[some]]
             else:
-                found = self.packed.index_select(0, ids[a:b])
+                found = self.packed.index_select(0, ids[some])
                 codes, scales = codes_of(found, self.columns), scales_of(found)
-            out[a:b] = codes.float().mul_(scales.unsqueeze(1))
+            out[some] = codes.float().mul_(scales.unsqueeze(1))
 
 
 def _multiply_blocked(
     inputs: _Inputs, weight: BlockedInt8, bias: torch.Tensor | None, out: torch.Tensor, adds: bool
 ) -> None:
-    codes, step = inputs.around_128(), max(1, INT8_TILE // len(weight))
+    codes, step = inputs.around(ZERO), max(1, INT8_TILE // len(weight))
     for first in range(0, len(codes), step):
         rows = slice(first, first + step)
         # No name for the sums: they are freed before the next are made, in the memory that they had.
@@ -131,37 +160,44 @@ def scales_of(packed: torch.Tensor) -> torch.Tensor:
     return packed[:, -INT8_ROW_BYTES:].view(torch.float32)[:, 0]
 
 
+def _slices(rows: int, columns: int) -> Iterator[slice]:
+    """So many rows at a time that their elements are at most UNPACK_CHUNK."""
+    step = max(1, UNPACK_CHUNK // columns)
+    for first in range(0, rows, step):
+        yield slice(first, min(first + step, rows))
+
+
+# ---- numbers into codes, and sums into numbers
+
+
 def quantise_rows(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
     """Each row of x (n, columns) into int8 codes and one scale, its largest magnitude / 127; 0 for a row of zeros.
 
     Rows may lie apart, their values may not. A value that is not finite makes the scale infinite or NaN.
     """
-    if not _is_compiled(x):
+    if not is_compiled(x):
         quantise_rows_reference(x, codes, scales)
         return
-    from flexgen_h2o.kernels.compiled import int8 as int8_loops
+    from flexgen_h2o.kernels.compiled import int8 as loops
 
     n, columns = x.shape
     assert x.stride(1) == codes.stride(1) == 1
-    job = int8_loops.QuantiseJob(
+    job = loops.QuantiseJob(
         x.data_ptr(), x.stride(0) * x.itemsize, columns, codes.data_ptr(), codes.stride(0), scales.data_ptr(),
         4 * scales.stride(0),
     )  # fmt: skip
-    element = _element(x)
-    parallel_rows(
-        lambda first, end: int8_loops.quantise(element, job, first, end), n, columns * (x.itemsize + 1) // _IN_CACHE
-    )
+    parallel_rows(partial(loops.quantise, element_of(x.dtype), job), n, columns * (x.itemsize + 1) // _IN_CACHE)
 
 
 def quantise_rows_reference(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
     """`quantise_rows` in torch operations; a value in the middle between two codes may get the other one."""
-    for a, b in _slices(*x.shape):
-        values = x[a:b].float()
+    for some in _slices(*x.shape):
+        values = x[some].float()
         largest = values.abs().amax(dim=1)
         largest = largest.masked_fill(largest < _NOTHING, 0)
         steps = torch.where(largest == 0, 0.0, _LEVELS / largest)
-        codes[a:b] = values.mul_(steps.unsqueeze(1)).round_().to(torch.int8)
-        scales[a:b] = largest / _LEVELS
+        codes[some] = values.mul_(steps.unsqueeze(1)).round_().to(torch.int8)
+        scales[some] = largest / _LEVELS
 
 
 def rescale(
@@ -173,20 +209,19 @@ def rescale(
     sums: (rows, columns) int32 or float32, contiguous; scales: float32; bias: (columns,) and out (rows, columns) of one
     dtype.
     """
-    if not _is_compiled(out):
+    if not is_compiled(out):
         rescale_reference(sums, row_scales, column_scales, bias, out, adds)
         return
-    from flexgen_h2o.kernels.compiled import int8 as int8_loops
+    from flexgen_h2o.kernels.compiled import int8 as loops
 
     rows, columns = sums.shape
     assert out.stride(1) == 1 and (bias is None or (bias.dtype == out.dtype and bias.is_contiguous()))
-    job = int8_loops.RescaleJob(
+    job = loops.RescaleJob(
         sums.data_ptr(), columns, row_scales.data_ptr(), column_scales.data_ptr(),
         0 if bias is None else bias.data_ptr(), out.data_ptr(), out.stride(0) * out.itemsize, adds,
     )  # fmt: skip
-    element, counted = _element(out), _element(sums)
-    row_bytes = columns * (sums.itemsize + out.itemsize) // _IN_CACHE
-    parallel_rows(lambda first, end: int8_loops.rescale(element, counted, job, first, end), rows, row_bytes)
+    loop = partial(loops.rescale, element_of(out.dtype), element_of(sums.dtype), job)
+    parallel_rows(loop, rows, columns * (sums.itemsize + out.itemsize) // _IN_CACHE)
 
 
 def rescale_reference(
@@ -194,26 +229,209 @@ def rescale_reference(
     out: torch.Tensor, adds: bool,
 ) -> None:  # fmt: skip
     """`rescale` in torch operations."""
-    for a, b in _slices(*sums.shape):
-        values = sums[a:b].float().mul_(row_scales[a:b].unsqueeze(1)).mul_(column_scales)
+    for some in _slices(*sums.shape):
+        values = sums[some].float().mul_(row_scales[some].unsqueeze(1)).mul_(column_scales)
         if bias is not None:
             values.add_(bias)
-        out[a:b] = values.add_(out[a:b]) if adds else values
+        out[some] = values.add_(out[some]) if adds else values
 
 
-def _is_compiled(x: torch.Tensor) -> bool:
-    return x.device.type == "cpu" and x.dtype in _COMPILED
+# ---- products of codes, as whole numbers
 
 
-def _element(x: torch.Tensor) -> object:
-    """The number whose type tells the loops what elements are."""
-    import numpy as np
+def int8_products(codes: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """out = codes W^T. codes: (rows, columns), weight: (n, columns), both int8; out: (rows, n) int32, contiguous."""
+    if codes.device.type == "cpu" and _int_mm_works():
+        torch._int_mm(codes, weight.t(), out=out)
+    else:
+        int8_products_reference(codes, weight, out)
 
-    return {torch.float32: np.float32(0), torch.int32: np.int32(0), torch.bfloat16: np.uint16(0)}[x.dtype]
+
+def int8_products_reference(codes: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """`int8_products` as products of float32, exact: some columns, and some rows of the weight, at a time."""
+    out.zero_()
+    step = UNPACK_CHUNK // _EXACT
+    for k in range(0, codes.shape[1], _EXACT):
+        inputs = codes[:, k : k + _EXACT].float()
+        for a in range(0, len(weight), step):
+            out[:, a : a + step] += (inputs @ weight[a : a + step, k : k + _EXACT].float().t()).to(torch.int32)
 
 
-def _slices(rows: int, columns: int) -> Iterator[tuple[int, int]]:
-    """[first, end) of so many rows that their elements are at most UNPACK_CHUNK."""
-    step = max(1, UNPACK_CHUNK // columns)
-    for first in range(0, rows, step):
-        yield first, min(first + step, rows)
+@lru_cache(maxsize=1)
+def _int_mm_works() -> bool:
+    """torch._int_mm is private, and instructions of older CPUs cut sums of large products: is it there, and exact?"""
+    codes, weight = (torch.full((n, 260), 127, dtype=torch.int8) for n in (3, 32))
+    codes[0, ::2], weight[1], weight[2, 1::2] = -127, -127, -127
+    weight = weight[:, :256]  # rows that lie apart, as packed rows do
+    out, want = (torch.empty(3, 32, dtype=torch.int32) for _ in range(2))
+    try:
+        torch._int_mm(codes[:, :256].contiguous(), weight.t(), out=out)
+    except (AttributeError, RuntimeError, TypeError):
+        return False
+    int8_products_reference(codes[:, :256], weight, want)
+    return torch.equal(out, want)
+
+
+def blocked_products(codes: torch.Tensor, part: BlockedInt8) -> torch.Tensor:
+    """(codes - ZERO) W^T as float32 (rows, n): the whole numbers, rounded. codes: (rows, columns) uint8, contiguous."""
+    one, zero = _numbers()
+    product = torch.ops.onednn.qlinear_pointwise
+    result: torch.Tensor = product(
+        codes, 1.0, ZERO, part.opaque, one, zero, None, 1.0, 0, torch.float32, "none", [], ""
+    )  # fmt: skip
+    return result
+
+
+@lru_cache(maxsize=1)
+def _numbers() -> tuple[torch.Tensor, torch.Tensor]:
+    """The scale and the zero of a matrix whose values are its codes."""
+    return torch.ones(1), torch.zeros(1, dtype=torch.int32)
+
+
+# ---- blocked rows
+
+
+def block_int8_rows(packed: torch.Tensor) -> tuple[Packed, ...]:
+    """Block packed rows (n, row bytes), uint8, where they lie: parts in order, whose memory is that of `packed`.
+
+    A part has at most BLOCK_CHUNK bytes of values and INT8_BLOCK_ROWS rows. What cannot be blocked stays as it is: all
+    rows where the device, the number of columns or torch is not right, and those beyond a multiple of BLOCK_ROWS.
+    """
+    return _parts(packed, _block)
+
+
+def blank_int8_rows(memory: torch.Tensor) -> tuple[Packed, ...]:
+    """Parts as `block_int8_rows` makes them, of rows that `requantise_rows` is yet to fill."""
+    return _parts(memory, _wrapped) if cpu_has("avx512bw") else (memory,)
+
+
+def _parts(packed: torch.Tensor, wrapped: Callable[[torch.Tensor, int], BlockedInt8]) -> tuple[Packed, ...]:
+    columns = packed.shape[1] - INT8_ROW_BYTES
+    if not _can_block(packed, columns):
+        return (packed,)
+    most = min(BLOCK_CHUNK // columns, INT8_BLOCK_ROWS)
+    return tuple(wrapped(some, columns) if len(some) % BLOCK_ROWS == 0 else some for some in pieces(packed, most))
+
+
+def _can_block(packed: torch.Tensor, columns: int) -> bool:
+    right = packed.device.type == "cpu" and packed.is_contiguous() and 0 < columns <= _MOST_COLUMNS
+    return right and columns % BLOCK_ROWS == 0 and len(packed) >= BLOCK_ROWS and _works()
+
+
+def _block(packed: torch.Tensor, columns: int) -> BlockedInt8:
+    """`packed` in place, and a tensor around it."""
+    n, memory = len(packed), packed.view(-1)
+    values = _in_blocks(packed[:, :columns])
+    scales, sums = packed[:, columns:].contiguous().view(torch.int32).unbind(1)
+    ends = torch.cat([-sums, scales])
+    memory[: n * columns].copy_(values)
+    memory[n * columns :].copy_(ends.view(torch.uint8))
+    return _wrapped(packed, columns)
+
+
+def _wrapped(rows: torch.Tensor, columns: int) -> BlockedInt8:
+    """A tensor around the memory of `rows`, as it is."""
+    memory, n = rows.view(-1), len(rows)
+    return BlockedInt8(opaque_tensor(memory, (columns, n), torch.int8, _layout(n, columns)), memory)
+
+
+def _in_blocks(values: torch.Tensor) -> torch.Tensor:
+    """The bytes of rows (n, columns) in the order of blocks."""
+    words = values.view(torch.int32).unflatten(0, (-1, BLOCK_ROWS))
+    in_blocks: torch.Tensor = words.transpose(1, 2).contiguous().view(-1).view(torch.uint8)
+    return in_blocks
+
+
+@lru_cache(maxsize=64)
+def _layout(n: int, columns: int) -> torch.Tensor:
+    """What oneDNN says of a matrix of this shape, serialised."""
+    matrix = torch.ops.onednn.qlinear_prepack(torch.empty(n, columns, dtype=torch.int8), None)
+    layout: torch.Tensor = torch.ops.mkldnn._get_mkldnn_serialized_md(matrix)
+    return layout
+
+
+@lru_cache(maxsize=1)
+def _works() -> bool:
+    """Are the private operations there and exact, and is the layout the one that is made here?"""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    n, columns = 2 * BLOCK_ROWS, 2048
+    values = (torch.arange(n * columns, dtype=torch.int32) * 40503 % 255 - 127).to(torch.int8).view(n, columns)
+    codes = values[:3].clone()
+    codes[0], values[0], values[1], values[2, 1::2] = 127, 127, -127, -127  # sums beyond what float32 holds
+    packed = torch.zeros(n, columns + INT8_ROW_BYTES, dtype=torch.uint8)
+    packed[:, :columns] = values.view(torch.uint8)
+    packed[:, -WORD:] = values.sum(1, dtype=torch.int32).view(torch.uint8).view(n, WORD)
+    want = torch.empty(3, n, dtype=torch.int32)
+    int8_products_reference(codes, values, want)
+    try:
+        theirs = torch.ops.onednn.qlinear_prepack(values, None)
+        if torch.ops.mkldnn._nbytes(theirs) != n * (columns + WORD):
+            return False
+        part = _block(packed, columns)
+        same = ctypes.string_at(torch.ops.mkldnn.data_ptr(theirs), n * (columns + WORD))
+        if same != ctypes.string_at(part.memory.data_ptr(), len(same)):
+            return False
+        found = blocked_products(codes.view(torch.uint8) ^ ZERO, part)
+    except (AttributeError, OSError, RuntimeError, TypeError, ValueError):  # gone, renamed, or not for this CPU
+        return False
+    return torch.equal(found, want.float())
+
+
+# ---- packed rows of 4 bits (kernels/packed.py) into int8 rows
+
+
+def requantise_rows(packed: torch.Tensor, first: int, parts: Sequence[Packed], columns: int) -> None:
+    """Fill rows of an int8 matrix from `first` on. packed: (n, packed row bytes) uint8; parts: of the whole matrix.
+
+    Of a blocked part, rows are filled 16 at a time: `first` and, where more rows follow, n are multiples of 16.
+
+    A row's scale is the largest magnitude that its groups can hold, |least| or |least + 15 x scale|, over 127: it
+    follows from the groups' ends, so values are gone through once. int8 = round(value x 127 / largest). Beside the 4
+    bits' own error, a value is off by at most half of a scale.
+    """
+    start = 0
+    for part in parts:
+        begin, end = max(first, start), min(first + len(packed), start + len(part))
+        if begin < end:
+            some = packed[begin - first : end - first]
+            if isinstance(part, BlockedInt8) or part.device.type == "cpu":
+                _fill(some, begin - start, part, columns)
+            else:
+                requantise_rows_reference(some, part[begin - start : end - start], columns)
+        start += len(part)
+
+
+def requantise_rows_reference(packed: torch.Tensor, out: torch.Tensor, columns: int) -> None:
+    """`requantise_rows` in torch operations, UNPACK_CHUNK values at a time, with the same bits.
+
+    out: rows in order, (n, int8_row_bytes(columns)) uint8.
+    """
+    for some in _slices(len(packed), columns):
+        here, rows = packed[some], out[some]
+        values = unpack_rows_reference(here, 4, torch.empty(len(here), columns, device=packed.device))
+        ends = here[:, WORD * SlotPacking(columns, 4).value_words :].contiguous().view(torch.bfloat16).float()
+        scale, least = ends.view(len(here), -1, 2).unbind(dim=2)
+        largest = torch.maximum(least.abs(), (least + 15 * scale).abs()).amax(dim=1)
+        largest = largest.masked_fill(largest < _NOTHING, 0)
+        steps = torch.full_like(largest, _LEVELS) / largest  # a number over a tensor would be rounded twice
+        codes = values.mul_(steps.masked_fill(largest == 0, 0).unsqueeze(1)).round_().to(torch.int8)
+        rows.zero_()
+        rows[:, :columns] = codes.view(torch.uint8)
+        ends = torch.stack([(largest * (1 / _LEVELS)).view(torch.int32), codes.sum(1, dtype=torch.int32)], dim=1)
+        rows[:, -INT8_ROW_BYTES:] = ends.view(torch.uint8)
+
+
+def _fill(packed: torch.Tensor, first: int, part: Packed, columns: int) -> None:
+    """`requantise_rows` for rows of one part, from its row `first` on."""
+    from flexgen_h2o.kernels.compiled import int8 as loops
+
+    packing, row_bytes = SlotPacking(columns, 4), packed.shape[1] + columns
+    source = packed.data_ptr(), packed.stride(0), WORD * packing.value_words, packing.group, columns
+    if isinstance(part, BlockedInt8):
+        assert first % loops.ROWS == 0 and len(packed) % loops.ROWS == 0
+        job = loops.Job(*source, part.memory.data_ptr(), int8_row_bytes(columns), len(part), first)
+        parallel_rows(partial(loops.blocked, job), len(packed) // loops.ROWS, loops.ROWS * row_bytes)
+    else:
+        job = loops.Job(*source, part[first:].data_ptr(), part.stride(0), len(part), 0)
+        parallel_rows(partial(loops.in_order, job), len(packed), row_bytes)

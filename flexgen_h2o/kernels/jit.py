@@ -172,6 +172,13 @@ def rounded(element, x):  # type: ignore[no-untyped-def]
     return bits_to_float(to_bf16(x) & HIGH) if planes(element) == 2 else x
 
 
+@jit
+def decoded(code, ends):  # type: ignore[no-untyped-def]
+    """The number that a code stands for. ends: of its group, the scale in the lower half and the least in the upper."""
+    scale, least = bits_to_float(np.uint32(ends << np.uint32(16))), bits_to_float(np.uint32(ends & HIGH))
+    return np.float32(np.int32(code)) * scale + least
+
+
 def is_kept() -> bool:
     """Whether compiled code is cached on disk, for other processes and later ones."""
     return getattr(getattr(exp2, "_cache", None), "cache_path", None) is not None

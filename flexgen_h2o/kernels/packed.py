@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import TYPE_CHECKING
+from functools import partial
 
 import torch
 
 from flexgen_h2o.core.packing import WORD, SlotPacking
 from flexgen_h2o.core.units import UNPACK_CHUNK
-from flexgen_h2o.kernels.workspace import element_of, parallel_rows
+from flexgen_h2o.kernels.workspace import element_of, is_compiled, parallel_rows
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    from flexgen_h2o.kernels.compiled.packed_slots import Format
-
-
-_COMPILED = (torch.float32, torch.bfloat16)
 _EXPONENT = 0x7F80  # of a bfloat16; all set: infinite, or not a number
 
 
@@ -27,7 +19,7 @@ def pack_rows(rows: torch.Tensor, bits: int) -> torch.Tensor:
     Raises ValueError where a value is not finite, or a group spans more than float32 does.
     """
     packing = SlotPacking(rows.shape[1], bits)
-    packed = pack_columns(rows if rows.dtype in _COMPILED else rows.float(), packing)
+    packed = pack_columns(rows if is_compiled(rows) else rows.float(), packing)
     scale, least = packed[:, packing.value_words :], packed[:, packing.value_words :] >> 16
     if bool(((scale & _EXPONENT == _EXPONENT) | (least & _EXPONENT == _EXPONENT)).any()):
         raise ValueError("holds values that are not finite, or too large")
@@ -36,7 +28,7 @@ def pack_rows(rows: torch.Tensor, bits: int) -> torch.Tensor:
 
 def unpack_rows(packed: torch.Tensor, bits: int, out: torch.Tensor) -> torch.Tensor:
     """Fill out (n, columns), contiguous, with the values of packed (n, row bytes) uint8, rounded to out's dtype."""
-    if out.device.type != "cpu" or out.dtype not in _COMPILED:
+    if not is_compiled(out):
         return unpack_rows_reference(packed, bits, out)
     from flexgen_h2o.kernels.compiled import rows as unpack_loops
 
@@ -45,8 +37,8 @@ def unpack_rows(packed: torch.Tensor, bits: int, out: torch.Tensor) -> torch.Ten
     job = unpack_loops.UnpackJob(
         packed.data_ptr(), packed.stride(0), WORD * packing.value_words, out.data_ptr(), columns, bits, packing.group
     )
-    element, row_bytes = element_of(out.dtype), packing.slot_bytes + columns * out.itemsize
-    parallel_rows(lambda first, end: unpack_loops.unpack(element, job, first, end), n, row_bytes)
+    row_bytes = packing.slot_bytes + columns * out.itemsize
+    parallel_rows(partial(unpack_loops.unpack, element_of(out.dtype), job), n, row_bytes)
     return out
 
 
@@ -64,7 +56,7 @@ _HIGH = -65536  # the upper half of a word
 
 def pack_columns(columns: torch.Tensor, packing: SlotPacking) -> torch.Tensor:
     """(..., d) numbers as (..., W) int32. Each is off by at most half its group's scale; NaN makes its group NaN."""
-    if columns.device.type != "cpu" or columns.dtype not in _COMPILED:
+    if not is_compiled(columns):
         return pack_columns_reference(columns, packing)
     from flexgen_h2o.kernels.compiled import packed_slots as packed_loops
 
@@ -72,15 +64,9 @@ def pack_columns(columns: torch.Tensor, packing: SlotPacking) -> torch.Tensor:
         raise ValueError(f"pack_columns: {tuple(columns.shape)} is not of width {packing.width}")
     columns = columns.contiguous()
     packed = torch.empty(*columns.shape[:-1], packing.words, dtype=torch.int32)
-    form, element = slot_format(packing), element_of(columns.dtype)
-    rows = columns.numel() // packing.width
-    parallel_rows(
-        lambda first, end: packed_loops.pack_rows(
-            element, form, columns.data_ptr(), packed.data_ptr(), packing.words, first, end
-        ),
-        rows,
-        8 * packing.width * columns.itemsize,
-    )
+    job = element_of(columns.dtype), packed_loops.format_of(packing), columns.data_ptr(), packed.data_ptr()
+    rows, row_bytes = columns.numel() // packing.width, 8 * packing.width * columns.itemsize
+    parallel_rows(partial(packed_loops.pack_rows, *job, packing.words), rows, row_bytes)
     return packed
 
 
@@ -111,21 +97,6 @@ def unpack_columns(packed: torch.Tensor, packing: SlotPacking, dtype: torch.dtyp
     values = values.flatten(-2).unflatten(-1, (packing.groups, -1)).mul_(scale[..., None]).add_(least[..., None])
     unpacked: torch.Tensor = values.flatten(-2)[..., : packing.width].to(dtype)
     return unpacked
-
-
-@lru_cache
-def _table(packing: SlotPacking) -> tuple[int, np.ndarray]:
-    from flexgen_h2o.kernels.compiled import packed_slots as packed_loops
-
-    return packed_loops.table_of(packing)
-
-
-def slot_format(packing: SlotPacking) -> Format:
-    """What compiled loops know of a packing."""
-    from flexgen_h2o.kernels.compiled.packed_slots import Format
-
-    lanes, table = _table(packing)
-    return Format(packing.width, packing.bits, packing.group, packing.value_words, lanes, len(table), table.ctypes.data)
 
 
 def _outwards(x: torch.Tensor, down: bool) -> torch.Tensor:

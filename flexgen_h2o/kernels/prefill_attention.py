@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 
+import numpy as np
 import torch
 
 from flexgen_h2o.core.units import MASK_ROWS, SCORE_TILE_BYTES
-from flexgen_h2o.kernels.workspace import element_of, is_compiled, parallel_rows
+from flexgen_h2o.kernels.workspace import cpu_has, element_of, is_compiled, mismatch, parallel_rows
 
 TILE_ROWS = 256  # query rows; fewer where a tile of so many is over TILE_BYTES for each thread
 LEAST_TILE_ROWS = 16  # fewer make matrix products slow
@@ -34,7 +35,7 @@ def column_sums(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: floa
     probability may be off by scale x |q.k| / 512 of itself, to either side; what a column gets from many rows is off
     by far less.
     """
-    batch, kv_heads, n, _ = k.shape
+    batch, kv_heads, n, width = k.shape
     group, before = q.shape[1] // kv_heads, n - q.shape[2]
     q, lse = q.unflatten(1, (kv_heads, group)), lse.unflatten(1, (kv_heads, group))
     sums = torch.zeros(batch, kv_heads, n, dtype=torch.float32, device=q.device)
@@ -42,28 +43,16 @@ def column_sums(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: floa
     row_bytes = group * n * q.itemsize  # of one kv-head's products with one row
     rows = max(LEAST_TILE_ROWS, min(TILE_ROWS, TILE_BYTES // (row_bytes * threads)))
     buffer = torch.empty(max(TILE_BYTES, rows * row_bytes) // q.itemsize, dtype=q.dtype, device=q.device)
-    for some, parts in _pieces(batch, kv_heads, max(1, TILE_BYTES // (rows * row_bytes))):
-        _add_piece(
-            q[some, parts].flatten(0, 1), k[some, parts].flatten(0, 1), lse[some, parts].flatten(0, 1),
-            scale, sums[some, parts].flatten(0, 1), range(max(before, first_row), n, rows), buffer,
-        )  # fmt: skip
-    return sums
-
-
-def column_sums_reference(
-    q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float, first_row: int = 0
-) -> torch.Tensor:
-    """`column_sums` in torch operations, all heads at once: memory O(b x heads x n x REFERENCE_ROWS)."""
-    batch, kv_heads, n, _ = k.shape
-    before = n - q.shape[2]
-    q, lse = q.unflatten(1, (kv_heads, -1)), lse.unflatten(1, (kv_heads, -1))
-    sums = torch.zeros(batch, kv_heads, n, dtype=torch.float32, device=q.device)
-    for start in range(max(before, first_row), n, REFERENCE_ROWS):
-        end = min(n, start + REFERENCE_ROWS)
-        here = slice(start - before, end - before)
-        products = (q[..., here, :] @ k[:, :, None, :end].transpose(-1, -2)).float()
-        p = products.mul_(scale).sub_(lse[..., here, None]).exp_()
-        sums[..., :end] += p.tril_(start).sum(dim=(2, 3))
+    for piece in _pieces(batch, kv_heads, max(1, TILE_BYTES // (rows * row_bytes))):
+        queries, keys, ends, into = (t[piece].flatten(0, 1) for t in (q, k, lse, sums))
+        heads, keys = len(keys), keys.contiguous()
+        for start in range(max(before, first_row), n, rows):
+            end = min(n, start + rows)
+            count, here = end - start, slice(start - before, end - before)
+            products = buffer[: heads * group * count * end].view(heads, group * count, end)
+            tile = queries[:, :, here].reshape(heads, group * count, width)
+            torch.bmm(tile, keys[:, :end].transpose(1, 2), out=products)
+            _add_tile(products.view(heads, group, count, end), ends[:, :, here].contiguous(), scale, into, start)
     return sums
 
 
@@ -75,27 +64,6 @@ def _pieces(batch: int, kv_heads: int, most: int) -> Iterator[tuple[slice, slice
         return
     for i in range(batch):
         yield from ((slice(i, i + 1), slice(h, h + most)) for h in range(0, kv_heads, most))
-
-
-def _add_piece(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    lse: torch.Tensor,
-    scale: float,
-    sums: torch.Tensor,
-    starts: range,
-    buffer: torch.Tensor,
-) -> None:
-    """q: (rows, group, m, d), k: (rows, n, d), lse: (rows, group, m), sums: (rows, n) with rows = kv-heads."""
-    rows, group, _, width = q.shape
-    n, before = k.shape[1], k.shape[1] - q.shape[2]
-    k = k.contiguous()
-    for start in starts:
-        end = min(n, start + starts.step)
-        count, here = end - start, slice(start - before, end - before)
-        products = buffer[: rows * group * count * end].view(rows, group * count, end)
-        torch.bmm(q[:, :, here].reshape(rows, group * count, width), k[:, :end].transpose(1, 2), out=products)
-        _add_tile(products.view(rows, group, count, end), lse[:, :, here].contiguous(), scale, sums, start)
 
 
 def _add_tile(products: torch.Tensor, lse: torch.Tensor, scale: float, sums: torch.Tensor, first: int) -> None:
@@ -110,8 +78,8 @@ def _add_tile(products: torch.Tensor, lse: torch.Tensor, scale: float, sums: tor
     tile = prompt_loops.Tile(
         group, count, end, sums.shape[1], first, products.data_ptr(), lse.data_ptr(), sums.data_ptr()
     )
-    element, row_bytes = element_of(products.dtype), 4 * group * count * end * products.itemsize
-    parallel_rows(lambda a, b: prompt_loops.add_tile(element, tile, scale, a, b), rows, row_bytes)
+    loop = partial(prompt_loops.add_tile, element_of(products.dtype), tile, scale)
+    parallel_rows(loop, rows, 4 * group * count * end * products.itemsize)
 
 
 Result = tuple[torch.Tensor, torch.Tensor]
@@ -133,8 +101,7 @@ def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: f
     enable_gqa = q.shape[1] != k.shape[1]
     attend = partial(torch.nn.functional.scaled_dot_product_attention, scale=scale, enable_gqa=enable_gqa)
     if 1 < rows < n:
-        pieces = [attend(some, a, b, _last_rows(some, a)) for some, a, b in _row_pieces(q, k, v)]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+        return _joined([attend(some, a, b, _last_rows(some, a)) for some, a, b in _row_pieces(q, k, v)])
     return attend(q, k, v, is_causal=rows > 1)
 
 
@@ -180,6 +147,10 @@ def _row_pieces(
         yield q[:, :, start:end], k[:, :, : before + end], v[:, :, : before + end]
 
 
+def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+
+
 def _last_rows(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """The mask of queries that are the last of as many rows as there are keys: (queries, keys), 0 or -inf."""
     rows, n = q.shape[2], k.shape[2]
@@ -188,33 +159,18 @@ def _last_rows(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 def _is_compiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether the compiled loop can read these, and is the faster one."""
-    return is_compiled(q) and all(t.stride(3) == 1 for t in (q, k, v)) and _has_wide_vectors()
-
-
-@lru_cache(maxsize=1)
-def _has_wide_vectors() -> bool:
-    """AVX-512: 32 registers of 16 floats, as many as a tile of the compiled loop takes."""
-    from llvmlite import binding
-
-    return bool(binding.get_host_cpu_features().get("avx512f", False))
+    # AVX-512 has 32 registers of 16 floats, as many as a tile of the compiled loop takes.
+    return is_compiled(q) and all(t.stride(3) == 1 for t in (q, k, v)) and cpu_has("avx512f")
 
 
 def _attend_compiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Result:
     """The result has the heads of a token side by side. What a prompt gets depends on that prompt alone."""
-    import numpy as np
-
     from flexgen_h2o.kernels.compiled import prompts as prompt_loops
 
     (batch, heads, n, width), (kv_heads, keys) = q.shape, k.shape[1:3]
-    if (
-        k.shape != (batch, kv_heads, keys, width)
-        or keys < n
-        or v.shape != k.shape
-        or heads % kv_heads
-        or not k.dtype == v.dtype == q.dtype
-    ):
-        shapes = (f"{tuple(t.shape)} {t.dtype}" for t in (q, k, v))
-        raise ValueError("causal_attention: q, k, v do not go together: {}; {}; {}".format(*shapes))
+    ok = k.shape == v.shape == (batch, kv_heads, keys, width) and keys >= n and heads % kv_heads == 0
+    if not ok or not k.dtype == v.dtype == q.dtype:
+        raise mismatch("causal_attention: q, k, v", q, k, v)
     out = torch.empty(batch, n, heads, width, dtype=q.dtype).transpose(1, 2)
     lse = torch.empty(batch, heads, n, dtype=torch.float32)
 
@@ -228,12 +184,8 @@ def _attend_compiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: f
         kv_heads, group, n, keys - n, width, queries, heads_of(q), heads_of(k), heads_of(v), heads_of(out),
         lse.data_ptr(),
     )  # fmt: skip
-    element = element_of(q.dtype)
-    units = batch * kv_heads * -(-n // queries)
-    parallel_rows(
-        lambda first, end: prompt_loops.attend_units(element, job, np.float32(scale), first, end),
-        units, 4 * group * queries * width * q.itemsize,
-    )  # fmt: skip
+    loop = partial(prompt_loops.attend_units, element_of(q.dtype), job, np.float32(scale))
+    parallel_rows(loop, batch * kv_heads * -(-n // queries), 4 * group * queries * width * q.itemsize)
     return out, lse
 
 
@@ -246,9 +198,7 @@ def _fused_cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) 
         fused(some, keys, values, attn_mask=_last_rows(some, keys), scale=scale)
         for some, keys, values in _row_pieces(q, k, v)
     ]
-    if len(pieces) == 1:
-        return pieces[0][0], pieces[0][1]
-    return torch.cat([out for out, _ in pieces], dim=2), torch.cat([lse for _, lse in pieces], dim=2)
+    return _joined([out for out, _ in pieces]), _joined([lse for _, lse in pieces])
 
 
 def _fused_cuda(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Result:

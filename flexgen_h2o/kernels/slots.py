@@ -17,16 +17,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flexgen_h2o.core.packing import SlotPacking
+from flexgen_h2o.core.packing import WORD, SlotPacking
 from flexgen_h2o.core.units import PACKED_CHUNK, SPARSE_CHUNK
-from flexgen_h2o.kernels.packed import slot_format, unpack_columns
-from flexgen_h2o.kernels.workspace import element_of, is_compiled, parallel_rows
+from flexgen_h2o.kernels.packed import unpack_columns
+from flexgen_h2o.kernels.workspace import element_of, is_compiled, mismatch, parallel_rows
 
 if TYPE_CHECKING:
-    from flexgen_h2o.kernels.compiled.slots import ColumnSlots, Scores, Slots
-
-
-_WORD = 4  # bytes: the compiled loops take slots in such steps
+    from flexgen_h2o.kernels.compiled.slots import ColumnSlots, Scores
 
 
 @dataclass(frozen=True)
@@ -48,22 +45,30 @@ class ScoreState:
 
     def rows(self, some: slice) -> ScoreState:
         """The state of some of the rows."""
-        names = ("scores", "positions", "oldest", "newest", "gains", "victims")
-        return replace(self, **{name: getattr(self, name)[some] for name in names})
+        return replace(self, **{name: getattr(self, name)[some] for name in _OF_ROWS})
+
+
+_OF_ROWS = ("scores", "positions", "oldest", "newest", "victims", "gains")  # the order of compiled.slots.Scores
 
 
 def attend(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float
-) -> torch.Tensor:
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float,
+    state: ScoreState | None = None, packing: SlotPacking | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Attention of each row's queries over its slots 0..filled-1; the others are not read and may hold anything.
 
-    q: (R, g, d). keys, values: (segments, R, S, d) in q's dtype, each segment contiguous, any stride between segments,
-    the same for both. filled: (R,) int32, from 1 to segments x S. Returns (R, g, d) in q's dtype. A row's result
-    depends on that row alone, not on S, on other rows or on threads.
+    q: (R, g, d). keys, values: (segments, R, S, d) in q's dtype, or packed, (segments, R, S, W) int32; each segment
+    contiguous, any stride between segments, the same for both. filled: (R,) int32, from 1 to segments x S. Returns
+    (R, g, d) in q's dtype. A row's result depends on that row alone, not on S, on other rows or on threads.
+
+    state: it is updated, which changes no bit of the result.
+    scores[r, j] = decay x scores[r, j] + gains[r] x (sum over g of the probability of slot j), for j < filled;
+    victims[r] = the slot j < filled of the lowest new score among those with oldest <= positions[r, j] <= newest, on
+    equal scores the one of the lowest position; -1 if there is none.
     """
     if not _is_compiled(q, keys, values):
-        return attend_reference(q, keys, values, filled, scale)
-    return _attend_compiled(q, keys, values, filled, scale)
+        return attend_reference(q, keys, values, filled, scale, state, packing)
+    return _attend_compiled((q, keys, values, filled), scale, state, packing)
 
 
 def attend_lse(
@@ -73,43 +78,29 @@ def attend_lse(
     if not _is_compiled(q, keys, values):
         return attend_lse_reference(q, keys, values, filled, scale)
     lse = torch.empty(q.shape[:2], dtype=torch.float32)
-    return _attend_compiled(q, keys, values, filled, scale, lse=lse), lse
-
-
-def attend_scored(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float, state: ScoreState
-) -> torch.Tensor:
-    """`attend`, bit for bit, which also updates the scores.
-
-    scores[r, j] = decay x scores[r, j] + gains[r] x (sum over g of the probability of slot j), for j < filled;
-    victims[r] = the slot j < filled of the lowest new score among those with oldest <= positions[r, j] <= newest, on
-    equal scores the one of the lowest position; -1 if there is none.
-    """
-    if not _is_compiled(q, keys, values):
-        return attend_scored_reference(q, keys, values, filled, scale, state)
-    return _attend_compiled(q, keys, values, filled, scale, state)
-
-
-def attend_packed(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float, packing: SlotPacking,
-    state: ScoreState | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """`attend`, or with a state `attend_scored`, over packed slots: keys, values (segments, R, S, W) int32."""
-    if not is_compiled(q):
-        return attend_packed_reference(q, keys, values, filled, scale, packing, state)
-    from flexgen_h2o.kernels.compiled import packed_slots as packed_loops
-
-    if q.shape[2] != packing.width:
-        raise ValueError(f"attend_packed: queries of width {q.shape[2]}, slots of width {packing.width}")
-    loop = partial(packed_loops.attend_rows, element_of(q.dtype), slot_format(packing))
-    return _run(loop, (q, keys, values, filled), scale, (packing.words, torch.int32), state)
+    return _attend_compiled((q, keys, values, filled), scale, lse=lse), lse
 
 
 def attend_reference(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """`attend` in torch operations, a segment at a time. Products are rounded to q's dtype."""
-    return _mix(slot_probabilities(q, keys, filled, scale), values, filled).to(q.dtype)
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float,
+    state: ScoreState | None = None, packing: SlotPacking | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """`attend` in torch operations, a segment at a time. Products are rounded to q's dtype.
+
+    Of packed slots some rows at a time are unpacked into q's dtype.
+    """
+    if packing is None:
+        p = slot_probabilities(q, keys, filled, scale)
+        if state is not None:
+            _update_scores(state, p, filled)
+        return _mix(p, values, filled).to(q.dtype)
+    out = torch.empty_like(q)
+    step = max(1, PACKED_CHUNK // (keys.shape[0] * keys.shape[2] * packing.width))
+    for a in range(0, len(q), step):
+        rows = slice(a, a + step)
+        k, v = (unpack_columns(t[:, rows], packing, q.dtype) for t in (keys, values))
+        out[rows] = attend_reference(q[rows], k, v, filled[rows], scale, None if state is None else state.rows(rows))
+    return out
 
 
 def attend_lse_reference(
@@ -121,38 +112,17 @@ def attend_lse_reference(
     return _mix(products.sub_(lse.unsqueeze(2)).exp_(), values, filled).to(q.dtype), lse
 
 
-def attend_scored_reference(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float, state: ScoreState
-) -> torch.Tensor:
-    """`attend_scored` in torch operations."""
-    p = slot_probabilities(q, keys, filled, scale)
+def _update_scores(state: ScoreState, p: torch.Tensor, filled: torch.Tensor) -> None:
+    """Scores and victims of `attend`. p: (R, g, longest)."""
     longest = p.shape[2]
     scores, positions = state.scores[:, :longest], state.positions[:, :longest]
-    used = torch.arange(longest, device=q.device) < filled.unsqueeze(1)
+    used = torch.arange(longest, device=p.device) < filled.unsqueeze(1)
     scores.copy_(torch.where(used, state.decay * scores + state.gains.unsqueeze(1) * p.sum(dim=1), scores))
     allowed = used & (positions >= state.oldest.unsqueeze(1)) & (positions <= state.newest.unsqueeze(1))
     lowest = scores.masked_fill(~allowed, float("inf")).amin(dim=1, keepdim=True)
     candidates = allowed & (scores == lowest)
     earliest = positions.masked_fill(~candidates, torch.iinfo(torch.int32).max).argmin(dim=1)
     state.victims.copy_(torch.where(candidates.any(dim=1), earliest, -1))
-    return _mix(p, values, filled).to(q.dtype)
-
-
-def attend_packed_reference(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float, packing: SlotPacking,
-    state: ScoreState | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """`attend_packed` in torch operations: some rows at a time are unpacked into q's dtype."""
-    out = torch.empty_like(q)
-    step = max(1, PACKED_CHUNK // (keys.shape[0] * keys.shape[2] * packing.width))
-    for a in range(0, len(q), step):
-        rows = slice(a, a + step)
-        k, v = (unpack_columns(t[:, rows], packing, q.dtype) for t in (keys, values))
-        if state is None:
-            out[rows] = attend_reference(q[rows], k, v, filled[rows], scale)
-        else:
-            out[rows] = attend_scored_reference(q[rows], k, v, filled[rows], scale, state.rows(rows))
-    return out
 
 
 def slot_probabilities(q: torch.Tensor, keys: torch.Tensor, filled: torch.Tensor, scale: float) -> torch.Tensor:
@@ -185,55 +155,52 @@ def _mix(p: torch.Tensor, values: torch.Tensor, filled: torch.Tensor) -> torch.T
 
 def _is_compiled(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
     """Whether the compiled loops can read these: in the CPU's memory, slots of whole words."""
+    if keys.dtype == torch.int32:  # packed
+        return is_compiled(q)
     places = (q.shape[2] * q.itemsize, keys.stride(0) * q.itemsize, *(t.data_ptr() for t in (q, keys, values)))
-    return is_compiled(q) and not any(place % _WORD for place in places)
+    return is_compiled(q) and not any(place % WORD for place in places)
 
 
 def _attend_compiled(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float,
-    state: ScoreState | None = None, lse: torch.Tensor | None = None,
+    tensors: tuple[torch.Tensor, ...], scale: float, state: ScoreState | None = None,
+    packing: SlotPacking | None = None, lse: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    from flexgen_h2o.kernels.compiled import slots as slot_loops
-
-    loop = partial(slot_loops.attend_rows, element_of(q.dtype))
-    return _run(loop, (q, keys, values, filled), scale, (q.shape[2], q.dtype), state, lse)
-
-
-def _run(
-    loop: Callable[[Slots, float, Scores, int, int], None], tensors: tuple[torch.Tensor, ...], scale: float,
-    slot: tuple[int, torch.dtype], state: ScoreState | None, lse: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """Run a loop over all rows. tensors: q, keys, values, filled; slot: how many elements one has, and their dtype."""
-    from flexgen_h2o.kernels.compiled import slots as slot_loops
+    """tensors: q, keys, values, filled. lse: written."""
+    from flexgen_h2o.kernels.compiled import packed_slots, slots
 
     q, keys, values, filled = tensors
     q, filled, most = q.contiguous(), filled.contiguous(), int(filled.max())
-    _check_slots((q, keys, values, filled), most, slot)
+    _check_slots((q, keys, values, filled), most, packing)
     out = torch.empty_like(q)
-    words = slot[0] * keys.itemsize // _WORD
-    slots = slot_loops.Slots(
-        q.shape[1], words, keys.shape[2], keys.itemsize * keys.stride(0) // _WORD, most,
+    words = keys.shape[3] * keys.itemsize // WORD
+    job = slots.Slots(
+        q.shape[1], words, keys.shape[2], keys.itemsize * keys.stride(0) // WORD, most,
         q.data_ptr(), keys.data_ptr(), values.data_ptr(), filled.data_ptr(), out.data_ptr(),
         0 if lse is None else lse.data_ptr(),
     )  # fmt: skip
-    scores = slot_loops.NO_SCORES if state is None else _score_addresses(state, len(q), most)
-    parallel_rows(lambda first, end: loop(slots, scale, scores, first, end), len(q), 2 * most * words * _WORD)
+    scores = slots.NO_SCORES if state is None else _score_addresses(state, len(q), most)
+    loop: Callable[..., None] = partial(slots.attend_rows, element_of(q.dtype))
+    if packing is not None:
+        loop = partial(packed_slots.attend_rows, element_of(q.dtype), packed_slots.format_of(packing))
+    parallel_rows(partial(loop, job, scale, scores), len(q), 2 * most * words * WORD)
     return out
 
 
 # What the loops read goes by address: a wrong shape would be memory out of bounds, so all of it is checked.
 
 
-def _check_slots(tensors: tuple[torch.Tensor, ...], most: int, slot: tuple[int, torch.dtype]) -> None:
+def _check_slots(tensors: tuple[torch.Tensor, ...], most: int, packing: SlotPacking | None) -> None:
     """tensors: q, keys, values, filled; most: the largest of `filled`. Raises ValueError."""
-    (q, keys, values, filled), (size, dtype) = tensors, slot
+    q, keys, values, filled = tensors
     segments, _, length, _ = keys.shape
+    width, size, dtype = q.shape[2], q.shape[2], q.dtype
+    if packing is not None:
+        width, size, dtype = packing.width, packing.words, torch.int32
     ok = keys.shape == values.shape == (segments, len(q), length, size) and most <= segments * length
-    ok = ok and all(t.dtype == dtype and t[0].is_contiguous() for t in (keys, values))
+    ok = ok and width == q.shape[2] and all(t.dtype == dtype and t[0].is_contiguous() for t in (keys, values))
     ok = ok and (segments == 1 or keys.stride(0) == values.stride(0))
     if not ok or filled.dtype != torch.int32 or filled.shape != (len(q),):
-        shapes = (f"{tuple(t.shape)} {t.dtype} strides {t.stride()}" for t in tensors)
-        raise ValueError("attend: q, keys, values, filled do not go together: {}; {}; {}; {}".format(*shapes))
+        raise mismatch("attend: q, keys, values, filled", *tensors)
 
 
 def _score_addresses(state: ScoreState, rows: int, most: int) -> Scores:
@@ -241,16 +208,14 @@ def _score_addresses(state: ScoreState, rows: int, most: int) -> Scores:
     from flexgen_h2o.kernels.compiled.slots import Scores
 
     columns = state.scores.shape[1]
-    for name in ("scores", "positions", "oldest", "newest", "gains", "victims"):
+    for name in _OF_ROWS:
         tensor = getattr(state, name)
         shape = (rows, columns) if name in ("scores", "positions") else (rows,)
         dtype = torch.float32 if name in ("scores", "gains") else torch.int32
         if (tuple(tensor.shape), tensor.dtype) != (shape, dtype) or not tensor.is_contiguous() or columns < most:
-            raise ValueError(f"attend_scored: {name} is {tuple(tensor.shape)} {tensor.dtype}, not {shape} {dtype}")
-    return Scores(
-        columns, state.scores.data_ptr(), state.positions.data_ptr(), state.oldest.data_ptr(), state.newest.data_ptr(),
-        state.victims.data_ptr(), state.gains.data_ptr(), float(state.decay),
-    )  # fmt: skip
+            raise ValueError(f"attend: {name} is {tuple(tensor.shape)} {tensor.dtype}, not {shape} {dtype}")
+    addresses = (getattr(state, name).data_ptr() for name in _OF_ROWS)
+    return Scores._make([columns, *addresses, float(state.decay)])
 
 
 def attend_sparse(
@@ -292,14 +257,14 @@ def put_slots(areas: Pair, slots: torch.Tensor, columns: Pair) -> None:
 
     In a compiled loop on the CPU: small torch operations with an index for each number would take most of the time.
     """
-    if not _are_columns_compiled(areas, slots, columns):
+    job = _job(areas, slots, columns)
+    if job is None:
         put_slots_reference(areas, slots, columns)
         return
-    from flexgen_h2o.kernels.compiled import slots as slot_loops
+    from flexgen_h2o.kernels.compiled import slots as loops
 
-    (rows, count), job = slots.shape, _job(areas, slots, columns)
-    row_bytes = 4 * count * job.slot_bytes
-    parallel_rows(lambda first, end: slot_loops.put(job, count, first, end), rows, row_bytes)
+    rows, count = slots.shape
+    parallel_rows(partial(loops.put, job, count), rows, 4 * count * job.slot_bytes)
 
 
 def put_slots_reference(areas: Pair, slots: torch.Tensor, columns: Pair) -> None:
@@ -311,13 +276,14 @@ def put_slots_reference(areas: Pair, slots: torch.Tensor, columns: Pair) -> None
 
 def get_last_slots(areas: Pair, slots: torch.Tensor, columns: Pair) -> None:
     """columns[r, i] = areas[slots[r, -1]] for the last i, and for those before it of the same slot. See `put_slots`."""
-    if not _are_columns_compiled(areas, slots, columns):
+    job = _job(areas, slots, columns)
+    if job is None:
         get_last_slots_reference(areas, slots, columns)
         return
-    from flexgen_h2o.kernels.compiled import slots as slot_loops
+    from flexgen_h2o.kernels.compiled import slots as loops
 
-    (rows, count), job = slots.shape, _job(areas, slots, columns)
-    parallel_rows(lambda first, end: slot_loops.get(job, count - 1, first, end), rows, 4 * job.slot_bytes)
+    rows, count = slots.shape
+    parallel_rows(partial(loops.get, job, count - 1), rows, 4 * job.slot_bytes)
 
 
 def get_last_slots_reference(areas: Pair, slots: torch.Tensor, columns: Pair) -> None:
@@ -333,23 +299,19 @@ def _index(area: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch
     return slots // per_segment, rows, slots % per_segment
 
 
-def _are_columns_compiled(areas: Pair, slots: torch.Tensor, columns: Pair) -> bool:
-    """Whether the loops, which go by address, can read these."""
+def _job(areas: Pair, slots: torch.Tensor, columns: Pair) -> ColumnSlots | None:
+    """What the loops, which go by address, read and write; None where they cannot."""
     (keys, values), (column_keys, column_values) = areas, columns
-    (rows, count), size = slots.shape, keys.shape[3]
+    (rows, count), size, item = slots.shape, keys.shape[3], keys.itemsize
     right = all(t.device.type == "cpu" and t.dtype == keys.dtype for t in (keys, values, column_keys, column_values))
     right = right and keys.shape == values.shape and keys.stride() == values.stride() and keys.shape[1] == rows
     right = right and keys.stride()[1:] == (keys.shape[2] * size, size, 1)
     right = right and column_keys.shape == column_values.shape == (rows, count, size)
     right = right and column_keys.stride() == column_values.stride() and column_keys[0].is_contiguous()
-    return right and slots.dtype == torch.int64 and slots.device.type == "cpu" and slots[0].is_contiguous()
-
-
-def _job(areas: Pair, slots: torch.Tensor, columns: Pair) -> ColumnSlots:
+    if not right or slots.dtype != torch.int64 or slots.device.type != "cpu" or not slots[0].is_contiguous():
+        return None
     from flexgen_h2o.kernels.compiled.slots import ColumnSlots
 
-    (keys, values), (column_keys, column_values) = areas, columns
-    size, item = keys.shape[3], keys.itemsize
     return ColumnSlots(
         keys.data_ptr(), values.data_ptr(), keys.shape[2], keys.stride(0) * item, keys.stride(1) * item, size * item,
         slots.data_ptr(), slots.stride(0) * slots.itemsize, column_keys.data_ptr(), column_values.data_ptr(),

@@ -1,9 +1,7 @@
-"""Loops are compiled in a process of their own, which leaves them on disk.
+"""Compile the kernels, or load what was compiled before, so that no sweep of a run waits for it.
 
-numba and LLVM keep 100 MB and more of the process that compiles for good, which no budget knows of; loading what was
-compiled takes little.
-
-Compile the kernels, or load what was compiled before, so that no sweep of a run waits for it.
+Loops are compiled in a process of their own, which leaves them on disk: numba and LLVM keep 100 MB and more of the
+process that compiles for good, which no budget knows of; loading what was compiled takes little.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from flexgen_h2o.core.packing import SlotPacking
 from flexgen_h2o.kernels.elementwise import Rotation, rms_norm, silu_gated
 from flexgen_h2o.kernels.packed import pack_columns
 from flexgen_h2o.kernels.prefill_attention import causal_attention_lse, column_sums
-from flexgen_h2o.kernels.slots import ScoreState, attend_packed, attend_scored, get_last_slots, put_slots
+from flexgen_h2o.kernels.slots import ScoreState, attend, get_last_slots, put_slots
 
 _LONGEST_S = 300.0
 # The process that compiles imports from where this one does, and from nowhere else.
@@ -85,27 +83,19 @@ def _call_in_a_process(function: Callable[..., object], arguments: tuple[object,
 
 
 _ROWS, _SLOTS, _WIDTH = 1, 4, 64
-Weights = Callable[[torch.device, torch.dtype], None]
 
 
 def warm_up(
     device: torch.device, dtype: torch.dtype, scored: bool, packing: SlotPacking | None = None,
-    rolling: bool = False, rotary: bool = False, weights: Weights | None = None,
+    rolling: bool = False, rotary: bool = False, weights: Callable[[torch.device, torch.dtype], None] | None = None,
 ) -> None:  # fmt: skip
-    """Run decode attention once on zeros; where columns are `scored`, prompts' scores as well.
+    """Run decode attention once on zeros (by `compile_subprocess`); where columns are `scored`, prompts' scores too.
 
     packing: of the KV slots. rolling: with keys that are turned as they are read. rotary: the model has rotary
     embeddings; with them come RMS norms and gated MLPs. weights: calls what a format of weights needs.
 
-    A few seconds the first time on a machine, in a process of their own, then some tenths of one.
+    A few seconds the first time on a machine, then some tenths of one.
     """
-    compile_subprocess(_call_all, device, dtype, scored, packing, rolling, rotary, weights)
-
-
-def _call_all(
-    device: torch.device, dtype: torch.dtype, scored: bool, packing: SlotPacking | None, rolling: bool, rotary: bool,
-    weights: Weights | None,
-) -> None:  # fmt: skip
     columns = torch.zeros(1, _ROWS, _SLOTS, _WIDTH, dtype=dtype, device=device)
     q = columns[0, :, :1].contiguous()
     whole, single = ((_ROWS, _SLOTS), (_ROWS,))
@@ -119,11 +109,11 @@ def _call_all(
     put_slots((columns, columns), first, (column, column))
     get_last_slots((columns, columns), first, (column, column))
     if packing is None:
-        attend_scored(q, columns, columns, filled, 1.0, state)
+        attend(q, columns, columns, filled, 1.0, state)
     else:
         wide = columns.new_zeros(*columns.shape[:-1], packing.width)
         packed = pack_columns(wide, packing)
-        attend_packed(wide[0, :, :1], packed, packed, filled, 1.0, packing, state)
+        attend(wide[0, :, :1], packed, packed, filled, 1.0, state, packing)
     if rotary:
         Rotation(gains.expand(_WIDTH // 2), 1.0).rotate((columns[0],), victims)
         rms_norm(columns[0, 0], columns[0, 0, 0], 1.0, columns[0, 0].clone())

@@ -40,9 +40,28 @@ def is_compiled(*tensors: torch.Tensor) -> bool:
     return all(t.device.type == "cpu" and t.dtype in (torch.float32, torch.bfloat16) for t in tensors)
 
 
+def mismatch(what: str, *tensors: torch.Tensor) -> ValueError:
+    """For tensors that loops, which go by address, would read or write out of bounds."""
+    shapes = (f"{tuple(t.shape)} {t.dtype} strides {t.stride()}" for t in tensors)
+    return ValueError(f"{what} do not go together: {'; '.join(shapes)}")
+
+
+_ELEMENTS: dict[torch.dtype, np.number[Any]] = {
+    torch.float32: np.float32(0), torch.int32: np.int32(0), torch.bfloat16: np.uint16(0),
+}  # fmt: skip
+
+
 def element_of(dtype: torch.dtype) -> np.number[Any]:
     """The number whose type tells compiled loops what elements are: uint16 stands for bf16."""
-    return np.float32(0) if dtype == torch.float32 else np.uint16(0)
+    return _ELEMENTS[dtype]
+
+
+@lru_cache
+def cpu_has(feature: str) -> bool:
+    """Whether this CPU has some instructions, by LLVM's name of them."""
+    from llvmlite import binding
+
+    return bool(binding.get_host_cpu_features().get(feature, False))
 
 
 _PARTS = 8  # about as many parts of its rows a thread takes one by one

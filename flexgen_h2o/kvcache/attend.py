@@ -1,4 +1,8 @@
-"""Attention of one micro-batch over its KV unit: whole prompts, then one new token a row.
+"""Attention of one micro-batch over its KV unit, whole prompts or one new token a row; then the eviction step: what a
+policy keeps of a prompt, and which column of a row leaves for its next one.
+
+Prompt columns are chosen before the layer's KV unit is written to its tier, so only what is kept is stored and moved.
+A victim is only named: the next column of its row overwrites its slot.
 
 A prefix that all rows of a block begin with is held once a transformer block; slots hold only the columns behind it.
 The queries of all rows read it together (Hydragen, Juravsky et al. 2024, arXiv 2402.05099), and the result is combined
@@ -7,7 +11,9 @@ with that of each row's own slots by both log-sum-exps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import groupby
 
@@ -15,23 +21,16 @@ import torch
 
 from flexgen_h2o.core.units import ROLLING_CHUNK, TOKEN_CHUNK
 from flexgen_h2o.kernels.elementwise import Rotation
-from flexgen_h2o.kernels.prefill_attention import causal_attention, causal_attention_lse
-from flexgen_h2o.kernels.slots import ScoreState, attend, attend_lse, attend_packed, attend_scored
-from flexgen_h2o.kvcache.evict import (
-    KeptColumns,
-    PrefixSums,
-    keep_prompt_columns,
-    rank_victims,
-    record_columns,
-    record_prompt,
-    weighted_column_sums,
-)
+from flexgen_h2o.kernels.prefill_attention import causal_attention, causal_attention_lse, column_sums
+from flexgen_h2o.kernels.slots import ScoreState, attend, attend_lse, attend_sparse
+from flexgen_h2o.kvcache.eviction.policy import NORMS, POSITIONS, SCORES, Columns, Needs
 from flexgen_h2o.kvcache.prefixes import PromptGroup
-from flexgen_h2o.kvcache.slots import CommonColumns, KVRows, NewColumns, PartView, put_columns, put_first_columns
+from flexgen_h2o.kvcache.slots import KVRows, NewColumns, PartView, SlotMetadata, put_columns, put_first_columns
 
-# (q, keys, values, filled, scale) -> (R, g, d); kernels/slots.py
-SlotAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+NO_RANK = 2**30  # of an empty slot: above all others, so that no rank falls when it is filled
 
+# Column sums (1, kv_heads, tokens) of a shared prefix over its own last so many query rows, the last at full weight.
+PrefixSums = Callable[[int], torch.Tensor]
 
 # ---- prompts
 
@@ -70,12 +69,12 @@ def _attend_group(
     prefix = [t[:start].unsqueeze(0) for t in packed]
     if group.common:
         assert rows.common is not None
-        columns = rows.common.packed()
+        columns = [t.transpose(1, 2) for t in (rows.common.keys, rows.common.values)]
         prefix[1:] = [torch.cat(pair, dim=1) for pair in zip(columns, prefix[1:], strict=True)] if start else columns
     prefix_sums = _attend_prefix(prefix, rows, scale, attn_out[:start]) if start else None
     if not group.rows:
         assert rows.common is not None
-        rows.common.put(*prefix[1:])
+        put_first_columns(rows.common, 0, rows.kv_heads, *(t[0].transpose(0, 1) for t in prefix[1:]))
     for number, count in _equal_rows(group):
         end = start + number * count
         queries, *columns = (t[start:end].view(number, count, t.shape[1], -1) for t in packed)
@@ -109,7 +108,7 @@ def causal(
     rows: KVRows, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Causal attention, (b, heads, m, d), and its log-sum-exp where the policy scores prompts."""
-    if rows.scores_prompts:
+    if rows.policy.needs.query_rows != 0:
         return causal_attention_lse(q, k, v, scale)
     return causal_attention(q, k, v, scale), None
 
@@ -152,12 +151,12 @@ def write_prompts(view: PartView, sequence: int, k: torch.Tensor, v: torch.Tenso
 
 def attend_slots(
     qkv: Sequence[torch.Tensor], rows: KVRows, new: NewColumns, scale: float, out: torch.Tensor,
-    attention: SlotAttention = attend, rotation: Rotation | None = None,
+    sparsity: float = 1.0, rotation: Rotation | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Put each row's new column into its slot and attend over its filled slots, part by part where the part lies.
 
     Where the policy scores, the slots' scores grow by what they received and each row's next victim is named.
-    attention: for the full cache that is not packed. rotation: turns the keys by their ranks as they are read.
+    sparsity: `Policy.attn_sparsity`, of the full cache. rotation: turns the keys by their ranks as they are read.
 
     q: (sequences, heads, d); k, v: (sequences, kv_heads, d); out: (sequences, heads x d).
     """
@@ -180,12 +179,10 @@ def attend_slots(
             attn_out[here].copy_(_attend_behind([t[here].to(where) for t in common], queries, view, held, scale))
         elif rotation is not None:
             _attend_rolling(rotation, queries, view, held, scale, state, attn_out[here])
-        elif view.packing is not None:
-            attn_out[here].copy_(attend_packed(queries, view.keys, view.values, held, scale, view.packing, state))
-        elif state is not None:
-            attn_out[here].copy_(attend_scored(queries, view.keys, view.values, held, scale, state))
+        elif sparsity < 1:
+            attn_out[here].copy_(attend_sparse(queries, view.keys, view.values, held, scale, sparsity))
         else:
-            attn_out[here].copy_(attention(queries, view.keys, view.values, held, scale))
+            attn_out[here].copy_(attend(queries, view.keys, view.values, held, scale, state, view.packing))
     if rows.policy.needs.record and not rows.policy.needs.ranks_by_score:
         rank_victims(rows, new)
     return out
@@ -218,15 +215,16 @@ def _attend_rolling(
     for first in range(0, view.rows, step):
         here = slice(first, min(view.rows, first + step))
         rotated = rotation.rotated(keys[here], view.metadata.ranks[here]).unsqueeze(0)
-        columns = (q[here], rotated, view.values[:, here], filled[here], scale)
-        out[here].copy_(attend(*columns) if state is None else attend_scored(*columns, state.rows(here)))
+        own = None if state is None else state.rows(here)
+        out[here].copy_(attend(q[here], rotated, view.values[:, here], filled[here], scale, own))
 
 
-def _attend_common(common: CommonColumns, q: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend_common(common: PartView, q: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over the common prefix, (rows, g, d), and its log-sum-exp, (rows, g) fp32. q: (rows, g, d)."""
-    (rows, group, width), heads = q.shape, len(common.filled)
+    (rows, group, width), (heads, columns) = q.shape, common.keys.shape[1:3]
     by_head = q.view(-1, heads, group, width).transpose(0, 1).reshape(heads, -1, width)
-    out, lse = attend_lse(by_head, common.keys, common.values, common.filled, scale)
+    filled = torch.full((heads,), columns, dtype=torch.int32, device=common.keys.device)
+    out, lse = attend_lse(by_head, common.keys, common.values, filled, scale)
     out = out.view(heads, -1, group, width).transpose(0, 1).reshape(rows, group, width)
     return out, lse.view(heads, -1, group).transpose(0, 1).reshape(rows, group)
 
@@ -239,3 +237,142 @@ def _attend_behind(
     own, own_lse = attend_lse(q, view.keys, view.values, filled, scale)
     share = torch.sigmoid(before_lse - own_lse).unsqueeze(2)  # of exp(before_lse) in the sum of both
     return torch.lerp(own.float(), before.float(), share)
+
+
+# ---- the eviction step
+
+
+@dataclass(frozen=True)
+class KeptColumns:
+    """What stays of `b` prompts of `n` tokens. positions: (b, kv_heads, kept) int64, ascending.
+
+    scores, norms: (b, kv_heads, n) fp32 of all columns, or None where the policy records none.
+    """
+
+    positions: torch.Tensor
+    scores: torch.Tensor | None
+    norms: torch.Tensor | None
+
+
+def keep_prompt_columns(
+    rows: KVRows, first: int, qkv: Sequence[torch.Tensor], lse: torch.Tensor | None, scale: float,
+    prefix_sums: PrefixSums | None = None,
+) -> KeptColumns:  # fmt: skip
+    """Score the columns of equally long prompts, the sequences `first`, `first` + 1, ..., and choose those that stay.
+
+    q: (b, heads, m, d), the last m rows; k, v: (b, kv_heads, n, d); lse: (b, heads, m) of their attention, where the
+    policy scores prompts. prefix_sums: of the other query rows, where m < n and the policy scores prompts.
+    """
+    q, k, v = qkv
+    (b, kv_heads, n), policy, budgets = k.shape[:3], rows.policy, rows.budgets
+    scores = _prompt_scores(rows, (q, k), lse, scale, prefix_sums) if lse is not None else None
+    norms = v.float().norm(dim=-1) if NORMS in policy.needs.record else None
+    kept = int(budgets.kept[first])
+    positions = torch.arange(n, device=k.device).expand(b, kv_heads, n)
+    if kept < n:
+        may_leave = (positions >= budgets.sinks[first]) & (positions < n - budgets.recent[first])
+        newest, heavy = torch.full((b,), n - 1, device=k.device), budgets.heavy[first : first + b].to(k.device)
+        columns = Columns(rows.block, positions.int(), may_leave, newest, heavy, scores, norms)
+        positions = choose_kept(policy.rank(columns), may_leave, kept)
+    return KeptColumns(positions, scores, norms)
+
+
+def choose_kept(rank: torch.Tensor, may_leave: torch.Tensor, count: int) -> torch.Tensor:
+    """(..., count) int64, ascending: the columns that may not leave, and of the others those that rank highest.
+
+    rank, may_leave: (..., n), n > count. Of equal ranks the newer column stays.
+    """
+    most = torch.finfo(rank.dtype).max
+    finite = rank.nan_to_num(nan=-most, posinf=most, neginf=-most)  # below the rank of what may not leave
+    newest_first = finite.masked_fill(~may_leave, float("inf")).flip(-1)
+    order = newest_first.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    return (rank.shape[-1] - 1 - order).sort(dim=-1).values
+
+
+def _prompt_scores(
+    rows: KVRows, qk: Sequence[torch.Tensor], lse: torch.Tensor, scale: float, prefix_sums: PrefixSums | None
+) -> torch.Tensor:
+    (q, k), needs = qk, rows.policy.needs
+    own, n = q.shape[2], k.shape[2]
+    query_rows = n if needs.query_rows is None else min(n, needs.query_rows)
+    sums = weighted_column_sums(needs, q, k, lse, scale, min(own, query_rows))
+    if prefix_sums is not None and query_rows > own:
+        sums[..., : n - own] += prefix_sums(query_rows - own) * needs.query_decay**own
+    return rows.policy.prompt_scores(sums, query_rows)
+
+
+def weighted_column_sums(
+    needs: Needs, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float, query_rows: int
+) -> torch.Tensor:
+    """(b, kv_heads, n) fp32: sums over the last `query_rows` rows, each weighted by its age (`Needs.query_decay`)."""
+    if needs.query_decay != 1:  # a weight of a row is an offset of its log-sum-exp
+        before_last = torch.arange(q.shape[2] - 1, -1, -1, device=lse.device, dtype=torch.float32)
+        lse = lse - before_last * math.log(needs.query_decay)
+    return column_sums(q, k, lse, scale, k.shape[2] - query_rows)
+
+
+def record_prompt(metadata: SlotMetadata, rows: slice, kept: KeptColumns, sequence: int, heads: slice) -> None:
+    """Fill the metadata of `rows`, which hold the `heads` of prompt `sequence` of `kept`."""
+    positions = kept.positions[sequence, heads]
+    count = positions.shape[-1]
+    metadata.positions[rows, :count].copy_(positions)
+    for target, values in ((metadata.scores, kept.scores), (metadata.norms, kept.norms)):
+        if target is not None and values is not None:
+            target[rows, :count].copy_(values[sequence, heads].gather(-1, positions))
+    if metadata.ranks is not None:
+        metadata.ranks[rows] = NO_RANK
+        metadata.ranks[rows, :count] = torch.arange(count, dtype=torch.int32, device=metadata.ranks.device)
+
+
+def record_columns(
+    metadata: SlotMetadata, slots: torch.Tensor, positions: torch.Tensor, filled: torch.Tensor, values: torch.Tensor
+) -> None:
+    """New columns at `slots` get score 0 and the highest rank; ranks above the replaced column's fall by one.
+
+    slots, positions: (rows,) int64; filled: (rows,) ints; values: (rows, width), all on the metadata's device.
+    """
+    rows = torch.arange(len(slots), device=slots.device)
+    metadata.positions[rows, slots] = positions.int()
+    if metadata.scores is not None:
+        metadata.scores[rows, slots] = 0.0
+    if metadata.norms is not None:
+        metadata.norms[rows, slots] = values.float().norm(dim=-1)
+    if metadata.ranks is not None:
+        metadata.ranks.sub_((metadata.ranks > metadata.ranks[rows, slots].unsqueeze(1)).int())
+        metadata.ranks[rows, slots] = filled.int() - 1
+
+
+def rank_victims(rows: KVRows, new: NewColumns) -> None:
+    """Name each row's victim by the policy's own rank, where it is not the score that the decode kernel knows."""
+    columns = columns_of(rows, new)
+    rank, stays = rows.policy.rank(columns), ~columns.may_leave
+    lowest = rank.masked_fill(stays, float("inf")).amin(dim=-1, keepdim=True)
+    last = torch.iinfo(torch.int32).max
+    victims = columns.positions.masked_fill(stays | (rank > lowest), last).argmin(dim=-1).int().flatten()
+    for view in rows.views:
+        assert view.metadata is not None
+        view.metadata.victims.copy_(victims[view.start : view.end])
+
+
+def columns_of(rows: KVRows, new: NewColumns) -> Columns:
+    """The metadata of all rows, on the device of their first part."""
+    parts = [view.metadata for view in rows.views if view.metadata is not None]
+    where = parts[0].positions.device
+
+    def whole(name: str) -> torch.Tensor | None:
+        if name not in rows.policy.needs.record:
+            return None
+        found = [getattr(part, name) for part in parts]
+        joined = found[0] if len(found) == 1 else torch.cat([t.to(where) for t in found])
+        return joined.view(-1, rows.kv_heads, joined.shape[-1])
+
+    positions, budgets = whole(POSITIONS), rows.budgets
+    assert positions is not None
+    filled, sinks, recent, heavy, newest = (
+        t.to(where).view(-1, 1, 1) for t in (new.filled, budgets.sinks, budgets.recent, budgets.heavy, new.positions)
+    )
+    slots = torch.arange(positions.shape[-1], device=where)
+    may_leave = (slots < filled) & (positions >= sinks) & (positions <= newest - recent)
+    return Columns(
+        rows.block, positions, may_leave, newest.flatten(), heavy.flatten(), whole(SCORES), whole(NORMS)
+    )  # fmt: skip

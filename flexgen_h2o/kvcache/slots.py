@@ -132,42 +132,15 @@ def _stored(view: PartView, columns: torch.Tensor) -> torch.Tensor:
     return columns if view.packing is None else pack_columns(columns, view.packing)
 
 
-# ---- a prefix that all rows begin with
+def common_views(memory: torch.Tensor, dtype: torch.dtype, columns: int, shape: Sequence[int]) -> list[PartView]:
+    """A prefix that all rows begin with, of each transformer block: a row for each kv-head, all slots filled.
 
-
-@dataclass(frozen=True)
-class CommonColumns:
-    """The common prefix in one transformer block, as the slots of as many rows as there are kv-heads, all filled.
-
-    keys, values: (1, kv_heads, columns, d), rotated where the model has rotary embeddings. filled: (kv_heads,) int32.
+    Its keys are rotated where the model has rotary embeddings. The first micro-batch of a block of rows writes it.
+    memory: bytes, room for `columns` or more. shape: transformer blocks, kv-heads and d.
     """
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    filled: torch.Tensor
-
-    def put(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """keys, values: (1, columns, kv_heads, d), as prompts are packed."""
-        self.keys.copy_(keys.transpose(1, 2))
-        self.values.copy_(values.transpose(1, 2))
-
-    def packed(self) -> list[torch.Tensor]:
-        """Keys and values as `put` takes them."""
-        return [t.transpose(1, 2) for t in (self.keys, self.values)]
-
-
-class CommonPrefix:
-    """The common prefix in all transformer blocks. Written by the first micro-batch of a block of rows."""
-
-    def __init__(self, memory: torch.Tensor, dtype: torch.dtype, columns: int, shape: Sequence[int]) -> None:
-        """memory: bytes, room for `columns` or more. shape: transformer blocks, kv-heads and d."""
-        blocks, heads, width = shape
-        copies = memory.view(dtype)[: 2 * blocks * heads * columns * width].view(blocks, 2, 1, heads, columns, width)
-        filled = torch.full((heads,), columns, dtype=torch.int32, device=memory.device)
-        self._blocks = [CommonColumns(keys, values, filled) for keys, values in copies]
-
-    def at(self, block: int) -> CommonColumns:
-        return self._blocks[block]
+    blocks, heads, width = shape
+    copies = memory.view(dtype)[: 2 * blocks * heads * columns * width].view(blocks, 2, 1, heads, columns, width)
+    return [PartView(0, keys, values) for keys, values in copies]
 
 
 # ---- rows and their budgets
@@ -214,7 +187,7 @@ class KVRows:
     """Rows of a KV unit while their layer is computed, and the eviction policy at work on them.
 
     A sequence is `kv_heads` rows. block: the transformer block. views: the parts that hold the rows, numbered from 0.
-    common: columns of the full cache that all sequences have in front of their own, in one copy.
+    common: columns of the full cache that all sequences have in front of their own, in one copy (`common_views`).
     """
 
     policy: Eviction
@@ -222,11 +195,7 @@ class KVRows:
     kv_heads: int
     budgets: RowBudgets
     views: Sequence[PartView] = ()
-    common: CommonColumns | None = None
-
-    @property
-    def scores_prompts(self) -> bool:
-        return self.policy.needs.query_rows != 0
+    common: PartView | None = None
 
     def new_columns(self, positions: torch.Tensor) -> NewColumns:
         """Where columns at `positions` go: the next free slot, or in a full row the slot of its victim."""

@@ -276,30 +276,27 @@ class CacheStore:
 
     def _load_part(self, unit: Unit, home: _Home, data: torch.Tensor, after: list[Waitable]) -> list[Done]:
         """Bring the columns of the live rows of one part."""
-        loads = []
+        loads, mover, memory = list[Done](), self._mover, self._ring_memory
         for start, size in unit.layout.live_ranges(home.part, unit.sequences, unit.columns):
+            here, pages = slice(start, start + size), slice(start, start + round_up(size, PAGE))
             if home.memory is not None:
-                source = home.memory[start : start + size]
-                loads.append(self._mover.copy("h2d", "load_cache", data[start : start + size], source, after))
+                loads.append(mover.copy("h2d", "load_cache", data[here], home.memory[here], after))
             else:
                 assert self._file is not None
-                dst = data[start : start + round_up(size, PAGE)]
-                offset = home.offset + start
-                loads.append(
-                    self._mover.read("load_cache", dst, self._ring_memory, FileRange(self._file, offset, size), after)
-                )
+                there = FileRange(self._file, home.offset + start, size)
+                loads.append(mover.read("load_cache", data[pages], memory, there, after))
         return loads
 
     def _store_whole(self, unit: Unit, home: _Home, data: torch.Tensor, fence: Waitable) -> list[Done]:
-        stores = []
+        stores, mover, memory = list[Done](), self._mover, self._ring_memory
         for start, size in unit.layout.live_ranges(home.part, unit.sequences, unit.columns):
+            here, pages = slice(start, start + size), slice(start, start + round_up(size, PAGE))
             if home.memory is not None:
-                target = home.memory[start : start + size]
-                stores.append(self._mover.copy("d2h", "store_cache", target, data[start : start + size], [fence]))
+                stores.append(mover.copy("d2h", "store_cache", home.memory[here], data[here], [fence]))
             else:
                 assert self._file is not None
-                source, offset = data[start : start + round_up(size, PAGE)], home.offset + start
-                stores.append(self._mover.write("store_cache", self._file, offset, source, self._ring_memory, [fence]))
+                offset = home.offset + start
+                stores.append(mover.write("store_cache", self._file, offset, data[pages], memory, [fence]))
         if home.overlay is not None:
             home.overlay.clear()
         return stores

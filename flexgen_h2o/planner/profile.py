@@ -77,7 +77,7 @@ class ComputeRates:
     [head width], bytes of the keys and values that it reads; scored_...: the same with scores and victims.
     elementwise_bytes_per_s: norms and activations, bytes read and written. dequantise_bytes_per_s: packed weights in
     4 bits to the dtype, bytes of the result. logits_per_s: choosing a token, logits looked at. blocked_speedup: how
-    many times faster products are with matrices in RAM that are held blocked (kernels/blocked.py), over [rows];
+    many times faster products are with matrices in RAM that are held blocked (kernels/linear.py), over [rows];
     int8_speedup: the same of products in int8 (kernels/int8.py), inputs and results included. requantise_speedup:
     how many times faster the same values in 4 bits become int8 rows than the dtype.
     """

@@ -6,40 +6,88 @@ import copy
 from collections.abc import Callable
 
 import torch
-from transformers import PreTrainedModel
+from torch import nn
+from transformers import OPTForCausalLM, PreTrainedModel
 from transformers.models.gpt_neox import modeling_gpt_neox
 from transformers.models.llama import modeling_llama
 
-from tests.eviction.reference import PlainModel, PlainOPT
+from tests.eviction.reference import PlainModel
 
 
-class PlainLlama:
-    """LLaMA and the model types that are the same network. Keys are rotated by position, once, unless `rolling`."""
+class PlainOPT:
+    """transformers' OPT of any kind: pre- or post-norm, narrow embedding, with or without biases, any activation."""
+
+    def __init__(self, model: OPTForCausalLM, dtype: torch.dtype = torch.float32) -> None:
+        self._model = copy.deepcopy(model).eval().to(dtype=dtype)
+        self._decoder = self._model.model.decoder
+        self._pre_norm = bool(model.config.do_layer_norm_before)
+        self.num_layers = len(self._decoder.layers)
+        self.kv_heads = model.config.num_attention_heads
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        words = self._decoder.embed_tokens(ids)
+        if self._decoder.project_in is not None:
+            words = self._decoder.project_in(words)
+        return words + self._decoder.embed_positions.weight[2 : 2 + len(ids)]
+
+    def project(self, layer: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        block = self._decoder.layers[layer]
+        own, inputs = block.self_attn, block.self_attn_layer_norm(x) if self._pre_norm else x
+        q, k, v = (f(inputs).view(len(x), self.kv_heads, -1) for f in (own.q_proj, own.k_proj, own.v_proj))
+        return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+
+    def finish(self, layer: int, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+        block = self._decoder.layers[layer]
+        x = x + block.self_attn.out_proj(mixed)
+        if not self._pre_norm:
+            x = block.self_attn_layer_norm(x)
+        inputs = block.final_layer_norm(x) if self._pre_norm else x
+        x = x + block.fc2(block.activation_fn(block.fc1(inputs)))
+        return x if self._pre_norm else block.final_layer_norm(x)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        for last in (self._decoder.final_layer_norm, self._decoder.project_out):
+            x = x if last is None else last(x)
+        return self._model.lm_head(x)
+
+
+class PlainRotary:
+    """A network with rotary embeddings. Keys are rotated by position, once, unless `rolling`."""
+
+    apply = staticmethod(modeling_llama.apply_rotary_pos_emb)
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype = torch.float32, rolling: bool = False) -> None:
         self._rolling = rolling
         self._model = copy.deepcopy(model).eval().to(dtype=dtype)
-        self._decoder = self._model.model
+        self._decoder = self._model.base_model
         self.num_layers = len(self._decoder.layers)
-        self.kv_heads = model.config.num_key_value_heads
+        self.kv_heads = getattr(model.config, "num_key_value_heads", model.config.num_attention_heads)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        return self._decoder.embed_tokens(ids)
+        return self._model.get_input_embeddings()(ids)
 
     def project(self, layer: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        block = self._decoder.layers[layer]
-        own, inputs = block.self_attn, block.input_layernorm(x)
-        q, k, v = (
-            f(inputs).view(1, len(x), -1, own.head_dim).transpose(1, 2) for f in (own.q_proj, own.k_proj, own.v_proj)
-        )
+        q, k, v = self._heads(self._decoder.layers[layer], x)
         if self._rolling:
-            return q[0], k[0], v[0]
-        return self.turn(q[0], torch.arange(len(x))), self.turn(k[0], torch.arange(len(x))), v[0]
+            return q, k, v
+        return self.turn(q, torch.arange(len(x))), self.turn(k, torch.arange(len(x))), v
 
     def turn(self, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """(heads, n, d) at positions (n,)."""
         angles = self._decoder.rotary_emb(heads, positions[None])
-        return modeling_llama.apply_rotary_pos_emb(heads[None], heads[None], *angles)[0][0]
+        return self.apply(heads[None], heads[None], *angles)[0][0]
+
+    def _heads(self, block: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        raise NotImplementedError
+
+
+class PlainLlama(PlainRotary):
+    """LLaMA and the model types that are the same network."""
+
+    def _heads(self, block: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        own, inputs = block.self_attn, block.input_layernorm(x)
+        q, k, v = (f(inputs).view(len(x), -1, own.head_dim) for f in (own.q_proj, own.k_proj, own.v_proj))
+        return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
 
     def finish(self, layer: int, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
         block = self._decoder.layers[layer]
@@ -50,37 +98,20 @@ class PlainLlama:
         return self._model.lm_head(self._decoder.norm(x))
 
 
-class PlainNeoX:
-    """GPT-NeoX, with a parallel residual and with a sequential one. `rolling`: as in PlainLlama."""
+class PlainNeoX(PlainRotary):
+    """GPT-NeoX, with a parallel residual and with a sequential one."""
 
-    def __init__(self, model: PreTrainedModel, dtype: torch.dtype = torch.float32, rolling: bool = False) -> None:
-        self._rolling = rolling
-        self._model = copy.deepcopy(model).eval().to(dtype=dtype)
-        self._decoder = self._model.gpt_neox
-        self._parallel = model.config.use_parallel_residual
-        self.num_layers = len(self._decoder.layers)
-        self.kv_heads = model.config.num_attention_heads
+    apply = staticmethod(modeling_gpt_neox.apply_rotary_pos_emb)
 
-    def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        return self._decoder.embed_in(ids)
-
-    def project(self, layer: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        block = self._decoder.layers[layer]
-        fused = block.attention.query_key_value(block.input_layernorm(x)).view(1, len(x), self.kv_heads, -1)
-        q, k, v = fused.transpose(1, 2).chunk(3, dim=-1)
-        if self._rolling:
-            return q[0], k[0], v[0]
-        return self.turn(q[0], torch.arange(len(x))), self.turn(k[0], torch.arange(len(x))), v[0]
-
-    def turn(self, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """(heads, n, d) at positions (n,)."""
-        angles = self._decoder.rotary_emb(heads, positions[None])
-        return modeling_gpt_neox.apply_rotary_pos_emb(heads[None], heads[None], *angles)[0][0]
+    def _heads(self, block: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        fused = block.attention.query_key_value(block.input_layernorm(x)).view(len(x), self.kv_heads, -1)
+        q, k, v = fused.transpose(0, 1).chunk(3, dim=-1)
+        return q, k, v
 
     def finish(self, layer: int, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
         block = self._decoder.layers[layer]
         y = x + block.attention.dense(mixed)
-        return y + block.mlp(block.post_attention_layernorm(x if self._parallel else y))
+        return y + block.mlp(block.post_attention_layernorm(x if self._model.config.use_parallel_residual else y))
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         return self._model.lm_head(self._decoder.final_layer_norm(x))

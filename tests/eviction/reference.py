@@ -13,7 +13,6 @@ Letters: kv = kv-heads, g = query heads of one kv-head, n = columns so far, d = 
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +21,6 @@ from types import MappingProxyType
 from typing import Protocol
 
 import torch
-from transformers import OPTForCausalLM
 
 from tests.eviction.policies import Policy, choose
 
@@ -52,43 +50,6 @@ class PlainModel(Protocol):
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """(rows, hidden) -> (rows, vocab)"""
         ...
-
-
-class PlainOPT:
-    """transformers' OPT of any kind: pre- or post-norm, narrow embedding, with or without biases, any activation."""
-
-    def __init__(self, model: OPTForCausalLM, dtype: torch.dtype = torch.float32) -> None:
-        self._model = copy.deepcopy(model).eval().to(dtype=dtype)
-        self._decoder = self._model.model.decoder
-        self._pre_norm = bool(model.config.do_layer_norm_before)
-        self.num_layers = len(self._decoder.layers)
-        self.kv_heads = model.config.num_attention_heads
-
-    def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        words = self._decoder.embed_tokens(ids)
-        if self._decoder.project_in is not None:
-            words = self._decoder.project_in(words)
-        return words + self._decoder.embed_positions.weight[2 : 2 + len(ids)]
-
-    def project(self, layer: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        block = self._decoder.layers[layer]
-        own, inputs = block.self_attn, block.self_attn_layer_norm(x) if self._pre_norm else x
-        q, k, v = (f(inputs).view(len(x), self.kv_heads, -1) for f in (own.q_proj, own.k_proj, own.v_proj))
-        return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
-
-    def finish(self, layer: int, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
-        block = self._decoder.layers[layer]
-        x = x + block.self_attn.out_proj(mixed)
-        if not self._pre_norm:
-            x = block.self_attn_layer_norm(x)
-        inputs = block.final_layer_norm(x) if self._pre_norm else x
-        x = x + block.fc2(block.activation_fn(block.fc1(inputs)))
-        return x if self._pre_norm else block.final_layer_norm(x)
-
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
-        for last in (self._decoder.final_layer_norm, self._decoder.project_out):
-            x = x if last is None else last(x)
-        return self._model.lm_head(x)
 
 
 @dataclass(frozen=True)

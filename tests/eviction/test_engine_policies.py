@@ -1,4 +1,5 @@
-"""Every policy and model shape in the engine against the slow reference: tokens, logits and held columns, in fp32."""
+"""Every policy and model shape in the engine against the slow reference, tokens, logits and held columns, in fp32; and
+what must not change a bit: a budget for everything, and the other rows of a batch."""
 
 from __future__ import annotations
 
@@ -6,14 +7,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from flexgen_h2o import Policy
-from flexgen_h2o.kvcache.eviction import EVICTING, H2O
+from flexgen_h2o.kvcache.eviction import EVICTING, H2O, Evicting
 from tests.eviction import policies as plain
-from tests.eviction.conftest import OTHER_SHAPES, Known
-from tests.eviction.engine import PAIRS, STAND_IN, Pair, Wanted, assert_equal, pyramid, wanted
+from tests.eviction.conftest import NEW_TOKENS, OTHER_SHAPES, Known
+from tests.eviction.engine import PAIRS, STAND_IN, Pair, Ran, Wanted, assert_equal, generate, pyramid, wanted
 from tests.eviction.policies import Budget
 from tests.parity.cases import CONFIGURATIONS, FAMILY_SHAPES, PLACEMENTS, SHAPES
+from tests.parity.reference import random_prompts
 
 PLACES = ("all on device", "kv split three ways", "kv on disk", "kv on host")
 
@@ -55,8 +58,8 @@ def test_shape(
 @pytest.mark.parametrize(
     ("shape", "pair"),
     [
-        *(("llama", p) for p in ("h2o", "h2o-norm, decayed", "tova", "snapkv", "h2o-v", "local", "random")),
-        *(("gpt_neox", p) for p in ("h2o, pyramid", "tova", "h2o-v")),
+        *(("llama", p) for p in ("h2o", "h2o-norm, decayed", "tova", "snapkv", "h2o-v", "random")),
+        ("gpt_neox", "h2o, pyramid"),
     ],
 )
 def test_family(
@@ -96,3 +99,62 @@ def test_pyramid_over_three_layers(
     for block, columns in enumerate(heavy):
         assert len(ran.seen[0, block][-1][0]) == min(columns + 3, prompt_len + 10) + 1
     assert ran.report.kv["slots"] == max(heavy[0] + 4, 10)  # the row of 9 keeps 6, 6, 6
+
+
+# ---- a budget for everything is the full cache
+
+LENGTHS = (1, 9, 9, 21)
+PROMPTS = random_prompts(LENGTHS)
+MOST = max(LENGTHS) + NEW_TOKENS
+
+
+def bits(ran: Ran) -> list[torch.Tensor]:
+    return [torch.stack(ran.logits[i]) for i in range(len(ran.tokens))]
+
+
+def assert_same_bits(one: Ran, other: Ran) -> None:
+    assert one.tokens == other.tokens
+    assert all(torch.equal(a, b) for a, b in zip(bits(one), bits(other), strict=True))
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [("odd sizes", "float32"), ("normal", "bfloat16")])
+def test_a_budget_for_everything_gives_the_full_caches_bits(
+    shape: str, dtype: str, known: Callable[[str], Known], tmp_path: Path
+) -> None:
+    folder = known(shape).folder
+    full = generate(folder, PROMPTS, NEW_TOKENS, None, Policy(4, 1), tmp_path, dtype=dtype)
+    assert full.report.kv["slots"] == MOST - 1
+    for policy in EVICTING.values():
+        eviction = policy(heavy_size=MOST // 2, recent_size=MOST - MOST // 2)
+        ran = generate(folder, PROMPTS, NEW_TOKENS, eviction, Policy(4, 1), tmp_path, dtype=dtype)
+        assert_same_bits(ran, full)
+        assert ran.report.kv == full.report.kv
+
+
+@pytest.mark.parametrize("policy", EVICTING.values(), ids=EVICTING)
+def test_the_least_budget_for_everything(policy: type[Evicting], known: Callable[[str], Known], tmp_path: Path) -> None:
+    """The newest column is never read again: a column for all tokens but two is enough, one less is not."""
+    folder, prompt, past = known("normal").folder, PROMPTS[3:], LENGTHS[3] + NEW_TOKENS - 2
+    full = generate(folder, prompt, NEW_TOKENS, None, Policy(1, 1), tmp_path)
+    enough, short = (
+        generate(folder, prompt, NEW_TOKENS, policy(heavy_size=n - 9, recent_size=9), Policy(1, 1), tmp_path)
+        for n in (past, past - 1)
+    )
+    assert_same_bits(enough, full)
+    assert not torch.equal(bits(short)[0][-1], bits(full)[0][-1])
+    assert all(torch.equal(a, b) for a, b in zip(bits(short)[0][:-1], bits(full)[0][:-1], strict=True))
+
+
+# ---- a row is alone in its batch
+
+
+@pytest.mark.parametrize("pair", ["h2o, ratios", "tova"])
+def test_a_batch_is_so_many_batches_of_one(
+    pair: str, known: Callable[[str], Known], reference: Callable[..., Wanted], tmp_path: Path
+) -> None:
+    want, eviction, folder = reference("normal", pair), PAIRS[pair].engine, known("normal").folder
+    together = generate(folder, want.prompts, NEW_TOKENS, eviction, Policy(6, 1), tmp_path)
+    for i, prompt in enumerate(want.prompts):
+        alone = generate(folder, [prompt], NEW_TOKENS, eviction, Policy(1, 1), tmp_path)
+        assert alone.tokens == [together.tokens[i]]
+        assert [alone.seen[0, block] for block in (0, 1)] == [together.seen[i, block] for block in (0, 1)]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flexgen_h2o import LLM, SamplingParams
-from flexgen_h2o.kvcache.eviction import H2O, Eviction, Tova
+from flexgen_h2o.kvcache.eviction import H2O, Eviction
 from flexgen_h2o.kvcache.eviction.policy import ROLLING
 from tests.eviction.conftest import Known
 from tests.eviction.engine import PAIRS, Ran, Wanted, assert_same, cut, run_with
@@ -51,12 +51,8 @@ ROLLS = H2O(heavy_size=5, recent_size=3, positions=ROLLING)
     ("shape", "eviction", "switches", "configuration", "placement"),
     [
         ("llama", ROLLS, {}, "device, 2x2", "kv split three ways"),
-        ("llama, one kv-head, odd sizes", Tova(heavy_size=5, recent_size=3), {}, "device, 2x3, sequential",
-         "kv on host"),
         ("llama", None, {}, "device, 2x3, attends on host", "kv on host and disk"),
-        ("qwen2", H2O(0.5, 0.25), {}, "3x1, joined", "each kind elsewhere"),
         ("normal", None, {"compress_cache": True}, "device, 2x2", "everything split 30/30"),
-        ("normal", H2O(heavy_size=5, recent_size=3), {"compress_cache": True}, "2x3, attends on host", "kv on disk"),
         ("normal", None, {"attn_sparsity": 0.5}, "device, 2x2", "kv split three ways"),
     ],
     ids=str,

@@ -70,15 +70,6 @@ def test_keys_of_many_rows_are_turned_some_at_a_time(
     assert_same(want, ran)
 
 
-def test_with_room_for_all_columns_positions_are_the_original_ones(
-    known: Callable[[str], Known], tmp_path: Path
-) -> None:
-    prompts, found = random_prompts(LENGTHS), []
-    for eviction in (H2O(heavy_size=20, recent_size=20), H2O(heavy_size=20, recent_size=20, positions=ROLLING)):
-        found.append(generate(known("llama").folder, prompts, 8, eviction, Policy(2, 2), tmp_path).tokens)
-    assert found[0] == found[1]
-
-
 SHORT, LONG = "mistral, window filled", (12, 9, 5)  # 16 positions
 
 

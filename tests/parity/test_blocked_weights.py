@@ -10,8 +10,8 @@ import torch
 
 from flexgen_h2o import LLM, Policy
 from flexgen_h2o.core.config import MemoryBudget
-from flexgen_h2o.kernels import blocked as blocked_rows
-from flexgen_h2o.kernels import int8_blocked
+from flexgen_h2o.kernels import int8 as int8_rows
+from flexgen_h2o.kernels import linear
 from flexgen_h2o.kernels.linear import RowPart
 from tests.parity.cases import PLACEMENTS
 from tests.parity.reference import LogitsByRow
@@ -47,20 +47,27 @@ def test_bf16_is_near_fp32(exact: torch.Tensor, plain: torch.Tensor) -> None:
     assert (plain - exact).abs().max() < NEAR_FP32 * exact.std()
 
 
-@pytest.mark.parametrize("device_mem", [None, "1GiB"])
-@pytest.mark.parametrize("placement", ["all on device", "weights on host", "weights split three ways"])
+@pytest.mark.parametrize(
+    ("placement", "device_mem"),
+    [
+        ("all on device", None),
+        ("weights on host", None),
+        ("weights split three ways", "1GiB"),
+        ("all on device", "1GiB"),
+    ],
+)
 def test_blocked_or_not_is_no_difference(
     placement: str, device_mem: str | None, plain: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    works = blocked_rows._works()  # which blocks a matrix of its own the first time
+    works = linear._works()  # which blocks a matrix of its own the first time
     blocked: list[int] = []
-    block = blocked_rows._block
+    block = linear._block
 
     def counted(rows: torch.Tensor) -> RowPart:
         blocked.append(len(rows))
         return block(rows)
 
-    monkeypatch.setattr(blocked_rows, "_block", counted)
+    monkeypatch.setattr(linear, "_block", counted)
     found = logits("bfloat16", placement, tmp_path, device_mem)
     assert torch.equal(found, plain)
     assert bool(blocked) == (works and device_mem is None)
@@ -69,15 +76,15 @@ def test_blocked_or_not_is_no_difference(
 @pytest.mark.parametrize("device_mem", [None, "1GiB"])
 @pytest.mark.parametrize("placement", ["all on device", "weights split three ways"])
 def test_in_int8_too(placement: str, device_mem: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    works = int8_blocked._works()
+    works = int8_rows._works()
     blocked: list[int] = []
-    block = int8_blocked._block
+    block = int8_rows._block
 
-    def counted(packed: torch.Tensor, columns: int) -> int8_blocked.BlockedInt8:
+    def counted(packed: torch.Tensor, columns: int) -> int8_rows.BlockedInt8:
         blocked.append(len(packed))
         return block(packed, columns)
 
     want = logits("bfloat16", "weights on disk", tmp_path, int8=True)
-    monkeypatch.setattr(int8_blocked, "_block", counted)
+    monkeypatch.setattr(int8_rows, "_block", counted)
     assert torch.equal(logits("bfloat16", placement, tmp_path, device_mem, int8=True), want)
     assert bool(blocked) == (works and device_mem is None)

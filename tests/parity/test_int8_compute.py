@@ -116,13 +116,11 @@ def quantised(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Referen
 
 
 NAMES = list(CONFIGURATIONS)
-# Where weights may lie; each place meets four configurations, and of weights in 4 bits others.
+# Where weights may lie; each place meets two configurations, and of weights in 4 bits others.
 PLACES = ("all on device", "all on host", "all on disk", "everything split 30/30", "weights split three ways")
-PAIRS = [(p, NAMES[(i + 3 * j) % len(NAMES)], 4 + 4 * ((i + j) % 2)) for i, p in enumerate(PLACES) for j in range(4)]
+PAIRS = [(p, NAMES[(i + 3 * j) % len(NAMES)], 4 + 4 * ((i + j) % 2)) for i, p in enumerate(PLACES) for j in range(2)]
 OTHER_SHAPES = [
-    (shape, PLACES[(2 * s + bits // 4) % 5], NAMES[(2 * s + bits // 4) % len(NAMES)], bits)
-    for s, shape in enumerate(list(SEEDS)[1:])
-    for bits in (8, 4)
+    (shape, PLACES[s % 5], NAMES[(3 * s + 1) % len(NAMES)], 4 + 4 * (s % 2)) for s, shape in enumerate(list(SEEDS)[1:])
 ]
 
 
@@ -189,15 +187,6 @@ def test_the_same_wherever_weights_lie(
             found.append(torch.stack([torch.stack(watch.rows[row]) for row in range(len(known.prompts))]))
     assert torch.isfinite(found[0]).all()
     assert all(torch.equal(found[0], other) for other in found[1:])
-
-
-def test_a_run_makes_the_store_and_the_next_one_finds_it(quantised: Callable[..., Reference], tmp_path: Path) -> None:
-    known, made = quantised("normal"), []
-    for _ in range(2):
-        run(known.folder, known.prompts, Policy(5, int8_compute=True), tmp_path, PARAMS)
-        (store,) = (tmp_path / "weights" / "packed").glob("*-int8-*/model.safetensors")
-        made.append(store.stat().st_mtime_ns)
-    assert made[0] == made[1]
 
 
 def test_random_weights(tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ import torch
 from flexgen_h2o.checkpoint import match, pack_checkpoint, read_index
 from flexgen_h2o.checkpoint.formats.groupwise import Groupwise
 from flexgen_h2o.core.packing import int8_row_bytes
-from flexgen_h2o.kernels.int8 import Int8Rows
-from flexgen_h2o.kernels.int8_blocked import requantise_rows_reference
+from flexgen_h2o.kernels.int8 import Int8Rows, requantise_rows_reference
 from flexgen_h2o.kernels.linear import linear, lookup
 from flexgen_h2o.kernels.packed import pack_rows, unpack_rows_reference
 from flexgen_h2o.tiers.device import Device, HostDevice

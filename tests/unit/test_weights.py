@@ -14,10 +14,8 @@ from flexgen_h2o.checkpoint.formats.int8 import Int8
 from flexgen_h2o.core.config import ModelSpec
 from flexgen_h2o.core.errors import TransferError
 from flexgen_h2o.core.units import ALIGN, PAGE, ROW_BLOCK, round_up
-from flexgen_h2o.kernels.blocked import BlockedRows, block_rows
-from flexgen_h2o.kernels.int8 import Int8Rows, pack_int8_rows
-from flexgen_h2o.kernels.int8_blocked import BlockedInt8
-from flexgen_h2o.kernels.linear import linear, lookup
+from flexgen_h2o.kernels.int8 import BlockedInt8, Int8Rows, pack_int8_rows
+from flexgen_h2o.kernels.linear import BlockedRows, block_rows, linear, lookup
 from flexgen_h2o.tiers.device import Device, HostDevice, StandInDevice
 from flexgen_h2o.tiers.stream import NOTHING, Done, Region
 from tests.unit.weight_room import (

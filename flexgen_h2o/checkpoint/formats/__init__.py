@@ -115,8 +115,7 @@ class WeightFormat:
     ) -> RowParts:
         """Rows of a tensor that is used as held. pieces: of each stored tensor, uint8. blocks: bring the rows into the
         order that products are fastest with, where they lie."""
-        from flexgen_h2o.kernels.blocked import block_rows
-        from flexgen_h2o.kernels.linear import DenseRows
+        from flexgen_h2o.kernels.linear import DenseRows, block_rows
 
         rows = pieces[0].view(workspace.dtype).view(-1, *layout.shape[1:])
         return block_rows(rows) if blocks and layout.is_matrix else (DenseRows(rows),)

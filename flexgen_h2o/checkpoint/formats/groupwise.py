@@ -58,8 +58,7 @@ class Groupwise(PackedFormat):
     def decoded_parts(self, layout: TensorLayout, memory: torch.Tensor, workspace: Workspace) -> RowParts:
         if not self.to_int8:
             return super().decoded_parts(layout, memory, workspace)
-        from flexgen_h2o.kernels.int8 import Int8Rows
-        from flexgen_h2o.kernels.int8_blocked import blank_int8_rows
+        from flexgen_h2o.kernels.int8 import Int8Rows, blank_int8_rows
 
         rows = blank_int8_rows(memory.view(layout.shape[0], -1))
         return tuple(Int8Rows(some, layout.shape[1], workspace) for some in rows)
@@ -68,8 +67,7 @@ class Groupwise(PackedFormat):
         if not self.to_int8:
             super().decode(layout, part, pieces, out)
             return
-        from flexgen_h2o.kernels.int8 import Int8Rows
-        from flexgen_h2o.kernels.int8_blocked import requantise_rows
+        from flexgen_h2o.kernels.int8 import Int8Rows, requantise_rows
 
         rows = [some.packed for some in out if isinstance(some, Int8Rows)]
         requantise_rows(pieces[0].view(part.rows, -1), part.start, rows, layout.shape[1])

@@ -51,8 +51,7 @@ class Int8(PackedFormat):
     ) -> RowParts:
         if not layout.is_matrix:
             return super().row_parts(layout, pieces, workspace, blocks)
-        from flexgen_h2o.kernels.int8 import Int8Rows
-        from flexgen_h2o.kernels.int8_blocked import block_int8_rows
+        from flexgen_h2o.kernels.int8 import Int8Rows, block_int8_rows
 
         rows = pieces[0].view(-1, layout.stored[0].row_bytes)
         return tuple(

@@ -4,16 +4,15 @@ rows of 4 bits into int8 rows, in order or in strips of blocks.
 A strip is 16 packed rows, made by LLVM vector code. A group of a row has 16 codes, so its int8 values are a table of 16
 bytes in a vector, and one shuffle of bytes looks up 64 codes. What 16 rows make, 4 columns to a word, is transposed in
 registers, so that whole cache lines are stored. The instructions are those of AVX-512 (BW), without which int8 rows are
-not blocked: see `is_there`.
+not blocked.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
@@ -21,9 +20,9 @@ from flexgen_h2o.core.packing import GROUP
 from flexgen_h2o.core.units import BLOCK_ROWS
 from flexgen_h2o.kernels.compiled.vectors import F32, I32, Emitter, cgutils, emitted
 from flexgen_h2o.kernels.jit import (
-    HIGH,
     bits_to_float,
     bytes_at,
+    decoded,
     float_to_bits,
     floats_at,
     ints_at,
@@ -96,21 +95,13 @@ def rescale(element, counted, job, first, end):  # type: ignore[no-untyped-def]
     for row in range(first, end):
         sums, out = job.sums + 4 * row * job.columns, job.out + row * job.out_step
         scale = floats_at(job.row_scales)[row]
-        if job.adds and job.bias != 0:
-            for i in range(job.columns):
-                value = _sum(counted, sums, i) * scale * columns[i]
-                set_number(element, out, i, value + number_at(element, job.bias, i) + number_at(element, out, i))
-        elif job.adds:
-            for i in range(job.columns):
-                value = _sum(counted, sums, i) * scale * columns[i]
-                set_number(element, out, i, value + number_at(element, out, i))
-        elif job.bias != 0:
-            for i in range(job.columns):
-                value = _sum(counted, sums, i) * scale * columns[i]
-                set_number(element, out, i, value + number_at(element, job.bias, i))
-        else:
-            for i in range(job.columns):
-                set_number(element, out, i, _sum(counted, sums, i) * scale * columns[i])
+        for i in range(job.columns):
+            value = _sum(counted, sums, i) * scale * columns[i]
+            if job.bias != 0:
+                value += number_at(element, job.bias, i)
+            if job.adds:
+                value += number_at(element, out, i)
+            set_number(element, out, i, value)
 
 
 @jit
@@ -123,21 +114,22 @@ _MOST = np.uint32(15)  # the last code
 
 
 class Job(NamedTuple):
-    """packed: the address of the first packed row; row_bytes, value_bytes: of one, and of its codes.
+    """packed: the address of the first packed row; row_bytes, value_bytes: of one, and of its codes; group: values of a
+    group.
 
     out: the address of the first row in order, or of a blocked part, in which the first row is `first_row`; rows: of
-    this part; out_step: bytes from a row to the next, in order; group: values of a group.
+    this part; out_step: bytes from a row to the next, in order.
     """
 
     packed: int
     row_bytes: int
     value_bytes: int
+    group: int
     columns: int
     out: int
     out_step: int
     rows: int
     first_row: int
-    group: int
 
 
 @jit
@@ -181,8 +173,8 @@ def _largest(ends, groups):  # type: ignore[no-untyped-def]
     """The largest magnitude that codes of these groups can stand for, and 127 over it; zeros where there is none."""
     most = np.int32(0)
     for g in range(groups):
-        most = max(most, float_to_bits(_value(np.uint32(0), ends[g])) & _MAGNITUDE)
-        most = max(most, float_to_bits(_value(_MOST, ends[g])) & _MAGNITUDE)
+        most = max(most, float_to_bits(decoded(np.uint32(0), ends[g])) & _MAGNITUDE)
+        most = max(most, float_to_bits(decoded(_MOST, ends[g])) & _MAGNITUDE)
     largest = bits_to_float(np.uint32(most))
     steps = quotient(_LEVELS, largest)
     if largest < _NOTHING:
@@ -208,13 +200,7 @@ def _group(at, ends, steps, out, n):  # type: ignore[no-untyped-def]
 
 @jit
 def _int8(code, ends, steps):  # type: ignore[no-untyped-def]
-    return np.int32(np.rint(_value(code, ends) * steps))
-
-
-@jit
-def _value(code, ends):  # type: ignore[no-untyped-def]
-    scale, least = bits_to_float(np.uint32(ends << np.uint32(16))), bits_to_float(np.uint32(ends & HIGH))
-    return np.float32(np.int32(code)) * scale + least
+    return np.int32(np.rint(decoded(code, ends) * steps))
 
 
 # ---- strips
@@ -226,12 +212,6 @@ _LINE = 64  # bytes of a cache line
 _I8, _I16 = ir.IntType(8), ir.IntType(16)
 _BYTES, _HALVES = ir.VectorType(_I8, GROUP), ir.VectorType(_I16, GROUP // 2)
 _WORDS, _FLOATS = ir.VectorType(I32, ROWS), ir.VectorType(F32, ROWS)
-
-
-@lru_cache(maxsize=1)
-def is_there() -> bool:
-    """Whether this CPU has the instructions."""
-    return bool(binding.get_host_cpu_features().get("avx512bw", False))
 
 
 def _quotient(_context: Any, above: Any, below: Any) -> Any:

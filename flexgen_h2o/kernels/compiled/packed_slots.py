@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -50,8 +51,14 @@ class Format(NamedTuple):
     places: int
 
 
-def table_of(packing: SlotPacking) -> tuple[int, np.ndarray]:
-    """The lanes of a chunk, and the table of chunks of `Format`."""
+def format_of(packing: SlotPacking) -> Format:
+    lanes, table = _table_of(packing)
+    return Format(packing.width, packing.bits, packing.group, packing.value_words, lanes, len(table), table.ctypes.data)
+
+
+@lru_cache
+def _table_of(packing: SlotPacking) -> tuple[int, np.ndarray]:
+    """The lanes of a chunk, and the table of chunks of `Format`; kept, since loops have its address."""
     lanes = vectors.PACKED_WIDE if packing.words >= vectors.PACKED_WIDE else 1
     places = []
     for group in range(packing.groups):
@@ -65,7 +72,7 @@ def table_of(packing: SlotPacking) -> tuple[int, np.ndarray]:
 
 @jit
 def attend_rows(element, form, slots, scale, state, first, end):  # type: ignore[no-untyped-def]
-    """`attend` or `attend_scored` over packed slots for the rows first..end-1.
+    """`attend` over packed slots for the rows first..end-1.
 
     element: of the queries. slots: as of whole slots, `words` those of a packed slot.
     """

@@ -1,9 +1,5 @@
-"""The compiled loops of `elementwise`: one pass where torch operations make several, each into new memory.
-
-The compiled loop of `unpack_rows`: codes of a packed row into bf16 or fp32.
-
-Two neighbours at a time: in bf16 they make one 4-byte word, so a vector of words is stored as it comes.
-"""
+"""The compiled loops of `elementwise`, one pass where torch operations make several, each into new memory; and that of
+`packed.unpack_rows`."""
 
 from __future__ import annotations
 
@@ -15,8 +11,8 @@ from flexgen_h2o.core.packing import GROUP
 from flexgen_h2o.kernels.jit import (
     HIGH,
     LOG2_E,
-    bits_to_float,
     bytes_at,
+    decoded,
     exp2,
     float_to_bits,
     floats_at,
@@ -144,7 +140,10 @@ class UnpackJob(NamedTuple):
 
 @jit
 def unpack(element, job, first, end):  # type: ignore[no-untyped-def]
-    """Rows first..end-1. element: a number whose type says what they become: uint16 for bf16, float32 for fp32."""
+    """Rows first..end-1 into bf16 or fp32.
+
+    Two neighbours at a time: in bf16 they make one 4-byte word, so a vector of words is stored as it comes.
+    """
     size = 4 // planes(element)
     for row in range(first, end):
         codes = job.packed + row * job.row_bytes
@@ -160,7 +159,7 @@ def unpack(element, job, first, end):  # type: ignore[no-untyped-def]
             if count % 2 == 1:
                 code = bytes_at(at)[(count - 1) * job.bits // 8]
                 code = code & np.uint8(15) if job.bits == 4 else code
-                set_number(element, out, count - 1, _value(np.uint32(code), ends[g]))
+                set_number(element, out, count - 1, decoded(np.uint32(code), ends[g]))
 
 
 @jit
@@ -176,7 +175,7 @@ def _pairs_of_4(element, at, ends, out, pairs):  # type: ignore[no-untyped-def]
     codes = bytes_at(at)
     for i in range(pairs):
         code = np.uint32(codes[i])
-        _store(element, out, i, _value(code & np.uint32(15), ends), _value(code >> np.uint32(4), ends))
+        _store(element, out, i, decoded(code & np.uint32(15), ends), decoded(code >> np.uint32(4), ends))
 
 
 @jit
@@ -184,26 +183,20 @@ def _pairs_of_8(element, at, ends, out, pairs):  # type: ignore[no-untyped-def]
     codes = shorts_at(at)
     for i in range(pairs):
         code = np.uint32(codes[i])
-        _store(element, out, i, _value(code & np.uint32(255), ends), _value(code >> np.uint32(8), ends))
-
-
-@jit
-def _value(code, ends):  # type: ignore[no-untyped-def]
-    scale, least = bits_to_float(np.uint32(ends << np.uint32(16))), bits_to_float(np.uint32(ends & HIGH))
-    return np.float32(np.int32(code)) * scale + least
+        _store(element, out, i, decoded(code & np.uint32(255), ends), decoded(code >> np.uint32(8), ends))
 
 
 @jit
 def _store(element, out, i, low, high):  # type: ignore[no-untyped-def]
     if planes(element) == 2:
-        words_at(out)[i] = (_bf16(low) >> np.uint32(16)) | (_bf16(high) & HIGH)
+        words_at(out)[i] = (_finite_to_bf16(low) >> np.uint32(16)) | (_finite_to_bf16(high) & HIGH)
     else:
         floats_at(out)[2 * i] = low
         floats_at(out)[2 * i + 1] = high
 
 
 @jit
-def _bf16(value):  # type: ignore[no-untyped-def]
-    """A number's bits, the upper half rounded to the nearest bf16, ties to even."""
+def _finite_to_bf16(value):  # type: ignore[no-untyped-def]
+    """`to_bf16` of what is no NaN, in half the instructions: packed weights are finite."""
     bits = np.uint32(float_to_bits(value))
     return np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))

@@ -82,7 +82,7 @@ class Pass(NamedTuple):
 
 @jit
 def attend_rows(element, slots, scale, state, first, end):  # type: ignore[no-untyped-def]
-    """`attend`, `attend_lse` or `attend_scored` of the rows first..end-1. In bf16 d is even."""
+    """`attend` or `attend_lse` of the rows first..end-1. In bf16 d is even."""
     lanes = vectors.WIDE if slots.words >= vectors.WIDE else 1
     chunks = -(-slots.words // lanes)
     query = np.empty((slots.group, chunks, planes(element), lanes), np.float32)

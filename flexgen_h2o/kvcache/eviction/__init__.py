@@ -23,16 +23,7 @@ __all__ = [
 
 # By the names that flags, reports and files give them.
 EVICTING: dict[str, type[Evicting]] = {
-    policy.name: policy
-    for policy in (
-        Local,
-        H2O,
-        H2ONorm,
-        Tova,
-        SnapKV,
-        ValueH2O,
-        Random,
-    )
+    policy.name: policy for policy in (Local, H2O, H2ONorm, Tova, SnapKV, ValueH2O, Random)
 }
 POLICIES: tuple[str, ...] = (Full.name, *EVICTING)
 

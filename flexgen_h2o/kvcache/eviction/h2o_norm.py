@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from flexgen_h2o.core.units import check_share
+from flexgen_h2o.core.settings import setting
 from flexgen_h2o.kvcache.eviction.policy import EVERYTHING, POSITIONS, SCORES, Columns, Evicting, Needs, RowBudget
 
 if TYPE_CHECKING:
@@ -26,15 +26,9 @@ class H2ONorm(Evicting):
 
     name: ClassVar[str] = "h2o-norm"
 
-    sinks: int = 4
-    grace: int = 16
-    decay: float = 0.99
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._take_int("sinks", low=0, high=EVERYTHING)
-        self._take_int("grace", low=0, high=EVERYTHING)
-        object.__setattr__(self, "decay", check_share("decay", self.decay))
+    sinks: int = setting(4, low=0, high=EVERYTHING)
+    grace: int = setting(16, low=0, high=EVERYTHING)
+    decay: float = setting(0.99, share=True)
 
     @property
     def measures(self) -> Needs:

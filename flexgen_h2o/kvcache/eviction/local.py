@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from flexgen_h2o.core.settings import setting
 from flexgen_h2o.kvcache.eviction.policy import EVERYTHING, POSITIONS, Columns, Evicting, Needs, RowBudget
 
 if TYPE_CHECKING:
@@ -20,11 +21,7 @@ class Local(Evicting):
 
     name: ClassVar[str] = "local"
 
-    sinks: int = 4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._take_int("sinks", low=0, high=EVERYTHING)
+    sinks: int = setting(4, low=0, high=EVERYTHING)
 
     @property
     def measures(self) -> Needs:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.settings import ORIGINAL, ROLLING, EvictionSettings
-from flexgen_h2o.core.units import check_int
 
 if TYPE_CHECKING:
     import torch
@@ -119,15 +118,9 @@ PYRAMID_BETA = 20  # PyramidKV: the last layer's heavy budget is the mean / beta
 
 @dataclass(frozen=True)
 class Evicting(EvictionSettings):
-    """A policy that drops columns; its settings are checked when it is made."""
+    """A policy that drops columns; its settings, and those that it adds, are checked when it is made."""
 
     name: ClassVar[str] = ""
-
-    def _take_int(self, name: str, low: int, high: int | None = None) -> int:
-        """A setting as a plain int, which a report can hold."""
-        value = check_int(name, getattr(self, name), low, high)
-        object.__setattr__(self, name, value)
-        return value
 
     @property
     def needs(self) -> Needs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from flexgen_h2o.core.settings import setting
 from flexgen_h2o.kvcache.eviction.policy import POSITIONS, Columns, Evicting, Needs
 
 if TYPE_CHECKING:
@@ -20,11 +21,7 @@ class Random(Evicting):
 
     name: ClassVar[str] = "random"
 
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._take_int("seed", low=0, high=2**31)
+    seed: int = setting(0, low=0, high=2**31)
 
     @property
     def measures(self) -> Needs:

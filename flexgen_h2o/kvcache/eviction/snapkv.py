@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.settings import setting
 from flexgen_h2o.kvcache.eviction.policy import EVERYTHING, POSITIONS, SCORES, Evicting, Needs
 
 if TYPE_CHECKING:
@@ -23,13 +24,12 @@ class SnapKV(Evicting):
 
     name: ClassVar[str] = "snapkv"
 
-    window: int = 32
-    kernel: int = 7
+    window: int = setting(32, low=1, high=EVERYTHING)
+    kernel: int = setting(7, low=1, high=EVERYTHING)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._take_int("window", low=1, high=EVERYTHING)
-        if self._take_int("kernel", low=1, high=EVERYTHING) % 2 == 0:
+        if self.kernel % 2 == 0:
             raise UsageError(f"kernel: {self.kernel} is not odd")
 
     @property

@@ -16,15 +16,13 @@ import torch.nn.functional as F
 from flexgen_h2o.core.packing import SlotPacking, int8_row_bytes
 from flexgen_h2o.engine.product_sizes import product_sizes
 from flexgen_h2o.engine.sampling import Sampler, SamplingParams
-from flexgen_h2o.kernels.blocked import BlockedRows, block_rows
-from flexgen_h2o.kernels.int8 import Int8Rows, pack_int8_rows
-from flexgen_h2o.kernels.int8_blocked import blank_int8_rows, block_int8_rows, requantise_rows
-from flexgen_h2o.kernels.linear import DenseRows, RowParts, linear
+from flexgen_h2o.kernels.int8 import Int8Rows, blank_int8_rows, block_int8_rows, pack_int8_rows, requantise_rows
+from flexgen_h2o.kernels.linear import BlockedRows, DenseRows, RowParts, block_rows, linear
 from flexgen_h2o.kernels.packed import pack_rows, unpack_rows
 from flexgen_h2o.kernels.prefill_attention import causal_attention, causal_attention_lse
-from flexgen_h2o.kernels.slots import ScoreState, attend, attend_scored
+from flexgen_h2o.kernels.slots import ScoreState, attend
 from flexgen_h2o.kernels.workspace import Workspace
-from flexgen_h2o.kvcache.evict import keep_prompt_columns
+from flexgen_h2o.kvcache.attend import keep_prompt_columns
 from flexgen_h2o.kvcache.eviction import H2O
 from flexgen_h2o.kvcache.slots import KVRows, SlotTable
 from flexgen_h2o.planner.measure.bench import Bench, Call, Figures, Sizes
@@ -111,7 +109,7 @@ def _decode_calls(bench: Bench, cache: torch.Tensor, width: int, rows: int) -> t
     filled = ints(slots)
     return (
         lambda: attend(q, keys, values, filled, scale),
-        lambda: attend_scored(q, keys, values, filled, scale, state),
+        lambda: attend(q, keys, values, filled, scale, state),
     )
 
 

@@ -27,7 +27,7 @@ from flexgen_h2o.engine.prompts import Prompt
 from flexgen_h2o.engine.resources import Engine
 from flexgen_h2o.engine.sampling import Sampler, SamplingParams, StopStrings
 from flexgen_h2o.engine.workload import Batch, need_of
-from flexgen_h2o.kernels.warm_up import warm_up
+from flexgen_h2o.kernels.warm_up import compile_subprocess, warm_up
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
 from flexgen_h2o.models import spec_from_config
 from flexgen_h2o.planner.costs import Costs
@@ -218,7 +218,7 @@ def _engine(bench: Bench, spec: ModelSpec, dtype: str, folder: Path, run: _Run) 
     shape = BlockShape(run.rows, 1, run.rows * run.prompt_len, slots, run.eviction.needs.record)
     depth = SEQUENTIAL if run.percent == IN_MEMORY else LOOK_AHEAD
     plan = memory_plan(spec, policy, shape, kind.itemsize, bench.device.is_host, depth)
-    warm_up(bench.device.torch_device, kind, bool(run.eviction.needs.record))
+    compile_subprocess(warm_up, bench.device.torch_device, kind, bool(run.eviction.needs.record))
     checkpoint = open_checkpoint(spec, folder / "weights", folder)
     site = Site(bench.device, dict.fromkeys(TIERS), folder)
     engine = Engine(Part(spec, run.eviction), checkpoint, policy, plan, kind, site, Timeline())

@@ -126,10 +126,3 @@ def test_keys_and_ranks_that_do_not_go_together() -> None:
     for bad in ((keys, ranks.long()), (keys, ranks[:, :4]), (keys.transpose(0, 1), ranks), (keys[..., :3], ranks)):
         with pytest.raises(ValueError, match="rotated: "):
             rotation.rotated(*bad)
-
-
-def test_scaling_is_of_what_rotates() -> None:
-    q = torch.randn(3, 1, 6)
-    before, frequencies = q.clone(), torch.tensor([0.5, 0.25])
-    Rotation(frequencies, 1.5).rotate((q,), torch.tensor([0, 0, 0]))
-    assert torch.equal(q[..., :4], before[..., :4] * 1.5) and torch.equal(q[..., 4:], before[..., 4:])

@@ -18,8 +18,6 @@ from flexgen_h2o.kernels.slots import (
     attend_lse,
     attend_lse_reference,
     attend_reference,
-    attend_scored,
-    attend_scored_reference,
     attend_sparse,
     get_last_slots,
     get_last_slots_reference,
@@ -115,8 +113,8 @@ def test_scores_and_victims(filled: list[int], group: int, width: int, dtype: to
     state = make_state(len(filled), keys.shape[1], decay, 2.0)
     expected = copy_of(state)
     args = in_segments(keys, 7), in_segments(values, 7), counts, 0.3
-    assert torch.equal(attend_scored(q, *args, state), attend(q, *args))
-    attend_scored_reference(q.float(), args[0].float(), args[1].float(), counts, 0.3, expected)
+    assert torch.equal(attend(q, *args, state), attend(q, *args))
+    attend_reference(q.float(), args[0].float(), args[1].float(), counts, 0.3, expected)
     tolerance = 2e-6 if is_compiled(width, dtype) else 0.03
     assert torch.allclose(state.scores, expected.scores, atol=tolerance, rtol=tolerance)
     assert state.victims.tolist() == victims(state, filled)
@@ -138,10 +136,9 @@ def test_segments_rows_and_threads_change_no_bit(group: int, width: int, dtype: 
     filled = [50, 3, 103, 64, 1, 77, 12]
     q, keys, values, counts = make(filled, group, width, dtype)
     whole = attend(q, in_segments(keys, 105), in_segments(values, 105), counts, 0.2)
-    for length in (1, 3, 16, 104, 300):
+    for length in (1, 16, 300):
         assert torch.equal(attend(q, in_segments(keys, length), in_segments(values, length), counts, 0.2), whole)
-    for r in range(len(filled)):
-        one = slice(r, r + 1)
+    for one in (slice(r, r + 1) for r in range(len(filled))):
         alone = attend(q[one], in_segments(keys[one], 64), in_segments(values[one], 64), counts[one], 0.2)
         assert torch.equal(alone, whole[one])
     many = [t.repeat(200, *[1] * (t.dim() - 1)) for t in (q, keys, values, counts)]
@@ -155,7 +152,7 @@ def test_segments_rows_and_threads_change_no_bit(group: int, width: int, dtype: 
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("scored", [attend_scored, attend_scored_reference])
+@pytest.mark.parametrize("scored", [attend, attend_reference])
 def test_ties_go_to_the_lowest_position_and_an_empty_range_to_nobody(scored) -> None:
     q = torch.zeros(4, 1, 16)  # all slots receive the same
     keys, values = torch.randn(1, 4, 6, 16), torch.randn(1, 4, 6, 16)
@@ -189,35 +186,17 @@ def test_scores_of_any_size() -> None:
 def test_wrong_shapes_are_refused_before_memory_is_touched() -> None:
     q, keys, values, counts = make([5, 5], 1, 64, torch.float32)
     keys, values = in_segments(keys, 7), in_segments(values, 7)
-    with pytest.raises(ValueError, match="do not go together"):
-        attend(q, keys[:, :1], values[:, :1], counts, 1.0)
-    with pytest.raises(ValueError, match="do not go together"):
-        attend(q, keys, values, counts + 3, 1.0)
-    with pytest.raises(ValueError, match="do not go together"):
-        attend(q, keys.transpose(2, 3).contiguous().transpose(2, 3), values, counts, 1.0)
-    with pytest.raises(ValueError, match="scores is"):
-        attend_scored(q, keys, values, counts, 1.0, make_state(3, 7))
-    with pytest.raises(ValueError, match="scores is"):
-        attend_scored(q, keys, values, counts, 1.0, make_state(2, 4))
+    apart = keys.transpose(2, 3).contiguous().transpose(2, 3)
+    for wrong in ((keys[:, :1], values[:, :1], counts), (keys, values, counts + 3), (apart, values, counts)):
+        with pytest.raises(ValueError, match="do not go together"):
+            attend(q, *wrong, 1.0)
+    for rows, slots in ((3, 7), (2, 4)):
+        with pytest.raises(ValueError, match="scores is"):
+            attend(q, keys, values, counts, 1.0, make_state(rows, slots))
 
 
 # Shares whose product with a count of slots is the same in every precision.
 SHARES = st.sampled_from([1 / 16, 1 / 4, 1 / 2, 3 / 4, 15 / 16])
-
-
-def slots_of(rows: int, group: int, slots: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """q (rows, group, 8), keys and values in segments of 4 slots."""
-    q = torch.randn(rows, group, 8).to(dtype)
-    keys, values = (torch.randn(-(-slots // 4), rows, 4, 8).to(dtype) for _ in range(2))
-    return q, keys, values
-
-
-def row_of(segments: torch.Tensor, row: int, filled: int) -> torch.Tensor:
-    return segments[:, row].flatten(0, 1)[:filled]
-
-
-def filled_tensor(filled: list[int]) -> torch.Tensor:
-    return torch.tensor(filled, dtype=torch.int32)
 
 
 def sparse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, share: float) -> torch.Tensor:
@@ -231,38 +210,32 @@ def sparse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, shar
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 11), min_size=1, max_size=5), st.integers(1, 3), SHARES)
 def test_sparse_attention_against_a_plain_loop(filled: list[int], group: int, share: float) -> None:
-    q, keys, values = slots_of(len(filled), group, 12, torch.float32)
-    for r, n in enumerate(filled):
-        for slot in range(n, 12):  # what a row has not filled may hold anything
-            keys[slot // 4, r, slot % 4], values[slot // 4, r, slot % 4] = math.nan, math.nan
-    actual = attend_sparse(q, keys, values, filled_tensor(filled), 0.4, share)
+    """Some rows at a time, too."""
+    q, keys, values, counts = make(filled, group, 8, torch.float32)
+    columns = in_segments(keys, 4), in_segments(values, 4), counts, 0.4, share
+    actual = attend_sparse(q, *columns)
     for r, n in enumerate(filled):
         for g in range(group):
-            expected = sparse(q[r, g], row_of(keys, r, n), row_of(values, r, n), 0.4, share)
+            expected = sparse(q[r, g], keys[r, :n], values[r, :n], 0.4, share)
             assert (actual[r, g].double() - expected).abs().max() < 1e-5
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slot_kernels, "SPARSE_CHUNK", 100)
+        assert torch.equal(attend_sparse(q, *columns), actual)
 
 
 def test_sparse_attention_to_everything_is_attention() -> None:
-    q, keys, values = slots_of(3, 2, 12, torch.bfloat16)
-    filled = filled_tensor([12, 1, 7])
-    found = attend_sparse(q, keys, values, filled, 0.4, share=1.0)
+    q, keys, values, filled = make([12, 1, 7], 2, 8, torch.bfloat16)
+    columns = in_segments(keys, 4), in_segments(values, 4), filled, 0.4
+    found = attend_sparse(q, *columns, share=1.0)
     assert found.dtype == torch.bfloat16
-    assert (attend(q, keys, values, filled, 0.4) - found).abs().max() < 0.03
+    assert (attend(q, *columns) - found).abs().max() < 0.03
 
 
 def test_the_number_of_kept_slots_is_pythons_int_of_the_product() -> None:
     q = torch.zeros(1, 1, 8)
     keys, values = torch.zeros(1, 1, 101, 8), torch.ones(1, 1, 101, 8)
-    actual = attend_sparse(q, keys, values, filled_tensor([101]), 1.0, share=0.29)
+    actual = attend_sparse(q, keys, values, torch.tensor([101]), 1.0, share=0.29)
     assert torch.allclose(actual, torch.tensor((int(0.29 * 100) + 1) / 101))
-
-
-def test_sparse_attention_takes_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, keys, values = slots_of(7, 2, 12, torch.float32)
-    filled = filled_tensor([5, 12, 1, 9, 3, 12, 7])
-    whole = attend_sparse(q, keys, values, filled, 0.4, 0.5)
-    monkeypatch.setattr(slot_kernels, "SPARSE_CHUNK", 400)
-    assert torch.equal(attend_sparse(q, keys, values, filled, 0.4, 0.5), whole)
 
 
 def areas(rows: int, segments: int, per_segment: int, width: int, dtype: torch.dtype) -> Pair:
@@ -309,15 +282,6 @@ def test_of_columns_for_one_slot_the_last_stays() -> None:
     column = torch.randn(2, 2, 8)
     put_slots((keys, values), torch.tensor([[4, 4], [1, 1]]), (column, -column))
     assert torch.equal(keys[1, 0, 1], column[0, 1]) and torch.equal(values[0, 1, 1], -column[1, 1])
-
-
-def test_many_rows_on_two_threads() -> None:
-    keys, values = areas(3000, 1, 4, 64, torch.bfloat16)
-    slots, column = torch.arange(3000).unsqueeze(1) % 4, torch.randn(3000, 1, 64).bfloat16()
-    torch.set_num_threads(2)
-    put_slots((keys, values), slots, (column, -column))
-    at = 0, torch.arange(3000), slots[:, 0]
-    assert torch.equal(keys[at], column[:, 0]) and torch.equal(values[at], -column[:, 0])
 
 
 @pytest.mark.parametrize("wrong", ["columns' dtype", "slots' dtype", "columns apart"])

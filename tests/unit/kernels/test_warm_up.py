@@ -1,105 +1,169 @@
-"""After the warm-up no kernel is compiled any more."""
+"""After the warm-up no kernel is compiled any more; what is compiled is so by another process, and read from disk."""
 
 from __future__ import annotations
 
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from flexgen_h2o.checkpoint import formats
+from flexgen_h2o.checkpoint.formats import WeightFormat
 from flexgen_h2o.checkpoint.formats.groupwise import Groupwise
 from flexgen_h2o.checkpoint.formats.int8 import Int8
-from flexgen_h2o.core.packing import int8_row_bytes
+from flexgen_h2o.core.packing import SlotPacking, int8_row_bytes
+from flexgen_h2o.kernels import int8, jit
+from flexgen_h2o.kernels import warm_up as warm_up_module
 from flexgen_h2o.kernels.compiled import int8 as int8_loops
-from flexgen_h2o.kernels.compiled import int8 as requantise_loops
-from flexgen_h2o.kernels.compiled import prompts as column_loops
-from flexgen_h2o.kernels.compiled import prompts as prompt_loops
-from flexgen_h2o.kernels.compiled import rows as rotary_loops
-from flexgen_h2o.kernels.compiled import rows as row_loops
-from flexgen_h2o.kernels.compiled import rows as unpack_loops
-from flexgen_h2o.kernels.compiled import slots as slot_loops
+from flexgen_h2o.kernels.compiled import packed_slots, prompts, rows, slots
 from flexgen_h2o.kernels.elementwise import Rotation, rms_norm, silu_gated
-from flexgen_h2o.kernels.int8 import Int8Rows, pack_int8_rows, rescale
-from flexgen_h2o.kernels.int8_blocked import _works, blank_int8_rows, requantise_rows
+from flexgen_h2o.kernels.int8 import Int8Rows, blank_int8_rows, pack_int8_rows, requantise_rows, rescale
 from flexgen_h2o.kernels.linear import linear_each
-from flexgen_h2o.kernels.packed import pack_rows, unpack_rows
+from flexgen_h2o.kernels.packed import pack_columns, pack_rows, unpack_rows
 from flexgen_h2o.kernels.prefill_attention import causal_attention_lse, column_sums
 from flexgen_h2o.kernels.slots import attend
-from flexgen_h2o.kernels.warm_up import warm_up
+from flexgen_h2o.kernels.warm_up import compile_subprocess, warm_up
 from flexgen_h2o.kernels.workspace import Workspace
 
+CPU, BF16 = torch.device("cpu"), torch.bfloat16
+LOOPS: tuple[Any, ...] = (
+    slots.attend_rows, packed_slots.attend_rows, packed_slots.pack_rows, prompts.add_tile, prompts.attend_units,
+    rows.norm_rows, rows.silu_rows, rows.rotate_rows, rows.rotate_heads, rows.unpack, int8_loops.quantise,
+    int8_loops.rescale, int8_loops.in_order, int8_loops.blocked,
+)  # fmt: skip
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+def compiled() -> list[int]:
+    return [len(loop.signatures) for loop in LOOPS]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
 def test_nothing_is_left_to_compile(dtype: torch.dtype) -> None:
-    warm_up(torch.device("cpu"), dtype, scored=True)
-    loops = slot_loops.attend_rows, column_loops.add_tile, prompt_loops.attend_units
-    compiled = [len(loop.signatures) for loop in loops]
-    assert min(compiled[:2]) >= 1
-    q = torch.randn(3, 5, 70, 16).to(dtype)
-    attend(q[0, :, :2].contiguous(), q[:2], q[:2], torch.full((5,), 9, dtype=torch.int32), 0.5)
-    column_sums(q, q, causal_attention_lse(q, q, q, 0.3)[1], 0.3)
-    assert [len(loop.signatures) for loop in loops] == compiled
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_turning_is_compiled(dtype: torch.dtype) -> None:
-    warm_up(torch.device("cpu"), dtype, scored=False, rolling=True)
-    compiled = len(rotary_loops.rotate_rows.signatures)
-    Rotation(torch.ones(8), 1.0).rotated(torch.zeros(3, 5, 16).to(dtype), torch.zeros(3, 5).int())
-    assert len(rotary_loops.rotate_rows.signatures) == compiled >= 1
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_llama_needs_is_compiled(dtype: torch.dtype) -> None:
-    def compiled() -> list[int]:
-        loops = (row_loops.norm_rows, row_loops.silu_rows, rotary_loops.rotate_heads)
-        return [len(loop.signatures) for loop in loops]
-
-    warm_up(torch.device("cpu"), dtype, scored=False, rotary=True)
+    """Neither of attention, over packed slots too, nor of what a model with rotary embeddings and rolling needs."""
+    packing = SlotPacking(64, 4)
+    warm_up(CPU, dtype, scored=True)
+    warm_up(CPU, dtype, scored=True, packing=packing, rolling=True, rotary=True)
     before = compiled()
+    assert min(before[:4]) >= 1 and min(before[5:8]) >= 1
+    q, filled = torch.randn(3, 5, 70, 64).to(dtype), torch.full((5,), 9, dtype=torch.int32)
+    attend(q[0, :, :2].contiguous(), q[:2], q[:2], filled, 0.5)
+    packed = pack_columns(q[:2], packing)
+    attend(q[0, :, :2].contiguous(), packed, packed, filled, 0.5, packing=packing)
+    column_sums(q, q, causal_attention_lse(q, q, q, 0.3)[1], 0.3)
+    Rotation(torch.ones(8), 1.0).rotated(torch.zeros(3, 5, 16).to(dtype), torch.zeros(3, 5).int())
     x = torch.randn(5, 3, 16).to(dtype)
     Rotation(torch.ones(8), 1.0).rotate((x,), torch.arange(5))
     silu_gated(rms_norm(x[:, 0], x[0, 0], 1e-5, x[:, 1].clone()), x[:, 2].contiguous())
-    assert compiled() == before and min(before[:2]) >= 1
+    assert compiled() == before
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_unpacking_is_compiled(bits: int) -> None:
-    warm_up(torch.device("cpu"), torch.bfloat16, scored=False, weights=partial(formats.warm_up, Groupwise(2, bits)))
-    compiled = len(unpack_loops.unpack.signatures)
-    unpack_rows(pack_rows(torch.randn(3, 100), bits), bits, torch.empty(3, 100, dtype=torch.bfloat16))
-    assert len(unpack_loops.unpack.signatures) == compiled >= 1
+def unpacks(bits: int) -> None:
+    unpack_rows(pack_rows(torch.randn(3, 100), bits), bits, torch.empty(3, 100, dtype=BF16))
 
 
-def test_unpacking_to_int8_is_compiled() -> None:
+def requantises() -> None:
     """In order, and where this CPU can, blocked."""
-    warm_up(
-        torch.device("cpu"),
-        torch.bfloat16,
-        scored=False,
-        weights=partial(formats.warm_up, Groupwise(2, 4, to_int8=True)),
-    )
-    loops = (requantise_loops.in_order, requantise_loops.blocked)
-    compiled = [len(loop.signatures) for loop in loops]
     for columns in (100, 128):
         memory = torch.empty(128, int8_row_bytes(columns), dtype=torch.uint8)
         requantise_rows(pack_rows(torch.randn(128, columns), 4), 0, blank_int8_rows(memory), columns)
-    assert [len(loop.signatures) for loop in loops] == compiled and compiled[0] >= 1
 
 
-def test_products_in_int8_are_compiled() -> None:
+def multiplies() -> None:
     """With a bias and without, into a result and added to it."""
-    packed, x = pack_int8_rows(torch.randn(5, 100)), torch.randn(3, 100).to(torch.bfloat16)
-    warm_up(torch.device("cpu"), torch.bfloat16, scored=False, weights=partial(formats.warm_up, Int8(2)))
-    compiled = len(int8_loops.quantise.signatures), len(int8_loops.rescale.signatures)
+    packed, x = pack_int8_rows(torch.randn(5, 100)), torch.randn(3, 100).to(BF16)
     sizes = dict.fromkeys(("int8 inputs", "int8 input scales", "int8 weight scales", "int8 sums"), 320)
-    part = Int8Rows(packed, 100, Workspace(torch.empty(1280, dtype=torch.uint8), sizes, torch.bfloat16))
-    for bias in (None, torch.randn(5).to(torch.bfloat16)):
+    part = Int8Rows(packed, 100, Workspace(torch.empty(1280, dtype=torch.uint8), sizes, BF16))
+    for bias in (None, torch.randn(5).to(BF16)):
         for adds in (False, True):
-            out = torch.zeros(3, 5, dtype=torch.bfloat16)
+            out = torch.zeros(3, 5, dtype=BF16)
             linear_each(x, [((part,), bias, out)], adds)
-            if _works():  # rows are blocked here, whose sums are in float32
+            if int8._works():  # rows are blocked here, whose sums are in float32
                 rescale(torch.zeros(3, 5), torch.zeros(3), torch.zeros(5), bias, out, adds)
-    assert (len(int8_loops.quantise.signatures), len(int8_loops.rescale.signatures)) == compiled
-    assert min(compiled) >= 1
+
+
+@pytest.mark.parametrize(
+    ("form", "use"),
+    [
+        (Groupwise(2, 4), partial(unpacks, 4)), (Groupwise(2, 8), partial(unpacks, 8)),
+        (Groupwise(2, 4, to_int8=True), requantises), (Int8(2), multiplies),
+    ],
+    ids=["4 bits", "8 bits", "4 bits to int8", "int8"],
+)  # fmt: skip
+def test_what_a_format_of_weights_needs_is_compiled(form: WeightFormat, use: Callable[[], None]) -> None:
+    packed = pack_int8_rows(torch.randn(5, 100)), pack_rows(torch.randn(3, 100), 4)  # float32 weights, packed ahead
+    assert all(len(rows) for rows in packed)
+    warm_up(CPU, BF16, scored=False, weights=partial(formats.warm_up, form))
+    before = compiled()
+    use()
+    assert compiled() == before
+
+
+# ---- in a process of its own
+
+# Runs a loop, and prints how often a compiled loop was loaded from disk.
+RUN = """
+import flexgen_h2o, torch
+from flexgen_h2o.kernels.compiled.rows import silu_rows
+from flexgen_h2o.kernels.elementwise import silu_gated
+from flexgen_h2o.kernels.warm_up import compile_subprocess
+
+x = torch.zeros(1, 64)
+compile_subprocess(silu_gated, x, x)
+silu_gated(x, x)
+assert len(silu_rows.signatures) == 1
+print(sum(silu_rows.stats.cache_hits.values()))
+"""
+
+
+def test_this_process_loads_what_another_compiled(tmp_path: Path) -> None:
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", RUN], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == 1 and list(tmp_path.rglob("*.nbc"))
+
+
+def add_one(x):  # type: ignore[no-untyped-def]
+    return x + 1
+
+
+def test_a_disk_that_is_full_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def save(*_: object) -> None:
+        tried.append(1)
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    loop = jit.jit(add_one)
+    monkeypatch.setattr(loop._cache, "load_overload", lambda *_: None)
+    monkeypatch.setattr(loop._cache._cache_file, "save", save)
+    assert loop(2) == 3 and tried
+
+
+def test_where_nothing_can_be_kept_this_process_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit, "is_kept", lambda: False)
+    monkeypatch.setattr(warm_up_module, "_call_in_a_process", pytest.fail)
+    calls: list[object] = []
+    compile_subprocess(calls.append, 1)
+    assert calls == [1]
+
+
+@pytest.mark.parametrize("executable", ["", "/nowhere/python"])
+def test_where_no_process_starts_this_one_compiles(executable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", executable)
+    calls: list[torch.Tensor] = []
+
+    def call(x: torch.Tensor) -> None:
+        calls.append(x)
+        if len(calls) == 1 and executable:
+            raise warm_up_module._NotCompiledError
+
+    monkeypatch.setattr(warm_up_module.pickle, "dumps", lambda _: b"")
+    compile_subprocess(call, torch.ones(1))
+    assert len(calls) == 1 + bool(executable)

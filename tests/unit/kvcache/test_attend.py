@@ -1,9 +1,11 @@
-"""A micro-batch's attention, prefill then decode, against full attention over what each row still holds."""
+"""A micro-batch's attention, prefill then decode, against full attention over what each row still holds; which columns
+stay, against plain loops."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -12,11 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_h2o.kvcache import layout as layout_module
-from flexgen_h2o.kvcache.attend import attend_prompts, attend_slots
-from flexgen_h2o.kvcache.eviction import Full
+from flexgen_h2o.kvcache.attend import attend_prompts, attend_slots, choose_kept, columns_of, rank_victims
+from flexgen_h2o.kvcache.eviction import H2O, Full
+from flexgen_h2o.kvcache.eviction.policy import Needs
 from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.kvcache.prefixes import PromptGroup
-from flexgen_h2o.kvcache.slots import KVRows, PartView, SlotTable, part_view
+from flexgen_h2o.kvcache.slots import KVRows, NewColumns, PartView, RowBudgets, SlotMetadata, SlotTable, part_view
 
 HEADS, KV_HEADS, WIDTH, SCALE = 8, 2, 4, 0.5
 GROUP = HEADS // KV_HEADS
@@ -93,3 +96,79 @@ def test_generation_of_ragged_rows(counts: list[int], cuts: list[int], steps: in
         for own, row in zip(whole, history, strict=True):
             assert torch.equal(own[:, : len(row[place])], row[place].transpose(0, 1))
             assert bool(own[:, len(row[place]) :].isnan().all())
+
+
+# ---- what stays of a prompt, by plain loops (tests/eviction has scores, ranks and every policy)
+
+
+ranked = st.lists(st.tuples(st.sampled_from([-1.0, 0.0, 0.5, 2.0]), st.booleans()), min_size=2, max_size=12)
+
+
+@given(ranked, st.data())
+def test_the_highest_ranks_stay_and_of_equals_the_newer(columns: list[tuple[float, bool]], data: st.DataObject) -> None:
+    stays = [i for i, (_, may_leave) in enumerate(columns) if not may_leave]
+    count = data.draw(st.integers(len(stays), len(columns) - 1) if len(stays) < len(columns) else st.just(0))
+    others = sorted((i for i in range(len(columns)) if i not in stays), key=lambda i: (columns[i][0], i), reverse=True)
+    expected = sorted([*stays, *others[: count - len(stays)]])
+    rank = torch.tensor([[[r for r, _ in columns]]])
+    if count:
+        assert choose_kept(rank, torch.tensor([[[m for _, m in columns]]]), count)[0, 0].tolist() == expected
+
+
+def test_an_infinite_rank_is_no_protection_against_the_protected() -> None:
+    """A policy may rank with infinities (h2o-v); ties among them are settled like others."""
+    rank = torch.tensor([[[math.inf, 1.0, math.inf, -math.inf]]])
+    may_leave = torch.tensor([[[True, True, True, False]]])
+    assert choose_kept(rank, may_leave, 2)[0, 0].tolist() == [2, 3]
+
+
+# ---- who leaves
+
+
+class ByScore(H2O):
+    """H2O whose victims are ranked outside the decode kernel."""
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, ranks_by_score=False)
+
+
+@given(st.integers(1, 4), st.lists(st.integers(0, 8), max_size=2), st.data())
+def test_the_lowest_rank_leaves_and_of_equals_the_oldest(count: int, cuts: list[int], data: st.DataObject) -> None:
+    """Never a sink, a recent column or an empty slot; rows have budgets and lengths of their own."""
+    slots = 7
+    one_row = st.tuples(st.integers(0, 2), st.integers(1, 3), st.integers(0, 3))
+    limits = data.draw(st.lists(one_row, min_size=count, max_size=count))
+    sinks, recent, more = (torch.tensor(t) for t in zip(*limits, strict=True))
+    filled = torch.clamp(sinks + recent + 1 + more, max=slots)
+    newest = filled + 4  # some columns are gone
+    positions, victims = torch.full((count * KV_HEADS, slots), 77).int(), torch.full((count * KV_HEADS,), -1).int()
+    metadata = SlotMetadata(positions, victims, scores=torch.full((count * KV_HEADS, slots), math.nan))
+    assert metadata.scores is not None
+    for row in range(len(metadata.positions)):
+        place, i = int(filled[row // KV_HEADS]), row // KV_HEADS
+        held = [*range(int(sinks[i])), *torch.randperm(int(newest[i]) - int(sinks[i])).add(int(sinks[i])).tolist()]
+        held = [*held[: place - 1], int(newest[i])]
+        metadata.positions[row, :place] = torch.tensor(held)[torch.randperm(place)]
+        metadata.scores[row, :place] = torch.randint(0, 3, (place,)).float()
+        metadata.positions[row, place:], metadata.scores[row, place:] = int(sinks[i]), -1.0  # left by an old row
+    ones, empty = torch.ones(count).long(), torch.zeros(1, count * KV_HEADS, slots, WIDTH)
+    whole = PartView(0, empty, empty, metadata)
+    views = [whole.part(a, b, a) for a, b in pairwise(sorted({0, whole.rows, *(c for c in cuts if c < whole.rows)}))]
+    rows = KVRows(ByScore(), 5, KV_HEADS, RowBudgets(ones, sinks, ones, recent, filled), views)
+    new = NewColumns(newest, filled, [])
+    rank_victims(rows, new)
+    columns = columns_of(rows, new)
+    assert columns.block == 5 and torch.equal(columns.newest, newest) and torch.equal(columns.heavy, ones)
+    assert columns.norms is None and columns.scores is not None  # what the policy records
+    for row in range(count * KV_HEADS):
+        i = row // KV_HEADS
+        candidates = [
+            (float(metadata.scores[row, j]), int(metadata.positions[row, j]), j)
+            for j in range(int(filled[i]))
+            if sinks[i] <= metadata.positions[row, j] <= newest[i] - recent[i]
+        ]
+        may_leave = columns.may_leave.flatten(0, 1)[row].nonzero().flatten().tolist()
+        assert may_leave == sorted(j for _, _, j in candidates)
+        if candidates:
+            assert int(metadata.victims[row]) == min(candidates)[2]

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.kvcache.evict import choose_kept
+from flexgen_h2o.kvcache.attend import choose_kept
 from flexgen_h2o.kvcache.eviction import (
     EVICTING,
     H2O,
@@ -29,10 +29,6 @@ from flexgen_h2o.kvcache.eviction import (
 from flexgen_h2o.kvcache.eviction.policy import Columns, RowBudget
 
 any_policy = pytest.mark.parametrize("policy", EVICTING.values(), ids=EVICTING)
-
-
-def str_of(value: object) -> str:
-    return str(value)[:9]
 
 
 def columns_of(policy: Evicting, prompt_len: int, block: int = 0, num_blocks: int = 1) -> int:
@@ -59,50 +55,40 @@ def test_what_is_no_policy_is_refused(wrong: object) -> None:
 # ---- settings
 
 
-@pytest.mark.parametrize("ratio", [0, -0.1, 1.5, math.nan, True, "0.2", 10**400], ids=str_of)
-def test_a_ratio_is_more_than_nothing_and_at_most_the_prompt(ratio: Any) -> None:
-    for field in ("heavy_ratio", "recent_ratio"):
-        with pytest.raises(UsageError, match=rf"^{field}: .*not in \(0, 1\]"):
-            H2O(**{field: ratio})
-
-
-@pytest.mark.parametrize(
-    ("field", "settings"),
-    [
-        ("heavy_size", {"heavy_ratio": 0.1, "heavy_size": 4}),
-        ("recent_size", {"recent_ratio": 0.1, "recent_size": 4}),
-        ("heavy_size", {"heavy_size": 0}),
-        ("recent_size", {"heavy_size": 0, "recent_size": 0}),
-        ("layer_schedule", {"layer_schedule": "cone"}),
-        ("heavy_size", {"heavy_size": -1}),
-        ("recent_size", {"recent_size": 1.0}),
-        ("positions", {"positions": "other"}),
-        ("while_decoding", {"while_decoding": 1}),
-    ],
-)
-def test_settings_that_are_refused(field: str, settings: dict[str, Any]) -> None:
-    for policy in EVICTING.values():
-        with pytest.raises(UsageError, match=f"^{field}: "):
-            policy(**settings)
+NO_SHARES: tuple[Any, ...] = (0, -0.1, 1.5, math.nan, math.inf, True, "0.2", 10**400)
 
 
 @pytest.mark.parametrize(
     ("policy", "field", "values"),
     [
+        (H2O, "heavy_ratio", NO_SHARES),
+        (H2O, "recent_ratio", NO_SHARES),
+        (Tova, "heavy_size", (-1, 0)),
+        (H2O, "recent_size", (0, 1.0)),
+        (Local, "layer_schedule", ("cone",)),
+        (Random, "positions", ("other",)),
+        (SnapKV, "while_decoding", (1,)),
         (Local, "sinks", (-1, 1.5, True)),
         (H2ONorm, "sinks", (-1, "4")),
         (H2ONorm, "grace", (-1, 0.5)),
-        (H2ONorm, "decay", (0, -1, 1.5, math.nan, math.inf, True, "0.9")),
+        (H2ONorm, "decay", NO_SHARES),
         (ValueH2O, "decay", (0,)),
         (SnapKV, "window", (0, 1.5)),
         (SnapKV, "kernel", (0, 2, 8, -1)),
         (Random, "seed", (-1, 0.5, 2**31 + 1)),
     ],
 )
-def test_a_policys_own_settings(policy: type[Evicting], field: str, values: tuple[Any, ...]) -> None:
+def test_settings_that_are_refused(policy: type[Evicting], field: str, values: tuple[Any, ...]) -> None:
     for value in values:
         with pytest.raises(UsageError, match=f"^{field}: "):
             policy(**{field: value})
+
+
+@any_policy
+@pytest.mark.parametrize("kind", ["heavy", "recent"])
+def test_a_share_and_a_count_are_too_much(policy: type[Evicting], kind: str) -> None:
+    with pytest.raises(UsageError, match=f"^{kind}_size: "):
+        policy(**{f"{kind}_ratio": 0.1, f"{kind}_size": 4})  # type: ignore[arg-type]
 
 
 @any_policy
@@ -114,29 +100,6 @@ def test_to_json_is_what_was_set(policy: type[Evicting]) -> None:
 
 
 # ---- budgets
-
-
-@pytest.mark.parametrize(
-    ("settings", "prompt", "heavy", "recent"),
-    [
-        ({}, 100, 10, 10),
-        ({}, 9, 1, 1),  # at least one of each
-        ({"heavy_ratio": 0.2}, 19, 3, 3),
-        ({"heavy_ratio": 0.2, "recent_ratio": 0.5}, 20, 4, 10),
-        ({"recent_ratio": 0.5}, 20, 2, 10),
-        ({"heavy_size": 7}, 100, 7, 7),
-        ({"heavy_size": 0, "recent_size": 5}, 100, 0, 5),
-        ({"heavy_size": 0, "recent_ratio": 0.3}, 10, 0, 3),
-        ({"heavy_ratio": 1}, 10, 10, 10),
-        ({"heavy_ratio": 0.001}, 10, 1, 1),
-        ({"heavy_size": 50}, 10, 50, 50),
-    ],
-)
-def test_ratios_are_of_the_prompt_and_sizes_are_counts(
-    settings: dict[str, Any], prompt: int, heavy: int, recent: int
-) -> None:
-    for block in (0, 3):
-        assert H2O(**settings).budget(prompt, block, 4) == RowBudget(0, heavy, recent)
 
 
 @any_policy
@@ -242,20 +205,6 @@ def test_value_h2o_chooses_one_half_by_score_and_one_by_score_times_value() -> N
     odd = ValueH2O().rank(make_columns([[9] * 6], scores, norms, heavy=1, leave=leave))[0, 0]
     assert not odd[1:].isinf().any()  # half of one is none
     assert ValueH2O().needs.record == ("positions", "scores", "norms")
-
-
-def test_random_is_the_same_again_and_another_elsewhere() -> None:
-    positions = [list(range(200))] * 2
-    rank = Random().rank(make_columns(positions))[0]
-    assert torch.equal(rank, Random().rank(make_columns(positions, heavy=5, newest=500))[0])
-    drawn = [rank[0], rank[1], Random().rank(make_columns(positions, block=1))[0, 0]]
-    drawn.append(Random(seed=1).rank(make_columns(positions))[0, 0])
-    for i, one in enumerate(drawn):
-        assert len(set(one.tolist())) > 195 and bool(((one >= 0) & (one < 2**24)).all())
-        assert all(abs(float(torch.corrcoef(torch.stack([one, other]))[0, 1])) < 0.25 for other in drawn[:i])
-        assert abs(float(torch.corrcoef(torch.stack([one, torch.arange(200.0)]))[0, 1])) < 0.25
-    # A column's rank is its own, whatever slot it lies in.
-    assert torch.equal(Random().rank(make_columns([[5, 3], [3, 5]]))[0, 0], rank[0, [5, 3]])
 
 
 @pytest.mark.parametrize("decay", [0.5, 0.99, 0.99999999, 1e-46, 1e-300])

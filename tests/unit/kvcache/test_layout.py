@@ -89,15 +89,6 @@ def test_live_ranges_hold_the_live_rows_and_no_other(layout: UnitLayout, data: s
         assert {end for _, end in ranges} <= {end for _, end in live}
 
 
-def test_a_cache_that_grows_moves_the_segments_that_it_fills() -> None:
-    layout = UnitLayout(2, 3, 4 * SEGMENT_SLOTS, 16, 4, (0.0, 0.0, 1.0))
-    (part,), area = layout.parts, layout.area_bytes(layout.parts[0])
-    whole = [sum(size for _, size in layout.live_ranges(part, 2, n)) for n in (1, 64, 65, 128, 129, 256)]
-    assert whole == [2 * area, 2 * area, 4 * area, 4 * area, 6 * area, 8 * area]
-    assert layout.live_ranges(part, 1, 65) == [(i * area, 3 * layout.row_bytes) for i in range(4)]
-    assert layout.live_ranges(part, 0, 65) == layout.live_ranges(part, 2, 0) == []
-
-
 @pytest.mark.parametrize(
     ("record", "streamed", "segments"),
     [((), True, 4), ((), False, 1), (("positions",), True, 1), (("positions",), False, 1)],

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,12 +17,10 @@ from flexgen_h2o.kvcache.slots import (
     PartView,
     SlotMetadata,
     SlotTable,
-    metadata_view,
     move_rows,
     part_view,
     plan_moves,
     put_columns,
-    put_first_columns,
     split_views,
 )
 from flexgen_h2o.kvcache.store import Overlay
@@ -44,34 +41,6 @@ def one_part(rows: int, slots: int, fill: float = float("nan")) -> tuple[UnitLay
     return layout, part_view(layout, part, data, DTYPE)
 
 
-def unfolded(view: PartView) -> list[torch.Tensor]:
-    """Keys and values as (rows, slots, width), slots in order."""
-    return [t.transpose(0, 1).flatten(1, 2) for t in (view.keys, view.values)]
-
-
-@given(st.integers(1, 5), slot_counts, st.data())
-def test_columns_lie_at_their_slots(rows: int, slots: int, data: st.DataObject) -> None:
-    _, view = one_part(rows, slots)
-    where = torch.tensor(data.draw(st.lists(st.integers(0, slots - 1), min_size=rows, max_size=rows)))
-    keys, values = torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)
-    put_columns(view, where, keys, values)
-    for whole, column in zip(unfolded(view), (keys, values), strict=True):
-        assert whole.shape[1] >= slots and torch.equal(whole[torch.arange(rows), where], column)
-        assert int(whole.isnan().all(-1).sum()) == rows * (whole.shape[1] - 1)  # no other slot is touched
-
-
-@given(st.integers(1, 5), slot_counts, st.data())
-def test_first_columns_fill_segment_after_segment(rows: int, slots: int, data: st.DataObject) -> None:
-    _, view = one_part(rows, slots)
-    start = data.draw(st.integers(0, rows - 1))
-    end, count = data.draw(st.integers(start, rows)), data.draw(st.integers(0, slots))
-    pair = [torch.randn(end - start, count, WIDTH) for _ in range(2)]
-    put_first_columns(view, start, end, *pair)
-    for whole, columns in zip(unfolded(view), pair, strict=True):
-        assert torch.equal(whole[start:end, :count], columns)
-        assert int((~whole.isnan()).sum()) == columns.numel()
-
-
 def test_parts_begin_in_the_bytes_they_are_given() -> None:
     """A view is the bytes themselves, keys and values of a segment each on a page."""
     layout, _ = one_part(3, 2 * SEGMENT_SLOTS)
@@ -81,25 +50,6 @@ def test_parts_begin_in_the_bytes_they_are_given() -> None:
     for i, area in enumerate((view.keys[0], view.values[0], view.keys[1], view.values[1])):
         assert area.data_ptr() == data.data_ptr() + i * layout.area_bytes(part)
         assert area.is_contiguous() and area.shape == (3, SEGMENT_SLOTS, WIDTH)
-
-
-@pytest.mark.parametrize("record", [(), ("positions",), ("positions", "scores", "norms")])
-def test_metadata_has_what_the_policy_asks_for(record: tuple[str, ...]) -> None:
-    layout = UnitLayout(3, 2, 5, WIDTH, 4, HOST, record)
-    (part,) = layout.parts
-    found = metadata_view(layout, part, torch.zeros(layout.metadata_bytes(part), dtype=torch.uint8))
-    if not record:
-        assert found is None
-        return
-    assert found is not None and len(found.tensors()) == len(record) + 1
-    for i, tensor in enumerate(found.tensors()):
-        tensor.fill_(i + 1)  # none lies over another
-    assert [set(t.flatten().tolist()) for t in found.tensors()] == [{i + 1} for i in range(len(record) + 1)]
-    assert found.positions.shape == (6, 5) and found.positions.dtype == found.victims.dtype == torch.int32
-    for name in ("scores", "norms"):
-        field = getattr(found, name)
-        assert (field is None) is (name not in record)
-        assert field is None or (field.shape, field.dtype) == ((6, 5), torch.float32)
 
 
 # ---- the overlay
@@ -239,11 +189,6 @@ def test_rows_grow_to_their_budget_and_then_give_up_their_victims(
 
 
 KEEP = H2O(heavy_size=2, recent_size=3)
-
-
-@pytest.mark.parametrize(("prompt", "gen", "slots"), [(9, 8, 6), (5, 1, 5), (5, 2, 6), (3, 2, 4), (2, 3, 4), (1, 1, 1)])
-def test_a_row_has_no_slot_that_it_never_fills(prompt: int, gen: int, slots: int) -> None:
-    assert KEEP.slots(prompt, gen, 0, 1) == slots
 
 
 def test_tables_follow_rows_that_leave_and_enter() -> None:

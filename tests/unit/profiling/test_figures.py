@@ -12,8 +12,8 @@ import torch
 
 from flexgen_h2o.core.packing import int8_row_bytes
 from flexgen_h2o.core.timeline import Timeline
-from flexgen_h2o.kernels.blocked import BlockedRows, block_rows
 from flexgen_h2o.kernels.int8 import Int8Rows
+from flexgen_h2o.kernels.linear import BlockedRows, block_rows
 from flexgen_h2o.kvcache.eviction import Full
 from flexgen_h2o.models import spec_from_config
 from flexgen_h2o.planner.measure import compute, steps

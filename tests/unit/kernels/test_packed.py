@@ -1,4 +1,4 @@
-"""Packed slots: what the format loses, and attention over it against torch over what it gives back."""
+"""Packed numbers: what the format loses, compiled loops against torch, attention over packed slots, what is refused."""
 
 from __future__ import annotations
 
@@ -10,25 +10,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_h2o.core.packing import SlotPacking
+from flexgen_h2o.kernels import packed as packed_kernels
 from flexgen_h2o.kernels import slots as slot_kernels
-from flexgen_h2o.kernels.packed import pack_columns, pack_columns_reference, unpack_columns
-from flexgen_h2o.kernels.slots import (
-    attend_packed,
-    attend_packed_reference,
-    attend_reference,
-    attend_scored_reference,
+from flexgen_h2o.kernels.packed import (
+    pack_columns,
+    pack_columns_reference,
+    pack_rows,
+    unpack_columns,
+    unpack_rows,
+    unpack_rows_reference,
 )
+from flexgen_h2o.kernels.slots import attend, attend_reference
 from tests.unit.kernels.test_slots import DTYPES, copy_of, in_segments, make, make_state, ragged, victims
 
-WIDTHS = [1, 3, 16, 20, 33, 64, 67, 80, 96, 128, 160, 256]
+WIDTHS = [1, 3, 16, 20, 33, 63, 64, 65, 67, 80, 96, 128, 160, 200, 256, 1024]
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 2**-7}
-packings = st.builds(SlotPacking, st.sampled_from(WIDTHS), st.sampled_from([4, 8]))
-
-
-def steps_of(packed: torch.Tensor, packing: SlotPacking) -> torch.Tensor:
-    """(..., d): the scale of each number's group."""
-    scales = (packed[..., packing.value_words :] << 16).view(torch.float32)
-    return scales[..., torch.arange(packing.width) // packing.group]
+BITS = [4, 8]
+BOTH = pytest.mark.parametrize("pack", [pack_columns, pack_columns_reference])
+packings = st.builds(SlotPacking, st.sampled_from(WIDTHS[:-1]), st.sampled_from(BITS))
 
 
 @pytest.mark.parametrize(
@@ -44,9 +43,15 @@ def test_bytes_of_a_slot(width: int, group: int, words4: int, words8: int) -> No
     assert (four.slot_bytes, eight.slot_bytes) == (4 * words4, 4 * words8)
 
 
-@settings(max_examples=60, deadline=None)
+def steps_of(packed: torch.Tensor, packing: SlotPacking) -> torch.Tensor:
+    """(..., d): the scale of each number's group."""
+    scales = (packed[..., packing.value_words :] << 16).view(torch.float32)
+    return scales[..., torch.arange(packing.width) // packing.group]
+
+
+@settings(max_examples=80, deadline=None)
 @given(
-    packings, st.sampled_from(DTYPES), st.floats(-1e4, 1e4), st.floats(1e-6, 1e4), st.integers(0, 9),
+    packings, st.sampled_from([*DTYPES, torch.float16]), st.floats(-1e4, 1e4), st.floats(1e-6, 1e4), st.integers(0, 9),
     st.sampled_from([pack_columns, pack_columns_reference]),
 )  # fmt: skip
 def test_no_number_is_further_off_than_half_a_step(packing, dtype, offset, size, seed, pack) -> None:  # type: ignore[no-untyped-def]
@@ -64,8 +69,8 @@ def test_no_number_is_further_off_than_half_a_step(packing, dtype, offset, size,
         assert bool((steps[..., here.start] <= needed * (1 + 2.0**-7) + 1e-30).all())
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("pack", [pack_columns, pack_columns_reference])
+@pytest.mark.parametrize("bits", BITS)
+@BOTH
 def test_numbers_that_are_exact(bits: int, pack) -> None:  # type: ignore[no-untyped-def]
     packing = SlotPacking(64, bits)
     for column in (torch.zeros(64), torch.full((64,), -3.5), torch.arange(64.0) % 16, torch.full((64,), 3e38)):
@@ -74,14 +79,77 @@ def test_numbers_that_are_exact(bits: int, pack) -> None:  # type: ignore[no-unt
         assert torch.allclose(back, expected, rtol=1e-6, atol=0 if bits == 4 else 0.04)
 
 
-@pytest.mark.parametrize("pack", [pack_columns, pack_columns_reference])
+# ---- weights
+
+
+def by_hand(row: bytes, columns: int, bits: int) -> list[float]:
+    """The format, value by value."""
+    found, packing = [], SlotPacking(columns, bits)
+    for i in range(columns):
+        code = row[i] if bits == 8 else (row[i // 2] >> (4 * (i % 2))) & 15
+        at = 4 * (packing.value_words + i // packing.group)
+        scale, least = (torch.frombuffer(bytearray(row[a : a + 2]), dtype=torch.bfloat16).item() for a in (at, at + 2))
+        found.append(least + code * scale)
+    return found
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("columns", WIDTHS)
+def test_the_format_and_the_compiled_loop(bits: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop is the reference to the bit, some rows at a time, and writes nothing beside its rows."""
+    packed = pack_rows(torch.randn(19, columns), bits)
+    assert packed.dtype == torch.uint8 and packed.shape == (19, SlotPacking(columns, bits).slot_bytes)
+    monkeypatch.setattr(packed_kernels, "UNPACK_CHUNK", 300)
+    for dtype in (*DTYPES, torch.float16):  # nothing is compiled for the last
+        out = torch.full((21, columns), 7.0, dtype=dtype)
+        unpack_rows(packed, bits, out[1:20])
+        assert torch.equal(out[1:20], unpack_rows_reference(packed, bits, torch.empty(19, columns, dtype=dtype)))
+        assert bool((out[[0, 20]] == 7).all()), "wrote beside its rows"
+    want = [by_hand(bytes(row.tolist()), columns, bits) for row in packed[:2]]
+    found = unpack_rows(packed[:2], bits, torch.empty(2, columns))
+    assert torch.allclose(found, torch.tensor(want), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("scale", [1e-36, 1e-30, 1e30])
+def test_any_magnitude(scale: float) -> None:
+    values = torch.randn(3, 128).mul_(scale)
+    found = unpack_rows(pack_rows(values, 8), 8, torch.empty(3, 128))
+    assert (found - values).abs().max() <= 0.02 * values.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("bad", "at"), [(math.nan, 0), (math.inf, 64), (-math.inf, 99), (3.3e38, 0), (3.3e38, 64), (3.3e38, 99)]
+)
+def test_what_cannot_be_packed(bad: float, at: int) -> None:
+    """What is not finite, and a group that spans more than float32 does."""
+    values = torch.randn(3, 100)
+    values[1, at] = bad
+    if bad == 3.3e38:
+        values[1, at - 1 if at > 64 or at == 99 else at + 1] = -bad
+    with pytest.raises(ValueError, match="not finite, or too large"):
+        pack_rows(values, 4)
+
+
+@pytest.mark.parametrize("bits_of_it", [0x7FFFFFFF, 0x7F800001, -1, -0x7FFFFF])
+def test_no_kind_of_nan_can_be_packed(bits_of_it: int) -> None:
+    """Cut to bf16, or rounded up as a number is, its bits would be those of infinity or of zero."""
+    values = torch.randn(3, 100)
+    values.view(torch.int32)[1, 5] = bits_of_it
+    with pytest.raises(ValueError, match="not finite, or too large"):
+        pack_rows(values, 4)
+
+
+@BOTH
 @pytest.mark.parametrize("odd", [math.nan, -math.nan, math.inf, -math.inf])
-def test_what_is_no_number_shows_in_its_group(odd: float, pack) -> None:  # type: ignore[no-untyped-def]
+def test_in_a_column_what_is_no_number_shows_in_its_group(odd: float, pack) -> None:  # type: ignore[no-untyped-def]
     packing = SlotPacking(128, 4)
     columns = torch.randn(1, 128)
     columns[0, 70] = odd
     back = unpack_columns(pack(columns, packing), packing, torch.float32)
     assert not bool(back[0, 64:].isfinite().any()) and bool(back[0, :64].isfinite().all())
+
+
+# ---- attention over packed slots
 
 
 def packed_inputs(filled, group, packing, dtype, length):  # type: ignore[no-untyped-def]
@@ -97,12 +165,12 @@ def packed_inputs(filled, group, packing, dtype, length):  # type: ignore[no-unt
 @given(ragged, st.sampled_from([1, 2, 4, 5, 8]), packings, st.sampled_from(DTYPES), st.integers(1, 24))
 def test_attention_is_that_over_the_rounded_columns(filled, group, packing, dtype, length) -> None:  # type: ignore[no-untyped-def]
     q, pair, back, counts = packed_inputs(filled, group, packing, dtype, length)
-    actual = attend_packed(q, *pair, counts, 0.3, packing)
+    actual = attend(q, *pair, counts, 0.3, packing=packing)
     expected = attend_reference(q.float(), *back, counts, 0.3)
     assert actual.shape == q.shape and actual.dtype == dtype
     assert (actual.float() - expected).abs().max() < TOLERANCE[dtype] * max(1.0, float(expected.abs().max()))
     if dtype == torch.float32:
-        assert torch.allclose(attend_packed_reference(q, *pair, counts, 0.3, packing), expected, atol=1e-6)
+        assert torch.allclose(attend_reference(q, *pair, counts, 0.3, packing=packing), expected, atol=1e-6)
 
 
 @settings(max_examples=40, deadline=None)
@@ -111,11 +179,11 @@ def test_scores_and_victims(filled, group, packing, dtype, decay) -> None:  # ty
     q, pair, back, counts = packed_inputs(filled, group, packing, dtype, 7)
     state = make_state(len(filled), max(filled) + 2, decay, 2.0)
     expected = copy_of(state)
-    with_book = attend_packed(q, *pair, counts, 0.3, packing, state)
-    attend_scored_reference(q.float(), *back, counts, 0.3, expected)
+    scored = attend(q, *pair, counts, 0.3, state, packing)
+    attend_reference(q.float(), *back, counts, 0.3, expected)
     assert torch.allclose(state.scores, expected.scores, atol=4e-6, rtol=4e-6)
     assert state.victims.tolist() == victims(state, filled)
-    assert torch.equal(with_book, attend_packed(q, *pair, counts, 0.3, packing))
+    assert torch.equal(scored, attend(q, *pair, counts, 0.3, packing=packing))
 
 
 @pytest.mark.parametrize(
@@ -125,11 +193,11 @@ def test_scores_and_victims(filled, group, packing, dtype, decay) -> None:  # ty
 def test_segments_and_rows_change_no_bit(group: int, width: int, bits: int, dtype: torch.dtype) -> None:
     filled, packing = [50, 3, 103, 64, 1, 77, 12] * 60, SlotPacking(width, bits)
     q, whole, _, counts = packed_inputs(filled, group, packing, dtype, 105)
-    expected = attend_packed(q, *whole, counts, 0.2, packing)
-    for length in (1, 3, 16, 64, 104, 300):
+    expected = attend(q, *whole, counts, 0.2, packing=packing)
+    for length in (1, 16, 64, 300):
         _, parts, _, _ = packed_inputs(filled, group, packing, dtype, length)
-        assert torch.equal(attend_packed(q, *parts, counts, 0.2, packing), expected)
-    alone = attend_packed(q[2:3], *(t[:, 2:3].contiguous() for t in whole), counts[2:3], 0.2, packing)
+        assert torch.equal(attend(q, *parts, counts, 0.2, packing=packing), expected)
+    alone = attend(q[2:3], *(t[:, 2:3].contiguous() for t in whole), counts[2:3], 0.2, packing=packing)
     assert torch.equal(alone, expected[2:3])
 
 
@@ -141,7 +209,7 @@ def test_torch_unpacks_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
     for chunk in (1, 2 * 12 * 16, 2**20):
         monkeypatch.setattr(slot_kernels, "PACKED_CHUNK", chunk)
         state = make_state(5, 11)
-        found.append((attend_packed_reference(q, *pair, counts, 0.3, packing, state), state))
+        found.append((attend_reference(q, *pair, counts, 0.3, state, packing), state))
     for out, state in found[1:]:
         assert torch.allclose(out, found[0][0], atol=1e-6) and torch.allclose(state.scores, found[0][1].scores)
         assert state.victims.tolist() == found[0][1].victims.tolist()
@@ -150,11 +218,10 @@ def test_torch_unpacks_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
 def test_wrong_shapes_are_refused_before_memory_is_touched() -> None:
     packing = SlotPacking(64, 4)
     q, pair, _, counts = packed_inputs([5, 5], 1, packing, torch.float32, 7)
-    with pytest.raises(ValueError, match="do not go together"):
-        attend_packed(q, *pair, counts + 3, 1.0, packing)
-    with pytest.raises(ValueError, match="do not go together"):
-        attend_packed(q, *pair, counts, 1.0, SlotPacking(64, 8))
-    with pytest.raises(ValueError, match="of width 48"):
-        attend_packed(q[..., :48], *pair, counts, 1.0, packing)
+    for queries, filled, how in (
+        (q, counts + 3, packing), (q, counts, SlotPacking(64, 8)), (q[..., :48], counts, packing), (q, counts, None),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="do not go together"):
+            attend(queries, *pair, filled, 1.0, packing=how)
     with pytest.raises(ValueError, match="is not of width 64"):
         pack_columns(torch.zeros(3, 63), packing)
