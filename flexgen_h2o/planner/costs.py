@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -94,9 +94,15 @@ class Costs:
     def _step_costs(self) -> dict[tuple[int, Batch, int], StepCost]:
         return {}
 
+    @cached_property
+    def _weight_loads(self) -> dict[int, tuple[TransferCost, ...]]:
+        return {}
+
     def weight_load(self, unit: int) -> tuple[TransferCost, ...]:
         """One load of a weight unit."""
-        return self._priced(weight_moves(self.at, self.layers.units[unit]))
+        if unit not in self._weight_loads:
+            self._weight_loads[unit] = self._priced(weight_moves(self.at, self.layers.units[unit]))
+        return self._weight_loads[unit]
 
     def dequantise_s(self, unit: int) -> float:
         """To unpack a weight unit for a block."""
@@ -206,17 +212,22 @@ class Costs:
     def busy(self, block: Sequence[Batch], sweep: int) -> dict[str, float]:
         """Seconds that each resource works in a sweep of a block; their largest bounds the sweep from below when all
         overlap, their sum when nothing does. What loads take from compute is compute."""
+        return self._busy(*self._of_sweep(block, sweep))
+
+    def _busy(
+        self, moved: Sequence[tuple[TransferCost, int]], steps: Sequence[tuple[StepCost, int]]
+    ) -> dict[str, float]:
         found = dict.fromkeys(RESOURCES, 0.0)
         beside = self.profile.device_is_asynchronous  # issuing goes on beside what is queued on the device
         issue_s = 0.0
         for index, count in self.loaded_kinds.items():
             found["device_compute"] += count * self.dequantise_s(self.layers.layers[index].unit)
-        for moved, times in self._moved(block, sweep):
-            found[moved.lane] += times * moved.seconds
-            found["device_compute"] += times * moved.taken_s
-            if moved.link:
-                found[moved.link] += times * moved.link_s
-        for cost, times in self._steps(block, sweep):
+        for transfer, times in moved:
+            found[transfer.lane] += times * transfer.seconds
+            found["device_compute"] += times * transfer.taken_s
+            if transfer.link:
+                found[transfer.link] += times * transfer.link_s
+        for cost, times in steps:
             device_s = cost.device_s if beside else cost.device_s + cost.issue_s
             if not self.at.policy.overlap:  # each step is waited for
                 device_s = max(device_s, cost.issue_s)
@@ -226,20 +237,25 @@ class Costs:
         found["device_compute"] = max(found["device_compute"], issue_s)
         return found
 
-    def _moved(self, block: Sequence[Batch], sweep: int) -> Iterator[tuple[TransferCost, int]]:
-        """The loads and stores of a sweep, each with how often."""
-        for index, count in self.loaded_kinds.items():
-            yield from ((load, count) for load in self.weight_load(self.layers.layers[index].unit))
-        for cost, times in self._steps(block, sweep):
-            moved = (*cost.kv_load, *cost.kv_store, *cost.hidden_load, *cost.hidden_store)
-            yield from ((one, times) for one in moved)
-
-    def _steps(self, block: Sequence[Batch], sweep: int) -> Iterator[tuple[StepCost, int]]:
-        """The steps of a sweep, each with how often."""
-        batches, kinds = Counter(block), Counter(self.kinds)
-        for index, layers in kinds.items():
-            for batch, count in batches.items():
-                yield self.step(index, batch, sweep), layers * count
+    def _of_sweep(
+        self, block: Sequence[Batch], sweep: int
+    ) -> tuple[list[tuple[TransferCost, int]], list[tuple[StepCost, int]]]:
+        """The transfers and the steps of a sweep, each with how often."""
+        batches = Counter(block)
+        steps = [
+            (self.step(index, batch, sweep), layers * count)
+            for index, layers in Counter(self.kinds).items()
+            for batch, count in batches.items()
+        ]
+        moved = [
+            (load, count)
+            for index, count in self.loaded_kinds.items()
+            for load in self.weight_load(self.layers.layers[index].unit)
+        ]
+        for cost, times in steps:
+            every = (*cost.kv_load, *cost.kv_store, *cost.hidden_load, *cost.hidden_store)
+            moved += ((transfer, times) for transfer in every)
+        return moved, steps
 
     def with_contention(self, block: Sequence[Batch], sweep: int) -> Costs:
         """The same, where resources slow each other down as far as they are busy at once.
@@ -247,7 +263,8 @@ class Costs:
         Reading the disk and computing do, the more the shorter the requests are; and copies to and from a device that
         is made of ordinary memory take the cores that compute.
         """
-        p, busy = self.profile, self.busy(block, sweep)
+        p, (moved, steps) = self.profile, self._of_sweep(block, sweep)
+        busy = self._busy(moved, steps)
         compute = busy["device_compute"] + busy["host_compute"]
         if not self.at.policy.overlap or not compute:
             return self
@@ -257,7 +274,7 @@ class Costs:
             read_left = 1 - compute / longest * (1 - p.disk_read_beside_compute)
             compute_left = 1 - busy["disk_read"] / longest * (1 - p.compute_beside_disk_read)
             # What is read while compute waits takes nothing from it.
-            taken = sum(times * moved.taken_s for moved, times in self._moved(block, sweep))
+            taken = sum(times * transfer.taken_s for transfer, times in moved)
             slower = (compute - taken) / compute_left
             rest_left = slower / (slower + taken * compute / longest)
         if p.device_is_host and not self.at.device_is_host:

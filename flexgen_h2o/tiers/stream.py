@@ -7,6 +7,7 @@ unit that is needed now never waits for space held by one that is needed later.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -85,6 +86,7 @@ class Ring:
         self._buffer = buffer
         self._live: deque[Region] = deque()
         self._old: list[Region] = []
+        self._too_large: float = math.inf  # bytes that had no room; no more will have, until a region is given back
 
     @property
     def capacity(self) -> int:
@@ -95,10 +97,13 @@ class Ring:
         size = round_up(max(1, nbytes), PAGE)
         if size > self.capacity:
             raise ValueError(f"ring of {self.capacity} bytes cannot hold {size}")
+        if size >= self._too_large:
+            return None
         while self._live and self._live[0].freed:
             self._old.append(self._live.popleft())
         start = self._place(size)
         if start is None:
+            self._too_large = size
             return None
         self._old = [r for r in self._old if not all(u.is_done for u in r.users)]
         after = [u for r in self._old if r.start < start + size and start < r.end for u in r.users]
@@ -108,7 +113,7 @@ class Ring:
 
     def give_back(self, region: Region, users: Sequence[Waitable] = ()) -> None:
         """The space may be taken again; its next writer waits for `users`."""
-        region.freed = True
+        region.freed, self._too_large = True, math.inf
         region.users = [u for u in users if not u.is_done]
 
     def _place(self, size: int) -> int | None:

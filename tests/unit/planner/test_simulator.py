@@ -17,9 +17,8 @@ from flexgen_h2o.core.config import Policy
 from flexgen_h2o.engine.memory_plan import MemoryPlan
 from flexgen_h2o.engine.workload import Block, WorkloadShape, even_blocks
 from flexgen_h2o.planner.costs import LANES, Costs
-from flexgen_h2o.planner.predict import Machine
+from flexgen_h2o.planner.predict import Machine, Simulated, simulate
 from flexgen_h2o.planner.profile import HardwareProfile
-from flexgen_h2o.planner.simulate import Simulated, simulate
 from tests.unit.planner.made_up import (
     BLOCKS,
     COMPUTE_RATES,
