@@ -89,7 +89,7 @@ def _shown(args: argparse.Namespace) -> HardwareProfile:
             raise UsageError(f"{flag} and --show: nothing is measured with --show; leave one of them out")
     if args.show != CACHED:
         return read_profile(find_profile(args.show, "--show"), "--show")
-    from flexgen_h2o.planner.measure.machine import cached_profile
+    from flexgen_h2o.planner.measure.run import cached_profile
 
     found = cached_profile(args.device, args.offload_dir)
     if found is None:
@@ -102,8 +102,7 @@ def _measured(args: argparse.Namespace) -> HardwareProfile:
         args.output = usable_path(args.output, "--output")
         check_writable(args.output, "--output")
         results_are_in(args.output)
-    from flexgen_h2o.planner.measure.machine import store
-    from flexgen_h2o.planner.measure.run import measure, measure_again
+    from flexgen_h2o.planner.measure.run import measure, measure_again, store
 
     promise = [f"takes {PROMISED} where the machine is quiet, up to 2 GiB of disk and 1 GiB of memory meanwhile"]
 

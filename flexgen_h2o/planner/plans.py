@@ -25,10 +25,9 @@ from flexgen_h2o.engine.workload import (
 )
 from flexgen_h2o.kvcache.prefixes import SHARINGS, PromptGroup, Sharing, TokenIds
 from flexgen_h2o.planner.lp import Budgets
-from flexgen_h2o.planner.measure.machine import NOMINAL
 from flexgen_h2o.planner.measure.run import calmer, profile_of_this_machine
 from flexgen_h2o.planner.predict import Machine, Prediction, predict
-from flexgen_h2o.planner.profile import HardwareProfile, find_profile, read_profile
+from flexgen_h2o.planner.profile import NOMINAL, HardwareProfile, find_profile, read_profile
 from flexgen_h2o.planner.search import search
 
 # Measuring takes about a minute: worth it before a run that will take longer than this.

@@ -15,8 +15,7 @@ from flexgen_h2o import cli, flex_opt, policy_search
 from flexgen_h2o.core.config import TIERS, Policy, read_policy
 from flexgen_h2o.flags import as_flags, policy_of
 from flexgen_h2o.planner import search
-from flexgen_h2o.planner.measure.machine import nominal_profile
-from flexgen_h2o.planner.profile import HardwareProfile, write_profile
+from flexgen_h2o.planner.profile import HardwareProfile, nominal_profile, write_profile
 from tests.doors.conftest import Answer
 
 Door = Callable[..., Answer]

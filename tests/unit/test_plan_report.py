@@ -13,9 +13,8 @@ from flexgen_h2o.engine.workload import need_of
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
 from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.planner.lp import SearchSpace
-from flexgen_h2o.planner.measure.machine import nominal_profile
 from flexgen_h2o.planner.predict import Machine
-from flexgen_h2o.planner.profile import BUSY_NOTE
+from flexgen_h2o.planner.profile import BUSY_NOTE, nominal_profile
 from flexgen_h2o.planner.report import Answer, Question, columns, to_json, to_text
 from flexgen_h2o.planner.search import Plan, evaluate
 

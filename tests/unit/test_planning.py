@@ -17,10 +17,9 @@ from flexgen_h2o.kvcache.eviction import Full
 from flexgen_h2o.kvcache.prefixes import PromptGroup
 from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.planner.measure import run as choose
-from flexgen_h2o.planner.measure.machine import NOMINAL, nominal_profile
 from flexgen_h2o.planner.plans import WORTH_MEASURING_S, Planner
 from flexgen_h2o.planner.predict import Machine, predict
-from flexgen_h2o.planner.profile import HardwareProfile, write_profile
+from flexgen_h2o.planner.profile import NOMINAL, HardwareProfile, nominal_profile, write_profile
 
 NO_BUDGETS: dict[str, int | None] = {"device": 0, "host": 100 * GIB, "disk": 100 * GIB}
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13, 14]]

@@ -13,9 +13,8 @@ from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, MemoryPlan, m
 from flexgen_h2o.engine.workload import WorkloadShape, fitted, shape_of
 from flexgen_h2o.models import spec_from_config
 from flexgen_h2o.planner.costs import Costs
-from flexgen_h2o.planner.measure.machine import nominal_profile
 from flexgen_h2o.planner.predict import Machine
-from flexgen_h2o.planner.profile import ComputeRates, Curve, HardwareProfile
+from flexgen_h2o.planner.profile import ComputeRates, Curve, HardwareProfile, nominal_profile
 
 BLOCKS = 4
 CONFIG: dict[str, Any] = {

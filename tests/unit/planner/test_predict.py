@@ -16,8 +16,8 @@ from flexgen_h2o.core.config import TIERS, Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.engine.memory_plan import MemoryPlan
 from flexgen_h2o.engine.workload import WorkloadShape, even_blocks
-from flexgen_h2o.planner.measure.machine import nominal_profile
 from flexgen_h2o.planner.predict import MOST_WALKED, Machine, Prediction, predict, simulate, walked_sweeps
+from flexgen_h2o.planner.profile import nominal_profile
 from flexgen_h2o.planner.work import weight_moves
 from tests.unit.planner.made_up import (
     BLOCKS,

@@ -17,9 +17,8 @@ from flexgen_h2o.engine.memory_plan import SEQUENTIAL, memory_plan, plan_within
 from flexgen_h2o.engine.workload import WorkloadShape, fitted, shape_of
 from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.planner.lp import SearchSpace, find_corners, placements, solve
-from flexgen_h2o.planner.measure.machine import nominal_profile
 from flexgen_h2o.planner.predict import Machine
-from flexgen_h2o.planner.profile import Curve, find_profile, read_profile
+from flexgen_h2o.planner.profile import Curve, find_profile, nominal_profile, read_profile
 from flexgen_h2o.planner.search import Plan, bounded, candidates, evaluate, search, sensitivity, tight_fit
 from tests.unit.planner.made_up import BLOCKS, DTYPE, HUGE, SPEC, evicting, machine
 
