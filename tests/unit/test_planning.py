@@ -137,8 +137,7 @@ def test_a_dtype_that_was_not_measured_is_not_predicted(tmp_path: Path) -> None:
         assert llm.report.predicted == {"prefill_s": None, "decode_s": None}
 
 
-@pytest.mark.parametrize("policy", [Policy(2, 2, (0, 0, 100, 0, 100, 0)), "auto"], ids=["given", "auto"])
-@pytest.mark.parametrize("stand_in", [False, True])
+@pytest.mark.parametrize(("policy", "stand_in"), [(Policy(2, 2, (0, 0, 100, 0, 100, 0)), True), ("auto", False)])
 def test_a_run_reports_what_was_predicted(policy: Policy | str, stand_in: bool, tmp_path: Path) -> None:
     """Of both phases, with the profile that it was predicted with; peak bytes are those of the run."""
     budget = MemoryBudget("1GiB" if stand_in else None, "1GiB", "1GiB")

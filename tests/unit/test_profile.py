@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_h2o.core.errors import FlexgenError, UsageError
@@ -186,6 +186,7 @@ def test_file_that_is_no_profile(text: str, tmp_path: Path) -> None:
         read_profile(path)
 
 
+@settings(max_examples=10)
 @given(st.recursive(st.none() | st.booleans() | st.floats() | st.text(), st.lists))
 def test_nothing_but_usage_errors_come_of_strange_values(value: Any) -> None:
     for name in PROFILE.to_json():
