@@ -230,10 +230,7 @@ def _answered(question: Answer) -> Answer:
 
     space, searched, began = question.space, question.searched, time.perf_counter()
     try:
-        if searched:
-            plan = search(space.spec, space.need, space.base, space.machine, space.budgets, space.compress)
-        else:
-            plan = evaluate(space.spec, space.base, space.need, space.machine, space.budgets)
+        plan = search(space) if searched else evaluate(space, space.base)
     except DoesNotFitError as error:
         policy = None if searched else space.base
         return replace(question, policy=policy, seconds=time.perf_counter() - began, problem=str(error))

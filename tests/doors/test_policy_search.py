@@ -77,7 +77,7 @@ def test_a_search_prints_the_contract_s_object(plan: Door) -> None:
 
 def test_the_verb_is_plan_and_a_search_is_for_1024_prompts(plan: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(search, "search", lambda spec, need, *rest: asked.append(need) or pytest.skip("not reached"))
+    monkeypatch.setattr(search, "search", lambda space: asked.append(space.need) or pytest.skip("not reached"))
     with pytest.raises(pytest.skip.Exception):
         cli.main(["plan", "--model", "opt-tiny", "--hardware", "t4"])
     assert asked[0].rows == 1024

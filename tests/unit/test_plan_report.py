@@ -32,8 +32,7 @@ def question(eviction: Eviction, device_is_host: bool = False, searched: bool = 
 
 
 def plan_of(asked: Answer, policy: Policy) -> Plan:
-    space = asked.space
-    return evaluate(space.spec, policy, space.need, space.machine, space.budgets)
+    return evaluate(asked.space, policy)
 
 
 def lines_of(asked: Answer, plan: Plan, **more: object) -> list[str]:
