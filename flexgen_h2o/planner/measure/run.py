@@ -52,6 +52,8 @@ from flexgen_h2o.tiers.transfers import Lanes, Mover
 
 SOURCE = f"measured by python -m flexgen_h2o.hardware, torch {torch.__version__}"
 QUIET_S = 0.5  # that the machine must be quiet before anything is measured again
+AGAIN_S = 5.0  # of a run's start, for what a busy machine disturbed
+DISTURBED, DISTURBED_DISK = 0.05, 50 * MIB  # share of all cores, bytes a second
 Progress = Callable[[str], None]
 # The parts that are measured one after another; a note of each says what disturbed it. STEPS depends on all others.
 MEMORY, COMPUTE, DISK, STEPS = "memory", "compute", "disk", "steps"
@@ -224,8 +226,7 @@ def _noting(part: str, notes: dict[str, str]) -> Iterator[None]:
     disk = _watched().of_disks() if part == DISK else ""
     load = BackgroundLoad()
     yield
-    disturbed = " and ".join(filter(None, (load.of_cores(), disk)))
-    if disturbed:
+    if disturbed := " and ".join(filter(None, (load.of_cores(), disk))):
         notes[part] = f"{BUSY_NOTE} {disturbed}"
 
 
@@ -268,8 +269,6 @@ def _scratch(offload_dir: Path) -> Iterator[Scratch]:
 
 # ---- the profile that is kept
 
-AGAIN_S = 5.0  # of a run's start, for what a busy machine disturbed
-
 
 def profile_of_this_machine(
     device: str, offload_dir: Path, progress: Progress, measure_missing: bool
@@ -278,8 +277,7 @@ def profile_of_this_machine(
 
     device: `auto`, `cpu` or `cuda`. measure_missing: also what a busy machine disturbed, some seconds of it.
     """
-    found = cached_profile(device, offload_dir)
-    if found is not None:
+    if (found := cached_profile(device, offload_dir)) is not None:
         return calmer(found, device, offload_dir, progress) if measure_missing and found.was_disturbed else found
     kept = cache_path(device, offload_dir)
     if os.path.exists(kept):  # False where it cannot even be looked for
@@ -324,12 +322,10 @@ def cache_path(device: str, offload_dir: Path) -> Path:
 
 
 def cached_profile(device: str, offload_dir: Path) -> HardwareProfile | None:
-    """None where none was measured, and where the file is broken or of another version.
-
-    Raises UsageError for a device that is not there.
-    """
+    """None where none was measured, and where the file is broken or of another version; else as `cache_path`."""
+    path = cache_path(device, offload_dir)
     try:
-        return read_profile(cache_path(device, offload_dir))
+        return read_profile(path)
     except UsageError:
         return None
 
@@ -383,10 +379,6 @@ def fingerprint_text(machine: ThisMachine) -> str:
     """What a measured profile depends on that stays the same from run to run."""
     facts = (machine.cpu, machine.cores, machine.card, machine.mount, torch.__version__, torch.get_num_threads())
     return "\n".join(map(str, facts))
-
-
-DISTURBED = 0.05  # share of all cores
-DISTURBED_DISK = 50 * MIB  # bytes a second
 
 
 class BackgroundLoad:
