@@ -243,16 +243,6 @@ def test_this_machine_s_profile_is_asked_for(
     assert object_of(answer)["details"]["budget_bytes"]["host"] == 100 * 2**20
 
 
-def test_a_model_comes_from_a_folder_or_the_table(plan: Door, ids_model: Path, tmp_path: Path) -> None:
-    (tmp_path / "org" / "m").mkdir(parents=True)
-    (tmp_path / "org" / "m" / "config.json").write_text((ids_model / "config.json").read_text())
-    short = "--num-prompts 2 --prompt-len 8 --gen-len 4 --json"
-    for flags in (f"--model {ids_model}", f"--model org/m --path {tmp_path}"):
-        found = object_of(plan(f"{flags} {short}"))
-        assert found["predicted"]["peak_bytes"]["device"] < 2**20
-    assert object_of(plan(f"--model opt-125m --path _DUMMY_ {short}"))["details"]["model"] == "facebook/opt-125m"
-
-
 def test_trace_and_picture_of_the_simulated_block(plan: Door) -> None:
     answer = plan(f"{SMALL} {GIVEN} --trace t.json")
     assert answer.code == 0, answer.err

@@ -158,13 +158,3 @@ def test_each_generate_is_predicted_anew(tmp_path: Path) -> None:
         before = llm.predicted.total_s
         llm.generate(PROMPTS[:1], PARAMS)
         assert llm.predicted.total_s < before
-
-
-def test_faster_hardware_is_worth_another_policy(tmp_path: Path) -> None:
-    """The profile decides what auto stands for: with a slow disk less is left on it."""
-    budgets = {**NO_BUDGETS, "host": 800 * 2**20}
-    need = replace(NEED, rows=256)
-    slow = replace(nominal_profile(True), disk_read_bytes_per_s=1e7)
-    quick = replace(nominal_profile(True), disk_read_bytes_per_s=1e12, disk_write_bytes_per_s=1e12)
-    chosen = [planner(tmp_path, profile).choose(need, Policy(), budgets) for profile in (slow, quick)]
-    assert chosen[0].percent[0] >= chosen[1].percent[0]

@@ -138,21 +138,6 @@ def test_a_shallower_ring_needs_no_more(policy: Policy, shape: BlockShape, is_ho
         assert all(b <= a for a, b in zip(deep, shallow, strict=True))
 
 
-@pytest.mark.parametrize(("kind", "is_host"), [(0, False), (2, True), (4, False)])
-def test_bytes_follow_the_shares(kind: int, is_host: bool) -> None:
-    """Moving weights, cache or hidden states from disk up makes the faster tier's homes larger, never smaller."""
-    name = {0: "weights", 2: "cache", 4: "hidden"}[kind]
-    shape, before = BlockShape(6, 2, 60, (30, 30)), -1
-    for share in range(0, 101, 5):
-        percent = [0] * 6
-        percent[kind] = share
-        plan = make_plan(Policy(percent=tuple(percent)), shape, is_host)  # type: ignore[arg-type]
-        home = next((b.nbytes for b in plan.buffers if b.name == name and b.tier != "disk"), 0)
-        assert home >= before
-        before = home
-    assert before > 0 and all(b.tier != "disk" for b in plan.buffers if b.name == name)
-
-
 # ---- what is in it
 
 
@@ -258,21 +243,6 @@ def test_int8_compute_needs_room_for_products_and_none_to_unpack() -> None:
     assert plan.size("workspace") - plain.size("workspace") == sum(round_up(n, ALIGN) for n in more)
     assert not plan.size("unpacked weights")
     assert plan.size("weights") < 0.51 * plain.size("weights") + sum(8 * s[0] + ALIGN for s in shapes)
-
-
-def test_weights_in_4_bits_become_int8_in_half_of_the_room() -> None:
-    """Rows of 4 bits as ever; int8 rows with a scale and a sum each; products as with int8_compute alone."""
-    shape = BlockShape(rows=3, micro_batches=1, tokens=2000, slots=(9,) * SPEC.num_blocks)
-    both, packed, int8 = (
-        memory_plan(SPEC, Policy(3, compress_weight=w, int8_compute=i), shape, 2, True, SEQUENTIAL)
-        for w, i in ((True, True), (True, False), (False, True))
-    )
-    assert both.size("weights") == packed.size("weights") and both.workspace == int8.workspace
-    assert both.size("temporaries") == int8.size("temporaries")
-    units = [[t.shape for t in unit.tensors if len(t.shape) == 2] for unit in SPEC.layers(True).units]
-    rows = max(sum(round_up(n * (round_up(k, 4) + 8), ALIGN) for n, k in shapes) for shapes in units)
-    assert both.size("unpacked weights") == rows
-    assert packed.size("unpacked weights") == max(sum(round_up(2 * n * k, ALIGN) for n, k in s) for s in units)
 
 
 # ---- blocked

@@ -49,13 +49,6 @@ def test_layers_may_keep_different_numbers() -> None:
     assert need.record == ("positions", "scores") and need.scored
 
 
-def test_a_micro_batch_of_lengths() -> None:
-    """Its sums are what costs need of prompts."""
-    batch = Batch.of([PromptGroup(0, (3, 5, 4))])
-    assert batch == Batch(3, 12, 5, 50) and (batch.mean_len, batch.fed) == (4, 12)
-    assert Batch.of([PromptGroup(0, (7, 7))]) == Batch.even(2, 7)
-
-
 def test_a_common_prefix_is_in_no_slot() -> None:
     """The first micro-batch is fed it; pairs are counted one by one."""
     need = WorkloadShape.full(7, 10, 5, 2).in_one_copy(6)

@@ -37,7 +37,7 @@ def predicted(policy: Policy, need: WorkloadShape, where: Machine, plan: MemoryP
 # ---- sums
 
 
-@pytest.mark.parametrize("gen_len", [1, 2, MOST_WALKED])
+@pytest.mark.parametrize("gen_len", [1, MOST_WALKED])
 def test_all_sweeps_of_a_short_generation_count_as_they_are(gen_len: int) -> None:
     """All but the first are decode."""
     need, policy, where = WorkloadShape.full(12, 60, gen_len, BLOCKS), Policy(4, 3, STREAMED), machine(False)
@@ -52,7 +52,6 @@ def test_all_sweeps_of_a_short_generation_count_as_they_are(gen_len: int) -> Non
     ("gen_len", "percent", "prompt_len", "within"),
     [
         (MOST_WALKED + 1, STREAMED, 400, 0.03), (100, STREAMED, 60, 0.1), (20, WEIGHTS_ON_DISK, 60, 0.1),
-        (33, (100, 0, 0, 0, 100, 0), 400, 0.03), (100, (100, 0, 0, 0, 100, 0), 60, 0.1),
     ],
 )  # fmt: skip
 def test_what_is_not_walked_is_interpolated(gen_len: int, percent: Percent, prompt_len: int, within: float) -> None:
@@ -64,9 +63,7 @@ def test_what_is_not_walked_is_interpolated(gen_len: int, percent: Percent, prom
     assert predicted(policy, need, where).total_s == pytest.approx(ends[-1], rel=within)
 
 
-@pytest.mark.parametrize(
-    ("percent", "pyramid"), [(STREAMED, True), (WEIGHTS_ON_DISK, False), ((50, 50, 0, 100, 0, 0), False)]
-)
+@pytest.mark.parametrize(("percent", "pyramid"), [(STREAMED, True), ((50, 50, 0, 100, 0, 0), False)])
 def test_a_deep_model_costs_what_walking_all_of_it_says(percent: Percent, pyramid: bool) -> None:
     """Within 2%, and 5% where layers differ: only a part of them are walked, unless somebody listens."""
     depth, where = 40, machine(False, disk_read_bytes_per_s=5e8, step_s=1e-4)
@@ -119,16 +116,15 @@ def test_what_binds_is_what_works_longest_in_the_longer_phase() -> None:
 
 
 @pytest.mark.parametrize("name", ["disk_read_bytes_per_s", "matmul_flops_per_s"])
-@pytest.mark.parametrize("left", [0.5, 0.9])
-def test_contention_does_not_turn_a_gain_into_a_loss(name: str, left: float) -> None:
+def test_contention_does_not_turn_a_gain_into_a_loss(name: str) -> None:
     """Where at least half of the disk's rate is left beside compute. Below, a faster disk that is busy beside compute
     for longer could be predicted slower."""
     policy, need = Policy(32, 1, (0, 0, 100, 0, 100, 0)), WorkloadShape.full(32, 64, 6, BLOCKS)
-    where = machine(True, disk_read_beside_compute=left, compute_beside_disk_read=left, disk_read_bytes_per_s=1e9)
+    where = machine(True, disk_read_beside_compute=0.5, compute_beside_disk_read=0.5, disk_read_bytes_per_s=1e9)
     where = replace(where, profile=faster(where.profile, name, 1e-1))
     seconds = [
         predicted(policy, need, replace(where, profile=faster(where.profile, name, 1.1**i))).total_s
-        for i in range(0, 50, 3)
+        for i in range(0, 50, 6)
     ]
     assert seconds == sorted(seconds, reverse=True) and seconds[0] > 2 * seconds[-1]
 

@@ -239,7 +239,7 @@ def test_no_placement_needs_less_than_a_refusal_says(need: WorkloadShape, is_hos
         assert found.excess <= sum(plan.overflow(budgets).values()) + 4096
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(small_needs, st.booleans(), st.lists(st.floats(0, 0.5), min_size=6, max_size=6), st.data())
 def test_rounding_breaks_no_budget(
     need: WorkloadShape, is_host: bool, shares: list[float], data: st.DataObject
