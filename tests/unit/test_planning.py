@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +17,7 @@ from flexgen_h2o.engine.workload import Batch, WorkloadShape, even_blocks, shape
 from flexgen_h2o.kvcache.eviction import Full
 from flexgen_h2o.kvcache.prefixes import PromptGroup
 from flexgen_h2o.models import built_in_spec
-from flexgen_h2o.planner.measure import run as choose
+from flexgen_h2o.planner.lp import SearchSpace
 from flexgen_h2o.planner.plans import WORTH_MEASURING_S, Planner
 from flexgen_h2o.planner.predict import Machine, predict
 from flexgen_h2o.planner.profile import NOMINAL, HardwareProfile, nominal_profile, write_profile
@@ -68,9 +69,12 @@ def test_a_profile_without_the_dtype_is_refused_by_its_flag(tmp_path: Path) -> N
         llm.check_plan()
 
 
-@pytest.mark.parametrize("slow", [1.0, 1e4])
-def test_only_a_long_run_is_worth_measuring_for(slow: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And then the plan is made anew with what was measured."""
+@pytest.mark.parametrize("seconds", [WORTH_MEASURING_S - 1, WORTH_MEASURING_S + 1])
+@pytest.mark.parametrize("given", [False, True])
+def test_only_a_long_run_is_worth_measuring_for(
+    seconds: float, given: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then the plan is made anew with what was measured; a given profile is never measured over."""
     measured = replace(nominal_profile(True), machine="measured")
     asked: list[bool] = []
 
@@ -78,21 +82,17 @@ def test_only_a_long_run_is_worth_measuring_for(slow: float, tmp_path: Path, mon
         asked.append(measure_missing)
         return measured if measure_missing else nominal_profile(True)
 
+    def found(space: SearchSpace) -> SimpleNamespace:
+        policy = Policy(2 if space.machine.profile is measured else 1)
+        return SimpleNamespace(policy=policy, prediction=SimpleNamespace(total_s=seconds))
+
     monkeypatch.setattr("flexgen_h2o.planner.plans.profile_of_this_machine", of_this_machine)
-    need = replace(NEED, rows=int(8 * slow))
-    plans = planner(tmp_path)
-    plans.choose(need, Policy(), NO_BUDGETS)
-    assert asked == ([False] if slow == 1 else [False, True])
-    assert plans.profile.machine == (NOMINAL if slow == 1 else "measured")
+    monkeypatch.setattr("flexgen_h2o.planner.plans.search", found)
+    plans = planner(tmp_path, nominal_profile(True) if given else None)
+    is_worth_it = seconds > WORTH_MEASURING_S and not given
+    assert plans.choose(NEED, Policy(), NO_BUDGETS).gpu_batch_size == (2 if is_worth_it else 1)
+    assert asked == ([] if given else [False, True] if is_worth_it else [False])
     assert WORTH_MEASURING_S > 60
-
-
-def test_a_given_profile_is_never_measured_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long the run."""
-    monkeypatch.setattr(choose, "measure", lambda *args: pytest.fail("measured"))
-    plans = planner(tmp_path, nominal_profile(True))
-    plans.choose(replace(NEED, rows=60_000), Policy(), NO_BUDGETS)
-    assert plans.profile.machine == NOMINAL
 
 
 # ---- predictions

@@ -389,7 +389,7 @@ def _planned(costs: Costs, run: _Run, sweep: int) -> Steps:
 
 def _indices(costs: Costs) -> list[int]:
     """The first layer of each kind."""
-    kinds = [layer.kind for layer in costs.layers.layers]
+    kinds: list[str] = [layer.kind for layer in costs.layers.layers]
     return [kinds.index(kind) for kind in KINDS]
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from flexgen_h2o.core.config import Policy
-from flexgen_h2o.engine.workload import Batch, WorkloadShape, even_blocks, fitted, need_of, shape_of
+from flexgen_h2o.engine.workload import Batch, WorkloadShape, even_blocks, need_of, shape_of
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full, SnapKV
 from flexgen_h2o.kvcache.prefixes import PromptGroup
 
@@ -98,5 +98,3 @@ def test_the_shape_is_of_the_rows_there_are(gbs: int, batches: int, rows: int, s
     found = shape_of(Policy(gbs, batches), need)
     assert (found.rows, found.micro_batches, found.tokens) == (*shape, 10 * shape[0])
     assert (found.slots, found.record) == (need.slots, need.record)
-    small = fitted(Policy(gbs, batches), need)
-    assert (small.gpu_batch_size, small.num_gpu_batches) == shape and shape_of(small, need) == found

@@ -14,13 +14,13 @@ from flexgen_h2o.core.config import MOST_ROWS, TIERS, ModelSpec, Policy
 from flexgen_h2o.core.errors import DoesNotFitError
 from flexgen_h2o.core.units import GIB, MIB
 from flexgen_h2o.engine.memory_plan import SEQUENTIAL, memory_plan, plan_within
-from flexgen_h2o.engine.workload import WorkloadShape, fitted, shape_of
+from flexgen_h2o.engine.workload import WorkloadShape, shape_of
 from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.planner.lp import SearchSpace, find_corners, placements, solve
 from flexgen_h2o.planner.predict import Machine
 from flexgen_h2o.planner.profile import Curve, find_profile, nominal_profile, read_profile
 from flexgen_h2o.planner.search import Plan, bounded, candidates, evaluate, search, sensitivity, tight_fit
-from tests.unit.planner.made_up import BLOCKS, DTYPE, HUGE, SPEC, evicting, machine
+from tests.unit.planner.made_up import BLOCKS, DTYPE, HUGE, SPEC, evicting, fitted, machine
 
 NEED = WorkloadShape.full(8, 20, 5, BLOCKS)
 NOTHING = (0, 0, 0, 0, 0, 0)
