@@ -175,17 +175,18 @@ class Costs:
 
     def _product_seconds(self, product: Product) -> float:
         """Rows are multiplied at most TOKEN_CHUNK at a time."""
+        rates, seconds = self.profile.rates(self.dtype), 0.0
         whole, rest = divmod(product.rows, TOKEN_CHUNK)
-        return sum(n * self._chunk_seconds(product, rows) for n, rows in ((whole, TOKEN_CHUNK), (1, rest)) if n * rows)
-
-    def _chunk_seconds(self, product: Product, rows: int) -> float:
-        rates = self.profile.rates(self.dtype)
-        rate = rates.matmul_rate(rows, product.inner, product.outer)
-        if self.at.form.in_int8:
-            rate *= rates.int8_speedup.at(rows)
-        elif product.blocked:
-            rate *= rates.blocked_speedup.at(rows)
-        return replace(product, rows=rows).flops / rate + self.profile.kernel_s
+        for count, rows in ((whole, TOKEN_CHUNK), (1, rest)):
+            if count and rows:
+                rate = rates.matmul_rate(rows, product.inner, product.outer)
+                if self.at.form.in_int8:
+                    rate *= rates.int8_speedup.at(rows)
+                elif product.blocked:
+                    rate *= rates.blocked_speedup.at(rows)
+                flops = 2.0 * rows * product.inner * product.outer
+                seconds += count * (flops / rate + self.profile.kernel_s)
+        return seconds
 
     def _priced(self, moves: Sequence[Transfer]) -> tuple[TransferCost, ...]:
         return tuple(self._transfer_cost(m) for m in moves if m.nbytes)
@@ -279,7 +280,7 @@ class Costs:
             rest_left = slower / (slower + taken * compute / longest)
         if p.device_is_host and not self.at.device_is_host:
             compute_left *= compute / (compute + busy["h2d"] + busy["d2h"])
-        return replace(self, profile=slowed(p, read_left, compute_left * rest_left, rest_left))
+        return replace(self, profile=_slowed(p, self.dtype, read_left, compute_left * rest_left, rest_left))
 
 
 @lru_cache(maxsize=64)
@@ -311,17 +312,18 @@ def _matrix_elements(unit: WeightUnit) -> int:
     return sum(t.numel for t in unit.tensors if len(t.shape) == 2)
 
 
-def slowed(profile: HardwareProfile, read_left: float, compute_left: float, rest_left: float = 1.0) -> HardwareProfile:
+def _slowed(
+    profile: HardwareProfile, dtype: str, read_left: float, compute_left: float, rest_left: float
+) -> HardwareProfile:
     """The profile with only these shares of its disk's read rate and of its compute rates. rest_left: of what is
     computed besides products and attention, steps' fixed costs included."""
-    compute = {}
-    for dtype, rates in profile.compute.items():
-        matmul = tuple(
-            (shape, tuple((inner, curve.scaled(compute_left)) for inner, curve in by_inner))
-            for shape, by_inner in rates.matmul_flops_per_s
-        )
-        attention = {name: getattr(rates, name).scaled(compute_left) for name in ATTENTION_RATES}
-        rest = {name: getattr(rates, name) * rest_left for name in OTHER_RATES}
-        compute[dtype] = replace(rates, matmul_flops_per_s=matmul, **attention, **rest)
+    rates = profile.rates(dtype)
+    matmul = tuple(
+        (shape, tuple((inner, curve.scaled(compute_left)) for inner, curve in by_inner))
+        for shape, by_inner in rates.matmul_flops_per_s
+    )
+    attention = {name: getattr(rates, name).scaled(compute_left) for name in ATTENTION_RATES}
+    rest = {name: getattr(rates, name) * rest_left for name in OTHER_RATES}
+    compute = {dtype: replace(rates, matmul_flops_per_s=matmul, **attention, **rest)}
     fixed = {name: getattr(profile, name) / rest_left for name in STEP_COSTS}
     return replace(profile, disk_read_bytes_per_s=profile.disk_read_bytes_per_s * read_left, compute=compute, **fixed)

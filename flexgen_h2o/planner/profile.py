@@ -11,7 +11,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache
+from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -95,19 +95,20 @@ class ComputeRates:
     int8_speedup: Curve = AS_FAST
     requantise_speedup: float = 1.0
 
+    @cached_property
+    def _product_rates(self) -> dict[tuple[float, float, float], float]:
+        return {}
+
     def matmul_rate(self, rows: float, inner: float, outer: float) -> float:
         """FLOPs a second of (rows, inner) x (inner, outer)."""
-        return _matmul_rate(self.matmul_flops_per_s, rows, inner, outer)
-
-
-# A sweep has a handful of products, and a search asks for them thousands of times.
-@lru_cache(maxsize=8192)
-def _matmul_rate(products: Products, rows: float, inner: float, outer: float) -> float:
-    by_shape = tuple(
-        (shape, Curve(tuple((width, over_rows.at(rows)) for width, over_rows in by_inner)).at(inner))
-        for shape, by_inner in products
-    )
-    return Curve(by_shape).at(outer / inner)
+        key = rows, inner, outer
+        if key not in self._product_rates:  # a sweep has a handful, and a search asks for them thousands of times
+            by_shape = tuple(
+                (shape, Curve(tuple((width, over_rows.at(rows)) for width, over_rows in by_inner)).at(inner))
+                for shape, by_inner in self.matmul_flops_per_s
+            )
+            self._product_rates[key] = Curve(by_shape).at(outer / inner)
+        return self._product_rates[key]
 
 
 @dataclass(frozen=True)

@@ -61,10 +61,6 @@ class Product:
     outer: int
     blocked: bool = False
 
-    @property
-    def flops(self) -> float:
-        return 2.0 * self.rows * self.inner * self.outer
-
 
 @dataclass(frozen=True)
 class Work:
