@@ -84,8 +84,6 @@ REFUSED = [
     (["--output", "none/p.json"], "--output none/p.json"),
     (["--offload-dir", "broken.json"], "--offload-dir"),
     (["--offload-dir", "x\0"], "--offload-dir"),
-    (["--machine"], "--machine"),
-    (["--speed", "9"], "--speed"),
 ]
 
 

@@ -248,18 +248,6 @@ def test_int8_compute_needs_room_for_products_and_none_to_unpack() -> None:
 # ---- blocked
 
 
-def test_a_product_with_blocked_rows_is_planned_for() -> None:
-    """At most BLOCK_CHUNK bytes of rows are multiplied, or blocked, at a time."""
-    tied, untied = make_spec(), make_spec(tie_word_embeddings=False, vocab_size=5000)
-    assert product_bytes(tied, 1024, 300, 2) == 1024 * 96 * 2
-    assert product_bytes(untied, 1024, 300, 2) == 300 * 5000 * 2
-    assert product_bytes(untied, 4096, 4096, 2) == 1024 * 5000 * 2
-    wide = make_spec(hidden_size=49152, num_attention_heads=4, word_embed_proj_dim=49152, ffn_dim=196608)
-    assert product_bytes(wide, 1024, 1, 2) == 1024 * 2 * (BLOCK_CHUNK // 98304) * 2
-    assert blocking_bytes(tied, 2) == 96 * 48 * 2 and blocking_bytes(untied, 2) == 5000 * 48 * 2
-    assert blocking_bytes(wide, 2) == BLOCK_CHUNK
-
-
 def test_a_wide_attention_is_planned_for() -> None:
     """Heads x width may be more than the MLP is wide."""
     config = {
@@ -285,7 +273,12 @@ def test_temporaries_cover_it_where_weights_are_blocked() -> None:
     for itemsize, is_host, policy in ((4, True, Policy()), (2, False, Policy()), (2, False, Policy(int8_compute=True))):
         assert temporaries(itemsize, is_host, policy) == temporary_bytes(untied, shape, itemsize, policy)
     assert temporaries(2, True, Policy()) == temporary_bytes(untied, shape, 2, Policy()) + 300 * 5000 * 2
+    assert blocking_bytes(untied, 2) == 5000 * 48 * 2
     assert temporaries(2, True, Policy(), BlockShape(1, 1, 1, (1, 1))) >= blocking_bytes(untied, 2)
+    # At most BLOCK_CHUNK bytes of rows are multiplied, or blocked, at a time.
+    wide = make_spec(hidden_size=49152, num_attention_heads=4, word_embed_proj_dim=49152, ffn_dim=196608)
+    assert product_bytes(wide, 1024, 1, 2) == 1024 * 2 * (BLOCK_CHUNK // 98304) * 2
+    assert blocking_bytes(wide, 2) == BLOCK_CHUNK
     int8 = Policy(int8_compute=True)
     want = temporary_bytes(untied, shape, 2, int8) + int8_product_bytes(untied, 2000, 300)
     assert temporaries(2, True, int8) == want > temporary_bytes(untied, shape, 2, int8)
