@@ -83,14 +83,10 @@ class Ring:
     """Space of one buffer, first in, first out. Regions are contiguous; one that does not fit at the end wraps."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
-        self._buffer = buffer
+        self._buffer, self.capacity = buffer, buffer.numel()
         self._live: deque[Region] = deque()
-        self._old: list[Region] = []
+        self._old: deque[Region] = deque()
         self._too_large: float = math.inf  # bytes that had no room; no more will have, until a region is given back
-
-    @property
-    def capacity(self) -> int:
-        return self._buffer.numel()
 
     def take(self, nbytes: int) -> Region | None:
         """A region of at least `nbytes`, or None while older regions still hold the space."""
@@ -105,7 +101,8 @@ class Ring:
         if start is None:
             self._too_large = size
             return None
-        self._old = [r for r in self._old if not all(u.is_done for u in r.users)]
+        while self._old and all(u.is_done for u in self._old[0].users):
+            self._old.popleft()
         after = [u for r in self._old if r.start < start + size and start < r.end for u in r.users]
         region = Region(start, start + size, self._buffer[start : start + size], after)
         self._live.append(region)
