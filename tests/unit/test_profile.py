@@ -180,11 +180,10 @@ def test_file_that_is_no_profile(text: str, tmp_path: Path) -> None:
 @settings(max_examples=10)
 @given(st.recursive(st.none() | st.booleans() | st.floats() | st.text(), st.lists))
 def test_nothing_but_usage_errors_come_of_strange_values(value: Any) -> None:
-    for name in PROFILE.to_json():
-        body = copy.deepcopy(PROFILE.to_json())
-        body[name] = value
+    body = PROFILE.to_json()
+    for name in body:
         try:
-            assert isinstance(profile_from_json(body), HardwareProfile)
+            assert isinstance(profile_from_json({**body, name: value}), HardwareProfile)
         except UsageError:
             pass
 
