@@ -11,7 +11,7 @@ from dataclasses import replace
 from flexgen_h2o.cli_common import OneLineParser, file_name, not_empty, results_are_in, run_cli, say
 from flexgen_h2o.core.errors import EXIT_DONE, FlexgenError, UsageError
 from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, check_writable, usable_path
-from flexgen_h2o.core.tables import aligned
+from flexgen_h2o.core.tables import aligned, three_digits
 from flexgen_h2o.core.units import format_bytes, format_seconds
 from flexgen_h2o.flags import say_idle_flags
 from flexgen_h2o.planner.profile import (
@@ -89,7 +89,7 @@ def _shown(args: argparse.Namespace) -> HardwareProfile:
             raise UsageError(f"{flag} and --show: nothing is measured with --show; leave one of them out")
     if args.show != CACHED:
         return read_profile(find_profile(args.show, "--show"), "--show")
-    from flexgen_h2o.planner.measure.machine import cached_profile
+    from flexgen_h2o.planner.measure.run import cached_profile
 
     found = cached_profile(args.device, args.offload_dir)
     if found is None:
@@ -102,8 +102,7 @@ def _measured(args: argparse.Namespace) -> HardwareProfile:
         args.output = usable_path(args.output, "--output")
         check_writable(args.output, "--output")
         results_are_in(args.output)
-    from flexgen_h2o.planner.measure.machine import store
-    from flexgen_h2o.planner.measure.run import measure, measure_again
+    from flexgen_h2o.planner.measure.run import measure, measure_again, store
 
     promise = [f"takes {PROMISED} where the machine is quiet, up to 2 GiB of disk and 1 GiB of memory meanwhile"]
 
@@ -141,7 +140,7 @@ def table(profile: HardwareProfile) -> str:
     lines += ["", "memory", *_columns([(name, format_bytes(size)) for name, size in sizes if size])]
     groups = (("GB/s", RATES, GIGA), ("us", SECONDS, MICRO), ("share left", SHARES, 1.0))
     for unit, names, scale in groups:
-        figures = [(what, _number(getattr(profile, field) / scale)) for field, what in names.items()]
+        figures = [(what, three_digits(getattr(profile, field) / scale)) for field, what in names.items()]
         lines += ["", unit, *_columns(figures)]
     for dtype, rates in profile.compute.items():
         lines += ["", *_compute(dtype, rates)]
@@ -154,7 +153,7 @@ def _compute(dtype: str, rates: ComputeRates) -> Iterator[str]:
     products = [(shape, i, c) for shape, by_inner in rates.matmul_flops_per_s for i, c in by_inner]
     rows = [rows for rows, _ in products[0][2].points]
     head = ["rows", *(f"{r:g}" for r in rows)]
-    body = [[f"{i:g} to {i * shape:g}", *(_number(c.at(r) / GIGA) for r in rows)] for shape, i, c in products]
+    body = [[f"{i:g} to {i * shape:g}", *(three_digits(c.at(r) / GIGA) for r in rows)] for shape, i, c in products]
     yield f"{dtype}: products, GFLOP/s"
     yield from _columns([head, *body])
     yield from _curves(
@@ -180,25 +179,19 @@ def _compute(dtype: str, rates: ComputeRates) -> Iterator[str]:
         "logits looked at, G/s": rates.logits_per_s,
     }
     yield f"{dtype}: others"
-    faster = "int4 to int8 on the device, times faster", _number(rates.requantise_speedup)
-    yield from _columns([*((what, _number(rate / GIGA)) for what, rate in others.items()), faster])
+    faster = "int4 to int8 on the device, times faster", three_digits(rates.requantise_speedup)
+    yield from _columns([*((what, three_digits(rate / GIGA)) for what, rate in others.items()), faster])
 
 
 def _curves(curves: dict[str, Curve], scale: float = GIGA) -> list[str]:
     """A line for each curve; those of a profile share their sizes or have one point each."""
     return _columns(
-        [[what, *(f"{size:g}: {_number(rate / scale)}" for size, rate in c.points)] for what, c in curves.items()]
+        [[what, *(f"{size:g}: {three_digits(rate / scale)}" for size, rate in c.points)] for what, c in curves.items()]
     )
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"  {line}" for line in aligned(rows, right=True)]
-
-
-def _number(value: float) -> str:
-    """Three significant digits, never an exponent."""
-    digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2 if abs(value) >= 1 else 3
-    return f"{value:,.{digits}f}"
 
 
 if __name__ == "__main__":

@@ -30,8 +30,7 @@ from flexgen_h2o.engine.report import RunReport, column_bytes
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.flags import as_flags, check_positions
 from flexgen_h2o.llm import LLM
-from flexgen_h2o.planner.measure.bench import HOST, Bench, Call
-from flexgen_h2o.planner.measure.compute import Held, Products
+from flexgen_h2o.planner.measure.bench import HOST, Bench, Call, Held, Products
 from flexgen_h2o.tiers.device import HostDevice
 
 PROBE_EVERY_S = 1.0

@@ -21,8 +21,7 @@ from flexgen_h2o.cli_common import OneLineParser, positive
 from flexgen_h2o.core.errors import FlexgenError
 from flexgen_h2o.core.units import TOKEN_CHUNK
 from flexgen_h2o.kernels.linear import BlockedRows, block_rows
-from flexgen_h2o.planner.measure.bench import HOST, Bench
-from flexgen_h2o.planner.measure.compute import MLP, Products
+from flexgen_h2o.planner.measure.bench import HOST, MLP, Bench, Products
 from flexgen_h2o.tiers.device import HostDevice
 
 ROWS = (1, 4, 8, 16, 32, 64, 128, 256, 512, TOKEN_CHUNK)

@@ -23,3 +23,9 @@ def aligned(rows: Sequence[Sequence[str]], right: bool = False) -> list[str]:
 def markdown_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """A line each: the column names, the rule below them, and the rows."""
     return [f"| {' | '.join(names)} |", "|" + "---|" * len(names), *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def three_digits(value: float) -> str:
+    """Three significant digits or all before the point, never an exponent."""
+    digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2 if abs(value) >= 1 else 3
+    return f"{value:,.{digits}f}"

@@ -173,12 +173,6 @@ def shape_of(policy: Policy, need: WorkloadShape) -> BlockShape:
     return BlockShape(rows, batches, fed, need.slots, need.record, sharing, need.common)
 
 
-def fitted(policy: Policy, need: WorkloadShape) -> Policy:
-    """The policy with batch sizes no larger than the pile."""
-    shape = shape_of(policy, need)
-    return replace(policy, gpu_batch_size=shape.rows, num_gpu_batches=shape.micro_batches)
-
-
 def need_of(eviction: Eviction, rows: int, sizes: set[tuple[int, int]], num_blocks: int) -> WorkloadShape:
     """The shape of `rows` rows. sizes: the (prompt tokens, most new tokens) that occur among them."""
     blocks = range(num_blocks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -94,9 +94,15 @@ class Costs:
     def _step_costs(self) -> dict[tuple[int, Batch, int], StepCost]:
         return {}
 
+    @cached_property
+    def _weight_loads(self) -> dict[int, tuple[TransferCost, ...]]:
+        return {}
+
     def weight_load(self, unit: int) -> tuple[TransferCost, ...]:
         """One load of a weight unit."""
-        return self._priced(weight_moves(self.at, self.layers.units[unit]))
+        if unit not in self._weight_loads:
+            self._weight_loads[unit] = self._priced(weight_moves(self.at, self.layers.units[unit]))
+        return self._weight_loads[unit]
 
     def dequantise_s(self, unit: int) -> float:
         """To unpack a weight unit for a block."""
@@ -169,17 +175,18 @@ class Costs:
 
     def _product_seconds(self, product: Product) -> float:
         """Rows are multiplied at most TOKEN_CHUNK at a time."""
+        rates, seconds = self.profile.rates(self.dtype), 0.0
         whole, rest = divmod(product.rows, TOKEN_CHUNK)
-        return sum(n * self._chunk_seconds(product, rows) for n, rows in ((whole, TOKEN_CHUNK), (1, rest)) if n * rows)
-
-    def _chunk_seconds(self, product: Product, rows: int) -> float:
-        rates = self.profile.rates(self.dtype)
-        rate = rates.matmul_rate(rows, product.inner, product.outer)
-        if self.at.form.in_int8:
-            rate *= rates.int8_speedup.at(rows)
-        elif product.blocked:
-            rate *= rates.blocked_speedup.at(rows)
-        return replace(product, rows=rows).flops / rate + self.profile.kernel_s
+        for count, rows in ((whole, TOKEN_CHUNK), (1, rest)):
+            if count and rows:
+                rate = rates.matmul_rate(rows, product.inner, product.outer)
+                if self.at.form.in_int8:
+                    rate *= rates.int8_speedup.at(rows)
+                elif product.blocked:
+                    rate *= rates.blocked_speedup.at(rows)
+                flops = 2.0 * rows * product.inner * product.outer
+                seconds += count * (flops / rate + self.profile.kernel_s)
+        return seconds
 
     def _priced(self, moves: Sequence[Transfer]) -> tuple[TransferCost, ...]:
         return tuple(self._transfer_cost(m) for m in moves if m.nbytes)
@@ -206,17 +213,22 @@ class Costs:
     def busy(self, block: Sequence[Batch], sweep: int) -> dict[str, float]:
         """Seconds that each resource works in a sweep of a block; their largest bounds the sweep from below when all
         overlap, their sum when nothing does. What loads take from compute is compute."""
+        return self._busy(*self._of_sweep(block, sweep))
+
+    def _busy(
+        self, moved: Sequence[tuple[TransferCost, int]], steps: Sequence[tuple[StepCost, int]]
+    ) -> dict[str, float]:
         found = dict.fromkeys(RESOURCES, 0.0)
         beside = self.profile.device_is_asynchronous  # issuing goes on beside what is queued on the device
         issue_s = 0.0
         for index, count in self.loaded_kinds.items():
             found["device_compute"] += count * self.dequantise_s(self.layers.layers[index].unit)
-        for moved, times in self._moved(block, sweep):
-            found[moved.lane] += times * moved.seconds
-            found["device_compute"] += times * moved.taken_s
-            if moved.link:
-                found[moved.link] += times * moved.link_s
-        for cost, times in self._steps(block, sweep):
+        for transfer, times in moved:
+            found[transfer.lane] += times * transfer.seconds
+            found["device_compute"] += times * transfer.taken_s
+            if transfer.link:
+                found[transfer.link] += times * transfer.link_s
+        for cost, times in steps:
             device_s = cost.device_s if beside else cost.device_s + cost.issue_s
             if not self.at.policy.overlap:  # each step is waited for
                 device_s = max(device_s, cost.issue_s)
@@ -226,20 +238,25 @@ class Costs:
         found["device_compute"] = max(found["device_compute"], issue_s)
         return found
 
-    def _moved(self, block: Sequence[Batch], sweep: int) -> Iterator[tuple[TransferCost, int]]:
-        """The loads and stores of a sweep, each with how often."""
-        for index, count in self.loaded_kinds.items():
-            yield from ((load, count) for load in self.weight_load(self.layers.layers[index].unit))
-        for cost, times in self._steps(block, sweep):
-            moved = (*cost.kv_load, *cost.kv_store, *cost.hidden_load, *cost.hidden_store)
-            yield from ((one, times) for one in moved)
-
-    def _steps(self, block: Sequence[Batch], sweep: int) -> Iterator[tuple[StepCost, int]]:
-        """The steps of a sweep, each with how often."""
-        batches, kinds = Counter(block), Counter(self.kinds)
-        for index, layers in kinds.items():
-            for batch, count in batches.items():
-                yield self.step(index, batch, sweep), layers * count
+    def _of_sweep(
+        self, block: Sequence[Batch], sweep: int
+    ) -> tuple[list[tuple[TransferCost, int]], list[tuple[StepCost, int]]]:
+        """The transfers and the steps of a sweep, each with how often."""
+        batches = Counter(block)
+        steps = [
+            (self.step(index, batch, sweep), layers * count)
+            for index, layers in Counter(self.kinds).items()
+            for batch, count in batches.items()
+        ]
+        moved = [
+            (load, count)
+            for index, count in self.loaded_kinds.items()
+            for load in self.weight_load(self.layers.layers[index].unit)
+        ]
+        for cost, times in steps:
+            every = (*cost.kv_load, *cost.kv_store, *cost.hidden_load, *cost.hidden_store)
+            moved += ((transfer, times) for transfer in every)
+        return moved, steps
 
     def with_contention(self, block: Sequence[Batch], sweep: int) -> Costs:
         """The same, where resources slow each other down as far as they are busy at once.
@@ -247,7 +264,8 @@ class Costs:
         Reading the disk and computing do, the more the shorter the requests are; and copies to and from a device that
         is made of ordinary memory take the cores that compute.
         """
-        p, busy = self.profile, self.busy(block, sweep)
+        p, (moved, steps) = self.profile, self._of_sweep(block, sweep)
+        busy = self._busy(moved, steps)
         compute = busy["device_compute"] + busy["host_compute"]
         if not self.at.policy.overlap or not compute:
             return self
@@ -257,12 +275,12 @@ class Costs:
             read_left = 1 - compute / longest * (1 - p.disk_read_beside_compute)
             compute_left = 1 - busy["disk_read"] / longest * (1 - p.compute_beside_disk_read)
             # What is read while compute waits takes nothing from it.
-            taken = sum(times * moved.taken_s for moved, times in self._moved(block, sweep))
+            taken = sum(times * transfer.taken_s for transfer, times in moved)
             slower = (compute - taken) / compute_left
             rest_left = slower / (slower + taken * compute / longest)
         if p.device_is_host and not self.at.device_is_host:
             compute_left *= compute / (compute + busy["h2d"] + busy["d2h"])
-        return replace(self, profile=slowed(p, read_left, compute_left * rest_left, rest_left))
+        return replace(self, profile=_slowed(p, self.dtype, read_left, compute_left * rest_left, rest_left))
 
 
 @lru_cache(maxsize=64)
@@ -294,17 +312,18 @@ def _matrix_elements(unit: WeightUnit) -> int:
     return sum(t.numel for t in unit.tensors if len(t.shape) == 2)
 
 
-def slowed(profile: HardwareProfile, read_left: float, compute_left: float, rest_left: float = 1.0) -> HardwareProfile:
+def _slowed(
+    profile: HardwareProfile, dtype: str, read_left: float, compute_left: float, rest_left: float
+) -> HardwareProfile:
     """The profile with only these shares of its disk's read rate and of its compute rates. rest_left: of what is
     computed besides products and attention, steps' fixed costs included."""
-    compute = {}
-    for dtype, rates in profile.compute.items():
-        matmul = tuple(
-            (shape, tuple((inner, curve.scaled(compute_left)) for inner, curve in by_inner))
-            for shape, by_inner in rates.matmul_flops_per_s
-        )
-        attention = {name: getattr(rates, name).scaled(compute_left) for name in ATTENTION_RATES}
-        rest = {name: getattr(rates, name) * rest_left for name in OTHER_RATES}
-        compute[dtype] = replace(rates, matmul_flops_per_s=matmul, **attention, **rest)
+    rates = profile.rates(dtype)
+    matmul = tuple(
+        (shape, tuple((inner, curve.scaled(compute_left)) for inner, curve in by_inner))
+        for shape, by_inner in rates.matmul_flops_per_s
+    )
+    attention = {name: getattr(rates, name).scaled(compute_left) for name in ATTENTION_RATES}
+    rest = {name: getattr(rates, name) * rest_left for name in OTHER_RATES}
+    compute = {dtype: replace(rates, matmul_flops_per_s=matmul, **attention, **rest)}
     fixed = {name: getattr(profile, name) / rest_left for name in STEP_COSTS}
     return replace(profile, disk_read_bytes_per_s=profile.disk_read_bytes_per_s * read_left, compute=compute, **fixed)

@@ -21,7 +21,7 @@ from flexgen_h2o.core.errors import FlexgenError
 from flexgen_h2o.core.units import GIB
 from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, Depth, MemoryPlan, memory_plan
 from flexgen_h2o.engine.workload import WorkloadShape, shape_of
-from flexgen_h2o.planner.costs import LANES, Costs
+from flexgen_h2o.planner.costs import LANES
 from flexgen_h2o.planner.predict import PHASES, Machine
 
 KINDS = ("weights", "cache", "hidden")
@@ -131,7 +131,7 @@ def find_corner(space: SearchSpace, policy: Policy, moved: Sequence[int], depth:
     policy = replace(policy, percent=as_percent(100 if i in moved else 0 for i in range(6)))
     plan, shape = space.memory(policy, depth), shape_of(policy, need)
     block = need.block((shape.rows,) * shape.micro_batches)
-    costs = Costs(machine.setting(space.spec, policy, need), machine.profile, machine.dtype)
+    costs = machine.costs(space.spec, policy, need)
     sweeps = {"prefill": 0, "decode": max(1, need.gen_len // 2)}
     busy = {phase: costs.busy(block, sweep) for phase, sweep in sweeps.items()}
     return Corner({tier: plan.bytes_on(tier) for tier in TIERS}, busy)

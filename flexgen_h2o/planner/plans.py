@@ -24,11 +24,10 @@ from flexgen_h2o.engine.workload import (
     shape_of_blocks,
 )
 from flexgen_h2o.kvcache.prefixes import SHARINGS, PromptGroup, Sharing, TokenIds
-from flexgen_h2o.planner.lp import Budgets
-from flexgen_h2o.planner.measure.machine import NOMINAL
+from flexgen_h2o.planner.lp import Budgets, SearchSpace
 from flexgen_h2o.planner.measure.run import calmer, profile_of_this_machine
 from flexgen_h2o.planner.predict import Machine, Prediction, predict
-from flexgen_h2o.planner.profile import HardwareProfile, find_profile, read_profile
+from flexgen_h2o.planner.profile import NOMINAL, HardwareProfile, find_profile, read_profile
 from flexgen_h2o.planner.search import search
 
 # Measuring takes about a minute: worth it before a run that will take longer than this.
@@ -95,10 +94,10 @@ class Planner:
         """
         self.check_dtype()
         self._measure_again_if_calm(budgets)
-        plan = search(self.part.spec, need, base, self._machine, budgets)
+        plan = search(SearchSpace(self.part.spec, need, base, self._machine, budgets))
         if self.profile.machine == NOMINAL and plan.prediction.total_s > WORTH_MEASURING_S:
             self._profile = self._find_profile(measure_missing=True)
-            plan = search(self.part.spec, need, base, self._machine, budgets)
+            plan = search(SearchSpace(self.part.spec, need, base, self._machine, budgets))
         return plan.policy
 
     def _measure_again_if_calm(self, budgets: Budgets) -> None:
@@ -115,11 +114,9 @@ class Planner:
     def _find_profile(self, measure_missing: bool) -> HardwareProfile:
         if self._hardware is None:
             return profile_of_this_machine(self._device, self._offload_dir, _say, measure_missing)
-        return (
-            self._hardware
-            if isinstance(self._hardware, HardwareProfile)
-            else read_profile(find_profile(self._hardware))
-        )
+        if isinstance(self._hardware, HardwareProfile):
+            return self._hardware
+        return read_profile(find_profile(self._hardware))
 
     # Rows
 

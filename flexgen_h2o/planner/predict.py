@@ -1,24 +1,37 @@
-"""What a policy will cost: seconds of both phases, bytes on each tier, and what binds. Decided by the simulator."""
+"""What a policy will cost: seconds of both phases, bytes on each tier, and what binds. Decided by a simulation.
+
+The simulation is the engine's own walk (engine/loop.py) on a simulated clock, with rings of the sizes of the memory
+plan. A load is an event at the end of its lane's queue, and waiting sets the clock. Each lane serves its queue in order
+and whatever an operation waits for was queued before it, so the time of an event is known when it is queued.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, ModelSpec, Policy
+from flexgen_h2o.core.schedule import Step, weight_sequence
+from flexgen_h2o.engine.loop import ATTENTION_KINDS, BaseWeightStream, UnitKey, Walk
 from flexgen_h2o.engine.memory_plan import MemoryPlan
-from flexgen_h2o.engine.workload import Block, WorkloadShape
-from flexgen_h2o.planner.costs import RESOURCES, Costs
+from flexgen_h2o.engine.workload import Batch, Block, WorkloadShape
+from flexgen_h2o.planner.costs import LANES, RESOURCES, Costs, StepCost, TransferCost
 from flexgen_h2o.planner.profile import HardwareProfile
-from flexgen_h2o.planner.simulate import OnSpan, simulate
-from flexgen_h2o.planner.work import CostContext
+from flexgen_h2o.planner.work import CostContext, hidden_is_brought, kv_ring_bytes, tokens_of, weight_ring_bytes
+from flexgen_h2o.tiers.stream import Done, Region, Ring, Waitable, wait_all
 
 _Any = TypeVar("_Any")
 PHASES = ("prefill", "decode")
 CUT_BLOCKS = 6  # transformer blocks that are simulated of a deep model, and twice as many
 MOST_WALKED = 8  # sweeps of a block that are simulated; the others are interpolated
+ALL = "all"  # seconds of a phase as a whole, beside those that each resource works
+Spent = dict[str, dict[str, float]]  # seconds by phase and by resource, and ALL
+OnSpan = Callable[[str, str, float, float], None]  # lane, name, start and end in seconds
+_NO_SPAN = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -79,6 +92,9 @@ class Machine:
     def setting(self, spec: ModelSpec, policy: Policy, need: WorkloadShape) -> CostContext:
         return CostContext(spec, policy, need, self.itemsize, self.device_is_host)
 
+    def costs(self, spec: ModelSpec, policy: Policy, need: WorkloadShape) -> Costs:
+        return Costs(self.setting(spec, policy, need), self.profile, self.dtype)
+
 
 def predict(
     spec: ModelSpec, policy: Policy, need: WorkloadShape, machine: Machine, plan: MemoryPlan,
@@ -88,17 +104,15 @@ def predict(
 
     on_span hears what the first block does.
     """
-    costs = Costs(machine.setting(spec, policy, need), machine.profile, machine.dtype)
-    seconds = dict.fromkeys(PHASES, 0.0)
-    busy = {phase: dict.fromkeys(RESOURCES, 0.0) for phase in PHASES}
+    costs = machine.costs(spec, policy, need)
+    spent: Spent = {phase: dict.fromkeys((ALL, *RESOURCES), 0.0) for phase in PHASES}
     for i, (block, count) in enumerate(blocks):
-        found, worked = _block_seconds(costs, plan, block, on_span if i == 0 else None)
-        for phase in PHASES:
-            seconds[phase] += count * found[phase]
-            for name, value in worked[phase].items():
-                busy[phase][name] += count * value
+        for phase, found in _of_block(costs, plan, block, on_span if i == 0 else None).items():
+            for name, seconds in found.items():
+                spent[phase][name] += count * seconds
+    prefill_s, decode_s = (spent[phase].pop(ALL) for phase in PHASES)
     peak = {tier: plan.bytes_on(tier) for tier in TIERS}
-    return Prediction(seconds["prefill"], seconds["decode"], need.rows * need.gen_len, peak, busy)
+    return Prediction(prefill_s, decode_s, need.rows * need.gen_len, peak, spent)
 
 
 def walked_sweeps(gen_len: int) -> tuple[int, ...]:
@@ -110,22 +124,18 @@ def walked_sweeps(gen_len: int) -> tuple[int, ...]:
     return (0, 1, 2, 3, middle, middle + 1, gen_len - 2, gen_len - 1)
 
 
-def _block_seconds(
-    costs: Costs, plan: MemoryPlan, block: Block, on_span: OnSpan | None
-) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """Seconds by phase, and busy seconds by phase and resource. Of a deep model a few transformer blocks are walked,
-    and twice as many: what the others add is the difference, for each as much."""
+def _of_block(costs: Costs, plan: MemoryPlan, block: Block, on_span: OnSpan | None) -> Spent:
+    """Of a deep model a few transformer blocks are walked, and twice as many: what the others add is the difference,
+    for each as much."""
     depth = costs.at.spec.num_blocks
     if depth <= 2 * CUT_BLOCKS or on_span is not None:
         return _walk(costs, plan, block, on_span)
     few, more = (_walk(replace(costs, at=_cut(costs.at, n)), plan, block, None) for n in (CUT_BLOCKS, 2 * CUT_BLOCKS))
     times = depth / CUT_BLOCKS - 2
-
-    def extended(less: Mapping[str, float], full: Mapping[str, float]) -> dict[str, float]:
-        return {name: full[name] + max(0.0, full[name] - less[name]) * times for name in full}
-
-    busy = {phase: extended(few[1][phase], more[1][phase]) for phase in PHASES}
-    return extended(few[0], more[0]), busy
+    return {
+        phase: {name: full + max(0.0, full - few[phase][name]) * times for name, full in more[phase].items()}
+        for phase in PHASES
+    }
 
 
 def _cut(at: CostContext, depth: int) -> CostContext:
@@ -140,24 +150,19 @@ def _cut(at: CostContext, depth: int) -> CostContext:
     return replace(at, spec=cut, need=replace(need, slots=some(need.slots), kept=some(need.kept)))
 
 
-def _walk(
-    costs: Costs, plan: MemoryPlan, block: Block, on_span: OnSpan | None
-) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    need = costs.at.need
-    walked = walked_sweeps(need.gen_len)
-    middle = need.gen_len // 2
-    both = costs.with_contention(block, 0), costs.with_contention(block, middle or 1)
+def _walk(costs: Costs, plan: MemoryPlan, block: Block, on_span: OnSpan | None) -> Spent:
+    """What some sweeps take, and those between them as much as they."""
+    gen_len = costs.at.need.gen_len
+    walked = walked_sweeps(gen_len)
+    both = costs.with_contention(block, 0), costs.with_contention(block, gen_len // 2 or 1)
     result = simulate(both, plan, block, walked, on_span)
-    seconds = [end - start for start, end in zip((0.0, *result.ends), result.ends, strict=False)]
-    nothing = dict.fromkeys(RESOURCES, 0.0)
-    busy = [
-        {name: now[name] - before[name] for name in RESOURCES}
-        for before, now in zip((nothing, *result.busy), result.busy, strict=False)
-    ]
-    decode = {name: _sum_of_sweeps(walked[1:], [b[name] for b in busy[1:]]) for name in RESOURCES}
-    times = {"prefill": seconds[0], "decode": _sum_of_sweeps(walked[1:], seconds[1:])}
-    times["decode" if need.gen_len > 1 else "prefill"] += result.settle_s
-    return times, {"prefill": busy[0], "decode": decode}
+    sums = [{ALL: end, **busy} for end, busy in zip(result.ends, result.busy, strict=True)]
+    before = [dict.fromkeys(sums[0], 0.0), *sums]
+    sweeps = [{name: now[name] - past[name] for name in now} for past, now in zip(before, sums, strict=False)]
+    decode = {name: _sum_of_sweeps(walked[1:], [sweep[name] for sweep in sweeps[1:]]) for name in sums[0]}
+    spent = {"prefill": sweeps[0], "decode": decode}
+    spent["decode" if gen_len > 1 else "prefill"][ALL] += result.settle_s
+    return spent
 
 
 def _sum_of_sweeps(walked: Sequence[int], values: Sequence[float]) -> float:
@@ -171,12 +176,268 @@ def _sum_of_sweeps(walked: Sequence[int], values: Sequence[float]) -> float:
     total = values[0]
     pairs = [((walked[i] + walked[i + 1]) / 2, (values[i] + values[i + 1]) / 2) for i in range(1, len(walked), 2)]
     for sweep in range(2, walked[-1] + 1):
-        total += _between(pairs, sweep)
+        (a, low), (b, high) = next((p for p in pairwise(pairs) if sweep <= p[1][0]), (pairs[-2], pairs[-1]))
+        total += low + (high - low) * (sweep - a) / (b - a)
     return total
 
 
-def _between(points: Sequence[tuple[float, float]], at: float) -> float:
-    for (a, low), (b, high) in pairwise(points):
-        if at <= b or b == points[-1][0]:
-            return low + (high - low) * (at - a) / (b - a)
-    return points[-1][1]
+# ---- the simulation
+
+
+class Simulated(NamedTuple):
+    """ends: when each simulated sweep ended, in seconds from the start; busy: seconds of each resource up to then.
+
+    settle_s: that the last stores take after the last sweep.
+    """
+
+    ends: list[float]
+    busy: list[dict[str, float]]
+    settle_s: float
+
+
+def simulate(
+    costs: tuple[Costs, Costs], plan: MemoryPlan, block: Sequence[Batch], sweeps: Sequence[int],
+    on_span: OnSpan | None = None,
+) -> Simulated:  # fmt: skip
+    """Walk the given sweeps of a block (the first is the prefill sweep, 0) and say when each ends.
+
+    costs: of prefill and of decode sweeps. `sweeps` may leave out some: units then have the columns of those that are
+    walked, so that a few sweeps stand for a long generation.
+    """
+    sim, policy = _Simulation(costs, plan, block, sweeps, on_span), costs[0].at.policy
+    walk = Walk(sim, costs[0].layers.layers, plan.depth, policy.overlap, len(sweeps), len(block))
+    walk.run(sim, _WeightStream(sim, len(sweeps)))
+    end = sim.ends[-1]
+    return Simulated(sim.ends, sim.busy_at_ends, max(end, sim.free["disk_write"], sim.free["d2h"]) - end)
+
+
+class _Event:
+    """Something is done at `time`; waiting for it sets the clock."""
+
+    __slots__ = ("_sim", "time")
+
+    def __init__(self, sim: _Simulation, time: float) -> None:
+        self._sim, self.time = sim, time
+
+    def wait(self) -> None:
+        if self.time > self._sim.now:
+            self._sim.now = self.time
+
+    @property
+    def is_done(self) -> bool:
+        return self.time <= self._sim.now
+
+
+class _Space:
+    """A buffer of which only the size counts."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+
+    def numel(self) -> int:
+        return self._nbytes
+
+    def __getitem__(self, part: slice) -> _Space:
+        return self
+
+
+class _StepCosts(dict[UnitKey, StepCost]):
+    """Of (sweep, layer, micro-batch), the sweep counted among those that are walked."""
+
+    def __init__(self, costs: tuple[Costs, Costs], block: Sequence[Batch], sweeps: Sequence[int]) -> None:
+        self._of = costs, block, sweeps
+
+    def __missing__(self, key: UnitKey) -> StepCost:
+        (costs, block, sweeps), (sweep, layer, k) = self._of, key
+        found = self[key] = costs[sweep > 0].step(layer, block[k], sweeps[sweep])
+        return found
+
+
+class _Simulation:
+    """The tiers and the runner of a walk, on a clock.
+
+    now: of the thread that issues compute. device: when the device has done all that was issued; computed: start and
+    end of what it was given last. free: when each lane's queue ends. busy: seconds that each resource has worked.
+    """
+
+    def __init__(
+        self, costs: tuple[Costs, Costs], plan: MemoryPlan, block: Sequence[Batch], sweeps: Sequence[int],
+        on_span: OnSpan | None,
+    ) -> None:  # fmt: skip
+        self.costs, self.costs_now, self._plan, self._on_span = costs, costs[0], plan, on_span
+        self._is_asynchronous, self._sweeps = costs[0].profile.device_is_asynchronous, len(sweeps)
+        self.now = self.device = 0.0
+        self._computed = (0.0, 0.0)
+        self.free, self._busy = dict.fromkeys(LANES, 0.0), dict.fromkeys(RESOURCES, 0.0)
+        self.ends: list[float] = []
+        self.busy_at_ends: list[dict[str, float]] = []
+        at, layers = costs[0].at, costs[0].layers.layers
+        count, self._last_layer = len(layers), len(layers) - 1
+        self._steps = steps = _StepCosts(costs, block, sweeps)
+        layer_of = {layer.block: i for i, layer in enumerate(layers) if layer.kind in ATTENTION_KINDS}
+        units = {(x, k): kv_ring_bytes(at, x, batch) for x in layer_of for k, batch in enumerate(block)}
+        row = at.spec.hidden_size * at.itemsize if hidden_is_brought(at) else 0
+        hidden = [[tokens_of(batch, sweep) * row for batch in block] for sweep in (0, 1)]
+        self.cache = _Store(
+            self, "cache", 1, lambda key: units[key[1:]], lambda key: key[0],
+            lambda key: steps[key[0], layer_of[key[1]], key[2]],
+        )  # fmt: skip
+        self.hidden = _Store(
+            self, "hidden", 2, lambda key: hidden[key[0] > 0][key[2]], lambda key: key[0] * count + key[1],
+            steps.__getitem__,
+        )  # fmt: skip
+        self.close_cache, self.close_hidden = self.cache.close, self.hidden.close
+
+    def ring(self, name: str) -> Ring | None:
+        nbytes = self._plan.size(name)
+        return Ring(cast(Any, _Space(nbytes))) if nbytes else None
+
+    def queue(self, name: str, costs: Iterable[TransferCost], after: Iterable[Waitable]) -> list[Waitable]:
+        """Operations at the ends of their lanes' queues."""
+        free, busy, events = self.free, self._busy, list[Waitable]()
+        ready = self.now
+        for event in after:
+            ready = max(ready, cast(_Event, event).time)
+        for cost in costs:
+            lane, link = cost.lane, cost.link
+            start = max(ready, free[lane])
+            free[lane] = end = start + cost.seconds
+            busy[lane] += cost.seconds
+            if link:  # another lane's copies over the same link wait meanwhile
+                busy[link] += cost.link_s
+                free[link] = max(free[link], start) + cost.link_s
+            self._record(lane, name, start, end)
+            events.append(_Event(self, end))
+        return events
+
+    def _record(self, lane: str, name: str, start: float, end: float) -> None:
+        if self._on_span is not None and end > start:
+            self._on_span(lane, name, start, end)
+
+    def span(self, lane: str, name: str) -> AbstractContextManager[None]:
+        """Of what is waited for within it, or computed."""
+        return _NO_SPAN if self._on_span is None else self._span(lane, name)
+
+    @contextmanager
+    def _span(self, lane: str, name: str) -> Iterator[None]:
+        start = self.now
+        yield
+        self._record(lane, name, *(self._computed if lane == "compute" else (start, self.now)))
+
+    def fence(self) -> Waitable:
+        return _Event(self, self.device)
+
+    def begin_step(self, step: Step) -> str:
+        self.costs_now = self.costs[step.sweep > 0]
+        return "decode" if step.sweep else "prefill"
+
+    def open_cache(self, key: UnitKey, region: Region | None) -> None:
+        """A region that no load fills may still be in the hands of its last users."""
+        if region is not None:
+            wait_all(region.after)
+
+    open_hidden = open_cache
+
+    def decode(self, seconds: float) -> None:
+        """Decode a weight unit."""
+        start = max(self.now, self.device)
+        self.device = start + seconds
+        self._busy["device_compute"] += seconds
+        if not self._is_asynchronous:
+            self.now = self.device
+        self._computed = (start, self.device)
+
+    def compute(self, step: Step) -> None:
+        cost, busy = self._steps[step.sweep, step.layer, step.micro_batch], self._busy
+        busy["device_compute"] += cost.device_s
+        busy["host_compute"] += cost.host_s
+        if self._is_asynchronous:
+            start = max(self.now, self.device)
+            self.device = start + cost.device_s
+            self.now += cost.issue_s
+            if cost.host_s:  # it needs the queries, and its result is waited for
+                self.now = max(self.now, self.device) + cost.host_s
+                self.device = self.now
+        else:
+            start = self.now
+            self.now = self.device = start + cost.device_s + cost.host_s + cost.issue_s
+            busy["device_compute"] += cost.issue_s
+        self._computed = (start, self.device)
+        if step.layer == self._last_layer:  # tokens are chosen on the host
+            self.now = max(self.now, self.device)
+
+    def end_layer(self, step: Step) -> bool:
+        if step.layer < self._last_layer:
+            return False
+        self.ends.append(self.now)
+        self.busy_at_ends.append(dict(self._busy))
+        return len(self.ends) == self._sweeps
+
+
+class _WeightStream(BaseWeightStream[None]):
+    """Weights of which only the seconds count; a source of its own."""
+
+    def __init__(self, sim: _Simulation, sweeps: int) -> None:
+        at, layers = sim.costs[0].at, sim.costs[0].layers
+        units = tuple(layer.unit for layer in layers.layers)
+        self._sim, self._nbytes = sim, [weight_ring_bytes(at, unit) for unit in layers.units]
+        ahead = len(units) if at.policy.overlap else 0
+        # Other sweeps, and the next block, follow: the engine loads ahead for them.
+        sequence = weight_sequence(sweeps + 1, units)
+        super().__init__(self, sim.ring("weight ring"), sequence, ahead, at.form.decodes)
+
+    def nbytes(self, key: int) -> int:
+        return self._nbytes[key]
+
+    def is_needed(self, key: int) -> bool:
+        return True
+
+    def is_ready(self, key: int) -> bool:
+        return True
+
+    def load(self, key: int, region: Region) -> list[Done]:
+        return cast(list[Done], self._sim.queue("load_weight", self._sim.costs_now.weight_load(key), region.after))
+
+    def _open(self, unit: int, region: Region | None) -> None:
+        pass
+
+    def _decode(self, unit: int, region: Region | None) -> tuple[None, bool]:
+        self._sim.decode(self._sim.costs_now.dequantise_s(unit))
+        return None, False
+
+
+class _Store:
+    """KV units or hidden states of which only sizes and seconds count, as of kvcache/store.CacheStore and
+    engine/hidden.HiddenStore.
+
+    Of a key, key[first:] names the unit; nbytes: its ring bytes; use: how often the unit was used before; cost: of the
+    step that uses it.
+    """
+
+    def __init__(
+        self, sim: _Simulation, name: str, first: int, nbytes: Callable[[UnitKey], int], use: Callable[[UnitKey], int],
+        cost: Callable[[UnitKey], StepCost],
+    ) -> None:  # fmt: skip
+        self.nbytes = nbytes
+        self._sim, self._name, self._first, self._use, self._cost = sim, name, first, use, cost
+        self._uses: Counter[tuple[int, ...]] = Counter()
+        self._stores: dict[tuple[int, ...], list[Waitable]] = {}
+
+    def is_needed(self, key: UnitKey) -> bool:
+        return True
+
+    def is_ready(self, key: UnitKey) -> bool:
+        return self._uses[key[self._first :]] == self._use(key)
+
+    def load(self, key: UnitKey, region: Region) -> list[Done]:
+        cost = self._cost(key)
+        moved = cost.kv_load if self._first == 1 else cost.hidden_load
+        after = [*region.after, *self._stores.get(key[self._first :], ())]
+        return cast(list[Done], self._sim.queue(f"load_{self._name}", moved, after))
+
+    def close(self, key: UnitKey, region: Region | None, fence: Waitable) -> list[Waitable]:
+        unit, cost = key[self._first :], self._cost(key)
+        moved = cost.kv_store if self._first == 1 else cost.hidden_store
+        self._uses[unit] += 1
+        self._stores[unit] = self._sim.queue(f"store_{self._name}", moved, [fence])
+        return [fence, *self._stores[unit]]

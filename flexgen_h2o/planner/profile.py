@@ -10,14 +10,16 @@ import json
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from flexgen_h2o.core.config import DTYPE_BYTES
 from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.core.files import policies_folder, read_object, usable_path, write_whole
+from flexgen_h2o.core.units import GIB
 
 PROFILE_SCHEMA = 4
 # Products in int8 over those in bf16 on a CPU whose profile is older than schema 3 and does not tell: what a 2-core AMD
@@ -45,12 +47,8 @@ class Curve:
     def flat(cls, rate: float) -> Curve:
         return cls(((1.0, rate),))
 
-    @cached_property
-    def _sizes(self) -> list[float]:
-        return [size for size, _ in self.points]
-
     def at(self, size: float) -> float:
-        i = bisect_left(self._sizes, size)
+        i = bisect_left(self.points, size, key=itemgetter(0))
         if i == 0 or i == len(self.points):
             return self.points[min(i, len(self.points) - 1)][1]
         (a, slow), (b, fast) = self.points[i - 1], self.points[i]
@@ -97,19 +95,20 @@ class ComputeRates:
     int8_speedup: Curve = AS_FAST
     requantise_speedup: float = 1.0
 
+    @cached_property
+    def _product_rates(self) -> dict[tuple[float, float, float], float]:
+        return {}
+
     def matmul_rate(self, rows: float, inner: float, outer: float) -> float:
         """FLOPs a second of (rows, inner) x (inner, outer)."""
-        return _matmul_rate(self.matmul_flops_per_s, rows, inner, outer)
-
-
-# A sweep has a handful of products, and a search asks for them thousands of times.
-@lru_cache(maxsize=8192)
-def _matmul_rate(products: Products, rows: float, inner: float, outer: float) -> float:
-    by_shape = tuple(
-        (shape, Curve(tuple((width, over_rows.at(rows)) for width, over_rows in by_inner)).at(inner))
-        for shape, by_inner in products
-    )
-    return Curve(by_shape).at(outer / inner)
+        key = rows, inner, outer
+        if key not in self._product_rates:  # a sweep has a handful, and a search asks for them thousands of times
+            by_shape = tuple(
+                (shape, Curve(tuple((width, over_rows.at(rows)) for width, over_rows in by_inner)).at(inner))
+                for shape, by_inner in self.matmul_flops_per_s
+            )
+            self._product_rates[key] = Curve(by_shape).at(outer / inner)
+        return self._product_rates[key]
 
 
 @dataclass(frozen=True)
@@ -189,9 +188,48 @@ class HardwareProfile:
         return self.compute[dtype]
 
     def to_json(self) -> dict[str, Any]:
-        body = {f.name: getattr(self, f.name) for f in fields(self)}
-        compute = {dtype: _rates_to_json(rates) for dtype, rates in self.compute.items()}
-        return {"schema": PROFILE_SCHEMA, **body, "compute": compute, "notes": dict(self.notes)}
+        return {"schema": PROFILE_SCHEMA, **{f.name: _plain(getattr(self, f.name)) for f in fields(self)}}
+
+
+NOMINAL = "nominal"
+
+
+def nominal_profile(device_is_host: bool) -> HardwareProfile:
+    """Two CPU cores with an NVMe disk, or the same with a card of 16 GB: round figures, none of them measured."""
+    in_bf16 = replace(_host_rates(3e11), int8_speedup=Curve.flat(UNKNOWN_INT8_SPEEDUP))
+    compute = {"float32": _host_rates(1e11), "bfloat16": in_bf16}
+    if not device_is_host:
+        compute = {dtype: _card_rates(2e13) for dtype in ("float32", "bfloat16", "float16")}
+    return HardwareProfile(
+        machine=NOMINAL, description="round figures of a small machine", date="",
+        source="nominal: nothing was measured", device_is_host=device_is_host,
+        device_is_asynchronous=not device_is_host, device_mem_bytes=0 if device_is_host else 16 * GIB,
+        host_mem_bytes=32 * GIB, disk_mem_bytes=500 * GIB, disk_read_bytes_per_s=2e9, disk_write_bytes_per_s=1e9,
+        h2d_bytes_per_s=1e10, d2h_bytes_per_s=1e10, h2d_unpinned_bytes_per_s=4e9, d2h_unpinned_bytes_per_s=4e9,
+        host_memory_bytes_per_s=2e10, device_memory_bytes_per_s=2e10 if device_is_host else 3e11,
+        disk_read_beside_compute=0.9, compute_beside_disk_read=0.95, kernel_s=1e-5, transfer_s=5e-5,
+        disk_request_s=1e-4, overlay_bytes_per_s=2e9, step_s=1e-4, attention_step_s=2e-4, eviction_step_s=2e-4,
+        row_s=2e-6, short_read_compute_s=5e-5 if device_is_host else 0.0,
+        cache_load_step_s=2e-4 if device_is_host else 0.0, compute=compute,
+    )  # fmt: skip
+
+
+def _host_rates(flops_per_s: float) -> ComputeRates:
+    flat, attention = Curve.flat, Curve.flat(1.5e10)
+    over_rows = Curve(((1, 1e10), (32, flops_per_s / 2), (128, flops_per_s)))
+    return ComputeRates(
+        ((1.0, ((4096.0, over_rows),)),), flat(flops_per_s / 3), flat(flops_per_s / 4), attention, attention, attention,
+        attention, 2e10, 5e9, 5e9, 1e9,
+    )  # fmt: skip
+
+
+def _card_rates(flops_per_s: float) -> ComputeRates:
+    flat, here, there = Curve.flat, Curve.flat(2e11), Curve.flat(1e10)
+    over_rows = Curve(((1, 2.5e11), (128, flops_per_s)))
+    return ComputeRates(
+        ((1.0, ((4096.0, over_rows),)),), flat(flops_per_s / 3), flat(flops_per_s / 4), here, here, there, there,
+        2e11, 5e10, 5e9, 1e11,
+    )  # fmt: skip
 
 
 def write_profile(path: Path, profile: HardwareProfile) -> None:
@@ -231,12 +269,11 @@ def profile_from_json(body: object) -> HardwareProfile:
     schema = body.get("schema")
     if isinstance(schema, bool) or not isinstance(schema, int) or not 1 <= schema <= PROFILE_SCHEMA:
         raise UsageError(f"schema is {schema!r}, this version reads 1 to {PROFILE_SCHEMA}")
-    given = {key: value for key, value in body.items() if key != "schema"}
+    given = {"notes": {}, **body}
+    del given["schema"]
     if schema < PROFILE_SCHEMA:
         given = _with_what_is_new(schema, given)
-    _check_keys("", given, HardwareProfile)
-    found = {f.name: _READERS[str(f.type)](f.name, given[f.name]) for f in fields(HardwareProfile) if f.name in given}
-    return HardwareProfile(**found)
+    return HardwareProfile(**_read_fields("", given, HardwareProfile))
 
 
 def _with_what_is_new(schema: int, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -254,12 +291,14 @@ def _with_what_is_new(schema: int, given: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, "compute": {d: {**new(d), **r} if isinstance(r, dict) else r for d, r in compute.items()}}
 
 
-def _check_keys(where: str, given: Mapping[str, object], kind: type) -> None:
-    names = {f.name for f in fields(kind)}
-    unknown, missing = sorted(set(given) - names), sorted(names - set(given) - {"notes"})
+def _read_fields(where: str, given: Mapping[str, object], kind: type) -> dict[str, Any]:
+    """The fields of a dataclass, each read as its annotation says."""
+    types = {f.name: str(f.type) for f in fields(kind)}
+    unknown, missing = sorted(set(given) - set(types)), sorted(set(types) - set(given))
     if unknown or missing:
         problem = f"unknown field {unknown[0]!r}" if unknown else f"field {missing[0]!r} is missing"
         raise UsageError(f"{where}{problem}")
+    return {name: _READERS[types[name]](name, value) for name, value in given.items()}
 
 
 def _text(name: str, value: object) -> str:
@@ -280,18 +319,19 @@ def _size(name: str, value: object) -> int:
     return value
 
 
+# By the ending of a number's name: the least, the most, and what it is.
+RANGES = {
+    "per_s": (1.0, MOST_RATE, "a rate"),
+    "_s": (0.0, MOST_SECONDS, "a time in seconds"),
+    "_speedup": (1 / MOST_SPEEDUP, MOST_SPEEDUP, "how many times faster"),
+    "": (0.01, 1.0, "a share"),
+}
+
+
 def _number(name: str, value: object) -> float:
-    """Rates, shares and seconds: the name's ending says which."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UsageError(f"{name}: {value!r} is not a number")
-    if name.endswith("per_s"):
-        low, high, what = 1.0, MOST_RATE, "a rate"
-    elif name.endswith("_s"):
-        low, high, what = 0.0, MOST_SECONDS, "a time in seconds"
-    elif name.endswith("_speedup"):
-        low, high, what = 1 / MOST_SPEEDUP, MOST_SPEEDUP, "how many times faster"
-    else:
-        low, high, what = 0.01, 1.0, "a share"
+    low, high, what = next(bounds for ending, bounds in RANGES.items() if name.endswith(ending))
     if not low <= value <= high:
         raise UsageError(f"{name}: {value!r:.40} is out of range; {what} is between {low:g} and {high:g}")
     return float(value)
@@ -301,7 +341,7 @@ def _points(name: str, value: object, least: float = 1.0) -> list[tuple[float, A
     """The (size, anything) pairs of a curve's object, by size."""
     if not isinstance(value, dict) or not value:
         raise UsageError(f"{name}: an object of sizes and rates is expected, not {value!r}")
-    found: list[tuple[float, Any]] = []
+    found: dict[float, Any] = {}
     for key, entry in value.items():
         try:
             size = float(key)
@@ -309,10 +349,10 @@ def _points(name: str, value: object, least: float = 1.0) -> list[tuple[float, A
             size = 0.0
         if not least <= size <= MOST_BYTES:
             raise UsageError(f"{name}: {key!r} is not a size of at least {least:g}")
-        if size in (other for other, _ in found):
+        if size in found:
             raise UsageError(f"{name}: size {size:g} is there twice")
-        found.append((size, entry))
-    return sorted(found, key=lambda pair: pair[0])
+        found[size] = entry
+    return sorted(found.items(), key=lambda pair: pair[0])
 
 
 def _curve(name: str, value: object) -> Curve:
@@ -335,10 +375,7 @@ def _compute(name: str, value: object) -> dict[str, ComputeRates]:
             raise UsageError(f"{name}: {dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
         if not isinstance(rates, dict):
             raise UsageError(f"{name}.{dtype}: a JSON object is expected")
-        _check_keys(f"{name}.{dtype}: ", rates, ComputeRates)
-        found[dtype] = ComputeRates(
-            **{f.name: _READERS[str(f.type)](f.name, rates[f.name]) for f in fields(ComputeRates)}
-        )
+        found[dtype] = ComputeRates(**_read_fields(f"{name}.{dtype}: ", rates, ComputeRates))
     return found
 
 
@@ -361,12 +398,11 @@ _READERS: dict[str, Any] = {
 }
 
 
-def _rates_to_json(rates: ComputeRates) -> dict[str, Any]:
-    def plain(value: Any) -> Any:
-        if isinstance(value, Curve):
-            return {f"{size:g}": rate for size, rate in value.points}
-        if isinstance(value, tuple):
-            return {f"{size:g}": plain(curve) for size, curve in value}
-        return value
-
-    return {f.name: plain(getattr(rates, f.name)) for f in fields(rates)}
+def _plain(value: Any) -> Any:
+    """A field as JSON."""
+    if isinstance(value, ComputeRates):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _plain(entry) for key, entry in value.items()}
+    points = value.points if isinstance(value, Curve) else value
+    return {f"{size:g}": _plain(entry) for size, entry in points} if isinstance(points, tuple) else value

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import permutations, product
 from operator import attrgetter
 
 from flexgen_h2o.core import interrupts
-from flexgen_h2o.core.config import MOST_ROWS, TIERS, ModelSpec, Policy
+from flexgen_h2o.core.config import MOST_ROWS, TIERS, Policy
 from flexgen_h2o.core.errors import DoesNotFitError
 from flexgen_h2o.core.units import GIB, MIB, advice, format_bytes, round_up
 from flexgen_h2o.engine.memory_plan import SEQUENTIAL, Depth, MemoryPlan, plan_within
-from flexgen_h2o.engine.workload import WorkloadShape, even_blocks, shape_of
+from flexgen_h2o.engine.workload import even_blocks, shape_of
 from flexgen_h2o.planner.lp import (
     BATCHES,
     LOOK_AHEADS,
@@ -38,7 +38,7 @@ from flexgen_h2o.planner.lp import (
     solve,
     tier_percents,
 )
-from flexgen_h2o.planner.predict import Machine, Prediction, predict
+from flexgen_h2o.planner.predict import Prediction, predict
 from flexgen_h2o.planner.work import disk_read_bytes
 
 FEW_BATCHES = BATCHES[:3]  # K of the largest blocks that memory holds; around the best the search goes on
@@ -77,32 +77,30 @@ class Plan:
         return any(shares[2] for shares in (policy.weight_shares, policy.cache_shares, policy.hidden_shares))
 
 
-def evaluate(spec: ModelSpec, policy: Policy, need: WorkloadShape, machine: Machine, budgets: Budgets) -> Plan:
+def evaluate(space: SearchSpace, policy: Policy) -> Plan:
     """What a given policy costs. DoesNotFitError when it does not fit the budgets."""
     interrupts.check()
-    plan = plan_within(spec, policy, shape_of(policy, need), machine.itemsize, machine.device_is_host, dict(budgets))
+    spec, need, machine = space.spec, space.need, space.machine
+    shape, budgets = shape_of(policy, need), dict(space.budgets)
+    plan = plan_within(spec, policy, shape, machine.itemsize, machine.device_is_host, budgets)
     return Plan(policy, plan, predict(spec, policy, need, machine, plan, even_blocks(policy, need)))
 
 
-def search(
-    spec: ModelSpec, need: WorkloadShape, base: Policy, machine: Machine, budgets: Budgets, compress: Sequence[str] = ()
-) -> Plan:
-    """The policy that runs the pile in the least time. base: its switches are kept, batch sizes and shares chosen;
-    compress: the compression switches that may be set as well.
+def search(space: SearchSpace) -> Plan:
+    """The policy that runs the pile in the least time.
 
     DoesNotFitError, with the smallest budget that would do, when nothing fits.
     """
-    space = SearchSpace(spec, need, base, machine, budgets, compress)
     found: list[Plan] = []
-    steps, layers = 0, len(spec.layers(base.sep_layer).layers)
+    steps, layers = 0, len(space.spec.layers(space.base.sep_layer).layers)
     for i, (candidate, solution) in enumerate(_solved(space)):
         if found and (i >= MOST_SIMULATED or (i >= LEAST_SIMULATED and steps > QUICK_STEPS)):
             break
-        steps += layers * candidate.policy.num_gpu_batches * min(need.gen_len, 8)
+        steps += layers * candidate.policy.num_gpu_batches * min(space.need.gen_len, 8)
         found += _simulated(space, candidate, solution)
     if not found:
         # One row at a time, where budgets leave room for little more.
-        found = [_evaluated(space, policy) for policy in single_row_policies(space, MOST_SIMULATED)]
+        found = [evaluate(space, policy) for policy in single_row_policies(space, MOST_SIMULATED)]
     if not found:
         raise DoesNotFitError(too_small(space))
     # What is all in memory, and what is not, improve in different directions.
@@ -133,10 +131,6 @@ def disk_reads(space: SearchSpace, policy: Policy) -> float:
     """Bytes that the pile reads from disk during its sweeps."""
     at = space.machine.setting(space.spec, policy, space.need)
     return disk_read_bytes(at, even_blocks(policy, space.need))
-
-
-def _evaluated(space: SearchSpace, policy: Policy) -> Plan:
-    return evaluate(space.spec, policy, space.need, space.machine, space.budgets)
 
 
 def _blocks(space: SearchSpace, policy: Policy) -> float:
@@ -183,7 +177,7 @@ def _simulated(space: SearchSpace, candidate: Candidate, solution: Solution) -> 
     # Where no KV is off the device, --cpu-cache-compute would do nothing.
     on_host = [p.cpu_cache_compute and (p.percent[2] < 100 or space.base.cpu_cache_compute) for p in placed]
     needed = (replace(p, cpu_cache_compute=side) for p, side in zip(placed, on_host, strict=True))
-    return [_evaluated(space, policy) for policy in needed]
+    return [evaluate(space, policy) for policy in needed]
 
 
 def _improved(space: SearchSpace, best: Plan) -> Plan:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from flexgen_h2o.checkpoint.formats import TensorLayout, WeightFormat, layouts_of, weight_format
 from flexgen_h2o.core.config import Layer, LayerKind, ModelSpec, Policy, WeightUnit
@@ -61,10 +61,6 @@ class Product:
     outer: int
     blocked: bool = False
 
-    @property
-    def flops(self) -> float:
-        return 2.0 * self.rows * self.inner * self.outer
-
 
 @dataclass(frozen=True)
 class Work:
@@ -99,23 +95,36 @@ class CostContext:
     itemsize: int
     device_is_host: bool
 
-    @property
+    @cached_property
     def on_host(self) -> bool:
         """Does attention run on the host?"""
         return attends_on_host(self.policy, self.device_is_host)
 
-    @property
+    @cached_property
     def form(self) -> WeightFormat:
         """How weights are held."""
         return weight_format(self.spec, self.policy, self.itemsize)
 
-    @property
+    @cached_property
     def weight_shares(self) -> Shares:
         return tier_shares(self.policy.weight_shares, self.device_is_host)
 
-    @property
+    @cached_property
     def hidden_shares(self) -> Shares:
         return tier_shares(self.policy.hidden_shares, self.device_is_host)
+
+    @cached_property
+    def _layouts(self) -> dict[tuple[int, int], UnitLayout]:
+        return {}
+
+    def kv_layout(self, block: int, batch: Batch) -> UnitLayout:
+        """Of the KV unit of a micro-batch in a transformer block."""
+        key = self.need.slots_of(block, batch.longest), batch.rows
+        if key not in self._layouts:
+            self._layouts[key] = kv_layout(
+                self.spec, self.policy, batch.rows, key[0], self.need.record, self.itemsize, self.device_is_host
+            )
+        return self._layouts[key]
 
 
 # ---- transfers
@@ -143,17 +152,8 @@ def _weight_moves(layouts: tuple[TensorLayout, ...], shares: Shares, device_is_h
     return tuple(Transfer(lane, nbytes[t], pieces[t], crosses[t]) for t, lane in LOAD_LANES.items() if nbytes[t])
 
 
-def layout_of(at: CostContext, block: int, batch: Batch) -> UnitLayout:
-    return _layout(at, at.need.slots_of(block, batch.longest), batch.rows)
-
-
-@lru_cache(maxsize=4096)
-def _layout(at: CostContext, slots: int, rows: int) -> UnitLayout:
-    return kv_layout(at.spec, at.policy, rows, slots, at.need.record, at.itemsize, at.device_is_host)
-
-
 def kv_ring_bytes(at: CostContext, block: int, batch: Batch) -> int:
-    layout = layout_of(at, block, batch)
+    layout = at.kv_layout(block, batch)
     return sum(layout.part_bytes(p) for p in layout.parts if is_streamed(p.tier, at.on_host))
 
 
@@ -173,14 +173,14 @@ def kv_store_moves(at: CostContext, block: int, batch: Batch, sweep: int) -> tup
     found = [
         replace(m, nbytes=m.nbytes * share, pieces=m.pieces * share) for m in whole if m.lane == "disk_write" and share
     ]
-    layout = layout_of(at, block, batch)
+    layout = at.kv_layout(block, batch)
     on_host = [part for part in layout.parts if part.tier == "host" and not at.on_host]
     return (*found, *(Transfer("d2h", part.rows * 2 * layout.slot_bytes, 1) for part in on_host))
 
 
 def _unit_moves(at: CostContext, block: int, batch: Batch, sweep: int, lanes: dict[str, str]) -> tuple[Transfer, ...]:
     """The columns that a sweep leaves, of every streamed part of a unit, over the lane of its tier."""
-    layout, columns = layout_of(at, block, batch), at.need.columns(block, sweep, batch.longest)
+    layout, columns = at.kv_layout(block, batch), at.need.columns(block, sweep, batch.longest)
     found = []
     for part in layout.parts:
         if is_streamed(part.tier, at.on_host):
@@ -276,7 +276,7 @@ def _column(at: CostContext, block: int, batch: Batch) -> tuple[int, float]:
     """Of a column of a row, all kv-heads together: bytes of its slots, and elementwise bytes of packing them."""
     values = 2 * at.spec.num_kv_heads * at.spec.head_dim
     packing = float(PACK_BYTES * values * at.policy.compress_cache)
-    return 2 * at.spec.num_kv_heads * layout_of(at, block, batch).slot_bytes, packing
+    return 2 * at.spec.num_kv_heads * at.kv_layout(block, batch).slot_bytes, packing
 
 
 def _with_prefill(at: CostContext, alone: Work, block: int, batch: Batch) -> Work:

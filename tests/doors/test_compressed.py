@@ -15,8 +15,7 @@ from flexgen_h2o import LLM, flex_opt, policy_search
 from flexgen_h2o.core.config import Policy, SavedPolicy, write_policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.engine.workload import AutoPolicy
-from flexgen_h2o.planner.measure.machine import nominal_profile
-from flexgen_h2o.planner.profile import write_profile
+from flexgen_h2o.planner.profile import nominal_profile, write_profile
 from tests.doors.conftest import Answer
 
 Door = Callable[..., Answer]

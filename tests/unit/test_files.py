@@ -30,8 +30,7 @@ from flexgen_h2o.core.files import (
     write_whole,
 )  # fmt: skip
 from flexgen_h2o.core.timeline import Timeline
-from flexgen_h2o.planner.measure.machine import nominal_profile
-from flexgen_h2o.planner.profile import write_profile
+from flexgen_h2o.planner.profile import nominal_profile, write_profile
 
 WRITERS: dict[str, Callable[[Path], None]] = {
     "policy": lambda path: write_policy(path, SavedPolicy(Policy())),

@@ -13,33 +13,31 @@ from flexgen_h2o.engine.workload import need_of
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
 from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.planner.lp import SearchSpace
-from flexgen_h2o.planner.measure.machine import nominal_profile
 from flexgen_h2o.planner.predict import Machine
-from flexgen_h2o.planner.profile import BUSY_NOTE
-from flexgen_h2o.planner.report import Answer, Question, columns, to_json, to_text
+from flexgen_h2o.planner.profile import BUSY_NOTE, nominal_profile
 from flexgen_h2o.planner.search import Plan, evaluate
+from flexgen_h2o.policy_search import Answer, to_json, to_text
 
 BUDGETS = {"device": 4 * GIB, "host": 8 * GIB, "disk": 50 * GIB}
 STREAMED = Policy(4, 2, (0, 50, 0, 0, 100, 0))
 
 
-def question(eviction: Eviction, device_is_host: bool = False, searched: bool = False, **changes: object) -> Question:
+def question(eviction: Eviction, device_is_host: bool = False, searched: bool = False, **changes: object) -> Answer:
     profile = replace(nominal_profile(device_is_host), **changes)  # type: ignore[arg-type]
     found = built_in_spec("facebook/opt-125m")
     assert found is not None
     need = need_of(eviction, 8, {(32, 4)}, 12)
     space = SearchSpace(found[0], need, Policy(), Machine(profile, "bfloat16", device_is_host), BUDGETS)
-    return Question(space, eviction.to_json(), searched)
+    return Answer(space, eviction.to_json(), searched)
 
 
-def plan_of(asked: Question, policy: Policy) -> Plan:
-    space = asked.space
-    return evaluate(space.spec, policy, space.need, space.machine, space.budgets)
+def plan_of(asked: Answer, policy: Policy) -> Plan:
+    return evaluate(asked.space, policy)
 
 
-def lines_of(asked: Question, plan: Plan, **more: object) -> list[str]:
-    answer = Answer(plan.policy, plan, 0.5, **more)  # type: ignore[arg-type]
-    return to_text(asked, answer, plan, "--percent ...", "run ...").splitlines()
+def lines_of(asked: Answer, plan: Plan, **more: object) -> list[str]:
+    answer = replace(asked, policy=plan.policy, plan=plan, seconds=0.5, **more)  # type: ignore[arg-type]
+    return to_text(answer, plan, "--percent ...", "run ...").splitlines()
 
 
 def test_tables_say_what_the_plan_says() -> None:
@@ -93,7 +91,7 @@ def test_gains_are_named_where_they_count() -> None:
 def test_object_has_the_contract_s_keys() -> None:
     asked = question(Full(), searched=True)
     plan = plan_of(asked, STREAMED)
-    found = to_json(asked, Answer(plan.policy, plan, 0.5, s_per_gib={"device": 1.5}))
+    found = to_json(replace(asked, policy=plan.policy, plan=plan, s_per_gib={"device": 1.5}))
     assert list(found) == ["policy", "fits", "predicted", "bound_by", "eta_s", "details"]
     assert set(found["predicted"]) == {"prefill_s", "decode_s", "tokens_per_s", "peak_bytes"}
     assert set(found["predicted"]["peak_bytes"]) == {"device", "host", "disk"}
@@ -103,10 +101,6 @@ def test_object_has_the_contract_s_keys() -> None:
     assert details["gain_found_by"] == "duals"
     held = sum(b["nbytes"] for b in details["buffers"] if b["tier"] == "device")
     assert held == found["predicted"]["peak_bytes"]["device"]
-    nothing = to_json(asked, Answer(None, None, 0.5, "too small"))
+    nothing = to_json(replace(asked, problem="too small"))
     assert nothing["fits"] is False and nothing["policy"] is nothing["predicted"] is nothing["eta_s"] is None
     assert nothing["details"]["problem"] == "too small"
-
-
-def test_columns_are_aligned() -> None:
-    assert columns([["a", "1", ""], ["bcd", "22", "x"]], left=(0, 2)) == ["a     1", "bcd  22  x"]

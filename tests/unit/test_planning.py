@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,11 +17,10 @@ from flexgen_h2o.engine.workload import Batch, WorkloadShape, even_blocks, shape
 from flexgen_h2o.kvcache.eviction import Full
 from flexgen_h2o.kvcache.prefixes import PromptGroup
 from flexgen_h2o.models import built_in_spec
-from flexgen_h2o.planner.measure import run as choose
-from flexgen_h2o.planner.measure.machine import NOMINAL, nominal_profile
+from flexgen_h2o.planner.lp import SearchSpace
 from flexgen_h2o.planner.plans import WORTH_MEASURING_S, Planner
 from flexgen_h2o.planner.predict import Machine, predict
-from flexgen_h2o.planner.profile import HardwareProfile, write_profile
+from flexgen_h2o.planner.profile import NOMINAL, HardwareProfile, nominal_profile, write_profile
 
 NO_BUDGETS: dict[str, int | None] = {"device": 0, "host": 100 * GIB, "disk": 100 * GIB}
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13, 14]]
@@ -69,9 +69,12 @@ def test_a_profile_without_the_dtype_is_refused_by_its_flag(tmp_path: Path) -> N
         llm.check_plan()
 
 
-@pytest.mark.parametrize("slow", [1.0, 1e4])
-def test_only_a_long_run_is_worth_measuring_for(slow: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And then the plan is made anew with what was measured."""
+@pytest.mark.parametrize("seconds", [WORTH_MEASURING_S - 1, WORTH_MEASURING_S + 1])
+@pytest.mark.parametrize("given", [False, True])
+def test_only_a_long_run_is_worth_measuring_for(
+    seconds: float, given: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then the plan is made anew with what was measured; a given profile is never measured over."""
     measured = replace(nominal_profile(True), machine="measured")
     asked: list[bool] = []
 
@@ -79,21 +82,17 @@ def test_only_a_long_run_is_worth_measuring_for(slow: float, tmp_path: Path, mon
         asked.append(measure_missing)
         return measured if measure_missing else nominal_profile(True)
 
+    def found(space: SearchSpace) -> SimpleNamespace:
+        policy = Policy(2 if space.machine.profile is measured else 1)
+        return SimpleNamespace(policy=policy, prediction=SimpleNamespace(total_s=seconds))
+
     monkeypatch.setattr("flexgen_h2o.planner.plans.profile_of_this_machine", of_this_machine)
-    need = replace(NEED, rows=int(8 * slow))
-    plans = planner(tmp_path)
-    plans.choose(need, Policy(), NO_BUDGETS)
-    assert asked == ([False] if slow == 1 else [False, True])
-    assert plans.profile.machine == (NOMINAL if slow == 1 else "measured")
+    monkeypatch.setattr("flexgen_h2o.planner.plans.search", found)
+    plans = planner(tmp_path, nominal_profile(True) if given else None)
+    is_worth_it = seconds > WORTH_MEASURING_S and not given
+    assert plans.choose(NEED, Policy(), NO_BUDGETS).gpu_batch_size == (2 if is_worth_it else 1)
+    assert asked == ([] if given else [False, True] if is_worth_it else [False])
     assert WORTH_MEASURING_S > 60
-
-
-def test_a_given_profile_is_never_measured_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long the run."""
-    monkeypatch.setattr(choose, "measure", lambda *args: pytest.fail("measured"))
-    plans = planner(tmp_path, nominal_profile(True))
-    plans.choose(replace(NEED, rows=60_000), Policy(), NO_BUDGETS)
-    assert plans.profile.machine == NOMINAL
 
 
 # ---- predictions
@@ -138,8 +137,7 @@ def test_a_dtype_that_was_not_measured_is_not_predicted(tmp_path: Path) -> None:
         assert llm.report.predicted == {"prefill_s": None, "decode_s": None}
 
 
-@pytest.mark.parametrize("policy", [Policy(2, 2, (0, 0, 100, 0, 100, 0)), "auto"], ids=["given", "auto"])
-@pytest.mark.parametrize("stand_in", [False, True])
+@pytest.mark.parametrize(("policy", "stand_in"), [(Policy(2, 2, (0, 0, 100, 0, 100, 0)), True), ("auto", False)])
 def test_a_run_reports_what_was_predicted(policy: Policy | str, stand_in: bool, tmp_path: Path) -> None:
     """Of both phases, with the profile that it was predicted with; peak bytes are those of the run."""
     budget = MemoryBudget("1GiB" if stand_in else None, "1GiB", "1GiB")
@@ -160,13 +158,3 @@ def test_each_generate_is_predicted_anew(tmp_path: Path) -> None:
         before = llm.predicted.total_s
         llm.generate(PROMPTS[:1], PARAMS)
         assert llm.predicted.total_s < before
-
-
-def test_faster_hardware_is_worth_another_policy(tmp_path: Path) -> None:
-    """The profile decides what auto stands for: with a slow disk less is left on it."""
-    budgets = {**NO_BUDGETS, "host": 800 * 2**20}
-    need = replace(NEED, rows=256)
-    slow = replace(nominal_profile(True), disk_read_bytes_per_s=1e7)
-    quick = replace(nominal_profile(True), disk_read_bytes_per_s=1e12, disk_write_bytes_per_s=1e12)
-    chosen = [planner(tmp_path, profile).choose(need, Policy(), budgets) for profile in (slow, quick)]
-    assert chosen[0].percent[0] >= chosen[1].percent[0]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_h2o.core.errors import FlexgenError, UsageError
@@ -85,8 +85,7 @@ def of_schema(schema: int, **changes: Any) -> dict[str, Any]:
     return body
 
 
-@pytest.mark.parametrize("is_host", [True, False])
-@pytest.mark.parametrize("schema", [1, 2, 3])
+@pytest.mark.parametrize(("schema", "is_host"), [(1, True), (2, True), (2, False), (3, False)])
 def test_older_schema_knows_nothing_of_what_came_later(schema: int, is_host: bool) -> None:
     """Products in int8: what is known of one CPU over bf16, nothing over other dtypes and of cards."""
     blocked = RATES.blocked_speedup if schema >= 2 else Curve.flat(1.0)
@@ -99,10 +98,10 @@ def test_older_schema_knows_nothing_of_what_came_later(schema: int, is_host: boo
     )
 
 
-@pytest.mark.parametrize(("compute", "says"), [({"float32": 1}, "float32: a JSON object"), ([], "object of dtypes")])
-def test_older_schema_with_bad_rates(compute: Any, says: str) -> None:
-    with pytest.raises(UsageError, match=says):
-        profile_from_json({**PROFILE.to_json(), "schema": 1, "compute": compute})
+def test_older_schema_with_bad_rates() -> None:
+    for compute, says in (({"float32": 1}, "float32: a JSON object"), ([], "object of dtypes")):
+        with pytest.raises(UsageError, match=says):
+            profile_from_json({**PROFILE.to_json(), "schema": 1, "compute": compute})
 
 
 def test_file_that_cannot_be_written_or_read(tmp_path: Path) -> None:
@@ -114,20 +113,16 @@ def test_file_that_cannot_be_written_or_read(tmp_path: Path) -> None:
             read_profile(path)
 
 
-def _set(*keys: str, to: Any) -> Callable[[dict[str, Any]], None]:
+GONE = object()
+
+
+def _set(*keys: str, to: Any = GONE) -> Callable[[dict[str, Any]], None]:
     def change(body: dict[str, Any]) -> None:
         for key in keys[:-1]:
             body = body[key]
         body[keys[-1]] = to
-
-    return change
-
-
-def _drop(*keys: str) -> Callable[[dict[str, Any]], None]:
-    def change(body: dict[str, Any]) -> None:
-        for key in keys[:-1]:
-            body = body[key]
-        del body[keys[-1]]
+        if to is GONE:
+            del body[keys[-1]]
 
     return change
 
@@ -136,27 +131,23 @@ F32 = ("compute", "float32")
 # (what is done to a good profile, what the error names)
 BAD = [
     (_set("schema", to=5), "schema is 5, this version reads 1 to 4"),
-    (_set("schema", to=True), "schema is True"),
-    (_drop("kernel_s"), "'kernel_s' is missing"),
+    (_set("kernel_s"), "'kernel_s' is missing"),
     (_set("speed", to=1), "unknown field 'speed'"),
     (_set("machine", to=3), "machine: 3"),
     (_set("device_is_host", to="yes"), "device_is_host: 'yes'"),
     (_set("host_mem_bytes", to=-1), "host_mem_bytes: -1"),
-    (_set("host_mem_bytes", to=2**64), "host_mem_bytes"),
     (_set("disk_read_bytes_per_s", to=0), "disk_read_bytes_per_s: 0 is out of range"),
-    (_set("disk_read_bytes_per_s", to="fast"), "disk_read_bytes_per_s: 'fast'"),
     (_set("disk_read_bytes_per_s", to=math.nan), "disk_read_bytes_per_s: nan"),
     (_set("disk_read_bytes_per_s", to=math.inf), "a rate is between"),
     (_set("step_s", to=-1e-9), "a time in seconds"),
     (_set(*F32, "blocked_speedup", "32", to=1000), "how many times faster is between"),
     (_set(*F32, "requantise_speedup", to={"1": 1.0}), "requantise_speedup: {'1': 1.0} is not a number"),
-    (_drop("compute", "bfloat16", "int8_speedup"), "compute.bfloat16: field 'int8_speedup' is missing"),
+    (_set("compute", "bfloat16", "int8_speedup"), "compute.bfloat16: field 'int8_speedup' is missing"),
     (_set("disk_read_beside_compute", to=0.0), "a share is between"),
     (_set("compute", to={}), "an object of dtypes"),
     (_set("compute", "int4", to={}), "compute: 'int4' is not one of"),
     (_set(*F32, to=1), "compute.float32: a JSON object"),
     (_set(*F32, "more", to=1), "compute.float32: unknown field 'more'"),
-    (_set(*F32, "column_sums_flops_per_s", to=1e9), "column_sums_flops_per_s: an object of sizes"),
     (_set(*F32, "column_sums_flops_per_s", to={"0": 1e9}), "'0' is not a size"),
     (_set(*F32, "column_sums_flops_per_s", to={"1": 1e9, "1.0": 2e9}), "size 1 is there twice"),
     (_set(*F32, "matmul_flops_per_s", "0.5", "64", to=5), "matmul_flops_per_s: an object of sizes"),
@@ -186,13 +177,13 @@ def test_file_that_is_no_profile(text: str, tmp_path: Path) -> None:
         read_profile(path)
 
 
+@settings(max_examples=10)
 @given(st.recursive(st.none() | st.booleans() | st.floats() | st.text(), st.lists))
 def test_nothing_but_usage_errors_come_of_strange_values(value: Any) -> None:
-    for name in PROFILE.to_json():
-        body = copy.deepcopy(PROFILE.to_json())
-        body[name] = value
+    body = PROFILE.to_json()
+    for name in body:
         try:
-            assert isinstance(profile_from_json(body), HardwareProfile)
+            assert isinstance(profile_from_json({**body, name: value}), HardwareProfile)
         except UsageError:
             pass
 

@@ -14,7 +14,7 @@ from flexgen_h2o.core.config import SavedPolicy, read_policy
 FOLDER = Path(__file__).resolve().parents[2] / "policies"
 FILES = sorted(FOLDER.glob("opt-*/*.json"))
 NAMES = [f"{path.parent.name}/{path.stem}" for path in FILES]
-QUICK = {"opt-6.7b/build-2core", "opt-30b/t4-h2o20"}  # the others: some seconds each
+QUICK = {"opt-6.7b/build-2core"}  # the others: some seconds each
 MADE_BY = "python -m flexgen_h2o.policy_search "
 
 
@@ -43,6 +43,18 @@ def test_the_command_finds_the_saved_policy(
     assert found.predicted["tokens_per_s"] == pytest.approx(saved.predicted["tokens_per_s"], rel=1e-6)
     assert (found.model, found.workload, found.profile) == (saved.model, saved.workload, saved.profile)
     assert "flex_opt" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["opt-30b/t4-h2o20", "opt-175b/a100-80"])
+def test_a_saved_policy_costs_what_its_file_says(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without looking for it again."""
+    saved = read_policy(FOLDER / f"{name}.json")
+    assert saved.command is not None and saved.predicted is not None
+    words = shlex.split(saved.command.removeprefix(MADE_BY).partition(" --output")[0])
+    assert policy_search.main([*words, "--policy", str(FOLDER / f"{name}.json"), "--json"]) == 0
+    predicted = json.loads(capsys.readouterr().out)["predicted"]
+    assert predicted["tokens_per_s"] == pytest.approx(saved.predicted["tokens_per_s"], rel=1e-6)
+    assert predicted["peak_bytes"] == saved.predicted["peak_bytes"]
 
 
 def test_every_model_machine_and_cache_is_there() -> None:

@@ -1,19 +1,35 @@
-"""A device to measure on: sizes of what is measured, buffers of numbers, and seconds of calls that run in turn."""
+"""Where and how seconds are measured, and the compute rates of one dtype: products, attention, what is between them."""
 
 from __future__ import annotations
 
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from itertools import accumulate, cycle, pairwise
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 
 from flexgen_h2o.core import interrupts
+from flexgen_h2o.core.packing import SlotPacking, int8_row_bytes
 from flexgen_h2o.core.units import GIB, MIB, TOKEN_CHUNK
+from flexgen_h2o.engine.product_sizes import product_sizes
+from flexgen_h2o.engine.sampling import Sampler, SamplingParams
+from flexgen_h2o.kernels.int8 import Int8Rows, blank_int8_rows, block_int8_rows, pack_int8_rows, requantise_rows
+from flexgen_h2o.kernels.linear import BlockedRows, DenseRows, RowParts, block_rows, linear
+from flexgen_h2o.kernels.packed import pack_rows, unpack_rows
+from flexgen_h2o.kernels.prefill_attention import causal_attention, causal_attention_lse
+from flexgen_h2o.kernels.slots import ScoreState, attend
+from flexgen_h2o.kernels.workspace import Workspace
+from flexgen_h2o.kvcache.attend import keep_prompt_columns
+from flexgen_h2o.kvcache.eviction import H2O
+from flexgen_h2o.kvcache.slots import KVRows, SlotTable
+from flexgen_h2o.planner.profile import AS_FAST, MOST_SPEEDUP, ComputeRates, Curve
+from flexgen_h2o.planner.profile import Products as Rates
 from flexgen_h2o.tiers.device import Device
 
 
@@ -62,18 +78,10 @@ HOST = Sizes()
 # A card has larger caches and needs more work at a time to be busy; its prompts of a micro-batch fill it.
 CARD = replace(
     HOST, memory_bytes=GIB, weight_bytes=GIB, widths=(*HOST.widths, 12288), hidden=(256, 2048, 4096, 12288),
-    prompt_tokens=16384,
-    cache_bytes=GIB, head_widths=(64, 128),
+    prompt_tokens=16384, cache_bytes=GIB, head_widths=(64, 128),
 )  # fmt: skip
 # Of a card's host: attention there may run through torch operations that a CPU computes slowly.
 CARD_HOST = replace(HOST, head_widths=CARD.head_widths)
-TINY = Sizes(
-    figure_s=0.002, longest_s=0.05, disk_bytes=8 * MIB, disk_s=0.1, link_bytes=MIB, memory_bytes=MIB,
-    weight_bytes=MIB, widths=(64, 128), hidden=(64,), heads=(64,), rows=(1, 8), prompt_tokens=64,
-    prompt_lengths=(16, 32), prompt_width=128, cache_bytes=MIB, head_widths=(64,), slots=32, block=(64, 128),
-    logits=(4, 512), steps=6, step_rows=(2, 4), step_width=64, step_prompt=32, beside_s=0.05,
-)  # fmt: skip
-
 
 ROUNDS = 5
 MIN_ROUNDS = 2  # of a call that takes longer than a figure should
@@ -143,3 +151,298 @@ class Bench:
 @lru_cache(maxsize=2)
 def _table(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(_TABLE, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+
+
+HEAD_WIDTH = 64  # of prompts
+MIN_SHARE = 0.05  # scoring takes at least this share of attention: the difference of two timings may be anything
+PROBE = 16  # a cache smaller by this factor is tried first, and kept where attention is slow
+
+
+def prefill_rates(bench: Bench, dtype: torch.dtype) -> tuple[Curve, Curve]:
+    """FLOPs a second over the tokens of a prompt: of causal attention, and of what h2o adds to it.
+
+    H2O adds the log-sum-exp of attention, the column sums, and choosing the columns to keep.
+    """
+    lengths = bench.sizes.prompt_lengths
+    timings = bench.rounds(*(call for length in lengths for call in _prefill_calls(bench, dtype, length)))
+    attention, scoring, one_prompt = [], [], []
+    for length, plain, scored in zip(lengths, timings[::2], timings[1::2], strict=True):
+        pairs = _prompts(bench, length) * length**2 * bench.sizes.prompt_width
+        seconds = statistics.median(plain)
+        # Both ran in the same rounds, so each round has its difference.
+        added = statistics.median(b - a for a, b in zip(plain, scored, strict=False))
+        attention.append((float(length), 2 * pairs / seconds))
+        one_prompt.append(max(added, MIN_SHARE * seconds) / _prompts(bench, length))
+    for length, added in zip(lengths, no_longer_than_next(one_prompt), strict=True):
+        scoring.append((float(length), length**2 * bench.sizes.prompt_width / added))
+    return Curve(tuple(attention)), Curve(tuple(scoring))
+
+
+def no_longer_than_next(seconds: Sequence[float]) -> list[float]:
+    """Seconds of growing work. One that took longer than the next was disturbed, and gets the next one's seconds."""
+    return list(accumulate(reversed(seconds), min))[::-1]
+
+
+def _prompts(bench: Bench, length: int) -> int:
+    return max(1, bench.sizes.prompt_tokens // length)
+
+
+def _prefill_calls(bench: Bench, dtype: torch.dtype, length: int) -> tuple[Call, Call]:
+    """Attention over a micro-batch of prompts of one length, as the engine packs them, without and with scores."""
+    prompts, heads = _prompts(bench, length), bench.sizes.prompt_width // HEAD_WIDTH
+    q, k, v = (bench.normal(dtype, prompts, length, heads, HEAD_WIDTH).transpose(1, 2) for _ in range(3))
+    policy, scale = H2O(), HEAD_WIDTH**-0.5
+    rows = KVRows(policy, 0, heads, SlotTable(policy, [(length, 1)] * prompts, 1).at(0))
+
+    def scored() -> None:
+        _, lse = causal_attention_lse(q, k, v, scale)
+        keep_prompt_columns(rows, 0, (q, k, v), lse, scale)
+
+    return lambda: causal_attention(q, k, v, scale), scored
+
+
+def decode_rates(bench: Bench, dtype: torch.dtype) -> tuple[Curve, Curve]:
+    """Bytes of keys and values a second that one query a head reads, over the head width, without and with scores."""
+    cache = bench.normal(dtype, 2, bench.sizes.cache_bytes // dtype.itemsize // 2)
+    widths, sizes = bench.sizes.head_widths, []
+    calls: list[Call] = []
+    for width in widths:
+        rows = max(1, cache.shape[1] // (bench.sizes.slots * width))
+        few = max(1, rows // PROBE)
+        tried = bench.once(_decode_calls(bench, cache, width, few)[1])
+        rows = rows if tried * rows / few < bench.sizes.longest_s else few
+        calls += _decode_calls(bench, cache, width, rows)
+        sizes += [2 * rows * bench.sizes.slots * width * dtype.itemsize] * 2
+    rates = [nbytes / seconds for nbytes, seconds in zip(sizes, bench.seconds_of(*calls), strict=True)]
+    plain, scored = (Curve(tuple(zip(map(float, widths), rates[i::2], strict=True))) for i in range(2))
+    return plain, scored
+
+
+def _decode_calls(bench: Bench, cache: torch.Tensor, width: int, rows: int) -> tuple[Call, Call]:
+    """cache: (2, values), of which the rows take what they need for keys and for values."""
+    slots, scale, where = bench.sizes.slots, width**-0.5, cache.device
+    keys, values = (part[: rows * slots * width].view(1, rows, slots, width) for part in cache)
+    q = bench.normal(cache.dtype, rows, 1, width)
+
+    def ints(value: int) -> torch.Tensor:
+        return torch.full((rows,), value, dtype=torch.int32, device=where)
+
+    positions = torch.arange(slots, dtype=torch.int32, device=where).repeat(rows, 1)
+    scores, weights = torch.zeros(rows, slots, device=where), torch.ones(rows, device=where)
+    state = ScoreState(scores, positions, ints(0), ints(slots // 2), 1.0, weights, ints(0))
+    filled = ints(slots)
+    return (
+        lambda: attend(q, keys, values, filled, scale),
+        lambda: attend(q, keys, values, filled, scale, state),
+    )
+
+
+WARM_S = 1.0
+MLP, HEAD = 4, 16  # out / in of a block's first MLP matrix, and of what stands for the head
+# How matrices are held. int8: as the engine holds them in RAM, blocked where they can be.
+Held = Literal["in order", "blocked", "int8"]
+FASTER: tuple[Held, ...] = ("blocked", "int8")
+
+
+def matmul_rates(bench: Bench, dtype: torch.dtype) -> Rates:
+    """Curves over rows of (rows, in) times an (out, in) matrix and a bias, by out / in and by in.
+
+    A sweep uses each matrix once, so matrices cycle through a pool larger than the caches. A product that would take
+    too long gets the rate of the next smaller matrix of its shape.
+    """
+    sizes, products = bench.sizes, Products(bench, dtype)
+    most, middle = sizes.rows[-1], sizes.widths[len(sizes.widths) // 2]
+    fastest = 2 * most * middle**2 / bench.once(products.call(most, middle, middle))
+    by_shape = shapes(sizes)
+    smallest = {by_inner[0] for by_inner in by_shape.values()}
+    measured = [
+        (inner, outer, rows)
+        for by_inner in by_shape.values()
+        for inner, outer in by_inner
+        for rows in sizes.rows
+        if 2 * rows * inner * outer / fastest <= sizes.longest_s or (inner, outer) in smallest
+    ]
+    seconds = bench.seconds_of(*(products.call(rows, inner, outer) for inner, outer, rows in measured))
+    found = {(i, o, r): 2 * r * i * o / s for (i, o, r), s in zip(measured, seconds, strict=True)}
+    for by_inner in by_shape.values():
+        for smaller, larger in pairwise(by_inner):
+            for rows in sizes.rows:
+                found.setdefault((*larger, rows), found[(*smaller, rows)])
+
+    def curve(inner: int, outer: int) -> Curve:
+        return Curve(tuple((float(rows), found[inner, outer, rows]) for rows in sizes.rows))
+
+    return tuple(
+        (shape, tuple((float(inner), curve(inner, outer)) for inner, outer in by_inner))
+        for shape, by_inner in by_shape.items()
+    )
+
+
+def speedups(bench: Bench, dtype: torch.dtype) -> Figures:
+    """`blocked_speedup` and `int8_speedup`: how many times faster products are than with matrices in order, over rows.
+
+    The mean of a square matrix and an MLP's first one. 1.0 where nothing is blocked, and in int8 on a card.
+    """
+    sizes, products = bench.sizes, Products(bench, dtype)
+    width = sizes.widths[len(sizes.widths) // 2]
+    pairs = [(width, width), (width, MLP * width)]
+    faster: list[Held] = ["int8"] if bench.device.is_host else []
+    if isinstance(block_rows(bench.normal(dtype, width, width))[0], BlockedRows):
+        faster.append("blocked")
+    points: dict[Held, list[tuple[float, float]]] = {held: [] for held in faster}
+    for rows in sizes.rows if faster else ():
+        seconds = bench.seconds_of(
+            *(products.call(rows, *pair, way) for way in ("in order", *faster) for pair in pairs)
+        )
+        square, mlp = seconds[::2], seconds[1::2]
+        for i, held in enumerate(faster, 1):
+            points[held].append((float(rows), math.sqrt(square[0] / square[i] * mlp[0] / mlp[i])))
+    return {f"{held}_speedup": Curve(tuple(points[held])) if held in points else AS_FAST for held in FASTER}
+
+
+def shapes(sizes: Sizes) -> dict[float, list[tuple[int, int]]]:
+    """(in, out) of the matrices that are measured, by out / in: a block's own, and the head's."""
+    return {
+        1 / MLP: [(MLP * h, h) for h in sizes.hidden],
+        1.0: [(w, w) for w in sizes.widths],
+        float(MLP): [(h, MLP * h) for h in sizes.hidden],
+        float(HEAD): [(h, HEAD * h) for h in sizes.heads],
+    }
+
+
+class Products:
+    """Products with the matrices of a pool; inputs and results are as large as the largest needs."""
+
+    def __init__(self, bench: Bench, dtype: torch.dtype) -> None:
+        self._bench = bench
+        sizes = bench.sizes
+        every = [pair for by_inner in shapes(sizes).values() for pair in by_inner]
+        numel = max(inner * outer for inner, outer in every)
+        self._pool = bench.normal(dtype, max(numel, sizes.weight_bytes // dtype.itemsize))
+        self._held: dict[tuple[int, int, Held], list[RowParts]] = {}
+        widest = max(outer for _, outer in every)
+        self._inputs = bench.normal(dtype, sizes.rows[-1] * max(inner for inner, _ in every))
+        self._bias, self._out = bench.normal(dtype, widest), bench.empty(dtype, sizes.rows[-1] * widest)
+
+    def call(self, rows: int, inner: int, outer: int, held: Held = "in order") -> Call:
+        """A product that takes the next matrix each time it is called. held: blocked only where it can be.
+
+        Blocked matrices share their memory with those in order, whose numbers get another order.
+        """
+        matrices = cycle(self._matrices(inner, outer, held))
+        x, out = self._inputs[: rows * inner].view(rows, inner), self._out[: rows * outer].view(rows, outer)
+        bias = self._bias[:outer]
+        return lambda: linear(x, next(matrices), bias, out)
+
+    def _matrices(self, inner: int, outer: int, held: Held) -> list[RowParts]:
+        key = inner, outer, held
+        if key not in self._held:
+            whole = [part.view(outer, inner) for part in self._pool.split(inner * outer) if len(part) == inner * outer]
+            if held == "int8":
+                self._held[key] = self._in_int8(whole[0])
+            elif held == "blocked":
+                self._held[key] = [block_rows(matrix) for matrix in whole]
+            else:
+                self._held[key] = [(DenseRows(matrix),) for matrix in whole]
+        return self._held[key]
+
+    def _in_int8(self, matrix: torch.Tensor) -> list[RowParts]:
+        """Copies of one matrix, in half as many bytes as the pool has."""
+        (outer, inner), packed = matrix.shape, pack_int8_rows(matrix)
+        count = max(1, self._bench.sizes.weight_bytes // 2 // packed.nbytes)
+        memory = self._bench.empty(torch.uint8, count, *packed.shape)
+        memory.copy_(packed)
+        sizes = product_sizes(self._bench.sizes.rows[-1], inner, outer)
+        workspace = Workspace(self._bench.empty(torch.uint8, sum(sizes.values())), sizes, self._pool.dtype)
+        return [tuple(Int8Rows(part, inner, workspace) for part in block_int8_rows(rows)) for rows in memory]
+
+
+def warm_cores(bench: Bench, dtype: torch.dtype) -> None:
+    """Bring the clocks up and the libraries in before the first figure."""
+    width = bench.sizes.widths[len(bench.sizes.widths) // 2]
+    call = Products(bench, dtype).call(bench.sizes.rows[-1], width, width)
+    until = time.perf_counter() + WARM_S
+    while time.perf_counter() < until:
+        bench.once(call)
+
+
+PACKED_BITS = 4
+
+
+def memory_rate(bench: Bench) -> float:
+    """Bytes a second, read and written, of a copy between two buffers larger than the caches."""
+    target, source = (bench.empty(torch.uint8, bench.sizes.memory_bytes) for _ in range(2))
+    return 2 * bench.sizes.memory_bytes / bench.seconds_of(lambda: target.copy_(source))[0]
+
+
+def kernel_seconds(bench: Bench) -> float:
+    """Seconds of one operation that has next to nothing to do, with others before and after it."""
+    one = bench.normal(torch.float32, 1)
+    return bench.seconds_of(lambda: one.add_(1.0))[0]
+
+
+def other_rates(bench: Bench, dtype: torch.dtype) -> Figures:
+    """Fields of ComputeRates: of norms and activations, of unpacking weights, and of choosing tokens.
+
+    Int8 rows are made only where the host computes: no card has made them.
+    """
+    (tokens, width), logits = bench.sizes.block, bench.normal(dtype, *bench.sizes.logits)
+    # Rows in 4 bits that unpack to weight_bytes of the dtype, more than the caches hold: one row over and over.
+    row_bytes = SlotPacking(width, PACKED_BITS).slot_bytes
+    packed = bench.empty(torch.uint8, bench.sizes.weight_bytes // (width * dtype.itemsize), row_bytes)
+    packed.copy_(pack_rows(bench.normal(dtype, 1, width).cpu(), PACKED_BITS))
+    out = bench.empty(dtype, len(packed), width)
+    x, weight, bias = (bench.normal(dtype, *shape) for shape in ((tokens, width), (width,), (width,)))
+    sampler, rows = Sampler(SamplingParams()), range(len(logits))
+    calls: list[Call] = [
+        lambda: torch.relu_(F.layer_norm(x, (width,), weight, bias)),  # each reads and writes all of x
+        lambda: sampler.sample(logits, rows, rows),
+        lambda: unpack_rows(packed, PACKED_BITS, out),
+    ]
+    if bench.device.is_host:
+        parts = blank_int8_rows(bench.empty(torch.uint8, len(packed), int8_row_bytes(width)))
+        calls.append(lambda: requantise_rows(packed, 0, parts, width))
+    elementwise, choice, dequantise, *requantise = bench.seconds_of(*calls)
+    return {
+        "elementwise_bytes_per_s": 4 * tokens * width * dtype.itemsize / elementwise,
+        "device_dequantise_bytes_per_s": bench.sizes.weight_bytes / dequantise,
+        "logits_per_s": logits.numel() / choice,
+        "requantise_speedup": dequantise / requantise[0] if requantise else 1.0,
+    }
+
+
+def compute_rates(bench: Bench, host: Bench, dtype: str) -> ComputeRates:
+    """host: of the host, which is `bench` itself where the host computes; nothing is measured twice there."""
+    kind = getattr(torch, dtype)
+    prefill, column_sums = prefill_rates(bench, kind)
+    plain, scored = decode_rates(bench, kind)
+    others = other_rates(bench, kind)
+    others["requantise_speedup"] = _in_bounds(others["requantise_speedup"])
+    faster: Figures = {
+        name: Curve(tuple((rows, _in_bounds(ratio)) for rows, ratio in curve.points))
+        for name, curve in speedups(bench, kind).items()
+    }
+    rates = ComputeRates(
+        matmul_flops_per_s=matmul_rates(bench, kind),
+        prefill_attention_flops_per_s=prefill,
+        column_sums_flops_per_s=column_sums,
+        device_attention_bytes_per_s=plain,
+        device_scored_attention_bytes_per_s=scored,
+        host_attention_bytes_per_s=plain,
+        host_scored_attention_bytes_per_s=scored,
+        host_dequantise_bytes_per_s=others["device_dequantise_bytes_per_s"],
+        **others,
+        **faster,
+    )
+    if host is bench:
+        return rates
+    plain, scored = decode_rates(host, kind)
+    return replace(
+        rates, host_attention_bytes_per_s=plain, host_scored_attention_bytes_per_s=scored,
+        host_dequantise_bytes_per_s=other_rates(host, kind)["device_dequantise_bytes_per_s"],
+    )  # fmt: skip
+
+
+def _in_bounds(speedup: float) -> float:
+    """What a profile may hold: on a busy machine the ratio of two timings may be anything."""
+    return min(MOST_SPEEDUP, max(1 / MOST_SPEEDUP, speedup))

@@ -1,8 +1,13 @@
-"""Measures a whole hardware profile in about a minute, and again the parts that other processes disturbed."""
+"""Measures the hardware profile of this machine in about a minute, keeps it, and measures again the parts that other
+processes disturbed."""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import platform
+import re
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -10,35 +15,53 @@ from dataclasses import dataclass, fields, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
+import psutil
 import torch
 
 from flexgen_h2o.core import interrupts
-from flexgen_h2o.core.errors import DoesNotFitError, FlexgenError
+from flexgen_h2o.core.errors import DoesNotFitError, FlexgenError, UsageError
+from flexgen_h2o.core.files import user_cache_dir
 from flexgen_h2o.core.timeline import Timeline
-from flexgen_h2o.core.units import MIB
+from flexgen_h2o.core.units import GIB, MIB, format_bytes
 from flexgen_h2o.engine.resources import LANE_THREADS
-from flexgen_h2o.planner.measure.bench import CARD, CARD_HOST, HOST, Bench, Figures, Sizes
-from flexgen_h2o.planner.measure.compute import compute_rates, kernel_seconds, memory_rate, other_rates, warm_cores
-from flexgen_h2o.planner.measure.links import DiskProbe, check_space, contention, link_rates, overlay_rate
-from flexgen_h2o.planner.measure.machine import (
-    BackgroundLoad,
-    cache_path,
-    cached_profile,
-    nominal_profile,
-    store,
-    this_machine,
+from flexgen_h2o.planner.measure.bench import (
+    CARD,
+    CARD_HOST,
+    HOST,
+    Bench,
+    Figures,
+    Sizes,
+    compute_rates,
+    kernel_seconds,
+    memory_rate,
+    other_rates,
+    warm_cores,
 )
-from flexgen_h2o.planner.measure.steps import with_step_costs
-from flexgen_h2o.planner.profile import BUSY_NOTE, HardwareProfile
+from flexgen_h2o.planner.measure.engine import (
+    DiskProbe,
+    check_space,
+    contention,
+    link_rates,
+    overlay_rate,
+    with_step_costs,
+)
+from flexgen_h2o.planner.profile import BUSY_NOTE, HardwareProfile, nominal_profile, read_profile, write_profile
 from flexgen_h2o.tiers.device import Device, HostDevice, StandInDevice, open_device
 from flexgen_h2o.tiers.disk import Scratch
 from flexgen_h2o.tiers.transfers import Lanes, Mover
 
 SOURCE = f"measured by python -m flexgen_h2o.hardware, torch {torch.__version__}"
 QUIET_S = 0.5  # that the machine must be quiet before anything is measured again
+AGAIN_S = 5.0  # of a run's start, for what a busy machine disturbed
+DISTURBED, DISTURBED_DISK = 0.05, 50 * MIB  # share of all cores, bytes a second
 Progress = Callable[[str], None]
 # The parts that are measured one after another; a note of each says what disturbed it. STEPS depends on all others.
 MEMORY, COMPUTE, DISK, STEPS = "memory", "compute", "disk", "steps"
+PARTS = {
+    MEMORY: "memory and the link between host and device",
+    DISK: "disk tier in {offload_dir}",
+    STEPS: "fixed costs of the engine's loop",
+}
 
 
 def parts_of(dtypes: Iterable[str]) -> list[str]:
@@ -65,7 +88,7 @@ def measure(
         progress(profile.description)
         setup = _Setup.warm(opened, scratch, sizes, dtypes[0])
         for part in parts_of(dtypes):
-            progress(_words(part, offload_dir))
+            progress(PARTS.get(part, part.replace(".", " in ")).format(offload_dir=offload_dir))
             with _noting(part, notes):
                 profile = setup.measured(profile, part)
     if notes:
@@ -74,23 +97,21 @@ def measure(
 
 
 def measure_again(
-    profile: HardwareProfile, device: str, offload_dir: Path, progress: Progress, seconds: float,
-    sizes: Sizes | None = None,
-) -> HardwareProfile:  # fmt: skip
+    profile: HardwareProfile, device: str, offload_dir: Path, progress: Progress, seconds: float
+) -> HardwareProfile:
     """The profile with some of the parts that other processes disturbed measured anew, as long as the machine is quiet.
 
     seconds: after which no further part is begun; each takes a few. What is disturbed again stays as it was. Raises
     what `measure` raises.
     """
     opened = open_device(device, separate_budget=False)
-    smaller = sizes or _quick(HOST if opened.is_host else CARD)
     busy, began = profile.busy_parts(parts_of(profile.compute)), time.monotonic()
     if not busy or not is_quiet():
         return profile
     check_space(offload_dir)
     progress(f"the machine is quiet: measuring what was disturbed before ({', '.join(busy)}), for some seconds")
     with _scratch(offload_dir) as scratch, torch.inference_mode():
-        setup = _Setup.warm(opened, scratch, smaller, next(iter(profile.compute)))
+        setup = _Setup.warm(opened, scratch, _quick(HOST if opened.is_host else CARD), next(iter(profile.compute)))
         for part in busy:
             notes: dict[str, str] = {}
             with _noting(part, notes):
@@ -118,18 +139,10 @@ def _blank(device: Device, offload_dir: Path) -> HardwareProfile:
     machine = this_machine(device, offload_dir)
     nothing: Figures = {f.name: 0.0 for f in fields(HardwareProfile) if f.type == "float"}
     return HardwareProfile(
-        machine=machine.short_name,
-        description=machine.description,
-        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        source=SOURCE,
-        device_is_host=device.is_host,
-        device_is_asynchronous=device.is_asynchronous,
-        device_mem_bytes=machine.card_bytes,
-        host_mem_bytes=machine.host_bytes,
-        disk_mem_bytes=machine.disk_bytes,
-        compute={},
-        **nothing,
-    )
+        machine.short_name, machine.description, datetime.now(timezone.utc).isoformat(timespec="seconds"), SOURCE,
+        device.is_host, device.is_asynchronous, machine.card_bytes, machine.host_bytes, machine.disk_bytes,
+        compute={}, **nothing,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -194,14 +207,6 @@ class _Setup:
                     probe.close()
 
 
-def _words(part: str, offload_dir: Path) -> str:
-    named = {
-        MEMORY: "memory and the link between host and device", DISK: f"disk tier in {offload_dir}",
-        STEPS: "fixed costs of the engine's loop",
-    }  # fmt: skip
-    return named.get(part) or part.replace(".", " in ")
-
-
 def _quick(sizes: Sizes) -> Sizes:
     """For a few seconds a part: fewer rounds and shapes, a smaller file, and no product that takes long by itself."""
     shapes = {name: getattr(sizes, name)[::2] for name in ("widths", "hidden", "heads")}
@@ -221,8 +226,7 @@ def _noting(part: str, notes: dict[str, str]) -> Iterator[None]:
     disk = _watched().of_disks() if part == DISK else ""
     load = BackgroundLoad()
     yield
-    disturbed = " and ".join(filter(None, (load.of_cores(), disk)))
-    if disturbed:
+    if disturbed := " and ".join(filter(None, (load.of_cores(), disk))):
         notes[part] = f"{BUSY_NOTE} {disturbed}"
 
 
@@ -263,7 +267,7 @@ def _scratch(offload_dir: Path) -> Iterator[Scratch]:
             scratch.close()
 
 
-AGAIN_S = 5.0  # of a run's start, for what a busy machine disturbed
+# ---- the profile that is kept
 
 
 def profile_of_this_machine(
@@ -273,8 +277,7 @@ def profile_of_this_machine(
 
     device: `auto`, `cpu` or `cuda`. measure_missing: also what a busy machine disturbed, some seconds of it.
     """
-    found = cached_profile(device, offload_dir)
-    if found is not None:
+    if (found := cached_profile(device, offload_dir)) is not None:
         return calmer(found, device, offload_dir, progress) if measure_missing and found.was_disturbed else found
     kept = cache_path(device, offload_dir)
     if os.path.exists(kept):  # False where it cannot even be looked for
@@ -306,3 +309,141 @@ def _kept(profile: HardwareProfile, device: str, offload_dir: Path, progress: Pr
     except FlexgenError as error:  # a home that cannot be written to: this run has what it needs
         progress(f"not kept for later: {error}")
     return profile
+
+
+def cache_path(device: str, offload_dir: Path) -> Path:
+    """Where the profile of this machine with `device` and the disk of `offload_dir` is kept.
+
+    Raises UsageError for a device that is not there.
+    """
+    machine = this_machine(open_device(device, separate_budget=False), offload_dir)
+    digest = hashlib.sha256(fingerprint_text(machine).encode()).hexdigest()[:16]
+    return user_cache_dir() / f"profile-{digest}.json"
+
+
+def cached_profile(device: str, offload_dir: Path) -> HardwareProfile | None:
+    """None where none was measured, and where the file is broken or of another version; else as `cache_path`."""
+    path = cache_path(device, offload_dir)
+    try:
+        return read_profile(path)
+    except UsageError:
+        return None
+
+
+def store(profile: HardwareProfile, device: str, offload_dir: Path) -> Path:
+    """Keep the profile; who reads meanwhile sees the old file or the new one. Raises FlexgenError."""
+    path = cache_path(device, offload_dir)
+    write_profile(path, profile)
+    return path
+
+
+# ---- this machine
+
+
+@dataclass(frozen=True)
+class ThisMachine:
+    """mount: device, kind and place of the file system that holds the offload dir. card: its name, or empty."""
+
+    cpu: str
+    cores: int
+    host_bytes: int
+    card: str
+    card_bytes: int
+    mount: str
+    disk_bytes: int
+
+    @property
+    def short_name(self) -> str:
+        """`nvidia-h200`, `amd-epyc-2core`: letters, digits and hyphens."""
+        cpu = re.sub(r"\((r|tm)\)|\b(cpu|processor)\b|@.*", " ", self.cpu.lower())
+        name = self.card.lower() or f"{cpu} {self.cores}core"
+        return re.sub(r"[^a-z0-9]+", "-", name).strip("-")
+
+    @property
+    def description(self) -> str:
+        card = f"{self.card} with {self.card_bytes / GIB:.0f} GiB, " if self.card else ""
+        return f"{card}{self.cpu}, {self.cores} cores, {self.host_bytes / GIB:.0f} GiB of RAM, disk {self.mount}"
+
+
+def this_machine(device: Device, offload_dir: Path) -> ThisMachine:
+    """offload_dir need not exist."""
+    card, card_bytes = device.card() or ("", 0)
+    folder = next(p for p in (offload_dir, *offload_dir.absolute().parents) if p.exists())
+    return ThisMachine(
+        _cpu_name(), os.cpu_count() or 1, int(psutil.virtual_memory().total), card, card_bytes, _mount(folder),
+        shutil.disk_usage(folder).free,
+    )  # fmt: skip
+
+
+def fingerprint_text(machine: ThisMachine) -> str:
+    """What a measured profile depends on that stays the same from run to run."""
+    facts = (machine.cpu, machine.cores, machine.card, machine.mount, torch.__version__, torch.get_num_threads())
+    return "\n".join(map(str, facts))
+
+
+class BackgroundLoad:
+    """What other processes take of the machine while this one measures."""
+
+    def __init__(self) -> None:
+        self._start, self._cpu, self._disk = time.monotonic(), _cpu_seconds(), _disk_bytes()
+
+    @property
+    def _seconds(self) -> float:
+        return max(1e-3, time.monotonic() - self._start)
+
+    def of_cores(self) -> str:
+        """`40% of the cores (load 3.1)`, where figures would show it; else ""."""
+        share = self.share()
+        return f"{share:.0%} of the cores (load {os.getloadavg()[0]:.1f})" if share >= DISTURBED else ""
+
+    def of_disks(self) -> str:
+        """The same of bytes that disks moved; only while this process moves none."""
+        rate = (_disk_bytes() - self._disk) / self._seconds
+        return f"{format_bytes(rate)} a second of the disks" if rate >= DISTURBED_DISK else ""
+
+    def share(self) -> float:
+        """Of all cores since this was made, between 0 and 1. What the hypervisor takes does not show."""
+        (busy, own), (busy_now, own_now) = self._cpu, _cpu_seconds()
+        cores = self._seconds * (os.cpu_count() or 1)
+        return min(1.0, max(0.0, busy_now - busy - (own_now - own)) / cores)
+
+
+def _cpu_seconds() -> tuple[float, float]:
+    """Seconds that all cores were busy, and those of this process."""
+    times, own = psutil.cpu_times(), os.times()
+    idle = times.idle + getattr(times, "iowait", 0.0)
+    # Guests' seconds are in `user` as well.
+    return sum(times) - idle - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0), own.user + own.system
+
+
+def _disk_bytes() -> float:
+    """That all disks have moved; 0 where the system does not tell."""
+    try:
+        disks = psutil.disk_io_counters()
+    except (OSError, RuntimeError):
+        disks = None
+    return 0.0 if disks is None else float(disks.read_bytes + disks.write_bytes)
+
+
+def _cpu_name() -> str:
+    named = (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine() or "CPU"
+
+
+def _mount(folder: Path) -> str:
+    """`/dev/vda ext4 at /`; the same after a restart, unlike the number of the device."""
+    real, found = folder.resolve(), ("unknown", Path("/"), "file system")
+    for line in _lines("/proc/mounts"):
+        source, place, kind = line.split(" ")[:3]
+        here = Path(place.replace("\\040", " "))
+        if real.is_relative_to(here) and len(here.parts) >= len(found[1].parts):
+            found = (source, here, kind)
+    return f"{found[0]} {found[2]} at {found[1]}"
+
+
+def _lines(path: str) -> list[str]:
+    """Of a file that not every system has."""
+    try:
+        return Path(path).read_text(errors="replace").splitlines()
+    except OSError:
+        return []

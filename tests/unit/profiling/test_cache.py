@@ -4,34 +4,33 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from flexgen_h2o import LLM, MemoryBudget, SamplingParams, hardware
 from flexgen_h2o.core.errors import FlexgenError
-from flexgen_h2o.planner.measure import machine
-from flexgen_h2o.planner.measure import run as choose
-from flexgen_h2o.planner.measure import run as measure
-from flexgen_h2o.planner.measure.bench import TINY
-from flexgen_h2o.planner.measure.machine import (
-    NOMINAL,
+from flexgen_h2o.planner.measure import run
+from flexgen_h2o.planner.measure.run import (
     BackgroundLoad,
-    Machine,
+    ThisMachine,
     cache_path,
     cached_profile,
     fingerprint_text,
+    measure,
+    measure_again,
+    profile_of_this_machine,
     store,
     this_machine,
 )
-from flexgen_h2o.planner.measure.run import profile_of_this_machine
-from flexgen_h2o.planner.profile import BUSY_NOTE, HardwareProfile
+from flexgen_h2o.planner.profile import BUSY_NOTE, NOMINAL, HardwareProfile
 from flexgen_h2o.tiers.device import HostDevice
-from tests.unit.test_profile import PROFILE
+from tests.unit.test_profile import PROFILE, RATES
 
-MACHINE = Machine("Intel(R) Xeon(R) CPU @ 2.20GHz", 2, 2**34, "", 0, "/dev/sda ext4 at /", 2**36)
+MACHINE = ThisMachine("Intel(R) Xeon(R) CPU @ 2.20GHz", 2, 2**34, "", 0, "/dev/sda ext4 at /", 2**36)
 
 
 @pytest.fixture(autouse=True)
@@ -50,10 +49,10 @@ def test_what_is_kept_is_found_again(cache: Path, tmp_path: Path) -> None:
     assert cached_profile("cpu", tmp_path / "folder" / "to come") == newer  # on the same disk
 
 
-@pytest.mark.parametrize("text", ["", json.dumps({**PROFILE.to_json(), "schema": 0})])
-def test_broken_or_old_file_is_ignored(text: str, tmp_path: Path) -> None:
-    store(PROFILE, "cpu", tmp_path).write_text(text)
-    assert cached_profile("cpu", tmp_path) is None
+def test_broken_or_old_file_is_ignored(tmp_path: Path) -> None:
+    for text in ("", json.dumps({**PROFILE.to_json(), "schema": 0})):
+        store(PROFILE, "cpu", tmp_path).write_text(text)
+        assert cached_profile("cpu", tmp_path) is None
     store(PROFILE, "cpu", tmp_path)
     assert cached_profile("cpu", tmp_path) == PROFILE
 
@@ -108,24 +107,42 @@ class Others:
     """What other processes do, as the system tells it: cores that they take, bytes a second that their disks move."""
 
     def __init__(self) -> None:
-        self.cores, self.disk = 0.0, 0.0
+        self.cores, self.disk, self.now = 0.0, 0.0, 1000.0
+        self._figures = count(1e9)
 
     def cpu_seconds(self) -> tuple[float, float]:
-        return 1000.0 + self.cores * time.monotonic(), 0.0
+        return self.cores * self.now, 0.0
 
     def disk_bytes(self) -> float:
-        return self.disk * time.monotonic()
+        return self.disk * self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += 1
+
+    def with_elementwise_alone(self, profile: HardwareProfile) -> HardwareProfile:
+        return profile
+
+    def measured(self, profile: HardwareProfile, part: str) -> HardwareProfile:
+        """A second has passed, and the part has other figures than ever before."""
+        self.now += 1
+        kind, _, dtype = part.partition(".")
+        if kind == "compute":
+            rates = replace(RATES, logits_per_s=next(self._figures))
+            return replace(profile, compute={**profile.compute, dtype: rates})
+        missing = {name: value for name, value in vars(PROFILE).items() if getattr(profile, name) == 0.0}
+        field = {"memory": "host_memory_bytes_per_s", "disk": "disk_read_bytes_per_s", "steps": "overlay_bytes_per_s"}
+        return replace(profile, **missing | {field[kind]: next(self._figures)})
 
 
 @pytest.fixture
 def others(monkeypatch: pytest.MonkeyPatch) -> Others:
     """A quiet machine, at first, whose figures take no time."""
     found = Others()
-    monkeypatch.setattr(machine, "_cpu_seconds", found.cpu_seconds)
-    monkeypatch.setattr(machine, "_disk_bytes", found.disk_bytes)
-    monkeypatch.setattr(measure, "HOST", TINY)
-    monkeypatch.setattr(measure, "QUIET_S", 0.01)
-    monkeypatch.setattr(choose, "AGAIN_S", 0.0)  # a part at a time
+    monkeypatch.setattr(run, "_cpu_seconds", found.cpu_seconds)
+    monkeypatch.setattr(run, "_disk_bytes", found.disk_bytes)
+    monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: found.now, sleep=found.sleep))
+    monkeypatch.setattr(run._Setup, "warm", lambda *_: found)
+    monkeypatch.setattr(run, "AGAIN_S", 0.0)  # a part at a time
     return found
 
 
@@ -137,6 +154,10 @@ def kept(tmp_path: Path) -> HardwareProfile:
 
 def busy(profile: HardwareProfile) -> list[str]:
     return list(profile.busy_parts(PARTS))
+
+
+def silent(line: str) -> None:
+    """Progress that nobody reads."""
 
 
 def test_parts_that_a_busy_machine_disturbed_are_measured_again_when_it_is_quiet(
@@ -166,20 +187,20 @@ def test_what_is_disturbed_again_stays_as_it_was(
 ) -> None:
     """Here somebody begins to work as soon as the machine was found quiet."""
     others.cores = float(os.cpu_count() or 1)
-    first = measure.measure("cpu", tmp_path, lambda line: None, TINY)
-    monkeypatch.setattr(measure, "is_quiet", lambda: True)
-    assert measure.measure_again(first, "cpu", tmp_path, lambda line: None, 1e9) == first
+    first = measure("cpu", tmp_path, silent)
+    monkeypatch.setattr(run, "is_quiet", lambda: True)
+    assert measure_again(first, "cpu", tmp_path, silent, 1e9) == first
 
 
 def test_profiles_of_before_parts_were_told_apart_are_read(others: Others, tmp_path: Path) -> None:
     others.disk = 1e9
-    whole = measure.measure("cpu", tmp_path, lambda line: None, TINY)
+    whole = measure("cpu", tmp_path, silent)
     assert busy(whole) == ["disk"] and "a second of the disks" in whole.notes["disk"]
     others.disk = 0.0
     old = replace(whole, notes={"compute": f"{BUSY_NOTE} 40% of the cores", "kernel_s": "by hand"})
     store(old, "cpu", tmp_path)
     assert kept(tmp_path).was_disturbed and busy(kept(tmp_path)) == PARTS
-    profile_of_this_machine("cpu", tmp_path, lambda line: None, measure_missing=True)
+    profile_of_this_machine("cpu", tmp_path, silent, measure_missing=True)
     assert busy(kept(tmp_path)) == PARTS[1:] and kept(tmp_path).notes["kernel_s"] == "by hand"
 
 
@@ -188,8 +209,8 @@ def test_auto_measures_again_where_the_budget_has_room(
     host: str, others: Others, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(choose, "AGAIN_S", 1e9)
-    quiet = measure.measure("cpu", tmp_path, lambda line: None, TINY)
+    monkeypatch.setattr(run, "AGAIN_S", 1e9)
+    quiet = measure("cpu", tmp_path, silent)
     store(replace(quiet, notes=dict.fromkeys(PARTS, f"{BUSY_NOTE} 40% of the cores")), "cpu", tmp_path)
     again = host == "4GiB"
     with LLM("opt-tiny", "auto", device="cpu", offload_dir=tmp_path, budget=MemoryBudget(host=host)) as llm:
@@ -206,7 +227,7 @@ def test_hardware_says_when_it_took_longer_than_promised(
     """Parts that were disturbed are measured again at once, if it is quiet by then."""
     others.cores = float(os.cpu_count() or 1)
     monkeypatch.setattr(hardware, "PROMISED_S", (1e9, 2e9))
-    monkeypatch.setattr(measure, "is_quiet", lambda: setattr(others, "cores", 0.0) or True)
+    monkeypatch.setattr(run, "is_quiet", lambda: setattr(others, "cores", 0.0) or True)
     assert hardware.main(["--device", "cpu", "--offload-dir", str(tmp_path)]) == 0
     said = capfd.readouterr().err.splitlines()
     assert said[0].startswith("hardware: takes one to two minutes")

@@ -16,15 +16,23 @@ from flexgen_h2o.kernels.int8 import Int8Rows
 from flexgen_h2o.kernels.linear import BlockedRows, block_rows
 from flexgen_h2o.kvcache.eviction import Full
 from flexgen_h2o.models import spec_from_config
-from flexgen_h2o.planner.measure import compute, steps
+from flexgen_h2o.planner.measure import bench as compute
+from flexgen_h2o.planner.measure import engine as steps
 from flexgen_h2o.planner.measure import run as measure
-from flexgen_h2o.planner.measure.bench import CARD, CARD_HOST, HOST, TINY, Bench, Sizes
-from flexgen_h2o.planner.measure.links import DiskProbe
-from flexgen_h2o.planner.measure.machine import nominal_profile
-from flexgen_h2o.planner.profile import AS_FAST, Curve, profile_from_json
+from flexgen_h2o.planner.measure.bench import CARD, CARD_HOST, HOST, Bench, Sizes
+from flexgen_h2o.planner.measure.engine import DiskProbe
+from flexgen_h2o.planner.profile import AS_FAST, BUSY_NOTE, Curve, nominal_profile, profile_from_json
 from flexgen_h2o.tiers.device import HostDevice, StandInDevice
 from flexgen_h2o.tiers.disk import Scratch
 from flexgen_h2o.tiers.transfers import Lanes, Mover
+from tests.unit.profiling.tiny import TINY
+from tests.unit.test_profile import RATES
+
+
+@pytest.fixture(autouse=True)
+def cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No second of warming up."""
+    monkeypatch.setattr(compute, "WARM_S", 0.0)
 
 
 @pytest.fixture
@@ -51,24 +59,6 @@ def check(*figures: float | Curve) -> None:
 
 def sizes_of(curve: Curve) -> tuple[float, ...]:
     return tuple(size for size, _ in curve.points)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_rates_of_a_dtype(bench: Bench, dtype: str) -> None:
-    with torch.inference_mode():
-        rates = compute.compute_rates(bench, bench, dtype)
-    blocks = isinstance(block_rows(torch.ones(64, 64, dtype=getattr(torch, dtype)))[0], BlockedRows)
-    sizes = {
-        "prefill_attention_flops_per_s": TINY.prompt_lengths, "column_sums_flops_per_s": TINY.prompt_lengths,
-        "device_attention_bytes_per_s": TINY.head_widths, "host_scored_attention_bytes_per_s": TINY.head_widths,
-        "int8_speedup": TINY.rows, "blocked_speedup": TINY.rows if blocks else (1.0,),
-    }  # fmt: skip
-    assert {name: sizes_of(getattr(rates, name)) for name in sizes} == sizes
-    assert [shape for shape, _ in rates.matmul_flops_per_s] == [0.25, 1, 4, 16]
-    assert tuple(inner for inner, _ in dict(rates.matmul_flops_per_s)[1.0]) == TINY.widths
-    assert all(sizes_of(curve) == TINY.rows for _, by_inner in rates.matmul_flops_per_s for _, curve in by_inner)
-    profile = replace(nominal_profile(True), compute={dtype: rates})
-    assert profile_from_json(profile.to_json()) == profile, "every rate is positive and finite"
 
 
 def test_less_work_is_not_slower_than_more() -> None:
@@ -120,7 +110,7 @@ def test_products_take_another_matrix_each_time(bench: Bench, monkeypatch: pytes
 
 
 def test_slow_disk_gets_a_smaller_file(bench: Bench, scratch: Scratch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flexgen_h2o.planner.measure.links.LOAD_PIECE", TINY.disk_bytes // 4)
+    monkeypatch.setattr("flexgen_h2o.planner.measure.engine.LOAD_PIECE", TINY.disk_bytes // 4)
     mover = mover_of(bench.device)
     try:
         probe = DiskProbe(replace(bench, sizes=replace(TINY, disk_s=0.0)), mover, scratch)
@@ -171,6 +161,29 @@ def test_whole_profile_is_one_that_can_be_read_and_leaves_nothing(
     assert profile.device_is_host and not profile.device_is_asynchronous and profile.device_mem_bytes == 0
     assert set(profile.compute) == {"bfloat16", "float32"}
     assert len(said) >= 5 and list((tmp_path / "offload").iterdir()) == []
+    for dtype, rates in profile.compute.items():
+        blocks = isinstance(block_rows(torch.ones(64, 64, dtype=getattr(torch, dtype)))[0], BlockedRows)
+        sizes = {
+            "prefill_attention_flops_per_s": TINY.prompt_lengths, "column_sums_flops_per_s": TINY.prompt_lengths,
+            "device_attention_bytes_per_s": TINY.head_widths, "host_scored_attention_bytes_per_s": TINY.head_widths,
+            "int8_speedup": TINY.rows, "blocked_speedup": TINY.rows if blocks else (1.0,),
+        }  # fmt: skip
+        assert {name: sizes_of(getattr(rates, name)) for name in sizes} == sizes
+        assert [shape for shape, _ in rates.matmul_flops_per_s] == [0.25, 1, 4, 16]
+        assert tuple(inner for inner, _ in dict(rates.matmul_flops_per_s)[1.0]) == TINY.widths
+        assert all(sizes_of(curve) == TINY.rows for _, by_inner in rates.matmul_flops_per_s for _, curve in by_inner)
+
+
+def test_steps_are_measured_again_on_a_quiet_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "HOST", TINY)
+    monkeypatch.setattr(measure, "is_quiet", lambda: True)
+    monkeypatch.setattr(measure.BackgroundLoad, "share", lambda load: 0.0)
+    noted = replace(nominal_profile(True), notes={"steps": f"{BUSY_NOTE} 40% of the cores", "kernel_s": "by hand"})
+    profile = measure.measure_again(noted, "cpu", tmp_path, lambda line: None, 1e9)
+    assert profile_from_json(profile.to_json()) == profile
+    assert profile.notes == {"kernel_s": "by hand"} and profile.step_s != noted.step_s
+    rates = [found.rates("float32").elementwise_bytes_per_s for found in (profile, noted)]
+    assert rates[0] != rates[1] and list(tmp_path.iterdir()) == []
 
 
 class QueueingStandIn(StandInDevice):
@@ -185,19 +198,19 @@ class QueueingStandIn(StandInDevice):
 
 def test_card_and_its_host_are_measured_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "open_device", lambda name, separate_budget: QueueingStandIn())
-    profile = measure.measure("auto", tmp_path, lambda line: None, TINY)
+    profile = measure.measure("auto", tmp_path, lambda line: None, TINY, ("float16",))
     assert profile_from_json(profile.to_json()) == profile
     assert not profile.device_is_host and profile.device_is_asynchronous
     assert profile.machine == "nvidia-test-1" and profile.device_mem_bytes == 2**30
-    for rates in profile.compute.values():
-        assert rates.host_attention_bytes_per_s != rates.device_attention_bytes_per_s
-    assert set(profile.compute) == {"float16", "float32"}
+    rates = profile.rates("float16")
+    assert rates.host_attention_bytes_per_s != rates.device_attention_bytes_per_s
 
 
 def test_nothing_is_left_behind_when_measuring_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(measure, "compute_rates", lambda *_: RATES)
     monkeypatch.setattr(measure, "contention", fail)  # the last one: file, lanes and engine have all been there
     with pytest.raises(KeyboardInterrupt):
         measure.measure("cpu", tmp_path, lambda line: None, TINY)

@@ -1,0 +1,436 @@
+"""What the engine reaches: rates of its lanes between tiers, and the fixed costs of a step of its loop.
+
+Each function gives fields of a HardwareProfile. A step's fixed costs are the seconds of a small model's steps, less
+what its arithmetic takes alone. The model is wide enough that its matrices push the loop's code and data out of the
+caches, as real ones do: a step of a model that fits into the caches costs half as much.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flexgen_h2o.checkpoint import open_checkpoint, write_random_checkpoint
+from flexgen_h2o.core import interrupts
+from flexgen_h2o.core.config import TIERS, ModelSpec, Policy
+from flexgen_h2o.core.errors import DoesNotFitError
+from flexgen_h2o.core.timeline import Timeline
+from flexgen_h2o.core.units import MIB, PAGE, SEGMENT_SLOTS, TRANSFER_CHUNK, WRITE_BACK_STEPS, format_bytes
+from flexgen_h2o.engine.distributed import Part
+from flexgen_h2o.engine.executor import Executor
+from flexgen_h2o.engine.generation import BlockStats, Decoding, Row, StopCriteria
+from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, BlockShape, memory_plan
+from flexgen_h2o.engine.prompts import Prompt
+from flexgen_h2o.engine.resources import Engine
+from flexgen_h2o.engine.sampling import Sampler, SamplingParams, StopStrings
+from flexgen_h2o.engine.workload import Batch, need_of
+from flexgen_h2o.kernels.warm_up import compile_subprocess, warm_up
+from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
+from flexgen_h2o.kvcache.layout import UnitLayout
+from flexgen_h2o.kvcache.slots import PartView, part_view
+from flexgen_h2o.kvcache.store import Overlay
+from flexgen_h2o.models import spec_from_config
+from flexgen_h2o.planner.costs import Costs
+from flexgen_h2o.planner.lp import Percent
+from flexgen_h2o.planner.measure.bench import ROUNDS, Bench, Call, Figures, Products
+from flexgen_h2o.planner.predict import Machine
+from flexgen_h2o.planner.profile import HardwareProfile
+from flexgen_h2o.planner.search import IN_MEMORY
+from flexgen_h2o.planner.work import kv_load_moves, layer_work, weight_moves
+from flexgen_h2o.tiers.device import Site, host_buffer
+from flexgen_h2o.tiers.disk import FileRange, Scratch
+from flexgen_h2o.tiers.stream import Done, wait_all
+from flexgen_h2o.tiers.transfers import Mover
+
+HEADS, HEAD_DIM = 12, 64
+HOST_PIECE = 4 * TRANSFER_CHUNK  # one copy of weights that live on the host
+
+
+def link_rates(bench: Bench, mover: Mover) -> Figures:
+    """Of copies between the host and the bench's device, which is not host memory itself."""
+    device, nbytes = bench.device, bench.sizes.link_bytes
+    pinned, plain, there = device.host_staging(nbytes), host_buffer(nbytes), device.buffer(nbytes)
+
+    def copies(lane: str, target: torch.Tensor, source: torch.Tensor) -> Call:
+        """Piece by piece, all of them queued."""
+        pieces = [*zip(target.split(HOST_PIECE), source.split(HOST_PIECE), strict=True)]
+        return lambda: wait_all([mover.copy(lane, "probe", t, s) for t, s in pieces])
+
+    calls = {
+        "h2d_bytes_per_s": copies("h2d", there, pinned),
+        "d2h_bytes_per_s": copies("d2h", pinned, there),
+        "h2d_unpinned_bytes_per_s": copies("h2d", there, plain),
+        "d2h_unpinned_bytes_per_s": copies("d2h", plain, there),
+    }
+    *seconds, transfer_s = bench.seconds_of(
+        *calls.values(), lambda: mover.copy("h2d", "probe", there[:PAGE], pinned[:PAGE]).wait()
+    )
+    return {**{name: nbytes / s for name, s in zip(calls, seconds, strict=True)}, "transfer_s": transfer_s}
+
+
+def overlay_rate(bench: Bench, dtype: torch.dtype) -> float:
+    """Bytes read and written a second where the columns that wait are laid over a KV unit and another one is added.
+
+    The units together are larger than the caches. Each is a step further than the one before, up to the step at which
+    units are written back.
+    """
+    on_disk = (0.0, 0.0, 1.0)
+    layout = UnitLayout(bench.sizes.step_rows[0], HEADS, SEGMENT_SLOTS, HEAD_DIM, dtype.itemsize, on_disk)
+    (part,) = layout.parts
+
+    def unit(waiting: int) -> tuple[Overlay, PartView]:
+        """A unit, and an overlay of `waiting` columns."""
+        view = part_view(layout, part, bench.empty(torch.uint8, layout.part_bytes(part)), dtype, None)
+        overlay = Overlay(layout, part, bench.empty(torch.uint8, layout.overlay_bytes(part)), dtype)
+        for slot in range(waiting):
+            overlay.add(view, torch.full((part.rows,), slot, device=view.keys.device))
+        return overlay, view
+
+    count = max(1, bench.sizes.cache_bytes // layout.part_bytes(part) // WRITE_BACK_STEPS)
+    every = [unit(i % WRITE_BACK_STEPS) for i in range(count * WRITE_BACK_STEPS)]
+    units = cycle(every)
+    slots = torch.full((part.rows,), SEGMENT_SLOTS - 1, device=every[0][1].keys.device)
+
+    def steps() -> None:
+        for overlay, view in islice(units, WRITE_BACK_STEPS):
+            overlay.apply(view)
+            overlay.add(view, slots)
+            if overlay.is_full:
+                overlay.clear()
+
+    columns = WRITE_BACK_STEPS * (WRITE_BACK_STEPS + 1) / 2  # waiting and new, of as many steps
+    return 2 * columns * part.rows * 2 * layout.slot_bytes / bench.seconds_of(steps)[0]
+
+
+MIN_FREE = 256 * MIB
+PASSES = 3
+BUFFERS = 2
+LOAD_PIECE = 16 * TRANSFER_CHUNK  # of one load
+
+
+def check_space(offload_dir: Path) -> None:
+    """DoesNotFitError where the disk has no room for a file to measure with; the folder need not exist."""
+    folder = next(p for p in (offload_dir, *offload_dir.absolute().parents) if p.exists())
+    free = shutil.disk_usage(folder).free
+    if free < MIN_FREE:
+        raise DoesNotFitError(
+            f"--offload-dir {offload_dir}: {format_bytes(free)} are free there, and measuring the disk takes at least "
+            f"{format_bytes(MIN_FREE)}; free space or give another --offload-dir"
+        )
+
+
+class DiskProbe:
+    """A file on the disk tier that is read and written in pieces, through `BUFFERS` host buffers in turn."""
+
+    def __init__(self, bench: Bench, mover: Mover, scratch: Scratch) -> None:
+        self._bench, self._mover = bench, mover
+        piece = min(LOAD_PIECE, bench.sizes.disk_bytes)
+        self._buffers = bench.normal(torch.float32, BUFFERS * piece // 4).view(torch.uint8).split(piece)
+        most = max(1, min(bench.sizes.disk_bytes, shutil.disk_usage(scratch.folder).free // 2) // piece)
+        self._file = scratch.create("profile.bin", most * piece)
+        self._pieces = most
+        until = time.perf_counter() + bench.sizes.disk_s
+        for written, store in enumerate(self._writes(), 1):
+            store.wait()
+            if time.perf_counter() > until:
+                self._pieces = written
+                break
+
+    @property
+    def nbytes(self) -> int:
+        return self._pieces * len(self._buffers[0])
+
+    def rates(self) -> Figures:
+        """Of a file whose space was written before, as that of a run's scratch files soon is."""
+        generator, page = random.Random(0), self._buffers[0][:PAGE]
+
+        def small() -> None:
+            offset = generator.randrange(self.nbytes // PAGE) * PAGE
+            self._mover.read("request", page, "host", FileRange(self._file, offset, PAGE)).wait()
+
+        passes = {"disk_read_bytes_per_s": self.reads, "disk_write_bytes_per_s": self._writes}
+        figures = {"disk_request_s": self._bench.seconds_of(small)[0]}
+        timings: dict[str, list[float]] = {name: [] for name in passes}
+        for _ in range(PASSES):  # in turn; fewer where the disk is slow
+            for name, whole in passes.items():
+                if sum(timings[name]) < self._bench.sizes.disk_s:
+                    interrupts.check()
+                    start = time.perf_counter()
+                    wait_all(list(whole()))
+                    timings[name].append(time.perf_counter() - start)
+        return figures | {name: self.nbytes / statistics.median(found) for name, found in timings.items()}
+
+    def close(self) -> None:
+        """Call it when no lane uses the file any more."""
+        self._file.close()
+
+    def reads(self) -> Iterator[Done]:
+        """Queue the reading of the whole file, piece by piece."""
+        for offset, piece in self._in_turn():
+            yield self._mover.read("probe", piece, "host", FileRange(self._file, offset, len(piece)))
+
+    def _writes(self) -> Iterator[Done]:
+        for offset, piece in self._in_turn():
+            yield self._mover.write("probe", self._file, offset, piece, "host")
+
+    def _in_turn(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Offsets in the file, each with a buffer."""
+        for i in range(self._pieces):
+            piece = self._buffers[i % BUFFERS]
+            yield i * len(piece), piece
+
+
+ROWS, WIDTH = 64, 4096
+ISSUED = 8  # products before the device is waited for
+AHEAD = 8  # loads that wait in the lane: more than are read while the products run
+TURNS = 3  # alone and together, so that a machine's drift counts for all
+IDLE_S = 0.005
+LEAST_LEFT = 0.01
+
+
+def contention(bench: Bench, mover: Mover, probe: DiskProbe, dtype: torch.dtype) -> Figures:
+    """Shares that are left of the disk's read rate while products are computed, and of those while it is read."""
+    rows, width = min(ROWS, bench.sizes.rows[-1]), min(WIDTH, bench.sizes.widths[-1])
+    call, seconds = Products(bench, dtype).call(rows, width, width), bench.sizes.beside_s / TURNS
+
+    def compute() -> None:
+        for _ in range(ISSUED):
+            call()
+        bench.finish()
+
+    def reads() -> Iterator[Done]:
+        while True:
+            yield from probe.reads()
+
+    compute()
+    computed = read = computed_beside = read_beside = 0.0
+    for _ in range(TURNS):
+        computed += _beside(compute, seconds, mover, iter(()))[0]
+        read += _beside(lambda: time.sleep(IDLE_S), seconds, mover, reads())[1]
+        calls, nbytes = _beside(compute, seconds, mover, reads())
+        computed_beside += calls
+        read_beside += nbytes
+    return {
+        "disk_read_beside_compute": _share(read_beside, read),
+        "compute_beside_disk_read": _share(computed_beside, computed),
+    }
+
+
+def _beside(work: Callable[[], None], seconds: float, mover: Mover, loads: Iterator[Done]) -> tuple[float, float]:
+    """Calls of `work` and bytes read a second, with `AHEAD` of the loads always in the lane."""
+    queued: deque[Done] = deque()
+    moved, start, calls = mover.lanes.bytes_moved, time.perf_counter(), 0
+    before = moved["disk_read"]
+    while time.perf_counter() - start < seconds or not calls:
+        interrupts.check()
+        while queued and queued[0].is_done:
+            queued.popleft().wait()
+        while len(queued) < AHEAD and (load := next(loads, None)) is not None:
+            queued.append(load)
+        work()
+        calls += 1
+    nbytes, took = moved["disk_read"] - before, time.perf_counter() - start
+    wait_all(queued)
+    return calls / took, nbytes / took
+
+
+def _share(beside: float, alone: float) -> float:
+    return min(1.0, max(LEAST_LEFT, beside / alone if alone else 1.0))
+
+
+# ---- a step of the loop
+
+BLOCKS, VOCABULARY, PROMPT = 8, 128, 16
+FIXED = ("step_s", "attention_step_s", "eviction_step_s", "row_s", "short_read_compute_s", "cache_load_step_s")
+KINDS = ("attention", "mlp")
+Steps = tuple[float, ...]  # seconds of a step of each kind
+SOME_WEIGHTS: Percent = (90, 0, 100, 0, 100, 0)
+NO_CACHE: Percent = (100, 0, 0, 0, 100, 0)
+LOOK_AHEAD = OVERLAPPED[2]  # the deepest that the search counts on
+MIN_S = 1e-7  # a difference of two timings may be anything
+
+
+def config_of(width: int) -> dict[str, Any]:
+    """OPT with square matrices only."""
+    return {
+        "model_type": "opt", "vocab_size": VOCABULARY, "hidden_size": width, "num_hidden_layers": BLOCKS,
+        "ffn_dim": width, "max_position_embeddings": 2048, "num_attention_heads": width // HEAD_DIM,
+        "word_embed_proj_dim": width, "activation_function": "relu", "enable_bias": True,
+        "layer_norm_elementwise_affine": True, "do_layer_norm_before": True,
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A block of equal rows. percent: what is not in memory is on disk."""
+
+    rows: int
+    prompt_len: int
+    new_tokens: int
+    eviction: Eviction
+    percent: Percent = IN_MEMORY
+
+    @property
+    def policy(self) -> Policy:
+        return Policy(self.rows, 1, self.percent)
+
+    @property
+    def batch(self) -> Batch:
+        return Batch.even(self.rows, self.prompt_len)
+
+    def costs(self, spec: ModelSpec, profile: HardwareProfile, dtype: str) -> Costs:
+        need = need_of(self.eviction, self.rows, {(self.prompt_len, self.new_tokens)}, spec.num_blocks)
+        return Machine(profile, dtype, profile.device_is_host).costs(spec, self.policy, need)
+
+
+def with_step_costs(bench: Bench, profile: HardwareProfile, dtype: str, folder: Path) -> HardwareProfile:
+    """The profile with the fixed costs of a step, and with other elementwise rates.
+
+    A fixed cost is what decode sweeps take more than the planner says without any: sweeps of a few rows, of many rows,
+    of a few rows that drop a column at each step, and of a few with some weights or the cache on disk. A few rows, not
+    one: from some rows on every operation wakes all cores. The elementwise rate is that at which the planner is right
+    about a prefill sweep; the rates of other dtypes change as much. folder: for the small model's checkpoint.
+    """
+    config, sizes = config_of(bench.sizes.step_width), bench.sizes
+    spec = spec_from_config("small", config, "profiling")
+    write_random_checkpoint(spec, config, folder / "weights", dtype)
+    few, many = sizes.step_rows
+    full, h2o, new = Full(), H2O(heavy_size=4, recent_size=4), 1 + sizes.steps
+    runs = (
+        _Run(few, PROMPT, new, full), _Run(many, PROMPT, new, full), _Run(few, PROMPT, new, h2o),
+        _Run(few, PROMPT, new, full, SOME_WEIGHTS), _Run(few, PROMPT, new, full, NO_CACHE),
+        _Run(few, sizes.step_prompt, 2, full),
+    )  # fmt: skip
+    with ExitStack() as stack:
+        engines = [stack.enter_context(_engine(bench, spec, dtype, folder, run)) for run in runs]
+        # In turn, as all figures; the first round only warms up.
+        rounds = [[_run_block(e, run) for e, run in zip(engines, runs, strict=True)] for _ in range(1 + ROUNDS)][1:]
+    nothing: Figures = dict.fromkeys(FIXED, 0.0)
+    profile = replace(profile, **nothing)
+    decode = [_median([found[i][1] for found in rounds]) for i in range(len(runs))]
+    if bench.device.is_asynchronous:  # what a thread that only issues them takes is part of the step
+        return replace(profile, **fixed_costs(decode[:3], 0, 0))
+    costs = [run.costs(spec, profile, dtype) for run in runs]
+    planned = [_planned(c, run, new // 2) for c, run in zip(costs[:-1], runs, strict=False)]
+    left = [(d[0] - p[0], d[1] - p[1]) for d, p in zip(decode, planned, strict=False)]
+    more = [statistics.median(found[i][2] for found in rounds) - sum(planned[i]) for i in (0, 3, 4)]
+    loads = load_costs((costs[3], costs[4]), more[1] - more[0], more[2] - more[0])
+    profile = replace(profile, **fixed_costs(left[:3], few, many), **loads)
+    prefill = sum(_median([found[-1][0] for found in rounds]))
+    return _with_elementwise(runs[-1].costs(spec, profile, dtype), runs[-1], prefill)
+
+
+def fixed_costs(left: Sequence[Steps], few: int, many: int) -> Figures:
+    """Fields of the profile. left: what the planner leaves of a few rows, of many, and of a few with eviction; few,
+    many: how many rows, 0 where rows cost nothing."""
+    less, more, evicting = left
+    row_s = max(MIN_S, (sum(more) - sum(less)) / 2 / (many - few)) if many > few else MIN_S
+    return {
+        "step_s": max(MIN_S, less[1] - few * row_s),
+        "attention_step_s": max(MIN_S, less[0] - less[1]),
+        "eviction_step_s": max(MIN_S, evicting[0] - less[0]),
+        "row_s": row_s,
+    }
+
+
+def load_costs(costs: tuple[Costs, Costs], weights_s: float, cache_s: float) -> Figures:
+    """Fields of the profile, at least 0. costs: of runs with some weights and with the cache on disk; weights_s,
+    cache_s: what a transformer block of these took longer on average, as reads disturb compute now and then."""
+    reads = short_requests(costs[0])
+    short_s = max(0.0, weights_s) / reads if reads else 0.0
+    brought_s = cache_s - short_s * short_requests(costs[1])
+    return {"short_read_compute_s": short_s, "cache_load_step_s": max(0.0, brought_s)}
+
+
+def short_requests(costs: Costs) -> float:
+    """Of weights and KV of a transformer block in the middle."""
+    at, layers, half = costs.at, costs.layers, costs.at.spec.num_blocks // 2
+    units = {layer.unit for layer in layers.layers if layer.block == half}
+    moves = [move for unit in units for move in weight_moves(at, layers.units[unit])]
+    batch = at.need.block((at.need.rows,))[0]
+    return sum(move.short_requests for move in (*moves, *kv_load_moves(at, half, batch, at.need.gen_len // 2)))
+
+
+def _with_elementwise(costs: Costs, run: _Run, measured_s: float) -> HardwareProfile:
+    """The profile with the bytes that norms, activations and copies read and write, over the seconds that nothing else
+    explains. Between a twentieth of what a loop over them alone reaches and four times that."""
+    profile, alone = costs.profile, costs.profile.rates(costs.dtype).elementwise_bytes_per_s
+    nbytes, explained = 0.0, 0.0
+    for index in _indices(costs):
+        layer = costs.layers.layers[index]
+        nbytes += layer_work(costs.at, layer, costs.layers.units[layer.unit], run.batch, 0).elementwise
+        step = costs.step(index, run.batch, 0)
+        explained += step.device_s + step.issue_s
+    left = measured_s - (explained - nbytes / alone)
+    change = min(4.0, max(1 / 20, nbytes / left / alone)) if left > 0 else 4.0
+    compute = {
+        dtype: replace(rates, elementwise_bytes_per_s=rates.elementwise_bytes_per_s * change)
+        for dtype, rates in profile.compute.items()
+    }
+    return replace(profile, compute=compute)
+
+
+def _planned(costs: Costs, run: _Run, sweep: int) -> Steps:
+    """What the planner says of the steps of a sweep, without their fixed costs."""
+    costs = costs.with_contention([run.batch], sweep)
+    return tuple(costs.step(index, run.batch, sweep).device_s for index in _indices(costs))
+
+
+def _indices(costs: Costs) -> list[int]:
+    """The first layer of each kind."""
+    kinds: list[str] = [layer.kind for layer in costs.layers.layers]
+    return [kinds.index(kind) for kind in KINDS]
+
+
+def _median(found: Sequence[Steps]) -> Steps:
+    return tuple(map(statistics.median, zip(*found, strict=True)))
+
+
+def _run_block(engine: Engine, run: _Run) -> tuple[Steps, Steps, float]:
+    """Medians over the layers of a kind, in the prefill sweep and in the decode sweeps of a block; and the mean seconds
+    of a transformer block in those."""
+    params = SamplingParams(max_tokens=run.new_tokens, ignore_eos=True)
+    decoding = Decoding(Sampler(params), StopCriteria(params, (), StopStrings(None, ())))
+    executor = Executor(engine, run.eviction, decoding, lambda finished: None, params.max_tokens)
+    ids = tuple(i % VOCABULARY for i in range(run.prompt_len))
+    stats = BlockStats()
+    executor.run_block([[Row(Prompt(i, ids, None), params.max_tokens) for i in range(run.rows)]], stats)
+    executor.finish()
+    kinds, seconds = [layer.kind for layer in engine.layers.layers], stats.times.layers
+
+    def of_kinds(seconds: Sequence[float]) -> tuple[list[float], ...]:
+        return tuple([s for i, s in enumerate(seconds) if kinds[i % len(kinds)] == kind] for kind in KINDS)
+
+    prefill, decode = of_kinds(seconds[: len(kinds)]), of_kinds(seconds[len(kinds) :])
+    mean = statistics.fmean([s for found in decode for s in found])
+    return tuple(map(statistics.median, prefill)), tuple(map(statistics.median, decode)), 2 * mean
+
+
+@contextmanager
+def _engine(bench: Bench, spec: ModelSpec, dtype: str, folder: Path, run: _Run) -> Iterator[Engine]:
+    """An engine for the run; what is on disk is loaded ahead."""
+    policy, kind, blocks = run.policy, getattr(torch, dtype), spec.num_blocks
+    slots = tuple(run.eviction.slots(run.prompt_len, run.new_tokens, block, blocks) for block in range(blocks))
+    shape = BlockShape(run.rows, 1, run.rows * run.prompt_len, slots, run.eviction.needs.record)
+    depth = SEQUENTIAL if run.percent == IN_MEMORY else LOOK_AHEAD
+    plan = memory_plan(spec, policy, shape, kind.itemsize, bench.device.is_host, depth)
+    compile_subprocess(warm_up, bench.device.torch_device, kind, bool(run.eviction.needs.record))
+    checkpoint = open_checkpoint(spec, folder / "weights", folder)
+    site = Site(bench.device, dict.fromkeys(TIERS), folder)
+    engine = Engine(Part(spec, run.eviction), checkpoint, policy, plan, kind, site, Timeline())
+    try:
+        yield engine
+    finally:
+        with interrupts.held():
+            engine.__exit__(None, None, None)
