@@ -1,19 +1,18 @@
-"""What is compared (policies at budgets), what is measured at a decode step, and the intervals of its means."""
+"""What is compared (policies of given sizes), and what is measured at a decode step."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from flexgen_h2o.core.config import DTYPE_BYTES
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.settings import ORIGINAL, ROLLING
+from flexgen_h2o.engine.generation import LogitsWatch
 from flexgen_h2o.engine.report import column_bytes
 from flexgen_h2o.kvcache.eviction import EVICTING, Eviction, Full, make_eviction
 from flexgen_h2o.kvcache.eviction.policy import POSITIONS, SCORES, Columns, Needs, is_rolling
@@ -21,15 +20,19 @@ from flexgen_h2o.llm import LLM
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One policy at one budget. budget: columns kept, as a share of the prompt, half heavy and half recent."""
+class Case:
+    """One policy of a given size. budget: columns kept as a share of the prompt, where the size was given so."""
 
     label: str
-    budget: float
     eviction: Eviction
+    budget: float = 1.0
+
+    @property
+    def positions(self) -> str:
+        return ROLLING if is_rolling(self.eviction) else ORIGINAL
 
 
-def make_cells(policies: Sequence[str], budgets: Sequence[float], whole: bool = False) -> list[Cell]:
+def make_cells(policies: Sequence[str], budgets: Sequence[float], whole: bool = False) -> list[Case]:
     """All policies at all budgets, a budget at a time. whole: the full cache is one of them, first.
 
     A policy is a name, or a name with settings of its own: `h2o-norm:decay=0.98,sinks=0`. Raises UsageError naming
@@ -40,21 +43,9 @@ def make_cells(policies: Sequence[str], budgets: Sequence[float], whole: bool = 
     for budget in budgets:
         if not 0 < budget <= 1:
             raise UsageError(f"--budgets: {budget} is not in (0, 1]; 0.2 keeps a fifth of the prompt's columns")
-    full = [Cell(Full.name, 1.0, Full())] if whole else []
+    full = [Case(Full.name, Full())] if whole else []
     shares = {budget: {"heavy_ratio": budget / 2, "recent_ratio": budget / 2} for budget in budgets}
-    return full + [Cell(policy, budget, _eviction(policy, shares[budget])) for budget in budgets for policy in policies]
-
-
-@dataclass(frozen=True)
-class Case:
-    """One policy of a given size."""
-
-    label: str
-    eviction: Eviction
-
-    @property
-    def positions(self) -> str:
-        return ROLLING if is_rolling(self.eviction) else ORIGINAL
+    return full + [Case(policy, _eviction(policy, shares[budget]), budget) for budget in budgets for policy in policies]
 
 
 def make_cases(policies: Sequence[str], settings: Mapping[str, Any], sinks: int | None) -> list[Case]:
@@ -84,42 +75,6 @@ def _eviction(policy: str, settings: Mapping[str, Any]) -> Eviction:
         return make_eviction(policy, **settings)
     except UsageError as error:
         raise UsageError(f"--policies {policy}: {str(error).removeprefix('eviction: ')}") from error
-
-
-Array = NDArray[np.float64]
-Figures = dict[str, Any]  # as the JSON result has them
-LEVEL = 0.95
-
-
-class Bootstrap:
-    """Percentile intervals (Efron and Tibshirani 1993, chapter 13) from `count` resamples of `n` prompts.
-
-    A prompt is drawn with all its steps or questions, since what belongs to one prompt is not independent. Equal seeds
-    draw equal prompts, so differences between policies are paired. An interval is {value, low, high, n}: the estimate,
-    the ends of its 95% interval, and the number of prompts.
-    """
-
-    def __init__(self, n: int, count: int, seed: int) -> None:
-        self._drawn = np.random.default_rng(seed).integers(0, n, size=(count, n))
-
-    def mean(self, values: Array) -> Figures:
-        """Of one value a prompt, (n,)."""
-        return self._interval(float(values.mean()), values[self._drawn].mean(axis=1))
-
-    def percentile(self, values: Array, percent: float) -> Figures:
-        """Of all values (n, steps) together."""
-        found = [np.percentile(values[rows], percent) for rows in self._drawn]
-        return self._interval(float(np.percentile(values, percent)), np.array(found))
-
-    def ratio(self, above: Array, below: Array) -> Figures:
-        """Of two sums over prompts, (n,) each; a resample whose lower sum is 0 does not count."""
-        drawn = below[self._drawn].sum(axis=1)
-        found = above[self._drawn].sum(axis=1)[drawn > 0] / drawn[drawn > 0]
-        return self._interval(float(above.sum() / below.sum()), found)
-
-    def _interval(self, value: float, resampled: Array) -> Figures:
-        low, high = np.percentile(resampled, [50 * (1 - LEVEL), 50 * (1 + LEVEL)])
-        return {"value": value, "low": float(low), "high": float(high), "n": self._drawn.shape[1]}
 
 
 def divergence(full: torch.Tensor, policy: torch.Tensor) -> torch.Tensor:
@@ -192,129 +147,14 @@ def bytes_of_column(llm: LLM) -> int:
     return column_bytes(llm.model.spec, llm.policy, DTYPE_BYTES[llm.dtype])[0]
 
 
-class StepCounter:
-    """Counts the steps of each row."""
+def by_step(rows: int, see: Callable[[list[int], list[int], torch.Tensor], None]) -> LogitsWatch:
+    """A watch of the logits of `rows` rows that tells `see` also at which step, from 0, each of them is."""
+    seen = [0] * rows
 
-    def __init__(self, rows: int) -> None:
-        self._seen = [0] * rows
+    def watch(at: list[int], logits: torch.Tensor) -> None:
+        steps = [seen[row] for row in at]
+        for row in at:
+            seen[row] += 1
+        see(at, steps, logits)
 
-    def next(self, rows: Sequence[int]) -> list[int]:
-        """The step of each of `rows`; their counts go up by one."""
-        steps = [self._seen[row] for row in rows]
-        for row in rows:
-            self._seen[row] += 1
-        return steps
-
-
-@dataclass
-class FullWatch:
-    """Keeps what the full cache gives along the continuations of `n` rows, all of `steps` tokens.
-
-    prompt_lens: of the rows. mass_steps: decode steps (0 is the first after the prefill) whose attention is kept.
-    logits: (n, steps, vocab) in the compute dtype. weights: for each (decode step, transformer block) the attention
-    probability of each column, (n, kv_heads, columns) fp32, summed over the query heads of a kv-head. All on the host.
-    """
-
-    prompt_lens: Sequence[int]
-    steps: int
-    mass_steps: frozenset[int]
-    logits: torch.Tensor = field(init=False)
-    weights: dict[tuple[int, int], torch.Tensor] = field(init=False, default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._counter = StepCounter(len(self.prompt_lens))
-
-    def see_logits(self, rows: list[int], logits: torch.Tensor) -> None:
-        if not hasattr(self, "logits"):
-            self.logits = torch.empty(len(self.prompt_lens), self.steps, logits.shape[-1], dtype=logits.dtype)
-        self.logits[rows, self._counter.next(rows)] = logits.cpu()
-
-    def see_slots(self, rows: list[int], filled: torch.Tensor, columns: Columns) -> None:
-        """Of a run with the probe policy."""
-        step = decode_step(rows, columns, self.prompt_lens)
-        if step not in self.mass_steps:
-            return
-        assert columns.scores is not None
-        positions, scores = columns.positions.cpu().long(), columns.scores.cpu()
-        place = (step, columns.block)
-        if place not in self.weights:
-            shape = (len(self.prompt_lens), positions.shape[1], max(self.prompt_lens) + self.steps)
-            self.weights[place] = torch.zeros(shape)
-        unused = torch.arange(positions.shape[-1]) >= filled.cpu().view(-1, 1, 1)
-        found = torch.zeros(len(rows), *self.weights[place].shape[1:])
-        found.scatter_add_(-1, positions.masked_fill(unused, 0), scores.masked_fill(unused, 0.0))
-        self.weights[place][rows] = found
-
-
-@dataclass
-class PolicyWatch:
-    """Compares a policy, step by step, with the full cache along the same continuations.
-
-    continuations: (n, steps) int64. kl, nll: (n, steps - 1) float64, nats, and flipped: bool, of the decode steps: the
-    first token comes from the prefill, which is exact. mass: (n, blocks) float64, means over heads and watched steps.
-    """
-
-    full: FullWatch
-    continuations: torch.Tensor
-    blocks: int
-    kl: torch.Tensor = field(init=False)
-    nll: torch.Tensor = field(init=False)
-    flipped: torch.Tensor = field(init=False)
-    mass: torch.Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        n, steps = self.continuations.shape
-        self._counter = StepCounter(n)
-        self.kl, self.nll = (torch.zeros(n, steps - 1, dtype=torch.float64) for _ in range(2))
-        self.flipped = torch.zeros(n, steps - 1, dtype=torch.bool)
-        self.mass = torch.zeros(n, self.blocks, dtype=torch.float64)
-
-    def see_logits(self, rows: list[int], logits: torch.Tensor) -> None:
-        steps = self._counter.next(rows)
-        decoding = [i for i, step in enumerate(steps) if step > 0]
-        if not decoding:
-            return
-        at = ([rows[i] for i in decoding], [steps[i] for i in decoding])
-        to = (at[0], [step - 1 for step in at[1]])
-        seen, wanted = logits.cpu()[decoding], self.full.logits[at]
-        self.kl[to] = divergence(wanted, seen)
-        self.flipped[to] = flips(wanted, seen)
-        self.nll[to] = surprise(seen, self.continuations[at])
-
-    def see_slots(self, rows: list[int], filled: torch.Tensor, columns: Columns) -> None:
-        weights = self.full.weights.get((decode_step(rows, columns, self.full.prompt_lens), columns.block))
-        if weights is not None:
-            lost = evicted_mass(weights[rows], columns.positions.cpu(), filled.cpu())
-            self.mass[rows, columns.block] += lost.double().mean(dim=1) / len(self.full.mass_steps)
-
-
-@dataclass
-class NatsWatch:
-    """The surprise of given tokens: `nats`, (n, steps) float64. tokens: (n, steps) int64."""
-
-    tokens: torch.Tensor
-    nats: torch.Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._counter = StepCounter(len(self.tokens))
-        self.nats = torch.zeros(self.tokens.shape, dtype=torch.float64)
-
-    def __call__(self, rows: list[int], logits: torch.Tensor) -> None:
-        at = (rows, self._counter.next(rows))
-        self.nats[at] = surprise(logits.cpu(), self.tokens[at])
-
-
-class TokenWatch:
-    """Keeps the likeliest token at each step: `tokens`, (n, steps) int64, -1 where a row has ended."""
-
-    def __init__(self, n: int, steps: int) -> None:
-        self._counter = StepCounter(n)
-        self.tokens = torch.full((n, steps), -1)
-
-    def see_logits(self, rows: list[int], logits: torch.Tensor) -> None:
-        self.tokens[rows, self._counter.next(rows)] = logits.argmax(dim=-1).cpu()
-
-
-def decode_step(rows: Sequence[int], columns: Columns, prompt_lens: Sequence[int]) -> int:
-    """0 is the first after the prefill; the rows of a micro-batch are all at the same."""
-    return int(columns.newest[0]) - prompt_lens[rows[0]]
+    return watch

@@ -12,8 +12,8 @@ from transformers import OPTForCausalLM
 
 from flexgen_h2o import LLM, Policy
 from flexgen_h2o.checkpoint.resolve import PACKAGED
-from flexgen_h2o.evaluation.fidelity import Runner
-from flexgen_h2o.evaluation.metrics import Cell, FullWatch, Probe, divergence
+from flexgen_h2o.evaluation.fidelity import FullWatch, Runner
+from flexgen_h2o.evaluation.metrics import Case, Probe, divergence
 from flexgen_h2o.evaluation.rows import TextRow
 from flexgen_h2o.kvcache.eviction import EVICTING, H2O, Full, Local
 from flexgen_h2o.kvcache.eviction.policy import Columns
@@ -32,7 +32,7 @@ def rows() -> list[TextRow]:
 
 @pytest.mark.parametrize("name", ["h2o", "snapkv", "h2o-v"])
 def test_a_budget_for_everything_changes_nothing_at_all(name: str, llm: LLM, rows: list[TextRow]) -> None:
-    cell = Cell(name, 1.0, EVICTING[name](heavy_size=64, recent_size=64))
+    cell = Case(name, EVICTING[name](heavy_size=64, recent_size=64), 1.0)
     full_nll, (found,) = Runner(llm, 2**30, 4).texts(rows, [cell])
     assert (found.kl == 0).all() and not found.flipped.any()
     assert (found.nll == full_nll).all()
@@ -43,7 +43,7 @@ def test_a_budget_for_everything_changes_nothing_at_all(name: str, llm: LLM, row
 def test_local_is_what_masking_in_transformers_gives(llm: LLM, rows: list[TextRow]) -> None:
     """Prompts are computed in full; a decode step sees the sinks, the window and itself."""
     sinks, window = 2, 5
-    cell = Cell("local", 0.3, Local(heavy_size=0, recent_size=sinks + window, sinks=sinks))
+    cell = Case("local", Local(heavy_size=0, recent_size=sinks + window, sinks=sinks), 0.3)
     _, (found,) = Runner(llm, 2**30, 3).texts(rows, [cell])
     ids = torch.tensor([[*row.prompt, *row.continuation] for row in rows])
     place = torch.arange(PROMPT + STEPS)
@@ -63,7 +63,7 @@ def test_local_is_what_masking_in_transformers_gives(llm: LLM, rows: list[TextRo
 
 def test_chunks_do_not_show(llm: LLM, rows: list[TextRow]) -> None:
     """Memory for two rows at a time, and for all: prompts of one length each, so equal to rounding."""
-    cells = [Cell(name, 0.3, EVICTING[name](heavy_size=4, recent_size=4)) for name in ("h2o", "local")]
+    cells = [Case(name, EVICTING[name](heavy_size=4, recent_size=4), 0.3) for name in ("h2o", "local")]
     whole = Runner(llm, 2**30, 4)
     parts = Runner(llm, 2 * whole._row_bytes(rows), 4)
     (_, one), (_, many) = whole.texts(rows, cells), parts.texts(rows, cells)
@@ -73,15 +73,15 @@ def test_chunks_do_not_show(llm: LLM, rows: list[TextRow]) -> None:
         assert a.columns == b.columns == 8
 
 
-@pytest.mark.parametrize("cell", [Cell("full", 1.0, Full()), Cell("h2o", 1.0, H2O(heavy_size=64, recent_size=64))])
-def test_compressed_runs_are_compared_with_an_uncompressed_one(cell: Cell, llm: LLM, rows: list[TextRow]) -> None:
+@pytest.mark.parametrize("cell", [Case("full", Full(), 1.0), Case("h2o", H2O(heavy_size=64, recent_size=64), 1.0)])
+def test_compressed_runs_are_compared_with_an_uncompressed_one(cell: Case, llm: LLM, rows: list[TextRow]) -> None:
     """Fewer bits are further off; the full cache's own figures do not change."""
     full_nll, (plain,) = Runner(llm, 2**30, 4).texts(rows, [cell])
     assert (plain.kl == 0).all()
     off = []
     for bits in (8, 4):
         compared = replace(llm.asked_policy, compress_cache=True, cache_bits=bits)
-        same_nll, (found,) = Runner(llm, 2**30, 4, compared=compared).texts(rows, [cell])
+        same_nll, (found,) = Runner(llm, 2**30, 4, compared).texts(rows, [cell])
         assert (same_nll == full_nll).all() and found.columns == PROMPT
         off.append(found.kl.mean())
         llm.use(replace(compared, compress_cache=False, cache_bits=4))
@@ -91,8 +91,8 @@ def test_compressed_runs_are_compared_with_an_uncompressed_one(cell: Cell, llm: 
 def test_greedy_continuations_are_the_full_cache_s_and_never_diverge_from_it(llm: LLM, rows: list[TextRow]) -> None:
     runner = Runner(llm, 2**30, 0)
     rows = runner.greedy([replace(row, prompt=row.prompt[i:]) for i, row in enumerate(rows)], STEPS)
-    everything = Cell("h2o", 1.0, EVICTING["h2o"](heavy_size=64, recent_size=64))
-    little = Cell("local", 0.1, EVICTING["local"](heavy_size=1, recent_size=1))
+    everything = Case("h2o", EVICTING["h2o"](heavy_size=64, recent_size=64), 1.0)
+    little = Case("local", EVICTING["local"](heavy_size=1, recent_size=1), 0.1)
     _, (found,) = runner.texts(rows, [everything])
     assert found.mass is None and (found.kl == 0).all()
     same, other = runner.first_divergence(rows, [everything, little], STEPS)

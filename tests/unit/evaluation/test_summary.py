@@ -9,17 +9,23 @@ import numpy as np
 import pytest
 
 from flexgen_h2o.core.errors import FlexgenError
-from flexgen_h2o.evaluation.fidelity import TextFidelity, summarise_divergence, summarise_recall, summarise_texts
+from flexgen_h2o.evaluation.figures import (
+    TextFidelity,
+    draw,
+    markdown,
+    summarise_divergence,
+    summarise_recall,
+    summarise_texts,
+)
 from flexgen_h2o.evaluation.metrics import make_cells
-from flexgen_h2o.evaluation.rows import Question, RecallRow
-from flexgen_h2o.evaluation.tables import draw, markdown
+from flexgen_h2o.evaluation.rows import Question, TextRow
 
 N, STEPS = 6, 12
 
 
-def recall_row(depth: int) -> RecallRow:
+def recall_row(depth: int) -> TextRow:
     inside, after = Question(0.1 + depth / 2, True, (0,)), Question(0.2 + depth / 2, False, (3,))
-    return RecallRow(depth, (1,), (2, 3), (inside, after))
+    return TextRow((1,), (2, 3), (inside, after), depth)
 
 
 @pytest.fixture

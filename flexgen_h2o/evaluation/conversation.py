@@ -1,4 +1,4 @@
-"""Conversations of many turns that keep their KV cache: turns from a file, one row that answers them, and the figures.
+"""Conversations of many turns that keep their KV cache: turns from a file, one row that answers them, its figures.
 
 The first turn is the row's prompt. Every later token, of a turn or an answer, is a decode step: its column joins the
 cache and, where the row is full, takes the slot of the eviction policy's victim. The tokens of a turn are known
@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Protocol
 
 import torch
@@ -21,18 +22,8 @@ from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import GIVEN_CHUNK, format_bytes, format_seconds
 from flexgen_h2o.engine.generation import Callbacks, Row, Silent, StopCriteria
 from flexgen_h2o.engine.prompts import Prompt, lines_of, make_prompt, object_of_json, prompt_of_json
-from flexgen_h2o.engine.report import RunReport
 from flexgen_h2o.engine.sampling import Sampler, SamplingParams, StopStrings, Tokenizer, decode_text
-from flexgen_h2o.evaluation.metrics import (
-    Bootstrap,
-    Case,
-    Figures,
-    NatsWatch,
-    bytes_of_column,
-    held_columns,
-    perplexity,
-    surprise,
-)  # fmt: skip
+from flexgen_h2o.evaluation.metrics import Case, bytes_of_column, held_columns, perplexity, surprise
 from flexgen_h2o.kvcache.eviction.policy import most_new_tokens
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.models.load import Model
@@ -158,14 +149,13 @@ class Conversation:
         self, turns: Sequence[Sequence[int]], max_tokens: int, sampler: Sampler, ends: StopCriteria, audience: Audience,
         room: int | None = None, max_tokens_per_sweep: int = GIVEN_CHUNK,
     ) -> None:  # fmt: skip
-        self._turns, self._max_tokens, self._chooser, self._ends = turns, max_tokens, sampler, ends
+        self._turns, self._max_tokens, self._sampler, self._ends = turns, max_tokens, sampler, ends
         self._audience, self.max_tokens_per_sweep = audience, max_tokens_per_sweep
-        self._most = tokens_after_first(turns, max_tokens)
-        if room is not None:
-            self._most = min(self._most, room)
+        most = tokens_after_first(turns, max_tokens)
+        self._most = most if room is None else min(most, room)
         self._turn = 0
         self._coming: deque[int] = deque()
-        self._answer = self._new_answer()
+        self._answer = Row(self.prompt, max_tokens)
 
     @property
     def prompt(self) -> Prompt:
@@ -177,7 +167,7 @@ class Conversation:
             token = self._coming.popleft()
             self._audience.given(self._turn, token, logits[0])
             return [token]
-        (token,) = self._chooser.sample(logits, rows, steps)
+        (token,) = self._sampler.sample(logits, rows, steps)
         self._answer.token_ids.append(token)
         reason = self._ends(self._answer)
         self._audience.said(self._turn, token, reason)
@@ -198,14 +188,11 @@ class Conversation:
 
     def _next_turn(self, last: int) -> None:
         self._turn += 1
-        self._answer = self._new_answer()
+        self._answer = Row(self.prompt, self._max_tokens)
         if self._turn < len(self._turns):
             turn = list(self._turns[self._turn])
             is_said = self._ends.is_eos(last) and turn[:1] == [last]
             self._coming.extend(turn[1:] if is_said else turn)
-
-    def _new_answer(self) -> Row:
-        return Row(self.prompt, self._max_tokens)
 
 
 def tokens_after_first(turns: Sequence[Sequence[int]], max_tokens: int) -> int:
@@ -267,7 +254,7 @@ class Shown:
         now.seconds = time.perf_counter() - self._began
         self._began += now.seconds
         self._text = TextStream(self._llm.model.tokenizer)
-        surprised = f", perplexity {perplexity(_mean(now.nats)):.1f}" if now.nats else ""
+        surprised = f", perplexity {perplexity(fmean(now.nats)):.1f}" if now.nats else ""
         self._show(
             f"\n({now.tokens} tokens{surprised}; {len(now.answer)} in answer, {now.reason or 'broken off'}; "
             f"KV {now.columns:.4g} columns, {format_bytes(now.kv_bytes)}; {format_seconds(now.seconds)})\n"
@@ -303,14 +290,11 @@ class TextStream:
 
 
 def converse(
-    llm: LLM,
-    case: Case,
-    turns: Sequence[Turn],
-    ids: Sequence[Sequence[int]],
-    params: SamplingParams,
+    llm: LLM, case: Case, turns: Sequence[Turn], ids: Sequence[Sequence[int]], params: SamplingParams,
     show: Callable[[str], None],
-) -> dict[str, Any]:
-    """One conversation with a policy; what it was, for the JSON. ids: of the turns; params: of each answer."""
+) -> tuple[dict[str, Any], int, float]:  # fmt: skip
+    """One conversation with a policy: figures for the JSON, all tokens, seconds. ids: of the turns; params: of each
+    answer."""
     llm.eviction, spec = case.eviction, llm.model.spec
     room = most_new_tokens(case.eviction, spec, len(ids[0]), tokens_after_first(ids, params.max_tokens))
     ends = StopCriteria(params, spec.eos_token_ids, StopStrings(llm.model.tokenizer, params.stop))
@@ -318,7 +302,7 @@ def converse(
     talk = Conversation(ids, params.max_tokens, Sampler(params), ends, shown, room)
     llm.prepare([talk.prompt], talk)
     shown.begin()
-    report = llm.run([talk.prompt], talk, lambda done: None, Callbacks(listener=Silent()))
+    llm.run([talk.prompt], talk, lambda done: None, Callbacks(listener=Silent()))
     found = shown.exchanges
     if found[-1].reason is None:
         shown.end()
@@ -326,36 +310,17 @@ def converse(
             f"the {spec.max_positions} positions of {llm.model.name} are used up; --positions rolling goes on, with "
             "rotary embeddings\n"
         )
-    answered = sum(one.reason is not None for one in found)
     nats, tokens = [n for one in found for n in one.nats], sum(one.tokens + len(one.answer) for one in found)
-    own: Figures = {
+    figures = {
         "turns": [_facts(i, turn, one, llm, params) for i, (turn, one) in enumerate(zip(turns, found, strict=False))],
-        "answered": answered,
+        "answered": sum(one.reason is not None for one in found),
         "tokens": tokens,
         "measured_tokens": len(nats),
-        "nll": _mean(nats) if nats else None,
-        "perplexity": perplexity(_mean(nats)) if nats else None,
+        "nll": fmean(nats) if nats else None,
+        "perplexity": perplexity(fmean(nats)) if nats else None,
         "kv_bytes": max(one.kv_bytes for one in found),
     }
-    return _result(case, own, report, tokens, sum(one.seconds for one in found))
-
-
-def _result(case: Case, own: Figures, report: RunReport, tokens: int, seconds: float) -> Figures:
-    """One policy's part of the JSON. own: figures of its measure."""
-    return {
-        "policy": case.label,
-        "positions": case.positions,
-        "eviction": case.eviction.to_json(),
-        **own,
-        "kv_reserved_bytes": report.extra["kv_reserved_bytes"],
-        "peak_bytes": report.peak_bytes,
-        "seconds": seconds,
-        "tokens_per_s": tokens / seconds,
-    }
-
-
-def _mean(nats: Sequence[float]) -> float:
-    return sum(nats) / len(nats)
+    return figures, tokens, sum(one.seconds for one in found)
 
 
 def _facts(index: int, turn: Turn, one: Exchange, llm: LLM, params: SamplingParams) -> dict[str, Any]:
@@ -367,7 +332,7 @@ def _facts(index: int, turn: Turn, one: Exchange, llm: LLM, params: SamplingPara
         **turn.labels,
         "prompt": turn.content,
         "tokens": one.tokens,
-        "nll": _mean(one.nats) if one.nats else None,
+        "nll": fmean(one.nats) if one.nats else None,
         "text": text,
         "token_ids": one.answer,
         "finish_reason": one.reason,
@@ -375,40 +340,3 @@ def _facts(index: int, turn: Turn, one: Exchange, llm: LLM, params: SamplingPara
         "kv_columns": one.columns,
         "kv_bytes": one.kv_bytes,
     }
-
-
-RESAMPLES = 1000
-AT_ONCE = 16  # tokens of every stream in one sweep
-
-
-def measure_streams(llm: LLM, case: Case, streams: Sequence[Sequence[int]], windows: int, seed: int) -> dict[str, Any]:
-    """Each stream token by token with a policy; NLL and KV by window, for the JSON. Windows count tokens from 1, which
-    nothing is expected for.
-
-    Every token is a decode step: the policy decides after each, and no prompt is attended to as a whole.
-    """
-    llm.eviction, tokens = case.eviction, torch.tensor([list(s) for s in streams])
-    n, length = tokens.shape
-    watch = NatsWatch(tokens[:, 1:])
-    report = llm.follow(tokens[:, :1].tolist(), tokens[:, 1:].tolist(), watch, max_tokens_per_sweep=AT_ONCE)
-    seconds = report.prefill.seconds + report.decode.seconds
-    edges = [length * i // windows for i in range(windows + 1)]
-    held = [held_columns(case.eviction, 1, last - 1, llm.model.spec.num_blocks) for last in edges[1:]]
-    found = [
-        {
-            "first": first + 1,
-            "last": last,
-            "nll": _interval(watch.nats[:, max(0, first - 1) : last - 1], seed),
-            "kv_columns": columns / llm.model.spec.num_blocks,
-            "kv_bytes": columns * bytes_of_column(llm),
-        }
-        for first, last, columns in zip(edges, edges[1:], held, strict=False)
-    ]
-    whole = _interval(watch.nats, seed)
-    own: Figures = {"windows": found, "nll": whole, "perplexity": perplexity(whole["value"])}
-    return _result(case, own, report, n * length, seconds)
-
-
-def _interval(nats: torch.Tensor, seed: int) -> dict[str, Any]:
-    """Of (streams, tokens), with an interval over streams."""
-    return Bootstrap(len(nats), RESAMPLES, seed).mean(nats.mean(dim=1).numpy())

@@ -1,16 +1,150 @@
-"""Results as markdown tables, and as a picture. Imports matplotlib only where a picture is asked for."""
+"""Fidelity in figures: means with their intervals, markdown tables, a picture."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from flexgen_h2o.core.files import write_picture
 from flexgen_h2o.core.tables import markdown_table
-from flexgen_h2o.core.units import format_bytes
+from flexgen_h2o.evaluation.metrics import Case
+from flexgen_h2o.evaluation.rows import TextRow
+from flexgen_h2o.kvcache.eviction import H2O
 
-Figures = dict[str, Any]
+Array = NDArray[np.float64]
+Figures = dict[str, Any]  # as the JSON result has them
+LEVEL = 0.95
+STEP_BINS = 6
+BASELINE = H2O.name
+
+
+class Bootstrap:
+    """Percentile intervals (Efron and Tibshirani 1993, chapter 13) from `count` resamples of `n` prompts.
+
+    A prompt is drawn with all its steps or questions, since what belongs to one prompt is not independent. Equal seeds
+    draw equal prompts, so differences between policies are paired. An interval is {value, low, high, n}: the estimate,
+    the ends of its 95% interval, and the number of prompts.
+    """
+
+    def __init__(self, n: int, count: int, seed: int) -> None:
+        self._drawn = np.random.default_rng(seed).integers(0, n, size=(count, n))
+
+    def mean(self, values: Array) -> Figures:
+        """Of one value a prompt, (n,)."""
+        return self._interval(float(values.mean()), values[self._drawn].mean(axis=1))
+
+    def percentile(self, values: Array, percent: float) -> Figures:
+        """Of all values (n, steps) together."""
+        found = [np.percentile(values[rows], percent) for rows in self._drawn]
+        return self._interval(float(np.percentile(values, percent)), np.array(found))
+
+    def ratio(self, above: Array, below: Array) -> Figures:
+        """Of two sums over prompts, (n,) each; a resample whose lower sum is 0 does not count."""
+        drawn = below[self._drawn].sum(axis=1)
+        found = above[self._drawn].sum(axis=1)[drawn > 0] / drawn[drawn > 0]
+        return self._interval(float(above.sum() / below.sum()), found)
+
+    def _interval(self, value: float, resampled: Array) -> Figures:
+        low, high = np.percentile(resampled, [50 * (1 - LEVEL), 50 * (1 + LEVEL)])
+        return {"value": value, "low": float(low), "high": float(high), "n": self._drawn.shape[1]}
+
+
+@dataclass(frozen=True)
+class TextFidelity:
+    """How far a policy is from the full cache along the continuations of n rows.
+
+    columns: mean kept of a prompt, over rows and transformer blocks. kl, nll: (n, steps) float64, nats, and flipped:
+    bool, of the decode steps: the first token comes from the prefill, which is exact. mass: (n, blocks) float64, means
+    over heads and watched steps; None if it was not watched.
+    """
+
+    case: Case
+    columns: float
+    kl: Array
+    nll: Array
+    flipped: NDArray[np.bool_]
+    mass: Array | None
+
+
+def summarise_texts(
+    full_nll: Array, results: Sequence[TextFidelity], resamples: int, seed: int
+) -> tuple[Figures, list[Figures]]:
+    """The figures of the full cache, and those of each case, with its difference to the baseline at its budget.
+
+    full_nll: (n, steps) float64. Decode steps are counted from 1 here: token 0 comes from the prefill.
+    """
+    n, steps = full_nll.shape
+    bootstrap = Bootstrap(n, resamples, seed)
+    bins = np.array_split(np.arange(steps), min(STEP_BINS, steps))
+
+    def by_step(**values: Array) -> list[Figures]:
+        return [
+            {
+                "first": int(part[0]) + 1,
+                "last": int(part[-1]) + 1,
+                **{name: bootstrap.mean(v[:, part].mean(axis=1)) for name, v in values.items()},
+            }
+            for part in bins
+        ]
+
+    baselines = {found.case.budget: found for found in results if found.case.label == BASELINE}
+    cells = []
+    for found in results:
+        values = {
+            "kl": found.kl, "flips": found.flipped.astype(float), "nll": found.nll,
+            "nll_less_full": found.nll - full_nll,
+        }  # fmt: skip
+        figures: Figures = {
+            "policy": found.case.label, "budget": found.case.budget, "columns": found.columns,
+            "eviction": found.case.eviction.to_json(),
+        }  # fmt: skip
+        figures |= {name: bootstrap.mean(value.mean(axis=1)) for name, value in values.items()}
+        figures |= {"kl_p95": bootstrap.percentile(found.kl, 95), "by_step": by_step(**values)}
+        if found.mass is not None:
+            figures["evicted_mass"] = bootstrap.mean(found.mass.mean(axis=1))
+            figures["evicted_mass_by_block"] = found.mass.mean(axis=0).tolist()
+        base = baselines.get(found.case.budget, found)
+        paired = None if base is found else bootstrap.mean((found.kl - base.kl).mean(axis=1))
+        cells.append({**figures, "kl_less_baseline": paired})
+    return {"nll": bootstrap.mean(full_nll.mean(axis=1)), "by_step": by_step(nll=full_nll)}, cells
+
+
+def summarise_recall(rows: Sequence[TextRow], right: Sequence[Sequence[bool]], resamples: int, seed: int) -> Figures:
+    """Shares of questions whose answer is right, by place of the question and by depth of what it asks for.
+
+    right: as of Runner.recall. Rows are resampled with all their questions.
+    """
+    bootstrap = Bootstrap(len(rows), resamples, seed)
+    asked = [(i, row.depth, q.inside, q.at) for i, row in enumerate(rows) for q in row.questions]
+    row, depth, inside, at = (np.array(column) for column in zip(*asked, strict=True))
+    hits = np.array([ok for of_row in right for ok in of_row])
+
+    def share(chosen: NDArray[np.bool_]) -> Figures:
+        above, below = (np.bincount(row[mask], minlength=len(rows)).astype(float) for mask in (hits & chosen, chosen))
+        return {**bootstrap.ratio(above, below), "questions": int(chosen.sum())}
+
+    figures: Figures = {}
+    for name, place in (("inside", inside), ("after", ~inside)):
+        if place.any():  # a short continuation has no room for a second question
+            parts = [place & (depth == d) for d in np.unique(depth[place])]
+            by_depth = [{"at": float(at[part].mean()), **share(part)} for part in parts]
+            figures[name] = {**share(place), "by_depth": by_depth}
+    return figures
+
+
+def summarise_divergence(first: NDArray[np.int_], tokens: int, resamples: int, seed: int) -> Figures:
+    """first: (n,) as of Runner.first_divergence."""
+    bootstrap = Bootstrap(len(first), resamples, seed)
+    return {
+        "first": bootstrap.mean(first.astype(float)),
+        "median": float(np.median(first)),
+        "never": bootstrap.mean((first == tokens).astype(float)),
+    }
 
 
 def markdown(result: Figures) -> str:
@@ -105,57 +239,6 @@ def number(interval: Figures | None, digits: int) -> str:
 def _percent(interval: Figures) -> str:
     value, low, high = (100 * interval[key] for key in ("value", "low", "high"))
     return f"{value:.1f}% [{low:.1f}, {high:.1f}]"
-
-
-def conversation_table(policies: Sequence[Figures], turns: int, compression: str) -> str:
-    """What conversations took (streaming JSON), a policy a row. compression: flags of all of them."""
-    names = ["policy", "positions", "turns answered", "tokens", "perplexity", "KV held at most", "seconds"]
-    rows = [
-        [
-            f"`{found['policy']}`", found["positions"], f"{found['answered']} of {turns}", f"{found['tokens']}",
-            "" if found["perplexity"] is None else f"{found['perplexity']:.2f}", format_bytes(found["kv_bytes"]),
-            f"{found['seconds']:.1f}",
-        ]
-        for found in policies
-    ]  # fmt: skip
-    note = "Perplexity: of the tokens of all turns but the first, as they came." + (
-        f" All with {compression}." if compression else ""
-    )
-    return "\n".join([*markdown_table(names, rows), "", note])
-
-
-def text_tables(policies: Sequence[Figures], model: str, dtype: str, compression: str) -> str:
-    """The surprise of long texts and the KV held (streaming JSON), a policy a row, by window. compression: flags of all
-    of them."""
-    windows, streams = policies[0]["windows"], policies[0]["nll"]["n"]
-    spans = [f"{w['first']} - {w['last']}" for w in windows]
-
-    def nats(interval: Figures) -> str:
-        return number(interval, 3) if interval["n"] > 1 else f"{interval['value']:.3f}"
-
-    rows = [
-        [
-            f"`{found['policy']}`", found["positions"], *(nats(w["nll"]) for w in found["windows"]),
-            nats(found["nll"]), f"{found['perplexity']:.2f}",
-        ]
-        for found in policies
-    ]  # fmt: skip
-    held = [
-        [
-            f"`{found['policy']}`", found["positions"], *(format_bytes(w["kv_bytes"]) for w in found["windows"]),
-            f"{found['seconds']:.1f}",
-        ]
-        for found in policies
-    ]  # fmt: skip
-    intervals = f"{streams} streams; NLL in nats a token, 95% bootstrap intervals over streams"
-    setting = f"{dtype}, all with {compression}" if compression else dtype
-    head = f"Model `{model}` in {setting}; {intervals if streams > 1 else 'NLL in nats a token'}."
-    parts = [
-        [head], markdown_table(["policy", "positions", *spans, "all", "perplexity"], rows),
-        ["KV held by one stream at the end of each window:"],
-        markdown_table(["policy", "positions", *spans, "seconds"], held),
-    ]  # fmt: skip
-    return "\n\n".join("\n".join(part) for part in parts)
 
 
 _MARKS = "osD^vP*X<>h"
