@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import sys
 import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from flexgen_h2o.core.errors import DoesNotFitError, UsageError
+from flexgen_h2o.cli_common import note, say
+from flexgen_h2o.core.config import Policy
+from flexgen_h2o.core.errors import EXIT_ALL_ROWS_FAILED, EXIT_DONE, DoesNotFitError, FlexgenError, UsageError
+from flexgen_h2o.core.interrupts import Interrupted
+from flexgen_h2o.core.units import format_seconds
 from flexgen_h2o.engine.generation import Callbacks, Listener, Progress, Silent
 from flexgen_h2o.engine.prompts import Completion, Prompt
 from flexgen_h2o.engine.sampling import SamplingParams
-from flexgen_h2o.jobs.input import Digests, Line, id_digest, which_are_in
+from flexgen_h2o.flags import PLACEMENT, eviction_of, open_llm, place_of, sampling_of, say_idle_flags
+from flexgen_h2o.jobs.input import Cut, Digests, Line, begins_as, id_digest, read_cut, scan_input, which_are_in
 from flexgen_h2o.jobs.output import OutputFile, to_line
 from flexgen_h2o.jobs.requests import Request, RequestReader, RowError, error_row, success_row
-from flexgen_h2o.jobs.sidecar import Status, tiers_text
-
-if TYPE_CHECKING:
-    from flexgen_h2o.llm import LLM
+from flexgen_h2o.jobs.sidecar import (
+    DONE,
+    Sidecar,
+    Status,
+    differences,
+    read_sidecar,
+    sidecar_path,
+    spared_text,
+    tiers_text,
+)
+from flexgen_h2o.llm import LLM
+from flexgen_h2o.models.load import shape_fingerprint
 
 MIN_WINDOW_ROWS, MIN_WINDOW_BLOCKS = 1024, 4
 WRITE_EVERY_S = 1.0
@@ -75,15 +90,36 @@ def rows_before(output: OutputFile, ids: Digests) -> Before:
     return Before(done, rows, errors, others)
 
 
+@dataclass
+class Notes:
+    """What is counted besides rows, by each engine of a job. prompt_tokens, spared_tokens: as of `Status`.
+
+    other_models: requests that name another model than this one, the first as `first_other` says. peak_bytes: of the
+    engine, by tier.
+    """
+
+    other_models: int = 0
+    first_other: str = ""
+    prompt_tokens: int = 0
+    spared_tokens: int = 0
+    peak_bytes: dict[str, int] = field(default_factory=dict)
+
+    def add(self, other: Notes) -> None:
+        """Those of another engine."""
+        self.other_models += other.other_models
+        self.first_other = self.first_other or other.first_other
+        self.prompt_tokens += other.prompt_tokens
+        self.spared_tokens += other.spared_tokens
+        self.peak_bytes |= {tier: max(n, self.peak_bytes.get(tier, 0)) for tier, n in other.peak_bytes.items()}
+
+
 class Sink(Listener, Protocol):
     """Takes the rows of a job. has_answers: had it rows that are no errors before the job began?"""
 
     has_answers: bool
+    notes: Notes
 
     def write(self, answers: Sequence[Answer]) -> None: ...
-
-    def add_prompt_tokens(self, tokens: int, spared: int) -> None:
-        """A run of prompts with so many tokens has ended; `spared` of them were not computed."""
 
 
 class JobWriter(Silent):
@@ -102,6 +138,7 @@ class JobWriter(Silent):
             rows=rows, done=before.rows, errors=self.errors.total(), other_rows=other_rows, other_errors=other_errors
         )
         self.has_answers = before.rows > self.status.errors
+        self.notes = Notes()
         self._output, self._peak_bytes, self._max_errors = output, peak_bytes, max_errors
         self._done_before, self._began, self._written = before.rows, time.monotonic(), 0.0
         self._bar = tqdm(
@@ -133,14 +170,6 @@ class JobWriter(Silent):
         self._output.sync_if_due()
         self._write_status_if_due()
 
-    def add_prompt_tokens(self, tokens: int, spared: int) -> None:
-        self.status.prompt_tokens += tokens
-        self.status.spared_tokens += spared
-
-    def add_peaks(self, nbytes: dict[str, int]) -> None:
-        peaks = self.status.peak_bytes
-        peaks.update({tier: max(n, peaks.get(tier, 0)) for tier, n in nbytes.items()})
-
     def end(self, state: str) -> None:
         """state: of the status file, for good."""
         self.status.state = state
@@ -157,7 +186,9 @@ class JobWriter(Silent):
         status.tokens_per_s = status.tokens / status.seconds if status.seconds > 0 else 0.0
         done_here = status.done - self._done_before
         status.eta_s = status.seconds / done_here * (status.rows - status.done) if done_here else None
-        self.add_peaks(self._peak_bytes())
+        self.notes.add(Notes(peak_bytes=self._peak_bytes()))
+        status.prompt_tokens, status.spared_tokens = self.notes.prompt_tokens, self.notes.spared_tokens
+        status.peak_bytes = self.notes.peak_bytes
         self._written = now
         self._bar.set_postfix_str(f"{status.tokens_per_s:.1f} token/s, {tiers_text(status.peak_bytes)}", refresh=False)
         status.write(self._output.path)
@@ -166,13 +197,12 @@ class JobWriter(Silent):
 class Job:
     """Runs lines through an engine, in windows.
 
-    lines: with the rows of the input that they are. window: rows that are read ahead; None: at least
-    MIN_WINDOW_BLOCKS blocks and MIN_WINDOW_ROWS rows. refill: rows of the next window enter the running block.
-    has_run: the engine has run rows of another job.
+    window: rows that are read ahead; None: at least MIN_WINDOW_BLOCKS blocks and MIN_WINDOW_ROWS rows. refill: rows of
+    the next window enter the running block. has_run: the engine has run rows of another job.
     """
 
     def __init__(
-        self, llm: LLM, reader: RequestReader, lines: Iterable[tuple[int, Line]], sink: Sink,
+        self, llm: LLM, reader: RequestReader, lines: Iterable[Line], sink: Sink,
         window: int | None = None, refill: bool = False, has_run: bool = False,
     ) -> None:  # fmt: skip
         self._llm, self._sink, self._asked_window, self._refill = llm, sink, window, refill
@@ -180,9 +210,7 @@ class Job:
         self._ahead: list[Request] = []  # read, and not yet run
         self._window_rows = window_rows(1, window)
         self._running: dict[int, Request] = {}  # by number of the line
-        self._rows: dict[int, int] = {}  # rows of the input, of lines ahead or running, by number of the line
         self._has_run = has_run
-        self.other_models, self.first_other = 0, ""  # requests that name another model than this
 
     def run(self, rows: int) -> None:
         """Run all lines, which are `rows` or fewer. What the engine and the sink raise goes through."""
@@ -190,19 +218,18 @@ class Job:
         while requests := self._take(self._window_rows):
             self._run_window(requests, self._next_window if self._refill else None)
 
-    def _read(self, reader: RequestReader, lines: Iterable[tuple[int, Line]]) -> Iterator[Request]:
+    def _read(self, reader: RequestReader, lines: Iterable[Line]) -> Iterator[Request]:
         """Requests of the lines; those that cannot be run become error rows on the way."""
-        model = reader.model.name
-        for row, line in lines:
-            self._rows[line.number] = row
+        model, notes = reader.model.name, self._sink.notes
+        for line in lines:
             try:
                 request = reader.read(line)
             except RowError as error:
-                self._fail(line.custom_id, line.number, error)
+                self._fail(line.row, error_row(line.custom_id, line.number, error))
                 continue
             if request.asked_model not in (None, model):
-                self.other_models += 1
-                self.first_other = self.first_other or f"{str(request.asked_model)[:100]} in line {line.number}"
+                notes.other_models += 1
+                notes.first_other = notes.first_other or f"{str(request.asked_model)[:100]} in line {line.number}"
             yield request
 
     def _fill(self, rows: int) -> list[Request]:
@@ -233,7 +260,8 @@ class Job:
             if fits_by_now or (not some_ran and not (fitting and others)):
                 raise
             for request in others:
-                self._fail(request.custom_id, request.prompt.index, RowError("does_not_fit", str(error)))
+                row = error_row(request.custom_id, request.prompt.index, RowError("does_not_fit", str(error)))
+                self._fail(request.row, row)
             parts = [fitting] if others else [fitting[: len(fitting) // 2], fitting[len(fitting) // 2 :]]
             for part in filter(None, parts):
                 self._run_window(part)
@@ -245,7 +273,8 @@ class Job:
         report = self._llm.run(
             prompts, params, self._finish, Callbacks(listener=self._sink), refill=self._refill, more=more
         )  # fmt: skip
-        self._sink.add_prompt_tokens(report.prefill.tokens, report.spared_tokens)
+        self._sink.notes.prompt_tokens += report.prefill.tokens
+        self._sink.notes.spared_tokens += report.spared_tokens
 
     def _next_window(self) -> PromptsAndParams | None:
         """The rows that enter the running block next; None at the end, and where the open engine has no room."""
@@ -273,13 +302,13 @@ class Job:
         """Write rows as they finish; called by the engine."""
         answers = []
         for one in done:
-            line = to_line(success_row(self._running.pop(one.index), one, self._llm.model))
-            answers.append(Answer(self._rows.pop(one.index), line, len(one.token_ids)))
+            request = self._running.pop(one.index)
+            line = to_line(success_row(request, one, self._llm.model))
+            answers.append(Answer(request.row, line, len(one.token_ids)))
         self._sink.write(answers)
 
-    def _fail(self, custom_id: str, number: int, error: RowError) -> None:
-        line = to_line(error_row(custom_id, number, error))
-        self._sink.write([Answer(self._rows.pop(number), line, error=error.code)])
+    def _fail(self, row: int, body: dict[str, Any]) -> None:
+        self._sink.write([Answer(row, to_line(body), error=body["error"]["code"])])
 
 
 def window_rows(block_size: int, asked: int | None) -> int:
@@ -290,3 +319,129 @@ def window_rows(block_size: int, asked: int | None) -> int:
 
 def _prompts_and_params(requests: Sequence[Request]) -> PromptsAndParams:
     return [request.prompt for request in requests], [request.params for request in requests]
+
+
+# ---- The whole of it, as `batch` runs it
+
+
+def run(args: argparse.Namespace, policy: Policy, is_auto: bool) -> int:
+    """Do what the output lacks, here or on Ray; returns the exit code."""
+    defaults, eviction = sampling_of(args), eviction_of(args, policy)
+    with contextlib.closing(OutputFile(args.output)) as output, open_llm(args, policy, is_auto, eviction) as llm:
+        llm.share_prefix = args.share_prefix
+        llm.check_plan()
+        if llm.precision_note:
+            note("batch", llm.precision_note)
+        digests = llm.digests()
+        before = _settle(args, output, _settings(llm, policy, is_auto, defaults, digests))
+        say_idle_flags("batch", args, place_of(args, llm))
+        if output.cut_bytes:
+            note("batch", f"--output {args.output}: cut off a torn row of {output.cut_bytes} bytes")
+        if args.ray is None:
+            writer = JobWriter(output, before, lambda: llm.peak_bytes, args.max_errors)
+            lines = read_cut(args.input, Cut(0, 1, 0, ~before.done))
+            job = Job(llm, RequestReader(llm.model, defaults), lines, writer, args.window, args.refill)
+            with _writing(args, output, writer, before):
+                job.run(len(before.done) - before.rows)
+        else:
+            from flexgen_h2o.jobs.on_ray import Opening, ray_at, ray_job
+
+            opening = Opening(args, policy, is_auto, eviction, digests)
+            # Ray ends last: while it does, a second SIGTERM kills the process, and by then rows and status are on disk.
+            with ray_at(args.ray or None):
+                writer = JobWriter(output, before, dict, args.max_errors)
+                with _writing(args, output, writer, before):
+                    ray_job(before.done, writer, opening).run()
+    return _show(args, writer, before, llm.model.name)
+
+
+def _settings(
+    llm: LLM, policy: Policy, is_auto: bool, defaults: SamplingParams, digests: dict[str, str | None]
+) -> dict[str, Any]:
+    """What answers depend on, for the sidecar. Budgets and devices may change from run to run."""
+    model = llm.model
+    shape = {"name": model.name, "config": shape_fingerprint(model.config), "random": model.random}
+    return {
+        "model": shape | digests,
+        "dtype": llm.dtype,
+        "policy": policy.to_json() | (dict.fromkeys(PLACEMENT, "auto") if is_auto else {}),
+        "eviction": llm.eviction.to_json(),
+        "sampling": {**asdict(defaults), "stop": list(defaults.stop)},
+    }
+
+
+def _settle(args: argparse.Namespace, output: OutputFile, settings: dict[str, Any]) -> Before:
+    """Read input and output, and refuse an output that was begun with other settings; then write the sidecar."""
+    before = read_sidecar(args.output)
+    scan = scan_input(args.input, before.input_bytes if before else 0)
+    if not len(scan.ids):
+        raise UsageError(f"--input {args.input}: no request in it, only blank lines or nothing")
+    earlier: list[dict[str, Any]] = []
+    if before is not None and not output.is_empty:
+        found, earlier = differences(before, settings, scan), before.earlier
+        if found and not args.force:
+            raise UsageError(
+                f"--output {args.output}: {'; '.join(found)}; give another name, the flags that it was begun with, or "
+                "--force"
+            )
+        if found:
+            earlier = [*earlier, before.settings]
+    elif not output.is_empty and not args.force:
+        raise UsageError(
+            f"--output {args.output}: has rows, and no {sidecar_path(args.output).name} beside it says what they were "
+            "made with; give another name, or --force"
+        )
+    found_rows = rows_before(output, scan.ids)
+    now = Sidecar(settings, str(args.input), scan.nbytes, scan.digest, earlier)
+    if now != before:
+        now.write(args.output)
+    return found_rows
+
+
+@contextlib.contextmanager
+def _writing(args: argparse.Namespace, output: OutputFile, writer: JobWriter, before: Before) -> Iterator[None]:
+    """Around the run of a job: its end in the status file, and finished rows on disk before the engine is closed."""
+    print(f"{len(before.done)} rows, {before.rows} of them done before", flush=True)
+    state = DONE
+    try:
+        writer.check_errors()
+        yield
+        output.sync()
+        _check_files(args, writer.status, output)
+    except Interrupted as signal:
+        state = f"ended by {signal}"
+        raise
+    except BaseException as error:
+        state = f"failed: {error}"
+        raise
+    finally:
+        writer.end(state)
+        output.sync()
+
+
+def _check_files(args: argparse.Namespace, status: Status, output: OutputFile) -> None:
+    """FlexgenError where input or output was changed under the job: the input is read again while it runs."""
+    begun, missing = read_sidecar(args.output), status.rows - status.done
+    if missing or (begun is not None and not begins_as(args.input, begun.input_bytes, begun.input_digest)):
+        raise FlexgenError(
+            f"--input {args.input}: was changed while the job ran ({missing} rows are missing); rows of {args.output} "
+            "may be of either state: leave the input alone, and give another --output"
+        )
+    output.check_rows(status.done + status.other_rows)
+
+
+def _show(args: argparse.Namespace, writer: JobWriter, before: Before, model: str) -> int:
+    """The summary; returns the exit code."""
+    status, notes = writer.status, writer.notes
+    did = f"{status.tokens} new tokens in {format_seconds(status.seconds)} ({status.tokens_per_s:.1f} token/s)"
+    if before.rows == status.rows:
+        did = "nothing was left to do"
+    if status.spared_tokens:
+        did += f"; {spared_text(status)}"
+    print(f"{status.done} rows in {args.output}, {status.errors} of them errors; {did}")
+    if status.errors:
+        print("errors: " + ", ".join(f"{n} {code}" for code, n in writer.errors.most_common() if n))
+    if notes.other_models:
+        named = f"{notes.other_models} requests name another model (the first: {notes.first_other})"
+        say("batch", f"{named}; {model} answered them")
+    return EXIT_ALL_ROWS_FAILED if status.errors == status.rows else EXIT_DONE

@@ -19,10 +19,10 @@ from flexgen_h2o.core.units import less_margin
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.jobs import on_ray
 from flexgen_h2o.jobs.input import Cut, cut_input, read_cut, read_lines, scan_input
-from flexgen_h2o.jobs.on_ray import Notes, Opening, Pool, Raised, RayJob, find_pool, run_window, window_size
+from flexgen_h2o.jobs.on_ray import Opening, Pool, Raised, RayJob, find_pool, run_window, window_size
 from flexgen_h2o.jobs.output import OutputFile
 from flexgen_h2o.jobs.requests import RequestReader
-from flexgen_h2o.jobs.runner import Answer, JobWriter, rows_before
+from flexgen_h2o.jobs.runner import Answer, JobWriter, Notes, rows_before
 from flexgen_h2o.models.load import Model
 from tests.unit.jobs.stub import StubLLM, read_rows, write_lines
 
@@ -42,7 +42,7 @@ def test_parts_have_the_rows_that_are_left_and_no_others(tmp_path: Path) -> None
         cuts = list(cut_input(source, done, size))
         assert [int(cut.left.sum()) for cut in cuts[:-1]] == [size] * (len(cuts) - 1)
         found = [one for cut in cuts for one in read_cut(source, cut)]
-        assert found == [(row, line) for row, line in enumerate(lines) if not done[row]]
+        assert found == [line for line in lines if not done[line.row]]
 
 
 def test_a_long_line_is_one_row_of_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +51,7 @@ def test_a_long_line_is_one_row_of_its_part(tmp_path: Path, monkeypatch: pytest.
     source.write_bytes(b'{"a": 1}\n{"a": "' + b"x" * 50 + b'"}\n{"a": 3}\n')
     cuts = list(cut_input(source, np.zeros(3, bool), 1))
     found = [one for cut in cuts for one in read_cut(source, cut)]
-    assert [(row, line.number, line.text is None) for row, line in found] == [
+    assert [(line.row, line.number, line.text is None) for line in found] == [
         (0, 1, False), (1, 2, True), (2, 3, False),
     ]  # fmt: skip
 
@@ -59,7 +59,7 @@ def test_a_long_line_is_one_row_of_its_part(tmp_path: Path, monkeypatch: pytest.
 def test_lines_that_came_later_are_in_no_part(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "in.jsonl", {}, {}, {})
     [cut] = cut_input(source, np.zeros(2, bool), 5)
-    assert [row for row, _ in read_cut(source, cut)] == [0, 1]
+    assert [line.row for line in read_cut(source, cut)] == [0, 1]
 
 
 def test_windows_are_whole_blocks_and_about_as_many_for_each_actor() -> None:
@@ -167,15 +167,14 @@ class Driven:
         source = write_lines(folder / "in.jsonl", *({"custom_id": f"r{i}"} for i in range(rows)))
         scan, self.output = scan_input(source), OutputFile(self.path)
         before = rows_before(self.output, scan.ids)
-        writer = JobWriter(self.output, before, dict, max_errors)
-        self.status = writer.status
+        self.writer = JobWriter(self.output, before, dict, max_errors)
         opening: Any = SimpleNamespace(args=SimpleNamespace(window=4), is_auto=True)
-        self.job = RayJob(source, before.done, writer, Pool(2, 1, 0, GIB), opening)
+        self.job = RayJob(source, before.done, self.writer, Pool(2, 1, 0, GIB), opening)
         self.asked: list[list[int]] = []
         left = iter(flows)
 
         def flow(job: RayJob, cuts: list[Cut]) -> Iterator[Any]:
-            self.asked.append([row for cut in cuts for row, _ in read_cut(source, cut)])
+            self.asked.append([line.row for cut in cuts for line in read_cut(source, cut)])
             yield from next(left)
 
         monkeypatch.setattr(RayJob, "_flow", flow)
@@ -196,7 +195,7 @@ def gives_up(*found: Any) -> Iterator[Any]:
 def test_rows_that_come_twice_are_written_once_and_those_that_do_not_are_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    notes = Notes(2, "m in line 1", {"host": 5}, 9, 2), Notes(1, "n in line 4", {"host": 3, "disk": 1}, 6, 3)
+    notes = Notes(2, "m in line 1", 9, 2, {"host": 5}), Notes(1, "n in line 4", 6, 3, {"host": 3, "disk": 1})
     driven = Driven(
         tmp_path, monkeypatch, 6,
         [answers(3, 1), answers(1), answers(0, 3), notes[0]],
@@ -206,12 +205,10 @@ def test_rows_that_come_twice_are_written_once_and_those_that_do_not_are_run_aga
     driven.job.run()
     assert driven.ids() == ["r3", "r1", "r0", "r4", "r5", "r2"]
     assert driven.asked == [[0, 1, 2, 3, 4, 5], [2, 4, 5], [2, 5]]
-    assert (driven.job.other_models, driven.job.first_other) == (3, "m in line 1")
-    assert driven.status.peak_bytes == {"host": 5, "disk": 1}
+    assert driven.writer.notes == Notes(3, "m in line 1", 15, 5, {"host": 5, "disk": 1})
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2 and "2 rows are missing (the actor died); they are run again" in said[1]
-    assert (driven.status.done, driven.status.tokens) == (6, 12)
-    assert (driven.status.prompt_tokens, driven.status.spared_tokens) == (15, 5)
+    assert (driven.writer.status.done, driven.writer.status.tokens) == (6, 12)
 
 
 def test_a_job_of_which_nothing_comes_back_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
