@@ -239,6 +239,7 @@ def _generate(
 
 def _order(args: argparse.Namespace) -> Order | None:
     """The steps of a run that is cut short; None for a whole one."""
+
     def some_sweeps(layers: int, batches: int) -> Iterator[Step]:
         return zigzag(args.cut_gen_len, layers, batches)
 

@@ -97,30 +97,26 @@ def encoded(turns: Sequence[Turn], model: Model, form: str | None, chat: bool) -
     """
     if chat:
         model.check_chat()
-    found, said = [], []
-    for i, turn in enumerate(turns):
-        said += [turn.content] if isinstance(turn.content, str) else []
-        if chat and len(said) != i + 1:
+    found: list[tuple[int, ...]] = []
+
+    def encode(text: str) -> list[int]:
+        if chat:
+            return model.encode_turn([str(turn.content) for turn in turns[: len(found) + 1]])
+        whole = (form or FORMAT).replace(PLACE, text)
+        if not found:
+            return model.encode(whole)
+        model.check_fits(whole)
+        return model.encode_more(whole)
+
+    given = encode if model.tokenizer is not None else None
+    for turn in turns:
+        if chat and not isinstance(turn.content, str):
             raise UsageError(f"{turn.place}: a chat template takes texts, not token ids; leave --chat out")
         try:
-            found.append(_ids(turn.content, model, (form or FORMAT), said if chat else None, first=not i))
+            found.append(make_prompt(0, turn.content, given, model.spec.vocab_size).token_ids)
         except (UsageError, ValueError) as error:
             raise UsageError(f"{turn.place}: {error}") from error
     return found
-
-
-def _ids(content: object, model: Model, form: str, said: list[str] | None, first: bool) -> tuple[int, ...]:
-    def encode(text: str) -> list[int]:
-        if said is not None:
-            return model.encode_turn(said)
-        text = form.replace(PLACE, text)
-        if first:
-            return model.encode(text)
-        model.check_fits(text)
-        return model.encode_more(text)
-
-    given = encode if model.tokenizer is not None else None
-    return make_prompt(0, content, given, model.spec.vocab_size).token_ids
 
 
 class Audience(Protocol):
@@ -204,32 +200,57 @@ def tokens_after_first(turns: Sequence[Sequence[int]], max_tokens: int) -> int:
 class Exchange:
     """One turn and the answer to it.
 
-    tokens: of the turn. nats: of those that were fed through the cache, which the first turn's are not. reason: None
-    where the conversation broke off. columns: KV columns held at its end, mean over the transformer blocks.
+    tokens: of the turn. nats: of those that were fed through the cache, which the first turn's are not. text: of the
+    answer, as far as it was shown. reason: None where the conversation broke off. columns: KV columns held at its end,
+    mean over the transformer blocks.
     """
 
+    turn: Turn
     tokens: int = 0
     nats: list[float] = field(default_factory=list)
     answer: list[int] = field(default_factory=list)
+    text: str = ""
     reason: str | None = None
     seconds: float = 0.0
     columns: float = 0.0
     kv_bytes: int = 0
+
+    def more_text(self, tokenizer: Tokenizer | None) -> str:
+        """What may be shown of the answer with its newest token: a character that is not whole yet waits, unless it is
+        the last; the token's id without a tokenizer."""
+        if tokenizer is None:
+            return f"{self.answer[-1]} "
+        text = decode_text(tokenizer, self.answer)
+        if text.endswith("\ufffd") and self.reason is None:
+            return ""
+        new, self.text = text[len(self.text) :], max(self.text, text, key=len)
+        return new
+
+    def figures(self, tokenizer: Tokenizer | None, stop: tuple[str, ...]) -> dict[str, Any]:
+        """For the JSON."""
+        whole = None if tokenizer is None else StopStrings(tokenizer, stop).cut(decode_text(tokenizer, self.answer))
+        return {
+            **self.turn.labels, "prompt": self.turn.content, "tokens": self.tokens,
+            "nll": fmean(self.nats) if self.nats else None, "text": whole, "token_ids": self.answer,
+            "finish_reason": self.reason, "seconds": self.seconds, "kv_columns": self.columns,
+            "kv_bytes": self.kv_bytes,
+        }  # fmt: skip
 
 
 class Shown:
     """An audience that shows the answers as they come, and counts tokens, nats, columns and seconds of each turn."""
 
     def __init__(self, llm: LLM, turns: Sequence[Turn], first: int, show: Callable[[str], None]) -> None:
-        self.exchanges = [Exchange(first)]
+        self.exchanges: list[Exchange] = []
         self._llm, self._turns, self._first, self._show = llm, turns, first, show
-        self._text = TextStream(llm.model.tokenizer)
-        self._taken = 0  # tokens behind the first turn
+        self._taken, self._began = 0, 0.0  # tokens behind the first turn; when the exchange began
 
-    def begin(self) -> None:
-        """The model is loaded; the first turn is to be answered."""
-        self._began = time.perf_counter()
-        self._introduce()
+    def begin(self, tokens: int = 0) -> None:
+        """The next turn, of whose tokens so many are taken, is to be answered. At first: the model is loaded."""
+        turn, number = self._turns[len(self.exchanges)], len(self.exchanges) + 1
+        self.exchanges.append(Exchange(turn, tokens))
+        self._began = self._began or time.perf_counter()
+        self._show(f"\n[turn {number} of {len(self._turns)}] {turn.content}\n")
 
     def given(self, turn: int, token: int, logits: torch.Tensor) -> None:
         now = self._at(turn)
@@ -240,10 +261,10 @@ class Shown:
     def said(self, turn: int, token: int, reason: str | None) -> None:
         now = self._at(turn)
         now.answer.append(token)
+        now.reason = reason
         self._taken += 1
-        self._show(self._text.more(token, is_last=reason is not None))
+        self._show(now.more_text(self._llm.model.tokenizer))
         if reason is not None:
-            now.reason = reason
             self.end()
 
     def end(self) -> None:
@@ -253,7 +274,6 @@ class Shown:
         now.columns, now.kv_bytes = held / blocks, held * bytes_of_column(self._llm)
         now.seconds = time.perf_counter() - self._began
         self._began += now.seconds
-        self._text = TextStream(self._llm.model.tokenizer)
         surprised = f", perplexity {perplexity(fmean(now.nats)):.1f}" if now.nats else ""
         self._show(
             f"\n({now.tokens} tokens{surprised}; {len(now.answer)} in answer, {now.reason or 'broken off'}; "
@@ -262,31 +282,8 @@ class Shown:
 
     def _at(self, turn: int) -> Exchange:
         if turn == len(self.exchanges):
-            self.exchanges.append(Exchange())
-            self._introduce()
+            self.begin()
         return self.exchanges[turn]
-
-    def _introduce(self) -> None:
-        number = len(self.exchanges)
-        self._show(f"\n[turn {number} of {len(self._turns)}] {self._turns[number - 1].content}\n")
-
-
-class TextStream:
-    """The text of growing token ids, bit by bit; the ids themselves where there is no tokenizer."""
-
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._tokenizer, self._ids, self._shown = tokenizer, list[int](), 0
-
-    def more(self, token: int, is_last: bool) -> str:
-        """What may be shown with this token: a character that is not whole yet waits, unless it is the last."""
-        self._ids.append(token)
-        if self._tokenizer is None:
-            return f"{token} "
-        text = decode_text(self._tokenizer, self._ids)
-        if text.endswith("\ufffd") and not is_last:
-            return ""
-        new, self._shown = text[self._shown :], max(self._shown, len(text))
-        return new
 
 
 def converse(
@@ -301,7 +298,7 @@ def converse(
     shown = Shown(llm, turns, len(ids[0]), show)
     talk = Conversation(ids, params.max_tokens, Sampler(params), ends, shown, room)
     llm.prepare([talk.prompt], talk)
-    shown.begin()
+    shown.begin(len(ids[0]))
     llm.run([talk.prompt], talk, lambda done: None, Callbacks(listener=Silent()))
     found = shown.exchanges
     if found[-1].reason is None:
@@ -312,7 +309,7 @@ def converse(
         )
     nats, tokens = [n for one in found for n in one.nats], sum(one.tokens + len(one.answer) for one in found)
     figures = {
-        "turns": [_facts(i, turn, one, llm, params) for i, (turn, one) in enumerate(zip(turns, found, strict=False))],
+        "turns": [{"turn": i, **one.figures(llm.model.tokenizer, params.stop)} for i, one in enumerate(found)],
         "answered": sum(one.reason is not None for one in found),
         "tokens": tokens,
         "measured_tokens": len(nats),
@@ -321,22 +318,3 @@ def converse(
         "kv_bytes": max(one.kv_bytes for one in found),
     }
     return figures, tokens, sum(one.seconds for one in found)
-
-
-def _facts(index: int, turn: Turn, one: Exchange, llm: LLM, params: SamplingParams) -> dict[str, Any]:
-    tokenizer, text = llm.model.tokenizer, None
-    if tokenizer is not None:
-        text = StopStrings(tokenizer, params.stop).cut(decode_text(tokenizer, one.answer))
-    return {
-        "turn": index,
-        **turn.labels,
-        "prompt": turn.content,
-        "tokens": one.tokens,
-        "nll": fmean(one.nats) if one.nats else None,
-        "text": text,
-        "token_ids": one.answer,
-        "finish_reason": one.reason,
-        "seconds": one.seconds,
-        "kv_columns": one.columns,
-        "kv_bytes": one.kv_bytes,
-    }

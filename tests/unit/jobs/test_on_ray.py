@@ -45,21 +45,16 @@ def test_parts_have_the_rows_that_are_left_and_no_others(tmp_path: Path) -> None
         assert found == [line for line in lines if not done[line.row]]
 
 
-def test_a_long_line_is_one_row_of_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_that_came_later_are_in_no_part_and_a_long_one_is_one_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("flexgen_h2o.core.files.MOST_LINE_BYTES", 20)
     source = tmp_path / "in.jsonl"
-    source.write_bytes(b'{"a": 1}\n{"a": "' + b"x" * 50 + b'"}\n{"a": 3}\n')
-    cuts = list(cut_input(source, np.zeros(3, bool), 1))
-    found = [one for cut in cuts for one in read_cut(source, cut)]
+    source.write_bytes(b'{"a": 1}\n{"a": "' + b"x" * 50 + b'"}\n{"a": 3}\n{}\n')
+    found = [line for cut in cut_input(source, np.zeros(3, bool), 1) for line in read_cut(source, cut)]
     assert [(line.row, line.number, line.text is None) for line in found] == [
         (0, 1, False), (1, 2, True), (2, 3, False),
     ]  # fmt: skip
-
-
-def test_lines_that_came_later_are_in_no_part(tmp_path: Path) -> None:
-    source = write_lines(tmp_path / "in.jsonl", {}, {}, {})
-    [cut] = cut_input(source, np.zeros(2, bool), 5)
-    assert [line.row for line in read_cut(source, cut)] == [0, 1]
 
 
 def test_windows_are_whole_blocks_and_about_as_many_for_each_actor() -> None:
@@ -114,10 +109,6 @@ def window(llm: Any, lines: list[Any], **how: Any) -> Iterator[Any]:
     return run_window(llm, RequestReader(llm.model, SamplingParams()), lines, None, refill=True, **how)
 
 
-def all_lines(source: Path, rows: int) -> list[Any]:
-    return list(read_cut(source, Cut(0, 1, 0, np.ones(rows, bool))))
-
-
 def test_a_window_answers_each_row_once(tmp_path: Path, words: Model) -> None:
     requests = [{"prompt": [9, 8, 7], "max_tokens": 1 + i % 3, "custom_id": f"r{i}"} for i in range(10)]
     source = write_lines(tmp_path / "in.jsonl", *requests[:4], "{", "", *requests[4:])
@@ -138,7 +129,7 @@ def test_what_the_engine_raises_comes_out_after_what_was_done(tmp_path: Path, wo
         if line == 3:
             raise OSError("a broken disk")
 
-    found = window(StubLLM(words, before_row=fail), all_lines(source, 4))
+    found = window(StubLLM(words, before_row=fail), list(read_lines(source)))
     assert [(one.row, one.error) for one in next(found)] == [(0, "invalid_json")]
     assert [(one.row, one.error) for one in next(found)] == [(1, None)]
     with pytest.raises(OSError, match="a broken disk"):
@@ -147,7 +138,7 @@ def test_what_the_engine_raises_comes_out_after_what_was_done(tmp_path: Path, wo
 
 def test_only_a_first_window_ends_the_job_where_its_rows_do_not_fit_together(tmp_path: Path, words: Model) -> None:
     source = write_lines(tmp_path / "in.jsonl", *({"prompt": [9] * 5} for _ in range(6)))
-    lines = all_lines(source, 6)
+    lines = list(read_lines(source))
     *answers, _ = window(StubLLM(words, room=20), lines, has_run=True)
     assert sum(map(len, answers)) == 6
     with pytest.raises(DoesNotFitError):
@@ -235,14 +226,6 @@ def test_what_an_engine_raises_ends_the_job_as_it_would_here(tmp_path: Path, mon
     with pytest.raises(DoesNotFitError, match="too large") as found:
         driven.job.run()
     assert str(found.value.__cause__) == "where it was" and driven.ids() == ["r2"]
-
-
-def test_errors_of_all_actors_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flow = [answers(2, error="a"), answers(0, error="b"), answers(1)]
-    driven = Driven(tmp_path, monkeypatch, 4, flow, max_errors=1)
-    with pytest.raises(UsageError, match="--max-errors 1: 2 rows"):
-        driven.job.run()
-    assert driven.ids() == ["r2", "r0"]
 
 
 def test_an_actor_that_finds_another_model_ends_the_job(tmp_path: Path) -> None:
