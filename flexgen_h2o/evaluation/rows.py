@@ -104,34 +104,6 @@ def statement(pair: Pair) -> str:
     return f"let {pair[0]} = {pair[1]}\n"
 
 
-def question(pair: Pair) -> str:
-    return f"ask {pair[0]} = {pair[1]}\n"
-
-
-def training_row(
-    rng: random.Random, encode: Encode, bos: int, code: Sequence[int], length: int
-) -> tuple[list[int], list[int]]:
-    """Pairs, then a stretch of code, then the same pairs asked for in another order; again until the row is full.
-
-    Returns `length` token ids and the positions of the answer digits that were asked for. `encode` gives each digit a
-    token and adds no special ones.
-    """
-    ids = [bos]
-    answers: list[int] = []
-    while len(ids) < length:
-        pairs = draw_pairs(rng, rng.randint(2, 16))
-        for pair in pairs:
-            ids.extend(encode(statement(pair)))
-        filler = rng.choice([0, 0, rng.randint(16, 64), rng.randint(64, length // 2)])
-        ids.extend(_stretch(rng, code, filler))
-        ids.extend(encode("\n"))
-        rng.shuffle(pairs)
-        for pair in pairs:
-            ids.extend(encode(question(pair)))
-            answers.extend([len(ids) - 3, len(ids) - 2])  # two digits, then the newline
-    return ids[:length], [p for p in answers if p < length]
-
-
 def recall_rows(
     text: HeldOutText, count: int, prompt_len: int, gen_len: int, depths: int, seed: int
 ) -> list[TextRow]:  # fmt: skip
@@ -160,11 +132,11 @@ def _recall_row(
     if room < 0:
         raise UsageError(f"--prompt-len {prompt_len}: too short for recall rows, which take {taken} and more")
     before = room * depth // max(1, depths - 1)
-    prompt, ends = [*text.start, *_stretch(rng, text.tokens, before), *newline], {}
+    prompt, ends = [*text.start, *stretch(rng, text.tokens, before), *newline], {}
     for pair, tokens in stated.items():
         prompt += tokens
         ends[pair] = len(prompt)
-    prompt += [*_stretch(rng, text.tokens, room - before), *newline, *asked]
+    prompt += [*stretch(rng, text.tokens, room - before), *newline, *asked]
     continuation: list[int] = []
     questions = []
     for pair in (first, *others):
@@ -177,7 +149,8 @@ def _recall_row(
     return TextRow(tuple(prompt), tuple(continuation[:gen_len]), tuple(questions), depth)
 
 
-def _stretch(rng: random.Random, code: Sequence[int], length: int) -> list[int]:
+def stretch(rng: random.Random, code: Sequence[int], length: int) -> list[int]:
+    """`length` token ids of `code`, which follow on each other there."""
     start = rng.randrange(len(code) - length - 1)
     return [int(i) for i in code[start : start + length]]
 

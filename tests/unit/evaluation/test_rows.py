@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ from flexgen_h2o.evaluation.rows import (
     rows_of_file,
     stdlib_files,
     text_of,
-    training_row,
 )
 from flexgen_h2o.models.load import Model, find_model
 
@@ -67,12 +65,6 @@ def test_recall_rows_ask_for_what_they_state(model: Model, text: HeldOutText) ->
             assert answer == line[-3:]
             stated = [*row.prompt][: round(found.at * 160)]
             assert model.tokenizer.decode(stated).endswith("let" + line.removeprefix("ask") + "\n")
-
-
-def test_training_rows_mark_their_answers(model: Model, text: HeldOutText) -> None:
-    ids, answers = training_row(random.Random(0), text.encode, 0, text.tokens, 300)
-    assert len(ids) == 300 and ids[0] == 0 and answers
-    assert all(model.tokenizer.decode([ids[place]]).isdigit() for place in answers)
 
 
 def test_questions_that_do_not_fit_are_left_out_and_prompts_must_hold_the_pairs(text: HeldOutText) -> None:
