@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -164,10 +165,9 @@ def markdown(result: Figures) -> str:
         cells.sort(key=lambda cell: -cell["kl"]["value"])
         parts.append([f"### {budget:.0%} of the prompt's columns", "", *_main(cells, result)])
     parts.append(["### NLL by step: nats over the full cache's", "", *_by_step(result)])
-    if recall:
-        for name, title in (("inside", "at the end of the prompt"), ("after", "after the prompt")):
-            if name in result["full"]["recall"]:
-                parts.append([f"### Recall by depth, question {title}", "", *_by_depth(result, name)])
+    titles = {"inside": "at the end of the prompt", "after": "after the prompt"}
+    for place in result["full"].get("recall", {}):
+        parts.append([f"### Recall by depth, question {titles[place]}", "", *_by_depth(result, place)])
     return "\n\n".join("\n".join(part) for part in parts) + "\n"
 
 
@@ -184,30 +184,26 @@ def _names(result: Figures) -> tuple[str, Callable[[Figures], str]]:
 
 
 def _main(cells: Sequence[Figures], result: Figures) -> list[str]:
-    full, text, recall = result["full"], result["text"], result["recall"]
-    watched, diverged = "evicted_mass" in cells[0], "greedy" in cells[0]
-    reference, name_of = _names(result)
-    optional = [
-        (watched, "evicted mass"),
-        (recall, "recall, question inside"), (recall and "after" in full["recall"], "recall, question after"),
-        (diverged, "equal greedy tokens"),
-    ]  # fmt: skip
-    names = ["policy", "columns", "KL, nats", "KL p95", "flips", "NLL - full", "KL - h2o's"]
-    names += [name for given, name in optional if given]
-    rows = []
-    for cell in cells:
-        columns = [
-            name_of(cell), f"{cell['columns']:.0f}", number(cell["kl"], 3), number(cell["kl_p95"], 2),
-            _percent(cell["flips"]), number(cell["nll_less_full"], 3), number(cell["kl_less_baseline"], 3),
-        ]  # fmt: skip
-        columns += [_percent(cell["evicted_mass"])] if watched else []
-        columns += [_percent(part) for part in cell.get("recall", {}).values()]
-        rows.append([*columns, number(cell["greedy"]["first"], 1)] if diverged else columns)
-    columns = [reference, f"{text['mean_prompt_len']:.0f}", "0", "0", "0", f"0 (NLL {number(full['nll'], 3)})", ""]
-    columns += ["0"] if watched else []
-    columns += [_percent(part) for part in full.get("recall", {}).values()]
-    rows.append([*columns, f"{text['steps']}"] if diverged else columns)
-    return markdown_table(names, rows)
+    full, text, (reference, name_of) = result["full"], result["text"], _names(result)
+    # Its head, its text of a cell, and that of the full cache.
+    columns: list[tuple[str, Callable[[Figures], str], str]] = [
+        ("policy", name_of, reference),
+        ("columns", lambda cell: f"{cell['columns']:.0f}", f"{text['mean_prompt_len']:.0f}"),
+        ("KL, nats", lambda cell: number(cell["kl"], 3), "0"),
+        ("KL p95", lambda cell: number(cell["kl_p95"], 2), "0"),
+        ("flips", lambda cell: _percent(cell["flips"]), "0"),
+        ("NLL - full", lambda cell: number(cell["nll_less_full"], 3), f"0 (NLL {number(full['nll'], 3)})"),
+        ("KL - h2o's", lambda cell: number(cell["kl_less_baseline"], 3), ""),
+    ]
+    if "evicted_mass" in cells[0]:
+        columns.append(("evicted mass", lambda cell: _percent(cell["evicted_mass"]), "0"))
+    for place, found in full.get("recall", {}).items():
+        of_cell = partial(lambda place, cell: _percent(cell["recall"][place]), place)
+        columns.append((f"recall, question {place}", of_cell, _percent(found)))
+    if "greedy" in cells[0]:
+        columns.append(("equal greedy tokens", lambda cell: number(cell["greedy"]["first"], 1), f"{text['steps']}"))
+    heads, of_cells, of_full = zip(*columns, strict=True)
+    return markdown_table(heads, [*([of(cell) for of in of_cells] for cell in cells), of_full])
 
 
 def _by_step(result: Figures) -> list[str]:

@@ -62,55 +62,25 @@ def test_the_interval_holds_the_mean_and_is_as_wide_as_the_standard_error_says()
     assert (found["low"], found["high"]) == pytest.approx(
         (found["value"] - 1.96 * error, found["value"] + 1.96 * error), abs=0.03
     )
-    assert found["n"] == 400
-
-
-def test_a_percentile_is_of_all_steps_of_the_drawn_prompts() -> None:
-    values = np.arange(200.0).reshape(20, 10)
-    found = Bootstrap(20, 300, 0).percentile(values, 95)
-    assert found["value"] == np.percentile(np.arange(200.0), 95)
-    assert found["low"] < found["value"] <= found["high"] <= 199
-
-
-def test_a_ratio_draws_prompts_with_all_their_questions() -> None:
-    right, asked = np.array([3.0, 0.0, 1.0, 0.0]), np.array([3.0, 1.0, 4.0, 0.0])
-    found = Bootstrap(4, 500, 0).ratio(right, asked)
-    assert found["value"] == 0.5
-    assert 0 <= found["low"] < 0.5 < found["high"] <= 1
+    assert found["n"] == 400 and found == Bootstrap(400, 2000, 0).mean(values)
+    steps = Bootstrap(20, 300, 0).percentile(np.arange(200.0).reshape(20, 10), 95)
+    assert steps["value"] == np.percentile(np.arange(200.0), 95) and steps["low"] < steps["value"] <= steps["high"]
+    share = Bootstrap(4, 500, 0).ratio(np.array([3.0, 0.0, 1.0, 0.0]), np.array([3.0, 1.0, 4.0, 0.0]))
+    assert share["value"] == 0.5 and 0 <= share["low"] < 0.5 < share["high"] <= 1
 
 
 # ---- metrics of a step
 
 
-def test_divergence_of_two_coins() -> None:
-    full, policy = torch.tensor([[0.0, 0.0], [0.0, 0.0]]), torch.tensor([[math.log(9.0), 0.0], [5.0, 5.0]])
-    want = 0.5 * math.log(0.5 / 0.9) + 0.5 * math.log(0.5 / 0.1)
-    assert divergence(full, policy).tolist() == pytest.approx([want, 0.0], abs=1e-7)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_equal_logits_diverge_by_exactly_nothing(dtype: torch.dtype) -> None:
-    logits = torch.randn(5, 1000).mul(7).to(dtype)
-    assert divergence(logits, logits.clone()).tolist() == [0.0] * 5
-    assert not flips(logits, logits.clone()).any()
-
-
-def test_divergence_is_not_symmetric_and_looks_from_the_full_cache() -> None:
-    full, policy = torch.tensor([[3.0, 0.0, 0.0]]), torch.tensor([[0.0, 0.0, 0.0]])
-    p = torch.softmax(full[0].double(), 0)
-    assert divergence(full, policy).item() == pytest.approx((p * (p * 3).log()).sum().item())
-    assert divergence(full, policy).item() != pytest.approx(divergence(policy, full).item())
-
-
-def test_flips_are_other_likeliest_tokens() -> None:
-    full = torch.tensor([[1.0, 2.0, 0.0], [1.0, 2.0, 0.0], [5.0, 5.0, 0.0]])
-    policy = torch.tensor([[0.0, 9.0, 1.0], [3.0, 2.0, 0.0], [1.0, 1.0, 0.0]])
-    assert flips(full, policy).tolist() == [False, True, False]
-
-
-def test_surprise_is_the_log_of_the_token_s_share() -> None:
-    logits = torch.log(torch.tensor([[0.25, 0.75], [0.5, 0.5]])) + 3
-    assert surprise(logits, torch.tensor([0, 1])).tolist() == pytest.approx([math.log(4), math.log(2)], abs=1e-6)
+def test_divergence_flips_and_surprise_of_two_coins() -> None:
+    """KL looks from the full cache; of equal logits it is exactly nothing, and the lower index counts as likeliest."""
+    full = torch.tensor([[0.0, 0.0], [5.0, 5.0], [0.3, 0.7]])
+    policy = torch.tensor([[0.0, math.log(9.0)], [5.0, 5.0], [0.3, 0.7]])
+    want = 0.5 * math.log(0.5 / 0.1) + 0.5 * math.log(0.5 / 0.9)
+    assert divergence(full, policy).tolist() == pytest.approx([want, 0.0, 0.0], abs=1e-7)
+    assert divergence(full, policy)[1:].tolist() == [0.0, 0.0]
+    assert flips(full, policy).tolist() == [True, False, False]
+    assert surprise(policy[:2], torch.tensor([0, 1])).tolist() == pytest.approx([math.log(10), math.log(2)])
 
 
 def test_evicted_mass_is_what_the_columns_that_are_gone_would_get() -> None:

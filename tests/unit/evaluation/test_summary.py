@@ -66,9 +66,6 @@ def test_figures_of_a_cell(result: dict[str, Any]) -> None:
     assert local["evicted_mass_by_block"] == [0.25, 0.25]
     assert [(part["first"], part["last"]) for part in local["by_step"]][:2] == [(1, 2), (3, 4)]
     assert local["greedy"]["never"]["value"] == 0.5
-
-
-def test_recall_is_split_by_place_and_depth(result: dict[str, Any]) -> None:
     recall = result["full"]["recall"]
     assert (recall["inside"]["value"], recall["after"]["value"]) == (1.0, 0.5)
     assert [(part["at"], part["value"], part["questions"]) for part in recall["after"]["by_depth"]] == [
@@ -98,15 +95,6 @@ def test_the_compared_full_cache_and_the_reference_have_other_names(result: dict
     assert {name for name in names if "full" in name} == {
         "`full`, --compress-cache --cache-bits 4", "full, uncompressed", "full, uncompressed: NLL"
     }  # fmt: skip
-
-
-def test_tables_do_without_what_was_not_measured(result: dict[str, Any]) -> None:
-    result["recall"] = None
-    for one in (result["full"], *result["cells"]):
-        one.pop("recall")
-        for name in ("evicted_mass", "greedy"):
-            one.pop(name, None)
-    assert "recall" not in markdown(result) and "mass" not in markdown(result)
 
 
 def test_the_picture(result: dict[str, Any], tmp_path: Path) -> None:

@@ -45,14 +45,11 @@ def test_a_chat_completion(words: Model) -> None:
     assert (first["token"], first["logprob"], first["bytes"]) == (text, -0.5, list(text.encode()))
     assert [top["logprob"] for top in first["top_logprobs"]] == [-0.25, -2.0] and second["top_logprobs"] == []
     assert answered(words, "chat")["response"]["body"]["choices"][0]["logprobs"] is None
-
-
-def test_half_a_character_has_no_bytes(words: Model) -> None:
     half = next(i for i in range(300) if "\ufffd" in words.tokenizer.decode([i]))
-    request = Request("chat", "a", Prompt(3, (5,), None), SamplingParams())
     done = Completion(3, None, "", [half], "stop", [TokenLogprobs(-0.5, ())])
+    request = Request("chat", "a", Prompt(3, (5,), None), SamplingParams())
     [token] = success_row(request, done, words)["response"]["body"]["choices"][0]["logprobs"]["content"]
-    assert token["bytes"] is None and token["token"] == "\ufffd"
+    assert (token["bytes"], token["token"]) == (None, "\ufffd"), "a part of a character"
 
 
 def test_a_helm_result_has_lists_where_helm_reads_lists(words: Model) -> None:
