@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from importlib.util import find_spec
 
@@ -18,7 +19,16 @@ from flexgen_h2o.cli_common import (
 from flexgen_h2o.core.errors import EXIT_DONE, UsageError
 from flexgen_h2o.core.files import usable_path
 from flexgen_h2o.engine.prompts import check_output_path
-from flexgen_h2o.flags import add_engine_flags, add_eviction_flags, add_sampling_flags, policy_of, say_idle_flags
+from flexgen_h2o.flags import (
+    add_engine_flags,
+    add_eviction_flags,
+    add_sampling_flags,
+    eviction_of,
+    policy_of,
+    sampling_of,
+    say_idle_flags,
+)
+from flexgen_h2o.jobs.output import OutputFile
 from flexgen_h2o.kvcache.prefixes import SHARINGS
 
 
@@ -69,9 +79,11 @@ def _run(argv: list[str] | None) -> int:
     if args.ray is not None and (find_spec("ray") is None or find_spec("pyarrow") is None):
         raise UsageError("--ray: needs Ray Data; pip install -e '.[ray]' in a clone")
     policy, is_auto = policy_of(args)
-    from flexgen_h2o.jobs.runner import run
+    defaults, eviction = sampling_of(args), eviction_of(args, policy)
+    with contextlib.closing(OutputFile(args.output)) as output:
+        from flexgen_h2o.jobs.runner import run
 
-    return run(args, policy, is_auto)
+        return run(args, output, policy, is_auto, eviction, defaults)
 
 
 def _show_status(args: argparse.Namespace) -> int:

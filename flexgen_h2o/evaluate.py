@@ -25,7 +25,7 @@ from flexgen_h2o.cli_common import (
 )
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import parse_bytes
-from flexgen_h2o.flags import add_engine_flags, add_eviction_flags, add_sampling_flags, policy_of
+from flexgen_h2o.flags import add_engine_flags, add_eviction_flags, add_sampling_flags, eviction_of, policy_of
 from flexgen_h2o.kvcache.eviction import POLICIES
 
 BUDGETS = (0.5, 0.2, 0.1)
@@ -158,6 +158,7 @@ def _run(argv: list[str] | None) -> int:
     if args.measure == "fidelity":
         from flexgen_h2o.evaluation.fidelity import run
     elif args.measure == "text":
+        eviction_of(args, policy)  # what it refuses is refused before torch is imported
         from flexgen_h2o.evaluation.text import run
     else:
         from flexgen_h2o.evaluation.streaming import run
@@ -180,6 +181,10 @@ def _check_fidelity(args: argparse.Namespace) -> None:
 def _check_text(args: argparse.Namespace) -> None:
     if args.prompt is not None and args.prompts is not None:
         raise UsageError("--prompt and --prompts: give one of them")
+    if args.eviction == "full":
+        raise UsageError("--eviction full: is what the other is set beside; name another")
+    # h2o where no other is named, with run_text_generation's shares where none are given: the defaults of all.
+    args.eviction = args.eviction or "h2o"
     check_files(args, ("prompts",), ("json",))
 
 

@@ -274,8 +274,7 @@ def _show_texts(done: list[Completion]) -> None:
     """The first and the last text, as FlexGen prints them; token ids where there is no tokenizer."""
     ordered = sorted(done, key=lambda c: c.index)
     print(f"Outputs:\n{RULE}")
-    for one in dict.fromkeys(c.index for c in (ordered[0], ordered[-1])):
-        found = next(c for c in ordered if c.index == one)
+    for found in {one.index: one for one in (ordered[0], ordered[-1])}.values():
         text = found.token_ids if found.text is None else f"{found.prompt or ''}{found.text}"
         print(f"{found.index}: {text}\n{RULE}")
     sys.stdout.flush()

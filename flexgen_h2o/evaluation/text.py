@@ -50,10 +50,6 @@ class Reader:
 
 def run(args: argparse.Namespace, policy: Policy, is_auto: bool) -> int:
     """Both runs, printed; returns the exit code."""
-    if args.eviction == "full":
-        raise UsageError("--eviction full: is what the other is set beside; name another")
-    # h2o where no other is named, with run_text_generation's shares where none are given: the defaults of all.
-    args.eviction = args.eviction or "h2o"
     eviction, params = eviction_of(args, policy), sampling_of(args)
     with open_llm(args, policy, is_auto, Full()) as llm:
         if "model_arch" in args:

@@ -24,7 +24,7 @@ from flexgen_h2o.core.units import format_seconds
 from flexgen_h2o.engine.generation import Callbacks, Listener, Progress, Silent
 from flexgen_h2o.engine.prompts import Completion, Prompt
 from flexgen_h2o.engine.sampling import SamplingParams
-from flexgen_h2o.flags import PLACEMENT, eviction_of, open_llm, place_of, sampling_of, say_idle_flags
+from flexgen_h2o.flags import PLACEMENT, open_llm, place_of, say_idle_flags
 from flexgen_h2o.jobs.input import Cut, Digests, Line, begins_as, id_digest, read_cut, scan_input, which_are_in
 from flexgen_h2o.jobs.output import OutputFile, to_line
 from flexgen_h2o.jobs.requests import Request, RequestReader, RowError, error_row, success_row
@@ -38,6 +38,7 @@ from flexgen_h2o.jobs.sidecar import (
     spared_text,
     tiers_text,
 )
+from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.models.load import shape_fingerprint
 
@@ -324,10 +325,12 @@ def _prompts_and_params(requests: Sequence[Request]) -> PromptsAndParams:
 # ---- The whole of it, as `batch` runs it
 
 
-def run(args: argparse.Namespace, policy: Policy, is_auto: bool) -> int:
+def run(
+    args: argparse.Namespace, output: OutputFile, policy: Policy, is_auto: bool, eviction: Eviction,
+    defaults: SamplingParams,
+) -> int:  # fmt: skip
     """Do what the output lacks, here or on Ray; returns the exit code."""
-    defaults, eviction = sampling_of(args), eviction_of(args, policy)
-    with contextlib.closing(OutputFile(args.output)) as output, open_llm(args, policy, is_auto, eviction) as llm:
+    with open_llm(args, policy, is_auto, eviction) as llm:
         llm.share_prefix = args.share_prefix
         llm.check_plan()
         if llm.precision_note:
