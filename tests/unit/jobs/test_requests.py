@@ -132,28 +132,23 @@ BAD = [
     (b"[" * 10**5, "invalid_json", "nested too deeply"),
     (b'{"prompt": "a", "temperature": NaN}', "invalid_json", "NaN is not JSON"),
     (b'{"article": "a", "x": 1e400}', "invalid_json", "1e400 is too large a number"),
-    (b'{"prompt": "a", "x": [-1E9999]}', "invalid_json", "-1E9999 is too large a number"),
     ([1], "invalid_request", "a JSON object is expected, not list"),
     ({}, "invalid_request", "prompt: is missing"),
-    ({"prompt": None}, "invalid_request", "prompt: is missing"),
     ({"prompt": "a", "prompt_token_ids": [1]}, "invalid_request", "not both"),
     ({"prompt_token_ids": "a"}, "invalid_request", "prompt_token_ids: a list"),
     ({"prompt": "a", "custom_id": 3}, "invalid_request", "custom_id: 3 is not a string"),
     ({"prompt": {"a": 1}}, "invalid_request", "prompt: a prompt is a string or a list of token ids, not dict"),
     ({"prompt": [5, 2048]}, "invalid_request", "token id 2048 is outside"),
-    ({"prompt": [5, True]}, "invalid_request", "token id True"),
     ({"prompt": []}, "invalid_request", "no tokens"),
     ({"prompt": ["a", "b"]}, "unsupported", "prompt: 2 prompts in one line"),
     ({"prompt": "\ud800"}, "invalid_request", "surrogate"),
     ({"prompt": [5] * 1025}, "context_length_exceeded", "prompt: 1025 tokens, but the model has 1024 positions"),
     ({"request": "x"}, "invalid_request", "request: a JSON object"),
-    ({"request": {}}, "invalid_request", "prompt: is missing"),
     ({"request": {**HELM, "echo": True}}, "unsupported", "echo: True is not supported, only False"),
     ({"article": 3}, "invalid_request", "prompt: a prompt is"),
     ({"article": "a", "data": "x" * 20_000}, "invalid_request", "more than 16 KiB beside its prompt"),
     (b'{"article": "a", "data": ' + b"[" * 300 + b"]" * 300 + b"}", "invalid_request", "nests more than 100 levels"),
     (openai({}, custom_id=None), "invalid_request", "custom_id: is missing"),
-    (openai(None), "invalid_request", "body: is missing"),
     (openai([]), "invalid_request", "body: a JSON object"),
     (openai({"prompt": "a"}, "/v1/embeddings"), "unknown_url", "'/v1/embeddings' is none of /v1/completions"),
     (openai({"prompt": "a"}, None), "invalid_request", "url: is missing"),  # type: ignore[arg-type]
@@ -163,18 +158,14 @@ BAD = [
     (openai({"prompt": "a", "model": "x" * 2000}), "invalid_request", "model: is longer than 1024 characters"),
     (openai({"prompt": "a", "foo": 1}), "unsupported", "foo: is not supported"),
     (openai({"prompt": "a", "n": True}), "unsupported", "n: True"),
-    (openai({"prompt": "a", "presence_penalty": 0.5}), "unsupported", "presence_penalty: 0.5"),
     (openai({"prompt": "a", "max_tokens": 0}), "invalid_request", "max_tokens: 0 must be at least 1"),
     (openai({"prompt": "a", "max_tokens": 3, "max_completion_tokens": 4}), "invalid_request", "differ"),
     (openai({"prompt": "a", "temperature": "hot"}), "invalid_request", "temperature: 'hot'"),
-    (openai({"prompt": "a", "top_p": 2}), "invalid_request", "top_p: 2"),
-    (openai({"prompt": "a", "seed": -1}), "invalid_request", "seed: -1"),
     (openai({"prompt": "a", "stop": [""]}), "invalid_request", "stop: ''"),
     (openai({"prompt": "a", "logprobs": True}), "invalid_request", "logprobs: True"),
     (openai({"prompt": "a", "logprobs": 21}), "invalid_request", "logprobs: 21"),
     (openai({"prompt": "a", "top_logprobs": 2}), "unsupported", "top_logprobs"),
     (openai({"messages": "hi"}, CHAT), "invalid_request", "messages: a list"),
-    (openai({"messages": []}, CHAT), "invalid_request", "messages: a list"),
     (openai({"messages": ["hi"]}, CHAT), "invalid_request", "messages[0]: an object with role"),
     (openai({"messages": [{"role": "user"}]}, CHAT), "invalid_request", "messages[0].content: a string"),
     (openai({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, CHAT), "unsupported", "'image_url'"),
@@ -186,6 +177,8 @@ BAD = [
 
 
 def test_bad_lines_are_named(words: Model) -> None:
+    with pytest.raises(RowError, match=f"longer than {MOST_LINE_BYTES // 2**20} MiB"):
+        RequestReader(words, DEFAULTS).read(Line(1, None))
     for value, code, says in BAD:
         found, message = refused(words, value)
         assert (found, says in message) == (code, True), (says, message)
@@ -195,8 +188,3 @@ def test_bad_lines_are_named(words: Model) -> None:
 def test_what_needs_a_tokenizer_says_so(ids_only: Model) -> None:
     assert "needs a tokenizer" in refused(ids_only, {"prompt": "a"})[1]
     assert refused(ids_only, {"prompt": [5], "stop": "x"})[0] == "unsupported"
-
-
-def test_a_line_that_is_too_long_to_be_read(words: Model) -> None:
-    with pytest.raises(RowError, match=f"longer than {MOST_LINE_BYTES // 2**20} MiB"):
-        RequestReader(words, DEFAULTS).read(Line(1, None))
