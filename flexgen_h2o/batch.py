@@ -81,7 +81,7 @@ def _run(argv: list[str] | None) -> int:
     policy, is_auto = policy_of(args)
     defaults, eviction = sampling_of(args), eviction_of(args, policy)
     with contextlib.closing(OutputFile(args.output)) as output:
-        from flexgen_h2o.jobs.runner import run
+        from flexgen_h2o.jobs.job import run
 
         return run(args, output, policy, is_auto, eviction, defaults)
 
