@@ -7,10 +7,10 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from flexgen_h2o.cli_common import flag_of, say
 from flexgen_h2o.core.config import DTYPE_BYTES, Policy
@@ -198,7 +198,7 @@ class Runner:
         Returns nats of the reference tokens with the full cache, (n, s) float64, and a result a case.
         """
         shape, size = (len(rows), len(rows[0].continuation) - 1), max(1, self._keep_bytes // self._row_bytes(rows))
-        full_nll, results = np.zeros(shape), [self._nothing_yet(case, rows, shape) for case in cases]
+        full_nll, results = np.zeros(shape), [self._unmeasured(case, rows, shape) for case in cases]
         for start in range(0, len(rows), size):
             part, chunk = slice(start, start + size), rows[start : start + size]
             full, tokens = self._watch_full(chunk), torch.tensor([row.continuation for row in chunk])
@@ -226,7 +226,7 @@ class Runner:
             for row, said in zip(rows, likeliest.tolist(), strict=True)
         ]
 
-    def first_divergence(self, rows: Sequence[TextRow], cases: Sequence[Case], tokens: int) -> list[Any]:
+    def first_divergence(self, rows: Sequence[TextRow], cases: Sequence[Case], tokens: int) -> list[NDArray[np.int_]]:
         """For each case, (n,): the first of `tokens` greedy tokens that is not the full cache's; `tokens` if none."""
         full, found = self._generate(None, rows, tokens), []
         for case in cases:
@@ -241,7 +241,7 @@ class Runner:
         self.llm.use(self._reference if eviction is None else self._compared)
         return self.llm
 
-    def _generate(self, eviction: Eviction | None, rows: Sequence[TextRow], tokens: int) -> Any:
+    def _generate(self, eviction: Eviction | None, rows: Sequence[TextRow], tokens: int) -> NDArray[np.int_]:
         """(n, tokens) greedy tokens."""
         params = SamplingParams(max_tokens=tokens, ignore_eos=True)
         done = self._use(eviction).generate([row.prompt for row in rows], params)
@@ -253,7 +253,7 @@ class Runner:
         weights = min(self._mass_steps, steps - 1) * spec.num_blocks * spec.num_kv_heads * columns * 4
         return steps * spec.vocab_size * DTYPE_BYTES[self.llm.dtype] + weights
 
-    def _nothing_yet(self, case: Case, rows: Sequence[TextRow], shape: tuple[int, int]) -> TextFidelity:
+    def _unmeasured(self, case: Case, rows: Sequence[TextRow], shape: tuple[int, int]) -> TextFidelity:
         blocks = self.llm.model.spec.num_blocks
         kept = [
             min(len(row.prompt), case.eviction.budget(len(row.prompt), block, blocks).columns)
