@@ -23,7 +23,8 @@ from flexgen_h2o.core.units import GIVEN_CHUNK, format_bytes, format_seconds
 from flexgen_h2o.engine.generation import Callbacks, Row, Silent, StopCriteria
 from flexgen_h2o.engine.prompts import Prompt, lines_of, make_prompt, object_of_json, prompt_of_json
 from flexgen_h2o.engine.sampling import Sampler, SamplingParams, StopStrings, Tokenizer, decode_text
-from flexgen_h2o.evaluation.metrics import Case, bytes_of_column, held_columns, perplexity, surprise
+from flexgen_h2o.evaluation.figures import bytes_of_column, held_columns, perplexity, surprise
+from flexgen_h2o.evaluation.rows import Case
 from flexgen_h2o.kvcache.eviction.policy import most_new_tokens
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.models.load import Model

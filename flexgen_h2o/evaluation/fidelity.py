@@ -6,7 +6,8 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -23,26 +24,18 @@ from flexgen_h2o.evaluation.figures import (
     Array,
     Figures,
     TextFidelity,
+    by_step,
     draw,
     markdown,
     summarise_divergence,
     summarise_recall,
     summarise_texts,
-)
-from flexgen_h2o.evaluation.metrics import (
-    Case,
-    Probe,
-    by_step,
-    divergence,
-    evicted_mass,
-    flips,
-    make_cells,
     surprise,
 )
-from flexgen_h2o.evaluation.rows import TextRow, held_out_rows, recall_rows, rows_of_file, text_of
+from flexgen_h2o.evaluation.rows import Case, TextRow, held_out_rows, make_cells, recall_rows, rows_of_file, text_of
 from flexgen_h2o.flags import check_positions, compression_flags, open_llm, place_of, say_idle_flags, uncompressed
 from flexgen_h2o.kvcache.eviction import Eviction, Full
-from flexgen_h2o.kvcache.eviction.policy import Columns
+from flexgen_h2o.kvcache.eviction.policy import POSITIONS, SCORES, Columns, Needs
 from flexgen_h2o.llm import LLM
 
 SCHEMA = 1
@@ -128,6 +121,55 @@ def _measure(
 
 def _say(line: str) -> None:
     say("evaluate", line)
+
+
+def divergence(full: torch.Tensor, policy: torch.Tensor) -> torch.Tensor:
+    """KL(full || policy) in nats, (rows,) float64, of logits (rows, vocab) of any float dtype.
+
+    Computed in float64, so that it is exactly 0 where the logits are the same and differences of 1e-9 mean something.
+    """
+    p, q = full.double().log_softmax(dim=-1), policy.double().log_softmax(dim=-1)
+    return (p.exp() * (p - q)).sum(dim=-1)
+
+
+def flips(full: torch.Tensor, policy: torch.Tensor) -> torch.Tensor:
+    """(rows,) bool: is the likeliest token another one? Of equal logits the lower index counts as likeliest."""
+    return full.argmax(dim=-1) != policy.argmax(dim=-1)
+
+
+def evicted_mass(weights: torch.Tensor, positions: torch.Tensor, filled: torch.Tensor) -> torch.Tensor:
+    """Share of the attention probability that the columns which a policy has dropped get: (rows, kv_heads) float32.
+
+    weights: (rows, kv_heads, columns), what the full model gives to each column of the sequence. positions: (rows,
+    kv_heads, slots) int, the columns that the policy holds; slot j counts if j < filled[row], else it is arbitrary.
+    The measure is the "attention loss" of cold-compress.
+    """
+    counts = torch.arange(positions.shape[-1], device=positions.device) < filled.view(-1, 1, 1)
+    index = positions.long().clamp(0, weights.shape[-1] - 1)
+    held = weights.gather(-1, index).masked_fill(~counts, 0.0).sum(dim=-1)
+    return (1 - held / weights.sum(dim=-1)).clamp_min(0)
+
+
+@dataclass(frozen=True)
+class Probe(Full):
+    """The full cache whose scores are one step's attention probabilities, summed over the query heads of a kv-head.
+
+    They sum to the number of these query heads. Prompts are scored by one row, which the first decode step forgets: so
+    that no score is ever undefined, and that prompts are computed exactly as they are for policies that score.
+    """
+
+    name: ClassVar[str] = "probe"
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(record=(POSITIONS, SCORES), query_rows=1, decay=0.0, gain=1.0)
+
+    def prompt_scores(self, sums: torch.Tensor, query_rows: int) -> torch.Tensor:
+        return sums
+
+    def rank(self, columns: Columns) -> torch.Tensor:
+        assert columns.scores is not None
+        return columns.scores
 
 
 class FullWatch:

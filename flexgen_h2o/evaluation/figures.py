@@ -1,7 +1,8 @@
-"""Fidelity in figures: means with their intervals, markdown tables, a picture."""
+"""What is counted at a decode step, means with their intervals, and fidelity as tables and as a picture."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,13 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from flexgen_h2o.core.config import DTYPE_BYTES
 from flexgen_h2o.core.files import write_picture
 from flexgen_h2o.core.tables import markdown_table
-from flexgen_h2o.evaluation.metrics import Case
-from flexgen_h2o.evaluation.rows import TextRow
-from flexgen_h2o.kvcache.eviction import H2O
+from flexgen_h2o.engine.generation import LogitsWatch
+from flexgen_h2o.engine.report import column_bytes
+from flexgen_h2o.evaluation.rows import Case, TextRow
+from flexgen_h2o.kvcache.eviction import H2O, Eviction
+from flexgen_h2o.llm import LLM
 
 Array = NDArray[np.float64]
 Figures = dict[str, Any]  # as the JSON result has them
@@ -53,6 +58,40 @@ class Bootstrap:
     def _interval(self, value: float, resampled: Array) -> Figures:
         low, high = np.percentile(resampled, [50 * (1 - LEVEL), 50 * (1 + LEVEL)])
         return {"value": value, "low": float(low), "high": float(high), "n": self._drawn.shape[1]}
+
+
+def surprise(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Negative log likelihood of `tokens` ((rows,) int64) in nats: (rows,) float64. logits: (rows, vocab)."""
+    return -logits.double().log_softmax(dim=-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+
+
+def perplexity(nats: float) -> float:
+    """Of a mean surprise; a finite number however large that is."""
+    return math.exp(min(700.0, nats))
+
+
+def by_step(rows: int, see: Callable[[list[int], list[int], torch.Tensor], None]) -> LogitsWatch:
+    """A watch of the logits of `rows` rows that tells `see` also at which step, from 0, each of them is."""
+    seen = [0] * rows
+
+    def watch(at: list[int], logits: torch.Tensor) -> None:
+        steps = [seen[row] for row in at]
+        for row in at:
+            seen[row] += 1
+        see(at, steps, logits)
+
+    return watch
+
+
+def held_columns(eviction: Eviction, prompt_len: int, new_tokens: int, blocks: int) -> int:
+    """Of all transformer blocks together, once a row has got so many new tokens; the newest has no column yet."""
+    return sum(eviction.slots(prompt_len, new_tokens, block, blocks) for block in range(blocks))
+
+
+def bytes_of_column(llm: LLM) -> int:
+    """Of the keys and values of all kv-heads in one block, as the LLM's last run held them."""
+    assert llm.policy is not None
+    return column_bytes(llm.model.spec, llm.policy, DTYPE_BYTES[llm.dtype])[0]
 
 
 @dataclass(frozen=True)

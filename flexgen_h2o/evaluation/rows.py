@@ -1,4 +1,4 @@
-"""The rows that quality is measured on: held-out text, prompt files, recall rows, streams.
+"""What quality is measured on: rows of held-out text, of prompt files and for recall, streams; and the policies compared.
 
 Text is the source files of Python's standard library, which every machine has; the shipped model was trained on all but
 the held-out ones (scripts/train_tiny_opt.py). Recall rows state pairs early and ask for them later, so that columns far
@@ -12,14 +12,18 @@ import os
 import random
 import string
 import sysconfig
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import read_bounded
+from flexgen_h2o.core.settings import ORIGINAL, ROLLING
 from flexgen_h2o.engine.prompts import read_prompts
+from flexgen_h2o.kvcache.eviction import EVICTING, Eviction, Full, make_eviction
+from flexgen_h2o.kvcache.eviction.policy import is_rolling
 from flexgen_h2o.models.load import Model
 
 _NOT_OURS = frozenset({"site-packages", "dist-packages", "__pycache__", "lib2to3"})
@@ -225,3 +229,64 @@ def streams_of(text: HeldOutText, count: int, length: int | None) -> list[tuple[
             "tokens, and a stream takes at least 2; ask for fewer, shorter or longer ones"
         )
     return [(*text.start, *text.tokens[at : at + size]) for at in (i * have // count for i in range(count))]
+
+
+# ---- The policies that are compared
+
+
+@dataclass(frozen=True)
+class Case:
+    """One policy of a given size. budget: columns kept as a share of the prompt, where the size was given so."""
+
+    label: str
+    eviction: Eviction
+    budget: float = 1.0
+
+    @property
+    def positions(self) -> str:
+        return ROLLING if is_rolling(self.eviction) else ORIGINAL
+
+
+def make_cells(policies: Sequence[str], budgets: Sequence[float], whole: bool = False) -> list[Case]:
+    """All policies at all budgets, a budget at a time. whole: the full cache is one of them, first.
+
+    A policy is a name, or a name with settings of its own: `h2o-norm:decay=0.98,sinks=0`. Raises UsageError naming
+    --policies or --budgets.
+    """
+    for name, given in (("--policies", policies), ("--budgets", budgets)):
+        check_distinct(name, given)
+    for budget in budgets:
+        if not 0 < budget <= 1:
+            raise UsageError(f"--budgets: {budget} is not in (0, 1]; 0.2 keeps a fifth of the prompt's columns")
+    full = [Case(Full.name, Full())] if whole else []
+    shares = {budget: {"heavy_ratio": budget / 2, "recent_ratio": budget / 2} for budget in budgets}
+    return full + [Case(policy, _eviction(policy, shares[budget]), budget) for budget in budgets for policy in policies]
+
+
+def make_cases(policies: Sequence[str], settings: Mapping[str, Any], sinks: int | None) -> list[Case]:
+    """The full cache and policies by name, settings of their own included (`h2o:positions=rolling`).
+
+    settings: of all policies but the full cache; sinks: of those that have some. Raises UsageError naming --policies.
+    """
+    check_distinct("--policies", policies)
+    cases = []
+    for policy in policies:
+        own = dict(settings)
+        kind = EVICTING.get(policy.partition(":")[0])
+        if sinks is not None and kind is not None and "sinks" in {field.name for field in fields(kind)}:
+            own["sinks"] = sinks
+        cases.append(Case(policy, Full() if policy == Full.name else _eviction(policy, own)))
+    return cases
+
+
+def check_distinct(flag: str, given: Sequence[object]) -> None:
+    twice = next((one for i, one in enumerate(given) if one in given[:i]), None)
+    if twice is not None:
+        raise UsageError(f"{flag}: {twice} is given twice")
+
+
+def _eviction(policy: str, settings: Mapping[str, Any]) -> Eviction:
+    try:
+        return make_eviction(policy, **settings)
+    except UsageError as error:
+        raise UsageError(f"--policies {policy}: {str(error).removeprefix('eviction: ')}") from error

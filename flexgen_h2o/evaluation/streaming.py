@@ -19,17 +19,17 @@ from flexgen_h2o.core.files import write_result
 from flexgen_h2o.core.tables import markdown_table
 from flexgen_h2o.core.units import format_bytes
 from flexgen_h2o.evaluation.conversation import converse, encoded, read_turns
-from flexgen_h2o.evaluation.figures import Bootstrap, Figures, number
-from flexgen_h2o.evaluation.metrics import (
-    Case,
+from flexgen_h2o.evaluation.figures import (
+    Bootstrap,
+    Figures,
     by_step,
     bytes_of_column,
     held_columns,
-    make_cases,
+    number,
     perplexity,
     surprise,
 )
-from flexgen_h2o.evaluation.rows import streams_of, text_of
+from flexgen_h2o.evaluation.rows import Case, make_cases, streams_of, text_of
 from flexgen_h2o.flags import compression_flags, naming_flags, open_llm, place_of, sampling_of, say_idle_flags
 from flexgen_h2o.kvcache.eviction import Full
 from flexgen_h2o.kvcache.eviction.policy import most_new_tokens

@@ -14,7 +14,7 @@ from flexgen_h2o.core.files import write_result
 from flexgen_h2o.core.units import format_bytes
 from flexgen_h2o.engine.prompts import Completion, Prompt, prompts_from_python, read_prompts
 from flexgen_h2o.engine.sampling import SamplingParams
-from flexgen_h2o.evaluation.metrics import bytes_of_column, held_columns
+from flexgen_h2o.evaluation.figures import bytes_of_column, held_columns
 from flexgen_h2o.flags import (
     compression_flags,
     eviction_of,

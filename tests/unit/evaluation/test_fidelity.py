@@ -12,9 +12,8 @@ from transformers import OPTForCausalLM
 
 from flexgen_h2o import LLM, Policy
 from flexgen_h2o.checkpoint.resolve import PACKAGED
-from flexgen_h2o.evaluation.fidelity import FullWatch, Runner
-from flexgen_h2o.evaluation.metrics import Case, Probe, divergence
-from flexgen_h2o.evaluation.rows import TextRow
+from flexgen_h2o.evaluation.fidelity import FullWatch, Probe, Runner, divergence
+from flexgen_h2o.evaluation.rows import Case, TextRow
 from flexgen_h2o.kvcache.eviction import EVICTING, H2O, Full, Local
 from flexgen_h2o.kvcache.eviction.policy import Columns
 from tests.parity.cases import BASES

@@ -17,8 +17,7 @@ from flexgen_h2o.evaluation.figures import (
     summarise_recall,
     summarise_texts,
 )
-from flexgen_h2o.evaluation.metrics import make_cells
-from flexgen_h2o.evaluation.rows import Question, TextRow
+from flexgen_h2o.evaluation.rows import Question, TextRow, make_cells
 
 N, STEPS = 6, 12
 

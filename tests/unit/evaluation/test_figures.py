@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.evaluation.figures import Bootstrap
-from flexgen_h2o.evaluation.metrics import divergence, evicted_mass, flips, make_cells, surprise
+from flexgen_h2o.evaluation.fidelity import divergence, evicted_mass, flips
+from flexgen_h2o.evaluation.figures import Bootstrap, surprise
+from flexgen_h2o.evaluation.rows import make_cells
 from flexgen_h2o.kvcache.eviction import EVICTING, H2O, H2ONorm
 
 
