@@ -1,4 +1,4 @@
-"""What quality is measured on: rows of held-out text, of prompt files and for recall, streams; and the policies compared.
+"""What quality is measured on: rows of held-out text, of prompt files, for recall; streams; policies of given sizes.
 
 Text is the source files of Python's standard library, which every machine has; the shipped model was trained on all but
 the held-out ones (scripts/train_tiny_opt.py). Recall rows state pairs early and ask for them later, so that columns far
