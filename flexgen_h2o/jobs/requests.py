@@ -72,7 +72,7 @@ class Request:
     """A line to be run. kind: the format of its answer. prompt: its index is the line's number; without its text.
 
     asked_model: the model that it names. record: of a HELM request, what is sent back with the answer, as JSON: parsed
-    it takes some thirty times as much memory.
+    it takes some thirty times as much memory. row: of the input, as of `Line`.
     """
 
     kind: Kind
