@@ -11,19 +11,11 @@ import contextlib
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import Field, dataclass, fields, replace
+from dataclasses import Field, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.cli_common import boolean, flag_of, not_empty, note, positive
-from flexgen_h2o.core.config import (
-    BITS_OF,
-    DTYPE_BYTES,
-    MemoryBudget,
-    ModelSpec,
-    Policy,
-    read_policy,
-    without_unused_bits,
-)
+from flexgen_h2o.core.config import BITS_OF, DTYPE_BYTES, MemoryBudget, ModelSpec, Policy, read_policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import usable_path
 from flexgen_h2o.core.settings import GREEDY_BELOW, ORIGINAL, EvictionSettings, SamplingParams
@@ -200,11 +192,6 @@ def as_flags(policy: Policy) -> str:
         if value != default and is_used:
             found.append(flag_of(name) if value is True else f"{flag_of(name)} {_as_text(value)}")
     return " ".join(found)
-
-
-def uncompressed(policy: Policy) -> Policy:
-    """The policy with weights and KV in the compute dtype."""
-    return without_unused_bits(replace(policy, compress_weight=False, compress_cache=False, int8_compute=False))
 
 
 def compression_flags(policy: Policy) -> str:

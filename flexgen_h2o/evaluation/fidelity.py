@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from flexgen_h2o.cli_common import flag_of, say
-from flexgen_h2o.core.config import DTYPE_BYTES, Policy
+from flexgen_h2o.core.config import DTYPE_BYTES, Policy, without_unused_bits
 from flexgen_h2o.core.errors import EXIT_DONE
 from flexgen_h2o.core.files import write_result
 from flexgen_h2o.engine.generation import LogitsWatch, SlotsWatch
@@ -33,7 +33,7 @@ from flexgen_h2o.evaluation.figures import (
     surprise,
 )
 from flexgen_h2o.evaluation.rows import Case, TextRow, held_out_rows, make_cells, recall_rows, rows_of_file, text_of
-from flexgen_h2o.flags import check_positions, compression_flags, open_llm, place_of, say_idle_flags, uncompressed
+from flexgen_h2o.flags import check_positions, compression_flags, open_llm, place_of, say_idle_flags
 from flexgen_h2o.kvcache.eviction import Eviction, Full
 from flexgen_h2o.kvcache.eviction.policy import POSITIONS, SCORES, Columns, Needs
 from flexgen_h2o.llm import LLM
@@ -43,7 +43,7 @@ SCHEMA = 1
 
 def run(args: argparse.Namespace, policy: Policy, is_auto: bool) -> int:
     """The measurement that the flags ask for, printed and written; returns the exit code."""
-    plain = uncompressed(policy)
+    plain = without_unused_bits(replace(policy, compress_weight=False, compress_cache=False, int8_compute=False))
     cases, began = make_cells(args.policies, args.budgets, whole=policy != plain), time.perf_counter()
     with open_llm(args, plain, is_auto, Full()) as llm:
         runner = Runner(llm, args.keep_mem, args.mass_steps, AutoPolicy(policy) if is_auto else policy)
