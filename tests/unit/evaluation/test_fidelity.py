@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,13 @@ from tests.parity.cases import BASES
 from tests.parity.reference import random_model
 
 PROMPT, STEPS = 24, 9
+
+
+@pytest.fixture
+def llm(tmp_path: Path, plain_cpu: None) -> Iterator[LLM]:
+    """The shipped model in float32."""
+    with LLM("opt-tiny", Policy(4, 2), dtype="float32", offload_dir=tmp_path / "offload") as opened:
+        yield opened
 
 
 @pytest.fixture
