@@ -64,7 +64,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class Opening:
-    """How an actor opens its engine. args: of the command line; actors get them with absolute paths.
+    """How an actor opens its engine. args: of the command line; actors get them with absolute paths and their own RAM.
 
     digests: of the driver's weights and tokenizer (`LLM.digests`).
     """
@@ -75,11 +75,10 @@ class Opening:
     eviction: Eviction
     digests: dict[str, str | None]
 
-    def open(self, host_bytes: int) -> LLM:
+    def open(self) -> LLM:
         """FlexgenError where this node has another model under the name, or has it by now."""
-        args = argparse.Namespace(**{**vars(self.args), "host_mem": host_bytes})
-        llm = open_llm(args, self.policy, self.is_auto, self.eviction)
-        llm.share_prefix = args.share_prefix
+        llm = open_llm(self.args, self.policy, self.is_auto, self.eviction)
+        llm.share_prefix = self.args.share_prefix
         differing = [what for what, digest in llm.digests().items() if digest != self.digests[what]]
         if differing:
             raise FlexgenError(
@@ -152,11 +151,11 @@ def from_thread(work: Callable[[Tell], None], tick_s: float | None = None) -> It
 class Engines:
     """An actor: a window in, its rows out as they finish. What the engine raises goes to the driver as it is."""
 
-    def __init__(self, opening: Opening, pool: Pool) -> None:
+    def __init__(self, opening: Opening, cpus: int) -> None:
         import torch
 
-        torch.set_num_threads(pool.cpus)
-        self._opening, self._pool = opening, pool
+        torch.set_num_threads(cpus)
+        self._opening = opening
         self._llm: LLM | None = None
         self._has_run = False
 
@@ -168,7 +167,7 @@ class Engines:
         args = self._opening.args
         try:
             if self._llm is None:
-                self._llm = self._opening.open(self._pool.host_bytes)
+                self._llm = self._opening.open()
             reader, lines = RequestReader(self._llm.model, sampling_of(args)), pickle.loads(batch["lines"][0])
             for found in run_window(self._llm, reader, lines, args.window, args.refill, self._has_run):
                 yield _packed("found", found)
@@ -242,16 +241,11 @@ def ray_job(done: npt.NDArray[np.bool_], writer: JobWriter, opening: Opening) ->
     pool = find_pool(args.ray_actors, budget_of(args).host, args.device)
     cores = f"{pool.cpus} core{'s' if pool.cpus != 1 else ''}"
     say("batch", f"{pool.actors} engines on Ray, each with {cores} and {format_bytes(pool.host_bytes)} of RAM")
-    args = argparse.Namespace(**{**vars(args), **_whole_paths(args)})
-    return RayJob(args.input, done, writer, pool, replace(opening, args=args))
-
-
-def _whole_paths(args: argparse.Namespace) -> dict[str, str]:
-    """Paths as another process understands them, wherever it stands."""
-    names = ("model", "path", "offload_dir", "hardware")
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    paths = {name: Path(value).expanduser().absolute() for name, value in given.items()}
-    return {name: str(path) for name, path in paths.items() if path.exists()}
+    theirs = {**vars(args), "host_mem": pool.host_bytes}
+    for name in ("model", "path", "offload_dir", "hardware"):  # as another process understands them
+        if theirs[name] is not None and (path := Path(theirs[name]).expanduser().absolute()).exists():
+            theirs[name] = str(path)
+    return RayJob(args.input, done, writer, pool, replace(opening, args=argparse.Namespace(**theirs)))
 
 
 def window_size(left: int, actors: int, block_size: int, asked: int | None) -> int:
@@ -280,7 +274,7 @@ def _run_flow(source: Path, cuts: list[Cut], opening: Opening, pool: Pool, tell:
         )  # fmt: skip
         answers = windows.map_batches(
             Engines, batch_size=1, batch_format="numpy", num_cpus=pool.cpus, num_gpus=pool.cards,
-            memory=pool.host_bytes, fn_constructor_args=(opening, pool),
+            memory=pool.host_bytes, fn_constructor_args=(opening, pool.cpus),
             compute=ray.data.ActorPoolStrategy(size=pool.actors, max_tasks_in_flight_per_actor=_AHEAD),
             max_task_retries=_RETRIES,
         )  # fmt: skip

@@ -190,9 +190,9 @@ def test_an_actor_that_finds_another_model_ends_the_job(tmp_path: Path) -> None:
     how = (args, Policy(), False, Full())
     with LLM(offload_dir=tmp_path, device="cpu") as driver:
         digests = driver.digests()
-    Opening(*how, digests).open(GIB).close()
+    Opening(*how, digests).open().close()
     with pytest.raises(FlexgenError, match=r"weights of opt-tiny on .* are not those"):
-        Opening(*how, {**digests, "weights": "0" * 16}).open(GIB)
+        Opening(*how, {**digests, "weights": "0" * 16}).open()
 
 
 # ---- the door
