@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from flexgen_h2o.checkpoint.resolve import DUMMY, find_folder
 from flexgen_h2o.cli_common import boolean, flag_of, not_empty, note, positive
 from flexgen_h2o.core.config import BITS_OF, DTYPE_BYTES, MemoryBudget, ModelSpec, Policy, read_policy
 from flexgen_h2o.core.errors import UsageError
@@ -252,8 +253,6 @@ def place_of(args: argparse.Namespace, llm: LLM) -> Place:
 
 
 def _not_of_hub(args: argparse.Namespace, at: Place) -> str:
-    from flexgen_h2o.checkpoint.resolve import DUMMY, find_folder
-
     if args.path is not None and DUMMY in args.path:
         return f"nothing is fetched with --path {args.path}"
     return "" if find_folder(args.model, args.path) is None else f"{args.model} is a folder here, not of the hub"
@@ -267,8 +266,6 @@ def _built_in(args: argparse.Namespace, at: Place) -> str:
 
 
 def _not_in_path(args: argparse.Namespace, at: Place) -> str:
-    from flexgen_h2o.checkpoint.resolve import DUMMY, find_folder
-
     if args.path is None:  # of --cache_dir, which the script that it comes from would have made
         return "there is no such folder yet"
     if DUMMY in args.path:
