@@ -42,17 +42,19 @@ def run(
         if output.cut_bytes:
             note("batch", f"--output {args.output}: cut off a torn row of {output.cut_bytes} bytes")
         if args.ray is None:
+            _say_rows(before)
             writer = JobWriter(output, before, lambda: llm.peak_bytes, args.max_errors)
             lines = read_cut(args.input, Cut(0, 1, 0, ~before.done))
             job = Job(llm, RequestReader(llm.model, defaults), lines, writer, args.window, args.refill)
-            with _writing(args, output, writer, before):
+            with _writing(args, output, writer):
                 job.run(len(before.done) - before.rows)
         else:
             opening = Opening(args, policy, is_auto, eviction, digests)
             # Ray ends last: while it does, a second SIGTERM kills the process, and by then rows and status are on disk.
             with ray_at(args.ray or None):
+                _say_rows(before)
                 writer = JobWriter(output, before, dict, args.max_errors)
-                with _writing(args, output, writer, before):
+                with _writing(args, output, writer):
                     ray_job(before.done, writer, opening).run()
     return _show(args, writer, before, llm.model.name)
 
@@ -100,10 +102,13 @@ def _settle(args: argparse.Namespace, output: OutputFile, settings: dict[str, An
     return found_rows
 
 
-@contextlib.contextmanager
-def _writing(args: argparse.Namespace, output: OutputFile, writer: JobWriter, before: Before) -> Iterator[None]:
-    """Around the run of a job: its end in the status file, and finished rows on disk before the engine is closed."""
+def _say_rows(before: Before) -> None:
     print(f"{len(before.done)} rows, {before.rows} of them done before", flush=True)
+
+
+@contextlib.contextmanager
+def _writing(args: argparse.Namespace, output: OutputFile, writer: JobWriter) -> Iterator[None]:
+    """Around the run of a job: its end in the status file, and finished rows on disk before the engine is closed."""
     state = DONE
     try:
         writer.check_errors()
