@@ -1,14 +1,15 @@
 """`python -m flexgen_h2o.evaluate`: what evicted KV columns cost, in figures (`fidelity`), to be read (`text`), and in
 streams longer than the cache (`streaming`).
+
+Aliases are the flags of h2o_hf's run_text_generation and streaming scripts, and of llama-recipes' run_streaming.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from flexgen_h2o.cli_common import (
     OneLineParser,
@@ -21,37 +22,23 @@ from flexgen_h2o.cli_common import (
     positive,
     results_are_in,
     run_cli,
-    say,
 )
-from flexgen_h2o.core.errors import EXIT_DONE, UsageError
-from flexgen_h2o.core.files import write_result
+from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import parse_bytes
-from flexgen_h2o.evaluation.streaming import add_streaming_flags
-from flexgen_h2o.evaluation.text import add_text_flags
-from flexgen_h2o.flags import (
-    add_engine_flags,
-    check_positions,
-    compression_flags,
-    open_llm,
-    place_of,
-    policy_of,
-    say_idle_flags,
-    uncompressed,
-)
+from flexgen_h2o.flags import add_engine_flags, add_eviction_flags, add_sampling_flags, eviction_of, policy_of
 from flexgen_h2o.kvcache.eviction import POLICIES
 
-if TYPE_CHECKING:
-    from flexgen_h2o.core.config import Policy
-    from flexgen_h2o.evaluation.fidelity import Runner
-    from flexgen_h2o.evaluation.metrics import Cell
-    from flexgen_h2o.evaluation.rows import HeldOutText, Lengths, RecallRow, TextRow
-    from flexgen_h2o.llm import LLM
-
-
 BUDGETS = (0.5, 0.2, 0.1)
-TEXT_PROMPTS, RECALL_PROMPTS = 200, 100
-SCHEMA = 1
-OUTPUTS = ("json", "markdown", "plot")
+TEXT_PROMPTS, RECALL_PROMPTS, TEXT_GEN_LEN = 200, 100, 64
+SIZE, TURN_GEN_LEN = 128, 64  # heavy columns, and as many recent ones: llama-recipes' defaults
+STREAMS, STREAM_LEN, WINDOWS = 8, 1024, 4
+# Flags of one of the two; a text has its own tokens, none are drawn.
+OF_TURNS = (
+    "turns", "num_turns", "chat", "turn_format", "gen_len", "temperature", "top_p", "top_k", "stop", "ignore_eos",
+)  # fmt: skip
+OF_TEXT = ("stream_len", "streams", "windows")
+MT_BENCH = "mt_bench.jsonl"  # in the folder that h2o_hf's --data_root names
+ALIAS: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -62,21 +49,21 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> OneLineParser:
     parser = OneLineParser(prog=own_name("evaluate"), description=__doc__)
     measures = parser.add_subparsers(dest="measure", required=True, metavar="fidelity|text|streaming")
-    fidelity = measures.add_parser(
-        "fidelity", help="KL, flips, NLL, recall and evicted attention against the full cache"
-    )
-    _add_fidelity_flags(fidelity)
-    # Differences of 1e-4 nats are looked for; --dtype auto takes the checkpoint's own.
-    fidelity.set_defaults(dtype="float32", run=_run_fidelity)
-    add_text_flags(measures.add_parser("text", help="one's own prompts, full cache and eviction side by side"))
-    add_streaming_flags(measures.add_parser("streaming", help="conversations and texts longer than the cache"))
+    for name, add_flags, text in (
+        ("fidelity", _add_fidelity_flags, "KL, flips, NLL, recall and evicted attention against the full cache"),
+        ("text", _add_text_flags, "one's own prompts, full cache and eviction side by side"),
+        ("streaming", _add_streaming_flags, "conversations and texts longer than the cache"),
+    ):
+        measure = measures.add_parser(name, help=text)
+        add_engine_flags(measure)
+        add_flags(measure)
     return parser
 
 
 def _add_fidelity_flags(parser: argparse.ArgumentParser) -> None:
-    add_engine_flags(parser)
-    add = parser.add_argument
-    names = list(POLICIES[1:])
+    # Differences of 1e-4 nats are looked for; --dtype auto takes the checkpoint's own.
+    parser.set_defaults(dtype="float32", check=_check_fidelity)
+    add, names = parser.add_argument, list(POLICIES[1:])
     add(
         "--policies", nargs="+", default=names, metavar="NAME",
         help=f"{', '.join(names)} (all); with settings: h2o-norm:decay=0.98,sinks=0",
@@ -105,131 +92,144 @@ def _add_fidelity_flags(parser: argparse.ArgumentParser) -> None:
     add("--plot", type=file_name, help="write a picture (.png, .svg; needs matplotlib: the extra `plot`)")
 
 
+def _add_text_flags(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(check=_check_text)
+    add_eviction_flags(parser)
+    add_sampling_flags(parser)
+    add = parser.add_argument
+    add("--prompt", action="append", metavar="TEXT", help="a prompt; may be repeated (default: a few lines of Python)")
+    add("--prompts", type=file_name, help=".txt or .jsonl as flex_opt takes them")
+    add("--gen-len", type=positive, default=TEXT_GEN_LEN, help=f"most new tokens ({TEXT_GEN_LEN})")
+    add("--json", type=file_name, help="write prompts, texts, tokens and KV bytes")
+    add("--model_name", dest="model", **ALIAS)
+    add("--cache_dir", dest="path", type=lambda name: name if Path(name).expanduser().is_dir() else None, **ALIAS)
+    add("--heavy_ratio", dest="hh_ratio", type=float, **ALIAS)
+    add("--recent_ratio", dest="recent_ratio", type=float, **ALIAS)
+    add("--length", dest="gen_len", type=positive, **ALIAS)
+    add("--no_cuda", dest="device", action="store_const", const="cpu", **ALIAS)
+    add("--fp16", dest="dtype", action="store_const", const="float16", **ALIAS)
+    add("--model_arch", **ALIAS)
+
+
+def _add_streaming_flags(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(check=_check_streaming)
+    add_sampling_flags(parser)
+    add = parser.add_argument
+    add(
+        "--policies", nargs="+", default=("full", "h2o"), metavar="NAME",
+        help=f"{', '.join(POLICIES)} (full h2o); also h2o:positions=rolling",
+    )  # fmt: skip
+    add("--hh-size", type=count, metavar="N", help=f"heavy-hitter columns a row ({SIZE})")
+    add("--recent-size", type=positive, metavar="N", help=f"recent columns a row ({SIZE})")
+    add("--positions", choices=("original", "rolling"), help="of all policies but full (original)")
+    add("--turns", type=file_name, help=".jsonl with MT-bench's questions, or prompts as flex_opt takes them")
+    add("--num-turns", type=positive, help="only so many of them")
+    add("--chat", action="store_true", help="turns are messages in the model's chat template")
+    add("--turn-format", metavar="TEXT", help=r"what a turn becomes, at {turn} ('\n{turn}\n'); \n is a newline")
+    add("--gen-len", type=positive, help=f"most tokens of an answer ({TURN_GEN_LEN})")
+    add(
+        "--text", nargs="?", const="", metavar="FILE",
+        help="instead of turns: how surprising a long text is, by window (without FILE: Python's own sources)",
+    )  # fmt: skip
+    add("--stream-len", type=positive, metavar="N", help=f"tokens of a stretch of it ({STREAM_LEN}; of a file all)")
+    add("--streams", type=positive, metavar="N", help=f"stretches of it ({STREAMS}; of a file 1)")
+    add("--windows", type=positive, metavar="N", help=f"parts of a stretch that are told apart ({WINDOWS})")
+    add("--json", "--output", type=file_name, metavar="FILE", help="write all figures, and turns with their answers")
+    add("--input-path", "--input_path", dest="turns", type=file_name, **ALIAS)
+    add("--data_root", dest="turns", type=lambda folder: Path(folder) / MT_BENCH, **ALIAS)
+    add("--model-name", "--model_name", "--model_name_or_path", dest="model", **ALIAS)
+    h2o = ("--enable_h2o_generation", "--enable_streaming_with_H2O")
+    add(*h2o, dest="policies", action="store_const", const=("h2o",), **ALIAS)
+    add("--enable_position_rolling", dest="positions", action="store_const", const="rolling", **ALIAS)
+    add("--num_heavy_hitter_tokens", dest="heavy_of_window", type=int, **ALIAS)
+    add("--num_window_length", dest="window", type=positive, **ALIAS)
+    add("--heavy_hitter_size", dest="hh_size", type=count, **ALIAS)
+    add("--recent_size", dest="recent_size", type=positive, **ALIAS)
+    add("--start_size", dest="sinks", type=count, **ALIAS)
+
+
 def _run(argv: list[str] | None) -> int:
     args = _parser().parse_args(argv)
-    code: int = args.run(args)
-    return code
-
-
-def _run_fidelity(args: argparse.Namespace) -> int:
-    _check(args)
-    results_are_in(args.json, args.markdown)
+    args.check(args)  # what can be wrong with flags and files, before anything is loaded
+    results_are_in(args.json, vars(args).get("markdown"))
     policy, is_auto = policy_of(args)
-    if policy.attn_sparsity != 1:
-        raise UsageError("--attn-sparsity: the full cache is the reference here; leave it out")
-    from flexgen_h2o.engine.workload import AutoPolicy
-    from flexgen_h2o.evaluation.fidelity import Runner
-    from flexgen_h2o.evaluation.metrics import make_cells
-    from flexgen_h2o.evaluation.rows import Lengths
-    from flexgen_h2o.kvcache.eviction import Full
-
-    plain = uncompressed(policy)
-    cells, began = make_cells(args.policies, args.budgets, whole=policy != plain), time.perf_counter()
-    compared = AutoPolicy(policy) if is_auto else policy
-    with open_llm(args, plain, is_auto, Full()) as llm:
-        runner = Runner(llm, parse_bytes(args.keep_mem, "--keep-mem"), args.mass_steps, _say, compared)
-        runner.check(cells)
-        check_positions(args, llm.model.name, llm.model.spec.max_positions)
-        lengths = Lengths(args.prompt_len, args.gen_len)
-        texts, recalls = _rows(args, llm, runner, lengths)
-        say_idle_flags("evaluate fidelity", args, place_of(args, llm))
-        result = {**_facts(args, llm, policy, cells, texts), **_measure(args, runner, texts, recalls, cells)}
-    result["seconds"] = time.perf_counter() - began
-    _show(args, result)
-    return EXIT_DONE
+    if args.measure != "text" and policy.attn_sparsity != 1:
+        raise UsageError("--attn-sparsity: is for the full cache alone, and it stands beside others here; leave it out")
+    if args.measure == "fidelity":
+        from flexgen_h2o.evaluation.fidelity import run
+    elif args.measure == "text":
+        eviction_of(args, policy)  # what it refuses is refused before torch is imported
+        from flexgen_h2o.evaluation.text import run
+    else:
+        from flexgen_h2o.evaluation.streaming import run
+    return run(args, policy, is_auto)
 
 
-def _check(args: argparse.Namespace) -> None:
-    """Everything that can be wrong with flags and files, before anything is loaded."""
+def _check_fidelity(args: argparse.Namespace) -> None:
     if args.gen_len < 2:
         raise UsageError(f"--gen-len {args.gen_len}: the first token comes from the prefill; at least 2 are needed")
-    parse_bytes(args.keep_mem, "--keep-mem")
-    check_files(args, ("prompts",), OUTPUTS)
+    args.keep_mem = parse_bytes(args.keep_mem, "--keep-mem")
+    check_files(args, ("prompts",), ("json", "markdown", "plot"))
+    if args.recall_prompts is None:
+        args.recall_prompts = 0 if args.prompts else RECALL_PROMPTS
+    if args.num_prompts is None and args.prompts is None:
+        args.num_prompts = TEXT_PROMPTS
     if args.plot is not None:
         check_picture(args.plot)
 
 
-def _rows(
-    args: argparse.Namespace, llm: LLM, runner: Runner, lengths: Lengths
-) -> tuple[list[TextRow], list[RecallRow]]:
-    """The rows that are measured; UsageError for a file or a model that cannot give them."""
-    from flexgen_h2o.evaluation.rows import held_out_rows, held_out_text, recall_rows, rows_of_file
-
-    ours: HeldOutText | None = None
-    asked = args.recall_prompts if args.recall_prompts is not None else 0 if args.prompts else RECALL_PROMPTS
-    if args.prompts is None or asked:
-        ours = held_out_text(llm.model)
-    recalls = recall_rows(ours, asked, lengths, args.depths, args.seed) if ours else []
-    greedy = args.continuation == "greedy"
-    if args.prompts is not None:
-        texts = rows_of_file(args.prompts, llm.model, lengths, greedy, args.num_prompts)
-    else:
-        assert ours is not None
-        texts = held_out_rows(ours, args.num_prompts or TEXT_PROMPTS, lengths, args.seed)
-    return runner.greedy(texts, args.gen_len) if greedy else texts, recalls
+def _check_text(args: argparse.Namespace) -> None:
+    if args.prompt is not None and args.prompts is not None:
+        raise UsageError("--prompt and --prompts: give one of them")
+    if args.eviction == "full":
+        raise UsageError("--eviction full: is what the other is set beside; name another")
+    # h2o where no other is named, with run_text_generation's shares where none are given: the defaults of all.
+    args.eviction = args.eviction or "h2o"
+    check_files(args, ("prompts",), ("json",))
 
 
-def _facts(
-    args: argparse.Namespace, llm: LLM, policy: Policy, cells: Sequence[Cell], texts: Sequence[TextRow]
-) -> dict[str, Any]:
-    """What was run, in words and numbers."""
-    names = ("prompt_len", "gen_len", "continuation", "depths", "mass_steps", "resamples", "seed")
-    return {
-        "measure": "fidelity",
-        "schema": SCHEMA,
-        "model": llm.model.name,
-        "settings": {
-            **{name: getattr(args, name) for name in names},
-            "budgets": list(dict.fromkeys(cell.budget for cell in cells)),
-            "compression": compression_flags(policy),
-            "policies": list(args.policies),
-            "prompts": None if args.prompts is None else str(args.prompts),
-            "dtype": llm.dtype,
-            "python": sys.version.split()[0],
-        },
-        "text": {
-            "prompts": len(texts),
-            "steps": args.gen_len - 1,
-            "mean_prompt_len": sum(len(row.prompt) for row in texts) / len(texts),
-        },
-    }
+def _check_streaming(args: argparse.Namespace) -> None:
+    """And the defaults of what stands in place of another flag."""
+    is_text = args.text is not None
+    for name in OF_TURNS if is_text else OF_TEXT:
+        if getattr(args, name) and (name, getattr(args, name)) != ("top_p", 1):
+            flag = flag_of(name)
+            raise UsageError(
+                f"{flag} and --text: give one of them" if is_text else f"{flag}: goes with --text; give it"
+            )
+    if args.chat and args.turn_format is not None:
+        raise UsageError("--turn-format and --chat: give one of them")
+    if args.turn_format is not None and "{turn}" not in args.turn_format:
+        raise UsageError(f"--turn-format {args.turn_format!r}: has no {{turn}} in it, where the turn would go")
+    if args.turn_format is not None:
+        args.turn_format = args.turn_format.replace(r"\n", "\n")
+    check_files(args, ("turns", "text"), ("json",))
+    args.gen_len, args.windows = args.gen_len or TURN_GEN_LEN, args.windows or WINDOWS
+    args.hh_size, args.recent_size = _sizes(args)
+    if args.text == "":
+        args.streams, args.stream_len = args.streams or STREAMS, args.stream_len or STREAM_LEN
 
 
-def _measure(
-    args: argparse.Namespace, runner: Runner, texts: list[TextRow], recalls: list[RecallRow], cells: list[Cell]
-) -> dict[str, Any]:
-    from flexgen_h2o.evaluation.fidelity import summarise_divergence, summarise_recall, summarise_texts
-
-    full, found = summarise_texts(*runner.texts(texts, cells), args.resamples, args.seed)
-    if args.free_run:
-        firsts = runner.first_divergence(texts, cells, args.gen_len)
-        for figures, first in zip(found, firsts, strict=True):
-            figures["greedy"] = summarise_divergence(first, args.gen_len, args.resamples, args.seed)
-    if recalls:
-        for figures, eviction in ((full, None), *zip(found, (cell.eviction for cell in cells), strict=True)):
-            right = runner.recall(recalls, eviction)
-            figures["recall"] = summarise_recall(recalls, right, args.resamples, args.seed)
-            who = f"{figures['policy']} at {figures['budget']:.0%}" if eviction else "the full cache"
-            _say(f"recall of {who}: {figures['recall']['inside']['value']:.0%}")
-    return {"recall": {"prompts": len(recalls)} if recalls else None, "full": full, "cells": found}
-
-
-def _show(args: argparse.Namespace, result: dict[str, Any]) -> None:
-    from flexgen_h2o.evaluation.tables import markdown
-
-    text = markdown(result)
-    print(text)
-    for name, content in (("json", result), ("markdown", text)):
-        if getattr(args, name) is not None:
-            write_result(getattr(args, name), content, flag_of(name))
-    if args.plot is not None:
-        from flexgen_h2o.evaluation.tables import draw
-
-        draw(result, args.plot)
-
-
-def _say(line: str) -> None:
-    say("evaluate", line)
+def _sizes(args: argparse.Namespace) -> tuple[int, int]:
+    """Heavy and recent columns. llama-recipes says them as the heavy ones, -1 being half, of a window of all."""
+    if set(args.policies) == {"full"}:
+        for name in ("hh_size", "recent_size", "positions"):
+            if getattr(args, name) not in (None, "original"):
+                raise UsageError(f"{flag_of(name)}: says nothing of the full cache; name another in --policies too")
+    window, heavy = vars(args).get("window"), vars(args).get("heavy_of_window")
+    if window is None and heavy is None:
+        return SIZE if args.hh_size is None else args.hh_size, args.recent_size or SIZE
+    if args.hh_size is not None or args.recent_size is not None:
+        given = "--hh-size" if args.hh_size is not None else "--recent-size"
+        raise UsageError(f"{given}: is said by --num_window_length and --num_heavy_hitter_tokens too; give one of them")
+    window, heavy = window or 2 * SIZE, SIZE if heavy is None else heavy
+    heavy = window // 2 if heavy == -1 else heavy
+    if not 0 <= heavy < window:
+        raise UsageError(
+            f"--num_heavy_hitter_tokens {heavy}: must be from 0 to less than --num_window_length {window}, which the "
+            "recent columns are in too; or -1, half of it"
+        )
+    return heavy, window - heavy
 
 
 if __name__ == "__main__":

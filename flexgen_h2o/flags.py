@@ -11,19 +11,19 @@ import contextlib
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import Field, dataclass, fields, replace
+from dataclasses import Field, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from flexgen_h2o.checkpoint.resolve import DUMMY, find_folder
 from flexgen_h2o.cli_common import boolean, flag_of, not_empty, note, positive
-from flexgen_h2o.core.config import BITS_OF, DTYPE_BYTES, MemoryBudget, Policy, read_policy, without_unused_bits
+from flexgen_h2o.core.config import BITS_OF, DTYPE_BYTES, MemoryBudget, ModelSpec, Policy, read_policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import usable_path
 from flexgen_h2o.core.settings import GREEDY_BELOW, ORIGINAL, EvictionSettings, SamplingParams
-from flexgen_h2o.kvcache.eviction import POLICIES
+from flexgen_h2o.engine.workload import AutoPolicy
+from flexgen_h2o.kvcache.eviction import POLICIES, Eviction, Full, make_eviction
 
 if TYPE_CHECKING:
-    from flexgen_h2o.core.config import ModelSpec
-    from flexgen_h2o.kvcache.eviction import Eviction
     from flexgen_h2o.llm import LLM
 
 
@@ -118,7 +118,6 @@ def sampling_of(args: argparse.Namespace) -> SamplingParams:
 
 def open_llm(args: argparse.Namespace, policy: Policy, is_auto: bool, eviction: Eviction) -> LLM:
     """The model and tiers that the flags ask for. policy, is_auto: of `policy_of`."""
-    from flexgen_h2o.engine.workload import AutoPolicy
     from flexgen_h2o.llm import LLM
 
     return LLM(
@@ -143,8 +142,6 @@ def check_positions(args: argparse.Namespace, model: str, positions: int) -> Non
 
 def eviction_of(args: argparse.Namespace, policy: Policy) -> Eviction:
     """The eviction policy that the flags ask for: h2o where they say how much is kept, else the full cache."""
-    from flexgen_h2o.kvcache.eviction import Full, make_eviction
-
     given = {field: value_of(args, flag) for field, flag in EVICTION_FLAGS.items()}
     given = {field: value for field, value in given.items() if value not in (None, ORIGINAL)}
     name = ("h2o" if given else "full") if args.eviction is None else args.eviction
@@ -162,21 +159,15 @@ def eviction_of(args: argparse.Namespace, policy: Policy) -> Eviction:
         return make_eviction(name, **given)
 
 
-def policy_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The policy fields that were given as flags."""
-    found = {f.name: getattr(args, f.name) for f in fields(Policy) if getattr(args, f.name) is not None}
-    if "percent" in found:
-        found["percent"] = tuple(found["percent"])
-    return found
-
-
 def policy_of(args: argparse.Namespace) -> tuple[Policy, bool]:
     """The policy to run with, and whether a search is to choose its placement (`auto`).
 
     `--policy FILE` stands alone; `--policy auto` goes with all flags but the placement's; without `--policy`, a
     placement flag means FlexGen's defaults for the others. UsageError for a mixture.
     """
-    given = policy_settings(args)
+    given = {f.name: getattr(args, f.name) for f in fields(Policy) if getattr(args, f.name) is not None}
+    if "percent" in given:
+        given["percent"] = tuple(given["percent"])
     placed = [name for name in PLACEMENT if name in given]
     if args.policy not in (None, "auto"):
         if given:
@@ -202,11 +193,6 @@ def as_flags(policy: Policy) -> str:
         if value != default and is_used:
             found.append(flag_of(name) if value is True else f"{flag_of(name)} {_as_text(value)}")
     return " ".join(found)
-
-
-def uncompressed(policy: Policy) -> Policy:
-    """The policy with weights and KV in the compute dtype."""
-    return without_unused_bits(replace(policy, compress_weight=False, compress_cache=False, int8_compute=False))
 
 
 def compression_flags(policy: Policy) -> str:
@@ -267,8 +253,6 @@ def place_of(args: argparse.Namespace, llm: LLM) -> Place:
 
 
 def _not_of_hub(args: argparse.Namespace, at: Place) -> str:
-    from flexgen_h2o.checkpoint.resolve import DUMMY, find_folder
-
     if args.path is not None and DUMMY in args.path:
         return f"nothing is fetched with --path {args.path}"
     return "" if find_folder(args.model, args.path) is None else f"{args.model} is a folder here, not of the hub"
@@ -282,8 +266,6 @@ def _built_in(args: argparse.Namespace, at: Place) -> str:
 
 
 def _not_in_path(args: argparse.Namespace, at: Place) -> str:
-    from flexgen_h2o.checkpoint.resolve import DUMMY, find_folder
-
     if args.path is None:  # of --cache_dir, which the script that it comes from would have made
         return "there is no such folder yet"
     if DUMMY in args.path:
@@ -340,10 +322,7 @@ WITHOUT_EFFECT: Mapping[str, Mapping[str, Reason]] = {
     "policy_search": {**_ENGINE, "revision": _built_in},
     "evaluate fidelity": {
         **_ENGINE,
-        "depths": _if(
-            "there are no recall rows",
-            lambda args: args.recall_prompts == 0 or (args.recall_prompts is None and args.prompts),
-        ),
+        "depths": _if("there are no recall rows", lambda args: not args.recall_prompts),
     },
     "evaluate text": {**_ENGINE, **_SAMPLING},
     # With --text the seed is the bootstrap's, and the others are refused.

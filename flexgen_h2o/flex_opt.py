@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from flexgen_h2o.cli_common import (
@@ -25,6 +26,29 @@ from flexgen_h2o.cli_common import (
 from flexgen_h2o.core.config import read_policy
 from flexgen_h2o.core.errors import EXIT_DONE, UsageError
 from flexgen_h2o.core.files import usable_path, write_result
+from flexgen_h2o.core.schedule import Step, zigzag
+from flexgen_h2o.core.settings import SamplingParams
+from flexgen_h2o.engine.prompts import (
+    Completion,
+    Prompt,
+    benchmark_prompts,
+    check_output_path,
+    read_prompts,
+    write_outputs,
+)
+from flexgen_h2o.engine.report import (
+    PhaseReport,
+    RunReport,
+    append_log,
+    eviction_line,
+    log_block,
+    log_file_name,
+    prediction_line,
+    project_decode_seconds,
+    ranks_line,
+    sizes_line,
+    sparsity_line,
+)
 from flexgen_h2o.flags import (
     add_engine_flags,
     add_eviction_flags,
@@ -42,11 +66,7 @@ from flexgen_h2o.flags import (
 from flexgen_h2o.kvcache.prefixes import SHARINGS
 
 if TYPE_CHECKING:
-    from flexgen_h2o.core.schedule import Step
     from flexgen_h2o.engine.distributed import Pipeline
-    from flexgen_h2o.engine.prompts import Completion, Prompt
-    from flexgen_h2o.engine.report import RunReport
-    from flexgen_h2o.engine.sampling import SamplingParams
     from flexgen_h2o.llm import LLM, Order
 
 
@@ -112,8 +132,6 @@ def _run(argv: list[str] | None) -> int:
     params = sampling_of(args)
     if args.prompts is None:  # all rows of the benchmark are equally long
         params = replace(params, ignore_eos=True)
-    from flexgen_h2o.engine.report import sizes_line
-
     pipeline = _join_pipeline(args)
     done: list[Completion] = []
     with open_llm(args, policy, is_auto, eviction_of(args, policy)) as llm:
@@ -130,7 +148,6 @@ def _run(argv: list[str] | None) -> int:
             llm.prepare(prompts, [params] * len(prompts))
         if args.verbose >= 1:
             _say_notes(args, llm)
-            say_idle_flags("flex_opt", args, place_of(args, llm))
             print(f"<run_flexgen_h2o>: args.model: {args.model}")
             print(sizes_line(*sizes))
             print("benchmark - generate" if args.prompts is None else "generate", flush=True)
@@ -152,28 +169,22 @@ def _join_pipeline(args: argparse.Namespace) -> Pipeline | None:
 
 
 def _say_notes(args: argparse.Namespace, llm: LLM) -> None:
-    """Notes on what the user may not expect of this run."""
+    """What the user may not expect of this run: a policy found for another model or eviction, another precision."""
     if args.policy not in (None, "auto"):
-        _note_what_it_was_found_for(args.policy, llm)
+        saved = read_policy(usable_path(args.policy, "--policy"))
+        planned = (saved.workload or {}).get("eviction")
+        eviction = planned.get("name") if isinstance(planned, dict) else None
+        if saved.model not in (None, llm.model.name):
+            note("flex_opt", f"--policy {args.policy} was found for {saved.model}, and this is {llm.model.name}")
+        if eviction not in (None, llm.eviction.name):
+            note("flex_opt", f"--policy {args.policy} was found with {eviction}, and this is {llm.eviction.name}")
     if llm.precision_note:
         note("flex_opt", llm.precision_note)
-
-
-def _note_what_it_was_found_for(path: str, llm: LLM) -> None:
-    """A note where a saved policy was found for another model or eviction policy."""
-    saved = read_policy(usable_path(path, "--policy"))
-    planned = (saved.workload or {}).get("eviction")
-    eviction = planned.get("name") if isinstance(planned, dict) else None
-    if saved.model not in (None, llm.model.name):
-        note("flex_opt", f"--policy {path} was found for {saved.model}, and this is {llm.model.name}")
-    if eviction not in (None, llm.eviction.name):
-        note("flex_opt", f"--policy {path} was found with {eviction}, and this is {llm.eviction.name}")
+    say_idle_flags("flex_opt", args, place_of(args, llm))
 
 
 def _check(args: argparse.Namespace) -> None:
     """Everything that can be wrong with files and combinations, before anything is loaded."""
-    from flexgen_h2o.engine.prompts import check_output_path
-
     if args.chat and args.prompts is None:
         raise UsageError("--chat: is for the prompts of a file; give one with --prompts")
     if args.output is not None:
@@ -196,8 +207,6 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _prompts(args: argparse.Namespace, llm: LLM, rows: int) -> list[Prompt]:
-    from flexgen_h2o.engine.prompts import benchmark_prompts, read_prompts
-
     spec = llm.model.spec
     encode = llm.model.encode if llm.model.tokenizer is not None else None
     if args.chat:
@@ -212,23 +221,24 @@ def _generate(
     args: argparse.Namespace, llm: LLM, prompts: list[Prompt], params: SamplingParams, done: list[Completion]
 ) -> RunReport:
     """Run, and project what was cut short. Finished rows are written also when the run fails."""
-    from flexgen_h2o.engine.prompts import write_outputs
-
     try:
         report = llm.run(prompts, params, done.extend, order=_order(args))
     finally:
         if args.output is not None and done:  # a run that is refused leaves an older file as it is
             write_outputs(args.output, done)
+    if not args.cut_gen_len and not args.debug_mode:
+        return report
+    tokens = args.gen_len - 1
     if args.cut_gen_len:
-        return _projected(report, _project_sweeps(llm, args.gen_len), args.gen_len)
-    if args.debug_mode:
-        return _projected(report, _project_layers(llm, args.gen_len), args.gen_len)
-    return report
+        seconds = sum(project_decode_seconds(times.sweeps[1:], args.gen_len) for times in llm.times)
+    else:  # FlexGen's fewer_batch: the mean decode layer of the second half measured stands for all
+        decoded = [times.layers[llm.num_layers :] for times in llm.times]
+        seconds = sum(fmean(layers[len(layers) // 2 :]) * llm.num_layers * tokens for layers in decoded)
+    return replace(report, decode=PhaseReport(seconds, report.num_prompts * tokens), projected=True)
 
 
 def _order(args: argparse.Namespace) -> Order | None:
     """The steps of a run that is cut short; None for a whole one."""
-    from flexgen_h2o.core.schedule import zigzag
 
     def some_sweeps(layers: int, batches: int) -> Iterator[Step]:
         return zigzag(args.cut_gen_len, layers, batches)
@@ -239,39 +249,7 @@ def _order(args: argparse.Namespace) -> Order | None:
     return some_sweeps if args.cut_gen_len else some_layers if args.debug_mode else None
 
 
-def _project_sweeps(llm: LLM, gen_len: int) -> float:
-    from flexgen_h2o.engine.report import project_decode_seconds
-
-    return sum(project_decode_seconds(times.sweeps[1:], gen_len) for times in llm.times)
-
-
-def _project_layers(llm: LLM, gen_len: int) -> float:
-    """FlexGen's fewer_batch: the mean decode layer of the second half measured stands for all."""
-    seconds, layers = 0.0, llm.num_layers
-    for times in llm.times:
-        decode = times.layers[layers:]
-        settled = decode[len(decode) // 2 :]
-        seconds += sum(settled) / len(settled) * layers * (gen_len - 1)
-    return seconds
-
-
-def _projected(report: RunReport, decode_seconds: float, gen_len: int) -> RunReport:
-    from flexgen_h2o.engine.report import PhaseReport
-
-    return replace(report, decode=PhaseReport(decode_seconds, report.num_prompts * (gen_len - 1)), projected=True)
-
-
 def _show(args: argparse.Namespace, llm: LLM, report: RunReport, done: list[Completion]) -> None:
-    from flexgen_h2o.engine.report import (
-        append_log,
-        eviction_line,
-        log_block,
-        log_file_name,
-        prediction_line,
-        ranks_line,
-        sparsity_line,
-    )
-
     if args.verbose >= 2:
         _show_texts(done)
     if args.debug_mode == "breakdown":
@@ -296,8 +274,7 @@ def _show_texts(done: list[Completion]) -> None:
     """The first and the last text, as FlexGen prints them; token ids where there is no tokenizer."""
     ordered = sorted(done, key=lambda c: c.index)
     print(f"Outputs:\n{RULE}")
-    for one in dict.fromkeys(c.index for c in (ordered[0], ordered[-1])):
-        found = next(c for c in ordered if c.index == one)
+    for found in {one.index: one for one in (ordered[0], ordered[-1])}.values():
         text = found.token_ids if found.text is None else f"{found.prompt or ''}{found.text}"
         print(f"{found.index}: {text}\n{RULE}")
     sys.stdout.flush()

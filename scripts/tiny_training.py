@@ -28,7 +28,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from flexgen_h2o.evaluation.rows import is_held_out, read_text, stdlib_files, training_row
+from flexgen_h2o.evaluation.rows import draw_pairs, is_held_out, read_text, statement, stdlib_files, stretch
 
 BOS, PAD, EOS, UNK = "<s>", "<pad>", "</s>", "<unk>"
 RECALL_SHARE = 0.30
@@ -98,8 +98,24 @@ def build_corpus(tokenizer: Tokenizer, files: list[Path]) -> Corpus:
 def recall_row(
     rng: random.Random, tokenizer: Tokenizer, code: torch.Tensor, length: int
 ) -> tuple[list[int], list[int]]:
-    """`training_row` with the tokenizer in training."""
-    return training_row(rng, lambda text: tokenizer.encode(text).ids, tokenizer.token_to_id(BOS), code, length)
+    """Pairs, then a stretch of code, then the same pairs asked for in another order; again until the row is full.
+
+    Returns `length` token ids and the positions of the answer digits that were asked for; each digit is a token.
+    """
+    ids = [tokenizer.token_to_id(BOS)]
+    answers: list[int] = []
+    while len(ids) < length:
+        pairs = draw_pairs(rng, rng.randint(2, 16))
+        for pair in pairs:
+            ids.extend(tokenizer.encode(statement(pair)).ids)
+        filler = rng.choice([0, 0, rng.randint(16, 64), rng.randint(64, length // 2)])
+        ids.extend(stretch(rng, code, filler))
+        ids.extend(tokenizer.encode("\n").ids)
+        rng.shuffle(pairs)
+        for name, number in pairs:
+            ids.extend(tokenizer.encode(f"ask {name} = {number}\n").ids)
+            answers.extend([len(ids) - 3, len(ids) - 2])  # two digits, then the newline
+    return ids[:length], [place for place in answers if place < length]
 
 
 class Batches:

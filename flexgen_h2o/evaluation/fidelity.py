@@ -1,39 +1,215 @@
-"""Runs policies and the full cache along the same continuations (teacher forcing), and makes figures of the arrays."""
+"""`evaluate fidelity`: policies and the full cache along the same continuations (teacher forcing), in figures."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import argparse
+import sys
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from flexgen_h2o.core.config import DTYPE_BYTES, Policy
+from flexgen_h2o.cli_common import flag_of, say
+from flexgen_h2o.core.config import DTYPE_BYTES, Policy, without_unused_bits
+from flexgen_h2o.core.errors import EXIT_DONE
+from flexgen_h2o.core.files import write_result
+from flexgen_h2o.engine.generation import LogitsWatch, SlotsWatch
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.engine.workload import AutoPolicy
-from flexgen_h2o.evaluation.metrics import Bootstrap, Cell, Figures, FullWatch, PolicyWatch, Probe, TokenWatch, surprise
-from flexgen_h2o.evaluation.rows import RecallRow, TextRow
-from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
+from flexgen_h2o.evaluation.figures import (
+    Array,
+    Figures,
+    TextFidelity,
+    by_step,
+    draw,
+    markdown,
+    summarise_divergence,
+    summarise_recall,
+    summarise_texts,
+    surprise,
+)
+from flexgen_h2o.evaluation.rows import Case, TextRow, held_out_rows, make_cells, recall_rows, rows_of_file, text_of
+from flexgen_h2o.flags import check_positions, compression_flags, open_llm, place_of, say_idle_flags
+from flexgen_h2o.kvcache.eviction import Eviction, Full
+from flexgen_h2o.kvcache.eviction.policy import POSITIONS, SCORES, Columns, Needs
 from flexgen_h2o.llm import LLM
 
-Say = Callable[[str], None]
-Placed = Policy | AutoPolicy
-Tokens = Sequence[Sequence[int]]
+SCHEMA = 1
+
+
+def run(args: argparse.Namespace, policy: Policy, is_auto: bool) -> int:
+    """The measurement that the flags ask for, printed and written; returns the exit code."""
+    plain = without_unused_bits(replace(policy, compress_weight=False, compress_cache=False, int8_compute=False))
+    cases, began = make_cells(args.policies, args.budgets, whole=policy != plain), time.perf_counter()
+    with open_llm(args, plain, is_auto, Full()) as llm:
+        runner = Runner(llm, args.keep_mem, args.mass_steps, AutoPolicy(policy) if is_auto else policy)
+        runner.check(cases)
+        check_positions(args, llm.model.name, llm.model.spec.max_positions)
+        texts, recalls = _rows(args, runner)
+        say_idle_flags("evaluate fidelity", args, place_of(args, llm))
+        result = _facts(args, llm, policy, cases, texts) | _measure(args, runner, texts, recalls, cases)
+    result["seconds"] = time.perf_counter() - began
+    text = markdown(result)
+    print(text)
+    for name, content in (("json", result), ("markdown", text)):
+        if getattr(args, name) is not None:
+            write_result(getattr(args, name), content, flag_of(name))
+    if args.plot is not None:
+        draw(result, args.plot)
+    return EXIT_DONE
+
+
+def _rows(args: argparse.Namespace, runner: Runner) -> tuple[list[TextRow], list[TextRow]]:
+    """Rows of text and of recall; UsageError for a file or a model that cannot give them."""
+    model, lengths, texts, recalls = runner.llm.model, (args.prompt_len, args.gen_len), [], []
+    greedy = args.continuation == "greedy"
+    if args.prompts is None or args.recall_prompts:
+        ours = text_of(None, model, "; give --prompts with prompt_token_ids")
+        recalls = recall_rows(ours, args.recall_prompts, *lengths, args.depths, args.seed)
+        if args.prompts is None:
+            texts = held_out_rows(ours, args.num_prompts, *lengths, args.seed)
+    if args.prompts is not None:
+        texts = rows_of_file(args.prompts, model, *lengths, greedy, args.num_prompts)
+    return runner.greedy(texts, args.gen_len) if greedy else texts, recalls
+
+
+def _facts(
+    args: argparse.Namespace, llm: LLM, policy: Policy, cases: Sequence[Case], texts: Sequence[TextRow]
+) -> Figures:
+    """What was run, in words and numbers."""
+    names = ("prompt_len", "gen_len", "continuation", "depths", "mass_steps", "resamples", "seed")
+    return {
+        "measure": "fidelity",
+        "schema": SCHEMA,
+        "model": llm.model.name,
+        "settings": {
+            **{name: getattr(args, name) for name in names},
+            "budgets": list(dict.fromkeys(case.budget for case in cases)),
+            "compression": compression_flags(policy),
+            "policies": list(args.policies),
+            "prompts": None if args.prompts is None else str(args.prompts),
+            "dtype": llm.dtype,
+            "python": sys.version.split()[0],
+        },
+        "text": {
+            "prompts": len(texts),
+            "steps": args.gen_len - 1,
+            "mean_prompt_len": sum(len(row.prompt) for row in texts) / len(texts),
+        },
+    }
+
+
+def _measure(
+    args: argparse.Namespace, runner: Runner, texts: list[TextRow], recalls: list[TextRow], cases: Sequence[Case]
+) -> Figures:
+    how = args.resamples, args.seed
+    full, found = summarise_texts(*runner.texts(texts, cases), *how)
+    if args.free_run:
+        for figures, first in zip(found, runner.first_divergence(texts, cases, args.gen_len), strict=True):
+            figures["greedy"] = summarise_divergence(first, args.gen_len, *how)
+    if recalls:
+        for figures, eviction in ((full, None), *zip(found, (case.eviction for case in cases), strict=True)):
+            figures["recall"] = summarise_recall(recalls, runner.recall(recalls, eviction), *how)
+            who = f"{figures['policy']} at {figures['budget']:.0%}" if eviction else "the full cache"
+            _say(f"recall of {who}: {figures['recall']['inside']['value']:.0%}")
+    return {"recall": {"prompts": len(recalls)} if recalls else None, "full": full, "cells": found}
+
+
+def _say(line: str) -> None:
+    say("evaluate", line)
+
+
+def divergence(full: torch.Tensor, policy: torch.Tensor) -> torch.Tensor:
+    """KL(full || policy) in nats, (rows,) float64, of logits (rows, vocab) of any float dtype.
+
+    Computed in float64, so that it is exactly 0 where the logits are the same and differences of 1e-9 mean something.
+    """
+    p, q = full.double().log_softmax(dim=-1), policy.double().log_softmax(dim=-1)
+    return (p.exp() * (p - q)).sum(dim=-1)
+
+
+def flips(full: torch.Tensor, policy: torch.Tensor) -> torch.Tensor:
+    """(rows,) bool: is the likeliest token another one? Of equal logits the lower index counts as likeliest."""
+    return full.argmax(dim=-1) != policy.argmax(dim=-1)
+
+
+def evicted_mass(weights: torch.Tensor, positions: torch.Tensor, filled: torch.Tensor) -> torch.Tensor:
+    """Share of the attention probability that the columns which a policy has dropped get: (rows, kv_heads) float32.
+
+    weights: (rows, kv_heads, columns), what the full model gives to each column of the sequence. positions: (rows,
+    kv_heads, slots) int, the columns that the policy holds; slot j counts if j < filled[row], else it is arbitrary.
+    The measure is the "attention loss" of cold-compress.
+    """
+    counts = torch.arange(positions.shape[-1], device=positions.device) < filled.view(-1, 1, 1)
+    index = positions.long().clamp(0, weights.shape[-1] - 1)
+    held = weights.gather(-1, index).masked_fill(~counts, 0.0).sum(dim=-1)
+    return (1 - held / weights.sum(dim=-1)).clamp_min(0)
 
 
 @dataclass(frozen=True)
-class TextFidelity:
-    """How far a policy is from the full cache along text; n prompts, s decode steps, arrays as in PolicyWatch.
+class Probe(Full):
+    """The full cache whose scores are one step's attention probabilities, summed over the query heads of a kv-head.
 
-    columns: mean kept of a prompt, over rows and transformer blocks. mass: None if it was not watched.
+    They sum to the number of these query heads. Prompts are scored by one row, which the first decode step forgets: so
+    that no score is ever undefined, and that prompts are computed exactly as they are for policies that score.
     """
 
-    cell: Cell
-    columns: float
-    kl: np.ndarray
-    nll: np.ndarray
-    flipped: np.ndarray
-    mass: np.ndarray | None
+    name: ClassVar[str] = "probe"
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(record=(POSITIONS, SCORES), query_rows=1, decay=0.0, gain=1.0)
+
+    def prompt_scores(self, sums: torch.Tensor, query_rows: int) -> torch.Tensor:
+        return sums
+
+    def rank(self, columns: Columns) -> torch.Tensor:
+        assert columns.scores is not None
+        return columns.scores
+
+
+class FullWatch:
+    """Keeps what the full cache gives along the continuations of n rows, all of `steps` tokens.
+
+    prompt_lens: of the rows. mass_steps: decode steps (0 is the first after the prefill) whose attention is kept.
+    logits: (n, steps, vocab) in the compute dtype. weights: for each (decode step, transformer block) the attention
+    probability of each column, (n, kv_heads, columns) fp32, summed over the query heads of a kv-head. All on the host.
+    """
+
+    def __init__(self, prompt_lens: Sequence[int], steps: int, mass_steps: frozenset[int]) -> None:
+        self.prompt_lens, self.steps, self.mass_steps = prompt_lens, steps, mass_steps
+        self.logits = torch.empty(0)
+        self.weights: dict[tuple[int, int], torch.Tensor] = {}
+        self.see_logits = by_step(len(prompt_lens), self._keep)
+
+    def _keep(self, rows: list[int], steps: list[int], logits: torch.Tensor) -> None:
+        if not len(self.logits):
+            self.logits = torch.empty(len(self.prompt_lens), self.steps, logits.shape[-1], dtype=logits.dtype)
+        self.logits[rows, steps] = logits.cpu()
+
+    def decode_step(self, rows: Sequence[int], columns: Columns) -> int:
+        """0 is the first after the prefill; the rows of a micro-batch are all at the same."""
+        return int(columns.newest[0]) - self.prompt_lens[rows[0]]
+
+    def see_slots(self, rows: list[int], filled: torch.Tensor, columns: Columns) -> None:
+        """Of a run with the probe policy."""
+        step = self.decode_step(rows, columns)
+        if step not in self.mass_steps:
+            return
+        assert columns.scores is not None
+        positions, scores = columns.positions.cpu().long(), columns.scores.cpu()
+        place = (step, columns.block)
+        if place not in self.weights:
+            shape = (len(self.prompt_lens), positions.shape[1], max(self.prompt_lens) + self.steps)
+            self.weights[place] = torch.zeros(shape)
+        unused = torch.arange(positions.shape[-1]) >= filled.cpu().view(-1, 1, 1)
+        found = torch.zeros(len(rows), *self.weights[place].shape[1:])
+        found.scatter_add_(-1, positions.masked_fill(unused, 0), scores.masked_fill(unused, 0.0))
+        self.weights[place][rows] = found
 
 
 class Runner:
@@ -44,202 +220,128 @@ class Runner:
     are placed that are compared with the full cache, where they hold what they have in fewer bits.
     """
 
-    def __init__(
-        self, llm: LLM, keep_bytes: int, mass_steps: int, say: Say = lambda line: None, compared: Placed | None = None
-    ) -> None:
-        self._llm, self._keep_bytes, self._mass_steps, self._say = llm, keep_bytes, mass_steps, say
+    def __init__(self, llm: LLM, keep_bytes: int, mass_steps: int, compared: Policy | AutoPolicy | None = None) -> None:
+        self.llm, self._keep_bytes, self._mass_steps = llm, keep_bytes, mass_steps
         self._reference, self._compared = llm.asked_policy, compared or llm.asked_policy
+
+    def check(self, cases: Sequence[Case]) -> None:
+        """UsageError for a policy that cannot run, before the first of them has run for long."""
+        for case in cases:
+            self._use(case.eviction).check_plan()
 
     def greedy(self, rows: Sequence[TextRow], tokens: int) -> list[TextRow]:
         """The rows with the model's own greedy continuation under the full cache."""
-        found = self._generate(None, [row.prompt for row in rows], tokens)
-        return [replace(row, continuation=tuple(ids)) for row, ids in zip(rows, found, strict=True)]
+        found = self._generate(None, rows, tokens)
+        return [replace(row, continuation=tuple(ids)) for row, ids in zip(rows, found.tolist(), strict=True)]
 
-    def texts(self, rows: Sequence[TextRow], cells: Sequence[Cell]) -> tuple[np.ndarray, list[TextFidelity]]:
-        """Follow all rows, whose continuations are equally long, with the full cache and with each cell's policy.
+    def texts(self, rows: Sequence[TextRow], cases: Sequence[Case]) -> tuple[Array, list[TextFidelity]]:
+        """Follow all rows, whose continuations are equally long, with the full cache and with each case's policy.
 
-        Returns nats of the reference tokens with the full cache, (n, s) float64, and a result a cell.
+        Returns nats of the reference tokens with the full cache, (n, s) float64, and a result a case.
         """
-        size = max(1, self._keep_bytes // self._row_bytes(rows))
-        parts: list[list[TextFidelity]] = [[] for _ in cells]
-        full_nll = []
+        shape, size = (len(rows), len(rows[0].continuation) - 1), max(1, self._keep_bytes // self._row_bytes(rows))
+        full_nll, results = np.zeros(shape), [self._unmeasured(case, rows, shape) for case in cases]
         for start in range(0, len(rows), size):
-            chunk = rows[start : start + size]
+            part, chunk = slice(start, start + size), rows[start : start + size]
             full, tokens = self._watch_full(chunk), torch.tensor([row.continuation for row in chunk])
-            self._say(f"full cache, rows {start + 1} - {start + len(chunk)} of {len(rows)}")
+            _say(f"full cache, rows {start + 1} - {start + len(chunk)} of {len(rows)}")
             nll = surprise(full.logits[:, 1:].flatten(0, 1), tokens[:, 1:].flatten())
-            full_nll.append(nll.view(len(chunk), -1).numpy())
-            for cell, found in zip(cells, parts, strict=True):
-                found.append(self._watch_cell(cell, chunk, tokens, full))
-                self._say(f"{cell.label} at {cell.budget:.0%}: KL {found[-1].kl.mean():.4f}")
-        return np.concatenate(full_nll), [_join(found) for found in parts]
+            full_nll[part] = nll.view(len(chunk), -1)
+            for found in results:
+                case, mass = found.case, None if found.mass is None else found.mass[part]
+                here = replace(found, kl=found.kl[part], nll=found.nll[part], flipped=found.flipped[part], mass=mass)
+                self._compare(chunk, tokens, full, here)
+                _say(f"{case.label} at {case.budget:.0%}: KL {here.kl.mean():.4f}")
+        return full_nll, results
 
-    def recall(self, rows: Sequence[RecallRow], eviction: Eviction | None) -> list[list[bool]]:
+    def recall(self, rows: Sequence[TextRow], eviction: Eviction | None) -> list[list[bool]]:
         """For each row and question: are all tokens of the answer the likeliest ones? eviction: None for the
         reference."""
-        watch = TokenWatch(len(rows), max(len(row.continuation) for row in rows))
-        prompts, continuations = [row.prompt for row in rows], [row.continuation for row in rows]
-        self._use(eviction).follow(prompts, continuations, watch.see_logits)
+        likeliest = np.full((len(rows), max(len(row.continuation) for row in rows)), -1)
+
+        def see(at: list[int], steps: list[int], logits: torch.Tensor) -> None:
+            likeliest[at, steps] = logits.argmax(dim=-1).cpu()
+
+        self._follow(self._use(eviction), rows, by_step(len(rows), see))
         return [
             [all(said[step] == row.continuation[step] for step in question.answer) for question in row.questions]
-            for row, said in zip(rows, watch.tokens.tolist(), strict=True)
+            for row, said in zip(rows, likeliest.tolist(), strict=True)
         ]
 
-    def first_divergence(self, rows: Sequence[TextRow], cells: Sequence[Cell], tokens: int) -> list[np.ndarray]:
-        """For each cell, (n,): the first of `tokens` greedy tokens that is not the full cache's; `tokens` if none."""
-        prompts = [row.prompt for row in rows]
-        full = np.array(self._generate(None, prompts, tokens))
-        found = []
-        for cell in cells:
-            other = np.array(self._generate(cell.eviction, prompts, tokens)) != full
+    def first_divergence(self, rows: Sequence[TextRow], cases: Sequence[Case], tokens: int) -> list[NDArray[np.int_]]:
+        """For each case, (n,): the first of `tokens` greedy tokens that is not the full cache's; `tokens` if none."""
+        full, found = self._generate(None, rows, tokens), []
+        for case in cases:
+            other = self._generate(case.eviction, rows, tokens) != full
             found.append(np.where(other.any(axis=1), other.argmax(axis=1), tokens))
-            self._say(f"{cell.label} at {cell.budget:.0%}: greedy tokens equal up to {np.median(found[-1]):.0f}")
+            _say(f"{case.label} at {case.budget:.0%}: greedy tokens equal up to {np.median(found[-1]):.0f}")
         return found
-
-    def check(self, cells: Sequence[Cell]) -> None:
-        """UsageError for a policy that cannot run, before the first of them has run for long."""
-        for cell in cells:
-            self._use(cell.eviction).check_plan()
 
     def _use(self, eviction: Eviction | None) -> LLM:
         """The LLM reads its policies at each run and opens new buffers where they need others. None: the reference."""
-        self._llm.eviction = eviction or Full()
-        self._llm.use(self._reference if eviction is None else self._compared)
-        return self._llm
+        self.llm.eviction = eviction or Full()
+        self.llm.use(self._reference if eviction is None else self._compared)
+        return self.llm
 
-    def _generate(self, eviction: Eviction | None, prompts: Tokens, tokens: int) -> list[list[int]]:
-        done = self._use(eviction).generate(prompts, SamplingParams(max_tokens=tokens, ignore_eos=True))
-        return [completion.token_ids for completion in done]
+    def _generate(self, eviction: Eviction | None, rows: Sequence[TextRow], tokens: int) -> NDArray[np.int_]:
+        """(n, tokens) greedy tokens."""
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        done = self._use(eviction).generate([row.prompt for row in rows], params)
+        return np.array([completion.token_ids for completion in done])
 
     def _row_bytes(self, rows: Sequence[TextRow]) -> int:
-        spec, steps = self._llm.model.spec, len(rows[0].continuation)
+        spec, steps = self.llm.model.spec, len(rows[0].continuation)
         columns = max(len(row.prompt) for row in rows) + steps
         weights = min(self._mass_steps, steps - 1) * spec.num_blocks * spec.num_kv_heads * columns * 4
-        return steps * spec.vocab_size * DTYPE_BYTES[self._llm.dtype] + weights
+        return steps * spec.vocab_size * DTYPE_BYTES[self.llm.dtype] + weights
+
+    def _unmeasured(self, case: Case, rows: Sequence[TextRow], shape: tuple[int, int]) -> TextFidelity:
+        blocks = self.llm.model.spec.num_blocks
+        kept = [
+            min(len(row.prompt), case.eviction.budget(len(row.prompt), block, blocks).columns)
+            for row in rows
+            for block in range(blocks)
+        ]
+        mass = np.zeros((len(rows), blocks)) if self._mass_steps else None
+        return TextFidelity(case, sum(kept) / len(kept), np.zeros(shape), np.zeros(shape), np.zeros(shape, bool), mass)
 
     def _watch_full(self, rows: Sequence[TextRow]) -> FullWatch:
         steps = len(rows[0].continuation)
         watched = np.linspace(0, steps - 2, min(self._mass_steps, steps - 1)).round().astype(int)
         watch = FullWatch([len(row.prompt) for row in rows], steps, frozenset(watched.tolist()))
-        self._follow(None, rows, watch)
+        llm = self._use(None)
+        llm.eviction = Probe()
+        self._follow(llm, rows, watch.see_logits, watch.see_slots)
         return watch
 
-    def _watch_cell(self, cell: Cell, rows: Sequence[TextRow], tokens: torch.Tensor, full: FullWatch) -> TextFidelity:
-        blocks = self._llm.model.spec.num_blocks
-        watch = PolicyWatch(full, tokens, blocks)
-        self._follow(cell.eviction if cell.eviction.needs.record else Probe(), rows, watch)
-        kept = [
-            min(len(row.prompt), cell.eviction.budget(len(row.prompt), block, blocks).columns)
-            for row in rows
-            for block in range(blocks)
-        ]
-        mass = watch.mass.numpy() if full.mass_steps else None
-        kl, nll, flipped = watch.kl.numpy(), watch.nll.numpy(), watch.flipped.numpy()
-        return TextFidelity(cell, sum(kept) / len(kept), kl, nll, flipped, mass)
+    def _compare(
+        self, rows: Sequence[TextRow], continuations: torch.Tensor, full: FullWatch, found: TextFidelity
+    ) -> None:
+        """Fill `found` with what a policy gives along the continuations, (n, steps + 1), compared step by step."""
 
-    def _follow(self, eviction: Eviction | None, rows: Sequence[TextRow], watch: FullWatch | PolicyWatch) -> None:
+        def see_logits(at: list[int], steps: list[int], logits: torch.Tensor) -> None:
+            decoding = [i for i, step in enumerate(steps) if step > 0]
+            if not decoding:
+                return
+            there = ([at[i] for i in decoding], [steps[i] for i in decoding])
+            to = (there[0], [step - 1 for step in there[1]])
+            seen, wanted = logits.cpu()[decoding], full.logits[there]
+            found.kl[to] = divergence(wanted, seen)
+            found.flipped[to] = flips(wanted, seen)
+            found.nll[to] = surprise(seen, continuations[there])
+
+        def see_slots(at: list[int], filled: torch.Tensor, columns: Columns) -> None:
+            weights = full.weights.get((full.decode_step(at, columns), columns.block))
+            if weights is not None and found.mass is not None:
+                lost = evicted_mass(weights[at], columns.positions.cpu(), filled.cpu())
+                found.mass[at, columns.block] += lost.double().mean(dim=1).numpy() / len(full.mass_steps)
+
+        eviction = found.case.eviction
+        llm = self._use(eviction if eviction.needs.record else Probe())
+        self._follow(llm, rows, by_step(len(rows), see_logits), see_slots)
+
+    def _follow(
+        self, llm: LLM, rows: Sequence[TextRow], see_logits: LogitsWatch, see_slots: SlotsWatch | None = None
+    ) -> None:
         prompts, continuations = [row.prompt for row in rows], [row.continuation for row in rows]
-        slots = watch.see_slots if self._mass_steps else None
-        llm = self._use(eviction)
-        if eviction is None:
-            llm.eviction = Probe()
-        llm.follow(prompts, continuations, watch.see_logits, slots)
-
-
-def _join(parts: Sequence[TextFidelity]) -> TextFidelity:
-    """Chunks of rows of one cell, put together."""
-    rows = [len(part.kl) for part in parts]
-    whole = {name: np.concatenate([getattr(p, name) for p in parts]) for name in ("kl", "nll", "flipped")}
-    mass = None if parts[0].mass is None else np.concatenate([p.mass for p in parts if p.mass is not None])
-    return TextFidelity(parts[0].cell, float(np.average([p.columns for p in parts], weights=rows)), **whole, mass=mass)
-
-
-STEP_BINS = 6
-BASELINE = H2O.name
-
-
-def summarise_texts(
-    full_nll: np.ndarray, results: Sequence[TextFidelity], resamples: int, seed: int
-) -> tuple[Figures, list[Figures]]:
-    """The figures of the full cache, and those of each cell, with its difference to the baseline at its budget."""
-    n, steps = full_nll.shape
-    bootstrap = Bootstrap(n, resamples, seed)
-    bins = [part for part in np.array_split(np.arange(steps), min(STEP_BINS, steps)) if len(part)]
-    full = {
-        "nll": bootstrap.mean(full_nll.mean(axis=1)),
-        "by_step": [_bin(part, {"nll": full_nll}, bootstrap) for part in bins],
-    }
-    cells = [_cell(found, full_nll, bins, bootstrap) for found in results]
-    for found, figures in zip(results, cells, strict=True):
-        figures["kl_less_baseline"] = _less_baseline(found, results, bootstrap)
-    return full, cells
-
-
-def summarise_recall(rows: Sequence[RecallRow], right: Sequence[Sequence[bool]], resamples: int, seed: int) -> Figures:
-    """Shares of questions whose answer is right, by place of the question and by depth of what it asks for.
-
-    right: as of Runner.recall. Rows are resampled with all their questions.
-    """
-    bootstrap = Bootstrap(len(rows), resamples, seed)
-    asked = [(i, row.depth, q.inside, q.at) for i, row in enumerate(rows) for q in row.questions]
-    row, depth, inside, at = (np.array(column) for column in zip(*asked, strict=True))
-    hits = np.array([ok for of_row in right for ok in of_row])
-
-    def share(chosen: np.ndarray) -> Figures:
-        above, below = (np.bincount(row[mask], minlength=len(rows)).astype(float) for mask in (hits & chosen, chosen))
-        return {**bootstrap.ratio(above, below), "questions": int(chosen.sum())}
-
-    figures: Figures = {}
-    for name, place in (("inside", inside), ("after", ~inside)):
-        if place.any():  # a short continuation has no room for a second question
-            parts = [place & (depth == d) for d in np.unique(depth[place])]
-            by_depth = [{"at": float(at[part].mean()), **share(part)} for part in parts]
-            figures[name] = {**share(place), "by_depth": by_depth}
-    return figures
-
-
-def summarise_divergence(first: np.ndarray, tokens: int, resamples: int, seed: int) -> Figures:
-    """first: (n,) as of Runner.first_divergence."""
-    bootstrap = Bootstrap(len(first), resamples, seed)
-    return {
-        "first": bootstrap.mean(first.astype(float)),
-        "median": float(np.median(first)),
-        "never": bootstrap.mean((first == tokens).astype(float)),
-    }
-
-
-def _cell(found: TextFidelity, full_nll: np.ndarray, bins: Sequence[np.ndarray], bootstrap: Bootstrap) -> Figures:
-    flipped, more = found.flipped.astype(float), found.nll - full_nll
-    figures = {
-        "policy": found.cell.label,
-        "budget": found.cell.budget,
-        "columns": found.columns,
-        "eviction": found.cell.eviction.to_json(),
-        "kl": bootstrap.mean(found.kl.mean(axis=1)),
-        "kl_p95": bootstrap.percentile(found.kl, 95),
-        "flips": bootstrap.mean(flipped.mean(axis=1)),
-        "nll": bootstrap.mean(found.nll.mean(axis=1)),
-        "nll_less_full": bootstrap.mean(more.mean(axis=1)),
-        "by_step": [
-            _bin(part, {"kl": found.kl, "flips": flipped, "nll": found.nll, "nll_less_full": more}, bootstrap)
-            for part in bins
-        ],
-    }
-    if found.mass is not None:
-        figures["evicted_mass"] = bootstrap.mean(found.mass.mean(axis=1))
-        figures["evicted_mass_by_block"] = found.mass.mean(axis=0).tolist()
-    return figures
-
-
-def _bin(part: np.ndarray, values: dict[str, np.ndarray], bootstrap: Bootstrap) -> Figures:
-    """Means over some decode steps, which are counted from 1: token 0 comes from the prefill."""
-    means = {name: bootstrap.mean(v[:, part].mean(axis=1)) for name, v in values.items()}
-    return {"first": int(part[0]) + 1, "last": int(part[-1]) + 1, **means}
-
-
-def _less_baseline(found: TextFidelity, every: Sequence[TextFidelity], bootstrap: Bootstrap) -> Figures | None:
-    """The paired difference of the mean KL to the baseline's; None where the baseline is not there or is meant."""
-    base = next((o for o in every if o.cell.label == BASELINE and o.cell.budget == found.cell.budget), None)
-    if base is None or base is found:
-        return None
-    return bootstrap.mean((found.kl - base.kl).mean(axis=1))
+        llm.follow(prompts, continuations, see_logits, see_slots if self._mass_steps else None)

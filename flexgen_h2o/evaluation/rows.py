@@ -1,4 +1,4 @@
-"""The rows that quality is measured on: held-out text, prompt files, recall rows, streams.
+"""What quality is measured on: rows of held-out text, of prompt files, for recall; streams; policies of given sizes.
 
 Text is the source files of Python's standard library, which every machine has; the shipped model was trained on all but
 the held-out ones (scripts/train_tiny_opt.py). Recall rows state pairs early and ask for them later, so that columns far
@@ -10,15 +10,20 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import string
 import sysconfig
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import read_bounded
+from flexgen_h2o.core.settings import ORIGINAL, ROLLING
 from flexgen_h2o.engine.prompts import read_prompts
+from flexgen_h2o.kvcache.eviction import EVICTING, Eviction, Full, make_eviction
+from flexgen_h2o.kvcache.eviction.policy import is_rolling
 from flexgen_h2o.models.load import Model
 
 _NOT_OURS = frozenset({"site-packages", "dist-packages", "__pycache__", "lib2to3"})
@@ -48,7 +53,7 @@ def read_text(path: Path) -> str:
 Encode = Callable[[str], list[int]]
 Pair = tuple[str, str]
 
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
+MOST_TEXT_BYTES = 16 * 2**20  # of a file: more than any stream is long
 PAIRS = 10
 
 
@@ -66,21 +71,34 @@ class Question:
 
 
 @dataclass(frozen=True)
-class RecallRow:
-    """Token ids of a prompt and of what follows on it, and the questions whose answers are in the latter.
+class TextRow:
+    """Token ids of a prompt and of what follows on it: () where the model's own continuation is still to be generated.
 
-    depth: which of a number of depths the pairs are stated at, 0 being the prompt's beginning.
+    questions: whose answers are in the continuation of a recall row. depth: which of a number of depths its pairs are
+    stated at, 0 being the prompt's beginning.
     """
 
-    depth: int
     prompt: tuple[int, ...]
     continuation: tuple[int, ...]
-    questions: tuple[Question, ...]
+    questions: tuple[Question, ...] = ()
+    depth: int = 0
+
+
+@dataclass(frozen=True)
+class HeldOutText:
+    """Sources as token ids of a model's tokenizer.
+
+    start: what a prompt begins with (BOS). encode: token ids of more text, without special tokens.
+    """
+
+    encode: Encode
+    start: tuple[int, ...]
+    tokens: list[int]
 
 
 def draw_pairs(rng: random.Random, count: int) -> list[Pair]:
     """`count` names or fewer, if names are drawn twice, each with a number of two digits."""
-    names = {"".join(rng.choices(LETTERS, k=2)) for _ in range(count)}
+    names = {"".join(rng.choices(string.ascii_lowercase, k=2)) for _ in range(count)}
     pairs = [(name, f"{rng.randint(0, 99):02d}") for name in sorted(names)]
     rng.shuffle(pairs)
     return pairs
@@ -90,200 +108,115 @@ def statement(pair: Pair) -> str:
     return f"let {pair[0]} = {pair[1]}\n"
 
 
-def question(pair: Pair) -> str:
-    return f"ask {pair[0]} = {pair[1]}\n"
+def recall_rows(
+    text: HeldOutText, count: int, prompt_len: int, gen_len: int, depths: int, seed: int
+) -> list[TextRow]:  # fmt: skip
+    """`count` rows of exactly `prompt_len` + at most `gen_len` tokens, which state their pairs at each of `depths`
+    places, evenly apart, in turn. UsageError if a prompt has no room for them."""
+    rng = random.Random(seed)
+    return [_recall_row(rng, text, prompt_len, gen_len, i % depths, depths) for i in range(count)]
 
 
-def training_row(
-    rng: random.Random, encode: Encode, bos: int, code: Sequence[int], length: int
-) -> tuple[list[int], list[int]]:
-    """Pairs, then a stretch of code, then the same pairs asked for in another order; again until the row is full.
+def _recall_row(
+    rng: random.Random, text: HeldOutText, prompt_len: int, gen_len: int, depth: int, depths: int
+) -> TextRow:
+    """Code, pairs, code, and a question; then its answer, and all other pairs asked for in another order.
 
-    Returns `length` token ids and the positions of the answer digits that were asked for. `encode` gives each digit a
-    token and adds no special ones.
+    The pairs are stated together, as in training: stated separately, the shipped model misses one in ten.
     """
-    ids = [bos]
-    answers: list[int] = []
-    while len(ids) < length:
-        pairs = draw_pairs(rng, rng.randint(2, 16))
-        for pair in pairs:
-            ids.extend(encode(statement(pair)))
-        filler = rng.choice([0, 0, rng.randint(16, 64), rng.randint(64, length // 2)])
-        ids.extend(_stretch(rng, code, filler))
-        ids.extend(encode("\n"))
-        rng.shuffle(pairs)
-        for pair in pairs:
-            ids.extend(encode(question(pair)))
-            answers.extend([len(ids) - 3, len(ids) - 2])  # two digits, then the newline
-    return ids[:length], [p for p in answers if p < length]
+    encode, names = text.encode, dict[str, str]()
+    while len(names) < PAIRS:
+        names.update(draw_pairs(rng, PAIRS - len(names)))
+    pairs = list(names.items())
+    first, *others = rng.sample(pairs, len(pairs))
+    newline, asked = encode("\n"), encode(f"ask {first[0]}")
+    stated = {pair: encode(statement(pair)) for pair in pairs}
+    taken = len(text.start) + len(asked) + sum(map(len, stated.values())) + 2 * len(newline)
+    room = prompt_len - taken
+    if room < 0:
+        raise UsageError(f"--prompt-len {prompt_len}: too short for recall rows, which take {taken} and more")
+    before = room * depth // max(1, depths - 1)
+    prompt, ends = [*text.start, *stretch(rng, text.tokens, before), *newline], {}
+    for pair, tokens in stated.items():
+        prompt += tokens
+        ends[pair] = len(prompt)
+    prompt += [*stretch(rng, text.tokens, room - before), *newline, *asked]
+    continuation: list[int] = []
+    questions = []
+    for pair in (first, *others):
+        continuation += encode(" =") if pair == first else encode(f"ask {pair[0]} =")
+        answer = encode(f" {pair[1]}")
+        steps = range(len(continuation), len(continuation) + len(answer))
+        continuation += [*answer, *newline]
+        if steps.stop <= gen_len:
+            questions.append(Question(ends[pair] / prompt_len, pair == first, tuple(steps)))
+    return TextRow(tuple(prompt), tuple(continuation[:gen_len]), tuple(questions), depth)
 
 
-class Planter:
-    """Makes recall rows of exactly `prompt_len` + at most `continuation_len` tokens.
-
-    encode: token ids of a text without special tokens, with any tokenizer; start: what a prompt begins with. code:
-    token ids to fill the prompt with; depths: places in it, evenly apart, where its pairs may be stated.
-    """
-
-    def __init__(
-        self, encode: Encode, start: Sequence[int], code: Sequence[int], prompt_len: int, continuation_len: int,
-        depths: int,
-    ) -> None:  # fmt: skip
-        self._encode, self._start, self._code = encode, list(start), code
-        self._prompt_len, self._continuation_len, self._depths = prompt_len, continuation_len, depths
-
-    def row(self, rng: random.Random, depth: int) -> RecallRow:
-        """Code, pairs, code, and a question; then its answer, and all other pairs asked for in another order.
-
-        The pairs are stated together, as in training: stated separately, the shipped model misses one in ten.
-        Raises UsageError if the prompt has no room for them.
-        """
-        pairs = self._distinct_pairs(rng)
-        first, *others = rng.sample(pairs, len(pairs))
-        prompt, at = self._prompt(rng, pairs, depth, first)
-        continuation: list[int] = []
-        questions = []
-        for pair in (first, *others):
-            continuation += self._encode(" =") if pair == first else self._encode(f"ask {pair[0]} =")
-            answer = self._encode(f" {pair[1]}")
-            steps = range(len(continuation), len(continuation) + len(answer))
-            continuation += [*answer, *self._encode("\n")]
-            if steps.stop <= self._continuation_len:
-                questions.append(Question(at[pair] / self._prompt_len, pair == first, tuple(steps)))
-        return RecallRow(depth, tuple(prompt), tuple(continuation[: self._continuation_len]), tuple(questions))
-
-    def _distinct_pairs(self, rng: random.Random) -> list[Pair]:
-        pairs: dict[str, str] = {}
-        while len(pairs) < PAIRS:
-            pairs.update(draw_pairs(rng, PAIRS - len(pairs)))
-        return list(pairs.items())
-
-    def _prompt(
-        self, rng: random.Random, pairs: Sequence[Pair], depth: int, asked: Pair
-    ) -> tuple[list[int], dict[Pair, int]]:
-        """The prompt, and where in it each pair's statement ends."""
-        newline, end = self._encode("\n"), self._encode(f"ask {asked[0]}")
-        stated = {pair: self._encode(statement(pair)) for pair in pairs}
-        taken = len(self._start) + len(end) + sum(map(len, stated.values())) + 2 * len(newline)
-        room = self._prompt_len - taken
-        if room < 0:
-            raise UsageError(f"--prompt-len {self._prompt_len}: too short for recall rows, which take {taken} and more")
-        before = room * depth // max(1, self._depths - 1)
-        ids, at = [*self._start, *_stretch(rng, self._code, before), *newline], {}
-        for pair, tokens in stated.items():
-            ids += tokens
-            at[pair] = len(ids)
-        return [*ids, *_stretch(rng, self._code, room - before), *newline, *end], at
-
-
-def _stretch(rng: random.Random, code: Sequence[int], length: int) -> list[int]:
+def stretch(rng: random.Random, code: Sequence[int], length: int) -> list[int]:
+    """`length` token ids of `code`, which follow on each other there."""
     start = rng.randrange(len(code) - length - 1)
     return [int(i) for i in code[start : start + length]]
 
 
-@dataclass(frozen=True)
-class Lengths:
-    """Tokens of a prompt and of what follows on it."""
+def text_of(path: Path | None, model: Model, without_tokenizer: str) -> HeldOutText:
+    """A file's text, or that of the sources which the shipped model has not seen (None), as token ids.
 
-    prompt: int
-    continuation: int
-
-    @property
-    def both(self) -> int:
-        return self.prompt + self.continuation
-
-
-@dataclass(frozen=True)
-class TextRow:
-    """Token ids. continuation: () where the model's own is still to be generated."""
-
-    prompt: tuple[int, ...]
-    continuation: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class HeldOutText:
-    """Held-out sources as token ids of a model's tokenizer.
-
-    start: what a prompt begins with (BOS); encode: token ids of more text, without special tokens.
+    UsageError for a file that cannot be read, or a model without a tokenizer: without_tokenizer ends its message.
     """
-
-    encode: Encode
-    start: tuple[int, ...]
-    tokens: list[int]
-
-
-def held_out_text(model: Model) -> HeldOutText:
-    """Raises UsageError for a model without a tokenizer."""
     tokenizer = model.tokenizer
     if tokenizer is None:
-        raise UsageError(f"--model {model.name}: has no tokenizer; give --prompts with prompt_token_ids")
-
-    end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+        raise UsageError(f"--model {model.name}: has no tokenizer{without_tokenizer}")
     tokens: list[int] = []
-    for path in filter(is_held_out, stdlib_files()):
-        tokens += [*model.encode_more(read_text(path)), *end]
+    if path is None:
+        end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+        for source in filter(is_held_out, stdlib_files()):
+            tokens += [*model.encode_more(read_text(source)), *end]
+    else:
+        try:
+            tokens = model.encode_long(read_bounded(path, MOST_TEXT_BYTES).decode("utf-8").replace("\r\n", "\n"))
+        except UnicodeDecodeError as error:
+            raise UsageError(f"--text {path}: not UTF-8 text; save the file as UTF-8") from error
+        except OSError as error:
+            raise UsageError(f"--text {path}: {error.strerror or error}") from error
     return HeldOutText(model.encode_more, tuple(model.encode("")), tokens)
 
 
-def held_out_rows(text: HeldOutText, count: int, lengths: Lengths, seed: int) -> list[TextRow]:
+def held_out_rows(text: HeldOutText, count: int, prompt_len: int, gen_len: int, seed: int) -> list[TextRow]:
     """Stretches of the text that do not overlap, drawn at random. UsageError if there are not so many."""
-    if lengths.prompt <= len(text.start):
-        raise UsageError(f"--prompt-len {lengths.prompt}: a prompt begins with {len(text.start)} special token(s)")
-    size = lengths.both - len(text.start)
+    if prompt_len <= len(text.start):
+        raise UsageError(f"--prompt-len {prompt_len}: a prompt begins with {len(text.start)} special token(s)")
+    size = prompt_len + gen_len - len(text.start)
     stretches = len(text.tokens) // size
     if count > stretches:
         raise UsageError(
-            f"--num-prompts {count}: Python's own sources give {stretches} held-out rows of {lengths.both} tokens; "
-            "ask for fewer or give --prompts"
+            f"--num-prompts {count}: Python's own sources give {stretches} held-out rows of {prompt_len + gen_len} "
+            "tokens; ask for fewer or give --prompts"
         )
     starts = [size * i for i in random.Random(seed).sample(range(stretches), count)]
     rows = [(*text.start, *text.tokens[at : at + size]) for at in starts]
-    return [TextRow(row[: lengths.prompt], row[lengths.prompt :]) for row in rows]
+    return [TextRow(row[:prompt_len], row[prompt_len:]) for row in rows]
 
 
-def rows_of_file(path: Path, model: Model, lengths: Lengths, greedy: bool, most: int | None) -> list[TextRow]:
-    """Rows of a prompt file in its order, at most `most`.
+def rows_of_file(
+    path: Path, model: Model, prompt_len: int, gen_len: int, greedy: bool, most: int | None
+) -> list[TextRow]:
+    """Rows of a prompt file in its order, at most `most`. UsageError if no row is left.
 
-    Text is cut into prompt and continuation, and rows that are too short for both are left out; where the model's
-    greedy continuation is to be followed, rows are prompts and keep their length, up to that of a prompt. UsageError if
-    no row is left.
+    Text is cut into prompt and continuation, and rows that are too short for both are left out. greedy: the model's own
+    continuation is to be followed: rows are prompts and keep their length, up to `prompt_len`.
     """
-    encode = partial(model.encode_beginning, tokens=lengths.both) if model.tokenizer is not None else None
+    both = prompt_len + gen_len
+    encode = partial(model.encode_beginning, tokens=both) if model.tokenizer is not None else None
     found = [p.token_ids for p in read_prompts(path, encode, model.spec.vocab_size)]
-    long_enough = found if greedy else [ids for ids in found if len(ids) >= lengths.both]
+    long_enough = found if greedy else [ids for ids in found if len(ids) >= both]
     if not long_enough:
         raise UsageError(
-            f"--prompts {path}: no row has {lengths.both} tokens (--prompt-len + --gen-len), the longest has "
+            f"--prompts {path}: no row has {both} tokens (--prompt-len + --gen-len), the longest has "
             f"{max(map(len, found))}; lower them, or follow the model's own tokens with --continuation greedy"
         )
-    end = lengths.prompt if greedy else lengths.both
-    return [TextRow(ids[: lengths.prompt], ids[lengths.prompt : end]) for ids in long_enough[:most]]
-
-
-def recall_rows(text: HeldOutText, count: int, lengths: Lengths, depths: int, seed: int) -> list[RecallRow]:
-    """`count` rows, which state their pairs at each of the depths in turn."""
-    planter = Planter(text.encode, text.start, text.tokens, lengths.prompt, lengths.continuation, depths)
-    rng = random.Random(seed)
-    return [planter.row(rng, i % depths) for i in range(count)]
-
-
-MOST_TEXT_BYTES = 16 * 2**20  # of a file: more than any stream is long
-
-
-def text_of(path: Path | None, model: Model) -> HeldOutText:
-    """A file's text, or that of the sources which the shipped model has not seen, as token ids."""
-    if model.tokenizer is None:
-        raise UsageError(f"--model {model.name}: has no tokenizer, and --text needs one")
-    if path is None:
-        return held_out_text(model)
-    try:
-        text = read_bounded(path, MOST_TEXT_BYTES).decode("utf-8").replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"--text {path}: not UTF-8 text; save the file as UTF-8") from error
-    except OSError as error:
-        raise UsageError(f"--text {path}: {error.strerror or error}") from error
-    return HeldOutText(model.encode_more, tuple(model.encode("")), model.encode_long(text))
+    end = prompt_len if greedy else both
+    return [TextRow(ids[:prompt_len], ids[prompt_len:end]) for ids in long_enough[:most]]
 
 
 def streams_of(text: HeldOutText, count: int, length: int | None) -> list[tuple[int, ...]]:
@@ -296,3 +229,64 @@ def streams_of(text: HeldOutText, count: int, length: int | None) -> list[tuple[
             "tokens, and a stream takes at least 2; ask for fewer, shorter or longer ones"
         )
     return [(*text.start, *text.tokens[at : at + size]) for at in (i * have // count for i in range(count))]
+
+
+# ---- The policies that are compared
+
+
+@dataclass(frozen=True)
+class Case:
+    """One policy of a given size. budget: columns kept as a share of the prompt, where the size was given so."""
+
+    label: str
+    eviction: Eviction
+    budget: float = 1.0
+
+    @property
+    def positions(self) -> str:
+        return ROLLING if is_rolling(self.eviction) else ORIGINAL
+
+
+def make_cells(policies: Sequence[str], budgets: Sequence[float], whole: bool = False) -> list[Case]:
+    """All policies at all budgets, a budget at a time. whole: the full cache is one of them, first.
+
+    A policy is a name, or a name with settings of its own: `h2o-norm:decay=0.98,sinks=0`. Raises UsageError naming
+    --policies or --budgets.
+    """
+    for name, given in (("--policies", policies), ("--budgets", budgets)):
+        check_distinct(name, given)
+    for budget in budgets:
+        if not 0 < budget <= 1:
+            raise UsageError(f"--budgets: {budget} is not in (0, 1]; 0.2 keeps a fifth of the prompt's columns")
+    full = [Case(Full.name, Full())] if whole else []
+    shares = {budget: {"heavy_ratio": budget / 2, "recent_ratio": budget / 2} for budget in budgets}
+    return full + [Case(policy, _eviction(policy, shares[budget]), budget) for budget in budgets for policy in policies]
+
+
+def make_cases(policies: Sequence[str], settings: Mapping[str, Any], sinks: int | None) -> list[Case]:
+    """The full cache and policies by name, settings of their own included (`h2o:positions=rolling`).
+
+    settings: of all policies but the full cache; sinks: of those that have some. Raises UsageError naming --policies.
+    """
+    check_distinct("--policies", policies)
+    cases = []
+    for policy in policies:
+        own = dict(settings)
+        kind = EVICTING.get(policy.partition(":")[0])
+        if sinks is not None and kind is not None and "sinks" in {field.name for field in fields(kind)}:
+            own["sinks"] = sinks
+        cases.append(Case(policy, Full() if policy == Full.name else _eviction(policy, own)))
+    return cases
+
+
+def check_distinct(flag: str, given: Sequence[object]) -> None:
+    twice = next((one for i, one in enumerate(given) if one in given[:i]), None)
+    if twice is not None:
+        raise UsageError(f"{flag}: {twice} is given twice")
+
+
+def _eviction(policy: str, settings: Mapping[str, Any]) -> Eviction:
+    try:
+        return make_eviction(policy, **settings)
+    except UsageError as error:
+        raise UsageError(f"--policies {policy}: {str(error).removeprefix('eviction: ')}") from error

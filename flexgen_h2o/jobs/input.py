@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import compress, islice
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +43,14 @@ class Line:
     """A line that is not blank.
 
     number: counted from 1, blank lines included. text: None where the line is too long to be read; head is how it
-    begins then. offset: of its first byte in the file.
+    begins then. offset: of its first byte in the file. row: counted from 0, without blank lines.
     """
 
     number: int
     text: bytes | None
     head: bytes = b""
     offset: int = 0
+    row: int = 0
 
     def parse(self) -> Any:
         """Its JSON value; ValueError says what is wrong with it."""
@@ -137,26 +139,24 @@ def read_lines(path: Path) -> Iterator[Line]:
 
 def cut_input(path: Path, done: npt.NDArray[np.bool_], size: int) -> Iterator[Cut]:
     """The input in parts with `size` rows each that are not `done`, but for the last; one pass over it."""
-    start, start_row, count = None, 0, 0
-    for row, line in zip(range(len(done)), read_lines(path), strict=False):
-        if done[row]:
+    start, count = None, 0
+    for line in islice(read_lines(path), len(done)):
+        if done[line.row]:
             continue
         if start is not None and count == size:
-            yield Cut(start.offset, start.number, start_row, ~done[start_row:row])
+            yield Cut(start.offset, start.number, start.row, ~done[start.row : line.row])
             start = None
         if start is None:
-            start, start_row, count = line, row, 0
+            start, count = line, 0
         count += 1
     if start is not None:
-        yield Cut(start.offset, start.number, start_row, ~done[start_row:])
+        yield Cut(start.offset, start.number, start.row, ~done[start.row :])
 
 
-def read_cut(path: Path, cut: Cut) -> Iterator[tuple[int, Line]]:
-    """The lines of a part that are to be done, each with its row."""
-    lines = (line for _, line in _pieces(path, cut.offset, cut.number) if line is not None)
-    for row, line in zip(range(len(cut.left)), lines, strict=False):
-        if cut.left[row]:
-            yield cut.row + row, line
+def read_cut(path: Path, cut: Cut) -> Iterator[Line]:
+    """The lines of a part that are to be done."""
+    lines = (line for _, line in _pieces(path, cut.offset, cut.number, cut.row) if line is not None)
+    return compress(lines, cut.left)
 
 
 def begins_as(path: Path, nbytes: int, digest: str) -> bool:
@@ -189,8 +189,8 @@ def which_are_in(ids: Digests, done: Digests) -> npt.NDArray[np.bool_]:
     return mask
 
 
-def _pieces(path: Path, offset: int = 0, number: int = 1) -> Iterator[tuple[bytes, Line | None]]:
-    """(bytes, the line without byte order mark) from the line `number` at `offset` on.
+def _pieces(path: Path, offset: int = 0, number: int = 1, row: int = 0) -> Iterator[tuple[bytes, Line | None]]:
+    """(bytes, the line without byte order mark) from the line `number` at `offset` on, which is the row `row`.
 
     A line that is too long comes in pieces, and is a `Line` with the last of them. None: it goes on, or is blank.
     """
@@ -198,13 +198,16 @@ def _pieces(path: Path, offset: int = 0, number: int = 1) -> Iterator[tuple[byte
     start = offset
     try:
         for raw, goes_on in files.read_lines(path, offset):
+            line = None
             if goes_on or head is not None:
                 head = raw[:_HEAD_BYTES] if head is None else head
-                yield raw, None if goes_on else Line(number, None, head.removeprefix(_BOM), start)
-            else:
-                text = raw.removeprefix(_BOM) if number == 1 else raw
-                yield raw, Line(number, text, offset=start) if text.strip() else None
+                if not goes_on:
+                    line = Line(number, None, head.removeprefix(_BOM), start, row)
+            elif (text := raw.removeprefix(_BOM) if number == 1 else raw).strip():
+                line = Line(number, text, b"", start, row)
+            yield raw, line
             offset += len(raw)
+            row += line is not None
             if not goes_on:
                 number, head, start = number + 1, None, offset
     except OSError as error:
@@ -247,7 +250,7 @@ def _refuse_duplicates(path: Path, ids: Digests) -> None:
     if not pairs:
         return
     one, other = pairs[0]
-    found = {row: line for row, line in enumerate(read_lines(path)) if row in (one, other)}
+    found = {line.row: line for line in read_lines(path) if line.row in (one, other)}
     more = f", and {len(pairs) - 1} more lines repeat an id" if len(pairs) > 1 else ""
     raise UsageError(
         f"--input {path}: lines {found[one].number} and {found[other].number} both have the custom_id "

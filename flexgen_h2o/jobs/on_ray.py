@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import os
 import pickle
 import queue
@@ -19,27 +20,30 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from flexgen_h2o.cli_common import say
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import DoesNotFitError, FlexgenError, UsageError
 from flexgen_h2o.core.units import format_bytes, less_margin
 from flexgen_h2o.engine.generation import Silent
-from flexgen_h2o.flags import open_llm, sampling_of
+from flexgen_h2o.flags import budget_of, open_llm, sampling_of
 from flexgen_h2o.jobs.input import Cut, Line, cut_input, read_cut
 from flexgen_h2o.jobs.requests import RequestReader
-from flexgen_h2o.jobs.runner import Answer, Job, JobWriter, window_rows
+from flexgen_h2o.jobs.runner import Answer, Job, JobWriter, Notes, window_rows
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.tiers.device import may_use_card
 
+Tell = Callable[[Any], None]
 LOCAL = "local"
 _STORE_BYTES = 256 * 2**20  # Ray's shared memory, on a Ray of our own: windows and rows are small
 _TICK_S = 1.0
@@ -60,7 +64,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class Opening:
-    """How an actor opens its engine. args: of the command line, with absolute paths.
+    """How an actor opens its engine. args: of the command line; actors get them with absolute paths and their own RAM.
 
     digests: of the driver's weights and tokenizer (`LLM.digests`).
     """
@@ -71,11 +75,10 @@ class Opening:
     eviction: Eviction
     digests: dict[str, str | None]
 
-    def open(self, host_bytes: int) -> LLM:
+    def open(self) -> LLM:
         """FlexgenError where this node has another model under the name, or has it by now."""
-        args = argparse.Namespace(**{**vars(self.args), "host_mem": host_bytes})
-        llm = open_llm(args, self.policy, self.is_auto, self.eviction)
-        llm.share_prefix = args.share_prefix
+        llm = open_llm(self.args, self.policy, self.is_auto, self.eviction)
+        llm.share_prefix = self.args.share_prefix
         differing = [what for what, digest in llm.digests().items() if digest != self.digests[what]]
         if differing:
             raise FlexgenError(
@@ -83,18 +86,6 @@ class Opening:
                 "the job was begun with; give every node the same model, and leave it alone while the job runs"
             )
         return llm
-
-
-@dataclass(frozen=True)
-class Notes:
-    """What an actor says at the end of a window. other_models, first_other: as of `Job`. peak_bytes: of the engine, by
-    tier. prompt_tokens, spared_tokens: as of `sidecar.Status`."""
-
-    other_models: int
-    first_other: str
-    peak_bytes: dict[str, int]
-    prompt_tokens: int = 0
-    spared_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -108,70 +99,75 @@ class Raised:
 # ---- In the actors
 
 
-class AnswerQueue(Silent):
-    """Takes the rows of a window for the thread that hands them out."""
+class AnswerSink(Silent):
+    """Hands the rows of a window on. write: what takes them."""
 
     has_answers = False
 
-    def __init__(self) -> None:
-        self.said: queue.SimpleQueue[Sequence[Answer] | Notes | BaseException] = queue.SimpleQueue()
-        self.prompt_tokens = self.spared_tokens = 0
-
-    def write(self, answers: Sequence[Answer]) -> None:
-        self.said.put(answers)
-
-    def add_prompt_tokens(self, tokens: int, spared: int) -> None:
-        self.prompt_tokens += tokens
-        self.spared_tokens += spared
+    def __init__(self, write: Callable[[Sequence[Answer]], None]) -> None:
+        self.write, self.notes = write, Notes()
 
 
 def run_window(
-    llm: LLM, reader: RequestReader, lines: Sequence[tuple[int, Line]], window: int | None, refill: bool,
+    llm: LLM, reader: RequestReader, lines: Sequence[Line], window: int | None, refill: bool,
     has_run: bool = False,
 ) -> Iterator[Sequence[Answer] | Notes]:  # fmt: skip
     """Run a window in a thread; its answers as they come, then its notes. Raises what the engine raises."""
-    sink = AnswerQueue()
-    job = Job(llm, reader, lines, sink, window, refill, has_run)
 
-    def work() -> None:
+    def work(tell: Tell) -> None:
+        sink = AnswerSink(tell)
+        Job(llm, reader, lines, sink, window, refill, has_run).run(len(lines))
+        sink.notes.peak_bytes = llm.peak_bytes
+        tell(sink.notes)
+
+    return from_thread(work)
+
+
+def from_thread(work: Callable[[Tell], None], tick_s: float | None = None) -> Iterator[Any]:
+    """What `work` tells, in a thread of its own; what it raises is raised here. None: it told nothing for tick_s."""
+    said: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    over = object()
+
+    def run() -> None:
         try:
-            job.run(len(lines))
-            counts = sink.prompt_tokens, sink.spared_tokens
-            sink.said.put(Notes(job.other_models, job.first_other, llm.peak_bytes, *counts))
+            work(said.put)
+            said.put(over)
         except BaseException as error:
-            sink.said.put(error)
+            said.put(error)
 
-    thread = threading.Thread(target=work, name="window", daemon=True)
-    thread.start()
-    found: Sequence[Answer] | Notes | BaseException | None = None
-    while not isinstance(found, Notes):
-        found = sink.said.get()
+    threading.Thread(target=run, daemon=True).start()
+    while True:
+        try:
+            found = said.get(timeout=tick_s)
+        except queue.Empty:
+            found = None
+        if found is over:
+            return
         if isinstance(found, BaseException):
             raise found
         yield found
-    thread.join()
 
 
 class Engines:
     """An actor: a window in, its rows out as they finish. What the engine raises goes to the driver as it is."""
 
-    def __init__(self, opening: Opening, pool: Pool) -> None:
+    def __init__(self, opening: Opening, cpus: int) -> None:
         import torch
 
-        torch.set_num_threads(pool.cpus)
-        self._opening, self._pool = opening, pool
+        torch.set_num_threads(cpus)
+        self._opening = opening
         self._llm: LLM | None = None
         self._has_run = False
 
     def __call__(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """batch: `lines`, a pickled window. Yields `found`: pickled answers, `Notes` or `Raised`.
 
-        Each becomes a block of its own (`_settings`), which the driver gets at once.
+        Each becomes a block of its own (`ray_at`), which the driver gets at once.
         """
         args = self._opening.args
         try:
             if self._llm is None:
-                self._llm = self._opening.open(self._pool.host_bytes)
+                self._llm = self._opening.open()
             reader, lines = RequestReader(self._llm.model, sampling_of(args)), pickle.loads(batch["lines"][0])
             for found in run_window(self._llm, reader, lines, args.window, args.refill, self._has_run):
                 yield _packed("found", found)
@@ -198,7 +194,6 @@ class RayJob:
         self, source: Path, done: npt.NDArray[np.bool_], writer: JobWriter, pool: Pool, opening: Opening
     ) -> None:
         self._source, self._done, self._writer, self._pool, self._opening = source, done, writer, pool, opening
-        self.other_models, self.first_other = 0, ""
 
     def run(self) -> None:
         """What an engine and the writer raise goes through; FlexgenError if rows get lost."""
@@ -222,10 +217,7 @@ class RayJob:
         if isinstance(found, Raised):
             raise found.error from _FlowError(found.trace)
         if isinstance(found, Notes):
-            self.other_models += found.other_models
-            self.first_other = self.first_other or found.first_other
-            self._writer.add_peaks(found.peak_bytes)
-            self._writer.add_prompt_tokens(found.prompt_tokens, found.spared_tokens)
+            self._writer.notes.add(found)
             return
         new: list[Answer] = [one for one in found if not self._done[one.row]]  # a retried window answers some again
         self._done[[one.row for one in new]] = True
@@ -234,23 +226,26 @@ class RayJob:
 
     def _flow(self, cuts: list[Cut]) -> Iterator[Any]:
         """What the actors answer to these parts of the input, as it comes; meanwhile the output is synced."""
-        said: queue.Queue[Any] = queue.Queue()
-        flow = threading.Thread(
-            target=_run_flow, args=(self._source, cuts, self._opening, self._pool, said), daemon=True
-        )
-        flow.start()
-        while True:
-            try:
-                found = said.get(timeout=_TICK_S)
-            except queue.Empty:
+        work = partial(_run_flow, self._source, cuts, self._opening, self._pool)
+        for found in from_thread(work, _TICK_S):
+            if found is not None:
+                yield found
+            else:
                 interrupts.check()
                 self._writer.sweep(0)
-                continue
-            if found is None:
-                return
-            if isinstance(found, BaseException):
-                raise _FlowError(_last_line(found)) from found
-            yield found
+
+
+def ray_job(done: npt.NDArray[np.bool_], writer: JobWriter, opening: Opening) -> RayJob:
+    """On the Ray that is open. DoesNotFitError as of `find_pool`."""
+    args = opening.args
+    pool = find_pool(args.ray_actors, budget_of(args).host, args.device)
+    cores = f"{pool.cpus} core{'s' if pool.cpus != 1 else ''}"
+    say("batch", f"{pool.actors} engines on Ray, each with {cores} and {format_bytes(pool.host_bytes)} of RAM")
+    theirs = {**vars(args), "host_mem": pool.host_bytes}
+    for name in ("model", "path", "offload_dir", "hardware"):  # as another process understands them
+        if theirs[name] is not None and (path := Path(theirs[name]).expanduser().absolute()).exists():
+            theirs[name] = str(path)
+    return RayJob(args.input, done, writer, pool, replace(opening, args=argparse.Namespace(**theirs)))
 
 
 def window_size(left: int, actors: int, block_size: int, asked: int | None) -> int:
@@ -261,8 +256,8 @@ def window_size(left: int, actors: int, block_size: int, asked: int | None) -> i
     return window_rows(block_size, asked)
 
 
-def _run_flow(source: Path, cuts: list[Cut], opening: Opening, pool: Pool, said: queue.Queue[Any]) -> None:
-    """The pipeline, in a thread of its own: signals reach the driver's main thread."""
+def _run_flow(source: Path, cuts: list[Cut], opening: Opening, pool: Pool, tell: Tell) -> None:
+    """The pipeline, in a thread of its own: signals reach the driver's main thread. _FlowError where Ray gives up."""
     import pyarrow
     import ray
 
@@ -279,16 +274,15 @@ def _run_flow(source: Path, cuts: list[Cut], opening: Opening, pool: Pool, said:
         )  # fmt: skip
         answers = windows.map_batches(
             Engines, batch_size=1, batch_format="numpy", num_cpus=pool.cpus, num_gpus=pool.cards,
-            memory=pool.host_bytes, fn_constructor_args=(opening, pool),
+            memory=pool.host_bytes, fn_constructor_args=(opening, pool.cpus),
             compute=ray.data.ActorPoolStrategy(size=pool.actors, max_tasks_in_flight_per_actor=_AHEAD),
             max_task_retries=_RETRIES,
         )  # fmt: skip
         for batch in answers.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=0):
             for found in batch["found"]:
-                said.put(pickle.loads(found))
-        said.put(None)
+                tell(pickle.loads(found))
     except BaseException as error:
-        said.put(error)
+        raise _FlowError(_last_line(error)) from error
 
 
 @contextlib.contextmanager
@@ -298,8 +292,6 @@ def ray_at(address: str | None) -> Iterator[None]:
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # errors come as exceptions
     # The thread of a flow that was ended would start another Ray, whose signal handlers end the process at once.
     os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
-    import logging
-
     import ray
 
     before = signal.getsignal(signal.SIGTERM)
@@ -311,7 +303,12 @@ def ray_at(address: str | None) -> Iterator[None]:
         raise UsageError(f"--ray {address or ''}: no Ray there ({_last_line(error)})") from error
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, before)  # which Ray has taken
-    _settings()
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.target_max_block_size = 1  # bytes: what an actor yields is a block, and on its way at once
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    # The only way to say max_task_retries, until 2.64 at least: setup.py asks for an older one.
+    warnings.filterwarnings("ignore", message="`ray_remote_args` is deprecated", category=DeprecationWarning)
     try:
         yield
     finally:
@@ -325,19 +322,6 @@ def _knock(address: str | None) -> None:
     if colon and port.isdecimal() and "/" not in host:
         with socket.create_connection((host, int(port)), timeout=_KNOCK_S):
             pass
-
-
-def _settings() -> None:
-    import logging
-
-    import ray
-
-    context = ray.data.DataContext.get_current()
-    context.enable_progress_bars = False
-    context.target_max_block_size = 1  # bytes: what an actor yields is a block, and on its way at once
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
-    # The only way to say max_task_retries, until 2.64 at least: setup.py asks for an older one.
-    warnings.filterwarnings("ignore", message="`ray_remote_args` is deprecated", category=DeprecationWarning)
 
 
 def find_pool(actors: int | None, host_bytes: int | None, device: str) -> Pool:

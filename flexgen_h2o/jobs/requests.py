@@ -69,10 +69,10 @@ def _invalid(message: str) -> RowError:
 
 @dataclass(frozen=True)
 class Request:
-    """A row to be run. kind: the format of its answer. prompt: its index is the line's number; without its text.
+    """A line to be run. kind: the format of its answer. prompt: its index is the line's number; without its text.
 
     asked_model: the model that it names. record: of a HELM request, what is sent back with the answer, as JSON: parsed
-    it takes some thirty times as much memory.
+    it takes some thirty times as much memory. row: of the input, as of `Line`.
     """
 
     kind: Kind
@@ -81,6 +81,7 @@ class Request:
     params: SamplingParams
     asked_model: str | None = None
     record: bytes | None = None
+    row: int = 0
 
 
 # ---- Requests
@@ -108,7 +109,7 @@ class RequestReader:
             raise RowError("unsupported", "stop: needs a tokenizer, and the model's folder has none")
         asked_model = _short_text(fields, "model")
         prompt = self._prompt(line, self._chat_ids(given) if kind == "chat" else given)
-        return Request(kind, custom_id, prompt, params, asked_model, record)
+        return Request(kind, custom_id, prompt, params, asked_model, record, line.row)
 
     def _prompt(self, line: Line, given: Any) -> Prompt:
         """The prompt without its text, which nobody needs again."""

@@ -7,8 +7,8 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,9 +22,7 @@ from flexgen_h2o.jobs.input import Digests, Line, id_digest, which_are_in
 from flexgen_h2o.jobs.output import OutputFile, to_line
 from flexgen_h2o.jobs.requests import Request, RequestReader, RowError, error_row, success_row
 from flexgen_h2o.jobs.sidecar import Status, tiers_text
-
-if TYPE_CHECKING:
-    from flexgen_h2o.llm import LLM
+from flexgen_h2o.llm import LLM
 
 MIN_WINDOW_ROWS, MIN_WINDOW_BLOCKS = 1024, 4
 WRITE_EVERY_S = 1.0
@@ -75,15 +73,36 @@ def rows_before(output: OutputFile, ids: Digests) -> Before:
     return Before(done, rows, errors, others)
 
 
+@dataclass
+class Notes:
+    """What is counted besides rows, by each engine of a job. prompt_tokens, spared_tokens: as of `Status`.
+
+    other_models: requests that name another model than this one, the first as `first_other` says. peak_bytes: of the
+    engine, by tier.
+    """
+
+    other_models: int = 0
+    first_other: str = ""
+    prompt_tokens: int = 0
+    spared_tokens: int = 0
+    peak_bytes: dict[str, int] = field(default_factory=dict)
+
+    def add(self, other: Notes) -> None:
+        """Those of another engine."""
+        self.other_models += other.other_models
+        self.first_other = self.first_other or other.first_other
+        self.prompt_tokens += other.prompt_tokens
+        self.spared_tokens += other.spared_tokens
+        self.peak_bytes |= {tier: max(n, self.peak_bytes.get(tier, 0)) for tier, n in other.peak_bytes.items()}
+
+
 class Sink(Listener, Protocol):
     """Takes the rows of a job. has_answers: had it rows that are no errors before the job began?"""
 
     has_answers: bool
+    notes: Notes
 
     def write(self, answers: Sequence[Answer]) -> None: ...
-
-    def add_prompt_tokens(self, tokens: int, spared: int) -> None:
-        """A run of prompts with so many tokens has ended; `spared` of them were not computed."""
 
 
 class JobWriter(Silent):
@@ -102,6 +121,7 @@ class JobWriter(Silent):
             rows=rows, done=before.rows, errors=self.errors.total(), other_rows=other_rows, other_errors=other_errors
         )
         self.has_answers = before.rows > self.status.errors
+        self.notes = Notes()
         self._output, self._peak_bytes, self._max_errors = output, peak_bytes, max_errors
         self._done_before, self._began, self._written = before.rows, time.monotonic(), 0.0
         self._bar = tqdm(
@@ -133,14 +153,6 @@ class JobWriter(Silent):
         self._output.sync_if_due()
         self._write_status_if_due()
 
-    def add_prompt_tokens(self, tokens: int, spared: int) -> None:
-        self.status.prompt_tokens += tokens
-        self.status.spared_tokens += spared
-
-    def add_peaks(self, nbytes: dict[str, int]) -> None:
-        peaks = self.status.peak_bytes
-        peaks.update({tier: max(n, peaks.get(tier, 0)) for tier, n in nbytes.items()})
-
     def end(self, state: str) -> None:
         """state: of the status file, for good."""
         self.status.state = state
@@ -157,7 +169,9 @@ class JobWriter(Silent):
         status.tokens_per_s = status.tokens / status.seconds if status.seconds > 0 else 0.0
         done_here = status.done - self._done_before
         status.eta_s = status.seconds / done_here * (status.rows - status.done) if done_here else None
-        self.add_peaks(self._peak_bytes())
+        self.notes.add(Notes(peak_bytes=self._peak_bytes()))
+        status.prompt_tokens, status.spared_tokens = self.notes.prompt_tokens, self.notes.spared_tokens
+        status.peak_bytes = self.notes.peak_bytes
         self._written = now
         self._bar.set_postfix_str(f"{status.tokens_per_s:.1f} token/s, {tiers_text(status.peak_bytes)}", refresh=False)
         status.write(self._output.path)
@@ -166,13 +180,12 @@ class JobWriter(Silent):
 class Job:
     """Runs lines through an engine, in windows.
 
-    lines: with the rows of the input that they are. window: rows that are read ahead; None: at least
-    MIN_WINDOW_BLOCKS blocks and MIN_WINDOW_ROWS rows. refill: rows of the next window enter the running block.
-    has_run: the engine has run rows of another job.
+    window: rows that are read ahead; None: at least MIN_WINDOW_BLOCKS blocks and MIN_WINDOW_ROWS rows. refill: rows of
+    the next window enter the running block. has_run: the engine has run rows of another job.
     """
 
     def __init__(
-        self, llm: LLM, reader: RequestReader, lines: Iterable[tuple[int, Line]], sink: Sink,
+        self, llm: LLM, reader: RequestReader, lines: Iterable[Line], sink: Sink,
         window: int | None = None, refill: bool = False, has_run: bool = False,
     ) -> None:  # fmt: skip
         self._llm, self._sink, self._asked_window, self._refill = llm, sink, window, refill
@@ -180,9 +193,7 @@ class Job:
         self._ahead: list[Request] = []  # read, and not yet run
         self._window_rows = window_rows(1, window)
         self._running: dict[int, Request] = {}  # by number of the line
-        self._rows: dict[int, int] = {}  # rows of the input, of lines ahead or running, by number of the line
         self._has_run = has_run
-        self.other_models, self.first_other = 0, ""  # requests that name another model than this
 
     def run(self, rows: int) -> None:
         """Run all lines, which are `rows` or fewer. What the engine and the sink raise goes through."""
@@ -190,19 +201,18 @@ class Job:
         while requests := self._take(self._window_rows):
             self._run_window(requests, self._next_window if self._refill else None)
 
-    def _read(self, reader: RequestReader, lines: Iterable[tuple[int, Line]]) -> Iterator[Request]:
+    def _read(self, reader: RequestReader, lines: Iterable[Line]) -> Iterator[Request]:
         """Requests of the lines; those that cannot be run become error rows on the way."""
-        model = reader.model.name
-        for row, line in lines:
-            self._rows[line.number] = row
+        model, notes = reader.model.name, self._sink.notes
+        for line in lines:
             try:
                 request = reader.read(line)
             except RowError as error:
-                self._fail(line.custom_id, line.number, error)
+                self._fail(line.row, error_row(line.custom_id, line.number, error))
                 continue
             if request.asked_model not in (None, model):
-                self.other_models += 1
-                self.first_other = self.first_other or f"{str(request.asked_model)[:100]} in line {line.number}"
+                notes.other_models += 1
+                notes.first_other = notes.first_other or f"{str(request.asked_model)[:100]} in line {line.number}"
             yield request
 
     def _fill(self, rows: int) -> list[Request]:
@@ -233,7 +243,8 @@ class Job:
             if fits_by_now or (not some_ran and not (fitting and others)):
                 raise
             for request in others:
-                self._fail(request.custom_id, request.prompt.index, RowError("does_not_fit", str(error)))
+                row = error_row(request.custom_id, request.prompt.index, RowError("does_not_fit", str(error)))
+                self._fail(request.row, row)
             parts = [fitting] if others else [fitting[: len(fitting) // 2], fitting[len(fitting) // 2 :]]
             for part in filter(None, parts):
                 self._run_window(part)
@@ -245,7 +256,8 @@ class Job:
         report = self._llm.run(
             prompts, params, self._finish, Callbacks(listener=self._sink), refill=self._refill, more=more
         )  # fmt: skip
-        self._sink.add_prompt_tokens(report.prefill.tokens, report.spared_tokens)
+        self._sink.notes.prompt_tokens += report.prefill.tokens
+        self._sink.notes.spared_tokens += report.spared_tokens
 
     def _next_window(self) -> PromptsAndParams | None:
         """The rows that enter the running block next; None at the end, and where the open engine has no room."""
@@ -273,13 +285,13 @@ class Job:
         """Write rows as they finish; called by the engine."""
         answers = []
         for one in done:
-            line = to_line(success_row(self._running.pop(one.index), one, self._llm.model))
-            answers.append(Answer(self._rows.pop(one.index), line, len(one.token_ids)))
+            request = self._running.pop(one.index)
+            line = to_line(success_row(request, one, self._llm.model))
+            answers.append(Answer(request.row, line, len(one.token_ids)))
         self._sink.write(answers)
 
-    def _fail(self, custom_id: str, number: int, error: RowError) -> None:
-        line = to_line(error_row(custom_id, number, error))
-        self._sink.write([Answer(self._rows.pop(number), line, error=error.code)])
+    def _fail(self, row: int, body: dict[str, Any]) -> None:
+        self._sink.write([Answer(row, to_line(body), error=body["error"]["code"])])
 
 
 def window_rows(block_size: int, asked: int | None) -> int:

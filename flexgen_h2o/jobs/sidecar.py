@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,8 +23,6 @@ from flexgen_h2o.jobs.output import count_rows, is_locked
 
 SCHEMA = 1
 RUNNING, DONE = "running", "done"
-_COUNTS = ("pid", "rows", "done", "errors", "other_rows", "other_errors", "tokens", "prompt_tokens", "spared_tokens")
-_NUMBERS = ("seconds", "tokens_per_s", "updated")
 _MOST = 2**63  # of any number; a year of seconds is 2**25
 
 Made = TypeVar("Made")
@@ -134,13 +132,14 @@ class Status:
     @property
     def is_sound(self) -> bool:
         """Has each field the type that a job writes, and is each number one that can be?"""
-        counts = [getattr(self, name) for name in _COUNTS]
-        numbers = [getattr(self, name) for name in _NUMBERS] + ([] if self.eta_s is None else [self.eta_s])
-        return (
-            isinstance(self.state, str)
-            and isinstance(self.peak_bytes, dict)
-            and all(type(n) is int and 0 <= n < _MOST for n in (*counts, *self.peak_bytes.values()))
-            and all(type(n) in (int, float) and 0 <= n < _MOST for n in numbers)
+        if not isinstance(self.state, str) or not isinstance(self.peak_bytes, dict):
+            return False
+        numbers = [(getattr(self, f.name), f.type) for f in fields(self) if f.name not in ("state", "peak_bytes")]
+        numbers += [(n, "int") for n in self.peak_bytes.values()]
+        return all(
+            type(n) in ((int,) if kind == "int" else (int, float)) and 0 <= n < _MOST
+            for n, kind in numbers
+            if n is not None or kind != "float | None"
         )
 
     def write(self, output: Path) -> None:

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from flexgen_h2o import H2O, LLM, Policy, SamplingParams
 from flexgen_h2o.checkpoint.resolve import PACKAGED
-from flexgen_h2o.evaluation.metrics import held_columns
-from flexgen_h2o.evaluation.streaming import MT_BENCH
+from flexgen_h2o.evaluate import MT_BENCH
+from flexgen_h2o.evaluation.figures import held_columns
 from tests.doors.conftest import POSITIONS, Answer
 
 Door = Callable[..., Answer]

@@ -14,7 +14,7 @@ from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.core.units import GIVEN_CHUNK
 from flexgen_h2o.engine.generation import Callbacks, StopCriteria
 from flexgen_h2o.engine.sampling import Sampler, StopStrings
-from flexgen_h2o.evaluation.streams import Conversation, tokens_after_first
+from flexgen_h2o.evaluation.conversation import Conversation, tokens_after_first
 from flexgen_h2o.kvcache.eviction import H2O, Eviction
 from flexgen_h2o.kvcache.eviction.policy import ROLLING
 from tests.eviction.conftest import Known

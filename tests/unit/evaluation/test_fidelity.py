@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +13,8 @@ from transformers import OPTForCausalLM
 
 from flexgen_h2o import LLM, Policy
 from flexgen_h2o.checkpoint.resolve import PACKAGED
-from flexgen_h2o.evaluation.fidelity import Runner
-from flexgen_h2o.evaluation.metrics import Cell, FullWatch, Probe, divergence
-from flexgen_h2o.evaluation.rows import TextRow
+from flexgen_h2o.evaluation.fidelity import FullWatch, Probe, Runner, divergence
+from flexgen_h2o.evaluation.rows import Case, TextRow
 from flexgen_h2o.kvcache.eviction import EVICTING, H2O, Full, Local
 from flexgen_h2o.kvcache.eviction.policy import Columns
 from tests.parity.cases import BASES
@@ -24,15 +24,21 @@ PROMPT, STEPS = 24, 9
 
 
 @pytest.fixture
+def llm(tmp_path: Path, plain_cpu: None) -> Iterator[LLM]:
+    """The shipped model in float32."""
+    with LLM("opt-tiny", Policy(4, 2), dtype="float32", offload_dir=tmp_path / "offload") as opened:
+        yield opened
+
+
+@pytest.fixture
 def rows() -> list[TextRow]:
     """Five rows of random tokens, so that chunks and micro-batches are uneven."""
     ids = torch.randint(4, 2000, (5, PROMPT + STEPS)).tolist()
     return [TextRow(tuple(row[:PROMPT]), tuple(row[PROMPT:])) for row in ids]
 
 
-@pytest.mark.parametrize("name", ["h2o", "snapkv", "h2o-v"])
-def test_a_budget_for_everything_changes_nothing_at_all(name: str, llm: LLM, rows: list[TextRow]) -> None:
-    cell = Cell(name, 1.0, EVICTING[name](heavy_size=64, recent_size=64))
+def test_a_budget_for_everything_changes_nothing_at_all(llm: LLM, rows: list[TextRow]) -> None:
+    cell = Case("h2o", H2O(heavy_size=64, recent_size=64))
     full_nll, (found,) = Runner(llm, 2**30, 4).texts(rows, [cell])
     assert (found.kl == 0).all() and not found.flipped.any()
     assert (found.nll == full_nll).all()
@@ -43,7 +49,7 @@ def test_a_budget_for_everything_changes_nothing_at_all(name: str, llm: LLM, row
 def test_local_is_what_masking_in_transformers_gives(llm: LLM, rows: list[TextRow]) -> None:
     """Prompts are computed in full; a decode step sees the sinks, the window and itself."""
     sinks, window = 2, 5
-    cell = Cell("local", 0.3, Local(heavy_size=0, recent_size=sinks + window, sinks=sinks))
+    cell = Case("local", Local(heavy_size=0, recent_size=sinks + window, sinks=sinks), 0.3)
     _, (found,) = Runner(llm, 2**30, 3).texts(rows, [cell])
     ids = torch.tensor([[*row.prompt, *row.continuation] for row in rows])
     place = torch.arange(PROMPT + STEPS)
@@ -63,7 +69,7 @@ def test_local_is_what_masking_in_transformers_gives(llm: LLM, rows: list[TextRo
 
 def test_chunks_do_not_show(llm: LLM, rows: list[TextRow]) -> None:
     """Memory for two rows at a time, and for all: prompts of one length each, so equal to rounding."""
-    cells = [Cell(name, 0.3, EVICTING[name](heavy_size=4, recent_size=4)) for name in ("h2o", "local")]
+    cells = [Case(name, EVICTING[name](heavy_size=4, recent_size=4), 0.3) for name in ("h2o", "local")]
     whole = Runner(llm, 2**30, 4)
     parts = Runner(llm, 2 * whole._row_bytes(rows), 4)
     (_, one), (_, many) = whole.texts(rows, cells), parts.texts(rows, cells)
@@ -73,15 +79,14 @@ def test_chunks_do_not_show(llm: LLM, rows: list[TextRow]) -> None:
         assert a.columns == b.columns == 8
 
 
-@pytest.mark.parametrize("cell", [Cell("full", 1.0, Full()), Cell("h2o", 1.0, H2O(heavy_size=64, recent_size=64))])
-def test_compressed_runs_are_compared_with_an_uncompressed_one(cell: Cell, llm: LLM, rows: list[TextRow]) -> None:
+def test_compressed_runs_are_compared_with_an_uncompressed_one(llm: LLM, rows: list[TextRow]) -> None:
     """Fewer bits are further off; the full cache's own figures do not change."""
+    cell, off = Case("full", Full()), []
     full_nll, (plain,) = Runner(llm, 2**30, 4).texts(rows, [cell])
     assert (plain.kl == 0).all()
-    off = []
     for bits in (8, 4):
         compared = replace(llm.asked_policy, compress_cache=True, cache_bits=bits)
-        same_nll, (found,) = Runner(llm, 2**30, 4, compared=compared).texts(rows, [cell])
+        same_nll, (found,) = Runner(llm, 2**30, 4, compared).texts(rows, [cell])
         assert (same_nll == full_nll).all() and found.columns == PROMPT
         off.append(found.kl.mean())
         llm.use(replace(compared, compress_cache=False, cache_bits=4))
@@ -91,8 +96,8 @@ def test_compressed_runs_are_compared_with_an_uncompressed_one(cell: Cell, llm: 
 def test_greedy_continuations_are_the_full_cache_s_and_never_diverge_from_it(llm: LLM, rows: list[TextRow]) -> None:
     runner = Runner(llm, 2**30, 0)
     rows = runner.greedy([replace(row, prompt=row.prompt[i:]) for i, row in enumerate(rows)], STEPS)
-    everything = Cell("h2o", 1.0, EVICTING["h2o"](heavy_size=64, recent_size=64))
-    little = Cell("local", 0.1, EVICTING["local"](heavy_size=1, recent_size=1))
+    everything = Case("h2o", EVICTING["h2o"](heavy_size=64, recent_size=64), 1.0)
+    little = Case("local", EVICTING["local"](heavy_size=1, recent_size=1), 0.1)
     _, (found,) = runner.texts(rows, [everything])
     assert found.mass is None and (found.kl == 0).all()
     same, other = runner.first_divergence(rows, [everything, little], STEPS)
@@ -106,26 +111,17 @@ def test_greedy_continuations_are_the_full_cache_s_and_never_diverge_from_it(llm
 LENGTHS, WATCHED = (7, 3, 3, 5), 6
 
 
-def watched(llm: LLM, eviction: object, continuations: torch.Tensor) -> FullWatch:
-    watch = FullWatch(LENGTHS, WATCHED, frozenset(range(WATCHED - 1)))
-    prompts = [[10 + i] * n for i, n in enumerate(LENGTHS)]
-    llm.eviction = eviction
-    slots = watch.see_slots if isinstance(eviction, Probe) else None
-    llm.follow(prompts, continuations.tolist(), watch.see_logits, slots)
-    return watch
-
-
-@pytest.fixture
-def grouped(tmp_path: Path, plain_cpu: None) -> LLM:
+def test_weights_of_each_step_sum_to_the_query_heads_of_a_kv_head(tmp_path: Path, plain_cpu: None) -> None:
     """A random model with 3 query heads a kv-head; micro-batches of 3, so that rows are compacted and split."""
     random_model(model_type="llama").save_pretrained(tmp_path / "m")
-    return LLM(str(tmp_path / "m"), Policy(3, 2), dtype="float32", offload_dir=tmp_path / "o")
-
-
-def test_weights_of_each_step_sum_to_the_query_heads_of_a_kv_head(grouped: LLM) -> None:
     group = BASES["llama"]["num_attention_heads"] // BASES["llama"]["num_key_value_heads"]
-    with grouped:
-        found = watched(grouped, Probe(), torch.randint(0, 120, (4, WATCHED)))
+    found, full = FullWatch(LENGTHS, WATCHED, frozenset(range(WATCHED - 1))), FullWatch(LENGTHS, WATCHED, frozenset())
+    prompts, continuations = [[10 + i] * n for i, n in enumerate(LENGTHS)], torch.randint(0, 120, (4, WATCHED)).tolist()
+    with LLM(str(tmp_path / "m"), Policy(3, 2), Probe(), dtype="float32", offload_dir=tmp_path / "o") as llm:
+        llm.follow(prompts, continuations, found.see_logits, found.see_slots)
+        llm.eviction = Full()
+        llm.follow(prompts, continuations, full.see_logits)
+    assert (found.logits - full.logits).abs().max() < 1e-4, "the probe computes what the full cache does"
     blocks = BASES["llama"]["num_hidden_layers"]
     assert sorted(found.weights) == [(step, block) for step in range(WATCHED - 1) for block in range(blocks)]
     for (step, _), weights in found.weights.items():
@@ -134,13 +130,6 @@ def test_weights_of_each_step_sum_to_the_query_heads_of_a_kv_head(grouped: LLM) 
         for row, length in enumerate(LENGTHS):
             assert (weights[row, :, : length + step + 1] > 0).all(), "every column is attended to"
             assert (weights[row, :, length + step + 1 :] == 0).all(), "a column that is not there yet"
-
-
-def test_the_probe_computes_what_the_full_cache_does(grouped: LLM) -> None:
-    continuations = torch.randint(0, 120, (4, WATCHED))
-    with grouped:
-        probe, full = (watched(grouped, eviction, continuations) for eviction in (Probe(), Full()))
-    assert (probe.logits - full.logits).abs().max() < 1e-4
 
 
 def test_weights_are_put_where_their_columns_are() -> None:

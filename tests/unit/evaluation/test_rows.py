@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 
 import pytest
@@ -12,19 +11,14 @@ from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.evaluation.rows import (
     PAIRS,
     HeldOutText,
-    Lengths,
     held_out_rows,
-    held_out_text,
     is_held_out,
-    question,
     recall_rows,
     rows_of_file,
     stdlib_files,
-    training_row,
+    text_of,
 )
 from flexgen_h2o.models.load import Model, find_model
-
-LENGTHS = Lengths(160, 40)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +28,7 @@ def model() -> Model:
 
 @pytest.fixture(scope="module")
 def text(model: Model) -> HeldOutText:
-    return held_out_text(model)
+    return text_of(None, model, "")
 
 
 def test_one_file_in_forty_is_held_out() -> None:
@@ -45,7 +39,7 @@ def test_one_file_in_forty_is_held_out() -> None:
 
 
 def test_held_out_rows_begin_with_bos_do_not_overlap_and_follow_the_seed(text: HeldOutText) -> None:
-    rows, again, other = (held_out_rows(text, 20, LENGTHS, seed) for seed in (1, 1, 2))
+    rows, again, other = (held_out_rows(text, 20, 160, 40, seed) for seed in (1, 1, 2))
     assert rows == again != other
     assert {(len(row.prompt), len(row.continuation), row.prompt[0]) for row in rows} == {(160, 40, 0)}
     assert len({row.prompt[1:] + row.continuation for row in rows}) == 20
@@ -53,12 +47,12 @@ def test_held_out_rows_begin_with_bos_do_not_overlap_and_follow_the_seed(text: H
 
 def test_more_rows_than_there_is_text_are_refused(text: HeldOutText) -> None:
     with pytest.raises(UsageError, match=r"--num-prompts 100000: .* held-out rows of 200 tokens"):
-        held_out_rows(text, 100_000, LENGTHS, 0)
+        held_out_rows(text, 100_000, 160, 40, 0)
 
 
 def test_recall_rows_ask_for_what_they_state(model: Model, text: HeldOutText) -> None:
-    rows = recall_rows(text, 10, Lengths(160, 96), 5, 0)
-    assert rows == recall_rows(text, 10, Lengths(160, 96), 5, 0)
+    rows = recall_rows(text, 10, 160, 96, 5, 0)
+    assert rows == recall_rows(text, 10, 160, 96, 5, 0)
     assert [row.depth for row in rows] == [0, 1, 2, 3, 4] * 2
     for row in rows:
         assert len(row.prompt) == 160 and len(row.continuation) <= 96
@@ -73,33 +67,20 @@ def test_recall_rows_ask_for_what_they_state(model: Model, text: HeldOutText) ->
             assert model.tokenizer.decode(stated).endswith("let" + line.removeprefix("ask") + "\n")
 
 
-def test_recall_rows_are_tokenized_as_in_training(model: Model, text: HeldOutText) -> None:
-    [row] = recall_rows(text, 1, Lengths(160, 96), 5, 0)
-    line = model.tokenizer.decode(row.continuation).splitlines()[-1]
-    name, value = line.split()[1], line.split()[3]
-    assert list(row.continuation[-8:])[-len(text.encode(question((name, value)))) :] == text.encode(line + "\n")
-
-
-def test_training_rows_mark_their_answers(model: Model, text: HeldOutText) -> None:
-    ids, answers = training_row(random.Random(0), text.encode, 0, text.tokens, 300)
-    assert len(ids) == 300 and ids[0] == 0 and answers
-    assert all(model.tokenizer.decode([ids[place]]).isdigit() for place in answers)
-
-
 def test_questions_that_do_not_fit_are_left_out_and_prompts_must_hold_the_pairs(text: HeldOutText) -> None:
-    [row] = recall_rows(text, 1, Lengths(160, 6), 5, 0)
+    [row] = recall_rows(text, 1, 160, 6, 5, 0)
     assert len(row.questions) == 1 and len(row.continuation) == 6
     with pytest.raises(UsageError, match=r"--prompt-len 40: too short for recall rows"):
-        recall_rows(text, 1, Lengths(40, 40), 5, 0)
+        recall_rows(text, 1, 40, 40, 5, 0)
 
 
 def test_rows_of_a_file_are_cut_and_short_ones_left_out(model: Model, tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text("".join(json.dumps({"prompt_token_ids": [5] * n}) + "\n" for n in (30, 9, 10, 12)))
-    rows = rows_of_file(path, model, Lengths(6, 4), False, None)
+    rows = rows_of_file(path, model, 6, 4, False, None)
     assert [(len(row.prompt), len(row.continuation)) for row in rows] == [(6, 4)] * 3
-    assert len(rows_of_file(path, model, Lengths(6, 4), False, 2)) == 2
-    greedy = rows_of_file(path, model, Lengths(11, 4), True, None)
+    assert len(rows_of_file(path, model, 6, 4, False, 2)) == 2
+    greedy = rows_of_file(path, model, 11, 4, True, None)
     assert [(len(row.prompt), len(row.continuation)) for row in greedy] == [(11, 0), (9, 0), (10, 0), (11, 0)]
     with pytest.raises(UsageError, match=r"no row has 60 tokens .* the longest has 30"):
-        rows_of_file(path, model, Lengths(40, 20), False, None)
+        rows_of_file(path, model, 40, 20, False, None)

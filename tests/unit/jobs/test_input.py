@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.jobs import input as module
-from flexgen_h2o.jobs.input import id_digest, read_lines, scan_input, which_are_in
+from flexgen_h2o.jobs.input import cut_input, id_digest, read_cut, read_lines, scan_input, which_are_in
 
 
 def test_lines_keep_their_numbers(tmp_path: Path) -> None:
@@ -86,3 +87,31 @@ def test_which_are_in() -> None:
     done = np.frombuffer(bytearray(b"".join(id_digest(n) for n in [*names[::7], "other"][::-1])), "S16")
     assert np.flatnonzero(which_are_in(ids, done)).tolist() == list(range(0, 3000, 7))
     assert not which_are_in(ids, np.empty(0, "S16")).any()
+
+
+# ---- parts of it, for the actors of a job on Ray
+
+
+def test_parts_have_the_rows_that_are_left_and_no_others(tmp_path: Path) -> None:
+    """Blank lines, a byte order mark and no newline at the end among them."""
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b'\xef\xbb\xbf{"a": 1}\n\n  \n' + b"\n".join(b'{"a": %d}\n' % i * 2 for i in range(9)) + b"{}")
+    lines = list(read_lines(source))
+    for pattern, size in product((0b0, 0b10110100, 0b11, 1 << 18, 2**19 - 1, 2**20 - 1), (1, 2, 3, 7, 100)):
+        done = np.array([bool(pattern >> i & 1) for i in range(len(lines))])
+        cuts = list(cut_input(source, done, size))
+        assert [int(cut.left.sum()) for cut in cuts[:-1]] == [size] * (len(cuts) - 1)
+        found = [one for cut in cuts for one in read_cut(source, cut)]
+        assert found == [line for line in lines if not done[line.row]]
+
+
+def test_lines_that_came_later_are_in_no_part_and_a_long_one_is_one_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flexgen_h2o.core.files.MOST_LINE_BYTES", 20)
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b'{"a": 1}\n{"a": "' + b"x" * 50 + b'"}\n{"a": 3}\n{}\n')
+    found = [line for cut in cut_input(source, np.zeros(3, bool), 1) for line in read_cut(source, cut)]
+    assert [(line.row, line.number, line.text is None) for line in found] == [
+        (0, 1, False), (1, 2, True), (2, 3, False),
+    ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Conversations of many turns that keep their KV cache: turns from a file, one row that answers them, and the figures.
+"""Conversations of many turns that keep their KV cache: turns from a file, one row that answers them, its figures.
 
 The first turn is the row's prompt. Every later token, of a turn or an answer, is a decode step: its column joins the
 cache and, where the row is full, takes the slot of the eviction policy's victim. The tokens of a turn are known
@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Protocol
 
 import torch
@@ -21,18 +22,9 @@ from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import GIVEN_CHUNK, format_bytes, format_seconds
 from flexgen_h2o.engine.generation import Callbacks, Row, Silent, StopCriteria
 from flexgen_h2o.engine.prompts import Prompt, lines_of, make_prompt, object_of_json, prompt_of_json
-from flexgen_h2o.engine.report import RunReport
 from flexgen_h2o.engine.sampling import Sampler, SamplingParams, StopStrings, Tokenizer, decode_text
-from flexgen_h2o.evaluation.metrics import (
-    Bootstrap,
-    Case,
-    Figures,
-    NatsWatch,
-    bytes_of_column,
-    held_columns,
-    perplexity,
-    surprise,
-)  # fmt: skip
+from flexgen_h2o.evaluation.figures import bytes_of_column, held_columns, perplexity, surprise
+from flexgen_h2o.evaluation.rows import Case
 from flexgen_h2o.kvcache.eviction.policy import most_new_tokens
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.models.load import Model
@@ -106,30 +98,26 @@ def encoded(turns: Sequence[Turn], model: Model, form: str | None, chat: bool) -
     """
     if chat:
         model.check_chat()
-    found, said = [], []
-    for i, turn in enumerate(turns):
-        said += [turn.content] if isinstance(turn.content, str) else []
-        if chat and len(said) != i + 1:
+    found: list[tuple[int, ...]] = []
+
+    def encode(text: str) -> list[int]:
+        if chat:
+            return model.encode_turn([str(turn.content) for turn in turns[: len(found) + 1]])
+        whole = (form or FORMAT).replace(PLACE, text)
+        if not found:
+            return model.encode(whole)
+        model.check_fits(whole)
+        return model.encode_more(whole)
+
+    given = encode if model.tokenizer is not None else None
+    for turn in turns:
+        if chat and not isinstance(turn.content, str):
             raise UsageError(f"{turn.place}: a chat template takes texts, not token ids; leave --chat out")
         try:
-            found.append(_ids(turn.content, model, (form or FORMAT), said if chat else None, first=not i))
+            found.append(make_prompt(0, turn.content, given, model.spec.vocab_size).token_ids)
         except (UsageError, ValueError) as error:
             raise UsageError(f"{turn.place}: {error}") from error
     return found
-
-
-def _ids(content: object, model: Model, form: str, said: list[str] | None, first: bool) -> tuple[int, ...]:
-    def encode(text: str) -> list[int]:
-        if said is not None:
-            return model.encode_turn(said)
-        text = form.replace(PLACE, text)
-        if first:
-            return model.encode(text)
-        model.check_fits(text)
-        return model.encode_more(text)
-
-    given = encode if model.tokenizer is not None else None
-    return make_prompt(0, content, given, model.spec.vocab_size).token_ids
 
 
 class Audience(Protocol):
@@ -158,14 +146,13 @@ class Conversation:
         self, turns: Sequence[Sequence[int]], max_tokens: int, sampler: Sampler, ends: StopCriteria, audience: Audience,
         room: int | None = None, max_tokens_per_sweep: int = GIVEN_CHUNK,
     ) -> None:  # fmt: skip
-        self._turns, self._max_tokens, self._chooser, self._ends = turns, max_tokens, sampler, ends
+        self._turns, self._max_tokens, self._sampler, self._ends = turns, max_tokens, sampler, ends
         self._audience, self.max_tokens_per_sweep = audience, max_tokens_per_sweep
-        self._most = tokens_after_first(turns, max_tokens)
-        if room is not None:
-            self._most = min(self._most, room)
+        most = tokens_after_first(turns, max_tokens)
+        self._most = most if room is None else min(most, room)
         self._turn = 0
         self._coming: deque[int] = deque()
-        self._answer = self._new_answer()
+        self._answer = Row(self.prompt, max_tokens)
 
     @property
     def prompt(self) -> Prompt:
@@ -177,7 +164,7 @@ class Conversation:
             token = self._coming.popleft()
             self._audience.given(self._turn, token, logits[0])
             return [token]
-        (token,) = self._chooser.sample(logits, rows, steps)
+        (token,) = self._sampler.sample(logits, rows, steps)
         self._answer.token_ids.append(token)
         reason = self._ends(self._answer)
         self._audience.said(self._turn, token, reason)
@@ -198,14 +185,11 @@ class Conversation:
 
     def _next_turn(self, last: int) -> None:
         self._turn += 1
-        self._answer = self._new_answer()
+        self._answer = Row(self.prompt, self._max_tokens)
         if self._turn < len(self._turns):
             turn = list(self._turns[self._turn])
             is_said = self._ends.is_eos(last) and turn[:1] == [last]
             self._coming.extend(turn[1:] if is_said else turn)
-
-    def _new_answer(self) -> Row:
-        return Row(self.prompt, self._max_tokens)
 
 
 def tokens_after_first(turns: Sequence[Sequence[int]], max_tokens: int) -> int:
@@ -217,32 +201,57 @@ def tokens_after_first(turns: Sequence[Sequence[int]], max_tokens: int) -> int:
 class Exchange:
     """One turn and the answer to it.
 
-    tokens: of the turn. nats: of those that were fed through the cache, which the first turn's are not. reason: None
-    where the conversation broke off. columns: KV columns held at its end, mean over the transformer blocks.
+    tokens: of the turn. nats: of those that were fed through the cache, which the first turn's are not. text: of the
+    answer, as far as it was shown. reason: None where the conversation broke off. columns: KV columns held at its end,
+    mean over the transformer blocks.
     """
 
+    turn: Turn
     tokens: int = 0
     nats: list[float] = field(default_factory=list)
     answer: list[int] = field(default_factory=list)
+    text: str = ""
     reason: str | None = None
     seconds: float = 0.0
     columns: float = 0.0
     kv_bytes: int = 0
+
+    def more_text(self, tokenizer: Tokenizer | None) -> str:
+        """What may be shown of the answer with its newest token: a character that is not whole yet waits, unless it is
+        the last; the token's id without a tokenizer."""
+        if tokenizer is None:
+            return f"{self.answer[-1]} "
+        text = decode_text(tokenizer, self.answer)
+        if text.endswith("\ufffd") and self.reason is None:
+            return ""
+        new, self.text = text[len(self.text) :], max(self.text, text, key=len)
+        return new
+
+    def figures(self, tokenizer: Tokenizer | None, stop: tuple[str, ...]) -> dict[str, Any]:
+        """For the JSON."""
+        whole = None if tokenizer is None else StopStrings(tokenizer, stop).cut(decode_text(tokenizer, self.answer))
+        return {
+            **self.turn.labels, "prompt": self.turn.content, "tokens": self.tokens,
+            "nll": fmean(self.nats) if self.nats else None, "text": whole, "token_ids": self.answer,
+            "finish_reason": self.reason, "seconds": self.seconds, "kv_columns": self.columns,
+            "kv_bytes": self.kv_bytes,
+        }  # fmt: skip
 
 
 class Shown:
     """An audience that shows the answers as they come, and counts tokens, nats, columns and seconds of each turn."""
 
     def __init__(self, llm: LLM, turns: Sequence[Turn], first: int, show: Callable[[str], None]) -> None:
-        self.exchanges = [Exchange(first)]
+        self.exchanges: list[Exchange] = []
         self._llm, self._turns, self._first, self._show = llm, turns, first, show
-        self._text = TextStream(llm.model.tokenizer)
-        self._taken = 0  # tokens behind the first turn
+        self._taken, self._began = 0, 0.0  # tokens behind the first turn; when the exchange began
 
-    def begin(self) -> None:
-        """The model is loaded; the first turn is to be answered."""
-        self._began = time.perf_counter()
-        self._introduce()
+    def begin(self, tokens: int = 0) -> None:
+        """The next turn, of whose tokens so many are taken, is to be answered. At first: the model is loaded."""
+        turn, number = self._turns[len(self.exchanges)], len(self.exchanges) + 1
+        self.exchanges.append(Exchange(turn, tokens))
+        self._began = self._began or time.perf_counter()
+        self._show(f"\n[turn {number} of {len(self._turns)}] {turn.content}\n")
 
     def given(self, turn: int, token: int, logits: torch.Tensor) -> None:
         now = self._at(turn)
@@ -253,10 +262,10 @@ class Shown:
     def said(self, turn: int, token: int, reason: str | None) -> None:
         now = self._at(turn)
         now.answer.append(token)
+        now.reason = reason
         self._taken += 1
-        self._show(self._text.more(token, is_last=reason is not None))
+        self._show(now.more_text(self._llm.model.tokenizer))
         if reason is not None:
-            now.reason = reason
             self.end()
 
     def end(self) -> None:
@@ -266,8 +275,7 @@ class Shown:
         now.columns, now.kv_bytes = held / blocks, held * bytes_of_column(self._llm)
         now.seconds = time.perf_counter() - self._began
         self._began += now.seconds
-        self._text = TextStream(self._llm.model.tokenizer)
-        surprised = f", perplexity {perplexity(_mean(now.nats)):.1f}" if now.nats else ""
+        surprised = f", perplexity {perplexity(fmean(now.nats)):.1f}" if now.nats else ""
         self._show(
             f"\n({now.tokens} tokens{surprised}; {len(now.answer)} in answer, {now.reason or 'broken off'}; "
             f"KV {now.columns:.4g} columns, {format_bytes(now.kv_bytes)}; {format_seconds(now.seconds)})\n"
@@ -275,50 +283,24 @@ class Shown:
 
     def _at(self, turn: int) -> Exchange:
         if turn == len(self.exchanges):
-            self.exchanges.append(Exchange())
-            self._introduce()
+            self.begin()
         return self.exchanges[turn]
-
-    def _introduce(self) -> None:
-        number = len(self.exchanges)
-        self._show(f"\n[turn {number} of {len(self._turns)}] {self._turns[number - 1].content}\n")
-
-
-class TextStream:
-    """The text of growing token ids, bit by bit; the ids themselves where there is no tokenizer."""
-
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._tokenizer, self._ids, self._shown = tokenizer, list[int](), 0
-
-    def more(self, token: int, is_last: bool) -> str:
-        """What may be shown with this token: a character that is not whole yet waits, unless it is the last."""
-        self._ids.append(token)
-        if self._tokenizer is None:
-            return f"{token} "
-        text = decode_text(self._tokenizer, self._ids)
-        if text.endswith("\ufffd") and not is_last:
-            return ""
-        new, self._shown = text[self._shown :], max(self._shown, len(text))
-        return new
 
 
 def converse(
-    llm: LLM,
-    case: Case,
-    turns: Sequence[Turn],
-    ids: Sequence[Sequence[int]],
-    params: SamplingParams,
+    llm: LLM, case: Case, turns: Sequence[Turn], ids: Sequence[Sequence[int]], params: SamplingParams,
     show: Callable[[str], None],
-) -> dict[str, Any]:
-    """One conversation with a policy; what it was, for the JSON. ids: of the turns; params: of each answer."""
+) -> tuple[dict[str, Any], int, float]:  # fmt: skip
+    """One conversation with a policy: figures for the JSON, all tokens, seconds. ids: of the turns; params: of each
+    answer."""
     llm.eviction, spec = case.eviction, llm.model.spec
     room = most_new_tokens(case.eviction, spec, len(ids[0]), tokens_after_first(ids, params.max_tokens))
     ends = StopCriteria(params, spec.eos_token_ids, StopStrings(llm.model.tokenizer, params.stop))
     shown = Shown(llm, turns, len(ids[0]), show)
     talk = Conversation(ids, params.max_tokens, Sampler(params), ends, shown, room)
     llm.prepare([talk.prompt], talk)
-    shown.begin()
-    report = llm.run([talk.prompt], talk, lambda done: None, Callbacks(listener=Silent()))
+    shown.begin(len(ids[0]))
+    llm.run([talk.prompt], talk, lambda done: None, Callbacks(listener=Silent()))
     found = shown.exchanges
     if found[-1].reason is None:
         shown.end()
@@ -326,89 +308,14 @@ def converse(
             f"the {spec.max_positions} positions of {llm.model.name} are used up; --positions rolling goes on, with "
             "rotary embeddings\n"
         )
-    answered = sum(one.reason is not None for one in found)
     nats, tokens = [n for one in found for n in one.nats], sum(one.tokens + len(one.answer) for one in found)
-    own: Figures = {
-        "turns": [_facts(i, turn, one, llm, params) for i, (turn, one) in enumerate(zip(turns, found, strict=False))],
-        "answered": answered,
+    figures = {
+        "turns": [{"turn": i, **one.figures(llm.model.tokenizer, params.stop)} for i, one in enumerate(found)],
+        "answered": sum(one.reason is not None for one in found),
         "tokens": tokens,
         "measured_tokens": len(nats),
-        "nll": _mean(nats) if nats else None,
-        "perplexity": perplexity(_mean(nats)) if nats else None,
+        "nll": fmean(nats) if nats else None,
+        "perplexity": perplexity(fmean(nats)) if nats else None,
         "kv_bytes": max(one.kv_bytes for one in found),
     }
-    return _result(case, own, report, tokens, sum(one.seconds for one in found))
-
-
-def _result(case: Case, own: Figures, report: RunReport, tokens: int, seconds: float) -> Figures:
-    """One policy's part of the JSON. own: figures of its measure."""
-    return {
-        "policy": case.label,
-        "positions": case.positions,
-        "eviction": case.eviction.to_json(),
-        **own,
-        "kv_reserved_bytes": report.extra["kv_reserved_bytes"],
-        "peak_bytes": report.peak_bytes,
-        "seconds": seconds,
-        "tokens_per_s": tokens / seconds,
-    }
-
-
-def _mean(nats: Sequence[float]) -> float:
-    return sum(nats) / len(nats)
-
-
-def _facts(index: int, turn: Turn, one: Exchange, llm: LLM, params: SamplingParams) -> dict[str, Any]:
-    tokenizer, text = llm.model.tokenizer, None
-    if tokenizer is not None:
-        text = StopStrings(tokenizer, params.stop).cut(decode_text(tokenizer, one.answer))
-    return {
-        "turn": index,
-        **turn.labels,
-        "prompt": turn.content,
-        "tokens": one.tokens,
-        "nll": _mean(one.nats) if one.nats else None,
-        "text": text,
-        "token_ids": one.answer,
-        "finish_reason": one.reason,
-        "seconds": one.seconds,
-        "kv_columns": one.columns,
-        "kv_bytes": one.kv_bytes,
-    }
-
-
-RESAMPLES = 1000
-AT_ONCE = 16  # tokens of every stream in one sweep
-
-
-def measure_streams(llm: LLM, case: Case, streams: Sequence[Sequence[int]], windows: int, seed: int) -> dict[str, Any]:
-    """Each stream token by token with a policy; NLL and KV by window, for the JSON. Windows count tokens from 1, which
-    nothing is expected for.
-
-    Every token is a decode step: the policy decides after each, and no prompt is attended to as a whole.
-    """
-    llm.eviction, tokens = case.eviction, torch.tensor([list(s) for s in streams])
-    n, length = tokens.shape
-    watch = NatsWatch(tokens[:, 1:])
-    report = llm.follow(tokens[:, :1].tolist(), tokens[:, 1:].tolist(), watch, max_tokens_per_sweep=AT_ONCE)
-    seconds = report.prefill.seconds + report.decode.seconds
-    edges = [length * i // windows for i in range(windows + 1)]
-    held = [held_columns(case.eviction, 1, last - 1, llm.model.spec.num_blocks) for last in edges[1:]]
-    found = [
-        {
-            "first": first + 1,
-            "last": last,
-            "nll": _interval(watch.nats[:, max(0, first - 1) : last - 1], seed),
-            "kv_columns": columns / llm.model.spec.num_blocks,
-            "kv_bytes": columns * bytes_of_column(llm),
-        }
-        for first, last, columns in zip(edges, edges[1:], held, strict=False)
-    ]
-    whole = _interval(watch.nats, seed)
-    own: Figures = {"windows": found, "nll": whole, "perplexity": perplexity(whole["value"])}
-    return _result(case, own, report, n * length, seconds)
-
-
-def _interval(nats: torch.Tensor, seed: int) -> dict[str, Any]:
-    """Of (streams, tokens), with an interval over streams."""
-    return Bootstrap(len(nats), RESAMPLES, seed).mean(nats.mean(dim=1).numpy())
+    return figures, tokens, sum(one.seconds for one in found)

@@ -1,0 +1,326 @@
+"""What is counted at a decode step, means with their intervals, and fidelity as tables and as a picture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from flexgen_h2o.core.config import DTYPE_BYTES
+from flexgen_h2o.core.files import write_picture
+from flexgen_h2o.core.tables import markdown_table
+from flexgen_h2o.engine.generation import LogitsWatch
+from flexgen_h2o.engine.report import column_bytes
+from flexgen_h2o.evaluation.rows import Case, TextRow
+from flexgen_h2o.kvcache.eviction import H2O, Eviction
+from flexgen_h2o.llm import LLM
+
+Array = NDArray[np.float64]
+Figures = dict[str, Any]  # as the JSON result has them
+LEVEL = 0.95
+STEP_BINS = 6
+BASELINE = H2O.name
+
+
+class Bootstrap:
+    """Percentile intervals (Efron and Tibshirani 1993, chapter 13) from `count` resamples of `n` prompts.
+
+    A prompt is drawn with all its steps or questions, since what belongs to one prompt is not independent. Equal seeds
+    draw equal prompts, so differences between policies are paired. An interval is {value, low, high, n}: the estimate,
+    the ends of its 95% interval, and the number of prompts.
+    """
+
+    def __init__(self, n: int, count: int, seed: int) -> None:
+        self._drawn = np.random.default_rng(seed).integers(0, n, size=(count, n))
+
+    def mean(self, values: Array) -> Figures:
+        """Of one value a prompt, (n,)."""
+        return self._interval(float(values.mean()), values[self._drawn].mean(axis=1))
+
+    def percentile(self, values: Array, percent: float) -> Figures:
+        """Of all values (n, steps) together."""
+        found = [np.percentile(values[rows], percent) for rows in self._drawn]
+        return self._interval(float(np.percentile(values, percent)), np.array(found))
+
+    def ratio(self, above: Array, below: Array) -> Figures:
+        """Of two sums over prompts, (n,) each; a resample whose lower sum is 0 does not count."""
+        drawn = below[self._drawn].sum(axis=1)
+        found = above[self._drawn].sum(axis=1)[drawn > 0] / drawn[drawn > 0]
+        return self._interval(float(above.sum() / below.sum()), found)
+
+    def _interval(self, value: float, resampled: Array) -> Figures:
+        low, high = np.percentile(resampled, [50 * (1 - LEVEL), 50 * (1 + LEVEL)])
+        return {"value": value, "low": float(low), "high": float(high), "n": self._drawn.shape[1]}
+
+
+def surprise(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Negative log likelihood of `tokens` ((rows,) int64) in nats: (rows,) float64. logits: (rows, vocab)."""
+    return -logits.double().log_softmax(dim=-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+
+
+def perplexity(nats: float) -> float:
+    """Of a mean surprise; a finite number however large that is."""
+    return math.exp(min(700.0, nats))
+
+
+def by_step(rows: int, see: Callable[[list[int], list[int], torch.Tensor], None]) -> LogitsWatch:
+    """A watch of the logits of `rows` rows that tells `see` also at which step, from 0, each of them is."""
+    seen = [0] * rows
+
+    def watch(at: list[int], logits: torch.Tensor) -> None:
+        steps = [seen[row] for row in at]
+        for row in at:
+            seen[row] += 1
+        see(at, steps, logits)
+
+    return watch
+
+
+def held_columns(eviction: Eviction, prompt_len: int, new_tokens: int, blocks: int) -> int:
+    """Of all transformer blocks together, once a row has got so many new tokens; the newest has no column yet."""
+    return sum(eviction.slots(prompt_len, new_tokens, block, blocks) for block in range(blocks))
+
+
+def bytes_of_column(llm: LLM) -> int:
+    """Of the keys and values of all kv-heads in one block, as the LLM's last run held them."""
+    assert llm.policy is not None
+    return column_bytes(llm.model.spec, llm.policy, DTYPE_BYTES[llm.dtype])[0]
+
+
+@dataclass(frozen=True)
+class TextFidelity:
+    """How far a policy is from the full cache along the continuations of n rows.
+
+    columns: mean kept of a prompt, over rows and transformer blocks. kl, nll: (n, steps) float64, nats, and flipped:
+    bool, of the decode steps: the first token comes from the prefill, which is exact. mass: (n, blocks) float64, means
+    over heads and watched steps; None if it was not watched.
+    """
+
+    case: Case
+    columns: float
+    kl: Array
+    nll: Array
+    flipped: NDArray[np.bool_]
+    mass: Array | None
+
+
+def summarise_texts(
+    full_nll: Array, results: Sequence[TextFidelity], resamples: int, seed: int
+) -> tuple[Figures, list[Figures]]:
+    """The figures of the full cache, and those of each case, with its difference to the baseline at its budget.
+
+    full_nll: (n, steps) float64. Decode steps are counted from 1 here: token 0 comes from the prefill.
+    """
+    n, steps = full_nll.shape
+    bootstrap = Bootstrap(n, resamples, seed)
+    bins = np.array_split(np.arange(steps), min(STEP_BINS, steps))
+
+    def by_step(**values: Array) -> list[Figures]:
+        return [
+            {
+                "first": int(part[0]) + 1,
+                "last": int(part[-1]) + 1,
+                **{name: bootstrap.mean(v[:, part].mean(axis=1)) for name, v in values.items()},
+            }
+            for part in bins
+        ]
+
+    baselines = {found.case.budget: found for found in results if found.case.label == BASELINE}
+    cells = []
+    for found in results:
+        values = {
+            "kl": found.kl, "flips": found.flipped.astype(float), "nll": found.nll,
+            "nll_less_full": found.nll - full_nll,
+        }  # fmt: skip
+        figures: Figures = {
+            "policy": found.case.label, "budget": found.case.budget, "columns": found.columns,
+            "eviction": found.case.eviction.to_json(),
+        }  # fmt: skip
+        figures |= {name: bootstrap.mean(value.mean(axis=1)) for name, value in values.items()}
+        figures |= {"kl_p95": bootstrap.percentile(found.kl, 95), "by_step": by_step(**values)}
+        if found.mass is not None:
+            figures["evicted_mass"] = bootstrap.mean(found.mass.mean(axis=1))
+            figures["evicted_mass_by_block"] = found.mass.mean(axis=0).tolist()
+        base = baselines.get(found.case.budget, found)
+        paired = None if base is found else bootstrap.mean((found.kl - base.kl).mean(axis=1))
+        cells.append({**figures, "kl_less_baseline": paired})
+    return {"nll": bootstrap.mean(full_nll.mean(axis=1)), "by_step": by_step(nll=full_nll)}, cells
+
+
+def summarise_recall(rows: Sequence[TextRow], right: Sequence[Sequence[bool]], resamples: int, seed: int) -> Figures:
+    """Shares of questions whose answer is right, by place of the question and by depth of what it asks for.
+
+    right: as of Runner.recall. Rows are resampled with all their questions.
+    """
+    bootstrap = Bootstrap(len(rows), resamples, seed)
+    asked = [(i, row.depth, q.inside, q.at) for i, row in enumerate(rows) for q in row.questions]
+    row, depth, inside, at = (np.array(column) for column in zip(*asked, strict=True))
+    hits = np.array([ok for of_row in right for ok in of_row])
+
+    def share(chosen: NDArray[np.bool_]) -> Figures:
+        above, below = (np.bincount(row[mask], minlength=len(rows)).astype(float) for mask in (hits & chosen, chosen))
+        return {**bootstrap.ratio(above, below), "questions": int(chosen.sum())}
+
+    figures: Figures = {}
+    for name, place in (("inside", inside), ("after", ~inside)):
+        if place.any():  # a short continuation has no room for a second question
+            parts = [place & (depth == d) for d in np.unique(depth[place])]
+            by_depth = [{"at": float(at[part].mean()), **share(part)} for part in parts]
+            figures[name] = {**share(place), "by_depth": by_depth}
+    return figures
+
+
+def summarise_divergence(first: NDArray[np.int_], tokens: int, resamples: int, seed: int) -> Figures:
+    """first: (n,) as of Runner.first_divergence."""
+    bootstrap = Bootstrap(len(first), resamples, seed)
+    return {
+        "first": bootstrap.mean(first.astype(float)),
+        "median": float(np.median(first)),
+        "never": bootstrap.mean((first == tokens).astype(float)),
+    }
+
+
+def markdown(result: Figures) -> str:
+    """Tables of a fidelity result (fidelity JSON): a budget at a time, the worst policy first, the full cache last."""
+    settings = result["settings"]
+    text, recall = result["text"], result["recall"]
+    head = [
+        f"Model `{result['model']}` in {settings['dtype']}; prompts of {settings['prompt_len']} tokens, "
+        f"{settings['gen_len']} tokens followed ({settings['continuation']}), {text['prompts']} of text"
+        + (f", {recall['prompts']} of recall" if recall else "")
+        + (f"; all rows but the last of a table with {settings['compression']}" if settings["compression"] else "")
+        + f"; 95% bootstrap intervals over prompts in brackets; seed {settings['seed']}."
+    ]
+    parts = [head]
+    for budget in settings["budgets"]:
+        cells = [cell for cell in result["cells"] if cell["budget"] == budget]
+        cells.sort(key=lambda cell: -cell["kl"]["value"])
+        parts.append([f"### {budget:.0%} of the prompt's columns", "", *_main(cells, result)])
+    parts.append(["### NLL by step: nats over the full cache's", "", *_by_step(result)])
+    titles = {"inside": "at the end of the prompt", "after": "after the prompt"}
+    for place in result["full"].get("recall", {}):
+        parts.append([f"### Recall by depth, question {titles[place]}", "", *_by_depth(result, place)])
+    return "\n\n".join("\n".join(part) for part in parts) + "\n"
+
+
+def _names(result: Figures) -> tuple[str, Callable[[Figures], str]]:
+    """The first column of the reference, and of a cell: where the compared runs are compressed, the full cache is one
+    of them."""
+    compression = result["settings"]["compression"]
+    if not compression:
+        return "full", lambda cell: f"`{cell['policy']}`"
+    return (
+        "full, uncompressed",
+        lambda cell: f"`{cell['policy']}`" + (f", {compression}" if cell["policy"] == "full" else ""),
+    )
+
+
+def _main(cells: Sequence[Figures], result: Figures) -> list[str]:
+    full, text, (reference, name_of) = result["full"], result["text"], _names(result)
+    # Its head, its text of a cell, and that of the full cache.
+    columns: list[tuple[str, Callable[[Figures], str], str]] = [
+        ("policy", name_of, reference),
+        ("columns", lambda cell: f"{cell['columns']:.0f}", f"{text['mean_prompt_len']:.0f}"),
+        ("KL, nats", lambda cell: number(cell["kl"], 3), "0"),
+        ("KL p95", lambda cell: number(cell["kl_p95"], 2), "0"),
+        ("flips", lambda cell: _percent(cell["flips"]), "0"),
+        ("NLL - full", lambda cell: number(cell["nll_less_full"], 3), f"0 (NLL {number(full['nll'], 3)})"),
+        ("KL - h2o's", lambda cell: number(cell["kl_less_baseline"], 3), ""),
+    ]
+    if "evicted_mass" in cells[0]:
+        columns.append(("evicted mass", lambda cell: _percent(cell["evicted_mass"]), "0"))
+    for place, found in full.get("recall", {}).items():
+        of_cell = partial(lambda place, cell: _percent(cell["recall"][place]), place)
+        columns.append((f"recall, question {place}", of_cell, _percent(found)))
+    if "greedy" in cells[0]:
+        columns.append(("equal greedy tokens", lambda cell: number(cell["greedy"]["first"], 1), f"{text['steps']}"))
+    heads, of_cells, of_full = zip(*columns, strict=True)
+    return markdown_table(heads, [*([of(cell) for of in of_cells] for cell in cells), of_full])
+
+
+def _by_step(result: Figures) -> list[str]:
+    bins, (reference, name_of) = result["full"]["by_step"], _names(result)
+    rows = [
+        [name_of(cell), f"{cell['budget']:.0%}", *(number(part["nll_less_full"], 3) for part in cell["by_step"])]
+        for cell in result["cells"]
+    ]
+    rows.append([f"{reference}: NLL", "", *(number(part["nll"], 3) for part in bins)])
+    return markdown_table(["policy", "budget", *(f"{part['first']} - {part['last']}" for part in bins)], rows)
+
+
+def _by_depth(result: Figures, name: str) -> list[str]:
+    full, (reference, name_of) = result["full"]["recall"][name]["by_depth"], _names(result)
+    rows = [
+        [name_of(cell), f"{cell['budget']:.0%}", *map(_percent, cell["recall"][name]["by_depth"])]
+        for cell in result["cells"]
+    ]
+    rows.append([reference, "", *map(_percent, full)])
+    return markdown_table(["policy", "budget", *(f"stated at {part['at']:.0%}" for part in full)], rows)
+
+
+def number(interval: Figures | None, digits: int) -> str:
+    if interval is None:
+        return ""
+    return f"{interval['value']:.{digits}f} [{interval['low']:.{digits}f}, {interval['high']:.{digits}f}]"
+
+
+def _percent(interval: Figures) -> str:
+    value, low, high = (100 * interval[key] for key in ("value", "low", "high"))
+    return f"{value:.1f}% [{low:.1f}, {high:.1f}]"
+
+
+_MARKS = "osD^vP*X<>h"
+
+
+def draw(result: Figures, path: Path) -> None:
+    """KL, flips and recall over budgets, and KL over steps at the smallest budget. The suffix names the format.
+
+    Raises FlexgenError naming --plot where the file cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 8.5), layout="constrained")
+    axes = figure.subplots(2, 2).flatten()
+    smallest = min(cell["budget"] for cell in result["cells"])
+    for i, policy in enumerate(dict.fromkeys(cell["policy"] for cell in result["cells"])):
+        cells = sorted((c for c in result["cells"] if c["policy"] == policy), key=lambda c: c["budget"])
+        style = {"label": policy, "color": f"C{i % 10}", "marker": _MARKS[i % len(_MARKS)], "markersize": 5}
+        _over_budgets(axes[0], cells, [c["kl"] for c in cells], style)
+        _over_budgets(axes[1], cells, [c["flips"] for c in cells], style)
+        steps = cells[0]["by_step"]
+        if cells[0]["budget"] == smallest:
+            middles = [(part["first"] + part["last"]) / 2 for part in steps]
+            axes[2].errorbar(middles, [part["kl"]["value"] for part in steps], **style)
+        if "recall" in cells[0]:
+            _over_budgets(axes[3], cells, [next(iter(reversed(c["recall"].values()))) for c in cells], style)
+    budgets, decode = "columns kept, share of the prompt", "decode step"
+    titles = (
+        ("KL to the full cache, nats a step", budgets), ("top-1 flips, share of steps", budgets),
+        (f"KL at {smallest:.0%}, by step", decode), ("exact recall, asked after the prompt", budgets),
+    )  # fmt: skip
+    for ax, (title, below) in zip(axes, titles, strict=True):
+        ax.set(title=title, xlabel=below)
+        ax.grid(alpha=0.3)
+        ax.set_ylim(bottom=0)
+    axes[0].legend(fontsize=8)
+    settings = result["settings"]
+    figure.suptitle(
+        f"{result['model']}: {settings['prompt_len']} + {settings['gen_len']} tokens, {result['text']['prompts']} "
+        "prompts, 95% bootstrap intervals"
+    )
+    write_picture(path, figure)
+
+
+def _over_budgets(ax: Any, cells: list[Figures], intervals: list[Figures], style: Figures) -> None:
+    budgets, values = [cell["budget"] for cell in cells], [one["value"] for one in intervals]
+    # A percentile interval may leave its estimate out; matplotlib takes no negative lengths.
+    below = [max(0.0, one["value"] - one["low"]) for one in intervals]
+    above = [max(0.0, one["high"] - one["value"]) for one in intervals]
+    ax.errorbar(budgets, values, yerr=[below, above], capsize=2, linewidth=1.2, **style)

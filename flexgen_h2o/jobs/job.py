@@ -1,0 +1,154 @@
+"""A whole job as `batch` runs it: what the output lacks, here or on Ray, between a sidecar and a summary."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from flexgen_h2o.cli_common import note, say
+from flexgen_h2o.core.config import Policy
+from flexgen_h2o.core.errors import EXIT_ALL_ROWS_FAILED, EXIT_DONE, FlexgenError, UsageError
+from flexgen_h2o.core.interrupts import Interrupted
+from flexgen_h2o.core.units import format_seconds
+from flexgen_h2o.engine.sampling import SamplingParams
+from flexgen_h2o.flags import PLACEMENT, open_llm, place_of, say_idle_flags
+from flexgen_h2o.jobs.input import Cut, begins_as, read_cut, scan_input
+from flexgen_h2o.jobs.on_ray import Opening, ray_at, ray_job
+from flexgen_h2o.jobs.output import OutputFile
+from flexgen_h2o.jobs.requests import RequestReader
+from flexgen_h2o.jobs.runner import Before, Job, JobWriter, rows_before
+from flexgen_h2o.jobs.sidecar import DONE, Sidecar, Status, differences, read_sidecar, sidecar_path, spared_text
+from flexgen_h2o.kvcache.eviction import Eviction
+from flexgen_h2o.llm import LLM
+from flexgen_h2o.models.load import shape_fingerprint
+
+
+def run(
+    args: argparse.Namespace, output: OutputFile, policy: Policy, is_auto: bool, eviction: Eviction,
+    defaults: SamplingParams,
+) -> int:  # fmt: skip
+    """Do what the output lacks, here or on Ray; returns the exit code."""
+    with open_llm(args, policy, is_auto, eviction) as llm:
+        llm.share_prefix = args.share_prefix
+        llm.check_plan()
+        if llm.precision_note:
+            note("batch", llm.precision_note)
+        digests = llm.digests()
+        before = _settle(args, output, _settings(llm, policy, is_auto, defaults, digests))
+        say_idle_flags("batch", args, place_of(args, llm))
+        if output.cut_bytes:
+            note("batch", f"--output {args.output}: cut off a torn row of {output.cut_bytes} bytes")
+        if args.ray is None:
+            _say_rows(before)
+            writer = JobWriter(output, before, lambda: llm.peak_bytes, args.max_errors)
+            lines = read_cut(args.input, Cut(0, 1, 0, ~before.done))
+            job = Job(llm, RequestReader(llm.model, defaults), lines, writer, args.window, args.refill)
+            with _writing(args, output, writer):
+                job.run(len(before.done) - before.rows)
+        else:
+            opening = Opening(args, policy, is_auto, eviction, digests)
+            # Ray ends last: while it does, a second SIGTERM kills the process, and by then rows and status are on disk.
+            with ray_at(args.ray or None):
+                _say_rows(before)
+                writer = JobWriter(output, before, dict, args.max_errors)
+                with _writing(args, output, writer):
+                    ray_job(before.done, writer, opening).run()
+    return _show(args, writer, before, llm.model.name)
+
+
+def _settings(
+    llm: LLM, policy: Policy, is_auto: bool, defaults: SamplingParams, digests: dict[str, str | None]
+) -> dict[str, Any]:
+    """What answers depend on, for the sidecar. Budgets and devices may change from run to run."""
+    model = llm.model
+    shape = {"name": model.name, "config": shape_fingerprint(model.config), "random": model.random}
+    return {
+        "model": shape | digests,
+        "dtype": llm.dtype,
+        "policy": policy.to_json() | (dict.fromkeys(PLACEMENT, "auto") if is_auto else {}),
+        "eviction": llm.eviction.to_json(),
+        "sampling": {**asdict(defaults), "stop": list(defaults.stop)},
+    }
+
+
+def _settle(args: argparse.Namespace, output: OutputFile, settings: dict[str, Any]) -> Before:
+    """Read input and output, and refuse an output that was begun with other settings; then write the sidecar."""
+    before = read_sidecar(args.output)
+    scan = scan_input(args.input, before.input_bytes if before else 0)
+    if not len(scan.ids):
+        raise UsageError(f"--input {args.input}: no request in it, only blank lines or nothing")
+    earlier: list[dict[str, Any]] = []
+    if before is not None and not output.is_empty:
+        found, earlier = differences(before, settings, scan), before.earlier
+        if found and not args.force:
+            raise UsageError(
+                f"--output {args.output}: {'; '.join(found)}; give another name, the flags that it was begun with, or "
+                "--force"
+            )
+        if found:
+            earlier = [*earlier, before.settings]
+    elif not output.is_empty and not args.force:
+        raise UsageError(
+            f"--output {args.output}: has rows, and no {sidecar_path(args.output).name} beside it says what they were "
+            "made with; give another name, or --force"
+        )
+    found_rows = rows_before(output, scan.ids)
+    now = Sidecar(settings, str(args.input), scan.nbytes, scan.digest, earlier)
+    if now != before:
+        now.write(args.output)
+    return found_rows
+
+
+def _say_rows(before: Before) -> None:
+    print(f"{len(before.done)} rows, {before.rows} of them done before", flush=True)
+
+
+@contextlib.contextmanager
+def _writing(args: argparse.Namespace, output: OutputFile, writer: JobWriter) -> Iterator[None]:
+    """Around the run of a job: its end in the status file, and finished rows on disk before the engine is closed."""
+    state = DONE
+    try:
+        writer.check_errors()
+        yield
+        output.sync()
+        _check_files(args, writer.status, output)
+    except Interrupted as signal:
+        state = f"ended by {signal}"
+        raise
+    except BaseException as error:
+        state = f"failed: {error}"
+        raise
+    finally:
+        writer.end(state)
+        output.sync()
+
+
+def _check_files(args: argparse.Namespace, status: Status, output: OutputFile) -> None:
+    """FlexgenError where input or output was changed under the job: the input is read again while it runs."""
+    begun, missing = read_sidecar(args.output), status.rows - status.done
+    if missing or (begun is not None and not begins_as(args.input, begun.input_bytes, begun.input_digest)):
+        raise FlexgenError(
+            f"--input {args.input}: was changed while the job ran ({missing} rows are missing); rows of {args.output} "
+            "may be of either state: leave the input alone, and give another --output"
+        )
+    output.check_rows(status.done + status.other_rows)
+
+
+def _show(args: argparse.Namespace, writer: JobWriter, before: Before, model: str) -> int:
+    """The summary; returns the exit code."""
+    status, notes = writer.status, writer.notes
+    did = f"{status.tokens} new tokens in {format_seconds(status.seconds)} ({status.tokens_per_s:.1f} token/s)"
+    if before.rows == status.rows:
+        did = "nothing was left to do"
+    if status.spared_tokens:
+        did += f"; {spared_text(status)}"
+    print(f"{status.done} rows in {args.output}, {status.errors} of them errors; {did}")
+    if status.errors:
+        print("errors: " + ", ".join(f"{n} {code}" for code, n in writer.errors.most_common() if n))
+    if notes.other_models:
+        named = f"{notes.other_models} requests name another model (the first: {notes.first_other})"
+        say("batch", f"{named}; {model} answered them")
+    return EXIT_ALL_ROWS_FAILED if status.errors == status.rows else EXIT_DONE
