@@ -42,12 +42,13 @@ from flexgen_h2o.flags import (
 from flexgen_h2o.kvcache.prefixes import SHARINGS
 
 if TYPE_CHECKING:
-    from flexgen_h2o.core.schedule import Step
     from flexgen_h2o.engine.distributed import Pipeline
+    from flexgen_h2o.engine.executor import Order
+    from flexgen_h2o.engine.loop import Step
     from flexgen_h2o.engine.prompts import Completion, Prompt
     from flexgen_h2o.engine.report import RunReport
     from flexgen_h2o.engine.sampling import SamplingParams
-    from flexgen_h2o.llm import LLM, Order
+    from flexgen_h2o.llm import LLM
 
 
 RULE = "-" * 70
@@ -228,7 +229,7 @@ def _generate(
 
 def _order(args: argparse.Namespace) -> Order | None:
     """The steps of a run that is cut short; None for a whole one."""
-    from flexgen_h2o.core.schedule import zigzag
+    from flexgen_h2o.engine.loop import zigzag
 
     def some_sweeps(layers: int, batches: int) -> Iterator[Step]:
         return zigzag(args.cut_gen_len, layers, batches)

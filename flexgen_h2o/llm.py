@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import overload
 
 import torch
 
@@ -19,11 +18,10 @@ from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import DTYPE_BYTES, MemoryBudget, Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, usable_path
-from flexgen_h2o.core.schedule import Step
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import check_int
-from flexgen_h2o.engine.distributed import Part, Pipeline, check_same, joint_report, part_of
-from flexgen_h2o.engine.executor import Executor
+from flexgen_h2o.engine.distributed import Part, Pipeline, check_same, part_of
+from flexgen_h2o.engine.executor import Executor, Order
 from flexgen_h2o.engine.generation import (
     BlockStats,
     BlockTimes,
@@ -54,7 +52,6 @@ from flexgen_h2o.tiers.device import Site, open_device, resolve_budgets
 RANDOM_WEIGHTS_SEED = 0
 RANDOM_DTYPE = "bfloat16"  # of random weights, unless another is asked for
 NO_CALLBACKS = Callbacks()
-Order = Callable[[int, int], Iterator[Step]]
 
 
 class LLM:
@@ -91,8 +88,8 @@ class LLM:
         self._device_name = _text("device", device)
         self._device = open_device(device, separate_budget=self._budget.device is not None)
         self.offload_dir = usable_path(DEFAULT_OFFLOAD_DIR if offload_dir is None else offload_dir, "--offload-dir")
-        name, where = _text("model", model), _text("path", path, True)
-        self.model: Model = find_model(name, where, _text("revision", revision, True))
+        name, where = _text("model", model), _text_or_none("path", path)
+        self.model: Model = find_model(name, where, _text_or_none("revision", revision))
         self._asked_dtype = None if dtype == "auto" else _text("dtype", dtype)
         if self._asked_dtype is not None and self._asked_dtype not in DTYPE_BYTES:
             raise UsageError(f"--dtype {dtype}: not one of auto, {', '.join(DTYPE_BYTES)}")
@@ -266,7 +263,10 @@ class LLM:
                 self.predicted = None  # it is of blocks whose rows begin together
             before = engine.io_bytes_by_kind
             self._execute(engine, table, scheduler, on_finished, callbacks, order)
-            self.report = self._report(engine, table, scheduler, before)
+            predicted, profile = self.predicted, planner.profile
+            seconds = {phase: None if predicted is None else getattr(predicted, phase) for phase in PREDICTIONS}
+            facts = {"profile": profile.machine, "profile_disturbed": profile.was_disturbed}
+            self.report = make_report(engine, planner.part, table, scheduler, before, seconds, facts)
             return self.report
         finally:
             self._running.release()
@@ -291,38 +291,13 @@ class LLM:
             executor = Executor(
                 engine, planner.part.eviction, decoding, hand_out, sweeps, planner.sharing, scheduler.common
             )
-            waiting = scheduler if scheduler.is_continuous else None
             try:
-                for block in scheduler.blocks:
-                    stats = BlockStats(keeps_lists=waiting is None)
-                    steps = order(len(engine.layers.layers), len(block)) if order else None
-                    with torch.inference_mode():
-                        executor.run_block(block, stats, steps, progress.sweep, waiting)
-                    scheduler.stats.append(stats)
-                    if order:  # it may have ended within a sweep: the next block's weights begin anew
-                        executor.restart()
-                executor.finish()
+                with torch.inference_mode():
+                    executor.run(scheduler, order, progress.sweep)
             except BaseException:
                 self.close()
                 raise
-        cut_short = [row for row in table.rows if row.finish_reason is None]
-        for row in cut_short:
-            row.finish_reason = "length"
-        on_finished(table.finish(cut_short))
-
-    def _report(
-        self, engine: Engine, table: RequestTable, scheduler: Scheduler, before: dict[str, dict[str, int]]
-    ) -> RunReport:
-        """before: what the engine had moved before the run, by kind and lane."""
-        now, part, predicted = engine.io_bytes_by_kind, self._planner.part, self.predicted
-        moved = {kind: {lane: n - before[kind][lane] for lane, n in now[kind].items()} for kind in now}
-        profile = self._planner.profile
-        facts = {"profile": profile.machine, "profile_disturbed": profile.was_disturbed}
-        if scheduler.is_continuous:
-            facts["refilled"] = scheduler.joined
-        seconds = {phase: None if predicted is None else getattr(predicted, phase) for phase in PREDICTIONS}
-        report = make_report(engine, part.eviction, table, scheduler, moved, seconds, facts)
-        return report if engine.wire is None else joint_report(part, report, engine.wire)
+        on_finished(table.finish_rest())
 
     def close(self) -> None:
         """Give back memory, worker threads and scratch files. The LLM can be used again."""
@@ -367,17 +342,17 @@ class LLM:
     def _ready(self, rows: Sequence[Row]) -> Engine:
         """An engine whose buffers cover these rows: the open one if it does, else a new one."""
         engine, planner = self._engine, self._planner
-        if engine is None or not planner.serves(engine.plan, engine.policy, self.asked_policy, rows):
-            self.close()
-            self._check_rolling()
-            budgets = self._budgets()
-            planner.planned = planned = planner.plan(rows, self.asked_policy, budgets)
-            self._policy = policy = planned.policy
-            self.predicted = planner.predict(rows, policy, planned.memory)
-            engine = self._engine = self._open_engine(policy, planned.memory, budgets)
-        else:
+        if engine is not None and planner.serves(engine.plan, engine.policy, self.asked_policy, rows):
             self.predicted = planner.predict(rows, engine.policy, engine.plan)
-        return engine
+            return engine
+        self.close()
+        self._check_rolling()
+        budgets = self._budgets()
+        planner.planned = planned = planner.plan(rows, self.asked_policy, budgets)
+        self._policy = planned.policy
+        self.predicted = planner.predict(rows, planned.policy, planned.memory)
+        self._engine = self._open_engine(planned.policy, planned.memory, budgets)
+        return self._engine
 
     def _open_engine(self, policy: Policy, plan: MemoryPlan, budgets: dict[str, int | None]) -> Engine:
         dtype, part = getattr(torch, self.dtype), self._planner.part
@@ -417,18 +392,18 @@ def _check_together(policy: Policy | AutoPolicy, eviction: Eviction) -> None:
         raise UsageError(f"attn_sparsity: is for the full cache, not for {eviction.name}; leave one of them out")
 
 
-@overload
-def _text(name: str, value: object) -> str: ...
-@overload
-def _text(name: str, value: object, or_none: bool) -> str | None: ...
-def _text(name: str, value: object, or_none: bool = False) -> str | None:
-    """A name or a path as a string; UsageError that names the argument for anything else. or_none: None may be given,
-    an empty string may not."""
+def _text(name: str, value: object) -> str:
+    """A name or a path as a string; UsageError that names the argument for anything else."""
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else value
-    if or_none and text is None:
-        return None
     if not isinstance(text, str):
         raise UsageError(f"{name}: {value!r:.60} is not a text")
-    if or_none and not text:
+    return text
+
+
+def _text_or_none(name: str, value: object) -> str | None:
+    if value is None:
+        return None
+    text = _text(name, value)
+    if not text:
         raise UsageError(f"--{name} '': is empty; leave --{name} out")
     return text

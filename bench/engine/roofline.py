@@ -24,8 +24,8 @@ import torch
 from bench import common
 from flexgen_h2o.cli_common import OneLineParser, positive
 from flexgen_h2o.core.config import MemoryBudget, Policy
-from flexgen_h2o.core.schedule import Step, zigzag
 from flexgen_h2o.core.units import MIB
+from flexgen_h2o.engine.loop import Step, zigzag
 from flexgen_h2o.engine.report import RunReport, column_bytes
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.flags import as_flags, check_positions

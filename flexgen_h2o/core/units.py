@@ -1,10 +1,11 @@
-"""Numbers as people write them (`12GiB`), range checks, and the buffer sizes that engine and planner share."""
+"""Numbers and tables as people write them (`12GiB`), range checks, and the sizes that engine and planner share."""
 
 from __future__ import annotations
 
 import math
 import numbers
 import re
+from collections.abc import Sequence
 
 from flexgen_h2o.core.errors import UsageError
 
@@ -107,6 +108,26 @@ def format_seconds(seconds: float) -> str:
     if minutes < 24 * 60:
         return f"{minutes // 60} h {minutes % 60} min"
     return f"{hours // 24} d {hours % 24} h"
+
+
+def aligned(rows: Sequence[Sequence[str]], right: bool = False) -> list[str]:
+    """A line a row, with columns as wide as their widest cell; short rows are filled up.
+
+    right: all columns but the first are aligned to the right.
+    """
+    count = max(map(len, rows))
+    filled = [[*row, *[""] * (count - len(row))] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*filled, strict=True)]
+    signs = ["<", *(">" if right else "<") * (count - 1)]
+    return [
+        "  ".join(f"{cell:{sign}{width}}" for cell, sign, width in zip(row, signs, widths, strict=True)).rstrip()
+        for row in filled
+    ]
+
+
+def markdown_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A line each: the column names, the rule below them, and the rows."""
+    return [f"| {' | '.join(names)} |", "|" + "---|" * len(names), *(f"| {' | '.join(row)} |" for row in rows)]
 
 
 def round_up(size: int, multiple: int) -> int:

@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from flexgen_h2o.engine.prompts import Prompt
-from flexgen_h2o.engine.sampling import Sampler, SamplingParams, StopStrings, TokenLogprobs, token_logprobs
+from flexgen_h2o.engine.sampling import Sampler, SamplingParams, StopStrings, Tokenizer, TokenLogprobs, token_logprobs
 from flexgen_h2o.kvcache.eviction.policy import Columns
 from flexgen_h2o.kvcache.prefixes import (
     PromptGroup,
@@ -192,17 +192,21 @@ class MicroBatch:
 
 
 class StopCriteria:
-    """When a row is done: end-of-sequence token or stop string ("stop"), or its length ("length")."""
+    """When a row is done: end-of-sequence token or stop string ("stop"), or its length ("length").
 
-    def __init__(self, params: SamplingParams, eos_token_ids: Sequence[int], stop: StopStrings) -> None:
+    tokenizer: None only without stop strings, else UsageError.
+    """
+
+    def __init__(self, params: SamplingParams, eos_token_ids: Sequence[int], tokenizer: Tokenizer | None) -> None:
         self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
-        self.stop = stop
+        self._strings = StopStrings(tokenizer, params.stop)
+        self.cut = self._strings.cut
 
     def is_eos(self, token: int) -> bool:
         return token in self._eos
 
     def __call__(self, row: Row) -> str | None:
-        if self.is_eos(row.token_ids[-1]) or self.stop.found(row.token_ids):
+        if self.is_eos(row.token_ids[-1]) or self._strings.found(row.token_ids):
             return "stop"
         return "length" if len(row.token_ids) >= row.max_new else None
 
@@ -263,7 +267,6 @@ class Progress:
         return sys.stderr is not None and sys.stderr.isatty()
 
     def sweep(self, tokens: int) -> None:
-        """A micro-batch has got `tokens` new ones."""
         self._bar.update(tokens)
 
     def finish(self, rows: Sequence[Row]) -> None:
@@ -322,20 +325,20 @@ class Decoding:
         return tokens
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sweep:
-    """One sweep of a block.
+    """Counts of one sweep of a block.
 
-    prompts: share of its tokens that came from prompts. held: KV columns of all rows and layers (a column is one key
-    and one value of every kv-head). full: what the full cache would have held. read: columns that decode attention
+    fed: tokens; prompts: those of them that came from prompts. held: KV columns of all rows and layers (a column is one
+    key and one value of every kv-head). full: what the full cache would have held. read: columns that decode attention
     read.
     """
 
-    seconds: float
-    prompts: float
-    held: int
-    full: int
-    read: int
+    fed: int = 0
+    prompts: int = 0
+    held: int = 0
+    full: int = 0
+    read: int = 0
 
 
 @dataclass(frozen=True)
@@ -372,7 +375,7 @@ class BlockStats:
     fed_tokens: int = 0
     times: BlockTimes = field(default_factory=BlockTimes)
     kv_use: KvUse = field(default_factory=KvUse)
-    _prompts: float = 0.0  # of the newest sweep
+    _prompts: float = 0.0  # share of the newest sweep's tokens
 
     @property
     def later(self) -> int:
@@ -383,18 +386,18 @@ class BlockStats:
         if self.keeps_lists:
             self.times.layers.append(seconds)
 
-    def end_sweep(self, sweep: Sweep) -> None:
+    def end_sweep(self, sweep: Sweep, seconds: float) -> None:
         if self.sweeps == 1:  # the first counts only while it is alone
             self.held = self.full = 0
         self.held += sweep.held
         self.full += sweep.full
         self.sweeps += 1
-        self._prompts = sweep.prompts
+        self._prompts = sweep.prompts / sweep.fed
         if self.keeps_lists:
             self.times.sweeps.append(0.0)
             self.kv_use.held.append(sweep.held)
             self.kv_use.read.append(sweep.read)
-        self.add_seconds(sweep.seconds)
+        self.add_seconds(seconds)
 
     def add_seconds(self, seconds: float) -> None:
         """Add to the newest sweep's seconds. A mixed sweep's are split between prefill and decode by its tokens."""

@@ -17,7 +17,7 @@ from flexgen_h2o.core.config import ModelSpec
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.engine.generation import BlockStats, Callbacks, Decoding, Row, StopCriteria, TokenSource, make_blocks
 from flexgen_h2o.engine.prompts import Completion, Prompt, prompts_from_python
-from flexgen_h2o.engine.sampling import Sampler, SamplingParams, StopStrings, decode_text
+from flexgen_h2o.engine.sampling import Sampler, SamplingParams, decode_text
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.eviction.policy import most_new_tokens
 from flexgen_h2o.models.load import Model
@@ -119,8 +119,8 @@ class RequestTable:
         return Row(prompt, most, asked=params.max_tokens, top_logprobs=params.logprobs)
 
     def _new_criteria(self, stop: tuple[str, ...], ignore_eos: bool) -> StopCriteria:
-        params = SamplingParams(ignore_eos=ignore_eos)
-        return StopCriteria(params, self.model.spec.eos_token_ids, StopStrings(self.model.tokenizer, stop))
+        params = SamplingParams(stop=stop, ignore_eos=ignore_eos)
+        return StopCriteria(params, self.model.spec.eos_token_ids, self.model.tokenizer)
 
     def decoding(self, callbacks: Callbacks) -> Decoding:
         """How the rows get their tokens."""
@@ -146,11 +146,18 @@ class RequestTable:
             del self._params[row.prompt.index]
         return found
 
+    def finish_rest(self) -> list[Completion]:
+        """The same of rows that were cut short, as of length."""
+        rest = [row for row in self.rows if row.finish_reason is None]
+        for row in rest:
+            row.finish_reason = "length"
+        return self.finish(rest)
+
     def _completion(self, row: Row) -> Completion:
         assert row.finish_reason is not None
         text = None
         if self.model.tokenizer is not None:
-            text = self._criteria_of(row).stop.cut(decode_text(self.model.tokenizer, row.token_ids))
+            text = self._criteria_of(row).cut(decode_text(self.model.tokenizer, row.token_ids))
         logprobs = None if row.top_logprobs is None else list(row.logprobs)
         return Completion(row.prompt.index, row.prompt.text, text, list(row.token_ids), row.finish_reason, logprobs)
 

@@ -23,9 +23,8 @@ from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import READ_THREADS, WRITE_THREADS
 from flexgen_h2o.engine.distributed import Part, Wire
-from flexgen_h2o.engine.hidden import HiddenStore
 from flexgen_h2o.engine.memory_plan import MemoryPlan, attends_on_host, tier_shares
-from flexgen_h2o.engine.weights import WeightStore
+from flexgen_h2o.engine.stores import HiddenStore, WeightStore
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.kvcache.slots import CommonPrefix
 from flexgen_h2o.kvcache.store import CacheStore
@@ -72,7 +71,9 @@ class Engine:
             stack.callback(self.lanes.close)
             self._take_buffers(site.offload_dir, stack)
             decoded = self._buffers.get(("unpacked weights", device.tier))
-            self.weights = WeightStore(self.layers, checkpoint, shares, form, self.mover, self.workspace(), decoded)
+            sizes = dict(plan.workspace)
+            self.workspace = Workspace(self._buffers["workspace", device.tier], sizes, dtype)
+            self.weights = WeightStore(self.layers, checkpoint, shares, form, self.mover, self.workspace, decoded)
             stack.callback(self.weights.close)
             # Left in reverse: the threads end before the files that they use are closed.
             stack.callback(self.lanes.close)
@@ -177,10 +178,6 @@ class Engine:
         """Room for one copy of so many KV columns, as the plan has it."""
         spec, memory = self.spec, self._buffers["common prefix", self.device.tier]
         return CommonPrefix(memory, self.dtype, columns, (spec.num_blocks, spec.num_kv_heads, spec.head_dim))
-
-    def workspace(self) -> Workspace:
-        sizes = dict(self.plan.workspace)
-        return Workspace(self._buffers["workspace", self.device.tier], sizes, self.dtype)
 
 
 def _close_dropped(stack: contextlib.ExitStack, owner: int) -> None:

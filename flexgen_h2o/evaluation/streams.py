@@ -313,7 +313,7 @@ def converse(
     """One conversation with a policy; what it was, for the JSON. ids: of the turns; params: of each answer."""
     llm.eviction, spec = case.eviction, llm.model.spec
     room = most_new_tokens(case.eviction, spec, len(ids[0]), tokens_after_first(ids, params.max_tokens))
-    ends = StopCriteria(params, spec.eos_token_ids, StopStrings(llm.model.tokenizer, params.stop))
+    ends = StopCriteria(params, spec.eos_token_ids, llm.model.tokenizer)
     shown = Shown(llm, turns, len(ids[0]), show)
     talk = Conversation(ids, params.max_tokens, Sampler(params), ends, shown, room)
     llm.prepare([talk.prompt], talk)

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flexgen_h2o.core.files import write_picture
-from flexgen_h2o.core.tables import markdown_table
-from flexgen_h2o.core.units import format_bytes
+from flexgen_h2o.core.units import format_bytes, markdown_table
 
 Figures = dict[str, Any]
 

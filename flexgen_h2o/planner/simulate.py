@@ -13,8 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
-from flexgen_h2o.core.schedule import Step, weight_sequence
-from flexgen_h2o.engine.loop import ATTENTION_KINDS, BaseWeightStream, UnitKey, Walk
+from flexgen_h2o.engine.loop import ATTENTION_KINDS, BaseWeightStream, Step, UnitKey, Walk, weight_sequence
 from flexgen_h2o.engine.memory_plan import MemoryPlan
 from flexgen_h2o.engine.workload import Batch
 from flexgen_h2o.planner.costs import LANES, RESOURCES, Costs, StepCost, TransferCost
@@ -165,7 +164,7 @@ Costed = tuple[Sequence[TransferCost], Sequence[TransferCost]]  # loads and stor
 
 class _Store:
     """KV units or hidden states of which only sizes and seconds count, as of kvcache/store.CacheStore and
-    engine/hidden.HiddenStore.
+    engine/stores.HiddenStore.
 
     Of a key, key[first:] names the unit; `nbytes` are its ring bytes, `costs` its loads and stores, `use` says how
     often the unit was used before.

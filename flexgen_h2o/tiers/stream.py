@@ -1,4 +1,5 @@
-"""Events, rings of buffer space, and streams of units that are loaded ahead. No torch: the simulator uses them too.
+"""Shares into rows, events, rings of buffer space, and streams of units that are loaded ahead. No torch: the simulator
+uses them too.
 
 Events, not barriers: whoever overwrites bytes waits for their last readers and writers, and for nothing else. One
 `Stream` for each thing that moves (weights, KV units, hidden states). Space is taken strictly in schedule order, so a
@@ -13,10 +14,54 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
+from flexgen_h2o.core.config import TIERS
 from flexgen_h2o.core.units import PAGE, round_up
 
 if TYPE_CHECKING:
     import torch
+
+
+Shares = tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows [start, end) have their home on `tier`."""
+
+    tier: str
+    start: int
+    end: int
+
+    @property
+    def rows(self) -> int:
+        return self.end - self.start
+
+
+def split_rows(count: int, shares: Shares, multiple: int = 1) -> tuple[Part, ...]:
+    """Cut `count` rows into at most three parts, device first, each share honoured to within `multiple` rows.
+
+    A share of 0 gets no rows and the shares' sum is always all rows.
+    """
+    cuts, total = [0], 0.0
+    for i, share in enumerate(shares):
+        total += share
+        if not any(s > 0 for s in shares[i + 1 :]):
+            cuts.append(count)
+        elif share == 0:
+            cuts.append(cuts[-1])
+        else:
+            cuts.append(max(cuts[-1], min(count, round(count * total / multiple) * multiple)))
+    return tuple(Part(tier, a, b) for tier, a, b in zip(TIERS, cuts[:-1], cuts[1:], strict=True) if b > a)
+
+
+def on_host_device(shares: Shares) -> Shares:
+    """The shares when the device is host memory: both are one tier."""
+    return (0.0, shares[0] + shares[1], shares[2])
+
+
+def is_streamed(tier: str, device_is_host: bool) -> bool:
+    """Must bytes with this home be brought to the device before a layer can use them?"""
+    return tier == "disk" or (tier == "host" and not device_is_host)
 
 
 class Waitable(Protocol):

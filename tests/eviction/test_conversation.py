@@ -13,7 +13,7 @@ import torch
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.core.units import GIVEN_CHUNK
 from flexgen_h2o.engine.generation import Callbacks, StopCriteria
-from flexgen_h2o.engine.sampling import Sampler, StopStrings
+from flexgen_h2o.engine.sampling import Sampler
 from flexgen_h2o.evaluation.streams import Conversation, tokens_after_first
 from flexgen_h2o.kvcache.eviction import H2O, Eviction
 from flexgen_h2o.kvcache.eviction.policy import ROLLING
@@ -64,7 +64,7 @@ def converse(
     """One token at once: held positions too."""
     heard, logits, seen = Heard(), LogitsByRow(), SeenByRow()
     params = SamplingParams(max_tokens=answer)
-    ends = StopCriteria(params, eos, StopStrings(None, ()))
+    ends = StopCriteria(params, eos, None)
     talk = Conversation(turns, answer, Sampler(params), ends, heard, room, max_tokens_per_sweep)
     done: list[list[int]] = []
     with LLM(str(folder), policy, eviction, dtype="float32", budget=budget, offload_dir=offload_dir) as llm:

@@ -17,7 +17,6 @@ from flexgen_h2o.core.config import (
     Policy,
     TensorSpec,
     WeightUnit,
-    Workload,
     check_bits_used,
     check_percent,
     without_unused_bits,
@@ -99,7 +98,7 @@ def test_a_policy_is_a_value() -> None:
         policy.overlap = False  # type: ignore[misc]
 
 
-# ---- numbers, workload, budget
+# ---- numbers, budget
 
 
 @pytest.mark.parametrize(("value", "says"), [(0, "at least 1"), (True, "whole"), (1.0, "whole"), (None, "whole")])
@@ -112,12 +111,6 @@ def test_check_int_names_both_bounds() -> None:
     assert check_int("rows", 9, 1, 9) == 9
     with pytest.raises(UsageError, match="between 1 and 9"):
         check_int("rows", 10, 1, 9)
-
-
-@pytest.mark.parametrize("field", ["num_prompts", "prompt_len", "gen_len"])
-def test_workload_needs_at_least_one_of_each(field: str) -> None:
-    with pytest.raises(UsageError, match=field):
-        Workload(**{"num_prompts": 1, "prompt_len": 1, "gen_len": 1, field: 0})
 
 
 def test_budget_reads_sizes_and_names_the_flag() -> None:

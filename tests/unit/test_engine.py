@@ -91,7 +91,7 @@ def test_every_planned_buffer_is_taken_at_its_size(
 
 def test_the_workspace_is_carved_from_its_buffer(open_engine: Open) -> None:
     with open_engine(Policy(), HostDevice()) as engine:
-        workspace = engine.workspace()
+        workspace = engine.workspace
         for name, nbytes in engine.plan.workspace:
             workspace.get(name, nbytes // 4).fill_(1)
 

@@ -9,15 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexgen_h2o.core.schedule import zigzag
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import PAGE, round_up
-from flexgen_h2o.engine.hidden import HiddenKey, HiddenStore
+from flexgen_h2o.engine.loop import UnitKey, zigzag
 from flexgen_h2o.engine.memory_plan import hidden_home_bytes, hidden_is_streamed
+from flexgen_h2o.engine.stores import HiddenStore
 from flexgen_h2o.tiers.device import Device, HostDevice, StandInDevice, host_buffer
 from flexgen_h2o.tiers.disk import Scratch
-from flexgen_h2o.tiers.placement import Shares, split_rows
-from flexgen_h2o.tiers.stream import NOTHING, Done, Ring, Stream
+from flexgen_h2o.tiers.stream import NOTHING, Done, Ring, Shares, Stream, split_rows
 from flexgen_h2o.tiers.transfers import Lanes, Mover
 
 pytestmark = pytest.mark.timeout(60)
@@ -64,7 +63,7 @@ class Bench:
             self.store.begin_sweep(k, count)
         state: dict[int, torch.Tensor] = {}
         order = [(s.sweep, s.layer, s.micro_batch) for s in zigzag(len(tokens), LAYERS, len(tokens[0]))]
-        stream: Stream[HiddenKey] = Stream(self.ring, iter(order), self.store, ahead)
+        stream: Stream[UnitKey] = Stream(self.ring, iter(order), self.store, ahead)
         for sweep, layer, k in order:
             count = tokens[sweep][k]
             if not count:

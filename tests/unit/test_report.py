@@ -66,9 +66,10 @@ def make_report(**changes: Any) -> RunReport:
 def test_sums_of_a_block(keeps_lists: bool) -> None:
     """A mixed sweep's time is split by its tokens; columns are those of the sweeps behind the first, if any."""
     stats, found = BlockStats(keeps_lists), []
-    for sweep in (Sweep(4.0, 1.0, 10, 12, 0), Sweep(2.0, 0.25, 20, 30, 7), Sweep(1.0, 0.0, 25, 35, 9)):
-        stats.end_layer(sweep.seconds)
-        stats.end_sweep(sweep)
+    sweeps = (4.0, Sweep(6, 6, 10, 12, 0)), (2.0, Sweep(8, 2, 20, 30, 7)), (1.0, Sweep(5, 0, 25, 35, 9))
+    for seconds, sweep in sweeps:
+        stats.end_layer(seconds)
+        stats.end_sweep(sweep, seconds)
         found.append((stats.prefill_s, stats.decode_s, stats.held, stats.full, stats.later))
     assert found == [(4.0, 0.0, 10, 12, 0), (4.5, 1.5, 20, 30, 1), (4.5, 2.5, 45, 65, 2)]
     stats.add_seconds(3.0)

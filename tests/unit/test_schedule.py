@@ -7,7 +7,7 @@ from itertools import groupby, pairwise, product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o.core.schedule import Step, weight_sequence, zigzag
+from flexgen_h2o.engine.loop import Step, weight_sequence, zigzag
 
 few = st.integers(0, 6)
 

@@ -14,10 +14,10 @@ import torch
 from flexgen_h2o.checkpoint import Checkpoint, match, read_index
 from flexgen_h2o.checkpoint.formats import PackedFormat, WeightFormat
 from flexgen_h2o.core.config import ModelSpec, Policy, WeightUnit
-from flexgen_h2o.core.schedule import weight_sequence
 from flexgen_h2o.core.timeline import Timeline
+from flexgen_h2o.engine.loop import weight_sequence
 from flexgen_h2o.engine.memory_plan import BlockShape, Depth, memory_plan, tier_shares
-from flexgen_h2o.engine.weights import WeightStore, WeightStream
+from flexgen_h2o.engine.stores import WeightStore, WeightStream
 from flexgen_h2o.kernels.linear import DenseRows, RowParts
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import spec_from_config

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_h2o.core.config import TIERS, Policy
-from flexgen_h2o.tiers.placement import Part, Shares, on_host_device, split_rows
+from flexgen_h2o.tiers.stream import Part, Shares, on_host_device, split_rows
 
 pairs = st.integers(0, 100).flatmap(lambda a: st.tuples(st.just(a), st.integers(0, 100 - a)))
 shares_of = pairs.map(lambda pair: Policy(percent=(*pair, 0, 0, 0, 0)).weight_shares)
