@@ -91,7 +91,7 @@ class Executor:
         self._batches = [MicroBatch(r, self._sharing, self._common, opens=k == 0) for k, r in enumerate(rows)]
         sweeps = max(r.max_new for batch in rows for r in batch) if waiting is None else None
         engine, together = self._engine, None
-        self._begin()
+        self._begin_block()
         if self._wire is not None:  # some micro-batches of a pipeline are on their way while it computes others
             self._wire.begin_block([len(r) for r in rows])
             together = engine.policy.num_gpu_batches
@@ -108,7 +108,7 @@ class Executor:
         """Wait for loads still under way; call once after the last block."""
         self._weights.drain()
 
-    def _begin(self) -> None:
+    def _begin_block(self) -> None:
         engine, count = self._engine, len(self._batches)
         self._tables = [SlotTable(self._eviction, self._sizes(b.rows), engine.spec.num_blocks) for b in self._batches]
         layouts = [[self._layout(block, k) for k in range(count)] for block in range(engine.spec.num_blocks)]
@@ -202,18 +202,15 @@ class Executor:
         self._layer_start = now
         if step.layer < len(self._layers) - 1:
             return False
-        self._end_sweep(now - self._sweep_start)
+        if self._sweep.fed:
+            self._stats.end_sweep(self._sweep, now - self._sweep_start)
+            self._sweep = Sweep()
+        else:  # the ranks of a pipeline have told each other that no rows are left
+            self._stats.add_seconds(now - self._sweep_start)
         self._sweep_start = now
         return not any(batch.rows for batch in self._batches) and (self._wire is None or self._wire.is_over)
 
     # Rows
-
-    def _end_sweep(self, seconds: float) -> None:
-        if not self._sweep.fed:  # the ranks of a pipeline have told each other that no rows are left
-            self._stats.add_seconds(seconds)
-            return
-        self._stats.end_sweep(self._sweep, seconds)
-        self._sweep = Sweep()
 
     def _receive_tokens(self, step: Step, wire: Wire) -> None:
         """The tokens of a micro-batch's last sweep, where another rank has chosen them."""

@@ -9,13 +9,14 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from tqdm import tqdm
 
+from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.engine.prompts import Prompt
-from flexgen_h2o.engine.sampling import Sampler, SamplingParams, StopStrings, Tokenizer, TokenLogprobs, token_logprobs
+from flexgen_h2o.engine.sampling import Sampler, Tokenizer, TokenLogprobs, decode_text, token_logprobs
 from flexgen_h2o.kvcache.eviction.policy import Columns
 from flexgen_h2o.kvcache.prefixes import (
     PromptGroup,
@@ -191,24 +192,57 @@ class MicroBatch:
         self._new = group_rows(rows, sharing, self._common)
 
 
+# Tokens looked at beyond the longest stop string: a UTF-8 character cut at the window's start spoils up to 4 of them.
+_WINDOW_MARGIN = 8
+
+
 class StopCriteria:
     """When a row is done: end-of-sequence token or stop string ("stop"), or its length ("length").
 
     tokenizer: None only without stop strings, else UsageError.
     """
 
-    def __init__(self, params: SamplingParams, eos_token_ids: Sequence[int], tokenizer: Tokenizer | None) -> None:
-        self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
-        self._strings = StopStrings(tokenizer, params.stop)
-        self.cut = self._strings.cut
+    def __init__(self, stop: tuple[str, ...], eos_token_ids: Sequence[int], tokenizer: Tokenizer | None) -> None:
+        if stop and tokenizer is None:
+            raise UsageError("--stop: stop strings need a tokenizer and the model's folder has none; leave --stop out")
+        self._stop, self._eos, self._tokenizer = stop, frozenset(eos_token_ids), tokenizer
+        self._window = max((len(s.encode("utf-8", "surrogatepass")) for s in stop), default=0) + _WINDOW_MARGIN
+        self._size = len(tokenizer) if tokenizer is not None and stop else 0
+        self._silent = _silent_ids(tokenizer) if tokenizer is not None and stop else frozenset()
 
     def is_eos(self, token: int) -> bool:
         return token in self._eos
 
     def __call__(self, row: Row) -> str | None:
-        if self.is_eos(row.token_ids[-1]) or self._strings.found(row.token_ids):
+        """Why a row is done with its newest token; None where it is not. To be called after each new token."""
+        if self.is_eos(row.token_ids[-1]) or self.found(row.token_ids):
             return "stop"
         return "length" if len(row.token_ids) >= row.max_new else None
+
+    def found(self, token_ids: Sequence[int]) -> bool:
+        """Whether the newest of a row's tokens completed a stop string. Decodes a short tail only."""
+        if not self._stop or self._tokenizer is None:
+            return False
+        tail: list[int] = []
+        for token in reversed(token_ids):
+            # Tokens without text would use up the window that is counted in tokens of at least one byte.
+            if token < self._size and token not in self._silent:
+                tail.append(token)
+                if len(tail) == self._window:
+                    break
+        text = decode_text(self._tokenizer, tail[::-1])
+        return any(s in text for s in self._stop)
+
+    def cut(self, text: str) -> str:
+        """`text` up to where the earliest stop string begins; all of it when there is none."""
+        starts = [at for at in map(text.find, self._stop) if at >= 0]
+        return text[: min(starts)] if starts else text
+
+
+def _silent_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Ids that decode to nothing because they are special."""
+    added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", None) or {}
+    return frozenset(tokenizer.all_special_ids) | {i for i, token in added.items() if getattr(token, "special", False)}
 
 
 class TokenSource(Protocol):

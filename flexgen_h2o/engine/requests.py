@@ -82,7 +82,10 @@ class RequestTable:
         self._source: TokenSource | None = None
         self._params: dict[int, SamplingParams] = {}
         self._sampler = Sampler(params if isinstance(params, SamplingParams) else self._params)
-        self._criteria = lru_cache(STOPS_KEPT)(self._new_criteria)
+        eos, tokenizer = model.spec.eos_token_ids, model.tokenizer
+        self._criteria = lru_cache(STOPS_KEPT)(
+            lambda stop, ignore: StopCriteria(stop, () if ignore else eos, tokenizer)
+        )
         self.sizes: Counter[tuple[int, int]] = Counter()
         self.decoded = 0
         if isinstance(params, SamplingParams):
@@ -118,10 +121,6 @@ class RequestTable:
         most = most_new_tokens(self._eviction, spec, length, params.max_tokens)
         return Row(prompt, most, asked=params.max_tokens, top_logprobs=params.logprobs)
 
-    def _new_criteria(self, stop: tuple[str, ...], ignore_eos: bool) -> StopCriteria:
-        params = SamplingParams(stop=stop, ignore_eos=ignore_eos)
-        return StopCriteria(params, self.model.spec.eos_token_ids, self.model.tokenizer)
-
     def decoding(self, callbacks: Callbacks) -> Decoding:
         """How the rows get their tokens."""
         if self._source is not None:
@@ -140,10 +139,15 @@ class RequestTable:
 
     def finish(self, rows: Sequence[Row]) -> list[Completion]:
         """Count finished rows, forget their parameters, and return their completions."""
-        found = [self._completion(row) for row in rows]
+        found, tokenizer = [], self.model.tokenizer
         for row in rows:
+            assert row.finish_reason is not None
+            text = None if tokenizer is None else self._criteria_of(row).cut(decode_text(tokenizer, row.token_ids))
+            logprobs = None if row.top_logprobs is None else list(row.logprobs)
+            index, prompt = row.prompt.index, row.prompt.text
+            found.append(Completion(index, prompt, text, list(row.token_ids), row.finish_reason, logprobs))
             self.decoded += max(0, len(row.token_ids) - 1)
-            del self._params[row.prompt.index]
+            del self._params[index]
         return found
 
     def finish_rest(self) -> list[Completion]:
@@ -152,14 +156,6 @@ class RequestTable:
         for row in rest:
             row.finish_reason = "length"
         return self.finish(rest)
-
-    def _completion(self, row: Row) -> Completion:
-        assert row.finish_reason is not None
-        text = None
-        if self.model.tokenizer is not None:
-            text = self._criteria_of(row).cut(decode_text(self.model.tokenizer, row.token_ids))
-        logprobs = None if row.top_logprobs is None else list(row.logprobs)
-        return Completion(row.prompt.index, row.prompt.text, text, list(row.token_ids), row.finish_reason, logprobs)
 
     def schedule(
         self, blocks: list[list[list[Row]]], refill: bool, more: More | None = None, common: int = 0

@@ -80,7 +80,16 @@ class Engine:
             interrupts.check()  # a signal may have got lost in an import
             self.weights.load_resident(self._arenas("weights"))
             checkpoint.check_unchanged()
-            self.cache, self.hidden = self._open_cache(), self._open_hidden()
+            overlay = self._buffers.get(("cache overlay", "host"), torch.empty(0, dtype=torch.uint8))
+            self.cache = CacheStore(
+                self.mover, dtype, self._arenas("cache"), self._files.get("cache"), overlay,
+                self._arenas("cache record"), attends_on_host(policy, device.is_host),
+            )  # fmt: skip
+            shares = tier_shares(policy.hidden_shares, device.is_host)
+            arenas, count = self._arenas("hidden"), len(self.layers.layers)
+            self.hidden = HiddenStore(
+                self.mover, dtype, spec.hidden_size, shares, count, arenas, self._files.get("hidden")
+            )
             self.wire: Wire | None = None  # to the other ranks, where this is a stage of a pipeline
             if part.pipeline is not None:
                 self.wire = Wire(part.pipeline, device, self._buffers["wire", device.tier])
@@ -150,21 +159,6 @@ class Engine:
             return self.device.buffer(nbytes)
         pinned = name in COPIED_HOMES and self.policy.pin_weight
         return self.device.host_staging(nbytes) if pinned else host_buffer(nbytes)
-
-    def _open_cache(self) -> CacheStore:
-        on_host = attends_on_host(self.policy, self.device.is_host)
-        overlay = self._buffers.get(("cache overlay", "host"), torch.empty(0, dtype=torch.uint8))
-        return CacheStore(
-            self.mover, self.dtype, self._arenas("cache"), self._files.get("cache"), overlay,
-            self._arenas("cache record"), on_host,
-        )  # fmt: skip
-
-    def _open_hidden(self) -> HiddenStore:
-        shares = tier_shares(self.policy.hidden_shares, self.device.is_host)
-        return HiddenStore(
-            self.mover, self.dtype, self.spec.hidden_size, shares, len(self.layers.layers), self._arenas("hidden"),
-            self._files.get("hidden"),
-        )  # fmt: skip
 
     def _arenas(self, name: str) -> dict[str, torch.Tensor]:
         return {tier: buffer for (what, tier), buffer in self._buffers.items() if what == name}

@@ -22,7 +22,7 @@ from flexgen_h2o.core.units import GIVEN_CHUNK, format_bytes, format_seconds
 from flexgen_h2o.engine.generation import Callbacks, Row, Silent, StopCriteria
 from flexgen_h2o.engine.prompts import Prompt, lines_of, make_prompt, object_of_json, prompt_of_json
 from flexgen_h2o.engine.report import RunReport
-from flexgen_h2o.engine.sampling import Sampler, SamplingParams, StopStrings, Tokenizer, decode_text
+from flexgen_h2o.engine.sampling import Sampler, SamplingParams, Tokenizer, decode_text
 from flexgen_h2o.evaluation.metrics import (
     Bootstrap,
     Case,
@@ -313,7 +313,8 @@ def converse(
     """One conversation with a policy; what it was, for the JSON. ids: of the turns; params: of each answer."""
     llm.eviction, spec = case.eviction, llm.model.spec
     room = most_new_tokens(case.eviction, spec, len(ids[0]), tokens_after_first(ids, params.max_tokens))
-    ends = StopCriteria(params, spec.eos_token_ids, llm.model.tokenizer)
+    eos = () if params.ignore_eos else spec.eos_token_ids
+    ends = StopCriteria(params.stop, eos, llm.model.tokenizer)
     shown = Shown(llm, turns, len(ids[0]), show)
     talk = Conversation(ids, params.max_tokens, Sampler(params), ends, shown, room)
     llm.prepare([talk.prompt], talk)
@@ -361,7 +362,7 @@ def _mean(nats: Sequence[float]) -> float:
 def _facts(index: int, turn: Turn, one: Exchange, llm: LLM, params: SamplingParams) -> dict[str, Any]:
     tokenizer, text = llm.model.tokenizer, None
     if tokenizer is not None:
-        text = StopStrings(tokenizer, params.stop).cut(decode_text(tokenizer, one.answer))
+        text = StopCriteria(params.stop, (), tokenizer).cut(decode_text(tokenizer, one.answer))
     return {
         "turn": index,
         **turn.labels,

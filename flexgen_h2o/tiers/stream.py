@@ -193,19 +193,12 @@ def streamed_keys(keys: Iterator[Key], sweep: Iterable[Key], source: Source[Key]
     return keys if any(source.nbytes(key) for key in sweep) else iter(())
 
 
-@dataclass(eq=False)
-class _Entry(Generic[Key]):
-    key: Key
-    region: Region
-    loads: list[Done]
-
-
 class Stream(Generic[Key]):
     """Loads units in the order of `sequence`. ahead: how many may be loading besides the one in use."""
 
     def __init__(self, ring: Ring | None, sequence: Iterator[Key], source: Source[Key], ahead: int) -> None:
         self._ring, self._sequence, self._source, self._ahead = ring, sequence, source, ahead
-        self._entries: deque[_Entry[Key]] = deque()
+        self._entries: deque[tuple[Key, Region, list[Done]]] = deque()  # whose loads have started
         self._pending: Key | None = None
 
     def prefetch(self) -> None:
@@ -220,12 +213,12 @@ class Stream(Generic[Key]):
         while True:
             if not self._entries and not self._start_one():
                 raise AssertionError(f"no room for {key}: the ring is smaller than its largest unit")
-            entry = self._entries.popleft()
-            wait_all(entry.loads)
-            if entry.key == key:
-                return entry.region
-            assert not self._source.is_needed(entry.key), f"{key} asked for before {entry.key}"
-            self.give_back(entry.region)
+            found, region, loads = self._entries.popleft()
+            wait_all(loads)
+            if found == key:
+                return region
+            assert not self._source.is_needed(found), f"{key} asked for before {found}"
+            self.give_back(region)
 
     def give_back(self, region: Region | None, users: Sequence[Waitable] = ()) -> None:
         """The region may be reused once `users`, its last readers and writers, are done."""
@@ -236,9 +229,9 @@ class Stream(Generic[Key]):
     def drain(self) -> None:
         """Wait for all loads under way and forget them."""
         while self._entries:
-            entry = self._entries.popleft()
-            wait_all(entry.loads)
-            self.give_back(entry.region)
+            _, region, loads = self._entries.popleft()
+            wait_all(loads)
+            self.give_back(region)
 
     def _start_one(self) -> bool:
         key = self._next_needed()
@@ -248,7 +241,7 @@ class Stream(Generic[Key]):
         region = self._ring.take(self._source.nbytes(key))
         if region is None:
             return False
-        self._entries.append(_Entry(key, region, self._source.load(key, region)))
+        self._entries.append((key, region, self._source.load(key, region)))
         self._pending = None
         return True
 

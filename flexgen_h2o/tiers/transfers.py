@@ -12,7 +12,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -29,12 +28,7 @@ class _Cancelled(Exception):
     """Raised to those who wait for an operation that was dropped as the lanes were closed."""
 
 
-@dataclass(frozen=True)
-class _Job:
-    name: str
-    run: Callable[[], int]
-    after: Sequence[Waitable]
-    done: Done
+_Job = tuple[str, Callable[[], int], Sequence[Waitable], Done]  # its name, what it does, what comes before it
 
 
 class Lanes:
@@ -67,7 +61,7 @@ class Lanes:
                 done.finish_one(self._failure)
                 return done
             for job in jobs:
-                self._queues[lane].put(_Job(name, job, after, done))
+                self._queues[lane].put((name, job, after, done))
         return done
 
     def count(self, lane: str, nbytes: int) -> None:
@@ -92,21 +86,18 @@ class Lanes:
     @torch.inference_mode()  # as the compute thread, whose views it fills
     def _work(self, lane: str, row: str) -> None:
         while (job := self._queues[lane].get()) is not None:
-            if self._failure is not None:
-                job.done.finish_one(self._failure)
-                continue
+            name, run, after, done = job
             try:
-                wait_all(job.after)
-                start, self._current.name = time.perf_counter(), job.name
-                moved = job.run()
-                self.timeline.record(lane, job.name, start, time.perf_counter(), row)
+                if self._failure is None:
+                    wait_all(after)
+                    start, self._current.name = time.perf_counter(), name
+                    moved = run()
+                    self.timeline.record(lane, name, start, time.perf_counter(), row)
+                    self.count(lane, moved)
             except BaseException as error:
                 with self._lock:
                     self._failure = self._failure or error
-                job.done.finish_one(self._failure)
-                continue
-            self.count(lane, moved)
-            job.done.finish_one()
+            done.finish_one(self._failure)
 
 
 Memory = Literal["device", "host"]

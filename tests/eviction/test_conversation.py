@@ -64,7 +64,7 @@ def converse(
     """One token at once: held positions too."""
     heard, logits, seen = Heard(), LogitsByRow(), SeenByRow()
     params = SamplingParams(max_tokens=answer)
-    ends = StopCriteria(params, eos, None)
+    ends = StopCriteria((), eos, None)
     talk = Conversation(turns, answer, Sampler(params), ends, heard, room, max_tokens_per_sweep)
     done: list[list[int]] = []
     with LLM(str(folder), policy, eviction, dtype="float32", budget=budget, offload_dir=offload_dir) as llm:

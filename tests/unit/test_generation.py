@@ -110,7 +110,7 @@ def test_rows_of_any_length_generate_to_their_own_end(shapes: list[tuple[int, in
     """Columns in the cache are always the positions before the token that is fed; a list follows the moves."""
     rows = [row(i, length, most) for i, (length, most) in enumerate(shapes)]
     batch, done, cache = MicroBatch(rows), [], [0] * len(rows)
-    end = StopCriteria(SamplingParams(), (), None)
+    end = StopCriteria((), (), None)
     while batch.rows:
         fed = batch.sweep_input()
         assert list(fed.past) == cache[: len(batch.rows)]
@@ -141,8 +141,7 @@ def test_rows_of_any_length_generate_to_their_own_end(shapes: list[tuple[int, in
     ],
 )
 def test_reasons(reason: str | None, new: list[int], max_new: int, params: dict[str, Any]) -> None:
-    sampling = SamplingParams(**params)
-    criteria = StopCriteria(sampling, (2, 9), Letters())
+    criteria = StopCriteria(params.get("stop", ()), () if params.get("ignore_eos") else (2, 9), Letters())
     assert criteria(row(0, 1, max_new, token_ids=new)) == reason
 
 

@@ -192,7 +192,7 @@ def _run_block(engine: Engine, run: _Run) -> tuple[Steps, Steps, float]:
     """Medians over the layers of a kind, in the prefill sweep and in the decode sweeps of a block; and the mean seconds
     of a transformer block in those."""
     params = SamplingParams(max_tokens=run.new_tokens, ignore_eos=True)
-    decoding = Decoding(Sampler(params), StopCriteria(params, (), None))
+    decoding = Decoding(Sampler(params), StopCriteria((), (), None))
     executor = Executor(engine, run.eviction, decoding, lambda finished: None, params.max_tokens)
     ids = tuple(i % VOCABULARY for i in range(run.prompt_len))
     stats = BlockStats()
