@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flexgen_h2o import LLM, Completion, MemoryBudget, Policy, SamplingParams
-from flexgen_h2o.core.errors import DoesNotFitError, UsageError
+from flexgen_h2o.core.errors import DoesNotFitError
 from flexgen_h2o.engine.prompts import Prompt, prompts_from_python
 from tests.parity.cases import PLACEMENTS
 from tests.parity.reference import LONG, Reference, greedy, random_prompts, tokens_of
@@ -86,11 +86,6 @@ def test_logprobs_equal_transformers(alone: list[Completion], reference: Callabl
             best = row.topk(ASKED[i].logprobs)
             assert [token for token, _ in one.top] == best.indices.tolist()
             assert [value for _, value in one.top] == pytest.approx(best.values.tolist(), abs=1e-4)
-
-
-def test_as_many_params_as_prompts(reference: Callable[[str], Reference], tmp_path: Path) -> None:
-    with engine(reference("normal"), Policy(2, 1), tmp_path) as llm, pytest.raises(UsageError, match="2 for 3 prompts"):
-        llm.generate(PROMPTS[:3], ASKED[:2])
 
 
 # ---- parts of a job

@@ -12,10 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o.engine.generation import Callbacks, Decoding, MicroBatch, Progress, Row, StopCriteria, make_blocks
+from flexgen_h2o.engine.generation import MicroBatch, Progress, Row, StopCriteria, make_blocks
 from flexgen_h2o.engine.prompts import Prompt
-from flexgen_h2o.engine.requests import ForcedTokens, Scheduler
-from flexgen_h2o.engine.sampling import Sampler, SamplingParams
+from flexgen_h2o.engine.requests import Scheduler
 
 
 def row(index: int, length: int, max_new: int = 9, **more: Any) -> Row:
@@ -146,30 +145,6 @@ def test_reasons(reason: str | None, new: list[int], max_new: int, params: dict[
 
 
 # ---- choosing
-
-
-def test_forced_tokens_are_taken_whatever_the_logits() -> None:
-    """Rows by their index, each at its own step, to the last."""
-    forced = ForcedTokens({7: [1, 2, 3], 4: (5, 6)})
-    assert forced.sample(torch.randn(2, 9), [4, 7], [1, 0]) == [6, 1]
-    assert forced.sample(torch.full((1, 9), torch.nan), [7], [2]) == [3]
-    assert (forced.most_new(7), forced.most_new(4)) == (3, 2)
-    assert [forced.end(Row(Prompt(4, (1,), None), 2, ids)) for ids in ([5], [5, 6])] == [None, "length"]
-
-
-def test_sampler_and_watch_see_rows_by_their_place_in_the_input() -> None:
-    seen: list[Any] = []
-
-    class Watched(Sampler):
-        def sample(self, logits: torch.Tensor, rows: Any, steps: Any) -> list[int]:
-            seen.append((list(rows), list(steps)))
-            return super().sample(logits, rows, steps)
-
-    batch, logits = MicroBatch([row(7, 2), row(3, 1)]), torch.eye(4)[:2]
-    batch.append_tokens([1, 1], lambda r: None)
-    watch = Callbacks(lambda rows, values: seen.append((rows, values.tolist())))
-    assert Decoding(Watched(SamplingParams()), lambda r: None, watch).sample(batch, logits) == [0, 1]
-    assert seen == [([7, 3], logits.tolist()), ([7, 3], [1, 1])]
 
 
 # ---- continuous batching

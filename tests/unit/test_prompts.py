@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from flexgen_h2o.core.errors import FlexgenError, UsageError
+from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.engine.prompts import (
     BENCHMARK_TEXT,
     Completion,
@@ -200,19 +200,6 @@ def test_outputs_are_in_input_order_and_replace_the_old_file(tmp_path: Path) -> 
     ]
     assert list(json.loads(lines[0])) == ["index", "prompt", "text", "token_ids", "finish_reason"]
     assert os.listdir(tmp_path) == ["out.jsonl"]
-
-
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = put(tmp_path, "out.jsonl", "old")
-
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(FlexgenError, match=r"^--output .*out\.jsonl: No space left") as error:
-        write_outputs(path, DONE)
-    assert not isinstance(error.value, UsageError)
-    assert path.read_text() == "old" and os.listdir(tmp_path) == ["out.jsonl"]
 
 
 def test_outputs_follow_a_link(tmp_path: Path) -> None:
