@@ -1,4 +1,4 @@
-"""Rows, all placed once near their shares; rings, whose live regions never overlap, and streams, which load units in order and never more than `ahead`."""
+"""Shares into rows; rings, whose live regions never overlap; streams, which load in order and never more than `ahead`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from flexgen_h2o.core.config import TIERS, Policy
 from flexgen_h2o.core.units import PAGE
 from flexgen_h2o.tiers.stream import Done, Region, Ring, Shares, Stream, split_rows, streamed_keys
-
 
 # ---- shares into rows
 
