@@ -1,4 +1,4 @@
-"""Shares into rows; rings, whose live regions never overlap; streams, which load in order and never more than `ahead`."""
+"""Shares into rows; rings, whose live regions never overlap; streams, which load in order, never more than `ahead`."""
 
 from __future__ import annotations
 
