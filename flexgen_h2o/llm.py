@@ -26,7 +26,6 @@ from flexgen_h2o.engine.generation import (
     BlockStats,
     BlockTimes,
     Callbacks,
-    KvUse,
     LogitsWatch,
     Progress,
     Row,
@@ -136,13 +135,8 @@ class LLM:
 
     @property
     def times(self) -> list[BlockTimes]:
-        """Seconds of each block of the newest run; a block that rows joined has only sums, in the report."""
+        """Of each block of the newest run; a block that rows joined has only sums, in the report."""
         return [block.times for block in self._blocks if block.keeps_lists]
-
-    @property
-    def kv_use(self) -> list[KvUse]:
-        """KV columns of each block of the newest run, as of `times`."""
-        return [block.kv_use for block in self._blocks if block.keeps_lists]
 
     def use(self, policy: Policy | AutoPolicy) -> None:
         """Run with another policy from the next `generate` on; what was held for the old one is given back."""

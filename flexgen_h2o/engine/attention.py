@@ -8,11 +8,10 @@ from functools import partial
 
 import torch
 
-from flexgen_h2o.core.config import ModelSpec, Rotary
+from flexgen_h2o.core.config import ModelSpec
 from flexgen_h2o.engine.generation import SweepInput
-from flexgen_h2o.kernels import slots as slot_kernels
 from flexgen_h2o.kernels.elementwise import Rotation
-from flexgen_h2o.kernels.slots import attend_sparse
+from flexgen_h2o.kernels.slots import attend, attend_sparse
 from flexgen_h2o.kvcache.attend import SlotAttention, attend_prompts, attend_slots
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.eviction.policy import is_rolling
@@ -62,11 +61,12 @@ class UnitAttention:
         common: CommonPrefix | None = None,
     ) -> None:  # fmt: skip
         self._eviction, self._kv_heads, self._common = eviction, spec.num_kv_heads, common
-        self._slot_attention: SlotAttention = (
-            slot_kernels.attend if sparsity == 1 else partial(attend_sparse, share=sparsity)
-        )
+        self._slot_attention: SlotAttention = attend if sparsity == 1 else partial(attend_sparse, share=sparsity)
         self._scale = spec.head_dim**-0.5
-        self._rotation = _rotation(spec.rotary, device)
+        self._rotation: Rotation | None = None
+        if spec.rotary is not None:
+            frequencies = torch.tensor(spec.rotary.frequencies, dtype=torch.float32, device=device)
+            self._rotation = Rotation(frequencies, spec.rotary.scaling)
         self._is_rolling = is_rolling(eviction)
 
     def open(
@@ -124,10 +124,3 @@ class UnitAttention:
         elif rotation is not None:
             rotation.rotate((q, k), positions)
         attend_slots((q, k, v), rows, new, self._scale, out, self._slot_attention, rolling)
-
-
-def _rotation(rotary: Rotary | None, device: torch.device) -> Rotation | None:
-    """None where a model has no rotary embeddings."""
-    if rotary is None:
-        return None
-    return Rotation(torch.tensor(rotary.frequencies, dtype=torch.float32, device=device), rotary.scaling)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -211,16 +211,16 @@ class Wire:
     def _send(self, micro_batch: int, left: int, tokens: Sequence[int], hidden: torch.Tensor | None = None) -> None:
         """Waits while too many messages are on their way."""
         header = torch.zeros(_FIELDS + max(self._rows), dtype=torch.int64)
-        nbytes = 0 if hidden is None else hidden.numel() * hidden.element_size()
+        nbytes = 0 if hidden is None else hidden.nbytes
         header[: _FIELDS + len(tokens)] = torch.tensor([micro_batch, left, nbytes, len(tokens), *tokens])
-        self.bytes_sent += nbytes + header.numel() * header.element_size()
-        if hidden is None:
-            self._outgoing.put((header, None, NOTHING, -1))
-            return
-        number = self._get(self._to_send)
-        data = self._buffers[number][:nbytes]
-        data.copy_(hidden.reshape(-1).view(torch.uint8))
-        self._outgoing.put((header, data, self._device.fence(), number))
+        self.bytes_sent += nbytes + header.nbytes
+        data, number, ready = None, -1, cast(Waitable, NOTHING)
+        if hidden is not None:
+            number = self._get(self._to_send)
+            data = self._buffers[number][:nbytes]
+            data.copy_(hidden.reshape(-1).view(torch.uint8))
+            ready = self._device.fence()
+        self._outgoing.put((header, data, ready, number))
 
     def gather(self, mine: Any) -> list[Any]:
         """What every rank has, in their order; FlexgenError where one is lost."""

@@ -377,16 +377,11 @@ class Sweep:
 
 @dataclass(frozen=True)
 class BlockTimes:
-    """Seconds of each sweep of a block, and of each layer of each sweep (all its micro-batches)."""
+    """Seconds of each sweep of a block, of each layer of each sweep (all its micro-batches), and KV columns of each
+    sweep, as of `Sweep`."""
 
     sweeps: list[float] = field(default_factory=list)
     layers: list[float] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class KvUse:
-    """KV columns of each sweep of a block, as of `Sweep`."""
-
     held: list[int] = field(default_factory=list)
     read: list[int] = field(default_factory=list)
 
@@ -396,8 +391,8 @@ class BlockStats:
     """Sums over the sweeps of a block.
 
     held, full: columns of the decode sweeps, of which there are `later`; without one, of the first sweep. fed_tokens:
-    prompt tokens that were computed. times, kv_use: by sweep, kept unless rows may join the block, which then may go
-    on for any number of sweeps.
+    prompt tokens that were computed. times: kept unless rows may join the block, which then may go on for any number of
+    sweeps.
     """
 
     keeps_lists: bool = True
@@ -408,7 +403,6 @@ class BlockStats:
     full: int = 0
     fed_tokens: int = 0
     times: BlockTimes = field(default_factory=BlockTimes)
-    kv_use: KvUse = field(default_factory=KvUse)
     _prompts: float = 0.0  # share of the newest sweep's tokens
 
     @property
@@ -429,8 +423,8 @@ class BlockStats:
         self._prompts = sweep.prompts / sweep.fed
         if self.keeps_lists:
             self.times.sweeps.append(0.0)
-            self.kv_use.held.append(sweep.held)
-            self.kv_use.read.append(sweep.read)
+            self.times.held.append(sweep.held)
+            self.times.read.append(sweep.read)
         self.add_seconds(seconds)
 
     def add_seconds(self, seconds: float) -> None:

@@ -226,8 +226,7 @@ def _kv_facts(column: tuple[int, int], slots: int, blocks: Sequence[BlockStats],
 
     column: as of `column_bytes`. copied: bytes of KV outside of slots, the whole time.
     """
-    decoding = [b for b in blocks if b.later]
-    counted = decoding or [b for b in blocks if b.sweeps]
+    counted = [b for b in blocks if b.later] or [b for b in blocks if b.sweeps]
     sweeps = max(1, sum(max(1, b.later) for b in counted))
     return {
         "slots": slots,

@@ -131,12 +131,6 @@ class RequestTable:
         params = self._params[row.prompt.index]
         return self._criteria(params.stop, params.ignore_eos)
 
-    def may_end_apart(self) -> bool:
-        """Do the rows ask for different numbers of tokens, or may some stop before they have them all?"""
-        params = (self._params[row.prompt.index] for row in self.rows)
-        can_stop = any(p.stop or (self.model.spec.eos_token_ids and not p.ignore_eos) for p in params)
-        return can_stop or len({row.max_new for row in self.rows}) > 1
-
     def finish(self, rows: Sequence[Row]) -> list[Completion]:
         """Count finished rows, forget their parameters, and return their completions."""
         found, tokenizer = [], self.model.tokenizer
@@ -164,7 +158,10 @@ class RequestTable:
 
         Rows that all end together gain nothing by waiting and stay in their blocks.
         """
-        if not refill or (more is None and (len(blocks) == 1 or not self.may_end_apart())):
+        params = (self._params[row.prompt.index] for row in self.rows)
+        can_stop = any(p.stop or (self.model.spec.eos_token_ids and not p.ignore_eos) for p in params)
+        end_together = not can_stop and len({row.max_new for row in self.rows}) == 1
+        if not refill or (more is None and (len(blocks) == 1 or end_together)):
             return Scheduler(blocks, None, common)
 
         def further() -> list[Row]:

@@ -152,13 +152,10 @@ class Engine:
                 stack.callback(file.close)
         for b in self.plan.buffers:
             if b.tier != "disk" and b.name not in ("temporaries", "staging"):  # these two are taken by their users
-                self._buffers[b.name, b.tier] = self._allocate(b.name, b.tier, b.nbytes)
-
-    def _allocate(self, name: str, tier: str, nbytes: int) -> torch.Tensor:
-        if tier == self.device.tier:
-            return self.device.buffer(nbytes)
-        pinned = name in COPIED_HOMES and self.policy.pin_weight
-        return self.device.host_staging(nbytes) if pinned else host_buffer(nbytes)
+                pinned = b.name in COPIED_HOMES and self.policy.pin_weight
+                on_host = self.device.host_staging if pinned else host_buffer
+                take = self.device.buffer if b.tier == self.device.tier else on_host
+                self._buffers[b.name, b.tier] = take(b.nbytes)
 
     def _arenas(self, name: str) -> dict[str, torch.Tensor]:
         return {tier: buffer for (what, tier), buffer in self._buffers.items() if what == name}

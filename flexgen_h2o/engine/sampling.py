@@ -73,16 +73,14 @@ class Sampler:
             )
         chosen: list[int] = tokens.tolist()
         for params, places in self._drawing(rows).items():
-            drawn = [self._uniform_of(rows[i], steps[i]) for i in places]
+            alike = isinstance(self._params, SamplingParams)
+            drawn = [_uniform(self._of(rows[i]).seed, rows[i] if alike else 0, steps[i]) for i in places]
             for place, token in zip(places, _draw(logits, places, params, drawn), strict=True):
                 chosen[place] = token
         return chosen
 
     def _of(self, row: int) -> SamplingParams:
         return self._params if isinstance(self._params, SamplingParams) else self._params[row]
-
-    def _uniform_of(self, row: int, step: int) -> float:
-        return _uniform(self._of(row).seed, row if isinstance(self._params, SamplingParams) else 0, step)
 
     def _drawing(self, rows: Sequence[int]) -> dict[SamplingParams, list[int]]:
         """Places of the rows that are not greedy, grouped by temperature, top-k and top-p."""

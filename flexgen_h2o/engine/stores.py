@@ -168,25 +168,23 @@ class WeightStore:
         found, start = {}, 0
         for tensor in self.plan.units[unit].tensors:
             layout = self._layouts[tensor.name]
-            if layout.decoded_row_bytes:
-                found[tensor.role] = rows = self._room(layout, start)
-                for held in self._parts[tensor.name]:
-                    self._form.decode(layout, held.part, self._pieces(held, region), rows)
-                start += round_up(layout.shape[0] * layout.decoded_row_bytes, ALIGN)
+            if not layout.decoded_row_bytes:
+                continue
+            nbytes = layout.shape[0] * layout.decoded_row_bytes
+            if (start, layout) not in self._filled:  # rows to decode into: made once, and then filled
+                assert self._decoded is not None
+                memory = self._decoded[start : start + nbytes]
+                self._filled[start, layout] = self._form.decoded_parts(layout, memory, self._workspace)
+            found[tensor.role] = rows = self._filled[start, layout]
+            for held in self._parts[tensor.name]:
+                self._form.decode(layout, held.part, self._pieces(held, region), rows)
+            start += round_up(nbytes, ALIGN)
         return found
 
     def streams_as_held(self, unit: int) -> bool:
         """Does a loaded region have rows that are used where they are?"""
         tensors = (t for t in self.plan.units[unit].tensors if not self._layouts[t.name].decoded_row_bytes)
         return any(held.streamed for tensor in tensors for held in self._parts[tensor.name])
-
-    def _room(self, layout: TensorLayout, start: int) -> RowParts:
-        """Rows to decode into, `start` bytes into the memory for these; made once, and then filled."""
-        if (start, layout) not in self._filled:
-            assert self._decoded is not None
-            memory = self._decoded[start : start + layout.shape[0] * layout.decoded_row_bytes]
-            self._filled[start, layout] = self._form.decoded_parts(layout, memory, self._workspace)
-        return self._filled[start, layout]
 
     def close(self) -> None:
         for file in self._files.values():
@@ -229,14 +227,12 @@ class WeightStore:
 
     def _is_direct(self, piece: _Piece) -> bool:
         """May the file's bytes be computed on as they are, where the reader puts them?"""
+        if not self._is_host or piece.resident is not None:
+            return False
         dtype, source = self._workspace.dtype, piece.source
-        same = not piece.stored.is_values or getattr(torch, source.dtype) == dtype
-        return (
-            self._is_host
-            and piece.resident is None
-            and same
-            and source.offset % (dtype.itemsize if piece.stored.is_values else WORD) == 0
-        )
+        if not piece.stored.is_values:
+            return source.offset % WORD == 0
+        return getattr(torch, source.dtype) == dtype and source.offset % dtype.itemsize == 0
 
     def _file(self, path: Path) -> DirectFile:
         if path not in self._files:

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 
@@ -158,7 +158,7 @@ class Mover:
 
         def job() -> int:
             self.device.copy(dst, src)
-            return src.numel() * src.element_size()
+            return src.nbytes
 
         return self.lanes.submit(lane, name, [job], after)
 
@@ -174,7 +174,7 @@ class Mover:
                 with self.device.beside_compute():  # the copies to the host wait for their stream
                     values = source[tuple(i.to(source.device) for i in index)].to(target.device)
                 target[tuple(i.to(target.device) for i in index)] = values
-                moved += values.numel() * values.element_size()
+                moved += values.nbytes
             return moved
 
         return self.lanes.submit("d2h", name, [job], after)
@@ -189,7 +189,7 @@ class Mover:
             source = source.clone()  # safetensors promises no alignment
         self.device.copy(dst, source.view(dtype))
         if crosses:
-            self.lanes.count("h2d", dst.numel() * dst.element_size())
+            self.lanes.count("h2d", dst.nbytes)
         return got
 
     def _staged_write(self, src: torch.Tensor, file: DirectFile, offset: int, crosses: bool) -> int:
@@ -202,19 +202,12 @@ class Mover:
     def _thread_staging(self) -> torch.Tensor:
         if not hasattr(self._staging, "buffer"):
             self._staging.buffer = self.device.host_staging(STAGING_BYTES)
-        buffer: torch.Tensor = self._staging.buffer
-        return buffer
+        return cast(torch.Tensor, self._staging.buffer)
 
 
 def _takes_direct(dst: torch.Tensor, offset: int, nbytes: int) -> bool:
-    return (
-        dst.dtype == torch.uint8
-        and dst.is_contiguous()
-        and dst.data_ptr() % PAGE == 0
-        and dst.numel() % PAGE == 0
-        and offset % PAGE == 0
-        and dst.numel() >= nbytes
-    )
+    in_pages = not (dst.data_ptr() % PAGE or dst.numel() % PAGE or offset % PAGE)
+    return in_pages and dst.dtype == torch.uint8 and dst.is_contiguous() and dst.numel() >= nbytes
 
 
 def _chunks(total: int, step: int) -> list[tuple[int, int]]:

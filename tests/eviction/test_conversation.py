@@ -72,7 +72,7 @@ def converse(
         llm.run(
             [talk.prompt], talk, lambda rows: done.extend(row.token_ids for row in rows), Callbacks(logits, watch),
         )  # fmt: skip
-        return Held(heard, done[0], torch.stack(logits.rows[0]), seen, llm.kv_use[0].held, llm.peak_bytes)
+        return Held(heard, done[0], torch.stack(logits.rows[0]), seen, llm.times[0].held, llm.peak_bytes)
 
 
 def given_steps(turns: Sequence[Sequence[int]], answer: int) -> dict[int, int]:
@@ -146,7 +146,7 @@ def test_many_rows_follow_many_tokens_at_once(name: str, known: Callable[[str], 
             seen, policy = LogitsByRow(), Policy(2, 2, PLACEMENTS[name])
             with LLM(str(model.folder), policy, eviction, dtype="float32", budget=budget, offload_dir=tmp_path) as llm:
                 llm.follow(prompts, more, seen, max_tokens_per_sweep=max_tokens_per_sweep)
-                read = sum(llm.kv_use[0].read)
+                read = sum(llm.times[0].read)
             found.append((seen.rows, read))
         (one, read), (many, as_much) = found
         assert read == as_much

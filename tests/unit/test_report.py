@@ -14,7 +14,7 @@ import pytest
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.core.files import write_result
-from flexgen_h2o.engine.generation import BlockStats, KvUse, Sweep
+from flexgen_h2o.engine.generation import BlockStats, Sweep
 from flexgen_h2o.engine.report import (
     PhaseReport,
     RunReport,
@@ -76,7 +76,7 @@ def test_sums_of_a_block(keeps_lists: bool) -> None:
     assert (stats.sweeps, stats.prefill_s, stats.decode_s) == (3, 4.5, 5.5)
     assert stats.times.sweeps == ([4.0, 2.0, 4.0] if keeps_lists else [])
     assert stats.times.layers == ([4.0, 2.0, 1.0] if keeps_lists else [])
-    assert stats.kv_use == (KvUse([10, 20, 25], [0, 7, 9]) if keeps_lists else KvUse())
+    assert (stats.times.held, stats.times.read) == (([10, 20, 25], [0, 7, 9]) if keeps_lists else ([], []))
 
 
 # ---- the KV cache

@@ -27,7 +27,7 @@ def test_shows_the_end_of_prefill_and_three_decode_sweeps() -> None:
 
 
 def test_rows_follow_the_lanes() -> None:
-    assert _rows(RUN) == ["compute", "disk_read", "disk_read 2", "wait", "other"]
+    assert _rows({s.row for s in RUN}) == ["compute", "disk_read", "disk_read 2", "wait", "other"]
 
 
 def test_neighbours_are_one_bar_and_bars_end_at_the_window() -> None:
