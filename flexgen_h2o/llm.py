@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from flexgen_h2o.engine.generation import (
 from flexgen_h2o.engine.memory_plan import MemoryPlan, packing_of
 from flexgen_h2o.engine.prompts import Completion, Prompt, prompts_from_python
 from flexgen_h2o.engine.report import PREDICTIONS, RunReport, make_report, sizes_of
-from flexgen_h2o.engine.requests import More, Params, RequestTable, Scheduler, forced_rows
+from flexgen_h2o.engine.requests import More, Params, RequestTable, forced_rows
 from flexgen_h2o.engine.resources import Engine
 from flexgen_h2o.engine.sampling import SamplingParams, check_params
 from flexgen_h2o.engine.workload import AutoPolicy, base_of, read_policy_argument
@@ -255,8 +255,22 @@ class LLM:
             scheduler = table.schedule(blocks, refill, more, len(self._common))
             if scheduler.is_continuous:
                 self.predicted = None  # it is of blocks whose rows begin together
-            before = engine.io_bytes_by_kind
-            self._execute(engine, table, scheduler, on_finished, callbacks, order)
+            before, self._blocks = engine.io_bytes_by_kind, scheduler.stats
+            engine.timeline.reset()
+            with contextlib.ExitStack() as stack:
+                listener = callbacks.listener or stack.enter_context(Progress(sum(r.max_new for r in table.rows)))
+
+                def hand_out(finished: list[Row]) -> None:
+                    listener.finish(finished)
+                    on_finished(table.finish(finished))
+
+                executor = Executor(
+                    engine, planner.part.eviction, table.decoding(callbacks), hand_out,
+                    scheduler.most_sweeps(engine.policy.num_gpu_batches), planner.sharing, scheduler.common,
+                )  # fmt: skip
+                stack.enter_context(self._closing_on_error())
+                executor.run(scheduler, order, listener.sweep)
+            on_finished(table.finish_rest())
             predicted, profile = self.predicted, planner.profile
             seconds = {phase: None if predicted is None else getattr(predicted, phase) for phase in PREDICTIONS}
             facts = {"profile": profile.machine, "profile_disturbed": profile.was_disturbed}
@@ -265,33 +279,13 @@ class LLM:
         finally:
             self._running.release()
 
-    def _execute(
-        self, engine: Engine, table: RequestTable, scheduler: Scheduler,
-        on_finished: Callable[[list[Completion]], None], callbacks: Callbacks, order: Order | None,
-    ) -> None:  # fmt: skip
-        """Run the blocks one after another, and hand rows out as they finish."""
-        self._blocks = scheduler.stats
-        listener = callbacks.listener
-        bar = Progress(sum(r.max_new for r in table.rows)) if listener is None else contextlib.nullcontext(listener)
-        with bar as progress:
-
-            def hand_out(finished: list[Row]) -> None:
-                progress.finish(finished)
-                on_finished(table.finish(finished))
-
-            engine.timeline.reset()
-            planner, sweeps = self._planner, scheduler.most_sweeps(engine.policy.num_gpu_batches)
-            decoding = table.decoding(callbacks)
-            executor = Executor(
-                engine, planner.part.eviction, decoding, hand_out, sweeps, planner.sharing, scheduler.common
-            )
-            try:
-                with torch.inference_mode():
-                    executor.run(scheduler, order, progress.sweep)
-            except BaseException:
-                self.close()
-                raise
-        on_finished(table.finish_rest())
+    @contextlib.contextmanager
+    def _closing_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Give back memory, worker threads and scratch files. The LLM can be used again."""

@@ -63,6 +63,7 @@ class Executor:
         ahead = len(units) if engine.policy.overlap else 0
         return WeightStream(engine.weights, engine.ring("weight ring"), sequence, ahead)
 
+    @torch.inference_mode()
     def run(self, scheduler: Scheduler, order: Order | None, on_tokens: Callable[[int], None]) -> None:
         """Run the blocks of a scheduler one after another, and add their stats to it. order, on_tokens: as of
         `run_block`."""
