@@ -136,11 +136,6 @@ def test_total_counts_generated_tokens_over_both_phases() -> None:
     assert body["decode"]["tokens_per_s"] == 144 * 31 / 500
 
 
-@pytest.mark.parametrize("seconds", [0.0, math.nan])
-def test_no_rate_without_a_time(seconds: float) -> None:
-    assert PhaseReport(seconds, 5).tokens_per_s == 0.0
-
-
 def test_json_is_safe_whatever_the_extra_facts_are(tmp_path: Path) -> None:
     extra = {
         "sweeps": (1.0, math.nan),

@@ -31,7 +31,6 @@ CONFIG: dict[str, Any] = {
     "enable_bias": True, "layer_norm_elementwise_affine": True, "do_layer_norm_before": True,
 }  # fmt: skip
 SAFETENSORS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-DEVICES: list[type[Device]] = [HostDevice, StandInDevice]
 # Percent of the weights on device and host, and where the device is: what is on the host is streamed to one of its own.
 PAIRS: list[tuple[tuple[int, int], type[Device]]] = [
     ((100, 0), HostDevice), ((0, 100), StandInDevice), ((0, 0), HostDevice), ((0, 0), StandInDevice),
