@@ -10,7 +10,6 @@ attention function as a keyword argument of the forward.
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -73,7 +72,7 @@ def enable_eviction(model: PreTrainedModel, eviction: Eviction, mode: str = "dro
     attention = _attention_of(model)
     AttentionInterface.register(ATTENTION, torch.compiler.disable(evicting_attention))
     model.set_attn_implementation(ATTENTION)
-    give = torch.compiler.disable(_GiveCache(eviction, mode).give)
+    give = torch.compiler.disable(lambda *forward: _give_cache(eviction, mode, *forward))
     hook = model.get_decoder().register_forward_pre_hook(give, with_kwargs=True)
     _enabled[model] = hook, attention
 
@@ -129,36 +128,28 @@ def evicting_attention(
     return cache.attend(cast(int, module.layer_idx), (query, key, value), scale), None
 
 
-@dataclass(frozen=True)
-class _GiveCache:
-    """What the forward pre-hook of a decoder needs."""
-
-    eviction: Eviction
-    mode: str
-
-    def give(
-        self, decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A forward begins: its arguments, all by name, with an evicting cache among them."""
-        given = {**dict(zip(inspect.signature(decoder.forward).parameters, args, strict=False)), **kwargs}
-        if _attention_of(decoder) != ATTENTION:
-            raise UsageError("attn_implementation: changed while eviction is enabled; call disable_h2o(model) first")
-        if given.get("output_attentions"):
-            raise UsageError("output_attentions: attention matrices are never made; leave it out")
-        inputs = given["input_ids"] if given.get("input_ids") is not None else given.get("inputs_embeds")
-        if inputs is None:
-            return args, kwargs  # the decoder says what is missing
-        past, use_cache = given.get("past_key_values"), given.get("use_cache")
-        keeps = past is not None or (decoder.config.use_cache if use_cache is None else use_cache)
-        cache = past if isinstance(past, EvictingCache) else self._new(past, decoder.config.num_hidden_layers, keeps)
-        sequences, tokens = inputs.shape[:2]
-        cache.arrive(sequences, tokens, given.get("attention_mask"), past is None and self.mode == "mask")
-        given["past_key_values"], given["evicting_cache"] = cache if keeps else None, cache
-        return (), given
-
-    def _new(self, past: object, num_layers: int, keeps: bool) -> EvictingCache:
+def _give_cache(
+    eviction: Eviction, mode: str, decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The forward pre-hook of a decoder: the forward's arguments, all by name, with an evicting cache among them."""
+    given = {**dict(zip(inspect.signature(decoder.forward).parameters, args, strict=False)), **kwargs}
+    if _attention_of(decoder) != ATTENTION:
+        raise UsageError("attn_implementation: changed while eviction is enabled; call disable_h2o(model) first")
+    if given.get("output_attentions"):
+        raise UsageError("output_attentions: attention matrices are never made; leave it out")
+    inputs = given["input_ids"] if given.get("input_ids") is not None else given.get("inputs_embeds")
+    if inputs is None:
+        return args, kwargs  # the decoder says what is missing
+    past, use_cache = given.get("past_key_values"), given.get("use_cache")
+    keeps = past is not None or (decoder.config.use_cache if use_cache is None else use_cache)
+    cache: Any = past
+    if not isinstance(past, EvictingCache):
         if past is not None and (type(past) is not DynamicCache or past.offloading):
             raise UsageError("cache_implementation: eviction brings its own cache; leave cache settings out")
         if past is not None and past.get_seq_length():
             raise UsageError("past_key_values: filled before eviction was enabled; give none, or an empty DynamicCache")
-        return EvictingCache(self.eviction, num_layers, self.mode, keeps)
+        cache = EvictingCache(eviction, decoder.config.num_hidden_layers, mode, keeps)
+    sequences, tokens = inputs.shape[:2]
+    cache.arrive(sequences, tokens, given.get("attention_mask"), past is None and mode == "mask")
+    given["past_key_values"], given["evicting_cache"] = cache if keeps else None, cache
+    return (), given
