@@ -160,7 +160,7 @@ class RequestTable:
         """
         params = (self._params[row.prompt.index] for row in self.rows)
         can_stop = any(p.stop or (self.model.spec.eos_token_ids and not p.ignore_eos) for p in params)
-        end_together = not can_stop and len({row.max_new for row in self.rows}) == 1
+        end_together = not can_stop and len({row.max_new for row in self.rows}) <= 1
         if not refill or (more is None and (len(blocks) == 1 or end_together)):
             return Scheduler(blocks, None, common)
 
