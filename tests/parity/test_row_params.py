@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -58,18 +57,6 @@ def test_greedy_rows_beside_others_equal_transformers(
 ) -> None:
     assert alone[0].token_ids == greedy(reference("normal").model, PROMPTS[0], LONG)
     assert alone[1].token_ids != greedy(reference("normal").model, PROMPTS[1], 3), "a draw that says nothing"
-
-
-def test_equal_rows_draw_equal_tokens_and_other_seeds_others(
-    reference: Callable[[str], Reference], tmp_path: Path
-) -> None:
-    """With parameters of its own a row is as if alone; with shared ones equal prompts draw each for itself."""
-    asked = SamplingParams(9, temperature=1.0, seed=3)
-    with engine(reference("normal"), Policy(3, 1), tmp_path) as llm:
-        same, again, other = tokens_of(llm.generate(PROMPTS[:1] * 3, [asked, asked, replace(asked, seed=4)]))
-        shared = tokens_of(llm.generate(PROMPTS[:1] * 3, asked))
-    assert same == again != other
-    assert len({tuple(row) for row in shared}) == 3
 
 
 def test_logprobs_equal_transformers(alone: list[Completion], reference: Callable[[str], Reference]) -> None:
