@@ -31,7 +31,7 @@ from flexgen_h2o.engine.generation import (
     Row,
     SlotsWatch,
 )
-from flexgen_h2o.engine.memory_plan import MemoryPlan, packing_of
+from flexgen_h2o.engine.memory_plan import packing_of
 from flexgen_h2o.engine.prompts import Completion, Prompt, prompts_from_python
 from flexgen_h2o.engine.report import PREDICTIONS, RunReport, make_report, sizes_of
 from flexgen_h2o.engine.requests import More, Params, RequestTable, forced_rows
@@ -335,15 +335,10 @@ class LLM:
             return engine
         self.close()
         self._check_rolling()
-        budgets = self._budgets()
+        budgets, part, dtype = self._budgets(), planner.part, getattr(torch, self.dtype)
         planner.planned = planned = planner.plan(rows, self.asked_policy, budgets)
-        self._policy = planned.policy
-        self.predicted = planner.predict(rows, planned.policy, planned.memory)
-        self._engine = self._open_engine(planned.policy, planned.memory, budgets)
-        return self._engine
-
-    def _open_engine(self, policy: Policy, plan: MemoryPlan, budgets: dict[str, int | None]) -> Engine:
-        dtype, part = getattr(torch, self.dtype), self._planner.part
+        self._policy = policy = planned.policy
+        self.predicted = planner.predict(rows, policy, planned.memory)
         form, scored = weight_format(part.spec, policy, dtype.itemsize), bool(self.eviction.needs.record)
         warm_up(
             self._device.torch_device, dtype, scored, packing_of(part.spec, policy), is_rolling(self.eviction),
@@ -353,7 +348,8 @@ class LLM:
         if not self.model.random:  # what is packed now must be what was opened at first
             self._checkpoint.check_unchanged()
         site = Site(self._device, budgets, self.offload_dir)
-        return Engine(part, checkpoint, policy, plan, dtype, site, self.timeline)
+        self._engine = Engine(part, checkpoint, policy, planned.memory, dtype, site, self.timeline)
+        return self._engine
 
     @cached_property
     def _planner(self) -> Planner:
