@@ -26,8 +26,8 @@ from flexgen_h2o.cli_common import run_cli
 from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, ModelSpec, Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import check_writable, usable_path, write_whole
-from flexgen_h2o.core.schedule import Step, zigzag
 from flexgen_h2o.engine.generation import Callbacks
+from flexgen_h2o.engine.loop import Step, zigzag
 from flexgen_h2o.engine.memory_plan import tier_shares, weight_parts
 from flexgen_h2o.engine.prompts import Prompt, benchmark_prompts
 from flexgen_h2o.engine.sampling import SamplingParams

@@ -15,8 +15,7 @@ from pathlib import Path
 from flexgen_h2o.cli_common import OneLineParser, run_cli
 from flexgen_h2o.core.errors import EXIT_DONE, FlexgenError, UsageError
 from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, MARK, read_json, read_mark, usable_path, user_cache_dir
-from flexgen_h2o.core.tables import aligned
-from flexgen_h2o.core.units import format_bytes
+from flexgen_h2o.core.units import aligned, format_bytes
 
 HEADS = ("name", "kind", "model", "size", "last used", "")
 _WEIGHTS = ("random", "imported", "packed")

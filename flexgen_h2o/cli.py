@@ -9,7 +9,7 @@ from importlib import metadata
 
 from flexgen_h2o.cli_common import called_as
 from flexgen_h2o.core.errors import EXIT_DONE, EXIT_USAGE, SIGNAL_BASE
-from flexgen_h2o.core.tables import aligned
+from flexgen_h2o.core.units import aligned
 
 # verb -> (module with `main(argv) -> int`, one line of help)
 VERBS: dict[str, tuple[str, str]] = {

@@ -26,8 +26,8 @@ from flexgen_h2o.cli_common import (
 from flexgen_h2o.core.config import read_policy
 from flexgen_h2o.core.errors import EXIT_DONE, UsageError
 from flexgen_h2o.core.files import usable_path, write_result
-from flexgen_h2o.core.schedule import Step, zigzag
 from flexgen_h2o.core.settings import SamplingParams
+from flexgen_h2o.engine.loop import Step, zigzag
 from flexgen_h2o.engine.prompts import (
     Completion,
     Prompt,
@@ -67,7 +67,8 @@ from flexgen_h2o.kvcache.prefixes import SHARINGS
 
 if TYPE_CHECKING:
     from flexgen_h2o.engine.distributed import Pipeline
-    from flexgen_h2o.llm import LLM, Order
+    from flexgen_h2o.engine.executor import Order
+    from flexgen_h2o.llm import LLM
 
 
 RULE = "-" * 70

@@ -11,8 +11,7 @@ from dataclasses import replace
 from flexgen_h2o.cli_common import OneLineParser, file_name, not_empty, results_are_in, run_cli, say
 from flexgen_h2o.core.errors import EXIT_DONE, FlexgenError, UsageError
 from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, check_writable, usable_path
-from flexgen_h2o.core.tables import aligned, three_digits
-from flexgen_h2o.core.units import format_bytes, format_seconds
+from flexgen_h2o.core.units import aligned, format_bytes, format_seconds, three_digits
 from flexgen_h2o.flags import say_idle_flags
 from flexgen_h2o.planner.profile import (
     ComputeRates,

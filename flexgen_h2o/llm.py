@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import overload
 
 import torch
 
@@ -19,25 +18,23 @@ from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import DTYPE_BYTES, MemoryBudget, Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, usable_path
-from flexgen_h2o.core.schedule import Step
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import check_int
-from flexgen_h2o.engine.distributed import Part, Pipeline, check_same, joint_report, part_of
-from flexgen_h2o.engine.executor import Executor
+from flexgen_h2o.engine.distributed import Part, Pipeline, check_same, part_of
+from flexgen_h2o.engine.executor import Executor, Order
 from flexgen_h2o.engine.generation import (
     BlockStats,
     BlockTimes,
     Callbacks,
-    KvUse,
     LogitsWatch,
     Progress,
     Row,
     SlotsWatch,
 )
-from flexgen_h2o.engine.memory_plan import MemoryPlan, packing_of
+from flexgen_h2o.engine.memory_plan import packing_of
 from flexgen_h2o.engine.prompts import Completion, Prompt, prompts_from_python
 from flexgen_h2o.engine.report import PREDICTIONS, RunReport, make_report, sizes_of
-from flexgen_h2o.engine.requests import More, Params, RequestTable, Scheduler, forced_rows
+from flexgen_h2o.engine.requests import More, Params, RequestTable, forced_rows
 from flexgen_h2o.engine.resources import Engine
 from flexgen_h2o.engine.sampling import SamplingParams, check_params
 from flexgen_h2o.engine.workload import AutoPolicy, base_of, read_policy_argument
@@ -54,7 +51,6 @@ from flexgen_h2o.tiers.device import Site, open_device, resolve_budgets
 RANDOM_WEIGHTS_SEED = 0
 RANDOM_DTYPE = "bfloat16"  # of random weights, unless another is asked for
 NO_CALLBACKS = Callbacks()
-Order = Callable[[int, int], Iterator[Step]]
 
 
 class LLM:
@@ -91,8 +87,8 @@ class LLM:
         self._device_name = _text("device", device)
         self._device = open_device(device, separate_budget=self._budget.device is not None)
         self.offload_dir = usable_path(DEFAULT_OFFLOAD_DIR if offload_dir is None else offload_dir, "--offload-dir")
-        name, where = _text("model", model), _text("path", path, True)
-        self.model: Model = find_model(name, where, _text("revision", revision, True))
+        name, where = _text("model", model), _text_or_none("path", path)
+        self.model: Model = find_model(name, where, _text_or_none("revision", revision))
         self._asked_dtype = None if dtype == "auto" else _text("dtype", dtype)
         if self._asked_dtype is not None and self._asked_dtype not in DTYPE_BYTES:
             raise UsageError(f"--dtype {dtype}: not one of auto, {', '.join(DTYPE_BYTES)}")
@@ -139,13 +135,8 @@ class LLM:
 
     @property
     def times(self) -> list[BlockTimes]:
-        """Seconds of each block of the newest run; a block that rows joined has only sums, in the report."""
+        """Of each block of the newest run; a block that rows joined has only sums, in the report."""
         return [block.times for block in self._blocks if block.keeps_lists]
-
-    @property
-    def kv_use(self) -> list[KvUse]:
-        """KV columns of each block of the newest run, as of `times`."""
-        return [block.kv_use for block in self._blocks if block.keeps_lists]
 
     def use(self, policy: Policy | AutoPolicy) -> None:
         """Run with another policy from the next `generate` on; what was held for the old one is given back."""
@@ -264,65 +255,37 @@ class LLM:
             scheduler = table.schedule(blocks, refill, more, len(self._common))
             if scheduler.is_continuous:
                 self.predicted = None  # it is of blocks whose rows begin together
-            before = engine.io_bytes_by_kind
-            self._execute(engine, table, scheduler, on_finished, callbacks, order)
-            self.report = self._report(engine, table, scheduler, before)
+            before, self._blocks = engine.io_bytes_by_kind, scheduler.stats
+            engine.timeline.reset()
+            with contextlib.ExitStack() as stack:
+                listener = callbacks.listener or stack.enter_context(Progress(sum(r.max_new for r in table.rows)))
+
+                def hand_out(finished: list[Row]) -> None:
+                    listener.finish(finished)
+                    on_finished(table.finish(finished))
+
+                executor = Executor(
+                    engine, planner.part.eviction, table.decoding(callbacks), hand_out,
+                    scheduler.most_sweeps(engine.policy.num_gpu_batches), planner.sharing, scheduler.common,
+                )  # fmt: skip
+                stack.enter_context(self._closing_on_error())
+                executor.run(scheduler, order, listener.sweep)
+            on_finished(table.finish_rest())
+            predicted, profile = self.predicted, planner.profile
+            seconds = {phase: None if predicted is None else getattr(predicted, phase) for phase in PREDICTIONS}
+            facts = {"profile": profile.machine, "profile_disturbed": profile.was_disturbed}
+            self.report = make_report(engine, planner.part, table, scheduler, before, seconds, facts)
             return self.report
         finally:
             self._running.release()
 
-    def _execute(
-        self, engine: Engine, table: RequestTable, scheduler: Scheduler,
-        on_finished: Callable[[list[Completion]], None], callbacks: Callbacks, order: Order | None,
-    ) -> None:  # fmt: skip
-        """Run the blocks one after another, and hand rows out as they finish."""
-        self._blocks = scheduler.stats
-        listener = callbacks.listener
-        bar = Progress(sum(r.max_new for r in table.rows)) if listener is None else contextlib.nullcontext(listener)
-        with bar as progress:
-
-            def hand_out(finished: list[Row]) -> None:
-                progress.finish(finished)
-                on_finished(table.finish(finished))
-
-            engine.timeline.reset()
-            planner, sweeps = self._planner, scheduler.most_sweeps(engine.policy.num_gpu_batches)
-            decoding = table.decoding(callbacks)
-            executor = Executor(
-                engine, planner.part.eviction, decoding, hand_out, sweeps, planner.sharing, scheduler.common
-            )
-            waiting = scheduler if scheduler.is_continuous else None
-            try:
-                for block in scheduler.blocks:
-                    stats = BlockStats(keeps_lists=waiting is None)
-                    steps = order(len(engine.layers.layers), len(block)) if order else None
-                    with torch.inference_mode():
-                        executor.run_block(block, stats, steps, progress.sweep, waiting)
-                    scheduler.stats.append(stats)
-                    if order:  # it may have ended within a sweep: the next block's weights begin anew
-                        executor.restart()
-                executor.finish()
-            except BaseException:
-                self.close()
-                raise
-        cut_short = [row for row in table.rows if row.finish_reason is None]
-        for row in cut_short:
-            row.finish_reason = "length"
-        on_finished(table.finish(cut_short))
-
-    def _report(
-        self, engine: Engine, table: RequestTable, scheduler: Scheduler, before: dict[str, dict[str, int]]
-    ) -> RunReport:
-        """before: what the engine had moved before the run, by kind and lane."""
-        now, part, predicted = engine.io_bytes_by_kind, self._planner.part, self.predicted
-        moved = {kind: {lane: n - before[kind][lane] for lane, n in now[kind].items()} for kind in now}
-        profile = self._planner.profile
-        facts = {"profile": profile.machine, "profile_disturbed": profile.was_disturbed}
-        if scheduler.is_continuous:
-            facts["refilled"] = scheduler.joined
-        seconds = {phase: None if predicted is None else getattr(predicted, phase) for phase in PREDICTIONS}
-        report = make_report(engine, part.eviction, table, scheduler, moved, seconds, facts)
-        return report if engine.wire is None else joint_report(part, report, engine.wire)
+    @contextlib.contextmanager
+    def _closing_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Give back memory, worker threads and scratch files. The LLM can be used again."""
@@ -367,20 +330,15 @@ class LLM:
     def _ready(self, rows: Sequence[Row]) -> Engine:
         """An engine whose buffers cover these rows: the open one if it does, else a new one."""
         engine, planner = self._engine, self._planner
-        if engine is None or not planner.serves(engine.plan, engine.policy, self.asked_policy, rows):
-            self.close()
-            self._check_rolling()
-            budgets = self._budgets()
-            planner.planned = planned = planner.plan(rows, self.asked_policy, budgets)
-            self._policy = policy = planned.policy
-            self.predicted = planner.predict(rows, policy, planned.memory)
-            engine = self._engine = self._open_engine(policy, planned.memory, budgets)
-        else:
+        if engine is not None and planner.serves(engine.plan, engine.policy, self.asked_policy, rows):
             self.predicted = planner.predict(rows, engine.policy, engine.plan)
-        return engine
-
-    def _open_engine(self, policy: Policy, plan: MemoryPlan, budgets: dict[str, int | None]) -> Engine:
-        dtype, part = getattr(torch, self.dtype), self._planner.part
+            return engine
+        self.close()
+        self._check_rolling()
+        budgets, part, dtype = self._budgets(), planner.part, getattr(torch, self.dtype)
+        planner.planned = planned = planner.plan(rows, self.asked_policy, budgets)
+        self._policy = policy = planned.policy
+        self.predicted = planner.predict(rows, policy, planned.memory)
         form, scored = weight_format(part.spec, policy, dtype.itemsize), bool(self.eviction.needs.record)
         compile_subprocess(
             warm_up, self._device.torch_device, dtype, scored, packing_of(part.spec, policy), is_rolling(self.eviction),
@@ -390,7 +348,8 @@ class LLM:
         if not self.model.random:  # what is packed now must be what was opened at first
             self._checkpoint.check_unchanged()
         site = Site(self._device, budgets, self.offload_dir)
-        return Engine(part, checkpoint, policy, plan, dtype, site, self.timeline)
+        self._engine = Engine(part, checkpoint, policy, planned.memory, dtype, site, self.timeline)
+        return self._engine
 
     @cached_property
     def _planner(self) -> Planner:
@@ -417,18 +376,18 @@ def _check_together(policy: Policy | AutoPolicy, eviction: Eviction) -> None:
         raise UsageError(f"attn_sparsity: is for the full cache, not for {eviction.name}; leave one of them out")
 
 
-@overload
-def _text(name: str, value: object) -> str: ...
-@overload
-def _text(name: str, value: object, or_none: bool) -> str | None: ...
-def _text(name: str, value: object, or_none: bool = False) -> str | None:
-    """A name or a path as a string; UsageError that names the argument for anything else. or_none: None may be given,
-    an empty string may not."""
+def _text(name: str, value: object) -> str:
+    """A name or a path as a string; UsageError that names the argument for anything else."""
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else value
-    if or_none and text is None:
-        return None
     if not isinstance(text, str):
         raise UsageError(f"{name}: {value!r:.60} is not a text")
-    if or_none and not text:
+    return text
+
+
+def _text_or_none(name: str, value: object) -> str | None:
+    if value is None:
+        return None
+    text = _text(name, value)
+    if not text:
         raise UsageError(f"--{name} '': is empty; leave --{name} out")
     return text

@@ -30,8 +30,7 @@ from flexgen_h2o.cli_common import (
 from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, Policy, SavedPolicy, without_unused_bits, write_policy
 from flexgen_h2o.core.errors import EXIT_DONE, DoesNotFitError, UsageError
 from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, check_writable, usable_path
-from flexgen_h2o.core.tables import aligned, three_digits
-from flexgen_h2o.core.units import format_bytes, format_seconds
+from flexgen_h2o.core.units import aligned, format_bytes, format_seconds, three_digits
 from flexgen_h2o.engine.report import MEASURED_BUSY
 from flexgen_h2o.flags import (
     EVICTION_FLAGS,

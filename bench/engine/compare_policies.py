@@ -26,7 +26,7 @@ from typing import Any
 from bench import common
 from flexgen_h2o.cli_common import OneLineParser, positive
 from flexgen_h2o.core.config import MemoryBudget, Policy
-from flexgen_h2o.core.schedule import zigzag
+from flexgen_h2o.engine.loop import zigzag
 from flexgen_h2o.engine.report import RunReport
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.llm import LLM

@@ -15,7 +15,7 @@ from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.engine.memory_plan import tier_shares
 from flexgen_h2o.engine.resources import LANE_THREADS
-from flexgen_h2o.engine.weights import WeightStore
+from flexgen_h2o.engine.stores import WeightStore
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.llm import RANDOM_WEIGHTS_SEED
 from flexgen_h2o.models.load import Model, find_checkpoint

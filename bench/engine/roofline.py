@@ -24,8 +24,8 @@ import torch
 from bench import common
 from flexgen_h2o.cli_common import OneLineParser, positive
 from flexgen_h2o.core.config import MemoryBudget, Policy
-from flexgen_h2o.core.schedule import Step, zigzag
 from flexgen_h2o.core.units import MIB
+from flexgen_h2o.engine.loop import Step, zigzag
 from flexgen_h2o.engine.report import RunReport, column_bytes
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.flags import as_flags, check_positions
@@ -185,7 +185,7 @@ def _work(llm: LLM, rows: int, prompt_len: int, report: RunReport) -> Work:
     # n^2 / 2 pairs of a query and a key, two products of 2 FLOPs each
     causal = 2.0 * rows * prompt_len**2 * spec.num_heads * spec.head_dim * spec.num_blocks
     column, _ = column_bytes(spec, report.policy, itemsize)
-    read = column * sum(sum(use.read) for use in llm.kv_use)
+    read = column * sum(sum(times.read) for times in llm.times)
     return Work(rows * (prompt_len * block + head) + causal, report.decode.tokens * (block + head), read)
 
 

@@ -30,7 +30,7 @@ from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import read_json, write_new
 from flexgen_h2o.core.packing import GROUP, WORD
 from flexgen_h2o.core.units import PACK_CHUNK
-from flexgen_h2o.tiers.placement import Part
+from flexgen_h2o.tiers.stream import Part
 
 if TYPE_CHECKING:
     import torch

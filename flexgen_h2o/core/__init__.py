@@ -1,1 +1,1 @@
-"""What every room uses: configuration, packing, files, errors, units, the schedule and its timeline."""
+"""What every room uses: configuration, packing, files, errors, units, the timeline."""

@@ -1,4 +1,4 @@
-"""What a run is made of, as frozen data: model shape, workload, policy, budgets. No torch, no I/O but JSON.
+"""What a run is made of, as frozen data: model shape, policy, budgets. No torch, no I/O but JSON.
 
 Values are checked where they enter: constructing one of these with a number out of range raises UsageError.
 """
@@ -200,19 +200,6 @@ class ModelSpec:
         else:
             add(last, -1, last, self.head)
         return LayerPlan(tuple(layers), tuple(units))
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What is asked of the model: rows, the longest prompt and the most new tokens (both in tokens)."""
-
-    num_prompts: int
-    prompt_len: int
-    gen_len: int
-
-    def __post_init__(self) -> None:
-        for f in fields(self):
-            check_int(f.name, getattr(self, f.name), low=1)
 
 
 @dataclass(frozen=True)

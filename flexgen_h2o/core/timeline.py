@@ -88,9 +88,7 @@ class Timeline:
         Raises FlexgenError naming the file.
         """
         origin = min((s.start for s in self.spans), default=0.0)
-        others = sorted({s.row for s in self.spans} - set(LANES))
-        rows = [row for lane in LANES for row in (lane, *(r for r in others if r.startswith(lane)))]
-        rows += [row for row in others if row not in rows]
+        rows = _rows({*LANES, *(s.row for s in self.spans)})
         events: list[dict[str, object]] = [
             {"ph": "M", "pid": 1, "tid": i, "name": "thread_name", "args": {"name": row}} for i, row in enumerate(rows)
         ]
@@ -123,7 +121,7 @@ def draw_timeline(spans: Sequence[Span], path: Path, title: str, window: tuple[f
 
     low, high = window or (min((s.start for s in spans), default=0.0), max((s.end for s in spans), default=1.0))
     seen = _cut(spans, low, high)
-    rows = _rows(seen)
+    rows = _rows({s.row for s in seen})
     figure = Figure(figsize=(14, 1.6 + 0.5 * len(rows)), layout="constrained")
     ax = figure.subplots()
     labels = set()
@@ -160,9 +158,8 @@ def _prefill_end(spans: Sequence[Span]) -> float | None:
     return max((s.end for s in spans if s.name == "compute_layer prefill"), default=None)
 
 
-def _rows(spans: Sequence[Span]) -> list[str]:
-    """Rows in the order of the lanes, a lane's workers together; waiting comes last."""
-    found = {s.row for s in spans}
+def _rows(found: set[str]) -> list[str]:
+    """Rows in the order of the lanes, a lane's workers together, the others last."""
     lanes = [row for lane in LANES for row in sorted(found) if row.startswith(lane)]
     return list(dict.fromkeys([*lanes, *sorted(found)]))
 

@@ -1,10 +1,11 @@
-"""Numbers as people write them (`12GiB`), range checks, and the buffer sizes that engine and planner share."""
+"""Numbers and tables as people write them (`12GiB`), range checks, and the sizes that engine and planner share."""
 
 from __future__ import annotations
 
 import math
 import numbers
 import re
+from collections.abc import Sequence
 
 from flexgen_h2o.core.errors import UsageError
 
@@ -109,6 +110,26 @@ def format_seconds(seconds: float) -> str:
     return f"{hours // 24} d {hours % 24} h"
 
 
+def aligned(rows: Sequence[Sequence[str]], right: bool = False) -> list[str]:
+    """A line a row, with columns as wide as their widest cell; short rows are filled up.
+
+    right: all columns but the first are aligned to the right.
+    """
+    count = max(map(len, rows))
+    filled = [[*row, *[""] * (count - len(row))] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*filled, strict=True)]
+    signs = ["<", *(">" if right else "<") * (count - 1)]
+    return [
+        "  ".join(f"{cell:{sign}{width}}" for cell, sign, width in zip(row, signs, widths, strict=True)).rstrip()
+        for row in filled
+    ]
+
+
+def markdown_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A line each: the column names, the rule below them, and the rows."""
+    return [f"| {' | '.join(names)} |", "|" + "---|" * len(names), *(f"| {' | '.join(row)} |" for row in rows)]
+
+
 def round_up(size: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is at least `size`."""
     return -(-size // multiple) * multiple
@@ -162,3 +183,9 @@ INT8_TILE = 2**21  # sums of int8 products that exist at a time
 INT8_BLOCK_ROWS = INT8_TILE // 128  # of a blocked int8 matrix: so many that 128 tokens are multiplied at a time
 BLOCK_CHUNK = 32 * 2**20  # bytes of a matrix that are brought into oneDNN's blocked layout, and multiplied, at a time
 BLOCK_ROWS = 64  # rows and columns of what is blocked are multiples of this: other sizes would be padded
+
+
+def three_digits(value: float) -> str:
+    """Three significant digits or all before the point, never an exponent."""
+    digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2 if abs(value) >= 1 else 3
+    return f"{value:,.{digits}f}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flexgen_h2o.core.config import ModelSpec, Rotary
+from flexgen_h2o.core.config import ModelSpec
 from flexgen_h2o.engine.generation import SweepInput
 from flexgen_h2o.kernels.elementwise import Rotation
 from flexgen_h2o.kvcache.attend import attend_prompts, attend_slots
@@ -61,7 +61,10 @@ class UnitAttention:
         self._eviction, self._kv_heads, self._common = eviction, spec.num_kv_heads, common
         self._sparsity = sparsity
         self._scale = spec.head_dim**-0.5
-        self._rotation = _rotation(spec.rotary, device)
+        self._rotation: Rotation | None = None
+        if spec.rotary is not None:
+            frequencies = torch.tensor(spec.rotary.frequencies, dtype=torch.float32, device=device)
+            self._rotation = Rotation(frequencies, spec.rotary.scaling)
         self._is_rolling = is_rolling(eviction)
 
     def open(
@@ -119,10 +122,3 @@ class UnitAttention:
         elif rotation is not None:
             rotation.rotate((q, k), positions)
         attend_slots((q, k, v), rows, new, self._scale, out, self._sparsity, rolling)
-
-
-def _rotation(rotary: Rotary | None, device: torch.device) -> Rotation | None:
-    """None where a model has no rotary embeddings."""
-    if rotary is None:
-        return None
-    return Rotation(torch.tensor(rotary.frequencies, dtype=torch.float32, device=device), rotary.scaling)

@@ -18,10 +18,10 @@ import queue
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,6 @@ from flexgen_h2o.core.config import ModelSpec
 from flexgen_h2o.core.errors import FlexgenError, TransferError, UsageError
 from flexgen_h2o.core.units import WIRE_BUFFERS
 from flexgen_h2o.engine.generation import Row
-from flexgen_h2o.engine.report import PhaseReport, RunReport
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.eviction.policy import OfStage
 from flexgen_h2o.tiers.device import Device, take_card
@@ -212,16 +211,20 @@ class Wire:
     def _send(self, micro_batch: int, left: int, tokens: Sequence[int], hidden: torch.Tensor | None = None) -> None:
         """Waits while too many messages are on their way."""
         header = torch.zeros(_FIELDS + max(self._rows), dtype=torch.int64)
-        nbytes = 0 if hidden is None else hidden.numel() * hidden.element_size()
+        nbytes = 0 if hidden is None else hidden.nbytes
         header[: _FIELDS + len(tokens)] = torch.tensor([micro_batch, left, nbytes, len(tokens), *tokens])
-        self.bytes_sent += nbytes + header.numel() * header.element_size()
-        if hidden is None:
-            self._outgoing.put((header, None, NOTHING, -1))
-            return
-        number = self._get(self._to_send)
-        data = self._buffers[number][:nbytes]
-        data.copy_(hidden.reshape(-1).view(torch.uint8))
-        self._outgoing.put((header, data, self._device.fence(), number))
+        self.bytes_sent += nbytes + header.nbytes
+        data, number, ready = None, -1, cast(Waitable, NOTHING)
+        if hidden is not None:
+            number = self._get(self._to_send)
+            data = self._buffers[number][:nbytes]
+            data.copy_(hidden.reshape(-1).view(torch.uint8))
+            ready = self._device.fence()
+        self._outgoing.put((header, data, ready, number))
+
+    def gather(self, mine: Any) -> list[Any]:
+        """What every rank has, in their order; FlexgenError where one is lost."""
+        return _gather(self._pipeline, mine)
 
     def close(self) -> None:
         """End the threads. One that waits for a neighbour in the middle of a block is left behind (`is_waiting`)."""
@@ -303,6 +306,11 @@ class Part:
         return 1 if self.pipeline is None else self.pipeline.in_flight
 
     @property
+    def blocks(self) -> list[int]:
+        """The first transformer block, and one past the last."""
+        return [self.first, self.first + self.spec.num_blocks]
+
+    @property
     def processes(self) -> int:
         """That share this machine's memory."""
         return 1 if self.pipeline is None else self.pipeline.local_ranks
@@ -362,45 +370,6 @@ def check_same(pipeline: Pipeline, given: Sequence[object], rows: Iterable[Row])
         for name, value in everyone[0].items():
             if theirs[name] != value:
                 raise UsageError(f"--pipeline: rank {rank} has another {name} than rank 0; give all ranks the same")
-
-
-def joint_report(part: Part, report: RunReport, wire: Wire) -> RunReport:
-    """The report of the whole pipeline, from every rank's own. Called by all ranks.
-
-    Seconds are the last rank's, where a sweep ends when its tokens are chosen; bytes are sums. `extra.ranks`
-    has each rank's own: transformer blocks (first, and one past the last), bytes, seconds of each lane.
-    """
-    assert part.pipeline is not None
-    mine = {
-        "rank": part.pipeline.rank,
-        "blocks": [part.first, part.first + part.spec.num_blocks],
-        "peak_bytes": dict(report.peak_bytes),
-        "io_bytes": dict(report.io_bytes),
-        "sent_bytes": wire.bytes_sent,
-        "busy_s": report.extra["busy_s"],
-    }
-    reports, facts = zip(*_gather(part.pipeline, (report, mine)), strict=True)
-    last = reports[-1]
-
-    def summed(name: str) -> dict[str, int]:
-        return {key: sum(getattr(one, name)[key] for one in reports) for key in getattr(report, name)}
-
-    def summed_by_kind(name: str) -> dict[str, dict[str, int]]:
-        kinds = [getattr(one, name) for one in reports]
-        keys = next(iter(kinds[0].values()))
-        every = dict.fromkeys(kind for one in kinds for kind in one)
-        return {kind: {key: sum(one[kind][key] for one in kinds if kind in one) for key in keys} for kind in every}
-
-    kv = {**summed("kv"), "slots": max(one.kv["slots"] for one in reports)}
-    extra = {**report.extra, "ranks": list(facts)}
-    return replace(
-        report,
-        prefill=PhaseReport(last.prefill.seconds, report.prefill.tokens),
-        decode=PhaseReport(last.decode.seconds, report.decode.tokens),
-        peak_bytes=summed("peak_bytes"), io_bytes=summed("io_bytes"), kv=kv, extra=extra,
-        peak_bytes_by_kind=summed_by_kind("peak_bytes_by_kind"), io_bytes_by_kind=summed_by_kind("io_bytes_by_kind"),
-        model_bytes=sum(one.model_bytes for one in reports), cache_bytes=sum(one.cache_bytes for one in reports),
-    )  # fmt: skip
 
 
 def leave(code: int) -> int:

@@ -14,15 +14,14 @@ import torch
 
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import Layer
-from flexgen_h2o.core.schedule import Step, weight_sequence
 from flexgen_h2o.engine.attention import CacheStep, UnitAttention
 from flexgen_h2o.engine.distributed import Wire
 from flexgen_h2o.engine.generation import BlockStats, Decoding, MicroBatch, Row, Sweep, SweepInput
-from flexgen_h2o.engine.loop import ATTENTION_KINDS, UnitKey, Walk
+from flexgen_h2o.engine.loop import ATTENTION_KINDS, Step, UnitKey, Walk, weight_sequence
 from flexgen_h2o.engine.memory_plan import kv_layout
 from flexgen_h2o.engine.requests import Scheduler
 from flexgen_h2o.engine.resources import Engine
-from flexgen_h2o.engine.weights import WeightStream
+from flexgen_h2o.engine.stores import WeightStream
 from flexgen_h2o.kvcache.attend import columns_of
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.layout import UnitLayout
@@ -31,7 +30,7 @@ from flexgen_h2o.kvcache.slots import Move, SlotTable
 from flexgen_h2o.models import Weights, family_of
 from flexgen_h2o.tiers.stream import Region, Waitable, streamed_keys
 
-OnFinished = Callable[[list[Row]], None]
+Order = Callable[[int, int], Iterator[Step]]
 
 
 class Executor:
@@ -43,15 +42,15 @@ class Executor:
     """
 
     def __init__(
-        self, engine: Engine, eviction: Eviction, decoding: Decoding, on_finished: OnFinished,
+        self, engine: Engine, eviction: Eviction, decoding: Decoding, on_finished: Callable[[list[Row]], None],
         max_sweeps: int | None, sharing: Sharing | None = None, common: int = 0,
     ) -> None:  # fmt: skip
         self._engine, self._eviction, self._decoding, self._on_finished = engine, eviction, decoding, on_finished
         self._sharing, self._common = sharing, common
         self._family = family_of(engine.spec)
-        self._workspace = engine.workspace()
+        self._workspace = engine.workspace
         self._layers: tuple[Layer, ...] = engine.layers.layers
-        self._handoff = engine.wire
+        self._wire = engine.wire
         self._max_sweeps = max_sweeps
         self._weights = self._weight_stream()
         device, sparsity = engine.device.torch_device, engine.policy.attn_sparsity
@@ -63,6 +62,21 @@ class Executor:
         sequence = streamed_keys(weight_sequence(self._max_sweeps, units), units, engine.weights)
         ahead = len(units) if engine.policy.overlap else 0
         return WeightStream(engine.weights, engine.ring("weight ring"), sequence, ahead)
+
+    @torch.inference_mode()
+    def run(self, scheduler: Scheduler, order: Order | None, on_tokens: Callable[[int], None]) -> None:
+        """Run the blocks of a scheduler one after another, and add their stats to it. order, on_tokens: as of
+        `run_block`."""
+        waiting = scheduler if scheduler.is_continuous else None
+        for block in scheduler.blocks:
+            stats = BlockStats(keeps_lists=waiting is None)
+            steps = order(len(self._layers), len(block)) if order is not None else None
+            self.run_block(block, stats, steps, on_tokens, waiting)
+            scheduler.stats.append(stats)
+            if order is not None:  # it may have ended within a sweep: the next block's weights begin anew
+                self.finish()
+                self._weights = self._weight_stream()
+        self.finish()
 
     def run_block(
         self, rows: Sequence[Sequence[Row]], stats: BlockStats, order: Iterator[Step] | None = None,
@@ -78,9 +92,9 @@ class Executor:
         self._batches = [MicroBatch(r, self._sharing, self._common, opens=k == 0) for k, r in enumerate(rows)]
         sweeps = max(r.max_new for batch in rows for r in batch) if waiting is None else None
         engine, together = self._engine, None
-        self._begin()
-        if self._handoff is not None:  # some micro-batches of a pipeline are on their way while it computes others
-            self._handoff.begin_block([len(r) for r in rows])
+        self._begin_block()
+        if self._wire is not None:  # some micro-batches of a pipeline are on their way while it computes others
+            self._wire.begin_block([len(r) for r in rows])
             together = engine.policy.num_gpu_batches
         walk = Walk(engine, self._layers, engine.plan.depth, engine.policy.overlap, sweeps, len(rows), together)
         self._sweep_start = self._layer_start = time.perf_counter()
@@ -91,16 +105,11 @@ class Executor:
         if order is None:  # what was still being stored belongs to the block
             stats.add_seconds(time.perf_counter() - self._sweep_start)
 
-    def restart(self) -> None:
-        """Load weights from the first unit on; call after a block that was cut short within a sweep."""
-        self.finish()
-        self._weights = self._weight_stream()
-
     def finish(self) -> None:
         """Wait for loads still under way; call once after the last block."""
         self._weights.drain()
 
-    def _begin(self) -> None:
+    def _begin_block(self) -> None:
         engine, count = self._engine, len(self._batches)
         self._tables = [SlotTable(self._eviction, self._sizes(b.rows), engine.spec.num_blocks) for b in self._batches]
         layouts = [[self._layout(block, k) for k in range(count)] for block in range(engine.spec.num_blocks)]
@@ -109,7 +118,7 @@ class Executor:
         self._inputs: dict[int, SweepInput] = {}
         for k in range(count):
             self._begin_sweep(k)
-        self._held = self._full = self._read = self._fed = self._prompts = 0  # columns and tokens in this sweep
+        self._sweep = Sweep()
 
     def _layout(self, block: int, k: int) -> UnitLayout:
         """Of a KV unit; for any rows that the engine has room for where rows may enter."""
@@ -137,14 +146,14 @@ class Executor:
     def begin_step(self, step: Step) -> str | None:
         interrupts.check()
         k = step.micro_batch
-        if step.layer == 0 and self._handoff is not None:
-            self._receive_tokens(step, self._handoff)
+        if step.layer == 0 and self._wire is not None:
+            self._receive_tokens(step, self._wire)
         if not self._batches[k].rows:
             return None
         if step.layer == 0:
             fed = self._inputs[k]
-            self._fed += len(fed.ids)
-            self._prompts += fed.prompt_tokens
+            self._sweep.fed += len(fed.ids)
+            self._sweep.prompts += fed.prompt_tokens
             self._stats.fed_tokens += fed.prompt_tokens
         return self._inputs[k].phase
 
@@ -160,8 +169,8 @@ class Executor:
     def compute(self, step: Step) -> None:
         layer, k, w, x = self._layers[step.layer], step.micro_batch, self._weights.opened, self._x
         spec, family, ws, fed = self._engine.spec, self._family, self._workspace, self._inputs[k]
-        if layer.kind == "receive" and self._handoff is not None:
-            self._handoff.recv_hidden(k, x)
+        if layer.kind == "receive" and self._wire is not None:
+            self._wire.recv_hidden(k, x)
         if layer.kind == "embedding":
             family.embed(spec, w, fed.ids.to(x.device), fed.positions.to(x.device), x, ws)
         if layer.kind in ATTENTION_KINDS:
@@ -171,18 +180,18 @@ class Executor:
             family.mlp(spec, w, x, ws)
         if layer.kind == "head":
             self._head(k, w, x)
-        if layer.kind == "send" and self._handoff is not None:
+        if layer.kind == "send" and self._wire is not None:
             self._engine.weights.check_unchanged()  # the ranks behind hand out what comes of it
-            self._handoff.send_hidden(k, len(self._batches[k].rows), x)
+            self._wire.send_hidden(k, len(self._batches[k].rows), x)
 
     def close_cache(self, key: UnitKey, region: Region | None, fence: Waitable) -> list[Waitable]:
         cache, fed = self._cache, self._inputs[key[2]]
         if cache.new:
-            self._read += cache.read + fed.steps * fed.common
+            self._sweep.read += cache.read + fed.steps * fed.common
         self._show_slots(key[2], cache)
         filled = cache.filled
-        self._held += int(filled.sum())
-        self._full += fed.seen
+        self._sweep.held += int(filled.sum())
+        self._sweep.full += fed.seen
         return self._engine.cache.close(key, region, int(filled.max()), cache.slots_to_store, fence)
 
     def close_hidden(self, key: UnitKey, region: Region | None, fence: Waitable) -> list[Waitable]:
@@ -194,27 +203,24 @@ class Executor:
         self._layer_start = now
         if step.layer < len(self._layers) - 1:
             return False
-        self._end_sweep(now - self._sweep_start)
+        if self._sweep.fed:
+            self._stats.end_sweep(self._sweep, now - self._sweep_start)
+            self._sweep = Sweep()
+        else:  # the ranks of a pipeline have told each other that no rows are left
+            self._stats.add_seconds(now - self._sweep_start)
         self._sweep_start = now
-        return not any(batch.rows for batch in self._batches) and (self._handoff is None or self._handoff.is_over)
+        return not any(batch.rows for batch in self._batches) and (self._wire is None or self._wire.is_over)
 
     # Rows
 
-    def _end_sweep(self, seconds: float) -> None:
-        if not self._fed:  # the ranks of a pipeline have told each other that no rows are left
-            self._stats.add_seconds(seconds)
-            return
-        self._stats.end_sweep(Sweep(seconds, self._prompts / self._fed, self._held, self._full, self._read))
-        self._held = self._full = self._read = self._fed = self._prompts = 0
-
-    def _receive_tokens(self, step: Step, handoff: Wire) -> None:
+    def _receive_tokens(self, step: Step, wire: Wire) -> None:
         """The tokens of a micro-batch's last sweep, where another rank has chosen them."""
         k = step.micro_batch
         with self.span("wait", "receive"):
-            tokens = handoff.recv_tokens(step.sweep, k)
+            tokens = wire.recv_tokens(step.sweep, k)
         if tokens:
             self._after_sweep(k, *self._append_tokens(k, tokens))
-        handoff.check(k, len(self._batches[k].rows))
+        wire.check(k, len(self._batches[k].rows))
 
     def _show_slots(self, k: int, cache: CacheStep) -> None:
         """Show what a decode step's attention saw to whoever watches."""
@@ -242,8 +248,8 @@ class Executor:
             tokens = self._decoding.sample(batch, logits)
             finished, moves = self._append_tokens(k, tokens)
         self._after_sweep(k, finished, moves)
-        if self._handoff is not None:
-            self._handoff.send_tokens(k, len(self._batches[k].rows), tokens)
+        if self._wire is not None:
+            self._wire.send_tokens(k, len(self._batches[k].rows), tokens)
 
     def _append_tokens(self, k: int, tokens: Sequence[int]) -> tuple[list[Row], list[Move]]:
         """The next token of each row of a micro-batch (MicroBatch.append_tokens)."""

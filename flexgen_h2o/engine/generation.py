@@ -9,13 +9,14 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from tqdm import tqdm
 
+from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.engine.prompts import Prompt
-from flexgen_h2o.engine.sampling import Sampler, SamplingParams, StopStrings, TokenLogprobs, token_logprobs
+from flexgen_h2o.engine.sampling import Sampler, Tokenizer, TokenLogprobs, decode_text, token_logprobs
 from flexgen_h2o.kvcache.eviction.policy import Columns
 from flexgen_h2o.kvcache.prefixes import (
     PromptGroup,
@@ -191,20 +192,57 @@ class MicroBatch:
         self._new = group_rows(rows, sharing, self._common)
 
 
-class StopCriteria:
-    """When a row is done: end-of-sequence token or stop string ("stop"), or its length ("length")."""
+# Tokens looked at beyond the longest stop string: a UTF-8 character cut at the window's start spoils up to 4 of them.
+_WINDOW_MARGIN = 8
 
-    def __init__(self, params: SamplingParams, eos_token_ids: Sequence[int], stop: StopStrings) -> None:
-        self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
-        self.stop = stop
+
+class StopCriteria:
+    """When a row is done: end-of-sequence token or stop string ("stop"), or its length ("length").
+
+    tokenizer: None only without stop strings, else UsageError.
+    """
+
+    def __init__(self, stop: tuple[str, ...], eos_token_ids: Sequence[int], tokenizer: Tokenizer | None) -> None:
+        if stop and tokenizer is None:
+            raise UsageError("--stop: stop strings need a tokenizer and the model's folder has none; leave --stop out")
+        self._stop, self._eos, self._tokenizer = stop, frozenset(eos_token_ids), tokenizer
+        self._window = max((len(s.encode("utf-8", "surrogatepass")) for s in stop), default=0) + _WINDOW_MARGIN
+        self._size = len(tokenizer) if tokenizer is not None and stop else 0
+        self._silent = _silent_ids(tokenizer) if tokenizer is not None and stop else frozenset()
 
     def is_eos(self, token: int) -> bool:
         return token in self._eos
 
     def __call__(self, row: Row) -> str | None:
-        if self.is_eos(row.token_ids[-1]) or self.stop.found(row.token_ids):
+        """Why a row is done with its newest token; None where it is not. To be called after each new token."""
+        if self.is_eos(row.token_ids[-1]) or self.found(row.token_ids):
             return "stop"
         return "length" if len(row.token_ids) >= row.max_new else None
+
+    def found(self, token_ids: Sequence[int]) -> bool:
+        """Whether the newest of a row's tokens completed a stop string. Decodes a short tail only."""
+        if not self._stop or self._tokenizer is None:
+            return False
+        tail: list[int] = []
+        for token in reversed(token_ids):
+            # Tokens without text would use up the window that is counted in tokens of at least one byte.
+            if token < self._size and token not in self._silent:
+                tail.append(token)
+                if len(tail) == self._window:
+                    break
+        text = decode_text(self._tokenizer, tail[::-1])
+        return any(s in text for s in self._stop)
+
+    def cut(self, text: str) -> str:
+        """`text` up to where the earliest stop string begins; all of it when there is none."""
+        starts = [at for at in map(text.find, self._stop) if at >= 0]
+        return text[: min(starts)] if starts else text
+
+
+def _silent_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Ids that decode to nothing because they are special."""
+    added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", None) or {}
+    return frozenset(tokenizer.all_special_ids) | {i for i, token in added.items() if getattr(token, "special", False)}
 
 
 class TokenSource(Protocol):
@@ -263,7 +301,6 @@ class Progress:
         return sys.stderr is not None and sys.stderr.isatty()
 
     def sweep(self, tokens: int) -> None:
-        """A micro-batch has got `tokens` new ones."""
         self._bar.update(tokens)
 
     def finish(self, rows: Sequence[Row]) -> None:
@@ -322,34 +359,29 @@ class Decoding:
         return tokens
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sweep:
-    """One sweep of a block.
+    """Counts of one sweep of a block.
 
-    prompts: share of its tokens that came from prompts. held: KV columns of all rows and layers (a column is one key
-    and one value of every kv-head). full: what the full cache would have held. read: columns that decode attention
+    fed: tokens; prompts: those of them that came from prompts. held: KV columns of all rows and layers (a column is one
+    key and one value of every kv-head). full: what the full cache would have held. read: columns that decode attention
     read.
     """
 
-    seconds: float
-    prompts: float
-    held: int
-    full: int
-    read: int
+    fed: int = 0
+    prompts: int = 0
+    held: int = 0
+    full: int = 0
+    read: int = 0
 
 
 @dataclass(frozen=True)
 class BlockTimes:
-    """Seconds of each sweep of a block, and of each layer of each sweep (all its micro-batches)."""
+    """Seconds of each sweep of a block, of each layer of each sweep (all its micro-batches), and KV columns of each
+    sweep, as of `Sweep`."""
 
     sweeps: list[float] = field(default_factory=list)
     layers: list[float] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class KvUse:
-    """KV columns of each sweep of a block, as of `Sweep`."""
-
     held: list[int] = field(default_factory=list)
     read: list[int] = field(default_factory=list)
 
@@ -359,8 +391,8 @@ class BlockStats:
     """Sums over the sweeps of a block.
 
     held, full: columns of the decode sweeps, of which there are `later`; without one, of the first sweep. fed_tokens:
-    prompt tokens that were computed. times, kv_use: by sweep, kept unless rows may join the block, which then may go
-    on for any number of sweeps.
+    prompt tokens that were computed. times: kept unless rows may join the block, which then may go on for any number of
+    sweeps.
     """
 
     keeps_lists: bool = True
@@ -371,8 +403,7 @@ class BlockStats:
     full: int = 0
     fed_tokens: int = 0
     times: BlockTimes = field(default_factory=BlockTimes)
-    kv_use: KvUse = field(default_factory=KvUse)
-    _prompts: float = 0.0  # of the newest sweep
+    _prompts: float = 0.0  # share of the newest sweep's tokens
 
     @property
     def later(self) -> int:
@@ -383,18 +414,18 @@ class BlockStats:
         if self.keeps_lists:
             self.times.layers.append(seconds)
 
-    def end_sweep(self, sweep: Sweep) -> None:
+    def end_sweep(self, sweep: Sweep, seconds: float) -> None:
         if self.sweeps == 1:  # the first counts only while it is alone
             self.held = self.full = 0
         self.held += sweep.held
         self.full += sweep.full
         self.sweeps += 1
-        self._prompts = sweep.prompts
+        self._prompts = sweep.prompts / sweep.fed
         if self.keeps_lists:
             self.times.sweeps.append(0.0)
-            self.kv_use.held.append(sweep.held)
-            self.kv_use.read.append(sweep.read)
-        self.add_seconds(sweep.seconds)
+            self.times.held.append(sweep.held)
+            self.times.read.append(sweep.read)
+        self.add_seconds(seconds)
 
     def add_seconds(self, seconds: float) -> None:
         """Add to the newest sweep's seconds. A mixed sweep's are split between prefill and decode by its tokens."""

@@ -34,7 +34,7 @@ from flexgen_h2o.core.units import (
 )
 from flexgen_h2o.engine.product_sizes import blocked_bytes, int8_sizes
 from flexgen_h2o.kvcache.layout import UnitLayout
-from flexgen_h2o.tiers.placement import Part, Shares, is_streamed, on_host_device, split_rows
+from flexgen_h2o.tiers.stream import Part, Shares, is_streamed, on_host_device, split_rows
 
 UNPACK_BYTES = 16  # of a weight while torch operations unpack it: codes, halves of them, fp32, the result
 # Of a value of KV while it is unpacked by torch operations: itself, scale and least, in 4 bytes each.

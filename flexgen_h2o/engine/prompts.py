@@ -241,16 +241,12 @@ def _check_ids(given: object, vocab_size: int) -> tuple[int, ...]:
     values = given.tolist() if hasattr(given, "tolist") else given
     if not isinstance(values, list | tuple):
         raise UsageError(f"a prompt is a string or a list of token ids, not {type(given).__name__}")
-    ids = tuple(_check_id(v, vocab_size) for v in values)
+    ids = tuple(v.item() if hasattr(v, "item") else v for v in values)
+    for value in ids:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise UsageError(f"token id {value!r} is not a whole number")
+        if not 0 <= value < vocab_size:
+            raise UsageError(f"token id {value} is outside the model's vocabulary of {vocab_size}")
     if not ids:
         raise UsageError("the prompt has no tokens; give at least one")
     return ids
-
-
-def _check_id(given: Any, vocab_size: int) -> int:
-    value = given.item() if hasattr(given, "item") else given
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise UsageError(f"token id {value!r} is not a whole number")
-    if not 0 <= value < vocab_size:
-        raise UsageError(f"token id {value} is outside the model's vocabulary of {vocab_size}")
-    return value

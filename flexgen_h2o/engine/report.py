@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +20,10 @@ from flexgen_h2o.engine.memory_plan import packing_of
 from flexgen_h2o.engine.workload import need_of
 
 if TYPE_CHECKING:
+    from flexgen_h2o.engine.distributed import Part
     from flexgen_h2o.engine.generation import BlockStats
     from flexgen_h2o.engine.requests import RequestTable, Scheduler
     from flexgen_h2o.engine.resources import Engine
-    from flexgen_h2o.kvcache.eviction import Eviction
 
 MEASURED_BUSY = "profile measured on a busy machine: measure again with python -m flexgen_h2o.hardware"
 IO_LINKS = ("disk_read", "disk_write", "h2d", "d2h")
@@ -112,17 +112,23 @@ class RunReport:
 
 
 def make_report(
-    engine: Engine, eviction: Eviction, table: RequestTable, scheduler: Scheduler,
-    moved: Mapping[str, Mapping[str, int]], predicted: Mapping[str, float | None], facts: Mapping[str, Any],
+    engine: Engine, part: Part, table: RequestTable, scheduler: Scheduler, before: Mapping[str, Mapping[str, int]],
+    predicted: Mapping[str, float | None], facts: Mapping[str, Any],
 ) -> RunReport:  # fmt: skip
-    """The report of a finished run. moved: bytes by kind and lane; facts: more, for `extra`."""
-    blocks, common = scheduler.stats, scheduler.common
+    """The report of a finished run; of all ranks, where it is one of a pipeline's.
+
+    before: what the engine had moved before it, by kind and lane. facts: more, for `extra`.
+    """
+    blocks, common, eviction = scheduler.stats, scheduler.common, part.eviction
+    now = engine.io_bytes_by_kind
+    moved = {kind: {lane: n - before[kind][lane] for lane, n in now[kind].items()} for kind in now}
     spec, itemsize = engine.spec, engine.dtype.itemsize
     shape = need_of(eviction, table.sizes.total(), set(table.sizes), spec.num_blocks)
     copied = common * spec.kv_bytes_per_token(itemsize)
     model_bytes, cache_bytes, hidden_bytes = sizes_of(spec, table.sizes, itemsize)
     saves = {"attn_sparsity_saves": "arithmetic, no traffic"} if engine.policy.attn_sparsity < 1 else {}
-    return RunReport(
+    joined = {"refilled": scheduler.joined} if scheduler.is_continuous else {}
+    report = RunReport(
         model=table.model.name,
         policy=engine.policy,
         eviction=eviction.to_json(),
@@ -148,11 +154,55 @@ def make_report(
             "kv_reserved_bytes": engine.plan.size("cache"),
             "look_ahead_units": asdict(engine.plan.depth),
             **facts,
+            **joined,
             "prefill_fed_tokens": sum(b.fed_tokens for b in blocks),
             "common_prefix": {"tokens": common, "kv_bytes": copied},
             **saves,
             "busy_s": {lane: engine.timeline.seconds(lane) for lane in LANES},
         },
+    )
+    if engine.wire is None:
+        return report
+    return joint_report(engine.wire.gather((report, part.blocks, engine.wire.bytes_sent)))
+
+
+def joint_report(ranks: Sequence[tuple[RunReport, Sequence[int], int]]) -> RunReport:
+    """The report of a pipeline from those of its ranks, each with its transformer blocks and the bytes it sent.
+
+    Seconds are the last rank's, where a sweep ends when its tokens are chosen; bytes are sums. `extra.ranks` has each
+    rank's own.
+    """
+    reports = [report for report, _, _ in ranks]
+    first, last = reports[0], reports[-1]
+
+    def summed(name: str) -> dict[str, int]:
+        return {key: sum(getattr(one, name)[key] for one in reports) for key in getattr(first, name)}
+
+    def summed_by_kind(name: str) -> dict[str, dict[str, int]]:
+        kinds = [getattr(one, name) for one in reports]
+        keys = next(iter(kinds[0].values()))
+        every = dict.fromkeys(kind for one in kinds for kind in one)
+        return {kind: {key: sum(one[kind][key] for one in kinds if kind in one) for key in keys} for kind in every}
+
+    facts = [
+        {
+            "rank": rank, "blocks": blocks, "peak_bytes": dict(one.peak_bytes), "io_bytes": dict(one.io_bytes),
+            "sent_bytes": sent_bytes, "busy_s": one.extra["busy_s"],
+        }
+        for rank, (one, blocks, sent_bytes) in enumerate(ranks)
+    ]  # fmt: skip
+    return replace(
+        first,
+        prefill=PhaseReport(last.prefill.seconds, first.prefill.tokens),
+        decode=PhaseReport(last.decode.seconds, first.decode.tokens),
+        peak_bytes=summed("peak_bytes"),
+        io_bytes=summed("io_bytes"),
+        kv={**summed("kv"), "slots": max(one.kv["slots"] for one in reports)},
+        extra={**first.extra, "ranks": facts},
+        peak_bytes_by_kind=summed_by_kind("peak_bytes_by_kind"),
+        io_bytes_by_kind=summed_by_kind("io_bytes_by_kind"),
+        model_bytes=sum(one.model_bytes for one in reports),
+        cache_bytes=sum(one.cache_bytes for one in reports),
     )
 
 
@@ -176,8 +226,7 @@ def _kv_facts(column: tuple[int, int], slots: int, blocks: Sequence[BlockStats],
 
     column: as of `column_bytes`. copied: bytes of KV outside of slots, the whole time.
     """
-    decoding = [b for b in blocks if b.later]
-    counted = decoding or [b for b in blocks if b.sweeps]
+    counted = [b for b in blocks if b.later] or [b for b in blocks if b.sweeps]
     sweeps = max(1, sum(max(1, b.later) for b in counted))
     return {
         "slots": slots,

@@ -17,7 +17,7 @@ from flexgen_h2o.core.config import ModelSpec
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.engine.generation import BlockStats, Callbacks, Decoding, Row, StopCriteria, TokenSource, make_blocks
 from flexgen_h2o.engine.prompts import Completion, Prompt, prompts_from_python
-from flexgen_h2o.engine.sampling import Sampler, SamplingParams, StopStrings, decode_text
+from flexgen_h2o.engine.sampling import Sampler, SamplingParams, decode_text
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.eviction.policy import most_new_tokens
 from flexgen_h2o.models.load import Model
@@ -82,7 +82,10 @@ class RequestTable:
         self._source: TokenSource | None = None
         self._params: dict[int, SamplingParams] = {}
         self._sampler = Sampler(params if isinstance(params, SamplingParams) else self._params)
-        self._criteria = lru_cache(STOPS_KEPT)(self._new_criteria)
+        eos, tokenizer = model.spec.eos_token_ids, model.tokenizer
+        self._criteria = lru_cache(STOPS_KEPT)(
+            lambda stop, ignore: StopCriteria(stop, () if ignore else eos, tokenizer)
+        )
         self.sizes: Counter[tuple[int, int]] = Counter()
         self.decoded = 0
         if isinstance(params, SamplingParams):
@@ -118,10 +121,6 @@ class RequestTable:
         most = most_new_tokens(self._eviction, spec, length, params.max_tokens)
         return Row(prompt, most, asked=params.max_tokens, top_logprobs=params.logprobs)
 
-    def _new_criteria(self, stop: tuple[str, ...], ignore_eos: bool) -> StopCriteria:
-        params = SamplingParams(ignore_eos=ignore_eos)
-        return StopCriteria(params, self.model.spec.eos_token_ids, StopStrings(self.model.tokenizer, stop))
-
     def decoding(self, callbacks: Callbacks) -> Decoding:
         """How the rows get their tokens."""
         if self._source is not None:
@@ -132,27 +131,25 @@ class RequestTable:
         params = self._params[row.prompt.index]
         return self._criteria(params.stop, params.ignore_eos)
 
-    def may_end_apart(self) -> bool:
-        """Do the rows ask for different numbers of tokens, or may some stop before they have them all?"""
-        params = (self._params[row.prompt.index] for row in self.rows)
-        can_stop = any(p.stop or (self.model.spec.eos_token_ids and not p.ignore_eos) for p in params)
-        return can_stop or len({row.max_new for row in self.rows}) > 1
-
     def finish(self, rows: Sequence[Row]) -> list[Completion]:
         """Count finished rows, forget their parameters, and return their completions."""
-        found = [self._completion(row) for row in rows]
+        found, tokenizer = [], self.model.tokenizer
         for row in rows:
+            assert row.finish_reason is not None
+            text = None if tokenizer is None else self._criteria_of(row).cut(decode_text(tokenizer, row.token_ids))
+            logprobs = None if row.top_logprobs is None else list(row.logprobs)
+            index, prompt = row.prompt.index, row.prompt.text
+            found.append(Completion(index, prompt, text, list(row.token_ids), row.finish_reason, logprobs))
             self.decoded += max(0, len(row.token_ids) - 1)
-            del self._params[row.prompt.index]
+            del self._params[index]
         return found
 
-    def _completion(self, row: Row) -> Completion:
-        assert row.finish_reason is not None
-        text = None
-        if self.model.tokenizer is not None:
-            text = self._criteria_of(row).stop.cut(decode_text(self.model.tokenizer, row.token_ids))
-        logprobs = None if row.top_logprobs is None else list(row.logprobs)
-        return Completion(row.prompt.index, row.prompt.text, text, list(row.token_ids), row.finish_reason, logprobs)
+    def finish_rest(self) -> list[Completion]:
+        """The same of rows that were cut short, as of length."""
+        rest = [row for row in self.rows if row.finish_reason is None]
+        for row in rest:
+            row.finish_reason = "length"
+        return self.finish(rest)
 
     def schedule(
         self, blocks: list[list[list[Row]]], refill: bool, more: More | None = None, common: int = 0
@@ -161,7 +158,10 @@ class RequestTable:
 
         Rows that all end together gain nothing by waiting and stay in their blocks.
         """
-        if not refill or (more is None and (len(blocks) == 1 or not self.may_end_apart())):
+        params = (self._params[row.prompt.index] for row in self.rows)
+        can_stop = any(p.stop or (self.model.spec.eos_token_ids and not p.ignore_eos) for p in params)
+        end_together = not can_stop and len({row.max_new for row in self.rows}) <= 1
+        if not refill or (more is None and (len(blocks) == 1 or end_together)):
             return Scheduler(blocks, None, common)
 
         def further() -> list[Row]:

@@ -23,9 +23,8 @@ from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import READ_THREADS, WRITE_THREADS
 from flexgen_h2o.engine.distributed import Part, Wire
-from flexgen_h2o.engine.hidden import HiddenStore
 from flexgen_h2o.engine.memory_plan import MemoryPlan, attends_on_host, tier_shares
-from flexgen_h2o.engine.weights import WeightStore
+from flexgen_h2o.engine.stores import HiddenStore, WeightStore
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.kvcache.slots import PartView, common_views
 from flexgen_h2o.kvcache.store import CacheStore
@@ -72,14 +71,25 @@ class Engine:
             stack.callback(self.lanes.close)
             self._take_buffers(site.offload_dir, stack)
             decoded = self._buffers.get(("unpacked weights", device.tier))
-            self.weights = WeightStore(self.layers, checkpoint, shares, form, self.mover, self.workspace(), decoded)
+            sizes = dict(plan.workspace)
+            self.workspace = Workspace(self._buffers["workspace", device.tier], sizes, dtype)
+            self.weights = WeightStore(self.layers, checkpoint, shares, form, self.mover, self.workspace, decoded)
             stack.callback(self.weights.close)
             # Left in reverse: the threads end before the files that they use are closed.
             stack.callback(self.lanes.close)
             interrupts.check()  # a signal may have got lost in an import
             self.weights.load_resident(self._arenas("weights"))
             checkpoint.check_unchanged()
-            self.cache, self.hidden = self._open_cache(), self._open_hidden()
+            overlay = self._buffers.get(("cache overlay", "host"), torch.empty(0, dtype=torch.uint8))
+            self.cache = CacheStore(
+                self.mover, dtype, self._arenas("cache"), self._files.get("cache"), overlay,
+                self._arenas("cache record"), attends_on_host(policy, device.is_host),
+            )  # fmt: skip
+            shares = tier_shares(policy.hidden_shares, device.is_host)
+            arenas, count = self._arenas("hidden"), len(self.layers.layers)
+            self.hidden = HiddenStore(
+                self.mover, dtype, spec.hidden_size, shares, count, arenas, self._files.get("hidden")
+            )
             self.wire: Wire | None = None  # to the other ranks, where this is a stage of a pipeline
             if part.pipeline is not None:
                 self.wire = Wire(part.pipeline, device, self._buffers["wire", device.tier])
@@ -142,28 +152,10 @@ class Engine:
                 stack.callback(file.close)
         for b in self.plan.buffers:
             if b.tier != "disk" and b.name not in ("temporaries", "staging"):  # these two are taken by their users
-                self._buffers[b.name, b.tier] = self._allocate(b.name, b.tier, b.nbytes)
-
-    def _allocate(self, name: str, tier: str, nbytes: int) -> torch.Tensor:
-        if tier == self.device.tier:
-            return self.device.buffer(nbytes)
-        pinned = name in COPIED_HOMES and self.policy.pin_weight
-        return self.device.host_staging(nbytes) if pinned else host_buffer(nbytes)
-
-    def _open_cache(self) -> CacheStore:
-        on_host = attends_on_host(self.policy, self.device.is_host)
-        overlay = self._buffers.get(("cache overlay", "host"), torch.empty(0, dtype=torch.uint8))
-        return CacheStore(
-            self.mover, self.dtype, self._arenas("cache"), self._files.get("cache"), overlay,
-            self._arenas("cache record"), on_host,
-        )  # fmt: skip
-
-    def _open_hidden(self) -> HiddenStore:
-        shares = tier_shares(self.policy.hidden_shares, self.device.is_host)
-        return HiddenStore(
-            self.mover, self.dtype, self.spec.hidden_size, shares, len(self.layers.layers), self._arenas("hidden"),
-            self._files.get("hidden"),
-        )  # fmt: skip
+                pinned = b.name in COPIED_HOMES and self.policy.pin_weight
+                on_host = self.device.host_staging if pinned else host_buffer
+                take = self.device.buffer if b.tier == self.device.tier else on_host
+                self._buffers[b.name, b.tier] = take(b.nbytes)
 
     def _arenas(self, name: str) -> dict[str, torch.Tensor]:
         return {tier: buffer for (what, tier), buffer in self._buffers.items() if what == name}
@@ -177,10 +169,6 @@ class Engine:
         """Room for one copy of so many KV columns, as the plan has it."""
         spec, memory = self.spec, self._buffers["common prefix", self.device.tier]
         return common_views(memory, self.dtype, columns, (spec.num_blocks, spec.num_kv_heads, spec.head_dim))
-
-    def workspace(self) -> Workspace:
-        sizes = dict(self.plan.workspace)
-        return Workspace(self._buffers["workspace", self.device.tier], sizes, self.dtype)
 
 
 def _close_dropped(stack: contextlib.ExitStack, owner: int) -> None:

@@ -16,8 +16,6 @@ from flexgen_h2o.core.settings import SamplingParams as SamplingParams
 from flexgen_h2o.core.units import SAMPLING_CHUNK
 
 _NUCLEUS_GUESS = 1024
-# Tokens looked at beyond the longest stop string: a UTF-8 character cut at the window's start spoils up to 4 of them.
-_WINDOW_MARGIN = 8
 
 
 class Tokenizer(Protocol):
@@ -75,16 +73,14 @@ class Sampler:
             )
         chosen: list[int] = tokens.tolist()
         for params, places in self._drawing(rows).items():
-            drawn = [self._uniform_of(rows[i], steps[i]) for i in places]
+            alike = isinstance(self._params, SamplingParams)
+            drawn = [_uniform(self._of(rows[i]).seed, rows[i] if alike else 0, steps[i]) for i in places]
             for place, token in zip(places, _draw(logits, places, params, drawn), strict=True):
                 chosen[place] = token
         return chosen
 
     def _of(self, row: int) -> SamplingParams:
         return self._params if isinstance(self._params, SamplingParams) else self._params[row]
-
-    def _uniform_of(self, row: int, step: int) -> float:
-        return _uniform(self._of(row).seed, row if isinstance(self._params, SamplingParams) else 0, step)
 
     def _drawing(self, rows: Sequence[int]) -> dict[SamplingParams, list[int]]:
         """Places of the rows that are not greedy, grouped by temperature, top-k and top-p."""
@@ -163,42 +159,6 @@ def kept_probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
     return probabilities
 
 
-class StopStrings:
-    """Finds stop strings in the newest tokens of rows, and cuts texts at them."""
-
-    def __init__(self, tokenizer: Tokenizer | None, stop: tuple[str, ...]) -> None:
-        """`tokenizer` may be None only without stop strings: else UsageError."""
-        if stop and tokenizer is None:
-            raise UsageError("--stop: stop strings need a tokenizer and the model's folder has none; leave --stop out")
-        self._tokenizer = tokenizer
-        self._stop = stop
-        self._window = max((len(s.encode("utf-8", "surrogatepass")) for s in stop), default=0) + _WINDOW_MARGIN
-        self._silent = _silent_ids(tokenizer) if tokenizer is not None and stop else frozenset()
-        self._size = len(tokenizer) if tokenizer is not None and stop else 0
-
-    def found(self, token_ids: Sequence[int]) -> bool:
-        """Whether the newest token completed a stop string; to be called after each new token of a row.
-
-        token_ids: all that the row has generated. Decodes a short tail only.
-        """
-        if not self._stop or self._tokenizer is None:
-            return False
-        tail: list[int] = []
-        for token in reversed(token_ids):
-            # Tokens without text would use up the window that is counted in tokens of at least one byte.
-            if token < self._size and token not in self._silent:
-                tail.append(token)
-                if len(tail) == self._window:
-                    break
-        text = decode_text(self._tokenizer, tail[::-1])
-        return any(s in text for s in self._stop)
-
-    def cut(self, text: str) -> str:
-        """`text` up to where the earliest stop string begins; all of it when there is none."""
-        starts = [at for at in map(text.find, self._stop) if at >= 0]
-        return text[: min(starts)] if starts else text
-
-
 def decode_text(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
     """The text of generated tokens, special tokens left out; outputs and stop strings must both use this one."""
     return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
@@ -223,9 +183,3 @@ def _uniform(seed: int, row: int, step: int) -> float:
     counter = np.array([0, step, 0, 0], dtype=np.uint64)
     bits = int(np.random.Philox(key=key, counter=counter).random_raw())
     return (bits >> 11) * 2.0**-53
-
-
-def _silent_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Ids that decode to nothing because they are special."""
-    added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", None) or {}
-    return frozenset(tokenizer.all_special_ids) | {i for i, token in added.items() if getattr(token, "special", False)}

@@ -22,7 +22,7 @@ from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import GIVEN_CHUNK, format_bytes, format_seconds
 from flexgen_h2o.engine.generation import Callbacks, Row, Silent, StopCriteria
 from flexgen_h2o.engine.prompts import Prompt, lines_of, make_prompt, object_of_json, prompt_of_json
-from flexgen_h2o.engine.sampling import Sampler, SamplingParams, StopStrings, Tokenizer, decode_text
+from flexgen_h2o.engine.sampling import Sampler, SamplingParams, Tokenizer, decode_text
 from flexgen_h2o.evaluation.figures import bytes_of_column, held_columns, perplexity, surprise
 from flexgen_h2o.evaluation.rows import Case
 from flexgen_h2o.kvcache.eviction.policy import most_new_tokens
@@ -229,7 +229,9 @@ class Exchange:
 
     def figures(self, tokenizer: Tokenizer | None, stop: tuple[str, ...]) -> dict[str, Any]:
         """For the JSON."""
-        whole = None if tokenizer is None else StopStrings(tokenizer, stop).cut(decode_text(tokenizer, self.answer))
+        whole = (
+            None if tokenizer is None else StopCriteria(stop, (), tokenizer).cut(decode_text(tokenizer, self.answer))
+        )
         return {
             **self.turn.labels, "prompt": self.turn.content, "tokens": self.tokens,
             "nll": fmean(self.nats) if self.nats else None, "text": whole, "token_ids": self.answer,
@@ -295,7 +297,8 @@ def converse(
     answer."""
     llm.eviction, spec = case.eviction, llm.model.spec
     room = most_new_tokens(case.eviction, spec, len(ids[0]), tokens_after_first(ids, params.max_tokens))
-    ends = StopCriteria(params, spec.eos_token_ids, StopStrings(llm.model.tokenizer, params.stop))
+    eos = () if params.ignore_eos else spec.eos_token_ids
+    ends = StopCriteria(params.stop, eos, llm.model.tokenizer)
     shown = Shown(llm, turns, len(ids[0]), show)
     talk = Conversation(ids, params.max_tokens, Sampler(params), ends, shown, room)
     llm.prepare([talk.prompt], talk)

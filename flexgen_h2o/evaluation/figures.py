@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from flexgen_h2o.core.config import DTYPE_BYTES
 from flexgen_h2o.core.files import write_picture
-from flexgen_h2o.core.tables import markdown_table
+from flexgen_h2o.core.units import markdown_table
 from flexgen_h2o.engine.generation import LogitsWatch
 from flexgen_h2o.engine.report import column_bytes
 from flexgen_h2o.evaluation.rows import Case, TextRow

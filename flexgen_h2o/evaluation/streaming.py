@@ -16,8 +16,7 @@ from flexgen_h2o.cli_common import note, say
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import EXIT_DONE, UsageError
 from flexgen_h2o.core.files import write_result
-from flexgen_h2o.core.tables import markdown_table
-from flexgen_h2o.core.units import format_bytes
+from flexgen_h2o.core.units import format_bytes, markdown_table
 from flexgen_h2o.evaluation.conversation import converse, encoded, read_turns
 from flexgen_h2o.evaluation.figures import (
     Bootstrap,

@@ -1,10 +1,155 @@
-"""The eviction policies inside Hugging Face transformers, without the engine: `enable_h2o(model, ...)`."""
+"""The eviction policies inside Hugging Face transformers, without the engine: `enable_h2o(model, ...)`.
+
+Eviction goes on and off through the public interfaces of transformers only.
+
+Two things are set, and undone: the attention implementation, a registered function that asks the cache, and a forward
+pre-hook of the decoder, which puts an `EvictingCache` where a forward has none or an empty one. It comes to the
+attention function as a keyword argument of the forward.
+"""
 
 from __future__ import annotations
 
-from flexgen_h2o.integrations.cache import EvictingCache
-from flexgen_h2o.integrations.enable import disable_eviction, enable_eviction, enable_h2o
+import inspect
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.utils.hooks import RemovableHandle
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.integrations.cache import MODES, EvictingCache
+from flexgen_h2o.kvcache.eviction import H2O, Eviction, check_eviction
+from flexgen_h2o.kvcache.eviction.policy import NORMS, POSITIONS, SCORES
+
+ATTENTION = "flexgen_h2o"  # the name of our attention implementation
+MODEL_TYPES = ("opt", "llama", "mistral", "gpt_neox")
+LEAST_TRANSFORMERS = "5.20"  # the oldest that was tried; the engine itself runs with older ones
+
+__all__ = ["EvictingCache", "disable_eviction", "disable_h2o", "enable_eviction", "enable_h2o"]
+
+# The pre-hook, and the attention implementation before: what `disable_eviction` undoes.
+_enabled: WeakKeyDictionary[PreTrainedModel, tuple[RemovableHandle, str]] = WeakKeyDictionary()
+
+
+def enable_h2o(
+    model: PreTrainedModel, heavy_ratio: float | None = None, recent_ratio: float | None = None,
+    heavy_size: int | None = None, recent_size: int | None = None, mode: str = "drop",
+) -> None:  # fmt: skip
+    """H2O as published (`flexgen_h2o.H2O`) in everything that `model` generates, until `disable_h2o(model)`.
+
+    heavy_ratio, recent_ratio: shares of each sequence's prompt, without its padding; heavy_size, recent_size: columns.
+    mode: "drop" or "mask". The rest is `enable_eviction`. Raises UsageError.
+    """
+    enable_eviction(model, H2O(heavy_ratio, recent_ratio, heavy_size, recent_size), mode)
+
+
+def enable_eviction(model: PreTrainedModel, eviction: Eviction, mode: str = "drop") -> None:
+    """`model.generate` keeps the KV columns that `eviction` keeps; another call takes the place of the one before.
+
+    eviction: `H2O(...)`, `H2ONorm(...)`, `Tova(...)`, ... of flexgen_h2o.kvcache.eviction, apart for each (sequence,
+    kv-head) with the scores of its query heads summed. mode: "drop" shrinks the cache to sinks + heavy + recent + 1
+    slots a row; "mask" keeps all columns and masks those that would be gone. Both give the same tokens.
+
+    A forward that is given a cache (`generate` always gives one) takes its tokens as prompts; a forward without one is
+    a text that is scored: "drop" evicts nothing before its end, "mask" lets each of its tokens see what would be left
+    if the ones before it had been generated (shares being those of the whole text).
+
+    Raises UsageError where the model or the settings are not supported.
+    """
+    eviction = check_eviction(eviction)
+    if not isinstance(mode, str) or mode not in MODES:
+        raise UsageError(f"mode: {mode!r} is not one of {', '.join(MODES)}")
+    unknown = set(eviction.needs.record) - {POSITIONS, SCORES, NORMS}
+    if unknown:  # such as the ranks of rolling positions: the model itself has rotated its keys before they are cached
+        raise UsageError(
+            f"eviction: {eviction.name} needs {', '.join(unknown)} of its columns, which only the engine has"
+        )
+    _check_model(model)
+    if model in _enabled:
+        disable_eviction(model)
+    attention = _attention_of(model)
+    AttentionInterface.register(ATTENTION, torch.compiler.disable(evicting_attention))
+    model.set_attn_implementation(ATTENTION)
+    give = torch.compiler.disable(lambda *forward: _give_cache(eviction, mode, *forward))
+    hook = model.get_decoder().register_forward_pre_hook(give, with_kwargs=True)
+    _enabled[model] = hook, attention
+
+
+def disable_eviction(model: PreTrainedModel) -> None:
+    """The model as it was before `enable_eviction` or `enable_h2o`. Raises UsageError if eviction is not enabled."""
+    if not isinstance(model, PreTrainedModel) or model not in _enabled:
+        raise UsageError("model: eviction is not enabled on it")
+    hook, attention = _enabled.pop(model)
+    hook.remove()
+    model.set_attn_implementation(attention)
+
 
 disable_h2o = disable_eviction
 
-__all__ = ["EvictingCache", "disable_eviction", "disable_h2o", "enable_eviction", "enable_h2o"]
+
+def _attention_of(model: PreTrainedModel) -> str:
+    """The name of its attention implementation, for which transformers has a public setter only."""
+    return cast(str, model.config._attn_implementation)
+
+
+def _check_model(model: PreTrainedModel) -> None:
+    if not isinstance(model, PreTrainedModel):
+        raise UsageError(
+            f"model: {type(model).__name__} is not a transformers model; enable eviction on the one inside"
+        )
+    if not hasattr(CacheLayerMixin, "get_max_length"):
+        raise UsageError(f"transformers: {LEAST_TRANSFORMERS} or newer is needed; pip install -U transformers")
+    config = model.config
+    if config.model_type not in MODEL_TYPES:
+        raise UsageError(f"model: type {config.model_type} is not one of {', '.join(MODEL_TYPES)}")
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if getattr(config, "sliding_window", None) is not None or kinds != {"full_attention"}:
+        raise UsageError("model: layers with sliding windows drop columns by themselves; eviction needs full attention")
+
+
+def evicting_attention(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attention_mask: torch.Tensor | None, scaling: float | None = None, **kwargs: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """transformers' attention interface. query: (b, heads, n, d); key, value: (b, kv_heads, n, d), the new columns.
+
+    Returns ((b, n, heads, d), None). Raises UsageError for what eviction cannot do.
+    """
+    cache: EvictingCache | None = kwargs.get("evicting_cache")
+    if cache is None:
+        raise UsageError(f"attn_implementation: {ATTENTION} is set by enable_h2o(model), not by hand")
+    if attention_mask is not None:
+        raise UsageError("attention_mask: eviction has no use for masks of its own; give (sequences, tokens)")
+    if query.requires_grad or kwargs.get("dropout"):
+        raise UsageError("gradients: evicted columns have none; use model.eval() and torch.no_grad()")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return cache.attend(cast(int, module.layer_idx), (query, key, value), scale), None
+
+
+def _give_cache(
+    eviction: Eviction, mode: str, decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The forward pre-hook of a decoder: the forward's arguments, all by name, with an evicting cache among them."""
+    given = {**dict(zip(inspect.signature(decoder.forward).parameters, args, strict=False)), **kwargs}
+    if _attention_of(decoder) != ATTENTION:
+        raise UsageError("attn_implementation: changed while eviction is enabled; call disable_h2o(model) first")
+    if given.get("output_attentions"):
+        raise UsageError("output_attentions: attention matrices are never made; leave it out")
+    inputs = given["input_ids"] if given.get("input_ids") is not None else given.get("inputs_embeds")
+    if inputs is None:
+        return args, kwargs  # the decoder says what is missing
+    past, use_cache = given.get("past_key_values"), given.get("use_cache")
+    keeps = past is not None or (decoder.config.use_cache if use_cache is None else use_cache)
+    cache: Any = past
+    if not isinstance(past, EvictingCache):
+        if past is not None and (type(past) is not DynamicCache or past.offloading):
+            raise UsageError("cache_implementation: eviction brings its own cache; leave cache settings out")
+        if past is not None and past.get_seq_length():
+            raise UsageError("past_key_values: filled before eviction was enabled; give none, or an empty DynamicCache")
+        cache = EvictingCache(eviction, decoder.config.num_hidden_layers, mode, keeps)
+    sequences, tokens = inputs.shape[:2]
+    cache.arrive(sequences, tokens, given.get("attention_mask"), past is None and mode == "mask")
+    given["past_key_values"], given["evicting_cache"] = cache if keeps else None, cache
+    return (), given

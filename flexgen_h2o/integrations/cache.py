@@ -108,10 +108,6 @@ class EvictingLayer(CacheLayerMixin):
         held = [self.keys, self.values, *(self.metadata.tensors() if self.metadata is not None else [])]
         return sum(t.numel() * t.element_size() for t in held if t is not None)
 
-    def begin(self, budgets: RowBudgets) -> None:
-        """Sequences with these budgets come; called once, before the first `attend`."""
-        self.budgets, self.past = budgets, torch.zeros_like(budgets.prompts)
-
     def attend(self, qkv: Sequence[torch.Tensor], scale: float, spans: Spans, one_by_one: bool) -> torch.Tensor:
         """Attention of new tokens, whose columns are added; then the policy evicts.
 
@@ -341,7 +337,8 @@ class EvictingCache(Cache):
         assert self._table is not None and self._spans is not None
         layer = self._blocks[block]
         if layer.budgets is None:
-            layer.begin(self._table.at(block))
+            layer.budgets = self._table.at(block)
+            layer.past = torch.zeros_like(layer.budgets.prompts)
         out = layer.attend(qkv, scale, self._spans, self._one_by_one)
         if not self._keeps:
             layer.reset()

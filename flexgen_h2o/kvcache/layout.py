@@ -14,7 +14,7 @@ from functools import cached_property
 
 from flexgen_h2o.core.packing import SlotPacking
 from flexgen_h2o.core.units import ALIGN, PAGE, SEGMENT_SLOTS, WRITE_BACK_STEPS, round_up
-from flexgen_h2o.tiers.placement import Part, Shares, split_rows
+from flexgen_h2o.tiers.stream import Part, Shares, split_rows
 
 METADATA_ITEMSIZE = 4  # int32 positions, float32 scores and norms, int32 victims
 

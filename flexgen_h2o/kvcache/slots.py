@@ -15,7 +15,7 @@ from flexgen_h2o.kernels.packed import pack_columns
 from flexgen_h2o.kernels.slots import put_slots
 from flexgen_h2o.kvcache.eviction.policy import POSITIONS, RANKS, Eviction
 from flexgen_h2o.kvcache.layout import METADATA_ITEMSIZE, UnitLayout
-from flexgen_h2o.tiers.placement import Part
+from flexgen_h2o.tiers.stream import Part
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,7 @@ from flexgen_h2o.kvcache.slots import (
     stored_dtype,
 )
 from flexgen_h2o.tiers.disk import DirectFile, FileRange
-from flexgen_h2o.tiers.placement import Part, is_streamed
-from flexgen_h2o.tiers.stream import Done, Region, Waitable, wait_all
+from flexgen_h2o.tiers.stream import Done, Part, Region, Waitable, is_streamed, wait_all
 from flexgen_h2o.tiers.transfers import Memory, Mover
 
 CacheKey = tuple[int, int, int]  # sweep, transformer block, micro-batch

@@ -15,8 +15,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar, cast
 
 from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, ModelSpec, Policy
-from flexgen_h2o.core.schedule import Step, weight_sequence
-from flexgen_h2o.engine.loop import ATTENTION_KINDS, BaseWeightStream, UnitKey, Walk
+from flexgen_h2o.engine.loop import ATTENTION_KINDS, BaseWeightStream, Step, UnitKey, Walk, weight_sequence
 from flexgen_h2o.engine.memory_plan import MemoryPlan
 from flexgen_h2o.engine.workload import Batch, Block, WorkloadShape
 from flexgen_h2o.planner.costs import LANES, RESOURCES, Costs, StepCost, TransferCost
@@ -408,7 +407,7 @@ class _WeightStream(BaseWeightStream[None]):
 
 class _Store:
     """KV units or hidden states of which only sizes and seconds count, as of kvcache/store.CacheStore and
-    engine/hidden.HiddenStore.
+    engine/stores.HiddenStore.
 
     Of a key, key[first:] names the unit; nbytes: its ring bytes; use: how often the unit was used before; cost: of the
     step that uses it.

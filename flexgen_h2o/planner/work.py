@@ -1,6 +1,6 @@
 """Bytes and FLOPs of every load, store and step of a sweep. Formulas only: no speeds, no memory, no torch.
 
-The bytes are those that the engine moves (engine/weights.py, engine/hidden.py, kvcache/store.py); the terms are those
+The bytes are those that the engine moves (engine/stores.py, kvcache/store.py); the terms are those
 of FlexGen's cost model (Sheng et al. 2023, appendix A.3), with H2O's slots in place of the whole context.
 """
 
@@ -25,7 +25,7 @@ from flexgen_h2o.engine.memory_plan import (
 from flexgen_h2o.engine.product_sizes import is_blocked
 from flexgen_h2o.engine.workload import Batch, Block, WorkloadShape
 from flexgen_h2o.kvcache.layout import UnitLayout
-from flexgen_h2o.tiers.placement import Part, Shares, is_streamed, split_rows
+from flexgen_h2o.tiers.stream import Part, Shares, is_streamed, split_rows
 
 WHOLE: Shares = (1.0, 0.0, 0.0)
 LOAD_LANES = {"disk": "disk_read", "host": "h2d"}  # by the tier that a part is on

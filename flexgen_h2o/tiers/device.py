@@ -14,6 +14,7 @@ from collections import defaultdict
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import psutil
 import torch
@@ -97,9 +98,9 @@ class Device(ABC):
     def buffer(self, nbytes: int) -> torch.Tensor:
         """A uint8 buffer in device memory."""
 
-    @abstractmethod
     def host_staging(self, nbytes: int) -> torch.Tensor:
         """A uint8 host buffer that copies to and from this device at full speed (pinned for CUDA)."""
+        return host_buffer(nbytes)
 
     @abstractmethod
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
@@ -125,9 +126,6 @@ class _OrdinaryMemory(Device):
         return asked or ("bfloat16" if stored == "float16" else stored)
 
     def buffer(self, nbytes: int) -> torch.Tensor:
-        return host_buffer(nbytes)
-
-    def host_staging(self, nbytes: int) -> torch.Tensor:
         return host_buffer(nbytes)
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
@@ -187,8 +185,7 @@ class CudaDevice(Device):
         stream.synchronize()
 
     def beside_compute(self) -> AbstractContextManager[object]:
-        stream: AbstractContextManager[object] = torch.cuda.stream(_thread_stream(self.torch_device))
-        return stream
+        return cast(AbstractContextManager[object], torch.cuda.stream(_thread_stream(self.torch_device)))
 
     def fence(self) -> Waitable:
         event = torch.cuda.Event()
@@ -214,8 +211,7 @@ _LOCAL = threading.local()
 def _thread_stream(device: torch.device) -> torch.cuda.Stream:
     if not hasattr(_LOCAL, "stream"):
         _LOCAL.stream = torch.cuda.Stream(device)
-    stream: torch.cuda.Stream = _LOCAL.stream
-    return stream
+    return cast(torch.cuda.Stream, _LOCAL.stream)
 
 
 def may_use_card(name: str) -> bool:
@@ -272,7 +268,8 @@ def resolve_budgets(
     disk = DiskBudget(most, free // processes)
     if device.is_host:
         return {"device": 0, "host": host, "disk": disk}
-    on_device = budget.device if budget.device is not None else less_margin(_free_device_bytes(device))
+    free_on_card = 0 if budget.device is not None else int(torch.cuda.mem_get_info(device.torch_device)[0])
+    on_device = budget.device if budget.device is not None else less_margin(free_on_card)
     return {"device": on_device, "host": host, "disk": disk}
 
 
@@ -289,7 +286,3 @@ def free_host_bytes() -> int:
     except (OSError, ValueError):
         pass  # no cgroup limit
     return free
-
-
-def _free_device_bytes(device: Device) -> int:
-    return int(torch.cuda.mem_get_info(device.torch_device)[0])

@@ -16,7 +16,7 @@ import torch
 
 from flexgen_h2o.core.errors import DoesNotFitError, TransferError, UsageError
 from flexgen_h2o.core.files import MARK, lock_folder, mark, read_mark, wait_for_lock
-from flexgen_h2o.core.units import PAGE, format_bytes, format_free
+from flexgen_h2o.core.units import PAGE, format_bytes, format_free, round_up
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _FULL = (errno.ENOSPC, errno.EDQUOT)  # of blocks, or of inodes
@@ -215,4 +215,4 @@ def _locked_folder(folder: Path) -> Iterator[None]:
 def aligned_range(offset: int, nbytes: int) -> tuple[int, int]:
     """The smallest 4 KiB aligned (start, length) that covers the bytes."""
     start = offset // PAGE * PAGE
-    return start, -(-(offset + nbytes) // PAGE) * PAGE - start
+    return start, round_up(offset + nbytes, PAGE) - start

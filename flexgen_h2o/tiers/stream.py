@@ -1,4 +1,5 @@
-"""Events, rings of buffer space, and streams of units that are loaded ahead. No torch: the simulator uses them too.
+"""Shares into rows, events, rings of buffer space, and streams of units that are loaded ahead. No torch: the simulator
+uses them too.
 
 Events, not barriers: whoever overwrites bytes waits for their last readers and writers, and for nothing else. One
 `Stream` for each thing that moves (weights, KV units, hidden states). Space is taken strictly in schedule order, so a
@@ -14,10 +15,54 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
+from flexgen_h2o.core.config import TIERS
 from flexgen_h2o.core.units import PAGE, round_up
 
 if TYPE_CHECKING:
     import torch
+
+
+Shares = tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows [start, end) have their home on `tier`."""
+
+    tier: str
+    start: int
+    end: int
+
+    @property
+    def rows(self) -> int:
+        return self.end - self.start
+
+
+def split_rows(count: int, shares: Shares, multiple: int = 1) -> tuple[Part, ...]:
+    """Cut `count` rows into at most three parts, device first, each share honoured to within `multiple` rows.
+
+    A share of 0 gets no rows and the shares' sum is always all rows.
+    """
+    cuts, total = [0], 0.0
+    for i, share in enumerate(shares):
+        total += share
+        if not any(s > 0 for s in shares[i + 1 :]):
+            cuts.append(count)
+        elif share == 0:
+            cuts.append(cuts[-1])
+        else:
+            cuts.append(max(cuts[-1], min(count, round(count * total / multiple) * multiple)))
+    return tuple(Part(tier, a, b) for tier, a, b in zip(TIERS, cuts[:-1], cuts[1:], strict=True) if b > a)
+
+
+def on_host_device(shares: Shares) -> Shares:
+    """The shares when the device is host memory: both are one tier."""
+    return (0.0, shares[0] + shares[1], shares[2])
+
+
+def is_streamed(tier: str, device_is_host: bool) -> bool:
+    """Must bytes with this home be brought to the device before a layer can use them?"""
+    return tier == "disk" or (tier == "host" and not device_is_host)
 
 
 class Waitable(Protocol):
@@ -150,19 +195,12 @@ def streamed_keys(keys: Iterator[Key], sweep: Iterable[Key], source: Source[Key]
     return keys if any(source.nbytes(key) for key in sweep) else iter(())
 
 
-@dataclass(eq=False)
-class _Entry(Generic[Key]):
-    key: Key
-    region: Region
-    loads: list[Done]
-
-
 class Stream(Generic[Key]):
     """Loads units in the order of `sequence`. ahead: how many may be loading besides the one in use."""
 
     def __init__(self, ring: Ring | None, sequence: Iterator[Key], source: Source[Key], ahead: int) -> None:
         self._ring, self._sequence, self._source, self._ahead = ring, sequence, source, ahead
-        self._entries: deque[_Entry[Key]] = deque()
+        self._entries: deque[tuple[Key, Region, list[Done]]] = deque()  # whose loads have started
         self._pending: Key | None = None
 
     def prefetch(self) -> None:
@@ -177,12 +215,12 @@ class Stream(Generic[Key]):
         while True:
             if not self._entries and not self._start_one():
                 raise AssertionError(f"no room for {key}: the ring is smaller than its largest unit")
-            entry = self._entries.popleft()
-            wait_all(entry.loads)
-            if entry.key == key:
-                return entry.region
-            assert not self._source.is_needed(entry.key), f"{key} asked for before {entry.key}"
-            self.give_back(entry.region)
+            found, region, loads = self._entries.popleft()
+            wait_all(loads)
+            if found == key:
+                return region
+            assert not self._source.is_needed(found), f"{key} asked for before {found}"
+            self.give_back(region)
 
     def give_back(self, region: Region | None, users: Sequence[Waitable] = ()) -> None:
         """The region may be reused once `users`, its last readers and writers, are done."""
@@ -193,9 +231,9 @@ class Stream(Generic[Key]):
     def drain(self) -> None:
         """Wait for all loads under way and forget them."""
         while self._entries:
-            entry = self._entries.popleft()
-            wait_all(entry.loads)
-            self.give_back(entry.region)
+            _, region, loads = self._entries.popleft()
+            wait_all(loads)
+            self.give_back(region)
 
     def _start_one(self) -> bool:
         key = self._next_needed()
@@ -205,7 +243,7 @@ class Stream(Generic[Key]):
         region = self._ring.take(self._source.nbytes(key))
         if region is None:
             return False
-        self._entries.append(_Entry(key, region, self._source.load(key, region)))
+        self._entries.append((key, region, self._source.load(key, region)))
         self._pending = None
         return True
 

@@ -12,9 +12,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 
@@ -29,12 +28,7 @@ class _Cancelled(Exception):
     """Raised to those who wait for an operation that was dropped as the lanes were closed."""
 
 
-@dataclass(frozen=True)
-class _Job:
-    name: str
-    run: Callable[[], int]
-    after: Sequence[Waitable]
-    done: Done
+_Job = tuple[str, Callable[[], int], Sequence[Waitable], Done]  # its name, what it does, what comes before it
 
 
 class Lanes:
@@ -67,7 +61,7 @@ class Lanes:
                 done.finish_one(self._failure)
                 return done
             for job in jobs:
-                self._queues[lane].put(_Job(name, job, after, done))
+                self._queues[lane].put((name, job, after, done))
         return done
 
     def count(self, lane: str, nbytes: int) -> None:
@@ -92,21 +86,18 @@ class Lanes:
     @torch.inference_mode()  # as the compute thread, whose views it fills
     def _work(self, lane: str, row: str) -> None:
         while (job := self._queues[lane].get()) is not None:
-            if self._failure is not None:
-                job.done.finish_one(self._failure)
-                continue
+            name, run, after, done = job
             try:
-                wait_all(job.after)
-                start, self._current.name = time.perf_counter(), job.name
-                moved = job.run()
-                self.timeline.record(lane, job.name, start, time.perf_counter(), row)
+                if self._failure is None:
+                    wait_all(after)
+                    start, self._current.name = time.perf_counter(), name
+                    moved = run()
+                    self.timeline.record(lane, name, start, time.perf_counter(), row)
+                    self.count(lane, moved)
             except BaseException as error:
                 with self._lock:
                     self._failure = self._failure or error
-                job.done.finish_one(self._failure)
-                continue
-            self.count(lane, moved)
-            job.done.finish_one()
+            done.finish_one(self._failure)
 
 
 Memory = Literal["device", "host"]
@@ -167,7 +158,7 @@ class Mover:
 
         def job() -> int:
             self.device.copy(dst, src)
-            return src.numel() * src.element_size()
+            return src.nbytes
 
         return self.lanes.submit(lane, name, [job], after)
 
@@ -183,7 +174,7 @@ class Mover:
                 with self.device.beside_compute():  # the copies to the host wait for their stream
                     values = source[tuple(i.to(source.device) for i in index)].to(target.device)
                 target[tuple(i.to(target.device) for i in index)] = values
-                moved += values.numel() * values.element_size()
+                moved += values.nbytes
             return moved
 
         return self.lanes.submit("d2h", name, [job], after)
@@ -198,7 +189,7 @@ class Mover:
             source = source.clone()  # safetensors promises no alignment
         self.device.copy(dst, source.view(dtype))
         if crosses:
-            self.lanes.count("h2d", dst.numel() * dst.element_size())
+            self.lanes.count("h2d", dst.nbytes)
         return got
 
     def _staged_write(self, src: torch.Tensor, file: DirectFile, offset: int, crosses: bool) -> int:
@@ -211,19 +202,12 @@ class Mover:
     def _thread_staging(self) -> torch.Tensor:
         if not hasattr(self._staging, "buffer"):
             self._staging.buffer = self.device.host_staging(STAGING_BYTES)
-        buffer: torch.Tensor = self._staging.buffer
-        return buffer
+        return cast(torch.Tensor, self._staging.buffer)
 
 
 def _takes_direct(dst: torch.Tensor, offset: int, nbytes: int) -> bool:
-    return (
-        dst.dtype == torch.uint8
-        and dst.is_contiguous()
-        and dst.data_ptr() % PAGE == 0
-        and dst.numel() % PAGE == 0
-        and offset % PAGE == 0
-        and dst.numel() >= nbytes
-    )
+    in_pages = not (dst.data_ptr() % PAGE or dst.numel() % PAGE or offset % PAGE)
+    return in_pages and dst.dtype == torch.uint8 and dst.is_contiguous() and dst.numel() >= nbytes
 
 
 def _chunks(total: int, step: int) -> list[tuple[int, int]]:

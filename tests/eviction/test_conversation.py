@@ -13,7 +13,7 @@ import torch
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.core.units import GIVEN_CHUNK
 from flexgen_h2o.engine.generation import Callbacks, StopCriteria
-from flexgen_h2o.engine.sampling import Sampler, StopStrings
+from flexgen_h2o.engine.sampling import Sampler
 from flexgen_h2o.evaluation.conversation import Conversation, tokens_after_first
 from flexgen_h2o.kvcache.eviction import H2O, Eviction
 from flexgen_h2o.kvcache.eviction.policy import ROLLING
@@ -64,7 +64,7 @@ def converse(
     """One token at once: held positions too."""
     heard, logits, seen = Heard(), LogitsByRow(), SeenByRow()
     params = SamplingParams(max_tokens=answer)
-    ends = StopCriteria(params, eos, StopStrings(None, ()))
+    ends = StopCriteria((), eos, None)
     talk = Conversation(turns, answer, Sampler(params), ends, heard, room, max_tokens_per_sweep)
     done: list[list[int]] = []
     with LLM(str(folder), policy, eviction, dtype="float32", budget=budget, offload_dir=offload_dir) as llm:
@@ -72,7 +72,7 @@ def converse(
         llm.run(
             [talk.prompt], talk, lambda rows: done.extend(row.token_ids for row in rows), Callbacks(logits, watch),
         )  # fmt: skip
-        return Held(heard, done[0], torch.stack(logits.rows[0]), seen, llm.kv_use[0].held, llm.peak_bytes)
+        return Held(heard, done[0], torch.stack(logits.rows[0]), seen, llm.times[0].held, llm.peak_bytes)
 
 
 def given_steps(turns: Sequence[Sequence[int]], answer: int) -> dict[int, int]:
@@ -145,7 +145,7 @@ def test_many_rows_follow_many_tokens_at_once(name: str, known: Callable[[str], 
             seen, policy = LogitsByRow(), Policy(2, 2, PLACEMENTS[name])
             with LLM(str(model.folder), policy, eviction, dtype="float32", budget=budget, offload_dir=tmp_path) as llm:
                 llm.follow(prompts, more, seen, max_tokens_per_sweep=max_tokens_per_sweep)
-                read = sum(llm.kv_use[0].read)
+                read = sum(llm.times[0].read)
             found.append((seen.rows, read))
         (one, read), (many, as_much) = found
         assert read == as_much

@@ -7,13 +7,13 @@ from functools import cache
 
 import pytest
 
-from tests.integrations.models import MODELS, Known
+from tests.integrations.models import Known, known_model
 
 
 @pytest.fixture(scope="session")
 def known() -> Callable[[str], Known]:
     """A model and the same in plain torch, by its name in `MODELS`."""
-    return cache(lambda name: MODELS[name]())
+    return cache(known_model)
 
 
 @pytest.fixture(autouse=True)

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import (
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from tests.eviction.plain_models import plain_model
 from tests.eviction.reference import PlainModel
@@ -23,8 +15,6 @@ from tests.parity.cases import BASE, SHAPES
 from tests.parity.reference import random_model
 
 PAD = BASE["pad_token_id"]
-_OPT_ONLY = ("model_type", "word_embed_proj_dim", "ffn_dim", "num_attention_heads")
-SIZES: dict[str, Any] = {name: BASE[name] for name in BASE if name not in _OPT_ONLY} | {"intermediate_size": 96}
 
 
 @dataclass(frozen=True)
@@ -33,49 +23,26 @@ class Known:
     plain: PlainModel
 
 
-def _filled(model: PreTrainedModel, seed: int = 0, std: float = 0.2) -> PreTrainedModel:
-    """Values as those of `random_model`."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, value in model.named_parameters():
-            value.normal_(0, std, generator=generator)
-            if name.endswith(("norm.weight", "layernorm.weight")):
-                value.add_(1)
-    return model.eval()
+_LLAMA: dict[str, Any] = {"model_type": "llama", "seed": 1, "intermediate_size": 96}
+_NEOX: dict[str, Any] = {"model_type": "gpt_neox", "num_attention_heads": 4}
+MODELS: dict[str, dict[str, Any]] = {
+    "opt": SHAPES["normal"],
+    "opt, odd sizes": SHAPES["odd sizes"],
+    "opt, post-norm": SHAPES["post-norm, narrow embedding (350m)"],
+    "llama, grouped": {**_LLAMA, "head_dim": 8},
+    "llama, one kv-head": {
+        **_LLAMA, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 12, "tie_word_embeddings": True,
+    },
+    "llama, own heads": {**_LLAMA, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 16},
+    "mistral": {"model_type": "mistral", "num_attention_heads": 4, "head_dim": 12, "intermediate_size": 96},
+    "neox": {**_NEOX, "rotary_pct": 0.5},
+    "neox, sequential": {**_NEOX, "rotary_pct": 1.0, "use_parallel_residual": False},
+}  # fmt: skip
 
 
-def _known(model: PreTrainedModel) -> Known:
+def known_model(name: str) -> Known:
+    model = random_model(**MODELS[name])
     return Known(model, plain_model(model))
-
-
-def _opt(shape: str) -> Known:
-    return _known(random_model(**SHAPES[shape]))
-
-
-def _llama(**config: Any) -> Known:
-    return _known(_filled(LlamaForCausalLM(LlamaConfig(**SIZES, **config)), seed=1))
-
-
-def _mistral() -> Known:
-    config = MistralConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, sliding_window=None)
-    return _known(_filled(MistralForCausalLM(config)))
-
-
-def _neox(**config: Any) -> Known:
-    return _known(_filled(GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES, num_attention_heads=4, **config))))
-
-
-MODELS: dict[str, Callable[[], Known]] = {
-    "opt": lambda: _opt("normal"),
-    "opt, odd sizes": lambda: _opt("odd sizes"),
-    "opt, post-norm": lambda: _opt("post-norm, narrow embedding (350m)"),
-    "llama, grouped": lambda: _llama(num_attention_heads=6, num_key_value_heads=2, head_dim=8),
-    "llama, one kv-head": lambda: _llama(num_attention_heads=4, num_key_value_heads=1, tie_word_embeddings=True),
-    "llama, own heads": lambda: _llama(num_attention_heads=3, num_key_value_heads=3),
-    "mistral": _mistral,
-    "neox": lambda: _neox(rotary_pct=0.5),
-    "neox, sequential": lambda: _neox(rotary_pct=1.0, use_parallel_residual=False),
-}
 
 
 def padded(prompts: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:

@@ -14,7 +14,7 @@ from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.integrations import disable_h2o, enable_eviction, enable_h2o
 from flexgen_h2o.kvcache.eviction import H2O, Tova
 from flexgen_h2o.kvcache.eviction.policy import POSITIONS, SCORES, Needs
-from tests.integrations.models import MODELS, PAD, Known, generated, padded
+from tests.integrations.models import PAD, Known, generated, known_model, padded
 from tests.parity.reference import random_prompts
 
 PROMPTS = random_prompts((18, 11), seed=3)
@@ -35,7 +35,7 @@ def state(model: PreTrainedModel) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("name", "attention"), [("opt", "sdpa"), ("llama, grouped", "eager"), ("neox", "sdpa")])
 def test_disabled_model_is_as_before(name: str, attention: str) -> None:
-    model = MODELS[name]().model
+    model = known_model(name).model
     model.set_attn_implementation(attention)
     before, want = state(model), generated(model, PROMPTS, 8)
     enable_h2o(model, **SIZES)

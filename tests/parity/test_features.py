@@ -62,12 +62,6 @@ def test_sampling_draws_the_same_under_every_policy(reference: Callable[[str], R
     assert tokens_of(run(known.folder, known.prompts, POLICIES[0][0], tmp_path, again)) != drawn[0]
 
 
-def test_top_k_of_one_is_greedy(reference: Callable[[str], Reference], tmp_path: Path) -> None:
-    known = reference("normal")
-    params = SamplingParams(max_tokens=len(known.tokens[0]), temperature=1.5, top_k=1)
-    assert tokens_of(run(known.folder, known.prompts, Policy(2, 2), tmp_path, params)) == known.tokens
-
-
 @pytest.mark.parametrize("percent", [(100, 0, 30, 5, 100, 0), (100, 0, 30, 5, 30, 5), (30, 5, 30, 5, 30, 5)], ids=str)
 def test_a_last_micro_batch_whose_split_rounds_otherwise(
     percent: tuple[int, int, int, int, int, int], reference: Callable[[str], Reference], tmp_path: Path

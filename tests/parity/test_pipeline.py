@@ -15,7 +15,7 @@ import pytest
 
 from flexgen_h2o import H2O, LLM, Full, Policy, SamplingParams
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.engine.distributed import Pipeline, check_same, join_pipeline, split_blocks
+from flexgen_h2o.engine.distributed import Pipeline, check_same, join_pipeline
 from flexgen_h2o.engine.generation import Row
 from flexgen_h2o.engine.prompts import Prompt
 from tests.parity.cases import CONFIGURATIONS, PLACEMENTS
@@ -203,8 +203,3 @@ def test_more_ranks_than_blocks_and_auto(three_blocks: Reference, tmp_path: Path
     chosen = LLM(str(three_blocks.folder), "auto", device="cpu", offload_dir=tmp_path)
     with pytest.raises(UsageError, match=r"--pipeline: auto plans for one process"):
         chosen.join(Pipeline(0, 2, 2))
-
-
-def test_blocks_are_shared_evenly_the_first_ranks_take_one_more() -> None:
-    assert split_blocks(7, 3) == [range(3), range(3, 5), range(5, 7)]
-    assert split_blocks(4, 4) == [range(i, i + 1) for i in range(4)]

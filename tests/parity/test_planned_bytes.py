@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from flexgen_h2o import LLM
-from flexgen_h2o.core.schedule import weight_sequence, zigzag
 from flexgen_h2o.core.units import PAGE, SEGMENT_SLOTS, WRITE_BACK_STEPS, round_up
-from flexgen_h2o.engine.loop import ATTENTION_KINDS
+from flexgen_h2o.engine.loop import ATTENTION_KINDS, weight_sequence, zigzag
 from flexgen_h2o.engine.memory_plan import tier_shares, weight_parts
 from flexgen_h2o.kvcache.eviction import H2O, Local
 from flexgen_h2o.planner.work import (

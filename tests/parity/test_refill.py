@@ -23,8 +23,9 @@ def known(reference: Callable[[str], Reference]) -> tuple[Path, list[list[int]],
     return model.folder, prompts, [greedy(model.model, p, n) for p, n in zip(prompts, ASKED, strict=True)]
 
 
-# Every placement and every configuration.
-CASES = [(placement, list(CONFIGURATIONS)[i % len(CONFIGURATIONS)]) for i, placement in enumerate(PLACEMENTS)]
+# Every configuration, and every placement but those of weights alone, which rows that enter do not move.
+NAMES = [name for name in PLACEMENTS if not name.startswith("weights")]
+CASES = [(placement, list(CONFIGURATIONS)[i % len(CONFIGURATIONS)]) for i, placement in enumerate(NAMES)]
 
 
 @pytest.mark.parametrize(("placement", "configuration"), CASES)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from flexgen_h2o import LLM, Completion, MemoryBudget, Policy, SamplingParams
-from flexgen_h2o.core.errors import DoesNotFitError, UsageError
+from flexgen_h2o.core.errors import DoesNotFitError
 from flexgen_h2o.engine.prompts import Prompt, prompts_from_python
 from tests.parity.cases import PLACEMENTS
 from tests.parity.reference import LONG, Reference, greedy, random_prompts, tokens_of
@@ -60,18 +59,6 @@ def test_greedy_rows_beside_others_equal_transformers(
     assert alone[1].token_ids != greedy(reference("normal").model, PROMPTS[1], 3), "a draw that says nothing"
 
 
-def test_equal_rows_draw_equal_tokens_and_other_seeds_others(
-    reference: Callable[[str], Reference], tmp_path: Path
-) -> None:
-    """With parameters of its own a row is as if alone; with shared ones equal prompts draw each for itself."""
-    asked = SamplingParams(9, temperature=1.0, seed=3)
-    with engine(reference("normal"), Policy(3, 1), tmp_path) as llm:
-        same, again, other = tokens_of(llm.generate(PROMPTS[:1] * 3, [asked, asked, replace(asked, seed=4)]))
-        shared = tokens_of(llm.generate(PROMPTS[:1] * 3, asked))
-    assert same == again != other
-    assert len({tuple(row) for row in shared}) == 3
-
-
 def test_logprobs_equal_transformers(alone: list[Completion], reference: Callable[[str], Reference]) -> None:
     model = reference("normal").model
     assert alone[0].logprobs is None
@@ -86,11 +73,6 @@ def test_logprobs_equal_transformers(alone: list[Completion], reference: Callabl
             best = row.topk(ASKED[i].logprobs)
             assert [token for token, _ in one.top] == best.indices.tolist()
             assert [value for _, value in one.top] == pytest.approx(best.values.tolist(), abs=1e-4)
-
-
-def test_as_many_params_as_prompts(reference: Callable[[str], Reference], tmp_path: Path) -> None:
-    with engine(reference("normal"), Policy(2, 1), tmp_path) as llm, pytest.raises(UsageError, match="2 for 3 prompts"):
-        llm.generate(PROMPTS[:3], ASKED[:2])
 
 
 # ---- parts of a job

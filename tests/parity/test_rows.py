@@ -17,10 +17,13 @@ BUDGETS = {"host": MemoryBudget(), "stand-in": MemoryBudget("64MiB", "64MiB", "6
 KV_ELSEWHERE = ("kv on disk", "kv split three ways", "kv on host and disk", "everything split 30/30", "kv on host")
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("placement", KV_ELSEWHERE)
-def test_rows_that_end_leave_a_block(placement: str, budget: str, ended: Ended, tmp_path: Path) -> None:
-    gbs, num_batches = (3, 3) if (KV_ELSEWHERE.index(placement) + (budget == "host")) % 2 else (9, 1)
+@pytest.mark.parametrize(
+    ("placement", "budget", "gbs", "num_batches"),
+    [(p, list(BUDGETS)[i % 2], *((3, 3) if i // 2 % 2 else (9, 1))) for i, p in enumerate(KV_ELSEWHERE)],
+)
+def test_rows_that_end_leave_a_block(
+    placement: str, budget: str, gbs: int, num_batches: int, ended: Ended, tmp_path: Path
+) -> None:
     policy = Policy(gbs, num_batches, PLACEMENTS[placement])
     out = run(ended.folder, ended.prompts, policy, tmp_path, SamplingParams(max_tokens=LONG), BUDGETS[budget])
     assert tokens_of(out) == ended.tokens

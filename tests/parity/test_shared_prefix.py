@@ -17,11 +17,9 @@ from tests.parity.reference import (
     LOGIT_TOLERANCE,
     LogitsByRow,
     Reference,
-    greedy,
     make_reference,
     random_model,
     random_prompts,
-    token_that_ends,
     tokens_of,
 )
 
@@ -99,39 +97,6 @@ def test_auto_shares_a_long_header(tmp_path: Path) -> None:
     llm, watch, tokens = generate(known, Policy(2, 2), None, tmp_path, "auto")
     assert_equal(known, watch, tokens)
     assert fed_tokens(llm) == 2 * 40 + sum(map(len, owns))
-
-
-def test_rows_that_end_at_different_steps(shared: Callable[[str], Reference], tmp_path: Path) -> None:
-    """What was written for a row goes with it when the others close ranks."""
-    known = shared("normal")
-    new = 12
-    eos = token_that_ends([greedy(known.model, p, new) for p in known.prompts])
-    want = [greedy(known.model, p, new, eos) for p in known.prompts]
-    params = [SamplingParams(max_tokens=len(row), ignore_eos=True) for row in want]
-    with LLM(
-        str(known.folder), Policy(8, 2, PLACEMENTS["kv split three ways"]), dtype="float32", offload_dir=tmp_path
-    ) as llm:
-        llm.share_prefix = "on"
-        assert tokens_of(llm.generate(known.prompts, params)) == want
-    assert len({len(row) for row in want}) >= 3
-
-
-@pytest.mark.parametrize(
-    "switches",
-    [{"int8_compute": True}, {"compress_cache": True}, {"attn_sparsity": 0.3}],
-    ids=lambda s: next(iter(s)),
-)
-def test_with_and_without_are_the_same(
-    switches: dict[str, object], shared: Callable[[str], Reference], tmp_path: Path
-) -> None:
-    """Where tokens are not transformers' own: the same, shared or not."""
-    known = shared("llama")
-    found = []
-    for how in ("off", "on"):
-        _, watch, tokens = generate(known, Policy(4, 2, **switches), None, tmp_path, how)  # type: ignore[arg-type]
-        found.append((tokens, torch.stack([torch.stack(watch.rows[i]) for i in range(len(tokens))])))
-    assert found[0][0] == found[1][0]
-    assert (found[0][1] - found[1][1]).abs().max() <= (0.2 if "int8_compute" in switches else LOGIT_TOLERANCE)
 
 
 # ---- plans

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +26,10 @@ WRONG: list[tuple[type | Callable[..., Any], dict[str, Any], str]] = [
     (LLM, {"path": 5}, "path"), (LLM, {"path": ""}, "--path"), (LLM, {"path": "no/such"}, "--path"),
     (LLM, {"revision": 5}, "revision"), (LLM, {"offload_dir": 5}, "--offload-dir"),
     (LLM, {"offload_dir": ""}, "--offload-dir"), (LLM, {"eviction": "h2o"}, "eviction"), (LLM, {"eviction": H2O}, "e"),
-    (MemoryBudget, {"host": 1.5}, "--host-mem"), (MemoryBudget, {"host": "1.5"}, "--host-mem"),
-    (MemoryBudget, {"disk": NAN}, "--disk-mem"), (MemoryBudget, {"disk": INF}, "--disk-mem"),
-    (MemoryBudget, {"device": True}, "--device-mem"), (MemoryBudget, {"host": b"1GiB"}, "--host-mem"),
-    (MemoryBudget, {"host": [1]}, "--host-mem"), (MemoryBudget, {"host": 10**400}, "--host-mem"),
-    (MemoryBudget, {"host": np.float64(5.5)}, "--host-mem"), (MemoryBudget, {"host": "9" * 400}, "--host-mem"),
-    (Policy, {"gpu_batch_size": True}, "gpu_batch_size"), (Policy, {"gpu_batch_size": 2.0}, "gpu_batch_size"),
-    (Policy, {"percent": 5}, "percent"), (Policy, {"percent": (0, 0, 0, 0, 0, 1.0)}, "percent"),
-    (Policy, {"attn_sparsity": NAN}, "attn_sparsity"), (Policy, {"attn_sparsity": "x"}, "attn_sparsity"),
-    (Policy, {"weight_bits": "4"}, "weight_bits"), (Policy, {"overlap": 1}, "overlap"),
-    (SamplingParams, {"max_tokens": True}, "max_tokens"), (SamplingParams, {"temperature": INF}, "temperature"),
-    (SamplingParams, {"top_p": NAN}, "top_p"), (SamplingParams, {"seed": 1.0}, "seed"),
-    (SamplingParams, {"stop": {"a": 1}}, "stop"), (SamplingParams, {"logprobs": "x"}, "logprobs"),
+    (MemoryBudget, {"host": 1.5}, "--host-mem"), (MemoryBudget, {"disk": NAN}, "--disk-mem"),
+    (MemoryBudget, {"host": b"1GiB"}, "--host-mem"), (MemoryBudget, {"host": np.float64(5.5)}, "--host-mem"),
+    (Policy, {"gpu_batch_size": 2.0}, "gpu_batch_size"), (Policy, {"percent": 5}, "percent"),
+    (Policy, {"weight_bits": "4"}, "weight_bits"), (SamplingParams, {"temperature": INF}, "temperature"),
     (H2O, {"heavy_ratio": "x"}, "heavy_ratio"), (H2O, {"heavy_ratio": NAN}, "heavy_ratio"),
     (H2O, {"recent_ratio": True}, "recent_ratio"), (H2O, {"heavy_size": 4.0}, "heavy_size"),
     (H2O, {"positions": []}, "positions"), (H2O, {"layer_schedule": 5}, "layer_schedule"),
@@ -53,9 +46,9 @@ def refused(name: str, call: Callable[[], object]) -> None:
     assert str(raised.value).startswith(name) and len(str(raised.value)) < 300 and "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize(("made", "given", "name"), WRONG, ids=[f"{m.__name__}-{g}"[:60] for m, g, _ in WRONG])
-def test_a_wrong_argument_is_named(made: Callable[..., Any], given: dict[str, Any], name: str) -> None:
-    refused(name, lambda: made(**given))
+def test_a_wrong_argument_is_named() -> None:
+    for made, given, name in WRONG:
+        refused(name, partial(made, **given))
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +78,9 @@ CALLS: list[tuple[str, Callable[[Any], object]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "call"), CALLS)
-def test_a_wrong_argument_of_a_call_is_named(name: str, call: Callable[[Any], object], llm: LLM) -> None:
-    refused(name, lambda: call(llm))
+def test_a_wrong_argument_of_a_call_is_named(llm: LLM) -> None:
+    for name, call in CALLS:
+        refused(name, partial(call, llm))
     assert len(llm.generate([[5]], ONE)) == 1, "an LLM that refused something goes on"
 
 

@@ -89,13 +89,6 @@ def test_every_planned_buffer_is_taken_at_its_size(
             assert (ring.capacity if ring is not None else 0) == engine.plan.size(name)
 
 
-def test_the_workspace_is_carved_from_its_buffer(open_engine: Open) -> None:
-    with open_engine(Policy(), HostDevice()) as engine:
-        workspace = engine.workspace()
-        for name, nbytes in engine.plan.workspace:
-            workspace.get(name, nbytes // 4).fill_(1)
-
-
 def test_a_plan_over_budget_takes_nothing(open_engine: Open, tmp_path: Path) -> None:
     before = set(threading.enumerate())
     with pytest.raises(DoesNotFitError, match="on the disk tier"):

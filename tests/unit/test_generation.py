@@ -8,14 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o.engine.generation import Callbacks, Decoding, MicroBatch, Progress, Row, StopCriteria, make_blocks
+from flexgen_h2o.engine.generation import MicroBatch, Progress, Row, StopCriteria, make_blocks
 from flexgen_h2o.engine.prompts import Prompt
-from flexgen_h2o.engine.requests import ForcedTokens, Scheduler
-from flexgen_h2o.engine.sampling import Sampler, SamplingParams, StopStrings
+from flexgen_h2o.engine.requests import Scheduler
 
 
 def row(index: int, length: int, max_new: int = 9, **more: Any) -> Row:
@@ -57,30 +55,6 @@ def test_blocks_are_sorted_by_what_rows_ask_for_then_by_length() -> None:
 # ---- the input of a sweep
 
 
-def test_new_rows_bring_their_prompts_behind_the_newest_tokens_of_the_others() -> None:
-    batch = MicroBatch([row(0, 3), row(1, 1)])
-    assert batch.prompt_tokens == 4
-    fed = batch.sweep_input()
-    assert (fed.phase, fed.decoding, fed.prompt_tokens) == ("prefill", 0, 4) and fed.ids.dtype == torch.int64
-    assert (fed.ids.tolist(), fed.positions.tolist()) == ([0, 1, 2, 100], [0, 1, 2, 0])
-    assert (fed.counts, fed.past, fed.last().tolist()) == ((3, 1), (0, 0), [2, 3])
-    batch.append_tokens([7, 8], lambda r: None)
-    fed = batch.sweep_input()
-    assert (fed.phase, fed.ids.tolist(), fed.positions.tolist()) == ("decode", [7, 8], [3, 1])
-    assert (fed.counts, fed.past, fed.last().tolist()) == ((1, 1), (3, 1), [0, 1])
-    batch.admit([row(2, 2), row(3, 3)])
-    fed = batch.sweep_input()
-    assert (fed.phase, fed.decoding, fed.prompt_tokens) == ("mixed", 2, 5)
-    assert fed.ids.tolist() == [7, 8, 200, 201, 300, 301, 302] and fed.positions.tolist() == [3, 1, 0, 1, 0, 1, 2]
-    assert (fed.counts, fed.past, fed.last().tolist()) == ((1, 1, 2, 3), (3, 1, 0, 0), [0, 1, 3, 6])
-    finished, moves = batch.append_tokens([4, 5, 6, 9], lambda r: "stop" if r.prompt.index == 0 else None)
-    assert indices(finished) == [0] and moves == [(3, 0)]
-    fed = batch.sweep_input()
-    assert (fed.phase, fed.ids.tolist(), fed.past) == ("decode", [9, 5, 6], (3, 2, 2))
-    with pytest.raises(ValueError, match="zip"):
-        batch.append_tokens([1] * 4, lambda r: None)
-
-
 def test_known_tokens_are_fed_together_step_by_step() -> None:
     """As many as all rows know, may feed in a sweep, and have room for; never with new rows."""
     known_tokens = {0: [7, 8, 9], 1: [4, 5]}
@@ -105,26 +79,6 @@ def test_known_tokens_are_fed_together_step_by_step() -> None:
     assert batch.sweep_input(know).steps == 1
 
 
-@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6)), min_size=1, max_size=8))
-def test_rows_of_any_length_generate_to_their_own_end(shapes: list[tuple[int, int]]) -> None:
-    """Columns in the cache are always the positions before the token that is fed; a list follows the moves."""
-    rows = [row(i, length, most) for i, (length, most) in enumerate(shapes)]
-    batch, done, cache = MicroBatch(rows), [], [0] * len(rows)
-    end = StopCriteria(SamplingParams(), (), StopStrings(None, ()))
-    while batch.rows:
-        fed = batch.sweep_input()
-        assert list(fed.past) == cache[: len(batch.rows)]
-        for i, count in enumerate(fed.counts):
-            cache[i] += count
-        assert [r.length for r in batch.rows] == cache[: len(batch.rows)]
-        finished, moves = batch.append_tokens([len(r.token_ids) for r in batch.rows], end)
-        for source, target in moves:
-            cache[target] = cache[source]
-        done += finished
-    assert sorted(indices(done)) == list(range(len(rows)))
-    assert all(r.token_ids == list(range(r.max_new)) and r.finish_reason == "length" for r in done)
-
-
 # ---- when a row ends
 
 
@@ -141,36 +95,11 @@ def test_rows_of_any_length_generate_to_their_own_end(shapes: list[tuple[int, in
     ],
 )
 def test_reasons(reason: str | None, new: list[int], max_new: int, params: dict[str, Any]) -> None:
-    sampling = SamplingParams(**params)
-    criteria = StopCriteria(sampling, (2, 9), StopStrings(Letters(), sampling.stop))
+    criteria = StopCriteria(params.get("stop", ()), () if params.get("ignore_eos") else (2, 9), Letters())
     assert criteria(row(0, 1, max_new, token_ids=new)) == reason
 
 
 # ---- choosing
-
-
-def test_forced_tokens_are_taken_whatever_the_logits() -> None:
-    """Rows by their index, each at its own step, to the last."""
-    forced = ForcedTokens({7: [1, 2, 3], 4: (5, 6)})
-    assert forced.sample(torch.randn(2, 9), [4, 7], [1, 0]) == [6, 1]
-    assert forced.sample(torch.full((1, 9), torch.nan), [7], [2]) == [3]
-    assert (forced.most_new(7), forced.most_new(4)) == (3, 2)
-    assert [forced.end(Row(Prompt(4, (1,), None), 2, ids)) for ids in ([5], [5, 6])] == [None, "length"]
-
-
-def test_sampler_and_watch_see_rows_by_their_place_in_the_input() -> None:
-    seen: list[Any] = []
-
-    class Watched(Sampler):
-        def sample(self, logits: torch.Tensor, rows: Any, steps: Any) -> list[int]:
-            seen.append((list(rows), list(steps)))
-            return super().sample(logits, rows, steps)
-
-    batch, logits = MicroBatch([row(7, 2), row(3, 1)]), torch.eye(4)[:2]
-    batch.append_tokens([1, 1], lambda r: None)
-    watch = Callbacks(lambda rows, values: seen.append((rows, values.tolist())))
-    assert Decoding(Watched(SamplingParams()), lambda r: None, watch).sample(batch, logits) == [0, 1]
-    assert seen == [([7, 3], logits.tolist()), ([7, 3], [1, 1])]
 
 
 # ---- continuous batching

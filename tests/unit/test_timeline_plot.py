@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flexgen_h2o.core.errors import FlexgenError
-from flexgen_h2o.core.timeline import Span, _bars, _cut, _rows, around_prefill_end, draw_timeline
+from flexgen_h2o.core.timeline import Span, _bars, _cut, around_prefill_end, draw_timeline
 
 PREFILL, DECODE = "compute_layer prefill", "compute_layer decode"
 RUN = [
@@ -24,10 +24,6 @@ def test_shows_the_end_of_prefill_and_three_decode_sweeps() -> None:
     assert around_prefill_end(RUN, steps=4) == pytest.approx((14.1, 15.7))
     assert around_prefill_end(RUN, steps=1000) == pytest.approx((12.5, 16.5))  # less than a sweep: all there is
     assert around_prefill_end(RUN[:5], steps=4) is None
-
-
-def test_rows_follow_the_lanes() -> None:
-    assert _rows(RUN) == ["compute", "disk_read", "disk_read 2", "wait", "other"]
 
 
 def test_neighbours_are_one_bar_and_bars_end_at_the_window() -> None:

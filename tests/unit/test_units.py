@@ -13,20 +13,10 @@ from flexgen_h2o.core.units import GIB, KIB, MIB, TIB, format_bytes, format_free
 @pytest.mark.parametrize(
     ("text", "size"),
     [
-        ("12GiB", 12 * GIB),
-        ("12g", 12 * GIB),
-        ("12GB", 12 * 10**9),
-        ("1.5m", 3 * MIB // 2),
-        (".5KiB", KIB // 2),
-        ("2 tib", 2 * TIB),
-        ("3TB", 3 * 10**12),
-        (" 7 ", 7),
-        ("7b", 7),
-        ("10kb", 10**4),
-        (4096, 4096),
-        ("1.0", 1),
+        ("12GiB", 12 * GIB), ("12g", 12 * GIB), ("12GB", 12 * 10**9), ("1.5m", 3 * MIB // 2), (".5KiB", KIB // 2),
+        ("2 tib", 2 * TIB), ("3TB", 3 * 10**12), (" 7 ", 7), ("7b", 7), ("10kb", 10**4), (4096, 4096), ("1.0", 1),
     ],
-)
+)  # fmt: skip
 def test_sizes_as_people_write_them(text: str | int, size: int) -> None:
     assert parse_bytes(text) == size
 

@@ -14,10 +14,10 @@ import torch
 from flexgen_h2o.checkpoint import Checkpoint, match, read_index
 from flexgen_h2o.checkpoint.formats import PackedFormat, WeightFormat
 from flexgen_h2o.core.config import ModelSpec, Policy, WeightUnit
-from flexgen_h2o.core.schedule import weight_sequence
 from flexgen_h2o.core.timeline import Timeline
+from flexgen_h2o.engine.loop import weight_sequence
 from flexgen_h2o.engine.memory_plan import BlockShape, Depth, memory_plan, tier_shares
-from flexgen_h2o.engine.weights import WeightStore, WeightStream
+from flexgen_h2o.engine.stores import WeightStore, WeightStream
 from flexgen_h2o.kernels.linear import DenseRows, RowParts
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import spec_from_config
@@ -31,7 +31,6 @@ CONFIG: dict[str, Any] = {
     "enable_bias": True, "layer_norm_elementwise_affine": True, "do_layer_norm_before": True,
 }  # fmt: skip
 SAFETENSORS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-DEVICES: list[type[Device]] = [HostDevice, StandInDevice]
 # Percent of the weights on device and host, and where the device is: what is on the host is streamed to one of its own.
 PAIRS: list[tuple[tuple[int, int], type[Device]]] = [
     ((100, 0), HostDevice), ((0, 100), StandInDevice), ((0, 0), HostDevice), ((0, 0), StandInDevice),

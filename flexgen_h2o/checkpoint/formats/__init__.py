@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from flexgen_h2o.core.config import DTYPE_BYTES, ModelSpec, Policy, TensorSpec
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.tiers.placement import Part
+from flexgen_h2o.tiers.stream import Part
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from flexgen_h2o.checkpoint.formats import PackedFormat, TensorLayout
 from flexgen_h2o.core.config import Policy, TensorSpec
 from flexgen_h2o.core.packing import GROUP, SlotPacking, int8_row_bytes
-from flexgen_h2o.tiers.placement import Part
+from flexgen_h2o.tiers.stream import Part
 
 if TYPE_CHECKING:
     import torch

@@ -33,7 +33,7 @@ from flexgen_h2o.engine.generation import BlockStats, Decoding, Row, StopCriteri
 from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, BlockShape, memory_plan
 from flexgen_h2o.engine.prompts import Prompt
 from flexgen_h2o.engine.resources import Engine
-from flexgen_h2o.engine.sampling import Sampler, SamplingParams, StopStrings
+from flexgen_h2o.engine.sampling import Sampler, SamplingParams
 from flexgen_h2o.engine.workload import Batch, need_of
 from flexgen_h2o.kernels.warm_up import compile_subprocess, warm_up
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
@@ -401,7 +401,7 @@ def _run_block(engine: Engine, run: _Run) -> tuple[Steps, Steps, float]:
     """Medians over the layers of a kind, in the prefill sweep and in the decode sweeps of a block; and the mean seconds
     of a transformer block in those."""
     params = SamplingParams(max_tokens=run.new_tokens, ignore_eos=True)
-    decoding = Decoding(Sampler(params), StopCriteria(params, (), StopStrings(None, ())))
+    decoding = Decoding(Sampler(params), StopCriteria((), (), None))
     executor = Executor(engine, run.eviction, decoding, lambda finished: None, params.max_tokens)
     ids = tuple(i % VOCABULARY for i in range(run.prompt_len))
     stats = BlockStats()

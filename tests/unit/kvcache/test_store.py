@@ -13,17 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexgen_h2o.core.schedule import zigzag
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import WRITE_BACK_STEPS
+from flexgen_h2o.engine.loop import zigzag
 from flexgen_h2o.kvcache import layout as layout_module
 from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.kvcache.slots import PartView, plan_moves, put_columns, put_first_columns, split_views
 from flexgen_h2o.kvcache.store import CacheKey, CacheStore
 from flexgen_h2o.tiers.device import Device, HostDevice, StandInDevice, host_buffer
 from flexgen_h2o.tiers.disk import Scratch
-from flexgen_h2o.tiers.placement import Shares, is_streamed
-from flexgen_h2o.tiers.stream import NOTHING, Ring, Stream
+from flexgen_h2o.tiers.stream import NOTHING, Ring, Shares, Stream, is_streamed
 from flexgen_h2o.tiers.transfers import Lanes, Mover
 
 pytestmark = pytest.mark.timeout(60)

@@ -166,7 +166,7 @@ def test_budgets_that_were_given_are_taken_as_they_are(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("_machine")
 def test_others_get_what_is_free_less_a_margin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_free_device_bytes", lambda device: 4 * GIB)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (4 * GIB, 8 * GIB))
     found = resolve_budgets(MemoryBudget(), HostDevice(), tmp_path)
     assert found == {"device": 0, "host": 90 * GIB, "disk": 498 * GIB}
     assert resolve_budgets(MemoryBudget(), StandInDevice(), tmp_path)["device"] == 4 * GIB - GIB // 2

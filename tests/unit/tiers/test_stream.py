@@ -1,4 +1,4 @@
-"""Rings, whose live regions never overlap, and streams, which load units in order and never more than `ahead`."""
+"""Shares into rows; rings, whose live regions never overlap; streams, which load in order, never more than `ahead`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,36 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flexgen_h2o.core.config import TIERS, Policy
 from flexgen_h2o.core.units import PAGE
-from flexgen_h2o.tiers.stream import Done, Region, Ring, Stream, streamed_keys
+from flexgen_h2o.tiers.stream import Done, Region, Ring, Shares, Stream, split_rows, streamed_keys
+
+# ---- shares into rows
+
+pairs = st.integers(0, 100).flatmap(lambda a: st.tuples(st.just(a), st.integers(0, 100 - a)))
+shares_of = pairs.map(lambda pair: Policy(percent=(*pair, 0, 0, 0, 0)).weight_shares)
+
+
+@given(st.integers(0, 5000), shares_of, st.sampled_from([1, 2, 16, 64]))
+def test_all_rows_are_placed_once_near_their_share(count: int, shares: Shares, multiple: int) -> None:
+    parts = split_rows(count, shares, multiple)
+    assert [0, *(p.end for p in parts)] == [*(p.start for p in parts), count]
+    assert all(p.rows > 0 for p in parts)
+    upper = 0.0
+    for tier, share in zip(TIERS, shares, strict=True):
+        upper += share
+        cut = max((p.end for p in parts if TIERS.index(p.tier) <= TIERS.index(tier)), default=0)
+        assert abs(cut - upper * count) <= multiple / 2 + 1e-6 or cut == count
+    order = [TIERS.index(p.tier) for p in parts]
+    assert order == sorted(set(order))
+    rows = {p.tier: p.rows for p in parts}
+    for tier, share in zip(TIERS, shares, strict=True):
+        assert abs(rows.get(tier, 0) - share * count) <= multiple + 1e-6
+        assert share > 0 or tier not in rows
+    assert all(p.end % multiple == 0 for p in parts[:-1])
+
+
+# ---- rings
 
 
 @dataclass(eq=False)
@@ -82,25 +110,6 @@ def test_any_history(pages: int, history: list[tuple[str, int]]) -> None:
             users = [Event() for _ in range(number)]
             events += users
             ring.give_back(model.free(0 if what == "give_back" else -1, users), users)
-
-
-def taken(ring: Ring, nbytes: int) -> Region:
-    region = ring.take(nbytes)
-    assert region is not None
-    return region
-
-
-def test_what_does_not_fit_at_the_end_wraps_to_the_start() -> None:
-    ring = Ring(torch.zeros(4 * PAGE, dtype=torch.uint8))
-    first, second = taken(ring, 2 * PAGE), taken(ring, PAGE)
-    assert ring.take(2 * PAGE) is None  # one page is left at the end
-    event = Event()
-    ring.give_back(first, [event])
-    third = taken(ring, 2 * PAGE)
-    assert (third.start, third.end, third.after) == (0, 2 * PAGE, [event])
-    assert ring.take(1) is None  # between third and second there is nothing; the last page must wait for second
-    ring.give_back(second)
-    assert taken(ring, 2 * PAGE).start == 2 * PAGE
 
 
 def test_more_than_the_ring_is_an_error_not_a_wait() -> None:

@@ -14,13 +14,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o.core.errors import TransferError
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import PAGE, STAGING_BYTES
 from flexgen_h2o.tiers import transfers as mover_module
 from flexgen_h2o.tiers.device import StandInDevice, host_buffer
 from flexgen_h2o.tiers.disk import DirectFile, FileRange
-from flexgen_h2o.tiers.stream import Done, wait_all
+from flexgen_h2o.tiers.stream import Done
 from flexgen_h2o.tiers.transfers import Lanes, Memory, Mover
 
 THREADS = {"disk_read": 2, "disk_write": 1, "h2d": 1}
@@ -67,13 +66,6 @@ def test_the_first_error_ends_a_done_at_once_and_is_the_one_raised() -> None:
 
 
 # ---- lanes
-
-
-def test_one_thread_keeps_the_order_of_its_queue(lanes: Lanes) -> None:
-    log: list[object] = []
-    done = [lanes.submit("h2d", "x", [appends(log, (i, part)) for part in range(3)]) for i in range(20)]
-    wait_all(done)
-    assert log == [(i, part) for i in range(20) for part in range(3)]
 
 
 def test_an_operation_starts_after_what_it_names_on_another_lane(lanes: Lanes, gate: Done) -> None:
@@ -253,15 +245,6 @@ def test_an_odd_offset_does_not_cost_a_file_its_direct_reads(room: Room) -> None
     assert room.source.direct is before
 
 
-@pytest.mark.parametrize("shift", [0, 64])
-def test_bytes_that_the_file_does_not_have_are_an_error(room: Room, shift: int) -> None:
-    lanes = Lanes({"disk_read": 2}, Timeline())
-    mover = Mover(StandInDevice(), lanes)
-    with pytest.raises(TransferError, match=f"source: ends at byte {FILE_BYTES}, "):
-        mover.read("r", misaligned(2 * PAGE, shift), "host", FileRange(room.source, 39 * PAGE, 2 * PAGE)).wait()
-    lanes.close()
-
-
 # ---- writing
 
 
@@ -275,16 +258,6 @@ def test_what_is_written_is_read_back(
     back = torch.empty(nbytes, dtype=torch.uint8)
     room.mover.read("r", back, "host", FileRange(room.target, page * PAGE, nbytes)).wait()
     assert torch.equal(back, data)
-
-
-def test_a_write_touches_no_page_beyond_its_own(room: Room) -> None:
-    marks = host_buffer(4 * PAGE)
-    marks.fill_(9)
-    room.mover.write("w", room.target, 20 * PAGE, marks, "host").wait()
-    room.mover.write("w", room.target, 21 * PAGE, torch.ones(PAGE + 1, dtype=torch.uint8), "host").wait()
-    back = host_buffer(4 * PAGE)
-    room.mover.read("r", back, "host", FileRange(room.target, 20 * PAGE, 4 * PAGE)).wait()
-    assert bool((back[:PAGE] == 9).all() and (back[PAGE : 2 * PAGE + 1] == 1).all() and (back[3 * PAGE :] == 9).all())
 
 
 # ---- copies

@@ -7,7 +7,7 @@ from itertools import groupby, pairwise, product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o.core.schedule import Step, weight_sequence, zigzag
+from flexgen_h2o.engine.loop import weight_sequence, zigzag
 
 few = st.integers(0, 6)
 
@@ -19,16 +19,7 @@ def test_every_step_comes_once_and_in_lexical_order(sweeps: int, layers: int, ba
     assert all(a < b for a, b in pairwise(steps))
 
 
-def test_all_micro_batches_pass_a_layer_before_the_next() -> None:
-    assert list(zigzag(1, 2, 2)) == [Step(0, 0, 0), Step(0, 0, 1), Step(0, 1, 0), Step(0, 1, 1)]
-
-
 @given(few, st.lists(st.integers(0, 3), max_size=8))
 def test_weights_are_named_when_they_change(sweeps: int, units: list[int]) -> None:
     needed = [units[s.layer] for s in zigzag(sweeps, len(units), 3)]
     assert list(weight_sequence(sweeps, tuple(units))) == [unit for unit, _ in groupby(needed)]
-
-
-def test_tied_head_and_next_embedding_share_one_load() -> None:
-    assert list(weight_sequence(3, (0, 1, 2, 0))) == [0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
-    assert list(weight_sequence(2, (0, 1, 2, 3))) == [0, 1, 2, 3, 0, 1, 2, 3]

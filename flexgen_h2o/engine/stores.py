@@ -1,8 +1,11 @@
-"""Weights on their home tiers, brought to the device unit by unit in schedule order.
+"""Weights and hidden states on their home tiers, brought to the device unit by unit in schedule order.
 
-Resident rows are read once; streamed rows (on disk, and on host where the device is not host memory) are loaded into a
-ring ahead of the compute that needs them. Both stay in the format that they are stored in (checkpoint/formats): where
-it is one to be decoded, matrices are decoded into one buffer when their unit is opened. Knows no format and no model.
+Weights: resident rows are read once; streamed rows (on disk, and on host where the device is not host memory) are
+loaded into a ring ahead of the compute that needs them. Both stay in the format that they are stored in
+(checkpoint/formats): where it is one to be decoded, matrices are decoded into one buffer when their unit is opened.
+
+Hidden states: a unit is a micro-batch, (tokens, width); in place where the home is the device, else brought into a ring
+for each layer and stored after it. Nothing here knows a format or a model.
 """
 
 from __future__ import annotations
@@ -19,13 +22,18 @@ from flexgen_h2o.checkpoint.safetensors import Checkpoint, StoredTensor
 from flexgen_h2o.core.config import LayerPlan, TensorSpec
 from flexgen_h2o.core.packing import WORD
 from flexgen_h2o.core.units import ALIGN, PAGE, round_up
-from flexgen_h2o.engine.loop import BaseWeightStream
-from flexgen_h2o.engine.memory_plan import streamed_bytes, streamed_part_bytes, weight_parts
+from flexgen_h2o.engine.loop import BaseWeightStream, UnitKey
+from flexgen_h2o.engine.memory_plan import (
+    hidden_home_bytes,
+    hidden_is_streamed,
+    streamed_bytes,
+    streamed_part_bytes,
+    weight_parts,
+)
 from flexgen_h2o.kernels.linear import RowPart, RowParts
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.tiers.disk import DirectFile, FileRange, aligned_range
-from flexgen_h2o.tiers.placement import Part, Shares, is_streamed
-from flexgen_h2o.tiers.stream import Done, Region, Ring, Waitable, wait_all
+from flexgen_h2o.tiers.stream import Done, Part, Region, Ring, Shares, Waitable, is_streamed, split_rows, wait_all
 from flexgen_h2o.tiers.transfers import Memory, Mover
 
 
@@ -160,25 +168,23 @@ class WeightStore:
         found, start = {}, 0
         for tensor in self.plan.units[unit].tensors:
             layout = self._layouts[tensor.name]
-            if layout.decoded_row_bytes:
-                found[tensor.role] = rows = self._room(layout, start)
-                for held in self._parts[tensor.name]:
-                    self._form.decode(layout, held.part, self._pieces(held, region), rows)
-                start += round_up(layout.shape[0] * layout.decoded_row_bytes, ALIGN)
+            if not layout.decoded_row_bytes:
+                continue
+            nbytes = layout.shape[0] * layout.decoded_row_bytes
+            if (start, layout) not in self._filled:  # rows to decode into: made once, and then filled
+                assert self._decoded is not None
+                memory = self._decoded[start : start + nbytes]
+                self._filled[start, layout] = self._form.decoded_parts(layout, memory, self._workspace)
+            found[tensor.role] = rows = self._filled[start, layout]
+            for held in self._parts[tensor.name]:
+                self._form.decode(layout, held.part, self._pieces(held, region), rows)
+            start += round_up(nbytes, ALIGN)
         return found
 
     def streams_as_held(self, unit: int) -> bool:
         """Does a loaded region have rows that are used where they are?"""
         tensors = (t for t in self.plan.units[unit].tensors if not self._layouts[t.name].decoded_row_bytes)
         return any(held.streamed for tensor in tensors for held in self._parts[tensor.name])
-
-    def _room(self, layout: TensorLayout, start: int) -> RowParts:
-        """Rows to decode into, `start` bytes into the memory for these; made once, and then filled."""
-        if (start, layout) not in self._filled:
-            assert self._decoded is not None
-            memory = self._decoded[start : start + layout.shape[0] * layout.decoded_row_bytes]
-            self._filled[start, layout] = self._form.decoded_parts(layout, memory, self._workspace)
-        return self._filled[start, layout]
 
     def close(self) -> None:
         for file in self._files.values():
@@ -221,14 +227,12 @@ class WeightStore:
 
     def _is_direct(self, piece: _Piece) -> bool:
         """May the file's bytes be computed on as they are, where the reader puts them?"""
+        if not self._is_host or piece.resident is not None:
+            return False
         dtype, source = self._workspace.dtype, piece.source
-        same = not piece.stored.is_values or getattr(torch, source.dtype) == dtype
-        return (
-            self._is_host
-            and piece.resident is None
-            and same
-            and source.offset % (dtype.itemsize if piece.stored.is_values else WORD) == 0
-        )
+        if not piece.stored.is_values:
+            return source.offset % WORD == 0
+        return getattr(torch, source.dtype) == dtype and source.offset % dtype.itemsize == 0
 
     def _file(self, path: Path) -> DirectFile:
         if path not in self._files:
@@ -248,3 +252,104 @@ class WeightStream(BaseWeightStream[Mapping[str, RowParts]]):
 
     def _decode(self, unit: int, region: Region | None) -> tuple[Mapping[str, RowParts], bool]:
         return {**self.opened, **self._store.decode_unit(unit, region)}, self._store.streams_as_held(unit)
+
+
+class HiddenStore:
+    """Hidden states of the current block. `memory`: uint8 arenas by tier; `file`: the disk arena."""
+
+    def __init__(
+        self, mover: Mover, dtype: torch.dtype, width: int, shares: Shares, num_layers: int,
+        memory: dict[str, torch.Tensor], file: DirectFile | None,
+    ) -> None:  # fmt: skip
+        self._mover, self._dtype, self._width, self._shares = mover, dtype, width, shares
+        self._last_layer = num_layers - 1
+        self._memory, self._file = memory, file
+        self._row = width * dtype.itemsize
+        self._streamed = hidden_is_streamed(shares, mover.device.is_host)
+
+    def begin_block(self, most: list[int]) -> None:
+        """most: of each micro-batch, the tokens of its largest sweep."""
+        self._now = [0] * len(most)
+        self._closed: list[tuple[int, int] | None] = [None] * len(most)
+        self._stores: list[list[Waitable]] = [[] for _ in most]
+        self._offsets: list[dict[str, int]] = []
+        used = dict.fromkeys(("device", "host", "disk"), 0)
+        for tokens in most:
+            self._offsets.append(dict(used))
+            for tier, nbytes in hidden_home_bytes(tokens, self._shares, self._row).items():
+                used[tier] += nbytes
+
+    def begin_sweep(self, micro_batch: int, tokens: int) -> None:
+        """`tokens` of the micro-batch from its next embedding on, 0 when it has no rows any more.
+
+        Call it before the head of the sweep before closes.
+        """
+        self._now[micro_batch] = tokens
+
+    # Source of a Stream[UnitKey]
+
+    def nbytes(self, key: UnitKey) -> int:
+        return round_up(self._now[key[2]] * self._row, PAGE) if self._streamed else 0
+
+    def is_needed(self, key: UnitKey) -> bool:
+        return self._now[key[2]] > 0
+
+    def is_ready(self, key: UnitKey) -> bool:
+        sweep, layer, k = key
+        before = (sweep, layer - 1) if layer else ((sweep - 1, self._last_layer) if sweep else None)
+        return self._closed[k] == before
+
+    def load(self, key: UnitKey, region: Region) -> list[Done]:
+        _, layer, k = key
+        if layer == 0:
+            return []
+        mover, after = self._mover, [*region.after, *self._stores[k]]
+        return [
+            mover.read("load_hidden", data, "device", home, after)
+            if isinstance(home, FileRange)
+            else mover.copy("h2d", "load_hidden", data, home, after)
+            for data, home in self._parts(k, region)
+        ]
+
+    # Compute side
+
+    def open(self, key: UnitKey, region: Region | None) -> torch.Tensor:
+        """The hidden states of a micro-batch, (tokens, width), to be changed in place."""
+        tokens = self._now[key[2]]
+        if region is None:
+            (part,) = split_rows(tokens, self._shares)
+            data = self._memory[part.tier][self._offsets[key[2]][part.tier] :]
+        else:
+            wait_all(region.after)
+            data = region.data
+        return data[: tokens * self._row].view(self._dtype).view(tokens, self._width)
+
+    def close(self, key: UnitKey, region: Region | None, fence: Waitable) -> list[Waitable]:
+        """Store what the layer left (the head leaves nothing). Returns what the region's next writer waits for."""
+        sweep, layer, k = key
+        stores: list[Waitable] = []
+        if region is not None and layer != self._last_layer:
+            for data, home in self._parts(k, region):
+                if isinstance(home, FileRange):
+                    stores.append(self._mover.write("store_hidden", home.file, home.offset, data, "device", [fence]))
+                else:
+                    stores.append(self._mover.copy("d2h", "store_hidden", home, data, [fence]))
+        self._closed[k], self._stores[k] = (sweep, layer), stores
+        return [fence, *stores]
+
+    def settle(self) -> None:
+        """Wait for stores under way, so that the next block may use the homes anew."""
+        for stores in self._stores:
+            wait_all(stores)
+
+    def _parts(self, k: int, region: Region) -> list[tuple[torch.Tensor, torch.Tensor | FileRange]]:
+        """The region's bytes of each part of a micro-batch, and its home in memory or on disk."""
+        found: list[tuple[torch.Tensor, torch.Tensor | FileRange]] = []
+        for part in split_rows(self._now[k], self._shares):
+            data, start = region.data[part.start * self._row : part.end * self._row], self._offsets[k][part.tier]
+            if part.tier != "disk":
+                found.append((data, self._memory[part.tier][start : start + data.numel()]))
+            else:
+                assert self._file is not None
+                found.append((data, FileRange(self._file, start, data.numel())))
+        return found
