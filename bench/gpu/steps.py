@@ -145,7 +145,7 @@ def _cell(setting: Setting, table: str, grid: str, cell: Cell) -> Step:
     if table == "mem-spd":
         name += f" x {first}"
     command = (
-        sys.executable, "-m", "sweep", "--cell", ",".join(map(str, values)), "--device", setting.device,
+        sys.executable, "-m", "bench.sweep", "--cell", ",".join(map(str, values)), "--device", setting.device,
         "--device-mem", setting.device_mem, "--offload-dir", str(setting.offload_dir),
         "--results", str(setting.results), "--name", table, "--limit", f"{setting.measurement_limit:.0f}",
         "--quiet-wait", "0", "--repeats", "0", "--systems", *(system.name for system in systems_of(grid, cell)),

@@ -11,14 +11,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from flexgen_h2o.checkpoint.bin_import import BIN_INDEX_NAME, BIN_NAME, has_bin
 from flexgen_h2o.checkpoint.formats import StoredRows, checkpoint_format, layouts_of
 from flexgen_h2o.checkpoint.safetensors import (
-    INDEX_NAME,
-    SINGLE_NAME,
+    BIN,
+    SAFETENSORS,
     Checkpoint,
     StoredTensor,
-    has_safetensors,
+    has_weights,
     read_weight_map,
 )
 from flexgen_h2o.core.config import ModelSpec
@@ -74,8 +73,8 @@ CONFIG_NAME = "config.json"
 PACKAGED = {"opt-tiny": Path(__file__).resolve().parent.parent / "assets" / "opt-tiny"}
 
 _SMALL_FILES = ["*.json", "*.txt", "*.model", "tokenizer*"]
-_SAFETENSORS = [*_SMALL_FILES, "*.safetensors"]
-_BIN = [*_SMALL_FILES, "pytorch_model*.bin"]
+_WITH_SAFETENSORS = [*_SMALL_FILES, "*.safetensors"]
+_WITH_BIN = [*_SMALL_FILES, "pytorch_model*.bin"]
 _SUBFOLDERS = ["*/*"]
 # What is read of a model's folder, by the package or by transformers' tokenizers.
 _READ = (
@@ -186,7 +185,7 @@ def _cached(model: str, revision: str | None, weights: bool) -> Path | None:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    patterns = _SAFETENSORS if weights else _SMALL_FILES
+    patterns = _WITH_SAFETENSORS if weights else _SMALL_FILES
     try:
         found = snapshot_download(
             model, revision=revision, allow_patterns=patterns, ignore_patterns=_SUBFOLDERS, local_files_only=True
@@ -200,12 +199,10 @@ def _cached(model: str, revision: str | None, weights: bool) -> Path | None:
 
 def _has_weights(folder: Path) -> bool:
     """Whether every file of a checkpoint is there: a download may have stopped in between."""
-    if not has_safetensors(folder) and not has_bin(folder):
-        return False
-    if any((folder / name).is_file() for name in (SINGLE_NAME, BIN_NAME)):
-        return True
-    index = folder / (INDEX_NAME if (folder / INDEX_NAME).is_file() else BIN_INDEX_NAME)
-    return all((folder / shard).is_file() for shard in read_weight_map(index).values())
+    names = next((names for names in (SAFETENSORS, BIN) if has_weights(folder, names)), None)
+    if names is None or any((folder / single).is_file() for single, _ in (SAFETENSORS, BIN)):
+        return names is not None
+    return all((folder / shard).is_file() for shard in read_weight_map(folder / names[1]).values())
 
 
 def _downloaded(model: str, revision: str | None, weights: bool) -> Path:
@@ -214,13 +211,9 @@ def _downloaded(model: str, revision: str | None, weights: bool) -> Path:
     # Asked first because it takes a timeout: snapshot_download alone would wait for a silent network without end.
     info: Any = HfApi().model_info(model, revision=revision, timeout=_HUB_SECONDS)
     files = {sibling.rfilename for sibling in info.siblings or ()}
-    has_safe = not files.isdisjoint((SINGLE_NAME, INDEX_NAME))
-    patterns = (_SAFETENSORS if has_safe else _BIN) if weights else _SMALL_FILES
+    has_safe = not files.isdisjoint(SAFETENSORS)
+    patterns = (_WITH_SAFETENSORS if has_safe else _WITH_BIN) if weights else _SMALL_FILES
     found = snapshot_download(
-        model,
-        revision=revision,
-        allow_patterns=patterns,
-        ignore_patterns=_SUBFOLDERS,
-        etag_timeout=_HUB_SECONDS,
+        model, revision=revision, allow_patterns=patterns, ignore_patterns=_SUBFOLDERS, etag_timeout=_HUB_SECONDS
     )
     return _with_config(Path(found), f"--model {model}")

@@ -112,7 +112,7 @@ def test_second_call_returns_at_once_and_a_change_is_seen(source: Path, cache: P
 
 def test_mapped_pages_are_dropped_without_losing_values(source: Path, weights) -> None:
     torch.save({"big": torch.arange(100_000)}, source / BIN)
-    tensors, mapped = bin_import._load(bin_import._Shard(source / BIN, None))
+    tensors, mapped = bin_import._load(source / BIN, None)
     assert mapped
     bin_import._forget(tensors["big"])
     assert torch.equal(tensors["big"], torch.arange(100_000))
