@@ -107,17 +107,8 @@ def _parity(setting: Setting) -> Step:
     found = setting.results / TESTS
     tests = str(common.ROOT / "tests" / "gpu")
     command = (
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "--rootdir",
-        str(common.ROOT),
-        "-m",
-        "gpu",
-        tests,
-        f"--junitxml={found}",
-    )
+        sys.executable, "-m", "pytest", "-q", "--rootdir", str(common.ROOT), "-m", "gpu", tests, f"--junitxml={found}"
+    )  # fmt: skip
     return Step("parity-tests", "tests", command, PARITY_S, found, {"FLEXGEN_GPU_TEST_DEVICE": setting.device})
 
 
