@@ -119,7 +119,9 @@ def find_folder(model: str, path: str | None) -> Path | None:
         raise UsageError("--model: a name is missing; give a hub id like org/name or a local folder")
     folder = _local(model)
     if folder is None and path is not None and DUMMY not in path:
-        folder = _under(usable_path(path, "--path"), model)
+        parent = usable_path(path, "--path")
+        folders = (parent, parent / model, parent / model.rpartition("/")[2])
+        folder = next((folder for folder in folders if (folder / CONFIG_NAME).is_file()), None)
     return folder
 
 
@@ -146,13 +148,6 @@ def _with_config(folder: Path, what: str) -> Path:
     if not (folder / CONFIG_NAME).is_file():
         raise UsageError(f"{what}: there is no {CONFIG_NAME} in this folder; give a Hugging Face model folder")
     return folder
-
-
-def _under(path: Path, model: str) -> Path | None:
-    for folder in (path, path / model, path / model.rpartition("/")[2]):
-        if (folder / CONFIG_NAME).is_file():
-            return folder
-    return None
 
 
 def _from_hub(model: str, revision: str | None, weights: bool) -> Path:

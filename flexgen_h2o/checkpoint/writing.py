@@ -13,6 +13,7 @@ import mmap
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -195,8 +196,12 @@ def write_random_checkpoint(
     shards = plan_shards(tensors_of(spec), lambda t: Entry(t.name, FROM_ENGINE[dtype], t.shape))
     with building(folder, sum(shard.nbytes for shard in shards), "random weights", spec.name) as temp:
         if temp is None:
-            _check_record(folder, record)
-            return folder
+            with suppress(OSError, ValueError):
+                if read_json(folder / RANDOM_RECORD_NAME) == record:
+                    return folder
+            raise UsageError(
+                f"{folder}: holds something else than these random weights; remove it or give another folder"
+            )
         # The files decide the dtype; a config that says otherwise would mislead whoever reads it first.
         config = {key: value for key, value in config_json.items() if key not in ("dtype", "torch_dtype")}
         for name, body in (("config.json", config | {"torch_dtype": dtype}), (RANDOM_RECORD_NAME, record)):
@@ -254,15 +259,6 @@ def record_of(spec: ModelSpec, config_json: dict[str, Any], dtype: str, seed: in
     facts = [config_json, [(t.role, t.name, t.shape) for t in tensors_of(spec)]]
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     return {"seed": seed, "dtype": dtype, "model": digest}
-
-
-def _check_record(folder: Path, record: dict[str, Any]) -> None:
-    try:
-        found = read_json(folder / RANDOM_RECORD_NAME)
-    except (OSError, ValueError):
-        found = None
-    if found != record:
-        raise UsageError(f"{folder}: holds something else than these random weights; remove it or give another folder")
 
 
 def _vector(tensor: TensorSpec, values: torch.Tensor) -> torch.Tensor:
