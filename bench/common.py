@@ -7,6 +7,7 @@ import json
 import math
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -22,8 +23,8 @@ from typing import Any
 import torch
 
 from flexgen_h2o.checkpoint.formats import layouts_of, weight_format
-from flexgen_h2o.cli_common import run_cli
-from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, ModelSpec, Policy
+from flexgen_h2o.cli_common import OneLineParser, run_cli
+from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, MemoryBudget, ModelSpec, Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import check_writable, usable_path, write_whole
 from flexgen_h2o.engine.generation import Callbacks
@@ -31,6 +32,7 @@ from flexgen_h2o.engine.loop import Step, zigzag
 from flexgen_h2o.engine.memory_plan import tier_shares, weight_parts
 from flexgen_h2o.engine.prompts import Prompt, benchmark_prompts
 from flexgen_h2o.engine.sampling import SamplingParams
+from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.llm import LLM
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,20 +41,33 @@ QUIET_BELOW = 0.10  # busy share of all cores
 QUIET_SAMPLE_S = 2.0
 
 
-def add_flags(parser: argparse.ArgumentParser, model: str | None, host_mem: str | None) -> None:
-    """The flags that every benchmark takes, the claim's setting as default (model None: it has several)."""
+def own_parser(doc: str | None) -> OneLineParser:
+    """A parser that shows a module's docstring as it is, with the flags that every benchmark takes."""
+    parser = OneLineParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--quiet-wait", type=seconds, default=120.0, metavar="S", help="most seconds to wait for quiet cores (120)")
+    add("--output", action=ResultFile, help="also write the JSON object here")
+    return parser
+
+
+def model_parser(doc: str | None, model: str | None, host_mem: str | None = None) -> OneLineParser:
+    """Of a benchmark that runs models, the claim's setting as default (model None: it has several)."""
+    parser = own_parser(doc)
     add = parser.add_argument
     add("--model", default=model, help=f"hub id of a built-in shape, or a folder ({model or 'those of the claim'})")
     add("--path", default="_DUMMY_", help="where checkpoints are (_DUMMY_: random weights at the true shape)")
     add("--offload-dir", type=Path, default=Path("~/flexgen_h2o_offload_dir").expanduser(), help="weights, disk tier")
     add("--host-mem", default=host_mem, help=f"budget of RAM ({host_mem or 'what is free, less a margin'})")
-    add_wait_and_output(parser)
+    return parser
 
 
-def add_wait_and_output(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--quiet-wait", type=seconds, default=120.0, metavar="S", help="most seconds to wait for quiet cores (120)")
-    add("--output", action=ResultFile, help="also write the JSON object here")
+def open_llm(args: argparse.Namespace, policy: Any, eviction: Eviction | None = None, **other: Any) -> LLM:
+    """The model of the flags on the CPU, in bf16 where there is no --dtype. other: of `LLM`, instead of the flags'."""
+    setting = {
+        "device": "cpu", "dtype": getattr(args, "dtype", "bfloat16"), "path": args.path,
+        "offload_dir": args.offload_dir, "budget": MemoryBudget(host=args.host_mem),
+    }  # fmt: skip
+    return LLM(other.pop("model", args.model), policy, eviction, **(setting | other))
 
 
 class ResultFile(argparse.Action):
@@ -102,13 +117,13 @@ def door(main: Callable[[], int | None]) -> int:
 def finish(result: dict[str, Any], output: Path | None) -> None:
     """Print the result as the last line of stdout, then write it where --output says. UsageError: it cannot be written.
 
-    Printed first: minutes of measuring shall not be lost to a full disk.
+    Spreads in it become JSON. Printed first: minutes of measuring shall not be lost to a full disk.
     """
     whole = {**result, "machine": machine_facts(), "command": [Path(sys.argv[0]).name, *sys.argv[1:]]}
-    print(json.dumps(whole), flush=True)
+    print(json.dumps(whole, default=Spread.to_json), flush=True)
     if output is not None:
         with writing("--output", output, "the result is printed"):
-            write_whole(output, json.dumps(whole, indent=2) + "\n")
+            write_whole(output, json.dumps(whole, default=Spread.to_json, indent=2) + "\n")
 
 
 def machine_facts() -> dict[str, Any]:
@@ -262,12 +277,8 @@ def steady(marks: Sequence[Mark]) -> Steady:
     pairs = list(pairwise(chosen))
     if not pairs:
         raise UsageError("--sweeps: at least 3 are needed: prefill, a decode sweep, and one to measure")
-    return Steady(
-        [b.at - a.at for a, b in pairs],
-        [b.read_bytes - a.read_bytes for a, b in pairs],
-        chosen[0].at,
-        chosen[-1].at,
-    )
+    seconds, read = [b.at - a.at for a, b in pairs], [b.read_bytes - a.read_bytes for a, b in pairs]
+    return Steady(seconds, read, chosen[0].at, chosen[-1].at)
 
 
 def benchmark_rows(llm: LLM, rows: int, prompt_len: int) -> list[Prompt]:
@@ -334,6 +345,55 @@ def measured_run(flags: Sequence[str]) -> dict[str, Any]:
         return {"error": f"measured_run ended with exit code {done.returncode}", "exit_code": done.returncode}
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+def ratio_of(values: Sequence[float], others: Sequence[float]) -> Spread:
+    """Of the pairs of each round."""
+    return Spread([a / b for a, b in zip(values, others, strict=True)])
+
+
+def some_of(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Flags by name, as facts of a result."""
+    return {name: getattr(args, name) for name in names}
+
+
+def as_flags(args: argparse.Namespace, *names: str) -> list[str]:
+    """Flags of this call, for another process."""
+    return [text for n in names for text in (f"--{n.replace('_', '-')}", str(getattr(args, n)))]
+
+
+def run_limited(
+    command: Sequence[str], environment: dict[str, str], limit_s: float, grace_s: float = 0.0, show: bool = False
+) -> tuple[int | None, str, str]:
+    """(exit code, stdout, stderr); code None when the limit ended it, with all that it had started.
+
+    grace_s: seconds from SIGTERM to SIGKILL; 0: no SIGTERM. show: stdout goes where this process's goes.
+    """
+    with subprocess.Popen(
+        command, env=environment, stdout=None if show else subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        errors="replace", start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            out, said = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            _end(process, grace_s)
+            return None, "", ""
+        except BaseException:
+            _end(process, grace_s)
+            raise
+    return process.returncode, out or "", said
+
+
+def _end(process: subprocess.Popen[str], grace_s: float) -> None:
+    """The process and all that it has started."""
+    with suppress(subprocess.TimeoutExpired, ProcessLookupError):
+        if grace_s:
+            os.killpg(process.pid, signal.SIGTERM)
+            process.communicate(timeout=grace_s)
+            return
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
 
 
 def show_rounds(rounds: Sequence[dict[str, float]]) -> str:

@@ -23,9 +23,11 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from flexgen_h2o.core.schedule import zigzag
+
 from bench import common
-from flexgen_h2o.cli_common import OneLineParser, positive
-from flexgen_h2o.core.config import MemoryBudget, Policy
+from flexgen_h2o.cli_common import positive
+from flexgen_h2o.core.config import Policy
 from flexgen_h2o.engine.loop import zigzag
 from flexgen_h2o.engine.report import RunReport
 from flexgen_h2o.engine.sampling import SamplingParams
@@ -77,7 +79,8 @@ def main() -> int:
     }
     with contextlib.ExitStack() as stack:
         llms = {
-            name: stack.enter_context(_opened(args, fields)) for name, fields in CLAIMS[args.claim].policies.items()
+            name: stack.enter_context(common.open_llm(args, Policy(args.rows, **{"percent": IN_RAM, **fields})))
+            for name, fields in CLAIMS[args.claim].policies.items()
         }
 
         def part(name: str) -> Callable[[], None]:
@@ -96,9 +99,8 @@ def main() -> int:
 
 
 def _parse() -> argparse.Namespace:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.model_parser(__doc__, "facebook/opt-1.3b")
     parser.add_argument("claim", choices=CLAIMS)
-    common.add_flags(parser, "facebook/opt-1.3b", None)
     add = parser.add_argument
     add("--rows", type=positive, help="of the one micro-batch (the claim's)")
     add("--prompt-len", type=positive)
@@ -109,13 +111,6 @@ def _parse() -> argparse.Namespace:
         if getattr(args, name) is None:
             setattr(args, name, getattr(CLAIMS[args.claim], name))
     return args
-
-
-def _opened(args: argparse.Namespace, fields: dict[str, Any]) -> LLM:
-    return LLM(
-        args.model, Policy(args.rows, **{"percent": IN_RAM, **fields}), device="cpu", dtype="bfloat16", path=args.path,
-        offload_dir=args.offload_dir, budget=MemoryBudget(host=args.host_mem),
-    )  # fmt: skip
 
 
 def _generate(llm: LLM, args: argparse.Namespace, steps: int | None = None) -> RunReport:
@@ -132,9 +127,7 @@ def _result(
     """Print the table; return the JSON object."""
     base, *others = speeds
     ratios = {
-        f"{name} / {base}, {phase}": common.Spread(
-            [b / a for a, b in zip(speeds[base][phase], speeds[name][phase], strict=True)]
-        )
+        f"{name} / {base}, {phase}": common.ratio_of(speeds[name][phase], speeds[base][phase])
         for name in others
         for phase in PHASES
     }
@@ -146,8 +139,7 @@ def _result(
     return {
         "benchmark": "compare_policies", "claim": args.claim, "model": args.model, "rows": args.rows,
         "prompt_len": args.prompt_len, "gen_len": args.gen_len, "rounds": rounds,
-        "tokens_per_s": {what: speed.to_json() for what, speed in found.items()},
-        "ratios": {what: ratio.to_json() for what, ratio in ratios.items()},
+        "tokens_per_s": found, "ratios": ratios,
     }  # fmt: skip
 
 

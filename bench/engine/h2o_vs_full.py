@@ -26,9 +26,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from bench.common import Spread, add_flags, alternate, benchmark_rows, decoded, door, finish, show_rounds, table
+from bench import common
+from bench.common import Spread
 from bench.sweep.cut_model import cut_model
-from flexgen_h2o.cli_common import OneLineParser, positive
+from flexgen_h2o.cli_common import positive
 from flexgen_h2o.core.config import MemoryBudget, Policy
 from flexgen_h2o.core.units import GIB
 from flexgen_h2o.engine.report import RunReport
@@ -69,19 +70,19 @@ def main() -> None:
     args = _parse()
     args.folder = cut_model(args.model, args.layers, args.offload_dir)
     result = _traffic(args) if args.setting == "traffic" else _speed(args)
-    finish({"benchmark": f"h2o_vs_full {args.setting}", **_facts(args), **result}, args.output)
+    facts = common.some_of(args, "model", "layers", "rows", "num_gpu_batches", "prompt_len", "gen_len", "hh_ratio")
+    common.finish({"benchmark": f"h2o_vs_full {args.setting}", **facts, **result}, args.output)
 
 
 def _parse() -> argparse.Namespace:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.model_parser(__doc__, "facebook/opt-1.3b")
     parser.add_argument("setting", choices=("ram", "disk", "traffic"))
-    add_flags(parser, "facebook/opt-1.3b", None)
     add = parser.add_argument
     add("--layers", type=positive, default=4, help="transformer blocks of the cut model (4)")
     add("--rows", type=positive, default=64, help="rows of the block (64)")
     add("--num-gpu-batches", type=positive, default=2, help="micro-batches that the rows are cut into (2)")
     add("--prompt-len", type=positive, help="1024, 512 for traffic")
-    add("--gen-len", type=decoded, help="256 in ram, 24 on disk, 512 for traffic")
+    add("--gen-len", type=common.decoded, help="256 in ram, 24 on disk, 512 for traffic")
     add("--hh-ratio", type=float, default=0.1, help="heavy columns of the prompt, and as many recent (0.1)")
     add("--runs", nargs="+", choices=RUNS, default=list(RUNS), help="which to run; full is always needed")
     add("--repeats", type=positive, default=3)
@@ -103,14 +104,12 @@ def _evictions(args: argparse.Namespace) -> dict[str, Eviction]:
 
 def _open(args: argparse.Namespace, eviction: Eviction, percent: tuple[int, ...], budget: MemoryBudget) -> LLM:
     policy = Policy(-(-args.rows // args.num_gpu_batches), args.num_gpu_batches, percent=percent)  # type: ignore[arg-type]
-    return LLM(
-        str(args.folder), policy, eviction, device="cpu", dtype="bfloat16", budget=budget, path="_DUMMY_",
-        offload_dir=args.offload_dir,
-    )  # fmt: skip
+    other: dict[str, Any] = {"model": str(args.folder), "path": "_DUMMY_", "budget": budget}
+    return common.open_llm(args, policy, eviction, **other)
 
 
 def _run(args: argparse.Namespace, llm: LLM, gen_len: int) -> RunReport:
-    prompts = benchmark_rows(llm, args.rows, args.prompt_len)
+    prompts = common.benchmark_rows(llm, args.rows, args.prompt_len)
     return llm.run(prompts, SamplingParams(gen_len, ignore_eos=True), lambda done: None)
 
 
@@ -124,18 +123,14 @@ def _speed(args: argparse.Namespace) -> dict[str, Any]:
             runs[name].append(Run(report, _decode_seconds_at_depth(args, llm)))
 
     parts = [lambda name=name: run(name) for name in runs]  # type: ignore[misc]
-    rounds = alternate(args.repeats, parts, args.quiet_wait)
+    rounds = common.alternate(args.repeats, parts, args.quiet_wait)
     ratios = {
-        what: Spread([figure(a) / figure(b) for a, b in zip(runs[name], runs["full"], strict=True)])
+        what: common.ratio_of([figure(run) for run in runs[name]], [figure(run) for run in runs["full"]])
         for what, (name, figure) in RATIOS.items()
         if name in runs
     }
     _show_speed(args, runs, ratios, rounds)
-    return {
-        "ratios": {what: ratio.to_json() for what, ratio in ratios.items()},
-        "runs": {name: [_short(r) for r in found] for name, found in runs.items()},
-        "rounds": rounds,
-    }
+    return {"ratios": ratios, "runs": {name: [_short(r) for r in of] for name, of in runs.items()}, "rounds": rounds}
 
 
 def _decode_seconds_at_depth(args: argparse.Namespace, llm: LLM) -> float:
@@ -164,8 +159,8 @@ def _show_speed(args: argparse.Namespace, runs: dict[str, list[Run]], ratios: di
         host = found[0].report.peak_bytes["host"] / GIB
         rows.append((name, f"prefill {prefill.show('s')}, decode {decode.show('s')}, host tier {host:.2f} GiB"))
     rows += [(what, ratio.show("", 3)) for what, ratio in ratios.items()]
-    rows.append(("other processes took", show_rounds(rounds)))
-    table(f"{_title(args)}, KV in {args.setting}; median (min - max) of {args.repeats} rounds", rows)
+    rows.append(("other processes took", common.show_rounds(rounds)))
+    common.table(f"{_title(args)}, KV in {args.setting}; median (min - max) of {args.repeats} rounds", rows)
 
 
 def _traffic(args: argparse.Namespace) -> dict[str, Any]:
@@ -191,7 +186,7 @@ def _traffic(args: argparse.Namespace) -> dict[str, Any]:
         },
     }
     rows = [(name, f"{ratio:.4f} ({ratio / expected - 1:+.1%})") for name, ratio in ratios.items()]
-    table(f"{_title(args)}, {slots} slots: h2o / full, and how far it is from expected", rows)
+    common.table(f"{_title(args)}, {slots} slots: h2o / full, and how far it is from expected", rows)
     return {"ratios": ratios, "moved": found}
 
 
@@ -199,10 +194,5 @@ def _title(args: argparse.Namespace) -> str:
     return f"{args.model}, {args.layers} layers, {args.rows} rows, {args.prompt_len} + {args.gen_len} tokens"
 
 
-def _facts(args: argparse.Namespace) -> dict[str, Any]:
-    names = ("model", "layers", "rows", "num_gpu_batches", "prompt_len", "gen_len", "hh_ratio")
-    return {name: getattr(args, name) for name in names}
-
-
 if __name__ == "__main__":
-    sys.exit(door(main))
+    sys.exit(common.door(main))

@@ -17,12 +17,13 @@ import sys
 import time
 from collections.abc import Callable
 
-from bench.common import GB, BackgroundLoad, Spread, add_flags, door, finish, table, wait_for_quiet
+from bench import common
+from bench.common import GB, BackgroundLoad, Spread
 
 # isort: split
 import torch
 
-from flexgen_h2o.cli_common import OneLineParser, positive
+from flexgen_h2o.cli_common import positive
 from flexgen_h2o.core.units import TRANSFER_CHUNK
 from flexgen_h2o.llm import RANDOM_WEIGHTS_SEED
 from flexgen_h2o.models.load import find_checkpoint, find_model
@@ -40,33 +41,25 @@ def main() -> None:
     path = max({t.path for t in checkpoint.tensors.values()}, key=lambda p: p.stat().st_size)
     nbytes = min(path.stat().st_size, MOST_BYTES) // BUFFER_BYTES * BUFFER_BYTES
     kinds: dict[str, Callable[[int], torch.Tensor]] = {"huge pages": host_buffer, "ordinary pages": _ordinary_buffer}
-    wait_for_quiet(args.quiet_wait)
+    common.wait_for_quiet(args.quiet_wait)
     rates: dict[str, list[float]] = {kind: [] for kind in kinds}
     with BackgroundLoad() as seen:
         for _ in range(args.repeats):
             for kind, allocate in kinds.items():
                 rates[kind].append(_read(DirectFile(path), allocate(BUFFER_BYTES), nbytes))
     spreads = {kind: Spread(found) for kind, found in rates.items()}
-    ratio = Spread([a / b for a, b in zip(*rates.values(), strict=True)])
-    table(
+    ratio = common.ratio_of(*rates.values())
+    common.table(
         f"{nbytes / GB:.1f} GB of {path.name}, one thread, {args.repeats} repeats",
         [(f"into {kind}", spread.show("GB/s", 2, GB)) for kind, spread in spreads.items()]
         + [("ratio", ratio.show("", 2)), ("other processes took", f"{seen.others:.0%} of the cores")],
     )
-    finish(
-        {
-            "benchmark": "huge_pages",
-            "bytes_per_s": {kind: spread.to_json() for kind, spread in spreads.items()},
-            "ratio": ratio.to_json(),
-            "neighbours": seen.others,
-        },
-        args.output,
-    )
+    result = {"benchmark": "huge_pages", "bytes_per_s": spreads, "ratio": ratio, "neighbours": seen.others}
+    common.finish(result, args.output)
 
 
 def _parse() -> argparse.Namespace:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_flags(parser, "facebook/opt-1.3b", None)
+    parser = common.model_parser(__doc__, "facebook/opt-1.3b")
     parser.add_argument("--repeats", type=positive, default=5)
     return parser.parse_args()
 
@@ -89,4 +82,4 @@ def _read(file: DirectFile, buffer: torch.Tensor, nbytes: int) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(door(main))
+    sys.exit(common.door(main))

@@ -15,7 +15,7 @@ import sys
 from typing import Any
 
 from bench import common
-from flexgen_h2o.cli_common import OneLineParser, positive
+from flexgen_h2o.cli_common import positive
 from flexgen_h2o.core.config import MemoryBudget, Policy
 from flexgen_h2o.engine.workload import AutoPolicy
 from flexgen_h2o.llm import LLM
@@ -29,10 +29,7 @@ def main() -> int:
         policy: Policy | AutoPolicy = AutoPolicy(Policy(overlap=args.overlap))
     else:
         policy = Policy(args.gpu_batch_size, args.num_gpu_batches, percent=tuple(args.percent), overlap=args.overlap)
-    with LLM(
-        args.model, policy, device=args.device, dtype=args.dtype, path=args.path, offload_dir=args.offload_dir,
-        budget=MemoryBudget(args.device_mem, args.host_mem),
-    ) as llm:  # fmt: skip
+    with common.open_llm(args, policy, device=args.device, budget=MemoryBudget(args.device_mem, args.host_mem)) as llm:
         stages["opened"] = common.memory_status()
         marks = common.run_sweeps(llm, rows, args.prompt_len, args.sweeps)
         stages["finished"] = common.memory_status()
@@ -43,8 +40,7 @@ def main() -> int:
 
 
 def _parse() -> argparse.Namespace:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    common.add_flags(parser, "facebook/opt-1.3b", "1GiB")
+    parser = common.model_parser(__doc__, "facebook/opt-1.3b", "1GiB")
     add = parser.add_argument
     add("--device", default="cpu")
     add("--dtype", default="bfloat16")
@@ -70,14 +66,12 @@ def _result(llm: LLM, rows: int, marks: list[common.Mark]) -> dict[str, Any]:
         "report": llm.report.to_json(),
         "sweep_seconds": llm.times[0].sweeps,
         "steady": {
-            "seconds": found.seconds,
-            "read_bytes": found.read_bytes,
-            "bytes_per_s": found.bytes_per_s,
+            "seconds": found.seconds, "read_bytes": found.read_bytes, "bytes_per_s": found.bytes_per_s,
             "tokens_per_s": rows / found.seconds_a_sweep,
         },
         "weight_bytes_on_disk": common.disk_weight_bytes(llm.model.spec, policy, llm.dtype, device_is_host=True),
         "memory_by_sweep": [{key: m.memory[key] for key in ("hwm", "anon")} for m in marks],
-    }
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from typing import Any
 
 from bench import common
 from bench.common import MB
-from flexgen_h2o.cli_common import OneLineParser, positive
+from flexgen_h2o.cli_common import positive
 from flexgen_h2o.core.units import parse_bytes
 from flexgen_h2o.llm import RANDOM_WEIGHTS_SEED
 from flexgen_h2o.models.load import find_checkpoint, find_model
@@ -41,7 +41,10 @@ def main() -> None:
     find_checkpoint(find_model(args.model, args.path), args.dtype, args.offload_dir, RANDOM_WEIGHTS_SEED, False)
     empty = {name: _empty_process(code.format(model=args.model, path=args.path)) for name, code in _EMPTY.items()}
     budget = parse_bytes(args.host_mem, "--host-mem")
-    runs = {"auto": _measure(args, []), ON_DISK: _measure(args, ["--percent", *ON_DISK.split()])}
+    flags = common.as_flags(args, "model", "path", "offload_dir", "host_mem", "dtype", "gpu_batch_size",
+                            "num_gpu_batches", "prompt_len", "sweeps")  # fmt: skip
+    placements: dict[str, list[str]] = {"auto": [], ON_DISK: ["--percent", *ON_DISK.split()]}
+    runs = {name: common.measured_run([*flags, *placement]) for name, placement in placements.items()}
     torch_only = empty["import torch"]
     common.table(
         f"{args.model} in {args.host_mem}: peak RSS of empty processes",
@@ -50,25 +53,19 @@ def main() -> None:
     for name, run in runs.items():
         if "error" not in run:
             run["over_empty_torch_bytes"] = run["memory"]["finished"]["hwm"] - torch_only
-            run["growth_per_sweep_bytes"] = _growth([m["anon"] for m in run["memory_by_sweep"][1:]])
+            held = [m["anon"] for m in run["memory_by_sweep"][1:]]  # from the first decode sweep to the last
+            run["growth_per_sweep_bytes"] = (held[-1] - held[0]) / max(1, len(held) - 1)
             run["within"] = run["over_empty_torch_bytes"] < budget + ALLOWED_OVER
         _show(name, run, budget)
-    common.finish(
-        {
-            "benchmark": "memory_budget",
-            "model": args.model,
-            "budget_bytes": budget,
-            "allowed_bytes": budget + ALLOWED_OVER,
-            "empty_process_bytes": empty,
-            "runs": runs,
-        },
-        args.output,
-    )
+    result = {
+        "benchmark": "memory_budget", "model": args.model, "budget_bytes": budget,
+        "allowed_bytes": budget + ALLOWED_OVER, "empty_process_bytes": empty, "runs": runs,
+    }  # fmt: skip
+    common.finish(result, args.output)
 
 
 def _parse() -> argparse.Namespace:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    common.add_flags(parser, "facebook/opt-1.3b", "1GiB")
+    parser = common.model_parser(__doc__, "facebook/opt-1.3b", "1GiB")
     add = parser.add_argument
     add("--dtype", default="bfloat16")
     add("--gpu-batch-size", type=positive, default=4)
@@ -82,18 +79,6 @@ def _empty_process(code: str) -> int:
     """Peak RSS of a process that runs `code` and ends."""
     done = subprocess.run([sys.executable, "-c", f"{code}\n{_PEAK}"], stdout=subprocess.PIPE, text=True, check=True)
     return int(done.stdout)
-
-
-def _measure(args: argparse.Namespace, placement: list[str]) -> dict[str, Any]:
-    names = ("model", "path", "offload_dir", "host_mem", "dtype", "gpu_batch_size", "num_gpu_batches", "prompt_len",
-             "sweeps")  # fmt: skip
-    flags = [text for n in names for text in (f"--{n.replace('_', '-')}", str(getattr(args, n)))]
-    return common.measured_run([*flags, *placement])
-
-
-def _growth(anonymous: list[int]) -> float:
-    """Bytes a decode sweep that stay taken, from the first decode sweep to the last."""
-    return (anonymous[-1] - anonymous[0]) / max(1, len(anonymous) - 1)
 
 
 def _show(name: str, run: dict[str, Any], budget: int) -> None:

@@ -16,13 +16,12 @@ from __future__ import annotations
 import argparse
 import sys
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
-from typing import Any
 
-from bench.common import GB, Spread, add_flags, alternate, door, finish, run_sweeps, show_rounds, steady, table
+from bench import common
+from bench.common import Spread, run_sweeps, steady
 from bench.engine.reader import Reader
 from flexgen_h2o.checkpoint.formats import WeightFormat
-from flexgen_h2o.cli_common import OneLineParser, positive
+from flexgen_h2o.cli_common import positive
 from flexgen_h2o.core.config import MemoryBudget, Policy
 from flexgen_h2o.engine.memory_plan import streamed_bytes, tier_shares
 from flexgen_h2o.llm import LLM
@@ -35,23 +34,18 @@ MOST_ROWS = 512
 SEARCH_STEPS = 5
 
 
-@dataclass
-class Seconds:
-    """Of a decode sweep, one value a repeat."""
+KINDS = ("compute", "read", "sequential", "overlapped")
+Seconds = dict[str, list[float]]  # of a decode sweep, by kind, one value a repeat
 
-    compute: list[float] = field(default_factory=list)
-    read: list[float] = field(default_factory=list)
-    sequential: list[float] = field(default_factory=list)
-    overlapped: list[float] = field(default_factory=list)
 
-    def ratios(self) -> dict[str, Spread]:
-        rounds = list(zip(self.compute, self.read, self.sequential, self.overlapped, strict=True))
-        return {
-            "speedup": Spread([s / o for _, _, s, o in rounds]),
-            "ideal_speedup": Spread([(c + r) / max(c, r) for c, r, _, _ in rounds]),
-            "share_of_ideal": Spread([max(c, r) / o for c, r, _, o in rounds]),
-            "sequential_over_sum": Spread([s / (c + r) for c, r, s, _ in rounds]),
-        }
+def _ratios(seconds: Seconds) -> dict[str, Spread]:
+    rounds = list(zip(*(seconds[kind] for kind in KINDS), strict=True))
+    return {
+        "speedup": Spread([s / o for _, _, s, o in rounds]),
+        "ideal_speedup": Spread([(c + r) / max(c, r) for c, r, _, _ in rounds]),
+        "share_of_ideal": Spread([max(c, r) / o for c, r, _, o in rounds]),
+        "sequential_over_sum": Spread([s / (c + r) for c, r, s, _ in rounds]),
+    }
 
 
 def main() -> None:
@@ -60,7 +54,7 @@ def main() -> None:
         reader = stack.enter_context(_open_reader(args))
         reader.read(1)
         rows = args.rows or _balanced_rows(args, reader)
-        seconds = Seconds()
+        seconds: Seconds = {kind: [] for kind in KINDS}
         llms = {
             "compute": stack.enter_context(_open(args, rows, IN_RAM, True)),
             "sequential": stack.enter_context(_open(args, rows, ON_DISK, False)),
@@ -71,21 +65,44 @@ def main() -> None:
 
         def engine(kind: str) -> None:
             found = steady(run_sweeps(llms[kind], rows, args.prompt_len, args.sweeps))
-            getattr(seconds, kind).append(found.seconds_a_sweep)
+            seconds[kind].append(found.seconds_a_sweep)
 
         def read() -> None:
-            seconds.read.append(_seconds_to_read(reader, args.sweeps - 2))
+            seconds["read"].append(_seconds_to_read(reader, args.sweeps - 2))
 
         parts = [lambda: engine("compute"), read, lambda: engine("sequential"), lambda: engine("overlapped")]
-        rounds = alternate(args.repeats, parts, args.quiet_wait)
-        result = _result(args, llms["overlapped"], rows, seconds, rounds)
-    _show(args, rows, seconds, result)
-    finish(result, args.output)
+        rounds = common.alternate(args.repeats, parts, args.quiet_wait)
+        report = llms["overlapped"].report
+        assert report is not None
+    spreads, ratios = {kind: Spread(values) for kind, values in seconds.items()}, _ratios(seconds)
+    look_ahead, peak = report.extra["look_ahead_units"], report.peak_bytes["host"]
+    common.table(
+        f"{args.model}: {rows} rows in {args.num_gpu_batches} micro-batches, seconds a decode sweep, "
+        f"median (min - max) of {args.repeats} repeats",
+        [
+            *(
+                (f"{kind} alone" if kind in KINDS[:2] else kind, spread.show("s", 3))
+                for kind, spread in spreads.items()
+            ),
+            ("sequential / overlapped", ratios["speedup"].show("")),
+            ("ideal: sum / max", ratios["ideal_speedup"].show("")),
+            ("share of the ideal: max / overlapped", ratios["share_of_ideal"].show("%", 0, 0.01)),
+            ("sequential / sum", ratios["sequential_over_sum"].show("")),
+            ("units loaded ahead", str(look_ahead)),
+            ("RAM of the overlapped run", f"{peak / common.GB:.2f} GB"),
+            ("other processes took", common.show_rounds(rounds)),
+        ],
+    )
+    result = {
+        "benchmark": "overlap", "model": args.model, "rows": rows, "policy": report.policy.to_json(),
+        "look_ahead_units": look_ahead, "host_peak_bytes": peak, "seconds_per_sweep": spreads, **ratios,
+        "rounds": rounds,
+    }  # fmt: skip
+    common.finish(result, args.output)
 
 
 def _parse() -> argparse.Namespace:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_flags(parser, "facebook/opt-1.3b", None)
+    parser = common.model_parser(__doc__, "facebook/opt-1.3b")
     add = parser.add_argument
     add("--dtype", default="bfloat16")
     add("--rows", type=positive, help="rows of the block (searched for by default)")
@@ -99,10 +116,7 @@ def _parse() -> argparse.Namespace:
 def _open(args: argparse.Namespace, rows: int, percent: tuple[int, int, int, int, int, int], overlap: bool) -> LLM:
     """In RAM the budget of --host-mem does not count: it is for the runs that stream."""
     policy = Policy(-(-rows // args.num_gpu_batches), args.num_gpu_batches, percent=percent, overlap=overlap)
-    budget = MemoryBudget(host=args.host_mem if percent == ON_DISK else None)
-    return LLM(
-        args.model, policy, device="cpu", dtype=args.dtype, budget=budget, path=args.path, offload_dir=args.offload_dir
-    )
+    return common.open_llm(args, policy, budget=MemoryBudget(host=args.host_mem if percent == ON_DISK else None))
 
 
 def _open_reader(args: argparse.Namespace) -> Reader:
@@ -139,43 +153,5 @@ def _balanced_rows(args: argparse.Namespace, reader: Reader) -> int:
     return min((n for n in tried if n), key=lambda n: abs(tried[n] / read - 1))
 
 
-def _result(
-    args: argparse.Namespace, llm: LLM, rows: int, seconds: Seconds, rounds: list[dict[str, float]]
-) -> dict[str, Any]:
-    assert llm.report is not None
-    return {
-        "benchmark": "overlap",
-        "model": args.model,
-        "rows": rows,
-        "policy": llm.report.policy.to_json(),
-        "look_ahead_units": llm.report.extra["look_ahead_units"],
-        "host_peak_bytes": llm.report.peak_bytes["host"],
-        "seconds_per_sweep": {name: Spread(values).to_json() for name, values in asdict(seconds).items()},
-        **{name: ratio.to_json() for name, ratio in seconds.ratios().items()},
-        "rounds": rounds,
-    }
-
-
-def _show(args: argparse.Namespace, rows: int, seconds: Seconds, result: dict[str, Any]) -> None:
-    ratios = seconds.ratios()
-    table(
-        f"{args.model}: {rows} rows in {args.num_gpu_batches} micro-batches, seconds a decode sweep, "
-        f"median (min - max) of {args.repeats} repeats",
-        [
-            ("compute alone", Spread(seconds.compute).show("s", 3)),
-            ("reading alone", Spread(seconds.read).show("s", 3)),
-            ("sequential", Spread(seconds.sequential).show("s", 3)),
-            ("overlapped", Spread(seconds.overlapped).show("s", 3)),
-            ("sequential / overlapped", ratios["speedup"].show("")),
-            ("ideal: sum / max", ratios["ideal_speedup"].show("")),
-            ("share of the ideal: max / overlapped", ratios["share_of_ideal"].show("%", 0, 0.01)),
-            ("sequential / sum", ratios["sequential_over_sum"].show("")),
-            ("units loaded ahead", str(result["look_ahead_units"])),
-            ("RAM of the overlapped run", f"{result['host_peak_bytes'] / GB:.2f} GB"),
-            ("other processes took", show_rounds(result["rounds"])),
-        ],
-    )
-
-
 if __name__ == "__main__":
-    sys.exit(door(main))
+    sys.exit(common.door(main))

@@ -21,9 +21,10 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bench.common import Spread, add_flags, alternate, door, finish, show_rounds, table
-from flexgen_h2o.cli_common import OneLineParser, positive
-from flexgen_h2o.core.config import MemoryBudget, Policy
+from bench import common
+from bench.common import Spread
+from flexgen_h2o.cli_common import positive
+from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import FlexgenError
 from flexgen_h2o.engine.prompts import Completion, Prompt, prompts_from_python
 from flexgen_h2o.engine.sampling import SamplingParams
@@ -45,40 +46,43 @@ class Run:
     def tokens_per_s(self) -> float:
         return sum(map(len, self.tokens.values())) / self.seconds
 
+    def to_json(self) -> dict[str, Any]:
+        facts = {"seconds": self.seconds, "tokens_per_s": self.tokens_per_s, "sweeps": self.sweeps}
+        return {**facts, "io_bytes": self.io_bytes}
+
 
 def main() -> None:
     args = _parse()
     policy = Policy(args.gpu_batch_size, args.num_gpu_batches, tuple(args.percent))
-    budget = MemoryBudget(host=args.host_mem)
-    with LLM(args.model, policy, None, "cpu", "float32", budget, args.offload_dir, args.path) as llm:
+    with common.open_llm(args, policy, dtype="float32") as llm:
         prompts, params = _work(args, llm)
         _run(llm, prompts[: policy.block_size], params[: policy.block_size], False)  # files and pages are warm
         runs: dict[str, list[Run]] = {"off": [], "on": []}
         parts = [lambda way=way: runs[way].append(_run(llm, prompts, params, way == "on")) for way in runs]
-        rounds = alternate(args.repeats, parts, args.quiet_wait)
+        rounds = common.alternate(args.repeats, parts, args.quiet_wait)
     first = runs["off"][0].tokens
     if any(run.tokens != first for found in runs.values() for run in found):
         raise FlexgenError("refill changed tokens")
-    ratio = Spread([on.tokens_per_s / off.tokens_per_s for on, off in zip(runs["on"], runs["off"], strict=True)])
+    ratio = common.ratio_of(*([run.tokens_per_s for run in runs[way]] for way in ("on", "off")))
     lengths = sorted(map(len, first.values()))
     _show(args, runs, ratio, lengths, rounds)
-    facts = ("case", "model", "rows", "gpu_batch_size", "num_gpu_batches", "percent", "end_every", "seed")
     result = {
         "benchmark": "refill",
-        **{name: getattr(args, name) for name in facts},
+        **common.some_of(
+            args, "case", "model", "rows", "gpu_batch_size", "num_gpu_batches", "percent", "end_every", "seed"
+        ),
         "answers": {"mean": sum(lengths) / len(lengths), "median": lengths[len(lengths) // 2], "most": lengths[-1]},
-        "ratio": ratio.to_json(),
-        "runs": {way: [_short(run) for run in found] for way, found in runs.items()},
+        "ratio": ratio,
+        "runs": {way: [run.to_json() for run in found] for way, found in runs.items()},
         "same_tokens": True,
         "rounds": rounds,
     }
-    finish(result, args.output)
+    common.finish(result, args.output)
 
 
 def _parse() -> argparse.Namespace:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.model_parser(__doc__, "opt-tiny")
     parser.add_argument("case", choices=("asked", "stopped"))
-    add_flags(parser, "opt-tiny", None)
     parser.set_defaults(path=None)
     add = parser.add_argument
     add("--rows", type=positive, default=1000)
@@ -116,12 +120,6 @@ def _run(llm: LLM, prompts: list[Prompt], params: list[SamplingParams], refill: 
     return Run(seconds, tokens, report.extra["sweeps"], dict(report.io_bytes))
 
 
-def _short(run: Run) -> dict[str, Any]:
-    return {
-        "seconds": run.seconds, "tokens_per_s": run.tokens_per_s, "sweeps": run.sweeps, "io_bytes": run.io_bytes
-    }  # fmt: skip
-
-
 def _show(args: argparse.Namespace, runs: dict[str, list[Run]], ratio: Spread, lengths: list[int], rounds: Any) -> None:
     rows = [
         (f"refill {way}", f"{Spread([r.tokens_per_s for r in found]).show('token/s', 1)}, {found[0].sweeps} sweeps")
@@ -129,9 +127,11 @@ def _show(args: argparse.Namespace, runs: dict[str, list[Run]], ratio: Spread, l
     ]
     rows.append(("on / off", ratio.show("")))
     rows.append(("answers", f"median {lengths[len(lengths) // 2]}, most {lengths[-1]}, {sum(lengths)} tokens in all"))
-    rows.append(("other processes took", show_rounds(rounds)))
-    table(f"{args.model}, {args.case}, {args.rows} rows, fp32; median (min - max) of {args.repeats} rounds", rows)
+    rows.append(("other processes took", common.show_rounds(rounds)))
+    common.table(
+        f"{args.model}, {args.case}, {args.rows} rows, fp32; median (min - max) of {args.repeats} rounds", rows
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(door(main))
+    sys.exit(common.door(main))

@@ -20,10 +20,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from flexgen_h2o.core.schedule import Step, zigzag
 
 from bench import common
-from flexgen_h2o.cli_common import OneLineParser, positive
-from flexgen_h2o.core.config import MemoryBudget, Policy
+from flexgen_h2o.cli_common import positive
+from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.units import MIB
 from flexgen_h2o.engine.loop import Step, zigzag
 from flexgen_h2o.engine.report import RunReport, column_bytes
@@ -41,15 +42,6 @@ SIZES = replace(HOST, widths=(2048,), hidden=(2048,), heads=(), weight_bytes=128
 
 
 @dataclass(frozen=True)
-class Case:
-    """One model, with the rows of its micro-batch and its micro-batches: as many as RAM holds the KV cache of."""
-
-    model: str
-    rows: int
-    batches: int
-
-
-@dataclass(frozen=True)
 class Peak:
     """Measured: FLOPs a second of large matrix products with the faster layout, bytes a second of reading memory."""
 
@@ -57,20 +49,20 @@ class Peak:
     memory_bytes_per_s: float
 
 
-CASES = (Case("facebook/opt-1.3b", 256, 2), Case("facebook/opt-6.7b", 128, 1))
+# Model, rows of a micro-batch, micro-batches: as many as RAM holds the KV cache of.
+CASES = (("facebook/opt-1.3b", 256, 2), ("facebook/opt-6.7b", 128, 1))
 
 
 def main() -> int:
     args = _parse()
-    cases = CASES if args.model is None else (Case(args.model, args.rows, args.num_gpu_batches),)
-    found = [_measure(case, args) for case in cases]
+    cases = CASES if args.model is None else ((args.model, args.rows, args.num_gpu_batches),)
+    found = [_measure(args, *case) for case in cases]
     common.finish({"benchmark": "roofline", "runs": found}, args.output)
     return 0
 
 
 def _parse() -> argparse.Namespace:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    common.add_flags(parser, None, None)
+    parser = common.model_parser(__doc__, None)
     add = parser.add_argument
     add("--dtype", default="bfloat16")
     add("--rows", type=positive, default=256, help="of a micro-batch, with --model (256)")
@@ -99,10 +91,7 @@ class PeakProbe:
     def now(self) -> Peak:
         """Of one call each."""
         with torch.inference_mode():
-            return self._peak([self._bench.timed(call) for call in self._calls])
-
-    def _peak(self, seconds: list[float]) -> Peak:
-        *products, read = seconds
+            *products, read = [self._bench.timed(call) for call in self._calls]
         return Peak(self._flops / min(products), self._cache_bytes / read)
 
 
@@ -133,13 +122,10 @@ class Probed:
         )
 
 
-def _measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
-    policy = Policy(case.rows, case.batches)
+def _measure(args: argparse.Namespace, model: str, rows: int, batches: int) -> dict[str, Any]:
+    policy = Policy(rows, batches)
     runs = []
-    with LLM(
-        case.model, policy, device="cpu", dtype=args.dtype, path=args.path, offload_dir=args.offload_dir,
-        budget=MemoryBudget(host=args.host_mem),
-    ) as llm:  # fmt: skip
+    with common.open_llm(args, policy, model=model) as llm:
         check_positions(args, llm.model.name, llm.model.spec.max_positions)  # before it waits for quiet cores
         prompts = common.benchmark_rows(llm, policy.block_size, args.prompt_len)
         for _ in range(args.repeats):
@@ -148,10 +134,9 @@ def _measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
             with common.BackgroundLoad() as neighbours:
                 params = SamplingParams(args.gen_len, ignore_eos=True)
                 report = llm.run(prompts, params, lambda done: None, order=probed.order)
-            work = _work(llm, len(prompts), args.prompt_len, report)
-            runs.append(_facts(report, probed, work) | {"others": neighbours.others})
+            runs.append(_facts(llm, report, probed, args.prompt_len) | {"others": neighbours.others})
     spread = {name: common.Spread([run[name] for run in runs]) for name in runs[0]}
-    common.table(f"{case.model}, {as_flags(policy)}, {args.prompt_len} + {args.gen_len} tokens, {args.dtype}", [
+    common.table(f"{model}, {as_flags(policy)}, {args.prompt_len} + {args.gen_len} tokens, {args.dtype}", [
         *((f"{phase}, of the roofline", spread[f"{phase}_of_roofline"].show("")) for phase in PHASES),
         *((f"{phase} tokens/s", spread[f"{phase}_tokens_per_s"].show("", 1)) for phase in PHASES),
         *((f"{phase} peak TFLOP/s", spread[f"{phase}_flops_per_s"].show("", 2, 1e12)) for phase in PHASES),
@@ -159,43 +144,36 @@ def _measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
         ("taken by others", spread["others"].show("")),
     ])  # fmt: skip
     return {
-        "model": case.model, "policy": policy.to_json(), "prompt_len": args.prompt_len, "gen_len": args.gen_len,
-        **{name: values.to_json() for name, values in spread.items()},
+        "model": model, "policy": policy.to_json(), "prompt_len": args.prompt_len, "gen_len": args.gen_len,
+        **spread,
     }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Work:
-    """FLOPs of all matrix products of a phase, those of causal attention with them; bytes of KV that decode reads."""
+def _seconds_at_peak(llm: LLM, prompt_len: int, report: RunReport, phase: str, peak: Peak) -> float:
+    """Of all matrix products, causal attention with them, and of the KV that decode reads, at a phase's peak.
 
-    prefill_flops: float
-    decode_flops: float
-    decode_kv_bytes: float
-
-    def seconds_at(self, peak: Peak) -> dict[str, float]:
-        decode = self.decode_flops / peak.flops_per_s + self.decode_kv_bytes / peak.memory_bytes_per_s
-        return {"prefill": self.prefill_flops / peak.flops_per_s, "decode": decode}
-
-
-def _work(llm: LLM, rows: int, prompt_len: int, report: RunReport) -> Work:
-    """Of equal prompts that share nothing; the head sees one token of each."""
-    spec, itemsize = llm.model.spec, getattr(torch, llm.dtype).itemsize
+    Prompts are equal and share nothing; the head sees one token of each.
+    """
+    spec, itemsize, rows = llm.model.spec, getattr(torch, llm.dtype).itemsize, report.num_prompts
     matrices = [t for tensors in (*spec.attention, *spec.mlp) for t in tensors if len(t.shape) == 2]
     block, head = 2.0 * sum(t.numel for t in matrices), 2.0 * sum(t.numel for t in spec.head if len(t.shape) == 2)
+    if phase == "decode":
+        column, _ = column_bytes(spec, report.policy, itemsize)
+        read = column * sum(sum(times.read) for times in llm.times)
+        return report.decode.tokens * (block + head) / peak.flops_per_s + read / peak.memory_bytes_per_s
     # n^2 / 2 pairs of a query and a key, two products of 2 FLOPs each
     causal = 2.0 * rows * prompt_len**2 * spec.num_heads * spec.head_dim * spec.num_blocks
-    column, _ = column_bytes(spec, report.policy, itemsize)
-    read = column * sum(sum(times.read) for times in llm.times)
-    return Work(rows * (prompt_len * block + head) + causal, report.decode.tokens * (block + head), read)
+    return (rows * (prompt_len * block + head) + causal) / peak.flops_per_s
 
 
-def _facts(report: RunReport, probed: Probed, work: Work) -> dict[str, float]:
+def _facts(llm: LLM, report: RunReport, probed: Probed, prompt_len: int) -> dict[str, float]:
     found: dict[str, float] = {}
     for phase, measured in (("prefill", report.prefill), ("decode", report.decode)):
         peak, seconds = probed.peak(phase), measured.seconds - probed.seconds[phase]
+        at_peak = _seconds_at_peak(llm, prompt_len, report, phase, peak)
         found |= {
             f"{phase}_s": seconds, f"{phase}_tokens_per_s": measured.tokens / seconds,
-            f"{phase}_of_roofline": work.seconds_at(peak)[phase] / seconds, f"{phase}_probes": len(probed.peaks[phase]),
+            f"{phase}_of_roofline": at_peak / seconds, f"{phase}_probes": len(probed.peaks[phase]),
             f"{phase}_flops_per_s": peak.flops_per_s, f"{phase}_memory_bytes_per_s": peak.memory_bytes_per_s,
         }  # fmt: skip
     return found

@@ -21,7 +21,7 @@ from typing import Any
 
 from bench import common
 from bench.common import GB
-from flexgen_h2o.cli_common import OneLineParser, positive
+from flexgen_h2o.cli_common import positive
 from flexgen_h2o.core.config import DTYPE_BYTES
 from flexgen_h2o.llm import RANDOM_WEIGHTS_SEED
 from flexgen_h2o.models.load import Model, find_checkpoint, find_model
@@ -47,8 +47,7 @@ def main() -> None:
 
 
 def _parse() -> argparse.Namespace:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    common.add_flags(parser, None, "8GiB")
+    parser = common.model_parser(__doc__, None, "8GiB")
     add = parser.add_argument
     add("--dtype", default="bfloat16")
     add("--gpu-batch-size", type=positive, default=16)
@@ -80,8 +79,8 @@ def _measure(model: Model, name: str, args: argparse.Namespace) -> dict[str, Any
     find_checkpoint(model, args.dtype, args.offload_dir, RANDOM_WEIGHTS_SEED, True)
     written_s = time.perf_counter() - start
     busy = common.wait_for_quiet(args.quiet_wait)
-    names = ("path", "offload_dir", "host_mem", "dtype", "gpu_batch_size", "num_gpu_batches", "prompt_len", "sweeps")
-    flags = [text for n in names for text in (f"--{n.replace('_', '-')}", str(getattr(args, n)))]
+    flags = common.as_flags(args, "path", "offload_dir", "host_mem", "dtype", "gpu_batch_size", "num_gpu_batches",
+                            "prompt_len", "sweeps")  # fmt: skip
     with common.BackgroundLoad() as seen:
         run = common.measured_run(["--model", name, "--percent", *ON_DISK.split(), *flags])
     if args.remove_weights:
@@ -108,10 +107,7 @@ def _show(name: str, run: dict[str, Any]) -> None:
             ("a steady decode sweep", seconds.show("s", 2)),
             ("decode", f"{found['tokens_per_s']:.2f} tokens/s"),
             ("disk in these sweeps", f"{found['bytes_per_s'] / GB:.2f} GB/s, {reads.show('GB', 2, GB)} a sweep"),
-            (
-                "peak RSS",
-                f"{memory['finished']:.2f} GB ({memory['imported']:.2f} after imports)",
-            ),
+            ("peak RSS", f"{memory['finished']:.2f} GB ({memory['imported']:.2f} after imports)"),
             ("report's peak_bytes", f"host {report['peak_bytes']['host'] / GB:.2f} GB"),
             ("units loaded ahead", str(report["extra"]["look_ahead_units"])),
             ("other processes took", f"{run['neighbours']['others']:.0%} of the cores"),

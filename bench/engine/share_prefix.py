@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench import common
-from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
-from flexgen_h2o.cli_common import OneLineParser, positive
+from flexgen_h2o import LLM, Policy, SamplingParams
+from flexgen_h2o.cli_common import positive
 from flexgen_h2o.engine.report import RunReport
 from flexgen_h2o.kvcache.eviction import H2O, Full
 from flexgen_h2o.kvcache.prefixes import SHARINGS, group_prompts
@@ -39,18 +39,12 @@ class Ways:
         """That decode sweeps held on average, that slots and the copy reserve, and of all buffers of the run."""
         report = self.reports[way][0]
         copied = report.extra["common_prefix"]["kv_bytes"]
-        reserved = report.extra["kv_reserved_bytes"] + copied
-        return {
-            "held": report.kv["bytes"],
-            "reserved": reserved,
-            "copy": copied,
-            "peak": sum(report.peak_bytes.values()),
-        }
+        held, reserved = report.kv["bytes"], report.extra["kv_reserved_bytes"] + copied
+        return {"held": held, "reserved": reserved, "copy": copied, "peak": sum(report.peak_bytes.values())}
 
     def speedup(self, phase: str) -> common.Spread:
         """Of the pairs of runs, one after the other."""
-        pairs = zip(self.seconds("off", phase).values, self.seconds("on", phase).values, strict=True)
-        return common.Spread([off / on for off, on in pairs])
+        return common.ratio_of(self.seconds("off", phase).values, self.seconds("on", phase).values)
 
     @property
     def same_rows(self) -> int:
@@ -65,10 +59,7 @@ def main() -> int:
     with contextlib.ExitStack() as stack:
         llms: dict[str, LLM] = {}
         for way in WAYS:  # each with buffers of its own, which are touched before what counts
-            llms[way] = stack.enter_context(LLM(
-                args.model, policy, eviction, dtype=args.dtype, path=args.path, offload_dir=args.offload_dir,
-                budget=MemoryBudget(host=args.host_mem),
-            ))  # fmt: skip
+            llms[way] = stack.enter_context(common.open_llm(args, policy, eviction, device="auto"))
             llms[way].share_prefix = way
         for header in args.header:
             for question in args.question:
@@ -80,8 +71,7 @@ def main() -> int:
 
 
 def _parse() -> argparse.Namespace:
-    parser = OneLineParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    common.add_flags(parser, "opt-tiny", None)
+    parser = common.model_parser(__doc__, "opt-tiny")
     add = parser.add_argument
     add("--dtype", default="bfloat16")
     add("--gpu-batch-size", type=positive, default=16, help="rows of a micro-batch (16)")
@@ -137,8 +127,8 @@ def _facts(
     return {
         "rows": len(prompts), "header": header, "question": question, "fed": fed, "auto_shares": is_shared,
         "same_rows": ways.same_rows, "kv_bytes": kv,
-        "seconds": {way: {p: ways.seconds(way, p).to_json() for p in phases} for way in WAYS},
-        "speedup": {p: ways.speedup(p).to_json() for p in phases},
+        "seconds": {way: {p: ways.seconds(way, p) for p in phases} for way in WAYS},
+        "speedup": {p: ways.speedup(p) for p in phases},
     }  # fmt: skip
 
 

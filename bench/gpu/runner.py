@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
-import subprocess
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -64,7 +61,13 @@ class Suite:
     def _run(self, step: Step, left: float) -> dict[str, Any]:
         attempts = self.state.get(step.name, {}).get("attempts", 0)
         start = time.monotonic()
-        code, said = run_limited(step.command, os.environ | step.environment, min(step.limit, left))
+        # SIGTERM first: a sweep then ends what it has started itself, and writes its table.
+        limit = min(step.limit, left)
+        code, _, text = common.run_limited(step.command, os.environ | step.environment, limit, GRACE_S, show=True)
+        lines = [line for line in text.strip().splitlines() if line.strip()]
+        if code:
+            print("\n".join(lines[-20:]), flush=True)
+        said = lines[-1][:SAID] if lines else f"exit code {code}"
         facts = {"seconds": time.monotonic() - start, "code": code, "date": common.machine_facts()["date"]}
         if code is None and left < step.limit:
             return facts | {"status": CUT, "attempts": attempts, "reason": "the time of the suite was over"}
@@ -94,36 +97,6 @@ def _read_state(path: Path) -> State:
     if not all(isinstance(step, dict) and step.keys() >= KEPT for step in steps):
         raise UsageError(f"{path}: is not what the suite keeps of its steps; {advice}")
     return cast(State, state)
-
-
-def run_limited(command: Sequence[str], environment: dict[str, str], limit: float) -> tuple[int | None, str]:
-    """(exit code, last line of stderr); code None when the limit ended it. What it prints is shown as it comes."""
-    with subprocess.Popen(
-        command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True, errors="replace"
-    ) as process:
-        try:
-            said = process.communicate(timeout=limit)[1]
-        except subprocess.TimeoutExpired:
-            _end(process)
-            return None, ""
-        except BaseException:
-            _end(process)
-            raise
-    lines = [line for line in said.strip().splitlines() if line.strip()]
-    if process.returncode:
-        print("\n".join(lines[-20:]), flush=True)
-    return process.returncode, lines[-1][:SAID] if lines else f"exit code {process.returncode}"
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """SIGTERM first: a sweep then ends what it has started itself, and writes its table."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
-    try:
-        process.communicate(timeout=GRACE_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
 
 
 def describe(found: dict[str, Any]) -> str:

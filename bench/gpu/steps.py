@@ -107,17 +107,8 @@ def _parity(setting: Setting) -> Step:
     found = setting.results / TESTS
     tests = str(common.ROOT / "tests" / "gpu")
     command = (
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "--rootdir",
-        str(common.ROOT),
-        "-m",
-        "gpu",
-        tests,
-        f"--junitxml={found}",
-    )
+        sys.executable, "-m", "pytest", "-q", "--rootdir", str(common.ROOT), "-m", "gpu", tests, f"--junitxml={found}"
+    )  # fmt: skip
     return Step("parity-tests", "tests", command, PARITY_S, found, {"FLEXGEN_GPU_TEST_DEVICE": setting.device})
 
 
@@ -145,7 +136,7 @@ def _cell(setting: Setting, table: str, grid: str, cell: Cell) -> Step:
     if table == "mem-spd":
         name += f" x {first}"
     command = (
-        sys.executable, "-m", "sweep", "--cell", ",".join(map(str, values)), "--device", setting.device,
+        sys.executable, "-m", "bench.sweep", "--cell", ",".join(map(str, values)), "--device", setting.device,
         "--device-mem", setting.device_mem, "--offload-dir", str(setting.offload_dir),
         "--results", str(setting.results), "--name", table, "--limit", f"{setting.measurement_limit:.0f}",
         "--quiet-wait", "0", "--repeats", "0", "--systems", *(system.name for system in systems_of(grid, cell)),

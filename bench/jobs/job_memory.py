@@ -11,7 +11,6 @@ Figures: peak RSS by rows, its growth a row from the fewest rows to the most, ro
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -26,19 +25,18 @@ import torch
 from transformers import OPTConfig, OPTForCausalLM
 
 from bench import common
-from flexgen_h2o.cli_common import OneLineParser, positive
+from flexgen_h2o.cli_common import positive
 from flexgen_h2o.core.errors import FlexgenError
 
 VOCABULARY = 512
 
 
 def main() -> None:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.own_parser(__doc__)
     add = parser.add_argument
     add("--rows", type=positive, nargs="+", default=[1000, 10_000, 100_000])
     add("--hidden", type=positive, default=32, help="hidden size of the model (32)")
     add("--gpu-batch-size", type=positive, default=128)
-    common.add_wait_and_output(parser)
     add("batch_flags", nargs="*", help="after --: more flags of flexgen_h2o.batch")
     args = parser.parse_args()
 
@@ -101,12 +99,9 @@ def run_job(work: Path, rows: int, gpu_batch_size: int, flags: list[str]) -> dic
         raise FlexgenError(f"{done} of {rows} rows were answered")
     state = json.loads(output.with_name(output.name + ".status.json").read_text())
     return {
-        "rows": rows,
-        "peak_rss_bytes": usage.ru_maxrss * 1024,
-        "seconds": seconds,
-        "job_seconds": state["seconds"],
+        "rows": rows, "peak_rss_bytes": usage.ru_maxrss * 1024, "seconds": seconds, "job_seconds": state["seconds"],
         "rows_per_s": rows / state["seconds"],
-    }
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import common
-from flexgen_h2o.cli_common import OneLineParser, positive
+from flexgen_h2o.cli_common import positive
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.engine.prompts import lines_of
 from flexgen_h2o.models.load import find_model
@@ -49,7 +49,7 @@ class Job:
 
 
 def main() -> None:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.own_parser(__doc__)
     add = parser.add_argument
     add("--input", type=Path, default=ARTICLES, help="article lines, JSON")
     add("--articles", type=positive, default=1000)
@@ -58,7 +58,6 @@ def main() -> None:
     add("--rounds", type=positive, default=3)
     add("--hf-batches", type=positive, nargs="+", default=[8, 16, 32, 64, 128])
     add("--hf-share", type=float, default=0.15, help="share of the articles that hf's batch size is chosen by")
-    common.add_wait_and_output(parser)
     args = parser.parse_args()
 
     with tempfile.TemporaryDirectory() as folder:
@@ -154,11 +153,11 @@ def summary(rounds: Sequence[dict[str, Job]], batch_size: int, tried: dict[int, 
     for name in (*OURS, "hf"):
         rate = common.Spread([jobs[name].tokens_per_s for jobs in rounds])
         seconds = common.Spread([jobs[name].seconds for jobs in rounds])
-        ratio = common.Spread([jobs[name].tokens_per_s / jobs["hf"].tokens_per_s for jobs in rounds])
+        ratio = common.ratio_of(*([jobs[n].tokens_per_s for jobs in rounds] for n in (name, "hf")))
         tokens = rounds[-1][name].tokens
         same = sum(a == b for a, b in zip(tokens, rounds[-1]["hf"].tokens, strict=True))
         result["systems"][name] = {
-            "seconds": seconds.to_json(), "tokens_per_s": rate.to_json(), "over_hf": ratio.to_json(),
+            "seconds": seconds, "tokens_per_s": rate, "over_hf": ratio,
             "tokens": sum(map(len, tokens)), "rows": len(tokens), "rows_with_hf_tokens": same,
         }  # fmt: skip
         shown.append(

@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 
 from bench import common
-from flexgen_h2o.cli_common import OneLineParser, positive
+from flexgen_h2o.cli_common import positive
 from flexgen_h2o.core.errors import FlexgenError
 from flexgen_h2o.core.units import TOKEN_CHUNK
 from flexgen_h2o.kernels.linear import BlockedRows, block_rows
@@ -70,11 +70,10 @@ def _pair(bench: Bench, products: Products, rows: int, inner: int, outer: int) -
 
 
 def _parse() -> argparse.Namespace:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.own_parser(__doc__)
     add = parser.add_argument
     add("--hidden", type=positive, default=2048, help="width of the model (2048: OPT-1.3B)")
     add("--figure-s", type=float, default=0.6, help="seconds for each figure (0.6)")
-    common.add_wait_and_output(parser)
     return parser.parse_args()
 
 

@@ -21,12 +21,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from bench.common import GB, BackgroundLoad, Spread, add_flags, door, finish, table, wait_for_quiet
+from bench.common import GB, BackgroundLoad, Spread, door, finish, model_parser, ratio_of, table, wait_for_quiet
 
 # isort: split
 import torch
 
-from flexgen_h2o.cli_common import OneLineParser, positive
+from flexgen_h2o.cli_common import positive
 from flexgen_h2o.core.packing import SlotPacking
 from flexgen_h2o.kernels.packed import pack_columns
 from flexgen_h2o.kernels.prefill_attention import causal_attention, causal_attention_lse, column_sums
@@ -58,8 +58,7 @@ def main() -> None:
 
 
 def _parse() -> argparse.Namespace:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_flags(parser, None, None)
+    parser = model_parser(__doc__, None)
     parser.add_argument("--repeats", type=positive, default=9)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--models", nargs="+", choices=HEADS, default=list(HEADS), help="of decode attention (all)")
@@ -83,7 +82,7 @@ def _in_turn(repeats: int, parts: dict[str, Callable[[], object]]) -> Seconds:
 
 def _ratio(seconds: Seconds, fast: str, slow: str) -> Spread:
     """How many times faster `fast` was, round by round."""
-    return Spread([b / a for a, b in zip(seconds[fast], seconds[slow], strict=True)])
+    return ratio_of(seconds[slow], seconds[fast])
 
 
 def _decode(model: str, slots: int, dtype: torch.dtype, nbytes: int, repeats: int) -> dict[str, Any]:
@@ -132,19 +131,11 @@ def _decode(model: str, slots: int, dtype: torch.dtype, nbytes: int, repeats: in
         "attend_over_torch": _ratio(seconds, "attend", "torch"),
         "scored_time_over_unscored": _ratio(seconds, "attend", "attend_scored"),
         **{f"{name}_over_attend": _ratio(seconds, name, "attend") for name in packings},
-        **{
-            f"{name}_scored_over_attend_scored": _ratio(seconds, f"{name}_scored", "attend_scored") for name in packings
-        },
+        **{f"{n}_scored_over_attend_scored": _ratio(seconds, f"{n}_scored", "attend_scored") for n in packings},
     }
     _show_decode(f"{model}: {batch} x {heads} heads, {slots} slots, {moved / 2**20:.0f} MiB", speeds, per_s, ratios)
-    return {
-        "model": model,
-        "slots": slots,
-        "batch": batch,
-        "bytes_per_s": {name: speed.to_json() for name, speed in speeds.items()},
-        "values_per_s": {name: speed.to_json() for name, speed in per_s.items()},
-        "ratios": {name: ratio.to_json() for name, ratio in ratios.items()},
-    }
+    facts = {"model": model, "slots": slots, "batch": batch}
+    return {**facts, "bytes_per_s": speeds, "values_per_s": per_s, "ratios": ratios}
 
 
 def _book(rows: int, slots: int) -> ScoreState:
@@ -198,13 +189,8 @@ def _prefill(model: str, prompt: int, dtype: torch.dtype, repeats: int) -> dict[
         [(name, Spread(values).show("ms", 1, 1e-3)) for name, values in seconds.items()]
         + [(f"column_sums / (products x {tokens // CHUNK} + attention)", share.show("", 4))],
     )
-    return {
-        "model": model,
-        "prompt": prompt,
-        "batch": batch,
-        "seconds": {name: Spread(values).to_json() for name, values in seconds.items()},
-        "share": share.to_json(),
-    }
+    spreads = {name: Spread(values) for name, values in seconds.items()}
+    return {"model": model, "prompt": prompt, "batch": batch, "seconds": spreads, "share": share}
 
 
 if __name__ == "__main__":

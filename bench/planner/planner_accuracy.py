@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from bench import common
-from flexgen_h2o.cli_common import OneLineParser, positive
+from flexgen_h2o.cli_common import positive
 from flexgen_h2o.core.config import MemoryBudget, Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.engine.sampling import SamplingParams
@@ -129,16 +129,11 @@ def main() -> int:
 
 
 def _parse() -> argparse.Namespace:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    common.add_flags(parser, None, "14GiB")
+    parser = common.model_parser(__doc__, None, "14GiB")
     parser.add_argument("--cases", nargs="+", metavar="TEXT", help="only those with TEXT in their name")
     parser.add_argument("--profile", choices=("quick", "full"), default="quick", help="measured when (quick)")
-    parser.add_argument(
-        "--every", type=positive, default=1, metavar="N", help="measure a quick profile every N cases (1)"
-    )
-    parser.add_argument(
-        "--repeats", type=positive, default=1, help="runs of each case; the median of each phase counts (1)"
-    )
+    parser.add_argument("--every", type=positive, default=1, help="measure a quick profile every so many cases (1)")
+    parser.add_argument("--repeats", type=positive, default=1, help="runs of each case; the medians count (1)")
     return parser.parse_args()
 
 
@@ -151,10 +146,8 @@ def _profile(args: argparse.Namespace) -> HardwareProfile:
 
 
 def _open(one: Case, args: argparse.Namespace, hardware: HardwareProfile | None) -> LLM:
-    return LLM(
-        one.model, one.policy, one.eviction, device="cpu", dtype="bfloat16", path=args.path,
-        budget=MemoryBudget(one.device_mem, args.host_mem), offload_dir=args.offload_dir, hardware=hardware,
-    )  # fmt: skip
+    budget = MemoryBudget(one.device_mem, args.host_mem)
+    return common.open_llm(args, one.policy, one.eviction, model=one.model, budget=budget, hardware=hardware)
 
 
 def _write_weights(one: Case, args: argparse.Namespace) -> None:
@@ -178,20 +171,12 @@ def _measure(one: Case, hardware: HardwareProfile, args: argparse.Namespace) -> 
     said = {"prefill": predicted.prefill_s, "decode": predicted.decode_s, "total": predicted.total_s}
     measured = {phase: statistics.median(values) for phase, values in seconds.items()}
     return {
-        "case": one.name,
-        "policy": one.policy.to_json(),
-        "rows": one.rows,
-        "prompt_len": one.prompt_len,
-        "gen_len": one.gen_len,
-        "heavy_ratio": one.heavy,
-        "device_mem": one.device_mem,
-        "predicted_s": said,
-        "measured_s": measured,
-        "ratio": {phase: said[phase] / measured[phase] for phase in PHASES},
-        "bound_by": predicted.bound_by,
+        "case": one.name, "policy": one.policy.to_json(), "rows": one.rows, "prompt_len": one.prompt_len,
+        "gen_len": one.gen_len, "heavy_ratio": one.heavy, "device_mem": one.device_mem, "predicted_s": said,
+        "measured_s": measured, "ratio": {phase: said[phase] / measured[phase] for phase in PHASES},
+        "bound_by": predicted.bound_by, "neighbours": neighbours.others,
         "peak_bytes": {"predicted": dict(predicted.peak_bytes), "measured": dict(report.peak_bytes)},
-        "neighbours": neighbours.others,
-    }
+    }  # fmt: skip
 
 
 def _show(result: dict[str, Any]) -> None:
@@ -216,17 +201,14 @@ def _summary(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _show_summary(summary: dict[str, Any], profiles: list[HardwareProfile]) -> None:
-    rows = [
-        (phase, f"median {summary['median_error'][phase]:.1%}, worst {summary['worst_error'][phase]:.1%}")
-        for phase in PHASES
-    ]
+    median, worst = summary["median_error"], summary["worst_error"]
+    rows = [(phase, f"median {median[phase]:.1%}, worst {worst[phase]:.1%}") for phase in PHASES]
     rows.append(("predicted / measured peak bytes", f"at least {summary['least_predicted_peak_share']:.3f}"))
     common.table("error of the prediction", rows)
     spread = [(name, _spread([float(getattr(p, name)) for p in profiles])) for name in WATCHED]
     products = [p.rates("bfloat16").matmul_rate(128, 2048, 2048) for p in profiles]
-    common.table(
-        f"spread of {len(profiles)} profiles, of their median", [*spread, ("matmul, 128 rows", _spread(products))]
-    )
+    spread.append(("matmul, 128 rows", _spread(products)))
+    common.table(f"spread of {len(profiles)} profiles, of their median", spread)
 
 
 def _spread(values: list[float]) -> str:

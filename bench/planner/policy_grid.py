@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import common
-from flexgen_h2o.cli_common import OneLineParser, positive
+from flexgen_h2o.cli_common import positive
 from flexgen_h2o.core.config import MemoryBudget, Policy
 from flexgen_h2o.core.errors import DoesNotFitError, UsageError
 from flexgen_h2o.core.units import parse_bytes
@@ -28,7 +28,6 @@ from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.engine.workload import need_of, shape_of
 from flexgen_h2o.flags import as_flags
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
-from flexgen_h2o.llm import LLM
 from flexgen_h2o.models.load import find_model
 from flexgen_h2o.planner.measure.run import measure
 from flexgen_h2o.planner.profile import HardwareProfile, find_profile, read_profile
@@ -85,8 +84,7 @@ def main() -> int:
 
 
 def _parse() -> argparse.Namespace:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    common.add_flags(parser, None, None)
+    parser = common.model_parser(__doc__, None)
     parser.add_argument("--workloads", type=int, nargs="+", choices=(1, 2, 3), default=(1, 2, 3))
     parser.add_argument("--hardware", metavar="FILE", help="a profile of this machine (one is measured)")
     parser.add_argument("--policies", type=positive, default=20, help="of the grid that are run (20)")
@@ -121,10 +119,11 @@ def _plain(result: dict[str, Any]) -> dict[str, Any]:
 def _throughput(
     work: Workload, policy: Policy | str, hardware: HardwareProfile, args: argparse.Namespace
 ) -> dict[str, Any]:
-    with LLM(
-        work.model, policy, work.eviction, device="cpu", dtype="bfloat16", path=args.path, budget=work.budget,
-        offload_dir=args.offload_dir, hardware=hardware,
-    ) as llm, common.BackgroundLoad() as neighbours:  # fmt: skip
+    setting: dict[str, Any] = {"model": work.model, "budget": work.budget, "hardware": hardware}
+    with (
+        common.open_llm(args, policy, work.eviction, **setting) as llm,
+        common.BackgroundLoad() as neighbours,
+    ):
         prompts = [p.token_ids for p in common.benchmark_rows(llm, work.rows, work.prompt_len)]
         llm.generate(prompts, SamplingParams(work.gen_len, ignore_eos=True))
         assert llm.report is not None and llm.policy is not None

@@ -13,19 +13,18 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench import common
 from bench.sweep.cut_model import cut_model
-from flexgen_h2o.cli_common import OneLineParser, check_picture, positive
+from flexgen_h2o.cli_common import check_picture, positive
 from flexgen_h2o.core.config import MemoryBudget, Policy
 from flexgen_h2o.engine.report import RunReport
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.engine.workload import AutoPolicy
-from flexgen_h2o.llm import LLM
 from flexgen_h2o.planner.measure.run import measure
 
 PHASES = ("prefill", "decode")
@@ -51,35 +50,18 @@ AXES: dict[str, tuple[str, dict[float, Point]]] = {
 }
 
 
-@dataclass(frozen=True)
-class Found:
-    """seconds and predicted by phase, of the runs of one point."""
-
-    seconds: dict[str, list[float]]
-    predicted: dict[str, list[float]]
-
-
 def main() -> int:
     args = _parse()
     args.profile = args.hardware or measure("cpu", args.offload_dir, lambda line: None, dtypes=("bfloat16",))
     axes: dict[str, Any] = {}
     for axis in args.axes:
         label, points = AXES[axis]
-        found = {at: Found({p: [] for p in PHASES}, {p: [] for p in PHASES}) for at in points}
-
-        def part(at: float, points: dict[float, Point] = points, found: dict[float, Found] = found) -> None:
-            report = _measure(args, points[at])
-            for phase in PHASES:
-                found[at].seconds[phase].append(getattr(report, phase).seconds)
-                found[at].predicted[phase].append(report.predicted[f"{phase}_s"] or 0.0)
-
-        parts: list[Callable[[], None]] = [lambda at=at, part=part: part(at) for at in points]  # type: ignore[misc]
+        reports: dict[float, list[RunReport]] = {at: [] for at in points}
+        parts = [partial(_measure, args, point, reports[at]) for at, point in points.items()]
         rounds = common.alternate(args.repeats, parts, args.quiet_wait)
-        axes[axis] = {"label": label, "points": {at: _to_json(f) for at, f in found.items()}, "rounds": rounds}
-        rows = [
-            (f"{at:g}", ", ".join(f"{p} {common.Spread(f.seconds[p]).show('s')}" for p in PHASES))
-            for at, f in found.items()
-        ]
+        found = {at: {phase: _figures(of, phase) for phase in PHASES} for at, of in reports.items()}
+        axes[axis] = {"label": label, "points": found, "rounds": rounds}
+        rows = [(f"{at:g}", ", ".join(f"{p} {f[p]['seconds'].show('s')}" for p in PHASES)) for at, f in found.items()]
         common.table(f"{label}: {args.model}, {args.layers} blocks", rows)
     result = {
         "benchmark": "scaling", "model": args.model, "layers": args.layers, "gen_len": args.gen_len, "axes": axes,
@@ -91,8 +73,7 @@ def main() -> int:
 
 
 def _parse() -> argparse.Namespace:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    common.add_flags(parser, "facebook/opt-1.3b", None)
+    parser = common.model_parser(__doc__, "facebook/opt-1.3b")
     add = parser.add_argument
     add("--layers", type=positive, default=4, help="transformer blocks of the cut model (4)")
     add("--gen-len", type=common.decoded, default=9)
@@ -106,31 +87,26 @@ def _parse() -> argparse.Namespace:
     return args
 
 
-def _measure(args: argparse.Namespace, point: Point) -> RunReport:
-    folder = cut_model(args.model, point.layers or args.layers, args.offload_dir)
+def _measure(args: argparse.Namespace, point: Point, into: list[RunReport]) -> None:
     if point.budget is None:
-        return _generate(args, point, folder, Policy(point.rows), args.host_mem)
-    whole = _generate(args, point, folder, Policy(point.rows), None).peak_bytes
+        into.append(_generate(args, point, Policy(point.rows), args.host_mem))
+        return
+    whole = _generate(args, point, Policy(point.rows), None).peak_bytes
     budget = int(point.budget * (whole["device"] + whole["host"]))
-    return _generate(args, point, folder, AutoPolicy(Policy()), str(budget))
+    into.append(_generate(args, point, AutoPolicy(Policy()), str(budget)))
 
 
-def _generate(
-    args: argparse.Namespace, point: Point, folder: Path, policy: Policy | AutoPolicy, host_mem: str | None
-) -> RunReport:
-    with LLM(
-        str(folder), policy, device="cpu", dtype="bfloat16", path="_DUMMY_", offload_dir=args.offload_dir,
-        budget=MemoryBudget(host=host_mem), hardware=args.profile,
-    ) as llm:  # fmt: skip
+def _generate(args: argparse.Namespace, point: Point, policy: Policy | AutoPolicy, host_mem: str | None) -> RunReport:
+    folder = cut_model(args.model, point.layers or args.layers, args.offload_dir)
+    other: dict[str, Any] = {"model": str(folder), "path": "_DUMMY_", "budget": MemoryBudget(host=host_mem)}
+    with common.open_llm(args, policy, hardware=args.profile, **other) as llm:
         prompts = common.benchmark_rows(llm, point.rows, point.prompt_len)
         return llm.run(prompts, SamplingParams(args.gen_len, ignore_eos=True), lambda done: None)
 
 
-def _to_json(found: Found) -> dict[str, Any]:
-    return {
-        phase: {"seconds": common.Spread(found.seconds[phase]).to_json(), "predicted_s": found.predicted[phase]}
-        for phase in PHASES
-    }
+def _figures(reports: list[RunReport], phase: str) -> dict[str, Any]:
+    seconds = common.Spread([getattr(report, phase).seconds for report in reports])
+    return {"seconds": seconds, "predicted_s": [report.predicted[f"{phase}_s"] or 0.0 for report in reports]}
 
 
 def _draw(result: dict[str, Any], path: Path) -> None:
@@ -142,9 +118,8 @@ def _draw(result: dict[str, Any], path: Path) -> None:
         for phase, color in zip(PHASES, ("C0", "C1"), strict=True):
             at = list(of["points"])
             spreads = [p[phase]["seconds"] for p in of["points"].values()]
-            middle = [s["median"] for s in spreads]
-            errors = [[m - s["min"] for m, s in zip(middle, spreads, strict=True)],
-                      [s["max"] - m for m, s in zip(middle, spreads, strict=True)]]  # fmt: skip
+            middle = [s.median for s in spreads]
+            errors = [[s.median - min(s.values) for s in spreads], [max(s.values) - s.median for s in spreads]]
             panel.errorbar(at, middle, errors, fmt="o", color=color, capsize=3, label=f"{phase}, measured")
             predicted = [common.Spread(p[phase]["predicted_s"]).median for p in of["points"].values()]
             panel.plot(at, predicted, color=color, alpha=0.6, label=f"{phase}, predicted")

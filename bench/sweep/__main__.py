@@ -129,23 +129,12 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--quick", action="store_true", help="the grid `quick`, one repeat: at most 10 minutes")
     add("--grid", nargs="+", choices=sorted(GRIDS), default=[], metavar="NAME", help=f"of {', '.join(GRIDS)}")
-    add(
-        "--cell",
-        nargs="+",
-        default=[],
-        metavar="MODEL,S,N,BUDGET,FIRST,LAST",
-        help="cells of your own (rows FIRST - LAST)",
-    )
+    add("--cell", nargs="+", default=[], metavar="MODEL,S,N,BUDGET,FIRST,LAST", help="cells of your own")
     add("--systems", nargs="+", metavar="NAME", help=f"only these of {', '.join(s.name for s in SYSTEMS)}, ours-h2o:R")
     add("--repeats", type=count, help="runs at the best batch (3)")
     add("--again", action="store_true", help="measure what is there once more")
     add("--limit", type=common.seconds, metavar="S", help="most seconds of one measurement (1800)")
-    add(
-        "--quiet-wait",
-        type=common.seconds,
-        metavar="S",
-        help="most seconds to wait for quiet cores before each one (60)",
-    )
+    add("--quiet-wait", type=common.seconds, metavar="S", help="most seconds to wait for quiet cores each time (60)")
     add("--threads", type=positive, default=os.cpu_count())
     add("--offload-dir", type=Path, default=Path("~/flexgen_h2o_offload_dir").expanduser(), help="weights, disk tiers")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

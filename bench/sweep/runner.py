@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,7 +80,7 @@ def measure(setup: Setup, system: System, cell: Cell, model_dir: Path, rows: int
     _drop_page_cache(weights)
     busy = common.wait_for_quiet(setup.quiet_wait)
     with common.BackgroundLoad() as seen:
-        code, out, said = _run(command, environment, setup.limit_s)
+        code, out, said = common.run_limited(command, environment, setup.limit_s)
     facts = {
         "malloc": malloc, "busy_before": busy, "others": seen.others, "stolen": seen.stolen, "budget_bytes": budget,
         "device": setup.device, "device_mem_bytes": setup.device_mem, "date": common.machine_facts()["date"],
@@ -128,23 +126,6 @@ def _environment(setup: Setup, system: System) -> tuple[dict[str, str], str]:
             if (Path(folder) / name).exists():
                 return passed | {"LD_PRELOAD": str(Path(folder) / name)}, "tcmalloc"
     return passed | KEEPING, "glibc, keeping pages"
-
-
-def _run(command: list[str], environment: dict[str, str], limit_s: float) -> tuple[int | None, str, str]:
-    """(exit code, stdout, stderr); code None when the limit ended it, with all that it had started."""
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
-        start_new_session=True,
-    ) as process:  # fmt: skip
-        try:
-            out, said = process.communicate(timeout=limit_s)
-        except BaseException as error:
-            os.killpg(process.pid, signal.SIGKILL)
-            if not isinstance(error, subprocess.TimeoutExpired):
-                raise
-            process.communicate()
-            return None, "", ""
-    return process.returncode, out, said
 
 
 def _figures(out: str) -> Line | None:

@@ -9,18 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from flexgen_h2o.checkpoint.atomic_folder import states_of
-from flexgen_h2o.checkpoint.bin_import import BIN_INDEX_NAME, BIN_NAME, has_bin, import_bin
+from flexgen_h2o.checkpoint.bin_import import import_bin
 from flexgen_h2o.checkpoint.packed_store import pack_checkpoint, pack_random
 from flexgen_h2o.checkpoint.resolve import ModelSource, match, resolve
 from flexgen_h2o.checkpoint.safetensors import (
-    INDEX_NAME,
-    SINGLE_NAME,
+    BIN,
+    SAFETENSORS,
     Checkpoint,
     StoredTensor,
-    has_safetensors,
+    has_weights,
     read_index,
-    read_weight_map,
-    shard_path,
+    shards,
 )
 from flexgen_h2o.checkpoint.writing import write_random_checkpoint
 from flexgen_h2o.core.config import ModelSpec
@@ -48,10 +47,10 @@ def open_checkpoint(spec: ModelSpec, folder: Path, cache_dir: Path) -> Checkpoin
     Raises UsageError that names the folder, file or tensor: no weights, damaged, missing, wrong shape or dtype;
     DoesNotFitError when an import fills the disk.
     """
-    if has_safetensors(folder):
+    if has_weights(folder, SAFETENSORS):
         return match(spec, read_index(folder), folder)
-    if not has_bin(folder):
-        raise UsageError(f"--model {folder}: no weights there (no {SINGLE_NAME}, no {BIN_NAME}, no index of either)")
+    if not has_weights(folder, BIN):
+        raise UsageError(f"--model {folder}: no weights there (no {SAFETENSORS[0]}, no {BIN[0]}, no index of either)")
     sources = states_of(weight_files(folder))
     imported = import_bin(folder, cache_dir)
     return replace(match(spec, read_index(imported), imported), sources=sources)
@@ -60,10 +59,5 @@ def open_checkpoint(spec: ModelSpec, folder: Path, cache_dir: Path) -> Checkpoin
 def weight_files(folder: Path) -> list[Path]:
     """The files in `folder` that `open_checkpoint` takes weights from; none where there are none. UsageError names a
     damaged index or a missing shard."""
-    for single, index in ((SINGLE_NAME, INDEX_NAME), (BIN_NAME, BIN_INDEX_NAME)):
-        if (folder / single).is_file():
-            return [folder / single]
-        if (folder / index).is_file():
-            shards = sorted(set(read_weight_map(folder / index).values()))
-            return [shard_path(folder / index, shard) for shard in shards]
-    return []
+    names = next((names for names in (SAFETENSORS, BIN) if has_weights(folder, names)), None)
+    return list(shards(folder, names)) if names else []

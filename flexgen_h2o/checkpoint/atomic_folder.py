@@ -121,21 +121,28 @@ def building(folder: Path, nbytes: int = 0, kind: str = "files", model: str = ""
             return
         is_ours = False
         try:
-            _require_space(folder, nbytes)
-            _announce(folder, nbytes, f"{kind} of {model}")
+            if shutil.disk_usage(folder.parent).free < nbytes:
+                raise _no_space(folder, nbytes)
+            if nbytes and read_mark(folder.parent) is None:  # a scratch folder goes with its run
+                size, what = format_bytes(nbytes), f"{kind} of {model}"
+                line = f"# {size} will be written to {folder} ({what}), and stay there for later runs"
+                print(f"{line}; flexgen-h2o cache lists and removes them", file=sys.stderr, flush=True)
             temp.mkdir()
             is_ours = True
             mark(temp, kind=kind, model=model)
             yield temp
             mark(temp, kind=kind, model=model, files=sorted(p.name for p in temp.iterdir() if p.name != MARK))
-            _sync_tree(temp)
+            for path in (*temp.rglob("*"), temp):
+                _sync(path)
             os.rename(temp, folder)
             _sync(folder.parent)
         except BaseException as error:
             if is_ours:
                 shutil.rmtree(temp, ignore_errors=True)
             if isinstance(error, FileExistsError) and not is_ours:
-                raise _in_the_way(temp) from error
+                raise UsageError(
+                    f"--offload-dir {temp.parent}: {temp.name} is in the way and not of this version; remove it"
+                ) from error
             if isinstance(error, OSError) and error.errno in _FULL:
                 raise _no_space(folder, nbytes) from error
             raise
@@ -183,12 +190,6 @@ def remove_built(folder: Path, files: Collection[str]) -> bool:
             os.close(fd)
 
 
-def _announce(folder: Path, nbytes: int, what: str) -> None:
-    if nbytes and read_mark(folder.parent) is None:  # a scratch folder goes with its run
-        line = f"# {format_bytes(nbytes)} will be written to {folder} ({what}), and stay there for later runs"
-        print(f"{line}; flexgen-h2o cache lists and removes them", file=sys.stderr, flush=True)
-
-
 def _is_complete(folder: Path) -> bool:
     try:
         complete = folder.is_dir() and any(folder.iterdir())
@@ -200,10 +201,6 @@ def _is_complete(folder: Path) -> bool:
     if in_the_way:  # a link that leads nowhere, too: no folder can take its place
         raise UsageError(f"--offload-dir {folder.parent}: {folder.name} is in the way and not a folder; remove it")
     return complete
-
-
-def _in_the_way(temp: Path) -> UsageError:
-    return UsageError(f"--offload-dir {temp.parent}: {temp.name} is in the way and not of this version; remove it")
 
 
 def _sibling(folder: Path, suffix: str) -> Path:
@@ -293,11 +290,6 @@ def _remove_marked(temp: Path) -> bool:
     return not temp.exists()
 
 
-def _require_space(folder: Path, nbytes: int) -> None:
-    if shutil.disk_usage(folder.parent).free < nbytes:
-        raise _no_space(folder, nbytes)
-
-
 def _no_space(folder: Path, nbytes: int) -> DoesNotFitError:
     free = shutil.disk_usage(folder.parent).free
     need = f"needs {format_bytes(nbytes)}" if nbytes else "the disk is full"
@@ -305,12 +297,6 @@ def _no_space(folder: Path, nbytes: int) -> DoesNotFitError:
         f"--offload-dir {folder.parent}: {folder.name}: {need}, {format_free(free, nbytes)}; "
         "make room or give another folder"
     )
-
-
-def _sync_tree(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        _sync(path)
-    _sync(folder)
 
 
 def _sync(path: Path) -> None:

@@ -10,18 +10,18 @@ import mmap
 import pickle
 import shutil
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexgen_h2o.checkpoint.atomic_folder import building, fingerprint, label
 from flexgen_h2o.checkpoint.safetensors import (
-    INDEX_NAME,
+    BIN,
+    SAFETENSORS,
     Entry,
     header,
-    read_weight_map,
+    not_in_shard,
     shard_name,
-    shard_path,
+    shards,
     write_index,
 )
 from flexgen_h2o.checkpoint.writing import FileWriter, reserve
@@ -31,10 +31,6 @@ from flexgen_h2o.core.units import MIB
 
 if TYPE_CHECKING:
     import torch
-
-
-BIN_NAME = "pytorch_model.bin"
-BIN_INDEX_NAME = "pytorch_model.bin.index.json"
 
 _ZIP_MAGIC = b"PK\x03\x04"
 # Tokenizers reach tens of MB; anything larger is weights of some other format.
@@ -46,19 +42,6 @@ _TORCH_TO_SAFETENSORS = {
     "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8",
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _Shard:
-    """One .bin file; `names`: the tensors its index wants from it (None: there is no index, all)."""
-
-    path: Path
-    names: frozenset[str] | None
-
-
-def has_bin(folder: Path) -> bool:
-    """Whether `folder` holds a .bin checkpoint (single file or index); nothing is opened."""
-    return any((folder / name).is_file() for name in (BIN_NAME, BIN_INDEX_NAME))
 
 
 def import_bin(folder: Path, cache_dir: Path) -> Path:
@@ -74,30 +57,16 @@ def import_bin(folder: Path, cache_dir: Path) -> Path:
     Raises UsageError that names the file: missing, truncated, not plain tensors (pickled code is refused, never run).
     DoesNotFitError: the disk of `cache_dir` is full. Nothing is left behind then.
     """
-    shards = _shards(folder)
+    sources = shards(folder, BIN)
     carried = _carried_files(folder)
-    sources = [shard.path for shard in shards]
     target = cache_dir / "imported" / f"{label(folder.resolve().name)}-{fingerprint([*sources, *carried])}"
     nbytes = sum(path.stat().st_size for path in sources)
     with building(target, nbytes, "imported checkpoint", folder.resolve().name) as temp:
         if temp is not None:
             for path in carried:
                 shutil.copyfile(path, temp / path.name)
-            _convert(shards, temp)
+            _convert(sources, temp)
     return target
-
-
-def _shards(folder: Path) -> list[_Shard]:
-    single, index = folder / BIN_NAME, folder / BIN_INDEX_NAME
-    if single.is_file():
-        return [_Shard(single, None)]
-    if not index.is_file():
-        raise UsageError(f"{folder}: there is no {BIN_NAME} and no {BIN_INDEX_NAME}; give a folder that has one")
-    weight_map = read_weight_map(index)
-    return [
-        _Shard(shard_path(index, file), frozenset(name for name, home in weight_map.items() if home == file))
-        for file in sorted(set(weight_map.values()))
-    ]
 
 
 def _carried_files(folder: Path) -> list[Path]:
@@ -107,26 +76,28 @@ def _carried_files(folder: Path) -> list[Path]:
         if path.is_file()
         and not path.name.startswith(".")
         and path.suffix not in _NOT_CARRIED
-        and path.name not in (BIN_INDEX_NAME, INDEX_NAME)
+        and path.name not in (BIN[1], SAFETENSORS[1])
         and path.stat().st_size <= _CARRIED_BYTES
     )
 
 
-def _convert(shards: list[_Shard], out: Path) -> None:
+def _convert(sources: dict[Path, list[str] | None], out: Path) -> None:
     weight_map: dict[str, str] = {}
     nbytes = 0
-    for i, shard in enumerate(shards):
-        name = shard_name(i, len(shards))
-        for entry in _convert_shard(shard, out / name):
+    for i, (path, listed) in enumerate(sources.items()):
+        name = shard_name(i, len(sources))
+        for entry in _convert_shard(path, listed, out / name):
             weight_map[entry.name] = name
             nbytes += entry.nbytes
     write_index(out, weight_map, nbytes)
 
 
-def _convert_shard(shard: _Shard, out: Path) -> list[Entry]:
+def _convert_shard(path: Path, listed: list[str] | None, out: Path) -> list[Entry]:
     """Write one shard's tensors; a tied one (same storage, offset, shape) once, its other names in the metadata."""
-    tensors, mapped = _load(shard)
-    every = [_entry(shard.path, name, tensor) for name, tensor in tensors.items()]
+    import torch
+
+    tensors, mapped = _load(path, listed)
+    every = [_entry(path, name, tensor) for name, tensor in tensors.items()]
     kept: dict[tuple[object, ...], str] = {}
     aliases: dict[str, str] = {}
     for name, tensor in tensors.items():
@@ -140,9 +111,11 @@ def _convert_shard(shard: _Shard, out: Path) -> list[Entry]:
         file.write(head)
         for entry in entries:
             interrupts.check()
-            _write_tensor(file, tensors[entry.name])
+            tensor = tensors[entry.name]
+            if entry.nbytes:
+                file.write(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
             if mapped:
-                _forget(tensors[entry.name])
+                _forget(tensor)
     return entries
 
 
@@ -161,18 +134,10 @@ def _entry(path: Path, name: str, tensor: torch.Tensor) -> Entry:
     return Entry(name, dtype, tuple(tensor.shape))
 
 
-def _write_tensor(file: FileWriter, tensor: torch.Tensor) -> None:
+def _load(path: Path, listed: list[str] | None) -> tuple[dict[str, torch.Tensor], bool]:
+    """The tensors of a .bin file by name (all, or the listed ones), and whether they are mapped from the file."""
     import torch
 
-    if tensor.numel():
-        file.write(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-
-
-def _load(shard: _Shard) -> tuple[dict[str, torch.Tensor], bool]:
-    """The tensors of a .bin file by name, and whether they are mapped from the file."""
-    import torch
-
-    path = shard.path
     try:
         with path.open("rb") as file:
             mapped = file.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC
@@ -194,14 +159,12 @@ def _load(shard: _Shard) -> tuple[dict[str, torch.Tensor], bool]:
     tensors = {name: t for name, t in found if isinstance(name, str) and isinstance(t, torch.Tensor)}
     if not tensors:
         raise UsageError(f"{path}: it holds no named tensors; give a folder with a model's state_dict")
-    if shard.names is None:
+    if listed is None:
         return tensors, mapped
-    missing = sorted(shard.names - set(tensors))
+    missing = sorted(set(listed) - set(tensors))
     if missing:
-        raise UsageError(
-            f"{path}: {BIN_INDEX_NAME} says that tensor {missing[0]!r} is in it, but it is not; download it again"
-        )
-    return {name: t for name, t in tensors.items() if name in shard.names}, mapped
+        raise not_in_shard(path, missing[0], BIN)
+    return {name: tensors[name] for name in listed}, mapped
 
 
 def _forget(tensor: torch.Tensor) -> None:

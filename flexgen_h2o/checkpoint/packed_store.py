@@ -27,7 +27,7 @@ from flexgen_h2o.checkpoint.safetensors import (
 from flexgen_h2o.checkpoint.writing import RandomValues, plan_shards, record_of, tensors_of, write_shards
 from flexgen_h2o.core.config import ModelSpec, TensorSpec
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.core.files import read_json, write_new
+from flexgen_h2o.core.files import read_object, write_new
 from flexgen_h2o.core.packing import GROUP, WORD
 from flexgen_h2o.core.units import PACK_CHUNK
 from flexgen_h2o.tiers.stream import Part
@@ -88,7 +88,11 @@ def _pack(spec: ModelSpec, weights: _Weights, folder: Path, form: PackedFormat, 
     nbytes = sum(shard.nbytes for shard in shards)
     with building(folder, nbytes, f"{form.name} weights", spec.name) as temp:
         if temp is not None:
-            _compile(form)
+            import torch
+
+            from flexgen_h2o.kernels.warm_up import compile_subprocess
+
+            compile_subprocess(form.encode, torch.zeros(1, GROUP))
             write_new(temp / RECORD_NAME, json.dumps({**form.record, "model": spec.name}, indent=2) + "\n")
             title = f"{form.name} weights {spec.name}"
             write_shards(temp, shards, lambda t: _pieces(t, weights, form), title, progress)
@@ -97,8 +101,11 @@ def _pack(spec: ModelSpec, weights: _Weights, folder: Path, form: PackedFormat, 
 
 def _open(spec: ModelSpec, weights: _Weights, folder: Path, form: PackedFormat) -> Checkpoint:
     """A store that is complete, checked against its record and the spec: somebody may have changed it since."""
+    record = folder / RECORD_NAME
     try:
-        _check_record(folder, form)
+        about = read_object(record, str(record))
+        if not form.record.items() <= about.items():
+            raise UsageError(f"{record}: describes other weights")
         found = read_index(folder)
     except UsageError as error:
         reason = str(error).removesuffix(f"; {AGAIN}")
@@ -115,27 +122,9 @@ def _open(spec: ModelSpec, weights: _Weights, folder: Path, form: PackedFormat) 
     return Checkpoint(folder, tensors)
 
 
-def _check_record(folder: Path, form: PackedFormat) -> None:
-    path = folder / RECORD_NAME
-    try:
-        found = read_json(path)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: not a readable JSON file ({error})") from error
-    if not isinstance(found, dict) or not form.record.items() <= found.items():
-        raise UsageError(f"{path}: describes other weights")
-
-
 def _entry(tensor: TensorSpec, weights: _Weights, form: PackedFormat) -> Entry:
     (stored,) = form.layout(tensor).stored
     return Entry(tensor.name, FROM_ENGINE[weights.dtype_of(tensor) if stored.is_values else "uint8"], stored.shape)
-
-
-def _compile(form: PackedFormat) -> None:
-    import torch
-
-    from flexgen_h2o.kernels.warm_up import compile_subprocess
-
-    compile_subprocess(form.encode, torch.zeros(1, GROUP))
 
 
 def _pieces(tensor: TensorSpec, weights: _Weights, form: PackedFormat) -> Iterator[memoryview]:

@@ -11,14 +11,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from flexgen_h2o.checkpoint.bin_import import BIN_INDEX_NAME, BIN_NAME, has_bin
 from flexgen_h2o.checkpoint.formats import StoredRows, checkpoint_format, layouts_of
 from flexgen_h2o.checkpoint.safetensors import (
-    INDEX_NAME,
-    SINGLE_NAME,
+    BIN,
+    SAFETENSORS,
     Checkpoint,
     StoredTensor,
-    has_safetensors,
+    has_weights,
     read_weight_map,
 )
 from flexgen_h2o.core.config import ModelSpec
@@ -74,8 +73,8 @@ CONFIG_NAME = "config.json"
 PACKAGED = {"opt-tiny": Path(__file__).resolve().parent.parent / "assets" / "opt-tiny"}
 
 _SMALL_FILES = ["*.json", "*.txt", "*.model", "tokenizer*"]
-_SAFETENSORS = [*_SMALL_FILES, "*.safetensors"]
-_BIN = [*_SMALL_FILES, "pytorch_model*.bin"]
+_WITH_SAFETENSORS = [*_SMALL_FILES, "*.safetensors"]
+_WITH_BIN = [*_SMALL_FILES, "pytorch_model*.bin"]
 _SUBFOLDERS = ["*/*"]
 # What is read of a model's folder, by the package or by transformers' tokenizers.
 _READ = (
@@ -120,7 +119,9 @@ def find_folder(model: str, path: str | None) -> Path | None:
         raise UsageError("--model: a name is missing; give a hub id like org/name or a local folder")
     folder = _local(model)
     if folder is None and path is not None and DUMMY not in path:
-        folder = _under(usable_path(path, "--path"), model)
+        parent = usable_path(path, "--path")
+        folders = (parent, parent / model, parent / model.rpartition("/")[2])
+        folder = next((folder for folder in folders if (folder / CONFIG_NAME).is_file()), None)
     return folder
 
 
@@ -147,13 +148,6 @@ def _with_config(folder: Path, what: str) -> Path:
     if not (folder / CONFIG_NAME).is_file():
         raise UsageError(f"{what}: there is no {CONFIG_NAME} in this folder; give a Hugging Face model folder")
     return folder
-
-
-def _under(path: Path, model: str) -> Path | None:
-    for folder in (path, path / model, path / model.rpartition("/")[2]):
-        if (folder / CONFIG_NAME).is_file():
-            return folder
-    return None
 
 
 def _from_hub(model: str, revision: str | None, weights: bool) -> Path:
@@ -186,7 +180,7 @@ def _cached(model: str, revision: str | None, weights: bool) -> Path | None:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    patterns = _SAFETENSORS if weights else _SMALL_FILES
+    patterns = _WITH_SAFETENSORS if weights else _SMALL_FILES
     try:
         found = snapshot_download(
             model, revision=revision, allow_patterns=patterns, ignore_patterns=_SUBFOLDERS, local_files_only=True
@@ -200,12 +194,10 @@ def _cached(model: str, revision: str | None, weights: bool) -> Path | None:
 
 def _has_weights(folder: Path) -> bool:
     """Whether every file of a checkpoint is there: a download may have stopped in between."""
-    if not has_safetensors(folder) and not has_bin(folder):
-        return False
-    if any((folder / name).is_file() for name in (SINGLE_NAME, BIN_NAME)):
-        return True
-    index = folder / (INDEX_NAME if (folder / INDEX_NAME).is_file() else BIN_INDEX_NAME)
-    return all((folder / shard).is_file() for shard in read_weight_map(index).values())
+    names = next((names for names in (SAFETENSORS, BIN) if has_weights(folder, names)), None)
+    if names is None or any((folder / single).is_file() for single, _ in (SAFETENSORS, BIN)):
+        return names is not None
+    return all((folder / shard).is_file() for shard in read_weight_map(folder / names[1]).values())
 
 
 def _downloaded(model: str, revision: str | None, weights: bool) -> Path:
@@ -214,13 +206,9 @@ def _downloaded(model: str, revision: str | None, weights: bool) -> Path:
     # Asked first because it takes a timeout: snapshot_download alone would wait for a silent network without end.
     info: Any = HfApi().model_info(model, revision=revision, timeout=_HUB_SECONDS)
     files = {sibling.rfilename for sibling in info.siblings or ()}
-    has_safe = not files.isdisjoint((SINGLE_NAME, INDEX_NAME))
-    patterns = (_SAFETENSORS if has_safe else _BIN) if weights else _SMALL_FILES
+    has_safe = not files.isdisjoint(SAFETENSORS)
+    patterns = (_WITH_SAFETENSORS if has_safe else _WITH_BIN) if weights else _SMALL_FILES
     found = snapshot_download(
-        model,
-        revision=revision,
-        allow_patterns=patterns,
-        ignore_patterns=_SUBFOLDERS,
-        etag_timeout=_HUB_SECONDS,
+        model, revision=revision, allow_patterns=patterns, ignore_patterns=_SUBFOLDERS, etag_timeout=_HUB_SECONDS
     )
     return _with_config(Path(found), f"--model {model}")

@@ -83,8 +83,9 @@ class Checkpoint:
         check_unchanged({**self.sources, **self.files})
 
 
-SINGLE_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
+Names = tuple[str, str]  # of the single file of a checkpoint, and of the index where it has several
+SAFETENSORS: Names = ("model.safetensors", "model.safetensors.index.json")
+BIN: Names = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 LENGTH_BYTES = 8
 # What the safetensors library itself refuses to exceed.
 MAX_HEADER_BYTES = 100_000_000
@@ -135,7 +136,7 @@ def shard_name(index: int, count: int) -> str:
 def write_index(folder: Path, weight_map: dict[str, str], nbytes: int) -> None:
     """Write the index file of a sharded checkpoint: tensor name -> file name, and the sum of the tensors' bytes."""
     body = {"metadata": {"total_size": nbytes}, "weight_map": weight_map}
-    write_new(folder / INDEX_NAME, json.dumps(body, indent=2) + "\n")
+    write_new(folder / SAFETENSORS[1], json.dumps(body, indent=2) + "\n")
 
 
 AGAIN = "download it again"
@@ -143,36 +144,47 @@ MOST_INDEX_BYTES = 16 * 2**20
 _MOST_NUMBER = 2**64 - 1  # of what the safetensors library counts with
 
 
-def has_safetensors(folder: Path) -> bool:
-    """Whether `folder` holds a safetensors checkpoint (single file or index); nothing is opened."""
-    return any((folder / name).is_file() for name in (SINGLE_NAME, INDEX_NAME))
+def has_weights(folder: Path, names: Names) -> bool:
+    """Whether `folder` holds a checkpoint of these names; nothing is opened."""
+    return any((folder / name).is_file() for name in names)
+
+
+def shards(folder: Path, names: Names) -> dict[Path, list[str] | None]:
+    """The files of a checkpoint of these names, each with the tensors that the index lists for it (None: all).
+
+    UsageError names what is wrong: no such checkpoint, a damaged index, a missing shard.
+    """
+    single, index = (folder / name for name in names)
+    if single.is_file():
+        return {single: None}
+    if not index.is_file():
+        raise UsageError(f"{folder}: there is no {single.name} and no {index.name}; give a folder that has one")
+    listed: dict[str, list[str]] = {}
+    for tensor, shard in read_weight_map(index).items():
+        listed.setdefault(shard, []).append(tensor)
+    return {_shard_path(index, shard): listed[shard] for shard in sorted(listed)}
 
 
 def read_index(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of the checkpoint in `folder`, by its name in the files.
+    """Every tensor of the safetensors checkpoint in `folder`, by its name in the files.
 
     A name that the file's metadata gives as another name of a stored tensor (tied weights) points at the same bytes.
     Raises UsageError that names the file: missing or truncated shard, damaged header or index.
     """
-    single = folder / SINGLE_NAME
-    if single.is_file():
-        return read_file(single)
-    index = folder / INDEX_NAME
-    if not index.is_file():
-        raise UsageError(f"{folder}: there is no {SINGLE_NAME} and no {INDEX_NAME}; give a folder that has one")
-    weight_map = read_weight_map(index)
     found: dict[str, StoredTensor] = {}
     extra: dict[str, StoredTensor] = {}
-    for shard in sorted(set(weight_map.values())):
-        path = shard_path(index, shard)
+    for path, listed in shards(folder, SAFETENSORS).items():
         tensors = read_file(path)
-        listed = [name for name, home in weight_map.items() if home == shard]
-        for name in listed:
-            if name not in tensors:
-                raise UsageError(f"{path}: {INDEX_NAME} says that tensor {name!r} is in it, but it is not; {AGAIN}")
-            found[name] = tensors[name]
         extra.update(tensors)
+        for name in listed or ():
+            if name not in tensors:
+                raise not_in_shard(path, name, SAFETENSORS)
+            found[name] = tensors[name]
     return {**extra, **found}
+
+
+def not_in_shard(path: Path, name: str, names: Names) -> UsageError:
+    return UsageError(f"{path}: {names[1]} says that tensor {name!r} is in it, but it is not; {AGAIN}")
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
@@ -189,7 +201,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def shard_path(index: Path, shard: str) -> Path:
+def _shard_path(index: Path, shard: str) -> Path:
     """Where the shard `shard` of `index` lies. Raises UsageError: not there, or a name that leaves the folder."""
     shown = repr(shard) if len(shard) <= 80 else f"{shard[:60]!r}... ({len(shard)} characters)"
     if Path(shard).name != shard or shard == ".." or "\0" in shard:
@@ -297,6 +309,4 @@ def _whole_number(text: str) -> int:
     return int(text)
 
 
-_HEADER_JSON = json.JSONDecoder(
-    object_pairs_hook=_table_of, parse_constant=_no_constant, parse_int=_whole_number
-)  # fmt: skip
+_HEADER_JSON = json.JSONDecoder(object_pairs_hook=_table_of, parse_constant=_no_constant, parse_int=_whole_number)

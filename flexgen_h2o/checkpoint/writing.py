@@ -13,7 +13,9 @@ import mmap
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -21,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from flexgen_h2o.checkpoint.atomic_folder import building
-from flexgen_h2o.checkpoint.safetensors import FROM_ENGINE, SINGLE_NAME, Entry, header, shard_name, write_index
+from flexgen_h2o.checkpoint.safetensors import FROM_ENGINE, SAFETENSORS, Entry, header, shard_name, write_index
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import DTYPE_BYTES, ModelSpec, TensorSpec
 from flexgen_h2o.core.errors import UsageError
@@ -137,7 +139,7 @@ def plan_shards(
     shards = []
     for i, group in enumerate(groups):
         entries = [entry_of(t) for t in group]
-        name = SINGLE_NAME if len(groups) == 1 else shard_name(i, len(groups))
+        name = SAFETENSORS[0] if len(groups) == 1 else shard_name(i, len(groups))
         head = header(entries, dict(metadata or {}))
         shards.append(Shard(name, head, tuple(group), len(head) + sum(e.nbytes for e in entries)))
     return shards
@@ -158,20 +160,13 @@ def write_shards(
     nbytes = sum(shard.nbytes for shard in shards)
     with tqdm(total=nbytes, desc=title, unit="B", unit_scale=True, file=sys.stderr, disable=not progress) as bar:
         for shard in shards:
-            _fill(folder / shard.name, shard, pieces, bar.update)
-
-
-def _fill(
-    path: Path, shard: Shard, pieces: Callable[[TensorSpec], Iterator[memoryview]], advance: Callable[[int], object]
-) -> None:
-    with FileWriter(path) as file:
-        file.write(shard.head)
-        advance(len(shard.head))
-        for tensor in shard.tensors:
-            for piece in pieces(tensor):
-                interrupts.check()
-                file.write(piece)
-                advance(piece.nbytes)
+            with FileWriter(folder / shard.name) as file:
+                file.write(shard.head)
+                bar.update(len(shard.head))
+                for piece in chain.from_iterable(map(pieces, shard.tensors)):
+                    interrupts.check()
+                    file.write(piece)
+                    bar.update(piece.nbytes)
 
 
 # ---- random weights
@@ -201,9 +196,16 @@ def write_random_checkpoint(
     shards = plan_shards(tensors_of(spec), lambda t: Entry(t.name, FROM_ENGINE[dtype], t.shape))
     with building(folder, sum(shard.nbytes for shard in shards), "random weights", spec.name) as temp:
         if temp is None:
-            _check_record(folder, record)
-            return folder
-        _write_small_files(temp, config_json, dtype, record)
+            with suppress(OSError, ValueError):
+                if read_json(folder / RANDOM_RECORD_NAME) == record:
+                    return folder
+            raise UsageError(
+                f"{folder}: holds something else than these random weights; remove it or give another folder"
+            )
+        # The files decide the dtype; a config that says otherwise would mislead whoever reads it first.
+        config = {key: value for key, value in config_json.items() if key not in ("dtype", "torch_dtype")}
+        for name, body in (("config.json", config | {"torch_dtype": dtype}), (RANDOM_RECORD_NAME, record)):
+            write_new(temp / name, json.dumps(body, indent=2) + "\n")
         values = RandomValues(dtype, seed)
         write_shards(temp, shards, values.pieces, f"random weights {folder.name}", progress)
     return folder
@@ -213,7 +215,11 @@ class RandomValues:
     """The values of a seed. Under 40 MB of RAM (bf16): every tensor takes its own from one table."""
 
     def __init__(self, dtype: str, seed: int) -> None:
-        self._table, self._dtype, self._seed = _table(dtype, seed), dtype, seed
+        import torch
+
+        generator = torch.Generator().manual_seed(seed)
+        values = torch.empty(TABLE_VALUES, dtype=torch.float32).normal_(0.0, _MATRIX_STD, generator=generator)
+        self._table, self._dtype, self._seed = values.to(getattr(torch, dtype)), dtype, seed
 
     def describe(self, tensor: TensorSpec) -> str:
         return f"random weights: tensor {tensor.name!r}"
@@ -223,7 +229,10 @@ class RandomValues:
 
     def pieces(self, tensor: TensorSpec) -> Iterator[memoryview]:
         """The bytes of one tensor, as views of the table for matrices."""
-        return (_bytes(values) for values in self._values(tensor, 0, tensor.numel))
+        import torch
+
+        for values in self._values(tensor, 0, tensor.numel):
+            yield values.contiguous().view(torch.uint8).numpy().data
 
     def rows(self, tensor: TensorSpec, first: int, end: int) -> torch.Tensor:
         """Rows [first, end) of a tensor."""
@@ -252,39 +261,7 @@ def record_of(spec: ModelSpec, config_json: dict[str, Any], dtype: str, seed: in
     return {"seed": seed, "dtype": dtype, "model": digest}
 
 
-def _check_record(folder: Path, record: dict[str, Any]) -> None:
-    try:
-        found = read_json(folder / RANDOM_RECORD_NAME)
-    except (OSError, ValueError):
-        found = None
-    if found != record:
-        raise UsageError(f"{folder}: holds something else than these random weights; remove it or give another folder")
-
-
-def _write_small_files(folder: Path, config_json: dict[str, Any], dtype: str, record: dict[str, Any]) -> None:
-    # The files decide the dtype; a config that says otherwise would mislead whoever reads it first.
-    config = {key: value for key, value in config_json.items() if key not in ("dtype", "torch_dtype")}
-    config["torch_dtype"] = dtype
-    write_new(folder / "config.json", json.dumps(config, indent=2) + "\n")
-    write_new(folder / RANDOM_RECORD_NAME, json.dumps(record, indent=2) + "\n")
-
-
-def _table(dtype: str, seed: int) -> torch.Tensor:
-    """Shape (TABLE_VALUES,), `dtype`: normal values of matrices, which every tensor takes its own from."""
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.empty(TABLE_VALUES, dtype=torch.float32).normal_(0.0, _MATRIX_STD, generator=generator)
-    return values.to(getattr(torch, dtype))
-
-
 def _vector(tensor: TensorSpec, values: torch.Tensor) -> torch.Tensor:
     unit = values.float() / _MATRIX_STD
     is_norm = any(text.endswith("norm.weight") for text in (tensor.role, tensor.name))
     return (1 + _NORM_STD * unit if is_norm else _BIAS_STD * unit).to(values.dtype)
-
-
-def _bytes(values: torch.Tensor) -> memoryview:
-    import torch
-
-    return values.contiguous().view(torch.uint8).numpy().data

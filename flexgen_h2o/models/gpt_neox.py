@@ -10,22 +10,23 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from flexgen_h2o.core.config import ModelSpec, StepBuffer, TensorSpec
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.core.units import check_int
-from flexgen_h2o.kernels.linear import add_linear, linear, lookup, optional_vector, vector
+from flexgen_h2o.kernels.linear import add_linear, linear, lookup
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import Attend, Weights
 from flexgen_h2o.models.layers import (
     activated,
+    bias_of,
     check_activation,
-    end_tokens,
+    check_heads,
+    layer_norm,
+    layer_norm_tensors,
     linear_tensors,
+    read_common,
     read_positive,
     read_rotary,
-    read_sizes,
     token_chunks,
 )
 
@@ -54,55 +55,49 @@ BUILT_IN: dict[str, dict[str, Any]] = {
 
 def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
     """ModelSpec of a GPT-NeoX config (transformers' field names, defaults filled in). UsageError names a bad field."""
-    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
-    hidden, blocks, heads, ffn, vocab = read_sizes(config, names)
-    positions = check_int("max_position_embeddings", config.get("max_position_embeddings"), low=1)
-    if hidden % heads:
-        raise UsageError(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+    common = read_common(config, name)
+    hidden, ffn, vocab, width = (common[n] for n in ("hidden_size", "ffn_size", "vocab_size", "head_dim"))
+    check_heads(hidden, common["num_heads"])
     activation, eps = check_activation("hidden_act", config.get("hidden_act")), read_positive(config, "layer_norm_eps")
     bias, parallel = bool(config["attention_bias"]), bool(config["use_parallel_residual"])
     rotary = read_rotary(config)
-    if rotary.width > hidden // heads:
-        raise UsageError(f"rope_parameters: {rotary.width} numbers of a head of {hidden // heads} cannot turn")
+    if rotary.width > width:
+        raise UsageError(f"rope_parameters: {rotary.width} numbers of a head of {width} cannot turn")
 
-    def norm(role: str, name: str) -> tuple[TensorSpec, ...]:
-        return tuple(TensorSpec(f"{role}.{kind}", f"gpt_neox.{name}.{kind}", (hidden,)) for kind in ("weight", "bias"))
-
-    def attention_tensors(i: int) -> tuple[TensorSpec, ...]:
-        root = f"gpt_neox.layers.{i}.attention"
+    def attention_tensors(block: str) -> tuple[TensorSpec, ...]:
         return (
-            *norm("input_norm", f"layers.{i}.input_layernorm"),
-            *linear_tensors("query_key_value", f"{root}.query_key_value", 3 * hidden, hidden, bias),
-            *linear_tensors("dense", f"{root}.dense", hidden, hidden, bias),
+            *layer_norm_tensors("input_norm", f"{block}.input_layernorm", hidden),
+            *linear_tensors("query_key_value", f"{block}.attention.query_key_value", 3 * hidden, hidden, bias),
+            *linear_tensors("dense", f"{block}.attention.dense", hidden, hidden, bias),
         )
 
-    def mlp_tensors(i: int) -> tuple[TensorSpec, ...]:
-        root = f"gpt_neox.layers.{i}.mlp"
+    def mlp_tensors(block: str) -> tuple[TensorSpec, ...]:
         return (
-            *norm("mlp_norm", f"layers.{i}.post_attention_layernorm"),
-            *linear_tensors("dense_h_to_4h", f"{root}.dense_h_to_4h", ffn, hidden, True),
-            *linear_tensors("dense_4h_to_h", f"{root}.dense_4h_to_h", hidden, ffn, True),
+            *layer_norm_tensors("mlp_norm", f"{block}.post_attention_layernorm", hidden),
+            *linear_tensors("dense_h_to_4h", f"{block}.mlp.dense_h_to_4h", ffn, hidden, True),
+            *linear_tensors("dense_4h_to_h", f"{block}.mlp.dense_4h_to_h", hidden, ffn, True),
         )
 
-    attention = tuple(attention_tensors(i) for i in range(blocks))
-    mlp = tuple(mlp_tensors(i) for i in range(blocks))
+    blocks = [f"gpt_neox.layers.{i}" for i in range(common["num_blocks"])]
+    attention, mlp = tuple(map(attention_tensors, blocks)), tuple(map(mlp_tensors, blocks))
     if parallel:
-        attention, mlp = tuple(a + b for a, b in zip(attention, mlp, strict=True)), ((),) * blocks
+        attention, mlp = tuple(a + b for a, b in zip(attention, mlp, strict=True)), ((),) * len(blocks)
     tied = bool(config.get("tie_word_embeddings", False))
     table = TensorSpec("embed_in.weight", "gpt_neox.embed_in.weight", (vocab, hidden))
     head_table = TensorSpec("embed_out.weight", "embed_out.weight", (vocab, hidden), ("lm_head.weight",))
+    final_norm = layer_norm_tensors("final_layer_norm", "gpt_neox.final_layer_norm", hidden)
     return ModelSpec(
-        name=name, family="gpt_neox", num_blocks=blocks, hidden_size=hidden, num_heads=heads, num_kv_heads=heads,
-        head_dim=hidden // heads, ffn_size=ffn, vocab_size=vocab, max_positions=positions,
-        embedding=(table,), attention=attention, mlp=mlp,
-        head=(*norm("final_layer_norm", "final_layer_norm"), table if tied else head_table),
+        family="gpt_neox",
+        embedding=(table,),
+        attention=attention,
+        mlp=mlp,
+        head=(*final_norm, table if tied else head_table),
         tied=tied,
-        eos_token_ids=end_tokens(config),
-        bos_token_id=config.get("bos_token_id"),
         options=(("activation", activation), ("eps", eps), ("parallel", parallel)),
         rotary=rotary,
         buffers=(StepBuffer("qkv", 3 * hidden, "attention"),),
-    )  # fmt: skip
+        **common,
+    )
 
 
 def embed(
@@ -121,13 +116,13 @@ def attention(spec: ModelSpec, w: Weights, x: torch.Tensor, attend: Attend, ws: 
     qkv = tuple(ws.get(name, tokens, heads, width) for name in ("q", "k", "v"))
     for a, b in token_chunks(tokens):
         fused = ws.get("qkv", b - a, 3 * spec.hidden_size)
-        linear(_norm(spec, w, "input_norm", x[a:b]), w["query_key_value.weight"], _bias(w, "query_key_value"), fused)
+        linear(_norm(spec, w, "input_norm", x[a:b]), w["query_key_value.weight"], bias_of(w, "query_key_value"), fused)
         for out, part in zip(qkv, fused.view(b - a, heads, 3, width).unbind(2), strict=True):
             out[a:b] = part
     attn_out = attend(*qkv)
     for a, b in token_chunks(tokens):
         before = _norm(spec, w, "mlp_norm", x[a:b]) if spec.option("parallel") else None
-        add_linear(x[a:b], attn_out[a:b], w["dense.weight"], _bias(w, "dense"))
+        add_linear(x[a:b], attn_out[a:b], w["dense.weight"], bias_of(w, "dense"))
         if before is not None:
             _add_mlp(spec, w, x[a:b], before, ws)
 
@@ -147,14 +142,9 @@ def head(spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> torch.T
 def _add_mlp(spec: ModelSpec, w: Weights, x: torch.Tensor, inputs: torch.Tensor, ws: Workspace) -> None:
     """x += dense_4h_to_h(activation(dense_h_to_4h(inputs))). x, inputs: (tokens of a chunk, hidden)."""
     wide, activation = ws.get("ffn", len(x), spec.ffn_size), spec.option("activation")
-    inner = activated(activation, inputs, w["dense_h_to_4h.weight"], _bias(w, "dense_h_to_4h"), wide)
-    add_linear(x, inner, w["dense_4h_to_h.weight"], _bias(w, "dense_4h_to_h"))
+    inner = activated(activation, inputs, w["dense_h_to_4h.weight"], bias_of(w, "dense_h_to_4h"), wide)
+    add_linear(x, inner, w["dense_4h_to_h.weight"], bias_of(w, "dense_4h_to_h"))
 
 
 def _norm(spec: ModelSpec, w: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
-    weight, bias = (vector(w[f"{name}.{kind}"]) for kind in ("weight", "bias"))
-    return F.layer_norm(x, weight.shape, weight, bias, spec.option("eps"))
-
-
-def _bias(w: Weights, name: str) -> torch.Tensor | None:
-    return optional_vector(w, f"{name}.bias")
+    return layer_norm(w, name, x, spec.option("eps"))

@@ -1,4 +1,4 @@
-"""What families share: chunks of tokens, checked fields of a config, rotary frequencies, activations by name."""
+"""What families share: checked fields of a config, tensors, rotary frequencies, norms, activations, token chunks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from flexgen_h2o.core.config import Rotary, TensorSpec
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import TOKEN_CHUNK, check_int
 from flexgen_h2o.kernels.elementwise import silu_gated
-from flexgen_h2o.kernels.linear import RowParts, linear, linear_relu
+from flexgen_h2o.kernels.linear import RowParts, linear, linear_relu, optional_vector
+from flexgen_h2o.models import Weights
 
 
 def token_chunks(tokens: int) -> Iterator[tuple[int, int]]:
@@ -44,16 +45,46 @@ def read_positive(config: Mapping[str, Any], name: str) -> float:
     return float(value)
 
 
-def end_tokens(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """End-of-sequence ids: a config has none, one or a list."""
-    eos = config.get("eos_token_id")
-    return tuple(eos) if isinstance(eos, list) else (() if eos is None else (int(eos),))
+def read_common(config: Mapping[str, Any], name: str, ffn_field: str = "intermediate_size") -> dict[str, Any]:
+    """The fields of ModelSpec that every family reads alike, by name; UsageError names a bad field of the config.
+
+    As many kv-heads as query heads, which share the hidden size: a family in which they do not gives its own.
+    """
+    fields = ("num_hidden_layers", "hidden_size", "num_attention_heads", ffn_field, "vocab_size")
+    blocks, hidden, heads, ffn, vocab = read_sizes(config, fields)
+    eos = config.get("eos_token_id")  # none, one or a list
+    return {
+        "name": name, "num_blocks": blocks, "hidden_size": hidden, "num_heads": heads, "num_kv_heads": heads,
+        "head_dim": hidden // heads, "ffn_size": ffn, "vocab_size": vocab,
+        "max_positions": check_int("max_position_embeddings", config.get("max_position_embeddings"), low=1),
+        "eos_token_ids": tuple(eos) if isinstance(eos, list) else (() if eos is None else (int(eos),)),
+        "bos_token_id": config.get("bos_token_id"),
+    }  # fmt: skip
+
+
+def check_heads(hidden: int, heads: int) -> None:
+    if hidden % heads:
+        raise UsageError(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
 
 
 def linear_tensors(role: str, name: str, rows: int, columns: int, bias: bool) -> tuple[TensorSpec, ...]:
     """`role`.weight (rows, columns), and `role`.bias (rows,) where there is one; `name` as in the checkpoint."""
     weight = TensorSpec(f"{role}.weight", f"{name}.weight", (rows, columns))
     return (weight, TensorSpec(f"{role}.bias", f"{name}.bias", (rows,))) if bias else (weight,)
+
+
+def layer_norm_tensors(role: str, name: str, width: int) -> tuple[TensorSpec, ...]:
+    """`role`.weight and `role`.bias, (width,) each; `name` as in the checkpoint."""
+    return tuple(TensorSpec(f"{role}.{kind}", f"{name}.{kind}", (width,)) for kind in ("weight", "bias"))
+
+
+def layer_norm(w: Weights, role: str, x: torch.Tensor, eps: float) -> torch.Tensor:
+    """A new tensor of x's shape; without weight or bias where the model has none."""
+    return F.layer_norm(x, x.shape[-1:], optional_vector(w, f"{role}.weight"), bias_of(w, role), eps)
+
+
+def bias_of(w: Weights, role: str) -> torch.Tensor | None:
+    return optional_vector(w, f"{role}.bias")
 
 
 # The others depend on the length of a sequence, so that keys would have to be rotated anew, or on the layer. dynamic

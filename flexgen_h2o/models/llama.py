@@ -15,14 +15,15 @@ from flexgen_h2o.core.config import ModelSpec, StepBuffer, TensorSpec
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import check_int
 from flexgen_h2o.kernels.elementwise import rms_norm
-from flexgen_h2o.kernels.linear import add_linear, linear, linear_each, lookup, optional_vector, vector
+from flexgen_h2o.kernels.linear import add_linear, linear, linear_each, lookup, vector
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import Attend, Weights
 from flexgen_h2o.models.layers import (
+    bias_of,
     check_activation,
-    end_tokens,
     gated,
     linear_tensors,
+    read_common,
     read_positive,
     read_rotary,
     read_sizes,
@@ -84,9 +85,9 @@ BUILT_IN: dict[str, dict[str, Any]] = {
 
 def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
     """ModelSpec of a config (transformers' field names, defaults filled in). UsageError names a bad field."""
-    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    hidden, blocks, heads, kv_heads = read_sizes(config, names)
-    ffn, vocab = read_sizes(config, ("intermediate_size", "vocab_size"))
+    common = read_common(config, name)
+    hidden, heads, ffn, vocab = (common[n] for n in ("hidden_size", "num_heads", "ffn_size", "vocab_size"))
+    (kv_heads,) = read_sizes(config, ("num_key_value_heads",))
     (width,) = read_sizes({"head_dim": config.get("head_dim") or hidden // heads}, ("head_dim",))
     if heads % kv_heads:
         raise UsageError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
@@ -99,35 +100,38 @@ def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
     qkv_bias, out_bias, mlp_bias = _biases(config)
     tied = bool(config.get("tie_word_embeddings", False))
 
+    def norm(role: str, name: str) -> TensorSpec:
+        return TensorSpec(f"{role}.weight", f"model.{name}.weight", (hidden,))
+
     def attention_tensors(i: int) -> tuple[TensorSpec, ...]:
-        found = [TensorSpec("input_norm.weight", f"model.layers.{i}.input_layernorm.weight", (hidden,))]
+        found = [norm("input_norm", f"layers.{i}.input_layernorm")]
         for role, rows in (("q_proj", heads * width), ("k_proj", kv_heads * width), ("v_proj", kv_heads * width)):
             found += linear_tensors(role, f"model.layers.{i}.self_attn.{role}", rows, hidden, qkv_bias)
         found += linear_tensors("o_proj", f"model.layers.{i}.self_attn.o_proj", hidden, heads * width, out_bias)
         return tuple(found)
 
     def mlp_tensors(i: int) -> tuple[TensorSpec, ...]:
-        found = [TensorSpec("mlp_norm.weight", f"model.layers.{i}.post_attention_layernorm.weight", (hidden,))]
+        found = [norm("mlp_norm", f"layers.{i}.post_attention_layernorm")]
         for role, rows, columns in (("gate_proj", ffn, hidden), ("up_proj", ffn, hidden), ("down_proj", hidden, ffn)):
             found += linear_tensors(role, f"model.layers.{i}.mlp.{role}", rows, columns, mlp_bias)
         return tuple(found)
 
     table = TensorSpec("embed_tokens.weight", "model.embed_tokens.weight", (vocab, hidden))
     head_table = table if tied else TensorSpec("lm_head.weight", "lm_head.weight", (vocab, hidden))
+    blocks = range(common["num_blocks"])
+    own = {"num_kv_heads": kv_heads, "head_dim": width, "max_positions": _positions(config, common["max_positions"])}
     return ModelSpec(
-        name=name, family="llama", num_blocks=blocks, hidden_size=hidden, num_heads=heads, num_kv_heads=kv_heads,
-        head_dim=width, ffn_size=ffn, vocab_size=vocab, max_positions=_positions(config),
+        family="llama",
         embedding=(table,),
-        attention=tuple(attention_tensors(i) for i in range(blocks)),
-        mlp=tuple(mlp_tensors(i) for i in range(blocks)),
-        head=(TensorSpec("norm.weight", "model.norm.weight", (hidden,)), head_table),
+        attention=tuple(map(attention_tensors, blocks)),
+        mlp=tuple(map(mlp_tensors, blocks)),
+        head=(norm("norm", "norm"), head_table),
         tied=tied,
-        eos_token_ids=end_tokens(config),
-        bos_token_id=config.get("bos_token_id"),
         options=(("activation", activation), ("eps", eps)),
         rotary=rotary,
         buffers=(StepBuffer("gate", ffn, "mlp"),),
-    )  # fmt: skip
+        **{**common, **own},
+    )
 
 
 def _biases(config: Mapping[str, Any]) -> tuple[bool, bool, bool]:
@@ -140,9 +144,8 @@ def _biases(config: Mapping[str, Any]) -> tuple[bool, bool, bool]:
     return bool(config["attention_bias"]), bool(config["attention_bias"]), bool(config["mlp_bias"])
 
 
-def _positions(config: Mapping[str, Any]) -> int:
+def _positions(config: Mapping[str, Any], positions: int) -> int:
     """Positions up to which the network is this one: no column ever leaves a sliding window."""
-    positions = check_int("max_position_embeddings", config.get("max_position_embeddings"), low=1)
     window = config.get("sliding_window")
     return positions if window is None else min(positions, check_int("sliding_window", window, low=1))
 
@@ -162,11 +165,11 @@ def attention(spec: ModelSpec, w: Weights, x: torch.Tensor, attend: Attend, ws: 
     for a, b in token_chunks(tokens):
         inputs = _norm(spec, w, "input_norm", x[a:b], ws)
         linear_each(
-            inputs, [(w[f"{name}_proj.weight"], _bias(w, f"{name}_proj"), out[a:b]) for name, out in qkv.items()]
+            inputs, [(w[f"{name}_proj.weight"], bias_of(w, f"{name}_proj"), out[a:b]) for name, out in qkv.items()]
         )
     attn_out = attend(*(out.view(tokens, heads[name], width) for name, out in qkv.items()))
     for a, b in token_chunks(tokens):
-        add_linear(x[a:b], attn_out[a:b], w["o_proj.weight"], _bias(w, "o_proj"))
+        add_linear(x[a:b], attn_out[a:b], w["o_proj.weight"], bias_of(w, "o_proj"))
 
 
 def mlp(spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> None:
@@ -174,20 +177,16 @@ def mlp(spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> None:
     for a, b in token_chunks(len(x)):
         inputs = _norm(spec, w, "mlp_norm", x[a:b], ws)
         gate, up = (ws.get(name, b - a, spec.ffn_size) for name in ("gate", "ffn"))
-        linear(inputs, w["gate_proj.weight"], _bias(w, "gate_proj"), gate)
-        linear(inputs, w["up_proj.weight"], _bias(w, "up_proj"), up)
+        linear(inputs, w["gate_proj.weight"], bias_of(w, "gate_proj"), gate)
+        linear(inputs, w["up_proj.weight"], bias_of(w, "up_proj"), up)
         inner = gated(spec.option("activation"), gate, up)
-        add_linear(x[a:b], inner, w["down_proj.weight"], _bias(w, "down_proj"))
+        add_linear(x[a:b], inner, w["down_proj.weight"], bias_of(w, "down_proj"))
 
 
 def head(spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> torch.Tensor:
     """Logits of the given positions. x: (rows, hidden), left as it is. Returns (rows, vocab) in x's dtype."""
     table = w["embed_tokens.weight" if spec.tied else "lm_head.weight"]
     return linear(_norm(spec, w, "norm", x, ws), table, None, ws.get("logits", len(x), spec.vocab_size))
-
-
-def _bias(w: Weights, name: str) -> torch.Tensor | None:
-    return optional_vector(w, f"{name}.bias")
 
 
 def _norm(spec: ModelSpec, w: Weights, name: str, x: torch.Tensor, ws: Workspace) -> torch.Tensor:

@@ -7,18 +7,27 @@ no biases). Formulas follow transformers' modeling_opt.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from flexgen_h2o.core.config import ModelSpec, TensorSpec
-from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import check_int
-from flexgen_h2o.kernels.linear import add_linear, linear, linear_each, lookup, optional_vector
+from flexgen_h2o.kernels.linear import add_linear, linear, linear_each, lookup
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import Attend, Weights
-from flexgen_h2o.models.layers import activated, check_activation, end_tokens, read_sizes, token_chunks
+from flexgen_h2o.models.layers import (
+    activated,
+    bias_of,
+    check_activation,
+    check_heads,
+    layer_norm,
+    layer_norm_tensors,
+    linear_tensors,
+    read_common,
+    token_chunks,
+)
 
 POSITION_OFFSET = 2  # learned positions start at row 2 of their table
 LAYER_NORM_EPS = 1e-5
@@ -59,58 +68,50 @@ BUILT_IN: dict[str, dict[str, Any]] = {
 
 def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
     """ModelSpec of an OPT config (transformers' field names, defaults filled in). UsageError names a bad field."""
-    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "ffn_dim", "vocab_size")
-    hidden, blocks, heads, ffn, vocab = read_sizes(config, names)
-    positions = check_int("max_position_embeddings", config.get("max_position_embeddings"), low=1)
+    common = read_common(config, name, "ffn_dim")
+    hidden, ffn, vocab, positions = (common[n] for n in ("hidden_size", "ffn_size", "vocab_size", "max_positions"))
     narrow = check_int("word_embed_proj_dim", config.get("word_embed_proj_dim") or hidden, low=1, high=2**18)
-    if hidden % heads:
-        raise UsageError(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+    check_heads(hidden, common["num_heads"])
     activation = check_activation("activation_function", config["activation_function"])
     bias, affine = bool(config["enable_bias"]), bool(config["layer_norm_elementwise_affine"])
     pre_norm = bool(config["do_layer_norm_before"])
     tied = bool(config.get("tie_word_embeddings", True))
     final_norm = pre_norm and not config.get("_remove_final_layer_norm", False)
-    root = "model.decoder."
+    root = "model.decoder"
 
-    def matrix(role: str, prefix: str, rows: int, columns: int, with_bias: bool = bias) -> list[TensorSpec]:
-        found = [TensorSpec(f"{role}.weight", f"{prefix}{role}.weight", (rows, columns))]
-        return found + ([TensorSpec(f"{role}.bias", f"{prefix}{role}.bias", (rows,))] if with_bias else [])
+    def norm(role: str, prefix: str) -> tuple[TensorSpec, ...]:
+        return layer_norm_tensors(role, f"{prefix}.{role}", hidden) if affine else ()
 
-    def norm(role: str, prefix: str) -> list[TensorSpec]:
-        kinds = ("weight", "bias") if affine else ()
-        return [TensorSpec(f"{role}.{k}", f"{prefix}{role}.{k}", (hidden,)) for k in kinds]
+    def attention_tensors(block: str) -> tuple[TensorSpec, ...]:
+        roles = ("q_proj", "k_proj", "v_proj", "out_proj")
+        linears = (linear_tensors(role, f"{block}.self_attn.{role}", hidden, hidden, bias) for role in roles)
+        return (*norm("self_attn_layer_norm", block), *chain.from_iterable(linears))
 
-    def attention_tensors(prefix: str) -> tuple[TensorSpec, ...]:
-        found = norm("self_attn_layer_norm", prefix)
-        for role in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            found += matrix(role, f"{prefix}self_attn.", hidden, hidden)
-        return tuple(found)
+    def mlp_tensors(block: str) -> tuple[TensorSpec, ...]:
+        fc1 = linear_tensors("fc1", f"{block}.fc1", ffn, hidden, bias)
+        return (*fc1, *linear_tensors("fc2", f"{block}.fc2", hidden, ffn, bias), *norm("final_layer_norm", block))
 
-    def mlp_tensors(prefix: str) -> tuple[TensorSpec, ...]:
-        found = [*matrix("fc1", prefix, ffn, hidden), *matrix("fc2", prefix, hidden, ffn)]
-        return (*found, *norm("final_layer_norm", prefix))
+    def table(role: str, prefix: str, rows: int, width: int) -> TensorSpec:
+        return TensorSpec(f"{role}.weight", f"{prefix}{role}.weight", (rows, width))
 
-    token_table = TensorSpec("embed_tokens.weight", f"{root}embed_tokens.weight", (vocab, narrow))
-    head_table = token_table if tied else TensorSpec("lm_head.weight", "lm_head.weight", (vocab, narrow))
-    position_table = TensorSpec(
-        "embed_positions.weight", f"{root}embed_positions.weight", (positions + POSITION_OFFSET, hidden)
-    )
-    project_in = matrix("project_in", root, hidden, narrow, with_bias=False) if narrow != hidden else []
-    project_out = matrix("project_out", root, narrow, hidden, with_bias=False) if narrow != hidden else []
+    tokens = table("embed_tokens", f"{root}.", vocab, narrow)
+    positional = table("embed_positions", f"{root}.", positions + POSITION_OFFSET, hidden)
+    is_narrow = narrow != hidden
+    project_in = (table("project_in", f"{root}.", hidden, narrow),) if is_narrow else ()
+    project_out = (table("project_out", f"{root}.", narrow, hidden),) if is_narrow else ()
+    blocks = [f"{root}.layers.{i}" for i in range(common["num_blocks"])]
     return ModelSpec(
-        name=name, family="opt", num_blocks=blocks, hidden_size=hidden, num_heads=heads, num_kv_heads=heads,
-        head_dim=hidden // heads, ffn_size=ffn, vocab_size=vocab, max_positions=positions,
-        embedding=(token_table, position_table, *project_in),
-        attention=tuple(attention_tensors(f"{root}layers.{i}.") for i in range(blocks)),
-        mlp=tuple(mlp_tensors(f"{root}layers.{i}.") for i in range(blocks)),
-        head=(*(norm("final_layer_norm", root) if final_norm else ()), *project_out, head_table),
-        tied=tied,
-        eos_token_ids=end_tokens(config),
-        bos_token_id=config.get("bos_token_id"),
-        options=(
-            ("activation", activation), ("final_norm", final_norm), ("narrow", narrow),
-            ("pre_norm", pre_norm),
+        family="opt",
+        embedding=(tokens, positional, *project_in),
+        attention=tuple(map(attention_tensors, blocks)),
+        mlp=tuple(map(mlp_tensors, blocks)),
+        head=(
+            *(norm("final_layer_norm", root) if final_norm else ()), *project_out,
+            tokens if tied else table("lm_head", "", vocab, narrow),
         ),
+        tied=tied,
+        options=(("activation", activation), ("final_norm", final_norm), ("narrow", narrow), ("pre_norm", pre_norm)),
+        **common,
     )  # fmt: skip
 
 
@@ -138,10 +139,10 @@ def attention(spec: ModelSpec, w: Weights, x: torch.Tensor, attend: Attend, ws: 
     for a, b in token_chunks(tokens):
         inputs = _norm(w, "self_attn_layer_norm", x[a:b]) if pre_norm else x[a:b]
         outs = ((q, "q_proj"), (k, "k_proj"), (v, "v_proj"))
-        linear_each(inputs, [(w[f"{name}.weight"], _bias(w, name), out[a:b]) for out, name in outs])
+        linear_each(inputs, [(w[f"{name}.weight"], bias_of(w, name), out[a:b]) for out, name in outs])
     attn_out = attend(*(t.view(tokens, heads, width) for t in (q, k, v)))
     for a, b in token_chunks(tokens):
-        add_linear(x[a:b], attn_out[a:b], w["out_proj.weight"], _bias(w, "out_proj"))
+        add_linear(x[a:b], attn_out[a:b], w["out_proj.weight"], bias_of(w, "out_proj"))
         if not pre_norm:
             x[a:b] = _norm(w, "self_attn_layer_norm", x[a:b])
 
@@ -152,8 +153,8 @@ def mlp(spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> None:
     for a, b in token_chunks(len(x)):
         inputs = _norm(w, "final_layer_norm", x[a:b]) if pre_norm else x[a:b]
         wide = ws.get("ffn", b - a, spec.ffn_size)
-        inner = activated(activation, inputs, w["fc1.weight"], _bias(w, "fc1"), wide)
-        add_linear(x[a:b], inner, w["fc2.weight"], _bias(w, "fc2"))
+        inner = activated(activation, inputs, w["fc1.weight"], bias_of(w, "fc1"), wide)
+        add_linear(x[a:b], inner, w["fc2.weight"], bias_of(w, "fc2"))
         if not pre_norm:
             x[a:b] = _norm(w, "final_layer_norm", x[a:b])
 
@@ -170,8 +171,4 @@ def head(spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> torch.T
 
 
 def _norm(w: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
-    return F.layer_norm(x, (x.shape[-1],), optional_vector(w, f"{name}.weight"), _bias(w, name), LAYER_NORM_EPS)
-
-
-def _bias(w: Weights, name: str) -> torch.Tensor | None:
-    return optional_vector(w, f"{name}.bias")
+    return layer_norm(w, name, x, LAYER_NORM_EPS)

@@ -57,23 +57,23 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Ref
 
 
 NAMES = list(CONFIGURATIONS)
-# Where weights may lie; each place meets two configurations, 4 and 8 bits take turns.
+# Where weights may lie; each place meets three configurations, 4 and 8 bits take turns.
 PLACES = (
     "all on device", "all on host", "all on disk", "everything split 30/30", "weights split three ways",
 )  # fmt: skip
-PAIRS = [
-    ("normal", p, NAMES[(i + 3 * j) % len(NAMES)], 4 + 4 * ((i + j) % 2))
-    for i, p in enumerate(PLACES)
-    for j in range(2)
-]
-OTHER_SHAPES = [
-    (shape, PLACES[2 * s % 5], NAMES[2 * s % len(NAMES)], 8 - 4 * (s % 2))
+CASES = [
+    ("normal", place, NAMES[(i + 3 * j) % len(NAMES)], 4 + 4 * ((i + j) % 2))
+    for i, place in enumerate(PLACES)
+    for j in range(3)
+] + [
+    (shape, PLACES[(2 * s + p) % 5], NAMES[(2 * s + 5 * p) % len(NAMES)], 8 - 4 * ((s + p) % 2))
     for s, shape in enumerate([*list(SHAPES)[1:], "llama", "gpt_neox"])
+    for p in range(2)
 ]
 
 
-@pytest.mark.parametrize(("shape", "placement", "configuration", "bits"), PAIRS + OTHER_SHAPES)
-def test_tokens_and_logits(
+@pytest.mark.parametrize(("shape", "placement", "configuration", "bits"), CASES)
+def test_tokens_are_those_of_the_unpacked_weights(
     shape: str, placement: str, configuration: str, bits: int, packed: Callable[[str, int], Reference],
     offload_dir: Path,
 ) -> None:  # fmt: skip

@@ -123,9 +123,8 @@ def test_comments_name_pages_and_sections_that_exist() -> None:
 
 
 def test_pages_name_what_the_package_has() -> None:
-    pages = [
-        ROOT / "docs" / name for name in ("architecture.md", "internals.md", "jobs.md", "planner.md", "eviction.md")
-    ]
+    names = ("architecture", "internals", "jobs", "planner", "eviction", "adding-a-format", "adding-a-model")
+    pages = [ROOT / "docs" / f"{name}.md" for name in names]
     assert [f"{page.name}: {name}" for page in pages for name in unknown_names(page.read_text())] == []
 
 

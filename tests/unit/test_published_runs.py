@@ -126,7 +126,6 @@ def run_file(tmp_path: Path, change: dict[str, Any], drop: str = "") -> Path:
     [
         ({}, "gbs", "run 1: field 'gbs' is missing"),
         ({"machine": "h100"}, "", "there is no profile of 'h100'"),
-        ({"percent": [60, 60, 100, 0, 100, 0]}, "", "percent: [60, 60, 100, 0, 100, 0] is not usable"),
         ({"hh_ratio": 0.001}, "", "hh_ratio: 0.001 of 512 tokens keeps none"),
     ],
 )

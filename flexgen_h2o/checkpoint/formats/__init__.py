@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     from flexgen_h2o.kernels.workspace import Workspace
 
 FORMATS = {
-    name: f"flexgen_h2o.checkpoint.formats.{name}"
-    for name in ("groupwise", "int8", "dense")
-}  # fmt: skip
+    "groupwise": "flexgen_h2o.checkpoint.formats.groupwise",
+    "int8": "flexgen_h2o.checkpoint.formats.int8",
+    "dense": "flexgen_h2o.checkpoint.formats",
+}
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,8 @@ def plain_layout(tensor: TensorSpec, itemsize: int) -> TensorLayout:
 @dataclass(frozen=True)
 class WeightFormat:
     """One format; subclasses say how matrices are laid out and decoded. Vectors are always plain.
+
+    This class itself is the format `dense`, of most checkpoints: any float dtype, held in the compute dtype.
 
     itemsize: bytes of the compute dtype. decodes: are matrices decoded into a buffer when their unit is opened? Else
     they are used as held. blocks_tables: can rows be looked up in what is blocked for products?
@@ -171,6 +174,11 @@ class PackedFormat(WeightFormat):
             return plain_layout(tensor, self.itemsize)
         stored = StoredRows((tensor.name,), (tensor.shape[0], row_bytes), ("uint8",), row_bytes)
         return TensorLayout(tensor.shape, (stored,), decoded_row_bytes)
+
+
+def recognise(policy: Policy, quantization: Mapping[str, Any] | None, itemsize: int) -> WeightFormat | None:
+    """Of the format `dense`."""
+    return WeightFormat(itemsize) if quantization is None else None
 
 
 @lru_cache(maxsize=1024)

@@ -8,15 +8,19 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
+import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "bench" / "baselines"))
 
 from contract import CARD_SLACK, RefusedError, hold_card, is_out_of_card_memory
 
+from bench.gpu import __main__ as door
 from bench.gpu import runner
 from bench.gpu.report import mem_spd_texts, run_texts, write_report
 from bench.gpu.runner import CUT, DOES_NOT_FIT, DONE, FAILED, REFUSED, TIMEOUT, Suite
@@ -48,14 +52,13 @@ def exit_with(code: int, said: str = "") -> str:
 
 def test_a_step_ends_as_its_exit_code_says(tmp_path: Path) -> None:
     steps = [step(str(code), exit_with(code, "why not"), tmp_path) for code in (0, 1, 2, 3)]
-    assert run(steps, tmp_path) == {"0": DONE, "1": FAILED, "2": REFUSED, "3": DOES_NOT_FIT}
+    steps.append(step("tests", exit_with(2), tmp_path, kind="tests"))  # of tests every code is a failure
+    ends = {"0": DONE, "1": FAILED, "2": REFUSED, "3": DOES_NOT_FIT, "tests": FAILED}
+    assert run(steps, tmp_path, copy_to=tmp_path / "out") == ends
+    assert json.loads((tmp_path / "out" / "steps.json").read_text())["0"]["status"] == DONE
     state = json.loads((tmp_path / "steps.json").read_text())
     assert state["3"]["reason"] == "why not"
     assert state["0"]["reason"] == ""
-
-
-def test_of_tests_every_code_is_a_failure(tmp_path: Path) -> None:
-    assert run([step("tests", exit_with(2), tmp_path, kind="tests")], tmp_path) == {"tests": FAILED}
 
 
 def test_the_next_call_goes_on(tmp_path: Path) -> None:
@@ -95,30 +98,23 @@ def test_the_suite_keeps_its_own_time(tmp_path: Path, monkeypatch: pytest.Monkey
     assert json.loads((tmp_path / "steps.json").read_text())["cut"]["attempts"] == 0
 
 
-def test_results_are_copied_after_every_step(tmp_path: Path) -> None:
-    run([step("one", "", tmp_path)], tmp_path / "results", copy_to=tmp_path / "out")
-    assert json.loads((tmp_path / "out" / "steps.json").read_text())["one"]["status"] == DONE
-
-
-def test_a_damaged_state_is_named(tmp_path: Path) -> None:
-    (tmp_path / "steps.json").write_text('{"auto": ')
-    with pytest.raises(UsageError, match=r"steps\.json: is damaged"):
-        run([], tmp_path)
-    assert run([step("one", "", tmp_path)], tmp_path, again=True) == {"one": DONE}
-
-
-@pytest.mark.parametrize("state", ["[1]", "1", '{"auto": 1}', '{"auto": {"status": "done"}}'])
+@pytest.mark.parametrize("state", ['{"auto": ', "[1]", '{"auto": 1}', '{"auto": {"status": "done"}}'])
 def test_a_state_that_is_none_is_named(state: str, tmp_path: Path) -> None:
     (tmp_path / "steps.json").write_text(state)
-    with pytest.raises(UsageError, match=r"steps\.json: is not what the suite keeps"):
+    with pytest.raises(UsageError, match=r"steps\.json: is (damaged|not what the suite keeps)"):
         run([], tmp_path)
+    assert run([], tmp_path, again=True) == {}
 
 
-@pytest.mark.parametrize("flags", [("--limit", "0"), ("--limit", "nan"), ("--only", "nothing")])
-def test_wrong_use_is_one_line(flags: tuple[str, str], tmp_path: Path) -> None:
-    done = start("--tiny", "--results", str(tmp_path / "r"), *flags)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1 and flags[0] in done.stderr
+def test_wrong_use_is_refused(tmp_path: Path) -> None:
+    tiny = ["--tiny", "--results", str(tmp_path / "r")]
+    for flags in (["--limit", "0"], ["--only", "nothing"]):
+        with pytest.raises(UsageError, match=flags[0]):
+            door._run([*tiny, *flags])
+    if not torch.cuda.is_available():
+        with pytest.raises(UsageError, match="no CUDA device is usable here; --tiny runs the same steps on the CPU"):
+            door._run(tiny[1:])
+    assert not (tmp_path / "r").exists()
 
 
 def test_results_that_cannot_be_written(tmp_path: Path) -> None:
@@ -139,9 +135,7 @@ def test_what_was_killed_while_it_wrote_is_left_out(tmp_path: Path) -> None:
     assert "Parity tests:" not in text and json.loads((tmp_path / "gpu_suite.json").read_text())["runs"] == {}
 
 
-@pytest.mark.parametrize(
-    "content", ["[1]", "null", "7", "{}", '{"report": {"gen_len": 4}, "card": null}', '{"report": [], "card": 5}']
-)
+@pytest.mark.parametrize("content", ["null", '{"report": {"gen_len": 4}, "card": null}'])
 def test_what_no_placement_has_left_is_named(content: str, tmp_path: Path) -> None:
     """Before the first step runs: the suite reports first."""
     setting, ran = tiny_setting(tmp_path, tmp_path), tmp_path / "ran"
@@ -160,6 +154,8 @@ def test_steps_are_in_order_of_worth_and_the_same_when_tiny(tmp_path: Path) -> N
     assert [s.name for s in full][:3] == ["parity-tests", "auto", "auto-h2o"]
     assert len({s.name for s in full}) == len(full)
     assert [s.name for s in full if s.kind == "placement"] == [s.name for s in tiny if s.kind == "placement"]
+    modules = {s.command[s.command.index("-m") + 1] for s in full}
+    assert all(find_spec(name) is not None for name in modules), modules
     for steps, device in ((full, "cuda"), (tiny, "cpu")):
         for command in (s.command for s in steps if s.kind != "tests"):
             assert command[command.index("--device") + 1] == device
@@ -194,23 +190,16 @@ def test_the_report_tells_what_is_there(tmp_path: Path) -> None:
     assert mem_spd_texts(no_figure)[4:6] == ["True", DOES_NOT_FIT]
 
 
-def test_the_report_has_one_title(tmp_path: Path) -> None:
-    """The sweep's page is a part of it."""
-    setting = tiny_setting(tmp_path, tmp_path)
+def test_the_report_has_one_title_and_names_placements_of_another_model(tmp_path: Path) -> None:
+    """The sweep's page is a part of it; the tiny suite has one model."""
     Store(tmp_path / "table.jsonl").add(key(), figures(5.0))
-    write_report(setting, all_steps(setting), {})
-    lines = (tmp_path / "gpu_suite.md").read_text().splitlines()
-    heads = [line for line in lines if line.startswith("#")]
-    assert [head for head in heads if head.startswith("# ")] == heads[:1]
-    assert heads[-2] == "## Throughput" and heads[-1].startswith("### facebook/opt-125m")
-
-
-def test_the_report_names_placements_of_another_model(tmp_path: Path) -> None:
-    """The tiny suite has none, though a step keeps the name of the large one."""
     said = []
     for setting in (Setting(False, tmp_path, tmp_path), tiny_setting(tmp_path, tmp_path)):
         write_report(setting, all_steps(setting), {})
         lines = (tmp_path / "gpu_suite.md").read_text().splitlines()
+        heads = [line for line in lines if line.startswith("#")]
+        assert [head for head in heads if head.startswith("# ")] == heads[:1]
+        assert heads[-2] == "## Throughput" and heads[-1].startswith("### facebook/opt-125m")
         said.append(next(line for line in lines if line.startswith(setting.model)))
     assert said == [
         "facebook/opt-6.7b, 512 + 32 tokens, bfloat16; opt-30b-4bit: facebook/opt-30b.",
@@ -228,35 +217,23 @@ def test_a_device_tier_of_ram_is_for_ours_only(device: str, flags: list[str]) ->
     assert replace(setup, device_mem=None).device_flags(OURS) == ["--device", device]
 
 
-class _Card:
-    """torch.cuda of a machine with a card of 100 GiB."""
-
-    total_memory = 100 * 2**30
-
-    def __init__(self, usable: bool) -> None:
-        self.usable, self.fraction, self.cuda = usable, 1.0, self
-
-    def is_available(self) -> bool:
-        return self.usable
-
-    def empty(self, count: int, device: str) -> None: ...
-
-    def get_device_properties(self, index: int) -> _Card:
-        return self
-
-    def set_per_process_memory_fraction(self, fraction: float) -> None:
-        self.fraction = fraction
+def card(usable: bool, total: int) -> Any:
+    """torch, on a machine with or without a card."""
+    found = MagicMock()
+    found.cuda.is_available.return_value = usable
+    found.cuda.get_device_properties.return_value.total_memory = total
+    return found
 
 
 def test_every_system_is_held_to_the_same_share_of_the_card() -> None:
-    card = _Card(usable=True)
-    hold_card(card, 15 * 2**30)
-    assert card.fraction * card.total_memory == pytest.approx(15 * 2**30 + CARD_SLACK)
-    whole = _Card(usable=True)
+    limited, total = card(True, 100 * 2**30), 100 * 2**30
+    hold_card(limited, 15 * 2**30)
+    limited.cuda.set_per_process_memory_fraction.assert_called_once_with((15 * 2**30 + CARD_SLACK) / total)
+    whole = card(True, total)
     hold_card(whole, None)
-    assert whole.fraction == 1.0
+    whole.cuda.set_per_process_memory_fraction.assert_not_called()
     with pytest.raises(RefusedError):
-        hold_card(_Card(usable=False), None)
+        hold_card(card(False, total), None)
 
 
 def test_out_of_memory_is_seen_through_other_errors() -> None:
@@ -269,23 +246,12 @@ def test_out_of_memory_is_seen_through_other_errors() -> None:
     assert not is_out_of_card_memory(RuntimeError())
 
 
-def test_a_card_that_is_not_there_is_said_in_one_line(tmp_path: Path) -> None:
-    import torch
-
-    if torch.cuda.is_available():
-        pytest.skip("there is a card")
-    done = start("--results", str(tmp_path))
-    assert done.returncode == 2
-    assert done.stderr.splitlines() == [
-        "gpu_suite: no CUDA device is usable here; --tiny runs the same steps on the CPU"
-    ]
-
-
 @pytest.mark.slow
 def test_the_tiny_suite_runs(tmp_path: Path) -> None:
-    done = start(
-        "--tiny", "--results", str(tmp_path / "r"), "--offload-dir", str(tmp_path / "weights"), "--limit", "1200"
-    )
+    flags = ["--tiny", "--results", tmp_path / "r", "--offload-dir", tmp_path / "weights", "--limit", "1200"]
+    command = ["bash", str(ROOT / "scripts/gpu_suite.sh"), *map(str, flags)]
+    environment = os.environ | {"PYTHON": sys.executable}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     whole = json.loads((tmp_path / "r" / "gpu_suite.json").read_text())
     statuses = {name: found["status"] for name, found in whole["steps"].items()}
@@ -293,8 +259,3 @@ def test_the_tiny_suite_runs(tmp_path: Path) -> None:
     assert {line["status"] for line in whole["table"] if line["system"] in ("ours-full", "ours-h2o:0.1")} == {"ok"}
     assert {line["status"] for line in whole["mem_spd"]} == {"ok"}
     assert "| auto | done |" in (tmp_path / "r" / "gpu_suite.md").read_text()
-
-
-def start(*flags: str) -> subprocess.CompletedProcess[str]:
-    command, environment = ["bash", str(ROOT / "scripts/gpu_suite.sh"), *flags], os.environ | {"PYTHON": sys.executable}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

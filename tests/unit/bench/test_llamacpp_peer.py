@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,17 +15,11 @@ sys.path.append(str(Path(__file__).resolve().parents[3] / "bench" / "baselines")
 
 from contract import RefusedError, Request, StoredTensor, stored_tensors
 
+from tests.unit.bench.test_throughput_sweep import load
+
 BASELINES = Path(__file__).resolve().parents[3] / "bench" / "baselines"
 LLAMA: dict[str, Any] = {"model_type": "llama", "num_attention_heads": 2, "num_key_value_heads": 1}
 NEOX: dict[str, Any] = {"model_type": "gpt_neox", "num_attention_heads": 2}
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"llamacpp_{name}", BASELINES / "llamacpp" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def stored(folder: Path, name: str, rows: int) -> StoredTensor:
@@ -56,7 +48,9 @@ def stored(folder: Path, name: str, rows: int) -> StoredTensor:
 def test_rows_are_in_the_order_of_llamacpp(
     tmp_path: Path, config: dict[str, Any], name: str, rows: int, becomes: str, order: list[int]
 ) -> None:
-    ((found, bits),) = load("convert")._converted(stored(tmp_path, name, rows), config["model_type"], config)
+    ((found, bits),) = load("llamacpp/convert.py")._converted(
+        stored(tmp_path, name, rows), config["model_type"], config
+    )
     assert found == becomes
     assert bits.shape == (rows, 3) and bits[:, 0].tolist() == order
 
@@ -73,11 +67,7 @@ def test_what_it_does_not_convert_is_refused_in_a_line(tmp_path: Path, config: d
 
 
 def test_more_rows_than_a_context_has_sequences_are_refused(tmp_path: Path) -> None:
-    run = load("run")
+    run = load("llamacpp/run.py")
     asked = Request("bf16", tmp_path, 4, 4, run.MOST_ROWS + 1, None, "bf16", tmp_path, 1)
     with pytest.raises(RefusedError, match="257 rows"):
         run.measure(asked, None)
-
-
-def test_tuning_starts_from_the_settings_of_a_run() -> None:
-    assert {name: values[0] for name, values in load("tune").TUNING.knobs.items()} == load("run").SETTINGS

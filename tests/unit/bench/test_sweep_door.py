@@ -47,15 +47,11 @@ CELL = "facebook/opt-125m,16,4,none,2,2"
     "flags",
     [
         ["--cell", "facebook/opt-125m,0,4,none,2,2"], ["--cell", "facebook/opt-125m,16,1,none,2,2"],
-        ["--cell", "facebook/opt-125m,16,4,none,0,2"], ["--cell", "facebook/opt-125m,16,4,none,4,2"],
-        ["--cell", "facebook/opt-125m,16,4,much,2,2"], ["--cell", "facebook/opt-125m,16,4,0,2,2"],
+        ["--cell", "facebook/opt-125m,16,4,none,4,2"], ["--cell", "facebook/opt-125m,16,4,much,2,2"],
         ["--cell", "facebook/opt-125m,2046,4,none,2,2"], ["--cell", "nobody/none,16,4,none,2,2"],
         ["--cell", "facebook/opt-125m,16"], ["--systems", "ours-h2o", "--cell", CELL],
-        ["--systems", "ours-h2o:nothing", "--cell", CELL], ["--systems", "ours-h2o:2", "--cell", CELL],
-        ["--systems", "theirs", "--cell", CELL], ["--repeats", "-1", "--cell", CELL],
-        ["--limit", "0", "--cell", CELL], ["--limit", "nan", "--cell", CELL],
-        ["--quiet-wait", "-1", "--cell", CELL], ["--threads", "0", "--cell", CELL], ["--grid", "none"],
-        ["--device-mem", "12XB", "--cell", CELL],
+        ["--systems", "ours-h2o:2", "--cell", CELL], ["--limit", "0", "--cell", CELL],
+        ["--quiet-wait", "-1", "--cell", CELL], ["--device-mem", "12XB", "--cell", CELL],
     ],
 )  # fmt: skip
 def test_wrong_use_is_one_line_before_anything_runs(
@@ -120,9 +116,8 @@ def test_the_line_in_the_picture_of_memory_is_where_a_run_is_over_the_budget(
 @pytest.mark.parametrize(
     ("script", "status", "reason"),
     [
-        ("echo noise", FAILED, "printed no figures"), ("true", FAILED, "printed no figures"),
+        ("true", FAILED, "printed no figures"), ("printf '\\377\\n'", FAILED, "printed no figures"),
         ("echo '{\"tokens_per_s\": 1}'; echo why >&2", FAILED, "printed no figures; why"),
-        ("printf '\\377\\n'", FAILED, "printed no figures"), ("kill -SEGV $$", FAILED, "exit code -11"),
         ("kill -9 $$", DOES_NOT_FIT, "exit code -9"), ("sleep 60 & sleep 60", TIMEOUT, "not done after 2 s"),
     ],
 )  # fmt: skip

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.bench.test_throughput_sweep import load
+
 BASELINES = Path(__file__).resolve().parents[3] / "bench" / "baselines"
 # A peer whose rate is small * 10 + large, and which does not run with small = 3.
 RUN = """
@@ -60,6 +62,6 @@ def test_settings_that_could_not_be_written_are_refused_before_anything_runs(tmp
 
 @pytest.mark.parametrize("peer", ["deepspeed", "llamacpp"])
 def test_each_peer_has_the_command(peer: str) -> None:
-    command = [sys.executable, str(BASELINES / peer / "tune.py"), "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and "--output" in done.stdout and f"baselines/{peer}/tune.py" in done.stdout
+    tuning, run = load(f"{peer}/tune.py").TUNING, load(f"{peer}/run.py")
+    assert tuning.run == BASELINES / peer / "run.py"
+    assert {name: values[0] for name, values in tuning.knobs.items()} == run.SETTINGS  # tuning starts from them

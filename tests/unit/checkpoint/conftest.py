@@ -1,7 +1,9 @@
-"""A tiny model of OPT-like names, as a spec, as tensors and as a real transformers model."""
+"""A tiny OPT, as a spec, as tensors and as a model of transformers."""
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,69 +13,21 @@ import torch
 from transformers import OPTConfig, OPTForCausalLM
 
 from flexgen_h2o.checkpoint import StoredTensor
-from flexgen_h2o.core.config import ModelSpec, TensorSpec
-
-HIDDEN, HEADS, FFN, VOCAB, POSITIONS, BLOCKS = 16, 2, 32, 40, 24, 2
-
-
-def _linear(block: str, name: str, out: int, into: int) -> tuple[TensorSpec, ...]:
-    return (
-        TensorSpec(f"{name}.weight", f"{block}.{name}.weight", (out, into)),
-        TensorSpec(f"{name}.bias", f"{block}.{name}.bias", (out,)),
-    )
-
-
-def _norm(block: str, name: str) -> tuple[TensorSpec, ...]:
-    return tuple(TensorSpec(f"{name}.{part}", f"{block}.{name}.{part}", (HIDDEN,)) for part in ("weight", "bias"))
-
-
-@pytest.fixture
-def spec() -> ModelSpec:
-    blocks = [f"model.decoder.layers.{i}" for i in range(BLOCKS)]
-    projections = [f"self_attn.{x}_proj" for x in ("q", "k", "v", "out")]
-    decoder = "model.decoder"
-    return ModelSpec(
-        name="tiny",
-        family="opt",
-        num_blocks=BLOCKS,
-        hidden_size=HIDDEN,
-        num_heads=HEADS,
-        num_kv_heads=HEADS,
-        head_dim=HIDDEN // HEADS,
-        ffn_size=FFN,
-        vocab_size=VOCAB,
-        max_positions=POSITIONS,
-        embedding=(
-            TensorSpec("tokens", f"{decoder}.embed_tokens.weight", (VOCAB, HIDDEN)),
-            TensorSpec("positions", f"{decoder}.embed_positions.weight", (POSITIONS + 2, HIDDEN)),
-        ),
-        attention=tuple(
-            _norm(b, "self_attn_layer_norm") + sum((_linear(b, p, HIDDEN, HIDDEN) for p in projections), ())
-            for b in blocks
-        ),
-        mlp=tuple(
-            _norm(b, "final_layer_norm") + _linear(b, "fc1", FFN, HIDDEN) + _linear(b, "fc2", HIDDEN, FFN)
-            for b in blocks
-        ),
-        head=(
-            *_norm(decoder, "final_layer_norm"),
-            TensorSpec("tokens", f"{decoder}.embed_tokens.weight", (VOCAB, HIDDEN)),
-        ),
-        tied=True,
-    )
+from flexgen_h2o.core.config import ModelSpec
+from flexgen_h2o.models import spec_from_config
 
 
 @pytest.fixture
 def config() -> OPTConfig:
     return OPTConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        num_hidden_layers=BLOCKS,
-        ffn_dim=FFN,
-        max_position_embeddings=POSITIONS,
-        num_attention_heads=HEADS,
-        word_embed_proj_dim=HIDDEN,
-    )
+        vocab_size=40, hidden_size=16, num_hidden_layers=2, ffn_dim=32, max_position_embeddings=24,
+        num_attention_heads=2, word_embed_proj_dim=16,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def spec(config: OPTConfig) -> ModelSpec:
+    return spec_from_config("tiny", config.to_dict(), "here")
 
 
 @pytest.fixture
@@ -98,6 +52,16 @@ def read() -> Callable[[StoredTensor], torch.Tensor]:
         return torch.frombuffer(data, dtype=getattr(torch, stored.dtype)).view(stored.shape)
 
     return read_range
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes a function of `os` fail as on a full disk."""
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    return lambda call: monkeypatch.setattr(os, call, full)
 
 
 @pytest.fixture

@@ -29,12 +29,9 @@ def test_all_tensors_by_their_spec_name(tmp_path: Path, spec, weights, read) -> 
     assert checkpoint.folder == tmp_path
 
 
-def test_names_of_the_bare_model(tmp_path: Path, spec, weights) -> None:
+def test_names_without_and_with_the_prefix(tmp_path: Path, spec, weights) -> None:
     bare = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
     assert opened(spec, bare, tmp_path).tensors.keys() == weights.keys()
-
-
-def test_names_with_the_prefix_added(tmp_path: Path, spec) -> None:
     only = TensorSpec("tokens", "decoder.embed_tokens.weight", (4, 2))
     small = dataclasses.replace(spec, num_blocks=0, embedding=(only,), attention=(), mlp=(), head=(only,))
     checkpoint = opened(small, {"model.decoder.embed_tokens.weight": torch.zeros(4, 2)}, tmp_path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import socket
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -69,37 +68,25 @@ def hub(monkeypatch):
     return install
 
 
-def test_local_folder(tmp_path: Path) -> None:
-    folder = make(tmp_path / "m")
-    assert resolve(str(folder), None) == ModelSource(str(folder), folder, random=False)
-
-
-def test_local_folder_without_config(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=rf"--model {tmp_path}: there is no config.json"):
-        resolve(str(tmp_path), None)
-
-
-@pytest.mark.parametrize("model", ["/no/such/folder", "./nowhere", "~/no-such-folder-here", ""])
-def test_no_such_folder(model: str) -> None:
+@pytest.mark.parametrize("model", ["/no/such/folder", "./nowhere", "~/no-such-folder-here", "", "{tmp}"])
+def test_no_such_folder_or_none_with_a_config(model: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--model"):
-        resolve(model, None)
+        resolve(model.format(tmp=tmp_path), None)
 
 
-def test_packaged(tmp_path: Path, monkeypatch) -> None:
+def test_packaged_unless_there_is_such_a_folder(tmp_path: Path, monkeypatch) -> None:
     folder = make(tmp_path / "assets")
     monkeypatch.setitem(PACKAGED, "opt-tiny", folder)
     assert resolve("opt-tiny", None).folder == folder
     assert resolve("opt-tiny", "_DUMMY_") == ModelSource("opt-tiny", folder, random=True)
-
-
-def test_local_folder_comes_before_packaged(tmp_path: Path, monkeypatch) -> None:
     make(tmp_path / "opt-tiny")
     monkeypatch.chdir(tmp_path)
     assert resolve("opt-tiny", None).folder == Path("opt-tiny")
 
 
-def test_dummy(tmp_path: Path) -> None:
+def test_local_folder(tmp_path: Path) -> None:
     folder = make(tmp_path / "m")
+    assert resolve(str(folder), None) == ModelSource(str(folder), folder, random=False)
     assert resolve(str(folder), "_DUMMY_") == ModelSource(str(folder), folder, random=True)
     assert resolve(ID, "x/_DUMMY_") == ModelSource(ID, None, random=True)
 
@@ -119,17 +106,12 @@ def test_cached(home: Path) -> None:
         resolve(ID, str(home / "nothing here"))
 
 
-def test_cached_without_weights_is_enough_for_a_plan(home: Path) -> None:
-    folder = cached(home)
-    assert resolve(ID, None, weights=False).folder == folder
-    with pytest.raises(UsageError, match="not complete in the local cache"):
-        resolve(ID, None)
-
-
 def test_cached_in_part(home: Path) -> None:
+    """Without weights it is enough for a plan."""
     folder = cached(home, "a.safetensors")
     index = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert resolve(ID, None, weights=False).folder == folder
     with pytest.raises(UsageError, match="not complete in the local cache"):
         resolve(ID, None)
     (folder / "b.safetensors").write_text("")
@@ -142,52 +124,39 @@ def test_not_to_be_had(monkeypatch, model: str, offline: bool) -> None:
     if not offline:
         # A port where nobody listens: the same failure as no network, on any machine.
         monkeypatch.setattr(huggingface_hub.HfApi, "__init__", _with_endpoint("http://127.0.0.1:9"))
-    started = time.monotonic()
     with pytest.raises(UsageError, match=rf"--model {model}: .*--path _DUMMY_") as caught:
         resolve(model, None)
-    assert time.monotonic() - started < 15
     assert "\n" not in str(caught.value)
 
 
 def test_a_silent_network_does_not_hang(monkeypatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setitem(resolve.__globals__, "_HUB_SECONDS", 0.3)
-    started = time.monotonic()
     with socket.create_server(("127.0.0.1", 0)) as server:
         endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"
         monkeypatch.setattr(huggingface_hub.HfApi, "__init__", _with_endpoint(endpoint))
         with pytest.raises(UsageError, match="Timeout"):
             resolve(ID, None)
-    assert time.monotonic() - started < 10
 
 
 def _with_endpoint(endpoint: str, init=huggingface_hub.HfApi.__init__):
     return lambda self, *args, **options: init(self, *args, **{**options, "endpoint": endpoint})
 
 
-@pytest.mark.parametrize(
-    ("files", "wanted", "unwanted"),
-    [
-        (("model.safetensors", BIN := "pytorch_model.bin"), "*.safetensors", "pytorch_model*.bin"),
-        ((BIN,), "pytorch_model*.bin", "*.safetensors"),
-    ],
-)
-def test_downloads_one_format(tmp_path: Path, hub, files, wanted: str, unwanted: str) -> None:
-    folder = make(tmp_path / "got")
-    asked = hub(folder, *files)
-    assert resolve(ID, None, revision="v1").folder == folder
-    assert asked[0]["revision"] == "v1"
-    assert wanted in asked[0]["allow_patterns"]
-    assert unwanted not in asked[0]["allow_patterns"]
+def test_downloads_one_format(tmp_path: Path, hub) -> None:
+    folder, bin_file = make(tmp_path / "got"), "pytorch_model.bin"
+    patterns = ("*.safetensors", "pytorch_model*.bin")
+    for files, wanted in ((("model.safetensors", bin_file), patterns[0]), ((bin_file,), patterns[1])):
+        asked = hub(folder, *files)
+        assert resolve(ID, None, revision="v1").folder == folder
+        assert asked[-1]["revision"] == "v1"
+        assert [pattern for pattern in patterns if pattern in asked[-1]["allow_patterns"]] == [wanted]
 
 
-def test_full_disk_during_download(tmp_path: Path, hub) -> None:
+def test_a_download_that_fails(tmp_path: Path, hub) -> None:
     hub(tmp_path, error=OSError(errno.ENOSPC, "No space left on device"))
     with pytest.raises(DoesNotFitError, match="HF_HOME"):
         resolve(ID, None)
-
-
-def test_no_such_repository(monkeypatch, hub, tmp_path: Path) -> None:
     response = SimpleNamespace(headers={}, request=None, status_code=404)
     hub(tmp_path, error=RepositoryNotFoundError("404 Client Error.\n\nLong advice.", response=response))
     with pytest.raises(UsageError, match=r"RepositoryNotFoundError: 404 Client Error\)"):

@@ -76,23 +76,17 @@ def test_unknown_dtypes_are_kept_without_a_size_check(tmp_path: Path) -> None:
     assert read_index(tmp_path)["x"].dtype == "F3_NEW"
 
 
-def test_truncated_shard(sharded: Path) -> None:
+def test_shards_that_do_not_belong_to_the_index(sharded: Path) -> None:
     path = sharded / SHARDS[1]
-    size = path.stat().st_size
-    path.write_bytes(path.read_bytes()[:-13])
-    with pytest.raises(UsageError, match=rf"{SHARDS[1]}: is truncated: {size - 13} bytes, {size} expected"):
+    data = path.read_bytes()
+    path.write_bytes(data[:-13])
+    with pytest.raises(UsageError, match=rf"{path.name}: is truncated: {len(data) - 13} bytes, {len(data)} expected"):
         read_index(sharded)
-
-
-def test_missing_shard(sharded: Path) -> None:
-    (sharded / SHARDS[1]).unlink()
-    with pytest.raises(UsageError, match=rf"{SHARDS[1]}.*missing"):
+    save_file({"other": torch.randn(5)}, path)
+    with pytest.raises(UsageError, match=rf"{path.name}: .*'b'"):
         read_index(sharded)
-
-
-def test_shard_without_a_tensor_of_the_index(sharded: Path) -> None:
-    save_file({"other": torch.randn(5)}, sharded / SHARDS[1])
-    with pytest.raises(UsageError, match=rf"{SHARDS[1]}: .*'b'"):
+    path.unlink()
+    with pytest.raises(UsageError, match=rf"{path.name}.*missing"):
         read_index(sharded)
 
 
@@ -106,35 +100,16 @@ def test_bad_index(tmp_path: Path, body: str) -> None:
         read_index(tmp_path)
 
 
-def test_huge_header_length(tmp_path: Path) -> None:
+def test_what_is_no_safetensors_file(tmp_path: Path) -> None:
     (tmp_path / SINGLE).write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
     with pytest.raises(UsageError, match=r"model.safetensors: .*git-lfs"):
+        read_index(tmp_path)
+    write_raw(tmp_path / SINGLE, {"t": 3})
+    with pytest.raises(UsageError, match=r"model.safetensors: the header entry of tensor 't' is damaged"):
         read_index(tmp_path)
 
 
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
-
-
-@pytest.mark.parametrize(
-    "head",
-    [
-        b"{not json}",
-        b"\xff\xfe{}",
-        {"t": 3},
-        {"t": {**ENTRY, "shape": [3]}},
-        {"t": {**ENTRY, "dtype": "F16"}},
-        {"t": {**ENTRY, "dtype": None}},
-        {"t": {**ENTRY, "data_offsets": [8, 0]}},
-        {"t": {**ENTRY, "data_offsets": [0]}},
-        {"t": {**ENTRY, "data_offsets": [8, 16]}},
-    ],
-    ids=str,
-)
-def test_corrupt_header(tmp_path: Path, head: object) -> None:
-    write_raw(tmp_path / SINGLE, head, bytes(8))
-    with pytest.raises(UsageError, match=SINGLE) as caught:
-        read_index(tmp_path)
-    assert "\n" not in str(caught.value)
 
 
 # ---- the verdicts of the safetensors library

@@ -1,24 +1,49 @@
-"""Reading configs: the table of public shapes, folders of transformers, and clear ends for what is not supported."""
+"""Reading configs: public shapes, rope types, biases, windows, folders of transformers, and what must be refused."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import OPTConfig, OPTForCausalLM
+import torch
+from transformers import AutoConfig, OPTConfig, OPTForCausalLM
+from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from flexgen_h2o.core.config import ModelSpec
 from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.engine.memory_plan import BlockShape, workspace_sizes
 from flexgen_h2o.models import built_in_names, built_in_spec, spec_from_config, spec_from_folder
 
-RAW: dict[str, Any] = {
-    "model_type": "opt", "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "ffn_dim": 24,
-    "max_position_embeddings": 20, "num_attention_heads": 4, "word_embed_proj_dim": 16,
+SMALL: dict[str, dict[str, Any]] = {
+    "opt": {
+        "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "ffn_dim": 24, "max_position_embeddings": 20,
+        "num_attention_heads": 4, "word_embed_proj_dim": 16,
+    },
+    "llama": {
+        "vocab_size": 40, "hidden_size": 24, "num_hidden_layers": 2, "intermediate_size": 20,
+        "max_position_embeddings": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+    },
+    "gpt_neox": {
+        "vocab_size": 40, "hidden_size": 24, "num_hidden_layers": 2, "intermediate_size": 20,
+        "max_position_embeddings": 64, "num_attention_heads": 2, "rotary_pct": 0.5,
+    },
 }  # fmt: skip
 
+
+def read(folder: Path, base: str = "opt", **changes: Any) -> ModelSpec:
+    """The spec of a folder with the small config of a family, changed."""
+    (folder / "config.json").write_text(json.dumps({"model_type": base, **SMALL[base], **changes}))
+    return spec_from_folder("m", folder)[0]
+
+
+# ---- the tables of public shapes
+
 # hidden size, blocks, heads, ffn, word embedding width, vocabulary: the tables of the OPT and Galactica papers
-PUBLIC = {
+OPT = {
     "facebook/opt-125m": (768, 12, 12, 3072, 768, 50272),
     "facebook/opt-350m": (1024, 24, 16, 4096, 512, 50272),
     "facebook/opt-1.3b": (2048, 24, 32, 8192, 2048, 50272),
@@ -38,108 +63,220 @@ PUBLIC = {
     "facebook/galactica-30b": (7168, 48, 56, 28672, 7168, 50000),
     "facebook/galactica-120b": (10240, 96, 80, 40960, 10240, 50000),
 }
+# hidden size, blocks, heads, kv-heads, head width, MLP width, vocabulary, positions; parameters as published
+LLAMA = {
+    "meta-llama/Llama-2-7b-hf": ((4096, 32, 32, 32, 128, 11008, 32000, 4096), 6_738_415_616),
+    "meta-llama/Llama-2-13b-hf": ((5120, 40, 40, 40, 128, 13824, 32000, 4096), 13_015_864_320),
+    "meta-llama/Llama-2-70b-hf": ((8192, 80, 64, 8, 128, 28672, 32000, 4096), 68_976_648_192),
+    "meta-llama/Meta-Llama-3-8B": ((4096, 32, 32, 8, 128, 14336, 128256, 8192), 8_030_261_248),
+    "meta-llama/Meta-Llama-3-70B": ((8192, 80, 64, 8, 128, 28672, 128256, 8192), 70_553_706_496),
+    "meta-llama/Llama-3.1-8B": ((4096, 32, 32, 8, 128, 14336, 128256, 131072), 8_030_261_248),
+    "meta-llama/Llama-3.1-70B": ((8192, 80, 64, 8, 128, 28672, 128256, 131072), 70_553_706_496),
+    "meta-llama/Llama-3.2-1B": ((2048, 16, 32, 8, 64, 8192, 128256, 131072), 1_235_814_400),
+    "meta-llama/Llama-3.2-3B": ((3072, 28, 24, 8, 128, 8192, 128256, 131072), 3_212_749_824),
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": ((2048, 22, 32, 4, 64, 5632, 32000, 2048), 1_100_048_384),
+    "mistralai/Mistral-7B-v0.1": ((4096, 32, 32, 8, 128, 14336, 32000, 4096), 7_241_732_096),
+    "mistralai/Mistral-7B-v0.3": ((4096, 32, 32, 8, 128, 14336, 32768, 32768), 7_248_023_552),
+}
+CHAT = {f"meta-llama/Llama-2-{size}-chat-hf": f"meta-llama/Llama-2-{size}-hf" for size in ("7b", "13b", "70b")}
+# hidden size, blocks, heads, vocabulary; parameters as in the table of the Pythia paper, embeddings counted twice
+NEOX = {
+    "EleutherAI/gpt-neox-20b": ((6144, 44, 64, 50432), 20_554_567_680),
+    "EleutherAI/pythia-70m": ((512, 6, 8, 50304), 70_426_624),
+    "EleutherAI/pythia-160m": ((768, 12, 12, 50304), 162_322_944),
+    "EleutherAI/pythia-410m": ((1024, 24, 16, 50304), 405_334_016),
+    "EleutherAI/pythia-1b": ((2048, 16, 8, 50304), 1_011_781_632),
+    "EleutherAI/pythia-1.4b": ((2048, 24, 16, 50304), 1_414_647_808),
+    "EleutherAI/pythia-2.8b": ((2560, 32, 32, 50304), 2_775_208_960),
+    "EleutherAI/pythia-6.9b": ((4096, 32, 32, 50432), 6_857_302_016),
+    "EleutherAI/pythia-12b": ((5120, 36, 40, 50688), 11_846_072_320),
+}
 
 
-def write(folder: Path, **changes: Any) -> Path:
-    (folder / "config.json").write_text(json.dumps({**RAW, **changes}))
-    return folder
+def public(name: str) -> ModelSpec:
+    found = built_in_spec(name)
+    assert found is not None and found == built_in_spec(name.split("/")[1].upper())
+    assert found[0].name == name and spec_from_config(name, found[1], "table") == found[0]
+    return found[0]
 
 
-# ---- the table of public shapes
-
-
-def test_the_table_is_complete() -> None:
-    assert sorted(name for name in built_in_names() if name.startswith("facebook/")) == sorted(PUBLIC)
+def test_the_tables_are_complete() -> None:
+    assert {name.removesuffix("-deduped") for name in built_in_names()} == {*OPT, *LLAMA, *CHAT, *NEOX}
     assert len({name.split("/")[1].lower() for name in built_in_names()}) == len(built_in_names())
+    assert built_in_spec("opt-9b") is None is built_in_spec("someone/opt-125m")
 
 
-def test_public_shapes() -> None:
-    for name in PUBLIC:
-        found = built_in_spec(name)
-        assert found is not None and found == built_in_spec(name.split("/")[1].upper())
-        spec, config = found
+def test_public_opt_shapes() -> None:
+    for name, sizes in OPT.items():
+        spec = public(name)
         narrow = spec.embedding[0].shape[1]
-        assert (spec.hidden_size, spec.num_blocks, spec.num_heads, spec.ffn_size, narrow, spec.vocab_size) == PUBLIC[
-            name
-        ]
-        assert (spec.name, spec.max_positions, spec.tied, spec.num_kv_heads) == (name, 2048, True, spec.num_heads)
+        found = (spec.hidden_size, spec.num_blocks, spec.num_heads, spec.ffn_size, narrow, spec.vocab_size)
+        assert found == sizes
+        assert (spec.max_positions, spec.tied, spec.num_kv_heads) == (2048, True, spec.num_heads)
         assert spec.head_dim * spec.num_heads == spec.hidden_size
-        galactica, post_norm = "galactica" in name, name.endswith("350m")
         has_bias = any(t.role.endswith("q_proj.bias") for t in spec.attention[0])
-        assert (spec.option("activation"), has_bias) == (("gelu", False) if galactica else ("relu", True))
-        assert spec.option("pre_norm") is not post_norm
-        assert spec_from_config(name, config, "table") == spec
+        assert (spec.option("activation"), has_bias) == (("gelu", False) if "galactica" in name else ("relu", True))
+        assert spec.option("pre_norm") is not name.endswith("350m")
 
 
-@pytest.mark.parametrize("name", ["opt-9b", "someone/opt-125m"])
-def test_what_is_not_in_the_table_is_none(name: str) -> None:
-    assert built_in_spec(name) is None
+def test_public_llama_shapes() -> None:
+    for name, (sizes, weights) in LLAMA.items():
+        spec = public(name)
+        found = (spec.hidden_size, spec.num_blocks, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.ffn_size)
+        assert ((*found, spec.vocab_size, spec.max_positions), spec.num_weights) == (sizes, weights)
+        assert (spec.tied, spec.option("eps")) == ("3.2" in name, 1e-5)
+    assert all(public(chat) == replace(public(plain), name=chat) for chat, plain in CHAT.items())
 
 
-# ---- folders
+def test_public_gpt_neox_shapes() -> None:
+    for name, (sizes, weights) in NEOX.items():
+        spec = public(name)
+        found = (spec.hidden_size, spec.num_blocks, spec.num_heads, spec.vocab_size)
+        assert (found, spec.num_weights) == (sizes, weights)
+        assert (spec.max_positions, spec.ffn_size, spec.tied) == (2048, 4 * spec.hidden_size, False)
+        assert spec.rotary is not None and spec.rotary.width == spec.head_dim // 4
+        assert spec.option("parallel") and not any(spec.mlp)
+
+
+# ---- what a config says
 
 
 def test_a_folder_saved_by_transformers_gives_the_spec_of_its_config(tmp_path: Path) -> None:
-    config = OPTConfig(**RAW, eos_token_id=7, bos_token_id=5, activation_function="gelu")
+    config = OPTConfig(**SMALL["opt"], eos_token_id=7, bos_token_id=5, activation_function="gelu")
     OPTForCausalLM(config).save_pretrained(tmp_path)
-    spec, read = spec_from_folder("mine", tmp_path)
+    spec, found = spec_from_folder("mine", tmp_path)
     assert spec == spec_from_config("mine", config.to_dict(), "here")
     assert (spec.name, spec.eos_token_ids, spec.bos_token_id, spec.num_blocks) == ("mine", (7,), 5, 2)
-    assert spec.option("activation") == "gelu" == read["activation_function"]
+    assert spec.option("activation") == "gelu" == found["activation_function"]
 
 
-@pytest.mark.parametrize(("eos", "ids"), [(None, ()), (3, (3,)), ([3, 4], (3, 4)), (0, (0,))])
-def test_end_tokens_in_every_spelling(tmp_path: Path, eos: object, ids: tuple[int, ...]) -> None:
-    assert spec_from_folder("m", write(tmp_path, eos_token_id=eos))[0].eos_token_ids == ids
+def test_end_tokens_in_every_spelling(tmp_path: Path) -> None:
+    for eos, ids in ((None, ()), (3, (3,)), ([3, 4], (3, 4)), (0, (0,))):
+        assert read(tmp_path, eos_token_id=eos).eos_token_ids == ids
 
 
 def test_labels_of_a_classifier_do_not_count(tmp_path: Path) -> None:
     """A damaged number of them would keep transformers busy for minutes."""
     labels = {str(i): "x" for i in range(50)}
-    spec, config = spec_from_folder("m", write(tmp_path, num_labels=5000, id2label=labels, label2id={}))
-    assert spec == spec_from_folder("m", write(tmp_path))[0]
-    assert len(config.get("id2label") or {}) < 50
+    assert read(tmp_path, num_labels=5000, id2label=labels, label2id={}) == read(tmp_path)
 
 
 def test_defaults_are_transformers_own(tmp_path: Path) -> None:
-    spec, config = spec_from_folder("m", write(tmp_path))
-    theirs = OPTConfig()
-    assert (config["activation_function"], config["enable_bias"]) == (theirs.activation_function, theirs.enable_bias)
+    spec = read(tmp_path)
+    assert spec.option("activation") == OPTConfig().activation_function
     assert spec.tied and spec.option("pre_norm") and spec.option("final_norm")
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA_3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("base", "changes"),
     [
-        ({"model_type": "bloom"}, "model_type 'bloom' is not supported .known: .*opt"),
-        ({"hidden_size": 0}, "hidden_size: 0"),
-        ({"hidden_size": 18}, "hidden_size 18 is not a multiple of num_attention_heads 4"),
-        ({"num_hidden_layers": -1}, "num_hidden_layers: -1"),
-        ({"max_position_embeddings": 10**400}, "max_position_embeddings: 10+ must be between"),
-        ({"activation_function": "swish"}, "activation_function 'swish' is not one of"),
-        ({"eos_token_id": "x"}, "eos_token_id"),
+        ("llama", {}), ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 2.5}}),
+        ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
+        ("llama", {"rope_scaling": LLAMA_3, "rope_theta": 500000.0}), ("llama", {"rope_scaling": YARN}),
+        ("llama", {"rope_scaling": {**YARN, "attention_factor": 1.5, "beta_fast": 16.0}}), ("gpt_neox", {}),
+        ("gpt_neox", {"rotary_pct": 1.0, "rotary_emb_base": 500}),
+        ("gpt_neox", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+    ],
+)  # fmt: skip
+def test_frequencies_are_those_of_transformers(base: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    rotary, config = read(tmp_path, base, **changes).rotary, AutoConfig.from_pretrained(tmp_path)
+    theirs = (LlamaRotaryEmbedding if base == "llama" else GPTNeoXRotaryEmbedding)(config)
+    assert rotary is not None and torch.equal(torch.tensor(rotary.frequencies), theirs.inv_freq)
+    assert rotary.scaling == theirs.attention_scaling
+
+
+def test_biases(tmp_path: Path) -> None:
+    def biased(**changes: Any) -> set[str]:
+        spec = read(tmp_path, "llama", **changes)
+        return {t.role.split(".")[0][0] for t in spec.attention[1] + spec.mlp[0] if t.role.endswith("bias")}
+
+    assert biased() == set() == biased(model_type="mistral")
+    assert biased(attention_bias=True) == set("qkvo")
+    assert biased(mlp_bias=True) == set("gud")
+    assert biased(model_type="qwen2") == set("qkv")
+
+
+@pytest.mark.parametrize(
+    ("changes", "positions"),
+    [
+        ({"model_type": "mistral", "sliding_window": None}, 64),
+        ({"model_type": "mistral", "sliding_window": 100}, 64),
+        ({"model_type": "mistral", "sliding_window": 16}, 16),
+        ({"model_type": "qwen2", "sliding_window": 16}, 64),
+        ({"model_type": "qwen2", "sliding_window": 16, "use_sliding_window": True}, 16),
     ],
 )
-def test_a_bad_config_is_refused_by_file_and_field(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+def test_positions_end_with_the_sliding_window(changes: dict[str, Any], positions: int, tmp_path: Path) -> None:
+    assert read(tmp_path, "llama", **changes).max_positions == positions
+
+
+def test_a_gated_mlp_has_two_wide_buffers(tmp_path: Path) -> None:
+    spec, shape = read(tmp_path, "llama"), BlockShape(rows=2, micro_batches=1, tokens=9, slots=(9, 9))
+    sizes = workspace_sizes(spec, shape, 4)
+    assert sizes["gate"] >= 9 * spec.ffn_size * 4 and sizes["k"] == sizes["v"] < sizes["q"]
+
+
+@pytest.mark.parametrize("sep_layer", [True, False])
+def test_a_parallel_block_is_one_layer(sep_layer: bool, tmp_path: Path) -> None:
+    parallel, sequential = (read(tmp_path, "gpt_neox", use_parallel_residual=p) for p in (True, False))
+    assert [layer.kind for layer in parallel.layers(sep_layer).layers] == ["embedding", "block", "block", "head"]
+    assert len(sequential.layers(sep_layer).layers) == (6 if sep_layer else 4)
+    assert parallel.num_weights == sequential.num_weights
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "says"),
+    [
+        ("opt", {"model_type": "bloom"}, "model_type 'bloom' is not supported .known: .*opt"),
+        ("opt", {"model_type": ["opt"]}, "model_type"),
+        ("opt", {"hidden_size": 0}, "hidden_size: 0"),
+        ("opt", {"hidden_size": 18}, "hidden_size 18 is not a multiple of num_attention_heads 4"),
+        ("opt", {"max_position_embeddings": 10**400}, "max_position_embeddings: 10+ must be between"),
+        ("opt", {"activation_function": "swish"}, "activation_function 'swish' is not one of"),
+        ("opt", {"eos_token_id": "x"}, "eos_token_id"),
+        ("llama", {"num_hidden_layers": 10**6}, "num_hidden_layers: 1000000"),
+        ("llama", {"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
+        ("llama", {"head_dim": 7}, "head_dim.*7"),
+        ("llama", {"hidden_size": 22, "model_type": "qwen2"}, "head_dim 5 is odd"),
+        ("llama", {"rms_norm_eps": 0.0}, "rms_norm_eps: 0.0"),
+        ("llama", {"model_type": "mistral", "sliding_window": 0}, "sliding_window: 0"),
+        ("llama", {"rope_scaling": {"rope_type": "nonsense"}}, "rope_type 'nonsense' is not supported .known: default"),
+        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": "x"}}, "not usable with rope_type 'linear'"),
+        ("llama", {"rope_scaling": {"rope_type": "llama3"}}, "factor"),
+        (
+            "llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.34}},
+            "turn 2 numbers of a head of 6",
+        ),
+        ("llama", {"rope_theta": -1.0}, "rope_type 'default' with these values"),
+        ("gpt_neox", {"layer_norm_eps": 0.0}, "layer_norm_eps: 0.0"),
+        ("gpt_neox", {"hidden_act": "relu2"}, "hidden_act 'relu2' is not one of"),
+        ("gpt_neox", {"rotary_pct": 0.0}, "rope_parameters"),
+        ("gpt_neox", {"rotary_pct": 2.0}, "rope_parameters"),
+    ],
+)  # fmt: skip
+def test_a_bad_config_is_refused_by_file_and_field(
+    tmp_path: Path, base: str, changes: dict[str, Any], says: str
+) -> None:
     with pytest.raises(UsageError, match=says) as caught:
-        spec_from_folder("m", write(tmp_path, **changes))
-    assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: ")
+        read(tmp_path, base, **changes)
+    assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: ") and "\n" not in str(caught.value)
 
 
-def test_a_model_type_that_is_no_string_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError):
-        spec_from_folder("m", write(tmp_path, model_type=["opt"]))
-
-
-@pytest.mark.parametrize("raw", [b"[]", b"\xff"])
-def test_no_json_object_is_refused(tmp_path: Path, raw: bytes) -> None:
+@pytest.mark.parametrize(
+    "raw", [b"[]", b"\xff", b"[" * 100_000, b'{"model_type": "opt", "vocab_size": ' + b"9" * 5000 + b"}"], ids=len
+)
+def test_no_json_object_that_python_can_hold_is_refused(tmp_path: Path, raw: bytes) -> None:
     (tmp_path / "config.json").write_bytes(raw)
     with pytest.raises(UsageError, match=r"config\.json: "):
-        spec_from_folder("m", tmp_path)
-
-
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"model_type": "opt", "vocab_size": ' + "9" * 5000 + "}"])
-def test_json_that_python_cannot_hold_is_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(UsageError, match=r"config\.json"):
         spec_from_folder("m", tmp_path)

@@ -11,14 +11,12 @@ import torch
 from transformers import OPTConfig, OPTForCausalLM, PreTrainedModel
 
 from flexgen_h2o.core.config import ModelSpec, TensorSpec
-from flexgen_h2o.core.units import TOKEN_CHUNK
 from flexgen_h2o.engine.memory_plan import BlockShape, workspace_sizes
 from flexgen_h2o.kernels.elementwise import Rotation
 from flexgen_h2o.kernels.linear import DenseRows, RowParts
 from flexgen_h2o.kernels.prefill_attention import causal_attention
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import family_of, spec_from_config
-from flexgen_h2o.models.layers import token_chunks
 from tests.parity.cases import FAMILY_SHAPES
 from tests.parity.reference import random_model
 
@@ -102,10 +100,3 @@ def assert_logits(model: PreTrainedModel, split: Split, monkeypatch: pytest.Monk
     actual = logits_of(spec, tensors, ids, split)
     assert (actual - expected).abs().max() < 1e-4
     assert expected.std() > 0.1
-
-
-@pytest.mark.parametrize("tokens", [0, TOKEN_CHUNK, 3 * TOKEN_CHUNK - 1])
-def test_token_chunks_cover_all_tokens_in_order(tokens: int) -> None:
-    chunks = list(token_chunks(tokens))
-    assert [i for a, b in chunks for i in range(a, b)] == list(range(tokens))
-    assert all(0 < b - a <= TOKEN_CHUNK for a, b in chunks)
