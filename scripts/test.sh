@@ -6,4 +6,4 @@ source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 use_venv dev
 cd "$ROOT"
 # Two, however many cores there are: a test itself takes two threads, and some measure their process.
-exec "$PYTHON" -m pytest -n 2 "$@"
+exec "$PYTHON" -m pytest -n 2 --dist worksteal "$@"

@@ -22,8 +22,6 @@ from flexgen_h2o.planner.lp import Budgets, Corners, Solution, solve
 from tests.forks import SIGNALS
 
 PLAN = "plan --model facebook/opt-125m --num-prompts 16 --prompt-len 32 --gen-len 8 --hardware t4"
-
-
 pytestmark = pytest.mark.usefixtures("interruptible")
 
 

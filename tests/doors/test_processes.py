@@ -14,7 +14,6 @@ from typing import TextIO
 import pytest
 
 from flexgen_h2o import cli, flex_opt
-from tests.doors.conftest import Answer
 from tests.forks import environment
 
 RUN = (
@@ -67,14 +66,6 @@ def test_version_and_no_verb(capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(words) == 2
         said = capsys.readouterr()
         assert said.out == "" and says in said.err
-
-
-def test_a_verb_hands_its_flags_and_exit_code_on(ids_model: Path, command: Callable[[str], Answer]) -> None:
-    common = f"flex-opt --model {ids_model} --prompt-len 8 --offload-dir offload --no-log"
-    done = command(f"{common} --gen-len 2")
-    assert done.code == 0 and "total latency" in done.out
-    assert command(f"{common} --gen-len 0").code == 2
-    assert command(f"{common} --host-mem 1KiB").code == 3
 
 
 def test_an_embedding_programs_signal_handlers_are_put_back(door: Callable) -> None:

@@ -150,11 +150,7 @@ OTHERS: list[tuple[str, Cases]] = [
 ]  # fmt: skip
 MEASURES = (("fidelity", FIDELITY), ("text", TEXT), ("streaming", STREAMING))
 TABLE = [("flex-opt", c) for c in (*EVICTION, *POLICY, *RUN, *CLASHES, *MODELS, *OTHER_SCRIPTS)]
-TABLE += [
-    (f"evaluate {name}", c)
-    for name, cs in (("fidelity", FIDELITY), ("text", TEXT), ("streaming", STREAMING))
-    for c in cs
-]
+TABLE += [(f"evaluate {name}", c) for name, cs in MEASURES for c in cs]
 TABLE += [(command, c) for command, cs in OTHERS for c in cs]
 
 

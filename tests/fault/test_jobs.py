@@ -24,8 +24,6 @@ from tests.fault.jobs import (
 )
 
 ROWS, MOST_KILLS = 44, 6
-
-
 Tokens = dict[str, list[int]]  # by custom id
 
 

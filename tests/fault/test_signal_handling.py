@@ -18,8 +18,6 @@ from tests.forks import SIGNALS
 from tests.parity.reference import Reference
 
 ROWS, SWEEPS = 40, 3
-
-
 pytestmark = pytest.mark.usefixtures("interruptible")
 
 
