@@ -13,15 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault.jobs import (
-    Job,
-    Jobs,
-    rows_of,
-    tear_the_end,
-    tokens_of,
-    whole_rows_of,
-    write_input,
-)
+from tests.fault.jobs import Job, Jobs, rows_of, tear_the_end, tokens_of, whole_rows_of, write_input
 
 ROWS, MOST_KILLS = 44, 6
 Tokens = dict[str, list[int]]  # by custom id
