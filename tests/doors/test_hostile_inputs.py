@@ -87,8 +87,6 @@ READERS = [
     ("evaluate", "streaming", "--text", "a.txt"),
     ("batch", "--input", "in.jsonl", "--policy", "a.json", "--output", "out.jsonl"),
 ]
-
-
 MADE = [
     (made, READERS[i]) for made in (device, pipe, large) for i in ((0, 2, 8, 9) if made is not device else range(11))
 ]
@@ -120,8 +118,7 @@ def test_what_a_flag_names_is_a_regular_file_of_bounded_size(
 def test_a_tokenizer_is_read_from_regular_files(
     name: str, made: Callable[[Path], None], refusal: Callable[..., str], words_model: Path, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(words_model, folder)
+    folder = shutil.copytree(words_model, tmp_path / "model")
     (folder / name).unlink(missing_ok=True)
     made(folder / name)
     assert f"model/{name}: is " in refusal("flex_opt", "--model", folder)
@@ -131,8 +128,7 @@ def test_a_tokenizer_is_read_from_regular_files(
 def test_a_models_other_files_have_a_bounded_size(
     name: str, refusal: Callable[..., str], words_model: Path, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(words_model, folder)
+    folder = shutil.copytree(words_model, tmp_path / "model")
     (folder / "model.safetensors").unlink()
     large(folder / name)
     assert f"{name}: is larger than" in refusal("flex_opt", "--model", folder, "--percent", *"000000")
@@ -267,20 +263,18 @@ def test_a_chat_template_that_writes_without_end_is_an_error_row_of_a_job(words_
     assert rows["a"]["error"]["code"] == "context_length_exceeded" and rows["line-2"]["error"] is None
 
 
-def rows_of_job(tmp_path: Path, model: Path, *lines: object) -> dict[str, dict[str, Any]]:
-    """What a job answers, in little room. A list is a plain prompt of token ids, bytes are a line."""
-    (tmp_path / "in.jsonl").write_bytes(
-        b"".join(
-            line
-            if isinstance(line, bytes)
-            else json.dumps({"prompt": line} if isinstance(line, list) else line).encode() + b"\n"
-            for line in lines
-        )
-    )
+def run_job(tmp_path: Path, model: Path) -> None:
+    """From in.jsonl to out.jsonl."""
     argv = ["--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl", "--offload-dir", tmp_path / "off"]
+    assert batch.main([*map(str, ["--model", model, "--device", "cpu", "--gen-len", 2, *argv])]) == 0
+
+
+def rows_of_job(tmp_path: Path, model: Path, *lines: object) -> dict[str, dict[str, Any]]:
+    """What a job answers, in little room. A list is a plain prompt of token ids."""
+    asked = [{"prompt": line} if isinstance(line, list) else line for line in lines]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in asked))
     with little_room():
-        code = batch.main([*map(str, ["--model", model, "--device", "cpu", "--gen-len", 2, *argv])])
-    assert code == 0
+        run_job(tmp_path, model)
     found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert len({row["custom_id"] for row in found}) == len(found) == len(lines)
     return {row["custom_id"]: row for row in found}
@@ -290,9 +284,8 @@ LONG, LONGER = "x" * 100_000, LONG_TEXT[:100_000]
 
 
 def test_fields_of_any_length_are_error_rows(
-    words_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    words_model: Path, tmp_path: Path, plain_cpu: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     said: dict[str, tuple[object, str, str]] = {
         "prompt": ({"prompt": LONG_TEXT}, "context_length_exceeded", "4750000 characters"),
         "article": ({"article": LONGER}, "context_length_exceeded", "100000 characters"),
@@ -319,23 +312,19 @@ def test_fields_of_any_length_are_error_rows(
     assert rows["line-1"]["error"] is None and rows[f"line-{at + 2}"]["error"] is None
     before = (tmp_path / "out.jsonl").read_bytes()
     capfd.readouterr()
-    argv = ["--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl", "--offload-dir", tmp_path / "off"]
-    assert batch.main([*map(str, ["--model", words_model, "--device", "cpu", "--gen-len", 2, *argv])]) == 0
+    run_job(tmp_path, words_model)
     assert "nothing was left to do" in capfd.readouterr().out and (tmp_path / "out.jsonl").read_bytes() == before
 
 
 # ---- shards
 
 SHARD_NAMES = ["x" * 300, "a\0b", "..", ".", "", "../up.safetensors", "/etc/passwd", "a/b", "\ud800.safetensors"]
-
-
 INDICES = ["model.safetensors.index.json", "pytorch_model.bin.index.json"]
 
 
 @pytest.mark.parametrize("i", range(len(SHARD_NAMES)), ids=lambda i: repr(SHARD_NAMES[i])[:25])
 def test_a_shard_name_that_is_none(i: int, refusal: Callable[..., str], words_model: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(words_model, folder)
+    folder = shutil.copytree(words_model, tmp_path / "model")
     (folder / "model.safetensors").unlink()
     body = {"weight_map": {"model.decoder.embed_tokens.weight": SHARD_NAMES[i]}}
     (folder / INDICES[i % 2]).write_text(json.dumps(body))
