@@ -18,9 +18,10 @@ SOURCES = ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "constraints.
 BUILD = """
 import os, shutil, sys
 from setuptools import build_meta
-shutil.unpack_archive(os.path.join(sys.argv[1], build_meta.build_sdist(sys.argv[1])), "unpacked")
+target = sys.argv[1]  # which setuptools changes
+shutil.unpack_archive(os.path.join(target, build_meta.build_sdist(target)), "unpacked")
 os.chdir(os.path.join("unpacked", *os.listdir("unpacked")))
-print(build_meta.build_wheel(sys.argv[1]))
+print(build_meta.build_wheel(target))
 """
 
 

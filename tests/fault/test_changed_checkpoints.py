@@ -20,7 +20,7 @@ from flexgen_h2o.engine.prompts import Completion, prompts_from_python
 from tests.fault.jobs import Job, Jobs, rows_of, tokens_of, write_input
 from tests.parity.reference import Reference, random_model
 
-ROWS = 60
+ROWS = 32
 NEW_TOKENS = (1, 5, 2, 5, 4)  # of each prompt: some rows finish before the change, others are in the middle
 ON_DISK = (0, 0, 100, 0, 100, 0)
 
