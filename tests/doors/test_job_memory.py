@@ -15,8 +15,8 @@ from flexgen_h2o.core.config import Policy
 from flexgen_h2o.llm import LLM
 from tests.unit.jobs.stub import run_job, write_lines
 
-EARLY, LATE = 1_000, 2_500
-MOST_GROWTH = 18_000  # bytes; a float that stays of each row would be 36,000, and a list of each sweep twice that
+EARLY, LATE = 1_000, 4_000
+MOST_GROWTH = 24_000  # bytes; a float that stays of each row would be 72,000, and a list of each sweep twice that
 
 
 class Watched(LLM):
