@@ -90,6 +90,7 @@ def test_other_commands_say_so_too(command: Callable[[str], Answer], tmp_path: P
     assert idle(command(f"{done} --path . --seed 3")) == {"--path"}  # rows may draw
     assert idle(command(f"{done} --status")) == {"--input", "--offload-dir", "--gpu-batch-size"}
     assert idle(command("batch --output out.jsonl --status")) == set()
+    assert command(f"{done} --output other.jsonl --host-mem 1KiB").code == 3
     assert idle(command("hardware --show t4 --device cpu")) == {"--device"}
     asked = "plan --model facebook/opt-125m --num-prompts 16 --prompt-len 32 --gen-len 8 --hardware t4"
     assert idle(command(f"{asked} --path models --revision main")) == {"--path", "--revision"}
