@@ -8,6 +8,6 @@ export FLEXGEN_VENV="${FLEXGEN_VENV:-$ROOT/.venv-nightly}"
 use_venv dev,bench,eval,plot,ray
 cd "$ROOT"
 failed=0
-"$PYTHON" -m pytest -n 2 --durations=25 || failed=1
+"$PYTHON" -m pytest -n 2 --dist worksteal --durations=25 || failed=1
 "$PYTHON" -m pytest -m "slow and not gpu" --timeout 1800 --durations=25 || failed=1
 exit "$failed"

@@ -15,12 +15,15 @@ os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="flexgen_h2o-cache-")
 import atexit
 import random
 import shutil
+import signal
 from collections.abc import Iterator
 
 import hypothesis
 import numpy as np
 import pytest
 import torch
+
+from tests.forks import Forks, default_signals, fork_server
 
 torch.set_num_threads(2)
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
@@ -46,3 +49,19 @@ def plain_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Signals end the tests' own process, also where a shell runs them in the background."""
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGHUP)
+    default_signals()
+    yield
+    for number, handler in zip((signal.SIGINT, signal.SIGHUP), before, strict=True):
+        signal.signal(number, handler)
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    with fork_server() as found:
+        yield found

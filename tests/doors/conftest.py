@@ -61,57 +61,49 @@ def words_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def door(
-    tmp_path: Path, ids_model: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Callable[..., Answer]:
-    """flex_opt in the working folder `tmp_path`; by default a short benchmark of the model without a tokenizer."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-
-    def call(*flags: object, model: Path | str | None = None) -> Answer:
-        short = ["--offload-dir", "offload", "--gen-len", "4"]
-        short += [] if "--prompts" in flags else ["--prompt-len", "8"]
-        argv = ["--model", str(model or ids_model), *short, *map(str, flags)]
-        capfd.readouterr()
-        code = flex_opt.main(argv)
-        return Answer(code, *capfd.readouterr())
-
-    return call
-
-
-@pytest.fixture
-def job(
-    tmp_path: Path, ids_model: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Callable[..., Answer]:
-    """batch in the working folder `tmp_path`, from in.jsonl to out.jsonl, in fp32."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-
-    def call(*flags: object, model: Path = ids_model) -> Answer:
-        given = [] if "--input" in flags or "--status" in flags else ["--input", "in.jsonl"]
-        named = [] if "--output" in flags else ["--output", "out.jsonl"]
-        common = ["--model", str(model), "--dtype", "float32", "--offload-dir", "offload"]
-        argv = [*common, *given, *named, *map(str, flags)]
-        capfd.readouterr()
-        code = batch.main(argv)
-        return Answer(code, *capfd.readouterr())
-
-    return call
-
-
-@pytest.fixture
-def command(
+def call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], plain_cpu: None
-) -> Callable[[str], Answer]:
-    """The console command, given as one text, in the working folder `tmp_path`."""
+) -> Callable[..., Answer]:
+    """The `main` of a command in this process, with the words of its line, in the working folder `tmp_path`."""
     monkeypatch.chdir(tmp_path)
 
-    def call(line: str) -> Answer:
+    def run(main: Callable[[list[str]], int], *words: object) -> Answer:
         capfd.readouterr()
-        code = cli.main(shlex.split(line))
+        code = main([*map(str, words)])
         return Answer(code, *capfd.readouterr())
 
-    return call
+    return run
+
+
+@pytest.fixture
+def door(call: Callable[..., Answer], ids_model: Path) -> Callable[..., Answer]:
+    """flex_opt; by default a short benchmark of the model without a tokenizer."""
+
+    def run(*flags: object, model: Path | str | None = None) -> Answer:
+        length = [] if "--prompts" in flags else ["--prompt-len", "8"]
+        words = ["--model", model or ids_model, "--offload-dir", "offload", "--gen-len", "4", *length]
+        return call(flex_opt.main, *words, *flags)
+
+    return run
+
+
+@pytest.fixture
+def job(call: Callable[..., Answer], ids_model: Path) -> Callable[..., Answer]:
+    """batch, from in.jsonl to out.jsonl, in fp32."""
+
+    def run(*flags: object, model: Path = ids_model) -> Answer:
+        words = ["--model", model, "--dtype", "float32", "--offload-dir", "offload"]
+        words += [] if "--input" in flags or "--status" in flags else ["--input", "in.jsonl"]
+        words += [] if "--output" in flags else ["--output", "out.jsonl"]
+        return call(batch.main, *words, *flags)
+
+    return run
+
+
+@pytest.fixture
+def command(call: Callable[..., Answer]) -> Callable[[str], Answer]:
+    """The console command, given as one text."""
+    return lambda line: call(cli.main, *shlex.split(line))
 
 
 @pytest.fixture

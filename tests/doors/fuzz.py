@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from flexgen_h2o import cli
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import parse_bytes
-from tests.doors.forked import BUG, DIED, Ended
+from tests.doors.measured import BUG, DIED, Ended
 
 BUDGET, MOST_BEYOND = 64 << 20, 300_000_000
 LENGTHS = ["--prompt-len", "8", "--gen-len", "4"]

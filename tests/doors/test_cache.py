@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shlex
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from safetensors.torch import load_file
 from flexgen_h2o import LLM, Policy, SamplingParams
 from flexgen_h2o.planner.profile import find_profile
 from tests.doors.conftest import Answer
+from tests.forks import Forks
 
 ALL_ON_DISK = Policy(1, 1, (0, 0, 0, 0, 0, 0))
 
@@ -113,10 +112,10 @@ with building(offload / "weights" / "random" / "big", 10, "random weights", "big
 """
 
 
-def test_what_killed_runs_left(cache, tmp_path: Path) -> None:
+def test_what_killed_runs_left(cache, forks: Forks, tmp_path: Path) -> None:
     offload = tmp_path / "offload"
-    done = subprocess.run([sys.executable, "-c", DIES, str(offload)], check=False, capture_output=True)
-    assert done.returncode == 9, done.stderr
+    done = forks.run(tmp_path, DIES, offload)
+    assert done.code == 9, done.err
     unfinished, scratch = names(cache())
     assert unfinished.startswith("random/.big") and scratch.startswith("run-")
     assert "unfinished random weights" in cache().out and "in use" not in cache().out

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,10 @@ from flexgen_h2o.cli_common import OneLineParser, run_cli
 from flexgen_h2o.core.errors import EXIT_DOES_NOT_FIT, EXIT_FAILED, DoesNotFitError, UsageError
 from flexgen_h2o.planner import search
 from flexgen_h2o.planner.lp import Budgets, Corners, Solution, solve
+from tests.forks import SIGNALS
 
 PLAN = "plan --model facebook/opt-125m --num-prompts 16 --prompt-len 32 --gen-len 8 --hardware t4"
-SIGNALS = [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)]
-
-
-@pytest.fixture(autouse=True)
-def _interruptible() -> Iterator[None]:
-    """A shell that runs the tests in the background has SIGINT ignored, nohup has SIGHUP."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler), signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    for number, handler in zip((signal.SIGINT, signal.SIGHUP), before, strict=True):
-        signal.signal(number, handler)
+pytestmark = pytest.mark.usefixtures("interruptible")
 
 
 def swallow(number: int) -> None:

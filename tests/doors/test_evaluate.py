@@ -36,17 +36,28 @@ QUESTIONS = [
 
 @pytest.fixture
 def evaluate(command: Door) -> Door:
-    return lambda flags: command(f"evaluate {flags}")
+    """The command with its flags, which ends with `code`."""
+
+    def run(flags: str, code: int = 0) -> Answer:
+        out = command(f"evaluate {flags}")
+        assert out.code == code, out.err
+        return out
+
+    return run
 
 
 @pytest.fixture
 def text(evaluate: Door) -> Door:
-    return lambda flags: evaluate(f"text --offload-dir o --gpu-batch-size 4 {flags}")
+    return lambda flags, code=0: evaluate(f"text --offload-dir o --gpu-batch-size 4 {flags}", code)
 
 
 @pytest.fixture
 def streaming(evaluate: Door) -> Door:
-    return lambda flags: evaluate(f"streaming --offload-dir o --gpu-batch-size 4 --dtype float32 {flags}")
+    return lambda flags, code=0: evaluate(f"streaming --offload-dir o --gpu-batch-size 4 --dtype float32 {flags}", code)
+
+
+def figures(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text()))
 
 
 # ---- fidelity
@@ -56,10 +67,9 @@ def test_writes_json_tables_and_picture(evaluate: Door, tmp_path: Path) -> None:
     has_plot = find_spec("matplotlib") is not None
     plot = "--plot r.png" if has_plot else ""
     out = evaluate(f"fidelity {FEW_ROWS} --free-run --offload-dir o --json r.json --markdown r.md {plot}")
-    assert out.code == 0, out.err
     assert out.out.strip() == (tmp_path / "r.md").read_text().strip()
     assert not has_plot or (tmp_path / "r.png").stat().st_size > 10_000
-    result = json.loads((tmp_path / "r.json").read_text())
+    result = figures(tmp_path / "r.json")
     assert [(cell["policy"], cell["columns"]) for cell in result["cells"]] == [("local", 24), ("h2o", 24)]
     for cell in result["cells"]:
         assert cell["kl"]["n"] == 3 and 0 < cell["kl"]["low"] <= cell["kl"]["value"] <= cell["kl"]["high"]
@@ -67,9 +77,8 @@ def test_writes_json_tables_and_picture(evaluate: Door, tmp_path: Path) -> None:
     assert result["full"]["recall"]["inside"]["questions"] == 2
     assert result["settings"]["seed"] == 0
     assert "evaluate: recall of the full cache: " in out.err and "evaluate: recall of h2o at 20%: " in out.err
-    again = evaluate(f"fidelity {FEW_ROWS} --offload-dir o --json again.json")
-    assert again.code == 0
-    for one, other in zip(result["cells"], json.loads((tmp_path / "again.json").read_text())["cells"], strict=True):
+    evaluate(f"fidelity {FEW_ROWS} --offload-dir o --json again.json")
+    for one, other in zip(result["cells"], figures(tmp_path / "again.json")["cells"], strict=True):
         assert one["kl"] == other["kl"] and one["recall"] == other["recall"]
 
 
@@ -77,9 +86,8 @@ def test_fewer_bits_of_weights_are_further_from_the_model(evaluate: Door, tmp_pa
     """The runs that are compared have what the flags say, the reference has not; products in int8 lie between."""
     small, kl = FEW_ROWS.replace("local h2o", "local").replace("--recall-prompts 2", "--recall-prompts 0"), []
     for flags in ("--compress-weight --weight-bits 8", "--int8-compute", "--compress-weight"):
-        out = evaluate(f"fidelity {small} --offload-dir o --json r.json {flags}")
-        assert out.code == 0, out.err
-        result = json.loads((tmp_path / "r.json").read_text())
+        evaluate(f"fidelity {small} --offload-dir o --json r.json {flags}")
+        result = figures(tmp_path / "r.json")
         full = next(cell for cell in result["cells"] if cell["policy"] == "full")
         assert result["settings"]["compression"].startswith(flags)
         kl.append(full["kl"]["value"])
@@ -89,12 +97,11 @@ def test_fewer_bits_of_weights_are_further_from_the_model(evaluate: Door, tmp_pa
 def test_follows_the_model_s_own_tokens_after_a_prompt_file(evaluate: Door, tmp_path: Path, ids_model: Path) -> None:
     rows = [{"prompt_token_ids": list(range(5, 5 + n))} for n in (30, 12, 12)]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    out = evaluate(
+    evaluate(
         f"fidelity --model {ids_model} --offload-dir o --prompts p.jsonl --continuation greedy --prompt-len 20 "
         "--gen-len 5 --policies h2o-norm:sinks=0 --budgets 0.5 --mass-steps 0 --json r.json"
     )
-    assert out.code == 0, out.err
-    result = json.loads((tmp_path / "r.json").read_text())
+    result = figures(tmp_path / "r.json")
     assert result["recall"] is None and "evicted_mass" not in result["cells"][0]
     assert result["text"] == {"prompts": 3, "steps": 4, "mean_prompt_len": pytest.approx(44 / 3)}
     assert result["cells"][0]["eviction"]["sinks"] == 0
@@ -107,8 +114,7 @@ def test_both_texts_are_the_engine_s(text: Door, tmp_path: Path) -> None:
     asked = " ".join(f"--prompt {shlex.quote(t)}" for t in TEXTS)
     sizes = "--hh-size 3 --recent-size 2 --dtype float32"
     out = text(f"{asked} --gen-len 10 {sizes} --json r.json")
-    assert out.code == 0, out.err
-    result = json.loads((tmp_path / "r.json").read_text())
+    result = figures(tmp_path / "r.json")
     params = SamplingParams(max_tokens=10)
     for side, eviction in (("full", None), ("evicted", H2O(heavy_size=3, recent_size=2))):
         with LLM("opt-tiny", Policy(), eviction, dtype="float32", offload_dir="o") as llm:
@@ -127,7 +133,6 @@ def test_both_texts_are_the_engine_s(text: Door, tmp_path: Path) -> None:
 def test_budget_for_everything_writes_the_same(text: Door, tmp_path: Path) -> None:
     full = "--gen-len 6 --hh-ratio 1 --recent-ratio 1"
     out = text(f"--prompt {shlex.quote(TEXTS[0])} {full} --compress-cache --cache-bits 4 --json r.json")
-    assert out.code == 0, out.err
     result = figures(tmp_path / "r.json")
     (row,) = result["rows"]
     assert row["full"] == row["evicted"] and row["same_tokens"] == 6
@@ -146,17 +151,16 @@ def test_flags_of_run_text_generation(text: Door, words_model: Path) -> None:
         f"--model {words_model} --hh-ratio 0.3 --recent-ratio 0.2 --gen-len 8 --device cpu --seed 1 "
         f"--prompt 'import os and more'"
     )
-    assert theirs.code == 0 and theirs.out == ours.out, theirs.err
+    assert theirs.out == ours.out
     given = text("--heavy_ratio 0.1 --recent_ratio 0.1 --length 3")
-    assert given.code == 0 and "class Reader" in given.out
+    assert "class Reader" in given.out
     assert text("--gen-len 3").out == given.out
 
 
 def test_texts_of_token_ids_need_no_tokenizer(text: Door, tmp_path: Path, ids_model: Path) -> None:
     (tmp_path / "p.jsonl").write_text('{"prompt_token_ids": [5, 6, 7, 8, 9, 10, 11, 12]}\n')
     out = text(f"--model {ids_model} --prompts p.jsonl --gen-len 4 --eviction tova --json r.json")
-    assert out.code == 0, out.err
-    (row,) = json.loads((tmp_path / "r.json").read_text())["rows"]
+    (row,) = figures(tmp_path / "r.json")["rows"]
     assert row["full"]["text"] is None and str(row["full"]["token_ids"]) in out.out and "tova: " in out.out
 
 
@@ -184,10 +188,6 @@ def rotary(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def figures(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text()))
-
-
 # ---- turns
 
 
@@ -195,7 +195,6 @@ def test_turns_share_one_cache(streaming: Door, rotary: Path, tmp_path: Path, wr
     """The answers to MT-bench's turns are those to all that was said before them as one prompt."""
     asked = write_jsonl(*QUESTIONS, name="question.jsonl")
     out = streaming(f"--model {rotary} --turns {asked} --gen-len 6 {SMALL} --json r.json")
-    assert out.code == 0, out.err
     result = figures(tmp_path / "r.json")
     full, h2o = result["policies"]
     assert [turn.get("question_id") for turn in full["turns"]] == [81, 81, 82]
@@ -220,8 +219,7 @@ def test_the_perplexity_is_that_of_the_turns(
     """By transformers, over the whole conversation at once."""
     turns = [[5, 6, 7, 8], [9, 10, 11], [12, 13]]
     asked = write_jsonl({"turns": turns[:2]}, {"prompt_token_ids": turns[2]})
-    out = streaming(f"--model {rotary} --turns {asked} --gen-len 3 --policies full --json r.json")
-    assert out.code == 0, out.err
+    streaming(f"--model {rotary} --turns {asked} --gen-len 3 --policies full --json r.json")
     (full,) = figures(tmp_path / "r.json")["policies"]
     said, given = list(turns[0]), []
     for turn, answer in zip([*turns[1:], []], full["turns"], strict=True):
@@ -239,15 +237,11 @@ def test_the_perplexity_is_that_of_the_turns(
 def test_rolling_positions_go_on_where_others_end(streaming: Door, rotary: Path, tmp_path: Path) -> None:
     """64 positions: the full cache and plain h2o break off, as much as fits being shown; memory stays what it is."""
     out = streaming(f"--model {rotary} --gen-len 9 {SMALL} --policies full h2o h2o:positions=rolling --json r.json")
-    assert out.code == 0, out.err
     full, original, rolling = figures(tmp_path / "r.json")["policies"]
     assert full["tokens"] == original["tokens"] == POSITIONS + 1 and full["answered"] < 8
     assert rolling["answered"] == 8 and rolling["tokens"] > 2 * POSITIONS
     assert out.out.count(f"the {POSITIONS} positions of") == 2
-    short = streaming(
-        f"--model {rotary} --gen-len 9 {SMALL} --policies h2o --positions rolling --num-turns 2 --json s.json"
-    )
-    assert short.code == 0, short.err
+    streaming(f"--model {rotary} --gen-len 9 {SMALL} --policies h2o --positions rolling --num-turns 2 --json s.json")
     (two,) = figures(tmp_path / "s.json")["policies"]
     assert [t["token_ids"] for t in two["turns"]] == [t["token_ids"] for t in rolling["turns"][:2]]
     assert two["peak_bytes"] == rolling["peak_bytes"] and two["kv_bytes"] == rolling["kv_bytes"]
@@ -260,12 +254,11 @@ def test_chat(streaming: Door, rotary: Path, tmp_path: Path, write_jsonl: Callab
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
     asked = write_jsonl({"turns": ["one", "two"]})
-    out = streaming(f"--model {folder} --turns {asked} --chat --gen-len 4 --policies full --json a.json")
-    assert out.code == 0, out.err
+    streaming(f"--model {folder} --turns {asked} --chat --gen-len 4 --policies full --json a.json")
     with LLM(str(folder), Policy(), dtype="float32", offload_dir="o") as llm:
         ids = [llm.model.encode_more(t) for t in ("<user>one\n<assistant>", "\n<user>two\n<assistant>")]
     plain = write_jsonl({"turns": ids}, name="plain.jsonl")
-    assert streaming(f"--model {rotary} --turns {plain} --gen-len 4 --policies full --json b.json").code == 0
+    streaming(f"--model {rotary} --turns {plain} --gen-len 4 --policies full --json b.json")
     answers = [[t["token_ids"] for t in figures(tmp_path / f)["policies"][0]["turns"]] for f in ("a.json", "b.json")]
     assert answers[0] == answers[1]
 
@@ -274,26 +267,24 @@ def test_flags_of_others(streaming: Door, rotary: Path, tmp_path: Path, write_js
     """llama-recipes' run_streaming.py and h2o_hf's streaming script."""
     write_jsonl(*QUESTIONS, name=MT_BENCH)
     ours = f"--model {rotary} --turns {MT_BENCH} --gen-len 4 --policies h2o --hh-size 6 --recent-size 10"
-    wanted = streaming(f"{ours} --positions rolling --json a.json")
-    theirs = streaming(
+    streaming(f"{ours} --positions rolling --json a.json")
+    streaming(
         f"--model-name {rotary} --input-path {MT_BENCH} --gen-len 4 --enable_h2o_generation --seed 42 "
         "--num_heavy_hitter_tokens 6 --num_window_length 16 --enable_position_rolling --output b.json"
     )
-    assert theirs.code == wanted.code == 0, theirs.err
     first, second = (figures(tmp_path / name)["policies"][0] for name in ("a.json", "b.json"))
     assert first["eviction"] == second["eviction"]
     assert [t["token_ids"] for t in first["turns"]] == [t["token_ids"] for t in second["turns"]]
-    other = streaming(
+    streaming(
         f"--model_name_or_path {rotary} --data_root . --gen-len 4 --enable_streaming_with_H2O --start_size 4 "
         "--heavy_hitter_size 6 --recent_size 10 --json c.json"
     )
-    assert other.code == 0, other.err
     (third,) = figures(tmp_path / "c.json")["policies"]
     assert {**first["eviction"], "positions": None} == {**third["eviction"], "positions": None}
     half = streaming(
         f"--model {rotary} --num_heavy_hitter_tokens -1 --num_window_length 12 --num-turns 1 --json d.json"
     )
-    assert half.code == 0 and "6 heavy + 6 recent" in half.out, half.err
+    assert "6 heavy + 6 recent" in half.out
 
 
 # ---- texts
@@ -305,7 +296,6 @@ def test_a_long_text_by_window(streaming: Door, rotary: Path, tmp_path: Path) ->
     (tmp_path / "text.txt").write_text(text)
     flags = "--text text.txt --stream-len 33 --streams 3 --policies full h2o local:positions=rolling"
     out = streaming(f"--model {rotary} {flags} {SMALL} --json r.json")
-    assert out.code == 0, out.err
     full, h2o, local = figures(tmp_path / "r.json")["policies"]
     with LLM(str(rotary), Policy(), dtype="float32", offload_dir="o") as llm:
         start, ids = llm.model.encode(""), llm.model.encode_more(text)
@@ -354,7 +344,6 @@ def test_what_is_compressed_is_said(
     """Above each policy, with the table, and in the JSON."""
     (tmp_path / "t.txt").write_text("import os\n" * 9)
     out = streaming(f"--model {rotary} {asked} {SMALL} {compression} --json r.json")
-    assert out.code == 0, out.err
     assert figures(tmp_path / "r.json")["compression"] == compression
     said = out.out + out.err
     assert said.count("--compress-cache --cache-bits 8") == (3 if compression else 0)
@@ -368,9 +357,9 @@ def test_a_template_that_forgets(
     config = json.loads((folder / "tokenizer_config.json").read_text())
     forgets = "{{ messages[-1].content }}"
     (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": forgets}))
-    out = streaming(f"--model {folder} --chat --turns {write_jsonl({'turns': ['one', 'two']})}")
-    assert out.code == 2 and "leaves out answers that came before" in out.err
-    ids = streaming(f"--model {folder} --chat --turns {write_jsonl({'turns': [[5, 6]]})}")
-    assert ids.code == 2 and "leave --chat out" in ids.err
-    plain = streaming(f"--model {rotary} --chat --turns {write_jsonl({'turns': ['one']})}")
-    assert plain.code == 2 and "has no chat template" in plain.err
+    out = streaming(f"--model {folder} --chat --turns {write_jsonl({'turns': ['one', 'two']})}", 2)
+    assert "leaves out answers that came before" in out.err
+    ids = streaming(f"--model {folder} --chat --turns {write_jsonl({'turns': [[5, 6]]})}", 2)
+    assert "leave --chat out" in ids.err
+    plain = streaming(f"--model {rotary} --chat --turns {write_jsonl({'turns': ['one']})}", 2)
+    assert "has no chat template" in plain.err

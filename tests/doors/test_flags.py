@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from flexgen_h2o import batch, cli, evaluate, flex_opt, hardware, policy_search
+from flexgen_h2o import batch, evaluate, flex_opt, hardware, policy_search
 from flexgen_h2o.checkpoint.resolve import PACKAGED
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import MIB, TIB
 from tests.doors.conftest import Answer
+from tests.forks import Forks
 
 Door = Callable[..., Answer]
 COMMANDS = {
@@ -92,6 +90,7 @@ def test_other_commands_say_so_too(command: Callable[[str], Answer], tmp_path: P
     assert idle(command(f"{done} --path . --seed 3")) == {"--path"}  # rows may draw
     assert idle(command(f"{done} --status")) == {"--input", "--offload-dir", "--gpu-batch-size"}
     assert idle(command("batch --output out.jsonl --status")) == set()
+    assert command(f"{done} --output other.jsonl --host-mem 1KiB").code == 3
     assert idle(command("hardware --show t4 --device cpu")) == {"--device"}
     asked = "plan --model facebook/opt-125m --num-prompts 16 --prompt-len 32 --gen-len 8 --hardware t4"
     assert idle(command(f"{asked} --path models --revision main")) == {"--path", "--revision"}
@@ -116,7 +115,7 @@ for model in sys.argv[1:]:
 """
 
 
-def test_what_transformers_warns_of_does_not_stand_beside_the_error(tmp_path: Path) -> None:
+def test_what_transformers_warns_of_does_not_stand_beside_the_error(forks: Forks, tmp_path: Path) -> None:
     """Nor does it say a thing twice; where the model is taken, its warning is kept."""
     config = {
         "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256,
@@ -125,11 +124,8 @@ def test_what_transformers_warns_of_does_not_stand_beside_the_error(tmp_path: Pa
     for i, (changed, _) in enumerate(WARNED):
         (tmp_path / f"m{i}").mkdir()
         (tmp_path / f"m{i}" / "config.json").write_text(json.dumps({**config, **changed}))
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, "./m0", "./m1", "./m2"], cwd=tmp_path, text=True, capture_output=True,
-        env={**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}, check=False,
-    )  # fmt: skip
-    lines = iter(line for line in done.stderr.splitlines() if not line.startswith("# "))
+    done = forks.run(tmp_path, RUN, "./m0", "./m1", "./m2")
+    lines = iter(line for line in done.err.splitlines() if not line.startswith("# "))
     for _, says in WARNED:
         line = next(lines)
         assert ("pad_token_id" if says is None else says) in line and line.startswith("flex_opt") == (says is not None)

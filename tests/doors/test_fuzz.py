@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from flexgen_h2o import Policy
 from flexgen_h2o.core.config import SavedPolicy, write_policy
 from flexgen_h2o.planner.profile import write_profile
-from tests.doors.forked import Ended, Forked, forked
 from tests.doors.fuzz import BASE, Case, cases, parsers, problems, verbs
+from tests.doors.measured import Measured
+from tests.forks import Forks
 from tests.unit.test_profile import PROFILE
 
 PARSERS = parsers()
@@ -27,12 +27,11 @@ COMMANDS = [*PARSERS, "verbs"]
 class Fuzzed:
     """Runs cases, each in a working folder that is made new."""
 
-    run: Forked
+    run: Measured
     parent: Path
     models: dict[str, Path]
     files: dict[str, bytes]
     count: int = 0
-    ran: list[tuple[Case, Ended]] = field(default_factory=list)
 
     def folder(self) -> Path:
         """With good files of every kind. `zero.txt` and `null.jsonl` lead to devices."""
@@ -69,22 +68,21 @@ class Fuzzed:
 
 
 @pytest.fixture(scope="module")
-def fuzzed(ids_model: Path, words_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzed]:
+def fuzzed(forks: Forks, ids_model: Path, words_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Fuzzed:
     """Good files, and runs of each command that load what later ones need."""
     parent = tmp_path_factory.mktemp("fuzz")
     home = parent / "home"
     home.mkdir()
-    maker = Fuzzed(None, parent, {"ids": ids_model, "words": words_model}, good_files(parent))  # type: ignore[arg-type]
+    maker = Fuzzed(Measured(forks, home), parent, {"ids": ids_model, "words": words_model}, good_files(parent))
     first = maker.folder()
-    again = [*BASE["batch"], "--output", "done.jsonl"]
-    warm_up = [(first, ["hardware", *BASE["hardware"]]), (first, ["batch", *again])]
-    warm_up += [(first, [*name.split(), *flags]) for name, flags in BASE.items()]
-    warm_up += [(first, ["flex-opt", *BASE["flex-opt"], *flags.split()]) for flags in WARM]
-    with forked(home, warm_up) as run:
-        maker.run = run
-        for name in ("done.jsonl", "done.jsonl.job.json", "done.jsonl.status.json"):
-            maker.files[name] = (first / name).read_bytes()
-        yield maker
+    lines = [["hardware", *BASE["hardware"]], ["batch", *BASE["batch"], "--output", "done.jsonl"]]
+    lines += [[*name.split(), *flags] for name, flags in BASE.items()]
+    lines += [["flex-opt", *BASE["flex-opt"], *flags.split()] for flags in WARM]
+    for line in lines:
+        maker.run.load(first, line)
+    for name in ("done.jsonl", "done.jsonl.job.json", "done.jsonl.status.json"):
+        maker.files[name] = (first / name).read_bytes()
+    return maker
 
 
 WARM = (

@@ -14,39 +14,37 @@ import pytest
 pytest.importorskip("setuptools")
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "constraints.txt", "flexgen_h2o", "policies")
-BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, 'build_' + sys.argv[1])(sys.argv[2]))"
+# An sdist of the working folder, unpacked, and a wheel of that; says where the wheel is.
+BUILD = """
+import os, shutil, sys
+from setuptools import build_meta
+target = sys.argv[1]  # which setuptools changes
+shutil.unpack_archive(os.path.join(target, build_meta.build_sdist(target)), "unpacked")
+os.chdir(os.path.join("unpacked", *os.listdir("unpacked")))
+print(build_meta.build_wheel(target))
+"""
 
 
-def build(kind: str, source: Path, target: Path) -> Path:
-    """An `sdist` or `wheel` of the sources in a folder."""
-    command = [sys.executable, "-c", BUILD, kind, str(target)]
-    done = subprocess.run(command, cwd=source, capture_output=True, text=True)
+def run(*argv: str, folder: Path, path: Path | None = None) -> str:
+    """What a Python process says, with the package of `path`."""
+    environment = {**os.environ, "PYTHONPATH": str(path or "")}
+    done = subprocess.run([sys.executable, *argv], cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return target / done.stdout.splitlines()[-1]
+    return done.stdout
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that pip would unpack the wheel into."""
-    work = tmp_path_factory.mktemp("wheel")
-    (work / "copy").mkdir()
+def test_package_and_shipped_files_come_with_the_wheel(tmp_path: Path) -> None:
+    source, site = tmp_path / "copy", tmp_path / "site"
+    source.mkdir()
     for name in SOURCES:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy(ROOT / name, work / "copy" / name)
-    shutil.unpack_archive(build("sdist", work / "copy", work), work / "unpacked")
-    (source,) = (work / "unpacked").iterdir()
-    with zipfile.ZipFile(build("wheel", source, work)) as wheel:
-        wheel.extractall(work / "site")
-    return work / "site"
-
-
-def test_shipped_profiles_and_policies_come_with_the_wheel(installed: Path, tmp_path: Path) -> None:
-    shipped = {path.relative_to(ROOT) for path in (ROOT / "policies").rglob("*.json")}
-    assert shipped
-    assert shipped <= {path.relative_to(installed / "flexgen_h2o") for path in installed.rglob("*.json")}
-    command = [sys.executable, "-m", "flexgen_h2o.policy_search", "--model", "facebook/opt-125m", "--hardware", "t4",
-               "--prompt-len", "64", "--gen-len", "8", "--num-prompts", "8"]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(installed)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "machine: t4" in done.stdout
+        copy(ROOT / name, source / name)
+    wheel = run("-c", BUILD, str(tmp_path), folder=source).splitlines()[-1]
+    with zipfile.ZipFile(tmp_path / wheel) as packed:
+        packed.extractall(site)
+    wanted = {path.relative_to(ROOT) for path in (ROOT / "flexgen_h2o").rglob("*.py")}
+    wanted |= {path.relative_to(ROOT) for path in (ROOT / "flexgen_h2o" / "assets").rglob("*")}
+    wanted |= {"flexgen_h2o" / path.relative_to(ROOT) for path in (ROOT / "policies").rglob("*.json")}
+    assert len(wanted) > 100
+    assert wanted <= {path.relative_to(site) for path in site.rglob("*")}
+    assert "t4" in run("-m", "flexgen_h2o.hardware", "--show", "t4", folder=tmp_path, path=site)

@@ -14,52 +14,33 @@ from typing import TextIO
 import pytest
 
 from flexgen_h2o import cli, flex_opt
+from tests.forks import environment
 
-RUN = "flexgen_h2o.flex_opt --device cpu --dtype float32 --gpu-batch-size 2 --percent 30 30 30 30 30 30"
-# Found from any working folder, whether the package is installed or not.
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
-COMMANDS = {
-    "run": f"{RUN} --device-mem 32MiB --prompts prompts.jsonl --output out.jsonl --gen-len 4",
-    "refused": "flexgen_h2o.cli flex-opt --percent 100 0 100 0",
-}
+RUN = (
+    "flexgen_h2o.flex_opt --device cpu --dtype float32 --gpu-batch-size 2 --percent 30 30 30 30 30 30 "
+    "--device-mem 32MiB --prompts prompts.jsonl --output out.jsonl --gen-len 4 --offload-dir offload --model"
+)
 
 
-@pytest.fixture(scope="module")
-def finished(
-    ids_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, tuple[subprocess.CompletedProcess[str], Path]]:
-    """Every command with its own working folder, all at the same time: importing torch is most of what they do."""
-    started = {}
-    for name, command in COMMANDS.items():
-        folder = tmp_path_factory.mktemp("cwd")
-        (folder / "prompts.jsonl").write_text('{"prompt_token_ids": [5, 6]}\n{"prompt_token_ids": [7]}\n')
-        module, *flags = command.replace("MODEL", str(ids_model)).split()
-        if name == "run":
-            flags += ["--model", str(ids_model), "--offload-dir", "offload"]
-        argv = [sys.executable, "-m", module, *flags]
-        pipe = subprocess.PIPE
-        process = subprocess.Popen(
-            argv, cwd=folder, env=ENVIRONMENT, stdout=pipe, stderr=pipe, stdin=subprocess.DEVNULL, text=True
-        )  # fmt: skip
-        started[name] = (process, folder)
-    done = {}
-    for name, (process, folder) in started.items():
-        out, err = process.communicate(timeout=100)
-        done[name] = (subprocess.CompletedProcess(process.args, process.returncode, out, err), folder)
-    return done
+def run(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
+    """A module's command in a process that a shell might start."""
+    return subprocess.run(
+        [sys.executable, "-m", *argv], cwd=folder, env=environment(), capture_output=True, text=True, check=False
+    )
 
 
-def test_a_run(finished) -> None:
-    process, folder = finished["run"]
+def test_a_run(ids_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt_token_ids": [5, 6]}\n{"prompt_token_ids": [7]}\n')
+    process = run(tmp_path, *RUN.split(), str(ids_model))
     assert (process.returncode, process.stderr) == (0, "")
-    assert [json.loads(line)["index"] for line in (folder / "out.jsonl").read_text().splitlines()] == [0, 1]
+    assert [json.loads(line)["index"] for line in (tmp_path / "out.jsonl").read_text().splitlines()] == [0, 1]
     assert "total throughput:" in process.stdout
-    assert len(list(folder.glob("fo-ids-gbs2-*.log"))) == 1
-    assert not list((folder / "offload").iterdir())
+    assert len(list(tmp_path.glob("fo-ids-gbs2-*.log"))) == 1
+    assert not list((tmp_path / "offload").iterdir())
 
 
-def test_one_line_and_no_traceback(finished) -> None:
-    process, _ = finished["refused"]
+def test_one_line_and_no_traceback(tmp_path: Path) -> None:
+    process = run(tmp_path, *["flexgen_h2o.cli", "flex-opt", "--percent", "100", "0", "100", "0"])
     assert process.returncode == 2
     [line] = process.stderr.splitlines()
     assert line.startswith("flex-opt: ") and "--percent" in line
@@ -87,20 +68,7 @@ def test_version_and_no_verb(capsys: pytest.CaptureFixture[str]) -> None:
         assert said.out == "" and says in said.err
 
 
-def test_a_verb_hands_its_flags_and_exit_code_on(
-    ids_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    common = ["flex-opt", "--model", str(ids_model), "--prompt-len", "8", "--offload-dir", "offload", "--no-log"]
-    common += ["--device", "cpu"]
-    assert cli.main([*common, "--gen-len", "2"]) == 0
-    assert "total latency" in capsys.readouterr().out
-    assert cli.main([*common, "--gen-len", "0"]) == 2
-    assert cli.main([*common, "--host-mem", "1KiB"]) == 3
-
-
 def test_an_embedding_programs_signal_handlers_are_put_back(door: Callable) -> None:
-
     before = signal.getsignal(signal.SIGTERM)
     assert door("--no-log").code == 0
     assert signal.getsignal(signal.SIGTERM) is before
@@ -108,7 +76,7 @@ def test_an_embedding_programs_signal_handlers_are_put_back(door: Callable) -> N
 
 # ---- a standard output that takes nothing
 
-PLAN = "plan --model facebook/opt-125m --num-prompts 16 --prompt-len 32 --gen-len 8 --hardware t4"
+PLAN = "plan --model facebook/opt-125m --prompt-len 32 --gen-len 8 --hardware t4 --percent 100 0 100 0 100 0"
 # Each with the file that gets the results, and whether that is all that was asked for.
 LOSSES = [
     ("flex-opt --no-log --output out.jsonl", "out.jsonl", True),

@@ -150,11 +150,7 @@ OTHERS: list[tuple[str, Cases]] = [
 ]  # fmt: skip
 MEASURES = (("fidelity", FIDELITY), ("text", TEXT), ("streaming", STREAMING))
 TABLE = [("flex-opt", c) for c in (*EVICTION, *POLICY, *RUN, *CLASHES, *MODELS, *OTHER_SCRIPTS)]
-TABLE += [
-    (f"evaluate {name}", c)
-    for name, cs in (("fidelity", FIDELITY), ("text", TEXT), ("streaming", STREAMING))
-    for c in cs
-]
+TABLE += [(f"evaluate {name}", c) for name, cs in MEASURES for c in cs]
 TABLE += [(command, c) for command, cs in OTHERS for c in cs]
 
 
@@ -188,17 +184,13 @@ def everything(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 @pytest.fixture
-def refuse(
-    place: Path, plain_cpu: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Callable[..., None]:
+def refuse(place: Path, call: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Runs a line in `place` and checks how it is refused: `says` stands in the one line on stderr."""
     monkeypatch.chdir(place)
 
-    def call(command: str, flags: str, *says: str) -> None:
+    def run(command: str, flags: str, *says: str) -> None:
         before = everything(place)
-        words = [*command.split(), *BASE.get(command.split()[-1], "").split(), *shlex.split(flags)]
-        capfd.readouterr()
-        answer = Answer(cli.main(words), *capfd.readouterr())
+        answer = call(cli.main, *command.split(), *BASE.get(command.split()[-1], "").split(), *shlex.split(flags))
         assert answer.code == 2 and answer.out == "", answer
         [line] = answer.err.splitlines()
         assert line.startswith(f"{command.split()[0]}: "), line
@@ -206,7 +198,7 @@ def refuse(
             assert text in line
         assert everything(place) == before, "refused only after something was written"
 
-    return call
+    return run
 
 
 @pytest.mark.parametrize(("command", "case"), TABLE, ids=lambda one: (one if isinstance(one, str) else one[0])[:80])

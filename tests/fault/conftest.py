@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from flexgen_h2o.engine.resources import LANE_THREADS
+from tests.fault.jobs import Jobs
+from tests.forks import Forks
 from tests.parity.reference import Reference, make_reference, random_model, random_prompts
 
 NEW_TOKENS = 5
@@ -23,6 +25,11 @@ def workers() -> list[str]:
 def known(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     prompts = random_prompts((5, 9, 9, 1, 12))
     return make_reference(random_model(), tmp_path_factory.mktemp("models") / "opt-known", prompts, NEW_TOKENS)
+
+
+@pytest.fixture(scope="session")
+def jobs(forks: Forks) -> Jobs:
+    return Jobs(forks)
 
 
 @pytest.fixture(autouse=True)

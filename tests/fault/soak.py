@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.fault.jobs import Running, launch, rows_of, tear_the_end, tokens_of, whole_rows_of
+from tests.fault.jobs import Job, launch, rows_of, tear_the_end, tokens_of, whole_rows_of
 
 ROWS, MOST_NEW = 100, 12
 KILLS = int(os.environ.get("FLEXGEN_SOAK_KILLS", "100"))
@@ -119,7 +119,7 @@ def assert_nothing_left(folder: Path) -> None:
     assert not [name for name in others if name.startswith(("run-", "."))]
 
 
-def wait_for_a_moment(job: Running, alone: Undisturbed, kills_left: int, generator: random.Random) -> None:
+def wait_for_a_moment(job: Job, alone: Undisturbed, kills_left: int, generator: random.Random) -> None:
     """While it starts, as its scratch folder appears, or some rows on: few, so that many kills fit a job."""
     kind = generator.random()
     if kind < 0.15:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +17,10 @@ from flexgen_h2o.checkpoint.resolve import PACKAGED
 from flexgen_h2o.core.errors import CheckpointChangedError
 from flexgen_h2o.engine.generation import Callbacks
 from flexgen_h2o.engine.prompts import Completion, prompts_from_python
-from tests.fault.jobs import Jobs, Running, job_server, rows_of, tokens_of, write_input
+from tests.fault.jobs import Job, Jobs, rows_of, tokens_of, write_input
 from tests.parity.reference import Reference, random_model
 
-ROWS = 200
+ROWS = 32
 NEW_TOKENS = (1, 5, 2, 5, 4)  # of each prompt: some rows finish before the change, others are in the middle
 ON_DISK = (0, 0, 100, 0, 100, 0)
 
@@ -164,13 +165,7 @@ def test_a_job_is_of_the_files_that_it_has_read(name: str, known: Reference, tmp
 # ---- Jobs in processes of their own
 
 
-@pytest.fixture(scope="module")
-def jobs() -> Iterator[Jobs]:
-    with job_server() as found:
-        yield found
-
-
-def started(jobs: Jobs, folder: Path) -> Running:
+def started(jobs: Jobs, folder: Path) -> Job:
     return jobs.start(folder, "--model", "model", "--percent", *map(str, ON_DISK))
 
 
@@ -187,8 +182,10 @@ def test_a_job_whose_model_is_overwritten(jobs: Jobs, tmp_path: Path) -> None:
     weights = model / "model.safetensors"
     old = weights.read_bytes()
     job = started(jobs, tmp_path)
-    job.wait_for_rows(ROWS // 20)
+    job.wait_for_rows(4)
+    job.send(signal.SIGSTOP)
     overwrite(weights)
+    job.send(signal.SIGCONT)
     assert job.wait() == 1, job.err
     line = job.err.splitlines()[-1]
     assert line.startswith("batch: ") and "model.safetensors" in line and "Traceback" not in job.err

@@ -8,32 +8,15 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.fault.jobs import (
-    Jobs,
-    Running,
-    job_server,
-    rows_of,
-    tear_the_end,
-    tokens_of,
-    whole_rows_of,
-    write_input,
-)
+from tests.fault.jobs import Job, Jobs, rows_of, tear_the_end, tokens_of, whole_rows_of, write_input
 
 ROWS, MOST_KILLS = 44, 6
-
-
 Tokens = dict[str, list[int]]  # by custom id
-
-
-@pytest.fixture(scope="module")
-def jobs() -> Iterator[Jobs]:
-    with job_server() as found:
-        yield found
 
 
 def finish(jobs: Jobs, folder: Path) -> Tokens:
@@ -73,7 +56,7 @@ def kill_until_done(jobs: Jobs, folder: Path, whole: Tokens, generator: random.R
         assert whole_rows_of(job.output).items() <= whole.items()
 
 
-def wait_for_a_moment(job: Running, rows: int, generator: random.Random) -> None:
+def wait_for_a_moment(job: Job, rows: int, generator: random.Random) -> None:
     """Anything from the first instruction of a run to its last row, however fast the machine is."""
     time.sleep(generator.uniform(0, 0.3))
     if generator.random() < 0.8:
@@ -264,7 +247,7 @@ def test_other_signals_end_a_job_soon(jobs: Jobs, tmp_path: Path, name: str, cod
     end_by(job, name, code)
 
 
-def end_by(job: Running, name: str, code: int) -> None:
+def end_by(job: Job, name: str, code: int) -> None:
     """Before all rows are done, with its finished rows, and its status says so."""
     job.send(getattr(signal, name))
     job.send(signal.SIGCONT)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
-import flexgen_h2o
+import pytest
+
+from tests.forks import Forks, Process
 from tests.parity.reference import Reference
 
 # What each script begins with. `made()` is an LLM that has generated, with weights, KV and hidden states on disk.
 BEGIN = """
-import gc, multiprocessing, os, signal, sys, threading, time
-import numba, psutil, torch, transformers  # once, for all children
+import gc, multiprocessing, os, sys, threading
+import psutil
 from flexgen_h2o import LLM, Policy, SamplingParams
 
 FOLDER, OFFLOAD = sys.argv[1:]
@@ -31,13 +31,13 @@ def held():
 """
 
 
-def run(known: Reference, offload: Path, script: str) -> subprocess.CompletedProcess[str]:
-    """BEGIN and `script` in a process of their own."""
-    env = {**os.environ, "PYTHONPATH": str(Path(flexgen_h2o.__file__).parents[1])}
-    return subprocess.run(
-        [sys.executable, "-c", BEGIN + script, str(known.folder), str(offload)],
-        capture_output=True, text=True, check=False, env=env,
-    )  # fmt: skip
+@pytest.fixture
+def run(
+    forks: Forks, known: Reference, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Process]:
+    """Runs BEGIN and a script in a process of their own, with `tmp_path` as the offload dir."""
+    folder = tmp_path_factory.mktemp("run")
+    return lambda script: forks.run(folder, BEGIN + script, known.folder, tmp_path)
 
 
 # How processes end that hold an open LLM, and their exit codes.
@@ -51,7 +51,7 @@ ENDS = {
 }
 
 
-def test_nothing_is_left_when_the_process_ends(known: Reference, tmp_path: Path) -> None:
+def test_nothing_is_left_when_the_process_ends(run: Callable[[str], Process], tmp_path: Path) -> None:
     """Each is a child that is forked before anything has run, so that torch is imported once."""
     script = f"""
 for name, (script, code) in {ENDS!r}.items():
@@ -63,12 +63,12 @@ for name, (script, code) in {ENDS!r}.items():
     assert (ended, os.listdir(OFFLOAD)) == (code, []), (name, ended, os.listdir(OFFLOAD))
 print("all", flush=True)
 """
-    done = run(known, tmp_path, script)
-    assert (done.returncode, done.stdout) == (0, "all\n"), done.stderr
-    assert "Exception ignored" not in done.stderr
+    done = run(script)
+    assert (done.code, done.out) == (0, "all\n"), done.err
+    assert "Exception ignored" not in done.err
 
 
-def test_fifty_dropped_llms_leave_what_one_leaves(known: Reference, tmp_path: Path) -> None:
+def test_twenty_dropped_llms_leave_what_one_leaves(run: Callable[[str], Process], tmp_path: Path) -> None:
     """Threads, descriptors and folders at once, or with the garbage where they are in a circle; RSS within 1 MiB each.
 
     Before they were closed, each held five threads, three descriptors and 16 MiB.
@@ -79,11 +79,11 @@ def drop(circle):
     if circle:
         llm.me = llm
 
-for i in range(5):
+for i in range(3):
     drop(False)
 gc.collect()
 one, rss = held(), me.memory_info().rss
-for i in range(50):
+for i in range(20):
     drop(circle=i % 2 == 1)
     if i % 2 == 0:
         assert held()[2] == [] or i, held()
@@ -91,12 +91,12 @@ for i in range(50):
         gc.collect()
     assert held() == one, (i, held(), one)
 gone = me.memory_info().rss - rss
-assert gone < 50 * 2**20, gone
+assert gone < 20 * 2**20, gone
 print("one", one)
 """
-    done = run(known, tmp_path, script)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith(", [])\n"), "no scratch folder while the process lives on"
+    done = run(script)
+    assert done.code == 0, done.err
+    assert done.out.endswith(", [])\n"), "no scratch folder while the process lives on"
 
 
 # How a child of a process with an open LLM ends, and its exit code. It must not wait for threads that it does not have.
@@ -110,7 +110,7 @@ CHILDREN = {
 }
 
 
-def test_a_forked_child_ends_and_leaves_its_parents_scratch(known: Reference, tmp_path: Path) -> None:
+def test_a_forked_child_ends_and_leaves_its_parents_scratch(run: Callable[[str], Process], tmp_path: Path) -> None:
     script = f"""
 llm = made()
 before, tokens = held(), [one.token_ids for one in llm.generate(PROMPTS, PARAMS)]
@@ -132,15 +132,15 @@ other = made()  # a run that removes what is dead
 assert set(before[2]) < set(os.listdir(OFFLOAD))
 print("all", flush=True)
 """
-    done = run(known, tmp_path, script)
-    assert (done.returncode, done.stdout) == (0, "all\n"), done.stderr
+    done = run(script)
+    assert (done.code, done.out) == (0, "all\n"), done.err
     assert not list(tmp_path.iterdir())
 
 
 USES = ["llm.generate(PROMPTS, PARAMS)", "llm.close(); llm.generate(PROMPTS, PARAMS)", "made()"]
 
 
-def test_a_forked_child_is_told_that_it_cannot_generate(known: Reference, tmp_path: Path) -> None:
+def test_a_forked_child_is_told_that_it_cannot_generate(run: Callable[[str], Process], tmp_path: Path) -> None:
     """With its parent's LLM or its own: it would wait without end for OpenMP's threads, which stay in the parent."""
     script = f"""
 llm = made()
@@ -156,14 +156,14 @@ for use in {USES!r}:
     ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     assert ended == 5 and held()[2], (use, ended)
 """
-    done = run(known, tmp_path, script)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    done = run(script)
+    assert done.code == 0, done.err
+    lines = done.out.splitlines()
     assert len(lines) == len(USES) and all("forked" in line and "'spawn'" in line for line in lines)
     assert not list(tmp_path.iterdir())
 
 
-def test_children_forked_before_the_first_generate_generate(known: Reference, tmp_path: Path) -> None:
+def test_children_forked_before_the_first_generate_generate(run: Callable[[str], Process], tmp_path: Path) -> None:
     """The LLM is there, and its weights' folder; nothing is open yet."""
     script = """
 llm = LLM(FOLDER, Policy(2, 2, (0,) * 6), device="cpu", dtype="float32", offload_dir=OFFLOAD)
@@ -176,7 +176,7 @@ for _ in range(2):
     pids.append(pid)
 assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0, 0]
 """
-    done = run(known, tmp_path, script)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["3", "3"]
+    done = run(script)
+    assert done.code == 0, done.err
+    assert done.out.split() == ["3", "3"]
     assert not list(tmp_path.iterdir())

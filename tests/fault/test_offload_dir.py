@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +16,7 @@ import torch
 from flexgen_h2o import LLM, Policy, SamplingParams, flex_opt
 from flexgen_h2o.tiers.disk import Scratch
 from tests.fault.conftest import NEW_TOKENS
+from tests.forks import Forks
 from tests.parity.reference import Reference, tokens_of
 
 PARAMS = SamplingParams(max_tokens=NEW_TOKENS)
@@ -88,14 +87,19 @@ os._exit(9)
 """
 
 
-def dead_run(offload: Path) -> Path:
-    """The scratch folder of a run that was killed."""
-    done = subprocess.run([sys.executable, "-c", DIES, str(offload)], capture_output=True, text=True, check=False)
-    assert done.returncode == 9, done.stderr
-    return Path(done.stdout.strip())
+@pytest.fixture
+def dead_run(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
+    """Makes the scratch folder of a run that was killed, in an offload dir."""
+
+    def made(offload: Path) -> Path:
+        done = forks.run(tmp_path_factory.mktemp("dead"), DIES, offload)
+        assert done.code == 9, done.err
+        return Path(done.out.strip())
+
+    return made
 
 
-def test_folders_of_live_and_dead_runs(known: Reference, tmp_path: Path) -> None:
+def test_folders_of_live_and_dead_runs(known: Reference, tmp_path: Path, dead_run: Callable[[Path], Path]) -> None:
     """What looks like a run's folder is removed only if its lock can be taken."""
     offload = tmp_path / "offload"
     alive = Scratch(offload)
@@ -108,7 +112,9 @@ def test_folders_of_live_and_dead_runs(known: Reference, tmp_path: Path) -> None
     alive.close()
 
 
-def test_what_only_looks_like_a_scratch_folder_stays(known: Reference, tmp_path: Path) -> None:
+def test_what_only_looks_like_a_scratch_folder_stays(
+    known: Reference, tmp_path: Path, dead_run: Callable[[Path], Path]
+) -> None:
     """A user's folders beside locks, also under a name of our pattern, without our mark; a copy with the mark under
     another name; a link to a scratch folder elsewhere."""
     offload, names = tmp_path / "offload", ("run-exp1", "run-7", "run-1234-0123abcd")
@@ -128,7 +134,9 @@ def test_what_only_looks_like_a_scratch_folder_stays(known: Reference, tmp_path:
     assert (offload / "run-kept-for-later" / "cache.bin").is_file() and (linked / "cache.bin").is_file()
 
 
-def test_what_a_user_put_into_a_scratch_folder_stays(known: Reference, tmp_path: Path) -> None:
+def test_what_a_user_put_into_a_scratch_folder_stays(
+    known: Reference, tmp_path: Path, dead_run: Callable[[Path], Path]
+) -> None:
     offload = tmp_path / "offload"
     dead = dead_run(offload)
     (dead / "notes").mkdir()

@@ -7,26 +7,18 @@ import json
 import os
 import signal
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from flexgen_h2o import flex_opt
 from flexgen_h2o.engine.generation import Progress
+from tests.forks import SIGNALS
 from tests.parity.reference import Reference
 
 ROWS, SWEEPS = 40, 3
-SIGNALS = [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)]
-
-
-@pytest.fixture(autouse=True)
-def _interruptible() -> Iterator[None]:
-    """A shell that runs the tests in the background has SIGINT ignored, nohup has SIGHUP."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler), signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    for number, handler in zip((signal.SIGINT, signal.SIGHUP), before, strict=True):
-        signal.signal(number, handler)
+pytestmark = pytest.mark.usefixtures("interruptible")
 
 
 @pytest.fixture
@@ -61,79 +53,72 @@ def run_until(
     return run
 
 
-@pytest.mark.parametrize(("number", "code"), SIGNALS, ids=["SIGTERM", "SIGINT", "SIGHUP"])
-def test_one_signal(number: int, code: int, run_until, assert_clean: Callable[[], None]) -> None:
-    ended, err, rows = run_until(lambda: os.kill(os.getpid(), number))
-    assert (ended, rows) == (code, ROWS // 2), err
-    assert len(err.splitlines()) == 1
-    assert_clean()
-
-
-@pytest.mark.parametrize(("number", "code"), SIGNALS[1:2])
-def test_an_impatient_user(
-    number: int, code: int, run_until, monkeypatch: pytest.MonkeyPatch, assert_clean: Callable[[], None]
-) -> None:
-    remove, removed, kill = os.rmdir, [], lambda: os.kill(os.getpid(), number)
+@pytest.fixture
+def removed(monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[Path]]:
+    """The signals to send as each scratch folder is removed, and the folders that were removed since."""
+    remove, numbers, folders = os.rmdir, [], []
 
     def rmdir(path: Path) -> None:
-        kill()
+        for number in numbers:
+            os.kill(os.getpid(), number)
         remove(path)
-        removed.append(path)
+        folders.append(path)
 
     monkeypatch.setattr(os, "rmdir", rmdir)
-    ended, err, rows = run_until(kill)
-    assert (ended, rows) == (code, ROWS // 2) and removed, err
+    return numbers, folders
+
+
+@pytest.mark.parametrize(("number", "code"), SIGNALS)
+@pytest.mark.parametrize("impatient", [False, True])
+def test_a_signal_ends_a_run_after_its_clean_up(
+    number: int, code: int, impatient: bool, run_until, removed, assert_clean: Callable[[], None]
+) -> None:
+    """Also where it is sent once more while the run cleans up."""
+    numbers, folders = removed
+    numbers += [number] * impatient
+    ended, err, rows = run_until(lambda: os.kill(os.getpid(), number))
+    assert (ended, rows) == (code, ROWS // 2) and folders, err
     assert len(err.splitlines()) == 1
     assert_clean()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize(("number", "code"), SIGNALS[0:1])
-def test_a_signal_inside_a_finaliser(number: int, code: int, run_until, assert_clean: Callable[[], None]) -> None:
+def test_a_signal_inside_a_finaliser(run_until, assert_clean: Callable[[], None]) -> None:
     """About one in a hundred signals falls into some object's `__del__` or a weak reference's callback."""
 
     class Dying:
         def __del__(self) -> None:
-            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), signal.SIGTERM)
 
     ended, err, rows = run_until(Dying)
-    assert ended == code, err
+    assert ended == 143, err
     assert rows < ROWS
     assert_clean()
 
 
-@pytest.mark.parametrize(("number", "code"), SIGNALS[2:3])
-def test_a_signal_that_comes_out_as_another_error(
-    number: int, code: int, run_until, assert_clean: Callable[[], None]
-) -> None:
+def test_a_signal_that_comes_out_as_another_error(run_until, assert_clean: Callable[[], None]) -> None:
     """As when it falls into `threading`'s own bookkeeping: RuntimeError, release unlocked lock."""
 
     def turned() -> None:
         try:
-            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), signal.SIGHUP)
         except BaseException as error:
             raise RuntimeError("release unlocked lock") from error
 
     ended, err, rows = run_until(turned)
-    assert (ended, rows) == (code, ROWS // 2), err
+    assert (ended, rows) == (129, ROWS // 2), err
     assert len(err.splitlines()) == 1
     assert_clean()
 
 
 @pytest.mark.parametrize(("number", "code"), SIGNALS[:2])
 def test_a_signal_while_a_finished_run_cleans_up(
-    number: int, code: int, run_until, monkeypatch: pytest.MonkeyPatch, assert_clean: Callable[[], None]
+    number: int, code: int, run_until, removed, assert_clean: Callable[[], None]
 ) -> None:
-    remove, removed = os.rmdir, []
-
-    def rmdir(path: Path) -> None:
-        os.kill(os.getpid(), number)
-        remove(path)
-        removed.append(path)
-
-    monkeypatch.setattr(os, "rmdir", rmdir)
+    numbers, folders = removed
+    numbers.append(number)
     ended, err, rows = run_until(lambda: None)
-    assert ended in (0, code) and rows == ROWS and removed, err
+    assert ended in (0, code) and rows == ROWS and folders, err
     assert_clean()
 
 
