@@ -23,8 +23,6 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from flexgen_h2o.core.schedule import zigzag
-
 from bench import common
 from flexgen_h2o.cli_common import positive
 from flexgen_h2o.core.config import Policy

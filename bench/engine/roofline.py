@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from flexgen_h2o.core.schedule import Step, zigzag
 
 from bench import common
 from flexgen_h2o.cli_common import positive
