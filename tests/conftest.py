@@ -34,11 +34,13 @@ hypothesis.settings.load_profile("repeatable")
 
 
 @pytest.fixture(autouse=True)
-def _seeded() -> None:
-    """Each test starts from the same random state, whichever tests ran before it."""
+def _alike() -> Iterator[None]:
+    """Each test starts from the same random state, whichever tests ran before it, and leaves gradients as they were."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+    yield
+    assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
 @pytest.fixture

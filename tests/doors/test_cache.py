@@ -42,6 +42,7 @@ def random_weights(model: Path, offload: Path) -> LLM:
     return llm
 
 
+@pytest.mark.slow
 def test_what_runs_keep(door: Callable[..., Answer], cache, ids_model: Path, tmp_path: Path) -> None:
     """Before it is written one line says how much and where; once it is there nothing is said or written."""
     bins = tmp_path / "bins"

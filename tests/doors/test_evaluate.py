@@ -130,6 +130,7 @@ def test_both_texts_are_the_engine_s(text: Door, tmp_path: Path) -> None:
     assert out.out.splitlines()[-1].startswith(f"h2o: {held[0] / held[1]:.1%} of the full cache's")
 
 
+@pytest.mark.slow
 def test_budget_for_everything_writes_the_same(text: Door, tmp_path: Path) -> None:
     full = "--gen-len 6 --hh-ratio 1 --recent-ratio 1"
     out = text(f"--prompt {shlex.quote(TEXTS[0])} {full} --compress-cache --cache-bits 4 --json r.json")

@@ -19,7 +19,7 @@ from tests.forks import Forks
 from tests.unit.test_profile import PROFILE
 
 PARSERS = parsers()
-FEW, MANY = 130, 5_000  # cases of the default suite, and of the slow one
+FEW, MANY = 70, 5_000  # cases of the default suite, and of the slow one
 COMMANDS = [*PARSERS, "verbs"]
 
 

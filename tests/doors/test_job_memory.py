@@ -44,6 +44,7 @@ def tracing() -> Iterator[None]:
     tracemalloc.stop()
 
 
+@pytest.mark.slow
 def test_memory_is_flat_in_rows(ids_model: Path, tmp_path: Path, tracing: None) -> None:
     """Rows differ in length, seed and end; some are errors."""
     generator = random.Random(0)

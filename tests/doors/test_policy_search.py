@@ -261,6 +261,7 @@ def test_a_picture_needs_matplotlib(plan: Door, monkeypatch: pytest.MonkeyPatch)
     refused(plan(f"{SMALL} --plot p.png"), 2, "--plot: needs matplotlib; pip install 'flexgen-h2o[plot]'")
 
 
+@pytest.mark.slow
 def test_opt_175b_without_simulating_much(plan: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     simulated = []
 

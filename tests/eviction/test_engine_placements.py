@@ -28,7 +28,7 @@ from tests.eviction.engine import (
     wanted,
 )
 from tests.eviction.policies import Budget
-from tests.parity.cases import BASE, CONFIGURATIONS, PLACEMENTS
+from tests.parity.cases import BASE, CONFIGURATIONS, PLACEMENTS, thinned
 from tests.parity.reference import LONG, folder_with_eos, token_that_ends
 
 HERE = ("all on device", "all on host", "all on disk", "everything split 30/30", "kv on host", "kv on disk")
@@ -53,7 +53,7 @@ def some_of_each() -> Iterator[tuple[str, str, str]]:
             turn += 1
 
 
-@pytest.mark.parametrize(("placement", "configuration", "pair"), some_of_each())
+@pytest.mark.parametrize(("placement", "configuration", "pair"), thinned(some_of_each(), 2))
 def test_placement_by_configuration(
     placement: str, configuration: str, pair: str, known: Callable[[str], Known], reference: Callable[..., Wanted],
     tmp_path: Path,

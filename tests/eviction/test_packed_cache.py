@@ -16,7 +16,7 @@ from flexgen_h2o.kvcache.eviction import Eviction
 from tests.eviction import policies as plain
 from tests.eviction.conftest import LENGTHS, NEW_TOKENS, Known
 from tests.eviction.engine import PAIRS, STAND_IN, Pair, Wanted, assert_same, cut, generate, wanted
-from tests.parity.cases import CONFIGURATIONS, PLACEMENTS, Configuration
+from tests.parity.cases import CONFIGURATIONS, PLACEMENTS, Configuration, thinned
 from tests.parity.reference import folder_with_eos, random_prompts, token_that_ends
 
 FAR = plain.Budget(heavy_size=200, recent_size=50)
@@ -83,7 +83,7 @@ PLANE = [
 ]
 
 
-@pytest.mark.parametrize(("pair", "placement", "configuration"), PLANE)
+@pytest.mark.parametrize(("pair", "placement", "configuration"), thinned(PLANE, 2))
 def test_four_bits_on_every_placement(
     pair: str, placement: str, configuration: str, known: Callable[[str], Known], packed: Callable[..., Wanted],
     tmp_path: Path,
@@ -108,7 +108,7 @@ def test_other_shapes_and_bits(
     check(packed(shape, pair, bits, (9, 4, 21)), pair, known(shape).folder, policy, tmp_path, STAND_IN)
 
 
-@pytest.mark.parametrize(("pair", "budget"), [(FULL, STAND_IN), ("h2o", None)], ids=[FULL, "h2o"])
+@pytest.mark.parametrize(("pair", "budget"), thinned([("h2o", None), (FULL, STAND_IN)], 2))
 def test_rows_that_end_while_columns_wait_for_the_disk(
     pair: str, budget: MemoryBudget | None, known: Callable[[str], Known], packed: Callable[..., Wanted],
     tmp_path: Path,

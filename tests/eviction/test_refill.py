@@ -15,7 +15,7 @@ from flexgen_h2o.kvcache.eviction.policy import ROLLING
 from tests.eviction.conftest import Known
 from tests.eviction.engine import PAIRS, Ran, Wanted, assert_same, cut, run_with
 from tests.eviction.test_engine_placements import KV_PLACEMENTS, TURNS
-from tests.parity.cases import CONFIGURATIONS, PLACEMENTS
+from tests.parity.cases import CONFIGURATIONS, PLACEMENTS, thinned
 from tests.parity.reference import LEAST_GAP, LOGIT_TOLERANCE, random_prompts
 
 # Three times the six prompts of the reference, cut to so many tokens; a block holds eight at most.
@@ -29,7 +29,7 @@ def some_of_each() -> Iterator[tuple[str, str, str]]:
         yield placement, names[(5 * p + 1) % len(names)], TURNS[p % len(TURNS)]
 
 
-@pytest.mark.parametrize(("placement", "configuration", "pair"), some_of_each())
+@pytest.mark.parametrize(("placement", "configuration", "pair"), thinned(some_of_each(), 4))
 def test_placement_by_configuration(
     placement: str, configuration: str, pair: str, known: Callable[[str], Known], reference: Callable[..., Wanted],
     tmp_path: Path,

@@ -13,7 +13,7 @@ from tests.eviction.engine import PAIRS, Pair, Ran, Wanted, assert_same, generat
 from tests.eviction.plain_models import PlainLlama, PlainNeoX
 from tests.eviction.test_packed_cache import Rounded
 from tests.eviction.test_rolling import rolling
-from tests.parity.cases import CONFIGURATIONS, PLACEMENTS
+from tests.parity.cases import CONFIGURATIONS, PLACEMENTS, thinned
 from tests.parity.reference import random_prompts
 
 HEADER = 11
@@ -71,7 +71,7 @@ SCORED = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("pair", "where"), [(pair, next(PLACES)) for pair in SCORED])
+@pytest.mark.parametrize(("pair", "where"), thinned([(pair, next(PLACES)) for pair in SCORED], 2))
 def test_every_policy(
     pair: str, where: tuple[str, str], known: Callable[[str], Known], headed: Callable[..., Wanted], tmp_path: Path
 ) -> None:

@@ -19,6 +19,7 @@ from flexgen_h2o.kvcache.eviction import H2O
 from flexgen_h2o.models import FAMILIES
 from tests.eviction.engine import PAIRS, Wanted, generate, wanted
 from tests.integrations.models import MODELS, Known, generated, new_tokens_of
+from tests.parity.cases import thinned
 
 LENGTHS = (4, 9, 9, 21, 1, 8)  # filled while decoding; by the prompt, neighbours of one length; longer; one token
 NEW_TOKENS = 12
@@ -57,7 +58,7 @@ def cases() -> Iterator[tuple[str, str]]:
         yield name, OTHERS[i % len(OTHERS)]
 
 
-@pytest.mark.parametrize(("name", "pair"), cases())
+@pytest.mark.parametrize(("name", "pair"), thinned(cases(), 2))
 def test_equal_to_the_reference_and_the_engine(
     name: str, pair: str, known: Callable[[str], Known], tmp_path: Path
 ) -> None:

@@ -5,9 +5,11 @@ The whole product would take an hour, so it is covered pairwise.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+
+import pytest
 
 from flexgen_h2o.core.config import MemoryBudget, Policy
 
@@ -148,6 +150,11 @@ CONFIGURATIONS: dict[str, Configuration] = {
         5, 1, True, {"cpu_cache_compute": True, "overlap": False, "sep_layer": False}
     ),
 }
+
+
+def thinned(cases: Iterable[tuple[Any, ...]], one_in: int) -> list[Any]:
+    """All cases; the default suite runs one in so many, the nightly one the others too (scripts/nightly.sh)."""
+    return [case if i % one_in == 0 else pytest.param(*case, marks=pytest.mark.slow) for i, case in enumerate(cases)]
 
 
 # Shapes that matter to where things lie; with the Latin square below each of them meets every placement.

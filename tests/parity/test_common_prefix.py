@@ -14,7 +14,7 @@ from flexgen_h2o.engine.prompts import Prompt
 from flexgen_h2o.kvcache.eviction import H2O
 from flexgen_h2o.kvcache.store import CacheStore
 from tests.parity.beginnings import cases, references
-from tests.parity.cases import BASE, CONFIGURATIONS, PLACEMENTS
+from tests.parity.cases import BASE, CONFIGURATIONS, PLACEMENTS, thinned
 from tests.parity.conftest import NEW_TOKENS
 from tests.parity.reference import (
     LOGIT_TOLERANCE,
@@ -61,7 +61,7 @@ def held_in_one_copy(llm: LLM) -> int:
     return int(found["tokens"])
 
 
-@pytest.mark.parametrize(("shape", "placement", "configuration"), list(cases()))
+@pytest.mark.parametrize(("shape", "placement", "configuration"), thinned(cases(), 2))
 def test_tokens_and_logits(
     shape: str, placement: str, configuration: str, headed: Callable[[str], Reference], tmp_path: Path
 ) -> None:

@@ -119,6 +119,7 @@ def test_three_ranks_report_together(three_blocks: Reference, tmp_path: Path) ->
     check_joint_report(answer["report"], three_blocks, [[0, 1], [1, 2], [2, 3]], tmp_path)
 
 
+@pytest.mark.slow
 def test_the_door_prints_and_writes_in_one_rank_only(three_blocks: Reference, tmp_path: Path) -> None:
     prompts, out, report = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "report.json"
     prompts.write_text("".join(json.dumps({"prompt_token_ids": p}) + "\n" for p in three_blocks.prompts))

@@ -27,7 +27,7 @@ from flexgen_h2o.planner.work import (
     weight_moves,
 )
 from flexgen_h2o.tiers.disk import aligned_range
-from tests.parity.cases import BASE, PLACEMENTS
+from tests.parity.cases import BASE, PLACEMENTS, thinned
 from tests.parity.planned import FAMILIES, ITEMSIZE, SHAPE, Run, write_aligned
 from tests.parity.reference import random_model
 
@@ -145,7 +145,7 @@ PAIRS = [(p, r) for i, p in enumerate(PLACEMENTS) for j, r in enumerate(RUNS) if
 PAIRS += [("everything split 30/30", r) for r in RUNS if ("everything split 30/30", r) not in PAIRS]
 
 
-@pytest.mark.parametrize(("placement", "run"), PAIRS)
+@pytest.mark.parametrize(("placement", "run"), thinned(PAIRS, 2))
 def test_the_engine_moves_what_is_planned(placement: str, run: str, folder: Path, tmp_path: Path) -> None:
     """Every kind and lane to the byte."""
     moved, expected = both(RUNS[run], placement, folder, tmp_path)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flexgen_h2o import LLM, SamplingParams
-from tests.parity.cases import CONFIGURATIONS, PLACEMENTS
+from tests.parity.cases import CONFIGURATIONS, PLACEMENTS, thinned
 from tests.parity.reference import LONG, Reference, greedy, random_prompts, tokens_of
 
 # In the order of the input; a block holds 4 to 8 of them. The longest answer goes on while all others come and go.
@@ -28,7 +28,7 @@ NAMES = [name for name in PLACEMENTS if not name.startswith("weights")]
 CASES = [(placement, list(CONFIGURATIONS)[i % len(CONFIGURATIONS)]) for i, placement in enumerate(NAMES)]
 
 
-@pytest.mark.parametrize(("placement", "configuration"), CASES)
+@pytest.mark.parametrize(("placement", "configuration"), thinned(CASES, 2))
 def test_placement_by_configuration(
     placement: str, configuration: str, known: tuple[Path, list[list[int]], list[list[int]]], tmp_path: Path
 ) -> None:

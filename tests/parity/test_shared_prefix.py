@@ -11,7 +11,7 @@ import torch
 from flexgen_h2o import LLM, Policy, SamplingParams
 from flexgen_h2o.kvcache.prefixes import SHARINGS, group_prompts
 from tests.parity.beginnings import cases, references
-from tests.parity.cases import CONFIGURATIONS, PLACEMENTS
+from tests.parity.cases import CONFIGURATIONS, PLACEMENTS, thinned
 from tests.parity.conftest import NEW_TOKENS
 from tests.parity.reference import (
     LOGIT_TOLERANCE,
@@ -64,7 +64,7 @@ def fed_tokens(llm: LLM) -> int:
     return int(llm.report.extra["prefill_fed_tokens"])
 
 
-@pytest.mark.parametrize(("shape", "placement", "configuration"), list(cases()))
+@pytest.mark.parametrize(("shape", "placement", "configuration"), thinned(cases(), 2))
 def test_tokens_and_logits(
     shape: str, placement: str, configuration: str, shared: Callable[[str], Reference], tmp_path: Path
 ) -> None:

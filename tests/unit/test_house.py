@@ -10,7 +10,7 @@ import re
 import subprocess
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 
 import pytest
@@ -141,6 +141,7 @@ class Source:
 
 
 @lru_cache
+@cache
 def python_files(*folders: str) -> list[Source]:
     paths = (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py")))
     return [Source(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")) for path in paths]

@@ -264,6 +264,7 @@ def test_flexgen_flags_and_log(tmp_path: Path) -> None:
     assert "2.00 tok/s" in describe(whole)
 
 
+@pytest.mark.slow
 def test_ours_shows_the_face_of_a_system(tmp_path: Path) -> None:
     command = [
         sys.executable, str(ROOT / "bench/baselines/ours/run.py"), "--model-dir", str(OPT_TINY), "--prompt-len", "6",

@@ -79,6 +79,7 @@ def test_chunks_do_not_show(llm: LLM, rows: list[TextRow]) -> None:
         assert a.columns == b.columns == 8
 
 
+@pytest.mark.slow
 def test_compressed_runs_are_compared_with_an_uncompressed_one(llm: LLM, rows: list[TextRow]) -> None:
     """Fewer bits are further off; the full cache's own figures do not change."""
     cell, off = Case("full", Full()), []

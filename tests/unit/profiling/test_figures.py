@@ -152,6 +152,7 @@ def test_ratios_of_disturbed_timings_can_be_read_again(bench: Bench, monkeypatch
     assert profile_from_json(profile.to_json()) == profile
 
 
+@pytest.mark.slow
 def test_whole_profile_is_one_that_can_be_read_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
