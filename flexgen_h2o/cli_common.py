@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import errno
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -223,6 +224,8 @@ def _patient_streams() -> Iterator[_PatientStream]:
     before = sys.stdout, sys.stderr  # either is None where the shell has closed it
     with open(os.devnull, "w") as nowhere:
         out, err = (_PatientStream(stream or nowhere, stops=stream is before[0]) for stream in before)
+        if before[0] is None:
+            out.error = OSError(errno.EBADF, "it is closed")
         sys.stdout, sys.stderr = cast(TextIO, out), cast(TextIO, err)
         _results.clear()
         _notes.clear()
@@ -288,7 +291,8 @@ def _code_with_loss(name: str, code: int, out: _PatientStream) -> int:
     """`code`, unless what was printed is lost and no file has it; one line says so."""
     if out.error is None or code not in (EXIT_DONE, EXIT_ALL_ROWS_FAILED):
         return code
-    if not isinstance(out.error, BrokenPipeError):
+    is_meant = isinstance(out.error, BrokenPipeError) or (out.error.errno == errno.EBADF and _results)
+    if not is_meant:
         where = f"; only the summary is lost, the results are in {', '.join(_results)}" if _results else ""
         _complain(f"{name}: cannot write to standard output ({out.error.strerror or out.error}){where}")
     return code if _results else EXIT_FAILED

@@ -217,5 +217,4 @@ def _spread(values: list[float]) -> str:
 
 
 if __name__ == "__main__":
-    torch.set_grad_enabled(False)
-    sys.exit(common.door(main))
+    sys.exit(common.door(torch.no_grad()(main)))

@@ -62,8 +62,8 @@ def _check(wanted: StoredRows, found: StoredTensor) -> None:
         )
     if found.dtype not in wanted.dtypes:
         raise UsageError(
-            f"{found.path}: tensor {wanted.name!r} is stored as {found.dtype}; only {', '.join(wanted.dtypes)} can be"
-            " streamed, give an unquantised checkpoint"
+            f"{found.path}: tensor {wanted.name!r} is stored as {found.dtype}, and is read as"
+            f" {' or '.join(wanted.dtypes)}; give a checkpoint in one of the formats that docs/cli.md lists"
         )
 
 

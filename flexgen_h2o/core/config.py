@@ -321,6 +321,7 @@ class SavedPolicy:
     command: str | None = None
 
 
+JSON_KINDS = {dict: "an object", str: "a text"}
 ABOUT = tuple(f.name for f in fields(SavedPolicy) if f.name != "policy")
 
 
@@ -361,4 +362,8 @@ def read_policy(path: Path) -> SavedPolicy:
         policy = check_bits_used(Policy(**{name: body[name] for name in names}))
     except UsageError as error:
         raise UsageError(f"--policy {path}: {error}") from error
+    for key in ABOUT:
+        kind = dict if key in ("workload", "predicted") else str
+        if not isinstance(body.get(key), kind | None):
+            raise UsageError(f"--policy {path}: {key} is {body[key]!r:.60}, and must be {JSON_KINDS[kind]} or null")
     return SavedPolicy(policy, **{key: body.get(key) for key in ABOUT})

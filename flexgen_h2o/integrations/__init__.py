@@ -21,7 +21,7 @@ from transformers.cache_utils import CacheLayerMixin
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.integrations.cache import MODES, EvictingCache
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, check_eviction
-from flexgen_h2o.kvcache.eviction.policy import NORMS, POSITIONS, SCORES
+from flexgen_h2o.kvcache.eviction.policy import NORMS, POSITIONS, SCORES, is_rolling
 
 ATTENTION = "flexgen_h2o"  # the name of our attention implementation
 MODEL_TYPES = ("opt", "llama", "mistral", "gpt_neox")
@@ -61,8 +61,10 @@ def enable_eviction(model: PreTrainedModel, eviction: Eviction, mode: str = "dro
     eviction = check_eviction(eviction)
     if not isinstance(mode, str) or mode not in MODES:
         raise UsageError(f"mode: {mode!r} is not one of {', '.join(MODES)}")
+    if is_rolling(eviction):  # the model itself has rotated its keys before they are cached
+        raise UsageError("positions: rolling ones are the engine's alone; leave them original here")
     unknown = set(eviction.needs.record) - {POSITIONS, SCORES, NORMS}
-    if unknown:  # such as the ranks of rolling positions: the model itself has rotated its keys before they are cached
+    if unknown:
         raise UsageError(
             f"eviction: {eviction.name} needs {', '.join(unknown)} of its columns, which only the engine has"
         )

@@ -17,16 +17,12 @@ from typing import Literal, cast
 
 import torch
 
+from flexgen_h2o.core.errors import FlexgenError
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import PAGE, STAGING_BYTES, TRANSFER_CHUNK, round_up
 from flexgen_h2o.tiers.device import Device
 from flexgen_h2o.tiers.disk import DirectFile, FileRange, aligned_range
 from flexgen_h2o.tiers.stream import Done, Waitable, wait_all
-
-
-class _Cancelled(Exception):
-    """Raised to those who wait for an operation that was dropped as the lanes were closed."""
-
 
 _Job = tuple[str, Callable[[], int], Sequence[Waitable], Done]  # its name, what it does, what comes before it
 
@@ -76,7 +72,9 @@ class Lanes:
         if os.getpid() != self._owner:
             return
         with self._lock:
-            self._failure = self._failure or _Cancelled("the run has ended")
+            self._failure = self._failure or FlexgenError(
+                "the LLM was closed while it generated; close it after generate has returned"
+            )
             self._closed = True
         for lane in self._lane_of_thread:
             self._queues[lane].put(None)

@@ -101,17 +101,19 @@ def test_models_that_are_not_supported_are_refused(make: Callable[[], Any], says
         enable_eviction(make(), H2O(**SIZES))
 
 
-class Ranked(H2O):
+class Aged(H2O):
     """Wants of each column what the engine alone could know."""
 
     @property
     def needs(self) -> Needs:
-        return Needs((POSITIONS, SCORES, "ranks"), None)
+        return Needs((POSITIONS, SCORES, "ages"), None)
 
 
 def test_policy_that_only_the_engine_can_run_is_refused(known: Callable[[str], Known]) -> None:
-    with pytest.raises(UsageError, match="eviction: h2o needs ranks of its columns"):
-        enable_eviction(known("opt").model, Ranked(**SIZES))
+    with pytest.raises(UsageError, match="eviction: h2o needs ages of its columns"):
+        enable_eviction(known("opt").model, Aged(**SIZES))
+    with pytest.raises(UsageError, match="positions: rolling ones are the engine's"):
+        enable_eviction(known("opt").model, H2O(**SIZES, positions="rolling"))
 
 
 RIGHT = {"attention_mask": padded(PROMPTS)["attention_mask"].flip(1)}

@@ -266,6 +266,8 @@ def long_files(sources: Iterable[Source]) -> list[str]:
 def functions(node: ast.AST, where: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     """All functions, each named `PATH: Class.name`."""
     for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
+            continue  # expressions hold no functions, and most nodes are theirs
         name = where
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             name = f"{where}{'' if where.endswith(' ') else '.'}{child.name}"

@@ -55,6 +55,8 @@ def damaged(body: dict[str, Any], change: dict[str, Any], drop: str | None) -> s
         ({"gpu_batch_size": 4.5}, None, "gpu_batch_size: 4.5"),
         ({"gpu_batch_size": 2**9, "num_gpu_batches": 2**9}, None, "gpu_batch_size x num_gpu_batches: 262144"),
         ({"attn_sparsity": 2}, None, "attn_sparsity: 2"),
+        ({"workload": "x"}, None, "workload is 'x', and must be an object or null"),
+        ({"model": 5}, None, "model is 5, and must be a text or null"),
         ({"cache_bits": 8}, None, "cache_bits: 8 goes with compress_cache"),
     ],
 )

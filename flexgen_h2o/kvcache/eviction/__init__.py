@@ -46,7 +46,9 @@ def make_eviction(text: str, **settings: Any) -> Evicting:
     for item in filter(None, rest.split(",")):
         key, _, value = item.partition("=")
         if key not in known:
-            raise UsageError(f"eviction: {key} is not a setting of {name}; it has {', '.join(known)}")
+            raise UsageError(
+                f"eviction: {key} is not a setting of {name}; it has {', '.join(known)} (sizes are flags of their own)"
+            )
         if key in own or key in settings:
             raise UsageError(f"eviction: {key} is given twice")
         own[key] = _value(value)

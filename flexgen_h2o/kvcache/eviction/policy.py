@@ -57,6 +57,10 @@ class Needs:
     even: bool = False
     ranks_by_score: bool = True
 
+    def __post_init__(self) -> None:
+        if self.record and self.ranks_by_score and SCORES not in self.record:
+            raise ValueError("ranks_by_score: record has no SCORES; set it to False and give a `rank`")
+
 
 @dataclass(frozen=True)
 class Columns:
