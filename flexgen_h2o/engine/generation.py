@@ -5,9 +5,11 @@ The executor's view of a run. Knows nothing of layers, tiers or weights.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -15,8 +17,9 @@ import torch
 from tqdm import tqdm
 
 from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.units import SAMPLING_CHUNK, SCORED_CHUNK
 from flexgen_h2o.engine.prompts import Prompt
-from flexgen_h2o.engine.sampling import Sampler, Tokenizer, TokenLogprobs, decode_text, token_logprobs
+from flexgen_h2o.engine.sampling import Sampler, Tokenizer, TokenLogprobs, decode_text, not_finite, token_logprobs
 from flexgen_h2o.kvcache.eviction.policy import Columns
 from flexgen_h2o.kvcache.prefixes import (
     PromptGroup,
@@ -26,6 +29,7 @@ from flexgen_h2o.kvcache.prefixes import (
     neighbours,
     pack_prompts,
     row_ends,
+    row_places,
 )
 from flexgen_h2o.kvcache.slots import Move, plan_moves
 
@@ -39,7 +43,10 @@ class Row:
 
     max_new: tokens it may grow to, at least 1. asked: new tokens that were asked for; rows are sorted by it.
     top_logprobs: how many of the likeliest tokens get into `logprobs` at each step; None: no `logprobs`.
-    max_tokens_per_sweep: the most tokens of the row in one decode sweep, where they are known before.
+    max_tokens_per_sweep: the most tokens of the row in one decode sweep, where they are known before. given: the first
+    tokens that it takes, whatever the logits. scored: last tokens of the prompt whose log-probabilities get into
+    `prompt_logprobs`, each with `top_prompt_logprobs` of the likeliest. budget_of: (prompt tokens, new tokens) that its
+    KV budget is of; None: its own.
     """
 
     prompt: Prompt
@@ -50,10 +57,25 @@ class Row:
     top_logprobs: int | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     max_tokens_per_sweep: int = 1
+    given: tuple[int, ...] = ()
+    scored: int = 0
+    top_prompt_logprobs: int = 0
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    budget_of: tuple[int, int] | None = None
 
     @property
     def length(self) -> int:
         return len(self.prompt.token_ids) + len(self.token_ids)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(prompt tokens, most new tokens) that the KV budget is of."""
+        return self.budget_of or (len(self.prompt.token_ids), self.max_new)
+
+    @property
+    def own_ids(self) -> list[int]:
+        """The tokens that it was not given."""
+        return self.token_ids[len(self.given) :]
 
 
 def make_blocks(
@@ -69,8 +91,8 @@ def make_blocks(
     family = family_order([r.prompt.token_ids for r in rows], sharing, gbs) if sharing else lambda ids: (0, 0)
 
     def key(row: Row) -> tuple[object, ...]:
-        ids = row.prompt.token_ids
-        return -row.asked, family(ids), -len(ids), row.prompt.index
+        ids = row.prompt.token_ids  # what is scored follows on a context, which neighbours in the input may share
+        return -row.asked, family(ids), row.scored - len(ids), row.prompt.index
 
     ordered = sorted(rows, key=key)
     blocks = [ordered[at : at + block] for at in range(0, len(ordered), block)]
@@ -215,7 +237,9 @@ class StopCriteria:
 
     def __call__(self, row: Row) -> str | None:
         """Why a row is done with its newest token; None where it is not. To be called after each new token."""
-        if self.is_eos(row.token_ids[-1]) or self.found(row.token_ids):
+        is_given = len(row.token_ids) <= len(row.given)
+        own = row.own_ids if row.given else row.token_ids
+        if not is_given and (self.is_eos(own[-1]) or self.found(own)):
             return "stop"
         return "length" if len(row.token_ids) >= row.max_new else None
 
@@ -335,17 +359,23 @@ class Callbacks:
     listener: Listener | None = None
 
 
+def given_tokens(row: Row) -> Sequence[int]:
+    """The tokens that a row takes next, as far as they are given."""
+    done = len(row.token_ids)
+    return row.given[done : done + row.max_tokens_per_sweep]
+
+
 @dataclass(frozen=True)
 class Decoding:
     """How tokens are chosen and when a row is done and why (None: not yet).
 
-    known_tokens: as of `TokenSource`; None where none are known.
+    known_tokens: as of `TokenSource`.
     """
 
     sampler: Sampler | TokenSource
     end: Callable[[Row], str | None]
     watches: Callbacks = Callbacks()
-    known_tokens: KnownTokens | None = None
+    known_tokens: KnownTokens = given_tokens
 
     def sample(self, micro_batch: MicroBatch, logits: torch.Tensor) -> list[int]:
         """The next token of each row; keeps log-probabilities for the rows that ask for them."""
@@ -353,7 +383,10 @@ class Decoding:
         indices = [r.prompt.index for r in rows]
         if self.watches.logits is not None:
             self.watches.logits(indices, logits)
-        tokens = self.sampler.sample(logits, indices, [len(r.token_ids) for r in rows])
+        tokens = self.sampler.sample(logits, indices, [max(0, len(r.token_ids) - len(r.given)) for r in rows])
+        for i, row in enumerate(rows):
+            if len(row.token_ids) < len(row.given):
+                tokens[i] = row.given[len(row.token_ids)]
         asking = [(i, top) for i, row in enumerate(rows) if (top := row.top_logprobs) is not None]
         if asking:
             places, tops = zip(*asking, strict=True)
@@ -361,6 +394,48 @@ class Decoding:
             for i, found in zip(places, token_logprobs(own, [tokens[i] for i in places], tops), strict=True):
                 rows[i].logprobs.append(found)
         return tokens
+
+
+@dataclass(frozen=True)
+class ScoredToken:
+    """A prompt token whose log-probability is wanted. place: of the token before it in what a sweep feeds."""
+
+    row: Row
+    place: int
+    token: int
+
+
+def scored_tokens(micro_batch: MicroBatch, fed: SweepInput) -> list[ScoredToken]:
+    """Those of the rows that enter with a sweep, by place; some may share places."""
+    entering = zip(micro_batch.rows[fed.decoding :], row_places(fed.groups), strict=True)
+    first = fed.decoding
+    found = [
+        ScoredToken(row, first + at + (in_front if at < before else behind), row.prompt.token_ids[at + 1])
+        for row, (before, in_front, behind) in entering
+        for at in range(len(row.prompt.token_ids) - 1 - row.scored, len(row.prompt.token_ids) - 1)
+    ]
+    return sorted(found, key=lambda one: one.place)
+
+
+def score_prompts(wanted: Sequence[ScoredToken], logits_at: Callable[[list[int]], torch.Tensor]) -> None:
+    """Add to the rows' `prompt_logprobs`. logits_at: (places, vocab) of at most SCORED_CHUNK places.
+
+    FlexgenError where logits are not finite.
+    """
+    places = list(dict.fromkeys(one.place for one in wanted))
+    number = {place: i for i, place in enumerate(places)}
+    for chunk, tokens in groupby(wanted, key=lambda one: number[one.place] // SCORED_CHUNK):
+        first, of_chunk = chunk * SCORED_CHUNK, list(tokens)
+        logits = logits_at(places[first : first + SCORED_CHUNK])
+        height = max(1, SAMPLING_CHUNK // logits.shape[1])
+        for start in range(0, len(of_chunk), height):  # rows that share a place have a copy of its logits each
+            few = of_chunk[start : start + height]
+            own = logits[[number[one.place] - first for one in few]]
+            tops = [one.row.top_prompt_logprobs for one in few]
+            for one, found in zip(few, token_logprobs(own, [one.token for one in few], tops), strict=True):
+                if math.isnan(found.logprob):
+                    raise not_finite(one.row.prompt.index, "in its prompt")
+                one.row.prompt_logprobs.append(found)
 
 
 @dataclass
