@@ -74,7 +74,7 @@ class SamplingParams:
     ignore_eos: bool = setting(False, "go on after the end-of-sequence token")
     logprobs: int | None = setting(None, low=0, high=MOST_LOGPROBS)
     prompt_logprobs: int | None = setting(None, low=0, high=MOST_LOGPROBS)
-    score: tuple[int, ...] | None = None
+    score: tuple[int, ...] | None = setting(None)
     score_mode: str = setting(DECODE, choices=(DECODE, PREFILL))
 
     def __post_init__(self) -> None:
@@ -83,7 +83,9 @@ class SamplingParams:
         if self.score is not None:
             self._check_score()
         if self.max_tokens == 0 and self.prompt_logprobs is None:
-            raise UsageError("max_tokens: 0 must be at least 1; only with prompt_logprobs nothing need be generated")
+            raise UsageError(
+                "max_tokens: 0 must be at least 1, unless the prompt is scored (prompt_logprobs; echo in batch files)"
+            )
 
     def _check_score(self) -> None:
         """And keep `score` as plain numbers, as many as max_tokens."""

@@ -15,17 +15,9 @@ import torch
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import Layer
 from flexgen_h2o.engine.attention import CacheStep, UnitAttention
+from flexgen_h2o.engine.decoding import Decoding, score_prompts, scored_tokens
 from flexgen_h2o.engine.distributed import Wire
-from flexgen_h2o.engine.generation import (
-    BlockStats,
-    Decoding,
-    MicroBatch,
-    Row,
-    Sweep,
-    SweepInput,
-    score_prompts,
-    scored_tokens,
-)
+from flexgen_h2o.engine.generation import BlockStats, MicroBatch, Row, Sweep, SweepInput
 from flexgen_h2o.engine.loop import ATTENTION_KINDS, Step, UnitKey, Walk, weight_sequence
 from flexgen_h2o.engine.memory_plan import kv_layout
 from flexgen_h2o.engine.requests import Scheduler

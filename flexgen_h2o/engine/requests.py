@@ -17,7 +17,8 @@ from flexgen_h2o.core.config import ModelSpec
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.settings import PREFILL
 from flexgen_h2o.core.units import GIVEN_CHUNK
-from flexgen_h2o.engine.generation import BlockStats, Callbacks, Decoding, Row, StopCriteria, TokenSource, make_blocks
+from flexgen_h2o.engine.decoding import Decoding, StopCriteria, TokenSource
+from flexgen_h2o.engine.generation import BlockStats, Callbacks, Row, make_blocks
 from flexgen_h2o.engine.prompts import Completion, Prompt, prompts_from_python
 from flexgen_h2o.engine.sampling import Sampler, SamplingParams, TokenLogprobs, of_likeliest
 from flexgen_h2o.kvcache.eviction import Eviction
