@@ -91,13 +91,18 @@ def _check_stop(value: object) -> tuple[str, ...]:
     return tuple(strings)
 
 
+SHARES = ("heavy_ratio", "recent_ratio", "heavy_size", "recent_size")
+
+
 @dataclass(frozen=True)
 class EvictionSettings:
-    """Settings of a policy that keeps heavy + recent columns a row: as shares of the row's prompt, or as counts.
+    """Settings of a policy that keeps heavy + recent columns a row: as shares of the row's prompt, as counts, or as a
+    share of the row's prompt and its new tokens together.
 
     heavy_ratio, recent_ratio: in (0, 1]; int(ratio x prompt tokens) columns, at least 1. heavy_size, recent_size:
     columns; heavy 0 is what the H2O paper calls "local". What is not given of recent is as heavy; nothing at all is
-    0.1 each. layer_schedule: "uniform", or "pyramid", where lower layers keep more heavy columns and upper ones fewer,
+    0.1 each. kv_budget: in (0, 1], instead of these; int(kv_budget x (prompt + most new tokens)) columns, at least 1, half
+    of them heavy, the odd one recent. layer_schedule: "uniform", or "pyramid", where lower layers keep more heavy columns and upper ones fewer,
     as many in sum (PyramidKV, Cai et al. 2024, arXiv 2406.02069). while_decoding: False drops columns of the prompt
     only and keeps all that are generated (FlexGen's H2O without --hh-all). positions: "original", or "rolling": while
     decoding a column's position is its rank among those that its row holds (StreamingLLM, Xiao et al. 2024, section
@@ -120,6 +125,12 @@ class EvictionSettings:
         None, "heavy-hitter columns a row, a count; 0 keeps recent ones only", flag="--hh-size", metavar="N", low=0
     )
     recent_size: int | None = setting(None, "recent columns a row, a count (as --hh-size)", metavar="N", low=1)
+    kv_budget: float | None = setting(
+        None,
+        "KV columns a row: int(R x (prompt + most new tokens)), heavy and recent half each; instead of ratios and sizes",
+        metavar="R",
+        share=True,
+    )
     layer_schedule: str = setting(
         "uniform", "uniform, or pyramid: lower layers keep more", flag="--kv-layer-schedule", choices=SCHEDULES
     )
@@ -135,5 +146,8 @@ class EvictionSettings:
             if getattr(self, f"{kind}_ratio") is not None and getattr(self, f"{kind}_size") is not None:
                 raise UsageError(f"{kind}_size: both a count and a share of {kind} columns are given; give one of them")
         check_settings(self)
+        given = [name for name in SHARES if getattr(self, name) is not None]
+        if self.kv_budget is not None and given:
+            raise UsageError(f"kv_budget: is a share of the whole sequence and stands alone; leave {given[0]} out")
         if self.heavy_size == 0 and self.recent_size is None and self.recent_ratio is None:
             raise UsageError("heavy_size: 0 alone leaves nothing; say how many recent columns stay")

@@ -29,7 +29,8 @@ class WorkloadShape:
 
     slots: the most KV slots of a row in each transformer block. kept: columns of its prompt that are left there after
     prefill. record: what is stored of each slot (kvcache/layout.UnitLayout); () for the full cache. scored: prefill
-    sums the columns of whole prompts. by_length: rows keep a share of their own prompt, not a number of columns.
+    sums the columns of whole prompts. by_length: rows keep a share of their own prompt, or of it and `gen_len` new tokens (of_sequence), not a
+    number of columns.
     prefix: tokens that all prompts begin with, fed once a micro-batch. common: the same, fed once a block and held in
     one copy in front of all slots. At most one of the two is above 0.
     """
@@ -42,6 +43,7 @@ class WorkloadShape:
     record: tuple[str, ...] = ()
     scored: bool = False
     by_length: bool = False
+    of_sequence: bool = False
     prefix: int = 0
     common: int = 0
 
@@ -73,8 +75,9 @@ class WorkloadShape:
     def columns(self, block: int, sweep: int, prompt_len: float) -> int:
         """Columns of a row with a prompt of `prompt_len` tokens after a sweep."""
         if self.by_length:
-            kept = max(1, round(self.kept[block] * prompt_len / self.prompt_len))
-            return kept + min(sweep, self.slots[block] - self.kept[block])
+            more = self.gen_len if self.of_sequence else 0
+            kept = max(1, round(self.kept[block] * (prompt_len + more) / (self.prompt_len + more)))
+            return min(kept, round(prompt_len)) + min(sweep, self.slots[block] - self.kept[block])
         return min(round(min(self.kept[block], prompt_len - self.common)) + sweep, self.slots[block])
 
     def block(self, sizes: Sequence[int]) -> Block:
@@ -177,16 +180,21 @@ def need_of(eviction: Eviction, rows: int, sizes: set[tuple[int, int]], num_bloc
     """The shape of `rows` rows. sizes: the (prompt tokens, most new tokens) that occur among them."""
     blocks = range(num_blocks)
     lengths = {prompt for prompt, _ in sizes}
-    prompt_len = max(lengths)
+    prompt_len, gen_len = max(lengths), max(new for _, new in sizes)
+
+    def columns(prompt: int, new: int, block: int = 0) -> int:
+        return min(prompt, eviction.budget(prompt, new, block, num_blocks).columns)
+
     return WorkloadShape(
         rows=rows,
         prompt_len=prompt_len,
-        gen_len=max(new for _, new in sizes),
+        gen_len=gen_len,
         slots=tuple(max(eviction.slots(*size, block, num_blocks) for size in sizes) for block in blocks),
-        kept=tuple(min(prompt_len, eviction.budget(prompt_len, block, num_blocks).columns) for block in blocks),
+        kept=tuple(max(columns(*size, block) for size in sizes) for block in blocks),
         record=eviction.needs.record,
         scored=eviction.needs.query_rows is None,
-        by_length=eviction.budget(min(lengths), 0, 1) != eviction.budget(prompt_len, 0, 1),
+        by_length=eviction.budget(min(lengths), gen_len, 0, 1) != eviction.budget(prompt_len, gen_len, 0, 1),
+        of_sequence=eviction.budget(prompt_len, gen_len, 0, 1) != eviction.budget(prompt_len, 0, 0, 1),
     )
 
 

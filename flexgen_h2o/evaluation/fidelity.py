@@ -298,7 +298,7 @@ class Runner:
     def _unmeasured(self, case: Case, rows: Sequence[TextRow], shape: tuple[int, int]) -> TextFidelity:
         blocks = self.llm.model.spec.num_blocks
         kept = [
-            min(len(row.prompt), case.eviction.budget(len(row.prompt), block, blocks).columns)
+            min(len(row.prompt), case.eviction.budget(len(row.prompt), len(row.continuation), block, blocks).columns)
             for row in rows
             for block in range(blocks)
         ]

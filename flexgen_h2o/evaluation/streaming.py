@@ -154,7 +154,7 @@ def _title(case: Case, compression: str) -> str:
     said = f", {compression}" if compression else ""
     if not case.eviction.needs.record:
         return f"{case.label}: every KV column{said}"
-    budget = case.eviction.budget(0, 0, 1)
+    budget = case.eviction.budget(0, 0, 0, 1)
     counts = [(name, getattr(budget, name)) for name in ("sinks", "heavy", "recent")]
     columns = " + ".join(f"{n} {name}" for name, n in counts if n)
     return f"{case.label}: {columns} KV columns a row, {case.positions} positions{said}"

@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.settings import SHARES
 from flexgen_h2o.kvcache.eviction.full import Full
 from flexgen_h2o.kvcache.eviction.h2o import H2O
 from flexgen_h2o.kvcache.eviction.h2o_norm import H2ONorm
@@ -28,7 +29,7 @@ EVICTING: dict[str, type[Evicting]] = {
 POLICIES: tuple[str, ...] = (Full.name, *EVICTING)
 
 # How many columns are kept is a setting of the caller's, not of a policy's text.
-_SIZES = frozenset({"heavy_ratio", "recent_ratio", "heavy_size", "recent_size"})
+_SIZES = frozenset({*SHARES, "kv_budget"})
 
 
 def make_eviction(text: str, **settings: Any) -> Evicting:
