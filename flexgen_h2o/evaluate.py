@@ -7,6 +7,7 @@ Aliases are the flags of h2o_hf's run_text_generation and streaming scripts, and
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ from flexgen_h2o.core.units import parse_bytes
 from flexgen_h2o.flags import add_engine_flags, add_eviction_flags, add_sampling_flags, eviction_of, policy_of
 from flexgen_h2o.kvcache.eviction import POLICIES
 
+# Workflows with flags of their own: name -> (module of `evaluation/` with `add_flags(parser)`, one line of help). The
+# module may import no torch; add_flags sets `run`, a function of the parsed arguments that returns the exit code.
+WORKFLOWS: dict[str, tuple[str, str]] = {}
 BUDGETS = (0.5, 0.2, 0.1)
 TEXT_PROMPTS, RECALL_PROMPTS, TEXT_GEN_LEN = 200, 100, 64
 SIZE, TURN_GEN_LEN = 128, 64  # heavy columns, and as many recent ones: llama-recipes' defaults
@@ -48,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> OneLineParser:
     parser = OneLineParser(prog=own_name("evaluate"), description=__doc__)
-    measures = parser.add_subparsers(dest="measure", required=True, metavar="fidelity|text|streaming")
+    measures = parser.add_subparsers(dest="measure", required=True, metavar="MEASURE")
     for name, add_flags, text in (
         ("fidelity", _add_fidelity_flags, "KL, flips, NLL, recall and evicted attention against the full cache"),
         ("text", _add_text_flags, "one's own prompts, full cache and eviction side by side"),
@@ -57,6 +61,8 @@ def _parser() -> OneLineParser:
         measure = measures.add_parser(name, help=text)
         add_engine_flags(measure)
         add_flags(measure)
+    for name, (module, text) in WORKFLOWS.items():
+        importlib.import_module(f"flexgen_h2o.evaluation.{module}").add_flags(measures.add_parser(name, help=text))
     return parser
 
 
@@ -150,6 +156,9 @@ def _add_streaming_flags(parser: argparse.ArgumentParser) -> None:
 
 def _run(argv: list[str] | None) -> int:
     args = _parser().parse_args(argv)
+    if "run" in args:
+        code: int = args.run(args)
+        return code
     args.check(args)  # what can be wrong with flags and files, before anything is loaded
     results_are_in(args.json, vars(args).get("markdown"))
     policy, is_auto = policy_of(args)

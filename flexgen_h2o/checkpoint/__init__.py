@@ -17,7 +17,7 @@ from flexgen_h2o.checkpoint.safetensors import (
     SAFETENSORS,
     Checkpoint,
     StoredTensor,
-    has_weights,
+    names_in,
     read_index,
     shards,
 )
@@ -47,9 +47,10 @@ def open_checkpoint(spec: ModelSpec, folder: Path, cache_dir: Path) -> Checkpoin
     Raises UsageError that names the folder, file or tensor: no weights, damaged, missing, wrong shape or dtype;
     DoesNotFitError when an import fills the disk.
     """
-    if has_weights(folder, SAFETENSORS):
+    names = names_in(folder)
+    if names == SAFETENSORS:
         return match(spec, read_index(folder), folder)
-    if not has_weights(folder, BIN):
+    if names is None:
         raise UsageError(f"--model {folder}: no weights there (no {SAFETENSORS[0]}, no {BIN[0]}, no index of either)")
     sources = states_of(weight_files(folder))
     imported = import_bin(folder, cache_dir)
@@ -59,5 +60,5 @@ def open_checkpoint(spec: ModelSpec, folder: Path, cache_dir: Path) -> Checkpoin
 def weight_files(folder: Path) -> list[Path]:
     """The files in `folder` that `open_checkpoint` takes weights from; none where there are none. UsageError names a
     damaged index or a missing shard."""
-    names = next((names for names in (SAFETENSORS, BIN) if has_weights(folder, names)), None)
+    names = names_in(folder)
     return list(shards(folder, names)) if names else []

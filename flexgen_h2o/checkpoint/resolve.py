@@ -17,7 +17,7 @@ from flexgen_h2o.checkpoint.safetensors import (
     SAFETENSORS,
     Checkpoint,
     StoredTensor,
-    has_weights,
+    names_in,
     read_weight_map,
 )
 from flexgen_h2o.core.config import ModelSpec
@@ -194,7 +194,7 @@ def _cached(model: str, revision: str | None, weights: bool) -> Path | None:
 
 def _has_weights(folder: Path) -> bool:
     """Whether every file of a checkpoint is there: a download may have stopped in between."""
-    names = next((names for names in (SAFETENSORS, BIN) if has_weights(folder, names)), None)
+    names = names_in(folder)
     if names is None or any((folder / single).is_file() for single, _ in (SAFETENSORS, BIN)):
         return names is not None
     return all((folder / shard).is_file() for shard in read_weight_map(folder / names[1]).values())

@@ -144,9 +144,10 @@ MOST_INDEX_BYTES = 16 * 2**20
 _MOST_NUMBER = 2**64 - 1  # of what the safetensors library counts with
 
 
-def has_weights(folder: Path, names: Names) -> bool:
-    """Whether `folder` holds a checkpoint of these names; nothing is opened."""
-    return any((folder / name).is_file() for name in names)
+def names_in(folder: Path) -> Names | None:
+    """The names of the checkpoint in `folder`, SAFETENSORS before BIN; None: there is none. Nothing is opened."""
+    both = (SAFETENSORS, BIN)
+    return next((names for names in both if any((folder / name).is_file() for name in names)), None)
 
 
 def shards(folder: Path, names: Names) -> dict[Path, list[str] | None]:

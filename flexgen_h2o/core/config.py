@@ -321,7 +321,6 @@ class SavedPolicy:
     command: str | None = None
 
 
-JSON_KINDS = {dict: "an object", str: "a text"}
 ABOUT = tuple(f.name for f in fields(SavedPolicy) if f.name != "policy")
 
 
@@ -363,7 +362,7 @@ def read_policy(path: Path) -> SavedPolicy:
     except UsageError as error:
         raise UsageError(f"--policy {path}: {error}") from error
     for key in ABOUT:
-        kind = dict if key in ("workload", "predicted") else str
+        kind, name = (dict, "an object") if key in ("workload", "predicted") else (str, "a text")
         if not isinstance(body.get(key), kind | None):
-            raise UsageError(f"--policy {path}: {key} is {body[key]!r:.60}, and must be {JSON_KINDS[kind]} or null")
+            raise UsageError(f"--policy {path}: {key} is {body[key]!r:.60}, and must be {name} or null")
     return SavedPolicy(policy, **{key: body.get(key) for key in ABOUT})

@@ -233,6 +233,10 @@ class StopCriteria:
         text = decode_text(self._tokenizer, tail[::-1])
         return any(s in text for s in self._stop)
 
+    def text(self, token_ids: Sequence[int]) -> str | None:
+        """The text of a row's tokens up to where the earliest stop string begins; None without a tokenizer."""
+        return None if self._tokenizer is None else self.cut(decode_text(self._tokenizer, token_ids))
+
     def cut(self, text: str) -> str:
         """`text` up to where the earliest stop string begins; all of it when there is none."""
         starts = [at for at in map(text.find, self._stop) if at >= 0]

@@ -17,7 +17,7 @@ from flexgen_h2o.core.config import ModelSpec
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.engine.generation import BlockStats, Callbacks, Decoding, Row, StopCriteria, TokenSource, make_blocks
 from flexgen_h2o.engine.prompts import Completion, Prompt, prompts_from_python
-from flexgen_h2o.engine.sampling import Sampler, SamplingParams, decode_text
+from flexgen_h2o.engine.sampling import Sampler, SamplingParams
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.eviction.policy import most_new_tokens
 from flexgen_h2o.models.load import Model
@@ -133,10 +133,10 @@ class RequestTable:
 
     def finish(self, rows: Sequence[Row]) -> list[Completion]:
         """Count finished rows, forget their parameters, and return their completions."""
-        found, tokenizer = [], self.model.tokenizer
+        found = []
         for row in rows:
             assert row.finish_reason is not None
-            text = None if tokenizer is None else self._criteria_of(row).cut(decode_text(tokenizer, row.token_ids))
+            text = self._criteria_of(row).text(row.token_ids)
             logprobs = None if row.top_logprobs is None else list(row.logprobs)
             index, prompt = row.prompt.index, row.prompt.text
             found.append(Completion(index, prompt, text, list(row.token_ids), row.finish_reason, logprobs))

@@ -229,9 +229,7 @@ class Exchange:
 
     def figures(self, tokenizer: Tokenizer | None, stop: tuple[str, ...]) -> dict[str, Any]:
         """For the JSON."""
-        whole = (
-            None if tokenizer is None else StopCriteria(stop, (), tokenizer).cut(decode_text(tokenizer, self.answer))
-        )
+        whole = StopCriteria(stop, (), tokenizer).text(self.answer)
         return {
             **self.turn.labels, "prompt": self.turn.content, "tokens": self.tokens,
             "nll": fmean(self.nats) if self.nats else None, "text": whole, "token_ids": self.answer,

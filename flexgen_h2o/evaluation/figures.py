@@ -122,7 +122,7 @@ def summarise_texts(
     bootstrap = Bootstrap(n, resamples, seed)
     bins = np.array_split(np.arange(steps), min(STEP_BINS, steps))
 
-    def by_step(**values: Array) -> list[Figures]:
+    def of_bins(**values: Array) -> list[Figures]:
         return [
             {
                 "first": int(part[0]) + 1,
@@ -144,14 +144,14 @@ def summarise_texts(
             "eviction": found.case.eviction.to_json(),
         }  # fmt: skip
         figures |= {name: bootstrap.mean(value.mean(axis=1)) for name, value in values.items()}
-        figures |= {"kl_p95": bootstrap.percentile(found.kl, 95), "by_step": by_step(**values)}
+        figures |= {"kl_p95": bootstrap.percentile(found.kl, 95), "by_step": of_bins(**values)}
         if found.mass is not None:
             figures["evicted_mass"] = bootstrap.mean(found.mass.mean(axis=1))
             figures["evicted_mass_by_block"] = found.mass.mean(axis=0).tolist()
         base = baselines.get(found.case.budget, found)
         paired = None if base is found else bootstrap.mean((found.kl - base.kl).mean(axis=1))
         cells.append({**figures, "kl_less_baseline": paired})
-    return {"nll": bootstrap.mean(full_nll.mean(axis=1)), "by_step": by_step(nll=full_nll)}, cells
+    return {"nll": bootstrap.mean(full_nll.mean(axis=1)), "by_step": of_bins(nll=full_nll)}, cells
 
 
 def summarise_recall(rows: Sequence[TextRow], right: Sequence[Sequence[bool]], resamples: int, seed: int) -> Figures:

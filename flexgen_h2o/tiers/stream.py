@@ -8,7 +8,6 @@ unit that is needed now never waits for space held by one that is needed later.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -130,24 +129,19 @@ class Ring:
     def __init__(self, buffer: torch.Tensor) -> None:
         self._buffer, self.capacity = buffer, buffer.numel()
         self._live: deque[Region] = deque()
-        self._old: deque[Region] = deque()
-        self._too_large: float = math.inf  # bytes that had no room; no more will have, until a region is given back
+        self._old: list[Region] = []
 
     def take(self, nbytes: int) -> Region | None:
         """A region of at least `nbytes`, or None while older regions still hold the space."""
         size = round_up(max(1, nbytes), PAGE)
         if size > self.capacity:
             raise ValueError(f"ring of {self.capacity} bytes cannot hold {size}")
-        if size >= self._too_large:
-            return None
         while self._live and self._live[0].freed:
             self._old.append(self._live.popleft())
         start = self._place(size)
         if start is None:
-            self._too_large = size
             return None
-        while self._old and all(u.is_done for u in self._old[0].users):
-            self._old.popleft()
+        self._old = [r for r in self._old if not all(u.is_done for u in r.users)]
         after = [u for r in self._old if r.start < start + size and start < r.end for u in r.users]
         region = Region(start, start + size, self._buffer[start : start + size], after)
         self._live.append(region)
@@ -155,7 +149,7 @@ class Ring:
 
     def give_back(self, region: Region, users: Sequence[Waitable] = ()) -> None:
         """The space may be taken again; its next writer waits for `users`."""
-        region.freed, self._too_large = True, math.inf
+        region.freed = True
         region.users = [u for u in users if not u.is_done]
 
     def _place(self, size: int) -> int | None:

@@ -85,8 +85,9 @@ class Lanes:
     def _work(self, lane: str, row: str) -> None:
         while (job := self._queues[lane].get()) is not None:
             name, run, after, done = job
+            failure = self._failure  # one that comes while this job runs is not its own
             try:
-                if self._failure is None:
+                if failure is None:
                     wait_all(after)
                     start, self._current.name = time.perf_counter(), name
                     moved = run()
@@ -94,8 +95,8 @@ class Lanes:
                     self.count(lane, moved)
             except BaseException as error:
                 with self._lock:
-                    self._failure = self._failure or error
-            done.finish_one(self._failure)
+                    failure = self._failure = self._failure or error
+            done.finish_one(failure)
 
 
 Memory = Literal["device", "host"]
