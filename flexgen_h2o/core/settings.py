@@ -91,7 +91,7 @@ def _check_stop(value: object) -> tuple[str, ...]:
     return tuple(strings)
 
 
-SHARES = ("heavy_ratio", "recent_ratio", "heavy_size", "recent_size")
+SIZES = ("heavy_ratio", "recent_ratio", "heavy_size", "recent_size")
 
 
 @dataclass(frozen=True)
@@ -101,12 +101,13 @@ class EvictionSettings:
 
     heavy_ratio, recent_ratio: in (0, 1]; int(ratio x prompt tokens) columns, at least 1. heavy_size, recent_size:
     columns; heavy 0 is what the H2O paper calls "local". What is not given of recent is as heavy; nothing at all is
-    0.1 each. kv_budget: in (0, 1], instead of these; int(kv_budget x (prompt + most new tokens)) columns, at least 1, half
-    of them heavy, the odd one recent. layer_schedule: "uniform", or "pyramid", where lower layers keep more heavy columns and upper ones fewer,
+    0.1 each. layer_schedule: "uniform", or "pyramid", where lower layers keep more heavy columns and upper ones fewer,
     as many in sum (PyramidKV, Cai et al. 2024, arXiv 2406.02069). while_decoding: False drops columns of the prompt
     only and keeps all that are generated (FlexGen's H2O without --hh-all). positions: "original", or "rolling": while
     decoding a column's position is its rank among those that its row holds (StreamingLLM, Xiao et al. 2024, section
-    3.2), so that rows may grow past the positions that the model was trained for. Needs rotary embeddings.
+    3.2), so that rows may grow past the positions that the model was trained for. Needs rotary embeddings. kv_budget:
+    instead of ratios and sizes, in (0, 1]; int(kv_budget x (prompt tokens + most new tokens)) columns, at least 1, half
+    of them heavy and half recent, an odd one recent.
 
     Raises UsageError for a setting out of range.
     """
@@ -125,12 +126,6 @@ class EvictionSettings:
         None, "heavy-hitter columns a row, a count; 0 keeps recent ones only", flag="--hh-size", metavar="N", low=0
     )
     recent_size: int | None = setting(None, "recent columns a row, a count (as --hh-size)", metavar="N", low=1)
-    kv_budget: float | None = setting(
-        None,
-        "KV columns a row: int(R x (prompt + most new tokens)), heavy and recent half each; instead of ratios and sizes",
-        metavar="R",
-        share=True,
-    )
     layer_schedule: str = setting(
         "uniform", "uniform, or pyramid: lower layers keep more", flag="--kv-layer-schedule", choices=SCHEDULES
     )
@@ -140,14 +135,20 @@ class EvictionSettings:
         "rolling: while decoding a column's position is its rank among those kept; rotary models",
         choices=(ORIGINAL, ROLLING),
     )
+    kv_budget: float | None = setting(
+        None,
+        "KV columns a row: int(R x (prompt + most new tokens)), half heavy, half recent; instead of ratios and sizes",
+        metavar="R",
+        share=True,
+    )
 
     def __post_init__(self) -> None:
         for kind in ("heavy", "recent"):
             if getattr(self, f"{kind}_ratio") is not None and getattr(self, f"{kind}_size") is not None:
                 raise UsageError(f"{kind}_size: both a count and a share of {kind} columns are given; give one of them")
         check_settings(self)
-        given = [name for name in SHARES if getattr(self, name) is not None]
+        given = [name for name in SIZES if getattr(self, name) is not None]
         if self.kv_budget is not None and given:
-            raise UsageError(f"kv_budget: is a share of the whole sequence and stands alone; leave {given[0]} out")
+            raise UsageError(f"kv_budget: says how many columns stay, and so does {given[0]}; leave one of them out")
         if self.heavy_size == 0 and self.recent_size is None and self.recent_ratio is None:
             raise UsageError("heavy_size: 0 alone leaves nothing; say how many recent columns stay")

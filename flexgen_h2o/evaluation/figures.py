@@ -83,9 +83,14 @@ def by_step(rows: int, see: Callable[[list[int], list[int], torch.Tensor], None]
     return watch
 
 
-def held_columns(eviction: Eviction, prompt_len: int, new_tokens: int, blocks: int) -> int:
-    """Of all transformer blocks together, once a row has got so many new tokens; the newest has no column yet."""
-    return sum(eviction.slots(prompt_len, new_tokens, block, blocks) for block in range(blocks))
+def held_columns(eviction: Eviction, row: tuple[int, int], new_tokens: int, blocks: int) -> int:
+    """Of all transformer blocks together, once a row has got so many new tokens; the newest has no column yet.
+
+    row: its prompt tokens and most new tokens.
+    """
+    kept = [min(row[0], eviction.budget(*row, block, blocks).columns) for block in range(blocks)]
+    slots = [eviction.slots(*row, block, blocks) for block in range(blocks)]
+    return sum(max(1, min(most, columns + new_tokens - 1)) for most, columns in zip(slots, kept, strict=True))
 
 
 def bytes_of_column(llm: LLM) -> int:

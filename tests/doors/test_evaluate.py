@@ -325,7 +325,7 @@ def test_what_is_said_to_be_held_is_what_the_engine_held(rotary: Path, tmp_path:
         with LLM(str(rotary), Policy(), eviction, dtype="float32", offload_dir=tmp_path) as llm:
             llm.follow([[3, 4]], [list(range(5, 30))], lambda rows, logits: None)
             held = llm.times[0].held
-            assert held == [held_columns(llm.eviction, 2, new, 2) for new in range(1, len(held) + 1)]
+            assert held == [held_columns(llm.eviction, (2, len(held)), new, 2) for new in range(1, len(held) + 1)]
 
 
 # ---- both

@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.core.settings import SHARES
+from flexgen_h2o.core.settings import SIZES
 from flexgen_h2o.kvcache.eviction.full import Full
 from flexgen_h2o.kvcache.eviction.h2o import H2O
 from flexgen_h2o.kvcache.eviction.h2o_norm import H2ONorm
@@ -28,21 +28,19 @@ EVICTING: dict[str, type[Evicting]] = {
 }
 POLICIES: tuple[str, ...] = (Full.name, *EVICTING)
 
-# How many columns are kept is a setting of the caller's, not of a policy's text.
-_SIZES = frozenset({*SHARES, "kv_budget"})
-
 
 def make_eviction(text: str, **settings: Any) -> Evicting:
     """A policy of `EVICTING` from its name, with settings of its own behind a colon: `h2o-norm:decay=0.95,sinks=0`.
 
-    Raises UsageError that begins with the name of a setting, or with `eviction` where the text is wrong.
+    Ratios and sizes are the caller's to give, kv_budget either's. Raises UsageError that begins with the name of a
+    setting, or with `eviction` where the text is wrong.
     """
     name, colon, rest = text.partition(":")
     if name not in EVICTING:
         raise UsageError(f"eviction: {name or 'nothing'} is not one of {', '.join(EVICTING)}")
     if colon and not rest:
         raise UsageError(f"eviction: no settings behind the colon of {text}")
-    known = [field.name for field in fields(EVICTING[name]) if field.name not in _SIZES]
+    known = [field.name for field in fields(EVICTING[name]) if field.name not in SIZES]
     own: dict[str, Any] = {}
     for item in filter(None, rest.split(",")):
         key, _, value = item.partition("=")

@@ -95,7 +95,7 @@ class Eviction(Protocol):
     def needs(self) -> Needs: ...
 
     def budget(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> RowBudget:
-        """What a row of `prompt_len` tokens and at most `gen_len` new ones keeps in transformer block `block`."""
+        """What a row of `prompt_len` tokens that grows by at most `gen_len` keeps in transformer block `block`."""
 
     def slots(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> int:
         """Slots that such a row needs to grow by `gen_len` tokens.
@@ -141,13 +141,15 @@ class Evicting(EvictionSettings):
         return RowBudget(0, heavy, recent)
 
     def budget(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> RowBudget:
+        tokens = prompt_len
         if self.kv_budget is None:
-            heavy, recent = self._count("heavy", prompt_len), self._count("recent", prompt_len)
+            heavy, recent = self._count("heavy", tokens), self._count("recent", tokens)
         else:
-            columns = max(1, int(self.kv_budget * (prompt_len + gen_len)))
+            tokens += gen_len
+            columns = max(1, int(self.kv_budget * tokens))
             heavy, recent = columns // 2, columns - columns // 2
         if self.layer_schedule == "pyramid":
-            heavy = _pyramid(heavy, prompt_len - recent, block, num_blocks)
+            heavy = _pyramid(heavy, tokens - recent, block, num_blocks)
         return self.split(heavy, recent)
 
     def slots(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> int:
@@ -163,10 +165,9 @@ class Evicting(EvictionSettings):
         return columns.scores
 
     def to_json(self) -> dict[str, Any]:
-        """The settings as they are used: defaults filled in, each share a ratio or a size."""
-        shares = {}
-        if self.kv_budget is None:
-            shares = {f"{kind}_{what}": value for kind in ("heavy", "recent") for what, value in [self._share(kind)]}
+        """The settings as they are used: defaults filled in, each share a ratio or a size, or kv_budget alone."""
+        kinds = ("heavy", "recent") if self.kv_budget is None else ()
+        shares = {f"{kind}_{what}": value for kind in kinds for what, value in [self._share(kind)]}
         settings = {k: v for k, v in asdict(self).items() if v is not None and (k, v) != ("positions", ORIGINAL)}
         return {"name": self.name, **settings, **shares}
 

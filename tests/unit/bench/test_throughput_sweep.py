@@ -298,6 +298,7 @@ def test_ours_says_why_not(tmp_path: Path) -> None:
     with pytest.raises(DoesNotFitError, match="flex_opt: "):
         ours.measure(request(tmp_path, budget=1000, threads=torch.get_num_threads()), Meter(0))
     assert ours.variant_flags("h2o-4bit:0.2")[:4] == ["--policy", "auto", "--hh-ratio", "0.2"]
+    assert ours.variant_flags("h2o-8bit:kv-budget=0.2")[:4] == ["--policy", "auto", "--kv-budget", "0.2"]
     for variant in ("h2o", "full:0.1", "h2o-3bit:0.1"):
         with pytest.raises(ours.RefusedError, match="--variant"):
             ours.variant_flags(variant)

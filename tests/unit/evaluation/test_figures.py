@@ -30,7 +30,7 @@ def test_all_policies_at_all_budgets_each_half_heavy_and_half_recent() -> None:
     cells = make_cells(list(EVICTING), [0.5, 0.1])
     assert len(cells) == 2 * len(EVICTING)
     assert {(c.eviction.heavy_ratio, c.eviction.recent_ratio) for c in cells if c.budget == 0.1} == {(0.05, 0.05)}
-    assert all(c.eviction.budget(100, 0, 1).columns == 10 for c in cells if c.budget == 0.1)
+    assert all(c.eviction.budget(100, 50, 0, 1).columns == 10 for c in cells if c.budget == 0.1)
     assert H2O(heavy_ratio=0.25, recent_ratio=0.25) in [c.eviction for c in cells]
 
 
