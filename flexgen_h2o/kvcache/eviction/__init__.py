@@ -19,7 +19,7 @@ from flexgen_h2o.kvcache.eviction.value_h2o import ValueH2O
 
 __all__ = [
     "EVICTING", "H2O", "POLICIES", "Evicting", "Eviction", "Full", "H2ONorm", "Local", "Random", "SnapKV", "Tova",
-    "ValueH2O", "check_eviction", "make_eviction",
+    "ValueH2O", "check_eviction", "make_eviction", "says_budget",
 ]  # fmt: skip
 
 # By the names that flags, reports and files give them.
@@ -52,6 +52,11 @@ def make_eviction(text: str, **settings: Any) -> Evicting:
             raise UsageError(f"eviction: {key} is given twice")
         own[key] = _value(value)
     return EVICTING[name](**settings, **own)
+
+
+def says_budget(text: str) -> bool:
+    """Whether a policy's text gives kv_budget: ratios and sizes must not come beside it."""
+    return "kv_budget" in (item.partition("=")[0] for item in text.partition(":")[2].split(","))
 
 
 def _value(text: str) -> bool | int | float | str:

@@ -22,6 +22,7 @@ sys.path.append(str(Path(__file__).resolve().parents[3] / "bench" / "baselines")
 from contract import DoesNotFitError, Meter, Request, kv_and_work_bytes, phases
 
 from bench.sweep.grid import GRIDS, SYSTEMS, Cell, systems_of
+from bench.sweep.plots import _by_kv_share
 from bench.sweep.runner import describe
 from bench.sweep.search import best_rows, search
 from bench.sweep.store import DOES_NOT_FIT, FAILED, OK, OVER, REFUSED, Key, Line, Store, claimed
@@ -291,6 +292,16 @@ def test_flexgen_like_spills_when_the_weights_do_not_fit() -> None:
     in_ram, *others = ours.flexgen_flags(20, fits=True)
     assert in_ram[5:11] == ["100", "0", "100", "0", "100", "0"]
     assert others == list(ours.flexgen_flags(20, fits=False))
+
+
+def test_shares_of_the_prompt_and_of_the_sequence_are_two_lines_of_the_picture() -> None:
+    systems = {"ours-full": 1.0, "ours-h2o:0.1": 2.0, "ours-h2o:kv-budget=0.1": 3.0, "ours-h2o:kv-budget=0.3": 2.5}
+    lines = [vars(key(system)) | figures(rate) for system, rate in systems.items()]
+    found = _by_kv_share(rows_of(lines))
+    assert {kind: [share for share, _ in points] for kind, points in found.items()} == {
+        "ours h2o, of the prompt": [0.2, 1.0], "ours h2o, of the prompt + output": [0.1, 0.3, 1.0],
+    }  # fmt: skip
+    assert list(_by_kv_share(rows_of(lines[:1]))) == ["ours h2o"] and _by_kv_share([]) == {"ours h2o": []}
 
 
 def test_ours_says_why_not(tmp_path: Path) -> None:
