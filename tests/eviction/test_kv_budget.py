@@ -10,6 +10,7 @@ import pytest
 from flexgen_h2o import LLM, Policy, SamplingParams
 from flexgen_h2o.engine.workload import need_of
 from flexgen_h2o.kvcache.eviction import H2O
+from flexgen_h2o.kvcache.eviction.policy import ROLLING
 from tests.eviction.conftest import Known
 from tests.eviction.engine import PAIRS, STAND_IN, Ran, Wanted, assert_same, run_with, wanted
 from tests.eviction.test_packed_cache import Rounded
@@ -64,6 +65,15 @@ def test_what_is_asked_for_beyond_the_positions_does_not_count(known: Callable[[
     ran = ran_with(known("normal"), want, H2O_OF_SEQUENCE, Policy(2, 2), tmp_path, asked)
     assert_same(want, ran)
     assert ran.report.kv["slots"] == int(0.4 * 65) + 1
+
+
+def test_rolling_rows_grow_until_their_share_fills_the_positions(known: Callable[[str], Known], tmp_path: Path) -> None:
+    """int(0.4 x (9 + 150)) columns and the newcomer are 64; one token more would make them 65."""
+    eviction = H2O(kv_budget=0.4, positions=ROLLING)
+    with LLM(str(known("llama").folder), Policy(1), eviction, dtype="float32", offload_dir=tmp_path) as llm:
+        (row,) = llm.generate(random_prompts((9,)), SamplingParams(max_tokens=1000))
+        assert (len(row.token_ids), row.finish_reason) == (150, "length")
+        assert llm.report is not None and llm.report.kv["slots"] == 64
 
 
 def test_all_of_the_sequence_is_the_full_cache(known: Callable[[str], Known], tmp_path: Path) -> None:
