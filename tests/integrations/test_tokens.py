@@ -81,13 +81,13 @@ def test_equal_to_the_reference_and_the_engine(
 @pytest.mark.parametrize("mode", MODES)
 def test_a_share_of_what_the_model_has_positions_for(mode: str, known: Callable[[str], Known]) -> None:
     """As in the engine: a prompt of 60 in a model of 64 positions grows by 5, whatever is asked for."""
-    model, pair = known("opt").model, PAIRS["h2o, of the sequence"]
+    model, pair = known("opt").model, PAIRS["local, of the sequence"]
     want = wanted(known("opt").plain, pair, (60,), (5,))
-    enable_h2o(model, kv_budget=0.4, max_new_tokens=40, mode=mode)
+    enable_eviction(model, pair.engine, mode, max_new_tokens=40)
     try:
         out = generated(model, want.prompts, 5)
         assert new_tokens_of(out, want.prompts) == want.tokens
-        assert out.past_key_values.layers[0].budgets.slots.tolist() == [int(0.4 * 65) + 1]
+        assert out.past_key_values.layers[0].budgets.slots.tolist() == [int(0.35 * 65) + 1]
     finally:
         disable_eviction(model)
 
