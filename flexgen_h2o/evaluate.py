@@ -27,7 +27,7 @@ from flexgen_h2o.cli_common import (
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import parse_bytes
 from flexgen_h2o.flags import add_engine_flags, add_eviction_flags, add_sampling_flags, eviction_of, policy_of
-from flexgen_h2o.kvcache.eviction import POLICIES
+from flexgen_h2o.kvcache.eviction import POLICIES, says_budget
 
 # Workflows with flags of their own: name -> (module of `evaluation/` with `add_flags(parser)`, one line of help). The
 # module may import no torch; add_flags sets `run`, a function of the parsed arguments that returns the exit code.
@@ -78,6 +78,10 @@ def _add_fidelity_flags(parser: argparse.ArgumentParser) -> None:
         "--budgets", nargs="+", type=float, default=BUDGETS, metavar="SHARE",
         help="columns kept as shares of the prompt, half heavy and half recent (0.5 0.2 0.1)",
     )  # fmt: skip
+    add(
+        "--budgets-of", choices=("prompt", "sequence"), default="prompt",
+        help="what --budgets are shares of: the prompt, or the prompt and what is followed after it (prompt)",
+    )  # fmt: skip
     add("--prompts", type=file_name, help=".txt or .jsonl as flex_opt takes them (default: Python's own sources)")
     add("--num-prompts", type=positive, help=f"text rows ({TEXT_PROMPTS}; of a file all)")
     add("--recall-prompts", type=count, help=f"recall rows ({RECALL_PROMPTS}; 0 with --prompts)")
@@ -123,7 +127,7 @@ def _add_streaming_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--policies", nargs="+", default=("full", "h2o"), metavar="NAME",
-        help=f"{', '.join(POLICIES)} (full h2o); also h2o:positions=rolling",
+        help=f"{', '.join(POLICIES)} (full h2o); also h2o:positions=rolling, and with --text h2o:kv_budget=0.2",
     )  # fmt: skip
     add("--hh-size", type=count, metavar="N", help=f"heavy-hitter columns a row ({SIZE})")
     add("--recent-size", type=positive, metavar="N", help=f"recent columns a row ({SIZE})")
@@ -206,6 +210,11 @@ def _check_streaming(args: argparse.Namespace) -> None:
             raise UsageError(
                 f"{flag} and --text: give one of them" if is_text else f"{flag}: goes with --text; give it"
             )
+    for policy in () if is_text else filter(says_budget, args.policies):
+        raise UsageError(
+            f"--policies {policy}: how long a conversation gets is not known, so there is no share of it; give counts "
+            "(--hh-size, --recent-size)"
+        )
     if args.chat and args.turn_format is not None:
         raise UsageError("--turn-format and --chat: give one of them")
     if args.turn_format is not None and "{turn}" not in args.turn_format:
@@ -226,6 +235,11 @@ def _sizes(args: argparse.Namespace) -> tuple[int, int]:
             if getattr(args, name) not in (None, "original"):
                 raise UsageError(f"{flag_of(name)}: says nothing of the full cache; name another in --policies too")
     window, heavy = vars(args).get("window"), vars(args).get("heavy_of_window")
+    sizes = ("hh_size", "recent_size", "window", "heavy_of_window")
+    sized = [name for name in sizes if vars(args).get(name) is not None]
+    if sized and all(policy == "full" or says_budget(policy) for policy in args.policies):
+        flag = args.given.get(sized[0], flag_of(sized[0]))
+        raise UsageError(f"{flag}: each of --policies has a kv_budget of its own; leave one of them out")
     if window is None and heavy is None:
         return SIZE if args.hh_size is None else args.hh_size, args.recent_size or SIZE
     if args.hh_size is not None or args.recent_size is not None:

@@ -29,14 +29,15 @@ if TYPE_CHECKING:
 
 EVICTION_FLAGS = {f.name: f.metadata.get("flag", flag_of(f.name)) for f in fields(EvictionSettings)}
 PLACEMENT = ("gpu_batch_size", "num_gpu_batches", "percent")
-_SWITCHES = re.compile("|".join(f.name for f in fields(Policy) if "_" in f.name))
+_FLAGS = {f.name: f.metadata.get("flag", flag_of(f.name)) for kind in (Policy, EvictionSettings) for f in fields(kind)}
+_FIELDS = re.compile("|".join(name for name in _FLAGS if "_" in name))
 
 
 @contextlib.contextmanager
 def naming_flags(**flags: str) -> Iterator[None]:
     """A UsageError that begins with a field's name (`top_p: ...`) names the flag instead (`--top-p: ...`).
 
-    Fields of the policy become flags in the rest of the message too.
+    Fields of the policy and of eviction become flags in the rest of the message too.
     """
     try:
         yield
@@ -44,7 +45,7 @@ def naming_flags(**flags: str) -> Iterator[None]:
         field, _, rest = str(error).partition(":")
         if field.startswith("--") or field.count(" ") > 2:  # a flag or a sentence already
             raise
-        rest = _SWITCHES.sub(lambda found: flag_of(found[0]), rest)
+        rest = _FIELDS.sub(lambda found: _FLAGS[found[0]], rest)
         raise UsageError(f"{flags.get(field, flag_of(field))}:{rest}") from error
 
 

@@ -36,6 +36,7 @@ from flexgen_h2o.models.load import Model, find_checkpoint, find_model
 
 QUICK = {"repeats": 1, "quiet_wait": 2.0, "limit": 90.0}
 FULL = {"repeats": 3, "quiet_wait": 60.0, "limit": 1800.0}
+SHARES = "ours-h2o:R, ours-h2o:kv-budget=R"
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--quick", action="store_true", help="the grid `quick`, one repeat: at most 10 minutes")
     add("--grid", nargs="+", choices=sorted(GRIDS), default=[], metavar="NAME", help=f"of {', '.join(GRIDS)}")
     add("--cell", nargs="+", default=[], metavar="MODEL,S,N,BUDGET,FIRST,LAST", help="cells of your own")
-    add("--systems", nargs="+", metavar="NAME", help=f"only these of {', '.join(s.name for s in SYSTEMS)}, ours-h2o:R")
+    add("--systems", nargs="+", metavar="NAME", help=f"only these of {', '.join(s.name for s in SYSTEMS)}, {SHARES}")
     add("--repeats", type=count, help="runs at the best batch (3)")
     add("--again", action="store_true", help="measure what is there once more")
     add("--limit", type=common.seconds, metavar="S", help="most seconds of one measurement (1800)")
@@ -194,8 +195,8 @@ def _read_cell(text: str) -> Cell:
     return cell
 
 
-# Of ours, beside those of the grid: H2O with any ratio.
-_H2O = re.compile(r"h2o(-4bit|-8bit|-int8|-4bit-int8)?:([0-9.]+)")
+# Of ours, beside those of the grid: H2O with any share.
+_H2O = re.compile(r"h2o(-4bit|-8bit|-int8|-4bit-int8)?:(kv-budget=)?([0-9.]+)")
 
 
 def _read_system(name: str) -> System:
@@ -205,12 +206,12 @@ def _read_system(name: str) -> System:
     peer, _, variant = name.partition("-")
     ours = known["ours-full"]
     found = _H2O.fullmatch(variant)
-    if peer == ours.peer and (variant == "full-8bit" or (found is not None and _is_ratio(found[2]))):
+    if peer == ours.peer and (variant == "full-8bit" or (found is not None and _is_share(found[3]))):
         return System(peer, variant, ours.kinds)
-    raise UsageError(f"--systems {name}: not one of {', '.join(known)}; nor ours-h2o:R with R in (0, 1]")
+    raise UsageError(f"--systems {name}: not one of {', '.join(known)}; nor {SHARES} with R in (0, 1]")
 
 
-def _is_ratio(text: str) -> bool:
+def _is_share(text: str) -> bool:
     try:
         return 0 < float(text) <= 1
     except ValueError:

@@ -25,8 +25,8 @@ def draw_all(lines: list[Line], folder: Path, prefix: str) -> list[Path]:
             written.append(_lines_plot(_by_batch(mine), folder / f"{prefix}_batch_{name}.png", title, "rows", log=True))
             written.append(_memory(rows, folder / f"{prefix}_memory_{name}.png", title))
         share = _by_kv_share(rows)
-        if len(share.get("ours h2o", [])) > 1:
-            below = "share of the prompt's KV columns kept (1: full cache)"
+        if max(map(len, share.values())) > 1:
+            below = "share of the KV columns kept (1: full cache)"
             written.append(_lines_plot(share, folder / f"{prefix}_kv_{name}.png", title, below))
     for (model, prompt_len, gen_len), points in _by_budget(lines).items():
         if max(map(len, points.values())) > 1:
@@ -46,14 +46,16 @@ def _by_batch(lines: list[Line]) -> Points:
 
 
 def _by_kv_share(rows: list[Row]) -> Points:
-    """Ours, uncompressed. H2O keeps its ratio twice, heavy and recent columns; the full cache is the share 1."""
-    points = []
+    """Ours, uncompressed, by what the share is of. H2O keeps its ratio twice, heavy and recent columns; the full cache
+    is the share 1."""
+    full = [(1.0, row.tokens_per_s) for row in rows if row.system == "ours-full"]
+    found: Points = {}
     for row in rows:
-        if row.system == "ours-full":
-            points.append((1.0, row.tokens_per_s))
-        elif row.system.startswith("ours-h2o:"):
-            points.append((2 * float(row.system.split(":")[1]), row.tokens_per_s))
-    return {"ours h2o": sorted(points)}
+        if row.system.startswith("ours-h2o:"):
+            of_prompt, _, of_sequence = row.system.partition(":")[2].partition("kv-budget=")
+            kind, share = ("prompt", 2 * float(of_prompt)) if of_prompt else ("prompt + output", float(of_sequence))
+            found.setdefault(f"ours h2o, of the {kind}", [*full]).append((share, row.tokens_per_s))
+    return {kind: sorted(points) for kind, points in found.items()} or {"ours h2o": full}
 
 
 def _by_budget(lines: list[Line]) -> dict[tuple[object, ...], Points]:

@@ -119,9 +119,13 @@ def _check_stop(value: object) -> tuple[str, ...]:
     return tuple(strings)
 
 
+SIZES = ("heavy_ratio", "recent_ratio", "heavy_size", "recent_size")
+
+
 @dataclass(frozen=True)
 class EvictionSettings:
-    """Settings of a policy that keeps heavy + recent columns a row: as shares of the row's prompt, or as counts.
+    """Settings of a policy that keeps heavy + recent columns a row: as shares of the row's prompt, as counts, or as a
+    share of the row's prompt and its new tokens together.
 
     heavy_ratio, recent_ratio: in (0, 1]; int(ratio x prompt tokens) columns, at least 1. heavy_size, recent_size:
     columns; heavy 0 is what the H2O paper calls "local". What is not given of recent is as heavy; nothing at all is
@@ -129,7 +133,9 @@ class EvictionSettings:
     as many in sum (PyramidKV, Cai et al. 2024, arXiv 2406.02069). while_decoding: False drops columns of the prompt
     only and keeps all that are generated (FlexGen's H2O without --hh-all). positions: "original", or "rolling": while
     decoding a column's position is its rank among those that its row holds (StreamingLLM, Xiao et al. 2024, section
-    3.2), so that rows may grow past the positions that the model was trained for. Needs rotary embeddings.
+    3.2), so that rows may grow past the positions that the model was trained for. Needs rotary embeddings. kv_budget:
+    instead of ratios and sizes, in (0, 1]; int(kv_budget x (prompt tokens + most new tokens)) columns, at least 1, half
+    of them heavy and half recent, an odd one recent.
 
     Raises UsageError for a setting out of range.
     """
@@ -157,11 +163,20 @@ class EvictionSettings:
         "rolling: while decoding a column's position is its rank among those kept; rotary models",
         choices=(ORIGINAL, ROLLING),
     )
+    kv_budget: float | None = setting(
+        None,
+        "KV columns a row: int(R x (prompt + most new tokens)), half heavy, half recent; instead of ratios and sizes",
+        metavar="R",
+        share=True,
+    )
 
     def __post_init__(self) -> None:
         for kind in ("heavy", "recent"):
             if getattr(self, f"{kind}_ratio") is not None and getattr(self, f"{kind}_size") is not None:
                 raise UsageError(f"{kind}_size: both a count and a share of {kind} columns are given; give one of them")
         check_settings(self)
+        given = [name for name in SIZES if getattr(self, name) is not None]
+        if self.kv_budget is not None and given:
+            raise UsageError(f"kv_budget: says how many columns stay, and so does {given[0]}; leave one of them out")
         if self.heavy_size == 0 and self.recent_size is None and self.recent_ratio is None:
             raise UsageError("heavy_size: 0 alone leaves nothing; say how many recent columns stay")

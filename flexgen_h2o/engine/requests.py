@@ -156,7 +156,7 @@ class RequestTable:
         fed = length
         if isinstance(policy, Evicting) and policy.while_decoding:
             blocks = self.model.spec.num_blocks
-            fed = min(length, *(policy.budget(length, block, blocks).columns for block in range(blocks)))
+            fed = min(length, *(policy.budget(*size, block, blocks).columns for block in range(blocks)))
         if fed == length:
             return Row(
                 prompt, most, asked=asked, top_logprobs=params.logprobs, scored=length - 1, top_prompt_logprobs=top

@@ -30,6 +30,7 @@ class WorkloadShape:
     slots: the most KV slots of a row in each transformer block. kept: columns of its prompt that are left there after
     prefill. record: what is stored of each slot (kvcache/layout.UnitLayout); () for the full cache. scored: prefill
     sums the columns of whole prompts. by_length: rows keep a share of their own prompt, not a number of columns.
+    sequence: the most prompt and new tokens of a row together, where rows keep a share of theirs; otherwise 0.
     prefix: tokens that all prompts begin with, fed once a micro-batch. common: the same, fed once a block and held in
     one copy in front of all slots. At most one of the two is above 0.
     """
@@ -42,6 +43,7 @@ class WorkloadShape:
     record: tuple[str, ...] = ()
     scored: bool = False
     by_length: bool = False
+    sequence: int = 0
     prefix: int = 0
     common: int = 0
 
@@ -61,6 +63,7 @@ class WorkloadShape:
             slots=tuple(map(max, self.slots, other.slots)),
             kept=tuple(map(max, self.kept, other.kept)),
             by_length=self.by_length or other.by_length,
+            sequence=max(self.sequence, other.sequence),
             prefix=min(self.prefix, other.prefix),
             common=min(self.common, other.common),
         )
@@ -72,10 +75,22 @@ class WorkloadShape:
 
     def columns(self, block: int, sweep: int, prompt_len: float) -> int:
         """Columns of a row with a prompt of `prompt_len` tokens after a sweep."""
+        if self.sequence:
+            return self._columns_of_sequence(block, sweep, prompt_len)
         if self.by_length:
             kept = max(1, round(self.kept[block] * prompt_len / self.prompt_len))
             return kept + min(sweep, self.slots[block] - self.kept[block])
         return min(round(min(self.kept[block], prompt_len - self.common)) + sweep, self.slots[block])
+
+    def _columns_of_sequence(self, block: int, sweep: int, prompt_len: float) -> int:
+        """The longest row's budget cut to a row of `prompt_len` + `gen_len` tokens."""
+        share = min(prompt_len + self.gen_len, self.sequence) / self.sequence
+        kept, slots = self.kept[block], self.slots[block]
+        if slots < kept + self.gen_len - 1:  # columns leave while decoding; one slot is the newcomer's
+            budget = max(1, round((slots - 1) * share))
+            return min(min(budget, round(prompt_len)) + sweep, budget + 1)
+        left = prompt_len if kept == self.prompt_len else min(prompt_len, kept * share)
+        return max(1, round(left)) + sweep
 
     def block(self, sizes: Sequence[int]) -> Block:
         """Micro-batches of so many equal prompts. The first is fed the common prefix."""
@@ -176,17 +191,23 @@ def shape_of(policy: Policy, need: WorkloadShape) -> BlockShape:
 def need_of(eviction: Eviction, rows: int, sizes: set[tuple[int, int]], num_blocks: int) -> WorkloadShape:
     """The shape of `rows` rows. sizes: the (prompt tokens, most new tokens) that occur among them."""
     blocks = range(num_blocks)
-    lengths = {prompt for prompt, _ in sizes}
+    lengths, most_new = {prompt for prompt, _ in sizes}, max(new for _, new in sizes)
     prompt_len = max(lengths)
+
+    def columns(prompt: int, new: int, block: int = 0, depth: int = 1) -> int:
+        return eviction.budget(prompt, new, block, depth).columns
+
+    of_sequence = columns(prompt_len, most_new) != columns(prompt_len, 0)
     return WorkloadShape(
         rows=rows,
         prompt_len=prompt_len,
-        gen_len=max(new for _, new in sizes),
+        gen_len=most_new,
         slots=tuple(max(eviction.slots(*size, block, num_blocks) for size in sizes) for block in blocks),
-        kept=tuple(min(prompt_len, eviction.budget(prompt_len, block, num_blocks).columns) for block in blocks),
+        kept=tuple(max(min(size[0], columns(*size, block, num_blocks)) for size in sizes) for block in blocks),
         record=eviction.needs.record,
         scored=eviction.needs.query_rows is None,
-        by_length=eviction.budget(min(lengths), 0, 1) != eviction.budget(prompt_len, 0, 1),
+        by_length=columns(min(lengths), most_new) != columns(prompt_len, most_new),
+        sequence=max(map(sum, sizes)) if of_sequence else 0,
     )
 
 

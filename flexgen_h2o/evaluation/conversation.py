@@ -272,7 +272,7 @@ class Shown:
     def end(self) -> None:
         """The newest exchange is over."""
         now, blocks = self.exchanges[-1], self._llm.model.spec.num_blocks
-        held = held_columns(self._llm.eviction, self._first, self._taken, blocks)
+        held = held_columns(self._llm.eviction, (self._first, self._taken), self._taken, blocks)
         now.columns, now.kv_bytes = held / blocks, held * bytes_of_column(self._llm)
         now.seconds = time.perf_counter() - self._began
         self._began += now.seconds

@@ -32,7 +32,16 @@ from flexgen_h2o.evaluation.figures import (
     summarise_texts,
     surprise,
 )
-from flexgen_h2o.evaluation.rows import Case, TextRow, held_out_rows, make_cells, recall_rows, rows_of_file, text_of
+from flexgen_h2o.evaluation.rows import (
+    Case,
+    TextRow,
+    columns_of,
+    held_out_rows,
+    make_cells,
+    recall_rows,
+    rows_of_file,
+    text_of,
+)
 from flexgen_h2o.flags import check_positions, compression_flags, open_llm, place_of, say_idle_flags
 from flexgen_h2o.kvcache.eviction import Eviction, Full
 from flexgen_h2o.kvcache.eviction.policy import POSITIONS, SCORES, Columns, Needs
@@ -44,7 +53,8 @@ SCHEMA = 1
 def run(args: argparse.Namespace, policy: Policy, is_auto: bool) -> int:
     """The measurement that the flags ask for, printed and written; returns the exit code."""
     plain = without_unused_bits(replace(policy, compress_weight=False, compress_cache=False, int8_compute=False))
-    cases, began = make_cells(args.policies, args.budgets, whole=policy != plain), time.perf_counter()
+    cases = make_cells(args.policies, args.budgets, policy != plain, args.budgets_of)
+    began = time.perf_counter()
     with open_llm(args, plain, is_auto, Full()) as llm:
         runner = Runner(llm, args.keep_mem, args.mass_steps, AutoPolicy(policy) if is_auto else policy)
         runner.check(cases)
@@ -89,6 +99,7 @@ def _facts(
         "settings": {
             **{name: getattr(args, name) for name in names},
             "budgets": list(dict.fromkeys(case.budget for case in cases)),
+            "budgets_of": args.budgets_of,
             "compression": compression_flags(policy),
             "policies": list(args.policies),
             "prompts": None if args.prompts is None else str(args.prompts),
@@ -99,6 +110,7 @@ def _facts(
             "prompts": len(texts),
             "steps": args.gen_len - 1,
             "mean_prompt_len": sum(len(row.prompt) for row in texts) / len(texts),
+            "mean_columns": sum(columns_of(row, args.budgets_of) for row in texts) / len(texts),
         },
     }
 
@@ -298,7 +310,7 @@ class Runner:
     def _unmeasured(self, case: Case, rows: Sequence[TextRow], shape: tuple[int, int]) -> TextFidelity:
         blocks = self.llm.model.spec.num_blocks
         kept = [
-            min(len(row.prompt), case.eviction.budget(len(row.prompt), block, blocks).columns)
+            min(columns_of(row, case.budget_of), case.eviction.budget(*row.lengths, block, blocks).columns)
             for row in rows
             for block in range(blocks)
         ]

@@ -83,9 +83,14 @@ def by_step(rows: int, see: Callable[[list[int], list[int], torch.Tensor], None]
     return watch
 
 
-def held_columns(eviction: Eviction, prompt_len: int, new_tokens: int, blocks: int) -> int:
-    """Of all transformer blocks together, once a row has got so many new tokens; the newest has no column yet."""
-    return sum(eviction.slots(prompt_len, new_tokens, block, blocks) for block in range(blocks))
+def held_columns(eviction: Eviction, row: tuple[int, int], new_tokens: int, blocks: int) -> int:
+    """Of all transformer blocks together, once a row has got so many new tokens; the newest has no column yet.
+
+    row: its prompt tokens and most new tokens.
+    """
+    kept = [min(row[0], eviction.budget(*row, block, blocks).columns) for block in range(blocks)]
+    slots = [eviction.slots(*row, block, blocks) for block in range(blocks)]
+    return sum(max(1, min(most, columns + new_tokens - 1)) for most, columns in zip(slots, kept, strict=True))
 
 
 def bytes_of_column(llm: LLM) -> int:
@@ -98,9 +103,9 @@ def bytes_of_column(llm: LLM) -> int:
 class TextFidelity:
     """How far a policy is from the full cache along the continuations of n rows.
 
-    columns: mean kept of a prompt, over rows and transformer blocks. kl, nll: (n, steps) float64, nats, and flipped:
-    bool, of the decode steps: the first token comes from the prefill, which is exact. mass: (n, blocks) float64, means
-    over heads and watched steps; None if it was not watched.
+    columns: mean kept of what the case's budget is a share of, over rows and transformer blocks. kl, nll: (n, steps)
+    float64, nats, and flipped: bool, of the decode steps: the first token comes from the prefill, which is exact. mass:
+    (n, blocks) float64, means over heads and watched steps; None if it was not watched.
     """
 
     case: Case
@@ -140,8 +145,8 @@ def summarise_texts(
             "nll_less_full": found.nll - full_nll,
         }  # fmt: skip
         figures: Figures = {
-            "policy": found.case.label, "budget": found.case.budget, "columns": found.columns,
-            "eviction": found.case.eviction.to_json(),
+            "policy": found.case.label, "budget": found.case.budget,
+            "budget_of": found.case.budget_of, "columns": found.columns, "eviction": found.case.eviction.to_json(),
         }  # fmt: skip
         figures |= {name: bootstrap.mean(value.mean(axis=1)) for name, value in values.items()}
         figures |= {"kl_p95": bootstrap.percentile(found.kl, 95), "by_step": of_bins(**values)}
@@ -202,7 +207,7 @@ def markdown(result: Figures) -> str:
     for budget in settings["budgets"]:
         cells = [cell for cell in result["cells"] if cell["budget"] == budget]
         cells.sort(key=lambda cell: -cell["kl"]["value"])
-        parts.append([f"### {budget:.0%} of the prompt's columns", "", *_main(cells, result)])
+        parts.append([f"### {budget:.0%} of the {settings['budgets_of']}'s columns", "", *_main(cells, result)])
     parts.append(["### NLL by step: nats over the full cache's", "", *_by_step(result)])
     titles = {"inside": "at the end of the prompt", "after": "after the prompt"}
     for place in result["full"].get("recall", {}):
@@ -227,7 +232,7 @@ def _main(cells: Sequence[Figures], result: Figures) -> list[str]:
     # Its head, its text of a cell, and that of the full cache.
     columns: list[tuple[str, Callable[[Figures], str], str]] = [
         ("policy", name_of, reference),
-        ("columns", lambda cell: f"{cell['columns']:.0f}", f"{text['mean_prompt_len']:.0f}"),
+        ("columns", lambda cell: f"{cell['columns']:.0f}", f"{text['mean_columns']:.0f}"),
         ("KL, nats", lambda cell: number(cell["kl"], 3), "0"),
         ("KL p95", lambda cell: number(cell["kl_p95"], 2), "0"),
         ("flips", lambda cell: _percent(cell["flips"]), "0"),
@@ -300,7 +305,7 @@ def draw(result: Figures, path: Path) -> None:
             axes[2].errorbar(middles, [part["kl"]["value"] for part in steps], **style)
         if "recall" in cells[0]:
             _over_budgets(axes[3], cells, [next(iter(reversed(c["recall"].values()))) for c in cells], style)
-    budgets, decode = "columns kept, share of the prompt", "decode step"
+    budgets, decode = f"columns kept, share of the {result['settings']['budgets_of']}", "decode step"
     titles = (
         ("KL to the full cache, nats a step", budgets), ("top-1 flips, share of steps", budgets),
         (f"KL at {smallest:.0%}, by step", decode), ("exact recall, asked after the prompt", budgets),

@@ -20,9 +20,9 @@ from typing import Any
 
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import read_bounded
-from flexgen_h2o.core.settings import ORIGINAL, ROLLING
+from flexgen_h2o.core.settings import ORIGINAL, ROLLING, SIZES
 from flexgen_h2o.engine.prompts import read_prompts
-from flexgen_h2o.kvcache.eviction import EVICTING, Eviction, Full, make_eviction
+from flexgen_h2o.kvcache.eviction import EVICTING, Eviction, Full, make_eviction, says_budget
 from flexgen_h2o.kvcache.eviction.policy import is_rolling
 from flexgen_h2o.models.load import Model
 
@@ -82,6 +82,11 @@ class TextRow:
     continuation: tuple[int, ...]
     questions: tuple[Question, ...] = ()
     depth: int = 0
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Tokens of the prompt and of the continuation."""
+        return len(self.prompt), len(self.continuation)
 
 
 @dataclass(frozen=True)
@@ -233,22 +238,37 @@ def streams_of(text: HeldOutText, count: int, length: int | None) -> list[tuple[
 
 # ---- The policies that are compared
 
+PROMPT, SEQUENCE = "prompt", "sequence"  # what budgets are shares of
+
 
 @dataclass(frozen=True)
 class Case:
-    """One policy of a given size. budget: columns kept as a share of the prompt, where the size was given so."""
+    """One policy of a given size.
+
+    budget: columns kept, as a share of the columns of what `budget_of` names, where the size was given so. budget_of:
+    PROMPT, or SEQUENCE: the prompt and what follows on it.
+    """
 
     label: str
     eviction: Eviction
     budget: float = 1.0
+    budget_of: str = PROMPT
 
     @property
     def positions(self) -> str:
         return ROLLING if is_rolling(self.eviction) else ORIGINAL
 
 
-def make_cells(policies: Sequence[str], budgets: Sequence[float], whole: bool = False) -> list[Case]:
-    """All policies at all budgets, a budget at a time. whole: the full cache is one of them, first.
+def columns_of(row: TextRow, what: str) -> int:
+    """Columns of the row's PROMPT, or of all of its SEQUENCE."""
+    return row.lengths[0] if what == PROMPT else sum(row.lengths)
+
+
+def make_cells(
+    policies: Sequence[str], budgets: Sequence[float], whole: bool = False, budgets_of: str = PROMPT
+) -> list[Case]:
+    """All policies at all budgets, a budget at a time. whole: the full cache is one of them, first. budgets_of: what
+    the budgets are shares of, as of `Case`.
 
     A policy is a name, or a name with settings of its own: `h2o-norm:decay=0.98,sinks=0`. Raises UsageError naming
     --policies or --budgets.
@@ -257,21 +277,27 @@ def make_cells(policies: Sequence[str], budgets: Sequence[float], whole: bool = 
         check_distinct(name, given)
     for budget in budgets:
         if not 0 < budget <= 1:
-            raise UsageError(f"--budgets: {budget} is not in (0, 1]; 0.2 keeps a fifth of the prompt's columns")
-    full = [Case(Full.name, Full())] if whole else []
-    shares = {budget: {"heavy_ratio": budget / 2, "recent_ratio": budget / 2} for budget in budgets}
-    return full + [Case(policy, _eviction(policy, shares[budget]), budget) for budget in budgets for policy in policies]
+            raise UsageError(f"--budgets: {budget} is not in (0, 1]; 0.2 keeps a fifth of the {budgets_of}'s columns")
+    for policy in filter(says_budget, policies):
+        raise UsageError(f"--policies {policy}: --budgets says it; leave kv_budget out, and give --budgets-of sequence")
+    found = [Case(Full.name, Full(), budget_of=budgets_of)] if whole else []
+    for budget in budgets:
+        half = budget / 2
+        ratios = {"heavy_ratio": half, "recent_ratio": half} if budgets_of == PROMPT else {"kv_budget": budget}
+        found += [Case(policy, _eviction(policy, ratios), budget, budgets_of) for policy in policies]
+    return found
 
 
 def make_cases(policies: Sequence[str], settings: Mapping[str, Any], sinks: int | None) -> list[Case]:
     """The full cache and policies by name, settings of their own included (`h2o:positions=rolling`).
 
-    settings: of all policies but the full cache; sinks: of those that have some. Raises UsageError naming --policies.
+    settings: of all policies but the full cache, sizes not of those that have a kv_budget of their own; sinks: of those
+    that have some. Raises UsageError naming --policies.
     """
     check_distinct("--policies", policies)
     cases = []
     for policy in policies:
-        own = dict(settings)
+        own = {k: v for k, v in settings.items() if k not in SIZES or not says_budget(policy)}
         kind = EVICTING.get(policy.partition(":")[0])
         if sinks is not None and kind is not None and "sinks" in {field.name for field in fields(kind)}:
             own["sinks"] = sinks

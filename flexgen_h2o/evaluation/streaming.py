@@ -98,7 +98,7 @@ def _texts(args: argparse.Namespace, llm: LLM, cases: Sequence[Case], compressio
     found = []
     for case in cases:
         found.append(_measure_streams(llm, case, streams, windows, args.seed))
-        say("evaluate", f"{_title(case, compression)}: NLL {found[-1]['nll']['value']:.3f}")
+        say("evaluate", f"{_title(case, compression, (1, size - 1))}: NLL {found[-1]['nll']['value']:.3f}")
     print(text_tables(found, llm.model.name, llm.dtype, compression))
     settings = {"text": path and str(path), "streams": len(streams), "stream_len": size, "windows": windows}
     return {"settings": {**settings, "seed": args.seed}, "policies": found}
@@ -120,7 +120,7 @@ def _measure_streams(llm: LLM, case: Case, streams: Sequence[Sequence[int]], win
     report = llm.follow(tokens[:, :1].tolist(), wanted.tolist(), by_step(n, see), max_tokens_per_sweep=AT_ONCE)
     edges, found = [length * i // windows for i in range(windows + 1)], []
     for first, last in pairwise(edges):
-        columns = held_columns(case.eviction, 1, last - 1, blocks)
+        columns = held_columns(case.eviction, (1, length - 1), last - 1, blocks)
         found.append(
             {
                 "first": first + 1,
@@ -150,11 +150,12 @@ def _result(llm: LLM, case: Case, figures: Figures, tokens: int, seconds: float)
     }
 
 
-def _title(case: Case, compression: str) -> str:
+def _title(case: Case, compression: str, row: tuple[int, int] = (0, 0)) -> str:
+    """row: prompt and new tokens, where sizes depend on them."""
     said = f", {compression}" if compression else ""
     if not case.eviction.needs.record:
         return f"{case.label}: every KV column{said}"
-    budget = case.eviction.budget(0, 0, 1)
+    budget = case.eviction.budget(*row, 0, 1)
     counts = [(name, getattr(budget, name)) for name in ("sinks", "heavy", "recent")]
     columns = " + ".join(f"{n} {name}" for name, n in counts if n)
     return f"{case.label}: {columns} KV columns a row, {case.positions} positions{said}"

@@ -25,6 +25,7 @@ from flexgen_h2o.flags import (
     say_idle_flags,
 )
 from flexgen_h2o.kvcache.eviction import Eviction, Full
+from flexgen_h2o.kvcache.eviction.policy import most_new_tokens
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.models import check_family
 
@@ -103,7 +104,9 @@ def _written(
     llm.run(prompts, params, done.extend)
     blocks, found = llm.model.spec.num_blocks, []
     for prompt, out in zip(prompts, sorted(done, key=lambda c: c.index), strict=True):
-        held = held_columns(eviction, len(prompt.token_ids), len(out.token_ids), blocks)
+        length = len(prompt.token_ids)
+        row = length, most_new_tokens(eviction, llm.model.spec, length, params.max_tokens)
+        held = held_columns(eviction, row, len(out.token_ids), blocks)
         found.append(
             {
                 "text": out.text, "token_ids": out.token_ids, "finish_reason": out.finish_reason,

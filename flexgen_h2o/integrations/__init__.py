@@ -19,7 +19,8 @@ from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.integrations.cache import MODES, EvictingCache
+from flexgen_h2o.core.units import check_int
+from flexgen_h2o.integrations.cache import MODES, EvictingCache, Promised
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, check_eviction
 from flexgen_h2o.kvcache.eviction.policy import NORMS, POSITIONS, SCORES, is_rolling
 
@@ -35,17 +36,21 @@ _enabled: WeakKeyDictionary[PreTrainedModel, tuple[RemovableHandle, str]] = Weak
 
 def enable_h2o(
     model: PreTrainedModel, heavy_ratio: float | None = None, recent_ratio: float | None = None,
-    heavy_size: int | None = None, recent_size: int | None = None, mode: str = "drop",
+    heavy_size: int | None = None, recent_size: int | None = None, mode: str = "drop", **more: Any,
 ) -> None:  # fmt: skip
     """H2O as published (`flexgen_h2o.H2O`) in everything that `model` generates, until `disable_h2o(model)`.
 
     heavy_ratio, recent_ratio: shares of each sequence's prompt, without its padding; heavy_size, recent_size: columns.
-    mode: "drop" or "mask". The rest is `enable_eviction`. Raises UsageError.
+    mode: "drop" or "mask". more: `kv_budget` with `max_new_tokens`, and other settings of H2O. The rest is
+    `enable_eviction`. Raises UsageError.
     """
-    enable_eviction(model, H2O(heavy_ratio, recent_ratio, heavy_size, recent_size), mode)
+    most = more.pop("max_new_tokens", None)
+    enable_eviction(model, H2O(heavy_ratio, recent_ratio, heavy_size, recent_size, **more), mode, most)
 
 
-def enable_eviction(model: PreTrainedModel, eviction: Eviction, mode: str = "drop") -> None:
+def enable_eviction(
+    model: PreTrainedModel, eviction: Eviction, mode: str = "drop", max_new_tokens: int | None = None
+) -> None:
     """`model.generate` keeps the KV columns that `eviction` keeps; another call takes the place of the one before.
 
     eviction: `H2O(...)`, `H2ONorm(...)`, `Tova(...)`, ... of flexgen_h2o.kvcache.eviction, apart for each (sequence,
@@ -55,6 +60,10 @@ def enable_eviction(model: PreTrainedModel, eviction: Eviction, mode: str = "dro
     A forward that is given a cache (`generate` always gives one) takes its tokens as prompts; a forward without one is
     a text that is scored: "drop" evicts nothing before its end, "mask" lets each of its tokens see what would be left
     if the ones before it had been generated (shares being those of the whole text).
+
+    max_new_tokens: the most tokens that are generated on a prompt, which kv_budget needs and nothing else: a row keeps
+    that share of its prompt and of so many tokens, or of as many as the model has positions for, as in the engine. A
+    generation that goes on is refused.
 
     Raises UsageError where the model or the settings are not supported.
     """
@@ -68,7 +77,17 @@ def enable_eviction(model: PreTrainedModel, eviction: Eviction, mode: str = "dro
         raise UsageError(
             f"eviction: {eviction.name} needs {', '.join(unknown)} of its columns, which only the engine has"
         )
+    if (getattr(eviction, "kv_budget", None) is None) != (max_new_tokens is None):
+        raise UsageError(
+            "max_new_tokens: kv_budget is a share of prompt and new tokens; say how many new ones are generated at most"
+            if max_new_tokens is None
+            else "max_new_tokens: only kv_budget asks for it; leave it out, or give kv_budget"
+        )
     _check_model(model)
+    if max_new_tokens is not None:
+        check_int("max_new_tokens", max_new_tokens, 1)
+        config = model.config
+        eviction = Promised(eviction, 0, config.num_hidden_layers, max_new_tokens, config.max_position_embeddings)
     if model in _enabled:
         disable_eviction(model)
     attention = _attention_of(model)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -27,7 +28,7 @@ from flexgen_h2o.kvcache.attend import (
     rank_victims,
     write_prompts,
 )
-from flexgen_h2o.kvcache.eviction.policy import EVERYTHING, NORMS, SCORES, Eviction
+from flexgen_h2o.kvcache.eviction.policy import EVERYTHING, NORMS, SCORES, Eviction, OfStage, RowBudget
 from flexgen_h2o.kvcache.slots import KVRows, NewColumns, PartView, RowBudgets, SlotMetadata, SlotTable
 
 Spans = Sequence[tuple[int, int]]  # of each sequence, (first, count) of its tokens among the n; others are padding
@@ -284,6 +285,29 @@ class MaskingLayer(EvictingLayer):
         positions.scatter_(1, index, torch.where(full[:, None], -1, positions.gather(1, index)))
 
 
+@dataclass(frozen=True)
+class Promised(OfStage):
+    """A policy with a kv_budget in a model where prompts grow by at most `most_new` tokens, and by what the model's
+    `positions` leave them.
+
+    Slots are those of rows that grow without an end, so that no layer is full one step early.
+    """
+
+    most_new: int
+    positions: int
+
+    def new_tokens(self, prompt_len: int) -> int:
+        """The most that are generated on a prompt. The newest token needs no position of its own."""
+        return max(1, min(self.most_new, self.positions - prompt_len + 1))
+
+    def budget(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> RowBudget:
+        return super().budget(prompt_len, min(gen_len, self.new_tokens(prompt_len)), block, num_blocks)
+
+    def slots(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> int:
+        drops = getattr(self.policy, "while_decoding", True)
+        return self.budget(prompt_len, gen_len, block, num_blocks).columns + 1 if drops else EVERYTHING
+
+
 MODES: Mapping[str, type[EvictingLayer]] = {"drop": DroppingLayer, "mask": MaskingLayer}
 
 
@@ -321,8 +345,25 @@ class EvictingCache(Cache):
                 raise UsageError("attention_mask: tokens that follow on a cache are padding; pad on the left")
             spans = [(0, tokens)] * sequences if seen else spans
         if not seen:
-            self._table = SlotTable(self._policy, [(count, EVERYTHING) for _, count in spans], len(self._blocks))
+            # A text that is scored is a whole sequence; what follows on a prompt may have no end.
+            more = 0 if one_by_one and isinstance(self._policy, Promised) else EVERYTHING
+            self._table = SlotTable(self._policy, [(count, more) for _, count in spans], len(self._blocks))
+        elif isinstance(self._policy, Promised):
+            self._check_promise(self._policy, tokens)
         self._spans, self._one_by_one = spans, one_by_one
+
+    def _check_promise(self, policy: Promised, tokens: int) -> None:
+        """So many more tokens are fed, and another is generated after each."""
+        layer = self._blocks[0]
+        assert layer.budgets is not None
+        new = layer.past + tokens - layer.budgets.prompts + 1
+        for prompt, wanted in zip(layer.budgets.prompts.tolist(), new.tolist(), strict=True):
+            if wanted > policy.new_tokens(prompt):
+                raise UsageError(
+                    f"max_new_tokens: a prompt of {prompt} tokens was to grow by at most {policy.new_tokens(prompt)} "
+                    f"(max_new_tokens {policy.most_new}, {policy.positions} positions), and a share of these is kept; "
+                    "enable eviction with a larger number, or generate fewer"
+                )
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any

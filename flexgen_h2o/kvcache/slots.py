@@ -241,7 +241,7 @@ class SlotTable:
         policy, num_blocks = self._policy, self._num_blocks
 
         def entry(block: int, prompt_len: int, gen_len: int, fed: int | None = None) -> list[int]:
-            budget = policy.budget(prompt_len, block, num_blocks)
+            budget = policy.budget(prompt_len, gen_len, block, num_blocks)
             slots = policy.slots(prompt_len, gen_len, block, num_blocks)
             return [fed or prompt_len, budget.sinks, budget.heavy, budget.recent, slots]
 

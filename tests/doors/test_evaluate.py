@@ -97,14 +97,18 @@ def test_fewer_bits_of_weights_are_further_from_the_model(evaluate: Door, tmp_pa
 def test_follows_the_model_s_own_tokens_after_a_prompt_file(evaluate: Door, tmp_path: Path, ids_model: Path) -> None:
     rows = [{"prompt_token_ids": list(range(5, 5 + n))} for n in (30, 12, 12)]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    evaluate(
+    out = evaluate(
         f"fidelity --model {ids_model} --offload-dir o --prompts p.jsonl --continuation greedy --prompt-len 20 "
-        "--gen-len 5 --policies h2o-norm:sinks=0 --budgets 0.5 --mass-steps 0 --json r.json"
+        "--gen-len 5 --policies h2o-norm:sinks=0 --budgets 0.5 --budgets-of sequence --mass-steps 0 --json r.json"
     )
     result = figures(tmp_path / "r.json")
     assert result["recall"] is None and "evicted_mass" not in result["cells"][0]
-    assert result["text"] == {"prompts": 3, "steps": 4, "mean_prompt_len": pytest.approx(44 / 3)}
-    assert result["cells"][0]["eviction"]["sinks"] == 0
+    prompts, sequences = pytest.approx(44 / 3), pytest.approx(59 / 3)
+    assert result["text"] == {"prompts": 3, "steps": 4, "mean_prompt_len": prompts, "mean_columns": sequences}
+    (cell,) = result["cells"]
+    assert cell["eviction"]["sinks"] == 0 and cell["eviction"]["kv_budget"] == 0.5
+    assert (cell["budget_of"], cell["columns"]) == ("sequence", pytest.approx((12 + 8 + 8) / 3))
+    assert result["settings"]["budgets_of"] == "sequence" and "### 50% of the sequence's columns" in out.out
 
 
 # ---- texts
@@ -160,8 +164,9 @@ def test_flags_of_run_text_generation(text: Door, words_model: Path) -> None:
 
 def test_texts_of_token_ids_need_no_tokenizer(text: Door, tmp_path: Path, ids_model: Path) -> None:
     (tmp_path / "p.jsonl").write_text('{"prompt_token_ids": [5, 6, 7, 8, 9, 10, 11, 12]}\n')
-    out = text(f"--model {ids_model} --prompts p.jsonl --gen-len 4 --eviction tova --json r.json")
+    out = text(f"--model {ids_model} --prompts p.jsonl --gen-len 4 --eviction tova --kv-budget 0.5 --json r.json")
     (row,) = figures(tmp_path / "r.json")["rows"]
+    assert row["evicted"]["columns"] == 6 + 1  # of 8 + 4, and the newcomer
     assert row["full"]["text"] is None and str(row["full"]["token_ids"]) in out.out and "tova: " in out.out
 
 
@@ -295,9 +300,9 @@ def test_a_long_text_by_window(streaming: Door, rotary: Path, tmp_path: Path) ->
     """NLL as transformers has it; the full cache grows, the others do not."""
     text = " ".join(f"def f{i}(x): return x + {i}" for i in range(40))
     (tmp_path / "text.txt").write_text(text)
-    flags = "--text text.txt --stream-len 33 --streams 3 --policies full h2o local:positions=rolling"
+    flags = "--text text.txt --stream-len 33 --streams 3 --policies full h2o local:positions=rolling h2o:kv_budget=0.25"
     out = streaming(f"--model {rotary} {flags} {SMALL} --json r.json")
-    full, h2o, local = figures(tmp_path / "r.json")["policies"]
+    full, h2o, local, share = figures(tmp_path / "r.json")["policies"]
     with LLM(str(rotary), Policy(), dtype="float32", offload_dir="o") as llm:
         start, ids = llm.model.encode(""), llm.model.encode_more(text)
         column = llm.model.spec.kv_bytes_per_token(4)
@@ -317,15 +322,18 @@ def test_a_long_text_by_window(streaming: Door, rotary: Path, tmp_path: Path) ->
         == [w["kv_bytes"] for w in local["windows"]][1:]
     )
     assert h2o["nll"]["value"] != full["nll"]["value"]
+    # int(0.25 x 33) columns and the newcomer, as soon as there are so many
+    assert [w["kv_bytes"] for w in share["windows"]] == [7 * column, *[9 * column] * 3]
+    assert "h2o:kv_budget=0.25: 4 heavy + 4 recent KV columns a row" in out.err
     assert "| `local:positions=rolling` | rolling |" in out.out
 
 
 def test_what_is_said_to_be_held_is_what_the_engine_held(rotary: Path, tmp_path: Path) -> None:
-    for eviction in (None, H2O(heavy_size=5, recent_size=4)):
+    for eviction in (None, H2O(heavy_size=5, recent_size=4), H2O(kv_budget=0.4)):
         with LLM(str(rotary), Policy(), eviction, dtype="float32", offload_dir=tmp_path) as llm:
             llm.follow([[3, 4]], [list(range(5, 30))], lambda rows, logits: None)
             held = llm.times[0].held
-            assert held == [held_columns(llm.eviction, 2, new, 2) for new in range(1, len(held) + 1)]
+            assert held == [held_columns(llm.eviction, (2, len(held)), new, 2) for new in range(1, len(held) + 1)]
 
 
 # ---- both

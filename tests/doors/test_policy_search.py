@@ -122,6 +122,23 @@ def test_eviction_counts_and_is_printed(plan: Door) -> None:
     assert (args.hh_ratio, args.hh_all, args.eviction) == (0.1, False, "h2o-norm:decay=0.9")
 
 
+def test_a_share_of_prompt_and_new_tokens_is_planned_and_run(plan: Door, capfd: pytest.CaptureFixture[str]) -> None:
+    """int(0.25 x (20 + 12)) columns and the newcomer's slot, in the plan, the command, and the run that follows it."""
+    asked = "--model opt-tiny --prompt-len 20 --gen-len 12"
+    lines = plan(f"{asked} --num-prompts 3 --kv-budget 0.25 --output p.json", "host").out.splitlines()
+    assert "h2o, 9 KV slots a row" in lines[0]
+    command = shlex.split(lines[lines.index("run it:") + 1])[3:]
+    assert command[command.index("--kv-budget") + 1] == "0.25"
+    assert (read_policy(Path("p.json")).workload or {})["eviction"] == {
+        "name": "h2o", "kv_budget": 0.25, "layer_schedule": "uniform", "while_decoding": True,
+    }  # fmt: skip
+    argv = f"{asked} --policy p.json --kv-budget 0.25 --offload-dir o --json r.json --no-log --host-mem 1GiB"
+    assert flex_opt.main(argv.split()) == 0
+    report = json.loads(Path("r.json").read_text())
+    assert report["kv"]["slots"] == 9 and report["eviction"]["kv_budget"] == 0.25
+    assert "eviction: h2o, 9 slots a row" in capfd.readouterr().out
+
+
 def test_output_is_a_policy_file_that_flex_opt_runs(plan: Door, capfd: pytest.CaptureFixture[str]) -> None:
     short = "--model opt-tiny --prompt-len 16 --gen-len 4"
     assert plan(f"{short} --num-prompts 6 --hh-ratio 0.5 --output p.json", "host").code == 0

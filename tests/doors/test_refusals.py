@@ -33,7 +33,11 @@ EVICTION: Cases = [
     "--hh-size -1", "--hh-size 2.5", "--recent-size 0", "--hh-size 4 --hh-ratio 0.1", "--hh-all maybe",
     "--eviction nonsense", "--hh-ratio 0.1 --eviction full", "--attn-sparsity 0.5 --eviction h2o",
     "--positions sideways", "--positions rolling", "--positions rolling --eviction full", "--kv-layer-schedule steps",
-    "--kv-layer-schedule pyramid --eviction full",
+    "--kv-layer-schedule pyramid --eviction full", "--kv-budget 0", "--kv-budget 1.5", "--kv-budget nan",
+    "--kv-budget half", ("--kv-budget 0.2 --eviction full", "--kv-budget and --eviction full: give one of them"),
+    ("--kv-budget 0.2 --hh-ratio 0.1", "--kv-budget: says how many columns stay, and so does --hh-ratio; leave one"),
+    ("--eviction tova:kv_budget=0.2 --recent-size 4", "--kv-budget: says how many columns stay, and so does --recent"),
+    ("--eviction h2o:kv_budget=0.2 --kv-budget 0.3", "--eviction: --kv-budget is given twice"),
 ]  # fmt: skip
 POLICY: Cases = [
     "--percent 100 0 100 0 100", "--percent 100 0 100 0 100 half", "--percent 33.3 0 0 0 0 0",
@@ -105,6 +109,7 @@ FIDELITY: Cases = [
     "--markdown /tmp", "--plot /no/folder/p.png", ("--plot p.doc", "--plot p.doc: the file name must end in"),
     "--hardware no-such-machine", ("--model facebook/opt-125m --path _DUMMY_", "has no tokenizer; give --prompts"),
     ("--policies h2o:positions=rolling --budgets 0.5 --num-prompts 1", "--positions rolling: needs rotary"),
+    "--budgets-of row", ("--policies h2o:kv_budget=0.2", "--policies h2o:kv_budget=0.2: --budgets says it"),
     ("--prompts in.jsonl --json in.jsonl", "--json in.jsonl: is the file of --prompts too"),
     ("--json new --markdown new", "--markdown new: is the file of --json too"),
     ("--model words --json words/tokenizer.json", "--json words/tokenizer.json: is the name of a file of --model"),
@@ -135,6 +140,9 @@ STREAMING: Cases = [
     "--json no/r.json", ("--num_window_length 64 --hh-size 3", "--hh-size: is said by --num_window_length"),
     ("--num_window_length 64 --num_heavy_hitter_tokens 64", "--num_heavy_hitter_tokens 64: must be from 0 to less"),
     "--attn-sparsity 0.5", "--hh-size -3", ("--heavy_ratio 0.1", "--hh-ratio"),
+    ("--policies full h2o:kv_budget=0.2", "--policies h2o:kv_budget=0.2: how long a conversation gets is not known"),
+    ("--text --policies h2o:kv_budget=2", "--policies h2o:kv_budget=2: kv_budget: 2 is not in (0, 1]"),
+    ("--text --policies full h2o:kv_budget=0.2 --hh-size 4", "--hh-size: each of --policies has a kv_budget"),
     ("--policies h2o --pin-weight --dtype float16 --device cpu", "--dtype float16: far too slow on a CPU"),
     ("--policies h2o --top-p 0.2 --hardware t4", "--hardware t4: has compute rates of float16"),
 ]  # fmt: skip

@@ -53,12 +53,13 @@ class Pair:
         return self.plain.in_decode and not isinstance(self.engine, Local) and self.engine.heavy_size != 0
 
 
-def pyramid(policy: plain.Policy, num_layers: int) -> plain.Policy:
-    """Heavy columns that fall in a line from 1.95 times their mean (at most what a prompt has) over the layers."""
+def pyramid(policy: plain.Policy, num_layers: int, of_sequence: bool = False) -> plain.Policy:
+    """Heavy columns that fall in a line from 1.95 times their mean (at most what a prompt has, or a whole sequence)
+    over the layers."""
 
-    def sizes(prompt_len: int, layer: int) -> Sizes:
-        even = policy.sizes(prompt_len, layer)
-        top = min(1.95 * even.heavy, max(even.heavy, prompt_len - even.recent))
+    def sizes(prompt_len: int, most_new: int, layer: int) -> Sizes:
+        even, most = policy.sizes(prompt_len, most_new, layer), prompt_len + of_sequence * most_new
+        top = min(1.95 * even.heavy, max(even.heavy, most - even.recent))
         line = [top - i * 2 * (top - even.heavy) / (num_layers - 1) for i in range(num_layers)]
         return replace(even, heavy=round(sum(line[: layer + 1])) - round(sum(line[:layer])))
 
@@ -103,6 +104,22 @@ PAIRS: dict[str, Pair] = {
         ValueH2O(**LARGER, sinks=2, grace=3, decay=0.8), plain.h2o_v(Budget(**LARGER), sinks=2, grace=3, decay=0.8)
     ),
     "random": Pair(Random(**SIZES, seed=3), plain.random(SMALL, seed=3)),
+    "h2o, of the sequence": Pair(H2O(kv_budget=0.4), plain.h2o(Budget(kv_budget=0.4))),
+    "h2o, of the sequence, pyramid": Pair(
+        H2O(kv_budget=0.4, layer_schedule="pyramid"),
+        pyramid(plain.h2o(Budget(kv_budget=0.4)), BASE["num_hidden_layers"], of_sequence=True),
+    ),
+    "h2o, of the sequence, prompt only": Pair(
+        H2O(kv_budget=0.3, while_decoding=False), plain.h2o(Budget(kv_budget=0.3), in_decode=False)
+    ),
+    "local, of the sequence": Pair(Local(kv_budget=0.35), plain.local(Budget(kv_budget=0.35), sinks=4)),
+    "h2o-norm, of the sequence": Pair(
+        H2ONorm(kv_budget=0.5, sinks=1, grace=2), plain.h2o_norm(Budget(kv_budget=0.5), sinks=1, grace=2)
+    ),
+    "tova, of the sequence": Pair(Tova(kv_budget=0.35), plain.tova(Budget(kv_budget=0.35))),
+    "snapkv, of the sequence": Pair(
+        SnapKV(kv_budget=0.4, window=6, kernel=3), plain.snapkv(Budget(kv_budget=0.4), rows=6, kernel=3)
+    ),
 }  # fmt: skip
 
 

@@ -32,14 +32,19 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Budget:
-    """Heavy and recent columns of a row: shares of its prompt, at least 1 each, or absolute sizes, which may be 0."""
+    """Heavy and recent columns of a row: shares of its prompt, at least 1 each, or absolute sizes, which may be 0; or
+    half each of a share of its prompt and most new tokens, at least 1 together, an odd one recent."""
 
     heavy_ratio: float = 0.1
     recent_ratio: float = 0.1
     heavy_size: int | None = None
     recent_size: int | None = None
+    kv_budget: float | None = None
 
-    def sizes(self, prompt_len: int) -> tuple[int, int]:
+    def sizes(self, prompt_len: int, most_new: int) -> tuple[int, int]:
+        if self.kv_budget is not None:
+            both = max(1, int(self.kv_budget * (prompt_len + most_new)))
+            return both // 2, both - both // 2
         heavy = max(1, int(self.heavy_ratio * prompt_len)) if self.heavy_size is None else self.heavy_size
         recent = max(1, int(self.recent_ratio * prompt_len)) if self.recent_size is None else self.recent_size
         return heavy, recent
@@ -69,9 +74,10 @@ class Scorer:
 
 @dataclass(frozen=True)
 class Policy:
-    """`sizes` of a row by its prompt tokens and the layer. in_decode False: only the prefill evicts."""
+    """`sizes` of a row by its prompt tokens, its most new tokens and the layer. in_decode False: only the prefill
+    evicts."""
 
-    sizes: Callable[[int, int], Sizes]
+    sizes: Callable[[int, int, int], Sizes]
     scorer: Callable[[int, Sizes], Scorer]
     in_decode: bool = True
 
@@ -133,14 +139,14 @@ class Position(Scorer):
 
 def h2o(budget: Budget, sinks: int = 0, in_decode: bool = True) -> Policy:
     """Heavy hitters and recent columns. Sinks, where asked for, come on top of both."""
-    return Policy(lambda n, layer: Sizes(sinks, *budget.sizes(n)), ColumnSums, in_decode)
+    return Policy(lambda n, new, layer: Sizes(sinks, *budget.sizes(n, new)), ColumnSums, in_decode)
 
 
 def local(budget: Budget, sinks: int = 0, in_decode: bool = True) -> Policy:
     """Sinks and a window, together as many columns as heavy and recent ones. Never less than one recent column."""
 
-    def sizes(prompt_len: int, layer: int) -> Sizes:
-        total = sum(budget.sizes(prompt_len))
+    def sizes(prompt_len: int, most_new: int, layer: int) -> Sizes:
+        total = sum(budget.sizes(prompt_len, most_new))
         first = min(sinks, total - 1)
         return Sizes(first, 0, total - first)
 
@@ -255,11 +261,11 @@ class Hashed(Scorer):
         return (x & 0xFFFFFFFF) >> 8
 
 
-def _of_heavy(budget: Budget, sinks: int, grace: int) -> Callable[[int, int], Sizes]:
+def _of_heavy(budget: Budget, sinks: int, grace: int) -> Callable[[int, int, int], Sizes]:
     """Sinks, and recent columns until `grace` queries saw each, out of the heavy share: the budget stays what it is."""
 
-    def sizes(prompt_len: int, layer: int) -> Sizes:
-        heavy, recent = budget.sizes(prompt_len)
+    def sizes(prompt_len: int, most_new: int, layer: int) -> Sizes:
+        heavy, recent = budget.sizes(prompt_len, most_new)
         first = min(sinks, heavy)
         waiting = min(max(0, grace - recent), (heavy - first) // 2)
         return Sizes(first, heavy - first - waiting, recent + waiting)
@@ -277,14 +283,17 @@ def h2o_v(budget: Budget, sinks: int = 4, grace: int = 16, decay: float = 0.99) 
 
 def tova(budget: Budget) -> Policy:
     """Heavy and recent are one budget; only the newest column is safe."""
-    return Policy(lambda n, layer: Sizes(0, sum(budget.sizes(n)) - 1, 1), LastQuery)
+    return Policy(lambda n, new, layer: Sizes(0, sum(budget.sizes(n, new)) - 1, 1), LastQuery)
 
 
 def snapkv(budget: Budget, rows: int = 32, kernel: int = 7) -> Policy:
     return Policy(
-        lambda n, layer: Sizes(0, *budget.sizes(n)), lambda layer, sizes: ObservationWindow(layer, sizes, rows, kernel)
+        lambda n, new, layer: Sizes(0, *budget.sizes(n, new)),
+        lambda layer, sizes: ObservationWindow(layer, sizes, rows, kernel),
     )
 
 
 def random(budget: Budget, seed: int = 0) -> Policy:
-    return Policy(lambda n, layer: Sizes(0, *budget.sizes(n)), lambda layer, sizes: Hashed(layer, sizes, seed))
+    return Policy(
+        lambda n, new, layer: Sizes(0, *budget.sizes(n, new)), lambda layer, sizes: Hashed(layer, sizes, seed)
+    )

@@ -111,11 +111,11 @@ def rolled_scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, turn: Tu
 class LayerState:
     """Which columns one layer holds, by kv-head, and the mask of what its queries attended to."""
 
-    def __init__(self, model: PlainModel, layer: int, prompt_len: int, policy: Policy) -> None:
+    def __init__(self, model: PlainModel, layer: int, prompt_len: int, most_new: int, policy: Policy) -> None:
         self.mask = torch.ones(model.kv_heads, prompt_len, prompt_len).tril().bool()
         self.held = [list(range(prompt_len)) for _ in range(model.kv_heads)]
         self.gap, self.promotions = math.inf, 0
-        self._sizes = policy.sizes(prompt_len, layer)
+        self._sizes = policy.sizes(prompt_len, most_new, layer)
         self._scorer = policy.scorer(layer, self._sizes)
         self._in_decode = policy.in_decode
 
@@ -185,7 +185,7 @@ def evicted_greedy(
 
     given: tokens that are taken at some steps whatever the logits; a near tie there is none.
     """
-    layers = [LayerState(model, i, len(prompt), policy) for i in range(model.num_layers)]
+    layers = [LayerState(model, i, len(prompt), new_tokens, policy) for i in range(model.num_layers)]
     newest, seen = forward(model, prompt, [layer.mask for layer in layers], turn=turn)
     for layer, attention in zip(layers, seen, strict=True):
         layer.prefilled(attention)

@@ -92,7 +92,7 @@ def test_pyramid_over_three_layers(
 ) -> None:
     model, sizes = known("three layers"), {"heavy_size": 6, "recent_size": 3}
     pair = Pair(H2O(**sizes, layer_schedule="pyramid"), pyramid(plain.h2o(Budget(**sizes)), 3))
-    assert [pair.plain.sizes(prompt_len, i).heavy for i in range(3)] == heavy
+    assert [pair.plain.sizes(prompt_len, 12, i).heavy for i in range(3)] == heavy
     want = wanted(model.plain, pair, (prompt_len, prompt_len, 9), 12)
     policy = Policy(2, 2, PLACEMENTS["kv split three ways"])
     ran = assert_equal(model.folder, want, pair, policy, tmp_path, STAND_IN)

@@ -28,6 +28,7 @@ PROMPTS[1] = PROMPTS[0]
         ("normal", "h2o", Policy(2, 2)),
         ("llama", "h2o", Policy(5, 1, (50, 0, 0, 50, 0, 100))),
         ("llama", "h2o, ratios", Policy(3, 1)),
+        ("normal", "h2o, of the sequence", Policy(3, 1)),
         ("gpt_neox", "tova", Policy(2, 1)),
         ("normal", "local", Policy(4, 1)),
     ],
@@ -48,13 +49,13 @@ def test_scores_equal_the_reference(
     assert max(abs(a.logprob - b) for a, b in zip(found, full, strict=True)) > 1e-3, "nothing was evicted"
 
 
-def of_length(policy: PlainPolicy, length: int, prompt_len: int, layer: int) -> Sizes:
-    """What the policy keeps of a prompt of another length."""
-    return policy.sizes(length, layer)
+def of_length(policy: PlainPolicy, length: int, most_new: int, fed: int, decoded: int, layer: int) -> Sizes:
+    """What the policy keeps of a longer prompt, and of other new tokens."""
+    return policy.sizes(length, most_new, layer)
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 5])
-@pytest.mark.parametrize("pair", ["h2o, ratios", "h2o", "local"])
+@pytest.mark.parametrize("pair", ["h2o, ratios", "h2o", "local", "h2o, of the sequence"])
 def test_prompts_beyond_the_budget_are_scored_in_decode_steps(
     pair: str, max_tokens: int, known: Callable[[str], Known], tmp_path: Path
 ) -> None:
@@ -64,13 +65,14 @@ def test_prompts_beyond_the_budget_are_scored_in_decode_steps(
     with LLM(str(one.folder), Policy(3, 1), both.engine, dtype="float32", offload_dir=tmp_path) as llm:
         params = SamplingParams(max_tokens=max_tokens, prompt_logprobs=1, logprobs=0)
         found = llm.generate(prompts, params)
-        budgets = [both.engine.budget(len(p), 0, llm.model.spec.num_blocks).columns for p in prompts]
+        new = max(2, max_tokens)
+        budgets = [both.engine.budget(len(p), new, 0, llm.model.spec.num_blocks).columns for p in prompts]
     evicted = 0
     for prompt, columns, row in zip(prompts, budgets, found, strict=True):
         assert row.prompt_logprobs is not None and len(row.prompt_logprobs) == len(prompt)
         assert row.token_ids == row.token_ids[:max_tokens] and len(row.logprobs or ()) == len(row.token_ids)
         fed = min(columns, len(prompt))
-        of_whole = replace(both.plain, sizes=partial(of_length, both.plain, len(prompt)))
+        of_whole = replace(both.plain, sizes=partial(of_length, both.plain, len(prompt), new))
         given = dict(enumerate(prompt[fed:]))
         want = evicted_greedy(one.plain, prompt[:fed], len(given) + max(1, max_tokens), of_whole, given=given)
         evicted += len(given)

@@ -67,7 +67,7 @@ PLACES = places()
 # Of each policy, and with prefixes shorter and longer than the rows that are scored.
 SCORED = (
     "h2o", "h2o, ratios", "h2o, prompt only", "h2o, pyramid", "local", "h2o-norm, decayed", "tova", "snapkv",
-    "snapkv, narrow", "h2o-v, decayed", "random",
+    "snapkv, narrow", "h2o-v, decayed", "random", "h2o, of the sequence",
 )  # fmt: skip
 
 

@@ -137,6 +137,20 @@ def test_scored_text_sees_all_columns_when_dropping(name: str, known: Models) ->
             assert (got - want)[real].abs().max() < 1e-4
 
 
+def test_scored_text_keeps_a_share_of_its_own_length(known: Models) -> None:
+    """In mode "mask": the sizes that the share comes to, whatever number of new tokens was promised."""
+    model, found = known("neox").model, []
+    ids = torch.tensor(random_prompts((20,), seed=5))
+    for eviction, most in ((H2O(kv_budget=0.35), 3), (H2O(heavy_size=3, recent_size=4), None)):
+        enable_eviction(model, eviction, "mask", most)
+        with torch.no_grad():
+            found.append(model(ids).logits)
+        disable_h2o(model)
+    assert found[0].equal(found[1])
+    with torch.no_grad():
+        assert not found[0].equal(model(ids).logits)
+
+
 @pytest.mark.parametrize(
     ("name", "padding"), [("opt", "left"), ("llama, grouped", "right"), ("neox", "right, unmasked")]
 )

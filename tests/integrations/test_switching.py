@@ -70,6 +70,11 @@ def test_two_models_evict_apart(known: Callable[[str], Known]) -> None:
     [
         ({"mode": "hide"}, "mode: 'hide' is not one of drop, mask"),
         ({"heavy_ratio": 0.1, "heavy_size": 3}, "heavy_size: both"),
+        ({"kv_budget": 0.2}, "max_new_tokens: kv_budget is a share of prompt and new tokens; say how many"),
+        ({"heavy_size": 3, "max_new_tokens": 8}, "max_new_tokens: only kv_budget asks for it"),
+        ({"kv_budget": 0.2, "heavy_size": 3, "max_new_tokens": 8}, "kv_budget: says how many columns stay"),
+        ({"kv_budget": 0.2, "max_new_tokens": 0}, "max_new_tokens: 0"),
+        ({"kv_budget": 20, "max_new_tokens": 8}, "kv_budget: 20"),
     ],
 )
 def test_wrong_settings_are_refused(settings: dict[str, Any], says: str, known: Callable[[str], Known]) -> None:
@@ -135,6 +140,23 @@ def test_generation_that_is_not_supported_is_refused(
     try:
         with pytest.raises(UsageError, match=says):
             model.generate(**{**padded(PROMPTS), **settings}, max_new_tokens=4, do_sample=False, pad_token_id=PAD)
+    finally:
+        disable_h2o(model)
+
+
+@pytest.mark.parametrize("mode", ["drop", "mask"])
+def test_a_generation_beyond_what_was_promised_is_refused(mode: str, known: Callable[[str], Known]) -> None:
+    """Up to it nothing is; a further turn counts too."""
+    model = known("llama, grouped").model
+    enable_h2o(model, kv_budget=0.5, max_new_tokens=6, mode=mode)
+    try:
+        done = generated(model, PROMPTS, 6)
+        assert done.sequences.shape[1] == 18 + 6
+        says = r"max_new_tokens: a prompt of 18 tokens was to grow by at most 6 \(max_new_tokens 6, 64 positions\)"
+        with pytest.raises(UsageError, match=says):
+            generated(model, PROMPTS, 7)
+        with torch.no_grad(), pytest.raises(UsageError, match=says):
+            model(done.sequences[:, -1:], past_key_values=done.past_key_values)
     finally:
         disable_h2o(model)
 

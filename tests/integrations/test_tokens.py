@@ -46,7 +46,8 @@ def assert_held(cache: Any, want: Wanted, mode: str) -> None:
 # Every policy, and what changes budgets.
 PAIRS_OF_ALL = (
     "h2o", "h2o, ratios", "h2o, no heavy", "h2o, prompt only", "h2o, pyramid", "local", "h2o-norm", "h2o-norm, decayed",
-    "tova", "snapkv, narrow", "h2o-v, decayed", "random",
+    "tova", "snapkv, narrow", "h2o-v, decayed", "random", "h2o, of the sequence", "h2o, of the sequence, pyramid",
+    "h2o, of the sequence, prompt only", "local, of the sequence",
 )  # fmt: skip
 OTHERS = ("h2o, ratios", "tova", "h2o-v", "h2o-norm, decayed", "snapkv")
 
@@ -64,8 +65,9 @@ def test_equal_to_the_reference_and_the_engine(
 ) -> None:
     model, eviction = known(name).model, PAIRS[pair].engine
     want = wanted(known(name).plain, PAIRS[pair], LENGTHS, NEW_TOKENS)
+    promised = None if eviction.kv_budget is None else NEW_TOKENS
     for mode in MODES:
-        enable_eviction(model, eviction, mode)
+        enable_eviction(model, eviction, mode, promised)
         out = generated(model, want.prompts, NEW_TOKENS)
         disable_eviction(model)
         assert new_tokens_of(out, want.prompts) == want.tokens, mode
@@ -74,6 +76,20 @@ def test_equal_to_the_reference_and_the_engine(
         model.save_pretrained(tmp_path / "model")
         ran = generate(tmp_path / "model", want.prompts, NEW_TOKENS, eviction, Policy(8, 1), tmp_path)
         assert ran.tokens == want.tokens
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_share_of_what_the_model_has_positions_for(mode: str, known: Callable[[str], Known]) -> None:
+    """As in the engine: a prompt of 60 in a model of 64 positions grows by 5, whatever is asked for."""
+    model, pair = known("opt").model, PAIRS["local, of the sequence"]
+    want = wanted(known("opt").plain, pair, (60,), (5,))
+    enable_eviction(model, pair.engine, mode, max_new_tokens=40)
+    try:
+        out = generated(model, want.prompts, 5)
+        assert new_tokens_of(out, want.prompts) == want.tokens
+        assert out.past_key_values.layers[0].budgets.slots.tolist() == [int(0.35 * 65) + 1]
+    finally:
+        disable_eviction(model)
 
 
 def test_shipped_model_writes_what_the_engine_writes() -> None:

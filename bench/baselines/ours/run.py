@@ -1,8 +1,9 @@
 """flexgen_h2o behind the face of the peers: its own command line, `flex_opt`, in this process.
 
-Variants: full, h2o:R (--hh-ratio R; 0.1 keeps 20% of the prompt's columns), each with -4bit (weights and KV in 4 bits)
-and -8bit, with -int8 (weights and products in int8), and with -4bit-int8 (-4bit, products in int8); flexgen-like (a
-published FlexGen policy, see `flexgen_flags`). All but the last run `--policy auto`, which plans rows a block and
+Variants: full, h2o:R (--hh-ratio R; 0.1 keeps 20% of the prompt's columns) and h2o:kv-budget=R (--kv-budget R; 0.2
+keeps 20% of the columns of prompt and new tokens), each with -4bit (weights and KV in 4 bits) and -8bit, with -int8
+(weights and products in int8), and with -4bit-int8 (-4bit, products in int8); flexgen-like (a published FlexGen policy,
+see `flexgen_flags`). All but the last run `--policy auto`, which plans rows a block and
 placement for the budget. Nothing is warmed up but what the package does itself.
 """
 
@@ -24,7 +25,7 @@ from contract import phases as rates
 
 VARIANTS = (
     "full", "h2o:0.1", "full-4bit", "h2o-4bit:0.1", "full-8bit", "full-int8", "h2o-int8:0.1", "full-4bit-int8",
-    "h2o-4bit-int8:0.1", "flexgen-like",
+    "h2o-4bit-int8:0.1", "h2o:kv-budget=0.2", "flexgen-like",
 )  # fmt: skip
 FORMS = ("", "4bit", "8bit", "int8", "4bit-int8")
 # Published for OPT-175B, the one whose weights do not fit RAM: half of the weights on the host, the rest and all KV on
@@ -35,13 +36,14 @@ SPILLING_WEIGHTS = (50, 40, 30, 20, 10, 0)
 
 def variant_flags(variant: str) -> list[str]:
     """Flags of flex_opt for a variant that plans automatically. Raises RefusedError for one that it does not know."""
-    name, _, ratio = variant.partition(":")
+    name, _, share = variant.partition(":")
     kind, _, form = name.partition("-")
-    if kind not in ("full", "h2o") or form not in FORMS or bool(ratio) != (kind == "h2o"):
+    if kind not in ("full", "h2o") or form not in FORMS or bool(share) != (kind == "h2o"):
         raise RefusedError(f"--variant {variant}: such as {', '.join(VARIANTS)}")
     flags = ["--policy", "auto"]
     if kind == "h2o":
-        flags += ["--hh-ratio", ratio]
+        of_prompt, _, of_sequence = share.partition("kv-budget=")
+        flags += ["--hh-ratio", of_prompt] if of_prompt else ["--kv-budget", of_sequence]
     stored, _, products = form.partition("-")
     if "int8" in (stored, products):
         flags += ["--int8-compute"]

@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.settings import SIZES
 from flexgen_h2o.kvcache.eviction.full import Full
 from flexgen_h2o.kvcache.eviction.h2o import H2O
 from flexgen_h2o.kvcache.eviction.h2o_norm import H2ONorm
@@ -18,7 +19,7 @@ from flexgen_h2o.kvcache.eviction.value_h2o import ValueH2O
 
 __all__ = [
     "EVICTING", "H2O", "POLICIES", "Evicting", "Eviction", "Full", "H2ONorm", "Local", "Random", "SnapKV", "Tova",
-    "ValueH2O", "check_eviction", "make_eviction",
+    "ValueH2O", "check_eviction", "make_eviction", "says_budget",
 ]  # fmt: skip
 
 # By the names that flags, reports and files give them.
@@ -27,21 +28,19 @@ EVICTING: dict[str, type[Evicting]] = {
 }
 POLICIES: tuple[str, ...] = (Full.name, *EVICTING)
 
-# How many columns are kept is a setting of the caller's, not of a policy's text.
-_SIZES = frozenset({"heavy_ratio", "recent_ratio", "heavy_size", "recent_size"})
-
 
 def make_eviction(text: str, **settings: Any) -> Evicting:
     """A policy of `EVICTING` from its name, with settings of its own behind a colon: `h2o-norm:decay=0.95,sinks=0`.
 
-    Raises UsageError that begins with the name of a setting, or with `eviction` where the text is wrong.
+    Ratios and sizes are the caller's to give, kv_budget either's. Raises UsageError that begins with the name of a
+    setting, or with `eviction` where the text is wrong.
     """
     name, colon, rest = text.partition(":")
     if name not in EVICTING:
         raise UsageError(f"eviction: {name or 'nothing'} is not one of {', '.join(EVICTING)}")
     if colon and not rest:
         raise UsageError(f"eviction: no settings behind the colon of {text}")
-    known = [field.name for field in fields(EVICTING[name]) if field.name not in _SIZES]
+    known = [field.name for field in fields(EVICTING[name]) if field.name not in SIZES]
     own: dict[str, Any] = {}
     for item in filter(None, rest.split(",")):
         key, _, value = item.partition("=")
@@ -53,6 +52,11 @@ def make_eviction(text: str, **settings: Any) -> Evicting:
             raise UsageError(f"eviction: {key} is given twice")
         own[key] = _value(value)
     return EVICTING[name](**settings, **own)
+
+
+def says_budget(text: str) -> bool:
+    """Whether a policy's text gives kv_budget: ratios and sizes must not come beside it."""
+    return "kv_budget" in (item.partition("=")[0] for item in text.partition(":")[2].split(","))
 
 
 def _value(text: str) -> bool | int | float | str:

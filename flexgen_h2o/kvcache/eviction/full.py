@@ -21,7 +21,7 @@ class Full:
     def needs(self) -> Needs:
         return Needs()
 
-    def budget(self, prompt_len: int, block: int, num_blocks: int) -> RowBudget:
+    def budget(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> RowBudget:
         return RowBudget(0, 0, EVERYTHING)
 
     def slots(self, prompt_len: int, gen_len: int, block: int = 0, num_blocks: int = 1) -> int:

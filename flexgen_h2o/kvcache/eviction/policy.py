@@ -94,8 +94,8 @@ class Eviction(Protocol):
     @property
     def needs(self) -> Needs: ...
 
-    def budget(self, prompt_len: int, block: int, num_blocks: int) -> RowBudget:
-        """What a row of `prompt_len` tokens keeps in transformer block `block`."""
+    def budget(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> RowBudget:
+        """What a row of `prompt_len` tokens that grows by at most `gen_len` keeps in transformer block `block`."""
 
     def slots(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> int:
         """Slots that such a row needs to grow by `gen_len` tokens.
@@ -140,14 +140,20 @@ class Evicting(EvictionSettings):
         """How the policy uses heavy + recent columns."""
         return RowBudget(0, heavy, recent)
 
-    def budget(self, prompt_len: int, block: int, num_blocks: int) -> RowBudget:
-        heavy, recent = self._count("heavy", prompt_len), self._count("recent", prompt_len)
+    def budget(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> RowBudget:
+        tokens = prompt_len
+        if self.kv_budget is None:
+            heavy, recent = self._count("heavy", tokens), self._count("recent", tokens)
+        else:
+            tokens += gen_len
+            columns = max(1, int(self.kv_budget * tokens))
+            heavy, recent = columns // 2, columns - columns // 2
         if self.layer_schedule == "pyramid":
-            heavy = _pyramid(heavy, prompt_len - recent, block, num_blocks)
+            heavy = _pyramid(heavy, tokens - recent, block, num_blocks)
         return self.split(heavy, recent)
 
     def slots(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> int:
-        columns = self.budget(prompt_len, block, num_blocks).columns
+        columns = self.budget(prompt_len, gen_len, block, num_blocks).columns
         grown = min(columns, prompt_len) + gen_len - 1
         return max(1, min(columns + 1, grown) if self.while_decoding else grown)
 
@@ -159,8 +165,9 @@ class Evicting(EvictionSettings):
         return columns.scores
 
     def to_json(self) -> dict[str, Any]:
-        """The settings as they are used: defaults filled in, each share a ratio or a size."""
-        shares = {f"{kind}_{what}": value for kind in ("heavy", "recent") for what, value in [self._share(kind)]}
+        """The settings as they are used: defaults filled in, each share a ratio or a size, or kv_budget alone."""
+        kinds = ("heavy", "recent") if self.kv_budget is None else ()
+        shares = {f"{kind}_{what}": value for kind in kinds for what, value in [self._share(kind)]}
         settings = {k: v for k, v in asdict(self).items() if v is not None and (k, v) != ("positions", ORIGINAL)}
         return {"name": self.name, **settings, **shares}
 
@@ -244,8 +251,8 @@ class OfStage:
     def needs(self) -> Needs:
         return self.policy.needs
 
-    def budget(self, prompt_len: int, block: int, num_blocks: int) -> RowBudget:
-        return self.policy.budget(prompt_len, self.first + block, self.depth)
+    def budget(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> RowBudget:
+        return self.policy.budget(prompt_len, gen_len, self.first + block, self.depth)
 
     def slots(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> int:
         return self.policy.slots(prompt_len, gen_len, self.first + block, self.depth)

@@ -22,6 +22,7 @@ sys.path.append(str(Path(__file__).resolve().parents[3] / "bench" / "baselines")
 from contract import DoesNotFitError, Meter, Request, kv_and_work_bytes, phases
 
 from bench.sweep.grid import GRIDS, SYSTEMS, Cell, systems_of
+from bench.sweep.plots import _by_kv_share
 from bench.sweep.runner import describe
 from bench.sweep.search import best_rows, search
 from bench.sweep.store import DOES_NOT_FIT, FAILED, OK, OVER, REFUSED, Key, Line, Store, claimed
@@ -293,11 +294,22 @@ def test_flexgen_like_spills_when_the_weights_do_not_fit() -> None:
     assert others == list(ours.flexgen_flags(20, fits=False))
 
 
+def test_shares_of_the_prompt_and_of_the_sequence_are_two_lines_of_the_picture() -> None:
+    systems = {"ours-full": 1.0, "ours-h2o:0.1": 2.0, "ours-h2o:kv-budget=0.1": 3.0, "ours-h2o:kv-budget=0.3": 2.5}
+    lines = [vars(key(system)) | figures(rate) for system, rate in systems.items()]
+    found = _by_kv_share(rows_of(lines))
+    assert {kind: [share for share, _ in points] for kind, points in found.items()} == {
+        "ours h2o, of the prompt": [0.2, 1.0], "ours h2o, of the prompt + output": [0.1, 0.3, 1.0],
+    }  # fmt: skip
+    assert list(_by_kv_share(rows_of(lines[:1]))) == ["ours h2o"] and _by_kv_share([]) == {"ours h2o": []}
+
+
 def test_ours_says_why_not(tmp_path: Path) -> None:
     ours = load("ours/run.py")
     with pytest.raises(DoesNotFitError, match="flex_opt: "):
         ours.measure(request(tmp_path, budget=1000, threads=torch.get_num_threads()), Meter(0))
     assert ours.variant_flags("h2o-4bit:0.2")[:4] == ["--policy", "auto", "--hh-ratio", "0.2"]
+    assert ours.variant_flags("h2o-8bit:kv-budget=0.2")[:4] == ["--policy", "auto", "--kv-budget", "0.2"]
     for variant in ("h2o", "full:0.1", "h2o-3bit:0.1"):
         with pytest.raises(ours.RefusedError, match="--variant"):
             ours.variant_flags(variant)

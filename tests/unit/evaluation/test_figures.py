@@ -30,8 +30,14 @@ def test_all_policies_at_all_budgets_each_half_heavy_and_half_recent() -> None:
     cells = make_cells(list(EVICTING), [0.5, 0.1])
     assert len(cells) == 2 * len(EVICTING)
     assert {(c.eviction.heavy_ratio, c.eviction.recent_ratio) for c in cells if c.budget == 0.1} == {(0.05, 0.05)}
-    assert all(c.eviction.budget(100, 0, 1).columns == 10 for c in cells if c.budget == 0.1)
+    assert all(c.eviction.budget(100, 50, 0, 1).columns == 10 for c in cells if c.budget == 0.1)
     assert H2O(heavy_ratio=0.25, recent_ratio=0.25) in [c.eviction for c in cells]
+
+
+def test_budgets_of_the_sequence_are_shares_of_prompt_and_continuation() -> None:
+    cells = make_cells(list(EVICTING), [0.5, 0.1], True, "sequence")
+    assert [c.budget_of for c in cells] == ["sequence"] * (1 + 2 * len(EVICTING))
+    assert all(c.eviction.budget(100, 60, 0, 1).columns == 16 for c in cells if c.budget == 0.1)
 
 
 def test_a_policy_takes_settings_of_its_own() -> None:
@@ -54,6 +60,7 @@ def test_a_policy_takes_settings_of_its_own() -> None:
         (["h2o"], [0.1, 0.1], "--budgets: 0.1 is given twice"),
         (["h2o"], [0.0], "--budgets: 0.0 is not in"),
         (["h2o"], [float("nan")], "--budgets: nan is not in"),
+        (["h2o:kv_budget=0.2"], [0.1], "--policies h2o:kv_budget=0.2: --budgets says it; leave kv_budget out"),
     ],
 )
 def test_what_is_refused(policies: list[str], budgets: list[float], says: str) -> None:
@@ -136,9 +143,9 @@ def result() -> dict[str, Any]:
         one["greedy"] = summarise_divergence(np.array([3, 4, 12, 12, 12, 5]), 12, 100, 0)
     settings = {
         "prompt_len": 20, "gen_len": STEPS + 1, "continuation": "text", "seed": 0, "budgets": [0.5, 0.1],
-        "dtype": "float32", "compression": "",
+        "budgets_of": "prompt", "dtype": "float32", "compression": "",
     }  # fmt: skip
-    text = {"prompts": N, "steps": STEPS, "mean_prompt_len": 20.0}
+    text = {"prompts": N, "steps": STEPS, "mean_prompt_len": 20.0, "mean_columns": 20.0}
     return {
         "model": "m", "settings": settings, "text": text, "recall": {"prompts": N}, "full": full, "cells": figures,
     }  # fmt: skip

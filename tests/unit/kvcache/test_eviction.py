@@ -31,8 +31,8 @@ from flexgen_h2o.kvcache.eviction.policy import Columns, RowBudget
 any_policy = pytest.mark.parametrize("policy", EVICTING.values(), ids=EVICTING)
 
 
-def columns_of(policy: Evicting, prompt_len: int, block: int = 0, num_blocks: int = 1) -> int:
-    return policy.budget(prompt_len, block, num_blocks).columns
+def columns_of(policy: Evicting, prompt_len: int, gen_len: int = 0, block: int = 0, num_blocks: int = 1) -> int:
+    return policy.budget(prompt_len, gen_len, block, num_blocks).columns
 
 
 # ---- the full cache, and the names
@@ -43,7 +43,7 @@ def test_full_has_a_slot_for_every_column_that_is_read(prompt_len: int, gen_len:
     """The columns of the prompt, and of each new token but the last, which is never fed."""
     columns = prompt_len + (gen_len - 1)
     assert Full().slots(prompt_len, gen_len) == Full().slots(prompt_len, gen_len, 3, 4) == columns
-    assert Full().budget(prompt_len, 0, 1).columns >= columns
+    assert Full().budget(prompt_len, gen_len, 0, 1).columns >= columns
 
 
 @pytest.mark.parametrize("wrong", ["h2o", 0, H2O, object()])
@@ -65,6 +65,7 @@ NO_SHARES: tuple[Any, ...] = (0, -0.1, 1.5, math.nan, math.inf, True, "0.2", 10*
         (H2O, "recent_ratio", NO_SHARES),
         (Tova, "heavy_size", (-1, 0)),
         (H2O, "recent_size", (0, 1.0)),
+        (Local, "kv_budget", NO_SHARES),
         (Local, "layer_schedule", ("cone",)),
         (Random, "positions", ("other",)),
         (SnapKV, "while_decoding", (1,)),
@@ -92,6 +93,16 @@ def test_a_share_and_a_count_are_too_much(policy: type[Evicting], kind: str) -> 
 
 
 @any_policy
+@pytest.mark.parametrize("other", ["heavy_ratio", "recent_ratio", "heavy_size", "recent_size"])
+def test_a_share_of_the_sequence_stands_alone(policy: type[Evicting], other: str) -> None:
+    with pytest.raises(UsageError, match=f"^kv_budget: .*{other}"):
+        policy(kv_budget=0.5, **{other: 1})  # type: ignore[arg-type]
+    found = policy(kv_budget=0.5, while_decoding=False).to_json()
+    assert found.pop("name") == policy.name and found["kv_budget"] == 0.5 and other not in found
+    assert policy(**found) == policy(kv_budget=0.5, while_decoding=False)
+
+
+@any_policy
 def test_to_json_is_what_was_set(policy: type[Evicting]) -> None:
     settings = {"heavy_ratio": 0.25, "recent_size": 8, "layer_schedule": "pyramid", "while_decoding": False}
     found = policy(**settings).to_json()  # type: ignore[arg-type]
@@ -113,8 +124,8 @@ def test_every_policy_keeps_as_many_columns(
     """So that what is compared is their choice, not their budget; grace and sinks come out of it."""
     settings: dict[str, Any] = {"heavy_ratio" if isinstance(share, float) else "heavy_size": share}
     settings["recent_size"] = recent
-    expected = H2O(**settings).budget(prompt, 0, 4)
-    found = policy(**settings).budget(prompt, block, 4)
+    expected = H2O(**settings).budget(prompt, 7, 0, 4)
+    found = policy(**settings).budget(prompt, 7, block, 4)
     assert found.columns == expected.columns
     assert min(found.sinks, found.heavy) >= 0 and found.recent >= 1
 
@@ -136,16 +147,45 @@ def test_every_policy_keeps_as_many_columns(
         (H2ONorm(heavy_size=3, recent_size=2), (3, 0, 2)),
         (H2ONorm(heavy_size=9, recent_size=2, sinks=0, grace=0), (0, 9, 2)),
         (ValueH2O(heavy_size=20, recent_size=10), (4, 10, 16)),
+        (H2O(kv_budget=0.1), (0, 7, 7)),  # of 100 + 40 tokens
+        (H2O(kv_budget=0.25), (0, 17, 18)),
+        (Random(kv_budget=0.15), (0, 10, 11)),
+        (H2O(kv_budget=0.99), (0, 69, 69)),
+        (H2O(kv_budget=1.0), (0, 70, 70)),
+        (H2O(kv_budget=1e-9), (0, 0, 1)),
+        (Local(kv_budget=0.1), (4, 0, 10)),
+        (Local(kv_budget=0.01), (0, 0, 1)),
+        (Tova(kv_budget=0.1), (0, 13, 1)),
+        (SnapKV(kv_budget=0.15), (0, 10, 11)),
+        (H2ONorm(kv_budget=0.1), (4, 2, 8)),  # a grace of 16 takes half of what sinks leave of 7 heavy ones
+        (ValueH2O(kv_budget=0.01), (0, 0, 1)),
     ],
 )
 def test_how_a_policy_uses_its_budget(policy: Evicting, expected: tuple[int, int, int]) -> None:
-    assert policy.budget(100, 0, 1) == RowBudget(*expected)
+    assert policy.budget(100, 40, 0, 1) == RowBudget(*expected)
+
+
+@any_policy
+@given(
+    share=st.floats(0.001, 1), prompt=st.integers(1, 300), gen=st.integers(1, 300), block=st.integers(0, 3),
+    schedule=st.sampled_from(["uniform", "pyramid"]),
+)  # fmt: skip
+def test_a_share_of_the_sequence_is_what_it_says(
+    policy: type[Evicting], share: float, prompt: int, gen: int, block: int, schedule: str
+) -> None:
+    """Of the prompt and the new tokens together, whatever is which; with a pyramid in the mean of the blocks."""
+    one = policy(kv_budget=share, layer_schedule=schedule)
+    found = [one.budget(prompt, gen, b, 4) for b in range(4)]
+    assert sum(b.columns for b in found) == 4 * max(1, int(share * (prompt + gen)))
+    assert found == [one.budget(gen, prompt, b, 4) for b in range(4)]
+    assert min(found[block].sinks, found[block].heavy) >= 0 and found[block].recent >= 1
+    assert max(b.columns for b in found) <= prompt + gen
 
 
 @given(st.integers(0, 60), st.integers(1, 60), st.integers(1, 100), st.integers(1, 40))
 def test_pyramid_falls_in_a_line_and_keeps_as_many_in_sum(heavy: int, recent: int, prompt: int, blocks: int) -> None:
     policy = H2O(heavy_size=heavy, recent_size=recent, layer_schedule="pyramid")
-    found = [policy.budget(prompt, block, blocks) for block in range(blocks)]
+    found = [policy.budget(prompt, 9, block, blocks) for block in range(blocks)]
     kept = [budget.heavy for budget in found]
     assert sum(kept) == blocks * heavy and {(b.sinks, b.recent) for b in found} == {(0, recent)}
     assert all(b <= a + 1 for a, b in pairwise(kept)) and min(kept) >= 0
@@ -158,21 +198,22 @@ def test_pyramid_falls_in_a_line_and_keeps_as_many_in_sum(heavy: int, recent: in
 
 def test_a_pyramid_of_five_blocks() -> None:
     policy = H2O(heavy_size=100, recent_size=10, layer_schedule="pyramid")
-    assert [policy.budget(1000, b, 5).heavy for b in range(5)] == [195, 147, 100, 53, 5]
+    assert [policy.budget(1000, 9, b, 5).heavy for b in range(5)] == [195, 147, 100, 53, 5]
     # No block keeps more than the prompt has; what the lower ones cannot use goes to the upper ones.
-    assert [policy.budget(130, b, 5).heavy for b in range(5)] == [120, 110, 100, 90, 80]
+    assert [policy.budget(130, 9, b, 5).heavy for b in range(5)] == [120, 110, 100, 90, 80]
 
 
 @any_policy
 @given(
     prompt=st.integers(1, 200), gen=st.integers(1, 50), ratio=st.floats(0.01, 1), decoding=st.booleans(),
-    schedule=st.sampled_from(["uniform", "pyramid"]), block=st.integers(0, 3),
+    schedule=st.sampled_from(["uniform", "pyramid"]), block=st.integers(0, 3), share=st.booleans(),
 )  # fmt: skip
 def test_slots_are_no_more_than_those_of_the_full_cache(
-    policy: type[Evicting], prompt: int, gen: int, ratio: float, decoding: bool, schedule: str, block: int
+    policy: type[Evicting], prompt: int, gen: int, ratio: float, decoding: bool, schedule: str, block: int, share: bool
 ) -> None:
-    one = policy(heavy_ratio=ratio, layer_schedule=schedule, while_decoding=decoding)
-    slots, columns = one.slots(prompt, gen, block, 4), columns_of(one, prompt, block, 4)
+    kept: dict[str, Any] = {"kv_budget" if share else "heavy_ratio": ratio}
+    one = policy(**kept, layer_schedule=schedule, while_decoding=decoding)
+    slots, columns = one.slots(prompt, gen, block, 4), columns_of(one, prompt, gen, block, 4)
     assert min(prompt, columns) <= slots <= Full().slots(prompt, gen)
     assert decoding is False or slots <= columns + 1
 

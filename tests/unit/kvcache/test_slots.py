@@ -151,6 +151,7 @@ policies = st.one_of(
     st.builds(lambda b: H2O(heavy_size=b[0], recent_size=b[1], layer_schedule="pyramid"), budgets),
     st.builds(lambda b, sinks: Local(heavy_size=b[0], recent_size=b[1], sinks=sinks), budgets, st.integers(0, 4)),
     st.builds(lambda ratio, w: SnapKV(heavy_ratio=ratio, while_decoding=w), st.floats(0.01, 1), st.booleans()),
+    st.builds(lambda share, w: H2O(kv_budget=share, while_decoding=w), st.floats(0.01, 1), st.booleans()),
 )
 workloads = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 12)), min_size=1, max_size=4)
 KV_HEADS = 2
@@ -165,7 +166,7 @@ def test_rows_grow_to_their_budget_and_then_give_up_their_victims(
     table = SlotTable(policy, workload, BLOCKS)
     views = random_views(count * KV_HEADS, table.most_slots(block), cuts, bool(record))
     rows = KVRows(policy, block, KV_HEADS, table.at(block), views)
-    held = [min(prompt, policy.budget(prompt, block, BLOCKS).columns) for prompt, _ in workload]
+    held = [min(row[0], policy.budget(*row, block, BLOCKS).columns) for row in workload]
     room = [policy.slots(prompt, gen, block, BLOCKS) for prompt, gen in workload]
     assert rows.budgets.kept.tolist() == held
     prompts = torch.tensor([prompt for prompt, _ in workload])
@@ -200,7 +201,7 @@ def test_tables_follow_rows_that_leave_and_enter() -> None:
     table.admit([(40, 3), (9, 1)])
     rows = [*(sizes[i] for i in order), (40, 3), (9, 1)]
     for block in range(BLOCKS):
-        mine, budget = table.at(block), [policy.budget(n, block, BLOCKS) for n, _ in rows]
+        mine, budget = table.at(block), [policy.budget(*row, block, BLOCKS) for row in rows]
         assert mine.prompts.tolist() == [30, 8, 20, 40, 9]
         assert mine.heavy.tolist() == [b.heavy for b in budget] and mine.recent.tolist() == [2] * len(rows)
         assert mine.slots.tolist() == [policy.slots(*row, block, BLOCKS) for row in rows]

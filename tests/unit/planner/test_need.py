@@ -28,17 +28,36 @@ def test_an_eviction_policy_grows_by_one_column_more() -> None:
 
 @pytest.mark.parametrize(
     "eviction",
-    [Full(), H2O(heavy_size=6, recent_size=6), H2O(0.2), H2O(0.2, while_decoding=False), SnapKV(0.3, 0.1)],
-    ids=["full", "sizes", "ratios", "prompt only", "snapkv"],
-)
+    [
+        Full(), H2O(heavy_size=6, recent_size=6), H2O(0.2), H2O(0.2, while_decoding=False), SnapKV(0.3, 0.1),
+        H2O(kv_budget=0.25), H2O(kv_budget=0.95), H2O(kv_budget=1.0), H2O(kv_budget=0.25, while_decoding=False),
+        H2O(kv_budget=1.0, while_decoding=False),
+    ],
+    ids=[
+        "full", "sizes", "ratios", "prompt only", "snapkv", "a quarter of the sequence", "nearly all", "all",
+        "a quarter, prompt only", "all, prompt only",
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("prompt_len", [60, 10])
 def test_shorter_prompts_hold_what_the_policy_says(eviction: Eviction, prompt_len: int) -> None:
     """Columns that are left of the prompt, and slots, of rows with any length among longer ones."""
     need = need_of(eviction, 9, {(100, 8), (prompt_len, 8), (10, 8)}, 2)
-    kept = min(prompt_len, eviction.budget(prompt_len, 0, 2).columns)
+    kept = min(prompt_len, eviction.budget(prompt_len, 8, 0, 2).columns)
     assert need.columns(0, 0, prompt_len) == kept
     assert need.slots_of(0, prompt_len) == eviction.slots(prompt_len, 8, 0, 2)
     assert need.columns(0, 7, prompt_len) == eviction.slots(prompt_len, 8, 0, 2)
+
+
+def test_rows_that_keep_a_share_of_prompt_and_new_tokens() -> None:
+    """Rows of other lengths get other budgets; the most slots cover the row that is longest in all, here not the one
+    with the longest prompt. A row that is planned for as many new tokens as any is no longer than the longest."""
+    eviction = H2O(kv_budget=0.5)
+    need = need_of(eviction, 3, {(40, 2), (10, 90), (30, 6)}, 2)
+    assert (need.prompt_len, need.gen_len, need.sequence) == (40, 90, 100)
+    assert need.slots == (51, 51) and need.kept == (21, 21)
+    assert need_of(eviction, 3, {(40, 2)}, 2).slots == (22, 22)
+    assert need.columns(0, 0, 10) == 10 and need.columns(0, 80, 10) == 51
+    assert need_of(H2O(0.5), 3, {(40, 2), (10, 90)}, 2).sequence == 0
 
 
 def test_layers_may_keep_different_numbers() -> None:
