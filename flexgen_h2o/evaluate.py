@@ -236,9 +236,9 @@ def _sizes(args: argparse.Namespace) -> tuple[int, int]:
                 raise UsageError(f"{flag_of(name)}: says nothing of the full cache; name another in --policies too")
     window, heavy = vars(args).get("window"), vars(args).get("heavy_of_window")
     sizes = ("hh_size", "recent_size", "window", "heavy_of_window")
-    given = [name for name in sizes if vars(args).get(name) is not None]
-    if given and all(policy == "full" or says_budget(policy) for policy in args.policies):
-        flag = args.given.get(given[0], flag_of(given[0]))
+    sized = [name for name in sizes if vars(args).get(name) is not None]
+    if sized and all(policy == "full" or says_budget(policy) for policy in args.policies):
+        flag = args.given.get(sized[0], flag_of(sized[0]))
         raise UsageError(f"{flag}: each of --policies has a kv_budget of its own; leave one of them out")
     if window is None and heavy is None:
         return SIZE if args.hh_size is None else args.hh_size, args.recent_size or SIZE
