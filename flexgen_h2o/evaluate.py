@@ -52,7 +52,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> OneLineParser:
     parser = OneLineParser(prog=own_name("evaluate"), description=__doc__)
-    measures = parser.add_subparsers(dest="measure", required=True, metavar="MEASURE")
+    names = "|".join(("fidelity", "text", "streaming", *WORKFLOWS))
+    measures = parser.add_subparsers(dest="measure", required=True, metavar=names)
     for name, add_flags, text in (
         ("fidelity", _add_fidelity_flags, "KL, flips, NLL, recall and evicted attention against the full cache"),
         ("text", _add_text_flags, "one's own prompts, full cache and eviction side by side"),

@@ -25,7 +25,15 @@ from flexgen_h2o.kernels.prefill_attention import causal_attention, causal_atten
 from flexgen_h2o.kernels.slots import ScoreState, attend, attend_lse, attend_sparse
 from flexgen_h2o.kvcache.eviction.policy import NORMS, POSITIONS, SCORES, Columns, Needs
 from flexgen_h2o.kvcache.prefixes import PromptGroup
-from flexgen_h2o.kvcache.slots import KVRows, NewColumns, PartView, SlotMetadata, put_columns, put_first_columns
+from flexgen_h2o.kvcache.slots import (
+    KVRows,
+    NewColumns,
+    PartView,
+    RowBudgets,
+    SlotMetadata,
+    put_columns,
+    put_first_columns,
+)
 
 NO_RANK = 2**30  # of an empty slot: above all others, so that no rank falls when it is filled
 
@@ -75,7 +83,7 @@ def _attend_group(
     if not group.rows:
         assert rows.common is not None
         put_first_columns(rows.common, 0, rows.kv_heads, *(t[0].transpose(0, 1) for t in prefix[1:]))
-    for number, count in _equal_rows(group):
+    for number, count in _equal_rows(group, rows.budgets, sequence):
         end = start + number * count
         queries, *columns = (t[start:end].view(number, count, t.shape[1], -1) for t in packed)
         if group.before:
@@ -113,12 +121,14 @@ def causal(
     return causal_attention(q, k, v, scale), None
 
 
-def _equal_rows(group: PromptGroup) -> Iterator[tuple[int, int]]:
-    """(rows, own tokens of each) of neighbours that are computed together.
+def _equal_rows(group: PromptGroup, budgets: RowBudgets, sequence: int) -> Iterator[tuple[int, int]]:
+    """(rows, own tokens of each) of neighbours of equal lengths and budgets, which are computed together.
 
     With a prefix their columns are copied behind it, so they have at most TOKEN_CHUNK columns, or there is one row.
     """
-    for count, same in groupby(group.own):
+    here = slice(sequence, sequence + group.rows)
+    stay = zip(*(t[here].tolist() for t in (budgets.sinks, budgets.heavy, budgets.recent)), strict=True)
+    for (count, _), same in groupby(zip(group.own, stay, strict=True)):
         left = len(list(same))
         most = max(1, TOKEN_CHUNK // (group.before + count)) if group.before else left
         while left:
