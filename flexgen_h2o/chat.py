@@ -229,6 +229,8 @@ class Chat:
         try:
             self._llm.prepare([talk.prompt], talk)
         except DoesNotFitError as error:
+            if self._llm.eviction.needs.record:  # what is held does not grow
+                raise
             raise DoesNotFitError(f"{error}; or give --max-len, below {len(first) + talk.room - 1}") from error
 
     def _converse(self, first: Sequence[int]) -> None:
@@ -273,10 +275,10 @@ class Chat:
                 elif line.startswith("/") and not line.startswith("//"):
                     self._do(*line.partition(" ")[::2])
                 elif line.strip():
-                    turn = self._encoded(line[1:] if line.startswith("//") else line)
                     self._answers = True
-                    return turn
+                    return self._encoded(line[1:] if line.startswith("//") else line)
             except (FlexgenError, ValueError) as error:  # ValueError: the chat template does not take it
+                self._answers = self._stops = False
                 self._refuse(error)
         return None
 

@@ -74,8 +74,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prompts, their answers and metrics; returns the exit code."""
-    from flexgen_h2o.evaluation.wrangling_data import find_task
+    from flexgen_h2o.evaluation.wrangling_data import WHERE, find_task
 
+    if args.data_dir is None:
+        raise UsageError(f"--data-dir: is missing; {WHERE}")
     policy, is_auto = policy_of(args)
     with naming_flags(max_tokens="--gen-len"):
         stop = args.stop.replace(r"\n", "\n")

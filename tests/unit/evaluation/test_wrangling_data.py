@@ -62,7 +62,10 @@ def test_a_column_that_is_left_out(tmp_path: Path) -> None:
     assert task.kind == "data_imputation"
     [item] = read_items(task, "validation", ".", "nan")
     assert (item.text, item.label) == ("name: ritz. addr: 160 e. 64th st.. type: nan. What is the city? ", "new york")
-    assert read_items(task, "validation", "", "nan")[0].text == "name: ritz addr: 160 e. 64th st. type: nan What is the city? "
+    assert (
+        read_items(task, "validation", "", "nan")[0].text
+        == "name: ritz addr: 160 e. 64th st. type: nan What is the city? "
+    )
     other = task_of(tmp_path, "Own", RESTAURANT, "type")
     assert read_items(other, "train", ".", "?")[0].text == "name: a. addr: b. city: denver. What is the type? "
     with pytest.raises(UsageError, match=r"--data-dir .*Own: say which column is to be imputed, with --column NAME"):
@@ -72,13 +75,29 @@ def test_a_column_that_is_left_out(tmp_path: Path) -> None:
 BAD = [
     ("Beer", {**BEER, "tableA.csv": "id,x\n0,1\n"}, r"valid.csv: names the id 1, which tableA.csv does not have"),
     ("Beer", {**BEER, "tableB.csv": "x\n0\n"}, r"tableB.csv: has no column id, only x"),
-    ("Beer", {**BEER, "valid.csv": "ltable_id,rtable_id,label\n0,0,maybe\n"}, r"valid.csv: label has a value that is no"),
+    (
+        "Beer",
+        {**BEER, "valid.csv": "ltable_id,rtable_id,label\n0,0,maybe\n"},
+        r"valid.csv: label has a value that is no",
+    ),
     ("Beer", {**BEER, "valid.csv": "ltable_id,rtable_id,label\n"}, r"valid.csv has no rows"),
     ("Beer", {**BEER, "valid.csv": "ltable_id,rtable_id,label\n0,0,1,9\n"}, r"valid.csv:2: 4 values, and 3 names"),
-    ("Hospital", {**HOSPITAL, "valid.csv": "row_id,col_name,is_clean\n9,City,1\n"}, r"names City of row 9, which table"),
-    ("Hospital", {**HOSPITAL, "valid.csv": "row_id,col_name,is_clean\n0,Town,1\n"}, r"names Town of row 0, which table"),
+    (
+        "Hospital",
+        {**HOSPITAL, "valid.csv": "row_id,col_name,is_clean\n9,City,1\n"},
+        r"names City of row 9, which table",
+    ),
+    (
+        "Hospital",
+        {**HOSPITAL, "valid.csv": "row_id,col_name,is_clean\n0,Town,1\n"},
+        r"names Town of row 0, which table",
+    ),
     ("Restaurant", {**RESTAURANT, "valid.csv": "name\nx\n"}, r"valid.csv: has no column city"),
-    ("Restaurant", {k: v for k, v in RESTAURANT.items() if k != "valid.csv"}, r"no valid.csv in it; the data is in https"),
+    (
+        "Restaurant",
+        {k: v for k, v in RESTAURANT.items() if k != "valid.csv"},
+        r"no valid.csv in it; the data is in https",
+    ),
     ("Beer", {}, r"no train.csv in it; the data is in https.*datasets.tar.gz: unpack it, and give a folder"),
 ]
 
