@@ -107,17 +107,15 @@ def _run(argv: list[str] | None) -> int:
 def _eviction(args: argparse.Namespace, policy: Policy) -> Eviction:
     """As `eviction_of`, in columns: a conversation has no prompt that a share could be of."""
     given = [f for f in fields(EvictionSettings) if value_of(args, EVICTION_FLAGS[f.name]) not in (None, ORIGINAL)]
+    share = next((EVICTION_FLAGS[f.name] for f in given if f.metadata.get("share")), None)
+    if share is not None:
+        raise UsageError(
+            f"{share} {value_of(args, share)}: a conversation has no length beforehand; say it in columns, with "
+            "--hh-size and --recent-size"
+        )
     if args.hh_size is None and (given if args.eviction is None else args.eviction != "full"):
-        args.hh_size = None if args.hh_ratio is not None else SIZE
-    eviction = eviction_of(args, policy)
-    used = eviction.to_json()
-    for f in fields(EvictionSettings):
-        if f.metadata.get("share") and used.get(f.name) is not None:
-            raise UsageError(
-                f"{EVICTION_FLAGS[f.name]} {used[f.name]}: a conversation has no length beforehand; say it in columns, "
-                "with --hh-size and --recent-size"
-            )
-    return eviction
+        args.hh_size = SIZE
+    return eviction_of(args, policy)
 
 
 class Reader:

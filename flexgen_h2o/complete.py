@@ -83,7 +83,7 @@ def _run(argv: list[str] | None) -> int:
         if llm.precision_note:
             note("complete", llm.precision_note)
         say_idle_flags("complete", args, place_of(args, llm))
-        with naming_flags():  # a prompt longer than the model's positions
+        with naming_flags(**{f"prompts[{i}]": "--prompt" for i in range(len(texts))}):  # longer than the positions
             llm.prepare(prompts, [params] * len(prompts))
             done = (_one if len(prompts) == 1 else _several)(llm, prompts, params)
         facts: dict[str, Any] = {"model": llm.model.name, "dtype": llm.dtype, "eviction": eviction.to_json()}

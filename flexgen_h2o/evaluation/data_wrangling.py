@@ -136,30 +136,29 @@ def _trials(args: argparse.Namespace, task: Task) -> tuple[list[Item], list[list
     split = "test" if args.do_test else "validation"
     items = read_items(task, split, args.sep_tok, args.nan_tok)
     items = items if args.num_run == -1 else items[: args.num_run]
-    prefixes = [_prefixes(args, task, items, trial) for trial in range(args.num_trials)]
     head = f"{task.about.instruction} " if args.add_task_instruction else ""
     trials = [
         [head + f"{prefix}\n{item.text}".strip() for prefix, item in zip(of_rows, items, strict=True)]
-        for of_rows in prefixes
+        for of_rows in _prefixes(args, task, items)
     ]
     return items, trials
 
 
-def _prefixes(args: argparse.Namespace, task: Task, items: Sequence[Item], trial: int) -> list[str]:
-    """The examples before each row."""
+def _prefixes(args: argparse.Namespace, task: Task, items: Sequence[Item]) -> list[list[str]]:
+    """For each trial, the examples before each row."""
     from flexgen_h2o.evaluation.wrangling_data import drawn, near_misses, read_items, shuffled
 
+    trials = range(args.num_trials)
     if args.sample_method == "manual":
-        return _manual(args.examples, task, items)
+        return [_manual(args.examples, task, items) for _ in trials]
     if args.sample_method == "validation_clusters":
-        rows, wrong = _validated(args.validation_path, task)
-        chosen = near_misses(rows, wrong, args.k)
+        chosen = [near_misses(*_validated(args.validation_path, task), args.k)] * len(trials)
     else:
         train = shuffled(read_items(task, "train", args.sep_tok, args.nan_tok), task.kind, args.class_balanced)
         if args.k > len(train):
             raise UsageError(f"--k {args.k}: there are {len(train)} rows to draw from; ask for fewer")
-        chosen = drawn(train, args.k, args.seed + trial)
-    return ["\n\n".join(item.example for item in chosen) + "\n"] * len(items)
+        chosen = [drawn(train, args.k, args.seed + trial) for trial in trials]
+    return [["\n\n".join(item.example for item in examples) + "\n"] * len(items) for examples in chosen]
 
 
 def _manual(path: Path, task: Task, items: Sequence[Item]) -> list[str]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +38,7 @@ _GAPS = frozenset(
         "NULL", "NaN", "None", "n/a", "nan", "null",
     }
 )  # fmt: skip
+_TRIGRAMS = 4096  # places that they are counted at
 _SHUFFLE_SEED = 42  # of the training rows: fm_data_tasks'
 
 
@@ -299,12 +301,10 @@ def near_misses(items: Sequence[Item], wrong: Sequence[bool], count: int) -> lis
 
 
 def _trigrams(texts: Sequence[str]) -> NDArray[np.float32]:
-    """(texts, trigrams) fp32, rows of length 1."""
-    places: dict[str, int] = {}
-    counted = [[places.setdefault(text[i : i + 3], len(places)) for i in range(len(text) - 2)] for text in texts]
-    counts = np.zeros((len(texts), max(1, len(places))), np.float32)
-    for row, at in enumerate(counted):
-        np.add.at(counts[row], at, 1)
+    """(texts, _TRIGRAMS), rows of length 1."""
+    counts = np.zeros((len(texts), _TRIGRAMS), np.float32)
+    for row, text in enumerate(texts):
+        np.add.at(counts[row], [crc32(text[i : i + 3].encode()) % _TRIGRAMS for i in range(len(text) - 2)], 1)
     counts *= np.log(len(texts) / np.maximum(1, (counts > 0).sum(0)) + 1).astype(np.float32)
     counts /= np.maximum(1e-9, np.linalg.norm(counts, axis=1, keepdims=True))
     return counts

@@ -80,9 +80,8 @@ def test_hand_written_examples_and_near_misses(wrangle: Door, tmp_path: Path) ->
     flags = "--data-dir Hospital --do_test --sample_method manual --examples by.json --add_task_instruction"
     assert wrangle(flags).code == 0
     folder, _, rows = results(tmp_path, "Hospital", "test", "default")
-    assert [str(row["prompt"])[:50] for row in rows] == [
-        f"Is there a x spelling error? Yes or No?  {letter}\n\nIs ther" for letter in "CP"
-    ]
+    for row, letter in zip(rows, "CP", strict=True):
+        assert str(row["prompt"]).startswith(f"Is there a x spelling error? Yes or No?  {letter}\n\nIs there a x ")
     flags = f"--data-dir Hospital --sample-method validation_clusters --validation-path {folder}/trial_0.jsonl --k 2"
     assert wrangle(flags).code == 0
     _, _, [row] = results(tmp_path, "Hospital", "validation", "default")

@@ -123,7 +123,7 @@ def test_a_full_cache_that_is_used_up(chat: Door, rotary: Path, tmp_path: Path) 
     """One line says what to do, what was said can be saved, and /reset begins anew as at first."""
     answer = chat(f"--model {rotary} --gen-len 30", *TURNS, "more", "/save a.json", "/reset", TURNS[0], "/save b.json")
     assert answer.code == 2
-    used = f"the {POSITIONS} positions of llama-words are used up: /reset begins anew, /save FILE keeps what was said; "
+    used = f"the {POSITIONS} positions of {rotary} are used up: /reset begins anew, /save FILE keeps what was said; "
     lines = [line for line in answer.err.splitlines() if "used up" in line]
     assert lines[0] == f"chat: {used}a chat with --positions rolling goes on"
     assert len(lines) == 3 and lines[1].startswith("chat: line 3 of standard input: the 64 positions")
@@ -182,7 +182,7 @@ def test_save_refuses_what_cannot_be_written(chat: Door, words_model: Path, tmp_
 
 REFUSED = [
     ("--hh-ratio 0.2", "--hh-ratio 0.2: a conversation has no length beforehand; say it in columns"),
-    ("--eviction h2o:heavy_ratio=0.5", "a conversation has no length beforehand"),
+    ("--recent-ratio 0.2 --hh-size 3", "--recent-ratio 0.2: a conversation has no length beforehand"),
     ("--turn-format x", "has no {turn} in it"),
     ("--eviction nope", "--eviction nope"),
     ("--positions rolling", "--positions rolling: needs rotary embeddings"),
