@@ -294,12 +294,13 @@ class Chat:
     def _no_room(self, tokens: int) -> str:
         """Why a turn of so many tokens is not taken, or, of 0, why an answer ended; and what to do."""
         spec, most = self._llm.model.spec, self._args.max_len
-        is_asked = most is not None and (most <= spec.max_positions or (self._turns and is_rolling(self._llm.eviction)))
+        rolls = is_rolling(self._llm.eviction)
+        is_asked = most is not None and (most <= spec.max_positions or (rolls and self._turns))
         limit = f"the {most} tokens of --max-len" if is_asked else f"the {spec.max_positions} positions of {spec.name}"
         if not self._turns:
             return f"a turn of {tokens} tokens is longer than {limit}; shorten it"
         ways = "/reset begins anew, /save FILE keeps what was said"
-        if spec.rotary is not None and not is_asked:
+        if spec.rotary is not None and not is_asked and not rolls:
             ways += "; a chat with --positions rolling goes on"
         if not self._left:
             return f"{limit} are used up: {ways}"

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from flexgen_h2o.evaluation.wrangling_data import Item, Task
 
 METHODS = ("random", "manual", "validation_clusters")
+MOST_TRIALS = 1000  # the prompts of all are in memory
 RULE = "-" * 70
 MEANS = ("prec", "rec", "acc", "f1")
 Counts = dict[str, float | int | None]
@@ -119,6 +120,8 @@ def _check(args: argparse.Namespace) -> None:
             raise UsageError(f"--sample-method {method}: goes with {name} FILE; give both")
         if given is not None and args.sample_method != method:
             raise UsageError(f"{name}: goes with --sample-method {method}; give both")
+    if args.num_trials > MOST_TRIALS:
+        raise UsageError(f"--num-trials {args.num_trials}: at most {MOST_TRIALS}")
     if args.seed + args.num_trials > 2**32:
         raise UsageError(f"--seed {args.seed}: must be below 2**32, with --num-trials")
     args.output_dir = usable_path(args.output_dir, "--output-dir")
