@@ -210,7 +210,6 @@ class Chat:
         """A conversation of at most so many tokens."""
         from flexgen_h2o.engine.conversation import Conversation
         from flexgen_h2o.engine.generation import StopCriteria
-        from flexgen_h2o.engine.sampling import Sampler
         from flexgen_h2o.evaluation.conversation import Shown, room_of
 
         params, model = self._params, self._llm.model
@@ -218,7 +217,7 @@ class Chat:
         ends = _Ends(StopCriteria(params.stop, eos, model.tokenizer), lambda: self._stops)
         self._shown = Shown(self._llm, len(first), params.stop, _write, self._show_figures)
         room = room_of(self._llm, len(first), max(1, min(most, self._args.max_len or most) - len(first) + 1))
-        return Conversation(first, self._later(), params.max_tokens, Sampler(params), ends, self._shown, room)
+        return Conversation(first, self._later(), params, ends, self._shown, room)
 
     def _open(self, first: Sequence[int]) -> None:
         """Open the engine for a first turn, where it is not open for one. DoesNotFitError."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.cli_common import (
@@ -130,13 +131,13 @@ def _one(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams) -> list[Co
     """The completion of the one prompt, printed behind it as it comes: a conversation of one turn."""
     from flexgen_h2o.engine.conversation import AnswerText, Conversation
     from flexgen_h2o.engine.generation import Callbacks, Silent, StopCriteria
-    from flexgen_h2o.engine.sampling import Sampler
 
     [prompt], model = prompts, llm.model
     ends = StopCriteria(params.stop, () if params.ignore_eos else model.spec.eos_token_ids, model.tokenizer)
     printed = _Printed(AnswerText(model.tokenizer, params.stop))
     room = most_new_tokens(llm.eviction, model.spec, len(prompt.token_ids), params.max_tokens)
-    talk = Conversation(prompt.token_ids, iter(()), room, Sampler(params), ends, printed, room, 1)
+    asked = replace(params, max_tokens=room)
+    talk = Conversation(prompt.token_ids, iter(()), asked, ends, printed, room, max_tokens_per_sweep=1)
     print(_text_of(prompt.text, prompt.token_ids), end="", flush=True)
     llm.run([talk.prompt], talk, lambda done: None, Callbacks(listener=Silent()))
     print()

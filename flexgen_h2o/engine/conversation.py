@@ -17,7 +17,7 @@ import torch
 from flexgen_h2o.core.units import GIVEN_CHUNK
 from flexgen_h2o.engine.generation import Row, StopCriteria
 from flexgen_h2o.engine.prompts import Prompt
-from flexgen_h2o.engine.sampling import Sampler, Tokenizer, decode_text
+from flexgen_h2o.engine.sampling import Sampler, SamplingParams, Tokenizer, decode_text
 
 
 class Audience(Protocol):
@@ -43,28 +43,26 @@ class Ends(Protocol):
 class Conversation:
     """A token source (engine.generation.TokenSource) of one row through all turns.
 
-    Each is answered with at most `max_tokens` tokens.
-
     left: how many more tokens there is room for.
 
     first, more: the turns as token ids, one of them at least; the next is asked for when an answer is over and there
-    is room, and may be waited for. sampler: of the answers' tokens; ends: when an answer is over, by its own tokens.
-    room: the most tokens that may follow on the first turn; where they are used up, the conversation ends.
-    max_tokens_per_sweep: the most tokens of a turn in one sweep.
+    is room, and may be waited for. params: of each answer; ends: when it is over. room: the most tokens that may follow
+    on the first turn; where they are used up, the conversation ends. max_tokens_per_sweep: the most tokens of a turn in
+    one sweep.
     The end-of-sequence token that ends an answer stays, as all that is said; a turn that begins with the same token,
     as chat templates write it, does not repeat it.
     """
 
     def __init__(
-        self, first: Sequence[int], more: Iterator[Sequence[int]], max_tokens: int, sampler: Sampler,
-        ends: Ends, audience: Audience, room: int, max_tokens_per_sweep: int = GIVEN_CHUNK,
+        self, first: Sequence[int], more: Iterator[Sequence[int]], params: SamplingParams, ends: Ends,
+        audience: Audience, room: int, max_tokens_per_sweep: int = GIVEN_CHUNK,
     ) -> None:  # fmt: skip
         self.prompt = Prompt(0, tuple(first), None)
-        self._more, self._max_tokens, self._sampler, self._ends = more, max_tokens, sampler, ends
-        self._audience, self.max_tokens_per_sweep = audience, max_tokens_per_sweep
+        self._more, self._sampler, self._ends = more, Sampler(params), ends
+        self._max_tokens, self._audience, self.max_tokens_per_sweep = params.max_tokens, audience, max_tokens_per_sweep
         self.room = self.left = room
         self._coming: deque[int] = deque()
-        self._answer = Row(self.prompt, max_tokens)
+        self._answer = Row(self.prompt, self._max_tokens)
         self._is_over = False
 
     def sample(self, logits: torch.Tensor, rows: Sequence[int], steps: Sequence[int]) -> list[int]:

@@ -16,7 +16,7 @@ from flexgen_h2o.core.units import format_bytes, format_seconds
 from flexgen_h2o.engine.conversation import AnswerText, Conversation, tokens_after_first
 from flexgen_h2o.engine.generation import Callbacks, Silent, StopCriteria
 from flexgen_h2o.engine.prompts import lines_of, make_prompt, object_of_json, prompt_of_json
-from flexgen_h2o.engine.sampling import Sampler, SamplingParams, Tokenizer
+from flexgen_h2o.engine.sampling import SamplingParams, Tokenizer
 from flexgen_h2o.evaluation.figures import bytes_of_column, held_columns, perplexity, surprise
 from flexgen_h2o.evaluation.rows import Case
 from flexgen_h2o.kvcache.eviction.policy import most_new_tokens
@@ -222,7 +222,7 @@ def converse(
     more: Iterator[Sequence[int]] = map(begin, range(1, len(turns)))
     ends = StopCriteria(params.stop, () if params.ignore_eos else spec.eos_token_ids, tokenizer)
     room = room_of(llm, len(ids[0]), tokens_after_first(ids, params.max_tokens))
-    talk = Conversation(ids[0], more, params.max_tokens, Sampler(params), ends, shown, room)
+    talk = Conversation(ids[0], more, params, ends, shown, room)
     llm.prepare([talk.prompt], talk)
     begin(0)
     llm.run([talk.prompt], talk, lambda done: None, Callbacks(listener=Silent()))

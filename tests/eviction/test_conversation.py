@@ -14,7 +14,6 @@ from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.core.units import GIVEN_CHUNK
 from flexgen_h2o.engine.conversation import Conversation, tokens_after_first
 from flexgen_h2o.engine.generation import Callbacks, StopCriteria
-from flexgen_h2o.engine.sampling import Sampler
 from flexgen_h2o.kvcache.eviction import H2O, Eviction
 from flexgen_h2o.kvcache.eviction.policy import ROLLING
 from tests.eviction.conftest import Known
@@ -71,9 +70,7 @@ def converse(
     params = SamplingParams(max_tokens=answer)
     ends = StopCriteria((), eos, None)
     room = tokens_after_first(turns, answer) if room is None else room
-    talk = Conversation(
-        turns[0], heard.next(turns), answer, Sampler(params), ends, heard, room, max_tokens_per_sweep
-    )  # fmt: skip
+    talk = Conversation(turns[0], heard.next(turns), params, ends, heard, room, max_tokens_per_sweep)
     done: list[list[int]] = []
     with LLM(str(folder), policy, eviction, dtype="float32", budget=budget, offload_dir=offload_dir) as llm:
         watch = seen if max_tokens_per_sweep == 1 and llm.eviction.needs.record else None
