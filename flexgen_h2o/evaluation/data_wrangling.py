@@ -42,9 +42,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         theirs = "--" + flag.removeprefix("--").replace("-", "_")
         parser.add_argument(*dict.fromkeys([flag, theirs, *more]), **how)
 
-    add(
-        "--data-dir", type=file_name, required=True, help="folder of a data set: train.csv, valid.csv, test.csv, tables"
-    )
+    add("--data-dir", type=file_name, help="folder of a data set: train.csv, valid.csv, test.csv, tables")
     add("--output-dir", type=file_name, default=Path("outputs"), help="predictions and metrics (outputs)")
     add("--run-tag", type=not_empty, default="default", help="a name of the run, in the path of its folder (default)")
     add("--k", type=count, default=1, help="examples before each row (1)")
