@@ -14,6 +14,8 @@ from flexgen_h2o.core.units import aligned
 # verb -> (module with `main(argv) -> int`, one line of help)
 VERBS: dict[str, tuple[str, str]] = {
     "flex-opt": ("flexgen_h2o.flex_opt", "generate text for prompts, or run the fixed-length benchmark"),
+    "complete": ("flexgen_h2o.complete", "complete one's own prompts"),
+    "chat": ("flexgen_h2o.chat", "talk to a model, its KV cache kept from turn to turn"),
     "plan": ("flexgen_h2o.policy_search", "find the fastest policy and say what it costs, before a run"),
     "hardware": ("flexgen_h2o.hardware", "measure this machine's hardware profile"),
     "batch": ("flexgen_h2o.batch", "run a JSONL file of requests durably: it may be killed, and goes on"),

@@ -26,12 +26,21 @@ from flexgen_h2o.cli_common import (
 )
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import parse_bytes
-from flexgen_h2o.flags import add_engine_flags, add_eviction_flags, add_sampling_flags, eviction_of, policy_of
+from flexgen_h2o.flags import (
+    add_engine_flags,
+    add_eviction_flags,
+    add_prompt_flags,
+    add_sampling_flags,
+    eviction_of,
+    policy_of,
+)
 from flexgen_h2o.kvcache.eviction import POLICIES, says_budget
 
 # Workflows with flags of their own: name -> (module of `evaluation/` with `add_flags(parser)`, one line of help). The
 # module may import no torch; add_flags sets `run`, a function of the parsed arguments that returns the exit code.
-WORKFLOWS: dict[str, tuple[str, str]] = {}
+WORKFLOWS: dict[str, tuple[str, str]] = {
+    "data-wrangling": ("data_wrangling", "entity matching, error detection and imputation, as fm_data_tasks has them"),
+}
 BUDGETS = (0.5, 0.2, 0.1)
 TEXT_PROMPTS, RECALL_PROMPTS, TEXT_GEN_LEN = 200, 100, 64
 SIZE, TURN_GEN_LEN = 128, 64  # heavy columns, and as many recent ones: llama-recipes' defaults
@@ -107,9 +116,8 @@ def _add_text_flags(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(check=_check_text)
     add_eviction_flags(parser)
     add_sampling_flags(parser)
+    add_prompt_flags(parser, "default: a few lines of Python")
     add = parser.add_argument
-    add("--prompt", action="append", metavar="TEXT", help="a prompt; may be repeated (default: a few lines of Python)")
-    add("--prompts", type=file_name, help=".txt or .jsonl as flex_opt takes them")
     add("--gen-len", type=positive, default=TEXT_GEN_LEN, help=f"most new tokens ({TEXT_GEN_LEN})")
     add("--json", type=file_name, help="write prompts, texts, tokens and KV bytes")
     add("--model_name", dest="model", **ALIAS)

@@ -10,21 +10,23 @@ import argparse
 import contextlib
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.checkpoint.resolve import DUMMY, find_folder
-from flexgen_h2o.cli_common import boolean, flag_of, not_empty, note, positive
+from flexgen_h2o.cli_common import boolean, file_name, flag_of, not_empty, note, positive
 from flexgen_h2o.core.config import BITS_OF, DTYPE_BYTES, MemoryBudget, ModelSpec, Policy, read_policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import usable_path
 from flexgen_h2o.core.settings import GREEDY_BELOW, ORIGINAL, EvictionSettings, SamplingParams
+from flexgen_h2o.engine.prompts import Prompt, prompts_from_python, read_prompts
 from flexgen_h2o.engine.workload import AutoPolicy
 from flexgen_h2o.kvcache.eviction import POLICIES, Eviction, Full, make_eviction
 
 if TYPE_CHECKING:
     from flexgen_h2o.llm import LLM
+    from flexgen_h2o.models.load import Model
 
 
 EVICTION_FLAGS = {f.name: f.metadata.get("flag", flag_of(f.name)) for f in fields(EvictionSettings)}
@@ -126,6 +128,28 @@ def open_llm(args: argparse.Namespace, policy: Policy, is_auto: bool, eviction: 
         dtype=args.dtype, budget=budget_of(args), offload_dir=args.offload_dir, path=args.path, revision=args.revision,
         hardware=args.hardware,
     )  # fmt: skip
+
+
+def add_prompt_flags(parser: argparse.ArgumentParser, without: str) -> None:
+    """One's own prompts. without: what the command takes where none is given."""
+    add = parser.add_argument
+    add("--prompt", action="append", metavar="TEXT", help=f"a prompt; may be repeated ({without})")
+    add("--prompts", type=file_name, help=".txt (a prompt a line) or .jsonl (prompt or prompt_token_ids)")
+
+
+def prompts_of(args: argparse.Namespace, model: Model, texts: Sequence[str]) -> list[Prompt]:
+    """The prompts of --prompts FILE, or without it these texts; with --chat as messages of a user. UsageError names the
+    flag."""
+    encode = model.encode if model.tokenizer is not None else None
+    if vars(args).get("chat"):
+        model.check_chat()
+        encode = model.encode_message
+    if args.prompts is not None:
+        return read_prompts(args.prompts, encode, model.spec.vocab_size)
+    if encode is None:
+        raise UsageError(f"--model {model.name}: has no tokenizer; give --prompts FILE.jsonl with prompt_token_ids")
+    with naming_flags(**{f"prompts[{i}]": "--prompt" for i in range(len(texts))}):
+        return prompts_from_python(texts, encode, model.spec.vocab_size)
 
 
 def check_positions(args: argparse.Namespace, model: str, positions: int) -> None:
@@ -315,6 +339,7 @@ WITHOUT_EFFECT: Mapping[str, Mapping[str, Reason]] = {
             "--debug-mode breakdown is serial", lambda args: args.overlap and args.debug_mode == "breakdown"
         ),
     },
+    "chat": {**_ENGINE, **_SAMPLING},
     "batch": _ENGINE,
     "batch --status": {
         **dict.fromkeys(("output", "status"), lambda args, at: ""),
@@ -325,6 +350,7 @@ WITHOUT_EFFECT: Mapping[str, Mapping[str, Reason]] = {
         **_ENGINE,
         "depths": _if("there are no recall rows", lambda args: not args.recall_prompts),
     },
+    "complete": {**_ENGINE, **_SAMPLING},
     "evaluate text": {**_ENGINE, **_SAMPLING},
     # With --text the seed is the bootstrap's, and the others are refused.
     "evaluate streaming": {**_ENGINE, **_SAMPLING, "seed": lambda a, at: _greedy(a, at) if a.text is None else ""},

@@ -33,7 +33,6 @@ from flexgen_h2o.engine.prompts import (
     Prompt,
     benchmark_prompts,
     check_output_path,
-    read_prompts,
     write_outputs,
 )
 from flexgen_h2o.engine.report import (
@@ -60,6 +59,7 @@ from flexgen_h2o.flags import (
     open_llm,
     place_of,
     policy_of,
+    prompts_of,
     sampling_of,
     say_idle_flags,
 )
@@ -209,11 +209,9 @@ def _check(args: argparse.Namespace) -> None:
 
 def _prompts(args: argparse.Namespace, llm: LLM, rows: int) -> list[Prompt]:
     spec = llm.model.spec
-    encode = llm.model.encode if llm.model.tokenizer is not None else None
-    if args.chat:
-        llm.model.check_chat()
     if args.prompts is not None:
-        return read_prompts(args.prompts, llm.model.encode_message if args.chat else encode, spec.vocab_size)
+        return prompts_of(args, llm.model, ())
+    encode = llm.model.encode if llm.model.tokenizer is not None else None
     check_positions(args, llm.model.name, spec.max_positions)
     return benchmark_prompts(rows, args.prompt_len, encode, spec.vocab_size)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -51,6 +51,25 @@ def held() -> Iterator[None]:
         yield
     finally:
         _held -= 1
+
+
+@contextmanager
+def asking_first(is_taken: Callable[[], bool]) -> Iterator[None]:
+    """In here SIGINT calls `is_taken` in the main thread; where that says no, the signal arrives as ever."""
+    before = signal.getsignal(signal.SIGINT)
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        if not is_taken() and callable(before):
+            before(number, frame)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, ask)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import os
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import cycle, islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -184,11 +184,17 @@ def write_outputs(path: Path, completions: Iterable[Completion]) -> None:
     try:
         with replacing(path) as file:
             for completion in sorted(completions, key=lambda c: c.index):
-                fields = asdict(completion)
-                del fields["logprobs"], fields["prompt_logprobs"]  # the files of batch have them
-                file.write(json.dumps(fields, ensure_ascii=False) + "\n")
+                file.write(json.dumps(output_row(completion), ensure_ascii=False) + "\n")
     except OSError as error:
         raise FlexgenError(f"--output {path}: {error.strerror or error}") from error
+
+
+def output_row(completion: Completion) -> dict[str, Any]:
+    """A completion as JSON, without log-probabilities: the files of batch have them."""
+    return {
+        "index": completion.index, "prompt": completion.prompt, "text": completion.text,
+        "token_ids": completion.token_ids, "finish_reason": completion.finish_reason,
+    }  # fmt: skip
 
 
 def _no_constant(name: str) -> Any:

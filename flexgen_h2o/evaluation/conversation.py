@@ -1,29 +1,23 @@
-"""Conversations of many turns that keep their KV cache: turns from a file, one row that answers them, its figures.
-
-The first turn is the row's prompt. Every later token, of a turn or an answer, is a decode step: its column joins the
-cache and, where the row is full, takes the slot of the eviction policy's victim. The tokens of a turn are known
-beforehand, so one sweep over the weights takes many of them.
-"""
+"""Conversations of many turns: turns from a file or typed, one row that answers them, its figures."""
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.core.units import GIVEN_CHUNK, format_bytes, format_seconds
+from flexgen_h2o.core.units import format_bytes, format_seconds
+from flexgen_h2o.engine.conversation import AnswerText, Conversation, tokens_after_first
 from flexgen_h2o.engine.decoding import StopCriteria
-from flexgen_h2o.engine.generation import Callbacks, Row, Silent
-from flexgen_h2o.engine.prompts import Prompt, lines_of, make_prompt, object_of_json, prompt_of_json
-from flexgen_h2o.engine.sampling import Sampler, SamplingParams, Tokenizer, decode_text
+from flexgen_h2o.engine.generation import Callbacks, Silent
+from flexgen_h2o.engine.prompts import lines_of, make_prompt, object_of_json, prompt_of_json
+from flexgen_h2o.engine.sampling import SamplingParams, Tokenizer
 from flexgen_h2o.evaluation.figures import bytes_of_column, held_columns, perplexity, surprise
 from flexgen_h2o.evaluation.rows import Case
 from flexgen_h2o.kvcache.eviction.policy import most_new_tokens
@@ -92,141 +86,61 @@ def _turns_of_json(line: str, place: str) -> list[Turn]:
 
 
 def encoded(turns: Sequence[Turn], model: Model, form: str | None, chat: bool) -> list[tuple[int, ...]]:
-    """The turns as token ids; those that are ids stay as they are.
+    """The turns as token ids; those that are ids stay as they are. form, chat: as of `encoded_turn`.
 
-    form: what a text is put into, at PLACE; only the first turn gets the tokenizer's special tokens. chat: by the
-    model's chat template instead. Raises UsageError naming the turn's place.
+    Raises UsageError naming the turn's place.
     """
     if chat:
         model.check_chat()
     found: list[tuple[int, ...]] = []
-
-    def encode(text: str) -> list[int]:
-        if chat:
-            return model.encode_turn([str(turn.content) for turn in turns[: len(found) + 1]])
-        whole = (form or FORMAT).replace(PLACE, text)
-        if not found:
-            return model.encode(whole)
-        model.check_fits(whole)
-        return model.encode_more(whole)
-
-    given = encode if model.tokenizer is not None else None
-    for turn in turns:
+    for i, turn in enumerate(turns):
         if chat and not isinstance(turn.content, str):
             raise UsageError(f"{turn.place}: a chat template takes texts, not token ids; leave --chat out")
         try:
-            found.append(make_prompt(0, turn.content, given, model.spec.vocab_size).token_ids)
+            found.append(encoded_turn(turns[: i + 1], model, form, chat))
         except (UsageError, ValueError) as error:
             raise UsageError(f"{turn.place}: {error}") from error
     return found
 
 
-class Audience(Protocol):
-    """Callbacks of a conversation. turn: 0 is the first."""
+def encoded_turn(
+    turns: Sequence[Turn], model: Model, form: str | None, chat: bool, system: str | None = None
+) -> tuple[int, ...]:
+    """The last of the turns as token ids; the others came before it.
 
-    def given(self, turn: int, token: int, logits: torch.Tensor) -> None:
-        """A token of a turn is taken. logits: (vocab,), of the step before it; not to be kept."""
-
-    def said(self, turn: int, token: int, reason: str | None) -> None:
-        """The answer to a turn has another token. reason: why it ends there, "stop" or "length"; None: it goes on."""
-
-
-class Conversation:
-    """A token source (engine.decoding.TokenSource) of one row through all turns.
-
-    Each is answered with at most `max_tokens` tokens.
-
-    turns: token ids, one of them at least. sampler: of the answers' tokens; ends: when an answer is over, by its own
-    tokens. max_tokens_per_sweep: the most tokens of a turn in one sweep. room: the most tokens that may follow on the
-    first turn; where they are used up, the conversation ends.
-    The end-of-sequence token that ends an answer stays, as all that is said; a turn that begins with the same token,
-    as chat templates write it, does not repeat it.
+    form: what a text is put into, at PLACE; only the first turn gets the tokenizer's special tokens. chat: by the
+    model's chat template instead. system: what the conversation begins with. UsageError, or ValueError of the template.
     """
 
-    def __init__(
-        self, turns: Sequence[Sequence[int]], max_tokens: int, sampler: Sampler, ends: StopCriteria, audience: Audience,
-        room: int | None = None, max_tokens_per_sweep: int = GIVEN_CHUNK,
-    ) -> None:  # fmt: skip
-        self._turns, self._max_tokens, self._sampler, self._ends = turns, max_tokens, sampler, ends
-        self._audience, self.max_tokens_per_sweep = audience, max_tokens_per_sweep
-        most = tokens_after_first(turns, max_tokens)
-        self._most = most if room is None else min(most, room)
-        self._turn = 0
-        self._coming: deque[int] = deque()
-        self._answer = Row(self.prompt, max_tokens)
+    def encode(text: str) -> list[int]:
+        if chat:
+            return model.encode_turn([str(turn.content) for turn in turns], system)
+        whole = (form or FORMAT).replace(PLACE, text)
+        if len(turns) == 1:
+            return model.encode(whole if system is None else f"{system}\n{whole}")
+        model.check_fits(whole)
+        return model.encode_more(whole)
 
-    @property
-    def prompt(self) -> Prompt:
-        """The first turn, as the row's prompt."""
-        return Prompt(0, tuple(self._turns[0]), None)
-
-    def sample(self, logits: torch.Tensor, rows: Sequence[int], steps: Sequence[int]) -> list[int]:
-        if self._coming:
-            token = self._coming.popleft()
-            self._audience.given(self._turn, token, logits[0])
-            return [token]
-        (token,) = self._sampler.sample(logits, rows, steps)
-        self._answer.token_ids.append(token)
-        reason = self._ends(self._answer)
-        self._audience.said(self._turn, token, reason)
-        if reason is not None:
-            self._next_turn(token)
-        return [token]
-
-    def most_new(self, row: int) -> int:
-        return self._most
-
-    def end(self, row: Row) -> str | None:
-        if self._turn == len(self._turns):
-            return "stop"
-        return "length" if len(row.token_ids) >= row.max_new else None
-
-    def known_tokens(self, row: Row) -> Sequence[int]:
-        return list(islice(self._coming, self.max_tokens_per_sweep))
-
-    def _next_turn(self, last: int) -> None:
-        self._turn += 1
-        self._answer = Row(self.prompt, self._max_tokens)
-        if self._turn < len(self._turns):
-            turn = list(self._turns[self._turn])
-            is_said = self._ends.is_eos(last) and turn[:1] == [last]
-            self._coming.extend(turn[1:] if is_said else turn)
-
-
-def tokens_after_first(turns: Sequence[Sequence[int]], max_tokens: int) -> int:
-    """The most tokens that follow on the first turn where every answer has at most `max_tokens`."""
-    return sum(map(len, turns[1:])) + max_tokens * len(turns)
+    given = encode if model.tokenizer is not None else None
+    return make_prompt(0, turns[-1].content, given, model.spec.vocab_size).token_ids
 
 
 @dataclass
 class Exchange:
     """One turn and the answer to it.
 
-    tokens: of the turn. nats: of those that were fed through the cache, which the first turn's are not. text: of the
-    answer, as far as it was shown. reason: None where the conversation broke off. columns: KV columns held at its end,
-    mean over the transformer blocks.
+    tokens: of the turn. nats: of those that were fed through the cache, which the first turn's are not. reason: None
+    where the conversation broke off. columns: KV columns held at its end, mean over the transformer blocks.
     """
 
     turn: Turn
     tokens: int = 0
     nats: list[float] = field(default_factory=list)
     answer: list[int] = field(default_factory=list)
-    text: str = ""
     reason: str | None = None
     seconds: float = 0.0
     columns: float = 0.0
     kv_bytes: int = 0
-
-    def more_text(self, tokenizer: Tokenizer | None) -> str:
-        """What may be shown of the answer with its newest token: a character that is not whole yet waits, unless it is
-        the last; the token's id without a tokenizer."""
-        if tokenizer is None:
-            return f"{self.answer[-1]} "
-        text = decode_text(tokenizer, self.answer)
-        if text.endswith("\ufffd") and self.reason is None:
-            return ""
-        new, self.text = text[len(self.text) :], max(self.text, text, key=len)
-        return new
 
     def figures(self, tokenizer: Tokenizer | None, stop: tuple[str, ...]) -> dict[str, Any]:
         """For the JSON."""
@@ -240,52 +154,56 @@ class Exchange:
 
 
 class Shown:
-    """An audience that shows the answers as they come, and counts tokens, nats, columns and seconds of each turn."""
+    """An audience that shows the answers as they come, and counts tokens, nats, columns and seconds of each turn.
 
-    def __init__(self, llm: LLM, turns: Sequence[Turn], first: int, show: Callable[[str], None]) -> None:
+    first: tokens of the first turn. over: told of each exchange as it ends.
+    """
+
+    def __init__(
+        self, llm: LLM, first: int, stop: tuple[str, ...], show: Callable[[str], None],
+        over: Callable[[Exchange], None],
+    ) -> None:  # fmt: skip
         self.exchanges: list[Exchange] = []
-        self._llm, self._turns, self._first, self._show = llm, turns, first, show
-        self._taken, self._began = 0, 0.0  # tokens behind the first turn; when the exchange began
+        self._llm, self._first, self._stop, self._show, self._over = llm, first, stop, show, over
+        self._taken = 0  # tokens behind the first turn
 
-    def begin(self, tokens: int = 0) -> None:
-        """The next turn, of whose tokens so many are taken, is to be answered. At first: the model is loaded."""
-        turn, number = self._turns[len(self.exchanges)], len(self.exchanges) + 1
-        self.exchanges.append(Exchange(turn, tokens))
-        self._began = self._began or time.perf_counter()
-        self._show(f"\n[turn {number} of {len(self._turns)}] {turn.content}\n")
+    def begin(self, turn: Turn) -> None:
+        """The next turn is to be answered."""
+        self.exchanges.append(Exchange(turn, 0 if self.exchanges else self._first))
+        self._text, self._began = AnswerText(self._llm.model.tokenizer, self._stop), time.perf_counter()
 
-    def given(self, turn: int, token: int, logits: torch.Tensor) -> None:
-        now = self._at(turn)
+    def given(self, token: int, logits: torch.Tensor) -> None:
+        now = self.exchanges[-1]
         now.tokens += 1
         now.nats.append(float(surprise(logits[None], torch.tensor([token], device=logits.device))))
         self._taken += 1
 
-    def said(self, turn: int, token: int, reason: str | None) -> None:
-        now = self._at(turn)
+    def said(self, token: int, reason: str | None) -> None:
+        now = self.exchanges[-1]
         now.answer.append(token)
         now.reason = reason
         self._taken += 1
-        self._show(now.more_text(self._llm.model.tokenizer))
+        self._show(self._text.more(now.answer, reason is not None))
         if reason is not None:
-            self.end()
+            self._end()
 
-    def end(self) -> None:
-        """The newest exchange is over."""
+    def break_off(self) -> None:
+        """End the newest exchange where the run has ended in it."""
+        if self.exchanges[-1].reason is None:
+            self._show(self._text.more(self.exchanges[-1].answer, True))
+            self._end()
+
+    def _end(self) -> None:
         now, blocks = self.exchanges[-1], self._llm.model.spec.num_blocks
         held = held_columns(self._llm.eviction, (self._first, self._taken), self._taken, blocks)
         now.columns, now.kv_bytes = held / blocks, held * bytes_of_column(self._llm)
         now.seconds = time.perf_counter() - self._began
-        self._began += now.seconds
-        surprised = f", perplexity {perplexity(fmean(now.nats)):.1f}" if now.nats else ""
-        self._show(
-            f"\n({now.tokens} tokens{surprised}; {len(now.answer)} in answer, {now.reason or 'broken off'}; "
-            f"KV {now.columns:.4g} columns, {format_bytes(now.kv_bytes)}; {format_seconds(now.seconds)})\n"
-        )
+        self._over(now)
 
-    def _at(self, turn: int) -> Exchange:
-        if turn == len(self.exchanges):
-            self.begin()
-        return self.exchanges[turn]
+
+def room_of(llm: LLM, first: int, asked: int) -> int:
+    """Of `asked` tokens, how many may follow on a first turn of so many tokens."""
+    return most_new_tokens(llm.eviction, llm.model.spec, first, asked)
 
 
 def converse(
@@ -294,25 +212,31 @@ def converse(
 ) -> tuple[dict[str, Any], int, float]:  # fmt: skip
     """One conversation with a policy: figures for the JSON, all tokens, seconds. ids: of the turns; params: of each
     answer."""
-    llm.eviction, spec = case.eviction, llm.model.spec
-    room = most_new_tokens(case.eviction, spec, len(ids[0]), tokens_after_first(ids, params.max_tokens))
-    eos = () if params.ignore_eos else spec.eos_token_ids
-    ends = StopCriteria(params.stop, eos, llm.model.tokenizer)
-    shown = Shown(llm, turns, len(ids[0]), show)
-    talk = Conversation(ids, params.max_tokens, Sampler(params), ends, shown, room)
+    llm.eviction, spec, tokenizer = case.eviction, llm.model.spec, llm.model.tokenizer
+    shown = Shown(llm, len(ids[0]), params.stop, show, lambda now: show(f"\n({_line(now)})\n"))
+
+    def begin(number: int) -> Sequence[int]:
+        show(f"\n[turn {number + 1} of {len(turns)}] {turns[number].content}\n")
+        shown.begin(turns[number])
+        return ids[number]
+
+    more: Iterator[Sequence[int]] = map(begin, range(1, len(turns)))
+    ends = StopCriteria(params.stop, () if params.ignore_eos else spec.eos_token_ids, tokenizer)
+    room = room_of(llm, len(ids[0]), tokens_after_first(ids, params.max_tokens))
+    talk = Conversation(ids[0], more, params, ends, shown, room)
     llm.prepare([talk.prompt], talk)
-    shown.begin(len(ids[0]))
+    begin(0)
     llm.run([talk.prompt], talk, lambda done: None, Callbacks(listener=Silent()))
     found = shown.exchanges
     if found[-1].reason is None:
-        shown.end()
+        shown.break_off()
         show(
             f"the {spec.max_positions} positions of {llm.model.name} are used up; --positions rolling goes on, with "
             "rotary embeddings\n"
         )
     nats, tokens = [n for one in found for n in one.nats], sum(one.tokens + len(one.answer) for one in found)
     figures = {
-        "turns": [{"turn": i, **one.figures(llm.model.tokenizer, params.stop)} for i, one in enumerate(found)],
+        "turns": [{"turn": i, **one.figures(tokenizer, params.stop)} for i, one in enumerate(found)],
         "answered": sum(one.reason is not None for one in found),
         "tokens": tokens,
         "measured_tokens": len(nats),
@@ -321,3 +245,11 @@ def converse(
         "kv_bytes": max(one.kv_bytes for one in found),
     }
     return figures, tokens, sum(one.seconds for one in found)
+
+
+def _line(now: Exchange) -> str:
+    surprised = f", perplexity {perplexity(fmean(now.nats)):.1f}" if now.nats else ""
+    return (
+        f"{now.tokens} tokens{surprised}; {len(now.answer)} in answer, {now.reason or 'broken off'}; "
+        f"KV {now.columns:.4g} columns, {format_bytes(now.kv_bytes)}; {format_seconds(now.seconds)}"
+    )

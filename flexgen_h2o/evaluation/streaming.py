@@ -73,7 +73,7 @@ def _turns(args: argparse.Namespace, llm: LLM, cases: Sequence[Case], compressio
         )
     found = []
     for case in cases:
-        _show(f"{RULE}\n{_title(case, compression)}\n{RULE}\n")
+        _show(f"{RULE}\n{title(case, compression)}\n{RULE}\n")
         with naming_flags():
             found.append(_result(llm, case, *converse(llm, case, turns, ids, params, _show)))
         _show("\n")
@@ -98,7 +98,7 @@ def _texts(args: argparse.Namespace, llm: LLM, cases: Sequence[Case], compressio
     found = []
     for case in cases:
         found.append(_measure_streams(llm, case, streams, windows, args.seed))
-        say("evaluate", f"{_title(case, compression, (1, size - 1))}: NLL {found[-1]['nll']['value']:.3f}")
+        say("evaluate", f"{title(case, compression, (1, size - 1))}: NLL {found[-1]['nll']['value']:.3f}")
     print(text_tables(found, llm.model.name, llm.dtype, compression))
     settings = {"text": path and str(path), "streams": len(streams), "stream_len": size, "windows": windows}
     return {"settings": {**settings, "seed": args.seed}, "policies": found}
@@ -150,8 +150,9 @@ def _result(llm: LLM, case: Case, figures: Figures, tokens: int, seconds: float)
     }
 
 
-def _title(case: Case, compression: str, row: tuple[int, int] = (0, 0)) -> str:
-    """row: prompt and new tokens, where sizes depend on them."""
+def title(case: Case, compression: str, row: tuple[int, int] = (0, 0)) -> str:
+    """What a conversation or text is run with. compression: flags. row: prompt and new tokens, where sizes depend on
+    them."""
     said = f", {compression}" if compression else ""
     if not case.eviction.needs.record:
         return f"{case.label}: every KV column{said}"

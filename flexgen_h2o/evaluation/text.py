@@ -9,10 +9,10 @@ from typing import Any
 
 from flexgen_h2o.cli_common import note
 from flexgen_h2o.core.config import Policy
-from flexgen_h2o.core.errors import EXIT_DONE, UsageError
+from flexgen_h2o.core.errors import EXIT_DONE
 from flexgen_h2o.core.files import write_result
 from flexgen_h2o.core.units import format_bytes
-from flexgen_h2o.engine.prompts import Completion, Prompt, prompts_from_python, read_prompts
+from flexgen_h2o.engine.prompts import Completion, Prompt
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.evaluation.figures import bytes_of_column, held_columns
 from flexgen_h2o.flags import (
@@ -21,6 +21,7 @@ from flexgen_h2o.flags import (
     naming_flags,
     open_llm,
     place_of,
+    prompts_of,
     sampling_of,
     say_idle_flags,
 )
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace, policy: Policy, is_auto: bool) -> int:
             check_family(llm.model.spec, args.model_arch, "--model_arch")
         if llm.precision_note:
             note("evaluate", llm.precision_note)
-        prompts = _prompts(args, llm)
+        prompts = prompts_of(args, llm.model, args.prompt or [PROMPT])
         say_idle_flags("evaluate text", args, place_of(args, llm))
         with naming_flags():  # a prompt longer than the model's positions
             full, evicted = (_written(llm, kept, prompts, params) for kept in (Full(), eviction))
@@ -78,18 +79,6 @@ def run(args: argparse.Namespace, policy: Policy, is_auto: bool) -> int:
     if args.json is not None:
         write_result(args.json, {**facts, "rows": rows}, "--json")
     return EXIT_DONE
-
-
-def _prompts(args: argparse.Namespace, llm: LLM) -> list[Prompt]:
-    model = llm.model
-    encode = model.encode if model.tokenizer is not None else None
-    if args.prompts is not None:
-        return read_prompts(args.prompts, encode, model.spec.vocab_size)
-    if encode is None:
-        raise UsageError(f"--model {model.name}: has no tokenizer; give --prompts FILE.jsonl with prompt_token_ids")
-    texts = args.prompt or [PROMPT]
-    with naming_flags(**{f"prompts[{i}]": "--prompt" for i in range(len(texts))}):
-        return prompts_from_python(texts, encode, model.spec.vocab_size)
 
 
 def _written(

@@ -129,13 +129,13 @@ class Model:
         self.check_fits(text)
         return self.encode_more(text)
 
-    def encode_turn(self, users: Sequence[str]) -> list[int]:
+    def encode_turn(self, users: Sequence[str], system: str | None = None) -> list[int]:
         """Token ids of the last of a user's messages, by the chat template, up to where its answer begins.
 
-        They begin where the answer before it ends, whatever that says. ValueError if the template does not take
-        messages and answers one after the other.
+        They begin where the answer before it ends, whatever that says. system: a message before them all. ValueError if
+        the template does not take messages and answers one after the other.
         """
-        messages: list[dict[str, str]] = []
+        messages = [] if system is None else [{"role": "system", "content": system}]
         for text in users:
             messages += [{"role": "user", "content": text}, {"role": "assistant", "content": _ANSWER_MARK}]
         head, answer, turn = self._chat_text(messages[:-1]).rpartition(_ANSWER_MARK)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import OPTConfig, OPTForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
 from flexgen_h2o import batch, cli, flex_opt
 from flexgen_h2o.checkpoint.resolve import PACKAGED
@@ -55,6 +55,27 @@ def words_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shipped = PACKAGED["opt-tiny"]
     vocab = json.loads((shipped / "config.json").read_text())["vocab_size"]
     folder = tiny_model(tmp_path_factory.mktemp("models") / "opt-words", vocab)
+    for path in shipped.glob("tokenizer*"):
+        shutil.copy(path, folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def rotary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A LLaMA with two kv-heads, the shipped model's tokenizer, and few positions."""
+    shipped = PACKAGED["opt-tiny"]
+    config = LlamaConfig(
+        vocab_size=json.loads((shipped / "config.json").read_text())["vocab_size"], hidden_size=32,
+        intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=POSITIONS, eos_token_id=None, bos_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for value in model.parameters():
+            value.normal_(0, 0.3)
+    folder = tmp_path_factory.mktemp("models") / "llama-words"
+    model.save_pretrained(folder)
     for path in shipped.glob("tokenizer*"):
         shutil.copy(path, folder)
     return folder

@@ -28,6 +28,8 @@ BASE: dict[str, list[str]] = {
     "plan": [*ENGINE, *LENGTHS, "--num-prompts", "8"],
     "hardware": ["--offload-dir", "offload"],
     "batch": [*ENGINE, "--input", "in.jsonl", "--output", "new.jsonl", "--gen-len", "4"],
+    "complete": [*ENGINE, "--prompts", "prompts.txt", "--gen-len", "4"],
+    "chat": [*ENGINE, "--gen-len", "4"],  # nothing is said: standard input is empty
     "evaluate fidelity": [
         *ENGINE, *LENGTHS, "--prompts", "prompts.txt", "--num-prompts", "1", "--policies", "h2o", "--budgets", "0.5",
         "--resamples", "9", "--mass-steps", "1", "--keep-mem", "16MiB",

@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from flexgen_h2o import H2O, LLM, Policy, SamplingParams
-from flexgen_h2o.checkpoint.resolve import PACKAGED
 from flexgen_h2o.evaluate import MT_BENCH
 from flexgen_h2o.evaluation.figures import held_columns
 from tests.doors.conftest import POSITIONS, Answer
@@ -171,27 +170,6 @@ def test_texts_of_token_ids_need_no_tokenizer(text: Door, tmp_path: Path, ids_mo
 
 
 # ---- streams
-
-
-@pytest.fixture(scope="module")
-def rotary(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A LLaMA with two kv-heads, the shipped model's tokenizer, and few positions."""
-    shipped = PACKAGED["opt-tiny"]
-    config = LlamaConfig(
-        vocab_size=json.loads((shipped / "config.json").read_text())["vocab_size"], hidden_size=32,
-        intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=POSITIONS, eos_token_id=None, bos_token_id=0,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        for value in model.parameters():
-            value.normal_(0, 0.3)
-    folder = tmp_path_factory.mktemp("models") / "llama-words"
-    model.save_pretrained(folder)
-    for path in shipped.glob("tokenizer*"):
-        shutil.copy(path, folder)
-    return folder
 
 
 # ---- turns

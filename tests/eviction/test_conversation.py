@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -12,10 +12,9 @@ import torch
 
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.core.units import GIVEN_CHUNK
+from flexgen_h2o.engine.conversation import Conversation, tokens_after_first
 from flexgen_h2o.engine.decoding import StopCriteria
 from flexgen_h2o.engine.generation import Callbacks
-from flexgen_h2o.engine.sampling import Sampler
-from flexgen_h2o.evaluation.conversation import Conversation, tokens_after_first
 from flexgen_h2o.kvcache.eviction import H2O, Eviction
 from flexgen_h2o.kvcache.eviction.policy import ROLLING
 from tests.eviction.conftest import Known
@@ -32,17 +31,22 @@ LENGTHS, ANSWER = (9, 5, 1, 7), 4
 class Heard:
     """An audience that keeps everything. said: by turn."""
 
+    turn: int = 0
     taken: list[tuple[int, int]] = field(default_factory=list)
     answers: dict[int, list[int]] = field(default_factory=dict)
     reasons: list[str] = field(default_factory=list)
 
-    def given(self, turn: int, token: int, logits: torch.Tensor) -> None:
+    def given(self, token: int, logits: torch.Tensor) -> None:
         assert logits.dim() == 1
-        self.taken.append((turn, token))
+        self.taken.append((self.turn, token))
 
-    def said(self, turn: int, token: int, reason: str | None) -> None:
-        self.answers.setdefault(turn, []).append(token)
+    def said(self, token: int, reason: str | None) -> None:
+        self.answers.setdefault(self.turn, []).append(token)
         self.reasons += [reason] if reason else []
+
+    def next(self, turns: Sequence[Sequence[int]]) -> Iterator[Sequence[int]]:
+        for self.turn in range(1, len(turns)):
+            yield turns[self.turn]
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,8 @@ def converse(
     heard, logits, seen = Heard(), LogitsByRow(), SeenByRow()
     params = SamplingParams(max_tokens=answer)
     ends = StopCriteria((), eos, None)
-    talk = Conversation(turns, answer, Sampler(params), ends, heard, room, max_tokens_per_sweep)
+    room = tokens_after_first(turns, answer) if room is None else room
+    talk = Conversation(turns[0], heard.next(turns), params, ends, heard, room, max_tokens_per_sweep)
     done: list[list[int]] = []
     with LLM(str(folder), policy, eviction, dtype="float32", budget=budget, offload_dir=offload_dir) as llm:
         watch = seen if max_tokens_per_sweep == 1 and llm.eviction.needs.record else None

@@ -1,0 +1,406 @@
+"""`python -m flexgen_h2o.chat`: a conversation with a model, its KV cache kept from turn to turn.
+
+A turn is a line of standard input, typed or piped. Answers go to standard output as they come, all else to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flexgen_h2o.cli_common import OneLineParser, check_files, note, own_name, positive, run_cli, say
+from flexgen_h2o.core import interrupts
+from flexgen_h2o.core.errors import EXIT_DONE, EXIT_USAGE, DoesNotFitError, FlexgenError, UsageError
+from flexgen_h2o.core.files import MOST_LINE_BYTES, write_result
+from flexgen_h2o.core.settings import ORIGINAL, EvictionSettings
+from flexgen_h2o.core.units import aligned, format_bytes, format_seconds
+from flexgen_h2o.flags import (
+    EVICTION_FLAGS,
+    add_engine_flags,
+    add_eviction_flags,
+    add_sampling_flags,
+    compression_flags,
+    eviction_of,
+    open_llm,
+    place_of,
+    policy_of,
+    sampling_of,
+    say_idle_flags,
+    value_of,
+)
+from flexgen_h2o.kvcache.eviction.policy import is_rolling
+
+if TYPE_CHECKING:
+    from flexgen_h2o.core.config import Policy
+    from flexgen_h2o.core.settings import SamplingParams
+    from flexgen_h2o.engine.conversation import Conversation
+    from flexgen_h2o.engine.decoding import StopCriteria
+    from flexgen_h2o.engine.generation import Row
+    from flexgen_h2o.evaluation.conversation import Exchange, Turn
+    from flexgen_h2o.kvcache.eviction import Eviction
+    from flexgen_h2o.llm import LLM
+
+GEN_LEN = 256
+SIZE = 128  # heavy columns where an eviction policy is asked for without a size: as `evaluate streaming` has it
+# The engine opens for a first turn of so many tokens; a longer one opens it again.
+FIRST_TURN = 512
+# Tokens of a conversation without end, as rolling positions allow it; and those that an engine is opened for.
+ENDLESS, PLANNED = 2**30, 4096
+SAVED = (".txt", ".json", ".jsonl")
+COMMANDS = (
+    ("/reset", "begin anew: nothing is kept of what was said"),
+    ("/save FILE", "write the conversation: .txt to be read, .json with all figures, .jsonl as --turns takes it"),
+    ("/memory", "what the conversation holds"),
+    ("/help", "these lines"),
+    ("/quit", "end, as Ctrl-D does"),
+)
+HELP = "\n".join([*aligned(COMMANDS), "//TEXT says /TEXT; Ctrl-C ends an answer"])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code (DESIGN 3.1). 2 where a piped line was not answered."""
+    return run_cli("chat", _run, argv)
+
+
+def _parser() -> OneLineParser:
+    parser = OneLineParser(prog=own_name("chat"), description=__doc__)
+    add_engine_flags(parser)
+    add_eviction_flags(parser)
+    add_sampling_flags(parser)
+    add = parser.add_argument
+    add("--system", metavar="TEXT", help="what the conversation begins with, before the first turn")
+    add(
+        "--turn-format", metavar="TEXT",
+        help=r"what a turn becomes, at {turn} (the model's chat template; without one '\n{turn}\n'); \n is a newline",
+    )  # fmt: skip
+    add("--gen-len", type=positive, default=GEN_LEN, help=f"most tokens of an answer ({GEN_LEN})")
+    add(
+        "--max-len", type=positive, metavar="N",
+        help="most tokens of a conversation (the model's positions; with --positions rolling no limit)",
+    )  # fmt: skip
+    return parser
+
+
+def _run(argv: list[str] | None) -> int:
+    args = _parser().parse_args(argv)
+    if args.turn_format is not None and "{turn}" not in args.turn_format:
+        raise UsageError(f"--turn-format {args.turn_format!r}: has no {{turn}} in it, where the turn would go")
+    if args.turn_format is not None:
+        args.turn_format = args.turn_format.replace(r"\n", "\n")
+    policy, is_auto = policy_of(args)
+    params, eviction = sampling_of(args), _eviction(args, policy)
+    with open_llm(args, policy, is_auto, eviction) as llm:
+        if llm.model.tokenizer is None:
+            raise UsageError(f"--model {llm.model.name}: has no tokenizer, and a conversation is of texts")
+        llm.check_plan()
+        if llm.precision_note:
+            note("chat", llm.precision_note)
+        say_idle_flags("chat", args, place_of(args, llm))
+        return Chat(args, llm, params).run()
+
+
+def _eviction(args: argparse.Namespace, policy: Policy) -> Eviction:
+    """As `eviction_of`, in columns: a conversation has no prompt that a share could be of."""
+    given = [f for f in fields(EvictionSettings) if value_of(args, EVICTION_FLAGS[f.name]) not in (None, ORIGINAL)]
+    share = next((EVICTION_FLAGS[f.name] for f in given if f.metadata.get("share")), None)
+    if share is not None:
+        raise UsageError(
+            f"{share} {value_of(args, share)}: a conversation has no length beforehand; say it in columns, with "
+            "--hh-size and --recent-size"
+        )
+    if args.hh_size is None and (given if args.eviction is None else args.eviction != "full"):
+        args.hh_size = SIZE
+    return eviction_of(args, policy)
+
+
+class Reader:
+    """Lines of standard input. is_terminal: they are typed, behind a prompt; else they come through a pipe.
+
+    is_waiting: for a line that is typed.
+    """
+
+    def __init__(self) -> None:
+        self.is_terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
+        self.number, self.is_waiting = 0, False
+        if self.is_terminal:
+            with contextlib.suppress(ImportError):
+                import readline  # noqa: F401 - lines can be edited then
+
+    def line(self) -> str | None:
+        """The next line, without its end; None after the last. UsageError for one that is no UTF-8 text."""
+        self.number += 1
+        try:
+            return self._typed() if self.is_terminal else self._piped()
+        except UnicodeDecodeError as error:
+            raise UsageError("is not UTF-8 text") from error
+
+    def _typed(self) -> str | None:
+        while True:
+            self.is_waiting = True
+            try:
+                return input("> ")
+            except EOFError:
+                print()
+                return None
+            except KeyboardInterrupt:  # what was typed is dropped
+                print()
+            finally:
+                self.is_waiting = False
+
+    def _piped(self) -> str | None:
+        if sys.stdin is None:
+            return None
+        lines = sys.stdin.buffer
+        line = piece = lines.readline(MOST_LINE_BYTES + 1)
+        if len(line) > MOST_LINE_BYTES:
+            while piece and not piece.endswith(b"\n"):
+                piece = lines.readline(MOST_LINE_BYTES)
+            raise UsageError(f"is longer than {MOST_LINE_BYTES // 2**20} MiB")
+        return line.decode("utf-8").rstrip("\r\n") if line else None
+
+
+class Chat:
+    """Conversations one after the other, each in a run of the engine that waits for every next turn."""
+
+    def __init__(self, args: argparse.Namespace, llm: LLM, params: SamplingParams) -> None:
+        self._args, self._llm, self._params = args, llm, params
+        self._chat = args.turn_format is None and llm.model.has_chat_template
+        self._reader = Reader()
+        self._turns: list[Turn] = []
+        self._exchanges: list[Exchange] = []
+        self._left = 0  # tokens that there is room for: of the next turn and its answer
+        self._is_over = self._is_reset = self._answers = self._stops = False
+        self._refused = 0
+
+    def run(self) -> int:
+        """To the last line; returns the exit code."""
+        self._llm.expect(1)  # a prediction of so long a run would take longer than it is worth
+        self._open([0] * min(FIRST_TURN, self._most_first))
+        if self._reader.is_terminal:
+            self._say(f"{self._title()}; /help lists what else can be typed")
+        with interrupts.asking_first(self._is_taken):
+            while not self._is_over:
+                self._turns, self._exchanges, self._is_reset = [], [], False
+                self._left = self._most_first + 1
+                first = self._next_turn()
+                if first is not None:
+                    self._converse(first)
+        return EXIT_USAGE if self._refused and not self._reader.is_terminal else EXIT_DONE
+
+    def _is_taken(self) -> bool:
+        """What SIGINT does: it drops a line that is being typed, or ends an answer; sent again, it ends the chat."""
+        if self._reader.is_waiting:
+            raise KeyboardInterrupt
+        taken, self._stops = self._answers and not self._stops, True
+        return taken
+
+    # A conversation
+
+    @property
+    def _most_first(self) -> int:
+        """Tokens of a first turn: it is attended to as a whole, with rolling positions too."""
+        return min(self._llm.model.spec.max_positions, self._args.max_len or ENDLESS)
+
+    def _talk(self, first: Sequence[int], most: int) -> Conversation:
+        """A conversation of at most so many tokens."""
+        from flexgen_h2o.engine.conversation import Conversation
+        from flexgen_h2o.engine.decoding import StopCriteria
+        from flexgen_h2o.evaluation.conversation import Shown, room_of
+
+        params, model = self._params, self._llm.model
+        eos = () if params.ignore_eos else model.spec.eos_token_ids
+        ends = _Ends(StopCriteria(params.stop, eos, model.tokenizer), lambda: self._stops)
+        self._shown = Shown(self._llm, len(first), params.stop, _write, self._show_figures)
+        room = room_of(self._llm, len(first), max(1, min(most, self._args.max_len or most) - len(first) + 1))
+        return Conversation(first, self._later(), params, ends, self._shown, room)
+
+    def _open(self, first: Sequence[int]) -> None:
+        """Open the engine for a first turn, where it is not open for one. DoesNotFitError."""
+        most = max(PLANNED, self._llm.model.spec.max_positions)
+        talk = self._talk(first, most)
+        try:
+            self._llm.prepare([talk.prompt], talk)
+        except DoesNotFitError as error:
+            if self._llm.eviction.needs.record:  # what is held does not grow
+                raise
+            raise DoesNotFitError(f"{error}; or give --max-len, below {len(first) + talk.room - 1}") from error
+
+    def _converse(self, first: Sequence[int]) -> None:
+        """A first turn, and all that follow on it."""
+        from flexgen_h2o.engine.generation import Callbacks, Silent
+
+        try:
+            self._open(first)
+        except DoesNotFitError as error:
+            self._refuse(error)
+            return
+        self._now = talk = self._talk(first, ENDLESS)
+        self._exchanges = self._shown.exchanges
+        self._shown.begin(self._turns[0])
+        self._llm.run([talk.prompt], talk, lambda done: None, Callbacks(listener=Silent()))
+        if not (self._is_over or self._is_reset):
+            self._shown.break_off()
+            self._left = 0
+            say("chat", self._no_room(0))
+            self._next_turn()  # takes commands only
+
+    def _later(self) -> Iterator[Sequence[int]]:
+        """The turns behind the first, each read when the answer before it is over."""
+        while True:
+            self._left = self._now.left
+            turn = self._next_turn()
+            if turn is None:
+                return
+            self._shown.begin(self._turns[-1])
+            yield turn
+
+    # Lines
+
+    def _next_turn(self) -> Sequence[int] | None:
+        """The next line that is a turn with room for it, as token ids; None where the conversation ends before."""
+        self._answers = self._stops = False
+        while not (self._is_over or self._is_reset):
+            try:
+                line = self._reader.line()
+                if line is None:
+                    self._is_over = True
+                elif line.startswith("/") and not line.startswith("//"):
+                    self._do(*line.partition(" ")[::2])
+                elif line.strip():
+                    self._answers = True
+                    return self._encoded(line[1:] if line.startswith("//") else line)
+            except (FlexgenError, ValueError) as error:  # ValueError: the chat template does not take it
+                self._answers = self._stops = False
+                self._refuse(error)
+        return None
+
+    def _encoded(self, line: str) -> Sequence[int]:
+        from flexgen_h2o.evaluation.conversation import Turn, encoded_turn
+
+        args = self._args
+        turns = [*self._turns, Turn(line, "", {})]
+        turn = encoded_turn(turns, self._llm.model, args.turn_format, self._chat, args.system)
+        if len(turn) >= self._left:  # a token of the answer needs room too
+            raise UsageError(self._no_room(len(turn)))
+        self._turns = turns
+        return turn
+
+    def _no_room(self, tokens: int) -> str:
+        """Why a turn of so many tokens is not taken, or, of 0, why an answer ended; and what to do."""
+        spec, most = self._llm.model.spec, self._args.max_len
+        rolls = is_rolling(self._llm.eviction)
+        is_asked = most is not None and (most <= spec.max_positions or (rolls and self._turns))
+        limit = f"the {most} tokens of --max-len" if is_asked else f"the {spec.max_positions} positions of {spec.name}"
+        if not self._turns:
+            return f"a turn of {tokens} tokens is longer than {limit}; shorten it"
+        ways = "/reset begins anew, /save FILE keeps what was said"
+        if spec.rotary is not None and not is_asked and not rolls:
+            ways += "; a chat with --positions rolling goes on"
+        if not self._left:
+            return f"{limit} are used up: {ways}"
+        return f"a turn of {tokens} tokens has no room in the {self._left} that are left of {limit}: {ways}"
+
+    def _refuse(self, error: Exception) -> None:
+        """Say what was wrong with a line; the conversation is as it was before."""
+        where = "" if self._reader.is_terminal else f"line {self._reader.number} of standard input: "
+        say("chat", f"{where}{error}".replace("\n", " "))
+        self._refused += 1
+
+    # Commands
+
+    def _do(self, command: str, rest: str) -> None:
+        """UsageError for a command that is none."""
+        if command == "/save":
+            self._save(rest.strip())
+        elif rest.strip() or command not in dict(COMMANDS):
+            raise UsageError(f"{command} {rest}".strip() + ": is no command here; /help lists them")
+        elif command == "/help":
+            self._say(HELP)
+        elif command == "/memory":
+            self._say(self._memory())
+        else:
+            self._is_over, self._is_reset = command == "/quit", command == "/reset"
+            if self._is_reset:
+                self._say("[begun anew]")
+
+    def _save(self, name: str) -> None:
+        if not name or not self._exchanges:
+            raise UsageError("/save: " + ("nothing was said yet" if name else "name a file: /save FILE"))
+        asked = argparse.Namespace(**{**vars(self._args), "save": Path(name)})
+        if asked.save.suffix not in SAVED:
+            raise UsageError(f"/save {name}: the file name must end in one of {', '.join(SAVED)}")
+        try:
+            check_files(asked, (), ("save",))
+        except UsageError as error:
+            raise UsageError(str(error).replace("--save", "/save", 1)) from error
+        llm, stop = self._llm, self._params.stop
+        turns = [one.figures(llm.model.tokenizer, stop) for one in self._exchanges]
+        facts = {"model": llm.model.name, "dtype": llm.dtype, "eviction": llm.eviction.to_json()}
+        content: object = {**facts, "system": self._args.system, "turns": turns}
+        if asked.save.suffix == ".txt":
+            content = "\n".join(f"> {one['prompt']}\n{one['text']}\n" for one in turns)
+        elif asked.save.suffix == ".jsonl":
+            texts = {"turns": [one["prompt"] for one in turns], "answers": [one["text"] for one in turns]}
+            content = json.dumps({**facts, "system": self._args.system, **texts}) + "\n"
+        write_result(asked.save, content, "/save")
+        self._say(f"{len(turns)} turns are in {asked.save}")
+
+    # What is shown
+
+    def _memory(self) -> str:
+        from flexgen_h2o.evaluation.figures import bytes_of_column
+
+        llm, blocks = self._llm, self._llm.model.spec.num_blocks
+        tokens = sum(one.tokens + len(one.answer) for one in self._exchanges)
+        now = self._exchanges[-1] if self._exchanges else None
+        held = f"{now.columns:.4g} columns, {format_bytes(now.kv_bytes)}" if now else "nothing"
+        tiers = ", ".join(f"{tier} {format_bytes(n)}" for tier, n in llm.peak_bytes.items())
+        return (
+            f"{self._title()}\nturns: {len(self._exchanges)}, of {tokens} tokens; KV cache: {held}, of "
+            f"{format_bytes(tokens * blocks * bytes_of_column(llm))} for all tokens; the engine holds {tiers}"
+        )
+
+    def _title(self) -> str:
+        from flexgen_h2o.evaluation.rows import Case
+        from flexgen_h2o.evaluation.streaming import title
+
+        eviction, policy = self._llm.eviction, self._llm.policy
+        assert policy is not None
+        return f"{self._llm.model.name}, {title(Case(eviction.name, eviction), compression_flags(policy))}"
+
+    def _show_figures(self, now: Exchange) -> None:
+        """An answer is over."""
+        _write("\n")
+        speed = (
+            f"{len(now.answer)} tokens in {format_seconds(now.seconds)}, {len(now.answer) / now.seconds:.1f} a second"
+        )
+        held = f"KV {now.columns:.4g} columns, {format_bytes(now.kv_bytes)}"
+        self._say(f"[{held}; {speed}; {now.reason or 'broken off'}]")
+
+    @staticmethod
+    def _say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+
+class _Ends:
+    """When an answer is over: by its tokens, or because it is not to go on."""
+
+    def __init__(self, ends: StopCriteria, is_stopped: Callable[[], bool]) -> None:
+        self.is_eos, self._ends, self._is_stopped = ends.is_eos, ends, is_stopped
+
+    def __call__(self, row: Row, /) -> str | None:
+        return self._ends(row) or ("interrupted" if self._is_stopped() else None)
+
+
+def _write(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,340 @@
+"""`evaluate data-wrangling`: entity matching, error detection and imputation on folders in fm_data_tasks' layout.
+
+Flags and folders of results are those of fm_data_tasks' run_inference.py and of FlexGen's data_wrangle_run.py. The rows
+of all trials are one batch job (jobs/), so a run that was killed goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import TYPE_CHECKING, Any
+
+from flexgen_h2o.cli_common import check_files, count, file_name, not_empty, positive, results_are_in
+from flexgen_h2o.core.errors import EXIT_DONE, UsageError, json_reason
+from flexgen_h2o.core.files import read_bounded, usable_path, write_result
+from flexgen_h2o.core.settings import SamplingParams
+from flexgen_h2o.core.units import markdown_table
+from flexgen_h2o.engine.prompts import lines_of, object_of_json
+from flexgen_h2o.flags import add_engine_flags, add_eviction_flags, eviction_of, naming_flags, policy_of
+
+if TYPE_CHECKING:
+    from flexgen_h2o.evaluation.wrangling_data import Item, Task
+
+METHODS = ("random", "manual", "validation_clusters")
+MOST_TRIALS = 1000  # the prompts of all are in memory
+RULE = "-" * 70
+MEANS = ("prec", "rec", "acc", "f1")
+Counts = dict[str, float | int | None]
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of the workflow, with fm_data_tasks' spellings."""
+    parser.set_defaults(run=run)
+    add_engine_flags(parser)
+    add_eviction_flags(parser)
+
+    def add(flag: str, *more: str, **how: Any) -> None:
+        theirs = "--" + flag.removeprefix("--").replace("-", "_")
+        parser.add_argument(*dict.fromkeys([flag, theirs, *more]), **how)
+
+    add("--data-dir", type=file_name, help="folder of a data set: train.csv, valid.csv, test.csv, tables")
+    add("--output-dir", type=file_name, default=Path("outputs"), help="predictions and metrics (outputs)")
+    add("--run-tag", type=not_empty, default="default", help="a name of the run, in the path of its folder (default)")
+    add("--k", type=count, default=1, help="examples before each row (1)")
+    add("--sample-method", choices=METHODS, default="random", help="how the examples are chosen (random)")
+    add("--examples", type=file_name, help="of manual: .txt, or .json with a text for each value of a column")
+    add(
+        "--validation-path", type=file_name,
+        help="of validation_clusters: the trial_0.jsonl of a run on the validation rows",
+    )  # fmt: skip
+    add("--class-balanced", action="store_true", help="draw examples of as many rows of each answer")
+    add("--seed", type=count, default=1234, help="of examples, and of what is drawn (1234)")
+    add("--sep-tok", default=".", help="between the columns of a row (.)")
+    add("--nan-tok", default="nan", help="stands for a value that is missing (nan)")
+    add("--num-run", type=int, default=-1, help="only the first so many rows (all)")
+    add("--num-trials", type=positive, default=1, help="times that examples are drawn anew (1)")
+    add("--num-print", type=count, default=10, help="prompts that --dry-run shows (10)")
+    add("--add-task-instruction", action="store_true", help="begin each prompt with an instruction")
+    add("--do-test", action="store_true", help="test.csv, not valid.csv")
+    add("--dry-run", action="store_true", help="show prompts and count their tokens; no weights are loaded")
+    add("--column", type=not_empty, metavar="NAME", help="to be imputed, in a folder that is not one of fm_data_tasks'")
+    add("--gen-len", "--max-tokens", "--max_tokens", type=positive, default=3, help="most tokens of an answer (3)")
+    add("--stop", "--stop-token", "--stop_token", metavar="TEXT", default=r"\n", help=r"ends an answer (\n, a newline)")
+    add("--temperature", type=float, default=0.0, help="0 is greedy")
+    add("--batch-run", action="store_true", help=argparse.SUPPRESS)  # all rows are one run in any case
+    add("--force", action="store_true", help="go on with a run that was begun with other settings")
+    add("--json", type=file_name, help="write the metrics here too")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prompts, their answers and metrics; returns the exit code."""
+    from flexgen_h2o.evaluation.wrangling_data import WHERE, find_task
+
+    if args.data_dir is None:
+        raise UsageError(f"--data-dir: is missing; {WHERE}")
+    policy, is_auto = policy_of(args)
+    with naming_flags(max_tokens="--gen-len"):
+        stop = args.stop.replace(r"\n", "\n")
+        params = SamplingParams(args.gen_len, args.temperature, seed=args.seed, stop=(stop,) if stop else ())
+    eviction = eviction_of(args, policy)
+    check_files(args, ("examples", "validation_path"), ("json",))
+    _check(args)
+    task = find_task(usable_path(args.data_dir, "--data-dir"), args.column)
+    items, trials = _trials(args, task)
+    if args.dry_run:
+        return _show_prompts(args, [prompt for prompts in trials for prompt in prompts])
+    folder = _folder(args, task)
+    answers = folder / "answers.jsonl"
+    requests = folder / "requests.jsonl"
+    _write_requests(requests, answers, trials)
+    results_are_in(folder / "metrics.json")
+    job = argparse.Namespace(**{
+        **vars(args), "input": requests, "output": answers, "share_prefix": "auto", "ray": None, "ray_actors": None,
+        "window": None, "refill": True, "max_errors": None,
+    })  # fmt: skip
+    from flexgen_h2o.jobs.job import run as run_job
+    from flexgen_h2o.jobs.output import OutputFile
+
+    try:
+        with contextlib.closing(OutputFile(answers)) as output:
+            code = run_job(job, output, policy, is_auto, eviction, params)
+    except UsageError as error:
+        raise UsageError(str(error).replace("give another name", "give another --run-tag")) from error
+    _score(args, task, folder, items, trials, {"eviction": eviction.to_json()})
+    return code
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.num_run < -1 or args.num_run == 0:
+        raise UsageError(f"--num-run {args.num_run}: must be at least 1, or -1 for all rows")
+    for flag, method in (("examples", "manual"), ("validation_path", "validation_clusters")):
+        given, name = getattr(args, flag), "--" + flag.replace("_", "-")
+        if given is None and args.sample_method == method:
+            raise UsageError(f"--sample-method {method}: goes with {name} FILE; give both")
+        if given is not None and args.sample_method != method:
+            raise UsageError(f"{name}: goes with --sample-method {method}; give both")
+    if args.num_trials > MOST_TRIALS:
+        raise UsageError(f"--num-trials {args.num_trials}: at most {MOST_TRIALS}")
+    if args.seed + args.num_trials > 2**32:
+        raise UsageError(f"--seed {args.seed}: must be below 2**32, with --num-trials")
+    args.output_dir = usable_path(args.output_dir, "--output-dir")
+    if "/" in args.run_tag or args.run_tag in (".", ".."):
+        raise UsageError(f"--run-tag {args.run_tag}: is the name of a folder, without /")
+
+
+# ---- Prompts
+
+
+def _trials(args: argparse.Namespace, task: Task) -> tuple[list[Item], list[list[str]]]:
+    """The rows that are asked, and for each trial the prompt of each."""
+    from flexgen_h2o.evaluation.wrangling_data import read_items
+
+    split = "test" if args.do_test else "validation"
+    items = read_items(task, split, args.sep_tok, args.nan_tok)
+    items = items if args.num_run == -1 else items[: args.num_run]
+    head = f"{task.about.instruction} " if args.add_task_instruction else ""
+    trials = [
+        [head + f"{prefix}\n{item.text}".strip() for prefix, item in zip(of_rows, items, strict=True)]
+        for of_rows in _prefixes(args, task, items)
+    ]
+    return items, trials
+
+
+def _prefixes(args: argparse.Namespace, task: Task, items: Sequence[Item]) -> list[list[str]]:
+    """For each trial, the examples before each row."""
+    from flexgen_h2o.evaluation.wrangling_data import drawn, near_misses, read_items, shuffled
+
+    trials = range(args.num_trials)
+    if args.sample_method == "manual":
+        return [_manual(args.examples, task, items) for _ in trials]
+    if args.sample_method == "validation_clusters":
+        chosen = [near_misses(*_validated(args.validation_path, task), args.k)] * len(trials)
+    else:
+        train = shuffled(read_items(task, "train", args.sep_tok, args.nan_tok), task.kind, args.class_balanced)
+        if args.k > len(train):
+            raise UsageError(f"--k {args.k}: there are {len(train)} rows to draw from; ask for fewer")
+        chosen = [drawn(train, args.k, args.seed + trial) for trial in trials]
+    return [["\n\n".join(item.example for item in examples) + "\n"] * len(items) for examples in chosen]
+
+
+def _manual(path: Path, task: Task, items: Sequence[Item]) -> list[str]:
+    """Hand-written examples: a text for all rows, or a JSON object with one for each value of the data set's key."""
+    try:
+        text = read_bounded(path).decode("utf-8-sig")
+        texts = json.loads(text) if path.suffix == ".json" else {item.key: text for item in items}
+    except OSError as error:
+        raise UsageError(f"--examples {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        reason = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else f"not valid JSON ({json_reason(error)})"
+        raise UsageError(f"--examples {path}: {reason}") from error
+    if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
+        raise UsageError(f"--examples {path}: an object with a text for each value of {task.about.key} is expected")
+    missing = next((item.key for item in items if item.key not in texts), None)
+    if missing is not None:
+        raise UsageError(f"--examples {path}: has no text for {task.about.key or 'a row without a key'} {missing!r}")
+    return [texts[item.key].rstrip("\n") + "\n" for item in items]
+
+
+def _validated(path: Path, task: Task) -> tuple[list[Item], list[bool]]:
+    """Rows of an earlier run, and whether each was predicted wrongly."""
+    from flexgen_h2o.evaluation.wrangling_data import Item
+
+    items, wrong = list[Item](), list[bool]()
+    for place, line in lines_of(path, "--validation-path"):
+        try:
+            body = object_of_json(line)
+        except UsageError as error:
+            raise UsageError(f"{place}: {error}") from error
+        if not all(isinstance(body.get(name), str) for name in ("text", "label", "prediction")):
+            raise UsageError(f"{place}: text, label and prediction are expected, as trial_0.jsonl of a run has them")
+        items.append(Item(body["text"], body["label"]))
+        wrong.append(not is_right(task.kind, body["prediction"], body["label"]))
+    return items, wrong
+
+
+def _show_prompts(args: argparse.Namespace, prompts: Sequence[str]) -> int:
+    """For --dry-run: prompts with their tokens, and how long all are."""
+    from flexgen_h2o.models.load import find_model
+
+    model = find_model(args.model, args.path, args.revision)
+    if model.tokenizer is None:
+        raise UsageError(f"--model {model.name}: has no tokenizer to count the tokens of prompts")
+    sizes = [len(model.encode(prompt)) for prompt in prompts]
+    for prompt, size in list(zip(prompts, sizes, strict=True))[: args.num_print]:
+        print(f"{RULE}\n{size} tokens\n{RULE}\n{prompt}")
+    most = model.spec.max_positions
+    too_long = sum(size > most for size in sizes)
+    print(
+        f"{RULE}\n{len(sizes)} prompts of {min(sizes)} to {max(sizes)} tokens, {sum(sizes)} in all; {model.name} has "
+        f"{most} positions, " + (f"too few for {too_long} of them" if too_long else "enough for all")
+    )
+    return EXIT_DONE
+
+
+# ---- Files
+
+
+def _folder(args: argparse.Namespace, task: Task) -> Path:
+    """Of the run, with the folders of fm_data_tasks' results above it. It is made."""
+    split, model = "test" if args.do_test else "validation", Path(args.model).name
+    settings = (
+        f"{args.k}k_{int(args.add_task_instruction)}inst_{int(args.class_balanced)}cb_{args.sample_method}_{model}_"
+        f"{args.num_run}run_0dry"
+    )
+    folder: Path = args.output_dir / task.name / split / args.run_tag / settings
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--output-dir {folder}: {error.strerror or error}") from error
+    return folder
+
+
+def _write_requests(path: Path, answers: Path, trials: Sequence[Sequence[str]]) -> None:
+    """The input of the job. UsageError where answers to others are there already."""
+    text = "".join(
+        json.dumps({"custom_id": _id(trial, row), "prompt": prompt}) + "\n"
+        for trial, prompts in enumerate(trials)
+        for row, prompt in enumerate(prompts)
+    )
+    if answers.exists() and answers.stat().st_size and (not path.exists() or path.read_text() != text):
+        raise UsageError(
+            f"--output-dir {path.parent}: has answers to other prompts, of other data, examples or flags; give another "
+            "--run-tag, or remove the folder"
+        )
+    write_result(path, text, "--output-dir")
+
+
+def _id(trial: int, row: int) -> str:
+    return f"trial-{trial}-row-{row}"
+
+
+def _answers(path: Path) -> dict[str, tuple[str, str | None]]:
+    """By id: the text, and the code of an error."""
+    found = {}
+    for _, line in lines_of(path, "--output-dir"):
+        row = json.loads(line)
+        text = "" if row["error"] else row["response"]["body"]["choices"][0]["text"]
+        found[row["custom_id"]] = (text, row["error"] and row["error"]["code"])
+    return found
+
+
+# ---- Metrics
+
+
+def is_right(kind: str, prediction: str, label: str) -> bool:
+    """As fm_data_tasks counts: the same text, or for errors the same beginning; upper and lower case are alike."""
+    said, wanted = prediction.strip().lower(), label.strip().lower()
+    return said.startswith(wanted) if kind == "error_detection" else said == wanted
+
+
+def metrics(kind: str, pairs: Sequence[tuple[str, str]]) -> Counts:
+    """Of (prediction, label). Yes is the positive answer; a row that says neither Yes nor No is a wrong one.
+
+    prec, rec, f1: None for imputation, which has no positive answer; 0 where there is nothing to divide by.
+    """
+    right = [is_right(kind, said, wanted) for said, wanted in pairs]
+    found: Counts = {"acc": sum(right) / len(right), "prec": None, "rec": None, "f1": None, "others": None}
+    if kind == "data_imputation":
+        return found
+    positive = [ok for ok, (_, wanted) in zip(right, pairs, strict=True) if wanted == "Yes"]
+    negative = [ok for ok, (_, wanted) in zip(right, pairs, strict=True) if wanted != "Yes"]
+    true, false = sum(positive), len(negative) - sum(negative)
+    precision, recall = true / max(1, true + false), true / max(1, len(positive))
+    both = precision + recall
+    others = sum(not any(is_right(kind, said, answer) for answer in ("Yes", "No")) for said, _ in pairs)
+    return {**found, "prec": precision, "rec": recall, "f1": 2 * precision * recall / both if both else 0.0,
+            "others": others}  # fmt: skip
+
+
+def _score(
+    args: argparse.Namespace, task: Task, folder: Path, items: Sequence[Item], trials: Sequence[Sequence[str]],
+    facts: dict[str, Any],
+) -> None:  # fmt: skip
+    """Write predictions and metrics, and print the table."""
+    answers, scores, errors = _answers(folder / "answers.jsonl"), list[Counts](), 0
+    for trial, prompts in enumerate(trials):
+        told = [answers[_id(trial, row)] for row in range(len(items))]
+        errors += sum(error is not None for _, error in told)
+        lines = [
+            {"row": i, "text": item.text, "label": item.label, "prediction": text, "prompt": prompt, "error": error}
+            for i, (item, (text, error), prompt) in enumerate(zip(items, told, prompts, strict=True))
+        ]
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        write_result(folder / f"trial_{trial}.jsonl", text, "--output-dir")
+        scores.append(metrics(task.kind, [(said, one.label) for (said, _), one in zip(told, items, strict=True)]))
+    whole: dict[str, Any] = {
+        **facts, "model": args.model, "task": task.kind, "data": task.name, "split": folder.parts[-3],
+        "rows": len(items), "trials": len(trials), "errors": errors,
+    }  # fmt: skip
+    for name in (*MEANS, "others"):
+        values = [score[name] for score in scores]
+        given = [value for value in values if value is not None]
+        whole[name] = values
+        whole[f"{name}_avg"] = fmean(given) if given else None
+        whole[f"{name}_std"] = pstdev(given) if given else None
+    for path, flag in ((folder / "metrics.json", "--output-dir"), (args.json, "--json")):
+        if path is not None:
+            write_result(path, whole, flag)
+    print("\n".join(_table(whole)))
+    print(f"predictions and metrics are in {folder}")
+
+
+def _table(whole: dict[str, Any]) -> list[str]:
+    def shown(name: str) -> str:
+        mean, deviation = whole[f"{name}_avg"], whole[f"{name}_std"]
+        if mean is None:
+            return ""
+        return f"{mean:.3f}" if whole["trials"] == 1 else f"{mean:.3f} ± {deviation:.3f}"
+
+    names = ["data", "task", "split", "rows", "F1", "precision", "recall", "accuracy", "neither Yes nor No", "errors"]
+    others = "" if whole["others_avg"] is None else f"{whole['others_avg']:g}"
+    row = [
+        f"`{whole['data']}`", whole["task"].replace("_", " "), whole["split"], f"{whole['rows']}", shown("f1"),
+        shown("prec"), shown("rec"), shown("acc"), others, f"{whole['errors']}",
+    ]  # fmt: skip
+    return markdown_table(names, [row])

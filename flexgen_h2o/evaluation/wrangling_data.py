@@ -1,0 +1,310 @@
+"""The data of data wrangling tasks: folders in the layout of fm_data_tasks, as prompts with the answers wanted.
+
+Tasks, layout and texts are those of Narayan et al. 2022 (arXiv 2205.09911), whose code is HazyResearch/fm_data_tasks:
+entity matching has pairs of rows of two tables, error detection names cells of one, imputation leaves a column out.
+Tables are read as pandas reads them, since its numbers are in the prompts (`2003.0` in a column with gaps). Rows are
+drawn with numpy's RandomState as pandas draws them, so the same seed gives the same examples.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.files import read_bounded
+
+MOST_TABLE_BYTES = 2**28
+WHERE = (
+    "the data is in https://fm-data-tasks.s3.us-west-1.amazonaws.com/datasets.tar.gz: unpack it, and give a folder "
+    "such as datasets/entity_matching/structured/Beer"
+)
+FILES = {
+    "entity_matching": ("tableA.csv", "tableB.csv"), "error_detection": ("table.csv",), "data_imputation": (),
+}  # fmt: skip
+SPLITS = {"train": "train.csv", "validation": "valid.csv", "test": "test.csv"}
+# What pandas takes for a gap in a CSV file.
+_GAPS = frozenset(
+    {
+        "", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN", "<NA>", "N/A", "NA",
+        "NULL", "NaN", "None", "n/a", "nan", "null",
+    }
+)  # fmt: skip
+_TRIGRAMS = 4096  # places that they are counted at
+_SHUFFLE_SEED = 42  # of the training rows: fm_data_tasks'
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """What is particular to a dataset. noun: what a row is. question: what a row is asked; instruction: of the task.
+
+    dropped: columns that are left out; renamed: other names of columns. column: the one that is imputed. key: the one
+    that tells which of several hand-written texts of examples goes before a row.
+    """
+
+    noun: str = "Product"
+    question: str = " Are Product A and Product B the same?"
+    instruction: str = "Are Product A and Product B the same? Yes or No? "
+    dropped: tuple[str, ...] = ()
+    renamed: Mapping[str, str] | None = None
+    column: str | None = None
+    key: str | None = None
+
+
+_SONGS = {
+    "Song_Name": "name", "Artist_Name": "artist name", "Album_Name": "album name", "Genre": "genre", "Price": "price",
+    "Time": "time", "Released": "released",
+}  # fmt: skip
+DATASETS = {
+    "Amazon-Google": Dataset(key="manufacturer_A"),
+    "Beer": Dataset(dropped=("Style", "ABV"), renamed={"Beer_Name": "name", "Brew_Factory_Name": "factory"}),
+    "DBLP-ACM": Dataset(key="venue_A"),
+    "DBLP-GoogleScholar": Dataset(key="venue_A"),
+    "Fodors-Zagats": Dataset(),
+    "iTunes-Amazon": Dataset(
+        "Song", " Same Song?", "Are Song A and Song B the same? Yes or No? ", ("CopyRight",), _SONGS
+    ),
+    "Walmart-Amazon": Dataset(question=" Are A and B the Same?", dropped=("category", "price", "brand")),
+    "Buy": Dataset(
+        question=" Who is the manufacturer?", instruction="Who is the manufacturer? apple, sony, lg electronics? ",
+        column="manufacturer",
+    ),
+    "Restaurant": Dataset(
+        question=" What is the city?", instruction="What is the city? san fransisco, new york, denver? ", column="city"
+    ),
+    "Hospital": Dataset(question="?", instruction="Is there a x spelling error? Yes or No? ", key="col_name"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Item:
+    """A row of a task. text: the question, where the answer comes next. label: the answer wanted. key: of `Dataset`."""
+
+    text: str
+    label: str
+    key: str = ""
+
+    @property
+    def example(self) -> str:
+        return f"{self.text}{self.label}".strip()
+
+
+@dataclass(frozen=True)
+class Task:
+    """A folder that was found to be one. kind: a key of FILES. name: the folder's."""
+
+    folder: Path
+    kind: str
+    name: str
+    about: Dataset
+
+
+def find_task(folder: Path, column: str | None) -> Task:
+    """The task in a folder: its tables say which kind, its name which dataset. column: the one to impute, where the
+    name says none.
+
+    UsageError says which file is missing and where the data is to be had.
+    """
+    have = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if "train.csv" not in have:
+        missing = "there is no train.csv in it" if folder.is_dir() else "there is no such folder"
+        raise UsageError(f"--data-dir {folder}: {missing}; {WHERE}")
+    kind = next(kind for kind, tables in FILES.items() if have.issuperset(tables))
+    name = folder.resolve().name
+    about = DATASETS.get(name) or (DATASETS["Hospital"] if kind == "error_detection" else Dataset())
+    if column is not None and kind != "data_imputation":
+        raise UsageError(f"--column {column}: {folder} is of {kind.replace('_', ' ')}, where nothing is imputed")
+    wanted = column or about.column
+    if kind == "data_imputation" and wanted is None:
+        raise UsageError(f"--data-dir {folder}: say which column is to be imputed, with --column NAME")
+    if wanted != about.column:
+        about = Dataset(question=f" What is the {wanted}?", instruction=f"What is the {wanted}? ", column=wanted)
+    return Task(folder, kind, name, about)
+
+
+def read_items(task: Task, split: str, sep: str, gap: str) -> list[Item]:
+    """The rows of a split. sep: between the columns of a row; gap: what stands for a value that is missing."""
+    read = {"entity_matching": _pairs, "error_detection": _cells, "data_imputation": _rows}[task.kind]
+    path = task.folder / SPLITS[split]
+    if not path.is_file():
+        raise UsageError(f"--data-dir {task.folder}: there is no {path.name} in it; {WHERE}")
+    as_text = partial(_as_text, sep=sep, gap=gap)
+    items = read(task, Table.read(path), as_text, f" {sep}" if sep not in ("", ".") else sep)
+    if not items:
+        raise UsageError(f"--data-dir: {path} has no rows")
+    return items
+
+
+@dataclass(frozen=True)
+class Table:
+    """A CSV file: columns by name, None where a value is missing."""
+
+    path: Path
+    columns: dict[str, list[str | None]]
+
+    @classmethod
+    def read(cls, path: Path) -> Table:
+        """UsageError naming the file and the line."""
+        try:
+            text = read_bounded(path, MOST_TABLE_BYTES).decode("utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error.strerror or error
+            raise UsageError(f"--data-dir: {path}: {reason}") from error
+        lines = csv.reader(io.StringIO(text, newline=""), strict=True)
+        try:
+            names, rows = next(lines, []), []
+            for row in lines:
+                if len(row) > len(names):
+                    raise UsageError(f"--data-dir: {path}:{lines.line_num}: {len(row)} values, and {len(names)} names")
+                if row:
+                    rows.append([*row, *[""] * (len(names) - len(row))])
+        except csv.Error as error:
+            raise UsageError(f"--data-dir: {path}:{lines.line_num}: {error}") from error
+        return cls(path, {name: _as_pandas([row[i] for row in rows]) for i, name in enumerate(names)})
+
+    def column(self, name: str) -> list[str | None]:
+        if name not in self.columns:
+            raise UsageError(f"--data-dir: {self.path}: has no column {name}, only {', '.join(self.columns)[:200]}")
+        return self.columns[name]
+
+    def numbers(self, name: str) -> list[int]:
+        """A column of whole numbers."""
+        values = self.column(name)
+        try:
+            return [int(float(value or "")) for value in values]
+        except (ValueError, OverflowError) as error:
+            raise UsageError(f"--data-dir: {self.path}: {name} has a value that is no whole number") from error
+
+    def rows(self, about: Dataset, without: Sequence[str]) -> list[dict[str, str | None]]:
+        """Each row, with the columns that are used under the names that they get."""
+        names = {n: (about.renamed or {}).get(n, n) for n in self.columns if n not in (*about.dropped, *without)}
+        count = len(next(iter(self.columns.values()), []))
+        return [{new: self.columns[old][i] for old, new in names.items()} for i in range(count)]
+
+
+def _as_pandas(values: list[str]) -> list[str | None]:
+    """The values of a column as texts of what pandas would make of them: numbers lose zeros and get a point."""
+    found = [None if value in _GAPS else value for value in values]
+    given = [value for value in found if value is not None]
+    for kind in (int, float):
+        try:
+            read = [None if value is None else kind(value) for value in found]
+        except ValueError:
+            continue
+        if any("_" in value for value in given):  # a number to Python only
+            break
+        return [None if n is None else str(n if len(given) == len(found) else float(n)) for n in read]
+    return found
+
+
+# ---- Rows as texts
+
+
+AsText = Callable[[Mapping[str, str | None]], str]
+
+
+def _as_text(row: Mapping[str, str | None], sep: str, gap: str) -> str:
+    """`name: value. other: value`."""
+    cells = [f"{name}: {gap if value is None else value.strip()}".lstrip() for name, value in row.items()]
+    return (f" {sep} " if sep not in ("", ".") else f"{sep} ").join(cells)
+
+
+def _pairs(task: Task, labels: Table, as_text: AsText, sep: str) -> list[Item]:
+    about, noun = task.about, task.about.noun
+    sides = []
+    for side, name in (("A", "ltable_id"), ("B", "rtable_id")):
+        table = Table.read(task.folder / f"table{side}.csv")
+        rows = dict(zip(table.column("id"), table.rows(about, ["id"]), strict=True))
+        sides.append([(_found(rows, one, table, labels), side) for one in labels.column(name)])
+    found = []
+    for (a, _), (b, _), label in zip(*sides, labels.numbers("label"), strict=True):
+        text = f"{noun} A is {as_text(a)}. {noun} B is {as_text(b)}.{about.question} "
+        key = a.get((about.key or "").removesuffix("_A"))
+        found.append(Item(text, "Yes" if label == 1 else "No", "nan" if key is None else key))
+    return found
+
+
+def _found(
+    rows: Mapping[str | None, dict[str, str | None]], one: str | None, table: Table, labels: Table
+) -> dict[str, str | None]:
+    if one not in rows:
+        raise UsageError(f"--data-dir: {labels.path}: names the id {one}, which {table.path.name} does not have")
+    return rows[one]
+
+
+def _cells(task: Task, labels: Table, as_text: AsText, sep: str) -> list[Item]:
+    rows = Table.read(task.folder / "table.csv").rows(task.about, ())
+    found = []
+    cells = zip(labels.numbers("row_id"), labels.column("col_name"), labels.numbers("is_clean"), strict=True)
+    for number, name, is_clean in cells:
+        if not 0 <= number < len(rows) or name is None or name not in rows[number]:
+            raise UsageError(f"--data-dir: {labels.path}: names {name} of row {number}, which table.csv does not have")
+        cell = as_text({name: rows[number][name]})
+        text = f"Is there a x spelling error in {cell}{task.about.question} "
+        found.append(Item(text, "No" if is_clean == 1 else "Yes", name))
+    return found
+
+
+def _rows(task: Task, table: Table, as_text: AsText, sep: str) -> list[Item]:
+    wanted = task.about.column
+    assert wanted is not None
+    labels = table.column(wanted)
+    return [
+        Item(f"{as_text(row)}{sep}{task.about.question} ", "nan" if label is None else label)
+        for row, label in zip(table.rows(task.about, ["id", wanted]), labels, strict=True)
+    ]
+
+
+# ---- Examples
+
+
+def shuffled(items: Sequence[Item], kind: str, balanced: bool) -> list[Item]:
+    """Training rows in the order that examples are drawn from. balanced: as many of each answer, but for imputation."""
+    if balanced and kind != "data_imputation":
+        # In the order of the numbers that stand for them: `label` 1 is Yes, `is_clean` 1 is No.
+        labels = sorted({item.label for item in items}, reverse=kind == "error_detection")
+        groups = [[item for item in items if item.label == label] for label in labels]
+        least = min(map(len, groups))
+        items = [one for group in groups for one in drawn(group, least, _SHUFFLE_SEED)]
+    return drawn(items, len(items), _SHUFFLE_SEED)
+
+
+def drawn(items: Sequence[Item], count: int, seed: int) -> list[Item]:
+    """`count` different ones, in the order drawn."""
+    return [items[i] for i in np.random.RandomState(seed).choice(len(items), size=count, replace=False)]
+
+
+def near_misses(items: Sequence[Item], wrong: Sequence[bool], count: int) -> list[Item]:
+    """Rows of which two alike have other answers, one of them wrongly predicted: what the model must tell apart.
+
+    Alike is the cosine of their counts of character trigrams, weighted by how rare these are; fm_data_tasks takes a
+    sentence encoder's, which a folder of data has not. Pairs that are most alike come first.
+    """
+    vectors = _trigrams([item.text for item in items])
+    alike, found = np.triu(vectors @ vectors.T, 1), []
+    for one in range(len(items)):
+        near = np.argsort(-alike[one], kind="stable")[: count + 1]
+        found += [(-alike[one, other], one, int(other)) for other in near if other > one]
+    chosen: dict[int, None] = {}
+    for _, one, other in sorted(found):
+        if (wrong[one] or wrong[other]) and items[one].label != items[other].label:
+            chosen.update({one: None, other: None})
+    return [items[i] for i in list(chosen)[:count]]
+
+
+def _trigrams(texts: Sequence[str]) -> NDArray[np.float32]:
+    """(texts, _TRIGRAMS), rows of length 1."""
+    counts = np.zeros((len(texts), _TRIGRAMS), np.float32)
+    for row, text in enumerate(texts):
+        np.add.at(counts[row], [crc32(text[i : i + 3].encode()) % _TRIGRAMS for i in range(len(text) - 2)], 1)
+    counts *= np.log(len(texts) / np.maximum(1, (counts > 0).sum(0)) + 1).astype(np.float32)
+    counts /= np.maximum(1e-9, np.linalg.norm(counts, axis=1, keepdims=True))
+    return counts
