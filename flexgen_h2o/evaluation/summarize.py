@@ -183,9 +183,6 @@ def _check(args: argparse.Namespace) -> list[Cell]:
     if not args.input.is_file():
         raise UsageError(f"--input {args.input}: no such file; {LAYOUT}")
     sampling_of(args)
-    missing = [package for module, package in NEEDED.items() if find_spec(module) is None]
-    if missing:
-        raise UsageError(f"evaluate summarize: needs {' and '.join(missing)}; pip install -e '.[eval]' in a clone")
     if args.plot is not None:
         check_picture(args.plot)
     if args.kvpress_dir is not None:
@@ -197,6 +194,9 @@ def _check(args: argparse.Namespace) -> list[Cell]:
         args.output_dir = _made_folder(usable_path(args.output_dir, "--output-dir"), "--output-dir")
     for cell in cells:
         check_output_path(cell.output)
+    missing = [package for module, package in NEEDED.items() if find_spec(module) is None]
+    if missing:
+        raise UsageError(f"summarize: needs {' and '.join(missing)}; pip install -e '.[eval]' in a clone")
     results_are_in(*(cell.output for cell in cells), args.json, args.markdown)
     return cells
 
@@ -243,6 +243,8 @@ def _sizes(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     elif heavy is None and recent is not None:
         raise UsageError(f"--recent-size {recent[0]}: goes with --hh-size; give both (0 heavy ones for a window alone)")
     elif heavy is not None:
+        if 0 in heavy and recent is None:
+            raise UsageError("--hh-size 0: leaves nothing alone; say with --recent-size how many recent columns stay")
         pairs = _paired("--hh-size", heavy, "--recent-size", recent or heavy)
     elif "kv_budget" in given:
         pairs = []
@@ -296,10 +298,12 @@ def _prepare(args: argparse.Namespace, llm: LLM, fields: Mapping[str, Any], outp
                         "sampling as they were, or give another --output-dir"
                     )
                 file.write(line)
+            if not counts["articles"]:
+                raise UsageError(
+                    f"--too-long skip: all {counts['skipped']} articles are too long for {model.name}; cut them"
+                )
     except OSError as error:
         raise FlexgenError(f"{path}: {error.strerror or error}") from error
-    if not counts["articles"]:
-        raise UsageError(f"--too-long skip: all {counts['skipped']} articles are too long for {model.name}; cut them")
     if counts["cut"] or counts["skipped"]:
         note(
             "evaluate", f"{counts['cut']} articles were cut to the {model.spec.max_positions} positions of "
