@@ -218,11 +218,13 @@ def _cells(args: argparse.Namespace) -> list[Cell]:
     if Full.name in names:
         named += [(case, "") for case in make_cases([name for name in names if name == Full.name], {}, None)]
     others = [name for name in names if name != Full.name]
-    if not others and (args.positions is not None or _given_sizes(args)):
-        raise UsageError("--policies full: keeps every column, sizes and positions say nothing of it; name another too")
     own = {} if args.positions is None else {"positions": args.positions}
-    for size, settings in sizes.items() if others else ():
-        named += [(case, size) for case in make_cases(others, {**settings, **own}, None)]
+    if not others and (own or _given_sizes(args)):
+        raise UsageError("--policies full: keeps every column, sizes and positions say nothing of it; name another too")
+    sized = [name for name in others if "kv_budget=" not in name]
+    named += [(case, "") for case in make_cases([name for name in others if name not in sized], own, None)]
+    for size, settings in sizes.items() if sized else ():
+        named += [(case, size) for case in make_cases(sized, {**settings, **own}, None)]
     return [Cell(case, size, _output_of(args, case.label, size)) for case, size in named]
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from flexgen_h2o.core.files import open_regular, write_picture, write_result
 from flexgen_h2o.core.units import format_bytes, markdown_table
 from flexgen_h2o.evaluation.articles import METRICS, ROUGE, ROUGE_SCORE, split_instruction
-from flexgen_h2o.evaluation.figures import MARKS, Bootstrap, held_columns, number, over_budgets
+from flexgen_h2o.evaluation.figures import MARKS, Bootstrap, number, over_budgets
 from flexgen_h2o.evaluation.kvpress import PressRun, write_press_run
 from flexgen_h2o.jobs.output import whole_row
 from flexgen_h2o.jobs.sidecar import read_status
@@ -68,8 +68,10 @@ def kept(cell: Cell, answers: Sequence[Answer], column: tuple[int, int]) -> Figu
     """
     (nbytes, blocks), n = column, max(1, len(answers))
     lengths = [(one.prompt_tokens, one.max_tokens) for one in answers]
-    held = sum(held_columns(cell.case.eviction, *one, blocks) for one in lengths)
-    full = sum(held_columns(Full(), *one, blocks) for one in lengths)
+    held, full = (
+        sum(eviction.slots(*one, block, blocks) for one in lengths for block in range(blocks))
+        for eviction in (cell.case.eviction, Full())
+    )
     share = held / full if full else 1.0
     return {
         "title": cell.title, "policy": cell.case.label, "size": cell.size, "positions": cell.case.positions,

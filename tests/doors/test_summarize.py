@@ -195,6 +195,16 @@ def test_shares_of_the_whole_sequence(tmp_path: Path) -> None:
     assert cells[1].case.eviction.to_json()["kv_budget"] == 0.5 and cells[1].output.name == "h2o-0.5.jsonl"
     both = summarize._cells(parsed("--policies h2o --kv-budget 0.5 --hh-size 4", tmp_path))
     assert [cell.title for cell in both] == ["h2o 4+4", "h2o 0.5"]
+    own = summarize._cells(parsed("--policies h2o h2o:kv_budget=0.3 --hh-size 4 8", tmp_path))  # a size of its own
+    assert [cell.title for cell in own] == ["h2o:kv_budget=0.3", "h2o 4+4", "h2o 8+8"]
+
+
+@pytest.mark.skipif(not summarize.HAS_BUDGET, reason="--kv-budget comes with the eviction settings")
+def test_a_share_of_the_whole_sequence_is_kept(run: Door, tmp_path: Path) -> None:
+    run("--output-dir d --policies h2o --kv-budget 0.5 --json r.json")
+    (cell,) = figures(tmp_path / "r.json")["cells"]
+    usage = [row["response"]["body"]["usage"]["prompt_tokens"] for row in rows_of(tmp_path / "d" / "h2o-0.5.jsonl")]
+    assert cell["kv_columns"] == pytest.approx(sum(int(0.5 * (n + NEW)) + 1 for n in usage) / 3)
 
 
 def parsed(flags: str, tmp_path: Path) -> Any:
