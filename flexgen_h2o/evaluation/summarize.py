@@ -75,7 +75,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--input", type=file_name, help='.jsonl, a record an article: {"article", "summary_gt", "max_tokens", ...}')
     add("--output-dir", type=file_name, metavar="DIR", help="folder of the jobs: an output a cell, and summary.json")
     add("--output", type=file_name, metavar="FILE", help="instead, of one cell: the .jsonl that its job writes")
-    add("--policies", nargs="+", metavar="NAME", help=f"{', '.join(POLICIES)} (full local h2o); also h2o-norm:decay=0.9")
+    add(
+        "--policies", nargs="+", metavar="NAME", help=f"{', '.join(POLICIES)} (full local h2o); also h2o-norm:decay=0.9"
+    )
     add("--hh-size", type=count, nargs="+", metavar="N", help="heavy-hitter columns a row, a cell each (32 ... 512)")
     add("--recent-size", type=positive, nargs="+", metavar="N", help="recent columns a row, one for each (as many)")
     if HAS_BUDGET:
