@@ -26,6 +26,7 @@ from flexgen_h2o.cli_common import (
 )
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import parse_bytes
+from flexgen_h2o.evaluation.rows import sizes_of_window
 from flexgen_h2o.flags import (
     add_engine_flags,
     add_eviction_flags,
@@ -40,6 +41,8 @@ from flexgen_h2o.kvcache.eviction import POLICIES, says_budget
 # module may import no torch; add_flags sets `run`, a function of the parsed arguments that returns the exit code.
 WORKFLOWS: dict[str, tuple[str, str]] = {
     "data-wrangling": ("data_wrangling", "entity matching, error detection and imputation, as fm_data_tasks has them"),
+    "summarize": ("summarize", "summaries of articles by size of the KV cache: ROUGE, bytes, tokens/s"),
+    "helm": ("helm", "HELM's requests for batch jobs, and their answers for HELM's cache"),
 }
 BUDGETS = (0.5, 0.2, 0.1)
 TEXT_PROMPTS, RECALL_PROMPTS, TEXT_GEN_LEN = 200, 100, 64
@@ -254,14 +257,7 @@ def _sizes(args: argparse.Namespace) -> tuple[int, int]:
     if args.hh_size is not None or args.recent_size is not None:
         given = "--hh-size" if args.hh_size is not None else "--recent-size"
         raise UsageError(f"{given}: is said by --num_window_length and --num_heavy_hitter_tokens too; give one of them")
-    window, heavy = window or 2 * SIZE, SIZE if heavy is None else heavy
-    heavy = window // 2 if heavy == -1 else heavy
-    if not 0 <= heavy < window:
-        raise UsageError(
-            f"--num_heavy_hitter_tokens {heavy}: must be from 0 to less than --num_window_length {window}, which the "
-            "recent columns are in too; or -1, half of it"
-        )
-    return heavy, window - heavy
+    return sizes_of_window(window or 2 * SIZE, SIZE if heavy is None else heavy)
 
 
 if __name__ == "__main__":

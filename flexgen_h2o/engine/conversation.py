@@ -42,7 +42,7 @@ class Ends(Protocol):
 
 
 class Conversation:
-    """A token source (engine.generation.TokenSource) of one row through all turns.
+    """A token source (engine.decoding.TokenSource) of one row through all turns.
 
     left: how many more tokens there is room for.
 

@@ -281,7 +281,7 @@ def _percent(interval: Figures) -> str:
     return f"{value:.1f}% [{low:.1f}, {high:.1f}]"
 
 
-_MARKS = "osD^vP*X<>h"
+MARKS = "osD^vP*X<>h"
 
 
 def draw(result: Figures, path: Path) -> None:
@@ -296,15 +296,15 @@ def draw(result: Figures, path: Path) -> None:
     smallest = min(cell["budget"] for cell in result["cells"])
     for i, policy in enumerate(dict.fromkeys(cell["policy"] for cell in result["cells"])):
         cells = sorted((c for c in result["cells"] if c["policy"] == policy), key=lambda c: c["budget"])
-        style = {"label": policy, "color": f"C{i % 10}", "marker": _MARKS[i % len(_MARKS)], "markersize": 5}
-        _over_budgets(axes[0], cells, [c["kl"] for c in cells], style)
-        _over_budgets(axes[1], cells, [c["flips"] for c in cells], style)
+        style = {"label": policy, "color": f"C{i % 10}", "marker": MARKS[i % len(MARKS)], "markersize": 5}
+        over_budgets(axes[0], cells, [c["kl"] for c in cells], style)
+        over_budgets(axes[1], cells, [c["flips"] for c in cells], style)
         steps = cells[0]["by_step"]
         if cells[0]["budget"] == smallest:
             middles = [(part["first"] + part["last"]) / 2 for part in steps]
             axes[2].errorbar(middles, [part["kl"]["value"] for part in steps], **style)
         if "recall" in cells[0]:
-            _over_budgets(axes[3], cells, [next(iter(reversed(c["recall"].values()))) for c in cells], style)
+            over_budgets(axes[3], cells, [next(iter(reversed(c["recall"].values()))) for c in cells], style)
     budgets, decode = f"columns kept, share of the {result['settings']['budgets_of']}", "decode step"
     titles = (
         ("KL to the full cache, nats a step", budgets), ("top-1 flips, share of steps", budgets),
@@ -323,7 +323,7 @@ def draw(result: Figures, path: Path) -> None:
     write_picture(path, figure)
 
 
-def _over_budgets(ax: Any, cells: list[Figures], intervals: list[Figures], style: Figures) -> None:
+def over_budgets(ax: Any, cells: list[Figures], intervals: list[Figures], style: Figures) -> None:
     budgets, values = [cell["budget"] for cell in cells], [one["value"] for one in intervals]
     # A percentile interval may leave its estimate out; matplotlib takes no negative lengths.
     below = [max(0.0, one["value"] - one["low"]) for one in intervals]

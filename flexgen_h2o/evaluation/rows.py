@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import read_bounded
@@ -24,7 +24,9 @@ from flexgen_h2o.core.settings import ORIGINAL, ROLLING, SIZES
 from flexgen_h2o.engine.prompts import read_prompts
 from flexgen_h2o.kvcache.eviction import EVICTING, Eviction, Full, make_eviction, says_budget
 from flexgen_h2o.kvcache.eviction.policy import is_rolling
-from flexgen_h2o.models.load import Model
+
+if TYPE_CHECKING:
+    from flexgen_h2o.models.load import Model
 
 _NOT_OURS = frozenset({"site-packages", "dist-packages", "__pycache__", "lib2to3"})
 _LEAST_BYTES = 200
@@ -303,6 +305,17 @@ def make_cases(policies: Sequence[str], settings: Mapping[str, Any], sinks: int 
             own["sinks"] = sinks
         cases.append(Case(policy, Full() if policy == Full.name else _eviction(policy, own)))
     return cases
+
+
+def sizes_of_window(window: int, heavy: int) -> tuple[int, int]:
+    """Heavy and recent columns of a window that has both, as llama-recipes says them; -1 heavy ones are half of it."""
+    heavy = window // 2 if heavy == -1 else heavy
+    if not 0 <= heavy < window:
+        raise UsageError(
+            f"--num_heavy_hitter_tokens {heavy}: must be from 0 to less than --num_window_length {window}, which the "
+            "recent columns are in too; or -1, half of it"
+        )
+    return heavy, window - heavy
 
 
 def check_distinct(flag: str, given: Sequence[object]) -> None:

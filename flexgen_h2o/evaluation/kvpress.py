@@ -1,0 +1,107 @@
+"""Results in the layout of NVIDIA's kvpress (evaluation/evaluate.py there), so that they lie beside its own.
+
+    DIR/DATASET[__DATA_DIR]__MODEL__PRESS__RATIO[__fractionF]/predictions.csv, metrics.json, config.yaml
+
+RATIO is kvpress's compression_ratio, the share of KV columns that are dropped, with two places. There it is a share of
+the context; whoever writes here says in `settings` of what. predictions.csv has a row a question, with all columns of
+kvpress's data but the context: question, answer_prefix, answer, max_new_tokens, predicted_answer, compression_ratio.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from flexgen_h2o.core.errors import FlexgenError
+from flexgen_h2o.core.files import read_bounded, replacing, write_whole
+
+COLUMNS = ("question", "answer_prefix", "answer", "max_new_tokens", "predicted_answer")
+FLAG = "--kvpress-dir"
+
+
+@dataclass(frozen=True)
+class PressRun:
+    """What a folder of results says of its run.
+
+    press: the eviction policy. compression_ratio: 1 - kept share of the KV columns; 0 is the full cache. fraction:
+    share of the data set that was run. settings: further lines of config.yaml, JSON values.
+    """
+
+    dataset: str
+    model: str
+    press: str
+    compression_ratio: float
+    data_dir: str = ""
+    fraction: float = 1.0
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def folder_name(self) -> str:
+        parts = [self.dataset, self.data_dir, self.model.replace("/", "--"), self.press]
+        parts = [file_label(part) for part in parts if part] + [f"{self.compression_ratio:.2f}"]
+        return "__".join([*parts, *([f"fraction{self.fraction:.3f}"] if self.fraction < 1 else [])])
+
+    @property
+    def config(self) -> str:
+        """YAML, a line a setting: a JSON value is one of YAML's."""
+        values = {
+            "dataset": self.dataset, "data_dir": self.data_dir or None, "model": self.model, "press_name": self.press,
+            "compression_ratio": self.compression_ratio, "fraction": self.fraction, **self.settings,
+        }  # fmt: skip
+        return "".join(f"{name}: {json.dumps(value)}\n" for name, value in values.items())
+
+
+def file_label(text: str) -> str:
+    """A name as a part of a file's name."""
+    return re.sub(r"[^\w.+=,-]+", "-", text)
+
+
+def write_press_run(
+    folder: Path, run: PressRun, rows: Iterable[Mapping[str, Any]], metrics: Mapping[str, Any]
+) -> Path:  # fmt: skip
+    """A folder of results in `folder`, which is created; returns it.
+
+    rows: a question each, with COLUMNS and any others (`task`, ...), the same in all; `context` is left out, as kvpress
+    does. metrics: JSON values. A folder of the same run, with equal settings, is written again; where another run has
+    the name, also one of kvpress's own, the results go into the first free of 1, 2, ... in it, as there. FlexgenError
+    naming --kvpress-dir where it cannot be written.
+    """
+    try:
+        target = _free_folder(folder / run.folder_name, run.config)
+        target.mkdir(parents=True, exist_ok=True)
+        write_whole(target / "config.yaml", run.config)
+        write_whole(target / "metrics.json", json.dumps(metrics, indent=4) + "\n")
+        with replacing(target / "predictions.csv") as file:
+            out = csv.writer(file, lineterminator="\n")
+            names: list[str] = []
+            for row in rows:
+                if not names:
+                    names = [name for name in row if name not in ("context", "compression_ratio")]
+                    out.writerow([*names, "compression_ratio"])
+                out.writerow([*(row[name] for name in names), run.compression_ratio])
+            if not names:
+                out.writerow([*COLUMNS, "compression_ratio"])
+    except OSError as error:
+        raise FlexgenError(f"{FLAG} {folder}: {error.filename or ''} {error.strerror or error}") from error
+    return target
+
+
+def _free_folder(folder: Path, config: str) -> Path:
+    """`folder`, or the first of its folders 1, 2, ... that has no results, or those of this very run."""
+    for number in count():
+        candidate = folder / str(number) if number else folder
+        if not (candidate / "predictions.csv").exists():
+            return candidate
+        try:
+            if read_bounded(candidate / "config.yaml").decode(errors="replace") == config:
+                return candidate
+        except OSError:
+            continue
+    raise AssertionError("count() has no end")

@@ -1,0 +1,374 @@
+"""`evaluate summarize`: summaries of articles with the full cache and with eviction, over a grid of KV sizes.
+
+The experiment of h2o_hf's and llama-recipes' run_summarization.py. Each cell of the grid (a policy at a size) is a
+durable batch job with an output of its own (docs/jobs.md): killed, the same command does what is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flexgen_h2o.cli_common import (
+    check_files,
+    check_picture,
+    count,
+    file_name,
+    note,
+    positive,
+    results_are_in,
+)
+from flexgen_h2o.core.config import DTYPE_BYTES, Policy
+from flexgen_h2o.core.errors import EXIT_ALL_ROWS_FAILED, EXIT_DONE, FlexgenError, TooLongError, UsageError
+from flexgen_h2o.core.files import read_json, replacing, usable_path, write_whole
+from flexgen_h2o.engine.prompts import check_output_path
+from flexgen_h2o.evaluation.articles import LAYOUT, Rouge, read_records, shortened
+from flexgen_h2o.evaluation.kvpress import file_label
+from flexgen_h2o.evaluation.rows import Case, make_cases, sizes_of_window
+from flexgen_h2o.flags import add_engine_flags, add_sampling_flags, compression_flags, open_llm, policy_of, sampling_of
+from flexgen_h2o.kvcache.eviction import POLICIES, Full
+
+if TYPE_CHECKING:
+    from flexgen_h2o.llm import LLM
+    from flexgen_h2o.models.load import Model
+
+SCHEMA = 1
+# llama-recipes' table of XSUM: windows of 64, 128, 256, 512 and 1,024 columns, half of each heavy.
+HEAVY = (32, 64, 128, 256, 512)
+GEN_LEN = 64  # of records that do not say
+H2O_HF_SIZE, LLAMA_RECIPES_SIZE = 1024, 128  # heavy columns, and as many recent ones: the scripts' defaults
+OF_RECORDS = ("temperature", "top_p", "top_k", "stop", "ignore_eos")  # flags that stand in for fields of all records
+ALIAS: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+NEEDED = {"rouge_score": "rouge-score", "rouge": "rouge"}
+
+Figures = dict[str, Any]  # as the JSON result has them
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A policy at a size. size: as people write it, "" for the full cache. output: of its job."""
+
+    case: Case
+    size: str
+    output: Path
+
+    @property
+    def title(self) -> str:
+        return f"{self.case.label} {self.size}".strip()
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """All flags of `evaluate summarize`, the aliases of h2o_hf's and llama-recipes' scripts included."""
+    parser.set_defaults(run=run)
+    add_engine_flags(parser)
+    add_sampling_flags(parser)
+    add = parser.add_argument
+    add("--input", type=file_name, help='.jsonl, a record an article: {"article", "summary_gt", "max_tokens", ...}')
+    add("--output-dir", type=file_name, metavar="DIR", help="folder of the jobs: an output a cell, and summary.json")
+    add("--output", type=file_name, metavar="FILE", help="instead, of one cell: the .jsonl that its job writes")
+    add(
+        "--policies", nargs="+", metavar="NAME", help=f"{', '.join(POLICIES)} (full local h2o); also h2o-norm:decay=0.9"
+    )
+    add("--hh-size", type=count, nargs="+", metavar="N", help="heavy-hitter columns a row, a cell each (32 ... 512)")
+    add("--recent-size", type=positive, nargs="+", metavar="N", help="recent columns a row, one for each (as many)")
+    add("--kv-budget", type=float, nargs="+", metavar="R", help="shares of prompt + max_tokens, a cell each")
+    add("--positions", choices=("original", "rolling"), help="of all policies but full (original)")
+    add("--sample-num", "--sample_num", type=positive, metavar="N", help="the first N articles only")
+    add("--greedy", dest="temperature", action="store_const", const=0.0, help="--temperature 0: records say 0.3")
+    add("--gen-len", type=positive, help=f"most new tokens of all articles (the records' max_tokens, else {GEN_LEN})")
+    add(
+        "--too-long", choices=("cut", "skip"), default="cut",
+        help="articles beyond the model's positions lose their end, not their instruction; or are left out (cut)",
+    )  # fmt: skip
+    add("--resamples", type=positive, default=1000, help="of the bootstrap (1000)")
+    add("--json", type=file_name, help="write all figures")
+    add("--markdown", type=file_name, help="write the table that is printed")
+    add("--plot", type=file_name, help="write a picture (.png, .svg; needs matplotlib: the extra `plot`)")
+    add("--kvpress-dir", type=file_name, metavar="DIR", help="write predictions and metrics in kvpress's layout")
+    _add_aliases(parser)
+
+
+def _add_aliases(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--input_path", "--input-path", dest="input", type=file_name, **ALIAS)
+    add("--output_path", "--output-path", dest="output", type=file_name, **ALIAS)
+    add("--model_name", "--model-name", dest="model", **ALIAS)
+    add("--cache_dir", dest="path", type=lambda name: name if Path(name).expanduser().is_dir() else None, **ALIAS)
+    add("--enable_h2o_cache", dest="script_size", action="store_const", const=H2O_HF_SIZE, **ALIAS)
+    add("--enable_h2o_generation", dest="script_size", action="store_const", const=LLAMA_RECIPES_SIZE, **ALIAS)
+    add("--hh_size", dest="hh_size", type=count, nargs="+", **ALIAS)
+    add("--recent_size", dest="recent_size", type=positive, nargs="+", **ALIAS)
+    add("--num_heavy_hitter_tokens", dest="heavy_of_window", type=int, nargs="+", **ALIAS)
+    add("--num_window_length", dest="window", type=positive, nargs="+", **ALIAS)
+    add("--enable_position_rolling", dest="positions", action="store_const", const="rolling", **ALIAS)
+    add("--k", dest="top_k", type=int, **ALIAS)
+    add("--batch_size", dest="gpu_batch_size", type=positive, **ALIAS)
+    add("--no_cuda", dest="device", action="store_const", const="cpu", **ALIAS)
+    add("--fp16", dest="dtype", action="store_const", const="float16", **ALIAS)
+
+
+def run(args: argparse.Namespace) -> int:
+    """All cells, one after the other, and what they are worth; returns the exit code."""
+    asked_len, args.gen_len = args.gen_len, args.gen_len or GEN_LEN
+    fields = {name: getattr(args, name) for name in OF_RECORDS if name in args.given}
+    fields |= {} if asked_len is None else {"max_tokens": asked_len}
+    cells = _check(args)
+    total = sum(1 for _ in read_records(args.input, None, fields, GEN_LEN))
+    if not total:
+        raise UsageError(f"--input {args.input}: no record in it, only blank lines or nothing; {LAYOUT}")
+    policy, is_auto = policy_of(args)
+    if policy.attn_sparsity != 1:
+        raise UsageError("--attn-sparsity: is for the full cache alone, and it stands beside others here; leave it out")
+    with open_llm(args, policy, is_auto, Full()) as llm:
+        for cell in cells:  # what is refused, a dtype too, is refused before anything is run
+            llm.eviction = cell.case.eviction
+            llm.check_plan()
+        facts = {**_prepare(args, llm, fields, cells[0].output), "articles_in_input": total}
+        facts["compression"], column = compression_flags(policy), _column(llm, policy)
+    return _run_cells(args, cells, facts, column, policy, is_auto)
+
+
+def _run_cells(
+    args: argparse.Namespace, cells: Sequence[Cell], facts: Figures, column: tuple[int, int], policy: Policy,
+    is_auto: bool,
+) -> int:  # fmt: skip
+    """Jobs and scores, a cell at a time; summary.json has the cells so far, and those of earlier runs."""
+    from flexgen_h2o.evaluation import summary
+
+    before, found, codes = _earlier(args), dict[str, Figures](), []
+    reference, scorer = dict[int, list[float]](), Rouge()
+    for cell in cells:
+        print(f"# {cell.title}", flush=True)
+        codes.append(_job(args, cell, policy, is_auto))
+        answers = summary.read_answers(cell.output)
+        scores = {one.number: scorer(one.text, one.reference) for one in answers}
+        figures = {**summary.kept(cell, answers, column), **summary.speed(cell.output, before.get(cell.title, {}))}
+        figures |= summary.means(scores, reference, args.resamples, args.seed)
+        reference = reference or scores  # the first cell's: the full cache's, if it is asked for
+        found[cell.title] = figures
+        summary.say_means(figures)
+        _write_summary(_summary_of(args), {**facts, "cells": list((before | found).values())})
+        if args.kvpress_dir is not None and answers:
+            summary.write_press(args.kvpress_dir, cell, answers, figures, facts)
+    summary.show(args, {**facts, "cells": list(found.values())})
+    return EXIT_ALL_ROWS_FAILED if all(code == EXIT_ALL_ROWS_FAILED for code in codes) else EXIT_DONE
+
+
+def _column(llm: LLM, policy: Policy) -> tuple[int, int]:
+    """Bytes of a KV column of all kv-heads in one transformer block, and the number of blocks."""
+    from flexgen_h2o.engine.report import column_bytes
+
+    spec = llm.model.spec
+    return column_bytes(spec, policy, DTYPE_BYTES[llm.dtype])[0], spec.num_blocks
+
+
+# ---- What is run
+
+
+def _check(args: argparse.Namespace) -> list[Cell]:
+    """The cells. UsageError for what can be wrong with flags and files, before torch is imported."""
+    if args.input is None:
+        raise UsageError(f"--input: is missing; name a .jsonl file of articles: {LAYOUT}")
+    if (args.output_dir is None) == (args.output is None):
+        raise UsageError("--output-dir: give it, or for a single cell --output; the jobs' rows are kept there")
+    check_files(args, ("input",), ("json", "markdown", "plot"), "output")
+    if not args.input.is_file():
+        raise UsageError(f"--input {args.input}: no such file; {LAYOUT}")
+    sampling_of(args)
+    if args.plot is not None:
+        check_picture(args.plot)
+    if args.kvpress_dir is not None:
+        args.kvpress_dir = usable_path(args.kvpress_dir, "--kvpress-dir")
+    cells = _cells(args)
+    if args.output is not None and len(cells) > 1:
+        raise UsageError(f"--output {args.output}: takes one cell, and there are {len(cells)}; give --output-dir DIR")
+    if args.output is None:
+        args.output_dir = _made_folder(usable_path(args.output_dir, "--output-dir"), "--output-dir")
+    for cell in cells:
+        check_output_path(cell.output)
+    missing = [package for module, package in NEEDED.items() if find_spec(module) is None]
+    if missing:
+        raise UsageError(f"summarize: needs {' and '.join(missing)}; pip install -e '.[eval]' in a clone")
+    results_are_in(*(cell.output for cell in cells), args.json, args.markdown)
+    return cells
+
+
+def _made_folder(folder: Path, flag: str) -> Path:
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{flag} {folder}: {error.strerror or error}; its parent must be there") from error
+    return folder
+
+
+def _cells(args: argparse.Namespace) -> list[Cell]:
+    """The full cache first, then each size with each policy."""
+    is_h2o = vars(args).get("script_size") is not None
+    usual = ("h2o",) if is_h2o else ("full",) if args.output is not None else ("full", "local", "h2o")
+    names, sizes = args.policies or usual, _sizes(args)
+    named: list[tuple[Case, str]] = []
+    if Full.name in names:
+        named += [(case, "") for case in make_cases([name for name in names if name == Full.name], {}, None)]
+    others = [name for name in names if name != Full.name]
+    own = {} if args.positions is None else {"positions": args.positions}
+    if not others and (own or _given_sizes(args)):
+        raise UsageError("--policies full: keeps every column, sizes and positions say nothing of it; name another too")
+    sized = [name for name in others if "kv_budget=" not in name]
+    named += [(case, "") for case in make_cases([name for name in others if name not in sized], own, None)]
+    for size, settings in sizes.items() if sized else ():
+        named += [(case, size) for case in make_cases(sized, {**settings, **own}, None)]
+    return [Cell(case, size, _output_of(args, case.label, size)) for case, size in named]
+
+
+def _given_sizes(args: argparse.Namespace) -> list[str]:
+    names = ("hh_size", "recent_size", "kv_budget", "window", "heavy_of_window", "script_size")
+    return [name for name in names if vars(args).get(name) is not None]
+
+
+def _sizes(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Settings of an eviction policy by the size as people write it. UsageError naming a flag."""
+    window, heavy_of_window = vars(args).get("window"), vars(args).get("heavy_of_window")
+    given, heavy, recent = _given_sizes(args), args.hh_size, args.recent_size
+    if window is not None or heavy_of_window is not None:
+        if heavy is not None or recent is not None:
+            raise UsageError("--num_window_length: --hh-size and --recent-size say the same; give one kind of them")
+        pairs = _paired("--num_heavy_hitter_tokens", heavy_of_window or [-1], "--num_window_length", window or [256])
+        pairs = [sizes_of_window(wide, high) for high, wide in pairs]
+    elif heavy is None and recent is not None:
+        raise UsageError(f"--recent-size {recent[0]}: goes with --hh-size; give both (0 heavy ones for a window alone)")
+    elif heavy is not None:
+        if 0 in heavy and recent is None:
+            raise UsageError("--hh-size 0: leaves nothing alone; say with --recent-size how many recent columns stay")
+        pairs = _paired("--hh-size", heavy, "--recent-size", recent or heavy)
+    elif "kv_budget" in given:
+        pairs = []
+    else:
+        asked = vars(args).get("script_size")
+        pairs = [(n, n) for n in (HEAVY if asked is None else (asked,))]
+    sizes: dict[str, dict[str, Any]] = {f"{h}+{r}": {"heavy_size": h, "recent_size": r} for h, r in pairs}
+    shares = vars(args).get("kv_budget") or []
+    if len(sizes) < len(pairs) or len(set(shares)) < len(shares):
+        raise UsageError("--hh-size, --recent-size, --kv-budget: a size is given twice; give each once")
+    return sizes | {f"{share:g}": {"kv_budget": share} for share in shares}
+
+
+def _paired(flag: str, values: Sequence[int], other_flag: str, others: Sequence[int]) -> list[tuple[int, int]]:
+    """One of each, in turn; a single one goes with all of the other kind."""
+    if len(values) != len(others) and 1 not in (len(values), len(others)):
+        raise UsageError(f"{flag} has {len(values)} sizes, {other_flag} {len(others)}; give as many of both, or one")
+    most = max(len(values), len(others))
+    return list(zip(*(list(v) * most if len(v) == 1 else v for v in (values, others)), strict=False))[:most]
+
+
+def _output_of(args: argparse.Namespace, policy: str, size: str) -> Path:
+    if args.output is not None:
+        return Path(args.output)
+    return Path(args.output_dir) / (file_label(f"{policy}-{size}" if size else policy) + ".jsonl")
+
+
+def _requests_of(args: argparse.Namespace, output: Path) -> Path:
+    """What the jobs read: the records as they are run."""
+    return output.with_name("requests.jsonl" if args.output is None else output.name + ".requests")
+
+
+def _summary_of(args: argparse.Namespace) -> Path:
+    folder, output = args.output_dir, args.output
+    return Path(folder) / "summary.json" if output is None else Path(output).with_name(output.name + ".summary.json")
+
+
+def _prepare(args: argparse.Namespace, llm: LLM, fields: Mapping[str, Any], output: Path) -> Figures:
+    """Write the requests of all cells, and say what was done to them. UsageError where the folder has others."""
+    model = llm.model
+    if model.tokenizer is None:
+        raise UsageError(f"--model {model.name}: has no tokenizer, and articles are texts; name a folder with one")
+    path, counts = _requests_of(args, output), {"articles": 0, "cut": 0, "skipped": 0}
+    older = path.open(encoding="utf-8") if path.exists() else contextlib.nullcontext(())
+    try:
+        with older as lines, replacing(path) as file:
+            for line, was in zip_longest(_request_lines(args, model, fields, counts), lines):
+                if line is None or was not in (None, line):
+                    raise UsageError(
+                        f"{path}: is of other articles, or was made with other flags; leave --input, --sample-num and "
+                        "sampling as they were, or give another --output-dir"
+                    )
+                file.write(line)
+            if not counts["articles"]:
+                raise UsageError(
+                    f"--too-long skip: all {counts['skipped']} articles are too long for {model.name}; cut them"
+                )
+    except OSError as error:
+        raise FlexgenError(f"{path}: {error.strerror or error}") from error
+    if counts["cut"] or counts["skipped"]:
+        note(
+            "evaluate", f"{counts['cut']} articles were cut to the {model.spec.max_positions} positions of "
+            f"{model.name}, {counts['skipped']} left out",
+        )  # fmt: skip
+    return {
+        "measure": "summarize", "schema": SCHEMA, "model": model.name, "dtype": llm.dtype, "input": str(args.input),
+        **counts, "too_long": args.too_long, "fields": dict(fields), "seed": args.seed, "resamples": args.resamples,
+    }  # fmt: skip
+
+
+def _request_lines(
+    args: argparse.Namespace, model: Model, fields: Mapping[str, Any], counts: dict[str, int]
+) -> Iterator[str]:
+    """Records as lines, none longer with its new tokens than the model has positions. Counts them."""
+    for number, record in enumerate(read_records(args.input, args.sample_num, fields, GEN_LEN), start=1):
+        room = model.spec.max_positions - record["max_tokens"]
+
+        def fits(text: str, room: int = room) -> bool:
+            try:
+                return len(model.encode(text)) <= room
+            except TooLongError:
+                return False
+
+        if not fits(record["article"]):
+            shorter = shortened(record["article"], fits) if args.too_long == "cut" else None
+            if shorter is None and args.too_long == "cut":
+                raise UsageError(
+                    f"--input {args.input}: record {number} asks for {record['max_tokens']} new tokens, and "
+                    f"{model.name} has {model.spec.max_positions} positions: no word of its article is left; lower "
+                    "--gen-len, or give --too-long skip"
+                )
+            counts["skipped" if shorter is None else "cut"] += 1
+            if shorter is None:
+                continue
+            record["article"] = shorter
+        counts["articles"] += 1
+        yield json.dumps(record) + "\n"
+
+
+def _job(args: argparse.Namespace, cell: Cell, policy: Policy, is_auto: bool) -> int:
+    """Do what a cell's output lacks; the exit code of the batch job."""
+    from flexgen_h2o.jobs.job import run as run_job
+    from flexgen_h2o.jobs.output import OutputFile
+
+    own = {
+        "input": _requests_of(args, cell.output), "output": cell.output, "force": False,
+        "max_errors": None, "window": None, "refill": True, "ray": None, "share_prefix": "auto",
+    }  # fmt: skip
+    of_job = argparse.Namespace(**{**vars(args), **own})
+    with contextlib.closing(OutputFile(cell.output)) as output:
+        return run_job(of_job, output, policy, is_auto, cell.case.eviction, sampling_of(args))
+
+
+def _earlier(args: argparse.Namespace) -> dict[str, Figures]:
+    """The cells of an earlier run, by title; none where there was none, or its summary is damaged."""
+    try:
+        return {cell["title"]: dict(cell) for cell in read_json(_summary_of(args))["cells"]}
+    except (OSError, ValueError, TypeError, KeyError):
+        return {}
+
+
+def _write_summary(path: Path, result: Figures) -> None:
+    try:
+        write_whole(path, json.dumps(result, indent=1) + "\n")
+    except OSError as error:
+        raise FlexgenError(f"{path}: {error.strerror or error}") from error

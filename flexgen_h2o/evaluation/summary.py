@@ -1,0 +1,230 @@
+"""What the cells of `evaluate summarize` are worth: scores, KV and speed, as figures, a table, a picture, and in
+kvpress's layout."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flexgen_h2o.core.files import open_regular, write_picture, write_result
+from flexgen_h2o.core.units import format_bytes, markdown_table
+from flexgen_h2o.evaluation.articles import METRICS, ROUGE, ROUGE_SCORE, split_instruction
+from flexgen_h2o.evaluation.figures import MARKS, Bootstrap, number, over_budgets
+from flexgen_h2o.evaluation.kvpress import PressRun, write_press_run
+from flexgen_h2o.jobs.output import whole_row
+from flexgen_h2o.jobs.sidecar import read_status
+from flexgen_h2o.kvcache.eviction import Full
+
+if TYPE_CHECKING:
+    from flexgen_h2o.evaluation.summarize import Cell
+
+Figures = dict[str, Any]  # as the JSON result has them
+_TITLES = dict(zip(ROUGE_SCORE, ("ROUGE-1", "ROUGE-2", "ROUGE-L"), strict=True))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A summary. number: of its request's line. prompt: as it was run. max_tokens: that were asked for, new_tokens:
+    that came."""
+
+    number: int
+    text: str
+    reference: str
+    prompt: str
+    prompt_tokens: int
+    max_tokens: int
+    new_tokens: int
+
+
+def read_answers(output: Path) -> list[Answer]:
+    """The rows of a job's output that are no errors, in the order of the articles."""
+    found = []
+    with open_regular(output) as file:
+        for line in file:
+            row = whole_row(line)
+            if row is None or row["error"] is not None:
+                continue
+            record, usage = row["request"], row["response"]["body"]["usage"]
+            found.append(
+                Answer(
+                    int(row["custom_id"].removeprefix("line-")), row["result"]["choices"][0]["text"],
+                    record["summary_gt"], record["article"], usage["prompt_tokens"], record["max_tokens"],
+                    usage["completion_tokens"],
+                )
+            )  # fmt: skip
+    return sorted(found, key=lambda one: one.number)
+
+
+def kept(cell: Cell, answers: Sequence[Answer], column: tuple[int, int]) -> Figures:
+    """What a cell held: means over rows at their longest, prompt + max_tokens.
+
+    column: bytes of a KV column of one transformer block, and the number of blocks.
+    """
+    (nbytes, blocks), n = column, max(1, len(answers))
+    lengths = [(one.prompt_tokens, one.max_tokens) for one in answers]
+    held, full = (
+        sum(eviction.slots(*one, block, blocks) for one in lengths for block in range(blocks))
+        for eviction in (cell.case.eviction, Full())
+    )
+    share = held / full if full else 1.0
+    return {
+        "title": cell.title, "policy": cell.case.label, "size": cell.size, "positions": cell.case.positions,
+        "eviction": cell.case.eviction.to_json(), "output": str(cell.output), "articles": len(answers),
+        "empty": sum(not one.text.strip() for one in answers),
+        "prompt_tokens": sum(one.prompt_tokens for one in answers) / n,
+        "new_tokens": sum(one.new_tokens for one in answers) / n,
+        "kv_columns": held / blocks / n, "kv_bytes": held * nbytes / n, "kv_full_bytes": full * nbytes / n,
+        "kv_share": share, "compression_ratio": 1 - share,
+    }  # fmt: skip
+
+
+def speed(output: Path, before: Mapping[str, Any]) -> Figures:
+    """New tokens and seconds of the run that did the output's last rows: this one or, if it had nothing to do, an
+    earlier one, as `before` has them. None where nobody knows."""
+    status = read_status(output)
+    if status.tokens:
+        return {"tokens": status.tokens, "seconds": status.seconds, "tokens_per_s": status.tokens_per_s}
+    return {name: before.get(name) for name in ("tokens", "seconds", "tokens_per_s")}
+
+
+def means(
+    scores: Mapping[int, Sequence[float]], reference: Mapping[int, Sequence[float]], resamples: int, seed: int
+) -> Figures:
+    """Means over articles with their intervals; and less those of `reference`, paired, where it has the same articles.
+
+    Both: METRICS by number of the article.
+    """
+    if not scores:
+        return {"scores": None, "less_first": None}
+    values, bootstrap = np.array(list(scores.values())), Bootstrap(len(scores), resamples, seed)
+    found: Figures = {"scores": {name: bootstrap.mean(values[:, i]) for i, name in enumerate(METRICS)}}
+    less = None
+    if reference and list(reference) == list(scores):
+        gaps = values - np.array(list(reference.values()))
+        less = {name: bootstrap.mean(gaps[:, i]) for i, name in enumerate(METRICS)}
+    return {**found, "less_first": less}
+
+
+def say_means(figures: Figures) -> None:
+    """The line that h2o_hf's script prints."""
+    if figures["scores"] is not None:
+        print(", ".join(f"{name}: {figures['scores'][name]['value']:.6f}" for name in ROUGE), flush=True)
+
+
+def write_press(folder: Path, cell: Cell, answers: Sequence[Answer], figures: Figures, facts: Figures) -> None:
+    """The cell in kvpress's layout: the article is the context, the instruction the question."""
+    settings = {
+        "seed": facts["seed"], "press_init_command": json.dumps(figures["eviction"]), "dtype": facts["dtype"],
+        "compression_ratio_of": "KV columns of prompt + max_tokens, all rows and transformer blocks",
+        "kv_size": cell.size or None, "positions": cell.case.positions, "compression": facts["compression"] or None,
+        "articles": len(answers), "cut": facts["cut"], "fields": facts["fields"],
+    }  # fmt: skip
+    run = PressRun(
+        Path(facts["input"]).stem, facts["model"], cell.case.label, round(figures["compression_ratio"], 6),
+        fraction=len(answers) / facts["articles_in_input"], settings=settings,
+    )  # fmt: skip
+    rows = (
+        {
+            "question": split_instruction(one.prompt)[2], "answer_prefix": "", "answer": one.reference,
+            "max_new_tokens": one.max_tokens, "predicted_answer": one.text,
+        }
+        for one in answers
+    )  # fmt: skip
+    write_press_run(folder, run, rows, {name: score["value"] for name, score in figures["scores"].items()})
+
+
+def show(args: argparse.Namespace, result: Figures) -> None:
+    """Print the table, and write it, all figures and the picture where they are asked for."""
+    table = summary_table(result)
+    print(table)
+    if args.json is not None:
+        write_result(args.json, result, "--json")
+    if args.markdown is not None:
+        write_result(args.markdown, table + "\n", "--markdown")
+    if args.plot is not None and any(cell["scores"] is not None for cell in result["cells"]):
+        draw_summaries(result, args.plot)
+
+
+def summary_table(result: Figures) -> str:
+    """A row a cell of the JSON result; scores in hundredths, as papers print them."""
+    first = result["cells"][0]["title"]
+    names = [
+        "policy", "KV size", "KV columns", "KV a row", "of full", *_TITLES.values(), f"ROUGE-2 - {first}'s",
+        "`rouge` 1 / 2 / l", "new tokens", "tokens/s", "articles",
+    ]  # fmt: skip
+    rows = [_row(cell) for cell in result["cells"]]
+    head = [
+        f"Model `{result['model']}` in {result['dtype']}"
+        + (f", all with {result['compression']}" if result["compression"] else "")
+        + f"; {result['articles']} articles of {Path(result['input']).name}, {result['cut']} cut to the model's "
+        f"positions, {result['skipped']} left out; " + _sampling(result["fields"]),
+        "",
+    ]
+    foot = [
+        "",
+        "F measures x 100, means over articles with 95% bootstrap intervals: rouge-score with stemming, beside it the "
+        "package `rouge`, which h2o_hf takes. KV: mean over rows at their longest, prompt + max_tokens. tokens/s: new "
+        "ones over all seconds of the cell's job.",
+    ]
+    return "\n".join([*head, *markdown_table(names, rows), *foot])
+
+
+def _sampling(fields: Figures) -> str:
+    if not fields:
+        return "sampling as the records say"
+    return "sampling as the records say, but " + ", ".join(f"{name} {value}" for name, value in fields.items())
+
+
+def _row(cell: Figures) -> list[str]:
+    kept = [f"{cell['kv_columns']:.0f}", format_bytes(cell["kv_bytes"]), f"{cell['kv_share']:.1%}"]
+    speed = "" if cell["tokens_per_s"] is None else f"{cell['tokens_per_s']:.0f}"
+    scores, less = cell["scores"], cell["less_first"]
+    if scores is None:
+        return [f"`{cell['policy']}`", cell["size"], *kept, "", "", "", "", "", "", speed, "0"]
+    return [
+        f"`{cell['policy']}`", cell["size"], *kept, *(number(_hundredths(scores[name]), 2) for name in _TITLES),
+        "" if less is None else number(_hundredths(less["rouge2"]), 2),
+        " / ".join(f"{100 * scores[name]['value']:.2f}" for name in ROUGE), f"{cell['new_tokens']:.1f}", speed,
+        f"{cell['articles']}",
+    ]  # fmt: skip
+
+
+def _hundredths(interval: Figures) -> Figures:
+    return {name: 100 * interval[name] for name in ("value", "low", "high")}
+
+
+def draw_summaries(result: Figures, path: Path) -> None:
+    """ROUGE-1, -2 and -L and tokens/s over the KV bytes that a row holds. The suffix names the format.
+
+    Raises FlexgenError naming --plot where the file cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 8.5), layout="constrained")
+    axes = figure.subplots(2, 2).flatten()
+    scored = [cell for cell in result["cells"] if cell["scores"] is not None]
+    for i, policy in enumerate(dict.fromkeys(cell["policy"] for cell in scored)):
+        cells = sorted((c for c in scored if c["policy"] == policy), key=lambda c: c["kv_bytes"])
+        at = [{"budget": cell["kv_bytes"] / 2**20} for cell in cells]
+        style = {"label": policy, "color": f"C{i % 10}", "marker": MARKS[i % len(MARKS)], "markersize": 5}
+        for ax, name in zip(axes, _TITLES, strict=False):
+            over_budgets(ax, at, [cell["scores"][name] for cell in cells], style)
+            if policy == Full.name:
+                ax.axhline(cells[0]["scores"][name]["value"], color=style["color"], linewidth=0.8, linestyle=":")
+        timed = [(one["budget"], cell["tokens_per_s"]) for one, cell in zip(at, cells, strict=True)]
+        timed = [(x, y) for x, y in timed if y is not None]
+        if timed:
+            axes[3].plot(*zip(*timed, strict=True), linewidth=1.2, **style)
+    for ax, title in zip(axes, (*(f"{one}, F" for one in _TITLES.values()), "new tokens/s"), strict=True):
+        ax.set(title=title, xlabel="KV cache of a row, MiB", xscale="log")
+        ax.grid(alpha=0.3)
+        ax.set_ylim(bottom=0)
+    axes[0].legend(fontsize=8)
+    figure.suptitle(f"{result['model']}: {result['articles']} articles, 95% bootstrap intervals")
+    write_picture(path, figure)

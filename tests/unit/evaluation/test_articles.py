@@ -1,0 +1,117 @@
+"""Records of articles, prompts that are cut, and ROUGE against values worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.evaluation.articles import METRICS, Rouge, read_records, shortened, split_instruction
+
+INSTRUCTION = "Summarize the above article in 1 sentence.\n"
+
+
+def prompt(*articles: str) -> str:
+    """Solved examples, then the article that is asked for."""
+    *solved, last = (f"###\nArticle: {text}\n\n{INSTRUCTION}" for text in articles)
+    return "".join(f"{one}A summary.\n\n" for one in solved) + last
+
+
+def words(most: int) -> Any:
+    return lambda text: len(text.split()) <= most
+
+
+def test_what_fits_stays() -> None:
+    whole = prompt("one two", "three four")
+    assert shortened(whole, words(len(whole.split()))) == whole
+
+
+def test_examples_go_first_the_first_of_them_first() -> None:
+    whole = prompt("one two", "three four", "five six")
+    assert shortened(whole, words(len(whole.split()) - 1)) == prompt("three four", "five six")
+    assert shortened(whole, words(len(prompt("five six").split()))) == prompt("five six")
+
+
+@pytest.mark.parametrize("left", [1, 2, 5])
+def test_the_end_of_an_article_goes_and_its_instruction_stays(left: int) -> None:
+    text = "one two\nthree four five six"
+    fixed = len(prompt("").split())
+    cut = shortened(prompt("an example", text), words(fixed + left))
+    assert cut == prompt(" ".join(text.split()[:left]).replace("two three", "two\nthree"))
+    assert cut.endswith(f"\n\n{INSTRUCTION}") and len(cut.split()) == fixed + left
+
+
+def test_nothing_is_left_where_not_a_word_fits() -> None:
+    assert shortened(prompt("one two"), words(len(INSTRUCTION.split()))) is None
+    assert shortened("one two three", words(2)) == "one two"  # without an instruction
+
+
+def test_instruction() -> None:
+    assert split_instruction("a\n\nb\n\nc\n") == ("a\n\nb", "\n\n", "c\n")
+    assert split_instruction("a\nb") == ("a\nb", "", "")
+
+
+def records(path: Path, *lines: Any, most: int | None = None, **fields: Any) -> list[dict[str, Any]]:
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return list(read_records(path, most, fields, 64))
+
+
+GOOD = {"article": "a", "summary_gt": "b", "temperature": 0.3, "top_p": 1.0, "stop": ["###"], "n": 1, "logprobs": 1}
+
+
+def test_records(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    one, two = records(path, GOOD, "", {**GOOD, "max_tokens": 5, "id": 7})
+    assert one == {**GOOD, "max_tokens": 64} and two == {**GOOD, "max_tokens": 5, "id": 7}
+    assert records(path, GOOD, "{bad", most=1, temperature=0.0) == [{**GOOD, "max_tokens": 64, "temperature": 0.0}]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{bad", "not valid JSON"),
+        ([1], "object is expected"),
+        ({"article": "a"}, "summary_gt: a text is expected"),
+        ({**GOOD, "article": " "}, "article: a text is expected"),
+        ({**GOOD, "article": [5, 6]}, "article: a text is expected"),
+        ({**GOOD, "n": 2}, "n: 2"),
+        ({**GOOD, "max_tokens": 0}, "max_tokens: 0 must be at least 1"),
+        ({**GOOD, "top_p": 2}, "top_p"),
+        ({**GOOD, "stop": [1]}, "stop: 1 is not a string"),
+        ({**GOOD, "temperature": "hot"}, "temperature"),
+    ],
+)
+def test_a_line_that_is_none(line: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--input .*in\.jsonl:2: ") as error:
+        records(tmp_path / "in.jsonl", GOOD, line)
+    assert said in str(error.value)
+
+
+@pytest.fixture(scope="module")
+def rouge() -> Rouge:
+    pytest.importorskip("rouge")
+    pytest.importorskip("rouge_score")
+    return Rouge()
+
+
+def test_rouge(rouge: Rouge) -> None:
+    same = rouge("The dogs sleep. They eat.", "The dogs sleep. They eat.")
+    assert same == pytest.approx([1.0] * len(METRICS), abs=1e-6)
+    # 3 words and 2 pairs each; the common ones: 2 and 1; the longest common subsequence: 2
+    found = rouge("the cat sat", "the cat ran")
+    assert found == pytest.approx([2 / 3, 1 / 2, 2 / 3] * 2, abs=1e-6)
+    # rouge-score stems ("dogs" is "dog") and takes no case; the package rouge does neither
+    assert rouge("Dog", "dogs") == pytest.approx([1, 0, 1, 0, 0, 0])
+
+
+@pytest.mark.parametrize("text", ["", " \n", "...", " . . "])
+def test_an_empty_summary_is_worth_nothing(rouge: Rouge, text: str) -> None:
+    assert rouge(text, "the cat") == rouge("the cat", text) == [0.0] * len(METRICS)
+
+
+def test_a_summary_without_a_full_stop_may_be_long(rouge: Rouge) -> None:
+    text = " ".join(f"w{i}" for i in range(900))
+    assert rouge(text, text.replace("w0 ", ""))[-1] == pytest.approx(2 * 899 / 1799, abs=1e-3)

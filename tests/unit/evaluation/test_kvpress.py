@@ -1,0 +1,84 @@
+"""kvpress's layout: names of folders and files, and what is never written over."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from flexgen_h2o.core.errors import FlexgenError
+from flexgen_h2o.evaluation.kvpress import PressRun, file_label, write_press_run
+
+RUN = PressRun("ruler", "meta-llama/Llama-3.2-1B", "h2o-norm:decay=0.9,sinks=0", 0.8, "4096", settings={"seed": 3})
+ROWS: list[dict[str, Any]] = [
+    {
+        "context": "left out", "question": 'a "q",\nb', "answer_prefix": "", "answer": ["x", "y"], "max_new_tokens": 5,
+        "predicted_answer": "x y", "task": "niah_single_1",
+    },
+    {
+        "context": "left out", "question": "c", "answer_prefix": "A:", "answer": "z", "max_new_tokens": 5,
+        "predicted_answer": "", "task": "niah_single_1",
+    },
+]  # fmt: skip
+
+
+def predictions(folder: Path) -> list[dict[str, str]]:
+    with (folder / "predictions.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_folder(tmp_path: Path) -> None:
+    folder = write_press_run(tmp_path / "results", RUN, ROWS, {"niah_single_1": {"string_match": 50.0}})
+    name = "ruler__4096__meta-llama--Llama-3.2-1B__h2o-norm-decay=0.9,sinks=0__0.80"
+    assert folder == tmp_path / "results" / name
+    assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "metrics.json", "predictions.csv"]
+    one, two = predictions(folder)
+    assert list(one) == [
+        "question", "answer_prefix", "answer", "max_new_tokens", "predicted_answer", "task", "compression_ratio",
+    ]  # fmt: skip
+    assert (one["question"], one["answer"], one["compression_ratio"]) == ('a "q",\nb', "['x', 'y']", "0.8")
+    assert (two["answer_prefix"], two["predicted_answer"]) == ("A:", "")
+    assert json.loads((folder / "metrics.json").read_text()) == {"niah_single_1": {"string_match": 50.0}}
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    assert config["press_name"] == RUN.press and config["compression_ratio"] == 0.8 and config["seed"] == 3
+    assert (config["dataset"], config["data_dir"], config["fraction"]) == ("ruler", "4096", 1.0)
+
+
+def test_a_part_of_the_data_is_in_the_name() -> None:
+    assert replace(RUN, data_dir="", fraction=0.1, press="full", compression_ratio=0).folder_name == (
+        "ruler__meta-llama--Llama-3.2-1B__full__0.00__fraction0.100"
+    )
+
+
+def test_the_same_run_again_and_another_one_of_the_name(tmp_path: Path) -> None:
+    first = write_press_run(tmp_path, RUN, ROWS, {})
+    assert write_press_run(tmp_path, RUN, ROWS[:1], {}) == first and len(predictions(first)) == 1
+    other = replace(RUN, settings={"seed": 4})
+    assert write_press_run(tmp_path, other, ROWS, {}) == first / "1" and len(predictions(first)) == 1
+    assert write_press_run(tmp_path, other, ROWS, {}) == first / "1"
+    assert write_press_run(tmp_path, replace(RUN, settings={}), [], {}) == first / "2"
+    assert predictions(first / "2") == [] and "predicted_answer" in (first / "2" / "predictions.csv").read_text()
+
+
+def test_results_of_kvpress_itself_stay(tmp_path: Path) -> None:
+    theirs = tmp_path / RUN.folder_name
+    theirs.mkdir()
+    (theirs / "predictions.csv").write_text("theirs")
+    (theirs / "metrics.json").write_text("{}")
+    assert write_press_run(tmp_path, RUN, ROWS, {"m": 1}) == theirs / "1"
+    assert (theirs / "predictions.csv").read_text() == "theirs" and (theirs / "metrics.json").read_text() == "{}"
+
+
+def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FlexgenError, match="--kvpress-dir"):
+        write_press_run(tmp_path / "file", RUN, ROWS, {})
+
+
+def test_file_label() -> None:
+    assert file_label("a b/c:d=1,e+2.5") == "a-b-c-d=1,e+2.5"
