@@ -325,6 +325,10 @@ WITHOUT_EFFECT: Mapping[str, Mapping[str, Reason]] = {
         "depths": _if("there are no recall rows", lambda args: not args.recall_prompts),
     },
     "evaluate text": {**_ENGINE, **_SAMPLING},
+    "evaluate attention": {
+        **_ENGINE,
+        **dict.fromkeys(("sinks", "gen_len"), _if("nothing is removed", lambda args: not args.remove)),
+    },
     # With --text the seed is the bootstrap's, and the others are refused.
     "evaluate streaming": {**_ENGINE, **_SAMPLING, "seed": lambda a, at: _greedy(a, at) if a.text is None else ""},
     "hardware": {"device": _SHOWN, "offload_dir": _SHOWN},

@@ -25,7 +25,15 @@ from flexgen_h2o.kernels.prefill_attention import causal_attention, causal_atten
 from flexgen_h2o.kernels.slots import ScoreState, attend, attend_lse, attend_sparse
 from flexgen_h2o.kvcache.eviction.policy import NORMS, POSITIONS, SCORES, Columns, Needs
 from flexgen_h2o.kvcache.prefixes import PromptGroup
-from flexgen_h2o.kvcache.slots import KVRows, NewColumns, PartView, SlotMetadata, put_columns, put_first_columns
+from flexgen_h2o.kvcache.slots import (
+    KVRows,
+    NewColumns,
+    PartView,
+    PromptAttention,
+    SlotMetadata,
+    put_columns,
+    put_first_columns,
+)
 
 NO_RANK = 2**30  # of an empty slot: above all others, so that no rank falls when it is filled
 
@@ -84,6 +92,8 @@ def _attend_group(
         q, k, v = (t.transpose(1, 2) for t in (queries, *columns[:2]))
         attended, lse = causal(rows, q, k, v, scale)
         attn_out[start:end].view(queries.shape).copy_(attended.transpose(1, 2))
+        if rows.watch is not None and lse is not None:
+            rows.watch(sequence, PromptAttention(q, k, lse, scale))
         kept = keep_prompt_columns(rows, sequence, (q, k[:, :, skipped:], v[:, :, skipped:]), lse, scale, prefix_sums)
         stored, values = columns[-1] if len(columns) > 2 else columns[0], columns[1]
         for view in rows.views:
