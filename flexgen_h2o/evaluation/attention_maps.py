@@ -265,7 +265,7 @@ def _tokens(maps: AttentionMaps, rows: Sequence[TextRow], llm: LLM, window: int)
     queries = np.arange(length, 0, -1)
 
     def by_token(values: Array) -> Array:
-        return np.bincount(places, weights=values.ravel(), minlength=len(known.ids))
+        return np.bincount(places, weights=values.ravel(), minlength=len(known.ids)).astype(np.float64)
 
     def correlations(scores: Array) -> Figures:
         total, even = by_token(scores), by_token(scores / queries) / known.occurrences
