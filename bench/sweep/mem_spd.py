@@ -262,7 +262,7 @@ def _policies(args: argparse.Namespace) -> Sequence[str]:
 
 
 def draw(lines: Sequence[Line], path: Path) -> None:
-    """Peak memory and generated tokens/s over the batch, and over the prompt, where most measurements differ in that."""
+    """Peak memory and generated tokens/s over the batch, and over the prompt, of the most measurements that compare."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 8), layout="constrained")
