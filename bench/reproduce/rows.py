@@ -57,9 +57,9 @@ ROWS = (
         keep=r"^\|",
     ),
     Row(
-        "fidelity", "H2O, section 5.1 and ablations",
+        "fidelity", "H2O, sections 5.1 and 5.3 (budgets, ablations)",
         "H2O against local, random and later policies at 50, 20 and 10%: KL, flips, NLL, recall",
-        f"{EVALUATE} fidelity --num-prompts 8 --recall-prompts 5 --prompt-len 192 --gen-len 24 --policies local "
+        f"{EVALUATE} fidelity --num-prompts 6 --recall-prompts 5 --prompt-len 192 --gen-len 16 --policies local "
         "random h2o "
         "h2o-norm snapkv --budgets 0.5 0.2 --resamples 200 --gpu-batch-size 16",
         f"{EVALUATE} fidelity {_30B} --dtype bfloat16 --prompts wikitext.jsonl --num-prompts 64 --gpu-batch-size 16",
@@ -79,7 +79,7 @@ ROWS = (
         "--recent-size 128",
     ),
     Row(
-        "helm", "H2O, section 5.1; FlexGen, section 6.3 (HELM)",
+        "helm", "H2O, section 5.1; FlexGen (HELM)",
         "HELM's requests as a durable job, answers as its import takes them",
         "python -m flexgen_h2o.batch --input $WORK/helm.jsonl --output $WORK/helm-answers.jsonl --hh-ratio 0.1 "
         "&& cat $WORK/helm-answers.jsonl",
@@ -142,7 +142,8 @@ ROWS = (
         "one's own prompts, full cache and H2O one below the other",
         f"{EVALUATE} text --prompt 'def area(self):' --hh-size 8 --recent-size 8 --gen-len 32",
         f"{EVALUATE} text --model huggyllama/llama-7b --prompts p.txt --hh-ratio 0.1 --recent-ratio 0.1",
-        "LLaMA-7B", "--model huggyllama/llama-7b --prompt-len 128 --gen-len 64 --num-prompts 8",
+        "LLaMA-7B (its shape is LLaMA-2-7B's)",
+        "--model meta-llama/Llama-2-7b-hf --prompt-len 128 --gen-len 64 --num-prompts 8",
         measured="nothing to measure: texts are to be read", keep=r"\S",
     ),
     Row(
@@ -179,7 +180,7 @@ ROWS = (
         measured="shapes up to OPT-30B on two cores: [benchmarks.md](benchmarks.md#what-it-gave)", keep=SPEED,
     ),
     Row(
-        "policy-search", "FlexGen, section 4 and appendix A (the linear program)",
+        "policy-search", "FlexGen, section 4 (policy search by linear program)",
         "placement and batch sizes, with predicted time, memory and what binds",
         "python -m flexgen_h2o.policy_search --model facebook/opt-30b --hardware t4 --prompt-len 512 --gen-len 32 "
         "--num-prompts 144",
@@ -234,7 +235,7 @@ ROWS = (
         "OPT-30B; four machines", f"{_30B} --prompt-len 512 --gen-len 32 --num-prompts 512", keep=SPEED,
     ),
     Row(
-        "wrangling", "FlexGen, section 6.3 (data wrangling)",
+        "wrangling", "FlexGen (data wrangling)",
         "entity matching, error detection and imputation",
         f"{EVALUATE} data-wrangling --data-dir $WORK/Restaurant --output-dir $WORK/wrangling --k 1 --gpu-batch-size 4",
         f"{EVALUATE} data-wrangling {_30B} --data-dir datasets/data_imputation/Restaurant --k 10 --do-test",
