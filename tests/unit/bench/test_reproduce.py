@@ -66,7 +66,7 @@ def test_a_quick_run_goes_on_and_says_what_failed(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(door, "ROWS", rows)
     code, page = quick("--quick", tmp_path, monkeypatch)
     assert code == 1 and "failed: bad, piped." in page
-    assert "| [bad](#bad) | a paper | 3 |" in page and "```\nreason\n```" in page and "| lost |" not in page
+    assert "| [bad](#bad) | a paper | 3 |" in page and "```\nreason\n```" in page and page.count("| lost |") == 1
     assert "\n| a | b |\n| c | d |\n" in page and "noise\n```" not in page
     assert page.count('"summary_gt"') == 4
     assert quick("--quick --only good", tmp_path, monkeypatch)[0] == 0
