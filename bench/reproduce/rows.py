@@ -71,7 +71,7 @@ ROWS = (
         "summaries", "H2O, section 5.1 (HELM's XSUM and CNN/DailyMail); llama-recipes' table",
         "ROUGE by KV size: full, local, H2O",
         f"{EVALUATE} summarize --input $WORK/articles.jsonl --output-dir $WORK/summaries --policies full local h2o "
-        "--hh-size 16 32 --greedy --gen-len 24 --gpu-batch-size 8",
+        "--hh-size 16 --greedy --gen-len 24 --gpu-batch-size 8",
         f"{EVALUATE} summarize --model meta-llama/Llama-2-7b-hf --input xsum.jsonl --output-dir xsum "
         "--hh-size 32 64 128 256 512 --sample-num 1000 --plot xsum.png",
         "LLaMA-2-7B; h2o_hf's `xsum_0shot.jsonl` or `cnn_dailymail.jsonl` (`article`, `summary_gt`)",
