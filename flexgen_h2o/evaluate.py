@@ -43,6 +43,7 @@ WORKFLOWS: dict[str, tuple[str, str]] = {
     "data-wrangling": ("data_wrangling", "entity matching, error detection and imputation, as fm_data_tasks has them"),
     "summarize": ("summarize", "summaries of articles by size of the KV cache: ROUGE, bytes, tokens/s"),
     "helm": ("helm", "HELM's requests for batch jobs, and their answers for HELM's cache"),
+    "attention": ("attention", "sparsity, heavy hitters and what removing them does: the H2O paper's observations"),
 }
 BUDGETS = (0.5, 0.2, 0.1)
 TEXT_PROMPTS, RECALL_PROMPTS, TEXT_GEN_LEN = 200, 100, 64

@@ -352,6 +352,10 @@ WITHOUT_EFFECT: Mapping[str, Mapping[str, Reason]] = {
     },
     "complete": {**_ENGINE, **_SAMPLING},
     "evaluate text": {**_ENGINE, **_SAMPLING},
+    "evaluate attention": {
+        **_ENGINE,
+        **dict.fromkeys(("sinks", "gen_len"), _if("nothing is removed", lambda args: not args.remove)),
+    },
     # With --text the seed is the bootstrap's, and the others are refused.
     "evaluate streaming": {**_ENGINE, **_SAMPLING, "seed": lambda a, at: _greedy(a, at) if a.text is None else ""},
     "hardware": {"device": _SHOWN, "offload_dir": _SHOWN},

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -27,7 +28,7 @@ from flexgen_h2o.kvcache.attend import columns_of
 from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.kvcache.prefixes import Sharing
-from flexgen_h2o.kvcache.slots import Move, SlotTable
+from flexgen_h2o.kvcache.slots import Move, PromptAttention, SlotTable
 from flexgen_h2o.models import Weights, family_of
 from flexgen_h2o.tiers.stream import Region, Waitable, streamed_keys
 
@@ -165,7 +166,8 @@ class Executor:
         _, block, k = key
         views, store_whole = self._engine.cache.open(key, region)
         budgets = self._tables[k].at(block)
-        self._cache = self._attention.open(block, budgets, self._inputs[k], views, store_whole)
+        cache = self._attention.open(block, budgets, self._inputs[k], views, store_whole)
+        self._cache = self._with_watch(block, k, cache)
 
     def compute(self, step: Step) -> None:
         layer, k, w, x = self._layers[step.layer], step.micro_batch, self._weights.opened, self._x
@@ -229,6 +231,18 @@ class Executor:
         if watch is not None and cache.decoding is not None:
             rows = [r.prompt.index for r in self._batches[k].rows[: self._inputs[k].decoding]]
             watch(rows, cache.new[-1].filled, columns_of(cache.decoding, cache.new[-1]))
+
+    def _with_watch(self, block: int, k: int, cache: CacheStep) -> CacheStep:
+        """Whoever watches the attention of prompts will see that of the rows that enter."""
+        watch = self._decoding.watches.prompts
+        if watch is None or cache.entering is None:
+            return cache
+        rows = [r.prompt.index for r in self._batches[k].rows[self._inputs[k].decoding :]]
+
+        def see(first: int, attention: PromptAttention) -> None:
+            watch(rows[first : first + len(attention.q)], block, attention)
+
+        return replace(cache, entering=replace(cache.entering, watch=see))
 
     def _begin_sweep(self, k: int) -> None:
         """Fix what micro-batch `k` feeds into its next sweep, if it has rows left."""

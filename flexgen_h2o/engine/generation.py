@@ -26,10 +26,11 @@ from flexgen_h2o.kvcache.prefixes import (
     pack_prompts,
     row_ends,
 )
-from flexgen_h2o.kvcache.slots import Move, plan_moves
+from flexgen_h2o.kvcache.slots import Move, PromptAttention, plan_moves
 
 LogitsWatch = Callable[[list[int], torch.Tensor], None]
 SlotsWatch = Callable[[list[int], torch.Tensor, Columns], None]
+PromptsWatch = Callable[[list[int], int, PromptAttention], None]
 
 
 @dataclass(eq=False)
@@ -267,12 +268,14 @@ class Callbacks:
 
     logits: at every step, (prompt indices, (rows, vocab)). slots: what the attention of each layer of a decode sweep
     saw, (prompt indices, (rows,) slots that are filled, the columns of these rows). listener: instead of the progress
-    bar.
+    bar. prompts: the attention of prompts, (prompt indices, transformer block, attention), where the policy scores
+    prompts.
     """
 
     logits: LogitsWatch | None = None
     slots: SlotsWatch | None = None
     listener: Listener | None = None
+    prompts: PromptsWatch | None = None
 
 
 @dataclass

@@ -29,6 +29,7 @@ from flexgen_h2o.kvcache.slots import (
     KVRows,
     NewColumns,
     PartView,
+    PromptAttention,
     RowBudgets,
     SlotMetadata,
     put_columns,
@@ -92,6 +93,8 @@ def _attend_group(
         q, k, v = (t.transpose(1, 2) for t in (queries, *columns[:2]))
         attended, lse = causal(rows, q, k, v, scale)
         attn_out[start:end].view(queries.shape).copy_(attended.transpose(1, 2))
+        if rows.watch is not None and lse is not None:
+            rows.watch(sequence, PromptAttention(q, k, lse, scale))
         kept = keep_prompt_columns(rows, sequence, (q, k[:, :, skipped:], v[:, :, skipped:]), lse, scale, prefix_sums)
         stored, values = columns[-1] if len(columns) > 2 else columns[0], columns[1]
         for view in rows.views:

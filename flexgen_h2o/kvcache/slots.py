@@ -183,11 +183,27 @@ class NewColumns:
 
 
 @dataclass(frozen=True)
+class PromptAttention:
+    """Causal attention of equally long prompts, as it was computed: the probability of query i and column j is
+    exp(scale x q_i.k_j - lse_i).
+
+    q: (b, heads, m, d), the last m queries, all where no prefix is shared; k: (b, kv_heads, n, d), both with their
+    rotary embeddings; lse: (b, heads, m) fp32.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    lse: torch.Tensor
+    scale: float
+
+
+@dataclass(frozen=True)
 class KVRows:
     """Rows of a KV unit while their layer is computed, and the eviction policy at work on them.
 
     A sequence is `kv_heads` rows. block: the transformer block. views: the parts that hold the rows, numbered from 0.
     common: columns of the full cache that all sequences have in front of their own, in one copy (`common_views`).
+    watch: sees the attention of prompts that the policy scores: (first sequence of those computed together, attention).
     """
 
     policy: Eviction
@@ -196,6 +212,7 @@ class KVRows:
     budgets: RowBudgets
     views: Sequence[PartView] = ()
     common: PartView | None = None
+    watch: Callable[[int, PromptAttention], None] | None = None
 
     def new_columns(self, positions: torch.Tensor) -> NewColumns:
         """Where columns at `positions` go: the next free slot, or in a full row the slot of its victim."""

@@ -110,6 +110,64 @@ def test_follows_the_model_s_own_tokens_after_a_prompt_file(evaluate: Door, tmp_
     assert result["settings"]["budgets_of"] == "sequence" and "### 50% of the sequence's columns" in out.out
 
 
+# ---- attention
+
+SEEN = "attention --prompt-len 32 --gen-len 8 --offload-dir o --gpu-batch-size 4 --resamples 20"
+
+
+def test_attention_writes_json_tables_and_picture(evaluate: Door, tmp_path: Path) -> None:
+    has_plot = find_spec("matplotlib") is not None
+    plot = "--plot a.png" if has_plot else ""
+    out = evaluate(f"{SEEN} --num-prompts 3 --remove 0.25 --json a.json --markdown a.md {plot}")
+    assert out.out.strip() == (tmp_path / "a.md").read_text().strip()
+    assert not has_plot or (tmp_path / "a.png").stat().st_size > 10_000
+    result = figures(tmp_path / "a.json")
+    assert [block["block"] for block in result["blocks"]] == list(range(6)) and result["rows"] == 3
+    for block in result["blocks"]:
+        assert 0 < block["columns_needed"]["low"] <= block["columns_needed"]["value"] <= 1
+        assert sum(block["score_by_rank"]) == pytest.approx(1)
+        assert len(block["near_zero_by_head"]) == len(block["columns_needed_by_head"])
+    assert [cell["columns"] for cell in result["removal"]["cells"]] == [24] * 3
+    assert len(result["tokens"]["highest"]) == 20 and "|" in out.out
+
+
+def test_attention_of_a_file_without_a_tokenizer_and_without_removals(
+    evaluate: Door, ids_model: Path, tmp_path: Path
+) -> None:
+    rows = [{"prompt_token_ids": [5 + (i * j) % 100 for j in range(20 + 20 * i)]} for i in range(3)]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = evaluate(f"{SEEN} --model {ids_model} --prompts p.jsonl --remove --json a.json")
+    result = figures(tmp_path / "a.json")
+    assert result["rows"] == 2, "the first is too short"
+    assert "removal" not in result and result["tokens"]["highest"][0]["text"] is None
+    assert "--gen-len has no effect: nothing is removed" in out.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--mass 1", "--mass 1: is not between 0 and 1"),
+        ("--near-zero nan", "--near-zero nan: is not between 0 and 1"),
+        ("--remove 0.2 0.2", "--remove: 0.2 is given twice"),
+        ("--remove 1.5", "--remove 1.5: of 32 columns at least 1 leaves and 4 (--sinks) stay"),
+        ("--remove 0.95", "--remove 0.95: of 32 columns"),
+        ("--remove 0.01", "--remove 0.01: of 32 columns"),
+        ("--prompt-len 3", "--prompt-len 3: "),
+        ("--first-query 32", "--first-query 32: the last of --prompt-len is 31"),
+        ("--gen-len 1", "--gen-len 1: "),
+        ("--prompts none.jsonl", "none.jsonl"),
+        ("--json /none/a.json", "--json /none/a.json"),
+        ("--plot a.doc", "--plot a.doc: "),
+        ("--attn-sparsity 0.5", "--attn-sparsity: changes the attention"),
+        ("--prompt-len 4000", "--prompt-len 4000 and --gen-len 8: opt-tiny has"),
+        ("--num-prompts 10000000", "--num-prompts 10000000: "),
+    ],
+)
+def test_attention_refuses_in_one_line(evaluate: Door, flags: str, says: str) -> None:
+    out = evaluate(f"{SEEN} {flags}", code=2)
+    assert says in out.err and out.err.count("\n") == 1 and not out.out
+
+
 # ---- texts
 
 

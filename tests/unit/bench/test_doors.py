@@ -21,7 +21,7 @@ MODULES = {
     for folder in FOLDERS
     for path in sorted((BENCH / folder).glob("*.py"))
     if path.stem not in OTHERS
-} | {"cut_model": "bench.sweep.cut_model"}
+} | {"cut_model": "bench.sweep.cut_model", "mem_spd": "bench.sweep.mem_spd"}
 SCRIPTS = sorted(MODULES)
 
 
@@ -49,6 +49,11 @@ def test_a_flag_that_does_not_exist(
         ("memory_budget", ["--model", "nobody/none"]), ("h2o_vs_full", ["--model", "nobody/none", "ram"]),
         ("compare_policies", ["--gen-len", "1", "int8"]),
         ("scaling", ["--gen-len", "x"]), ("cut_model", ["--layers", "0"]), ("refill", ["--quiet-wait", "nan"]),
+        ("mem_spd", ["--gen-len", "1"]), ("mem_spd", ["--batch_prompt_output", "[(1,2)]", "--output", "m.csv"]),
+        ("mem_spd", ["--batch", "1", "--output", "m.csv"]), ("mem_spd", ["--output", "m.txt", "--quick"]),
+        ("mem_spd", ["--batch", "1", "--quick", "--output", "m.csv"]),
+        ("mem_spd", ["--ratio", "0.1", "--policies", "full", "--quick", "--output", "m.csv"]),
+        ("mem_spd", ["--limit", "0", "--quick", "--output", "m.csv"]),
     ],
 )  # fmt: skip
 def test_a_value_that_cannot_be(

@@ -1,0 +1,87 @@
+"""`evaluate attention`: what the H2O paper observes of attention (arXiv 2306.14048, section 3), on any model here.
+
+Flags and their checks; `attention_maps` measures.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from flexgen_h2o.cli_common import check_files, check_picture, count, file_name, positive, results_are_in
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.units import parse_bytes
+from flexgen_h2o.flags import add_engine_flags, policy_of
+
+PROMPTS, LEAST_SEEN = 64, 32
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add_engine_flags(parser)
+    parser.set_defaults(dtype="float32", run=run)
+    add = parser.add_argument
+    add("--prompts", type=file_name, help=".txt or .jsonl as flex_opt takes them (default: Python's own sources)")
+    add("--num-prompts", type=positive, help=f"rows ({PROMPTS}; of a file all)")
+    add("--prompt-len", type=positive, default=256, help="tokens of a prompt, whose attention is measured (256)")
+    add("--gen-len", type=positive, default=64, help="tokens of the text that are followed after a removal (64)")
+    add("--mass", type=float, default=0.95, metavar="P", help="attention of a query that the columns shall hold (0.95)")
+    add(
+        "--near-zero", type=float, default=0.01, metavar="P",
+        help="the paper's sparsity: entries below this share of their query's largest one (0.01)",
+    )  # fmt: skip
+    add(
+        "--first-query", type=count, metavar="N",
+        help=f"sparsity is a mean over the queries from this one on ({LEAST_SEEN}, or half of a shorter prompt)",
+    )  # fmt: skip
+    add("--window", type=positive, default=5, metavar="N", help="tokens so near to each other co-occur (5)")
+    add(
+        "--remove", nargs="*", type=float, default=(0.05, 0.2), metavar="SHARE",
+        help="shares of the prompt's columns that are removed (0.05 0.2); without a value nothing is",
+    )  # fmt: skip
+    add("--sinks", type=positive, default=4, metavar="N", help="first columns that one of the removals leaves (4)")
+    add("--resamples", type=positive, default=1000, help="of the bootstrap (1000)")
+    add("--seed", type=count, default=0, help="of rows, random columns and bootstrap")
+    add("--keep-mem", default="256MiB", help="RAM for attention matrices and logits, beside the budgets (256MiB)")
+    add("--json", type=file_name, help="write all figures, by transformer block and head")
+    add("--markdown", type=file_name, help="write the tables that are printed")
+    add("--plot", type=file_name, help="write a picture (.png, .svg; needs matplotlib: the extra `plot`)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Checks what can be wrong before torch is imported, and measures; returns the exit code."""
+    _check(args)
+    results_are_in(args.json, args.markdown)
+    policy, is_auto = policy_of(args)
+    if policy.attn_sparsity != 1:
+        raise UsageError("--attn-sparsity: changes the attention that is measured; leave it out")
+    from flexgen_h2o.evaluation.attention_maps import measure
+
+    return measure(args, policy, is_auto)
+
+
+def _check(args: argparse.Namespace) -> None:
+    """And the defaults that depend on other flags."""
+    args.keep_mem = parse_bytes(args.keep_mem, "--keep-mem")
+    for flag, share in (("--mass", args.mass), ("--near-zero", args.near_zero)):
+        if not 0 < share < 1:
+            raise UsageError(f"{flag} {share:g}: is not between 0 and 1, both excluded")
+    if args.prompt_len < 4:
+        raise UsageError(f"--prompt-len {args.prompt_len}: a power law is fitted to half of the ranks; give at least 4")
+    if args.first_query is None:
+        args.first_query = min(LEAST_SEEN, args.prompt_len // 2)
+    if args.first_query >= args.prompt_len:
+        raise UsageError(f"--first-query {args.first_query}: the last of --prompt-len is {args.prompt_len - 1}")
+    for i, share in enumerate(args.remove):
+        if share in args.remove[:i]:
+            raise UsageError(f"--remove: {share:g} is given twice")
+        removed = int(share * args.prompt_len) if 0 < share < 1 else 0
+        if not 1 <= removed <= args.prompt_len - args.sinks:
+            raise UsageError(
+                f"--remove {share:g}: of {args.prompt_len} columns at least 1 leaves and {args.sinks} (--sinks) stay"
+            )
+    if args.remove and args.gen_len < 2:
+        raise UsageError(f"--gen-len {args.gen_len}: the first token comes from the prefill; at least 2 are needed")
+    check_files(args, ("prompts",), ("json", "markdown", "plot"))
+    if args.num_prompts is None and args.prompts is None:
+        args.num_prompts = PROMPTS
+    if args.plot is not None:
+        check_picture(args.plot)

@@ -1,0 +1,352 @@
+"""Attention of prompts as the engine computes it: sparsity, accumulated scores, co-occurrence, and columns removed."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from flexgen_h2o.cli_common import flag_of, say
+from flexgen_h2o.core.config import Policy
+from flexgen_h2o.core.errors import EXIT_DONE
+from flexgen_h2o.core.files import write_result
+from flexgen_h2o.engine.generation import Callbacks
+from flexgen_h2o.engine.prompts import prompts_from_python
+from flexgen_h2o.engine.sampling import SamplingParams
+from flexgen_h2o.evaluation.attention_tables import TOP_SHARES, draw, markdown
+from flexgen_h2o.evaluation.fidelity import Probe, Runner
+from flexgen_h2o.evaluation.figures import Array, Bootstrap, Figures, summarise_texts
+from flexgen_h2o.evaluation.rows import Case, TextRow, held_out_rows, rows_of_file, text_of
+from flexgen_h2o.flags import check_positions, compression_flags, open_llm, place_of, say_idle_flags
+from flexgen_h2o.kvcache.eviction import Full
+from flexgen_h2o.kvcache.eviction.policy import POSITIONS, SCORES, Columns, Needs, RowBudget
+from flexgen_h2o.kvcache.eviction.random_columns import Random
+from flexgen_h2o.kvcache.slots import PromptAttention
+from flexgen_h2o.llm import LLM
+
+SCHEMA = 1
+ENTRY_BYTES = 32  # of a probability while it is sorted and summed up: fp32 values, int64 places
+HIGHEST = 20  # tokens that are listed
+HEAVY, RANDOM = "heavy", "random"
+
+
+def measure(args: argparse.Namespace, policy: Policy, is_auto: bool) -> int:
+    """What the flags ask for, printed and written; returns the exit code."""
+    began = time.perf_counter()
+    with open_llm(args, policy, is_auto, Probe()) as llm:
+        llm.share_prefix = "off"  # every query of every row is to be seen
+        cases = removals(args.remove, args.sinks, args.seed)
+        llm.check_plan()
+        check_positions(args, llm.model.name, llm.model.spec.max_positions)
+        rows = _rows(args, llm)
+        say_idle_flags("evaluate attention", args, place_of(args, llm))
+        seen = watch(llm, rows, args)
+        result = _facts(args, llm, policy, rows) | summarise(seen, rows, llm, args)
+        if cases:
+            full_nll, found = Runner(llm, args.keep_mem, 0).texts(rows, cases)
+            full, cells = summarise_texts(full_nll, found, args.resamples, args.seed)
+            result["removal"] = {"full": full, "cells": cells}
+    result["seconds"] = time.perf_counter() - began
+    text = markdown(result)
+    print(text)
+    for name, content in (("json", result), ("markdown", text)):
+        if getattr(args, name) is not None:
+            write_result(getattr(args, name), content, flag_of(name))
+    if args.plot is not None:
+        draw(result, args.plot)
+    return EXIT_DONE
+
+
+def _rows(args: argparse.Namespace, llm: LLM) -> list[TextRow]:
+    lengths = args.prompt_len, args.gen_len
+    if args.prompts is not None:
+        return rows_of_file(args.prompts, llm.model, *lengths, False, args.num_prompts)
+    ours = text_of(None, llm.model, "; give --prompts with prompt_token_ids")
+    return held_out_rows(ours, args.num_prompts, *lengths, args.seed)
+
+
+def _facts(args: argparse.Namespace, llm: LLM, policy: Policy, rows: Sequence[TextRow]) -> Figures:
+    names = (
+        "prompt_len", "gen_len", "mass", "near_zero", "first_query", "window", "remove", "sinks", "resamples", "seed",
+    )  # fmt: skip
+    return {
+        "measure": "attention",
+        "schema": SCHEMA,
+        "model": llm.model.name,
+        "settings": {
+            **{name: getattr(args, name) for name in names},
+            "prompts": None if args.prompts is None else str(args.prompts),
+            "dtype": llm.dtype,
+            "compression": compression_flags(policy),
+        },
+        "rows": len(rows),
+    }
+
+
+# ---- the attention of prompts
+
+
+class AttentionMaps:
+    """What is kept of the attention of n prompts, all of `length` tokens; a few queries are worked on at a time.
+
+    needed, near_zero: (n, blocks, heads) float64, means over the queries from `first_query` on: the share of the
+    columns seen that it takes, largest first, to hold `mass` of a query's attention; and the share of the entries
+    below `zero` x the query's largest entry. scores: (n, blocks, length) float64, what each column got from all queries
+    of all heads. by_rank: (blocks, length) float64, the scores of a kv-head as shares of their sum, largest first, mean
+    over rows and kv-heads.
+    """
+
+    def __init__(self, shape: tuple[int, int, int], length: int, settings: argparse.Namespace) -> None:
+        n, blocks, _ = shape
+        self._settings = settings
+        self.needed, self.near_zero = np.zeros(shape), np.zeros(shape)
+        self.scores, self.by_rank = np.zeros((n, blocks, length)), np.zeros((blocks, length))
+
+    def see(self, rows: list[int], block: int, attention: PromptAttention) -> None:
+        """Callbacks.prompts of a run of these prompts."""
+        q, k, lse = attention.q, attention.k, attention.lse
+        for i, row in enumerate(rows):
+            one = PromptAttention(q[i : i + 1], k[i : i + 1], lse[i : i + 1], attention.scale)
+            self._see_row(row, block, one)
+
+    def _see_row(self, row: int, block: int, one: PromptAttention) -> None:
+        kv_heads, n = one.k.shape[1:3]
+        heads, at = one.q.shape[1], self._settings
+        tile = max(1, at.keep_mem // (ENTRY_BYTES * heads * n))
+        sums = torch.zeros(kv_heads, n, dtype=torch.float64)
+        for first, p in probabilities(one, tile):
+            sums += p.double().sum(dim=1).view(kv_heads, -1, n).sum(dim=1).cpu()
+            skipped = min(max(0, at.first_query - first), p.shape[1])
+            if skipped < p.shape[1]:
+                seen = torch.arange(first + skipped + 1, first + p.shape[1] + 1, device=p.device)
+                for into, found in (
+                    (self.needed, columns_needed(p[:, skipped:], at.mass) / seen),
+                    (self.near_zero, near_zero(p[:, skipped:], seen, at.near_zero)),
+                ):
+                    into[row, block] += found.double().sum(dim=1).cpu().numpy() / (n - at.first_query)
+        self.scores[row, block] = sums.sum(dim=0).numpy()
+        ranked = (sums / sums.sum(dim=1, keepdim=True)).sort(dim=1, descending=True).values.mean(dim=0)
+        self.by_rank[block] += ranked.numpy() / len(self.needed)
+
+
+def probabilities(one: PromptAttention, rows: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """The attention matrix of one prompt, `rows` queries at a time: (the first of them, (heads, queries, n) fp32)."""
+    (_, heads, m, _), (kv_heads, n) = one.q.shape, one.k.shape[1:3]
+    keys = one.k[0].float()
+    for start in range(0, m, rows):
+        end, before = min(m, start + rows), n - m
+        q = one.q[0, :, start:end].float().view(kv_heads, heads // kv_heads, end - start, -1)
+        p = (q @ keys.unsqueeze(1).transpose(2, 3)).view(heads, end - start, n)
+        p = p.mul_(one.scale).sub_(one.lse[0, :, start:end, None]).exp_()
+        yield before + start, p.tril_(before + start)
+
+
+def columns_needed(p: torch.Tensor, mass: float) -> torch.Tensor:
+    """(heads, queries) int64: how many of a query's columns, largest first, hold `mass` of its attention together.
+
+    p: (heads, queries, n).
+    """
+    held = p.sort(dim=-1, descending=True).values.cumsum(dim=-1)
+    return ((held < mass * held[..., -1:]).sum(dim=-1) + 1).clamp_max(p.shape[-1])
+
+
+def near_zero(p: torch.Tensor, seen: torch.Tensor, share: float) -> torch.Tensor:
+    """(heads, queries): the share of entries below `share` x the query's largest, of the first seen[i] of query i."""
+    above = (p >= share * p.amax(dim=-1, keepdim=True)).sum(dim=-1)
+    return 1 - above / seen
+
+
+def watch(llm: LLM, rows: Sequence[TextRow], settings: argparse.Namespace) -> AttentionMaps:
+    """Run the prompts of `rows` with the full cache and keep what `AttentionMaps` keeps."""
+    spec, length = llm.model.spec, len(rows[0].prompt)
+    maps = AttentionMaps((len(rows), spec.num_blocks, spec.num_heads), length, settings)
+    prompts = prompts_from_python([row.prompt for row in rows], None, spec.vocab_size)
+    llm.eviction = Probe()
+    llm.run(prompts, SamplingParams(1, ignore_eos=True), lambda done: None, Callbacks(prompts=maps.see))
+    say("evaluate", f"attention of {len(rows)} prompts seen")
+    return maps
+
+
+# ---- figures
+
+
+def fit(values: Array, first: int, last: int, is_power: bool) -> tuple[float, float]:
+    """(slope, r2) of least squares of ln(value) on ln(rank), or on the rank itself, over the ranks first..last from 1.
+
+    Ranks without a score are left out; (0, 0) where fewer than two are left.
+    """
+    ranks = np.arange(first, last + 1, dtype=np.float64)
+    y = values[first - 1 : last]
+    x, y = ranks[y > 0], np.log(y[y > 0])
+    if len(x) < 2 or np.ptp(y) == 0:
+        return 0.0, 0.0
+    x = np.log(x) if is_power else x
+    slope, offset = np.polyfit(x, y, 1)
+    return float(slope), float(1 - ((y - slope * x - offset) ** 2).sum() / ((y - y.mean()) ** 2).sum())
+
+
+def spearman(a: Array, b: Array) -> float:
+    """Rank correlation; equal values share the mean of their ranks. 0 where one of them does not vary."""
+    x, y = (_ranks(values) for values in (a, b))
+    return float(np.corrcoef(x, y)[0, 1]) if np.ptp(x) and np.ptp(y) else 0.0
+
+
+def _ranks(values: Array) -> Array:
+    _, at, counts = np.unique(values, return_inverse=True, return_counts=True)
+    middles = np.cumsum(counts) - (counts - 1) / 2
+    return np.asarray(middles, dtype=np.float64)[at]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The distinct tokens of all prompts, by id; each field (types,).
+
+    occurrences: of the token. neighbours: distinct other tokens that stand within the window of one of its places.
+    """
+
+    ids: np.ndarray[Any, np.dtype[np.int64]]
+    occurrences: Array
+    neighbours: Array
+
+
+def co_occurrence(prompts: Sequence[Sequence[int]], window: int) -> Tokens:
+    ids, counts = np.unique(np.concatenate([np.asarray(p) for p in prompts]), return_counts=True)
+    pairs: set[int] = set()
+    for prompt in prompts:
+        places = np.searchsorted(ids, prompt)
+        for away in range(1, min(window, len(places) - 1) + 1):
+            a, b = places[:-away], places[away:]
+            pairs.update((a * len(ids) + b)[a != b].tolist(), (b * len(ids) + a)[a != b].tolist())
+    firsts = np.fromiter(pairs, dtype=np.int64, count=len(pairs)) // max(1, len(ids))
+    return Tokens(ids, counts.astype(float), np.bincount(firsts, minlength=len(ids)).astype(float))
+
+
+def summarise(maps: AttentionMaps, rows: Sequence[TextRow], llm: LLM, settings: argparse.Namespace) -> Figures:
+    """Sparsity and power law of each transformer block, and what tokens that occur with many others receive."""
+    bootstrap, length = Bootstrap(len(rows), settings.resamples, settings.seed), len(rows[0].prompt)
+    last = max(2, length // 2)
+    blocks = []
+    for block, curve in enumerate(maps.by_rank):
+        (power, r2), (rate, exponential_r2) = (fit(curve, 1, last, is_power) for is_power in (True, False))
+        blocks.append(
+            {
+                "block": block,
+                "columns_needed": bootstrap.mean(maps.needed[:, block].mean(axis=1)),
+                "near_zero": bootstrap.mean(maps.near_zero[:, block].mean(axis=1)),
+                "columns_needed_by_head": maps.needed[:, block].mean(axis=0).tolist(),
+                "near_zero_by_head": maps.near_zero[:, block].mean(axis=0).tolist(),
+                "exponent": -power,
+                "r2": r2,
+                "exponential_rate": -rate,
+                "exponential_r2": exponential_r2,
+                "held_by_top": {f"{s:g}": float(curve[: max(1, int(s * length))].sum()) for s in TOP_SHARES},
+                "score_by_rank": curve.tolist(),
+            }
+        )
+    fitted = {"method": "least squares of ln(score) on ln(rank)", "first_rank": 1, "last_rank": last}
+    return {"fit": fitted, "blocks": blocks, "tokens": _tokens(maps, rows, llm, settings.window)}
+
+
+def _tokens(maps: AttentionMaps, rows: Sequence[TextRow], llm: LLM, window: int) -> Figures:
+    """Rank correlations over the distinct tokens, of all transformer blocks together and of each.
+
+    score: summed over all places of a token, as the paper has it; per_query: of a place, divided by the queries that
+    see it, and a mean over the token's places: neither frequent tokens nor early places have more for that alone.
+    """
+    prompts = [row.prompt for row in rows]
+    known = co_occurrence(prompts, window)
+    places = np.searchsorted(known.ids, np.array(prompts)).ravel()
+    length, blocks = maps.scores.shape[2], maps.scores.shape[1]
+    queries = np.arange(length, 0, -1)
+
+    def by_token(values: Array) -> Array:
+        return np.bincount(places, weights=values.ravel(), minlength=len(known.ids)).astype(np.float64)
+
+    def correlations(scores: Array) -> Figures:
+        total, even = by_token(scores), by_token(scores / queries) / known.occurrences
+        return {
+            f"{name} of {what}": spearman(values, of)
+            for what, values in (("score", total), ("per_query", even))
+            for name, of in (("occurrences", known.occurrences), ("neighbours", known.neighbours))
+        }
+
+    scores = maps.scores.sum(axis=1)
+    total, tokenizer = by_token(scores), llm.model.tokenizer
+    top = np.argsort(-total, kind="stable")[:HIGHEST]
+    return {
+        "distinct": len(known.ids),
+        "spearman": correlations(scores),
+        "spearman_by_block": [correlations(maps.scores[:, block]) for block in range(blocks)],
+        "highest": [
+            {
+                "id": int(known.ids[i]),
+                "text": None if tokenizer is None else tokenizer.decode([int(known.ids[i])]),
+                "share": float(total[i] / total.sum()),
+                "occurrences": int(known.occurrences[i]),
+                "neighbours": int(known.neighbours[i]),
+            }
+            for i in top
+        ],
+        "points": {
+            "score": (total / total.sum()).tolist(),
+            "occurrences": known.occurrences.tolist(),
+            "neighbours": known.neighbours.tolist(),
+        },
+    }
+
+
+# ---- columns removed
+
+
+@dataclass(frozen=True)
+class Without(Full):
+    """The full cache but `share` of the prompt's columns, which no later query sees, of each kv-head on its own.
+
+    kind: HEAVY removes the largest accumulated scores, RANDOM columns drawn by `seed`. The first `sinks` columns stay.
+    The prompt's own attention sees every column. Nothing leaves while decoding.
+    """
+
+    name: ClassVar[str] = "without"
+
+    share: float = 0.5
+    kind: str = HEAVY
+    sinks: int = 0
+    seed: int = 0
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(record=(POSITIONS, SCORES), query_rows=None)
+
+    def budget(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> RowBudget:
+        return RowBudget(self.sinks, prompt_len - int(self.share * prompt_len) - self.sinks, 0)
+
+    def slots(self, prompt_len: int, gen_len: int, block: int = 0, num_blocks: int = 1) -> int:
+        return max(1, self.budget(prompt_len, gen_len, block, num_blocks).columns + gen_len - 1)
+
+    def prompt_scores(self, sums: torch.Tensor, query_rows: int) -> torch.Tensor:
+        return sums
+
+    def rank(self, columns: Columns) -> torch.Tensor:
+        assert columns.scores is not None
+        return -columns.scores if self.kind == HEAVY else Random(seed=self.seed).rank(columns)
+
+    def to_json(self) -> dict[str, object]:
+        return {"name": self.name, "share": self.share, "kind": self.kind, "sinks": self.sinks, "seed": self.seed}
+
+
+def removals(shares: Sequence[float], sinks: int, seed: int) -> list[Case]:
+    """For each share: the heavy hitters, those behind the sinks, and as many random columns."""
+    return [
+        Case(label, Without(share, kind, first, seed), 1 - share)
+        for share in shares
+        for label, kind, first in (
+            ("heavy hitters", HEAVY, 0),
+            (f"heavy hitters but the first {sinks}", HEAVY, sinks),
+            ("random columns", RANDOM, 0),
+        )
+    ]

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Every figure and table of the papers, a command each (docs/reproduce.md): bench/reproduce.
+#   bash scripts/reproduce.sh --quick                 every row, small, on the shipped model: reproduce-quick.md
+#   bash scripts/reproduce.sh --quick --only attention fidelity
+#   bash scripts/reproduce.sh --list
+# PYTHON: an interpreter that has all requirements; without it, the environment of scripts/test.sh with the extra `eval`.
+set -euo pipefail
+if [[ -n "${PYTHON:-}" ]]; then
+    ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+    export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
+else
+    source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
+    use_venv dev,eval
+fi
+exec "$PYTHON" -m bench.reproduce "$@"

@@ -1,0 +1,284 @@
+"""The attention that is watched is transformers'; what is counted of it, by slow loops; columns removed, by masks."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from flexgen_h2o import LLM, Policy, SamplingParams
+from flexgen_h2o.checkpoint.resolve import PACKAGED
+from flexgen_h2o.engine.generation import Callbacks
+from flexgen_h2o.engine.prompts import prompts_from_python
+from flexgen_h2o.evaluation.attention_maps import (
+    HEAVY,
+    RANDOM,
+    AttentionMaps,
+    Without,
+    co_occurrence,
+    columns_needed,
+    fit,
+    near_zero,
+    probabilities,
+    removals,
+    spearman,
+    watch,
+)
+from flexgen_h2o.evaluation.fidelity import Probe, Runner
+from flexgen_h2o.evaluation.rows import Case, TextRow
+from flexgen_h2o.kernels.prefill_attention import column_sums
+from flexgen_h2o.kvcache.slots import PromptAttention
+from tests.parity.reference import random_model
+
+PROMPT, STEPS = 13, 6
+FAMILIES = ("opt-tiny", "llama", "gpt_neox")
+
+
+@pytest.fixture(autouse=True)
+def _plain_cpu(plain_cpu: None) -> None:
+    """Every test here."""
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if request.param in PACKAGED:
+        return PACKAGED[request.param]
+    made = tmp_path_factory.mktemp(request.param)
+    random_model(seed=1, model_type=request.param).save_pretrained(made)
+    return made
+
+
+@pytest.fixture
+def model(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def opened(folder: Path, tmp_path: Path, batch: int = 2) -> LLM:
+    llm = LLM(str(folder), Policy(batch, 2), Probe(), dtype="float32", offload_dir=tmp_path / "o")
+    llm.share_prefix = "off"
+    return llm
+
+
+def ids_of(lengths: list[int]) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(4, 120, (n,), generator=generator).tolist() for n in lengths]
+
+
+def attentions(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
+    """(blocks, heads, n, n)"""
+    with torch.no_grad():
+        return torch.stack(model(torch.tensor([ids]), output_attentions=True).attentions)[:, 0]
+
+
+def see_all(llm: LLM, prompts: list[list[int]], rows: int) -> dict[tuple[int, int], torch.Tensor]:
+    """(heads, n, n) by prompt and transformer block, `rows` queries at a time."""
+    found = {}
+
+    def see(at: list[int], block: int, attention: PromptAttention) -> None:
+        for i, row in enumerate(at):
+            q, k, lse = (t[i : i + 1] for t in (attention.q, attention.k, attention.lse))
+            one = PromptAttention(q, k, lse, attention.scale)
+            tiles = list(probabilities(one, rows))
+            assert [first for first, _ in tiles] == list(range(0, q.shape[2], rows))
+            p = found[row, block] = torch.cat([tile for _, tile in tiles], dim=1)
+            by_group = p.sum(dim=1).view(k.shape[1], -1, k.shape[2]).sum(dim=1)
+            assert torch.allclose(by_group, column_sums(q, k, lse, one.scale)[0], atol=1e-4), "what policies score"
+
+    read = prompts_from_python(prompts, None, llm.model.spec.vocab_size)
+    llm.run(read, SamplingParams(1, ignore_eos=True), lambda done: None, Callbacks(prompts=see))
+    return found
+
+
+def test_what_is_watched_is_the_attention_of_transformers(folder: Path, model: PreTrainedModel, tmp_path: Path) -> None:
+    """Ragged rows in micro-batches of two; one token; two of a length, computed together."""
+    prompts = ids_of([7, 1, 12, 7, 3])
+    with opened(folder, tmp_path) as llm:
+        found = see_all(llm, prompts, rows=4)
+        blocks = range(llm.model.spec.num_blocks)
+    assert sorted(found) == [(row, block) for row in range(5) for block in blocks]
+    for row, ids in enumerate(prompts):
+        for block, want in enumerate(attentions(model, ids)):
+            assert (found[row, block] - want).abs().max() < 1e-5
+
+
+def test_rows_that_join_a_running_block_are_seen_too(tmp_path: Path) -> None:
+    prompts, params = ids_of([5, 9, 4]), [SamplingParams(n, ignore_eos=True) for n in (2, 6, 3)]
+    rows: list[tuple[int, int]] = []
+
+    def see(at: list[int], block: int, attention: PromptAttention) -> None:
+        rows.extend((row, attention.k.shape[2]) for row in at if block == 1)
+
+    with opened(PACKAGED["opt-tiny"], tmp_path, 1) as llm:
+        llm.use(Policy(2, 1))
+        read = prompts_from_python(prompts, None, llm.model.spec.vocab_size)
+        llm.run(read, params, lambda done: None, Callbacks(prompts=see), refill=True)
+    assert sorted(rows) == [(0, 5), (1, 9), (2, 4)]
+
+
+# ---- what is counted of it
+
+
+def settings(**other: Any) -> Namespace:
+    return Namespace(**{"keep_mem": 2**20, "mass": 0.9, "near_zero": 0.05, "first_query": 3} | other)
+
+
+@pytest.mark.parametrize("keep_mem", [1, 2**20])
+def test_maps_are_what_slow_loops_count(keep_mem: int, tmp_path: Path) -> None:
+    """A query at a time, and all at once."""
+    prompts, asked = ids_of([PROMPT] * 3), settings(keep_mem=keep_mem)
+    model_folder = tmp_path / "m"
+    model = random_model(seed=1, model_type="llama", attn_implementation="eager")
+    model.save_pretrained(model_folder)
+    with opened(model_folder, tmp_path) as llm:
+        maps = watch(llm, [TextRow(tuple(ids), ()) for ids in prompts], asked)
+        group = llm.model.spec.num_heads // llm.model.spec.num_kv_heads
+    by_rank = []
+    for row, ids in enumerate(prompts):
+        whole = attentions(model, ids).double().numpy()
+        by_rank.append([])
+        for block, heads in enumerate(whole):
+            for head, p in enumerate(heads):
+                queries = range(asked.first_query, PROMPT)
+                needed = [_slow_needed(p[i, : i + 1], asked.mass) / (i + 1) for i in queries]
+                small = [np.mean(p[i, : i + 1] < asked.near_zero * p[i].max()) for i in queries]
+                assert maps.needed[row, block, head] == pytest.approx(np.mean(needed), abs=1e-6)
+                assert maps.near_zero[row, block, head] == pytest.approx(np.mean(small), abs=1e-6)
+            assert np.allclose(maps.scores[row, block], heads.sum(axis=(0, 1)), atol=1e-4)
+            sums = heads.reshape(-1, group, PROMPT, PROMPT).sum(axis=(1, 2))
+            by_rank[-1].append(np.mean([sorted(s / s.sum(), reverse=True) for s in sums], axis=0))
+    assert np.allclose(maps.by_rank, np.mean(by_rank, axis=0), atol=1e-6)
+
+
+def _slow_needed(p: np.ndarray, mass: float) -> int:
+    held, count = 0.0, 0
+    for value in sorted(p, reverse=True):
+        held, count = held + value, count + 1
+        if held >= mass * p.sum():
+            break
+    return count
+
+
+def test_columns_needed_and_near_zero_by_hand() -> None:
+    p = torch.tensor(
+        [[[1.0, 0.0, 0.0, 0.0], [0.5, 0.5, 0.0, 0.0], [0.25, 0.25, 0.25, 0.25], [0.9, 0.09, 0.009, 0.001]]]
+    )
+    assert columns_needed(p, 0.95).tolist() == [[1, 2, 4, 2]]
+    assert columns_needed(p, 0.5).tolist() == [[1, 1, 2, 1]]
+    found = near_zero(p, torch.tensor([1, 2, 4, 4]), 0.05)
+    assert torch.allclose(found, torch.tensor([[0.0, 0.0, 0.0, 0.5]]))
+
+
+def test_a_power_law_and_an_exponential_are_told_apart() -> None:
+    ranks = np.arange(1, 101, dtype=float)
+    power, exponential = 3 * ranks**-0.7, 2 * np.exp(-0.05 * ranks)
+    assert fit(power, 1, 100, True) == pytest.approx((-0.7, 1.0))
+    assert fit(exponential, 1, 50, False) == pytest.approx((-0.05, 1.0))
+    assert fit(power, 1, 100, False)[1] < 0.9 > fit(exponential, 1, 100, True)[1]
+    assert fit(power[:2], 1, 2, True)[0] == pytest.approx(-0.7)
+    assert fit(np.zeros(5), 1, 5, True) == fit(np.ones(5), 1, 5, True) == (0.0, 0.0)
+
+
+def test_spearman_shares_ranks_of_equal_values() -> None:
+    a = np.array([1.0, 2.0, 2.0, 9.0])
+    assert spearman(a, a**3) == pytest.approx(1)
+    assert spearman(a, -a) == pytest.approx(-1)
+    assert spearman(a, np.array([1.0, 3.0, 2.0, 4.0])) == pytest.approx(0.9486833)  # ranks 1, 2.5, 2.5, 4
+    assert spearman(a, np.ones(4)) == 0
+
+
+def test_co_occurrence_counts_distinct_neighbours() -> None:
+    found = co_occurrence([(7, 7, 5, 9), (5, 9, 9, 1)], 2)
+    assert found.ids.tolist() == [1, 5, 7, 9]
+    assert found.occurrences.tolist() == [1, 2, 2, 4 - 1]
+    assert found.neighbours.tolist() == [1, 2, 2, 3]  # 1: 9; 5: 7, 9; 7: 5, 9; 9: 1, 5, 7
+    alone = co_occurrence([(3,), (3,)], 4)
+    assert (alone.ids.tolist(), alone.occurrences.tolist(), alone.neighbours.tolist()) == ([3], [2], [0])
+
+
+# ---- columns removed
+
+
+def masked_logits(model: PreTrainedModel, ids: list[int], removed: list[torch.Tensor]) -> torch.Tensor:
+    """Of the continuation's tokens but the first; removed: (heads, columns of the prompt) bool, of each block, that the
+    queries behind the prompt do not see."""
+    n, least = len(ids), torch.finfo(torch.float32).min
+
+    def mask_of(block: int, module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        later = torch.ones(n, n, dtype=torch.bool).triu(1)
+        hidden = later.expand(len(removed[block]), n, n).clone()
+        hidden[:, PROMPT:, :PROMPT] |= removed[block][:, None, :]
+        return args, kwargs | {"attention_mask": torch.where(hidden, least, 0.0)[None]}
+
+    layers = [m for name, m in model.named_modules() if name.endswith(("self_attn", ".attention"))]
+    assert len(layers) == len(removed)
+    hooks = [m.register_forward_pre_hook(partial(mask_of, i), with_kwargs=True) for i, m in enumerate(layers)]
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0, PROMPT : n - 1]
+    for hook in hooks:
+        hook.remove()
+    return logits
+
+
+@pytest.mark.parametrize(("kind", "sinks"), [(HEAVY, 0), (HEAVY, 2), (RANDOM, 0)])
+def test_removed_columns_are_masked_in_all_later_queries(
+    folder: Path, model: PreTrainedModel, tmp_path: Path, kind: str, sinks: int
+) -> None:
+    whole, share = ids_of([PROMPT + STEPS] * 3), 0.4
+    rows = [TextRow(tuple(ids[:PROMPT]), tuple(ids[PROMPT:])) for ids in whole]
+    eviction = Without(share, kind, sinks, seed=5)
+    with opened(folder, tmp_path) as llm:
+        spec = llm.model.spec
+        kept = _kept(llm, eviction, rows)
+        _, (found,) = Runner(llm, 2**28, 0).texts(rows, [Case("x", eviction, 1 - share)])
+    group, count = spec.num_heads // spec.num_kv_heads, int(share * PROMPT)
+    assert found.columns == PROMPT - count
+    for row, ids in enumerate(whole):
+        removed = []
+        for block, p in enumerate(attentions(model, ids)):
+            sums = p[:, :PROMPT, :PROMPT].sum(dim=1).view(-1, group, PROMPT).sum(dim=1)
+            gone = ~kept[row, block]
+            assert (gone.sum(dim=1) == count).all() and not gone[:, :sinks].any()
+            if kind == HEAVY:
+                ordered = sums[:, sinks:].topk(count, dim=1).indices + sinks
+                assert torch.equal(torch.zeros_like(gone).scatter(1, ordered, True), gone)
+            removed.append(gone.repeat_interleave(group, dim=0))
+        logits = masked_logits(model, ids, removed)
+        want = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[PROMPT + 1 :]), reduction="none")
+        assert np.allclose(found.nll[row], want.numpy(), atol=2e-4)
+    assert np.abs(found.kl).max() > 1e-3, "something is lost"
+
+
+def _kept(llm: LLM, eviction: Without, rows: list[TextRow]) -> dict[tuple[int, int], torch.Tensor]:
+    """(kv_heads, PROMPT) bool by row and block: the columns that the engine holds at the last step."""
+    found = {}
+
+    def see(at: list[int], filled: torch.Tensor, columns: Any) -> None:
+        for i, row in enumerate(at):
+            held = torch.zeros(columns.positions.shape[1], PROMPT + STEPS, dtype=torch.bool)
+            held.scatter_(1, columns.positions[i, :, : int(filled[i])].long(), True)
+            found[row, columns.block] = held[:, :PROMPT]
+
+    llm.eviction = eviction
+    continuations = [row.continuation for row in rows]
+    llm.follow([row.prompt for row in rows], continuations, lambda at, logits: None, see)
+    return found
+
+
+def test_each_share_is_removed_three_ways() -> None:
+    cases = removals([0.25, 0.5], sinks=3, seed=1)
+    assert [round(1 - case.budget, 2) for case in cases] == [0.25] * 3 + [0.5] * 3
+    assert all(case.eviction.budget(100, 1, 0, 1).columns == 100 * case.budget for case in cases)
+    assert len({case.label for case in cases}) == 3
+
+
+def test_memory_for_one_query_is_enough(tmp_path: Path) -> None:
+    one = PromptAttention(*(torch.randn(1, 2, 5, 4) for _ in range(2)), torch.zeros(1, 2, 5), 0.5)
+    maps = AttentionMaps((1, 1, 2), 5, settings(keep_mem=0, first_query=4))
+    maps.see([0], 0, one)
+    assert maps.needed.all() and maps.scores.all()
