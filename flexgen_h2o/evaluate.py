@@ -31,7 +31,9 @@ from flexgen_h2o.kvcache.eviction import POLICIES
 
 # Workflows with flags of their own: name -> (module of `evaluation/` with `add_flags(parser)`, one line of help). The
 # module may import no torch; add_flags sets `run`, a function of the parsed arguments that returns the exit code.
-WORKFLOWS: dict[str, tuple[str, str]] = {}
+WORKFLOWS: dict[str, tuple[str, str]] = {
+    "lm-eval": ("lm_eval", "tasks of lm-eval, with the engine as its model"),
+}
 BUDGETS = (0.5, 0.2, 0.1)
 TEXT_PROMPTS, RECALL_PROMPTS, TEXT_GEN_LEN = 200, 100, 64
 SIZE, TURN_GEN_LEN = 128, 64  # heavy columns, and as many recent ones: llama-recipes' defaults

@@ -324,6 +324,7 @@ WITHOUT_EFFECT: Mapping[str, Mapping[str, Reason]] = {
         **_ENGINE,
         "depths": _if("there are no recall rows", lambda args: not args.recall_prompts),
     },
+    "evaluate lm-eval": _ENGINE,
     "evaluate text": {**_ENGINE, **_SAMPLING},
     # With --text the seed is the bootstrap's, and the others are refused.
     "evaluate streaming": {**_ENGINE, **_SAMPLING, "seed": lambda a, at: _greedy(a, at) if a.text is None else ""},
