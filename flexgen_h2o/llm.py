@@ -18,6 +18,7 @@ from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import DTYPE_BYTES, MemoryBudget, Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, usable_path
+from flexgen_h2o.core.settings import DECODE
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import check_int
 from flexgen_h2o.engine.distributed import Part, Pipeline, check_same, part_of
@@ -210,6 +211,25 @@ class LLM:
             self.run(read, asked, done.extend, Callbacks(watch_logits), refill=refill)
         return sorted(done, key=lambda c: c.index)
 
+    def score(
+        self, prompts: Sequence[str | Sequence[int]], continuations: Sequence[str | Sequence[int]],
+        mode: str = DECODE,
+    ) -> list[Completion]:  # fmt: skip
+        """The log-probabilities of continuations, each after its prompt; results in the order of `prompts`.
+
+        Texts and lists of token ids, in any mix; a continuation's text is encoded without special tokens. mode: as
+        SamplingParams.score_mode. `completion.logprob` is the sum over the continuation's tokens, `logprobs` has each,
+        `is_greedy` says whether each was the likeliest. Prompts that begin alike are computed once (`share_prefix`).
+        """
+        encode = self.model.encode_more if self.model.tokenizer is not None else None
+        try:
+            read = prompts_from_python(continuations, encode, self.model.spec.vocab_size)
+        except UsageError as error:
+            raise UsageError(str(error).replace("prompts", "continuations", 1)) from error
+        if len(read) != len(prompts):
+            raise UsageError(f"continuations: {len(read)} for {len(prompts)} prompts")
+        return self.generate(prompts, [SamplingParams(score=one.token_ids, score_mode=mode) for one in read])
+
     def follow(
         self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]], watch_logits: LogitsWatch,
         watch_slots: SlotsWatch | None = None, max_tokens_per_sweep: int = 1,
@@ -253,8 +273,8 @@ class LLM:
             self._common = planner.common(table.rows, engine.policy)
             refill = refill and order is None and pipeline is None
             scheduler = table.schedule(blocks, refill, more, len(self._common))
-            if scheduler.is_continuous:
-                self.predicted = None  # it is of blocks whose rows begin together
+            if scheduler.is_continuous or any(row.given for row in table.rows):
+                self.predicted = None  # it is of blocks whose rows begin together, and take a token a sweep
             before, self._blocks = engine.io_bytes_by_kind, scheduler.stats
             engine.timeline.reset()
             with contextlib.ExitStack() as stack:

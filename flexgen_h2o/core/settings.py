@@ -12,6 +12,7 @@ GREEDY_BELOW = 1e-5
 MOST_LOGPROBS = 20  # likeliest tokens a step, as in OpenAI's chat API
 MOST_STOP_CHARACTERS = 4096  # of all stop strings of a row together: they are looked for after each token
 SCHEDULES = ("uniform", "pyramid")
+DECODE, PREFILL = "decode", "prefill"
 ORIGINAL, ROLLING = "original", "rolling"
 
 
@@ -53,10 +54,16 @@ class SamplingParams:
     max_tokens: most new tokens of a row. temperature: below 1e-5 is greedy. top_p: in [0, 1], 1 is off.
     top_k: 0 is off. seed: 0 .. 2**63 - 1. stop: strings that end a row (one string, a list or None are taken too).
     ignore_eos: go on after the end-of-sequence token. logprobs: give the log-probability of each new token and those of
-    so many of the likeliest, up to 20; None gives none.
+    so many of the likeliest, up to 20; None gives none. prompt_logprobs: the same of the prompt's tokens; then
+    max_tokens may be 0. With a policy that drops columns while decoding, prompt tokens beyond its budget are taken in
+    decode steps, so that it acts on them.
+
+    score: token ids that the row takes one after another, whatever the others say; `logprobs` (1 where it is None) are
+    theirs. score_mode: "decode" takes each in a decode step, as generated tokens, so that eviction acts on them;
+    "prefill" gives what the full cache gives, in one pass over the prompt and them.
     """
 
-    max_tokens: int = setting(32, low=1)
+    max_tokens: int = setting(32, low=0)
     temperature: float = setting(0.0, "0 is greedy")
     top_p: float = setting(
         1.0, "draw from the likeliest tokens that have this probability together; 1 is off", high=1.0
@@ -66,10 +73,31 @@ class SamplingParams:
     stop: tuple[str, ...] = setting((), "end a row at this text; may be repeated", metavar="TEXT", action="append")
     ignore_eos: bool = setting(False, "go on after the end-of-sequence token")
     logprobs: int | None = setting(None, low=0, high=MOST_LOGPROBS)
+    prompt_logprobs: int | None = setting(None, low=0, high=MOST_LOGPROBS)
+    score: tuple[int, ...] | None = setting(None)
+    score_mode: str = setting(DECODE, choices=(DECODE, PREFILL))
 
     def __post_init__(self) -> None:
         check_settings(self)
         object.__setattr__(self, "stop", _check_stop(self.stop))
+        if self.score is not None:
+            self._check_score()
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise UsageError(
+                "max_tokens: 0 must be at least 1, unless the prompt is scored (prompt_logprobs; echo in batch files)"
+            )
+
+    def _check_score(self) -> None:
+        """And keep `score` as plain numbers, as many as max_tokens."""
+        given: Any = self.score
+        given = given.tolist() if hasattr(given, "tolist") else given
+        if not isinstance(given, list | tuple) or not given:
+            raise UsageError(f"score: {self.score!r:.60} is not a list of at least one token id")
+        if self.prompt_logprobs is not None:
+            raise UsageError("prompt_logprobs: is not for a row with `score`; leave one of them out")
+        object.__setattr__(self, "score", tuple(check_int("score", token, low=0) for token in given))
+        object.__setattr__(self, "max_tokens", len(given))
+        object.__setattr__(self, "logprobs", 1 if self.logprobs is None else self.logprobs)
 
     @property
     def greedy(self) -> bool:

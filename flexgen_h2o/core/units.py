@@ -173,6 +173,7 @@ NORM_CHUNK = 128  # rows that an RMS norm holds in fp32 at a time
 ROTARY_CHUNK = 256  # tokens whose queries and keys are rotated at a time
 ROLLING_CHUNK = 2**20  # numbers of keys in slots that are rotated by their ranks at a time
 GIVEN_CHUNK = 64  # tokens of a row, known beforehand, that one decode sweep takes
+SCORED_CHUNK = 64  # prompt tokens whose logits exist at a time
 ROW_BLOCK = 16  # matrices are split over tiers at multiples of this many rows
 WRITE_BACK_STEPS = 16  # decode steps whose columns wait in RAM before a disk unit of the KV cache is written back
 SEGMENT_SLOTS = 64  # at most; KV slots that are read and written as one area

@@ -15,8 +15,9 @@ import torch
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import Layer
 from flexgen_h2o.engine.attention import CacheStep, UnitAttention
+from flexgen_h2o.engine.decoding import Decoding, score_prompts, scored_tokens
 from flexgen_h2o.engine.distributed import Wire
-from flexgen_h2o.engine.generation import BlockStats, Decoding, MicroBatch, Row, Sweep, SweepInput
+from flexgen_h2o.engine.generation import BlockStats, MicroBatch, Row, Sweep, SweepInput
 from flexgen_h2o.engine.loop import ATTENTION_KINDS, Step, UnitKey, Walk, weight_sequence
 from flexgen_h2o.engine.memory_plan import kv_layout
 from flexgen_h2o.engine.requests import Scheduler
@@ -233,19 +234,23 @@ class Executor:
         """Fix what micro-batch `k` feeds into its next sweep, if it has rows left."""
         batch, tokens = self._batches[k], 0
         if batch.rows:
-            alone = self._decoding.watches.slots is None  # who watches slots sees every step's
-            self._inputs[k] = batch.sweep_input(self._decoding.known_tokens if alone else None)
+            # Who watches slots sees every step's, and the ranks of a pipeline tell each other one step's tokens.
+            one_step = self._decoding.watches.slots is not None or self._wire is not None
+            self._inputs[k] = batch.sweep_input(None if one_step else self._decoding.known_tokens)
             tokens = len(self._inputs[k].ids)
         self._engine.hidden.begin_sweep(k, tokens)
 
     def _head(self, k: int, w: Weights, x: torch.Tensor) -> None:
         batch, fed = self._batches[k], self._inputs[k]
+
+        def logits_at(places: torch.Tensor) -> torch.Tensor:
+            return self._family.head(self._engine.spec, w, x.index_select(0, places.to(x.device)), self._workspace)
+
+        score_prompts(scored_tokens(batch, fed), lambda places: logits_at(torch.tensor(places)))
         finished, moves = list[Row](), list[Move]()
         for step in range(fed.steps):
             assert not finished  # what was fed of the steps to come is taken
-            last = x.index_select(0, fed.last(step).to(x.device))
-            logits = self._family.head(self._engine.spec, w, last, self._workspace)
-            tokens = self._decoding.sample(batch, logits)
+            tokens = self._decoding.sample(batch, logits_at(fed.last(step)))
             finished, moves = self._append_tokens(k, tokens)
         self._after_sweep(k, finished, moves)
         if self._wire is not None:
@@ -280,6 +285,6 @@ class Executor:
         if have_left or entering:
             self._engine.cache.change_rows(k, moves, left, len(entering))
 
-    def _sizes(self, rows: Sequence[Row]) -> list[tuple[int, int]]:
-        """What SlotTable asks of rows."""
-        return [(len(row.prompt.token_ids) - self._common, row.max_new) for row in rows]
+    def _sizes(self, rows: Sequence[Row]) -> list[tuple[int, int, int]]:
+        """What SlotTable asks of rows. A common prefix is of the full cache, which needs no slots for it."""
+        return [(row.size[0] - self._common, row.size[1], len(row.prompt.token_ids) - self._common) for row in rows]

@@ -9,14 +9,13 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from tqdm import tqdm
 
-from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.engine.prompts import Prompt
-from flexgen_h2o.engine.sampling import Sampler, Tokenizer, TokenLogprobs, decode_text, token_logprobs
+from flexgen_h2o.engine.sampling import TokenLogprobs
 from flexgen_h2o.kvcache.eviction.policy import Columns
 from flexgen_h2o.kvcache.prefixes import (
     PromptGroup,
@@ -39,7 +38,10 @@ class Row:
 
     max_new: tokens it may grow to, at least 1. asked: new tokens that were asked for; rows are sorted by it.
     top_logprobs: how many of the likeliest tokens get into `logprobs` at each step; None: no `logprobs`.
-    max_tokens_per_sweep: the most tokens of the row in one decode sweep, where they are known before.
+    max_tokens_per_sweep: the most tokens of the row in one decode sweep, where they are known before. given: the first
+    tokens that it takes, whatever the logits. scored: last tokens of the prompt whose log-probabilities get into
+    `prompt_logprobs`, each with `top_prompt_logprobs` of the likeliest. budget_of: (prompt tokens, new tokens) that its
+    KV budget is of; None: its own.
     """
 
     prompt: Prompt
@@ -50,10 +52,25 @@ class Row:
     top_logprobs: int | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     max_tokens_per_sweep: int = 1
+    given: tuple[int, ...] = ()
+    scored: int = 0
+    top_prompt_logprobs: int = 0
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    budget_of: tuple[int, int] | None = None
 
     @property
     def length(self) -> int:
         return len(self.prompt.token_ids) + len(self.token_ids)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(prompt tokens, most new tokens) that the KV budget is of."""
+        return self.budget_of or (len(self.prompt.token_ids), self.max_new)
+
+    @property
+    def own_ids(self) -> list[int]:
+        """The tokens that it was not given."""
+        return self.token_ids[len(self.given) :]
 
 
 def make_blocks(
@@ -69,8 +86,8 @@ def make_blocks(
     family = family_order([r.prompt.token_ids for r in rows], sharing, gbs) if sharing else lambda ids: (0, 0)
 
     def key(row: Row) -> tuple[object, ...]:
-        ids = row.prompt.token_ids
-        return -row.asked, family(ids), -len(ids), row.prompt.index
+        ids = row.prompt.token_ids  # what is scored follows on a context, which neighbours in the input may share
+        return -row.asked, family(ids), row.scored - len(ids), row.prompt.index
 
     ordered = sorted(rows, key=key)
     blocks = [ordered[at : at + block] for at in range(0, len(ordered), block)]
@@ -192,83 +209,6 @@ class MicroBatch:
         self._new = group_rows(rows, sharing, self._common)
 
 
-# Tokens looked at beyond the longest stop string: a UTF-8 character cut at the window's start spoils up to 4 of them.
-_WINDOW_MARGIN = 8
-
-
-class StopCriteria:
-    """When a row is done: end-of-sequence token or stop string ("stop"), or its length ("length").
-
-    tokenizer: None only without stop strings, else UsageError.
-    """
-
-    def __init__(self, stop: tuple[str, ...], eos_token_ids: Sequence[int], tokenizer: Tokenizer | None) -> None:
-        if stop and tokenizer is None:
-            raise UsageError("--stop: stop strings need a tokenizer and the model's folder has none; leave --stop out")
-        self._stop, self._eos, self._tokenizer = stop, frozenset(eos_token_ids), tokenizer
-        self._window = max((len(s.encode("utf-8", "surrogatepass")) for s in stop), default=0) + _WINDOW_MARGIN
-        self._size = len(tokenizer) if tokenizer is not None and stop else 0
-        self._silent = _silent_ids(tokenizer) if tokenizer is not None and stop else frozenset()
-
-    def is_eos(self, token: int) -> bool:
-        return token in self._eos
-
-    def __call__(self, row: Row) -> str | None:
-        """Why a row is done with its newest token; None where it is not. To be called after each new token."""
-        if self.is_eos(row.token_ids[-1]) or self.found(row.token_ids):
-            return "stop"
-        return "length" if len(row.token_ids) >= row.max_new else None
-
-    def found(self, token_ids: Sequence[int]) -> bool:
-        """Whether the newest of a row's tokens completed a stop string. Decodes a short tail only."""
-        if not self._stop or self._tokenizer is None:
-            return False
-        tail: list[int] = []
-        for token in reversed(token_ids):
-            # Tokens without text would use up the window that is counted in tokens of at least one byte.
-            if token < self._size and token not in self._silent:
-                tail.append(token)
-                if len(tail) == self._window:
-                    break
-        text = decode_text(self._tokenizer, tail[::-1])
-        return any(s in text for s in self._stop)
-
-    def text(self, token_ids: Sequence[int]) -> str | None:
-        """The text of a row's tokens up to where the earliest stop string begins; None without a tokenizer."""
-        return None if self._tokenizer is None else self.cut(decode_text(self._tokenizer, token_ids))
-
-    def cut(self, text: str) -> str:
-        """`text` up to where the earliest stop string begins; all of it when there is none."""
-        starts = [at for at in map(text.find, self._stop) if at >= 0]
-        return text[: min(starts)] if starts else text
-
-
-def _silent_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Ids that decode to nothing because they are special."""
-    added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", None) or {}
-    return frozenset(tokenizer.all_special_ids) | {i for i, token in added.items() if getattr(token, "special", False)}
-
-
-class TokenSource(Protocol):
-    """Gives rows their tokens and says when they are done, in place of sampling parameters."""
-
-    @property
-    def max_tokens_per_sweep(self) -> int:
-        """The most tokens of a row in one sweep."""
-
-    def most_new(self, row: int) -> int:
-        """The most tokens that the row of this index takes."""
-
-    def sample(self, logits: torch.Tensor, rows: Sequence[int], steps: Sequence[int]) -> list[int]:
-        """The next token of each row, as `Sampler.sample`."""
-
-    def end(self, row: Row) -> str | None:
-        """Why the row is done with its newest token; None when it is not."""
-
-    def known_tokens(self, row: Row) -> Sequence[int]:
-        """The tokens that the row takes next, as far as they are known; `max_tokens_per_sweep` of them are enough."""
-
-
 class Listener(Protocol):
     """Called while a run goes on, on its thread."""
 
@@ -333,34 +273,6 @@ class Callbacks:
     logits: LogitsWatch | None = None
     slots: SlotsWatch | None = None
     listener: Listener | None = None
-
-
-@dataclass(frozen=True)
-class Decoding:
-    """How tokens are chosen and when a row is done and why (None: not yet).
-
-    known_tokens: as of `TokenSource`; None where none are known.
-    """
-
-    sampler: Sampler | TokenSource
-    end: Callable[[Row], str | None]
-    watches: Callbacks = Callbacks()
-    known_tokens: KnownTokens | None = None
-
-    def sample(self, micro_batch: MicroBatch, logits: torch.Tensor) -> list[int]:
-        """The next token of each row; keeps log-probabilities for the rows that ask for them."""
-        rows = micro_batch.rows
-        indices = [r.prompt.index for r in rows]
-        if self.watches.logits is not None:
-            self.watches.logits(indices, logits)
-        tokens = self.sampler.sample(logits, indices, [len(r.token_ids) for r in rows])
-        asking = [(i, top) for i, row in enumerate(rows) if (top := row.top_logprobs) is not None]
-        if asking:
-            places, tops = zip(*asking, strict=True)
-            own = logits if len(places) == len(rows) else logits[list(places)]
-            for i, found in zip(places, token_logprobs(own, [tokens[i] for i in places], tops), strict=True):
-                rows[i].logprobs.append(found)
-        return tokens
 
 
 @dataclass

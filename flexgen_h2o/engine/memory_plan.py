@@ -22,6 +22,7 @@ from flexgen_h2o.core.units import (
     ROW_BLOCK,
     SAMPLING_CHUNK,
     SCORE_TILE_BYTES,
+    SCORED_CHUNK,
     SPARSE_CHUNK,
     STAGING_BYTES,
     TOKEN_CHUNK,
@@ -48,7 +49,8 @@ class BlockShape:
 
     slots: KV slots of a row in each transformer block. record: what is kept of each slot besides its column
     (kvcache/layout.UnitLayout). sharing: tokens of the longest prompt that shares a prefix with others, or 0.
-    common: columns of the prefix that all rows have in one copy, outside of slots.
+    common: columns of the prefix that all rows have in one copy, outside of slots. scores: do prompts' tokens get
+    log-probabilities?
     """
 
     rows: int
@@ -58,6 +60,12 @@ class BlockShape:
     record: tuple[str, ...] = ()
     sharing: int = 0
     common: int = 0
+    scores: bool = False
+
+    @property
+    def logits(self) -> int:
+        """Rows of logits at a time."""
+        return max(self.rows, min(SCORED_CHUNK, self.tokens)) if self.scores else self.rows
 
     @property
     def most_slots(self) -> int:
@@ -69,12 +77,14 @@ class BlockShape:
 
     def covers(self, other: BlockShape) -> bool:
         """Do buffers of this shape serve the other one too?"""
-        mine, theirs = ((s.rows, s.micro_batches, s.tokens, s.sharing, s.common, *s.slots) for s in (self, other))
+        mine, theirs = (
+            (s.rows, s.micro_batches, s.tokens, s.sharing, s.common, s.scores, *s.slots) for s in (self, other)
+        )
         return self.record == other.record and all(a >= b for a, b in zip(mine, theirs, strict=True))
 
     def union(self, other: BlockShape) -> BlockShape:
         """The smallest shape that covers both, of rows of one eviction policy and model."""
-        names = ("rows", "micro_batches", "tokens", "sharing", "common")
+        names = ("rows", "micro_batches", "tokens", "sharing", "common", "scores")
         most = {name: max(getattr(self, name), getattr(other, name)) for name in names}
         return replace(self, slots=tuple(map(max, self.slots, other.slots)), **most)
 
@@ -183,7 +193,7 @@ def workspace_sizes(spec: ModelSpec, shape: BlockShape, itemsize: int) -> dict[s
         "mixed": tokens * q_width,
         "normed": max(chunk, shape.rows) * max(spec.hidden_size, embedding),
         "ffn": chunk * max(spec.ffn_size, spec.hidden_size, embedding),
-        "logits": shape.rows * spec.vocab_size if spec.head else 0,
+        "logits": shape.logits * spec.vocab_size if spec.head else 0,
         **{buffer.name: chunk * buffer.width for buffer in spec.buffers},
     }
     return {name: round_up(count * itemsize, ALIGN) for name, count in widths.items()}
@@ -233,7 +243,7 @@ def memory_plan(
 ) -> MemoryPlan:
     """All buffers of a run. `itemsize`: bytes of the compute dtype, which weights and KV are held in."""
     tokens, form = max(shape.tokens, shape.rows), weight_format(spec, policy, itemsize)
-    product, blocking = blocked_bytes(spec, form, device_is_host, tokens, shape.rows)
+    product, blocking = blocked_bytes(spec, form, device_is_host, tokens, shape.logits)
     workspace = workspace_sizes(spec, shape, itemsize)
     if form.in_int8:
         workspace |= int8_sizes(spec, tokens)
@@ -392,7 +402,7 @@ def temporary_bytes(spec: ModelSpec, shape: BlockShape, itemsize: int, policy: P
         gathered = min(scores * spec.head_dim, max(SPARSE_CHUNK, shape.most_slots * spec.head_dim))
         decode = scores * 36 + gathered * (4 + itemsize)
     # Probabilities, sorted and summed in float64 with their indices.
-    logits = shape.rows * spec.vocab_size if spec.head else 0
+    logits = shape.logits * spec.vocab_size if spec.head else 0
     sampling = 50 * min(logits, max(SAMPLING_CHUNK, spec.vocab_size))
     chunk = min(TOKEN_CHUNK, max(shape.tokens, shape.rows))
     step = max(prefill, decode, sampling) + chunk * (3 * spec.hidden_size + spec.ffn_size) * itemsize

@@ -46,6 +46,7 @@ class Completion:
     """What was generated for the prompt at `index`.
 
     text: None without a tokenizer. finish_reason: stop or length. logprobs: one for each of token_ids, if asked for.
+    prompt_logprobs: one for each token of the prompt, None for the first, if asked for.
     """
 
     index: int
@@ -54,6 +55,18 @@ class Completion:
     token_ids: list[int]
     finish_reason: str
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+    @property
+    def logprob(self) -> float:
+        """The log-probability of all of token_ids; `logprobs` were asked for."""
+        return math.fsum(one.logprob for one in self.logprobs or ())
+
+    @property
+    def is_greedy(self) -> bool:
+        """Was each of token_ids the likeliest? At least one of `logprobs` was asked for."""
+        found = zip(self.token_ids, self.logprobs or (), strict=True)
+        return all(one.top[0][0] == token for token, one in found)
 
     def __post_init__(self) -> None:
         if self.finish_reason not in ("stop", "length"):
@@ -172,7 +185,7 @@ def write_outputs(path: Path, completions: Iterable[Completion]) -> None:
         with replacing(path) as file:
             for completion in sorted(completions, key=lambda c: c.index):
                 fields = asdict(completion)
-                del fields["logprobs"]  # the files of batch have them
+                del fields["logprobs"], fields["prompt_logprobs"]  # the files of batch have them
                 file.write(json.dumps(fields, ensure_ascii=False) + "\n")
     except OSError as error:
         raise FlexgenError(f"--output {path}: {error.strerror or error}") from error

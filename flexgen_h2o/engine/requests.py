@@ -15,11 +15,14 @@ import torch
 
 from flexgen_h2o.core.config import ModelSpec
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.engine.generation import BlockStats, Callbacks, Decoding, Row, StopCriteria, TokenSource, make_blocks
+from flexgen_h2o.core.settings import PREFILL
+from flexgen_h2o.core.units import GIVEN_CHUNK
+from flexgen_h2o.engine.decoding import Decoding, StopCriteria, TokenSource
+from flexgen_h2o.engine.generation import BlockStats, Callbacks, Row, make_blocks
 from flexgen_h2o.engine.prompts import Completion, Prompt, prompts_from_python
-from flexgen_h2o.engine.sampling import Sampler, SamplingParams
+from flexgen_h2o.engine.sampling import Sampler, SamplingParams, TokenLogprobs, of_likeliest
 from flexgen_h2o.kvcache.eviction import Eviction
-from flexgen_h2o.kvcache.eviction.policy import most_new_tokens
+from flexgen_h2o.kvcache.eviction.policy import Evicting, most_new_tokens
 from flexgen_h2o.models.load import Model
 
 Params = SamplingParams | Sequence[SamplingParams] | TokenSource
@@ -118,8 +121,52 @@ class RequestTable:
                 f"prompts[{prompt.index}]: {length} tokens, but {spec.name} has {spec.max_positions} positions; "
                 "shorten it"
             )
-        most = most_new_tokens(self._eviction, spec, length, params.max_tokens)
+        most = most_new_tokens(self._eviction, spec, length, max(1, params.max_tokens))
+        if params.score is not None:
+            return self._scored_row(prompt, params, most)
+        if params.prompt_logprobs is not None:
+            return self._echoed_row(prompt, params, most)
         return Row(prompt, most, asked=params.max_tokens, top_logprobs=params.logprobs)
+
+    def _scored_row(self, prompt: Prompt, params: SamplingParams, most: int) -> Row:
+        """A row that takes the tokens of params.score, in decode steps or behind its prompt."""
+        spec, score, top = self.model.spec, params.score or (), params.logprobs or 0
+        in_prompt = params.score_mode == PREFILL
+        if max(score) >= spec.vocab_size:
+            raise UsageError(f"score: token id {max(score)} is outside the model's vocabulary of {spec.vocab_size}")
+        most = spec.max_positions - len(prompt.token_ids) + 1 if in_prompt else most
+        if most < len(score):
+            raise UsageError(
+                f"prompts[{prompt.index}]: with the tokens to score longer than {spec.max_positions} positions"
+            )
+        if in_prompt:
+            prompt, score = Prompt(prompt.index, prompt.token_ids + score[:-1], prompt.text), score[-1:]
+        scored = len(params.score or ()) - len(score)
+        return Row(
+            prompt, len(score), asked=1, top_logprobs=top, max_tokens_per_sweep=min(GIVEN_CHUNK, len(score)),
+            given=score, scored=scored, top_prompt_logprobs=top,
+        )  # fmt: skip
+
+    def _echoed_row(self, prompt: Prompt, params: SamplingParams, most: int) -> Row:
+        """A row whose prompt gets log-probabilities: what of it goes beyond the budget is taken in decode steps."""
+        policy, ids, asked = self._eviction, prompt.token_ids, params.max_tokens
+        length, top = len(ids), params.prompt_logprobs or 0
+        # Two new tokens or more: slots for them are enough for any number of decode steps.
+        size = (length, max(2, min(most, asked)))
+        fed = length
+        if isinstance(policy, Evicting) and policy.while_decoding:
+            blocks = self.model.spec.num_blocks
+            fed = min(length, *(policy.budget(length, block, blocks).columns for block in range(blocks)))
+        if fed == length:
+            return Row(
+                prompt, most, asked=asked, top_logprobs=params.logprobs, scored=length - 1, top_prompt_logprobs=top
+            )
+        given = ids[fed:]
+        return Row(
+            Prompt(prompt.index, ids[:fed], prompt.text), len(given) + min(most, asked), asked=asked,
+            top_logprobs=max(top, params.logprobs or 0), max_tokens_per_sweep=min(GIVEN_CHUNK, len(given)),
+            given=given, scored=fed - 1, top_prompt_logprobs=top, budget_of=size,
+        )  # fmt: skip
 
     def decoding(self, callbacks: Callbacks) -> Decoding:
         """How the rows get their tokens."""
@@ -136,13 +183,27 @@ class RequestTable:
         found = []
         for row in rows:
             assert row.finish_reason is not None
-            text = self._criteria_of(row).text(row.token_ids)
-            logprobs = None if row.top_logprobs is None else list(row.logprobs)
-            index, prompt = row.prompt.index, row.prompt.text
-            found.append(Completion(index, prompt, text, list(row.token_ids), row.finish_reason, logprobs))
+            found.append(self._completion(row))
             self.decoded += max(0, len(row.token_ids) - 1)
-            del self._params[index]
+            del self._params[row.prompt.index]
         return found
+
+    def _completion(self, row: Row) -> Completion:
+        params, before, behind = self._params[row.prompt.index], row.prompt_logprobs, list(row.logprobs)
+        token_ids, logprobs = list(row.token_ids), None if row.top_logprobs is None else behind
+        of_prompt: list[TokenLogprobs | None] | None = None
+        if params.score is not None:
+            token_ids, logprobs = [*params.score[: row.scored], *token_ids], [*before, *behind]
+        elif params.prompt_logprobs is not None:
+            own = len(row.given)
+            of_prompt = [None, *before, *(of_likeliest(one, params.prompt_logprobs) for one in behind[:own])]
+            token_ids, logprobs = token_ids[own:][: params.max_tokens], behind[own:][: params.max_tokens]
+            top = params.logprobs
+            logprobs = None if top is None else [of_likeliest(one, top) for one in logprobs]
+        text = self._criteria_of(row).text(token_ids)
+        assert row.finish_reason is not None
+        reason = row.finish_reason if token_ids else "length"
+        return Completion(row.prompt.index, row.prompt.text, text, token_ids, reason, logprobs, of_prompt)
 
     def finish_rest(self) -> list[Completion]:
         """The same of rows that were cut short, as of length."""
@@ -159,7 +220,9 @@ class RequestTable:
         Rows that all end together gain nothing by waiting and stay in their blocks.
         """
         params = (self._params[row.prompt.index] for row in self.rows)
-        can_stop = any(p.stop or (self.model.spec.eos_token_ids and not p.ignore_eos) for p in params)
+        can_stop = any(
+            p.score is None and (p.stop or (self.model.spec.eos_token_ids and not p.ignore_eos)) for p in params
+        )
         end_together = not can_stop and len({row.max_new for row in self.rows}) <= 1
         if not refill or (more is None and (len(blocks) == 1 or end_together)):
             return Scheduler(blocks, None, common)

@@ -67,10 +67,7 @@ class Sampler:
         best, tokens = logits.max(dim=-1)
         bad = (~torch.isfinite(best)).nonzero().flatten().tolist()
         if bad:
-            raise FlexgenError(
-                f"logits of row {rows[bad[0]]} at step {steps[bad[0]]} are not finite: "
-                "a damaged checkpoint, or a dtype that overflows (try --dtype bfloat16 or float32)"
-            )
+            raise not_finite(rows[bad[0]], f"at step {steps[bad[0]]}")
         chosen: list[int] = tokens.tolist()
         for params, places in self._drawing(rows).items():
             alike = isinstance(self._params, SamplingParams)
@@ -89,6 +86,13 @@ class Sampler:
             if not (p := self._of(row)).greedy:
                 alike.setdefault((p.temperature, p.top_k, p.top_p), []).append(place)
         return {self._of(rows[places[0]]): places for places in alike.values()}
+
+
+def not_finite(row: int, where: str) -> FlexgenError:
+    return FlexgenError(
+        f"logits of row {row} {where} are not finite: "
+        "a damaged checkpoint, or a dtype that overflows (try --dtype bfloat16 or float32)"
+    )
 
 
 def _draw(logits: Tensor, places: Sequence[int], params: SamplingParams, drawn: Sequence[float]) -> list[int]:
@@ -112,6 +116,11 @@ class TokenLogprobs:
 
     logprob: float
     top: tuple[tuple[int, float], ...]
+
+
+def of_likeliest(found: TokenLogprobs, top: int) -> TokenLogprobs:
+    """With so many of the likeliest, or fewer."""
+    return TokenLogprobs(found.logprob, found.top[:top])
 
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], top: Sequence[int]) -> list[TokenLogprobs]:

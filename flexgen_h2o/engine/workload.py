@@ -198,7 +198,7 @@ def need_of_rows(
     Its prefix is one that any two rows share, so that no micro-batch of as many rows feeds more than is planned for
     equal prompts.
     """
-    need = need_of(eviction, len(rows), {(len(r.prompt.token_ids), r.max_new) for r in rows}, num_blocks)
+    need = need_of(eviction, len(rows), {r.size for r in rows}, num_blocks)
     prefix = common_prefix([row.prompt.token_ids for row in rows]) if sharing else 0
     if sharing is None or not sharing.pays(prefix, 2, 2 * need.prompt_len):
         return need
@@ -206,20 +206,21 @@ def need_of_rows(
 
 
 def shape_of_blocks(
-    blocks: Sequence[Sequence[Sequence[PromptGroup]]], need: WorkloadShape, max_tokens_per_sweep: int
+    blocks: Sequence[Sequence[Sequence[PromptGroup]]], need: WorkloadShape, rows: Sequence[Row]
 ) -> BlockShape:
-    """The shape that covers all these blocks of micro-batches. need: of the rows.
-
-    max_tokens_per_sweep: the most tokens of a row in one decode sweep.
-    """
+    """The shape that covers all these blocks of micro-batches of rows. need: of the rows."""
     batches = [batch for block in blocks for batch in block]
-    rows = max(sum(group.rows for group in batch) for batch in batches)
+    most, per_sweep = (
+        max(sum(group.rows for group in batch) for batch in batches),
+        max(r.max_tokens_per_sweep for r in rows),
+    )
     return BlockShape(
-        rows=rows,
+        rows=most,
         micro_batches=max(map(len, blocks)),
-        tokens=max(rows * max_tokens_per_sweep, *(sum(group.tokens for group in batch) for batch in batches)),
+        tokens=max(most * per_sweep, *(sum(group.tokens for group in batch) for batch in batches)),
         slots=need.slots,
         record=need.record,
         sharing=max((max(g.lengths) for batch in batches for g in batch if g.before and g.rows), default=0),
         common=need.common,
+        scores=any(row.scored for row in rows),
     )

@@ -20,7 +20,8 @@ import torch
 
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import GIVEN_CHUNK, format_bytes, format_seconds
-from flexgen_h2o.engine.generation import Callbacks, Row, Silent, StopCriteria
+from flexgen_h2o.engine.decoding import StopCriteria
+from flexgen_h2o.engine.generation import Callbacks, Row, Silent
 from flexgen_h2o.engine.prompts import Prompt, lines_of, make_prompt, object_of_json, prompt_of_json
 from flexgen_h2o.engine.sampling import Sampler, SamplingParams, Tokenizer, decode_text
 from flexgen_h2o.evaluation.figures import bytes_of_column, held_columns, perplexity, surprise
@@ -131,7 +132,7 @@ class Audience(Protocol):
 
 
 class Conversation:
-    """A token source (engine.generation.TokenSource) of one row through all turns.
+    """A token source (engine.decoding.TokenSource) of one row through all turns.
 
     Each is answered with at most `max_tokens` tokens.
 

@@ -25,6 +25,8 @@ from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.models.load import shape_fingerprint
 
+OF_REQUESTS = ("prompt_logprobs", "score", "score_mode")  # sampling parameters that are never defaults of a job
+
 
 def run(
     args: argparse.Namespace, output: OutputFile, policy: Policy, is_auto: bool, eviction: Eviction,
@@ -70,7 +72,8 @@ def _settings(
         "dtype": llm.dtype,
         "policy": policy.to_json() | (dict.fromkeys(PLACEMENT, "auto") if is_auto else {}),
         "eviction": llm.eviction.to_json(),
-        "sampling": {**asdict(defaults), "stop": list(defaults.stop)},
+        "sampling": {name: value for name, value in asdict(defaults).items() if name not in OF_REQUESTS}
+        | {"stop": list(defaults.stop)},
     }
 
 

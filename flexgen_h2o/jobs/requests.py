@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from flexgen_h2o.core.errors import TooLongError, UsageError, json_reason
 from flexgen_h2o.engine.prompts import Completion, Prompt, make_prompt
-from flexgen_h2o.engine.sampling import SamplingParams, Tokenizer
+from flexgen_h2o.engine.sampling import SamplingParams, Tokenizer, decode_text
 from flexgen_h2o.jobs.input import MOST_ID_CHARACTERS, Line
 from flexgen_h2o.jobs.output import to_line
 from flexgen_h2o.models.load import Model
@@ -38,7 +38,7 @@ WITHOUT_EFFECT = frozenset(
 )  # fmt: skip
 # Fields that must have one of these values, or null: any other would change the answer.
 ONLY: dict[str, tuple[Any, ...]] = {
-    "n": (1,), "best_of": (1,), "echo": (False,), "stream": (False,), "suffix": ("",), "use_beam_search": (False,),
+    "n": (1,), "best_of": (1,), "stream": (False,), "suffix": ("",), "use_beam_search": (False,),
     "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "length_penalty": (1,),
     "min_p": (0,), "min_tokens": (0,), "logit_bias": ({},), "stop_token_ids": ([],), "bad_words": ([],),
     "allowed_token_ids": (), "prompt_logprobs": (), "include_stop_str_in_output": (False,),
@@ -50,7 +50,8 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "structured_outputs": (),
 }  # fmt: skip
 KNOWN = {
-    *SAMPLING, *LENGTH, *WITHOUT_EFFECT, *ONLY, "logprobs", "top_logprobs", "prompt", "prompt_token_ids", "messages",
+    *SAMPLING, *LENGTH, *WITHOUT_EFFECT, *ONLY, "logprobs", "top_logprobs", "echo", "prompt", "prompt_token_ids",
+    "messages",
 }  # fmt: skip
 
 
@@ -69,7 +70,8 @@ def _invalid(message: str) -> RowError:
 
 @dataclass(frozen=True)
 class Request:
-    """A line to be run. kind: the format of its answer. prompt: its index is the line's number; without its text.
+    """A line to be run. kind: the format of its answer. prompt: its index is the line's number; without its text,
+    unless the answer begins with it (`echo`).
 
     asked_model: the model that it names. record: of a HELM request, what is sent back with the answer, as JSON: parsed
     it takes some thirty times as much memory. row: of the input, as of `Line`.
@@ -82,6 +84,7 @@ class Request:
     asked_model: str | None = None
     record: bytes | None = None
     row: int = 0
+    echo: bool = False
 
 
 # ---- Requests
@@ -104,15 +107,16 @@ class RequestReader:
         record = _kept_record(fields, given) if kind == "helm" else None
         _check_fields(fields, is_strict)
         custom_id = line.id_in(value)
+        echo = _echo(fields, kind == "chat")
         params = _sampling_of(fields, kind == "chat", self.defaults, custom_id)
         if params.stop and self.model.tokenizer is None:
             raise RowError("unsupported", "stop: needs a tokenizer, and the model's folder has none")
         asked_model = _short_text(fields, "model")
         prompt = self._prompt(line, self._chat_ids(given) if kind == "chat" else given)
-        return Request(kind, custom_id, prompt, params, asked_model, record, line.row)
+        prompt = Prompt(prompt.index, prompt.token_ids, prompt.text if echo else None)
+        return Request(kind, custom_id, prompt, params, asked_model, record, line.row, echo)
 
     def _prompt(self, line: Line, given: Any) -> Prompt:
-        """The prompt without its text, which nobody needs again."""
         if isinstance(given, list) and given and isinstance(given[0], str | list):
             raise RowError("unsupported", f"prompt: {len(given)} prompts in one line; give each a line of its own")
         encode, spec = self.model.encode if self.model.tokenizer is not None else None, self.model.spec
@@ -125,7 +129,7 @@ class RequestReader:
         if len(prompt.token_ids) > spec.max_positions:
             sizes = f"{len(prompt.token_ids)} tokens, but {self.model.name} has {spec.max_positions} positions"
             raise RowError("context_length_exceeded", f"prompt: {sizes}")
-        return Prompt(prompt.index, prompt.token_ids, None)
+        return prompt
 
     def _chat_ids(self, given: Any) -> list[int]:
         messages = _checked_messages(given)
@@ -192,10 +196,22 @@ def _sampling_of(fields: Mapping[str, Any], is_chat: bool, defaults: SamplingPar
     if lengths:
         given["max_tokens"] = lengths[0]
     given["logprobs"] = _num_logprobs(fields, is_chat)
+    if fields.get("echo"):
+        given["prompt_logprobs"] = given["logprobs"] or 0
     try:
         return replace(defaults, **given)
     except UsageError as error:
         raise _invalid(str(error)) from error
+
+
+def _echo(fields: Mapping[str, Any], is_chat: bool) -> bool:
+    """Is the prompt a part of the answer, with log-probabilities of its own?"""
+    echo = fields.get("echo")
+    if echo not in (None, True, False):
+        raise _invalid(f"echo: {_quoted(echo)} is not true or false")
+    if echo and is_chat:
+        raise RowError("unsupported", "echo: is of text completions")
+    return bool(echo)
 
 
 def _num_logprobs(fields: Mapping[str, Any], is_chat: bool) -> Any:
@@ -317,7 +333,8 @@ def success_row(request: Request, done: Completion, model: Model) -> dict[str, A
             "logprobs": _chat_logprobs(done, model.tokenizer),
         }
     else:
-        choice |= {"text": done.text, "logprobs": _completion_logprobs(done, model.tokenizer)}
+        text = _echoed_text(request, done, model.tokenizer) if request.echo else done.text
+        choice |= {"text": text, "logprobs": _completion_logprobs(request, done, model.tokenizer)}
     choice |= {"finish_reason": done.finish_reason, "token_ids": done.token_ids}
     prompt_tokens, new_tokens = len(request.prompt.token_ids), len(done.token_ids)
     body = {
@@ -360,14 +377,25 @@ def helm_result(choice: dict[str, Any]) -> dict[str, Any]:
     return {"choices": [answer], "request_time": {"batch_time": 0, "batch_size": 1}}
 
 
-def _completion_logprobs(done: Completion, tokenizer: Tokenizer | None) -> dict[str, Any] | None:
+def _echoed_text(request: Request, done: Completion, tokenizer: Tokenizer | None) -> str | None:
+    """The prompt as it was given, or as its tokens read, and what follows on it."""
+    prompt = request.prompt.text
+    if prompt is None and tokenizer is not None:
+        prompt = decode_text(tokenizer, request.prompt.token_ids)
+    return None if prompt is None else prompt + (done.text or "")
+
+
+def _completion_logprobs(request: Request, done: Completion, tokenizer: Tokenizer | None) -> dict[str, Any] | None:
+    """Of the new tokens; with `echo` of the prompt's before them, where the first has none."""
     if done.logprobs is None:
         return None
-    tokens = [_token_text(token, tokenizer) for token in done.token_ids]
-    top = [{_token_text(other, tokenizer): value for other, value in one.top} for one in done.logprobs]
+    ids = [*request.prompt.token_ids, *done.token_ids] if request.echo else done.token_ids
+    found = [*(done.prompt_logprobs or ()), *done.logprobs]
+    tokens = [_token_text(token, tokenizer) for token in ids]
+    top = [one and {_token_text(other, tokenizer): value for other, value in one.top} for one in found]
     return {
         "tokens": tokens,
-        "token_logprobs": [one.logprob for one in done.logprobs],
+        "token_logprobs": [one and one.logprob for one in found],
         "top_logprobs": top if any(top) else None,
         "text_offset": list(accumulate(map(len, tokens[:-1]), initial=0)),
     }

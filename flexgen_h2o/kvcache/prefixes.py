@@ -139,6 +139,18 @@ def row_ends(groups: Sequence[PromptGroup]) -> list[int]:
     return ends
 
 
+def row_places(groups: Sequence[PromptGroup]) -> list[tuple[int, int, int]]:
+    """(tokens before its own, and what added to a position there, or behind, gives its place in what `pack_prompts`
+    gives), of each row."""
+    places: list[tuple[int, int, int]] = []
+    start = 0
+    for group in groups:
+        ends = accumulate(group.own, initial=group.prefix)
+        places += [(group.before, start - group.common, start + end - group.before) for end in list(ends)[:-1]]
+        start += group.tokens
+    return places
+
+
 def common_prefix(prompts: Sequence[TokenIds]) -> int:
     """Tokens that all prompts begin with, but for the last token of the shortest: its hidden state is the row's own."""
     return min((_common(a, b) for a, b in pairwise(prompts)), default=0)

@@ -214,10 +214,11 @@ class KVRows:
 class SlotTable:
     """Budgets of the rows of a micro-batch in every transformer block.
 
-    rows: (prompt tokens, most new tokens) of each.
+    rows: (prompt tokens, most new tokens) of each, which its budgets are of, and where the prompt is fed in part, how
+    many of its tokens.
     """
 
-    def __init__(self, policy: Eviction, rows: Sequence[tuple[int, int]], num_blocks: int) -> None:
+    def __init__(self, policy: Eviction, rows: Sequence[tuple[int, ...]], num_blocks: int) -> None:
         self._policy, self._num_blocks = policy, num_blocks
         self._table = self._entries(rows)
 
@@ -225,7 +226,7 @@ class SlotTable:
         """Rows have left: `moves` bring the others to the front, `remaining` stay."""
         self._table = self._table[:, order_after(moves, remaining)]
 
-    def admit(self, rows: Sequence[tuple[int, int]]) -> None:
+    def admit(self, rows: Sequence[tuple[int, ...]]) -> None:
         """More rows, behind the others."""
         self._table = torch.cat([self._table, self._entries(rows)], dim=1)
 
@@ -235,16 +236,16 @@ class SlotTable:
     def most_slots(self, block: int) -> int:
         return int(self._table[block, :, -1].max())
 
-    def _entries(self, rows: Sequence[tuple[int, int]]) -> torch.Tensor:
+    def _entries(self, rows: Sequence[tuple[int, ...]]) -> torch.Tensor:
         """(blocks, rows, 5) int64"""
         policy, num_blocks = self._policy, self._num_blocks
 
-        def entry(prompt_len: int, gen_len: int, block: int) -> list[int]:
+        def entry(block: int, prompt_len: int, gen_len: int, fed: int | None = None) -> list[int]:
             budget = policy.budget(prompt_len, block, num_blocks)
             slots = policy.slots(prompt_len, gen_len, block, num_blocks)
-            return [prompt_len, budget.sinks, budget.heavy, budget.recent, slots]
+            return [fed or prompt_len, budget.sinks, budget.heavy, budget.recent, slots]
 
-        return torch.tensor([[entry(*row, block) for row in rows] for block in range(num_blocks)])
+        return torch.tensor([[entry(block, *row) for row in rows] for block in range(num_blocks)])
 
 
 # ---- compaction

@@ -152,6 +152,8 @@ class Planner:
     def has_room(self, plan: MemoryPlan, rows: Sequence[Row], common: TokenIds) -> bool:
         """Can these rows join a running block of an engine with this plan? common: of the rows of the block."""
         shape, count = plan.shape, len(common)
+        if not has_own_scores(rows, count) or (any(r.scored for r in rows) and not shape.scores):
+            return False
         if any(len(r.prompt.token_ids) <= count or r.prompt.token_ids[:count] != common for r in rows):
             return False
         need = need_of_rows(self.part.eviction, rows, self.part.spec.num_blocks).in_one_copy(count)
@@ -190,12 +192,11 @@ class Planner:
         of a pipeline's stages. policy: its switches count."""
         need = need_of_rows(self.part.eviction, rows, self.part.spec.num_blocks, self.sharing)
         keeps_all = not self.part.eviction.needs.record and not policy.compress_cache and policy.attn_sparsity == 1
-        one_copy = need.prefix and keeps_all and self.part.pipeline is None
+        one_copy = need.prefix and keeps_all and self.part.pipeline is None and has_own_scores(rows, need.prefix)
         return need.in_one_copy(need.prefix) if one_copy else need
 
     def _shape(self, rows: Sequence[Row], policy: Policy, need: WorkloadShape) -> BlockShape:
-        most = max(row.max_tokens_per_sweep for row in rows)
-        return shape_of_blocks(self._groups(rows, policy, need.common), need, most)
+        return shape_of_blocks(self._groups(rows, policy, need.common), need, rows)
 
     def _groups(self, rows: Sequence[Row], policy: Policy, common: int) -> Groups:
         """The prompts of each micro-batch of each block, as they will be fed."""
@@ -203,6 +204,11 @@ class Planner:
             [group_rows(batch, self.sharing, common, opens=k == 0) for k, batch in enumerate(block)]
             for block in self.blocks(rows, policy)
         ]
+
+
+def has_own_scores(rows: Sequence[Row], common: int) -> bool:
+    """Do the log-probabilities that are wanted of prompts need nothing of `common` first tokens, fed by other rows?"""
+    return all(len(r.prompt.token_ids) - r.scored > common for r in rows if r.scored)
 
 
 def _say(line: str) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import OPTForCausalLM
 
 from flexgen_h2o import LLM, batch
@@ -47,6 +48,27 @@ def test_rows_of_all_lengths_equal_transformers(job: Callable[..., Answer], tmp_
         choice = found[name]["response"]["body"]["choices"][0]
         assert choice["token_ids"] == greedy(model, ids, body[name]["max_tokens"])
     assert found["line-10"]["error"]["code"] == "invalid_json"
+
+
+def test_prompts_that_are_echoed_have_log_probabilities(
+    job: Callable[..., Answer], tmp_path: Path, ids_model: Path
+) -> None:
+    """With the full cache transformers'; with H2O another engine's that is given the same tokens in decode steps."""
+    prompts = {f"r{i}": [(7 * i + 3 * j) % 90 + 4 for j in range(6 + 5 * i)] for i in range(4)}
+    record = {"echo": True, "logprobs": 1, "max_tokens": 0}
+    lines(tmp_path / "in.jsonl", *({"custom_id": name, "prompt": ids, **record} for name, ids in prompts.items()))
+    model, found = OPTForCausalLM.from_pretrained(ids_model).eval(), {}
+    for name, flags in (("full", ()), ("h2o", ("--hh-ratio", 0.2))):
+        assert job(*flags, "--output", f"{name}.jsonl").code == 0
+        found[name] = choices(tmp_path / f"{name}.jsonl")
+    for name, ids in prompts.items():
+        want = model(torch.tensor([ids])).logits[0].log_softmax(-1).detach()
+        each = [float(want[at - 1, ids[at]]) for at in range(1, len(ids))]
+        first, *rest = found["full"][name][0]["logprobs"]["token_logprobs"]
+        assert first is None and rest == pytest.approx(each, abs=1e-4)
+        assert len(found["h2o"][name][0]["logprobs"]["token_logprobs"]) == len(ids)
+    longest = [found[name]["r3"][0]["logprobs"]["token_logprobs"][1:] for name in ("full", "h2o")]
+    assert longest[0] != pytest.approx(longest[1], abs=1e-3), "nothing was dropped"
 
 
 def kept_reports(monkeypatch: pytest.MonkeyPatch) -> list[RunReport]:

@@ -12,7 +12,8 @@ import torch
 
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.core.units import GIVEN_CHUNK
-from flexgen_h2o.engine.generation import Callbacks, StopCriteria
+from flexgen_h2o.engine.decoding import StopCriteria
+from flexgen_h2o.engine.generation import Callbacks
 from flexgen_h2o.engine.sampling import Sampler
 from flexgen_h2o.evaluation.conversation import Conversation, tokens_after_first
 from flexgen_h2o.kvcache.eviction import H2O, Eviction

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o.engine.generation import MicroBatch, Progress, Row, StopCriteria, make_blocks
+from flexgen_h2o.engine.decoding import StopCriteria
+from flexgen_h2o.engine.generation import MicroBatch, Progress, Row, make_blocks
 from flexgen_h2o.engine.prompts import Prompt
 from flexgen_h2o.engine.requests import Scheduler
 

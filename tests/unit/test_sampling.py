@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from flexgen_h2o.core.errors import EXIT_FAILED, FlexgenError, UsageError
-from flexgen_h2o.engine.generation import StopCriteria
+from flexgen_h2o.engine.decoding import StopCriteria
 from flexgen_h2o.engine.sampling import (
     Sampler,
     SamplingParams,

@@ -27,9 +27,10 @@ from flexgen_h2o.core.config import TIERS, ModelSpec, Policy
 from flexgen_h2o.core.errors import DoesNotFitError
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import MIB, PAGE, SEGMENT_SLOTS, TRANSFER_CHUNK, WRITE_BACK_STEPS, format_bytes
+from flexgen_h2o.engine.decoding import Decoding, StopCriteria
 from flexgen_h2o.engine.distributed import Part
 from flexgen_h2o.engine.executor import Executor
-from flexgen_h2o.engine.generation import BlockStats, Decoding, Row, StopCriteria
+from flexgen_h2o.engine.generation import BlockStats, Row
 from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, BlockShape, memory_plan
 from flexgen_h2o.engine.prompts import Prompt
 from flexgen_h2o.engine.resources import Engine

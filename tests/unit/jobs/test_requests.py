@@ -146,7 +146,9 @@ BAD = [
     ({"prompt": "\ud800"}, "invalid_request", "surrogate"),
     ({"prompt": [5] * 1025}, "context_length_exceeded", "prompt: 1025 tokens, but the model has 1024 positions"),
     ({"request": "x"}, "invalid_request", "request: a JSON object"),
-    ({"request": {**HELM, "echo": True}}, "unsupported", "echo: True is not supported, only False"),
+    ({"request": {**HELM, "echo": "yes"}}, "invalid_request", "echo: 'yes' is not true or false"),
+    ({"prompt": "x", "max_tokens": 0}, "invalid_request", "max_tokens: 0 must be at least 1, unless"),
+    (openai({"messages": [{"role": "user", "content": "x"}], "echo": True}, CHAT), "unsupported", "echo: is of text"),
     ({"article": 3}, "invalid_request", "prompt: a prompt is"),
     ({"article": "a", "data": "x" * 20_000}, "invalid_request", "more than 16 KiB beside its prompt"),
     (b'{"article": "a", "data": ' + b"[" * 300 + b"]" * 300 + b"}", "invalid_request", "nests more than 100 levels"),
@@ -218,6 +220,26 @@ def test_a_text_completion(words: Model) -> None:
         "top_logprobs": [{second: -0.25, other: -2.0}, {}],
         "text_offset": [0, len(first)],
     }
+
+
+def test_a_request_that_echoes_its_prompt(words: Model) -> None:
+    """H2O's lm-eval records: the prompt's tokens and their log-probabilities, and nothing generated."""
+    found = read(words, {"prompt": "def f(x):", "echo": True, "logprobs": 1, "max_tokens": 0})
+    assert (found.params.max_tokens, found.params.prompt_logprobs, found.params.logprobs) == (0, 1, 1)
+    assert found.echo and found.prompt.text == "def f(x):"
+    ids = found.prompt.token_ids
+    scores = [None, *(TokenLogprobs(-float(i), ((i, -0.5),)) for i in range(1, len(ids)))]
+    [choice] = success_row(found, Completion(3, None, "", [], "length", [], scores), words)["response"]["body"][
+        "choices"
+    ]
+    assert (choice["text"], choice["token_ids"]) == ("def f(x):", [])
+    assert choice["logprobs"]["tokens"] == [words.tokenizer.decode([i]) for i in ids]
+    assert choice["logprobs"]["token_logprobs"] == [None, *(-float(i) for i in range(1, len(ids)))]
+    assert choice["logprobs"]["top_logprobs"][:2] == [None, {words.tokenizer.decode([1]): -0.5}]
+    done = Completion(3, None, "text", [613], "stop", STEPS[:1], scores)
+    [both] = success_row(replace(found, prompt=Prompt(3, ids, None)), done, words)["response"]["body"]["choices"]
+    assert both["text"] == words.tokenizer.decode(ids, skip_special_tokens=True) + "text"
+    assert both["logprobs"]["token_logprobs"][-1] == -0.5 and len(both["logprobs"]["tokens"]) == len(ids) + 1
 
 
 def test_a_chat_completion(words: Model) -> None:
