@@ -23,16 +23,17 @@ from lm_eval.models.utils import has_bos_prefix, normalize_gen_kwargs, postproce
 
 from flexgen_h2o.cli_common import note
 from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.settings import DECODE, PREFILL
 from flexgen_h2o.core.units import SAMPLING_CHUNK
 from flexgen_h2o.engine.generation import Callbacks
 from flexgen_h2o.engine.prompts import Completion, Prompt
-from flexgen_h2o.engine.requests import ForcedTokens
 from flexgen_h2o.engine.sampling import SamplingParams
+from flexgen_h2o.engine.workload import base_of
+from flexgen_h2o.kvcache.eviction import Full
 from flexgen_h2o.llm import LLM
 
 NAME = "flexgen-h2o"  # of this model in lm-eval
 MAX_GEN_TOKS = 256  # where a task does not say, as HFLM has it
-TOKENS_PER_SWEEP = 16  # of a continuation, as many decode steps: weights are read once for them
 # Generation arguments of tasks, and the values that change nothing; any other would change the text.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,), "num_return_sequences": (1,), "repetition_penalty": (1,), "length_penalty": (1,),
@@ -180,20 +181,31 @@ class EngineLM(TemplateLM):
         if not rows:
             return
         self._say_cut(sum(len(c) + len(more) > self.max_length + 1 for c, more in pairs))
-        asked = list(rows.values())
-        seen = _Seen([path for _, path in rows], [[last[i] for i in own] for own in asked])
+        asked, mode = list(rows.values()), self.score_mode
+        steps = [1 if mode == PREFILL else len(path) + 1 for _, path in rows]
+        seen = _LastTokens(steps, [[last[i] for i in own] for own in asked])
 
         def finished(completions: Sequence[Completion]) -> None:
             for one in completions:
-                for i, answer in zip(asked[one.index], seen.answers.pop(one.index), strict=True):
-                    done(i, answer)
+                path = list(zip(one.token_ids, one.logprobs or (), strict=True))[:-1]
+                total, greedy = sum(found.logprob for _, found in path), all(t == f.top[0][0] for t, f in path)
+                for i, (logprob, likeliest) in zip(asked[one.index], seen.found.pop(one.index), strict=True):
+                    done(i, (total + logprob, greedy and likeliest))
 
         prompts = [Prompt(i, context, None) for i, (context, _) in enumerate(rows)]
-        forced = {i: (*path, last[own[0]]) for i, ((_, path), own) in enumerate(rows.items())}
-        longest = max(map(len, forced.values()))
-        source = ForcedTokens(forced, min(longest, TOKENS_PER_SWEEP))
+        scored = [
+            SamplingParams(score=(*path, last[own[0]]), score_mode=mode)
+            for (_, path), own in zip(rows, asked, strict=True)
+        ]
         self.llm.expect(len(prompts))  # ragged blocks take longer to predict than it is worth
-        self.llm.run(prompts, source, finished, Callbacks(seen))
+        self.llm.run(prompts, scored, finished, Callbacks(seen))
+
+    @property
+    def score_mode(self) -> str:
+        """One pass over context and continuation where decode steps give the same: all columns stay, as they are."""
+        policy = base_of(self.llm.asked_policy)
+        keeps_all = isinstance(self.llm.eviction, Full) and not policy.compress_cache and policy.attn_sparsity == 1
+        return PREFILL if keeps_all else DECODE
 
     def _say_cut(self, count: int) -> None:
         if count:
@@ -261,30 +273,25 @@ _SAMPLED: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
 
 
 @dataclass
-class _Seen:
-    """Answers of forced rows, from their logits as they come.
+class _LastTokens:
+    """Answers for the last tokens of rows, from the logits that they follow on.
 
-    paths: the tokens of each row but the last; lasts: the last ones that are asked for. answers: of rows that have
-    come to their last token, one for each of `lasts`.
+    steps: how often each row's logits come; the last time counts. tokens: that are asked for of each row. found: of
+    rows that have come to their end.
     """
 
-    paths: Sequence[Tokens]
-    lasts: Sequence[Sequence[int]]
-    answers: dict[int, list[Answer]] = field(default_factory=dict)
-    _before: dict[int, tuple[int, float, bool]] = field(default_factory=dict)  # by row: steps, sum, is greedy
+    steps: list[int]
+    tokens: Sequence[Sequence[int]]
+    found: dict[int, list[Answer]] = field(default_factory=dict)
 
     def __call__(self, rows: list[int], logits: torch.Tensor) -> None:
-        asked = []
         for row in rows:
-            step, path = self._before.get(row, (0, 0.0, True))[0], self.paths[row]
-            asked.append([path[step]] if step < len(path) else self.lasts[row])
-        for row, found in zip(rows, logprobs_at(logits, asked), strict=True):
-            step, total, greedy = self._before.pop(row, (0, 0.0, True))
-            answers = [(total + logprob, greedy and likeliest) for logprob, likeliest in found]
-            if step < len(self.paths[row]):
-                self._before[row] = (step + 1, *answers[0])
-            else:
-                self.answers[row] = answers
+            self.steps[row] -= 1
+        places = [place for place, row in enumerate(rows) if not self.steps[row]]
+        if places:
+            own = logits if len(places) == len(rows) else logits[places]
+            ending = [rows[place] for place in places]
+            self.found |= dict(zip(ending, logprobs_at(own, [self.tokens[row] for row in ending]), strict=True))
 
 
 def logprobs_at(logits: torch.Tensor, tokens: Sequence[Sequence[int]]) -> list[list[Answer]]:

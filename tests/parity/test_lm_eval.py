@@ -20,7 +20,8 @@ from lm_eval.models.huggingface import HFLM
 from flexgen_h2o import H2O, LLM, Policy
 from flexgen_h2o.checkpoint.resolve import PACKAGED
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.evaluation.lm_eval_model import TOKENS_PER_SWEEP, EngineLM, logprobs_at
+from flexgen_h2o.core.units import GIVEN_CHUNK
+from flexgen_h2o.evaluation.lm_eval_model import EngineLM, logprobs_at
 from tests.eviction import policies as plain
 from tests.eviction.plain_models import plain_model
 from tests.eviction.policies import Budget
@@ -127,7 +128,7 @@ def test_h2o_forces_the_continuation_through_decode(shape: str, together: bool, 
         shutil.copy(path, tmp_path / "model")
     generator = torch.Generator().manual_seed(3)
     context = torch.randint(4, 2048, (21,), generator=generator).tolist()
-    more = torch.randint(4, 2048, (TOKENS_PER_SWEEP + 4,), generator=generator).tolist()
+    more = torch.randint(4, 2048, (GIVEN_CHUNK + 4,), generator=generator).tolist()
     rows = [(context, more), (context, [*more[:-1], 7]), (context, [9]), (context[:9], more[:6])]
     with LLM(tmp_path / "model", Policy(2, 2), H2O(heavy_size=5, recent_size=3), "cpu", "float32") as llm:
         own = EngineLM(llm)
