@@ -13,6 +13,7 @@ import importlib
 import json
 import logging
 import os
+import random
 import sys
 import traceback
 from collections.abc import Iterator
@@ -42,6 +43,7 @@ H2O_PAPER = {
     "rte": "nyu-mll/glue", "winogrande": "allenai/winogrande",
 }  # fmt: skip
 TASK_LISTS = {"h2o-paper": tuple(H2O_PAPER)}
+_VT_SOLVED, _VT_ANSWER, _VT_MARGIN = 500, 30, 16  # of lm-eval's ruler_vt; names and numbers differ by some tokens
 HUB = "https://huggingface.co/datasets"
 
 
@@ -194,6 +196,8 @@ def _evaluate(args: argparse.Namespace) -> int:
                 note("evaluate", llm.precision_note)
             say_idle_flags("evaluate lm-eval", args, place_of(args, llm))
             harness, own = parsed
+            if {"ruler_vt", "ruler"} & set(names):
+                _check_ruler_vt(llm.model, own.metadata or {})
             EngineLM.opened = EngineLM(llm, _first_seed(args.seed))
             own.model_args = {"model": llm.model.name, "tokenizer": str(llm.model.folder), "dtype": llm.dtype}
             own.model_args |= {"eviction": eviction.name} if eviction.needs.record else {}
@@ -236,6 +240,33 @@ def _parse_own(words: list[str]) -> tuple[Any, argparse.Namespace]:
         logging.disable(logging.NOTSET)
         sys.argv = before
     return harness, parsed
+
+
+def _check_ruler_vt(model: Any, metadata: dict[str, Any]) -> None:
+    """UsageError where lm-eval would look for an example of ruler_vt for ever: its shortest one is too long.
+
+    An example has 10 sentences of noise or more, behind one that is solved: of 5 or more, and at most 500 tokens.
+    """
+    import numpy
+    from lm_eval.tasks.ruler.vt_utils import generate_input_output
+
+    before = random.getstate(), numpy.random.get_state()
+
+    def tokens(noises: int, solved: bool) -> int:
+        text, names = generate_input_output(noises, 1, 4, is_icl=solved)
+        return len(model.encode_more(f"{text} {names}")) + _VT_ANSWER
+
+    solved = [n for n in (tokens(noises, True) for noises in range(5, 60, 5)) if n <= _VT_SOLVED]
+    least = tokens(10, False) + max(solved, default=0) + _VT_MARGIN
+    random.setstate(before[0])
+    numpy.random.set_state(before[1])
+    given = metadata.get("max_seq_lengths", [4096])
+    for length in given if isinstance(given, list | tuple) else [given]:
+        if not solved or not isinstance(length, int) or length < least:
+            raise UsageError(
+                f"--metadata max_seq_lengths={given}: ruler_vt takes {least} tokens or more with the tokenizer of "
+                f"{model.name}; leave it out or give more"
+            )
 
 
 class _Kept:

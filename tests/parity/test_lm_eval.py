@@ -17,11 +17,12 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import CacheHook
 from lm_eval.models.huggingface import HFLM
 
-from flexgen_h2o import H2O, LLM, Policy
+from flexgen_h2o import H2O, LLM, Policy, SamplingParams
 from flexgen_h2o.checkpoint.resolve import PACKAGED
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import GIVEN_CHUNK
 from flexgen_h2o.evaluation.lm_eval_model import EngineLM, logprobs_at
+from flexgen_h2o.integrations import disable_h2o, enable_h2o
 from tests.eviction import policies as plain
 from tests.eviction.plain_models import plain_model
 from tests.eviction.policies import Budget
@@ -139,6 +140,40 @@ def test_h2o_forces_the_continuation_through_decode(shape: str, together: bool, 
     want = [evicted(plain_model(model), c, m, plain.h2o(Budget(heavy_size=5, recent_size=3))) for c, m in rows]
     assert_close(found, want)
     assert abs(found[0][0] - whole[0][0]) > 0.01, "nothing was evicted"
+
+
+def test_where_engine_and_plug_in_agree(folder: Path, theirs: HFLM, ours: EngineLM) -> None:
+    """docs/lm-eval.md, "Beside the plug-in": dropping is the full cache there, masking the engine's echoed text."""
+    sizes: dict[str, int] = {"heavy_size": 6, "recent_size": 4}
+    short, long = [5, 9, 7, 30, 11, 8], [*range(20, 50)]
+    asked = [(None, short, [*range(60, 80)]), (None, long, [*range(60, 80)])]
+    full = ours._loglikelihood_tokens(asked)
+    with_plug_in = {}
+    for mode in ("drop", "mask"):
+        enable_h2o(theirs.model, **sizes, mode=mode)
+        try:
+            with_plug_in[mode] = [theirs._loglikelihood_tokens([one], disable_tqdm=True)[0] for one in asked]
+        finally:
+            disable_h2o(theirs.model)
+    assert_close(full, with_plug_in["drop"])
+    ours.llm.eviction = H2O(**sizes)
+    decoded = ours._loglikelihood_tokens(asked)
+    echoed = ours.llm.generate([[*c, *m] for _, c, m in asked], SamplingParams(max_tokens=0, prompt_logprobs=1))
+    sums = [sum(one.logprob for one in (e.prompt_logprobs or [])[-20:] if one) for e in echoed]
+    assert sums == pytest.approx([value for value, _ in with_plug_in["mask"]], abs=TOLERANCE, rel=1e-5)
+    # A context that fits the budget is where nothing has left before the continuation begins.
+    assert_close(decoded[:1], with_plug_in["mask"][:1])
+    assert abs(decoded[1][0] - with_plug_in["mask"][1][0]) > 1e-3 < abs(decoded[1][0] - full[1][0])
+
+
+def test_the_mode_follows_what_stays_in_the_cache(tmp_path: Path) -> None:
+    packed, sparse = Policy(1, 1, compress_cache=True), Policy(1, 1, attn_sparsity=0.5)
+    for policy, eviction, mode in (
+        (Policy(1, 1), None, "prefill"), (Policy(1, 1), H2O(), "decode"), (packed, None, "decode"),
+        (sparse, None, "decode"),
+    ):  # fmt: skip
+        with LLM("opt-tiny", policy, eviction, "cpu", offload_dir=tmp_path) as llm:
+            assert EngineLM(llm).score_mode == mode
 
 
 def evicted(model: Any, context: Sequence[int], tokens: Sequence[int], policy: plain.Policy) -> tuple[float, bool]:
