@@ -35,7 +35,7 @@ EDGES = {
         "cli_common": "core checkpoint",
         "flags": "core tiers checkpoint models kvcache engine llm cli_common",
         "jobs": "core tiers models kvcache engine llm cli_common flags",
-        "evaluation": "core models kvcache engine llm cli_common flags",
+        "evaluation": "core models kvcache engine llm cli_common flags jobs",
         "flex_opt": "core kvcache engine cli_common flags",
         "policy_search": "core tiers models kvcache engine planner cli_common flags",
         "hardware": "core planner cli_common flags",
