@@ -21,10 +21,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from flexgen_h2o.cli_common import count, file_name, flag_of, note, positive, results_are_in
+from flexgen_h2o.cli_common import check_files, count, file_name, flag_of, not_empty, note, positive, results_are_in
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import EXIT_DONE, FlexgenError, UsageError
 from flexgen_h2o.core.files import usable_path
+from flexgen_h2o.core.settings import SamplingParams
+from flexgen_h2o.engine.prompts import check_output_path
 from flexgen_h2o.flags import (
     add_engine_flags,
     add_eviction_flags,
@@ -118,8 +120,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     _add_task_flags(score, OF_TASKS)
     _file(score, "--input", "--result-file", help="what `run`, or h2o_hf, wrote")
     score.add_argument("--model", default="opt-tiny", help="whose tokenizer finds the continuation's tokens (opt-tiny)")
-    score.add_argument("--path", type=file_name, help="folder with checkpoints")
-    score.add_argument("--revision", help="branch, tag or commit of a hub id")
+    score.add_argument("--path", type=not_empty, help="folder with checkpoints")
+    score.add_argument("--revision", type=not_empty, help="branch, tag or commit of a hub id")
     score.add_argument(
         "--loglikelihood", choices=("sum", "mean"), default="sum",
         help="sum over a continuation's tokens, as lm-eval has it, or their mean, as h2o_hf has it (sum)",
@@ -394,9 +396,24 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _answer(args: argparse.Namespace) -> int:
-    from flexgen_h2o.evaluation.lm_eval_records import answer
+    """Run the requests of --input as a batch job; returns the exit code."""
+    for name in ("input", "output"):
+        if getattr(args, name) is None:
+            raise UsageError(f"{flag_of(name)}: is missing; name a .jsonl file")
+    check_files(args, ("input",), (), rows="output")
+    if not args.input.is_file():
+        raise UsageError(f"--input {args.input}: is no file; `evaluate lm-eval generate --output FILE` writes one")
+    check_output_path(args.output)
+    results_are_in(args.output)
+    policy, is_auto = policy_of(args)
+    eviction = eviction_of(args, policy)
+    from flexgen_h2o.jobs.job import run
+    from flexgen_h2o.jobs.output import OutputFile
 
-    return answer(args)
+    # What `batch` has flags for and this step has none.
+    args.ray, args.ray_actors, args.refill, args.share_prefix = None, None, True, "auto"
+    with contextlib.closing(OutputFile(args.output)) as output:
+        return run(args, output, policy, is_auto, eviction, SamplingParams())
 
 
 def _results(args: argparse.Namespace) -> int:

@@ -1,13 +1,12 @@
-"""h2o_hf's three steps over files: the requests of a task, their answers, its results.
+"""h2o_hf's way over files: the requests of a task, and its results from their answers.
 
-Formats of `generate_task_data.py`, `run_lm_eval_harness.py` and `evaluate_task_result.py`; a request is known by its
+Formats of `generate_task_data.py` and `evaluate_task_result.py`; a request is known by its
 prompt, context and continuation as one text.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import unicodedata
 from collections.abc import Callable
@@ -20,13 +19,11 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 
-from flexgen_h2o.cli_common import check_files, check_separate, note, results_are_in
+from flexgen_h2o.cli_common import check_files, note, results_are_in
 from flexgen_h2o.core.errors import EXIT_DONE, FlexgenError, UsageError
 from flexgen_h2o.core.files import replacing, usable_path, write_result
 from flexgen_h2o.engine.prompts import check_output_path, lines_of, object_of_json
-from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.evaluation.lm_eval import lm_eval_here
-from flexgen_h2o.flags import eviction_of, policy_of
 from flexgen_h2o.models.load import find_model
 
 # As h2o_hf writes it, in its order; `prompt` stands between `n` and `request_type`.
@@ -116,28 +113,6 @@ def generate(args: argparse.Namespace, names: list[str]) -> int:
         raise FlexgenError(f"--output {args.output}: {error.strerror or error}") from error
     print(f"{len(prompts)} requests in {args.output}, {len(set(prompts))} of them different")
     return EXIT_DONE
-
-
-def answer(args: argparse.Namespace) -> int:
-    """Run the requests of --input as a batch job; returns the exit code."""
-    for name in ("input", "output"):
-        if getattr(args, name) is None:
-            raise UsageError(f"--{name}: is missing; name a .jsonl file")
-    check_files(args, ("input",), (), rows="output")
-    if not args.input.is_file():
-        raise UsageError(f"--input {args.input}: is no file; `evaluate lm-eval generate --output FILE` writes one")
-    check_output_path(args.output)
-    check_separate(args, ("input", "policy", "hardware"), ("output",))
-    results_are_in(args.output)
-    policy, is_auto = policy_of(args)
-    eviction = eviction_of(args, policy)
-    from flexgen_h2o.jobs.job import run
-    from flexgen_h2o.jobs.output import OutputFile
-
-    # What `batch` has flags for and this step has none.
-    args.ray, args.ray_actors, args.refill, args.share_prefix = None, None, True, "auto"
-    with contextlib.closing(OutputFile(args.output)) as output:
-        return run(args, output, policy, is_auto, eviction, SamplingParams())
 
 
 def score(args: argparse.Namespace, names: list[str]) -> int:
