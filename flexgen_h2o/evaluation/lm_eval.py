@@ -59,6 +59,15 @@ def _limit(text: str) -> float:
     return value
 
 
+def _seeds(text: str) -> str:
+    words = [word.strip() for word in text.split(",")]
+    if len(words) not in (1, 3, 4) or not all(word.isdecimal() or word.lower() == "none" for word in words):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither a number nor three or four with commas (None seeds nothing)"
+        )
+    return text
+
+
 _MANY: dict[str, Any] = {"nargs": "+", "metavar": "KEY=VALUE"}
 _SWITCH: dict[str, Any] = {"action": "store_true", "default": None}
 # lm-eval's own flags, which it gets as they are; each is also taken as lm-eval spells it, with `_`.
@@ -81,7 +90,7 @@ OF_RUN: dict[str, tuple[dict[str, Any], str]] = {
     "predict_only": (_SWITCH, "write the answers, work out no score"),
     "write_out": (_SWITCH, "print the first questions of each task"),
     "show_config": (_SWITCH, "print the results as JSON too"),
-    "seed": ({"metavar": "N[,N,N,N]"}, "of Python, numpy, torch and the choice of examples (0,1234,1234,1234)"),
+    "seed": ({"type": _seeds, "metavar": "N[,N,N,N]"}, "of Python, numpy, torch and the choice of examples (0,1234,1234,1234)"),
     "trust_remote_code": (_SWITCH, "let data sets run code of their own"),
     "confirm_run_unsafe_code": (_SWITCH, "let tasks run code that the model has written"),
 }  # fmt: skip
@@ -90,6 +99,7 @@ OF_RUN: dict[str, tuple[dict[str, Any], str]] = {
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of a run over tasks, and the three steps as commands below this one."""
     parser.set_defaults(run=_evaluate)
+    parser.allow_abbrev = False  # a step's --output is no short form of --output-path
     add_engine_flags(parser)
     add_eviction_flags(parser)
     _add_task_flags(parser, OF_TASKS | OF_RUN)

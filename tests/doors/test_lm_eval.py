@@ -227,7 +227,7 @@ def test_a_killed_run_goes_on(forks: Forks, tmp_path: Path) -> None:
         ("--tasks choice --num-fewshot -1", "--num-fewshot"),
         ("--tasks choice --include_path none", "--include-path none: is no folder"),
         ("--tasks choice --log_samples", "lm-eval: Specify --output_path"),
-        ("--tasks choice --seed x", "x is not an integer"),
+        ("--tasks choice --seed x", "'x' is neither a number"),
         ("--tasks choice --metadata x", "expected `key=value`"),
         ("--tasks choice --output_path tasks/choice.yaml/x", "choice.yaml is no folder"),
         ("--tasks choice --apply_chat_template", "has no chat template"),
