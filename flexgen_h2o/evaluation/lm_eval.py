@@ -62,9 +62,7 @@ def _limit(text: str) -> float:
 def _seeds(text: str) -> str:
     words = [word.strip() for word in text.split(",")]
     if len(words) not in (1, 3, 4) or not all(word.isdecimal() or word.lower() == "none" for word in words):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is neither a number nor three or four with commas (None seeds nothing)"
-        )
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor four with commas, None among them")
     return text
 
 
@@ -90,7 +88,7 @@ OF_RUN: dict[str, tuple[dict[str, Any], str]] = {
     "predict_only": (_SWITCH, "write the answers, work out no score"),
     "write_out": (_SWITCH, "print the first questions of each task"),
     "show_config": (_SWITCH, "print the results as JSON too"),
-    "seed": ({"type": _seeds, "metavar": "N[,N,N,N]"}, "of Python, numpy, torch and the choice of examples (0,1234,1234,1234)"),
+    "seed": ({"type": _seeds, "metavar": "N[,N,N,N]"}, "of Python, numpy, torch and examples (0,1234,1234,1234)"),
     "trust_remote_code": (_SWITCH, "let data sets run code of their own"),
     "confirm_run_unsafe_code": (_SWITCH, "let tasks run code that the model has written"),
 }  # fmt: skip
