@@ -66,6 +66,10 @@ def _seeds(text: str) -> str:
     return text
 
 
+def _no_batch(text: str) -> str:
+    raise argparse.ArgumentTypeError("is not a flag here, the engine plans batches; --gpu-batch-size sets one")
+
+
 _MANY: dict[str, Any] = {"nargs": "+", "metavar": "KEY=VALUE"}
 _SWITCH: dict[str, Any] = {"action": "store_true", "default": None}
 # lm-eval's own flags, which it gets as they are; each is also taken as lm-eval spells it, with `_`.
@@ -105,6 +109,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--use-cache", "--use_cache", "--resume", type=file_name, metavar="PREFIX",
         help="keep each answer in PREFIX-*.db as it is done: after a kill the same command goes on from there",
     )  # fmt: skip
+    parser.add_argument("--batch-size", "--batch_size", type=_no_batch, help=argparse.SUPPRESS)
     steps = parser.add_subparsers(dest="step", metavar="STEP", help="of h2o_hf's way, over files:")
     generate = steps.add_parser("generate", help="write the requests of tasks, a JSON line each")
     generate.set_defaults(run=_generate)
