@@ -18,7 +18,14 @@ CORE = [
 EXTRAS = {
     "dev": ["ruff>=0.17", "mypy>=2.0", "pytest>=8.2", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100"],
     "bench": ["accelerate>=1.0", "matplotlib>=3.8"],
-    "eval": ["rouge-score>=0.1.2", "rouge>=1.0.1", "lm-eval>=0.4.8", "matplotlib>=3.8"],
+    "eval": [
+        "rouge-score>=0.1.2",
+        "rouge>=1.0.1",
+        "lm-eval>=0.4.13",
+        "nltk>=3.9.1",
+        "wonderwords>=2.2",
+        "matplotlib>=3.8",
+    ],
     "plot": ["matplotlib>=3.8"],
     "ray": ["ray[data]>=2.60,<2.64"],
 }

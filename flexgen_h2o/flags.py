@@ -351,6 +351,7 @@ WITHOUT_EFFECT: Mapping[str, Mapping[str, Reason]] = {
         "depths": _if("there are no recall rows", lambda args: not args.recall_prompts),
     },
     "complete": {**_ENGINE, **_SAMPLING},
+    "evaluate lm-eval": _ENGINE,
     "evaluate text": {**_ENGINE, **_SAMPLING},
     "evaluate attention": {
         **_ENGINE,

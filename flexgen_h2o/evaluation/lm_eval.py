@@ -1,0 +1,436 @@
+"""`evaluate lm-eval`: lm-eval's own command line with the engine as its model, and h2o_hf's three steps.
+
+Without a step it runs tasks to their table. `generate` writes the requests of a task, `run` is the durable batch job
+over them, `score` makes results of its answers (formats: docs/lm-eval.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import importlib
+import json
+import logging
+import os
+import random
+import sys
+import traceback
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from flexgen_h2o.cli_common import check_files, count, file_name, flag_of, not_empty, note, positive, results_are_in
+from flexgen_h2o.core.config import Policy
+from flexgen_h2o.core.errors import EXIT_DONE, FlexgenError, UsageError
+from flexgen_h2o.core.files import usable_path
+from flexgen_h2o.core.settings import SamplingParams
+from flexgen_h2o.engine.prompts import check_output_path
+from flexgen_h2o.flags import (
+    add_engine_flags,
+    add_eviction_flags,
+    compression_flags,
+    eviction_of,
+    open_llm,
+    place_of,
+    policy_of,
+    say_idle_flags,
+)
+
+INSTALL = "pip install -e '.[eval]' in a clone"
+# The tasks of the H2O paper's figures 4 and 8, with the data sets that lm-eval 0.4.13 reads them from.
+H2O_PAPER = {
+    "copa": "aps/super_glue", "mathqa": "regisss/math_qa", "openbookqa": "allenai/openbookqa", "piqa": "baber/piqa",
+    "rte": "nyu-mll/glue", "winogrande": "allenai/winogrande",
+}  # fmt: skip
+TASK_LISTS = {"h2o-paper": tuple(H2O_PAPER)}
+_VT_SOLVED, _VT_ANSWER, _VT_MARGIN = 500, 30, 16  # of lm-eval's ruler_vt; names and numbers differ by some tokens
+HUB = "https://huggingface.co/datasets"
+
+
+def _limit(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0: questions, or a share below 1")
+    return value
+
+
+def _seeds(text: str) -> str:
+    words = [word.strip() for word in text.split(",")]
+    if len(words) not in (1, 3, 4) or not all(word.isdecimal() or word.lower() == "none" for word in words):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor four with commas, None among them")
+    return text
+
+
+def _no_batch(text: str) -> str:
+    raise argparse.ArgumentTypeError("is not a flag here, the engine plans batches; --gpu-batch-size sets one")
+
+
+_MANY: dict[str, Any] = {"nargs": "+", "metavar": "KEY=VALUE"}
+_SWITCH: dict[str, Any] = {"action": "store_true", "default": None}
+# lm-eval's own flags, which it gets as they are; each is also taken as lm-eval spells it, with `_`.
+OF_TASKS: dict[str, tuple[dict[str, Any], str]] = {
+    "num_fewshot": ({"type": count, "metavar": "N"}, "examples in front of each question (the task's own number)"),
+    "limit": ({"type": _limit, "metavar": "N"}, "only the first N questions of each task, or a share below 1"),
+    "include_path": ({"type": file_name, "metavar": "DIR"}, "folder with task files of your own (.yaml)"),
+    "metadata": (_MANY, "for tasks that make their data: max_seq_lengths=[1024]; or a JSON object"),
+}
+OF_RUN: dict[str, tuple[dict[str, Any], str]] = {
+    "output_path": ({"type": file_name, "metavar": "DIR"}, "write the results as JSON: a folder, or a .json file"),
+    "log_samples": (_SWITCH, "write each question with its answer too"),
+    "gen_kwargs": (_MANY, "of tasks that generate: max_gen_toks=64 temperature=0.7 do_sample=true"),
+    "apply_chat_template": (
+        {"nargs": "?", "const": "true", "metavar": "NAME"}, "questions are messages in the model's chat template"
+    ),
+    "fewshot_as_multiturn": ({"nargs": "?", "const": "true", "metavar": "BOOL"}, "examples are turns of a talk"),
+    "system_instruction": ({"metavar": "TEXT"}, "in front of each question"),
+    "samples": ({"metavar": "JSON"}, 'which questions of each task: {"piqa": [0, 3]}; or a file with that'),
+    "predict_only": (_SWITCH, "write the answers, work out no score"),
+    "write_out": (_SWITCH, "print the first questions of each task"),
+    "show_config": (_SWITCH, "print the results as JSON too"),
+    "seed": ({"type": _seeds, "metavar": "N[,N,N,N]"}, "of Python, numpy, torch and examples (0,1234,1234,1234)"),
+    "trust_remote_code": (_SWITCH, "let data sets run code of their own"),
+    "confirm_run_unsafe_code": (_SWITCH, "let tasks run code that the model has written"),
+}  # fmt: skip
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of a run over tasks, and the three steps as commands below this one."""
+    parser.set_defaults(run=_evaluate)
+    parser.allow_abbrev = False  # a step's --output is no short form of --output-path
+    add_engine_flags(parser)
+    add_eviction_flags(parser)
+    _add_task_flags(parser, OF_TASKS | OF_RUN)
+    parser.add_argument(
+        "--use-cache", "--use_cache", "--resume", type=file_name, metavar="PREFIX",
+        help="keep each answer in PREFIX-*.db as it is done: after a kill the same command goes on from there",
+    )  # fmt: skip
+    parser.add_argument("--batch-size", "--batch_size", type=_no_batch, help=argparse.SUPPRESS)
+    steps = parser.add_subparsers(dest="step", metavar="STEP", help="of h2o_hf's way, over files:")
+    generate = steps.add_parser("generate", help="write the requests of tasks, a JSON line each")
+    generate.set_defaults(run=_generate)
+    _add_task_flags(generate, OF_TASKS)
+    _file(generate, "--output", "--output-file", help="the .jsonl file with the requests")
+    answer = steps.add_parser("run", help="answer them: a durable batch job")
+    answer.set_defaults(run=_answer)
+    _file(answer, "--input", "--input-path", help="the requests that `generate` wrote")
+    _file(answer, "--output", "--output-path", help=".jsonl, a line an answer as it is done; killed, it goes on")
+    answer.add_argument("--force", action="store_true", help="go on with an output that was begun with other settings")
+    answer.add_argument("--max-errors", type=count, metavar="N", help="end when more than N rows are errors (no limit)")
+    answer.add_argument("--window", type=positive, metavar="ROWS", help="rows that are read ahead and sorted (1024)")
+    _alias(answer, "--model-name", "model")
+    _alias(answer, "--cache-dir", "path")
+    _alias(answer, "--heavy_ratio", "hh_ratio", type=float)
+    _alias(answer, "--recent_ratio", "recent_ratio", type=float)
+    add_engine_flags(answer)
+    add_eviction_flags(answer)
+    score = steps.add_parser("score", help="results of the answers")
+    score.set_defaults(run=_results)
+    _add_task_flags(score, OF_TASKS)
+    _file(score, "--input", "--result-file", help="what `run`, or h2o_hf, wrote")
+    score.add_argument("--model", default="opt-tiny", help="whose tokenizer finds the continuation's tokens (opt-tiny)")
+    score.add_argument("--path", type=not_empty, help="folder with checkpoints")
+    score.add_argument("--revision", type=not_empty, help="branch, tag or commit of a hub id")
+    score.add_argument(
+        "--loglikelihood", choices=("sum", "mean"), default="sum",
+        help="sum over a continuation's tokens, as lm-eval has it, or their mean, as h2o_hf has it (sum)",
+    )  # fmt: skip
+    score.add_argument("--json", type=file_name, help="write the results too")
+
+
+def _add_task_flags(parser: argparse.ArgumentParser, flags: dict[str, tuple[dict[str, Any], str]]) -> None:
+    lists = f"; {', '.join(TASK_LISTS)} is the paper's six"
+    parser.add_argument(
+        "--tasks", "--task-name", nargs="+", metavar="TASK", help=f"lm-eval's names, with spaces or commas{lists}"
+    )
+    for name, (rules, text) in flags.items():
+        spellings = dict.fromkeys((flag_of(name), f"--{name}"))
+        parser.add_argument(*spellings, dest=name, help=text, **rules)
+    parser.add_argument("--download", action="store_true", help="fetch data sets that are missing (never otherwise)")
+
+
+def _file(parser: argparse.ArgumentParser, flag: str, alias: str, help: str) -> None:
+    parser.add_argument(flag, alias, alias.replace("-", "_").replace("__", "--", 1), type=file_name, help=help)
+
+
+def _alias(parser: argparse.ArgumentParser, flag: str, field: str, **more: Any) -> None:
+    parser.add_argument(flag, dest=field, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **more)
+
+
+# ---- What can be wrong, before torch is imported
+
+
+def check_tasks(args: argparse.Namespace) -> list[str]:
+    """The tasks that are asked for, lists written out. UsageError for none, and where lm-eval is not installed."""
+    if find_spec("lm_eval") is None:
+        raise UsageError(f"evaluate lm-eval: needs lm-eval, which is not installed; {INSTALL}")
+    names = [name for word in args.tasks or () for name in word.split(",") if name]
+    if not names:
+        raise UsageError("--tasks: is missing; name some, such as piqa,winogrande (`lm-eval ls tasks` lists them)")
+    if args.include_path is not None:
+        args.include_path = usable_path(args.include_path, "--include-path")
+        if not args.include_path.is_dir():
+            raise UsageError(f"--include-path {args.include_path}: is no folder; name the one with your task files")
+    return list(dict.fromkeys(task for name in names for task in TASK_LISTS.get(name, (name,))))
+
+
+def _check_folder(path: Path, flag: str) -> Path:
+    """UsageError where nothing could be written below `path`, whose folders may be missing."""
+    path = usable_path(path, flag)
+    there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+    if there != path.absolute() and not there.is_dir():
+        raise UsageError(f"{flag} {path}: {there} is no folder; name another")
+    if not os.access(there, os.W_OK):
+        raise UsageError(f"{flag} {path}: no permission to write in {there}")
+    return path
+
+
+# ---- lm-eval's own command line
+
+
+def _evaluate(args: argparse.Namespace) -> int:
+    """Run tasks; returns the exit code."""
+    names = check_tasks(args)
+    for name in ("output_path", "use_cache"):
+        if getattr(args, name) is not None:
+            setattr(args, name, _check_folder(getattr(args, name), flag_of(name)))
+    policy, is_auto = policy_of(args)
+    eviction = eviction_of(args, policy)
+    with lm_eval_here(args, names):
+        parsed = _parse_own([*_own_flags(args, names)])
+        results_are_in(args.output_path)
+        from flexgen_h2o.evaluation.lm_eval_model import EngineLM
+
+        with open_llm(args, policy, is_auto, eviction) as llm:
+            llm.check_plan()
+            if llm.precision_note:
+                note("evaluate", llm.precision_note)
+            say_idle_flags("evaluate lm-eval", args, place_of(args, llm))
+            harness, own = parsed
+            if {"ruler_vt", "ruler"} & set(names):
+                _check_ruler_vt(llm.model, own.metadata or {})
+            EngineLM.opened = EngineLM(llm, _first_seed(args.seed))
+            own.model_args = {"model": llm.model.name, "tokenizer": str(llm.model.folder), "dtype": llm.dtype}
+            own.model_args |= {"eviction": eviction.name} if eviction.needs.record else {}
+            if args.use_cache is not None:
+                own.use_cache = f"{args.use_cache}-{_settings_digest(llm, policy)}"
+            try:
+                harness.execute(own)
+            finally:
+                EngineLM.opened = None
+    return EXIT_DONE
+
+
+def _own_flags(args: argparse.Namespace, names: list[str]) -> Iterator[str]:
+    """The command line that lm-eval gets; what depends on the model is added once it is open."""
+    yield from ("run", "--model", "flexgen-h2o", "--tasks", *names)
+    for name in OF_TASKS | OF_RUN:
+        value = getattr(args, name)
+        if value is not None:
+            words = [] if value is True else value if isinstance(value, list) else [value]
+            yield from (f"--{name}", *map(str, words))
+
+
+def _parse_own(words: list[str]) -> tuple[Any, argparse.Namespace]:
+    """lm-eval's command line, and what it made of the words. UsageError with its own message."""
+    from lm_eval._cli import HarnessCLI
+    from lm_eval.config.evaluate_config import EvaluatorConfig
+
+    harness, before = HarnessCLI(), sys.argv
+    sys.argv = ["lm-eval", *words]
+    try:
+        with contextlib.redirect_stderr(_Kept()) as said:
+            parsed = harness.parse_args()
+        logging.disable(logging.WARNING)  # they come again
+        EvaluatorConfig.from_cli(argparse.Namespace(**vars(parsed)))
+    except SystemExit as error:
+        raise UsageError(said.text.strip().rpartition("\n")[2] or "lm-eval does not take these flags") from error
+    except ValueError as error:
+        raise UsageError(f"lm-eval: {error}") from error
+    finally:
+        logging.disable(logging.NOTSET)
+        sys.argv = before
+    return harness, parsed
+
+
+def _check_ruler_vt(model: Any, metadata: dict[str, Any]) -> None:
+    """UsageError where lm-eval would look for an example of ruler_vt for ever: its shortest one is too long.
+
+    An example has 10 sentences of noise or more, behind one that is solved: of 5 or more, and at most 500 tokens.
+    """
+    import numpy
+    from lm_eval.tasks.ruler.vt_utils import generate_input_output
+
+    before = random.getstate(), numpy.random.get_state()
+
+    def tokens(noises: int, solved: bool) -> int:
+        text, names = generate_input_output(noises, 1, 4, is_icl=solved)
+        return len(model.encode_more(f"{text} {names}")) + _VT_ANSWER
+
+    solved = [n for n in (tokens(noises, True) for noises in range(5, 60, 5)) if n <= _VT_SOLVED]
+    least = tokens(10, False) + max(solved, default=0) + _VT_MARGIN
+    random.setstate(before[0])
+    numpy.random.set_state(before[1])
+    given = metadata.get("max_seq_lengths", [4096])
+    for length in given if isinstance(given, list | tuple) else [given]:
+        if not solved or not isinstance(length, int) or length < least:
+            raise UsageError(
+                f"--metadata max_seq_lengths={given}: ruler_vt takes {least} tokens or more with the tokenizer of "
+                f"{model.name}; leave it out or give more"
+            )
+
+
+class _Kept:
+    """A stream that keeps what is written to it."""
+
+    text = ""
+
+    def write(self, text: str) -> int:
+        self.text += text
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+
+def _first_seed(text: str | None) -> int:
+    first = (text or "0").partition(",")[0].strip()
+    return int(first) if first.isdecimal() else 0
+
+
+def _settings_digest(llm: Any, policy: Policy) -> str:
+    """Of what answers depend on: lm-eval knows an answer by its request alone."""
+    from flexgen_h2o.models.load import shape_fingerprint
+
+    facts = [
+        llm.model.name, shape_fingerprint(llm.model.config), llm.digests(), llm.dtype, llm.eviction.to_json(),
+        compression_flags(policy), policy.attn_sparsity,
+    ]  # fmt: skip
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+
+# ---- lm-eval without a network, and what its errors mean
+
+
+@contextlib.contextmanager
+def lm_eval_here(args: argparse.Namespace, names: list[str]) -> Iterator[None]:
+    """Around all that lm-eval does: nothing is fetched without --download, and its errors become one line."""
+    try:
+        with _offline(args.download):
+            from lm_eval.utils import setup_logging
+
+            setup_logging("ERROR")  # LMEVAL_LOG_LEVEL=INFO shows more
+            yield
+    except FlexgenError:
+        raise
+    except ImportError as error:
+        raise UsageError(f"--tasks {','.join(names)}: {_first_line(error)}; {INSTALL}") from error
+    except (ConnectionError, FileNotFoundError) as error:  # datasets' own are of these kinds
+        raise UsageError(_where_data_is(names, error)) from error
+    except (ValueError, KeyError) as error:
+        if "Tasks not found" not in str(error) and "No tasks" not in str(error):
+            raise
+        unknown = str(error).rpartition(": ")[2] if "not found" in str(error) else ",".join(names)
+        raise UsageError(
+            f"--tasks {unknown}: no task of lm-eval; `lm-eval ls tasks` lists them, --include-path DIR adds your own"
+        ) from error
+
+
+@contextlib.contextmanager
+def _offline(download: bool) -> Iterator[None]:
+    """In here neither data sets nor nltk's files are fetched, unless `download`."""
+    from datasets import config
+    from huggingface_hub import constants
+
+    places: list[tuple[Any, str, object]] = [
+        (config, "HF_HUB_OFFLINE", True), (config, "HF_DATASETS_OFFLINE", True), (constants, "HF_HUB_OFFLINE", True),
+    ]  # fmt: skip
+    if find_spec("nltk") is not None:
+        places.append((importlib.import_module("nltk"), "download", lambda *names, **more: False))
+    before = [(place, name, getattr(place, name)) for place, name, _ in places]
+    try:
+        for place, name, value in () if download else places:
+            setattr(place, name, value)
+        yield
+    finally:
+        for place, name, value in before:
+            setattr(place, name, value)
+
+
+def _where_data_is(names: list[str], error: Exception) -> str:
+    """One line: whose data are missing, where they are to be had, and in which layout."""
+    from datasets import config
+
+    task, found = _failed_task(error), {}
+    if task is not None:
+        found = {task.task or ",".join(names): task.dataset_path or ""}
+    found |= {name: H2O_PAPER[name] for name in names if name in H2O_PAPER and not _has_data(H2O_PAPER[name])}
+    missing = ", ".join(f"{name} ({path})" for name, path in found.items()) or ",".join(names)
+    if task is not None and (not task.dataset_path or Path(task.dataset_path).suffix or "/" not in task.dataset_path):
+        return f"--tasks {missing}: {_first_line(error)}; name the task's files in dataset_kwargs (docs/lm-eval.md)"
+    return (
+        f"--tasks {missing}: the data are not in {config.HF_DATASETS_CACHE}; add --download to fetch them from {HUB}, "
+        "copy that folder from a machine that has them, or name JSON lines of your own in a task file with "
+        "--include-path (docs/lm-eval.md has the layout)"
+    )
+
+
+def _failed_task(error: Exception) -> Any | None:
+    """The configuration of the task whose data could not be read, where lm-eval was at it."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        config = getattr(frame.f_locals.get("self"), "config", None)
+        if hasattr(config, "dataset_path"):
+            return config
+    return None
+
+
+def _has_data(path: str) -> bool:
+    from datasets import config
+
+    return (Path(config.HF_DATASETS_CACHE) / path.replace("/", "___")).is_dir()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
+# ---- h2o_hf's three steps
+
+
+def _generate(args: argparse.Namespace) -> int:
+    names = check_tasks(args)
+    from flexgen_h2o.evaluation.lm_eval_records import generate
+
+    return generate(args, names)
+
+
+def _answer(args: argparse.Namespace) -> int:
+    """Run the requests of --input as a batch job; returns the exit code."""
+    for name in ("input", "output"):
+        if getattr(args, name) is None:
+            raise UsageError(f"{flag_of(name)}: is missing; name a .jsonl file")
+    check_files(args, ("input",), (), rows="output")
+    if not args.input.is_file():
+        raise UsageError(f"--input {args.input}: is no file; `evaluate lm-eval generate --output FILE` writes one")
+    check_output_path(args.output)
+    results_are_in(args.output)
+    policy, is_auto = policy_of(args)
+    eviction = eviction_of(args, policy)
+    from flexgen_h2o.jobs.job import run
+    from flexgen_h2o.jobs.output import OutputFile
+
+    # What `batch` has flags for and this step has none.
+    args.ray, args.ray_actors, args.refill, args.share_prefix = None, None, True, "auto"
+    with contextlib.closing(OutputFile(args.output)) as output:
+        return run(args, output, policy, is_auto, eviction, SamplingParams())
+
+
+def _results(args: argparse.Namespace) -> int:
+    names = check_tasks(args)
+    from flexgen_h2o.evaluation.lm_eval_records import score
+
+    return score(args, names)

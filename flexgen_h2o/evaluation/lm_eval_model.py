@@ -1,0 +1,308 @@
+"""lm-eval's interface to a model, over an `LLM`: all requests of a type are one run of many rows.
+
+lm-eval 0.4.13's own Hugging Face backend (`HFLM`) says what is asked for: texts are encoded, cut on the left and cut at
+their stop strings as it does. With the full cache log-likelihoods are its own; with eviction a continuation is decoded
+token by token, so that it sees the columns that its row has kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from lm_eval import utils
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import has_bos_prefix, normalize_gen_kwargs, postprocess_generated_text
+
+from flexgen_h2o.cli_common import note
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.settings import DECODE, PREFILL
+from flexgen_h2o.core.units import SAMPLING_CHUNK
+from flexgen_h2o.engine.generation import Callbacks
+from flexgen_h2o.engine.prompts import Completion, Prompt
+from flexgen_h2o.engine.sampling import SamplingParams
+from flexgen_h2o.engine.workload import base_of
+from flexgen_h2o.kvcache.eviction import Full
+from flexgen_h2o.llm import LLM
+
+NAME = "flexgen-h2o"  # of this model in lm-eval
+MAX_GEN_TOKS = 256  # where a task does not say, as HFLM has it
+# Generation arguments of tasks, and the values that change nothing; any other would change the text.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "num_beams": (1,), "num_return_sequences": (1,), "repetition_penalty": (1,), "length_penalty": (1,),
+    "typical_p": (1,), "min_p": (0,), "no_repeat_ngram_size": (0,), "use_cache": (True,), "early_stopping": (False,),
+}  # fmt: skip
+
+Tokens = tuple[int, ...]
+Answer = tuple[float, bool]  # log-likelihood of a continuation; is each of its tokens the likeliest one?
+
+
+@register_model(NAME)
+class EngineLM(TemplateLM):
+    """An open `LLM` as lm-eval's model. seed: of what is drawn, where a task samples.
+
+    Needs a tokenizer: UsageError. Finished rows go to lm-eval's cache (`--use_cache`) one by one.
+    """
+
+    opened: ClassVar[EngineLM | None] = None  # what lm-eval's command line gets for the name of this model
+
+    def __init__(self, llm: LLM, seed: int = 0) -> None:
+        super().__init__()
+        if llm.model.tokenizer is None:
+            raise UsageError(f"--model {llm.model.name}: has no tokenizer, and the texts of tasks need one")
+        self.llm, self._seed = llm, seed
+        self.tokenizer: Any = llm.model.tokenizer
+        self.max_length = llm.model.spec.max_positions
+
+    @classmethod
+    def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: object = None) -> EngineLM:
+        """The model that is open; the arguments are for lm-eval's records and for tasks that make their own data."""
+        if cls.opened is None:
+            raise UsageError(f"{NAME}: give lm-eval an EngineLM(llm), or run `flexgen-h2o evaluate lm-eval`")
+        return cls.opened
+
+    # Texts
+
+    @property
+    def eot_token_id(self) -> int:
+        return int(self.tokenizer.eos_token_id)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """Stands in front of a text without a context."""
+        begin = self.tokenizer.bos_token_id
+        return self.eot_token_id if begin is None else int(begin)
+
+    @property
+    def tokenizer_name(self) -> str:
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: object) -> list[int]:
+        """With the tokenizer's special tokens, unless the text begins with its first one already."""
+        if add_special_tokens is None and has_bos_prefix(string, self.tokenizer.decode(self.prefix_token_id)):
+            add_special_tokens = False
+        given = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+        return list(self.tokenizer.encode(string, verbose=False, **given))
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Without the system's message where the template does not take one."""
+        from jinja2.exceptions import TemplateError
+
+        if not self.llm.model.has_chat_template:
+            raise UsageError(f"--apply-chat-template: {self.llm.model.name} has no chat template; leave it out")
+
+        def text_of(history: list[dict[str, str]]) -> str:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    history, tokenize=False, add_generation_prompt=add_generation_prompt,
+                    continue_final_message=not add_generation_prompt,
+                )
+            )  # fmt: skip
+
+        try:
+            return text_of(chat_history)
+        except TemplateError:
+            return text_of([message for message in chat_history if message["role"] != "system"])
+
+    def get_model_info(self) -> dict[str, Any]:
+        """For the results' file."""
+        return {
+            "model_dtype": self.llm.dtype, "model_digests": self.llm.digests(),
+            "eviction": self.llm.eviction.to_json(),
+        }  # fmt: skip
+
+    # Log-likelihoods
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: object
+    ) -> list[Answer]:  # fmt: skip
+        """requests: (what the cache knows it by, context, continuation)."""
+        answers: list[Answer] = [(0.0, False)] * len(requests)
+
+        def done(i: int, answer: Answer) -> None:
+            answers[i] = answer
+            self.cache_hook.add_partial("loglikelihood", requests[i][0], answer)
+
+        self._score([(context, continuation) for _, context, continuation in requests], done)
+        return answers
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Of whole texts, in windows of as many tokens as the model has positions."""
+        pairs: list[tuple[list[int], list[int]]] = []
+        owner: list[int] = []
+        for i, request in enumerate(requests):
+            windows = utils.get_rolling_token_windows(
+                self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length, 1
+            )
+            found = [utils.make_disjoint_window(window) for window in windows]
+            pairs += found
+            owner += [i] * len(found)
+        missing = Counter(owner)
+        parts = [0.0] * len(pairs)
+        totals = [0.0] * len(requests)
+
+        def done(window: int, answer: Answer) -> None:
+            parts[window] = answer[0]
+            i = owner[window]
+            missing[i] -= 1
+            if not missing[i]:
+                totals[i] = sum(part for part, whose in zip(parts, owner, strict=True) if whose == i)
+                self.cache_hook.add_partial("loglikelihood_rolling", requests[i].args, totals[i])
+
+        self._score(pairs, done)
+        return totals
+
+    def _score(
+        self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], done: Callable[[int, Answer], None]
+    ) -> None:  # fmt: skip
+        """One run over all pairs of context and continuation; `done` gets the number of each and its answer.
+
+        Continuations that differ in their last token only, behind one context, are one row: its last logits have all.
+        """
+        rows: dict[tuple[Tokens, Tokens], list[int]] = {}
+        last: list[int] = []
+        for i, (context, continuation) in enumerate(pairs):
+            if not 0 < len(continuation) <= self.max_length:
+                raise UsageError(
+                    f"request {i}: a continuation of {len(continuation)} tokens; {self.llm.model.name} takes 1 to "
+                    f"{self.max_length}"
+                )
+            whole = (*context, *continuation)[-(self.max_length + 1) :]
+            before = len(whole) - len(continuation)
+            rows.setdefault((whole[:before], whole[before:-1]), []).append(i)
+            last.append(whole[-1])
+        if not rows:
+            return
+        self._say_cut(sum(len(c) + len(more) > self.max_length + 1 for c, more in pairs))
+        asked, mode = list(rows.values()), self.score_mode
+        steps = [1 if mode == PREFILL else len(path) + 1 for _, path in rows]
+        seen = _LastTokens(steps, [[last[i] for i in own] for own in asked])
+
+        def finished(completions: Sequence[Completion]) -> None:
+            for one in completions:
+                path = list(zip(one.token_ids, one.logprobs or (), strict=True))[:-1]
+                total, greedy = sum(found.logprob for _, found in path), all(t == f.top[0][0] for t, f in path)
+                for i, (logprob, likeliest) in zip(asked[one.index], seen.found.pop(one.index), strict=True):
+                    done(i, (total + logprob, greedy and likeliest))
+
+        prompts = [Prompt(i, context, None) for i, (context, _) in enumerate(rows)]
+        scored = [
+            SamplingParams(score=(*path, last[own[0]]), score_mode=mode)
+            for (_, path), own in zip(rows, asked, strict=True)
+        ]
+        self.llm.expect(len(prompts))  # ragged blocks take longer to predict than it is worth
+        self.llm.run(prompts, scored, finished, Callbacks(seen))
+
+    @property
+    def score_mode(self) -> str:
+        """One pass over context and continuation where decode steps give the same: all columns stay, as they are."""
+        policy = base_of(self.llm.asked_policy)
+        keeps_all = isinstance(self.llm.eviction, Full) and not policy.compress_cache and policy.attn_sparsity == 1
+        return PREFILL if keeps_all else DECODE
+
+    def _say_cut(self, count: int) -> None:
+        if count:
+            note("evaluate", f"{count} requests have more than {self.max_length} tokens: cut on the left")
+
+    # Texts that are generated
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Up to the first stop string, or the end-of-sequence token."""
+        texts = [""] * len(requests)
+        prompts, params, cut = [], [], 0
+        met: Counter[str] = Counter()  # a request that is repeated draws anew
+        for i, request in enumerate(requests):
+            context, given = request.args
+            key = json.dumps([context, given], sort_keys=True, default=str)
+            params.append(self._sampling(given, f"{key}{met[key]}"))
+            met[key] += 1
+            ids = self.tok_encode(context) or [self.prefix_token_id]
+            room = self.max_length - params[-1].max_tokens
+            cut += len(ids) > room
+            prompts.append(Prompt(i, tuple(ids[-room:]), None))
+        if not requests:
+            return texts
+        self._say_cut(cut)
+
+        def finished(completions: Sequence[Completion]) -> None:
+            for one in completions:
+                context, given = requests[one.index].args
+                texts[one.index] = self._text_of(one.token_ids, given)
+                self.cache_hook.add_partial("generate_until", (context, given), texts[one.index])
+
+        self.llm.expect(len(prompts))
+        self.llm.run(prompts, params, finished, refill=True)
+        return texts
+
+    def _sampling(self, given: Mapping[str, Any], key: str) -> SamplingParams:
+        """What a task's generation arguments ask for. key: of the request, which its seed is made of."""
+        asked: dict[str, Any] = dict(normalize_gen_kwargs(dict(given), MAX_GEN_TOKS))
+        draws, most = asked.pop("do_sample"), asked.pop("max_gen_toks")
+        stop = tuple(text for text in asked.pop("until") if text)
+        temperature, top_p, top_k = (asked.pop(name, usual) for name, usual in _SAMPLED.items())
+        for name, value in asked.items():
+            if value is not None and value not in NEUTRAL.get(name, ()):
+                raise UsageError(f"--gen-kwargs {name}={value}: is not supported here; leave it out")
+        if most >= self.max_length:
+            raise UsageError(
+                f"--gen-kwargs max_gen_toks={most}: {self.llm.model.name} has {self.max_length} positions; give fewer"
+            )
+        digest = hashlib.blake2b(f"{self._seed}:{key}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
+        try:
+            return SamplingParams(
+                most, temperature if draws else 0.0, top_p, top_k, int.from_bytes(digest, "little") >> 1, stop
+            )
+        except UsageError as error:
+            raise UsageError(f"--gen-kwargs {error}") from error
+
+    def _text_of(self, ids: Sequence[int], given: Mapping[str, Any]) -> str:
+        end, until = self.eot_token_id, normalize_gen_kwargs(dict(given))["until"]
+        kept = list(ids[: ids.index(end)] if end in ids else ids)
+        text = str(self.tokenizer.decode(kept, skip_special_tokens=True))
+        return str(postprocess_generated_text(text, [*until, self.tokenizer.decode(end)], None))
+
+
+_SAMPLED: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
+
+
+@dataclass
+class _LastTokens:
+    """Answers for the last tokens of rows, from the logits that they follow on.
+
+    steps: how often each row's logits come; the last time counts. tokens: that are asked for of each row. found: of
+    rows that have come to their end.
+    """
+
+    steps: list[int]
+    tokens: Sequence[Sequence[int]]
+    found: dict[int, list[Answer]] = field(default_factory=dict)
+
+    def __call__(self, rows: list[int], logits: torch.Tensor) -> None:
+        for row in rows:
+            self.steps[row] -= 1
+        places = [place for place, row in enumerate(rows) if not self.steps[row]]
+        if places:
+            own = logits if len(places) == len(rows) else logits[places]
+            ending = [rows[place] for place in places]
+            self.found |= dict(zip(ending, logprobs_at(own, [self.tokens[row] for row in ending]), strict=True))
+
+
+def logprobs_at(logits: torch.Tensor, tokens: Sequence[Sequence[int]]) -> list[list[Answer]]:
+    """(log-probability, is it the likeliest?) of so many tokens of each row. logits: (rows, vocab), any float dtype."""
+    found: list[list[Answer]] = []
+    height = max(1, SAMPLING_CHUNK // logits.shape[1])
+    for start in range(0, len(tokens), height):
+        scores, own = logits[start : start + height].float(), tokens[start : start + height]
+        sums, best = scores.logsumexp(-1), scores.argmax(-1).tolist()
+        rows = torch.tensor([i for i, ids in enumerate(own) for _ in ids], device=logits.device)
+        ids = torch.tensor([token for ids in own for token in ids], device=logits.device)
+        values = iter((scores[rows, ids] - sums[rows]).tolist())
+        found += [[(next(values), token == top) for token in ids] for ids, top in zip(own, best, strict=True)]
+    return found

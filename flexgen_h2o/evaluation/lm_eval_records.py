@@ -1,0 +1,195 @@
+"""h2o_hf's way over files: the requests of a task, and its results from their answers.
+
+Formats of `generate_task_data.py` and `evaluate_task_result.py`; a request is known by its
+prompt, context and continuation as one text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import unicodedata
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
+from lm_eval.tasks import TaskManager
+
+from flexgen_h2o.cli_common import check_files, note, results_are_in
+from flexgen_h2o.core.errors import EXIT_DONE, FlexgenError, UsageError
+from flexgen_h2o.core.files import replacing, usable_path, write_result
+from flexgen_h2o.engine.prompts import check_output_path, lines_of, object_of_json
+from flexgen_h2o.evaluation.lm_eval import lm_eval_here
+from flexgen_h2o.models.load import find_model
+
+# As h2o_hf writes it, in its order; `prompt` stands between `n` and `request_type`.
+BEFORE_PROMPT = {"best_of": 1, "echo": True, "logprobs": 1, "max_tokens": 0, "model": "x", "n": 1}
+BEHIND_PROMPT = {"request_type": "language-model-inference", "stop": None, "temperature": 0, "top_p": 1}
+Loglikelihood = Callable[[str, str], tuple[float, bool]]  # of context and continuation
+
+
+def request_of(prompt: str) -> dict[str, Any]:
+    return {**BEFORE_PROMPT, "prompt": prompt, **BEHIND_PROMPT}
+
+
+def mended(text: str) -> str:
+    """As h2o_hf mends texts before it tokenises them: by ftfy, where it is installed, to Unicode's NFKC."""
+    if find_spec("ftfy") is None:
+        return unicodedata.normalize("NFKC", text)
+    from ftfy import fix_text
+
+    return str(fix_text(text, normalization="NFKC"))
+
+
+class FileLM(LM):
+    """A model whose answers come from a function: log-likelihoods only, as h2o_hf's adaptor."""
+
+    def __init__(self, answer: Loglikelihood) -> None:
+        super().__init__()
+        self._answer = answer
+
+    def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
+        return [self._answer(mended(context), mended(more)) for context, more in (r.args for r in requests)]
+
+    def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
+        raise UsageError("--tasks: a task asks for whole texts' likelihoods; h2o_hf's files have choices only")
+
+    def generate_until(self, requests: list[Instance]) -> list[str]:
+        raise UsageError("--tasks: a task generates text; h2o_hf's files have choices only: run it without a step")
+
+
+def _evaluated(args: argparse.Namespace, names: list[str], answer: Loglikelihood, resamples: int) -> dict[str, Any]:
+    metadata = _metadata(args.metadata)
+    with lm_eval_here(args, names):
+        manager = TaskManager(include_path=args.include_path and str(args.include_path), metadata=metadata)
+        found = simple_evaluate(
+            FileLM(answer), tasks=names, num_fewshot=args.num_fewshot, limit=args.limit, task_manager=manager,
+            bootstrap_iters=resamples, log_samples=False, metadata=metadata,
+        )  # fmt: skip
+    return dict(found or {})
+
+
+def _metadata(words: list[str] | None) -> dict[str, Any]:
+    from lm_eval._cli.utils import key_val_to_dict
+
+    try:
+        whole = json.loads(" ".join(words or ["{}"]))
+    except ValueError:
+        whole = {}
+        for word in words or ():
+            try:
+                whole |= key_val_to_dict(word)
+            except ValueError as error:
+                raise UsageError(f"--metadata {word}: {error}") from error
+    if not isinstance(whole, dict):
+        raise UsageError(f"--metadata {whole!r:.40}: is neither key=value nor a JSON object")
+    return whole
+
+
+def generate(args: argparse.Namespace, names: list[str]) -> int:
+    """Write the requests of tasks to --output; returns the exit code."""
+    if args.output is None:
+        raise UsageError("--output: is missing; name the .jsonl file that gets the requests")
+    args.output = usable_path(args.output, "--output")
+    check_output_path(args.output)
+    results_are_in(args.output)
+    prompts: list[str] = []
+
+    def write(context: str, continuation: str) -> tuple[float, bool]:
+        prompts.append(context + continuation)
+        return -1.0, True
+
+    _evaluated(args, names, write, resamples=0)
+    if find_spec("ftfy") is None and not all(map(str.isascii, prompts)):
+        note("evaluate", "ftfy is not installed: texts are normalised to NFKC, where h2o_hf also mends quotes")
+    try:
+        with replacing(args.output) as file:
+            file.writelines(json.dumps(request_of(prompt)) + "\n" for prompt in prompts)
+    except OSError as error:
+        raise FlexgenError(f"--output {args.output}: {error.strerror or error}") from error
+    print(f"{len(prompts)} requests in {args.output}, {len(set(prompts))} of them different")
+    return EXIT_DONE
+
+
+def score(args: argparse.Namespace, names: list[str]) -> int:
+    """Print the results of tasks from the answers in --input; returns the exit code."""
+    if args.input is None:
+        raise UsageError("--input: is missing; name the file that `evaluate lm-eval run` wrote")
+    check_files(args, ("input",), ("json",))
+    results_are_in(args.json)
+    model = find_model(args.model, args.path, args.revision)
+    if model.tokenizer is None:
+        raise UsageError(f"--model {model.name}: has no tokenizer; name the model that answered")
+    answers = read_answers(args.input)
+    print(f"{len(answers)} items in the cache", flush=True)
+    found = Answers(args.input, answers, model.encode_more, mean=args.loglikelihood == "mean")
+    all_found = _evaluated(args, names, found.loglikelihood, resamples=100_000)
+    results = {"results": all_found.get("results", {}), "versions": all_found.get("versions", {})}
+    if args.json is not None:
+        write_result(args.json, results, "--json")
+    print(json.dumps(results, indent=2, default=str))
+    return EXIT_DONE
+
+
+def read_answers(path: Path) -> dict[str, dict[str, Any]]:
+    """The log-probabilities (`tokens`, `token_logprobs`, `top_logprobs`) of each prompt of a file of answers.
+
+    Rows of h2o_hf's script or of `batch`. UsageError for a row that is neither, or an error.
+    """
+    answers: dict[str, dict[str, Any]] = {}
+    for place, line in lines_of(path, "--input"):
+        try:
+            row = object_of_json(line)
+        except UsageError as error:
+            raise UsageError(f"{place}: {error}") from error
+        if row.get("error"):
+            raise UsageError(f"{place}: is an error ({row['error'].get('message')}); run it again")
+        try:
+            choice = (row["result"] if "result" in row else row["response"]["body"])["choices"][0]
+            prompt = row["request"]["prompt"] if "request" in row else choice["text"]
+            logprobs = choice["logprobs"]
+            whole = len(logprobs["token_logprobs"]) <= len(logprobs["top_logprobs"])
+        except (KeyError, TypeError, IndexError) as error:
+            raise UsageError(f"{place}: has no request with its result and logprobs, as h2o_hf writes them") from error
+        if not whole or logprobs["token_logprobs"][:1] != [None]:
+            raise UsageError(f"{place}: the logprobs are not those of an echoed prompt (echo, logprobs of 1 or more)")
+        answers[prompt] = logprobs
+    if not answers:
+        raise UsageError(f"--input {path}: no answer in it, only blank lines or nothing")
+    return answers
+
+
+class Answers:
+    """Log-likelihoods from answers of a file. encode: the tokens of a text, without special ones.
+
+    mean: per token, as h2o_hf's adaptor gives them, so that `acc` is length-normalised; else the sum, as lm-eval.
+    """
+
+    def __init__(
+        self, path: Path, answers: dict[str, dict[str, Any]], encode: Callable[[str], list[int]], mean: bool
+    ) -> None:  # fmt: skip
+        self._path, self._answers, self._encode, self._mean = path, answers, encode, mean
+
+    def loglikelihood(self, context: str, continuation: str) -> tuple[float, bool]:
+        prompt = context + continuation
+        if prompt not in self._answers:
+            raise UsageError(
+                f"--input {self._path}: has no answer to {prompt[-60:]!r}; generate and run the same tasks, with the "
+                "same --num-fewshot and --limit"
+            )
+        own = self._answers[prompt]
+        count = self._tokens_of(context, continuation, len(own["token_logprobs"]))
+        values = own["token_logprobs"][-count:]
+        tops = own["top_logprobs"][: len(own["token_logprobs"])][-count:]
+        greedy = all(value >= max(top.values()) - 1e-6 for value, top in zip(values, tops, strict=True))
+        return sum(values) / (count if self._mean else 1), greedy
+
+    def _tokens_of(self, context: str, continuation: str, tokens: int) -> int:
+        """How many of the last tokens are the continuation's: as lm-eval cuts the whole text, and at least one."""
+        kept = context.rstrip()
+        whole, before = self._encode(context + continuation), self._encode(kept)
+        return max(1, min(len(whole) - len(before), tokens - 1))

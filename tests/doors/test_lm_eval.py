@@ -1,0 +1,273 @@
+"""`evaluate lm-eval` run to its end over tasks of local JSON lines: tables, files, h2o_hf's steps, kills, refusals."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lm_eval")
+
+from lm_eval.tasks import TaskManager
+
+from flexgen_h2o.evaluation.lm_eval import H2O_PAPER
+from tests.doors.conftest import Answer
+from tests.forks import Forks
+
+Door = Callable[..., Answer]
+FLAGS = "--include_path tasks --dtype float32 --offload-dir o --gpu-batch-size 4 --num-gpu-batches 2"
+QUESTIONS = 12
+CHOICES = [" x", " y", " x + 1", " self.x"]
+CHOICE = """
+task: choice
+dataset_path: json
+dataset_kwargs: {data_files: {test: FOLDER/choice.jsonl}}
+test_split: test
+fewshot_split: test
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: answer
+target_delimiter: ""
+metric_list:
+  - {metric: acc, aggregation: mean, higher_is_better: true}
+  - {metric: acc_norm, aggregation: mean, higher_is_better: true}
+"""
+TEXT = """
+task: text
+dataset_path: json
+dataset_kwargs: {data_files: {test: FOLDER/choice.jsonl}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "{{choices[answer]}}"
+generation_kwargs: {until: ["\\n"], max_gen_toks: 6}
+metric_list:
+  - {metric: exact_match, aggregation: mean, higher_is_better: true}
+"""
+ROLLING = """
+task: rolling
+dataset_path: json
+dataset_kwargs: {data_files: {test: FOLDER/choice.jsonl}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{question}}"
+metric_list:
+  - {metric: word_perplexity, aggregation: weighted_perplexity, higher_is_better: false}
+"""
+# Reading lm-eval's own 10,000 task files takes as long as all tests here.
+QUICK = """
+import functools, sys
+from lm_eval.tasks import TaskManager
+TaskManager.__init__ = functools.partialmethod(TaskManager.__init__, include_defaults=False)
+from flexgen_h2o.evaluate import main
+"""
+
+
+@pytest.fixture(autouse=True)
+def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with task files; lm-eval's own tasks are not read."""
+    quick = functools.partialmethod(TaskManager.__init__, include_defaults=False)
+    monkeypatch.setattr(TaskManager, "__init__", quick)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    rows = [
+        {"question": f"def f{i}(self, x):\n    return", "choices": CHOICES, "answer": i % 4} for i in range(QUESTIONS)
+    ]
+    (folder / "choice.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, text in (("choice", CHOICE), ("text", TEXT), ("rolling", ROLLING)):
+        (folder / f"{name}.yaml").write_text(text.replace("FOLDER", str(folder)))
+    return folder
+
+
+@pytest.fixture
+def lm_eval(command: Door) -> Door:
+    """The command with its flags, which ends with `code`."""
+
+    def run(flags: str, code: int = 0) -> Answer:
+        out = command(f"evaluate lm-eval {flags}")
+        assert out.code == code, out.err
+        return out
+
+    return run
+
+
+def results(folder: Path) -> dict[str, Any]:
+    [path] = folder.rglob("results*.json")
+    return dict(json.loads(path.read_text()))
+
+
+def samples(folder: Path, task: str = "choice") -> list[Any]:
+    [path] = folder.rglob(f"samples_{task}*.jsonl")
+    return [json.loads(line)["resps"] for line in path.read_text().splitlines()]
+
+
+def test_tasks_of_all_kinds_in_one_command(lm_eval: Door, tmp_path: Path) -> None:
+    out = lm_eval(f"{FLAGS} --tasks choice,text rolling --num-fewshot 1 --limit 6 --output_path out --log_samples")
+    assert "|choice" in out.out and "acc_norm" in out.out and "exact_match" in out.out
+    found = results(tmp_path / "out")
+    assert set(found["results"]) == {"choice", "text", "rolling"} and found["n-shot"]["choice"] == 1
+    assert found["config"]["model"] == "flexgen-h2o" and found["config"]["model_args"]["model"] == "opt-tiny"
+    assert found["config"]["eviction"]["name"] == "full" and found["config"]["model_dtype"] == "float32"
+    assert found["results"]["rolling"]["word_perplexity,none"] > 1
+    assert len(samples(tmp_path / "out")) == 6
+
+
+def test_eviction_changes_the_answers(lm_eval: Door, tmp_path: Path) -> None:
+    for name, flags in (("full", ""), ("h2o", "--hh-size 2 --recent-size 2"), ("all", "--hh-size 400")):
+        lm_eval(f"{FLAGS} --tasks choice --output_path {name} --log_samples {flags}")
+    full, h2o, everything = (
+        [float(value[0][0]) for doc in samples(tmp_path / name) for value in doc] for name in ("full", "h2o", "all")
+    )
+    assert len(full) == QUESTIONS * len(CHOICES)
+    assert everything == pytest.approx(full, abs=1e-4) and h2o != pytest.approx(full, abs=0.01)
+    assert results(tmp_path / "h2o")["config"]["model_args"]["eviction"] == "h2o"
+
+
+def test_h2o_hf_in_three_steps(lm_eval: Door, tmp_path: Path) -> None:
+    out = lm_eval("generate --tasks choice --include_path tasks --limit 5 --output requests.jsonl")
+    lines = (tmp_path / "requests.jsonl").read_text().splitlines()
+    assert out.out == "20 requests in requests.jsonl, 20 of them different\n" and len(lines) == 20
+    text = json.dumps("def f0(self, x):\n    return x")
+    assert lines[0] == (
+        '{"best_of": 1, "echo": true, "logprobs": 1, "max_tokens": 0, "model": "x", "n": 1, "prompt": ' + text + ", "
+        '"request_type": "language-model-inference", "stop": null, "temperature": 0, "top_p": 1}'
+    )
+    lm_eval(f"run --input requests.jsonl --output answers.jsonl {FLAGS.partition('tasks ')[2]}")
+    out = lm_eval("score --input answers.jsonl --tasks choice --include_path tasks --limit 5 --json scored.json")
+    assert out.out.startswith("20 items in the cache\n{\n")
+    scored = json.loads((tmp_path / "scored.json").read_text())
+    assert json.loads(out.out.partition("\n")[2]) == scored
+    lm_eval(f"{FLAGS} --tasks choice --limit 5 --output_path out")
+    direct = results(tmp_path / "out")["results"]["choice"]
+    for name in ("acc,none", "acc_norm,none"):
+        assert scored["results"]["choice"][name] == direct[name]
+    # h2o_hf's own rows: the request beside the result.
+    own = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    with open(tmp_path / "theirs.jsonl", "w") as file:
+        for line in lines:
+            request = json.loads(line)
+            [row] = [r for r in own if r["response"]["body"]["choices"][0]["text"] == request["prompt"]]
+            result = {"choices": row["response"]["body"]["choices"]}
+            file.write(json.dumps({"request": request, "result": result}) + "\n")
+    flags = "--tasks choice --include_path tasks --limit 5"
+    again = lm_eval(f"score --result-file theirs.jsonl {flags}")
+    assert again.out == out.out
+    mean = lm_eval(f"score --input theirs.jsonl {flags} --loglikelihood mean")
+    assert mean.out.startswith("20 items in the cache")
+    assert "has no answer to" in lm_eval("score --input theirs.jsonl --tasks choice --include_path tasks", code=2).err
+
+
+KILLED = (
+    QUICK
+    + """
+import os, signal, sqlite3, time
+from pathlib import Path
+from lm_eval.api.model import CacheHook
+kept, keep = [0], CacheHook.add_partial
+def add_partial(self, *given):
+    keep(self, *given)
+    kept[0] += 1
+    if kept[0] == 16:
+        while True:
+            [path] = Path().glob("answers-*.db")
+            with sqlite3.connect(path) as db:
+                if db.execute("select count(*) from unnamed").fetchone()[0] >= 8:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(0.01)
+CacheHook.add_partial = add_partial
+sys.exit(main(sys.argv[1:]))
+"""
+)
+COUNTED = (
+    QUICK
+    + """
+from lm_eval.api.model import CacheHook
+kept, keep = [], CacheHook.add_partial
+CacheHook.add_partial = lambda self, *given: (kept.append(given), keep(self, *given))
+code = main(sys.argv[1:])
+print("computed", len(kept))
+sys.exit(code)
+"""
+)
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on(forks: Forks, tmp_path: Path) -> None:
+    flags = ["lm-eval", *FLAGS.split(), "--tasks", "choice", "--log_samples", "--device", "cpu", "--hh-size", "6"]
+    whole = forks.run(tmp_path, COUNTED, *flags, "--output_path", "whole")
+    assert whole.code == 0 and f"computed {QUESTIONS * len(CHOICES)}" in whole.out, whole.err
+    cached = [*flags, "--use_cache", "answers", "--output_path", "killed"]
+    killed = forks.run(tmp_path, KILLED, *cached)
+    assert killed.code == -9 and not (tmp_path / "killed").exists()
+    again = forks.run(tmp_path, COUNTED, *cached)
+    assert again.code == 0, again.err
+    computed = int(again.out.rpartition("computed ")[2])
+    assert 0 < computed <= QUESTIONS * len(CHOICES) - 8
+    assert results(tmp_path / "killed")["results"] == results(tmp_path / "whole")["results"]
+    for one, other in zip(samples(tmp_path / "killed"), samples(tmp_path / "whole"), strict=True):
+        assert [float(value[0][0]) for value in one] == pytest.approx([float(v[0][0]) for v in other], abs=1e-4)
+    # Other settings have a cache of their own.
+    other = forks.run(tmp_path, COUNTED, *cached[:-1], "other", "--recent-size", "2")
+    assert f"computed {QUESTIONS * len(CHOICES)}" in other.out and len(list(tmp_path.glob("answers-*.db"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("", "--tasks: is missing"),
+        ("--tasks nothing", "--tasks nothing: no task of lm-eval"),
+        ("--tasks choice --limit 0", "--limit"),
+        ("--tasks choice --num-fewshot -1", "--num-fewshot"),
+        ("--tasks choice --include_path none", "--include-path none: is no folder"),
+        ("--tasks choice --log_samples", "lm-eval: Specify --output_path"),
+        ("--tasks choice --seed x", "'x' is neither a number"),
+        ("--tasks choice --metadata x", "expected `key=value`"),
+        ("--tasks choice --output_path tasks/choice.yaml/x", "choice.yaml is no folder"),
+        ("--tasks choice --apply_chat_template", "has no chat template"),
+        ("--tasks text --gen_kwargs num_beams=3", "--gen-kwargs num_beams=3: is not supported"),
+        ("--tasks choice --eviction nothing", "--eviction nothing"),
+        ("--tasks choice --batch_size 3", "--batch_size: is not a flag here"),
+        ("generate --tasks choice", "--output: is missing"),
+        ("generate --tasks text --output x.jsonl", "a task generates text"),
+        ("generate --tasks choice --output x.txt", "must end in .jsonl"),
+        ("run --output x.jsonl", "--input: is missing"),
+        ("run --input none.jsonl --output x.jsonl", "--input none.jsonl: is no file"),
+        ("score --tasks choice", "--input: is missing"),
+        ("score --tasks choice --input tasks/choice.jsonl", "choice.jsonl:1: has no request with its result"),
+    ],
+)
+def test_refusals(lm_eval: Door, tmp_path: Path, flags: str, says: str) -> None:
+    step, _, rest = flags.partition(" ")
+    steps = step in ("generate", "run", "score")
+    own = "" if step == "run" or "--include_path" in flags else "--include_path tasks "
+    out = lm_eval(f"{step} {own}{rest}" if steps else f"{own}{flags}", code=2)
+    lines = [line for line in out.err.splitlines() if "it/s" not in line and "examples/s" not in line]
+    assert [line for line in lines if line] == [out.err.splitlines()[-1]] and says in out.err, out.err
+    assert not (tmp_path / "x.jsonl").exists()
+
+
+def test_missing_data_is_said_in_a_line(lm_eval: Door, tasks: Path) -> None:
+    (tasks / "copa.yaml").write_text(CHOICE.replace("task: choice", "task: copa").replace("path: json", "path: aps/x"))
+    for name in [*H2O_PAPER][1:]:
+        (tasks / f"{name}.yaml").write_text(CHOICE.replace("task: choice", f"task: {name}"))
+    out = lm_eval(f"{FLAGS} --tasks h2o-paper", code=2)
+    assert out.err.count("\n") == 1 and "--download" in out.err and "https://huggingface.co/datasets" in out.err
+    for name, path in H2O_PAPER.items():
+        assert f"{name} ({path})" in out.err or name == "copa"
+    (tasks / "choice.jsonl").unlink()
+    out = lm_eval(f"{FLAGS} --tasks choice", code=2)
+    assert "--tasks choice (json)" in out.err and "choice.jsonl" in out.err and "--download" not in out.err
+
+
+def test_without_lm_eval_one_line_says_what_to_install(lm_eval: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flexgen_h2o.evaluation.lm_eval.find_spec", lambda name: None)
+    for step in ("", "generate --output x.jsonl ", "score --input x.jsonl "):
+        assert "pip install -e '.[eval]'" in lm_eval(f"{step}--tasks piqa", code=2).err
