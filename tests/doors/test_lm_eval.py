@@ -289,7 +289,7 @@ def test_kvpress_folders(lm_eval: Door, tmp_path: Path) -> None:
     assert 0.4 < float(rows[0]["compression_ratio"]) < 0.6
     assert "exact_match,none" in json.loads((folder / "metrics.json").read_text())
     assert folder.samefile(str(out.out).rpartition("kvpress: ")[2].strip())
-    lm_eval(flags.replace("out", "bare") + " --kvpress-dir press")
+    lm_eval(flags.replace("path out", "path bare") + " --kvpress-dir press")
     assert not list((tmp_path / "bare").rglob("samples*")) and len(list(folder.iterdir())) == 3
     (tmp_path / "file").write_text("")
     assert "--kvpress-dir" in lm_eval(f"{flags} --kvpress-dir file/x", code=2).err
