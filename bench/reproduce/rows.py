@@ -36,6 +36,20 @@ EVALUATE = "python -m flexgen_h2o.evaluate"
 SPEED = r"^(prefill|decode|total) latency|peak"
 _30B, _6B = "--model facebook/opt-30b", "--model facebook/opt-6.7b"
 
+# A task of four choices for lm-eval, as docs/lm-eval.md has it.
+TASK = """task: methods
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+fewshot_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{text}}}}"
+doc_to_choice: {choices}
+doc_to_target: answer
+target_delimiter: ""
+metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
+"""
+
 ROWS = (
     Row(
         "attention", "H2O, section 3, Figure 2",
@@ -49,8 +63,8 @@ ROWS = (
     Row(
         "tasks", "H2O, section 5.1, Figures 4 and 8",
         "accuracy of six tasks by KV budget: full cache, local, H2O",
-        f"{EVALUATE} lm-eval --tasks niah_single_1 --metadata max_seq_lengths=[1024] --limit 4 --kv-budget 0.2 "
-        "--gpu-batch-size 4",
+        f"{EVALUATE} lm-eval --include-path $WORK/tasks --tasks methods --num-fewshot 2 --kv-budget 0.2 "
+        "--gpu-batch-size 16",
         f"{EVALUATE} lm-eval {_30B} --tasks h2o-paper --num-fewshot 5 --kv-budget 0.2 --download",
         "OPT-30B, LLaMA-7B or GPT-NeoX-20B; data sets of the six tasks",
         f"{_30B} --prompt-len 384 --gen-len 8 --num-prompts 8000 --hh-ratio 0.1",
@@ -160,7 +174,8 @@ ROWS = (
     Row(
         "ruler", "MiniKV's and kvpress's kind of table (long prompts)",
         "RULER-type tasks by policy",
-        f"{EVALUATE} lm-eval --tasks ruler_vt --metadata max_seq_lengths=[1024] --limit 4 --gpu-batch-size 4",
+        f"{EVALUATE} lm-eval --tasks niah_single_1 --metadata max_seq_lengths=[512] --limit 4 --eviction h2o-norm "
+        "--kv-budget 0.2 --gpu-batch-size 4 --kvpress-dir $WORK/press",
         f"{EVALUATE} lm-eval --model meta-llama/Llama-3.1-8B --tasks "
         "niah_single_1,niah_multikey_2,ruler_vt,ruler_cwe,ruler_fwe "
         "--metadata max_seq_lengths=[4096] --eviction h2o-norm --kv-budget 0.2",
@@ -284,6 +299,12 @@ def write_inputs(work: Path) -> None:
     helm = [{"scenario": "xsum", "request": {"prompt": a["article"], **asked, **stop}} for a in articles]
     for name, records in (("articles", articles), ("helm", helm)):
         (work / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    tasks = work / "tasks"
+    tasks.mkdir(exist_ok=True)
+    names = ("close", "read", "write", "flush")
+    choices = [{"text": f"def {name}(self):\n    self.file", "answer": i % 4} for i, name in enumerate(names * 2)]
+    (tasks / "methods.jsonl").write_text("".join(json.dumps(record) + "\n" for record in choices))
+    (tasks / "methods.yaml").write_text(TASK.format(data=tasks / "methods.jsonl", choices=[f".{n}()" for n in names]))
     folder = work / "Restaurant"
     folder.mkdir(exist_ok=True)
     rows = ("arts,12 main st.,denver,grill", "bistro,3 elm st.,new york,french", "ritz,160 e. 64th st.,new york,")

@@ -180,6 +180,17 @@ def check_writable(path: Path, flag: str) -> None:
         raise UsageError(f"{flag} {path}: no permission to write there")
 
 
+def check_folder(path: Path, flag: str) -> Path:
+    """UsageError where nothing could be written below `path`, whose folders may be missing."""
+    path = usable_path(path, flag)
+    there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+    if there != path.absolute() and not there.is_dir():
+        raise UsageError(f"{flag} {path}: {there} is no folder; name another")
+    if not os.access(there, os.W_OK):
+        raise UsageError(f"{flag} {path}: no permission to write in {there}")
+    return path
+
+
 def _open_draft(draft: Path) -> tuple[int, bool]:
     """A descriptor to write to, and whether the draft has its name yet."""
     if os.path.isdir("/proc/self/fd"):  # where a file without a name gets one

@@ -16,14 +16,23 @@ from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.cli_common import check_files, count, file_name, not_empty, positive, results_are_in
 from flexgen_h2o.core.errors import EXIT_DONE, UsageError, json_reason
-from flexgen_h2o.core.files import read_bounded, usable_path, write_result
+from flexgen_h2o.core.files import check_folder, read_bounded, usable_path, write_result
 from flexgen_h2o.core.settings import SamplingParams
 from flexgen_h2o.core.units import markdown_table
 from flexgen_h2o.engine.prompts import lines_of, object_of_json
-from flexgen_h2o.flags import add_engine_flags, add_eviction_flags, eviction_of, naming_flags, policy_of
+from flexgen_h2o.evaluation.kvpress import RATIO_OF, PressRun, add_press_flag, dropped_share, write_press_run
+from flexgen_h2o.flags import (
+    add_engine_flags,
+    add_eviction_flags,
+    compression_flags,
+    eviction_of,
+    naming_flags,
+    policy_of,
+)
 
 if TYPE_CHECKING:
     from flexgen_h2o.evaluation.wrangling_data import Item, Task
+    from flexgen_h2o.kvcache.eviction import Eviction
 
 METHODS = ("random", "manual", "validation_clusters")
 MOST_TRIALS = 1000  # the prompts of all are in memory
@@ -69,6 +78,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--batch-run", action="store_true", help=argparse.SUPPRESS)  # all rows are one run in any case
     add("--force", action="store_true", help="go on with a run that was begun with other settings")
     add("--json", type=file_name, help="write the metrics here too")
+    add_press_flag(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -105,7 +115,9 @@ def run(args: argparse.Namespace) -> int:
             code = run_job(job, output, policy, is_auto, eviction, params)
     except UsageError as error:
         raise UsageError(str(error).replace("give another name", "give another --run-tag")) from error
-    _score(args, task, folder, items, trials, {"eviction": eviction.to_json()})
+    whole = _score(args, task, folder, items, trials, {"eviction": eviction.to_json()})
+    if args.kvpress_dir is not None:
+        _write_press(args, folder, whole, eviction, compression_flags(policy))
     return code
 
 
@@ -123,6 +135,8 @@ def _check(args: argparse.Namespace) -> None:
     if args.seed + args.num_trials > 2**32:
         raise UsageError(f"--seed {args.seed}: must be below 2**32, with --num-trials")
     args.output_dir = usable_path(args.output_dir, "--output-dir")
+    if args.kvpress_dir is not None:
+        args.kvpress_dir = check_folder(args.kvpress_dir, "--kvpress-dir")
     if "/" in args.run_tag or args.run_tag in (".", ".."):
         raise UsageError(f"--run-tag {args.run_tag}: is the name of a folder, without /")
 
@@ -136,6 +150,7 @@ def _trials(args: argparse.Namespace, task: Task) -> tuple[list[Item], list[list
 
     split = "test" if args.do_test else "validation"
     items = read_items(task, split, args.sep_tok, args.nan_tok)
+    args.rows_of_split = len(items)
     items = items if args.num_run == -1 else items[: args.num_run]
     head = f"{task.about.instruction} " if args.add_task_instruction else ""
     trials = [
@@ -294,8 +309,8 @@ def metrics(kind: str, pairs: Sequence[tuple[str, str]]) -> Counts:
 def _score(
     args: argparse.Namespace, task: Task, folder: Path, items: Sequence[Item], trials: Sequence[Sequence[str]],
     facts: dict[str, Any],
-) -> None:  # fmt: skip
-    """Write predictions and metrics, and print the table."""
+) -> dict[str, Any]:  # fmt: skip
+    """Write predictions and metrics, and print the table; returns the metrics."""
     answers, scores, errors = _answers(folder / "answers.jsonl"), list[Counts](), 0
     for trial, prompts in enumerate(trials):
         told = [answers[_id(trial, row)] for row in range(len(items))]
@@ -309,7 +324,7 @@ def _score(
         scores.append(metrics(task.kind, [(said, one.label) for (said, _), one in zip(told, items, strict=True)]))
     whole: dict[str, Any] = {
         **facts, "model": args.model, "task": task.kind, "data": task.name, "split": folder.parts[-3],
-        "rows": len(items), "trials": len(trials), "errors": errors,
+        "rows": len(items), "fraction": len(items) / args.rows_of_split, "trials": len(trials), "errors": errors,
     }  # fmt: skip
     for name in (*MEANS, "others"):
         values = [score[name] for score in scores]
@@ -322,6 +337,37 @@ def _score(
             write_result(path, whole, flag)
     print("\n".join(_table(whole)))
     print(f"predictions and metrics are in {folder}")
+    return whole
+
+
+def _write_press(
+    args: argparse.Namespace, folder: Path, whole: dict[str, Any], eviction: Eviction, compression: str
+) -> None:  # fmt: skip
+    """The rows of all trials in kvpress's layout: the examples are the context, the row is the question."""
+    from flexgen_h2o.models.load import find_model
+
+    prompts = [
+        int(row["response"]["body"]["usage"]["prompt_tokens"])
+        for row in (json.loads(line) for _, line in lines_of(folder / "answers.jsonl", "--output-dir"))
+        if row["error"] is None
+    ]
+    blocks = find_model(args.model, args.path, args.revision).spec.num_blocks
+    settings = {
+        "press_init_command": json.dumps(eviction.to_json()), "compression_ratio_of": RATIO_OF,
+        "compression": compression or None, "seed": args.seed, "k": args.k, "sample_method": args.sample_method,
+        "run_tag": args.run_tag, "results": str(folder),
+    }  # fmt: skip
+    ratio = dropped_share(eviction, [(n, args.gen_len) for n in prompts], blocks)
+    run = PressRun(whole["data"], args.model, eviction.name, ratio, whole["split"], whole["fraction"], settings)
+    rows = (
+        {
+            "question": row["text"], "answer_prefix": "", "answer": row["label"], "max_new_tokens": args.gen_len,
+            "predicted_answer": row["prediction"], "task": whole["task"], "trial": trial,
+        }
+        for trial in range(whole["trials"])
+        for row in (json.loads(line) for _, line in lines_of(folder / f"trial_{trial}.jsonl", "--output-dir"))
+    )  # fmt: skip
+    print(f"kvpress: {write_press_run(args.kvpress_dir, run, rows, whole)}")
 
 
 def _table(whole: dict[str, Any]) -> list[str]:

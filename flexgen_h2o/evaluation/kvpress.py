@@ -10,20 +10,27 @@ Imports no torch.
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from flexgen_h2o.cli_common import file_name
 from flexgen_h2o.core.errors import FlexgenError
 from flexgen_h2o.core.files import read_bounded, replacing, write_whole
+from flexgen_h2o.kvcache.eviction import Full
+
+if TYPE_CHECKING:
+    from flexgen_h2o.kvcache.eviction import Eviction
 
 COLUMNS = ("question", "answer_prefix", "answer", "max_new_tokens", "predicted_answer")
 FLAG = "--kvpress-dir"
+RATIO_OF = "KV columns of prompt + new tokens, all rows and transformer blocks"
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,25 @@ class PressRun:
             "compression_ratio": self.compression_ratio, "fraction": self.fraction, **self.settings,
         }  # fmt: skip
         return "".join(f"{name}: {json.dumps(value)}\n" for name, value in values.items())
+
+
+def add_press_flag(parser: argparse.ArgumentParser) -> None:
+    """--kvpress-dir."""
+    parser.add_argument(
+        FLAG, type=file_name, metavar="DIR", help="write predictions and metrics in kvpress's layout too"
+    )
+
+
+def columns_held(eviction: Eviction, lengths: Sequence[tuple[int, int]], blocks: int) -> int:
+    """KV columns of all rows, in all transformer blocks, each row at its longest. lengths: prompt and most new tokens
+    of a row."""
+    return sum(eviction.slots(*one, block, blocks) for one in lengths for block in range(blocks))
+
+
+def dropped_share(eviction: Eviction, lengths: Sequence[tuple[int, int]], blocks: int) -> float:
+    """compression_ratio, of prompt and new tokens; 0 without rows."""
+    full = columns_held(Full(), lengths, blocks)
+    return round(1 - columns_held(eviction, lengths, blocks) / full, 6) if full else 0.0
 
 
 def file_label(text: str) -> str:

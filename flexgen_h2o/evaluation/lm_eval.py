@@ -12,7 +12,6 @@ import hashlib
 import importlib
 import json
 import logging
-import os
 import random
 import sys
 import traceback
@@ -24,9 +23,10 @@ from typing import Any
 from flexgen_h2o.cli_common import check_files, count, file_name, flag_of, not_empty, note, positive, results_are_in
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import EXIT_DONE, FlexgenError, UsageError
-from flexgen_h2o.core.files import usable_path
+from flexgen_h2o.core.files import check_folder, usable_path
 from flexgen_h2o.core.settings import SamplingParams
 from flexgen_h2o.engine.prompts import check_output_path
+from flexgen_h2o.evaluation.kvpress import add_press_flag
 from flexgen_h2o.flags import (
     add_engine_flags,
     add_eviction_flags,
@@ -109,6 +109,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--use-cache", "--use_cache", "--resume", type=file_name, metavar="PREFIX",
         help="keep each answer in PREFIX-*.db as it is done: after a kill the same command goes on from there",
     )  # fmt: skip
+    add_press_flag(parser)
     parser.add_argument("--batch-size", "--batch_size", type=_no_batch, help=argparse.SUPPRESS)
     steps = parser.add_subparsers(dest="step", metavar="STEP", help="of h2o_hf's way, over files:")
     generate = steps.add_parser("generate", help="write the requests of tasks, a JSON line each")
@@ -178,32 +179,21 @@ def check_tasks(args: argparse.Namespace) -> list[str]:
     return list(dict.fromkeys(task for name in names for task in TASK_LISTS.get(name, (name,))))
 
 
-def _check_folder(path: Path, flag: str) -> Path:
-    """UsageError where nothing could be written below `path`, whose folders may be missing."""
-    path = usable_path(path, flag)
-    there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
-    if there != path.absolute() and not there.is_dir():
-        raise UsageError(f"{flag} {path}: {there} is no folder; name another")
-    if not os.access(there, os.W_OK):
-        raise UsageError(f"{flag} {path}: no permission to write in {there}")
-    return path
-
-
 # ---- lm-eval's own command line
 
 
 def _evaluate(args: argparse.Namespace) -> int:
     """Run tasks; returns the exit code."""
     names = check_tasks(args)
-    for name in ("output_path", "use_cache"):
+    for name in ("output_path", "use_cache", "kvpress_dir"):
         if getattr(args, name) is not None:
-            setattr(args, name, _check_folder(getattr(args, name), flag_of(name)))
+            setattr(args, name, check_folder(getattr(args, name), flag_of(name)))
     policy, is_auto = policy_of(args)
     eviction = eviction_of(args, policy)
     with lm_eval_here(args, names):
         parsed = _parse_own([*_own_flags(args, names)])
         results_are_in(args.output_path)
-        from flexgen_h2o.evaluation.lm_eval_model import EngineLM
+        from flexgen_h2o.evaluation.lm_eval_model import EngineLM, kept_results
 
         with open_llm(args, policy, is_auto, eviction) as llm:
             llm.check_plan()
@@ -213,15 +203,18 @@ def _evaluate(args: argparse.Namespace) -> int:
             harness, own = parsed
             if {"ruler_vt", "ruler"} & set(names):
                 _check_ruler_vt(llm.model, own.metadata or {})
-            EngineLM.opened = EngineLM(llm, _first_seed(args.seed))
+            EngineLM.opened = engine = EngineLM(llm, _first_seed(args.seed))
             own.model_args = {"model": llm.model.name, "tokenizer": str(llm.model.folder), "dtype": llm.dtype}
             own.model_args |= {"eviction": eviction.name} if eviction.needs.record else {}
             if args.use_cache is not None:
                 own.use_cache = f"{args.use_cache}-{_settings_digest(llm, policy)}"
             try:
-                harness.execute(own)
+                with kept_results() as results:
+                    harness.execute(own)
             finally:
                 EngineLM.opened = None
+            if args.kvpress_dir is not None:
+                engine.write_press(args.kvpress_dir, results, compression_flags(policy))
     return EXIT_DONE
 
 

@@ -7,13 +7,16 @@ token by token, so that it sees the columns that its row has kept.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
+import lm_eval
 import torch
 from lm_eval import utils
 from lm_eval.api.instance import Instance
@@ -29,6 +32,7 @@ from flexgen_h2o.engine.generation import Callbacks
 from flexgen_h2o.engine.prompts import Completion, Prompt
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.engine.workload import base_of
+from flexgen_h2o.evaluation.kvpress import FLAG, RATIO_OF, PressRun, dropped_share, write_press_run
 from flexgen_h2o.kvcache.eviction import Full
 from flexgen_h2o.llm import LLM
 
@@ -262,11 +266,85 @@ class EngineLM(TemplateLM):
         except UsageError as error:
             raise UsageError(f"--gen-kwargs {error}") from error
 
+    # kvpress's layout
+
+    def write_press(self, folder: Path, results: Mapping[str, Any], compression: str) -> None:
+        """A folder for each task of `results` that generates text, in kvpress's layout; a line names the others.
+
+        results: lm-eval's, with samples. The prompt's last line is the question, without what begins the answer.
+        """
+        others = []
+        for task, samples in results.get("samples", {}).items():
+            config = results["configs"][task]
+            if config["output_type"] != "generate_until":
+                others.append(task)
+                continue
+            once = list({sample["doc_id"]: sample for sample in reversed(samples)}.values())[::-1]  # not by filter
+            counts = results["n-samples"][task]
+            sizes = {sample["doc"].get("max_length") for sample in once}  # of RULER's tasks: kvpress has it here
+            settings = {
+                "press_init_command": json.dumps(self.llm.eviction.to_json()), "dtype": self.llm.dtype,
+                "compression_ratio_of": RATIO_OF, "compression": compression or None,
+                "num_fewshot": results["n-shot"].get(task), "questions": len(once), "seed": self._seed,
+                "generation": config.get("generation_kwargs"),
+            }  # fmt: skip
+            lengths = [self._lengths_of(*sample["arguments"][0]) for sample in once]
+            run = PressRun(
+                task, self.llm.model.name, self.llm.eviction.name,
+                dropped_share(self.llm.eviction, lengths, self.llm.model.spec.num_blocks),
+                str(sizes.pop()) if len(sizes) == 1 and None not in sizes else "",
+                counts["effective"] / counts["original"], settings,
+            )  # fmt: skip
+            rows = (
+                {**_press_row(sample), "max_new_tokens": most}
+                for sample, (_, most) in zip(once, lengths, strict=True)
+            )  # fmt: skip
+            found = {name: value for name, value in results["results"][task].items() if isinstance(value, int | float)}
+            print(f"kvpress: {write_press_run(folder, run, rows, found)}")
+        if others:
+            note("evaluate", f"{FLAG}: {', '.join(others)}: no text is generated, so there is no folder of it")
+
+    def _lengths_of(self, context: str, given: Mapping[str, Any]) -> tuple[int, int]:
+        """Tokens of a prompt as it was run, and the most new ones."""
+        most = int(normalize_gen_kwargs(dict(given), MAX_GEN_TOKS)["max_gen_toks"])
+        return min(max(1, len(self.tok_encode(context))), self.max_length - most), most
+
     def _text_of(self, ids: Sequence[int], given: Mapping[str, Any]) -> str:
         end, until = self.eot_token_id, normalize_gen_kwargs(dict(given))["until"]
         kept = list(ids[: ids.index(end)] if end in ids else ids)
         text = str(self.tokenizer.decode(kept, skip_special_tokens=True))
         return str(postprocess_generated_text(text, [*until, self.tokenizer.decode(end)], None))
+
+
+@contextlib.contextmanager
+def kept_results() -> Iterator[dict[str, Any]]:
+    """What lm-eval's command line finds, with its samples, once it has run in here: it prints and writes, no more."""
+    found: dict[str, Any] = {}
+    inner = lm_eval.simple_evaluate
+
+    def evaluate(*args: Any, log_samples: bool = True, **more: Any) -> Any:
+        results = inner(*args, log_samples=True, **more)
+        if results:  # samples are changed in place when they are written
+            found.update(results | {"samples": {t: [dict(s) for s in own] for t, own in results["samples"].items()}})
+        return results if log_samples or not results else {k: v for k, v in results.items() if k != "samples"}
+
+    lm_eval.simple_evaluate = evaluate
+    try:
+        yield found
+    finally:
+        lm_eval.simple_evaluate = inner
+
+
+def _press_row(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """A question of lm-eval's as kvpress has it."""
+    prompt, prefix = sample["arguments"][0][0], str(sample["doc"].get("gen_prefix") or "").strip()
+    begun = prompt.rstrip()
+    question = begun.removesuffix(prefix) if prefix else begun
+    predicted = sample["filtered_resps"][0]
+    return {
+        "question": question.strip().rpartition("\n")[2].strip(), "answer_prefix": prefix, "answer": sample["target"],
+        "max_new_tokens": 0, "predicted_answer": predicted[0] if isinstance(predicted, list) else predicted,
+    }  # fmt: skip
 
 
 _SAMPLED: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}

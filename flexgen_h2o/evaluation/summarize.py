@@ -27,10 +27,10 @@ from flexgen_h2o.cli_common import (
 )
 from flexgen_h2o.core.config import DTYPE_BYTES, Policy
 from flexgen_h2o.core.errors import EXIT_ALL_ROWS_FAILED, EXIT_DONE, FlexgenError, TooLongError, UsageError
-from flexgen_h2o.core.files import read_json, replacing, usable_path, write_whole
+from flexgen_h2o.core.files import check_folder, read_json, replacing, usable_path, write_whole
 from flexgen_h2o.engine.prompts import check_output_path
 from flexgen_h2o.evaluation.articles import LAYOUT, Rouge, read_records, shortened
-from flexgen_h2o.evaluation.kvpress import file_label
+from flexgen_h2o.evaluation.kvpress import add_press_flag, file_label
 from flexgen_h2o.evaluation.rows import Case, make_cases, sizes_of_window
 from flexgen_h2o.flags import add_engine_flags, add_sampling_flags, compression_flags, open_llm, policy_of, sampling_of
 from flexgen_h2o.kvcache.eviction import POLICIES, Full
@@ -91,7 +91,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--json", type=file_name, help="write all figures")
     add("--markdown", type=file_name, help="write the table that is printed")
     add("--plot", type=file_name, help="write a picture (.png, .svg; needs matplotlib: the extra `plot`)")
-    add("--kvpress-dir", type=file_name, metavar="DIR", help="write predictions and metrics in kvpress's layout")
+    add_press_flag(parser)
     _add_aliases(parser)
 
 
@@ -185,7 +185,7 @@ def _check(args: argparse.Namespace) -> list[Cell]:
     if args.plot is not None:
         check_picture(args.plot)
     if args.kvpress_dir is not None:
-        args.kvpress_dir = usable_path(args.kvpress_dir, "--kvpress-dir")
+        args.kvpress_dir = check_folder(args.kvpress_dir, "--kvpress-dir")
     cells = _cells(args)
     if args.output is not None and len(cells) > 1:
         raise UsageError(f"--output {args.output}: takes one cell, and there are {len(cells)}; give --output-dir DIR")
@@ -254,9 +254,12 @@ def _sizes(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
         pairs = [(n, n) for n in (HEAVY if asked is None else (asked,))]
     sizes: dict[str, dict[str, Any]] = {f"{h}+{r}": {"heavy_size": h, "recent_size": r} for h, r in pairs}
     shares = vars(args).get("kv_budget") or []
+    wrong = next((share for share in shares if not 0 < share <= 1), None)
+    if wrong is not None:
+        raise UsageError(f"--kv-budget {wrong:g}: is not in (0, 1]; it is a share of prompt + max_tokens")
     if len(sizes) < len(pairs) or len(set(shares)) < len(shares):
         raise UsageError("--hh-size, --recent-size, --kv-budget: a size is given twice; give each once")
-    return sizes | {f"{share:g}": {"kv_budget": share} for share in shares}
+    return sizes | {str(share): {"kv_budget": share} for share in shares}
 
 
 def _paired(flag: str, values: Sequence[int], other_flag: str, others: Sequence[int]) -> list[tuple[int, int]]:

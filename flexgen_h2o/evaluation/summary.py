@@ -16,7 +16,7 @@ from flexgen_h2o.core.files import open_regular, write_picture, write_result
 from flexgen_h2o.core.units import format_bytes, markdown_table
 from flexgen_h2o.evaluation.articles import METRICS, ROUGE, ROUGE_SCORE, split_instruction
 from flexgen_h2o.evaluation.figures import MARKS, Bootstrap, number, over_budgets
-from flexgen_h2o.evaluation.kvpress import PressRun, write_press_run
+from flexgen_h2o.evaluation.kvpress import RATIO_OF, PressRun, columns_held, write_press_run
 from flexgen_h2o.jobs.output import whole_row
 from flexgen_h2o.jobs.sidecar import read_status
 from flexgen_h2o.kvcache.eviction import Full
@@ -68,10 +68,7 @@ def kept(cell: Cell, answers: Sequence[Answer], column: tuple[int, int]) -> Figu
     """
     (nbytes, blocks), n = column, max(1, len(answers))
     lengths = [(one.prompt_tokens, one.max_tokens) for one in answers]
-    held, full = (
-        sum(eviction.slots(*one, block, blocks) for one in lengths for block in range(blocks))
-        for eviction in (cell.case.eviction, Full())
-    )
+    held, full = (columns_held(eviction, lengths, blocks) for eviction in (cell.case.eviction, Full()))
     share = held / full if full else 1.0
     return {
         "title": cell.title, "policy": cell.case.label, "size": cell.size, "positions": cell.case.positions,
@@ -121,7 +118,7 @@ def write_press(folder: Path, cell: Cell, answers: Sequence[Answer], figures: Fi
     """The cell in kvpress's layout: the article is the context, the instruction the question."""
     settings = {
         "seed": facts["seed"], "press_init_command": json.dumps(figures["eviction"]), "dtype": facts["dtype"],
-        "compression_ratio_of": "KV columns of prompt + max_tokens, all rows and transformer blocks",
+        "compression_ratio_of": RATIO_OF,
         "kv_size": cell.size or None, "positions": cell.case.positions, "compression": facts["compression"] or None,
         "articles": len(answers), "cut": facts["cut"], "fields": facts["fields"],
     }  # fmt: skip

@@ -117,6 +117,9 @@ def find_task(folder: Path, column: str | None) -> Task:
     if "train.csv" not in have:
         missing = "there is no train.csv in it" if folder.is_dir() else "there is no such folder"
         raise UsageError(f"--data-dir {folder}: {missing}; {WHERE}")
+    one, other = FILES["entity_matching"]
+    if (one in have) != (other in have):
+        raise UsageError(f"--data-dir {folder}: there is no {other if one in have else one} in it; {WHERE}")
     kind = next(kind for kind, tables in FILES.items() if have.issuperset(tables))
     name = folder.resolve().name
     about = DATASETS.get(name) or (DATASETS["Hospital"] if kind == "error_detection" else Dataset())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import shutil
 from collections.abc import Callable
@@ -132,3 +133,21 @@ def test_one_line_says_what_is_wrong(flags: str, says: str, wrangle: Door, tmp_p
     [line] = answer.err.splitlines()
     assert says in line
     assert not (tmp_path / "outputs").exists()
+
+
+def test_kvpress_folder(wrangle: Door, tmp_path: Path) -> None:
+    flags = "--data-dir Hospital --do-test --num-run 1 --num-trials 2 --kv-budget 0.5 --kvpress-dir press"
+    answer = wrangle(flags)
+    assert answer.code == 0, answer.err
+    [folder] = (tmp_path / "press").iterdir()
+    assert folder.name.startswith("Hospital__test__opt-tiny__h2o__0.") and folder.name.endswith("__fraction0.500")
+    with (folder / "predictions.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    _, found, [row] = results(tmp_path, "Hospital", "test", "default")
+    assert [one["trial"] for one in rows] == ["0", "1"] and rows[0]["predicted_answer"] == row["prediction"]
+    assert rows[0]["question"] == row["text"] and rows[0]["answer"] == "Yes" and rows[0]["max_new_tokens"] == "3"
+    assert json.loads((folder / "metrics.json").read_text()) == found
+    assert wrangle(flags).code == 0 and len(list(folder.iterdir())) == 3  # the same run, written again
+    (tmp_path / "file").write_text("")
+    refused = wrangle(f"{flags} --kvpress-dir file/x")
+    assert refused.code == 2 and "--kvpress-dir" in refused.err

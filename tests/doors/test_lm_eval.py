@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import functools
 import json
 from collections.abc import Callable
@@ -271,3 +272,24 @@ def test_without_lm_eval_one_line_says_what_to_install(lm_eval: Door, monkeypatc
     monkeypatch.setattr("flexgen_h2o.evaluation.lm_eval.find_spec", lambda name: None)
     for step in ("", "generate --output x.jsonl ", "score --input x.jsonl "):
         assert "pip install -e '.[eval]'" in lm_eval(f"{step}--tasks piqa", code=2).err
+
+
+def test_kvpress_folders(lm_eval: Door, tmp_path: Path) -> None:
+    """Of tasks that generate; the answers are lm-eval's own, and its own files do not get samples by that."""
+    flags = f"{FLAGS} --tasks choice,text --limit 4 --kv-budget 0.5 --output-path out"
+    out = lm_eval(f"{flags} --kvpress-dir press --log-samples")
+    assert "--kvpress-dir: choice: no text is generated" in out.err
+    [folder] = (tmp_path / "press").iterdir()
+    assert folder.name.startswith("text__opt-tiny__h2o__0.") and folder.name.endswith("__fraction0.333")
+    with (folder / "predictions.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    written = samples(tmp_path / "out", "text")
+    assert [row["predicted_answer"] for row in rows] == [resps[0][0] for resps in written]
+    assert rows[1]["question"] == "return" and rows[1]["answer"] == " y" and rows[1]["max_new_tokens"] == "6"
+    assert 0.4 < float(rows[0]["compression_ratio"]) < 0.6
+    assert "exact_match,none" in json.loads((folder / "metrics.json").read_text())
+    assert folder.samefile(str(out.out).rpartition("kvpress: ")[2].strip())
+    lm_eval(flags.replace("path out", "path bare") + " --kvpress-dir press")
+    assert not list((tmp_path / "bare").rglob("samples*")) and len(list(folder.iterdir())) == 3
+    (tmp_path / "file").write_text("")
+    assert "--kvpress-dir" in lm_eval(f"{flags} --kvpress-dir file/x", code=2).err

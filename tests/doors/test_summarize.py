@@ -227,6 +227,7 @@ def parsed(flags: str, tmp_path: Path) -> Any:
         ("--output-dir d --policies h2o h2o", "--policies: h2o is given twice"),
         ("--output-dir d --policies full --hh-size 4", "--policies full: keeps every column"),
         ("--output-dir d --hh-size 4 4", "a size is given twice"),
+        ("--output-dir d --kv-budget 0.2 nan", "--kv-budget nan: is not in (0, 1]"),
         ("--output-dir d --hh-size 4 5 6 --recent-size 1 2", "--hh-size has 3 sizes, --recent-size 2"),
         ("--output-dir d --recent-size 4", "--recent-size 4: goes with --hh-size"),
         ("--output-dir d --hh-size 0", "--hh-size 0"),

@@ -98,6 +98,7 @@ BAD = [
         {k: v for k, v in RESTAURANT.items() if k != "valid.csv"},
         r"no valid.csv in it; the data is in https",
     ),
+    ("Beer", {"train.csv": "a", "tableA.csv": "a"}, r"no tableB.csv in it; the data is in https"),
     ("Beer", {}, r"no train.csv in it; the data is in https.*datasets.tar.gz: unpack it, and give a folder"),
 ]
 
