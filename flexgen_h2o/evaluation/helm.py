@@ -39,7 +39,7 @@ _DETAILED = {"llama-65b", "llama-2-70b"}
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of both directions."""
-    parts = parser.add_subparsers(dest="direction", required=True, metavar="DIRECTION")
+    parts = parser.add_subparsers(dest="direction", required=True, metavar="export|import")
     export = parts.add_parser("export", help="requests of dry runs, as batch reads them")
     export.set_defaults(run=run_export)
     add = export.add_argument
