@@ -9,13 +9,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
-import importlib
 import json
 import logging
 import os
 import random
 import sys
-import traceback
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,10 +21,11 @@ from typing import Any
 
 from flexgen_h2o.cli_common import check_files, count, file_name, flag_of, not_empty, note, positive, results_are_in
 from flexgen_h2o.core.config import Policy
-from flexgen_h2o.core.errors import EXIT_DONE, FlexgenError, UsageError
+from flexgen_h2o.core.errors import EXIT_DONE, UsageError
 from flexgen_h2o.core.files import usable_path
 from flexgen_h2o.core.settings import SamplingParams
 from flexgen_h2o.engine.prompts import check_output_path
+from flexgen_h2o.evaluation.lm_eval_errors import H2O_PAPER, INSTALL, lm_eval_here, writing_is_checked
 from flexgen_h2o.flags import (
     add_engine_flags,
     add_eviction_flags,
@@ -38,15 +37,8 @@ from flexgen_h2o.flags import (
     say_idle_flags,
 )
 
-INSTALL = "pip install -e '.[eval]' in a clone"
-# The tasks of the H2O paper's figures 4 and 8, with the data sets that lm-eval 0.4.13 reads them from.
-H2O_PAPER = {
-    "copa": "aps/super_glue", "mathqa": "regisss/math_qa", "openbookqa": "allenai/openbookqa", "piqa": "baber/piqa",
-    "rte": "nyu-mll/glue", "winogrande": "allenai/winogrande",
-}  # fmt: skip
 TASK_LISTS = {"h2o-paper": tuple(H2O_PAPER)}
 _VT_SOLVED, _VT_ANSWER, _VT_MARGIN = 500, 30, 16  # of lm-eval's ruler_vt; names and numbers differ by some tokens
-HUB = "https://huggingface.co/datasets"
 
 
 def _limit(text: str) -> float:
@@ -219,7 +211,8 @@ def _evaluate(args: argparse.Namespace) -> int:
             if args.use_cache is not None:
                 own.use_cache = f"{args.use_cache}-{_settings_digest(llm, policy)}"
             try:
-                harness.execute(own)
+                with writing_is_checked(args.output_path):
+                    harness.execute(own)
             finally:
                 EngineLM.opened = None
     return EXIT_DONE
@@ -311,91 +304,6 @@ def _settings_digest(llm: Any, policy: Policy) -> str:
         compression_flags(policy), policy.attn_sparsity,
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:12]
-
-
-# ---- lm-eval without a network, and what its errors mean
-
-
-@contextlib.contextmanager
-def lm_eval_here(args: argparse.Namespace, names: list[str]) -> Iterator[None]:
-    """Around all that lm-eval does: nothing is fetched without --download, and its errors become one line."""
-    try:
-        with _offline(args.download):
-            from lm_eval.utils import setup_logging
-
-            setup_logging("ERROR")  # LMEVAL_LOG_LEVEL=INFO shows more
-            yield
-    except FlexgenError:
-        raise
-    except ImportError as error:
-        raise UsageError(f"--tasks {','.join(names)}: {_first_line(error)}; {INSTALL}") from error
-    except (ConnectionError, FileNotFoundError) as error:  # datasets' own are of these kinds
-        raise UsageError(_where_data_is(names, error)) from error
-    except (ValueError, KeyError) as error:
-        if "Tasks not found" not in str(error) and "No tasks" not in str(error):
-            raise
-        unknown = str(error).rpartition(": ")[2] if "not found" in str(error) else ",".join(names)
-        raise UsageError(
-            f"--tasks {unknown}: no task of lm-eval; `lm-eval ls tasks` lists them, --include-path DIR adds your own"
-        ) from error
-
-
-@contextlib.contextmanager
-def _offline(download: bool) -> Iterator[None]:
-    """In here neither data sets nor nltk's files are fetched, unless `download`."""
-    from datasets import config
-    from huggingface_hub import constants
-
-    places: list[tuple[Any, str, object]] = [
-        (config, "HF_HUB_OFFLINE", True), (config, "HF_DATASETS_OFFLINE", True), (constants, "HF_HUB_OFFLINE", True),
-    ]  # fmt: skip
-    if find_spec("nltk") is not None:
-        places.append((importlib.import_module("nltk"), "download", lambda *names, **more: False))
-    before = [(place, name, getattr(place, name)) for place, name, _ in places]
-    try:
-        for place, name, value in () if download else places:
-            setattr(place, name, value)
-        yield
-    finally:
-        for place, name, value in before:
-            setattr(place, name, value)
-
-
-def _where_data_is(names: list[str], error: Exception) -> str:
-    """One line: whose data are missing, where they are to be had, and in which layout."""
-    from datasets import config
-
-    task, found = _failed_task(error), {}
-    if task is not None:
-        found = {task.task or ",".join(names): task.dataset_path or ""}
-    found |= {name: H2O_PAPER[name] for name in names if name in H2O_PAPER and not _has_data(H2O_PAPER[name])}
-    missing = ", ".join(f"{name} ({path})" for name, path in found.items()) or ",".join(names)
-    if task is not None and (not task.dataset_path or Path(task.dataset_path).suffix or "/" not in task.dataset_path):
-        return f"--tasks {missing}: {_first_line(error)}; name the task's files in dataset_kwargs (docs/lm-eval.md)"
-    return (
-        f"--tasks {missing}: the data are not in {config.HF_DATASETS_CACHE}; add --download to fetch them from {HUB}, "
-        "copy that folder from a machine that has them, or name JSON lines of your own in a task file with "
-        "--include-path (docs/lm-eval.md has the layout)"
-    )
-
-
-def _failed_task(error: Exception) -> Any | None:
-    """The configuration of the task whose data could not be read, where lm-eval was at it."""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        config = getattr(frame.f_locals.get("self"), "config", None)
-        if hasattr(config, "dataset_path"):
-            return config
-    return None
-
-
-def _has_data(path: str) -> bool:
-    from datasets import config
-
-    return (Path(config.HF_DATASETS_CACHE) / path.replace("/", "___")).is_dir()
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__
 
 
 # ---- h2o_hf's three steps
