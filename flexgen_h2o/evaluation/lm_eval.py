@@ -15,6 +15,7 @@ import os
 import random
 import sys
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,8 @@ from flexgen_h2o.flags import (
 )
 
 TASK_LISTS = {"h2o-paper": tuple(H2O_PAPER)}
-_VT_SOLVED, _VT_ANSWER, _VT_MARGIN = 500, 30, 16  # of lm-eval's ruler_vt; names and numbers differ by some tokens
+_CWE_ANSWER, _FWE_LEAST = 120, 200  # of ruler_cwe and ruler_fwe: the answer's tokens; 4 coded words
+_VT_SOLVED, _VT_ANSWER, _MARGIN = 500, 30, 16  # of lm-eval's ruler_vt; names and numbers differ by some tokens
 
 
 def _limit(text: str) -> float:
@@ -203,8 +205,7 @@ def _evaluate(args: argparse.Namespace) -> int:
                 note("evaluate", llm.precision_note)
             say_idle_flags("evaluate lm-eval", args, place_of(args, llm))
             harness, own = parsed
-            if {"ruler_vt", "ruler"} & set(names):
-                _check_ruler_vt(llm.model, own.metadata or {})
+            check_ruler(llm.model, names, own.metadata or {})
             EngineLM.opened = EngineLM(llm, _first_seed(args.seed))
             own.model_args = {"model": llm.model.name, "tokenizer": str(llm.model.folder), "dtype": llm.dtype}
             own.model_args |= {"eviction": eviction.name} if eviction.needs.record else {}
@@ -250,31 +251,63 @@ def _parse_own(words: list[str]) -> tuple[Any, argparse.Namespace]:
     return harness, parsed
 
 
-def _check_ruler_vt(model: Any, metadata: dict[str, Any]) -> None:
-    """UsageError where lm-eval would look for an example of ruler_vt for ever: its shortest one is too long.
-
-    An example has 10 sentences of noise or more, behind one that is solved: of 5 or more, and at most 500 tokens.
-    """
+def check_ruler(model: Any, names: list[str], metadata: dict[str, Any]) -> None:
+    """UsageError for lengths that are too short for the shortest example of a task: lm-eval looks for one for ever."""
     import numpy
-    from lm_eval.tasks.ruler.vt_utils import generate_input_output
 
-    before = random.getstate(), numpy.random.get_state()
+    asked = [
+        (name, least) for name, least in _SHORTEST.items()
+        if any(fnmatchcase(given, pattern) for given in (name, "ruler", "longcxt") for pattern in names)
+    ]  # fmt: skip
+    given = metadata.get("max_seq_lengths", [4096])
+    for name, shortest in asked:
+        before = random.getstate(), numpy.random.get_state()
+        least = shortest(model)
+        random.setstate(before[0])
+        numpy.random.set_state(before[1])
+        for length in given if isinstance(given, list | tuple) else [given]:
+            if least is None or not isinstance(length, int) or length < least:
+                raise UsageError(
+                    f"--metadata max_seq_lengths={given}: {name} takes {least} tokens or more with the tokenizer of "
+                    f"{model.name}; leave it out or give more"
+                )
+
+
+def _shortest_vt(model: Any) -> int | None:
+    """An example has 10 sentences of noise or more, behind one that is solved: of 5 or more, and at most 500 tokens."""
+    from lm_eval.tasks.ruler.vt_utils import generate_input_output
 
     def tokens(noises: int, solved: bool) -> int:
         text, names = generate_input_output(noises, 1, 4, is_icl=solved)
         return len(model.encode_more(f"{text} {names}")) + _VT_ANSWER
 
     solved = [n for n in (tokens(noises, True) for noises in range(5, 60, 5)) if n <= _VT_SOLVED]
-    least = tokens(10, False) + max(solved, default=0) + _VT_MARGIN
-    random.setstate(before[0])
-    numpy.random.set_state(before[1])
-    given = metadata.get("max_seq_lengths", [4096])
-    for length in given if isinstance(given, list | tuple) else [given]:
-        if not solved or not isinstance(length, int) or length < least:
-            raise UsageError(
-                f"--metadata max_seq_lengths={given}: ruler_vt takes {least} tokens or more with the tokenizer of "
-                f"{model.name}; leave it out or give more"
-            )
+    return tokens(10, False) + max(solved) + _MARGIN if solved else None
+
+
+def _shortest_cwe(model: Any) -> int:
+    """An example asks for 10 words or more, behind one that is solved; words have few tokens or many."""
+    from lm_eval.tasks.ruler import cwe_utils
+
+    def tokens() -> int:
+        solved, text, names = cwe_utils.generate_input_output(10, 1024)
+        answer = " ".join(f"{i + 1}. {name}" for i, name in enumerate(names))
+        return len(model.encode_more(f"{solved}\n{text} {answer}"))
+
+    before = cwe_utils.RNG.getstate()
+    most = max(tokens() for _ in range(20))
+    cwe_utils.RNG.setstate(before)
+    return most + _CWE_ANSWER + _MARGIN
+
+
+def _shortest_fwe(model: Any) -> int:
+    """The words around the coded ones, and a length that has as many different ones as are asked for."""
+    from lm_eval.tasks.ruler.fwe_utils import TEMPLATE
+
+    return max(_FWE_LEAST, len(model.encode_more(TEMPLATE.format(context="", query=""))) + _MARGIN)
+
+
+_SHORTEST = {"ruler_vt": _shortest_vt, "ruler_cwe": _shortest_cwe, "ruler_fwe": _shortest_fwe}
 
 
 class _Kept:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ pytest.importorskip("lm_eval")
 
 from lm_eval.tasks import TaskManager
 
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.evaluation.lm_eval import check_ruler
 from flexgen_h2o.evaluation.lm_eval_errors import H2O_PAPER
+from flexgen_h2o.models.load import find_model
 from tests.doors.conftest import Answer
 from tests.forks import Forks
 
@@ -282,6 +286,26 @@ def test_a_bad_task_file_is_one_line(lm_eval: Door, tasks: Path, change: tuple[s
     for step in ("", "generate --output x.jsonl "):
         err = lm_eval(f"{step}--include_path tasks --tasks choice", code=2).err.splitlines()
         assert err[-1].startswith("evaluate: --tasks choice: ") and says in err[-1], err
+
+
+@pytest.mark.parametrize(
+    ("names", "length", "says"),
+    [
+        (["ruler_cwe"], 1024, "ruler_cwe takes 1"), (["ruler_*"], 1024, "ruler_vt takes 1"),
+        (["longcxt"], 64, "ruler_vt"),
+        (["ruler_fwe"], 64, "ruler_fwe takes 200 tokens"), (["ruler_fwe"], 1024, None), (["ruler"], 4096, None),
+        (["ruler_cwe", "choice"], "x", "max_seq_lengths=x: ruler_cwe"),
+    ],
+)  # fmt: skip
+def test_lengths_that_lm_eval_would_loop_on_are_refused(names: list[str], length: object, says: str | None) -> None:
+    pytest.importorskip("wonderwords")
+    model = find_model("opt-tiny", None, None)
+    given = {"max_seq_lengths": [length] if isinstance(length, int) else length}
+    if says is None:
+        check_ruler(model, names, given)
+        return
+    with pytest.raises(UsageError, match=re.escape(says)):
+        check_ruler(model, names, given)
 
 
 def test_bad_data_is_one_line(lm_eval: Door, tasks: Path) -> None:
