@@ -145,6 +145,7 @@ def _add_streaming_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--hh-size", type=count, metavar="N", help=f"heavy-hitter columns a row ({SIZE})")
     add("--recent-size", type=positive, metavar="N", help=f"recent columns a row ({SIZE})")
+    add("--kv-budget", type=_no_share, help=argparse.SUPPRESS)
     add("--positions", choices=("original", "rolling"), help="of all policies but full (original)")
     add("--turns", type=file_name, help=".jsonl with MT-bench's questions, or prompts as flex_opt takes them")
     add("--num-turns", type=positive, help="only so many of them")
@@ -170,6 +171,10 @@ def _add_streaming_flags(parser: argparse.ArgumentParser) -> None:
     add("--heavy_hitter_size", dest="hh_size", type=count, **ALIAS)
     add("--recent_size", dest="recent_size", type=positive, **ALIAS)
     add("--start_size", dest="sinks", type=count, **ALIAS)
+
+
+def _no_share(text: str) -> str:
+    raise argparse.ArgumentTypeError(f"is said in --policies, of stretches of a --text: h2o:kv_budget={text}")
 
 
 def _run(argv: list[str] | None) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -226,7 +226,9 @@ class LLM:
             read = prompts_from_python(continuations, encode, self.model.spec.vocab_size)
         except UsageError as error:
             raise UsageError(str(error).replace("prompts", "continuations", 1)) from error
-        if len(read) != len(prompts):
+        if isinstance(prompts, Iterator):
+            prompts = list(prompts)
+        if isinstance(prompts, Sized) and len(read) != len(prompts):
             raise UsageError(f"continuations: {len(read)} for {len(prompts)} prompts")
         return self.generate(prompts, [SamplingParams(score=one.token_ids, score_mode=mode) for one in read])
 

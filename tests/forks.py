@@ -132,6 +132,7 @@ def serve() -> None:
     """Reads questions and answers each, until a fork of this process returns from here with a script to run."""
     to_tests, from_tests = os.fdopen(os.dup(1), "w"), os.fdopen(os.dup(0))
     os.dup2(2, 1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what is loaded here may read standard input
     load_all()
     for line in from_tests:
         asked = json.loads(line)

@@ -59,14 +59,20 @@ class Completion:
 
     @property
     def logprob(self) -> float:
-        """The log-probability of all of token_ids; `logprobs` were asked for."""
-        return math.fsum(one.logprob for one in self.logprobs or ())
+        """The log-probability of all of token_ids. UsageError where no `logprobs` were asked for."""
+        return math.fsum(one.logprob for one in self._logprobs_of("logprob", 0))
 
     @property
     def is_greedy(self) -> bool:
-        """Was each of token_ids the likeliest? At least one of `logprobs` was asked for."""
-        found = zip(self.token_ids, self.logprobs or (), strict=True)
-        return all(one.top[0][0] == token for token, one in found)
+        """Was each of token_ids the likeliest? UsageError where not even the likeliest one's was asked for."""
+        found = self._logprobs_of("is_greedy", 1)
+        return all(one.top[0][0] == token for token, one in zip(self.token_ids, found, strict=True))
+
+    def _logprobs_of(self, name: str, least: int) -> list[TokenLogprobs]:
+        found = self.logprobs or []
+        if len(found) < len(self.token_ids) or not all(len(one.top) >= least for one in found):
+            raise UsageError(f"{name}: the row has none; ask for SamplingParams(logprobs={least}) or more")
+        return found
 
     def __post_init__(self) -> None:
         if self.finish_reason not in ("stop", "length"):

@@ -137,7 +137,8 @@ class RequestTable:
         most = spec.max_positions - len(prompt.token_ids) + 1 if in_prompt else most
         if most < len(score):
             raise UsageError(
-                f"prompts[{prompt.index}]: with the tokens to score longer than {spec.max_positions} positions"
+                f"prompts[{prompt.index}]: {len(prompt.token_ids)} tokens and {len(params.score or ())} to score do "
+                f"not fit {self.model.name}'s {spec.max_positions} positions; shorten one of them"
             )
         if in_prompt:
             prompt, score = Prompt(prompt.index, prompt.token_ids + score[:-1], prompt.text), score[-1:]

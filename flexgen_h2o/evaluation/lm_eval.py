@@ -9,24 +9,23 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
-import importlib
 import json
 import logging
 import random
 import sys
-import traceback
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from flexgen_h2o.cli_common import check_files, count, file_name, flag_of, not_empty, note, positive, results_are_in
 from flexgen_h2o.core.config import Policy
-from flexgen_h2o.core.errors import EXIT_DONE, FlexgenError, UsageError
+from flexgen_h2o.core.errors import EXIT_DONE, UsageError
 from flexgen_h2o.core.files import check_folder, usable_path
 from flexgen_h2o.core.settings import SamplingParams
 from flexgen_h2o.engine.prompts import check_output_path
 from flexgen_h2o.evaluation.kvpress import add_press_flag
+from flexgen_h2o.evaluation.lm_eval_errors import H2O_PAPER, INSTALL, lm_eval_here, writing_is_checked
 from flexgen_h2o.flags import (
     add_engine_flags,
     add_eviction_flags,
@@ -38,15 +37,9 @@ from flexgen_h2o.flags import (
     say_idle_flags,
 )
 
-INSTALL = "pip install -e '.[eval]' in a clone"
-# The tasks of the H2O paper's figures 4 and 8, with the data sets that lm-eval 0.4.13 reads them from.
-H2O_PAPER = {
-    "copa": "aps/super_glue", "mathqa": "regisss/math_qa", "openbookqa": "allenai/openbookqa", "piqa": "baber/piqa",
-    "rte": "nyu-mll/glue", "winogrande": "allenai/winogrande",
-}  # fmt: skip
 TASK_LISTS = {"h2o-paper": tuple(H2O_PAPER)}
-_VT_SOLVED, _VT_ANSWER, _VT_MARGIN = 500, 30, 16  # of lm-eval's ruler_vt; names and numbers differ by some tokens
-HUB = "https://huggingface.co/datasets"
+_CWE_ANSWER, _FWE_LEAST = 120, 200  # of ruler_cwe and ruler_fwe: the answer's tokens; 4 coded words
+_VT_SOLVED, _VT_ANSWER, _MARGIN = 500, 30, 16  # of lm-eval's ruler_vt; names and numbers differ by some tokens
 
 
 def _limit(text: str) -> float:
@@ -201,15 +194,14 @@ def _evaluate(args: argparse.Namespace) -> int:
                 note("evaluate", llm.precision_note)
             say_idle_flags("evaluate lm-eval", args, place_of(args, llm))
             harness, own = parsed
-            if {"ruler_vt", "ruler"} & set(names):
-                _check_ruler_vt(llm.model, own.metadata or {})
+            check_ruler(llm.model, names, own.metadata or {})
             EngineLM.opened = engine = EngineLM(llm, _first_seed(args.seed))
             own.model_args = {"model": llm.model.name, "tokenizer": str(llm.model.folder), "dtype": llm.dtype}
             own.model_args |= {"eviction": eviction.name} if eviction.needs.record else {}
             if args.use_cache is not None:
                 own.use_cache = f"{args.use_cache}-{_settings_digest(llm, policy)}"
             try:
-                with kept_results() as results:
+                with kept_results() as results, writing_is_checked(args.output_path):
                     harness.execute(own)
             finally:
                 EngineLM.opened = None
@@ -250,31 +242,63 @@ def _parse_own(words: list[str]) -> tuple[Any, argparse.Namespace]:
     return harness, parsed
 
 
-def _check_ruler_vt(model: Any, metadata: dict[str, Any]) -> None:
-    """UsageError where lm-eval would look for an example of ruler_vt for ever: its shortest one is too long.
-
-    An example has 10 sentences of noise or more, behind one that is solved: of 5 or more, and at most 500 tokens.
-    """
+def check_ruler(model: Any, names: list[str], metadata: dict[str, Any]) -> None:
+    """UsageError for lengths that are too short for the shortest example of a task: lm-eval looks for one for ever."""
     import numpy
-    from lm_eval.tasks.ruler.vt_utils import generate_input_output
 
-    before = random.getstate(), numpy.random.get_state()
+    asked = [
+        (name, least) for name, least in _SHORTEST.items()
+        if any(fnmatchcase(given, pattern) for given in (name, "ruler", "longcxt") for pattern in names)
+    ]  # fmt: skip
+    given = metadata.get("max_seq_lengths", [4096])
+    for name, shortest in asked:
+        before = random.getstate(), numpy.random.get_state()
+        least = shortest(model)
+        random.setstate(before[0])
+        numpy.random.set_state(before[1])
+        for length in given if isinstance(given, list | tuple) else [given]:
+            if least is None or not isinstance(length, int) or length < least:
+                raise UsageError(
+                    f"--metadata max_seq_lengths={given}: {name} takes {least} tokens or more with the tokenizer of "
+                    f"{model.name}; leave it out or give more"
+                )
+
+
+def _shortest_vt(model: Any) -> int | None:
+    """An example has 10 sentences of noise or more, behind one that is solved: of 5 or more, and at most 500 tokens."""
+    from lm_eval.tasks.ruler.vt_utils import generate_input_output
 
     def tokens(noises: int, solved: bool) -> int:
         text, names = generate_input_output(noises, 1, 4, is_icl=solved)
         return len(model.encode_more(f"{text} {names}")) + _VT_ANSWER
 
     solved = [n for n in (tokens(noises, True) for noises in range(5, 60, 5)) if n <= _VT_SOLVED]
-    least = tokens(10, False) + max(solved, default=0) + _VT_MARGIN
-    random.setstate(before[0])
-    numpy.random.set_state(before[1])
-    given = metadata.get("max_seq_lengths", [4096])
-    for length in given if isinstance(given, list | tuple) else [given]:
-        if not solved or not isinstance(length, int) or length < least:
-            raise UsageError(
-                f"--metadata max_seq_lengths={given}: ruler_vt takes {least} tokens or more with the tokenizer of "
-                f"{model.name}; leave it out or give more"
-            )
+    return tokens(10, False) + max(solved) + _MARGIN if solved else None
+
+
+def _shortest_cwe(model: Any) -> int:
+    """An example asks for 10 words or more, behind one that is solved; words have few tokens or many."""
+    from lm_eval.tasks.ruler import cwe_utils
+
+    def tokens() -> int:
+        solved, text, names = cwe_utils.generate_input_output(10, 1024)
+        answer = " ".join(f"{i + 1}. {name}" for i, name in enumerate(names))
+        return len(model.encode_more(f"{solved}\n{text} {answer}"))
+
+    before = cwe_utils.RNG.getstate()
+    most = max(tokens() for _ in range(20))
+    cwe_utils.RNG.setstate(before)
+    return most + _CWE_ANSWER + _MARGIN
+
+
+def _shortest_fwe(model: Any) -> int:
+    """The words around the coded ones, and a length that has as many different ones as are asked for."""
+    from lm_eval.tasks.ruler.fwe_utils import TEMPLATE
+
+    return max(_FWE_LEAST, len(model.encode_more(TEMPLATE.format(context="", query=""))) + _MARGIN)
+
+
+_SHORTEST = {"ruler_vt": _shortest_vt, "ruler_cwe": _shortest_cwe, "ruler_fwe": _shortest_fwe}
 
 
 class _Kept:
@@ -304,91 +328,6 @@ def _settings_digest(llm: Any, policy: Policy) -> str:
         compression_flags(policy), policy.attn_sparsity,
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:12]
-
-
-# ---- lm-eval without a network, and what its errors mean
-
-
-@contextlib.contextmanager
-def lm_eval_here(args: argparse.Namespace, names: list[str]) -> Iterator[None]:
-    """Around all that lm-eval does: nothing is fetched without --download, and its errors become one line."""
-    try:
-        with _offline(args.download):
-            from lm_eval.utils import setup_logging
-
-            setup_logging("ERROR")  # LMEVAL_LOG_LEVEL=INFO shows more
-            yield
-    except FlexgenError:
-        raise
-    except ImportError as error:
-        raise UsageError(f"--tasks {','.join(names)}: {_first_line(error)}; {INSTALL}") from error
-    except (ConnectionError, FileNotFoundError) as error:  # datasets' own are of these kinds
-        raise UsageError(_where_data_is(names, error)) from error
-    except (ValueError, KeyError) as error:
-        if "Tasks not found" not in str(error) and "No tasks" not in str(error):
-            raise
-        unknown = str(error).rpartition(": ")[2] if "not found" in str(error) else ",".join(names)
-        raise UsageError(
-            f"--tasks {unknown}: no task of lm-eval; `lm-eval ls tasks` lists them, --include-path DIR adds your own"
-        ) from error
-
-
-@contextlib.contextmanager
-def _offline(download: bool) -> Iterator[None]:
-    """In here neither data sets nor nltk's files are fetched, unless `download`."""
-    from datasets import config
-    from huggingface_hub import constants
-
-    places: list[tuple[Any, str, object]] = [
-        (config, "HF_HUB_OFFLINE", True), (config, "HF_DATASETS_OFFLINE", True), (constants, "HF_HUB_OFFLINE", True),
-    ]  # fmt: skip
-    if find_spec("nltk") is not None:
-        places.append((importlib.import_module("nltk"), "download", lambda *names, **more: False))
-    before = [(place, name, getattr(place, name)) for place, name, _ in places]
-    try:
-        for place, name, value in () if download else places:
-            setattr(place, name, value)
-        yield
-    finally:
-        for place, name, value in before:
-            setattr(place, name, value)
-
-
-def _where_data_is(names: list[str], error: Exception) -> str:
-    """One line: whose data are missing, where they are to be had, and in which layout."""
-    from datasets import config
-
-    task, found = _failed_task(error), {}
-    if task is not None:
-        found = {task.task or ",".join(names): task.dataset_path or ""}
-    found |= {name: H2O_PAPER[name] for name in names if name in H2O_PAPER and not _has_data(H2O_PAPER[name])}
-    missing = ", ".join(f"{name} ({path})" for name, path in found.items()) or ",".join(names)
-    if task is not None and (not task.dataset_path or Path(task.dataset_path).suffix or "/" not in task.dataset_path):
-        return f"--tasks {missing}: {_first_line(error)}; name the task's files in dataset_kwargs (docs/lm-eval.md)"
-    return (
-        f"--tasks {missing}: the data are not in {config.HF_DATASETS_CACHE}; add --download to fetch them from {HUB}, "
-        "copy that folder from a machine that has them, or name JSON lines of your own in a task file with "
-        "--include-path (docs/lm-eval.md has the layout)"
-    )
-
-
-def _failed_task(error: Exception) -> Any | None:
-    """The configuration of the task whose data could not be read, where lm-eval was at it."""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        config = getattr(frame.f_locals.get("self"), "config", None)
-        if hasattr(config, "dataset_path"):
-            return config
-    return None
-
-
-def _has_data(path: str) -> bool:
-    from datasets import config
-
-    return (Path(config.HF_DATASETS_CACHE) / path.replace("/", "___")).is_dir()
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__
 
 
 # ---- h2o_hf's three steps

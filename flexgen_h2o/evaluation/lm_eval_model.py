@@ -141,13 +141,16 @@ class EngineLM(TemplateLM):
         """Of whole texts, in windows of as many tokens as the model has positions."""
         pairs: list[tuple[list[int], list[int]]] = []
         owner: list[int] = []
+        begins: list[int] = []  # of each request's windows, which stand together
         for i, request in enumerate(requests):
             windows = utils.get_rolling_token_windows(
                 self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length, 1
             )
             found = [utils.make_disjoint_window(window) for window in windows]
+            begins.append(len(pairs))
             pairs += found
             owner += [i] * len(found)
+        begins.append(len(pairs))
         missing = Counter(owner)
         parts = [0.0] * len(pairs)
         totals = [0.0] * len(requests)
@@ -157,7 +160,7 @@ class EngineLM(TemplateLM):
             i = owner[window]
             missing[i] -= 1
             if not missing[i]:
-                totals[i] = sum(part for part, whose in zip(parts, owner, strict=True) if whose == i)
+                totals[i] = sum(parts[begins[i] : begins[i + 1]])
                 self.cache_hook.add_partial("loglikelihood_rolling", requests[i].args, totals[i])
 
         self._score(pairs, done)

@@ -23,7 +23,7 @@ from flexgen_h2o.cli_common import check_files, note, results_are_in
 from flexgen_h2o.core.errors import EXIT_DONE, FlexgenError, UsageError
 from flexgen_h2o.core.files import replacing, usable_path, write_result
 from flexgen_h2o.engine.prompts import check_output_path, lines_of, object_of_json
-from flexgen_h2o.evaluation.lm_eval import lm_eval_here
+from flexgen_h2o.evaluation.lm_eval_errors import lm_eval_here
 from flexgen_h2o.models.load import find_model
 
 # As h2o_hf writes it, in its order; `prompt` stands between `n` and `request_type`.

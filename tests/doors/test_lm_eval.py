@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import functools
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,10 @@ pytest.importorskip("lm_eval")
 
 from lm_eval.tasks import TaskManager
 
-from flexgen_h2o.evaluation.lm_eval import H2O_PAPER
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.evaluation.lm_eval import check_ruler
+from flexgen_h2o.evaluation.lm_eval_errors import H2O_PAPER
+from flexgen_h2o.models.load import find_model
 from tests.doors.conftest import Answer
 from tests.forks import Forks
 
@@ -266,6 +270,66 @@ def test_missing_data_is_said_in_a_line(lm_eval: Door, tasks: Path) -> None:
     (tasks / "choice.jsonl").unlink()
     out = lm_eval(f"{FLAGS} --tasks choice", code=2)
     assert "--tasks choice (json)" in out.err and "choice.jsonl" in out.err and "--download" not in out.err
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (("{{question}}", "{{question"), "TemplateSyntaxError"),
+        (("test_split: test", "test_split: train"), "lm-eval cannot run it"),
+        (("output_type: multiple_choice", "output_type: nothing"), "lm-eval cannot run it"),
+        (('doc_to_choice: "{{choices}}"', 'doc_to_choice: "{{none}}"'), "lm-eval cannot run it"),
+    ],
+)
+def test_a_bad_task_file_is_one_line(lm_eval: Door, tasks: Path, change: tuple[str, str], says: str) -> None:
+    assert change[0] in CHOICE
+    (tasks / "choice.yaml").write_text((tasks / "choice.yaml").read_text().replace(*change))
+    for step in ("", "generate --output x.jsonl "):
+        err = lm_eval(f"{step}--include_path tasks --tasks choice", code=2).err.splitlines()
+        assert err[-1].startswith("evaluate: --tasks choice: ") and says in err[-1], err
+
+
+@pytest.mark.parametrize(
+    ("names", "length", "says"),
+    [
+        (["ruler_cwe"], 1024, "ruler_cwe takes 1"), (["ruler_*"], 1024, "ruler_vt takes 1"),
+        (["longcxt"], 64, "ruler_vt"),
+        (["ruler_fwe"], 64, "ruler_fwe takes 200 tokens"), (["ruler_fwe"], 1024, None), (["ruler"], 4096, None),
+        (["ruler_cwe", "choice"], "x", "max_seq_lengths=x: ruler_cwe"),
+    ],
+)  # fmt: skip
+def test_lengths_that_lm_eval_would_loop_on_are_refused(names: list[str], length: object, says: str | None) -> None:
+    pytest.importorskip("wonderwords")
+    model = find_model("opt-tiny", None, None)
+    given = {"max_seq_lengths": [length] if isinstance(length, int) else length}
+    if says is None:
+        check_ruler(model, names, given)
+        return
+    with pytest.raises(UsageError, match=re.escape(says)):
+        check_ruler(model, names, given)
+
+
+def test_bad_data_is_one_line(lm_eval: Door, tasks: Path) -> None:
+    (tasks / "choice.jsonl").write_text('{"question": "x"\n[[[\n')
+    out = lm_eval("--include_path tasks --tasks choice", code=2)
+    assert out.err.splitlines()[-1].startswith("evaluate: --tasks choice: lm-eval cannot run it (")
+
+
+def test_an_error_of_the_engine_is_not_blamed_on_a_task(
+    lm_eval: Door, command: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.setattr("flexgen_h2o.llm.LLM.expect", lambda self, rows: {}["bug"])
+    with pytest.raises(KeyError, match="bug"):
+        command(f"evaluate lm-eval {FLAGS} --tasks choice")
+
+
+def test_results_that_cannot_be_written_are_said_to_be(
+    lm_eval: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    (tmp_path / "out" / "opt-tiny").parent.mkdir()
+    (tmp_path / "out" / "opt-tiny").write_text("a file where lm-eval's folder would be")
+    out = lm_eval(f"{FLAGS} --tasks choice --limit 2 --output_path out", code=1)
+    assert "|choice" in out.out and "--output-path out: lm-eval could not write all of its results" in out.err
 
 
 def test_without_lm_eval_one_line_says_what_to_install(lm_eval: Door, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,6 +140,7 @@ STREAMING: Cases = [
     "--json no/r.json", ("--num_window_length 64 --hh-size 3", "--hh-size: is said by --num_window_length"),
     ("--num_window_length 64 --num_heavy_hitter_tokens 64", "--num_heavy_hitter_tokens 64: must be from 0 to less"),
     "--attn-sparsity 0.5", "--hh-size -3", ("--heavy_ratio 0.1", "--hh-ratio"),
+    ("--kv-budget 0.2", "--kv-budget: is said in --policies, of stretches of a --text: h2o:kv_budget=0.2"),
     ("--policies full h2o:kv_budget=0.2", "--policies h2o:kv_budget=0.2: how long a conversation gets is not known"),
     ("--text --policies h2o:kv_budget=2", "--policies h2o:kv_budget=2: kv_budget: 2 is not in (0, 1]"),
     ("--text --policies full h2o:kv_budget=0.2 --hh-size 4", "--hh-size: each of --policies has a kv_budget"),

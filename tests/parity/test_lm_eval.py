@@ -91,6 +91,19 @@ def assert_close(found: Sequence[tuple[float, bool]], want: Sequence[tuple[float
         assert own == pytest.approx(other, abs=TOLERANCE, rel=1e-5)
 
 
+def test_whole_texts_are_the_sums_of_their_windows(ours: EngineLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever order the windows of many texts are done in."""
+    given = ["import os", LONG, "", "x", LONG + "pass"]
+
+    def score(self: EngineLM, pairs: Sequence[tuple[list[int], list[int]]], done: Any) -> None:
+        for i in reversed(range(len(pairs))):
+            done(i, (float(len(pairs[i][1])), False))
+
+    monkeypatch.setattr(EngineLM, "_score", score)
+    found = ours.loglikelihood_rolling(requests("loglikelihood_rolling", [(text,) for text in given]))
+    assert found == [len(ours.tok_encode(text)) for text in given]
+
+
 def test_log_likelihoods_are_lm_evals_own(theirs: HFLM, ours: EngineLM) -> None:
     found = ours.loglikelihood(LIKELIHOOD, disable_tqdm=True)
     assert_close(found, theirs.loglikelihood(LIKELIHOOD, disable_tqdm=True))

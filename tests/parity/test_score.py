@@ -116,7 +116,7 @@ def test_all_positions_can_be_scored(reference: Callable[[str], Reference], tmp_
             (one,) = llm.score([ids[:5]], [ids[5:]], mode)
             assert one.logprobs is not None and len(one.logprobs) == positions - 4
             assert [each.logprob for each in one.logprobs[:-1]] == pytest.approx(expected(known, ids[:-1], 5), abs=1e-4)
-            with pytest.raises(UsageError, match=r"prompts\[0\]: with the tokens to score longer than"):
+            with pytest.raises(UsageError, match=r"prompts\[0\]: \d+ tokens and \d+ to score do not fit"):
                 llm.score([ids[:6]], [[*ids[6:], 3]], mode)
             with pytest.raises(UsageError, match="score: token id 99999"):
                 llm.generate([[5]], SamplingParams(score=[99999], score_mode=mode))
@@ -124,6 +124,15 @@ def test_all_positions_can_be_scored(reference: Callable[[str], Reference], tmp_
         for given, said in (([[5], [6]], "continuations: 2 for 1 prompts"), ([[]], r"continuations\[0\]: ")):
             with pytest.raises(UsageError, match=said):
                 llm.score([[5]], given)
+        (one,) = llm.score(iter([[5]]), iter([[6, 7]]))  # type: ignore[arg-type]
+        assert one.token_ids == [6, 7]
+        (plain,) = llm.generate([[5]], SamplingParams(max_tokens=2, logprobs=0))
+        assert plain.logprob < 0
+        with pytest.raises(UsageError, match="is_greedy: the row has none"):
+            assert plain.is_greedy
+        (plain,) = llm.generate([[5]], SamplingParams(max_tokens=2))
+        with pytest.raises(UsageError, match="logprob: the row has none"):
+            assert plain.logprob
 
 
 @pytest.mark.parametrize(

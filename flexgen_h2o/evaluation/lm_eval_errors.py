@@ -1,0 +1,152 @@
+"""Around all that lm-eval does: no network unless it is asked for, and what goes wrong in it as one line."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import logging
+import traceback
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from flexgen_h2o.core.errors import FlexgenError, UsageError
+
+INSTALL = "pip install -e '.[eval]' in a clone"
+# The tasks of the H2O paper's figures 4 and 8, with the data sets that lm-eval 0.4.13 reads them from.
+H2O_PAPER = {
+    "copa": "aps/super_glue", "mathqa": "regisss/math_qa", "openbookqa": "allenai/openbookqa", "piqa": "baber/piqa",
+    "rte": "nyu-mll/glue", "winogrande": "allenai/winogrande",
+}  # fmt: skip
+HUB = "https://huggingface.co/datasets"
+
+
+@contextlib.contextmanager
+def lm_eval_here(args: argparse.Namespace, names: list[str]) -> Iterator[None]:
+    """Around all that lm-eval does: nothing is fetched without --download, and its errors become one line."""
+    try:
+        with _offline(args.download):
+            from lm_eval.utils import setup_logging
+
+            setup_logging("ERROR")  # LMEVAL_LOG_LEVEL=INFO shows more
+            yield
+    except FlexgenError:
+        raise
+    except ImportError as error:
+        raise UsageError(f"--tasks {','.join(names)}: {_first_line(error)}; {INSTALL}") from error
+    except (ConnectionError, FileNotFoundError) as error:  # datasets' own are of these kinds
+        raise UsageError(_where_data_is(names, error)) from error
+    except Exception as error:
+        if not _is_of_tasks(error):
+            raise
+        raise UsageError(_what_failed(names, error)) from error
+
+
+def _is_of_tasks(error: Exception) -> bool:
+    """Does it come of lm-eval, its tasks and their data? What the engine raises below them does not."""
+    folder = Path(__file__).parent
+    callers = {folder / name for name in ("lm_eval.py", "lm_eval_errors.py", "lm_eval_records.py")}
+    files = [Path(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    own = [file for file in files if folder.parent in file.parents]
+    return files[-1] not in callers and own[-1] in callers and not isinstance(error, MemoryError)
+
+
+def _what_failed(names: list[str], error: Exception) -> str:
+    said = str(error)
+    if "Tasks not found" in said or "No tasks" in said:
+        unknown = said.rpartition(": ")[2] if "not found" in said else ",".join(names)
+        return f"--tasks {unknown}: no task of lm-eval; `lm-eval ls tasks` lists them, --include-path DIR adds your own"
+    task, cause = _failed_task(error), _cause_of(error)
+    name = (task and task.task) or ",".join(names)
+    said = " ".join(dict.fromkeys((_first_line(error), _first_line(cause))))
+    return (
+        f"--tasks {name}: lm-eval cannot run it ({type(cause).__name__}: {said}); mend the task file, its data or "
+        "--metadata"
+    )
+
+
+def _cause_of(error: BaseException) -> BaseException:
+    before = error.__cause__ or error.__context__
+    return error if before is None else _cause_of(before)
+
+
+@contextlib.contextmanager
+def writing_is_checked(path: Path | None) -> Iterator[None]:
+    """FlexgenError where lm-eval could not write its results: it goes on as if it had."""
+    logger, said = logging.getLogger("lm_eval.loggers.evaluation_tracker"), []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    before = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.level, logger.propagate = before
+    for i, text in enumerate(said):
+        if text.startswith("Could not save"):
+            raise FlexgenError(
+                f"--output-path {path}: lm-eval could not write all of its results ({' '.join(said[i + 1 : i + 2])})"
+            )
+
+
+@contextlib.contextmanager
+def _offline(download: bool) -> Iterator[None]:
+    """In here neither data sets nor nltk's files are fetched, unless `download`."""
+    from datasets import config
+    from huggingface_hub import constants
+
+    places: list[tuple[Any, str, object]] = [
+        (config, "HF_HUB_OFFLINE", True), (config, "HF_DATASETS_OFFLINE", True), (constants, "HF_HUB_OFFLINE", True),
+    ]  # fmt: skip
+    if find_spec("nltk") is not None:
+        places.append((importlib.import_module("nltk"), "download", lambda *names, **more: False))
+    before = [(place, name, getattr(place, name)) for place, name, _ in places]
+    try:
+        for place, name, value in () if download else places:
+            setattr(place, name, value)
+        yield
+    finally:
+        for place, name, value in before:
+            setattr(place, name, value)
+
+
+def _where_data_is(names: list[str], error: Exception) -> str:
+    """One line: whose data are missing, where they are to be had, and in which layout."""
+    from datasets import config
+
+    task, found = _failed_task(error), {}
+    if task is not None:
+        found = {task.task or ",".join(names): task.dataset_path or ""}
+    found |= {name: H2O_PAPER[name] for name in names if name in H2O_PAPER and not _has_data(H2O_PAPER[name])}
+    missing = ", ".join(f"{name} ({path})" for name, path in found.items()) or ",".join(names)
+    if task is not None and (not task.dataset_path or Path(task.dataset_path).suffix or "/" not in task.dataset_path):
+        return f"--tasks {missing}: {_first_line(error)}; name the task's files in dataset_kwargs (docs/lm-eval.md)"
+    return (
+        f"--tasks {missing}: the data are not in {config.HF_DATASETS_CACHE}; add --download to fetch them from {HUB}, "
+        "copy that folder from a machine that has them, or name JSON lines of your own in a task file with "
+        "--include-path (docs/lm-eval.md has the layout)"
+    )
+
+
+def _failed_task(error: Exception) -> Any | None:
+    """The configuration of the task whose data could not be read, where lm-eval was at it."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        config = getattr(frame.f_locals.get("self"), "config", None)
+        if hasattr(config, "dataset_path"):
+            return config
+    return None
+
+
+def _has_data(path: str) -> bool:
+    from datasets import config
+
+    return (Path(config.HF_DATASETS_CACHE) / path.replace("/", "___")).is_dir()
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
