@@ -34,6 +34,10 @@ BASE: dict[str, list[str]] = {
         *ENGINE, *LENGTHS, "--prompts", "prompts.txt", "--num-prompts", "1", "--policies", "h2o", "--budgets", "0.5",
         "--resamples", "9", "--mass-steps", "1", "--keep-mem", "16MiB",
     ],
+    "evaluate attention": [
+        *ENGINE, "--prompts", "prompts.txt", "--num-prompts", "1", "--prompt-len", "12", "--gen-len", "4",
+        "--remove", "0.25", "--sinks", "1", "--resamples", "9", "--keep-mem", "16MiB",
+    ],
     "evaluate text": [*ENGINE, "--prompts", "prompts.txt", "--gen-len", "4", "--hh-size", "2"],
     "evaluate streaming": [
         *ENGINE, "--turns", "turns.jsonl", "--num-turns", "1", "--gen-len", "4", "--policies", "h2o", "--hh-size", "4",

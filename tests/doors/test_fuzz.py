@@ -19,6 +19,7 @@ from tests.forks import Forks
 from tests.unit.test_profile import PROFILE
 
 PARSERS = parsers()
+del PARSERS["evaluate lm-eval"]  # each line would read lm-eval's 10,000 task files
 FEW, MANY = 70, 5_000  # cases of the default suite, and of the slow one
 COMMANDS = [*PARSERS, "verbs"]
 
