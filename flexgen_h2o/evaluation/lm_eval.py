@@ -25,7 +25,7 @@ from flexgen_h2o.core.files import check_folder, usable_path
 from flexgen_h2o.core.settings import SamplingParams
 from flexgen_h2o.engine.prompts import check_output_path
 from flexgen_h2o.evaluation.kvpress import add_press_flag
-from flexgen_h2o.evaluation.lm_eval_errors import H2O_PAPER, INSTALL, lm_eval_here, writing_is_checked
+from flexgen_h2o.evaluation.lm_eval_errors import H2O_PAPER, INSTALL, kept_results, lm_eval_here, writing_is_checked
 from flexgen_h2o.flags import (
     add_engine_flags,
     add_eviction_flags,
@@ -186,7 +186,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     with lm_eval_here(args, names):
         parsed = _parse_own([*_own_flags(args, names)])
         results_are_in(args.output_path)
-        from flexgen_h2o.evaluation.lm_eval_model import EngineLM, kept_results
+        from flexgen_h2o.evaluation.lm_eval_model import EngineLM
 
         with open_llm(args, policy, is_auto, eviction) as llm:
             llm.check_plan()
@@ -352,13 +352,9 @@ def _answer(args: argparse.Namespace) -> int:
     results_are_in(args.output)
     policy, is_auto = policy_of(args)
     eviction = eviction_of(args, policy)
-    from flexgen_h2o.jobs.job import run
-    from flexgen_h2o.jobs.output import OutputFile
+    from flexgen_h2o.jobs.job import run_job
 
-    # What `batch` has flags for and this step has none.
-    args.ray, args.ray_actors, args.refill, args.share_prefix = None, None, True, "auto"
-    with contextlib.closing(OutputFile(args.output)) as output:
-        return run(args, output, policy, is_auto, eviction, SamplingParams())
+    return run_job(args, args.input, args.output, policy, is_auto, eviction, SamplingParams())
 
 
 def _results(args: argparse.Namespace) -> int:

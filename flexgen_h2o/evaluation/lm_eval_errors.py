@@ -1,4 +1,4 @@
-"""Around all that lm-eval does: no network unless it is asked for, and what goes wrong in it as one line."""
+"""Around all that lm-eval does: no network unless it is asked for, results kept, and what goes wrong as one line."""
 
 from __future__ import annotations
 
@@ -92,6 +92,27 @@ def writing_is_checked(path: Path | None) -> Iterator[None]:
             raise FlexgenError(
                 f"--output-path {path}: lm-eval could not write all of its results ({' '.join(said[i + 1 : i + 2])})"
             )
+
+
+@contextlib.contextmanager
+def kept_results() -> Iterator[dict[str, Any]]:
+    """What lm-eval's command line finds, with its samples, once it has run in here: it prints and writes, no more."""
+    import lm_eval
+
+    found: dict[str, Any] = {}
+    inner = lm_eval.simple_evaluate
+
+    def evaluate(*args: Any, log_samples: bool = True, **more: Any) -> Any:
+        results = inner(*args, log_samples=True, **more)
+        if results:  # samples are changed in place when they are written
+            found.update(results | {"samples": {t: [dict(s) for s in own] for t, own in results["samples"].items()}})
+        return results if log_samples or not results else {k: v for k, v in results.items() if k != "samples"}
+
+    lm_eval.simple_evaluate = evaluate
+    try:
+        yield found
+    finally:
+        lm_eval.simple_evaluate = inner
 
 
 @contextlib.contextmanager

@@ -7,16 +7,14 @@ token by token, so that it sees the columns that its row has kept.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-import lm_eval
 import torch
 from lm_eval import utils
 from lm_eval.api.instance import Instance
@@ -317,25 +315,6 @@ class EngineLM(TemplateLM):
         kept = list(ids[: ids.index(end)] if end in ids else ids)
         text = str(self.tokenizer.decode(kept, skip_special_tokens=True))
         return str(postprocess_generated_text(text, [*until, self.tokenizer.decode(end)], None))
-
-
-@contextlib.contextmanager
-def kept_results() -> Iterator[dict[str, Any]]:
-    """What lm-eval's command line finds, with its samples, once it has run in here: it prints and writes, no more."""
-    found: dict[str, Any] = {}
-    inner = lm_eval.simple_evaluate
-
-    def evaluate(*args: Any, log_samples: bool = True, **more: Any) -> Any:
-        results = inner(*args, log_samples=True, **more)
-        if results:  # samples are changed in place when they are written
-            found.update(results | {"samples": {t: [dict(s) for s in own] for t, own in results["samples"].items()}})
-        return results if log_samples or not results else {k: v for k, v in results.items() if k != "samples"}
-
-    lm_eval.simple_evaluate = evaluate
-    try:
-        yield found
-    finally:
-        lm_eval.simple_evaluate = inner
 
 
 def _press_row(sample: Mapping[str, Any]) -> dict[str, Any]:

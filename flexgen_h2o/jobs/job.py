@@ -6,6 +6,7 @@ import argparse
 import contextlib
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from flexgen_h2o.cli_common import note, say
@@ -26,6 +27,21 @@ from flexgen_h2o.llm import LLM
 from flexgen_h2o.models.load import shape_fingerprint
 
 OF_REQUESTS = ("prompt_logprobs", "score", "score_mode")  # sampling parameters that are never defaults of a job
+# What batch's flags say by default, for commands that run a job and have not all of them.
+BATCH_DEFAULTS: dict[str, Any] = {
+    "force": False, "max_errors": None, "window": None, "refill": True, "ray": None, "ray_actors": None,
+    "share_prefix": "auto",
+}  # fmt: skip
+
+
+def run_job(
+    args: argparse.Namespace, source: Path, target: Path, policy: Policy, is_auto: bool, eviction: Eviction,
+    defaults: SamplingParams,
+) -> int:  # fmt: skip
+    """`run` for another command, from the requests in `source` to the output `target`; returns the exit code."""
+    of_job = argparse.Namespace(**{**BATCH_DEFAULTS, **vars(args), "input": source, "output": target})
+    with contextlib.closing(OutputFile(target)) as output:
+        return run(of_job, output, policy, is_auto, eviction, defaults)
 
 
 def run(
