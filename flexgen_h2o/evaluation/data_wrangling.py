@@ -7,7 +7,6 @@ of all trials are one batch job (jobs/), so a run that was killed goes on.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -103,16 +102,10 @@ def run(args: argparse.Namespace) -> int:
     requests = folder / "requests.jsonl"
     _write_requests(requests, answers, trials)
     results_are_in(folder / "metrics.json")
-    job = argparse.Namespace(**{
-        **vars(args), "input": requests, "output": answers, "share_prefix": "auto", "ray": None, "ray_actors": None,
-        "window": None, "refill": True, "max_errors": None,
-    })  # fmt: skip
-    from flexgen_h2o.jobs.job import run as run_job
-    from flexgen_h2o.jobs.output import OutputFile
+    from flexgen_h2o.jobs.job import run_job
 
     try:
-        with contextlib.closing(OutputFile(answers)) as output:
-            code = run_job(job, output, policy, is_auto, eviction, params)
+        code = run_job(args, requests, answers, policy, is_auto, eviction, params)
     except UsageError as error:
         raise UsageError(str(error).replace("give another name", "give another --run-tag")) from error
     whole = _score(args, task, folder, items, trials, {"eviction": eviction.to_json()})

@@ -106,7 +106,7 @@ def _add_aliases(parser: argparse.ArgumentParser) -> None:
     add("--hh_size", dest="hh_size", type=count, nargs="+", **ALIAS)
     add("--recent_size", dest="recent_size", type=positive, nargs="+", **ALIAS)
     add("--num_heavy_hitter_tokens", dest="heavy_of_window", type=int, nargs="+", **ALIAS)
-    add("--num_window_length", dest="window", type=positive, nargs="+", **ALIAS)
+    add("--num_window_length", dest="window_size", type=positive, nargs="+", **ALIAS)
     add("--enable_position_rolling", dest="positions", action="store_const", const="rolling", **ALIAS)
     add("--k", dest="top_k", type=int, **ALIAS)
     add("--batch_size", dest="gpu_batch_size", type=positive, **ALIAS)
@@ -228,13 +228,13 @@ def _cells(args: argparse.Namespace) -> list[Cell]:
 
 
 def _given_sizes(args: argparse.Namespace) -> list[str]:
-    names = ("hh_size", "recent_size", "kv_budget", "window", "heavy_of_window", "script_size")
+    names = ("hh_size", "recent_size", "kv_budget", "window_size", "heavy_of_window", "script_size")
     return [name for name in names if vars(args).get(name) is not None]
 
 
 def _sizes(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Settings of an eviction policy by the size as people write it. UsageError naming a flag."""
-    window, heavy_of_window = vars(args).get("window"), vars(args).get("heavy_of_window")
+    window, heavy_of_window = vars(args).get("window_size"), vars(args).get("heavy_of_window")
     given, heavy, recent = _given_sizes(args), args.hh_size, args.recent_size
     if window is not None or heavy_of_window is not None:
         if heavy is not None or recent is not None:
@@ -350,16 +350,10 @@ def _request_lines(
 
 def _job(args: argparse.Namespace, cell: Cell, policy: Policy, is_auto: bool) -> int:
     """Do what a cell's output lacks; the exit code of the batch job."""
-    from flexgen_h2o.jobs.job import run as run_job
-    from flexgen_h2o.jobs.output import OutputFile
+    from flexgen_h2o.jobs.job import run_job
 
-    own = {
-        "input": _requests_of(args, cell.output), "output": cell.output, "force": False,
-        "max_errors": None, "window": None, "refill": True, "ray": None, "share_prefix": "auto",
-    }  # fmt: skip
-    of_job = argparse.Namespace(**{**vars(args), **own})
-    with contextlib.closing(OutputFile(cell.output)) as output:
-        return run_job(of_job, output, policy, is_auto, cell.case.eviction, sampling_of(args))
+    requests = _requests_of(args, cell.output)
+    return run_job(args, requests, cell.output, policy, is_auto, cell.case.eviction, sampling_of(args))
 
 
 def _earlier(args: argparse.Namespace) -> dict[str, Figures]:
