@@ -5,11 +5,6 @@
 # PYTHON: an interpreter that has all requirements; without it, the environment of scripts/test.sh. Peers have their own:
 # bench/baselines/<peer>/setup.sh makes it; one that is not there is left out.
 set -euo pipefail
-if [[ -n "${PYTHON:-}" ]]; then
-    ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-    export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
-else
-    source "$(dirname "${BASH_SOURCE[0]}")/../scripts/venv.sh"
-    use_venv dev
-fi
+source "$(dirname "${BASH_SOURCE[0]}")/../scripts/venv.sh"
+use_python dev
 exec "$PYTHON" -m bench.sweep "$@"

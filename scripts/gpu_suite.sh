@@ -5,11 +5,6 @@
 #   bash scripts/gpu_suite.sh --help
 # PYTHON: an interpreter that has all requirements; without it, the environment of scripts/test.sh.
 set -euo pipefail
-if [[ -n "${PYTHON:-}" ]]; then
-    ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-    export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
-else
-    source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
-    use_venv dev
-fi
+source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
+use_python dev
 exec "$PYTHON" -m bench.gpu "$@"

@@ -5,11 +5,6 @@
 #   bash scripts/reproduce.sh --list
 # PYTHON: an interpreter that has all requirements; without it, the environment of scripts/test.sh with the extra `eval`.
 set -euo pipefail
-if [[ -n "${PYTHON:-}" ]]; then
-    ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-    export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
-else
-    source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
-    use_venv dev,eval
-fi
+source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
+use_python dev,eval
 exec "$PYTHON" -m bench.reproduce "$@"

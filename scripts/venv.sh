@@ -1,6 +1,7 @@
 # shellcheck shell=bash
 # Sourced by the other scripts: finds or makes the Python environment they run in.
 #
+#   use_python [EXTRAS] keeps PYTHON, an interpreter that has all requirements; without one, use_venv
 #   use_venv [EXTRAS]   sets PYTHON to an interpreter that has the core requirements, and those of EXTRAS (`dev,ray`)
 #
 # Taken, in this order: $FLEXGEN_VENV, which is made or completed; the active environment if it has everything, which is
@@ -61,4 +62,8 @@ use_venv() {
     fi
     echo "Installing flexgen_h2o and what it needs into $venv (minutes, the first time) ..." >&2
     install_into "$PYTHON" "$extra"
+}
+
+use_python() {
+    [[ -n "${PYTHON:-}" ]] || use_venv "$@"
 }
