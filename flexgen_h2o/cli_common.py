@@ -27,7 +27,7 @@ from flexgen_h2o.core.errors import (
     FlexgenError,
     UsageError,
 )
-from flexgen_h2o.core.files import check_writable, usable_path
+from flexgen_h2o.core.files import check_writable, usable_path, write_result
 
 PICTURES = (".png", ".svg", ".pdf")
 
@@ -313,6 +313,13 @@ def _ended_by(name: str, signal: interrupts.Interrupted) -> int:
 def flag_of(field: str) -> str:
     """The flag that sets a field: `top_p` -> `--top-p`."""
     return "--" + field.replace("_", "-")
+
+
+def write_results(args: argparse.Namespace, result: Any, markdown: str) -> None:
+    """Write what --json and --markdown name, where they are given. FlexgenError as of `write_result`."""
+    for name, content in (("json", result), ("markdown", markdown)):
+        if getattr(args, name) is not None:
+            write_result(getattr(args, name), content, flag_of(name))
 
 
 def check_files(args: argparse.Namespace, read: Sequence[str], written: Sequence[str], rows: str | None = None) -> None:

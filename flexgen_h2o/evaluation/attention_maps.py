@@ -11,10 +11,9 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from flexgen_h2o.cli_common import flag_of, say
+from flexgen_h2o.cli_common import say, write_results
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import EXIT_DONE
-from flexgen_h2o.core.files import write_result
 from flexgen_h2o.engine.generation import Callbacks
 from flexgen_h2o.engine.prompts import prompts_from_python
 from flexgen_h2o.engine.sampling import SamplingParams
@@ -54,9 +53,7 @@ def measure(args: argparse.Namespace, policy: Policy, is_auto: bool) -> int:
     result["seconds"] = time.perf_counter() - began
     text = markdown(result)
     print(text)
-    for name, content in (("json", result), ("markdown", text)):
-        if getattr(args, name) is not None:
-            write_result(getattr(args, name), content, flag_of(name))
+    write_results(args, result, text)
     if args.plot is not None:
         draw(result, args.plot)
     return EXIT_DONE

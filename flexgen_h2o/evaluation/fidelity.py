@@ -13,10 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flexgen_h2o.cli_common import flag_of, say
+from flexgen_h2o.cli_common import say, write_results
 from flexgen_h2o.core.config import DTYPE_BYTES, Policy, without_unused_bits
 from flexgen_h2o.core.errors import EXIT_DONE
-from flexgen_h2o.core.files import write_result
 from flexgen_h2o.engine.generation import LogitsWatch, SlotsWatch
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.engine.workload import AutoPolicy
@@ -65,9 +64,7 @@ def run(args: argparse.Namespace, policy: Policy, is_auto: bool) -> int:
     result["seconds"] = time.perf_counter() - began
     text = markdown(result)
     print(text)
-    for name, content in (("json", result), ("markdown", text)):
-        if getattr(args, name) is not None:
-            write_result(getattr(args, name), content, flag_of(name))
+    write_results(args, result, text)
     if args.plot is not None:
         draw(result, args.plot)
     return EXIT_DONE

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flexgen_h2o.core.files import open_regular, write_picture, write_result
+from flexgen_h2o.cli_common import write_results
+from flexgen_h2o.core.files import open_regular, write_picture
 from flexgen_h2o.core.units import format_bytes, markdown_table
 from flexgen_h2o.evaluation.articles import METRICS, ROUGE, ROUGE_SCORE, split_instruction
 from flexgen_h2o.evaluation.figures import MARKS, Bootstrap, number, over_budgets
@@ -140,10 +141,7 @@ def show(args: argparse.Namespace, result: Figures) -> None:
     """Print the table, and write it, all figures and the picture where they are asked for."""
     table = summary_table(result)
     print(table)
-    if args.json is not None:
-        write_result(args.json, result, "--json")
-    if args.markdown is not None:
-        write_result(args.markdown, table + "\n", "--markdown")
+    write_results(args, result, table + "\n")
     if args.plot is not None and any(cell["scores"] is not None for cell in result["cells"]):
         draw_summaries(result, args.plot)
 
