@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import select
 import shutil
 import signal
 from collections.abc import Callable, Sequence
@@ -288,10 +289,15 @@ def test_on_a_terminal(forks: Forks, tmp_path: Path) -> None:
     os.write(master, b"\x03")
     assert wait_for(b"; interrupted]")
     wait_for(b"> ")
-    os.write(master, b"half a li\x03")
+    os.write(master, b"half a li")
+    wait_for(b"half a li")
+    os.write(master, b"\x03")
+    while not select.select([master], [], [], 20)[0]:  # CPython misses one that comes just before it waits for a key
+        os.write(master, b"\x03")
     wait_for(b"> ")
     os.write(master, b"/memory\n")
-    assert b"turns: 1, of" in wait_for(b"> ")
+    wait_for(b"turns: 1, of")
+    wait_for(b"> ")
     os.write(master, b"\x04")
     assert process.wait() == 0
     os.close(master)
