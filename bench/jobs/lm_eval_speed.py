@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,7 +29,7 @@ from flexgen_h2o.cli_common import count, positive
 from flexgen_h2o.core.errors import FlexgenError
 from flexgen_h2o.evaluation.rows import read_text, stdlib_files
 
-CHOICES, CONTEXT_LINES = 4, 2
+CHOICES, CONTEXT_LINES = 4, 1
 EXAMPLES = 500  # questions that examples are drawn from
 TASK = """
 task: lines
@@ -90,7 +91,7 @@ def make_model(work: Path) -> None:
 def make_task(work: Path, questions: int) -> None:
     """Lines of source, the line that follows, and three from elsewhere."""
     rng = random.Random(0)
-    lines = [line for path in stdlib_files()[::7] for line in read_text(path).splitlines() if 20 < len(line) < 90]
+    lines = [line for path in stdlib_files()[::7] for line in read_text(path).splitlines() if 15 < len(line) < 50]
 
     def row() -> dict[str, Any]:
         at, right = rng.randrange(len(lines) - CONTEXT_LINES - 1), rng.randrange(CHOICES)
@@ -142,8 +143,9 @@ def answer(system: str, batch: str, folder: str, questions: int, shots: int) -> 
     tasks = TaskManager(include_path=str(work), include_defaults=False)
     out = simple_evaluate(model, tasks=["lines"], num_fewshot=shots, limit=questions, task_manager=tasks)
     samples = sorted(out["samples"]["lines"], key=lambda one: one["doc_id"])
+    lengths = [len(model.tok_encode(one["arguments"][0][0])) for one in samples]
     return {
-        "seconds": sum(seconds), "acc": out["results"]["lines"]["acc,none"],
+        "seconds": sum(seconds), "context_tokens": statistics.median(lengths), "acc": out["results"]["lines"]["acc,none"],
         "logprobs": [[float(choice[0]) for choice in one["filtered_resps"]] for one in samples],
         "batches": str(model.llm.policy) if system == "engine" else batch,
     }  # fmt: skip
@@ -164,9 +166,10 @@ def summary(rounds: list[dict[str, dict[str, Any]]], batch: int, tried: dict[int
     shown.append(
         ("engine over hf", f"{ratio.show('times')}; {same} of {len(ours)} answers the same, {apart:.1e} apart")
     )
-    common.table(f"{len(ours)} questions of {CHOICES} choices, hf at its best batch of {batch}", shown)
+    tokens = rounds[-1]["engine"]["context_tokens"]
+    common.table(f"{len(ours)} questions of {CHOICES} choices behind {tokens:.0f} tokens, hf at its best batch of {batch}", shown)
     return {
-        "questions": len(ours), "hf_batch_size": batch, "hf_tried": tried, "seconds": seconds, "speedup": ratio,
+        "questions": len(ours), "context_tokens": tokens, "hf_batch_size": batch, "hf_tried": tried, "seconds": seconds, "speedup": ratio,
         "accuracy": acc, "same_answers": same, "largest_difference": apart, "policy": rounds[-1]["engine"]["batches"],
     }  # fmt: skip
 
