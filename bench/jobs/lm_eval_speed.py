@@ -145,7 +145,8 @@ def answer(system: str, batch: str, folder: str, questions: int, shots: int) -> 
     samples = sorted(out["samples"]["lines"], key=lambda one: one["doc_id"])
     lengths = [len(model.tok_encode(one["arguments"][0][0])) for one in samples]
     return {
-        "seconds": sum(seconds), "context_tokens": statistics.median(lengths), "acc": out["results"]["lines"]["acc,none"],
+        "seconds": sum(seconds), "context_tokens": statistics.median(lengths),
+        "acc": out["results"]["lines"]["acc,none"],
         "logprobs": [[float(choice[0]) for choice in one["filtered_resps"]] for one in samples],
         "batches": str(model.llm.policy) if system == "engine" else batch,
     }  # fmt: skip
@@ -167,9 +168,11 @@ def summary(rounds: list[dict[str, dict[str, Any]]], batch: int, tried: dict[int
         ("engine over hf", f"{ratio.show('times')}; {same} of {len(ours)} answers the same, {apart:.1e} apart")
     )
     tokens = rounds[-1]["engine"]["context_tokens"]
-    common.table(f"{len(ours)} questions of {CHOICES} choices behind {tokens:.0f} tokens, hf at its best batch of {batch}", shown)
+    asked = f"{len(ours)} questions of {CHOICES} choices behind {tokens:.0f} tokens"
+    common.table(f"{asked}, hf at its best batch of {batch}", shown)
     return {
-        "questions": len(ours), "context_tokens": tokens, "hf_batch_size": batch, "hf_tried": tried, "seconds": seconds, "speedup": ratio,
+        "questions": len(ours), "context_tokens": tokens, "hf_batch_size": batch, "hf_tried": tried,
+        "seconds": seconds, "speedup": ratio,
         "accuracy": acc, "same_answers": same, "largest_difference": apart, "policy": rounds[-1]["engine"]["batches"],
     }  # fmt: skip
 

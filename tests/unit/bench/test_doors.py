@@ -21,7 +21,7 @@ MODULES = {
     for folder in FOLDERS
     for path in sorted((BENCH / folder).glob("*.py"))
     if path.stem not in OTHERS
-} | {"cut_model": "bench.sweep.cut_model", "mem_spd": "bench.sweep.mem_spd"}
+} | {name: f"bench.sweep.{name}" for name in ("cut_model", "mem_spd", "ruler")}
 SCRIPTS = sorted(MODULES)
 
 
