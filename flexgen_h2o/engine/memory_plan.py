@@ -140,7 +140,7 @@ class MemoryPlan:
         if any(b.tier == tier and b.name in ("weights", "cache", "hidden") for b in self.buffers):
             ways.append("move shares to another tier with --percent")
         if not self.shape.record and any(b.tier == tier and b.name == "cache" for b in self.buffers):
-            ways.append("keep fewer KV columns with --hh-ratio, which may change answers")
+            ways.append("keep fewer KV columns with --kv-budget, which may change answers")
         return "".join(f", or {way}" for way in ways)
 
     def check(self, budgets: dict[str, int | None]) -> None:

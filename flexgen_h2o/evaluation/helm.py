@@ -189,8 +189,14 @@ def _json_of(path: Path) -> Any:
 # ---- import
 
 
+class NoAnswerError(FlexgenError):
+    """An output of batch that has nothing for HELM; what was written before stays."""
+
+    exit_code = EXIT_ALL_ROWS_FAILED
+
+
 def run_import(args: argparse.Namespace) -> int:
-    """Answers as import_results.py takes them; returns the exit code, 4 where there is none."""
+    """Answers as import_results.py takes them; returns the exit code. NoAnswerError where there is none."""
     for name in ("input", "requests"):
         if (path := getattr(args, name)) is not None:
             setattr(args, name, usable_path(path, f"--{name}"))
@@ -205,11 +211,13 @@ def run_import(args: argparse.Namespace) -> int:
             answered.add(hashlib.blake2b(key_of(request).encode(), digest_size=_DIGEST_BYTES).digest())
             counts["written"] += 1
         missing = None if args.requests is None else _missing(args.requests, answered)
+        if not counts["written"]:
+            raise NoAnswerError(f"--input {args.input}: has no answer to write; left out: {_counted(counts)}")
     left = Counter({name: n for name, n in counts.items() if name != "written"})
     print(f"{counts['written']} answers in {args.output}" + (f"; left out: {_counted(left)}" if left else ""))
     if missing:
         print(f"{missing} requests of {args.requests} have no answer; helm-run will ask for them in vain")
-    return EXIT_DONE if counts["written"] else EXIT_ALL_ROWS_FAILED
+    return EXIT_DONE
 
 
 def _answers(path: Path, counts: Counter[str]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:

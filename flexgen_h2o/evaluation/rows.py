@@ -22,7 +22,7 @@ from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import read_bounded
 from flexgen_h2o.core.settings import ORIGINAL, ROLLING, SIZES
 from flexgen_h2o.engine.prompts import read_prompts
-from flexgen_h2o.kvcache.eviction import EVICTING, Eviction, Full, make_eviction, says_budget
+from flexgen_h2o.kvcache.eviction import EVICTING, POLICIES, Eviction, Full, make_eviction, says_budget
 from flexgen_h2o.kvcache.eviction.policy import is_rolling
 
 if TYPE_CHECKING:
@@ -300,7 +300,10 @@ def make_cases(policies: Sequence[str], settings: Mapping[str, Any], sinks: int 
     cases = []
     for policy in policies:
         own = {k: v for k, v in settings.items() if k not in SIZES or not says_budget(policy)}
-        kind = EVICTING.get(policy.partition(":")[0])
+        name = policy.partition(":")[0]
+        if name not in POLICIES:
+            raise UsageError(f"--policies {policy}: {name or 'nothing'} is not one of {', '.join(POLICIES)}")
+        kind = EVICTING.get(name)
         if sinks is not None and kind is not None and "sinks" in {field.name for field in fields(kind)}:
             own["sinks"] = sinks
         cases.append(Case(policy, Full() if policy == Full.name else _eviction(policy, own)))

@@ -207,7 +207,7 @@ def _sampling_of(fields: Mapping[str, Any], is_chat: bool, defaults: SamplingPar
 def _echo(fields: Mapping[str, Any], is_chat: bool) -> bool:
     """Is the prompt a part of the answer, with log-probabilities of its own?"""
     echo = fields.get("echo")
-    if echo not in (None, True, False):
+    if echo is not None and not isinstance(echo, bool):
         raise _invalid(f"echo: {_quoted(echo)} is not true or false")
     if echo and is_chat:
         raise RowError("unsupported", "echo: is of text completions")
@@ -221,7 +221,7 @@ def _num_logprobs(fields: Mapping[str, Any], is_chat: bool) -> Any:
         if top is not None:
             raise RowError("unsupported", "top_logprobs: is of chat requests; logprobs is the number here")
         return wanted
-    if wanted not in (None, True, False):
+    if wanted is not None and not isinstance(wanted, bool):
         raise _invalid(f"logprobs: {_quoted(wanted)} is not true or false")
     if top is not None and not wanted:
         raise _invalid("top_logprobs: needs logprobs to be true")

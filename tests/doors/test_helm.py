@@ -142,7 +142,11 @@ def test_lines_without_an_answer_are_counted(helm: Door, tmp_path: Path) -> None
     said = helm("import --input out.jsonl --output results.jsonl --requests req.jsonl").out
     assert "1 answers in results.jsonl" in said and "1 requests of req.jsonl have no answer" in said
     (tmp_path / "out.jsonl").write_text(json.dumps({"error": {"code": "x"}, "response": None}) + "\n")
-    helm("import --input out.jsonl --output results.jsonl", code=4)
+    written = (tmp_path / "results.jsonl").read_text()
+    (tmp_path / "out.jsonl").write_text(json.dumps({"error": {"code": "x"}, "response": None}) + "\n")
+    said = helm("import --input out.jsonl --output results.jsonl", code=4).err
+    assert "--input out.jsonl: has no answer to write; left out: 1 errors" in said
+    assert (tmp_path / "results.jsonl").read_text() == written != ""
 
 
 @pytest.mark.parametrize(
