@@ -181,6 +181,7 @@ ROWS = (
         "--metadata max_seq_lengths=[4096] --eviction h2o-norm --kv-budget 0.2",
         "Llama-3.1-8B; LongBench itself is not read here",
         "--model meta-llama/Llama-3.1-8B --prompt-len 4096 --gen-len 128 --num-prompts 2500 --hh-ratio 0.1", "a100-80",
+        "[quality.md](quality.md#ruler-type-tasks)",
     ),
     Row(
         "flexgen-throughput", "FlexGen, Table 2 and Figure 1",

@@ -73,7 +73,7 @@ def main() -> None:
     text = markdown(found)
     print(text)
     if args.markdown is not None:
-        write_whole(args.markdown, text.encode())
+        write_whole(args.markdown, text)
     scores = {
         label: {name: {"score": mean(s), "interval": interval(s), "examples": len(s)} for name, s in of.items()}
         for label, of in found.items()
