@@ -24,8 +24,9 @@ from bench import common
 from flexgen_h2o import LLM
 from flexgen_h2o.cli_common import positive
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.core.files import usable_path, write_whole
+from flexgen_h2o.core.files import write_result
 from flexgen_h2o.core.units import markdown_table
+from flexgen_h2o.evaluation.lm_eval import check_ruler
 from flexgen_h2o.evaluation.rows import HeldOutText, draw_pairs, make_cells, statement, stretch, text_of
 from flexgen_h2o.kvcache.eviction import EVICTING, Eviction
 
@@ -58,7 +59,7 @@ def main() -> None:
     add("--limit", type=positive, default=100, help="examples of a task (100)")
     add("--budgets", type=float, nargs="+", default=[0.5, 0.2, 0.1])
     add("--policies", nargs="+", default=list(EVICTING))
-    add("--markdown", type=lambda text: usable_path(text, "--markdown"), help="also write the table here")
+    add("--markdown", action=common.ResultFile, help="also write the table here")
     args = parser.parse_args()
     cells = make_cells(args.policies, args.budgets, whole=True, budgets_of="sequence")
     found: dict[str, Scores] = {}
@@ -73,7 +74,7 @@ def main() -> None:
     text = markdown(found)
     print(text)
     if args.markdown is not None:
-        write_whole(args.markdown, text)
+        write_result(args.markdown, text, "--markdown")
     scores = {
         label: {name: {"score": mean(s), "interval": interval(s), "examples": len(s)} for name, s in of.items()}
         for label, of in found.items()
@@ -93,6 +94,7 @@ def load_tasks(args: Any, work: Path) -> dict[str, Any]:
             for length in args.recall_lengths
         ]
         metadata = {"pretrained": tokenizer.name_or_path, "max_seq_lengths": [args.length]}
+        check_ruler(llm.model, args.tasks, metadata)
     manager = TaskManager(include_path=str(work), metadata=metadata)
     return dict(manager.load([*args.tasks, *own])["tasks"])
 
