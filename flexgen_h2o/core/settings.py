@@ -11,7 +11,8 @@ from flexgen_h2o.core.units import check_int, check_number, check_share
 GREEDY_BELOW = 1e-5
 MOST_LOGPROBS = 20  # likeliest tokens a step, as in OpenAI's chat API
 MOST_STOP_CHARACTERS = 4096  # of all stop strings of a row together: they are looked for after each token
-SCHEDULES = ("uniform", "pyramid")
+UNIFORM, PYRAMID, FIRST_FULL = SCHEDULES = ("uniform", "pyramid", "first-full")
+PROMPT = "prompt"  # what `protect` protects; "none" is None
 DECODE, PREFILL = "decode", "prefill"
 ORIGINAL, ROLLING = "original", "rolling"
 
@@ -130,12 +131,17 @@ class EvictionSettings:
     heavy_ratio, recent_ratio: in (0, 1]; int(ratio x prompt tokens) columns, at least 1. heavy_size, recent_size:
     columns; heavy 0 is what the H2O paper calls "local". What is not given of recent is as heavy; nothing at all is
     0.1 each. layer_schedule: "uniform", or "pyramid", where lower layers keep more heavy columns and upper ones fewer,
-    as many in sum (PyramidKV, Cai et al. 2024, arXiv 2406.02069). while_decoding: False drops columns of the prompt
+    as many in sum (PyramidKV, Cai et al. 2024, arXiv 2406.02069), or "first-full", where the first layer keeps every
+    column and the others what they keep otherwise. while_decoding: False drops columns of the prompt
     only and keeps all that are generated (FlexGen's H2O without --hh-all). positions: "original", or "rolling": while
     decoding a column's position is its rank among those that its row holds (StreamingLLM, Xiao et al. 2024, section
     3.2), so that rows may grow past the positions that the model was trained for. Needs rotary embeddings. kv_budget:
     instead of ratios and sizes, in (0, 1]; int(kv_budget x (prompt tokens + most new tokens)) columns, at least 1, half
     of them heavy and half recent, an odd one recent.
+
+    protect: columns of the prompt that never leave: the first N, or "prompt", all of them. They count as columns that
+    stay; heavy and recent ones share what is left as they would share all. summaries: positions of a page; what is
+    dropped of a page leaves its mean key and value behind (`Needs.page`).
 
     Raises UsageError for a setting out of range.
     """
@@ -155,7 +161,10 @@ class EvictionSettings:
     )
     recent_size: int | None = setting(None, "recent columns a row, a count (as --hh-size)", metavar="N", low=1)
     layer_schedule: str = setting(
-        "uniform", "uniform, or pyramid: lower layers keep more", flag="--kv-layer-schedule", choices=SCHEDULES
+        UNIFORM,
+        "uniform; pyramid: lower layers keep more; first-full: the first layer keeps every column",
+        flag="--kv-layer-schedule",
+        choices=SCHEDULES,
     )
     while_decoding: bool = setting(True, "false: drop columns of the prompt only", flag="--hh-all")
     positions: str = setting(
@@ -169,6 +178,12 @@ class EvictionSettings:
         metavar="R",
         share=True,
     )
+    protect: str | int | None = setting(
+        None, "prompt: no column of a prompt leaves; N: none of its first N; none", metavar="N|prompt|none"
+    )
+    summaries: int | None = setting(
+        None, "leave the mean of the dropped columns of each page of so many positions", metavar="POSITIONS", low=1
+    )
 
     def __post_init__(self) -> None:
         for kind in ("heavy", "recent"):
@@ -180,3 +195,17 @@ class EvictionSettings:
             raise UsageError(f"kv_budget: says how many columns stay, and so does {given[0]}; leave one of them out")
         if self.heavy_size == 0 and self.recent_size is None and self.recent_ratio is None:
             raise UsageError("heavy_size: 0 alone leaves nothing; say how many recent columns stay")
+        object.__setattr__(self, "protect", _check_protect(self.protect))
+        if self.summaries is not None and self.positions == ROLLING:
+            raise UsageError("summaries: the mean of keys has no rank to be turned by; leave positions at original")
+
+
+def _check_protect(value: str | int | None) -> str | int | None:
+    """PROMPT, a number of columns, or None, from what a flag or a caller gives."""
+    if value is None or value in (PROMPT, "none"):
+        return PROMPT if value == PROMPT else None
+    if isinstance(value, str):
+        if not value.isdecimal():
+            raise UsageError(f"protect: {value!r:.60} is not prompt, none or a number of columns")
+        value = int(value)
+    return check_int("protect", value, low=1)

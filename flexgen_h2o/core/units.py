@@ -171,6 +171,7 @@ PACKED_CHUNK = 2**22  # values of the KV cache that are unpacked at a time where
 TOKEN_CHUNK = 1024  # tokens whose wide activations exist at a time
 NORM_CHUNK = 128  # rows that an RMS norm holds in fp32 at a time
 ROTARY_CHUNK = 256  # tokens whose queries and keys are rotated at a time
+SUMMARY_CHUNK = 2**20  # numbers of a prompt's columns that are summed up at a time
 ROLLING_CHUNK = 2**20  # numbers of keys in slots that are rotated by their ranks at a time
 GIVEN_CHUNK = 64  # tokens of a row, known beforehand, that one decode sweep takes
 SCORED_CHUNK = 64  # prompt tokens whose logits exist at a time

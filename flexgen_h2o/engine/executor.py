@@ -127,7 +127,7 @@ class Executor:
         engine, rows, slots = self._engine, len(self._batches[k].rows), self._tables[k].most_slots(block)
         if self._waiting is not None:
             rows, slots = engine.plan.shape.rows, engine.plan.shape.slots[block]
-        record, itemsize = self._eviction.needs.record, engine.dtype.itemsize
+        record, itemsize = engine.plan.shape.record, engine.dtype.itemsize
         return kv_layout(engine.spec, engine.policy, rows, slots, record, itemsize, engine.device.is_host)
 
     def _most_tokens(self, batch: MicroBatch) -> int:
@@ -195,6 +195,7 @@ class Executor:
         filled = cache.filled
         self._sweep.held += int(filled.sum())
         self._sweep.full += fed.seen
+        self._sweep.units += len(filled)
         return self._engine.cache.close(key, region, int(filled.max()), cache.slots_to_store, fence)
 
     def close_hidden(self, key: UnitKey, region: Region | None, fence: Waitable) -> list[Waitable]:

@@ -284,7 +284,7 @@ class Sweep:
 
     fed: tokens; prompts: those of them that came from prompts. held: KV columns of all rows and layers (a column is one
     key and one value of every kv-head). full: what the full cache would have held. read: columns that decode attention
-    read.
+    read. units: rows of all layers, each of which holds a KV cache.
     """
 
     fed: int = 0
@@ -292,6 +292,7 @@ class Sweep:
     held: int = 0
     full: int = 0
     read: int = 0
+    units: int = 0
 
 
 @dataclass(frozen=True)
@@ -309,7 +310,7 @@ class BlockTimes:
 class BlockStats:
     """Sums over the sweeps of a block.
 
-    held, full: columns of the decode sweeps, of which there are `later`; without one, of the first sweep. fed_tokens:
+    held, full, units: as of `Sweep`, of the decode sweeps, of which there are `later`; without one, of the first. fed_tokens:
     prompt tokens that were computed. times: kept unless rows may join the block, which then may go on for any number of
     sweeps.
     """
@@ -320,6 +321,7 @@ class BlockStats:
     decode_s: float = 0.0
     held: int = 0
     full: int = 0
+    units: int = 0
     fed_tokens: int = 0
     times: BlockTimes = field(default_factory=BlockTimes)
     _prompts: float = 0.0  # share of the newest sweep's tokens
@@ -335,9 +337,10 @@ class BlockStats:
 
     def end_sweep(self, sweep: Sweep, seconds: float) -> None:
         if self.sweeps == 1:  # the first counts only while it is alone
-            self.held = self.full = 0
+            self.held = self.full = self.units = 0
         self.held += sweep.held
         self.full += sweep.full
+        self.units += sweep.units
         self.sweeps += 1
         self._prompts = sweep.prompts / sweep.fed
         if self.keeps_lists:

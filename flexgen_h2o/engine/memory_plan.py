@@ -25,6 +25,7 @@ from flexgen_h2o.core.units import (
     SCORED_CHUNK,
     SPARSE_CHUNK,
     STAGING_BYTES,
+    SUMMARY_CHUNK,
     TOKEN_CHUNK,
     UNPACK_CHUNK,
     WIRE_BUFFERS,
@@ -34,6 +35,7 @@ from flexgen_h2o.core.units import (
     round_up,
 )
 from flexgen_h2o.engine.product_sizes import blocked_bytes, int8_sizes
+from flexgen_h2o.kvcache.eviction.policy import NO_RECORD, RowRecord
 from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.tiers.stream import Part, Shares, is_streamed, on_host_device, split_rows
 
@@ -47,8 +49,7 @@ RANK_BYTES = 48  # of a column while it is ranked: sums, ranks, sorted copies of
 class BlockShape:
     """The largest block of a run. rows, tokens: of its largest micro-batch, in the prefill sweep.
 
-    slots: KV slots of a row in each transformer block. record: what is kept of each slot besides its column
-    (kvcache/layout.UnitLayout). sharing: tokens of the longest prompt that shares a prefix with others, or 0.
+    slots: KV slots of a row in each transformer block. record: what is kept of a row besides columns. sharing: tokens of the longest prompt that shares a prefix with others, or 0.
     common: columns of the prefix that all rows have in one copy, outside of slots. scores: do prompts' tokens get
     log-probabilities?
     """
@@ -57,7 +58,7 @@ class BlockShape:
     micro_batches: int
     tokens: int
     slots: tuple[int, ...]
-    record: tuple[str, ...] = ()
+    record: RowRecord = NO_RECORD
     sharing: int = 0
     common: int = 0
     scores: bool = False
@@ -80,13 +81,14 @@ class BlockShape:
         mine, theirs = (
             (s.rows, s.micro_batches, s.tokens, s.sharing, s.common, s.scores, *s.slots) for s in (self, other)
         )
-        return self.record == other.record and all(a >= b for a, b in zip(mine, theirs, strict=True))
+        return self.record.covers(other.record) and all(a >= b for a, b in zip(mine, theirs, strict=True))
 
     def union(self, other: BlockShape) -> BlockShape:
         """The smallest shape that covers both, of rows of one eviction policy and model."""
         names = ("rows", "micro_batches", "tokens", "sharing", "common", "scores")
         most = {name: max(getattr(self, name), getattr(other, name)) for name in names}
-        return replace(self, slots=tuple(map(max, self.slots, other.slots)), **most)
+        slots, record = tuple(map(max, self.slots, other.slots)), self.record.union(other.record)
+        return replace(self, slots=slots, record=record, **most)
 
 
 @dataclass(frozen=True)
@@ -216,7 +218,7 @@ def hidden_is_streamed(shares: Shares, device_is_host: bool) -> bool:
 
 
 def kv_layout(
-    spec: ModelSpec, policy: Policy, sequences: int, slots: int, record: tuple[str, ...], itemsize: int,
+    spec: ModelSpec, policy: Policy, sequences: int, slots: int, record: RowRecord, itemsize: int,
     device_is_host: bool,
 ) -> UnitLayout:  # fmt: skip
     """The KV unit of a micro-batch of `sequences` rows under the policy's cache shares."""
@@ -386,13 +388,16 @@ def temporary_bytes(spec: ModelSpec, shape: BlockShape, itemsize: int, policy: P
     if shape.record:  # column sums with the tile that they are summed in, ranks and their order
         prefill += shape.tokens * spec.num_kv_heads * RANK_BYTES + 2 * SCORE_TILE_BYTES
         decode += shape.rows * spec.num_kv_heads * shape.most_slots * RANK_BYTES
-    if "norms" in shape.record:
+    if "norms" in shape.record.names:
         prefill += shape.tokens * spec.num_kv_heads * spec.head_dim * 4
-    if "ranks" in shape.record:  # prompts' keys before they are rotated; copies of keys in slots, and what turns them
+    if "ranks" in shape.record.names:  # prompts' keys before they are rotated; copies of keys in slots, and what turns them
         prefill += shape.tokens * spec.num_kv_heads * spec.head_dim * itemsize
         copies += 1
         row = shape.most_slots * spec.head_dim
         decode += 4 * itemsize * min(shape.rows * spec.num_kv_heads * row, max(ROLLING_CHUNK, row))
+    if shape.record.pages:  # columns that are summed up in fp32, and their weights; the replaced ones, by torch
+        prefill += 8 * max(SUMMARY_CHUNK, shape.tokens * spec.head_dim) + 16 * shape.tokens * spec.num_kv_heads
+        decode += shape.rows * (spec.num_heads * shape.record.pages * 12 + spec.num_kv_heads * spec.head_dim * 24)
     if shape.sharing:
         columns = max(shape.sharing, TOKEN_CHUNK) * spec.num_kv_heads
         prefill += columns * copies * spec.head_dim * itemsize

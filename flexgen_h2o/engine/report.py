@@ -18,6 +18,8 @@ from flexgen_h2o.core.timeline import LANES
 from flexgen_h2o.core.units import GIB, format_bytes
 from flexgen_h2o.engine.memory_plan import packing_of
 from flexgen_h2o.engine.workload import need_of
+from flexgen_h2o.kvcache.eviction.policy import RowRecord
+from flexgen_h2o.kvcache.layout import page_bytes
 
 if TYPE_CHECKING:
     from flexgen_h2o.engine.distributed import Part
@@ -141,7 +143,10 @@ def make_report(
         io_bytes={link: sum(lanes[link] for lanes in moved.values()) for link in IO_LINKS},
         peak_bytes_by_kind=engine.peak_bytes_by_kind,
         io_bytes_by_kind=moved,
-        kv=_kv_facts(column_bytes(spec, engine.policy, itemsize), max(shape.slots) - common, blocks, copied),
+        kv=_kv_facts(
+            column_bytes(spec, engine.policy, itemsize), row_bytes(spec, engine.plan.shape.record),
+            max(shape.slots) - common, blocks, copied,
+        ),
         predicted=predicted,
         model_bytes=model_bytes,
         cache_bytes=cache_bytes,
@@ -221,16 +226,23 @@ def column_bytes(spec: ModelSpec, policy: Policy, itemsize: int) -> tuple[int, i
     return (2 * spec.num_kv_heads * packing.slot_bytes if packing else column), column
 
 
-def _kv_facts(column: tuple[int, int], slots: int, blocks: Sequence[BlockStats], copied: int) -> dict[str, int]:
+def row_bytes(spec: ModelSpec, record: RowRecord) -> int:
+    """Bytes of a row in one layer beside its columns: summaries, all pages that are reserved. Not the record of slots."""
+    return spec.num_kv_heads * page_bytes(record.pages, spec.head_dim)
+
+
+def _kv_facts(
+    column: tuple[int, int], beside: int, slots: int, blocks: Sequence[BlockStats], copied: int
+) -> dict[str, int]:
     """Slots of the row that has the most; mean bytes of KV held in a decode sweep, and of the full cache.
 
-    column: as of `column_bytes`. copied: bytes of KV outside of slots, the whole time.
+    column: as of `column_bytes`. beside: as of `row_bytes`. copied: bytes of KV outside of slots, the whole time.
     """
     counted = [b for b in blocks if b.later] or [b for b in blocks if b.sweeps]
     sweeps = max(1, sum(max(1, b.later) for b in counted))
     return {
         "slots": slots,
-        "bytes": copied + column[0] * sum(b.held for b in counted) // sweeps,
+        "bytes": copied + sum(column[0] * b.held + beside * b.units for b in counted) // sweeps,
         "full_bytes": column[1] * sum(b.full for b in counted) // sweeps,
     }
 

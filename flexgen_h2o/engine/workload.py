@@ -16,6 +16,7 @@ from flexgen_h2o.core.config import Policy, check_bits_used, read_policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import usable_path
 from flexgen_h2o.engine.memory_plan import BlockShape
+from flexgen_h2o.kvcache.eviction.policy import NO_RECORD, RowRecord, record_of
 from flexgen_h2o.kvcache.prefixes import PromptGroup, Sharing, common_prefix
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class WorkloadShape:
     """A pile of prompts. prompt_len, gen_len: tokens of the longest prompt, and the most new tokens.
 
     slots: the most KV slots of a row in each transformer block. kept: columns of its prompt that are left there after
-    prefill. record: what is stored of each slot (kvcache/layout.UnitLayout); () for the full cache. scored: prefill
+    prefill. record: what is kept of a row besides its columns, of the longest. scored: prefill
     sums the columns of whole prompts. by_length: rows keep a share of their own prompt, not a number of columns.
     sequence: the most prompt and new tokens of a row together, where rows keep a share of theirs; otherwise 0.
     prefix: tokens that all prompts begin with, fed once a micro-batch. common: the same, fed once a block and held in
@@ -40,7 +41,7 @@ class WorkloadShape:
     gen_len: int
     slots: tuple[int, ...]
     kept: tuple[int, ...]
-    record: tuple[str, ...] = ()
+    record: RowRecord = NO_RECORD
     scored: bool = False
     by_length: bool = False
     sequence: int = 0
@@ -62,6 +63,7 @@ class WorkloadShape:
             gen_len=max(self.gen_len, other.gen_len),
             slots=tuple(map(max, self.slots, other.slots)),
             kept=tuple(map(max, self.kept, other.kept)),
+            record=self.record.union(other.record),
             by_length=self.by_length or other.by_length,
             sequence=max(self.sequence, other.sequence),
             prefix=min(self.prefix, other.prefix),
@@ -194,8 +196,8 @@ def need_of(eviction: Eviction, rows: int, sizes: set[tuple[int, int]], num_bloc
     lengths, most_new = {prompt for prompt, _ in sizes}, max(new for _, new in sizes)
     prompt_len = max(lengths)
 
-    def columns(prompt: int, new: int, block: int = 0, depth: int = 1) -> int:
-        return eviction.budget(prompt, new, block, depth).columns
+    def columns(prompt: int, new: int, block: int = num_blocks - 1) -> int:  # the first may be another matter
+        return eviction.budget(prompt, new, block, num_blocks).columns
 
     of_sequence = columns(prompt_len, most_new) != columns(prompt_len, 0)
     return WorkloadShape(
@@ -203,8 +205,8 @@ def need_of(eviction: Eviction, rows: int, sizes: set[tuple[int, int]], num_bloc
         prompt_len=prompt_len,
         gen_len=most_new,
         slots=tuple(max(eviction.slots(*size, block, num_blocks) for size in sizes) for block in blocks),
-        kept=tuple(max(min(size[0], columns(*size, block, num_blocks)) for size in sizes) for block in blocks),
-        record=eviction.needs.record,
+        kept=tuple(max(min(size[0], columns(*size, block)) for size in sizes) for block in blocks),
+        record=record_of(eviction, max(map(sum, sizes))),
         scored=eviction.needs.query_rows is None,
         by_length=columns(min(lengths), most_new) != columns(prompt_len, most_new),
         sequence=max(map(sum, sizes)) if of_sequence else 0,

@@ -72,6 +72,8 @@ def enable_eviction(
         raise UsageError(f"mode: {mode!r} is not one of {', '.join(MODES)}")
     if is_rolling(eviction):  # the model itself has rotated its keys before they are cached
         raise UsageError("positions: rolling ones are the engine's alone; leave them original here")
+    if mode == "mask" and eviction.needs.page:
+        raise UsageError("mode: mask drops nothing that summaries could be of; use drop, or leave summaries out")
     unknown = set(eviction.needs.record) - {POSITIONS, SCORES, NORMS}
     if unknown:
         raise UsageError(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.units import round_up
+from flexgen_h2o.kernels.slots import Pages
 from flexgen_h2o.kvcache.attend import (
     KeptColumns,
     attend_slots,
@@ -29,6 +31,7 @@ from flexgen_h2o.kvcache.attend import (
     write_prompts,
 )
 from flexgen_h2o.kvcache.eviction.policy import EVERYTHING, NORMS, SCORES, Eviction, OfStage, RowBudget
+from flexgen_h2o.kvcache.layout import PAGE_STEP
 from flexgen_h2o.kvcache.slots import KVRows, NewColumns, PartView, RowBudgets, SlotMetadata, SlotTable
 
 Spans = Sequence[tuple[int, int]]  # of each sequence, (first, count) of its tokens among the n; others are padding
@@ -167,13 +170,32 @@ class EvictingLayer(CacheLayerMixin):
         positions = torch.full((rows, slots), -1, dtype=torch.int32, device=self.device)
         victims = torch.zeros(rows, dtype=torch.int32, device=self.device)
         self.metadata = SlotMetadata(positions, victims, scores, norms)
+        self._reserve_pages(int(self.budgets.prompts.max()) if self.budgets is not None else 0)
+
+    def _reserve_pages(self, tokens: int) -> None:
+        """Room for the pages of so many tokens; more than are asked for, since they come one by one."""
+        page, held = self._policy.needs.page, self.metadata
+        if not page or held is None or self.keys is None:
+            return
+        have = 0 if held.pages is None else held.pages.counts.shape[1]
+        if tokens <= have * page:
+            return
+        more = round_up(-(-tokens // page), PAGE_STEP) + PAGE_STEP - have
+        rows, width = len(held.victims), self.keys.shape[3]
+        if held.pages is None:
+            means = [torch.zeros(rows, more, width, device=self.device) for _ in range(2)]
+            pages = Pages(*means, torch.zeros(rows, more, dtype=torch.int32, device=self.device))
+        else:
+            keys, values = (F.pad(t, (0, 0, 0, more)) for t in (held.pages.keys, held.pages.values))
+            pages = Pages(keys, values, F.pad(held.pages.counts, (0, more)))
+        self.metadata = replace(held, pages=pages)
 
     def _widen(self, more: int) -> None:
         """As many slots more, of zeros."""
         assert self.keys is not None and self.values is not None
         self.keys, self.values = (F.pad(t, (0, 0, 0, more)) for t in (self.keys, self.values))
         if self.metadata is not None:
-            self.metadata = self.metadata.map(lambda t: F.pad(t, (0, more)) if t.dim() == 2 else t)
+            self.metadata = self.metadata.widened(more)
 
     _drops: bool  # columns that are evicted; the full cache then needs no metadata
 
@@ -207,10 +229,11 @@ class DroppingLayer(EvictingLayer):
 
     def _store_prompts(self, some: slice, first: int, k: torch.Tensor, v: torch.Tensor, kept: KeptColumns) -> None:
         (view,) = self._rows().views
-        write_prompts(view, some.start, k.transpose(1, 2), v.transpose(1, 2), kept)
+        write_prompts(view, some.start, k.transpose(1, 2), v.transpose(1, 2), kept, self._policy.needs.page)
 
     def _attend_token(self, qkv: tuple[torch.Tensor, ...], scale: float, is_token: torch.Tensor) -> torch.Tensor:
         assert self.budgets is not None and self.keys is not None and bool(is_token.all())
+        self._reserve_pages(int(self.past.max()))
         rows, held = self._rows(), self.keys.shape[2]
         new = rows.new_columns(self.past)
         if int(new.filled.max()) > held:  # a large budget does not take its memory before it is needed

@@ -1,7 +1,7 @@
 """Decode attention: one query a head over KV slots; column scores and a victim where an eviction policy wants them.
 
 R = rows: sequences x kv-heads; g = query heads of one kv-head; d = head width; C = slots of a row, held in segments of
-S: slot j of row r is at [j // S, r, j % S]; W = words of a packed slot. Softmax and sums in fp32.
+S: slot j of row r is at [j // S, r, j % S]; W = words of a packed slot; P = pages of a row. Softmax and sums in fp32.
 
 On the CPU, fp32 and bf16 go through one compiled pass over the keys and one over the values, which dequantises packed
 slots in registers; everything else through the torch operations of the functions `..._reference`, which unpack
@@ -23,7 +23,7 @@ from flexgen_h2o.kernels.packed import unpack_columns
 from flexgen_h2o.kernels.workspace import element_of, is_compiled, mismatch, parallel_rows
 
 if TYPE_CHECKING:
-    from flexgen_h2o.kernels.compiled.slots import ColumnSlots, Scores
+    from flexgen_h2o.kernels.compiled.slots import ColumnSlots, PageAddresses, Scores
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,46 @@ class ScoreState:
         return replace(self, **{name: getattr(self, name)[some] for name in _OF_ROWS})
 
 
+@dataclass(frozen=True)
+class Pages:
+    """Columns that are gone, summed up by pages, on the device of the keys, each tensor contiguous; P a multiple of 4.
+
+    keys, values: (R, P, d) fp32, means. counts: (R, P) int32, columns behind a mean; a page of none is not read.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    counts: torch.Tensor
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Pages:
+        """`change` applied to every tensor."""
+        return Pages(change(self.keys), change(self.values), change(self.counts))
+
+
+@dataclass(frozen=True)
+class SlotForm:
+    """How slots are stored, and what rows attend to beside them. packing: None for numbers of the queries' dtype."""
+
+    packing: SlotPacking | None = None
+    pages: Pages | None = None
+
+    def rows(self, some: slice) -> SlotForm:
+        """Of some of the rows."""
+        return self if self.pages is None else replace(self, pages=self.pages.map(lambda t: t[some]))
+
+
+WHOLE = SlotForm()
 _OF_ROWS = ("scores", "positions", "oldest", "newest", "victims", "gains")  # the order of compiled.slots.Scores
 
 
 def attend(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float,
-    state: ScoreState | None = None, packing: SlotPacking | None = None,
+    state: ScoreState | None = None, form: SlotForm = WHOLE,
 ) -> torch.Tensor:  # fmt: skip
     """Attention of each row's queries over its slots 0..filled-1; the others are not read and may hold anything.
+
+    With pages each that is not empty is one more column, log(count) added to its product: attention is shared among
+    slots and pages, and what follows is of the slots alone.
 
     q: (R, g, d). keys, values: (segments, R, S, d) in q's dtype, or packed, (segments, R, S, W) int32; each segment
     contiguous, any stride between segments, the same for both. filled: (R,) int32, from 1 to segments x S. Returns
@@ -67,8 +99,8 @@ def attend(
     equal scores the one of the lowest position; -1 if there is none.
     """
     if not _is_compiled(q, keys, values):
-        return attend_reference(q, keys, values, filled, scale, state, packing)
-    return _attend_compiled((q, keys, values, filled), scale, state, packing)
+        return attend_reference(q, keys, values, filled, scale, state, form)
+    return _attend_compiled((q, keys, values, filled), scale, state, form)
 
 
 def attend_lse(
@@ -83,23 +115,32 @@ def attend_lse(
 
 def attend_reference(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float,
-    state: ScoreState | None = None, packing: SlotPacking | None = None,
+    state: ScoreState | None = None, form: SlotForm = WHOLE,
 ) -> torch.Tensor:  # fmt: skip
     """`attend` in torch operations, a segment at a time. Products are rounded to q's dtype.
 
     Of packed slots some rows at a time are unpacked into q's dtype.
     """
+    packing, pages = form.packing, form.pages
     if packing is None:
-        p = slot_probabilities(q, keys, filled, scale)
+        products = _slot_products(q, keys, filled, scale)
+        if pages is not None:
+            products = torch.cat([products, _page_products(q, pages, scale)], dim=2)
+        p, of_pages = torch.softmax(products, dim=2).tensor_split([int(filled.max())], dim=2)
         if state is not None:
             _update_scores(state, p, filled)
-        return _mix(p, values, filled).to(q.dtype)
+        mixed = _mix(p, values, filled)
+        if pages is not None:  # a mean of no columns may be anything
+            means = pages.values.masked_fill((pages.counts == 0).unsqueeze(2), 0)
+            mixed += torch.bmm(of_pages, means)
+        return mixed.to(q.dtype)
     out = torch.empty_like(q)
     step = max(1, PACKED_CHUNK // (keys.shape[0] * keys.shape[2] * packing.width))
     for a in range(0, len(q), step):
         rows = slice(a, a + step)
         k, v = (unpack_columns(t[:, rows], packing, q.dtype) for t in (keys, values))
-        out[rows] = attend_reference(q[rows], k, v, filled[rows], scale, None if state is None else state.rows(rows))
+        own, beside = None if state is None else state.rows(rows), replace(form.rows(rows), packing=None)
+        out[rows] = attend_reference(q[rows], k, v, filled[rows], scale, own, beside)
     return out
 
 
@@ -139,6 +180,13 @@ def _slot_products(q: torch.Tensor, keys: torch.Tensor, filled: torch.Tensor, sc
     return products.masked_fill_(empty, float("-inf"))
 
 
+def _page_products(q: torch.Tensor, pages: Pages, scale: float) -> torch.Tensor:
+    """(R, g, P) fp32: scale x q.k + log(count), and -inf for empty pages."""
+    counts = pages.counts.unsqueeze(1)
+    products = torch.bmm(q.float(), pages.keys.transpose(1, 2)) * scale + counts.float().log()
+    return products.masked_fill(counts == 0, float("-inf"))
+
+
 def _mix(p: torch.Tensor, values: torch.Tensor, filled: torch.Tensor) -> torch.Tensor:
     """(R, g, d): the values weighed with p. A value of weight 0 can be NaN, so what is not filled is made 0 first."""
     length, longest, least = values.shape[2], p.shape[2], int(filled.min())
@@ -162,12 +210,13 @@ def _is_compiled(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> b
 
 
 def _attend_compiled(
-    tensors: tuple[torch.Tensor, ...], scale: float, state: ScoreState | None = None,
-    packing: SlotPacking | None = None, lse: torch.Tensor | None = None,
+    tensors: tuple[torch.Tensor, ...], scale: float, state: ScoreState | None = None, form: SlotForm = WHOLE,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """tensors: q, keys, values, filled. lse: written."""
     from flexgen_h2o.kernels.compiled import packed_slots, slots
 
+    packing = form.packing
     q, keys, values, filled = tensors
     q, filled, most = q.contiguous(), filled.contiguous(), int(filled.max())
     _check_slots((q, keys, values, filled), most, packing)
@@ -179,10 +228,12 @@ def _attend_compiled(
         0 if lse is None else lse.data_ptr(),
     )  # fmt: skip
     scores = slots.NO_SCORES if state is None else _score_addresses(state, len(q), most)
+    pages = slots.NO_PAGES if form.pages is None else _page_addresses(form.pages, q)
     loop: Callable[..., None] = partial(slots.attend_rows, element_of(q.dtype))
     if packing is not None:
         loop = partial(packed_slots.attend_rows, element_of(q.dtype), packed_slots.format_of(packing))
-    parallel_rows(partial(loop, job, scale, scores), len(q), 2 * most * words * WORD)
+    row_bytes = 2 * (most * words + pages.count * pages.width) * WORD
+    parallel_rows(partial(loop, job, scale, scores, pages), len(q), row_bytes)
     return out
 
 
@@ -201,6 +252,19 @@ def _check_slots(tensors: tuple[torch.Tensor, ...], most: int, packing: SlotPack
     ok = ok and (segments == 1 or keys.stride(0) == values.stride(0))
     if not ok or filled.dtype != torch.int32 or filled.shape != (len(q),):
         raise mismatch("attend: q, keys, values, filled", *tensors)
+
+
+def _page_addresses(pages: Pages, q: torch.Tensor) -> PageAddresses:
+    """Raises ValueError."""
+    from flexgen_h2o.kernels.compiled.slots import PAGE_STEP, PageAddresses
+
+    rows, count, width = pages.keys.shape
+    ok = pages.keys.shape == pages.values.shape and pages.counts.shape == (rows, count) and count % PAGE_STEP == 0
+    ok = ok and (rows, width) == (q.shape[0], q.shape[2]) and pages.counts.dtype == torch.int32
+    ok = ok and all(t.dtype == torch.float32 and t.is_contiguous() for t in (pages.keys, pages.values))
+    if not ok or not pages.counts.is_contiguous():
+        raise mismatch("attend: q, pages", q, pages.keys, pages.values, pages.counts)
+    return PageAddresses(count, width, *(t.data_ptr() for t in (pages.keys, pages.values, pages.counts)))
 
 
 def _score_addresses(state: ScoreState, rows: int, most: int) -> Scores:
@@ -265,6 +329,45 @@ def put_slots(areas: Pair, slots: torch.Tensor, columns: Pair) -> None:
 
     rows, count = slots.shape
     parallel_rows(partial(loops.put, job, count), rows, 4 * count * job.slot_bytes)
+
+
+def add_to_pages(areas: Pair, slots: torch.Tensor, numbers: torch.Tensor, form: SlotForm) -> None:
+    """The columns at `slots` (R,) int64 join the means of their rows' pages `numbers` (R,) int64, -1 for none.
+
+    In a compiled loop on the CPU, where slots are not packed.
+    """
+    pages, keys = form.pages, areas[0]
+    assert pages is not None
+    column = slots.unsqueeze(1)
+    empty = keys.new_empty(len(slots), 1, keys.shape[3])
+    job = _job(areas, column, (empty, empty)) if form.packing is None and is_compiled(keys) else None
+    if job is None or not numbers.is_contiguous():
+        add_to_pages_reference(areas, slots, numbers, form)
+        return
+    from flexgen_h2o.kernels.compiled import slots as loops
+
+    width = pages.keys.shape[2]
+    addresses = loops.PageAddresses(
+        pages.keys.shape[1], width, *(t.data_ptr() for t in (pages.keys, pages.values, pages.counts))
+    )
+    fold = loops.Fold(width, numbers.data_ptr())
+    loop = partial(loops.sum_up, element_of(keys.dtype), job, addresses, fold)
+    parallel_rows(loop, len(slots), 6 * width * keys.itemsize)
+
+
+def add_to_pages_reference(areas: Pair, slots: torch.Tensor, numbers: torch.Tensor, form: SlotForm) -> None:
+    """`add_to_pages` in torch operations."""
+    pages, packing = form.pages, form.packing
+    assert pages is not None
+    row = (numbers >= 0).nonzero().squeeze(1)
+    number, index = numbers[row], tuple(t[row] for t in _index(areas[0], slots.unsqueeze(1)))
+    count = pages.counts[row, number] + 1
+    pages.counts[row, number] = count
+    for means, area in zip((pages.keys, pages.values), areas, strict=True):
+        column = area[index].squeeze(1)
+        column = column if packing is None else unpack_columns(column, packing, torch.float32)
+        mean = means[row, number]
+        means[row, number] = mean + (column.float() - mean) / count.unsqueeze(1)
 
 
 def put_slots_reference(areas: Pair, slots: torch.Tensor, columns: Pair) -> None:

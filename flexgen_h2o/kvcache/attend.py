@@ -19,10 +19,10 @@ from itertools import groupby
 
 import torch
 
-from flexgen_h2o.core.units import ROLLING_CHUNK, TOKEN_CHUNK
+from flexgen_h2o.core.units import ROLLING_CHUNK, SUMMARY_CHUNK, TOKEN_CHUNK
 from flexgen_h2o.kernels.elementwise import Rotation
 from flexgen_h2o.kernels.prefill_attention import causal_attention, causal_attention_lse, column_sums
-from flexgen_h2o.kernels.slots import ScoreState, attend, attend_lse, attend_sparse
+from flexgen_h2o.kernels.slots import Pages, ScoreState, add_to_pages, attend, attend_lse, attend_sparse
 from flexgen_h2o.kvcache.eviction.policy import NORMS, POSITIONS, SCORES, Columns, Needs
 from flexgen_h2o.kvcache.prefixes import PromptGroup
 from flexgen_h2o.kvcache.slots import (
@@ -98,7 +98,7 @@ def _attend_group(
         kept = keep_prompt_columns(rows, sequence, (q, k[:, :, skipped:], v[:, :, skipped:]), lse, scale, prefix_sums)
         stored, values = columns[-1] if len(columns) > 2 else columns[0], columns[1]
         for view in rows.views:
-            write_prompts(view, sequence, stored[:, skipped:], values[:, skipped:], kept)
+            write_prompts(view, sequence, stored[:, skipped:], values[:, skipped:], kept, rows.policy.needs.page)
         start, sequence = end, sequence + number
 
 
@@ -139,8 +139,11 @@ def _equal_rows(group: PromptGroup, budgets: RowBudgets, sequence: int) -> Itera
             left -= min(most, left)
 
 
-def write_prompts(view: PartView, sequence: int, k: torch.Tensor, v: torch.Tensor, kept: KeptColumns) -> None:
-    """Put what is kept of prompts into the rows that the view has of them. k, v: (b, n, kv_heads, d)."""
+def write_prompts(
+    view: PartView, sequence: int, k: torch.Tensor, v: torch.Tensor, kept: KeptColumns, page: int = 0
+) -> None:
+    """Put what is kept of prompts into the rows that the view has of them, and sum up the rest by pages of `page`
+    positions. k, v: (b, n, kv_heads, d)."""
     n, kv_heads, width = k.shape[1:]
     for i, (keys, values) in enumerate(zip(k, v, strict=True)):
         first = (sequence + i) * kv_heads
@@ -157,6 +160,9 @@ def write_prompts(view: PartView, sequence: int, k: torch.Tensor, v: torch.Tenso
             put_first_columns(view, rows.start, rows.stop, *(t.view(b - a, -1, width) for t in chosen))
         if view.metadata is not None:
             record_prompt(view.metadata, rows, kept, i, heads)
+            if view.metadata.pages is not None:
+                pages = view.metadata.pages.map(lambda t, rows=rows: t[rows])  # type: ignore[misc]
+                sum_up_prompt(pages, page, keys[:, heads], values[:, heads], kept.positions[i, heads])
 
 
 # ---- new tokens
@@ -183,6 +189,8 @@ def attend_slots(
     for view, slots in zip(rows.views, new.slots, strict=True):
         here, where = slice(view.start, view.end), view.keys.device
         queries, keys, values, held = (t[here].to(where) for t in (q, k, v, filled))
+        if view.metadata is not None and view.metadata.pages is not None:
+            sum_up_replaced(view, rows, new, slots)
         put_columns(view, slots, keys, values)
         state = None
         if view.metadata is not None:
@@ -195,7 +203,7 @@ def attend_slots(
         elif sparsity < 1:
             attn_out[here].copy_(attend_sparse(queries, view.keys, view.values, held, scale, sparsity))
         else:
-            attn_out[here].copy_(attend(queries, view.keys, view.values, held, scale, state, view.packing))
+            attn_out[here].copy_(attend(queries, view.keys, view.values, held, scale, state, view.form))
     if rows.policy.needs.record and not rows.policy.needs.ranks_by_score:
         rank_victims(rows, new)
     return out
@@ -335,6 +343,39 @@ def record_prompt(metadata: SlotMetadata, rows: slice, kept: KeptColumns, sequen
     if metadata.ranks is not None:
         metadata.ranks[rows] = NO_RANK
         metadata.ranks[rows, :count] = torch.arange(count, dtype=torch.int32, device=metadata.ranks.device)
+
+
+def sum_up_prompt(pages: Pages, page: int, k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor) -> None:
+    """Fill the pages of some rows with the means of what is not kept of a prompt, SUMMARY_CHUNK numbers at a time.
+
+    k, v: (n, rows, d); kept: (rows, kept) int64. All pages are written.
+    """
+    n, rows, width = k.shape
+    gone = torch.ones(rows, n, device=k.device).scatter_(1, kept, 0.0)
+    short = -n % page
+    gone = torch.nn.functional.pad(gone, (0, short)).view(rows, -1, 1, page)
+    used = gone.shape[1]
+    pages.counts.zero_()
+    pages.counts[:, :used] = gone.sum(dim=(2, 3)).int()
+    weights = gone / pages.counts[:, :used].clamp(min=1).view(rows, used, 1, 1)
+    for means, columns in ((pages.keys, k), (pages.values, v)):
+        means[:, used:] = 0
+        step = max(1, SUMMARY_CHUNK // ((n + short) * width))
+        for a in range(0, rows, step):
+            some = columns[:, a : a + step].transpose(0, 1).float()
+            some = torch.nn.functional.pad(some, (0, 0, 0, short)).view(len(some), used, page, width)
+            means[a : a + step, :used] = (weights[a : a + step] @ some).squeeze(2)
+
+
+def sum_up_replaced(view: PartView, rows: KVRows, new: NewColumns, slots: torch.Tensor) -> None:
+    """The columns that new ones replace at `slots` (rows,) join their pages; to be called before they are gone."""
+    assert view.metadata is not None and new.replaces is not None
+    if not bool(new.replaces.any()):
+        return
+    where = torch.arange(view.rows, device=slots.device), slots
+    page = torch.div(view.metadata.positions[where].long(), rows.policy.needs.page, rounding_mode="floor")
+    replaces = new.replaces.repeat_interleave(rows.kv_heads)[view.start : view.end].to(slots.device)
+    add_to_pages((view.keys, view.values), slots, torch.where(replaces, page, -1), view.form)
 
 
 def record_columns(

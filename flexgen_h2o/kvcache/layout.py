@@ -14,17 +14,18 @@ from functools import cached_property
 
 from flexgen_h2o.core.packing import SlotPacking
 from flexgen_h2o.core.units import ALIGN, PAGE, SEGMENT_SLOTS, WRITE_BACK_STEPS, round_up
+from flexgen_h2o.kvcache.eviction.policy import NO_RECORD, RowRecord
 from flexgen_h2o.tiers.stream import Part, Shares, split_rows
 
-METADATA_ITEMSIZE = 4  # int32 positions, float32 scores and norms, int32 victims
+METADATA_ITEMSIZE = 4  # int32 positions, victims and counts, float32 scores, norms and means
+PAGE_STEP = 4  # pages of a row are a multiple of it, as the decode kernel reads them
 
 
 @dataclass(frozen=True)
 class UnitLayout:
     """Sizes in bytes unless named otherwise.
 
-    shares: of the unit's rows on device, host and disk. record: what an eviction policy records of each slot
-    (`Needs.record`); () for the full cache. streamed: some part is brought from another tier for each use. packing: how
+    shares: of the unit's rows on device, host and disk. record: what an eviction policy keeps besides columns. streamed: some part is brought from another tier for each use. packing: how
     compressed columns lie in their slots; None where a slot holds `width` numbers of `itemsize` bytes.
     """
 
@@ -34,7 +35,7 @@ class UnitLayout:
     width: int
     itemsize: int
     shares: Shares
-    record: tuple[str, ...] = ()
+    record: RowRecord = NO_RECORD
     streamed: bool = True
     packing: SlotPacking | None = None
 
@@ -103,7 +104,22 @@ class UnitLayout:
         """RAM for the columns of a disk part that wait to be written back, with their slot numbers (int64)."""
         return part.rows * WRITE_BACK_STEPS * (2 * self.slot_bytes + 8)
 
+    @property
+    def pages(self) -> int:
+        """Pages of a row that have room."""
+        return padded_pages(self.record.pages)
+
     def metadata_bytes(self, part: Part) -> int:
-        """What the policy records of the part's slots, and a victim for each row."""
-        words = part.rows * (len(self.record) * self.slots + 1) if self.record else 0
-        return round_up(words * METADATA_ITEMSIZE, ALIGN)
+        """What the policy records of the part's slots, a victim for each row, and its pages: means and counts."""
+        of_slots = (len(self.record.names) * self.slots + 1) * METADATA_ITEMSIZE if self.record else 0
+        return round_up(part.rows * (of_slots + page_bytes(self.record.pages, self.width)), ALIGN)
+
+
+def padded_pages(pages: int) -> int:
+    """As many as the decode kernel reads together, or more."""
+    return round_up(pages, PAGE_STEP)
+
+
+def page_bytes(pages: int, width: int) -> int:
+    """Mean key, mean value and count of the pages of a row and kv-head, with those that only fill up."""
+    return padded_pages(pages) * (2 * width + 1) * METADATA_ITEMSIZE

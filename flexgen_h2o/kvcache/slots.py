@@ -12,7 +12,7 @@ import torch
 
 from flexgen_h2o.core.packing import SlotPacking
 from flexgen_h2o.kernels.packed import pack_columns
-from flexgen_h2o.kernels.slots import put_slots
+from flexgen_h2o.kernels.slots import Pages, SlotForm, put_slots
 from flexgen_h2o.kvcache.eviction.policy import POSITIONS, RANKS, Eviction
 from flexgen_h2o.kvcache.layout import METADATA_ITEMSIZE, UnitLayout
 from flexgen_h2o.tiers.stream import Part
@@ -24,7 +24,7 @@ class SlotMetadata:
 
     positions: (rows, slots) int32, of the columns in their sequences. victims: (rows,) int32, the slot that the next
     column of a full row takes. scores, norms: (rows, slots) fp32; ranks: (rows, slots) int32, how many columns of the
-    row are older. Each of these three is None unless the policy needs it.
+    row are older. pages: what was dropped, summed up. Each of these four is None unless the policy needs it.
     """
 
     positions: torch.Tensor
@@ -32,13 +32,29 @@ class SlotMetadata:
     scores: torch.Tensor | None = None
     norms: torch.Tensor | None = None
     ranks: torch.Tensor | None = None
+    pages: Pages | None = None
 
     def tensors(self) -> list[torch.Tensor]:
-        return [t for t in vars(self).values() if t is not None]
+        """Every tensor, rows first."""
+        of_pages = [] if self.pages is None else list(vars(self.pages).values())
+        return [t for t in self._of_slots().values() if t is not None] + of_pages
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> SlotMetadata:
         """`change` applied to every tensor."""
-        return SlotMetadata(**{name: change(t) for name, t in vars(self).items() if t is not None})
+        pages = None if self.pages is None else self.pages.map(change)
+        return SlotMetadata(**{n: change(t) for n, t in self._of_slots().items() if t is not None}, pages=pages)
+
+    def widened(self, more: int) -> SlotMetadata:
+        """With so many slots more, of zeros."""
+        wide = {
+            name: torch.nn.functional.pad(t, (0, more)) if name != "victims" else t
+            for name, t in self._of_slots().items()
+            if t is not None
+        }
+        return SlotMetadata(**wide, pages=self.pages)
+
+    def _of_slots(self) -> dict[str, torch.Tensor | None]:
+        return {name: t for name, t in vars(self).items() if name != "pages"}
 
 
 @dataclass(frozen=True)
@@ -67,6 +83,11 @@ class PartView:
         """The view's rows [first, end), numbered from `start` on."""
         metadata = self.metadata.map(lambda t: t[first:end]) if self.metadata is not None else None
         return PartView(start, self.keys[:, first:end], self.values[:, first:end], metadata, self.packing)
+
+    @property
+    def form(self) -> SlotForm:
+        """What the decode kernel must know of the rows besides their slots."""
+        return SlotForm(self.packing, None if self.metadata is None else self.metadata.pages)
 
     def row_tensors(self) -> list[torch.Tensor]:
         """Every tensor of the view with its rows first."""
@@ -103,12 +124,22 @@ def metadata_view(layout: UnitLayout, part: Part, data: torch.Tensor) -> SlotMet
         return None
     size = part.rows * layout.slots * METADATA_ITEMSIZE
     fields: dict[str, torch.Tensor] = {}
-    for i, name in enumerate(layout.record):
+    for i, name in enumerate(layout.record.names):
         dtype = torch.int32 if name in (POSITIONS, RANKS) else torch.float32
         fields[name] = data[i * size : (i + 1) * size].view(dtype).view(part.rows, layout.slots)
-    start = len(layout.record) * size
-    victims = data[start : start + part.rows * METADATA_ITEMSIZE].view(torch.int32)
-    return SlotMetadata(victims=victims, **fields)
+    start = len(layout.record.names) * size
+    end = start + part.rows * METADATA_ITEMSIZE
+    victims = data[start:end].view(torch.int32)
+    if not layout.pages:
+        return SlotMetadata(victims=victims, **fields)
+    means, count = (part.rows, layout.pages, layout.width), part.rows * layout.pages
+    sizes = [count * layout.width * METADATA_ITEMSIZE] * 2 + [count * METADATA_ITEMSIZE]
+    keys, values, counts = data[end : end + sum(sizes)].split(sizes)
+    pages = Pages(
+        keys.view(torch.float32).view(means), values.view(torch.float32).view(means),
+        counts.view(torch.int32).view(means[:2]),
+    )  # fmt: skip
+    return SlotMetadata(victims=victims, **fields, pages=pages)
 
 
 def put_columns(view: PartView, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -174,12 +205,14 @@ class NewColumns:
     """The new columns of one decode step.
 
     positions: (sequences,) int64 on the host. filled: (sequences,) int64, slots in use with the new column. slots: for
-    each view, (rows,) int64 on its device, where the columns go.
+    each view, (rows,) int64 on its device, where the columns go. replaces: (sequences,) bool on the host, where they
+    take the place of another column.
     """
 
     positions: torch.Tensor
     filled: torch.Tensor
     slots: Sequence[torch.Tensor]
+    replaces: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -225,7 +258,7 @@ class KVRows:
             if view.metadata is not None:
                 slots = torch.where(slots < 0, view.metadata.victims, slots)
             taken.append(slots)
-        return NewColumns(positions, torch.minimum(held + 1, budgets.slots), taken)
+        return NewColumns(positions, torch.minimum(held + 1, budgets.slots), taken, held >= budgets.slots)
 
 
 class SlotTable:

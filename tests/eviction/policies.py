@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -75,11 +75,12 @@ class Scorer:
 @dataclass(frozen=True)
 class Policy:
     """`sizes` of a row by its prompt tokens, its most new tokens and the layer. in_decode False: only the prefill
-    evicts."""
+    evicts. page: positions of a page whose dropped columns leave their mean; 0 for none."""
 
     sizes: Callable[[int, int, int], Sizes]
     scorer: Callable[[int, Sizes], Scorer]
     in_decode: bool = True
+    page: int = 0
 
 
 def choose(held: Sequence[int], sizes: Sizes, turns: Sequence[tuple[int, torch.Tensor]]) -> tuple[list[int], float]:
@@ -159,12 +160,12 @@ def local(budget: Budget, sinks: int = 0, in_decode: bool = True) -> Policy:
 class MeanSeen(ColumnSums):
     """Column sums per query row that saw the column; a row i steps ago counts decay^i, in sum and number.
 
-    What a decode step gives counts by the share of the columns that are held (those of probability above 0).
+    even: what a decode step gives counts by the share of the columns that are held (those of probability above 0).
     """
 
-    def __init__(self, layer: int, sizes: Sizes, decay: float = 1.0) -> None:
+    def __init__(self, layer: int, sizes: Sizes, decay: float = 1.0, even: bool = True) -> None:
         super().__init__(layer, sizes)
-        self.decay = decay
+        self.decay, self.even = decay, even
 
     def see_prompt(self, p: torch.Tensor, v: torch.Tensor) -> None:
         kv, n = p.shape[0], p.shape[-1]
@@ -175,7 +176,7 @@ class MeanSeen(ColumnSums):
 
     def see_token(self, p: torch.Tensor, v: torch.Tensor) -> None:
         held = (p > 0).any(1).double().mean(1, keepdim=True)
-        self.sums = self.decay * _grown(self.sums) + held * p.sum(1)
+        self.sums = self.decay * _grown(self.sums) + (held if self.even else 1) * p.sum(1)
         self.count = self.decay * _grown(self.count) + 1
 
     def scores(self) -> torch.Tensor:
@@ -273,12 +274,15 @@ def _of_heavy(budget: Budget, sinks: int, grace: int) -> Callable[[int, int, int
     return sizes
 
 
-def h2o_norm(budget: Budget, sinks: int = 4, grace: int = 16, decay: float = 0.99) -> Policy:
-    return Policy(_of_heavy(budget, sinks, grace), lambda layer, sizes: MeanSeen(layer, sizes, decay))
+def h2o_norm(budget: Budget, sinks: int = 4, grace: int = 16, decay: float = 0.99, page: int = 0) -> Policy:
+    """With pages probabilities need no correction for what is gone: pages have their part."""
+    sizes = _of_heavy(budget, sinks, grace)
+    return Policy(sizes, lambda layer, own: MeanSeen(layer, own, decay, even=not page), page=page)
 
 
-def h2o_v(budget: Budget, sinks: int = 4, grace: int = 16, decay: float = 0.99) -> Policy:
-    return Policy(_of_heavy(budget, sinks, grace), lambda layer, sizes: ValueAware(layer, sizes, decay))
+def h2o_v(budget: Budget, sinks: int = 4, grace: int = 16, decay: float = 0.99, page: int = 0) -> Policy:
+    sizes = _of_heavy(budget, sinks, grace)
+    return Policy(sizes, lambda layer, own: ValueAware(layer, own, decay, even=not page), page=page)
 
 
 def tova(budget: Budget) -> Policy:
@@ -297,3 +301,29 @@ def random(budget: Budget, seed: int = 0) -> Policy:
     return Policy(
         lambda n, new, layer: Sizes(0, *budget.sizes(n, new)), lambda layer, sizes: Hashed(layer, sizes, seed)
     )
+
+
+# ---- what goes with any of them
+
+
+def protecting(policy: Policy, first: float = math.inf) -> Policy:
+    """The first columns of a prompt stay, all of them by default; heavy and recent ones share the rest as they would
+    share all. Only for policies without sinks or grace of their own."""
+
+    def sizes(prompt_len: int, most_new: int, layer: int) -> Sizes:
+        own, safe = policy.sizes(prompt_len, most_new, layer), int(min(prompt_len, first))
+        left = own.total - safe
+        heavy = own.heavy * left // own.total
+        return Sizes(safe, heavy, left - heavy)
+
+    return replace(policy, sizes=sizes)
+
+
+def first_full(policy: Policy) -> Policy:
+    """The first layer keeps everything."""
+    everything = Sizes(0, 0, 10**6)
+    return replace(policy, sizes=lambda n, new, layer: policy.sizes(n, new, layer) if layer else everything)
+
+
+def summing_up(policy: Policy, page: int) -> Policy:
+    return replace(policy, page=page)

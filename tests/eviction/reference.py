@@ -65,13 +65,14 @@ class Attention:
 @torch.no_grad()
 def forward(
     model: PlainModel, ids: Sequence[int], masks: Sequence[torch.Tensor], prompt_len: int = 0,
-    stored: Stored | None = None, turn: Turn | None = None,
+    stored: Stored | None = None, turn: Turn | None = None, page: int = 0,
 ) -> tuple[torch.Tensor, list[Attention]]:  # fmt: skip
     """Logits of the newest token (vocab,), and every layer's attention. masks: (kv, n, n) bool by layer.
 
     stored: what a cache makes of columns; queries behind the prompt see that, the prompt's own see the columns. turn:
     the model projects queries and keys without their positions, and a query sees the columns of its mask's row at
-    positions 0, 1, ..., itself last.
+    positions 0, 1, ..., itself last. page: a query behind the prompt also sees, of each page of so many positions, the
+    mean of the columns that its row of the mask leaves out, as if it were as many columns as that.
     """
     x = model.embed(torch.tensor(ids))
     seen = []
@@ -84,13 +85,44 @@ def forward(
         if stored is not None:
             later = torch.einsum("kgid,kjd->kgij", q[:, :, prompt_len:], stored(k)) * q.shape[-1] ** -0.5
             scores = torch.cat([scores[:, :, :prompt_len], later], dim=2)
-        probabilities = scores.masked_fill(~mask[:, None], -math.inf).softmax(-1)
+        scores = scores.masked_fill(~mask[:, None], -math.inf)
+        of_pages, means = _page_scores(q, k, v, mask, prompt_len, page, stored) if page else (scores[..., :0], v[:0])
+        probabilities, of_pages = torch.cat([scores, of_pages], dim=-1).softmax(-1).tensor_split([len(ids)], dim=-1)
         mixed = torch.einsum("kgij,kjd->ikgd", probabilities, v)
         if stored is not None:
             mixed[prompt_len:] = torch.einsum("kgij,kjd->ikgd", probabilities[:, :, prompt_len:], stored(v))
+        if page:
+            mixed += torch.einsum("kgip,kipd->ikgd", of_pages, means)
         x = model.finish(layer, x, mixed.reshape(len(ids), -1))
         seen.append(Attention(q, k, v, probabilities))
     return model.logits(x[-1:])[0], seen
+
+
+def _page_scores(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, prompt_len: int, page: int,
+    stored: Stored | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(kv, g, n, pages) scaled products with log(count), and mean values (kv, n, pages, d): of each query its own.
+
+    Columns that left with the prefill are summed up as they were, later ones as the cache has them.
+    """
+    kv, g, n, d = q.shape
+    products, means = torch.full((kv, g, n, -(-n // page)), -math.inf), torch.zeros(kv, n, -(-n // page), d)
+    later = (k, v) if stored is None else (stored(k), stored(v))
+    for head, i in product(range(kv), range(prompt_len, n)):
+        for number in range(-(-n // page)):
+            here = range(number * page, min(i + 1, (number + 1) * page))
+            gone = [j for j in here if not mask[head, i, j]]
+            if not gone:
+                continue
+            early = [j < prompt_len and not mask[head, prompt_len, j] for j in gone]
+            key, value = (
+                torch.stack([(whole if first else kept)[head, j] for j, first in zip(gone, early, strict=True)]).mean(0)
+                for whole, kept in zip((k, v), later, strict=True)
+            )
+            products[head, :, i, number] = q[head, :, i] @ key * d**-0.5 + math.log(len(gone))
+            means[head, i, number] = value
+    return products, means
 
 
 def rolled_scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, turn: Turn) -> torch.Tensor:
@@ -193,7 +225,8 @@ def evicted_greedy(
     while len(tokens) < new_tokens:
         for layer in layers:
             layer.join()
-        newest, seen = forward(model, [*prompt, *tokens], [layer.mask for layer in layers], len(prompt), stored, turn)
+        masks = [layer.mask for layer in layers]
+        newest, seen = forward(model, [*prompt, *tokens], masks, len(prompt), stored, turn, policy.page)
         for layer, attention in zip(layers, seen, strict=True):
             layer.decoded(attention)
         tokens.append(given.get(len(tokens), int(newest.argmax())))

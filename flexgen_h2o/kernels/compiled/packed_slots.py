@@ -17,6 +17,10 @@ from flexgen_h2o.kernels.compiled.slots import (
     fetch,
     fetch_scores,
     onwards,
+    page_dots,
+    page_mix,
+    page_scratch,
+    page_sum,
     row_at,
     score_row,
     softmax,
@@ -71,7 +75,7 @@ def _table_of(packing: SlotPacking) -> tuple[int, np.ndarray]:
 
 
 @jit
-def attend_rows(element, form, slots, scale, state, first, end):  # type: ignore[no-untyped-def]
+def attend_rows(element, form, slots, scale, state, pages, first, end):  # type: ignore[no-untyped-def]
     """`attend` over packed slots for the rows first..end-1.
 
     element: of the queries. slots: as of whole slots, `words` those of a packed slot.
@@ -79,7 +83,8 @@ def attend_rows(element, form, slots, scale, state, first, end):  # type: ignore
     sharing = 2 if form.lanes > 1 else 1
     shape = (slots.group, form.chunks, 32 // form.bits + 1, sharing * form.lanes)
     query, attn_out = np.empty(shape, np.float32), np.empty(shape, np.float32)
-    p = np.empty((slots.group, -(-slots.most // BLOCK) * BLOCK), np.float32)
+    p = np.empty((slots.group, -(-slots.most // BLOCK) * BLOCK + pages.count), np.float32)
+    of_pages = page_scratch(slots.group, pages)
     gathered = np.empty(BLOCK * slots.words, np.uint32)
     one = np.empty(form.width, np.float32)
     size = 4 // planes(element) * slots.group * form.width
@@ -87,14 +92,16 @@ def attend_rows(element, form, slots, scale, state, first, end):  # type: ignore
     for r in range(first, end):
         filled = ints_at(slots.filled)[r]
         _spread(element, form, slots.q + r * size, one, query)
+        page_dots(element, pages, r, slots.q + r * size, of_pages, p)
         if state.columns:
             fetch_scores(state, r)
         keys, values = row_at(slots, slots.keys, r), row_at(slots, slots.values, r)
         _pass(form, slots, Pass(True, keys, values, filled), gathered, query, p)
-        softmax(p, filled, np.float32(scale), 0)
+        softmax(p, filled, np.float32(scale), 0, pages, r)
         attn_out[:] = 0
         _pass(form, slots, Pass(False, values, row_at(slots, slots.keys, r + 1), filled), gathered, attn_out, p)
-        _gather(element, form, attn_out, one, slots.out + r * size)
+        page_mix(pages, r, of_pages, p)
+        _gather(element, form, attn_out, (pages, of_pages), one, slots.out + r * size)
         if state.columns:
             score_row(state, r, filled, p)
 
@@ -164,8 +171,9 @@ def _spread(element, form, at, one, query):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _gather(element, form, attn_out, one, at):  # type: ignore[no-untyped-def]
-    """Write the sums to address `at`. one: scratch of a column."""
+def _gather(element, form, attn_out, beside, one, at):  # type: ignore[no-untyped-def]
+    """Write the sums to address `at`. beside: pages, and their sums. one: scratch of a column."""
+    pages, of_pages = beside
     per_word, second = 32 // form.bits, attn_out.shape[3] - form.lanes
     for g in range(attn_out.shape[0]):
         for c in range(attn_out.shape[1]):
@@ -179,7 +187,8 @@ def _gather(element, form, attn_out, one, at):  # type: ignore[no-untyped-def]
                 for word in range(start, min(end, (form.width - k + per_word - 1) // per_word)):
                     one[word * per_word + k] = lanes[k, word - first] * unit + lanes[per_word, word - first]
         for i in range(form.width):
-            set_number(element, at, g * form.width + i, one[i])
+            more = page_sum(pages, of_pages, g, i) if pages.count else np.float32(0)
+            set_number(element, at, g * form.width + i, one[i] + more)
 
 
 # ---- packing

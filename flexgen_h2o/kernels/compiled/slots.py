@@ -23,6 +23,7 @@ from flexgen_h2o.kernels.jit import (
     ints_at,
     jit,
     longs_at,
+    number_at,
     ordered,
     planes,
     to_bf16,
@@ -31,6 +32,7 @@ from flexgen_h2o.kernels.jit import (
 
 BLOCK = 8  # slots that are looked up together
 AHEAD = 2048  # bytes of slots that are prefetched: into the next segment, pass and row
+PAGE_STEP = vectors.SLOTS  # pages that are computed together
 _SCORES_AHEAD = 512  # bytes of a row's scores, and of its positions
 _LINE = 64  # bytes
 _NONE = np.iinfo(np.int64).max
@@ -68,6 +70,19 @@ class Scores(NamedTuple):
 NO_SCORES = Scores(0, 0, 0, 0, 0, 0, 0, 0.0)
 
 
+class PageAddresses(NamedTuple):
+    """The pages of rows (slots.Pages): how many a row, numbers of a mean, addresses. `count` is 0 where there are none."""
+
+    count: int
+    width: int
+    keys: int
+    values: int
+    counts: int
+
+
+NO_PAGES = PageAddresses(0, 0, 0, 0, 0)
+
+
 class Pass(NamedTuple):
     """A pass over a row: dots of its keys with the queries, or its values added to the sums, from address `at`.
 
@@ -81,25 +96,29 @@ class Pass(NamedTuple):
 
 
 @jit
-def attend_rows(element, slots, scale, state, first, end):  # type: ignore[no-untyped-def]
+def attend_rows(element, slots, scale, state, pages, first, end):  # type: ignore[no-untyped-def]
     """`attend` or `attend_lse` of the rows first..end-1. In bf16 d is even."""
     lanes = vectors.WIDE if slots.words >= vectors.WIDE else 1
     chunks = -(-slots.words // lanes)
     query = np.empty((slots.group, chunks, planes(element), lanes), np.float32)
     attn_out = np.empty((slots.group, chunks, planes(element), lanes), np.float32)
-    p = np.empty((slots.group, -(-slots.most // BLOCK) * BLOCK), np.float32)
+    p = np.empty((slots.group, -(-slots.most // BLOCK) * BLOCK + pages.count), np.float32)
+    of_pages = page_scratch(slots.group, pages)
     gathered = np.empty(BLOCK * slots.words, np.uint32)
     for r in range(first, end):
         filled = ints_at(slots.filled)[r]
         offset = r * slots.group * slots.words * 4
+        page_dots(element, pages, r, slots.q + offset, of_pages, p)
         _unpack(element, slots.q + offset, slots.words, query)
         if state.columns:
             fetch_scores(state, r)
         keys, values = row_at(slots, slots.keys, r), row_at(slots, slots.values, r)
         _pass(element, slots, Pass(True, keys, values, filled), gathered, query, p)
-        softmax(p, filled, np.float32(scale), slots.lse + 4 * r * slots.group if slots.lse else 0)
+        softmax(p, filled, np.float32(scale), slots.lse + 4 * r * slots.group if slots.lse else 0, pages, r)
         attn_out[:] = 0
         _pass(element, slots, Pass(False, values, row_at(slots, slots.keys, r + 1), filled), gathered, attn_out, p)
+        page_mix(pages, r, of_pages, p)
+        _add_pages(element, pages, of_pages, slots.words, attn_out)
         _pack(element, attn_out, slots.words, slots.out + offset)
         if state.columns:
             score_row(state, r, filled, p)
@@ -158,6 +177,102 @@ def _pack(element, attn_out, words, at):  # type: ignore[no-untyped-def]
                     words_at(at)[start + i] = (low >> np.uint32(16)) | (high & HIGH)
                 else:
                     floats_at(at)[start + i] = attn_out[g, c, 0, i]
+
+
+# ---- pages: as slots in fp32, whatever the slots are
+
+
+@jit
+def page_scratch(group, pages):  # type: ignore[no-untyped-def]
+    """Of queries, and then of sums: (group, chunks, 1, lanes), as of slots in fp32."""
+    lanes = vectors.WIDE if pages.width >= vectors.WIDE else 1
+    return np.zeros((group, -(-pages.width // lanes), 1, lanes), np.float32)
+
+
+@jit
+def page_dots(element, pages, r, at, scratch, p):  # type: ignore[no-untyped-def]
+    """The products of the queries at address `at` and the keys of row r's pages, at the end of p. scratch: written."""
+    if pages.count == 0:
+        return
+    lanes = scratch.shape[3]
+    for g in range(scratch.shape[0]):
+        done = 0
+        for c in range(scratch.shape[1]):
+            start = min(c * lanes, pages.width - lanes)
+            for i in range(lanes):
+                n = start + i
+                scratch[g, c, 0, i] = number_at(element, at, g * pages.width + n) if n >= done else np.float32(0)
+            done = start + lanes
+    _over_pages(True, pages, pages.keys, r, scratch, p)
+
+
+@jit
+def page_mix(pages, r, scratch, p):  # type: ignore[no-untyped-def]
+    """The values of row r's pages weighed with the end of p, in scratch."""
+    if pages.count:
+        scratch[:] = 0
+        _over_pages(False, pages, pages.values, r, scratch, p)
+
+
+@jit
+def _over_pages(is_dots, pages, at, r, scratch, p):  # type: ignore[no-untyped-def]
+    group, stride = np.int64(p.shape[0]), np.int64(p.shape[1])
+    scratch_at, p_at = np.int64(scratch.ctypes.data), np.int64(p.ctypes.data) + 4 * (stride - pages.count)
+    for j in range(0, pages.count, PAGE_STEP):
+        place = at + 4 * (r * pages.count + j) * pages.width
+        numbers = (place, pages.width, scratch_at, p_at + 4 * j, stride, group)
+        if is_dots:
+            vectors.dots(np.float32(0), numbers)
+        else:
+            vectors.mix(np.float32(0), numbers)
+
+
+@jit
+def page_sum(pages, scratch, g, n):  # type: ignore[no-untyped-def]
+    """Number n of query g's sum over pages."""
+    lanes = scratch.shape[3]
+    chunk = n // lanes
+    return scratch[g, chunk, 0, n - min(chunk * lanes, pages.width - lanes)]
+
+
+@jit
+def _add_pages(element, pages, scratch, words, attn_out):  # type: ignore[no-untyped-def]
+    if pages.count == 0:
+        return
+    lanes = attn_out.shape[3]
+    for g in range(attn_out.shape[0]):
+        for c in range(attn_out.shape[1]):
+            start = min(c * lanes, words - lanes)
+            for plane in range(planes(element)):
+                for i in range(lanes):
+                    attn_out[g, c, plane, i] += page_sum(pages, scratch, g, planes(element) * (start + i) + plane)
+
+
+class Fold(NamedTuple):
+    """The columns that `sum_up` adds to pages. page: the address of each row's, int64; -1 for none."""
+
+    width: int
+    page: int
+
+
+@jit
+def sum_up(element, job, pages, fold, first, end):  # type: ignore[no-untyped-def]
+    """What is in the one slot of `job` of the rows first..end-1 joins the means of their pages."""
+    for row in range(first, end):
+        page = longs_at(fold.page)[row]
+        if page < 0:
+            continue
+        at = _place(job, row, longs_at(job.slots + row * job.slots_step)[0])
+        number = row * pages.count + page
+        count = ints_at(pages.counts)[number] + np.int32(1)
+        ints_at(pages.counts)[number] = count
+        share = np.float32(1) / np.float32(count)
+        keys, values = (
+            floats_at(pages.keys + 4 * number * fold.width), floats_at(pages.values + 4 * number * fold.width)
+        )
+        for i in range(fold.width):
+            keys[i] += (number_at(element, job.keys + at, i) - keys[i]) * share
+            values[i] += (number_at(element, job.values + at, i) - values[i]) * share
 
 
 @jit
@@ -224,28 +339,37 @@ def take(slots, at, inside, j, filled, gathered):  # type: ignore[no-untyped-def
 
 
 @jit
-def softmax(p, filled, scale, lse):  # type: ignore[no-untyped-def]
-    """p[g, :filled] = softmax(scale x p[g, :filled]); the rest of the last block is 0.
+def softmax(p, filled, scale, lse, pages, r):  # type: ignore[no-untyped-def]
+    """p[g, :filled] = softmax(scale x p[g, :filled]), and the pages' part of it; the rest of the last block is 0.
 
-    lse: the address of the log-sum-exp of each g; 0: not wanted.
+    Pages are the end of p. lse: the address of the log-sum-exp of each g; 0: not wanted.
     """
-    factor = scale * LOG2_E
+    factor, end = scale * LOG2_E, p.shape[1] - pages.count
+    counts = ints_at(pages.counts + 4 * r * pages.count)
     for g in range(p.shape[0]):
         row = p[g]
         largest = np.int32(-(2**31))
         for j in range(filled):
             row[j] *= factor
             largest = max(largest, ordered(float_to_bits(row[j])))
+        for j in range(pages.count):
+            if counts[j]:
+                row[end + j] = row[end + j] * factor + np.float32(np.log2(np.float32(counts[j])))
+                largest = max(largest, ordered(float_to_bits(row[end + j])))
         top = bits_to_float(np.uint32(ordered(largest)))
         total = np.float32(0)
         for j in range(filled):
             row[j] = exp2(row[j] - top)
             total += row[j]
+        for j in range(pages.count):
+            row[end + j] = exp2(row[end + j] - top) if counts[j] else np.float32(0)
+            total += row[end + j]
         if lse:
             floats_at(lse)[g] = (top + np.log2(total)) * LN_2
         share = np.float32(1) / total
         for j in range(filled):
             row[j] *= share
+        row[end:] *= share
         row[filled : -(-filled // BLOCK) * BLOCK] = 0
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.core.settings import ORIGINAL, ROLLING, EvictionSettings
+from flexgen_h2o.core.settings import FIRST_FULL, ORIGINAL, PROMPT, PYRAMID, ROLLING, EvictionSettings
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +47,10 @@ class Needs:
     received, summed over the query heads of its kv-head. even: the gain is multiplied by columns held / columns seen
     so far, since a query that attends to fewer columns gives more to each. ranks_by_score: `rank` gives the scores
     themselves, so the decode kernel can find the column that leaves.
+
+    page: positions of a page (page = position // `page`); 0 for none. The columns of a page that were dropped are one
+    more column of their row and kv-head then: their mean key, their mean value, and log(how many) added to the logit.
+    It has no score and never leaves; what attention gives it is in the denominator of all others.
     """
 
     record: tuple[str, ...] = ()
@@ -56,10 +60,39 @@ class Needs:
     gain: float = 1.0
     even: bool = False
     ranks_by_score: bool = True
+    page: int = 0
 
     def __post_init__(self) -> None:
         if self.record and self.ranks_by_score and SCORES not in self.record:
             raise ValueError("ranks_by_score: record has no SCORES; set it to False and give a `rank`")
+
+
+@dataclass(frozen=True)
+class RowRecord:
+    """What is kept of a row besides its columns, where attention runs. names: of each slot (`Needs.record`); nothing
+    for the full cache. pages: of what was dropped (`Needs.page`)."""
+
+    names: tuple[str, ...] = ()
+    pages: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.names)
+
+    def covers(self, other: RowRecord) -> bool:
+        return self.names == other.names and self.pages >= other.pages
+
+    def union(self, other: RowRecord) -> RowRecord:
+        """Of rows of one policy."""
+        return RowRecord(self.names, max(self.pages, other.pages))
+
+
+NO_RECORD = RowRecord()
+
+
+def record_of(eviction: Eviction, tokens: int) -> RowRecord:
+    """The record of rows of at most `tokens` tokens, prompt and new ones."""
+    page = eviction.needs.page
+    return RowRecord(eviction.needs.record, -(-tokens // page) if page else 0)
 
 
 @dataclass(frozen=True)
@@ -129,7 +162,8 @@ class Evicting(EvictionSettings):
     @property
     def needs(self) -> Needs:
         found = self.measures
-        return replace(found, record=(*found.record, RANKS)) if self.positions == ROLLING else found
+        record = (*found.record, RANKS) if self.positions == ROLLING else found.record
+        return replace(found, record=record, page=self.summaries or 0, even=found.even and not self.summaries)
 
     @property
     def measures(self) -> Needs:
@@ -148,9 +182,25 @@ class Evicting(EvictionSettings):
             tokens += gen_len
             columns = max(1, int(self.kv_budget * tokens))
             heavy, recent = columns // 2, columns - columns // 2
-        if self.layer_schedule == "pyramid":
+        if self.layer_schedule == FIRST_FULL and block == 0:
+            return RowBudget(0, 0, EVERYTHING)
+        if self.layer_schedule == PYRAMID:
             heavy = _pyramid(heavy, tokens - recent, block, num_blocks)
-        return self.split(heavy, recent)
+        return self.split(heavy, recent) if self.protect is None else self._protecting(heavy, recent, prompt_len)
+
+    def _protecting(self, heavy: int, recent: int, prompt_len: int) -> RowBudget:
+        """The same number of columns, the protected ones among them; UsageError where nothing is left for new ones."""
+        protected = min(prompt_len, prompt_len if self.protect == PROMPT else int(self.protect or 0))
+        columns = heavy + recent
+        left = columns - protected
+        if left < 1:
+            raise UsageError(
+                f"--protect {self.protect}: protects {protected} columns of a prompt of {prompt_len} tokens, and a row "
+                f"keeps {columns} in all; give a larger --kv-budget, --hh-ratio or --hh-size, or protect fewer"
+            )
+        own = self.split(heavy * left // columns, left - heavy * left // columns)
+        sinks = max(0, own.sinks - protected)  # those that the policy sets aside are protected already
+        return RowBudget(protected + sinks, own.heavy + own.sinks - sinks, own.recent)
 
     def slots(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> int:
         columns = self.budget(prompt_len, gen_len, block, num_blocks).columns

@@ -38,6 +38,7 @@ from flexgen_h2o.engine.sampling import Sampler, SamplingParams
 from flexgen_h2o.engine.workload import Batch, need_of
 from flexgen_h2o.kernels.warm_up import compile_subprocess, warm_up
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full
+from flexgen_h2o.kvcache.eviction.policy import record_of
 from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.kvcache.slots import PartView, part_view
 from flexgen_h2o.kvcache.store import Overlay
@@ -423,7 +424,8 @@ def _engine(bench: Bench, spec: ModelSpec, dtype: str, folder: Path, run: _Run) 
     """An engine for the run; what is on disk is loaded ahead."""
     policy, kind, blocks = run.policy, getattr(torch, dtype), spec.num_blocks
     slots = tuple(run.eviction.slots(run.prompt_len, run.new_tokens, block, blocks) for block in range(blocks))
-    shape = BlockShape(run.rows, 1, run.rows * run.prompt_len, slots, run.eviction.needs.record)
+    record = record_of(run.eviction, run.prompt_len + run.new_tokens)
+    shape = BlockShape(run.rows, 1, run.rows * run.prompt_len, slots, record)
     depth = SEQUENTIAL if run.percent == IN_MEMORY else LOOK_AHEAD
     plan = memory_plan(spec, policy, shape, kind.itemsize, bench.device.is_host, depth)
     compile_subprocess(warm_up, bench.device.torch_device, kind, bool(run.eviction.needs.record))
