@@ -1,4 +1,5 @@
-"""The byte layout of packed numbers: weights and KV columns in 4 or 8 bits a value, and int8 rows. No tensors."""
+"""The byte layout of packed numbers: weights in 4 or 8 bits a value, KV columns in 2, 3, 4 or 8, and int8 rows. No
+tensors."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from flexgen_h2o.core.units import round_up
 WORD = 4  # bytes
 GROUP = 64  # values that share a scale and a least value, at most
 _STEP = 8  # values; groups are multiples of it, so that in 4 and in 8 bits they begin with a word
+_FEW_BITS_STEP = 16  # the same, in 2 and in 3 bits
 INT8_ROW_BYTES = 8  # of an int8 row besides its values: its scale, and their sum
 
 
@@ -25,7 +27,8 @@ def int8_row_bytes(columns: int) -> int:
 class SlotPacking:
     """How `width` numbers lie in 4-byte words, little-endian: their values, then one word a group.
 
-    Value i is `bits` bits (4 or 8) of word i // per_word, from the lowest on. A group's word is its scale in bf16 (low
+    Value i is `bits` bits (2, 4 or 8) of word i // per_word, from the lowest on. In 3 bits its lower two lie so, and its
+    highest is bit i % 32 of word i // 32 behind them. A group's word is its scale in bf16 (low
     half) and its least value in bf16 (high half): number = scale x value + least. bf16 because it has fp32's range, so
     that no number is too large, becomes fp32 by a shift, and holds the least of bf16 numbers exactly; both are rounded
     outwards, so that no number of the group lies outside and none is further off than half its scale.
@@ -40,14 +43,19 @@ class SlotPacking:
         return (1 << self.bits) - 1
 
     @property
+    def low_bits(self) -> int:
+        """Bits of a value that lie side by side."""
+        return 2 if self.bits == 3 else self.bits
+
+    @property
     def per_word(self) -> int:
-        return 32 // self.bits
+        return 32 // self.low_bits
 
     @property
     def group(self) -> int:
         """Values of a group; the last one may have fewer."""
-        count = -(-self.width // GROUP)
-        return min(self.width, round_up(-(-self.width // count), _STEP))
+        count, step = -(-self.width // GROUP), _STEP if self.low_bits > 2 else _FEW_BITS_STEP
+        return min(self.width, round_up(-(-self.width // count), step))
 
     @property
     def groups(self) -> int:
@@ -58,8 +66,12 @@ class SlotPacking:
         return -(-self.group // self.per_word)
 
     @property
-    def value_words(self) -> int:
+    def low_words(self) -> int:
         return -(-self.width // self.per_word)
+
+    @property
+    def value_words(self) -> int:
+        return self.low_words + (-(-self.width // 32) if self.bits == 3 else 0)
 
     @property
     def words(self) -> int:
@@ -67,5 +79,5 @@ class SlotPacking:
 
     @property
     def slot_bytes(self) -> int:
-        """4.5 or 8.5 bits a number where `width` is a multiple of GROUP."""
+        """Half a bit more than `bits` a number where `width` is a multiple of GROUP."""
         return WORD * self.words

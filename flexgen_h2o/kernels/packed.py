@@ -73,28 +73,47 @@ def pack_columns(columns: torch.Tensor, packing: SlotPacking) -> torch.Tensor:
 def pack_columns_reference(columns: torch.Tensor, packing: SlotPacking) -> torch.Tensor:
     """`pack_columns` in torch operations; a scale or a value may differ by a rounding."""
     x = columns.float()
-    short = packing.groups * packing.group - packing.width
+    short, width = packing.groups * packing.group - packing.width, packing.width
     x = torch.cat([x, x[..., -1:].expand(*x.shape[:-1], short)], dim=-1).unflatten(-1, (packing.groups, packing.group))
     least = _outwards(x.amin(dim=-1, keepdim=True), down=True)
     scale = _outwards((x.amax(dim=-1, keepdim=True) - least) / packing.levels, down=False)
     values = ((x - least) / scale).add_(0.5).nan_to_num_(0.0).floor_().clamp_(0, packing.levels).int().flatten(-2)
-    values = torch.nn.functional.pad(
-        values[..., : packing.width], (0, packing.value_words * packing.per_word - packing.width)
-    )
-    shifts = packing.bits * torch.arange(packing.per_word, device=x.device, dtype=torch.int32)
-    words = (values.unflatten(-1, (-1, packing.per_word)) << shifts).sum(dim=-1, dtype=torch.int32)
+    words = [_joined(values[..., :width] & _low_mask(packing), packing.low_bits)]
+    if packing.bits == 3:
+        words.append(_joined(values[..., :width] >> 2, 1))
     high, low = least.view(torch.int32) & _HIGH, (scale.view(torch.int32) >> 16) & 0xFFFF
-    return torch.cat([words, (high | low).squeeze(-1)], dim=-1)
+    return torch.cat([*words, (high | low).squeeze(-1)], dim=-1)
+
+
+def _low_mask(packing: SlotPacking) -> int:
+    return (1 << packing.low_bits) - 1
+
+
+def _joined(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """(..., n) int32 of so many bits, side by side in words from the lowest bit on."""
+    per_word = 32 // bits
+    values = torch.nn.functional.pad(values, (0, -values.shape[-1] % per_word)).unflatten(-1, (-1, per_word))
+    shifts = bits * torch.arange(per_word, device=values.device, dtype=torch.int32)
+    joined: torch.Tensor = (values << shifts).sum(dim=-1, dtype=torch.int32)
+    return joined
+
+
+def _parted(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
+    """The first `count` values of so many bits that `_joined` has put together."""
+    shifts = bits * torch.arange(32 // bits, device=words.device, dtype=torch.int32)
+    return (words[..., None] >> shifts).bitwise_and_((1 << bits) - 1).flatten(-2)[..., :count]
 
 
 def unpack_columns(packed: torch.Tensor, packing: SlotPacking, dtype: torch.dtype) -> torch.Tensor:
     """(..., W) int32 as (..., d) numbers."""
-    shifts = packing.bits * torch.arange(packing.per_word, device=packed.device, dtype=torch.int32)
+    width, low = packing.width, packing.low_words
     words, ends = packed.split([packing.value_words, packing.groups], dim=-1)
-    words = torch.nn.functional.pad(words, (0, packing.groups * packing.group_words - packing.value_words))
-    values = (words[..., None] >> shifts).bitwise_and_(packing.levels).float()
+    codes = _parted(words[..., :low], packing.low_bits, width)
+    if packing.bits == 3:
+        codes = codes.bitwise_or_(_parted(words[..., low:], 1, width) << 2)
+    values = torch.nn.functional.pad(codes, (0, packing.groups * packing.group - width)).float()
     scale, least = (ends << 16).view(torch.float32), (ends & _HIGH).view(torch.float32)
-    values = values.flatten(-2).unflatten(-1, (packing.groups, -1)).mul_(scale[..., None]).add_(least[..., None])
+    values = values.unflatten(-1, (packing.groups, -1)).mul_(scale[..., None]).add_(least[..., None])
     unpacked: torch.Tensor = values.flatten(-2)[..., : packing.width].to(dtype)
     return unpacked
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -43,12 +43,16 @@ _LEAST, _MOST = np.int32(-(2**31)), np.int32(2**31 - 1)
 
 
 class Format(NamedTuple):
-    """A packing in numbers. places: address of the table of chunks, int32 (chunks, PLACE): of each its first word, the
-    word of its group, and the first and the end of the words that its lanes stand for."""
+    """A packing in numbers. kind: its type says how many bits (vectors.KINDS). step: of them side by side. places:
+    address of the table of chunks, int32 (chunks, PLACE): of each its first word, the word of its group, and the first
+    and the end of the words that its lanes stand for."""
 
+    kind: np.number[Any]
     width: int
     bits: int
+    step: int
     group: int
+    low_words: int
     value_words: int
     lanes: int
     chunks: int
@@ -57,19 +61,24 @@ class Format(NamedTuple):
 
 def format_of(packing: SlotPacking) -> Format:
     lanes, table = _table_of(packing)
-    return Format(packing.width, packing.bits, packing.group, packing.value_words, lanes, len(table), table.ctypes.data)
+    return Format(
+        vectors.KINDS[packing.bits], packing.width, packing.bits, packing.low_bits, packing.group, packing.low_words,
+        packing.value_words, lanes, len(table), table.ctypes.data,
+    )  # fmt: skip
 
 
 @lru_cache
 def _table_of(packing: SlotPacking) -> tuple[int, np.ndarray]:
     """The lanes of a chunk, and the table of chunks of `Format`; kept, since loops have its address."""
-    lanes = vectors.PACKED_WIDE if packing.words >= vectors.PACKED_WIDE else 1
+    wide = vectors.PACKED_WIDE[packing.bits]
+    # A chunk may reach into other groups, never beyond the slot, or with highest bits of their own beyond the lower ones.
+    limit = packing.low_words if packing.bits == 3 else packing.words
+    lanes = wide if limit >= wide else 1
     places = []
     for group in range(packing.groups):
-        end = min((group + 1) * packing.group_words, packing.value_words)
+        end = min((group + 1) * packing.group_words, packing.low_words)
         for start in range(group * packing.group_words, end, lanes):
-            # A chunk may reach into other groups, never beyond the slot.
-            first = min(start, packing.words - lanes)
+            first = min(start, limit - lanes)
             places.append((first, packing.value_words + group, start, min(start + lanes, end)))
     return lanes, np.array(places, np.int32)
 
@@ -80,8 +89,8 @@ def attend_rows(element, form, slots, scale, state, pages, first, end):  # type:
 
     element: of the queries. slots: as of whole slots, `words` those of a packed slot.
     """
-    sharing = 2 if form.lanes > 1 else 1
-    shape = (slots.group, form.chunks, 32 // form.bits + 1, sharing * form.lanes)
+    size = vectors.SHARED if form.lanes > 1 else 1
+    shape = (slots.group, form.chunks, 32 // form.step + 1, size)
     query, attn_out = np.empty(shape, np.float32), np.empty(shape, np.float32)
     p = np.empty((slots.group, -(-slots.most // BLOCK) * BLOCK + pages.count), np.float32)
     of_pages = page_scratch(slots.group, pages)
@@ -110,7 +119,7 @@ def attend_rows(element, form, slots, scale, state, pages, first, end):  # type:
 def _pass(form, slots, row, gathered, scratch, p):  # type: ignore[no-untyped-def]
     """Run by run of neighbouring blocks, block by block for all queries. scratch: queries, or their sums."""
     words, group, stride = slots.words, np.int64(p.shape[0]), np.int64(p.shape[1])
-    layout = (form.bits, form.lanes, form.places, form.chunks)
+    layout = (form.lanes, form.places, form.chunks, 4 * form.low_words)
     scratch_at, p_at = np.int64(scratch.ctypes.data), np.int64(p.ctypes.data)
     size = 4 * words * BLOCK
     at, j, inside = row.at, 0, 0
@@ -124,9 +133,9 @@ def _pass(form, slots, row, gathered, scratch, p):  # type: ignore[no-untyped-de
             fetch(block + AHEAD if left > AHEAD else after + AHEAD - left, size)
             numbers = (block, words, scratch_at, p_at + 4 * j, stride, group)
             if row.is_dots:
-                vectors.packed_dots(layout + numbers)
+                vectors.packed_dots(form.kind, layout + numbers)
             else:
-                vectors.packed_mix(layout + numbers)
+                vectors.packed_mix(form.kind, layout + numbers)
             block, j = block + size, j + BLOCK
             at, inside = onwards(slots, at, inside)
 
@@ -141,7 +150,7 @@ def _place(form, chunk):  # type: ignore[no-untyped-def]
 @jit
 def _unit(form, plane):  # type: ignore[no-untyped-def]
     """The factor, a power of two, that takes off how much too large a value of the plane is where it lies."""
-    lift = 0 if plane == 32 // form.bits - 1 else form.bits * plane
+    lift = 0 if plane == 32 // form.step - 1 else form.step * plane
     return bits_to_float(np.uint32(127 - lift) << np.uint32(23))
 
 
@@ -151,7 +160,7 @@ def _spread(element, form, at, one, query):  # type: ignore[no-untyped-def]
 
     one: scratch of a column.
     """
-    per_word, size = 32 // form.bits, query.shape[3]
+    per_word, size = 32 // form.step, query.shape[3]
     for g in range(query.shape[0]):
         for i in range(form.width):
             one[i] = number_at(element, at, g * form.width + i)
@@ -166,7 +175,7 @@ def _spread(element, form, at, one, query):  # type: ignore[no-untyped-def]
                     lanes[k, word - first] = x * unit
                     lanes[per_word, word - first] += x
             for k in range(per_word + 1):
-                for i in range(size - form.lanes):  # the second slot of a vector
+                for i in range(size - form.lanes):  # the other slots of a vector
                     lanes[k, form.lanes + i] = lanes[k, i]
 
 
@@ -174,14 +183,14 @@ def _spread(element, form, at, one, query):  # type: ignore[no-untyped-def]
 def _gather(element, form, attn_out, beside, one, at):  # type: ignore[no-untyped-def]
     """Write the sums to address `at`. beside: pages, and their sums. one: scratch of a column."""
     pages, of_pages = beside
-    per_word, second = 32 // form.bits, attn_out.shape[3] - form.lanes
+    per_word, size = 32 // form.step, attn_out.shape[3]
     for g in range(attn_out.shape[0]):
         for c in range(attn_out.shape[1]):
             first, start, end = _place(form, c)
             lanes = attn_out[g, c]
             for k in range(per_word + 1):
-                for i in range(second):
-                    lanes[k, i] += lanes[k, form.lanes + i]
+                for i in range(form.lanes, size):
+                    lanes[k, i % form.lanes] += lanes[k, i]
             for k in range(per_word):
                 unit = _unit(form, k)
                 for word in range(start, min(end, (form.width - k + per_word - 1) // per_word)):
@@ -200,12 +209,14 @@ def pack_rows(element, form, source, target, words, first, end):  # type: ignore
 
     Short loops over small buffers, which all vectorise.
     """
-    per_word, levels = 32 // form.bits, np.float32(2**form.bits - 1)
+    per_word, levels, low = 32 // form.step, np.float32(2**form.bits - 1), np.uint32(2**form.step - 1)
     most = -(-form.group // per_word)
     numbers, values = np.empty(form.group, np.float32), np.zeros(most * per_word, np.uint32)
     packed = np.empty(most, np.uint32)
     for r in range(first, end):
         slot, group = words_at(target + 4 * r * words), form.value_words
+        for i in range(form.low_words, form.value_words):
+            slot[i] = 0
         for start in range(0, form.width, form.group):
             count = min(form.group, form.width - start)
             for i in range(count):
@@ -227,9 +238,13 @@ def pack_rows(element, form, source, target, words, first, end):  # type: ignore
             packed[:] = 0
             for k in range(per_word):
                 for word in range(filled):
-                    packed[word] |= values[word * per_word + k] << np.uint32(form.bits * k)
+                    packed[word] |= (values[word * per_word + k] & low) << np.uint32(form.step * k)
             for word in range(filled):
                 slot[start // per_word + word] = packed[word]
+            if form.bits != form.step:
+                for i in range(count):
+                    place = form.low_words + (start + i) // 32
+                    slot[place] |= (values[i] >> np.uint32(form.step)) << np.uint32((start + i) % 32)
             high = np.uint32(float_to_bits(least)) & np.uint32(0xFFFF0000)
             slot[group] = (np.uint32(float_to_bits(scale)) >> np.uint32(16)) | high
             group += 1

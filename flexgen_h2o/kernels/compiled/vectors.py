@@ -8,11 +8,13 @@ fp32 in scratch of (queries, chunks, planes, floats of a vector), in the order o
 
 - whole slots: a word is an fp32 number (one plane) or two in bf16 (two planes: the low half is the even one). Where
   chunks do not divide a slot, the last overlaps the one before it; the caller zeroes the queries' overlapping lanes.
-- packed slots (packing.SlotPacking): a word holds 8 or 4 values, a plane each. A value is not shifted into place:
+- packed slots (packing.SlotPacking): a word holds 16, 8 or 4 values, a plane each; in 3 bits the highest bits of a
+  word's 16 values are a half word elsewhere. A value is not shifted into place:
   masked where it lies it is 2**(bits x plane) times too large, which the caller takes off in queries and sums. Only the
   highest plane is shifted, to stay clear of the sign. Scale and least value of a group enter once a chunk:
   query . slot = scale x (query . values) + least x (sum of the query), where the sum of the query is a last plane. A
-  table gives the chunks' places, each within one group. With 8 lanes two slots share a vector of 16. Lanes that are not
+  table gives the chunks' places, each within one group. A vector of 16 is shared by two slots of 8 lanes, or by four of
+  4, which is what a group of 64 has in 2 and in 3 bits. Lanes that are not
   a chunk's own are 0 in a query and have no meaning in a sum.
 """
 
@@ -24,6 +26,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils as _cgutils
@@ -32,12 +35,16 @@ from numba.extending import intrinsic
 from flexgen_h2o.kernels.jit import num_planes
 
 cgutils: Any = _cgutils  # without annotations
-F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+F32, I16, I32, I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 # See jit.FASTMATH: no assumption that there is no NaN.
 _FLAGS = ("contract", "reassoc", "nsz")
 WIDE = 16  # words of a chunk of whole slots; 1 where a slot has fewer
 SLOTS = 4  # of a tile: more of them jump so far in memory that the hardware no longer prefetches
-PACKED_WIDE = 8  # words of a chunk of packed slots; 1 where a slot has fewer
+PACKED_WIDE = {8: 8, 4: 8, 3: 4, 2: 4}  # by bits: words of a chunk of packed slots; 1 where a slot has fewer
+SHARED = 16  # floats of a vector of packed slots
+# Numbers whose types stand for the bits of packed slots, so that a loop is compiled for one of them.
+KINDS: dict[int, np.number[Any]] = {8: np.uint8(0), 4: np.int8(0), 3: np.int16(0), 2: np.uint16(0)}
+_BITS_OF_KIND = {types.uint8: 8, types.int8: 4, types.int16: 3, types.uint16: 2}
 PACKED_SLOTS = 8
 PLACE = 4  # int32 numbers of a chunk in the table, of which the first two are read here: its first word, its group's
 _QUERIES = 4  # of a tile, where a kv-head has as many
@@ -60,8 +67,15 @@ class Emitter:
         """`address` moved by a number of 4-byte words."""
         return self.builder.add(address, self.builder.mul(words, self.number(4)))
 
-    def load(self, address: Any, kind: Any) -> Any:
-        return self.builder.load(self.builder.inttoptr(address, kind.as_pointer()), align=4)
+    def load(self, address: Any, kind: Any, align: int = 4) -> Any:
+        return self.builder.load(self.builder.inttoptr(address, kind.as_pointer()), align=align)
+
+    def join(self, vectors: list[Any]) -> Any:
+        """A power of two of vectors, one behind the other."""
+        while len(vectors) > 1:
+            size = list(range(2 * vectors[0].type.count))
+            vectors = [self.shuffle(a, b, size) for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
+        return vectors[0]
 
     def store(self, value: Any, address: Any) -> None:
         self.builder.store(value, self.builder.inttoptr(address, value.type.as_pointer()), align=4)
@@ -138,25 +152,28 @@ def emitted(emit: Callable[..., None]) -> Any:
     return run
 
 
-def _emitted_by_element(emit: Callable[..., None]) -> Any:
-    """An intrinsic of an element and a tuple of numbers, which runs what emit(emitter, planes, *numbers) emits."""
+def _emitted_by_type(meaning: Callable[[Any], int], emit: Callable[..., None]) -> Any:
+    """An intrinsic of a number whose type has a meaning and a tuple of numbers, which runs what
+    emit(emitter, meaning, *numbers) emits."""
 
     @intrinsic
-    def run(_context: Any, element: Any, numbers: Any) -> Any:
-        planes = num_planes(element)
-        return types.int64(element, _checked(numbers)), _generator(lambda e, *values: emit(e, planes, *values))
+    def run(_context: Any, kind: Any, numbers: Any) -> Any:
+        found = meaning(kind)
+        return types.int64(kind, _checked(numbers)), _generator(lambda e, *values: emit(e, found, *values))
 
     return run
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A chunk of a tile: for each vector the words, and in packed slots the scale and the least value of the group."""
+    """A chunk of a tile: for each vector the words, and in packed slots the scale and the least value of the group, and
+    in 3 bits the half words of highest bits."""
 
     number: Any
     words: list[Any]
     scales: list[Any]
     least: list[Any]
+    high: list[Any]
 
 
 @dataclass(frozen=True)
@@ -207,7 +224,7 @@ class _Tile:
             regular = b.mul(loop.index, e.number(self.lanes))
             first = b.select(b.icmp_signed("<", regular, last), regular, last)
             places = [e.onward(self.at, b.add(b.mul(self.words, e.number(s)), first)) for s in range(self.slots)]
-            yield _Chunk(loop.index, [e.load(place, self.ints) for place in places], [], [])
+            yield _Chunk(loop.index, [e.load(place, self.ints) for place in places], [], [], [])
 
     def plane(self, chunk: _Chunk, i: int, plane: int) -> Any:
         """The numbers of vector i in a plane, as floats."""
@@ -246,16 +263,18 @@ class _Tile:
 
 @dataclass(frozen=True)
 class _PackedTile(_Tile):
-    """Packed slots. places, count: the address of the table of chunks, and how many there are."""
+    """Packed slots. places, count: the address of the table of chunks, and how many there are. high_at: bytes from a
+    slot to its half words of highest bits."""
 
     bits: int
     places: Any
     count: Any
+    high_at: Any
     slots = PACKED_SLOTS
 
     @property
     def sharing(self) -> int:  # type: ignore[override]
-        return 2 if self.lanes > 1 else 1
+        return SHARED // self.lanes if self.lanes > 1 else 1
 
     def num_chunks(self) -> Any:
         return self.count
@@ -266,12 +285,14 @@ class _PackedTile(_Tile):
         with e.loop(self.count) as loop:
             place = e.onward(self.places, b.mul(loop.index, e.number(PLACE)))
             first, group = (b.sext(e.load(e.onward(place, e.number(i)), I32), I64) for i in range(2))
-            chunk = _Chunk(loop.index, [], [], [])
+            chunk = _Chunk(loop.index, [], [], [], [])
             for slot in range(0, self.slots, self.sharing):
                 each = [e.onward(self.at, b.mul(self.words, e.number(slot + i))) for i in range(self.sharing)]
-                parts = [e.load(e.onward(a, first), ir.VectorType(I32, self.lanes)) for a in each]
-                joined = parts[0] if len(parts) == 1 else e.shuffle(parts[0], parts[1], list(range(self.size)))
-                chunk.words.append(joined)
+                chunk.words.append(e.join([e.load(e.onward(a, first), ir.VectorType(I32, self.lanes)) for a in each]))
+                if self.bits == 3:
+                    halves = b.add(self.high_at, b.mul(first, e.number(2)))
+                    high = [e.load(b.add(a, halves), ir.VectorType(I16, self.lanes), align=2) for a in each]
+                    chunk.high.append(b.zext(e.join(high), self.ints))
                 both = e.spread([e.load(e.onward(a, group), I32) for a in each], self.lanes)
                 scale, least = b.shl(both, e.constant(self.ints, 16)), b.and_(both, e.constant(self.ints, 0xFFFF0000))
                 chunk.scales.append(b.bitcast(scale, self.floats))
@@ -281,12 +302,18 @@ class _PackedTile(_Tile):
     def plane(self, chunk: _Chunk, i: int, plane: int) -> Any:
         """Values, 2**(bits x plane) times too large but for the highest; in the last plane the least value."""
         b, e, values = self.e.builder, self.e, chunk.words[i]
+        step = 2 if self.bits == 3 else self.bits
         if plane == self.planes - 1:
             return chunk.least[i]
         if plane == self.planes - 2:
-            values = b.lshr(values, e.constant(self.ints, 32 - self.bits))
+            values = b.lshr(values, e.constant(self.ints, 32 - step))
         else:
-            values = b.and_(values, e.constant(self.ints, (2**self.bits - 1) << (self.bits * plane)))
+            values = b.and_(values, e.constant(self.ints, (2**step - 1) << (step * plane)))
+        if self.bits == 3:  # the highest bit comes to stand above the lower two
+            bit = b.and_(chunk.high[i], e.constant(self.ints, 1 << plane))
+            is_last = plane == self.planes - 2
+            move, by = (b.lshr, plane - 2) if is_last else (b.shl, plane + 2)
+            values = b.or_(values, move(bit, e.constant(self.ints, by)))
         return b.sitofp(values, self.floats)
 
     def add_dots(self, chunk: _Chunk, i: int, asked: list[list[Any]], totals: list[Any]) -> list[Any]:
@@ -378,23 +405,22 @@ def _over_slots(emit: Callable[..., None], e: Emitter, planes: int, *numbers: An
     e.choose(is_wide, (WIDE, 1), lambda lanes: _for_queries(emit, _Tile(e, lanes, planes, at, words), *queries))
 
 
-def _over_packed_slots(emit: Callable[..., None], e: Emitter, *numbers: Any) -> None:
-    bits, lanes, places, count, at, words, *queries = numbers
+def _over_packed_slots(emit: Callable[..., None], e: Emitter, bits: int, *numbers: Any) -> None:
+    lanes, places, count, high_at, at, words, *queries = numbers
+    planes = 32 // (2 if bits == 3 else bits) + 1
 
-    def emit_format(bits: int, lanes: int) -> None:
-        tile = _PackedTile(e, lanes, 32 // bits + 1, at, words, bits, places, count)
-        _for_queries(emit, tile, *queries)
+    def emit_lanes(lanes: int) -> None:
+        _for_queries(emit, _PackedTile(e, lanes, planes, at, words, bits, places, count, high_at), *queries)
 
-    is_four = e.builder.icmp_signed("==", bits, e.number(4))
     is_wide = e.builder.icmp_signed(">", lanes, e.number(1))
-    e.choose(is_four, (4, 8), lambda b: e.choose(is_wide, (PACKED_WIDE, 1), partial(emit_format, b)))
+    e.choose(is_wide, (PACKED_WIDE[bits], 1), emit_lanes)
 
 
 # dots(element, (at, words, scratch, p, stride, group)): a tile's first slot and words of a slot; the first query (or
 # sum) in scratch; its first probability, and floats from one query's probabilities to the next's; how many queries.
-dots = _emitted_by_element(partial(_over_slots, _emit_dots))
-mix = _emitted_by_element(partial(_over_slots, _emit_mix))
-# packed_dots((bits, lanes, places, chunks, at, words, scratch, p, stride, group)): first the format.
-packed_dots = emitted(partial(_over_packed_slots, _emit_dots))
-packed_mix = emitted(partial(_over_packed_slots, _emit_mix))
+dots = _emitted_by_type(num_planes, partial(_over_slots, _emit_dots))
+mix = _emitted_by_type(num_planes, partial(_over_slots, _emit_mix))
+# packed_dots(kind, (lanes, places, chunks, high_at, at, words, scratch, p, stride, group)): first the format.
+packed_dots = _emitted_by_type(_BITS_OF_KIND.__getitem__, partial(_over_packed_slots, _emit_dots))
+packed_mix = _emitted_by_type(_BITS_OF_KIND.__getitem__, partial(_over_packed_slots, _emit_mix))
 prefetch = emitted(Emitter.prefetch)
