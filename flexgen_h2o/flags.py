@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.checkpoint.resolve import DUMMY, find_folder
 from flexgen_h2o.cli_common import boolean, file_name, flag_of, not_empty, note, positive
-from flexgen_h2o.core.config import BITS_OF, DTYPE_BYTES, MemoryBudget, ModelSpec, Policy, read_policy
+from flexgen_h2o.core.config import COMPRESSION_OF, DTYPE_BYTES, MemoryBudget, ModelSpec, Policy, read_policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import usable_path
 from flexgen_h2o.core.settings import GREEDY_BELOW, ORIGINAL, EvictionSettings, SamplingParams
@@ -198,7 +198,7 @@ def policy_of(args: argparse.Namespace) -> tuple[Policy, bool]:
         if given:
             raise UsageError(f"--policy {args.policy} and {flag_of(next(iter(given)))}: give one of them")
         return read_policy(usable_path(args.policy, "--policy")).policy, False
-    for bits, switch in BITS_OF.items():
+    for bits, switch in COMPRESSION_OF.items():
         if bits in given and switch not in given:
             raise UsageError(f"{flag_of(bits)} {given[bits]}: goes with {flag_of(switch)}; give both")
     if args.policy == "auto" and placed:
@@ -214,7 +214,7 @@ def as_flags(policy: Policy) -> str:
     found += [f"{flag_of(name)} {getattr(policy, name)}" for name in ("gpu_batch_size", "num_gpu_batches")]
     for name, default in usual.items():
         value = getattr(policy, name)
-        is_used = getattr(policy, BITS_OF[name]) if name in BITS_OF else True
+        is_used = getattr(policy, COMPRESSION_OF[name]) if name in COMPRESSION_OF else True
         if value != default and is_used:
             found.append(flag_of(name) if value is True else f"{flag_of(name)} {_as_text(value)}")
     return " ".join(found)
@@ -222,10 +222,11 @@ def as_flags(policy: Policy) -> str:
 
 def compression_flags(policy: Policy) -> str:
     """The flags of a policy that change what is computed, as text; empty where none does."""
-    found = []
-    for bits, switch in BITS_OF.items():
+    found: list[str] = []
+    for field, switch in COMPRESSION_OF.items():
         if getattr(policy, switch):
-            found.append(f"{flag_of(switch)} {flag_of(bits)} {getattr(policy, bits)}")
+            found += [flag_of(switch)] * (flag_of(switch) not in found)
+            found.append(f"{flag_of(field)} {getattr(policy, field)}")
     return " ".join([*found, "--int8-compute"] if policy.int8_compute else found)
 
 

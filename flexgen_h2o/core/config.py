@@ -19,11 +19,13 @@ from flexgen_h2o.core.units import check_int, parse_bytes
 DType = Literal["float32", "bfloat16", "float16"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 TIERS = ("device", "host", "disk")
-POLICY_SCHEMA = 2
-# Fields that a file of an older schema does not have; they are at their defaults there.
-SINCE_SCHEMA_2 = ("weight_bits", "cache_bits", "int8_compute")
-BITS = (4, 8)  # of a compressed value
-BITS_OF = {"weight_bits": "compress_weight", "cache_bits": "compress_cache"}  # what they are the bits of
+POLICY_SCHEMA = 3
+# Fields that a file of an older schema does not have, by the schema that has them first; they are at their defaults there.
+SINCE_SCHEMA = {"weight_bits": 2, "cache_bits": 2, "int8_compute": 2, "cache_window": 3}
+BITS = (4, 8)  # of a compressed weight
+CACHE_BITS = (2, 3, 4, 8)  # of a compressed KV value
+# Fields that say how, and the switch that says whether.
+COMPRESSION_OF = {"weight_bits": "compress_weight", "cache_bits": "compress_cache", "cache_window": "compress_cache"}
 MOST_ROWS = 2**16  # of a block
 
 # receive, send: where a stage of a pipeline begins and ends that has no embedding, no head.
@@ -207,7 +209,8 @@ class Policy:
     """The whole offloading plan. `percent`: weights, KV cache and hidden states on device and host; the rest is disk.
 
     gpu_batch_size rows make a micro-batch, num_gpu_batches micro-batches a block. Field names are FlexGen's.
-    compress_weight, compress_cache: held and moved in weight_bits, cache_bits a value (4 or 8), in groups.
+    compress_weight, compress_cache: held and moved in weight_bits (4 or 8), cache_bits (2, 3, 4 or 8) a value, in groups;
+    of a compressed cache the newest cache_window columns of a row stay whole, at most half of its slots.
     int8_compute: weights in int8, one scale an output channel, and products computed in int8; with compress_weight in 4
     bits they are held and moved so, and become int8 once a block.
     """
@@ -223,7 +226,10 @@ class Policy:
     compress_weight: bool = setting(False, "hold weights in --weight-bits; a search may then do so")
     compress_cache: bool = setting(False, "hold the KV cache in --cache-bits; a search may then do so")
     weight_bits: int = setting(4, "of a compressed weight", low=4, choices=BITS)
-    cache_bits: int = setting(4, "of a compressed KV value", low=4, choices=BITS)
+    cache_bits: int = setting(4, "of a compressed KV value", low=2, choices=CACHE_BITS)
+    cache_window: int = setting(
+        16, "newest columns of a row that a compressed KV cache holds whole, a multiple of 4", low=0, high=2**20
+    )
     int8_compute: bool = setting(
         False, "products in int8, of weights held in int8 or, with --compress-weight, in 4 bits"
     )
@@ -243,6 +249,8 @@ class Policy:
             raise UsageError(
                 "int8_compute: holds weights in 8 bits already; leave compress_weight off, or weight_bits at 4"
             )
+        if self.cache_window % 4:
+            raise UsageError(f"cache_window: {self.cache_window} is not a multiple of 4")
         if self.compress_cache and self.attn_sparsity != 1:
             raise UsageError("attn_sparsity: is for an uncompressed cache; leave compress_cache off, or it at 1")
 
@@ -280,12 +288,12 @@ def check_bits_used(policy: Policy) -> Policy:
     is to run they mean nothing (of one that a search begins with, they are those that it may use)."""
     for bits in _unused_bits(policy):
         if getattr(policy, bits) != getattr(Policy, bits):
-            raise UsageError(f"{bits}: {getattr(policy, bits)} goes with {BITS_OF[bits]}, which is off; give both")
+            raise UsageError(f"{bits}: {getattr(policy, bits)} goes with {COMPRESSION_OF[bits]}, which is off; give both")
     return policy
 
 
 def _unused_bits(policy: Policy) -> list[str]:
-    return [bits for bits, switch in BITS_OF.items() if not getattr(policy, switch)]
+    return [bits for bits, switch in COMPRESSION_OF.items() if not getattr(policy, switch)]
 
 
 @dataclass(frozen=True)
@@ -349,9 +357,9 @@ def read_policy(path: Path) -> SavedPolicy:
     """Read and validate a policy file; UsageError names the file and the unknown, missing or bad field."""
     body = read_object(path, f"--policy {path}")
     schema = body.get("schema")
-    if schema is True or schema not in (1, POLICY_SCHEMA):
-        raise UsageError(f"--policy {path}: schema is {schema!r}, this version reads 1 and {POLICY_SCHEMA}")
-    names = [f.name for f in fields(Policy) if schema != 1 or f.name not in SINCE_SCHEMA_2]
+    if schema is True or schema not in range(1, POLICY_SCHEMA + 1):
+        raise UsageError(f"--policy {path}: schema is {schema!r}, this version reads 1 to {POLICY_SCHEMA}")
+    names = [f.name for f in fields(Policy) if SINCE_SCHEMA.get(f.name, 1) <= schema]
     unknown = sorted(set(body) - {*names, *ABOUT, "schema"})
     missing = sorted(set(names) - set(body))
     if unknown or missing:

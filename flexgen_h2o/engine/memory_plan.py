@@ -226,7 +226,7 @@ def kv_layout(
     streamed = any(share > 0 and is_streamed(tier, on_host) for tier, share in zip(TIERS, shares, strict=True))
     return UnitLayout(
         sequences, spec.num_kv_heads, slots, spec.head_dim, itemsize, shares, record, streamed,
-        packing_of(spec, policy),
+        packing_of(spec, policy), policy.cache_window,
     )  # fmt: skip
 
 

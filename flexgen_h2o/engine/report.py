@@ -17,9 +17,8 @@ from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.core.timeline import LANES
 from flexgen_h2o.core.units import GIB, format_bytes
 from flexgen_h2o.engine.memory_plan import packing_of
-from flexgen_h2o.engine.workload import need_of
-from flexgen_h2o.kvcache.eviction.policy import RowRecord
-from flexgen_h2o.kvcache.layout import page_bytes
+from flexgen_h2o.engine.workload import WorkloadShape, need_of
+from flexgen_h2o.kvcache.layout import page_bytes, whole_bytes, window_of
 
 if TYPE_CHECKING:
     from flexgen_h2o.engine.distributed import Part
@@ -144,7 +143,7 @@ def make_report(
         peak_bytes_by_kind=engine.peak_bytes_by_kind,
         io_bytes_by_kind=moved,
         kv=_kv_facts(
-            column_bytes(spec, engine.policy, itemsize), row_bytes(spec, engine.plan.shape.record),
+            column_bytes(spec, engine.policy, itemsize), row_bytes(spec, engine.policy, shape, itemsize),
             max(shape.slots) - common, blocks, copied,
         ),
         predicted=predicted,
@@ -226,9 +225,13 @@ def column_bytes(spec: ModelSpec, policy: Policy, itemsize: int) -> tuple[int, i
     return (2 * spec.num_kv_heads * packing.slot_bytes if packing else column), column
 
 
-def row_bytes(spec: ModelSpec, record: RowRecord) -> int:
-    """Bytes of a row in one layer beside its columns: summaries, all pages that are reserved. Not the record of slots."""
-    return spec.num_kv_heads * page_bytes(record.pages, spec.head_dim)
+def row_bytes(spec: ModelSpec, policy: Policy, need: WorkloadShape, itemsize: int) -> int:
+    """Mean bytes of a row in one layer beside its columns: all pages that are reserved, and what lies beside packed
+    slots. Not the record of slots."""
+    pages = page_bytes(need.record.pages, spec.head_dim)
+    windows = [window_of(policy.cache_window, slots) for slots in need.slots]
+    whole = sum(whole_bytes(window, spec.head_dim, itemsize) for window in windows) // len(windows)
+    return spec.num_kv_heads * (pages + whole * policy.compress_cache)
 
 
 def _kv_facts(

@@ -228,8 +228,8 @@ class DroppingLayer(EvictingLayer):
         return min(int(self.budgets.slots.max()), int(self.budgets.kept.max()) + GROWTH)
 
     def _store_prompts(self, some: slice, first: int, k: torch.Tensor, v: torch.Tensor, kept: KeptColumns) -> None:
-        (view,) = self._rows().views
-        write_prompts(view, some.start, k.transpose(1, 2), v.transpose(1, 2), kept, self._policy.needs.page)
+        rows = self._rows()
+        write_prompts(rows.views[0], some.start, (k.transpose(1, 2), v.transpose(1, 2)), kept, rows)
 
     def _attend_token(self, qkv: tuple[torch.Tensor, ...], scale: float, is_token: torch.Tensor) -> torch.Tensor:
         assert self.budgets is not None and self.keys is not None and bool(is_token.all())

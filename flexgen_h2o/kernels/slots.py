@@ -23,6 +23,7 @@ from flexgen_h2o.kernels.packed import unpack_columns
 from flexgen_h2o.kernels.workspace import element_of, is_compiled, mismatch, parallel_rows
 
 if TYPE_CHECKING:
+    from flexgen_h2o.kernels.compiled.packed_slots import WholeAddresses
     from flexgen_h2o.kernels.compiled.slots import ColumnSlots, PageAddresses, Scores
 
 
@@ -65,15 +66,52 @@ class Pages:
 
 
 @dataclass(frozen=True)
+class WholeColumns:
+    """What rows have beside packed slots, on the device of the keys, each tensor contiguous.
+
+    A packed key is (key - centre) / range, number by number. centres, ranges: (R, d) bfloat16, ranges above 0. Some
+    slots have their columns whole, too, which are read in place of what is packed: keys, values (R, N, d) in the
+    queries' dtype, finite; slots: (R, N) int32, all different in a row but for -1, of none. N: a multiple of 4, or 0.
+    """
+
+    centres: torch.Tensor
+    ranges: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    slots: torch.Tensor
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> WholeColumns:
+        """`change` applied to every tensor."""
+        return WholeColumns(*(change(t) for t in vars(self).values()))
+
+    def smoothed(self, keys: torch.Tensor, rows: slice = slice(None)) -> torch.Tensor:
+        """Keys (R, ..., d) of the rows in fp32, as they are packed."""
+        centres, ranges = (self._along(t[rows], keys) for t in (self.centres, self.ranges))
+        return (keys.float() - centres) / ranges
+
+    def restored(self, keys: torch.Tensor) -> torch.Tensor:
+        """What `smoothed` has made of keys (R, ..., d), in fp32."""
+        return keys.float() * self._along(self.ranges, keys) + self._along(self.centres, keys)
+
+    def _along(self, numbers: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        return numbers.float().view(len(numbers), *(1,) * (keys.dim() - 2), -1)
+
+
+@dataclass(frozen=True)
 class SlotForm:
-    """How slots are stored, and what rows attend to beside them. packing: None for numbers of the queries' dtype."""
+    """How slots are stored, and what rows attend to beside them. packing: None for numbers of the queries' dtype.
+
+    whole: goes with a packing; without it keys are packed as they are.
+    """
 
     packing: SlotPacking | None = None
     pages: Pages | None = None
+    whole: WholeColumns | None = None
 
     def rows(self, some: slice) -> SlotForm:
         """Of some of the rows."""
-        return self if self.pages is None else replace(self, pages=self.pages.map(lambda t: t[some]))
+        pages, whole = (None if t is None else t.map(lambda t: t[some]) for t in (self.pages, self.whole))
+        return SlotForm(self.packing, pages, whole)  # type: ignore[arg-type]
 
 
 WHOLE = SlotForm()
@@ -98,7 +136,7 @@ def attend(
     victims[r] = the slot j < filled of the lowest new score among those with oldest <= positions[r, j] <= newest, on
     equal scores the one of the lowest position; -1 if there is none.
     """
-    if not _is_compiled(q, keys, values):
+    if not _is_compiled(q, keys, values) or (form.whole is not None and q.shape[2] * q.itemsize % WORD):
         return attend_reference(q, keys, values, filled, scale, state, form)
     return _attend_compiled((q, keys, values, filled), scale, state, form)
 
@@ -138,10 +176,23 @@ def attend_reference(
     step = max(1, PACKED_CHUNK // (keys.shape[0] * keys.shape[2] * packing.width))
     for a in range(0, len(q), step):
         rows = slice(a, a + step)
-        k, v = (unpack_columns(t[:, rows], packing, q.dtype) for t in (keys, values))
-        own, beside = None if state is None else state.rows(rows), replace(form.rows(rows), packing=None)
-        out[rows] = attend_reference(q[rows], k, v, filled[rows], scale, own, beside)
+        k, v = (unpack_columns(t[:, rows], packing, torch.float32) for t in (keys, values))
+        own, beside = None if state is None else state.rows(rows), form.rows(rows)
+        if beside.whole is not None:
+            k, v = _with_whole(beside.whole, k, v)
+        k, v = k.to(q.dtype), v.to(q.dtype)
+        out[rows] = attend_reference(q[rows], k, v, filled[rows], scale, own, SlotForm(None, beside.pages))
     return out
+
+
+def _with_whole(whole: WholeColumns, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Unpacked slots (segments, R, S, d) with their keys as they were, and whole columns in their places."""
+    k = whole.restored(k.transpose(0, 1)).transpose(0, 1).contiguous()
+    row, entry = (whole.slots >= 0).nonzero(as_tuple=True)
+    slot, per_segment = whole.slots[row, entry].long(), k.shape[2]
+    place = slot // per_segment, row, slot % per_segment
+    k[place], v[place] = whole.keys[row, entry].float(), whole.values[row, entry].float()
+    return k, v
 
 
 def attend_lse_reference(
@@ -225,15 +276,18 @@ def _attend_compiled(
     job = slots.Slots(
         q.shape[1], words, keys.shape[2], keys.itemsize * keys.stride(0) // WORD, most,
         q.data_ptr(), keys.data_ptr(), values.data_ptr(), filled.data_ptr(), out.data_ptr(),
-        0 if lse is None else lse.data_ptr(),
+        0 if lse is None else lse.data_ptr(), float(scale),
     )  # fmt: skip
     scores = slots.NO_SCORES if state is None else _score_addresses(state, len(q), most)
     pages = slots.NO_PAGES if form.pages is None else _page_addresses(form.pages, q)
     loop: Callable[..., None] = partial(slots.attend_rows, element_of(q.dtype))
+    arguments: tuple[object, ...] = job, scores, pages
     if packing is not None:
-        loop = partial(packed_slots.attend_rows, element_of(q.dtype), packed_slots.format_of(packing))
+        whole = packed_slots.NO_WHOLE if form.whole is None else _whole_addresses(form.whole, q)
+        arguments = packed_slots.format_of(packing), job, scores, (pages, whole)
+        loop = partial(packed_slots.attend_rows, element_of(q.dtype))
     row_bytes = 2 * (most * words + pages.count * pages.width) * WORD
-    parallel_rows(partial(loop, job, scale, scores, pages), len(q), row_bytes)
+    parallel_rows(partial(loop, *arguments), len(q), row_bytes)
     return out
 
 
@@ -256,15 +310,32 @@ def _check_slots(tensors: tuple[torch.Tensor, ...], most: int, packing: SlotPack
 
 def _page_addresses(pages: Pages, q: torch.Tensor) -> PageAddresses:
     """Raises ValueError."""
-    from flexgen_h2o.kernels.compiled.slots import PAGE_STEP, PageAddresses
+    from flexgen_h2o.kernels.compiled.slots import TILE, PageAddresses
 
     rows, count, width = pages.keys.shape
-    ok = pages.keys.shape == pages.values.shape and pages.counts.shape == (rows, count) and count % PAGE_STEP == 0
+    ok = pages.keys.shape == pages.values.shape and pages.counts.shape == (rows, count) and count % TILE == 0
     ok = ok and (rows, width) == (q.shape[0], q.shape[2]) and pages.counts.dtype == torch.int32
     ok = ok and all(t.dtype == torch.float32 and t.is_contiguous() for t in (pages.keys, pages.values))
     if not ok or not pages.counts.is_contiguous():
         raise mismatch("attend: q, pages", q, pages.keys, pages.values, pages.counts)
     return PageAddresses(count, width, *(t.data_ptr() for t in (pages.keys, pages.values, pages.counts)))
+
+
+def _whole_addresses(whole: WholeColumns, q: torch.Tensor) -> WholeAddresses:
+    """Raises ValueError."""
+    from flexgen_h2o.kernels.compiled.packed_slots import WholeAddresses
+    from flexgen_h2o.kernels.compiled.slots import TILE
+
+    (rows, count), width = whole.slots.shape, q.shape[2]
+    tensors, kinds = vars(whole).values(), (torch.bfloat16, torch.bfloat16, q.dtype, q.dtype, torch.int32)
+    shapes = (rows, width), (rows, width), (rows, count, width), (rows, count, width), (rows, count)
+    ok = rows == len(q) and count % TILE == 0
+    for tensor, kind, shape in zip(tensors, kinds, shapes, strict=True):
+        ok = ok and (tensor.dtype, tuple(tensor.shape)) == (kind, shape) and tensor.is_contiguous()
+    if not ok:
+        raise mismatch("attend: q, whole columns", q, *tensors)
+    addresses = (t.data_ptr() for t in (whole.keys, whole.values, whole.slots, whole.centres, whole.ranges))
+    return WholeAddresses(count, width, *addresses)
 
 
 def _score_addresses(state: ScoreState, rows: int, most: int) -> Scores:
@@ -365,7 +436,10 @@ def add_to_pages_reference(areas: Pair, slots: torch.Tensor, numbers: torch.Tens
     pages.counts[row, number] = count
     for means, area in zip((pages.keys, pages.values), areas, strict=True):
         column = area[index].squeeze(1)
-        column = column if packing is None else unpack_columns(column, packing, torch.float32)
+        if packing is not None:
+            column = unpack_columns(column, packing, torch.float32)
+            if form.whole is not None and means is pages.keys:
+                column = form.whole.map(lambda t: t[row]).restored(column)
         mean = means[row, number]
         means[row, number] = mean + (column.float() - mean) / count.unsqueeze(1)
 

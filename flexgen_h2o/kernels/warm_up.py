@@ -20,7 +20,7 @@ from flexgen_h2o.core.packing import SlotPacking
 from flexgen_h2o.kernels.elementwise import Rotation, rms_norm, silu_gated
 from flexgen_h2o.kernels.packed import pack_columns
 from flexgen_h2o.kernels.prefill_attention import causal_attention_lse, column_sums
-from flexgen_h2o.kernels.slots import ScoreState, SlotForm, attend, get_last_slots, put_slots
+from flexgen_h2o.kernels.slots import ScoreState, SlotForm, WholeColumns, attend, get_last_slots, put_slots
 
 _LONGEST_S = 300.0
 # The process that compiles imports from where this one does, and from nowhere else.
@@ -113,7 +113,9 @@ def warm_up(
     else:
         wide = columns.new_zeros(*columns.shape[:-1], packing.width)
         packed = pack_columns(wide, packing)
-        attend(wide[0, :, :1], packed, packed, filled, 1.0, state, SlotForm(packing))
+        ranges, none = torch.ones(_ROWS, packing.width, dtype=torch.bfloat16, device=device), wide[0, :, :0]
+        whole = WholeColumns(ranges, ranges, none, none, positions[:, :0])
+        attend(wide[0, :, :1], packed, packed, filled, 1.0, state, SlotForm(packing, None, whole))
     if rotary:
         Rotation(gains.expand(_WIDTH // 2), 1.0).rotate((columns[0],), victims)
         rms_norm(columns[0, 0], columns[0, 0, 0], 1.0, columns[0, 0].clone())

@@ -22,8 +22,17 @@ import torch
 from flexgen_h2o.core.units import ROLLING_CHUNK, SUMMARY_CHUNK, TOKEN_CHUNK
 from flexgen_h2o.kernels.elementwise import Rotation
 from flexgen_h2o.kernels.prefill_attention import causal_attention, causal_attention_lse, column_sums
-from flexgen_h2o.kernels.slots import Pages, ScoreState, add_to_pages, attend, attend_lse, attend_sparse
+from flexgen_h2o.kernels.slots import (
+    Pages,
+    ScoreState,
+    WholeColumns,
+    add_to_pages,
+    attend,
+    attend_lse,
+    attend_sparse,
+)
 from flexgen_h2o.kvcache.eviction.policy import NORMS, POSITIONS, SCORES, Columns, Needs
+from flexgen_h2o.kvcache.layout import window_of
 from flexgen_h2o.kvcache.prefixes import PromptGroup
 from flexgen_h2o.kvcache.slots import (
     KVRows,
@@ -36,6 +45,7 @@ from flexgen_h2o.kvcache.slots import (
     put_first_columns,
 )
 
+LEAST_RANGE = 1 / 16  # of a key's channel, of the mean range of a row's channels
 NO_RANK = 2**30  # of an empty slot: above all others, so that no rank falls when it is filled
 
 # Column sums (1, kv_heads, tokens) of a shared prefix over its own last so many query rows, the last at full weight.
@@ -98,7 +108,7 @@ def _attend_group(
         kept = keep_prompt_columns(rows, sequence, (q, k[:, :, skipped:], v[:, :, skipped:]), lse, scale, prefix_sums)
         stored, values = columns[-1] if len(columns) > 2 else columns[0], columns[1]
         for view in rows.views:
-            write_prompts(view, sequence, stored[:, skipped:], values[:, skipped:], kept, rows.policy.needs.page)
+            write_prompts(view, sequence, (stored[:, skipped:], values[:, skipped:]), kept, rows)
         start, sequence = end, sequence + number
 
 
@@ -140,10 +150,13 @@ def _equal_rows(group: PromptGroup, budgets: RowBudgets, sequence: int) -> Itera
 
 
 def write_prompts(
-    view: PartView, sequence: int, k: torch.Tensor, v: torch.Tensor, kept: KeptColumns, page: int = 0
+    view: PartView, sequence: int, kv: tuple[torch.Tensor, torch.Tensor], kept: KeptColumns, unit: KVRows
 ) -> None:
-    """Put what is kept of prompts into the rows that the view has of them, and sum up the rest by pages of `page`
-    positions. k, v: (b, n, kv_heads, d)."""
+    """Put what is kept of prompts into the rows that the view has of them, and what `unit` has beside slots.
+
+    k, v: (b, n, kv_heads, d).
+    """
+    k, v = kv
     n, kv_heads, width = k.shape[1:]
     for i, (keys, values) in enumerate(zip(k, v, strict=True)):
         first = (sequence + i) * kv_heads
@@ -151,6 +164,10 @@ def write_prompts(
         if a >= b:
             continue
         heads, rows = slice(a - first, b - first), slice(a - view.start, b - view.start)
+        if view.whole is not None:
+            window = window_of(view.whole.slots.shape[1], int(unit.budgets.slots[sequence + i]))
+            of_rows = view.whole.map(lambda t, rows=rows: t[rows])  # type: ignore[misc]
+            keep_whole(of_rows, keys[:, heads], values[:, heads], kept.positions[i, heads], window)
         if kept.positions.shape[-1] == n:
             put_first_columns(view, rows.start, rows.stop, *(t[:, heads].transpose(0, 1) for t in (keys, values)))
         else:
@@ -162,7 +179,9 @@ def write_prompts(
             record_prompt(view.metadata, rows, kept, i, heads)
             if view.metadata.pages is not None:
                 pages = view.metadata.pages.map(lambda t, rows=rows: t[rows])  # type: ignore[misc]
-                sum_up_prompt(pages, page, keys[:, heads], values[:, heads], kept.positions[i, heads])
+                sum_up_prompt(
+                    pages, unit.policy.needs.page, keys[:, heads], values[:, heads], kept.positions[i, heads]
+                )
 
 
 # ---- new tokens
@@ -192,6 +211,8 @@ def attend_slots(
         if view.metadata is not None and view.metadata.pages is not None:
             sum_up_replaced(view, rows, new, slots)
         put_columns(view, slots, keys, values)
+        if view.whole is not None:
+            keep_new_whole(view.whole, rows, view, new.positions, (slots, keys, values))
         state = None
         if view.metadata is not None:
             record_columns(view.metadata, slots, positions[here].to(where), held, values)
@@ -343,6 +364,51 @@ def record_prompt(metadata: SlotMetadata, rows: slice, kept: KeptColumns, sequen
     if metadata.ranks is not None:
         metadata.ranks[rows] = NO_RANK
         metadata.ranks[rows, :count] = torch.arange(count, dtype=torch.int32, device=metadata.ranks.device)
+
+
+def keep_whole(whole: WholeColumns, k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor, window: int) -> None:
+    """Fill what some rows have beside packed slots, from their prompt: the middle and the range of each channel of its
+    keys, and those of the `window` newest columns that are kept.
+
+    k, v: (n, rows, d); kept: (rows, kept) int64, ascending: column kept[r, i] is in slot i.
+    """
+    least, most = k.float().aminmax(dim=0)
+    ranges = most - least
+    # A channel that hardly moves would rule all others once it does: it gets a share of their mean.
+    floor = ranges.mean(dim=1, keepdim=True) * LEAST_RANGE
+    ranges = torch.maximum(ranges, floor)
+    whole.centres.copy_((most + least) / 2)
+    whole.ranges.copy_(torch.where(ranges > 0, ranges, 1.0))  # of one column nothing is known
+    for t in (whole.keys, whole.values):
+        t.zero_()
+    whole.slots.fill_(-1)
+    for back in range(min(window, kept.shape[1])):
+        positions = kept[:, -1 - back]
+        row = (positions >= len(k) - window).nonzero().squeeze(1)
+        place = row, positions[row] % window
+        whole.keys[place], whole.values[place] = k[positions[row], row], v[positions[row], row]
+        whole.slots[place] = kept.shape[1] - 1 - back
+
+
+def keep_new_whole(
+    whole: WholeColumns, rows: KVRows, view: PartView, positions: torch.Tensor, new: tuple[torch.Tensor, ...]
+) -> None:
+    """New columns (slots (rows,) int64, keys and values (rows, d)) take the places of those that leave the window.
+
+    positions: (sequences,) int64 on the host.
+    """
+    slots, keys, values = new
+    most = whole.slots.shape[1]
+    if not most:
+        return
+    whole.slots.masked_fill_(whole.slots == slots.int().unsqueeze(1), -1)  # evicted within the window
+    windows = torch.tensor([window_of(most, held) for held in rows.budgets.slots.tolist()])
+    place = torch.where(windows > 0, positions % windows.clamp(min=1), -1)
+    place = place.repeat_interleave(rows.kv_heads)[view.start : view.end].to(slots.device)
+    row = (place >= 0).nonzero().squeeze(1)
+    at = row, place[row]
+    whole.keys[at], whole.values[at] = keys[row], values[row]
+    whole.slots[at] = slots[row].int()
 
 
 def sum_up_prompt(pages: Pages, page: int, k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ from flexgen_h2o.kvcache.eviction.policy import NO_RECORD, RowRecord
 from flexgen_h2o.tiers.stream import Part, Shares, split_rows
 
 METADATA_ITEMSIZE = 4  # int32 positions, victims and counts, float32 scores, norms and means
-PAGE_STEP = 4  # pages of a row are a multiple of it, as the decode kernel reads them
+PAGE_STEP = 4  # pages and whole columns of a row are multiples of it, as the decode kernel reads them
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class UnitLayout:
     """Sizes in bytes unless named otherwise.
 
     shares: of the unit's rows on device, host and disk. record: what an eviction policy keeps besides columns. streamed: some part is brought from another tier for each use. packing: how
-    compressed columns lie in their slots; None where a slot holds `width` numbers of `itemsize` bytes.
+    compressed columns lie in their slots; None where a slot holds `width` numbers of `itemsize` bytes. window: of packed
+    columns so many of the newest are whole, too, at most (`window_of`).
     """
 
     sequences: int
@@ -38,6 +39,7 @@ class UnitLayout:
     record: RowRecord = NO_RECORD
     streamed: bool = True
     packing: SlotPacking | None = None
+    window: int = 0
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
@@ -110,9 +112,32 @@ class UnitLayout:
         return padded_pages(self.record.pages)
 
     def metadata_bytes(self, part: Part) -> int:
-        """What the policy records of the part's slots, a victim for each row, and its pages: means and counts."""
+        """What the policy records of the part's slots, a victim for each row, its pages (means and counts), and what
+        lies beside packed slots."""
+        whole = 0 if self.packing is None else whole_bytes(self.whole_columns, self.width, self.itemsize)
+        return round_up(self.metadata_end(part) + part.rows * whole, ALIGN)
+
+    def metadata_end(self, part: Part) -> int:
+        """Where whole columns begin."""
         of_slots = (len(self.record.names) * self.slots + 1) * METADATA_ITEMSIZE if self.record else 0
-        return round_up(part.rows * (of_slots + page_bytes(self.record.pages, self.width)), ALIGN)
+        return part.rows * (of_slots + page_bytes(self.record.pages, self.width))
+
+    @property
+    def whole_columns(self) -> int:
+        """Newest columns of a row that have room beside its packed slots."""
+        return 0 if self.packing is None else window_of(self.window, self.slots)
+
+
+def window_of(window: int, slots: int) -> int:
+    """How many of the newest columns of a row with so many slots are whole beside its packed slots: a window of a few
+    columns is worth more than their slots, but not more than half of all."""
+    return min(window, slots // 2) // PAGE_STEP * PAGE_STEP
+
+
+def whole_bytes(columns: int, width: int, itemsize: int) -> int:
+    """What a row and kv-head has beside its packed slots: whole columns with the numbers of their slots, and centre and
+    range of each channel of its keys in bf16."""
+    return columns * (2 * width * itemsize + METADATA_ITEMSIZE) + 4 * width
 
 
 def padded_pages(pages: int) -> int:

@@ -12,7 +12,7 @@ import torch
 
 from flexgen_h2o.core.packing import SlotPacking
 from flexgen_h2o.kernels.packed import pack_columns
-from flexgen_h2o.kernels.slots import Pages, SlotForm, put_slots
+from flexgen_h2o.kernels.slots import Pages, SlotForm, WholeColumns, put_slots
 from flexgen_h2o.kvcache.eviction.policy import POSITIONS, RANKS, Eviction
 from flexgen_h2o.kvcache.layout import METADATA_ITEMSIZE, UnitLayout
 from flexgen_h2o.tiers.stream import Part
@@ -62,7 +62,7 @@ class PartView:
     """Rows [start, end) of a unit, where attention runs on them.
 
     keys, values: (segments, rows, segment slots, width); slot j is [j // segment slots, :, j % segment slots]. With
-    `packing` the width is a slot's words, int32. metadata: None with the full cache.
+    `packing` the width is a slot's words, int32. metadata: None with the full cache. whole: goes with `packing`.
     """
 
     start: int
@@ -70,6 +70,7 @@ class PartView:
     values: torch.Tensor
     metadata: SlotMetadata | None = None
     packing: SlotPacking | None = None
+    whole: WholeColumns | None = None
 
     @property
     def rows(self) -> int:
@@ -82,17 +83,19 @@ class PartView:
     def part(self, first: int, end: int, start: int) -> PartView:
         """The view's rows [first, end), numbered from `start` on."""
         metadata = self.metadata.map(lambda t: t[first:end]) if self.metadata is not None else None
-        return PartView(start, self.keys[:, first:end], self.values[:, first:end], metadata, self.packing)
+        whole = self.whole.map(lambda t: t[first:end]) if self.whole is not None else None
+        return PartView(start, self.keys[:, first:end], self.values[:, first:end], metadata, self.packing, whole)
 
     @property
     def form(self) -> SlotForm:
         """What the decode kernel must know of the rows besides their slots."""
-        return SlotForm(self.packing, None if self.metadata is None else self.metadata.pages)
+        return SlotForm(self.packing, None if self.metadata is None else self.metadata.pages, self.whole)
 
     def row_tensors(self) -> list[torch.Tensor]:
         """Every tensor of the view with its rows first."""
         columns = [self.keys.transpose(0, 1), self.values.transpose(0, 1)]
-        return columns + (self.metadata.tensors() if self.metadata is not None else [])
+        columns += self.metadata.tensors() if self.metadata is not None else []
+        return columns + (list(vars(self.whole).values()) if self.whole is not None else [])
 
 
 def split_views(views: Sequence[PartView], row: int) -> tuple[list[PartView], list[PartView]]:
@@ -103,14 +106,15 @@ def split_views(views: Sequence[PartView], row: int) -> tuple[list[PartView], li
 
 
 def part_view(
-    layout: UnitLayout, part: Part, data: torch.Tensor, dtype: torch.dtype, metadata: SlotMetadata | None = None
-) -> PartView:
+    layout: UnitLayout, part: Part, data: torch.Tensor, dtype: torch.dtype, metadata: SlotMetadata | None = None,
+    whole: WholeColumns | None = None,
+) -> PartView:  # fmt: skip
     """The part whose bytes `data` holds. dtype: of numbers that are not packed."""
     dtype = stored_dtype(layout, dtype)
     area, size = layout.area_bytes(part) // dtype.itemsize, part.rows * layout.row_bytes // dtype.itemsize
     areas = data.view(dtype).view(layout.segments, 2, area)[:, :, :size]
     keys, values = areas.unflatten(2, (part.rows, layout.segment_slots, layout.slot_bytes // dtype.itemsize)).unbind(1)
-    return PartView(part.start, keys, values, metadata, layout.packing)
+    return PartView(part.start, keys, values, metadata, layout.packing, whole)
 
 
 def stored_dtype(layout: UnitLayout, dtype: torch.dtype) -> torch.dtype:
@@ -142,14 +146,29 @@ def metadata_view(layout: UnitLayout, part: Part, data: torch.Tensor) -> SlotMet
     return SlotMetadata(victims=victims, **fields, pages=pages)
 
 
+def whole_view(layout: UnitLayout, part: Part, data: torch.Tensor, dtype: torch.dtype) -> WholeColumns | None:
+    """What lies beside packed slots, in the bytes behind the metadata; None where nothing is packed."""
+    if layout.packing is None:
+        return None
+    rows, columns, width = part.rows, layout.whole_columns, layout.width
+    sizes = [2 * rows * width] * 2 + [4 * rows * columns] + [rows * columns * width * dtype.itemsize] * 2
+    end = layout.metadata_end(part)
+    centres, ranges, slots, keys, values = data[end : end + sum(sizes)].split(sizes)
+    both = [t.view(torch.bfloat16).view(rows, width) for t in (centres, ranges)]
+    of_columns = [t.view(dtype).view(rows, columns, width) for t in (keys, values)]
+    return WholeColumns(*both, *of_columns, slots.view(torch.int32).view(rows, columns))
+
+
 def put_columns(view: PartView, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
     """One column a row: keys, values (rows, width) go to `slots` ((rows,) int64), all on the view's device."""
+    keys = keys if view.whole is None else view.whole.smoothed(keys)
     columns = _stored(view, keys).unsqueeze(1), _stored(view, values).unsqueeze(1)
     put_slots((view.keys, view.values), slots.unsqueeze(1), columns)
 
 
 def put_first_columns(view: PartView, start: int, end: int, keys: torch.Tensor, values: torch.Tensor) -> None:
     """Slots 0, 1, ... of the view's rows [start, end) from keys and values (rows, columns, width)."""
+    keys = keys if view.whole is None else view.whole.smoothed(keys, slice(start, end))
     keys, values = _stored(view, keys), _stored(view, values)
     per_segment, columns = view.keys.shape[2], keys.shape[1]
     for segment, a in enumerate(range(0, columns, per_segment)):

@@ -16,7 +16,7 @@ import torch
 
 from flexgen_h2o.core.config import TIERS
 from flexgen_h2o.core.units import PAGE, WRITE_BACK_STEPS, round_up
-from flexgen_h2o.kernels.slots import get_last_slots, put_slots
+from flexgen_h2o.kernels.slots import WholeColumns, get_last_slots, put_slots
 from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.kvcache.slots import (
     Move,
@@ -27,6 +27,7 @@ from flexgen_h2o.kvcache.slots import (
     part_view,
     split_views,
     stored_dtype,
+    whole_view,
 )
 from flexgen_h2o.tiers.disk import DirectFile, FileRange
 from flexgen_h2o.tiers.stream import Done, Part, Region, Waitable, is_streamed, wait_all
@@ -91,6 +92,7 @@ class _Home:
     offset: int = 0
     overlay: Overlay | None = None
     metadata: SlotMetadata | None = None
+    whole: WholeColumns | None = None
 
 
 @dataclass
@@ -240,9 +242,10 @@ class CacheStore:
         streamed = part.tier in self._streamed_tiers
         place: str = self._ring_memory if streamed else part.tier
         home = _Home(part, streamed)
-        if layout.record:
+        if layout.record or layout.packing is not None:
             data = take(self._metadata[place], f"metadata on {place}", layout.metadata_bytes(part))
             home.metadata = metadata_view(layout, part, data)
+            home.whole = whole_view(layout, part, data, self._dtype)
         if part.tier == "disk":
             home.overlay = Overlay(
                 layout, part, take(self._overlay, "overlay", layout.overlay_bytes(part)), self._dtype
@@ -269,7 +272,7 @@ class CacheStore:
 
     def _views(self, unit: Unit, region: Region | None) -> list[PartView]:
         return [
-            part_view(unit.layout, home.part, data, self._dtype, home.metadata)
+            part_view(unit.layout, home.part, data, self._dtype, home.metadata, home.whole)
             for home, data in zip(unit.homes, self._data(unit, region), strict=True)
         ]
 

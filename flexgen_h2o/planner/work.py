@@ -24,7 +24,7 @@ from flexgen_h2o.engine.memory_plan import (
 )
 from flexgen_h2o.engine.product_sizes import is_blocked
 from flexgen_h2o.engine.workload import Batch, Block, WorkloadShape
-from flexgen_h2o.kvcache.layout import UnitLayout, page_bytes
+from flexgen_h2o.kvcache.layout import UnitLayout, page_bytes, whole_bytes
 from flexgen_h2o.tiers.stream import Part, Shares, is_streamed, split_rows
 
 WHOLE: Shares = (1.0, 0.0, 0.0)
@@ -302,8 +302,11 @@ def _with_decode(at: CostContext, alone: Work, block: int, batch: Batch, sweep: 
     q_width, column = spec.num_heads * spec.head_dim, 2 * spec.num_kv_heads * spec.head_dim * at.itemsize
     stored, packing = _column(at, block, batch)
     columns = float(batch.rows * at.need.columns(block, sweep, batch.mean_len))
-    pages = batch.rows * spec.num_kv_heads * page_bytes(at.need.record.pages, spec.head_dim)
-    read, cache = columns * stored + pages, tier_shares(at.policy.cache_shares, at.device_is_host)
+    layout = at.kv_layout(block, batch)
+    beside = page_bytes(at.need.record.pages, spec.head_dim)
+    if layout.packing is not None:
+        beside += whole_bytes(layout.whole_columns, spec.head_dim, at.itemsize)
+    read, cache = columns * stored + batch.rows * spec.num_kv_heads * beside, tier_shares(at.policy.cache_shares, at.device_is_host)
     if sparsity < 1:
         read = read / 2 + columns * spec.num_heads * (SELECT_BYTES + sparsity * spec.head_dim * GATHER_BYTES)
     on_device = cache[0] if at.on_host and not at.device_is_host else 1.0

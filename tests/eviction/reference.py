@@ -25,8 +25,19 @@ import torch
 from tests.eviction.policies import Policy, choose
 
 Turn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (heads, n, d) at positions (n,), rotary embeddings
-Stored = Callable[[torch.Tensor], torch.Tensor]  # (kv, n, d) columns -> what attention finds of them later
 Kept = list[list[list[int]]]  # positions by layer and kv-head, ascending
+
+
+class Stored(Protocol):
+    """What a cache makes of columns (kv, n, d): what attention finds of those that are not the newest any more."""
+
+    def keys(self, k: torch.Tensor, prompt_len: int) -> torch.Tensor: ...
+
+    def values(self, v: torch.Tensor) -> torch.Tensor: ...
+
+    def window(self, slots: int) -> int:
+        """Newest columns, the query's own among them, that a row with so many slots finds as they were."""
+        ...
 
 
 class PlainModel(Protocol):
@@ -65,11 +76,12 @@ class Attention:
 @torch.no_grad()
 def forward(
     model: PlainModel, ids: Sequence[int], masks: Sequence[torch.Tensor], prompt_len: int = 0,
-    stored: Stored | None = None, turn: Turn | None = None, page: int = 0,
+    stored: Stored | None = None, turn: Turn | None = None, page: int = 0, windows: Sequence[int] = (),
 ) -> tuple[torch.Tensor, list[Attention]]:  # fmt: skip
     """Logits of the newest token (vocab,), and every layer's attention. masks: (kv, n, n) bool by layer.
 
-    stored: what a cache makes of columns; queries behind the prompt see that, the prompt's own see the columns. turn:
+    stored: what a cache makes of columns; queries behind the prompt see that of all but the newest `windows` (by layer)
+    columns, the prompt's own see the columns. turn:
     the model projects queries and keys without their positions, and a query sees the columns of its mask's row at
     positions 0, 1, ..., itself last. page: a query behind the prompt also sees, of each page of so many positions, the
     mean of the columns that its row of the mask leaves out, as if it were as many columns as that.
@@ -83,14 +95,18 @@ def forward(
         if turn is not None:
             scores = rolled_scores(q, k, mask, turn)
         if stored is not None:
-            later = torch.einsum("kgid,kjd->kgij", q[:, :, prompt_len:], stored(k)) * q.shape[-1] ** -0.5
-            scores = torch.cat([scores[:, :, :prompt_len], later], dim=2)
+            old, new = stored.keys(k, prompt_len), stored.values(v)
+            later = torch.einsum("kgid,kjd->kgij", q, old) * q.shape[-1] ** -0.5
+            place = torch.arange(len(ids))
+            is_whole = (place[:, None] < prompt_len) | (place > place[:, None] - windows[layer])
+            scores = torch.where(is_whole, scores, later)
         scores = scores.masked_fill(~mask[:, None], -math.inf)
         of_pages, means = _page_scores(q, k, v, mask, prompt_len, page, stored) if page else (scores[..., :0], v[:0])
         probabilities, of_pages = torch.cat([scores, of_pages], dim=-1).softmax(-1).tensor_split([len(ids)], dim=-1)
         mixed = torch.einsum("kgij,kjd->ikgd", probabilities, v)
         if stored is not None:
-            mixed[prompt_len:] = torch.einsum("kgij,kjd->ikgd", probabilities[:, :, prompt_len:], stored(v))
+            mixed = torch.einsum("kgij,kjd->ikgd", probabilities * is_whole, v)
+            mixed += torch.einsum("kgij,kjd->ikgd", probabilities * ~is_whole, new)
         if page:
             mixed += torch.einsum("kgip,kipd->ikgd", of_pages, means)
         x = model.finish(layer, x, mixed.reshape(len(ids), -1))
@@ -108,7 +124,7 @@ def _page_scores(
     """
     kv, g, n, d = q.shape
     products, means = torch.full((kv, g, n, -(-n // page)), -math.inf), torch.zeros(kv, n, -(-n // page), d)
-    later = (k, v) if stored is None else (stored(k), stored(v))
+    later = (k, v) if stored is None else (stored.keys(k, prompt_len), stored.values(v))
     for head, i in product(range(kv), range(prompt_len, n)):
         for number in range(-(-n // page)):
             here = range(number * page, min(i + 1, (number + 1) * page))
@@ -150,6 +166,8 @@ class LayerState:
         self._sizes = policy.sizes(prompt_len, most_new, layer)
         self._scorer = policy.scorer(layer, self._sizes)
         self._in_decode = policy.in_decode
+        grown, total = min(self._sizes.total, prompt_len) + most_new - 1, self._sizes.total
+        self.slots = max(1, min(total + 1, grown) if self._in_decode else grown)
 
     def prefilled(self, seen: Attention) -> None:
         self._scorer.see_prompt(seen.probabilities.double(), seen.v)
@@ -221,12 +239,13 @@ def evicted_greedy(
     newest, seen = forward(model, prompt, [layer.mask for layer in layers], turn=turn)
     for layer, attention in zip(layers, seen, strict=True):
         layer.prefilled(attention)
+    windows = [] if stored is None else [stored.window(layer.slots) for layer in layers]
     tokens, logits, kept = [given.get(0, int(newest.argmax()))], [newest], [_held(layers)]
     while len(tokens) < new_tokens:
         for layer in layers:
             layer.join()
         masks = [layer.mask for layer in layers]
-        newest, seen = forward(model, [*prompt, *tokens], masks, len(prompt), stored, turn, policy.page)
+        newest, seen = forward(model, [*prompt, *tokens], masks, len(prompt), stored, turn, policy.page, windows)
         for layer, attention in zip(layers, seen, strict=True):
             layer.decoded(attention)
         tokens.append(given.get(len(tokens), int(newest.argmax())))

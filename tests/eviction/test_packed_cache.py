@@ -23,20 +23,38 @@ FAR = plain.Budget(heavy_size=200, recent_size=50)
 FULL = "full"
 ALL = {**PAIRS, FULL: Pair(PAIRS["local"].engine, plain.h2o(FAR))}  # of a budget that nothing reaches
 GROUP = 64
-EDGE = {4: 2e-5, 8: 8e-5}  # of a value between two others; the matrix products of placements differ by less
+EDGE = {2: 2e-5, 3: 2e-5, 4: 2e-5, 8: 8e-5}  # of a value between two others; the matrix products of placements differ by less
 ULPS = 8
 
 
 class Rounded:
     """Columns as a cache of `bits` bits gives them back, by the format's words: in groups along the width, each with
-    its least and its step in bf16, rounded outwards."""
+    its least and its step in bf16, rounded outwards; keys less the middle of their channel in the prompt and over its
+    range, both in bf16. The newest are whole: `most` of them, or as many fours as half of the slots has."""
 
-    def __init__(self, bits: int) -> None:
-        self.bits, self.is_near = bits, False
+    def __init__(self, bits: int, most: int = 16) -> None:
+        self.bits, self.most, self.is_near = bits, most, False
 
-    def __call__(self, columns: torch.Tensor) -> torch.Tensor:
-        count = -(-columns.shape[-1] // GROUP)
-        return torch.cat([self._group(g) for g in columns.chunk(count, dim=-1)], dim=-1)
+    def window(self, slots: int) -> int:
+        return min(self.most, slots // 2) // 4 * 4
+
+    def values(self, v: torch.Tensor) -> torch.Tensor:
+        count = -(-v.shape[-1] // GROUP)
+        return torch.cat([self._group(g) for g in v.chunk(count, dim=-1)], dim=-1)
+
+    def keys(self, k: torch.Tensor, prompt_len: int) -> torch.Tensor:
+        most, least = k[:, :prompt_len].amax(1, keepdim=True), k[:, :prompt_len].amin(1, keepdim=True)
+        sizes = most - least
+        sizes = torch.maximum(sizes, sizes.mean(-1, keepdim=True) / 16)
+        sizes = torch.where(sizes > 0, sizes, 1.0)
+        middle, sizes = self._nearest((most + least) / 2), self._nearest(sizes)
+        return self.values((k - middle) / sizes) * sizes + middle
+
+    def _nearest(self, x: torch.Tensor) -> torch.Tensor:
+        """In bf16; two neighbours must not be equally near."""
+        low = x.view(torch.int32) & 0xFFFF
+        self.is_near |= bool(((low - 0x8000).abs() < ULPS).any())
+        return x.bfloat16().float()
 
     def _group(self, x: torch.Tensor) -> torch.Tensor:
         least = self._bf16(x.amin(-1, keepdim=True), down=True)
@@ -57,8 +75,10 @@ class Rounded:
 @pytest.fixture(scope="module")
 def packed(known: Callable[[str], Known]) -> Callable[..., Wanted]:
     @cache
-    def made(shape: str, pair: str, bits: int, lengths: tuple[int, ...] = LENGTHS, new: int = NEW_TOKENS) -> Wanted:
-        return wanted(known(shape).plain, ALL[pair], lengths, new, lambda: Rounded(bits))
+    def made(
+        shape: str, pair: str, bits: int, lengths: tuple[int, ...] = LENGTHS, new: int = NEW_TOKENS, most: int = 16
+    ) -> Wanted:
+        return wanted(known(shape).plain, ALL[pair], lengths, new, lambda: Rounded(bits, most))
 
     return made
 
@@ -108,6 +128,24 @@ def test_other_shapes_and_bits(
     check(packed(shape, pair, bits, (9, 4, 21)), pair, known(shape).folder, policy, tmp_path, STAND_IN)
 
 
+@pytest.mark.parametrize(
+    ("pair", "bits", "window", "placement"),
+    [
+        ("h2o", 4, 0, "kv on disk"), ("h2o", 3, 4, "kv split three ways"), (FULL, 3, 8, "kv on host"),
+        (FULL, 2, 16, "kv split three ways"), ("h2o-norm", 2, 4, "kv on disk"), ("h2o, one recent", 4, 4, "kv on host"),
+        ("h2o-norm, summaries", 3, 8, "kv split three ways"), ("h2o, summaries", 4, 4, "kv on disk"),
+    ],
+)  # fmt: skip
+def test_windows_and_few_bits(
+    pair: str, bits: int, window: int, placement: str, known: Callable[[str], Known], packed: Callable[..., Wanted],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """A window that is larger than what is recent loses columns that are evicted."""
+    policy = Policy(2, 2, PLACEMENTS[placement], compress_cache=True, cache_bits=bits, cache_window=window)
+    want = packed("normal", pair, bits, (9, 4, 21, 30), NEW_TOKENS, window)
+    check(want, pair, known("normal").folder, policy, tmp_path, STAND_IN)
+
+
 @pytest.mark.parametrize(("pair", "budget"), thinned([("h2o", None), (FULL, STAND_IN)], 2))
 def test_rows_that_end_while_columns_wait_for_the_disk(
     pair: str, budget: MemoryBudget | None, known: Callable[[str], Known], packed: Callable[..., Wanted],
@@ -142,7 +180,8 @@ def test_bytes_held_are_those_of_packed_slots(
         facts.append((ran.report.kv, ran.report.extra["kv_reserved_bytes"]))
     (whole, reserved), (small, packed_reserved) = facts
     words = {4: 2 + 1, 8: 3 + 1}[bits]
-    assert small == {**whole, "bytes": whole["bytes"] * words // 12}
+    assert small["slots"] == whole["slots"] and small["full_bytes"] == whole["full_bytes"]
+    assert small["bytes"] > whole["bytes"] * words // 12  # by windows, centres and ranges
     assert packed_reserved < reserved
 
 

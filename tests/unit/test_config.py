@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_h2o.core.config import (
-    BITS_OF,
+    COMPRESSION_OF,
     MemoryBudget,
     ModelSpec,
     Policy,
@@ -72,7 +72,7 @@ def test_shares_are_what_percent_says(six: list[int]) -> None:
         assert math.isclose(sum(shares), 1)
 
 
-@pytest.mark.parametrize(("bits", "switch"), BITS_OF.items())
+@pytest.mark.parametrize(("bits", "switch"), COMPRESSION_OF.items())
 def test_bits_are_of_what_is_compressed(bits: str, switch: str) -> None:
     """A search may begin with bits that it need not use; what runs has none that mean nothing."""
     policy = Policy(**{bits: 8})  # type: ignore[arg-type]

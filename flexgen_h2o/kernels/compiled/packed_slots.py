@@ -13,17 +13,22 @@ from flexgen_h2o.kernels.compiled.slots import (
     AHEAD,
     BLOCK,
     Pass,
+    FLOAT,
+    Columns,
     address_ahead,
+    beside_dots,
+    beside_mix,
+    beside_scratch,
+    beside_sum,
     fetch,
     fetch_scores,
     onwards,
-    page_dots,
-    page_mix,
-    page_scratch,
-    page_sum,
+    page_keys,
+    page_values,
     row_at,
     score_row,
     softmax,
+    spread_beside,
     take,
 )
 from flexgen_h2o.kernels.jit import (
@@ -83,34 +88,71 @@ def _table_of(packing: SlotPacking) -> tuple[int, np.ndarray]:
     return lanes, np.array(places, np.int32)
 
 
+class WholeAddresses(NamedTuple):
+    """What slots.WholeColumns has: columns a row (`count`) and addresses. centres is 0 where nothing is smoothed."""
+
+    count: int
+    width: int
+    keys: int
+    values: int
+    slots: int
+    centres: int
+    ranges: int
+
+
+NO_WHOLE = WholeAddresses(0, 0, 0, 0, 0, 0, 0)
+_BF16, _ONE = np.uint16(0), np.float32(1)
+
+
 @jit
-def attend_rows(element, form, slots, scale, state, pages, first, end):  # type: ignore[no-untyped-def]
+def attend_rows(element, form, slots, state, beside, first, end):  # type: ignore[no-untyped-def]
     """`attend` over packed slots for the rows first..end-1.
 
-    element: of the queries. slots: as of whole slots, `words` those of a packed slot.
+    element: of the queries. slots: as of whole slots, `words` those of a packed slot. beside: pages, whole columns.
     """
+    pages, whole = beside
     size = vectors.SHARED if form.lanes > 1 else 1
     shape = (slots.group, form.chunks, 32 // form.step + 1, size)
     query, attn_out = np.empty(shape, np.float32), np.empty(shape, np.float32)
-    p = np.empty((slots.group, -(-slots.most // BLOCK) * BLOCK + pages.count), np.float32)
-    of_pages = page_scratch(slots.group, pages)
+    end_of_slots = -(-slots.most // BLOCK) * BLOCK
+    p = np.empty((slots.group, end_of_slots + pages.count), np.float32)
+    of_pages, of_whole = beside_scratch(FLOAT, slots.group, pages.width), beside_scratch(element, slots.group, whole.width)
+    newest = np.empty((slots.group, whole.count), np.float32)
     gathered = np.empty(BLOCK * slots.words, np.uint32)
-    one = np.empty(form.width, np.float32)
+    one = np.empty((slots.group, form.width), np.float32)
     size = 4 // planes(element) * slots.group * form.width
     query[:] = 0
     for r in range(first, end):
-        filled = ints_at(slots.filled)[r]
-        _spread(element, form, slots.q + r * size, one, query)
-        page_dots(element, pages, r, slots.q + r * size, of_pages, p)
+        filled, q_at = ints_at(slots.filled)[r], slots.q + r * size
+        _spread(element, form, q_at, whole.ranges + 2 * r * form.width if whole.centres else 0, one, query)
+        if pages.count:
+            spread_beside(FLOAT, element, q_at, pages.width, of_pages)
+            beside_dots(FLOAT, page_keys(pages), r, of_pages, p, end_of_slots)
         if state.columns:
             fetch_scores(state, r)
         keys, values = row_at(slots, slots.keys, r), row_at(slots, slots.values, r)
         _pass(form, slots, Pass(True, keys, values, filled), gathered, query, p)
-        softmax(p, filled, np.float32(scale), 0, pages, r)
+        if whole.centres:
+            _restore_centre(element, q_at, whole.centres + 2 * r * form.width, form.width, filled, p)
+        if whole.count:
+            spread_beside(element, element, q_at, whole.width, of_whole)
+            beside_dots(element, Columns(whole.count, whole.width, whole.keys), r, of_whole, newest, 0)
+            _exchange(ints_at(whole.slots + 4 * r * whole.count), newest, p, False)
+        softmax(p, filled, np.float32(slots.scale), 0, pages, r)
+        if whole.count:
+            _exchange(ints_at(whole.slots + 4 * r * whole.count), newest, p, True)
         attn_out[:] = 0
         _pass(form, slots, Pass(False, values, row_at(slots, slots.keys, r + 1), filled), gathered, attn_out, p)
-        page_mix(pages, r, of_pages, p)
-        _gather(element, form, attn_out, (pages, of_pages), one, slots.out + r * size)
+        _gather(form, attn_out, one)
+        if pages.count:
+            beside_mix(FLOAT, page_values(pages), r, of_pages, p, end_of_slots)
+            _add_beside(FLOAT, of_pages, one)
+        if whole.count:
+            beside_mix(element, Columns(whole.count, whole.width, whole.values), r, of_whole, newest, 0)
+            _add_beside(element, of_whole, one)
+            _exchange(ints_at(whole.slots + 4 * r * whole.count), newest, p, False)
+        for i in range(one.size):
+            set_number(element, slots.out + r * size, i, one.ravel()[i])
         if state.columns:
             score_row(state, r, filled, p)
 
@@ -141,6 +183,38 @@ def _pass(form, slots, row, gathered, scratch, p):  # type: ignore[no-untyped-de
 
 
 @jit
+def _restore_centre(element, at, centres, width, filled, p):  # type: ignore[no-untyped-def]
+    """Add each query's product with the centre of the keys."""
+    for g in range(p.shape[0]):
+        shift = np.float32(0)
+        for i in range(width):
+            shift += number_at(element, at, g * width + i) * number_at(_BF16, centres, i)
+        for j in range(filled):
+            p[g, j] += shift
+
+
+@jit
+def _exchange(places, newest, p, takes):  # type: ignore[no-untyped-def]
+    """What is in `newest` goes where its slots are in p; or it takes what is there, and leaves 0."""
+    for j in range(newest.shape[1]):
+        slot = places[j]
+        for g in range(p.shape[0]):
+            if takes:
+                newest[g, j] = p[g, slot] if slot >= 0 else np.float32(0)
+                if slot >= 0:
+                    p[g, slot] = 0
+            elif slot >= 0:
+                p[g, slot] = newest[g, j]
+
+
+@jit
+def _add_beside(kind, scratch, one):  # type: ignore[no-untyped-def]
+    for g in range(one.shape[0]):
+        for i in range(one.shape[1]):
+            one[g, i] += beside_sum(kind, one.shape[1], scratch, g, i)
+
+
+@jit
 def _place(form, chunk):  # type: ignore[no-untyped-def]
     """The first word of a chunk, and the first and the end of the words that its lanes stand for."""
     place = ints_at(form.places + 4 * vectors.PLACE * chunk)
@@ -155,15 +229,15 @@ def _unit(form, plane):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _spread(element, form, at, one, query):  # type: ignore[no-untyped-def]
+def _spread(element, form, at, ranges, one, query):  # type: ignore[no-untyped-def]
     """Spread the queries at address `at` over the planes of chunks; all other lanes are 0 already.
 
-    one: scratch of a column.
+    ranges: address of what each number is multiplied with; 0: of nothing. one: scratch.
     """
     per_word, size = 32 // form.step, query.shape[3]
     for g in range(query.shape[0]):
         for i in range(form.width):
-            one[i] = number_at(element, at, g * form.width + i)
+            one[g, i] = number_at(element, at, g * form.width + i) * (number_at(_BF16, ranges, i) if ranges else _ONE)
         for c in range(query.shape[1]):
             first, start, end = _place(form, c)
             lanes = query[g, c]
@@ -171,7 +245,7 @@ def _spread(element, form, at, one, query):  # type: ignore[no-untyped-def]
             for k in range(per_word):
                 unit = _unit(form, k)
                 for word in range(start, min(end, (form.width - k + per_word - 1) // per_word)):
-                    x = one[word * per_word + k]
+                    x = one[g, word * per_word + k]
                     lanes[k, word - first] = x * unit
                     lanes[per_word, word - first] += x
             for k in range(per_word + 1):
@@ -180,9 +254,8 @@ def _spread(element, form, at, one, query):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _gather(element, form, attn_out, beside, one, at):  # type: ignore[no-untyped-def]
-    """Write the sums to address `at`. beside: pages, and their sums. one: scratch of a column."""
-    pages, of_pages = beside
+def _gather(form, attn_out, one):  # type: ignore[no-untyped-def]
+    """The sums in the order of numbers, into `one` (group, width)."""
     per_word, size = 32 // form.step, attn_out.shape[3]
     for g in range(attn_out.shape[0]):
         for c in range(attn_out.shape[1]):
@@ -194,10 +267,7 @@ def _gather(element, form, attn_out, beside, one, at):  # type: ignore[no-untype
             for k in range(per_word):
                 unit = _unit(form, k)
                 for word in range(start, min(end, (form.width - k + per_word - 1) // per_word)):
-                    one[word * per_word + k] = lanes[k, word - first] * unit + lanes[per_word, word - first]
-        for i in range(form.width):
-            more = page_sum(pages, of_pages, g, i) if pages.count else np.float32(0)
-            set_number(element, at, g * form.width + i, one[i] + more)
+                    one[g, word * per_word + k] = lanes[k, word - first] * unit + lanes[per_word, word - first]
 
 
 # ---- packing

@@ -32,7 +32,8 @@ from flexgen_h2o.kernels.jit import (
 
 BLOCK = 8  # slots that are looked up together
 AHEAD = 2048  # bytes of slots that are prefetched: into the next segment, pass and row
-PAGE_STEP = vectors.SLOTS  # pages that are computed together
+TILE = vectors.SLOTS  # columns beside the slots that are computed together
+FLOAT = np.float32(0)  # the element of pages
 _SCORES_AHEAD = 512  # bytes of a row's scores, and of its positions
 _LINE = 64  # bytes
 _NONE = np.iinfo(np.int64).max
@@ -52,6 +53,7 @@ class Slots(NamedTuple):
     filled: int
     out: int
     lse: int  # 0: not wanted
+    scale: float
 
 
 class Scores(NamedTuple):
@@ -96,29 +98,32 @@ class Pass(NamedTuple):
 
 
 @jit
-def attend_rows(element, slots, scale, state, pages, first, end):  # type: ignore[no-untyped-def]
+def attend_rows(element, slots, state, pages, first, end):  # type: ignore[no-untyped-def]
     """`attend` or `attend_lse` of the rows first..end-1. In bf16 d is even."""
     lanes = vectors.WIDE if slots.words >= vectors.WIDE else 1
     chunks = -(-slots.words // lanes)
     query = np.empty((slots.group, chunks, planes(element), lanes), np.float32)
     attn_out = np.empty((slots.group, chunks, planes(element), lanes), np.float32)
     p = np.empty((slots.group, -(-slots.most // BLOCK) * BLOCK + pages.count), np.float32)
-    of_pages = page_scratch(slots.group, pages)
+    of_pages = beside_scratch(FLOAT, slots.group, pages.width)
     gathered = np.empty(BLOCK * slots.words, np.uint32)
     for r in range(first, end):
         filled = ints_at(slots.filled)[r]
         offset = r * slots.group * slots.words * 4
-        page_dots(element, pages, r, slots.q + offset, of_pages, p)
+        if pages.count:
+            spread_beside(FLOAT, element, slots.q + offset, pages.width, of_pages)
+            beside_dots(FLOAT, page_keys(pages), r, of_pages, p, p.shape[1] - pages.count)
         _unpack(element, slots.q + offset, slots.words, query)
         if state.columns:
             fetch_scores(state, r)
         keys, values = row_at(slots, slots.keys, r), row_at(slots, slots.values, r)
         _pass(element, slots, Pass(True, keys, values, filled), gathered, query, p)
-        softmax(p, filled, np.float32(scale), slots.lse + 4 * r * slots.group if slots.lse else 0, pages, r)
+        softmax(p, filled, np.float32(slots.scale), slots.lse + 4 * r * slots.group if slots.lse else 0, pages, r)
         attn_out[:] = 0
         _pass(element, slots, Pass(False, values, row_at(slots, slots.keys, r + 1), filled), gathered, attn_out, p)
-        page_mix(pages, r, of_pages, p)
-        _add_pages(element, pages, of_pages, slots.words, attn_out)
+        if pages.count:
+            beside_mix(FLOAT, page_values(pages), r, of_pages, p, p.shape[1] - pages.count)
+            _add_pages(element, pages, of_pages, slots.words, attn_out)
         _pack(element, attn_out, slots.words, slots.out + offset)
         if state.columns:
             score_row(state, r, filled, p)
@@ -179,73 +184,94 @@ def _pack(element, attn_out, words, at):  # type: ignore[no-untyped-def]
                     floats_at(at)[start + i] = attn_out[g, c, 0, i]
 
 
-# ---- pages: as slots in fp32, whatever the slots are
+# ---- columns beside the slots: pages, which are fp32, and whole columns beside packed slots
+
+
+class Columns(NamedTuple):
+    """`count` columns of `width` numbers a row, a multiple of TILE, one behind the other at an address."""
+
+    count: int
+    width: int
+    at: int
 
 
 @jit
-def page_scratch(group, pages):  # type: ignore[no-untyped-def]
-    """Of queries, and then of sums: (group, chunks, 1, lanes), as of slots in fp32."""
-    lanes = vectors.WIDE if pages.width >= vectors.WIDE else 1
-    return np.zeros((group, -(-pages.width // lanes), 1, lanes), np.float32)
+def beside_scratch(kind, group, width):  # type: ignore[no-untyped-def]
+    """Of queries, or of sums: (group, chunks, planes, lanes), as of slots of elements `kind`."""
+    words = width // planes(kind)
+    lanes = vectors.WIDE if words >= vectors.WIDE else 1
+    return np.zeros((group, -(-words // lanes), planes(kind), lanes), np.float32)
 
 
 @jit
-def page_dots(element, pages, r, at, scratch, p):  # type: ignore[no-untyped-def]
-    """The products of the queries at address `at` and the keys of row r's pages, at the end of p. scratch: written."""
-    if pages.count == 0:
-        return
-    lanes = scratch.shape[3]
+def spread_beside(kind, element, at, width, scratch):  # type: ignore[no-untyped-def]
+    """The queries at address `at`, of `element`s, into scratch; lanes that two chunks share are 0 in the second."""
+    words, lanes = width // planes(kind), scratch.shape[3]
     for g in range(scratch.shape[0]):
         done = 0
         for c in range(scratch.shape[1]):
-            start = min(c * lanes, pages.width - lanes)
-            for i in range(lanes):
-                n = start + i
-                scratch[g, c, 0, i] = number_at(element, at, g * pages.width + n) if n >= done else np.float32(0)
+            start = min(c * lanes, words - lanes)
+            for plane in range(planes(kind)):
+                for i in range(lanes):
+                    n = g * width + planes(kind) * (start + i) + plane
+                    scratch[g, c, plane, i] = number_at(element, at, n) if start + i >= done else np.float32(0)
             done = start + lanes
-    _over_pages(True, pages, pages.keys, r, scratch, p)
 
 
 @jit
-def page_mix(pages, r, scratch, p):  # type: ignore[no-untyped-def]
-    """The values of row r's pages weighed with the end of p, in scratch."""
-    if pages.count:
-        scratch[:] = 0
-        _over_pages(False, pages, pages.values, r, scratch, p)
+def beside_dots(kind, columns, r, scratch, p, first):  # type: ignore[no-untyped-def]
+    """p[g, first:] = the products of the queries in scratch and row r's columns."""
+    _over_beside(kind, True, columns, r, scratch, p, first)
 
 
 @jit
-def _over_pages(is_dots, pages, at, r, scratch, p):  # type: ignore[no-untyped-def]
-    group, stride = np.int64(p.shape[0]), np.int64(p.shape[1])
-    scratch_at, p_at = np.int64(scratch.ctypes.data), np.int64(p.ctypes.data) + 4 * (stride - pages.count)
-    for j in range(0, pages.count, PAGE_STEP):
-        place = at + 4 * (r * pages.count + j) * pages.width
-        numbers = (place, pages.width, scratch_at, p_at + 4 * j, stride, group)
+def beside_mix(kind, columns, r, scratch, p, first):  # type: ignore[no-untyped-def]
+    """scratch = row r's columns weighed with p[g, first:]."""
+    scratch[:] = 0
+    _over_beside(kind, False, columns, r, scratch, p, first)
+
+
+@jit
+def _over_beside(kind, is_dots, columns, r, scratch, p, first):  # type: ignore[no-untyped-def]
+    group, stride, words = np.int64(p.shape[0]), np.int64(p.shape[1]), columns.width // planes(kind)
+    scratch_at, p_at = np.int64(scratch.ctypes.data), np.int64(p.ctypes.data) + 4 * first
+    for j in range(0, columns.count, TILE):
+        numbers = (columns.at + 4 * (r * columns.count + j) * words, words, scratch_at, p_at + 4 * j, stride, group)
         if is_dots:
-            vectors.dots(np.float32(0), numbers)
+            vectors.dots(kind, numbers)
         else:
-            vectors.mix(np.float32(0), numbers)
+            vectors.mix(kind, numbers)
 
 
 @jit
-def page_sum(pages, scratch, g, n):  # type: ignore[no-untyped-def]
-    """Number n of query g's sum over pages."""
-    lanes = scratch.shape[3]
-    chunk = n // lanes
-    return scratch[g, chunk, 0, n - min(chunk * lanes, pages.width - lanes)]
+def beside_sum(kind, width, scratch, g, n):  # type: ignore[no-untyped-def]
+    """Number n of query g's sum in scratch."""
+    lanes, word = scratch.shape[3], n // planes(kind)
+    chunk = word // lanes
+    start = min(chunk * lanes, width // planes(kind) - lanes)
+    return scratch[g, chunk, n % planes(kind), word - start]
+
+
+@jit
+def page_keys(pages):  # type: ignore[no-untyped-def]
+    return Columns(pages.count, pages.width, pages.keys)
+
+
+@jit
+def page_values(pages):  # type: ignore[no-untyped-def]
+    return Columns(pages.count, pages.width, pages.values)
 
 
 @jit
 def _add_pages(element, pages, scratch, words, attn_out):  # type: ignore[no-untyped-def]
-    if pages.count == 0:
-        return
     lanes = attn_out.shape[3]
     for g in range(attn_out.shape[0]):
         for c in range(attn_out.shape[1]):
             start = min(c * lanes, words - lanes)
             for plane in range(planes(element)):
                 for i in range(lanes):
-                    attn_out[g, c, plane, i] += page_sum(pages, scratch, g, planes(element) * (start + i) + plane)
+                    n = planes(element) * (start + i) + plane
+                    attn_out[g, c, plane, i] += beside_sum(FLOAT, pages.width, scratch, g, n)
 
 
 class Fold(NamedTuple):
