@@ -86,11 +86,16 @@ def _settings(
     return {
         "model": shape | digests,
         "dtype": llm.dtype,
-        "policy": policy.to_json() | (dict.fromkeys(PLACEMENT, "auto") if is_auto else {}),
+        "policy": _answering(policy) | (dict.fromkeys(PLACEMENT, "auto") if is_auto else {}),
         "eviction": llm.eviction.to_json(),
         "sampling": {name: value for name, value in asdict(defaults).items() if name not in OF_REQUESTS}
         | {"stop": list(defaults.stop)},
     }
+
+
+def _answering(policy: Policy) -> dict[str, Any]:
+    """A policy's fields; one that older versions did not have only where it means something, so that their jobs go on."""
+    return {k: v for k, v in policy.to_json().items() if k != "cache_window" or policy.compress_cache}
 
 
 def _settle(args: argparse.Namespace, output: OutputFile, settings: dict[str, Any]) -> Before:

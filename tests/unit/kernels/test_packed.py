@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,14 +21,15 @@ from flexgen_h2o.kernels.packed import (
     unpack_rows,
     unpack_rows_reference,
 )
-from flexgen_h2o.kernels.slots import attend, attend_reference
+from flexgen_h2o.kernels.slots import Pages, SlotForm, WholeColumns, attend, attend_reference
 from tests.unit.kernels.test_slots import DTYPES, copy_of, in_segments, make, make_state, ragged, victims
 
 WIDTHS = [1, 3, 16, 20, 33, 63, 64, 65, 67, 80, 96, 128, 160, 200, 256, 1024]
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 2**-7}
 BITS = [4, 8]
 BOTH = pytest.mark.parametrize("pack", [pack_columns, pack_columns_reference])
-packings = st.builds(SlotPacking, st.sampled_from(WIDTHS[:-1]), st.sampled_from(BITS))
+OF_COLUMNS = [2, 3, 4, 8]
+packings = st.builds(SlotPacking, st.sampled_from(WIDTHS[:-1]), st.sampled_from(OF_COLUMNS))
 
 
 @pytest.mark.parametrize(
@@ -67,6 +69,25 @@ def test_no_number_is_further_off_than_half_a_step(packing, dtype, offset, size,
         part = x[..., here]
         needed = (part.amax(-1) - part.amin(-1) + part.amin(-1).abs() * 2.0**-7) / packing.levels
         assert bool((steps[..., here.start] <= needed * (1 + 2.0**-7) + 1e-30).all())
+
+
+@pytest.mark.parametrize(("width", "words2", "words3"), [(16, 2, 3), (32, 3, 4), (64, 5, 7), (80, 7, 10), (128, 10, 14)])
+def test_bytes_of_a_slot_of_few_bits(width: int, words2: int, words3: int) -> None:
+    assert (SlotPacking(width, 2).slot_bytes, SlotPacking(width, 3).slot_bytes) == (4 * words2, 4 * words3)
+
+
+@pytest.mark.parametrize("bits", OF_COLUMNS)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_two_ways_to_pack_agree(bits: int, width: int) -> None:
+    """In whole numbers, whose codes no rounding moves: bit for bit, and back to what they were."""
+    packing = SlotPacking(width, bits)
+    columns = torch.randint(0, 2**bits, (7, width)).float()
+    for start in range(0, width, packing.group):  # a step of 1
+        columns[:, start] = 0
+        columns[:, min(start + 1, width - 1)] = 2**bits - 1 if min(start + packing.group, width) - start > 1 else 0
+    packed = pack_columns(columns, packing)
+    assert torch.equal(packed, pack_columns_reference(columns, packing))
+    assert torch.equal(unpack_columns(packed, packing, torch.float32), columns)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -165,12 +186,12 @@ def packed_inputs(filled, group, packing, dtype, length):  # type: ignore[no-unt
 @given(ragged, st.sampled_from([1, 2, 4, 5, 8]), packings, st.sampled_from(DTYPES), st.integers(1, 24))
 def test_attention_is_that_over_the_rounded_columns(filled, group, packing, dtype, length) -> None:  # type: ignore[no-untyped-def]
     q, pair, back, counts = packed_inputs(filled, group, packing, dtype, length)
-    actual = attend(q, *pair, counts, 0.3, packing=packing)
+    actual = attend(q, *pair, counts, 0.3, form=SlotForm(packing))
     expected = attend_reference(q.float(), *back, counts, 0.3)
     assert actual.shape == q.shape and actual.dtype == dtype
     assert (actual.float() - expected).abs().max() < TOLERANCE[dtype] * max(1.0, float(expected.abs().max()))
     if dtype == torch.float32:
-        assert torch.allclose(attend_reference(q, *pair, counts, 0.3, packing=packing), expected, atol=1e-6)
+        assert torch.allclose(attend_reference(q, *pair, counts, 0.3, form=SlotForm(packing)), expected, atol=1e-6)
 
 
 @settings(max_examples=40, deadline=None)
@@ -179,25 +200,28 @@ def test_scores_and_victims(filled, group, packing, dtype, decay) -> None:  # ty
     q, pair, back, counts = packed_inputs(filled, group, packing, dtype, 7)
     state = make_state(len(filled), max(filled) + 2, decay, 2.0)
     expected = copy_of(state)
-    scored = attend(q, *pair, counts, 0.3, state, packing)
+    scored = attend(q, *pair, counts, 0.3, state, SlotForm(packing))
     attend_reference(q.float(), *back, counts, 0.3, expected)
     assert torch.allclose(state.scores, expected.scores, atol=4e-6, rtol=4e-6)
     assert state.victims.tolist() == victims(state, filled)
-    assert torch.equal(scored, attend(q, *pair, counts, 0.3, packing=packing))
+    assert torch.equal(scored, attend(q, *pair, counts, 0.3, form=SlotForm(packing)))
 
 
 @pytest.mark.parametrize(
     ("group", "width", "bits", "dtype"),
-    [(1, 64, 4, torch.bfloat16), (6, 80, 4, torch.float32), (1, 128, 8, torch.bfloat16), (2, 16, 4, torch.float32)],
-)
+    [
+        (1, 64, 4, torch.bfloat16), (6, 80, 4, torch.float32), (1, 128, 8, torch.bfloat16), (2, 16, 4, torch.float32),
+        (1, 64, 3, torch.bfloat16), (5, 128, 2, torch.float32),
+    ],
+)  # fmt: skip
 def test_segments_and_rows_change_no_bit(group: int, width: int, bits: int, dtype: torch.dtype) -> None:
     filled, packing = [50, 3, 103, 64, 1, 77, 12] * 60, SlotPacking(width, bits)
     q, whole, _, counts = packed_inputs(filled, group, packing, dtype, 105)
-    expected = attend(q, *whole, counts, 0.2, packing=packing)
+    expected = attend(q, *whole, counts, 0.2, form=SlotForm(packing))
     for length in (1, 16, 64, 300):
         _, parts, _, _ = packed_inputs(filled, group, packing, dtype, length)
-        assert torch.equal(attend(q, *parts, counts, 0.2, packing=packing), expected)
-    alone = attend(q[2:3], *(t[:, 2:3].contiguous() for t in whole), counts[2:3], 0.2, packing=packing)
+        assert torch.equal(attend(q, *parts, counts, 0.2, form=SlotForm(packing)), expected)
+    alone = attend(q[2:3], *(t[:, 2:3].contiguous() for t in whole), counts[2:3], 0.2, form=SlotForm(packing))
     assert torch.equal(alone, expected[2:3])
 
 
@@ -209,7 +233,7 @@ def test_torch_unpacks_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
     for chunk in (1, 2 * 12 * 16, 2**20):
         monkeypatch.setattr(slot_kernels, "PACKED_CHUNK", chunk)
         state = make_state(5, 11)
-        found.append((attend_reference(q, *pair, counts, 0.3, state, packing), state))
+        found.append((attend_reference(q, *pair, counts, 0.3, state, SlotForm(packing)), state))
     for out, state in found[1:]:
         assert torch.allclose(out, found[0][0], atol=1e-6) and torch.allclose(state.scores, found[0][1].scores)
         assert state.victims.tolist() == found[0][1].victims.tolist()
@@ -222,6 +246,73 @@ def test_wrong_shapes_are_refused_before_memory_is_touched() -> None:
         (q, counts + 3, packing), (q, counts, SlotPacking(64, 8)), (q[..., :48], counts, packing), (q, counts, None),
     ):  # fmt: skip
         with pytest.raises(ValueError, match="do not go together"):
-            attend(queries, *pair, filled, 1.0, packing=how)
+            attend(queries, *pair, filled, 1.0, form=SlotForm(how))
     with pytest.raises(ValueError, match="is not of width 64"):
         pack_columns(torch.zeros(3, 63), packing)
+
+
+# ---- what lies beside packed slots
+
+
+def beside(rows: int, width: int, dtype: torch.dtype, filled: list[int], count: int, pages: int):  # type: ignore[no-untyped-def]
+    """Whole columns in some slots of each row, and pages, a few of them empty."""
+    g = torch.Generator().manual_seed(rows * width)
+    centres, ranges = (torch.randn(rows, width, generator=g), torch.rand(rows, width, generator=g) + 0.25)
+    keys, values = (torch.randn(rows, count, width, generator=g).to(dtype) for _ in range(2))
+    slots = torch.full((rows, count), -1, dtype=torch.int32)
+    for r, n in enumerate(filled):
+        some = torch.randperm(n, generator=g)[: max(0, count - 1)]
+        slots[r, torch.randperm(count, generator=g)[: len(some)]] = some.int()
+    whole = WholeColumns(centres.bfloat16(), ranges.bfloat16(), keys, values, slots)
+    means = [torch.randn(rows, pages, width, generator=g) for _ in range(2)]
+    return whole, Pages(*means, torch.randint(0, 4, (rows, pages), generator=g).int())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    ragged, st.sampled_from([1, 2, 5, 8]), packings, st.sampled_from(DTYPES), st.sampled_from([0, 4, 8]),
+    st.sampled_from([0, 4, 12]),
+)  # fmt: skip
+def test_attention_with_whole_columns_and_pages(filled, group, packing, dtype, count, pages) -> None:  # type: ignore[no-untyped-def]
+    """By definition in double precision: smoothed keys restored, whole columns in their slots, pages as columns."""
+    q, keys, values, counts = make(filled, group, packing.width, dtype)
+    whole, of_pages = beside(len(filled), packing.width, dtype, filled, count, pages)
+    packed = pack_columns(whole.smoothed(keys), packing), pack_columns(values, packing)
+    pair = [in_segments(t.view(torch.float32), 7).view(torch.int32) for t in packed]
+    form = SlotForm(packing, of_pages if pages else None, whole)
+    state = make_state(len(filled), max(filled) + 2)
+    scores = state.scores.clone()
+    found = attend(q, *pair, counts, 0.3, state, form)
+    reference = attend_reference(q, *pair, counts, 0.3, None, form)
+    k, v = (unpack_columns(t, packing, torch.float32) for t in packed)
+    k = whole.restored(k)
+    for r, n in enumerate(filled):
+        for entry, slot in enumerate(whole.slots[r].tolist()):
+            if slot >= 0:
+                k[r, slot], v[r, slot] = whole.keys[r, entry].float(), whole.values[r, entry].float()
+        logits, seen = 0.3 * (q[r].double() @ k[r, :n].double().T), v[r, :n].double()
+        if pages:
+            some = of_pages.counts[r] > 0
+            more = 0.3 * (q[r].double() @ of_pages.keys[r, some].double().T) + of_pages.counts[r, some].double().log()
+            logits, seen = torch.cat([logits, more], dim=1), torch.cat([seen, of_pages.values[r, some].double()])
+        p = logits.softmax(dim=1)
+        expected = p @ seen
+        tolerance = TOLERANCE[dtype] * max(1.0, float(expected.abs().max()))
+        assert (found[r].double() - expected).abs().max() < 4 * tolerance
+        assert (reference[r].double() - expected).abs().max() < 16 * tolerance
+        received = scores[r, :n] + state.gains[r] * p[:, :n].sum(0)
+        assert torch.allclose(state.scores[r, :n], received.float(), atol=4e-5 if dtype == torch.float32 else 0.03)
+    assert torch.equal(found, attend(q, *pair, counts, 0.3, None, form))
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    packing = SlotPacking(64, 4)
+    q, pair, _, counts = packed_inputs([5, 5], 1, packing, torch.float32, 7)
+    whole, pages = beside(2, 64, torch.float32, [5, 5], 4, 4)
+    for form in (
+        SlotForm(packing, None, replace(whole, slots=whole.slots[:, :3])),
+        SlotForm(packing, None, whole.map(lambda t: t[:1])), SlotForm(packing, pages.map(lambda t: t[:, :3])),
+        SlotForm(packing, replace(pages, counts=pages.counts.long())),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="do not go together"):
+            attend(q, *pair, counts, 1.0, None, form)

@@ -28,7 +28,7 @@ from flexgen_h2o.kernels.int8 import Int8Rows, blank_int8_rows, pack_int8_rows, 
 from flexgen_h2o.kernels.linear import linear_each
 from flexgen_h2o.kernels.packed import pack_columns, pack_rows, unpack_rows
 from flexgen_h2o.kernels.prefill_attention import causal_attention_lse, column_sums
-from flexgen_h2o.kernels.slots import attend
+from flexgen_h2o.kernels.slots import SlotForm, attend
 from flexgen_h2o.kernels.warm_up import compile_subprocess, warm_up
 from flexgen_h2o.kernels.workspace import Workspace
 
@@ -55,7 +55,7 @@ def test_nothing_is_left_to_compile(dtype: torch.dtype) -> None:
     q, filled = torch.randn(3, 5, 70, 64).to(dtype), torch.full((5,), 9, dtype=torch.int32)
     attend(q[0, :, :2].contiguous(), q[:2], q[:2], filled, 0.5)
     packed = pack_columns(q[:2], packing)
-    attend(q[0, :, :2].contiguous(), packed, packed, filled, 0.5, packing=packing)
+    attend(q[0, :, :2].contiguous(), packed, packed, filled, 0.5, form=SlotForm(packing))
     column_sums(q, q, causal_attention_lse(q, q, q, 0.3)[1], 0.3)
     Rotation(torch.ones(8), 1.0).rotated(torch.zeros(3, 5, 16).to(dtype), torch.zeros(3, 5).int())
     x = torch.randn(5, 3, 16).to(dtype)

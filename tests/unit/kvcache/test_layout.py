@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -9,12 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_h2o.core.config import Policy
+from flexgen_h2o.core.packing import SlotPacking
 from flexgen_h2o.core.units import ALIGN, PAGE, SEGMENT_SLOTS, WRITE_BACK_STEPS
+from flexgen_h2o.kvcache.eviction.policy import NO_RECORD, RowRecord
 from flexgen_h2o.kvcache.layout import UnitLayout
 
 pairs = st.integers(0, 100).flatmap(lambda a: st.tuples(st.just(a), st.integers(0, 100 - a)))
 few = st.integers(1, 40)
-records = st.sampled_from([(), ("positions",), ("positions", "scores"), ("positions", "scores", "norms")])
+SCORED = RowRecord(("positions", "scores"))
+names = st.sampled_from([("positions",), ("positions", "scores"), ("positions", "scores", "norms")])
+records = st.just(NO_RECORD) | st.builds(RowRecord, names, st.integers(0, 9))
 all_shares = pairs.map(lambda pair: Policy(percent=(0, 0, *pair, 0, 0)).cache_shares)
 layouts = st.builds(
     UnitLayout, sequences=few, kv_heads=few, slots=st.integers(1, 300), width=st.sampled_from([1, 8, 80, 128]),
@@ -32,8 +37,14 @@ def test_areas(layout: UnitLayout) -> None:
         assert layout.part_bytes(part) == 2 * layout.segments * area
         columns = part.rows * WRITE_BACK_STEPS
         assert layout.overlay_bytes(part) == 2 * columns * layout.width * layout.itemsize + 8 * columns
-        words = part.rows * (layout.slots * len(layout.record) + 1) if layout.record else 0
-        assert layout.metadata_bytes(part) % ALIGN == 0 and 0 <= layout.metadata_bytes(part) - 4 * words < ALIGN
+        pages = -(-layout.record.pages // 4) * 4
+        words = layout.slots * len(layout.record.names) + 1 + pages * (2 * layout.width + 1) if layout.record else 0
+        beside = layout.metadata_bytes(part) - 4 * part.rows * words
+        assert layout.metadata_bytes(part) % ALIGN == 0 and 0 <= beside < ALIGN
+        packed = replace(layout, packing=SlotPacking(layout.width, 4), window=16)
+        held = min(16, layout.slots // 2) // 4 * 4
+        bytes_of_whole = held * (2 * layout.width * layout.itemsize + 4) + 4 * layout.width
+        assert 0 <= packed.metadata_bytes(part) - part.rows * (4 * words + bytes_of_whole) < ALIGN
 
 
 @given(few, few, all_shares)
@@ -91,8 +102,8 @@ def test_live_ranges_hold_the_live_rows_and_no_other(layout: UnitLayout, data: s
 
 @pytest.mark.parametrize(
     ("record", "streamed", "segments"),
-    [((), True, 4), ((), False, 1), (("positions",), True, 1), (("positions",), False, 1)],
+    [(NO_RECORD, True, 4), (NO_RECORD, False, 1), (SCORED, True, 1), (SCORED, False, 1)],
 )
-def test_only_a_cache_that_grows_and_travels_is_cut(record: tuple[str, ...], streamed: bool, segments: int) -> None:
+def test_only_a_cache_that_grows_and_travels_is_cut(record: RowRecord, streamed: bool, segments: int) -> None:
     layout = UnitLayout(2, 4, 3 * SEGMENT_SLOTS + 1, 8, 2, (0.0, 1.0, 0.0), record, streamed)
     assert layout.segments == segments and layout.segments * layout.segment_slots >= layout.slots

@@ -17,6 +17,7 @@ from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import WRITE_BACK_STEPS
 from flexgen_h2o.engine.loop import zigzag
 from flexgen_h2o.kvcache import layout as layout_module
+from flexgen_h2o.kvcache.eviction.policy import RowRecord
 from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.kvcache.slots import PartView, plan_moves, put_columns, put_first_columns, split_views
 from flexgen_h2o.kvcache.store import CacheKey, CacheStore
@@ -104,7 +105,7 @@ class Bench:
             buffer.fill_(255)  # empty slots hold no numbers
 
     def layout(self, sequences: int, slots: int) -> UnitLayout:
-        return UnitLayout(sequences, KV_HEADS, slots, WIDTH, DTYPE.itemsize, self.shares, self.record)
+        return UnitLayout(sequences, KV_HEADS, slots, WIDTH, DTYPE.itemsize, self.shares, RowRecord(self.record))
 
     def close(self) -> None:
         self.lanes.close()

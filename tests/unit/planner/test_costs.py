@@ -132,7 +132,8 @@ def test_a_block_of_a_public_shape(name: str, matrices: int, columns: int, numbe
 
 def test_rolling_positions_rotate_the_keys_that_are_read() -> None:
     need = evicting(4, 100, 4, 20)
-    still, rolling = (block_work("Meta-Llama-3-8B", 2, replace(need, record=r)) for r in ((), ("positions", "ranks")))
+    records = (NO_RECORD, RowRecord(("positions", "ranks")))
+    still, rolling = (block_work("Meta-Llama-3-8B", 2, replace(need, record=r)) for r in records)
     columns = rolling.device_kv / (2 * 8 * 128 * 2)
     assert rolling.elementwise - still.elementwise == 6 * columns * 8 * 128 * 2
 

@@ -35,6 +35,7 @@ from flexgen_h2o.engine.product_sizes import (
     int8_product_bytes,
     product_bytes,
 )
+from flexgen_h2o.kvcache.eviction.policy import NO_RECORD, RowRecord
 from flexgen_h2o.kvcache.store import CacheStore
 from flexgen_h2o.models import spec_from_config
 from flexgen_h2o.tiers.device import HostDevice, StandInDevice
@@ -55,9 +56,13 @@ def make_spec(**changes: Any) -> ModelSpec:
 SPEC = make_spec()
 pairs = st.integers(0, 100).flatmap(lambda a: st.tuples(st.just(a), st.integers(0, 100 - a)))
 percents = st.tuples(pairs, pairs, pairs).map(lambda three: sum(three, ()))
-policies = st.builds(Policy, percent=percents, sep_layer=st.booleans(), cpu_cache_compute=st.booleans())
+policies = st.builds(
+    Policy, percent=percents, sep_layer=st.booleans(), cpu_cache_compute=st.booleans(), compress_cache=st.booleans(),
+    cache_bits=st.sampled_from([2, 3, 4, 8]), cache_window=st.sampled_from([0, 4, 16]),
+)  # fmt: skip
 slot_counts = st.tuples(st.integers(1, 90), st.integers(1, 90))  # of each of the two blocks
-records = st.sampled_from([(), ("positions",), ("positions", "scores"), ("positions", "scores", "norms")])
+names = st.sampled_from([("positions",), ("positions", "scores"), ("positions", "scores", "norms")])
+records = st.just(NO_RECORD) | st.builds(RowRecord, names, st.integers(0, 9))
 shapes = st.builds(
     BlockShape, rows=st.integers(1, 9), micro_batches=st.integers(1, 4), tokens=st.integers(1, 60),
     slots=slot_counts, record=records,
@@ -192,11 +197,15 @@ def test_records_and_overlays_are_taken_from_what_is_planned_for_them(
     for unit in store._units.values():
         for home in unit.homes:
             assert home.metadata is not None and home.metadata.victims.shape == (home.part.rows,)
-            for name in shape.record:
+            for name in shape.record.names:
                 assert getattr(home.metadata, name).shape == (home.part.rows, unit.layout.slots)
+            pages = home.metadata.pages
+            assert (0 if pages is None else pages.counts.shape[1]) == -(-shape.record.pages // 4) * 4
+            assert (home.whole is not None) is policy.compress_cache
             tier = home.part.tier if not home.streamed else "host" if attends_on_host else "device"
             arena = arenas[tier].untyped_storage().data_ptr()
-            assert {t.untyped_storage().data_ptr() for t in home.metadata.tensors()} == {arena}
+            whole = [] if home.whole is None else [t for t in vars(home.whole).values() if t.numel()]
+            assert {t.untyped_storage().data_ptr() for t in [*home.metadata.tensors(), *whole]} == {arena}
     lanes.close()
 
 

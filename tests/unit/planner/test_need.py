@@ -9,6 +9,7 @@ import pytest
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.engine.workload import Batch, WorkloadShape, even_blocks, need_of, shape_of
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, Full, SnapKV
+from flexgen_h2o.kvcache.eviction.policy import RowRecord
 from flexgen_h2o.kvcache.prefixes import PromptGroup
 
 
@@ -65,7 +66,7 @@ def test_layers_may_keep_different_numbers() -> None:
     need = need_of(H2O(0.2, layer_schedule="pyramid"), 9, {(100, 8)}, 4)
     assert need.slots == tuple(sorted(need.slots, reverse=True)) and need.slots[0] > need.slots[3]
     assert [slots - kept for slots, kept in zip(need.slots, need.kept, strict=True)] == [1] * 4
-    assert need.record == ("positions", "scores") and need.scored
+    assert need.record == RowRecord(("positions", "scores")) and need.scored
 
 
 def test_a_common_prefix_is_in_no_slot() -> None:
