@@ -30,7 +30,15 @@ from flexgen_h2o.kvcache.attend import (
     rank_victims,
     write_prompts,
 )
-from flexgen_h2o.kvcache.eviction.policy import EVERYTHING, NORMS, SCORES, Eviction, OfStage, RowBudget
+from flexgen_h2o.kvcache.eviction.policy import (
+    EVERYTHING,
+    NORMS,
+    SCORES,
+    Eviction,
+    OfStage,
+    RowBudget,
+    value_sizes,
+)
 from flexgen_h2o.kvcache.layout import PAGE_STEP
 from flexgen_h2o.kvcache.slots import KVRows, NewColumns, PartView, RowBudgets, SlotMetadata, SlotTable
 
@@ -275,7 +283,7 @@ class MaskingLayer(EvictingLayer):
         self.keys[:, :, -1], self.values[:, :, -1] = k, v
         metadata.positions[:, -1] = torch.where(is_token, self.past, -1).repeat_interleave(kv_heads).int()
         if metadata.norms is not None:
-            metadata.norms[:, -1] = v.float().norm(dim=-1).flatten()
+            metadata.norms[:, -1] = value_sizes(self._policy.needs, v).flatten()
         held = (metadata.positions >= 0).view(batch, kv_heads, 1, -1)
         products = q.view(batch, kv_heads, -1, width).float() @ self.keys.float().transpose(-1, -2) * scale
         p = products.masked_fill(~held, -math.inf).softmax(-1).nan_to_num(0.0)  # padding sees nothing

@@ -31,7 +31,7 @@ from flexgen_h2o.kernels.slots import (
     attend_lse,
     attend_sparse,
 )
-from flexgen_h2o.kvcache.eviction.policy import NORMS, POSITIONS, SCORES, Columns, Needs
+from flexgen_h2o.kvcache.eviction.policy import NORMS, POSITIONS, SCORES, Columns, Needs, value_sizes
 from flexgen_h2o.kvcache.layout import window_of
 from flexgen_h2o.kvcache.prefixes import PromptGroup
 from flexgen_h2o.kvcache.slots import (
@@ -215,7 +215,8 @@ def attend_slots(
             keep_new_whole(view.whole, rows, view, new.positions, (slots, keys, values))
         state = None
         if view.metadata is not None:
-            record_columns(view.metadata, slots, positions[here].to(where), held, values)
+            sizes = None if view.metadata.norms is None else value_sizes(rows.policy.needs, values)
+            record_columns(view.metadata, slots, positions[here].to(where), held, sizes)
             state = _score_state(rows, view, positions[here], filled[here])
         if common is not None:
             attn_out[here].copy_(_attend_behind([t[here].to(where) for t in common], queries, view, held, scale))
@@ -308,7 +309,7 @@ def keep_prompt_columns(
     q, k, v = qkv
     (b, kv_heads, n), policy, budgets = k.shape[:3], rows.policy, rows.budgets
     scores = _prompt_scores(rows, (q, k), lse, scale, prefix_sums) if lse is not None else None
-    norms = v.float().norm(dim=-1) if NORMS in policy.needs.record else None
+    norms = value_sizes(policy.needs, v) if NORMS in policy.needs.record else None
     kept = int(budgets.kept[first])
     positions = torch.arange(n, device=k.device).expand(b, kv_heads, n)
     if kept < n:
@@ -445,18 +446,19 @@ def sum_up_replaced(view: PartView, rows: KVRows, new: NewColumns, slots: torch.
 
 
 def record_columns(
-    metadata: SlotMetadata, slots: torch.Tensor, positions: torch.Tensor, filled: torch.Tensor, values: torch.Tensor
-) -> None:
+    metadata: SlotMetadata, slots: torch.Tensor, positions: torch.Tensor, filled: torch.Tensor,
+    sizes: torch.Tensor | None,
+) -> None:  # fmt: skip
     """New columns at `slots` get score 0 and the highest rank; ranks above the replaced column's fall by one.
 
-    slots, positions: (rows,) int64; filled: (rows,) ints; values: (rows, width), all on the metadata's device.
+    slots, positions: (rows,) int64; filled: (rows,) ints; sizes: of values, (rows,); all on the metadata's device.
     """
     rows = torch.arange(len(slots), device=slots.device)
     metadata.positions[rows, slots] = positions.int()
     if metadata.scores is not None:
         metadata.scores[rows, slots] = 0.0
-    if metadata.norms is not None:
-        metadata.norms[rows, slots] = values.float().norm(dim=-1)
+    if metadata.norms is not None and sizes is not None:
+        metadata.norms[rows, slots] = sizes
     if metadata.ranks is not None:
         metadata.ranks.sub_((metadata.ranks > metadata.ranks[rows, slots].unsqueeze(1)).int())
         metadata.ranks[rows, slots] = filled.int() - 1

@@ -28,6 +28,7 @@ from flexgen_h2o.kvcache.eviction import (
     SnapKV,
     Tova,
     ValueH2O,
+    VaSE,
 )
 from flexgen_h2o.kvcache.eviction.policy import Columns
 from tests.eviction import policies as plain
@@ -139,6 +140,11 @@ PAIRS: dict[str, Pair] = {
     "h2o-v, summaries": Pair(
         ValueH2O(**LARGER, sinks=2, grace=3, decay=0.8, summaries=4),
         plain.h2o_v(Budget(**LARGER), sinks=2, grace=3, decay=0.8, page=4),
+    ),
+    "vase": Pair(VaSE(**LARGER, sinks=2, window=5), plain.vase(Budget(**LARGER), rows=5, sinks=2)),
+    "vase, seeded": Pair(
+        VaSE(heavy_size=14, recent_size=2, window=6, kernel=3, seed=5),
+        plain.vase(Budget(heavy_size=14, recent_size=2), rows=6, kernel=3, seed=5),
     ),
     "h2o, protected": Pair(H2O(**LARGER, protect=3), plain.protecting(plain.h2o(Budget(**LARGER)), 3)),
     "random, prompt protected": Pair(

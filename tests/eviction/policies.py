@@ -262,6 +262,34 @@ class Hashed(Scorer):
         return (x & 0xFFFFFFFF) >> 8
 
 
+class Vase(ObservationWindow):
+    """A quarter of the heavy columns (rounded down) by the range of their values, the others by log(score) + Gumbel
+    noise, of a number that is each column's own."""
+
+    def __init__(self, layer: int, sizes: Sizes, rows: int = 64, kernel: int = 7, seed: int = 0) -> None:
+        super().__init__(layer, sizes, rows, kernel)
+        self.numbers = Hashed(layer, sizes, seed)
+
+    def see_prompt(self, p: torch.Tensor, v: torch.Tensor) -> None:
+        super().see_prompt(p, v)
+        self.numbers.see_prompt(p, v)
+        self.ranges = v.double().amax(-1) - v.double().amin(-1)
+
+    def see_token(self, p: torch.Tensor, v: torch.Tensor) -> None:
+        super().see_token(p, v)
+        self.numbers.see_token(p, v)
+        self.ranges = v.double().amax(-1) - v.double().amin(-1)
+
+    def turns(self) -> Turns:
+        quarter, uniform = self.sizes.heavy // 4, (self.numbers.scores() + 0.5) / 2**24
+        drawn = (self.mean + 1e-9).log() - (-uniform.log()).log()
+        return [(quarter, self.ranges), (self.sizes.heavy - quarter, drawn)]
+
+
+def vase(budget: Budget, rows: int = 64, kernel: int = 7, sinks: int = 4, seed: int = 0) -> Policy:
+    return Policy(_of_heavy(budget, sinks, 0), lambda layer, sizes: Vase(layer, sizes, rows, kernel, seed))
+
+
 def _of_heavy(budget: Budget, sinks: int, grace: int) -> Callable[[int, int, int], Sizes]:
     """Sinks, and recent columns until `grace` queries saw each, out of the heavy share: the budget stays what it is."""
 

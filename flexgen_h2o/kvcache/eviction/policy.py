@@ -48,7 +48,7 @@ class Needs:
     so far, since a query that attends to fewer columns gives more to each. ranks_by_score: `rank` gives the scores
     themselves, so the decode kernel can find the column that leaves.
 
-    page: positions of a page (page = position // `page`); 0 for none. The columns of a page that were dropped are one
+    value_range: NORMS are the largest less the smallest number of a value, not its L2 norm. page: positions of a page (page = position // `page`); 0 for none. The columns of a page that were dropped are one
     more column of their row and kv-head then: their mean key, their mean value, and log(how many) added to the logit.
     It has no score and never leaves; what attention gives it is in the denominator of all others.
     """
@@ -60,6 +60,7 @@ class Needs:
     gain: float = 1.0
     even: bool = False
     ranks_by_score: bool = True
+    value_range: bool = False
     page: int = 0
 
     def __post_init__(self) -> None:
@@ -99,8 +100,8 @@ def record_of(eviction: Eviction, tokens: int) -> RowRecord:
 class Columns:
     """What a policy knows of the columns of `b` sequences when it ranks them.
 
-    positions: (b, kv_heads, n) int32; newest: (b,) int64, the position of the newest column; scores, norms (of the
-    values): (b, kv_heads, n) fp32 where the policy's record has them; heavy: (b,) int64, of the rows' budgets; block:
+    positions: (b, kv_heads, n) int32; newest: (b,) int64, the position of the newest column; scores, norms
+    (`value_sizes`): (b, kv_heads, n) fp32 where the policy's record has them; heavy: (b,) int64, of the rows' budgets; block:
     the transformer block. may_leave: (b, kv_heads, n) bool, False for sinks, recent columns and slots that are not
     filled, whose other entries are arbitrary; ranks of such columns are not read.
     """
@@ -116,6 +117,40 @@ class Columns:
     def seen(self) -> torch.Tensor:
         """(b, kv_heads, n) fp32: how many queries saw each column, its own among them."""
         return (self.newest.view(-1, 1, 1) + 1 - self.positions).float()
+
+
+def value_sizes(needs: Needs, values: torch.Tensor) -> torch.Tensor:
+    """What NORMS are of values (..., d): (...) fp32."""
+    values = values.float()
+    return values.amax(dim=-1) - values.amin(dim=-1) if needs.value_range else values.norm(dim=-1)
+
+
+def best_of(rank: torch.Tensor, columns: Columns, count: torch.Tensor) -> torch.Tensor:
+    """(b, kv_heads, n) bool: those that may leave and are among the `count` ((b,) int64) that rank highest, or equal
+    to the last of them."""
+    rank = rank.masked_fill(~columns.may_leave, float("-inf"))
+    count = count.view(-1, 1, 1).expand(*rank.shape[:2], 1)
+    best_first = rank.sort(dim=-1, descending=True).values
+    last = best_first.gather(-1, (count - 1).clamp(0, rank.shape[-1] - 1))
+    return (count > 0) & (rank >= last)
+
+
+_ODD = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)  # xxHash's 32-bit primes: large, odd, of mixed bits
+_MASK = 0xFFFFFFFF
+
+
+def pseudo_random(columns: Columns, seed: int) -> torch.Tensor:
+    """(b, kv_heads, n) int64 in [0, 2**24): a hash of seed, block, kv-head and position."""
+    import torch
+
+    positions = columns.positions.long()
+    heads = torch.arange(positions.shape[1], device=positions.device).view(1, -1, 1)
+    block = (columns.block + seed * 65537 + 1) * _ODD[2] & _MASK
+    mixed = (positions + 1) * _ODD[0] + (heads + 1) * _ODD[1] + block
+    for shift in (15, 13, 16):
+        mixed = mixed & _MASK
+        mixed = (mixed ^ (mixed >> shift)) * _ODD[1]
+    return (mixed & _MASK) >> 8
 
 
 class Eviction(Protocol):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from flexgen_h2o.kvcache.eviction.h2o_norm import H2ONorm
-from flexgen_h2o.kvcache.eviction.policy import NORMS, Columns, Needs
+from flexgen_h2o.kvcache.eviction.policy import NORMS, Columns, Needs, best_of
 
 if TYPE_CHECKING:
     import torch
@@ -31,9 +31,6 @@ class ValueH2O(H2ONorm):
 
     def rank(self, columns: Columns) -> torch.Tensor:
         assert columns.norms is not None
-        score = super().rank(columns).masked_fill(~columns.may_leave, float("-inf"))
-        half = (columns.heavy // 2).view(-1, 1, 1).expand(*score.shape[:2], 1)
-        best_first = score.sort(dim=-1, descending=True).values
-        last_of_half = best_first.gather(-1, (half - 1).clamp(0, score.shape[-1] - 1))
-        by_score = (half > 0) & (score >= last_of_half)
+        score = super().rank(columns)
+        by_score = best_of(score, columns, columns.heavy // 2)
         return ((score + LEAST_WEIGHT) * columns.norms).masked_fill(by_score, float("inf"))

@@ -1,0 +1,61 @@
+"""VaSE: columns of large values, sinks, and others drawn by the attention that they received."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from flexgen_h2o.core.settings import setting
+from flexgen_h2o.kvcache.eviction.policy import (
+    EVERYTHING,
+    NORMS,
+    POSITIONS,
+    SCORES,
+    Columns,
+    Needs,
+    RowBudget,
+    best_of,
+    pseudo_random,
+)
+from flexgen_h2o.kvcache.eviction.snapkv import SnapKV
+
+if TYPE_CHECKING:
+    import torch
+
+LEAST_SCORE = 1e-9  # of a column that nobody attended to: drawn last
+_DRAWS = 2**24  # of pseudo_random
+
+
+@dataclass(frozen=True)
+class VaSE(SnapKV):
+    """VaSE (arXiv 2606.03928): 4 sinks, a quarter of the columns by the range of their values (the largest less the
+    smallest number), the others drawn by the attention of the last `window` queries, smoothed over `kernel` neighbours.
+
+    Sinks come out of the heavy share. The paper draws anew every 64 steps; here a column keeps its draw (the Gumbel
+    noise of a hash of seed, layer, kv-head and position, so that the highest log(score) + noise are a sample without
+    replacement), and one column leaves a step. Recent columns are those of the budget.
+    """
+
+    name: ClassVar[str] = "vase"
+
+    window: int = setting(64, low=1, high=EVERYTHING)
+    sinks: int = setting(4, low=0, high=EVERYTHING)
+    seed: int = setting(0, low=0, high=2**31)
+
+    @property
+    def measures(self) -> Needs:
+        step = 1 / self.window
+        return Needs(
+            (POSITIONS, SCORES, NORMS), self.window, decay=1 - step, gain=step, ranks_by_score=False, value_range=True
+        )
+
+    def split(self, heavy: int, recent: int) -> RowBudget:
+        sinks = min(self.sinks, heavy)
+        return RowBudget(sinks, heavy - sinks, recent)
+
+    def rank(self, columns: Columns) -> torch.Tensor:
+        assert columns.scores is not None and columns.norms is not None
+        uniform = (pseudo_random(columns, self.seed).float() + 0.5) / _DRAWS
+        drawn = (columns.scores + LEAST_SCORE).log() - (-uniform.log()).log()
+        by_range = best_of(columns.norms, columns, columns.heavy // 4)
+        return drawn.masked_fill(by_range, float("inf"))
