@@ -18,13 +18,14 @@ from flexgen_h2o.core.config import DTYPE_BYTES, Policy, without_unused_bits
 from flexgen_h2o.core.errors import EXIT_DONE
 from flexgen_h2o.engine.generation import LogitsWatch, SlotsWatch
 from flexgen_h2o.engine.sampling import SamplingParams
-from flexgen_h2o.engine.workload import AutoPolicy
+from flexgen_h2o.engine.workload import AutoPolicy, base_of
 from flexgen_h2o.evaluation.figures import (
     Array,
     Figures,
     TextFidelity,
     by_step,
     draw,
+    kv_share,
     markdown,
     summarise_divergence,
     summarise_recall,
@@ -312,7 +313,9 @@ class Runner:
             for block in range(blocks)
         ]
         mass = np.zeros((len(rows), blocks)) if self._mass_steps else None
-        return TextFidelity(case, sum(kept) / len(kept), np.zeros(shape), np.zeros(shape), np.zeros(shape, bool), mass)
+        spec, policy = self.llm.model.spec, base_of(self._compared)
+        share = sum(kv_share(spec, policy, case.eviction, row.lengths) for row in rows) / len(rows)
+        return TextFidelity(case, sum(kept) / len(kept), share, np.zeros(shape), np.zeros(shape), np.zeros(shape, bool), mass)
 
     def _watch_full(self, rows: Sequence[TextRow]) -> FullWatch:
         steps = len(rows[0].continuation)

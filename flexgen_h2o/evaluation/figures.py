@@ -13,18 +13,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flexgen_h2o.core.config import DTYPE_BYTES
+from flexgen_h2o.core.config import DTYPE_BYTES, ModelSpec, Policy
 from flexgen_h2o.core.files import write_picture
 from flexgen_h2o.core.units import markdown_table
 from flexgen_h2o.engine.generation import LogitsWatch
+from flexgen_h2o.engine.memory_plan import kv_layout
 from flexgen_h2o.engine.report import column_bytes
 from flexgen_h2o.evaluation.rows import Case, TextRow
 from flexgen_h2o.kvcache.eviction import H2O, Eviction
+from flexgen_h2o.kvcache.eviction.policy import record_of
 from flexgen_h2o.llm import LLM
 
 Array = NDArray[np.float64]
 Figures = dict[str, Any]  # as the JSON result has them
 LEVEL = 0.95
+BF16_BYTES = DTYPE_BYTES["bfloat16"]
 STEP_BINS = 6
 BASELINE = H2O.name
 
@@ -99,17 +102,28 @@ def bytes_of_column(llm: LLM) -> int:
     return column_bytes(llm.model.spec, llm.policy, DTYPE_BYTES[llm.dtype])[0]
 
 
+def kv_share(spec: ModelSpec, policy: Policy, eviction: Eviction, row: tuple[int, int]) -> float:
+    """Bytes of a row's keys and values when it has all its tokens, with scales, centres, whole columns and all pages
+    that are reserved, over those of the full cache in bf16. row: its prompt tokens and most new tokens."""
+    blocks, record = spec.num_blocks, record_of(eviction, sum(row))
+    slots = [eviction.slots(*row, block, blocks) for block in range(blocks)]
+    held = sum(kv_layout(spec, policy, 1, count, record, BF16_BYTES, True).sequence_bytes for count in slots)
+    return held / (spec.kv_bytes_per_token(BF16_BYTES) * sum(row))
+
+
 @dataclass(frozen=True)
 class TextFidelity:
     """How far a policy is from the full cache along the continuations of n rows.
 
-    columns: mean kept of what the case's budget is a share of, over rows and transformer blocks. kl, nll: (n, steps)
+    columns: mean kept of what the case's budget is a share of, over rows and transformer blocks. share: of the full
+    cache's bytes in bf16, mean over rows (`kv_share`). kl, nll: (n, steps)
     float64, nats, and flipped: bool, of the decode steps: the first token comes from the prefill, which is exact. mass:
     (n, blocks) float64, means over heads and watched steps; None if it was not watched.
     """
 
     case: Case
     columns: float
+    share: float
     kl: Array
     nll: Array
     flipped: NDArray[np.bool_]
@@ -146,7 +160,7 @@ def summarise_texts(
         }  # fmt: skip
         figures: Figures = {
             "policy": found.case.label, "budget": found.case.budget,
-            "budget_of": found.case.budget_of, "columns": found.columns, "eviction": found.case.eviction.to_json(),
+            "budget_of": found.case.budget_of, "columns": found.columns, "kv_share": found.share, "eviction": found.case.eviction.to_json(),
         }  # fmt: skip
         figures |= {name: bootstrap.mean(value.mean(axis=1)) for name, value in values.items()}
         figures |= {"kl_p95": bootstrap.percentile(found.kl, 95), "by_step": of_bins(**values)}
@@ -233,6 +247,7 @@ def _main(cells: Sequence[Figures], result: Figures) -> list[str]:
     columns: list[tuple[str, Callable[[Figures], str], str]] = [
         ("policy", name_of, reference),
         ("columns", lambda cell: f"{cell['columns']:.0f}", f"{text['mean_columns']:.0f}"),
+        ("of the bytes", lambda cell: f"{cell['kv_share']:.1%}", "100%"),
         ("KL, nats", lambda cell: number(cell["kl"], 3), "0"),
         ("KL p95", lambda cell: number(cell["kl_p95"], 2), "0"),
         ("flips", lambda cell: _percent(cell["flips"]), "0"),

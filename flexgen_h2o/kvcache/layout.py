@@ -111,6 +111,15 @@ class UnitLayout:
         """Pages of a row that have room."""
         return padded_pages(self.record.pages)
 
+    @property
+    def sequence_bytes(self) -> int:
+        """What a sequence holds of keys and values: slots, pages and what lies beside packed slots. Not the record of
+        slots (positions, scores, ...)."""
+        beside = page_bytes(self.record.pages, self.width)
+        if self.packing is not None:
+            beside += whole_bytes(self.whole_columns, self.width, self.itemsize)
+        return self.kv_heads * (2 * self.slots * self.slot_bytes + beside)
+
     def metadata_bytes(self, part: Part) -> int:
         """What the policy records of the part's slots, a victim for each row, its pages (means and counts), and what
         lies beside packed slots."""
