@@ -22,7 +22,7 @@ from flexgen_h2o.core.files import usable_path
 from flexgen_h2o.core.settings import GREEDY_BELOW, ORIGINAL, EvictionSettings, SamplingParams
 from flexgen_h2o.engine.prompts import Prompt, prompts_from_python, read_prompts
 from flexgen_h2o.engine.workload import AutoPolicy
-from flexgen_h2o.kvcache.eviction import POLICIES, Eviction, Full, make_eviction
+from flexgen_h2o.kvcache.eviction import POLICIES, Eviction, Full, make_eviction, mix_of
 
 if TYPE_CHECKING:
     from flexgen_h2o.llm import LLM
@@ -188,8 +188,10 @@ def policy_of(args: argparse.Namespace) -> tuple[Policy, bool]:
     """The policy to run with, and whether a search is to choose its placement (`auto`).
 
     `--policy FILE` stands alone; `--policy auto` goes with all flags but the placement's; without `--policy`, a
-    placement flag means FlexGen's defaults for the others. UsageError for a mixture.
+    placement flag means FlexGen's defaults for the others. UsageError for a mixture. `--kv-bytes` that stands alone
+    has chosen the eviction policy and the compression of KV then.
     """
+    _choose_mix(args)
     given = {f.name: getattr(args, f.name) for f in fields(Policy) if getattr(args, f.name) is not None}
     if "percent" in given:
         given["percent"] = tuple(given["percent"])
@@ -205,6 +207,17 @@ def policy_of(args: argparse.Namespace) -> tuple[Policy, bool]:
         raise UsageError(f"--policy auto and {flag_of(placed[0])}: give one of them")
     with naming_flags():
         return Policy(**given), not placed
+
+
+def _choose_mix(args: argparse.Namespace) -> None:
+    """Fill in the flags that --kv-bytes leaves out: what it chooses, none of which is given."""
+    share = vars(args).get("kv_bytes")
+    if share is None or args.eviction is not None or not 0 < share <= 1:
+        return
+    mix = mix_of(share)
+    args.eviction = mix.eviction if args.summaries is None else mix.eviction.partition(":")[0]
+    if args.compress_cache is None and args.policy in (None, "auto"):
+        args.compress_cache, args.cache_bits = True, mix.cache_bits if args.cache_bits is None else args.cache_bits
 
 
 def as_flags(policy: Policy) -> str:

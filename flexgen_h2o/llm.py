@@ -32,7 +32,7 @@ from flexgen_h2o.engine.generation import (
     Row,
     SlotsWatch,
 )
-from flexgen_h2o.engine.memory_plan import packing_of
+from flexgen_h2o.engine.memory_plan import packing_of, prices_of
 from flexgen_h2o.engine.prompts import Completion, Prompt, prompts_from_python
 from flexgen_h2o.engine.report import PREDICTIONS, RunReport, make_report, sizes_of
 from flexgen_h2o.engine.requests import More, Params, RequestTable, forced_rows
@@ -41,7 +41,7 @@ from flexgen_h2o.engine.sampling import SamplingParams, check_params
 from flexgen_h2o.engine.workload import AutoPolicy, base_of, read_policy_argument
 from flexgen_h2o.kernels.warm_up import compile_subprocess, warm_up
 from flexgen_h2o.kvcache.eviction import Eviction, check_eviction
-from flexgen_h2o.kvcache.eviction.policy import check_rolling, is_rolling
+from flexgen_h2o.kvcache.eviction.policy import check_rolling, is_rolling, priced
 from flexgen_h2o.kvcache.prefixes import TokenIds, check_sharing
 from flexgen_h2o.models.load import Model, content_digests, find_checkpoint, find_model
 from flexgen_h2o.planner.plans import Planner
@@ -116,14 +116,14 @@ class LLM:
     @property
     def eviction(self) -> Eviction:
         """Which KV columns the next run keeps."""
-        return self._eviction
+        return priced(self._eviction, prices_of(self.model.spec, base_of(self.asked_policy)))
 
     @eviction.setter
     def eviction(self, eviction: Eviction) -> None:
         kept = check_eviction(eviction)
         _check_together(self.asked_policy, kept)
         self._eviction = kept
-        self._planner.part = replace(self._planner.part, eviction=kept)
+        self._planner.part = replace(self._planner.part, eviction=self.eviction)
 
     @property
     def share_prefix(self) -> str:
@@ -146,6 +146,7 @@ class LLM:
             self.close()
             self.asked_policy = asked
             self._policy = asked if isinstance(asked, Policy) else None
+            self._planner.part = replace(self._planner.part, eviction=self.eviction)
 
     def join(self, pipeline: Pipeline) -> None:
         """From now on run this rank's part of the model only: every rank calls `run` with the same prompts.

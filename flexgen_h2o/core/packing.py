@@ -3,11 +3,13 @@ tensors."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 from flexgen_h2o.core.units import round_up
 
 WORD = 4  # bytes
+PAGE_STEP = 4  # pages and whole columns of a row are multiples of it, as the decode kernel reads them
 GROUP = 64  # values that share a scale and a least value, at most
 _STEP = 8  # values; groups are multiples of it, so that in 4 and in 8 bits they begin with a word
 _FEW_BITS_STEP = 16  # the same, in 2 and in 3 bits
@@ -81,3 +83,52 @@ class SlotPacking:
     def slot_bytes(self) -> int:
         """Half a bit more than `bits` a number where `width` is a multiple of GROUP."""
         return WORD * self.words
+
+
+# ---- what a row has beside its slots
+
+
+def window_of(window: int, slots: int) -> int:
+    """How many of the newest columns of a row with so many slots are whole beside its packed slots: a window of a few
+    columns is worth more than their slots, but not more than half of all."""
+    return min(window, slots // 2) // PAGE_STEP * PAGE_STEP
+
+
+def whole_bytes(columns: int, width: int, itemsize: int) -> int:
+    """What a row and kv-head has beside its packed slots: whole columns with the numbers of their slots, and centre and
+    range of each channel of its keys in bf16."""
+    return columns * (2 * width * itemsize + WORD) + 4 * width
+
+
+def padded_pages(pages: int) -> int:
+    """As many as the decode kernel reads together, or more."""
+    return round_up(pages, PAGE_STEP)
+
+
+def page_bytes(pages: int, width: int) -> int:
+    """Mean key, mean value and count of the pages of a row and kv-head, with those that only fill up."""
+    return padded_pages(pages) * (2 * width + 1) * WORD
+
+
+@dataclass(frozen=True)
+class KVPrices:
+    """What a row's keys and values take in one layer and kv-head, with `width` numbers a key and bf16's two bytes each
+    where nothing is packed. window: newest columns that are whole beside packed slots, at most."""
+
+    width: int
+    packing: SlotPacking | None = None
+    window: int = 0
+
+    def nbytes(self, slots: int, pages: int = 0) -> int:
+        """Slots, pages, and what lies beside packed slots; not what a policy records of slots."""
+        found = page_bytes(pages, self.width)
+        if self.packing is None:
+            return found + slots * 4 * self.width
+        whole = whole_bytes(window_of(self.window, slots), self.width, 2)
+        return found + 2 * slots * self.packing.slot_bytes + whole
+
+    def columns(self, share: float, tokens: int, pages: int) -> int:
+        """The most columns of a row whose slots (one more: a newcomer's) and pages take `share` of the bytes that
+        `tokens` columns have in bf16; 0 where there is no room for one."""
+        most = share * tokens * 4 * self.width
+        return bisect_right(range(1, tokens + 1), most, key=lambda count: self.nbytes(count + 1, pages))

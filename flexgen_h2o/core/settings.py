@@ -139,6 +139,9 @@ class EvictionSettings:
     instead of ratios and sizes, in (0, 1]; int(kv_budget x (prompt tokens + most new tokens)) columns, at least 1, half
     of them heavy and half recent, an odd one recent.
 
+    kv_bytes: instead of ratios, sizes and kv_budget, in (0, 1]; as many columns as fit this share of the bytes that prompt
+    and most new tokens take in bf16, beside summaries and what lies beside packed columns.
+
     protect: columns of the prompt that never leave: the first N, or "prompt", all of them. They count as columns that
     stay; heavy and recent ones share what is left as they would share all. summaries: positions of a page; what is
     dropped of a page leaves its mean key and value behind (`Needs.page`).
@@ -178,6 +181,13 @@ class EvictionSettings:
         metavar="R",
         share=True,
     )
+    kv_bytes: float | None = setting(
+        None,
+        "bytes of a row's KV cache: R of what bf16 takes for prompt + most new tokens; summaries, scales, whole columns "
+        "counted. Alone it chooses policy, summaries and bits as well",
+        metavar="R",
+        share=True,
+    )
     protect: str | int | None = setting(
         None, "prompt: no column of a prompt leaves; N: none of its first N; none", metavar="N|prompt|none"
     )
@@ -191,8 +201,9 @@ class EvictionSettings:
                 raise UsageError(f"{kind}_size: both a count and a share of {kind} columns are given; give one of them")
         check_settings(self)
         given = [name for name in SIZES if getattr(self, name) is not None]
-        if self.kv_budget is not None and given:
-            raise UsageError(f"kv_budget: says how many columns stay, and so does {given[0]}; leave one of them out")
+        given += [name for name in ("kv_bytes", "kv_budget") if getattr(self, name) is not None]
+        if len(given) > 1 and given[-1] not in SIZES:
+            raise UsageError(f"{given[-1]}: says how many columns stay, and so does {given[0]}; leave one of them out")
         if self.heavy_size == 0 and self.recent_size is None and self.recent_ratio is None:
             raise UsageError("heavy_size: 0 alone leaves nothing; say how many recent columns stay")
         object.__setattr__(self, "protect", _check_protect(self.protect))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from flexgen_h2o.checkpoint.formats import TensorLayout, WeightFormat, layouts_of, weight_format
 from flexgen_h2o.core.config import TIERS, ModelSpec, Policy, WeightUnit
 from flexgen_h2o.core.errors import DoesNotFitError
-from flexgen_h2o.core.packing import SlotPacking
+from flexgen_h2o.core.packing import KVPrices, SlotPacking
 from flexgen_h2o.core.units import (
     ALIGN,
     MASK_ROWS,
@@ -233,6 +233,11 @@ def kv_layout(
 def packing_of(spec: ModelSpec, policy: Policy) -> SlotPacking | None:
     """How KV columns are compressed; None where they are not."""
     return SlotPacking(spec.head_dim, policy.cache_bits) if policy.compress_cache else None
+
+
+def prices_of(spec: ModelSpec, policy: Policy) -> KVPrices:
+    """What KV columns take, for policies that count bytes."""
+    return KVPrices(spec.head_dim, packing_of(spec, policy), policy.cache_window)
 
 
 def attends_on_host(policy: Policy, device_is_host: bool) -> bool:

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.core.config import TIERS, ModelSpec, Policy
 from flexgen_h2o.core.errors import FlexgenError, UsageError
+from flexgen_h2o.core.packing import page_bytes, whole_bytes, window_of
 from flexgen_h2o.core.timeline import LANES
 from flexgen_h2o.core.units import GIB, format_bytes
 from flexgen_h2o.engine.memory_plan import packing_of
 from flexgen_h2o.engine.workload import WorkloadShape, need_of
-from flexgen_h2o.kvcache.layout import page_bytes, whole_bytes, window_of
 
 if TYPE_CHECKING:
     from flexgen_h2o.engine.distributed import Part

@@ -19,10 +19,11 @@ from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.packing import KVPrices
 from flexgen_h2o.core.units import check_int
 from flexgen_h2o.integrations.cache import MODES, EvictingCache, Promised
 from flexgen_h2o.kvcache.eviction import H2O, Eviction, check_eviction
-from flexgen_h2o.kvcache.eviction.policy import NORMS, POSITIONS, SCORES, is_rolling
+from flexgen_h2o.kvcache.eviction.policy import NORMS, POSITIONS, SCORES, is_rolling, priced
 
 ATTENTION = "flexgen_h2o"  # the name of our attention implementation
 MODEL_TYPES = ("opt", "llama", "mistral", "gpt_neox")
@@ -61,7 +62,7 @@ def enable_eviction(
     a text that is scored: "drop" evicts nothing before its end, "mask" lets each of its tokens see what would be left
     if the ones before it had been generated (shares being those of the whole text).
 
-    max_new_tokens: the most tokens that are generated on a prompt, which kv_budget needs and nothing else: a row keeps
+    max_new_tokens: the most tokens that are generated on a prompt, which kv_budget and kv_bytes need and nothing else: a row keeps
     that share of its prompt and of so many tokens, or of as many as the model has positions for, as in the engine. A
     generation that goes on is refused.
 
@@ -79,13 +80,16 @@ def enable_eviction(
         raise UsageError(
             f"eviction: {eviction.name} needs {', '.join(unknown)} of its columns, which only the engine has"
         )
-    if (getattr(eviction, "kv_budget", None) is None) != (max_new_tokens is None):
+    of_sequence = [name for name in ("kv_budget", "kv_bytes") if getattr(eviction, name, None) is not None]
+    if bool(of_sequence) != (max_new_tokens is not None):
         raise UsageError(
-            "max_new_tokens: kv_budget is a share of prompt and new tokens; say how many new ones are generated at most"
+            f"max_new_tokens: {of_sequence[0]} is a share of prompt and new tokens; say how many new ones are generated at most"
             if max_new_tokens is None
-            else "max_new_tokens: only kv_budget asks for it; leave it out, or give kv_budget"
+            else "max_new_tokens: only kv_budget and kv_bytes ask for it; leave it out, or give one of them"
         )
     _check_model(model)
+    width = getattr(model.config, "head_dim", None) or model.config.hidden_size // model.config.num_attention_heads
+    eviction = priced(eviction, KVPrices(width))
     if max_new_tokens is not None:
         check_int("max_new_tokens", max_new_tokens, 1)
         config = model.config

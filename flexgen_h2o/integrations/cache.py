@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.packing import PAGE_STEP
 from flexgen_h2o.core.units import round_up
 from flexgen_h2o.kernels.slots import Pages
 from flexgen_h2o.kvcache.attend import (
@@ -39,7 +40,6 @@ from flexgen_h2o.kvcache.eviction.policy import (
     RowBudget,
     value_sizes,
 )
-from flexgen_h2o.kvcache.layout import PAGE_STEP
 from flexgen_h2o.kvcache.slots import KVRows, NewColumns, PartView, RowBudgets, SlotMetadata, SlotTable
 
 Spans = Sequence[tuple[int, int]]  # of each sequence, (first, count) of its tokens among the n; others are padding

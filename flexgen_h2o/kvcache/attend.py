@@ -19,6 +19,7 @@ from itertools import groupby
 
 import torch
 
+from flexgen_h2o.core.packing import window_of
 from flexgen_h2o.core.units import ROLLING_CHUNK, SUMMARY_CHUNK, TOKEN_CHUNK
 from flexgen_h2o.kernels.elementwise import Rotation
 from flexgen_h2o.kernels.prefill_attention import causal_attention, causal_attention_lse, column_sums
@@ -32,7 +33,6 @@ from flexgen_h2o.kernels.slots import (
     attend_sparse,
 )
 from flexgen_h2o.kvcache.eviction.policy import NORMS, POSITIONS, SCORES, Columns, Needs, value_sizes
-from flexgen_h2o.kvcache.layout import window_of
 from flexgen_h2o.kvcache.prefixes import PromptGroup
 from flexgen_h2o.kvcache.slots import (
     KVRows,

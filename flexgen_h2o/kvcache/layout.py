@@ -12,13 +12,12 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from flexgen_h2o.core.packing import SlotPacking
+from flexgen_h2o.core.packing import SlotPacking, padded_pages, page_bytes, whole_bytes, window_of
 from flexgen_h2o.core.units import ALIGN, PAGE, SEGMENT_SLOTS, WRITE_BACK_STEPS, round_up
 from flexgen_h2o.kvcache.eviction.policy import NO_RECORD, RowRecord
 from flexgen_h2o.tiers.stream import Part, Shares, split_rows
 
-METADATA_ITEMSIZE = 4  # int32 positions, victims and counts, float32 scores, norms and means
-PAGE_STEP = 4  # pages and whole columns of a row are multiples of it, as the decode kernel reads them
+METADATA_ITEMSIZE = 4  # int32 positions and victims, float32 scores and norms
 
 
 @dataclass(frozen=True)
@@ -135,25 +134,3 @@ class UnitLayout:
     def whole_columns(self) -> int:
         """Newest columns of a row that have room beside its packed slots."""
         return 0 if self.packing is None else window_of(self.window, self.slots)
-
-
-def window_of(window: int, slots: int) -> int:
-    """How many of the newest columns of a row with so many slots are whole beside its packed slots: a window of a few
-    columns is worth more than their slots, but not more than half of all."""
-    return min(window, slots // 2) // PAGE_STEP * PAGE_STEP
-
-
-def whole_bytes(columns: int, width: int, itemsize: int) -> int:
-    """What a row and kv-head has beside its packed slots: whole columns with the numbers of their slots, and centre and
-    range of each channel of its keys in bf16."""
-    return columns * (2 * width * itemsize + METADATA_ITEMSIZE) + 4 * width
-
-
-def padded_pages(pages: int) -> int:
-    """As many as the decode kernel reads together, or more."""
-    return round_up(pages, PAGE_STEP)
-
-
-def page_bytes(pages: int, width: int) -> int:
-    """Mean key, mean value and count of the pages of a row and kv-head, with those that only fill up."""
-    return padded_pages(pages) * (2 * width + 1) * METADATA_ITEMSIZE

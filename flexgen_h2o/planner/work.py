@@ -13,6 +13,7 @@ from functools import cached_property, lru_cache
 
 from flexgen_h2o.checkpoint.formats import TensorLayout, WeightFormat, layouts_of, weight_format
 from flexgen_h2o.core.config import Layer, LayerKind, ModelSpec, Policy, WeightUnit
+from flexgen_h2o.core.packing import page_bytes, whole_bytes
 from flexgen_h2o.core.units import BLOCK_ROWS, TRANSFER_CHUNK, WRITE_BACK_STEPS
 from flexgen_h2o.engine.memory_plan import (
     attends_on_host,
@@ -24,7 +25,7 @@ from flexgen_h2o.engine.memory_plan import (
 )
 from flexgen_h2o.engine.product_sizes import is_blocked
 from flexgen_h2o.engine.workload import Batch, Block, WorkloadShape
-from flexgen_h2o.kvcache.layout import UnitLayout, page_bytes, whole_bytes
+from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.tiers.stream import Part, Shares, is_streamed, split_rows
 
 WHOLE: Shares = (1.0, 0.0, 0.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from flexgen_h2o.core.errors import UsageError
@@ -19,9 +19,28 @@ from flexgen_h2o.kvcache.eviction.value_h2o import ValueH2O
 from flexgen_h2o.kvcache.eviction.vase import VaSE
 
 __all__ = [
-    "EVICTING", "H2O", "POLICIES", "Evicting", "Eviction", "Full", "H2ONorm", "Local", "Random", "SnapKV", "Tova",
-    "VaSE", "ValueH2O", "check_eviction", "make_eviction", "says_budget",
+    "EVICTING", "H2O", "MIXES", "POLICIES", "Evicting", "Eviction", "Full", "H2ONorm", "Local", "Mix", "Random", "SnapKV",
+    "Tova", "VaSE", "ValueH2O", "check_eviction", "make_eviction", "mix_of", "says_budget",
 ]  # fmt: skip
+
+@dataclass(frozen=True)
+class Mix:
+    """What keeps the most quality of so small a share of the bytes (docs/eviction.md, "Which one do I take"). least: the
+    smallest share that it is for. eviction: as of `make_eviction`."""
+
+    least: float
+    eviction: str
+    cache_bits: int
+
+
+# Largest share first.
+MIXES = (Mix(0.3, "h2o-norm:summaries=32", 4), Mix(0.0, "h2o-norm:summaries=32", 3))
+
+
+def mix_of(share: float) -> Mix:
+    """The mix for `kv_bytes`."""
+    return next(mix for mix in MIXES if share >= mix.least)
+
 
 # By the names that flags, reports and files give them.
 EVICTING: dict[str, type[Evicting]] = {
@@ -41,7 +60,7 @@ def make_eviction(text: str, **settings: Any) -> Evicting:
         raise UsageError(f"eviction: {name or 'nothing'} is not one of {', '.join(EVICTING)}")
     if colon and not rest:
         raise UsageError(f"eviction: no settings behind the colon of {text}")
-    known = [field.name for field in fields(EVICTING[name]) if field.name not in SIZES]
+    known = [field.name for field in fields(EVICTING[name]) if field.metadata and field.name not in SIZES]
     own: dict[str, Any] = {}
     for item in filter(None, rest.split(",")):
         key, _, value = item.partition("=")
@@ -56,8 +75,9 @@ def make_eviction(text: str, **settings: Any) -> Evicting:
 
 
 def says_budget(text: str) -> bool:
-    """Whether a policy's text gives kv_budget: ratios and sizes must not come beside it."""
-    return "kv_budget" in (item.partition("=")[0] for item in text.partition(":")[2].split(","))
+    """Whether a policy's text gives kv_budget or kv_bytes: ratios and sizes must not come beside them."""
+    given = {item.partition("=")[0] for item in text.partition(":")[2].split(",")}
+    return bool(given & {"kv_budget", "kv_bytes"})
 
 
 def _value(text: str) -> bool | int | float | str:

@@ -7,7 +7,7 @@ torch before it computes, so that command lines know all their names at once.
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from flexgen_h2o.core.errors import UsageError
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from flexgen_h2o.core.config import ModelSpec
+    from flexgen_h2o.core.packing import KVPrices
 
 EVERYTHING = 2**30  # more columns than any row has
 # What is recorded of a slot (kvcache/slots.SlotMetadata), in the order of its bytes.
@@ -190,7 +191,12 @@ PYRAMID_BETA = 20  # PyramidKV: the last layer's heavy budget is the mean / beta
 
 @dataclass(frozen=True)
 class Evicting(EvictionSettings):
-    """A policy that drops columns; its settings, and those that it adds, are checked when it is made."""
+    """A policy that drops columns; its settings, and those that it adds, are checked when it is made.
+
+    prices: what columns take, which kv_bytes is counted in: of the model and its compression (`priced`).
+    """
+
+    prices: KVPrices | None = None
 
     name: ClassVar[str] = ""
 
@@ -210,18 +216,36 @@ class Evicting(EvictionSettings):
         return RowBudget(0, heavy, recent)
 
     def budget(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> RowBudget:
+        if self.layer_schedule == FIRST_FULL and block == 0:
+            return RowBudget(0, 0, EVERYTHING)
         tokens = prompt_len
-        if self.kv_budget is None:
+        if self.kv_budget is None and self.kv_bytes is None:
             heavy, recent = self._count("heavy", tokens), self._count("recent", tokens)
         else:
             tokens += gen_len
-            columns = max(1, int(self.kv_budget * tokens))
+            columns = self._columns_of(tokens, num_blocks)
             heavy, recent = columns // 2, columns - columns // 2
-        if self.layer_schedule == FIRST_FULL and block == 0:
-            return RowBudget(0, 0, EVERYTHING)
         if self.layer_schedule == PYRAMID:
             heavy = _pyramid(heavy, tokens - recent, block, num_blocks)
         return self.split(heavy, recent) if self.protect is None else self._protecting(heavy, recent, prompt_len)
+
+    def _columns_of(self, tokens: int, num_blocks: int) -> int:
+        """Columns of a row of so many tokens, prompt and new ones, by kv_budget or kv_bytes."""
+        if self.kv_bytes is None:
+            return max(1, int((self.kv_budget or 0.0) * tokens))
+        if self.prices is None:
+            raise UsageError("kv_bytes: is a share of a model's KV cache; give the policy to an LLM")
+        share, pages = self.kv_bytes, record_of(self, tokens).pages
+        if self.layer_schedule == FIRST_FULL and num_blocks > 1:  # what the first layer takes is the others' loss
+            whole = self.prices.nbytes(tokens, pages) / (4 * self.prices.width * tokens)
+            share = (share * num_blocks - whole) / (num_blocks - 1)
+        columns = self.prices.columns(share, tokens, pages)
+        if columns < 1:
+            raise UsageError(
+                f"--kv-bytes {self.kv_bytes}: holds no column of a row of {tokens} tokens beside what each row has; "
+                "give more, larger pages of --summaries or a smaller --cache-window"
+            )
+        return columns
 
     def _protecting(self, heavy: int, recent: int, prompt_len: int) -> RowBudget:
         """The same number of columns, the protected ones among them; UsageError where nothing is left for new ones."""
@@ -251,9 +275,10 @@ class Evicting(EvictionSettings):
 
     def to_json(self) -> dict[str, Any]:
         """The settings as they are used: defaults filled in, each share a ratio or a size, or kv_budget alone."""
-        kinds = ("heavy", "recent") if self.kv_budget is None else ()
+        kinds = ("heavy", "recent") if self.kv_budget is None and self.kv_bytes is None else ()
         shares = {f"{kind}_{what}": value for kind in kinds for what, value in [self._share(kind)]}
-        settings = {k: v for k, v in asdict(self).items() if v is not None and (k, v) != ("positions", ORIGINAL)}
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.metadata}
+        settings = {k: v for k, v in given.items() if v is not None and (k, v) != ("positions", ORIGINAL)}
         return {"name": self.name, **settings, **shares}
 
     def _share(self, kind: str) -> tuple[str, int | float]:
@@ -282,6 +307,11 @@ def _pyramid(heavy: int, most: int, block: int, num_blocks: int) -> int:
         return round(blocks * high - step * blocks * (blocks - 1) / 2)
 
     return below(block + 1) - below(block)
+
+
+def priced(eviction: Eviction, prices: KVPrices) -> Eviction:
+    """The policy with what columns take, where it counts bytes."""
+    return replace(eviction, prices=prices) if isinstance(eviction, Evicting) and eviction.kv_bytes else eviction
 
 
 def is_rolling(eviction: Eviction) -> bool:
