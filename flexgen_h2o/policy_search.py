@@ -172,8 +172,8 @@ def _question(args: argparse.Namespace) -> Answer:
     """Without an answer yet."""
     policy, searched = policy_of(args)
     eviction = eviction_of(args, policy)
-    from flexgen_h2o.engine.workload import need_of
     from flexgen_h2o.engine.memory_plan import prices_of
+    from flexgen_h2o.engine.workload import need_of
     from flexgen_h2o.kvcache.eviction.policy import check_rolling, priced
     from flexgen_h2o.models.load import find_spec
     from flexgen_h2o.planner.lp import SearchSpace

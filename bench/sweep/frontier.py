@@ -2,11 +2,11 @@
 
 Method: teacher forcing in fp32 along the same continuations (evaluation/fidelity.Runner). A cell is
 POLICY@COLUMNS[/BITS[wWINDOW]]: an eviction policy with settings of its own, its share of the columns of prompt + new
-tokens (--kv-budget), and bits and window of a compressed cache: `h2o@0.2`, `h2o-norm:summaries=32@0.5/3w16`, `full@1/4`.
-Bytes are those of a row's keys and values when it is complete (scales, centres, summaries and whole columns counted; the
-record of slots, 4 to 12 bytes a slot, is not), over bf16's of all prompt and new tokens. KL of the next token to the
-full cache, flips of the likeliest token, NLL less the full cache's, and recall of stated pairs at the end of the prompt
-and after it, each a mean over rows with its 95% bootstrap interval. Cells are chosen before the run.
+tokens (--kv-budget), and bits and window of a compressed cache: `h2o@0.2`, `h2o-norm:summaries=32@0.5/3w16`,
+`full@1/4`. Bytes are those of a row's keys and values when it is complete (scales, centres, summaries and whole columns
+counted; the record of slots, 4 to 12 bytes a slot, is not), over bf16's of all prompt and new tokens. KL of the next
+token to the full cache, flips of the likeliest token, NLL less the full cache's, and recall of stated pairs at the end
+of the prompt and after it, each a mean over rows with its 95% bootstrap interval. Cells are chosen before the run.
 
     python -m bench.sweep.frontier [--model M] [--prompt-len 256 --gen-len 96] [--cells CELL ...] [--plot FILE]
 """
@@ -122,8 +122,8 @@ def measure(args: argparse.Namespace, llm: LLM, cells: Sequence[Cell]) -> list[F
 
 def markdown(args: argparse.Namespace, found: Sequence[Figures]) -> str:
     head = (
-        f"Model `{args.model}` in float32, {args.num_prompts} rows of {args.prompt_len} + {args.gen_len} tokens of text "
-        f"and {args.recall_prompts} of recall, seed {args.seed}; 95% bootstrap intervals over rows in brackets."
+        f"Model `{args.model}` in float32, {args.num_prompts} rows of {args.prompt_len} + {args.gen_len} tokens of "
+        f"text and {args.recall_prompts} of recall, seed {args.seed}; 95% bootstrap intervals over rows in brackets."
     )
     rows = []
     for one in sorted(found, key=lambda cell: -cell["kv_share"]):

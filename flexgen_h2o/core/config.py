@@ -20,7 +20,7 @@ DType = Literal["float32", "bfloat16", "float16"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 TIERS = ("device", "host", "disk")
 POLICY_SCHEMA = 3
-# Fields that a file of an older schema does not have, by the schema that has them first; they are at their defaults there.
+# Fields by the schema that has them first; in a file of an older one they are at their defaults.
 SINCE_SCHEMA = {"weight_bits": 2, "cache_bits": 2, "int8_compute": 2, "cache_window": 3}
 BITS = (4, 8)  # of a compressed weight
 CACHE_BITS = (2, 3, 4, 8)  # of a compressed KV value
@@ -209,8 +209,8 @@ class Policy:
     """The whole offloading plan. `percent`: weights, KV cache and hidden states on device and host; the rest is disk.
 
     gpu_batch_size rows make a micro-batch, num_gpu_batches micro-batches a block. Field names are FlexGen's.
-    compress_weight, compress_cache: held and moved in weight_bits (4 or 8), cache_bits (2, 3, 4 or 8) a value, in groups;
-    of a compressed cache the newest cache_window columns of a row stay whole, at most half of its slots.
+    compress_weight, compress_cache: held and moved in weight_bits (4 or 8), cache_bits (2, 3, 4 or 8) a value, in
+    groups; of a compressed cache the newest cache_window columns of a row stay whole, at most half of its slots.
     int8_compute: weights in int8, one scale an output channel, and products computed in int8; with compress_weight in 4
     bits they are held and moved so, and become int8 once a block.
     """
@@ -288,7 +288,9 @@ def check_bits_used(policy: Policy) -> Policy:
     is to run they mean nothing (of one that a search begins with, they are those that it may use)."""
     for bits in _unused_bits(policy):
         if getattr(policy, bits) != getattr(Policy, bits):
-            raise UsageError(f"{bits}: {getattr(policy, bits)} goes with {COMPRESSION_OF[bits]}, which is off; give both")
+            raise UsageError(
+                f"{bits}: {getattr(policy, bits)} goes with {COMPRESSION_OF[bits]}, which is off; give both"
+            )
     return policy
 
 

@@ -29,11 +29,11 @@ def int8_row_bytes(columns: int) -> int:
 class SlotPacking:
     """How `width` numbers lie in 4-byte words, little-endian: their values, then one word a group.
 
-    Value i is `bits` bits (2, 4 or 8) of word i // per_word, from the lowest on. In 3 bits its lower two lie so, and its
-    highest is bit i % 32 of word i // 32 behind them. A group's word is its scale in bf16 (low
-    half) and its least value in bf16 (high half): number = scale x value + least. bf16 because it has fp32's range, so
-    that no number is too large, becomes fp32 by a shift, and holds the least of bf16 numbers exactly; both are rounded
-    outwards, so that no number of the group lies outside and none is further off than half its scale.
+    Value i is `bits` bits (2, 4 or 8) of word i // per_word, from the lowest on. In 3 bits its lower two lie so, and
+    its highest is bit i % 32 of word i // 32 behind them. A group's word is its scale in bf16 (low half) and its least
+    value in bf16 (high half): number = scale x value + least. bf16 because it has fp32's range, so that no number is
+    too large, becomes fp32 by a shift, and holds the least of bf16 numbers exactly; both are rounded outwards, so that
+    no number of the group lies outside and none is further off than half its scale.
     """
 
     width: int

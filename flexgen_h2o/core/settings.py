@@ -139,8 +139,8 @@ class EvictionSettings:
     instead of ratios and sizes, in (0, 1]; int(kv_budget x (prompt tokens + most new tokens)) columns, at least 1, half
     of them heavy and half recent, an odd one recent.
 
-    kv_bytes: instead of ratios, sizes and kv_budget, in (0, 1]; as many columns as fit this share of the bytes that prompt
-    and most new tokens take in bf16, beside summaries and what lies beside packed columns.
+    kv_bytes: instead of ratios, sizes and kv_budget, in (0, 1]; as many columns as fit this share of the bytes that
+    prompt and most new tokens take in bf16, beside summaries and what lies beside packed columns.
 
     protect: columns of the prompt that never leave: the first N, or "prompt", all of them. They count as columns that
     stay; heavy and recent ones share what is left as they would share all. summaries: positions of a page; what is
@@ -183,7 +183,7 @@ class EvictionSettings:
     )
     kv_bytes: float | None = setting(
         None,
-        "bytes of a row's KV cache: R of what bf16 takes for prompt + most new tokens; summaries, scales, whole columns "
+        "bytes of a row's KV cache: R of bf16's of prompt + most new tokens; summaries, scales, whole columns "
         "counted. Alone it chooses policy, summaries and bits as well",
         metavar="R",
         share=True,

@@ -310,9 +310,9 @@ class BlockTimes:
 class BlockStats:
     """Sums over the sweeps of a block.
 
-    held, full, units: as of `Sweep`, of the decode sweeps, of which there are `later`; without one, of the first. fed_tokens:
-    prompt tokens that were computed. times: kept unless rows may join the block, which then may go on for any number of
-    sweeps.
+    held, full, units: as of `Sweep`, of the decode sweeps, of which there are `later`; without one, of the first.
+    fed_tokens: prompt tokens that were computed. times: kept unless rows may join the block, which then may go on for
+    any number of sweeps.
     """
 
     keeps_lists: bool = True

@@ -49,9 +49,9 @@ RANK_BYTES = 48  # of a column while it is ranked: sums, ranks, sorted copies of
 class BlockShape:
     """The largest block of a run. rows, tokens: of its largest micro-batch, in the prefill sweep.
 
-    slots: KV slots of a row in each transformer block. record: what is kept of a row besides columns. sharing: tokens of the longest prompt that shares a prefix with others, or 0.
-    common: columns of the prefix that all rows have in one copy, outside of slots. scores: do prompts' tokens get
-    log-probabilities?
+    slots: KV slots of a row in each transformer block. record: what is kept of a row besides columns. sharing: tokens
+    of the longest prompt that shares a prefix with others, or 0. common: columns of the prefix that all rows have in
+    one copy, outside of slots. scores: do prompts' tokens get log-probabilities?
     """
 
     rows: int
@@ -395,7 +395,7 @@ def temporary_bytes(spec: ModelSpec, shape: BlockShape, itemsize: int, policy: P
         decode += shape.rows * spec.num_kv_heads * shape.most_slots * RANK_BYTES
     if "norms" in shape.record.names:
         prefill += shape.tokens * spec.num_kv_heads * spec.head_dim * 4
-    if "ranks" in shape.record.names:  # prompts' keys before they are rotated; copies of keys in slots, and what turns them
+    if "ranks" in shape.record.names:  # prompts' keys before they are rotated; copies of those in slots
         prefill += shape.tokens * spec.num_kv_heads * spec.head_dim * itemsize
         copies += 1
         row = shape.most_slots * spec.head_dim

@@ -143,8 +143,11 @@ def make_report(
         peak_bytes_by_kind=engine.peak_bytes_by_kind,
         io_bytes_by_kind=moved,
         kv=_kv_facts(
-            column_bytes(spec, engine.policy, itemsize), row_bytes(spec, engine.policy, shape, itemsize),
-            max(shape.slots) - common, blocks, copied,
+            column_bytes(spec, engine.policy, itemsize),
+            row_bytes(spec, engine.policy, shape, itemsize),
+            max(shape.slots) - common,
+            blocks,
+            copied,
         ),
         predicted=predicted,
         model_bytes=model_bytes,

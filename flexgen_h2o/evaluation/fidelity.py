@@ -315,7 +315,9 @@ class Runner:
         mass = np.zeros((len(rows), blocks)) if self._mass_steps else None
         spec, policy = self.llm.model.spec, base_of(self._compared)
         share = sum(kv_share(spec, policy, case.eviction, row.lengths) for row in rows) / len(rows)
-        return TextFidelity(case, sum(kept) / len(kept), share, np.zeros(shape), np.zeros(shape), np.zeros(shape, bool), mass)
+        return TextFidelity(
+            case, sum(kept) / len(kept), share, np.zeros(shape), np.zeros(shape), np.zeros(shape, bool), mass
+        )
 
     def _watch_full(self, rows: Sequence[TextRow]) -> FullWatch:
         steps = len(rows[0].continuation)

@@ -160,7 +160,8 @@ def summarise_texts(
         }  # fmt: skip
         figures: Figures = {
             "policy": found.case.label, "budget": found.case.budget,
-            "budget_of": found.case.budget_of, "columns": found.columns, "kv_share": found.share, "eviction": found.case.eviction.to_json(),
+            "budget_of": found.case.budget_of, "columns": found.columns, "kv_share": found.share,
+            "eviction": found.case.eviction.to_json(),
         }  # fmt: skip
         figures |= {name: bootstrap.mean(value.mean(axis=1)) for name, value in values.items()}
         figures |= {"kl_p95": bootstrap.percentile(found.kl, 95), "by_step": of_bins(**values)}

@@ -62,9 +62,9 @@ def enable_eviction(
     a text that is scored: "drop" evicts nothing before its end, "mask" lets each of its tokens see what would be left
     if the ones before it had been generated (shares being those of the whole text).
 
-    max_new_tokens: the most tokens that are generated on a prompt, which kv_budget and kv_bytes need and nothing else: a row keeps
-    that share of its prompt and of so many tokens, or of as many as the model has positions for, as in the engine. A
-    generation that goes on is refused.
+    max_new_tokens: the most tokens that are generated on a prompt, which kv_budget and kv_bytes need and nothing else:
+    a row keeps that share of its prompt and of so many tokens, or of as many as the model has positions for, as in the
+    engine. A generation that goes on is refused.
 
     Raises UsageError where the model or the settings are not supported.
     """
@@ -83,7 +83,7 @@ def enable_eviction(
     of_sequence = [name for name in ("kv_budget", "kv_bytes") if getattr(eviction, name, None) is not None]
     if bool(of_sequence) != (max_new_tokens is not None):
         raise UsageError(
-            f"max_new_tokens: {of_sequence[0]} is a share of prompt and new tokens; say how many new ones are generated at most"
+            f"max_new_tokens: {of_sequence[0]} is a share of prompt and new tokens; say how many new ones there are at most"
             if max_new_tokens is None
             else "max_new_tokens: only kv_budget and kv_bytes ask for it; leave it out, or give one of them"
         )

@@ -94,7 +94,8 @@ def _settings(
 
 
 def _answering(policy: Policy) -> dict[str, Any]:
-    """A policy's fields; one that older versions did not have only where it means something, so that their jobs go on."""
+    """A policy's fields; one that older versions did not have only where it means something, so that their jobs go
+    on."""
     return {k: v for k, v in policy.to_json().items() if k != "cache_window" or policy.compress_cache}
 
 

@@ -179,9 +179,7 @@ def write_prompts(
             record_prompt(view.metadata, rows, kept, i, heads)
             if view.metadata.pages is not None:
                 pages = view.metadata.pages.map(lambda t, rows=rows: t[rows])  # type: ignore[misc]
-                sum_up_prompt(
-                    pages, unit.policy.needs.page, keys[:, heads], values[:, heads], kept.positions[i, heads]
-                )
+                sum_up_prompt(pages, unit.policy.needs.page, keys[:, heads], values[:, heads], kept.positions[i, heads])
 
 
 # ---- new tokens

@@ -24,9 +24,10 @@ METADATA_ITEMSIZE = 4  # int32 positions and victims, float32 scores and norms
 class UnitLayout:
     """Sizes in bytes unless named otherwise.
 
-    shares: of the unit's rows on device, host and disk. record: what an eviction policy keeps besides columns. streamed: some part is brought from another tier for each use. packing: how
-    compressed columns lie in their slots; None where a slot holds `width` numbers of `itemsize` bytes. window: of packed
-    columns so many of the newest are whole, too, at most (`window_of`).
+    shares: of the unit's rows on device, host and disk. record: what an eviction policy keeps besides columns.
+    streamed: some part is brought from another tier for each use. packing: how compressed columns lie in their slots;
+    None where a slot holds `width` numbers of `itemsize` bytes. window: of packed columns so many of the newest are
+    whole, too, at most (`window_of`).
     """
 
     sequences: int

@@ -307,7 +307,8 @@ def _with_decode(at: CostContext, alone: Work, block: int, batch: Batch, sweep: 
     beside = page_bytes(at.need.record.pages, spec.head_dim)
     if layout.packing is not None:
         beside += whole_bytes(layout.whole_columns, spec.head_dim, at.itemsize)
-    read, cache = columns * stored + batch.rows * spec.num_kv_heads * beside, tier_shares(at.policy.cache_shares, at.device_is_host)
+    read = columns * stored + batch.rows * spec.num_kv_heads * beside
+    cache = tier_shares(at.policy.cache_shares, at.device_is_host)
     if sparsity < 1:
         read = read / 2 + columns * spec.num_heads * (SELECT_BYTES + sparsity * spec.head_dim * GATHER_BYTES)
     on_device = cache[0] if at.on_host and not at.device_is_host else 1.0

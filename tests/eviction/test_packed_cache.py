@@ -23,7 +23,12 @@ FAR = plain.Budget(heavy_size=200, recent_size=50)
 FULL = "full"
 ALL = {**PAIRS, FULL: Pair(PAIRS["local"].engine, plain.h2o(FAR))}  # of a budget that nothing reaches
 GROUP = 64
-EDGE = {2: 2e-5, 3: 2e-5, 4: 2e-5, 8: 8e-5}  # of a value between two others; the matrix products of placements differ by less
+EDGE = {
+    2: 2e-5,
+    3: 2e-5,
+    4: 2e-5,
+    8: 8e-5,
+}  # of a value between two others; the matrix products of placements differ by less
 ULPS = 8
 
 

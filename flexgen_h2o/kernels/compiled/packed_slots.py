@@ -12,9 +12,9 @@ from flexgen_h2o.kernels.compiled import vectors
 from flexgen_h2o.kernels.compiled.slots import (
     AHEAD,
     BLOCK,
-    Pass,
     FLOAT,
     Columns,
+    Pass,
     address_ahead,
     beside_dots,
     beside_mix,
@@ -76,7 +76,7 @@ def format_of(packing: SlotPacking) -> Format:
 def _table_of(packing: SlotPacking) -> tuple[int, np.ndarray]:
     """The lanes of a chunk, and the table of chunks of `Format`; kept, since loops have its address."""
     wide = vectors.PACKED_WIDE[packing.bits]
-    # A chunk may reach into other groups, never beyond the slot, or with highest bits of their own beyond the lower ones.
+    # A chunk may reach into other groups, never beyond the slot; in 3 bits not beyond the lower bits.
     limit = packing.low_words if packing.bits == 3 else packing.words
     lanes = wide if limit >= wide else 1
     places = []
@@ -116,7 +116,10 @@ def attend_rows(element, form, slots, state, beside, first, end):  # type: ignor
     query, attn_out = np.empty(shape, np.float32), np.empty(shape, np.float32)
     end_of_slots = -(-slots.most // BLOCK) * BLOCK
     p = np.empty((slots.group, end_of_slots + pages.count), np.float32)
-    of_pages, of_whole = beside_scratch(FLOAT, slots.group, pages.width), beside_scratch(element, slots.group, whole.width)
+    of_pages, of_whole = (
+        beside_scratch(FLOAT, slots.group, pages.width),
+        beside_scratch(element, slots.group, whole.width),
+    )
     newest = np.empty((slots.group, whole.count), np.float32)
     gathered = np.empty(BLOCK * slots.words, np.uint32)
     one = np.empty((slots.group, form.width), np.float32)

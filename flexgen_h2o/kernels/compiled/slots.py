@@ -73,7 +73,8 @@ NO_SCORES = Scores(0, 0, 0, 0, 0, 0, 0, 0.0)
 
 
 class PageAddresses(NamedTuple):
-    """The pages of rows (slots.Pages): how many a row, numbers of a mean, addresses. `count` is 0 where there are none."""
+    """The pages of rows (slots.Pages): how many a row, numbers of a mean, addresses. `count` is 0 where there are
+    none."""
 
     count: int
     width: int
@@ -294,7 +295,8 @@ def sum_up(element, job, pages, fold, first, end):  # type: ignore[no-untyped-de
         ints_at(pages.counts)[number] = count
         share = np.float32(1) / np.float32(count)
         keys, values = (
-            floats_at(pages.keys + 4 * number * fold.width), floats_at(pages.values + 4 * number * fold.width)
+            floats_at(pages.keys + 4 * number * fold.width),
+            floats_at(pages.values + 4 * number * fold.width),
         )
         for i in range(fold.width):
             keys[i] += (number_at(element, job.keys + at, i) - keys[i]) * share

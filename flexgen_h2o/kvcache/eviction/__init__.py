@@ -19,14 +19,15 @@ from flexgen_h2o.kvcache.eviction.value_h2o import ValueH2O
 from flexgen_h2o.kvcache.eviction.vase import VaSE
 
 __all__ = [
-    "EVICTING", "H2O", "MIXES", "POLICIES", "Evicting", "Eviction", "Full", "H2ONorm", "Local", "Mix", "Random", "SnapKV",
-    "Tova", "VaSE", "ValueH2O", "check_eviction", "make_eviction", "mix_of", "says_budget",
+    "EVICTING", "H2O", "MIXES", "POLICIES", "Evicting", "Eviction", "Full", "H2ONorm", "Local", "Mix", "Random",
+    "SnapKV", "Tova", "VaSE", "ValueH2O", "check_eviction", "make_eviction", "mix_of", "says_budget",
 ]  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Mix:
-    """What keeps the most quality of so small a share of the bytes (docs/eviction.md, "Which one do I take"). least: the
-    smallest share that it is for. eviction: as of `make_eviction`."""
+    """What keeps the most quality of so small a share of the bytes (docs/eviction.md, "Which one do I take"). least:
+    the smallest share that it is for. eviction: as of `make_eviction`."""
 
     least: float
     eviction: str

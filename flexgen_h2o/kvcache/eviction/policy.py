@@ -49,9 +49,10 @@ class Needs:
     so far, since a query that attends to fewer columns gives more to each. ranks_by_score: `rank` gives the scores
     themselves, so the decode kernel can find the column that leaves.
 
-    value_range: NORMS are the largest less the smallest number of a value, not its L2 norm. page: positions of a page (page = position // `page`); 0 for none. The columns of a page that were dropped are one
-    more column of their row and kv-head then: their mean key, their mean value, and log(how many) added to the logit.
-    It has no score and never leaves; what attention gives it is in the denominator of all others.
+    value_range: NORMS are the largest less the smallest number of a value, not its L2 norm. page: positions of a page
+    (page = position // `page`); 0 for none. The columns of a page that were dropped are one more column of their row
+    and kv-head then: their mean key, their mean value, and log(how many) added to the logit. It has no score and never
+    leaves; what attention gives it is in the denominator of all others.
     """
 
     record: tuple[str, ...] = ()
@@ -102,9 +103,9 @@ class Columns:
     """What a policy knows of the columns of `b` sequences when it ranks them.
 
     positions: (b, kv_heads, n) int32; newest: (b,) int64, the position of the newest column; scores, norms
-    (`value_sizes`): (b, kv_heads, n) fp32 where the policy's record has them; heavy: (b,) int64, of the rows' budgets; block:
-    the transformer block. may_leave: (b, kv_heads, n) bool, False for sinks, recent columns and slots that are not
-    filled, whose other entries are arbitrary; ranks of such columns are not read.
+    (`value_sizes`): (b, kv_heads, n) fp32 where the policy's record has them; heavy: (b,) int64, of the rows' budgets;
+    block: the transformer block. may_leave: (b, kv_heads, n) bool, False for sinks, recent columns and slots that are
+    not filled, whose other entries are arbitrary; ranks of such columns are not read.
     """
 
     block: int

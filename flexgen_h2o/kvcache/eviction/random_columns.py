@@ -11,6 +11,7 @@ from flexgen_h2o.kvcache.eviction.policy import POSITIONS, Columns, Evicting, Ne
 if TYPE_CHECKING:
     import torch
 
+
 @dataclass(frozen=True)
 class Random(Evicting):
     """The recent columns and others drawn at random: a hash of seed, layer, kv-head and position ranks them."""

@@ -71,7 +71,9 @@ def test_no_number_is_further_off_than_half_a_step(packing, dtype, offset, size,
         assert bool((steps[..., here.start] <= needed * (1 + 2.0**-7) + 1e-30).all())
 
 
-@pytest.mark.parametrize(("width", "words2", "words3"), [(16, 2, 3), (32, 3, 4), (64, 5, 7), (80, 7, 10), (128, 10, 14)])
+@pytest.mark.parametrize(
+    ("width", "words2", "words3"), [(16, 2, 3), (32, 3, 4), (64, 5, 7), (80, 7, 10), (128, 10, 14)]
+)
 def test_bytes_of_a_slot_of_few_bits(width: int, words2: int, words3: int) -> None:
     assert (SlotPacking(width, 2).slot_bytes, SlotPacking(width, 3).slot_bytes) == (4 * words2, 4 * words3)
 

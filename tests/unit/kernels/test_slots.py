@@ -138,17 +138,24 @@ def test_pages_are_columns_of_their_counts(
     columns, state = (in_segments(keys, 7), in_segments(values, 7)), make_state(len(filled), keys.shape[1])
     expected_state = copy_of(state)
     found = attend(q, *columns, counts, 0.3, state, SlotForm(pages=pages))
-    reference = attend_reference(q.float(), *(t.float() for t in columns), counts, 0.3, expected_state, SlotForm(pages=pages))
+    reference = attend_reference(
+        q.float(), *(t.float() for t in columns), counts, 0.3, expected_state, SlotForm(pages=pages)
+    )
     for r, n in enumerate(filled):
         some = pages.counts[r] > 0
-        k, v = (torch.cat([own[r, :n].double(), mean[r, some].double()]) for own, mean in ((keys, means[0]), (values, means[1])))
+        k, v = (
+            torch.cat([own[r, :n].double(), mean[r, some].double()])
+            for own, mean in ((keys, means[0]), (values, means[1]))
+        )
         more = torch.cat([torch.zeros(n), pages.counts[r, some].float().log()]).double()
         expected = torch.softmax(0.3 * (q[r].double() @ k.T) + more, dim=1) @ v
         tolerance = TOLERANCE[dtype] * max(1.0, float(expected.abs().max()))
         assert (found[r].double() - expected).abs().max() < 4 * tolerance
         assert (reference[r].double() - expected).abs().max() < 1e-5
     exact = is_compiled(width, dtype)
-    assert torch.allclose(state.scores, expected_state.scores, atol=4e-6 if exact else 0.03, rtol=4e-6 if exact else 0.03)
+    assert torch.allclose(
+        state.scores, expected_state.scores, atol=4e-6 if exact else 0.03, rtol=4e-6 if exact else 0.03
+    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -157,7 +164,9 @@ def test_columns_join_pages(rows: int, width: int, dtype: torch.dtype, data: st.
     """The compiled loop, torch and the mean of all that has joined."""
     keys, values = (torch.randn(rows, 9, width).to(dtype) for _ in range(2))
     areas = in_segments(keys, 4), in_segments(values, 4)
-    made = [Pages(torch.zeros(rows, 4, width), torch.zeros(rows, 4, width), torch.zeros(rows, 4).int()) for _ in range(2)]
+    made = [
+        Pages(torch.zeros(rows, 4, width), torch.zeros(rows, 4, width), torch.zeros(rows, 4).int()) for _ in range(2)
+    ]
     joined: dict[tuple[int, int], list[int]] = {}
     for _ in range(7):
         slots = torch.tensor(data.draw(st.lists(st.integers(0, 8), min_size=rows, max_size=rows)))

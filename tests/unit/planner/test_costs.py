@@ -10,6 +10,7 @@ import pytest
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.units import WRITE_BACK_STEPS
 from flexgen_h2o.engine.workload import Batch, WorkloadShape
+from flexgen_h2o.kvcache.eviction.policy import NO_RECORD, RowRecord
 from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.planner.predict import Machine
 from flexgen_h2o.planner.profile import Curve
