@@ -83,7 +83,7 @@ def enable_eviction(
     of_sequence = [name for name in ("kv_budget", "kv_bytes") if getattr(eviction, name, None) is not None]
     if bool(of_sequence) != (max_new_tokens is not None):
         raise UsageError(
-            f"max_new_tokens: {of_sequence[0]} is a share of prompt and new tokens; say how many new ones there are at most"
+            f"max_new_tokens: {of_sequence[0]} is a share of prompt and new tokens; say how many new ones there are"
             if max_new_tokens is None
             else "max_new_tokens: only kv_budget and kv_bytes ask for it; leave it out, or give one of them"
         )

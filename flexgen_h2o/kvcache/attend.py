@@ -381,12 +381,14 @@ def keep_whole(whole: WholeColumns, k: torch.Tensor, v: torch.Tensor, kept: torc
     for t in (whole.keys, whole.values):
         t.zero_()
     whole.slots.fill_(-1)
-    for back in range(min(window, kept.shape[1])):
-        positions = kept[:, -1 - back]
-        row = (positions >= len(k) - window).nonzero().squeeze(1)
-        place = row, positions[row] % window
-        whole.keys[place], whole.values[place] = k[positions[row], row], v[positions[row], row]
-        whole.slots[place] = kept.shape[1] - 1 - back
+    if not window:
+        return
+    first = max(0, kept.shape[1] - window)  # what may be among the newest
+    row, entry = (kept[:, first:] >= len(k) - window).nonzero(as_tuple=True)
+    positions = kept[row, first + entry]
+    place = row, positions % window
+    whole.keys[place], whole.values[place] = k[positions, row], v[positions, row]
+    whole.slots[place] = (first + entry).int()
 
 
 def keep_new_whole(
