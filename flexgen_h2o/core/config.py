@@ -359,7 +359,7 @@ def read_policy(path: Path) -> SavedPolicy:
     """Read and validate a policy file; UsageError names the file and the unknown, missing or bad field."""
     body = read_object(path, f"--policy {path}")
     schema = body.get("schema")
-    if schema is True or schema not in range(1, POLICY_SCHEMA + 1):
+    if type(schema) is not int or not 1 <= schema <= POLICY_SCHEMA:
         raise UsageError(f"--policy {path}: schema is {schema!r}, this version reads 1 to {POLICY_SCHEMA}")
     names = [f.name for f in fields(Policy) if SINCE_SCHEMA.get(f.name, 1) <= schema]
     unknown = sorted(set(body) - {*names, *ABOUT, "schema"})

@@ -191,8 +191,8 @@ class EvictingLayer(CacheLayerMixin):
         more = round_up(-(-tokens // page), PAGE_STEP) + PAGE_STEP - have
         rows, width = len(held.victims), self.keys.shape[3]
         if held.pages is None:
-            means = [torch.zeros(rows, more, width, device=self.device) for _ in range(2)]
-            pages = Pages(*means, torch.zeros(rows, more, dtype=torch.int32, device=self.device))
+            keys, values = (torch.zeros(rows, more, width, device=self.device) for _ in range(2))
+            pages = Pages(keys, values, torch.zeros(rows, more, dtype=torch.int32, device=self.device))
         else:
             keys, values = (F.pad(t, (0, 0, 0, more)) for t in (held.pages.keys, held.pages.values))
             pages = Pages(keys, values, F.pad(held.pages.counts, (0, more)))

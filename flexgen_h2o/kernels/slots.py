@@ -94,7 +94,7 @@ class WholeColumns:
         return keys.float() * self._along(self.ranges, keys) + self._along(self.centres, keys)
 
     def _along(self, numbers: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        return numbers.float().view(len(numbers), *(1,) * (keys.dim() - 2), -1)
+        return numbers.float().view(len(numbers), *(1,) * (keys.dim() - 2), numbers.shape[1])
 
 
 @dataclass(frozen=True)
@@ -286,7 +286,7 @@ def _attend_compiled(
         whole = packed_slots.NO_WHOLE if form.whole is None else _whole_addresses(form.whole, q)
         arguments = packed_slots.format_of(packing), job, scores, (pages, whole)
         loop = partial(packed_slots.attend_rows, element_of(q.dtype))
-    row_bytes = 2 * (most * words + pages.count * pages.width) * WORD
+    row_bytes = 2 * (most * words + pages.pages * pages.width) * WORD
     parallel_rows(partial(loop, *arguments), len(q), row_bytes)
     return out
 

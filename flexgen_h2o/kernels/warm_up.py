@@ -114,8 +114,8 @@ def warm_up(
         wide = columns.new_zeros(*columns.shape[:-1], packing.width)
         packed = pack_columns(wide, packing)
         ranges, none = torch.ones(_ROWS, packing.width, dtype=torch.bfloat16, device=device), wide[0, :, :0]
-        whole = WholeColumns(ranges, ranges, none, none, positions[:, :0])
-        attend(wide[0, :, :1], packed, packed, filled, 1.0, state, SlotForm(packing, None, whole))
+        beside = WholeColumns(ranges, ranges, none, none, positions[:, :0])
+        attend(wide[0, :, :1], packed, packed, filled, 1.0, state, SlotForm(packing, None, beside))
     if rotary:
         Rotation(gains.expand(_WIDTH // 2), 1.0).rotate((columns[0],), victims)
         rms_norm(columns[0, 0], columns[0, 0, 0], 1.0, columns[0, 0].clone())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -37,24 +38,21 @@ class SlotMetadata:
     def tensors(self) -> list[torch.Tensor]:
         """Every tensor, rows first."""
         of_pages = [] if self.pages is None else list(vars(self.pages).values())
-        return [t for t in self._of_slots().values() if t is not None] + of_pages
+        return [*self._of_slots().values(), *of_pages]
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> SlotMetadata:
         """`change` applied to every tensor."""
         pages = None if self.pages is None else self.pages.map(change)
-        return SlotMetadata(**{n: change(t) for n, t in self._of_slots().items() if t is not None}, pages=pages)
+        return SlotMetadata(**{name: change(t) for name, t in self._of_slots().items()}, pages=pages)
 
     def widened(self, more: int) -> SlotMetadata:
         """With so many slots more, of zeros."""
-        wide = {
-            name: torch.nn.functional.pad(t, (0, more)) if name != "victims" else t
-            for name, t in self._of_slots().items()
-            if t is not None
-        }
+        pad = torch.nn.functional.pad
+        wide = {name: pad(t, (0, more)) if name != "victims" else t for name, t in self._of_slots().items()}
         return SlotMetadata(**wide, pages=self.pages)
 
-    def _of_slots(self) -> dict[str, torch.Tensor | None]:
-        return {name: t for name, t in vars(self).items() if name != "pages"}
+    def _of_slots(self) -> dict[str, Any]:
+        return {name: t for name, t in vars(self).items() if name != "pages" and t is not None}
 
 
 @dataclass(frozen=True)
@@ -127,7 +125,7 @@ def metadata_view(layout: UnitLayout, part: Part, data: torch.Tensor) -> SlotMet
     if not layout.record:
         return None
     size = part.rows * layout.slots * METADATA_ITEMSIZE
-    fields: dict[str, torch.Tensor] = {}
+    fields: dict[str, Any] = {}
     for i, name in enumerate(layout.record.names):
         dtype = torch.int32 if name in (POSITIONS, RANKS) else torch.float32
         fields[name] = data[i * size : (i + 1) * size].view(dtype).view(part.rows, layout.slots)
@@ -156,7 +154,7 @@ def whole_view(layout: UnitLayout, part: Part, data: torch.Tensor, dtype: torch.
     centres, ranges, slots, keys, values = data[end : end + sum(sizes)].split(sizes)
     both = [t.view(torch.bfloat16).view(rows, width) for t in (centres, ranges)]
     of_columns = [t.view(dtype).view(rows, columns, width) for t in (keys, values)]
-    return WholeColumns(*both, *of_columns, slots.view(torch.int32).view(rows, columns))
+    return WholeColumns(both[0], both[1], of_columns[0], of_columns[1], slots.view(torch.int32).view(rows, columns))
 
 
 def put_columns(view: PartView, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:

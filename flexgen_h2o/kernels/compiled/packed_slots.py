@@ -89,9 +89,9 @@ def _table_of(packing: SlotPacking) -> tuple[int, np.ndarray]:
 
 
 class WholeAddresses(NamedTuple):
-    """What slots.WholeColumns has: columns a row (`count`) and addresses. centres is 0 where nothing is smoothed."""
+    """What slots.WholeColumns has: how many columns a row, and addresses. centres is 0 where nothing is smoothed."""
 
-    count: int
+    columns: int
     width: int
     keys: int
     values: int
@@ -115,12 +115,12 @@ def attend_rows(element, form, slots, state, beside, first, end):  # type: ignor
     shape = (slots.group, form.chunks, 32 // form.step + 1, size)
     query, attn_out = np.empty(shape, np.float32), np.empty(shape, np.float32)
     end_of_slots = -(-slots.most // BLOCK) * BLOCK
-    p = np.empty((slots.group, end_of_slots + pages.count), np.float32)
+    p = np.empty((slots.group, end_of_slots + pages.pages), np.float32)
     of_pages, of_whole = (
         beside_scratch(FLOAT, slots.group, pages.width),
         beside_scratch(element, slots.group, whole.width),
     )
-    newest = np.empty((slots.group, whole.count), np.float32)
+    newest = np.empty((slots.group, whole.columns), np.float32)
     gathered = np.empty(BLOCK * slots.words, np.uint32)
     one = np.empty((slots.group, form.width), np.float32)
     size = 4 // planes(element) * slots.group * form.width
@@ -128,7 +128,7 @@ def attend_rows(element, form, slots, state, beside, first, end):  # type: ignor
     for r in range(first, end):
         filled, q_at = ints_at(slots.filled)[r], slots.q + r * size
         _spread(element, form, q_at, whole.ranges + 2 * r * form.width if whole.centres else 0, one, query)
-        if pages.count:
+        if pages.pages:
             spread_beside(FLOAT, element, q_at, pages.width, of_pages)
             beside_dots(FLOAT, page_keys(pages), r, of_pages, p, end_of_slots)
         if state.columns:
@@ -137,23 +137,23 @@ def attend_rows(element, form, slots, state, beside, first, end):  # type: ignor
         _pass(form, slots, Pass(True, keys, values, filled), gathered, query, p)
         if whole.centres:
             _restore_centre(element, q_at, whole.centres + 2 * r * form.width, form.width, filled, p)
-        if whole.count:
+        if whole.columns:
             spread_beside(element, element, q_at, whole.width, of_whole)
-            beside_dots(element, Columns(whole.count, whole.width, whole.keys), r, of_whole, newest, 0)
-            _exchange(ints_at(whole.slots + 4 * r * whole.count), newest, p, False)
+            beside_dots(element, Columns(whole.columns, whole.width, whole.keys), r, of_whole, newest, 0)
+            _exchange(ints_at(whole.slots + 4 * r * whole.columns), newest, p, False)
         softmax(p, filled, np.float32(slots.scale), 0, pages, r)
-        if whole.count:
-            _exchange(ints_at(whole.slots + 4 * r * whole.count), newest, p, True)
+        if whole.columns:
+            _exchange(ints_at(whole.slots + 4 * r * whole.columns), newest, p, True)
         attn_out[:] = 0
         _pass(form, slots, Pass(False, values, row_at(slots, slots.keys, r + 1), filled), gathered, attn_out, p)
         _gather(form, attn_out, one)
-        if pages.count:
+        if pages.pages:
             beside_mix(FLOAT, page_values(pages), r, of_pages, p, end_of_slots)
             _add_beside(FLOAT, of_pages, one)
-        if whole.count:
-            beside_mix(element, Columns(whole.count, whole.width, whole.values), r, of_whole, newest, 0)
+        if whole.columns:
+            beside_mix(element, Columns(whole.columns, whole.width, whole.values), r, of_whole, newest, 0)
             _add_beside(element, of_whole, one)
-            _exchange(ints_at(whole.slots + 4 * r * whole.count), newest, p, False)
+            _exchange(ints_at(whole.slots + 4 * r * whole.columns), newest, p, False)
         for i in range(one.size):
             set_number(element, slots.out + r * size, i, one.ravel()[i])
         if state.columns:

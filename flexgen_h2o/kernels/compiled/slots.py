@@ -73,10 +73,10 @@ NO_SCORES = Scores(0, 0, 0, 0, 0, 0, 0, 0.0)
 
 
 class PageAddresses(NamedTuple):
-    """The pages of rows (slots.Pages): how many a row, numbers of a mean, addresses. `count` is 0 where there are
+    """The pages of rows (slots.Pages): how many a row, numbers of a mean, addresses. `pages` is 0 where there are
     none."""
 
-    count: int
+    pages: int
     width: int
     keys: int
     values: int
@@ -105,15 +105,15 @@ def attend_rows(element, slots, state, pages, first, end):  # type: ignore[no-un
     chunks = -(-slots.words // lanes)
     query = np.empty((slots.group, chunks, planes(element), lanes), np.float32)
     attn_out = np.empty((slots.group, chunks, planes(element), lanes), np.float32)
-    p = np.empty((slots.group, -(-slots.most // BLOCK) * BLOCK + pages.count), np.float32)
+    p = np.empty((slots.group, -(-slots.most // BLOCK) * BLOCK + pages.pages), np.float32)
     of_pages = beside_scratch(FLOAT, slots.group, pages.width)
     gathered = np.empty(BLOCK * slots.words, np.uint32)
     for r in range(first, end):
         filled = ints_at(slots.filled)[r]
         offset = r * slots.group * slots.words * 4
-        if pages.count:
+        if pages.pages:
             spread_beside(FLOAT, element, slots.q + offset, pages.width, of_pages)
-            beside_dots(FLOAT, page_keys(pages), r, of_pages, p, p.shape[1] - pages.count)
+            beside_dots(FLOAT, page_keys(pages), r, of_pages, p, p.shape[1] - pages.pages)
         _unpack(element, slots.q + offset, slots.words, query)
         if state.columns:
             fetch_scores(state, r)
@@ -122,8 +122,8 @@ def attend_rows(element, slots, state, pages, first, end):  # type: ignore[no-un
         softmax(p, filled, np.float32(slots.scale), slots.lse + 4 * r * slots.group if slots.lse else 0, pages, r)
         attn_out[:] = 0
         _pass(element, slots, Pass(False, values, row_at(slots, slots.keys, r + 1), filled), gathered, attn_out, p)
-        if pages.count:
-            beside_mix(FLOAT, page_values(pages), r, of_pages, p, p.shape[1] - pages.count)
+        if pages.pages:
+            beside_mix(FLOAT, page_values(pages), r, of_pages, p, p.shape[1] - pages.pages)
             _add_pages(element, pages, of_pages, slots.words, attn_out)
         _pack(element, attn_out, slots.words, slots.out + offset)
         if state.columns:
@@ -189,9 +189,9 @@ def _pack(element, attn_out, words, at):  # type: ignore[no-untyped-def]
 
 
 class Columns(NamedTuple):
-    """`count` columns of `width` numbers a row, a multiple of TILE, one behind the other at an address."""
+    """So many columns of `width` numbers a row, a multiple of TILE, one behind the other at an address."""
 
-    count: int
+    columns: int
     width: int
     at: int
 
@@ -236,8 +236,8 @@ def beside_mix(kind, columns, r, scratch, p, first):  # type: ignore[no-untyped-
 def _over_beside(kind, is_dots, columns, r, scratch, p, first):  # type: ignore[no-untyped-def]
     group, stride, words = np.int64(p.shape[0]), np.int64(p.shape[1]), columns.width // planes(kind)
     scratch_at, p_at = np.int64(scratch.ctypes.data), np.int64(p.ctypes.data) + 4 * first
-    for j in range(0, columns.count, TILE):
-        numbers = (columns.at + 4 * (r * columns.count + j) * words, words, scratch_at, p_at + 4 * j, stride, group)
+    for j in range(0, columns.columns, TILE):
+        numbers = (columns.at + 4 * (r * columns.columns + j) * words, words, scratch_at, p_at + 4 * j, stride, group)
         if is_dots:
             vectors.dots(kind, numbers)
         else:
@@ -255,12 +255,12 @@ def beside_sum(kind, width, scratch, g, n):  # type: ignore[no-untyped-def]
 
 @jit
 def page_keys(pages):  # type: ignore[no-untyped-def]
-    return Columns(pages.count, pages.width, pages.keys)
+    return Columns(pages.pages, pages.width, pages.keys)
 
 
 @jit
 def page_values(pages):  # type: ignore[no-untyped-def]
-    return Columns(pages.count, pages.width, pages.values)
+    return Columns(pages.pages, pages.width, pages.values)
 
 
 @jit
@@ -290,7 +290,7 @@ def sum_up(element, job, pages, fold, first, end):  # type: ignore[no-untyped-de
         if page < 0:
             continue
         at = _place(job, row, longs_at(job.slots + row * job.slots_step)[0])
-        number = row * pages.count + page
+        number = row * pages.pages + page
         count = ints_at(pages.counts)[number] + np.int32(1)
         ints_at(pages.counts)[number] = count
         share = np.float32(1) / np.float32(count)
@@ -372,15 +372,15 @@ def softmax(p, filled, scale, lse, pages, r):  # type: ignore[no-untyped-def]
 
     Pages are the end of p. lse: the address of the log-sum-exp of each g; 0: not wanted.
     """
-    factor, end = scale * LOG2_E, p.shape[1] - pages.count
-    counts = ints_at(pages.counts + 4 * r * pages.count)
+    factor, end = scale * LOG2_E, p.shape[1] - pages.pages
+    counts = ints_at(pages.counts + 4 * r * pages.pages)
     for g in range(p.shape[0]):
         row = p[g]
         largest = np.int32(-(2**31))
         for j in range(filled):
             row[j] *= factor
             largest = max(largest, ordered(float_to_bits(row[j])))
-        for j in range(pages.count):
+        for j in range(pages.pages):
             if counts[j]:
                 row[end + j] = row[end + j] * factor + np.float32(np.log2(np.float32(counts[j])))
                 largest = max(largest, ordered(float_to_bits(row[end + j])))
@@ -389,7 +389,7 @@ def softmax(p, filled, scale, lse, pages, r):  # type: ignore[no-untyped-def]
         for j in range(filled):
             row[j] = exp2(row[j] - top)
             total += row[j]
-        for j in range(pages.count):
+        for j in range(pages.pages):
             row[end + j] = exp2(row[end + j] - top) if counts[j] else np.float32(0)
             total += row[end + j]
         if lse:
