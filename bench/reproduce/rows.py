@@ -91,6 +91,7 @@ ROWS = (
         "LLaMA-2-7B; h2o_hf's `xsum_0shot.jsonl` or `cnn_dailymail.jsonl` (`article`, `summary_gt`)",
         "--model meta-llama/Llama-2-7b-hf --prompt-len 600 --gen-len 64 --num-prompts 1000 --hh-size 128 "
         "--recent-size 128",
+        measured="[summarisation.md](summarisation.md#1000-articles-by-kv-size)",
     ),
     Row(
         "helm", "H2O, section 5.1; FlexGen (HELM)",
