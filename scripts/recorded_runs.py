@@ -17,6 +17,7 @@ from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import read_json
 from flexgen_h2o.engine.memory_plan import plan_within
 from flexgen_h2o.engine.workload import WorkloadShape, even_blocks, shape_of
+from flexgen_h2o.kvcache.eviction.policy import RowRecord
 from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.planner.predict import Machine, predict
 from flexgen_h2o.planner.profile import HardwareProfile
@@ -181,7 +182,7 @@ def need_of(run: Run, num_blocks: int) -> WorkloadShape:
     if not heavy:
         return WorkloadShape.full(run.rows, run.prompt_len, run.gen_len, num_blocks)
     slots, kept = min(2 * heavy, run.prompt_len + run.gen_len - 1), min(2 * heavy - 1, run.prompt_len)
-    scored = ("positions", "scores")
+    scored = RowRecord(("positions", "scores"))
     return WorkloadShape(
         run.rows, run.prompt_len, run.gen_len, (slots,) * num_blocks, (kept,) * num_blocks, scored, True
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -21,16 +21,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.packing import PAGE_STEP
-from flexgen_h2o.core.units import round_up
-from flexgen_h2o.kernels.slots import Pages
-from flexgen_h2o.kvcache.attend import (
-    KeptColumns,
-    attend_slots,
-    causal,
-    keep_prompt_columns,
-    rank_victims,
-    write_prompts,
-)
+from flexgen_h2o.kvcache.attend import attend_slots, causal, write_prompts
+from flexgen_h2o.kvcache.evict import KeptColumns, keep_prompt_columns, rank_victims
 from flexgen_h2o.kvcache.eviction.policy import (
     EVERYTHING,
     NORMS,
@@ -181,22 +173,12 @@ class EvictingLayer(CacheLayerMixin):
         self._reserve_pages(int(self.budgets.prompts.max()) if self.budgets is not None else 0)
 
     def _reserve_pages(self, tokens: int) -> None:
-        """Room for the pages of so many tokens; more than are asked for, since they come one by one."""
-        page, held = self._policy.needs.page, self.metadata
-        if not page or held is None or self.keys is None:
-            return
-        have = 0 if held.pages is None else held.pages.counts.shape[1]
-        if tokens <= have * page:
-            return
-        more = round_up(-(-tokens // page), PAGE_STEP) + PAGE_STEP - have
-        rows, width = len(held.victims), self.keys.shape[3]
-        if held.pages is None:
-            keys, values = (torch.zeros(rows, more, width, device=self.device) for _ in range(2))
-            pages = Pages(keys, values, torch.zeros(rows, more, dtype=torch.int32, device=self.device))
-        else:
-            keys, values = (F.pad(t, (0, 0, 0, more)) for t in (held.pages.keys, held.pages.values))
-            pages = Pages(keys, values, F.pad(held.pages.counts, (0, more)))
-        self.metadata = replace(held, pages=pages)
+        """Room for the pages of so many tokens; for some more than are asked for, since they come one by one."""
+        page, metadata = self._policy.needs.page, self.metadata
+        if page and metadata is not None and self.keys is not None:
+            have = 0 if metadata.pages is None else metadata.pages.counts.shape[1]
+            if tokens > have * page:
+                self.metadata = metadata.with_pages(-(-tokens // page) + PAGE_STEP, self.keys.shape[3])
 
     def _widen(self, more: int) -> None:
         """As many slots more, of zeros."""

@@ -19,12 +19,20 @@ import torch
 
 from flexgen_h2o.core.packing import WORD, SlotPacking
 from flexgen_h2o.core.units import PACKED_CHUNK, SPARSE_CHUNK
+from flexgen_h2o.kernels.beside import (
+    WHOLE,
+    SlotForm,
+    address_of_pages,
+    page_addresses,
+    page_products,
+    whole_addresses,
+    with_whole,
+)
 from flexgen_h2o.kernels.packed import unpack_columns
 from flexgen_h2o.kernels.workspace import element_of, is_compiled, mismatch, parallel_rows
 
 if TYPE_CHECKING:
-    from flexgen_h2o.kernels.compiled.packed_slots import WholeAddresses
-    from flexgen_h2o.kernels.compiled.slots import ColumnSlots, PageAddresses, Scores
+    from flexgen_h2o.kernels.compiled.slots import ColumnSlots, Scores
 
 
 @dataclass(frozen=True)
@@ -49,72 +57,6 @@ class ScoreState:
         return replace(self, **{name: getattr(self, name)[some] for name in _OF_ROWS})
 
 
-@dataclass(frozen=True)
-class Pages:
-    """Columns that are gone, summed up by pages, on the device of the keys, each tensor contiguous; P a multiple of 4.
-
-    keys, values: (R, P, d) fp32, means. counts: (R, P) int32, columns behind a mean; a page of none is not read.
-    """
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    counts: torch.Tensor
-
-    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Pages:
-        """`change` applied to every tensor."""
-        return Pages(change(self.keys), change(self.values), change(self.counts))
-
-
-@dataclass(frozen=True)
-class WholeColumns:
-    """What rows have beside packed slots, on the device of the keys, each tensor contiguous.
-
-    A packed key is (key - centre) / range, number by number. centres, ranges: (R, d) bfloat16, ranges above 0. Some
-    slots have their columns whole, too, which are read in place of what is packed: keys, values (R, N, d) in the
-    queries' dtype, finite; slots: (R, N) int32, all different in a row but for -1, of none. N: a multiple of 4, or 0.
-    """
-
-    centres: torch.Tensor
-    ranges: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
-    slots: torch.Tensor
-
-    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> WholeColumns:
-        """`change` applied to every tensor."""
-        return WholeColumns(*(change(t) for t in vars(self).values()))
-
-    def smoothed(self, keys: torch.Tensor, rows: slice = slice(None)) -> torch.Tensor:
-        """Keys (R, ..., d) of the rows in fp32, as they are packed."""
-        centres, ranges = (self._along(t[rows], keys) for t in (self.centres, self.ranges))
-        return (keys.float() - centres) / ranges
-
-    def restored(self, keys: torch.Tensor) -> torch.Tensor:
-        """What `smoothed` has made of keys (R, ..., d), in fp32."""
-        return keys.float() * self._along(self.ranges, keys) + self._along(self.centres, keys)
-
-    def _along(self, numbers: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        return numbers.float().view(len(numbers), *(1,) * (keys.dim() - 2), numbers.shape[1])
-
-
-@dataclass(frozen=True)
-class SlotForm:
-    """How slots are stored, and what rows attend to beside them. packing: None for numbers of the queries' dtype.
-
-    whole: goes with a packing; without it keys are packed as they are.
-    """
-
-    packing: SlotPacking | None = None
-    pages: Pages | None = None
-    whole: WholeColumns | None = None
-
-    def rows(self, some: slice) -> SlotForm:
-        """Of some of the rows."""
-        pages, whole = (None if t is None else t.map(lambda t: t[some]) for t in (self.pages, self.whole))
-        return SlotForm(self.packing, pages, whole)  # type: ignore[arg-type]
-
-
-WHOLE = SlotForm()
 _OF_ROWS = ("scores", "positions", "oldest", "newest", "victims", "gains")  # the order of compiled.slots.Scores
 
 
@@ -163,7 +105,7 @@ def attend_reference(
     if packing is None:
         products = _slot_products(q, keys, filled, scale)
         if pages is not None:
-            products = torch.cat([products, _page_products(q, pages, scale)], dim=2)
+            products = torch.cat([products, page_products(q, pages, scale)], dim=2)
         p, of_pages = torch.softmax(products, dim=2).tensor_split([int(filled.max())], dim=2)
         if state is not None:
             _update_scores(state, p, filled)
@@ -179,20 +121,10 @@ def attend_reference(
         k, v = (unpack_columns(t[:, rows], packing, torch.float32) for t in (keys, values))
         own, beside = None if state is None else state.rows(rows), form.rows(rows)
         if beside.whole is not None:
-            k, v = _with_whole(beside.whole, k, v)
+            k, v = with_whole(beside.whole, k, v)
         k, v = k.to(q.dtype), v.to(q.dtype)
         out[rows] = attend_reference(q[rows], k, v, filled[rows], scale, own, SlotForm(None, beside.pages))
     return out
-
-
-def _with_whole(whole: WholeColumns, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Unpacked slots (segments, R, S, d) with their keys as they were, and whole columns in their places."""
-    k = whole.restored(k.transpose(0, 1)).transpose(0, 1).contiguous()
-    row, entry = (whole.slots >= 0).nonzero(as_tuple=True)
-    slot, per_segment = whole.slots[row, entry].long(), k.shape[2]
-    place = slot // per_segment, row, slot % per_segment
-    k[place], v[place] = whole.keys[row, entry].float(), whole.values[row, entry].float()
-    return k, v
 
 
 def attend_lse_reference(
@@ -231,13 +163,6 @@ def _slot_products(q: torch.Tensor, keys: torch.Tensor, filled: torch.Tensor, sc
     return products.masked_fill_(empty, float("-inf"))
 
 
-def _page_products(q: torch.Tensor, pages: Pages, scale: float) -> torch.Tensor:
-    """(R, g, P) fp32: scale x q.k + log(count), and -inf for empty pages."""
-    counts = pages.counts.unsqueeze(1)
-    products = torch.bmm(q.float(), pages.keys.transpose(1, 2)) * scale + counts.float().log()
-    return products.masked_fill(counts == 0, float("-inf"))
-
-
 def _mix(p: torch.Tensor, values: torch.Tensor, filled: torch.Tensor) -> torch.Tensor:
     """(R, g, d): the values weighed with p. A value of weight 0 can be NaN, so what is not filled is made 0 first."""
     length, longest, least = values.shape[2], p.shape[2], int(filled.min())
@@ -265,7 +190,7 @@ def _attend_compiled(
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """tensors: q, keys, values, filled. lse: written."""
-    from flexgen_h2o.kernels.compiled import packed_slots, slots
+    from flexgen_h2o.kernels.compiled import beside, packed_slots, slots
 
     packing = form.packing
     q, keys, values, filled = tensors
@@ -279,11 +204,11 @@ def _attend_compiled(
         0 if lse is None else lse.data_ptr(), float(scale),
     )  # fmt: skip
     scores = slots.NO_SCORES if state is None else _score_addresses(state, len(q), most)
-    pages = slots.NO_PAGES if form.pages is None else _page_addresses(form.pages, q)
+    pages = beside.NO_PAGES if form.pages is None else page_addresses(form.pages, q)
     loop: Callable[..., None] = partial(slots.attend_rows, element_of(q.dtype))
     arguments: tuple[object, ...] = job, scores, pages
     if packing is not None:
-        whole = packed_slots.NO_WHOLE if form.whole is None else _whole_addresses(form.whole, q)
+        whole = beside.NO_WHOLE if form.whole is None else whole_addresses(form.whole, q)
         arguments = packed_slots.format_of(packing), job, scores, (pages, whole)
         loop = partial(packed_slots.attend_rows, element_of(q.dtype))
     row_bytes = 2 * (most * words + pages.pages * pages.width) * WORD
@@ -306,36 +231,6 @@ def _check_slots(tensors: tuple[torch.Tensor, ...], most: int, packing: SlotPack
     ok = ok and (segments == 1 or keys.stride(0) == values.stride(0))
     if not ok or filled.dtype != torch.int32 or filled.shape != (len(q),):
         raise mismatch("attend: q, keys, values, filled", *tensors)
-
-
-def _page_addresses(pages: Pages, q: torch.Tensor) -> PageAddresses:
-    """Raises ValueError."""
-    from flexgen_h2o.kernels.compiled.slots import TILE, PageAddresses
-
-    rows, count, width = pages.keys.shape
-    ok = pages.keys.shape == pages.values.shape and pages.counts.shape == (rows, count) and count % TILE == 0
-    ok = ok and (rows, width) == (q.shape[0], q.shape[2]) and pages.counts.dtype == torch.int32
-    ok = ok and all(t.dtype == torch.float32 and t.is_contiguous() for t in (pages.keys, pages.values))
-    if not ok or not pages.counts.is_contiguous():
-        raise mismatch("attend: q, pages", q, pages.keys, pages.values, pages.counts)
-    return PageAddresses(count, width, *(t.data_ptr() for t in (pages.keys, pages.values, pages.counts)))
-
-
-def _whole_addresses(whole: WholeColumns, q: torch.Tensor) -> WholeAddresses:
-    """Raises ValueError."""
-    from flexgen_h2o.kernels.compiled.packed_slots import WholeAddresses
-    from flexgen_h2o.kernels.compiled.slots import TILE
-
-    (rows, count), width = whole.slots.shape, q.shape[2]
-    tensors, kinds = vars(whole).values(), (torch.bfloat16, torch.bfloat16, q.dtype, q.dtype, torch.int32)
-    shapes = (rows, width), (rows, width), (rows, count, width), (rows, count, width), (rows, count)
-    ok = rows == len(q) and count % TILE == 0
-    for tensor, kind, shape in zip(tensors, kinds, shapes, strict=True):
-        ok = ok and (tensor.dtype, tuple(tensor.shape)) == (kind, shape) and tensor.is_contiguous()
-    if not ok:
-        raise mismatch("attend: q, whole columns", q, *tensors)
-    addresses = (t.data_ptr() for t in (whole.keys, whole.values, whole.slots, whole.centres, whole.ranges))
-    return WholeAddresses(count, width, *addresses)
 
 
 def _score_addresses(state: ScoreState, rows: int, most: int) -> Scores:
@@ -418,9 +313,7 @@ def add_to_pages(areas: Pair, slots: torch.Tensor, numbers: torch.Tensor, form: 
     from flexgen_h2o.kernels.compiled import slots as loops
 
     width = pages.keys.shape[2]
-    addresses = loops.PageAddresses(
-        pages.keys.shape[1], width, *(t.data_ptr() for t in (pages.keys, pages.values, pages.counts))
-    )
+    addresses = address_of_pages(pages)
     fold = loops.Fold(width, numbers.data_ptr())
     loop = partial(loops.sum_up, element_of(keys.dtype), job, addresses, fold)
     parallel_rows(loop, len(slots), 6 * width * keys.itemsize)

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from flexgen_h2o.core.packing import SlotPacking
+from flexgen_h2o.kernels.beside import SlotForm, WholeColumns
 from flexgen_h2o.kernels.elementwise import Rotation, rms_norm, silu_gated
 from flexgen_h2o.kernels.packed import pack_columns
 from flexgen_h2o.kernels.prefill_attention import causal_attention_lse, column_sums
-from flexgen_h2o.kernels.slots import ScoreState, SlotForm, WholeColumns, attend, get_last_slots, put_slots
+from flexgen_h2o.kernels.slots import ScoreState, attend, get_last_slots, put_slots
 
 _LONGEST_S = 300.0
 # The process that compiles imports from where this one does, and from nowhere else.

@@ -6,14 +6,15 @@ When rows leave a micro-batch its last rows take their places (compaction).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from flexgen_h2o.core.packing import SlotPacking
+from flexgen_h2o.core.packing import SlotPacking, padded_pages
+from flexgen_h2o.kernels.beside import Pages, SlotForm, WholeColumns
 from flexgen_h2o.kernels.packed import pack_columns
-from flexgen_h2o.kernels.slots import Pages, SlotForm, WholeColumns, put_slots
+from flexgen_h2o.kernels.slots import put_slots
 from flexgen_h2o.kvcache.eviction.policy import POSITIONS, RANKS, Eviction
 from flexgen_h2o.kvcache.layout import METADATA_ITEMSIZE, UnitLayout
 from flexgen_h2o.tiers.stream import Part
@@ -50,6 +51,19 @@ class SlotMetadata:
         pad = torch.nn.functional.pad
         wide = {name: pad(t, (0, more)) if name != "victims" else t for name, t in self._of_slots().items()}
         return SlotMetadata(**wide, pages=self.pages)
+
+    def with_pages(self, count: int, width: int) -> SlotMetadata:
+        """With room for `count` pages of means of `width` numbers, or for as many as there are; new ones are empty."""
+        rows, where, had = len(self.victims), self.victims.device, self.pages
+        if had is not None and count <= had.counts.shape[1]:
+            return self
+        count = padded_pages(count)
+        keys, values = (torch.zeros(rows, count, width, device=where) for _ in range(2))
+        pages = Pages(keys, values, torch.zeros(rows, count, dtype=torch.int32, device=where))
+        if had is not None:
+            for new, old in zip(vars(pages).values(), vars(had).values(), strict=True):
+                new[:, : old.shape[1]] = old
+        return replace(self, pages=pages)
 
     def _of_slots(self) -> dict[str, Any]:
         return {name: t for name, t in vars(self).items() if name != "pages" and t is not None}

@@ -16,7 +16,8 @@ import torch
 
 from flexgen_h2o.core.config import TIERS
 from flexgen_h2o.core.units import PAGE, WRITE_BACK_STEPS, round_up
-from flexgen_h2o.kernels.slots import WholeColumns, get_last_slots, put_slots
+from flexgen_h2o.kernels.beside import WholeColumns
+from flexgen_h2o.kernels.slots import get_last_slots, put_slots
 from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.kvcache.slots import (
     Move,

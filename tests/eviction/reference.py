@@ -40,6 +40,19 @@ class Stored(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Cache:
+    """stored: what becomes of all but the newest `windows` (by layer) columns. page: a query also sees, of each page of
+    so many positions, the mean of the columns that its row of the mask leaves out, as if it were as many columns."""
+
+    stored: Stored | None = None
+    windows: Sequence[int] = ()
+    page: int = 0
+
+
+PLAIN = Cache()
+
+
 class PlainModel(Protocol):
     """A transformer in the pieces between which eviction happens, for one sequence without padding."""
 
@@ -76,16 +89,15 @@ class Attention:
 @torch.no_grad()
 def forward(
     model: PlainModel, ids: Sequence[int], masks: Sequence[torch.Tensor], prompt_len: int = 0,
-    stored: Stored | None = None, turn: Turn | None = None, page: int = 0, windows: Sequence[int] = (),
+    cache: Cache = PLAIN, turn: Turn | None = None,
 ) -> tuple[torch.Tensor, list[Attention]]:  # fmt: skip
     """Logits of the newest token (vocab,), and every layer's attention. masks: (kv, n, n) bool by layer.
 
-    stored: what a cache makes of columns; queries behind the prompt see that of all but the newest `windows` (by layer)
-    columns, the prompt's own see the columns. turn:
+    cache: what queries behind the prompt see; the prompt's own see the columns as they are. turn:
     the model projects queries and keys without their positions, and a query sees the columns of its mask's row at
-    positions 0, 1, ..., itself last. page: a query behind the prompt also sees, of each page of so many positions, the
-    mean of the columns that its row of the mask leaves out, as if it were as many columns as that.
+    positions 0, 1, ..., itself last.
     """
+    stored, page = cache.stored, cache.page
     x = model.embed(torch.tensor(ids))
     seen = []
     for layer, mask in enumerate(masks):
@@ -98,7 +110,7 @@ def forward(
             old, new = stored.keys(k, prompt_len), stored.values(v)
             later = torch.einsum("kgid,kjd->kgij", q, old) * q.shape[-1] ** -0.5
             place = torch.arange(len(ids))
-            is_whole = (place[:, None] < prompt_len) | (place > place[:, None] - windows[layer])
+            is_whole = (place[:, None] < prompt_len) | (place > place[:, None] - cache.windows[layer])
             scores = torch.where(is_whole, scores, later)
         scores = scores.masked_fill(~mask[:, None], -math.inf)
         of_pages, means = _page_scores(q, k, v, mask, prompt_len, page, stored) if page else (scores[..., :0], v[:0])
@@ -240,12 +252,13 @@ def evicted_greedy(
     for layer, attention in zip(layers, seen, strict=True):
         layer.prefilled(attention)
     windows = [] if stored is None else [stored.window(layer.slots) for layer in layers]
+    cache = Cache(stored, windows, policy.page)
     tokens, logits, kept = [given.get(0, int(newest.argmax()))], [newest], [_held(layers)]
     while len(tokens) < new_tokens:
         for layer in layers:
             layer.join()
         masks = [layer.mask for layer in layers]
-        newest, seen = forward(model, [*prompt, *tokens], masks, len(prompt), stored, turn, policy.page, windows)
+        newest, seen = forward(model, [*prompt, *tokens], masks, len(prompt), cache, turn)
         for layer, attention in zip(layers, seen, strict=True):
             layer.decoded(attention)
         tokens.append(given.get(len(tokens), int(newest.argmax())))

@@ -11,6 +11,7 @@ from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.core.units import SEGMENT_SLOTS, WRITE_BACK_STEPS
 from flexgen_h2o.engine.memory_plan import SEQUENTIAL, BlockShape, memory_plan
 from flexgen_h2o.kvcache.eviction import H2O, Tova
+from flexgen_h2o.kvcache.eviction.policy import record_of
 from flexgen_h2o.models.load import find_model
 from tests.eviction import policies as plain
 from tests.eviction.conftest import LENGTHS, NEW_TOKENS, Known
@@ -84,7 +85,7 @@ def test_a_chosen_policy_keeps_to_its_budget(
     """Room for one row at a time with everything on disk: whatever is chosen, the columns are the same."""
     folder, want, eviction = known("normal").folder, reference("normal", "h2o"), PAIRS["h2o"].engine
     spec = find_model(str(folder), None).spec
-    shape = BlockShape(1, 1, max(LENGTHS), (9,) * spec.num_blocks, eviction.needs.record)
+    shape = BlockShape(1, 1, max(LENGTHS), (9,) * spec.num_blocks, record_of(eviction, 40))
     plan = memory_plan(spec, Policy(1, 1, (0,) * 6), shape, 4, not stand_in, SEQUENTIAL)
     device, host = plan.bytes_on("device"), plan.bytes_on("host")
     allowed = MemoryBudget(device, host, "64MiB") if stand_in else MemoryBudget(None, host, "64MiB")
@@ -106,6 +107,7 @@ ENDING_LENGTHS = (17, 3, 9, 9, 1, 12, 5, 9, 2)
         ("tova", "kv on host and disk", 3, 2, "stand-in", True),
         ("h2o-norm, decayed", "kv split three ways", 9, 1, "stand-in", False),
         ("h2o-v", "kv on disk", 5, 2, "stand-in", True),
+        ("h2o, summaries", "kv split three ways", 4, 2, "stand-in", False),
         ("h2o, prompt only", "everything split 30/30", 4, 2, "stand-in", False),
         ("h2o, pyramid", "all on disk", 9, 1, "host", True),
     ],

@@ -44,6 +44,7 @@ def test_placement_by_configuration(
     assert ran.report.extra["refilled"] == len(ASKED) - policy.block_size
 
 
+FEW_BITS = {"compress_cache": True, "cache_bits": 3, "cache_window": 4}
 ROLLS = H2O(heavy_size=5, recent_size=3, positions=ROLLING)
 
 
@@ -54,6 +55,7 @@ ROLLS = H2O(heavy_size=5, recent_size=3, positions=ROLLING)
         ("llama", None, {}, "device, 2x3, attends on host", "kv on host and disk"),
         ("normal", None, {"compress_cache": True}, "device, 2x2", "everything split 30/30"),
         ("normal", None, {"attn_sparsity": 0.5}, "device, 2x2", "kv split three ways"),
+        ("llama", PAIRS["h2o, summaries"].engine, FEW_BITS, "device, 2x2", "kv split three ways"),
     ],
     ids=str,
 )  # fmt: skip

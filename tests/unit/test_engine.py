@@ -20,6 +20,7 @@ from flexgen_h2o.engine.distributed import Part
 from flexgen_h2o.engine.memory_plan import OVERLAPPED, BlockShape, MemoryPlan, memory_plan
 from flexgen_h2o.engine.resources import Engine
 from flexgen_h2o.kvcache.eviction import Full
+from flexgen_h2o.kvcache.eviction.policy import RowRecord
 from flexgen_h2o.models import spec_from_config
 from flexgen_h2o.tiers.device import Device, HostDevice, Site, StandInDevice
 from flexgen_h2o.tiers.disk import DirectFile
@@ -29,7 +30,7 @@ CONFIG: dict[str, Any] = {
     "max_position_embeddings": 30, "num_attention_heads": 4, "word_embed_proj_dim": 48, "activation_function": "relu",
     "enable_bias": True, "layer_norm_elementwise_affine": True, "do_layer_norm_before": True,
 }  # fmt: skip
-SHAPE = BlockShape(rows=3, micro_batches=2, tokens=20, slots=(15, 70), record=("positions", "scores"))
+SHAPE = BlockShape(rows=3, micro_batches=2, tokens=20, slots=(15, 70), record=RowRecord(("positions", "scores")))
 UNLIMITED: dict[str, int | None] = dict.fromkeys(TIERS)
 PERCENTS = [
     (100, 0, 100, 0, 100, 0), (0, 100, 0, 100, 0, 100), (0, 0, 0, 0, 0, 0), (30, 30, 30, 30, 30, 30),

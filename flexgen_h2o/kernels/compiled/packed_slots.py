@@ -9,26 +9,28 @@ import numpy as np
 
 from flexgen_h2o.core.packing import SlotPacking
 from flexgen_h2o.kernels.compiled import vectors
-from flexgen_h2o.kernels.compiled.slots import (
-    AHEAD,
-    BLOCK,
+from flexgen_h2o.kernels.compiled.beside import (
     FLOAT,
     Columns,
-    Pass,
-    address_ahead,
     beside_dots,
     beside_mix,
     beside_scratch,
     beside_sum,
+    page_keys,
+    page_values,
+    spread_beside,
+)
+from flexgen_h2o.kernels.compiled.slots import (
+    AHEAD,
+    BLOCK,
+    Pass,
+    address_ahead,
     fetch,
     fetch_scores,
     onwards,
-    page_keys,
-    page_values,
     row_at,
     score_row,
     softmax,
-    spread_beside,
     take,
 )
 from flexgen_h2o.kernels.jit import (
@@ -88,19 +90,6 @@ def _table_of(packing: SlotPacking) -> tuple[int, np.ndarray]:
     return lanes, np.array(places, np.int32)
 
 
-class WholeAddresses(NamedTuple):
-    """What slots.WholeColumns has: how many columns a row, and addresses. centres is 0 where nothing is smoothed."""
-
-    columns: int
-    width: int
-    keys: int
-    values: int
-    slots: int
-    centres: int
-    ranges: int
-
-
-NO_WHOLE = WholeAddresses(0, 0, 0, 0, 0, 0, 0)
 _BF16, _ONE = np.uint16(0), np.float32(1)
 
 

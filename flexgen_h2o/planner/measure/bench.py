@@ -25,7 +25,7 @@ from flexgen_h2o.kernels.packed import pack_rows, unpack_rows
 from flexgen_h2o.kernels.prefill_attention import causal_attention, causal_attention_lse
 from flexgen_h2o.kernels.slots import ScoreState, attend
 from flexgen_h2o.kernels.workspace import Workspace
-from flexgen_h2o.kvcache.attend import keep_prompt_columns
+from flexgen_h2o.kvcache.evict import keep_prompt_columns
 from flexgen_h2o.kvcache.eviction import H2O
 from flexgen_h2o.kvcache.slots import KVRows, SlotTable
 from flexgen_h2o.planner.profile import AS_FAST, MOST_SPEEDUP, ComputeRates, Curve

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from flexgen_h2o.core.packing import SlotPacking
 from flexgen_h2o.kernels import packed as packed_kernels
 from flexgen_h2o.kernels import slots as slot_kernels
+from flexgen_h2o.kernels.beside import Pages, SlotForm, WholeColumns
 from flexgen_h2o.kernels.packed import (
     pack_columns,
     pack_columns_reference,
@@ -21,7 +22,7 @@ from flexgen_h2o.kernels.packed import (
     unpack_rows,
     unpack_rows_reference,
 )
-from flexgen_h2o.kernels.slots import Pages, SlotForm, WholeColumns, attend, attend_reference
+from flexgen_h2o.kernels.slots import attend, attend_reference
 from tests.unit.kernels.test_slots import DTYPES, copy_of, in_segments, make, make_state, ragged, victims
 
 WIDTHS = [1, 3, 16, 20, 33, 63, 64, 65, 67, 80, 96, 128, 160, 200, 256, 1024]

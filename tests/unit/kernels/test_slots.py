@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_h2o.kernels import slots as slot_kernels
+from flexgen_h2o.kernels.beside import Pages, SlotForm
 from flexgen_h2o.kernels.slots import (
-    Pages,
     Pair,
     ScoreState,
-    SlotForm,
     add_to_pages,
     add_to_pages_reference,
     attend,

@@ -21,6 +21,7 @@ from flexgen_h2o.checkpoint.formats.int8 import Int8
 from flexgen_h2o.core.packing import SlotPacking, int8_row_bytes
 from flexgen_h2o.kernels import int8, jit
 from flexgen_h2o.kernels import warm_up as warm_up_module
+from flexgen_h2o.kernels.beside import SlotForm
 from flexgen_h2o.kernels.compiled import int8 as int8_loops
 from flexgen_h2o.kernels.compiled import packed_slots, prompts, rows, slots
 from flexgen_h2o.kernels.elementwise import Rotation, rms_norm, silu_gated
@@ -28,7 +29,7 @@ from flexgen_h2o.kernels.int8 import Int8Rows, blank_int8_rows, pack_int8_rows, 
 from flexgen_h2o.kernels.linear import linear_each
 from flexgen_h2o.kernels.packed import pack_columns, pack_rows, unpack_rows
 from flexgen_h2o.kernels.prefill_attention import causal_attention_lse, column_sums
-from flexgen_h2o.kernels.slots import SlotForm, attend
+from flexgen_h2o.kernels.slots import attend
 from flexgen_h2o.kernels.warm_up import compile_subprocess, warm_up
 from flexgen_h2o.kernels.workspace import Workspace
 

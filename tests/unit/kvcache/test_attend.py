@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_h2o.kvcache import layout as layout_module
-from flexgen_h2o.kvcache.attend import attend_prompts, attend_slots, choose_kept, columns_of, rank_victims
+from flexgen_h2o.kvcache.attend import attend_prompts, attend_slots
+from flexgen_h2o.kvcache.evict import choose_kept, columns_of, rank_victims
 from flexgen_h2o.kvcache.eviction import H2O, Full
 from flexgen_h2o.kvcache.eviction.policy import Needs
 from flexgen_h2o.kvcache.layout import UnitLayout

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.kvcache.attend import choose_kept
+from flexgen_h2o.core.packing import KVPrices, SlotPacking
+from flexgen_h2o.kvcache.evict import choose_kept
 from flexgen_h2o.kvcache.eviction import (
     EVICTING,
     H2O,
@@ -26,7 +27,8 @@ from flexgen_h2o.kvcache.eviction import (
     ValueH2O,
     check_eviction,
 )
-from flexgen_h2o.kvcache.eviction.policy import Columns, RowBudget
+from flexgen_h2o.kvcache.eviction.policy import EVERYTHING, Columns, RowBudget, priced, record_of
+from flexgen_h2o.kvcache.layout import UnitLayout
 
 any_policy = pytest.mark.parametrize("policy", EVICTING.values(), ids=EVICTING)
 
@@ -68,6 +70,9 @@ NO_SHARES: tuple[Any, ...] = (0, -0.1, 1.5, math.nan, math.inf, True, "0.2", 10*
         (Local, "kv_budget", NO_SHARES),
         (Local, "layer_schedule", ("cone",)),
         (Random, "positions", ("other",)),
+        (H2O, "kv_bytes", NO_SHARES),
+        (Tova, "summaries", (0, -1, 1.5)),
+        (Local, "protect", ("some", "-3", 0, -1, 1.5, True)),
         (SnapKV, "while_decoding", (1,)),
         (Local, "sinks", (-1, 1.5, True)),
         (H2ONorm, "sinks", (-1, "4")),
@@ -159,10 +164,68 @@ def test_every_policy_keeps_as_many_columns(
         (SnapKV(kv_budget=0.15), (0, 10, 11)),
         (H2ONorm(kv_budget=0.1), (4, 2, 8)),  # a grace of 16 takes half of what sinks leave of 7 heavy ones
         (ValueH2O(kv_budget=0.01), (0, 0, 1)),
+        (H2O(heavy_size=20, recent_size=10, protect=9), (9, 14, 7)),  # the others share 21 as they would share 30
+        (H2O(heavy_size=20, recent_size=10, protect="none"), (0, 20, 10)),
+        (Local(heavy_size=20, recent_size=10, protect=2), (4, 2, 24)),  # its sinks are protected among them
+        (Local(heavy_size=20, recent_size=10, protect=6), (6, 4, 20)),
+        (Tova(heavy_size=60, recent_size=60, protect="prompt"), (100, 19, 1)),
+        (H2O(kv_budget=0.8, protect="prompt"), (100, 6, 6)),
+        (H2O(heavy_size=9, layer_schedule="first-full"), (0, 0, EVERYTHING)),
     ],
 )
 def test_how_a_policy_uses_its_budget(policy: Evicting, expected: tuple[int, int, int]) -> None:
     assert policy.budget(100, 40, 0, 1) == RowBudget(*expected)
+
+
+@pytest.mark.parametrize(("protect", "columns"), [("prompt", 100), (30, 30), (31, 30)])
+def test_a_budget_that_protected_columns_fill_is_refused(protect: str | int, columns: int) -> None:
+    policy = Random(heavy_size=columns // 2, recent_size=columns // 2, protect=protect)
+    with pytest.raises(UsageError, match=rf"^--protect {protect}: .*100 tokens, and a row keeps {columns} in all"):
+        policy.budget(100, 40, 0, 1)
+    assert policy.budget(10, 40, 0, 1).columns == columns  # all of a shorter prompt has room
+
+
+def test_the_first_layer_is_whole_and_the_others_are_as_they_were() -> None:
+    policy, plain = H2O(heavy_size=5, layer_schedule="first-full"), H2O(heavy_size=5)
+    assert policy.slots(100, 40, 0, 4) == 139
+    for block in range(1, 4):
+        assert policy.budget(100, 40, block, 4) == plain.budget(100, 40, block, 4)
+
+
+def test_means_are_not_turned_by_a_rank() -> None:
+    with pytest.raises(UsageError, match=r"^summaries: .*leave positions at original"):
+        H2O(summaries=8, positions="rolling")
+
+
+packings = st.sampled_from([None, *(SlotPacking(64, bits) for bits in (2, 3, 4, 8))])
+
+
+@given(
+    share=st.floats(0.02, 1), prompt=st.integers(1, 600), gen=st.integers(1, 600), packing=packings,
+    window=st.sampled_from([0, 4, 16]), page=st.sampled_from([None, 16, 64]),
+    schedule=st.sampled_from(["uniform", "first-full"]),
+)  # fmt: skip
+def test_bytes_are_no_more_than_their_share_and_a_column_more_would_be(
+    share: float, prompt: int, gen: int, packing: SlotPacking | None, window: int, page: int | None, schedule: str
+) -> None:
+    """Over all layers, by the bytes that a unit's layout has."""
+    tokens, prices = prompt + gen, KVPrices(64, packing, window)
+    policy = priced(H2O(kv_bytes=share, summaries=page, layer_schedule=schedule), prices)
+    record = record_of(policy, tokens)
+
+    def held(more: int = 0) -> float:
+        slots = [min(policy.slots(prompt, gen, block, 4) + more, tokens) for block in range(4)]
+        layouts = (UnitLayout(1, 1, n, 64, 2, (0.0, 1.0, 0.0), record, False, packing, window) for n in slots)
+        return sum(layout.sequence_bytes for layout in layouts) / (4 * tokens * 4 * 64)
+
+    try:
+        found = held()
+    except UsageError:  # no column has room
+        assume(False)
+    assert found <= share * (1 + 1e-9)
+    kept = policy.budget(prompt, gen, 3, 4).columns
+    if schedule == "uniform" and kept < min(prompt, tokens - 5):
+        assert held(more=4) > share  # windows grow by fours
 
 
 @any_policy

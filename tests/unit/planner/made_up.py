@@ -11,11 +11,13 @@ from flexgen_h2o.core.config import TIERS, ModelSpec, Policy
 from flexgen_h2o.core.units import GIB
 from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, MemoryPlan, memory_plan
 from flexgen_h2o.engine.workload import WorkloadShape, shape_of
+from flexgen_h2o.kvcache.eviction.policy import RowRecord
 from flexgen_h2o.models import spec_from_config
 from flexgen_h2o.planner.costs import Costs
 from flexgen_h2o.planner.predict import Machine
 from flexgen_h2o.planner.profile import ComputeRates, Curve, HardwareProfile, nominal_profile
 
+SCORED = RowRecord(("positions", "scores"))
 BLOCKS = 4
 CONFIG: dict[str, Any] = {
     "model_type": "opt", "vocab_size": 500, "hidden_size": 128, "num_hidden_layers": BLOCKS, "ffn_dim": 512,
@@ -88,7 +90,7 @@ def fitted(policy: Policy, need: WorkloadShape) -> Policy:
 def evicting(rows: int, prompt_len: int, gen_len: int, kept: int, blocks: int = BLOCKS) -> WorkloadShape:
     """H2O that keeps `kept` columns of each prompt."""
     slots = min(kept + 1, kept + gen_len - 1)
-    return WorkloadShape(rows, prompt_len, gen_len, (slots,) * blocks, (kept,) * blocks, ("positions", "scores"), True)
+    return WorkloadShape(rows, prompt_len, gen_len, (slots,) * blocks, (kept,) * blocks, SCORED, True)
 
 
 # ---- strategies

@@ -114,7 +114,7 @@ def test_a_pile_is_cut_into_equal_blocks_and_a_rest(
 )
 def test_the_shape_is_of_the_rows_there_are(gbs: int, batches: int, rows: int, shape: tuple[int, int]) -> None:
     """Not of those that the policy would take."""
-    need = WorkloadShape(rows, 10, 8, (30, 29, 28, 30), (9, 9, 9, 9), ("positions", "scores"))
+    need = WorkloadShape(rows, 10, 8, (30, 29, 28, 30), (9, 9, 9, 9), RowRecord(("positions", "scores")))
     found = shape_of(Policy(gbs, batches), need)
     assert (found.rows, found.micro_batches, found.tokens) == (*shape, 10 * shape[0])
     assert (found.slots, found.record) == (need.slots, need.record)

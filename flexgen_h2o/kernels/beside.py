@@ -1,0 +1,141 @@
+"""What rows attend to beside their slots: pages of what was dropped, and the newest columns of a packed cache as they
+were.
+
+R = rows, d = head width, P = pages of a row, as in slots.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from flexgen_h2o.core.packing import SlotPacking
+from flexgen_h2o.kernels.workspace import mismatch
+
+if TYPE_CHECKING:
+    from flexgen_h2o.kernels.compiled.beside import PageAddresses, WholeAddresses
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Columns that are gone, summed up by pages, on the device of the keys, each tensor contiguous; P a multiple of 4.
+
+    keys, values: (R, P, d) fp32, means. counts: (R, P) int32, columns behind a mean; a page of none is not read.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    counts: torch.Tensor
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Pages:
+        """`change` applied to every tensor."""
+        return Pages(change(self.keys), change(self.values), change(self.counts))
+
+
+@dataclass(frozen=True)
+class WholeColumns:
+    """What rows have beside packed slots, on the device of the keys, each tensor contiguous.
+
+    A packed key is (key - centre) / range, number by number. centres, ranges: (R, d) bfloat16, ranges above 0. Some
+    slots have their columns whole, too, which are read in place of what is packed: keys, values (R, N, d) in the
+    queries' dtype, finite; slots: (R, N) int32, all different in a row but for -1, of none. N: a multiple of 4, or 0.
+    """
+
+    centres: torch.Tensor
+    ranges: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    slots: torch.Tensor
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> WholeColumns:
+        """`change` applied to every tensor."""
+        return WholeColumns(*(change(t) for t in vars(self).values()))
+
+    def smoothed(self, keys: torch.Tensor, rows: slice = slice(None)) -> torch.Tensor:
+        """Keys (R, ..., d) of the rows in fp32, as they are packed."""
+        centres, ranges = (self._along(t[rows], keys) for t in (self.centres, self.ranges))
+        return (keys.float() - centres) / ranges
+
+    def restored(self, keys: torch.Tensor) -> torch.Tensor:
+        """What `smoothed` has made of keys (R, ..., d), in fp32."""
+        return keys.float() * self._along(self.ranges, keys) + self._along(self.centres, keys)
+
+    def _along(self, numbers: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        return numbers.float().view(len(numbers), *(1,) * (keys.dim() - 2), numbers.shape[1])
+
+
+@dataclass(frozen=True)
+class SlotForm:
+    """How slots are stored, and what rows attend to beside them. packing: None for numbers of the queries' dtype.
+
+    whole: goes with a packing; without it keys are packed as they are.
+    """
+
+    packing: SlotPacking | None = None
+    pages: Pages | None = None
+    whole: WholeColumns | None = None
+
+    def rows(self, some: slice) -> SlotForm:
+        """Of some of the rows."""
+        pages, whole = (None if t is None else t.map(lambda t: t[some]) for t in (self.pages, self.whole))
+        return SlotForm(self.packing, pages, whole)  # type: ignore[arg-type]
+
+
+WHOLE = SlotForm()
+
+
+def with_whole(whole: WholeColumns, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Unpacked slots (segments, R, S, d) with their keys as they were, and whole columns in their places."""
+    k = whole.restored(k.transpose(0, 1)).transpose(0, 1).contiguous()
+    row, entry = (whole.slots >= 0).nonzero(as_tuple=True)
+    slot, per_segment = whole.slots[row, entry].long(), k.shape[2]
+    place = slot // per_segment, row, slot % per_segment
+    k[place], v[place] = whole.keys[row, entry].float(), whole.values[row, entry].float()
+    return k, v
+
+
+def page_products(q: torch.Tensor, pages: Pages, scale: float) -> torch.Tensor:
+    """(R, g, P) fp32: scale x q.k + log(count), and -inf for empty pages."""
+    counts = pages.counts.unsqueeze(1)
+    products = torch.bmm(q.float(), pages.keys.transpose(1, 2)) * scale + counts.float().log()
+    return products.masked_fill(counts == 0, float("-inf"))
+
+
+def page_addresses(pages: Pages, q: torch.Tensor) -> PageAddresses:
+    """Raises ValueError."""
+    from flexgen_h2o.kernels.compiled.beside import TILE
+
+    rows, count, width = pages.keys.shape
+    ok = pages.keys.shape == pages.values.shape and pages.counts.shape == (rows, count) and count % TILE == 0
+    ok = ok and (rows, width) == (q.shape[0], q.shape[2]) and pages.counts.dtype == torch.int32
+    ok = ok and all(t.dtype == torch.float32 and t.is_contiguous() for t in (pages.keys, pages.values))
+    if not ok or not pages.counts.is_contiguous():
+        raise mismatch("attend: q, pages", q, pages.keys, pages.values, pages.counts)
+    return address_of_pages(pages)
+
+
+def whole_addresses(whole: WholeColumns, q: torch.Tensor) -> WholeAddresses:
+    """Raises ValueError."""
+    from flexgen_h2o.kernels.compiled.beside import TILE, WholeAddresses
+
+    (rows, count), width = whole.slots.shape, q.shape[2]
+    tensors, kinds = vars(whole).values(), (torch.bfloat16, torch.bfloat16, q.dtype, q.dtype, torch.int32)
+    shapes = (rows, width), (rows, width), (rows, count, width), (rows, count, width), (rows, count)
+    ok = rows == len(q) and count % TILE == 0
+    for tensor, kind, shape in zip(tensors, kinds, shapes, strict=True):
+        ok = ok and (tensor.dtype, tuple(tensor.shape)) == (kind, shape) and tensor.is_contiguous()
+    if not ok:
+        raise mismatch("attend: q, whole columns", q, *tensors)
+    addresses = (t.data_ptr() for t in (whole.keys, whole.values, whole.slots, whole.centres, whole.ranges))
+    return WholeAddresses(count, width, *addresses)
+
+
+def address_of_pages(pages: Pages) -> PageAddresses:
+    """What the loops read, unchecked."""
+    from flexgen_h2o.kernels.compiled.beside import PageAddresses
+
+    _, count, width = pages.keys.shape
+    return PageAddresses(count, width, *(t.data_ptr() for t in (pages.keys, pages.values, pages.counts)))

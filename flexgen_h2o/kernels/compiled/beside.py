@@ -1,0 +1,118 @@
+"""The compiled loops over columns that lie beside the slots: pages, which are fp32, and whole columns beside packed
+slots."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from flexgen_h2o.kernels.compiled import vectors
+from flexgen_h2o.kernels.jit import jit, number_at, planes
+
+TILE = vectors.SLOTS  # columns that are computed together
+FLOAT = np.float32(0)  # the element of pages
+
+
+class PageAddresses(NamedTuple):
+    """The pages of rows (slots.Pages): how many a row, numbers of a mean, addresses. `pages` is 0 where there are
+    none."""
+
+    pages: int
+    width: int
+    keys: int
+    values: int
+    counts: int
+
+
+NO_PAGES = PageAddresses(0, 0, 0, 0, 0)
+
+
+class WholeAddresses(NamedTuple):
+    """What slots.WholeColumns has: how many columns a row, and addresses. centres is 0 where nothing is smoothed."""
+
+    columns: int
+    width: int
+    keys: int
+    values: int
+    slots: int
+    centres: int
+    ranges: int
+
+
+NO_WHOLE = WholeAddresses(0, 0, 0, 0, 0, 0, 0)
+
+
+class Columns(NamedTuple):
+    """So many columns of `width` numbers a row, a multiple of TILE, one behind the other at an address."""
+
+    columns: int
+    width: int
+    at: int
+
+
+@jit
+def beside_scratch(kind, group, width):  # type: ignore[no-untyped-def]
+    """Of queries, or of sums: (group, chunks, planes, lanes), as of slots of elements `kind`."""
+    words = width // planes(kind)
+    lanes = vectors.WIDE if words >= vectors.WIDE else 1
+    return np.zeros((group, -(-words // lanes), planes(kind), lanes), np.float32)
+
+
+@jit
+def spread_beside(kind, element, at, width, scratch):  # type: ignore[no-untyped-def]
+    """The queries at address `at`, of `element`s, into scratch; lanes that two chunks share are 0 in the second."""
+    words, lanes = width // planes(kind), scratch.shape[3]
+    for g in range(scratch.shape[0]):
+        done = 0
+        for c in range(scratch.shape[1]):
+            start = min(c * lanes, words - lanes)
+            for plane in range(planes(kind)):
+                for i in range(lanes):
+                    n = g * width + planes(kind) * (start + i) + plane
+                    scratch[g, c, plane, i] = number_at(element, at, n) if start + i >= done else np.float32(0)
+            done = start + lanes
+
+
+@jit
+def beside_dots(kind, columns, r, scratch, p, first):  # type: ignore[no-untyped-def]
+    """p[g, first:] = the products of the queries in scratch and row r's columns."""
+    _over_beside(kind, True, columns, r, scratch, p, first)
+
+
+@jit
+def beside_mix(kind, columns, r, scratch, p, first):  # type: ignore[no-untyped-def]
+    """scratch = row r's columns weighed with p[g, first:]."""
+    scratch[:] = 0
+    _over_beside(kind, False, columns, r, scratch, p, first)
+
+
+@jit
+def _over_beside(kind, is_dots, columns, r, scratch, p, first):  # type: ignore[no-untyped-def]
+    group, stride, words = np.int64(p.shape[0]), np.int64(p.shape[1]), columns.width // planes(kind)
+    scratch_at, p_at = np.int64(scratch.ctypes.data), np.int64(p.ctypes.data) + 4 * first
+    for j in range(0, columns.columns, TILE):
+        numbers = (columns.at + 4 * (r * columns.columns + j) * words, words, scratch_at, p_at + 4 * j, stride, group)
+        if is_dots:
+            vectors.dots(kind, numbers)
+        else:
+            vectors.mix(kind, numbers)
+
+
+@jit
+def beside_sum(kind, width, scratch, g, n):  # type: ignore[no-untyped-def]
+    """Number n of query g's sum in scratch."""
+    lanes, word = scratch.shape[3], n // planes(kind)
+    chunk = word // lanes
+    start = min(chunk * lanes, width // planes(kind) - lanes)
+    return scratch[g, chunk, n % planes(kind), word - start]
+
+
+@jit
+def page_keys(pages):  # type: ignore[no-untyped-def]
+    return Columns(pages.pages, pages.width, pages.keys)
+
+
+@jit
+def page_values(pages):  # type: ignore[no-untyped-def]
+    return Columns(pages.pages, pages.width, pages.values)
