@@ -389,7 +389,7 @@ def test_what_is_compressed_is_said(
     """Above each policy, with the table, and in the JSON."""
     (tmp_path / "t.txt").write_text("import os\n" * 9)
     out = streaming(f"--model {rotary} {asked} {SMALL} {compression} --json r.json")
-    assert figures(tmp_path / "r.json")["compression"] == compression
+    assert figures(tmp_path / "r.json")["compression"] == (compression and f"{compression} --cache-window 16")
     said = out.out + out.err
     assert said.count("--compress-cache --cache-bits 8") == (3 if compression else 0)
     assert ("all with" in said.lower()) == bool(compression)

@@ -1,0 +1,130 @@
+"""Random ways to keep the KV cache small against the slow reference: policies with budgets, protected columns,
+summaries, a whole first layer, compressed columns, on random placements, with refill and shared prefixes.
+
+A run is drawn from its index alone. The default suite takes a few; FLEXGEN_KV_RUNS=2000 bash scripts/slow_tests.sh
+tests/eviction/test_fuzz.py takes as many.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexgen_h2o import LLM, Policy, SamplingParams
+from flexgen_h2o.kvcache.eviction import H2O, H2ONorm, Local, Random, SnapKV, Tova, ValueH2O, VaSE
+from tests.eviction import policies as plain
+from tests.eviction.conftest import Known
+from tests.eviction.engine import LEAST_SCORE_GAP, STAND_IN, Pair, Wanted, assert_same, cut, run_with
+from tests.eviction.policies import Budget
+from tests.eviction.reference import evicted_greedy
+from tests.eviction.test_packed_cache import Rounded
+from tests.parity.reference import LEAST_GAP, random_prompts
+
+RUNS, FEW = int(os.environ.get("FLEXGEN_KV_RUNS", "200")), 8
+CHUNK = 50
+SHAPES = (
+    "normal",
+    "one layer",
+    "llama",
+    "llama, one kv-head, odd sizes",
+    "gpt_neox",
+    "post-norm, narrow embedding (350m)",
+)
+
+
+def draw_policy(rng: random.Random) -> Pair:
+    """Any policy of any size, with what goes with all of them."""
+    heavy, recent = rng.randint(1, 12), rng.randint(1, 8)
+    sizes: dict[str, Any] = {"heavy_size": heavy, "recent_size": recent}
+    if rng.random() < 0.3:
+        sizes = {"kv_budget": round(rng.uniform(0.15, 0.9), 2)}
+    page, budget, seed = rng.choice((0, 0, 1, 3, 8, 32)), Budget(**sizes), rng.randrange(9)
+    window, kernel, decay = rng.randint(2, 9), rng.choice((1, 3, 5)), rng.choice((1.0, 0.9))
+    own = {"sinks": rng.randint(0, 3), "grace": rng.randint(0, 4), "decay": decay}
+    made: dict[str, Callable[[], tuple[Any, plain.Policy]]] = {
+        "h2o": lambda: (H2O(**sizes), plain.h2o(budget)),
+        "local": lambda: (Local(**sizes, sinks=own["sinks"]), plain.local(budget, sinks=own["sinks"])),
+        "h2o-norm": lambda: (H2ONorm(**sizes, **own), plain.h2o_norm(budget, **own, page=page)),
+        "h2o-v": lambda: (ValueH2O(**sizes, **own), plain.h2o_v(budget, **own, page=page)),
+        "tova": lambda: (Tova(**sizes), plain.tova(budget)),
+        "snapkv": lambda: (SnapKV(**sizes, window=window, kernel=kernel), plain.snapkv(budget, window, kernel)),
+        "vase": lambda: (
+            VaSE(**sizes, window=window, kernel=kernel, sinks=own["sinks"], seed=seed),
+            plain.vase(budget, window, kernel, own["sinks"], seed),
+        ),
+        "random": lambda: (Random(**sizes, seed=seed), plain.random(budget, seed)),
+    }
+    name = rng.choice(tuple(made))
+    engine, slow = made[name]()
+    more: dict[str, Any] = {"summaries": page or None, "while_decoding": rng.random() < 0.85}
+    slow = plain.replace(slow, page=page, in_decode=more["while_decoding"])
+    if rng.random() < 0.2:
+        more["layer_schedule"], slow = "first-full", plain.first_full(slow)
+    elif name in ("h2o", "random", "snapkv") and "heavy_size" in sizes and rng.random() < 0.4:
+        first = rng.randint(1, heavy + recent - 1)
+        more["protect"], slow = first, plain.protecting(slow, first)
+    return Pair(plain.replace(engine, **more), slow)
+
+
+def draw_placement(rng: random.Random) -> Policy:
+    """Where things lie, and how columns are compressed."""
+
+    def shares() -> tuple[int, int]:
+        device = rng.choice((0, 0, 30, 50, 100))
+        return device, rng.choice((0, 30, 100 - device)) if device < 100 else 0
+
+    packing: dict[str, Any] = {}
+    if rng.random() < 0.5:
+        packing = {
+            "compress_cache": True,
+            "cache_bits": rng.choice((2, 3, 4, 8)),
+            "cache_window": rng.choice((0, 4, 8)),
+        }
+    return Policy(
+        rng.randint(1, 4), rng.randint(1, 3), (*shares(), *shares(), *shares()), overlap=rng.random() < 0.7,
+        cpu_cache_compute=rng.random() < 0.3, sep_layer=rng.random() < 0.5, **packing,
+    )  # fmt: skip
+
+
+def check(index: int, known: Callable[[str], Known], folder: Path) -> bool:
+    """Run what the index stands for; False where a near tie lets rounding decide."""
+    rng = random.Random(index)
+    one, pair, policy = known(rng.choice(SHAPES)), draw_policy(rng), draw_placement(rng)
+    rows, header = rng.randint(1, 5), random_prompts((rng.choice((0, 0, 6)) or 1,), index)[0]
+    lengths, most = [rng.randint(1, 20) for _ in range(rows)], [rng.randint(1, 9) for _ in range(rows)]
+    prompts = [[*header, *random_prompts((n,), 31 * index + i)[0]] for i, n in enumerate(lengths)]
+    found = []
+    for prompt, new in zip(prompts, most, strict=True):
+        packed = Rounded(policy.cache_bits, policy.cache_window) if policy.compress_cache else None
+        row = evicted_greedy(one.plain, prompt, new, pair.plain, packed)
+        if (packed is not None and packed.is_near) or min(
+            row.least_gap / LEAST_SCORE_GAP, row.least_token_gap / LEAST_GAP
+        ) <= 1:
+            return False
+        found.append(row)
+    budget, refill = STAND_IN if rng.random() < 0.6 else None, rng.random() < 0.5
+    with LLM(str(one.folder), policy, pair.engine, dtype="float32", budget=budget, offload_dir=folder) as llm:
+        llm.share_prefix = rng.choice(("auto", "on", "off"))
+        ran = run_with(llm, prompts, [SamplingParams(max_tokens=n) for n in most], refill)
+    assert_same(cut(Wanted(prompts, found), most), ran)
+    return True
+
+
+@pytest.mark.parametrize(
+    "start", [0, *(pytest.param(start, marks=pytest.mark.slow) for start in range(FEW, RUNS, CHUNK))]
+)
+def test_random_runs(start: int, known: Callable[[str], Known], tmp_path: Path) -> None:
+    """Most of them decide something."""
+    indices = range(start, start + FEW if not start else min(RUNS, start + CHUNK))
+    told = 0
+    for index in indices:
+        try:
+            told += check(index, known, tmp_path)
+        except Exception as error:
+            raise AssertionError(f"run {index}: {error}") from error
+    assert told >= len(indices) // 4
