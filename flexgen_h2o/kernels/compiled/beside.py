@@ -100,12 +100,17 @@ def _over_beside(kind, is_dots, columns, r, scratch, p, first):  # type: ignore[
 
 
 @jit
-def beside_sum(kind, width, scratch, g, n):  # type: ignore[no-untyped-def]
-    """Number n of query g's sum in scratch."""
-    lanes, word = scratch.shape[3], n // planes(kind)
-    chunk = word // lanes
-    start = min(chunk * lanes, width // planes(kind) - lanes)
-    return scratch[g, chunk, n % planes(kind), word - start]
+def add_sums(kind, scratch, sums):  # type: ignore[no-untyped-def]
+    """Add the sums in scratch to `sums` (group, width), in the order of numbers."""
+    words, lanes = sums.shape[1] // planes(kind), scratch.shape[3]
+    for g in range(sums.shape[0]):
+        done = 0
+        for c in range(scratch.shape[1]):
+            start = min(c * lanes, words - lanes)
+            for plane in range(planes(kind)):
+                for i in range(done - start, lanes):
+                    sums[g, planes(kind) * (start + i) + plane] += scratch[g, c, plane, i]
+            done = start + lanes
 
 
 @jit

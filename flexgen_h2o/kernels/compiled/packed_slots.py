@@ -12,10 +12,10 @@ from flexgen_h2o.kernels.compiled import vectors
 from flexgen_h2o.kernels.compiled.beside import (
     FLOAT,
     Columns,
+    add_sums,
     beside_dots,
     beside_mix,
     beside_scratch,
-    beside_sum,
     page_keys,
     page_values,
     spread_beside,
@@ -90,7 +90,7 @@ def _table_of(packing: SlotPacking) -> tuple[int, np.ndarray]:
     return lanes, np.array(places, np.int32)
 
 
-_BF16, _ONE = np.uint16(0), np.float32(1)
+_BF16 = np.uint16(0)
 
 
 @jit
@@ -138,10 +138,10 @@ def attend_rows(element, form, slots, state, beside, first, end):  # type: ignor
         _gather(form, attn_out, one)
         if pages.pages:
             beside_mix(FLOAT, page_values(pages), r, of_pages, p, end_of_slots)
-            _add_beside(FLOAT, of_pages, one)
+            add_sums(FLOAT, of_pages, one)
         if whole.columns:
             beside_mix(element, Columns(whole.columns, whole.width, whole.values), r, of_whole, newest, 0)
-            _add_beside(element, of_whole, one)
+            add_sums(element, of_whole, one)
             _exchange(ints_at(whole.slots + 4 * r * whole.columns), newest, p, False)
         for i in range(one.size):
             set_number(element, slots.out + r * size, i, one.ravel()[i])
@@ -200,13 +200,6 @@ def _exchange(places, newest, p, takes):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _add_beside(kind, scratch, one):  # type: ignore[no-untyped-def]
-    for g in range(one.shape[0]):
-        for i in range(one.shape[1]):
-            one[g, i] += beside_sum(kind, one.shape[1], scratch, g, i)
-
-
-@jit
 def _place(form, chunk):  # type: ignore[no-untyped-def]
     """The first word of a chunk, and the first and the end of the words that its lanes stand for."""
     place = ints_at(form.places + 4 * vectors.PLACE * chunk)
@@ -229,7 +222,10 @@ def _spread(element, form, at, ranges, one, query):  # type: ignore[no-untyped-d
     per_word, size = 32 // form.step, query.shape[3]
     for g in range(query.shape[0]):
         for i in range(form.width):
-            one[g, i] = number_at(element, at, g * form.width + i) * (number_at(_BF16, ranges, i) if ranges else _ONE)
+            one[g, i] = number_at(element, at, g * form.width + i)
+        if ranges:
+            for i in range(form.width):
+                one[g, i] *= number_at(_BF16, ranges, i)
         for c in range(query.shape[1]):
             first, start, end = _place(form, c)
             lanes = query[g, c]

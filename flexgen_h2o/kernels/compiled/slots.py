@@ -13,10 +13,10 @@ import numpy as np
 from flexgen_h2o.kernels.compiled import vectors
 from flexgen_h2o.kernels.compiled.beside import (
     FLOAT,
+    add_sums,
     beside_dots,
     beside_mix,
     beside_scratch,
-    beside_sum,
     page_keys,
     page_values,
     spread_beside,
@@ -100,7 +100,7 @@ def attend_rows(element, slots, state, pages, first, end):  # type: ignore[no-un
     query = np.empty((slots.group, chunks, planes(element), lanes), np.float32)
     attn_out = np.empty((slots.group, chunks, planes(element), lanes), np.float32)
     p = np.empty((slots.group, -(-slots.most // BLOCK) * BLOCK + pages.pages), np.float32)
-    of_pages = beside_scratch(FLOAT, slots.group, pages.width)
+    of_pages, sums = beside_scratch(FLOAT, slots.group, pages.width), np.empty((slots.group, pages.width), np.float32)
     gathered = np.empty(BLOCK * slots.words, np.uint32)
     for r in range(first, end):
         filled = ints_at(slots.filled)[r]
@@ -118,7 +118,9 @@ def attend_rows(element, slots, state, pages, first, end):  # type: ignore[no-un
         _pass(element, slots, Pass(False, values, row_at(slots, slots.keys, r + 1), filled), gathered, attn_out, p)
         if pages.pages:
             beside_mix(FLOAT, page_values(pages), r, of_pages, p, p.shape[1] - pages.pages)
-            _add_pages(element, pages, of_pages, slots.words, attn_out)
+            sums[:] = 0
+            add_sums(FLOAT, of_pages, sums)
+            _add(element, sums, slots.words, attn_out)
         _pack(element, attn_out, slots.words, slots.out + offset)
         if state.columns:
             score_row(state, r, filled, p)
@@ -180,15 +182,15 @@ def _pack(element, attn_out, words, at):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _add_pages(element, pages, scratch, words, attn_out):  # type: ignore[no-untyped-def]
+def _add(element, sums, words, attn_out):  # type: ignore[no-untyped-def]
+    """Add sums (group, width) to those in the order of slots; lanes that two chunks share are alike in both."""
     lanes = attn_out.shape[3]
     for g in range(attn_out.shape[0]):
         for c in range(attn_out.shape[1]):
             start = min(c * lanes, words - lanes)
             for plane in range(planes(element)):
                 for i in range(lanes):
-                    n = planes(element) * (start + i) + plane
-                    attn_out[g, c, plane, i] += beside_sum(FLOAT, pages.width, scratch, g, n)
+                    attn_out[g, c, plane, i] += sums[g, planes(element) * (start + i) + plane]
 
 
 class Fold(NamedTuple):

@@ -82,7 +82,7 @@ class RowRecord:
         return bool(self.names)
 
     def covers(self, other: RowRecord) -> bool:
-        return self.names == other.names and self.pages >= other.pages
+        return self.names == other.names and self.pages >= other.pages and bool(self.pages) == bool(other.pages)
 
     def union(self, other: RowRecord) -> RowRecord:
         """Of rows of one policy."""
