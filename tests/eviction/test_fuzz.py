@@ -21,7 +21,7 @@ from tests.eviction import policies as plain
 from tests.eviction.conftest import Known
 from tests.eviction.engine import LEAST_SCORE_GAP, STAND_IN, Pair, Wanted, assert_same, cut, run_with
 from tests.eviction.policies import Budget
-from tests.eviction.reference import evicted_greedy
+from tests.eviction.reference import Evicted, evicted_greedy
 from tests.eviction.test_packed_cache import Rounded
 from tests.parity.reference import LEAST_GAP, random_prompts
 
@@ -98,21 +98,37 @@ def check(index: int, known: Callable[[str], Known], folder: Path) -> bool:
     rows, header = rng.randint(1, 5), random_prompts((rng.choice((0, 0, 6)) or 1,), index)[0]
     lengths, most = [rng.randint(1, 20) for _ in range(rows)], [rng.randint(1, 9) for _ in range(rows)]
     prompts = [[*header, *random_prompts((n,), 31 * index + i)[0]] for i, n in enumerate(lengths)]
-    found = []
-    for prompt, new in zip(prompts, most, strict=True):
-        packed = Rounded(policy.cache_bits, policy.cache_window) if policy.compress_cache else None
-        row = evicted_greedy(one.plain, prompt, new, pair.plain, packed)
-        if (packed is not None and packed.is_near) or min(
-            row.least_gap / LEAST_SCORE_GAP, row.least_token_gap / LEAST_GAP
-        ) <= 1:
-            return False
-        found.append(row)
+    found = references(one, prompts, most, pair, policy, edges=1.0)
+    if found is None:
+        return False
     budget, refill = STAND_IN if rng.random() < 0.6 else None, rng.random() < 0.5
     with LLM(str(one.folder), policy, pair.engine, dtype="float32", budget=budget, offload_dir=folder) as llm:
         llm.share_prefix = rng.choice(("auto", "on", "off"))
         ran = run_with(llm, prompts, [SamplingParams(max_tokens=n) for n in most], refill)
-    assert_same(cut(Wanted(prompts, found), most), ran)
+    try:
+        assert_same(cut(Wanted(prompts, found), most), ran)
+    except AssertionError:
+        if references(one, prompts, most, pair, policy, edges=16.0) is not None:
+            raise
+        return False  # a code that was nearer to its edge than products are equal
     return True
+
+
+def references(
+    one: Known, prompts: list[list[int]], most: list[int], pair: Pair, policy: Policy, edges: float
+) -> list[Evicted] | None:
+    """What the reference makes of each prompt; None where one is a near tie. edges: of packed codes, how near is
+    near."""
+    found = []
+    for prompt, new in zip(prompts, most, strict=True):
+        packed = Rounded(policy.cache_bits, policy.cache_window, edges) if policy.compress_cache else None
+        row = evicted_greedy(one.plain, prompt, new, pair.plain, packed)
+        if packed is not None and packed.is_near:
+            return None
+        if row.least_gap <= LEAST_SCORE_GAP or row.least_token_gap <= LEAST_GAP:
+            return None
+        found.append(row)
+    return found
 
 
 @pytest.mark.parametrize(

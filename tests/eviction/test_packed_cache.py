@@ -37,8 +37,8 @@ class Rounded:
     its least and its step in bf16, rounded outwards; keys less the middle of their channel in the prompt and over its
     range, both in bf16. The newest are whole: `most` of them, or as many fours as half of the slots has."""
 
-    def __init__(self, bits: int, most: int = 16) -> None:
-        self.bits, self.most, self.is_near = bits, most, False
+    def __init__(self, bits: int, most: int = 16, edges: float = 1.0) -> None:
+        self.bits, self.most, self.is_near, self.edge = bits, most, False, edges * EDGE[bits]
 
     def window(self, slots: int) -> int:
         return min(self.most, slots // 2) // 4 * 4
@@ -65,7 +65,7 @@ class Rounded:
         least = self._bf16(x.amin(-1, keepdim=True), down=True)
         step = self._bf16((x.amax(-1, keepdim=True) - least) / (2**self.bits - 1), down=False)
         places = (x - least) / step
-        self.is_near |= bool(((places % 1 - 0.5).abs() < EDGE[self.bits]).any())
+        self.is_near |= bool(((places % 1 - 0.5).abs() < self.edge).any())
         return least + step * (places + 0.5).floor()
 
     def _bf16(self, x: torch.Tensor, down: bool) -> torch.Tensor:
