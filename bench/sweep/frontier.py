@@ -105,6 +105,7 @@ def measure(args: argparse.Namespace, llm: LLM, cells: Sequence[Cell]) -> list[F
     how, found, order = (args.resamples, args.seed), dict[str, Figures](), [cell.text for cell in cells]
     reference: Figures = {}
     for policy in dict.fromkeys(cell.policy for cell in cells):
+        llm.use(Policy(args.rows))  # a Runner compares with what the LLM has then
         runner, some = Runner(llm, KEEP_BYTES, 0, policy), [c for c in cells if c.policy == policy]
         full, figures = summarise_texts(*runner.texts(texts, [c.case for c in some]), *how)
         if not reference:
