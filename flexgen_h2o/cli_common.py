@@ -423,4 +423,4 @@ def check_picture(path: Path) -> None:
     if path.suffix.lower() not in PICTURES:
         raise UsageError(f"--plot {path}: the file name must end in one of {', '.join(PICTURES)}")
     if find_spec("matplotlib") is None:
-        raise UsageError("--plot: needs matplotlib; pip install 'flexgen-h2o[plot]'")
+        raise UsageError("--plot: needs matplotlib; pip install -e '.[plot]' in a clone")

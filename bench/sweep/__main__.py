@@ -117,7 +117,7 @@ def _show(store: Store, results: Path, name: str) -> None:
     text = markdown(lines)
     (results / f"{name}.md").write_text(text)
     if find_spec("matplotlib") is None:
-        print("\nno pictures: matplotlib is missing; pip install 'flexgen-h2o[plot]' and give the command again")
+        print("\nno pictures: matplotlib is missing; pip install -e '.[plot]' in a clone and give the command again")
     else:
         draw_all(lines, results, name)
     print(f"\n{text}\nwritten: {results}", flush=True)

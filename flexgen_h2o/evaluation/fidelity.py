@@ -81,7 +81,8 @@ def _rows(args: argparse.Namespace, runner: Runner) -> tuple[list[TextRow], list
         if args.prompts is None:
             texts = held_out_rows(ours, args.num_prompts, *lengths, args.seed)
     if args.prompts is not None:
-        texts = rows_of_file(args.prompts, model, *lengths, greedy, args.num_prompts)
+        or_else = ", or follow the model's own tokens with --continuation greedy"
+        texts = rows_of_file(args.prompts, model, *lengths, greedy, args.num_prompts, or_else)
     return runner.greedy(texts, args.gen_len) if greedy else texts, recalls
 
 

@@ -206,12 +206,14 @@ def held_out_rows(text: HeldOutText, count: int, prompt_len: int, gen_len: int, 
 
 
 def rows_of_file(
-    path: Path, model: Model, prompt_len: int, gen_len: int, greedy: bool, most: int | None
+    path: Path, model: Model, prompt_len: int, gen_len: int, greedy: bool, most: int | None, or_else: str = ""
 ) -> list[TextRow]:
     """Rows of a prompt file in its order, at most `most`. UsageError if no row is left.
 
     Text is cut into prompt and continuation, and rows that are too short for both are left out. greedy: the model's own
-    continuation is to be followed: rows are prompts and keep their length, up to `prompt_len`.
+    continuation is to be followed: rows are prompts and keep their length, up to `prompt_len`. or_else: ends the
+    message
+    for rows that are all too short.
     """
     both = prompt_len + gen_len
     encode = partial(model.encode_beginning, tokens=both) if model.tokenizer is not None else None
@@ -220,7 +222,7 @@ def rows_of_file(
     if not long_enough:
         raise UsageError(
             f"--prompts {path}: no row has {both} tokens (--prompt-len + --gen-len), the longest has "
-            f"{max(map(len, found))}; lower them, or follow the model's own tokens with --continuation greedy"
+            f"{max(map(len, found))}; lower them{or_else}"
         )
     end = prompt_len if greedy else both
     return [TextRow(ids[:prompt_len], ids[prompt_len:end]) for ids in long_enough[:most]]

@@ -296,10 +296,15 @@ def _prepare(args: argparse.Namespace, llm: LLM, fields: Mapping[str, Any], outp
     try:
         with older as lines, replacing(path) as file:
             for line, was in zip_longest(_request_lines(args, model, fields, counts), lines):
-                if line is None or was not in (None, line):
+                if line is None:
                     raise UsageError(
-                        f"{path}: is of other articles, or was made with other flags; leave --input, --sample-num and "
-                        "sampling as they were, or give another --output-dir"
+                        f"{path}: has more articles than {counts['articles']}, which are asked for; ask for as many or "
+                        "more, or give another --output-dir"
+                    )
+                if was not in (None, line):
+                    raise UsageError(
+                        f"{path}: is of other articles, or was made with other flags; leave --input and sampling as "
+                        "they were, or give another --output-dir"
                     )
                 file.write(line)
             if not counts["articles"]:

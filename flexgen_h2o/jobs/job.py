@@ -29,7 +29,7 @@ from flexgen_h2o.models.load import shape_fingerprint
 OF_REQUESTS = ("prompt_logprobs", "score", "score_mode")  # sampling parameters that are never defaults of a job
 # What batch's flags say by default, for commands that run a job and have not all of them.
 BATCH_DEFAULTS: dict[str, Any] = {
-    "force": False, "max_errors": None, "window": None, "refill": True, "ray": None, "ray_actors": None,
+    "force": None, "max_errors": None, "window": None, "refill": True, "ray": None, "ray_actors": None,
     "share_prefix": "auto",
 }  # fmt: skip
 
@@ -106,19 +106,20 @@ def _settle(args: argparse.Namespace, output: OutputFile, settings: dict[str, An
     if not len(scan.ids):
         raise UsageError(f"--input {args.input}: no request in it, only blank lines or nothing")
     earlier: list[dict[str, Any]] = []
+    or_force = "" if args.force is None else ", or --force"  # not every command has it
     if before is not None and not output.is_empty:
         found, earlier = differences(before, settings, scan), before.earlier
         if found and not args.force:
             raise UsageError(
-                f"--output {args.output}: {'; '.join(found)}; give another name, the flags that it was begun with, or "
-                "--force"
+                f"--output {args.output}: {'; '.join(found)}; give another name, or the flags that it was begun with"
+                f"{or_force}"
             )
         if found:
             earlier = [*earlier, before.settings]
     elif not output.is_empty and not args.force:
         raise UsageError(
             f"--output {args.output}: has rows, and no {sidecar_path(args.output).name} beside it says what they were "
-            "made with; give another name, or --force"
+            f"made with; give another name{or_force}"
         )
     found_rows = rows_before(output, scan.ids)
     now = Sidecar(settings, str(args.input), scan.nbytes, scan.digest, earlier)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from flexgen_h2o.core.errors import DoesNotFitError, UsageError
-from flexgen_h2o.engine.generation import Callbacks, Listener, Progress, Silent
+from flexgen_h2o.engine.generation import Callbacks, Listener, Progress, Row, Silent
 from flexgen_h2o.engine.prompts import Completion, Prompt
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.jobs.input import Digests, Line, id_digest, which_are_in
@@ -152,6 +152,10 @@ class JobWriter(Silent):
         self.status.tokens += tokens
         self._output.sync_if_due()
         self._write_status_if_due()
+
+    def finish(self, rows: Sequence[Row]) -> None:
+        """Steps that took a prompt's tokens, and a token that nobody asked for, gave no new ones."""
+        self.status.tokens -= sum(len(row.token_ids) - min(len(row.own_ids), row.asked) for row in rows)
 
     def end(self, state: str) -> None:
         """state: of the status file, for good."""

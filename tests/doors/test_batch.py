@@ -61,6 +61,7 @@ def test_prompts_that_are_echoed_have_log_probabilities(
     for name, flags in (("full", ()), ("h2o", ("--hh-ratio", 0.2))):
         assert job(*flags, "--output", f"{name}.jsonl").code == 0
         found[name] = choices(tmp_path / f"{name}.jsonl")
+        assert json.loads((tmp_path / f"{name}.jsonl.status.json").read_text())["tokens"] == 0  # none is new
     for name, ids in prompts.items():
         want = model(torch.tensor([ids])).logits[0].log_softmax(-1).detach()
         each = [float(want[at - 1, ids[at]]) for at in range(1, len(ids))]

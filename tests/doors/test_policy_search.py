@@ -275,7 +275,7 @@ def test_trace_and_picture_of_the_simulated_block(plan: Door) -> None:
 
 def test_a_picture_needs_matplotlib(plan: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flexgen_h2o.cli_common.find_spec", lambda name: None)
-    refused(plan(f"{SMALL} --plot p.png"), 2, "--plot: needs matplotlib; pip install 'flexgen-h2o[plot]'")
+    refused(plan(f"{SMALL} --plot p.png"), 2, "--plot: needs matplotlib; pip install -e '.[plot]' in a clone")
 
 
 @pytest.mark.slow

@@ -314,4 +314,4 @@ def test_a_picture_without_matplotlib_names_the_extra(
     refuse: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flexgen_h2o.cli_common.find_spec", lambda name: None)
-    refuse("evaluate fidelity", "--plot p.png", "flexgen-h2o[plot]")
+    refuse("evaluate fidelity", "--plot p.png", ".[plot]")

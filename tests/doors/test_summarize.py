@@ -149,7 +149,10 @@ def test_more_articles_go_on(run: Door, tmp_path: Path) -> None:
     run("--output-dir d --policies full --sample-num 1")
     out = run("--output-dir d --policies full --sample_num 2")
     assert "2 rows, 1 of them done before" in out.out
-    assert "is of other articles" in run("--output-dir d --policies full --sample-num 1", code=2).err
+    assert (
+        "has more articles than 1, which are asked for"
+        in run("--output-dir d --policies full --sample-num 1", code=2).err
+    )
     out = run("--output-dir e --policies full --too-long skip")
     assert "0 articles were cut" in out.err and "1 left out" in out.err
     assert [row["custom_id"] for row in rows_of(tmp_path / "e" / "full.jsonl")] == ["line-1", "line-2"]
