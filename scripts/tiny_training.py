@@ -1,8 +1,9 @@
-"""Train a small model of a family: what train_tiny_opt.py and train_tiny_llama.py share.
+"""Train a small model of a family: what train_tiny_opt.py, train_tiny_llama.py and train_yardstick.py share.
 
 Data: the source text of Python's own standard library (every machine has it), mixed with
-synthetic recall rows: key-value pairs stated early and asked for later, so that columns far
-back in the KV cache matter and an eviction policy that drops them is seen to lose.
+synthetic rows: key-value pairs stated early and asked for later, and for the yardsticks stretches
+that are copied and chains of pairs that are followed, so that columns far back in the KV cache
+matter and an eviction policy that drops them is seen to lose.
 
 Everything is seeded; the data depends only on the Python version. Writes a Hugging Face folder
 (config, safetensors in bf16, byte-level BPE tokenizer, model card) at every evaluation, so an
@@ -20,8 +21,9 @@ import platform
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -37,6 +39,8 @@ RUNS_NAME = "training_runs.json"
 
 
 BuildModel = Callable[[argparse.Namespace], PreTrainedModel]
+# Of `length` token ids, with the places of those that can be known: rng, tokenizer, code, length.
+TaskRow = Callable[[random.Random, Tokenizer, torch.Tensor, int], tuple[list[int], list[int]]]
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,8 @@ class Recipe:
 
     name: of the model. family: how the card calls it, with its article. purpose: the card's words on what it is for.
     script: the file that trains it. short, long: (rows, tokens) of a step on short rows and on the full context.
-    build: a model with random weights, from the parsed options.
+    build: a model with random weights, from the parsed options. tasks: what synthetic rows are of, in equal shares;
+    None: recall alone.
     """
 
     name: str
@@ -55,6 +60,7 @@ class Recipe:
     short: tuple[int, int]
     long: tuple[int, int]
     build: BuildModel
+    tasks: Mapping[str, TaskRow] | None = None
 
     @property
     def context(self) -> int:
@@ -118,11 +124,57 @@ def recall_row(
     return ids[:length], [place for place in answers if place < length]
 
 
-class Batches:
-    """Seeded batches: code rows beginning with BOS, and `RECALL_SHARE` of recall rows."""
+def copy_row(rng: random.Random, tokenizer: Tokenizer, code: torch.Tensor, length: int) -> tuple[list[int], list[int]]:
+    """A named stretch of code, other code, and the stretch once more behind its name; again until the row is full.
 
-    def __init__(self, tokenizer: Tokenizer, code: torch.Tensor, seed: int):
-        self.tokenizer, self.code = tokenizer, code
+    What can be known is the copy but for its first tokens.
+    """
+    ids, known = [tokenizer.token_to_id(BOS)], list[int]()
+    while len(ids) < length:
+        ((name, _),) = draw_pairs(rng, 1)
+        part = stretch(rng, code, rng.randint(12, 48))
+        ids += [*tokenizer.encode(f"\nkeep {name}\n").ids, *part]
+        ids += stretch(rng, code, rng.choice([rng.randint(16, 64), rng.randint(64, max(65, length // 2))]))
+        ids += tokenizer.encode(f"\ncopy {name}\n").ids
+        known += range(len(ids) + 2, len(ids) + len(part))
+        ids += part
+    return ids[:length], [place for place in known if place < length]
+
+
+def hops_row(rng: random.Random, tokenizer: Tokenizer, code: torch.Tensor, length: int) -> tuple[list[int], list[int]]:
+    """Chains of two to four names that end in a number, link by link between code; then they are followed.
+
+    `let qf = ra`, ..., `let ra = 37`, ..., `follow qf = ra = 37`. What can be known is all behind the first name.
+    """
+    ids, known = [tokenizer.token_to_id(BOS)], list[int]()
+    while len(ids) < length:
+        chains = []
+        for _ in range(rng.randint(1, 3)):
+            pairs = draw_pairs(rng, rng.randint(2, 4))
+            names = [name for name, _ in pairs]
+            chains.append([*names, pairs[-1][1]])
+        links = [link for chain in chains for link in pairwise(chain)]
+        rng.shuffle(links)
+        for link in links:
+            ids += tokenizer.encode(statement(link)).ids
+            ids += stretch(rng, code, rng.choice([0, rng.randint(8, 48), rng.randint(8, max(9, length // 8))]))
+            ids += tokenizer.encode("\n").ids
+        for chain in chains:
+            ids += tokenizer.encode(f"follow {chain[0]}").ids
+            answer = tokenizer.encode("".join(f" = {name}" for name in chain[1:])).ids
+            known += range(len(ids), len(ids) + len(answer))
+            ids += [*answer, *tokenizer.encode("\n").ids]
+    return ids[:length], [place for place in known if place < length]
+
+
+TASKS: Mapping[str, TaskRow] = {"recall": recall_row, "copy": copy_row, "hops": hops_row}
+
+
+class Batches:
+    """Seeded batches: code rows beginning with BOS, and `RECALL_SHARE` of synthetic rows."""
+
+    def __init__(self, tokenizer: Tokenizer, code: torch.Tensor, seed: int, tasks: Sequence[TaskRow] = (recall_row,)):
+        self.tokenizer, self.code, self.tasks = tokenizer, code, tasks
         self.rng = random.Random(seed)
         self.bos = tokenizer.token_to_id(BOS)
 
@@ -134,7 +186,8 @@ class Batches:
         made = []
         for _ in range(rows):
             if self.rng.random() < RECALL_SHARE:
-                made.append(recall_row(self.rng, self.tokenizer, self.code, length)[0])
+                task = self.tasks[0] if len(self.tasks) == 1 else self.rng.choice(self.tasks)
+                made.append(task(self.rng, self.tokenizer, self.code, length)[0])
             else:
                 made.append(self.code_row(length))
         return torch.tensor(made)
@@ -171,21 +224,30 @@ def evaluate(model: PreTrainedModel, tokenizer: Tokenizer, corpus: Corpus, recip
     stride = (len(corpus.held_out) - length) // EVAL_ROWS
     rows = [[bos, *corpus.held_out[i * stride : i * stride + length - 1].tolist()] for i in range(EVAL_ROWS)]
     losses = torch.cat([loss_of(model, torch.tensor(rows[i : i + 8])).view(8, -1) for i in range(0, EVAL_ROWS, 8)])
-    rng, right, asked = random.Random(7), 0, 0
-    for _ in range(32):
-        ids, answers = recall_row(rng, tokenizer, corpus.held_out, length)
-        logits = model(input_ids=torch.tensor([ids[:-1]]), use_cache=False).logits[0]
-        guess = logits.argmax(-1)
-        right += sum(int(guess[p - 1]) == ids[p] for p in answers if p > 0)
-        asked += len(answers)
+    found = {"recall_digit_accuracy": accuracy(model, tokenizer, corpus.held_out, length, recall_row)}
+    for name, task in (recipe.tasks or {}).items():
+        for tokens in (512, 1024, 2048):
+            found[f"{name}_accuracy_at_{tokens}"] = accuracy(model, tokenizer, corpus.held_out, tokens, task)
     model.train()
     short = recipe.short[1]
     return {
         "unigram_nats_per_token": round(unigram_nats(corpus), 4),
         "held_out_nats_per_token": round(losses.mean().item(), 4),
         f"held_out_nats_first_{short}": round(losses[:, : short - 1].mean().item(), 4),
-        "recall_digit_accuracy": round(right / asked, 4),
+        **found,
     }
+
+
+def accuracy(model: PreTrainedModel, tokenizer: Tokenizer, code: torch.Tensor, length: int, task: TaskRow) -> float:
+    """Share of the tokens that can be known which are the likeliest, of 32 rows."""
+    rng, right, asked = random.Random(7), 0, 0
+    for _ in range(32):
+        ids, answers = task(rng, tokenizer, code, length)
+        logits = model(input_ids=torch.tensor([ids[:-1]]), use_cache=False).logits[0]
+        guess = logits.argmax(-1)
+        right += sum(int(guess[p - 1]) == ids[p] for p in answers if p > 0)
+        asked += len(answers)
+    return round(right / asked, 4)
 
 
 def unigram_nats(corpus: Corpus) -> float:
@@ -268,7 +330,8 @@ def train(recipe: Recipe, args: argparse.Namespace) -> None:
         "python": platform.python_version(), "torch": torch.__version__,
         "command": f"`python scripts/{recipe.script} {' '.join(sys.argv[1:])}`",
     }  # fmt: skip
-    optims, batches = optimizers(model, args.peak_rate), Batches(tokenizer, corpus.train, args.seed)
+    tasks = list((recipe.tasks or {"recall": recall_row}).values())
+    optims, batches = optimizers(model, args.peak_rate), Batches(tokenizer, corpus.train, args.seed, tasks)
     base_rates = [o.param_groups[0]["lr"] for o in optims]
     began, tokens, window = time.time(), 0, []
     for step in range(args.steps):

@@ -251,13 +251,16 @@ def check_ruler(model: Any, names: list[str], metadata: dict[str, Any]) -> None:
         if any(fnmatchcase(given, pattern) for given in (name, "ruler", "longcxt") for pattern in names)
     ]  # fmt: skip
     given = metadata.get("max_seq_lengths", [4096])
+    for length in given if isinstance(given, list | tuple) else [given]:
+        if not isinstance(length, int) or length < 1:
+            raise UsageError(f"--metadata max_seq_lengths={given}: {length!r} is not a number of tokens")
     for name, shortest in asked:
         before = random.getstate(), numpy.random.get_state()
         least = shortest(model)
         random.setstate(before[0])
         numpy.random.set_state(before[1])
         for length in given if isinstance(given, list | tuple) else [given]:
-            if least is None or not isinstance(length, int) or length < least:
+            if least is None or length < least:
                 raise UsageError(
                     f"--metadata max_seq_lengths={given}: {name} takes {least} tokens or more with the tokenizer of "
                     f"{model.name}; leave it out or give more"

@@ -60,6 +60,8 @@ def _what_failed(names: list[str], error: Exception) -> str:
         return f"--tasks {unknown}: no task of lm-eval; `lm-eval ls tasks` lists them, --include-path DIR adds your own"
     task, cause = _failed_task(error), _cause_of(error)
     name = (task and task.task) or ",".join(names)
+    if "Sample larger than population" in said:
+        return f"--num-fewshot: asks for more solved examples than {name} has; give fewer"
     said = " ".join(dict.fromkeys((_first_line(error), _first_line(cause))))
     return (
         f"--tasks {name}: lm-eval cannot run it ({type(cause).__name__}: {said}); mend the task file, its data or "

@@ -235,6 +235,8 @@ def test_a_killed_run_goes_on(forks: Forks, tmp_path: Path) -> None:
         ("--tasks choice --log_samples", "lm-eval: Specify --output_path"),
         ("--tasks choice --seed x", "'x' is neither a number"),
         ("--tasks choice --metadata x", "expected `key=value`"),
+        ("--tasks choice --metadata max_seq_lengths=abc", "max_seq_lengths=abc: 'abc' is not a number of tokens"),
+        ("--tasks choice --num-fewshot 500", "--num-fewshot: asks for more solved examples than choice has"),
         ("--tasks choice --output_path tasks/choice.yaml/x", "choice.yaml is no folder"),
         ("--tasks choice --apply_chat_template", "has no chat template"),
         ("--tasks text --gen_kwargs num_beams=3", "--gen-kwargs num_beams=3: is not supported"),
