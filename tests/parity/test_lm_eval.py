@@ -191,7 +191,7 @@ def test_the_mode_follows_what_stays_in_the_cache(tmp_path: Path) -> None:
 
 def evicted(model: Any, context: Sequence[int], tokens: Sequence[int], policy: plain.Policy) -> tuple[float, bool]:
     """Slow and obvious: all is computed anew for each token, under masks that grow row by row."""
-    states = [LayerState(model, layer, len(context), policy) for layer in range(model.num_layers)]
+    states = [LayerState(model, layer, len(context), len(tokens), policy) for layer in range(model.num_layers)]
     ids, total, greedy = list(context), 0.0, True
     for step, token in enumerate(tokens):
         logits, seen = forward(model, ids, [state.mask for state in states])
