@@ -143,8 +143,9 @@ def attend_rows(element, form, slots, state, beside, first, end):  # type: ignor
             beside_mix(element, Columns(whole.columns, whole.width, whole.values), r, of_whole, newest, 0)
             add_sums(element, of_whole, one)
             _exchange(ints_at(whole.slots + 4 * r * whole.columns), newest, p, False)
-        for i in range(one.size):
-            set_number(element, slots.out + r * size, i, one.ravel()[i])
+        for g in range(slots.group):
+            for i in range(form.width):
+                set_number(element, slots.out + r * size, g * form.width + i, one[g, i])
         if state.columns:
             score_row(state, r, filled, p)
 
