@@ -35,7 +35,7 @@ class Mix:
 
 
 # Largest share first.
-MIXES = (Mix(0.33, "h2o-norm", 4), Mix(0.0, "h2o-norm", 3))
+MIXES = (Mix(0.33, "h2o-norm", 4), Mix(0.18, "h2o-norm", 3), Mix(0.0, "h2o-norm:summaries=128", 3))
 
 
 def mix_of(share: float) -> Mix:

@@ -11,12 +11,14 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from flexgen_h2o.core.config import CACHE_BITS
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.packing import KVPrices, SlotPacking
 from flexgen_h2o.kvcache.evict import choose_kept
 from flexgen_h2o.kvcache.eviction import (
     EVICTING,
     H2O,
+    MIXES,
     Evicting,
     Full,
     H2ONorm,
@@ -26,6 +28,8 @@ from flexgen_h2o.kvcache.eviction import (
     Tova,
     ValueH2O,
     check_eviction,
+    make_eviction,
+    mix_of,
 )
 from flexgen_h2o.kvcache.eviction.policy import EVERYTHING, Columns, RowBudget, priced, record_of
 from flexgen_h2o.kvcache.layout import UnitLayout
@@ -320,3 +324,11 @@ def test_any_decay_gives_finite_ranks_and_keeps_what_may_not_leave(decay: float)
     for policy in (H2ONorm(decay=decay), ValueH2O(decay=decay)):
         kept = choose_kept(policy.rank(columns), may_leave, 11)[0, 0].tolist()
         assert {0, 1, 2, 3, 37, 38, 39} <= set(kept) and len(set(kept)) == 11
+
+
+@pytest.mark.parametrize("share", [1.0, 0.33, 0.2, 0.05])
+def test_a_share_of_the_bytes_finds_a_mix_that_can_be_made(share: float) -> None:
+    mix = mix_of(share)
+    assert mix.least <= share and mix.cache_bits in CACHE_BITS
+    assert make_eviction(mix.eviction, kv_bytes=share).kv_bytes == share
+    assert [m.least for m in MIXES] == sorted((m.least for m in MIXES), reverse=True) and MIXES[-1].least == 0
