@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from flexgen_h2o.core.errors import UsageError
@@ -201,7 +202,7 @@ class Evicting(EvictionSettings):
 
     name: ClassVar[str] = ""
 
-    @property
+    @cached_property  # asked several times in each layer of each step
     def needs(self) -> Needs:
         found = self.measures
         record = (*found.record, RANKS) if self.positions == ROLLING else found.record
