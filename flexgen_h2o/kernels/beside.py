@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Pages:
     """Columns that are gone, summed up by pages, on the device of the keys, each tensor contiguous; P a multiple of 4.
 
-    keys, values: (R, P, d) fp32, means. counts: (R, P) int32, columns behind a mean; a page of none is not read.
+    keys, values: (R, P, d) fp32, means. counts: (R, P) int32, columns behind a mean; the means of none are finite.
     """
 
     keys: torch.Tensor

@@ -110,9 +110,8 @@ def attend_reference(
         if state is not None:
             _update_scores(state, p, filled)
         mixed = _mix(p, values, filled)
-        if pages is not None:  # a mean of no columns may be anything
-            means = pages.values.masked_fill((pages.counts == 0).unsqueeze(2), 0)
-            mixed += torch.bmm(of_pages, means)
+        if pages is not None:
+            mixed += torch.bmm(of_pages, pages.values)
         return mixed.to(q.dtype)
     out = torch.empty_like(q)
     step = max(1, PACKED_CHUNK // (keys.shape[0] * keys.shape[2] * packing.width))
@@ -314,8 +313,7 @@ def add_to_pages(areas: Pair, slots: torch.Tensor, numbers: torch.Tensor, form: 
 
     width = pages.keys.shape[2]
     addresses = address_of_pages(pages)
-    fold = loops.Fold(width, numbers.data_ptr())
-    loop = partial(loops.sum_up, element_of(keys.dtype), job, addresses, fold)
+    loop = partial(loops.sum_up, element_of(keys.dtype), job, addresses, numbers.data_ptr())
     parallel_rows(loop, len(slots), 6 * width * keys.itemsize)
 
 

@@ -193,18 +193,14 @@ def _add(element, sums, words, attn_out):  # type: ignore[no-untyped-def]
                     attn_out[g, c, plane, i] += sums[g, planes(element) * (start + i) + plane]
 
 
-class Fold(NamedTuple):
-    """The columns that `sum_up` adds to pages. page: the address of each row's, int64; -1 for none."""
-
-    width: int
-    page: int
-
-
 @jit
-def sum_up(element, job, pages, fold, first, end):  # type: ignore[no-untyped-def]
-    """What is in the one slot of `job` of the rows first..end-1 joins the means of their pages."""
+def sum_up(element, job, pages, numbers, first, end):  # type: ignore[no-untyped-def]
+    """What is in the one slot of `job` of the rows first..end-1 joins the means of their pages.
+
+    numbers: address of each row's page, int64; -1 for none.
+    """
     for row in range(first, end):
-        page = longs_at(fold.page)[row]
+        page = longs_at(numbers)[row]
         if page < 0:
             continue
         at = _place(job, row, longs_at(job.slots + row * job.slots_step)[0])
@@ -213,10 +209,10 @@ def sum_up(element, job, pages, fold, first, end):  # type: ignore[no-untyped-de
         ints_at(pages.counts)[number] = count
         share = np.float32(1) / np.float32(count)
         keys, values = (
-            floats_at(pages.keys + 4 * number * fold.width),
-            floats_at(pages.values + 4 * number * fold.width),
+            floats_at(pages.keys + 4 * number * pages.width),
+            floats_at(pages.values + 4 * number * pages.width),
         )
-        for i in range(fold.width):
+        for i in range(pages.width):
             keys[i] += (number_at(element, job.keys + at, i) - keys[i]) * share
             values[i] += (number_at(element, job.values + at, i) - values[i]) * share
 
