@@ -25,6 +25,11 @@ def int8_row_bytes(columns: int) -> int:
     return round_up(columns, WORD) + INT8_ROW_BYTES
 
 
+def low_bits_of(bits: int) -> int:
+    """Bits of a value that lie side by side (`SlotPacking`)."""
+    return 2 if bits == 3 else bits
+
+
 @dataclass(frozen=True)
 class SlotPacking:
     """How `width` numbers lie in 4-byte words, little-endian: their values, then one word a group.
@@ -46,8 +51,7 @@ class SlotPacking:
 
     @property
     def low_bits(self) -> int:
-        """Bits of a value that lie side by side."""
-        return 2 if self.bits == 3 else self.bits
+        return low_bits_of(self.bits)
 
     @property
     def per_word(self) -> int:
@@ -112,20 +116,29 @@ def page_bytes(pages: int, width: int) -> int:
 
 @dataclass(frozen=True)
 class KVPrices:
-    """What a row's keys and values take in one layer and kv-head, with `width` numbers a key and bf16's two bytes each
-    where nothing is packed. window: newest columns that are whole beside packed slots, at most."""
+    """What a row's keys and values take in one layer and kv-head, with `width` numbers a key. window: newest columns
+    that are whole beside packed slots, at most. itemsize: of a number that is not packed; bf16's by default."""
 
     width: int
     packing: SlotPacking | None = None
     window: int = 0
+    itemsize: int = 2
+
+    @property
+    def slot_bytes(self) -> int:
+        """A key (or a value) of one slot."""
+        return self.width * self.itemsize if self.packing is None else self.packing.slot_bytes
+
+    def beside(self, slots: int, pages: int) -> int:
+        """Pages, and what lies beside so many slots where they are packed."""
+        found = page_bytes(pages, self.width)
+        if self.packing is not None:
+            found += whole_bytes(window_of(self.window, slots), self.width, self.itemsize)
+        return found
 
     def nbytes(self, slots: int, pages: int = 0) -> int:
-        """Slots, pages, and what lies beside packed slots; not what a policy records of slots."""
-        found = page_bytes(pages, self.width)
-        if self.packing is None:
-            return found + slots * 4 * self.width
-        whole = whole_bytes(window_of(self.window, slots), self.width, 2)
-        return found + 2 * slots * self.packing.slot_bytes + whole
+        """Slots, and what lies beside them; not what a policy records of slots."""
+        return 2 * slots * self.slot_bytes + self.beside(slots, pages)
 
     def columns(self, share: float, tokens: int, pages: int) -> int:
         """The most columns of a row whose slots (one more: a newcomer's) and pages take `share` of the bytes that

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from flexgen_h2o.checkpoint.formats import TensorLayout, WeightFormat, layouts_of, weight_format
-from flexgen_h2o.core.config import TIERS, ModelSpec, Policy, WeightUnit
+from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, ModelSpec, Policy, WeightUnit
 from flexgen_h2o.core.errors import DoesNotFitError
 from flexgen_h2o.core.packing import KVPrices, SlotPacking
 from flexgen_h2o.core.units import (
@@ -235,9 +235,9 @@ def packing_of(spec: ModelSpec, policy: Policy) -> SlotPacking | None:
     return SlotPacking(spec.head_dim, policy.cache_bits) if policy.compress_cache else None
 
 
-def prices_of(spec: ModelSpec, policy: Policy) -> KVPrices:
-    """What KV columns take, for policies that count bytes."""
-    return KVPrices(spec.head_dim, packing_of(spec, policy), policy.cache_window)
+def prices_of(spec: ModelSpec, policy: Policy, itemsize: int = DTYPE_BYTES["bfloat16"]) -> KVPrices:
+    """What KV columns take; with bf16's itemsize for policies that count bytes."""
+    return KVPrices(spec.head_dim, packing_of(spec, policy), policy.cache_window, itemsize)
 
 
 def attends_on_host(policy: Policy, device_is_host: bool) -> bool:

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.core.config import TIERS, ModelSpec, Policy
 from flexgen_h2o.core.errors import FlexgenError, UsageError
-from flexgen_h2o.core.packing import page_bytes, whole_bytes, window_of
 from flexgen_h2o.core.timeline import LANES
 from flexgen_h2o.core.units import GIB, format_bytes
-from flexgen_h2o.engine.memory_plan import packing_of
+from flexgen_h2o.engine.memory_plan import packing_of, prices_of
 from flexgen_h2o.engine.workload import WorkloadShape, need_of
 
 if TYPE_CHECKING:
@@ -231,10 +230,9 @@ def column_bytes(spec: ModelSpec, policy: Policy, itemsize: int) -> tuple[int, i
 def row_bytes(spec: ModelSpec, policy: Policy, need: WorkloadShape, itemsize: int) -> int:
     """Mean bytes of a row in one layer beside its columns: all pages that are reserved, and what lies beside packed
     slots. Not the record of slots."""
-    pages = page_bytes(need.record.pages, spec.head_dim)
-    windows = [window_of(policy.cache_window, slots) for slots in need.slots]
-    whole = sum(whole_bytes(window, spec.head_dim, itemsize) for window in windows) // len(windows)
-    return spec.num_kv_heads * (pages + whole * policy.compress_cache)
+    prices = prices_of(spec, policy, itemsize)
+    beside = [prices.beside(slots, need.record.pages) for slots in need.slots]
+    return spec.num_kv_heads * (sum(beside) // len(beside))
 
 
 def _kv_facts(

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from flexgen_h2o.core.packing import SlotPacking, padded_pages, page_bytes, whole_bytes, window_of
+from flexgen_h2o.core.packing import KVPrices, SlotPacking, padded_pages, page_bytes, window_of
 from flexgen_h2o.core.units import ALIGN, PAGE, SEGMENT_SLOTS, WRITE_BACK_STEPS, round_up
 from flexgen_h2o.kvcache.eviction.policy import NO_RECORD, RowRecord
 from flexgen_h2o.tiers.stream import Part, Shares, split_rows
@@ -45,10 +45,20 @@ class UnitLayout:
     def parts(self) -> tuple[Part, ...]:
         return split_rows(self.sequences * self.kv_heads, self.shares)
 
+    @cached_property
+    def prices(self) -> KVPrices:
+        """What a row and kv-head takes."""
+        return KVPrices(self.width, self.packing, self.window, self.itemsize)
+
     @property
     def slot_bytes(self) -> int:
         """A key (or a value) of one slot."""
-        return self.width * self.itemsize if self.packing is None else self.packing.slot_bytes
+        return self.prices.slot_bytes
+
+    @property
+    def beside_bytes(self) -> int:
+        """Of a row: its pages, and what lies beside packed slots."""
+        return self.prices.beside(self.slots, self.record.pages)
 
     @property
     def segments(self) -> int:
@@ -115,21 +125,21 @@ class UnitLayout:
     def sequence_bytes(self) -> int:
         """What a sequence holds of keys and values: slots, pages and what lies beside packed slots. Not the record of
         slots (positions, scores, ...)."""
-        beside = page_bytes(self.record.pages, self.width)
-        if self.packing is not None:
-            beside += whole_bytes(self.whole_columns, self.width, self.itemsize)
-        return self.kv_heads * (2 * self.slots * self.slot_bytes + beside)
+        return self.kv_heads * self.prices.nbytes(self.slots, self.record.pages)
 
     def metadata_bytes(self, part: Part) -> int:
         """What the policy records of the part's slots, a victim for each row, its pages (means and counts), and what
         lies beside packed slots."""
-        whole = 0 if self.packing is None else whole_bytes(self.whole_columns, self.width, self.itemsize)
-        return round_up(self.metadata_end(part) + part.rows * whole, ALIGN)
+        return round_up(part.rows * (self._record_bytes + self.beside_bytes), ALIGN)
 
     def metadata_end(self, part: Part) -> int:
         """Where whole columns begin."""
-        of_slots = (len(self.record.names) * self.slots + 1) * METADATA_ITEMSIZE if self.record else 0
-        return part.rows * (of_slots + page_bytes(self.record.pages, self.width))
+        return part.rows * (self._record_bytes + page_bytes(self.record.pages, self.width))
+
+    @property
+    def _record_bytes(self) -> int:
+        """Of a row: what the policy records of its slots, and its victim."""
+        return (len(self.record.names) * self.slots + 1) * METADATA_ITEMSIZE if self.record else 0
 
     @property
     def whole_columns(self) -> int:

@@ -13,7 +13,6 @@ from functools import cached_property, lru_cache
 
 from flexgen_h2o.checkpoint.formats import TensorLayout, WeightFormat, layouts_of, weight_format
 from flexgen_h2o.core.config import Layer, LayerKind, ModelSpec, Policy, WeightUnit
-from flexgen_h2o.core.packing import page_bytes, whole_bytes
 from flexgen_h2o.core.units import BLOCK_ROWS, TRANSFER_CHUNK, WRITE_BACK_STEPS
 from flexgen_h2o.engine.memory_plan import (
     attends_on_host,
@@ -303,11 +302,7 @@ def _with_decode(at: CostContext, alone: Work, block: int, batch: Batch, sweep: 
     q_width, column = spec.num_heads * spec.head_dim, 2 * spec.num_kv_heads * spec.head_dim * at.itemsize
     stored, packing = _column(at, block, batch)
     columns = float(batch.rows * at.need.columns(block, sweep, batch.mean_len))
-    layout = at.kv_layout(block, batch)
-    beside = page_bytes(at.need.record.pages, spec.head_dim)
-    if layout.packing is not None:
-        beside += whole_bytes(layout.whole_columns, spec.head_dim, at.itemsize)
-    read = columns * stored + batch.rows * spec.num_kv_heads * beside
+    read = columns * stored + batch.rows * spec.num_kv_heads * at.kv_layout(block, batch).beside_bytes
     cache = tier_shares(at.policy.cache_shares, at.device_is_host)
     if sparsity < 1:
         read = read / 2 + columns * spec.num_heads * (SELECT_BYTES + sparsity * spec.head_dim * GATHER_BYTES)

@@ -32,6 +32,7 @@ from numba import types
 from numba.core import cgutils as _cgutils
 from numba.extending import intrinsic
 
+from flexgen_h2o.core.packing import low_bits_of
 from flexgen_h2o.kernels.jit import num_planes
 
 cgutils: Any = _cgutils  # without annotations
@@ -302,7 +303,7 @@ class _PackedTile(_Tile):
     def plane(self, chunk: _Chunk, i: int, plane: int) -> Any:
         """Values, 2**(bits x plane) times too large but for the highest; in the last plane the least value."""
         b, e, values = self.e.builder, self.e, chunk.words[i]
-        step = 2 if self.bits == 3 else self.bits
+        step = low_bits_of(self.bits)
         if plane == self.planes - 1:
             return chunk.least[i]
         if plane == self.planes - 2:
@@ -407,7 +408,7 @@ def _over_slots(emit: Callable[..., None], e: Emitter, planes: int, *numbers: An
 
 def _over_packed_slots(emit: Callable[..., None], e: Emitter, bits: int, *numbers: Any) -> None:
     lanes, places, count, high_at, at, words, *queries = numbers
-    planes = 32 // (2 if bits == 3 else bits) + 1
+    planes = 32 // low_bits_of(bits) + 1
 
     def emit_lanes(lanes: int) -> None:
         _for_queries(emit, _PackedTile(e, lanes, planes, at, words, bits, places, count, high_at), *queries)
