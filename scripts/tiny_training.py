@@ -313,7 +313,22 @@ def start(
     tokenizer = Tokenizer.from_file(str(args.init_from / "tokenizer.json"))
     tokenizer.post_processor = processors.Sequence([])  # rows get their BOS here, not from the tokenizer
     model = AutoModelForCausalLM.from_pretrained(args.init_from, dtype=torch.float32)
+    lengthen(model, recipe.context)
     return tokenizer, model.train(), json.loads((args.init_from / RUNS_NAME).read_text())
+
+
+@torch.no_grad()
+def lengthen(model: PreTrainedModel, positions: int) -> None:
+    """Room for so many positions: where they are learned, the table is repeated, as neighbours stay neighbours so."""
+    known = model.config.max_position_embeddings
+    model.config.max_position_embeddings = max(known, positions)
+    if positions <= known or model.config.model_type != "opt":
+        return
+    table = model.model.decoder.embed_positions
+    offset = table.weight.shape[0] - known
+    rows = [table.weight[:offset], *(table.weight[offset:] for _ in range(-(-positions // known)))]
+    table.weight = torch.nn.Parameter(torch.cat(rows)[: offset + positions].clone())
+    table.num_embeddings = offset + positions
 
 
 def train(recipe: Recipe, args: argparse.Namespace) -> None:

@@ -1,12 +1,14 @@
 """What quality a share of the KV cache's bytes buys: columns, bits and summaries against the full cache.
 
 Method: teacher forcing in fp32 along the same continuations (evaluation/fidelity.Runner). A cell is
-POLICY@COLUMNS[/BITS[wWINDOW]]: an eviction policy with settings of its own, its share of the columns of prompt + new
-tokens (--kv-budget), and bits and window of a compressed cache: `h2o@0.2`, `h2o-norm:summaries=32@0.5/3w16`,
-`full@1/4`. Bytes are those of a row's keys and values when it is complete (scales, centres, summaries and whole columns
-counted; the record of slots, 4 to 12 bytes a slot, is not), over bf16's of all prompt and new tokens. KL of the next
-token to the full cache, flips of the likeliest token, NLL less the full cache's, and recall of stated pairs at the end
-of the prompt and after it, each a mean over rows with its 95% bootstrap interval. Cells are chosen before the run.
+POLICY@COLUMNS[/BITS[wWINDOW]][rREAD]: an eviction policy with settings of its own, its share of the columns of prompt +
+new tokens (--kv-budget), bits and window of a compressed cache, and for the full cache the share of its columns that a
+step reads (--attn-sparsity): `h2o@0.2`, `h2o-norm:summaries=32@0.5/3w16`, `full@1/4r0.1`. Bytes are those of a row's
+keys and values when it is complete (scales, centres, summaries, sketches and whole columns counted; the record of
+slots, 4 to 12 bytes a slot, is not), over bf16's of all prompt and new tokens; "a step" has those that the last decode
+step reads. KL of the next token to the full cache, flips of the likeliest token, NLL less the full cache's, and recall
+of stated pairs at the end of the prompt and after it, each a mean over rows with its 95% bootstrap interval. Cells are
+chosen before the run.
 
     python -m bench.sweep.frontier [--model M] [--prompt-len 256 --gen-len 96] [--cells CELL ...] [--plot FILE]
 """
@@ -27,6 +29,7 @@ from flexgen_h2o.cli_common import positive, say
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import write_picture, write_result
 from flexgen_h2o.core.units import markdown_table
+from flexgen_h2o.engine.memory_plan import prices_of
 from flexgen_h2o.evaluation.fidelity import Runner
 from flexgen_h2o.evaluation.figures import Figures, number, summarise_recall, summarise_texts
 from flexgen_h2o.evaluation.rows import SEQUENCE, Case, held_out_rows, make_cells, recall_rows, text_of
@@ -42,7 +45,9 @@ CELLS = [
     *(f"h2o-norm:summaries=32,layer_schedule=first-full@{share}/3" for share in (0.35, 0.2)),
 ]  # fmt: skip
 KEEP_BYTES = 2**31  # of what is kept of the full cache's run
-_CELL = re.compile(r"(?P<policy>.+)@(?P<columns>[0-9.]+)(/(?P<bits>[0-9]+)(w(?P<window>[0-9]+))?)?")
+_CELL = re.compile(
+    r"(?P<policy>.+)@(?P<columns>[0-9.]+)(/(?P<bits>[0-9]+)(w(?P<window>[0-9]+))?)?(r(?P<read>[0-9.]+))?"
+)
 
 
 @dataclass(frozen=True)
@@ -86,11 +91,12 @@ def cell_of(text: str, rows: int) -> Cell:
     """UsageError names --cells."""
     parts = _CELL.fullmatch(text)
     if parts is None:
-        raise UsageError(f"--cells {text}: is not POLICY@COLUMNS[/BITS[wWINDOW]], as h2o-norm@0.5/3w16")
-    share, policy = float(parts["columns"]), Policy(rows)
+        raise UsageError(f"--cells {text}: is not POLICY@COLUMNS[/BITS[wWINDOW]][rREAD], as h2o-norm@0.5/3w16")
+    share, switches = float(parts["columns"]), dict[str, Any]()
     if parts["bits"]:
         window = {} if parts["window"] is None else {"cache_window": int(parts["window"])}
-        policy = Policy(rows, compress_cache=True, cache_bits=int(parts["bits"]), **window)  # type: ignore[arg-type]
+        switches = {"compress_cache": True, "cache_bits": int(parts["bits"]), **window}
+    policy = Policy(rows, attn_sparsity=float(parts["read"] or 1), **switches)
     if parts["policy"] == Full.name:
         return Cell(text, Case(text, Full(), budget_of=SEQUENCE), policy)
     (case,) = make_cells([parts["policy"]], [share], budgets_of=SEQUENCE)
@@ -109,16 +115,24 @@ def measure(args: argparse.Namespace, llm: LLM, cells: Sequence[Cell]) -> list[F
         runner, some = Runner(llm, KEEP_BYTES, 0, policy), [c for c in cells if c.policy == policy]
         full, figures = summarise_texts(*runner.texts(texts, [c.case for c in some]), *how)
         if not reference:
-            reference = full | {"policy": "full, bf16", "kv_share": 1.0}
+            reference = full | {"policy": "full, bf16", "kv_share": 1.0, "read_share": 1.0}
             reference["recall"] = summarise_recall(recalls, runner.recall(recalls, None), *how) if recalls else {}
         for cell, one in zip(some, figures, strict=True):
             one["recall"] = (
                 summarise_recall(recalls, runner.recall(recalls, cell.case.eviction), *how) if recalls else {}
             )
             found[cell.text] = {k: v for k, v in one.items() if k != "by_step"}
+            found[cell.text]["read_share"] = read_share(llm, cell, sum(lengths)) or one["kv_share"]
             inside = one["recall"].get("inside", {"value": 0})["value"]
             say("frontier", f"{cell.text}: {one['kv_share']:.1%}, KL {one['kl']['value']:.4f}, recall {inside:.0%}")
     return [reference, *(found[text] for text in order)]
+
+
+def read_share(llm: LLM, cell: Cell, tokens: int) -> float:
+    """Of the bytes, what a step reads of a complete row where it does not read all; 0 where it does."""
+    share, prices = cell.policy.attn_sparsity, prices_of(llm.model.spec, cell.policy)
+    read = 2 * share * tokens * prices.slot_bytes + prices.beside(tokens, 0)
+    return read / (4 * tokens * prices.width) if share < 1 else 0.0
 
 
 def markdown(args: argparse.Namespace, found: Sequence[Figures]) -> str:
@@ -131,17 +145,18 @@ def markdown(args: argparse.Namespace, found: Sequence[Figures]) -> str:
         recall = [f"{one['recall'][at]['value']:.0%}" if at in one["recall"] else "" for at in ("inside", "after")]
         quality = [number(one[name], 4) if name in one else "0" for name in ("kl", "nll_less_full")]
         flips = f"{one['flips']['value']:.1%}" if "flips" in one else "0"
-        rows.append([f"`{one['policy']}`", f"{one['kv_share']:.1%}", quality[0], flips, quality[1], *recall])
-    heads = ["cell", "of the bytes", "KL, nats", "flips", "NLL - full", "recall, inside", "recall, after"]
+        bytes_of = [f"{one[share]:.1%}" for share in ("kv_share", "read_share")]
+        rows.append([f"`{one['policy']}`", *bytes_of, quality[0], flips, quality[1], *recall])
+    heads = ["cell", "of the bytes", "a step", "KL, nats", "flips", "NLL - full", "recall, inside", "recall, after"]
     return head + "\n\n" + "\n".join(markdown_table(heads, rows)) + "\n"
 
 
 def best_line(found: Sequence[Figures]) -> list[tuple[float, float]]:
-    """(share, KL) of the cells that no smaller one is better than, ascending."""
+    """(share, KL) of the cells that no smaller one is better than, ascending. share: read in a step."""
     line: list[tuple[float, float]] = []
-    for one in sorted((f for f in found if "kl" in f), key=lambda f: (f["kv_share"], f["kl"]["value"])):
+    for one in sorted((f for f in found if "kl" in f), key=lambda f: (f["read_share"], f["kl"]["value"])):
         if not line or one["kl"]["value"] < line[-1][1]:
-            line.append((one["kv_share"], one["kl"]["value"]))
+            line.append((one["read_share"], one["kl"]["value"]))
     return line
 
 
@@ -155,13 +170,19 @@ def draw(found: Sequence[Figures], path: Path) -> None:
     for one in found:
         if "kl" in one:
             policy, _, rest = one["policy"].partition("@")
-            bits = rest.partition("/")[2].partition("w")[0] or "16"
-            kinds.setdefault(f"{policy.partition(',')[0]}, {bits} bits", []).append(one)
+            bits = rest.partition("/")[2].partition("r")[0].partition("w")[0] or "16"
+            read = ", some read" if "r" in rest else ""
+            kinds.setdefault(f"{policy.partition(',')[0]}, {bits} bits{read}", []).append(one)
     for i, (kind, cells) in enumerate(sorted(kinds.items())):
-        x, y = [c["kv_share"] for c in cells], [max(c["kl"]["value"], 1e-5) for c in cells]
+        x, y = [c["read_share"] for c in cells], [max(c["kl"]["value"], 1e-5) for c in cells]
         ax.plot(x, y, linestyle="", marker="osD^vP*X<>h"[i % 11], color=f"C{i % 10}", label=kind)
     ax.plot(*zip(*best_line(found), strict=True), color="black", linewidth=1, label="best")
-    ax.set(xscale="log", yscale="log", xlabel="share of the bf16 cache's bytes", ylabel="KL to the full cache, nats")
+    ax.set(
+        xscale="log",
+        yscale="log",
+        xlabel="bytes that a step reads, as a share of the bf16 cache",
+        ylabel="KL to the full cache, nats",
+    )
     ax.grid(alpha=0.3, which="both")
     ax.legend(fontsize=7)
     write_picture(path, figure)

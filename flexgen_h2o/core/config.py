@@ -238,7 +238,10 @@ class Policy:
     sep_layer: bool = setting(True, "attention and MLP are two schedule steps")
     pin_weight: bool = setting(True, "pin what the host holds, with a card")
     attn_sparsity: float = setting(
-        1.0, "share of past values that decode attention adds up; KV moves whole all the same", share=True
+        1.0,
+        "share of a row's columns that a decode step reads, chosen by its query and keys in 2 bits; the others count "
+        "through sums. For KV where attention runs: from another tier it moves whole all the same",
+        share=True,
     )
 
     def __post_init__(self) -> None:
@@ -251,8 +254,6 @@ class Policy:
             )
         if self.cache_window % 4:
             raise UsageError(f"cache_window: {self.cache_window} is not a multiple of 4")
-        if self.compress_cache and self.attn_sparsity != 1:
-            raise UsageError("attn_sparsity: is for an uncompressed cache; leave compress_cache off, or it at 1")
 
     @property
     def weight_shares(self) -> tuple[float, float, float]:

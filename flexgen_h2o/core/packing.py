@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from flexgen_h2o.core.units import round_up
 
 WORD = 4  # bytes
+SKETCH_BLOCK = 32  # columns whose sketches lie together, which are a page of it, too
+SKETCH_CODES = 8  # of one channel after another, in a 16-bit number
 PAGE_STEP = 4  # pages and whole columns of a row are multiples of it, as the decode kernel reads them
 GROUP = 64  # values that share a scale and a least value, at most
 _STEP = 8  # values; groups are multiples of it, so that in 4 and in 8 bits they begin with a word
@@ -114,15 +116,28 @@ def page_bytes(pages: int, width: int) -> int:
     return padded_pages(pages) * (2 * width + 1) * WORD
 
 
+def sketch_shape(slots: int, width: int) -> tuple[int, int]:
+    """Blocks of a row's sketch, and 16-bit numbers for each of their columns (kernels/select.Sketch)."""
+    return padded_pages(-(-slots // SKETCH_BLOCK)), -(-width // SKETCH_CODES)
+
+
+def sketch_bytes(slots: int, width: int) -> int:
+    """The sketch of a row and kv-head: keys in 2 bits, sums of a block's values, and the grid of each channel, fp32."""
+    blocks, numbers = sketch_shape(slots, width)
+    return blocks * (2 * numbers * SKETCH_BLOCK + width * WORD) + 2 * width * WORD
+
+
 @dataclass(frozen=True)
 class KVPrices:
     """What a row's keys and values take in one layer and kv-head, with `width` numbers a key. window: newest columns
-    that are whole beside packed slots, at most. itemsize: of a number that is not packed; bf16's by default."""
+    that are whole beside packed slots, at most. itemsize: of a number that is not packed; bf16's by default. selects:
+    a sketch of all slots lies beside them (`Policy.attn_sparsity`)."""
 
     width: int
     packing: SlotPacking | None = None
     window: int = 0
     itemsize: int = 2
+    selects: bool = False
 
     @property
     def slot_bytes(self) -> int:
@@ -130,11 +145,11 @@ class KVPrices:
         return self.width * self.itemsize if self.packing is None else self.packing.slot_bytes
 
     def beside(self, slots: int, pages: int) -> int:
-        """Pages, and what lies beside so many slots where they are packed."""
+        """Pages, what lies beside so many slots where they are packed, and their sketch."""
         found = page_bytes(pages, self.width)
         if self.packing is not None:
             found += whole_bytes(window_of(self.window, slots), self.width, self.itemsize)
-        return found
+        return found + (sketch_bytes(slots, self.width) if self.selects else 0)
 
     def nbytes(self, slots: int, pages: int = 0) -> int:
         """Slots, and what lies beside them; not what a policy records of slots."""

@@ -166,7 +166,6 @@ STAGING_BYTES = TRANSFER_CHUNK + 2 * PAGE  # of one disk thread: a chunk and its
 SAMPLING_CHUNK = 2**19  # logits whose probabilities are worked out at a time
 SCORE_TILE_BYTES = 4 * 2**20  # of an n x n matrix that exist at a time: what both cores' caches hold
 MASK_ROWS = 256  # queries at a time, where they are the last of a prompt and need a mask
-SPARSE_CHUNK = 2**22  # values gathered at a time by --attn-sparsity
 PACKED_CHUNK = 2**22  # values of the KV cache that are unpacked at a time where they are not read packed
 TOKEN_CHUNK = 1024  # tokens whose wide activations exist at a time
 NORM_CHUNK = 128  # rows that an RMS norm holds in fp32 at a time

@@ -23,7 +23,6 @@ from flexgen_h2o.core.units import (
     SAMPLING_CHUNK,
     SCORE_TILE_BYTES,
     SCORED_CHUNK,
-    SPARSE_CHUNK,
     STAGING_BYTES,
     SUMMARY_CHUNK,
     TOKEN_CHUNK,
@@ -42,6 +41,8 @@ from flexgen_h2o.tiers.stream import Part, Shares, is_streamed, on_host_device, 
 UNPACK_BYTES = 16  # of a weight while torch operations unpack it: codes, halves of them, fp32, the result
 # Of a value of KV while it is unpacked by torch operations: itself, scale and least, in 4 bytes each.
 UNPACK_KV_BYTES = 28
+SELECT_BYTES = 40  # of a number of KV, where torch operations choose columns
+THREADS = 16  # that attend at once, at most, of which each has memory of its own
 RANK_BYTES = 48  # of a column while it is ranked: sums, ranks, sorted copies of both and int64 indices
 
 
@@ -226,7 +227,7 @@ def kv_layout(
     streamed = any(share > 0 and is_streamed(tier, on_host) for tier, share in zip(TIERS, shares, strict=True))
     return UnitLayout(
         sequences, spec.num_kv_heads, slots, spec.head_dim, itemsize, shares, record, streamed,
-        packing_of(spec, policy), policy.cache_window,
+        packing_of(spec, policy), policy.cache_window, policy.attn_sparsity < 1,
     )  # fmt: skip
 
 
@@ -237,7 +238,7 @@ def packing_of(spec: ModelSpec, policy: Policy) -> SlotPacking | None:
 
 def prices_of(spec: ModelSpec, policy: Policy, itemsize: int = DTYPE_BYTES["bfloat16"]) -> KVPrices:
     """What KV columns take; with bf16's itemsize for policies that count bytes."""
-    return KVPrices(spec.head_dim, packing_of(spec, policy), policy.cache_window, itemsize)
+    return KVPrices(spec.head_dim, packing_of(spec, policy), policy.cache_window, itemsize, policy.attn_sparsity < 1)
 
 
 def attends_on_host(policy: Policy, device_is_host: bool) -> bool:
@@ -408,9 +409,9 @@ def temporary_bytes(spec: ModelSpec, shape: BlockShape, itemsize: int, policy: P
         prefill += columns * copies * spec.head_dim * itemsize
         prefill += columns * RANK_BYTES if shape.record else 0
         prefill += MASK_ROWS * shape.sharing * itemsize  # the mask of own queries
-    if policy.attn_sparsity < 1:  # probabilities, their order, and a chunk of gathered values in two dtypes
-        gathered = min(scores * spec.head_dim, max(SPARSE_CHUNK, shape.most_slots * spec.head_dim))
-        decode = scores * 36 + gathered * (4 + itemsize)
+    if policy.attn_sparsity < 1:  # a thread's estimates, shares, places, and the columns that it gathered
+        group = spec.num_heads // spec.num_kv_heads
+        decode += THREADS * shape.most_slots * (12 * group + 2 * itemsize * spec.head_dim)
     # Probabilities, sorted and summed in float64 with their indices.
     logits = shape.logits * spec.vocab_size if spec.head else 0
     sampling = 50 * min(logits, max(SAMPLING_CHUNK, spec.vocab_size))
@@ -426,9 +427,11 @@ def temporary_bytes(spec: ModelSpec, shape: BlockShape, itemsize: int, policy: P
 def _unpacked_cache_bytes(
     spec: ModelSpec, policy: Policy, shape: BlockShape, itemsize: int, device_is_host: bool
 ) -> int:
-    """Of packed KV that a card unpacks to read, some rows at a time. A host reads packed slots in place."""
+    """Of KV that a card unpacks to read, or chooses columns of, some rows at a time. A host does so in place."""
     on_card = not device_is_host and (policy.percent[2] > 0 or not policy.cpu_cache_compute)
-    if not policy.compress_cache or not on_card:
+    each = UNPACK_KV_BYTES + 2 * itemsize if policy.compress_cache else 0
+    each += SELECT_BYTES if policy.attn_sparsity < 1 else 0
+    if not each or not on_card:
         return 0
     row = shape.most_slots * spec.head_dim
-    return min(shape.rows * spec.num_kv_heads * row, max(PACKED_CHUNK, row)) * (UNPACK_KV_BYTES + 2 * itemsize)
+    return min(shape.rows * spec.num_kv_heads * row, max(PACKED_CHUNK, row)) * each

@@ -126,7 +126,7 @@ def make_report(
     shape = need_of(eviction, table.sizes.total(), set(table.sizes), spec.num_blocks)
     copied = common * spec.kv_bytes_per_token(itemsize)
     model_bytes, cache_bytes, hidden_bytes = sizes_of(spec, table.sizes, itemsize)
-    saves = {"attn_sparsity_saves": "arithmetic, no traffic"} if engine.policy.attn_sparsity < 1 else {}
+    saves = {"attn_sparsity_saves": "memory reads, no traffic"} if engine.policy.attn_sparsity < 1 else {}
     joined = {"refilled": scheduler.joined} if scheduler.is_continuous else {}
     report = RunReport(
         model=table.model.name,
@@ -271,11 +271,11 @@ def eviction_line(report: RunReport) -> str:
 
 
 def sparsity_line(report: RunReport) -> str:
-    """What --attn-sparsity did not save, since its name promises it."""
+    """What --attn-sparsity saved, and what not."""
     moved = ", ".join(f"{link} {format_bytes(n)}" for link, n in report.io_bytes_by_kind["kv"].items() if n)
     return (
-        f"attention sparsity: {report.policy.attn_sparsity} of the values are added up; that saves arithmetic, no "
-        f"traffic (KV moved: {moved or 'nothing'})"
+        f"attention sparsity: a decode step reads {report.policy.attn_sparsity} of a row's columns; that saves memory "
+        f"reads, no traffic (KV moved: {moved or 'nothing'})"
     )
 
 

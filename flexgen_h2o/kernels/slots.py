@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from flexgen_h2o.core.packing import WORD, SlotPacking
-from flexgen_h2o.core.units import PACKED_CHUNK, SPARSE_CHUNK
+from flexgen_h2o.core.units import PACKED_CHUNK
 from flexgen_h2o.kernels.beside import (
     WHOLE,
     SlotForm,
@@ -32,7 +32,7 @@ from flexgen_h2o.kernels.packed import unpack_columns
 from flexgen_h2o.kernels.workspace import element_of, is_compiled, mismatch, parallel_rows
 
 if TYPE_CHECKING:
-    from flexgen_h2o.kernels.compiled.slots import ColumnSlots, Scores
+    from flexgen_h2o.kernels.compiled.slots import ColumnSlots, Scores, Slots
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def attend(
     victims[r] = the slot j < filled of the lowest new score among those with oldest <= positions[r, j] <= newest, on
     equal scores the one of the lowest position; -1 if there is none.
     """
-    if not _is_compiled(q, keys, values) or (form.whole is not None and q.shape[2] * q.itemsize % WORD):
+    if not loops_can_read(q, keys, values, form):
         return attend_reference(q, keys, values, filled, scale, state, form)
     return _attend_compiled((q, keys, values, filled), scale, state, form)
 
@@ -87,7 +87,7 @@ def attend_lse(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attend`, bit for bit, and (R, g) fp32: the natural logarithm of the sum of exp(scale x q.k) over the slots."""
-    if not _is_compiled(q, keys, values):
+    if not loops_can_read(q, keys, values):
         return attend_lse_reference(q, keys, values, filled, scale)
     lse = torch.empty(q.shape[:2], dtype=torch.float32)
     return _attend_compiled((q, keys, values, filled), scale, lse=lse), lse
@@ -103,7 +103,7 @@ def attend_reference(
     """
     packing, pages = form.packing, form.pages
     if packing is None:
-        products = _slot_products(q, keys, filled, scale)
+        products = slot_products(q, keys, filled, scale)
         if pages is not None:
             products = torch.cat([products, page_products(q, pages, scale)], dim=2)
         p, of_pages = torch.softmax(products, dim=2).tensor_split([int(filled.max())], dim=2)
@@ -130,7 +130,7 @@ def attend_lse_reference(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attend_lse` in torch operations."""
-    products = _slot_products(q, keys, filled, scale)
+    products = slot_products(q, keys, filled, scale)
     lse = torch.logsumexp(products, dim=2)
     return _mix(products.sub_(lse.unsqueeze(2)).exp_(), values, filled).to(q.dtype), lse
 
@@ -148,12 +148,7 @@ def _update_scores(state: ScoreState, p: torch.Tensor, filled: torch.Tensor) -> 
     state.victims.copy_(torch.where(candidates.any(dim=1), earliest, -1))
 
 
-def slot_probabilities(q: torch.Tensor, keys: torch.Tensor, filled: torch.Tensor, scale: float) -> torch.Tensor:
-    """(R, g, longest) fp32, where longest = filled.max(); slots from `filled` on have probability 0."""
-    return torch.softmax(_slot_products(q, keys, filled, scale), dim=2)
-
-
-def _slot_products(q: torch.Tensor, keys: torch.Tensor, filled: torch.Tensor, scale: float) -> torch.Tensor:
+def slot_products(q: torch.Tensor, keys: torch.Tensor, filled: torch.Tensor, scale: float) -> torch.Tensor:
     """(R, g, longest) fp32: scale x q.k, and -inf for slots from `filled` on."""
     length, longest = keys.shape[2], int(filled.max())
     parts = [torch.bmm(q, keys[i, :, : longest - i * length].transpose(1, 2)) for i in range(-(-longest // length))]
@@ -176,10 +171,10 @@ def _mix(p: torch.Tensor, values: torch.Tensor, filled: torch.Tensor) -> torch.T
     return out
 
 
-def _is_compiled(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
+def loops_can_read(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, form: SlotForm = WHOLE) -> bool:
     """Whether the compiled loops can read these: in the CPU's memory, slots of whole words."""
     if keys.dtype == torch.int32:  # packed
-        return is_compiled(q)
+        return is_compiled(q) and (form.whole is None or q.shape[2] * q.itemsize % WORD == 0)
     places = (q.shape[2] * q.itemsize, keys.stride(0) * q.itemsize, *(t.data_ptr() for t in (q, keys, values)))
     return is_compiled(q) and not any(place % WORD for place in places)
 
@@ -194,14 +189,9 @@ def _attend_compiled(
     packing = form.packing
     q, keys, values, filled = tensors
     q, filled, most = q.contiguous(), filled.contiguous(), int(filled.max())
-    _check_slots((q, keys, values, filled), most, packing)
+    check_slots((q, keys, values, filled), most, packing)
     out = torch.empty_like(q)
-    words = keys.shape[3] * keys.itemsize // WORD
-    job = slots.Slots(
-        q.shape[1], words, keys.shape[2], keys.itemsize * keys.stride(0) // WORD, most,
-        q.data_ptr(), keys.data_ptr(), values.data_ptr(), filled.data_ptr(), out.data_ptr(),
-        0 if lse is None else lse.data_ptr(), float(scale),
-    )  # fmt: skip
+    job = slots_job((q, keys, values, filled, out), most, scale, lse)
     scores = slots.NO_SCORES if state is None else _score_addresses(state, len(q), most)
     pages = beside.NO_PAGES if form.pages is None else page_addresses(form.pages, q)
     loop: Callable[..., None] = partial(slots.attend_rows, element_of(q.dtype))
@@ -210,15 +200,25 @@ def _attend_compiled(
         whole = beside.NO_WHOLE if form.whole is None else whole_addresses(form.whole, q)
         arguments = packed_slots.format_of(packing), job, scores, (pages, whole)
         loop = partial(packed_slots.attend_rows, element_of(q.dtype))
-    row_bytes = 2 * (most * words + pages.pages * pages.width) * WORD
+    row_bytes = 2 * (most * job.words + pages.pages * pages.width) * WORD
     parallel_rows(partial(loop, *arguments), len(q), row_bytes)
     return out
+
+
+def slots_job(tensors: tuple[torch.Tensor, ...], most: int, scale: float, lse: torch.Tensor | None = None) -> Slots:
+    """What the loops read and write. tensors: q, keys, values, filled, out."""
+    from flexgen_h2o.kernels.compiled.slots import Slots
+
+    q, keys = tensors[:2]
+    sizes = q.shape[1], keys.shape[3] * keys.itemsize // WORD, keys.shape[2], keys.itemsize * keys.stride(0) // WORD
+    addresses = [*(t.data_ptr() for t in tensors), 0 if lse is None else lse.data_ptr()]
+    return Slots._make([*sizes, most, *addresses, float(scale)])
 
 
 # What the loops read goes by address: a wrong shape would be memory out of bounds, so all of it is checked.
 
 
-def _check_slots(tensors: tuple[torch.Tensor, ...], most: int, packing: SlotPacking | None) -> None:
+def check_slots(tensors: tuple[torch.Tensor, ...], most: int, packing: SlotPacking | None) -> None:
     """tensors: q, keys, values, filled; most: the largest of `filled`. Raises ValueError."""
     q, keys, values, filled = tensors
     segments, _, length, _ = keys.shape
@@ -245,35 +245,6 @@ def _score_addresses(state: ScoreState, rows: int, most: int) -> Scores:
             raise ValueError(f"attend: {name} is {tuple(tensor.shape)} {tensor.dtype}, not {shape} {dtype}")
     addresses = (getattr(state, name).data_ptr() for name in _OF_ROWS)
     return Scores._make([columns, *addresses, float(state.decay)])
-
-
-def attend_sparse(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float, share: float
-) -> torch.Tensor:
-    """FlexGen's --attn-sparsity: `attend` with the values of the int(share x past) most attended slots and the newest.
-
-    Chosen per query head; the kept weights are not normalised again. The newest column is each row's slot filled - 1.
-    The other values are not read. In torch operations.
-    """
-    probabilities = slot_probabilities(q, keys, filled, scale)
-    rows, group, width = q.shape
-    newest = (filled.long() - 1).view(rows, 1, 1).expand(rows, group, 1)
-    newest_weight = probabilities.gather(2, newest)
-    past = probabilities.scatter(2, newest, -1.0)
-    keep = (share * (filled - 1).double()).long()
-    weights, slots = past.topk(max(1, int(keep.max())), dim=2)
-    allowed = torch.arange(weights.shape[2], device=q.device) < keep.view(rows, 1, 1)
-    weights = torch.cat([torch.where(allowed, weights, 0.0), newest_weight], dim=2)
-    # A slot that is not allowed may be an empty one, which can hold anything: the newest stands in for it.
-    slots = torch.cat([torch.where(allowed, slots, newest), newest], dim=2)
-    out = torch.empty_like(q)
-    step = max(1, SPARSE_CHUNK // (group * slots.shape[2] * width))
-    for a in range(0, rows, step):
-        chosen = slots[a : a + step]
-        row = torch.arange(a, a + len(chosen), device=q.device).view(-1, 1, 1)
-        found = values[chosen // values.shape[2], row, chosen % values.shape[2]]
-        out[a : a + step] = torch.einsum("rgs,rgsd->rgd", weights[a : a + step], found.float())
-    return out
 
 
 Pair = tuple[torch.Tensor, torch.Tensor]

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
-from flexgen_h2o.core.packing import SlotPacking
-from flexgen_h2o.kernels.beside import SlotForm, WholeColumns
+from flexgen_h2o.core.packing import SKETCH_BLOCK, SlotPacking, sketch_shape
+from flexgen_h2o.kernels.beside import WHOLE, SlotForm, WholeColumns
 from flexgen_h2o.kernels.elementwise import Rotation, rms_norm, silu_gated
 from flexgen_h2o.kernels.packed import pack_columns
 from flexgen_h2o.kernels.prefill_attention import causal_attention_lse, column_sums
+from flexgen_h2o.kernels.select import Sketch, add_to_sketch, attend_selected, fill_sketch
 from flexgen_h2o.kernels.slots import ScoreState, attend, get_last_slots, put_slots
 
 _LONGEST_S = 300.0
@@ -87,8 +88,8 @@ _ROWS, _SLOTS, _WIDTH = 1, 4, 64
 
 
 def warm_up(
-    device: torch.device, dtype: torch.dtype, scored: bool, packing: SlotPacking | None = None,
-    rolling: bool = False, rotary: bool = False, weights: Callable[[torch.device, torch.dtype], None] | None = None,
+    device: torch.device, dtype: torch.dtype, scored: bool, packing: SlotPacking | None = None, rolling: bool = False,
+    rotary: bool = False, weights: Callable[[torch.device, torch.dtype], None] | None = None,
 ) -> None:  # fmt: skip
     """Run decode attention once on zeros (by `compile_subprocess`); where columns are `scored`, prompts' scores too.
 
@@ -98,7 +99,6 @@ def warm_up(
     A few seconds the first time on a machine, then some tenths of one.
     """
     columns = torch.zeros(1, _ROWS, _SLOTS, _WIDTH, dtype=dtype, device=device)
-    q = columns[0, :, :1].contiguous()
     whole, single = ((_ROWS, _SLOTS), (_ROWS,))
     positions, oldest, newest, victims = (
         torch.zeros(size, dtype=torch.int32, device=device) for size in (whole, single, single, single)
@@ -109,14 +109,8 @@ def warm_up(
     first, column = torch.zeros(_ROWS, 1, dtype=torch.int64, device=device), columns[0, :, :1].clone()
     put_slots((columns, columns), first, (column, column))
     get_last_slots((columns, columns), first, (column, column))
-    if packing is None:
-        attend(q, columns, columns, filled, 1.0, state)
-    else:
-        wide = columns.new_zeros(*columns.shape[:-1], packing.width)
-        packed = pack_columns(wide, packing)
-        ranges, none = torch.ones(_ROWS, packing.width, dtype=torch.bfloat16, device=device), wide[0, :, :0]
-        beside = WholeColumns(ranges, ranges, none, none, positions[:, :0])
-        attend(wide[0, :, :1], packed, packed, filled, 1.0, state, SlotForm(packing, None, beside))
+    slots, form, q = _stored(packing, dtype, device)
+    attend(q, slots, slots, filled, 1.0, state, form)
     if rotary:
         Rotation(gains.expand(_WIDTH // 2), 1.0).rotate((columns[0],), victims)
         rms_norm(columns[0, 0], columns[0, 0, 0], 1.0, columns[0, 0].clone())
@@ -128,3 +122,30 @@ def warm_up(
         column_sums(columns, columns, lse, 1.0)
     if weights is not None:
         weights(device, dtype)
+
+
+def _stored(
+    packing: SlotPacking | None, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, SlotForm, torch.Tensor]:
+    """Slots of zeros, as they are or packed, what is beside them, and a query."""
+    width = _WIDTH if packing is None else packing.width
+    slots = torch.zeros(1, _ROWS, _SLOTS, width, dtype=dtype, device=device)
+    q, none = slots[0, :, :1].contiguous(), slots[0, :, :0]
+    if packing is None:
+        return slots, WHOLE, q
+    ranges, slots_of_none = q.new_ones(_ROWS, width, dtype=torch.bfloat16), q.new_zeros(_ROWS, 0, dtype=torch.int32)
+    form = SlotForm(packing, None, WholeColumns(ranges, ranges, none, none, slots_of_none))
+    return pack_columns(slots, packing), form, q
+
+
+def warm_up_selection(device: torch.device, dtype: torch.dtype, packing: SlotPacking | None = None) -> None:
+    """The same for attention that reads some of the columns."""
+    slots, form, q = _stored(packing, dtype, device)
+    width, slot = q.shape[2], torch.zeros(_ROWS, dtype=torch.int64, device=device)
+    blocks, numbers = sketch_shape(_SLOTS, width)
+    grid, sums = torch.ones(_ROWS, width, device=device), torch.zeros(_ROWS, blocks, width, device=device)
+    codes = torch.zeros(_ROWS, blocks, numbers, SKETCH_BLOCK, dtype=torch.int16, device=device)
+    sketch, filled = Sketch(grid, grid.clone(), codes, sums), slot.int() + _SLOTS
+    fill_sketch(sketch, q, q)
+    add_to_sketch(sketch, slot, q[:, 0], q[:, 0])
+    attend_selected(q, slots, slots, filled, 1.0, sketch, filled, form)

@@ -17,7 +17,8 @@ from flexgen_h2o.core.packing import window_of
 from flexgen_h2o.core.units import ROLLING_CHUNK, TOKEN_CHUNK
 from flexgen_h2o.kernels.elementwise import Rotation
 from flexgen_h2o.kernels.prefill_attention import causal_attention, causal_attention_lse
-from flexgen_h2o.kernels.slots import ScoreState, attend, attend_lse, attend_sparse
+from flexgen_h2o.kernels.select import add_to_sketch, attend_selected, fill_sketch
+from flexgen_h2o.kernels.slots import ScoreState, attend, attend_lse
 from flexgen_h2o.kvcache.evict import (
     KeptColumns,
     PrefixSums,
@@ -167,6 +168,8 @@ def write_prompts(
             index = positions * kv_heads + torch.arange(a - first, b - first, device=positions.device).unsqueeze(1)
             chosen = (t.reshape(-1, width).index_select(0, index.flatten()) for t in (keys, values))
             put_first_columns(view, rows.start, rows.stop, *(t.view(b - a, -1, width) for t in chosen))
+        if view.sketch is not None:
+            fill_sketch(view.sketch.map(lambda t, rows=rows: t[rows]), keys[:, heads], values[:, heads])  # type: ignore[misc]
         if view.metadata is not None:
             record_prompt(view.metadata, rows, kept, i, heads)
             if view.metadata.pages is not None:
@@ -184,7 +187,8 @@ def attend_slots(
     """Put each row's new column into its slot and attend over its filled slots, part by part where the part lies.
 
     Where the policy scores, the slots' scores grow by what they received and each row's next victim is named.
-    sparsity: `Policy.attn_sparsity`, of the full cache. rotation: turns the keys by their ranks as they are read.
+    sparsity: `Policy.attn_sparsity`, of the full cache: int(sparsity x columns) of a row are read, at least 1, where
+    views have sketches. rotation: turns the keys by their ranks as they are read.
 
     q: (sequences, heads, d); k, v: (sequences, kv_heads, d); out: (sequences, heads x d).
     """
@@ -212,8 +216,11 @@ def attend_slots(
             attn_out[here].copy_(_attend_behind([t[here].to(where) for t in common], queries, view, held, scale))
         elif rotation is not None:
             _attend_rolling(rotation, queries, view, held, scale, state, attn_out[here])
-        elif sparsity < 1:
-            attn_out[here].copy_(attend_sparse(queries, view.keys, view.values, held, scale, sparsity))
+        elif view.sketch is not None:
+            add_to_sketch(view.sketch, slots, keys, values)
+            counts = (sparsity * held.double()).int().clamp(min=1)
+            areas = view.keys, view.values
+            attn_out[here].copy_(attend_selected(queries, *areas, held, scale, view.sketch, counts, view.form))
         else:
             attn_out[here].copy_(attend(queries, view.keys, view.values, held, scale, state, view.form))
     if rows.policy.needs.record and not rows.policy.needs.ranks_by_score:

@@ -9,7 +9,7 @@ only those that hold columns move. The metadata of the slots lies elsewhere, whe
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from flexgen_h2o.core.packing import KVPrices, SlotPacking, padded_pages, page_bytes, window_of
@@ -27,7 +27,7 @@ class UnitLayout:
     shares: of the unit's rows on device, host and disk. record: what an eviction policy keeps besides columns.
     streamed: some part is brought from another tier for each use. packing: how compressed columns lie in their slots;
     None where a slot holds `width` numbers of `itemsize` bytes. window: of packed columns so many of the newest are
-    whole, too, at most (`window_of`).
+    whole, too, at most (`window_of`). selects: a sketch of all slots lies beside them (kernels/select.Sketch).
     """
 
     sequences: int
@@ -40,6 +40,7 @@ class UnitLayout:
     streamed: bool = True
     packing: SlotPacking | None = None
     window: int = 0
+    selects: bool = False
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
@@ -48,7 +49,7 @@ class UnitLayout:
     @cached_property
     def prices(self) -> KVPrices:
         """What a row and kv-head takes."""
-        return KVPrices(self.width, self.packing, self.window, self.itemsize)
+        return KVPrices(self.width, self.packing, self.window, self.itemsize, self.selects)
 
     @property
     def slot_bytes(self) -> int:
@@ -57,7 +58,7 @@ class UnitLayout:
 
     @property
     def beside_bytes(self) -> int:
-        """Of a row: its pages, and what lies beside packed slots."""
+        """Of a row: its pages, what lies beside packed slots, and its sketch."""
         return self.prices.beside(self.slots, self.record.pages)
 
     @property
@@ -123,18 +124,24 @@ class UnitLayout:
 
     @property
     def sequence_bytes(self) -> int:
-        """What a sequence holds of keys and values: slots, pages and what lies beside packed slots. Not the record of
-        slots (positions, scores, ...)."""
+        """What a sequence holds of keys and values: slots, pages, what lies beside packed slots, and sketches. Not the
+        record of slots (positions, scores, ...)."""
         return self.kv_heads * self.prices.nbytes(self.slots, self.record.pages)
 
     def metadata_bytes(self, part: Part) -> int:
-        """What the policy records of the part's slots, a victim for each row, its pages (means and counts), and what
-        lies beside packed slots."""
+        """What the policy records of the part's slots, a victim for each row, its pages (means and counts), what lies
+        beside packed slots, and sketches."""
         return round_up(part.rows * (self._record_bytes + self.beside_bytes), ALIGN)
 
     def metadata_end(self, part: Part) -> int:
         """Where whole columns begin."""
         return part.rows * (self._record_bytes + page_bytes(self.record.pages, self.width))
+
+    def whole_end(self, part: Part) -> int:
+        """Where sketches begin: they are the last."""
+        return part.rows * (
+            self._record_bytes + replace(self.prices, selects=False).beside(self.slots, self.record.pages)
+        )
 
     @property
     def _record_bytes(self) -> int:

@@ -5,15 +5,18 @@ When rows leave a micro-batch its last rows take their places (compaction).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
 
-from flexgen_h2o.core.packing import SlotPacking, padded_pages
+from flexgen_h2o.core.packing import SKETCH_BLOCK, SlotPacking, padded_pages, sketch_shape
 from flexgen_h2o.kernels.beside import Pages, SlotForm, WholeColumns
 from flexgen_h2o.kernels.packed import pack_columns
+from flexgen_h2o.kernels.select import Sketch
 from flexgen_h2o.kernels.slots import put_slots
 from flexgen_h2o.kvcache.eviction.policy import POSITIONS, RANKS, Eviction
 from flexgen_h2o.kvcache.layout import METADATA_ITEMSIZE, UnitLayout
@@ -75,6 +78,7 @@ class PartView:
 
     keys, values: (segments, rows, segment slots, width); slot j is [j // segment slots, :, j % segment slots]. With
     `packing` the width is a slot's words, int32. metadata: None with the full cache. whole: goes with `packing`.
+    sketch: where attention reads some of the columns.
     """
 
     start: int
@@ -83,6 +87,7 @@ class PartView:
     metadata: SlotMetadata | None = None
     packing: SlotPacking | None = None
     whole: WholeColumns | None = None
+    sketch: Sketch | None = None
 
     @property
     def rows(self) -> int:
@@ -96,7 +101,9 @@ class PartView:
         """The view's rows [first, end), numbered from `start` on."""
         metadata = self.metadata.map(lambda t: t[first:end]) if self.metadata is not None else None
         whole = self.whole.map(lambda t: t[first:end]) if self.whole is not None else None
-        return PartView(start, self.keys[:, first:end], self.values[:, first:end], metadata, self.packing, whole)
+        sketch = self.sketch.map(lambda t: t[first:end]) if self.sketch is not None else None
+        keys, values = self.keys[:, first:end], self.values[:, first:end]
+        return PartView(start, keys, values, metadata, self.packing, whole, sketch)
 
     @property
     def form(self) -> SlotForm:
@@ -107,7 +114,8 @@ class PartView:
         """Every tensor of the view with its rows first."""
         columns = [self.keys.transpose(0, 1), self.values.transpose(0, 1)]
         columns += self.metadata.tensors() if self.metadata is not None else []
-        return columns + (list(vars(self.whole).values()) if self.whole is not None else [])
+        beside = [vars(t).values() for t in (self.whole, self.sketch) if t is not None]
+        return [*columns, *chain(*beside)]
 
 
 def split_views(views: Sequence[PartView], row: int) -> tuple[list[PartView], list[PartView]]:
@@ -119,14 +127,14 @@ def split_views(views: Sequence[PartView], row: int) -> tuple[list[PartView], li
 
 def part_view(
     layout: UnitLayout, part: Part, data: torch.Tensor, dtype: torch.dtype, metadata: SlotMetadata | None = None,
-    whole: WholeColumns | None = None,
+    whole: WholeColumns | None = None, sketch: Sketch | None = None,
 ) -> PartView:  # fmt: skip
     """The part whose bytes `data` holds. dtype: of numbers that are not packed."""
     dtype = stored_dtype(layout, dtype)
     area, size = layout.area_bytes(part) // dtype.itemsize, part.rows * layout.row_bytes // dtype.itemsize
     areas = data.view(dtype).view(layout.segments, 2, area)[:, :, :size]
     keys, values = areas.unflatten(2, (part.rows, layout.segment_slots, layout.slot_bytes // dtype.itemsize)).unbind(1)
-    return PartView(part.start, keys, values, metadata, layout.packing, whole)
+    return PartView(part.start, keys, values, metadata, layout.packing, whole, sketch)
 
 
 def stored_dtype(layout: UnitLayout, dtype: torch.dtype) -> torch.dtype:
@@ -169,6 +177,20 @@ def whole_view(layout: UnitLayout, part: Part, data: torch.Tensor, dtype: torch.
     both = [t.view(torch.bfloat16).view(rows, width) for t in (centres, ranges)]
     of_columns = [t.view(dtype).view(rows, columns, width) for t in (keys, values)]
     return WholeColumns(both[0], both[1], of_columns[0], of_columns[1], slots.view(torch.int32).view(rows, columns))
+
+
+def sketch_view(layout: UnitLayout, part: Part, data: torch.Tensor) -> Sketch | None:
+    """The sketches, in the bytes behind what lies beside packed slots; None where attention reads all columns."""
+    if not layout.selects:
+        return None
+    rows, width, (blocks, numbers) = part.rows, layout.width, sketch_shape(layout.slots, layout.width)
+    shapes = (rows, width), (rows, width), (rows, blocks, width), (rows, blocks, numbers, SKETCH_BLOCK)
+    sizes = [4 * math.prod(shape) for shape in shapes[:3]] + [2 * math.prod(shapes[3])]
+    start = layout.whole_end(part)
+    parts = data[start : start + sum(sizes)].split(sizes)
+    kinds = (torch.float32, torch.float32, torch.float32, torch.int16)
+    centres, steps, sums, codes = (t.view(k).view(s) for t, k, s in zip(parts, kinds, shapes, strict=True))
+    return Sketch(centres, steps, codes, sums)
 
 
 def put_columns(view: PartView, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:

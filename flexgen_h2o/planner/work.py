@@ -31,10 +31,9 @@ WHOLE: Shares = (1.0, 0.0, 0.0)
 LOAD_LANES = {"disk": "disk_read", "host": "h2d"}  # by the tier that a part is on
 STORE_LANES = {"disk": "disk_write", "host": "d2h"}
 PACK_BYTES = 6  # to pack a number of KV takes as long as norms and activations take for so many bytes
-# --attn-sparsity reads all keys, selects among the probabilities of each query head, and gathers the chosen values, all
-# in separate operations: a probability and a gathered number take as long as attention takes for so many bytes.
-# kernels.slots.attend_sparse on a 2-core AMD EPYC in bf16: 0.27 us and 3 ns, where attention reads 11 GB/s.
-SELECT_BYTES, GATHER_BYTES = 3000, 33
+# --attn-sparsity estimates each column for each query head, and gathers those that it reads: an estimate takes as long
+# as attention takes for so many bytes, a gathered byte so many times as long (bench.kernels.decode_kernel).
+SELECT_BYTES, GATHER_FACTOR = 30, 2.0
 
 
 @dataclass(frozen=True)
@@ -305,7 +304,8 @@ def _with_decode(at: CostContext, alone: Work, block: int, batch: Batch, sweep: 
     read = columns * stored + batch.rows * spec.num_kv_heads * at.kv_layout(block, batch).beside_bytes
     cache = tier_shares(at.policy.cache_shares, at.device_is_host)
     if sparsity < 1:
-        read = read / 2 + columns * spec.num_heads * (SELECT_BYTES + sparsity * spec.head_dim * GATHER_BYTES)
+        read -= columns * stored * (1 - sparsity * GATHER_FACTOR)
+        read += columns * spec.num_heads * SELECT_BYTES
     on_device = cache[0] if at.on_host and not at.device_is_host else 1.0
     elementwise = alone.elementwise
     if "ranks" in at.need.record.names and spec.rotary:  # keys are rotated as they are read

@@ -118,8 +118,8 @@ def test_attn_sparsity_says_that_it_saves_no_traffic(door: Callable[..., Answer]
     assert kv["io_bytes_by_kind"] == less["io_bytes_by_kind"] and kv["io_bytes"]["h2d"] > 0
     assert "sparsity" not in whole.out and "attn_sparsity_saves" not in kv["extra"]
     [line] = [text for text in sparse.out.splitlines() if text.startswith("attention sparsity")]
-    assert "saves arithmetic, no traffic (KV moved: " in line and " h2d " in f" {line}"
-    assert less["extra"]["attn_sparsity_saves"] == "arithmetic, no traffic"
+    assert "saves memory reads, no traffic (KV moved: " in line and " h2d " in f" {line}"
+    assert less["extra"]["attn_sparsity_saves"] == "memory reads, no traffic"
 
 
 def test_rows_that_end_early_are_counted_as_they_are(

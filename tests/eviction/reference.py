@@ -23,6 +23,7 @@ from typing import Protocol
 import torch
 
 from tests.eviction.policies import Policy, choose
+from tests.eviction.selection import Selection
 
 Turn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (heads, n, d) at positions (n,), rotary embeddings
 Kept = list[list[list[int]]]  # positions by layer and kv-head, ascending
@@ -43,11 +44,13 @@ class Stored(Protocol):
 @dataclass(frozen=True)
 class Cache:
     """stored: what becomes of all but the newest `windows` (by layer) columns. page: a query also sees, of each page of
-    so many positions, the mean of the columns that its row of the mask leaves out, as if it were as many columns."""
+    so many positions, the mean of the columns that its row of the mask leaves out, as if it were as many columns.
+    selection: reads some of the columns; all are kept."""
 
     stored: Stored | None = None
     windows: Sequence[int] = ()
     page: int = 0
+    selection: Selection | None = None
 
 
 PLAIN = Cache()
@@ -121,6 +124,11 @@ def forward(
             mixed += torch.einsum("kgij,kjd->ikgd", probabilities * ~is_whole, new)
         if page:
             mixed += torch.einsum("kgip,kipd->ikgd", of_pages, means)
+        if cache.selection is not None:
+            found = v[:, None].expand(-1, len(ids), -1, -1)
+            found = found if stored is None else torch.where(is_whole[..., None], found, new[:, None])
+            chosen = cache.selection.mixed(q, k, v, scores, found, prompt_len or len(ids))
+            mixed[prompt_len or len(ids) :] = chosen.permute(2, 0, 1, 3)
         x = model.finish(layer, x, mixed.reshape(len(ids), -1))
         seen.append(Attention(q, k, v, probabilities))
     return model.logits(x[-1:])[0], seen
@@ -241,9 +249,9 @@ class Evicted:
 
 def evicted_greedy(
     model: PlainModel, prompt: Sequence[int], new_tokens: int, policy: Policy, stored: Stored | None = None,
-    turn: Turn | None = None, given: Mapping[int, int] = MappingProxyType({}),
+    turn: Turn | None = None, given: Mapping[int, int] = MappingProxyType({}), selection: Selection | None = None,
 ) -> Evicted:  # fmt: skip
-    """Greedy tokens for one prompt with `policy` evicting in every layer. stored, turn: as in `forward`.
+    """Greedy tokens for one prompt with `policy` evicting in every layer. stored, turn, selection: as in `forward`.
 
     given: tokens that are taken at some steps whatever the logits; a near tie there is none.
     """
@@ -252,7 +260,7 @@ def evicted_greedy(
     for layer, attention in zip(layers, seen, strict=True):
         layer.prefilled(attention)
     windows = [] if stored is None else [stored.window(layer.slots) for layer in layers]
-    cache = Cache(stored, windows, policy.page)
+    cache = Cache(stored, windows, policy.page, selection)
     tokens, logits, kept = [given.get(0, int(newest.argmax()))], [newest], [_held(layers)]
     while len(tokens) < new_tokens:
         for layer in layers:

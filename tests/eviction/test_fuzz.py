@@ -22,7 +22,8 @@ from tests.eviction.conftest import Known
 from tests.eviction.engine import LEAST_SCORE_GAP, STAND_IN, Pair, Wanted, assert_same, cut, run_with
 from tests.eviction.policies import Budget
 from tests.eviction.reference import Evicted, evicted_greedy
-from tests.eviction.test_packed_cache import Rounded
+from tests.eviction.selection import Selection
+from tests.eviction.test_packed_cache import FAR, Rounded
 from tests.parity.reference import LEAST_GAP, random_prompts
 
 RUNS, FEW = int(os.environ.get("FLEXGEN_KV_RUNS", "200")), 8
@@ -37,8 +38,8 @@ SHAPES = (
 )
 
 
-def draw_policy(rng: random.Random) -> Pair:
-    """Any policy of any size, with what goes with all of them."""
+def draw_policy(rng: random.Random) -> tuple[Pair, float]:
+    """Any policy of any size, with what goes with all of them, or a share of the columns of the full cache to read."""
     heavy, recent = rng.randint(1, 12), rng.randint(1, 8)
     sizes: dict[str, Any] = {"heavy_size": heavy, "recent_size": recent}
     if rng.random() < 0.3:
@@ -61,6 +62,8 @@ def draw_policy(rng: random.Random) -> Pair:
     }
     name = rng.choice(tuple(made))
     engine, slow = made[name]()
+    if rng.random() < 0.15:  # all columns, some of which are read
+        return Pair(engine, plain.h2o(FAR)), round(rng.uniform(0.05, 0.9), 2)
     more: dict[str, Any] = {"summaries": page or None, "while_decoding": rng.random() < 0.85}
     slow = plain.replace(slow, page=page, in_decode=more["while_decoding"])
     if rng.random() < 0.2:
@@ -68,11 +71,11 @@ def draw_policy(rng: random.Random) -> Pair:
     elif name in ("h2o", "random", "snapkv") and "heavy_size" in sizes and rng.random() < 0.4:
         first = rng.randint(1, heavy + recent - 1)
         more["protect"], slow = first, plain.protecting(slow, first)
-    return Pair(plain.replace(engine, **more), slow)
+    return Pair(plain.replace(engine, **more), slow), 1.0
 
 
-def draw_placement(rng: random.Random) -> Policy:
-    """Where things lie, and how columns are compressed."""
+def draw_placement(rng: random.Random, share: float) -> Policy:
+    """Where things lie, how columns are compressed, and the share that is read."""
 
     def shares() -> tuple[int, int]:
         device = rng.choice((0, 0, 30, 50, 100))
@@ -87,14 +90,15 @@ def draw_placement(rng: random.Random) -> Policy:
         }
     return Policy(
         rng.randint(1, 4), rng.randint(1, 3), (*shares(), *shares(), *shares()), overlap=rng.random() < 0.7,
-        cpu_cache_compute=rng.random() < 0.3, sep_layer=rng.random() < 0.5, **packing,
+        cpu_cache_compute=rng.random() < 0.3, sep_layer=rng.random() < 0.5, attn_sparsity=share, **packing,
     )  # fmt: skip
 
 
 def check(index: int, known: Callable[[str], Known], folder: Path) -> bool:
     """Run what the index stands for; False where a near tie lets rounding decide."""
     rng = random.Random(index)
-    one, pair, policy = known(rng.choice(SHAPES)), draw_policy(rng), draw_placement(rng)
+    one, (pair, share) = known(rng.choice(SHAPES)), draw_policy(rng)
+    policy, eviction = draw_placement(rng, share), pair.engine if share == 1 else None
     rows, header = rng.randint(1, 5), random_prompts((rng.choice((0, 0, 6)) or 1,), index)[0]
     lengths, most = [rng.randint(1, 20) for _ in range(rows)], [rng.randint(1, 9) for _ in range(rows)]
     prompts = [[*header, *random_prompts((n,), 31 * index + i)[0]] for i, n in enumerate(lengths)]
@@ -102,7 +106,7 @@ def check(index: int, known: Callable[[str], Known], folder: Path) -> bool:
     if found is None:
         return False
     budget, refill = STAND_IN if rng.random() < 0.6 else None, rng.random() < 0.5
-    with LLM(str(one.folder), policy, pair.engine, dtype="float32", budget=budget, offload_dir=folder) as llm:
+    with LLM(str(one.folder), policy, eviction, dtype="float32", budget=budget, offload_dir=folder) as llm:
         llm.share_prefix = rng.choice(("auto", "on", "off"))
         ran = run_with(llm, prompts, [SamplingParams(max_tokens=n) for n in most], refill)
     try:
@@ -122,9 +126,11 @@ def references(
     found = []
     for prompt, new in zip(prompts, most, strict=True):
         packed = Rounded(policy.cache_bits, policy.cache_window, edges) if policy.compress_cache else None
-        row = evicted_greedy(one.plain, prompt, new, pair.plain, packed)
-        if packed is not None and packed.is_near:
+        selection = Selection(policy.attn_sparsity) if policy.attn_sparsity < 1 else None
+        row = evicted_greedy(one.plain, prompt, new, pair.plain, packed, selection=selection)
+        if any(rounding is not None and rounding.is_near for rounding in (packed, selection)):
             return None
+        row = row if selection is None else row.without_kept()
         if row.least_gap <= LEAST_SCORE_GAP or row.least_token_gap <= LEAST_GAP:
             return None
         found.append(row)

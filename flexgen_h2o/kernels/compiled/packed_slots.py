@@ -116,33 +116,33 @@ def attend_rows(element, form, slots, state, beside, first, end):  # type: ignor
     query[:] = 0
     for r in range(first, end):
         filled, q_at = ints_at(slots.filled)[r], slots.q + r * size
-        _spread(element, form, q_at, whole.ranges + 2 * r * form.width if whole.centres else 0, one, query)
+        spread(element, form, q_at, whole.ranges + 2 * r * form.width if whole.centres else 0, one, query)
         if pages.pages:
             spread_beside(FLOAT, element, q_at, pages.width, of_pages)
             beside_dots(FLOAT, page_keys(pages), r, of_pages, p, end_of_slots)
         if state.columns:
             fetch_scores(state, r)
         keys, values = row_at(slots, slots.keys, r), row_at(slots, slots.values, r)
-        _pass(form, slots, Pass(True, keys, values, filled), gathered, query, p)
+        over_row(form, slots, Pass(True, keys, values, filled), gathered, query, p)
         if whole.centres:
-            _restore_centre(element, q_at, whole.centres + 2 * r * form.width, form.width, filled, p)
+            restore_centre(element, q_at, whole.centres + 2 * r * form.width, form.width, filled, p)
         if whole.columns:
             spread_beside(element, element, q_at, whole.width, of_whole)
             beside_dots(element, Columns(whole.columns, whole.width, whole.keys), r, of_whole, newest, 0)
-            _exchange(ints_at(whole.slots + 4 * r * whole.columns), newest, p, False)
+            exchange(ints_at(whole.slots + 4 * r * whole.columns), newest, p, False)
         softmax(p, filled, np.float32(slots.scale), 0, pages, r)
         if whole.columns:
-            _exchange(ints_at(whole.slots + 4 * r * whole.columns), newest, p, True)
+            exchange(ints_at(whole.slots + 4 * r * whole.columns), newest, p, True)
         attn_out[:] = 0
-        _pass(form, slots, Pass(False, values, row_at(slots, slots.keys, r + 1), filled), gathered, attn_out, p)
-        _gather(form, attn_out, one)
+        over_row(form, slots, Pass(False, values, row_at(slots, slots.keys, r + 1), filled), gathered, attn_out, p)
+        gather(form, attn_out, one)
         if pages.pages:
             beside_mix(FLOAT, page_values(pages), r, of_pages, p, end_of_slots)
             add_sums(FLOAT, of_pages, one)
         if whole.columns:
             beside_mix(element, Columns(whole.columns, whole.width, whole.values), r, of_whole, newest, 0)
             add_sums(element, of_whole, one)
-            _exchange(ints_at(whole.slots + 4 * r * whole.columns), newest, p, False)
+            exchange(ints_at(whole.slots + 4 * r * whole.columns), newest, p, False)
         for g in range(slots.group):
             for i in range(form.width):
                 set_number(element, slots.out + r * size, g * form.width + i, one[g, i])
@@ -151,7 +151,7 @@ def attend_rows(element, form, slots, state, beside, first, end):  # type: ignor
 
 
 @jit
-def _pass(form, slots, row, gathered, scratch, p):  # type: ignore[no-untyped-def]
+def over_row(form, slots, row, gathered, scratch, p):  # type: ignore[no-untyped-def]
     """Run by run of neighbouring blocks, block by block for all queries. scratch: queries, or their sums."""
     words, group, stride = slots.words, np.int64(p.shape[0]), np.int64(p.shape[1])
     layout = (form.lanes, form.places, form.chunks, 4 * form.low_words)
@@ -176,7 +176,7 @@ def _pass(form, slots, row, gathered, scratch, p):  # type: ignore[no-untyped-de
 
 
 @jit
-def _restore_centre(element, at, centres, width, filled, p):  # type: ignore[no-untyped-def]
+def restore_centre(element, at, centres, width, filled, p):  # type: ignore[no-untyped-def]
     """Add each query's product with the centre of the keys."""
     for g in range(p.shape[0]):
         shift = np.float32(0)
@@ -187,7 +187,7 @@ def _restore_centre(element, at, centres, width, filled, p):  # type: ignore[no-
 
 
 @jit
-def _exchange(places, newest, p, takes):  # type: ignore[no-untyped-def]
+def exchange(places, newest, p, takes):  # type: ignore[no-untyped-def]
     """What is in `newest` goes where its slots are in p; or it takes what is there, and leaves 0."""
     for j in range(newest.shape[1]):
         slot = places[j]
@@ -215,7 +215,7 @@ def _unit(form, plane):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _spread(element, form, at, ranges, one, query):  # type: ignore[no-untyped-def]
+def spread(element, form, at, ranges, one, query):  # type: ignore[no-untyped-def]
     """Spread the queries at address `at` over the planes of chunks; all other lanes are 0 already.
 
     ranges: address of what each number is multiplied with; 0: of nothing. one: scratch.
@@ -243,7 +243,7 @@ def _spread(element, form, at, ranges, one, query):  # type: ignore[no-untyped-d
 
 
 @jit
-def _gather(form, attn_out, one):  # type: ignore[no-untyped-def]
+def gather(form, attn_out, one):  # type: ignore[no-untyped-def]
     """The sums in the order of numbers, into `one` (group, width)."""
     per_word, size = 32 // form.step, attn_out.shape[3]
     for g in range(attn_out.shape[0]):

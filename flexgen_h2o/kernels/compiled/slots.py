@@ -108,26 +108,26 @@ def attend_rows(element, slots, state, pages, first, end):  # type: ignore[no-un
         if pages.pages:
             spread_beside(FLOAT, element, slots.q + offset, pages.width, of_pages)
             beside_dots(FLOAT, page_keys(pages), r, of_pages, p, p.shape[1] - pages.pages)
-        _unpack(element, slots.q + offset, slots.words, query)
+        unpack(element, slots.q + offset, slots.words, query)
         if state.columns:
             fetch_scores(state, r)
         keys, values = row_at(slots, slots.keys, r), row_at(slots, slots.values, r)
-        _pass(element, slots, Pass(True, keys, values, filled), gathered, query, p)
+        over_row(element, slots, Pass(True, keys, values, filled), gathered, query, p)
         softmax(p, filled, np.float32(slots.scale), slots.lse + 4 * r * slots.group if slots.lse else 0, pages, r)
         attn_out[:] = 0
-        _pass(element, slots, Pass(False, values, row_at(slots, slots.keys, r + 1), filled), gathered, attn_out, p)
+        over_row(element, slots, Pass(False, values, row_at(slots, slots.keys, r + 1), filled), gathered, attn_out, p)
         if pages.pages:
             beside_mix(FLOAT, page_values(pages), r, of_pages, p, p.shape[1] - pages.pages)
             sums[:] = 0
             add_sums(FLOAT, of_pages, sums)
-            _add(element, sums, slots.words, attn_out)
-        _pack(element, attn_out, slots.words, slots.out + offset)
+            add(element, sums, slots.words, attn_out)
+        pack(element, attn_out, slots.words, slots.out + offset)
         if state.columns:
             score_row(state, r, filled, p)
 
 
 @jit
-def _pass(element, slots, row, gathered, scratch, p):  # type: ignore[no-untyped-def]
+def over_row(element, slots, row, gathered, scratch, p):  # type: ignore[no-untyped-def]
     """Tile by tile, for all queries while a tile is in the nearest cache. scratch: queries, or their sums."""
     words, group, stride = slots.words, np.int64(p.shape[0]), np.int64(p.shape[1])
     ahead = max(1, AHEAD // (BLOCK * 4 * words)) * BLOCK
@@ -149,7 +149,7 @@ def _pass(element, slots, row, gathered, scratch, p):  # type: ignore[no-untyped
 
 
 @jit
-def _unpack(element, at, words, query):  # type: ignore[no-untyped-def]
+def unpack(element, at, words, query):  # type: ignore[no-untyped-def]
     """Spread the queries at address `at` over planes; lanes that the last chunk shares with the one before are 0."""
     lanes = query.shape[3]
     for g in range(query.shape[0]):
@@ -167,7 +167,7 @@ def _unpack(element, at, words, query):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _pack(element, attn_out, words, at):  # type: ignore[no-untyped-def]
+def pack(element, attn_out, words, at):  # type: ignore[no-untyped-def]
     """Write the sums to address `at` in the dtype of the slots."""
     lanes = attn_out.shape[3]
     for g in range(attn_out.shape[0]):
@@ -182,7 +182,7 @@ def _pack(element, attn_out, words, at):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _add(element, sums, words, attn_out):  # type: ignore[no-untyped-def]
+def add(element, sums, words, attn_out):  # type: ignore[no-untyped-def]
     """Add sums (group, width) to those in the order of slots; lanes that two chunks share are alike in both."""
     lanes = attn_out.shape[3]
     for g in range(attn_out.shape[0]):

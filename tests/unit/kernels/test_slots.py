@@ -21,7 +21,6 @@ from flexgen_h2o.kernels.slots import (
     attend_lse,
     attend_lse_reference,
     attend_reference,
-    attend_sparse,
     get_last_slots,
     get_last_slots_reference,
     put_slots,
@@ -255,49 +254,6 @@ def test_wrong_shapes_are_refused_before_memory_is_touched() -> None:
     for rows, slots in ((3, 7), (2, 4)):
         with pytest.raises(ValueError, match="scores is"):
             attend(q, keys, values, counts, 1.0, make_state(rows, slots))
-
-
-# Shares whose product with a count of slots is the same in every precision.
-SHARES = st.sampled_from([1 / 16, 1 / 4, 1 / 2, 3 / 4, 15 / 16])
-
-
-def sparse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, share: float) -> torch.Tensor:
-    """FlexGen: probabilities over all columns, of which the largest int(share x past) and the newest are used."""
-    p = torch.softmax(scale * (k.double() @ q.double()), dim=0)
-    past = len(p) - 1
-    largest = sorted(range(past), key=lambda i: -float(p[i]))[: int(share * past)]
-    return sum((p[i] * v[i].double() for i in (*largest, past)), torch.zeros(v.shape[1], dtype=torch.float64))
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(1, 11), min_size=1, max_size=5), st.integers(1, 3), SHARES)
-def test_sparse_attention_against_a_plain_loop(filled: list[int], group: int, share: float) -> None:
-    """Some rows at a time, too."""
-    q, keys, values, counts = make(filled, group, 8, torch.float32)
-    columns = in_segments(keys, 4), in_segments(values, 4), counts, 0.4, share
-    actual = attend_sparse(q, *columns)
-    for r, n in enumerate(filled):
-        for g in range(group):
-            expected = sparse(q[r, g], keys[r, :n], values[r, :n], 0.4, share)
-            assert (actual[r, g].double() - expected).abs().max() < 1e-5
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slot_kernels, "SPARSE_CHUNK", 100)
-        assert torch.equal(attend_sparse(q, *columns), actual)
-
-
-def test_sparse_attention_to_everything_is_attention() -> None:
-    q, keys, values, filled = make([12, 1, 7], 2, 8, torch.bfloat16)
-    columns = in_segments(keys, 4), in_segments(values, 4), filled, 0.4
-    found = attend_sparse(q, *columns, share=1.0)
-    assert found.dtype == torch.bfloat16
-    assert (attend(q, *columns) - found).abs().max() < 0.03
-
-
-def test_the_number_of_kept_slots_is_pythons_int_of_the_product() -> None:
-    q = torch.zeros(1, 1, 8)
-    keys, values = torch.zeros(1, 1, 101, 8), torch.ones(1, 1, 101, 8)
-    actual = attend_sparse(q, keys, values, torch.tensor([101]), 1.0, share=0.29)
-    assert torch.allclose(actual, torch.tensor((int(0.29 * 100) + 1) / 101))
 
 
 def areas(rows: int, segments: int, per_segment: int, width: int, dtype: torch.dtype) -> Pair:

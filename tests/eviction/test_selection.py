@@ -1,0 +1,98 @@
+"""--attn-sparsity against the slow reference, in fp32: placements, families, packed KV, segments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from flexgen_h2o import MemoryBudget, Policy
+from tests.eviction import policies as plain
+from tests.eviction.conftest import LENGTHS, NEW_TOKENS, Known
+from tests.eviction.engine import PAIRS, STAND_IN, Pair, Wanted, assert_same, generate, wanted
+from tests.eviction.test_packed_cache import FAR, Rounded
+from tests.parity.cases import CONFIGURATIONS, PLACEMENTS, thinned
+
+FULL = Pair(PAIRS["local"].engine, plain.h2o(FAR))  # of a budget that nothing reaches
+
+
+@pytest.fixture(scope="module")
+def selected(known: Callable[[str], Known]) -> Callable[..., Wanted]:
+    @cache
+    def made(
+        shape: str, share: float, lengths: tuple[int, ...] = LENGTHS, bits: int = 0, window: int = 16,
+        new: int = NEW_TOKENS,
+    ) -> Wanted:  # fmt: skip
+        stored = (lambda: Rounded(bits, window)) if bits else None
+        want = wanted(known(shape).plain, FULL, lengths, new, stored, share=share)
+        return Wanted(want.prompts, [row.without_kept() for row in want.rows])
+
+    return made
+
+
+def check(want: Wanted, folder: Path, policy: Policy, offload: Path, budget: MemoryBudget | None) -> None:
+    assert_same(want, generate(folder, want.prompts, max(map(len, want.tokens)), None, policy, offload, budget))
+
+
+NAMES = list(CONFIGURATIONS)
+PLANE = [(placement, NAMES[(5 * p + 2) % len(NAMES)]) for p, placement in enumerate(PLACEMENTS)]
+
+
+@pytest.mark.parametrize(("placement", "configuration"), thinned(PLANE, 2))
+def test_every_placement(
+    placement: str, configuration: str, known: Callable[[str], Known], selected: Callable[..., Wanted], tmp_path: Path
+) -> None:
+    chosen = CONFIGURATIONS[configuration]
+    policy = chosen.policy(PLACEMENTS[placement], attn_sparsity=0.3)
+    check(selected("normal", 0.3), known("normal").folder, policy, tmp_path, chosen.budget)
+
+
+@pytest.mark.parametrize(
+    ("shape", "share", "placement"),
+    [
+        ("llama", 0.3, "kv split three ways"), ("llama, one kv-head, odd sizes", 0.5, "kv on host"),
+        ("gpt_neox", 0.2, "kv on disk"), ("head width 15", 0.4, "kv split three ways"),
+        ("post-norm, narrow embedding (350m)", 0.3, "kv on host"), ("one layer", 0.01, "all on device"),
+    ],
+)  # fmt: skip
+def test_shapes(
+    shape: str, share: float, placement: str, known: Callable[[str], Known], selected: Callable[..., Wanted],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    policy = Policy(2, 2, PLACEMENTS[placement], attn_sparsity=share)
+    check(selected(shape, share, (9, 1, 21)), known(shape).folder, policy, tmp_path, STAND_IN)
+
+
+@pytest.mark.parametrize(
+    ("bits", "window", "placement"), [(4, 16, "kv on host"), (3, 4, "kv split three ways"), (8, 0, "kv on disk")]
+)
+def test_packed_columns(
+    bits: int, window: int, placement: str, known: Callable[[str], Known], selected: Callable[..., Wanted],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """Whole columns that are not read count as the others that are not."""
+    switches = {"compress_cache": True, "cache_bits": bits, "cache_window": window}
+    policy = Policy(2, 2, PLACEMENTS[placement], attn_sparsity=0.25, **switches)
+    check(selected("normal", 0.25, (9, 17), bits, window, 8), known("normal").folder, policy, tmp_path, STAND_IN)
+
+
+@pytest.mark.parametrize(("placement", "budget"), [("kv on host", None), ("kv on disk", STAND_IN)])
+def test_more_columns_than_a_block(
+    placement: str, budget: MemoryBudget | None, known: Callable[[str], Known], selected: Callable[..., Wanted],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """And than a segment, where they are brought from another tier."""
+    policy = Policy(2, 1, PLACEMENTS[placement], attn_sparsity=0.2)
+    check(selected("long", 0.2, (133, 62), new=4), known("long").folder, policy, tmp_path, budget)
+
+
+def test_all_of_the_columns_is_the_full_cache(known: Callable[[str], Known], tmp_path: Path) -> None:
+    """A share below 1 that leaves nothing out where rows are short."""
+    one, want = known("normal"), None
+    for share in (1.0, 0.999):
+        policy = Policy(2, 2, PLACEMENTS["kv split three ways"], attn_sparsity=share)
+        ran = generate(one.folder, [[5, 9, 11, 7], [8]], 6, None, policy, tmp_path, STAND_IN)
+        want = want or ran.tokens
+    assert want is not None and [len(row) for row in want] == [6, 6]
