@@ -24,6 +24,7 @@ from flexgen_h2o.cli_common import (
     results_are_in,
     run_cli,
 )
+from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import parse_bytes
 from flexgen_h2o.evaluation.rows import sizes_of_window
@@ -86,16 +87,17 @@ def _add_fidelity_flags(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(dtype="float32", check=_check_fidelity)
     add, names = parser.add_argument, list(POLICIES[1:])
     add(
-        "--policies", nargs="+", default=names, metavar="NAME",
-        help=f"{', '.join(names)} (all); with settings: h2o-norm:decay=0.98,sinks=0",
+        "--policies", nargs="+", metavar="NAME",
+        help=f"{', '.join(names)} (all; none with --attn-sparsity); with settings: h2o-norm:decay=0.98,sinks=0",
     )  # fmt: skip
     add(
         "--budgets", nargs="+", type=float, default=BUDGETS, metavar="SHARE",
         help="columns kept as shares of the prompt, half heavy and half recent (0.5 0.2 0.1)",
     )  # fmt: skip
     add(
-        "--budgets-of", choices=("prompt", "sequence"), default="prompt",
-        help="what --budgets are shares of: the prompt, or the prompt and what is followed after it (prompt)",
+        "--budgets-of", choices=("prompt", "sequence", "bytes"), default="prompt",
+        help="what --budgets are shares of: columns of the prompt, or of the prompt and what is followed after it, or "
+        "bytes of these in bf16 (prompt)",
     )  # fmt: skip
     add("--prompts", type=file_name, help=".txt or .jsonl as flex_opt takes them (default: Python's own sources)")
     add("--num-prompts", type=positive, help=f"text rows ({TEXT_PROMPTS}; of a file all)")
@@ -109,6 +111,10 @@ def _add_fidelity_flags(parser: argparse.ArgumentParser) -> None:
     add("--depths", type=positive, default=5, help="places where recall prompts state their pairs (5)")
     add("--mass-steps", type=count, default=12, help="decode steps whose evicted attention is measured (12)")
     add("--free-run", action="store_true", help="also generate freely: where does the first other token come?")
+    add(
+        "--speed", type=positive, metavar="ROUNDS",
+        help="also generate the rows freely so often, in turn with the full cache: tokens/s of prefill and decode",
+    )  # fmt: skip
     add("--resamples", type=positive, default=1000, help="of the bootstrap (1000)")
     add("--seed", type=count, default=0, help="of rows and bootstrap")
     add("--keep-mem", default="1GiB", help="RAM for the full cache's logits and attention, beside the budgets (1GiB)")
@@ -185,7 +191,9 @@ def _run(argv: list[str] | None) -> int:
     args.check(args)  # what can be wrong with flags and files, before anything is loaded
     results_are_in(args.json, vars(args).get("markdown"))
     policy, is_auto = policy_of(args)
-    if args.measure != "text" and policy.attn_sparsity != 1:
+    if args.measure == "fidelity":
+        _choose_policies(args, policy)
+    elif args.measure == "streaming" and policy.attn_sparsity != 1:
         raise UsageError("--attn-sparsity: is for the full cache alone, and it stands beside others here; leave it out")
     if args.measure == "fidelity":
         from flexgen_h2o.evaluation.fidelity import run
@@ -195,6 +203,16 @@ def _run(argv: list[str] | None) -> int:
     else:
         from flexgen_h2o.evaluation.streaming import run
     return run(args, policy, is_auto)
+
+
+def _choose_policies(args: argparse.Namespace, policy: Policy) -> None:
+    """The default of --policies; UsageError where some are to drop columns of which --attn-sparsity reads a share."""
+    if policy.attn_sparsity != 1 and args.policies:
+        raise UsageError(
+            f"--attn-sparsity: is for the full cache, not for {args.policies[0]}; leave it or --policies out"
+        )
+    if args.policies is None:
+        args.policies = list(POLICIES[1:]) if policy.attn_sparsity == 1 else []
 
 
 def _check_fidelity(args: argparse.Namespace) -> None:

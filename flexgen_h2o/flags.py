@@ -235,7 +235,7 @@ def as_flags(policy: Policy) -> str:
 
 def compression_flags(policy: Policy) -> str:
     """The flags of a policy that change what is computed, as text; empty where none does."""
-    found: list[str] = []
+    found: list[str] = [f"--attn-sparsity {policy.attn_sparsity}"] if policy.attn_sparsity < 1 else []
     for field, switch in COMPRESSION_OF.items():
         if getattr(policy, switch):
             found += [flag_of(switch)] * (flag_of(switch) not in found)

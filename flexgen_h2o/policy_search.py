@@ -30,6 +30,7 @@ from flexgen_h2o.cli_common import (
 from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, Policy, SavedPolicy, without_unused_bits, write_policy
 from flexgen_h2o.core.errors import EXIT_DONE, DoesNotFitError, UsageError
 from flexgen_h2o.core.files import DEFAULT_OFFLOAD_DIR, check_writable, usable_path
+from flexgen_h2o.core.settings import ORIGINAL
 from flexgen_h2o.core.units import aligned, format_bytes, format_seconds, three_digits
 from flexgen_h2o.engine.report import MEASURED_BUSY
 from flexgen_h2o.flags import (
@@ -44,7 +45,9 @@ from flexgen_h2o.flags import (
     given_flags,
     policy_of,
     say_idle_flags,
+    value_of,
 )
+from flexgen_h2o.kvcache.eviction import SMALL_LOSSES
 from flexgen_h2o.planner.predict import PHASES, Machine
 
 if TYPE_CHECKING:
@@ -81,7 +84,7 @@ class Answer:
     switches only. policy: that was found or given, None when none fits. plan: what it costs, None when it does not fit,
     and then `problem` says why. seconds: of looking for it. Where there is a plan, s_per_gib: seconds that a GiB more
     on a tier saves (search.sensitivity); disk_read_bytes: during the sweeps; more: budgets a little larger that save
-    most.
+    most. kv_loss: with --kv-loss small, what the tables say that the policy costs (SMALL_LOSSES).
     """
 
     space: SearchSpace
@@ -94,6 +97,7 @@ class Answer:
     s_per_gib: Mapping[str, float] = field(default_factory=dict)
     disk_read_bytes: float = 0.0
     more: More | None = None
+    kv_loss: float | None = None
 
     @property
     def workload(self) -> dict[str, Any]:
@@ -123,6 +127,10 @@ def _parser() -> OneLineParser:
     add("--prompt-len", type=positive, default=512, help="tokens of a prompt (512)")
     add("--gen-len", type=positive, default=32, help="new tokens of a row (32)")
     add("--num-prompts", type=positive, help=f"prompts in all ({SEARCHED_PROMPTS}; of a given policy one block)")
+    add(
+        "--kv-loss", choices=("none", "small"),
+        help="small: all KV columns, held and read in the fastest way of those whose loss the tables call small",
+    )  # fmt: skip
     add("--output", type=file_name, metavar="FILE", help="write the policy, for flex_opt --policy")
     add("--json", action="store_true", help="print one JSON object instead of the tables")
     add("--trace", type=file_name, help="write a Chrome trace of the first block as it is simulated")
@@ -135,7 +143,7 @@ def _run(argv: list[str] | None) -> int:
     _check(args)
     if not args.json:
         results_are_in(args.output)
-    answer = _answered(_question(args))
+    answer = _fastest(args)
     if args.json:
         print(json.dumps(to_json(answer), indent=1, allow_nan=False))
     if answer.plan is None:
@@ -225,6 +233,29 @@ def _dtype(args: argparse.Namespace, profile: HardwareProfile) -> str:
     if dtype not in profile.compute:
         raise UsageError(f"--dtype {dtype}: the profile of {profile.machine} has only {', '.join(profile.compute)}")
     return dtype
+
+
+def _fastest(args: argparse.Namespace) -> Answer:
+    """What was asked; with --kv-loss small the fastest of SMALL_LOSSES, of those that fit, where any does."""
+    if args.kv_loss is not None:
+        for flag in ("--policy", "--compress-cache", "--attn-sparsity", "--eviction", *EVICTION_FLAGS.values()):
+            if value_of(args, flag) not in (None, "auto", ORIGINAL):
+                raise UsageError(f"--kv-loss {args.kv_loss}: says how KV is held and read, and so does {flag}")
+    question = _question(args)
+    if args.kv_loss != "small":
+        return _answered(question)
+    if not question.searched:
+        raise UsageError("--kv-loss small: is for a search; leave the placement out")
+    answers = []
+    for settings, loss in SMALL_LOSSES:
+        space = question.space
+        if "attn_sparsity" in settings and not space.machine.device_is_host:
+            continue  # a card has no kernel for it
+        tried = replace(question, space=replace(space, base=replace(space.base, **settings)), kv_loss=loss)
+        answers.append(_answered(tried))
+    fitting = [answer for answer in answers if answer.plan is not None]
+    found = min(fitting, key=lambda answer: answer.plan.prediction.total_s if answer.plan else 0.0, default=answers[0])
+    return replace(found, seconds=sum(answer.seconds for answer in answers))
 
 
 def _answered(question: Answer) -> Answer:
@@ -318,6 +349,7 @@ def _details(answer: Answer) -> dict[str, Any]:
         "budget_bytes": dict(space.budgets),
         "search_s": answer.seconds if answer.searched else None,
         "problem": answer.problem,
+        "kv_loss_kl": answer.kv_loss,
     }
     if plan is None:
         return found
@@ -358,6 +390,8 @@ def _about(answer: Answer) -> Iterator[str]:
     source = shorten(machine.profile.source.partition(":")[0], SOURCE_CHARACTERS, placeholder=" ...")
     busy = f" ({MEASURED_BUSY})" if machine.profile.was_disturbed else ""
     date = machine.profile.date[:10] or "no date"
+    if answer.kv_loss is not None:
+        yield f"quality: KL {answer.kv_loss:g} nats to the full cache in the tables (docs/quality.md, the KV frontier)"
     yield f"machine: {machine.profile.machine}, {where} (profile of {date}: {source}){busy}"
 
 

@@ -5,7 +5,8 @@ Method: KV caches of some layers' heads, larger than the last cache, all slots f
 the same threads: a plain sum over the same bytes (torch.sum of int64: the probe of the memory), `attend`, the same with
 scores, `attend_reference` (torch: bmm, softmax, bmm) and SDPA with one query, on the better of two layouts (heads
 apart, tokens apart), `attend` with a page of means for every 32 slots beside them, and over the same columns in 2, 3, 4
-and 8 bits, keys smoothed and the newest 16 whole. All in bytes of keys and values per second, those beside the slots
+and 8 bits, keys smoothed and the newest 16 whole; `attend_selected` of 5, 10 and 20% of the columns, whole and in 4 bits,
+which a random query chooses anywhere. All in bytes of keys and values per second, those beside the slots
 among them; for packed slots also in values per second. Medians of the ratios of each round.
 
 Then `column_sums` of a prefill, as a share of the matrix products and the attention of one layer (measured on 1,024
@@ -28,10 +29,11 @@ from bench.common import GB, BackgroundLoad, Spread, door, finish, model_parser,
 import torch
 
 from flexgen_h2o.cli_common import positive
-from flexgen_h2o.core.packing import SlotPacking
+from flexgen_h2o.core.packing import SKETCH_BLOCK, SlotPacking, sketch_shape
 from flexgen_h2o.kernels.beside import Pages, SlotForm, WholeColumns
 from flexgen_h2o.kernels.packed import pack_columns
 from flexgen_h2o.kernels.prefill_attention import causal_attention, causal_attention_lse, column_sums
+from flexgen_h2o.kernels.select import Sketch, attend_selected, fill_sketch
 from flexgen_h2o.kernels.slots import ScoreState, attend, attend_reference
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -39,6 +41,7 @@ HEADS = {"opt-1.3b": (32, 64), "opt-6.7b": (32, 128), "opt-30b": (56, 128)}  # h
 SLOTS = (103, 1100)
 LAYERS = {"opt-1.3b": (32, 64, 8192, 8192), "opt-6.7b": (32, 128, 16384, 4096)}  # heads, width, ffn, tokens
 PROMPTS = (512, 1024)
+SHARES = (0.05, 0.1, 0.2)  # of the columns that are read
 WINDOW, PAGE = 16, 32  # newest columns that are whole; slots of a page
 CHUNK = 1024  # tokens whose matrix products are timed
 Seconds = dict[str, list[float]]
@@ -50,7 +53,7 @@ def main() -> None:
     dtype, decode, prefill = DTYPES[args.dtype], [], []
     with torch.inference_mode(), BackgroundLoad() as seen:
         for model in args.models:
-            for slots in SLOTS:
+            for slots in args.slots:
                 decode.append(_decode(model, slots, dtype, args.mib * 2**20, args.repeats))
         for model in () if args.no_prefill else LAYERS:
             for prompt in PROMPTS:
@@ -65,6 +68,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=positive, default=9)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--models", nargs="+", choices=HEADS, default=list(HEADS), help="of decode attention (all)")
+    parser.add_argument("--slots", nargs="+", type=positive, default=SLOTS, help="of a row (103 1100)")
     parser.add_argument("--no-prefill", action="store_true", help="only decode attention")
     parser.add_argument("--mib", type=positive, default=256, help="MiB of keys and values (256)")
     return parser.parse_args()
@@ -103,6 +107,12 @@ def _decode(model: str, slots: int, dtype: torch.dtype, nbytes: int, repeats: in
     whole, pages = _beside(rows, slots, width, dtype)
     one = [t[0, :, 0].contiguous() for t in (keys, values)]  # what a decode step packs
 
+    sketch = _sketch(keys, values)
+
+    def select(share: float, name: str = "") -> Callable[[], object]:
+        areas, form = (packed[name], SlotForm(packings[name], None, whole)) if name else ((keys, values), SlotForm())
+        return lambda: attend_selected(q, *areas, filled, scale, sketch, (filled * share).int(), form)
+
     def attend_over(name: str, book: ScoreState | None = None) -> Callable[[], object]:
         return lambda: attend(q, *packed[name], filled, scale, book, SlotForm(packings[name], None, whole))
 
@@ -111,6 +121,8 @@ def _decode(model: str, slots: int, dtype: torch.dtype, nbytes: int, repeats: in
         {
             **{name: attend_over(name) for name in packings},
             **{f"{name}_scored": attend_over(name, book) for name in packings},
+            **{f"select_{share:.0%}": select(share) for share in SHARES},
+            **{f"select_{share:.0%}_packed_4": select(share, "packed_4") for share in SHARES},
             "pack_4": lambda: [pack_columns(t, packings["packed_4"]) for t in one],
             "memory": lambda: [t.view(torch.int64).sum() for t in (keys, values)],
             "attend": lambda: attend(q, keys, values, filled, scale),
@@ -126,7 +138,7 @@ def _decode(model: str, slots: int, dtype: torch.dtype, nbytes: int, repeats: in
     speeds = {
         name: Spread([_bytes_of(name, moved, dtype, packings, (whole, pages)) / s for s in values])
         for name, values in seconds.items()
-        if name != "pack_4"
+        if name != "pack_4" and not name.startswith("select")
     }
     per_s = {name: Spread([moved / dtype.itemsize / s for s in seconds[name]]) for name in ("attend", *packings)}
     per_s["pack_4"] = Spread([2 * rows * width / s for s in seconds["pack_4"]])
@@ -135,6 +147,7 @@ def _decode(model: str, slots: int, dtype: torch.dtype, nbytes: int, repeats: in
         "attend_over_sdpa": _ratio(seconds, "attend", "sdpa"),
         "attend_over_torch": _ratio(seconds, "attend", "torch"),
         "scored_time_over_unscored": _ratio(seconds, "attend", "attend_scored"),
+        **{f"{name}_over_attend": _ratio(seconds, name, "attend") for name in seconds if name.startswith("select")},
         "pages_time_over_none": _ratio(seconds, "attend", "attend_pages"),
         **{f"{n}_of_memory": ratio_of(speeds[n].values, speeds["memory"].values) for n in packings},
         **{f"{name}_over_attend": _ratio(seconds, name, "attend") for name in packings},
@@ -154,6 +167,15 @@ def _beside(rows: int, slots: int, width: int, dtype: torch.dtype) -> tuple[Whol
     return WholeColumns(ranges, ranges, newest, newest, taken), Pages(
         means, means, torch.full((rows, count), PAGE).int()
     )
+
+
+def _sketch(keys: torch.Tensor, values: torch.Tensor) -> Sketch:
+    _, rows, slots, width = keys.shape
+    blocks, numbers = sketch_shape(slots, width)
+    grid, codes = torch.empty(rows, width), torch.empty(rows, blocks, numbers, SKETCH_BLOCK, dtype=torch.int16)
+    made = Sketch(grid, grid.clone(), codes, torch.empty(rows, blocks, width))
+    fill_sketch(made, *(t[0].transpose(0, 1).contiguous() for t in (keys, values)))
+    return made
 
 
 def _book(rows: int, slots: int) -> ScoreState:

@@ -29,6 +29,7 @@ from flexgen_h2o.evaluation.figures import (
     markdown,
     summarise_divergence,
     summarise_recall,
+    summarise_speeds,
     summarise_texts,
     surprise,
 )
@@ -52,7 +53,8 @@ SCHEMA = 1
 
 def run(args: argparse.Namespace, policy: Policy, is_auto: bool) -> int:
     """The measurement that the flags ask for, printed and written; returns the exit code."""
-    plain = without_unused_bits(replace(policy, compress_weight=False, compress_cache=False, int8_compute=False))
+    exact = replace(policy, compress_weight=False, compress_cache=False, int8_compute=False, attn_sparsity=1.0)
+    plain = without_unused_bits(exact)
     cases = make_cells(args.policies, args.budgets, policy != plain, args.budgets_of)
     began = time.perf_counter()
     with open_llm(args, plain, is_auto, Full()) as llm:
@@ -122,6 +124,9 @@ def _measure(
     if args.free_run:
         for figures, first in zip(found, runner.first_divergence(texts, cases, args.gen_len), strict=True):
             figures["greedy"] = summarise_divergence(first, args.gen_len, *how)
+    if args.speed:
+        for figures, speeds in zip(found, runner.speeds(texts, cases, args.gen_len, args.speed), strict=True):
+            figures["speed"] = summarise_speeds(*speeds)
     if recalls:
         for figures, eviction in ((full, None), *zip(found, (case.eviction for case in cases), strict=True)):
             figures["recall"] = summarise_recall(recalls, runner.recall(recalls, eviction), *how)
@@ -288,6 +293,21 @@ class Runner:
             _say(f"{case.label} at {case.budget:.0%}: greedy tokens equal up to {np.median(found[-1]):.0f}")
         return found
 
+    def speeds(
+        self, rows: Sequence[TextRow], cases: Sequence[Case], tokens: int, rounds: int
+    ) -> list[tuple[list[float], list[float]]]:
+        """For each case, new tokens a second of prefill and decode together: the full cache's by round, and its own,
+        measured one directly after the other."""
+        found: list[tuple[list[float], list[float]]] = [([], []) for _ in cases]
+        for case, (full, own) in zip(cases, found, strict=True):
+            for count in range(rounds + 1):
+                for eviction, seconds in ((None, full), (case.eviction, own)):
+                    self._generate(eviction, rows, tokens)
+                    if count and self.llm.report is not None:  # the first round warms up
+                        seconds.append(self.llm.report.total.tokens_per_s)
+            _say(f"{case.label} at {case.budget:.0%}: {np.median(own):.1f} tokens/s, full {np.median(full):.1f}")
+        return found
+
     def _use(self, eviction: Eviction | None) -> LLM:
         """The LLM reads its policies at each run and opens new buffers where they need others. None: the reference."""
         self.llm.eviction = eviction or Full()
@@ -307,15 +327,15 @@ class Runner:
         return steps * spec.vocab_size * DTYPE_BYTES[self.llm.dtype] + weights
 
     def _unmeasured(self, case: Case, rows: Sequence[TextRow], shape: tuple[int, int]) -> TextFidelity:
-        blocks = self.llm.model.spec.num_blocks
+        blocks, eviction = self.llm.model.spec.num_blocks, self._use(case.eviction).eviction
         kept = [
-            min(columns_of(row, case.budget_of), case.eviction.budget(*row.lengths, block, blocks).columns)
+            min(columns_of(row, case.budget_of), eviction.budget(*row.lengths, block, blocks).columns)
             for row in rows
             for block in range(blocks)
         ]
         mass = np.zeros((len(rows), blocks)) if self._mass_steps else None
         spec, policy = self.llm.model.spec, base_of(self._compared)
-        share = sum(kv_share(spec, policy, case.eviction, row.lengths) for row in rows) / len(rows)
+        share = sum(kv_share(spec, policy, eviction, row.lengths) for row in rows) / len(rows)
         return TextFidelity(
             case, sum(kept) / len(kept), share, np.zeros(shape), np.zeros(shape), np.zeros(shape, bool), mass
         )
@@ -352,8 +372,10 @@ class Runner:
                 found.mass[at, columns.block] += lost.double().mean(dim=1).numpy() / len(full.mass_steps)
 
         eviction = found.case.eviction
-        llm = self._use(eviction if eviction.needs.record else Probe())
-        self._follow(llm, rows, by_step(len(rows), see_logits), see_slots)
+        if not eviction.needs.record and base_of(self._compared).attn_sparsity == 1:
+            eviction = Probe()
+        watch = see_slots if eviction.needs.record else None  # what reads some columns drops none
+        self._follow(self._use(eviction), rows, by_step(len(rows), see_logits), watch)
 
     def _follow(
         self, llm: LLM, rows: Sequence[TextRow], see_logits: LogitsWatch, see_slots: SlotsWatch | None = None

@@ -197,6 +197,13 @@ def summarise_recall(rows: Sequence[TextRow], right: Sequence[Sequence[bool]], r
     return figures
 
 
+def summarise_speeds(full: Sequence[float], own: Sequence[float]) -> Figures:
+    """Medians of tokens a second by round, and of their ratio with the least and the largest."""
+    ratios = sorted(a / b for a, b in zip(own, full, strict=True))
+    names = ("tokens_per_s", "full_tokens_per_s", "ratio", "least", "largest")
+    return dict(zip(names, (np.median(own), np.median(full), np.median(ratios), ratios[0], ratios[-1]), strict=True))
+
+
 def summarise_divergence(first: NDArray[np.int_], tokens: int, resamples: int, seed: int) -> Figures:
     """first: (n,) as of Runner.first_divergence."""
     bootstrap = Bootstrap(len(first), resamples, seed)
@@ -222,7 +229,8 @@ def markdown(result: Figures) -> str:
     for budget in settings["budgets"]:
         cells = [cell for cell in result["cells"] if cell["budget"] == budget]
         cells.sort(key=lambda cell: -cell["kl"]["value"])
-        parts.append([f"### {budget:.0%} of the {settings['budgets_of']}'s columns", "", *_main(cells, result)])
+        of = "bytes in bf16" if settings["budgets_of"] == "bytes" else f"{settings['budgets_of']}'s columns"
+        parts.append([f"### {budget:.0%} of the {of}", "", *_main(cells, result)])
     parts.append(["### NLL by step: nats over the full cache's", "", *_by_step(result)])
     titles = {"inside": "at the end of the prompt", "after": "after the prompt"}
     for place in result["full"].get("recall", {}):
@@ -260,10 +268,16 @@ def _main(cells: Sequence[Figures], result: Figures) -> list[str]:
     for place, found in full.get("recall", {}).items():
         of_cell = partial(lambda place, cell: _percent(cell["recall"][place]), place)
         columns.append((f"recall, question {place}", of_cell, _percent(found)))
+    if "speed" in cells[0]:
+        columns.append(("tokens/s", lambda cell: _speed(cell["speed"]), ""))
     if "greedy" in cells[0]:
         columns.append(("equal greedy tokens", lambda cell: number(cell["greedy"]["first"], 1), f"{text['steps']}"))
     heads, of_cells, of_full = zip(*columns, strict=True)
     return markdown_table(heads, [*([of(cell) for of in of_cells] for cell in cells), of_full])
+
+
+def _speed(found: Figures) -> str:
+    return f"{found['tokens_per_s']:.1f}, {found['ratio']:.2f}x [{found['least']:.2f}, {found['largest']:.2f}] full"
 
 
 def _by_step(result: Figures) -> list[str]:

@@ -242,7 +242,7 @@ def streams_of(text: HeldOutText, count: int, length: int | None) -> list[tuple[
 
 # ---- The policies that are compared
 
-PROMPT, SEQUENCE = "prompt", "sequence"  # what budgets are shares of
+PROMPT, SEQUENCE, BYTES = "prompt", "sequence", "bytes"  # what budgets are shares of
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ class Case:
     """One policy of a given size.
 
     budget: columns kept, as a share of the columns of what `budget_of` names, where the size was given so. budget_of:
-    PROMPT, or SEQUENCE: the prompt and what follows on it.
+    PROMPT, SEQUENCE: the prompt and what follows on it, or BYTES: those of the sequence in bf16.
     """
 
     label: str
@@ -264,7 +264,7 @@ class Case:
 
 
 def columns_of(row: TextRow, what: str) -> int:
-    """Columns of the row's PROMPT, or of all of its SEQUENCE."""
+    """Columns of the row's PROMPT, or else of all of its SEQUENCE."""
     return row.lengths[0] if what == PROMPT else sum(row.lengths)
 
 
@@ -281,13 +281,18 @@ def make_cells(
         check_distinct(name, given)
     for budget in budgets:
         if not 0 < budget <= 1:
-            raise UsageError(f"--budgets: {budget} is not in (0, 1]; 0.2 keeps a fifth of the {budgets_of}'s columns")
+            of = "bytes" if budgets_of == BYTES else f"{budgets_of}'s columns"
+            raise UsageError(f"--budgets: {budget} is not in (0, 1]; 0.2 keeps a fifth of the {of}")
     for policy in filter(says_budget, policies):
-        raise UsageError(f"--policies {policy}: --budgets says it; leave kv_budget out, and give --budgets-of sequence")
+        raise UsageError(
+            f"--policies {policy}: --budgets says it; leave kv_budget and kv_bytes out, and give --budgets-of"
+        )
     found = [Case(Full.name, Full(), budget_of=budgets_of)] if whole else []
     for budget in budgets:
         half = budget / 2
-        ratios = {"heavy_ratio": half, "recent_ratio": half} if budgets_of == PROMPT else {"kv_budget": budget}
+        ratios = {"heavy_ratio": half, "recent_ratio": half}
+        if budgets_of != PROMPT:
+            ratios = {"kv_bytes" if budgets_of == BYTES else "kv_budget": budget}
         found += [Case(policy, _eviction(policy, ratios), budget, budgets_of) for policy in policies]
     return found
 

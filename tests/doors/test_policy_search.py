@@ -122,6 +122,23 @@ def test_eviction_counts_and_is_printed(plan: Door) -> None:
     assert (args.hh_ratio, args.hh_all, args.eviction) == (0.1, False, "h2o-norm:decay=0.9")
 
 
+def test_small_losses_are_the_fastest_way_to_have_all_columns(plan: Door) -> None:
+    """It never drops a column, says what it costs, and its command runs it; without a card it may read a share."""
+    asked = "--model facebook/opt-125m --num-prompts 64 --prompt-len 1000 --gen-len 500 --host-mem 2GiB"
+    for hardware in ("card", "host"):
+        none, small = (object_of(plan(f"{asked} --kv-loss {loss} --json", hardware)) for loss in ("none", "small"))
+        assert small["eta_s"] <= none["eta_s"] and small["details"]["workload"]["eviction"]["name"] == "full"
+        policy = Policy(**small["policy"])
+        assert Policy(**none["policy"]).attn_sparsity == 1 and not none["policy"]["compress_cache"]
+        assert none["details"]["kv_loss_kl"] is None and 0 <= small["details"]["kv_loss_kl"] < 0.03
+        assert policy.compress_cache or policy.attn_sparsity < 1 or small["details"]["kv_loss_kl"] == 0
+        assert policy.attn_sparsity == 1 or hardware == "host"
+    lines = plan(f"{asked} --kv-loss small", "host").out.splitlines()
+    assert lines[1].startswith("quality: KL ") or policy == Policy(**none["policy"])
+    args = flex_opt._parser().parse_args(shlex.split(lines[lines.index("run it:") + 1])[3:])
+    assert policy_of(args)[0].cache_bits == policy.cache_bits
+
+
 def test_a_share_of_prompt_and_new_tokens_is_planned_and_run(plan: Door, capfd: pytest.CaptureFixture[str]) -> None:
     """int(0.25 x (20 + 12)) columns and the newcomer's slot, in the plan, the command, and the run that follows it."""
     asked = "--model opt-tiny --prompt-len 20 --gen-len 12"

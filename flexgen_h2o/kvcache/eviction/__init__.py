@@ -19,8 +19,8 @@ from flexgen_h2o.kvcache.eviction.value_h2o import ValueH2O
 from flexgen_h2o.kvcache.eviction.vase import VaSE
 
 __all__ = [
-    "EVICTING", "H2O", "MIXES", "POLICIES", "Evicting", "Eviction", "Full", "H2ONorm", "Local", "Mix", "Random",
-    "SnapKV", "Tova", "VaSE", "ValueH2O", "check_eviction", "make_eviction", "mix_of", "says_budget",
+    "EVICTING", "H2O", "MIXES", "POLICIES", "SMALL_LOSSES", "Evicting", "Eviction", "Full", "H2ONorm", "Local", "Mix",
+    "Random", "SnapKV", "Tova", "VaSE", "ValueH2O", "check_eviction", "make_eviction", "mix_of", "says_budget",
 ]  # fmt: skip
 
 
@@ -36,6 +36,17 @@ class Mix:
 
 # Largest share first.
 MIXES = (Mix(0.33, "h2o-norm", 4), Mix(0.18, "h2o-norm", 3), Mix(0.0, "h2o-norm:summaries=128", 3))
+
+
+# Ways to have all columns whose loss the tables call small: settings of `Policy`, and the KL to the full cache in nats
+# that they have there (docs/quality.md, opt-tiny, 256 + 96).
+SMALL_LOSSES: tuple[tuple[dict[str, Any], float], ...] = (
+    ({}, 0.0),
+    ({"compress_cache": True, "cache_bits": 4}, 0.0038),
+    ({"compress_cache": True, "cache_bits": 3}, 0.0212),
+    ({"attn_sparsity": 0.1}, 0.0092),
+    ({"attn_sparsity": 0.1, "compress_cache": True, "cache_bits": 4}, 0.0127),
+)
 
 
 def mix_of(share: float) -> Mix:
