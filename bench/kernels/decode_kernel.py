@@ -5,9 +5,9 @@ Method: KV caches of some layers' heads, larger than the last cache, all slots f
 the same threads: a plain sum over the same bytes (torch.sum of int64: the probe of the memory), `attend`, the same with
 scores, `attend_reference` (torch: bmm, softmax, bmm) and SDPA with one query, on the better of two layouts (heads
 apart, tokens apart), `attend` with a page of means for every 32 slots beside them, and over the same columns in 2, 3, 4
-and 8 bits, keys smoothed and the newest 16 whole; `attend_selected` of 5, 10 and 20% of the columns, whole and in 4 bits,
-which a random query chooses anywhere. All in bytes of keys and values per second, those beside the slots
-among them; for packed slots also in values per second. Medians of the ratios of each round.
+and 8 bits, keys smoothed and the newest 16 whole; `attend_selected` of 5, 10 and 20% of the columns, whole and in 4
+bits, which a random query chooses anywhere. All in bytes of keys and values per second, those beside the slots among
+them; for packed slots also in values per second. Medians of the ratios of each round.
 
 Then `column_sums` of a prefill, as a share of the matrix products and the attention of one layer (measured on 1,024
 tokens, scaled to the micro-batch), in turn in each round.

@@ -158,7 +158,7 @@ def _most(sketch, first, end):  # type: ignore[no-untyped-def]
 
 @jit
 def _choose(element, job, sketch, r, at, found):  # type: ignore[no-untyped-def]
-    """Fill in the places that row r's queries at address `at` read, and estimates and tops; how many they are."""
+    """Fill in the places that row r's queries at address `at` read, and estimates; how many they are."""
     filled, count = np.int64(ints_at(job.filled)[r]), np.int64(ints_at(sketch.counts)[r])
     found.costs[:filled] = np.float32(np.inf)
     for g in range(job.group):
