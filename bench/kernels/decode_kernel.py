@@ -33,7 +33,7 @@ from flexgen_h2o.core.packing import SKETCH_BLOCK, SlotPacking, sketch_shape
 from flexgen_h2o.kernels.beside import Pages, SlotForm, WholeColumns
 from flexgen_h2o.kernels.packed import pack_columns
 from flexgen_h2o.kernels.prefill_attention import causal_attention, causal_attention_lse, column_sums
-from flexgen_h2o.kernels.select import Sketch, attend_selected, fill_sketch
+from flexgen_h2o.kernels.select import Selection, Sketch, attend_selected, fill_sketch
 from flexgen_h2o.kernels.slots import ScoreState, attend, attend_reference
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -106,12 +106,11 @@ def _decode(model: str, slots: int, dtype: torch.dtype, nbytes: int, repeats: in
     packed = {name: [pack_columns(t, p) for t in (keys, values)] for name, p in packings.items()}
     whole, pages = _beside(rows, slots, width, dtype)
     one = [t[0, :, 0].contiguous() for t in (keys, values)]  # what a decode step packs
-
     sketch = _sketch(keys, values)
 
     def select(share: float, name: str = "") -> Callable[[], object]:
         areas, form = (packed[name], SlotForm(packings[name], None, whole)) if name else ((keys, values), SlotForm())
-        return lambda: attend_selected(q, *areas, filled, scale, sketch, (filled * share).int(), form)
+        return lambda: attend_selected(q, *areas, filled, scale, Selection(sketch, (filled * share).int()), form)
 
     def attend_over(name: str, book: ScoreState | None = None) -> Callable[[], object]:
         return lambda: attend(q, *packed[name], filled, scale, book, SlotForm(packings[name], None, whole))
@@ -142,7 +141,15 @@ def _decode(model: str, slots: int, dtype: torch.dtype, nbytes: int, repeats: in
     }
     per_s = {name: Spread([moved / dtype.itemsize / s for s in seconds[name]]) for name in ("attend", *packings)}
     per_s["pack_4"] = Spread([2 * rows * width / s for s in seconds["pack_4"]])
-    ratios = {
+    ratios = _ratios(seconds, speeds, list(packings))
+    _show_decode(f"{model}: {batch} x {heads} heads, {slots} slots, {moved / 2**20:.0f} MiB", speeds, per_s, ratios)
+    facts = {"model": model, "slots": slots, "batch": batch}
+    return {**facts, "bytes_per_s": speeds, "values_per_s": per_s, "ratios": ratios}
+
+
+def _ratios(seconds: Seconds, speeds: dict[str, Spread], packings: list[str]) -> dict[str, Spread]:
+    """Of seconds round by round; of packed slots also of bytes a second."""
+    return {
         "attend_of_memory": _ratio(seconds, "attend", "memory"),
         "attend_over_sdpa": _ratio(seconds, "attend", "sdpa"),
         "attend_over_torch": _ratio(seconds, "attend", "torch"),
@@ -153,9 +160,6 @@ def _decode(model: str, slots: int, dtype: torch.dtype, nbytes: int, repeats: in
         **{f"{name}_over_attend": _ratio(seconds, name, "attend") for name in packings},
         **{f"{n}_scored_over_attend_scored": _ratio(seconds, f"{n}_scored", "attend_scored") for n in packings},
     }
-    _show_decode(f"{model}: {batch} x {heads} heads, {slots} slots, {moved / 2**20:.0f} MiB", speeds, per_s, ratios)
-    facts = {"model": model, "slots": slots, "batch": batch}
-    return {**facts, "bytes_per_s": speeds, "values_per_s": per_s, "ratios": ratios}
 
 
 def _beside(rows: int, slots: int, width: int, dtype: torch.dtype) -> tuple[WholeColumns, Pages]:

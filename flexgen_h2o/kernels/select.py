@@ -69,6 +69,18 @@ class Sketch:
         return codes.permute(0, 1, 3, 2, 4).flatten(1, 2).flatten(2).float() - (LEVELS - 1) / 2
 
 
+@dataclass(frozen=True)
+class Selection:
+    """What a step reads of R rows. counts: (R,) int32, columns of each, from 1 to those that are filled."""
+
+    sketch: Sketch
+    counts: torch.Tensor
+
+    def rows(self, some: slice) -> Selection:
+        """Of some of the rows."""
+        return Selection(self.sketch.map(lambda t: t[some]), self.counts[some])
+
+
 def newest_of(counts: torch.Tensor) -> torch.Tensor:
     """How many of the columns that are read are the newest."""
     return torch.clamp(counts // 2, max=NEWEST)
@@ -129,23 +141,23 @@ def add_to_sketch_reference(sketch: Sketch, slots: torch.Tensor, keys: torch.Ten
 
 def attend_selected(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float,
-    sketch: Sketch, counts: torch.Tensor, form: SlotForm = WHOLE,
+    selection: Selection, form: SlotForm = WHOLE,
 ) -> torch.Tensor:  # fmt: skip
-    """Attention that reads `counts` of each row's slots 0..filled-1; arguments as of `slots.attend`.
+    """Attention that reads some of each row's slots 0..filled-1; arguments as of `slots.attend`.
 
-    counts: (R,) int32, from 1 to filled. form: a packing and its whole columns; no pages. Returns (R, g, d) in q's
+    form: a packing and its whole columns; no pages. Returns (R, g, d) in q's
     dtype. A row's result depends on that row alone.
     """
     if not loops_can_read(q, keys, values, form):
-        return attend_selected_reference(q, keys, values, filled, scale, sketch, counts, form)
+        return attend_selected_reference(q, keys, values, filled, scale, selection, form)
     from flexgen_h2o.kernels.compiled import beside, packed_slots, select
 
-    q, filled, counts, out = q.contiguous(), filled.contiguous(), counts.contiguous(), torch.empty_like(q)
+    q, filled, counts, out = q.contiguous(), filled.contiguous(), selection.counts.contiguous(), torch.empty_like(q)
     most, packing = int(filled.max()), form.packing
     check_slots((q, keys, values, filled), most, packing)
-    chosen = _addresses(sketch, q, counts)
+    chosen = _addresses(selection.sketch, q, counts)
     if chosen.blocks * SKETCH_BLOCK < most:
-        raise mismatch("attend: filled, sketch", filled, sketch.codes)
+        raise mismatch("attend: filled, sketch", filled, selection.sketch.codes)
     job = slots_job((q, keys, values, filled, out), most, scale)
     loop: Callable[..., None] = partial(select.attend_rows, element_of(q.dtype), job, chosen)
     if packing is not None:
@@ -158,7 +170,7 @@ def attend_selected(
 
 def attend_selected_reference(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float,
-    sketch: Sketch, counts: torch.Tensor, form: SlotForm = WHOLE,
+    selection: Selection, form: SlotForm = WHOLE,
 ) -> torch.Tensor:  # fmt: skip
     """`attend_selected` in torch operations, which read all columns of some rows at a time."""
     step = max(1, PACKED_CHUNK // (keys.shape[0] * keys.shape[2] * q.shape[2]))
@@ -166,10 +178,10 @@ def attend_selected_reference(
         parts = []
         for a in range(0, len(q), step):
             some = slice(a, a + step)
-            own = sketch.map(lambda t, some=some: t[some])  # type: ignore[misc]
-            areas, own_form = (keys[:, some], values[:, some], filled[some]), form.rows(some)
-            parts.append(attend_selected_reference(q[some], *areas, scale, own, counts[some], own_form))
+            areas, own = (keys[:, some], values[:, some], filled[some]), (selection.rows(some), form.rows(some))
+            parts.append(attend_selected_reference(q[some], *areas, scale, *own))
         return torch.cat(parts)
+    sketch, counts = selection.sketch, selection.counts
     keys, values = _unpacked(keys, values, form, q.dtype)
     longest = int(filled.max())
     estimates = _estimates(q, sketch, scale)[..., :longest]

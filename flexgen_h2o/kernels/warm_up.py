@@ -21,7 +21,7 @@ from flexgen_h2o.kernels.beside import WHOLE, SlotForm, WholeColumns
 from flexgen_h2o.kernels.elementwise import Rotation, rms_norm, silu_gated
 from flexgen_h2o.kernels.packed import pack_columns
 from flexgen_h2o.kernels.prefill_attention import causal_attention_lse, column_sums
-from flexgen_h2o.kernels.select import Sketch, add_to_sketch, attend_selected, fill_sketch
+from flexgen_h2o.kernels.select import Selection, Sketch, add_to_sketch, attend_selected, fill_sketch
 from flexgen_h2o.kernels.slots import ScoreState, attend, get_last_slots, put_slots
 
 _LONGEST_S = 300.0
@@ -148,4 +148,4 @@ def warm_up_selection(device: torch.device, dtype: torch.dtype, packing: SlotPac
     sketch, filled = Sketch(grid, grid.clone(), codes, sums), slot.int() + _SLOTS
     fill_sketch(sketch, q, q)
     add_to_sketch(sketch, slot, q[:, 0], q[:, 0])
-    attend_selected(q, slots, slots, filled, 1.0, sketch, filled, form)
+    attend_selected(q, slots, slots, filled, 1.0, Selection(sketch, filled), form)

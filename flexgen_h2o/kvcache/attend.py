@@ -17,7 +17,7 @@ from flexgen_h2o.core.packing import window_of
 from flexgen_h2o.core.units import ROLLING_CHUNK, TOKEN_CHUNK
 from flexgen_h2o.kernels.elementwise import Rotation
 from flexgen_h2o.kernels.prefill_attention import causal_attention, causal_attention_lse
-from flexgen_h2o.kernels.select import add_to_sketch, attend_selected, fill_sketch
+from flexgen_h2o.kernels.select import Selection, add_to_sketch, attend_selected, fill_sketch
 from flexgen_h2o.kernels.slots import ScoreState, attend, attend_lse
 from flexgen_h2o.kvcache.evict import (
     KeptColumns,
@@ -218,9 +218,8 @@ def attend_slots(
             _attend_rolling(rotation, queries, view, held, scale, state, attn_out[here])
         elif view.sketch is not None:
             add_to_sketch(view.sketch, slots, keys, values)
-            counts = (sparsity * held.double()).int().clamp(min=1)
-            areas = view.keys, view.values
-            attn_out[here].copy_(attend_selected(queries, *areas, held, scale, view.sketch, counts, view.form))
+            reads = Selection(view.sketch, (sparsity * held.double()).int().clamp(min=1))
+            attn_out[here].copy_(attend_selected(queries, view.keys, view.values, held, scale, reads, view.form))
         else:
             attn_out[here].copy_(attend(queries, view.keys, view.values, held, scale, state, view.form))
     if rows.policy.needs.record and not rows.policy.needs.ranks_by_score:

@@ -34,7 +34,6 @@ from flexgen_h2o.kvcache.eviction.policy import Columns
 from tests.eviction import policies as plain
 from tests.eviction.policies import Budget, Sizes
 from tests.eviction.reference import Evicted, PlainModel, Turn, evicted_greedy
-from tests.eviction.selection import Selection
 from tests.parity.cases import BASE
 from tests.parity.reference import LEAST_GAP, LOGIT_TOLERANCE, LogitsByRow, random_prompts, tokens_of
 
@@ -186,13 +185,11 @@ class Wanted:
 def wanted(
     model: PlainModel, pair: Pair, lengths: Sequence[int], new_tokens: int | Sequence[int],
     stored: Callable[[], NearStored] | None = None, turn: Turn | None = None, header: Sequence[int] = (),
-    share: float = 1.0,
 ) -> Wanted:  # fmt: skip
     """Random prompts of these lengths, each the first that leads to no near tie, with what follows on them.
 
     stored: makes what a cache makes of columns, turn: gives them positions (reference.forward). header: tokens before
-    those of every prompt. share: of the columns that are read (selection.Selection). Refuses references that could not
-    tell right from wrong.
+    those of every prompt. Refuses references that could not tell right from wrong.
     """
     each = [new_tokens] * len(lengths) if isinstance(new_tokens, int) else new_tokens
     prompts, rows = [], []
@@ -200,9 +197,8 @@ def wanted(
         for attempt in count():
             prompt = [*header, *random_prompts((length,), seed=37 * i + attempt)[0]]
             packed = stored() if stored is not None else None
-            selection = Selection(share) if share < 1 else None
-            row = evicted_greedy(model, prompt, most, pair.plain, packed, turn, selection=selection)
-            if any(rounding is not None and rounding.is_near for rounding in (packed, selection)):
+            row = evicted_greedy(model, prompt, most, pair.plain, packed, turn)
+            if row.is_near or (packed is not None and packed.is_near):
                 continue
             if row.least_gap > LEAST_SCORE_GAP and row.least_token_gap > LEAST_GAP:
                 break

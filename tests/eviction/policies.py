@@ -75,12 +75,14 @@ class Scorer:
 @dataclass(frozen=True)
 class Policy:
     """`sizes` of a row by its prompt tokens, its most new tokens and the layer. in_decode False: only the prefill
-    evicts. page: positions of a page whose dropped columns leave their mean; 0 for none."""
+    evicts. page: positions of a page whose dropped columns leave their mean; 0 for none. share: of the columns that
+    are read, below 1 for a policy that keeps all."""
 
     sizes: Callable[[int, int, int], Sizes]
     scorer: Callable[[int, Sizes], Scorer]
     in_decode: bool = True
     page: int = 0
+    share: float = 1.0
 
 
 def choose(held: Sequence[int], sizes: Sizes, turns: Sequence[tuple[int, torch.Tensor]]) -> tuple[list[int], float]:

@@ -227,7 +227,7 @@ class Evicted:
     step; the last token is never fed back, so there are as many as tokens. least_gap: the smallest distance in score
     between a column that stayed and one that went (infinite when there was never a choice). promotions: how often a
     column that left the recent ones took an older one's place; without any, decode scores decided nothing. given: the
-    steps whose tokens were.
+    steps whose tokens were. is_near: rounding may choose other columns to read.
     """
 
     tokens: list[int]
@@ -236,6 +236,7 @@ class Evicted:
     least_gap: float
     promotions: int
     given: frozenset[int] = frozenset()
+    is_near: bool = False
 
     def without_kept(self) -> Evicted:
         return replace(self, kept=[])
@@ -249,9 +250,9 @@ class Evicted:
 
 def evicted_greedy(
     model: PlainModel, prompt: Sequence[int], new_tokens: int, policy: Policy, stored: Stored | None = None,
-    turn: Turn | None = None, given: Mapping[int, int] = MappingProxyType({}), selection: Selection | None = None,
+    turn: Turn | None = None, given: Mapping[int, int] = MappingProxyType({}),
 ) -> Evicted:  # fmt: skip
-    """Greedy tokens for one prompt with `policy` evicting in every layer. stored, turn, selection: as in `forward`.
+    """Greedy tokens for one prompt with `policy` evicting in every layer. stored, turn: as in `forward`.
 
     given: tokens that are taken at some steps whatever the logits; a near tie there is none.
     """
@@ -260,6 +261,7 @@ def evicted_greedy(
     for layer, attention in zip(layers, seen, strict=True):
         layer.prefilled(attention)
     windows = [] if stored is None else [stored.window(layer.slots) for layer in layers]
+    selection = Selection(policy.share) if policy.share < 1 else None
     cache = Cache(stored, windows, policy.page, selection)
     tokens, logits, kept = [given.get(0, int(newest.argmax()))], [newest], [_held(layers)]
     while len(tokens) < new_tokens:
@@ -273,7 +275,15 @@ def evicted_greedy(
         logits.append(newest)
         kept.append(_held(layers))
     gap, promotions = min(layer.gap for layer in layers), sum(layer.promotions for layer in layers)
-    return Evicted(tokens, torch.stack(logits), kept, gap, promotions, frozenset(given))
+    return Evicted(
+        tokens,
+        torch.stack(logits),
+        kept,
+        gap,
+        promotions,
+        frozenset(given),
+        selection is not None and selection.is_near,
+    )
 
 
 def _held(layers: Sequence[LayerState]) -> Kept:

@@ -22,7 +22,6 @@ from tests.eviction.conftest import Known
 from tests.eviction.engine import LEAST_SCORE_GAP, STAND_IN, Pair, Wanted, assert_same, cut, run_with
 from tests.eviction.policies import Budget
 from tests.eviction.reference import Evicted, evicted_greedy
-from tests.eviction.selection import Selection
 from tests.eviction.test_packed_cache import FAR, Rounded
 from tests.parity.reference import LEAST_GAP, random_prompts
 
@@ -38,8 +37,8 @@ SHAPES = (
 )
 
 
-def draw_policy(rng: random.Random) -> tuple[Pair, float]:
-    """Any policy of any size, with what goes with all of them, or a share of the columns of the full cache to read."""
+def draw_policy(rng: random.Random) -> Pair:
+    """Any policy of any size, with what goes with all of them, or all columns, of which a share is read."""
     heavy, recent = rng.randint(1, 12), rng.randint(1, 8)
     sizes: dict[str, Any] = {"heavy_size": heavy, "recent_size": recent}
     if rng.random() < 0.3:
@@ -63,7 +62,7 @@ def draw_policy(rng: random.Random) -> tuple[Pair, float]:
     name = rng.choice(tuple(made))
     engine, slow = made[name]()
     if rng.random() < 0.15:  # all columns, some of which are read
-        return Pair(engine, plain.h2o(FAR)), round(rng.uniform(0.05, 0.9), 2)
+        return Pair(engine, plain.replace(plain.h2o(FAR), share=round(rng.uniform(0.05, 0.9), 2)))
     more: dict[str, Any] = {"summaries": page or None, "while_decoding": rng.random() < 0.85}
     slow = plain.replace(slow, page=page, in_decode=more["while_decoding"])
     if rng.random() < 0.2:
@@ -71,7 +70,7 @@ def draw_policy(rng: random.Random) -> tuple[Pair, float]:
     elif name in ("h2o", "random", "snapkv") and "heavy_size" in sizes and rng.random() < 0.4:
         first = rng.randint(1, heavy + recent - 1)
         more["protect"], slow = first, plain.protecting(slow, first)
-    return Pair(plain.replace(engine, **more), slow), 1.0
+    return Pair(plain.replace(engine, **more), slow)
 
 
 def draw_placement(rng: random.Random, share: float) -> Policy:
@@ -97,8 +96,8 @@ def draw_placement(rng: random.Random, share: float) -> Policy:
 def check(index: int, known: Callable[[str], Known], folder: Path) -> bool:
     """Run what the index stands for; False where a near tie lets rounding decide."""
     rng = random.Random(index)
-    one, (pair, share) = known(rng.choice(SHAPES)), draw_policy(rng)
-    policy, eviction = draw_placement(rng, share), pair.engine if share == 1 else None
+    one, pair = known(rng.choice(SHAPES)), draw_policy(rng)
+    policy, eviction = draw_placement(rng, pair.plain.share), pair.engine if pair.plain.share == 1 else None
     rows, header = rng.randint(1, 5), random_prompts((rng.choice((0, 0, 6)) or 1,), index)[0]
     lengths, most = [rng.randint(1, 20) for _ in range(rows)], [rng.randint(1, 9) for _ in range(rows)]
     prompts = [[*header, *random_prompts((n,), 31 * index + i)[0]] for i, n in enumerate(lengths)]
@@ -126,11 +125,10 @@ def references(
     found = []
     for prompt, new in zip(prompts, most, strict=True):
         packed = Rounded(policy.cache_bits, policy.cache_window, edges) if policy.compress_cache else None
-        selection = Selection(policy.attn_sparsity) if policy.attn_sparsity < 1 else None
-        row = evicted_greedy(one.plain, prompt, new, pair.plain, packed, selection=selection)
-        if any(rounding is not None and rounding.is_near for rounding in (packed, selection)):
+        row = evicted_greedy(one.plain, prompt, new, pair.plain, packed)
+        if row.is_near or (packed is not None and packed.is_near):
             return None
-        row = row if selection is None else row.without_kept()
+        row = row if pair.plain.share == 1 else row.without_kept()
         if row.least_gap <= LEAST_SCORE_GAP or row.least_token_gap <= LEAST_GAP:
             return None
         found.append(row)

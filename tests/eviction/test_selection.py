@@ -15,7 +15,10 @@ from tests.eviction.engine import PAIRS, STAND_IN, Pair, Wanted, assert_same, ge
 from tests.eviction.test_packed_cache import FAR, Rounded
 from tests.parity.cases import CONFIGURATIONS, PLACEMENTS, thinned
 
-FULL = Pair(PAIRS["local"].engine, plain.h2o(FAR))  # of a budget that nothing reaches
+
+def reading(share: float) -> Pair:
+    """All columns, of which this share is read; the engine's policy is not used."""
+    return Pair(PAIRS["local"].engine, plain.replace(plain.h2o(FAR), share=share))
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +29,7 @@ def selected(known: Callable[[str], Known]) -> Callable[..., Wanted]:
         new: int = NEW_TOKENS,
     ) -> Wanted:  # fmt: skip
         stored = (lambda: Rounded(bits, window)) if bits else None
-        want = wanted(known(shape).plain, FULL, lengths, new, stored, share=share)
+        want = wanted(known(shape).plain, reading(share), lengths, new, stored)
         return Wanted(want.prompts, [row.without_kept() for row in want.rows])
 
     return made

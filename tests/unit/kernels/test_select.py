@@ -14,6 +14,7 @@ from flexgen_h2o.kernels import select as kernels
 from flexgen_h2o.kernels.beside import SlotForm, WholeColumns
 from flexgen_h2o.kernels.packed import pack_columns
 from flexgen_h2o.kernels.select import (
+    Selection,
     Sketch,
     add_to_sketch,
     add_to_sketch_reference,
@@ -94,12 +95,14 @@ def test_compiled_attention_is_that_of_torch(
     q, keys, values, ends = columns_of(filled, group, width, dtype, seed)
     sketch, counts = sketched(keys, values, ends), (share * ends).int().clamp(min=1)
     areas = in_segments(keys, segment), in_segments(values, segment)
-    found = attend_selected(q, *areas, ends, width**-0.5, sketch, counts)
-    assert close(found, attend_selected_reference(q, *areas, ends, width**-0.5, sketch, counts))
+    found = attend_selected(q, *areas, ends, width**-0.5, Selection(sketch, counts))
+    assert close(found, attend_selected_reference(q, *areas, ends, width**-0.5, Selection(sketch, counts)))
     last = slice(len(filled) - 1, None)
     alone = [t[:, last].contiguous() for t in areas]
     own = sketch.map(lambda t: t[last].contiguous())
-    assert torch.equal(attend_selected(q[last], *alone, ends[last], width**-0.5, own, counts[last]), found[last])
+    assert torch.equal(
+        attend_selected(q[last], *alone, ends[last], width**-0.5, Selection(own, counts[last])), found[last]
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -120,15 +123,15 @@ def test_packed_columns(bits: int, window: int, width: int, dtype: torch.dtype) 
     areas = pack_columns(in_segments(whole.smoothed(keys), 50), packing), pack_columns(in_segments(values, 50), packing)
     for share in (0.05, 0.4, 1.0):
         counts = (share * filled).int().clamp(min=1)
-        found = attend_selected(q, *areas, filled, 0.1, sketch, counts, form)
-        assert close(found, attend_selected_reference(q, *areas, filled, 0.1, sketch, counts, form))
+        found = attend_selected(q, *areas, filled, 0.1, Selection(sketch, counts), form)
+        assert close(found, attend_selected_reference(q, *areas, filled, 0.1, Selection(sketch, counts), form))
     assert close(found, attend(q, *areas, filled, 0.1, None, form))
 
 
 def test_reading_all_columns_is_attention() -> None:
     q, keys, values, filled = columns_of([90, 1, 32], 2, 64, torch.float32)
     areas = in_segments(keys, 92), in_segments(values, 92)
-    found = attend_selected(q, *areas, filled, 0.125, sketched(keys, values, filled), filled)
+    found = attend_selected(q, *areas, filled, 0.125, Selection(sketched(keys, values, filled), filled))
     assert close(found, attend(q, *areas, filled, 0.125))
 
 
@@ -140,9 +143,8 @@ def test_equal_columns_are_taken_from_the_oldest_on() -> None:
     unread = values.clone()
     unread[:, 2:8] = math.nan  # a NaN that is read shows
     for attention in (attend_selected, attend_selected_reference):
-        out = attention(
-            torch.ones(1, 1, 8), in_segments(keys, 10), in_segments(unread, 10), filled, 1.0, sketch, counts
-        )
+        areas, reads = (in_segments(keys, 10), in_segments(unread, 10)), Selection(sketch, counts)
+        out = attention(torch.ones(1, 1, 8), *areas, filled, 1.0, reads)
         assert torch.allclose(out, torch.tensor(4.5))
 
 
@@ -152,9 +154,9 @@ def test_products_of_any_size() -> None:
     q[0], q[1] = q[0] * 1000, 0
     areas, counts = (in_segments(keys, 62), in_segments(values, 62)), torch.full((2,), 20, dtype=torch.int32)
     sketch = sketched(keys, values, filled)
-    found = attend_selected(q, *areas, filled, 1.0, sketch, counts)
+    found = attend_selected(q, *areas, filled, 1.0, Selection(sketch, counts))
     assert torch.isfinite(found).all()
-    assert (found - attend_selected_reference(q, *areas, filled, 1.0, sketch, counts)).abs().max() < 1e-4
+    assert (found - attend_selected_reference(q, *areas, filled, 1.0, Selection(sketch, counts))).abs().max() < 1e-4
     assert torch.allclose(found[1], values[1, :60].mean(0), atol=1e-5)
 
 
@@ -162,9 +164,9 @@ def test_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     q, keys, values, filled = columns_of([9, 30, 4, 17], 2, 16, torch.float32)
     areas, counts = (in_segments(keys, 8), in_segments(values, 8)), (filled // 3).clamp(min=1)
     sketch = sketched(keys, values, filled)
-    want = attend_selected_reference(q, *areas, filled, 0.25, sketch, counts)
+    want = attend_selected_reference(q, *areas, filled, 0.25, Selection(sketch, counts))
     monkeypatch.setattr(kernels, "PACKED_CHUNK", 100)
-    assert close(attend_selected_reference(q, *areas, filled, 0.25, sketch, counts), want)
+    assert close(attend_selected_reference(q, *areas, filled, 0.25, Selection(sketch, counts)), want)
 
 
 def test_wrong_shapes_are_refused_before_memory_is_touched() -> None:
@@ -173,9 +175,9 @@ def test_wrong_shapes_are_refused_before_memory_is_touched() -> None:
     short = Sketch(sketch.centres, sketch.steps, sketch.codes[:, :0].contiguous(), sketch.sums[:, :0].contiguous())
     for wrong in (short, sketch.map(lambda t: t[:1]), Sketch(*(t.double() for t in vars(sketch).values()))):
         with pytest.raises(ValueError, match="do not go together"):
-            attend_selected(q, *areas, filled, 1.0, wrong, counts)
+            attend_selected(q, *areas, filled, 1.0, Selection(wrong, counts))
     with pytest.raises(ValueError, match="do not go together"):
-        attend_selected(q, *areas, filled, 1.0, sketch, counts.long())
+        attend_selected(q, *areas, filled, 1.0, Selection(sketch, counts.long()))
 
 
 def test_bytes_of_a_sketch() -> None:
