@@ -43,6 +43,7 @@ CELLS = [
     *(f"{NORM}@{share}/3" for share in (0.5, 0.25)),
     *(f"h2o-norm:summaries=16@{share}/3" for share in (0.5, 0.25)),
     *(f"h2o-norm:summaries=32,layer_schedule=first-full@{share}/3" for share in (0.35, 0.2)),
+    *(f"full@1r{read}" for read in (0.2, 0.1, 0.07, 0.05)), "full@1/4r0.1", "full@1/3r0.1",
 ]  # fmt: skip
 KEEP_BYTES = 2**31  # of what is kept of the full cache's run
 _CELL = re.compile(
