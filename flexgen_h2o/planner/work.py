@@ -33,7 +33,7 @@ STORE_LANES = {"disk": "disk_write", "host": "d2h"}
 PACK_BYTES = 6  # to pack a number of KV takes as long as norms and activations take for so many bytes
 # --attn-sparsity estimates each column for each query head, and gathers those that it reads: an estimate takes as long
 # as attention takes for so many bytes, a gathered byte so many times as long (bench.kernels.decode_kernel).
-SELECT_BYTES, GATHER_FACTOR = 30, 2.0
+SELECT_BYTES, GATHER_FACTOR = 60, 2.0
 
 
 @dataclass(frozen=True)

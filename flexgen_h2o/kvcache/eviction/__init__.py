@@ -38,12 +38,11 @@ class Mix:
 MIXES = (Mix(0.33, "h2o-norm", 4), Mix(0.18, "h2o-norm", 3), Mix(0.0, "h2o-norm:summaries=128", 3))
 
 
-# Ways to have all columns whose loss the tables call small: settings of `Policy`, and the KL to the full cache in nats
-# that they have there (docs/quality.md, opt-tiny, 256 + 96).
+# Ways to have all columns whose loss the tables call small, of every model that was measured: settings of `Policy`, and
+# the KL to the full cache in nats (docs/quality.md, opt-tiny, 256 + 96). In 3 bits one yardstick of three lost 0.38.
 SMALL_LOSSES: tuple[tuple[dict[str, Any], float], ...] = (
     ({}, 0.0),
     ({"compress_cache": True, "cache_bits": 4}, 0.0038),
-    ({"compress_cache": True, "cache_bits": 3}, 0.0212),
     ({"attn_sparsity": 0.1}, 0.0092),
     ({"attn_sparsity": 0.1, "compress_cache": True, "cache_bits": 4}, 0.0127),
 )
