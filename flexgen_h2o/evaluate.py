@@ -211,6 +211,8 @@ def _choose_policies(args: argparse.Namespace, policy: Policy) -> None:
         raise UsageError(
             f"--attn-sparsity: is for the full cache, not for {args.policies[0]}; leave it or --policies out"
         )
+    if policy.attn_sparsity != 1 and (args.budgets, args.budgets_of) != (BUDGETS, "prompt"):
+        raise UsageError("--budgets: say what policies keep, and with --attn-sparsity all columns stay; leave them out")
     if args.policies is None:
         args.policies = list(POLICIES[1:]) if policy.attn_sparsity == 1 else []
 

@@ -249,12 +249,12 @@ def _fastest(args: argparse.Namespace) -> Answer:
     answers = []
     for settings, loss in SMALL_LOSSES:
         space = question.space
-        if "attn_sparsity" in settings and not space.machine.device_is_host:
+        if "attn_sparsity" in settings and not space.machine.profile.device_is_host:
             continue  # a card has no kernel for it
         tried = replace(question, space=replace(space, base=replace(space.base, **settings)), kv_loss=loss)
         answers.append(_answered(tried))
     fitting = [answer for answer in answers if answer.plan is not None]
-    found = min(fitting, key=lambda answer: answer.plan.prediction.total_s if answer.plan else 0.0, default=answers[0])
+    found = min(fitting, key=lambda answer: answer.plan.prediction.total_s if answer.plan else 0.0, default=answers[1])
     return replace(found, seconds=sum(answer.seconds for answer in answers))
 
 
@@ -391,7 +391,7 @@ def _about(answer: Answer) -> Iterator[str]:
     busy = f" ({MEASURED_BUSY})" if machine.profile.was_disturbed else ""
     date = machine.profile.date[:10] or "no date"
     if answer.kv_loss is not None:
-        yield f"quality: KL {answer.kv_loss:g} nats to the full cache in the tables (docs/quality.md, the KV frontier)"
+        yield f"quality: KL {answer.kv_loss:g} nats to the full cache for opt-tiny (docs/quality.md, the KV frontier)"
     yield f"machine: {machine.profile.machine}, {where} (profile of {date}: {source}){busy}"
 
 

@@ -32,6 +32,7 @@ LEVELS = 4
 STEP = 1.2  # of a grid, in standard deviations of a prompt's keys; 1.0 is best for Gaussian ones, which these are not
 LEAST_STEP = 1 / 16  # of the mean of a row's channels: what hardly moves in the prompt may do so later
 NEWEST = 16  # columns that are always read, at most
+LEAST_PROMPT = 64  # columns that a grid is made of, at least: rows with shorter prompts read all of theirs
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,12 @@ class Selection:
     def rows(self, some: slice) -> Selection:
         """Of some of the rows."""
         return Selection(self.sketch.map(lambda t: t[some]), self.counts[some])
+
+
+def counts_of(share: float, filled: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor:
+    """How many columns of each row are read, int32: int(share x filled), at least 1. filled, prompts: (R,) ints."""
+    some = (share * filled.double()).int().clamp(min=1)
+    return torch.where(prompts < LEAST_PROMPT, filled.int(), some)
 
 
 def newest_of(counts: torch.Tensor) -> torch.Tensor:

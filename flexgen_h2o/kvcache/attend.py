@@ -17,7 +17,7 @@ from flexgen_h2o.core.packing import window_of
 from flexgen_h2o.core.units import ROLLING_CHUNK, TOKEN_CHUNK
 from flexgen_h2o.kernels.elementwise import Rotation
 from flexgen_h2o.kernels.prefill_attention import causal_attention, causal_attention_lse
-from flexgen_h2o.kernels.select import Selection, add_to_sketch, attend_selected, fill_sketch
+from flexgen_h2o.kernels.select import Selection, add_to_sketch, attend_selected, counts_of, fill_sketch
 from flexgen_h2o.kernels.slots import ScoreState, attend, attend_lse
 from flexgen_h2o.kvcache.evict import (
     KeptColumns,
@@ -187,8 +187,8 @@ def attend_slots(
     """Put each row's new column into its slot and attend over its filled slots, part by part where the part lies.
 
     Where the policy scores, the slots' scores grow by what they received and each row's next victim is named.
-    sparsity: `Policy.attn_sparsity`, of the full cache: int(sparsity x columns) of a row are read, at least 1, where
-    views have sketches. rotation: turns the keys by their ranks as they are read.
+    sparsity: `Policy.attn_sparsity`, of the full cache: how much is read where views have sketches (`counts_of`).
+    rotation: turns the keys by their ranks as they are read.
 
     q: (sequences, heads, d); k, v: (sequences, kv_heads, d); out: (sequences, heads x d).
     """
@@ -198,7 +198,8 @@ def attend_slots(
     q, attn_out = q.view(count, group, width), out.view(count, group, width)
     k, v = k.view(count, width), v.view(count, width)
     common = None if rows.common is None else _attend_common(rows.common, q, scale)
-    positions, filled = (t.repeat_interleave(rows.kv_heads) for t in (new.positions, new.filled.int()))
+    known = new.positions, new.filled.int(), rows.budgets.prompts
+    positions, filled, prompts = (t.repeat_interleave(rows.kv_heads) for t in known)
     for view, slots in zip(rows.views, new.slots, strict=True):
         here, where = slice(view.start, view.end), view.keys.device
         queries, keys, values, held = (t[here].to(where) for t in (q, k, v, filled))
@@ -218,7 +219,7 @@ def attend_slots(
             _attend_rolling(rotation, queries, view, held, scale, state, attn_out[here])
         elif view.sketch is not None:
             add_to_sketch(view.sketch, slots, keys, values)
-            reads = Selection(view.sketch, (sparsity * held.double()).int().clamp(min=1))
+            reads = Selection(view.sketch, counts_of(sparsity, held, prompts[here].to(where)))
             attn_out[here].copy_(attend_selected(queries, view.keys, view.values, held, scale, reads, view.form))
         else:
             attn_out[here].copy_(attend(queries, view.keys, view.values, held, scale, state, view.form))

@@ -303,7 +303,7 @@ def _with_decode(at: CostContext, alone: Work, block: int, batch: Batch, sweep: 
     columns = float(batch.rows * at.need.columns(block, sweep, batch.mean_len))
     read = columns * stored + batch.rows * spec.num_kv_heads * at.kv_layout(block, batch).beside_bytes
     cache = tier_shares(at.policy.cache_shares, at.device_is_host)
-    if sparsity < 1:
+    if sparsity < 1 and at.on_host:  # a card reads all columns
         read -= columns * stored * (1 - sparsity * GATHER_FACTOR)
         read += columns * spec.num_heads * SELECT_BYTES
     on_device = cache[0] if at.on_host and not at.device_is_host else 1.0

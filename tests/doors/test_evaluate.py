@@ -97,7 +97,8 @@ def test_a_whole_policy_in_one_line_with_its_speed(evaluate: Door, tmp_path: Pat
     """Shares of the bytes, as they are held; and a share of the columns that is read, which drops none."""
     small = FEW_ROWS.replace("--policies local h2o", "").replace("--recall-prompts 2", "--recall-prompts 0")
     small = small.replace("--budgets 0.2", "--budgets 0.3")
-    packed = "--policies h2o-norm --budgets-of bytes --compress-cache --speed 1"
+    small = small.replace("--budgets 0.3", "")
+    packed = "--policies h2o-norm --budgets 0.3 --budgets-of bytes --compress-cache --speed 1"
     for flags, names in ((packed, ["full", "h2o-norm"]), ("--attn-sparsity 0.2 --speed 1", ["full"])):
         out = evaluate(f"fidelity {small} --offload-dir o --json r.json {flags}").out
         result = figures(tmp_path / "r.json")

@@ -101,7 +101,8 @@ OTHER_SCRIPTS: Cases = [
 ]  # fmt: skip
 FIDELITY: Cases = [
     "--policies nonsense", "--policies full", "--policies h2o:decay=1", "--budgets 0", "--budgets 50", "--budgets nan",
-    "--budgets half", "--eviction h2o", "--hh-ratio 0.1", "--kv-layer-schedule pyramid", "--attn-sparsity 0.5",
+    "--budgets half", "--eviction h2o", "--hh-ratio 0.1", "--kv-layer-schedule pyramid",
+    "--attn-sparsity 0.5 --policies h2o", ("--attn-sparsity 0.5 --budgets 0.3", "--budgets: say what policies keep"),
     "--gen-len 1", "--prompt-len 1024 --gen-len 2", "--prompt-len 1 --recall-prompts 0",
     ("--prompt-len 30", "--prompt-len 30: too short for recall rows"), "--num-prompts 0", "--num-prompts 99999",
     "--mass-steps -1", "--keep-mem lots", "--seed x", "--prompts none.jsonl",

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from flexgen_h2o import LLM, Policy, SamplingParams
+from flexgen_h2o.kernels import select
 from flexgen_h2o.kvcache.eviction import H2O, H2ONorm, Local, Random, SnapKV, Tova, ValueH2O, VaSE
 from tests.eviction import policies as plain
 from tests.eviction.conftest import Known
@@ -133,6 +134,12 @@ def references(
             return None
         found.append(row)
     return found
+
+
+@pytest.fixture(autouse=True)
+def short_prompts_have_grids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The models here have few positions."""
+    monkeypatch.setattr(select, "LEAST_PROMPT", 1)
 
 
 @pytest.mark.parametrize(

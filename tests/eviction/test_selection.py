@@ -7,13 +7,16 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 from flexgen_h2o import MemoryBudget, Policy
+from flexgen_h2o.kernels import select
 from tests.eviction import policies as plain
 from tests.eviction.conftest import LENGTHS, NEW_TOKENS, Known
 from tests.eviction.engine import PAIRS, STAND_IN, Pair, Wanted, assert_same, generate, wanted
 from tests.eviction.test_packed_cache import FAR, Rounded
 from tests.parity.cases import CONFIGURATIONS, PLACEMENTS, thinned
+from tests.parity.reference import LOGIT_TOLERANCE, random_prompts
 
 
 def reading(share: float) -> Pair:
@@ -33,6 +36,12 @@ def selected(known: Callable[[str], Known]) -> Callable[..., Wanted]:
         return Wanted(want.prompts, [row.without_kept() for row in want.rows])
 
     return made
+
+
+@pytest.fixture(autouse=True)
+def short_prompts_have_grids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The models here have few positions."""
+    monkeypatch.setattr(select, "LEAST_PROMPT", 1)
 
 
 def check(want: Wanted, folder: Path, policy: Policy, offload: Path, budget: MemoryBudget | None) -> None:
@@ -99,3 +108,19 @@ def test_all_of_the_columns_is_the_full_cache(known: Callable[[str], Known], tmp
         ran = generate(one.folder, [[5, 9, 11, 7], [8]], 6, None, policy, tmp_path, STAND_IN)
         want = want or ran.tokens
     assert want is not None and [len(row) for row in want] == [6, 6]
+
+
+def test_rows_with_short_prompts_read_all_columns(
+    known: Callable[[str], Known], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside one that reads some."""
+    monkeypatch.setattr(select, "LEAST_PROMPT", 20)
+    prompts, found = random_prompts((19, 20, 3), seed=5), []
+    for share in (1.0, 0.05):
+        policy = Policy(3, 1, attn_sparsity=share)
+        found.append(generate(known("normal").folder, prompts, 9, None, policy, tmp_path, None))
+    for row in (0, 2):
+        full, some = (torch.stack(ran.logits[row]) for ran in found)
+        assert (full - some).abs().max() <= LOGIT_TOLERANCE
+    full, some = (torch.stack(ran.logits[1]) for ran in found)
+    assert (full - some).abs().max() > LOGIT_TOLERANCE

@@ -56,14 +56,14 @@ def test_attention_reads_the_columns_that_are_held() -> None:
 
 @pytest.mark.parametrize("on_host", [False, True])
 def test_attention_that_reads_some_columns_reads_the_sketch_of_all(on_host: bool) -> None:
-    """And estimates all of them: for few and narrow columns it is no faster."""
+    """On the host, where they are chosen; a card reads all."""
     seconds, read = [], []
     for sparsity in (0.01, 0.2, 0.9):
         policy = Policy(6, 1, (100, 0, 0, 100, 100, 0), cpu_cache_compute=on_host, attn_sparsity=sparsity)
         work = attention(context(policy), 2)
         read.append(work.device_kv + work.host_kv)
         seconds.append(sum(costs_of(policy, NEED, machine(False)).compute_seconds(work)))
-    assert seconds == sorted(seconds) and seconds[0] < seconds[2]
+    assert seconds == sorted(seconds) and (seconds[0] < seconds[2]) is on_host
     beside = context(policy).kv_layout(0, Batch.even(6, 10)).beside_bytes
     assert read[0] > 6 * context(policy).spec.num_kv_heads * beside > 0
 
