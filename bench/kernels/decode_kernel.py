@@ -29,11 +29,11 @@ from bench.common import GB, BackgroundLoad, Spread, door, finish, model_parser,
 import torch
 
 from flexgen_h2o.cli_common import positive
-from flexgen_h2o.core.packing import SKETCH_BLOCK, SlotPacking, sketch_shape
+from flexgen_h2o.core.packing import SlotPacking
 from flexgen_h2o.kernels.beside import Pages, SlotForm, WholeColumns
 from flexgen_h2o.kernels.packed import pack_columns
 from flexgen_h2o.kernels.prefill_attention import causal_attention, causal_attention_lse, column_sums
-from flexgen_h2o.kernels.select import Selection, Sketch, attend_selected, fill_sketch
+from flexgen_h2o.kernels.select import Selection, attend_selected, empty_sketch, fill_sketch
 from flexgen_h2o.kernels.slots import ScoreState, attend, attend_reference
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -106,7 +106,8 @@ def _decode(model: str, slots: int, dtype: torch.dtype, nbytes: int, repeats: in
     packed = {name: [pack_columns(t, p) for t in (keys, values)] for name, p in packings.items()}
     whole, pages = _beside(rows, slots, width, dtype)
     one = [t[0, :, 0].contiguous() for t in (keys, values)]  # what a decode step packs
-    sketch = _sketch(keys, values)
+    sketch = empty_sketch(rows, slots, width)
+    fill_sketch(sketch, *(t[0].transpose(0, 1).contiguous() for t in (keys, values)))
 
     def select(share: float, name: str = "") -> Callable[[], object]:
         areas, form = (packed[name], SlotForm(packings[name], None, whole)) if name else ((keys, values), SlotForm())
@@ -171,15 +172,6 @@ def _beside(rows: int, slots: int, width: int, dtype: torch.dtype) -> tuple[Whol
     return WholeColumns(ranges, ranges, newest, newest, taken), Pages(
         means, means, torch.full((rows, count), PAGE).int()
     )
-
-
-def _sketch(keys: torch.Tensor, values: torch.Tensor) -> Sketch:
-    _, rows, slots, width = keys.shape
-    blocks, numbers = sketch_shape(slots, width)
-    grid, codes = torch.empty(rows, width), torch.empty(rows, blocks, numbers, SKETCH_BLOCK, dtype=torch.int16)
-    made = Sketch(grid, grid.clone(), codes, torch.empty(rows, blocks, width))
-    fill_sketch(made, *(t[0].transpose(0, 1).contiguous() for t in (keys, values)))
-    return made
 
 
 def _book(rows: int, slots: int) -> ScoreState:

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flexgen_h2o.core.packing import SKETCH_BLOCK, SKETCH_CODES
+from flexgen_h2o.core.packing import SKETCH_BLOCK, SKETCH_CODES, sketch_shape
 from flexgen_h2o.core.units import PACKED_CHUNK
-from flexgen_h2o.kernels.beside import WHOLE, SlotForm, whole_addresses, with_whole
-from flexgen_h2o.kernels.packed import unpack_columns
-from flexgen_h2o.kernels.slots import check_slots, loops_can_read, slot_products, slots_job
+from flexgen_h2o.kernels.beside import WHOLE, SlotForm, whole_addresses
+from flexgen_h2o.kernels.slots import check_slots, loops_can_read, slot_products, slots_job, unpacked
 from flexgen_h2o.kernels.workspace import element_of, is_compiled, mismatch, parallel_rows
 
 if TYPE_CHECKING:
@@ -68,6 +67,14 @@ class Sketch:
         places = torch.arange(0, 2 * SKETCH_CODES, 2, device=self.codes.device, dtype=torch.int32)
         codes = (self.codes.int().unsqueeze(4) >> places) & (LEVELS - 1)
         return codes.permute(0, 1, 3, 2, 4).flatten(1, 2).flatten(2).float() - (LEVELS - 1) / 2
+
+
+def empty_sketch(rows: int, slots: int, width: int, device: torch.device | None = None) -> Sketch:
+    """Room for the columns of so many slots, of zeros; steps are 1."""
+    blocks, numbers = sketch_shape(slots, width)
+    centres, steps = torch.zeros(rows, width, device=device), torch.ones(rows, width, device=device)
+    codes = torch.zeros(rows, blocks, numbers, SKETCH_BLOCK, dtype=torch.int16, device=device)
+    return Sketch(centres, steps, codes, torch.zeros(rows, blocks, width, device=device))
 
 
 @dataclass(frozen=True)
@@ -152,8 +159,8 @@ def attend_selected(
 ) -> torch.Tensor:  # fmt: skip
     """Attention that reads some of each row's slots 0..filled-1; arguments as of `slots.attend`.
 
-    form: a packing and its whole columns; no pages. Returns (R, g, d) in q's
-    dtype. A row's result depends on that row alone.
+    form: a packing and its whole columns; no pages. Returns (R, g, d) in q's dtype. A row's result depends on that row
+    alone.
     """
     if not loops_can_read(q, keys, values, form):
         return attend_selected_reference(q, keys, values, filled, scale, selection, form)
@@ -189,7 +196,7 @@ def attend_selected_reference(
             parts.append(attend_selected_reference(q[some], *areas, scale, *own))
         return torch.cat(parts)
     sketch, counts = selection.sketch, selection.counts
-    keys, values = _unpacked(keys, values, form, q.dtype)
+    keys, values = unpacked(keys, values, form, q.dtype)
     longest = int(filled.max())
     estimates = _estimates(q, sketch, scale)[..., :longest]
     places, ends = torch.arange(longest, device=q.device), filled.view(-1, 1)
@@ -208,17 +215,6 @@ def attend_selected_reference(
     weights = torch.where(chosen.unsqueeze(1), p - share[..., number], 0.0)
     held = values.transpose(0, 1).flatten(1, 2)[:, :longest].masked_fill(~chosen.unsqueeze(2), 0)
     return (torch.bmm(weights, held.float()) + torch.bmm(share, sketch.sums)).to(q.dtype)
-
-
-def _unpacked(
-    keys: torch.Tensor, values: torch.Tensor, form: SlotForm, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if form.packing is None:
-        return keys, values
-    k, v = (unpack_columns(t, form.packing, torch.float32) for t in (keys, values))
-    if form.whole is not None:
-        k, v = with_whole(form.whole, k, v)
-    return k.to(dtype), v.to(dtype)
 
 
 def _estimates(q: torch.Tensor, sketch: Sketch, scale: float) -> torch.Tensor:

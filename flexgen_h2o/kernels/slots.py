@@ -117,11 +117,8 @@ def attend_reference(
     step = max(1, PACKED_CHUNK // (keys.shape[0] * keys.shape[2] * packing.width))
     for a in range(0, len(q), step):
         rows = slice(a, a + step)
-        k, v = (unpack_columns(t[:, rows], packing, torch.float32) for t in (keys, values))
         own, beside = None if state is None else state.rows(rows), form.rows(rows)
-        if beside.whole is not None:
-            k, v = with_whole(beside.whole, k, v)
-        k, v = k.to(q.dtype), v.to(q.dtype)
+        k, v = unpacked(keys[:, rows], values[:, rows], beside, q.dtype)
         out[rows] = attend_reference(q[rows], k, v, filled[rows], scale, own, SlotForm(None, beside.pages))
     return out
 
@@ -133,6 +130,18 @@ def attend_lse_reference(
     products = slot_products(q, keys, filled, scale)
     lse = torch.logsumexp(products, dim=2)
     return _mix(products.sub_(lse.unsqueeze(2)).exp_(), values, filled).to(q.dtype), lse
+
+
+def unpacked(
+    keys: torch.Tensor, values: torch.Tensor, form: SlotForm, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Slots as numbers of `dtype`, whole columns in their places."""
+    if form.packing is None:
+        return keys, values
+    k, v = (unpack_columns(t, form.packing, torch.float32) for t in (keys, values))
+    if form.whole is not None:
+        k, v = with_whole(form.whole, k, v)
+    return k.to(dtype), v.to(dtype)
 
 
 def _update_scores(state: ScoreState, p: torch.Tensor, filled: torch.Tensor) -> None:

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from flexgen_h2o.core.packing import SKETCH_BLOCK, SlotPacking, sketch_shape
+from flexgen_h2o.core.packing import SlotPacking
 from flexgen_h2o.kernels.beside import WHOLE, SlotForm, WholeColumns
 from flexgen_h2o.kernels.elementwise import Rotation, rms_norm, silu_gated
 from flexgen_h2o.kernels.packed import pack_columns
 from flexgen_h2o.kernels.prefill_attention import causal_attention_lse, column_sums
-from flexgen_h2o.kernels.select import Selection, Sketch, add_to_sketch, attend_selected, fill_sketch
+from flexgen_h2o.kernels.select import Selection, add_to_sketch, attend_selected, empty_sketch, fill_sketch
 from flexgen_h2o.kernels.slots import ScoreState, attend, get_last_slots, put_slots
 
 _LONGEST_S = 300.0
@@ -141,11 +141,8 @@ def _stored(
 def warm_up_selection(device: torch.device, dtype: torch.dtype, packing: SlotPacking | None = None) -> None:
     """The same for attention that reads some of the columns."""
     slots, form, q = _stored(packing, dtype, device)
-    width, slot = q.shape[2], torch.zeros(_ROWS, dtype=torch.int64, device=device)
-    blocks, numbers = sketch_shape(_SLOTS, width)
-    grid, sums = torch.ones(_ROWS, width, device=device), torch.zeros(_ROWS, blocks, width, device=device)
-    codes = torch.zeros(_ROWS, blocks, numbers, SKETCH_BLOCK, dtype=torch.int16, device=device)
-    sketch, filled = Sketch(grid, grid.clone(), codes, sums), slot.int() + _SLOTS
+    slot = torch.zeros(_ROWS, dtype=torch.int64, device=device)
+    sketch, filled = empty_sketch(_ROWS, _SLOTS, q.shape[2], device), slot.int() + _SLOTS
     fill_sketch(sketch, q, q)
     add_to_sketch(sketch, slot, q[:, 0], q[:, 0])
     attend_selected(q, slots, slots, filled, 1.0, Selection(sketch, filled), form)

@@ -18,7 +18,7 @@ from flexgen_h2o.kernels.compiled.beside import (
     beside_scratch,
     spread_beside,
 )
-from flexgen_h2o.kernels.compiled.sketch import PICKED, copy_words, pick, sketch_dots
+from flexgen_h2o.kernels.compiled.sketch import PICKED, pick, sketch_dots
 from flexgen_h2o.kernels.compiled.slots import BLOCK, Pass, Slots
 from flexgen_h2o.kernels.jit import (
     LOG2_E,
@@ -264,7 +264,7 @@ def _gather(memory, words, offsets, count, to):  # type: ignore[no-untyped-def]
     """The columns at these offsets, one behind the other. `to`: an array, so that its memory is held as long."""
     start = np.int64(to.ctypes.data)
     for i in range(count):
-        copy_words((memory + 4 * offsets[i], start + 4 * i * words, words))
+        slots.copy(start + 4 * i * words, memory + 4 * offsets[i], 4 * words)
 
 
 @jit

@@ -8,7 +8,7 @@ import numpy as np
 from llvmlite import ir
 
 from flexgen_h2o.core.packing import SKETCH_BLOCK, SKETCH_CODES
-from flexgen_h2o.kernels.compiled.vectors import F32, I16, I32, I64, WIDE, Emitter, cgutils, emitted
+from flexgen_h2o.kernels.compiled.vectors import F32, I16, I32, I64, Emitter, cgutils, emitted
 from flexgen_h2o.kernels.jit import floats_at, jit, longs_at, number_at, shorts_at
 
 PICKED = 16  # numbers that are compared together
@@ -67,19 +67,6 @@ def _emit_dots(e: Emitter, *numbers: Any) -> None:
         e.store(b.sitofp(wide, ir.VectorType(F32, SKETCH_BLOCK)), to)
 
 
-def _emit_copy(e: Emitter, source: Any, to: Any, words: Any) -> None:
-    """Words one behind the other: WIDE at a time, then one by one."""
-    b = e.builder
-    wide = b.sdiv(words, e.number(WIDE))
-    with e.loop(wide) as loop:
-        here = b.mul(loop.index, e.number(WIDE))
-        e.store(e.load(e.onward(source, here), ir.VectorType(I32, WIDE)), e.onward(to, here))
-    done = b.mul(wide, e.number(WIDE))
-    with e.loop(b.sub(words, done)) as loop:
-        here = b.add(done, loop.index)
-        e.store(e.load(e.onward(source, here), I32), e.onward(to, here))
-
-
 def _emit_pick(e: Emitter, numbers: Any, vectors: Any, bits: Any, count: Any, places: Any) -> None:
     """Which of fp32 numbers have smaller bits, as int32: how many, to the int64 at `count`, and, unless the address is
     0, their places, ascending, to `places`."""
@@ -104,7 +91,6 @@ def _emit_pick(e: Emitter, numbers: Any, vectors: Any, bits: Any, count: Any, pl
 sketch_dots = emitted(_emit_dots)
 # pick((numbers, vectors of them, bits, count, places)): those with smaller bits.
 pick = emitted(_emit_pick)
-copy_words = emitted(_emit_copy)  # copy_words((source, to, words))
 
 
 @jit

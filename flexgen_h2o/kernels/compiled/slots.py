@@ -370,8 +370,8 @@ def put(job, count, first, end):  # type: ignore[no-untyped-def]
         column = row * job.columns_step
         for i in range(count):
             at = _place(job, row, slots[i])
-            _copy(job.keys + at, job.column_keys + column, job.slot_bytes)
-            _copy(job.values + at, job.column_values + column, job.slot_bytes)
+            copy(job.keys + at, job.column_keys + column, job.slot_bytes)
+            copy(job.values + at, job.column_values + column, job.slot_bytes)
             column += job.slot_bytes
 
 
@@ -384,8 +384,8 @@ def get(job, count, first, end):  # type: ignore[no-untyped-def]
         for i in range(count + 1):
             if slots[i] == slots[count]:
                 column = row * job.columns_step + i * job.slot_bytes
-                _copy(job.column_keys + column, job.keys + at, job.slot_bytes)
-                _copy(job.column_values + column, job.values + at, job.slot_bytes)
+                copy(job.column_keys + column, job.keys + at, job.slot_bytes)
+                copy(job.column_values + column, job.values + at, job.slot_bytes)
 
 
 @jit
@@ -397,7 +397,7 @@ def _place(job, row, slot):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _copy(to, source, size):  # type: ignore[no-untyped-def]
+def copy(to, source, size):  # type: ignore[no-untyped-def]
     if size % 4 == 0:
         for i in range(size // 4):
             words_at(to)[i] = words_at(source)[i]
