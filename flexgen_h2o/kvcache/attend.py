@@ -198,8 +198,7 @@ def attend_slots(
     q, attn_out = q.view(count, group, width), out.view(count, group, width)
     k, v = k.view(count, width), v.view(count, width)
     common = None if rows.common is None else _attend_common(rows.common, q, scale)
-    known = new.positions, new.filled.int(), rows.budgets.prompts
-    positions, filled, prompts = (t.repeat_interleave(rows.kv_heads) for t in known)
+    positions, filled = (t.repeat_interleave(rows.kv_heads) for t in (new.positions, new.filled.int()))
     for view, slots in zip(rows.views, new.slots, strict=True):
         here, where = slice(view.start, view.end), view.keys.device
         queries, keys, values, held = (t[here].to(where) for t in (q, k, v, filled))
@@ -219,7 +218,8 @@ def attend_slots(
             _attend_rolling(rotation, queries, view, held, scale, state, attn_out[here])
         elif view.sketch is not None:
             add_to_sketch(view.sketch, slots, keys, values)
-            reads = Selection(view.sketch, counts_of(sparsity, held, prompts[here].to(where)))
+            prompts = rows.budgets.prompts.repeat_interleave(rows.kv_heads)[here].to(where)
+            reads = Selection(view.sketch, counts_of(sparsity, held, prompts))
             attn_out[here].copy_(attend_selected(queries, view.keys, view.values, held, scale, reads, view.form))
         else:
             attn_out[here].copy_(attend(queries, view.keys, view.values, held, scale, state, view.form))

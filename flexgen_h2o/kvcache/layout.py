@@ -9,10 +9,10 @@ only those that hold columns move. The metadata of the slots lies elsewhere, whe
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
-from flexgen_h2o.core.packing import KVPrices, SlotPacking, padded_pages, page_bytes, window_of
+from flexgen_h2o.core.packing import KVPrices, SlotPacking, padded_pages, page_bytes, sketch_bytes, window_of
 from flexgen_h2o.core.units import ALIGN, PAGE, SEGMENT_SLOTS, WRITE_BACK_STEPS, round_up
 from flexgen_h2o.kvcache.eviction.policy import NO_RECORD, RowRecord
 from flexgen_h2o.tiers.stream import Part, Shares, split_rows
@@ -138,10 +138,8 @@ class UnitLayout:
         return part.rows * (self._record_bytes + page_bytes(self.record.pages, self.width))
 
     def whole_end(self, part: Part) -> int:
-        """Where sketches begin: they are the last."""
-        return part.rows * (
-            self._record_bytes + replace(self.prices, selects=False).beside(self.slots, self.record.pages)
-        )
+        """Where sketches begin, if there are some: they are the last."""
+        return part.rows * (self._record_bytes + self.beside_bytes - sketch_bytes(self.slots, self.width))
 
     @property
     def _record_bytes(self) -> int:

@@ -246,8 +246,8 @@ class CacheStore:
         streamed = part.tier in self._streamed_tiers
         place: str = self._ring_memory if streamed else part.tier
         home = _Home(part, streamed)
-        if layout.metadata_bytes(part):
-            data = take(self._metadata[place], f"metadata on {place}", layout.metadata_bytes(part))
+        if nbytes := layout.metadata_bytes(part):
+            data = take(self._metadata[place], f"metadata on {place}", nbytes)
             home.metadata = metadata_view(layout, part, data)
             home.whole = whole_view(layout, part, data, self._dtype)
             home.sketch = sketch_view(layout, part, data)

@@ -275,15 +275,8 @@ def evicted_greedy(
         logits.append(newest)
         kept.append(_held(layers))
     gap, promotions = min(layer.gap for layer in layers), sum(layer.promotions for layer in layers)
-    return Evicted(
-        tokens,
-        torch.stack(logits),
-        kept,
-        gap,
-        promotions,
-        frozenset(given),
-        selection is not None and selection.is_near,
-    )
+    is_near = selection is not None and selection.is_near
+    return Evicted(tokens, torch.stack(logits), kept, gap, promotions, frozenset(given), is_near)
 
 
 def _held(layers: Sequence[LayerState]) -> Kept:
