@@ -6,7 +6,7 @@ Values are checked where they enter: constructing one of these with a number out
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,30 +19,34 @@ from flexgen_h2o.core.units import check_int, parse_bytes
 DType = Literal["float32", "bfloat16", "float16"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 TIERS = ("device", "host", "disk")
-POLICY_SCHEMA = 3
+POLICY_SCHEMA = 4
 # Fields by the schema that has them first; in a file of an older one they are at their defaults.
-SINCE_SCHEMA = {"weight_bits": 2, "cache_bits": 2, "int8_compute": 2, "cache_window": 3}
+SINCE_SCHEMA = {"weight_bits": 2, "cache_bits": 2, "int8_compute": 2, "cache_window": 3, "expert_group": 4}
 BITS = (4, 8)  # of a compressed weight
 CACHE_BITS = (2, 3, 4, 8)  # of a compressed KV value
 # Fields that say how, and the switch that says whether.
 COMPRESSION_OF = {"weight_bits": "compress_weight", "cache_bits": "compress_cache", "cache_window": "compress_cache"}
 MOST_ROWS = 2**16  # of a block
+GROUP_NUMEL = 40 * 10**6  # of a group of experts: some tens of MB, so that a ring of a few groups is small
+# Where fewer experts than this share are used by a decode sweep, they move one by one, and those that are not, do not.
+SINGLES_BELOW = 0.9
 
 # receive, send: where a stage of a pipeline begins and ends that has no embedding, no head.
-LayerKind = Literal["embedding", "attention", "mlp", "block", "head", "receive", "send"]
+LayerKind = Literal["embedding", "attention", "mlp", "block", "experts", "head", "receive", "send"]
 
 
 @dataclass(frozen=True)
 class TensorSpec:
     """One tensor of a layer: the `role` its forward asks for, its `name` in the checkpoint, its shape.
 
-    aliases: names that some checkpoints have for it.
+    aliases: names that some checkpoints have for it. exact: no switch compresses it (a router).
     """
 
     role: str
     name: str
     shape: tuple[int, ...]
     aliases: tuple[str, ...] = ()
+    exact: bool = False
 
     @property
     def numel(self) -> int:
@@ -65,12 +69,14 @@ class WeightUnit:
 class Layer:
     """One step of a sweep. `block` is the transformer block it belongs to (-1: embedding or head).
 
-    `unit` indexes `LayerPlan.units`; embedding and head share one when the model ties them.
+    `unit` indexes `LayerPlan.units`; embedding and head share one when the model ties them. experts: those of the
+    block that a layer of this kind computes.
     """
 
     kind: LayerKind
     block: int
     unit: int
+    experts: range = range(0)
 
 
 @dataclass(frozen=True)
@@ -108,12 +114,49 @@ class StepBuffer:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """Mixtures of experts that transformer blocks have in the place of an MLP (Shazeer et al. 2017).
+
+    count, per_token: experts of a block, and how many a router chooses for a token. tensors: of each block's experts;
+    () where the block has an MLP. inputs: of each block, vectors that every group of its experts needs (its norm).
+    """
+
+    count: int
+    per_token: int
+    tensors: tuple[tuple[tuple[TensorSpec, ...], ...], ...]
+    inputs: tuple[tuple[TensorSpec, ...], ...]
+
+    def of_blocks(self, chosen: Sequence[int]) -> Experts:
+        """Those of some blocks."""
+        tensors, inputs = (tuple(values[i] for i in chosen) for values in (self.tensors, self.inputs))
+        return replace(self, tensors=tensors, inputs=inputs)
+
+    def share_used(self, tokens: float, group: int = 1) -> float:
+        """The expected share of groups of so many experts that some of `tokens` tokens need, if each chooses evenly:
+        1 - (C(E - g, k) / C(E, k))^tokens of E experts, of which it takes k."""
+        left, none = self.count - group, 1.0
+        for i in range(self.per_token):
+            none *= max(0.0, (left - i) / (self.count - i))
+        return 1.0 - none**tokens
+
+    def group_size(self, asked: int, rows: int) -> int:
+        """Experts that move as one piece where so many rows decode together. asked: the policy's expert_group."""
+        if asked:
+            return min(asked, self.count)
+        if self.share_used(rows) < SINGLES_BELOW:
+            return 1
+        numel = max(sum(t.numel for t in expert) for block in self.tensors for expert in block)
+        return max(1, min(self.count, GROUP_NUMEL // numel))
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """The shape of a model, all that the planner and the engine need to know of it.
 
     family: key of `models.FAMILIES`, which knows names and forward. Widths are in elements.
     mlp: of a transformer block; empty where attention and MLP read the same hidden states (parallel residual): such a
-    block is one layer, whose tensors are all in `attention`.
+    block is one layer, whose tensors are all in `attention`. Empty too where the block has `experts`: then `attention`
+    has the router.
     rotary: None where positions are in the hidden states already.
     options: what only the family reads (activation, norm placement, ...), as sorted pairs.
     quantization: the checkpoint's `quantization_config` (checkpoint/formats).
@@ -141,6 +184,7 @@ class ModelSpec:
     rotary: Rotary | None = None
     quantization: Mapping[str, Any] | None = None
     buffers: tuple[StepBuffer, ...] = ()
+    experts: Experts | None = None
 
     def __hash__(self) -> int:
         """Of a few fields: the planner looks models up thousands of times, and a model has thousands of tensors."""
@@ -159,6 +203,7 @@ class ModelSpec:
             embedding=self.embedding if blocks.start == 0 else (),
             attention=self.attention[part],
             mlp=self.mlp[part],
+            experts=self.experts and self.experts.of_blocks(blocks),
             head=self.head if blocks.stop == self.num_blocks else (),
         )
 
@@ -170,28 +215,46 @@ class ModelSpec:
     @property
     def num_weights(self) -> int:
         """Elements of all weights, tied tensors counted once."""
-        return sum(unit.numel for unit in self.layers(sep_layer=False).units)
+        return sum({t.name: t.numel for unit in self.layers(sep_layer=False).units for t in unit.tensors}.values())
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Bytes of K and V that one token adds over all blocks."""
         return 2 * self.num_blocks * self.num_kv_heads * self.head_dim * itemsize
 
-    def layers(self, sep_layer: bool) -> LayerPlan:
+    def experts_of(self, block: int) -> tuple[tuple[TensorSpec, ...], ...]:
+        """The tensors of each expert of a transformer block; () where it has none."""
+        return self.experts.tensors[block] if self.experts else ()
+
+    def layers(self, sep_layer: bool, expert_group: int = 0) -> LayerPlan:
         """The layers of a sweep. `sep_layer`: attention and MLP are two steps with a weight unit each, where the
-        model allows it."""
+        model allows it. expert_group: experts of a step and unit; 0: all of a block."""
         units: list[WeightUnit] = []
         layers: list[Layer] = []
 
-        def add(kind: LayerKind, block: int, name: str, tensors: tuple[TensorSpec, ...]) -> None:
+        def add(
+            kind: LayerKind, block: int, name: str, tensors: tuple[TensorSpec, ...], experts: range = range(0)
+        ) -> None:
             units.append(WeightUnit(name, tensors))
-            layers.append(Layer(kind, block, len(units) - 1))
+            layers.append(Layer(kind, block, len(units) - 1, experts))
+
+        def add_experts(block: int) -> None:
+            assert self.experts is not None
+            experts, size = self.experts.tensors[block], expert_group or self.experts.count
+            for first in range(0, len(experts), size):
+                group = range(first, min(first + size, len(experts)))
+                tensors = tuple(t for i in group for t in experts[i])
+                name = f"block {block} experts {group.start} to {group[-1]}"
+                add("experts", block, name, self.experts.inputs[block] + tensors, group)
 
         names = {t.name for t in self.embedding}
         extra_head = tuple(t for t in self.head if t.name not in names) if self.shares_table else ()
         first: LayerKind = "embedding" if self.embedding else "receive"
         add(first, -1, first, self.embedding + extra_head)
         for i, (attention, mlp) in enumerate(zip(self.attention, self.mlp, strict=True)):
-            if sep_layer and mlp:
+            if self.experts_of(i):
+                add("attention", i, f"block {i} attention", attention)
+                add_experts(i)
+            elif sep_layer and mlp:
                 add("attention", i, f"block {i} attention", attention)
                 add("mlp", i, f"block {i} mlp", mlp)
             else:
@@ -236,6 +299,10 @@ class Policy:
     cpu_cache_compute: bool = setting(False, "attend on the host to KV that lives there")
     overlap: bool = setting(True, "move and compute at the same time")
     sep_layer: bool = setting(True, "attention and MLP are two schedule steps")
+    expert_group: int = setting(
+        0, "experts of a mixture that move as one piece; 0: as many as are worth a read, one where few rows decode",
+        low=0, high=2**16,
+    )  # fmt: skip
     pin_weight: bool = setting(True, "pin what the host holds, with a card")
     attn_sparsity: float = setting(
         1.0,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 import torch
 
@@ -19,8 +20,8 @@ from flexgen_h2o.engine.attention import CacheStep, UnitAttention
 from flexgen_h2o.engine.decoding import Decoding, score_prompts, scored_tokens
 from flexgen_h2o.engine.distributed import Wire
 from flexgen_h2o.engine.generation import BlockStats, MicroBatch, Row, Sweep, SweepInput
-from flexgen_h2o.engine.loop import ATTENTION_KINDS, Step, UnitKey, Walk, weight_sequence
-from flexgen_h2o.engine.memory_plan import kv_layout
+from flexgen_h2o.engine.loop import ATTENTION_KINDS, Step, UnitKey, Walk
+from flexgen_h2o.engine.memory_plan import kv_layout, waits_for_router
 from flexgen_h2o.engine.requests import Scheduler
 from flexgen_h2o.engine.resources import Engine
 from flexgen_h2o.engine.stores import WeightStream
@@ -29,8 +30,8 @@ from flexgen_h2o.kvcache.eviction import Eviction
 from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.kvcache.prefixes import Sharing
 from flexgen_h2o.kvcache.slots import Move, PromptAttention, SlotTable
-from flexgen_h2o.models import Weights, family_of
-from flexgen_h2o.tiers.stream import Region, Waitable, streamed_keys
+from flexgen_h2o.models import Hidden, Weights, family_of
+from flexgen_h2o.tiers.stream import Region, Waitable
 
 Order = Callable[[int, int], Iterator[Step]]
 
@@ -54,16 +55,21 @@ class Executor:
         self._layers: tuple[Layer, ...] = engine.layers.layers
         self._wire = engine.wire
         self._max_sweeps = max_sweeps
+        self._waits = self._skips and waits_for_router(engine.spec, engine.policy)
         self._weights = self._weight_stream()
         device, sparsity = engine.device.torch_device, engine.policy.attn_sparsity
         copies = engine.common_prefix(common) if common else None
         self._attention = UnitAttention(engine.spec, eviction, sparsity, device, copies)
 
+    @property
+    def _skips(self) -> bool:
+        """Are groups of experts left out that no token goes to? Not in a pipeline, whose micro-batches are at different
+        layers."""
+        return self._engine.wire is None
+
     def _weight_stream(self) -> WeightStream:
-        engine, units = self._engine, tuple(layer.unit for layer in self._layers)
-        sequence = streamed_keys(weight_sequence(self._max_sweeps, units), units, engine.weights)
-        ahead = len(units) if engine.policy.overlap else 0
-        return WeightStream(engine.weights, engine.ring("weight ring"), sequence, ahead)
+        engine, ahead = self._engine, len(self._layers) if self._engine.policy.overlap else 0
+        return WeightStream(engine.weights, engine.ring("weight ring"), self._max_sweeps, ahead, self._waits)
 
     @torch.inference_mode()
     def run(self, scheduler: Scheduler, order: Order | None, on_tokens: Callable[[int], None]) -> None:
@@ -118,6 +124,7 @@ class Executor:
         engine.cache.begin_block(layouts, [len(b.rows) for b in self._batches])
         engine.hidden.begin_block([self._most_tokens(b) for b in self._batches])
         self._inputs: dict[int, SweepInput] = {}
+        self._chosen: dict[int, frozenset[int]] = {}  # experts that tokens of a micro-batch go to, of the last router
         for k in range(count):
             self._begin_sweep(k)
         self._sweep = Sweep()
@@ -157,10 +164,14 @@ class Executor:
             self._sweep.fed += len(fed.ids)
             self._sweep.prompts += fed.prompt_tokens
             self._stats.fed_tokens += fed.prompt_tokens
+        layer = self._layers[step.layer]
+        if layer.kind == "experts" and self._skips and self._chosen[k].isdisjoint(layer.experts):
+            self._engine.hidden.skip((step.sweep, step.layer, k))
+            return None
         return self._inputs[k].phase
 
     def open_hidden(self, key: UnitKey, region: Region | None) -> None:
-        self._x = self._engine.hidden.open(key, region)
+        self._hidden = self._engine.hidden.open(key, region)
 
     def open_cache(self, key: UnitKey, region: Region | None) -> None:
         _, block, k = key
@@ -170,8 +181,12 @@ class Executor:
         self._cache = self._with_watch(block, k, cache)
 
     def compute(self, step: Step) -> None:
-        layer, k, w, x = self._layers[step.layer], step.micro_batch, self._weights.opened, self._x
-        spec, family, ws, fed = self._engine.spec, self._family, self._workspace, self._inputs[k]
+        layer, k, w, hidden = self._layers[step.layer], step.micro_batch, self._weights.opened, self._hidden
+        spec, family, ws, fed, x = self._engine.spec, self._family, self._workspace, self._inputs[k], hidden.x
+        if layer.kind == "experts":
+            family.experts(spec, w, layer.experts, hidden, ws)
+        elif hidden.mixed is not None and self._layers[step.layer - 1].kind == "experts":
+            x.add_(hidden.mixed)
         if layer.kind == "receive" and self._wire is not None:
             self._wire.recv_hidden(k, x)
         if layer.kind == "embedding":
@@ -179,6 +194,8 @@ class Executor:
         if layer.kind in ATTENTION_KINDS:
             out = ws.get("mixed", len(x), spec.num_heads * spec.head_dim)
             family.attention(spec, w, x, partial(self._attention.attend, fed, self._cache, out), ws)
+        if spec.experts_of(layer.block) and layer.kind == "attention":
+            self._route(k, w, hidden)
         if layer.kind in ("mlp", "block") and spec.mlp[layer.block]:
             family.mlp(spec, w, x, ws)
         if layer.kind == "head":
@@ -186,6 +203,13 @@ class Executor:
         if layer.kind == "send" and self._wire is not None:
             self._engine.weights.check_unchanged()  # the ranks behind hand out what comes of it
             self._wire.send_hidden(k, len(self._batches[k].rows), x)
+
+    def _route(self, k: int, w: Weights, hidden: Hidden) -> None:
+        """Choose the experts of a micro-batch's tokens."""
+        assert hidden.mixed is not None and hidden.chosen is not None
+        self._family.route(self._engine.spec, w, hidden, self._workspace)
+        hidden.mixed.zero_()
+        self._chosen[k] = frozenset(hidden.chosen.unique().tolist())
 
     def close_cache(self, key: UnitKey, region: Region | None, fence: Waitable) -> list[Waitable]:
         cache, fed = self._cache, self._inputs[key[2]]
@@ -205,6 +229,10 @@ class Executor:
         now = time.perf_counter()
         self._stats.end_layer(now - self._layer_start)
         self._layer_start = now
+        layer = self._layers[step.layer]
+        if self._skips and layer.kind == "attention" and self._engine.spec.experts_of(layer.block):
+            chosen = (self._chosen[k] for k, batch in enumerate(self._batches) if batch.rows)
+            self._weights.choose(layer.block, chain.from_iterable(chosen))
         if step.layer < len(self._layers) - 1:
             return False
         if self._sweep.fed:

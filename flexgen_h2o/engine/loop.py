@@ -10,18 +10,20 @@ runs. No torch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, tee
 from typing import Any, Generic, Protocol, TypeVar
 
 from flexgen_h2o.core.config import Layer
 from flexgen_h2o.engine.memory_plan import Depth
-from flexgen_h2o.tiers.stream import Region, Ring, Source, Stream, Waitable, streamed_keys, wait_all
+from flexgen_h2o.tiers.stream import Done, Region, Ring, Source, Stream, Waitable, streamed_keys, wait_all
 
 ATTENTION_KINDS = ("attention", "block")
 UnitKey = tuple[int, int, int]  # sweep; transformer block of KV, layer of hidden states; micro-batch
+WeightKey = tuple[int, int]  # how often the unit has been named up to now, and the unit
 
 
 @dataclass(frozen=True)
@@ -75,16 +77,35 @@ Opened = TypeVar("Opened")
 
 
 class BaseWeightStream(ABC, Generic[Opened]):
-    """The open weight unit, and the loads ahead of it. decodes: units are decoded once they are open."""
+    """The open weight unit, and the loads ahead of it. It is the source of its stream, whose keys are (n, unit): the
+    n-th time that the sweeps name the unit.
+
+    sweeps: of `layers`; None for any number. ahead: loads besides the one in use. decodes: units are decoded once they
+    are open. waits: groups of experts are loaded once their block's router has chosen, and not if it has not chosen them;
+    otherwise they are loaded ahead.
+    """
 
     def __init__(
-        self, source: Source[int], ring: Ring | None, sequence: Iterator[int], ahead: int, decodes: bool
-    ) -> None:
-        self._stream: Stream[int] = Stream(ring, sequence, source, ahead)
+        self, ring: Ring | None, layers: Sequence[Layer], sweeps: int | None, ahead: int, decodes: bool,
+        waits: bool = False,
+    ) -> None:  # fmt: skip
+        units = tuple(layer.unit for layer in layers)
+        keys, self._to_open = tee(_numbered(weight_sequence(sweeps, units)))
+        keys = streamed_keys(keys, ((1, unit) for unit in units), self)
+        self._stream: Stream[WeightKey] = Stream(ring, keys, self, ahead)
+        self._groups, self._waits = {layer.unit: layer for layer in layers if layer.kind == "experts"}, waits
+        self._chosen: dict[int, tuple[int, frozenset[int]]] = {}  # by block: for which n, and which experts
         self._region: Region | None = None
         self.decodes = decodes
-        self.unit: int | None = None
+        self._number, self.unit = 0, -1
         self.opened: Opened
+
+    @abstractmethod
+    def nbytes(self, key: WeightKey) -> int:
+        """Ring bytes of one load of a unit; 0 when all its rows are used where they live."""
+
+    @abstractmethod
+    def load(self, key: WeightKey, region: Region) -> list[Done]: ...
 
     @abstractmethod
     def _open(self, unit: int, region: Region | None) -> Opened:
@@ -94,6 +115,24 @@ class BaseWeightStream(ABC, Generic[Opened]):
     def _decode(self, unit: int, region: Region | None) -> tuple[Opened, bool]:
         """The same, decoded; and whether compute still uses the region."""
 
+    def is_ready(self, key: WeightKey) -> bool:
+        layer = self._groups.get(key[1]) if self._waits else None
+        return layer is None or self._chosen_for(key[0], layer) is not None
+
+    def is_needed(self, key: WeightKey) -> bool:
+        layer = self._groups.get(key[1])
+        chosen = None if layer is None else self._chosen_for(key[0], layer)
+        return layer is None or chosen is None or not chosen.isdisjoint(layer.experts)
+
+    def _chosen_for(self, number: int, layer: Layer) -> frozenset[int] | None:
+        """The experts of the layer's block that are used this time; None where its router has not chosen yet."""
+        found = self._chosen.get(layer.block)
+        return found[1] if found is not None and found[0] == number else None
+
+    def choose(self, block: int, experts: Iterable[int]) -> None:
+        """The router of the block, whose attention unit is open, has chosen these for all micro-batches."""
+        self._chosen[block] = self._number, frozenset(experts)
+
     def prefetch(self) -> None:
         """Start every load that may start now."""
         self._stream.prefetch()
@@ -102,8 +141,9 @@ class BaseWeightStream(ABC, Generic[Opened]):
         """Wait for `unit` and open it. Another unit that is open is closed: its last reader is done with `fence`."""
         if unit != self.unit:
             self._stream.give_back(self._region, [fence])
-            self._region = self._stream.take(unit)
-            self.unit, self.opened = unit, self._open(unit, self._region)
+            key = next(key for key in self._to_open if key[1] == unit)
+            self._region = self._stream.take(key)
+            (self._number, self.unit), self.opened = key, self._open(unit, self._region)
         return self.opened
 
     def decode(self, fence: Callable[[], Waitable]) -> Opened:
@@ -111,7 +151,7 @@ class BaseWeightStream(ABC, Generic[Opened]):
 
         fence: an event that is done when what was computed up to now is.
         """
-        if self.decodes and self.unit is not None:
+        if self.decodes and self.unit >= 0:
             self.opened, uses_region = self._decode(self.unit, self._region)
             if not uses_region:
                 self._stream.give_back(self._region, [fence()])
@@ -121,6 +161,13 @@ class BaseWeightStream(ABC, Generic[Opened]):
     def drain(self) -> None:
         """Wait for loads under way, so that nothing writes into the ring any more."""
         self._stream.drain()
+
+
+def _numbered(sequence: Iterable[int]) -> Iterator[WeightKey]:
+    counts: Counter[int] = Counter()
+    for unit in sequence:
+        counts[unit] += 1
+        yield counts[unit], unit
 
 
 class Runner(Protocol):
@@ -133,7 +180,8 @@ class Runner(Protocol):
         """Done when all compute issued so far is."""
 
     def begin_step(self, step: Step) -> str | None:
-        """The phase of the step's rows (prefill, decode or mixed); None where the micro-batch has no rows."""
+        """The phase of the step's rows (prefill, decode or mixed); None where the layer has nothing to do for the
+        micro-batch: it has no rows, or its tokens chose no expert of the group."""
 
     def open_hidden(self, key: UnitKey, region: Region | None) -> None:
         """Hidden states are loaded, into the region or where they live."""

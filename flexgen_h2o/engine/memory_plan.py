@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from flexgen_h2o.checkpoint.formats import TensorLayout, WeightFormat, layouts_of, weight_format
-from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, ModelSpec, Policy, WeightUnit
+from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, LayerPlan, ModelSpec, Policy, WeightUnit
 from flexgen_h2o.core.errors import DoesNotFitError
 from flexgen_h2o.core.packing import KVPrices, SlotPacking
 from flexgen_h2o.core.units import (
@@ -38,11 +38,14 @@ from flexgen_h2o.kvcache.eviction.policy import NO_RECORD, RowRecord
 from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.tiers.stream import Part, Shares, is_streamed, on_host_device, split_rows
 
+WAITS_BELOW = 0.9  # of a block's groups of experts, the expected share that a decode sweep needs
 UNPACK_BYTES = 16  # of a weight while torch operations unpack it: codes, halves of them, fp32, the result
 # Of a value of KV while it is unpacked by torch operations: itself, scale and least, in 4 bytes each.
 UNPACK_KV_BYTES = 28
 SELECT_BYTES = 40  # of a number of KV, where torch operations choose columns
 THREADS = 16  # that attend at once, at most, of which each has memory of its own
+ROUTER_BYTES = 20  # of a token and expert: logits and probabilities in fp32, and their order
+ROUTING_BYTES = 40  # of a token's choice: its expert, sorted, with int64 places
 RANK_BYTES = 48  # of a column while it is ranked: sums, ranks, sorted copies of both and int64 indices
 
 
@@ -161,6 +164,24 @@ class MemoryPlan:
         )
 
 
+def expert_group(spec: ModelSpec, policy: Policy) -> int:
+    """Experts of a unit; 0 where the model has none."""
+    return spec.experts.group_size(policy.expert_group, policy.block_size) if spec.experts else 0
+
+
+def waits_for_router(spec: ModelSpec, policy: Policy) -> bool:
+    """Are groups of experts loaded once their block's router has chosen, so that those that nobody chose are not? Else
+    they are loaded ahead of it, as all other weights."""
+    if spec.experts is None:
+        return False
+    return spec.experts.share_used(policy.block_size, expert_group(spec, policy)) < WAITS_BELOW
+
+
+def layers_of(spec: ModelSpec, policy: Policy) -> LayerPlan:
+    """The layers of a sweep under a policy."""
+    return spec.layers(policy.sep_layer, expert_group(spec, policy))
+
+
 def weight_parts(shape: tuple[int, ...], shares: Shares) -> tuple[Part, ...]:
     """Homes of a tensor's rows: matrices are split by the shares, vectors stay with the device."""
     if len(shape) < 2:
@@ -186,7 +207,8 @@ def streamed_bytes(unit: WeightUnit, shares: Shares, form: WeightFormat, device_
 
 def workspace_sizes(spec: ModelSpec, shape: BlockShape, itemsize: int) -> dict[str, int]:
     """Bytes of the named step buffers (kernels/workspace.py) for the largest micro-batch."""
-    tokens, chunk = max(shape.tokens, shape.rows), min(TOKEN_CHUNK, max(shape.tokens, shape.rows))
+    tokens = max(shape.tokens, shape.rows)
+    chunk = min(TOKEN_CHUNK, tokens * (spec.experts.per_token if spec.experts else 1))
     q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     embedding = max((t.shape[-1] for t in spec.embedding), default=0)
     widths = {
@@ -294,7 +316,7 @@ def _weight_buffers(
     spec: ModelSpec, policy: Policy, form: WeightFormat, device_is_host: bool, depth: int
 ) -> list[Buffer]:
     shares = tier_shares(policy.weight_shares, device_is_host)
-    kinds, kind_of, used = _unit_layouts(spec, policy.sep_layer, form)
+    kinds, kind_of, used = _unit_layouts(spec, policy.sep_layer, expert_group(spec, policy), form)
     of_kinds = [_unit_bytes(layouts, shares, device_is_host) for layouts in kinds]
     sizes = [of_kinds[kind] for kind in kind_of]
     # A unit that two layers share (tied head and next embedding) is loaded once.
@@ -321,10 +343,10 @@ class _UnitBytes(NamedTuple):
 # A search plans thousands of policies for one model, whose units are of four kinds or so.
 @lru_cache(maxsize=16)
 def _unit_layouts(
-    spec: ModelSpec, sep_layer: bool, form: WeightFormat
+    spec: ModelSpec, sep_layer: bool, group: int, form: WeightFormat
 ) -> tuple[list[tuple[TensorLayout, ...]], list[int], list[int]]:
     """The tensors of each kind of weight unit, the kind of each unit, and the unit of each layer."""
-    plan = spec.layers(sep_layer)
+    plan = spec.layers(sep_layer, group)
     units = [layouts_of(form, unit.tensors) for unit in plan.units]
     kinds = {layouts: kind for kind, layouts in enumerate(dict.fromkeys(units))}
     return list(kinds), [kinds[layouts] for layouts in units], [layer.unit for layer in plan.layers]
@@ -367,15 +389,21 @@ def _cache_buffers(
     return [*found, Buffer("cache ring", attends_on, depth * ring)]
 
 
+def hidden_row_bytes(spec: ModelSpec, itemsize: int) -> tuple[int, ...]:
+    """Bytes that a token takes in each field of the hidden states (engine/stores.Hidden)."""
+    width = spec.hidden_size * itemsize
+    return (width, width, 4 * spec.experts.per_token, 4 * spec.experts.per_token) if spec.experts else (width,)
+
+
 def _hidden_buffers(
     spec: ModelSpec, policy: Policy, shape: BlockShape, itemsize: int, device_is_host: bool, depth: int
 ) -> list[Buffer]:
     shares = tier_shares(policy.hidden_shares, device_is_host)
-    tokens, row = max(shape.tokens, shape.rows), spec.hidden_size * itemsize
-    homes = hidden_home_bytes(tokens, shares, row)
-    found = [Buffer("hidden", tier, shape.micro_batches * nbytes) for tier, nbytes in homes.items()]
+    tokens, rows = max(shape.tokens, shape.rows), hidden_row_bytes(spec, itemsize)
+    homes = [hidden_home_bytes(tokens, shares, row) for row in rows]
+    found = [Buffer("hidden", tier, shape.micro_batches * nbytes) for home in homes for tier, nbytes in home.items()]
     if hidden_is_streamed(shares, device_is_host):
-        found.append(Buffer("hidden ring", "device", depth * round_up(tokens * row, PAGE)))
+        found.append(Buffer("hidden ring", "device", depth * sum(round_up(tokens * row, PAGE) for row in rows)))
     return found
 
 
@@ -417,11 +445,19 @@ def temporary_bytes(spec: ModelSpec, shape: BlockShape, itemsize: int, policy: P
     sampling = 50 * min(logits, max(SAMPLING_CHUNK, spec.vocab_size))
     chunk = min(TOKEN_CHUNK, max(shape.tokens, shape.rows))
     step = max(prefill, decode, sampling) + chunk * (3 * spec.hidden_size + spec.ffn_size) * itemsize
+    step += _routing_bytes(spec, max(shape.tokens, shape.rows)) if spec.experts else 0
     form = weight_format(spec, policy, itemsize)
     if form.decodes or form.in_int8:
         largest = max(spec.vocab_size, spec.ffn_size, q_width) * spec.hidden_size
         step = max(step, UNPACK_BYTES * min(UNPACK_CHUNK, largest))
     return step
+
+
+def _routing_bytes(spec: ModelSpec, tokens: int) -> int:
+    """Of a router's probabilities, sorted, of a chunk of tokens; and of sorting what tokens chose by expert."""
+    assert spec.experts is not None
+    chunk, pairs = min(TOKEN_CHUNK, tokens), tokens * spec.experts.per_token
+    return ROUTER_BYTES * chunk * spec.experts.count + ROUTING_BYTES * pairs
 
 
 def _unpacked_cache_bytes(

@@ -23,8 +23,8 @@ from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import READ_THREADS, WRITE_THREADS
 from flexgen_h2o.engine.distributed import Part, Wire
-from flexgen_h2o.engine.memory_plan import MemoryPlan, attends_on_host, tier_shares
-from flexgen_h2o.engine.stores import HiddenStore, WeightStore
+from flexgen_h2o.engine.memory_plan import MemoryPlan, attends_on_host, layers_of, tier_shares
+from flexgen_h2o.engine.stores import HiddenStore, WeightStore, hidden_fields
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.kvcache.slots import PartView, common_views
 from flexgen_h2o.kvcache.store import CacheStore
@@ -60,7 +60,7 @@ class Engine:
         self.spec, self.policy, self.plan, self.dtype, self.device = spec, policy, plan, dtype, device
         self.timeline = timeline
         self.ledger = Ledger(site.budgets)
-        self.layers = spec.layers(policy.sep_layer)
+        self.layers = layers_of(spec, policy)
         self._buffers: dict[tuple[str, str], torch.Tensor] = {}
         self._files: dict[str, DirectFile] = {}
         self.lanes = Lanes(LANE_THREADS, timeline)
@@ -87,9 +87,8 @@ class Engine:
             )  # fmt: skip
             shares = tier_shares(policy.hidden_shares, device.is_host)
             arenas, count = self._arenas("hidden"), len(self.layers.layers)
-            self.hidden = HiddenStore(
-                self.mover, dtype, spec.hidden_size, shares, count, arenas, self._files.get("hidden")
-            )
+            fields = hidden_fields(spec, dtype)
+            self.hidden = HiddenStore(self.mover, fields, shares, count, arenas, self._files.get("hidden"))
             self.wire: Wire | None = None  # to the other ranks, where this is a stage of a pipeline
             if part.pipeline is not None:
                 self.wire = Wire(part.pipeline, device, self._buffers["wire", device.tier])

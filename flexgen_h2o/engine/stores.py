@@ -10,7 +10,7 @@ for each layer and stored after it. Nothing here knows a format or a model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,10 +19,10 @@ import torch
 from flexgen_h2o.checkpoint.atomic_folder import check_unchanged
 from flexgen_h2o.checkpoint.formats import StoredRows, TensorLayout, WeightFormat
 from flexgen_h2o.checkpoint.safetensors import Checkpoint, StoredTensor
-from flexgen_h2o.core.config import LayerPlan, TensorSpec
+from flexgen_h2o.core.config import LayerPlan, ModelSpec, TensorSpec
 from flexgen_h2o.core.packing import WORD
 from flexgen_h2o.core.units import ALIGN, PAGE, round_up
-from flexgen_h2o.engine.loop import BaseWeightStream, UnitKey
+from flexgen_h2o.engine.loop import BaseWeightStream, UnitKey, WeightKey
 from flexgen_h2o.engine.memory_plan import (
     hidden_home_bytes,
     hidden_is_streamed,
@@ -32,6 +32,7 @@ from flexgen_h2o.engine.memory_plan import (
 )
 from flexgen_h2o.kernels.linear import RowPart, RowParts
 from flexgen_h2o.kernels.workspace import Workspace
+from flexgen_h2o.models import Hidden
 from flexgen_h2o.tiers.disk import DirectFile, FileRange, aligned_range
 from flexgen_h2o.tiers.stream import Done, Part, Region, Ring, Shares, Waitable, is_streamed, split_rows, wait_all
 from flexgen_h2o.tiers.transfers import Memory, Mover
@@ -135,19 +136,13 @@ class WeightStore:
         """
         check_unchanged(self._read_in_sweeps)
 
-    def nbytes(self, key: int) -> int:
+    def nbytes(self, unit: int) -> int:
         """Ring bytes of one load of a unit; 0 when all its rows are used where they live."""
-        return self._sizes[key]
+        return self._sizes[unit]
 
-    def is_needed(self, key: int) -> bool:
-        return True
-
-    def is_ready(self, key: int) -> bool:
-        return True
-
-    def load(self, key: int, region: Region) -> list[Done]:
-        """Start bringing the streamed rows of unit `key` into `region`."""
-        tensors = self.plan.units[key].tensors
+    def load(self, unit: int, region: Region) -> list[Done]:
+        """Start bringing the streamed rows of a unit into `region`."""
+        tensors = self.plan.units[unit].tensors
         streamed = (held for tensor in tensors for held in self._parts[tensor.name] if held.streamed)
         return [self._load(piece, region) for held in streamed for piece in held.pieces]
 
@@ -241,11 +236,19 @@ class WeightStore:
 
 
 class WeightStream(BaseWeightStream[Mapping[str, RowParts]]):
-    """The tensors of the open unit by role, and the loads ahead of it."""
+    """The tensors of the open unit by role, and the loads ahead of it. sweeps, ahead, waits: as of its base."""
 
-    def __init__(self, store: WeightStore, ring: Ring | None, sequence: Iterator[int], ahead: int) -> None:
-        super().__init__(store, ring, sequence, ahead, store.decodes)
+    def __init__(
+        self, store: WeightStore, ring: Ring | None, sweeps: int | None, ahead: int, waits: bool = False
+    ) -> None:
         self._store = store
+        super().__init__(ring, store.plan.layers, sweeps, ahead, store.decodes, waits)
+
+    def nbytes(self, key: WeightKey) -> int:
+        return self._store.nbytes(key[1])
+
+    def load(self, key: WeightKey, region: Region) -> list[Done]:
+        return self._store.load(key[1], region)
 
     def _open(self, unit: int, region: Region | None) -> Mapping[str, RowParts]:
         return self._store.open_unit(unit, region)
@@ -254,30 +257,44 @@ class WeightStream(BaseWeightStream[Mapping[str, RowParts]]):
         return {**self.opened, **self._store.decode_unit(unit, region)}, self._store.streams_as_held(unit)
 
 
+def hidden_fields(spec: ModelSpec, dtype: torch.dtype) -> list[tuple[int, torch.dtype]]:
+    """Of a model's hidden states; their bytes are those of memory_plan.hidden_row_bytes."""
+    fields = [(spec.hidden_size, dtype)]
+    if spec.experts:
+        fields += [fields[0], (spec.experts.per_token, torch.int32), (spec.experts.per_token, torch.float32)]
+    return fields
+
+
 class HiddenStore:
-    """Hidden states of the current block. `memory`: uint8 arenas by tier; `file`: the disk arena."""
+    """Hidden states of the current block. fields: elements and dtype that each of `Hidden` has for a token.
+
+    memory: uint8 arenas by tier; file: the disk arena.
+    """
 
     def __init__(
-        self, mover: Mover, dtype: torch.dtype, width: int, shares: Shares, num_layers: int,
+        self, mover: Mover, fields: Sequence[tuple[int, torch.dtype]], shares: Shares, num_layers: int,
         memory: dict[str, torch.Tensor], file: DirectFile | None,
     ) -> None:  # fmt: skip
-        self._mover, self._dtype, self._width, self._shares = mover, dtype, width, shares
+        self._mover, self._fields, self._shares = mover, tuple(fields), shares
         self._last_layer = num_layers - 1
         self._memory, self._file = memory, file
-        self._row = width * dtype.itemsize
+        self._rows = [width * dtype.itemsize for width, dtype in fields]
         self._streamed = hidden_is_streamed(shares, mover.device.is_host)
 
     def begin_block(self, most: list[int]) -> None:
         """most: of each micro-batch, the tokens of its largest sweep."""
         self._now = [0] * len(most)
         self._closed: list[tuple[int, int] | None] = [None] * len(most)
+        self._skipped: list[UnitKey | None] = [None] * len(most)
         self._stores: list[list[Waitable]] = [[] for _ in most]
-        self._offsets: list[dict[str, int]] = []
+        self._offsets: list[list[dict[str, int]]] = []  # of a micro-batch, of each field, by tier
         used = dict.fromkeys(("device", "host", "disk"), 0)
         for tokens in most:
-            self._offsets.append(dict(used))
-            for tier, nbytes in hidden_home_bytes(tokens, self._shares, self._row).items():
-                used[tier] += nbytes
+            self._offsets.append([])
+            for row in self._rows:
+                self._offsets[-1].append(dict(used))
+                for tier, nbytes in hidden_home_bytes(tokens, self._shares, row).items():
+                    used[tier] += nbytes
 
     def begin_sweep(self, micro_batch: int, tokens: int) -> None:
         """`tokens` of the micro-batch from its next embedding on, 0 when it has no rows any more.
@@ -286,13 +303,18 @@ class HiddenStore:
         """
         self._now[micro_batch] = tokens
 
+    def skip(self, key: UnitKey) -> None:
+        """A layer leaves the micro-batch as it is, and does not open it."""
+        self._skipped[key[2]], self._closed[key[2]] = key, key[:2]
+
     # Source of a Stream[UnitKey]
 
     def nbytes(self, key: UnitKey) -> int:
-        return round_up(self._now[key[2]] * self._row, PAGE) if self._streamed else 0
+        return sum(self._region_sizes(key[2])) if self._streamed else 0
 
     def is_needed(self, key: UnitKey) -> bool:
-        return self._now[key[2]] > 0
+        skipped = self._skipped[key[2]]
+        return self._now[key[2]] > 0 and (skipped is None or key > skipped)
 
     def is_ready(self, key: UnitKey) -> bool:
         sweep, layer, k = key
@@ -313,16 +335,20 @@ class HiddenStore:
 
     # Compute side
 
-    def open(self, key: UnitKey, region: Region | None) -> torch.Tensor:
-        """The hidden states of a micro-batch, (tokens, width), to be changed in place."""
-        tokens = self._now[key[2]]
-        if region is None:
-            (part,) = split_rows(tokens, self._shares)
-            data = self._memory[part.tier][self._offsets[key[2]][part.tier] :]
-        else:
+    def open(self, key: UnitKey, region: Region | None) -> Hidden:
+        tokens, found = self._now[key[2]], list[torch.Tensor]()
+        if region is not None:
             wait_all(region.after)
-            data = region.data
-        return data[: tokens * self._row].view(self._dtype).view(tokens, self._width)
+        for data, (width, dtype) in zip(self._open(key[2], region), self._fields, strict=True):
+            found.append(data[: tokens * width * dtype.itemsize].view(dtype).view(tokens, width))
+        return Hidden(*found)
+
+    def _open(self, k: int, region: Region | None) -> list[torch.Tensor]:
+        """The memory of each field."""
+        if region is not None:
+            return list(region.data.split([*self._region_sizes(k), region.data.numel() - self.nbytes((0, 0, k))]))[:-1]
+        (part,) = split_rows(self._now[k], self._shares)
+        return [self._memory[part.tier][offsets[part.tier] :] for offsets in self._offsets[k]]
 
     def close(self, key: UnitKey, region: Region | None, fence: Waitable) -> list[Waitable]:
         """Store what the layer left (the head leaves nothing). Returns what the region's next writer waits for."""
@@ -342,14 +368,20 @@ class HiddenStore:
         for stores in self._stores:
             wait_all(stores)
 
+    def _region_sizes(self, k: int) -> list[int]:
+        """Bytes of each field in a ring's region."""
+        return [round_up(self._now[k] * row, PAGE) for row in self._rows]
+
     def _parts(self, k: int, region: Region) -> list[tuple[torch.Tensor, torch.Tensor | FileRange]]:
         """The region's bytes of each part of a micro-batch, and its home in memory or on disk."""
         found: list[tuple[torch.Tensor, torch.Tensor | FileRange]] = []
-        for part in split_rows(self._now[k], self._shares):
-            data, start = region.data[part.start * self._row : part.end * self._row], self._offsets[k][part.tier]
-            if part.tier != "disk":
-                found.append((data, self._memory[part.tier][start : start + data.numel()]))
-            else:
-                assert self._file is not None
-                found.append((data, FileRange(self._file, start, data.numel())))
+        parts = split_rows(self._now[k], self._shares)
+        for field, row, offsets in zip(self._open(k, region), self._rows, self._offsets[k], strict=True):
+            for part in parts:
+                data, start = field[part.start * row : part.end * row], offsets[part.tier]
+                if part.tier != "disk":
+                    found.append((data, self._memory[part.tier][start : start + data.numel()]))
+                else:
+                    assert self._file is not None
+                    found.append((data, FileRange(self._file, start, data.numel())))
         return found

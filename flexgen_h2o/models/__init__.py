@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
@@ -27,6 +27,9 @@ FAMILIES = {
     "mistral": "flexgen_h2o.models.llama",
     "qwen2": "flexgen_h2o.models.llama",
     "gpt_neox": "flexgen_h2o.models.gpt_neox",
+    "qwen3_moe": "flexgen_h2o.models.moe",
+    "mixtral": "flexgen_h2o.models.moe",
+    "olmoe": "flexgen_h2o.models.moe",
 }
 
 MOST_POSITIONS = 2**30  # far beyond any model: a damaged config must not become sizes that no float holds
@@ -34,6 +37,22 @@ MOST_POSITIONS = 2**30  # far beyond any model: a damaged config must not become
 _LABELS = ("num_labels", "id2label", "label2id")
 
 Weights = Mapping[str, RowParts]
+
+
+class Hidden(NamedTuple):
+    """The hidden states of a micro-batch, changed in place. x: (tokens, width), the residual stream.
+
+    Of a mixture of experts also: mixed, (tokens, width): the sum up to now of what experts give for each token, which
+    is added to x after the last of them; chosen (int32) and weights (fp32), (tokens, per_token): the experts of each
+    token and their weights, as the block's router has them.
+    """
+
+    x: torch.Tensor
+    mixed: torch.Tensor | None = None
+    chosen: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
+
+
 # (q, k, v), each (tokens, heads, d), before any rotary embedding -> (tokens, heads x d)
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -43,6 +62,7 @@ class Family(Protocol):
 
     Weights map a TensorSpec's role to the row parts of that tensor (a vector has one part). `x` is (tokens, width),
     the residual stream, changed in place. `attention` computes the whole of a block that has no tensors for `mlp`.
+    A block with experts has `route` after `attention`, with the same tensors, and then `experts` for each group.
     """
 
     BUILT_IN: dict[str, dict[str, Any]]  # public config by model id, with its model_type
@@ -56,6 +76,10 @@ class Family(Protocol):
     def attention(self, spec: ModelSpec, w: Weights, x: torch.Tensor, attend: Attend, ws: Workspace) -> None: ...
 
     def mlp(self, spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> None: ...
+
+    def route(self, spec: ModelSpec, w: Weights, hidden: Hidden, ws: Workspace) -> None: ...
+
+    def experts(self, spec: ModelSpec, w: Weights, group: range, hidden: Hidden, ws: Workspace) -> None: ...
 
     def head(self, spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> torch.Tensor: ...
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import TOKEN_CHUNK, check_int
 from flexgen_h2o.kernels.elementwise import silu_gated
 from flexgen_h2o.kernels.linear import RowParts, linear, linear_relu, optional_vector
-from flexgen_h2o.models import Weights
+from flexgen_h2o.models import Hidden, Weights
 
 
 def token_chunks(tokens: int) -> Iterator[tuple[int, int]]:
@@ -130,6 +131,44 @@ def _scaled(config: Mapping[str, Any], kind: str) -> tuple[torch.Tensor, float]:
 
 def _head_dim(config: Mapping[str, Any]) -> int:
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
+Expert = Callable[[int, torch.Tensor, torch.Tensor], None]  # (its number, inputs (n, hidden), where its outputs go)
+
+
+def mix_experts(
+    group: range, hidden: Hidden, ws: Workspace, normed: Callable[[torch.Tensor], torch.Tensor], compute: Expert
+) -> None:
+    """Add to `hidden.mixed` what each expert of the group gives for the tokens that have chosen it, times its weight.
+
+    A token's experts are added one after another, in the order of their numbers: the sum, rounded each time as
+    transformers does, depends neither on groups nor on the other tokens.
+    """
+    mixed, chosen, weights = hidden.mixed, hidden.chosen, hidden.weights
+    assert mixed is not None and chosen is not None and weights is not None
+    flat = chosen.view(-1)
+    here = ((flat >= group.start) & (flat < group.stop)).nonzero().squeeze(1)
+    numbers, order = flat[here].sort(stable=True)
+    here = here[order]
+    counts = torch.bincount(numbers - group.start, minlength=len(group)).tolist()
+    for first, end, runs in _expert_chunks(counts):
+        places = here[first:end]
+        tokens = places // chosen.shape[1]
+        x = ws.get("routed", len(places), mixed.shape[1])
+        inputs = normed(torch.index_select(hidden.x, 0, tokens, out=x))
+        for expert, a, b in runs:
+            compute(group[expert], inputs[a:b], x[a:b])
+        x.copy_(x * weights.view(-1)[places].unsqueeze(1))
+        mixed.index_add_(0, tokens, x)
+
+
+def _expert_chunks(counts: Sequence[int]) -> Iterator[tuple[int, int, list[tuple[int, int, int]]]]:
+    """At most TOKEN_CHUNK inputs at a time of experts that have so many each: [first, end), and the runs of inputs
+    [a, b) of each expert among them."""
+    ends = list(accumulate(counts))
+    for first, end in token_chunks(sum(counts)):
+        runs = ((i, max(stop - n, first) - first, min(stop, end) - first) for i, (n, stop) in enumerate(zip(counts, ends, strict=True)))
+        yield first, end, [(i, a, b) for i, a, b in runs if b > a]
 
 
 Activation = Callable[[torch.Tensor], torch.Tensor]

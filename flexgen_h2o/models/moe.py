@@ -1,0 +1,178 @@
+"""Mixtures of experts in the place of LLaMA's MLP (Shazeer et al. 2017; Jiang et al. 2024): Qwen3-MoE, Mixtral, OLMoE.
+
+A router's softmax over all experts gives a token its `per_token` likeliest ones and their weights. Formulas follow
+transformers' modeling_qwen3_moe, modeling_mixtral and modeling_olmoe; attention is that of models/llama.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from flexgen_h2o.core.config import Experts, ModelSpec, StepBuffer, TensorSpec
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.units import check_int
+from flexgen_h2o.kernels.linear import linear
+from flexgen_h2o.kernels.workspace import Workspace
+from flexgen_h2o.models import Hidden, Weights
+from flexgen_h2o.models.layers import gated, linear_tensors, mix_experts, read_sizes, token_chunks
+from flexgen_h2o.models.llama import (
+    attention,
+    attention_tensors,
+    embed,
+    head,
+    mlp,
+    mlp_tensors,
+    norm_tensor,
+    normed,
+    read_decoder,
+)
+
+__all__ = ["BUILT_IN", "attention", "embed", "experts", "head", "mlp", "read_spec", "route"]
+
+_QWEN: dict[str, Any] = {
+    "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_act": "silu", "head_dim": 128, "rms_norm_eps": 1e-6,
+    "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+    "max_position_embeddings": 40960, "rope_theta": 1000000.0, "bos_token_id": 151643, "eos_token_id": 151645,
+}  # fmt: skip
+_QWEN_30B: dict[str, Any] = {
+    **_QWEN, "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+}  # fmt: skip
+_QWEN_2507: dict[str, Any] = {**_QWEN_30B, "max_position_embeddings": 262144, "rope_theta": 10000000.0}
+_QWEN_235B: dict[str, Any] = {
+    **_QWEN, "hidden_size": 4096, "num_hidden_layers": 94, "num_attention_heads": 64, "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+}  # fmt: skip
+_MIXTRAL: dict[str, Any] = {
+    "model_type": "mixtral", "hidden_act": "silu", "num_key_value_heads": 8, "num_local_experts": 8,
+    "num_experts_per_tok": 2, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "sliding_window": None,
+}  # fmt: skip
+_MIXTRAL_8X7B: dict[str, Any] = {
+    **_MIXTRAL, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 14336,
+    "vocab_size": 32000, "max_position_embeddings": 32768,
+}  # fmt: skip
+_MIXTRAL_8X22B: dict[str, Any] = {
+    **_MIXTRAL, "hidden_size": 6144, "num_hidden_layers": 56, "num_attention_heads": 48, "intermediate_size": 16384,
+    "vocab_size": 32768, "max_position_embeddings": 65536,
+}  # fmt: skip
+_OLMOE: dict[str, Any] = {
+    "model_type": "olmoe", "hidden_act": "silu", "hidden_size": 2048, "num_hidden_layers": 16,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "intermediate_size": 1024, "num_experts": 64,
+    "num_experts_per_tok": 8, "norm_topk_prob": False, "vocab_size": 50304, "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "eos_token_id": 50279, "pad_token_id": 1,
+}  # fmt: skip
+
+BUILT_IN: dict[str, dict[str, Any]] = {
+    "Qwen/Qwen3-30B-A3B": _QWEN_30B,
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": _QWEN_2507,
+    "Qwen/Qwen3-Coder-30B-A3B-Instruct": _QWEN_2507,
+    "Qwen/Qwen3-235B-A22B": _QWEN_235B,
+    "mistralai/Mixtral-8x7B-v0.1": _MIXTRAL_8X7B,
+    "mistralai/Mixtral-8x7B-Instruct-v0.1": _MIXTRAL_8X7B,
+    "mistralai/Mixtral-8x22B-v0.1": _MIXTRAL_8X22B,
+    "allenai/OLMoE-1B-7B-0924": _OLMOE,
+    "allenai/OLMoE-1B-7B-0924-Instruct": _OLMOE,
+}
+
+MOST_EXPERTS = 2**12
+
+
+def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
+    """ModelSpec of a config (transformers' field names, defaults filled in). UsageError names a bad field."""
+    found, kind = read_decoder(name, config), config["model_type"]
+    if config.get("clip_qkv") is not None:
+        raise UsageError(f"clip_qkv: {config['clip_qkv']!r:.40} is not supported; only models without it are")
+    hidden, dense_ffn, blocks = found["hidden_size"], found["ffn_size"], range(found["num_blocks"])
+    count, per_token = _counts(config)
+    (ffn,) = read_sizes(config, ("moe_intermediate_size",)) if kind == "qwen3_moe" else (dense_ffn,)
+    dense = {i for i in blocks if not _is_sparse(config, i)}
+    if len(dense) == len(blocks):
+        raise UsageError("mlp_only_layers and decoder_sparse_step: leave no layer with experts; give a qwen3 model")
+    bias, width = bool(config.get("attention_bias", False)), found["head_dim"]
+    qk_norms = {
+        "qwen3_moe": (width, width), "mixtral": (), "olmoe": (found["num_heads"] * width, found["num_kv_heads"] * width)
+    }[kind]  # fmt: skip
+    prefix, names = ("block_sparse_moe", ("w1", "w3", "w2")) if kind == "mixtral" else ("mlp", _PROJECTIONS)
+
+    def norm_of(i: int) -> TensorSpec:
+        return norm_tensor("mlp_norm", f"layers.{i}.post_attention_layernorm", hidden)
+
+    def attention_of(i: int) -> tuple[TensorSpec, ...]:
+        tensors = attention_tensors(i, found, bias, bias, qk_norms)
+        if i in dense:
+            return tensors
+        router = TensorSpec("router.weight", f"model.layers.{i}.{prefix}.gate.weight", (count, hidden), exact=True)
+        return (*tensors, norm_of(i), router)
+
+    def expert_of(i: int, expert: int) -> tuple[TensorSpec, ...]:
+        shapes, tensors = ((ffn, hidden), (ffn, hidden), (hidden, ffn)), list[TensorSpec]()
+        for role, own, shape in zip(_PROJECTIONS, names, shapes, strict=True):
+            stored = f"model.layers.{i}.{prefix}.experts.{expert}.{own}"
+            tensors += linear_tensors(f"experts.{expert}.{role}", stored, *shape, bias=False)
+        return tuple(tensors)
+
+    mixtures = Experts(
+        count, per_token,
+        tuple(() if i in dense else tuple(expert_of(i, e) for e in range(count)) for i in blocks),
+        tuple(() if i in dense else (norm_of(i),) for i in blocks),
+    )  # fmt: skip
+    largest = max(ffn, dense_ffn) if dense else ffn
+    normalised = kind == "mixtral" or bool(config.get("norm_topk_prob"))
+    options = {**dict(found["options"]), "normalised": normalised, "wide weights": kind == "mixtral"}
+    own = {"ffn_size": largest, "options": tuple(options.items())}
+    return ModelSpec(
+        family=kind,
+        attention=tuple(map(attention_of, blocks)),
+        mlp=tuple(mlp_tensors(i, hidden, dense_ffn, bias=False) if i in dense else () for i in blocks),
+        buffers=(
+            StepBuffer("gate", largest, "mlp"), StepBuffer("routed", hidden, "mlp"),
+            StepBuffer("router", count, "attention"),
+        ),
+        experts=mixtures,
+        **{**found, **own},
+    )  # fmt: skip
+
+
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+def _counts(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Experts of a layer, and those of a token."""
+    name = next((n for n in ("num_experts", "num_local_experts") if n in config), "num_experts")
+    count = check_int(name, config.get(name), low=1, high=MOST_EXPERTS)
+    return count, check_int("num_experts_per_tok", config.get("num_experts_per_tok"), low=1, high=count)
+
+
+def _is_sparse(config: Mapping[str, Any], block: int) -> bool:
+    """Has the block experts, not an MLP? Only Qwen3-MoE has fields for it."""
+    step = check_int("decoder_sparse_step", config.get("decoder_sparse_step", 1), low=1)
+    return block not in (config.get("mlp_only_layers") or ()) and (block + 1) % step == 0
+
+
+def route(spec: ModelSpec, w: Weights, hidden: Hidden, ws: Workspace) -> None:
+    """The experts of each token and their weights: the likeliest of the softmax, in fp32, of the router's logits."""
+    assert hidden.chosen is not None and hidden.weights is not None and spec.experts is not None
+    for a, b in token_chunks(len(hidden.x)):
+        logits = ws.get("router", b - a, spec.experts.count)
+        linear(normed(spec, w, "mlp_norm", hidden.x[a:b], ws), w["router.weight"], None, logits)
+        weights, chosen = logits.softmax(-1, dtype=torch.float32).topk(spec.experts.per_token)
+        if spec.option("normalised"):
+            weights /= weights.sum(-1, keepdim=True)
+        hidden.chosen[a:b] = chosen
+        hidden.weights[a:b] = weights if spec.option("wide weights") else weights.to(logits.dtype)
+
+
+def experts(spec: ModelSpec, w: Weights, group: range, hidden: Hidden, ws: Workspace) -> None:
+    """mixed += weight x down_proj(activation(gate_proj(y)) * up_proj(y)) of each expert of the group, for the normed y
+    of the tokens that have chosen it."""
+
+    def compute(expert: int, inputs: torch.Tensor, out: torch.Tensor) -> None:
+        gate, up = (ws.get(name, len(inputs), spec.ffn_size) for name in ("gate", "ffn"))
+        matrices = (w[f"experts.{expert}.{role}.weight"] for role in _PROJECTIONS)
+        inner = gated(spec.option("activation"), *(linear(inputs, next(matrices), None, into) for into in (gate, up)))
+        linear(inner, next(matrices), None, out)
+
+    mix_experts(group, hidden, ws, lambda x: normed(spec, w, "mlp_norm", x, ws), compute)
