@@ -29,7 +29,7 @@ from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import check_writable, usable_path, write_whole
 from flexgen_h2o.engine.generation import Callbacks
 from flexgen_h2o.engine.loop import Step, zigzag
-from flexgen_h2o.engine.memory_plan import tier_shares, weight_parts
+from flexgen_h2o.engine.memory_plan import layers_of, tier_shares, weight_parts
 from flexgen_h2o.engine.prompts import Prompt, benchmark_prompts
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.kvcache.eviction import Eviction
@@ -313,7 +313,7 @@ def disk_weight_bytes(spec: ModelSpec, policy: Policy, dtype: str, device_is_hos
     shares, form = tier_shares(policy.weight_shares, device_is_host), weight_format(spec, policy, DTYPE_BYTES[dtype])
     return sum(
         layout.part_bytes(part)
-        for unit in spec.layers(policy.sep_layer).units
+        for unit in layers_of(spec, policy).units
         for layout in layouts_of(form, unit.tensors)
         for part in weight_parts(layout.shape, shares)
         if part.tier == TIERS[2]

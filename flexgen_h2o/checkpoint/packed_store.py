@@ -83,7 +83,7 @@ def pack_random(
 
 
 def _pack(spec: ModelSpec, weights: _Weights, folder: Path, form: PackedFormat, progress: bool) -> Checkpoint:
-    tensors = sorted(tensors_of(spec), key=lambda t: len(t.shape) != 2)
+    tensors = sorted(tensors_of(spec), key=lambda t: form.layout(t).stored[0].is_values)
     shards = plan_shards(tensors, lambda t: _entry(t, weights, form), {"packed": form.name})
     nbytes = sum(shard.nbytes for shard in shards)
     with building(folder, nbytes, f"{form.name} weights", spec.name) as temp:
@@ -134,7 +134,7 @@ def _pieces(tensor: TensorSpec, weights: _Weights, form: PackedFormat) -> Iterat
     step = max(1, PACK_CHUNK // (tensor.numel // tensor.shape[0]))
     for first in range(0, tensor.shape[0], step):
         rows = weights.rows(tensor, first, min(first + step, tensor.shape[0]))
-        if len(tensor.shape) == 2:
+        if not form.layout(tensor).stored[0].is_values:
             try:
                 rows = form.encode(rows)
             except ValueError as error:

@@ -117,19 +117,21 @@ class StepBuffer:
 class Experts:
     """Mixtures of experts that transformer blocks have in the place of an MLP (Shazeer et al. 2017).
 
-    count, per_token: experts of a block, and how many a router chooses for a token. tensors: of each block's experts;
+    count, per_token: experts of a block, and how many a router chooses for a token. ffn_size: of one. tensors: of each block's experts;
     () where the block has an MLP. inputs: of each block, vectors that every group of its experts needs (its norm).
     """
 
     count: int
     per_token: int
+    ffn_size: int
     tensors: tuple[tuple[tuple[TensorSpec, ...], ...], ...]
     inputs: tuple[tuple[TensorSpec, ...], ...]
 
     def of_blocks(self, chosen: Sequence[int]) -> Experts:
         """Those of some blocks."""
-        tensors, inputs = (tuple(values[i] for i in chosen) for values in (self.tensors, self.inputs))
-        return replace(self, tensors=tensors, inputs=inputs)
+        return replace(
+            self, tensors=tuple(self.tensors[i] for i in chosen), inputs=tuple(self.inputs[i] for i in chosen)
+        )
 
     def share_used(self, tokens: float, group: int = 1) -> float:
         """The expected share of groups of so many experts that some of `tokens` tokens need, if each chooses evenly:
@@ -137,7 +139,7 @@ class Experts:
         left, none = self.count - group, 1.0
         for i in range(self.per_token):
             none *= max(0.0, (left - i) / (self.count - i))
-        return 1.0 - none**tokens
+        return float(1.0 - none**tokens)
 
     def group_size(self, asked: int, rows: int) -> int:
         """Experts that move as one piece where so many rows decode together. asked: the policy's expert_group."""

@@ -81,7 +81,7 @@ class BaseWeightStream(ABC, Generic[Opened]):
     n-th time that the sweeps name the unit.
 
     sweeps: of `layers`; None for any number. ahead: loads besides the one in use. decodes: units are decoded once they
-    are open. waits: groups of experts are loaded once their block's router has chosen, and not if it has not chosen them;
+    are open. waits: groups of experts are loaded once their block's router has chosen, those that it has chosen;
     otherwise they are loaded ahead.
     """
 

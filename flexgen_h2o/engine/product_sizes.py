@@ -6,11 +6,12 @@ In int8 (kernels/int8.py) they take step buffers, each used by one product at a 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import chain
 
 from flexgen_h2o.checkpoint.formats import WeightFormat
-from flexgen_h2o.core.config import ModelSpec
+from flexgen_h2o.core.config import ModelSpec, TensorSpec
 from flexgen_h2o.core.packing import INT8_ROW_BYTES
 from flexgen_h2o.core.units import ALIGN, BLOCK_CHUNK, INT8_BLOCK_ROWS, INT8_TILE, TOKEN_CHUNK, round_up
 
@@ -20,7 +21,7 @@ _SUM_BYTES = 4
 def int8_sizes(spec: ModelSpec, tokens: int) -> dict[str, int]:
     """Step buffers by name, for the largest matrix of the model. tokens: the most that a step sees; TOKEN_CHUNK are
     quantised at a time."""
-    tensors = chain(spec.embedding, *spec.attention, *spec.mlp, spec.head)
+    tensors = chain(spec.embedding, *_blocks(spec), spec.head)
     shapes = [t.shape for t in tensors if len(t.shape) == 2]
     outer, inner = (max(sizes) for sizes in zip(*shapes, strict=True))
     return product_sizes(min(TOKEN_CHUNK, tokens), inner, outer)
@@ -89,12 +90,17 @@ def _rows_at_a_time(shape: tuple[int, int], itemsize: int) -> int:
     return min(outer, BLOCK_CHUNK // (inner * itemsize))
 
 
+def _blocks(spec: ModelSpec) -> Iterator[tuple[TensorSpec, ...]]:
+    """Tensors of the transformer blocks, of experts those of the first one: they are alike."""
+    return chain(
+        spec.attention, spec.mlp, (experts[0] for experts in spec.experts.tensors if experts) if spec.experts else ()
+    )
+
+
 @lru_cache(maxsize=16)
 def _block_shapes(spec: ModelSpec) -> tuple[tuple[int, int], ...]:
     """(rows, columns) of the matrices of the transformer blocks, each once."""
-    return tuple(
-        {(t.shape[0], t.shape[1]) for block in (*spec.attention, *spec.mlp) for t in block if len(t.shape) == 2}
-    )
+    return tuple({(t.shape[0], t.shape[1]) for block in _blocks(spec) for t in block if len(t.shape) == 2})
 
 
 @lru_cache(maxsize=16)

@@ -17,6 +17,7 @@ from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import TOKEN_CHUNK, check_int
 from flexgen_h2o.kernels.elementwise import silu_gated
 from flexgen_h2o.kernels.linear import RowParts, linear, linear_relu, optional_vector
+from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import Hidden, Weights
 
 
@@ -29,7 +30,7 @@ def token_chunks(tokens: int) -> Iterator[tuple[int, int]]:
 # Far beyond any model: a damaged config must not keep the reader busy for minutes.
 MOST = {
     "hidden_size": 2**18, "num_hidden_layers": 2**12, "num_attention_heads": 2**12, "num_key_value_heads": 2**12,
-    "head_dim": 2**16, "ffn_dim": 2**20, "intermediate_size": 2**20, "vocab_size": 2**24,
+    "head_dim": 2**16, "ffn_dim": 2**20, "intermediate_size": 2**20, "moe_intermediate_size": 2**20, "vocab_size": 2**24,
 }  # fmt: skip
 
 
@@ -167,7 +168,10 @@ def _expert_chunks(counts: Sequence[int]) -> Iterator[tuple[int, int, list[tuple
     [a, b) of each expert among them."""
     ends = list(accumulate(counts))
     for first, end in token_chunks(sum(counts)):
-        runs = ((i, max(stop - n, first) - first, min(stop, end) - first) for i, (n, stop) in enumerate(zip(counts, ends, strict=True)))
+        runs = (
+            (i, max(stop - n, first) - first, min(stop, end) - first)
+            for i, (n, stop) in enumerate(zip(counts, ends, strict=True))
+        )
         yield first, end, [(i, a, b) for i, a, b in runs if b > a]
 
 

@@ -115,7 +115,7 @@ def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
         return tuple(tensors)
 
     mixtures = Experts(
-        count, per_token,
+        count, per_token, ffn,
         tuple(() if i in dense else tuple(expert_of(i, e) for e in range(count)) for i in blocks),
         tuple(() if i in dense else (norm_of(i),) for i in blocks),
     )  # fmt: skip
@@ -170,7 +170,8 @@ def experts(spec: ModelSpec, w: Weights, group: range, hidden: Hidden, ws: Works
     of the tokens that have chosen it."""
 
     def compute(expert: int, inputs: torch.Tensor, out: torch.Tensor) -> None:
-        gate, up = (ws.get(name, len(inputs), spec.ffn_size) for name in ("gate", "ffn"))
+        assert spec.experts is not None
+        gate, up = (ws.get(name, len(inputs), spec.experts.ffn_size) for name in ("gate", "ffn"))
         matrices = (w[f"experts.{expert}.{role}.weight"] for role in _PROJECTIONS)
         inner = gated(spec.option("activation"), *(linear(inputs, next(matrices), None, into) for into in (gate, up)))
         linear(inner, next(matrices), None, out)

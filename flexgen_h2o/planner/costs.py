@@ -10,6 +10,7 @@ from functools import cached_property, lru_cache
 from flexgen_h2o.core.config import Layer, LayerPlan, ModelSpec, WeightUnit
 from flexgen_h2o.core.units import READ_THREADS, TOKEN_CHUNK
 from flexgen_h2o.engine.loop import ATTENTION_KINDS
+from flexgen_h2o.engine.memory_plan import expert_group, waits_for_router
 from flexgen_h2o.engine.workload import Batch
 from flexgen_h2o.planner.profile import HardwareProfile
 from flexgen_h2o.planner.work import (
@@ -21,6 +22,8 @@ from flexgen_h2o.planner.work import (
     kv_load_moves,
     kv_store_moves,
     layer_work,
+    needed_share,
+    tokens_of,
     weight_moves,
 )
 
@@ -77,32 +80,47 @@ class Costs:
         self.profile.rates(self.dtype)
 
     @cached_property
+    def _steps(self) -> tuple[bool, int]:
+        """What decides on the layers of a sweep."""
+        return self.at.policy.sep_layer, expert_group(self.at.spec, self.at.policy)
+
+    @cached_property
     def layers(self) -> LayerPlan:
-        return _layer_plan(self.at.spec, self.at.policy.sep_layer)
+        return _layer_plan(self.at.spec, *self._steps)
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
         """For each layer the first layer that costs the same."""
-        return _kinds(self.at.spec, self.at.policy.sep_layer, self.at.need.slots, self.at.need.kept)
+        return _kinds(self.at.spec, self._steps, self.at.need.slots, self.at.need.kept)
 
     @cached_property
     def loaded_kinds(self) -> Counter[int]:
         """How often a sweep loads each kind of layer's weights; a tied head and the next embedding are one load."""
-        return _loaded_kinds(self.at.spec, self.at.policy.sep_layer, self.kinds)
+        return _loaded_kinds(self.at.spec, self._steps, self.kinds)
 
     @cached_property
     def _step_costs(self) -> dict[tuple[int, Batch, int], StepCost]:
         return {}
 
     @cached_property
-    def _weight_loads(self) -> dict[int, tuple[TransferCost, ...]]:
+    def _weight_loads(self) -> dict[tuple[int, int], tuple[TransferCost, ...]]:
         return {}
 
-    def weight_load(self, unit: int) -> tuple[TransferCost, ...]:
-        """One load of a weight unit."""
-        if unit not in self._weight_loads:
-            self._weight_loads[unit] = self._priced(weight_moves(self.at, self.layers.units[unit]))
-        return self._weight_loads[unit]
+    @cached_property
+    def waits(self) -> bool:
+        """Are groups of experts loaded only if they are chosen?"""
+        return waits_for_router(self.at.spec, self.at.policy)
+
+    def weight_load(self, index: int, tokens: int) -> tuple[TransferCost, ...]:
+        """One load of a layer's weights, or what is expected of it in a sweep of a block that feeds so many tokens."""
+        key = self.kinds[index], tokens if self.waits else 0
+        if key not in self._weight_loads:
+            layer = self.layers.layers[index]
+            share = needed_share(self.at, layer, tokens) if self.waits else 1.0
+            moves = weight_moves(self.at, self.layers.units[layer.unit])
+            scaled = (replace(m, nbytes=m.nbytes * share, pieces=m.pieces * share) for m in moves)
+            self._weight_loads[key] = self._priced(moves if share == 1 else tuple(scaled))
+        return self._weight_loads[key]
 
     def dequantise_s(self, unit: int) -> float:
         """To unpack a weight unit for a block."""
@@ -124,7 +142,8 @@ class Costs:
         work = layer_work(at, layer, self.layers.units[layer.unit], batch, sweep)
         device_s, host_s = self.compute_seconds(work)
         issue_s = p.step_s
-        if at.device_is_host:
+        issue_s *= needed_share(at, layer, tokens_of(batch, sweep))
+        if at.device_is_host and layer.kind != "experts":
             issue_s += p.row_s * batch.rows
         elif at.need.record and work.host_kv:  # a card computes rows side by side, a host drops columns row by row
             host_s += p.row_s * batch.rows * work.host_kv / (work.host_kv + work.device_kv)
@@ -186,7 +205,7 @@ class Costs:
                     rate *= rates.blocked_speedup.at(rows)
                 flops = 2.0 * rows * product.inner * product.outer
                 seconds += count * (flops / rate + self.profile.kernel_s)
-        return seconds
+        return product.times * seconds
 
     def _priced(self, moves: Sequence[Transfer]) -> tuple[TransferCost, ...]:
         return tuple(self._transfer_cost(m) for m in moves if m.nbytes)
@@ -251,7 +270,7 @@ class Costs:
         moved = [
             (load, count)
             for index, count in self.loaded_kinds.items()
-            for load in self.weight_load(self.layers.layers[index].unit)
+            for load in self.weight_load(index, sum(tokens_of(batch, sweep) for batch in block))
         ]
         for cost, times in steps:
             every = (*cost.kv_load, *cost.kv_store, *cost.hidden_load, *cost.hidden_store)
@@ -284,21 +303,21 @@ class Costs:
 
 
 @lru_cache(maxsize=64)
-def _loaded_kinds(spec: ModelSpec, sep_layer: bool, kinds: tuple[int, ...]) -> Counter[int]:
-    layers = _layer_plan(spec, sep_layer).layers
+def _loaded_kinds(spec: ModelSpec, steps: tuple[bool, int], kinds: tuple[int, ...]) -> Counter[int]:
+    layers = _layer_plan(spec, *steps).layers
     before = (layers[-1], *layers)
     return Counter(k for k, layer, last in zip(kinds, layers, before, strict=False) if layer.unit != last.unit)
 
 
 @lru_cache(maxsize=64)
-def _layer_plan(spec: ModelSpec, sep_layer: bool) -> LayerPlan:
-    return spec.layers(sep_layer)
+def _layer_plan(spec: ModelSpec, sep_layer: bool, expert_group: int) -> LayerPlan:
+    return spec.layers(sep_layer, expert_group)
 
 
 @lru_cache(maxsize=64)
-def _kinds(spec: ModelSpec, sep_layer: bool, slots: tuple[int, ...], kept: tuple[int, ...]) -> tuple[int, ...]:
+def _kinds(spec: ModelSpec, steps: tuple[bool, int], slots: tuple[int, ...], kept: tuple[int, ...]) -> tuple[int, ...]:
     first: dict[tuple[object, ...], int] = {}
-    plan, found = _layer_plan(spec, sep_layer), []
+    plan, found = _layer_plan(spec, *steps), []
     for i, layer in enumerate(plan.layers):
         shapes = tuple(t.shape for t in plan.units[layer.unit].tensors)
         kv = (slots[layer.block], kept[layer.block]) if layer.block >= 0 else ()

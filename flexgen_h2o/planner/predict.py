@@ -15,8 +15,8 @@ from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar, cast
 
 from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, ModelSpec, Policy
-from flexgen_h2o.engine.loop import ATTENTION_KINDS, BaseWeightStream, Step, UnitKey, Walk, weight_sequence
-from flexgen_h2o.engine.memory_plan import MemoryPlan
+from flexgen_h2o.engine.loop import ATTENTION_KINDS, BaseWeightStream, Step, UnitKey, Walk, WeightKey
+from flexgen_h2o.engine.memory_plan import MemoryPlan, hidden_row_bytes
 from flexgen_h2o.engine.workload import Batch, Block, WorkloadShape
 from flexgen_h2o.planner.costs import LANES, RESOURCES, Costs, StepCost, TransferCost
 from flexgen_h2o.planner.profile import HardwareProfile
@@ -145,7 +145,10 @@ def _cut(at: CostContext, depth: int) -> CostContext:
     def some(values: Sequence[_Any]) -> tuple[_Any, ...]:
         return tuple(values[i] for i in chosen)
 
-    cut = replace(spec, num_blocks=depth, attention=some(spec.attention), mlp=some(spec.mlp))
+    cut = replace(
+        spec, num_blocks=depth, attention=some(spec.attention), mlp=some(spec.mlp),
+        experts=spec.experts and spec.experts.of_blocks(chosen),
+    )  # fmt: skip
     return replace(at, spec=cut, need=replace(need, slots=some(need.slots), kept=some(need.kept)))
 
 
@@ -205,7 +208,7 @@ def simulate(
     """
     sim, policy = _Simulation(costs, plan, block, sweeps, on_span), costs[0].at.policy
     walk = Walk(sim, costs[0].layers.layers, plan.depth, policy.overlap, len(sweeps), len(block))
-    walk.run(sim, _WeightStream(sim, len(sweeps)))
+    walk.run(sim, sim.weights)
     end = sim.ends[-1]
     return Simulated(sim.ends, sim.busy_at_ends, max(end, sim.free["disk_write"], sim.free["d2h"]) - end)
 
@@ -271,11 +274,13 @@ class _Simulation:
         self.ends: list[float] = []
         self.busy_at_ends: list[dict[str, float]] = []
         at, layers = costs[0].at, costs[0].layers.layers
-        count, self._last_layer = len(layers), len(layers) - 1
+        self._layers, count, self._last_layer = layers, len(layers), len(layers) - 1
         self._steps = steps = _StepCosts(costs, block, sweeps)
         layer_of = {layer.block: i for i, layer in enumerate(layers) if layer.kind in ATTENTION_KINDS}
         units = {(x, k): kv_ring_bytes(at, x, batch) for x in layer_of for k, batch in enumerate(block)}
-        row = at.spec.hidden_size * at.itemsize if hidden_is_brought(at) else 0
+        self._tokens = [sum(tokens_of(batch, sweep) for batch in block) for sweep in (0, 1)]
+        self.tokens_now = self._tokens[0]
+        row = sum(hidden_row_bytes(at.spec, at.itemsize)) if hidden_is_brought(at) else 0
         hidden = [[tokens_of(batch, sweep) * row for batch in block] for sweep in (0, 1)]
         self.cache = _Store(
             self, "cache", 1, lambda key: units[key[1:]], lambda key: key[0],
@@ -286,6 +291,7 @@ class _Simulation:
             steps.__getitem__,
         )  # fmt: skip
         self.close_cache, self.close_hidden = self.cache.close, self.hidden.close
+        self.weights = _WeightStream(self, len(sweeps))
 
     def ring(self, name: str) -> Ring | None:
         nbytes = self._plan.size(name)
@@ -327,7 +333,7 @@ class _Simulation:
         return _Event(self, self.device)
 
     def begin_step(self, step: Step) -> str:
-        self.costs_now = self.costs[step.sweep > 0]
+        self.costs_now, self.tokens_now = self.costs[step.sweep > 0], self._tokens[step.sweep > 0]
         return "decode" if step.sweep else "prefill"
 
     def open_cache(self, key: UnitKey, region: Region | None) -> None:
@@ -366,6 +372,9 @@ class _Simulation:
             self.now = max(self.now, self.device)
 
     def end_layer(self, step: Step) -> bool:
+        layer = self._layers[step.layer]
+        if self.costs_now.waits and layer.kind == "attention" and self.costs_now.at.spec.experts is not None:
+            self.weights.choose(layer.block, range(self.costs_now.at.spec.experts.count))
         if step.layer < self._last_layer:
             return False
         self.ends.append(self.now)
@@ -378,24 +387,21 @@ class _WeightStream(BaseWeightStream[None]):
 
     def __init__(self, sim: _Simulation, sweeps: int) -> None:
         at, layers = sim.costs[0].at, sim.costs[0].layers
-        units = tuple(layer.unit for layer in layers.layers)
         self._sim, self._nbytes = sim, [weight_ring_bytes(at, unit) for unit in layers.units]
-        ahead = len(units) if at.policy.overlap else 0
+        self._layer_of = {layer.unit: index for index, layer in enumerate(layers.layers)}
+        ahead = len(layers.layers) if at.policy.overlap else 0
         # Other sweeps, and the next block, follow: the engine loads ahead for them.
-        sequence = weight_sequence(sweeps + 1, units)
-        super().__init__(self, sim.ring("weight ring"), sequence, ahead, at.form.decodes)
+        super().__init__(
+            sim.ring("weight ring"), layers.layers, sweeps + 1, ahead, at.form.decodes, sim.costs[0].waits
+        )  # fmt: skip
 
-    def nbytes(self, key: int) -> int:
-        return self._nbytes[key]
+    def nbytes(self, key: WeightKey) -> int:
+        return self._nbytes[key[1]]
 
-    def is_needed(self, key: int) -> bool:
-        return True
-
-    def is_ready(self, key: int) -> bool:
-        return True
-
-    def load(self, key: int, region: Region) -> list[Done]:
-        return cast(list[Done], self._sim.queue("load_weight", self._sim.costs_now.weight_load(key), region.after))
+    def load(self, key: WeightKey, region: Region) -> list[Done]:
+        sim, index = self._sim, self._layer_of[key[1]]
+        cost = sim.costs_now.weight_load(index, sim.tokens_now)
+        return cast(list[Done], sim.queue("load_weight", cost, region.after))
 
     def _open(self, unit: int, region: Region | None) -> None:
         pass

@@ -18,7 +18,7 @@ from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import MOST_ROWS, TIERS, Policy
 from flexgen_h2o.core.errors import DoesNotFitError
 from flexgen_h2o.core.units import GIB, MIB, advice, format_bytes, round_up
-from flexgen_h2o.engine.memory_plan import SEQUENTIAL, Depth, MemoryPlan, plan_within
+from flexgen_h2o.engine.memory_plan import SEQUENTIAL, Depth, MemoryPlan, layers_of, plan_within
 from flexgen_h2o.engine.workload import even_blocks, shape_of
 from flexgen_h2o.planner.lp import (
     BATCHES,
@@ -92,7 +92,7 @@ def search(space: SearchSpace) -> Plan:
     DoesNotFitError, with the smallest budget that would do, when nothing fits.
     """
     found: list[Plan] = []
-    steps, layers = 0, len(space.spec.layers(space.base.sep_layer).layers)
+    steps, layers = 0, len(layers_of(space.spec, space.base).layers)
     for i, (candidate, solution) in enumerate(_solved(space)):
         if found and (i >= MOST_SIMULATED or (i >= LEAST_SIMULATED and steps > QUICK_STEPS)):
             break

@@ -17,7 +17,9 @@ from flexgen_h2o.core.units import BLOCK_ROWS, TRANSFER_CHUNK, WRITE_BACK_STEPS
 from flexgen_h2o.engine.memory_plan import (
     attends_on_host,
     hidden_is_streamed,
+    hidden_row_bytes,
     kv_layout,
+    layers_of,
     streamed_bytes,
     tier_shares,
     weight_parts,
@@ -53,12 +55,14 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Product:
-    """x W^T of one row part of a matrix: (rows, inner) times (inner, outer). blocked: is the part held blocked?"""
+    """x W^T of one row part of a matrix: (rows, inner) times (inner, outer). blocked: is the part held blocked?
+    times: how many there are, as is expected."""
 
     rows: int
     inner: int
     outer: int
     blocked: bool = False
+    times: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -195,9 +199,9 @@ def hidden_moves(at: CostContext, batch: Batch, sweep: int, store: bool) -> tupl
         return ()
     # The device's own share is copied out of the ring and back.
     lanes = {"device": "d2h", **STORE_LANES} if store else {"device": "h2d", **LOAD_LANES}
-    row = at.spec.hidden_size * at.itemsize
+    rows = hidden_row_bytes(at.spec, at.itemsize)
     return tuple(
-        Transfer(lanes[part.tier], part.rows * row, 1, part.tier == "disk" and not at.device_is_host)
+        Transfer(lanes[part.tier], part.rows * sum(rows), len(rows), part.tier == "disk" and not at.device_is_host)
         for part in split_rows(tokens_of(batch, sweep), at.hidden_shares)
     )
 
@@ -208,7 +212,7 @@ def hidden_is_brought(at: CostContext) -> bool:
 
 def disk_read_bytes(at: CostContext, blocks: Sequence[tuple[Block, int]]) -> float:
     """That the sweeps of `blocks`, each as often as it says, read from disk; rows do not end early."""
-    plan, sweeps = at.spec.layers(at.policy.sep_layer), at.need.gen_len
+    plan, sweeps = layers_of(at.spec, at.policy), at.need.gen_len
     used = [layer.unit for layer in plan.layers]
     # A unit that two layers share (tied head and next embedding) is loaded once, but at the very first.
     loads = [unit for unit, before in zip(used, [None, *used], strict=False) if unit != before]
@@ -250,11 +254,34 @@ def layer_work(at: CostContext, layer: Layer, unit: WeightUnit, batch: Batch, sw
     if layer.kind == "head":
         head = WeightUnit("", tuple(at.spec.head))
         return Work(_products(at, head, batch.rows, at.spec.tied), logits=float(batch.rows * at.spec.vocab_size))
+    if layer.kind == "experts":
+        return _experts_work(at, layer, unit, tokens)
     elementwise = float(tokens * _elementwise_width(at.spec, layer.kind) * at.itemsize)
     alone = Work(_products(at, unit, tokens), elementwise=elementwise)
     if layer.kind == "mlp":
         return alone
     return _with_decode(at, alone, layer.block, batch, sweep) if sweep else _with_prefill(at, alone, layer.block, batch)
+
+
+def _experts_work(at: CostContext, layer: Layer, unit: WeightUnit, tokens: int) -> Work:
+    """A group of experts: each token is computed by `per_token` of them, which they choose evenly."""
+    experts, size = at.spec.experts, len(layer.experts)
+    assert experts is not None
+    used = experts.share_used(tokens) * size
+    pairs = tokens * experts.per_token * size / experts.count
+    # The experts of a model are alike, so the first one's products are those of any.
+    products = _products(at, unit, max(1, round(pairs / used)))
+    own = tuple(replace(product, times=used) for product in products[: len(products) // size])
+    width = 8 * at.spec.hidden_size + 4 * experts.ffn_size  # gathered, normed, gated, weighed and added
+    return Work(own, elementwise=pairs * width * at.itemsize)
+
+
+def needed_share(at: CostContext, layer: Layer, tokens: int) -> float:
+    """The share of sweeps in which one of `tokens` tokens needs the layer: less than 1 of a group of experts."""
+    if layer.kind != "experts":
+        return 1.0
+    assert at.spec.experts is not None
+    return at.spec.experts.share_used(tokens, len(layer.experts))
 
 
 def _elementwise_width(spec: ModelSpec, kind: LayerKind) -> int:

@@ -29,11 +29,11 @@ def mover() -> Iterator[Mover]:
 def test_a_block_is_settled_when_its_stores_are_done(mover: Mover) -> None:
     """The next one uses their homes anew."""
     home, gate, ring = {"host": host_buffer(4 * PAGE)}, Done(), Ring(host_buffer(PAGE))
-    store = HiddenStore(mover, torch.bfloat16, WIDTH, (0.0, 1.0, 0.0), LAYERS, home, None)
+    store = HiddenStore(mover, [(WIDTH, torch.bfloat16)], (0.0, 1.0, 0.0), LAYERS, home, None)
     store.begin_block([5])
     store.begin_sweep(0, 5)
     region = ring.take(5 * WIDTH * 2)
-    store.open((0, 0, 0), region).fill_(3)
+    store.open((0, 0, 0), region).x.fill_(3)
     store.close((0, 0, 0), region, gate)
     settling = threading.Thread(target=store.settle, daemon=True)
     settling.start()

@@ -15,7 +15,6 @@ from flexgen_h2o.checkpoint import Checkpoint, match, read_index
 from flexgen_h2o.checkpoint.formats import PackedFormat, WeightFormat
 from flexgen_h2o.core.config import ModelSpec, Policy, WeightUnit
 from flexgen_h2o.core.timeline import Timeline
-from flexgen_h2o.engine.loop import weight_sequence
 from flexgen_h2o.engine.memory_plan import BlockShape, Depth, memory_plan, tier_shares
 from flexgen_h2o.engine.stores import WeightStore, WeightStream
 from flexgen_h2o.kernels.linear import DenseRows, RowParts
@@ -83,8 +82,7 @@ class Room:
         self.store.load_resident(self.memory)
 
     def stream(self, sweeps: int, ahead: int) -> WeightStream:
-        units = tuple(layer.unit for layer in self.layers.layers)
-        return WeightStream(self.store, self.ring, weight_sequence(sweeps, units), ahead)
+        return WeightStream(self.store, self.ring, sweeps, ahead)
 
     def close(self) -> None:
         self.lanes.close()

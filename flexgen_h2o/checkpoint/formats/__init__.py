@@ -170,7 +170,7 @@ class PackedFormat(WeightFormat):
         raise NotImplementedError
 
     def packed_layout(self, tensor: TensorSpec, row_bytes: int, decoded_row_bytes: int = 0) -> TensorLayout:
-        if len(tensor.shape) != 2:
+        if len(tensor.shape) != 2 or tensor.exact:
             return plain_layout(tensor, self.itemsize)
         stored = StoredRows((tensor.name,), (tensor.shape[0], row_bytes), ("uint8",), row_bytes)
         return TensorLayout(tensor.shape, (stored,), decoded_row_bytes)

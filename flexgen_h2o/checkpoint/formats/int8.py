@@ -49,7 +49,7 @@ class Int8(PackedFormat):
     def row_parts(
         self, layout: TensorLayout, pieces: Sequence[torch.Tensor], workspace: Workspace, blocks: bool
     ) -> RowParts:
-        if not layout.is_matrix:
+        if layout.stored[0].is_values:
             return super().row_parts(layout, pieces, workspace, blocks)
         from flexgen_h2o.kernels.int8 import Int8Rows, block_int8_rows
 
