@@ -41,11 +41,15 @@ def silu_gated_reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> torch.Tensor:
     """out = weight x (x / sqrt(mean(x^2) + eps)): in fp32, then rounded to x's dtype, then times the weight.
 
-    x, out: (rows, width); weight: (width,), all of one dtype. A row's result depends on that row alone. The compiled
-    loop adds in another order than torch.
+    x, out: (rows, width), or contiguous (tokens, heads, width) with a row for each head; they may be the same. weight:
+    (width,). All of one dtype. A row's result depends on that row alone. The compiled loop adds in another order than
+    torch.
     """
     if not is_compiled(x):
         return rms_norm_reference(x, weight, eps, out)
+    if x.dim() == 3:
+        rms_norm(x.view(-1, x.shape[2]), weight, eps, out.view(-1, out.shape[2]))
+        return out
     ok = x.shape == out.shape == (len(x), *weight.shape)
     if not ok or any(t.dtype != x.dtype or t.stride(-1) != 1 for t in (x, weight, out)):
         raise mismatch("rms_norm: x, weight and out", x, weight, out)
@@ -59,7 +63,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tenso
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> torch.Tensor:
-    """`rms_norm` in torch operations, as transformers does it. NORM_CHUNK rows exist in fp32 at a time."""
+    """`rms_norm` in torch operations, as transformers does it. NORM_CHUNK rows, or tokens, are in fp32 at a time."""
     for rows, into in zip(x.split(NORM_CHUNK), out.split(NORM_CHUNK), strict=True):
         wide = rows.float()
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
