@@ -1,12 +1,13 @@
 """LLaMA (Touvron et al. 2023) and the model types that are the same network, as plain functions.
 
-RMS norms, rotary positions, grouped kv-heads, a gated MLP. Covers LLaMA 1 to 3.x, Mistral within its sliding window,
-Qwen2 without one. Formulas follow transformers' modeling_llama.
+RMS norms, rotary positions, grouped kv-heads, a gated MLP; Qwen3 also norms queries and keys. Covers LLaMA 1 to 3.x,
+and Mistral, Qwen2 and Qwen3 within a sliding window. Formulas follow transformers' modeling_llama and modeling_qwen3.
+`read_decoder`, `attention_tensors` and the forward but for `mlp` serve networks with another MLP too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from flexgen_h2o.core.config import ModelSpec, StepBuffer, TensorSpec
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.units import check_int
 from flexgen_h2o.kernels.elementwise import rms_norm
-from flexgen_h2o.kernels.linear import add_linear, linear, linear_each, lookup, vector
+from flexgen_h2o.kernels.linear import add_linear, linear, linear_each, lookup, optional_vector, vector
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import Attend, Weights
 from flexgen_h2o.models.layers import (
@@ -54,8 +55,14 @@ _LLAMA_3_2: dict[str, Any] = {
     **_LLAMA_3_1, "rope_scaling": {**_LLAMA_3_1["rope_scaling"], "factor": 32.0}, "tie_word_embeddings": True,
 }  # fmt: skip
 _MISTRAL: dict[str, Any] = {"model_type": "mistral", "vocab_size": 32000, "max_position_embeddings": 32768}
+_QWEN_3: dict[str, Any] = {
+    "model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 40960,
+    "rope_theta": 1000000.0, "rms_norm_eps": 1e-6, "bos_token_id": 151643, "eos_token_id": 151645,
+}  # fmt: skip
+_TIED: dict[str, Any] = {**_QWEN_3, "tie_word_embeddings": True}
 
 _8B, _70B = (4096, 32, 32, 8, 14336), (8192, 80, 64, 8, 28672)  # Mistral 7B is of the size of LLaMA 3 8B
+_QWEN_4B = (2560, 36, 32, 8, 9728)
 _2_7B = _shape(4096, 32, 32, 32, 11008, **_LLAMA_2)
 _2_13B = _shape(5120, 40, 40, 40, 13824, **_LLAMA_2)
 _2_70B = _shape(*_70B, **_LLAMA_2)
@@ -80,13 +87,48 @@ BUILT_IN: dict[str, dict[str, Any]] = {
     "mistralai/Mistral-7B-v0.3": _shape(
         *_8B, **{**_MISTRAL, "vocab_size": 32768, "rope_theta": 1000000.0, "sliding_window": None}
     ),
+    "Qwen/Qwen3-0.6B": _shape(1024, 28, 16, 8, 3072, **_TIED),
+    "Qwen/Qwen3-1.7B": _shape(2048, 28, 16, 8, 6144, **_TIED),
+    "Qwen/Qwen3-4B": _shape(*_QWEN_4B, **_TIED),
+    "Qwen/Qwen3-4B-Instruct-2507": _shape(
+        *_QWEN_4B, **{**_TIED, "max_position_embeddings": 262144, "rope_theta": 5000000.0}
+    ),
+    "Qwen/Qwen3-8B": _shape(4096, 36, 32, 8, 12288, **_QWEN_3),
+    "Qwen/Qwen3-14B": _shape(5120, 40, 40, 8, 17408, **_QWEN_3),
+    "Qwen/Qwen3-32B": _shape(5120, 64, 64, 8, 25600, **_QWEN_3),
 }
 
 
 def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
     """ModelSpec of a config (transformers' field names, defaults filled in). UsageError names a bad field."""
+    found = read_decoder(name, config)
+    hidden, ffn, width = (found[n] for n in ("hidden_size", "ffn_size", "head_dim"))
+    qkv_bias, out_bias, mlp_bias = _biases(config)
+    qk_norms = (width, width) if config.get("model_type") == "qwen3" else ()
+
+    def mlp_tensors(i: int) -> tuple[TensorSpec, ...]:
+        tensors = [norm_tensor("mlp_norm", f"layers.{i}.post_attention_layernorm", hidden)]
+        for role, rows, columns in (("gate_proj", ffn, hidden), ("up_proj", ffn, hidden), ("down_proj", hidden, ffn)):
+            tensors += linear_tensors(role, f"model.layers.{i}.mlp.{role}", rows, columns, mlp_bias)
+        return tuple(tensors)
+
+    blocks = range(found["num_blocks"])
+    return ModelSpec(
+        family="llama",
+        attention=tuple(attention_tensors(i, found, qkv_bias, out_bias, qk_norms) for i in blocks),
+        mlp=tuple(map(mlp_tensors, blocks)),
+        buffers=(StepBuffer("gate", ffn, "mlp"),),
+        **found,
+    )
+
+
+def read_decoder(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of ModelSpec, by name, that do not depend on a block's MLP: all but `family`, blocks and `buffers`.
+
+    config: as of `read_spec`. UsageError names a bad field.
+    """
     common = read_common(config, name)
-    hidden, heads, ffn, vocab = (common[n] for n in ("hidden_size", "num_heads", "ffn_size", "vocab_size"))
+    hidden, heads, vocab = (common[n] for n in ("hidden_size", "num_heads", "vocab_size"))
     (kv_heads,) = read_sizes(config, ("num_key_value_heads",))
     (width,) = read_sizes({"head_dim": config.get("head_dim") or hidden // heads}, ("head_dim",))
     if heads % kv_heads:
@@ -97,57 +139,58 @@ def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
     if rotary.width != width:
         raise UsageError(f"rope_parameters: turn {rotary.width} numbers of a head of {width}; all or nothing here")
     activation, eps = check_activation("hidden_act", config.get("hidden_act")), read_positive(config, "rms_norm_eps")
-    qkv_bias, out_bias, mlp_bias = _biases(config)
     tied = bool(config.get("tie_word_embeddings", False))
-
-    def norm(role: str, name: str) -> TensorSpec:
-        return TensorSpec(f"{role}.weight", f"model.{name}.weight", (hidden,))
-
-    def attention_tensors(i: int) -> tuple[TensorSpec, ...]:
-        found = [norm("input_norm", f"layers.{i}.input_layernorm")]
-        for role, rows in (("q_proj", heads * width), ("k_proj", kv_heads * width), ("v_proj", kv_heads * width)):
-            found += linear_tensors(role, f"model.layers.{i}.self_attn.{role}", rows, hidden, qkv_bias)
-        found += linear_tensors("o_proj", f"model.layers.{i}.self_attn.o_proj", hidden, heads * width, out_bias)
-        return tuple(found)
-
-    def mlp_tensors(i: int) -> tuple[TensorSpec, ...]:
-        found = [norm("mlp_norm", f"layers.{i}.post_attention_layernorm")]
-        for role, rows, columns in (("gate_proj", ffn, hidden), ("up_proj", ffn, hidden), ("down_proj", hidden, ffn)):
-            found += linear_tensors(role, f"model.layers.{i}.mlp.{role}", rows, columns, mlp_bias)
-        return tuple(found)
-
     table = TensorSpec("embed_tokens.weight", "model.embed_tokens.weight", (vocab, hidden))
     head_table = table if tied else TensorSpec("lm_head.weight", "lm_head.weight", (vocab, hidden))
-    blocks = range(common["num_blocks"])
-    own = {"num_kv_heads": kv_heads, "head_dim": width, "max_positions": _positions(config, common["max_positions"])}
-    return ModelSpec(
-        family="llama",
-        embedding=(table,),
-        attention=tuple(map(attention_tensors, blocks)),
-        mlp=tuple(map(mlp_tensors, blocks)),
-        head=(norm("norm", "norm"), head_table),
-        tied=tied,
-        options=(("activation", activation), ("eps", eps)),
-        rotary=rotary,
-        buffers=(StepBuffer("gate", ffn, "mlp"),),
-        **{**common, **own},
-    )
+    own = {
+        "num_kv_heads": kv_heads, "head_dim": width, "max_positions": _positions(config, common["max_positions"]),
+        "embedding": (table,), "head": (norm_tensor("norm", "norm", hidden), head_table), "tied": tied,
+        "options": (("activation", activation), ("eps", eps)), "rotary": rotary,
+    }  # fmt: skip
+    return {**common, **own}
+
+
+def norm_tensor(role: str, name: str, width: int) -> TensorSpec:
+    return TensorSpec(f"{role}.weight", f"model.{name}.weight", (width,))
+
+
+def attention_tensors(
+    i: int, sizes: Mapping[str, Any], qkv_bias: bool, out_bias: bool, qk_norms: Sequence[int] = ()
+) -> tuple[TensorSpec, ...]:
+    """Of block i's attention with its norm. sizes: of `read_decoder`.
+
+    qk_norms: how long the weights of q's and of k's norm are, where they are normed: head_dim for a norm of each head,
+    all heads' width for one of them together.
+    """
+    hidden, width, kv_heads = (sizes[n] for n in ("hidden_size", "head_dim", "num_kv_heads"))
+    q_width, kv_width = sizes["num_heads"] * width, kv_heads * width
+    found = [norm_tensor("input_norm", f"layers.{i}.input_layernorm", hidden)]
+    for role, rows in (("q_proj", q_width), ("k_proj", kv_width), ("v_proj", kv_width)):
+        found += linear_tensors(role, f"model.layers.{i}.self_attn.{role}", rows, hidden, qkv_bias)
+    for role, norm in zip(("q_norm", "k_norm"), qk_norms, strict=False):
+        found.append(norm_tensor(role, f"layers.{i}.self_attn.{role}", norm))
+    found += linear_tensors("o_proj", f"model.layers.{i}.self_attn.o_proj", hidden, q_width, out_bias)
+    return tuple(found)
 
 
 def _biases(config: Mapping[str, Any]) -> tuple[bool, bool, bool]:
-    """Of q, k and v, of attention's output, and of the MLP; types other than llama have no fields for them."""
+    """Of q, k and v, of attention's output, and of the MLP, where the type has fields for them."""
     kind = config.get("model_type")
-    if kind == "qwen2":
-        return True, False, False
-    if kind == "mistral":
-        return False, False, False
-    return bool(config["attention_bias"]), bool(config["attention_bias"]), bool(config["mlp_bias"])
+    if kind in ("qwen2", "mistral"):
+        return kind == "qwen2", False, False
+    bias = bool(config["attention_bias"])
+    return bias, bias, kind == "llama" and bool(config["mlp_bias"])
 
 
 def _positions(config: Mapping[str, Any], positions: int) -> int:
     """Positions up to which the network is this one: no column ever leaves a sliding window."""
-    window = config.get("sliding_window")
-    return positions if window is None else min(positions, check_int("sliding_window", window, low=1))
+    kinds, window = set(config.get("layer_types") or ()), config.get("sliding_window")
+    unknown = kinds - {"full_attention", "sliding_attention"}
+    if unknown or (window is None and "sliding_attention" in kinds):
+        raise UsageError(f"layer_types: {sorted(kinds)} with sliding_window {window} is not supported")
+    if window is None or kinds == {"full_attention"}:
+        return positions
+    return min(positions, check_int("sliding_window", window, low=1))
 
 
 def embed(
@@ -158,15 +201,17 @@ def embed(
 
 
 def attention(spec: ModelSpec, w: Weights, x: torch.Tensor, attend: Attend, ws: Workspace) -> None:
-    """x += o_proj(attend(q, k, v)) of the normed x. x: (tokens, hidden)."""
+    """x += o_proj(attend(q, k, v)) of the normed x, with q and k normed too where they are. x: (tokens, hidden)."""
     tokens, width = len(x), spec.head_dim
     heads = {"q": spec.num_heads, "k": spec.num_kv_heads, "v": spec.num_kv_heads}
     qkv = {name: ws.get(name, tokens, count * width) for name, count in heads.items()}
     for a, b in token_chunks(tokens):
-        inputs = _norm(spec, w, "input_norm", x[a:b], ws)
+        inputs = normed(spec, w, "input_norm", x[a:b], ws)
         linear_each(
             inputs, [(w[f"{name}_proj.weight"], bias_of(w, f"{name}_proj"), out[a:b]) for name, out in qkv.items()]
         )
+        for name in ("q", "k"):
+            norm_heads(spec, w, f"{name}_norm", qkv[name][a:b])
     attn_out = attend(*(out.view(tokens, heads[name], width) for name, out in qkv.items()))
     for a, b in token_chunks(tokens):
         add_linear(x[a:b], attn_out[a:b], w["o_proj.weight"], bias_of(w, "o_proj"))
@@ -175,7 +220,7 @@ def attention(spec: ModelSpec, w: Weights, x: torch.Tensor, attend: Attend, ws: 
 def mlp(spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> None:
     """x += down_proj(activation(gate_proj(y)) * up_proj(y)) with y the normed x. x: (tokens, hidden)."""
     for a, b in token_chunks(len(x)):
-        inputs = _norm(spec, w, "mlp_norm", x[a:b], ws)
+        inputs = normed(spec, w, "mlp_norm", x[a:b], ws)
         gate, up = (ws.get(name, b - a, spec.ffn_size) for name in ("gate", "ffn"))
         linear(inputs, w["gate_proj.weight"], bias_of(w, "gate_proj"), gate)
         linear(inputs, w["up_proj.weight"], bias_of(w, "up_proj"), up)
@@ -186,8 +231,17 @@ def mlp(spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> None:
 def head(spec: ModelSpec, w: Weights, x: torch.Tensor, ws: Workspace) -> torch.Tensor:
     """Logits of the given positions. x: (rows, hidden), left as it is. Returns (rows, vocab) in x's dtype."""
     table = w["embed_tokens.weight" if spec.tied else "lm_head.weight"]
-    return linear(_norm(spec, w, "norm", x, ws), table, None, ws.get("logits", len(x), spec.vocab_size))
+    return linear(normed(spec, w, "norm", x, ws), table, None, ws.get("logits", len(x), spec.vocab_size))
 
 
-def _norm(spec: ModelSpec, w: Weights, name: str, x: torch.Tensor, ws: Workspace) -> torch.Tensor:
+def normed(spec: ModelSpec, w: Weights, name: str, x: torch.Tensor, ws: Workspace) -> torch.Tensor:
+    """The RMS norm `name` of x (rows, hidden), in the buffer `normed`."""
     return rms_norm(x, vector(w[f"{name}.weight"]), spec.option("eps"), ws.get("normed", *x.shape))
+
+
+def norm_heads(spec: ModelSpec, w: Weights, name: str, x: torch.Tensor) -> None:
+    """The RMS norm `name`, if there is one, of x (tokens, heads x d), in place, over as much as its weight is long."""
+    weight = optional_vector(w, f"{name}.weight")
+    if weight is not None:
+        parts = x.view(len(x), -1, len(weight))
+        rms_norm(parts, weight, spec.option("eps"), parts)
