@@ -26,6 +26,7 @@ FAMILIES = {
     "llama": "flexgen_h2o.models.llama",
     "mistral": "flexgen_h2o.models.llama",
     "qwen2": "flexgen_h2o.models.llama",
+    "qwen3": "flexgen_h2o.models.llama",
     "gpt_neox": "flexgen_h2o.models.gpt_neox",
     "qwen3_moe": "flexgen_h2o.models.moe",
     "mixtral": "flexgen_h2o.models.moe",

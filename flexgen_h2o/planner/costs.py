@@ -111,13 +111,16 @@ class Costs:
         """Are groups of experts loaded only if they are chosen?"""
         return waits_for_router(self.at.spec, self.at.policy)
 
-    def weight_load(self, index: int, tokens: int) -> tuple[TransferCost, ...]:
-        """One load of a layer's weights, or what is expected of it in a sweep of a block that feeds so many tokens."""
-        key = self.kinds[index], tokens if self.waits else 0
+    @cached_property
+    def _layer_of(self) -> dict[int, Layer]:
+        return {layer.unit: layer for layer in self.layers.layers}
+
+    def weight_load(self, unit: int, tokens: int) -> tuple[TransferCost, ...]:
+        """One load of a weight unit, or what is expected of it in a sweep of a block that feeds so many tokens."""
+        key = unit, tokens if self.waits else 0
         if key not in self._weight_loads:
-            layer = self.layers.layers[index]
-            share = needed_share(self.at, layer, tokens) if self.waits else 1.0
-            moves = weight_moves(self.at, self.layers.units[layer.unit])
+            share = needed_share(self.at, self._layer_of[unit], tokens) if self.waits else 1.0
+            moves = weight_moves(self.at, self.layers.units[unit])
             scaled = (replace(m, nbytes=m.nbytes * share, pieces=m.pieces * share) for m in moves)
             self._weight_loads[key] = self._priced(moves if share == 1 else tuple(scaled))
         return self._weight_loads[key]
@@ -270,7 +273,9 @@ class Costs:
         moved = [
             (load, count)
             for index, count in self.loaded_kinds.items()
-            for load in self.weight_load(index, sum(tokens_of(batch, sweep) for batch in block))
+            for load in self.weight_load(
+                self.layers.layers[index].unit, sum(tokens_of(batch, sweep) for batch in block)
+            )
         ]
         for cost, times in steps:
             every = (*cost.kv_load, *cost.kv_store, *cost.hidden_load, *cost.hidden_store)

@@ -388,7 +388,6 @@ class _WeightStream(BaseWeightStream[None]):
     def __init__(self, sim: _Simulation, sweeps: int) -> None:
         at, layers = sim.costs[0].at, sim.costs[0].layers
         self._sim, self._nbytes = sim, [weight_ring_bytes(at, unit) for unit in layers.units]
-        self._layer_of = {layer.unit: index for index, layer in enumerate(layers.layers)}
         ahead = len(layers.layers) if at.policy.overlap else 0
         # Other sweeps, and the next block, follow: the engine loads ahead for them.
         super().__init__(
@@ -399,9 +398,8 @@ class _WeightStream(BaseWeightStream[None]):
         return self._nbytes[key[1]]
 
     def load(self, key: WeightKey, region: Region) -> list[Done]:
-        sim, index = self._sim, self._layer_of[key[1]]
-        cost = sim.costs_now.weight_load(index, sim.tokens_now)
-        return cast(list[Done], sim.queue("load_weight", cost, region.after))
+        cost = self._sim.costs_now.weight_load(key[1], self._sim.tokens_now)
+        return cast(list[Done], self._sim.queue("load_weight", cost, region.after))
 
     def _open(self, unit: int, region: Region | None) -> None:
         pass

@@ -16,6 +16,14 @@ from tests.doors.conftest import Answer
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<me>{% endif %}"
 )
+# As of models that think: of a variable that nobody gives, and of answers whose thoughts are cut off.
+THINKING = (
+    "{% set last = namespace(user=0) %}{% for m in messages[::-1] %}{% if m.role == 'user' and not last.user %}"
+    "{% set last.user = messages | length - loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content.split('</think>')[-1].lstrip('\n') }}\n{% endfor %}"
+    "{% if add_generation_prompt and last.user %}<me>"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}{% endif %}"
+)
 
 
 @pytest.fixture
@@ -37,12 +45,13 @@ def outputs(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.parametrize("template", [TEMPLATE, THINKING], ids=["plain", "thinking"])
 def test_prompts_become_messages(
-    door: Callable[..., Answer], with_template: Callable[[str | None], Path], write_jsonl: Callable[..., Path],
-    tmp_path: Path,
+    template: str, door: Callable[..., Answer], with_template: Callable[[str | None], Path],
+    write_jsonl: Callable[..., Path], tmp_path: Path,
 ) -> None:  # fmt: skip
     """The same tokens as for the text that the template makes; token ids are taken as they are."""
-    folder = with_template(TEMPLATE)
+    folder = with_template(template)
     asked = write_jsonl({"prompt": "import os"}, {"prompt_token_ids": [5, 6, 7]}, name="asked.jsonl")
     assert door("--prompts", asked, "--output", "a.jsonl", "--chat", model=folder).code == 0
     ids = AutoTokenizer.from_pretrained(folder)("<user>import os\n<me>", add_special_tokens=False)["input_ids"]

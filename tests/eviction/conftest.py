@@ -24,7 +24,11 @@ OTHER_SHAPES = {
     "three layers": {"num_hidden_layers": 3},
     "long": {"max_position_embeddings": 256},
 }
-SEEDS = {"post-norm, narrow embedding (350m)": 1}  # of models that repeat themselves with the usual one
+# Of models that repeat themselves, or whose heavy columns are the recent ones, with the usual one.
+SEEDS = {
+    "post-norm, narrow embedding (350m)": 1, "qwen3, biases, one kv-head, odd sizes, tied": 4,
+    "qwen3, one layer, window filled": 1,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -82,11 +82,13 @@ class PlainRotary:
 
 
 class PlainLlama(PlainRotary):
-    """LLaMA and the model types that are the same network."""
+    """LLaMA and the model types that are the same network; Qwen3 norms q and k of each head besides."""
 
     def _heads(self, block: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         own, inputs = block.self_attn, block.input_layernorm(x)
         q, k, v = (f(inputs).view(len(x), -1, own.head_dim) for f in (own.q_proj, own.k_proj, own.v_proj))
+        if hasattr(own, "q_norm"):
+            q, k = own.q_norm(q), own.k_norm(k)
         return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
 
     def finish(self, layer: int, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
@@ -119,7 +121,7 @@ class PlainNeoX(PlainRotary):
 
 PLAIN: dict[str, Callable[[PreTrainedModel], PlainModel]] = {
     "opt": PlainOPT, "llama": PlainLlama, "mistral": PlainLlama, "qwen2": PlainLlama,
-    "gpt_neox": PlainNeoX,
+    "qwen3": PlainLlama, "gpt_neox": PlainNeoX,
 }  # fmt: skip
 
 

@@ -59,6 +59,7 @@ def test_shape(
     ("shape", "pair"),
     [
         *(("llama", p) for p in ("h2o", "h2o-norm, decayed", "tova", "snapkv", "h2o-v", "random")),
+        ("qwen3", "h2o"),
         ("gpt_neox", "h2o, pyramid"),
     ],
 )

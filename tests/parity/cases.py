@@ -31,6 +31,7 @@ BASES: dict[str, dict[str, Any]] = {
     "llama": {**_LLAMA, "model_type": "llama"},
     "mistral": {**_LLAMA, "model_type": "mistral", "sliding_window": None},
     "qwen2": {**_LLAMA, "model_type": "qwen2"},
+    "qwen3": {**_LLAMA, "model_type": "qwen3"},
     "gpt_neox": {
         **COMMON,
         "model_type": "gpt_neox",
@@ -82,6 +83,15 @@ FAMILY_SHAPES: dict[str, dict[str, Any]] = {
     "llama, rope yarn": _rope("yarn", original_max_position_embeddings=16),
     "mistral, window filled": {"model_type": "mistral", "sliding_window": 16},
     "qwen2": {"model_type": "qwen2", "head_dim": 8},
+    "qwen3": {"model_type": "qwen3"},
+    "qwen3, biases, one kv-head, odd sizes, tied": {
+        "model_type": "qwen3", "attention_bias": True, "num_key_value_heads": 1, "hidden_size": 66, "head_dim": 10,
+        "intermediate_size": 83, "vocab_size": 127, "tie_word_embeddings": True,
+    },
+    "qwen3, one layer, window filled": {
+        "model_type": "qwen3", "num_hidden_layers": 1, "use_sliding_window": True, "sliding_window": 16,
+        "max_window_layers": 0,
+    },
     "gpt_neox": {"model_type": "gpt_neox"},
     "gpt_neox, one after the other": {
         "model_type": "gpt_neox", "use_parallel_residual": False, "hidden_act": "gelu_fast", "rotary_pct": 1.0,
@@ -160,7 +170,7 @@ def thinned(cases: Iterable[tuple[Any, ...]], one_in: int) -> list[Any]:
 # Shapes that matter to where things lie; with the Latin square below each of them meets every placement.
 LAID_OUT = (
     "normal", "post-norm, narrow embedding (350m)", "odd sizes", "one layer", "untied head", "llama",
-    "llama, one kv-head, odd sizes", "mistral, window filled", "qwen2", "gpt_neox", "gpt_neox, one after the other",
+    "llama, one kv-head, odd sizes", "mistral, window filled", "qwen3", "gpt_neox", "gpt_neox, one after the other",
 )  # fmt: skip
 
 

@@ -67,7 +67,7 @@ CASES = [
     for j in range(3)
 ] + [
     (shape, PLACES[(2 * s + p) % 5], NAMES[(2 * s + 5 * p) % len(NAMES)], 8 - 4 * ((s + p) % 2))
-    for s, shape in enumerate([*list(SHAPES)[1:], "llama", "gpt_neox"])
+    for s, shape in enumerate([*list(SHAPES)[1:], "llama", "gpt_neox", "qwen3"])
     for p in range(2)
 ]
 

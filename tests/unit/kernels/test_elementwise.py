@@ -47,6 +47,19 @@ def test_the_compiled_norm_is_the_reference(rows: int, width: int, dtype: torch.
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_heads_are_normed_in_place_as_rows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flexgen_h2o.kernels.elementwise.NORM_CHUNK", 3)
+    x, weight = torch.randn(7, 3, 16).to(dtype), torch.randn(16).to(dtype)
+    want = rms_norm(x.view(21, 16), weight, 1e-6, torch.empty(21, 16, dtype=dtype)).view(7, 3, 16)
+    for norm in (rms_norm, rms_norm_reference):
+        found = x.clone()
+        assert norm(found, weight, 1e-6, found).data_ptr() == found.data_ptr()
+        assert_rounded_alike(found, want)
+    with pytest.raises(RuntimeError, match="view"):
+        rms_norm(x.transpose(0, 1), weight, 1e-6, x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("values", [lambda x: x, lambda x: 40 * x, torch.zeros_like], ids=["small", "large", "zero"])
 def test_the_compiled_gate_is_the_reference(values: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> None:
     gate, up = values(torch.randn(300, 1003)).to(dtype), torch.randn(300, 1003).to(dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,15 @@ LLAMA = {
     "TinyLlama/TinyLlama-1.1B-Chat-v1.0": ((2048, 22, 32, 4, 64, 5632, 32000, 2048), 1_100_048_384),
     "mistralai/Mistral-7B-v0.1": ((4096, 32, 32, 8, 128, 14336, 32000, 4096), 7_241_732_096),
     "mistralai/Mistral-7B-v0.3": ((4096, 32, 32, 8, 128, 14336, 32768, 32768), 7_248_023_552),
+    "Qwen/Qwen3-0.6B": ((1024, 28, 16, 8, 128, 3072, 151936, 40960), 596_049_920),
+    "Qwen/Qwen3-1.7B": ((2048, 28, 16, 8, 128, 6144, 151936, 40960), 1_720_574_976),
+    "Qwen/Qwen3-4B": ((2560, 36, 32, 8, 128, 9728, 151936, 40960), 4_022_468_096),
+    "Qwen/Qwen3-4B-Instruct-2507": ((2560, 36, 32, 8, 128, 9728, 151936, 262144), 4_022_468_096),
+    "Qwen/Qwen3-8B": ((4096, 36, 32, 8, 128, 12288, 151936, 40960), 8_190_735_360),
+    "Qwen/Qwen3-14B": ((5120, 40, 40, 8, 128, 17408, 151936, 40960), 14_768_307_200),
+    "Qwen/Qwen3-32B": ((5120, 64, 64, 8, 128, 25600, 151936, 40960), 32_762_123_264),
 }
+TIED = re.compile(r"Llama-3\.2|Qwen3-(0\.6|1\.7|4)B")
 CHAT = {f"meta-llama/Llama-2-{size}-chat-hf": f"meta-llama/Llama-2-{size}-hf" for size in ("7b", "13b", "70b")}
 # hidden size, blocks, heads, vocabulary; parameters as in the table of the Pythia paper, embeddings counted twice
 NEOX = {
@@ -124,7 +133,7 @@ def test_public_llama_shapes() -> None:
         spec = public(name)
         found = (spec.hidden_size, spec.num_blocks, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.ffn_size)
         assert ((*found, spec.vocab_size, spec.max_positions), spec.num_weights) == (sizes, weights)
-        assert (spec.tied, spec.option("eps")) == ("3.2" in name, 1e-5)
+        assert (spec.tied, spec.option("eps")) == (bool(TIED.search(name)), 1e-6 if "Qwen3" in name else 1e-5)
     assert all(public(chat) == replace(public(plain), name=chat) for chat, plain in CHAT.items())
 
 
@@ -202,6 +211,8 @@ def test_biases(tmp_path: Path) -> None:
     assert biased(attention_bias=True) == set("qkvo")
     assert biased(mlp_bias=True) == set("gud")
     assert biased(model_type="qwen2") == set("qkv")
+    assert biased(model_type="qwen3", mlp_bias=True) == set()
+    assert biased(model_type="qwen3", attention_bias=True) == set("qkvo")
 
 
 @pytest.mark.parametrize(
@@ -211,7 +222,10 @@ def test_biases(tmp_path: Path) -> None:
         ({"model_type": "mistral", "sliding_window": 100}, 64),
         ({"model_type": "mistral", "sliding_window": 16}, 16),
         ({"model_type": "qwen2", "sliding_window": 16}, 64),
-        ({"model_type": "qwen2", "sliding_window": 16, "use_sliding_window": True}, 16),
+        ({"model_type": "qwen2", "sliding_window": 16, "use_sliding_window": True}, 64),  # from layer 28 on
+        ({"model_type": "qwen2", "sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1}, 16),
+        ({"model_type": "qwen3", "sliding_window": 16}, 64),
+        ({"model_type": "qwen3", "sliding_window": 16, "use_sliding_window": True, "max_window_layers": 0}, 16),
     ],
 )
 def test_positions_end_with_the_sliding_window(changes: dict[str, Any], positions: int, tmp_path: Path) -> None:
@@ -251,6 +265,14 @@ def test_a_parallel_block_is_one_layer(sep_layer: bool, tmp_path: Path) -> None:
         ("llama", {"hidden_size": 22, "model_type": "qwen2"}, "head_dim 5 is odd"),
         ("llama", {"rms_norm_eps": 0.0}, "rms_norm_eps: 0.0"),
         ("llama", {"model_type": "mistral", "sliding_window": 0}, "sliding_window: 0"),
+        (
+            "llama", {"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types: .'full_attention', 'sliding_attention'. with sliding_window None is not supported",
+        ),
+        (
+            "llama", {"model_type": "qwen3", "layer_types": ["full_attention", "linear_attention"]},
+            "layer_types: .*'linear_attention'. with sliding_window None is not supported",
+        ),
         ("llama", {"rope_scaling": {"rope_type": "nonsense"}}, "rope_type 'nonsense' is not supported .known: default"),
         ("llama", {"rope_scaling": {"rope_type": "linear", "factor": "x"}}, "not usable with rope_type 'linear'"),
         ("llama", {"rope_scaling": {"rope_type": "llama3"}}, "factor"),

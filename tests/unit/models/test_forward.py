@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import OPTConfig, OPTForCausalLM, PreTrainedModel
+from transformers.models.olmoe.modeling_olmoe import OlmoeRMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from flexgen_h2o.core.config import ModelSpec, TensorSpec
 from flexgen_h2o.engine.memory_plan import BlockShape, workspace_sizes
@@ -16,7 +18,7 @@ from flexgen_h2o.kernels.elementwise import Rotation
 from flexgen_h2o.kernels.linear import DenseRows, RowParts
 from flexgen_h2o.kernels.prefill_attention import causal_attention
 from flexgen_h2o.kernels.workspace import Workspace
-from flexgen_h2o.models import family_of, spec_from_config
+from flexgen_h2o.models import family_of, llama, spec_from_config
 from tests.parity.cases import FAMILY_SHAPES
 from tests.parity.reference import random_model
 
@@ -86,6 +88,20 @@ def test_logits_equal_transformers(kind: str, split: Split, monkeypatch: pytest.
 @pytest.mark.parametrize(("shape", "split"), zip(FAMILY_SHAPES, cycle((whole, in_three)), strict=False))
 def test_logits_of_other_families(shape: str, split: Split, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_logits(random_model(**FAMILY_SHAPES[shape]), split, monkeypatch)
+
+
+def test_queries_are_normed_over_as_much_as_the_weight_is_long() -> None:
+    """Each head of 8 as in Qwen3, or all three together as in OLMoE."""
+    spec = spec_from_config("m", random_model(**FAMILY_SHAPES["qwen3"]).config.to_dict(), "here")
+    for width, theirs in ((8, Qwen3RMSNorm(8)), (24, OlmoeRMSNorm(24))):
+        found, weight = torch.randn(5, 24), torch.randn(width)
+        theirs.load_state_dict({"weight": weight})
+        want = theirs(found.view(5, -1, width)).view(5, 24)
+        llama.norm_heads(spec, {"q_norm.weight": whole(weight)}, "q_norm", found)
+        assert torch.allclose(found, want, atol=1e-5)
+    before = found.clone()
+    llama.norm_heads(spec, {}, "q_norm", found)
+    assert torch.equal(found, before)
 
 
 @torch.no_grad()

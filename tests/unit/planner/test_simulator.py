@@ -63,7 +63,7 @@ def compute_s(costs: Costs, block: Block, sweep: int) -> float:
 
 def loads_of(costs: Costs) -> list[float]:
     """Seconds of the weight loads of a sweep that follows another: a tied head and the embedding are one."""
-    return [sum(load.seconds for load in costs.weight_load(unit)) for unit in range(len(costs.layers.units))]
+    return [sum(load.seconds for load in costs.weight_load(unit, 1)) for unit in range(len(costs.layers.units))]
 
 
 def lasting(found: Simulated) -> list[float]:
@@ -157,7 +157,7 @@ def test_disk_bytes_that_cross_keep_the_link_busy() -> None:
     """Though a disk's thread copies them."""
     policy = Policy(8, 1, WEIGHTS_ON_DISK)
     costs, _, found, _ = walk(policy, machine(False, disk_read_bytes_per_s=1e9, h2d_bytes_per_s=1e9))
-    crossing = sum(load.link_s for unit in range(len(costs.layers.units)) for load in costs.weight_load(unit))
+    crossing = sum(load.link_s for unit in range(len(costs.layers.units)) for load in costs.weight_load(unit, 1))
     assert found.busy[-1]["h2d"] > SWEEPS * crossing * 0.9 > 0
 
 
