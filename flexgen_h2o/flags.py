@@ -314,9 +314,13 @@ def _not_in_path(args: argparse.Namespace, at: Place) -> str:
     return f"{args.model} is not in it" if find_folder(args.model, args.path) is None else ""
 
 
+_NO_MLP = "this model has experts in the place of MLPs"
+
+
 def _one_step(args: argparse.Namespace, at: Place) -> str:
-    parallel = at.spec is not None and not any(at.spec.mlp)
-    return "attention and MLP of this model read the same hidden states" if parallel else ""
+    if at.spec is None or any(at.spec.mlp):
+        return ""
+    return _NO_MLP if at.spec.experts else "attention and MLP of this model read the same hidden states"
 
 
 def _greedy(args: argparse.Namespace, at: Place) -> str:
@@ -333,6 +337,7 @@ _ENGINE: dict[str, Reason] = {
     "cpu_cache_compute": lambda args, at: "device and host are one tier here" if at.device_is_host else "",
     "pin_weight": lambda args, at: "" if at.has_card else "there is no card here",
     "sep_layer": _one_step,
+    "expert_group": lambda args, at: "this model has no experts" if at.spec is not None and not at.spec.experts else "",
 }
 _SAMPLING: dict[str, Reason] = {
     "top_p": lambda args, at: _greedy(args, at) if args.top_p != 1 else "",  # 1 and 0 switch them off

@@ -30,7 +30,8 @@ def token_chunks(tokens: int) -> Iterator[tuple[int, int]]:
 # Far beyond any model: a damaged config must not keep the reader busy for minutes.
 MOST = {
     "hidden_size": 2**18, "num_hidden_layers": 2**12, "num_attention_heads": 2**12, "num_key_value_heads": 2**12,
-    "head_dim": 2**16, "ffn_dim": 2**20, "intermediate_size": 2**20, "moe_intermediate_size": 2**20, "vocab_size": 2**24,
+    "head_dim": 2**16, "ffn_dim": 2**20, "intermediate_size": 2**20, "moe_intermediate_size": 2**20,
+    "vocab_size": 2**24,
 }  # fmt: skip
 
 

@@ -121,7 +121,7 @@ class PlainNeoX(PlainRotary):
 
 PLAIN: dict[str, Callable[[PreTrainedModel], PlainModel]] = {
     "opt": PlainOPT, "llama": PlainLlama, "mistral": PlainLlama, "qwen2": PlainLlama,
-    "qwen3": PlainLlama, "gpt_neox": PlainNeoX,
+    "qwen3": PlainLlama, "qwen3_moe": PlainLlama, "mixtral": PlainLlama, "gpt_neox": PlainNeoX,
 }  # fmt: skip
 
 

@@ -60,6 +60,7 @@ def test_shape(
     [
         *(("llama", p) for p in ("h2o", "h2o-norm, decayed", "tova", "snapkv", "h2o-v", "random")),
         ("qwen3", "h2o"),
+        ("mixtral", "h2o"),
         ("gpt_neox", "h2o, pyramid"),
     ],
 )

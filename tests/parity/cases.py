@@ -32,6 +32,31 @@ BASES: dict[str, dict[str, Any]] = {
     "mistral": {**_LLAMA, "model_type": "mistral", "sliding_window": None},
     "qwen2": {**_LLAMA, "model_type": "qwen2"},
     "qwen3": {**_LLAMA, "model_type": "qwen3"},
+    "qwen3_moe": {
+        **_LLAMA,
+        "model_type": "qwen3_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    },
+    "mixtral": {
+        **_LLAMA,
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": None,
+    },
+    "olmoe": {
+        **COMMON,
+        "model_type": "olmoe",
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "intermediate_size": 32,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "rope_theta": 100.0,
+    },
     "gpt_neox": {
         **COMMON,
         "model_type": "gpt_neox",
@@ -92,6 +117,20 @@ FAMILY_SHAPES: dict[str, dict[str, Any]] = {
         "model_type": "qwen3", "num_hidden_layers": 1, "use_sliding_window": True, "sliding_window": 16,
         "max_window_layers": 0,
     },
+    "qwen3_moe": {"model_type": "qwen3_moe"},
+    "qwen3_moe, an MLP in every other layer, tied": {
+        "model_type": "qwen3_moe", "decoder_sparse_step": 2, "norm_topk_prob": False, "tie_word_embeddings": True,
+    },
+    "qwen3_moe, the first layer an MLP, odd sizes": {
+        "model_type": "qwen3_moe", "mlp_only_layers": [0], "num_experts": 5, "num_experts_per_tok": 1,
+        "hidden_size": 68, "head_dim": 10, "moe_intermediate_size": 20, "num_key_value_heads": 1, "vocab_size": 127,
+    },
+    "mixtral": {"model_type": "mixtral"},
+    "mixtral, one layer, all experts chosen": {
+        "model_type": "mixtral", "num_hidden_layers": 1, "num_experts_per_tok": 4, "hidden_act": "gelu",
+    },
+    "olmoe": {"model_type": "olmoe"},
+    "olmoe, biases, normalised": {"model_type": "olmoe", "attention_bias": True, "norm_topk_prob": True},
     "gpt_neox": {"model_type": "gpt_neox"},
     "gpt_neox, one after the other": {
         "model_type": "gpt_neox", "use_parallel_residual": False, "hidden_act": "gelu_fast", "rotary_pct": 1.0,

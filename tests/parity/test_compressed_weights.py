@@ -31,9 +31,10 @@ def unpacked(model: PreTrainedModel, bits: int) -> PreTrainedModel:
     """The model with its matrices packed and unpacked again."""
     found = copy.deepcopy(model)
     with torch.no_grad():
-        for value in found.parameters():
-            if value.dim() == 2:
-                value.copy_(unpack_rows_reference(pack_rows(value, bits), bits, torch.empty(value.shape)))
+        for name, value in found.named_parameters():
+            if value.dim() > 1 and not name.endswith(".gate.weight"):  # a router's
+                rows = value.flatten(0, -2)  # of all experts
+                value.copy_(unpack_rows_reference(pack_rows(rows, bits), bits, torch.empty(rows.shape)).view_as(value))
     return found
 
 
@@ -67,7 +68,7 @@ CASES = [
     for j in range(3)
 ] + [
     (shape, PLACES[(2 * s + p) % 5], NAMES[(2 * s + 5 * p) % len(NAMES)], 8 - 4 * ((s + p) % 2))
-    for s, shape in enumerate([*list(SHAPES)[1:], "llama", "gpt_neox", "qwen3"])
+    for s, shape in enumerate([*list(SHAPES)[1:], "llama", "gpt_neox", "qwen3", "mixtral"])
     for p in range(2)
 ]
 

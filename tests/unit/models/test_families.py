@@ -86,6 +86,18 @@ LLAMA = {
     "Qwen/Qwen3-14B": ((5120, 40, 40, 8, 128, 17408, 151936, 40960), 14_768_307_200),
     "Qwen/Qwen3-32B": ((5120, 64, 64, 8, 128, 25600, 151936, 40960), 32_762_123_264),
 }
+# hidden size, blocks, heads, kv-heads, head width, width of an expert, vocabulary, positions, experts, those of a token
+EXPERTS = {
+    "Qwen/Qwen3-30B-A3B": ((2048, 48, 32, 4, 128, 768, 151936, 40960, 128, 8), 30_532_122_624),
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": ((2048, 48, 32, 4, 128, 768, 151936, 262144, 128, 8), 30_532_122_624),
+    "Qwen/Qwen3-Coder-30B-A3B-Instruct": ((2048, 48, 32, 4, 128, 768, 151936, 262144, 128, 8), 30_532_122_624),
+    "Qwen/Qwen3-235B-A22B": ((4096, 94, 64, 4, 128, 1536, 151936, 40960, 128, 8), 235_093_634_560),
+    "mistralai/Mixtral-8x7B-v0.1": ((4096, 32, 32, 8, 128, 14336, 32000, 32768, 8, 2), 46_702_792_704),
+    "mistralai/Mixtral-8x7B-Instruct-v0.1": ((4096, 32, 32, 8, 128, 14336, 32000, 32768, 8, 2), 46_702_792_704),
+    "mistralai/Mixtral-8x22B-v0.1": ((6144, 56, 48, 8, 128, 16384, 32768, 65536, 8, 2), 140_630_071_296),
+    "allenai/OLMoE-1B-7B-0924": ((2048, 16, 16, 16, 128, 1024, 50304, 4096, 64, 8), 6_919_161_856),
+    "allenai/OLMoE-1B-7B-0924-Instruct": ((2048, 16, 16, 16, 128, 1024, 50304, 4096, 64, 8), 6_919_161_856),
+}
 TIED = re.compile(r"Llama-3\.2|Qwen3-(0\.6|1\.7|4)B")
 CHAT = {f"meta-llama/Llama-2-{size}-chat-hf": f"meta-llama/Llama-2-{size}-hf" for size in ("7b", "13b", "70b")}
 # hidden size, blocks, heads, vocabulary; parameters as in the table of the Pythia paper, embeddings counted twice
@@ -110,7 +122,7 @@ def public(name: str) -> ModelSpec:
 
 
 def test_the_tables_are_complete() -> None:
-    assert {name.removesuffix("-deduped") for name in built_in_names()} == {*OPT, *LLAMA, *CHAT, *NEOX}
+    assert {name.removesuffix("-deduped") for name in built_in_names()} == {*OPT, *LLAMA, *EXPERTS, *CHAT, *NEOX}
     assert len({name.split("/")[1].lower() for name in built_in_names()}) == len(built_in_names())
     assert built_in_spec("opt-9b") is None is built_in_spec("someone/opt-125m")
 
@@ -126,6 +138,16 @@ def test_public_opt_shapes() -> None:
         has_bias = any(t.role.endswith("q_proj.bias") for t in spec.attention[0])
         assert (spec.option("activation"), has_bias) == (("gelu", False) if "galactica" in name else ("relu", True))
         assert spec.option("pre_norm") is not name.endswith("350m")
+
+
+def test_public_shapes_with_experts() -> None:
+    for name, (sizes, weights) in EXPERTS.items():
+        spec = public(name)
+        assert spec.experts is not None
+        found = (spec.hidden_size, spec.num_blocks, spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        experts = (spec.experts.count, spec.experts.per_token)
+        assert (*found, spec.experts.ffn_size, spec.vocab_size, spec.max_positions, *experts) == sizes
+        assert spec.num_weights == weights
 
 
 def test_public_llama_shapes() -> None:

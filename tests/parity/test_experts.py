@@ -1,0 +1,113 @@
+"""Mixtures of experts: transformers' tokens in any grouping, placement and block; what nobody chose stays on disk."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flexgen_h2o import Policy, SamplingParams
+from flexgen_h2o.core.config import Experts, TensorSpec
+from flexgen_h2o.core.units import TOKEN_CHUNK
+from flexgen_h2o.engine.stores import WeightStore
+from flexgen_h2o.kernels.workspace import Workspace
+from flexgen_h2o.models import Hidden
+from flexgen_h2o.models.layers import mix_experts
+from tests.parity.cases import CONFIGURATIONS, PLACEMENTS, thinned
+from tests.parity.reference import Reference, assert_equal, random_prompts, run, tokens_of
+
+SHAPES = ("qwen3_moe", "mixtral", "olmoe", "qwen3_moe, the first layer an MLP, odd sizes")
+GROUPS = (1, 3, 0)
+NAMES = list(CONFIGURATIONS)
+CASES = [
+    (SHAPES[(i + j) % 4], placement, NAMES[(3 * i + j) % len(NAMES)], GROUPS[(i + 2 * j) % 3])
+    for i, placement in enumerate(PLACEMENTS)
+    for j in range(2)
+]
+
+
+@pytest.mark.parametrize(("shape", "placement", "configuration", "group"), thinned(CASES, 3))
+def test_tokens_and_logits_are_those_of_transformers(
+    shape: str, placement: str, configuration: str, group: int, reference: Callable[[str], Reference], tmp_path: Path
+) -> None:
+    chosen = CONFIGURATIONS[configuration]
+    policy = chosen.policy(PLACEMENTS[placement], expert_group=group)
+    assert_equal(reference(shape), policy, chosen.budget, tmp_path)
+
+
+@pytest.mark.parametrize("rows", [7, pytest.param(64, marks=pytest.mark.slow)])
+def test_blocks_of_more_rows(rows: int, reference: Callable[[str], Reference], tmp_path: Path) -> None:
+    """As one row at a time, which other tests compare with transformers."""
+    known, prompts = reference("olmoe"), random_prompts([1 + i % 9 for i in range(rows)], seed=3)
+    disk, params = (0, 0, 50, 0, 0, 50), SamplingParams(max_tokens=4)
+    alone = run(known.folder, prompts, Policy(1, 1, disk, expert_group=1), tmp_path, params)
+    for policy in (Policy(rows, 1, disk), Policy(4, -(-rows // 4), disk, expert_group=5)):
+        assert tokens_of(run(known.folder, prompts, policy, tmp_path, params)) == tokens_of(alone)
+
+
+@pytest.mark.parametrize(("rows", "group"), [(1, 0), (2, 2)])
+def test_groups_that_nobody_chose_are_not_read(
+    rows: int, group: int, reference: Callable[[str], Reference], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, loaded = reference("olmoe"), list[str]()
+    load = WeightStore.load
+    monkeypatch.setattr(WeightStore, "load", lambda self, unit, *more: (loaded.append(self.plan.units[unit].name), load(self, unit, *more))[1])  # fmt: skip # noqa: E501
+    policy, params = Policy(rows, 1, (0, 0, 100, 0, 100, 0), expert_group=group), SamplingParams(max_tokens=1)
+    run(known.folder, known.prompts[:rows], policy, tmp_path, params)
+    size = group or 1
+    groups = {
+        f"block {block} experts {first} to {first + size - 1}"
+        for block, chosen in chosen_experts(known, known.prompts[:rows]).items()
+        for first in {expert // size * size for expert in chosen}
+    }
+    assert {name for name in loaded if "experts" in name} == groups
+
+
+def chosen_experts(known: Reference, prompts: list[list[int]]) -> dict[int, set[int]]:
+    """Of each block, the experts that tokens of the prompts go to in transformers."""
+    found = defaultdict(set)
+    hooks = [
+        layer.mlp.gate.register_forward_hook(lambda _, __, out, i=i: found[i].update(out[2].flatten().tolist()))
+        for i, layer in enumerate(known.model.model.layers)
+    ]
+    with torch.no_grad():
+        for prompt in prompts:
+            known.model(torch.tensor([prompt]))
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+@pytest.mark.parametrize("tokens", [1, 5, TOKEN_CHUNK + 3])
+def test_chunks_of_inputs_are_mixed_as_one(tokens: int) -> None:
+    """Whatever the expert, and where a chunk ends between its inputs."""
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, 4, generator=generator)
+    chosen = torch.stack([torch.randperm(6, generator=generator)[:2] for _ in range(tokens)]).int()
+    weights = torch.rand(tokens, 2, generator=generator)
+    mixed, sizes = torch.zeros(tokens, 4), {"routed": TOKEN_CHUNK * 16}
+    ws = Workspace(torch.empty(TOKEN_CHUNK * 16, dtype=torch.uint8), sizes, torch.float32)
+
+    def compute(expert: int, inputs: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(inputs * (expert + 1))
+
+    for group in (range(4), range(4, 6)):
+        mix_experts(group, Hidden(x, mixed, chosen, weights), ws, torch.Tensor.clone, compute)
+    want = torch.zeros(tokens, 4)
+    for expert in range(6):
+        here = chosen == expert
+        want += x * (expert + 1) * (weights * here).sum(1, keepdim=True)
+    assert torch.allclose(mixed, want, atol=1e-6)
+
+
+def test_shares_of_groups() -> None:
+    """Against counting every choice of a token: 2 of 4 experts."""
+    experts = Experts(4, 2, 8, ((((TensorSpec("a", "a", (8, 8)),),) * 4),), ((),))
+    assert experts.share_used(1) == pytest.approx(0.5) and experts.share_used(2) == pytest.approx(0.75)
+    assert experts.share_used(1, 2) == pytest.approx(5 / 6) and experts.share_used(1, 4) == 1.0
+    sizes: dict[str, Any] = {"none chosen": experts.group_size(0, 1), "all": experts.group_size(0, 64)}
+    assert sizes == {"none chosen": 1, "all": 4} and experts.group_size(9, 1) == 4
