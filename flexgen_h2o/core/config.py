@@ -117,8 +117,9 @@ class StepBuffer:
 class Experts:
     """Mixtures of experts that transformer blocks have in the place of an MLP (Shazeer et al. 2017).
 
-    count, per_token: experts of a block, and how many a router chooses for a token. ffn_size: of one. tensors: of each block's experts;
-    () where the block has an MLP. inputs: of each block, vectors that every group of its experts needs (its norm).
+    count, per_token: experts of a block, and how many a router chooses for a token. ffn_size: of one. tensors: of each
+    block's experts; () where the block has an MLP. inputs: of each block, vectors that every group of its experts
+    needs (its norm).
     """
 
     count: int

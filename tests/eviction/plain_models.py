@@ -82,19 +82,23 @@ class PlainRotary:
 
 
 class PlainLlama(PlainRotary):
-    """LLaMA and the model types that are the same network; Qwen3 norms q and k of each head besides."""
+    """LLaMA and the model types that are the same network, or have experts in the place of its MLP.
+
+    Qwen3 norms q and k of each head besides, OLMoE those of all heads together.
+    """
 
     def _heads(self, block: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         own, inputs = block.self_attn, block.input_layernorm(x)
-        q, k, v = (f(inputs).view(len(x), -1, own.head_dim) for f in (own.q_proj, own.k_proj, own.v_proj))
+        q, k, v = (f(inputs) for f in (own.q_proj, own.k_proj, own.v_proj))
         if hasattr(own, "q_norm"):
-            q, k = own.q_norm(q), own.k_norm(k)
+            q, k = (n(y.view(len(x), -1, len(n.weight))) for n, y in ((own.q_norm, q), (own.k_norm, k)))
+        q, k, v = (y.reshape(len(x), -1, own.head_dim) for y in (q, k, v))
         return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
 
     def finish(self, layer: int, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
         block = self._decoder.layers[layer]
         x = x + block.self_attn.o_proj(mixed)
-        return x + block.mlp(block.post_attention_layernorm(x))
+        return x + block.mlp(block.post_attention_layernorm(x)[None])[0]
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         return self._model.lm_head(self._decoder.norm(x))
@@ -121,7 +125,7 @@ class PlainNeoX(PlainRotary):
 
 PLAIN: dict[str, Callable[[PreTrainedModel], PlainModel]] = {
     "opt": PlainOPT, "llama": PlainLlama, "mistral": PlainLlama, "qwen2": PlainLlama,
-    "qwen3": PlainLlama, "qwen3_moe": PlainLlama, "mixtral": PlainLlama, "gpt_neox": PlainNeoX,
+    "qwen3": PlainLlama, "qwen3_moe": PlainLlama, "mixtral": PlainLlama, "olmoe": PlainLlama, "gpt_neox": PlainNeoX,
 }  # fmt: skip
 
 
