@@ -24,9 +24,10 @@ import torch
 
 from flexgen_h2o.checkpoint.formats import layouts_of, weight_format
 from flexgen_h2o.cli_common import OneLineParser, run_cli
-from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, MemoryBudget, ModelSpec, Policy
+from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, MemoryBudget, Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import check_writable, usable_path, write_whole
+from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.engine.generation import Callbacks
 from flexgen_h2o.engine.loop import Step, zigzag
 from flexgen_h2o.engine.memory_plan import layers_of, tier_shares, weight_parts

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.checkpoint.resolve import DUMMY, find_folder
 from flexgen_h2o.cli_common import boolean, file_name, flag_of, not_empty, note, positive
-from flexgen_h2o.core.config import COMPRESSION_OF, DTYPE_BYTES, MemoryBudget, ModelSpec, Policy, read_policy
+from flexgen_h2o.core.config import COMPRESSION_OF, DTYPE_BYTES, MemoryBudget, Policy, read_policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import usable_path
+from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.settings import GREEDY_BELOW, ORIGINAL, EvictionSettings, SamplingParams
 from flexgen_h2o.engine.prompts import Prompt, prompts_from_python, read_prompts
 from flexgen_h2o.engine.workload import AutoPolicy

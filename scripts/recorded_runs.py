@@ -12,9 +12,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from flexgen_h2o.core.config import DTYPE_BYTES, ModelSpec, Policy, TensorSpec
+from flexgen_h2o.core.config import DTYPE_BYTES, Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import read_json
+from flexgen_h2o.core.model import ModelSpec, TensorSpec
 from flexgen_h2o.engine.memory_plan import plan_within
 from flexgen_h2o.engine.workload import WorkloadShape, even_blocks, shape_of
 from flexgen_h2o.kvcache.eviction.policy import RowRecord

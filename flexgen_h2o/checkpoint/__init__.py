@@ -22,8 +22,8 @@ from flexgen_h2o.checkpoint.safetensors import (
     shards,
 )
 from flexgen_h2o.checkpoint.writing import write_random_checkpoint
-from flexgen_h2o.core.config import ModelSpec
 from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.model import ModelSpec
 
 __all__ = [
     "Checkpoint",

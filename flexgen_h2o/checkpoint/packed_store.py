@@ -25,9 +25,9 @@ from flexgen_h2o.checkpoint.safetensors import (
     read_index,
 )
 from flexgen_h2o.checkpoint.writing import RandomValues, plan_shards, record_of, tensors_of, write_shards
-from flexgen_h2o.core.config import ModelSpec, TensorSpec
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import read_object, write_new
+from flexgen_h2o.core.model import ModelSpec, TensorSpec
 from flexgen_h2o.core.packing import GROUP, WORD
 from flexgen_h2o.core.units import PACK_CHUNK
 from flexgen_h2o.tiers.stream import Part

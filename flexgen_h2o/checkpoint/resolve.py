@@ -20,9 +20,9 @@ from flexgen_h2o.checkpoint.safetensors import (
     names_in,
     read_weight_map,
 )
-from flexgen_h2o.core.config import ModelSpec
 from flexgen_h2o.core.errors import DoesNotFitError, FlexgenError, UsageError
 from flexgen_h2o.core.files import usable_path
+from flexgen_h2o.core.model import ModelSpec
 
 # Checkpoints of the bare model, saved without its head, have names without it.
 _PREFIX = "model."

@@ -25,9 +25,10 @@ from tqdm import tqdm
 from flexgen_h2o.checkpoint.atomic_folder import building
 from flexgen_h2o.checkpoint.safetensors import FROM_ENGINE, SAFETENSORS, Entry, header, shard_name, write_index
 from flexgen_h2o.core import interrupts
-from flexgen_h2o.core.config import DTYPE_BYTES, ModelSpec, TensorSpec
+from flexgen_h2o.core.config import DTYPE_BYTES
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import open_new, read_json, write_new
+from flexgen_h2o.core.model import ModelSpec, TensorSpec
 from flexgen_h2o.core.units import MIB
 
 if TYPE_CHECKING:

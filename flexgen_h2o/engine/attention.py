@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flexgen_h2o.core.config import ModelSpec
+from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.engine.generation import SweepInput
 from flexgen_h2o.kernels.elementwise import Rotation
 from flexgen_h2o.kvcache.attend import attend_prompts, attend_slots

@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 
 from flexgen_h2o.core import interrupts
-from flexgen_h2o.core.config import ModelSpec
 from flexgen_h2o.core.errors import FlexgenError, TransferError, UsageError
+from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.units import WIRE_BUFFERS
 from flexgen_h2o.engine.generation import Row
 from flexgen_h2o.kvcache.eviction import Eviction

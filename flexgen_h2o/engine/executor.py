@@ -15,7 +15,7 @@ from itertools import chain
 import torch
 
 from flexgen_h2o.core import interrupts
-from flexgen_h2o.core.config import Layer
+from flexgen_h2o.core.model import Layer
 from flexgen_h2o.engine.attention import CacheStep, UnitAttention
 from flexgen_h2o.engine.decoding import Decoding, score_prompts, scored_tokens
 from flexgen_h2o.engine.distributed import Wire

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import count, tee
 from typing import Any, Generic, Protocol, TypeVar
 
-from flexgen_h2o.core.config import Layer
+from flexgen_h2o.core.model import Layer
 from flexgen_h2o.engine.memory_plan import Depth
 from flexgen_h2o.tiers.stream import Done, Region, Ring, Source, Stream, Waitable, streamed_keys, wait_all
 

@@ -9,8 +9,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from flexgen_h2o.checkpoint.formats import TensorLayout, WeightFormat, layouts_of, weight_format
-from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, LayerPlan, ModelSpec, Policy, WeightUnit
+from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, Policy
 from flexgen_h2o.core.errors import DoesNotFitError
+from flexgen_h2o.core.model import LayerPlan, ModelSpec, WeightUnit
 from flexgen_h2o.core.packing import KVPrices, SlotPacking
 from flexgen_h2o.core.units import (
     ALIGN,

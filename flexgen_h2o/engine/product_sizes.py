@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import chain
 
 from flexgen_h2o.checkpoint.formats import WeightFormat
-from flexgen_h2o.core.config import ModelSpec, TensorSpec
+from flexgen_h2o.core.model import ModelSpec, TensorSpec
 from flexgen_h2o.core.packing import INT8_ROW_BYTES
 from flexgen_h2o.core.units import ALIGN, BLOCK_CHUNK, INT8_BLOCK_ROWS, INT8_TILE, TOKEN_CHUNK, round_up
 

@@ -12,8 +12,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.core.config import TIERS, ModelSpec, Policy
+from flexgen_h2o.core.config import TIERS, Policy
 from flexgen_h2o.core.errors import FlexgenError, UsageError
+from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.timeline import LANES
 from flexgen_h2o.core.units import GIB, format_bytes
 from flexgen_h2o.engine.memory_plan import packing_of, prices_of

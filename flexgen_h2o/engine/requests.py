@@ -13,8 +13,8 @@ from functools import lru_cache
 
 import torch
 
-from flexgen_h2o.core.config import ModelSpec
 from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.settings import PREFILL
 from flexgen_h2o.core.units import GIVEN_CHUNK
 from flexgen_h2o.engine.decoding import Decoding, StopCriteria, TokenSource

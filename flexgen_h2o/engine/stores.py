@@ -19,7 +19,7 @@ import torch
 from flexgen_h2o.checkpoint.atomic_folder import check_unchanged
 from flexgen_h2o.checkpoint.formats import StoredRows, TensorLayout, WeightFormat
 from flexgen_h2o.checkpoint.safetensors import Checkpoint, StoredTensor
-from flexgen_h2o.core.config import LayerPlan, ModelSpec, TensorSpec
+from flexgen_h2o.core.model import LayerPlan, ModelSpec, TensorSpec
 from flexgen_h2o.core.packing import WORD
 from flexgen_h2o.core.units import ALIGN, PAGE, round_up
 from flexgen_h2o.engine.loop import BaseWeightStream, UnitKey, WeightKey

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flexgen_h2o.core.config import DTYPE_BYTES, ModelSpec, Policy
+from flexgen_h2o.core.config import DTYPE_BYTES, Policy
 from flexgen_h2o.core.files import write_picture
+from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.units import markdown_table
 from flexgen_h2o.engine.generation import LogitsWatch
 from flexgen_h2o.engine.memory_plan import kv_layout

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 
 from flexgen_h2o.checkpoint.formats import check_quantization
-from flexgen_h2o.core.config import ModelSpec
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import read_object
+from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.units import check_int
 from flexgen_h2o.kernels.linear import RowParts
 from flexgen_h2o.kernels.workspace import Workspace

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from flexgen_h2o.core.config import ModelSpec, StepBuffer, TensorSpec
 from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.model import ModelSpec, StepBuffer, TensorSpec
 from flexgen_h2o.kernels.linear import add_linear, linear, lookup
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import Attend, Weights

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from flexgen_h2o.core.config import Rotary, TensorSpec
 from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.model import Rotary, TensorSpec
 from flexgen_h2o.core.units import TOKEN_CHUNK, check_int
 from flexgen_h2o.kernels.elementwise import silu_gated
 from flexgen_h2o.kernels.linear import RowParts, linear, linear_relu, optional_vector

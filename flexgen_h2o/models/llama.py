@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from flexgen_h2o.core.config import ModelSpec, StepBuffer, TensorSpec
 from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.model import ModelSpec, StepBuffer, TensorSpec
 from flexgen_h2o.core.units import check_int
 from flexgen_h2o.kernels.elementwise import rms_norm
 from flexgen_h2o.kernels.linear import add_linear, linear, linear_each, lookup, optional_vector, vector

@@ -29,9 +29,9 @@ from flexgen_h2o.checkpoint import (
 from flexgen_h2o.checkpoint.atomic_folder import States, check_unchanged, label, sample_digest, states_of
 from flexgen_h2o.checkpoint.formats import PackedFormat
 from flexgen_h2o.checkpoint.resolve import DUMMY, PACKAGED, find_folder
-from flexgen_h2o.core.config import ModelSpec
 from flexgen_h2o.core.errors import TooLongError, UsageError
 from flexgen_h2o.core.files import MARK, lock_folder, open_regular, read_mark
+from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.units import MIB
 from flexgen_h2o.models import built_in_names, built_in_spec, one_line, spec_from_folder
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from flexgen_h2o.core.config import Experts, ModelSpec, StepBuffer, TensorSpec
 from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.model import Experts, ModelSpec, StepBuffer, TensorSpec
 from flexgen_h2o.core.units import check_int
 from flexgen_h2o.kernels.linear import linear
 from flexgen_h2o.kernels.workspace import Workspace

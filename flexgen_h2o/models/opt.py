@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from flexgen_h2o.core.config import ModelSpec, TensorSpec
+from flexgen_h2o.core.model import ModelSpec, TensorSpec
 from flexgen_h2o.core.units import check_int
 from flexgen_h2o.kernels.linear import add_linear, linear, linear_each, lookup
 from flexgen_h2o.kernels.workspace import Workspace

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from flexgen_h2o.core.config import Layer, LayerPlan, ModelSpec, WeightUnit
+from flexgen_h2o.core.model import Layer, LayerPlan, ModelSpec, WeightUnit
 from flexgen_h2o.core.units import READ_THREADS, TOKEN_CHUNK
 from flexgen_h2o.engine.loop import ATTENTION_KINDS
 from flexgen_h2o.engine.memory_plan import expert_group, waits_for_router

@@ -16,8 +16,9 @@ from typing import cast
 import pulp
 from pulp.apis.core import PulpSolverError
 
-from flexgen_h2o.core.config import MOST_ROWS, TIERS, ModelSpec, Policy
+from flexgen_h2o.core.config import MOST_ROWS, TIERS, Policy
 from flexgen_h2o.core.errors import FlexgenError
+from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.units import GIB
 from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, Depth, MemoryPlan, memory_plan
 from flexgen_h2o.engine.workload import WorkloadShape, shape_of

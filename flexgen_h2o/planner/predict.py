@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar, cast
 
-from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, ModelSpec, Policy
+from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, Policy
+from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.engine.loop import ATTENTION_KINDS, BaseWeightStream, Step, UnitKey, Walk, WeightKey
 from flexgen_h2o.engine.memory_plan import MemoryPlan, hidden_row_bytes
 from flexgen_h2o.engine.workload import Batch, Block, WorkloadShape

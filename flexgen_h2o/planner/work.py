@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from flexgen_h2o.checkpoint.formats import TensorLayout, WeightFormat, layouts_of, weight_format
-from flexgen_h2o.core.config import Layer, LayerKind, ModelSpec, Policy, WeightUnit
+from flexgen_h2o.core.config import Policy
+from flexgen_h2o.core.model import Layer, LayerKind, ModelSpec, WeightUnit
 from flexgen_h2o.core.units import BLOCK_ROWS, TRANSFER_CHUNK, WRITE_BACK_STEPS
 from flexgen_h2o.engine.memory_plan import (
     attends_on_host,

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.checkpoint.formats import StoredRows, TensorLayout, WeightFormat, plain_layout
-from flexgen_h2o.core.config import Policy, TensorSpec
+from flexgen_h2o.core.config import Policy
+from flexgen_h2o.core.model import TensorSpec
 from flexgen_h2o.tiers.stream import Part
 
 if TYPE_CHECKING:

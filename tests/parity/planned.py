@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
-from flexgen_h2o.core.config import ModelSpec
+from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.units import PAGE, round_up
 from flexgen_h2o.engine.generation import Row, make_blocks
 from flexgen_h2o.engine.prompts import prompts_from_python

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flexgen_h2o import Policy, SamplingParams
-from flexgen_h2o.core.config import Experts, TensorSpec
+from flexgen_h2o.core.model import Experts, TensorSpec
 from flexgen_h2o.core.units import TOKEN_CHUNK
 from flexgen_h2o.engine.stores import WeightStore
 from flexgen_h2o.kernels.workspace import Workspace

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from flexgen_h2o.core.config import ModelSpec
+from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.engine.loop import weight_sequence
 from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, Depth, memory_plan

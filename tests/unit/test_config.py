@@ -13,15 +13,13 @@ from hypothesis import strategies as st
 from flexgen_h2o.core.config import (
     COMPRESSION_OF,
     MemoryBudget,
-    ModelSpec,
     Policy,
-    TensorSpec,
-    WeightUnit,
     check_bits_used,
     check_percent,
     without_unused_bits,
 )
 from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.model import ModelSpec, TensorSpec, WeightUnit
 from flexgen_h2o.core.units import GIB, check_int
 
 

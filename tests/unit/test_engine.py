@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import save_file
 
 from flexgen_h2o.checkpoint import Checkpoint, match, read_index
-from flexgen_h2o.core.config import TIERS, ModelSpec, Policy
+from flexgen_h2o.core.config import TIERS, Policy
 from flexgen_h2o.core.errors import DoesNotFitError
+from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import READ_THREADS, STAGING_BYTES, WRITE_THREADS
 from flexgen_h2o.engine.distributed import Part

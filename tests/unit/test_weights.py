@@ -11,8 +11,8 @@ import torch
 
 from flexgen_h2o.checkpoint import Checkpoint, match, pack_checkpoint, read_index
 from flexgen_h2o.checkpoint.formats.int8 import Int8
-from flexgen_h2o.core.config import ModelSpec
 from flexgen_h2o.core.errors import TransferError
+from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.units import ALIGN, PAGE, ROW_BLOCK, round_up
 from flexgen_h2o.kernels.int8 import BlockedInt8, Int8Rows, pack_int8_rows
 from flexgen_h2o.kernels.linear import BlockedRows, block_rows, linear, lookup

@@ -13,7 +13,8 @@ import torch
 
 from flexgen_h2o.checkpoint import Checkpoint, match, read_index
 from flexgen_h2o.checkpoint.formats import PackedFormat, WeightFormat
-from flexgen_h2o.core.config import ModelSpec, Policy, WeightUnit
+from flexgen_h2o.core.config import Policy
+from flexgen_h2o.core.model import ModelSpec, WeightUnit
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.engine.memory_plan import BlockShape, Depth, memory_plan, tier_shares
 from flexgen_h2o.engine.stores import WeightStore, WeightStream

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from flexgen_h2o.core.config import DTYPE_BYTES, ModelSpec, Policy, TensorSpec
+from flexgen_h2o.core.config import DTYPE_BYTES, Policy
 from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.model import ModelSpec, TensorSpec
 from flexgen_h2o.tiers.stream import Part
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.checkpoint.formats import PackedFormat, TensorLayout
-from flexgen_h2o.core.config import Policy, TensorSpec
+from flexgen_h2o.core.config import Policy
+from flexgen_h2o.core.model import TensorSpec
 from flexgen_h2o.core.packing import int8_row_bytes
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from flexgen_h2o.core.settings import FIRST_FULL, ORIGINAL, PROMPT, PYRAMID, ROL
 if TYPE_CHECKING:
     import torch
 
-    from flexgen_h2o.core.config import ModelSpec
+    from flexgen_h2o.core.model import ModelSpec
     from flexgen_h2o.core.packing import KVPrices
 
 EVERYTHING = 2**30  # more columns than any row has

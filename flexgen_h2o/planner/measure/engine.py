@@ -23,8 +23,9 @@ import torch
 
 from flexgen_h2o.checkpoint import open_checkpoint, write_random_checkpoint
 from flexgen_h2o.core import interrupts
-from flexgen_h2o.core.config import TIERS, ModelSpec, Policy
+from flexgen_h2o.core.config import TIERS, Policy
 from flexgen_h2o.core.errors import DoesNotFitError
+from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import MIB, PAGE, SEGMENT_SLOTS, TRANSFER_CHUNK, WRITE_BACK_STEPS, format_bytes
 from flexgen_h2o.engine.decoding import Decoding, StopCriteria

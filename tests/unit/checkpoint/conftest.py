@@ -13,7 +13,7 @@ import torch
 from transformers import OPTConfig, OPTForCausalLM
 
 from flexgen_h2o.checkpoint import StoredTensor
-from flexgen_h2o.core.config import ModelSpec
+from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.models import spec_from_config
 
 

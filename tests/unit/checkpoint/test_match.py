@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from flexgen_h2o.checkpoint import match, open_checkpoint, read_index
-from flexgen_h2o.core.config import TensorSpec
 from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.model import TensorSpec
 
 FC1 = "model.decoder.layers.1.fc1.weight"
 

@@ -14,8 +14,8 @@ from transformers import AutoConfig, OPTConfig, OPTForCausalLM
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from flexgen_h2o.core.config import ModelSpec
 from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.engine.memory_plan import BlockShape, workspace_sizes
 from flexgen_h2o.models import built_in_names, built_in_spec, spec_from_config, spec_from_folder
 

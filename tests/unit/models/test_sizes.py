@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from flexgen_h2o.core.config import ModelSpec
+from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.units import GIB
 from flexgen_h2o.models import built_in_spec, spec_from_config
 from tests.parity.cases import BASES, FAMILY_SHAPES

@@ -7,7 +7,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from flexgen_h2o.core.config import TIERS, ModelSpec, Policy
+from flexgen_h2o.core.config import TIERS, Policy
+from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.units import GIB
 from flexgen_h2o.engine.memory_plan import OVERLAPPED, SEQUENTIAL, MemoryPlan, memory_plan
 from flexgen_h2o.engine.workload import WorkloadShape, shape_of

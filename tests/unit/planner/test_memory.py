@@ -12,8 +12,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from flexgen_h2o.checkpoint.formats import WeightFormat
-from flexgen_h2o.core.config import TIERS, ModelSpec, Policy
+from flexgen_h2o.core.config import TIERS, Policy
 from flexgen_h2o.core.errors import DoesNotFitError
+from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.core.units import ALIGN, BLOCK_CHUNK, INT8_TILE, round_up
 from flexgen_h2o.engine.loop import weight_sequence

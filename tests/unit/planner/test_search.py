@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_h2o.core.config import MOST_ROWS, TIERS, ModelSpec, Policy
+from flexgen_h2o.core.config import MOST_ROWS, TIERS, Policy
 from flexgen_h2o.core.errors import DoesNotFitError
+from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.units import GIB, MIB
 from flexgen_h2o.engine.memory_plan import SEQUENTIAL, memory_plan, plan_within
 from flexgen_h2o.engine.workload import WorkloadShape, shape_of

@@ -1,0 +1,250 @@
+"""The shape of a model, as frozen data: its tensors, its weight units and the layers of a sweep. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+GROUP_NUMEL = 40 * 10**6  # of a group of experts: some tens of MB, so that a ring of a few groups is small
+# Where fewer experts than this share are used by a decode sweep, they move one by one, and those that are not, do not.
+SINGLES_BELOW = 0.9
+
+# receive, send: where a stage of a pipeline begins and ends that has no embedding, no head.
+LayerKind = Literal["embedding", "attention", "mlp", "block", "experts", "head", "receive", "send"]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of a layer: the `role` its forward asks for, its `name` in the checkpoint, its shape.
+
+    aliases: names that some checkpoints have for it. exact: no switch compresses it (a router).
+    """
+
+    role: str
+    name: str
+    shape: tuple[int, ...]
+    aliases: tuple[str, ...] = ()
+    exact: bool = False
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class WeightUnit:
+    """The tensors that move as one piece."""
+
+    name: str
+    tensors: tuple[TensorSpec, ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(t.numel for t in self.tensors)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One step of a sweep. `block` is the transformer block it belongs to (-1: embedding or head).
+
+    `unit` indexes `LayerPlan.units`; embedding and head share one when the model ties them. experts: those of the
+    block that a layer of this kind computes.
+    """
+
+    kind: LayerKind
+    block: int
+    unit: int
+    experts: range = range(0)
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """The layers of one sweep in order, and the weight units they read."""
+
+    layers: tuple[Layer, ...]
+    units: tuple[WeightUnit, ...]
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary position embeddings (Su et al. 2021, section 3.2.2) of queries and keys.
+
+    The first 2 x len(frequencies) numbers of a head turn: those of its first half with those of its second half, pair i
+    by position x frequencies[i] radians. scaling: of the turned numbers' cosines and sines (YaRN's attention factor).
+    """
+
+    frequencies: tuple[float, ...]
+    scaling: float = 1.0
+
+    @property
+    def width(self) -> int:
+        """Numbers of a head that turn."""
+        return 2 * len(self.frequencies)
+
+
+@dataclass(frozen=True)
+class StepBuffer:
+    """A step buffer that not every model needs: `width` elements for each of a chunk of tokens, used in `layer`."""
+
+    name: str
+    width: int
+    layer: Literal["attention", "mlp"]
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Mixtures of experts that transformer blocks have in the place of an MLP (Shazeer et al. 2017).
+
+    count, per_token: experts of a block, and how many a router chooses for a token. ffn_size: of one. tensors: of each
+    block's experts; () where the block has an MLP. inputs: of each block, vectors that every group of its experts
+    needs (its norm).
+    """
+
+    count: int
+    per_token: int
+    ffn_size: int
+    tensors: tuple[tuple[tuple[TensorSpec, ...], ...], ...]
+    inputs: tuple[tuple[TensorSpec, ...], ...]
+
+    def of_blocks(self, chosen: Sequence[int]) -> Experts:
+        """Those of some blocks."""
+        return replace(
+            self, tensors=tuple(self.tensors[i] for i in chosen), inputs=tuple(self.inputs[i] for i in chosen)
+        )
+
+    def share_used(self, tokens: float, group: int = 1) -> float:
+        """The expected share of groups of so many experts that some of `tokens` tokens need, if each chooses evenly:
+        1 - (C(E - g, k) / C(E, k))^tokens of E experts, of which it takes k."""
+        left, none = self.count - group, 1.0
+        for i in range(self.per_token):
+            none *= max(0.0, (left - i) / (self.count - i))
+        return float(1.0 - none**tokens)
+
+    def group_size(self, asked: int, rows: int) -> int:
+        """Experts that move as one piece where so many rows decode together. asked: the policy's expert_group."""
+        if asked:
+            return min(asked, self.count)
+        if self.share_used(rows) < SINGLES_BELOW:
+            return 1
+        numel = max(sum(t.numel for t in expert) for block in self.tensors for expert in block)
+        return max(1, min(self.count, GROUP_NUMEL // numel))
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The shape of a model, all that the planner and the engine need to know of it.
+
+    family: key of `models.FAMILIES`, which knows names and forward. Widths are in elements.
+    mlp: of a transformer block; empty where attention and MLP read the same hidden states (parallel residual): such a
+    block is one layer, whose tensors are all in `attention`. Empty too where the block has `experts`: then `attention`
+    has the router.
+    rotary: None where positions are in the hidden states already.
+    options: what only the family reads (activation, norm placement, ...), as sorted pairs.
+    quantization: the checkpoint's `quantization_config` (checkpoint/formats).
+    embedding, head: empty where this is a stage of a pipeline (`stage`) that another one feeds, that feeds another one.
+    """
+
+    name: str
+    family: str
+    num_blocks: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    vocab_size: int
+    max_positions: int
+    embedding: tuple[TensorSpec, ...]
+    attention: tuple[tuple[TensorSpec, ...], ...]
+    mlp: tuple[tuple[TensorSpec, ...], ...]
+    head: tuple[TensorSpec, ...]
+    tied: bool
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    options: tuple[tuple[str, Any], ...] = ()
+    rotary: Rotary | None = None
+    quantization: Mapping[str, Any] | None = None
+    buffers: tuple[StepBuffer, ...] = ()
+    experts: Experts | None = None
+
+    def __hash__(self) -> int:
+        """Of a few fields: the planner looks models up thousands of times, and a model has thousands of tensors."""
+        return hash((self.name, self.family, self.num_blocks, self.hidden_size, self.ffn_size, self.vocab_size))
+
+    def option(self, key: str) -> Any:
+        return dict(self.options)[key]
+
+    def stage(self, blocks: range) -> ModelSpec:
+        """The part of the model with these transformer blocks: with the embedding if they are its first ones, and with
+        the head if they are its last ones."""
+        part = slice(blocks.start, blocks.stop)
+        return replace(
+            self,
+            num_blocks=len(blocks),
+            embedding=self.embedding if blocks.start == 0 else (),
+            attention=self.attention[part],
+            mlp=self.mlp[part],
+            experts=self.experts and self.experts.of_blocks(blocks),
+            head=self.head if blocks.stop == self.num_blocks else (),
+        )
+
+    @property
+    def shares_table(self) -> bool:
+        """Are embedding and head one unit here? Of a tied model, where both are in one stage."""
+        return self.tied and bool(self.embedding) and bool(self.head)
+
+    @property
+    def num_weights(self) -> int:
+        """Elements of all weights, tied tensors counted once."""
+        return sum({t.name: t.numel for unit in self.layers(sep_layer=False).units for t in unit.tensors}.values())
+
+    def kv_bytes_per_token(self, itemsize: int) -> int:
+        """Bytes of K and V that one token adds over all blocks."""
+        return 2 * self.num_blocks * self.num_kv_heads * self.head_dim * itemsize
+
+    def experts_of(self, block: int) -> tuple[tuple[TensorSpec, ...], ...]:
+        """The tensors of each expert of a transformer block; () where it has none."""
+        return self.experts.tensors[block] if self.experts else ()
+
+    def layers(self, sep_layer: bool, expert_group: int = 0) -> LayerPlan:
+        """The layers of a sweep. `sep_layer`: attention and MLP are two steps with a weight unit each, where the
+        model allows it. expert_group: experts of a step and unit; 0: all of a block."""
+        units: list[WeightUnit] = []
+        layers: list[Layer] = []
+
+        def add(
+            kind: LayerKind, block: int, name: str, tensors: tuple[TensorSpec, ...], experts: range = range(0)
+        ) -> None:
+            units.append(WeightUnit(name, tensors))
+            layers.append(Layer(kind, block, len(units) - 1, experts))
+
+        def add_experts(block: int) -> None:
+            assert self.experts is not None
+            experts, size = self.experts.tensors[block], expert_group or self.experts.count
+            for first in range(0, len(experts), size):
+                group = range(first, min(first + size, len(experts)))
+                tensors = tuple(t for i in group for t in experts[i])
+                name = f"block {block} experts {group.start} to {group[-1]}"
+                add("experts", block, name, self.experts.inputs[block] + tensors, group)
+
+        names = {t.name for t in self.embedding}
+        extra_head = tuple(t for t in self.head if t.name not in names) if self.shares_table else ()
+        first: LayerKind = "embedding" if self.embedding else "receive"
+        add(first, -1, first, self.embedding + extra_head)
+        for i, (attention, mlp) in enumerate(zip(self.attention, self.mlp, strict=True)):
+            if self.experts_of(i):
+                add("attention", i, f"block {i} attention", attention)
+                add_experts(i)
+            elif sep_layer and mlp:
+                add("attention", i, f"block {i} attention", attention)
+                add("mlp", i, f"block {i} mlp", mlp)
+            else:
+                add("block", i, f"block {i}", attention + mlp)
+        last: LayerKind = "head" if self.head else "send"
+        if self.shares_table:
+            layers.append(Layer(last, -1, 0))
+        else:
+            add(last, -1, last, self.head)
+        return LayerPlan(tuple(layers), tuple(units))
