@@ -15,39 +15,24 @@ from flexgen_h2o.core.model import LayerPlan, ModelSpec, WeightUnit
 from flexgen_h2o.core.packing import KVPrices, SlotPacking
 from flexgen_h2o.core.units import (
     ALIGN,
-    MASK_ROWS,
-    PACKED_CHUNK,
     PAGE,
     READ_THREADS,
-    ROLLING_CHUNK,
     ROW_BLOCK,
-    SAMPLING_CHUNK,
-    SCORE_TILE_BYTES,
     SCORED_CHUNK,
     STAGING_BYTES,
-    SUMMARY_CHUNK,
     TOKEN_CHUNK,
-    UNPACK_CHUNK,
     WIRE_BUFFERS,
     WRITE_THREADS,
     advice,
     format_bytes,
     round_up,
 )
-from flexgen_h2o.engine.product_sizes import blocked_bytes, int8_sizes
+from flexgen_h2o.engine.temporaries import blocked_bytes, int8_sizes, temporary_bytes, unpacked_cache_bytes
 from flexgen_h2o.kvcache.eviction.policy import NO_RECORD, RowRecord
 from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.tiers.stream import Part, Shares, is_streamed, on_host_device, split_rows
 
 WAITS_BELOW = 0.9  # of a block's groups of experts, the expected share that a decode sweep needs
-UNPACK_BYTES = 16  # of a weight while torch operations unpack it: codes, halves of them, fp32, the result
-# Of a value of KV while it is unpacked by torch operations: itself, scale and least, in 4 bytes each.
-UNPACK_KV_BYTES = 28
-SELECT_BYTES = 40  # of a number of KV, where torch operations choose columns
-THREADS = 16  # that attend at once, at most, of which each has memory of its own
-ROUTER_BYTES = 20  # of a token and expert: logits and probabilities in fp32, and their order
-ROUTING_BYTES = 40  # of a token's choice: its expert, sorted, with int64 places
-RANK_BYTES = 48  # of a column while it is ranked: sums, ranks, sorted copies of both and int64 indices
 
 
 @dataclass(frozen=True)
@@ -289,7 +274,7 @@ def memory_plan(
         Buffer("wire", "device", neighbours * WIRE_BUFFERS * message),
         Buffer("workspace", "device", sum(workspace.values())),
         Buffer("temporaries", "device", max(temporary_bytes(spec, shape, itemsize, policy) + product, blocking)),
-        Buffer("temporaries", "device", _unpacked_cache_bytes(spec, policy, shape, itemsize, device_is_host)),
+        Buffer("temporaries", "device", unpacked_cache_bytes(spec, policy, shape, itemsize, device_is_host)),
         Buffer("staging", "host", (READ_THREADS + WRITE_THREADS) * STAGING_BYTES),
     ]
     merged: Counter[tuple[str, str]] = Counter()
@@ -406,69 +391,3 @@ def _hidden_buffers(
     if hidden_is_streamed(shares, device_is_host):
         found.append(Buffer("hidden ring", "device", depth * sum(round_up(tokens * row, PAGE) for row in rows)))
     return found
-
-
-def temporary_bytes(spec: ModelSpec, shape: BlockShape, itemsize: int, policy: Policy) -> int:
-    """Upper estimate of what torch allocates and frees inside one step: attention, sampling, norms and activations.
-
-    Packed weights are unpacked between steps, or multiplied in int8, by torch operations where nothing is compiled.
-    """
-    q_width = spec.num_heads * spec.head_dim
-    prefill = shape.tokens * (q_width * itemsize + 4 * spec.num_heads)
-    scores = shape.rows * spec.num_heads * (shape.most_slots + shape.common)
-    decode = scores * (8 + itemsize)
-    copies = 2  # keys and values of a shared prefix and of rows' own tokens, put together
-    if shape.common:  # queries by kv-head, what they get from the copy and from slots, and both in fp32
-        decode += shape.rows * q_width * (4 * itemsize + 8)
-    if shape.record:  # column sums with the tile that they are summed in, ranks and their order
-        prefill += shape.tokens * spec.num_kv_heads * RANK_BYTES + 2 * SCORE_TILE_BYTES
-        decode += shape.rows * spec.num_kv_heads * shape.most_slots * RANK_BYTES
-    if "norms" in shape.record.names:
-        prefill += shape.tokens * spec.num_kv_heads * spec.head_dim * 4
-    if "ranks" in shape.record.names:  # prompts' keys before they are rotated; copies of those in slots
-        prefill += shape.tokens * spec.num_kv_heads * spec.head_dim * itemsize
-        copies += 1
-        row = shape.most_slots * spec.head_dim
-        decode += 4 * itemsize * min(shape.rows * spec.num_kv_heads * row, max(ROLLING_CHUNK, row))
-    if shape.record.pages:  # columns that are summed up in fp32, and their weights; the replaced ones, by torch
-        prefill += 8 * max(SUMMARY_CHUNK, shape.tokens * spec.head_dim) + 16 * shape.tokens * spec.num_kv_heads
-        decode += shape.rows * (spec.num_heads * shape.record.pages * 12 + spec.num_kv_heads * spec.head_dim * 24)
-    if shape.sharing:
-        columns = max(shape.sharing, TOKEN_CHUNK) * spec.num_kv_heads
-        prefill += columns * copies * spec.head_dim * itemsize
-        prefill += columns * RANK_BYTES if shape.record else 0
-        prefill += MASK_ROWS * shape.sharing * itemsize  # the mask of own queries
-    if policy.attn_sparsity < 1:  # a thread's estimates, shares, places, and the columns that it gathered
-        group = spec.num_heads // spec.num_kv_heads
-        decode += THREADS * shape.most_slots * (12 * group + 2 * itemsize * spec.head_dim)
-    # Probabilities, sorted and summed in float64 with their indices.
-    logits = shape.logits * spec.vocab_size if spec.head else 0
-    sampling = 50 * min(logits, max(SAMPLING_CHUNK, spec.vocab_size))
-    chunk = min(TOKEN_CHUNK, max(shape.tokens, shape.rows))
-    step = max(prefill, decode, sampling) + chunk * (3 * spec.hidden_size + spec.ffn_size) * itemsize
-    step += _routing_bytes(spec, max(shape.tokens, shape.rows)) if spec.experts else 0
-    form = weight_format(spec, policy, itemsize)
-    if form.decodes or form.in_int8:
-        largest = max(spec.vocab_size, spec.ffn_size, q_width) * spec.hidden_size
-        step = max(step, UNPACK_BYTES * min(UNPACK_CHUNK, largest))
-    return step
-
-
-def _routing_bytes(spec: ModelSpec, tokens: int) -> int:
-    """Of a router's probabilities, sorted, of a chunk of tokens; and of sorting what tokens chose by expert."""
-    assert spec.experts is not None
-    chunk, pairs = min(TOKEN_CHUNK, tokens), tokens * spec.experts.per_token
-    return ROUTER_BYTES * chunk * spec.experts.count + ROUTING_BYTES * pairs
-
-
-def _unpacked_cache_bytes(
-    spec: ModelSpec, policy: Policy, shape: BlockShape, itemsize: int, device_is_host: bool
-) -> int:
-    """Of KV that a card unpacks to read, or chooses columns of, some rows at a time. A host does so in place."""
-    on_card = not device_is_host and (policy.percent[2] > 0 or not policy.cpu_cache_compute)
-    each = UNPACK_KV_BYTES + 2 * itemsize if policy.compress_cache else 0
-    each += SELECT_BYTES if policy.attn_sparsity < 1 else 0
-    if not each or not on_card:
-        return 0
-    row = shape.most_slots * spec.head_dim
-    return min(shape.rows * spec.num_kv_heads * row, max(PACKED_CHUNK, row)) * each

@@ -25,7 +25,7 @@ from flexgen_h2o.engine.memory_plan import (
     tier_shares,
     weight_parts,
 )
-from flexgen_h2o.engine.product_sizes import is_blocked
+from flexgen_h2o.engine.temporaries import is_blocked
 from flexgen_h2o.engine.workload import Batch, Block, WorkloadShape
 from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.tiers.stream import Part, Shares, is_streamed, split_rows

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.packing import SlotPacking, int8_row_bytes
 from flexgen_h2o.core.units import GIB, MIB, TOKEN_CHUNK
-from flexgen_h2o.engine.product_sizes import product_sizes
 from flexgen_h2o.engine.sampling import Sampler, SamplingParams
+from flexgen_h2o.engine.temporaries import product_sizes
 from flexgen_h2o.kernels.int8 import Int8Rows, blank_int8_rows, block_int8_rows, pack_int8_rows, requantise_rows
 from flexgen_h2o.kernels.linear import BlockedRows, DenseRows, RowParts, block_rows, linear
 from flexgen_h2o.kernels.packed import pack_rows, unpack_rows

@@ -28,13 +28,13 @@ from flexgen_h2o.engine.memory_plan import (
     memory_plan,
     plan_within,
     streamed_bytes,
-    temporary_bytes,
 )
-from flexgen_h2o.engine.product_sizes import (
+from flexgen_h2o.engine.temporaries import (
     blocking_bytes,
     int8_blocking_bytes,
     int8_product_bytes,
     product_bytes,
+    temporary_bytes,
 )
 from flexgen_h2o.kvcache.eviction.policy import NO_RECORD, RowRecord
 from flexgen_h2o.kvcache.store import CacheStore

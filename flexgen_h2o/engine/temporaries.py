@@ -1,0 +1,206 @@
+"""Bytes that a step takes besides what it is given: upper estimates of what torch allocates and frees in it.
+
+Products in int8 (kernels/int8.py) take step buffers besides, each used by one product at a time. With blocked matrices
+(kernels/linear.py, int8.py) torch takes temporaries in products and while rows are being blocked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from flexgen_h2o.checkpoint.formats import WeightFormat, weight_format
+from flexgen_h2o.core.config import Policy
+from flexgen_h2o.core.model import ModelSpec, TensorSpec
+from flexgen_h2o.core.packing import INT8_ROW_BYTES
+from flexgen_h2o.core.units import (
+    ALIGN,
+    BLOCK_CHUNK,
+    INT8_BLOCK_ROWS,
+    INT8_TILE,
+    MASK_ROWS,
+    PACKED_CHUNK,
+    ROLLING_CHUNK,
+    SAMPLING_CHUNK,
+    SCORE_TILE_BYTES,
+    SUMMARY_CHUNK,
+    TOKEN_CHUNK,
+    UNPACK_CHUNK,
+    round_up,
+)
+
+if TYPE_CHECKING:
+    from flexgen_h2o.engine.memory_plan import BlockShape
+
+UNPACK_BYTES = 16  # of a weight while torch operations unpack it: codes, halves of them, fp32, the result
+# Of a value of KV while it is unpacked by torch operations: itself, scale and least, in 4 bytes each.
+UNPACK_KV_BYTES = 28
+SELECT_BYTES = 40  # of a number of KV, where torch operations choose columns
+THREADS = 16  # that attend at once, at most, of which each has memory of its own
+RANK_BYTES = 48  # of a column while it is ranked: sums, ranks, sorted copies of both and int64 indices
+ROUTER_BYTES = 20  # of a token and expert: logits and probabilities in fp32, and their order
+ROUTING_BYTES = 40  # of a token's choice: its expert, sorted, with int64 places
+_SUM_BYTES = 4
+
+
+def int8_sizes(spec: ModelSpec, tokens: int) -> dict[str, int]:
+    """Step buffers by name, for the largest matrix of the model. tokens: the most that a step sees; TOKEN_CHUNK are
+    quantised at a time."""
+    tensors = chain(spec.embedding, *_blocks(spec), spec.head)
+    shapes = [t.shape for t in tensors if len(t.shape) == 2]
+    outer, inner = (max(sizes) for sizes in zip(*shapes, strict=True))
+    return product_sizes(min(TOKEN_CHUNK, tokens), inner, outer)
+
+
+def product_sizes(rows: int, inner: int, outer: int) -> dict[str, int]:
+    """Step buffers by name, for `rows` inputs and matrices of at most (outer, inner); at most INT8_TILE sums exist."""
+    sizes = {
+        "int8 inputs": rows * inner,
+        "int8 input scales": rows * 4,
+        "int8 weight scales": outer * 4,
+        "int8 sums": min(rows * outer, INT8_TILE) * 4,
+    }
+    return {name: round_up(nbytes, ALIGN) for name, nbytes in sizes.items()}
+
+
+def is_blocked(form: WeightFormat, device_is_host: bool) -> bool:
+    """May resident matrices in this form be blocked for products in bf16? On a CPU, dtypes of two bytes are bf16."""
+    return device_is_host and not form.decodes and not form.in_int8 and form.itemsize == 2
+
+
+def blocked_bytes(spec: ModelSpec, form: WeightFormat, device_is_host: bool, tokens: int, rows: int) -> tuple[int, int]:
+    """Temporaries of the largest product with blocked matrices, and of blocking them; 0 where none is blocked.
+
+    tokens: the most that a step sees; rows: of a micro-batch, which the head sees.
+    """
+    if is_blocked(form, device_is_host):
+        return product_bytes(spec, tokens, rows, form.itemsize), blocking_bytes(spec, form.itemsize)
+    if device_is_host and form.in_int8:  # resident rows, or those that are decoded
+        return int8_product_bytes(spec, tokens, rows), int8_blocking_bytes(spec)
+    return 0, 0
+
+
+def product_bytes(spec: ModelSpec, tokens: int, rows: int, itemsize: int) -> int:
+    """Result of the largest product in bf16: of `tokens` with a transformer block's matrix, twice where it is added to
+    the residual stream; or of `rows` with the head."""
+    of_block = min(TOKEN_CHUNK, tokens) * max(
+        _rows_at_a_time(shape, itemsize) * (2 if shape[0] == spec.hidden_size else 1) for shape in _block_shapes(spec)
+    )
+    of_head = min(TOKEN_CHUNK, rows) * max((_rows_at_a_time(s, itemsize) for s in _head_shapes(spec, False)), default=0)
+    return max(of_block, of_head) * itemsize
+
+
+def int8_product_bytes(spec: ModelSpec, tokens: int, rows: int) -> int:
+    """Sums of the largest product in int8; a tied head is blocked too."""
+    of_block = min(TOKEN_CHUNK, tokens) * max(outer for outer, _ in _block_shapes(spec))
+    of_head = min(TOKEN_CHUNK, rows) * max((outer for outer, _ in _head_shapes(spec, True)), default=0)
+    return _SUM_BYTES * min(max(of_block, of_head), INT8_TILE)
+
+
+def blocking_bytes(spec: ModelSpec, itemsize: int) -> int:
+    """Copy of bf16 rows that are being blocked."""
+    shapes = _block_shapes(spec) + _head_shapes(spec, False)
+    return max(min(BLOCK_CHUNK, outer * inner * itemsize) for outer, inner in shapes)
+
+
+def int8_blocking_bytes(spec: ModelSpec) -> int:
+    """Copy of int8 rows that are being blocked, and as much for the rows whose layout oneDNN is asked for."""
+    shapes = _block_shapes(spec) + _head_shapes(spec, True)
+    rows = (min(BLOCK_CHUNK // inner, INT8_BLOCK_ROWS, outer) * (inner + INT8_ROW_BYTES) for outer, inner in shapes)
+    return 2 * max(rows)
+
+
+def _rows_at_a_time(shape: tuple[int, int], itemsize: int) -> int:
+    outer, inner = shape
+    return min(outer, BLOCK_CHUNK // (inner * itemsize))
+
+
+def _blocks(spec: ModelSpec) -> Iterator[tuple[TensorSpec, ...]]:
+    """Tensors of the transformer blocks, of experts those of the first one: they are alike."""
+    return chain(
+        spec.attention, spec.mlp, (experts[0] for experts in spec.experts.tensors if experts) if spec.experts else ()
+    )
+
+
+@lru_cache(maxsize=16)
+def _block_shapes(spec: ModelSpec) -> tuple[tuple[int, int], ...]:
+    """(rows, columns) of the matrices of the transformer blocks, each once."""
+    return tuple({(t.shape[0], t.shape[1]) for block in _blocks(spec) for t in block if len(t.shape) == 2})
+
+
+@lru_cache(maxsize=16)
+def _head_shapes(spec: ModelSpec, with_tied: bool) -> tuple[tuple[int, int], ...]:
+    """Of the head's matrices that are blocked. A tied table only where blocked rows can be looked up."""
+    if spec.shares_table and not with_tied:
+        return ()
+    return tuple({(t.shape[0], t.shape[1]) for t in spec.head if len(t.shape) == 2})
+
+
+def temporary_bytes(spec: ModelSpec, shape: BlockShape, itemsize: int, policy: Policy) -> int:
+    """Upper estimate of what torch allocates and frees inside one step: attention, sampling, norms and activations.
+
+    Packed weights are unpacked between steps, or multiplied in int8, by torch operations where nothing is compiled.
+    """
+    q_width = spec.num_heads * spec.head_dim
+    prefill = shape.tokens * (q_width * itemsize + 4 * spec.num_heads)
+    scores = shape.rows * spec.num_heads * (shape.most_slots + shape.common)
+    decode = scores * (8 + itemsize)
+    copies = 2  # keys and values of a shared prefix and of rows' own tokens, put together
+    if shape.common:  # queries by kv-head, what they get from the copy and from slots, and both in fp32
+        decode += shape.rows * q_width * (4 * itemsize + 8)
+    if shape.record:  # column sums with the tile that they are summed in, ranks and their order
+        prefill += shape.tokens * spec.num_kv_heads * RANK_BYTES + 2 * SCORE_TILE_BYTES
+        decode += shape.rows * spec.num_kv_heads * shape.most_slots * RANK_BYTES
+    if "norms" in shape.record.names:
+        prefill += shape.tokens * spec.num_kv_heads * spec.head_dim * 4
+    if "ranks" in shape.record.names:  # prompts' keys before they are rotated; copies of those in slots
+        prefill += shape.tokens * spec.num_kv_heads * spec.head_dim * itemsize
+        copies += 1
+        row = shape.most_slots * spec.head_dim
+        decode += 4 * itemsize * min(shape.rows * spec.num_kv_heads * row, max(ROLLING_CHUNK, row))
+    if shape.record.pages:  # columns that are summed up in fp32, and their weights; the replaced ones, by torch
+        prefill += 8 * max(SUMMARY_CHUNK, shape.tokens * spec.head_dim) + 16 * shape.tokens * spec.num_kv_heads
+        decode += shape.rows * (spec.num_heads * shape.record.pages * 12 + spec.num_kv_heads * spec.head_dim * 24)
+    if shape.sharing:
+        columns = max(shape.sharing, TOKEN_CHUNK) * spec.num_kv_heads
+        prefill += columns * copies * spec.head_dim * itemsize
+        prefill += columns * RANK_BYTES if shape.record else 0
+        prefill += MASK_ROWS * shape.sharing * itemsize  # the mask of own queries
+    if policy.attn_sparsity < 1:  # a thread's estimates, shares, places, and the columns that it gathered
+        group = spec.num_heads // spec.num_kv_heads
+        decode += THREADS * shape.most_slots * (12 * group + 2 * itemsize * spec.head_dim)
+    # Probabilities, sorted and summed in float64 with their indices.
+    logits = shape.logits * spec.vocab_size if spec.head else 0
+    sampling = 50 * min(logits, max(SAMPLING_CHUNK, spec.vocab_size))
+    chunk = min(TOKEN_CHUNK, max(shape.tokens, shape.rows))
+    step = max(prefill, decode, sampling) + chunk * (3 * spec.hidden_size + spec.ffn_size) * itemsize
+    step += _routing_bytes(spec, max(shape.tokens, shape.rows)) if spec.experts else 0
+    form = weight_format(spec, policy, itemsize)
+    if form.decodes or form.in_int8:
+        largest = max(spec.vocab_size, spec.ffn_size, q_width) * spec.hidden_size
+        step = max(step, UNPACK_BYTES * min(UNPACK_CHUNK, largest))
+    return step
+
+
+def _routing_bytes(spec: ModelSpec, tokens: int) -> int:
+    """Of a router's probabilities, sorted, of a chunk of tokens; of sorting what tokens chose by expert; and of what
+    experts give, weighed in fp32."""
+    assert spec.experts is not None
+    chunk, pairs = min(TOKEN_CHUNK, tokens), tokens * spec.experts.per_token
+    weighed = 4 * min(TOKEN_CHUNK, pairs) * spec.hidden_size
+    return ROUTER_BYTES * chunk * spec.experts.count + ROUTING_BYTES * pairs + weighed
+
+
+def unpacked_cache_bytes(
+    spec: ModelSpec, policy: Policy, shape: BlockShape, itemsize: int, device_is_host: bool
+) -> int:
+    """Of KV that a card unpacks to read, or chooses columns of, some rows at a time. A host does so in place."""
+    on_card = not device_is_host and (policy.percent[2] > 0 or not policy.cpu_cache_compute)
+    each = UNPACK_KV_BYTES + 2 * itemsize if policy.compress_cache else 0
+    each += SELECT_BYTES if policy.attn_sparsity < 1 else 0
+    if not each or not on_card:
+        return 0
+    row = shape.most_slots * spec.head_dim
+    return min(shape.rows * spec.num_kv_heads * row, max(PACKED_CHUNK, row)) * each
