@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
@@ -109,28 +110,34 @@ SHARD_BYTES = 5 * 10**9
 
 
 @dataclass(frozen=True)
+class Written:
+    """One stored tensor to write. pieces: its bytes in order."""
+
+    entry: Entry
+    pieces: Callable[[], Iterator[memoryview]]
+
+
+@dataclass(frozen=True)
 class Shard:
     """One file to write: its header (bytes) and its tensors in the order of their data."""
 
     name: str
     head: bytes
-    tensors: tuple[TensorSpec, ...]
+    tensors: tuple[Written, ...]
     nbytes: int  # of the whole file
 
 
 def tensors_of(spec: ModelSpec) -> list[TensorSpec]:
     """All tensors of a model, those of a layer side by side, tied ones once."""
-    return list({t.name: t for unit in spec.layers(sep_layer=False).units for t in unit.tensors}.values())
+    return list({t.key: t for unit in spec.layers(sep_layer=False).units for t in unit.tensors}.values())
 
 
-def plan_shards(
-    tensors: Iterable[TensorSpec], entry_of: Callable[[TensorSpec], Entry], metadata: Mapping[str, str] | None = None
-) -> list[Shard]:
+def plan_shards(tensors: Iterable[Written], metadata: Mapping[str, str] | None = None) -> list[Shard]:
     """Files of at most SHARD_BYTES (one tensor may exceed it), a layer's tensors side by side."""
-    groups: list[list[TensorSpec]] = [[]]
+    groups: list[list[Written]] = [[]]
     room = SHARD_BYTES
     for tensor in tensors:
-        nbytes = entry_of(tensor).nbytes
+        nbytes = tensor.entry.nbytes
         if nbytes > room and groups[-1]:
             groups.append([])
             room = SHARD_BYTES
@@ -138,24 +145,22 @@ def plan_shards(
         room -= nbytes
     shards = []
     for i, group in enumerate(groups):
-        entries = [entry_of(t) for t in group]
+        entries = [tensor.entry for tensor in group]
         name = SAFETENSORS[0] if len(groups) == 1 else shard_name(i, len(groups))
         head = header(entries, dict(metadata or {}))
         shards.append(Shard(name, head, tuple(group), len(head) + sum(e.nbytes for e in entries)))
     return shards
 
 
-def write_shards(
-    folder: Path, shards: list[Shard], pieces: Callable[[TensorSpec], Iterator[memoryview]], title: str, progress: bool
-) -> None:
-    """Fill `folder`: all files' space is taken first. pieces: a tensor's bytes in order. progress: a bar on stderr.
+def write_shards(folder: Path, shards: list[Shard], title: str, progress: bool) -> None:
+    """Fill `folder`: all files' space is taken first. progress: a bar on stderr.
 
     Raises OSError (ENOSPC) when the disk is full.
     """
     for shard in shards:
         reserve(folder / shard.name, shard.nbytes)
     if len(shards) > 1:
-        weight_map = {tensor.name: shard.name for shard in shards for tensor in shard.tensors}
+        weight_map = {tensor.entry.name: shard.name for shard in shards for tensor in shard.tensors}
         write_index(folder, weight_map, sum(shard.nbytes - len(shard.head) for shard in shards))
     nbytes = sum(shard.nbytes for shard in shards)
     with tqdm(total=nbytes, desc=title, unit="B", unit_scale=True, file=sys.stderr, disable=not progress) as bar:
@@ -163,7 +168,7 @@ def write_shards(
             with FileWriter(folder / shard.name) as file:
                 file.write(shard.head)
                 bar.update(len(shard.head))
-                for piece in chain.from_iterable(map(pieces, shard.tensors)):
+                for piece in chain.from_iterable(tensor.pieces() for tensor in shard.tensors):
                     interrupts.check()
                     file.write(piece)
                     bar.update(piece.nbytes)
@@ -192,8 +197,8 @@ def write_random_checkpoint(
     """
     if dtype not in DTYPE_BYTES:
         raise UsageError(f"--dtype {dtype}: not one of {', '.join(DTYPE_BYTES)}")
-    record = record_of(spec, config_json, dtype, seed)
-    shards = plan_shards(tensors_of(spec), lambda t: Entry(t.name, FROM_ENGINE[dtype], t.shape))
+    record, values = record_of(spec, config_json, dtype, seed), RandomValues(dtype, seed)
+    shards = plan_shards(_random_tensors(spec, values))
     with building(folder, sum(shard.nbytes for shard in shards), "random weights", spec.name) as temp:
         if temp is None:
             with suppress(OSError, ValueError):
@@ -206,32 +211,48 @@ def write_random_checkpoint(
         config = {key: value for key, value in config_json.items() if key not in ("dtype", "torch_dtype")}
         for name, body in (("config.json", config | {"torch_dtype": dtype}), (RANDOM_RECORD_NAME, record)):
             write_new(temp / name, json.dumps(body, indent=2) + "\n")
-        values = RandomValues(dtype, seed)
-        write_shards(temp, shards, values.pieces, f"random weights {folder.name}", progress)
+        write_shards(temp, shards, f"random weights {folder.name}", progress)
     return folder
+
+
+def _random_tensors(spec: ModelSpec, values: RandomValues) -> list[Written]:
+    """What a checkpoint of the model stores: slices of one stored tensor together."""
+    slices: dict[str, list[TensorSpec]] = {}
+    for tensor in tensors_of(spec):
+        slices.setdefault(tensor.name, []).append(tensor)
+    found = []
+    for name, parts in slices.items():
+        parts.sort(key=lambda t: t.index or 0)
+        shape = parts[0].shape if parts[0].index is None else (len(parts), *parts[0].shape)
+        found.append(Written(Entry(name, FROM_ENGINE[values.dtype], shape), partial(values.pieces, parts)))
+    return found
 
 
 class RandomValues:
     """The values of a seed. Under 40 MB of RAM (bf16): every tensor takes its own from one table."""
 
     def __init__(self, dtype: str, seed: int) -> None:
+        self.dtype, self._seed = dtype, seed
+
+    @cached_property
+    def _table(self) -> torch.Tensor:
         import torch
 
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(self._seed)
         values = torch.empty(TABLE_VALUES, dtype=torch.float32).normal_(0.0, _MATRIX_STD, generator=generator)
-        self._table, self._dtype, self._seed = values.to(getattr(torch, dtype)), dtype, seed
+        return values.to(getattr(torch, self.dtype))
 
     def describe(self, tensor: TensorSpec) -> str:
-        return f"random weights: tensor {tensor.name!r}"
+        return f"random weights: tensor {tensor.key!r}"
 
     def dtype_of(self, tensor: TensorSpec) -> str:
-        return self._dtype
+        return self.dtype
 
-    def pieces(self, tensor: TensorSpec) -> Iterator[memoryview]:
-        """The bytes of one tensor, as views of the table for matrices."""
+    def pieces(self, tensors: Iterable[TensorSpec]) -> Iterator[memoryview]:
+        """The bytes of tensors one after the other, as views of the table for matrices."""
         import torch
 
-        for values in self._values(tensor, 0, tensor.numel):
+        for values in chain.from_iterable(self._values(tensor, 0, tensor.numel) for tensor in tensors):
             yield values.contiguous().view(torch.uint8).numpy().data
 
     def rows(self, tensor: TensorSpec, first: int, end: int) -> torch.Tensor:
@@ -245,7 +266,8 @@ class RandomValues:
     def _values(self, tensor: TensorSpec, begin: int, end: int) -> Iterator[torch.Tensor]:
         """The values [begin, end) of a tensor, row-major, in pieces."""
         digest = hashlib.blake2b(f"{self._seed}:{tensor.name}".encode(), digest_size=8).digest()
-        start = (int.from_bytes(digest, "little") + begin) % TABLE_VALUES
+        begin_of_slice = tensor.numel * (tensor.index or 0)
+        start = (int.from_bytes(digest, "little") + begin_of_slice + begin) % TABLE_VALUES
         left = end - begin
         while left:
             values = self._table[start : start + left]
@@ -256,7 +278,7 @@ class RandomValues:
 
 def record_of(spec: ModelSpec, config_json: dict[str, Any], dtype: str, seed: int) -> dict[str, Any]:
     """What the values and files depend on."""
-    facts = [config_json, [(t.role, t.name, t.shape) for t in tensors_of(spec)]]
+    facts = [config_json, [(t.role, t.key, t.shape) for t in tensors_of(spec)]]
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     return {"seed": seed, "dtype": dtype, "model": digest}
 

@@ -32,17 +32,30 @@ MOST_ROWS = 2**16  # of a block
 LayerKind = Literal["embedding", "attention", "mlp", "block", "head", "receive", "send"]
 
 
+def slice_key(name: str, index: int | None) -> str:
+    """Of a stored tensor, or of slice `index` of it."""
+    return name if index is None else f"{name}[{index}]"
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """One tensor of a layer: the `role` its forward asks for, its `name` in the checkpoint, its shape.
 
-    aliases: names that some checkpoints have for it.
+    aliases: names that some checkpoints have for it. index: it is this slice, along the first dimension, of what is
+    stored under its name, as an expert is of all experts of a block; `shape` is the slice's. A model has all slices of
+    such a tensor.
     """
 
     role: str
     name: str
     shape: tuple[int, ...]
     aliases: tuple[str, ...] = ()
+    index: int | None = None
+
+    @property
+    def key(self) -> str:
+        """No other tensor of the model has it."""
+        return slice_key(self.name, self.index)
 
     @property
     def numel(self) -> int:
@@ -186,8 +199,8 @@ class ModelSpec:
             units.append(WeightUnit(name, tensors))
             layers.append(Layer(kind, block, len(units) - 1))
 
-        names = {t.name for t in self.embedding}
-        extra_head = tuple(t for t in self.head if t.name not in names) if self.shares_table else ()
+        keys = {t.key for t in self.embedding}
+        extra_head = tuple(t for t in self.head if t.key not in keys) if self.shares_table else ()
         first: LayerKind = "embedding" if self.embedding else "receive"
         add(first, -1, first, self.embedding + extra_head)
         for i, (attention, mlp) in enumerate(zip(self.attention, self.mlp, strict=True)):

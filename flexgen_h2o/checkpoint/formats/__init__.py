@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from flexgen_h2o.core.config import DTYPE_BYTES, ModelSpec, Policy, TensorSpec
+from flexgen_h2o.core.config import DTYPE_BYTES, ModelSpec, Policy, TensorSpec, slice_key
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.tiers.stream import Part
 
@@ -36,7 +36,7 @@ class StoredRows:
     names: that it may have in a checkpoint; shape, dtypes: that it must have there (as of safetensors.StoredTensor).
     row_bytes: of one of its rows, along its first dimension, in memory. rows_each: rows of the matrix that share a row
     of it, such as 128 for the scales of blocks of 128 x 128. is_values: numbers, which are converted to the compute
-    dtype as they are read; otherwise bytes.
+    dtype as they are read; otherwise bytes. index: it is this slice of what has the name (TensorSpec.index).
     """
 
     names: tuple[str, ...] = field(compare=False)
@@ -45,10 +45,16 @@ class StoredRows:
     row_bytes: int
     rows_each: int = 1
     is_values: bool = False
+    index: int | None = field(default=None, compare=False)
 
     @property
     def name(self) -> str:
         return self.names[0]
+
+    @property
+    def key(self) -> str:
+        """No other stored tensor, or slice of one, has it."""
+        return slice_key(self.name, self.index)
 
     def part_rows(self, part: Part) -> tuple[int, int]:
         """Its rows [first, end) that rows of the matrix need."""
@@ -83,7 +89,8 @@ def plain_layout(tensor: TensorSpec, itemsize: int) -> TensorLayout:
     """A tensor whose numbers are stored as they are, in any float dtype, and held in the compute dtype."""
     row_bytes = itemsize * (tensor.numel // tensor.shape[0])
     names = (tensor.name, *tensor.aliases)
-    return TensorLayout(tensor.shape, (StoredRows(names, tensor.shape, tuple(DTYPE_BYTES), row_bytes, is_values=True),))
+    stored = StoredRows(names, tensor.shape, tuple(DTYPE_BYTES), row_bytes, is_values=True, index=tensor.index)
+    return TensorLayout(tensor.shape, (stored,))
 
 
 @dataclass(frozen=True)
@@ -146,7 +153,7 @@ class WeightFormat:
 class PackedFormat(WeightFormat):
     """A format that weights are brought into, once (checkpoint/packed_store.py), because a switch of the policy asks.
 
-    A matrix is one stored tensor under its own name, uint8 of (rows, row bytes). flag: of that switch.
+    A tensor is one stored tensor under its own key: a matrix uint8 of (rows, row bytes). flag: of that switch.
     """
 
     flag: ClassVar[str]
@@ -172,7 +179,7 @@ class PackedFormat(WeightFormat):
     def packed_layout(self, tensor: TensorSpec, row_bytes: int, decoded_row_bytes: int = 0) -> TensorLayout:
         if len(tensor.shape) != 2:
             return plain_layout(tensor, self.itemsize)
-        stored = StoredRows((tensor.name,), (tensor.shape[0], row_bytes), ("uint8",), row_bytes)
+        stored = StoredRows((tensor.key,), (tensor.shape[0], row_bytes), ("uint8",), row_bytes)
         return TensorLayout(tensor.shape, (stored,), decoded_row_bytes)
 
 
