@@ -63,7 +63,8 @@ def pack_checkpoint(
     names the tensor (not finite) or the store (damaged); DoesNotFitError: the disk is full. Nothing is left then.
     """
     paths = sorted({stored.path for stored in source.tensors.values()})
-    mark = fingerprint(paths, form.record, [(t.key, t.shape) for t in tensors_of(spec)])
+    read_as = [] if spec.quantization is None else [spec.quantization]  # the same files may mean something else
+    mark = fingerprint(paths, form.record, [(t.key, t.shape) for t in tensors_of(spec)], *read_as)
     folder = cache_dir / "packed" / f"{label(source.folder.resolve().name)}-{form.name}-{mark}"
     with closing(_Reader(spec, source)) as reader:
         packed = _pack(spec, reader, folder, form, progress)
@@ -80,7 +81,7 @@ def pack_random(
     """
     mark = fingerprint([], form.record, record_of(spec, config_json, dtype, seed))
     folder = folder.with_name(f"{folder.name}-{form.name}-{mark}")
-    return _pack(spec, RandomValues(dtype, seed), folder, form, progress)
+    return _pack(spec, RandomValues(spec, dtype, seed), folder, form, progress)
 
 
 def _pack(spec: ModelSpec, weights: _Weights, folder: Path, form: PackedFormat, progress: bool) -> Checkpoint:

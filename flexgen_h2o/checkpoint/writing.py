@@ -9,6 +9,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import math
 import mmap
 import os
 import sys
@@ -24,12 +25,14 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from flexgen_h2o.checkpoint.atomic_folder import building
+from flexgen_h2o.checkpoint.formats import Held, StoredRows, checkpoint_format
 from flexgen_h2o.checkpoint.safetensors import FROM_ENGINE, SAFETENSORS, Entry, header, shard_name, write_index
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import DTYPE_BYTES, ModelSpec, TensorSpec
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import open_new, read_json, write_new
 from flexgen_h2o.core.units import MIB
+from flexgen_h2o.tiers.stream import Part
 
 if TYPE_CHECKING:
     import torch
@@ -188,17 +191,18 @@ def write_random_checkpoint(
     """Write a Hugging Face folder with random weights for `spec` and return it; a folder already there is kept.
 
     dtype: a key of `config.DTYPE_BYTES`. Matrices are normal with std 0.02, norm weights 1 + 0.02 noise, other vectors
-    0.01 noise; the same seed, name and shape give the same values. Files are at most 5 GB (one tensor may exceed it),
-    a layer's tensors side by side. Under 256 MB of RAM at any size, torch itself aside; the page cache holds
-    nothing of the files afterwards. progress: a bar on stderr.
+    0.01 noise; in a quantised format matrices have random codes, and scales that give about that std. The same seed,
+    name and shape give the same values. Files are at most 5 GB (one tensor may exceed it), a layer's tensors side by
+    side. Under 256 MB of RAM at any size, torch itself aside; the page cache holds nothing of the files afterwards.
+    progress: a bar on stderr.
 
     Raises DoesNotFitError (needed and free bytes) before writing when the disk has not the room, with nothing left
     behind; UsageError for an unknown dtype, or when `folder` holds something else.
     """
     if dtype not in DTYPE_BYTES:
         raise UsageError(f"--dtype {dtype}: not one of {', '.join(DTYPE_BYTES)}")
-    record, values = record_of(spec, config_json, dtype, seed), RandomValues(dtype, seed)
-    shards = plan_shards(_random_tensors(spec, values))
+    record, values = record_of(spec, config_json, dtype, seed), RandomValues(spec, dtype, seed)
+    shards = plan_shards(values.stored())
     with building(folder, sum(shard.nbytes for shard in shards), "random weights", spec.name) as temp:
         if temp is None:
             with suppress(OSError, ValueError):
@@ -215,24 +219,12 @@ def write_random_checkpoint(
     return folder
 
 
-def _random_tensors(spec: ModelSpec, values: RandomValues) -> list[Written]:
-    """What a checkpoint of the model stores: slices of one stored tensor together."""
-    slices: dict[str, list[TensorSpec]] = {}
-    for tensor in tensors_of(spec):
-        slices.setdefault(tensor.name, []).append(tensor)
-    found = []
-    for name, parts in slices.items():
-        parts.sort(key=lambda t: t.index or 0)
-        shape = parts[0].shape if parts[0].index is None else (len(parts), *parts[0].shape)
-        found.append(Written(Entry(name, FROM_ENGINE[values.dtype], shape), partial(values.pieces, parts)))
-    return found
-
-
 class RandomValues:
-    """The values of a seed. Under 40 MB of RAM (bf16): every tensor takes its own from one table."""
+    """The weights of a seed, in the format of the model's checkpoints. Under 60 MB of RAM (bf16): every tensor takes
+    its own from one table of numbers, or from one of bytes."""
 
-    def __init__(self, dtype: str, seed: int) -> None:
-        self.dtype, self._seed = dtype, seed
+    def __init__(self, spec: ModelSpec, dtype: str, seed: int) -> None:
+        self._spec, self._form, self._dtype, self._seed = spec, checkpoint_format(spec), dtype, seed
 
     @cached_property
     def _table(self) -> torch.Tensor:
@@ -240,40 +232,86 @@ class RandomValues:
 
         generator = torch.Generator().manual_seed(self._seed)
         values = torch.empty(TABLE_VALUES, dtype=torch.float32).normal_(0.0, _MATRIX_STD, generator=generator)
-        return values.to(getattr(torch, self.dtype))
+        return values.to(getattr(torch, self._dtype))
+
+    @cached_property
+    def _bytes(self) -> torch.Tensor:
+        import torch
+
+        generator = torch.Generator().manual_seed(self._seed)
+        return torch.randint(0, 256, (TABLE_VALUES,), dtype=torch.uint8, generator=generator)
+
+    def stored(self) -> list[Written]:
+        """What a checkpoint of the model stores: slices of one stored tensor together."""
+        slices: dict[str, list[tuple[TensorSpec, StoredRows]]] = {}
+        for tensor in tensors_of(self._spec):
+            for rows in self._form.layout(tensor).stored:
+                slices.setdefault(rows.name, []).append((tensor, rows))
+        found = []
+        for name, parts in slices.items():
+            parts.sort(key=lambda part: part[1].index or 0)
+            rows = parts[0][1]
+            shape = rows.shape if rows.index is None else (len(parts), *rows.shape)
+            found.append(Written(Entry(name, self._stored_dtype(rows), shape), partial(self._pieces, parts)))
+        return found
+
+    def _stored_dtype(self, rows: StoredRows) -> str:
+        dtype = self._dtype if rows.is_values else rows.dtypes[0]
+        return FROM_ENGINE.get(dtype, dtype)
 
     def describe(self, tensor: TensorSpec) -> str:
         return f"random weights: tensor {tensor.key!r}"
 
     def dtype_of(self, tensor: TensorSpec) -> str:
-        return self.dtype
+        return self._dtype
 
-    def pieces(self, tensors: Iterable[TensorSpec]) -> Iterator[memoryview]:
-        """The bytes of tensors one after the other, as views of the table for matrices."""
+    def _pieces(self, slices: Iterable[tuple[TensorSpec, StoredRows]]) -> Iterator[memoryview]:
+        """The bytes of slices one after the other, as views of a table for matrices."""
         import torch
 
-        for values in chain.from_iterable(self._values(tensor, 0, tensor.numel) for tensor in tensors):
-            yield values.contiguous().view(torch.uint8).numpy().data
+        for tensor, rows in slices:
+            for values in self._of_rows(tensor, rows, 0, rows.shape[0]):
+                yield values.contiguous().view(torch.uint8).numpy().data
 
     def rows(self, tensor: TensorSpec, first: int, end: int) -> torch.Tensor:
-        """Rows [first, end) of a tensor."""
+        """Rows [first, end) of a tensor, decoded."""
         import torch
 
-        row = tensor.numel // tensor.shape[0]
-        values = torch.cat(list(self._values(tensor, first * row, end * row)))
-        return values.view(end - first, *tensor.shape[1:])
+        layout, part = self._form.layout(tensor), Part("host", first, end)
+        pieces = [torch.cat(list(self._of_rows(tensor, rows, *rows.part_rows(part)))) for rows in layout.stored]
+        if not layout.decoded_row_bytes:
+            return pieces[0].view(part.rows, *tensor.shape[1:])
+        return self._form.decode_range(layout, [Held(part, pieces)], first, torch.empty(part.rows, tensor.shape[1]))
 
-    def _values(self, tensor: TensorSpec, begin: int, end: int) -> Iterator[torch.Tensor]:
-        """The values [begin, end) of a tensor, row-major, in pieces."""
-        digest = hashlib.blake2b(f"{self._seed}:{tensor.name}".encode(), digest_size=8).digest()
-        begin_of_slice = tensor.numel * (tensor.index or 0)
-        start = (int.from_bytes(digest, "little") + begin_of_slice + begin) % TABLE_VALUES
-        left = end - begin
+    def _of_rows(self, tensor: TensorSpec, rows: StoredRows, first: int, end: int) -> Iterator[torch.Tensor]:
+        """What is stored of rows [first, end) of a stored tensor, in pieces: numbers, or bytes."""
+        digest = hashlib.blake2b(f"{self._seed}:{rows.name}".encode(), digest_size=8).digest()
+        table = self._table if rows.is_values else self._bytes
+        each = math.prod(rows.shape) if rows.is_values else Entry("", self._stored_dtype(rows), rows.shape).nbytes
+        row, begin_of_slice = each // rows.shape[0], each * (rows.index or 0)
+        at, left = (int.from_bytes(digest, "little") + begin_of_slice + first * row) % TABLE_VALUES, (end - first) * row
+        done = first * row
         while left:
-            values = self._table[start : start + left]
-            left -= values.numel()
-            start = 0
-            yield values if len(tensor.shape) != 1 else _vector(tensor, values)
+            values = table[at : at + left]
+            if not rows.is_values:
+                yield _masked(values, done, *rows.random)
+            else:
+                yield values if len(tensor.shape) != 1 else _vector(tensor, values)
+            left, done, at = left - values.numel(), done + values.numel(), 0
+
+
+def _masked(values: torch.Tensor, begin: int, mask: bytes, base: bytes) -> torch.Tensor:
+    """(byte & mask) + base of the bytes from `begin` of a tensor on; mask and base repeat."""
+    import torch
+
+    if (mask, base) == (b"\xff", b"\0"):
+        return values
+
+    def repeated(pattern: bytes) -> torch.Tensor:
+        once = torch.tensor(list(pattern), dtype=torch.uint8).roll(-begin)
+        return once if len(pattern) == 1 else once.repeat(-(-len(values) // len(pattern)))[: len(values)]
+
+    return (values & repeated(mask)) + repeated(base)
 
 
 def record_of(spec: ModelSpec, config_json: dict[str, Any], dtype: str, seed: int) -> dict[str, Any]:

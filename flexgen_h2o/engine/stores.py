@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from flexgen_h2o.checkpoint.atomic_folder import check_unchanged
-from flexgen_h2o.checkpoint.formats import StoredRows, TensorLayout, WeightFormat
+from flexgen_h2o.checkpoint.formats import Held, StoredRows, TensorLayout, WeightFormat
 from flexgen_h2o.checkpoint.safetensors import Checkpoint, StoredTensor
 from flexgen_h2o.core.config import LayerPlan, TensorSpec
 from flexgen_h2o.core.packing import WORD
@@ -176,8 +176,8 @@ class WeightStore:
                 memory = self._decoded[start : start + nbytes]
                 self._filled[start, layout] = self._form.decoded_parts(layout, memory, self._workspace)
             found[tensor.role] = rows = self._filled[start, layout]
-            for held in self._parts[tensor.key]:
-                self._form.decode(layout, held.part, self._pieces(held, region), rows)
+            whole = [Held(held.part, self._pieces(held, region)) for held in self._parts[tensor.key]]
+            self._form.decode(layout, whole, rows)
             start += round_up(nbytes, ALIGN)
         return found
 
