@@ -15,11 +15,18 @@ SINGLES_BELOW = 0.9
 LayerKind = Literal["embedding", "attention", "mlp", "block", "experts", "head", "receive", "send"]
 
 
+def slice_key(name: str, index: int | None) -> str:
+    """Of a stored tensor, or of slice `index` of it."""
+    return name if index is None else f"{name}[{index}]"
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """One tensor of a layer: the `role` its forward asks for, its `name` in the checkpoint, its shape.
 
-    aliases: names that some checkpoints have for it. exact: no switch compresses it (a router).
+    aliases: names that some checkpoints have for it. exact: no switch compresses it (a router). index: it is this
+    slice, along the first dimension, of what is stored under its name, as an expert is of all experts of a block;
+    `shape` is the slice's. A model has all slices of such a tensor.
     """
 
     role: str
@@ -27,6 +34,12 @@ class TensorSpec:
     shape: tuple[int, ...]
     aliases: tuple[str, ...] = ()
     exact: bool = False
+    index: int | None = None
+
+    @property
+    def key(self) -> str:
+        """No other tensor of the model has it."""
+        return slice_key(self.name, self.index)
 
     @property
     def numel(self) -> int:
@@ -198,7 +211,7 @@ class ModelSpec:
     @property
     def num_weights(self) -> int:
         """Elements of all weights, tied tensors counted once."""
-        return sum({t.name: t.numel for unit in self.layers(sep_layer=False).units for t in unit.tensors}.values())
+        return sum({t.key: t.numel for unit in self.layers(sep_layer=False).units for t in unit.tensors}.values())
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Bytes of K and V that one token adds over all blocks."""
@@ -229,8 +242,8 @@ class ModelSpec:
                 name = f"block {block} experts {group.start} to {group[-1]}"
                 add("experts", block, name, self.experts.inputs[block] + tensors, group)
 
-        names = {t.name for t in self.embedding}
-        extra_head = tuple(t for t in self.head if t.name not in names) if self.shares_table else ()
+        keys = {t.key for t in self.embedding}
+        extra_head = tuple(t for t in self.head if t.key not in keys) if self.shares_table else ()
         first: LayerKind = "embedding" if self.embedding else "receive"
         add(first, -1, first, self.embedding + extra_head)
         for i, (attention, mlp) in enumerate(zip(self.attention, self.mlp, strict=True)):

@@ -109,17 +109,10 @@ def spec_from_config(name: str, config: Mapping[str, Any], where: str) -> ModelS
         raise UsageError(f"{where}: {error}") from error
 
 
-def spec_from_folder(name: str, folder: Path, quantized: bool = True) -> tuple[ModelSpec, dict[str, Any]]:
-    """Read `config.json` of a checkpoint folder, its defaults filled in by transformers.
-
-    quantized: heed its `quantization_config`; random weights have none.
-    """
+def spec_from_folder(name: str, folder: Path) -> tuple[ModelSpec, dict[str, Any]]:
+    """Read `config.json` of a checkpoint folder, its defaults filled in by transformers."""
     path = folder / "config.json"
-    raw = {
-        key: value
-        for key, value in read_object(path, str(path)).items()
-        if key not in _LABELS and (quantized or key != "quantization_config")
-    }
+    raw = {key: value for key, value in read_object(path, str(path)).items() if key not in _LABELS}
     known = isinstance(raw.get("model_type"), str) and raw["model_type"] in FAMILIES
     config = _with_defaults(raw, str(path)) if known else raw
     return spec_from_config(name, config, str(path)), config
