@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from flexgen_h2o.core.config import DTYPE_BYTES, Policy
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.core.model import ModelSpec, TensorSpec
+from flexgen_h2o.core.model import ModelSpec, TensorSpec, slice_key
 from flexgen_h2o.tiers.stream import Part
 
 if TYPE_CHECKING:

@@ -19,7 +19,8 @@ from flexgen_h2o.checkpoint.formats.quantised import (
     patterns_of,
     settings_of,
 )
-from flexgen_h2o.core.config import Policy, TensorSpec
+from flexgen_h2o.core.config import Policy
+from flexgen_h2o.core.model import TensorSpec
 from flexgen_h2o.tiers.stream import Part
 
 if TYPE_CHECKING:

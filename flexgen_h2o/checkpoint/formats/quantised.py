@@ -14,8 +14,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from flexgen_h2o.checkpoint.formats import Held, StoredRows, TensorLayout, WeightFormat, plain_layout
-from flexgen_h2o.core.config import Policy, TensorSpec
+from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.model import TensorSpec
 from flexgen_h2o.core.packing import int8_row_bytes
 
 if TYPE_CHECKING:

@@ -15,8 +15,9 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from flexgen_h2o.checkpoint import match, pack_checkpoint, pack_random, read_index, write_random_checkpoint, writing
 from flexgen_h2o.checkpoint.formats import check_quantization, weight_format
 from flexgen_h2o.checkpoint.formats.groupwise import Groupwise
-from flexgen_h2o.core.config import ModelSpec, Policy, TensorSpec
+from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.model import ModelSpec, TensorSpec
 from flexgen_h2o.core.units import ROW_BLOCK
 from flexgen_h2o.tiers.device import Device, HostDevice, StandInDevice
 from tests.unit.weight_room import int8_values, opened, unpacked_layers, values

@@ -21,8 +21,8 @@ from flexgen_h2o.checkpoint import (
     writing,
 )
 from flexgen_h2o.checkpoint.formats.groupwise import Groupwise
-from flexgen_h2o.core.config import ModelSpec, TensorSpec
 from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.model import ModelSpec, TensorSpec
 from flexgen_h2o.kernels.packed import pack_rows
 from flexgen_h2o.tiers.device import Device, HostDevice, StandInDevice
 from flexgen_h2o.tiers.stream import NOTHING, Part
