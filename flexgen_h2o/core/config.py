@@ -115,6 +115,8 @@ class ModelSpec:
     mlp: of a transformer block; empty where attention and MLP read the same hidden states (parallel residual): such a
     block is one layer, whose tensors are all in `attention`.
     rotary: None where positions are in the hidden states already.
+    windows: of each transformer block how many of the newest columns a query sees, its own among them; None: all.
+    Empty: none of them has a window.
     options: what only the family reads (activation, norm placement, ...), as sorted pairs.
     quantization: the checkpoint's `quantization_config` (checkpoint/formats).
     embedding, head: empty where this is a stage of a pipeline (`stage`) that another one feeds, that feeds another one.
@@ -141,6 +143,7 @@ class ModelSpec:
     rotary: Rotary | None = None
     quantization: Mapping[str, Any] | None = None
     buffers: tuple[StepBuffer, ...] = ()
+    windows: tuple[int | None, ...] = ()
 
     def __hash__(self) -> int:
         """Of a few fields: the planner looks models up thousands of times, and a model has thousands of tensors."""
@@ -148,6 +151,9 @@ class ModelSpec:
 
     def option(self, key: str) -> Any:
         return dict(self.options)[key]
+
+    def window(self, block: int) -> int | None:
+        return self.windows[block] if self.windows else None
 
     def stage(self, blocks: range) -> ModelSpec:
         """The part of the model with these transformer blocks: with the embedding if they are its first ones, and with
@@ -159,6 +165,7 @@ class ModelSpec:
             embedding=self.embedding if blocks.start == 0 else (),
             attention=self.attention[part],
             mlp=self.mlp[part],
+            windows=self.windows[part],
             head=self.head if blocks.stop == self.num_blocks else (),
         )
 
@@ -175,6 +182,10 @@ class ModelSpec:
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Bytes of K and V that one token adds over all blocks."""
         return 2 * self.num_blocks * self.num_kv_heads * self.head_dim * itemsize
+
+    def kv_columns(self, tokens: int) -> int:
+        """Columns of so many tokens over all blocks, a window's at most in those that have one."""
+        return sum(min(tokens, self.window(block) or tokens) for block in range(self.num_blocks))
 
     def layers(self, sep_layer: bool) -> LayerPlan:
         """The layers of a sweep. `sep_layer`: attention and MLP are two steps with a weight unit each, where the

@@ -1,7 +1,7 @@
 """LLaMA (Touvron et al. 2023) and the model types that are the same network, as plain functions.
 
-RMS norms, rotary positions, grouped kv-heads, a gated MLP. Covers LLaMA 1 to 3.x, Mistral within its sliding window,
-Qwen2 without one. Formulas follow transformers' modeling_llama.
+RMS norms, rotary positions, grouped kv-heads, a gated MLP. Covers LLaMA 1 to 3.x, Mistral and Qwen2, with sliding
+windows where they have them. Formulas follow transformers' modeling_llama.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import torch
 
 from flexgen_h2o.core.config import ModelSpec, StepBuffer, TensorSpec
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.core.units import check_int
 from flexgen_h2o.kernels.elementwise import rms_norm
 from flexgen_h2o.kernels.linear import add_linear, linear, linear_each, lookup, vector
 from flexgen_h2o.kernels.workspace import Workspace
@@ -27,6 +26,7 @@ from flexgen_h2o.models.layers import (
     read_positive,
     read_rotary,
     read_sizes,
+    read_windows,
     token_chunks,
 )
 
@@ -119,7 +119,7 @@ def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
     table = TensorSpec("embed_tokens.weight", "model.embed_tokens.weight", (vocab, hidden))
     head_table = table if tied else TensorSpec("lm_head.weight", "lm_head.weight", (vocab, hidden))
     blocks = range(common["num_blocks"])
-    own = {"num_kv_heads": kv_heads, "head_dim": width, "max_positions": _positions(config, common["max_positions"])}
+    windows = () if config.get("model_type") == "llama" else read_windows(config, len(blocks), common["max_positions"])
     return ModelSpec(
         family="llama",
         embedding=(table,),
@@ -130,7 +130,8 @@ def read_spec(name: str, config: Mapping[str, Any]) -> ModelSpec:
         options=(("activation", activation), ("eps", eps)),
         rotary=rotary,
         buffers=(StepBuffer("gate", ffn, "mlp"),),
-        **{**common, **own},
+        windows=windows,
+        **{**common, "num_kv_heads": kv_heads, "head_dim": width},
     )
 
 
@@ -142,12 +143,6 @@ def _biases(config: Mapping[str, Any]) -> tuple[bool, bool, bool]:
     if kind == "mistral":
         return False, False, False
     return bool(config["attention_bias"]), bool(config["attention_bias"]), bool(config["mlp_bias"])
-
-
-def _positions(config: Mapping[str, Any], positions: int) -> int:
-    """Positions up to which the network is this one: no column ever leaves a sliding window."""
-    window = config.get("sliding_window")
-    return positions if window is None else min(positions, check_int("sliding_window", window, low=1))
 
 
 def embed(

@@ -23,6 +23,14 @@ OTHER_SHAPES = {
     "head width 15": {"hidden_size": 60, "word_embed_proj_dim": 60},
     "three layers": {"num_hidden_layers": 3},
     "long": {"max_position_embeddings": 256},
+    "llama, 16 positions": {"model_type": "llama", "max_position_embeddings": 16},
+    "qwen2, windows": {
+        "model_type": "qwen2",
+        "num_hidden_layers": 4,
+        "use_sliding_window": True,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
 }
 SEEDS = {"post-norm, narrow embedding (350m)": 1}  # of models that repeat themselves with the usual one
 

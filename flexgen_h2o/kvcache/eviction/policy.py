@@ -353,12 +353,10 @@ def most_new_tokens(eviction: Eviction, spec: ModelSpec, prompt_len: int, asked:
 
 
 @dataclass(frozen=True)
-class OfStage:
-    """`policy` of a model of `depth` transformer blocks, where block 0 is the model's block `first`."""
+class OfOther:
+    """`policy`, but for how many columns it keeps in a transformer block."""
 
     policy: Eviction
-    first: int
-    depth: int
 
     @property
     def name(self) -> str:
@@ -368,17 +366,28 @@ class OfStage:
     def needs(self) -> Needs:
         return self.policy.needs
 
+    def prompt_scores(self, sums: torch.Tensor, query_rows: int) -> torch.Tensor:
+        return self.policy.prompt_scores(sums, query_rows)
+
+    def rank(self, columns: Columns) -> torch.Tensor:
+        return self.policy.rank(columns)
+
+    def to_json(self) -> dict[str, Any]:
+        return self.policy.to_json()
+
+
+@dataclass(frozen=True)
+class OfStage(OfOther):
+    """`policy` of a model of `depth` transformer blocks, where block 0 is the model's block `first`."""
+
+    first: int
+    depth: int
+
     def budget(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> RowBudget:
         return self.policy.budget(prompt_len, gen_len, self.first + block, self.depth)
 
     def slots(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> int:
         return self.policy.slots(prompt_len, gen_len, self.first + block, self.depth)
 
-    def prompt_scores(self, sums: torch.Tensor, query_rows: int) -> torch.Tensor:
-        return self.policy.prompt_scores(sums, query_rows)
-
     def rank(self, columns: Columns) -> torch.Tensor:
-        return self.policy.rank(replace(columns, block=self.first + columns.block))
-
-    def to_json(self) -> dict[str, Any]:
-        return self.policy.to_json()
+        return super().rank(replace(columns, block=self.first + columns.block))

@@ -205,17 +205,21 @@ def test_biases(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "positions"),
+    ("changes", "windows"),
     [
-        ({"model_type": "mistral", "sliding_window": None}, 64),
-        ({"model_type": "mistral", "sliding_window": 100}, 64),
-        ({"model_type": "mistral", "sliding_window": 16}, 16),
-        ({"model_type": "qwen2", "sliding_window": 16}, 64),
-        ({"model_type": "qwen2", "sliding_window": 16, "use_sliding_window": True}, 16),
+        ({"model_type": "llama", "sliding_window": 16}, ()),
+        ({"model_type": "mistral", "sliding_window": None}, ()),
+        ({"model_type": "mistral", "sliding_window": 64}, ()),  # of 64 positions: it hides none
+        ({"model_type": "mistral", "sliding_window": 63}, (63, 63)),
+        ({"model_type": "qwen2", "sliding_window": 16}, ()),
+        ({"model_type": "qwen2", "sliding_window": 16, "use_sliding_window": True}, ()),
+        ({"model_type": "qwen2", "sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1}, (None, 16)),
     ],
 )
-def test_positions_end_with_the_sliding_window(changes: dict[str, Any], positions: int, tmp_path: Path) -> None:
-    assert read(tmp_path, "llama", **changes).max_positions == positions
+def test_windows_of_blocks(changes: dict[str, Any], windows: tuple[int | None, ...], tmp_path: Path) -> None:
+    spec = read(tmp_path, "llama", **changes)
+    assert spec.windows == windows and spec.max_positions == 64
+    assert spec.stage(range(1, 2)).windows == windows[1:]
 
 
 def test_a_gated_mlp_has_two_wide_buffers(tmp_path: Path) -> None:
