@@ -41,8 +41,8 @@ from flexgen_h2o.engine.sampling import SamplingParams, check_params
 from flexgen_h2o.engine.workload import AutoPolicy, base_of, read_policy_argument
 from flexgen_h2o.kernels.warm_up import compile_subprocess, warm_up, warm_up_selection
 from flexgen_h2o.kvcache.eviction import Eviction, check_eviction
-from flexgen_h2o.kvcache.eviction.policy import check_rolling, is_rolling, priced
-from flexgen_h2o.kvcache.eviction.windows import check_windows, within_windows
+from flexgen_h2o.kvcache.eviction.policy import check_for_model, is_rolling
+from flexgen_h2o.kvcache.eviction.windows import fitted
 from flexgen_h2o.kvcache.prefixes import TokenIds, check_sharing
 from flexgen_h2o.models.load import Model, content_digests, find_checkpoint, find_model
 from flexgen_h2o.planner.plans import Planner
@@ -118,7 +118,7 @@ class LLM:
     def eviction(self) -> Eviction:
         """Which KV columns the next run keeps."""
         spec = self.model.spec
-        return within_windows(priced(self._eviction, prices_of(spec, base_of(self.asked_policy))), spec)
+        return fitted(self._eviction, spec, prices_of(spec, base_of(self.asked_policy)))
 
     @eviction.setter
     def eviction(self, eviction: Eviction) -> None:
@@ -350,8 +350,7 @@ class LLM:
         return resolve_budgets(self._budget, self._device, self.offload_dir, self._planner.part.processes)
 
     def _check_eviction(self) -> None:
-        check_rolling(self.eviction, self.model.spec, base_of(self.asked_policy).compress_cache)
-        check_windows(self.eviction, self.model.spec)
+        check_for_model(self.eviction, self.model.spec, base_of(self.asked_policy).compress_cache)
 
     def _ready(self, rows: Sequence[Row]) -> Engine:
         """An engine whose buffers cover these rows: the open one if it does, else a new one."""

@@ -321,8 +321,13 @@ def is_rolling(eviction: Eviction) -> bool:
     return RANKS in eviction.needs.record
 
 
-def check_rolling(eviction: Eviction, spec: ModelSpec, compresses_cache: bool) -> None:
-    """UsageError where columns cannot take other positions than their tokens had."""
+def check_for_model(eviction: Eviction, spec: ModelSpec, compresses_cache: bool) -> None:
+    """UsageError where no layer has columns to drop, or they cannot take other positions than their tokens had."""
+    if spec.windows and None not in spec.windows and eviction.needs.record:
+        raise UsageError(
+            f"--eviction {eviction.name}: every layer of {spec.name} attends to a window of its newest columns, "
+            f"{max(w for w in spec.windows if w)} at most, and keeps no others; leave it out"
+        )
     if not is_rolling(eviction):
         return
     if spec.rotary is None:

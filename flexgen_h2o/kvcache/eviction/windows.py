@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.kvcache.eviction.full import Full
-from flexgen_h2o.kvcache.eviction.policy import Columns, Eviction, OfOther, RowBudget
+from flexgen_h2o.kvcache.eviction.policy import Columns, Eviction, OfOther, RowBudget, priced
 
 if TYPE_CHECKING:
     import torch
 
     from flexgen_h2o.core.config import ModelSpec
+    from flexgen_h2o.core.packing import KVPrices
 
 
 @dataclass(frozen=True)
@@ -59,15 +59,7 @@ class Windowed(OfOther):
         return self.windows[:block].count(None), self.windows.count(None)
 
 
-def within_windows(eviction: Eviction, spec: ModelSpec) -> Eviction:
-    """The policy for a model of this shape."""
+def fitted(eviction: Eviction, spec: ModelSpec, prices: KVPrices) -> Eviction:
+    """The policy for a model: it keeps to the layers without a window, and knows what columns take."""
+    eviction = priced(eviction, prices)
     return Windowed(eviction, spec.windows) if spec.windows else eviction
-
-
-def check_windows(eviction: Eviction, spec: ModelSpec) -> None:
-    """UsageError where a policy that drops columns has no layer to do so."""
-    if spec.windows and None not in spec.windows and eviction.needs.record:
-        raise UsageError(
-            f"--eviction {eviction.name}: every layer of {spec.name} attends to a window of its newest columns, "
-            f"{max(w for w in spec.windows if w)} at most, and keeps no others; leave it out"
-        )
