@@ -41,8 +41,8 @@ from flexgen_h2o.engine.sampling import SamplingParams, check_params
 from flexgen_h2o.engine.workload import AutoPolicy, base_of, read_policy_argument
 from flexgen_h2o.kernels.warm_up import compile_subprocess, warm_up, warm_up_selection
 from flexgen_h2o.kvcache.eviction import Eviction, check_eviction
-from flexgen_h2o.kvcache.eviction.policy import check_for_model, is_rolling
-from flexgen_h2o.kvcache.eviction.windows import fitted
+from flexgen_h2o.kvcache.eviction.of_model import check_for_model, fitted
+from flexgen_h2o.kvcache.eviction.policy import is_rolling
 from flexgen_h2o.kvcache.prefixes import TokenIds, check_sharing
 from flexgen_h2o.models.load import Model, content_digests, find_checkpoint, find_model
 from flexgen_h2o.planner.plans import Planner

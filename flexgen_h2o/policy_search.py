@@ -182,8 +182,7 @@ def _question(args: argparse.Namespace) -> Answer:
     eviction = eviction_of(args, policy)
     from flexgen_h2o.engine.memory_plan import prices_of
     from flexgen_h2o.engine.workload import need_of
-    from flexgen_h2o.kvcache.eviction.policy import check_for_model
-    from flexgen_h2o.kvcache.eviction.windows import fitted
+    from flexgen_h2o.kvcache.eviction.of_model import check_for_model, fitted
     from flexgen_h2o.models.load import find_spec
     from flexgen_h2o.planner.lp import SearchSpace
 

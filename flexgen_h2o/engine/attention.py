@@ -12,8 +12,8 @@ from flexgen_h2o.engine.generation import SweepInput
 from flexgen_h2o.kernels.elementwise import Rotation
 from flexgen_h2o.kvcache.attend import attend_prompts, attend_slots
 from flexgen_h2o.kvcache.eviction import Eviction
+from flexgen_h2o.kvcache.eviction.of_model import Window
 from flexgen_h2o.kvcache.eviction.policy import is_rolling
-from flexgen_h2o.kvcache.eviction.windows import Window
 from flexgen_h2o.kvcache.prefixes import PromptGroup
 from flexgen_h2o.kvcache.slots import KVRows, NewColumns, PartView, RowBudgets, split_views
 

@@ -201,7 +201,7 @@ def need_of(
     eviction: Eviction, rows: int, sizes: set[tuple[int, int]], num_blocks: int, windows: tuple[int | None, ...] = ()
 ) -> WorkloadShape:
     """The shape of `rows` rows. sizes: the (prompt tokens, most new tokens) that occur among them. windows: of
-    ModelSpec, for a policy that is `fitted` (eviction.windows)."""
+    ModelSpec, for a policy that is `fitted` (eviction.of_model)."""
     blocks = range(num_blocks)
     lengths, most_new = {prompt for prompt, _ in sizes}, max(new for _, new in sizes)
     prompt_len = max(lengths)

@@ -18,8 +18,8 @@ from flexgen_h2o.engine.memory_plan import kv_layout, record_in
 from flexgen_h2o.engine.workload import need_of
 from flexgen_h2o.kernels import select
 from flexgen_h2o.kvcache.eviction import H2O, Full
+from flexgen_h2o.kvcache.eviction.of_model import Windowed
 from flexgen_h2o.kvcache.eviction.policy import RowBudget, RowRecord
-from flexgen_h2o.kvcache.eviction.windows import Windowed
 from tests.eviction import policies as plain
 from tests.eviction.conftest import Known
 from tests.eviction.engine import PAIRS, STAND_IN, Pair, Wanted, assert_same, cut, generate, run_with, wanted

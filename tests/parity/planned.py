@@ -18,7 +18,7 @@ from flexgen_h2o.engine.memory_plan import prices_of
 from flexgen_h2o.engine.prompts import prompts_from_python
 from flexgen_h2o.engine.workload import Batch, WorkloadShape, need_of
 from flexgen_h2o.kvcache.eviction import Eviction, Full
-from flexgen_h2o.kvcache.eviction.windows import fitted
+from flexgen_h2o.kvcache.eviction.of_model import fitted
 from flexgen_h2o.kvcache.prefixes import SHARINGS, Sharing, group_prompts
 from tests.parity.reference import random_prompts
 

@@ -321,26 +321,6 @@ def is_rolling(eviction: Eviction) -> bool:
     return RANKS in eviction.needs.record
 
 
-def check_for_model(eviction: Eviction, spec: ModelSpec, compresses_cache: bool) -> None:
-    """UsageError where no layer has columns to drop, or they cannot take other positions than their tokens had."""
-    if spec.windows and None not in spec.windows and eviction.needs.record:
-        raise UsageError(
-            f"--eviction {eviction.name}: every layer of {spec.name} attends to a window of its newest columns, "
-            f"{max(w for w in spec.windows if w)} at most, and keeps no others; leave it out"
-        )
-    if not is_rolling(eviction):
-        return
-    if spec.rotary is None:
-        raise UsageError(
-            f"--positions rolling: needs rotary embeddings, and {spec.name} has learned positions, which its hidden "
-            "states and so its keys hold; leave it at original"
-        )
-    if compresses_cache:
-        raise UsageError(
-            "--positions rolling: turns keys as they are read, not packed ones; leave out --compress-cache"
-        )
-
-
 def most_new_tokens(eviction: Eviction, spec: ModelSpec, prompt_len: int, asked: int) -> int:
     """New tokens that a prompt of so many tokens may grow by: with original positions as long as there are some, with
     rolling ones as long as its columns are no more than there are positions.

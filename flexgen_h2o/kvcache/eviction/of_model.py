@@ -1,12 +1,14 @@
-"""Layers that attend to a window: they keep its columns, and what an eviction policy says is of the other layers."""
+"""What a model makes of an eviction policy. Layers that attend to a window keep its columns; the policy is of the other
+layers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.kvcache.eviction.full import Full
-from flexgen_h2o.kvcache.eviction.policy import Columns, Eviction, OfOther, RowBudget, priced
+from flexgen_h2o.kvcache.eviction.policy import Columns, Eviction, OfOther, RowBudget, is_rolling, priced
 
 if TYPE_CHECKING:
     import torch
@@ -63,3 +65,23 @@ def fitted(eviction: Eviction, spec: ModelSpec, prices: KVPrices) -> Eviction:
     """The policy for a model: it keeps to the layers without a window, and knows what columns take."""
     eviction = priced(eviction, prices)
     return Windowed(eviction, spec.windows) if spec.windows else eviction
+
+
+def check_for_model(eviction: Eviction, spec: ModelSpec, compresses_cache: bool) -> None:
+    """UsageError where no layer has columns to drop, or they cannot take other positions than their tokens had."""
+    if spec.windows and None not in spec.windows and eviction.needs.record:
+        raise UsageError(
+            f"--eviction {eviction.name}: every layer of {spec.name} attends to a window of its newest columns, "
+            f"{max(w for w in spec.windows if w)} at most, and keeps no others; leave it out"
+        )
+    if not is_rolling(eviction):
+        return
+    if spec.rotary is None:
+        raise UsageError(
+            f"--positions rolling: needs rotary embeddings, and {spec.name} has learned positions, which its hidden "
+            "states and so its keys hold; leave it at original"
+        )
+    if compresses_cache:
+        raise UsageError(
+            "--positions rolling: turns keys as they are read, not packed ones; leave out --compress-cache"
+        )
