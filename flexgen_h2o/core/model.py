@@ -154,6 +154,8 @@ class ModelSpec:
     block is one layer, whose tensors are all in `attention`. Empty too where the block has `experts`: then `attention`
     has the router.
     rotary: None where positions are in the hidden states already.
+    windows: of each transformer block how many of the newest columns a query sees, its own among them; None: all.
+    Empty: none of them has a window.
     options: what only the family reads (activation, norm placement, ...), as sorted pairs.
     quantization: the checkpoint's `quantization_config` (checkpoint/formats).
     embedding, head: empty where this is a stage of a pipeline (`stage`) that another one feeds, that feeds another one.
@@ -181,6 +183,7 @@ class ModelSpec:
     quantization: Mapping[str, Any] | None = None
     buffers: tuple[StepBuffer, ...] = ()
     experts: Experts | None = None
+    windows: tuple[int | None, ...] = ()
 
     def __hash__(self) -> int:
         """Of a few fields: the planner looks models up thousands of times, and a model has thousands of tensors."""
@@ -188,6 +191,9 @@ class ModelSpec:
 
     def option(self, key: str) -> Any:
         return dict(self.options)[key]
+
+    def window(self, block: int) -> int | None:
+        return self.windows[block] if self.windows else None
 
     def stage(self, blocks: range) -> ModelSpec:
         """The part of the model with these transformer blocks: with the embedding if they are its first ones, and with
@@ -200,6 +206,7 @@ class ModelSpec:
             attention=self.attention[part],
             mlp=self.mlp[part],
             experts=self.experts and self.experts.of_blocks(blocks),
+            windows=self.windows[part],
             head=self.head if blocks.stop == self.num_blocks else (),
         )
 
@@ -216,6 +223,10 @@ class ModelSpec:
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Bytes of K and V that one token adds over all blocks."""
         return 2 * self.num_blocks * self.num_kv_heads * self.head_dim * itemsize
+
+    def kv_columns(self, tokens: int) -> int:
+        """Columns of so many tokens over all blocks, a window's at most in those that have one."""
+        return sum(min(tokens, self.window(block) or tokens) for block in range(self.num_blocks))
 
     def experts_of(self, block: int) -> tuple[tuple[TensorSpec, ...], ...]:
         """The tensors of each expert of a transformer block; () where it has none."""

@@ -123,8 +123,8 @@ def causal(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Causal attention, (b, heads, m, d), and its log-sum-exp where the policy scores prompts."""
     if rows.policy.needs.query_rows != 0:
-        return causal_attention_lse(q, k, v, scale)
-    return causal_attention(q, k, v, scale), None
+        return causal_attention_lse(q, k, v, scale, rows.window)
+    return causal_attention(q, k, v, scale, rows.window), None
 
 
 def _equal_rows(group: PromptGroup, budgets: RowBudgets, sequence: int) -> Iterator[tuple[int, int]]:

@@ -287,7 +287,8 @@ class PromptAttention:
 class KVRows:
     """Rows of a KV unit while their layer is computed, and the eviction policy at work on them.
 
-    A sequence is `kv_heads` rows. block: the transformer block. views: the parts that hold the rows, numbered from 0.
+    A sequence is `kv_heads` rows. block: the transformer block; window: of ModelSpec.windows. views: the parts that
+    hold the rows, numbered from 0.
     common: columns of the full cache that all sequences have in front of their own, in one copy (`common_views`).
     watch: sees the attention of prompts that the policy scores: (first sequence of those computed together, attention).
     """
@@ -299,15 +300,18 @@ class KVRows:
     views: Sequence[PartView] = ()
     common: PartView | None = None
     watch: Callable[[int, PromptAttention], None] | None = None
+    window: int | None = None
 
     def new_columns(self, positions: torch.Tensor) -> NewColumns:
-        """Where columns at `positions` go: the next free slot, or in a full row the slot of its victim."""
+        """Where columns at `positions` go: the next free slot, or in a full row the slot of its victim; of its oldest
+        column where nothing is recorded."""
         budgets = self.budgets
         held = budgets.kept + positions - budgets.prompts
         free = torch.where(held < budgets.slots, held, -1).repeat_interleave(self.kv_heads)
+        ring = (held % budgets.slots).repeat_interleave(self.kv_heads)  # slots are filled in the order of columns
         taken = []
         for view in self.views:
-            slots = free[view.start : view.end].to(view.keys.device)
+            slots = (ring if view.metadata is None else free)[view.start : view.end].to(view.keys.device)
             if view.metadata is not None:
                 slots = torch.where(slots < 0, view.metadata.victims, slots)
             taken.append(slots)

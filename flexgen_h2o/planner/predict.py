@@ -146,11 +146,12 @@ def _cut(at: CostContext, depth: int) -> CostContext:
     def some(values: Sequence[_Any]) -> tuple[_Any, ...]:
         return tuple(values[i] for i in chosen)
 
+    windows = some(spec.windows) if spec.windows else ()
     cut = replace(
-        spec, num_blocks=depth, attention=some(spec.attention), mlp=some(spec.mlp),
+        spec, num_blocks=depth, attention=some(spec.attention), mlp=some(spec.mlp), windows=windows,
         experts=spec.experts and spec.experts.of_blocks(chosen),
     )  # fmt: skip
-    return replace(at, spec=cut, need=replace(need, slots=some(need.slots), kept=some(need.kept)))
+    return replace(at, spec=cut, need=replace(need, slots=some(need.slots), kept=some(need.kept), windows=windows))
 
 
 def _walk(costs: Costs, plan: MemoryPlan, block: Block, on_span: OnSpan | None) -> Spent:

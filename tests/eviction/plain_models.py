@@ -23,6 +23,7 @@ class PlainOPT:
         self._pre_norm = bool(model.config.do_layer_norm_before)
         self.num_layers = len(self._decoder.layers)
         self.kv_heads = model.config.num_attention_heads
+        self.windows = [None] * self.num_layers
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         words = self._decoder.embed_tokens(ids)
@@ -62,6 +63,9 @@ class PlainRotary:
         self._decoder = self._model.base_model
         self.num_layers = len(self._decoder.layers)
         self.kv_heads = getattr(model.config, "num_key_value_heads", model.config.num_attention_heads)
+        window = getattr(model.config, "sliding_window", None)
+        kinds = getattr(model.config, "layer_types", None) or ["sliding_attention"] * self.num_layers
+        self.windows = [window if kind == "sliding_attention" else None for kind in kinds]
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         return self._model.get_input_embeddings()(ids)
