@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -87,18 +87,27 @@ class UnitAttention:
             entering = KVRows(policy, block, self._kv_heads, of_rows, behind, common, window=window)
         return CacheStep(store_whole, decoding, entering, new)
 
-    def attend(self, fed: SweepInput, cache: CacheStep, out: torch.Tensor, *qkv: torch.Tensor) -> torch.Tensor:
-        """q: (tokens, heads, d); k, v: (tokens, kv_heads, d), packed; changed in place. out: (tokens, heads x d)."""
-        first, rows = fed.decoding * fed.steps, cache.decoding
+    def attend(
+        self, fed: SweepInput, cache: CacheStep, out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """q: (tokens, heads, d); k, v: (tokens, kv_heads, d), packed; changed in place. out: (tokens, heads x d).
+
+        sinks: as of KVRows.
+        """
+        first, qkv = fed.decoding * fed.steps, (q, k, v)
+        rows, entering = (
+            of if of is None or sinks is None else replace(of, sinks=sinks) for of in (cache.decoding, cache.entering)
+        )
         if rows is not None:
             for step in range(fed.steps):
                 if step:
                     cache.new.append(rows.new_columns(cache.new[-1].positions + 1))
                 here = slice(step * fed.decoding, (step + 1) * fed.decoding)
                 self._attend_slots(fed.positions[here], rows, cache.new[-1], out[here], [t[here] for t in qkv])
-        if cache.entering is not None:
+        if entering is not None:
             behind = [t[first:] for t in qkv]
-            self._attend_prompts(fed.positions[first:], fed.groups, cache.entering, out[first:], behind)
+            self._attend_prompts(fed.positions[first:], fed.groups, entering, out[first:], behind)
         return out
 
     def _attend_prompts(

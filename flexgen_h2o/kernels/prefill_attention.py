@@ -124,6 +124,15 @@ def causal_attention_lse(
     return (fused or causal_attention_lse_reference)(q, k, v, scale, window)
 
 
+def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> Result:
+    """`causal_attention_lse` whose softmax has one more column for each query, without a value, in the memory of both.
+
+    out: (b, heads, m, d); lse: (b, heads, m) fp32; sinks: (heads,), the logits.
+    """
+    joined = torch.logaddexp(lse, sinks.float().view(1, -1, 1))
+    return out.mul_(lse.sub_(joined).exp_().unsqueeze(3)), joined
+
+
 def causal_attention_lse_reference(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None
 ) -> Result:

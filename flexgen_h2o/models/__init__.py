@@ -5,7 +5,7 @@ are the same network share one.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -54,8 +54,13 @@ class Hidden(NamedTuple):
     weights: torch.Tensor | None = None
 
 
-# (q, k, v), each (tokens, heads, d), before any rotary embedding -> (tokens, heads x d)
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+class Attend(Protocol):
+    """q, k, v, each (tokens, heads, d), before any rotary embedding -> (tokens, heads x d)."""
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, /, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """sinks: (heads,), learned logits, each of which joins the softmax of its head's queries and has no value."""
 
 
 class Family(Protocol):

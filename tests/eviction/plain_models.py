@@ -37,6 +37,9 @@ class PlainOPT:
         q, k, v = (f(inputs).view(len(x), self.kv_heads, -1) for f in (own.q_proj, own.k_proj, own.v_proj))
         return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
 
+    def sinks(self, layer: int) -> torch.Tensor | None:
+        return None
+
     def finish(self, layer: int, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
         block = self._decoder.layers[layer]
         x = x + block.self_attn.out_proj(mixed)
@@ -75,6 +78,9 @@ class PlainRotary:
         if self._rolling:
             return q, k, v
         return self.turn(q, torch.arange(len(x))), self.turn(k, torch.arange(len(x))), v
+
+    def sinks(self, layer: int) -> torch.Tensor | None:
+        return None
 
     def turn(self, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """(heads, n, d) at positions (n,)."""

@@ -71,6 +71,10 @@ class PlainModel(Protocol):
         """(n, hidden) -> q: (heads, n, d), k and v: (kv, n, d)"""
         ...
 
+    def sinks(self, layer: int) -> torch.Tensor | None:
+        """(kv, g): logits that join the softmax of each query and have no values; None: there are none"""
+        ...
+
     def finish(self, layer: int, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
         """x: (n, hidden), mixed: (n, heads x d) values -> (n, hidden), after attention's sum and the MLP"""
         ...
@@ -119,7 +123,10 @@ def forward(
         scores = scores.masked_fill(~mask[:, None], -math.inf)
         sums_up = page and model.windows[layer] is None
         of_pages, means = _page_scores(q, k, v, mask, prompt_len, page, stored) if sums_up else (scores[..., :0], v[:0])
-        probabilities, of_pages = torch.cat([scores, of_pages], dim=-1).softmax(-1).tensor_split([len(ids)], dim=-1)
+        sinks = model.sinks(layer)
+        none = torch.full(q.shape[:2], -math.inf) if sinks is None else sinks
+        every = torch.cat([scores, of_pages, none[..., None, None].expand(-1, -1, len(ids), 1)], dim=-1).softmax(-1)
+        probabilities, of_pages = every[..., :-1].tensor_split([len(ids)], dim=-1)
         mixed = torch.einsum("kgij,kjd->ikgd", probabilities, v)
         if stored is not None:
             mixed = torch.einsum("kgij,kjd->ikgd", probabilities * is_whole, v)
@@ -129,7 +136,7 @@ def forward(
         if cache.selection is not None and model.windows[layer] is None:
             found = v[:, None].expand(-1, len(ids), -1, -1)
             found = found if stored is None else torch.where(is_whole[..., None], found, new[:, None])
-            chosen = cache.selection.mixed(q, k, v, scores, found, prompt_len or len(ids))
+            chosen = cache.selection.mixed(q, k, v, scores, none, found, prompt_len or len(ids))
             mixed[prompt_len or len(ids) :] = chosen.permute(2, 0, 1, 3)
         x = model.finish(layer, x, mixed.reshape(len(ids), -1))
         seen.append(Attention(q, k, v, probabilities))
