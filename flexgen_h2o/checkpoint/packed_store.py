@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from flexgen_h2o.checkpoint.atomic_folder import building, fingerprint, label
-from flexgen_h2o.checkpoint.formats import PackedFormat, checkpoint_format
+from flexgen_h2o.checkpoint.formats import Held, PackedFormat, checkpoint_format
 from flexgen_h2o.checkpoint.safetensors import (
     AGAIN,
     FROM_ENGINE,
@@ -170,9 +170,12 @@ class _Reader:
         if not layout.decoded_row_bytes:
             (source,) = sources
             return self._read(source).view(getattr(torch, source.dtype)).view(source.shape)
+        read = [
+            stored.held(self._read(source).clone(), source.dtype)
+            for stored, source in zip(layout.stored, sources, strict=True)
+        ]
         out = torch.empty(part.rows, tensor.shape[1])
-        self._form.decode_rows(layout, part, [self._read(source).clone() for source in sources], out)
-        return out
+        return self._form.decode_range(layout, [Held(part, read)], first, out)
 
     def _read(self, source: StoredTensor) -> torch.Tensor:
         from flexgen_h2o.tiers.device import host_buffer

@@ -282,6 +282,7 @@ class RandomValues:
         pieces = [torch.cat(list(self._of_rows(tensor, rows, *rows.part_rows(part)))) for rows in layout.stored]
         if not layout.decoded_row_bytes:
             return pieces[0].view(part.rows, *tensor.shape[1:])
+        pieces = [rows.held(raw, rows.dtypes[0]) for rows, raw in zip(layout.stored, pieces, strict=True)]
         return self._form.decode_range(layout, [Held(part, pieces)], first, torch.empty(part.rows, tensor.shape[1]))
 
     def _of_rows(self, tensor: TensorSpec, rows: StoredRows, first: int, end: int) -> Iterator[torch.Tensor]:

@@ -215,8 +215,8 @@ class WeightStore:
 
     def _read(self, piece: _Piece, dst: torch.Tensor, memory: Memory, after: Sequence[Waitable]) -> Done:
         found, stored = piece.source, torch.uint8
-        if piece.stored.is_values:
-            dst, stored = dst.view(self._workspace.dtype), getattr(torch, found.dtype)
+        if (dtype := self._converted(piece)) is not None:
+            dst, stored = dst.view(dtype), getattr(torch, found.dtype)
         source = FileRange(self._file(found.path), found.offset, found.nbytes, stored)
         return self._mover.read("load_weight", dst, memory, source, after)
 
@@ -224,10 +224,16 @@ class WeightStore:
         """May the file's bytes be computed on as they are, where the reader puts them?"""
         if not self._is_host or piece.resident is not None:
             return False
-        dtype, source = self._workspace.dtype, piece.source
-        if not piece.stored.is_values:
+        dtype, source = self._converted(piece), piece.source
+        if dtype is None:
             return source.offset % WORD == 0
         return getattr(torch, source.dtype) == dtype and source.offset % dtype.itemsize == 0
+
+    def _converted(self, piece: _Piece) -> torch.dtype | None:
+        """What its numbers are held in; None: it is held as stored."""
+        if piece.stored.in_float32:
+            return torch.float32
+        return self._workspace.dtype if piece.stored.is_values else None
 
     def _file(self, path: Path) -> DirectFile:
         if path not in self._files:

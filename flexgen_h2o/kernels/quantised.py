@@ -49,6 +49,81 @@ def unpack_mxfp4_reference(blocks: torch.Tensor, scales: torch.Tensor, out: torc
     return out
 
 
+def unpack_fp8(
+    codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], first: int, out: torch.Tensor
+) -> torch.Tensor:
+    """FP8 in blocks: e4m3 numbers (OCP 8-bit Floating Point 1.0: no infinity, 127 and 255 are NaN) times the scale of
+    their block.
+
+    codes: (n, columns) uint8; scales: (block rows, ceil(columns / block[1])) float32, both contiguous; block: rows and
+    columns that share a scale; first: of the rows, within the first block.
+    """
+    if not is_compiled(out):
+        return unpack_fp8_reference(codes, scales, block, first, out)
+    from flexgen_h2o.kernels.compiled import quantised as loops
+
+    columns = codes.shape[1]
+    job = loops.Fp8Job(
+        codes.data_ptr(), columns, scales.data_ptr(), scales.shape[1], first, *block, out.data_ptr(),
+        out.stride(0) * out.itemsize,
+    )  # fmt: skip
+    parallel_rows(partial(loops.unpack_fp8, element_of(out.dtype), job), len(out), columns * (1 + out.itemsize))
+    return out
+
+
+def unpack_fp8_reference(
+    codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], first: int, out: torch.Tensor
+) -> torch.Tensor:
+    """`unpack_fp8` in torch operations, with the same bits."""
+    columns = codes.shape[1]
+    for some in row_slices(len(out), columns):
+        rows = torch.arange(first + some.start, first + some.stop, device=out.device) // block[0]
+        wide = scales[rows].repeat_interleave(block[1], dim=1)[:, :columns]
+        out[some] = codes[some].view(torch.float8_e4m3fn).float().mul_(wide)
+    return out
+
+
+def unpack_integers(
+    codes: torch.Tensor, bits: int, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, out: torch.Tensor,
+    signed: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """(code - zero) x scale of its group. Codes of 4 bits lie two to a byte, the first in the low half.
+
+    codes: (n, row bytes) uint8; scales, zeros: (n, groups) float32, all contiguous; zeros: None for half of all codes;
+    group: columns that share a scale, even; signed: bytes are two's complement, and a zero is one of codes that are
+    not.
+    """
+    if not is_compiled(out):
+        return unpack_integers_reference(codes, bits, scales, zeros, group, out, signed)
+    from flexgen_h2o.kernels.compiled import quantised as loops
+
+    columns = out.shape[1]
+    job = loops.IntegerJob(
+        codes.data_ptr(), codes.shape[1], bits, 128 if signed else 0, scales.data_ptr(),
+        0 if zeros is None else zeros.data_ptr(), scales.shape[1], group, columns, out.data_ptr(),
+        out.stride(0) * out.itemsize,
+    )  # fmt: skip
+    row_bytes = codes.shape[1] + columns * out.itemsize
+    parallel_rows(partial(loops.unpack_integers, element_of(out.dtype), job), len(out), row_bytes)
+    return out
+
+
+def unpack_integers_reference(
+    codes: torch.Tensor, bits: int, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, out: torch.Tensor,
+    signed: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """`unpack_integers` in torch operations, with the same bits."""
+    columns = out.shape[1]
+    for some in row_slices(len(out), columns):
+        here = codes[some] ^ 128 if signed else codes[some]
+        if bits == 4:
+            here = torch.stack([here & 15, here >> 4], dim=-1).flatten(1)
+        zero = torch.full_like(scales[some], 2 ** (bits - 1)) if zeros is None else zeros[some]
+        wide, least = (each.repeat_interleave(group, dim=1)[:, :columns] for each in (scales[some], zero))
+        out[some] = here[:, :columns].float().sub_(least).mul_(wide)
+    return out
+
+
 def row_slices(rows: int, columns: int, multiple: int = 1) -> Iterator[slice]:
     """So many rows at a time that their numbers are about UNPACK_CHUNK, and a multiple of `multiple`."""
     step = max(1, UNPACK_CHUNK // (columns * multiple)) * multiple

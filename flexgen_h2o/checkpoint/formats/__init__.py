@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 FORMATS = {
     "groupwise": "flexgen_h2o.checkpoint.formats.groupwise",
     "mxfp4": "flexgen_h2o.checkpoint.formats.mxfp4",
+    "fp8": "flexgen_h2o.checkpoint.formats.fp8",
+    "compressed-tensors": "flexgen_h2o.checkpoint.formats.compressed_tensors",
     "int8": "flexgen_h2o.checkpoint.formats.int8",
     "dense": "flexgen_h2o.checkpoint.formats",
 }
@@ -38,8 +40,9 @@ class StoredRows:
     names: that it may have in a checkpoint; shape, dtypes: that it must have there (as of safetensors.StoredTensor).
     row_bytes: of one of its rows, along its first dimension, in memory. rows_each: rows of the matrix that share a row
     of it, such as 128 for the scales of blocks of 128 x 128. is_values: numbers, which are converted to the compute
-    dtype as they are read; otherwise bytes. index: it is this slice of what has the name (TensorSpec.index). random:
-    of random weights, byte i of a row is (any byte & mask) + base, where both repeat; by default any byte.
+    dtype as they are read; in_float32: numbers, which become float32; otherwise bytes. index: it is this slice of what
+    has the name (TensorSpec.index). random: of random weights, byte i of a row is (any byte & mask) + base, where both
+    repeat; by default any byte.
     """
 
     names: tuple[str, ...] = field(compare=False)
@@ -48,6 +51,7 @@ class StoredRows:
     row_bytes: int
     rows_each: int = 1
     is_values: bool = False
+    in_float32: bool = False
     index: int | None = field(default=None, compare=False)
     random: tuple[bytes, bytes] = field(default=(b"\xff", b"\0"), compare=False)
 
@@ -71,6 +75,12 @@ class StoredRows:
     def part_bytes(self, part: Part) -> int:
         first, end = self.part_rows(part)
         return (end - first) * self.row_bytes
+
+    def held(self, raw: torch.Tensor, dtype: str) -> torch.Tensor:
+        """Bytes (uint8) of a checkpoint, where it is stored as `dtype`, as a piece for `WeightFormat.decode_rows`."""
+        import torch
+
+        return raw.view(getattr(torch, dtype)).float().view(torch.uint8) if self.in_float32 else raw
 
 
 @dataclass(frozen=True)
