@@ -28,8 +28,9 @@ from flexgen_h2o.checkpoint.formats.quantised import (
     settings_of,
     whole_number,
 )
-from flexgen_h2o.core.config import DTYPE_BYTES, Policy, TensorSpec
+from flexgen_h2o.core.config import DTYPE_BYTES, Policy
 from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.model import TensorSpec
 from flexgen_h2o.tiers.stream import Part
 
 if TYPE_CHECKING:

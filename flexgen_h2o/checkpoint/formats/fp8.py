@@ -20,8 +20,9 @@ from flexgen_h2o.checkpoint.formats.quantised import (
     settings_of,
     whole_number,
 )
-from flexgen_h2o.core.config import Policy, TensorSpec
+from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.model import TensorSpec
 from flexgen_h2o.tiers.stream import Part
 
 if TYPE_CHECKING:

@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from flexgen_h2o.checkpoint import open_checkpoint
 from flexgen_h2o.checkpoint.formats import check_quantization, weight_format
 from flexgen_h2o.checkpoint.formats.quantised import is_left_out
-from flexgen_h2o.core.config import Policy, TensorSpec
+from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.model import TensorSpec
 from flexgen_h2o.models import spec_from_folder
 from tests.parity.quantisers import FP8, QUANTISERS, compressed, save_quantised
 from tests.parity.reference import random_model
