@@ -151,6 +151,7 @@ class _Reader:
     def __init__(self, spec: ModelSpec, source: Checkpoint) -> None:
         self._tensors, self._form = source.tensors, checkpoint_format(spec)
         self._buffer: torch.Tensor | None = None
+        self._whole: tuple[str, torch.Tensor] | None = None  # what is in the buffer, of a tensor stored transposed
         self._files: dict[Path, DirectFile] = {}
 
     def describe(self, tensor: TensorSpec) -> str:
@@ -165,7 +166,10 @@ class _Reader:
     def rows(self, tensor: TensorSpec, first: int, end: int) -> torch.Tensor:
         import torch
 
-        layout, part = self._form.layout(tensor), Part("host", first, end)
+        layout = self._form.layout(tensor)
+        if layout.transposed:
+            return self._transposed(tensor)[first:end].contiguous()
+        part = Part("host", first, end)
         sources = [self._tensors[stored.key].rows(*stored.part_rows(part)) for stored in layout.stored]
         if not layout.decoded_row_bytes:
             (source,) = sources
@@ -177,10 +181,21 @@ class _Reader:
         out = torch.empty(part.rows, tensor.shape[1])
         return self._form.decode_range(layout, [Held(part, read)], first, out)
 
+    def _transposed(self, tensor: TensorSpec) -> torch.Tensor:
+        """(rows, columns), read once for all its rows, which lie across what is stored."""
+        import torch
+
+        if self._whole is None or self._whole[0] != tensor.key:
+            source = self._stored(tensor)
+            numbers = self._read(source).view(getattr(torch, source.dtype))
+            self._whole = tensor.key, numbers.view(source.shape).t()
+        return self._whole[1]
+
     def _read(self, source: StoredTensor) -> torch.Tensor:
         from flexgen_h2o.tiers.device import host_buffer
         from flexgen_h2o.tiers.disk import DirectFile, aligned_range
 
+        self._whole = None
         start, length = aligned_range(source.offset, source.nbytes)
         if self._buffer is None or len(self._buffer) < length:
             self._buffer = host_buffer(length)

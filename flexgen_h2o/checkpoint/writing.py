@@ -278,10 +278,12 @@ class RandomValues:
         """Rows [first, end) of a tensor, decoded."""
         import torch
 
-        layout, part = self._form.layout(tensor), Part("host", first, end)
+        layout = self._form.layout(tensor)
+        part = Part("host", 0, layout.shape[0]) if layout.transposed else Part("host", first, end)
         pieces = [torch.cat(list(self._of_rows(tensor, rows, *rows.part_rows(part)))) for rows in layout.stored]
         if not layout.decoded_row_bytes:
-            return pieces[0].view(part.rows, *tensor.shape[1:])
+            values = pieces[0].view(part.rows, *layout.shape[1:])
+            return values.t()[first:end].contiguous() if layout.transposed else values
         pieces = [rows.held(raw, rows.dtypes[0]) for rows, raw in zip(layout.stored, pieces, strict=True)]
         return self._form.decode_range(layout, [Held(part, pieces)], first, torch.empty(part.rows, tensor.shape[1]))
 

@@ -1,7 +1,8 @@
 """Linear maps and row look-ups over a matrix that is held in row parts.
 
 A matrix split over tiers arrives as several parts, each a run of its rows; a whole one as a single part. No part is
-ever copied together: each is multiplied where it lies and fills its own columns of the result.
+ever copied together: each is multiplied where it lies and fills its own columns of the result, or, where rows are
+inputs (`InputRows`), adds its share to all of them.
 
 Rows in bf16 may be in oneDNN's blocked layout, in which a CPU multiplies them faster than in order. They are blocked in
 place, some at a time: the bytes are the same in another order, so that the memory plan and the owner of the memory need
@@ -43,6 +44,11 @@ class RowPart(ABC):
         """relu(x W^T + bias) in `out`, or in memory of the product's own."""
         return torch.relu_(linear(x, (self,), bias, out))
 
+    def multiply_from(self, start: int, inputs: Any, bias: torch.Tensor | None, out: torch.Tensor, adds: bool) -> None:
+        """What this part, whose rows begin at `start` of the matrix, gives to out (rows, all of the matrix)."""
+        here = slice(start, start + len(self))
+        self.multiply(inputs, None if bias is None else bias[here], out[:, here], adds)
+
     @abstractmethod
     def look_up(self, ids: torch.Tensor, out: torch.Tensor) -> None:
         """The rows `ids` (int64, (n,)) into out (n, columns)."""
@@ -74,6 +80,23 @@ class DenseRows(RowPart):
         torch.index_select(self.rows, 0, ids, out=out)
 
 
+@dataclass(frozen=True)
+class InputRows(DenseRows):
+    """Rows (n, outputs) of a matrix that is stored for x W: each belongs to an input. The sum over inputs is rounded
+    after each part."""
+
+    def multiply(self, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, adds: bool) -> None:
+        DenseRows(self.rows.t()).multiply(inputs, bias, out, adds)
+
+    def multiply_from(
+        self, start: int, inputs: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, adds: bool
+    ) -> None:
+        self.multiply(inputs[:, start : start + len(self)], None if start else bias, out, adds or start > 0)
+
+    def look_up(self, ids: torch.Tensor, out: torch.Tensor) -> None:
+        raise NotImplementedError("tables of embeddings are not stored so")
+
+
 def linear(x: torch.Tensor, weight: RowParts, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
     """out = x W^T + bias. x: (rows, in), weight parts: (out_i, in), bias: (out,), out: (rows, sum out_i)."""
     linear_each(x, ((weight, bias, out),))
@@ -100,9 +123,8 @@ def linear_each(
             for weight, bias, out in some:
                 start = 0
                 for part in weight:
-                    end = start + len(part)
-                    part.multiply(inputs, None if bias is None else bias[start:end], out[rows, start:end], adds)
-                    start = end
+                    part.multiply_from(start, inputs, bias, out[rows], adds)
+                    start += len(part)
 
 
 def add_linear(x: torch.Tensor, inputs: torch.Tensor, weight: RowParts, bias: torch.Tensor | None) -> None:

@@ -87,12 +87,14 @@ class StoredRows:
 class TensorLayout:
     """A tensor in a format. Equal for tensors that take the same bytes.
 
-    decoded_row_bytes: of a row in the buffer that it is decoded into when its unit is opened; 0: it is used as held.
+    shape: as it is split by rows. decoded_row_bytes: of a row in the buffer that it is decoded into when its unit is
+    opened; 0: it is used as held. transposed: rows are inputs of products, not outputs.
     """
 
     shape: tuple[int, ...]
     stored: tuple[StoredRows, ...]
     decoded_row_bytes: int = 0
+    transposed: bool = False
 
     @property
     def is_matrix(self) -> bool:
@@ -120,10 +122,11 @@ def pieces_of(layout: TensorLayout, held: Held, first: int, end: int) -> Iterato
 
 def plain_layout(tensor: TensorSpec, itemsize: int) -> TensorLayout:
     """A tensor whose numbers are stored as they are, in any float dtype, and held in the compute dtype."""
-    row_bytes = itemsize * (tensor.numel // tensor.shape[0])
+    shape = tensor.shape[::-1] if tensor.transposed else tensor.shape
+    row_bytes = itemsize * (tensor.numel // shape[0])
     names = (tensor.name, *tensor.aliases)
-    stored = StoredRows(names, tensor.shape, tuple(DTYPE_BYTES), row_bytes, is_values=True, index=tensor.index)
-    return TensorLayout(tensor.shape, (stored,))
+    stored = StoredRows(names, shape, tuple(DTYPE_BYTES), row_bytes, is_values=True, index=tensor.index)
+    return TensorLayout(shape, (stored,), transposed=tensor.transposed)
 
 
 @dataclass(frozen=True)
@@ -159,9 +162,11 @@ class WeightFormat:
     ) -> RowParts:
         """Rows of a tensor that is used as held. pieces: of each stored tensor, uint8. blocks: bring the rows into the
         order that products are fastest with, where they lie."""
-        from flexgen_h2o.kernels.linear import DenseRows, block_rows
+        from flexgen_h2o.kernels.linear import DenseRows, InputRows, block_rows
 
         rows = pieces[0].view(workspace.dtype).view(-1, *layout.shape[1:])
+        if layout.transposed:
+            return (InputRows(rows),)
         return block_rows(rows) if blocks and layout.is_matrix else (DenseRows(rows),)
 
     def decoded_parts(self, layout: TensorLayout, memory: torch.Tensor, workspace: Workspace) -> RowParts:
