@@ -236,7 +236,7 @@ def thinned(cases: Iterable[tuple[Any, ...]], one_in: int) -> list[Any]:
 # Shapes that matter to where things lie; with the Latin square below each of them meets every placement.
 LAID_OUT = (
     "normal", "post-norm, narrow embedding (350m)", "odd sizes", "one layer", "untied head", "llama",
-    "llama, one kv-head, odd sizes", "mistral, windows", "qwen3", "gpt_neox", "gpt_neox, one after the other",
+    "llama, one kv-head, odd sizes", "gpt_oss", "qwen3", "gpt_neox", "gpt_neox, one after the other",
 )  # fmt: skip
 
 
