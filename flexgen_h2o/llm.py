@@ -41,7 +41,8 @@ from flexgen_h2o.engine.sampling import SamplingParams, check_params
 from flexgen_h2o.engine.workload import AutoPolicy, base_of, read_policy_argument
 from flexgen_h2o.kernels.warm_up import compile_subprocess, warm_up, warm_up_selection
 from flexgen_h2o.kvcache.eviction import Eviction, check_eviction
-from flexgen_h2o.kvcache.eviction.policy import check_rolling, is_rolling, priced
+from flexgen_h2o.kvcache.eviction.of_model import check_for_model, fitted
+from flexgen_h2o.kvcache.eviction.policy import is_rolling
 from flexgen_h2o.kvcache.prefixes import TokenIds, check_sharing
 from flexgen_h2o.models.load import Model, content_digests, find_checkpoint, find_model
 from flexgen_h2o.planner.plans import Planner
@@ -116,7 +117,8 @@ class LLM:
     @property
     def eviction(self) -> Eviction:
         """Which KV columns the next run keeps."""
-        return priced(self._eviction, prices_of(self.model.spec, base_of(self.asked_policy)))
+        spec = self.model.spec
+        return fitted(self._eviction, spec, prices_of(spec, base_of(self.asked_policy)))
 
     @eviction.setter
     def eviction(self, eviction: Eviction) -> None:
@@ -176,9 +178,9 @@ class LLM:
         return len(layers_of(self.model.spec, self._policy or Policy()).layers)
 
     def check_plan(self) -> None:
-        """UsageError for what no rows can mend: rolling positions that the model or the policy cannot have; a policy
-        that is to be chosen with a profile that does not know the dtype."""
-        self._check_rolling()
+        """UsageError for what no rows can mend: rolling positions that the model or the policy cannot have; eviction
+        that has no layers; a policy that is to be chosen with a profile that does not know the dtype."""
+        self._check_eviction()
         if isinstance(self.asked_policy, AutoPolicy):
             self._planner.check_dtype()
 
@@ -346,8 +348,8 @@ class LLM:
     def _budgets(self) -> dict[str, int | None]:
         return resolve_budgets(self._budget, self._device, self.offload_dir, self._planner.part.processes)
 
-    def _check_rolling(self) -> None:
-        check_rolling(self.eviction, self.model.spec, base_of(self.asked_policy).compress_cache)
+    def _check_eviction(self) -> None:
+        check_for_model(self.eviction, self.model.spec, base_of(self.asked_policy).compress_cache)
 
     def _ready(self, rows: Sequence[Row]) -> Engine:
         """An engine whose buffers cover these rows: the open one if it does, else a new one."""
@@ -356,7 +358,7 @@ class LLM:
             self.predicted = planner.predict(rows, engine.policy, engine.plan)
             return engine
         self.close()
-        self._check_rolling()
+        self._check_eviction()
         budgets, part, dtype = self._budgets(), planner.part, getattr(torch, self.dtype)
         planner.planned = planned = planner.plan(rows, self.asked_policy, budgets)
         self._policy = policy = planned.policy

@@ -182,20 +182,20 @@ def _question(args: argparse.Namespace) -> Answer:
     eviction = eviction_of(args, policy)
     from flexgen_h2o.engine.memory_plan import prices_of
     from flexgen_h2o.engine.workload import need_of
-    from flexgen_h2o.kvcache.eviction.policy import check_rolling, priced
+    from flexgen_h2o.kvcache.eviction.of_model import check_for_model, fitted
     from flexgen_h2o.models.load import find_spec
     from flexgen_h2o.planner.lp import SearchSpace
 
     spec = find_spec(args.model, args.path, args.revision)
     check_positions(args, spec.name, spec.max_positions)
-    check_rolling(eviction, spec, policy.compress_cache or bool(args.compress_cache))
+    check_for_model(eviction, spec, policy.compress_cache or bool(args.compress_cache))
     by_bytes = getattr(eviction, "kv_bytes", None) is not None  # its columns are counted in those bits
-    eviction = priced(eviction, prices_of(spec, policy))
+    eviction = fitted(eviction, spec, prices_of(spec, policy))
     compress = [name for name in COMPRESSION if searched and getattr(args, name) and not (by_bytes and "cache" in name)]
     if searched:
         policy = replace(policy, compress_weight=False, compress_cache=policy.compress_cache and by_bytes)
     rows = args.num_prompts or (SEARCHED_PROMPTS if searched else policy.block_size)
-    need = need_of(eviction, rows, {(args.prompt_len, args.gen_len)}, spec.num_blocks)
+    need = need_of(eviction, rows, {(args.prompt_len, args.gen_len)}, spec.num_blocks, spec.windows)
     machine, budgets = _machine(args)
     return Answer(SearchSpace(spec, need, policy, machine, budgets, compress), eviction.to_json(), searched)
 

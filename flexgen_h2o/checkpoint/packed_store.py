@@ -10,11 +10,12 @@ import json
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from flexgen_h2o.checkpoint.atomic_folder import building, fingerprint, label
-from flexgen_h2o.checkpoint.formats import PackedFormat, checkpoint_format
+from flexgen_h2o.checkpoint.formats import Held, PackedFormat, checkpoint_format
 from flexgen_h2o.checkpoint.safetensors import (
     AGAIN,
     FROM_ENGINE,
@@ -24,7 +25,7 @@ from flexgen_h2o.checkpoint.safetensors import (
     StoredTensor,
     read_index,
 )
-from flexgen_h2o.checkpoint.writing import RandomValues, plan_shards, record_of, tensors_of, write_shards
+from flexgen_h2o.checkpoint.writing import RandomValues, Written, plan_shards, record_of, tensors_of, write_shards
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import read_object, write_new
 from flexgen_h2o.core.model import ModelSpec, TensorSpec
@@ -62,7 +63,8 @@ def pack_checkpoint(
     names the tensor (not finite) or the store (damaged); DoesNotFitError: the disk is full. Nothing is left then.
     """
     paths = sorted({stored.path for stored in source.tensors.values()})
-    mark = fingerprint(paths, form.record, [(t.name, t.shape) for t in tensors_of(spec)])
+    read_as = [] if spec.quantization is None else [spec.quantization]  # the same files may mean something else
+    mark = fingerprint(paths, form.record, [(t.key, t.shape) for t in tensors_of(spec)], *read_as)
     folder = cache_dir / "packed" / f"{label(source.folder.resolve().name)}-{form.name}-{mark}"
     with closing(_Reader(spec, source)) as reader:
         packed = _pack(spec, reader, folder, form, progress)
@@ -79,12 +81,13 @@ def pack_random(
     """
     mark = fingerprint([], form.record, record_of(spec, config_json, dtype, seed))
     folder = folder.with_name(f"{folder.name}-{form.name}-{mark}")
-    return _pack(spec, RandomValues(dtype, seed), folder, form, progress)
+    return _pack(spec, RandomValues(spec, dtype, seed), folder, form, progress)
 
 
 def _pack(spec: ModelSpec, weights: _Weights, folder: Path, form: PackedFormat, progress: bool) -> Checkpoint:
     tensors = sorted(tensors_of(spec), key=lambda t: form.layout(t).stored[0].is_values)
-    shards = plan_shards(tensors, lambda t: _entry(t, weights, form), {"packed": form.name})
+    written = [Written(_entry(t, weights, form), partial(_pieces, t, weights, form)) for t in tensors]
+    shards = plan_shards(written, {"packed": form.name})
     nbytes = sum(shard.nbytes for shard in shards)
     with building(folder, nbytes, f"{form.name} weights", spec.name) as temp:
         if temp is not None:
@@ -95,7 +98,7 @@ def _pack(spec: ModelSpec, weights: _Weights, folder: Path, form: PackedFormat, 
             compile_subprocess(form.encode, torch.zeros(1, GROUP))
             write_new(temp / RECORD_NAME, json.dumps({**form.record, "model": spec.name}, indent=2) + "\n")
             title = f"{form.name} weights {spec.name}"
-            write_shards(temp, shards, lambda t: _pieces(t, weights, form), title, progress)
+            write_shards(temp, shards, title, progress)
     return _open(spec, weights, folder, form)
 
 
@@ -112,19 +115,19 @@ def _open(spec: ModelSpec, weights: _Weights, folder: Path, form: PackedFormat) 
         raise UsageError(f"{folder}: packed weights are damaged ({reason}); remove this folder") from error
     tensors: dict[str, StoredTensor] = {}
     for tensor in tensors_of(spec):
-        stored, wanted = found.get(tensor.name), _entry(tensor, weights, form)
+        stored, wanted = found.get(tensor.key), _entry(tensor, weights, form)
         if stored is None or (stored.shape, stored.dtype) != (wanted.shape, TO_ENGINE[wanted.dtype]):
             raise UsageError(
-                f"{folder}: packed weights lack tensor {tensor.name!r}, {wanted.dtype} of shape {wanted.shape};"
+                f"{folder}: packed weights lack tensor {tensor.key!r}, {wanted.dtype} of shape {wanted.shape};"
                 " remove this folder"
             )
-        tensors[tensor.name] = stored
+        tensors[tensor.key] = stored
     return Checkpoint(folder, tensors)
 
 
 def _entry(tensor: TensorSpec, weights: _Weights, form: PackedFormat) -> Entry:
     (stored,) = form.layout(tensor).stored
-    return Entry(tensor.name, FROM_ENGINE[weights.dtype_of(tensor) if stored.is_values else "uint8"], stored.shape)
+    return Entry(tensor.key, FROM_ENGINE[weights.dtype_of(tensor) if stored.is_values else "uint8"], stored.shape)
 
 
 def _pieces(tensor: TensorSpec, weights: _Weights, form: PackedFormat) -> Iterator[memoryview]:
@@ -151,25 +154,28 @@ class _Reader:
         self._files: dict[Path, DirectFile] = {}
 
     def describe(self, tensor: TensorSpec) -> str:
-        return f"{self._stored(tensor).path}: tensor {tensor.name!r}"
+        return f"{self._stored(tensor).path}: tensor {tensor.key!r}"
 
     def dtype_of(self, tensor: TensorSpec) -> str:
         return self._stored(tensor).dtype
 
     def _stored(self, tensor: TensorSpec) -> StoredTensor:
-        return self._tensors[self._form.layout(tensor).stored[0].name]
+        return self._tensors[self._form.layout(tensor).stored[0].key]
 
     def rows(self, tensor: TensorSpec, first: int, end: int) -> torch.Tensor:
         import torch
 
         layout, part = self._form.layout(tensor), Part("host", first, end)
-        sources = [self._tensors[stored.name].rows(*stored.part_rows(part)) for stored in layout.stored]
+        sources = [self._tensors[stored.key].rows(*stored.part_rows(part)) for stored in layout.stored]
         if not layout.decoded_row_bytes:
             (source,) = sources
             return self._read(source).view(getattr(torch, source.dtype)).view(source.shape)
+        read = [
+            stored.held(self._read(source).clone(), source.dtype)
+            for stored, source in zip(layout.stored, sources, strict=True)
+        ]
         out = torch.empty(part.rows, tensor.shape[1])
-        self._form.decode_rows(layout, part, [self._read(source).clone() for source in sources], out)
-        return out
+        return self._form.decode_range(layout, [Held(part, read)], first, out)
 
     def _read(self, source: StoredTensor) -> torch.Tensor:
         from flexgen_h2o.tiers.device import host_buffer

@@ -6,6 +6,7 @@ Reads no weights.
 from __future__ import annotations
 
 import errno
+from collections import Counter
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -29,24 +30,26 @@ _PREFIX = "model."
 
 
 def match(spec: ModelSpec, stored: dict[str, StoredTensor], folder: Path) -> Checkpoint:
-    """The stored tensors of `spec`, by their first names; what the files hold besides is ignored.
+    """The stored tensors of `spec`, by their keys; what the files hold besides is ignored.
 
     A name is found as it is, or with a leading "model." added or removed. Raises UsageError that names the tensor and
     the folder (missing) or the file (shape or dtype).
     """
     tensors: dict[str, StoredTensor] = {}
     form = checkpoint_format(spec)
-    for unit in spec.layers(sep_layer=False).units:
-        for rows in (rows for layout in layouts_of(form, unit.tensors) for rows in layout.stored):
-            names = [name for own in rows.names for name in (own, _other_name(own))]
-            found = next((stored[name] for name in names if name in stored), None)
-            if found is None:
-                raise UsageError(
-                    f"{folder}: tensor {rows.name!r} is not in this checkpoint; give a folder whose weights belong"
-                    " to its config.json"
-                )
-            _check(rows, found)
-            tensors[rows.name] = found
+    units = [layouts_of(form, unit.tensors) for unit in spec.layers(sep_layer=False).units]
+    wanted = [rows for layouts in units for layout in layouts for rows in layout.stored]
+    slices = Counter(rows.name for rows in wanted if rows.index is not None)
+    for rows in wanted:
+        names = [name for own in rows.names for name in (own, _other_name(own))]
+        found = next((stored[name] for name in names if name in stored), None)
+        if found is None:
+            raise UsageError(
+                f"{folder}: tensor {rows.name!r} is not in this checkpoint; give a folder whose weights belong"
+                " to its config.json"
+            )
+        _check(rows, rows.shape if rows.index is None else (slices[rows.name], *rows.shape), found)
+        tensors[rows.key] = found if rows.index is None else found.item(rows.index)
     return Checkpoint(folder, tensors)
 
 
@@ -54,16 +57,16 @@ def _other_name(name: str) -> str:
     return name[len(_PREFIX) :] if name.startswith(_PREFIX) else _PREFIX + name
 
 
-def _check(wanted: StoredRows, found: StoredTensor) -> None:
-    if found.shape != wanted.shape:
+def _check(wanted: StoredRows, shape: tuple[int, ...], found: StoredTensor) -> None:
+    if found.shape != shape:
         raise UsageError(
-            f"{found.path}: tensor {wanted.name!r} has shape {found.shape}, config.json asks for {wanted.shape};"
+            f"{found.path}: tensor {wanted.name!r} has shape {found.shape}, config.json asks for {shape};"
             " give a folder whose weights belong to its config.json"
         )
     if found.dtype not in wanted.dtypes:
         raise UsageError(
             f"{found.path}: tensor {wanted.name!r} is stored as {found.dtype}, and is read as"
-            f" {' or '.join(wanted.dtypes)}; give a checkpoint in one of the formats that docs/cli.md lists"
+            f" {' or '.join(wanted.dtypes)}; give a checkpoint in one of the formats that docs/formats.md lists"
         )
 
 

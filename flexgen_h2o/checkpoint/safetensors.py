@@ -46,11 +46,15 @@ class StoredTensor:
             self, offset=self.offset + first * row, nbytes=(end - first) * row, shape=(end - first, *self.shape[1:])
         )
 
+    def item(self, index: int) -> StoredTensor:
+        """Its slice `index` along the first dimension, without that dimension."""
+        return replace(self.rows(index, index + 1), shape=self.shape[1:])
+
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The stored tensors of one model, by their first names (formats.StoredRows.name): of most formats the
-    `TensorSpec.name` of its spec.
+    """The stored tensors of one model, and slices of them, by their keys (formats.StoredRows.key): of most formats the
+    `TensorSpec.key` of its spec.
 
     sources: the files that these were made from (imported, packed), as they were before that.
     """

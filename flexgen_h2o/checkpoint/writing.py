@@ -9,12 +9,14 @@ import errno
 import fcntl
 import hashlib
 import json
+import math
 import mmap
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from flexgen_h2o.checkpoint.atomic_folder import building
+from flexgen_h2o.checkpoint.formats import Held, StoredRows, checkpoint_format
 from flexgen_h2o.checkpoint.safetensors import FROM_ENGINE, SAFETENSORS, Entry, header, shard_name, write_index
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import DTYPE_BYTES
@@ -30,6 +33,7 @@ from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.files import open_new, read_json, write_new
 from flexgen_h2o.core.model import ModelSpec, TensorSpec
 from flexgen_h2o.core.units import MIB
+from flexgen_h2o.tiers.stream import Part
 
 if TYPE_CHECKING:
     import torch
@@ -110,28 +114,34 @@ SHARD_BYTES = 5 * 10**9
 
 
 @dataclass(frozen=True)
+class Written:
+    """One stored tensor to write. pieces: its bytes in order."""
+
+    entry: Entry
+    pieces: Callable[[], Iterator[memoryview]]
+
+
+@dataclass(frozen=True)
 class Shard:
     """One file to write: its header (bytes) and its tensors in the order of their data."""
 
     name: str
     head: bytes
-    tensors: tuple[TensorSpec, ...]
+    tensors: tuple[Written, ...]
     nbytes: int  # of the whole file
 
 
 def tensors_of(spec: ModelSpec) -> list[TensorSpec]:
     """All tensors of a model, those of a layer side by side, tied ones once."""
-    return list({t.name: t for unit in spec.layers(sep_layer=False).units for t in unit.tensors}.values())
+    return list({t.key: t for unit in spec.layers(sep_layer=False).units for t in unit.tensors}.values())
 
 
-def plan_shards(
-    tensors: Iterable[TensorSpec], entry_of: Callable[[TensorSpec], Entry], metadata: Mapping[str, str] | None = None
-) -> list[Shard]:
+def plan_shards(tensors: Iterable[Written], metadata: Mapping[str, str] | None = None) -> list[Shard]:
     """Files of at most SHARD_BYTES (one tensor may exceed it), a layer's tensors side by side."""
-    groups: list[list[TensorSpec]] = [[]]
+    groups: list[list[Written]] = [[]]
     room = SHARD_BYTES
     for tensor in tensors:
-        nbytes = entry_of(tensor).nbytes
+        nbytes = tensor.entry.nbytes
         if nbytes > room and groups[-1]:
             groups.append([])
             room = SHARD_BYTES
@@ -139,24 +149,22 @@ def plan_shards(
         room -= nbytes
     shards = []
     for i, group in enumerate(groups):
-        entries = [entry_of(t) for t in group]
+        entries = [tensor.entry for tensor in group]
         name = SAFETENSORS[0] if len(groups) == 1 else shard_name(i, len(groups))
         head = header(entries, dict(metadata or {}))
         shards.append(Shard(name, head, tuple(group), len(head) + sum(e.nbytes for e in entries)))
     return shards
 
 
-def write_shards(
-    folder: Path, shards: list[Shard], pieces: Callable[[TensorSpec], Iterator[memoryview]], title: str, progress: bool
-) -> None:
-    """Fill `folder`: all files' space is taken first. pieces: a tensor's bytes in order. progress: a bar on stderr.
+def write_shards(folder: Path, shards: list[Shard], title: str, progress: bool) -> None:
+    """Fill `folder`: all files' space is taken first. progress: a bar on stderr.
 
     Raises OSError (ENOSPC) when the disk is full.
     """
     for shard in shards:
         reserve(folder / shard.name, shard.nbytes)
     if len(shards) > 1:
-        weight_map = {tensor.name: shard.name for shard in shards for tensor in shard.tensors}
+        weight_map = {tensor.entry.name: shard.name for shard in shards for tensor in shard.tensors}
         write_index(folder, weight_map, sum(shard.nbytes - len(shard.head) for shard in shards))
     nbytes = sum(shard.nbytes for shard in shards)
     with tqdm(total=nbytes, desc=title, unit="B", unit_scale=True, file=sys.stderr, disable=not progress) as bar:
@@ -164,7 +172,7 @@ def write_shards(
             with FileWriter(folder / shard.name) as file:
                 file.write(shard.head)
                 bar.update(len(shard.head))
-                for piece in chain.from_iterable(map(pieces, shard.tensors)):
+                for piece in chain.from_iterable(tensor.pieces() for tensor in shard.tensors):
                     interrupts.check()
                     file.write(piece)
                     bar.update(piece.nbytes)
@@ -184,17 +192,18 @@ def write_random_checkpoint(
     """Write a Hugging Face folder with random weights for `spec` and return it; a folder already there is kept.
 
     dtype: a key of `config.DTYPE_BYTES`. Matrices are normal with std 0.02, norm weights 1 + 0.02 noise, other vectors
-    0.01 noise; the same seed, name and shape give the same values. Files are at most 5 GB (one tensor may exceed it),
-    a layer's tensors side by side. Under 256 MB of RAM at any size, torch itself aside; the page cache holds
-    nothing of the files afterwards. progress: a bar on stderr.
+    0.01 noise; in a quantised format matrices have random codes, and scales that give about that std. The same seed,
+    name and shape give the same values. Files are at most 5 GB (one tensor may exceed it), a layer's tensors side by
+    side. Under 256 MB of RAM at any size, torch itself aside; the page cache holds nothing of the files afterwards.
+    progress: a bar on stderr.
 
     Raises DoesNotFitError (needed and free bytes) before writing when the disk has not the room, with nothing left
     behind; UsageError for an unknown dtype, or when `folder` holds something else.
     """
     if dtype not in DTYPE_BYTES:
         raise UsageError(f"--dtype {dtype}: not one of {', '.join(DTYPE_BYTES)}")
-    record = record_of(spec, config_json, dtype, seed)
-    shards = plan_shards(tensors_of(spec), lambda t: Entry(t.name, FROM_ENGINE[dtype], t.shape))
+    record, values = record_of(spec, config_json, dtype, seed), RandomValues(spec, dtype, seed)
+    shards = plan_shards(values.stored())
     with building(folder, sum(shard.nbytes for shard in shards), "random weights", spec.name) as temp:
         if temp is None:
             with suppress(OSError, ValueError):
@@ -207,57 +216,109 @@ def write_random_checkpoint(
         config = {key: value for key, value in config_json.items() if key not in ("dtype", "torch_dtype")}
         for name, body in (("config.json", config | {"torch_dtype": dtype}), (RANDOM_RECORD_NAME, record)):
             write_new(temp / name, json.dumps(body, indent=2) + "\n")
-        values = RandomValues(dtype, seed)
-        write_shards(temp, shards, values.pieces, f"random weights {folder.name}", progress)
+        write_shards(temp, shards, f"random weights {folder.name}", progress)
     return folder
 
 
 class RandomValues:
-    """The values of a seed. Under 40 MB of RAM (bf16): every tensor takes its own from one table."""
+    """The weights of a seed, in the format of the model's checkpoints. Under 60 MB of RAM (bf16): every tensor takes
+    its own from one table of numbers, or from one of bytes."""
 
-    def __init__(self, dtype: str, seed: int) -> None:
+    def __init__(self, spec: ModelSpec, dtype: str, seed: int) -> None:
+        self._spec, self._form, self._dtype, self._seed = spec, checkpoint_format(spec), dtype, seed
+
+    @cached_property
+    def _table(self) -> torch.Tensor:
         import torch
 
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(self._seed)
         values = torch.empty(TABLE_VALUES, dtype=torch.float32).normal_(0.0, _MATRIX_STD, generator=generator)
-        self._table, self._dtype, self._seed = values.to(getattr(torch, dtype)), dtype, seed
+        return values.to(getattr(torch, self._dtype))
+
+    @cached_property
+    def _bytes(self) -> torch.Tensor:
+        import torch
+
+        generator = torch.Generator().manual_seed(self._seed)
+        return torch.randint(0, 256, (TABLE_VALUES,), dtype=torch.uint8, generator=generator)
+
+    def stored(self) -> list[Written]:
+        """What a checkpoint of the model stores: slices of one stored tensor together."""
+        slices: dict[str, list[tuple[TensorSpec, StoredRows]]] = {}
+        for tensor in tensors_of(self._spec):
+            for rows in self._form.layout(tensor).stored:
+                slices.setdefault(rows.name, []).append((tensor, rows))
+        found = []
+        for name, parts in slices.items():
+            parts.sort(key=lambda part: part[1].index or 0)
+            rows = parts[0][1]
+            shape = rows.shape if rows.index is None else (len(parts), *rows.shape)
+            found.append(Written(Entry(name, self._stored_dtype(rows), shape), partial(self._pieces, parts)))
+        return found
+
+    def _stored_dtype(self, rows: StoredRows) -> str:
+        dtype = self._dtype if rows.is_values else rows.dtypes[0]
+        return FROM_ENGINE.get(dtype, dtype)
 
     def describe(self, tensor: TensorSpec) -> str:
-        return f"random weights: tensor {tensor.name!r}"
+        return f"random weights: tensor {tensor.key!r}"
 
     def dtype_of(self, tensor: TensorSpec) -> str:
         return self._dtype
 
-    def pieces(self, tensor: TensorSpec) -> Iterator[memoryview]:
-        """The bytes of one tensor, as views of the table for matrices."""
+    def _pieces(self, slices: Iterable[tuple[TensorSpec, StoredRows]]) -> Iterator[memoryview]:
+        """The bytes of slices one after the other, as views of a table for matrices."""
         import torch
 
-        for values in self._values(tensor, 0, tensor.numel):
-            yield values.contiguous().view(torch.uint8).numpy().data
+        for tensor, rows in slices:
+            for values in self._of_rows(tensor, rows, 0, rows.shape[0]):
+                yield values.contiguous().view(torch.uint8).numpy().data
 
     def rows(self, tensor: TensorSpec, first: int, end: int) -> torch.Tensor:
-        """Rows [first, end) of a tensor."""
+        """Rows [first, end) of a tensor, decoded."""
         import torch
 
-        row = tensor.numel // tensor.shape[0]
-        values = torch.cat(list(self._values(tensor, first * row, end * row)))
-        return values.view(end - first, *tensor.shape[1:])
+        layout, part = self._form.layout(tensor), Part("host", first, end)
+        pieces = [torch.cat(list(self._of_rows(tensor, rows, *rows.part_rows(part)))) for rows in layout.stored]
+        if not layout.decoded_row_bytes:
+            return pieces[0].view(part.rows, *tensor.shape[1:])
+        pieces = [rows.held(raw, rows.dtypes[0]) for rows, raw in zip(layout.stored, pieces, strict=True)]
+        return self._form.decode_range(layout, [Held(part, pieces)], first, torch.empty(part.rows, tensor.shape[1]))
 
-    def _values(self, tensor: TensorSpec, begin: int, end: int) -> Iterator[torch.Tensor]:
-        """The values [begin, end) of a tensor, row-major, in pieces."""
-        digest = hashlib.blake2b(f"{self._seed}:{tensor.name}".encode(), digest_size=8).digest()
-        start = (int.from_bytes(digest, "little") + begin) % TABLE_VALUES
-        left = end - begin
+    def _of_rows(self, tensor: TensorSpec, rows: StoredRows, first: int, end: int) -> Iterator[torch.Tensor]:
+        """What is stored of rows [first, end) of a stored tensor, in pieces: numbers, or bytes."""
+        digest = hashlib.blake2b(f"{self._seed}:{rows.name}".encode(), digest_size=8).digest()
+        table = self._table if rows.is_values else self._bytes
+        each = math.prod(rows.shape) if rows.is_values else Entry("", self._stored_dtype(rows), rows.shape).nbytes
+        row, begin_of_slice = each // rows.shape[0], each * (rows.index or 0)
+        at, left = (int.from_bytes(digest, "little") + begin_of_slice + first * row) % TABLE_VALUES, (end - first) * row
+        done = first * row
         while left:
-            values = self._table[start : start + left]
-            left -= values.numel()
-            start = 0
-            yield values if len(tensor.shape) != 1 else _vector(tensor, values)
+            values = table[at : at + left]
+            if not rows.is_values:
+                yield _masked(values, done, *rows.random)
+            else:
+                yield values if len(tensor.shape) != 1 else _vector(tensor, values)
+            left, done, at = left - values.numel(), done + values.numel(), 0
+
+
+def _masked(values: torch.Tensor, begin: int, mask: bytes, base: bytes) -> torch.Tensor:
+    """(byte & mask) + base of the bytes from `begin` of a tensor on; mask and base repeat."""
+    import torch
+
+    if (mask, base) == (b"\xff", b"\0"):
+        return values
+
+    def repeated(pattern: bytes) -> torch.Tensor:
+        once = torch.tensor(list(pattern), dtype=torch.uint8).roll(-begin)
+        return once if len(pattern) == 1 else once.repeat(-(-len(values) // len(pattern)))[: len(values)]
+
+    return (values & repeated(mask)) + repeated(base)
 
 
 def record_of(spec: ModelSpec, config_json: dict[str, Any], dtype: str, seed: int) -> dict[str, Any]:
     """What the values and files depend on."""
-    facts = [config_json, [(t.role, t.name, t.shape) for t in tensors_of(spec)]]
+    facts = [config_json, [(t.role, t.key, t.shape) for t in tensors_of(spec)]]
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     return {"seed": seed, "dtype": dtype, "model": digest}
 

@@ -15,11 +15,18 @@ SINGLES_BELOW = 0.9
 LayerKind = Literal["embedding", "attention", "mlp", "block", "experts", "head", "receive", "send"]
 
 
+def slice_key(name: str, index: int | None) -> str:
+    """Of a stored tensor, or of slice `index` of it."""
+    return name if index is None else f"{name}[{index}]"
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """One tensor of a layer: the `role` its forward asks for, its `name` in the checkpoint, its shape.
 
-    aliases: names that some checkpoints have for it. exact: no switch compresses it (a router).
+    aliases: names that some checkpoints have for it. exact: no switch compresses it (a router). index: it is this
+    slice, along the first dimension, of what is stored under its name, as an expert is of all experts of a block;
+    `shape` is the slice's. A model has all slices of such a tensor.
     """
 
     role: str
@@ -27,6 +34,12 @@ class TensorSpec:
     shape: tuple[int, ...]
     aliases: tuple[str, ...] = ()
     exact: bool = False
+    index: int | None = None
+
+    @property
+    def key(self) -> str:
+        """No other tensor of the model has it."""
+        return slice_key(self.name, self.index)
 
     @property
     def numel(self) -> int:
@@ -141,6 +154,8 @@ class ModelSpec:
     block is one layer, whose tensors are all in `attention`. Empty too where the block has `experts`: then `attention`
     has the router.
     rotary: None where positions are in the hidden states already.
+    windows: of each transformer block how many of the newest columns a query sees, its own among them; None: all.
+    Empty: none of them has a window.
     options: what only the family reads (activation, norm placement, ...), as sorted pairs.
     quantization: the checkpoint's `quantization_config` (checkpoint/formats).
     embedding, head: empty where this is a stage of a pipeline (`stage`) that another one feeds, that feeds another one.
@@ -168,6 +183,7 @@ class ModelSpec:
     quantization: Mapping[str, Any] | None = None
     buffers: tuple[StepBuffer, ...] = ()
     experts: Experts | None = None
+    windows: tuple[int | None, ...] = ()
 
     def __hash__(self) -> int:
         """Of a few fields: the planner looks models up thousands of times, and a model has thousands of tensors."""
@@ -184,7 +200,11 @@ class ModelSpec:
             attention=tuple(self.attention[i] for i in chosen),
             mlp=tuple(self.mlp[i] for i in chosen),
             experts=self.experts and self.experts.of_blocks(chosen),
+            windows=tuple(self.windows[i] for i in chosen) if self.windows else (),
         )
+
+    def window(self, block: int) -> int | None:
+        return self.windows[block] if self.windows else None
 
     def stage(self, blocks: range) -> ModelSpec:
         """The part of the model with these transformer blocks: with the embedding if they are its first ones, and with
@@ -202,11 +222,15 @@ class ModelSpec:
     @property
     def num_weights(self) -> int:
         """Elements of all weights, tied tensors counted once."""
-        return sum({t.name: t.numel for unit in self.layers(sep_layer=False).units for t in unit.tensors}.values())
+        return sum({t.key: t.numel for unit in self.layers(sep_layer=False).units for t in unit.tensors}.values())
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Bytes of K and V that one token adds over all blocks."""
         return 2 * self.num_blocks * self.num_kv_heads * self.head_dim * itemsize
+
+    def kv_columns(self, tokens: int) -> int:
+        """Columns of so many tokens over all blocks, a window's at most in those that have one."""
+        return sum(min(tokens, self.window(block) or tokens) for block in range(self.num_blocks))
 
     def experts_of(self, block: int) -> tuple[tuple[TensorSpec, ...], ...]:
         """The tensors of each expert of a transformer block; () where it has none."""
@@ -233,8 +257,8 @@ class ModelSpec:
                 name = f"block {block} experts {group.start} to {group[-1]}"
                 add("experts", block, name, self.experts.inputs[block] + tensors, group)
 
-        names = {t.name for t in self.embedding}
-        extra_head = tuple(t for t in self.head if t.name not in names) if self.shares_table else ()
+        keys = {t.key for t in self.embedding}
+        extra_head = tuple(t for t in self.head if t.key not in keys) if self.shares_table else ()
         first: LayerKind = "embedding" if self.embedding else "receive"
         add(first, -1, first, self.embedding + extra_head)
         for i, (attention, mlp) in enumerate(zip(self.attention, self.mlp, strict=True)):

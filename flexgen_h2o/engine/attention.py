@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,6 +12,7 @@ from flexgen_h2o.engine.generation import SweepInput
 from flexgen_h2o.kernels.elementwise import Rotation
 from flexgen_h2o.kvcache.attend import attend_prompts, attend_slots
 from flexgen_h2o.kvcache.eviction import Eviction
+from flexgen_h2o.kvcache.eviction.of_model import Window
 from flexgen_h2o.kvcache.eviction.policy import is_rolling
 from flexgen_h2o.kvcache.prefixes import PromptGroup
 from flexgen_h2o.kvcache.slots import KVRows, NewColumns, PartView, RowBudgets, split_views
@@ -58,56 +59,67 @@ class UnitAttention:
         self, spec: ModelSpec, eviction: Eviction, sparsity: float, device: torch.device,
         common: Sequence[PartView] | None = None,
     ) -> None:  # fmt: skip
-        self._eviction, self._kv_heads, self._common = eviction, spec.num_kv_heads, common
+        self._spec, self._eviction, self._kv_heads, self._common = spec, eviction, spec.num_kv_heads, common
         self._sparsity = sparsity
         self._scale = spec.head_dim**-0.5
         self._rotation: Rotation | None = None
         if spec.rotary is not None:
             frequencies = torch.tensor(spec.rotary.frequencies, dtype=torch.float32, device=device)
             self._rotation = Rotation(frequencies, spec.rotary.scaling)
-        self._is_rolling = is_rolling(eviction)
 
     def open(
         self, block: int, budgets: RowBudgets, fed: SweepInput, views: Sequence[PartView], store_whole: bool
     ) -> CacheStep:
         """The unit of transformer block `block`, whose rows are fed `fed`. views, store_whole: of `CacheStore.open`."""
         first, decoding, entering = fed.decoding, None, None
+        window = self._spec.window(block)
+        policy = self._eviction if window is None else Window(window)
         common = self._common[block] if self._common is not None else None
         before, behind = split_views(views, first * self._kv_heads)
         new: list[NewColumns] = []
         if before:
             of_rows = budgets.select(slice(0, first))
-            decoding = KVRows(self._eviction, block, self._kv_heads, of_rows, before, common)
+            decoding = KVRows(policy, block, self._kv_heads, of_rows, before, common, window=window)
             new.append(decoding.new_columns(torch.tensor(fed.past[:first])))
         if behind:
             assert store_whole  # a prompt is more than a column
             of_rows = budgets.select(slice(first, None))
-            entering = KVRows(self._eviction, block, self._kv_heads, of_rows, behind, common)
+            entering = KVRows(policy, block, self._kv_heads, of_rows, behind, common, window=window)
         return CacheStep(store_whole, decoding, entering, new)
 
-    def attend(self, fed: SweepInput, cache: CacheStep, out: torch.Tensor, *qkv: torch.Tensor) -> torch.Tensor:
-        """q: (tokens, heads, d); k, v: (tokens, kv_heads, d), packed; changed in place. out: (tokens, heads x d)."""
-        first, rows = fed.decoding * fed.steps, cache.decoding
+    def attend(
+        self, fed: SweepInput, cache: CacheStep, out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """q: (tokens, heads, d); k, v: (tokens, kv_heads, d), packed; changed in place. out: (tokens, heads x d).
+
+        sinks: as of KVRows.
+        """
+        first, qkv = fed.decoding * fed.steps, (q, k, v)
+        rows, entering = (
+            of if of is None or sinks is None else replace(of, sinks=sinks) for of in (cache.decoding, cache.entering)
+        )
         if rows is not None:
             for step in range(fed.steps):
                 if step:
                     cache.new.append(rows.new_columns(cache.new[-1].positions + 1))
                 here = slice(step * fed.decoding, (step + 1) * fed.decoding)
                 self._attend_slots(fed.positions[here], rows, cache.new[-1], out[here], [t[here] for t in qkv])
-        if cache.entering is not None:
+        if entering is not None:
             behind = [t[first:] for t in qkv]
-            self._attend_prompts(fed.positions[first:], fed.groups, cache.entering, out[first:], behind)
+            self._attend_prompts(fed.positions[first:], fed.groups, entering, out[first:], behind)
         return out
 
     def _attend_prompts(
         self, positions: torch.Tensor, groups: Sequence[PromptGroup], rows: KVRows, out: torch.Tensor,
         qkv: Sequence[torch.Tensor],
     ) -> None:  # fmt: skip
-        """Keys are stored rotated by the positions of their tokens; with rolling positions, as they come."""
+        """Keys are stored rotated by the positions of their tokens; with rolling positions, as they come. The columns
+        of a window are the newest, and as far from each other at either."""
         (q, k, v), rotation = qkv, self._rotation
-        stored = k if self._is_rolling else None
+        stored = k if is_rolling(rows.policy) else None
         if rotation is not None:
-            k = k.clone() if self._is_rolling else k
+            k = k if stored is None else k.clone()
             rotation.rotate((q, k), positions)
         attend_prompts((q, k, v), groups, rows, self._scale, out, stored)
 
@@ -116,7 +128,7 @@ class UnitAttention:
     ) -> None:
         """One decode step. With rolling positions a query stands at the rank of its own column, the newest."""
         (q, k, v), rotation = qkv, self._rotation
-        rolling = rotation if self._is_rolling else None
+        rolling = rotation if is_rolling(rows.policy) else None
         if rolling is not None:
             rolling.rotate((q,), new.filled - 1)
         elif rotation is not None:

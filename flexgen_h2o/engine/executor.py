@@ -21,7 +21,7 @@ from flexgen_h2o.engine.decoding import Decoding, score_prompts, scored_tokens
 from flexgen_h2o.engine.distributed import Wire
 from flexgen_h2o.engine.generation import BlockStats, MicroBatch, Row, Sweep, SweepInput
 from flexgen_h2o.engine.loop import ATTENTION_KINDS, Step, UnitKey, Walk
-from flexgen_h2o.engine.memory_plan import kv_layout, waits_for_router
+from flexgen_h2o.engine.memory_plan import kv_layout, record_in, waits_for_router
 from flexgen_h2o.engine.requests import Scheduler
 from flexgen_h2o.engine.resources import Engine
 from flexgen_h2o.engine.stores import WeightStream
@@ -134,7 +134,7 @@ class Executor:
         engine, rows, slots = self._engine, len(self._batches[k].rows), self._tables[k].most_slots(block)
         if self._waiting is not None:
             rows, slots = engine.plan.shape.rows, engine.plan.shape.slots[block]
-        record, itemsize = engine.plan.shape.record, engine.dtype.itemsize
+        record, itemsize = record_in(engine.spec, block, engine.plan.shape.record), engine.dtype.itemsize
         return kv_layout(engine.spec, engine.policy, rows, slots, record, itemsize, engine.device.is_host)
 
     def _most_tokens(self, batch: MicroBatch) -> int:
@@ -212,13 +212,13 @@ class Executor:
         self._chosen[k] = frozenset(hidden.chosen.unique().tolist())
 
     def close_cache(self, key: UnitKey, region: Region | None, fence: Waitable) -> list[Waitable]:
-        cache, fed = self._cache, self._inputs[key[2]]
+        cache, fed, (_, block, k) = self._cache, self._inputs[key[2]], key
         if cache.new:
             self._sweep.read += cache.read + fed.steps * fed.common
-        self._show_slots(key[2], cache)
+        self._show_slots(k, cache)
         filled = cache.filled
         self._sweep.held += int(filled.sum())
-        self._sweep.full += fed.seen
+        self._sweep.full += fed.seen(self._engine.spec.window(block))
         self._sweep.units += len(filled)
         return self._engine.cache.close(key, region, int(filled.max()), cache.slots_to_store, fence)
 
@@ -257,7 +257,7 @@ class Executor:
     def _show_slots(self, k: int, cache: CacheStep) -> None:
         """Show what a decode step's attention saw to whoever watches."""
         watch = self._decoding.watches.slots
-        if watch is not None and cache.decoding is not None:
+        if watch is not None and cache.decoding is not None and cache.decoding.policy.needs.record:
             rows = [r.prompt.index for r in self._batches[k].rows[: self._inputs[k].decoding]]
             watch(rows, cache.new[-1].filled, columns_of(cache.decoding, cache.new[-1]))
 

@@ -125,10 +125,11 @@ class SweepInput:
     steps: int = 1
     common: int = 0
 
-    @property
-    def seen(self) -> int:
-        """Columns of all rows with these tokens."""
-        return sum(self.past) + sum(self.counts) + self.decoding * self.common
+    def seen(self, window: int | None = None) -> int:
+        """Columns of all rows with these tokens; of each row the newest `window` at most."""
+        common = (self.common if i < self.decoding else 0 for i in range(len(self.counts)))
+        held = [sum(of_row) for of_row in zip(self.past, self.counts, common, strict=True)]
+        return sum(held if window is None else (min(window, n) for n in held))
 
     @property
     def phase(self) -> str:
@@ -269,7 +270,7 @@ class Callbacks:
     logits: at every step, (prompt indices, (rows, vocab)). slots: what the attention of each layer of a decode sweep
     saw, (prompt indices, (rows,) slots that are filled, the columns of these rows). listener: instead of the progress
     bar. prompts: the attention of prompts, (prompt indices, transformer block, attention), where the policy scores
-    prompts.
+    prompts. Layers with windows are not shown: they hold what they attend to.
     """
 
     logits: LogitsWatch | None = None

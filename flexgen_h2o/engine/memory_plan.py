@@ -227,16 +227,23 @@ def hidden_is_streamed(shares: Shares, device_is_host: bool) -> bool:
 
 
 def kv_layout(
-    spec: ModelSpec, policy: Policy, sequences: int, slots: int, record: RowRecord, itemsize: int,
+    spec: ModelSpec, policy: Policy, sequences: int, slots: int, record: RowRecord | None, itemsize: int,
     device_is_host: bool,
 ) -> UnitLayout:  # fmt: skip
-    """The KV unit of a micro-batch of `sequences` rows under the policy's cache shares."""
+    """The KV unit of a micro-batch of `sequences` rows under the policy's cache shares. record: None in a transformer
+    block with a window (`record_in`), which records nothing and reads all columns that it holds."""
     shares, on_host = tier_shares(policy.cache_shares, device_is_host), attends_on_host(policy, device_is_host)
     streamed = any(share > 0 and is_streamed(tier, on_host) for tier, share in zip(TIERS, shares, strict=True))
     return UnitLayout(
-        sequences, spec.num_kv_heads, slots, spec.head_dim, itemsize, shares, record, streamed,
-        packing_of(spec, policy), policy.cache_window, policy.attn_sparsity < 1,
+        sequences, spec.num_kv_heads, slots, spec.head_dim, itemsize, shares,
+        NO_RECORD if record is None else record, streamed, packing_of(spec, policy), policy.cache_window,
+        policy.attn_sparsity < 1 and record is not None,
     )  # fmt: skip
+
+
+def record_in(spec: ModelSpec, block: int, record: RowRecord) -> RowRecord | None:
+    """What `kv_layout` asks of a transformer block, where rows that keep all or some columns have `record`."""
+    return record if spec.window(block) is None else None
 
 
 def packing_of(spec: ModelSpec, policy: Policy) -> SlotPacking | None:
@@ -357,8 +364,9 @@ def _cache_buffers(
     shares, on_host = tier_shares(policy.cache_shares, device_is_host), attends_on_host(policy, device_is_host)
     attends_on = "host" if on_host else "device"
     found, ring = [], 0
-    for slots, blocks in Counter(shape.slots).items():
-        layout = kv_layout(spec, policy, shape.rows, slots, shape.record, itemsize, device_is_host)
+    records = [record_in(spec, block, shape.record) for block in range(len(shape.slots))]
+    for (slots, record), blocks in Counter(zip(shape.slots, records, strict=True)).items():
+        layout = kv_layout(spec, policy, shape.rows, slots, record, itemsize, device_is_host)
         units, streamed = blocks * shape.micro_batches, 0
         for tier, share in zip(TIERS, shares, strict=True):
             part = Part(tier, 0, layout.most_part_rows(share))

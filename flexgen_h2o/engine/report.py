@@ -17,7 +17,7 @@ from flexgen_h2o.core.errors import FlexgenError, UsageError
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.timeline import LANES
 from flexgen_h2o.core.units import GIB, format_bytes
-from flexgen_h2o.engine.memory_plan import packing_of, prices_of
+from flexgen_h2o.engine.memory_plan import kv_layout, packing_of, record_in
 from flexgen_h2o.engine.workload import WorkloadShape, need_of
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def make_report(
     now = engine.io_bytes_by_kind
     moved = {kind: {lane: n - before[kind][lane] for lane, n in now[kind].items()} for kind in now}
     spec, itemsize = engine.spec, engine.dtype.itemsize
-    shape = need_of(eviction, table.sizes.total(), set(table.sizes), spec.num_blocks)
+    shape = need_of(eviction, table.sizes.total(), set(table.sizes), spec.num_blocks, spec.windows)
     copied = common * spec.kv_bytes_per_token(itemsize)
     model_bytes, cache_bytes, hidden_bytes = sizes_of(spec, table.sizes, itemsize)
     saves = {"attn_sparsity_saves": "memory reads, no traffic"} if engine.policy.attn_sparsity < 1 else {}
@@ -219,7 +219,9 @@ def sizes_of(spec: ModelSpec, sizes: Mapping[tuple[int, int], int], itemsize: in
     sizes: how many rows there are of each (prompt tokens, most new tokens).
     """
     tokens = sum((prompt + new) * number for (prompt, new), number in sizes.items())
-    return spec.num_weights * itemsize, tokens * spec.kv_bytes_per_token(itemsize), tokens * spec.hidden_size * itemsize
+    column = spec.kv_bytes_per_token(itemsize) // spec.num_blocks
+    columns = sum(spec.kv_columns(prompt + new) * number for (prompt, new), number in sizes.items())
+    return spec.num_weights * itemsize, columns * column, tokens * spec.hidden_size * itemsize
 
 
 def column_bytes(spec: ModelSpec, policy: Policy, itemsize: int) -> tuple[int, int]:
@@ -231,8 +233,10 @@ def column_bytes(spec: ModelSpec, policy: Policy, itemsize: int) -> tuple[int, i
 def row_bytes(spec: ModelSpec, policy: Policy, need: WorkloadShape, itemsize: int) -> int:
     """Mean bytes of a row in one layer beside its columns: all pages that are reserved, and what lies beside packed
     slots. Not the record of slots."""
-    prices = prices_of(spec, policy, itemsize)
-    beside = [prices.beside(slots, need.record.pages) for slots in need.slots]
+    beside = [
+        kv_layout(spec, policy, 1, slots, record_in(spec, block, need.record), itemsize, True).beside_bytes
+        for block, slots in enumerate(need.slots)
+    ]
     return spec.num_kv_heads * (sum(beside) // len(beside))
 
 

@@ -22,7 +22,7 @@ from flexgen_h2o.engine.generation import BlockStats, Callbacks, Row, make_block
 from flexgen_h2o.engine.prompts import Completion, Prompt, prompts_from_python
 from flexgen_h2o.engine.sampling import Sampler, SamplingParams, TokenLogprobs, of_likeliest
 from flexgen_h2o.kvcache.eviction import Eviction
-from flexgen_h2o.kvcache.eviction.policy import Evicting, most_new_tokens
+from flexgen_h2o.kvcache.eviction.policy import most_new_tokens
 from flexgen_h2o.models.load import Model
 
 Params = SamplingParams | Sequence[SamplingParams] | TokenSource
@@ -155,9 +155,10 @@ class RequestTable:
         # Two new tokens or more: slots for them are enough for any number of decode steps.
         size = (length, max(2, min(most, asked)))
         fed = length
-        if isinstance(policy, Evicting) and policy.while_decoding:
-            blocks = self.model.spec.num_blocks
-            fed = min(length, *(policy.budget(*size, block, blocks).columns for block in range(blocks)))
+        if policy.needs.record and getattr(policy, "while_decoding", False):
+            spec = self.model.spec
+            blocks = [block for block in range(spec.num_blocks) if spec.window(block) is None]
+            fed = min(length, *(policy.budget(*size, block, spec.num_blocks).columns for block in blocks))
         if fed == length:
             return Row(
                 prompt, most, asked=asked, top_logprobs=params.logprobs, scored=length - 1, top_prompt_logprobs=top

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from flexgen_h2o.checkpoint.atomic_folder import check_unchanged
-from flexgen_h2o.checkpoint.formats import StoredRows, TensorLayout, WeightFormat
+from flexgen_h2o.checkpoint.formats import Held, StoredRows, TensorLayout, WeightFormat
 from flexgen_h2o.checkpoint.safetensors import Checkpoint, StoredTensor
 from flexgen_h2o.core.model import LayerPlan, ModelSpec, TensorSpec
 from flexgen_h2o.core.packing import WORD
@@ -77,14 +77,14 @@ class WeightStore:
         self._form, self._mover, self._workspace, self._decoded = form, mover, workspace, decoded
         self._is_host = mover.device.is_host
         self._files: dict[Path, DirectFile] = {}
-        self._layouts = {t.name: form.layout(t) for unit in plan.units for t in unit.tensors}
-        self._parts = {t.name: self._parts_of(t, checkpoint, shares) for unit in plan.units for t in unit.tensors}
+        self._layouts = {t.key: form.layout(t) for unit in plan.units for t in unit.tensors}
+        self._parts = {t.key: self._parts_of(t, checkpoint, shares) for unit in plan.units for t in unit.tensors}
         self._filled: dict[tuple[int, TensorLayout], RowParts] = {}
         sources = [p.source for parts in self._parts.values() for h in parts if h.part.tier == "disk" for p in h.pieces]
         self._read_in_sweeps = {source.path: source.state for source in sources}
         for unit in plan.units:
             start = 0
-            for piece in (p for t in unit.tensors for h in self._parts[t.name] if h.streamed for p in h.pieces):
+            for piece in (p for t in unit.tensors for h in self._parts[t.key] if h.streamed for p in h.pieces):
                 piece.start = start
                 start += streamed_part_bytes(piece.nbytes)
         self._sizes = [streamed_bytes(unit, shares, form, self._is_host) for unit in plan.units]
@@ -93,8 +93,8 @@ class WeightStore:
         found = []
         for part in weight_parts(tensor.shape, shares):
             pieces = [
-                _Piece(stored, checkpoint.tensors[stored.name].rows(*stored.part_rows(part)), stored.part_bytes(part))
-                for stored in self._layouts[tensor.name].stored
+                _Piece(stored, checkpoint.tensors[stored.key].rows(*stored.part_rows(part)), stored.part_bytes(part))
+                for stored in self._layouts[tensor.key].stored
             ]
             found.append(_HeldPart(part, pieces, is_streamed(part.tier, self._is_host)))
         return found
@@ -106,7 +106,7 @@ class WeightStore:
         """
         used = dict.fromkeys(memory, 0)
         reads = []
-        for held in (held for u in self.plan.units for t in u.tensors for held in self._parts[t.name]):
+        for held in (held for u in self.plan.units for t in u.tensors for held in self._parts[t.key]):
             for piece in held.pieces if held.part.tier != "disk" else ():
                 tier = held.part.tier if held.part.tier in memory else "host"
                 piece.resident = memory[tier][used[tier] : used[tier] + piece.nbytes]
@@ -117,8 +117,8 @@ class WeightStore:
         for number, unit in enumerate(self.plan.units):
             blocks = self._blocks(number)
             for tensor in unit.tensors:
-                layout = self._layouts[tensor.name]
-                for held in self._parts[tensor.name]:
+                layout = self._layouts[tensor.key]
+                for held in self._parts[tensor.key]:
                     if held.part.tier != "disk" and not held.streamed and not layout.decoded_row_bytes:
                         held.rows = self._as_held(layout, held, None, blocks)
 
@@ -143,17 +143,17 @@ class WeightStore:
     def load(self, unit: int, region: Region) -> list[Done]:
         """Start bringing the streamed rows of a unit into `region`."""
         tensors = self.plan.units[unit].tensors
-        streamed = (held for tensor in tensors for held in self._parts[tensor.name] if held.streamed)
+        streamed = (held for tensor in tensors for held in self._parts[tensor.key] if held.streamed)
         return [self._load(piece, region) for held in streamed for piece in held.pieces]
 
     def open_unit(self, unit: int, region: Region | None) -> dict[str, RowParts]:
         """The tensors of a loaded unit by role, as row parts in order; without those that are to be decoded."""
         found = {}
         for tensor in self.plan.units[unit].tensors:
-            layout = self._layouts[tensor.name]
+            layout = self._layouts[tensor.key]
             if not layout.decoded_row_bytes:
                 parts: list[RowPart] = []
-                for held in self._parts[tensor.name]:
+                for held in self._parts[tensor.key]:
                     parts += held.rows or self._as_held(layout, held, region, blocks=False)
                 found[tensor.role] = tuple(parts)
         return found
@@ -162,7 +162,7 @@ class WeightStore:
         """The other tensors of a loaded unit: each is decoded whole, in memory that the next unit overwrites."""
         found, start = {}, 0
         for tensor in self.plan.units[unit].tensors:
-            layout = self._layouts[tensor.name]
+            layout = self._layouts[tensor.key]
             if not layout.decoded_row_bytes:
                 continue
             nbytes = layout.shape[0] * layout.decoded_row_bytes
@@ -171,15 +171,15 @@ class WeightStore:
                 memory = self._decoded[start : start + nbytes]
                 self._filled[start, layout] = self._form.decoded_parts(layout, memory, self._workspace)
             found[tensor.role] = rows = self._filled[start, layout]
-            for held in self._parts[tensor.name]:
-                self._form.decode(layout, held.part, self._pieces(held, region), rows)
+            whole = [Held(held.part, self._pieces(held, region)) for held in self._parts[tensor.key]]
+            self._form.decode(layout, whole, rows)
             start += round_up(nbytes, ALIGN)
         return found
 
     def streams_as_held(self, unit: int) -> bool:
         """Does a loaded region have rows that are used where they are?"""
-        tensors = (t for t in self.plan.units[unit].tensors if not self._layouts[t.name].decoded_row_bytes)
-        return any(held.streamed for tensor in tensors for held in self._parts[tensor.name])
+        tensors = (t for t in self.plan.units[unit].tensors if not self._layouts[t.key].decoded_row_bytes)
+        return any(held.streamed for tensor in tensors for held in self._parts[tensor.key])
 
     def close(self) -> None:
         for file in self._files.values():
@@ -215,8 +215,8 @@ class WeightStore:
 
     def _read(self, piece: _Piece, dst: torch.Tensor, memory: Memory, after: Sequence[Waitable]) -> Done:
         found, stored = piece.source, torch.uint8
-        if piece.stored.is_values:
-            dst, stored = dst.view(self._workspace.dtype), getattr(torch, found.dtype)
+        if (dtype := self._converted(piece)) is not None:
+            dst, stored = dst.view(dtype), getattr(torch, found.dtype)
         source = FileRange(self._file(found.path), found.offset, found.nbytes, stored)
         return self._mover.read("load_weight", dst, memory, source, after)
 
@@ -224,10 +224,16 @@ class WeightStore:
         """May the file's bytes be computed on as they are, where the reader puts them?"""
         if not self._is_host or piece.resident is not None:
             return False
-        dtype, source = self._workspace.dtype, piece.source
-        if not piece.stored.is_values:
+        dtype, source = self._converted(piece), piece.source
+        if dtype is None:
             return source.offset % WORD == 0
         return getattr(torch, source.dtype) == dtype and source.offset % dtype.itemsize == 0
+
+    def _converted(self, piece: _Piece) -> torch.dtype | None:
+        """What its numbers are held in; None: it is held as stored."""
+        if piece.stored.in_float32:
+            return torch.float32
+        return self._workspace.dtype if piece.stored.is_values else None
 
     def _file(self, path: Path) -> DirectFile:
         if path not in self._files:

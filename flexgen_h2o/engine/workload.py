@@ -33,7 +33,7 @@ class WorkloadShape:
     sums the columns of whole prompts. by_length: rows keep a share of their own prompt, not a number of columns.
     sequence: the most prompt and new tokens of a row together, where rows keep a share of theirs; otherwise 0.
     prefix: tokens that all prompts begin with, fed once a micro-batch. common: the same, fed once a block and held in
-    one copy in front of all slots. At most one of the two is above 0.
+    one copy in front of all slots. At most one of the two is above 0. windows: of ModelSpec.
     """
 
     rows: int
@@ -47,6 +47,7 @@ class WorkloadShape:
     sequence: int = 0
     prefix: int = 0
     common: int = 0
+    windows: tuple[int | None, ...] = ()
 
     @classmethod
     def full(cls, rows: int, prompt_len: int, gen_len: int, num_blocks: int) -> WorkloadShape:
@@ -77,9 +78,10 @@ class WorkloadShape:
 
     def columns(self, block: int, sweep: int, prompt_len: float) -> int:
         """Columns of a row with a prompt of `prompt_len` tokens after a sweep."""
-        if self.sequence:
+        in_window = bool(self.windows) and self.windows[block] is not None
+        if self.sequence and not in_window:
             return self._columns_of_sequence(block, sweep, prompt_len)
-        if self.by_length:
+        if self.by_length and not in_window:
             kept = max(1, round(self.kept[block] * prompt_len / self.prompt_len))
             return kept + min(sweep, self.slots[block] - self.kept[block])
         return min(round(min(self.kept[block], prompt_len - self.common)) + sweep, self.slots[block])
@@ -93,6 +95,11 @@ class WorkloadShape:
             return min(min(budget, round(prompt_len)) + sweep, budget + 1)
         left = prompt_len if kept == self.prompt_len else min(prompt_len, kept * share)
         return max(1, round(left)) + sweep
+
+    @property
+    def kinds(self) -> list[tuple[int, int, int | None]]:
+        """What tells transformer blocks apart: slots, kept, window."""
+        return [*zip(self.slots, self.kept, self.windows or (None,) * len(self.slots), strict=True)]
 
     def block(self, sizes: Sequence[int]) -> Block:
         """Micro-batches of so many equal prompts. The first is fed the common prefix."""
@@ -190,13 +197,17 @@ def shape_of(policy: Policy, need: WorkloadShape) -> BlockShape:
     return BlockShape(rows, batches, fed, need.slots, need.record, sharing, need.common)
 
 
-def need_of(eviction: Eviction, rows: int, sizes: set[tuple[int, int]], num_blocks: int) -> WorkloadShape:
-    """The shape of `rows` rows. sizes: the (prompt tokens, most new tokens) that occur among them."""
+def need_of(
+    eviction: Eviction, rows: int, sizes: set[tuple[int, int]], num_blocks: int, windows: tuple[int | None, ...] = ()
+) -> WorkloadShape:
+    """The shape of `rows` rows. sizes: the (prompt tokens, most new tokens) that occur among them. windows: of
+    ModelSpec, for a policy that is `fitted` (eviction.of_model)."""
     blocks = range(num_blocks)
     lengths, most_new = {prompt for prompt, _ in sizes}, max(new for _, new in sizes)
     prompt_len = max(lengths)
+    last = max((block for block in blocks if not windows or windows[block] is None), default=0)
 
-    def columns(prompt: int, new: int, block: int = num_blocks - 1) -> int:  # the first may be another matter
+    def columns(prompt: int, new: int, block: int = last) -> int:  # the first may be another matter
         return eviction.budget(prompt, new, block, num_blocks).columns
 
     of_sequence = columns(prompt_len, most_new) != columns(prompt_len, 0)
@@ -210,18 +221,20 @@ def need_of(eviction: Eviction, rows: int, sizes: set[tuple[int, int]], num_bloc
         scored=eviction.needs.query_rows is None,
         by_length=columns(min(lengths), most_new) != columns(prompt_len, most_new),
         sequence=max(map(sum, sizes)) if of_sequence else 0,
+        windows=windows,
     )
 
 
 def need_of_rows(
-    eviction: Eviction, rows: Sequence[Row], num_blocks: int, sharing: Sharing | None = None
-) -> WorkloadShape:
-    """The shape of the rows of a run. sharing: when rows share a prefix; None: never.
+    eviction: Eviction, rows: Sequence[Row], num_blocks: int, windows: tuple[int | None, ...] = (),
+    sharing: Sharing | None = None,
+) -> WorkloadShape:  # fmt: skip
+    """The shape of the rows of a run. windows: as of `need_of`. sharing: when rows share a prefix; None: never.
 
     Its prefix is one that any two rows share, so that no micro-batch of as many rows feeds more than is planned for
     equal prompts.
     """
-    need = need_of(eviction, len(rows), {r.size for r in rows}, num_blocks)
+    need = need_of(eviction, len(rows), {r.size for r in rows}, num_blocks, windows)
     prefix = common_prefix([row.prompt.token_ids for row in rows]) if sharing else 0
     if sharing is None or not sharing.pays(prefix, 2, 2 * need.prompt_len):
         return need

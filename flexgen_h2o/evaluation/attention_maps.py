@@ -13,7 +13,7 @@ import torch
 
 from flexgen_h2o.cli_common import say, write_results
 from flexgen_h2o.core.config import Policy
-from flexgen_h2o.core.errors import EXIT_DONE
+from flexgen_h2o.core.errors import EXIT_DONE, UsageError
 from flexgen_h2o.engine.generation import Callbacks
 from flexgen_h2o.engine.prompts import prompts_from_python
 from flexgen_h2o.engine.sampling import SamplingParams
@@ -41,6 +41,8 @@ def measure(args: argparse.Namespace, policy: Policy, is_auto: bool) -> int:
         llm.share_prefix = "off"  # every query of every row is to be seen
         cases = removals(args.remove, args.sinks, args.seed)
         llm.check_plan()
+        if llm.model.spec.windows:
+            raise UsageError(f"--model {args.model}: has sliding windows, and whole rows are measured; take another")
         check_positions(args, llm.model.name, llm.model.spec.max_positions)
         rows = _rows(args, llm)
         say_idle_flags("evaluate attention", args, place_of(args, llm))

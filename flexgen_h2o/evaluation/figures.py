@@ -18,8 +18,8 @@ from flexgen_h2o.core.files import write_picture
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.units import markdown_table
 from flexgen_h2o.engine.generation import LogitsWatch
-from flexgen_h2o.engine.memory_plan import kv_layout
-from flexgen_h2o.engine.report import column_bytes
+from flexgen_h2o.engine.memory_plan import kv_layout, record_in
+from flexgen_h2o.engine.report import column_bytes, sizes_of
 from flexgen_h2o.evaluation.rows import Case, TextRow
 from flexgen_h2o.kvcache.eviction import H2O, Eviction
 from flexgen_h2o.kvcache.eviction.policy import record_of
@@ -108,8 +108,11 @@ def kv_share(spec: ModelSpec, policy: Policy, eviction: Eviction, row: tuple[int
     that are reserved, over those of the full cache in bf16. row: its prompt tokens and most new tokens."""
     blocks, record = spec.num_blocks, record_of(eviction, sum(row))
     slots = [eviction.slots(*row, block, blocks) for block in range(blocks)]
-    held = sum(kv_layout(spec, policy, 1, count, record, BF16_BYTES, True).sequence_bytes for count in slots)
-    return held / (spec.kv_bytes_per_token(BF16_BYTES) * sum(row))
+    held = sum(
+        kv_layout(spec, policy, 1, count, record_in(spec, block, record), BF16_BYTES, True).sequence_bytes
+        for block, count in enumerate(slots)
+    )
+    return held / sizes_of(spec, {row: 1}, BF16_BYTES)[1]
 
 
 @dataclass(frozen=True)

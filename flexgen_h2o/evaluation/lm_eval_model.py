@@ -31,7 +31,6 @@ from flexgen_h2o.engine.prompts import Completion, Prompt
 from flexgen_h2o.engine.sampling import SamplingParams
 from flexgen_h2o.engine.workload import base_of
 from flexgen_h2o.evaluation.kvpress import FLAG, RATIO_OF, PressRun, dropped_share, write_press_run
-from flexgen_h2o.kvcache.eviction import Full
 from flexgen_h2o.llm import LLM
 
 NAME = "flexgen-h2o"  # of this model in lm-eval
@@ -209,7 +208,7 @@ class EngineLM(TemplateLM):
     def score_mode(self) -> str:
         """One pass over context and continuation where decode steps give the same: all columns stay, as they are."""
         policy = base_of(self.llm.asked_policy)
-        keeps_all = isinstance(self.llm.eviction, Full) and not policy.compress_cache and policy.attn_sparsity == 1
+        keeps_all = not self.llm.eviction.needs.record and not policy.compress_cache and policy.attn_sparsity == 1
         return PREFILL if keeps_all else DECODE
 
     def _say_cut(self, count: int) -> None:

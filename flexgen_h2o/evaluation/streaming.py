@@ -120,7 +120,7 @@ def _measure_streams(llm: LLM, case: Case, streams: Sequence[Sequence[int]], win
     report = llm.follow(tokens[:, :1].tolist(), wanted.tolist(), by_step(n, see), max_tokens_per_sweep=AT_ONCE)
     edges, found = [length * i // windows for i in range(windows + 1)], []
     for first, last in pairwise(edges):
-        columns = held_columns(case.eviction, (1, length - 1), last - 1, blocks)
+        columns = held_columns(llm.eviction, (1, length - 1), last - 1, blocks)
         found.append(
             {
                 "first": first + 1,

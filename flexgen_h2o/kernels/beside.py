@@ -71,17 +71,20 @@ class WholeColumns:
 class SlotForm:
     """How slots are stored, and what rows attend to beside them. packing: None for numbers of the queries' dtype.
 
-    whole: goes with a packing; without it keys are packed as they are.
+    whole: goes with a packing; without it keys are packed as they are. sinks: (R, g) fp32, contiguous: a logit of each
+    query that joins its softmax and has no value; None: they have none.
     """
 
     packing: SlotPacking | None = None
     pages: Pages | None = None
     whole: WholeColumns | None = None
+    sinks: torch.Tensor | None = None
 
     def rows(self, some: slice) -> SlotForm:
         """Of some of the rows."""
         pages, whole = (None if t is None else t.map(lambda t: t[some]) for t in (self.pages, self.whole))
-        return SlotForm(self.packing, pages, whole)  # type: ignore[arg-type]
+        sinks = None if self.sinks is None else self.sinks[some]
+        return SlotForm(self.packing, pages, whole, sinks)  # type: ignore[arg-type]
 
 
 WHOLE = SlotForm()
@@ -95,6 +98,13 @@ def with_whole(whole: WholeColumns, k: torch.Tensor, v: torch.Tensor) -> tuple[t
     place = slot // per_segment, row, slot % per_segment
     k[place], v[place] = whole.keys[row, entry].float(), whole.values[row, entry].float()
     return k, v
+
+
+def softmax(products: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Of products (R, g, n) fp32, and the sinks; without these where there are none."""
+    if sinks is None:
+        return torch.softmax(products, dim=2)
+    return products.sub_(torch.logaddexp(products.logsumexp(dim=2), sinks).unsqueeze(2)).exp_()
 
 
 def page_products(q: torch.Tensor, pages: Pages, scale: float) -> torch.Tensor:

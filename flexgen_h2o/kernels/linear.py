@@ -90,14 +90,19 @@ def linear_relu(x: torch.Tensor, weight: RowParts, bias: torch.Tensor | None, ou
 def linear_each(
     x: torch.Tensor, maps: Sequence[tuple[RowParts, torch.Tensor | None, torch.Tensor]], adds: bool = False
 ) -> None:
-    """`linear` of the same inputs with each (weight, bias, out); adds: to what is there. Inputs are prepared once."""
-    for rows, inputs in maps[0][0][0].inputs(x):
-        for weight, bias, out in maps:
-            start = 0
-            for part in weight:
-                end = start + len(part)
-                part.multiply(inputs, None if bias is None else bias[start:end], out[rows, start:end], adds)
-                start = end
+    """`linear` of the same inputs with each (weight, bias, out); adds: to what is there. Inputs are prepared once for
+    all weights of a kind: a quantised checkpoint may have some that are plain."""
+    kinds: dict[type[RowPart], list[tuple[RowParts, torch.Tensor | None, torch.Tensor]]] = {}
+    for one in maps:
+        kinds.setdefault(type(one[0][0]), []).append(one)
+    for some in kinds.values():
+        for rows, inputs in some[0][0][0].inputs(x):
+            for weight, bias, out in some:
+                start = 0
+                for part in weight:
+                    end = start + len(part)
+                    part.multiply(inputs, None if bias is None else bias[start:end], out[rows, start:end], adds)
+                    start = end
 
 
 def add_linear(x: torch.Tensor, inputs: torch.Tensor, weight: RowParts, bias: torch.Tensor | None) -> None:

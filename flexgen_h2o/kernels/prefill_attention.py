@@ -83,41 +83,59 @@ def _add_tile(products: torch.Tensor, lse: torch.Tensor, scale: float, sums: tor
 
 
 Result = tuple[torch.Tensor, torch.Tensor]
-_Fused = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], Result]
+_Fused = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, int | None], Result]
 
-# Of a self-check: rows on both sides of a tile's edge, the queries where they are fewer, and the tolerance by dtype.
-_CHECK_ROWS, _CHECK_LAST = 37, 5
+# Of a self-check: rows on both sides of a tile's edge, the queries where they are fewer, a window, and the tolerance by
+# dtype.
+_CHECK_ROWS, _CHECK_LAST, _CHECK_WINDOW = 37, 5, 7
 _CHECK_TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 
 
-def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+def causal_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None
+) -> torch.Tensor:
     """Causal attention of the last m rows of prompts, or of all, O(n) memory.
 
-    q: (b, heads, m, d), k and v: (b, kv_heads, n, d), same dtype, m <= n. Returns (b, heads, m, d).
+    q: (b, heads, m, d), k and v: (b, kv_heads, n, d), same dtype, m <= n. Returns (b, heads, m, d). window: keys that a
+    query sees, its own and those before it; None: all. Work is that of the keys that are seen.
     """
     if _is_compiled(q, k, v):
-        return _attend_compiled(q, k, v, scale)[0]
+        return _attend_compiled(q, k, v, scale, window)[0]
     rows, n = q.shape[2], k.shape[2]
     enable_gqa = q.shape[1] != k.shape[1]
     attend = partial(torch.nn.functional.scaled_dot_product_attention, scale=scale, enable_gqa=enable_gqa)
-    if 1 < rows < n:
-        return _joined([attend(some, a, b, _last_rows(some, a)) for some, a, b in _row_pieces(q, k, v)])
+    if 1 < rows < n or _hides(window, n):
+        pieces = _row_pieces(q, k, v, window)
+        return _joined([attend(some, a, b, _last_rows(some, a, window)) for some, a, b in pieces])
     return attend(q, k, v, is_causal=rows > 1)
 
 
-def causal_attention_lse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Result:
+def causal_attention_lse(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None
+) -> Result:
     """`causal_attention`, and for each query the natural logarithm of the sum of exp(scale x q.k) over its keys.
 
     q: (b, heads, m, d), k and v: (b, kv_heads, n, d), same dtype, any strides, m <= n. Returns (b, heads, m, d) in q's
     dtype and (b, heads, m) fp32.
     """
     if _is_compiled(q, k, v):
-        return _attend_compiled(q, k, v, scale)
+        return _attend_compiled(q, k, v, scale, window)
     fused = _checked(q.device.type, q.dtype, q.shape[1] != k.shape[1])
-    return (fused or causal_attention_lse_reference)(q, k, v, scale)
+    return (fused or causal_attention_lse_reference)(q, k, v, scale, window)
 
 
-def causal_attention_lse_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Result:
+def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> Result:
+    """`causal_attention_lse` whose softmax has one more column for each query, without a value, in the memory of both.
+
+    out: (b, heads, m, d); lse: (b, heads, m) fp32; sinks: (heads,), the logits.
+    """
+    joined = torch.logaddexp(lse, sinks.float().view(1, -1, 1))
+    return out.mul_(lse.sub_(joined).exp_().unsqueeze(3)), joined
+
+
+def causal_attention_lse_reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None
+) -> Result:
     """`causal_attention_lse` in torch operations, `REFERENCE_ROWS` queries at a time: memory O(n x REFERENCE_ROWS)."""
     batch, heads, rows, width = q.shape
     kv_heads, before = k.shape[1], k.shape[2] - rows
@@ -127,34 +145,51 @@ def causal_attention_lse_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Te
     queries, keys, values = q.unflatten(1, grouped[1:]), k.unsqueeze(2), v.unsqueeze(2)
     for start in range(0, rows, REFERENCE_ROWS):
         end = min(rows, start + REFERENCE_ROWS)
-        seen = before + end
-        products = (queries[..., start:end, :].float() @ keys[..., :seen, :].float().transpose(-1, -2)).mul_(scale)
-        later = torch.ones(end - start, seen, dtype=torch.bool, device=q.device).triu_(before + start + 1)
-        products.masked_fill_(later, float("-inf"))
+        seen = slice(_first_key(before + start, window), before + end)
+        k, v = (t[..., seen, :].float() for t in (keys, values))
+        products = (queries[..., start:end, :].float() @ k.transpose(-1, -2)).mul_(scale)
+        products.masked_fill_(_hidden(products, window), float("-inf"))
         lse[..., start:end] = torch.logsumexp(products, dim=-1)
         p = products.sub_(lse[..., start:end, None]).exp_()
-        out[..., start:end, :] = p @ values[..., :seen, :].float()
+        out[..., start:end, :] = p @ v
     return out.view(q.shape), lse.view(batch, heads, rows)
 
 
+def _hides(window: int | None, keys: int) -> bool:
+    return window is not None and window < keys
+
+
+def _first_key(row: int, window: int | None) -> int:
+    """That the query of row `row` of all sees."""
+    return 0 if window is None else max(0, row + 1 - window)
+
+
+def _hidden(products: torch.Tensor, window: int | None) -> torch.Tensor:
+    """(m, n) bool: what the last m of n rows do not see. products: (..., m, n)."""
+    rows, n = products.shape[-2:]
+    seen = torch.ones(rows, n, dtype=torch.bool, device=products.device).tril_(n - rows)
+    return ~(seen if window is None else seen.triu_(n - rows + 1 - window))
+
+
 def _row_pieces(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """A few of the last rows at a time, each with the keys that it may see: masks stay small, and so does the work."""
     before = k.shape[2] - q.shape[2]
     for start in range(0, q.shape[2], MASK_ROWS):
         end = min(q.shape[2], start + MASK_ROWS)
-        yield q[:, :, start:end], k[:, :, : before + end], v[:, :, : before + end]
+        seen = slice(_first_key(before + start, window), before + end)
+        yield q[:, :, start:end], k[:, :, seen], v[:, :, seen]
 
 
 def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
 
 
-def _last_rows(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+def _last_rows(q: torch.Tensor, k: torch.Tensor, window: int | None) -> torch.Tensor:
     """The mask of queries that are the last of as many rows as there are keys: (queries, keys), 0 or -inf."""
-    rows, n = q.shape[2], k.shape[2]
-    return torch.full((rows, n), float("-inf"), dtype=q.dtype, device=q.device).triu_(n - rows + 1)
+    mask = torch.zeros(q.shape[2], k.shape[2], dtype=q.dtype, device=q.device)
+    return mask.masked_fill_(_hidden(mask, window), float("-inf"))
 
 
 def _is_compiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
@@ -163,7 +198,9 @@ def _is_compiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     return is_compiled(q) and all(t.stride(3) == 1 for t in (q, k, v)) and cpu_has("avx512f")
 
 
-def _attend_compiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Result:
+def _attend_compiled(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None
+) -> Result:
     """The result has the heads of a token side by side. What a prompt gets depends on that prompt alone."""
     from flexgen_h2o.kernels.compiled import prompts as prompt_loops
 
@@ -181,33 +218,34 @@ def _attend_compiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: f
     group, block = heads // kv_heads, prompt_loops.KEYS
     queries = min(max(1, prompt_loops.QUERIES // group // block), -(-n // block)) * block
     job = prompt_loops.Prompts(
-        kv_heads, group, n, keys - n, width, queries, heads_of(q), heads_of(k), heads_of(v), heads_of(out),
-        lse.data_ptr(),
+        kv_heads, group, n, keys - n, keys if window is None else window, width, queries, heads_of(q), heads_of(k),
+        heads_of(v), heads_of(out), lse.data_ptr(),
     )  # fmt: skip
     loop = partial(prompt_loops.attend_units, element_of(q.dtype), job, np.float32(scale))
     parallel_rows(loop, batch * kv_heads * -(-n // queries), 4 * group * queries * width * q.itemsize)
     return out, lse
 
 
-def _fused_cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Result:
+def _fused_cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None) -> Result:
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    if q.shape[2] == k.shape[2]:
+    if q.shape[2] == k.shape[2] and not _hides(window, k.shape[2]):
         out, lse = fused(q, k, v, is_causal=True, scale=scale)
         return out, lse
     pieces = [
-        fused(some, keys, values, attn_mask=_last_rows(some, keys), scale=scale)
-        for some, keys, values in _row_pieces(q, k, v)
+        fused(some, keys, values, attn_mask=_last_rows(some, keys, window), scale=scale)
+        for some, keys, values in _row_pieces(q, k, v, window)
     ]
     return _joined([out for out, _ in pieces]), _joined([lse for _, lse in pieces])
 
 
-def _fused_cuda(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Result:
-    """The head width must be a multiple of 8, as in all models we know; others raise, and the check sees only 16.
+def _fused_cuda(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None) -> Result:
+    """The head width must be a multiple of 8, as in all models we know; others raise, and the check sees only 16. It
+    knows no windows.
 
     With more keys than queries these are the last rows, as they should be; the check sees whether that is so.
     """
-    if q.shape[3] % 8:
-        return causal_attention_lse_reference(q, k, v, scale)
+    if q.shape[3] % 8 or _hides(window, k.shape[2]):
+        return causal_attention_lse_reference(q, k, v, scale, window)
     out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True, scale=scale)
     return out, lse[..., : q.shape[2]]
 
@@ -229,12 +267,12 @@ def _checked(device: str, dtype: torch.dtype, shared: bool) -> _Fused | None:
         torch.randn(2, _CHECK_ROWS, heads, 16, generator=generator).to(device, dtype).transpose(1, 2)
         for heads in (4, 2 if shared else 4, 2 if shared else 4)
     )
-    for queries in (q, q[:, :, -_CHECK_LAST:]):
+    for queries, window in ((q, None), (q[:, :, -_CHECK_LAST:], None), (q, _CHECK_WINDOW)):
         try:
-            result = fused(queries, k, v, 0.3)
+            result = fused(queries, k, v, 0.3, window)
         except (RuntimeError, AttributeError, TypeError, ValueError):  # gone, renamed, or not for this hardware
             return None
-        expected = causal_attention_lse_reference(queries, k, v, 0.3)
+        expected = causal_attention_lse_reference(queries, k, v, 0.3, window)
         if not all(
             a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, atol=_CHECK_TOLERANCE[dtype], rtol=0.0)
             for a, b in zip(result, expected, strict=True)

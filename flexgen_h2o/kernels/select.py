@@ -20,7 +20,7 @@ import torch
 
 from flexgen_h2o.core.packing import SKETCH_BLOCK, SKETCH_CODES, sketch_shape
 from flexgen_h2o.core.units import PACKED_CHUNK
-from flexgen_h2o.kernels.beside import WHOLE, SlotForm, whole_addresses
+from flexgen_h2o.kernels.beside import WHOLE, SlotForm, softmax, whole_addresses
 from flexgen_h2o.kernels.slots import check_slots, loops_can_read, slot_products, slots_job, unpacked
 from flexgen_h2o.kernels.workspace import element_of, is_compiled, mismatch, parallel_rows
 
@@ -159,8 +159,8 @@ def attend_selected(
 ) -> torch.Tensor:  # fmt: skip
     """Attention that reads some of each row's slots 0..filled-1; arguments as of `slots.attend`.
 
-    form: a packing and its whole columns; no pages. Returns (R, g, d) in q's dtype. A row's result depends on that row
-    alone.
+    form: a packing and its whole columns, sinks; no pages. Returns (R, g, d) in q's dtype. A row's result depends on
+    that row alone.
     """
     if not loops_can_read(q, keys, values, form):
         return attend_selected_reference(q, keys, values, filled, scale, selection, form)
@@ -172,7 +172,7 @@ def attend_selected(
     chosen = _addresses(selection.sketch, q, counts)
     if chosen.blocks * SKETCH_BLOCK < most:
         raise mismatch("attend: filled, sketch", filled, selection.sketch.codes)
-    job = slots_job((q, keys, values, filled, out), most, scale)
+    job = slots_job((q, keys, values, filled, out), most, scale, form.sinks)
     loop: Callable[..., None] = partial(select.attend_rows, element_of(q.dtype), job, chosen)
     if packing is not None:
         whole = beside.NO_WHOLE if form.whole is None else whole_addresses(form.whole, q)
@@ -201,12 +201,14 @@ def attend_selected_reference(
     estimates = _estimates(q, sketch, scale)[..., :longest]
     places, ends = torch.arange(longest, device=q.device), filled.view(-1, 1)
     estimates = estimates.masked_fill((places >= ends).unsqueeze(1), float("-inf"))
-    costs = (estimates.logsumexp(dim=2, keepdim=True) - estimates).amin(dim=1)
+    sums = estimates.logsumexp(dim=2)
+    sums = sums if form.sinks is None else torch.logaddexp(sums, form.sinks)
+    costs = (sums.unsqueeze(2) - estimates).amin(dim=1)
     chosen = _choose(costs, ends, counts.view(-1, 1))
     rest = ~chosen & (places < ends)
     read = slot_products(q, keys, filled, scale).masked_fill(~chosen.unsqueeze(1), float("-inf"))
     products = torch.cat([read, estimates.masked_fill(~rest.unsqueeze(1), float("-inf"))], dim=2)
-    p, beside = torch.softmax(products, dim=2).tensor_split(2, dim=2)
+    p, beside = softmax(products, form.sinks).tensor_split(2, dim=2)
     blocks = sketch.sums.shape[1]
     number = places // SKETCH_BLOCK
     by_block = torch.zeros(longest, blocks, device=q.device)

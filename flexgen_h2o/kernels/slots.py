@@ -25,6 +25,7 @@ from flexgen_h2o.kernels.beside import (
     address_of_pages,
     page_addresses,
     page_products,
+    softmax,
     whole_addresses,
     with_whole,
 )
@@ -66,8 +67,8 @@ def attend(
 ) -> torch.Tensor:  # fmt: skip
     """Attention of each row's queries over its slots 0..filled-1; the others are not read and may hold anything.
 
-    With pages each that is not empty is one more column, log(count) added to its product: attention is shared among
-    slots and pages, and what follows is of the slots alone.
+    With pages each that is not empty is one more column, log(count) added to its product, and with sinks each query has
+    one more without a value: attention is shared among slots and these, and what follows is of the slots alone.
 
     q: (R, g, d). keys, values: (segments, R, S, d) in q's dtype, or packed, (segments, R, S, W) int32; each segment
     contiguous, any stride between segments, the same for both. filled: (R,) int32, from 1 to segments x S. Returns
@@ -84,13 +85,15 @@ def attend(
 
 
 def attend_lse(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attend`, bit for bit, and (R, g) fp32: the natural logarithm of the sum of exp(scale x q.k) over the slots."""
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """`attend`, bit for bit, and (R, g) fp32: the natural logarithm of the sum of exp(scale x q.k) over the slots, and
+    of exp(sink). sinks: as of a SlotForm."""
     if not loops_can_read(q, keys, values):
-        return attend_lse_reference(q, keys, values, filled, scale)
+        return attend_lse_reference(q, keys, values, filled, scale, sinks)
     lse = torch.empty(q.shape[:2], dtype=torch.float32)
-    return _attend_compiled((q, keys, values, filled), scale, lse=lse), lse
+    return _attend_compiled((q, keys, values, filled), scale, form=SlotForm(sinks=sinks), lse=lse), lse
 
 
 def attend_reference(
@@ -106,7 +109,7 @@ def attend_reference(
         products = slot_products(q, keys, filled, scale)
         if pages is not None:
             products = torch.cat([products, page_products(q, pages, scale)], dim=2)
-        p, of_pages = torch.softmax(products, dim=2).tensor_split([int(filled.max())], dim=2)
+        p, of_pages = softmax(products, form.sinks).tensor_split([int(filled.max())], dim=2)
         if state is not None:
             _update_scores(state, p, filled)
         mixed = _mix(p, values, filled)
@@ -119,16 +122,19 @@ def attend_reference(
         rows = slice(a, a + step)
         own, beside = None if state is None else state.rows(rows), form.rows(rows)
         k, v = unpacked(keys[:, rows], values[:, rows], beside, q.dtype)
-        out[rows] = attend_reference(q[rows], k, v, filled[rows], scale, own, SlotForm(None, beside.pages))
+        whole = SlotForm(pages=beside.pages, sinks=beside.sinks)
+        out[rows] = attend_reference(q[rows], k, v, filled[rows], scale, own, whole)
     return out
 
 
 def attend_lse_reference(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor, scale: float,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`attend_lse` in torch operations."""
     products = slot_products(q, keys, filled, scale)
     lse = torch.logsumexp(products, dim=2)
+    lse = lse if sinks is None else torch.logaddexp(lse, sinks)
     return _mix(products.sub_(lse.unsqueeze(2)).exp_(), values, filled).to(q.dtype), lse
 
 
@@ -200,7 +206,7 @@ def _attend_compiled(
     q, filled, most = q.contiguous(), filled.contiguous(), int(filled.max())
     check_slots((q, keys, values, filled), most, packing)
     out = torch.empty_like(q)
-    job = slots_job((q, keys, values, filled, out), most, scale, lse)
+    job = slots_job((q, keys, values, filled, out), most, scale, form.sinks, lse)
     scores = slots.NO_SCORES if state is None else _score_addresses(state, len(q), most)
     pages = beside.NO_PAGES if form.pages is None else page_addresses(form.pages, q)
     loop: Callable[..., None] = partial(slots.attend_rows, element_of(q.dtype))
@@ -214,13 +220,18 @@ def _attend_compiled(
     return out
 
 
-def slots_job(tensors: tuple[torch.Tensor, ...], most: int, scale: float, lse: torch.Tensor | None = None) -> Slots:
-    """What the loops read and write. tensors: q, keys, values, filled, out."""
+def slots_job(
+    tensors: tuple[torch.Tensor, ...], most: int, scale: float, sinks: torch.Tensor | None,
+    lse: torch.Tensor | None = None,
+) -> Slots:  # fmt: skip
+    """What the loops read and write. tensors: q, keys, values, filled, out. Raises ValueError."""
     from flexgen_h2o.kernels.compiled.slots import Slots
 
     q, keys = tensors[:2]
+    if sinks is not None and ((sinks.shape, sinks.dtype) != (q.shape[:2], torch.float32) or not sinks.is_contiguous()):
+        raise mismatch("attend: q, sinks", q, sinks)
     sizes = q.shape[1], keys.shape[3] * keys.itemsize // WORD, keys.shape[2], keys.itemsize * keys.stride(0) // WORD
-    addresses = [*(t.data_ptr() for t in tensors), 0 if lse is None else lse.data_ptr()]
+    addresses = [0 if t is None else t.data_ptr() for t in (*tensors, lse, sinks)]
     return Slots._make([*sizes, most, *addresses, float(scale)])
 
 

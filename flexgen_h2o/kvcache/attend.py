@@ -8,6 +8,7 @@ with that of each row's own slots by both log-sum-exps.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from itertools import groupby
 
@@ -15,8 +16,9 @@ import torch
 
 from flexgen_h2o.core.packing import window_of
 from flexgen_h2o.core.units import ROLLING_CHUNK, TOKEN_CHUNK
+from flexgen_h2o.kernels.beside import SlotForm
 from flexgen_h2o.kernels.elementwise import Rotation
-from flexgen_h2o.kernels.prefill_attention import causal_attention, causal_attention_lse
+from flexgen_h2o.kernels.prefill_attention import causal_attention, causal_attention_lse, with_sinks
 from flexgen_h2o.kernels.select import Selection, add_to_sketch, attend_selected, counts_of, fill_sketch
 from flexgen_h2o.kernels.slots import ScoreState, attend, attend_lse
 from flexgen_h2o.kvcache.evict import (
@@ -122,9 +124,13 @@ def causal(
     rows: KVRows, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Causal attention, (b, heads, m, d), and its log-sum-exp where the policy scores prompts."""
-    if rows.policy.needs.query_rows != 0:
-        return causal_attention_lse(q, k, v, scale)
-    return causal_attention(q, k, v, scale), None
+    scores = rows.policy.needs.query_rows != 0
+    if rows.sinks is None and not scores:
+        return causal_attention(q, k, v, scale, rows.window), None
+    out, lse = causal_attention_lse(q, k, v, scale, rows.window)
+    if rows.sinks is not None:
+        out, lse = with_sinks(out, lse, rows.sinks)
+    return out, lse if scores else None
 
 
 def _equal_rows(group: PromptGroup, budgets: RowBudgets, sequence: int) -> Iterator[tuple[int, int]]:
@@ -199,9 +205,11 @@ def attend_slots(
     k, v = k.view(count, width), v.view(count, width)
     common = None if rows.common is None else _attend_common(rows.common, q, scale)
     positions, filled = (t.repeat_interleave(rows.kv_heads) for t in (new.positions, new.filled.int()))
+    sinks = rows.sinks_of_rows(len(new.positions))
     for view, slots in zip(rows.views, new.slots, strict=True):
         here, where = slice(view.start, view.end), view.keys.device
         queries, keys, values, held = (t[here].to(where) for t in (q, k, v, filled))
+        form = view.form if sinks is None else replace(view.form, sinks=sinks[here].to(where))
         if view.metadata is not None and view.metadata.pages is not None:
             sum_up_replaced(view, rows, new, slots)
         put_columns(view, slots, keys, values)
@@ -213,16 +221,17 @@ def attend_slots(
             record_columns(view.metadata, slots, positions[here].to(where), held, sizes)
             state = _score_state(rows, view, positions[here], filled[here])
         if common is not None:
-            attn_out[here].copy_(_attend_behind([t[here].to(where) for t in common], queries, view, held, scale))
+            before = [t[here].to(where) for t in common]
+            attn_out[here].copy_(_attend_behind(before, queries, view, held, scale, form.sinks))
         elif rotation is not None:
-            _attend_rolling(rotation, queries, view, held, scale, state, attn_out[here])
+            _attend_rolling(rotation, (queries, held, state, form), view, scale, attn_out[here])
         elif view.sketch is not None:
             add_to_sketch(view.sketch, slots, keys, values)
             prompts = rows.budgets.prompts.repeat_interleave(rows.kv_heads)[here].to(where)
             reads = Selection(view.sketch, counts_of(sparsity, held, prompts))
-            attn_out[here].copy_(attend_selected(queries, view.keys, view.values, held, scale, reads, view.form))
+            attn_out[here].copy_(attend_selected(queries, view.keys, view.values, held, scale, reads, form))
         else:
-            attn_out[here].copy_(attend(queries, view.keys, view.values, held, scale, state, view.form))
+            attn_out[here].copy_(attend(queries, view.keys, view.values, held, scale, state, form))
     if rows.policy.needs.record and not rows.policy.needs.ranks_by_score:
         rank_victims(rows, new)
     return out
@@ -245,10 +254,11 @@ def _score_state(rows: KVRows, view: PartView, positions: torch.Tensor, filled: 
 
 
 def _attend_rolling(
-    rotation: Rotation, q: torch.Tensor, view: PartView, filled: torch.Tensor, scale: float, state: ScoreState | None,
-    out: torch.Tensor,
+    rotation: Rotation, rows: tuple[torch.Tensor, torch.Tensor, ScoreState | None, SlotForm], view: PartView,
+    scale: float, out: torch.Tensor,
 ) -> None:  # fmt: skip
-    """ROLLING_CHUNK numbers of keys are turned at a time, or those of one row."""
+    """ROLLING_CHUNK numbers of keys are turned at a time, or those of one row. rows: q, filled, state and form."""
+    q, filled, state, form = rows
     assert view.metadata is not None and view.metadata.ranks is not None
     (keys,), slots = view.keys, view.keys.shape[2]
     step = max(1, ROLLING_CHUNK // (slots * view.keys.shape[3]))
@@ -256,7 +266,7 @@ def _attend_rolling(
         here = slice(first, min(view.rows, first + step))
         rotated = rotation.rotated(keys[here], view.metadata.ranks[here]).unsqueeze(0)
         own = None if state is None else state.rows(here)
-        out[here].copy_(attend(q[here], rotated, view.values[:, here], filled[here], scale, own))
+        out[here].copy_(attend(q[here], rotated, view.values[:, here], filled[here], scale, own, form.rows(here)))
 
 
 def _attend_common(common: PartView, q: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -270,10 +280,14 @@ def _attend_common(common: PartView, q: torch.Tensor, scale: float) -> tuple[tor
 
 
 def _attend_behind(
-    common: Sequence[torch.Tensor], q: torch.Tensor, view: PartView, filled: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """Attention over the common prefix and a view's slots, (rows, g, d). common: of `_attend_common` for these rows."""
+    common: Sequence[torch.Tensor], q: torch.Tensor, view: PartView, filled: torch.Tensor, scale: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """Attention over the common prefix and a view's slots, (rows, g, d). common: of `_attend_common` for these rows.
+
+    A sink is one column, beside the slots.
+    """
     before, before_lse = common
-    own, own_lse = attend_lse(q, view.keys, view.values, filled, scale)
+    own, own_lse = attend_lse(q, view.keys, view.values, filled, scale, sinks)
     share = torch.sigmoid(before_lse - own_lse).unsqueeze(2)  # of exp(before_lse) in the sum of both
     return torch.lerp(own.float(), before.float(), share)

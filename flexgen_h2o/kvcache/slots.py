@@ -107,7 +107,7 @@ class PartView:
 
     @property
     def form(self) -> SlotForm:
-        """What the decode kernel must know of the rows besides their slots."""
+        """What the decode kernel must know of the rows besides their slots, but for sinks."""
         return SlotForm(self.packing, None if self.metadata is None else self.metadata.pages, self.whole)
 
     def row_tensors(self) -> list[torch.Tensor]:
@@ -271,7 +271,7 @@ class NewColumns:
 @dataclass(frozen=True)
 class PromptAttention:
     """Causal attention of equally long prompts, as it was computed: the probability of query i and column j is
-    exp(scale x q_i.k_j - lse_i).
+    exp(scale x q_i.k_j - lse_i), with sinks in lse.
 
     q: (b, heads, m, d), the last m queries, all where no prefix is shared; k: (b, kv_heads, n, d), both with their
     rotary embeddings; lse: (b, heads, m) fp32.
@@ -287,9 +287,11 @@ class PromptAttention:
 class KVRows:
     """Rows of a KV unit while their layer is computed, and the eviction policy at work on them.
 
-    A sequence is `kv_heads` rows. block: the transformer block. views: the parts that hold the rows, numbered from 0.
+    A sequence is `kv_heads` rows. block: the transformer block; window: of ModelSpec.windows. views: the parts that
+    hold the rows, numbered from 0.
     common: columns of the full cache that all sequences have in front of their own, in one copy (`common_views`).
     watch: sees the attention of prompts that the policy scores: (first sequence of those computed together, attention).
+    sinks: (heads,), learned logits that join the softmax of each query of their head and have no values.
     """
 
     policy: Eviction
@@ -299,15 +301,23 @@ class KVRows:
     views: Sequence[PartView] = ()
     common: PartView | None = None
     watch: Callable[[int, PromptAttention], None] | None = None
+    window: int | None = None
+    sinks: torch.Tensor | None = None
+
+    def sinks_of_rows(self, count: int) -> torch.Tensor | None:
+        """Of `count` sequences: (rows, g) fp32."""
+        return None if self.sinks is None else self.sinks.float().view(self.kv_heads, -1).repeat(count, 1)
 
     def new_columns(self, positions: torch.Tensor) -> NewColumns:
-        """Where columns at `positions` go: the next free slot, or in a full row the slot of its victim."""
+        """Where columns at `positions` go: the next free slot, or in a full row the slot of its victim; of its oldest
+        column where nothing is recorded."""
         budgets = self.budgets
         held = budgets.kept + positions - budgets.prompts
         free = torch.where(held < budgets.slots, held, -1).repeat_interleave(self.kv_heads)
+        ring = (held % budgets.slots).repeat_interleave(self.kv_heads)  # slots are filled in the order of columns
         taken = []
         for view in self.views:
-            slots = free[view.start : view.end].to(view.keys.device)
+            slots = (ring if view.metadata is None else free)[view.start : view.end].to(view.keys.device)
             if view.metadata is not None:
                 slots = torch.where(slots < 0, view.metadata.victims, slots)
             taken.append(slots)

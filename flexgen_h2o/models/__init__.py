@@ -5,7 +5,7 @@ are the same network share one.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -54,8 +54,13 @@ class Hidden(NamedTuple):
     weights: torch.Tensor | None = None
 
 
-# (q, k, v), each (tokens, heads, d), before any rotary embedding -> (tokens, heads x d)
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+class Attend(Protocol):
+    """q, k, v, each (tokens, heads, d), before any rotary embedding -> (tokens, heads x d)."""
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, /, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """sinks: (heads,), learned logits, each of which joins the softmax of its head's queries and has no value."""
 
 
 class Family(Protocol):
@@ -109,17 +114,10 @@ def spec_from_config(name: str, config: Mapping[str, Any], where: str) -> ModelS
         raise UsageError(f"{where}: {error}") from error
 
 
-def spec_from_folder(name: str, folder: Path, quantized: bool = True) -> tuple[ModelSpec, dict[str, Any]]:
-    """Read `config.json` of a checkpoint folder, its defaults filled in by transformers.
-
-    quantized: heed its `quantization_config`; random weights have none.
-    """
+def spec_from_folder(name: str, folder: Path) -> tuple[ModelSpec, dict[str, Any]]:
+    """Read `config.json` of a checkpoint folder, its defaults filled in by transformers."""
     path = folder / "config.json"
-    raw = {
-        key: value
-        for key, value in read_object(path, str(path)).items()
-        if key not in _LABELS and (quantized or key != "quantization_config")
-    }
+    raw = {key: value for key, value in read_object(path, str(path)).items() if key not in _LABELS}
     known = isinstance(raw.get("model_type"), str) and raw["model_type"] in FAMILIES
     config = _with_defaults(raw, str(path)) if known else raw
     return spec_from_config(name, config, str(path)), config

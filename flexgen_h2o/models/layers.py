@@ -175,6 +175,21 @@ def _expert_chunks(counts: Sequence[int]) -> Iterator[tuple[int, int, list[tuple
         yield first, end, [(i, a, b) for i, a, b in runs if b > a]
 
 
+def read_windows(config: Mapping[str, Any], blocks: int, positions: int) -> tuple[int | None, ...]:
+    """`ModelSpec.windows` of a config: those of its `layer_types`, or without them of all blocks. A window of all
+    positions hides nothing, and is none. UsageError names the field."""
+    kinds, window = config.get("layer_types"), config.get("sliding_window")
+    kinds = ["sliding_attention"] * blocks if kinds is None else kinds
+    if not isinstance(kinds, list) or len(kinds) != blocks:
+        raise UsageError(f"layer_types: {kinds!r:.60} is not a list of {blocks} kinds of attention")
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise UsageError(f"layer_types: {kind!r} is not full_attention or sliding_attention")
+    if window is None or "sliding_attention" not in kinds or check_int("sliding_window", window, low=1) >= positions:
+        return ()
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
 _TANH_GELU = partial(F.gelu, approximate="tanh")

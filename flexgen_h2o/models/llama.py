@@ -1,8 +1,8 @@
 """LLaMA (Touvron et al. 2023) and the model types that are the same network, as plain functions.
 
 RMS norms, rotary positions, grouped kv-heads, a gated MLP; Qwen3 also norms queries and keys. Covers LLaMA 1 to 3.x,
-and Mistral, Qwen2 and Qwen3 within a sliding window. Formulas follow transformers' modeling_llama and modeling_qwen3.
-`read_decoder`, `attention_tensors` and the forward but for `mlp` serve networks with another MLP too.
+Mistral, Qwen2 and Qwen3, with sliding windows where they have them. Formulas follow transformers' modeling_llama and
+modeling_qwen3. `read_decoder`, `attention_tensors` and the forward but for `mlp` serve networks with another MLP too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import torch
 
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.model import ModelSpec, StepBuffer, TensorSpec
-from flexgen_h2o.core.units import check_int
 from flexgen_h2o.kernels.elementwise import rms_norm
 from flexgen_h2o.kernels.linear import add_linear, linear, linear_each, lookup, optional_vector, vector
 from flexgen_h2o.kernels.workspace import Workspace
@@ -28,6 +27,7 @@ from flexgen_h2o.models.layers import (
     read_positive,
     read_rotary,
     read_sizes,
+    read_windows,
     token_chunks,
 )
 
@@ -136,10 +136,12 @@ def read_decoder(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
     tied = bool(config.get("tie_word_embeddings", False))
     table = TensorSpec("embed_tokens.weight", "model.embed_tokens.weight", (vocab, hidden))
     head_table = table if tied else TensorSpec("lm_head.weight", "lm_head.weight", (vocab, hidden))
+    windowed = config.get("model_type") != "llama"
+    windows = read_windows(config, common["num_blocks"], common["max_positions"]) if windowed else ()
     own = {
-        "num_kv_heads": kv_heads, "head_dim": width, "max_positions": _positions(config, common["max_positions"]),
-        "embedding": (table,), "head": (norm_tensor("norm", "norm", hidden), head_table), "tied": tied,
-        "options": (("activation", activation), ("eps", eps)), "rotary": rotary,
+        "num_kv_heads": kv_heads, "head_dim": width, "embedding": (table,),
+        "head": (norm_tensor("norm", "norm", hidden), head_table), "tied": tied,
+        "options": (("activation", activation), ("eps", eps)), "rotary": rotary, "windows": windows,
     }  # fmt: skip
     return {**common, **own}
 
@@ -182,17 +184,6 @@ def _biases(config: Mapping[str, Any]) -> tuple[bool, bool, bool]:
         return kind == "qwen2", False, False
     bias = bool(config["attention_bias"])
     return bias, bias, kind == "llama" and bool(config["mlp_bias"])
-
-
-def _positions(config: Mapping[str, Any], positions: int) -> int:
-    """Positions up to which the network is this one: no column ever leaves a sliding window."""
-    kinds, window = set(config.get("layer_types") or ()), config.get("sliding_window")
-    unknown = kinds - {"full_attention", "sliding_attention"}
-    if unknown or (window is None and "sliding_attention" in kinds):
-        raise UsageError(f"layer_types: {sorted(kinds)} with sliding_window {window} is not supported")
-    if window is None or kinds == {"full_attention"}:
-        return positions
-    return min(positions, check_int("sliding_window", window, low=1))
 
 
 def embed(

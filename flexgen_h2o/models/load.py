@@ -180,7 +180,7 @@ def find_model(model: str, path: str | None, revision: str | None = None) -> Mod
     if source.folder is not None:
         files = states_of(source.folder / name for name in ("config.json", *TOKENIZER_FILES, *_TOKENIZER_EXTRAS))
         with _quiet():
-            spec, config = spec_from_folder(source.name, source.folder, quantized=not source.random)
+            spec, config = spec_from_folder(source.name, source.folder)
             return Model(source.name, spec, config, source.folder, source.random, _load_tokenizer(source.folder), files)
     built_in = built_in_spec(source.name)
     if built_in is None:

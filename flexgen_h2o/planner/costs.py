@@ -91,7 +91,7 @@ class Costs:
     @cached_property
     def kinds(self) -> tuple[int, ...]:
         """For each layer the first layer that costs the same."""
-        return _kinds(self.at.spec, self._steps, self.at.need.slots, self.at.need.kept)
+        return _kinds(self.at.spec, self._steps, tuple(self.at.need.kinds))
 
     @cached_property
     def loaded_kinds(self) -> Counter[int]:
@@ -144,16 +144,16 @@ class Costs:
         at, p = self.at, self.profile
         work = layer_work(at, layer, self.layers.units[layer.unit], batch, sweep)
         device_s, host_s = self.compute_seconds(work)
-        issue_s = p.step_s
+        issue_s, evicts = p.step_s, bool(at.need.record) and at.spec.window(layer.block) is None
         issue_s *= needed_share(at, layer, tokens_of(batch, sweep))
         if at.device_is_host and layer.kind != "experts":
             issue_s += p.row_s * batch.rows
-        elif at.need.record and work.host_kv:  # a card computes rows side by side, a host drops columns row by row
+        elif evicts and work.host_kv:  # a card computes rows side by side, a host drops columns row by row
             host_s += p.row_s * batch.rows * work.host_kv / (work.host_kv + work.device_kv)
         kv: tuple[tuple[Transfer, ...], tuple[Transfer, ...]] = ((), ())
         if layer.kind in ATTENTION_KINDS:
             kv = kv_load_moves(at, layer.block, batch, sweep), kv_store_moves(at, layer.block, batch, sweep)
-            issue_s += p.attention_step_s + (p.eviction_step_s if at.need.record else 0.0)
+            issue_s += p.attention_step_s + (p.eviction_step_s if evicts else 0.0)
             issue_s += p.cache_load_step_s if kv[0] else 0.0
         load = hidden_moves(at, batch, sweep, store=False) if index else ()
         store = hidden_moves(at, batch, sweep, store=True) if index < len(self.kinds) - 1 else ()
@@ -320,12 +320,14 @@ def _layer_plan(spec: ModelSpec, sep_layer: bool, expert_group: int) -> LayerPla
 
 
 @lru_cache(maxsize=64)
-def _kinds(spec: ModelSpec, steps: tuple[bool, int], slots: tuple[int, ...], kept: tuple[int, ...]) -> tuple[int, ...]:
+def _kinds(
+    spec: ModelSpec, steps: tuple[bool, int], kv_kinds: tuple[tuple[int, int, int | None], ...]
+) -> tuple[int, ...]:
     first: dict[tuple[object, ...], int] = {}
     plan, found = _layer_plan(spec, *steps), []
     for i, layer in enumerate(plan.layers):
         shapes = tuple(t.shape for t in plan.units[layer.unit].tensors)
-        kv = (slots[layer.block], kept[layer.block]) if layer.block >= 0 else ()
+        kv = kv_kinds[layer.block] if layer.block >= 0 else ()
         found.append(first.setdefault((layer.kind, shapes, kv), i))
     return tuple(found)
 

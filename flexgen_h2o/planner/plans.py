@@ -156,7 +156,7 @@ class Planner:
             return False
         if any(len(r.prompt.token_ids) <= count or r.prompt.token_ids[:count] != common for r in rows):
             return False
-        need = need_of_rows(self.part.eviction, rows, self.part.spec.num_blocks).in_one_copy(count)
+        need = self._need_of(rows, None).in_one_copy(count)
         fits = need.prompt_len - count <= max(shape.tokens, shape.rows) and shape.has_slots(need.slots)
         return fits and (not count or need.prompt_len <= shape.sharing)
 
@@ -189,11 +189,17 @@ class Planner:
 
     def _need(self, rows: Sequence[Row], policy: Policy) -> WorkloadShape:
         """Rows that keep all columns uncompressed and read all of them hold a shared prefix in one copy, but for those
-        of a pipeline's stages. policy: its switches count."""
-        need = need_of_rows(self.part.eviction, rows, self.part.spec.num_blocks, self.sharing)
+        of a pipeline's stages and of models with windows. policy: its switches count."""
+        need = self._need_of(rows, self.sharing)
+        if self.part.spec.windows:  # columns of the prefix leave them
+            return need
         keeps_all = not self.part.eviction.needs.record and not policy.compress_cache and policy.attn_sparsity == 1
         one_copy = need.prefix and keeps_all and self.part.pipeline is None and has_own_scores(rows, need.prefix)
         return need.in_one_copy(need.prefix) if one_copy else need
+
+    def _need_of(self, rows: Sequence[Row], sharing: Sharing | None) -> WorkloadShape:
+        spec = self.part.spec
+        return need_of_rows(self.part.eviction, rows, spec.num_blocks, spec.windows, sharing)
 
     def _shape(self, rows: Sequence[Row], policy: Policy, need: WorkloadShape) -> BlockShape:
         return shape_of_blocks(self._groups(rows, policy, need.common), need, rows)

@@ -143,7 +143,8 @@ def _cut(at: CostContext, depth: int) -> CostContext:
     chosen = [round(i * (spec.num_blocks - 1) / (depth - 1)) for i in range(depth)]
 
     slots, kept = (tuple(values[i] for i in chosen) for values in (need.slots, need.kept))
-    return replace(at, spec=spec.of_blocks(chosen), need=replace(need, slots=slots, kept=kept))
+    cut = spec.of_blocks(chosen)
+    return replace(at, spec=cut, need=replace(need, slots=slots, kept=kept, windows=cut.windows))
 
 
 def _walk(costs: Costs, plan: MemoryPlan, block: Block, on_span: OnSpan | None) -> Spent:

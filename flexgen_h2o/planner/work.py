@@ -21,12 +21,14 @@ from flexgen_h2o.engine.memory_plan import (
     hidden_row_bytes,
     kv_layout,
     layers_of,
+    record_in,
     streamed_bytes,
     tier_shares,
     weight_parts,
 )
 from flexgen_h2o.engine.temporaries import is_blocked
 from flexgen_h2o.engine.workload import Batch, Block, WorkloadShape
+from flexgen_h2o.kvcache.eviction.policy import RowRecord
 from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.tiers.stream import Part, Shares, is_streamed, split_rows
 
@@ -118,15 +120,16 @@ class CostContext:
         return tier_shares(self.policy.hidden_shares, self.device_is_host)
 
     @cached_property
-    def _layouts(self) -> dict[tuple[int, int], UnitLayout]:
+    def _layouts(self) -> dict[tuple[int, int, RowRecord | None], UnitLayout]:
         return {}
 
     def kv_layout(self, block: int, batch: Batch) -> UnitLayout:
         """Of the KV unit of a micro-batch in a transformer block."""
-        key = self.need.slots_of(block, batch.longest), batch.rows
+        record = record_in(self.spec, block, self.need.record)
+        key = self.need.slots_of(block, batch.longest), batch.rows, record
         if key not in self._layouts:
             self._layouts[key] = kv_layout(
-                self.spec, self.policy, batch.rows, key[0], self.need.record, self.itemsize, self.device_is_host
+                self.spec, self.policy, batch.rows, key[0], record, self.itemsize, self.device_is_host
             )
         return self._layouts[key]
 
@@ -219,7 +222,7 @@ def disk_read_bytes(at: CostContext, blocks: Sequence[tuple[Block, int]]) -> flo
     loads = [unit for unit, before in zip(used, [None, *used], strict=False) if unit != before]
     tied = len(loads) > 1 and loads[0] == loads[-1]
     weights = sum(_from_disk(weight_moves(at, plan.units[unit])) for unit in loads[tied:])
-    columns = [*zip(at.need.slots, at.need.kept, strict=True)]
+    columns = at.need.kinds
     blocks_alike = {columns.index(key): count for key, count in Counter(columns).items()}
 
     def of_batch(batch: Batch) -> float:
@@ -314,10 +317,13 @@ def _with_prefill(at: CostContext, alone: Work, block: int, batch: Batch) -> Wor
     # Under attention on the host, kept columns go there as they are written.
     off_device = 1.0 - at.policy.cache_shares[0] if at.on_host and not at.device_is_host else 0.0
     copied = 2.0 * batch.tokens * column if batch.saved else 0.0  # prefixes in front of rows' own columns
+    pairs, window = float(batch.pairs), at.spec.window(block)
+    if window is not None:  # of a prompt all pairs but those of its queries with what has left their windows
+        pairs *= 1 - max(0.0, 1 - window / batch.mean_len) ** 2
     return replace(
         alone,
-        prompt_flops=2.0 * batch.pairs * q_width,
-        sums_flops=1.0 * batch.pairs * q_width * at.need.scored,
+        prompt_flops=2.0 * pairs * q_width,
+        sums_flops=1.0 * pairs * q_width * (at.need.scored and window is None),
         elementwise=alone.elementwise + copied + kept * (2.0 * stored + packing),
         crossing=kept * stored * off_device,
     )
@@ -331,12 +337,13 @@ def _with_decode(at: CostContext, alone: Work, block: int, batch: Batch, sweep: 
     columns = float(batch.rows * at.need.columns(block, sweep, batch.mean_len))
     read = columns * stored + batch.rows * spec.num_kv_heads * at.kv_layout(block, batch).beside_bytes
     cache = tier_shares(at.policy.cache_shares, at.device_is_host)
-    if sparsity < 1 and at.on_host:  # a card reads all columns
+    in_window = spec.window(block) is not None
+    if sparsity < 1 and at.on_host and not in_window:  # a card reads all columns, and so do windows
         read -= columns * stored * (1 - sparsity * GATHER_FACTOR)
         read += columns * spec.num_heads * SELECT_BYTES
     on_device = cache[0] if at.on_host and not at.device_is_host else 1.0
     elementwise = alone.elementwise
-    if "ranks" in at.need.record.names and spec.rotary:  # keys are rotated as they are read
+    if "ranks" in at.need.record.names and spec.rotary and not in_window:  # keys are rotated as they are read
         elementwise += 6.0 * columns * spec.num_kv_heads * spec.rotary.width * at.itemsize
     return replace(
         alone,

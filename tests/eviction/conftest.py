@@ -23,6 +23,14 @@ OTHER_SHAPES = {
     "head width 15": {"hidden_size": 60, "word_embed_proj_dim": 60},
     "three layers": {"num_hidden_layers": 3},
     "long": {"max_position_embeddings": 256},
+    "llama, 16 positions": {"model_type": "llama", "max_position_embeddings": 16},
+    "qwen2, windows": {
+        "model_type": "qwen2",
+        "num_hidden_layers": 4,
+        "use_sliding_window": True,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
 }
 # Of models that repeat themselves, or whose heavy columns are the recent ones, with the usual one.
 SEEDS = {

@@ -23,6 +23,7 @@ class PlainOPT:
         self._pre_norm = bool(model.config.do_layer_norm_before)
         self.num_layers = len(self._decoder.layers)
         self.kv_heads = model.config.num_attention_heads
+        self.windows = [None] * self.num_layers
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         words = self._decoder.embed_tokens(ids)
@@ -35,6 +36,9 @@ class PlainOPT:
         own, inputs = block.self_attn, block.self_attn_layer_norm(x) if self._pre_norm else x
         q, k, v = (f(inputs).view(len(x), self.kv_heads, -1) for f in (own.q_proj, own.k_proj, own.v_proj))
         return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+
+    def sinks(self, layer: int) -> torch.Tensor | None:
+        return None
 
     def finish(self, layer: int, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
         block = self._decoder.layers[layer]
@@ -62,6 +66,9 @@ class PlainRotary:
         self._decoder = self._model.base_model
         self.num_layers = len(self._decoder.layers)
         self.kv_heads = getattr(model.config, "num_key_value_heads", model.config.num_attention_heads)
+        window = getattr(model.config, "sliding_window", None)
+        kinds = getattr(model.config, "layer_types", None) or ["sliding_attention"] * self.num_layers
+        self.windows = [window if kind == "sliding_attention" else None for kind in kinds]
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         return self._model.get_input_embeddings()(ids)
@@ -71,6 +78,9 @@ class PlainRotary:
         if self._rolling:
             return q, k, v
         return self.turn(q, torch.arange(len(x))), self.turn(k, torch.arange(len(x))), v
+
+    def sinks(self, layer: int) -> torch.Tensor | None:
+        return None
 
     def turn(self, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """(heads, n, d) at positions (n,)."""

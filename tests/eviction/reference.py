@@ -61,6 +61,7 @@ class PlainModel(Protocol):
 
     num_layers: int
     kv_heads: int
+    windows: Sequence[int | None]  # by layer, of columns that a query sees, its own the last; None: all
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """(n,) ids at positions 0, 1, ... -> (n, hidden)"""
@@ -68,6 +69,10 @@ class PlainModel(Protocol):
 
     def project(self, layer: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(n, hidden) -> q: (heads, n, d), k and v: (kv, n, d)"""
+        ...
+
+    def sinks(self, layer: int) -> torch.Tensor | None:
+        """(kv, g): logits that join the softmax of each query and have no values; None: there are none"""
         ...
 
     def finish(self, layer: int, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
@@ -116,18 +121,22 @@ def forward(
             is_whole = (place[:, None] < prompt_len) | (place > place[:, None] - cache.windows[layer])
             scores = torch.where(is_whole, scores, later)
         scores = scores.masked_fill(~mask[:, None], -math.inf)
-        of_pages, means = _page_scores(q, k, v, mask, prompt_len, page, stored) if page else (scores[..., :0], v[:0])
-        probabilities, of_pages = torch.cat([scores, of_pages], dim=-1).softmax(-1).tensor_split([len(ids)], dim=-1)
+        sums_up = page and model.windows[layer] is None
+        of_pages, means = _page_scores(q, k, v, mask, prompt_len, page, stored) if sums_up else (scores[..., :0], v[:0])
+        sinks = model.sinks(layer)
+        none = torch.full(q.shape[:2], -math.inf) if sinks is None else sinks
+        every = torch.cat([scores, of_pages, none[..., None, None].expand(-1, -1, len(ids), 1)], dim=-1).softmax(-1)
+        probabilities, of_pages = every[..., :-1].tensor_split([len(ids)], dim=-1)
         mixed = torch.einsum("kgij,kjd->ikgd", probabilities, v)
         if stored is not None:
             mixed = torch.einsum("kgij,kjd->ikgd", probabilities * is_whole, v)
             mixed += torch.einsum("kgij,kjd->ikgd", probabilities * ~is_whole, new)
-        if page:
+        if sums_up:
             mixed += torch.einsum("kgip,kipd->ikgd", of_pages, means)
-        if cache.selection is not None:
+        if cache.selection is not None and model.windows[layer] is None:
             found = v[:, None].expand(-1, len(ids), -1, -1)
             found = found if stored is None else torch.where(is_whole[..., None], found, new[:, None])
-            chosen = cache.selection.mixed(q, k, v, scores, found, prompt_len or len(ids))
+            chosen = cache.selection.mixed(q, k, v, scores, none, found, prompt_len or len(ids))
             mixed[prompt_len or len(ids) :] = chosen.permute(2, 0, 1, 3)
         x = model.finish(layer, x, mixed.reshape(len(ids), -1))
         seen.append(Attention(q, k, v, probabilities))
@@ -183,7 +192,7 @@ class LayerState:
         self.mask = torch.ones(model.kv_heads, prompt_len, prompt_len).tril().bool()
         self.held = [list(range(prompt_len)) for _ in range(model.kv_heads)]
         self.gap, self.promotions = math.inf, 0
-        self._sizes = policy.sizes(prompt_len, most_new, layer)
+        self._sizes = policy.sizes(prompt_len, most_new, model.windows[:layer].count(None))
         self._scorer = policy.scorer(layer, self._sizes)
         self._in_decode = policy.in_decode
         grown, total = min(self._sizes.total, prompt_len) + most_new - 1, self._sizes.total
@@ -219,15 +228,40 @@ class LayerState:
             self.gap = min(self.gap, gap)
 
 
+class WindowState(LayerState):
+    """A layer with a window: it holds what its next query sees, and nothing is asked of the policy."""
+
+    def __init__(self, model: PlainModel, layer: int, prompt_len: int, most_new: int, policy: Policy) -> None:
+        super().__init__(model, layer, prompt_len, most_new, policy)
+        self._window = model.windows[layer] or 0
+        self.mask = self.mask.triu(1 - self._window)
+        self.slots = max(1, min(self._window, prompt_len + most_new - 1))
+        self._leave()
+
+    def prefilled(self, seen: Attention) -> None:
+        pass
+
+    def join(self) -> None:
+        super().join()
+        self._leave()
+
+    def decoded(self, seen: Attention) -> None:
+        pass
+
+    def _leave(self) -> None:
+        """Columns that the next query, one position on, does not see."""
+        self.held = [held[max(0, len(held) - self._window + 1) :] for held in self.held]
+
+
 @dataclass(frozen=True)
 class Evicted:
     """What was generated, and how sure one can be of it.
 
     logits: (tokens, vocab), those that each token was chosen from. kept: after the prefill, then after each decode
-    step; the last token is never fed back, so there are as many as tokens. least_gap: the smallest distance in score
-    between a column that stayed and one that went (infinite when there was never a choice). promotions: how often a
-    column that left the recent ones took an older one's place; without any, decode scores decided nothing. given: the
-    steps whose tokens were. is_near: rounding may choose other columns to read.
+    step; the last token is never fed back, so there are as many as tokens; no heads of layers with windows. least_gap:
+    the smallest distance in score between a column that stayed and one that went (infinite when there was never a
+    choice). promotions: how often a column that left the recent ones took an older one's place; without any, decode
+    scores decided nothing. given: the steps whose tokens were. is_near: rounding may choose other columns to read.
     """
 
     tokens: list[int]
@@ -256,7 +290,8 @@ def evicted_greedy(
 
     given: tokens that are taken at some steps whatever the logits; a near tie there is none.
     """
-    layers = [LayerState(model, i, len(prompt), new_tokens, policy) for i in range(model.num_layers)]
+    kinds = [LayerState if window is None else WindowState for window in model.windows]
+    layers = [kind(model, i, len(prompt), new_tokens, policy) for i, kind in enumerate(kinds)]
     newest, seen = forward(model, prompt, [layer.mask for layer in layers], turn=turn)
     for layer, attention in zip(layers, seen, strict=True):
         layer.prefilled(attention)
@@ -280,4 +315,4 @@ def evicted_greedy(
 
 
 def _held(layers: Sequence[LayerState]) -> Kept:
-    return [[list(held) for held in layer.held] for layer in layers]
+    return [[] if isinstance(layer, WindowState) else [list(held) for held in layer.held] for layer in layers]

@@ -21,24 +21,25 @@ class Selection:
         self.share, self.is_near = share, False
 
     def mixed(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: torch.Tensor, found: torch.Tensor,
-        prompt_len: int,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: torch.Tensor, sinks: torch.Tensor,
+        found: torch.Tensor, prompt_len: int,
     ) -> torch.Tensor:  # fmt: skip
         """What queries behind the prompt get, (kv, g, n - prompt_len, d).
 
-        scores: (kv, g, n, n), scaled products with columns as they are read; found: (kv, n, n, d), values as query i
-        reads them.
+        scores: (kv, g, n, n), scaled products with columns as they are read; sinks: (kv, g), -inf for none; found:
+        (kv, n, n, d), values as query i reads them.
         """
         kv, g, n, d = q.shape
         out = torch.zeros(kv, g, n - prompt_len, d)
         for head, i in product(range(kv), range(prompt_len, n)):
             codes, centre, step = self._codes(k[head, : i + 1], prompt_len)
             estimates = torch.stack([self._estimates(q[head, x, i], codes, centre, step) for x in range(g)])
-            read = self._read(estimates.softmax(1).amax(0))
+            sink = sinks[head, :, None]
+            read = self._read(torch.cat([estimates, sink], dim=1).softmax(1)[:, :-1].amax(0))
             rest = [j for j in range(i + 1) if j not in read]
             logits = estimates.clone()
             logits[:, read] = scores[head, :, i, read]
-            p = logits.softmax(1)
+            p = torch.cat([logits, sink], dim=1).softmax(1)
             for j in read:
                 out[head, :, i - prompt_len] += p[:, j, None] * found[head, i, j]
             for j in rest:

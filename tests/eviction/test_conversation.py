@@ -162,7 +162,7 @@ def test_many_rows_follow_many_tokens_at_once(name: str, known: Callable[[str], 
 
 def test_memory_does_not_grow_with_the_conversation(known: Callable[[str], Known], tmp_path: Path) -> None:
     """Neither what rows hold nor what the budgets are charged; nor do rolling positions run out: 16 there are."""
-    model = known("mistral, window filled")
+    model = known("llama, 16 positions")
     eviction, peaks = H2O(heavy_size=3, recent_size=4, positions=ROLLING), []
     for turns in (3, 12):
         asked = random_prompts((8,) * turns)

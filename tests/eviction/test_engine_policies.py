@@ -36,7 +36,7 @@ def test_policy(pair: str, known: Callable[[str], Known], reference: Callable[..
 def cases_of_shapes() -> Iterator[tuple[str, str, str, str]]:
     """(shape, pair, placement, configuration)"""
     shapes, configurations = [*list(SHAPES)[1:], *OTHER_SHAPES], list(CONFIGURATIONS)
-    shapes.remove("long")
+    shapes = [shape for shape in shapes if shape not in ("long", "llama, 16 positions")]
     for i, shape in enumerate(shapes):
         pair = ("h2o", "h2o-v", "snapkv, narrow", "tova")[i % 4]
         yield shape, pair, PLACES[(i + i // 4) % 4], configurations[(5 * i) % len(configurations)]
@@ -73,7 +73,11 @@ def test_family(
     assert_equal(folder, want, PAIRS[pair], policy, tmp_path, STAND_IN)
 
 
-@pytest.mark.parametrize("shape", [shape for shape, config in FAMILY_SHAPES.items() if shape != config["model_type"]])
+# All layers of one have windows, which leave nothing to a policy.
+OF_FAMILIES = [shape for shape, of in FAMILY_SHAPES.items() if shape not in (of["model_type"], "mistral, windows")]
+
+
+@pytest.mark.parametrize("shape", OF_FAMILIES)
 def test_shape_of_a_family(
     shape: str, known: Callable[[str], Known], reference: Callable[..., Wanted], tmp_path: Path
 ) -> None:

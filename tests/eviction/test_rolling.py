@@ -72,7 +72,7 @@ def test_keys_of_many_rows_are_turned_some_at_a_time(
     assert_same(want, ran)
 
 
-SHORT, LONG = "mistral, window filled", (12, 9, 5)  # 16 positions
+SHORT, LONG = "llama, 16 positions", (12, 9, 5)  # 16 positions
 
 
 def test_rows_outgrow_the_positions(

@@ -106,7 +106,11 @@ FAMILY_SHAPES: dict[str, dict[str, Any]] = {
         "llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16
     ),
     "llama, rope yarn": _rope("yarn", original_max_position_embeddings=16),
-    "mistral, window filled": {"model_type": "mistral", "sliding_window": 16},
+    "mistral, windows": {"model_type": "mistral", "sliding_window": 7},
+    "qwen2, windows of some layers": {
+        "model_type": "qwen2", "num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
     "qwen2": {"model_type": "qwen2", "head_dim": 8},
     "qwen3": {"model_type": "qwen3"},
     "qwen3, biases, one kv-head, odd sizes, tied": {
@@ -209,7 +213,7 @@ def thinned(cases: Iterable[tuple[Any, ...]], one_in: int) -> list[Any]:
 # Shapes that matter to where things lie; with the Latin square below each of them meets every placement.
 LAID_OUT = (
     "normal", "post-norm, narrow embedding (350m)", "odd sizes", "one layer", "untied head", "llama",
-    "llama, one kv-head, odd sizes", "mistral, window filled", "qwen3", "gpt_neox", "gpt_neox, one after the other",
+    "llama, one kv-head, odd sizes", "mistral, windows", "qwen3", "gpt_neox", "gpt_neox, one after the other",
 )  # fmt: skip
 
 

@@ -14,9 +14,11 @@ from flexgen_h2o import LLM, MemoryBudget, Policy, SamplingParams
 from flexgen_h2o.core.model import ModelSpec
 from flexgen_h2o.core.units import PAGE, round_up
 from flexgen_h2o.engine.generation import Row, make_blocks
+from flexgen_h2o.engine.memory_plan import prices_of
 from flexgen_h2o.engine.prompts import prompts_from_python
 from flexgen_h2o.engine.workload import Batch, WorkloadShape, need_of
 from flexgen_h2o.kvcache.eviction import Eviction, Full
+from flexgen_h2o.kvcache.eviction.of_model import fitted
 from flexgen_h2o.kvcache.prefixes import SHARINGS, Sharing, group_prompts
 from tests.parity.reference import random_prompts
 
@@ -29,6 +31,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {
         "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 254,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    },
+    "qwen2": {  # the first of its two blocks has a window
+        "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 254,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "use_sliding_window": True,
+        "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"],
     },
     "gpt_neox": {
         "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 254,
@@ -69,7 +76,8 @@ class Run:
 
     def need(self, spec: ModelSpec) -> WorkloadShape:
         sizes = {(self.header + n, self.new_tokens) for n in self.lengths}
-        return need_of(self.eviction, len(self.lengths), sizes, spec.num_blocks).in_one_copy(self.common)
+        eviction = fitted(self.eviction, spec, prices_of(spec, Policy()))
+        return need_of(eviction, len(self.lengths), sizes, spec.num_blocks, spec.windows).in_one_copy(self.common)
 
     @property
     def common(self) -> int:

@@ -12,12 +12,14 @@ import pytest
 import torch
 
 from flexgen_h2o.checkpoint import Checkpoint, match, read_index
-from flexgen_h2o.checkpoint.formats import PackedFormat, WeightFormat
+from flexgen_h2o.checkpoint.formats import WeightFormat
+from flexgen_h2o.checkpoint.formats.groupwise import Groupwise
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.model import ModelSpec, WeightUnit
 from flexgen_h2o.core.timeline import Timeline
 from flexgen_h2o.engine.memory_plan import BlockShape, Depth, memory_plan, tier_shares
 from flexgen_h2o.engine.stores import WeightStore, WeightStream
+from flexgen_h2o.kernels.int8 import BlockedInt8, Int8Rows, scales_of
 from flexgen_h2o.kernels.linear import DenseRows, RowParts
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import spec_from_config
@@ -61,11 +63,11 @@ class Room:
 
     def __init__(
         self, spec: ModelSpec, checkpoint: Checkpoint, place: tuple[int, int], device: Device, dtype: torch.dtype,
-        depth: int = 3, sep_layer: bool = True, form: PackedFormat | None = None,
+        depth: int = 3, sep_layer: bool = True, form: WeightFormat | None = None,
     ) -> None:  # fmt: skip
         policy = Policy(
-            percent=(*place, 100, 0, 100, 0), sep_layer=sep_layer, compress_weight=form is not None and form.decodes,
-            weight_bits=form.record["bits"] if form is not None and form.decodes else 4,  # type: ignore[arg-type]
+            percent=(*place, 100, 0, 100, 0), sep_layer=sep_layer, compress_weight=isinstance(form, Groupwise),
+            weight_bits=form.bits if isinstance(form, Groupwise) else 4,
             int8_compute=form is not None and form.in_int8,
         )  # fmt: skip
         shape = BlockShape(rows=1, micro_batches=1, tokens=1, slots=(1,))
@@ -132,6 +134,18 @@ def int8_workspace(dtype: torch.dtype = torch.bfloat16) -> Workspace:
 def values(parts: RowParts) -> torch.Tensor:
     """Of rows that are not packed, together."""
     return torch.cat([part.rows for part in parts if isinstance(part, DenseRows)])
+
+
+def int8_values(parts: RowParts) -> tuple[torch.Tensor, torch.Tensor]:
+    """The numbers (n, columns) that int8 rows stand for, and their scales (n, 1)."""
+    numbers, scales = [], []
+    for part in parts:
+        assert isinstance(part, Int8Rows)
+        numbers.append(torch.empty(len(part), part.columns))
+        part.look_up(torch.arange(len(part)), numbers[-1])
+        packed = part.packed
+        scales.append(packed.scales if isinstance(packed, BlockedInt8) else scales_of(packed))
+    return torch.cat(numbers), torch.cat(scales).unsqueeze(1)
 
 
 def within(part: torch.Tensor, start: int | None, arena: torch.Tensor | None) -> bool:

@@ -7,14 +7,14 @@ A module has `recognise(policy, quantization, itemsize)`: its format where the p
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from flexgen_h2o.core.config import DTYPE_BYTES, Policy
 from flexgen_h2o.core.errors import UsageError
-from flexgen_h2o.core.model import ModelSpec, TensorSpec
+from flexgen_h2o.core.model import ModelSpec, TensorSpec, slice_key
 from flexgen_h2o.tiers.stream import Part
 
 if TYPE_CHECKING:
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 FORMATS = {
     "groupwise": "flexgen_h2o.checkpoint.formats.groupwise",
+    "mxfp4": "flexgen_h2o.checkpoint.formats.mxfp4",
+    "fp8": "flexgen_h2o.checkpoint.formats.fp8",
+    "compressed-tensors": "flexgen_h2o.checkpoint.formats.compressed_tensors",
     "int8": "flexgen_h2o.checkpoint.formats.int8",
     "dense": "flexgen_h2o.checkpoint.formats",
 }
@@ -37,7 +40,9 @@ class StoredRows:
     names: that it may have in a checkpoint; shape, dtypes: that it must have there (as of safetensors.StoredTensor).
     row_bytes: of one of its rows, along its first dimension, in memory. rows_each: rows of the matrix that share a row
     of it, such as 128 for the scales of blocks of 128 x 128. is_values: numbers, which are converted to the compute
-    dtype as they are read; otherwise bytes.
+    dtype as they are read; in_float32: numbers, which become float32; otherwise bytes. index: it is this slice of what
+    has the name (TensorSpec.index). random: of random weights, byte i of a row is (any byte & mask) + base, where both
+    repeat; by default any byte.
     """
 
     names: tuple[str, ...] = field(compare=False)
@@ -46,18 +51,36 @@ class StoredRows:
     row_bytes: int
     rows_each: int = 1
     is_values: bool = False
+    in_float32: bool = False
+    index: int | None = field(default=None, compare=False)
+    random: tuple[bytes, bytes] = field(default=(b"\xff", b"\0"), compare=False)
 
     @property
     def name(self) -> str:
         return self.names[0]
 
+    @property
+    def key(self) -> str:
+        """No other stored tensor, or slice of one, has it."""
+        return slice_key(self.name, self.index)
+
     def part_rows(self, part: Part) -> tuple[int, int]:
         """Its rows [first, end) that rows of the matrix need."""
-        return part.start // self.rows_each, -(-part.end // self.rows_each)
+        return self.rows_of(part.start, part.end)
+
+    def rows_of(self, first: int, end: int) -> tuple[int, int]:
+        """`part_rows` of rows [first, end) of the matrix."""
+        return first // self.rows_each, -(-end // self.rows_each)
 
     def part_bytes(self, part: Part) -> int:
         first, end = self.part_rows(part)
         return (end - first) * self.row_bytes
+
+    def held(self, raw: torch.Tensor, dtype: str) -> torch.Tensor:
+        """Bytes (uint8) of a checkpoint, where it is stored as `dtype`, as a piece for `WeightFormat.decode_rows`."""
+        import torch
+
+        return raw.view(getattr(torch, dtype)).float().view(torch.uint8) if self.in_float32 else raw
 
 
 @dataclass(frozen=True)
@@ -80,11 +103,27 @@ class TensorLayout:
         return sum(stored.part_bytes(part) for stored in self.stored)
 
 
+class Held(NamedTuple):
+    """Rows of a matrix and, of each stored tensor, the rows that these need (uint8)."""
+
+    part: Part
+    pieces: Sequence[torch.Tensor]
+
+
+def pieces_of(layout: TensorLayout, held: Held, first: int, end: int) -> Iterator[torch.Tensor]:
+    """Of the pieces of a part what rows [first, end) of the matrix need, which are among its own."""
+    for stored, piece in zip(layout.stored, held.pieces, strict=True):
+        begin, _ = stored.part_rows(held.part)
+        a, b = stored.rows_of(first, end)
+        yield piece[(a - begin) * stored.row_bytes : (b - begin) * stored.row_bytes]
+
+
 def plain_layout(tensor: TensorSpec, itemsize: int) -> TensorLayout:
     """A tensor whose numbers are stored as they are, in any float dtype, and held in the compute dtype."""
     row_bytes = itemsize * (tensor.numel // tensor.shape[0])
     names = (tensor.name, *tensor.aliases)
-    return TensorLayout(tensor.shape, (StoredRows(names, tensor.shape, tuple(DTYPE_BYTES), row_bytes, is_values=True),))
+    stored = StoredRows(names, tensor.shape, tuple(DTYPE_BYTES), row_bytes, is_values=True, index=tensor.index)
+    return TensorLayout(tensor.shape, (stored,))
 
 
 @dataclass(frozen=True)
@@ -100,6 +139,7 @@ class WeightFormat:
     itemsize: int
     decodes: ClassVar[bool] = False
     blocks_tables: ClassVar[bool] = False
+    sample_name: ClassVar[str] = ""  # of a tensor that it has matrices of, whatever the model
 
     @property
     def in_int8(self) -> bool:
@@ -128,18 +168,32 @@ class WeightFormat:
         """The rows of a matrix that `decode` fills, in `memory` (uint8)."""
         from flexgen_h2o.kernels.linear import DenseRows
 
-        return (DenseRows(memory.view(workspace.dtype).view(layout.shape)),)
+        if not self.in_int8:
+            return (DenseRows(memory.view(workspace.dtype).view(layout.shape)),)
+        from flexgen_h2o.kernels.int8 import Int8Rows, blank_int8_rows
 
-    def decode(self, layout: TensorLayout, part: Part, pieces: Sequence[torch.Tensor], out: RowParts) -> None:
-        """Fill the rows `part` of a matrix. pieces: of each stored tensor the rows that these need, uint8."""
+        rows = blank_int8_rows(memory.view(layout.shape[0], -1))
+        return tuple(Int8Rows(some, layout.shape[1], workspace) for some in rows)
+
+    def decode(self, layout: TensorLayout, held: Sequence[Held], out: RowParts) -> None:
+        """Fill a matrix. held: all its rows, in order."""
         from flexgen_h2o.kernels.linear import DenseRows
 
         (whole,) = out
         assert isinstance(whole, DenseRows)
-        self.decode_rows(layout, part, pieces, whole.rows[part.start : part.end])
+        self.decode_range(layout, held, 0, whole.rows)
+
+    def decode_range(self, layout: TensorLayout, held: Sequence[Held], first: int, out: torch.Tensor) -> torch.Tensor:
+        """Fill out (n, columns), in a float dtype, with rows from `first` on, and return it. held: what has them."""
+        for one in held:
+            begin, end = max(first, one.part.start), min(first + len(out), one.part.end)
+            if begin < end:
+                part, pieces = Part(one.part.tier, begin, end), [*pieces_of(layout, one, begin, end)]
+                self.decode_rows(layout, part, pieces, out[begin - first : end - first])
+        return out
 
     def decode_rows(self, layout: TensorLayout, part: Part, pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """`decode` into out (rows of the part, columns), in a float dtype."""
+        """Fill out (rows of the part, columns), in a float dtype, whose rows are contiguous."""
         raise NotImplementedError
 
 
@@ -147,7 +201,7 @@ class WeightFormat:
 class PackedFormat(WeightFormat):
     """A format that weights are brought into, once (checkpoint/packed_store.py), because a switch of the policy asks.
 
-    A matrix is one stored tensor under its own name, uint8 of (rows, row bytes). flag: of that switch.
+    A tensor is one stored tensor under its own key: a matrix uint8 of (rows, row bytes). flag: of that switch.
     """
 
     flag: ClassVar[str]
@@ -173,7 +227,7 @@ class PackedFormat(WeightFormat):
     def packed_layout(self, tensor: TensorSpec, row_bytes: int, decoded_row_bytes: int = 0) -> TensorLayout:
         if len(tensor.shape) != 2 or tensor.exact:
             return plain_layout(tensor, self.itemsize)
-        stored = StoredRows((tensor.name,), (tensor.shape[0], row_bytes), ("uint8",), row_bytes)
+        stored = StoredRows((tensor.key,), (tensor.shape[0], row_bytes), ("uint8",), row_bytes)
         return TensorLayout(tensor.shape, (stored,), decoded_row_bytes)
 
 
@@ -228,13 +282,13 @@ def warm_up(form: WeightFormat, device: torch.device, dtype: torch.dtype) -> Non
 
     sizes = dict.fromkeys(("int8 inputs", "int8 input scales", "int8 weight scales", "int8 sums"), 2**15)
     workspace = Workspace(torch.zeros(2**17, dtype=torch.uint8, device=device), sizes, dtype)
-    for rows in (BLOCK_ROWS, 1):
-        layout, part = form.layout(TensorSpec("", "", (rows, BLOCK_ROWS))), Part("device", 0, rows)
+    for rows in (BLOCK_ROWS, 8):
+        layout, part = form.layout(TensorSpec("", form.sample_name, (rows, BLOCK_ROWS))), Part("device", 0, rows)
         pieces = [torch.zeros(stored.part_bytes(part), dtype=torch.uint8, device=device) for stored in layout.stored]
         if layout.decoded_row_bytes:
             memory = torch.zeros(rows * layout.decoded_row_bytes, dtype=torch.uint8, device=device)
             weight = form.decoded_parts(layout, memory, workspace)
-            form.decode(layout, part, pieces, weight)
+            form.decode(layout, [Held(part, pieces)], weight)
         else:
             weight = form.row_parts(layout, pieces, workspace, blocks=True)
         x, out = (torch.zeros(1, n, dtype=dtype, device=device) for n in (BLOCK_ROWS, rows))

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.checkpoint.formats import PackedFormat, TensorLayout
+from flexgen_h2o.checkpoint.formats import Held, PackedFormat, TensorLayout
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.model import TensorSpec
 from flexgen_h2o.core.packing import GROUP, SlotPacking, int8_row_bytes
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     import torch
 
     from flexgen_h2o.kernels.linear import RowParts
-    from flexgen_h2o.kernels.workspace import Workspace
 
 FORMAT = 3
 
@@ -56,22 +55,15 @@ class Groupwise(PackedFormat):
 
         return pack_rows(rows, self.bits)
 
-    def decoded_parts(self, layout: TensorLayout, memory: torch.Tensor, workspace: Workspace) -> RowParts:
+    def decode(self, layout: TensorLayout, held: Sequence[Held], out: RowParts) -> None:
         if not self.to_int8:
-            return super().decoded_parts(layout, memory, workspace)
-        from flexgen_h2o.kernels.int8 import Int8Rows, blank_int8_rows
-
-        rows = blank_int8_rows(memory.view(layout.shape[0], -1))
-        return tuple(Int8Rows(some, layout.shape[1], workspace) for some in rows)
-
-    def decode(self, layout: TensorLayout, part: Part, pieces: Sequence[torch.Tensor], out: RowParts) -> None:
-        if not self.to_int8:
-            super().decode(layout, part, pieces, out)
+            super().decode(layout, held, out)
             return
         from flexgen_h2o.kernels.int8 import Int8Rows, requantise_rows
 
         rows = [some.packed for some in out if isinstance(some, Int8Rows)]
-        requantise_rows(pieces[0].view(part.rows, -1), part.start, rows, layout.shape[1])
+        for part, pieces in held:
+            requantise_rows(pieces[0].view(part.rows, -1), part.start, rows, layout.shape[1])
 
     def decode_rows(self, layout: TensorLayout, part: Part, pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         from flexgen_h2o.kernels.packed import unpack_rows

@@ -130,7 +130,7 @@ def attend_rows(element, form, slots, state, beside, first, end):  # type: ignor
             spread_beside(element, element, q_at, whole.width, of_whole)
             beside_dots(element, Columns(whole.columns, whole.width, whole.keys), r, of_whole, newest, 0)
             exchange(ints_at(whole.slots + 4 * r * whole.columns), newest, p, False)
-        softmax(p, filled, np.float32(slots.scale), 0, pages, r)
+        softmax(p, filled, slots, pages, r)
         if whole.columns:
             exchange(ints_at(whole.slots + 4 * r * whole.columns), newest, p, True)
         attn_out[:] = 0

@@ -144,6 +144,7 @@ class Prompts(NamedTuple):
     group: int  # query heads of a kv-head
     tokens: int  # queries of a prompt, its last ones
     before: int  # keys in front of those of the queries
+    window: int  # keys that a query sees at most, its own the last
     width: int
     queries: int  # tokens of a unit, a multiple of KEYS
     q: Heads
@@ -180,18 +181,20 @@ def attend_units(element, job, scale, first, end):  # type: ignore[no-untyped-de
         unit = Unit(batch, rest // units, start, min(job.tokens, start + job.queries))
         _take_queries(element, job, scale, unit, query)
         attn_out[:], total[:], top[:] = 0, 0, -np.float32(np.inf)
-        for block in range(0, job.before + unit.stop, KEYS):
+        for block in range(max(0, job.before + start + 1 - job.window) // KEYS * KEYS, job.before + unit.stop, KEYS):
             count = min(KEYS, job.before + unit.stop - block)
             own = block - job.before - start  # the first query that sees none before this block
+            end_of_block = min(unit.stop - start, own + count - 1 + job.window)  # later queries see none of it
             _take_block(element, job, unit, block, count, keys, values)
             for g in range(job.group):
-                for i in range(max(0, own // ROWS * ROWS), unit.stop - start, ROWS):
+                for i in range(max(0, own // ROWS * ROWS), end_of_block, ROWS):
                     row = g * job.queries + i
                     rows_at = query_at + 4 * row * job.width
                     gemm_tile((rows_at, job.width, keys_at, KEYS, scores_at, KEYS, job.width))
                     seen = min(count, i + ROWS - own)
                     for r in range(ROWS):
-                        _weigh(scores[r], min(count, i + r + 1 - own), row + r, top, total, attn_out)
+                        ends = i + r + 1 - own
+                        _weigh(scores[r], (ends - job.window, min(count, ends)), row + r, top, total, attn_out)
                     _add_values(scores, values, attn_out, row, seen)
         _write(element, job, unit, top, total, attn_out)
 
@@ -235,21 +238,23 @@ def _take_block(element, job, unit, block, count, keys, values):  # type: ignore
 
 @jit
 def _weigh(scores, seen, row, top, total, attn_out):  # type: ignore[no-untyped-def]
-    """Turn a row's scores of the first `seen` keys into weights, the others into 0, and rescale the row's sums.
+    """Turn a row's scores of the keys that it has `seen`, from the first to before the second number, into weights,
+    the others into 0, and rescale the row's sums.
 
     top, total, attn_out: of each row the largest score, the sum of the weights and of the weighted values so far.
     Always all KEYS: loops of a known length have no remainder.
     """
-    if seen <= 0:
+    first, end = seen
+    if end <= max(0, first):
         scores[:] = 0
         return
     largest = ordered(float_to_bits(top[row]))
     for j in range(KEYS):
-        largest = max(largest, ordered(float_to_bits(scores[j])) if j < seen else _LOWEST)
+        largest = max(largest, ordered(float_to_bits(scores[j])) if (first <= j) & (j < end) else _LOWEST)
     now = bits_to_float(np.uint32(ordered(largest)))
     added = np.float32(0)
     for j in range(KEYS):
-        weight = exp2(scores[j] - now) if j < seen else np.float32(0)
+        weight = exp2(scores[j] - now) if (first <= j) & (j < end) else np.float32(0)
         scores[j] = weight
         added += weight
     if now != top[row]:

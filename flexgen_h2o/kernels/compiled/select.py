@@ -87,7 +87,7 @@ def attend_rows(element, job, sketch, first, end):  # type: ignore[no-untyped-de
         slots.unpack(element, job.q + offset, job.words, query)
         slots.over_row(element, own, Pass(True, own.keys, own.values, count), tail, query, p)
         _gather(job.values, job.words, found.offsets, count, values)
-        _weigh(sketch, np.float32(job.scale), ints_at(job.filled)[r], count, found, p)
+        _weigh(job, r, count, found, p)
         attn_out[:] = 0
         slots.over_row(element, own, Pass(False, own.values, own.keys, count), tail, attn_out, p)
         sums[:] = 0
@@ -127,7 +127,7 @@ def attend_packed_rows(element, form, job, sketch, whole, first, end):  # type: 
             beside_dots(element, Columns(whole.columns, whole.width, whole.keys), r, of_whole, newest, 0)
             packed_slots.exchange(places, newest, p, False)
         _gather(job.values, job.words, found.offsets, count, values)
-        _weigh(sketch, np.float32(job.scale), ints_at(job.filled)[r], count, found, p)
+        _weigh(job, r, count, found, p)
         if whole.columns:
             packed_slots.exchange(places, newest, p, True)
         attn_out[:] = 0
@@ -145,7 +145,7 @@ def attend_packed_rows(element, form, job, sketch, whole, first, end):  # type: 
 @jit
 def _gathered(job, most, keys, values):  # type: ignore[no-untyped-def]
     """The slots of one row that was gathered."""
-    return Slots(job.group, job.words, _FAR, 0, most, job.q, keys, values, 0, job.out, 0, job.scale)
+    return Slots(job.group, job.words, _FAR, 0, most, job.q, keys, values, 0, job.out, 0, 0, job.scale)
 
 
 @jit
@@ -162,7 +162,8 @@ def _choose(element, job, sketch, r, at, found):  # type: ignore[no-untyped-def]
     filled, count = np.int64(ints_at(job.filled)[r]), np.int64(ints_at(sketch.counts)[r])
     found.costs[:filled] = np.float32(np.inf)
     for g in range(job.group):
-        _estimate(element, sketch, r, (at, g, filled, np.float32(job.scale) * LOG2_E), found)
+        query = (at, g, filled, np.float32(job.scale) * LOG2_E, slots.sink_of(job, r, g))
+        _estimate(element, sketch, r, query, found)
     newest = min(np.int64(sketch.newest), count // 2)
     chosen = _pick(found, filled - newest, count - newest)
     for j in range(filled - newest, filled):
@@ -174,8 +175,8 @@ def _choose(element, job, sketch, r, at, found):  # type: ignore[no-untyped-def]
 @jit
 def _estimate(element, sketch, r, query, found):  # type: ignore[no-untyped-def]
     """A query's products into estimates[g], times log2(e); costs fall to those of this query. query: its address, g,
-    how many columns, and the factor of products."""
-    at, g, filled, factor = query
+    how many columns, the factor of products, and its sink."""
+    at, g, filled, factor, sink = query
     width = sketch.width
     centres, steps = floats_at(sketch.centres + 4 * r * width), floats_at(sketch.steps + 4 * r * width)
     row, largest, shift = found.estimates[g], np.int32(0), np.float32(0)
@@ -194,7 +195,7 @@ def _estimate(element, sketch, r, query, found):  # type: ignore[no-untyped-def]
     sketch_dots((codes, blocks, sketch.numbers, np.int64(found.query.ctypes.data), np.int64(row.ctypes.data)))
     unit = factor / to_whole
     shift = factor * shift - unit * total * _MIDDLE
-    top = np.int32(-(2**31))
+    top = ordered(float_to_bits(sink))
     for j in range(filled):
         row[j] = row[j] * unit + shift
         top = max(top, ordered(float_to_bits(row[j])))
@@ -203,6 +204,7 @@ def _estimate(element, sketch, r, query, found):  # type: ignore[no-untyped-def]
         total = np.float32(0)
         for j in range(filled):
             total += exp2(row[j] - largest_estimate)
+        total += exp2(sink - largest_estimate)
     most = largest_estimate + np.float32(np.log2(total))
     for j in range(filled):
         cost = most - row[j]
@@ -268,19 +270,21 @@ def _gather(memory, words, offsets, count, to):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _weigh(sketch, scale, filled, count, found, p):  # type: ignore[no-untyped-def]
+def _weigh(job, r, count, found, p):  # type: ignore[no-untyped-def]
     """p[g, :count], products, become what the columns that are read weigh; the weights of sums are filled in.
 
     A sum has the columns that are read, too, so what a column of its block weighs is taken off theirs.
     """
-    used = -(-np.int64(filled) // SKETCH_BLOCK)
+    filled, scale = np.int64(ints_at(job.filled)[r]), np.float32(job.scale)
+    used = -(-filled // SKETCH_BLOCK)
     found.of_blocks[:used] = 0
     for i in range(count):
         found.of_blocks[found.places[i] // SKETCH_BLOCK] += 1
     for g in range(p.shape[0]):
         row, estimates, weights = p[g], found.estimates[g], found.weights[g]
         estimates[filled : used * SKETCH_BLOCK] = -np.inf
-        top = np.int32(-(2**31))
+        sink = slots.sink_of(job, r, g)
+        top = ordered(float_to_bits(sink))
         for i in range(count):
             estimates[found.places[i]] = -np.inf
             row[i] *= scale * LOG2_E
@@ -300,6 +304,7 @@ def _weigh(sketch, scale, filled, count, found, p):  # type: ignore[no-untyped-d
             total += mass
             left = end - found.of_blocks[b]
             weights[b] = mass / np.float32(left) if left > 0 else np.float32(0)
+        total += exp2(sink - largest)
         share = np.float32(1) / total
         weights[:used] *= share
         weights[used:] = 0

@@ -61,6 +61,7 @@ class Slots(NamedTuple):
     filled: int
     out: int
     lse: int  # 0: not wanted
+    sinks: int  # of each query's, fp32; 0: there are none
     scale: float
 
 
@@ -113,7 +114,7 @@ def attend_rows(element, slots, state, pages, first, end):  # type: ignore[no-un
             fetch_scores(state, r)
         keys, values = row_at(slots, slots.keys, r), row_at(slots, slots.values, r)
         over_row(element, slots, Pass(True, keys, values, filled), gathered, query, p)
-        softmax(p, filled, np.float32(slots.scale), slots.lse + 4 * r * slots.group if slots.lse else 0, pages, r)
+        softmax(p, filled, slots, pages, r)
         attn_out[:] = 0
         over_row(element, slots, Pass(False, values, row_at(slots, slots.keys, r + 1), filled), gathered, attn_out, p)
         if pages.pages:
@@ -281,16 +282,22 @@ def take(slots, at, inside, j, filled, gathered):  # type: ignore[no-untyped-def
 
 
 @jit
-def softmax(p, filled, scale, lse, pages, r):  # type: ignore[no-untyped-def]
+def sink_of(slots, r, g):  # type: ignore[no-untyped-def]
+    """log2(e) times the sink of a query of row r; -inf where there are none."""
+    return floats_at(slots.sinks)[r * slots.group + g] * LOG2_E if slots.sinks else np.float32(-np.inf)
+
+
+@jit
+def softmax(p, filled, slots, pages, r):  # type: ignore[no-untyped-def]
     """p[g, :filled] = softmax(scale x p[g, :filled]), and the pages' part of it; the rest of the last block is 0.
 
-    Pages are the end of p. lse: the address of the log-sum-exp of each g; 0: not wanted.
+    Pages are the end of p. A sink is in the denominator, and in the log-sum-exp.
     """
-    factor, end = scale * LOG2_E, p.shape[1] - pages.pages
+    factor, end = np.float32(slots.scale) * LOG2_E, p.shape[1] - pages.pages
     counts = ints_at(pages.counts + 4 * r * pages.pages)
     for g in range(p.shape[0]):
-        row = p[g]
-        largest = np.int32(-(2**31))
+        row, sink = p[g], sink_of(slots, r, g)
+        largest = ordered(float_to_bits(sink))
         for j in range(filled):
             row[j] *= factor
             largest = max(largest, ordered(float_to_bits(row[j])))
@@ -306,8 +313,9 @@ def softmax(p, filled, scale, lse, pages, r):  # type: ignore[no-untyped-def]
         for j in range(pages.pages):
             row[end + j] = exp2(row[end + j] - top) if counts[j] else np.float32(0)
             total += row[end + j]
-        if lse:
-            floats_at(lse)[g] = (top + np.log2(total)) * LN_2
+        total += exp2(sink - top)
+        if slots.lse:
+            floats_at(slots.lse)[r * slots.group + g] = (top + np.log2(total)) * LN_2
         share = np.float32(1) / total
         for j in range(filled):
             row[j] *= share

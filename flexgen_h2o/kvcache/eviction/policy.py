@@ -321,21 +321,6 @@ def is_rolling(eviction: Eviction) -> bool:
     return RANKS in eviction.needs.record
 
 
-def check_rolling(eviction: Eviction, spec: ModelSpec, compresses_cache: bool) -> None:
-    """UsageError where columns cannot take other positions than their tokens had."""
-    if not is_rolling(eviction):
-        return
-    if spec.rotary is None:
-        raise UsageError(
-            f"--positions rolling: needs rotary embeddings, and {spec.name} has learned positions, which its hidden "
-            "states and so its keys hold; leave it at original"
-        )
-    if compresses_cache:
-        raise UsageError(
-            "--positions rolling: turns keys as they are read, not packed ones; leave out --compress-cache"
-        )
-
-
 def most_new_tokens(eviction: Eviction, spec: ModelSpec, prompt_len: int, asked: int) -> int:
     """New tokens that a prompt of so many tokens may grow by: with original positions as long as there are some, with
     rolling ones as long as its columns are no more than there are positions.
@@ -353,12 +338,10 @@ def most_new_tokens(eviction: Eviction, spec: ModelSpec, prompt_len: int, asked:
 
 
 @dataclass(frozen=True)
-class OfStage:
-    """`policy` of a model of `depth` transformer blocks, where block 0 is the model's block `first`."""
+class OfOther:
+    """`policy`, but for how many columns it keeps in a transformer block."""
 
     policy: Eviction
-    first: int
-    depth: int
 
     @property
     def name(self) -> str:
@@ -368,17 +351,28 @@ class OfStage:
     def needs(self) -> Needs:
         return self.policy.needs
 
+    def prompt_scores(self, sums: torch.Tensor, query_rows: int) -> torch.Tensor:
+        return self.policy.prompt_scores(sums, query_rows)
+
+    def rank(self, columns: Columns) -> torch.Tensor:
+        return self.policy.rank(columns)
+
+    def to_json(self) -> dict[str, Any]:
+        return self.policy.to_json()
+
+
+@dataclass(frozen=True)
+class OfStage(OfOther):
+    """`policy` of a model of `depth` transformer blocks, where block 0 is the model's block `first`."""
+
+    first: int
+    depth: int
+
     def budget(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> RowBudget:
         return self.policy.budget(prompt_len, gen_len, self.first + block, self.depth)
 
     def slots(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> int:
         return self.policy.slots(prompt_len, gen_len, self.first + block, self.depth)
 
-    def prompt_scores(self, sums: torch.Tensor, query_rows: int) -> torch.Tensor:
-        return self.policy.prompt_scores(sums, query_rows)
-
     def rank(self, columns: Columns) -> torch.Tensor:
-        return self.policy.rank(replace(columns, block=self.first + columns.block))
-
-    def to_json(self) -> dict[str, Any]:
-        return self.policy.to_json()
+        return super().rank(replace(columns, block=self.first + columns.block))

@@ -274,15 +274,17 @@ def beside(rows: int, width: int, dtype: torch.dtype, filled: list[int], count: 
 @settings(max_examples=60, deadline=None)
 @given(
     ragged, st.sampled_from([1, 2, 5, 8]), packings, st.sampled_from(DTYPES), st.sampled_from([0, 4, 8]),
-    st.sampled_from([0, 4, 12]),
+    st.sampled_from([0, 4, 12]), st.booleans(),
 )  # fmt: skip
-def test_attention_with_whole_columns_and_pages(filled, group, packing, dtype, count, pages) -> None:  # type: ignore[no-untyped-def]
-    """By definition in double precision: smoothed keys restored, whole columns in their slots, pages as columns."""
+def test_attention_with_whole_columns_pages_and_sinks(filled, group, packing, dtype, count, pages, has_sinks) -> None:  # type: ignore[no-untyped-def]
+    """By definition in double precision: smoothed keys restored, whole columns in their slots, pages and sinks as
+    columns."""
     q, keys, values, counts = make(filled, group, packing.width, dtype)
     whole, of_pages = beside(len(filled), packing.width, dtype, filled, count, pages)
     packed = pack_columns(whole.smoothed(keys), packing), pack_columns(values, packing)
     pair = [in_segments(t.view(torch.float32), 7).view(torch.int32) for t in packed]
-    form = SlotForm(packing, of_pages if pages else None, whole)
+    sinks = 3 * torch.randn(len(filled), group) if has_sinks else None
+    form = SlotForm(packing, of_pages if pages else None, whole, sinks)
     state = make_state(len(filled), max(filled) + 2)
     scores = state.scores.clone()
     found = attend(q, *pair, counts, 0.3, state, form)
@@ -298,7 +300,8 @@ def test_attention_with_whole_columns_and_pages(filled, group, packing, dtype, c
             some = of_pages.counts[r] > 0
             more = 0.3 * (q[r].double() @ of_pages.keys[r, some].double().T) + of_pages.counts[r, some].double().log()
             logits, seen = torch.cat([logits, more], dim=1), torch.cat([seen, of_pages.values[r, some].double()])
-        p = logits.softmax(dim=1)
+        none = torch.full((group, 1), -torch.inf) if sinks is None else sinks[r].unsqueeze(1)
+        p = torch.cat([logits, none.double()], dim=1).softmax(dim=1)[:, :-1]
         expected = p @ seen
         tolerance = TOLERANCE[dtype] * max(1.0, float(expected.abs().max()))
         assert (found[r].double() - expected).abs().max() < 4 * tolerance

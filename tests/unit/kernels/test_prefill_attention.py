@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from flexgen_h2o.kernels import prefill_attention as causal
 from flexgen_h2o.kernels.prefill_attention import (
@@ -15,6 +18,7 @@ from flexgen_h2o.kernels.prefill_attention import (
     causal_attention_lse,
     causal_attention_lse_reference,
     column_sums,
+    with_sinks,
 )
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -32,15 +36,16 @@ def prompts(batch: int, heads: int, group: int, n: int, d: int, dtype: torch.dty
 @given(
     st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.integers(1, 40), st.sampled_from([1, 8, 15, 20, 64]),
     st.sampled_from(DTYPES), st.sampled_from([causal_attention_lse, causal_attention_lse_reference]),
-    st.sampled_from([0, 0, 1, 30]),
+    st.sampled_from([0, 0, 1, 30]), st.sampled_from([None, None, 1, 2, 9, 40]),
 )  # fmt: skip
-def test_against_the_definition(batch: int, heads: int, group: int, n: int, d: int, dtype, function, first) -> None:
-    """Of all rows, and of the last ones only."""
+def test_against_the_definition(batch, heads, group, n, d, dtype, function, first, window) -> None:
+    """Of all rows, and of the last ones only; of all keys, and of a window."""
     q, k, v = prompts(batch, heads, group, n, d, dtype)
     last = slice(min(first, n - 1), None)
-    out, lse = function(q[:, :, last], k, v, 0.3)
+    out, lse = function(q[:, :, last], k, v, 0.3, window)
     products = 0.3 * q.double() @ k.double().repeat_interleave(group, dim=1).transpose(2, 3)
-    products.masked_fill_(torch.ones(n, n, dtype=torch.bool).triu(1), float("-inf"))
+    seen = torch.ones(n, n, dtype=torch.bool).tril() & torch.ones(n, n, dtype=torch.bool).triu(1 - (window or n))
+    products.masked_fill_(~seen, float("-inf"))
     products, q = products[:, :, last], q[:, :, last]
     expected = torch.softmax(products, dim=3) @ v.double().repeat_interleave(group, dim=1)
     assert out.shape == q.shape and out.dtype == dtype and lse.shape == q.shape[:3] and lse.dtype == torch.float32
@@ -48,18 +53,22 @@ def test_against_the_definition(batch: int, heads: int, group: int, n: int, d: i
     assert (lse.double() - products.logsumexp(dim=3)).abs().max() < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("is_compiled", [True, False])
+@pytest.mark.parametrize("window", [None, 1, 4, 9])
 @pytest.mark.parametrize(("rows", "dtype"), [(1, torch.float32), (5, torch.bfloat16), (20, torch.float32)])
-def test_pieces_of_the_last_rows(rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_of_the_last_rows(rows, dtype, window, is_compiled, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many queries one mask is for, or the reference takes, and with or without the log-sum-exp."""
     q, k, v = prompts(2, 2, 2, 23, 16, dtype)
-    whole, lse = causal_attention_lse(q, k, v, 0.3)
+    whole, lse = causal_attention_lse(q, k, v, 0.3, window)
+    if not is_compiled:
+        monkeypatch.setattr(causal, "_is_compiled", lambda q, k, v: False)
     monkeypatch.setattr(causal, "MASK_ROWS", 7)
     monkeypatch.setattr(causal, "REFERENCE_ROWS", 6)
-    reference, reference_lse = causal_attention_lse_reference(q, k, v, 0.3)
+    reference, reference_lse = causal_attention_lse_reference(q, k, v, 0.3, window)
     assert torch.allclose(reference, whole, atol=TOLERANCE[dtype], rtol=0)
     assert torch.allclose(reference_lse, lse, atol=TOLERANCE[dtype], rtol=0)
-    last, last_lse = causal_attention_lse(q[:, :, -rows:], k, v, 0.3)
-    plain = causal_attention(q[:, :, -rows:], k, v, 0.3)
+    last, last_lse = causal_attention_lse(q[:, :, -rows:], k, v, 0.3, window)
+    plain = causal_attention(q[:, :, -rows:], k, v, 0.3, window)
     for a, b in ((last, whole[:, :, -rows:]), (last_lse, lse[:, :, -rows:]), (plain, whole[:, :, -rows:])):
         assert a.shape == b.shape and torch.allclose(a, b, atol=TOLERANCE[dtype], rtol=0)
 
@@ -76,20 +85,42 @@ def test_batches_are_prompts_and_lse_changes_nothing(group: int, dtype: torch.dt
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("heads", "group", "n", "d"), [(1, 1, 64, 16), (2, 8, 65, 64), (1, 3, 200, 80), (2, 1, 700, 128), (1, 20, 130, 7)]
-)
-def test_the_compiled_loop_is_the_reference(heads: int, group: int, n: int, d: int, dtype: torch.dtype) -> None:
+    ("heads", "group", "n", "d", "window"),
+    [
+        (1, 1, 64, 16, None), (2, 8, 65, 64, None), (1, 3, 200, 80, None), (2, 1, 700, 128, None),
+        (1, 20, 130, 7, None), (2, 8, 65, 64, 64), (1, 3, 200, 80, 1), (2, 1, 700, 128, 65), (1, 20, 130, 7, 30),
+    ],
+)  # fmt: skip
+def test_the_compiled_loop_is_the_reference(heads, group, n, d, window, dtype: torch.dtype) -> None:
     """Beyond a block of keys, beyond a unit of queries, widths with and without whole vectors; the last rows alone."""
     q, k, v = prompts(2, heads, group, n, d, dtype)
-    found = causal._attend_compiled(q, k, v, 0.2)
-    want = causal_attention_lse_reference(*(t.float() for t in (q, k, v)), 0.2)
+    found = causal._attend_compiled(q, k, v, 0.2, window)
+    want = causal_attention_lse_reference(*(t.float() for t in (q, k, v)), 0.2, window)
     assert found[0].dtype == dtype and found[0].shape == q.shape
     for a, b in zip(found, want, strict=True):
         assert torch.allclose(a.float(), b, atol=TOLERANCE[dtype], rtol=0)
     for rows in (1, n * 6 // 7):
-        last = causal._attend_compiled(q[:, :, n - rows :], k, v, 0.2)
+        last = causal._attend_compiled(q[:, :, n - rows :], k, v, 0.2, window)
         for a, b in zip(last, found, strict=True):
             assert torch.allclose(a.float(), b[:, :, n - rows :].float(), atol=TOLERANCE[dtype], rtol=0)
+
+
+@pytest.mark.parametrize(("window", "dtype"), [(None, torch.float32), (5, torch.float32), (5, torch.bfloat16)])
+def test_sinks_are_those_of_gpt_oss(window: int | None, dtype: torch.dtype) -> None:
+    """Against transformers' eager attention; column sums then add up to less than there are queries."""
+    batch, heads, group, n, d = 2, 2, 3, 23, 16
+    q, k, v = prompts(batch, heads, group, n, d, dtype)
+    sinks = 2 * torch.randn(heads * group)
+    module = SimpleNamespace(sinks=sinks.to(dtype).float(), num_key_value_groups=group, training=False)
+    seen = torch.ones(n, n, dtype=torch.bool).tril().triu(1 - (window or n))
+    mask = torch.zeros(n, n).masked_fill(~seen, float("-inf"))
+    want, p = eager_attention_forward(module, *(t.float() for t in (q, k, v)), mask, 0.3)  # type: ignore[arg-type]
+    out, lse = with_sinks(*causal_attention_lse(q, k, v, 0.3, window), sinks.to(dtype))
+    assert (out.transpose(1, 2).float() - want).abs().max() < TOLERANCE[dtype] and out.dtype == dtype
+    if window is None:
+        sums = column_sums(q, k, lse, 0.3)
+        assert torch.allclose(sums, p.sum(2).view(batch, heads, group, n).sum(2), atol=1e-4)
+        assert (sums.sum(-1) < 0.9 * group * n).all()
 
 
 def test_what_is_no_number_stays_none_and_with_its_row() -> None:
@@ -113,23 +144,31 @@ def missing(*_args: object, **_kwargs: object) -> causal.Result:
     raise RuntimeError("no such operator")
 
 
-def wrong(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> causal.Result:
-    out, lse = causal_attention_lse_reference(q, k, v, scale)
+def wrong(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None) -> causal.Result:
+    out, lse = causal_attention_lse_reference(q, k, v, scale, window)
     return out, lse / 0.693  # in base 2
 
 
-def aligned_to_the_first(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> causal.Result:
+def aligned_to_the_first(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
+) -> causal.Result:
     """As if the queries were the first rows."""
     n = q.shape[2]
-    return causal_attention_lse_reference(q, k[:, :, :n], v[:, :, :n], scale)
+    return causal_attention_lse_reference(q, k[:, :, :n], v[:, :, :n], scale, window)
 
 
-def misshapen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> causal.Result:
-    out, lse = causal_attention_lse_reference(q, k, v, scale)
+def without_windows(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
+) -> causal.Result:
+    return causal_attention_lse_reference(q, k, v, scale)
+
+
+def misshapen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None) -> causal.Result:
+    out, lse = causal_attention_lse_reference(q, k, v, scale, window)
     return out, lse.transpose(1, 2)
 
 
-@pytest.mark.parametrize("fused", [missing, wrong, misshapen, aligned_to_the_first])
+@pytest.mark.parametrize("fused", [missing, wrong, misshapen, aligned_to_the_first, without_windows])
 def test_a_private_operation_that_changed_is_left_alone(fused, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(causal._FUSED, "cpu", (fused, (torch.float32,)))
     monkeypatch.setattr(causal, "_is_compiled", lambda q, k, v: False)

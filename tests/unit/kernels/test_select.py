@@ -87,21 +87,24 @@ def test_compiled_sketches_are_those_of_torch(width: int, dtype: torch.dtype) ->
 @given(
     st.lists(st.integers(1, 150), min_size=1, max_size=4), st.integers(1, 5), st.sampled_from([2, 8, 15, 33, 64, 80]),
     st.sampled_from([0.01, 0.1, 0.3, 0.77, 1.0]), st.integers(3, 200), st.sampled_from(DTYPES), st.integers(0, 99),
+    st.booleans(),
 )  # fmt: skip
-def test_compiled_attention_is_that_of_torch(
-    filled: list[int], group: int, width: int, share: float, segment: int, dtype: torch.dtype, seed: int
-) -> None:
+def test_compiled_attention_is_that_of_torch(filled, group, width, share, segment, dtype, seed, has_sinks) -> None:
     """Of the same sketch; a row does not depend on the others."""
     q, keys, values, ends = columns_of(filled, group, width, dtype, seed)
     sketch, counts = sketched(keys, values, ends), (share * ends).int().clamp(min=1)
     areas = in_segments(keys, segment), in_segments(values, segment)
-    found = attend_selected(q, *areas, ends, width**-0.5, Selection(sketch, counts))
-    assert close(found, attend_selected_reference(q, *areas, ends, width**-0.5, Selection(sketch, counts)))
+    form = SlotForm(sinks=2 * q[:, :, 0].float().contiguous() if has_sinks else None)
+    found = attend_selected(q, *areas, ends, width**-0.5, Selection(sketch, counts), form)
+    assert close(found, attend_selected_reference(q, *areas, ends, width**-0.5, Selection(sketch, counts), form))
+    if share == 1.0:
+        assert close(found, attend(q, *areas, ends, width**-0.5, None, form))
     last = slice(len(filled) - 1, None)
     alone = [t[:, last].contiguous() for t in areas]
     own = sketch.map(lambda t: t[last].contiguous())
     assert torch.equal(
-        attend_selected(q[last], *alone, ends[last], width**-0.5, Selection(own, counts[last])), found[last]
+        attend_selected(q[last], *alone, ends[last], width**-0.5, Selection(own, counts[last]), form.rows(last)),
+        found[last],
     )
 
 

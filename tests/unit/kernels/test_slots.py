@@ -124,9 +124,12 @@ def test_scores_and_victims(filled: list[int], group: int, width: int, dtype: to
 
 
 @settings(max_examples=60, deadline=None)
-@given(ragged, st.integers(1, 9), st.sampled_from(WIDTHS), st.sampled_from(DTYPES), st.sampled_from([4, 8, 20]))
-def test_pages_are_columns_of_their_counts(
-    filled: list[int], group: int, width: int, dtype: torch.dtype, count: int
+@given(
+    ragged, st.integers(1, 9), st.sampled_from(WIDTHS), st.sampled_from(DTYPES), st.sampled_from([0, 4, 8, 20]),
+    st.booleans(),
+)  # fmt: skip
+def test_pages_are_columns_of_their_counts_and_sinks_columns_without_values(
+    filled: list[int], group: int, width: int, dtype: torch.dtype, count: int, has_sinks: bool
 ) -> None:
     """By definition: log(count) added to a page's product, its mass in the denominator, no score for it."""
     q, keys, values, counts = make(filled, group, width, dtype)
@@ -135,10 +138,10 @@ def test_pages_are_columns_of_their_counts(
     pages = Pages(*means, torch.randint(0, 5, (len(filled), count), generator=g).int())
     columns, state = (in_segments(keys, 7), in_segments(values, 7)), make_state(len(filled), keys.shape[1])
     expected_state = copy_of(state)
-    found = attend(q, *columns, counts, 0.3, state, SlotForm(pages=pages))
-    reference = attend_reference(
-        q.float(), *(t.float() for t in columns), counts, 0.3, expected_state, SlotForm(pages=pages)
-    )
+    sinks = 9 * torch.randn(len(filled), group, generator=g) if has_sinks else None
+    form = SlotForm(pages=pages if count else None, sinks=sinks)
+    found = attend(q, *columns, counts, 0.3, state, form)
+    reference = attend_reference(q.float(), *(t.float() for t in columns), counts, 0.3, expected_state, form)
     for r, n in enumerate(filled):
         some = pages.counts[r] > 0
         k, v = (
@@ -146,7 +149,9 @@ def test_pages_are_columns_of_their_counts(
             for own, mean in ((keys, means[0]), (values, means[1]))
         )
         more = torch.cat([torch.zeros(n), pages.counts[r, some].float().log()]).double()
-        expected = torch.softmax(0.3 * (q[r].double() @ k.T) + more, dim=1) @ v
+        none = torch.full((group, 1), -torch.inf) if sinks is None else sinks[r].unsqueeze(1)
+        logits = torch.cat([0.3 * (q[r].double() @ k.T) + more, none.double()], dim=1)
+        expected = torch.softmax(logits, dim=1)[:, :-1] @ v
         tolerance = TOLERANCE[dtype] * max(1.0, float(expected.abs().max()))
         assert (found[r].double() - expected).abs().max() < 4 * tolerance
         assert (reference[r].double() - expected).abs().max() < 1e-5
@@ -154,6 +159,12 @@ def test_pages_are_columns_of_their_counts(
     assert torch.allclose(
         state.scores, expected_state.scores, atol=4e-6 if exact else 0.03, rtol=4e-6 if exact else 0.03
     )
+    if not count:
+        out, lse = attend_lse(q, *columns, counts, 0.3, sinks)
+        assert torch.equal(out, found)
+        whole, whole_lse = attend_lse_reference(q, *columns, counts, 0.3, sinks)
+        assert (lse - whole_lse).abs().max() <= (1e-5 if dtype == torch.float32 else 2**-6) * 30
+        assert (whole - out).abs().max() <= 0.05 * max(1.0, float(out.abs().max()))
 
 
 @settings(max_examples=40, deadline=None)

@@ -76,7 +76,7 @@ LLAMA = {
     "meta-llama/Llama-3.2-1B": ((2048, 16, 32, 8, 64, 8192, 128256, 131072), 1_235_814_400),
     "meta-llama/Llama-3.2-3B": ((3072, 28, 24, 8, 128, 8192, 128256, 131072), 3_212_749_824),
     "TinyLlama/TinyLlama-1.1B-Chat-v1.0": ((2048, 22, 32, 4, 64, 5632, 32000, 2048), 1_100_048_384),
-    "mistralai/Mistral-7B-v0.1": ((4096, 32, 32, 8, 128, 14336, 32000, 4096), 7_241_732_096),
+    "mistralai/Mistral-7B-v0.1": ((4096, 32, 32, 8, 128, 14336, 32000, 32768), 7_241_732_096),
     "mistralai/Mistral-7B-v0.3": ((4096, 32, 32, 8, 128, 14336, 32768, 32768), 7_248_023_552),
     "Qwen/Qwen3-0.6B": ((1024, 28, 16, 8, 128, 3072, 151936, 40960), 596_049_920),
     "Qwen/Qwen3-1.7B": ((2048, 28, 16, 8, 128, 6144, 151936, 40960), 1_720_574_976),
@@ -238,20 +238,23 @@ def test_biases(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "positions"),
+    ("changes", "windows"),
     [
-        ({"model_type": "mistral", "sliding_window": None}, 64),
-        ({"model_type": "mistral", "sliding_window": 100}, 64),
-        ({"model_type": "mistral", "sliding_window": 16}, 16),
-        ({"model_type": "qwen2", "sliding_window": 16}, 64),
-        ({"model_type": "qwen2", "sliding_window": 16, "use_sliding_window": True}, 64),  # from layer 28 on
-        ({"model_type": "qwen2", "sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1}, 16),
-        ({"model_type": "qwen3", "sliding_window": 16}, 64),
-        ({"model_type": "qwen3", "sliding_window": 16, "use_sliding_window": True, "max_window_layers": 0}, 16),
+        ({"model_type": "llama", "sliding_window": 16}, ()),
+        ({"model_type": "mistral", "sliding_window": None}, ()),
+        ({"model_type": "mistral", "sliding_window": 64}, ()),  # of 64 positions: it hides none
+        ({"model_type": "mistral", "sliding_window": 63}, (63, 63)),
+        ({"model_type": "qwen2", "sliding_window": 16}, ()),
+        ({"model_type": "qwen2", "sliding_window": 16, "use_sliding_window": True}, ()),
+        ({"model_type": "qwen2", "sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1}, (None, 16)),
+        ({"model_type": "qwen3", "sliding_window": 16}, ()),
+        ({"model_type": "qwen3", "sliding_window": 16, "use_sliding_window": True, "max_window_layers": 0}, (16, 16)),
     ],
 )
-def test_positions_end_with_the_sliding_window(changes: dict[str, Any], positions: int, tmp_path: Path) -> None:
-    assert read(tmp_path, "llama", **changes).max_positions == positions
+def test_windows_of_blocks(changes: dict[str, Any], windows: tuple[int | None, ...], tmp_path: Path) -> None:
+    spec = read(tmp_path, "llama", **changes)
+    assert spec.windows == windows and spec.max_positions == 64
+    assert spec.stage(range(1, 2)).windows == windows[1:]
 
 
 def test_a_gated_mlp_has_two_wide_buffers(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -55,17 +56,17 @@ def logits_of(spec: ModelSpec, tensors: dict[str, torch.Tensor], ids: torch.Tens
     def roles(specs: tuple[TensorSpec, ...]) -> dict[str, RowParts]:
         return {t.role: split(next(tensors[n] for n in (t.name, *t.aliases) if n in tensors)) for t in specs}
 
-    def attend(*qkv: torch.Tensor) -> torch.Tensor:
+    def attend(window: int | None, *qkv: torch.Tensor) -> torch.Tensor:
         if spec.rotary is not None:
             rotation = Rotation(torch.tensor(spec.rotary.frequencies), spec.rotary.scaling)
             rotation.rotate(qkv[:2], torch.arange(n))
         q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in qkv)
-        return causal_attention(q, k, v, spec.head_dim**-0.5)[0].transpose(0, 1).reshape(n, -1)
+        return causal_attention(q, k, v, spec.head_dim**-0.5, window)[0].transpose(0, 1).reshape(n, -1)
 
     x = torch.empty(n, spec.hidden_size)
     family.embed(spec, roles(spec.embedding), ids, torch.arange(n), x, ws)
     for i, (attention, mlp) in enumerate(zip(spec.attention, spec.mlp, strict=True)):
-        family.attention(spec, roles(attention), x, attend, ws)
+        family.attention(spec, roles(attention), x, partial(attend, spec.window(i)), ws)
         if mlp:
             family.mlp(spec, roles(mlp), x, ws)
         elif spec.experts_of(i):

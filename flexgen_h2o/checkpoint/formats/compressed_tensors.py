@@ -1,0 +1,174 @@
+"""quant_method "compressed-tensors" (llm-compressor): matrices in integers of 4 or 8 bits, with a scale for each group
+of columns or for each row.
+
+pack-quantized: of a matrix `base`.weight (N, K) there are `base`.weight_packed, int32 of (N, ceil(K x bits / 32)),
+codes from the lowest bits of a word on; `base`.weight_scale of (N, groups); unless symmetric `base`.weight_zero_point,
+int32 of (ceil(N x bits / 32), groups), packed along its rows. Codes and zeros are 2^(bits - 1) more than the integers
+that they stand for. int-quantized: `base`.weight, int8 of (N, K), and `base`.weight_scale.
+number = (code - zero) x scale.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from flexgen_h2o.checkpoint.formats import StoredRows, TensorLayout
+from flexgen_h2o.checkpoint.formats.quantised import (
+    Quantised,
+    Rules,
+    asks_for_int8,
+    check_key,
+    patterns_of,
+    refused,
+    settings_of,
+    whole_number,
+)
+from flexgen_h2o.core.config import DTYPE_BYTES, Policy
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.model import TensorSpec
+from flexgen_h2o.tiers.stream import Part
+
+if TYPE_CHECKING:
+    import torch
+
+_PACKED, _INTEGERS = "pack-quantized", "int-quantized"
+_RULES: Rules = {
+    "format": (_PACKED, _INTEGERS), "config_groups": None, "ignore": None, "kv_cache_scheme": (None,),
+    "quantization_status": ("compressed", "frozen"), "global_compression_ratio": None, "version": None,
+    "sparsity_config": (None, {}), "transform_config": (None, {}), "moe_sparsity_config": (None,),
+}  # fmt: skip
+# Dynamic scales of activations are made in a run, of products whose inputs are not quantised here.
+_GROUP_RULES: Rules = {
+    "targets": None, "weights": None, "input_activations": None, "output_activations": (None,),
+    "format": (None, _PACKED, _INTEGERS),
+}  # fmt: skip
+_WEIGHT_RULES: Rules = {
+    "num_bits": (4, 8), "type": ("int",), "symmetric": (True, False), "strategy": ("group", "channel"),
+    "group_size": None, "block_structure": (None,), "dynamic": (False,), "actorder": (None, False, "weight", "static"),
+    "scale_dtype": None, "zp_dtype": None, "observer": None, "observer_kwargs": None,
+}  # fmt: skip
+_MOST_GROUP = 2**20
+_LINEAR = "Linear"
+_WORD_BITS = 32
+_RANDOM_STD = {4: 4.6, 8: 73.9}  # of any codes
+
+
+@dataclass(frozen=True)
+class CompressedTensors(Quantised):
+    """left_out: its `ignore`. group: columns that share a scale, 0 for all of a row. targets: as `ignore`, or Linear.
+    whole: bytes are integers themselves (int-quantized)."""
+
+    bits: int = 4
+    group: int = 0
+    symmetric: bool = True
+    whole: bool = False
+    targets: tuple[str, ...] = (_LINEAR,)
+    name = "compressed-tensors"
+
+    def holds(self, tensor: TensorSpec) -> bool:
+        module = tensor.name.removesuffix(".weight")
+        is_linear = len(tensor.shape) == 2 and module != tensor.name and "embed_tokens" not in module
+        is_meant = _LINEAR in self.targets or _is_named(module, self.targets)
+        return is_linear and is_meant and not _is_named(module, self.left_out)
+
+    def stored_rows(self, tensor: TensorSpec) -> tuple[StoredRows, ...]:
+        (rows, columns), index = tensor.shape, tensor.index
+        base, groups = tensor.name.removesuffix(".weight"), 1
+        if self.group:
+            groups = self.multiple(tensor, 1, self.group)
+        words = -(-columns * self.bits // _WORD_BITS)
+        codes = StoredRows((f"{base}.weight_packed",), (rows, words), ("I32",), 4 * words, index=index)
+        if self.whole:
+            codes = StoredRows((f"{base}.weight",), (rows, columns), ("I8",), columns, index=index)
+        bits = struct.unpack("<I", struct.pack("<f", 0.02 / _RANDOM_STD[self.bits]))[0]
+        scale = (b"\x0f\0", struct.pack("<H", bits >> 16))  # in bf16
+        dtypes = ("bfloat16", *(dtype for dtype in DTYPE_BYTES if dtype != "bfloat16"))
+        scales = StoredRows(
+            (f"{base}.weight_scale",), (rows, groups), dtypes, 4 * groups, in_float32=True, index=index, random=scale
+        )
+        if self.symmetric:
+            return codes, scales
+        per_word, name = _WORD_BITS // self.bits, (f"{base}.weight_zero_point",)
+        middle = (b"\0", b"\x88" if self.bits == 4 else b"\x80")
+        shape = (-(-rows // per_word), groups)
+        return codes, scales, StoredRows(name, shape, ("I32",), 4 * groups, per_word, index=index, random=middle)
+
+    def decode_rows(self, layout: TensorLayout, part: Part, pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        import torch
+
+        from flexgen_h2o.kernels.quantised import unpack_integers
+
+        columns, groups = layout.shape[1], layout.stored[1].shape[1]
+        scales = pieces[1].view(torch.float32).view(-1, groups)
+        zeros = None
+        if not self.symmetric:
+            rows = torch.arange(part.start, part.end, device=out.device)
+            per_word = _WORD_BITS // self.bits
+            words = pieces[2].view(torch.int32).view(-1, groups)[rows // per_word - part.start // per_word]
+            zeros = (words >> (self.bits * (rows % per_word)).unsqueeze(1)).bitwise_and_((1 << self.bits) - 1).float()
+        group = self.group or columns
+        unpack_integers(pieces[0].view(part.rows, -1), self.bits, scales, zeros, group, out, self.whole)
+
+
+@lru_cache(maxsize=2**16)
+def _is_named(module: str, patterns: tuple[str, ...]) -> bool:
+    """As compressed-tensors matches modules: a pattern is a name, or a regular expression behind "re:"."""
+    return any(
+        re.match(pattern[3:], module) if pattern.startswith("re:") else pattern == module for pattern in patterns
+    )
+
+
+def recognise(policy: Policy, quantization: Mapping[str, Any] | None, itemsize: int) -> CompressedTensors | None:
+    name = CompressedTensors.name
+    found = settings_of(quantization, name, _RULES)
+    if found is None:
+        return None
+    for key, known in (("format", _RULES["format"] or ()), ("config_groups", ("one group",))):
+        if found.get(key) is None:
+            raise refused(name, key, None, known)
+    groups = found["config_groups"]
+    if not isinstance(groups, Mapping) or len(groups) != 1:
+        raise refused(name, "config_groups", groups, ("one group",))
+    (scheme,) = groups.values()
+    weights = _weights_of(scheme, found["format"])
+    bits, symmetric, group = weights.get("num_bits", 8), weights.get("symmetric", True), 0
+    if weights["strategy"] == "group":
+        group = whole_number(name, "group_size", weights.get("group_size"), 2, _MOST_GROUP)
+        if group % 8:
+            raise refused(name, "group_size", group, ("multiples of 8",))
+    whole = found["format"] == _INTEGERS
+    if whole and (bits, symmetric, group) != (8, True, 0):
+        raise UsageError(
+            f"quantization_config: {name} with format {_INTEGERS!r} is supported in 8 bits, symmetric, with a scale a"
+            " row (strategy 'channel'); give such a checkpoint, or an unquantised one"
+        )
+    left_out, targets = (
+        patterns_of(name, "ignore", found.get("ignore")),
+        patterns_of(name, "targets", scheme["targets"]),
+    )
+    return CompressedTensors(itemsize, left_out, asks_for_int8(policy), bits, group, symmetric, whole, targets)
+
+
+def _weights_of(scheme: Any, form: str) -> Mapping[str, Any]:
+    """The `weights` of a group of config_groups, checked as the group is."""
+    name = CompressedTensors.name
+    if not isinstance(scheme, Mapping) or not isinstance(scheme.get("weights"), Mapping) or not scheme.get("targets"):
+        raise refused(name, "config_groups", scheme, ("a group of targets and weights",))
+    for key, value in scheme.items():
+        check_key(name, key, value, _GROUP_RULES)
+    if scheme.get("format") not in (None, form):
+        raise refused(name, "format", scheme["format"], (form,))
+    activations = scheme.get("input_activations")
+    if activations is not None and (not isinstance(activations, Mapping) or activations.get("dynamic") is not True):
+        raise refused(name, "input_activations", activations, ("none", "dynamic ones"))
+    weights: Mapping[str, Any] = scheme["weights"]
+    for key, value in weights.items():
+        check_key(f"{name} weights", key, value, _WEIGHT_RULES)
+    if weights.get("strategy") is None:
+        raise refused(f"{name} weights", "strategy", None, ("group", "channel"))
+    return weights

@@ -1,0 +1,67 @@
+"""quant_method "mxfp4" (gpt-oss): experts' matrices in MXFP4 (OCP Microscaling Formats 1.0), all others plain.
+
+Of an experts' tensor `name` of a block there are `name`_blocks, uint8 of (experts, rows, columns / 32, 16), and
+`name`_scales, uint8 of (experts, rows, columns / 32).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from flexgen_h2o.checkpoint.formats import StoredRows, TensorLayout
+from flexgen_h2o.checkpoint.formats.quantised import (
+    Quantised,
+    Rules,
+    asks_for_int8,
+    is_left_out,
+    patterns_of,
+    settings_of,
+)
+from flexgen_h2o.core.config import Policy
+from flexgen_h2o.core.model import TensorSpec
+from flexgen_h2o.tiers.stream import Part
+
+if TYPE_CHECKING:
+    import torch
+
+_BLOCK = 32  # numbers that share a scale
+_RULES: Rules = {"modules_to_not_convert": None, "dequantize": None}
+_RANDOM_SCALES = (b"\1", b"\x77")  # 2^-8 or 2^-7, of numbers with a std of 2.9
+
+
+@dataclass(frozen=True)
+class Mxfp4(Quantised):
+    """A matrix is (rows, columns) of one expert, a slice of what is stored."""
+
+    name = "mxfp4"
+    sample_name = "model.layers.0.mlp.experts.down_proj"
+
+    def holds(self, tensor: TensorSpec) -> bool:
+        module, _, kind = tensor.name.rpartition(".")
+        is_experts = module.endswith(".experts") and kind in ("gate_up_proj", "down_proj")
+        return len(tensor.shape) == 2 and is_experts and not is_left_out(module, self.left_out)
+
+    def stored_rows(self, tensor: TensorSpec) -> tuple[StoredRows, ...]:
+        rows, groups = tensor.shape[0], self.multiple(tensor, 1, _BLOCK)
+        codes, name = _BLOCK // 2, tensor.name
+        return (
+            StoredRows((f"{name}_blocks",), (rows, groups, codes), ("uint8",), groups * codes, index=tensor.index),
+            StoredRows((f"{name}_scales",), (rows, groups), ("uint8",), groups, index=tensor.index,
+                       random=_RANDOM_SCALES),
+        )  # fmt: skip
+
+    def decode_rows(self, layout: TensorLayout, part: Part, pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        from flexgen_h2o.kernels.quantised import unpack_mxfp4
+
+        blocks, scales = pieces
+        unpack_mxfp4(blocks.view(part.rows, -1, _BLOCK // 2), scales.view(part.rows, -1), out)
+
+
+def recognise(policy: Policy, quantization: Mapping[str, Any] | None, itemsize: int) -> Mxfp4 | None:
+    found = settings_of(quantization, Mxfp4.name, _RULES)
+    if found is None:
+        return None
+    left_out = patterns_of(Mxfp4.name, "modules_to_not_convert", found.get("modules_to_not_convert"))
+    return Mxfp4(itemsize, left_out, asks_for_int8(policy))

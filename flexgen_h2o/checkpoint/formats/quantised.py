@@ -1,0 +1,151 @@
+"""What the formats of quantised checkpoints share: their config's keys checked, the modules that are left plain, and
+decoding into the compute dtype or into int8 rows.
+
+A tensor that a format has not quantised is plain numbers: vectors, embeddings, the head, routers, and what its config
+leaves out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from flexgen_h2o.checkpoint.formats import Held, StoredRows, TensorLayout, WeightFormat, plain_layout
+from flexgen_h2o.core.config import Policy
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.model import TensorSpec
+from flexgen_h2o.core.packing import int8_row_bytes
+
+if TYPE_CHECKING:
+    from flexgen_h2o.kernels.linear import RowParts
+
+# Values that a key may have; None: any, because nothing of how numbers are decoded depends on it.
+Rules = Mapping[str, tuple[Any, ...] | None]
+_OTHER = "give a checkpoint without it, or an unquantised one"
+_PLAIN_MODULES = ("lm_head", "embed_out", "gate", "router")  # no quantiser converts them unless it is told to
+_EMBEDDING = "embed"  # in the names of embeddings
+
+
+@dataclass(frozen=True)
+class Quantised(WeightFormat):
+    """Subclasses say what is stored of a matrix (`stored_rows`) and decode it.
+
+    left_out: patterns of modules that are plain, as transformers matches them. to_int8: rows are decoded into int8.
+    """
+
+    left_out: tuple[str, ...] = ()
+    to_int8: bool = False
+    decodes = True
+    name: ClassVar[str]
+    sample_name: ClassVar[str] = "model.layers.0.mlp.up_proj.weight"
+
+    @property
+    def in_int8(self) -> bool:
+        return self.to_int8
+
+    def holds(self, tensor: TensorSpec) -> bool:
+        """Is it quantised?"""
+        module = tensor.name.removesuffix(".weight")
+        is_linear = len(tensor.shape) == 2 and module != tensor.name and _EMBEDDING not in module
+        return is_linear and module.split(".")[-1] not in _PLAIN_MODULES and not is_left_out(module, self.left_out)
+
+    def stored_rows(self, tensor: TensorSpec) -> tuple[StoredRows, ...]:
+        """Of a quantised matrix."""
+        raise NotImplementedError
+
+    def layout(self, tensor: TensorSpec) -> TensorLayout:
+        if not self.holds(tensor):
+            return plain_layout(tensor, self.itemsize)
+        columns = tensor.shape[1]
+        decoded = int8_row_bytes(columns) if self.to_int8 else columns * self.itemsize
+        return TensorLayout(tensor.shape, self.stored_rows(tensor), decoded)
+
+    def multiple(self, tensor: TensorSpec, axis: int, of: int) -> int:
+        """How many times `of` a size of a matrix is."""
+        if tensor.shape[axis] % of:
+            what = ("rows", "columns")[axis]
+            raise UsageError(
+                f"quantization_config: {self.name} takes matrices whose {what} are a multiple of {of}, and"
+                f" {tensor.key!r} has {tensor.shape[axis]}; {_OTHER}"
+            )
+        return tensor.shape[axis] // of
+
+    def decode(self, layout: TensorLayout, held: Sequence[Held], out: RowParts) -> None:
+        if not self.to_int8:
+            super().decode(layout, held, out)
+            return
+        import torch
+
+        from flexgen_h2o.core.units import BLOCK_ROWS
+        from flexgen_h2o.kernels.int8 import Int8Rows
+        from flexgen_h2o.kernels.quantised import fill_int8_rows, row_slices
+
+        rows, columns = layout.shape
+        parts = [some.packed for some in out if isinstance(some, Int8Rows)]
+        some_rows = list(row_slices(rows, columns, BLOCK_ROWS))
+        values = torch.empty(some_rows[0].stop, columns, device=held[0].pieces[0].device)
+        for some in some_rows:
+            here = self.decode_range(layout, held, some.start, values[: some.stop - some.start])
+            fill_int8_rows(here, some.start, parts)
+
+
+def settings_of(quantization: Mapping[str, Any] | None, method: str, rules: Rules) -> Mapping[str, Any] | None:
+    """A config of this quant_method whose keys are all known and allowed; None: it is of another one. UsageError names
+    the key."""
+    if quantization is None or quantization.get("quant_method") != method:
+        return None
+    for key, value in quantization.items():
+        if key != "quant_method":
+            check_key(method, key, value, rules)
+    return quantization
+
+
+def check_key(where: str, key: str, value: Any, rules: Rules) -> None:
+    if key not in rules:
+        raise UsageError(
+            f"quantization_config: {where} with {key} ({value!r:.60}) is not known, so that weights could be read"
+            f" wrongly; {_OTHER}"
+        )
+    allowed = rules[key]
+    if allowed is not None and not any(type(value) is type(one) and value == one for one in allowed):
+        raise refused(where, key, value, allowed)
+
+
+def refused(where: str, key: str, value: Any, allowed: Sequence[Any]) -> UsageError:
+    known = " or ".join(map(repr, allowed))
+    return UsageError(f"quantization_config: {where} with {key} {value!r:.60} is not supported, only {known}; {_OTHER}")
+
+
+def whole_number(where: str, key: str, value: Any, low: int, high: int) -> int:
+    if type(value) is not int or not low <= value <= high:
+        raise UsageError(f"quantization_config: {where} with {key} {value!r:.60}: no whole number of {low} to {high}")
+    return value
+
+
+def patterns_of(where: str, key: str, value: Any) -> tuple[str, ...]:
+    """A list of modules: names, or regular expressions."""
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise UsageError(f"quantization_config: {where} with {key} {value!r:.60}: no list of names")
+    for pattern in value:
+        try:
+            re.compile(pattern.removeprefix("re:"))
+        except re.error as error:
+            raise UsageError(f"quantization_config: {where}: {key} has {pattern!r:.60} ({error})") from error
+    return tuple(value)
+
+
+@lru_cache(maxsize=2**16)
+def is_left_out(module: str, patterns: tuple[str, ...]) -> bool:
+    """As transformers' should_convert_module: a pattern names a module and all below it, is a regular expression that
+    does, or is the end of a name."""
+    boundary = r"(?:(?<=\.)|(?=\.|$))"
+    return any(re.match(f"(?:{pattern}){boundary}", module) or module.endswith(pattern) for pattern in patterns)
+
+
+def asks_for_int8(policy: Policy) -> bool:
+    return policy.int8_compute and not policy.compress_weight

@@ -1,0 +1,213 @@
+"""The compiled loops of `quantised`: matrices of checkpoints in few bits into bf16 or fp32.
+
+Two neighbours at a time: in bf16 they make one 4-byte word, so that a vector of words is stored as it comes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from flexgen_h2o.kernels.jit import (
+    HIGH,
+    bits_to_float,
+    bytes_at,
+    float_to_bits,
+    floats_at,
+    jit,
+    planes,
+    set_number,
+    to_bf16,
+    words_at,
+)
+
+_PAIRS = 16  # of a block
+_BLOCK = 32
+
+
+class Mxfp4Job(NamedTuple):
+    """Addresses of the first row's blocks, scales and numbers; groups: blocks of a row; out_step: bytes from a row of
+    `out` to the next."""
+
+    blocks: int
+    scales: int
+    groups: int
+    out: int
+    out_step: int
+
+
+@jit
+def unpack_mxfp4(element, job, first, end):  # type: ignore[no-untyped-def]
+    """Rows first..end-1."""
+    size = 4 // planes(element)
+    for row in range(first, end):
+        scales = bytes_at(job.scales + row * job.groups)
+        blocks, out = job.blocks + row * job.groups * _PAIRS, job.out + row * job.out_step
+        for group in range(job.groups):
+            scale = np.uint32(scales[group])
+            at, to = blocks + group * _PAIRS, out + group * _BLOCK * size
+            if np.uint32(2) <= scale <= np.uint32(252):
+                _block(element, at, (scale - np.uint32(1)) << np.uint32(7), to)
+            else:  # some numbers are too small or too large for what follows
+                _any_block(element, at, scale, to)
+
+
+@jit
+def _block(element, at, base, out):  # type: ignore[no-untyped-def]
+    codes = bytes_at(at)
+    if planes(element) == 2:
+        for i in range(_PAIRS):
+            code = np.uint32(codes[i])
+            words_at(out)[i] = _half(code, base) | (_half(code >> np.uint32(4), base) << np.uint32(16))
+    else:
+        for i in range(_PAIRS):
+            code = np.uint32(codes[i])
+            words_at(out)[2 * i] = _half(code, base) << np.uint32(16)
+            words_at(out)[2 * i + 1] = _half(code >> np.uint32(4), base) << np.uint32(16)
+
+
+@jit
+def _half(code, base):  # type: ignore[no-untyped-def]
+    """The upper 16 bits of a float32, which has no others. e2m1's exponent and mantissa bits lie together, as those of
+    a float do: they are added to the scale's exponent less one. 0.5, which is not normal there, and 0 are not."""
+    magnitude = code & np.uint32(7)
+    bits = base + (magnitude << np.uint32(6))
+    bits = base if magnitude == np.uint32(1) else bits
+    bits = np.uint32(0) if magnitude == np.uint32(0) else bits
+    return bits | ((code & np.uint32(8)) << np.uint32(12))
+
+
+@jit
+def _any_block(element, at, scale, out):  # type: ignore[no-untyped-def]
+    # Twice the number times half the power, or half times twice: 2^-127 and 2^128 are no float32 with all their bits.
+    shift = np.int32(1) if scale > np.uint32(127) else np.int32(-1)
+    power = bits_to_float(np.uint32((np.int32(scale) - shift) << np.int32(23)))
+    codes, base = bytes_at(at), np.uint32((126 + shift) << np.int32(7))
+    for i in range(_BLOCK):
+        code = np.uint32(codes[i >> 1]) >> np.uint32(4 * (i & 1))
+        set_number(element, out, i, bits_to_float(np.uint32(_half(code, base) << np.uint32(16))) * power)
+
+
+@jit
+def _store_pair(element, out, i, low, high):  # type: ignore[no-untyped-def]
+    if planes(element) == 2:
+        words_at(out)[i] = (to_bf16(low) >> np.uint32(16)) | (to_bf16(high) & HIGH)
+    else:
+        floats_at(out)[2 * i] = low
+        floats_at(out)[2 * i + 1] = high
+
+
+class Fp8Job(NamedTuple):
+    """Addresses of the first row's codes, of the first block's scales and of the first row's numbers.
+
+    scale_columns: scales of a row of blocks; first: of the rows, within its block; high, wide: rows and columns of a
+    block.
+    """
+
+    codes: int
+    columns: int
+    scales: int
+    scale_columns: int
+    first: int
+    high: int
+    wide: int
+    out: int
+    out_step: int
+
+
+_LEAST_NORMAL = np.uint32(8)  # of e4m3
+_NAN_CODE, _NAN = np.uint32(127), np.uint32(0x7FC00000)
+_REBIASED = np.uint32((127 - 7) << 23)
+_LEAST = np.float32(2**-9)
+
+
+@jit
+def _e4m3(code):  # type: ignore[no-untyped-def]
+    magnitude = np.uint32(code & np.uint32(127))
+    bits = np.uint32((magnitude << np.uint32(20)) + _REBIASED)
+    small = np.uint32(float_to_bits(np.float32(np.int32(magnitude)) * _LEAST))
+    bits = small if magnitude < _LEAST_NORMAL else bits
+    bits = _NAN if magnitude == _NAN_CODE else bits
+    return bits_to_float(np.uint32(bits | ((code & np.uint32(128)) << np.uint32(24))))
+
+
+@jit
+def unpack_fp8(element, job, first, end):  # type: ignore[no-untyped-def]
+    """Rows first..end-1."""
+    size = 4 // planes(element)
+    for row in range(first, end):
+        scales = floats_at(job.scales + 4 * ((job.first + row) // job.high) * job.scale_columns)
+        codes, out = job.codes + row * job.columns, job.out + row * job.out_step
+        for block in range(job.scale_columns):
+            start = block * job.wide
+            count, scale = min(job.wide, job.columns - start), scales[block]
+            at, to = bytes_at(codes + start), out + start * size
+            for i in range(count // 2):
+                low, high = _e4m3(np.uint32(at[2 * i])), _e4m3(np.uint32(at[2 * i + 1]))
+                _store_pair(element, to, i, low * scale, high * scale)
+            if count % 2 == 1:
+                set_number(element, to, count - 1, _e4m3(np.uint32(at[count - 1])) * scale)
+
+
+class IntegerJob(NamedTuple):
+    """Addresses of the first row's codes, scales, zeros (0: none) and numbers. flip: what codes are xored with.
+
+    groups: scales of a row; group: columns that share one.
+    """
+
+    codes: int
+    row_bytes: int
+    bits: int
+    flip: int
+    scales: int
+    zeros: int
+    groups: int
+    group: int
+    columns: int
+    out: int
+    out_step: int
+
+
+@jit
+def unpack_integers(element, job, first, end):  # type: ignore[no-untyped-def]
+    """Rows first..end-1."""
+    size, middle = 4 // planes(element), np.float32(1 << (job.bits - 1))
+    for row in range(first, end):
+        codes, out = job.codes + row * job.row_bytes, job.out + row * job.out_step
+        for g in range(job.groups):
+            start, each = g * job.group, row * job.groups + g
+            scale, zero = floats_at(job.scales)[each], middle
+            if job.zeros != 0:
+                zero = floats_at(job.zeros)[each]
+            count, at, to = min(job.group, job.columns - start), codes + start * job.bits // 8, out + start * size
+            if job.bits == 4:
+                _group_of_4(element, at, zero, scale, to, count)
+            else:
+                _group_of_8(element, at, np.uint32(job.flip), zero, scale, to, count)
+
+
+@jit
+def _group_of_4(element, at, zero, scale, out, count):  # type: ignore[no-untyped-def]
+    codes = bytes_at(at)
+    for i in range(count // 2):
+        code = np.uint32(codes[i])
+        low, high = _number(code & np.uint32(15), zero, scale), _number(code >> np.uint32(4), zero, scale)
+        _store_pair(element, out, i, low, high)
+    if count % 2 == 1:
+        set_number(element, out, count - 1, _number(np.uint32(codes[count // 2]) & np.uint32(15), zero, scale))
+
+
+@jit
+def _group_of_8(element, at, flip, zero, scale, out, count):  # type: ignore[no-untyped-def]
+    codes = bytes_at(at)
+    for i in range(count // 2):
+        low, high = np.uint32(codes[2 * i]) ^ flip, np.uint32(codes[2 * i + 1]) ^ flip
+        _store_pair(element, out, i, _number(low, zero, scale), _number(high, zero, scale))
+    if count % 2 == 1:
+        set_number(element, out, count - 1, _number(np.uint32(codes[count - 1]) ^ flip, zero, scale))
+
+
+@jit
+def _number(code, zero, scale):  # type: ignore[no-untyped-def]
+    return (np.float32(np.int32(code)) - zero) * scale

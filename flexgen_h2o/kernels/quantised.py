@@ -1,0 +1,172 @@
+"""Decoding of matrices that checkpoints have in few bits (checkpoint/formats), some rows at a time.
+
+Each function fills `out` (n, columns) in its dtype, whose rows may lie apart, and returns it. The numbers are worked
+out in float32 and rounded once. Loops are compiled for fp32 and bf16 on a CPU; elsewhere torch operations do the same,
+UNPACK_CHUNK numbers at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+
+from flexgen_h2o.core.packing import INT8_ROW_BYTES, WORD
+from flexgen_h2o.core.units import BLOCK_ROWS, UNPACK_CHUNK
+from flexgen_h2o.kernels.int8 import BlockedInt8, Packed, codes_of, quantise_rows, scales_of
+from flexgen_h2o.kernels.workspace import element_of, is_compiled, parallel_rows
+
+MX_BLOCK = 32  # numbers that share a scale, in 16 bytes
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def unpack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """MXFP4 (OCP Microscaling Formats 1.0, section 5.3.3): e2m1 numbers, two to a byte with the first in the low half;
+    a block of 32 is multiplied by 2^(scale - 127).
+
+    blocks: (n, columns / 32, 16), scales: (n, columns / 32), both uint8, contiguous. A scale of 255 is 2^128, as
+    transformers has it, and not NaN.
+    """
+    if not is_compiled(out):
+        return unpack_mxfp4_reference(blocks, scales, out)
+    from flexgen_h2o.kernels.compiled import quantised as loops
+
+    groups = scales.shape[1]
+    job = loops.Mxfp4Job(blocks.data_ptr(), scales.data_ptr(), groups, out.data_ptr(), out.stride(0) * out.itemsize)
+    row_bytes = groups * (MX_BLOCK // 2 + 1 + MX_BLOCK * out.itemsize)
+    parallel_rows(partial(loops.unpack_mxfp4, element_of(out.dtype), job), len(out), row_bytes)
+    return out
+
+
+def unpack_mxfp4_reference(blocks: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """`unpack_mxfp4` in torch operations, with the same bits."""
+    numbers = torch.tensor([*_E2M1, *(-number for number in _E2M1)], device=out.device)
+    for some in row_slices(len(out), out.shape[1]):
+        codes = torch.stack([blocks[some] & 15, blocks[some] >> 4], dim=-1).flatten(-2)
+        exponents = scales[some].int().sub_(127).unsqueeze(-1)
+        out[some] = torch.ldexp(numbers[codes.int()], exponents).flatten(1)
+    return out
+
+
+def unpack_fp8(
+    codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], first: int, out: torch.Tensor
+) -> torch.Tensor:
+    """FP8 in blocks: e4m3 numbers (OCP 8-bit Floating Point 1.0: no infinity, 127 and 255 are NaN) times the scale of
+    their block.
+
+    codes: (n, columns) uint8; scales: (block rows, ceil(columns / block[1])) float32, both contiguous; block: rows and
+    columns that share a scale; first: of the rows, within the first block.
+    """
+    if not is_compiled(out):
+        return unpack_fp8_reference(codes, scales, block, first, out)
+    from flexgen_h2o.kernels.compiled import quantised as loops
+
+    columns = codes.shape[1]
+    job = loops.Fp8Job(
+        codes.data_ptr(), columns, scales.data_ptr(), scales.shape[1], first, *block, out.data_ptr(),
+        out.stride(0) * out.itemsize,
+    )  # fmt: skip
+    parallel_rows(partial(loops.unpack_fp8, element_of(out.dtype), job), len(out), columns * (1 + out.itemsize))
+    return out
+
+
+def unpack_fp8_reference(
+    codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], first: int, out: torch.Tensor
+) -> torch.Tensor:
+    """`unpack_fp8` in torch operations, with the same bits."""
+    columns = codes.shape[1]
+    for some in row_slices(len(out), columns):
+        rows = torch.arange(first + some.start, first + some.stop, device=out.device) // block[0]
+        wide = scales[rows].repeat_interleave(block[1], dim=1)[:, :columns]
+        out[some] = codes[some].view(torch.float8_e4m3fn).float().mul_(wide)
+    return out
+
+
+def unpack_integers(
+    codes: torch.Tensor, bits: int, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, out: torch.Tensor,
+    signed: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """(code - zero) x scale of its group. Codes of 4 bits lie two to a byte, the first in the low half.
+
+    codes: (n, row bytes) uint8; scales, zeros: (n, groups) float32, all contiguous; zeros: None for half of all codes;
+    group: columns that share a scale, even; signed: bytes are two's complement, and a zero is one of codes that are
+    not.
+    """
+    if not is_compiled(out):
+        return unpack_integers_reference(codes, bits, scales, zeros, group, out, signed)
+    from flexgen_h2o.kernels.compiled import quantised as loops
+
+    columns = out.shape[1]
+    job = loops.IntegerJob(
+        codes.data_ptr(), codes.shape[1], bits, 128 if signed else 0, scales.data_ptr(),
+        0 if zeros is None else zeros.data_ptr(), scales.shape[1], group, columns, out.data_ptr(),
+        out.stride(0) * out.itemsize,
+    )  # fmt: skip
+    row_bytes = codes.shape[1] + columns * out.itemsize
+    parallel_rows(partial(loops.unpack_integers, element_of(out.dtype), job), len(out), row_bytes)
+    return out
+
+
+def unpack_integers_reference(
+    codes: torch.Tensor, bits: int, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, out: torch.Tensor,
+    signed: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """`unpack_integers` in torch operations, with the same bits."""
+    columns = out.shape[1]
+    for some in row_slices(len(out), columns):
+        here = codes[some] ^ 128 if signed else codes[some]
+        if bits == 4:
+            here = torch.stack([here & 15, here >> 4], dim=-1).flatten(1)
+        zero = torch.full_like(scales[some], 2 ** (bits - 1)) if zeros is None else zeros[some]
+        wide, least = (each.repeat_interleave(group, dim=1)[:, :columns] for each in (scales[some], zero))
+        out[some] = here[:, :columns].float().sub_(least).mul_(wide)
+    return out
+
+
+def row_slices(rows: int, columns: int, multiple: int = 1) -> Iterator[slice]:
+    """So many rows at a time that their numbers are about UNPACK_CHUNK, and a multiple of `multiple`."""
+    step = max(1, UNPACK_CHUNK // (columns * multiple)) * multiple
+    for first in range(0, rows, step):
+        yield slice(first, min(first + step, rows))
+
+
+# ---- numbers into int8 rows
+
+
+def fill_int8_rows(values: torch.Tensor, first: int, parts: Sequence[Packed]) -> None:
+    """Fill rows of an int8 matrix (kernels/int8.py) from `first` on. values: (n, columns) float32, contiguous; parts:
+    of the whole matrix. `first` is a multiple of BLOCK_ROWS."""
+    codes = torch.empty(values.shape, dtype=torch.int8, device=values.device)
+    scales = torch.empty(len(values), device=values.device)
+    quantise_rows(values, codes, scales)
+    sums = codes.sum(1, dtype=torch.int32)
+    start = 0
+    for part in parts:
+        begin, end = max(first, start), min(first + len(values), start + len(part))
+        if begin < end:
+            some, at = slice(begin - first, end - first), slice(begin - start, end - start)
+            if isinstance(part, BlockedInt8):
+                _fill_blocks(part, at, codes[some], scales[some], sums[some])
+            else:
+                _fill_in_order(part[at], codes[some], scales[some], sums[some])
+        start += len(part)
+
+
+def _fill_in_order(rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, sums: torch.Tensor) -> None:
+    rows.zero_()
+    codes_of(rows, codes.shape[1]).copy_(codes)
+    scales_of(rows).copy_(scales)
+    rows[:, -INT8_ROW_BYTES:].view(torch.int32)[:, 1] = sums
+
+
+def _fill_blocks(
+    part: BlockedInt8, at: slice, codes: torch.Tensor, scales: torch.Tensor, sums: torch.Tensor
+) -> None:  # fmt: skip
+    n, columns = len(part), codes.shape[1]
+    words = part.memory[at.start * columns : at.stop * columns].view(torch.int32)
+    words = words.view(-1, columns // WORD, BLOCK_ROWS)
+    words.copy_(codes.view(torch.int32).unflatten(0, (-1, BLOCK_ROWS)).transpose(1, 2))
+    ends = part.memory[n * columns :].view(torch.int32)
+    ends[at] = -sums
+    part.scales[at] = scales

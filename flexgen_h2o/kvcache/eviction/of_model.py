@@ -1,0 +1,87 @@
+"""What a model makes of an eviction policy. Layers that attend to a window keep its columns; the policy is of the other
+layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.kvcache.eviction.full import Full
+from flexgen_h2o.kvcache.eviction.policy import Columns, Eviction, OfOther, RowBudget, is_rolling, priced
+
+if TYPE_CHECKING:
+    import torch
+
+    from flexgen_h2o.core.model import ModelSpec
+    from flexgen_h2o.core.packing import KVPrices
+
+
+@dataclass(frozen=True)
+class Window(Full):
+    """The newest `columns`, which is all that a query sees. A full row's oldest column leaves for each new one, so its
+    slots are a ring and nothing is recorded of them."""
+
+    name: ClassVar[str] = "window"
+
+    columns: int = 0
+
+    def budget(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> RowBudget:
+        return RowBudget(0, 0, self.columns)
+
+    def slots(self, prompt_len: int, gen_len: int, block: int = 0, num_blocks: int = 1) -> int:
+        return min(self.columns, super().slots(prompt_len, gen_len))
+
+    def rank(self, columns: Columns) -> torch.Tensor:
+        return columns.positions.float()
+
+
+@dataclass(frozen=True)
+class Windowed(OfOther):
+    """`policy` in the transformer blocks without a window, counted as if there were no others."""
+
+    windows: tuple[int | None, ...]
+
+    @property
+    def while_decoding(self) -> bool:
+        return bool(getattr(self.policy, "while_decoding", False))
+
+    def budget(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> RowBudget:
+        return self._at(block).budget(prompt_len, gen_len, *self._place(block))
+
+    def slots(self, prompt_len: int, gen_len: int, block: int, num_blocks: int) -> int:
+        return self._at(block).slots(prompt_len, gen_len, *self._place(block))
+
+    def _at(self, block: int) -> Eviction:
+        window = self.windows[block]
+        return self.policy if window is None else Window(window)
+
+    def _place(self, block: int) -> tuple[int, int]:
+        """Blocks without a window before this one, and of all."""
+        return self.windows[:block].count(None), self.windows.count(None)
+
+
+def fitted(eviction: Eviction, spec: ModelSpec, prices: KVPrices) -> Eviction:
+    """The policy for a model: it keeps to the layers without a window, and knows what columns take."""
+    eviction = priced(eviction, prices)
+    return Windowed(eviction, spec.windows) if spec.windows else eviction
+
+
+def check_for_model(eviction: Eviction, spec: ModelSpec, compresses_cache: bool) -> None:
+    """UsageError where no layer has columns to drop, or they cannot take other positions than their tokens had."""
+    if spec.windows and None not in spec.windows and eviction.needs.record:
+        raise UsageError(
+            f"--eviction {eviction.name}: every layer of {spec.name} attends to a window of its newest columns, "
+            f"{max(w for w in spec.windows if w)} at most, and keeps no others; leave it out"
+        )
+    if not is_rolling(eviction):
+        return
+    if spec.rotary is None:
+        raise UsageError(
+            f"--positions rolling: needs rotary embeddings, and {spec.name} has learned positions, which its hidden "
+            "states and so its keys hold; leave it at original"
+        )
+    if compresses_cache:
+        raise UsageError(
+            "--positions rolling: turns keys as they are read, not packed ones; leave out --compress-cache"
+        )

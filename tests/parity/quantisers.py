@@ -1,0 +1,124 @@
+"""Formats of quantised checkpoints by their definitions: what is stored of a matrix, and what it stands for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+# What is stored besides the name's own `base`, and the numbers in float32.
+Stored = tuple[dict[str, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Quantiser:
+    """config: the quantization_config. left_out: ends of the names of linear layers that stay plain."""
+
+    config: dict[str, Any]
+    quantise: Callable[[torch.Tensor], Stored]
+    left_out: tuple[str, ...] = ("lm_head",)
+
+
+def fp8(block: tuple[int, int], scale_dtype: torch.dtype) -> Callable[[torch.Tensor], Stored]:
+    def quantise(weight: torch.Tensor) -> Stored:
+        high, wide = (-(-size // of) for size, of in zip(weight.shape, block, strict=True))
+        padded = torch.zeros(high * block[0], wide * block[1])
+        padded[: weight.shape[0], : weight.shape[1]] = weight
+        blocks = padded.view(high, block[0], wide, block[1])
+        scales = (blocks.abs().amax((1, 3)) / 448).to(scale_dtype)
+        codes = (blocks / scales.float()[:, None, :, None]).clamp(-448, 448).view_as(padded).to(torch.float8_e4m3fn)
+        numbers = Fp8Dequantize(None)._dequantize_one(codes, scales, torch.float32)
+        inside = tuple(slice(size) for size in weight.shape)
+        return {"weight": codes[inside].contiguous(), "weight_scale_inv": scales}, numbers[inside].contiguous()
+
+    return quantise
+
+
+def integers(weight: torch.Tensor, bits: int, group: int, symmetric: bool) -> tuple[torch.Tensor, ...]:
+    """Codes (N, K) from 0 on, scales and zeros (N, groups) and numbers; scales in bf16."""
+    groups = weight.unflatten(1, (-1, group))
+    least, most = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
+    if symmetric:
+        scales = (torch.maximum(most, -least) / (2 ** (bits - 1) - 1)).bfloat16().float()
+        zeros = torch.full_like(scales, 2 ** (bits - 1))
+    else:
+        scales = ((most - least) / (2**bits - 1)).bfloat16().float()
+        zeros = (-least / scales).round().clamp(0, 2**bits - 1)
+    codes = (groups / scales + zeros).round().clamp(0, 2**bits - 1)
+    numbers = ((codes - zeros) * scales).flatten(1)
+    return codes.flatten(1).int(), scales.squeeze(2), zeros.squeeze(2).int(), numbers
+
+
+def words(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """(n, m) int32 of so many bits as (n, ceil(m x bits / 32)), from the lowest bits of a word on."""
+    codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % (32 // bits))).unflatten(1, (-1, 32 // bits))
+    return (codes.long() << (bits * torch.arange(32 // bits))).sum(2).to(torch.int32)
+
+
+def packed(bits: int, group: int | None, symmetric: bool) -> Callable[[torch.Tensor], Stored]:
+    def quantise(weight: torch.Tensor) -> Stored:
+        codes, scales, zeros, numbers = integers(weight, bits, group or weight.shape[1], symmetric)
+        stored = {"weight_packed": words(codes, bits), "weight_scale": scales.bfloat16(),
+                  "weight_shape": torch.tensor(weight.shape)}  # fmt: skip
+        if not symmetric:
+            stored["weight_zero_point"] = words(zeros.t(), bits).t().contiguous()
+        return stored, numbers
+
+    return quantise
+
+
+def int8(weight: torch.Tensor) -> Stored:
+    codes, scales, _, numbers = integers(weight, 8, weight.shape[1], True)
+    return {"weight": (codes - 128).to(torch.int8), "weight_scale": scales}, numbers
+
+
+def compressed(form: str, bits: int, group: int | None, symmetric: bool = True, **more: Any) -> dict[str, Any]:
+    weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": "group" if group else "channel",
+               "group_size": group, "dynamic": False, "actorder": None, "observer": "minmax"}  # fmt: skip
+    scheme = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": scheme | more},
+            "ignore": ["lm_head"], "quantization_status": "compressed", "kv_cache_scheme": None}  # fmt: skip
+
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "fmt": "e4m3"}
+QUANTISERS: dict[str, Quantiser] = {
+    "fp8": Quantiser(FP8, fp8((128, 128), torch.bfloat16)),
+    "fp8, blocks that parts cut": Quantiser(
+        FP8 | {"weight_block_size": [24, 20], "modules_to_not_convert": ["lm_head", "model.layers.1.mlp.gate_proj"]},
+        fp8((24, 20), torch.float32), ("lm_head", "layers.1.mlp.gate_proj"),
+    ),
+    "4 bits, groups": Quantiser(compressed("pack-quantized", 4, 16), packed(4, 16, True)),
+    "4 bits, groups with zeros": Quantiser(
+        compressed("pack-quantized", 4, 8, False) | {"ignore": ["lm_head", "re:.*layers.0.*v_proj$"]},
+        packed(4, 8, False), ("lm_head", "layers.0.self_attn.v_proj"),
+    ),
+    "8 bits, rows with zeros": Quantiser(compressed("pack-quantized", 8, None, False), packed(8, None, False)),
+    "int8": Quantiser(
+        compressed("int-quantized", 8, None, input_activations={"num_bits": 8, "dynamic": True, "strategy": "token"}),
+        int8,
+    ),
+}  # fmt: skip
+
+
+def save_quantised(model: PreTrainedModel, folder: Path, quantiser: Quantiser) -> None:
+    """Save `model` quantised in `folder`, and make its parameters what that stands for."""
+    model.save_pretrained(folder)
+    stored, values = load_file(folder / "model.safetensors"), dict(model.named_parameters())
+    for name, value in values.items():
+        base = name.removesuffix(".weight")
+        if value.dim() != 2 or "embed" in name or base.endswith(quantiser.left_out):
+            continue
+        parts, numbers = quantiser.quantise(stored.pop(name))
+        stored |= {f"{base}.{kind}": part for kind, part in parts.items()}
+        with torch.no_grad():
+            value.copy_(numbers)
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": quantiser.config}
+    (folder / "config.json").write_text(json.dumps(config))

@@ -1,0 +1,85 @@
+"""Quantised checkpoints, read in place: tokens are those of transformers with what they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from flexgen_h2o import Policy, SamplingParams
+from flexgen_h2o.core.units import ALIGN
+from flexgen_h2o.engine.memory_plan import BlockShape, Depth, memory_plan
+from flexgen_h2o.models import spec_from_folder
+from tests.parity.cases import CONFIGURATIONS, PLACEMENTS
+from tests.parity.conftest import LENGTHS, NEW_TOKENS
+from tests.parity.quantisers import QUANTISERS, save_quantised
+from tests.parity.reference import Reference, assert_equal, make_reference, random_model, random_prompts, run, tokens_of
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+    """A checkpoint in a format, by its name, and the tokens that transformers makes of what it stands for."""
+
+    @cache
+    def made(name: str) -> Reference:
+        model, folder = random_model(2, model_type="llama", tie_word_embeddings=False), tmp_path_factory.mktemp("model")
+        save_quantised(model, folder, QUANTISERS[name])
+        reference = make_reference(model, tmp_path_factory.mktemp("decoded"), random_prompts(LENGTHS), NEW_TOKENS)
+        return replace(reference, folder=folder)
+
+    return made
+
+
+@pytest.mark.parametrize(
+    ("placement", "configuration"),
+    [("all on disk", "device, 2x2"), ("everything split 30/30", "device, 2x2"),
+     ("everything split 30/30", "3x1, joined")],
+)  # fmt: skip
+@pytest.mark.parametrize("name", QUANTISERS)
+def test_tokens_are_those_of_transformers(
+    quantised: Callable[[str], Reference], name: str, placement: str, configuration: str, offload_dir: Path
+) -> None:
+    """Wherever rows lie: parts that begin within blocks and words, and plain matrices beside decoded ones."""
+    chosen = CONFIGURATIONS[configuration]
+    assert_equal(quantised(name), chosen.policy(PLACEMENTS[placement]), chosen.budget, offload_dir)
+
+
+@pytest.mark.parametrize("name", QUANTISERS)
+def test_packed_from_what_it_stands_for(quantised: Callable[[str], Reference], name: str, tmp_path: Path) -> None:
+    policy, params = Policy(2, 2, compress_weight=True, weight_bits=8), SamplingParams(max_tokens=5, ignore_eos=True)
+    known = quantised(name)
+    known.model.save_pretrained(tmp_path / "decoded")
+    found, want = (
+        tokens_of(run(folder, known.prompts, policy, tmp_path / "offload", params))
+        for folder in (known.folder, tmp_path / "decoded")
+    )
+    assert found == want
+
+
+@pytest.mark.parametrize("name", QUANTISERS)
+def test_products_in_int8(quantised: Callable[[str], Reference], name: str, tmp_path: Path) -> None:
+    """As near to the numbers as int8 with a scale a row is, nothing packed, and the same from every tier."""
+    known, params = quantised(name), SamplingParams(max_tokens=4, ignore_eos=True)
+    policies = [Policy(2, 2, percent=(*place, 100, 0, 100, 0), int8_compute=True) for place in ((100, 0), (30, 0))]
+    first, other = (run(known.folder, known.prompts, policy, tmp_path / "offload", params) for policy in policies)
+    assert tokens_of(first) == tokens_of(other)
+    assert not (tmp_path / "offload" / "weights" / "packed").exists()
+    same = torch.tensor(tokens_of(first)) == torch.tensor(known.tokens)[:, :4]
+    assert same.float().mean() > 0.5
+
+
+def test_a_plan_counts_the_bytes_of_the_format(quantised: Callable[[str], Reference]) -> None:
+    """Resident weights take what the files hold, scales as float32 and plain numbers in the compute dtype."""
+    folder = quantised("4 bits, groups with zeros").folder
+    spec, _ = spec_from_folder("tiny", folder)
+    policy, shape = Policy(percent=(100, 0, 100, 0, 100, 0)), BlockShape(1, 1, 1, (1,) * spec.num_blocks)
+    plan = memory_plan(spec, policy, shape, 2, True, Depth(1, 1, 1))
+    held = {torch.int32: 1, torch.bfloat16: 2, torch.float32: 0.5, torch.int64: 0}
+    stored = load_file(folder / "model.safetensors").values()
+    want = sum(tensor.nbytes * held[tensor.dtype] for tensor in stored)
+    assert want <= plan.size("weights") <= want + ALIGN * len(stored)

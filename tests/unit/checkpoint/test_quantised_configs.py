@@ -1,0 +1,124 @@
+"""What a quantization_config may say: the rest is refused in a line that names it, and damaged tensors too."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from flexgen_h2o.checkpoint import open_checkpoint
+from flexgen_h2o.checkpoint.formats import check_quantization, weight_format
+from flexgen_h2o.checkpoint.formats.quantised import is_left_out
+from flexgen_h2o.core.config import Policy
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.model import TensorSpec
+from flexgen_h2o.models import spec_from_folder
+from tests.parity.quantisers import FP8, QUANTISERS, compressed, save_quantised
+from tests.parity.reference import random_model
+
+PACKED = compressed("pack-quantized", 4, 128)
+WEIGHTS = "config_groups.group_0.weights."
+
+
+def changed(config: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    config = copy.deepcopy(config)
+    *way, last = path.split(".")
+    inner = config
+    for key in way:
+        inner = inner[key]
+    inner[last] = value
+    return config
+
+
+@pytest.mark.parametrize(
+    ("config", "path", "value", "says"),
+    [
+        (FP8, "activation_scheme", "static", "fp8 with activation_scheme 'static' is not supported, only 'dynamic'"),
+        (FP8, "weight_block_size", None, "fp8 with weight_block_size None"),
+        (FP8, "weight_block_size", [128], r"fp8 with weight_block_size \[128\]"),
+        (FP8, "weight_block_size", [128, 0], "fp8 with weight_block_size 0"),
+        (FP8, "weight_block_size", [128, True], "fp8 with weight_block_size True"),
+        (FP8, "fmt", "e5m2", "fp8 with fmt 'e5m2'"),
+        (FP8, "expert_dtype", "fp4", "fp8 with expert_dtype 'fp4'"),
+        (FP8, "kv_cache_scheme", {"num_bits": 8}, "fp8 with kv_cache_scheme .* is not known"),
+        (FP8, "modules_to_not_convert", [3], "modules_to_not_convert .*no list of names"),
+        (PACKED, "format", "nvfp4-pack-quantized", "with format 'nvfp4-pack-quantized' is not supported"),
+        (PACKED, "format", None, "with format None"),
+        (PACKED, "kv_cache_scheme", {"num_bits": 8}, "with kv_cache_scheme"),
+        (PACKED, "quantization_status", "calibration", "with quantization_status 'calibration'"),
+        (PACKED, "sparsity_config", {"format": "sparse-24-bitmask"}, "with sparsity_config"),
+        (PACKED, "transform_config", {"config_groups": {"u": 1}}, "with transform_config"),
+        (PACKED, "config_groups", {}, r"with config_groups \{\}"),
+        (PACKED, "config_groups", {"a": 1}, "with config_groups 1"),
+        (PACKED, "config_groups.group_0.input_activations", {"dynamic": False}, "with input_activations"),
+        (PACKED, "config_groups.group_0.format", "int-quantized", "with format 'int-quantized'"),
+        (PACKED, "ignore", "lm_head", "ignore 'lm_head': no list of names"),
+        (PACKED, "ignore", ["re:["], r"ignore has 're:\['"),
+        (PACKED, WEIGHTS + "num_bits", 3, "weights with num_bits 3 is not supported, only 4 or 8"),
+        (PACKED, WEIGHTS + "num_bits", True, "weights with num_bits True"),
+        (PACKED, WEIGHTS + "type", "float", "weights with type 'float'"),
+        (PACKED, WEIGHTS + "strategy", "tensor", "weights with strategy 'tensor'"),
+        (PACKED, WEIGHTS + "strategy", None, "weights with strategy None"),
+        (PACKED, WEIGHTS + "group_size", 12, "with group_size 12"),
+        (PACKED, WEIGHTS + "group_size", None, "with group_size None"),
+        (PACKED, WEIGHTS + "actorder", "group", "weights with actorder 'group'"),
+        (PACKED, WEIGHTS + "new", 1, r"weights with new \(1\) is not known"),
+        (compressed("int-quantized", 8, None), WEIGHTS + "symmetric", False, "supported in 8 bits, symmetric"),
+        ({"quant_method": "bitsandbytes"}, "load_in_4bit", True, "quant_method 'bitsandbytes' is not supported"),
+    ],
+)  # fmt: skip
+def test_refused(config: dict[str, Any], path: str, value: Any, says: str) -> None:
+    check_known = config.get("quant_method") != "bitsandbytes"
+    if check_known:
+        check_quantization(config)
+    with pytest.raises(UsageError, match=f"quantization_config: .*{says}") as error:
+        check_quantization(changed(config, path, value))
+    assert "\n" not in str(error.value) and re.search(
+        "; give .*checkpoint|no list|no whole|missing|has '", str(error.value)
+    )
+
+
+@pytest.mark.parametrize(
+    ("pattern", "module", "is_left"),
+    [("lm_head", "lm_head", True), ("model.layers.1", "model.layers.1.mlp.up_proj", True),
+     ("model.layers.1", "model.layers.11.mlp.up_proj", False), ("model.layers.*.mlp", "model.layers.11.mlp.x", True),
+     ("down_proj", "model.layers.3.mlp.down_proj", True), ("mlp.gate", "mlp.gate_proj", False)],
+)  # fmt: skip
+def test_modules_are_left_out_as_transformers_does(pattern: str, module: str, is_left: bool) -> None:
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    assert is_left_out(module, (pattern,)) is is_left is not should_convert_module(module, [pattern])
+
+
+def test_routers_and_embeddings_are_plain(spec) -> None:
+    from dataclasses import replace
+
+    form = weight_format(replace(spec, quantization=FP8), Policy(), 2)
+    for name in ("model.layers.0.mlp.gate.weight", "model.embed_tokens.weight", "lm_head.weight"):
+        assert not form.layout(TensorSpec("", name, (128, 64))).decoded_row_bytes
+    assert form.layout(TensorSpec("", "model.layers.0.mlp.experts.3.up_proj.weight", (128, 64))).decoded_row_bytes
+
+
+@pytest.mark.parametrize("name", ["fp8", "4 bits, groups with zeros"])
+@pytest.mark.parametrize("damage", ["missing", "shape", "dtype"])
+def test_damaged_tensors(tmp_path: Path, name: str, damage: str) -> None:
+    save_quantised(random_model(model_type="llama", num_hidden_layers=1), tmp_path, QUANTISERS[name])
+    spec, _ = spec_from_folder("tiny", tmp_path)
+    open_checkpoint(spec, tmp_path, tmp_path / "none")
+    stored = load_file(tmp_path / "model.safetensors")
+    for kind in [key.rpartition(".")[2] for key in stored if "down_proj" in key and "shape" not in key]:
+        key = f"model.layers.0.mlp.down_proj.{kind}"
+        bad = {**stored}
+        value = bad.pop(key)
+        if damage == "shape":
+            bad[key] = value[:, :-1].contiguous()
+        elif damage == "dtype":
+            bad[key] = torch.zeros(value.shape, dtype=torch.int64)
+        save_file(bad, tmp_path / "model.safetensors")
+        with pytest.raises(UsageError, match=f"{tmp_path}.*tensor '{key}' "):
+            open_checkpoint(spec, tmp_path, tmp_path / "none")

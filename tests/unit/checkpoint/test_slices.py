@@ -1,0 +1,161 @@
+"""Tensors that are slices of one stored tensor, as a block's experts are: found, checked, written, packed, streamed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, GptOssConfig
+
+from flexgen_h2o.checkpoint import (
+    match,
+    open_checkpoint,
+    pack_checkpoint,
+    pack_random,
+    read_index,
+    write_random_checkpoint,
+    writing,
+)
+from flexgen_h2o.checkpoint.formats.groupwise import Groupwise
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.model import ModelSpec, TensorSpec
+from flexgen_h2o.kernels.packed import pack_rows
+from flexgen_h2o.tiers.device import Device, HostDevice, StandInDevice
+from flexgen_h2o.tiers.stream import NOTHING, Part
+from tests.unit.weight_room import opened, unpacked_layers, values
+
+EXPERTS = ("model.experts.w1", "model.experts.w2", "model.experts.w1_bias")
+
+
+@pytest.fixture
+def sliced(spec: ModelSpec) -> ModelSpec:
+    """Three experts in each block: one in the MLP's unit, two in that of the attention."""
+
+    def experts(block: int, numbers: range) -> tuple[TensorSpec, ...]:
+        shapes = ((48, 16), (16, 48), (48,))
+        return tuple(
+            TensorSpec(f"{name}.{i}", name.replace("experts", f"layers.{block}.experts"), shape, index=i)
+            for i in numbers
+            for name, shape in zip(EXPERTS, shapes, strict=True)
+        )
+
+    return replace(
+        spec,
+        attention=tuple(own + experts(i, range(1, 3)) for i, own in enumerate(spec.attention)),
+        mlp=tuple(own + experts(i, range(1)) for i, own in enumerate(spec.mlp)),
+    )
+
+
+@pytest.fixture
+def stacked(sliced: ModelSpec) -> dict[str, torch.Tensor]:
+    """What a checkpoint of that model stores."""
+    tensors = writing.tensors_of(sliced)
+    whole = {t.name: torch.randn(t.shape if t.index is None else (3, *t.shape)) for t in tensors}
+    assert len(whole) == len(tensors) - 2 * 2 * len(EXPERTS)
+    return whole
+
+
+def by_key(spec: ModelSpec, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {t.key: whole[t.name] if t.index is None else whole[t.name][t.index] for t in writing.tensors_of(spec)}
+
+
+def test_a_slice_is_found_by_its_bytes(tmp_path: Path, sliced, stacked, read) -> None:
+    save_file(stacked, tmp_path / "model.safetensors")
+    found = match(sliced, read_index(tmp_path), tmp_path)
+    want = by_key(sliced, stacked)
+    assert found.tensors.keys() == want.keys()
+    assert all(torch.equal(read(found.tensors[key]), want[key]) for key in want)
+    assert found.nbytes == sum(t.nbytes for t in stacked.values()) == 4 * sliced.num_weights
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_another_number_of_slices_is_refused(tmp_path: Path, sliced, stacked, count: int) -> None:
+    save_file(stacked | {"model.layers.1.experts.w1": torch.zeros(count, 48, 16)}, tmp_path / "model.safetensors")
+    with pytest.raises(UsageError, match=rf"1.experts.w1' has shape \({count}, 48, 16\), config.json .* \(3, 48, 16\)"):
+        match(sliced, read_index(tmp_path), tmp_path)
+
+
+@pytest.mark.parametrize(("place", "device"), [((0, 0), HostDevice), ((20, 30), StandInDevice), ((100, 0), HostDevice)])
+def test_layers_open_their_own_slices(
+    tmp_path: Path, sliced, stacked, place: tuple[int, int], device: type[Device]
+) -> None:
+    save_file(stacked, tmp_path / "model.safetensors")
+    want = by_key(sliced, stacked)
+    with opened(sliced, match(sliced, read_index(tmp_path), tmp_path), place, device(), torch.float32) as room:
+        stream = room.stream(2, ahead=2)
+        for layer in room.layers.layers * 2:
+            stream.prefetch()
+            w = stream.open(layer.unit, NOTHING)
+            for t in room.layers.units[layer.unit].tensors:
+                assert torch.equal(values(w[t.role]), want[t.key]), t.key
+        stream.drain()
+
+
+def test_packed_slices_are_tensors_of_their_own(tmp_path: Path, sliced, stacked) -> None:
+    save_file(stacked, tmp_path / "model.safetensors")
+    form, want = Groupwise(4, 8), by_key(sliced, stacked)
+    source = open_checkpoint(sliced, tmp_path, tmp_path / "none")
+    packed = pack_checkpoint(sliced, source, tmp_path / "cache", form)
+    assert packed.tensors.keys() == want.keys()
+    with opened(sliced, packed, (20, 30), StandInDevice(), torch.float32, form=form) as room:
+        for unit, w in unpacked_layers(room, room.stream(2, ahead=1)):
+            for t in unit.tensors:
+                rows = want[t.key]
+                if rows.dim() == 2:
+                    rows = torch.empty(rows.shape)
+                    form.decode_rows(form.layout(t), *whole_of(want[t.key], form), rows)
+                assert torch.equal(values(w[t.role]), rows), t.key
+
+
+def whole_of(rows: torch.Tensor, form: Groupwise):
+    return Part("host", 0, len(rows)), [pack_rows(rows, form.bits).view(-1)]
+
+
+def test_random_weights_store_slices_together(tmp_path: Path, sliced, config_json, read, monkeypatch) -> None:
+    """Packed at once they are the same numbers as packed from the files."""
+    monkeypatch.setattr(writing, "TABLE_VALUES", 5009)
+    folder = write_random_checkpoint(sliced, config_json, tmp_path / "m", "float32")
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        assert set(file.keys()) == {t.name for t in writing.tensors_of(sliced)}
+        assert file.get_slice("model.layers.0.experts.w1").get_shape() == [3, 48, 16]
+    source, form = open_checkpoint(sliced, folder, tmp_path / "none"), Groupwise(4, 8)
+    ones = [read(source.tensors[f"model.layers.0.experts.w1[{i}]"]) for i in range(3)]
+    assert not torch.equal(ones[0], ones[1]) and not torch.equal(ones[1], ones[2])
+    assert read(source.tensors["model.layers.0.experts.w1_bias[2]"]).abs().max() < 0.05
+    from_file = pack_checkpoint(sliced, source, tmp_path / "cache", form)
+    at_once = pack_random(sliced, config_json, tmp_path / "p", "float32", 0, form)
+    raw = [[stored.tensors[key] for key in sorted(stored.tensors)] for stored in (from_file, at_once)]
+    for one, other in zip(*raw, strict=True):
+        assert one.shape == other.shape and bytes_of(one) == bytes_of(other)
+
+
+def bytes_of(stored) -> bytes:
+    return stored.path.read_bytes()[stored.offset : stored.offset + stored.nbytes]
+
+
+def test_transformers_opens_stacked_random_weights(tmp_path: Path, spec, monkeypatch) -> None:
+    """Experts of gpt-oss, whose matrices lie in one tensor of a block."""
+    monkeypatch.setattr(writing, "TABLE_VALUES", 5009)
+    config = GptOssConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, head_dim=8,
+        num_key_value_heads=1, num_local_experts=3, num_experts_per_tok=2, layer_types=["full_attention"],
+    )  # fmt: skip
+    state = AutoModelForCausalLM.from_config(config).state_dict()
+    tensors = []
+    for name, value in state.items():
+        if ".experts." in name:
+            tensors += [TensorSpec(f"{name}.{i}", name, tuple(value.shape[1:]), index=i) for i in range(3)]
+        else:
+            tensors.append(TensorSpec(name, name, tuple(value.shape)))
+    model = replace(spec, num_blocks=1, embedding=(), attention=(tuple(tensors),), mlp=((),), head=(), tied=False)
+    folder = write_random_checkpoint(model, {**config.to_dict(), "architectures": ["GptOssForCausalLM"]},
+                                     tmp_path / "m", "float32")  # fmt: skip
+    found, info = AutoModelForCausalLM.from_pretrained(folder, dtype="float32", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        for name, value in found.state_dict().items():
+            assert torch.equal(value, file.get_tensor(name)), name

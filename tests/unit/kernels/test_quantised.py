@@ -1,0 +1,109 @@
+"""Compiled decoding of quantised matrices against torch operations, bit for bit, at odd sizes and extremes."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from flexgen_h2o.core.packing import int8_row_bytes
+from flexgen_h2o.kernels import quantised
+from flexgen_h2o.kernels.int8 import Int8Rows, blank_int8_rows, pack_int8_rows
+from tests.unit.weight_room import int8_values, int8_workspace
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def any_bytes(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 256, shape, dtype=torch.uint8)
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """NaN may be any."""
+    kind = torch.int16 if one.element_size() == 2 else torch.int32
+    return bool(((one.view(kind) == other.view(kind)) | (one.isnan() & other.isnan())).all())
+
+
+def both(name: str, shape: tuple[int, int], dtype: torch.dtype, *arguments: Any, **more: Any) -> torch.Tensor:
+    """What compiled loops and torch operations give, which is the same; into rows that lie apart, some at a time."""
+    found = torch.full((shape[0], shape[1] + 6), 7.0, dtype=dtype)[:, : shape[1]]
+    want = torch.full(shape, 7.0, dtype=dtype)
+    getattr(quantised, name)(*arguments, found, **more)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quantised, "UNPACK_CHUNK", 3 * shape[1])
+        getattr(quantised, f"{name}_reference")(*arguments, want, **more)
+    assert same_bits(found.contiguous(), want)
+    return want
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mxfp4(dtype: torch.dtype) -> None:
+    """As transformers decodes it, with every scale: the smallest, those that overflow, and 255."""
+    blocks, scales = any_bytes(1, 64, 4, 16), torch.arange(256, dtype=torch.uint8).view(1, 64, 4)
+    found = both("unpack_mxfp4", (64, 128), dtype, blocks[0], scales[0])
+    want = convert_moe_packed_tensors(blocks, scales, dtype=dtype)[0].t().contiguous()
+    assert same_bits(found, want) and found.isinf().any() and (found != 0).sum() > 6000
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "columns", "block", "first"), [(5, 9, (3, 4), 2), (1, 1, (128, 128), 127),
+                                                                 (40, 57, (16, 24), 5)])  # fmt: skip
+def test_fp8(dtype: torch.dtype, rows: int, columns: int, block: tuple[int, int], first: int) -> None:
+    codes = any_bytes(rows, columns)
+    scales = torch.randn(-(-(first + rows) // block[0]), -(-columns // block[1]))
+    found = both("unpack_fp8", (rows, columns), dtype, codes, scales, block, first)
+    assert torch.equal(found.isnan(), (codes & 127) == 127)
+    scale = scales[(first + rows - 1) // block[0], -1]
+    last = codes.view(torch.float8_e4m3fn).float()[-1, -1] * scale
+    assert torch.equal(found[-1, -1], last.to(dtype)) or last.isnan()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("bits", "rows", "columns", "group", "signed"), [
+    (4, 3, 64, 32, False), (4, 1, 33, 8, False), (8, 5, 31, 31, True), (8, 2, 100, 32, False),
+])  # fmt: skip
+@pytest.mark.parametrize("with_zeros", [True, False])
+def test_integers(
+    dtype: torch.dtype, bits: int, rows: int, columns: int, group: int, signed: bool, with_zeros: bool
+) -> None:
+    codes = any_bytes(rows, 4 * -(-columns * bits // 32))
+    scales = torch.randn(rows, -(-columns // group))
+    scales[0, 0] = torch.tensor([0x7FFFE000], dtype=torch.int32).view(torch.float32)  # a NaN of float16
+    zeros = torch.randint(0, 2**bits, scales.shape).float() if with_zeros else None
+    found = both("unpack_integers", (rows, columns), dtype, codes, bits, scales, zeros, group, signed=signed)
+    assert found[0, :group].isnan().all()
+    byte = int(codes[-1, (columns - 1) * bits // 8])
+    code = (byte >> (bits * ((columns - 1) % (8 // bits)))) & (2**bits - 1)
+    zero = 2 ** (bits - 1) if zeros is None else zeros[-1, -1]
+    last = ((code ^ (128 if signed else 0)) - zero) * scales[-1, -1]
+    assert torch.equal(found[-1, -1], torch.as_tensor(last).to(dtype)) or (rows == 1 and columns <= group)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(192, 128), (130, 64), (5, 30)])
+def test_int8_rows(rows: int, columns: int) -> None:
+    """Filled in pieces they are those that are packed at once; blocked or in order, with sums."""
+    values = torch.randn(rows, columns)
+    values[1] = 0
+    memory = torch.full((rows, int8_row_bytes(columns)), 9, dtype=torch.uint8)
+    parts = blank_int8_rows(memory)
+    for some in (slice(0, 64), slice(64, 128), slice(128, rows)):
+        if len(values[some]):
+            quantised.fill_int8_rows(values[some].contiguous(), some.start, parts)
+    workspace = int8_workspace()
+    wrap = partial(Int8Rows, columns=columns, workspace=workspace)
+    numbers, scales = int8_values(tuple(map(wrap, parts)))
+    want, want_scales = int8_values((wrap(pack_int8_rows(values)),))
+    assert torch.equal(numbers, want) and torch.equal(scales, want_scales)
+    if len(parts) == 1 and isinstance(parts[0], torch.Tensor):
+        assert torch.equal(parts[0], pack_int8_rows(values))
+    x, start = torch.randn(3, columns).bfloat16(), 0
+    for part in map(wrap, parts):  # the sums count where inputs are not around 0
+        out = torch.empty(3, len(part), dtype=torch.bfloat16)
+        for some, inputs in part.inputs(x):
+            part.multiply(inputs, None, out[some], adds=False)
+        near = x.float() @ want[start : start + len(part)].t()
+        assert torch.allclose(out.float(), near, atol=0.05 * near.abs().max().item())
+        start += len(part)
