@@ -76,7 +76,7 @@ def test_tokens_and_logits_are_those_of_transformers(shape: str, known: Callable
 
 @pytest.mark.parametrize("shape", [MIXED, ALL])
 def test_rows_that_begin_alike(shape: str, known: Callable[[str], Known], tmp_path: Path) -> None:
-    """A prefix longer than the window and one that is shorter, fed once; the columns of neither are in one copy."""
+    """A prefix longer than the window and one that is shorter, fed once; layers without one hold it in one copy."""
     model, header = known(shape).model, random_prompts((19,), seed=8)[0]
     for length in (19, 3):
         prompts = [[*header[:length], *own] for own in random_prompts((3, 1, 6, 2, 9), seed=4)]
@@ -84,7 +84,8 @@ def test_rows_that_begin_alike(shape: str, known: Callable[[str], Known], tmp_pa
         policy = Policy(3, 2, PLACEMENTS["kv on host and disk"])
         ran = generate(known(shape).folder, prompts, 9, None, policy, tmp_path, STAND_IN, share_prefix="on")
         assert ran.tokens == want
-        assert ran.report.spared_tokens >= 3 * length and ran.report.extra["common_prefix"]["tokens"] == 0
+        assert ran.report.spared_tokens >= 3 * length
+        assert ran.report.extra["common_prefix"]["tokens"] == (length if shape == MIXED else 0)
 
 
 @pytest.mark.parametrize("shape", [MIXED, ALL])
