@@ -16,6 +16,7 @@ from flexgen_h2o.core.config import ModelSpec
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.engine.memory_plan import kv_layout, record_in
 from flexgen_h2o.engine.workload import need_of
+from flexgen_h2o.evaluation.fidelity import Probe
 from flexgen_h2o.kernels import select
 from flexgen_h2o.kvcache.eviction import H2O, Full
 from flexgen_h2o.kvcache.eviction.of_model import Windowed
@@ -86,6 +87,19 @@ def test_rows_that_begin_alike(shape: str, known: Callable[[str], Known], tmp_pa
         assert ran.tokens == want
         assert ran.report.spared_tokens >= 3 * length
         assert ran.report.extra["common_prefix"]["tokens"] == (length if shape == MIXED else 0)
+
+
+def test_rows_that_enter_behind_one_copy(known: Callable[[str], Known], tmp_path: Path) -> None:
+    """Their windows hold what they see of it."""
+    model, header, asked = known(MIXED).model, random_prompts((11,), seed=8)[0], (3, 9, 1, 12, 5, 2, 7, 4, 9)
+    prompts = [[*header, *own] for own in random_prompts((3, 1, 6, 2, 9, 1, 12, 4, 2), seed=4)]
+    want = [greedy(model, prompt, n) for prompt, n in zip(prompts, asked, strict=True)]
+    policy, params = Policy(2, 1, PLACEMENTS["kv on disk"]), [SamplingParams(max_tokens=n) for n in asked]
+    with LLM(str(known(MIXED).folder), policy, None, "auto", "float32", STAND_IN, tmp_path) as llm:
+        llm.share_prefix = "on"
+        ran = run_with(llm, prompts, params, refill=True)
+    assert ran.tokens == want
+    assert ran.report.extra["refilled"] == 7 and ran.report.extra["common_prefix"]["tokens"] == 11
 
 
 @pytest.mark.parametrize("shape", [MIXED, ALL])
@@ -223,3 +237,5 @@ def test_where_all_layers_have_windows_nothing_is_left_to_drop(
         for ask in (llm.check_plan, lambda: llm.generate([[5, 6]], SamplingParams(max_tokens=2))):
             with pytest.raises(UsageError, match=r"--eviction h2o: every layer of .* 7 at most, .*; leave it out"):
                 ask()
+        llm.eviction = Probe()  # the full cache, watched
+        llm.check_plan()
