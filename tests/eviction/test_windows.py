@@ -14,6 +14,7 @@ import torch
 from flexgen_h2o import LLM, Policy, SamplingParams
 from flexgen_h2o.core.config import ModelSpec
 from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.settings import DECODE, PREFILL
 from flexgen_h2o.engine.memory_plan import kv_layout, record_in
 from flexgen_h2o.engine.workload import need_of
 from flexgen_h2o.evaluation.fidelity import Probe
@@ -124,6 +125,26 @@ def test_many_tokens_in_one_sweep(placement: str, known: Callable[[str], Known],
     for row, own in enumerate(tokens):
         want = teacher_forced(known(MIXED).model, prompts[row], own)
         assert (torch.stack(watch.rows[row]) - want).abs().max() <= LOGIT_TOLERANCE, f"row {row}"
+
+
+@pytest.mark.parametrize("mode", [DECODE, PREFILL])
+def test_log_probabilities(mode: str, known: Callable[[str], Known], tmp_path: Path) -> None:
+    """Of continuations, decoded and behind their prompts."""
+    prompts, tokens = prompts_of(MIXED, known)
+    with LLM(str(known(MIXED).folder), Policy(2, 2), None, "auto", "float32", offload_dir=tmp_path) as llm:
+        found = llm.score(prompts, tokens, mode)
+    for prompt, own, one in zip(prompts, tokens, found, strict=True):
+        want = teacher_forced(known(MIXED).model, prompt, own).log_softmax(-1)[range(len(own)), own]
+        assert one.is_greedy and one.logprob == pytest.approx(float(want.sum()), abs=1e-3)
+
+
+def test_prompts_beyond_a_budget_get_log_probabilities(known: Callable[[str], Known], tmp_path: Path) -> None:
+    """They are fed up to the budget of the layers without a window, which is not the least of all."""
+    prompt, params = random_prompts((30,))[0], SamplingParams(max_tokens=3, prompt_logprobs=0)
+    with LLM(str(known(MIXED).folder), Policy(1), H2O(heavy_size=8, recent_size=4), offload_dir=tmp_path) as llm:
+        (out,) = llm.generate([prompt], params)
+        assert llm.report is not None and llm.report.extra["prefill_fed_tokens"] == 12
+    assert out.prompt_logprobs is not None and len(out.prompt_logprobs) == 30 and len(out.token_ids) == 3
 
 
 # ---- columns that are dropped, packed, rolled or not read
