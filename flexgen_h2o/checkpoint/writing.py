@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from flexgen_h2o.checkpoint.atomic_folder import building
-from flexgen_h2o.checkpoint.formats import Held, StoredRows, checkpoint_format
+from flexgen_h2o.checkpoint.formats import Held, StoredRows, TensorLayout, checkpoint_format
 from flexgen_h2o.checkpoint.safetensors import FROM_ENGINE, SAFETENSORS, Entry, header, shard_name, write_index
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import DTYPE_BYTES
@@ -226,6 +226,7 @@ class RandomValues:
 
     def __init__(self, spec: ModelSpec, dtype: str, seed: int) -> None:
         self._spec, self._form, self._dtype, self._seed = spec, checkpoint_format(spec), dtype, seed
+        self._whole: tuple[str, Held] | None = None
 
     @cached_property
     def _table(self) -> torch.Tensor:
@@ -279,11 +280,23 @@ class RandomValues:
         import torch
 
         layout, part = self._form.layout(tensor), Part("host", first, end)
-        pieces = [torch.cat(list(self._of_rows(tensor, rows, *rows.part_rows(part)))) for rows in layout.stored]
         if not layout.decoded_row_bytes:
-            return pieces[0].view(part.rows, *tensor.shape[1:])
-        pieces = [rows.held(raw, rows.dtypes[0]) for rows, raw in zip(layout.stored, pieces, strict=True)]
-        return self._form.decode_range(layout, [Held(part, pieces)], first, torch.empty(part.rows, tensor.shape[1]))
+            values = torch.cat(list(self._of_rows(tensor, layout.stored[0], first, end)))
+            return values.view(end - first, *tensor.shape[1:])
+        held = self._whole_of(tensor, layout) if layout.by_columns else self._held(tensor, layout, part)
+        return self._form.decode_range(layout, [held], first, torch.empty(end - first, tensor.shape[1]))
+
+    def _held(self, tensor: TensorSpec, layout: TensorLayout, part: Part) -> Held:
+        import torch
+
+        pieces = [(rows, torch.cat(list(self._of_rows(tensor, rows, *rows.part_rows(part))))) for rows in layout.stored]
+        return Held(part, [rows.held(raw, rows.dtypes[0]) for rows, raw in pieces])
+
+    def _whole_of(self, tensor: TensorSpec, layout: TensorLayout) -> Held:
+        """Some rows are in all that is stored: it is made once."""
+        if self._whole is None or self._whole[0] != tensor.key:
+            self._whole = tensor.key, self._held(tensor, layout, Part("host", 0, layout.cut_shape[0]))
+        return self._whole[1]
 
     def _of_rows(self, tensor: TensorSpec, rows: StoredRows, first: int, end: int) -> Iterator[torch.Tensor]:
         """What is stored of rows [first, end) of a stored tensor, in pieces: numbers, or bytes."""

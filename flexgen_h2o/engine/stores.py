@@ -91,7 +91,7 @@ class WeightStore:
 
     def _parts_of(self, tensor: TensorSpec, checkpoint: Checkpoint, shares: Shares) -> list[_HeldPart]:
         found = []
-        for part in weight_parts(tensor.shape, shares):
+        for part in weight_parts(self._layouts[tensor.key].cut_shape, shares):
             pieces = [
                 _Piece(stored, checkpoint.tensors[stored.key].rows(*stored.part_rows(part)), stored.part_bytes(part))
                 for stored in self._layouts[tensor.key].stored

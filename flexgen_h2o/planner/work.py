@@ -151,7 +151,7 @@ def weight_ring_bytes(at: CostContext, unit: WeightUnit) -> int:
 def _weight_moves(layouts: tuple[TensorLayout, ...], shares: Shares, device_is_host: bool) -> tuple[Transfer, ...]:
     nbytes, pieces = {"disk": 0.0, "host": 0.0}, {"disk": 0, "host": 0}
     for layout in layouts:
-        for part in weight_parts(layout.shape, shares):
+        for part in weight_parts(layout.cut_shape, shares):
             if is_streamed(part.tier, device_is_host):
                 nbytes[part.tier] += layout.part_bytes(part)
                 pieces[part.tier] += len(layout.stored)

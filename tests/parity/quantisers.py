@@ -79,6 +79,41 @@ def int8(weight: torch.Tensor) -> Stored:
     return {"weight": (codes - 128).to(torch.int8), "weight_scale": scales}, numbers
 
 
+def gptq(bits: int, group: int, more: int, order: bool, symmetric: bool = True) -> Callable[[torch.Tensor], Stored]:
+    """order: columns are quantised by another order than theirs (desc_act). more: of zeros than what is stored."""
+
+    def quantise(weight: torch.Tensor) -> Stored:
+        columns = weight.shape[1]
+        chosen = torch.randperm(columns) if order else torch.arange(columns)
+        codes, scales, zeros, numbers = integers(weight[:, chosen], bits, group, symmetric)
+        back = chosen.argsort()
+        stored = {
+            "qweight": words(codes[:, back], bits).t().contiguous(), "scales": scales.t().contiguous(),
+            "qzeros": words(zeros.t().clamp_min(more) - more, bits).contiguous(),
+            "g_idx": (back // group).int(),
+        }  # fmt: skip
+        numbers = (codes - zeros.clamp_min(more).repeat_interleave(group, 1)) * scales.repeat_interleave(group, 1)
+        return stored, numbers[:, back]
+
+    return quantise
+
+
+def gptq_whole(weight: torch.Tensor) -> Stored:
+    return gptq(8, weight.shape[1], 1, False)(weight)
+
+
+def awq(group: int) -> Callable[[torch.Tensor], Stored]:
+    def quantise(weight: torch.Tensor) -> Stored:
+        codes, scales, zeros, numbers = integers(weight, 4, group, False)
+        order = [0, 2, 4, 6, 1, 3, 5, 7]
+        qweight, qzeros = (
+            words(each.t().reshape(each.shape[1], -1, 8)[..., order].flatten(1), 4) for each in (codes, zeros)
+        )
+        return {"qweight": qweight, "qzeros": qzeros, "scales": scales.t().contiguous().half()}, numbers
+
+    return quantise
+
+
 def compressed(form: str, bits: int, group: int | None, symmetric: bool = True, **more: Any) -> dict[str, Any]:
     weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": "group" if group else "channel",
                "group_size": group, "dynamic": False, "actorder": None, "observer": "minmax"}  # fmt: skip
@@ -88,6 +123,8 @@ def compressed(form: str, bits: int, group: int | None, symmetric: bool = True, 
 
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "fmt": "e4m3"}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False, "sym": True, "damp_percent": 0.01}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 24, "version": "gemm", "zero_point": True}
 QUANTISERS: dict[str, Quantiser] = {
     "fp8": Quantiser(FP8, fp8((128, 128), torch.bfloat16)),
     "fp8, blocks that parts cut": Quantiser(
@@ -104,6 +141,14 @@ QUANTISERS: dict[str, Quantiser] = {
         compressed("int-quantized", 8, None, input_activations={"num_bits": 8, "dynamic": True, "strategy": "token"}),
         int8,
     ),
+    "gptq": Quantiser(GPTQ, gptq(4, 16, 1, False)),
+    "gptq, in another order, with zeros": Quantiser(
+        GPTQ | {"desc_act": True, "group_size": 24, "sym": False, "checkpoint_format": "gptq_v2",
+                "dynamic": {r"-:.*layers\.0\.mlp\.up_proj": {}}},
+        gptq(4, 24, 0, True, False), ("lm_head", "layers.0.mlp.up_proj"),
+    ),
+    "gptq, 8 bits, one group": Quantiser(GPTQ | {"bits": 8, "group_size": -1}, gptq_whole),
+    "awq": Quantiser(AWQ, awq(24)),
 }  # fmt: skip
 
 

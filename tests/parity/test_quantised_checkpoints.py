@@ -27,7 +27,8 @@ def quantised(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refer
 
     @cache
     def made(name: str) -> Reference:
-        model, folder = random_model(2, model_type="llama", tie_word_embeddings=False), tmp_path_factory.mktemp("model")
+        model = random_model(2, model_type="llama", tie_word_embeddings=False, intermediate_size=96)
+        folder = tmp_path_factory.mktemp("model")
         save_quantised(model, folder, QUANTISERS[name])
         reference = make_reference(model, tmp_path_factory.mktemp("decoded"), random_prompts(LENGTHS), NEW_TOKENS)
         return replace(reference, folder=folder)

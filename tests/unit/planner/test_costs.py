@@ -213,6 +213,15 @@ def test_unpacking_to_int8_has_its_own_rate() -> None:
     assert costs_of(Policy(4, int8_compute=True), NEED, where).dequantise_s(1) == 0.0
 
 
+def test_of_a_quantised_checkpoint_only_what_is_quantised_is_unpacked() -> None:
+    where, policy = machine(is_host=True), Policy(4, percent=(0, 0, 100, 0, 100, 0))
+    fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    plain, quantised = (costs_of(policy, NEED, where, replace(SPEC, quantization=config)) for config in (None, fp8))
+    assert quantised.dequantise_s(0) == plain.dequantise_s(1) == 0.0 < quantised.dequantise_s(1)
+    assert quantised.weight_load(0) == plain.weight_load(0)
+    assert sum(t.seconds for t in quantised.weight_load(1)) < sum(t.seconds for t in plain.weight_load(1))
+
+
 def test_without_overlap_a_step_takes_at_least_as_long_as_issuing_it() -> None:
     """On a device that is asynchronous: with overlap issuing goes on beside other steps, without each is waited for."""
     where = machine(False, step_s=1e-3, device_is_asynchronous=True)
