@@ -316,7 +316,7 @@ def disk_weight_bytes(spec: ModelSpec, policy: Policy, dtype: str, device_is_hos
         layout.part_bytes(part)
         for unit in layers_of(spec, policy).units
         for layout in layouts_of(form, unit.tensors)
-        for part in weight_parts(layout.shape, shares)
+        for part in weight_parts(layout.cut_shape, shares)
         if part.tier == TIERS[2]
     )
 

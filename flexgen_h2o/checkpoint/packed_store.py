@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from flexgen_h2o.checkpoint.atomic_folder import building, fingerprint, label
-from flexgen_h2o.checkpoint.formats import Held, PackedFormat, checkpoint_format
+from flexgen_h2o.checkpoint.formats import Held, PackedFormat, TensorLayout, checkpoint_format
 from flexgen_h2o.checkpoint.safetensors import (
     AGAIN,
     FROM_ENGINE,
@@ -59,7 +59,8 @@ def pack_checkpoint(
 ) -> Checkpoint:
     """The tensors of `source` with matrices packed, under `cache_dir`/packed/; made at the first call.
 
-    A source that changes gets a new store; the old one stays. Under 200 MB of RAM at any size. Raises UsageError that
+    A source that changes gets a new store; the old one stays. Under 200 MB of RAM at any size; where the source is
+    stored by columns, its largest matrix more, as stored. Raises UsageError that
     names the tensor (not finite) or the store (damaged); DoesNotFitError: the disk is full. Nothing is left then.
     """
     paths = sorted({stored.path for stored in source.tensors.values()})
@@ -151,7 +152,7 @@ class _Reader:
     def __init__(self, spec: ModelSpec, source: Checkpoint) -> None:
         self._tensors, self._form = source.tensors, checkpoint_format(spec)
         self._buffer: torch.Tensor | None = None
-        self._whole: tuple[str, torch.Tensor] | None = None  # what is in the buffer, of a tensor stored transposed
+        self._whole: tuple[str, Held] | None = None  # of the matrix that was read last
         self._files: dict[Path, DirectFile] = {}
 
     def describe(self, tensor: TensorSpec) -> str:
@@ -166,36 +167,32 @@ class _Reader:
     def rows(self, tensor: TensorSpec, first: int, end: int) -> torch.Tensor:
         import torch
 
-        layout = self._form.layout(tensor)
-        if layout.transposed:
-            return self._transposed(tensor)[first:end].contiguous()
-        part = Part("host", first, end)
-        sources = [self._tensors[stored.key].rows(*stored.part_rows(part)) for stored in layout.stored]
-        if not layout.decoded_row_bytes:
-            (source,) = sources
+        layout, part = self._form.layout(tensor), Part("host", first, end)
+        if not layout.decoded_row_bytes and not layout.by_columns:
+            source = self._stored(tensor).rows(first, end)
             return self._read(source).view(getattr(torch, source.dtype)).view(source.shape)
-        read = [
-            stored.held(self._read(source).clone(), source.dtype)
-            for stored, source in zip(layout.stored, sources, strict=True)
-        ]
-        out = torch.empty(part.rows, tensor.shape[1])
-        return self._form.decode_range(layout, [Held(part, read)], first, out)
-
-    def _transposed(self, tensor: TensorSpec) -> torch.Tensor:
-        """(rows, columns), read once for all its rows, which lie across what is stored."""
-        import torch
-
-        if self._whole is None or self._whole[0] != tensor.key:
+        held = self._whole_of(tensor, layout) if layout.by_columns else self._held(layout, part)
+        if not layout.decoded_row_bytes:
             source = self._stored(tensor)
-            numbers = self._read(source).view(getattr(torch, source.dtype))
-            self._whole = tensor.key, numbers.view(source.shape).t()
+            numbers = held.pieces[0].view(getattr(torch, source.dtype)).view(source.shape)
+            return numbers[:, first:end].t().contiguous()
+        return self._form.decode_range(layout, [held], first, torch.empty(end - first, tensor.shape[1]))
+
+    def _whole_of(self, tensor: TensorSpec, layout: TensorLayout) -> Held:
+        """Some rows are in all that is stored: it is read once."""
+        if self._whole is None or self._whole[0] != tensor.key:
+            self._whole = None
+            self._whole = tensor.key, self._held(layout, Part("host", 0, layout.cut_shape[0]))
         return self._whole[1]
+
+    def _held(self, layout: TensorLayout, part: Part) -> Held:
+        sources = [(stored, self._tensors[stored.key].rows(*stored.part_rows(part))) for stored in layout.stored]
+        return Held(part, [stored.held(self._read(source).clone(), source.dtype) for stored, source in sources])
 
     def _read(self, source: StoredTensor) -> torch.Tensor:
         from flexgen_h2o.tiers.device import host_buffer
         from flexgen_h2o.tiers.disk import DirectFile, aligned_range
 
-        self._whole = None
         start, length = aligned_range(source.offset, source.nbytes)
         if self._buffer is None or len(self._buffer) < length:
             self._buffer = host_buffer(length)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from flexgen_h2o.checkpoint.atomic_folder import building
-from flexgen_h2o.checkpoint.formats import Held, StoredRows, checkpoint_format
+from flexgen_h2o.checkpoint.formats import Held, StoredRows, TensorLayout, checkpoint_format
 from flexgen_h2o.checkpoint.safetensors import FROM_ENGINE, SAFETENSORS, Entry, header, shard_name, write_index
 from flexgen_h2o.core import interrupts
 from flexgen_h2o.core.config import DTYPE_BYTES
@@ -226,6 +226,7 @@ class RandomValues:
 
     def __init__(self, spec: ModelSpec, dtype: str, seed: int) -> None:
         self._spec, self._form, self._dtype, self._seed = spec, checkpoint_format(spec), dtype, seed
+        self._whole: tuple[str, Held] | None = None
 
     @cached_property
     def _table(self) -> torch.Tensor:
@@ -278,14 +279,26 @@ class RandomValues:
         """Rows [first, end) of a tensor, decoded."""
         import torch
 
-        layout = self._form.layout(tensor)
-        part = Part("host", 0, layout.shape[0]) if layout.transposed else Part("host", first, end)
-        pieces = [torch.cat(list(self._of_rows(tensor, rows, *rows.part_rows(part)))) for rows in layout.stored]
+        layout, part = self._form.layout(tensor), Part("host", first, end)
+        if not layout.decoded_row_bytes and not layout.by_columns:
+            values = torch.cat(list(self._of_rows(tensor, layout.stored[0], first, end)))
+            return values.view(end - first, *tensor.shape[1:])
+        held = self._whole_of(tensor, layout) if layout.by_columns else self._held(tensor, layout, part)
         if not layout.decoded_row_bytes:
-            values = pieces[0].view(part.rows, *layout.shape[1:])
-            return values.t()[first:end].contiguous() if layout.transposed else values
-        pieces = [rows.held(raw, rows.dtypes[0]) for rows, raw in zip(layout.stored, pieces, strict=True)]
-        return self._form.decode_range(layout, [Held(part, pieces)], first, torch.empty(part.rows, tensor.shape[1]))
+            return held.pieces[0].view(layout.cut_shape)[:, first:end].t().contiguous()
+        return self._form.decode_range(layout, [held], first, torch.empty(end - first, tensor.shape[1]))
+
+    def _held(self, tensor: TensorSpec, layout: TensorLayout, part: Part) -> Held:
+        import torch
+
+        pieces = [(rows, torch.cat(list(self._of_rows(tensor, rows, *rows.part_rows(part))))) for rows in layout.stored]
+        return Held(part, [rows.held(raw, rows.dtypes[0]) for rows, raw in pieces])
+
+    def _whole_of(self, tensor: TensorSpec, layout: TensorLayout) -> Held:
+        """Some rows are in all that is stored: it is made once."""
+        if self._whole is None or self._whole[0] != tensor.key:
+            self._whole = tensor.key, self._held(tensor, layout, Part("host", 0, layout.cut_shape[0]))
+        return self._whole[1]
 
     def _of_rows(self, tensor: TensorSpec, rows: StoredRows, first: int, end: int) -> Iterator[torch.Tensor]:
         """What is stored of rows [first, end) of a stored tensor, in pieces: numbers, or bytes."""

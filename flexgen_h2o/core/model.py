@@ -194,22 +194,26 @@ class ModelSpec:
     def option(self, key: str) -> Any:
         return dict(self.options)[key]
 
+    def of_blocks(self, chosen: Sequence[int]) -> ModelSpec:
+        """The model with these transformer blocks alone."""
+        return replace(
+            self,
+            num_blocks=len(chosen),
+            attention=tuple(self.attention[i] for i in chosen),
+            mlp=tuple(self.mlp[i] for i in chosen),
+            experts=self.experts and self.experts.of_blocks(chosen),
+            windows=tuple(self.windows[i] for i in chosen) if self.windows else (),
+        )
+
     def window(self, block: int) -> int | None:
         return self.windows[block] if self.windows else None
 
     def stage(self, blocks: range) -> ModelSpec:
         """The part of the model with these transformer blocks: with the embedding if they are its first ones, and with
         the head if they are its last ones."""
-        part = slice(blocks.start, blocks.stop)
+        embedding, head = blocks.start == 0, blocks.stop == self.num_blocks
         return replace(
-            self,
-            num_blocks=len(blocks),
-            embedding=self.embedding if blocks.start == 0 else (),
-            attention=self.attention[part],
-            mlp=self.mlp[part],
-            experts=self.experts and self.experts.of_blocks(blocks),
-            windows=self.windows[part],
-            head=self.head if blocks.stop == self.num_blocks else (),
+            self.of_blocks(blocks), embedding=self.embedding if embedding else (), head=self.head if head else ()
         )
 
     @property

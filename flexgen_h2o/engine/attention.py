@@ -78,9 +78,10 @@ class UnitAttention:
         before, behind = split_views(views, first * self._kv_heads)
         new: list[NewColumns] = []
         if before:
-            of_rows = budgets.select(slice(0, first))
-            decoding = KVRows(policy, block, self._kv_heads, of_rows, before, common, window=window)
-            new.append(decoding.new_columns(torch.tensor(fed.past[:first])))
+            of_rows, past = budgets.select(slice(0, first)), torch.tensor(fed.past[:first])
+            beside = common if window is None else None
+            decoding = KVRows(policy, block, self._kv_heads, of_rows, before, beside, window=window)
+            new.append(decoding.new_columns(past if window is None else past + fed.common))
         if behind:
             assert store_whole  # a prompt is more than a column
             of_rows = budgets.select(slice(first, None))

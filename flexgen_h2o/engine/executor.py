@@ -119,8 +119,11 @@ class Executor:
 
     def _begin_block(self) -> None:
         engine, count = self._engine, len(self._batches)
-        self._tables = [SlotTable(self._eviction, self._sizes(b.rows), engine.spec.num_blocks) for b in self._batches]
-        layouts = [[self._layout(block, k) for k in range(count)] for block in range(engine.spec.num_blocks)]
+        blocks = range(engine.spec.num_blocks)
+        in_copy = [self._common if engine.spec.window(block) is None else 0 for block in blocks]
+        sizes = [_sizes(batch.rows) for batch in self._batches]
+        self._tables = [SlotTable(self._eviction, rows, len(blocks), in_copy) for rows in sizes]
+        layouts = [[self._layout(block, k) for k in range(count)] for block in blocks]
         engine.cache.begin_block(layouts, [len(b.rows) for b in self._batches])
         engine.hidden.begin_block([self._most_tokens(b) for b in self._batches])
         self._inputs: dict[int, SweepInput] = {}
@@ -213,12 +216,13 @@ class Executor:
 
     def close_cache(self, key: UnitKey, region: Region | None, fence: Waitable) -> list[Waitable]:
         cache, fed, (_, block, k) = self._cache, self._inputs[key[2]], key
+        window = self._engine.spec.window(block)
         if cache.new:
-            self._sweep.read += cache.read + fed.steps * fed.common
+            self._sweep.read += cache.read + fed.steps * (fed.common if window is None else 0)
         self._show_slots(k, cache)
         filled = cache.filled
         self._sweep.held += int(filled.sum())
-        self._sweep.full += fed.seen(self._engine.spec.window(block))
+        self._sweep.full += fed.seen(window)
         self._sweep.units += len(filled)
         return self._engine.cache.close(key, region, int(filled.max()), cache.slots_to_store, fence)
 
@@ -324,10 +328,11 @@ class Executor:
         if entering:
             longest = max(len(row.prompt.token_ids) for row in entering)
             batch.admit(entering, self._sharing if longest <= shape.sharing else None)
-            table.admit(self._sizes(entering))
+            table.admit(_sizes(entering))
         if have_left or entering:
             self._engine.cache.change_rows(k, moves, left, len(entering))
 
-    def _sizes(self, rows: Sequence[Row]) -> list[tuple[int, int, int]]:
-        """What SlotTable asks of rows. A common prefix is of the full cache, which needs no slots for it."""
-        return [(row.size[0] - self._common, row.size[1], len(row.prompt.token_ids) - self._common) for row in rows]
+
+def _sizes(rows: Sequence[Row]) -> list[tuple[int, int, int]]:
+    """What SlotTable asks of rows."""
+    return [(*row.size, len(row.prompt.token_ids)) for row in rows]

@@ -169,7 +169,8 @@ def layers_of(spec: ModelSpec, policy: Policy) -> LayerPlan:
 
 
 def weight_parts(shape: tuple[int, ...], shares: Shares) -> tuple[Part, ...]:
-    """Homes of a tensor's rows: matrices are split by the shares, vectors stay with the device."""
+    """Homes of a tensor's rows: matrices are split by the shares, vectors stay with the device. shape: as of
+    TensorLayout.cut_shape."""
     if len(shape) < 2:
         return split_rows(shape[0], (1.0, 0.0, 0.0))
     return split_rows(shape[0], shares, ROW_BLOCK)
@@ -349,7 +350,7 @@ def _unit_layouts(
 def _unit_bytes(layouts: tuple[TensorLayout, ...], shares: Shares, device_is_host: bool) -> _UnitBytes:
     resident, ring = dict.fromkeys(TIERS, 0), 0
     for layout in layouts:
-        for part in weight_parts(layout.shape, shares):
+        for part in weight_parts(layout.cut_shape, shares):
             pieces = [stored.part_bytes(part) for stored in layout.stored]
             resident[part.tier] += sum(round_up(nbytes, ALIGN) for nbytes in pieces)
             if is_streamed(part.tier, device_is_host):

@@ -72,16 +72,18 @@ class WorkloadShape:
         )
 
     def in_one_copy(self, common: int) -> WorkloadShape:
-        """The same, with the full cache's columns of `common` first tokens in one copy."""
-        slots, kept = (tuple(n - common for n in columns) for columns in (self.slots, self.kept))
+        """The same, with the full cache's columns of `common` first tokens in one copy; windows hold their own."""
+        left = [(n, m) if window else (n - common, m - common) for n, m, window in self.kinds]
+        slots, kept = zip(*left, strict=True)
         return replace(self, slots=slots, kept=kept, prefix=0, common=common)
 
     def columns(self, block: int, sweep: int, prompt_len: float) -> int:
         """Columns of a row with a prompt of `prompt_len` tokens after a sweep."""
-        in_window = bool(self.windows) and self.windows[block] is not None
-        if self.sequence and not in_window:
+        if self.windows and self.windows[block] is not None:
+            return min(round(prompt_len) + sweep, self.slots[block])
+        if self.sequence:
             return self._columns_of_sequence(block, sweep, prompt_len)
-        if self.by_length and not in_window:
+        if self.by_length:
             kept = max(1, round(self.kept[block] * prompt_len / self.prompt_len))
             return kept + min(sweep, self.slots[block] - self.kept[block])
         return min(round(min(self.kept[block], prompt_len - self.common)) + sweep, self.slots[block])

@@ -8,6 +8,7 @@ UNPACK_CHUNK numbers at a time.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -83,25 +84,40 @@ def unpack_fp8_reference(
     return out
 
 
+@dataclass(frozen=True)
+class Groups:
+    """Which scale a column has. size: columns that share one, even; at: where in the first group the first column is,
+    even too. index: of each column its group, (columns,) int32, where that is not so."""
+
+    size: int
+    at: int = 0
+    index: torch.Tensor | None = None
+
+    def of_columns(self, columns: int, device: torch.device) -> torch.Tensor:
+        """(columns,) int64."""
+        if self.index is not None:
+            return self.index.long()
+        return (torch.arange(columns, device=device) + self.at) // self.size
+
+
 def unpack_integers(
-    codes: torch.Tensor, bits: int, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, out: torch.Tensor,
-    signed: bool = False,
+    codes: torch.Tensor, bits: int, scales: torch.Tensor, zeros: torch.Tensor | None, groups: Groups,
+    out: torch.Tensor, signed: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """(code - zero) x scale of its group. Codes of 4 bits lie two to a byte, the first in the low half.
 
     codes: (n, row bytes) uint8; scales, zeros: (n, groups) float32, all contiguous; zeros: None for half of all codes;
-    group: columns that share a scale, even; signed: bytes are two's complement, and a zero is one of codes that are
-    not.
+    signed: bytes are two's complement, and a zero is one of codes that are not.
     """
     if not is_compiled(out):
-        return unpack_integers_reference(codes, bits, scales, zeros, group, out, signed)
+        return unpack_integers_reference(codes, bits, scales, zeros, groups, out, signed)
     from flexgen_h2o.kernels.compiled import quantised as loops
 
-    columns = out.shape[1]
+    columns, index = out.shape[1], groups.index
     job = loops.IntegerJob(
         codes.data_ptr(), codes.shape[1], bits, 128 if signed else 0, scales.data_ptr(),
-        0 if zeros is None else zeros.data_ptr(), scales.shape[1], group, columns, out.data_ptr(),
-        out.stride(0) * out.itemsize,
+        0 if zeros is None else zeros.data_ptr(), scales.shape[1], groups.size, groups.at,
+        0 if index is None else index.data_ptr(), columns, out.data_ptr(), out.stride(0) * out.itemsize,
     )  # fmt: skip
     row_bytes = codes.shape[1] + columns * out.itemsize
     parallel_rows(partial(loops.unpack_integers, element_of(out.dtype), job), len(out), row_bytes)
@@ -109,19 +125,101 @@ def unpack_integers(
 
 
 def unpack_integers_reference(
-    codes: torch.Tensor, bits: int, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, out: torch.Tensor,
-    signed: bool = False,
+    codes: torch.Tensor, bits: int, scales: torch.Tensor, zeros: torch.Tensor | None, groups: Groups,
+    out: torch.Tensor, signed: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """`unpack_integers` in torch operations, with the same bits."""
     columns = out.shape[1]
+    which = groups.of_columns(columns, out.device)
     for some in row_slices(len(out), columns):
         here = codes[some] ^ 128 if signed else codes[some]
         if bits == 4:
             here = torch.stack([here & 15, here >> 4], dim=-1).flatten(1)
         zero = torch.full_like(scales[some], 2 ** (bits - 1)) if zeros is None else zeros[some]
-        wide, least = (each.repeat_interleave(group, dim=1)[:, :columns] for each in (scales[some], zero))
-        out[some] = here[:, :columns].float().sub_(least).mul_(wide)
+        out[some] = here[:, :columns].float().sub_(zero[:, which]).mul_(scales[some][:, which])
     return out
+
+
+# ---- matrices that lie by columns: out[n, k] of what is stored at [k, n]
+
+
+def unpack_gptq(
+    words: torch.Tensor, bits: int, scales: torch.Tensor, zeros: torch.Tensor, groups: Groups, out: torch.Tensor
+) -> torch.Tensor:
+    """`unpack_integers` of a matrix in GPTQ's order.
+
+    words: (columns x bits / 32, n) int32, whose codes are those of columns, from the lowest bits on; scales, zeros:
+    (groups, n) float32; rows of each may lie apart. ValueError: a column of a group that is not there.
+    """
+    if groups.index is not None and is_compiled(out):
+        least, most = (int(end) for end in torch.aminmax(groups.index))
+        if not 0 <= least <= most < len(scales):  # loops do not check
+            raise ValueError(f"has columns of the groups {least} to {most}, of {len(scales)}")
+        in_order = Groups(groups.size, groups.at)
+        is_in_order = torch.equal(groups.index.long(), in_order.of_columns(out.shape[1], out.device))
+        groups = in_order if is_in_order else groups
+    for some in row_slices(len(out), out.shape[1]):
+        codes, scale, zero = (stored[:, some].t().contiguous() for stored in (words, scales, zeros))
+        unpack_integers(codes.view(torch.uint8), bits, scale, zero, groups, out[some])
+    return out
+
+
+def parted(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """The codes of words (n, m) int32, from the lowest bits on, as (n, m x 32 / bits) float32."""
+    shifts = bits * torch.arange(32 // bits, device=words.device, dtype=torch.int32)
+    return (words.unsqueeze(2) >> shifts).bitwise_and_((1 << bits) - 1).flatten(1).float()
+
+
+_AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # which code of a word each of its 8 rows has
+
+
+def awq_parted(words: torch.Tensor) -> torch.Tensor:
+    """The same in AWQ's order, in 4 bits."""
+    codes: torch.Tensor = parted(words, 4).unflatten(1, (-1, 8))[..., _AWQ_ORDER].flatten(1)
+    return codes
+
+
+def unpack_awq(
+    words: torch.Tensor, skip: int, scales: torch.Tensor, zeros: torch.Tensor, groups: Groups, out: torch.Tensor
+) -> torch.Tensor:
+    """(code - zero) x scale of a matrix in AWQ's order, in 4 bits.
+
+    words: (columns, ceil((skip + n) / 8)) int32, each of 8 rows of a column; skip: rows of the first ones that are not
+    wanted; scales, zeros: (groups, n) float32; rows of each may lie apart.
+    """
+    for some in row_slices(len(out), out.shape[1]):
+        begin, end = (some.start + skip) // 8, -(-(some.stop + skip) // 8)
+        codes = words[:, begin:end].t().contiguous()
+        scale, zero = (stored[:, some].t().contiguous() for stored in (scales, zeros))
+        unpack_awq_rows(codes, some.start + skip - 8 * begin, scale, zero, groups, out[some])
+    return out
+
+
+def unpack_awq_rows(
+    words: torch.Tensor, skip: int, scales: torch.Tensor, zeros: torch.Tensor, groups: Groups, out: torch.Tensor
+) -> torch.Tensor:
+    """words: (ceil((skip + n) / 8), columns) int32; scales, zeros: (n, groups) float32, all contiguous. skip: rows of
+    the first words that are not wanted."""
+    if not is_compiled(out):
+        return unpack_awq_rows_reference(words, skip, scales, zeros, groups, out)
+    from flexgen_h2o.kernels.compiled import quantised as loops
+
+    columns = out.shape[1]
+    job = loops.AwqJob(
+        words.data_ptr(), skip, scales.data_ptr(), zeros.data_ptr(), scales.shape[1], groups.size, groups.at, columns,
+        out.data_ptr(), out.stride(0) * out.itemsize,
+    )  # fmt: skip
+    parallel_rows(partial(loops.unpack_awq, element_of(out.dtype), job), len(out), columns * (1 + out.itemsize))
+    return out
+
+
+def unpack_awq_rows_reference(
+    words: torch.Tensor, skip: int, scales: torch.Tensor, zeros: torch.Tensor, groups: Groups, out: torch.Tensor
+) -> torch.Tensor:
+    """`unpack_awq_rows` in torch operations, with the same bits."""
+    which = groups.of_columns(out.shape[1], out.device)
+    codes = awq_parted(words.t()).t()[skip : skip + len(out)]
+    return out.copy_((codes - zeros[:, which]).mul_(scales[:, which]))
 
 
 def row_slices(rows: int, columns: int, multiple: int = 1) -> Iterator[slice]:

@@ -79,7 +79,7 @@ def _attend_group(
 
     A shared prefix attends to itself once. The rows' own queries then see its columns in front of their own.
     """
-    start, skipped = group.prefix, group.common  # skipped: columns that the common prefix holds
+    start, skipped = group.prefix, group.common if rows.window is None else 0  # columns that the common prefix holds
     prefix = [t[:start].unsqueeze(0) for t in packed]
     if group.common:
         assert rows.common is not None

@@ -289,7 +289,8 @@ class KVRows:
 
     A sequence is `kv_heads` rows. block: the transformer block; window: of ModelSpec.windows. views: the parts that
     hold the rows, numbered from 0.
-    common: columns of the full cache that all sequences have in front of their own, in one copy (`common_views`).
+    common: columns of the full cache that all sequences have in front of their own, in one copy (`common_views`);
+    with a window, of prompts alone, whose slots hold what they keep of these.
     watch: sees the attention of prompts that the policy scores: (first sequence of those computed together, attention).
     sinks: (heads,), learned logits that join the softmax of each query of their head and have no values.
     """
@@ -328,11 +329,13 @@ class SlotTable:
     """Budgets of the rows of a micro-batch in every transformer block.
 
     rows: (prompt tokens, most new tokens) of each, which its budgets are of, and where the prompt is fed in part, how
-    many of its tokens.
+    many of its tokens. elsewhere: of each block, the first tokens of all rows whose columns need no slots.
     """
 
-    def __init__(self, policy: Eviction, rows: Sequence[tuple[int, ...]], num_blocks: int) -> None:
-        self._policy, self._num_blocks = policy, num_blocks
+    def __init__(
+        self, policy: Eviction, rows: Sequence[tuple[int, ...]], num_blocks: int, elsewhere: Sequence[int] = ()
+    ) -> None:
+        self._policy, self._num_blocks, self._elsewhere = policy, num_blocks, elsewhere or (0,) * num_blocks
         self._table = self._entries(rows)
 
     def compact(self, moves: Sequence[Move], remaining: int) -> None:
@@ -354,9 +357,10 @@ class SlotTable:
         policy, num_blocks = self._policy, self._num_blocks
 
         def entry(block: int, prompt_len: int, gen_len: int, fed: int | None = None) -> list[int]:
-            budget = policy.budget(prompt_len, gen_len, block, num_blocks)
-            slots = policy.slots(prompt_len, gen_len, block, num_blocks)
-            return [fed or prompt_len, budget.sinks, budget.heavy, budget.recent, slots]
+            before = self._elsewhere[block]
+            budget = policy.budget(prompt_len - before, gen_len, block, num_blocks)
+            slots = policy.slots(prompt_len - before, gen_len, block, num_blocks)
+            return [(fed or prompt_len) - before, budget.sinks, budget.heavy, budget.recent, slots]
 
         return torch.tensor([[entry(block, *row) for row in rows] for block in range(num_blocks)])
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from flexgen_h2o.core.model import Layer, LayerPlan, ModelSpec, WeightUnit
+from flexgen_h2o.checkpoint.formats import TensorLayout, layouts_of
+from flexgen_h2o.core.model import Layer, LayerPlan, ModelSpec
 from flexgen_h2o.core.units import READ_THREADS, TOKEN_CHUNK
 from flexgen_h2o.engine.loop import ATTENTION_KINDS
 from flexgen_h2o.engine.memory_plan import expert_group, waits_for_router
@@ -131,7 +133,7 @@ class Costs:
             return 0.0
         rates = self.profile.rates(self.dtype)
         faster = rates.requantise_speedup if self.at.form.in_int8 else 1.0
-        nbytes = _matrix_elements(self.layers.units[unit]) * self.at.itemsize
+        nbytes = _decoded_elements(layouts_of(self.at.form, self.layers.units[unit].tensors)) * self.at.itemsize
         return nbytes / (rates.device_dequantise_bytes_per_s * faster)
 
     def step(self, layer_index: int, batch: Batch, sweep: int) -> StepCost:
@@ -333,9 +335,9 @@ def _kinds(
 
 
 @lru_cache(maxsize=256)
-def _matrix_elements(unit: WeightUnit) -> int:
-    """Elements of a unit's matrices."""
-    return sum(t.numel for t in unit.tensors if len(t.shape) == 2)
+def _decoded_elements(layouts: tuple[TensorLayout, ...]) -> int:
+    """Of a unit: of a quantised checkpoint some matrices are plain."""
+    return sum(math.prod(layout.shape) for layout in layouts if layout.decoded_row_bytes)
 
 
 def _slowed(

@@ -189,13 +189,11 @@ class Planner:
 
     def _need(self, rows: Sequence[Row], policy: Policy) -> WorkloadShape:
         """Rows that keep all columns uncompressed and read all of them hold a shared prefix in one copy, but for those
-        of a pipeline's stages and of models with windows. policy: its switches count."""
-        need = self._need_of(rows, self.sharing)
-        if self.part.spec.windows:  # columns of the prefix leave them
-            return need
+        of a pipeline's stages and of models whose layers all have windows. policy: its switches count."""
+        need, windows = self._need_of(rows, self.sharing), self.part.spec.windows
         keeps_all = not self.part.eviction.needs.record and not policy.compress_cache and policy.attn_sparsity == 1
-        one_copy = need.prefix and keeps_all and self.part.pipeline is None and has_own_scores(rows, need.prefix)
-        return need.in_one_copy(need.prefix) if one_copy else need
+        one_copy = need.prefix and keeps_all and self.part.pipeline is None and (not windows or None in windows)
+        return need.in_one_copy(need.prefix) if one_copy and has_own_scores(rows, need.prefix) else need
 
     def _need_of(self, rows: Sequence[Row], sharing: Sharing | None) -> WorkloadShape:
         spec = self.part.spec

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 from flexgen_h2o.core.config import DTYPE_BYTES, TIERS, Policy
 from flexgen_h2o.core.model import ModelSpec
-from flexgen_h2o.engine.loop import ATTENTION_KINDS, BaseWeightStream, Step, UnitKey, Walk, WeightKey
+from flexgen_h2o.engine.loop import ATTENTION_KINDS, BaseWeightStream, Step, UnitKey, Walk
 from flexgen_h2o.engine.memory_plan import MemoryPlan, hidden_row_bytes
 from flexgen_h2o.engine.workload import Batch, Block, WorkloadShape
 from flexgen_h2o.planner.costs import LANES, RESOURCES, Costs, StepCost, TransferCost
@@ -24,7 +24,6 @@ from flexgen_h2o.planner.profile import HardwareProfile
 from flexgen_h2o.planner.work import CostContext, hidden_is_brought, kv_ring_bytes, tokens_of, weight_ring_bytes
 from flexgen_h2o.tiers.stream import Done, Region, Ring, Waitable, wait_all
 
-_Any = TypeVar("_Any")
 PHASES = ("prefill", "decode")
 CUT_BLOCKS = 6  # transformer blocks that are simulated of a deep model, and twice as many
 MOST_WALKED = 8  # sweeps of a block that are simulated; the others are interpolated
@@ -143,15 +142,9 @@ def _cut(at: CostContext, depth: int) -> CostContext:
     spec, need = at.spec, at.need
     chosen = [round(i * (spec.num_blocks - 1) / (depth - 1)) for i in range(depth)]
 
-    def some(values: Sequence[_Any]) -> tuple[_Any, ...]:
-        return tuple(values[i] for i in chosen)
-
-    windows = some(spec.windows) if spec.windows else ()
-    cut = replace(
-        spec, num_blocks=depth, attention=some(spec.attention), mlp=some(spec.mlp), windows=windows,
-        experts=spec.experts and spec.experts.of_blocks(chosen),
-    )  # fmt: skip
-    return replace(at, spec=cut, need=replace(need, slots=some(need.slots), kept=some(need.kept), windows=windows))
+    slots, kept = (tuple(values[i] for i in chosen) for values in (need.slots, need.kept))
+    cut = spec.of_blocks(chosen)
+    return replace(at, spec=cut, need=replace(need, slots=slots, kept=kept, windows=cut.windows))
 
 
 def _walk(costs: Costs, plan: MemoryPlan, block: Block, on_span: OnSpan | None) -> Spent:
@@ -384,24 +377,32 @@ class _Simulation:
         return len(self.ends) == self._sweeps
 
 
+class _WeightUnits:
+    """Weights of which only the sizes and seconds count."""
+
+    def __init__(self, sim: _Simulation) -> None:
+        at = sim.costs[0].at
+        self._sim, self.decodes = sim, at.form.decodes
+        self._nbytes = [weight_ring_bytes(at, unit) for unit in sim.costs[0].layers.units]
+
+    def nbytes(self, unit: int) -> int:
+        return self._nbytes[unit]
+
+    def load(self, unit: int, region: Region) -> list[Done]:
+        cost = self._sim.costs_now.weight_load(unit, self._sim.tokens_now)
+        return cast(list[Done], self._sim.queue("load_weight", cost, region.after))
+
+
 class _WeightStream(BaseWeightStream[None]):
-    """Weights of which only the seconds count; a source of its own."""
+    """Of which only the time of decoding counts."""
 
     def __init__(self, sim: _Simulation, sweeps: int) -> None:
-        at, layers = sim.costs[0].at, sim.costs[0].layers
-        self._sim, self._nbytes = sim, [weight_ring_bytes(at, unit) for unit in layers.units]
-        ahead = len(layers.layers) if at.policy.overlap else 0
+        costs = sim.costs[0]
+        layers, ring = costs.layers.layers, sim.ring("weight ring")
+        ahead = len(layers) if costs.at.policy.overlap else 0
         # Other sweeps, and the next block, follow: the engine loads ahead for them.
-        super().__init__(
-            sim.ring("weight ring"), layers.layers, sweeps + 1, ahead, at.form.decodes, sim.costs[0].waits
-        )  # fmt: skip
-
-    def nbytes(self, key: WeightKey) -> int:
-        return self._nbytes[key[1]]
-
-    def load(self, key: WeightKey, region: Region) -> list[Done]:
-        cost = self._sim.costs_now.weight_load(key[1], self._sim.tokens_now)
-        return cast(list[Done], self._sim.queue("load_weight", cost, region.after))
+        super().__init__(_WeightUnits(sim), ring, layers, sweeps + 1, ahead, costs.waits)
+        self._sim = sim
 
     def _open(self, unit: int, region: Region | None) -> None:
         pass

@@ -151,7 +151,7 @@ def weight_ring_bytes(at: CostContext, unit: WeightUnit) -> int:
 def _weight_moves(layouts: tuple[TensorLayout, ...], shares: Shares, device_is_host: bool) -> tuple[Transfer, ...]:
     nbytes, pieces = {"disk": 0.0, "host": 0.0}, {"disk": 0, "host": 0}
     for layout in layouts:
-        for part in weight_parts(layout.shape, shares):
+        for part in weight_parts(layout.cut_shape, shares):
             if is_streamed(part.tier, device_is_host):
                 nbytes[part.tier] += layout.part_bytes(part)
                 pieces[part.tier] += len(layout.stored)
@@ -338,6 +338,7 @@ def _with_decode(at: CostContext, alone: Work, block: int, batch: Batch, sweep: 
     read = columns * stored + batch.rows * spec.num_kv_heads * at.kv_layout(block, batch).beside_bytes
     cache = tier_shares(at.policy.cache_shares, at.device_is_host)
     in_window = spec.window(block) is not None
+    common = 0 if in_window else at.need.common
     if sparsity < 1 and at.on_host and not in_window:  # a card reads all columns, and so do windows
         read -= columns * stored * (1 - sparsity * GATHER_FACTOR)
         read += columns * spec.num_heads * SELECT_BYTES
@@ -348,8 +349,8 @@ def _with_decode(at: CostContext, alone: Work, block: int, batch: Batch, sweep: 
     return replace(
         alone,
         # All rows' queries read the common prefix together: its bytes once, and as many products as prompts have.
-        prompt_flops=4.0 * batch.rows * at.need.common * q_width,
-        device_kv=read * on_device + at.need.common * stored,
+        prompt_flops=4.0 * batch.rows * common * q_width,
+        device_kv=read * on_device + common * stored,
         host_kv=read * (1 - on_device),
         elementwise=elementwise + batch.rows * packing,
         packed_values=columns * 2 * spec.num_kv_heads * spec.head_dim * at.policy.compress_cache,

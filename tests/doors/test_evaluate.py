@@ -19,6 +19,7 @@ from flexgen_h2o import H2O, LLM, Policy, SamplingParams
 from flexgen_h2o.evaluate import MT_BENCH
 from flexgen_h2o.evaluation.figures import held_columns
 from tests.doors.conftest import POSITIONS, Answer
+from tests.parity.reference import random_model
 
 Door = Callable[..., Answer]
 FEW_ROWS = (
@@ -185,6 +186,14 @@ def test_attention_of_a_file_without_a_tokenizer_and_without_removals(
 def test_attention_refuses_in_one_line(evaluate: Door, flags: str, says: str) -> None:
     out = evaluate(f"{SEEN} {flags}", code=2)
     assert says in out.err and out.err.count("\n") == 1 and not out.out
+
+
+def test_attention_within_windows_is_not_measured(evaluate: Door, tmp_path: Path) -> None:
+    model = random_model(model_type="mistral", sliding_window=8)
+    model.save_pretrained(tmp_path / "m")
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt_token_ids": list(range(5, 45))}) + "\n")
+    out = evaluate(f"{SEEN} --model m --prompts p.jsonl", code=2)
+    assert "--model m: has sliding windows, and whole rows are measured; take another" in out.err
 
 
 # ---- texts

@@ -14,8 +14,10 @@ import torch
 from flexgen_h2o import LLM, Policy, SamplingParams
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.model import ModelSpec
+from flexgen_h2o.core.settings import DECODE, PREFILL
 from flexgen_h2o.engine.memory_plan import kv_layout, record_in
 from flexgen_h2o.engine.workload import need_of
+from flexgen_h2o.evaluation.fidelity import Probe
 from flexgen_h2o.kernels import select
 from flexgen_h2o.kvcache.eviction import H2O, Full
 from flexgen_h2o.kvcache.eviction.of_model import Windowed
@@ -76,7 +78,7 @@ def test_tokens_and_logits_are_those_of_transformers(shape: str, known: Callable
 
 @pytest.mark.parametrize("shape", [MIXED, ALL, OTHER])
 def test_rows_that_begin_alike(shape: str, known: Callable[[str], Known], tmp_path: Path) -> None:
-    """A prefix longer than the window and one that is shorter, fed once; the columns of neither are in one copy."""
+    """A prefix longer than the window and one that is shorter, fed once; layers without one hold it in one copy."""
     model, header = known(shape).model, random_prompts((19,), seed=8)[0]
     for length in (19, 3):
         prompts = [[*header[:length], *own] for own in random_prompts((3, 1, 6, 2, 9), seed=4)]
@@ -84,7 +86,21 @@ def test_rows_that_begin_alike(shape: str, known: Callable[[str], Known], tmp_pa
         policy = Policy(3, 2, PLACEMENTS["kv on host and disk"])
         ran = generate(known(shape).folder, prompts, 9, None, policy, tmp_path, STAND_IN, share_prefix="on")
         assert ran.tokens == want
-        assert ran.report.spared_tokens >= 3 * length and ran.report.extra["common_prefix"]["tokens"] == 0
+        assert ran.report.spared_tokens >= 3 * length
+        assert ran.report.extra["common_prefix"]["tokens"] == (length if shape == MIXED else 0)
+
+
+def test_rows_that_enter_behind_one_copy(known: Callable[[str], Known], tmp_path: Path) -> None:
+    """Their windows hold what they see of it."""
+    model, header, asked = known(MIXED).model, random_prompts((11,), seed=8)[0], (3, 9, 1, 12, 5, 2, 7, 4, 9)
+    prompts = [[*header, *own] for own in random_prompts((3, 1, 6, 2, 9, 1, 12, 4, 2), seed=4)]
+    want = [greedy(model, prompt, n) for prompt, n in zip(prompts, asked, strict=True)]
+    policy, params = Policy(2, 1, PLACEMENTS["kv on disk"]), [SamplingParams(max_tokens=n) for n in asked]
+    with LLM(str(known(MIXED).folder), policy, None, "auto", "float32", STAND_IN, tmp_path) as llm:
+        llm.share_prefix = "on"
+        ran = run_with(llm, prompts, params, refill=True)
+    assert ran.tokens == want
+    assert ran.report.extra["refilled"] == 7 and ran.report.extra["common_prefix"]["tokens"] == 11
 
 
 @pytest.mark.parametrize("shape", [MIXED, ALL, OTHER])
@@ -109,6 +125,26 @@ def test_many_tokens_in_one_sweep(placement: str, known: Callable[[str], Known],
     for row, own in enumerate(tokens):
         want = teacher_forced(known(MIXED).model, prompts[row], own)
         assert (torch.stack(watch.rows[row]) - want).abs().max() <= LOGIT_TOLERANCE, f"row {row}"
+
+
+@pytest.mark.parametrize("mode", [DECODE, PREFILL])
+def test_log_probabilities(mode: str, known: Callable[[str], Known], tmp_path: Path) -> None:
+    """Of continuations, decoded and behind their prompts."""
+    prompts, tokens = prompts_of(MIXED, known)
+    with LLM(str(known(MIXED).folder), Policy(2, 2), None, "auto", "float32", offload_dir=tmp_path) as llm:
+        found = llm.score(prompts, tokens, mode)
+    for prompt, own, one in zip(prompts, tokens, found, strict=True):
+        want = teacher_forced(known(MIXED).model, prompt, own).log_softmax(-1)[range(len(own)), own]
+        assert one.is_greedy and one.logprob == pytest.approx(float(want.sum()), abs=1e-3)
+
+
+def test_prompts_beyond_a_budget_get_log_probabilities(known: Callable[[str], Known], tmp_path: Path) -> None:
+    """They are fed up to the budget of the layers without a window, which is not the least of all."""
+    prompt, params = random_prompts((30,))[0], SamplingParams(max_tokens=3, prompt_logprobs=0)
+    with LLM(str(known(MIXED).folder), Policy(1), H2O(heavy_size=8, recent_size=4), offload_dir=tmp_path) as llm:
+        (out,) = llm.generate([prompt], params)
+        assert llm.report is not None and llm.report.extra["prefill_fed_tokens"] == 12
+    assert out.prompt_logprobs is not None and len(out.prompt_logprobs) == 30 and len(out.token_ids) == 3
 
 
 # ---- columns that are dropped, packed, rolled or not read
@@ -222,3 +258,5 @@ def test_where_all_layers_have_windows_nothing_is_left_to_drop(
         for ask in (llm.check_plan, lambda: llm.generate([[5, 6]], SamplingParams(max_tokens=2))):
             with pytest.raises(UsageError, match=r"--eviction h2o: every layer of .* 7 at most, .*; leave it out"):
                 ask()
+        llm.eviction = Probe()  # the full cache, watched
+        llm.check_plan()

@@ -18,6 +18,9 @@ from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tenso
 Stored = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
+_LLAMA = {"model_type": "llama", "tie_word_embeddings": False, "intermediate_size": 96}
+
+
 @dataclass(frozen=True)
 class Quantiser:
     """config: the quantization_config. left_out: ends of the names of linear layers that stay plain. shape: of the
@@ -26,7 +29,7 @@ class Quantiser:
     config: dict[str, Any]
     quantise: Callable[[torch.Tensor], Stored]
     left_out: tuple[str, ...] = ("lm_head",)
-    shape: Mapping[str, Any] = field(default_factory=lambda: {"model_type": "llama", "tie_word_embeddings": False})
+    shape: Mapping[str, Any] = field(default_factory=lambda: _LLAMA)
     dims: int = 2
 
 
@@ -93,6 +96,41 @@ def mxfp4(weight: torch.Tensor) -> Stored:
     return stored, convert_moe_packed_tensors(stored["blocks"], stored["scales"], dtype=torch.float32)
 
 
+def gptq(bits: int, group: int, more: int, order: bool, symmetric: bool = True) -> Callable[[torch.Tensor], Stored]:
+    """order: columns are quantised by another order than theirs (desc_act). more: of zeros than what is stored."""
+
+    def quantise(weight: torch.Tensor) -> Stored:
+        columns = weight.shape[1]
+        chosen = torch.randperm(columns) if order else torch.arange(columns)
+        codes, scales, zeros, numbers = integers(weight[:, chosen], bits, group, symmetric)
+        back = chosen.argsort()
+        stored = {
+            "qweight": words(codes[:, back], bits).t().contiguous(), "scales": scales.t().contiguous(),
+            "qzeros": words(zeros.t().clamp_min(more) - more, bits).contiguous(),
+            "g_idx": (back // group).int(),
+        }  # fmt: skip
+        numbers = (codes - zeros.clamp_min(more).repeat_interleave(group, 1)) * scales.repeat_interleave(group, 1)
+        return stored, numbers[:, back]
+
+    return quantise
+
+
+def gptq_whole(weight: torch.Tensor) -> Stored:
+    return gptq(8, weight.shape[1], 1, False)(weight)
+
+
+def awq(group: int) -> Callable[[torch.Tensor], Stored]:
+    def quantise(weight: torch.Tensor) -> Stored:
+        codes, scales, zeros, numbers = integers(weight, 4, group, False)
+        order = [0, 2, 4, 6, 1, 3, 5, 7]
+        qweight, qzeros = (
+            words(each.t().reshape(each.shape[1], -1, 8)[..., order].flatten(1), 4) for each in (codes, zeros)
+        )
+        return {"qweight": qweight, "qzeros": qzeros, "scales": scales.t().contiguous().half()}, numbers
+
+    return quantise
+
+
 def compressed(form: str, bits: int, group: int | None, symmetric: bool = True, **more: Any) -> dict[str, Any]:
     weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": "group" if group else "channel",
                "group_size": group, "dynamic": False, "actorder": None, "observer": "minmax"}  # fmt: skip
@@ -102,6 +140,8 @@ def compressed(form: str, bits: int, group: int | None, symmetric: bool = True, 
 
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "fmt": "e4m3"}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False, "sym": True, "damp_percent": 0.01}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 24, "version": "gemm", "zero_point": True}
 QUANTISERS: dict[str, Quantiser] = {
     "fp8": Quantiser(FP8, fp8((128, 128), torch.bfloat16)),
     "fp8, blocks that parts cut": Quantiser(
@@ -122,6 +162,14 @@ QUANTISERS: dict[str, Quantiser] = {
         {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"]},
         mxfp4, shape={"model_type": "gpt_oss", "hidden_size": 96, "intermediate_size": 64}, dims=3,
     ),
+    "gptq": Quantiser(GPTQ, gptq(4, 16, 1, False)),
+    "gptq, in another order, with zeros": Quantiser(
+        GPTQ | {"desc_act": True, "group_size": 24, "sym": False, "checkpoint_format": "gptq_v2",
+                "dynamic": {r"-:.*layers\.0\.mlp\.up_proj": {}}},
+        gptq(4, 24, 0, True, False), ("lm_head", "layers.0.mlp.up_proj"),
+    ),
+    "gptq, 8 bits, one group": Quantiser(GPTQ | {"bits": 8, "group_size": -1}, gptq_whole),
+    "awq": Quantiser(AWQ, awq(24)),
 }  # fmt: skip
 
 

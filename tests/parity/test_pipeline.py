@@ -89,6 +89,7 @@ def test_micro_batches_families_eviction_and_compression_are_those_of_one_proces
     three_blocks: Reference, reference: Callable[[str], Reference], ended: Ended, tmp_path: Path
 ) -> None:
     llama, neox, disk = reference("llama"), reference("gpt_neox"), (30, 0, 30, 0, 30, 0)
+    windows = reference("qwen2, windows of some layers")
     runs = [
         run_of(llama, Policy(2, 1)),  # one transformer block a rank
         run_of(llama, Policy(1, 3, disk), in_flight=1),
@@ -103,6 +104,8 @@ def test_micro_batches_families_eviction_and_compression_are_those_of_one_proces
         run_of(three_blocks, Policy(2, 1), sampling={"temperature": 1.0, "seed": 3}),
         Run(str(ended.folder), ended.prompts, max(map(len, ended.tokens)), Policy(2, 1).to_json()),
         Run(str(ended.folder), ended.prompts, max(map(len, ended.tokens)), Policy(1, 3, disk).to_json(), in_flight=3),
+        run_of(windows, Policy(2, 1, disk)),
+        run_of(windows, Policy(2, 1, disk), eviction="h2o:layer_schedule=pyramid", keeping={"heavy_size": 2}),
     ]
     found = answers_of(2, runs, tmp_path)
     for run, answer in zip(runs, found, strict=True):

@@ -161,6 +161,7 @@ def test_the_engine_moves_what_is_planned(placement: str, run: str, folder: Path
         ("qwen2", "device, other lengths", "kv split three ways"),
         ("qwen2", "device, h2o", "kv on disk"),
         ("qwen2", "device, packed KV, h2o", "kv on host"),
+        ("qwen2", "device, a shared prefix, attends on host", "kv split three ways"),
     ],
 )
 def test_other_families(family: str, placement: str, run: str, tmp_path: Path) -> None:

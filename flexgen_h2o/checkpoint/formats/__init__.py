@@ -28,6 +28,8 @@ FORMATS = {
     "mxfp4": "flexgen_h2o.checkpoint.formats.mxfp4",
     "fp8": "flexgen_h2o.checkpoint.formats.fp8",
     "compressed-tensors": "flexgen_h2o.checkpoint.formats.compressed_tensors",
+    "gptq": "flexgen_h2o.checkpoint.formats.gptq",
+    "awq": "flexgen_h2o.checkpoint.formats.awq",
     "int8": "flexgen_h2o.checkpoint.formats.int8",
     "dense": "flexgen_h2o.checkpoint.formats",
 }
@@ -39,10 +41,10 @@ class StoredRows:
 
     names: that it may have in a checkpoint; shape, dtypes: that it must have there (as of safetensors.StoredTensor).
     row_bytes: of one of its rows, along its first dimension, in memory. rows_each: rows of the matrix that share a row
-    of it, such as 128 for the scales of blocks of 128 x 128. is_values: numbers, which are converted to the compute
-    dtype as they are read; in_float32: numbers, which become float32; otherwise bytes. index: it is this slice of what
-    has the name (TensorSpec.index). random: of random weights, byte i of a row is (any byte & mask) + base, where both
-    repeat; by default any byte.
+    of it, such as 128 for the scales of blocks of 128 x 128; 0: each part needs all of it. is_values: numbers, which
+    are converted to the compute dtype as they are read; in_float32: numbers, which become float32; otherwise bytes.
+    index: it is this slice of what has the name (TensorSpec.index). random: of random weights, byte i is
+    (any byte & mask) + base, where both repeat; by default any byte.
     """
 
     names: tuple[str, ...] = field(compare=False)
@@ -70,6 +72,8 @@ class StoredRows:
 
     def rows_of(self, first: int, end: int) -> tuple[int, int]:
         """`part_rows` of rows [first, end) of the matrix."""
+        if not self.rows_each:
+            return 0, self.shape[0]
         return first // self.rows_each, -(-end // self.rows_each)
 
     def part_bytes(self, part: Part) -> int:
@@ -87,14 +91,20 @@ class StoredRows:
 class TensorLayout:
     """A tensor in a format. Equal for tensors that take the same bytes.
 
-    shape: as it is split by rows. decoded_row_bytes: of a row in the buffer that it is decoded into when its unit is
-    opened; 0: it is used as held. transposed: rows are inputs of products, not outputs.
+    decoded_row_bytes: of a row in the buffer that it is decoded into when its unit is opened; 0: it is used as held.
+    by_columns: what is stored runs along its columns, so that its parts are runs of columns: what is said of rows of
+    parts and of StoredRows is then meant of columns.
     """
 
     shape: tuple[int, ...]
     stored: tuple[StoredRows, ...]
     decoded_row_bytes: int = 0
-    transposed: bool = False
+    by_columns: bool = False
+
+    @property
+    def cut_shape(self) -> tuple[int, ...]:
+        """Its sizes, that which is cut into parts first."""
+        return self.shape[::-1] if self.by_columns else self.shape
 
     @property
     def is_matrix(self) -> bool:
@@ -106,7 +116,7 @@ class TensorLayout:
 
 
 class Held(NamedTuple):
-    """Rows of a matrix and, of each stored tensor, the rows that these need (uint8)."""
+    """A part of a matrix and, of each stored tensor, the rows that it needs (uint8)."""
 
     part: Part
     pieces: Sequence[torch.Tensor]
@@ -126,7 +136,7 @@ def plain_layout(tensor: TensorSpec, itemsize: int) -> TensorLayout:
     row_bytes = itemsize * (tensor.numel // shape[0])
     names = (tensor.name, *tensor.aliases)
     stored = StoredRows(names, shape, tuple(DTYPE_BYTES), row_bytes, is_values=True, index=tensor.index)
-    return TensorLayout(shape, (stored,), transposed=tensor.transposed)
+    return TensorLayout(tensor.shape, (stored,), by_columns=tensor.transposed)
 
 
 @dataclass(frozen=True)
@@ -164,8 +174,8 @@ class WeightFormat:
         order that products are fastest with, where they lie."""
         from flexgen_h2o.kernels.linear import DenseRows, InputRows, block_rows
 
-        rows = pieces[0].view(workspace.dtype).view(-1, *layout.shape[1:])
-        if layout.transposed:
+        rows = pieces[0].view(workspace.dtype).view(-1, *layout.cut_shape[1:])
+        if layout.by_columns:
             return (InputRows(rows),)
         return block_rows(rows) if blocks and layout.is_matrix else (DenseRows(rows),)
 
@@ -288,7 +298,8 @@ def warm_up(form: WeightFormat, device: torch.device, dtype: torch.dtype) -> Non
     sizes = dict.fromkeys(("int8 inputs", "int8 input scales", "int8 weight scales", "int8 sums"), 2**15)
     workspace = Workspace(torch.zeros(2**17, dtype=torch.uint8, device=device), sizes, dtype)
     for rows in (BLOCK_ROWS, 8):
-        layout, part = form.layout(TensorSpec("", form.sample_name, (rows, BLOCK_ROWS))), Part("device", 0, rows)
+        layout = form.layout(TensorSpec("", form.sample_name, (rows, BLOCK_ROWS)))
+        part = Part("device", 0, layout.cut_shape[0])
         pieces = [torch.zeros(stored.part_bytes(part), dtype=torch.uint8, device=device) for stored in layout.stored]
         if layout.decoded_row_bytes:
             memory = torch.zeros(rows * layout.decoded_row_bytes, dtype=torch.uint8, device=device)

@@ -24,9 +24,9 @@ from flexgen_h2o.checkpoint.formats.quantised import (
     asks_for_int8,
     check_key,
     patterns_of,
+    read_group,
     refused,
     settings_of,
-    whole_number,
 )
 from flexgen_h2o.core.config import DTYPE_BYTES, Policy
 from flexgen_h2o.core.errors import UsageError
@@ -52,7 +52,6 @@ _WEIGHT_RULES: Rules = {
     "group_size": None, "block_structure": (None,), "dynamic": (False,), "actorder": (None, False, "weight", "static"),
     "scale_dtype": None, "zp_dtype": None, "observer": None, "observer_kwargs": None,
 }  # fmt: skip
-_MOST_GROUP = 2**20
 _LINEAR = "Linear"
 _WORD_BITS = 32
 _RANDOM_STD = {4: 4.6, 8: 73.9}  # of any codes
@@ -78,9 +77,7 @@ class CompressedTensors(Quantised):
 
     def stored_rows(self, tensor: TensorSpec) -> tuple[StoredRows, ...]:
         (rows, columns), index = tensor.shape, tensor.index
-        base, groups = tensor.name.removesuffix(".weight"), 1
-        if self.group:
-            groups = self.multiple(tensor, 1, self.group)
+        base, groups = tensor.name.removesuffix(".weight"), -(-columns // (self.group or columns))
         words = -(-columns * self.bits // _WORD_BITS)
         codes = StoredRows((f"{base}.weight_packed",), (rows, words), ("I32",), 4 * words, index=index)
         if self.whole:
@@ -101,7 +98,7 @@ class CompressedTensors(Quantised):
     def decode_rows(self, layout: TensorLayout, part: Part, pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         import torch
 
-        from flexgen_h2o.kernels.quantised import unpack_integers
+        from flexgen_h2o.kernels.quantised import Groups, unpack_integers
 
         columns, groups = layout.shape[1], layout.stored[1].shape[1]
         scales = pieces[1].view(torch.float32).view(-1, groups)
@@ -111,8 +108,8 @@ class CompressedTensors(Quantised):
             per_word = _WORD_BITS // self.bits
             words = pieces[2].view(torch.int32).view(-1, groups)[rows // per_word - part.start // per_word]
             zeros = (words >> (self.bits * (rows % per_word)).unsqueeze(1)).bitwise_and_((1 << self.bits) - 1).float()
-        group = self.group or columns
-        unpack_integers(pieces[0].view(part.rows, -1), self.bits, scales, zeros, group, out, self.whole)
+        of_columns = Groups(self.group or columns)
+        unpack_integers(pieces[0].view(part.rows, -1), self.bits, scales, zeros, of_columns, out, self.whole)
 
 
 @lru_cache(maxsize=2**16)
@@ -138,9 +135,7 @@ def recognise(policy: Policy, quantization: Mapping[str, Any] | None, itemsize: 
     weights = _weights_of(scheme, found["format"])
     bits, symmetric, group = weights.get("num_bits", 8), weights.get("symmetric", True), 0
     if weights["strategy"] == "group":
-        group = whole_number(name, "group_size", weights.get("group_size"), 2, _MOST_GROUP)
-        if group % 8:
-            raise refused(name, "group_size", group, ("multiples of 8",))
+        group = read_group(name, weights)
     whole = found["format"] == _INTEGERS
     if whole and (bits, symmetric, group) != (8, True, 0):
         raise UsageError(

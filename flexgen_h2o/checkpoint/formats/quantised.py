@@ -18,8 +18,11 @@ from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.model import TensorSpec
 from flexgen_h2o.core.packing import int8_row_bytes
+from flexgen_h2o.tiers.stream import Part
 
 if TYPE_CHECKING:
+    import torch
+
     from flexgen_h2o.kernels.linear import RowParts
 
 # Values that a key may have; None: any, because nothing of how numbers are decoded depends on it.
@@ -39,6 +42,7 @@ class Quantised(WeightFormat):
     left_out: tuple[str, ...] = ()
     to_int8: bool = False
     decodes = True
+    by_columns: ClassVar[bool] = False
     name: ClassVar[str]
     sample_name: ClassVar[str] = "model.layers.0.mlp.up_proj.weight"
 
@@ -61,7 +65,20 @@ class Quantised(WeightFormat):
             return plain_layout(tensor, self.itemsize)
         columns = tensor.shape[1]
         decoded = int8_row_bytes(columns) if self.to_int8 else columns * self.itemsize
-        return TensorLayout(tensor.shape, self.stored_rows(tensor), decoded)
+        return TensorLayout(tensor.shape, self.stored_rows(tensor), decoded, self.by_columns)
+
+    def decode_range(self, layout: TensorLayout, held: Sequence[Held], first: int, out: torch.Tensor) -> torch.Tensor:
+        if not self.by_columns:
+            return super().decode_range(layout, held, first, out)
+        for part, pieces in held:
+            self.decode_columns(layout, part, pieces, first, out[:, part.start : part.end])
+        return out
+
+    def decode_columns(
+        self, layout: TensorLayout, part: Part, pieces: Sequence[torch.Tensor], first: int, out: torch.Tensor
+    ) -> None:
+        """Fill out (rows from `first` on, columns of the part), in a float dtype, of a matrix stored by columns."""
+        raise NotImplementedError
 
     def multiple(self, tensor: TensorSpec, axis: int, of: int) -> int:
         """How many times `of` a size of a matrix is."""
@@ -123,6 +140,16 @@ def whole_number(where: str, key: str, value: Any, low: int, high: int) -> int:
     if type(value) is not int or not low <= value <= high:
         raise UsageError(f"quantization_config: {where} with {key} {value!r:.60}: no whole number of {low} to {high}")
     return value
+
+
+def read_group(where: str, found: Mapping[str, Any]) -> int:
+    """The group_size of a config: columns that share a scale, a multiple of 8; 0 for all (-1 there)."""
+    size = found.get("group_size", found.get("q_group_size"))
+    if size == -1 and type(size) is int:
+        return 0
+    if whole_number(where, "group_size", size, 8, 2**20) % 8:
+        raise refused(where, "group_size", size, (-1, "multiples of 8"))
+    return int(size)
 
 
 def patterns_of(where: str, key: str, value: Any) -> tuple[str, ...]:

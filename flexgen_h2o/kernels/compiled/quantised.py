@@ -15,6 +15,7 @@ from flexgen_h2o.kernels.jit import (
     bytes_at,
     float_to_bits,
     floats_at,
+    ints_at,
     jit,
     planes,
     set_number,
@@ -153,7 +154,8 @@ def unpack_fp8(element, job, first, end):  # type: ignore[no-untyped-def]
 class IntegerJob(NamedTuple):
     """Addresses of the first row's codes, scales, zeros (0: none) and numbers. flip: what codes are xored with.
 
-    groups: scales of a row; group: columns that share one.
+    groups: scales of a row; group: columns that share one, of which the first column is `at` columns in; which: the
+    address of the columns' groups where that is not so, or 0.
     """
 
     codes: int
@@ -164,6 +166,8 @@ class IntegerJob(NamedTuple):
     zeros: int
     groups: int
     group: int
+    at: int
+    which: int
     columns: int
     out: int
     out_step: int
@@ -175,16 +179,38 @@ def unpack_integers(element, job, first, end):  # type: ignore[no-untyped-def]
     size, middle = 4 // planes(element), np.float32(1 << (job.bits - 1))
     for row in range(first, end):
         codes, out = job.codes + row * job.row_bytes, job.out + row * job.out_step
-        for g in range(job.groups):
-            start, each = g * job.group, row * job.groups + g
-            scale, zero = floats_at(job.scales)[each], middle
+        ends = 4 * row * job.groups
+        if job.which != 0:
+            _by_index(element, job, codes, floats_at(job.zeros + ends), floats_at(job.scales + ends), out)
+            continue
+        for g in range(job.at // job.group, (job.at + job.columns - 1) // job.group + 1):
+            start = max(0, g * job.group - job.at)
+            count = min((g + 1) * job.group - job.at, job.columns) - start
+            scale, zero = floats_at(job.scales + ends)[g], middle
             if job.zeros != 0:
-                zero = floats_at(job.zeros)[each]
-            count, at, to = min(job.group, job.columns - start), codes + start * job.bits // 8, out + start * size
+                zero = floats_at(job.zeros + ends)[g]
+            from_, to = codes + start * job.bits // 8, out + start * size
             if job.bits == 4:
-                _group_of_4(element, at, zero, scale, to, count)
+                _group_of_4(element, from_, zero, scale, to, count)
             else:
-                _group_of_8(element, at, np.uint32(job.flip), zero, scale, to, count)
+                _group_of_8(element, from_, np.uint32(job.flip), zero, scale, to, count)
+
+
+@jit
+def _by_index(element, job, codes, zeros, scales, out):  # type: ignore[no-untyped-def]
+    """A row whose columns have any group."""
+    which, code_at = ints_at(job.which), bytes_at(codes)
+    if job.bits == 4:
+        for i in range(job.columns // 2):
+            code, one, other = np.uint32(code_at[i]), which[2 * i], which[2 * i + 1]
+            low = _number(code & np.uint32(15), zeros[one], scales[one])
+            _store_pair(element, out, i, low, _number(code >> np.uint32(4), zeros[other], scales[other]))
+    else:
+        for i in range(job.columns // 2):
+            one, other = which[2 * i], which[2 * i + 1]
+            low = _number(np.uint32(code_at[2 * i]), zeros[one], scales[one])
+            high = _number(np.uint32(code_at[2 * i + 1]), zeros[other], scales[other])
+            _store_pair(element, out, i, low, high)
 
 
 @jit
@@ -211,3 +237,47 @@ def _group_of_8(element, at, flip, zero, scale, out, count):  # type: ignore[no-
 @jit
 def _number(code, zero, scale):  # type: ignore[no-untyped-def]
     return (np.float32(np.int32(code)) - zero) * scale
+
+
+class AwqJob(NamedTuple):
+    """Addresses of words (of 8 rows, one for each column), and of the first row's scales, zeros and numbers.
+
+    skip: rows of the first words that are before the first; groups, group, at: as of IntegerJob.
+    """
+
+    words: int
+    skip: int
+    scales: int
+    zeros: int
+    groups: int
+    group: int
+    at: int
+    columns: int
+    out: int
+    out_step: int
+
+
+@jit
+def unpack_awq(element, job, first, end):  # type: ignore[no-untyped-def]
+    """Rows first..end-1. One of 8 in a word has code 0, 4, 1, 5, 2, 6, 3 or 7 of it."""
+    size = 4 // planes(element)
+    for row in range(first, end):
+        at, inside = (row + job.skip) // 8, (row + job.skip) % 8
+        shift = np.uint32(4 * (inside // 2) + 16 * (inside % 2))
+        words, out = job.words + 4 * at * job.columns, job.out + row * job.out_step
+        ends = 4 * row * job.groups
+        for g in range(job.at // job.group, (job.at + job.columns - 1) // job.group + 1):
+            start = max(0, g * job.group - job.at)
+            count = min((g + 1) * job.group - job.at, job.columns) - start
+            scale, zero = floats_at(job.scales + ends)[g], floats_at(job.zeros + ends)[g]
+            _shifted(element, words + 4 * start, shift, zero, scale, out + start * size, count)
+
+
+@jit
+def _shifted(element, at, shift, zero, scale, out, count):  # type: ignore[no-untyped-def]
+    words = words_at(at)
+    for i in range(count // 2):
+        low, high = (words[2 * i] >> shift) & np.uint32(15), (words[2 * i + 1] >> shift) & np.uint32(15)
+        _store_pair(element, out, i, _number(low, zero, scale), _number(high, zero, scale))
+    if count % 2 == 1:
+        set_number(element, out, count - 1, _number((words[count - 1] >> shift) & np.uint32(15), zero, scale))

@@ -69,7 +69,8 @@ def fitted(eviction: Eviction, spec: ModelSpec, prices: KVPrices) -> Eviction:
 
 def check_for_model(eviction: Eviction, spec: ModelSpec, compresses_cache: bool) -> None:
     """UsageError where no layer has columns to drop, or they cannot take other positions than their tokens had."""
-    if spec.windows and None not in spec.windows and eviction.needs.record:
+    asked = eviction.policy if isinstance(eviction, Windowed) else eviction
+    if spec.windows and None not in spec.windows and not isinstance(asked, Full):
         raise UsageError(
             f"--eviction {eviction.name}: every layer of {spec.name} attends to a window of its newest columns, "
             f"{max(w for w in spec.windows if w)} at most, and keeps no others; leave it out"

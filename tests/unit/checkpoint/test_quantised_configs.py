@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.quantizers.quantizers_utils import should_convert_module
 
-from flexgen_h2o.checkpoint import open_checkpoint
+from flexgen_h2o import LLM, SamplingParams
+from flexgen_h2o.checkpoint import open_checkpoint, write_random_checkpoint
 from flexgen_h2o.checkpoint.formats import check_quantization, weight_format
 from flexgen_h2o.checkpoint.formats.quantised import is_left_out
+from flexgen_h2o.checkpoint.writing import RandomValues
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.errors import UsageError
 from flexgen_h2o.core.model import TensorSpec
 from flexgen_h2o.models import spec_from_folder
-from tests.parity.quantisers import FP8, QUANTISERS, compressed, save_quantised
+from tests.parity.quantisers import AWQ, FP8, GPTQ, QUANTISERS, compressed, save_quantised
 from tests.parity.reference import random_model
 
 PACKED = compressed("pack-quantized", 4, 128)
@@ -69,18 +74,28 @@ def changed(config: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
         (PACKED, WEIGHTS + "actorder", "group", "weights with actorder 'group'"),
         (PACKED, WEIGHTS + "new", 1, r"weights with new \(1\) is not known"),
         (compressed("int-quantized", 8, None), WEIGHTS + "symmetric", False, "supported in 8 bits, symmetric"),
+        (GPTQ, "bits", 3, "gptq with bits 3 is not supported, only 4 or 8"),
+        (GPTQ, "bits", None, "gptq with bits None"),
+        (GPTQ, "group_size", 20, "gptq with group_size 20 is not supported, only -1 or 'multiples of 8'"),
+        (GPTQ, "group_size", None, "gptq with group_size None"),
+        (GPTQ, "checkpoint_format", "marlin", "gptq with checkpoint_format 'marlin'"),
+        (GPTQ, "lm_head", True, "gptq with lm_head True"),
+        (GPTQ, "dynamic", {"+:.*down": {"bits": 8}}, "gptq with dynamic"),
+        (GPTQ, "modules_in_block_to_quantize", [["q_proj"]], "gptq with modules_in_block_to_quantize"),
+        (GPTQ, "pack_dtype", "int16", "gptq with pack_dtype 'int16'"),
+        (AWQ, "bits", 8, "awq with bits 8 is not supported, only 4"),
+        (AWQ, "version", "gemv", "awq with version 'gemv'"),
+        (AWQ, "zero_point", False, "awq with zero_point False"),
+        (AWQ, "group_size", 0, "awq with group_size 0"),
         ({"quant_method": "bitsandbytes"}, "load_in_4bit", True, "quant_method 'bitsandbytes' is not supported"),
     ],
 )  # fmt: skip
 def test_refused(config: dict[str, Any], path: str, value: Any, says: str) -> None:
-    check_known = config.get("quant_method") != "bitsandbytes"
-    if check_known:
+    if config["quant_method"] != "bitsandbytes":
         check_quantization(config)
     with pytest.raises(UsageError, match=f"quantization_config: .*{says}") as error:
         check_quantization(changed(config, path, value))
-    assert "\n" not in str(error.value) and re.search(
-        "; give .*checkpoint|no list|no whole|missing|has '", str(error.value)
-    )
+    assert "\n" not in str(error.value) and re.search("; give .*checkpoint|no list|no whole|has '", str(error.value))
 
 
 @pytest.mark.parametrize(
@@ -90,24 +105,21 @@ def test_refused(config: dict[str, Any], path: str, value: Any, says: str) -> No
      ("down_proj", "model.layers.3.mlp.down_proj", True), ("mlp.gate", "mlp.gate_proj", False)],
 )  # fmt: skip
 def test_modules_are_left_out_as_transformers_does(pattern: str, module: str, is_left: bool) -> None:
-    from transformers.quantizers.quantizers_utils import should_convert_module
-
     assert is_left_out(module, (pattern,)) is is_left is not should_convert_module(module, [pattern])
 
 
 def test_routers_and_embeddings_are_plain(spec) -> None:
-    from dataclasses import replace
-
     form = weight_format(replace(spec, quantization=FP8), Policy(), 2)
     for name in ("model.layers.0.mlp.gate.weight", "model.embed_tokens.weight", "lm_head.weight"):
         assert not form.layout(TensorSpec("", name, (128, 64))).decoded_row_bytes
     assert form.layout(TensorSpec("", "model.layers.0.mlp.experts.3.up_proj.weight", (128, 64))).decoded_row_bytes
 
 
-@pytest.mark.parametrize("name", ["fp8", "4 bits, groups with zeros"])
+@pytest.mark.parametrize("name", ["fp8", "4 bits, groups with zeros", "gptq", "awq"])
 @pytest.mark.parametrize("damage", ["missing", "shape", "dtype"])
 def test_damaged_tensors(tmp_path: Path, name: str, damage: str) -> None:
-    save_quantised(random_model(model_type="llama", num_hidden_layers=1), tmp_path, QUANTISERS[name])
+    model = random_model(model_type="llama", num_hidden_layers=1, intermediate_size=96)
+    save_quantised(model, tmp_path, QUANTISERS[name])
     spec, _ = spec_from_folder("tiny", tmp_path)
     open_checkpoint(spec, tmp_path, tmp_path / "none")
     stored = load_file(tmp_path / "model.safetensors")
@@ -116,9 +128,45 @@ def test_damaged_tensors(tmp_path: Path, name: str, damage: str) -> None:
         bad = {**stored}
         value = bad.pop(key)
         if damage == "shape":
-            bad[key] = value[:, :-1].contiguous()
+            bad[key] = value[..., :-1].contiguous()
         elif damage == "dtype":
             bad[key] = torch.zeros(value.shape, dtype=torch.int64)
         save_file(bad, tmp_path / "model.safetensors")
         with pytest.raises(UsageError, match=f"{tmp_path}.*tensor '{key}' "):
             open_checkpoint(spec, tmp_path, tmp_path / "none")
+
+
+def test_a_group_that_is_not_there(tmp_path: Path) -> None:
+    """Found where it is decoded: a line that names the tensor, and not memory of something else."""
+    save_quantised(random_model(model_type="llama", num_hidden_layers=1), tmp_path, QUANTISERS["gptq"])
+    stored = load_file(tmp_path / "model.safetensors")
+    stored["model.layers.0.mlp.down_proj.g_idx"][7] = 5
+    save_file(stored, tmp_path / "model.safetensors")
+    says = r"tensor 'model.layers.0.mlp.down_proj.g_idx' has .* groups 0 to 5, of 5"
+    with (
+        LLM(str(tmp_path), Policy(1, 1), dtype="float32", offload_dir=tmp_path / "offload") as llm,
+        pytest.raises(UsageError, match=says),
+    ):
+        llm.generate([[5, 6]], SamplingParams(max_tokens=1))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [FP8, compressed("pack-quantized", 4, 32), compressed("pack-quantized", 8, 32, False),
+     compressed("int-quantized", 8, None), GPTQ, GPTQ | {"bits": 8, "desc_act": True}, AWQ | {"group_size": 32}],
+)  # fmt: skip
+def test_random_weights(tmp_path: Path, config: dict[str, Any]) -> None:
+    """At the bytes of the format, with numbers like those of other random weights; and they run."""
+    shape = {"model_type": "llama", "vocab_size": 120, "hidden_size": 192, "num_hidden_layers": 1,
+             "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 4,
+             "max_position_embeddings": 64, "tie_word_embeddings": False}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps({**shape, "quantization_config": config}))
+    spec, about = spec_from_folder("tiny", tmp_path)
+    folder = write_random_checkpoint(spec, about, tmp_path / "random", "bfloat16")
+    up = next(tensor for tensor in spec.mlp[0] if tensor.role == "up_proj.weight")
+    numbers = RandomValues(spec, "bfloat16", 0).rows(up, 0, up.shape[0])
+    assert numbers.std().item() == pytest.approx(0.02, rel=0.35) and abs(numbers.mean().item()) < 0.003
+    assert len(numbers.unique(dim=0)) == len(numbers)
+    assert open_checkpoint(spec, folder, tmp_path).nbytes < 2 * spec.num_weights * 0.75
+    with LLM(str(folder), Policy(1, 1, percent=(30, 0, 100, 0, 100, 0)), offload_dir=tmp_path / "offload") as llm:
+        assert len(llm.generate([[5, 6]], SamplingParams(max_tokens=2, ignore_eos=True))[0].token_ids) == 2

@@ -13,6 +13,8 @@ from transformers.models.llama import modeling_llama
 
 from flexgen_h2o.kernels.elementwise import (
     Rotation,
+    add_weighted,
+    add_weighted_reference,
     clamped_gate,
     clamped_gate_reference,
     rms_norm,
@@ -87,6 +89,23 @@ def test_a_clamped_gate_equals_transformers(size: float, dtype: torch.dtype, mon
     want, out = theirs._apply_gate(x), torch.empty(300, 1003, dtype=dtype)
     assert_rounded_alike(clamped_gate_reference(x, 1.702, 5.0, out), want)
     assert_rounded_alike(clamped_gate(x, 1.702, 5.0, torch.empty_like(out)), want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "width"), [(0, 8), (1, 3), (9, 64), (300, 130)])
+def test_the_compiled_weighted_sum_is_the_reference(rows: int, width: int, dtype: torch.dtype) -> None:
+    """Several rows of one token are added in their order."""
+    x, out = torch.randn(rows, width).to(dtype), torch.randn(5, width).to(dtype)
+    tokens, weights = torch.randint(0, 5, (rows,), dtype=torch.int32), torch.rand(rows)
+    want = out.clone()
+    for i, token in enumerate(tokens.tolist()):
+        want[token] += (x[i] * weights[i]).to(dtype)
+    reference = out.clone()
+    add_weighted_reference(x, tokens, weights, reference)
+    add_weighted(x, tokens, weights, out)
+    assert torch.equal(reference, want) and torch.allclose(out.float(), want.float(), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="add_weighted: "):
+        add_weighted(x, tokens.long(), weights, out)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

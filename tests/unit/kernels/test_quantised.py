@@ -12,6 +12,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from flexgen_h2o.core.packing import int8_row_bytes
 from flexgen_h2o.kernels import quantised
 from flexgen_h2o.kernels.int8 import Int8Rows, blank_int8_rows, pack_int8_rows
+from flexgen_h2o.kernels.quantised import Groups
 from tests.unit.weight_room import int8_values, int8_workspace
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -62,9 +63,10 @@ def test_fp8(dtype: torch.dtype, rows: int, columns: int, block: tuple[int, int]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("bits", "rows", "columns", "group", "signed"), [
-    (4, 3, 64, 32, False), (4, 1, 33, 8, False), (8, 5, 31, 31, True), (8, 2, 100, 32, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("bits", "rows", "columns", "group", "signed"),
+    [(4, 3, 64, 32, False), (4, 1, 33, 8, False), (8, 5, 31, 31, True), (8, 2, 100, 32, False)],
+)  # fmt: skip
 @pytest.mark.parametrize("with_zeros", [True, False])
 def test_integers(
     dtype: torch.dtype, bits: int, rows: int, columns: int, group: int, signed: bool, with_zeros: bool
@@ -73,13 +75,59 @@ def test_integers(
     scales = torch.randn(rows, -(-columns // group))
     scales[0, 0] = torch.tensor([0x7FFFE000], dtype=torch.int32).view(torch.float32)  # a NaN of float16
     zeros = torch.randint(0, 2**bits, scales.shape).float() if with_zeros else None
-    found = both("unpack_integers", (rows, columns), dtype, codes, bits, scales, zeros, group, signed=signed)
+    found = both("unpack_integers", (rows, columns), dtype, codes, bits, scales, zeros, Groups(group), signed=signed)
     assert found[0, :group].isnan().all()
     byte = int(codes[-1, (columns - 1) * bits // 8])
     code = (byte >> (bits * ((columns - 1) % (8 // bits)))) & (2**bits - 1)
     zero = 2 ** (bits - 1) if zeros is None else zeros[-1, -1]
     last = ((code ^ (128 if signed else 0)) - zero) * scales[-1, -1]
     assert torch.equal(found[-1, -1], torch.as_tensor(last).to(dtype)) or (rows == 1 and columns <= group)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_groups_of_columns(dtype: torch.dtype, bits: int) -> None:
+    """A first group that is cut off, and columns in any order."""
+    codes, scales, zeros = any_bytes(3, 48 * bits // 8), torch.randn(3, 4), torch.randint(0, 17, (3, 4)).float()
+    index = torch.randint(0, 4, (48,), dtype=torch.int32)
+    for groups in (Groups(24, 40), Groups(24, 0, index)):
+        found = both("unpack_integers", (3, 48), dtype, codes, bits, scales, zeros, groups)
+        which = index[8] if groups.index is not None else 48 // 24
+        byte = int(codes[1, 8 * bits // 8])
+        want = ((byte & 15 if bits == 4 else byte) - zeros[1, which]) * scales[1, which]
+        assert torch.equal(found[1, 8], want.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+def test_matrices_by_columns(dtype: torch.dtype) -> None:
+    """GPTQ's and AWQ's orders by their definitions, some rows of a matrix, into some columns of another."""
+    columns, rows, some = 32, 24, slice(3, 14)
+    words = torch.randint(-(2**31), 2**31 - 1, (columns, rows // 8), dtype=torch.int32)
+    scales, zeros = torch.randn(2, rows), torch.randint(0, 16, (2, rows)).float()
+    which, out = torch.arange(columns) // 16, torch.zeros(11, columns + 16, dtype=dtype)[:, 16:]
+    place = [0, 2, 4, 6, 1, 3, 5, 7]
+    codes = torch.empty(columns, rows)
+    for i in range(8):
+        codes[:, place[i] :: 8] = ((words >> (4 * i)) & 15).float()
+    want = ((codes - zeros[which]) * scales[which]).t()[some].to(dtype)
+    arguments = scales[:, some], zeros[:, some], Groups(16), out
+    assert torch.equal(quantised.unpack_awq(words[:, :2], 3, *arguments), want)
+
+    words = torch.randint(-(2**31), 2**31 - 1, (columns // 4, rows), dtype=torch.int32)
+    for i in range(4):
+        codes[i::4] = ((words >> (8 * i)) & 255).float()
+    for index in (which.int(), torch.randint(0, 2, (columns,), dtype=torch.int32)):
+        want = ((codes - zeros[index.long()]) * scales[index.long()]).t()[some].to(dtype)
+        groups = Groups(16, 0, index)
+        assert torch.equal(quantised.unpack_gptq(words[:, some], 8, *arguments[:2], groups, out), want)
+
+
+@pytest.mark.parametrize("bad", [2, -1])
+def test_columns_of_groups_that_are_not_there(bad: int) -> None:
+    words, ends, index = torch.zeros(8, 4, dtype=torch.int32), torch.ones(2, 4), torch.zeros(32, dtype=torch.int32)
+    index[5] = bad
+    with pytest.raises(ValueError, match=r"groups .*, of 2"):
+        quantised.unpack_gptq(words, 8, ends, ends, Groups(16, 0, index), torch.empty(4, 32))
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(192, 128), (130, 64), (5, 30)])

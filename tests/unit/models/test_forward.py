@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from transformers import OPTConfig, OPTForCausalLM, PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.olmoe.modeling_olmoe import OlmoeRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
@@ -22,7 +21,7 @@ from flexgen_h2o.kernels.prefill_attention import causal_attention_lse, with_sin
 from flexgen_h2o.kernels.workspace import Workspace
 from flexgen_h2o.models import Hidden, family_of, llama, spec_from_config
 from tests.parity.cases import FAMILY_SHAPES
-from tests.parity.reference import random_model
+from tests.parity.reference import random_model, stored_tensors
 
 SHAPE = {
     "vocab_size": 50, "hidden_size": 24, "num_hidden_layers": 2, "ffn_dim": 40, "max_position_embeddings": 32,
@@ -62,17 +61,6 @@ def logits_of(spec: ModelSpec, tensors: dict[str, torch.Tensor], ids: torch.Tens
         parts = split(value if t.index is None else value[t.index])
         return tuple(InputRows(vector((part,))) for part in parts) if t.transposed else parts
 
-    def mix(block: int) -> None:
-        assert spec.experts is not None
-        many = n, spec.experts.per_token
-        hidden = Hidden(x, torch.zeros_like(x), torch.empty(many, dtype=torch.int32), torch.empty(many))
-        family.route(spec, roles(spec.attention[block]), hidden, ws)
-        for group in (range(2), range(2, spec.experts.count)):
-            own = (t for i in group for t in spec.experts.tensors[block][i])
-            family.experts(spec, roles((*spec.experts.inputs[block], *own)), group, hidden, ws)
-        assert hidden.mixed is not None
-        x.add_(hidden.mixed)
-
     def attend(window: int | None, *qkv: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
         if spec.rotary is not None:
             rotation = Rotation(torch.tensor(spec.rotary.frequencies), spec.rotary.scaling)
@@ -85,12 +73,19 @@ def logits_of(spec: ModelSpec, tensors: dict[str, torch.Tensor], ids: torch.Tens
 
     x = torch.empty(n, spec.hidden_size)
     family.embed(spec, roles(spec.embedding), ids, torch.arange(n), x, ws)
-    for block, (attention, mlp) in enumerate(zip(spec.attention, spec.mlp, strict=True)):
-        family.attention(spec, roles(attention), x, partial(attend, spec.window(block)), ws)
-        if spec.experts_of(block):
-            mix(block)
-        elif mlp:
+    for i, (attention, mlp) in enumerate(zip(spec.attention, spec.mlp, strict=True)):
+        family.attention(spec, roles(attention), x, partial(attend, spec.window(i)), ws)
+        if mlp:
             family.mlp(spec, roles(mlp), x, ws)
+        elif spec.experts_of(i):
+            assert spec.experts is not None
+            size = (n, spec.experts.per_token)
+            hidden = Hidden(x, torch.zeros_like(x), torch.empty(size, dtype=torch.int32), torch.empty(size))
+            family.route(spec, roles(attention), hidden, ws)
+            for group in (range(2), range(2, spec.experts.count)):
+                tensors_of_group = spec.experts.inputs[i] + tuple(t for e in group for t in spec.experts_of(i)[e])
+                family.experts(spec, roles(tensors_of_group), group, hidden, ws)
+            x += hidden.mixed
     before = x.clone()
     logits = family.head(spec, roles(spec.embedding + spec.head), x, ws).clone()
     assert torch.equal(x, before)  # the head leaves the hidden states as they are
@@ -135,7 +130,6 @@ def assert_logits(model: PreTrainedModel, split: Split, monkeypatch: pytest.Monk
     ids = torch.randint(0, 50, (11,))
     expected = model(ids[None]).logits[0]
     spec = spec_from_config("m", model.config.to_dict(), "here")
-    tensors = revert_weight_conversion(model, dict(model.named_parameters(remove_duplicate=False)))
-    actual = logits_of(spec, tensors, ids, split)
+    actual = logits_of(spec, stored_tensors(model), ids, split)
     assert (actual - expected).abs().max() < 1e-4
     assert expected.std() > 0.1

@@ -9,7 +9,10 @@ import pytest
 
 from flexgen_h2o.core.config import Policy
 from flexgen_h2o.core.units import WRITE_BACK_STEPS
-from flexgen_h2o.engine.workload import Batch, WorkloadShape
+from flexgen_h2o.engine.memory_plan import prices_of
+from flexgen_h2o.engine.workload import Batch, WorkloadShape, need_of
+from flexgen_h2o.kvcache.eviction import Full
+from flexgen_h2o.kvcache.eviction.of_model import fitted
 from flexgen_h2o.kvcache.eviction.policy import NO_RECORD, RowRecord
 from flexgen_h2o.models import built_in_spec
 from flexgen_h2o.planner.predict import Machine
@@ -52,6 +55,22 @@ def test_attention_reads_the_columns_that_are_held() -> None:
     work = attention(at, 1)
     assert (work.device_kv, work.host_kv) == (0.25 * 6 * 11 * COLUMN, 0.75 * 6 * 11 * COLUMN)
     assert work.crossing > 0 and not kv_load_moves(at, 0, Batch.even(6, 10), 1)
+
+
+def test_a_window_costs_its_columns() -> None:
+    """Not those that have left it, of 4 here: neither in a decode step nor among the pairs of a prompt."""
+    spec = replace(SPEC, windows=(4, *(None,) * (BLOCKS - 1)))
+    policy = fitted(Full(), spec, prices_of(spec, Policy()))
+    need, plan = need_of(policy, 6, {(10, 4)}, BLOCKS, spec.windows), spec.layers(True)
+    at = CostContext(spec, Policy(), need, 4, False)
+    for sweep in (0, 1, 3):
+        window, full = (layer_work(at, plan.layers[i], plan.units[i], Batch.even(6, 10), sweep) for i in (1, 3))
+        if sweep:
+            assert (window.device_kv, full.device_kv) == (6 * 4 * COLUMN, 6 * (10 + sweep) * COLUMN)
+        else:
+            assert window.prompt_flops == pytest.approx((1 - 0.6**2) * full.prompt_flops)
+    kinds = costs_of(Policy(6), need, machine(False), spec).kinds
+    assert kinds[1] != kinds[3] == kinds[5]
 
 
 @pytest.mark.parametrize("on_host", [False, True])
@@ -192,6 +211,15 @@ def test_unpacking_to_int8_has_its_own_rate() -> None:
     )
     assert to_dtype == pytest.approx(1.25 * to_int8)
     assert costs_of(Policy(4, int8_compute=True), NEED, where).dequantise_s(1) == 0.0
+
+
+def test_of_a_quantised_checkpoint_only_what_is_quantised_is_unpacked() -> None:
+    where, policy = machine(is_host=True), Policy(4, percent=(0, 0, 100, 0, 100, 0))
+    fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    plain, quantised = (costs_of(policy, NEED, where, replace(SPEC, quantization=config)) for config in (None, fp8))
+    assert quantised.dequantise_s(0) == plain.dequantise_s(1) == 0.0 < quantised.dequantise_s(1)
+    assert quantised.weight_load(0) == plain.weight_load(0)
+    assert sum(t.seconds for t in quantised.weight_load(1)) < sum(t.seconds for t in plain.weight_load(1))
 
 
 def test_without_overlap_a_step_takes_at_least_as_long_as_issuing_it() -> None:

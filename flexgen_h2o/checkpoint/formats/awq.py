@@ -1,0 +1,88 @@
+"""quant_method "awq" (Lin et al. 2023, AutoAWQ's version "gemm"): matrices in 4 bits with a scale and a zero for each
+group of columns.
+
+Of a matrix `base`.weight (N, K) there are `base`.qweight, int32 of (K, N / 8), `base`.qzeros, int32 of (groups, N / 8),
+and `base`.scales of (groups, N). The codes of a word are those of rows 0, 2, 4, 6, 1, 3, 5, 7 of its 8, from the lowest
+bits on. number = (code - zero) x scale. It lies by columns, so its parts are runs of columns.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from flexgen_h2o.checkpoint.formats import StoredRows, TensorLayout
+from flexgen_h2o.checkpoint.formats.quantised import (
+    Quantised,
+    Rules,
+    asks_for_int8,
+    patterns_of,
+    read_group,
+    refused,
+    settings_of,
+)
+from flexgen_h2o.core.config import Policy
+from flexgen_h2o.core.model import TensorSpec
+from flexgen_h2o.tiers.stream import Part
+
+if TYPE_CHECKING:
+    import torch
+
+_RULES: Rules = {
+    "bits": (4,), "w_bit": (4,), "version": ("gemm", "GEMM"), "format": ("gemm",), "zero_point": (True,),
+    "group_size": None, "q_group_size": None, "modules_to_not_convert": None, "backend": ("auto", "autoawq", None),
+    "do_fuse": None, "exllama_config": None, "fuse_max_seq_len": None, "modules_to_fuse": None,
+}  # fmt: skip
+_PER_WORD = 8
+_RANDOM_ZEROS = (b"\0", b"\x88")
+_RANDOM_SCALES = (b"\x0f\0", struct.pack("<e", 0.02 / 4.6))  # any codes have that std
+
+
+@dataclass(frozen=True)
+class Awq(Quantised):
+    """group: columns that share a scale, 0 for all."""
+
+    group: int = 128
+    name = "awq"
+    by_columns = True
+
+    def stored_rows(self, tensor: TensorSpec) -> tuple[StoredRows, ...]:
+        (rows, columns), words = tensor.shape, self.multiple(tensor, 0, _PER_WORD)
+        base, index = tensor.name.removesuffix(".weight"), tensor.index
+        each = self.group or columns
+        groups = -(-columns // each)
+        return (
+            StoredRows((f"{base}.qweight",), (columns, words), ("I32",), 4 * words, index=index),
+            StoredRows((f"{base}.qzeros",), (groups, words), ("I32",), 4 * words, each, index=index,
+                       random=_RANDOM_ZEROS),
+            StoredRows((f"{base}.scales",), (groups, rows), ("float16", "bfloat16", "float32"), 4 * rows, each,
+                       in_float32=True, index=index, random=_RANDOM_SCALES),
+        )  # fmt: skip
+
+    def decode_columns(
+        self, layout: TensorLayout, part: Part, pieces: Sequence[torch.Tensor], first: int, out: torch.Tensor
+    ) -> None:
+        import torch
+
+        from flexgen_h2o.kernels.quantised import Groups, awq_parted, unpack_awq
+
+        rows, columns = layout.shape
+        begin, end, some = first // _PER_WORD, -(-(first + len(out)) // _PER_WORD), slice(first, first + len(out))
+        words, zero_words = (piece.view(torch.int32).view(-1, rows // _PER_WORD)[:, begin:end] for piece in pieces[:2])
+        skip = first - begin * _PER_WORD
+        zeros = awq_parted(zero_words)[:, skip:][:, : len(out)]
+        scales = pieces[2].view(torch.float32).view(-1, rows)[:, some]
+        each = self.group or columns
+        unpack_awq(words, skip, scales, zeros, Groups(each, part.start % each), out)
+
+
+def recognise(policy: Policy, quantization: Mapping[str, Any] | None, itemsize: int) -> Awq | None:
+    found = settings_of(quantization, Awq.name, _RULES)
+    if found is None:
+        return None
+    if found.get("bits", found.get("w_bit")) is None:
+        raise refused(Awq.name, "bits", None, (4,))
+    left_out = patterns_of(Awq.name, "modules_to_not_convert", found.get("modules_to_not_convert"))
+    return Awq(itemsize, left_out, asks_for_int8(policy), read_group("awq", found))

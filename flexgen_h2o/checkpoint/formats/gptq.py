@@ -1,0 +1,124 @@
+"""quant_method "gptq" (Frantar et al. 2022, as AutoGPTQ and GPTQModel store it): matrices in integers of 4 or 8 bits
+with a scale and a zero for each group of columns.
+
+Of a matrix `base`.weight (N, K) there are `base`.qweight, int32 of (K x bits / 32, N), codes of columns from the lowest
+bits of a word on; `base`.qzeros, int32 of (groups, N x bits / 32); `base`.scales of (groups, N); and `base`.g_idx,
+int32 of (K,), the group of each column. number = (code - zero) x scale, where checkpoint_format "gptq" has 1 less than
+the zero, "gptq_v2" the zero itself. It lies by columns, so its parts are runs of columns; each has all scales.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from flexgen_h2o.checkpoint.formats import StoredRows, TensorLayout
+from flexgen_h2o.checkpoint.formats.quantised import (
+    Quantised,
+    Rules,
+    asks_for_int8,
+    patterns_of,
+    read_group,
+    refused,
+    settings_of,
+)
+from flexgen_h2o.core.config import Policy
+from flexgen_h2o.core.errors import UsageError
+from flexgen_h2o.core.model import TensorSpec
+from flexgen_h2o.tiers.stream import Part
+
+if TYPE_CHECKING:
+    import torch
+
+# What no number depends on: how the quantiser worked, and which kernels others would run.
+_FREE = (
+    "group_size", "desc_act", "sym", "static_groups", "true_sequential", "damp_percent", "damp_auto_increment", "mse",
+    "act_group_aware", "model_name_or_path", "model_file_base_name", "quantizer", "meta", "tokenizer", "dataset",
+    "batch_size", "pad_token_id", "max_input_length", "model_seqlen", "cache_block_outputs", "backend", "use_exllama",
+    "disable_exllama", "exllama_config", "use_cuda_fp16", "block_name_to_quantize", "module_name_preceding_first_block",
+    "hyb_act", "modules_to_not_convert", "dynamic",
+)  # fmt: skip
+_RULES: Rules = {
+    **dict.fromkeys(_FREE), "bits": (4, 8), "checkpoint_format": ("gptq", "gptq_v2"), "format": ("gptq", "gptq_v2"),
+    "pack_dtype": ("int32",), "lm_head": (False, None), "is_marlin_format": (False,), "adapter": (None, {}),
+    "modules_in_block_to_quantize": (None,), "rotation": (None,),
+}  # fmt: skip
+_WORD_BITS = 32
+_LEAVES_OUT = "-:"
+_RANDOM_SCALES = {4: 0.02 / 4.6, 8: 0.02 / 73.9}  # any codes have that std
+
+
+@dataclass(frozen=True)
+class Gptq(Quantised):
+    """group: columns that share a scale, 0 for all. more: of a zero than what is stored."""
+
+    bits: int = 4
+    group: int = 128
+    more: int = 1
+    name = "gptq"
+    by_columns = True
+
+    def stored_rows(self, tensor: TensorSpec) -> tuple[StoredRows, ...]:
+        (rows, columns), per_word = tensor.shape, _WORD_BITS // self.bits
+        base, index = tensor.name.removesuffix(".weight"), tensor.index
+        groups, group = (-(-columns // self.group), self.group) if self.group else (1, columns)
+        words, zeros = self.multiple(tensor, 1, per_word), self.multiple(tensor, 0, per_word)
+        middle = (1 << (self.bits - 1)) - self.more
+        zero = (b"\0", bytes([middle | middle << 4 if self.bits == 4 else middle]))
+        scale = (b"\x0f\0", struct.pack("<e", _RANDOM_SCALES[self.bits]))
+        in_order = (b"\0", _in_order(columns, group))
+        return (
+            StoredRows((f"{base}.qweight",), (words, rows), ("I32",), 4 * rows, per_word, index=index),
+            StoredRows((f"{base}.qzeros",), (groups, zeros), ("I32",), 4 * zeros, 0, index=index, random=zero),
+            StoredRows((f"{base}.scales",), (groups, rows), ("float16", "bfloat16", "float32"), 4 * rows, 0,
+                       in_float32=True, index=index, random=scale),
+            StoredRows((f"{base}.g_idx",), (columns,), ("I32",), 4, index=index, random=in_order),
+        )  # fmt: skip
+
+    def decode_columns(
+        self, layout: TensorLayout, part: Part, pieces: Sequence[torch.Tensor], first: int, out: torch.Tensor
+    ) -> None:
+        import torch
+
+        from flexgen_h2o.kernels.quantised import Groups, parted, unpack_gptq
+
+        (rows, columns), per_word = layout.shape, _WORD_BITS // self.bits
+        words, zero_words, index = (pieces[i].view(torch.int32) for i in (0, 1, 3))
+        some, begin = slice(first, first + len(out)), first // per_word
+        zero_words = zero_words.view(-1, rows // per_word)[:, begin : -(-some.stop // per_word)]
+        zeros = parted(zero_words, self.bits).add_(self.more)[:, first - begin * per_word :][:, : len(out)]
+        scales = pieces[2].view(torch.float32).view(-1, rows)[:, some]
+        groups = Groups(self.group or columns, part.start, index)
+        try:
+            unpack_gptq(words.view(-1, rows)[:, some], self.bits, scales, zeros, groups, out)
+        except ValueError as error:
+            raise UsageError(f"tensor {layout.stored[3].key!r} {error}; download the checkpoint again") from error
+
+
+@lru_cache(maxsize=64)
+def _in_order(columns: int, group: int) -> bytes:
+    return struct.pack(f"<{columns}i", *(column // group for column in range(columns)))
+
+
+def recognise(policy: Policy, quantization: Mapping[str, Any] | None, itemsize: int) -> Gptq | None:
+    found = settings_of(quantization, Gptq.name, _RULES)
+    if found is None:
+        return None
+    bits = found.get("bits")
+    if bits is None:
+        raise refused(Gptq.name, "bits", None, (4, 8))
+    version = found.get("checkpoint_format", found.get("format", "gptq"))
+    left_out = patterns_of(Gptq.name, "modules_to_not_convert", found.get("modules_to_not_convert"))
+    more = 1 if version == "gptq" else 0
+    return Gptq(itemsize, left_out + _dynamic(found), asks_for_int8(policy), bits, read_group("gptq", found), more)
+
+
+def _dynamic(found: Mapping[str, Any]) -> tuple[str, ...]:
+    """Patterns of GPTQModel's `dynamic`, which may only leave modules out: "-:" and a regular expression."""
+    rules = found.get("dynamic") or {}
+    if not isinstance(rules, Mapping) or not all(key.startswith(_LEAVES_OUT) for key in rules):
+        raise refused(Gptq.name, "dynamic", rules, ("patterns that leave modules out (-:)",))
+    return patterns_of(Gptq.name, "dynamic", [key.removeprefix(_LEAVES_OUT) for key in rules])
