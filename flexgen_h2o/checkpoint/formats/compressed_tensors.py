@@ -97,18 +97,20 @@ class CompressedTensors(Quantised):
     def decode_rows(self, layout: TensorLayout, part: Part, pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         import torch
 
-        from flexgen_h2o.kernels.quantised import Groups, unpack_integers
+        from flexgen_h2o.kernels.quantised import Groups, row_slices, unpack_integers
 
         columns, groups = layout.shape[1], layout.stored[1].shape[1]
-        scales = pieces[1].view(torch.float32).view(-1, groups)
-        zeros = None
-        if not self.symmetric:
-            rows = torch.arange(part.start, part.end, device=out.device)
-            per_word = _WORD_BITS // self.bits
-            words = pieces[2].view(torch.int32).view(-1, groups)[rows // per_word - part.start // per_word]
-            zeros = (words >> (self.bits * (rows % per_word)).unsqueeze(1)).bitwise_and_((1 << self.bits) - 1).float()
-        of_columns = Groups(self.group or columns)
-        unpack_integers(pieces[0].view(part.rows, -1), self.bits, scales, zeros, of_columns, out, self.whole)
+        codes, scales = pieces[0].view(part.rows, -1), pieces[1].view(torch.float32).view(-1, groups)
+        of_columns, per_word = Groups(self.group or columns), _WORD_BITS // self.bits
+        if self.symmetric:
+            unpack_integers(codes, self.bits, scales, None, of_columns, out, self.whole)
+            return
+        words = pieces[2].view(torch.int32).view(-1, groups)
+        for some in row_slices(part.rows, columns):
+            rows = torch.arange(part.start + some.start, part.start + some.stop, device=out.device)
+            shifts = (self.bits * (rows % per_word)).unsqueeze(1)
+            zeros = (words[rows // per_word - part.start // per_word] >> shifts).bitwise_and_((1 << self.bits) - 1)
+            unpack_integers(codes[some], self.bits, scales[some], zeros.float(), of_columns, out[some])
 
 
 @lru_cache(maxsize=2**16)

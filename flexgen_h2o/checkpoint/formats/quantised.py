@@ -69,8 +69,11 @@ class Quantised(WeightFormat):
     def decode_range(self, layout: TensorLayout, held: Sequence[Held], first: int, out: torch.Tensor) -> torch.Tensor:
         if not self.by_columns:
             return super().decode_range(layout, held, first, out)
-        for part, pieces in held:
-            self.decode_columns(layout, part, pieces, first, out[:, part.start : part.end])
+        from flexgen_h2o.kernels.quantised import row_slices
+
+        for some in row_slices(len(out), layout.shape[1]):  # what is made on the way takes little memory
+            for part, pieces in held:
+                self.decode_columns(layout, part, pieces, first + some.start, out[some, part.start : part.end])
         return out
 
     def decode_columns(

@@ -299,8 +299,8 @@ _LINE_WORDS = 16
 
 @jit
 def block_rows(codes, columns, out, first, end):  # type: ignore[no-untyped-def]
-    """Blocks first..end-1 of int8 rows: of BLOCK_ROWS rows together 4 columns in turn (kernels/int8.py). A cache line of
-    each row at a time: where rows are a power of two of bytes apart, no two of their lines stay in the cache."""
+    """Blocks first..end-1 of int8 rows: of BLOCK_ROWS rows together 4 columns in turn (kernels/int8.py). A cache line
+    of each row at a time: where rows are a power of two of bytes apart, few of their lines stay in the cache."""
     words = columns // 4
     for block in range(first, end):
         start = BLOCK_ROWS * block * columns
