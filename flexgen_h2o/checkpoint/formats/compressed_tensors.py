@@ -23,6 +23,7 @@ from flexgen_h2o.checkpoint.formats.quantised import (
     Rules,
     asks_for_int8,
     check_key,
+    names_of,
     patterns_of,
     read_group,
     refused,
@@ -76,20 +77,26 @@ class CompressedTensors(Quantised):
 
     def stored_rows(self, tensor: TensorSpec) -> tuple[StoredRows, ...]:
         (rows, columns), index = tensor.shape, tensor.index
-        base, groups = tensor.name.removesuffix(".weight"), -(-columns // (self.group or columns))
+        groups = -(-columns // (self.group or columns))
         words = -(-columns * self.bits // _WORD_BITS)
-        codes = StoredRows((f"{base}.weight_packed",), (rows, words), ("I32",), 4 * words, index=index)
+        codes = StoredRows(names_of(tensor, "weight_packed"), (rows, words), ("I32",), 4 * words, index=index)
         if self.whole:
-            codes = StoredRows((f"{base}.weight",), (rows, columns), ("I8",), columns, index=index)
+            codes = StoredRows(names_of(tensor, "weight"), (rows, columns), ("I8",), columns, index=index)
         bits = struct.unpack("<I", struct.pack("<f", 0.02 / _RANDOM_STD[self.bits]))[0]
         scale = (b"\x0f\0", struct.pack("<H", bits >> 16))  # in bf16
         dtypes = ("bfloat16", *(dtype for dtype in DTYPE_BYTES if dtype != "bfloat16"))
         scales = StoredRows(
-            (f"{base}.weight_scale",), (rows, groups), dtypes, 4 * groups, in_float32=True, index=index, random=scale
+            names_of(tensor, "weight_scale"),
+            (rows, groups),
+            dtypes,
+            4 * groups,
+            in_float32=True,
+            index=index,
+            random=scale,
         )
         if self.symmetric:
             return codes, scales
-        per_word, name = _WORD_BITS // self.bits, (f"{base}.weight_zero_point",)
+        per_word, name = _WORD_BITS // self.bits, names_of(tensor, "weight_zero_point")
         middle = (b"\0", b"\x88" if self.bits == 4 else b"\x80")
         shape = (-(-rows // per_word), groups)
         return codes, scales, StoredRows(name, shape, ("I32",), 4 * groups, per_word, index=index, random=middle)

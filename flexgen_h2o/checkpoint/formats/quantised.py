@@ -111,6 +111,11 @@ class Quantised(WeightFormat):
             fill_int8_rows(here, some.start, parts)
 
 
+def names_of(tensor: TensorSpec, kind: str) -> tuple[str, ...]:
+    """What is stored of a matrix `base`.weight as `base`.kind."""
+    return tuple(f"{name.removesuffix('.weight')}.{kind}" for name in (tensor.name, *tensor.aliases))
+
+
 def settings_of(quantization: Mapping[str, Any] | None, method: str, rules: Rules) -> Mapping[str, Any] | None:
     """A config of this quant_method whose keys are all known and allowed; None: it is of another one. UsageError names
     the key."""
