@@ -47,6 +47,7 @@ class Awq(Quantised):
     group: int = 128
     name = "awq"
     by_columns = True
+    in_blocks_only = True
 
     def stored_rows(self, tensor: TensorSpec) -> tuple[StoredRows, ...]:
         (rows, columns), words = tensor.shape, self.multiple(tensor, 0, _PER_WORD)

@@ -60,6 +60,7 @@ class Gptq(Quantised):
     more: int = 1
     name = "gptq"
     by_columns = True
+    in_blocks_only = True
 
     def stored_rows(self, tensor: TensorSpec) -> tuple[StoredRows, ...]:
         (rows, columns), per_word = tensor.shape, _WORD_BITS // self.bits

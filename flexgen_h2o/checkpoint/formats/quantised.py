@@ -42,6 +42,7 @@ class Quantised(WeightFormat):
     to_int8: bool = False
     decodes = True
     by_columns: ClassVar[bool] = False
+    in_blocks_only: ClassVar[bool] = False  # what its quantisers convert: modules of transformer blocks
     name: ClassVar[str]
     sample_name: ClassVar[str] = "model.layers.0.mlp.up_proj.weight"
 
@@ -53,6 +54,8 @@ class Quantised(WeightFormat):
         """Is it quantised?"""
         module = tensor.name.removesuffix(".weight")
         is_linear = len(tensor.shape) == 2 and module != tensor.name and _EMBEDDING not in module
+        if self.in_blocks_only:
+            is_linear = is_linear and any(part.isdecimal() for part in module.split("."))
         return is_linear and module.split(".")[-1] not in _PLAIN_MODULES and not is_left_out(module, self.left_out)
 
     def stored_rows(self, tensor: TensorSpec) -> tuple[StoredRows, ...]:
