@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from flexgen_h2o import Policy, SamplingParams
 from flexgen_h2o.core.units import ALIGN
 from flexgen_h2o.engine.memory_plan import BlockShape, Depth, memory_plan
+from flexgen_h2o.engine.report import sizes_of
 from flexgen_h2o.models import spec_from_folder
 from tests.parity.cases import CONFIGURATIONS, PLACEMENTS
 from tests.parity.conftest import LENGTHS, NEW_TOKENS
@@ -83,3 +84,4 @@ def test_a_plan_counts_the_bytes_of_the_format(quantised: Callable[[str], Refere
     stored = load_file(folder / "model.safetensors").values()
     want = sum(tensor.nbytes * held[tensor.dtype] for tensor in stored)
     assert want <= plan.size("weights") <= want + ALIGN * len(stored)
+    assert sizes_of(spec, {}, 2)[0] == want  # what a report calls the model's size
