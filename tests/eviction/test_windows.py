@@ -87,7 +87,7 @@ def test_rows_that_begin_alike(shape: str, known: Callable[[str], Known], tmp_pa
         ran = generate(known(shape).folder, prompts, 9, None, policy, tmp_path, STAND_IN, share_prefix="on")
         assert ran.tokens == want
         assert ran.report.spared_tokens >= 3 * length
-        assert ran.report.extra["common_prefix"]["tokens"] == (length if shape == MIXED else 0)
+        assert ran.report.extra["common_prefix"]["tokens"] == (0 if shape == ALL else length)
 
 
 def test_rows_that_enter_behind_one_copy(known: Callable[[str], Known], tmp_path: Path) -> None:
