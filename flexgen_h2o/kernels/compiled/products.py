@@ -43,7 +43,7 @@ _VECTORS = PANEL // LANES
 _STEP = 4 * PANEL  # bytes of a word of each row of a panel
 _LAY_SHARES = 1  # of what is asked for, while a panel is laid out: as if it were as many tiles
 _NEXT_CACHE = 2  # what is asked for goes there: a chunk is more than the nearest holds
-_INTS, _FLOATS = ir.VectorType(I32, LANES), ir.VectorType(F32, LANES)
+INTS, FLOATS = ir.VectorType(I32, LANES), ir.VectorType(F32, LANES)
 
 
 class Job(NamedTuple):
@@ -192,18 +192,26 @@ def _multiply_panel(kind, element, job, ending, panel, come, rooms):  # type: ig
 
 @jit
 def _finish(element, job, ending, row, sums, out):  # type: ignore[no-untyped-def]
-    """Rounded once; where it is added to what is there, once more for the bias."""
-    for i in range(min(PANEL, job.rows - row)):
-        value = floats_at(sums)[i]
-        if ending.adds:
-            value += number_at(element, out, i)
-        if job.bias != 0:
-            if ending.adds:
-                value = rounded(element, value)
-            value += number_at(element, job.bias, row + i)
-        if ending.relu and value < np.float32(0):
-            value = np.float32(0)
-        set_number(element, out, i, value)
+    """Rounded once; where it is added to what is there, once more for the bias. Each loop is vectorised."""
+    count, bias = min(PANEL, job.rows - row), job.bias
+    if ending.adds:
+        for i in range(count):
+            value = floats_at(sums)[i] + number_at(element, out, i)
+            if bias != 0:
+                value = rounded(element, value) + number_at(element, bias, row + i)
+            set_number(element, out, i, _active(ending.relu, value))
+    elif bias != 0:
+        for i in range(count):
+            value = floats_at(sums)[i] + number_at(element, bias, row + i)
+            set_number(element, out, i, _active(ending.relu, value))
+    else:
+        for i in range(count):
+            set_number(element, out, i, _active(ending.relu, floats_at(sums)[i]))
+
+
+@jit
+def _active(relu, value):  # type: ignore[no-untyped-def]
+    return np.float32(0) if relu and value < np.float32(0) else value
 
 
 @jit
@@ -224,9 +232,7 @@ def _finish_int8(element, job, ending, row, sums, places):  # type: ignore[no-un
             value += number_at(element, job.bias, row + i)
         if ending.adds:
             value += number_at(element, out, i)
-        if ending.relu and value < np.float32(0):
-            value = np.float32(0)
-        set_number(element, out, i, value)
+        set_number(element, out, i, _active(ending.relu, value))
 
 
 # ---- vector code
@@ -251,9 +257,9 @@ def _room(nbytes: int) -> Any:
 _sums_room, _strip_room, _ends_room = _room(_TOKENS * _STEP), _room(_CHUNK * _STEP), _room(2 * _STEP)
 
 
-def _dot(e: Emitter, planes_of: int, total: Any, x: Any, w: Any) -> Any:
-    kind, name = (_FLOATS, "avx512bf16.dpbf16ps.512") if planes_of == 2 else (_INTS, "avx512.vpdpbusd.512")
-    function = ir.FunctionType(kind, [kind, _INTS, _INTS])
+def dot(e: Emitter, planes_of: int, total: Any, x: Any, w: Any) -> Any:
+    kind, name = (FLOATS, "avx512bf16.dpbf16ps.512") if planes_of == 2 else (INTS, "avx512.vpdpbusd.512")
+    function = ir.FunctionType(kind, [kind, INTS, INTS])
     return e.builder.call(cgutils.get_or_insert_function(e.builder.module, function, f"llvm.x86.{name}"), [total, x, w])
 
 
@@ -273,7 +279,7 @@ def _emit_tile(e: Emitter, planes_of: int, rows: Any, *numbers: Any) -> None:
 
 def _emit_rows(e: Emitter, planes_of: int, rows: int, numbers: tuple[Any, ...]) -> None:
     b, (words, weight, x, x_step, sums, begun, *to_come) = e.builder, numbers
-    kind = _FLOATS if planes_of == 2 else _INTS
+    kind = FLOATS if planes_of == 2 else INTS
     totals = e.variables(kind, rows, _VECTORS)
     places = [[b.add(sums, e.number(r * _STEP + 4 * LANES * v)) for v in range(_VECTORS)] for r in range(rows)]
     with b.if_then(b.icmp_signed("!=", begun, e.number(0))):
@@ -284,17 +290,17 @@ def _emit_rows(e: Emitter, planes_of: int, rows: int, numbers: tuple[Any, ...]) 
         coming.ask()
         first = b.mul(block.index, e.number(LANES))
         for r in range(rows, 2 * rows):
-            e.prefetch(e.onward(b.add(x, b.mul(x_step, e.number(r))), first))
+            e.prefetch(e.onward(b.add(x, b.mul(x_step, e.number(r))), first), _NEXT_CACHE)
         left = b.sub(words, first)
         with e.loop(b.select(b.icmp_signed("<", left, e.number(LANES)), left, e.number(LANES))) as loop:
             word = b.add(first, loop.index)
             at = b.add(weight, b.mul(word, e.number(_STEP)))
-            vectors = [e.load(b.add(at, e.number(4 * LANES * v)), _INTS) for v in range(_VECTORS)]
+            vectors = [e.load(b.add(at, e.number(4 * LANES * v)), INTS) for v in range(_VECTORS)]
             for r in range(rows):
                 asked = e.load(e.onward(b.add(x, b.mul(x_step, e.number(r))), word), I32)
                 spread = e.spread([asked], LANES)
                 for total, vector in zip(totals[r], vectors, strict=True):
-                    b.store(_dot(e, planes_of, b.load(total), spread, vector), total)
+                    b.store(dot(e, planes_of, b.load(total), spread, vector), total)
     for total, place in _each(totals, places):
         e.store(b.load(total), place)
 
