@@ -27,7 +27,7 @@ from flexgen_h2o.core.units import (
     format_bytes,
     round_up,
 )
-from flexgen_h2o.engine.temporaries import blocked_bytes, int8_sizes, temporary_bytes, unpacked_cache_bytes
+from flexgen_h2o.engine.temporaries import blocking_bytes, int8_sizes, temporary_bytes, unpacked_cache_bytes
 from flexgen_h2o.kvcache.eviction.policy import NO_RECORD, RowRecord
 from flexgen_h2o.kvcache.layout import UnitLayout
 from flexgen_h2o.tiers.stream import Part, Shares, is_streamed, on_host_device, split_rows
@@ -267,7 +267,7 @@ def memory_plan(
 ) -> MemoryPlan:
     """All buffers of a run. `itemsize`: bytes of the compute dtype, which weights and KV are held in."""
     tokens, form = max(shape.tokens, shape.rows), weight_format(spec, policy, itemsize)
-    product, blocking = blocked_bytes(spec, form, device_is_host, tokens, shape.logits)
+    blocking = blocking_bytes(spec, form, device_is_host)
     workspace = workspace_sizes(spec, shape, itemsize)
     if form.in_int8:
         workspace |= int8_sizes(spec, tokens)
@@ -281,7 +281,7 @@ def memory_plan(
         *_hidden_buffers(spec, policy, shape, itemsize, device_is_host, depth.hidden),
         Buffer("wire", "device", neighbours * WIRE_BUFFERS * message),
         Buffer("workspace", "device", sum(workspace.values())),
-        Buffer("temporaries", "device", max(temporary_bytes(spec, shape, itemsize, policy) + product, blocking)),
+        Buffer("temporaries", "device", max(temporary_bytes(spec, shape, itemsize, policy), blocking)),
         Buffer("temporaries", "device", unpacked_cache_bytes(spec, policy, shape, itemsize, device_is_host)),
         Buffer("staging", "host", (READ_THREADS + WRITE_THREADS) * STAGING_BYTES),
     ]
