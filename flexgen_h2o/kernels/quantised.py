@@ -261,10 +261,9 @@ def _fill_in_order(rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
 def _fill_blocks(
     part: BlockedInt8, at: slice, codes: torch.Tensor, scales: torch.Tensor, sums: torch.Tensor
 ) -> None:  # fmt: skip
-    n, columns = len(part), codes.shape[1]
-    words = part.memory[at.start * columns : at.stop * columns].view(torch.int32)
+    n, columns, memory = len(part), codes.shape[1], part.memory.view(-1)
+    words = memory[at.start * columns : at.stop * columns].view(torch.int32)
     words = words.view(-1, columns // WORD, BLOCK_ROWS)
     words.copy_(codes.view(torch.int32).unflatten(0, (-1, BLOCK_ROWS)).transpose(1, 2))
-    ends = part.memory[n * columns :].view(torch.int32)
-    ends[at] = -sums
-    part.scales[at] = scales
+    ends = memory[n * columns :].view(torch.int32).view(2, n)
+    ends[0, at], ends[1, at] = -sums, scales.view(torch.int32)

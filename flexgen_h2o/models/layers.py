@@ -173,6 +173,8 @@ def read_windows(config: Mapping[str, Any], blocks: int, positions: int) -> tupl
     for kind in kinds:
         if kind not in ("full_attention", "sliding_attention"):
             raise UsageError(f"layer_types: {kind!r} is not full_attention or sliding_attention")
+    if window is None and config.get("layer_types") and "sliding_attention" in kinds:
+        raise UsageError("layer_types: sliding_attention needs a sliding_window, which is None")
     if window is None or "sliding_attention" not in kinds or check_int("sliding_window", window, low=1) >= positions:
         return ()
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
